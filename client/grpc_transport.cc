@@ -1,0 +1,134 @@
+#include "client/grpc_transport.h"
+
+#include <grpcpp/client_context.h>
+
+#include <chrono>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/v1/ballast.grpc.pb.h"
+#include "client/blocking_call.h"
+#include "client/train_stream.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "proto/frame.h"
+#include "proto/status.h"
+
+namespace ballast::client {
+namespace {
+
+constexpr absl::Duration kLongLimit = absl::Hours(1);
+
+template <typename Stub, typename Request, typename Response>
+absl::StatusOr<Response> Call(Stub& stub,
+                              grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&,
+                                                           Response*),
+                              const Request& request, absl::Duration limit) {
+  grpc::ClientContext context;
+  context.set_deadline(std::chrono::system_clock::now() + absl::ToChronoMilliseconds(limit));
+  Response response;
+  const grpc::Status status = (stub.*method)(&context, request, &response);
+  if (!status.ok()) return proto::FromGrpc(status);
+  return response;
+}
+
+// Sends chunk after chunk until all are sent or the service has ended the call.
+void SendWeights(BlockingCall& call, absl::Span<const int> chunks,
+                 const std::function<std::vector<float>(int chunk)>& fill) {
+  for (int chunk : chunks) {
+    v1::WeightHeader header;
+    header.set_chunk(static_cast<uint32_t>(chunk));
+    const auto values = std::make_shared<std::vector<float>>(fill(chunk));
+    const auto bytes = absl::MakeConstSpan(reinterpret_cast<const std::byte*>(values->data()),
+                                           values->size() * sizeof(float));
+    // gRPC keeps the values alive until it has sent them.
+    if (!call.Write(proto::SerializeUploadWeights(header, bytes, [values] {}))) return;
+  }
+  call.WritesDone();
+}
+
+class GrpcTransport final : public Transport {
+ public:
+  GrpcTransport(std::shared_ptr<grpc::Channel> channel, absl::Duration short_limit)
+      : channel_(std::move(channel)),
+        short_limit_(short_limit),
+        jobs_(channel_),
+        state_(channel_) {}
+
+  absl::StatusOr<v1::Job> CreateJob(const v1::CreateJobRequest& request) override {
+    return Call(jobs_, &v1::JobService::Stub::CreateJob, request, kLongLimit);
+  }
+  absl::StatusOr<v1::Job> GetJob(const v1::GetJobRequest& request) override {
+    return Call(jobs_, &v1::JobService::Stub::GetJob, request, short_limit_);
+  }
+  absl::StatusOr<v1::AttachWorkerResponse> AttachWorker(
+      const v1::AttachWorkerRequest& request) override {
+    return Call(jobs_, &v1::JobService::Stub::AttachWorker, request, short_limit_);
+  }
+  absl::StatusOr<v1::SaveJobResponse> SaveJob(const v1::SaveJobRequest& request) override {
+    return Call(state_, &v1::StateService::Stub::SaveJob, request, kLongLimit);
+  }
+  absl::StatusOr<v1::LoadJobResponse> LoadJob(const v1::LoadJobRequest& request) override {
+    return Call(state_, &v1::StateService::Stub::LoadJob, request, kLongLimit);
+  }
+
+  absl::StatusOr<v1::UploadWeightsResponse> UploadWeights(
+      const v1::OpenTrain& open, absl::Span<const int> chunks,
+      const std::function<std::vector<float>(int chunk)>& fill) override {
+    BlockingCall call(channel_, "/ballast.v1.TrainService/UploadWeights");
+    v1::UploadWeightsRequest first;
+    *first.mutable_open() = open;
+    if (call.Write(proto::SerializeControl(first))) SendWeights(call, chunks, fill);
+    grpc::ByteBuffer answer;
+    const bool answered = call.Read(&answer);
+    BALLAST_RETURN_IF_ERROR(call.Finish());
+    v1::UploadWeightsResponse response;
+    std::vector<grpc::Slice> slices;
+    std::string bytes;
+    if (answered && answer.Dump(&slices).ok()) {
+      for (const grpc::Slice& slice : slices) {
+        bytes.append(reinterpret_cast<const char*>(slice.begin()), slice.size());
+      }
+    }
+    if (!answered || !response.ParseFromString(bytes)) {
+      return absl::InternalError("the service ended UploadWeights without a valid answer");
+    }
+    return response;
+  }
+
+  absl::StatusOr<uint64_t> ReadWeights(
+      const v1::ReadWeightsRequest& request,
+      const std::function<absl::Status(const v1::WeightHeader& header, PayloadPieces payload)>&
+          place) override {
+    BlockingCall call(channel_, "/ballast.v1.TrainService/ReadWeights");
+    if (call.Write(proto::SerializeControl(request))) call.WritesDone();
+    uint64_t step = 0;
+    grpc::ByteBuffer bytes;
+    while (call.Read(&bytes)) {
+      BALLAST_ASSIGN_OR_RETURN(const auto frame, proto::ParseReadWeightsResponse(bytes));
+      if (frame.message.kind_case() == v1::ReadWeightsResponse::kStep) step = frame.message.step();
+      if (frame.message.kind_case() != v1::ReadWeightsResponse::kWeights) continue;
+      BALLAST_RETURN_IF_ERROR(place(frame.message.weights().header(), frame.payload.pieces()));
+    }
+    BALLAST_RETURN_IF_ERROR(call.Finish());
+    return step;
+  }
+
+  std::unique_ptr<TrainStream> OpenTrainStream(TrainListener& listener) override {
+    return OpenGrpcTrainStream(channel_, listener);
+  }
+
+ private:
+  const std::shared_ptr<grpc::Channel> channel_;
+  const absl::Duration short_limit_;
+  v1::JobService::Stub jobs_;
+  v1::StateService::Stub state_;
+};
+
+}  // namespace
+
+std::unique_ptr<Transport> MakeGrpcTransport(std::shared_ptr<grpc::Channel> channel,
+                                             absl::Duration short_limit) {
+  return std::make_unique<GrpcTransport>(std::move(channel), short_limit);
+}
+
+}  // namespace ballast::client

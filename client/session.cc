@@ -1,0 +1,19 @@
+#include "client/session.h"
+
+#include <utility>
+
+#include "client/connect.h"
+#include "client/grpc_transport.h"
+#include "client/session_impl.h"
+
+namespace ballast::client {
+
+absl::StatusOr<std::unique_ptr<Session>> Session::Open(std::shared_ptr<grpc::Channel> channel,
+                                                       SessionOptions options) {
+  KeepHeapWarm();  // Also for channels that Connect has not made, such as in-process ones.
+  std::unique_ptr<Transport> transport =
+      MakeGrpcTransport(std::move(channel), options.join_timeout);
+  return SessionImpl::Open(std::move(transport), Clock::Real(), std::move(options));
+}
+
+}  // namespace ballast::client

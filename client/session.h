@@ -1,0 +1,154 @@
+// What a trainer links to: one rank's session with its job on a Ballast service.
+//
+//   auto channel = client::Connect("unix:/run/ballast.sock").value();
+//   client::SessionOptions options{.job = spec, .rank = rank, .weights = where_chunks_go};
+//   auto session = client::Session::Open(channel, std::move(options)).value();
+//   if (session->awaiting_weights()) session->UploadWeights(first_weights);
+//   session->ReadWeights();
+//   for (;;) {
+//     session->BeginStep({.scale = {.divisors = {...}}});
+//     for (uint32_t m = 0; m < micro_steps; ++m) {
+//       ... backward; for each of my chunks, as soon as it is reduced:
+//       session->Push({.chunk = c, .micro_step_begin = m, .micro_step_end = m + 1, .payload =
+//       bytes}); session->EndMicroStep(m, used);
+//     }
+//     client::StepDecision decision = session->Seal(micro_steps).value();  // blocks for all ranks
+//     session->ReceiveWeights();  // returns when all my chunks of the step are in my memory
+//   }
+//
+// Threads: Push may be called from any thread; the other calls come from one thread at a time, in
+// the order above. The session owns one stream and its thread; it borrows payloads until they are
+// released (at the latest when it is destroyed, which waits for that) and the memory that `weights`
+// returns until it is destroyed.
+//
+// Errors: the first error of the stream is kept and returned by every later call; then open another
+// session. The same process taking its rank again raises no generation.
+#ifndef BALLAST_CLIENT_SESSION_H_
+#define BALLAST_CLIENT_SESSION_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "cpu_optimizer_service/common/gradient_norm.h"
+#include "cpu_optimizer_service/common/job_spec.h"
+#include "cpu_optimizer_service/common/layout.h"
+
+namespace grpc {
+class Channel;
+}
+
+namespace ballast::client {
+
+// A channel to "host:port" or "unix:/path". UNAVAILABLE if nothing answers within `timeout`.
+absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(const std::string& target,
+                                                       absl::Duration timeout = absl::Seconds(10));
+
+struct SessionOptions {
+  JobSpec job;
+  int rank = 0;
+  // Unique to this process and the same for all its sessions; empty: made from host, pid and random
+  // bits.
+  std::string process_id;
+  // Rank 0 creates the job if it is not there; other ranks wait for it this long.
+  absl::Duration join_timeout = absl::Seconds(60);
+  // Where the weights of a chunk of this rank go: chunk.elements elements of the group's return
+  // dtype. Called from the session's thread and written there between Seal and the return of
+  // ReceiveWeights; in ReadWeights, from the caller's.
+  std::function<absl::Span<std::byte>(int chunk)> weights;
+  // Called from the same thread when a chunk's weights are complete; may be null.
+  std::function<void(int chunk)> on_weights;
+  // Payload bytes on their way, not acknowledged, before Push blocks.
+  int64_t window_bytes = int64_t{64} << 20;
+  // How long Seal waits for the decision, and ReceiveWeights for the end of the step. The error of
+  // Seal names the ranks that have not sealed.
+  absl::Duration seal_timeout = absl::Minutes(10);
+};
+
+struct StepSettings {
+  GradientScale scale;
+  std::map<int, HyperParameterOverrides> overrides;  // By group, for this step and later ones.
+};
+
+// The sum over ranks and over micro-steps [micro_step_begin, micro_step_end) of a chunk's gradient.
+struct GradientPush {
+  int chunk = 0;
+  uint32_t micro_step_begin = 0;
+  uint32_t micro_step_end = 1;
+  bool final = false;                   // Nothing more comes for this chunk in this step.
+  bool empty = false;                   // No gradient for any of its elements; no payload.
+  absl::Span<const std::byte> payload;  // chunk.elements elements of the group's wire dtype.
+  // Called exactly once, from any thread: when the service holds the payload and gRPC has let go of
+  // it, or the session has failed and gRPC has let go, or Push returns an error. May be null.
+  std::function<void()> released;
+};
+
+// Which parameters received a gradient on this rank in a micro-step, from what backward really did.
+struct UsedParameters {
+  bool all = true;              // All trainable ones.
+  std::vector<int> parameters;  // Otherwise these, by index.
+};
+
+struct StepDecision {
+  uint64_t step = 0;
+  bool applied = false;
+  double norm = 0;
+  double clip_coefficient = 1;
+  std::string skip_reason;
+  std::vector<std::string> unused_parameters;
+};
+
+class Session {
+ public:
+  // Creates or joins the job, takes the rank, opens the stream. ALREADY_EXISTS never;
+  // FAILED_PRECONDITION if the job there is described otherwise (first difference named);
+  // RESOURCE_EXHAUSTED if it does not fit; UNAVAILABLE; DEADLINE_EXCEEDED if another rank never
+  // created it.
+  static absl::StatusOr<std::unique_ptr<Session>> Open(std::shared_ptr<grpc::Channel> channel,
+                                                       SessionOptions options);
+  virtual ~Session() = default;  // Closes the stream; the job stays.
+
+  virtual const Layout& layout() const = 0;
+  virtual bool awaiting_weights() const = 0;
+  virtual uint64_t committed_step() const = 0;
+  virtual uint64_t generation() const = 0;
+  virtual const std::string& job_uid() const = 0;
+
+  // Sends the first weights of this rank's chunks: `fill(chunk, out)` writes chunk.elements fp32
+  // values, zeros in the padding. Returns when the service has them all.
+  virtual absl::Status UploadWeights(
+      const std::function<void(int chunk, absl::Span<float> out)>& fill) = 0;
+  // Reads the committed weights of this rank's chunks into place. Waits, up to join_timeout, for
+  // other ranks' first weights.
+  virtual absl::Status ReadWeights() = 0;
+  // The service saves to, or loads from, a directory on its host. A load ends the sessions of all
+  // ranks, this one included: their later calls say ABORTED, and all open again.
+  virtual absl::Status LoadCheckpoint(const std::string& directory) = 0;
+  virtual absl::Status SaveCheckpoint(const std::string& directory) = 0;
+
+  // Begins step committed_step() + 1.
+  virtual absl::Status BeginStep(const StepSettings& settings) = 0;
+  virtual absl::Status Push(GradientPush push) = 0;
+  virtual absl::Status EndMicroStep(uint32_t micro_step, const UsedParameters& used) = 0;
+  // FAILED_PRECONDITION: refused, the step is still open; the message names worker, micro-step and
+  // parameters; send what is missing and seal again. DEADLINE_EXCEEDED names the awaited ranks; the
+  // seal stands, and another Seal waits on.
+  virtual absl::StatusOr<StepDecision> Seal(uint32_t micro_steps) = 0;
+  // Returns when this rank's chunks of the decided step are in place and all ranks' chunks stand at
+  // it. After a skipped step it returns as soon as the step is committed.
+  virtual absl::Status ReceiveWeights() = 0;
+  // From decision to last chunk updated, as the service measured it, for the last step received.
+  virtual double update_seconds() const = 0;
+};
+
+}  // namespace ballast::client
+
+#endif  // BALLAST_CLIENT_SESSION_H_

@@ -1,0 +1,91 @@
+// A session's logic, over any transport.
+#ifndef BALLAST_CLIENT_SESSION_IMPL_H_
+#define BALLAST_CLIENT_SESSION_IMPL_H_
+
+#include <atomic>
+#include <memory>
+#include <string>
+
+#include "client/send_window.h"
+#include "client/session.h"
+#include "client/step_progress.h"
+#include "client/transport.h"
+#include "client/weight_sink.h"
+
+namespace ballast::client {
+
+class SessionImpl final : public Session, private TrainListener {
+ public:
+  // As Session::Open. `clock` outlives the session.
+  static absl::StatusOr<std::unique_ptr<SessionImpl>> Open(std::unique_ptr<Transport> transport,
+                                                           Clock& clock, SessionOptions options);
+  ~SessionImpl() override;
+
+  const Layout& layout() const override { return layout_; }
+  bool awaiting_weights() const override { return awaiting_weights_; }
+  uint64_t committed_step() const override { return committed_step_; }
+  uint64_t generation() const override { return attached_.generation(); }
+  const std::string& job_uid() const override { return attached_.uid(); }
+
+  absl::Status UploadWeights(
+      const std::function<void(int chunk, absl::Span<float> out)>& fill) override;
+  absl::Status ReadWeights() override;
+  absl::Status LoadCheckpoint(const std::string& directory) override;
+  absl::Status SaveCheckpoint(const std::string& directory) override;
+
+  absl::Status BeginStep(const StepSettings& settings) override;
+  absl::Status Push(GradientPush push) override;
+  absl::Status EndMicroStep(uint32_t micro_step, const UsedParameters& used) override;
+  absl::StatusOr<StepDecision> Seal(uint32_t micro_steps) override;
+  absl::Status ReceiveWeights() override;
+  double update_seconds() const override { return update_seconds_; }
+
+ private:
+  SessionImpl(std::unique_ptr<Transport> transport, Clock& clock, SessionOptions options,
+              Layout layout);
+
+  absl::Status Start(absl::Time deadline);
+  v1::OpenTrain OpenMessage() const;
+
+  void OnMessage(const v1::TrainResponse& message, PayloadPieces payload) override;
+  void OnClosed(const absl::Status& status) override;
+  absl::Status Handle(const v1::TrainResponse& message, PayloadPieces payload);
+  absl::Status OnDecision(const v1::StepDecision& decision);
+  absl::Status OnWeights(const v1::WeightChunk& weights, PayloadPieces payload);
+  absl::Status OnCommitted(const v1::StepCommitted& committed);
+  void OnWaiting(const v1::Waiting& waiting);
+
+  // "job J rank R" and, during one, "step S".
+  std::string Context() const;
+  absl::Status Fail(const absl::Status& status);
+  // OK if a step is open and the stream is sound.
+  absl::Status CheckInStep(const char* call) const;
+  // OK if no step is open and the stream is sound.
+  absl::Status CheckBetweenSteps(const char* call) const;
+  absl::Status CheckPush(const GradientPush& push) const;
+  absl::Status Send(const v1::TrainRequest& message);
+  absl::Status ExplainSeal(const absl::Status& status);
+
+  const std::unique_ptr<Transport> transport_;
+  Clock& clock_;
+  const SessionOptions options_;
+  const Layout layout_;
+
+  // Of the trainer's thread.
+  v1::AttachWorkerResponse attached_;  // Without its job.
+  bool awaiting_weights_ = false;
+  uint64_t committed_step_ = 0;
+  double update_seconds_ = 0;
+
+  // Of the stream's thread.
+  WeightSink sink_;
+
+  StepProgress progress_;
+  // Destroyed after the stream, when the transport lets go of the last payloads.
+  SendWindow window_;
+  std::unique_ptr<TrainStream> stream_;
+};
+
+}  // namespace ballast::client
+
+#endif  // BALLAST_CLIENT_SESSION_IMPL_H_

@@ -1,0 +1,171 @@
+#include "client/train_stream.h"
+
+#include <grpc/support/time.h>
+#include <grpcpp/alarm.h>
+#include <grpcpp/client_context.h>
+#include <grpcpp/completion_queue.h>
+#include <grpcpp/generic/generic_stub.h>
+#include <grpcpp/support/byte_buffer.h>
+
+#include <deque>
+#include <thread>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "cpu_optimizer_service/common/mutex.h"
+#include "proto/frame.h"
+#include "proto/status.h"
+
+namespace ballast::client {
+namespace {
+
+class GrpcTrainStream final : public TrainStream {
+ public:
+  GrpcTrainStream(std::shared_ptr<grpc::Channel> channel, TrainListener& listener)
+      : listener_(listener), stub_(std::move(channel)) {
+    call_ = stub_.PrepareCall(&context_, "/ballast.v1.TrainService/Train", &queue_);
+    call_->StartCall(&start_);
+    thread_ = std::thread([this] { Run(); });
+  }
+
+  ~GrpcTrainStream() override {
+    context_.TryCancel();
+    thread_.join();
+  }
+
+  void Send(const v1::TrainRequest& message) override { Queue(proto::SerializeControl(message)); }
+
+  void SendGradient(const v1::GradientHeader& header, absl::Span<const std::byte> payload,
+                    std::function<void()> let_go) override {
+    Queue(proto::SerializeGradient(header, payload, std::move(let_go)));
+  }
+
+ private:
+  enum class Event : int { kStarted, kRead, kWritten, kWoken, kFinished };
+
+  void Queue(grpc::ByteBuffer buffer) {
+    MutexLock lock(mutex_);
+    if (ended_) return;
+    unsent_.push_back(std::move(buffer));
+    if (busy_) return;
+    // Writing here would run gRPC's work, and the release of other payloads, under the caller's
+    // lock.
+    busy_ = true;
+    wake_.Set(&queue_, gpr_inf_past(GPR_CLOCK_REALTIME), &woken_);
+  }
+
+  void Run() {
+    void* tag = nullptr;
+    bool ok = false;
+    while (queue_.Next(&tag, &ok)) Handle(*static_cast<Event*>(tag), ok);
+  }
+
+  void Handle(Event event, bool ok) {
+    switch (event) {
+      case Event::kStarted:
+        if (ok) {
+          reading_ = true;
+          call_->Read(&incoming_, &read_);
+        }
+        WriteNext(ok);
+        break;
+      case Event::kRead:
+        if (ok) {
+          Deliver();
+          call_->Read(&incoming_, &read_);
+        } else {
+          reading_ = false;
+        }
+        break;
+      case Event::kWritten:
+      case Event::kWoken:
+        WriteNext(ok);
+        break;
+      case Event::kFinished:
+        listener_.OnClosed(malformed_.ok() ? proto::FromGrpc(status_) : malformed_);
+        queue_.Shutdown();
+        return;
+    }
+    // A finished read is the end of the stream; a failed write only announces it.
+    if (!reading_ && !finishing_ && StopSending()) {
+      finishing_ = true;
+      call_->Finish(&status_, &finished_);
+    }
+  }
+
+  void Deliver() {
+    if (!malformed_.ok()) return;  // Cancelled: what is still on its way is not for the listener.
+    absl::StatusOr<proto::Frame<v1::TrainResponse>> frame = proto::ParseTrainResponse(incoming_);
+    incoming_.Clear();
+    if (frame.ok()) {
+      listener_.OnMessage(frame->message, frame->payload.pieces());
+    } else {
+      malformed_ = frame.status();
+      context_.TryCancel();
+    }
+  }
+
+  // Called when nothing is being written or woken. Starts the next write, if there is one.
+  void WriteNext(bool ok) {
+    std::deque<grpc::ByteBuffer> dropped;  // Destroyed after the lock: payloads are released.
+    grpc::ByteBuffer next;
+    {
+      MutexLock lock(mutex_);
+      if (!ok) {
+        ended_ = true;
+        dropped.swap(unsent_);
+      }
+      busy_ = !unsent_.empty();
+      if (!busy_) return;
+      next = std::move(unsent_.front());
+      unsent_.pop_front();
+    }
+    call_->Write(next, &written_);
+  }
+
+  // True if nothing is being written or woken; nothing will be from then on.
+  bool StopSending() {
+    std::deque<grpc::ByteBuffer> dropped;  // As above.
+    MutexLock lock(mutex_);
+    ended_ = true;
+    dropped.swap(unsent_);
+    return !busy_;
+  }
+
+  TrainListener& listener_;
+  grpc::ClientContext context_;
+  grpc::CompletionQueue queue_;
+  grpc::GenericStub stub_;
+  std::unique_ptr<grpc::GenericClientAsyncReaderWriter> call_;
+  grpc::Alarm wake_;
+
+  // The tags.
+  Event start_ = Event::kStarted;
+  Event read_ = Event::kRead;
+  Event written_ = Event::kWritten;
+  Event woken_ = Event::kWoken;
+  Event finished_ = Event::kFinished;
+
+  // Of the stream's thread.
+  grpc::ByteBuffer incoming_;
+  grpc::Status status_;
+  absl::Status malformed_;
+  bool reading_ = false;
+  bool finishing_ = false;
+
+  Mutex mutex_;
+  std::deque<grpc::ByteBuffer> unsent_ ABSL_GUARDED_BY(mutex_);
+  bool busy_ ABSL_GUARDED_BY(mutex_) = true;  // Starting, being woken, or writing.
+  bool ended_ ABSL_GUARDED_BY(mutex_) = false;
+
+  std::thread thread_;
+};
+
+}  // namespace
+
+std::unique_ptr<TrainStream> OpenGrpcTrainStream(std::shared_ptr<grpc::Channel> channel,
+                                                 TrainListener& listener) {
+  return std::make_unique<GrpcTrainStream>(std::move(channel), listener);
+}
+
+}  // namespace ballast::client

@@ -1,0 +1,41 @@
+// Large, zeroed memory for state and gradients. Behind an interface, so that files on tmpfs can
+// take the place of anonymous memory.
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_ARENA_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_ARENA_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+
+namespace ballast {
+
+// One mapping, unmapped on destruction. Handed-out pieces are 64-byte aligned.
+class Arena {
+ public:
+  virtual ~Arena() = default;
+  virtual std::byte* data() = 0;
+  virtual int64_t size_bytes() const = 0;
+};
+
+class ArenaFactory {
+ public:
+  virtual ~ArenaFactory() = default;
+  // Zeroed and touched, so that what was admitted is really there. RESOURCE_EXHAUSTED if the system
+  // has no memory. `label` names it: "job gpt2 state".
+  virtual absl::StatusOr<std::unique_ptr<Arena>> Create(int64_t bytes, absl::string_view label) = 0;
+};
+
+// Anonymous memory in huge pages where the system gives them.
+std::unique_ptr<ArenaFactory> MakeAnonymousArenaFactory();
+
+inline constexpr int64_t kArenaAlignment = 64;
+inline constexpr int64_t AlignUp(int64_t bytes) {
+  return (bytes + kArenaAlignment - 1) / kArenaAlignment * kArenaAlignment;
+}
+
+}  // namespace ballast
+
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_ARENA_H_

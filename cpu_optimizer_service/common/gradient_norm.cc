@@ -1,0 +1,71 @@
+#include "cpu_optimizer_service/common/gradient_norm.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+
+#include "absl/base/attributes.h"
+#include "cpu_optimizer_service/common/float_format.h"
+#include "cpu_optimizer_service/common/floating_point_mode.h"
+#include "cpu_optimizer_service/common/layout.h"
+
+namespace ballast {
+namespace {
+
+constexpr int64_t kLanes = 16;
+
+// Not inlined, so that all of it runs in the mode that its caller set.
+ABSL_ATTRIBUTE_NOINLINE double SumOfSquares(const void* gradient, DType dtype) {
+  std::array<double, kLanes> lanes = {};
+  for (int64_t i = 0; i < kBlockElements; ++i) {
+    const double value = LoadElement(gradient, dtype, i);
+    lanes[i % kLanes] += value * value;
+  }
+  for (int64_t half = kLanes / 2; half > 0; half /= 2) {
+    for (int64_t l = 0; l < half; ++l) lanes[l] += lanes[l + half];
+  }
+  return lanes[0];
+}
+
+double DivisorOf(const GradientScale& scale, size_t group) {
+  return scale.loss_scale * (scale.divisors.empty() ? 1.0 : scale.divisors[group]);
+}
+
+ABSL_ATTRIBUTE_NOINLINE double GlobalNorm(absl::Span<const absl::Span<const double>> block_sums,
+                                          const GradientScale& scale) {
+  double squared_norm = 0;
+  for (size_t group = 0; group < block_sums.size(); ++group) {
+    double sum = 0;
+    for (const double block_sum : block_sums[group]) sum += block_sum;
+    const double unscale = 1 / DivisorOf(scale, group);
+    squared_norm += unscale * unscale * sum;
+  }
+  return std::sqrt(squared_norm);
+}
+
+}  // namespace
+
+double BlockSumOfSquaresReference(const void* gradient, DType dtype) {
+  const ScopedFloatingPointMode mode(Denormals::kKeep);
+  return SumOfSquares(gradient, dtype);
+}
+
+Decision Decide(absl::Span<const absl::Span<const double>> block_sums, const GradientScale& scale,
+                double max_norm) {
+  const ScopedFloatingPointMode mode(Denormals::kKeep);
+  Decision decision;
+  decision.norm = GlobalNorm(block_sums, scale);
+  if (!std::isfinite(decision.norm)) return decision;
+
+  if (max_norm > 0) {
+    decision.clip_coefficient = std::min(1.0, max_norm / (decision.norm + 1e-6));
+  }
+  for (size_t group = 0; group < block_sums.size(); ++group) {
+    const double multiplier = decision.clip_coefficient / DivisorOf(scale, group);
+    decision.multipliers.push_back(static_cast<float>(multiplier));
+  }
+  decision.apply = true;
+  return decision;
+}
+
+}  // namespace ballast

@@ -1,0 +1,51 @@
+// Sums of squares per block, the global norm, clipping, and the multiplier that a decision applies.
+//
+// Everything is in double and in one written order, so the result does not depend on threads, chunk
+// sizes, arrival or ownership. A block's sum is finite exactly when all its elements are: 256
+// squares of fp32 values cannot overflow a double.
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_GRADIENT_NORM_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_GRADIENT_NORM_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/types/span.h"
+#include "cpu_optimizer_service/common/dtype.h"
+
+namespace ballast {
+
+// Sum of squares of the kBlockElements (256) elements at `gradient`, as they came (scaled, summed
+// over ranks). Order: lane l of 16 adds the squares of elements l, l+16, l+32, ... in that order;
+// then lanes are added pairwise, l and l+8 for l < 8, then l and l+4, l and l+2, l and l+1.
+// Denormal elements count as they are: their squares are normal doubles.
+double BlockSumOfSquaresReference(const void* gradient, DType dtype);
+
+// What the workers said in begin_step of how their gradients are to be read.
+struct GradientScale {
+  double loss_scale = 1.0;  // Gradients are this many times too large, in all groups.
+  std::vector<double>
+      divisors;  // One per group: number of samples or tokens summed over. Empty: all 1.
+};
+
+struct Decision {
+  bool apply = false;  // false: skip, nothing changes.
+  double norm = 0;     // Of the unscaled, divided gradient over all groups; may be inf or NaN.
+  double clip_coefficient =
+      1;  // min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_.
+  std::vector<float> multipliers;  // One per group: clip_coefficient / (loss_scale * divisor).
+
+  bool operator==(const Decision&) const = default;
+};
+
+// Combines `block_sums[group]`, each in flat-space order:
+//   S_g  = sum of the group's block sums, left to right
+//   u_g  = 1 / (loss_scale * divisor_g)
+//   norm = sqrt(sum over groups, in order, of u_g * u_g * S_g)
+// Skips when norm is not finite, with no multipliers and a clip coefficient of 1. `max_norm` <= 0
+// means no clipping.
+Decision Decide(absl::Span<const absl::Span<const double>> block_sums, const GradientScale& scale,
+                double max_norm);
+
+}  // namespace ballast
+
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_GRADIENT_NORM_H_

@@ -1,0 +1,71 @@
+#include "cpu_optimizer_service/common/hyper_parameters.h"
+
+#include <charconv>
+#include <cmath>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "cpu_optimizer_service/common/status.h"
+
+namespace ballast {
+namespace {
+
+// Shortest digits that read back the same.
+std::string Digits(double value) {
+  char buffer[32];
+  const auto [end, error] = std::to_chars(buffer, buffer + sizeof(buffer), value);
+  return std::string(buffer, end);
+}
+
+absl::string_view Digits(bool value) { return value ? "true" : "false"; }
+
+absl::Status ValidateNotNegative(absl::string_view name, double value) {
+  if (std::isfinite(value) && value >= 0) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat(name, " must be finite and not negative, got ", Digits(value)));
+}
+
+absl::Status ValidateBeta(absl::string_view name, double value) {
+  if (value >= 0 && value < 1) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat(name, " must be at least 0 and less than 1, got ", Digits(value)));
+}
+
+template <typename T>
+void ApplyOne(T& value, const std::optional<T>& override_value) {
+  if (override_value.has_value()) value = *override_value;
+}
+
+}  // namespace
+
+absl::Status Validate(const HyperParameters& values) {
+  BALLAST_RETURN_IF_ERROR(ValidateNotNegative("lr", values.lr));
+  BALLAST_RETURN_IF_ERROR(ValidateBeta("beta1", values.beta1));
+  BALLAST_RETURN_IF_ERROR(ValidateBeta("beta2", values.beta2));
+  BALLAST_RETURN_IF_ERROR(ValidateNotNegative("eps", values.eps));
+  BALLAST_RETURN_IF_ERROR(ValidateNotNegative("weight_decay", values.weight_decay));
+  return absl::OkStatus();
+}
+
+HyperParameters Apply(HyperParameters base, const HyperParameterOverrides& overrides) {
+  ApplyOne(base.lr, overrides.lr);
+  ApplyOne(base.beta1, overrides.beta1);
+  ApplyOne(base.beta2, overrides.beta2);
+  ApplyOne(base.eps, overrides.eps);
+  ApplyOne(base.weight_decay, overrides.weight_decay);
+  ApplyOne(base.decoupled_weight_decay, overrides.decoupled_weight_decay);
+  ApplyOne(base.bias_correction, overrides.bias_correction);
+  ApplyOne(base.maximize, overrides.maximize);
+  return base;
+}
+
+std::string ToString(const HyperParameters& values) {
+  return absl::StrCat("lr=", Digits(values.lr), " betas=(", Digits(values.beta1), ", ",
+                      Digits(values.beta2), ") eps=", Digits(values.eps),
+                      " weight_decay=", Digits(values.weight_decay),
+                      " decoupled_weight_decay=", Digits(values.decoupled_weight_decay),
+                      " bias_correction=", Digits(values.bias_correction),
+                      " amsgrad=", Digits(values.amsgrad), " maximize=", Digits(values.maximize));
+}
+
+}  // namespace ballast

@@ -1,0 +1,55 @@
+// The full set of hyper-parameters of one param group, as torch.optim.Adam and AdamW name them.
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_HYPER_PARAMETERS_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_HYPER_PARAMETERS_H_
+
+#include <optional>
+#include <string>
+
+#include "absl/status/status.h"
+
+namespace ballast {
+
+// Defaults are those of torch.optim.AdamW.
+struct HyperParameters {
+  double lr = 1e-3;
+  double beta1 = 0.9;
+  double beta2 = 0.999;
+  double eps = 1e-8;
+  double weight_decay = 1e-2;
+  // AdamW (true): the weight shrinks by lr * weight_decay. Adam (false): weight_decay * weight is
+  // added to the gradient, which is L2 regularisation.
+  bool decoupled_weight_decay = true;
+  bool bias_correction = true;
+  // Divide by the largest exp_avg_sq seen. Costs a fourth plane, so it is fixed at creation.
+  bool amsgrad = false;
+  bool maximize = false;
+
+  bool operator==(const HyperParameters&) const = default;
+};
+
+// Changes to some hyper-parameters of a group; what is absent stays as it is.
+struct HyperParameterOverrides {
+  std::optional<double> lr;
+  std::optional<double> beta1;
+  std::optional<double> beta2;
+  std::optional<double> eps;
+  std::optional<double> weight_decay;
+  std::optional<bool> decoupled_weight_decay;
+  std::optional<bool> bias_correction;
+  std::optional<bool> maximize;
+
+  bool operator==(const HyperParameterOverrides&) const = default;
+};
+
+// INVALID_ARGUMENT naming the first value that torch would refuse too: lr, eps and weight_decay
+// finite and not negative, betas in [0, 1).
+absl::Status Validate(const HyperParameters& values);
+
+HyperParameters Apply(HyperParameters base, const HyperParameterOverrides& overrides);
+
+// "lr=0.001 betas=(0.9, 0.999) ...", every field, shortest digits that read back the same.
+std::string ToString(const HyperParameters& values);
+
+}  // namespace ballast
+
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_HYPER_PARAMETERS_H_

@@ -1,0 +1,105 @@
+#include "cpu_optimizer_service/common/job_spec.h"
+
+#include <algorithm>
+#include <cctype>
+#include <cmath>
+
+#include "absl/container/flat_hash_set.h"
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/status.h"
+
+namespace ballast {
+namespace {
+
+absl::string_view Name(UnusedPolicy policy) {
+  switch (policy) {
+    case UnusedPolicy::kError:
+      return "error";
+    case UnusedPolicy::kSkip:
+      return "skip";
+    case UnusedPolicy::kZero:
+      return "zero";
+  }
+  return "unknown";
+}
+
+bool IsJobName(absl::string_view name) {
+  const auto allowed = [](unsigned char c) {
+    return std::isalnum(c) || c == '.' || c == '_' || c == '-';
+  };
+  return !name.empty() && name.size() <= 128 && name[0] != '.' &&
+         std::all_of(name.begin(), name.end(), allowed);
+}
+
+}  // namespace
+
+absl::Status Validate(const JobSpec& spec) {
+  if (!IsJobName(spec.name)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("job name '", spec.name.substr(0, 128),
+                     "' is not 1 to 128 letters, digits, '.', '_' or '-', beginning without '.'"));
+  }
+  if (spec.layout.group_count != static_cast<int>(spec.groups.size())) {
+    return absl::InvalidArgumentError(absl::StrCat("the layout counts ", spec.layout.group_count,
+                                                   " groups but ", spec.groups.size(),
+                                                   " are described"));
+  }
+  if (!std::isfinite(spec.max_norm) || spec.max_norm < 0) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "max_norm is ", spec.max_norm, ", must be finite and not negative (0: no clipping)"));
+  }
+  absl::flat_hash_set<absl::string_view> names;
+  for (const GroupSpec& group : spec.groups) {
+    if (group.name.empty() || group.name.find('/') != std::string::npos) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("group name '", group.name, "' is empty or holds a '/'"));
+    }
+    if (!names.insert(group.name).second) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("two groups are named ", group.name, "; names must differ"));
+    }
+    BALLAST_RETURN_IF_ERROR(
+        Annotate(Validate(group.hyper_parameters), absl::StrCat("group ", group.name)));
+  }
+  return absl::OkStatus();
+}
+
+std::string FirstDifference(const JobSpec& a, const JobSpec& b) {
+  const auto differ = [](absl::string_view what, const auto& x, const auto& y) {
+    return absl::StrCat(what, " is ", x, " here and ", y, " there");
+  };
+  if (a.groups.size() != b.groups.size()) {
+    return differ("the number of groups", a.groups.size(), b.groups.size());
+  }
+  for (size_t i = 0; i < a.groups.size(); ++i) {
+    const GroupSpec& p = a.groups[i];
+    const GroupSpec& q = b.groups[i];
+    if (p.name != q.name) return differ(absl::StrCat("the name of group ", i), p.name, q.name);
+    if (p.wire_dtype != q.wire_dtype) {
+      return differ(absl::StrCat("wire_dtype of group ", p.name), Name(p.wire_dtype),
+                    Name(q.wire_dtype));
+    }
+    if (p.return_dtype != q.return_dtype) {
+      return differ(absl::StrCat("return_dtype of group ", p.name), Name(p.return_dtype),
+                    Name(q.return_dtype));
+    }
+    if (p.hyper_parameters.amsgrad != q.hyper_parameters.amsgrad) {
+      return differ(absl::StrCat("amsgrad of group ", p.name), p.hyper_parameters.amsgrad,
+                    q.hyper_parameters.amsgrad);
+    }
+  }
+  if (a.max_norm != b.max_norm) return differ("max_norm", a.max_norm, b.max_norm);
+  if (a.unused_policy != b.unused_policy) {
+    return differ("unused_policy", Name(a.unused_policy), Name(b.unused_policy));
+  }
+  if (a.max_micro_steps != b.max_micro_steps) {
+    return differ("max_micro_steps", a.max_micro_steps, b.max_micro_steps);
+  }
+  const auto first = Layout::Create(a.layout);
+  const auto second = Layout::Create(b.layout);
+  if (!first.ok()) return absl::StrCat("here: ", first.status().message());
+  if (!second.ok()) return absl::StrCat("there: ", second.status().message());
+  return first->FirstDifference(*second);
+}
+
+}  // namespace ballast

@@ -1,0 +1,52 @@
+// The description of a job, the same at both ends of the wire.
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_JOB_SPEC_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_JOB_SPEC_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "cpu_optimizer_service/common/dtype.h"
+#include "cpu_optimizer_service/common/hyper_parameters.h"
+#include "cpu_optimizer_service/common/layout.h"
+
+namespace ballast {
+
+// What happens to a parameter that no rank gave a gradient in any micro-step of a step.
+enum class UnusedPolicy : uint8_t {
+  kError,  // The seal is refused and names it.
+  kSkip,   // Its state and update count stay as they are, as in torch.
+  kZero,   // It is updated with a gradient of zero, as in ZeRO.
+};
+
+struct GroupSpec {
+  std::string name;  // Unique in the job, not empty.
+  HyperParameters hyper_parameters;
+  DType wire_dtype = DType::kBFloat16;    // Of gradients on their way to the service.
+  DType return_dtype = DType::kBFloat16;  // Of weights on their way back.
+
+  bool operator==(const GroupSpec&) const = default;
+};
+
+struct JobSpec {
+  std::string name;  // [A-Za-z0-9._-]{1,128}, not beginning with '.': it becomes a directory name.
+  std::vector<GroupSpec> groups;
+  LayoutSpec layout;      // group_count equals groups.size().
+  double max_norm = 0.0;  // Clipping by global norm; 0: none.
+  UnusedPolicy unused_policy = UnusedPolicy::kError;
+  // The most micro-steps that a step may have; 0: any number. With 1 no accumulators are allocated.
+  uint32_t max_micro_steps = 0;
+
+  bool operator==(const JobSpec&) const = default;
+};
+
+// INVALID_ARGUMENT for what Layout::Create does not check: names, hyper-parameters, max_norm.
+absl::Status Validate(const JobSpec& spec);
+
+// Empty if the two describe the same training, else one line naming the first difference, `a`
+// first. Hyper-parameters may differ: they change during a run.
+std::string FirstDifference(const JobSpec& a, const JobSpec& b);
+
+}  // namespace ballast
+
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_JOB_SPEC_H_

@@ -1,0 +1,159 @@
+// Where every element of a job lives: parameters in the flat spaces of their groups, blocks,
+// partitions and chunks. Pure arithmetic; both ends of the wire compute it from the same
+// description and compare fingerprints.
+//
+//   group 0   |-- wte --|-- h.0.attn.w --|-- ... --|pad|     flat space, padded to whole blocks
+//             | bucket 0        | bucket 1     | ...         each split among the ranks at block
+//             edges | r0  | r1  | r2  | r0 | r1 | r2 | ...         a rank's partition: its ranges,
+//             all groups | c0  | c1  | c2  | c3 | c4 | c5 | ...         chunks: ranges cut at
+//             chunk_elements
+//
+// The offset of a parameter does not depend on the world size or on buckets, so neither do block
+// sums.
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_LAYOUT_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_LAYOUT_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+
+namespace ballast {
+
+inline constexpr int64_t kBlockElements = 256;
+inline constexpr int64_t kMaxChunkElements = int64_t{1} << 18;
+
+// Bounds on what a description may ask for; beyond them Create says INVALID_ARGUMENT.
+inline constexpr int kMaxWorldSize = 65536;
+inline constexpr int64_t kMaxFlatElements = int64_t{1} << 42;
+inline constexpr int64_t kMaxChunks = int64_t{1} << 20;
+inline constexpr int kMaxGroups = 4096;
+inline constexpr int64_t kMaxParameters = int64_t{1} << 20;
+
+struct ParameterSpec {
+  std::string name;            // Unique in the job, not empty.
+  std::vector<int64_t> shape;  // Empty: a scalar. A zero anywhere: a parameter of no elements.
+  int group = 0;
+  bool trainable = true;  // false: frozen, never in a flat space.
+
+  bool operator==(const ParameterSpec&) const = default;
+};
+
+// Elements [begin, end) of the flat space of `group`, owned by `rank`. Whole blocks.
+struct PartitionRange {
+  int rank = 0;
+  int group = 0;
+  int64_t begin = 0;
+  int64_t end = 0;
+
+  bool operator==(const PartitionRange&) const = default;
+};
+
+struct LayoutSpec {
+  int world_size = 1;
+  int group_count = 1;
+  std::vector<ParameterSpec> parameters;
+  std::vector<PartitionRange> partitions;  // Tile every flat space exactly; any order; empty ranges
+                                           // are INVALID_ARGUMENT, ranks without a range are fine.
+  int64_t chunk_elements =
+      kMaxChunkElements;  // A multiple of kBlockElements, at most kMaxChunkElements.
+
+  bool operator==(const LayoutSpec&) const = default;
+};
+
+// A parameter's place. Frozen parameters have offset -1.
+struct ParameterPlace {
+  int64_t elements = 0;
+  int64_t offset = -1;  // Of the parameter's first element in its group's flat space.
+};
+
+struct Chunk {
+  int group = 0;
+  int64_t begin = 0;     // Of the chunk's first element in its group's flat space.
+  int64_t elements = 0;  // Whole blocks, padding of the flat space included.
+  int rank = 0;          // Its owner.
+};
+
+// The part of a parameter that lies in a chunk.
+struct ChunkPiece {
+  int parameter = 0;
+  int64_t parameter_offset = 0;  // First element of the piece, in the parameter.
+  int64_t chunk_offset = 0;      // First element of the piece, in the chunk.
+  int64_t elements = 0;
+};
+
+class Layout {
+ public:
+  // INVALID_ARGUMENT naming what is wrong: duplicate or empty names, negative sizes, overflow,
+  // group or rank out of range, a gap or an overlap (with the group and the elements), bounds above
+  // exceeded.
+  static absl::StatusOr<Layout> Create(LayoutSpec spec);
+
+  const LayoutSpec& spec() const { return spec_; }
+  int world_size() const { return spec_.world_size; }
+  int group_count() const { return spec_.group_count; }
+
+  // Size of a group's flat space in elements, padding included. Zero for an empty group.
+  int64_t flat_elements(int group) const { return flat_elements_[group]; }
+  int64_t flat_blocks(int group) const { return flat_elements_[group] / kBlockElements; }
+  int64_t total_flat_elements() const;
+
+  const ParameterPlace& place(int parameter) const { return places_[parameter]; }
+  // Index of the parameter of this name, or -1.
+  int FindParameter(const std::string& name) const;
+
+  // All chunks in order of (group, begin); their index here is their number on the wire.
+  absl::Span<const Chunk> chunks() const { return chunks_; }
+  absl::Span<const int> chunks_of_rank(int rank) const { return chunks_of_rank_[rank]; }
+  int64_t partition_elements(int rank) const;
+
+  // The parameters in a chunk in order of offset; padding belongs to none. Cost: logarithmic in the
+  // parameters of the group plus the pieces returned.
+  std::vector<ChunkPiece> Pieces(int chunk) const;
+  // The chunks that hold the elements of a trainable parameter, as an index range [first, last).
+  std::pair<int, int> ChunksOfParameter(int parameter) const;
+  // The parameter at `element` of `group`'s flat space, or -1 in the padding.
+  int ParameterAt(int group, int64_t element) const;
+
+  // Empty if the two agree, else one line that names the first difference, `this` first.
+  std::string FirstDifference(const Layout& other) const;
+
+ private:
+  Layout() = default;
+
+  LayoutSpec spec_;
+  std::vector<ParameterPlace> places_;
+  std::vector<int64_t> flat_elements_;
+  std::vector<std::vector<int>> group_parameters_;  // Per group: trainable, not empty, by offset.
+  std::vector<Chunk> chunks_;
+  std::vector<std::vector<int>> chunks_of_rank_;
+  absl::flat_hash_map<std::string, int> by_name_;
+};
+
+// Sizes of the flat spaces that `parameters` make, padded to whole blocks.
+std::vector<int64_t> FlatElements(absl::Span<const ParameterSpec> parameters, int group_count);
+
+// The unit of reduce-scatter: elements [begin, end) of a group's flat space. Rank r owns
+// [begin + r * shard_elements, begin + (r + 1) * shard_elements) cut at `end`; a collective works
+// on world_size * shard_elements elements, of which those past `end` are zeros that nobody sends.
+struct Bucket {
+  int group = 0;
+  int64_t begin = 0;
+  int64_t end = 0;
+  int64_t shard_elements = 0;  // Whole blocks.
+};
+
+// Cuts each flat space into buckets of about `bucket_elements` (rounded up to world_size blocks),
+// in order of (group, begin).
+std::vector<Bucket> MakeBuckets(absl::Span<const int64_t> flat_elements, int world_size,
+                                int64_t bucket_elements);
+// The partitions that reduce-scattering those buckets makes; empty shards left out.
+std::vector<PartitionRange> PartitionsOf(absl::Span<const Bucket> buckets, int world_size);
+
+}  // namespace ballast
+
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_LAYOUT_H_

@@ -1,0 +1,58 @@
+// The jobs of one service process, the memory that they share, and the threads that update them.
+//
+//   Engine engine({.memory_limit_bytes = 64 << 30, .threads = 16});
+//   absl::StatusOr<std::shared_ptr<Job>> job = engine.CreateJob(spec);
+//
+// Thread-safe. Outlives its jobs: everyone gives up their shared_ptr, streams and snapshots first.
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_ENGINE_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_ENGINE_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "cpu_optimizer_service/arena.h"
+#include "cpu_optimizer_service/file_system.h"
+#include "cpu_optimizer_service/job.h"
+#include "cpu_optimizer_service/memory_budget.h"
+
+namespace ballast {
+
+struct EngineOptions {
+  int64_t memory_limit_bytes = 0;  // Required.
+  int threads = 0;                 // For updates; 0: one per core.
+  // Outlive the engine; null: anonymous memory, the system's files.
+  ArenaFactory* arenas = nullptr;
+  FileSystem* file_system = nullptr;
+};
+
+class Engine {
+ public:
+  explicit Engine(const EngineOptions& options);
+  ~Engine();  // Waits for running updates; detaches all streams.
+
+  // ALREADY_EXISTS, INVALID_ARGUMENT, RESOURCE_EXHAUSTED (with needed, used and limit, before
+  // anything is allocated), UNAVAILABLE while draining.
+  absl::StatusOr<std::shared_ptr<Job>> CreateJob(JobSpec spec);
+  absl::StatusOr<std::shared_ptr<Job>> FindJob(const std::string& name) const;  // NOT_FOUND
+  std::vector<std::shared_ptr<Job>> ListJobs() const;                           // By name.
+  absl::Status CloseJob(const std::string& name);
+
+  // From now on BeginStep and CreateJob say UNAVAILABLE. Waits until no job has a step in progress,
+  // at most `seconds`; true if that was reached.
+  bool Drain(double seconds);
+
+  const std::string& instance_id() const;
+  const MemoryBudget& memory() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace ballast
+
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_ENGINE_H_

@@ -1,0 +1,151 @@
+#include "cpu_optimizer_service/gradient_store.h"
+
+#include <algorithm>
+#include <cassert>
+#include <cstring>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/kernels.h"
+
+namespace ballast {
+namespace {
+
+// What a chunk without any contribution is read as.
+alignas(64) const float kZeros[kMaxChunkElements] = {};
+
+void Gather(absl::Span<const absl::Span<const std::byte>> pieces, std::byte* out) {
+  for (const auto& piece : pieces) {
+    if (!piece.empty()) std::memcpy(out, piece.data(), piece.size());
+    out += piece.size();
+  }
+}
+
+// The payload in one aligned piece: where it lies, or gathered into a buffer of this thread that
+// stays in its cache.
+const std::byte* Contiguous(absl::Span<const absl::Span<const std::byte>> pieces, DType dtype) {
+  if (pieces.size() == 1 && reinterpret_cast<uintptr_t>(pieces[0].data()) % SizeBytes(dtype) == 0) {
+    return pieces[0].data();
+  }
+  thread_local std::unique_ptr<std::byte[]> staging(
+      new std::byte[kMaxChunkElements * SizeBytes(DType::kFloat32)]);
+  Gather(pieces, staging.get());
+  return staging.get();
+}
+
+}  // namespace
+
+int64_t GradientStore::GradientBytes(const JobSpec& spec, const Layout& layout) {
+  int64_t bytes = 0;
+  for (const Chunk& chunk : layout.chunks()) {
+    bytes += AlignUp(chunk.elements * SizeBytes(spec.groups[chunk.group].wire_dtype));
+  }
+  return bytes;
+}
+
+int64_t GradientStore::AccumulatorBytes(const JobSpec& spec, const Layout& layout) {
+  if (spec.max_micro_steps == 1) return 0;
+  return layout.total_flat_elements() * static_cast<int64_t>(sizeof(float));
+}
+
+GradientStore::GradientStore(const JobSpec& spec, const Layout& layout)
+    : layout_(layout), chunks_(layout.chunks().size()) {
+  for (const GroupSpec& group : spec.groups) wire_dtypes_.push_back(group.wire_dtype);
+  for (int group = 0; group < layout.group_count(); ++group) {
+    block_sums_.emplace_back(layout.flat_blocks(group), 0.0);
+  }
+}
+
+absl::StatusOr<std::unique_ptr<GradientStore>> GradientStore::Create(const JobSpec& spec,
+                                                                     const Layout& layout,
+                                                                     ArenaFactory& arenas) {
+  std::unique_ptr<GradientStore> store(new GradientStore(spec, layout));
+  const std::string label = absl::StrCat("job ", spec.name);
+  BALLAST_ASSIGN_OR_RETURN(store->wire_arena_, arenas.Create(GradientBytes(spec, layout),
+                                                             absl::StrCat(label, " gradients")));
+  std::byte* wire = store->wire_arena_->data();
+  for (size_t i = 0; i < store->chunks_.size(); ++i) {
+    const Chunk& chunk = layout.chunks()[i];
+    store->chunks_[i].wire = wire;
+    wire += AlignUp(chunk.elements * SizeBytes(spec.groups[chunk.group].wire_dtype));
+  }
+  if (const int64_t bytes = AccumulatorBytes(spec, layout); bytes > 0) {
+    BALLAST_ASSIGN_OR_RETURN(store->sum_arena_,
+                             arenas.Create(bytes, absl::StrCat(label, " accumulators")));
+    auto* sum = reinterpret_cast<float*>(store->sum_arena_->data());
+    for (size_t i = 0; i < store->chunks_.size(); ++i) {
+      store->chunks_[i].sum = sum;
+      sum += layout.chunks()[i].elements;
+    }
+  }
+  return store;
+}
+
+void GradientStore::Add(int index, absl::Span<const absl::Span<const std::byte>> payload) {
+  ChunkGradient& chunk = chunks_[index];
+  const Chunk& place = layout_.chunks()[index];
+  const DType dtype = wire_dtypes_[place.group];
+  chunk.sums_current = false;
+  switch (chunk.form) {
+    case Form::kNone:
+    case Form::kZero:
+      Gather(payload, chunk.wire);
+      chunk.form = Form::kWire;
+      return;
+    case Form::kWire:
+      assert(chunk.sum != nullptr);
+      SumGradients(chunk.sum, chunk.wire, Contiguous(payload, dtype), dtype, place.elements);
+      chunk.form = Form::kSum;
+      accumulators_in_use_.fetch_add(1);
+      return;
+    case Form::kSum:
+      AddGradient(chunk.sum, Contiguous(payload, dtype), dtype, place.elements);
+      return;
+  }
+}
+
+void GradientStore::AddZeros(int index) {
+  ChunkGradient& chunk = chunks_[index];
+  if (chunk.form != Form::kNone) return;
+  chunk.form = Form::kZero;
+  chunk.sums_current = false;
+}
+
+void GradientStore::Clear(int index) {
+  ChunkGradient& chunk = chunks_[index];
+  if (chunk.form == Form::kSum) accumulators_in_use_.fetch_sub(1);
+  chunk.form = Form::kNone;
+  chunk.sums_current = false;
+}
+
+GradientView GradientStore::view(int index) const {
+  const ChunkGradient& chunk = chunks_[index];
+  switch (chunk.form) {
+    case Form::kWire:
+      return {chunk.wire, wire_dtypes_[layout_.chunks()[index].group]};
+    case Form::kSum:
+      return {chunk.sum, DType::kFloat32};
+    case Form::kNone:
+    case Form::kZero:
+      break;
+  }
+  return {kZeros, DType::kFloat32};
+}
+
+void GradientStore::UpdateSums(int index) {
+  ChunkGradient& chunk = chunks_[index];
+  if (chunk.sums_current) return;
+  const Chunk& place = layout_.chunks()[index];
+  const absl::Span<double> sums =
+      absl::MakeSpan(block_sums_[place.group])
+          .subspan(place.begin / kBlockElements, place.elements / kBlockElements);
+  if (chunk.form == Form::kZero || chunk.form == Form::kNone) {
+    std::fill(sums.begin(), sums.end(), 0.0);
+  } else {
+    const GradientView gradient = view(index);
+    BlockSumsOfSquares(gradient.data, gradient.dtype, sums);
+  }
+  chunk.sums_current = true;
+}
+
+}  // namespace ballast

@@ -1,0 +1,170 @@
+// From the last seal to the commit. Runs on the engine's threads; `deciding_` keeps everyone else
+// away from gradients and state meanwhile.
+#include <cassert>
+#include <chrono>
+#include <cmath>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/chunk_update.h"
+#include "cpu_optimizer_service/common/float_format.h"
+#include "cpu_optimizer_service/job_impl.h"
+
+namespace ballast {
+namespace {
+
+constexpr size_t kRecentSteps = 64;
+
+}  // namespace
+
+void JobImpl::StartDecisionIfDue() const {
+  if (deciding_ || holds_ > 0 || !std::holds_alternative<SealedStep>(step_)) return;
+  deciding_ = true;
+  // const_cast: a reader's hold ends in a const call, and may be what the decision waited for.
+  auto self = std::static_pointer_cast<JobImpl>(const_cast<JobImpl*>(this)->shared_from_this());
+  environment_.tasks->Start([self] { self->RunDecision(); });
+}
+
+void JobImpl::RunDecision() {
+  const auto chunks = static_cast<int64_t>(layout_.chunks().size());
+  environment_.tasks->ForEach(
+      chunks, [&](int64_t chunk) { gradients_->UpdateSums(static_cast<int>(chunk)); });
+  UpdatePlan plan;
+  {
+    MutexLock lock(mutex_);
+    const auto* sealed = std::get_if<SealedStep>(&step_);
+    if (sealed == nullptr) {  // Aborted meanwhile.
+      deciding_ = false;
+      changed_.NotifyAll();
+      return;
+    }
+    plan = Decide(MakeOutcome(sealed->terms()));
+  }
+  for (const auto& listener : plan.listeners) {
+    if (listener != nullptr) listener->OnDecision(plan.outcome);
+  }
+  if (plan.outcome.decision.apply) {
+    environment_.tasks->ForEach(
+        chunks, [&](int64_t chunk) { ApplyToChunk(plan, static_cast<int>(chunk)); });
+  }
+  Commit(plan);
+}
+
+StepOutcome JobImpl::MakeOutcome(const StepTerms& terms) const {
+  std::vector<absl::Span<const double>> block_sums;
+  for (int group = 0; group < layout_.group_count(); ++group) {
+    block_sums.push_back(gradients_->block_sums(group));
+  }
+  StepOutcome outcome;
+  outcome.step = terms.step;
+  outcome.decision = ballast::Decide(block_sums, terms.settings.scale, spec_.max_norm);
+  if (!outcome.decision.apply) outcome.skip_reason = DescribeNonFinite();
+  return outcome;
+}
+
+std::string JobImpl::DescribeNonFinite() const {
+  for (int index = 0; index < static_cast<int>(layout_.chunks().size()); ++index) {
+    const Chunk& chunk = layout_.chunks()[index];
+    const absl::Span<const double> sums = gradients_->block_sums(chunk.group);
+    const int64_t end = chunk.begin + chunk.elements;
+    for (int64_t block = chunk.begin / kBlockElements; block < end / kBlockElements; ++block) {
+      if (std::isfinite(sums[block])) continue;
+      const GradientView gradient = gradients_->view(index);
+      for (int64_t i = block * kBlockElements; i < (block + 1) * kBlockElements; ++i) {
+        const float value = LoadElement(gradient.data, gradient.dtype, i - chunk.begin);
+        if (std::isfinite(value)) continue;
+        const int parameter = layout_.ParameterAt(chunk.group, i);
+        if (parameter == -1) return absl::StrCat("gradient is ", value, " in the padding");
+        return absl::StrCat("gradient of ", spec_.layout.parameters[parameter].name, " is ", value,
+                            " at element ", i - layout_.place(parameter).offset, ", from rank ",
+                            chunk.rank);
+      }
+    }
+  }
+  return "the norm of the gradients is not finite";
+}
+
+JobImpl::UpdatePlan JobImpl::Decide(StepOutcome outcome) {
+  SealedStep sealed = std::move(std::get<SealedStep>(step_));
+  UpdatePlan plan;
+  plan.terms = sealed.terms();
+  plan.micro_steps = sealed.micro_steps();
+  plan.update_counts.reserve(update_counts_.size());
+  for (int p = 0; p < static_cast<int>(update_counts_.size()); ++p) {
+    const ParameterSpec& parameter = spec_.layout.parameters[p];
+    const bool unused = parameter.trainable && layout_.place(p).elements > 0 && !sealed.used(p);
+    if (unused) outcome.unused_parameters.push_back(parameter.name);
+    const bool updated =
+        parameter.trainable && !(unused && spec_.unused_policy == UnusedPolicy::kSkip);
+    plan.update_counts.push_back(updated ? update_counts_[p] + 1 : 0);
+  }
+  for (const Rank& rank : ranks_) plan.listeners.push_back(rank.listener);
+  plan.outcome = outcome;
+  step_ = std::move(sealed).Decide(std::move(outcome));  // The commit point.
+  return plan;
+}
+
+void JobImpl::ApplyToChunk(const UpdatePlan& plan, int index) {
+  const Chunk& chunk = layout_.chunks()[index];
+  const std::shared_ptr<RankListener>& listener = plan.listeners[chunk.rank];
+  const DType shard_dtype = spec_.groups[chunk.group].return_dtype;
+  ShardBuffer shard;
+  if (listener != nullptr) shard = shard_buffers_->TryTake(chunk.elements * SizeBytes(shard_dtype));
+
+  auto write = store_->BeginWrite(index, Destination::kInPlaceIfFree);
+  // A pinned chunk has a slot reserved, so there is always a place.
+  assert(write.ok());
+  UpdateChunk({.layout = &layout_,
+               .chunk = index,
+               .gradient = gradients_->view(index),
+               .from = write->from,
+               .to = write->to,
+               .hyper_parameters = &plan.terms.hyper_parameters[chunk.group],
+               .multiplier = plan.outcome.decision.multipliers[chunk.group],
+               .shard = shard.data(),
+               .shard_dtype = shard_dtype},
+              [&](int parameter) { return plan.update_counts[parameter]; });
+  store_->Publish(*write, plan.terms.step);
+  if (listener != nullptr) listener->OnWeights(plan.terms.step, index, std::move(shard));
+}
+
+void JobImpl::Commit(const UpdatePlan& plan) {
+  double update_seconds = 0;
+  {
+    MutexLock lock(mutex_);
+    const auto* decided = std::get_if<DecidedStep>(&step_);
+    assert(decided != nullptr);
+    update_seconds = decided->SecondsSinceDecision();
+    last_accumulators_in_use_ = gradients_->accumulators_in_use();
+    for (int chunk = 0; chunk < static_cast<int>(layout_.chunks().size()); ++chunk) {
+      gradients_->Clear(chunk);
+    }
+    ledger_.Clear();
+    if (plan.outcome.decision.apply) {
+      for (size_t p = 0; p < update_counts_.size(); ++p) {
+        if (plan.update_counts[p] > 0) update_counts_[p] = plan.update_counts[p];
+      }
+      ++applied_steps_;
+    } else {
+      store_->SetStep(plan.terms.step);
+      ++skipped_steps_;
+    }
+    for (const auto& [group, overrides] : plan.terms.settings.overrides) {
+      hyper_parameters_[group] = Apply(hyper_parameters_[group], overrides);
+    }
+    committed_step_ = plan.terms.step;
+    recent_steps_.push_back({.outcome = plan.outcome,
+                             .micro_steps = plan.micro_steps,
+                             .loss_scale = plan.terms.settings.scale.loss_scale,
+                             .hyper_parameters = plan.terms.hyper_parameters});
+    if (recent_steps_.size() > kRecentSteps) recent_steps_.pop_front();
+    step_ = std::monostate();
+    deciding_ = false;
+    changed_.NotifyAll();
+  }
+  for (const auto& listener : plan.listeners) {
+    if (listener != nullptr) listener->OnCommitted(plan.terms.step, update_seconds);
+  }
+}
+
+}  // namespace ballast

@@ -1,0 +1,453 @@
+#include "cpu_optimizer_service/job_impl.h"
+
+#include <algorithm>
+#include <cassert>
+#include <cstring>
+#include <random>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/job_stream.h"
+
+namespace ballast {
+namespace {
+
+// Updated weights on their way out: enough to keep a connection busy while the update goes on.
+constexpr int64_t kShardBuffers = 32;
+constexpr size_t kMaxProcessIdBytes = 256;
+
+std::vector<int> PlanesByGroup(const JobSpec& spec) {
+  std::vector<int> planes;
+  for (const GroupSpec& group : spec.groups)
+    planes.push_back(group.hyper_parameters.amsgrad ? 4 : 3);
+  return planes;
+}
+
+int64_t ShardBufferBytes(const JobSpec& spec, const Layout& layout) {
+  int64_t bytes = 0;
+  for (const Chunk& chunk : layout.chunks()) {
+    bytes = std::max(bytes, chunk.elements * SizeBytes(spec.groups[chunk.group].return_dtype));
+  }
+  return bytes;
+}
+
+int64_t ShardBufferCount(const Layout& layout) {
+  return std::min<int64_t>(kShardBuffers, static_cast<int64_t>(layout.chunks().size()));
+}
+
+std::string MakeUid() {
+  std::random_device random;
+  return absl::StrFormat("%08x%08x%08x%08x", random(), random(), random(), random());
+}
+
+}  // namespace
+
+MemoryNeed NeedOf(const JobSpec& spec, const Layout& layout) {
+  MemoryNeed need;
+  need.state_bytes = ChunkStore::StateBytes(layout, PlanesByGroup(spec));
+  need.gradient_bytes = GradientStore::GradientBytes(spec, layout);
+  need.accumulator_bytes = GradientStore::AccumulatorBytes(spec, layout);
+  constexpr int64_t kTableBytesPerChunk = 256;
+  need.other_bytes = ShardBufferBytes(spec, layout) * ShardBufferCount(layout) +
+                     layout.total_flat_elements() / kBlockElements * int64_t{sizeof(double)} +
+                     static_cast<int64_t>(layout.chunks().size()) * kTableBytesPerChunk;
+  return need;
+}
+
+absl::StatusOr<std::shared_ptr<JobImpl>> JobImpl::Create(JobSpec spec,
+                                                         const JobEnvironment& environment) {
+  BALLAST_RETURN_IF_ERROR(Validate(spec));
+  BALLAST_ASSIGN_OR_RETURN(Layout layout, Layout::Create(spec.layout));
+  std::shared_ptr<JobImpl> job(new JobImpl(std::move(spec), std::move(layout), environment));
+  BALLAST_RETURN_IF_ERROR(job->Allocate());
+  return job;
+}
+
+JobImpl::JobImpl(JobSpec spec, Layout layout, const JobEnvironment& environment)
+    : spec_(std::move(spec)),
+      layout_(std::move(layout)),
+      environment_(environment),
+      uid_(MakeUid()),
+      need_(NeedOf(spec_, layout_)),
+      ranks_(layout_.world_size()),
+      ledger_(static_cast<int64_t>(layout_.chunks().size())),
+      weights_arrived_(layout_.chunks().size(), false),
+      weights_missing_(static_cast<int64_t>(layout_.chunks().size())),
+      update_counts_(spec_.layout.parameters.size(), 0) {
+  for (const GroupSpec& group : spec_.groups) hyper_parameters_.push_back(group.hyper_parameters);
+}
+
+absl::Status JobImpl::Allocate() {
+  const std::string owner = absl::StrCat("job ", spec_.name);
+  BALLAST_ASSIGN_OR_RETURN(reservation_, environment_.budget->Reserve(need_.total_bytes(), owner));
+  BALLAST_ASSIGN_OR_RETURN(
+      store_,
+      ChunkStore::Create(
+          layout_, {.planes = PlanesByGroup(spec_), .budget = environment_.budget, .owner = owner},
+          *environment_.arenas));
+  BALLAST_ASSIGN_OR_RETURN(gradients_, GradientStore::Create(spec_, layout_, *environment_.arenas));
+  shard_buffers_ =
+      ShardBufferPool::Create(ShardBufferBytes(spec_, layout_), ShardBufferCount(layout_));
+  return absl::OkStatus();
+}
+
+absl::Status JobImpl::CheckUsable() const {
+  if (closed_) return absl::NotFoundError(absl::StrCat("job ", spec_.name, " has been closed"));
+  return broken_;
+}
+
+// ---------------------------------------------------------------- ranks and generations
+
+bool JobImpl::IsCurrent(const StreamKey& key) const {
+  return ranks_[key.rank].stream == key.stream;
+}
+
+absl::Status JobImpl::CheckCurrent(const StreamKey& key) const {
+  if (IsCurrent(key)) return CheckUsable();
+  return absl::AbortedError(absl::StrCat("this stream of rank ", key.rank, " of job ", spec_.name,
+                                         " is no longer its stream; attach again"));
+}
+
+void JobImpl::WaitUntilSettled() const {
+  while (deciding_ || clearing_) changed_.Wait(mutex_);
+}
+
+void JobImpl::ClearStep() {
+  step_ = std::monostate();  // Nothing new can be added from here on.
+  clearing_ = true;
+  const auto busy = [](const Rank& rank) { return rank.in_flight > 0; };
+  while (deciding_ || std::any_of(ranks_.begin(), ranks_.end(), busy)) changed_.Wait(mutex_);
+  ledger_.Clear();
+  for (int chunk = 0; chunk < static_cast<int>(layout_.chunks().size()); ++chunk) {
+    gradients_->Clear(chunk);
+  }
+  clearing_ = false;
+  changed_.NotifyAll();
+}
+
+JobImpl::Listeners JobImpl::RaiseGeneration() {
+  ++generation_;
+  Listeners listeners;
+  for (Rank& rank : ranks_) {
+    if (rank.listener != nullptr) listeners.push_back(std::move(rank.listener));
+    rank.listener = nullptr;
+    rank.stream = 0;
+    rank.process_id.clear();
+  }
+  ClearStep();
+  return listeners;
+}
+
+void JobImpl::Detach(const Listeners& listeners, const absl::Status& status) {
+  for (const auto& listener : listeners) listener->OnDetached(status);
+}
+
+absl::StatusOr<Attachment> JobImpl::Attach(const AttachRequest& request) {
+  if (request.rank < 0 || request.rank >= layout_.world_size()) {
+    return absl::InvalidArgumentError(absl::StrCat("rank ", request.rank, " is not in job ",
+                                                   spec_.name, ", whose world size is ",
+                                                   layout_.world_size()));
+  }
+  if (request.process_id.empty() || request.process_id.size() > kMaxProcessIdBytes) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("process_id must have 1 to ", kMaxProcessIdBytes, " bytes"));
+  }
+  if (!request.uid.empty() && request.uid != uid_) {
+    return absl::NotFoundError(absl::StrCat("job ", spec_.name, " is not the one with uid ",
+                                            request.uid, "; it was created anew"));
+  }
+  if (request.spec.has_value()) {
+    if (const std::string difference = FirstDifference(spec_, *request.spec); !difference.empty()) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          "rank ", request.rank, " describes job ", spec_.name, " otherwise: ", difference,
+          " (here: the service's job); close the job or train with the same description"));
+    }
+  }
+  Attachment attachment;
+  Listeners detached;
+  std::string reason;
+  {
+    MutexLock lock(mutex_);
+    WaitUntilSettled();  // What is decided rolls forward first.
+    BALLAST_RETURN_IF_ERROR(closed_ ? CheckUsable() : absl::OkStatus());
+    if (request.expected_committed_step.has_value() &&
+        *request.expected_committed_step != committed_step_) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("job ", spec_.name, " stands at step ", committed_step_, ", rank ",
+                       request.rank, " expected ", *request.expected_committed_step));
+    }
+    Rank& rank = ranks_[request.rank];
+    if (!rank.process_id.empty() && rank.process_id != request.process_id) {
+      detached = RaiseGeneration();
+      reason = absl::StrCat("a new process has taken rank ", request.rank, " of job ", spec_.name,
+                            "; the generation is now ", generation_, "; attach again");
+    }
+    rank.process_id = request.process_id;
+    attachment = {.generation = generation_,
+                  .committed_step = committed_step_,
+                  .awaiting_weights = weights_missing_ > 0};
+  }
+  Detach(detached, absl::AbortedError(reason));
+  return attachment;
+}
+
+absl::StatusOr<std::unique_ptr<RankStream>> JobImpl::OpenStream(
+    const OpenStreamRequest& request, std::shared_ptr<RankListener> listener) {
+  if (request.uid != uid_) {
+    return absl::NotFoundError(absl::StrCat("job ", spec_.name, " is not the one with uid '",
+                                            request.uid, "'; attach first"));
+  }
+  if (request.rank < 0 || request.rank >= layout_.world_size()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("rank ", request.rank, " is not in job ", spec_.name));
+  }
+  std::shared_ptr<RankListener> replaced;
+  std::unique_ptr<RankStream> stream;
+  {
+    MutexLock lock(mutex_);
+    WaitUntilSettled();
+    BALLAST_RETURN_IF_ERROR(CheckUsable());
+    Rank& rank = ranks_[request.rank];
+    if (request.generation != generation_ || rank.process_id != request.process_id) {
+      return absl::AbortedError(absl::StrCat(
+          "rank ", request.rank, " of job ", spec_.name,
+          request.generation != generation_
+              ? absl::StrCat(" is at generation ", generation_, ", not ", request.generation)
+              : " is not held by this process",
+          "; attach again"));
+    }
+    const StreamKey key = {.rank = request.rank, .stream = ++last_stream_};
+    replaced = std::exchange(rank.listener, std::move(listener));
+    rank.stream = key.stream;
+    while (rank.in_flight > 0) changed_.Wait(mutex_);  // What the older stream was adding.
+    stream = std::make_unique<Stream>(std::static_pointer_cast<JobImpl>(shared_from_this()), key,
+                                      PositionOf(request.rank));
+  }
+  if (replaced != nullptr) {
+    replaced->OnDetached(absl::AbortedError(
+        absl::StrCat("a newer stream has replaced this one of rank ", request.rank)));
+  }
+  return stream;
+}
+
+void JobImpl::CloseStream(const StreamKey& key) {
+  std::shared_ptr<RankListener> listener;  // Destroyed outside the lock.
+  MutexLock lock(mutex_);
+  Rank& rank = ranks_[key.rank];
+  if (!IsCurrent(key)) return;
+  listener = std::move(rank.listener);
+  rank.listener = nullptr;
+  rank.stream = 0;
+  // A rank that has no part in the step in progress is free again, so that a restart between steps
+  // disturbs nobody.
+  const auto has_begun = [&](const auto& step) {
+    if constexpr (std::is_same_v<std::decay_t<decltype(step)>, std::monostate>) {
+      return false;
+    } else {
+      return step.ranks()[key.rank].begun;
+    }
+  };
+  if (!std::visit(has_begun, step_)) rank.process_id.clear();
+}
+
+RankPosition JobImpl::PositionOf(int rank) const {
+  RankPosition position;
+  position.committed_step = committed_step_;
+  const auto* open = std::get_if<OpenStep>(&step_);
+  if (open == nullptr || !open->ranks()[rank].begun) return position;
+  position.open_step = open->terms().step;
+  position.micro_steps_ended = open->ranks()[rank].micro_steps_ended;
+  for (const int chunk : layout_.chunks_of_rank(rank)) {
+    if (const uint32_t next = ledger_.next_micro_step(chunk); next > 0) {
+      position.delivered.push_back({.chunk = chunk, .next_micro_step = next});
+    }
+  }
+  return position;
+}
+
+// ---------------------------------------------------------------- first weights
+
+absl::StatusOr<bool> JobImpl::WriteInitialWeights(
+    int64_t index, absl::Span<const absl::Span<const std::byte>> payload) {
+  if (index < 0 || index >= static_cast<int64_t>(layout_.chunks().size())) {
+    return absl::InvalidArgumentError(absl::StrCat("chunk ", index, " is not in job ", spec_.name,
+                                                   ", which has ", layout_.chunks().size()));
+  }
+  const Chunk& chunk = layout_.chunks()[index];
+  size_t size_bytes = 0;
+  for (const auto& piece : payload) size_bytes += piece.size();
+  if (size_bytes != chunk.elements * sizeof(float)) {
+    return absl::InvalidArgumentError(absl::StrCat("first weights of chunk ", index, " have ",
+                                                   size_bytes, " bytes, expected ", chunk.elements,
+                                                   " fp32 values"));
+  }
+  std::vector<float> weights(chunk.elements);
+  auto* out = reinterpret_cast<std::byte*>(weights.data());
+  for (const auto& piece : payload) {
+    if (!piece.empty()) std::memcpy(out, piece.data(), piece.size());
+    out += piece.size();
+  }
+  for (int64_t i = chunk.elements - 1; i >= 0; --i) {
+    if (layout_.ParameterAt(chunk.group, chunk.begin + i) != -1) break;
+    if (weights[i] != 0) {
+      return absl::InvalidArgumentError(absl::StrCat("first weights of chunk ", index, " have ",
+                                                     weights[i], " in the padding at element ", i,
+                                                     "; padding must be zero"));
+    }
+  }
+  MutexLock lock(mutex_);
+  WaitUntilSettled();
+  BALLAST_RETURN_IF_ERROR(CheckUsable());
+  if (weights_missing_ == 0) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("job ", spec_.name, " has its weights; load a checkpoint to replace them"));
+  }
+  std::copy(weights.begin(), weights.end(),
+            store_->Published(static_cast<int>(index))[Plane::kMaster]);
+  if (!weights_arrived_[index]) {
+    weights_arrived_[index] = true;
+    --weights_missing_;
+  }
+  return weights_missing_ == 0;
+}
+
+// ---------------------------------------------------------------- control
+
+void JobImpl::TellWaiting() {
+  Listeners sealed;
+  std::vector<int> awaited;
+  uint64_t step = 0;
+  {
+    MutexLock lock(mutex_);
+    const auto* open = std::get_if<OpenStep>(&step_);
+    if (open == nullptr || !open->SecondsSinceFirstSeal().has_value()) return;
+    step = open->terms().step;
+    awaited = open->UnsealedRanks();
+    for (int rank = 0; rank < layout_.world_size(); ++rank) {
+      if (open->ranks()[rank].sealed.has_value() && ranks_[rank].listener != nullptr) {
+        sealed.push_back(ranks_[rank].listener);
+      }
+    }
+  }
+  for (const auto& listener : sealed) listener->OnWaiting(step, awaited);
+}
+
+std::optional<double> JobImpl::SecondsSinceFirstSeal() const {
+  MutexLock lock(mutex_);
+  const auto* open = std::get_if<OpenStep>(&step_);
+  return open == nullptr ? std::nullopt : open->SecondsSinceFirstSeal();
+}
+
+absl::StatusOr<uint64_t> JobImpl::AbortStep() {
+  uint64_t step = 0;
+  Listeners detached;
+  {
+    MutexLock lock(mutex_);
+    BALLAST_RETURN_IF_ERROR(CheckUsable());
+    if (const auto* open = std::get_if<OpenStep>(&step_)) {
+      step = open->terms().step;
+    } else if (const auto* sealed = std::get_if<SealedStep>(&step_)) {
+      step = sealed->terms().step;
+    } else if (const auto* decided = std::get_if<DecidedStep>(&step_)) {
+      return absl::FailedPreconditionError(absl::StrCat("step ", decided->terms().step, " of job ",
+                                                        spec_.name,
+                                                        " is decided and can only go on"));
+    } else {
+      return absl::FailedPreconditionError(
+          absl::StrCat("job ", spec_.name, " is between steps, at step ", committed_step_));
+    }
+    detached = RaiseGeneration();  // What is still on its way must not meet the next attempt.
+  }
+  Detach(detached, absl::AbortedError(absl::StrCat("step ", step, " of job ", spec_.name,
+                                                   " was aborted; attach again and redo it")));
+  return step;
+}
+
+absl::StatusOr<HyperParameters> JobImpl::UpdateGroup(int group,
+                                                     const HyperParameterOverrides& changes) {
+  assert(group >= 0 && group < layout_.group_count());
+  MutexLock lock(mutex_);
+  BALLAST_RETURN_IF_ERROR(CheckUsable());
+  const HyperParameters changed = Apply(hyper_parameters_[group], changes);
+  BALLAST_RETURN_IF_ERROR(
+      Annotate(Validate(changed), absl::StrCat("group ", spec_.groups[group].name)));
+  hyper_parameters_[group] = changed;
+  return changed;
+}
+
+bool JobImpl::IsBetweenSteps() const {
+  MutexLock lock(mutex_);
+  return std::holds_alternative<std::monostate>(step_) && !deciding_ && !clearing_;
+}
+
+void JobImpl::Close() {
+  Listeners listeners;
+  {
+    MutexLock lock(mutex_);
+    WaitUntilSettled();
+    if (closed_) return;
+    closed_ = true;
+    listeners = RaiseGeneration();
+  }
+  Detach(listeners, absl::AbortedError(absl::StrCat("job ", spec_.name, " has been closed")));
+}
+
+// ---------------------------------------------------------------- status
+
+JobStatus JobImpl::Status() const {
+  MutexLock lock(mutex_);
+  JobStatus status;
+  status.generation = generation_;
+  status.committed_step = committed_step_;
+  status.applied_steps = applied_steps_;
+  status.skipped_steps = skipped_steps_;
+  status.memory = need_;
+  status.hyper_parameters = hyper_parameters_;
+  status.update_counts = update_counts_;
+  status.recent_steps.assign(recent_steps_.begin(), recent_steps_.end());
+  status.accumulators_in_use = std::holds_alternative<std::monostate>(step_)
+                                   ? last_accumulators_in_use_
+                                   : gradients_->accumulators_in_use();
+  const std::vector<RankInStep>* in_step = nullptr;
+  if (closed_) {
+    status.phase = JobPhase::kClosed;
+  } else if (weights_missing_ > 0) {
+    status.phase = JobPhase::kAwaitingWeights;
+  } else if (const auto* open = std::get_if<OpenStep>(&step_)) {
+    status.phase = JobPhase::kOpen;
+    in_step = &open->ranks();
+  } else if (const auto* sealed = std::get_if<SealedStep>(&step_)) {
+    status.phase = JobPhase::kSealed;
+    in_step = &sealed->ranks();
+  } else if (const auto* decided = std::get_if<DecidedStep>(&step_)) {
+    status.phase = JobPhase::kUpdating;
+    in_step = &decided->ranks();
+  } else {
+    status.phase = JobPhase::kReady;
+  }
+  for (int rank = 0; rank < layout_.world_size(); ++rank) {
+    RankProgress progress;
+    progress.attached = !ranks_[rank].process_id.empty();
+    progress.process_id = ranks_[rank].process_id;
+    progress.chunks = static_cast<int64_t>(layout_.chunks_of_rank(rank).size());
+    if (in_step != nullptr) {
+      const RankInStep& state = (*in_step)[rank];
+      progress.begun = state.begun;
+      progress.micro_steps_ended = state.micro_steps_ended;
+      progress.sealed = state.sealed.has_value();
+      uint32_t target = state.sealed.value_or(0);
+      for (const int chunk : layout_.chunks_of_rank(rank)) {
+        target = std::max(target, ledger_.next_micro_step(chunk));
+      }
+      for (const int chunk : layout_.chunks_of_rank(rank)) {
+        progress.chunks_complete += target > 0 && ledger_.next_micro_step(chunk) == target;
+      }
+    }
+    status.ranks.push_back(std::move(progress));
+  }
+  return status;
+}
+
+}  // namespace ballast

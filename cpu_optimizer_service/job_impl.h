@@ -1,0 +1,184 @@
+// Job as it is built. Its functions are spread by subject:
+//   job_impl.cc        creation, ranks, generations, groups, status
+//   job_stream.cc      what a rank says in a step, up to the last seal
+//   job_decision.cc    from the last seal to the commit
+//   job_state.cc       looking at state, saving, loading
+//
+// One mutex guards all that the ranks say; arithmetic happens outside it. Three markers keep it
+// apart:
+//   in_flight   a rank's contribution is being added; clearing the step waits for it
+//   deciding_   a decision and its update are running, or a load: state changes
+//   holds_      readers of state that hold back the next decision
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_IMPL_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_IMPL_H_
+
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "cpu_optimizer_service/checkpoint.h"
+#include "cpu_optimizer_service/chunk_store.h"
+#include "cpu_optimizer_service/common/mutex.h"
+#include "cpu_optimizer_service/file_system.h"
+#include "cpu_optimizer_service/gradient_store.h"
+#include "cpu_optimizer_service/job.h"
+#include "cpu_optimizer_service/ledger.h"
+#include "cpu_optimizer_service/memory_budget.h"
+#include "cpu_optimizer_service/step.h"
+#include "cpu_optimizer_service/task_pool.h"
+
+namespace ballast {
+
+// What a job shares with the others of its engine, all outliving it.
+struct JobEnvironment {
+  MemoryBudget* budget = nullptr;
+  TaskPool* tasks = nullptr;
+  ArenaFactory* arenas = nullptr;
+  FileSystem* file_system = nullptr;
+  const std::atomic<bool>* draining = nullptr;
+};
+
+class JobImpl : public Job {
+ public:
+  static absl::StatusOr<std::shared_ptr<JobImpl>> Create(JobSpec spec,
+                                                         const JobEnvironment& environment);
+
+  const JobSpec& spec() const override { return spec_; }
+  const Layout& layout() const override { return layout_; }
+  const std::string& uid() const override { return uid_; }
+  JobStatus Status() const override;
+  absl::StatusOr<Attachment> Attach(const AttachRequest& request) override;
+  absl::StatusOr<std::unique_ptr<RankStream>> OpenStream(
+      const OpenStreamRequest& request, std::shared_ptr<RankListener> listener) override;
+  absl::StatusOr<bool> WriteInitialWeights(
+      int64_t chunk, absl::Span<const absl::Span<const std::byte>> payload) override;
+  absl::Status ReadShard(uint64_t step, int chunk, absl::Span<std::byte> out) const override;
+  void TellWaiting() override;
+  std::optional<double> SecondsSinceFirstSeal() const override;
+  absl::StatusOr<uint64_t> AbortStep() override;
+  absl::StatusOr<HyperParameters> UpdateGroup(int group,
+                                              const HyperParameterOverrides& changes) override;
+  absl::StatusOr<Snapshot> TakeSnapshot(absl::Span<const int> parameters) override;
+  absl::StatusOr<CheckpointInfo> Save(const std::string& directory) override;
+  absl::StatusOr<CheckpointInfo> Load(const std::string& directory) override;
+  std::string StateHash() const override;
+
+  // No step has begun or is being decided.
+  bool IsBetweenSteps() const;
+  // Waits for a running update, then clears the step and detaches all streams.
+  void Close();
+
+ private:
+  class Stream;
+  class Hold;
+  using Listeners = std::vector<std::shared_ptr<RankListener>>;
+
+  struct Rank {
+    std::string process_id;  // Empty: the rank is free.
+    uint64_t stream = 0;     // Number of its stream; 0: none.
+    std::shared_ptr<RankListener> listener;
+    int in_flight = 0;
+  };
+  // Identifies a stream to the calls that come through it.
+  struct StreamKey {
+    int rank = 0;
+    uint64_t stream = 0;
+  };
+  // All that an update needs, so that it runs without the mutex.
+  struct UpdatePlan {
+    StepOutcome outcome;
+    StepTerms terms;
+    uint32_t micro_steps = 0;
+    std::vector<int64_t> update_counts;  // By parameter, of this update; 0: it is left as it is.
+    Listeners listeners;                 // By rank; may be null.
+  };
+
+  JobImpl(JobSpec spec, Layout layout, const JobEnvironment& environment);
+  absl::Status Allocate();
+
+  // job_impl.cc
+  bool IsCurrent(const StreamKey& key) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckCurrent(const StreamKey& key) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void CloseStream(const StreamKey& key);
+  RankPosition PositionOf(int rank) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Forgets the undecided step, once contributions in flight have ended.
+  void ClearStep() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Clears the undecided step, frees all ranks; returns the listeners to detach.
+  Listeners RaiseGeneration() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  static void Detach(const Listeners& listeners, const absl::Status& status);
+  void WaitUntilSettled() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckUsable() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  // job_stream.cc
+  absl::Status BeginStep(const StreamKey& key, uint64_t step, const StepSettings& settings);
+  absl::StatusOr<ContributionResult> Contribute(const StreamKey& key, const Contribution& given);
+  absl::Status EndMicroStep(const StreamKey& key, uint64_t step, uint32_t micro_step,
+                            const UsedParameters& used);
+  absl::StatusOr<std::optional<SealRefusal>> Seal(const StreamKey& key, uint64_t step,
+                                                  uint32_t micro_steps);
+  absl::StatusOr<StepTerms> MakeTerms(uint64_t step, const StepSettings& settings) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckContribution(int rank, const Contribution& given) const;
+  absl::StatusOr<OpenStep*> FindOpenStep(uint64_t step) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  std::optional<SealRefusal> CheckRankIsWhole(const OpenStep& open, int rank,
+                                              uint32_t micro_steps) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  std::optional<SealRefusal> CheckStepIsWhole(const OpenStep& open, int last_rank) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  // job_decision.cc
+  void StartDecisionIfDue() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void RunDecision();
+  StepOutcome MakeOutcome(const StepTerms& terms) const;
+  std::string DescribeNonFinite() const;
+  UpdatePlan Decide(StepOutcome outcome) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void ApplyToChunk(const UpdatePlan& plan, int chunk);
+  void Commit(const UpdatePlan& plan);
+
+  // job_state.cc
+  CheckpointIndex MakeIndex() const;
+  void ReadCommitted(int parameter, Plane plane, int64_t offset, absl::Span<float> out) const;
+  absl::Status CheckLoadable(const Checkpoint& checkpoint) const;
+  absl::Status LoadChunk(const Checkpoint& checkpoint, int chunk);
+
+  const JobSpec spec_;
+  const Layout layout_;
+  const JobEnvironment environment_;
+  const std::string uid_;
+  const MemoryNeed need_;
+
+  MemoryBudget::Reservation reservation_;
+  std::unique_ptr<GradientStore> gradients_;
+  std::unique_ptr<ChunkStore> store_;
+  std::shared_ptr<ShardBufferPool> shard_buffers_;
+
+  mutable Mutex mutex_;
+  mutable CondVar changed_;
+  uint64_t generation_ ABSL_GUARDED_BY(mutex_) = 1;
+  uint64_t committed_step_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t last_stream_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool closed_ ABSL_GUARDED_BY(mutex_) = false;
+  absl::Status broken_ ABSL_GUARDED_BY(mutex_);  // State may be torn: only a load helps.
+  bool clearing_ ABSL_GUARDED_BY(mutex_) = false;
+  mutable bool deciding_ ABSL_GUARDED_BY(mutex_) = false;
+  mutable int holds_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::variant<std::monostate, OpenStep, SealedStep, DecidedStep> step_ ABSL_GUARDED_BY(mutex_);
+  std::vector<Rank> ranks_ ABSL_GUARDED_BY(mutex_);
+  Ledger ledger_ ABSL_GUARDED_BY(mutex_);
+  std::vector<bool> weights_arrived_ ABSL_GUARDED_BY(mutex_);  // By chunk.
+  int64_t weights_missing_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::vector<HyperParameters> hyper_parameters_ ABSL_GUARDED_BY(mutex_);  // By group, in force.
+  std::vector<int64_t> update_counts_ ABSL_GUARDED_BY(mutex_);             // By parameter.
+  std::deque<StepRecord> recent_steps_ ABSL_GUARDED_BY(mutex_);
+  uint64_t applied_steps_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t skipped_steps_ ABSL_GUARDED_BY(mutex_) = 0;
+  int64_t last_accumulators_in_use_ ABSL_GUARDED_BY(mutex_) = 0;
+};
+
+}  // namespace ballast
+
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_JOB_IMPL_H_

@@ -1,0 +1,298 @@
+// What a rank says in a step, up to the last seal.
+#include "cpu_optimizer_service/job_stream.h"
+
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <map>
+#include <utility>
+
+#include "absl/container/flat_hash_set.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/job_impl.h"
+
+namespace ballast {
+namespace {
+
+// Names are listed up to this many; the rest is counted.
+constexpr size_t kMaxNames = 16;
+
+std::string ListNames(const std::vector<std::string>& names) {
+  const size_t shown = std::min(names.size(), kMaxNames);
+  std::string text = absl::StrJoin(names.begin(), names.begin() + shown, ", ");
+  if (shown < names.size()) absl::StrAppend(&text, " and ", names.size() - shown, " more");
+  return text;
+}
+
+absl::Status CheckScale(const GradientScale& scale, int group_count) {
+  if (!std::isfinite(scale.loss_scale) || scale.loss_scale <= 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("loss_scale is ", scale.loss_scale, ", must be finite and positive"));
+  }
+  if (!scale.divisors.empty() && static_cast<int>(scale.divisors.size()) != group_count) {
+    return absl::InvalidArgumentError(absl::StrCat("there are ", scale.divisors.size(),
+                                                   " divisors, expected one for each of ",
+                                                   group_count, " groups, or none"));
+  }
+  for (size_t group = 0; group < scale.divisors.size(); ++group) {
+    const double multiplier = 1.0 / (scale.loss_scale * scale.divisors[group]);
+    if (!(scale.divisors[group] > 0) || !(multiplier >= FLT_MIN) || !(multiplier <= FLT_MAX)) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("divisor ", scale.divisors[group], " of group ", group,
+                       " is not positive, or leaves no fp32 multiplier with the loss scale"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<OpenStep*> JobImpl::FindOpenStep(uint64_t step) {
+  auto* open = std::get_if<OpenStep>(&step_);
+  if (open == nullptr) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("step ", step, " of job ", spec_.name, " is not open; the job stands at step ",
+                     committed_step_,
+                     step == committed_step_ + 1 ? " and step was not begun, or is sealed" : ""));
+  }
+  if (open->terms().step != step) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "step ", step, " of job ", spec_.name, " is not open; step ", open->terms().step, " is"));
+  }
+  return open;
+}
+
+absl::StatusOr<StepTerms> JobImpl::MakeTerms(uint64_t step, const StepSettings& settings) const {
+  StepTerms terms = {.step = step, .settings = settings, .hyper_parameters = hyper_parameters_};
+  BALLAST_RETURN_IF_ERROR(CheckScale(settings.scale, layout_.group_count()));
+  for (const auto& [group, overrides] : settings.overrides) {
+    if (group < 0 || group >= layout_.group_count()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("overrides name group ", group, " of ", layout_.group_count()));
+    }
+    terms.hyper_parameters[group] = Apply(terms.hyper_parameters[group], overrides);
+    BALLAST_RETURN_IF_ERROR(Annotate(Validate(terms.hyper_parameters[group]),
+                                     absl::StrCat("group ", spec_.groups[group].name)));
+  }
+  return terms;
+}
+
+absl::Status JobImpl::BeginStep(const StreamKey& key, uint64_t step, const StepSettings& settings) {
+  MutexLock lock(mutex_);
+  while (clearing_) changed_.Wait(mutex_);
+  BALLAST_RETURN_IF_ERROR(CheckCurrent(key));
+  if (weights_missing_ > 0) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("job ", spec_.name, " has no weights yet: ", weights_missing_, " of ",
+                     layout_.chunks().size(), " chunks have not been uploaded"));
+  }
+  if (step != committed_step_ + 1 || std::holds_alternative<SealedStep>(step_) ||
+      std::holds_alternative<DecidedStep>(step_)) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("rank ", key.rank, " begins step ", step, " but job ", spec_.name,
+                     " stands at step ", committed_step_, deciding_ ? " and is updating" : ""));
+  }
+  if (std::holds_alternative<std::monostate>(step_)) {
+    if (environment_.draining->load()) {
+      return absl::UnavailableError("the service is stopping and begins no new steps");
+    }
+    BALLAST_ASSIGN_OR_RETURN(StepTerms terms, MakeTerms(step, settings));
+    step_ = OpenStep(std::move(terms), layout_.world_size(),
+                     static_cast<int64_t>(spec_.layout.parameters.size()));
+  }
+  return std::get<OpenStep>(step_).Begin(key.rank, settings);
+}
+
+absl::Status JobImpl::CheckContribution(int rank, const Contribution& given) const {
+  if (given.chunk < 0 || given.chunk >= static_cast<int64_t>(layout_.chunks().size())) {
+    return absl::InvalidArgumentError(absl::StrCat("chunk ", given.chunk, " is not in job ",
+                                                   spec_.name, ", which has ",
+                                                   layout_.chunks().size()));
+  }
+  const Chunk& chunk = layout_.chunks()[given.chunk];
+  if (chunk.rank != rank) {
+    return absl::InvalidArgumentError(absl::StrCat("chunk ", given.chunk, " belongs to rank ",
+                                                   chunk.rank, ", not to rank ", rank));
+  }
+  size_t size_bytes = 0;
+  for (const auto& piece : given.payload) size_bytes += piece.size();
+  const DType dtype = spec_.groups[chunk.group].wire_dtype;
+  const size_t expected = given.empty ? 0 : static_cast<size_t>(chunk.elements * SizeBytes(dtype));
+  if (size_bytes != expected) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "chunk ", given.chunk, " from rank ", rank, " has ", size_bytes, " bytes, expected ",
+        expected,
+        given.empty ? " as it is empty"
+                    : absl::StrCat(": ", chunk.elements, " elements of ", Name(dtype))));
+  }
+  if (spec_.max_micro_steps > 0 && given.micro_step_end > spec_.max_micro_steps) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "chunk ", given.chunk, " covers micro-steps up to ", given.micro_step_end, " but job ",
+        spec_.name, " was created with max_micro_steps ", spec_.max_micro_steps));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<ContributionResult> JobImpl::Contribute(const StreamKey& key,
+                                                       const Contribution& given) {
+  const int chunk = static_cast<int>(given.chunk);
+  {
+    MutexLock lock(mutex_);
+    BALLAST_RETURN_IF_ERROR(CheckCurrent(key));
+    BALLAST_RETURN_IF_ERROR(CheckContribution(key.rank, given));
+    BALLAST_ASSIGN_OR_RETURN(OpenStep * open, FindOpenStep(given.step));
+    BALLAST_ASSIGN_OR_RETURN(
+        const Ledger::Verdict verdict,
+        ledger_.Judge(given.chunk, given.micro_step_begin, given.micro_step_end));
+    if (verdict == Ledger::Verdict::kRepeat) return ContributionResult::kRepeat;
+    BALLAST_RETURN_IF_ERROR(open->CheckMayContribute(key.rank));
+    ++ranks_[key.rank].in_flight;
+  }
+  // This rank's calls come one at a time and nobody else owns the chunk.
+  if (given.empty) {
+    gradients_->AddZeros(chunk);
+  } else {
+    gradients_->Add(chunk, given.payload);
+  }
+  if (given.final) gradients_->UpdateSums(chunk);
+  MutexLock lock(mutex_);
+  ledger_.Advance(given.chunk, given.micro_step_end);
+  --ranks_[key.rank].in_flight;
+  changed_.NotifyAll();
+  return ContributionResult::kAdded;
+}
+
+absl::Status JobImpl::EndMicroStep(const StreamKey& key, uint64_t step, uint32_t micro_step,
+                                   const UsedParameters& used) {
+  for (const int parameter : used.parameters) {
+    if (parameter < 0 || parameter >= static_cast<int>(spec_.layout.parameters.size()) ||
+        !spec_.layout.parameters[parameter].trainable) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("rank ", key.rank, " names parameter ", parameter,
+                       " as used, which is not a trainable parameter of job ", spec_.name));
+    }
+  }
+  MutexLock lock(mutex_);
+  BALLAST_RETURN_IF_ERROR(CheckCurrent(key));
+  BALLAST_ASSIGN_OR_RETURN(OpenStep * open, FindOpenStep(step));
+  return open->EndMicroStep(key.rank, micro_step, used);
+}
+
+// ---------------------------------------------------------------- sealing
+
+std::optional<SealRefusal> JobImpl::CheckRankIsWhole(const OpenStep& open, int rank,
+                                                     uint32_t micro_steps) const {
+  const uint64_t step = open.terms().step;
+  std::map<uint32_t, absl::flat_hash_set<int>> missing;  // Parameters by first missing micro-step.
+  for (const int chunk : layout_.chunks_of_rank(rank)) {
+    const uint32_t next = ledger_.next_micro_step(chunk);
+    if (next > micro_steps) {
+      return SealRefusal{absl::FailedPreconditionError(absl::StrCat(
+                             "rank ", rank, " seals ", micro_steps, " micro-steps of step ", step,
+                             " but has sent chunk ", chunk, " up to micro-step ", next)),
+                         {}};
+    }
+    if (next == micro_steps) continue;
+    auto& parameters = missing[next];
+    for (const ChunkPiece& piece : layout_.Pieces(chunk)) parameters.insert(piece.parameter);
+  }
+  if (missing.empty()) return std::nullopt;
+  SealRefusal refusal;
+  for (const auto& [micro_step, parameters] : missing) {
+    MissingContribution& entry = refusal.missing.emplace_back();
+    entry.rank = rank;
+    entry.micro_step = micro_step;
+    std::vector<int> sorted(parameters.begin(), parameters.end());
+    std::sort(sorted.begin(), sorted.end());
+    for (const int parameter : sorted) {
+      entry.parameters.push_back(spec_.layout.parameters[parameter].name);
+    }
+  }
+  const MissingContribution& first = refusal.missing.front();
+  refusal.status = absl::FailedPreconditionError(absl::StrCat(
+      "step ", step, " is not whole: rank ", rank, " has not sent micro-step ", first.micro_step,
+      " of ", ListNames(first.parameters), "; send it and seal again"));
+  return refusal;
+}
+
+std::optional<SealRefusal> JobImpl::CheckStepIsWhole(const OpenStep& open, int last_rank) const {
+  const uint64_t step = open.terms().step;
+  if (const int other = open.RankThatDisagrees(last_rank); other != -1) {
+    return SealRefusal{absl::FailedPreconditionError(absl::StrCat(
+                           "step ", step, ": rank ", last_rank, " sealed ",
+                           *open.ranks()[last_rank].sealed, " micro-steps and rank ", other, " ",
+                           *open.ranks()[other].sealed, "; all ranks must seal the same number")),
+                       {}};
+  }
+  // A parameter that some rank used has a gradient somewhere; if nothing but zeros was declared for
+  // it, that gradient was lost on the way.
+  std::vector<std::string> unused;
+  for (int p = 0; p < static_cast<int>(spec_.layout.parameters.size()); ++p) {
+    const ParameterSpec& parameter = spec_.layout.parameters[p];
+    if (!parameter.trainable || layout_.place(p).elements == 0) continue;
+    if (!open.used(p)) {
+      unused.push_back(parameter.name);
+      continue;
+    }
+    const auto [first, last] = layout_.ChunksOfParameter(p);
+    for (int chunk = first; chunk < last; ++chunk) {
+      if (!gradients_->is_zero(chunk)) continue;
+      const int owner = layout_.chunks()[chunk].rank;
+      return SealRefusal{
+          absl::FailedPreconditionError(absl::StrCat(
+              "step ", step, ": parameter ", parameter.name, " received a gradient, but rank ",
+              owner, " sent chunk ", chunk,
+              " as empty in every micro-step; a gradient was lost before it was sent")),
+          {{.rank = owner, .micro_step = 0, .parameters = {parameter.name}}}};
+    }
+  }
+  if (!unused.empty() && spec_.unused_policy == UnusedPolicy::kError) {
+    return SealRefusal{absl::FailedPreconditionError(absl::StrCat(
+                           "step ", step, ": no rank gave a gradient to ", ListNames(unused),
+                           " in any micro-step; if that is meant, create the job with "
+                           "unused_policy skip or zero")),
+                       {{.rank = last_rank, .micro_step = 0, .parameters = unused}}};
+  }
+  return std::nullopt;
+}
+
+absl::StatusOr<std::optional<SealRefusal>> JobImpl::Seal(const StreamKey& key, uint64_t step,
+                                                         uint32_t micro_steps) {
+  if (micro_steps == 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("rank ", key.rank, " seals step ", step, " with no micro-steps"));
+  }
+  Listeners others;
+  SealRefusal refusal;
+  {
+    MutexLock lock(mutex_);
+    BALLAST_RETURN_IF_ERROR(CheckCurrent(key));
+    BALLAST_ASSIGN_OR_RETURN(OpenStep * open, FindOpenStep(step));
+    if (open->ranks()[key.rank].sealed == micro_steps) return std::nullopt;
+    if (auto refused = CheckRankIsWhole(*open, key.rank, micro_steps)) return refused;
+    if (absl::Status status = open->Seal(key.rank, micro_steps); !status.ok()) {
+      return SealRefusal{status, {}};
+    }
+    if (!open->UnsealedRanks().empty()) return std::nullopt;
+    auto refused = CheckStepIsWhole(*open, key.rank);
+    if (!refused.has_value()) {
+      SealedStep sealed = std::move(*open).Close();
+      step_ = std::move(sealed);
+      StartDecisionIfDue();
+      return std::nullopt;
+    }
+    refusal = *std::move(refused);
+    open->Unseal();
+    for (int rank = 0; rank < layout_.world_size(); ++rank) {
+      if (rank != key.rank && ranks_[rank].listener != nullptr) {
+        others.push_back(ranks_[rank].listener);
+      }
+    }
+  }
+  for (const auto& listener : others) listener->OnSealRefused(step, refusal);
+  return refusal;
+}
+
+}  // namespace ballast

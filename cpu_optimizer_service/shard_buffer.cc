@@ -1,0 +1,55 @@
+#include "cpu_optimizer_service/shard_buffer.h"
+
+#include <utility>
+
+namespace ballast {
+
+ShardBuffer::ShardBuffer(ShardBuffer&& other) noexcept
+    : pool_(std::move(other.pool_)),
+      data_(std::exchange(other.data_, nullptr)),
+      size_bytes_(std::exchange(other.size_bytes_, 0)) {}
+
+ShardBuffer& ShardBuffer::operator=(ShardBuffer&& other) noexcept {
+  if (this != &other) {
+    Release();
+    pool_ = std::move(other.pool_);
+    data_ = std::exchange(other.data_, nullptr);
+    size_bytes_ = std::exchange(other.size_bytes_, 0);
+  }
+  return *this;
+}
+
+void ShardBuffer::Release() {
+  if (pool_ == nullptr) return;
+  pool_->GiveBack(std::exchange(data_, nullptr));
+  pool_ = nullptr;
+  size_bytes_ = 0;
+}
+
+std::shared_ptr<ShardBufferPool> ShardBufferPool::Create(int64_t buffer_bytes, int64_t count) {
+  return std::shared_ptr<ShardBufferPool>(new ShardBufferPool(buffer_bytes, count));
+}
+
+ShardBufferPool::ShardBufferPool(int64_t buffer_bytes, int64_t count)
+    : buffer_bytes_(buffer_bytes), memory_(new std::byte[buffer_bytes * count]) {
+  free_.reserve(count);
+  for (int64_t i = 0; i < count; ++i) free_.push_back(memory_.get() + i * buffer_bytes);
+}
+
+ShardBuffer ShardBufferPool::TryTake(int64_t size_bytes) {
+  ShardBuffer buffer;
+  MutexLock lock(mutex_);
+  if (free_.empty() || size_bytes > buffer_bytes_) return buffer;
+  buffer.data_ = free_.back();
+  free_.pop_back();
+  buffer.size_bytes_ = size_bytes;
+  buffer.pool_ = shared_from_this();
+  return buffer;
+}
+
+void ShardBufferPool::GiveBack(std::byte* data) {
+  MutexLock lock(mutex_);
+  free_.push_back(data);
+}
+
+}  // namespace ballast

@@ -1,0 +1,62 @@
+// Buffers for updated weights on their way out, from a pool of fixed size. An empty pool never
+// blocks an update: the weights are then converted again when they can be sent.
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_SHARD_BUFFER_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_SHARD_BUFFER_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/types/span.h"
+#include "cpu_optimizer_service/common/mutex.h"
+
+namespace ballast {
+
+class ShardBufferPool;
+
+// A buffer, or null. Goes back to its pool on destruction, from any thread.
+class ShardBuffer {
+ public:
+  ShardBuffer() = default;
+  ShardBuffer(ShardBuffer&& other) noexcept;
+  ShardBuffer& operator=(ShardBuffer&& other) noexcept;
+  ~ShardBuffer() { Release(); }
+
+  explicit operator bool() const { return pool_ != nullptr; }
+  std::byte* data() const { return data_; }
+  int64_t size_bytes() const { return size_bytes_; }
+  absl::Span<std::byte> bytes() const {
+    return absl::MakeSpan(data_, static_cast<size_t>(size_bytes_));
+  }
+
+ private:
+  friend class ShardBufferPool;
+  void Release();
+
+  std::shared_ptr<ShardBufferPool> pool_;
+  std::byte* data_ = nullptr;
+  int64_t size_bytes_ = 0;
+};
+
+class ShardBufferPool : public std::enable_shared_from_this<ShardBufferPool> {
+ public:
+  static std::shared_ptr<ShardBufferPool> Create(int64_t buffer_bytes, int64_t count);
+
+  // Null if all are out, or if they are smaller than `size_bytes`.
+  ShardBuffer TryTake(int64_t size_bytes);
+
+ private:
+  friend class ShardBuffer;
+  ShardBufferPool(int64_t buffer_bytes, int64_t count);
+  void GiveBack(std::byte* data);
+
+  const int64_t buffer_bytes_;
+  const std::unique_ptr<std::byte[]> memory_;
+  Mutex mutex_;
+  std::vector<std::byte*> free_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace ballast
+
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_SHARD_BUFFER_H_

@@ -1,0 +1,207 @@
+// ballast-worker: one rank of a training run. Flags and wiring, nothing else.
+#include <malloc.h>
+#include <tbb/global_control.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/flags/flag.h"
+#include "absl/flags/parse.h"
+#include "absl/flags/usage.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "client/session.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/engine.h"
+#include "gpu_worker/launch.h"
+#include "gpu_worker/progress.h"
+#include "gpu_worker/service_optimizer.h"
+#include "gpu_worker/worker_run.h"
+#include "server/server.h"
+
+ABSL_FLAG(std::string, service, "127.0.0.1:7070",
+          "The optimizer service: host:port, unix:/path, or in-process to run one inside this "
+          "worker (one worker only)");
+ABSL_FLAG(std::string, optimizer, "service",
+          "Who applies the steps: service, or local for the scalar reference in this process");
+ABSL_FLAG(std::string, job, "gpt", "Name of the job on the service, the same for all workers");
+ABSL_FLAG(std::string, text, ballast::worker::kDefaultText,
+          "The text to train on: a file, or a directory of plain files");
+ABSL_FLAG(uint64_t, steps, 80, "The last step of the run");
+ABSL_FLAG(uint64_t, warmup_steps, 10, "Steps in which the learning rate rises");
+ABSL_FLAG(
+    uint64_t, decay_end, 0,
+    "The step at which the learning rate has fallen to a tenth; 0: --steps. Give it to runs that "
+    "are to be resumed with more steps");
+ABSL_FLAG(uint32_t, micro_steps, 2, "Backward passes a step");
+ABSL_FLAG(int, batch, 12, "Sequences in a micro-step, of all workers together");
+ABSL_FLAG(int, context, 128, "Tokens in a sequence");
+ABSL_FLAG(int, layers, 4, "Transformer blocks");
+ABSL_FLAG(int, width, 256, "Width of the residual stream");
+ABSL_FLAG(int, heads, 4, "Attention heads");
+ABSL_FLAG(uint64_t, seed, 1, "First weights and batches are functions of it");
+ABSL_FLAG(double, lr, 1e-3, "Peak learning rate");
+ABSL_FLAG(double, weight_decay, 0.1, "Of matrices and embeddings");
+ABSL_FLAG(double, max_norm, 1.0, "Gradients are clipped to this global norm; 0: not");
+ABSL_FLAG(int64_t, bucket_elements, int64_t{1} << 19, "Elements of a reduce-scatter");
+ABSL_FLAG(int64_t, chunk_elements, ballast::kMaxChunkElements, "Elements of a message");
+ABSL_FLAG(std::string, wire_dtype, "bf16", "Gradients on their way to the service: bf16 or fp32");
+ABSL_FLAG(std::string, out, "", "Directory for losses.csv, weights.bin and worker.json");
+ABSL_FLAG(std::string, resume, "", "A checkpoint on the service's host to load first");
+ABSL_FLAG(std::string, save, "", "Where on its host the service saves a checkpoint at the end");
+ABSL_FLAG(int, threads, 1, "Threads for this worker's arithmetic");
+ABSL_FLAG(absl::Duration, peer_timeout, absl::Minutes(5),
+          "How long to wait for another worker before giving up");
+
+namespace ballast::worker {
+namespace {
+
+// Flags are written with dashes, Abseil's names have underscores: "--micro-steps=2" is changed in
+// place to "--micro_steps=2".
+void NameFlagsAsAbseilDoes(absl::Span<char* const> arguments) {
+  for (char* const argument : arguments) {
+    if (!absl::StartsWith(argument, "--")) continue;
+    for (char* c = argument + 2; *c != '\0' && *c != '='; ++c) {
+      if (*c == '-') *c = '_';
+    }
+  }
+}
+
+absl::StatusOr<DType> WireDType() {
+  const std::string name = absl::GetFlag(FLAGS_wire_dtype);
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
+    if (name == Name(dtype)) return dtype;
+  }
+  return absl::InvalidArgumentError(absl::StrCat("--wire-dtype=", name, " must be bf16 or fp32"));
+}
+
+absl::StatusOr<WorkerOptions> OptionsFromFlags() {
+  WorkerOptions options;
+  options.model = {.layers = absl::GetFlag(FLAGS_layers),
+                   .heads = absl::GetFlag(FLAGS_heads),
+                   .width = absl::GetFlag(FLAGS_width),
+                   .context = absl::GetFlag(FLAGS_context)};
+  options.trainer.micro_steps = absl::GetFlag(FLAGS_micro_steps);
+  options.trainer.batch = absl::GetFlag(FLAGS_batch);
+  options.trainer.seed = absl::GetFlag(FLAGS_seed);
+  options.trainer.learning_rate.peak = absl::GetFlag(FLAGS_lr);
+  options.trainer.learning_rate.warmup_steps = absl::GetFlag(FLAGS_warmup_steps);
+  options.trainer.steps = absl::GetFlag(FLAGS_steps);
+  const uint64_t decay_end = absl::GetFlag(FLAGS_decay_end);
+  options.trainer.learning_rate.decay_end = decay_end > 0 ? decay_end : options.trainer.steps;
+  options.job.name = absl::GetFlag(FLAGS_job);
+  options.job.lr = absl::GetFlag(FLAGS_lr);
+  options.job.weight_decay = absl::GetFlag(FLAGS_weight_decay);
+  options.job.max_norm = absl::GetFlag(FLAGS_max_norm);
+  options.job.bucket_elements = absl::GetFlag(FLAGS_bucket_elements);
+  options.job.chunk_elements = absl::GetFlag(FLAGS_chunk_elements);
+  BALLAST_ASSIGN_OR_RETURN(options.job.wire_dtype, WireDType());
+  options.text = absl::GetFlag(FLAGS_text);
+  options.optimizer_name = absl::GetFlag(FLAGS_optimizer);
+  options.out = absl::GetFlag(FLAGS_out);
+  options.save_directory = absl::GetFlag(FLAGS_save);
+  return options;
+}
+
+// A service in this process, for runs of one worker on one machine.
+class InProcessService {
+ public:
+  static absl::StatusOr<std::unique_ptr<InProcessService>> Start() {
+    auto service = std::make_unique<InProcessService>();
+    BALLAST_ASSIGN_OR_RETURN(service->server_,
+                             server::Server::Start(service->engine_, {.listen = {}}));
+    return service;
+  }
+  std::shared_ptr<grpc::Channel> channel() { return server_->InProcessChannel(); }
+
+ private:
+  // Half of this machine's memory; the other half is the model's.
+  static int64_t MemoryLimitBytes() {
+    return static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGE_SIZE) / 2;
+  }
+
+  Engine engine_{
+      {.memory_limit_bytes = MemoryLimitBytes(), .threads = absl::GetFlag(FLAGS_threads)}};
+  std::unique_ptr<server::Server> server_;
+};
+
+// The service of the flags: elsewhere, or kept alive by `in_process`.
+absl::StatusOr<std::shared_ptr<grpc::Channel>> ConnectService(
+    const Launch& launch, std::unique_ptr<InProcessService>& in_process) {
+  const std::string address = absl::GetFlag(FLAGS_service);
+  if (address != "in-process") return client::Connect(address);
+  if (launch.world_size > 1) {
+    return absl::InvalidArgumentError(
+        "--service=in-process serves one worker only; start ballastd for more");
+  }
+  BALLAST_ASSIGN_OR_RETURN(in_process, InProcessService::Start());
+  return in_process->channel();
+}
+
+absl::StatusOr<MakeOptimizer> ChooseOptimizer(const Launch& launch,
+                                              std::unique_ptr<InProcessService>& in_process) {
+  const std::string optimizer = absl::GetFlag(FLAGS_optimizer);
+  const std::string resume = absl::GetFlag(FLAGS_resume);
+  if (optimizer == "local") {
+    if (!resume.empty() || !absl::GetFlag(FLAGS_save).empty()) {
+      return absl::InvalidArgumentError(
+          "--resume and --save need the service; use them with --optimizer=service");
+    }
+    return MakeLocalOptimizer;
+  }
+  if (optimizer != "service") {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--optimizer=", optimizer, " must be service or local"));
+  }
+  BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<grpc::Channel> channel,
+                           ConnectService(launch, in_process));
+  return [channel = std::move(channel), resume](const TrainingJob& job, WeightsAt weights,
+                                                Collective& collective) {
+    return OpenServiceOptimizer(
+        channel, {.job = job.spec, .weights = std::move(weights), .resume_directory = resume},
+        collective);
+  };
+}
+
+absl::Status Main() {
+  if (absl::GetFlag(FLAGS_threads) < 1) {
+    return absl::InvalidArgumentError("--threads must be at least 1");
+  }
+  BALLAST_ASSIGN_OR_RETURN(WorkerOptions options, OptionsFromFlags());
+  BALLAST_ASSIGN_OR_RETURN(const Launch launch, ReadLaunch());
+  std::unique_ptr<InProcessService> in_process;
+  BALLAST_ASSIGN_OR_RETURN(const MakeOptimizer make_optimizer, ChooseOptimizer(launch, in_process));
+  BALLAST_ASSIGN_OR_RETURN(
+      const std::unique_ptr<Collective> collective,
+      ConnectWorkers(launch, absl::ToChronoMilliseconds(absl::GetFlag(FLAGS_peer_timeout))));
+  const tbb::global_control threads(tbb::global_control::max_allowed_parallelism,
+                                    absl::GetFlag(FLAGS_threads));
+  Progress progress(options.trainer.steps);
+  return RunWorker(std::move(options), *collective, make_optimizer, [&](const StepReport& report) {
+    if (launch.rank == 0) progress.Show(report);
+  });
+}
+
+}  // namespace
+}  // namespace ballast::worker
+
+int main(int argc, char** argv) {
+  absl::SetProgramUsageMessage(
+      "One rank of a training run. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are taken from "
+      "the "
+      "environment, as torchrun sets them.");
+  ballast::worker::NameFlagsAsAbseilDoes(absl::MakeSpan(argv, argc));
+  absl::ParseCommandLine(argc, argv);
+  // Received messages come and go in megabytes; a heap that is trimmed each time is faulted in
+  // again.
+  mallopt(M_TRIM_THRESHOLD, 1 << 30);
+  const absl::Status status = ballast::worker::Main();
+  if (status.ok()) return 0;
+  std::fprintf(stderr, "ballast-worker: %s\n", std::string(status.message()).c_str());
+  return 1;
+}

@@ -1,0 +1,18 @@
+// Assertions that stay on in every build: for our own bugs only, never for what a peer can cause.
+#ifndef BALLAST_GPU_WORKER_CHECK_H_
+#define BALLAST_GPU_WORKER_CHECK_H_
+
+#include <cstdio>
+#include <cstdlib>
+
+namespace ballast::worker {
+
+inline void Check(bool condition, const char* what_must_hold) {
+  if (condition) return;
+  std::fprintf(stderr, "internal error: it must hold that %s\n", what_must_hold);
+  std::abort();
+}
+
+}  // namespace ballast::worker
+
+#endif  // BALLAST_GPU_WORKER_CHECK_H_

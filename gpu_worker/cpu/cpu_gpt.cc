@@ -1,0 +1,372 @@
+#include "gpu_worker/cpu/cpu_gpt.h"
+
+#include <algorithm>
+#include <type_traits>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/float_format.h"
+#include "gpu_worker/check.h"
+#include "gpu_worker/cpu/attention.h"
+#include "gpu_worker/cpu/cross_entropy.h"
+#include "gpu_worker/cpu/embedding.h"
+#include "gpu_worker/cpu/gelu.h"
+#include "gpu_worker/cpu/layer_norm.h"
+#include "gpu_worker/cpu/matmul.h"
+#include "gpu_worker/random.h"
+
+namespace ballast::worker {
+namespace {
+
+using cpu::AttentionShape;
+using cpu::LayerNormShape;
+using cpu::MatmulShape;
+
+// Indices of parameters: the embeddings, then kPerBlock for each block, then the last layer norm.
+constexpr int kTokens = 0;
+constexpr int kPositions = 1;
+constexpr int kFirstBlock = 2;
+
+enum InBlock {
+  kNorm1Weight,
+  kNorm1Bias,
+  kQkvWeight,
+  kQkvBias,
+  kAttentionOutWeight,
+  kAttentionOutBias,
+  kNorm2Weight,
+  kNorm2Bias,
+  kHiddenWeight,
+  kHiddenBias,
+  kMlpOutWeight,
+  kMlpOutBias,
+  kPerBlock,
+};
+
+constexpr int BlockParameter(int layer, InBlock which) {
+  return kFirstBlock + layer * kPerBlock + which;
+}
+
+constexpr float kInitialDeviation = 0.02f;          // Of matrices and token embeddings, as GPT-2.
+constexpr float kInitialPositionDeviation = 0.01f;  // Of position embeddings.
+
+bool EndsWith(const std::string& text, std::string_view end) {
+  return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
+}
+
+// The square root by Newton's method in double: no math library enters the first weights.
+float InverseSquareRoot(int value) {
+  double root = value;
+  for (int i = 0; i < 64; ++i) root = 0.5 * (root + value / root);
+  return static_cast<float>(1 / root);
+}
+
+}  // namespace
+
+absl::Status Validate(const GptConfig& config) {
+  constexpr int kLargest = 1 << 14;
+  for (const auto& [name, value] : {std::pair("layers", config.layers),
+                                    {"heads", config.heads},
+                                    {"width", config.width},
+                                    {"context", config.context}}) {
+    if (value < 1 || value > kLargest) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("--", name, "=", value, " must be between 1 and ", kLargest));
+    }
+  }
+  if (config.width % config.heads != 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--width=", config.width, " must be a multiple of --heads=", config.heads));
+  }
+  return absl::OkStatus();
+}
+
+template <typename T>
+CpuGpt<T>::CpuGpt(const GptConfig& config, uint64_t seed) : config_(config), seed_(seed) {
+  DescribeParameters();
+  blocks_.resize(config.layers);
+}
+
+template <typename T>
+void CpuGpt<T>::DescribeParameters() {
+  const int64_t width = config_.width;
+  const auto add = [&](std::string name, std::vector<int64_t> shape) {
+    const bool decay = shape.size() > 1;
+    parameters_.push_back({std::move(name), std::move(shape), decay});
+  };
+  add("wte", {kVocabulary, width});
+  add("wpe", {config_.context, width});
+  for (int layer = 0; layer < config_.layers; ++layer) {
+    const std::string h = absl::StrCat("h.", layer, ".");
+    add(h + "ln_1.weight", {width});
+    add(h + "ln_1.bias", {width});
+    add(h + "attn.c_attn.weight", {3 * width, width});
+    add(h + "attn.c_attn.bias", {3 * width});
+    add(h + "attn.c_proj.weight", {width, width});
+    add(h + "attn.c_proj.bias", {width});
+    add(h + "ln_2.weight", {width});
+    add(h + "ln_2.bias", {width});
+    add(h + "mlp.c_fc.weight", {4 * width, width});
+    add(h + "mlp.c_fc.bias", {4 * width});
+    add(h + "mlp.c_proj.weight", {width, 4 * width});
+    add(h + "mlp.c_proj.bias", {width});
+  }
+  add("ln_f.weight", {width});
+  add("ln_f.bias", {width});
+
+  // Layers complete weight and bias together, last layer first; the embeddings come at the end.
+  for (int i = static_cast<int>(parameters_.size()) - 2; i >= kFirstBlock; i -= 2) {
+    backward_order_.push_back(i);
+    backward_order_.push_back(i + 1);
+  }
+  backward_order_.push_back(kPositions);
+  backward_order_.push_back(kTokens);
+}
+
+template <typename T>
+void CpuGpt<T>::InitialValues(int parameter, int64_t offset, absl::Span<float> values) const {
+  const std::string& name = parameters_[parameter].name;
+  if (EndsWith(name, ".bias")) {
+    std::fill(values.begin(), values.end(), 0.0f);
+  } else if (parameters_[parameter].shape.size() == 1) {
+    std::fill(values.begin(), values.end(), 1.0f);  // Layer norm.
+  } else {
+    float deviation = parameter == kPositions ? kInitialPositionDeviation : kInitialDeviation;
+    // The two layers of a block that add to the residual stream (Radford et al. 2019, section 2.3).
+    if (EndsWith(name, "c_proj.weight")) deviation *= InverseSquareRoot(2 * config_.layers);
+    for (size_t i = 0; i < values.size(); ++i) {
+      values[i] = deviation * RandomNormal(seed_, parameter, offset + i);
+    }
+  }
+}
+
+template <typename T>
+void CpuGpt<T>::Place(const Layout& layout, absl::Span<const int64_t> group_elements) {
+  Check(places_.empty(), "a model is placed once");
+  Check(layout.spec().parameters.size() == parameters_.size(), "the layout is of this model");
+  flat_spaces_.resize(group_elements.size());
+  for (size_t group = 0; group < group_elements.size(); ++group) {
+    Check(group_elements[group] >= layout.flat_elements(group), "a flat space has its memory");
+    flat_spaces_[group].weights.assign(group_elements[group], 0);
+    flat_spaces_[group].gradients.assign(group_elements[group], 0.0f);
+  }
+  working_weights_.resize(parameters_.size());
+  working_gradients_.resize(parameters_.size());
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const ParameterPlace& place = layout.place(i);
+    places_.push_back({layout.spec().parameters[i].group, place.offset, place.elements});
+    working_weights_[i].resize(place.elements);
+    if constexpr (!std::is_same_v<T, float>) working_gradients_[i].resize(place.elements);
+  }
+}
+
+template <typename T>
+T* CpuGpt<T>::Gradient(int parameter) {
+  if constexpr (std::is_same_v<T, float>) {
+    const PlaceInGroup& place = places_[parameter];
+    return flat_spaces_[place.group].gradients.data() + place.offset;
+  } else {
+    return working_gradients_[parameter].data();
+  }
+}
+
+template <typename T>
+void CpuGpt<T>::Announce(int parameter) {
+  if constexpr (!std::is_same_v<T, float>) {
+    const PlaceInGroup& place = places_[parameter];
+    std::copy(working_gradients_[parameter].begin(), working_gradients_[parameter].end(),
+              flat_spaces_[place.group].gradients.begin() + place.offset);
+  }
+  (*gradient_ready_)(parameter);
+}
+
+template <typename T>
+void CpuGpt<T>::ReadWeights() {
+  for (size_t i = 0; i < places_.size(); ++i) {
+    const uint16_t* bits = flat_spaces_[places_[i].group].weights.data() + places_[i].offset;
+    std::transform(bits, bits + places_[i].elements, working_weights_[i].begin(),
+                   [](uint16_t weight) { return static_cast<T>(BFloat16ToFloat(weight)); });
+  }
+}
+
+template <typename T>
+void CpuGpt<T>::Reserve(const Batch& batch) {
+  Check(batch.context >= 1 && batch.context <= config_.context, "a sequence fits the context");
+  if (sequences_ == batch.sequences && context_ == batch.context) return;
+  sequences_ = batch.sequences;
+  context_ = batch.context;
+  rows_ = sequences_ * context_;
+  const size_t rows = rows_;
+  const size_t row_width = rows * config_.width;
+  const size_t scores = rows * config_.heads * context_;
+  for (BlockActivations& block : blocks_) {
+    for (std::vector<T>* wide :
+         {&block.in, &block.normal_1, &block.attended, &block.middle, &block.normal_2}) {
+      wide->resize(row_width);
+    }
+    for (std::vector<T>* narrow : {&block.mean_1, &block.rstd_1, &block.mean_2, &block.rstd_2}) {
+      narrow->resize(rows);
+    }
+    block.qkv.resize(3 * row_width);
+    block.probabilities.resize(scores);
+    for (std::vector<T>* hidden : {&block.hidden, &block.tanh_u, &block.activated}) {
+      hidden->resize(4 * row_width);
+    }
+  }
+  for (std::vector<T>* wide : {&final_in_, &final_normal_, &d_stream_, &d_width_}) {
+    wide->resize(row_width);
+  }
+  final_mean_.resize(rows);
+  final_rstd_.resize(rows);
+  row_losses_.resize(rows);
+  logits_.resize(rows * kVocabulary);
+  d_qkv_.resize(3 * row_width);
+  d_hidden_.resize(4 * row_width);
+  d_scores_.resize(scores);
+}
+
+template <typename T>
+double CpuGpt<T>::ForwardBackward(const Batch& batch,
+                                  const std::function<void(int parameter)>& gradient_ready) {
+  Check(!places_.empty(), "a model is placed before it is used");
+  gradient_ready_ = &gradient_ready;
+  if (batch.sequences == 0) {
+    BackwardNothing();
+    return 0;
+  }
+  Reserve(batch);
+  ReadWeights();
+  const double loss_sum = Forward(batch);
+  Backward(batch);
+  return loss_sum;
+}
+
+template <typename T>
+double CpuGpt<T>::Forward(const Batch& batch) {
+  cpu::EmbeddingForward<T>({sequences_, context_, config_.width}, batch.inputs.data(),
+                           Weight(kTokens), Weight(kPositions), blocks_[0].in.data());
+  for (int layer = 0; layer < config_.layers; ++layer) {
+    ForwardBlock(layer, layer + 1 < config_.layers ? blocks_[layer + 1].in : final_in_);
+  }
+  const int norm = BlockParameter(config_.layers, kNorm1Weight);
+  cpu::LayerNormForward<T>({rows_, config_.width}, final_in_.data(), Weight(norm), Weight(norm + 1),
+                           final_normal_.data(), final_mean_.data(), final_rstd_.data());
+  cpu::MatmulForward<T>({rows_, config_.width, kVocabulary}, final_normal_.data(), Weight(kTokens),
+                        nullptr, logits_.data());
+  return cpu::CrossEntropy<T>({rows_, kVocabulary}, batch.targets.data(), logits_.data(),
+                              row_losses_.data());
+}
+
+// middle = in + attention(norm_1(in)),  out = middle + mlp(norm_2(middle))
+template <typename T>
+void CpuGpt<T>::ForwardBlock(int layer, std::vector<T>& out) {
+  const int width = config_.width;
+  BlockActivations& block = blocks_[layer];
+  const auto weight = [&](InBlock which) { return Weight(BlockParameter(layer, which)); };
+  const auto add_residual = [](const std::vector<T>& residual, std::vector<T>& stream) {
+    for (size_t i = 0; i < stream.size(); ++i) stream[i] += residual[i];
+  };
+
+  cpu::LayerNormForward<T>({rows_, width}, block.in.data(), weight(kNorm1Weight),
+                           weight(kNorm1Bias), block.normal_1.data(), block.mean_1.data(),
+                           block.rstd_1.data());
+  cpu::MatmulForward<T>({rows_, width, 3 * width}, block.normal_1.data(), weight(kQkvWeight),
+                        weight(kQkvBias), block.qkv.data());
+  cpu::AttentionForward<T>({sequences_, context_, width, config_.heads}, block.qkv.data(),
+                           block.probabilities.data(), block.attended.data());
+  cpu::MatmulForward<T>({rows_, width, width}, block.attended.data(), weight(kAttentionOutWeight),
+                        weight(kAttentionOutBias), block.middle.data());
+  add_residual(block.in, block.middle);
+
+  cpu::LayerNormForward<T>({rows_, width}, block.middle.data(), weight(kNorm2Weight),
+                           weight(kNorm2Bias), block.normal_2.data(), block.mean_2.data(),
+                           block.rstd_2.data());
+  cpu::MatmulForward<T>({rows_, width, 4 * width}, block.normal_2.data(), weight(kHiddenWeight),
+                        weight(kHiddenBias), block.hidden.data());
+  cpu::GeluForward<T>(4 * rows_ * width, block.hidden.data(), block.activated.data(),
+                      block.tanh_u.data());
+  cpu::MatmulForward<T>({rows_, 4 * width, width}, block.activated.data(), weight(kMlpOutWeight),
+                        weight(kMlpOutBias), out.data());
+  add_residual(block.middle, out);
+}
+
+template <typename T>
+void CpuGpt<T>::Backward(const Batch& batch) {
+  cpu::MatmulBackward<T>({rows_, config_.width, kVocabulary}, logits_.data(), final_normal_.data(),
+                         Weight(kTokens), d_width_.data(), Gradient(kTokens), nullptr);
+  const int norm = BlockParameter(config_.layers, kNorm1Weight);
+  std::fill(d_stream_.begin(), d_stream_.end(), T{0});
+  cpu::LayerNormBackward<T>({rows_, config_.width}, d_width_.data(), final_in_.data(), Weight(norm),
+                            final_mean_.data(), final_rstd_.data(), d_stream_.data(),
+                            Gradient(norm), Gradient(norm + 1));
+  Announce(norm);
+  Announce(norm + 1);
+  for (int layer = config_.layers - 1; layer >= 0; --layer) BackwardBlock(layer);
+  // Positions past the batch's context have no gradient.
+  std::fill(Gradient(kPositions), Gradient(kPositions) + places_[kPositions].elements, T{0});
+  cpu::EmbeddingBackward<T>({sequences_, context_, config_.width}, batch.inputs.data(),
+                            d_stream_.data(), Gradient(kTokens), Gradient(kPositions));
+  Announce(kPositions);
+  Announce(kTokens);
+}
+
+template <typename T>
+void CpuGpt<T>::BackwardBlock(int layer) {
+  const int width = config_.width;
+  const BlockActivations& block = blocks_[layer];
+  const auto weight = [&](InBlock which) { return Weight(BlockParameter(layer, which)); };
+  const auto gradient = [&](InBlock which) { return Gradient(BlockParameter(layer, which)); };
+  // Announces a layer's weight and the bias that stands after it.
+  const auto announce = [&](InBlock which) {
+    Announce(BlockParameter(layer, which));
+    Announce(BlockParameter(layer, which) + 1);
+  };
+
+  cpu::MatmulBackward<T>({rows_, 4 * width, width}, d_stream_.data(), block.activated.data(),
+                         weight(kMlpOutWeight), d_hidden_.data(), gradient(kMlpOutWeight),
+                         gradient(kMlpOutBias));
+  announce(kMlpOutWeight);
+  cpu::GeluBackward<T>(4 * rows_ * width, d_hidden_.data(), block.hidden.data(),
+                       block.tanh_u.data(), d_hidden_.data());
+  cpu::MatmulBackward<T>({rows_, width, 4 * width}, d_hidden_.data(), block.normal_2.data(),
+                         weight(kHiddenWeight), d_width_.data(), gradient(kHiddenWeight),
+                         gradient(kHiddenBias));
+  announce(kHiddenWeight);
+  cpu::LayerNormBackward<T>({rows_, width}, d_width_.data(), block.middle.data(),
+                            weight(kNorm2Weight), block.mean_2.data(), block.rstd_2.data(),
+                            d_stream_.data(), gradient(kNorm2Weight), gradient(kNorm2Bias));
+  announce(kNorm2Weight);
+
+  cpu::MatmulBackward<T>({rows_, width, width}, d_stream_.data(), block.attended.data(),
+                         weight(kAttentionOutWeight), d_width_.data(),
+                         gradient(kAttentionOutWeight), gradient(kAttentionOutBias));
+  announce(kAttentionOutWeight);
+  cpu::AttentionBackward<T>({sequences_, context_, width, config_.heads}, d_width_.data(),
+                            block.qkv.data(), block.probabilities.data(), d_qkv_.data(),
+                            d_scores_.data());
+  cpu::MatmulBackward<T>({rows_, width, 3 * width}, d_qkv_.data(), block.normal_1.data(),
+                         weight(kQkvWeight), d_width_.data(), gradient(kQkvWeight),
+                         gradient(kQkvBias));
+  announce(kQkvWeight);
+  cpu::LayerNormBackward<T>({rows_, width}, d_width_.data(), block.in.data(), weight(kNorm1Weight),
+                            block.mean_1.data(), block.rstd_1.data(), d_stream_.data(),
+                            gradient(kNorm1Weight), gradient(kNorm1Bias));
+  announce(kNorm1Weight);
+}
+
+// A rank without a sample still takes part in every reduction, with zeros.
+template <typename T>
+void CpuGpt<T>::BackwardNothing() {
+  for (const int parameter : backward_order_) {
+    std::fill(Gradient(parameter), Gradient(parameter) + places_[parameter].elements, T{0});
+    Announce(parameter);
+  }
+}
+
+template class CpuGpt<float>;
+template class CpuGpt<double>;
+
+std::unique_ptr<Model> MakeCpuGpt(const GptConfig& config, uint64_t seed) {
+  return std::make_unique<CpuGpt<float>>(config, seed);
+}
+
+}  // namespace ballast::worker

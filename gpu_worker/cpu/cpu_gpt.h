@@ -1,0 +1,100 @@
+// GPT-2's architecture on the CPU: bf16 weights, fp32 arithmetic, byte-level vocabulary, pre-layer
+// norm, the head tied to the token embedding.
+#ifndef BALLAST_GPU_WORKER_CPU_CPU_GPT_H_
+#define BALLAST_GPU_WORKER_CPU_CPU_GPT_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "gpu_worker/model.h"
+
+namespace ballast::worker {
+
+struct GptConfig {
+  int layers = 4;
+  int heads = 4;
+  int width = 256;
+  int context = 128;  // The longest sequence.
+};
+
+inline constexpr int kVocabulary = 256;  // Bytes.
+
+// INVALID_ARGUMENT unless all are positive, within what int indices hold, and heads divide width.
+absl::Status Validate(const GptConfig& config);
+
+// T is the type of all arithmetic: float, or double for tests of the formulas.
+template <typename T>
+class CpuGpt final : public Model {
+ public:
+  CpuGpt(const GptConfig& config, uint64_t seed);
+
+  const std::vector<ModelParameter>& parameters() const override { return parameters_; }
+  const std::vector<int>& backward_order() const override { return backward_order_; }
+  void Place(const Layout& layout, absl::Span<const int64_t> group_elements) override;
+  absl::Span<uint16_t> weights(int group) override {
+    return absl::MakeSpan(flat_spaces_[group].weights);
+  }
+  absl::Span<float> gradients(int group) override {
+    return absl::MakeSpan(flat_spaces_[group].gradients);
+  }
+  void InitialValues(int parameter, int64_t offset, absl::Span<float> values) const override;
+  double ForwardBackward(const Batch& batch,
+                         const std::function<void(int parameter)>& gradient_ready) override;
+
+ private:
+  struct FlatSpace {
+    std::vector<uint16_t> weights;
+    std::vector<float> gradients;
+  };
+  struct PlaceInGroup {
+    int group = 0;
+    int64_t offset = 0;
+    int64_t elements = 0;
+  };
+  // What the backward pass of a block needs of its forward pass.
+  struct BlockActivations {
+    std::vector<T> in, normal_1, mean_1, rstd_1, qkv, probabilities, attended;
+    std::vector<T> middle, normal_2, mean_2, rstd_2, hidden, tanh_u, activated;
+  };
+
+  void DescribeParameters();
+  void Reserve(const Batch& batch);
+  void ReadWeights();
+  double Forward(const Batch& batch);
+  void ForwardBlock(int layer, std::vector<T>& out);
+  void Backward(const Batch& batch);
+  void BackwardBlock(int layer);
+  void BackwardNothing();
+
+  const T* Weight(int parameter) const { return working_weights_[parameter].data(); }
+  T* Gradient(int parameter);
+  void Announce(int parameter);
+
+  const GptConfig config_;
+  const uint64_t seed_;
+  std::vector<ModelParameter> parameters_;
+  std::vector<int> backward_order_;
+  std::vector<PlaceInGroup> places_;
+  std::vector<FlatSpace> flat_spaces_;
+  std::vector<std::vector<T>> working_weights_;    // The bf16 weights as T.
+  std::vector<std::vector<T>> working_gradients_;  // Only where T is not the type of gradients.
+
+  int sequences_ = 0;  // Of the batch in progress.
+  int context_ = 0;
+  int rows_ = 0;
+  const std::function<void(int)>* gradient_ready_ = nullptr;
+  std::vector<BlockActivations> blocks_;
+  std::vector<T> final_in_, final_normal_, final_mean_, final_rstd_, logits_;
+  std::vector<double> row_losses_;
+  std::vector<T> d_stream_, d_width_, d_qkv_, d_hidden_, d_scores_;
+};
+
+// The training configuration: fp32 arithmetic.
+std::unique_ptr<Model> MakeCpuGpt(const GptConfig& config, uint64_t seed);
+
+}  // namespace ballast::worker
+
+#endif  // BALLAST_GPU_WORKER_CPU_CPU_GPT_H_

@@ -1,0 +1,83 @@
+#include "gpu_worker/cpu/layer_norm.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "gpu_worker/cpu/parallel.h"
+
+namespace ballast::worker::cpu {
+namespace {
+
+constexpr int kTileRows = 64;
+constexpr int kTileColumns = 64;
+
+}  // namespace
+
+template <typename T>
+void LayerNormForward(const LayerNormShape& shape, const T* in, const T* weight, const T* bias,
+                      T* out, T* mean, T* rstd) {
+  const int width = shape.width;
+  ForEachTile(shape.rows, kTileRows, [&](int begin, int end) {
+    for (int row = begin; row < end; ++row) {
+      const T* x = in + static_cast<int64_t>(row) * width;
+      T* y = out + static_cast<int64_t>(row) * width;
+      T sum = 0;
+      for (int i = 0; i < width; ++i) sum += x[i];
+      mean[row] = sum / width;
+      T squares = 0;
+      for (int i = 0; i < width; ++i) squares += (x[i] - mean[row]) * (x[i] - mean[row]);
+      rstd[row] = 1 / std::sqrt(squares / width + T(1e-5));
+      for (int i = 0; i < width; ++i) y[i] = (x[i] - mean[row]) * rstd[row] * weight[i] + bias[i];
+    }
+  });
+}
+
+template <typename T>
+void LayerNormBackward(const LayerNormShape& shape, const T* d_out, const T* in, const T* weight,
+                       const T* mean, const T* rstd, T* d_in, T* d_weight, T* d_bias) {
+  const int width = shape.width;
+  ForEachTile(width, kTileColumns, [&](int begin, int end) {
+    std::fill(d_weight + begin, d_weight + end, T{0});
+    std::fill(d_bias + begin, d_bias + end, T{0});
+    for (int row = 0; row < shape.rows; ++row) {
+      const T* x = in + static_cast<int64_t>(row) * width;
+      const T* g = d_out + static_cast<int64_t>(row) * width;
+      for (int i = begin; i < end; ++i) {
+        d_weight[i] += g[i] * ((x[i] - mean[row]) * rstd[row]);
+        d_bias[i] += g[i];
+      }
+    }
+  });
+  ForEachTile(shape.rows, kTileRows, [&](int begin, int end) {
+    for (int row = begin; row < end; ++row) {
+      const T* x = in + static_cast<int64_t>(row) * width;
+      const T* g = d_out + static_cast<int64_t>(row) * width;
+      T* d_x = d_in + static_cast<int64_t>(row) * width;
+      T sum = 0;
+      T sum_normal = 0;
+      for (int i = 0; i < width; ++i) {
+        const T scaled = g[i] * weight[i];
+        sum += scaled;
+        sum_normal += scaled * ((x[i] - mean[row]) * rstd[row]);
+      }
+      const T mean_scaled = sum / width;
+      const T mean_normal = sum_normal / width;
+      for (int i = 0; i < width; ++i) {
+        const T normal = (x[i] - mean[row]) * rstd[row];
+        d_x[i] += rstd[row] * (g[i] * weight[i] - mean_scaled - normal * mean_normal);
+      }
+    }
+  });
+}
+
+template void LayerNormForward(const LayerNormShape&, const float*, const float*, const float*,
+                               float*, float*, float*);
+template void LayerNormForward(const LayerNormShape&, const double*, const double*, const double*,
+                               double*, double*, double*);
+template void LayerNormBackward(const LayerNormShape&, const float*, const float*, const float*,
+                                const float*, const float*, float*, float*, float*);
+template void LayerNormBackward(const LayerNormShape&, const double*, const double*, const double*,
+                                const double*, const double*, double*, double*, double*);
+
+}  // namespace ballast::worker::cpu

@@ -1,0 +1,49 @@
+// Memory in which this rank's reduced gradients wait, in the wire dtype, until the optimizer has
+// them: one slot for each chunk of the rank, so the memory is bounded by the partition, and a
+// chunk's next micro-step waits until its last one is held elsewhere.
+#ifndef BALLAST_GPU_WORKER_GRADIENT_STAGING_H_
+#define BALLAST_GPU_WORKER_GRADIENT_STAGING_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "absl/types/span.h"
+#include "cpu_optimizer_service/common/dtype.h"
+#include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/common/mutex.h"
+
+namespace ballast::worker {
+
+// Thread-safe. Must outlive the optimizer that payloads are pushed to.
+class GradientStaging {
+ public:
+  // `wire_dtypes`: one per group.
+  GradientStaging(const Layout& layout, std::vector<DType> wire_dtypes, int rank);
+
+  struct Payload {
+    absl::Span<const std::byte> bytes;
+    std::function<void()> released;  // To be called once, when the bytes are not needed any more.
+  };
+
+  // Waits until the chunk's slot is free, and rounds `values` to the wire dtype into it.
+  Payload Fill(int chunk, absl::Span<const float> values);
+
+ private:
+  struct Slot {
+    DType dtype = DType::kFloat32;
+    std::vector<std::byte> bytes;
+    bool taken = false;
+  };
+
+  Mutex mutex_;
+  CondVar freed_;
+  // By chunk; empty for chunks of other ranks. The mutex guards `taken`; whoever took a slot has
+  // its bytes to itself.
+  std::vector<Slot> slots_;
+};
+
+}  // namespace ballast::worker
+
+#endif  // BALLAST_GPU_WORKER_GRADIENT_STAGING_H_

@@ -1,0 +1,85 @@
+#include "gpu_worker/launch.h"
+
+#include <unistd.h>
+
+#include <array>
+#include <cstdlib>
+
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "gpu_worker/gloo_collective.h"
+#include "gpu_worker/single_collective.h"
+#include "gpu_worker/tcp_store.h"
+
+namespace ballast::worker {
+namespace {
+
+// The address under which the other ranks reach this one.
+std::string OwnHost(const Launch& launch) {
+  if (launch.master_host == "localhost" || absl::StartsWith(launch.master_host, "127.")) {
+    return "127.0.0.1";
+  }
+  std::array<char, 256> name{};
+  return gethostname(name.data(), name.size() - 1) == 0 ? name.data() : launch.master_host;
+}
+
+}  // namespace
+
+absl::StatusOr<Launch> ReadLaunch(
+    const std::function<std::optional<std::string>(const std::string&)>& variable) {
+  Launch launch;
+  struct Number {
+    const char* name;
+    int* value;
+    int least;
+    int most;
+  };
+  // WORLD_SIZE before RANK, whose range depends on it.
+  for (const Number& number : {Number{"WORLD_SIZE", &launch.world_size, 1, kMaxWorldSize},
+                               Number{"RANK", &launch.rank, 0, kMaxWorldSize - 1},
+                               Number{"MASTER_PORT", &launch.master_port, 1, 65535}}) {
+    const std::optional<std::string> text = variable(number.name);
+    if (!text.has_value()) continue;
+    if (!absl::SimpleAtoi(*text, number.value) || *number.value < number.least ||
+        *number.value > number.most) {
+      return absl::InvalidArgumentError(absl::StrCat(number.name, "=", *text,
+                                                     " must be a number between ", number.least,
+                                                     " and ", number.most));
+    }
+  }
+  if (launch.rank >= launch.world_size) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("RANK=", launch.rank, " must be less than WORLD_SIZE=", launch.world_size));
+  }
+  if (std::optional<std::string> host = variable("MASTER_ADDR")) launch.master_host = *host;
+  return launch;
+}
+
+absl::StatusOr<Launch> ReadLaunch() {
+  return ReadLaunch([](const std::string& name) -> std::optional<std::string> {
+    const char* value = std::getenv(name.c_str());
+    if (value == nullptr || *value == '\0') return std::nullopt;
+    return value;
+  });
+}
+
+absl::StatusOr<std::unique_ptr<Collective>> ConnectWorkers(const Launch& launch,
+                                                           std::chrono::milliseconds timeout) {
+  if (launch.world_size == 1) return std::make_unique<SingleCollective>();
+  BALLAST_ASSIGN_OR_RETURN(const std::unique_ptr<TcpStore> store,
+                           TcpStore::Open({.rank = launch.rank,
+                                           .world_size = launch.world_size,
+                                           .host = launch.master_host,
+                                           .port = launch.master_port,
+                                           .timeout = timeout}));
+  return ConnectGloo({.rank = launch.rank,
+                      .world_size = launch.world_size,
+                      .host = OwnHost(launch),
+                      .timeout = timeout},
+                     *store);
+}
+
+}  // namespace ballast::worker

@@ -1,0 +1,199 @@
+#include "gpu_worker/local_optimizer.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/adam.h"
+#include "cpu_optimizer_service/common/float_format.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "gpu_worker/check.h"
+#include "gpu_worker/stopwatch.h"
+
+namespace ballast::worker {
+
+LocalOptimizer::LocalOptimizer(const JobSpec& job, const Layout& layout, Collective& collective,
+                               WeightsAt weights)
+    : layout_(layout),
+      collective_(collective),
+      weights_(std::move(weights)),
+      max_norm_(job.max_norm),
+      groups_(job.groups),
+      chunks_(layout.chunks().size()),
+      used_(layout.spec().parameters.size()) {
+  for (const GroupSpec& group : groups_) {
+    Check(!group.hyper_parameters.amsgrad, "the local optimizer has no amsgrad");
+  }
+}
+
+absl::Status LocalOptimizer::Start(const FillChunk& first_weights) {
+  for (const int index : my_chunks()) {
+    const Chunk& chunk = layout_.chunks()[index];
+    ChunkState& state = chunks_[index];
+    for (std::vector<float>* plane :
+         {&state.gradient, &state.master, &state.exp_avg, &state.exp_avg_sq}) {
+      plane->assign(chunk.elements, 0.0f);
+    }
+    first_weights(index, absl::MakeSpan(state.master));
+    const absl::Span<std::byte> shard = weights_(index);
+    for (int64_t i = 0; i < chunk.elements; ++i) {
+      StoreElement(shard.data(), groups_[chunk.group].return_dtype, i, state.master[i]);
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status LocalOptimizer::BeginStep(const client::StepSettings& settings) {
+  scale_ = settings.scale;
+  for (const auto& [group, overrides] : settings.overrides) {
+    groups_[group].hyper_parameters = Apply(groups_[group].hyper_parameters, overrides);
+    BALLAST_RETURN_IF_ERROR(Validate(groups_[group].hyper_parameters));
+  }
+  std::fill(used_.begin(), used_.end(), 0.0);
+  for (const int index : my_chunks()) {
+    chunks_[index].next_micro_step = 0;
+    chunks_[index].has_gradient = false;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status LocalOptimizer::Push(client::GradientPush push) {
+  const Chunk& chunk = layout_.chunks()[push.chunk];
+  ChunkState& state = chunks_[push.chunk];
+  Check(chunk.rank == collective_.rank(), "a rank pushes its own chunks");
+  if (push.micro_step_begin != state.next_micro_step) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("step ", committed_step_ + 1, ": chunk ", push.chunk, " expects micro-step ",
+                     state.next_micro_step, ", got ", push.micro_step_begin));
+  }
+  if (!push.empty) {
+    const DType dtype = groups_[chunk.group].wire_dtype;
+    for (int64_t i = 0; i < chunk.elements; ++i) {
+      const float gradient = LoadElement(push.payload.data(), dtype, i);
+      state.gradient[i] = state.has_gradient ? state.gradient[i] + gradient : gradient;
+    }
+    state.has_gradient = true;
+  }
+  state.next_micro_step = push.micro_step_end;
+  if (push.released) push.released();
+  return absl::OkStatus();
+}
+
+absl::Status LocalOptimizer::EndMicroStep(uint32_t micro_step, const client::UsedParameters& used) {
+  if (used.all) {
+    for (double& count : used_) ++count;
+  } else {
+    for (const int parameter : used.parameters) ++used_[parameter];
+  }
+  return absl::OkStatus();
+}
+
+absl::Status LocalOptimizer::CheckComplete(uint32_t micro_steps) const {
+  for (const int index : my_chunks()) {
+    if (chunks_[index].next_micro_step == micro_steps) continue;
+    return absl::FailedPreconditionError(absl::StrCat(
+        "step ", committed_step_ + 1, ": rank ", collective_.rank(), " sent ",
+        chunks_[index].next_micro_step, " of ", micro_steps, " micro-steps of chunk ", index));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status LocalOptimizer::CheckUsed() {
+  BALLAST_RETURN_IF_ERROR(collective_.AllReduceSum(absl::MakeSpan(used_)));
+  for (size_t p = 0; p < used_.size(); ++p) {
+    if (used_[p] > 0 || layout_.place(p).offset < 0) continue;
+    return absl::FailedPreconditionError(
+        absl::StrCat("step ", committed_step_ + 1, ": no rank gave parameter ",
+                     layout_.spec().parameters[p].name, " a gradient"));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<std::vector<double>>> LocalOptimizer::GatherBlockSums() {
+  const int world_size = collective_.world_size();
+  int64_t most_blocks = 0;
+  for (int rank = 0; rank < world_size; ++rank) {
+    most_blocks = std::max(most_blocks, layout_.partition_elements(rank) / kBlockElements);
+  }
+  std::vector<double> mine(most_blocks);
+  auto next = mine.begin();
+  for (const int index : my_chunks()) {
+    ChunkState& state = chunks_[index];
+    if (!state.has_gradient) std::fill(state.gradient.begin(), state.gradient.end(), 0.0f);
+    for (size_t at = 0; at < state.gradient.size(); at += kBlockElements) {
+      *next++ = BlockSumOfSquaresReference(&state.gradient[at], DType::kFloat32);
+    }
+  }
+  std::vector<double> all(most_blocks * world_size);
+  BALLAST_RETURN_IF_ERROR(collective_.AllGather(
+      {reinterpret_cast<const std::byte*>(mine.data()), mine.size() * sizeof(double)},
+      {reinterpret_cast<std::byte*>(all.data()), all.size() * sizeof(double)}));
+
+  std::vector<std::vector<double>> sums;
+  for (int group = 0; group < layout_.group_count(); ++group) {
+    sums.emplace_back(layout_.flat_blocks(group));
+  }
+  for (int rank = 0; rank < world_size; ++rank) {
+    auto from = all.begin() + rank * most_blocks;
+    for (const int index : layout_.chunks_of_rank(rank)) {
+      const Chunk& chunk = layout_.chunks()[index];
+      const int64_t blocks = chunk.elements / kBlockElements;
+      std::copy(from, from + blocks, sums[chunk.group].begin() + chunk.begin / kBlockElements);
+      from += blocks;
+    }
+  }
+  return sums;
+}
+
+absl::StatusOr<client::StepDecision> LocalOptimizer::Seal(uint32_t micro_steps) {
+  BALLAST_RETURN_IF_ERROR(CheckComplete(micro_steps));
+  BALLAST_RETURN_IF_ERROR(CheckUsed());
+  BALLAST_ASSIGN_OR_RETURN(const std::vector<std::vector<double>> sums, GatherBlockSums());
+  decision_ =
+      Decide(std::vector<absl::Span<const double>>(sums.begin(), sums.end()), scale_, max_norm_);
+  client::StepDecision result;
+  result.step = committed_step_ + 1;
+  result.applied = decision_.apply;
+  result.norm = decision_.norm;
+  result.clip_coefficient = decision_.clip_coefficient;
+  if (!decision_.apply) result.skip_reason = "the norm of the gradient is not finite";
+  return result;
+}
+
+absl::Status LocalOptimizer::ReceiveWeights() {
+  Stopwatch stopwatch;
+  ++committed_step_;  // A skipped step uses up its number, too.
+  if (decision_.apply) {
+    ++update_count_;
+    for (const int index : my_chunks()) {
+      const Chunk& chunk = layout_.chunks()[index];
+      const GroupSpec& group = groups_[chunk.group];
+      ChunkState& state = chunks_[index];
+      UpdateAdamReference({.elements = chunk.elements,
+                           .gradient = state.gradient.data(),
+                           .gradient_dtype = DType::kFloat32,
+                           .master = state.master.data(),
+                           .exp_avg = state.exp_avg.data(),
+                           .exp_avg_sq = state.exp_avg_sq.data(),
+                           .max_exp_avg_sq = nullptr,
+                           .new_master = state.master.data(),
+                           .new_exp_avg = state.exp_avg.data(),
+                           .new_exp_avg_sq = state.exp_avg_sq.data(),
+                           .new_max_exp_avg_sq = nullptr,
+                           .shard = weights_(index).data(),
+                           .shard_dtype = group.return_dtype,
+                           .scalars = MakeAdamScalars(group.hyper_parameters, update_count_,
+                                                      decision_.multipliers[chunk.group])});
+    }
+  }
+  update_seconds_ = stopwatch.Lap();
+  return absl::OkStatus();
+}
+
+absl::Status LocalOptimizer::SaveCheckpoint(const std::string& directory) {
+  return absl::UnimplementedError(
+      "only the service saves checkpoints; use --optimizer=service with --save");
+}
+
+}  // namespace ballast::worker

@@ -1,0 +1,69 @@
+// The optimizer in this process, written with the scalar references: what the service must equal,
+// bit for bit. It keeps fp32 master weights and moments of this rank's partition. It is simple, not
+// fast, and has no checkpoints.
+#ifndef BALLAST_GPU_WORKER_LOCAL_OPTIMIZER_H_
+#define BALLAST_GPU_WORKER_LOCAL_OPTIMIZER_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "cpu_optimizer_service/common/gradient_norm.h"
+#include "cpu_optimizer_service/common/job_spec.h"
+#include "gpu_worker/collective.h"
+#include "gpu_worker/optimizer.h"
+
+namespace ballast::worker {
+
+class LocalOptimizer final : public StepOptimizer {
+ public:
+  // `layout` and `collective` are borrowed until destruction. The job's unused_policy is taken as
+  // kError, and amsgrad is not supported: the trainer's jobs have neither.
+  LocalOptimizer(const JobSpec& job, const Layout& layout, Collective& collective,
+                 WeightsAt weights);
+
+  absl::Status Start(const FillChunk& first_weights) override;
+  uint64_t committed_step() const override { return committed_step_; }
+
+  absl::Status BeginStep(const client::StepSettings& settings) override;
+  absl::Status Push(client::GradientPush push) override;
+  absl::Status EndMicroStep(uint32_t micro_step, const client::UsedParameters& used) override;
+  // FAILED_PRECONDITION if a chunk misses a micro-step or no rank used some parameter.
+  absl::StatusOr<client::StepDecision> Seal(uint32_t micro_steps) override;
+  absl::Status ReceiveWeights() override;
+  double update_seconds() const override { return update_seconds_; }
+  absl::Status SaveCheckpoint(const std::string& directory) override;
+
+ private:
+  struct ChunkState {
+    std::vector<float> gradient;  // The sum of the step so far.
+    std::vector<float> master;
+    std::vector<float> exp_avg;
+    std::vector<float> exp_avg_sq;
+    uint32_t next_micro_step = 0;  // The ledger.
+    bool has_gradient = false;
+  };
+
+  absl::Status CheckComplete(uint32_t micro_steps) const;
+  absl::Status CheckUsed();
+  // Sums of squares of all blocks of all groups, from all ranks, each group's in flat-space order.
+  absl::StatusOr<std::vector<std::vector<double>>> GatherBlockSums();
+  absl::Span<const int> my_chunks() const { return layout_.chunks_of_rank(collective_.rank()); }
+
+  const Layout& layout_;
+  Collective& collective_;
+  const WeightsAt weights_;
+  const double max_norm_;
+  std::vector<GroupSpec> groups_;   // Hyper-parameters as the last step's overrides left them.
+  std::vector<ChunkState> chunks_;  // By chunk; empty for other ranks'.
+  GradientScale scale_;             // Of the open step, as the two below.
+  std::vector<double> used_;        // By parameter: in how many micro-steps.
+  Decision decision_;
+  uint64_t committed_step_ = 0;
+  int64_t update_count_ = 0;
+  double update_seconds_ = 0;
+};
+
+}  // namespace ballast::worker
+
+#endif  // BALLAST_GPU_WORKER_LOCAL_OPTIMIZER_H_

@@ -1,0 +1,49 @@
+// Who applies the step: the service (service_optimizer.h), or this process (local_optimizer.h) with
+// the same bits. The verbs, their order and their types are those of client::Session.
+//
+// Threads: one call at a time; different threads may take turns (the trainer pushes from the
+// communication thread while its own computes).
+#ifndef BALLAST_GPU_WORKER_OPTIMIZER_H_
+#define BALLAST_GPU_WORKER_OPTIMIZER_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "client/session.h"
+
+namespace ballast::worker {
+
+// Writes the first fp32 values of a chunk, zeros in the padding.
+using FillChunk = std::function<void(int chunk, absl::Span<float> values)>;
+// Where the weights of a chunk of this rank go, in the group's return dtype.
+using WeightsAt = std::function<absl::Span<std::byte>(int chunk)>;
+
+class StepOptimizer {
+ public:
+  virtual ~StepOptimizer() = default;
+
+  // Gives the optimizer the first weights, if it has none yet, and puts the current ones of this
+  // rank's chunks in place.
+  virtual absl::Status Start(const FillChunk& first_weights) = 0;
+  virtual uint64_t committed_step() const = 0;
+
+  virtual absl::Status BeginStep(const client::StepSettings& settings) = 0;
+  virtual absl::Status Push(client::GradientPush push) = 0;
+  virtual absl::Status EndMicroStep(uint32_t micro_step, const client::UsedParameters& used) = 0;
+  virtual absl::StatusOr<client::StepDecision> Seal(uint32_t micro_steps) = 0;
+  virtual absl::Status ReceiveWeights() = 0;
+  // Of the last step: from the decision to the last chunk updated.
+  virtual double update_seconds() const = 0;
+
+  // UNIMPLEMENTED where there is no service to do it.
+  virtual absl::Status SaveCheckpoint(const std::string& directory) = 0;
+};
+
+}  // namespace ballast::worker
+
+#endif  // BALLAST_GPU_WORKER_OPTIMIZER_H_

@@ -1,0 +1,143 @@
+#include "gpu_worker/run_output.h"
+
+#include <fcntl.h>
+#include <openssl/evp.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <system_error>
+#include <utility>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "cpu_optimizer_service/common/status.h"
+
+namespace ballast::worker {
+namespace {
+
+absl::Status CannotWrite(const std::string& path, int error) {
+  return absl::UnavailableError(absl::StrCat("cannot write ", path, " (", std::strerror(error),
+                                             "); free space or choose another --out"));
+}
+
+double Median(std::vector<double> values) {
+  if (values.empty()) return 0;
+  const auto middle = values.begin() + values.size() / 2;
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
+absl::Status WriteAll(int descriptor, const std::string& path, std::string_view contents) {
+  while (!contents.empty()) {
+    const ssize_t written = write(descriptor, contents.data(), contents.size());
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0) return CannotWrite(path, errno);
+    contents.remove_prefix(written);
+  }
+  return fsync(descriptor) == 0 ? absl::OkStatus() : CannotWrite(path, errno);
+}
+
+}  // namespace
+
+absl::Status WriteFile(const std::string& path, const std::string& contents) {
+  const std::string partial = absl::StrCat(path, ".partial");
+  const int descriptor = open(partial.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+  if (descriptor < 0) return CannotWrite(path, errno);
+  absl::Status status = WriteAll(descriptor, path, contents);
+  if (close(descriptor) != 0 && status.ok()) status = CannotWrite(path, errno);
+  if (status.ok() && rename(partial.c_str(), path.c_str()) != 0) status = CannotWrite(path, errno);
+  if (!status.ok()) unlink(partial.c_str());
+  return status;
+}
+
+absl::Status PrepareOutput(const std::string& directory) {
+  std::error_code error;
+  std::filesystem::create_directories(directory, error);
+  if (error) return CannotWrite(directory, error.value());
+  const std::string probe = absl::StrCat(directory, "/.probe");
+  BALLAST_RETURN_IF_ERROR(WriteFile(probe, "writable"));
+  unlink(probe.c_str());
+  return absl::OkStatus();
+}
+
+std::string SerializeWeights(Model& model, const Layout& layout) {
+  std::string bytes;
+  for (size_t p = 0; p < layout.spec().parameters.size(); ++p) {
+    const ParameterPlace& place = layout.place(p);
+    const absl::Span<const std::byte> weights =
+        WeightBytes(model, layout.spec().parameters[p].group, place.offset, place.elements);
+    bytes.append(reinterpret_cast<const char*>(weights.data()), weights.size());
+  }
+  return bytes;
+}
+
+std::string Sha256Hex(const std::string& bytes) {
+  std::array<unsigned char, EVP_MAX_MD_SIZE> digest;
+  unsigned int size = 0;
+  EVP_Digest(bytes.data(), bytes.size(), digest.data(), &size, EVP_sha256(), nullptr);
+  return absl::BytesToHexString({reinterpret_cast<const char*>(digest.data()), size});
+}
+
+std::string LossesCsv(absl::Span<const StepReport> reports) {
+  std::string csv =
+      "step,loss,norm,clip,tokens_per_second,seconds,compute,reduce,send,update,receive\n";
+  for (const StepReport& report : reports) {
+    const StepTimes& times = report.times;
+    absl::StrAppendFormat(&csv, "%d,%.9g,%.9g,%.9g,%.6g,%.6g,%.6g,%.6g,%.6g,%.6g,%.6g\n",
+                          report.step, report.loss, report.norm, report.clip_coefficient,
+                          report.tokens_per_second, report.seconds, times.compute, times.reduce,
+                          times.send, times.update, times.receive);
+  }
+  return csv;
+}
+
+std::string WorkerJson(const RunFacts& facts, const TrainingJob& job,
+                       const std::string& weights_sha256) {
+  std::vector<double> seconds;
+  std::vector<double> tokens_per_second;
+  for (const StepReport& report : facts.reports) {
+    seconds.push_back(report.seconds);
+    tokens_per_second.push_back(report.tokens_per_second);
+  }
+  int64_t elements = 0;
+  // Where each parameter stands in weights.bin, so that a difference between two runs has a name.
+  nlohmann::ordered_json tensors = nlohmann::ordered_json::array();
+  for (size_t p = 0; p < job.layout.spec().parameters.size(); ++p) {
+    const int64_t size = job.layout.place(p).elements;
+    tensors.push_back(
+        {{"name", job.layout.spec().parameters[p].name}, {"begin", elements}, {"elements", size}});
+    elements += size;
+  }
+  nlohmann::ordered_json json;
+  json["optimizer"] = facts.optimizer;
+  json["steps"] = facts.reports.empty() ? 0 : facts.reports.back().step;
+  json["workers"] = facts.workers;
+  json["micro_steps"] = facts.micro_steps;
+  json["parameters"] = elements;
+  json["groups"] = job.spec.groups.size();
+  json["first_loss"] = facts.reports.empty() ? 0 : facts.reports.front().loss;
+  json["last_loss"] = facts.reports.empty() ? 0 : facts.reports.back().loss;
+  json["weights_sha256"] = weights_sha256;
+  json["tokens_per_second"] = Median(tokens_per_second);
+  json["step_seconds_median"] = Median(seconds);
+  json["tensors"] = std::move(tensors);
+  return absl::StrCat(json.dump(2), "\n");
+}
+
+absl::Status WriteOutput(const std::string& directory, const RunFacts& facts,
+                         const TrainingJob& job, Model& model) {
+  const std::string weights = SerializeWeights(model, job.layout);
+  BALLAST_RETURN_IF_ERROR(
+      WriteFile(absl::StrCat(directory, "/losses.csv"), LossesCsv(facts.reports)));
+  BALLAST_RETURN_IF_ERROR(WriteFile(absl::StrCat(directory, "/weights.bin"), weights));
+  return WriteFile(absl::StrCat(directory, "/worker.json"),
+                   WorkerJson(facts, job, Sha256Hex(weights)));
+}
+
+}  // namespace ballast::worker

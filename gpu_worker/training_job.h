@@ -1,0 +1,54 @@
+// The job that a model's training makes on the service: two param groups, buckets, partitions.
+// Every rank computes the same from the same flags.
+#ifndef BALLAST_GPU_WORKER_TRAINING_JOB_H_
+#define BALLAST_GPU_WORKER_TRAINING_JOB_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "cpu_optimizer_service/common/job_spec.h"
+#include "cpu_optimizer_service/common/layout.h"
+#include "gpu_worker/model.h"
+
+namespace ballast::worker {
+
+// Indices of param groups.
+inline constexpr int kDecayGroup = 0;
+inline constexpr int kNoDecayGroup = 1;
+
+struct TrainingJobOptions {
+  std::string name = "gpt";
+  int world_size = 1;
+  double lr = 1e-3;
+  double weight_decay = 0.1;  // Of the decay group.
+  double max_norm = 1.0;
+  uint32_t micro_steps = 1;  // The most that a step will have.
+  DType wire_dtype = DType::kBFloat16;
+  int64_t bucket_elements = int64_t{1} << 19;
+  int64_t chunk_elements = kMaxChunkElements;
+};
+
+struct TrainingJob {
+  JobSpec spec;
+  Layout layout;
+  std::vector<Bucket> buckets;
+  // Memory that each group's flat space needs: to the end of its last bucket's last shard, so that
+  // collectives work in place.
+  std::vector<int64_t> group_elements;
+};
+
+// INVALID_ARGUMENT as Layout::Create and Validate(JobSpec).
+absl::StatusOr<TrainingJob> MakeTrainingJob(const Model& model, const TrainingJobOptions& options);
+
+// The memory of elements [begin, begin + elements) of a group's weights, as bytes.
+absl::Span<std::byte> WeightBytes(Model& model, int group, int64_t begin, int64_t elements);
+
+// The model's first values of a chunk, zeros in the padding.
+void FillInitialValues(const Model& model, const Layout& layout, int chunk,
+                       absl::Span<float> values);
+
+}  // namespace ballast::worker
+
+#endif  // BALLAST_GPU_WORKER_TRAINING_JOB_H_

@@ -1,0 +1,47 @@
+// One worker's run from options to output: model, job, optimizer, training, files. The binary adds
+// flags and the choice of an optimizer.
+#ifndef BALLAST_GPU_WORKER_WORKER_RUN_H_
+#define BALLAST_GPU_WORKER_WORKER_RUN_H_
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "gpu_worker/cpu/cpu_gpt.h"
+#include "gpu_worker/optimizer.h"
+#include "gpu_worker/trainer.h"
+#include "gpu_worker/training_job.h"
+
+namespace ballast::worker {
+
+struct WorkerOptions {
+  GptConfig model;
+  TrainerOptions trainer;
+  TrainingJobOptions
+      job;  // world_size and micro_steps are taken from the collective and `trainer`.
+  std::string text = kDefaultText;
+  std::string optimizer_name;  // For worker.json.
+  std::string out;             // Directory for rank 0's files; empty: none.
+  std::string
+      save_directory;  // The optimizer saves its state there at the end; empty: it does not.
+};
+
+using MakeOptimizer = std::function<absl::StatusOr<std::unique_ptr<StepOptimizer>>(
+    const TrainingJob& job, WeightsAt weights, Collective& collective)>;
+
+// Trains and leaves the output. `on_step` is called on every rank. Errors are one line that says
+// what to do.
+absl::Status RunWorker(WorkerOptions options, Collective& collective,
+                       const MakeOptimizer& make_optimizer,
+                       const std::function<void(const StepReport&)>& on_step);
+
+// A LocalOptimizer for RunWorker.
+absl::StatusOr<std::unique_ptr<StepOptimizer>> MakeLocalOptimizer(const TrainingJob& job,
+                                                                  WeightsAt weights,
+                                                                  Collective& collective);
+
+}  // namespace ballast::worker
+
+#endif  // BALLAST_GPU_WORKER_WORKER_RUN_H_

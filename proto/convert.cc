@@ -1,0 +1,263 @@
+#include "proto/convert.h"
+
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/status.h"
+
+namespace ballast::proto {
+namespace {
+
+constexpr absl::string_view kJobs = "jobs/";
+constexpr absl::string_view kGroups = "/groups/";
+constexpr absl::string_view kParameters = "/parameters/";
+
+// `name` without `prefix` if it begins so, else `name`.
+std::string WithoutPrefix(absl::string_view name, absl::string_view prefix) {
+  return std::string(absl::StartsWith(name, prefix) ? name.substr(prefix.size()) : name);
+}
+
+absl::StatusOr<DType> FromProto(v1::DType dtype, absl::string_view what) {
+  switch (dtype) {
+    case v1::DTYPE_UNSPECIFIED:
+    case v1::BF16:
+      return DType::kBFloat16;
+    case v1::FP16:
+      return DType::kFloat16;
+    case v1::FP32:
+      return DType::kFloat32;
+    default:
+      return absl::InvalidArgumentError(absl::StrCat(what, " is ", static_cast<int>(dtype),
+                                                     ", which is none of BF16, FP16, FP32"));
+  }
+}
+
+absl::StatusOr<UnusedPolicy> FromProto(v1::UnusedPolicy policy) {
+  switch (policy) {
+    case v1::UNUSED_POLICY_UNSPECIFIED:
+    case v1::ERROR:
+      return UnusedPolicy::kError;
+    case v1::SKIP:
+      return UnusedPolicy::kSkip;
+    case v1::ZERO:
+      return UnusedPolicy::kZero;
+    default:
+      return absl::InvalidArgumentError(absl::StrCat("unused_policy is ", static_cast<int>(policy),
+                                                     ", which is none of ERROR, SKIP, ZERO"));
+  }
+}
+
+v1::UnusedPolicy ToProto(UnusedPolicy policy) {
+  switch (policy) {
+    case UnusedPolicy::kError:
+      return v1::ERROR;
+    case UnusedPolicy::kSkip:
+      return v1::SKIP;
+    case UnusedPolicy::kZero:
+      return v1::ZERO;
+  }
+  return v1::UNUSED_POLICY_UNSPECIFIED;
+}
+
+absl::StatusOr<GroupSpec> GroupFromProto(const v1::ParamGroup& group, const std::string& job) {
+  GroupSpec spec;
+  spec.name = WithoutPrefix(group.name(), GroupName(job, ""));
+  const std::string what = absl::StrCat("group '", spec.name, "'");
+  absl::StatusOr<HyperParameters> values = FullFromProto(group.hyper_parameters());
+  if (!values.ok()) return Annotate(values.status(), what);
+  spec.hyper_parameters = *values;
+  BALLAST_ASSIGN_OR_RETURN(spec.wire_dtype,
+                           FromProto(group.wire_dtype(), absl::StrCat(what, ": wire_dtype")));
+  BALLAST_ASSIGN_OR_RETURN(spec.return_dtype,
+                           FromProto(group.return_dtype(), absl::StrCat(what, ": return_dtype")));
+  return spec;
+}
+
+ParameterSpec ParameterFromProto(const v1::Parameter& parameter, const std::string& prefix) {
+  return {.name = WithoutPrefix(parameter.name(), prefix),
+          .shape = {parameter.shape().begin(), parameter.shape().end()},
+          .group = parameter.group(),
+          .trainable = parameter.trainable()};
+}
+
+void AddLayout(const JobSpec& spec, v1::Job& job) {
+  for (const ParameterSpec& from : spec.layout.parameters) {
+    v1::Parameter& to = *job.add_parameters();
+    to.set_name(ParameterName(spec.name, from.name));
+    to.mutable_shape()->Add(from.shape.begin(), from.shape.end());
+    to.set_group(from.group);
+    to.set_trainable(from.trainable);
+  }
+  for (const PartitionRange& from : spec.layout.partitions) {
+    v1::PartitionRange& to = *job.add_partitions();
+    to.set_rank(from.rank);
+    to.set_group(from.group);
+    to.set_begin(from.begin);
+    to.set_end(from.end);
+  }
+}
+
+absl::StatusOr<ResourceName> ParseChild(absl::string_view name, absl::string_view collection,
+                                        absl::string_view form) {
+  const auto malformed = [&] {
+    return absl::InvalidArgumentError(
+        absl::StrCat("expected a name like ", form, ", got '", name.substr(0, 200), "'"));
+  };
+  if (!absl::StartsWith(name, kJobs)) return malformed();
+  const absl::string_view rest = name.substr(kJobs.size());
+  const size_t job_end = rest.find('/');
+  if (collection.empty()) {
+    if (rest.empty() || job_end != absl::string_view::npos) return malformed();
+    return ResourceName{.job = std::string(rest), .child = ""};
+  }
+  if (job_end == 0 || job_end == absl::string_view::npos) return malformed();
+  const absl::string_view child = rest.substr(job_end);
+  if (!absl::StartsWith(child, collection) || child.size() == collection.size()) return malformed();
+  return ResourceName{.job = std::string(rest.substr(0, job_end)),
+                      .child = std::string(child.substr(collection.size()))};
+}
+
+}  // namespace
+
+v1::DType ToProto(DType dtype) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return v1::BF16;
+    case DType::kFloat16:
+      return v1::FP16;
+    case DType::kFloat32:
+      return v1::FP32;
+  }
+  return v1::DTYPE_UNSPECIFIED;
+}
+
+v1::HyperParameters ToProto(const HyperParameters& values) {
+  v1::HyperParameters out;
+  out.set_lr(values.lr);
+  out.set_beta1(values.beta1);
+  out.set_beta2(values.beta2);
+  out.set_eps(values.eps);
+  out.set_weight_decay(values.weight_decay);
+  out.set_decoupled_weight_decay(values.decoupled_weight_decay);
+  out.set_bias_correction(values.bias_correction);
+  out.set_amsgrad(values.amsgrad);
+  out.set_maximize(values.maximize);
+  return out;
+}
+
+v1::HyperParameters ToProto(const HyperParameterOverrides& values) {
+  v1::HyperParameters out;
+  if (values.lr) out.set_lr(*values.lr);
+  if (values.beta1) out.set_beta1(*values.beta1);
+  if (values.beta2) out.set_beta2(*values.beta2);
+  if (values.eps) out.set_eps(*values.eps);
+  if (values.weight_decay) out.set_weight_decay(*values.weight_decay);
+  if (values.decoupled_weight_decay) {
+    out.set_decoupled_weight_decay(*values.decoupled_weight_decay);
+  }
+  if (values.bias_correction) out.set_bias_correction(*values.bias_correction);
+  if (values.maximize) out.set_maximize(*values.maximize);
+  return out;
+}
+
+absl::StatusOr<HyperParameters> FullFromProto(const v1::HyperParameters& values) {
+  const google::protobuf::Descriptor& fields = *v1::HyperParameters::descriptor();
+  for (int i = 0; i < fields.field_count(); ++i) {
+    if (!values.GetReflection()->HasField(values, fields.field(i))) {
+      return absl::InvalidArgumentError(absl::StrCat("hyper_parameters.", fields.field(i)->name(),
+                                                     " is not set; all are needed"));
+    }
+  }
+  return HyperParameters{.lr = values.lr(),
+                         .beta1 = values.beta1(),
+                         .beta2 = values.beta2(),
+                         .eps = values.eps(),
+                         .weight_decay = values.weight_decay(),
+                         .decoupled_weight_decay = values.decoupled_weight_decay(),
+                         .bias_correction = values.bias_correction(),
+                         .amsgrad = values.amsgrad(),
+                         .maximize = values.maximize()};
+}
+
+absl::StatusOr<HyperParameterOverrides> OverridesFromProto(const v1::HyperParameters& values) {
+  if (values.has_amsgrad()) {
+    return absl::InvalidArgumentError(
+        "amsgrad is fixed when the job is created; leave it out of changes");
+  }
+  HyperParameterOverrides out;
+  if (values.has_lr()) out.lr = values.lr();
+  if (values.has_beta1()) out.beta1 = values.beta1();
+  if (values.has_beta2()) out.beta2 = values.beta2();
+  if (values.has_eps()) out.eps = values.eps();
+  if (values.has_weight_decay()) out.weight_decay = values.weight_decay();
+  if (values.has_decoupled_weight_decay()) {
+    out.decoupled_weight_decay = values.decoupled_weight_decay();
+  }
+  if (values.has_bias_correction()) out.bias_correction = values.bias_correction();
+  if (values.has_maximize()) out.maximize = values.maximize();
+  return out;
+}
+
+v1::Job ToProto(const JobSpec& spec) {
+  v1::Job job;
+  job.set_name(JobName(spec.name));
+  job.set_world_size(spec.layout.world_size);
+  job.set_chunk_elements(spec.layout.chunk_elements);
+  job.set_max_norm(spec.max_norm);
+  job.set_unused_policy(ToProto(spec.unused_policy));
+  job.set_max_micro_steps(spec.max_micro_steps);
+  for (const GroupSpec& from : spec.groups) {
+    v1::ParamGroup& to = *job.add_groups();
+    to.set_name(GroupName(spec.name, from.name));
+    *to.mutable_hyper_parameters() = ToProto(from.hyper_parameters);
+    to.set_wire_dtype(ToProto(from.wire_dtype));
+    to.set_return_dtype(ToProto(from.return_dtype));
+  }
+  AddLayout(spec, job);
+  return job;
+}
+
+absl::StatusOr<JobSpec> FromProto(const v1::Job& job) {
+  JobSpec spec;
+  spec.name = WithoutPrefix(job.name(), kJobs);
+  spec.max_norm = job.max_norm();
+  spec.max_micro_steps = job.max_micro_steps();
+  BALLAST_ASSIGN_OR_RETURN(spec.unused_policy, FromProto(job.unused_policy()));
+  spec.layout.world_size = job.world_size();
+  spec.layout.group_count = job.groups_size();
+  if (job.chunk_elements() != 0) spec.layout.chunk_elements = job.chunk_elements();
+  for (const v1::ParamGroup& group : job.groups()) {
+    BALLAST_ASSIGN_OR_RETURN(GroupSpec from, GroupFromProto(group, spec.name));
+    spec.groups.push_back(std::move(from));
+  }
+  const std::string prefix = ParameterName(spec.name, "");
+  for (const v1::Parameter& parameter : job.parameters()) {
+    spec.layout.parameters.push_back(ParameterFromProto(parameter, prefix));
+  }
+  for (const v1::PartitionRange& range : job.partitions()) {
+    spec.layout.partitions.push_back(
+        {.rank = range.rank(), .group = range.group(), .begin = range.begin(), .end = range.end()});
+  }
+  return spec;
+}
+
+std::string JobName(absl::string_view job) { return absl::StrCat(kJobs, job); }
+std::string GroupName(absl::string_view job, absl::string_view group) {
+  return absl::StrCat(kJobs, job, kGroups, group);
+}
+std::string ParameterName(absl::string_view job, absl::string_view parameter) {
+  return absl::StrCat(kJobs, job, kParameters, parameter);
+}
+
+absl::StatusOr<ResourceName> ParseJobName(absl::string_view name) {
+  return ParseChild(name, "", "jobs/JOB");
+}
+absl::StatusOr<ResourceName> ParseGroupName(absl::string_view name) {
+  return ParseChild(name, kGroups, "jobs/JOB/groups/GROUP");
+}
+absl::StatusOr<ResourceName> ParseParameterName(absl::string_view name) {
+  return ParseChild(name, kParameters, "jobs/JOB/parameters/PARAMETER");
+}
+
+}  // namespace ballast::proto

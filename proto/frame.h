@@ -1,0 +1,89 @@
+// The zero-copy codec of the two bulk messages, for both ends of the Train stream.
+//
+// A frame is an ordinary serialized TrainRequest, TrainResponse, UploadWeightsRequest or
+// ReadWeightsResponse. If its kind is the bulk one (gradient, weights), the payload stays in the
+// grpc::ByteBuffer's slices and only the header is parsed; every other kind is parsed whole. Any
+// legal protobuf encoding is understood: fields in any order, unknown fields skipped, the last
+// value of a repeated field winning, the last oneof member winning.
+//
+// Thread-compatible. Nothing here is copied through a protobuf string.
+#ifndef BALLAST_PROTO_FRAME_H_
+#define BALLAST_PROTO_FRAME_H_
+
+#include <grpcpp/support/byte_buffer.h>
+#include <grpcpp/support/slice.h>
+
+#include <cstddef>
+#include <deque>
+#include <functional>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "ballast/v1/ballast.pb.h"
+
+namespace ballast::proto {
+
+// Payload bytes, in pieces cut anywhere, that live as long as this does.
+class Payload {
+ public:
+  Payload() = default;
+  Payload(Payload&&) = default;
+  Payload& operator=(Payload&&) = default;
+
+  absl::Span<const absl::Span<const std::byte>> pieces() const { return pieces_; }
+  size_t size_bytes() const { return size_bytes_; }
+  // Adds bytes [begin, end) of `slice`.
+  void Append(const grpc::Slice& slice, size_t begin, size_t end);
+  // Copies everything to `out`, which has size_bytes() bytes.
+  void CopyTo(std::byte* out) const;
+
+ private:
+  // References, not copies. gRPC keeps the bytes of a very short slice in the slice object itself,
+  // so these must not move: hence a deque, and no copying.
+  std::deque<grpc::Slice> slices_;
+  std::vector<absl::Span<const std::byte>> pieces_;
+  size_t size_bytes_ = 0;
+};
+
+// `message` holds the frame without the payload: for the bulk kind, its header with the payload
+// field left empty.
+template <typename Message>
+struct Frame {
+  Message message;
+  Payload payload;
+};
+
+// INVALID_ARGUMENT if the bytes are not a serialized message of that type.
+absl::StatusOr<Frame<v1::TrainRequest>> ParseTrainRequest(const grpc::ByteBuffer& bytes);
+absl::StatusOr<Frame<v1::TrainResponse>> ParseTrainResponse(const grpc::ByteBuffer& bytes);
+absl::StatusOr<Frame<v1::UploadWeightsRequest>> ParseUploadWeightsRequest(
+    const grpc::ByteBuffer& bytes);
+absl::StatusOr<Frame<v1::ReadWeightsResponse>> ParseReadWeightsResponse(
+    const grpc::ByteBuffer& bytes);
+
+// The message itself, which is not a bulk one.
+template <typename Message>
+grpc::ByteBuffer SerializeControl(const Message& message);
+// INVALID_ARGUMENT if the bytes are not a serialized `Message`, which has no bulk kind.
+template <typename Message>
+absl::StatusOr<Message> ParseControl(const grpc::ByteBuffer& bytes);
+
+// The bulk kind, sending `payload` from where it lies. `released` runs once, on any thread, when
+// gRPC no longer needs the bytes. An empty payload is left out.
+grpc::ByteBuffer SerializeGradient(const v1::GradientHeader& header,
+                                   absl::Span<const std::byte> payload,
+                                   std::function<void()> released);
+grpc::ByteBuffer SerializeTrainWeights(const v1::WeightHeader& header,
+                                       absl::Span<const std::byte> payload,
+                                       std::function<void()> released);
+grpc::ByteBuffer SerializeUploadWeights(const v1::WeightHeader& header,
+                                        absl::Span<const std::byte> payload,
+                                        std::function<void()> released);
+grpc::ByteBuffer SerializeReadWeights(const v1::WeightHeader& header,
+                                      absl::Span<const std::byte> payload,
+                                      std::function<void()> released);
+
+}  // namespace ballast::proto
+
+#endif  // BALLAST_PROTO_FRAME_H_

@@ -1,0 +1,77 @@
+#include "server/address.h"
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <cstring>
+
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+
+namespace ballast::server {
+namespace {
+
+constexpr char kUnixScheme[] = "unix:";
+
+absl::StatusOr<Address> ParseUnixAddress(const std::string& text) {
+  const std::string path = text.substr(std::strlen(kUnixScheme));
+  if (path.empty() || path[0] != '/' || path.size() >= sizeof(sockaddr_un::sun_path)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "cannot listen on '", text, "': expected unix: and an absolute path of at most ",
+        sizeof(sockaddr_un::sun_path) - 1, " bytes"));
+  }
+  return Address{.text = text, .host = "", .port = 0, .unix_path = path};
+}
+
+}  // namespace
+
+absl::StatusOr<Address> ParseAddress(const std::string& text) {
+  if (absl::StartsWith(text, kUnixScheme)) return ParseUnixAddress(text);
+  const size_t colon = text.rfind(':');
+  int port = -1;
+  if (colon == std::string::npos || colon == 0 ||
+      !absl::SimpleAtoi(text.substr(colon + 1), &port) || port < 0 || port > 65535) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("cannot listen on '", text,
+                     "': expected HOST:PORT, such as 127.0.0.1:7070, or unix:/path"));
+  }
+  std::string host = text.substr(0, colon);
+  const bool bracketed = host.size() > 2 && host.front() == '[' && host.back() == ']';
+  if (bracketed) host = host.substr(1, host.size() - 2);
+  if (!bracketed && absl::StrContains(host, ':')) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("cannot listen on '", text, "': write an IPv6 address as [ADDRESS]:PORT"));
+  }
+  return Address{.text = text, .host = host, .port = port, .unix_path = ""};
+}
+
+bool IsLocal(const Address& address) {
+  if (!address.unix_path.empty() || address.host == "localhost") return true;
+  in_addr v4;
+  if (inet_pton(AF_INET, address.host.c_str(), &v4) == 1) return ntohl(v4.s_addr) >> 24 == 127;
+  in6_addr v6;
+  return inet_pton(AF_INET6, address.host.c_str(), &v6) == 1 && IN6_IS_ADDR_LOOPBACK(&v6);
+}
+
+absl::Status CheckUnixSocketIsFree(const Address& address) {
+  sockaddr_un name = {};
+  name.sun_family = AF_UNIX;
+  std::memcpy(name.sun_path, address.unix_path.data(), address.unix_path.size());
+  const int socket_fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  if (socket_fd < 0) {
+    return absl::UnavailableError(
+        absl::StrCat("cannot listen on ", address.text, ": ", std::strerror(errno)));
+  }
+  const bool answered =
+      connect(socket_fd, reinterpret_cast<const sockaddr*>(&name), sizeof(name)) == 0;
+  close(socket_fd);
+  if (!answered) return absl::OkStatus();
+  return absl::UnavailableError(absl::StrCat("cannot listen on ", address.text,
+                                             ": another process does; stop it or choose another"));
+}
+
+}  // namespace ballast::server

@@ -1,0 +1,24 @@
+#include "server/find_job.h"
+
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "proto/convert.h"
+
+namespace ballast::server {
+
+absl::StatusOr<std::shared_ptr<Job>> FindJob(const Engine& engine, const std::string& name) {
+  BALLAST_ASSIGN_OR_RETURN(const proto::ResourceName parsed, proto::ParseJobName(name));
+  return engine.FindJob(parsed.job);
+}
+
+absl::StatusOr<std::shared_ptr<Job>> FindJob(const Engine& engine, const std::string& name,
+                                             const std::string& uid) {
+  BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<Job> job, FindJob(engine, name));
+  if (job->uid() != uid) {
+    return absl::NotFoundError(absl::StrCat(name, " has uid ", job->uid(), ", not '", uid,
+                                            "': it was created anew; attach to it again"));
+  }
+  return job;
+}
+
+}  // namespace ballast::server

@@ -1,0 +1,22 @@
+// From resource names to jobs.
+#ifndef BALLAST_SERVER_FIND_JOB_H_
+#define BALLAST_SERVER_FIND_JOB_H_
+
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "cpu_optimizer_service/engine.h"
+
+namespace ballast::server {
+
+// By "jobs/JOB". INVALID_ARGUMENT: another form. NOT_FOUND.
+absl::StatusOr<std::shared_ptr<Job>> FindJob(const Engine& engine, const std::string& name);
+
+// The same, and NOT_FOUND if the job's unique id is not `uid`: the name has been taken anew.
+absl::StatusOr<std::shared_ptr<Job>> FindJob(const Engine& engine, const std::string& name,
+                                             const std::string& uid);
+
+}  // namespace ballast::server
+
+#endif  // BALLAST_SERVER_FIND_JOB_H_

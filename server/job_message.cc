@@ -1,0 +1,129 @@
+#include "server/job_message.h"
+
+#include "proto/convert.h"
+
+namespace ballast::server {
+namespace {
+
+v1::JobPhase ToMessage(JobPhase phase) {
+  switch (phase) {
+    case JobPhase::kAwaitingWeights:
+      return v1::AWAITING_WEIGHTS;
+    case JobPhase::kReady:
+      return v1::READY;
+    case JobPhase::kOpen:
+      return v1::OPEN;
+    case JobPhase::kSealed:
+      return v1::SEALED;
+    case JobPhase::kUpdating:
+      return v1::UPDATING;
+    case JobPhase::kClosed:
+      return v1::CLOSED;
+  }
+  return v1::JOB_PHASE_UNSPECIFIED;
+}
+
+v1::StepRecord ToMessage(const StepRecord& record) {
+  v1::StepRecord message;
+  message.set_step(record.outcome.step);
+  message.set_applied(record.outcome.decision.apply);
+  message.set_norm(record.outcome.decision.norm);
+  message.set_clip_coefficient(record.outcome.decision.clip_coefficient);
+  message.set_skip_reason(record.outcome.skip_reason);
+  message.set_micro_steps(record.micro_steps);
+  message.set_loss_scale(record.loss_scale);
+  for (const HyperParameters& values : record.hyper_parameters) {
+    *message.add_hyper_parameters() = proto::ToProto(values);
+  }
+  return message;
+}
+
+void AddMemory(const JobStatus& status, v1::MemoryUse& memory) {
+  memory.set_total_bytes(status.memory.total_bytes());
+  memory.set_state_bytes(status.memory.state_bytes);
+  memory.set_gradient_bytes(status.memory.gradient_bytes);
+  memory.set_accumulator_bytes(status.memory.accumulator_bytes);
+  memory.set_accumulators_in_use(status.accumulators_in_use);
+}
+
+void AddRanks(const JobStatus& status, v1::Job& message) {
+  for (size_t rank = 0; rank < status.ranks.size(); ++rank) {
+    const RankProgress& from = status.ranks[rank];
+    v1::RankProgress& to = *message.add_ranks();
+    to.set_rank(static_cast<int32_t>(rank));
+    to.set_attached(from.attached);
+    to.set_process_id(from.process_id);
+    to.set_begun(from.begun);
+    to.set_micro_steps_ended(from.micro_steps_ended);
+    to.set_sealed(from.sealed);
+    to.set_chunks(from.chunks);
+    to.set_chunks_complete(from.chunks_complete);
+  }
+}
+
+void AddGroups(const Job& job, const JobStatus& status, v1::Job& message) {
+  for (int group = 0; group < message.groups_size(); ++group) {
+    v1::ParamGroup& to = *message.mutable_groups(group);
+    *to.mutable_hyper_parameters() = proto::ToProto(status.hyper_parameters[group]);
+    to.set_flat_elements(job.layout().flat_elements(group));
+  }
+  const std::vector<ParameterSpec>& parameters = job.spec().layout.parameters;
+  for (size_t p = 0; p < parameters.size(); ++p) {
+    v1::ParamGroup& to = *message.mutable_groups(parameters[p].group);
+    to.set_parameter_count(to.parameter_count() + 1);
+    if (!parameters[p].trainable) continue;
+    to.set_trainable_elements(to.trainable_elements() +
+                              job.layout().place(static_cast<int>(p)).elements);
+  }
+}
+
+// The description as created; without parameters and partitions, which may be many, unless asked
+// for.
+v1::Job Description(const JobSpec& spec, bool with_parameters) {
+  if (with_parameters) return proto::ToProto(spec);
+  JobSpec brief;
+  brief.name = spec.name;
+  brief.groups = spec.groups;
+  brief.layout.world_size = spec.layout.world_size;
+  brief.layout.group_count = spec.layout.group_count;
+  brief.layout.chunk_elements = spec.layout.chunk_elements;
+  brief.max_norm = spec.max_norm;
+  brief.unused_policy = spec.unused_policy;
+  brief.max_micro_steps = spec.max_micro_steps;
+  return proto::ToProto(brief);
+}
+
+}  // namespace
+
+v1::Job ToMessage(const Engine& engine, const Job& job, bool with_parameters) {
+  const JobStatus status = job.Status();
+  v1::Job message = Description(job.spec(), with_parameters);
+  message.set_uid(job.uid());
+  message.set_instance_id(engine.instance_id());
+  message.set_generation(status.generation);
+  message.set_committed_step(status.committed_step);
+  message.set_phase(ToMessage(status.phase));
+  message.set_applied_steps(status.applied_steps);
+  message.set_skipped_steps(status.skipped_steps);
+  AddMemory(status, *message.mutable_memory());
+  AddRanks(status, message);
+  AddGroups(job, status, message);
+  for (const StepRecord& record : status.recent_steps) {
+    *message.add_recent_steps() = ToMessage(record);
+  }
+  for (int p = 0; p < message.parameters_size(); ++p) {
+    message.mutable_parameters(p)->set_offset(job.layout().place(p).offset);
+    message.mutable_parameters(p)->set_update_count(status.update_counts[p]);
+  }
+  return message;
+}
+
+v1::ParamGroup ToMessage(const Job& job, int group, const HyperParameters& values) {
+  v1::Job message = Description(job.spec(), /*with_parameters=*/false);
+  AddGroups(job, job.Status(), message);
+  v1::ParamGroup result = std::move(*message.mutable_groups(group));
+  *result.mutable_hyper_parameters() = proto::ToProto(values);
+  return result;
+}
+
+}  // namespace ballast::server

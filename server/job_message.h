@@ -1,0 +1,18 @@
+// The engine's picture of a job as its message.
+#ifndef BALLAST_SERVER_JOB_MESSAGE_H_
+#define BALLAST_SERVER_JOB_MESSAGE_H_
+
+#include "ballast/v1/ballast.pb.h"
+#include "cpu_optimizer_service/engine.h"
+#include "cpu_optimizer_service/job.h"
+
+namespace ballast::server {
+
+v1::Job ToMessage(const Engine& engine, const Job& job, bool with_parameters);
+
+// One group of a job, with `values` as its hyper-parameters.
+v1::ParamGroup ToMessage(const Job& job, int group, const HyperParameters& values);
+
+}  // namespace ballast::server
+
+#endif  // BALLAST_SERVER_JOB_MESSAGE_H_

@@ -1,0 +1,36 @@
+// JobService: creates, finds, joins and closes jobs.
+#ifndef BALLAST_SERVER_JOB_SERVICE_H_
+#define BALLAST_SERVER_JOB_SERVICE_H_
+
+#include "ballast/v1/ballast.grpc.pb.h"
+#include "cpu_optimizer_service/engine.h"
+
+namespace ballast::server {
+
+// Thread-safe. The engine outlives it.
+class JobService final : public v1::JobService::Service {
+ public:
+  explicit JobService(Engine& engine) : engine_(engine) {}
+
+  grpc::Status CreateJob(grpc::ServerContext*, const v1::CreateJobRequest* request,
+                         v1::Job* response) override;
+  grpc::Status GetJob(grpc::ServerContext*, const v1::GetJobRequest* request,
+                      v1::Job* response) override;
+  grpc::Status ListJobs(grpc::ServerContext*, const v1::ListJobsRequest* request,
+                        v1::ListJobsResponse* response) override;
+  grpc::Status CloseJob(grpc::ServerContext*, const v1::CloseJobRequest* request,
+                        v1::CloseJobResponse* response) override;
+  grpc::Status AttachWorker(grpc::ServerContext*, const v1::AttachWorkerRequest* request,
+                            v1::AttachWorkerResponse* response) override;
+  grpc::Status AbortStep(grpc::ServerContext*, const v1::AbortStepRequest* request,
+                         v1::AbortStepResponse* response) override;
+  grpc::Status UpdateGroup(grpc::ServerContext*, const v1::UpdateGroupRequest* request,
+                           v1::ParamGroup* response) override;
+
+ private:
+  Engine& engine_;
+};
+
+}  // namespace ballast::server
+
+#endif  // BALLAST_SERVER_JOB_SERVICE_H_

@@ -1,0 +1,250 @@
+#include "server/rank_outbox.h"
+
+#include <utility>
+
+#include "proto/frame.h"
+#include "server/weight_message.h"
+
+namespace ballast::server {
+namespace {
+
+// Beyond one step's weights: decisions, refusals, reminders.
+constexpr size_t kQueueSlack = 64;
+
+absl::StatusOr<grpc::ByteBuffer> SerializeWeights(const Job& job, uint64_t step, int chunk,
+                                                  ShardBuffer shard) {
+  const v1::WeightHeader header = MakeWeightHeader(step, chunk);
+  if (shard) {
+    // The pool gets its buffer back when gRPC lets go of the bytes.
+    const auto kept = std::make_shared<ShardBuffer>(std::move(shard));
+    return proto::SerializeTrainWeights(header, kept->bytes(), [kept] {});
+  }
+  absl::StatusOr<OwnedShard> read = ReadShard(job, step, chunk);
+  if (!read.ok()) return read.status();
+  return proto::SerializeTrainWeights(header, read->bytes(), [memory = read->memory] {});
+}
+
+}  // namespace
+
+void RankOutbox::MessageBegins() {
+  MutexLock lock(mutex_);
+  ++messages_in_hand_;
+}
+
+void RankOutbox::MessageDone() {
+  RankWire* reader = nullptr;
+  {
+    MutexLock lock(mutex_);
+    ++messages_held_;
+    if (!end_) {
+      reading_paused_ = !HasRoom();
+      if (!reading_paused_) reader = wire_;
+    }
+  }
+  // The message in hand keeps the wire.
+  if (reader != nullptr) reader->Read();
+  {
+    MutexLock lock(mutex_);
+    --messages_in_hand_;
+  }
+  Advance();
+}
+
+void RankOutbox::MessageFailed(const absl::Status& status) {
+  {
+    MutexLock lock(mutex_);
+    --messages_in_hand_;
+  }
+  EndWith(status);
+}
+
+void RankOutbox::NoMoreMessages() {
+  {
+    MutexLock lock(mutex_);
+    --messages_in_hand_;
+    if (!end_) {
+      end_ = absl::OkStatus();
+      draining_ = job_ != nullptr;
+    }
+  }
+  Advance();
+}
+
+void RankOutbox::Opened(std::shared_ptr<const Job> job, int rank, const RankPosition& position) {
+  auto message = std::make_unique<v1::TrainResponse>();
+  v1::Opened& opened = *message->mutable_opened();
+  opened.set_committed_step(position.committed_step);
+  opened.set_open_step(position.open_step);
+  opened.set_micro_steps_ended(position.micro_steps_ended);
+  for (const ChunkProgress& progress : position.delivered) {
+    v1::ChunkCount& count = *opened.add_delivered();
+    count.set_chunk(static_cast<uint32_t>(progress.chunk));
+    count.set_next_micro_step(progress.next_micro_step);
+  }
+  {
+    MutexLock lock(mutex_);
+    queue_bound_ = job->layout().chunks_of_rank(rank).size() + kQueueSlack;
+    if (wire_ != nullptr) job_ = std::move(job);
+    queue_.emplace_front(std::move(message));  // The engine may have spoken already.
+  }
+  Advance();
+}
+
+void RankOutbox::WriteDone(bool ok) {
+  // While `writing_` stands nobody else touches the buffer.
+  write_buffer_.Clear();
+  {
+    MutexLock lock(mutex_);
+    writing_ = false;
+  }
+  if (ok) {
+    Advance();
+  } else {
+    EndWith(absl::CancelledError("the worker is gone"));
+  }
+}
+
+void RankOutbox::Cancelled() { EndWith(absl::CancelledError("the worker is gone")); }
+
+void RankOutbox::Close() {
+  std::shared_ptr<const Job> job;
+  MutexLock lock(mutex_);
+  job = std::move(job_);
+}
+
+void RankOutbox::OnWaiting(uint64_t step, const std::vector<int>& ranks) {
+  v1::TrainResponse message;
+  message.mutable_waiting()->set_step(step);
+  message.mutable_waiting()->mutable_ranks()->Add(ranks.begin(), ranks.end());
+  Push(std::move(message));
+}
+
+void RankOutbox::OnSealRefused(uint64_t step, const SealRefusal& refusal) {
+  v1::TrainResponse message;
+  v1::SealRefused& refused = *message.mutable_seal_refused();
+  refused.set_step(step);
+  refused.set_message(std::string(refusal.status.message()));
+  for (const MissingContribution& missing : refusal.missing) {
+    v1::Missing& to = *refused.add_missing();
+    to.set_rank(missing.rank);
+    to.set_micro_step(missing.micro_step);
+    to.mutable_parameters()->Add(missing.parameters.begin(), missing.parameters.end());
+  }
+  Push(std::move(message));
+}
+
+void RankOutbox::OnDecision(const StepOutcome& outcome) {
+  v1::TrainResponse message;
+  v1::StepDecision& decision = *message.mutable_decision();
+  decision.set_step(outcome.step);
+  decision.set_applied(outcome.decision.apply);
+  decision.set_norm(outcome.decision.norm);
+  decision.set_clip_coefficient(outcome.decision.clip_coefficient);
+  decision.set_skip_reason(outcome.skip_reason);
+  decision.mutable_unused_parameters()->Add(outcome.unused_parameters.begin(),
+                                            outcome.unused_parameters.end());
+  Push(std::move(message));
+}
+
+void RankOutbox::OnWeights(uint64_t step, int chunk, ShardBuffer shard) {
+  Push(Item(Weights{.step = step, .chunk = chunk, .shard = std::move(shard)}));
+}
+
+void RankOutbox::OnCommitted(uint64_t step, double update_seconds) {
+  v1::TrainResponse message;
+  message.mutable_committed()->set_step(step);
+  message.mutable_committed()->set_update_seconds(update_seconds);
+  Push(std::move(message));
+}
+
+void RankOutbox::OnDetached(const absl::Status& status) { EndWith(status); }
+
+void RankOutbox::Push(v1::TrainResponse message) {
+  Push(Item(std::make_unique<v1::TrainResponse>(std::move(message))));
+}
+
+void RankOutbox::Push(Item item) {
+  {
+    MutexLock lock(mutex_);
+    if (end_) return;  // `item` goes after the lock.
+    queue_.push_back(std::move(item));
+  }
+  Advance();
+}
+
+void RankOutbox::EndWith(const absl::Status& status) {
+  std::deque<Item> dropped;  // Its buffers go back to their pool without our lock.
+  {
+    MutexLock lock(mutex_);
+    dropped.swap(queue_);
+    if (!end_ || draining_) end_ = status;
+    draining_ = false;
+  }
+  Advance();
+}
+
+bool RankOutbox::HasRoom() const { return job_ == nullptr || queue_.size() < queue_bound_; }
+
+RankOutbox::Move RankOutbox::NextMove() {
+  Move move;
+  if (wire_ == nullptr || writing_) return move;
+  const bool acknowledge = messages_acknowledged_ < messages_held_;
+  const bool sending = job_ != nullptr && (!end_ || draining_) && (acknowledge || !queue_.empty());
+  if (!sending) {
+    if (!end_ || messages_in_hand_ > 0) return move;
+    move.finish = true;
+    move.status = *end_;
+    move.wire = std::exchange(wire_, nullptr);
+    return move;
+  }
+  writing_ = true;
+  move.wire = wire_;
+  move.job = job_;
+  // Opened goes before everything; then acknowledgements and the queue take turns.
+  if (acknowledge && opened_sent_ && !(acknowledged_last_ && !queue_.empty())) {
+    acknowledged_last_ = true;
+    auto message = std::make_unique<v1::TrainResponse>();
+    message->mutable_acknowledged()->set_messages(messages_held_);
+    messages_acknowledged_ = messages_held_;
+    move.item = std::move(message);
+    return move;
+  }
+  opened_sent_ = true;
+  acknowledged_last_ = false;
+  move.item = std::move(queue_.front());
+  queue_.pop_front();
+  if (reading_paused_ && HasRoom() && !end_) {
+    reading_paused_ = false;
+    move.read = true;
+  }
+  return move;
+}
+
+void RankOutbox::Advance() {
+  Move move;
+  {
+    MutexLock lock(mutex_);
+    move = NextMove();
+  }
+  if (move.wire == nullptr) return;
+  if (move.finish) return move.wire->Finish(move.status);
+  // While writing_ is set nobody else can end the stream, so the wire stays.
+  if (move.read) move.wire->Read();
+  absl::StatusOr<grpc::ByteBuffer> bytes;
+  if (auto* weights = std::get_if<Weights>(&*move.item)) {
+    bytes = SerializeWeights(*move.job, weights->step, weights->chunk, std::move(weights->shard));
+  } else {
+    bytes = proto::SerializeControl(*std::get<std::unique_ptr<v1::TrainResponse>>(*move.item));
+  }
+  if (bytes.ok()) {
+    write_buffer_ = *std::move(bytes);
+    return move.wire->Write(write_buffer_);
+  }
+  {
+    MutexLock lock(mutex_);
+    writing_ = false;
+  }
+  EndWith(bytes.status());
+}
+
+}  // namespace ballast::server

@@ -1,0 +1,115 @@
+// What one Train stream has to tell its worker, in order, and when the stream may end.
+//
+//   gRPC thread:    Begin, then Opened or a refusal, MessageDone, End, WriteDone
+//   engine threads: the RankListener calls
+//
+// One message is on its way at a time; the others wait in a queue. Weights wait as pool buffers,
+// or, if the pool was empty, as chunk numbers alone, and are converted when their turn comes. When
+// the queue is full no further message is read until it has drained, so a worker that does not read
+// does not make the service grow. Acknowledgements are a count: one message tells all that are due.
+//
+// The engine may keep the outbox for longer than the stream lives; after the stream's end its calls
+// are dropped. The wire is called with no lock held, and not at all after Finish. Thread-safe.
+#ifndef BALLAST_SERVER_RANK_OUTBOX_H_
+#define BALLAST_SERVER_RANK_OUTBOX_H_
+
+#include <grpcpp/support/byte_buffer.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <variant>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "ballast/v1/ballast.pb.h"
+#include "cpu_optimizer_service/common/mutex.h"
+#include "cpu_optimizer_service/job.h"
+
+namespace ballast::server {
+
+// The gRPC stream as the outbox sees it. Each call starts an operation and returns at once.
+class RankWire {
+ public:
+  virtual ~RankWire() = default;
+  virtual void Read() = 0;
+  // `bytes` stay until WriteDone.
+  virtual void Write(const grpc::ByteBuffer& bytes) = 0;
+  virtual void Finish(const absl::Status& status) = 0;  // Once, and last.
+};
+
+class RankOutbox final : public RankListener {
+ public:
+  // The wire lives at least until its Finish is called.
+  explicit RankOutbox(RankWire& wire) : wire_(&wire) {}
+
+  // A message has come and is being handled; holds back the end of the stream until one of:
+  void MessageBegins();
+  void MessageDone();                              // It is held: acknowledge it and read the next.
+  void MessageFailed(const absl::Status& status);  // The stream ends with `status`.
+  void NoMoreMessages();  // The worker has closed its side: send what is queued, end.
+
+  // The first message has opened the stream. Nothing is sent before.
+  void Opened(std::shared_ptr<const Job> job, int rank, const RankPosition& position);
+
+  void WriteDone(bool ok);
+  void Cancelled();
+  // After the stream's end: lets go of the job.
+  void Close();
+
+  void OnWaiting(uint64_t step, const std::vector<int>& ranks) override;
+  void OnSealRefused(uint64_t step, const SealRefusal& refusal) override;
+  void OnDecision(const StepOutcome& outcome) override;
+  void OnWeights(uint64_t step, int chunk, ShardBuffer shard) override;
+  void OnCommitted(uint64_t step, double update_seconds) override;
+  void OnDetached(const absl::Status& status) override;
+
+ private:
+  struct Weights {
+    uint64_t step = 0;
+    int chunk = 0;
+    ShardBuffer shard;  // Null: to be read from the job.
+  };
+  // unique_ptr: a message that is not weights is large and rare, and weights are many.
+  using Item = std::variant<Weights, std::unique_ptr<v1::TrainResponse>>;
+
+  void Push(v1::TrainResponse message);
+  void Push(Item item);
+  void EndWith(const absl::Status& status);
+  // Takes the next step that is possible: a write, or the end.
+  void Advance();
+  struct Move {
+    RankWire* wire = nullptr;  // Null: nothing to do.
+    bool finish = false;
+    bool read = false;
+    std::optional<Item> item;
+    std::shared_ptr<const Job> job;
+    absl::Status status;
+  };
+  Move NextMove() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool HasRoom() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  Mutex mutex_;
+  RankWire* wire_ ABSL_GUARDED_BY(mutex_);                  // Null after Finish.
+  std::shared_ptr<const Job> job_ ABSL_GUARDED_BY(mutex_);  // Null before Opened.
+  std::deque<Item> queue_ ABSL_GUARDED_BY(mutex_);
+  size_t queue_bound_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t messages_held_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t messages_acknowledged_ ABSL_GUARDED_BY(mutex_) = 0;
+  int messages_in_hand_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool opened_sent_ ABSL_GUARDED_BY(mutex_) = false;
+  bool acknowledged_last_ ABSL_GUARDED_BY(mutex_) = false;
+  bool writing_ ABSL_GUARDED_BY(mutex_) = false;
+  bool reading_paused_ ABSL_GUARDED_BY(mutex_) = false;
+  bool draining_ ABSL_GUARDED_BY(mutex_) = false;
+  std::optional<absl::Status> end_ ABSL_GUARDED_BY(mutex_);
+
+  grpc::ByteBuffer write_buffer_;  // Belongs to whoever has set writing_.
+};
+
+}  // namespace ballast::server
+
+#endif  // BALLAST_SERVER_RANK_OUTBOX_H_

@@ -1,0 +1,126 @@
+#include "server/server.h"
+
+#include <grpcpp/ext/proto_server_reflection_plugin.h>
+#include <grpcpp/grpcpp.h>
+#include <grpcpp/health_check_service_interface.h>
+
+#include <chrono>
+#include <mutex>
+#include <optional>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "server/address.h"
+#include "server/job_service.h"
+#include "server/seal_watch.h"
+#include "server/state_service.h"
+#include "server/train_service.h"
+#include "server/transport_settings.h"
+
+namespace ballast::server {
+namespace {
+
+absl::StatusOr<std::vector<Address>> ParseAddresses(const ServerOptions& options) {
+  std::vector<Address> addresses;
+  for (const std::string& text : options.listen) {
+    BALLAST_ASSIGN_OR_RETURN(Address address, ParseAddress(text));
+    if (!options.insecure && !IsLocal(address)) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "refusing to listen on ", text,
+          ": other hosts could reach it without encryption; use a loopback address or --insecure"));
+    }
+    if (!address.unix_path.empty()) BALLAST_RETURN_IF_ERROR(CheckUnixSocketIsFree(address));
+    addresses.push_back(std::move(address));
+  }
+  return addresses;
+}
+
+void EnablePlugins() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    grpc::EnableDefaultHealthCheckService(true);
+    grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+  });
+}
+
+std::string BoundText(const Address& address, int port) {
+  if (!address.unix_path.empty() || address.port != 0) return address.text;
+  return absl::StrCat(address.text.substr(0, address.text.rfind(':')), ":", port);
+}
+
+}  // namespace
+
+struct Server::Impl {
+  explicit Impl(Engine& engine)
+      : job_service(engine), train_service(engine), state_service(engine) {}
+
+  absl::Status Listen(const std::vector<Address>& parsed);
+
+  JobService job_service;
+  TrainService train_service;
+  StateService state_service;
+  std::vector<std::string> addresses;
+  std::unique_ptr<grpc::Server> grpc_server;
+  std::optional<SealWatch> seal_watch;
+  std::once_flag shut_down;
+};
+
+absl::Status Server::Impl::Listen(const std::vector<Address>& parsed) {
+  grpc::ServerBuilder builder;
+  ConfigureTransport(builder);
+  std::vector<int> ports(parsed.size(), 0);
+  for (size_t i = 0; i < parsed.size(); ++i) {
+    builder.AddListeningPort(parsed[i].text, grpc::InsecureServerCredentials(), &ports[i]);
+  }
+  builder.RegisterService(&job_service);
+  builder.RegisterService(&train_service);
+  builder.RegisterService(&state_service);
+  grpc_server = builder.BuildAndStart();
+  for (size_t i = 0; i < parsed.size(); ++i) {
+    if (ports[i] == 0) {
+      return absl::UnavailableError(absl::StrCat("cannot listen on ", parsed[i].text,
+                                                 ": it is taken, or not an address of this host; "
+                                                 "stop the other process or choose another"));
+    }
+    addresses.push_back(BoundText(parsed[i], ports[i]));
+  }
+  if (grpc_server == nullptr) return absl::InternalError("gRPC could not start a server");
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::unique_ptr<Server>> Server::Start(Engine& engine,
+                                                      const ServerOptions& options) {
+  ConfigureProcessForTransport();
+  EnablePlugins();
+  BALLAST_ASSIGN_OR_RETURN(const std::vector<Address> addresses, ParseAddresses(options));
+  auto impl = std::make_unique<Impl>(engine);
+  BALLAST_RETURN_IF_ERROR(impl->Listen(addresses));
+  impl->seal_watch.emplace(engine, options.seal_deadline_seconds, options.seal_reminder_seconds);
+  return std::unique_ptr<Server>(new Server(std::move(impl)));
+}
+
+Server::Server(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+Server::~Server() { Shutdown(0); }
+
+const std::vector<std::string>& Server::addresses() const { return impl_->addresses; }
+
+std::shared_ptr<grpc::Channel> Server::InProcessChannel() {
+  return impl_->grpc_server->InProcessChannel(grpc::ChannelArguments());
+}
+
+void Server::SetNotServing() {
+  if (auto* health = impl_->grpc_server->GetHealthCheckService()) health->SetServingStatus(false);
+}
+
+void Server::Shutdown(double grace_seconds) {
+  std::call_once(impl_->shut_down, [&] {
+    impl_->seal_watch.reset();
+    impl_->grpc_server->Shutdown(
+        std::chrono::system_clock::now() +
+        std::chrono::milliseconds(static_cast<int64_t>(1000 * grace_seconds)));
+    impl_->grpc_server->Wait();
+  });
+}
+
+}  // namespace ballast::server

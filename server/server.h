@@ -1,0 +1,65 @@
+// The service on the network: gRPC around an engine.
+//
+//   Engine engine({.memory_limit_bytes = 20LL << 30});
+//   auto server = Server::Start(engine, {.listen = {"127.0.0.1:0"}}).value();
+//   ... server->addresses() ...
+//   server->Shutdown(/*grace_seconds=*/1);
+//
+// The engine outlives the server. Thread-safe. The destructor shuts down without grace.
+#ifndef BALLAST_SERVER_SERVER_H_
+#define BALLAST_SERVER_SERVER_H_
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "cpu_optimizer_service/engine.h"
+
+namespace grpc {
+class Channel;
+}
+
+namespace ballast::server {
+
+struct ServerOptions {
+  // "HOST:PORT" (port 0: the system chooses) or "unix:/path". None: reachable through
+  // InProcessChannel only.
+  std::vector<std::string> listen = {"127.0.0.1:7070"};
+  // Nothing here is encrypted or authenticated, so addresses that other hosts can reach are refused
+  // unless this is set.
+  bool insecure = false;
+  // Once a step's first seal is this old, sealed ranks are told whom they wait for, every
+  // `seal_reminder_seconds`.
+  double seal_deadline_seconds = 60;
+  double seal_reminder_seconds = 5;
+};
+
+class Server {
+ public:
+  // INVALID_ARGUMENT: an address that is malformed, or not loopback and `insecure` is not set.
+  // UNAVAILABLE: an address that cannot be listened on, such as a taken port. One line each.
+  static absl::StatusOr<std::unique_ptr<Server>> Start(Engine& engine,
+                                                       const ServerOptions& options);
+  ~Server();
+
+  // Where it listens, as options.listen says, with the port that the system chose.
+  const std::vector<std::string>& addresses() const;
+
+  // A channel without a socket to this server. It ends with the server.
+  std::shared_ptr<grpc::Channel> InProcessChannel();
+
+  // The health service says NOT_SERVING from now on; calls are still answered.
+  void SetNotServing();
+  // Ends all calls: at once refuses new ones, after `grace_seconds` cancels those that still run.
+  void Shutdown(double grace_seconds);
+
+ private:
+  struct Impl;
+  explicit Server(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace ballast::server
+
+#endif  // BALLAST_SERVER_SERVER_H_

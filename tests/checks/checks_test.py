@@ -1,0 +1,153 @@
+#!/usr/bin/env python3
+"""Shows that each check passes on a good tree and fails on a tree made bad on purpose."""
+
+import pathlib
+import tempfile
+import unittest
+
+from check_includes import wrong_includes
+from check_tests_registered import unregistered_tests
+from check_top_level import REQUIRED, top_level_faults
+
+
+class Tree(unittest.TestCase):
+    """A tree in a temporary folder, without git."""
+
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = pathlib.Path(folder.name)
+
+    def write(self, path: str, text: str = "") -> None:
+        (self.root / path).parent.mkdir(parents=True, exist_ok=True)
+        (self.root / path).write_text(text)
+
+
+class RegisteredTests(Tree):
+    def setUp(self):
+        super().setUp()
+        self.write("tests/CMakeLists.txt", "foreach(folder server)\nendforeach()\n")
+        self.write("tests/server/CMakeLists.txt", "ballast_test(a SOURCES a_test.cc b_fuzz.cc)\n")
+        self.write("tests/server/a_test.cc")
+        self.write("tests/server/b_fuzz.cc")
+
+    def test_pass_when_all_are_named(self):
+        self.assertEqual(unregistered_tests(self.root), [])
+
+    def test_fail_when_one_is_named_nowhere(self):
+        for name in ("c_test.cc", "c_fuzz.cc", "c_test.py"):
+            with self.subTest(name):
+                self.write(f"tests/server/{name}")
+                self.assertRegex(unregistered_tests(self.root)[0], rf"^tests/server/{name}: ")
+                (self.root / "tests/server" / name).unlink()
+
+    def test_fail_when_named_only_in_a_comment_or_inside_another_word(self):
+        self.write("tests/server/CMakeLists.txt", "f(xa_test.cc b_fuzz.cc) # a_test.cc\n")
+        self.assertEqual(len(unregistered_tests(self.root)), 1)
+
+    def test_pass_when_named_through_a_function_and_fail_when_it_is_not_called(self):
+        function = "function(my_test name)\nf(${name}_test.cc b_fuzz.cc)\nendfunction()\n"
+        self.write("tests/server/CMakeLists.txt", function + "my_test(a unit)\n")
+        self.assertEqual(unregistered_tests(self.root), [])
+        self.write("tests/server/CMakeLists.txt", function + "my_test(other unit)\n")
+        self.assertRegex(unregistered_tests(self.root)[0], "^tests/server/a_test.cc: ")
+
+    def test_fail_when_another_folder_names_a_test_of_the_same_name(self):
+        self.write("tests/client/a_test.cc")
+        self.assertRegex(unregistered_tests(self.root)[0], "^tests/client/a_test.cc: no ")
+
+    def test_fail_when_the_folder_is_not_added(self):
+        self.write("tests/CMakeLists.txt", "foreach(folder client)\nendforeach()\n")
+        self.assertRegex(unregistered_tests(self.root)[0], "does not add")
+
+    def test_pass_when_an_outer_file_names_the_path(self):
+        self.write("tests/server/deep/c_test.cc")
+        self.write("tests/server/CMakeLists.txt", "f(a_test.cc b_fuzz.cc deep/c_test.cc)\n")
+        self.assertEqual(unregistered_tests(self.root), [])
+
+
+class Includes(Tree):
+    ALLOWED = (
+        ("server/a.cc", '"proto/convert.h"'),
+        ("server/a.cc", '"cpu_optimizer_service/job.h"'),
+        ("server/a.cc", "<grpcpp/grpcpp.h>"),
+        ("client/a.cc", '"proto/frame.h"'),
+        ("client/a.cc", '"ballast/v1/ballast.pb.h"'),
+        ("client/a.cc", '"cpu_optimizer_service/common/layout.h"'),
+        ("client/pinned_staging.cc", "<cuda_runtime.h>"),
+        ("gpu_worker/a.cc", '"client/session.h"'),
+        ("gpu_worker/nccl_collective.cc", "<nccl.h>"),
+        ("gpu_worker/nccl_collective.cc", '"gpu_worker/cuda/stream.h"'),
+        ("gpu_worker/worker_main.cc", '"server/service.h"'),
+        ("client/ballast_main.cc", '"absl/flags/flag.h"'),
+        ("cpu_optimizer_service/a.cc", '"cpu_optimizer_service/common/layout.h"'),
+        ("cpu_optimizer_service/a.cc", '"hwy/highway.h"'),
+        ("cpu_optimizer_service/a.cc", '"absl/status/status.h"'),
+        ("tests/integration/a_test.cc", '"server/service.h"'),
+    )
+    FORBIDDEN = (
+        ("server/a.cc", '"client/session.h"'),
+        ("server/a.cc", '"gpu_worker/model.h"'),
+        ("client/a.cc", '"server/service.h"'),
+        ("client/a.cc", '"gpu_worker/model.h"'),
+        ("client/a.cc", '"cpu_optimizer_service/job.h"'),
+        ("client/a.cc", "<cuda_runtime.h>"),
+        ("gpu_worker/a.cc", '"server/service.h"'),
+        ("gpu_worker/a.cc", '"cpu_optimizer_service/kernels.h"'),
+        ("proto/a.cc", '"server/service.h"'),
+        ("proto/a.cc", '"client/session.h"'),
+        ("proto/a.cc", '"cpu_optimizer_service/job.h"'),
+        ("cpu_optimizer_service/a.cc", '"proto/frame.h"'),
+        ("cpu_optimizer_service/a.cc", '"ballast/v1/ballast.pb.h"'),
+        ("cpu_optimizer_service/a.cc", "<grpcpp/grpcpp.h>"),
+        ("cpu_optimizer_service/a.cc", "<google/protobuf/message.h>"),
+        ("cpu_optimizer_service/a.cc", '"absl/flags/flag.h"'),
+        ("cpu_optimizer_service/a_main.cc", "<grpcpp/grpcpp.h>"),
+        ("cpu_optimizer_service/a.cc", "<cuda.h>"),
+        ("cpu_optimizer_service/common/a.h", '"cpu_optimizer_service/job.h"'),
+        ("server/a.cc", "<nccl.h>"),
+        ("server/a.cc", '"service.h"'),
+        ("server/a.cc", '"../client/session.h"'),
+    )
+
+    def findings_for(self, file: str, target: str) -> list[str]:
+        self.write(file, f"// A file.\n#include {target}\n")
+        findings = wrong_includes(self.root)
+        (self.root / file).unlink()
+        return findings
+
+    def test_pass_where_they_point_the_right_way(self):
+        for file, target in self.ALLOWED:
+            with self.subTest(f"{file} {target}"):
+                self.assertEqual(self.findings_for(file, target), [])
+
+    def test_fail_where_they_point_the_wrong_way(self):
+        for file, target in self.FORBIDDEN:
+            with self.subTest(f"{file} {target}"):
+                findings = self.findings_for(file, target)
+                self.assertEqual(len(findings), 1)
+                self.assertTrue(findings[0].startswith(f"{file}:2: "), findings[0])
+
+
+class TopLevel(Tree):
+    def setUp(self):
+        super().setUp()
+        for name in REQUIRED:
+            self.write(name if "." in name or name == "LICENSE" else f"{name}/README.md")
+
+    def test_pass_on_what_the_design_names(self):
+        self.write(".gitignore")
+        self.write("build/release/CMakeCache.txt")
+        self.assertEqual(top_level_faults(self.root), [])
+
+    def test_fail_on_another_entry(self):
+        self.write("scripts/run.sh")
+        self.assertRegex(top_level_faults(self.root)[0], "^scripts: ")
+
+    def test_fail_on_a_missing_entry(self):
+        (self.root / "LICENSE").unlink()
+        self.assertRegex(top_level_faults(self.root)[0], "^LICENSE: ")
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,390 @@
+#include "client/session_impl.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <map>
+#include <thread>
+
+#include "tests/client/fake_transport.h"
+#include "tests/client/job_for_tests.h"
+
+namespace ballast::client {
+namespace {
+
+using testing::AllOf;
+using testing::HasSubstr;
+
+MATCHER_P2(IsError, code, message, "") {
+  *result_listener << "is " << arg.ToString();
+  return arg.code() == code &&
+         testing::ExplainMatchResult(message, std::string(arg.message()), result_listener);
+}
+
+class SessionImplTest : public testing::Test {
+ protected:
+  SessionImplTest() {
+    auto transport = std::make_unique<FakeTransport>();
+    fake_ = transport.get();
+    transport_ = std::move(transport);
+    fake_->attachment.set_uid("u");
+    fake_->attachment.set_generation(3);
+    fake_->attachment.set_committed_step(4);
+    options_.job = SmallJob("gpt", 1);
+    options_.weights = [this](int chunk) {
+      std::string& memory = memory_[chunk];
+      memory.resize(chunk == 4 ? 1024 : 512);
+      return absl::MakeSpan(reinterpret_cast<std::byte*>(memory.data()), memory.size());
+    };
+    options_.window_bytes = 1024;
+  }
+
+  absl::Status Open() {
+    auto session = SessionImpl::Open(std::move(transport_), clock_, options_);
+    if (!session.ok()) return session.status();
+    session_ = *std::move(session);
+    return absl::OkStatus();
+  }
+  void OpenAndBegin() {
+    ASSERT_TRUE(Open().ok());
+    ASSERT_TRUE(session_->BeginStep({}).ok());
+  }
+  absl::Status PushChunk(int chunk, std::function<void()> released = nullptr) {
+    GradientPush push;
+    push.chunk = chunk;
+    push.payload = absl::MakeConstSpan(gradient_).subspan(0, chunk == 4 ? 1024 : 512);
+    push.released = std::move(released);
+    return session_->Push(std::move(push));
+  }
+  void Acknowledge(uint64_t messages) {
+    v1::TrainResponse response;
+    response.mutable_acknowledged()->set_messages(messages);
+    fake_->Deliver(response);
+  }
+  void Decide(uint64_t step, bool applied) {
+    v1::TrainResponse response;
+    response.mutable_decision()->set_step(step);
+    response.mutable_decision()->set_applied(applied);
+    response.mutable_decision()->set_norm(2.5);
+    response.mutable_decision()->set_skip_reason(applied ? "" : "wte is not finite");
+    fake_->Deliver(response);
+  }
+  void SendWeights(uint64_t step, int chunk, const std::vector<std::string>& pieces) {
+    v1::TrainResponse response;
+    response.mutable_weights()->mutable_header()->set_step(step);
+    response.mutable_weights()->mutable_header()->set_chunk(static_cast<uint32_t>(chunk));
+    fake_->Deliver(response, pieces);
+  }
+  void Commit(uint64_t step) {
+    v1::TrainResponse response;
+    response.mutable_committed()->set_step(step);
+    response.mutable_committed()->set_update_seconds(0.25);
+    fake_->Deliver(response);
+  }
+  void Refuse(uint64_t step, const std::string& message) {
+    v1::TrainResponse response;
+    response.mutable_seal_refused()->set_step(step);
+    response.mutable_seal_refused()->set_message(message);
+    fake_->Deliver(response);
+  }
+
+  std::unique_ptr<Transport> transport_;
+  FakeTransport* fake_;
+  FakeClock clock_;
+  SessionOptions options_;
+  std::map<int, std::string> memory_;
+  std::vector<std::byte> gradient_ = std::vector<std::byte>(1024);
+  std::unique_ptr<SessionImpl> session_;
+};
+
+TEST_F(SessionImplTest, OpensWithTheAttachment) {
+  ASSERT_TRUE(Open().ok());
+  EXPECT_EQ(session_->job_uid(), "u");
+  EXPECT_EQ(session_->generation(), 3u);
+  EXPECT_EQ(session_->committed_step(), 4u);
+  const v1::OpenTrain open = fake_->sent().at(0).open();
+  EXPECT_EQ(open.name(), "jobs/gpt");
+  EXPECT_EQ(open.uid(), "u");
+  EXPECT_EQ(open.generation(), 3u);
+  EXPECT_EQ(open.process_id(), fake_->last_attach.process_id());
+}
+
+TEST_F(SessionImplTest, ReportsWhyItCouldNotOpen) {
+  fake_->open_error = absl::AbortedError("generation 3 is over");
+  EXPECT_THAT(Open(), IsError(absl::StatusCode::kAborted,
+                              AllOf(HasSubstr("gpt rank 0"), HasSubstr("generation 3 is over"))));
+}
+
+TEST_F(SessionImplTest, RefusesOptionsThatCannotWork) {
+  options_.rank = 1;
+  EXPECT_THAT(Open(), IsError(absl::StatusCode::kInvalidArgument, HasSubstr("world of size 1")));
+}
+
+TEST_F(SessionImplTest, AWholeStepPutsWeightsInPlace) {
+  OpenAndBegin();
+  for (int chunk = 0; chunk < 5; ++chunk) {
+    ASSERT_TRUE(PushChunk(chunk).ok());
+    Acknowledge(static_cast<uint64_t>(chunk) + 3);  // Open, begin, and so many gradients.
+  }
+  ASSERT_TRUE(session_->EndMicroStep(0, {.all = false, .parameters = {0, 2}}).ok());
+  Decide(5, true);
+  for (int chunk = 4; chunk >= 0; --chunk) {
+    const size_t bytes = chunk == 4 ? 1024 : 512;
+    const std::string whole(bytes, static_cast<char>('a' + chunk));
+    SendWeights(5, chunk, {whole.substr(0, 3), whole.substr(3)});
+  }
+  Commit(5);
+  const absl::StatusOr<StepDecision> decision = session_->Seal(1);
+  ASSERT_TRUE(decision.ok()) << decision.status();
+  EXPECT_EQ(decision->step, 5u);
+  EXPECT_TRUE(decision->applied);
+  EXPECT_EQ(decision->norm, 2.5);
+  EXPECT_EQ(session_->committed_step(), 4u);
+  ASSERT_TRUE(session_->ReceiveWeights().ok());
+  EXPECT_EQ(session_->committed_step(), 5u);
+  EXPECT_EQ(session_->update_seconds(), 0.25);
+  for (int chunk = 0; chunk < 5; ++chunk) {
+    EXPECT_EQ(memory_[chunk], std::string(chunk == 4 ? 1024 : 512, static_cast<char>('a' + chunk)));
+  }
+  const std::vector<v1::TrainRequest> sent = fake_->sent();
+  ASSERT_EQ(sent.size(), 4u);
+  EXPECT_EQ(sent[1].begin_step().step(), 5u);
+  EXPECT_EQ(sent[2].end_micro_step().used_parameters_size(), 2);
+  EXPECT_EQ(sent[3].seal().micro_steps(), 1u);
+  EXPECT_EQ(fake_->gradients().at(4).header.step(), 5u);
+  // Not copied.
+  EXPECT_EQ(fake_->gradients().at(4).payload.data(), gradient_.data());
+}
+
+TEST_F(SessionImplTest, PushBlocksWhileTheWindowIsFull) {
+  OpenAndBegin();
+  ASSERT_TRUE(PushChunk(0).ok());
+  ASSERT_TRUE(PushChunk(1).ok());
+  std::thread pusher([&] { EXPECT_TRUE(PushChunk(2).ok()); });
+  // Open, begin and two gradients; a push that does not block would be the fifth.
+  EXPECT_FALSE(fake_->AwaitSent(5, std::chrono::milliseconds(50)));
+  Acknowledge(3);
+  EXPECT_TRUE(fake_->AwaitSent(5));
+  pusher.join();
+}
+
+TEST_F(SessionImplTest, ReleasesEveryPayloadOnceWhateverHappens) {
+  OpenAndBegin();
+  std::map<int, int> released;
+  ASSERT_TRUE(PushChunk(0, [&] { ++released[0]; }).ok());
+  ASSERT_TRUE(PushChunk(1, [&] { ++released[1]; }).ok());
+  EXPECT_FALSE(PushChunk(9, [&] { ++released[9]; }).ok());
+  EXPECT_EQ(released, (std::map<int, int>{{9, 1}}));
+  fake_->LetGo();
+  Acknowledge(3);
+  EXPECT_EQ(released, (std::map<int, int>{{0, 1}, {9, 1}}));
+  ASSERT_TRUE(PushChunk(2, [&] { ++released[2]; }).ok());
+  fake_->Break(absl::UnavailableError("connection lost"));
+  // The transport had let go of 1, not of 2.
+  EXPECT_EQ(released, (std::map<int, int>{{0, 1}, {1, 1}, {9, 1}}));
+  EXPECT_FALSE(PushChunk(3, [&] { ++released[3]; }).ok());
+  session_.reset();
+  EXPECT_EQ(released, (std::map<int, int>{{0, 1}, {1, 1}, {2, 1}, {3, 1}, {9, 1}}));
+}
+
+TEST_F(SessionImplTest, ChecksAPushBeforeSendingIt) {
+  OpenAndBegin();
+  EXPECT_THAT(PushChunk(5), IsError(absl::StatusCode::kInvalidArgument, HasSubstr("5 chunks")));
+  GradientPush push{.chunk = 4, .payload = absl::MakeConstSpan(gradient_).subspan(0, 512)};
+  EXPECT_THAT(session_->Push(push),
+              IsError(absl::StatusCode::kInvalidArgument,
+                      HasSubstr("512 bytes, expected 1024 (256 elements of fp32)")));
+  push.empty = true;
+  EXPECT_THAT(session_->Push(push),
+              IsError(absl::StatusCode::kInvalidArgument, HasSubstr("empty contribution")));
+  push.payload = {};
+  EXPECT_TRUE(session_->Push(push).ok());
+  EXPECT_EQ(fake_->gradients().size(), 1u);
+  EXPECT_TRUE(fake_->gradients()[0].header.empty());
+}
+
+TEST_F(SessionImplTest, ARefusedSealLeavesTheStepOpen) {
+  OpenAndBegin();
+  std::thread service([&] {
+    ASSERT_TRUE(fake_->AwaitSent(3));
+    Refuse(5, "rank 0 micro-step 0 misses wte");
+    ASSERT_TRUE(fake_->AwaitSent(5));
+    Decide(5, true);
+  });
+  EXPECT_THAT(session_->Seal(1).status(),
+              IsError(absl::StatusCode::kFailedPrecondition,
+                      AllOf(HasSubstr("step 5"), HasSubstr("rank 0 micro-step 0 misses wte"))));
+  EXPECT_TRUE(PushChunk(0).ok());
+  const absl::StatusOr<StepDecision> decision = session_->Seal(1);
+  service.join();
+  EXPECT_TRUE(decision.ok()) << decision.status();
+}
+
+TEST_F(SessionImplTest, ASealThatTimesOutNamesTheRanksAndMayBeAwaitedAgain) {
+  options_.seal_timeout = absl::Milliseconds(20);
+  OpenAndBegin();
+  v1::TrainResponse waiting;
+  waiting.mutable_waiting()->set_step(5);
+  waiting.mutable_waiting()->add_ranks(2);
+  fake_->Deliver(waiting);
+  waiting.mutable_waiting()->add_ranks(7);
+  fake_->Deliver(waiting);
+  EXPECT_THAT(session_->Seal(1).status(),
+              IsError(absl::StatusCode::kDeadlineExceeded, HasSubstr("not sealed: rank 2, 7")));
+  Decide(5, false);
+  const absl::StatusOr<StepDecision> decision = session_->Seal(1);
+  ASSERT_TRUE(decision.ok()) << decision.status();
+  EXPECT_EQ(decision->skip_reason, "wte is not finite");
+  // Open, begin and one seal.
+  EXPECT_EQ(fake_->sent().size(), 3u);
+  Commit(5);
+  EXPECT_TRUE(session_->ReceiveWeights().ok());
+}
+
+TEST_F(SessionImplTest, ASealThatTimesOutAsksForTheRanksIfItWasNotTold) {
+  options_.seal_timeout = absl::Milliseconds(20);
+  OpenAndBegin();
+  v1::Job job;
+  job.add_ranks()->set_sealed(true);
+  job.add_ranks()->set_rank(1);
+  fake_->jobs = {job};
+  EXPECT_THAT(session_->Seal(1).status(),
+              IsError(absl::StatusCode::kDeadlineExceeded, HasSubstr("not sealed: rank 1;")));
+}
+
+TEST_F(SessionImplTest, TheFirstErrorStays) {
+  OpenAndBegin();
+  ASSERT_TRUE(PushChunk(0).ok());
+  fake_->Break(absl::AbortedError("generation 4 has begun"));
+  const auto is_first =
+      IsError(absl::StatusCode::kAborted, "job gpt rank 0 step 5: generation 4 has begun");
+  EXPECT_THAT(PushChunk(1), is_first);
+  EXPECT_THAT(session_->EndMicroStep(0, {}), is_first);
+  EXPECT_THAT(session_->Seal(1).status(), is_first);
+  EXPECT_THAT(session_->ReceiveWeights(), is_first);
+  EXPECT_THAT(session_->ReadWeights(), is_first);
+  EXPECT_THAT(session_->SaveCheckpoint("/c"), is_first);
+}
+
+TEST_F(SessionImplTest, AnErrorWakesABlockedPushAndASeal) {
+  OpenAndBegin();
+  ASSERT_TRUE(PushChunk(0).ok());
+  ASSERT_TRUE(PushChunk(1).ok());
+  std::thread pusher([&] {
+    EXPECT_THAT(PushChunk(2), IsError(absl::StatusCode::kUnavailable, HasSubstr("gone")));
+  });
+  std::thread breaker([&] {
+    EXPECT_TRUE(fake_->AwaitSent(5));  // Open, begin, two gradients, seal.
+    fake_->Break(absl::UnavailableError("gone"));
+  });
+  EXPECT_THAT(session_->Seal(1).status(),
+              IsError(absl::StatusCode::kUnavailable, HasSubstr("gone")));
+  pusher.join();
+  breaker.join();
+}
+
+TEST_F(SessionImplTest, AnEndOfTheStreamWithoutErrorIsOne) {
+  OpenAndBegin();
+  fake_->Break(absl::OkStatus());
+  EXPECT_THAT(PushChunk(0), IsError(absl::StatusCode::kUnavailable, HasSubstr("ended the stream")));
+}
+
+TEST_F(SessionImplTest, WeightsThatWereNotDecidedAreRefused) {
+  OpenAndBegin();
+  SendWeights(5, 0, {std::string(512, 'x')});
+  EXPECT_TRUE(memory_.empty());
+  EXPECT_THAT(PushChunk(0), IsError(absl::StatusCode::kInternal, HasSubstr("weights of step 5")));
+}
+
+TEST_F(SessionImplTest, WeightsOfASkippedStepAreRefused) {
+  OpenAndBegin();
+  Decide(5, false);
+  SendWeights(5, 0, {std::string(512, 'x')});
+  EXPECT_TRUE(memory_.empty());
+  EXPECT_THAT(session_->ReceiveWeights(),
+              IsError(absl::StatusCode::kInternal, HasSubstr("not said to apply")));
+}
+
+TEST_F(SessionImplTest, ACommittedStepWithoutAllWeightsIsDataLoss) {
+  OpenAndBegin();
+  Decide(5, true);
+  SendWeights(5, 0, {std::string(512, 'x')});
+  Commit(5);
+  EXPECT_THAT(session_->ReceiveWeights(),
+              IsError(absl::StatusCode::kDataLoss, HasSubstr("4 chunks")));
+}
+
+TEST_F(SessionImplTest, AcknowledgementOfMoreThanWasSentIsAnError) {
+  OpenAndBegin();
+  Acknowledge(3);
+  EXPECT_THAT(PushChunk(0), IsError(absl::StatusCode::kInternal, HasSubstr("acknowledged 3")));
+}
+
+TEST_F(SessionImplTest, CallsOutOfOrderAreRefusedAndHarmless) {
+  ASSERT_TRUE(Open().ok());
+  EXPECT_THAT(PushChunk(0), IsError(absl::StatusCode::kFailedPrecondition, HasSubstr("BeginStep")));
+  EXPECT_FALSE(session_->Seal(1).ok());
+  EXPECT_FALSE(session_->ReceiveWeights().ok());
+  ASSERT_TRUE(session_->BeginStep({}).ok());
+  EXPECT_THAT(session_->BeginStep({}),
+              IsError(absl::StatusCode::kFailedPrecondition, HasSubstr("middle of a step")));
+  EXPECT_THAT(session_->ReceiveWeights(),
+              IsError(absl::StatusCode::kFailedPrecondition, HasSubstr("before Seal")));
+  EXPECT_TRUE(PushChunk(0).ok());
+}
+
+TEST_F(SessionImplTest, ReadWeightsNeedsEveryChunk) {
+  v1::Job ready;
+  ready.set_phase(v1::READY);
+  fake_->jobs = {ready};
+  fake_->read_step = 6;
+  for (uint32_t chunk = 0; chunk < 4; ++chunk) {
+    fake_->stored_weights.emplace_back(chunk, std::string(512, static_cast<char>('a' + chunk)));
+  }
+  ASSERT_TRUE(Open().ok());
+  EXPECT_THAT(session_->ReadWeights(), IsError(absl::StatusCode::kDataLoss, HasSubstr("1 chunks")));
+  fake_->stored_weights.emplace_back(4, std::string(1024, 'e'));
+  ASSERT_TRUE(session_->ReadWeights().ok());
+  EXPECT_EQ(session_->committed_step(), 6u);
+  EXPECT_EQ(memory_[4], std::string(1024, 'e'));
+}
+
+TEST_F(SessionImplTest, UploadsEveryChunkOfTheRank) {
+  fake_->attachment.set_awaiting_weights(true);
+  ASSERT_TRUE(Open().ok());
+  EXPECT_TRUE(session_->awaiting_weights());
+  ASSERT_TRUE(session_
+                  ->UploadWeights([](int chunk, absl::Span<float> out) {
+                    std::fill(out.begin(), out.end(), static_cast<float>(chunk));
+                  })
+                  .ok());
+  ASSERT_EQ(fake_->uploaded.size(), 5u);
+  EXPECT_EQ(fake_->uploaded[3].second, std::vector<float>(256, 3.0f));
+}
+
+TEST_F(SessionImplTest, AfterALoadTheSessionIsOver) {
+  ASSERT_TRUE(Open().ok());
+  fake_->load_result = absl::NotFoundError("no checkpoint there");
+  EXPECT_THAT(session_->LoadCheckpoint("/c"),
+              IsError(absl::StatusCode::kNotFound, HasSubstr("loading /c")));
+  fake_->load_result = absl::OkStatus();
+  EXPECT_TRUE(session_->LoadCheckpoint("/c").ok());
+  EXPECT_THAT(session_->BeginStep({}),
+              IsError(absl::StatusCode::kAborted, HasSubstr("open the session again")));
+}
+
+TEST_F(SessionImplTest, OverridesAndScaleTravelWithBeginStep) {
+  ASSERT_TRUE(Open().ok());
+  StepSettings settings;
+  settings.scale = {.loss_scale = 1024, .divisors = {8, 4}};
+  settings.overrides[1].lr = 0.5;
+  ASSERT_TRUE(session_->BeginStep(settings).ok());
+  const v1::BeginStep begin = fake_->sent().at(1).begin_step();
+  EXPECT_EQ(begin.loss_scale(), 1024);
+  EXPECT_EQ(begin.divisors(1), 4);
+  EXPECT_EQ(begin.overrides().at(1).lr(), 0.5);
+  EXPECT_FALSE(begin.overrides().at(1).has_beta1());
+}
+
+}  // namespace
+}  // namespace ballast::client

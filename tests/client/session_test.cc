@@ -1,0 +1,242 @@
+// One suite for the session on every transport, against a real service.
+#include "client/session.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cmath>
+#include <filesystem>
+#include <limits>
+
+#include "tests/client/job_for_tests.h"
+#include "tests/client/rank_for_tests.h"
+#include "tests/client/reference_run.h"
+#include "tests/client/service_for_tests.h"
+
+namespace ballast::client {
+namespace {
+
+using testing::AllOf;
+using testing::HasSubstr;
+
+class SessionTest : public testing::TestWithParam<Way> {
+ protected:
+  // Ranks in threads; each is joined once before `body` is called.
+  void Train(const JobSpec& job, const std::function<void(RankForTests&, int rank)>& body) {
+    ForEachRank(job.layout.world_size, [&](int rank) {
+      auto self = RankForTests::Join(service_.Channel(), job, rank);
+      ASSERT_TRUE(self.ok()) << self.status();
+      body(**self, rank);
+    });
+  }
+
+  ServiceForTests service_{GetParam()};
+};
+
+TEST_P(SessionTest, WeightsAreThoseOfTheReferenceForEveryWorldSize) {
+  constexpr uint32_t kMicroSteps = 2;
+  constexpr uint64_t kSteps = 3;
+  for (int world_size : {1, 2, 3}) {
+    const JobSpec job = SmallJob("world-" + std::to_string(world_size), world_size);
+    const StepSettings settings{.scale = {.loss_scale = 4, .divisors = {8, 16}}};
+    Train(job, [&](RankForTests& self, int rank) {
+      ReferenceRun reference(job);
+      EXPECT_EQ(self.Difference(reference), "");  // The first weights.
+      for (uint64_t step = 1; step <= kSteps; ++step) {
+        const auto decision = self.Step(kMicroSteps, settings);
+        ASSERT_TRUE(decision.ok()) << decision.status();
+        const Decision expected = reference.Step(step, kMicroSteps, settings.scale);
+        EXPECT_EQ(decision->step, step);
+        EXPECT_TRUE(decision->applied);
+        EXPECT_EQ(decision->norm, expected.norm);
+        EXPECT_EQ(decision->clip_coefficient, expected.clip_coefficient);
+        EXPECT_EQ(self.Difference(reference), "") << "at step " << step;
+        EXPECT_EQ(self.session().committed_step(), step);
+      }
+      const std::map<int, std::string> received = self.memory();
+      EXPECT_TRUE(self.session().ReadWeights().ok());
+      EXPECT_EQ(self.memory(), received);
+    });
+  }
+}
+
+TEST_P(SessionTest, OverridesCountFromTheirStepOn) {
+  const JobSpec job = SmallJob("overrides", 2);
+  Train(job, [&](RankForTests& self, int rank) {
+    ReferenceRun reference(job);
+    for (uint64_t step = 1; step <= 3; ++step) {
+      StepSettings settings;
+      if (step == 2) {
+        settings.overrides[0].lr = 0.5;
+        settings.overrides[1].beta1 = 0.25;
+        reference.hyper_parameters(0).lr = 0.5;
+        reference.hyper_parameters(1).beta1 = 0.25;
+      }
+      ASSERT_TRUE(self.Step(1, settings).ok());
+      reference.Step(step, 1, {});
+      EXPECT_EQ(self.Difference(reference), "") << "at step " << step;
+    }
+  });
+}
+
+TEST_P(SessionTest, ARefusedSealNamesWhatIsMissingAndCanBeMadeGood) {
+  const JobSpec job = SmallJob("refused", 2);
+  std::atomic<int> refusals = 0;
+  Train(job, [&](RankForTests& self, int rank) {
+    ReferenceRun reference(job);
+    ASSERT_TRUE(self.session().BeginStep({}).ok());
+    const int withheld = self.chunks()[0];
+    ASSERT_TRUE(
+        self.PushAll(
+                2, [&](int chunk, uint32_t m) { return rank != 1 || m != 1 || chunk != withheld; })
+            .ok());
+    absl::StatusOr<StepDecision> decision = self.session().Seal(2);
+    while (absl::IsFailedPrecondition(decision.status())) {
+      EXPECT_THAT(std::string(decision.status().message()),
+                  AllOf(HasSubstr("rank 1"), HasSubstr("wte")));
+      if (rank == 1 && refusals++ == 0) ASSERT_TRUE(self.Push(withheld, 1).ok());
+      decision = self.session().Seal(2);
+    }
+    ASSERT_TRUE(decision.ok()) << decision.status();
+    ASSERT_TRUE(self.session().ReceiveWeights().ok());
+    reference.Step(1, 2, {});
+    EXPECT_EQ(self.Difference(reference), "");
+  });
+  EXPECT_EQ(refusals, 1);
+}
+
+TEST_P(SessionTest, ANonFiniteGradientSkipsTheStepAndChangesNothing) {
+  JobSpec job = SmallJob("nan", 2);
+  Train(job, [&](RankForTests& self, int rank) {
+    ASSERT_TRUE(self.session().BeginStep({}).ok());
+    // The last chunk holds h.0.b, in fp32.
+    std::vector<float> bad(kBlockElements, 0.0f);
+    bad[3] = std::numeric_limits<float>::quiet_NaN();
+    ASSERT_TRUE(self.PushAll(1, [](int chunk, uint32_t) { return chunk != 4; }).ok());
+    if (self.session().layout().chunks()[4].rank == rank) {
+      GradientPush push;
+      push.chunk = 4;
+      push.payload = {reinterpret_cast<const std::byte*>(bad.data()), bad.size() * sizeof(float)};
+      ASSERT_TRUE(self.session().Push(std::move(push)).ok());
+    }
+    const auto decision = self.session().Seal(1);
+    ASSERT_TRUE(decision.ok()) << decision.status();
+    EXPECT_FALSE(decision->applied);
+    EXPECT_THAT(decision->skip_reason, HasSubstr("h.0.b"));
+    ASSERT_TRUE(self.session().ReceiveWeights().ok());
+    EXPECT_EQ(self.session().committed_step(), 1u);
+    EXPECT_TRUE(self.session().ReadWeights().ok());
+    EXPECT_EQ(self.Difference(ReferenceRun(job)), "");
+  });
+}
+
+TEST_P(SessionTest, SavedStateGoesOnWithAnotherWorldSize) {
+  const std::string directory =
+      testing::TempDir() + "session_test." + Name(GetParam()) + "." + std::to_string(getpid());
+  const JobSpec two = SmallJob("two", 2);
+  ReferenceRun reference(two);
+  for (uint64_t step = 1; step <= 3; ++step) reference.Step(step, 1, {});
+  Train(two, [&](RankForTests& self, int rank) {
+    ASSERT_TRUE(self.Step(1, {}).ok());
+    ASSERT_TRUE(self.Step(1, {}).ok());
+    if (rank != 0) return;
+    const absl::Status saved = self.session().SaveCheckpoint(directory);
+    ASSERT_TRUE(saved.ok()) << saved;
+  });
+  const JobSpec three = SmallJob("three", 3);
+  Train(three, [&](RankForTests& self, int rank) {});
+  {
+    auto loader = RankForTests::Join(service_.Channel(), three, 0);
+    ASSERT_TRUE(loader.ok()) << loader.status();
+    const absl::Status loaded = (*loader)->session().LoadCheckpoint(directory);
+    ASSERT_TRUE(loaded.ok()) << loaded;
+    EXPECT_FALSE((*loader)->session().BeginStep({}).ok());
+  }
+  Train(three, [&](RankForTests& self, int rank) {
+    EXPECT_EQ(self.session().committed_step(), 2u);
+    ASSERT_TRUE(self.Step(1, {}).ok());
+    EXPECT_EQ(self.Difference(reference), "");
+  });
+  std::filesystem::remove_all(directory);
+}
+
+TEST_P(SessionTest, AJobDescribedOtherwiseIsRefused) {
+  auto self = RankForTests::Join(service_.Channel(), SmallJob("same", 1), 0);
+  ASSERT_TRUE(self.ok()) << self.status();
+  JobSpec other = SmallJob("same", 1);
+  other.layout.parameters[1].name = "h.0.renamed";
+  const absl::Status status = RankForTests::Join(service_.Channel(), other, 0).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+  EXPECT_THAT(std::string(status.message()), AllOf(HasSubstr("h.0.w"), HasSubstr("h.0.renamed")));
+}
+
+TEST_P(SessionTest, AJobThatDoesNotFitIsRefused) {
+  JobSpec job = SmallJob("large", 1);
+  job.layout.parameters[0].shape = {1 << 28};
+  job.layout.chunk_elements = kMaxChunkElements;
+  job.layout.partitions =
+      PartitionsOf(MakeBuckets(FlatElements(job.layout.parameters, 2), 1, 1 << 20), 1);
+  const absl::Status status = RankForTests::Join(service_.Channel(), job, 0).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
+}
+
+TEST_P(SessionTest, ASealThatWaitsTooLongNamesTheRankThatIsMissing) {
+  const JobSpec job = SmallJob("slow", 2);
+  SessionOptions options;
+  options.seal_timeout = absl::Milliseconds(300);
+  std::vector<std::unique_ptr<RankForTests>> ranks(2);
+  ForEachRank(2, [&](int rank) {
+    ranks[rank] = RankForTests::Join(service_.Channel(), job, rank, options).value();
+    ASSERT_TRUE(ranks[rank]->session().BeginStep({}).ok());
+    ASSERT_TRUE(ranks[rank]->PushAll(1, [](int, uint32_t) { return true; }).ok());
+  });
+  const absl::Status status = ranks[0]->session().Seal(1).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("not sealed: rank 1"));
+  ForEachRank(2, [&](int rank) {
+    EXPECT_TRUE(ranks[rank]->session().Seal(1).ok());
+    EXPECT_TRUE(ranks[rank]->session().ReceiveWeights().ok());
+  });
+}
+
+TEST_P(SessionTest, AServiceThatGoesAwayEndsTheSessionAndReleasesEveryPayload) {
+  const JobSpec job = SmallJob("gone", 2);
+  std::vector<std::unique_ptr<RankForTests>> ranks(2);
+  ForEachRank(2, [&](int rank) {
+    ranks[rank] = RankForTests::Join(service_.Channel(), job, rank).value();
+  });
+  std::atomic<int> released = 0;
+  const std::vector<std::byte> payload(512);
+  ASSERT_TRUE(ranks[0]->session().BeginStep({}).ok());
+  const int first = ranks[0]->chunks()[0];
+  ASSERT_TRUE(ranks[0]->PushAll(1, [&](int chunk, uint32_t) { return chunk != first; }).ok());
+  GradientPush push;
+  push.chunk = first;
+  push.payload = payload;
+  push.released = [&] { ++released; };
+  ASSERT_TRUE(ranks[0]->session().Push(push).ok());
+  std::thread stopper([&] { service_.server().Shutdown(0); });
+  // Rank 1 never seals.
+  const absl::Status status = ranks[0]->session().Seal(1).status();
+  stopper.join();
+  EXPECT_FALSE(status.ok());
+  EXPECT_FALSE(absl::IsDeadlineExceeded(status)) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("job gone rank 0 step 1"));
+  EXPECT_EQ(ranks[0]->session().Seal(1).status(), status);
+  ranks.clear();
+  EXPECT_EQ(released, 1);
+}
+
+INSTANTIATE_TEST_SUITE_P(Ways, SessionTest,
+                         testing::Values(Way::kTcp, Way::kUnixSocket, Way::kInProcess),
+                         [](const auto& info) { return Name(info.param); });
+
+TEST(Connect, SaysThatNothingAnswers) {
+  const auto channel = Connect("unix:/nonexistent/ballast.sock", absl::Milliseconds(100));
+  EXPECT_EQ(channel.status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(std::string(channel.status().message()), HasSubstr("/nonexistent/ballast.sock"));
+}
+
+}  // namespace
+}  // namespace ballast::client

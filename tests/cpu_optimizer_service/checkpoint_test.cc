@@ -1,0 +1,216 @@
+#include "cpu_optimizer_service/checkpoint.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <string>
+
+#include "tests/cpu_optimizer_service/job_driver.h"
+
+namespace ballast {
+namespace {
+
+using ::testing::HasSubstr;
+namespace fs = std::filesystem;
+
+// Passes everything on to the real files until `bytes_left` have been written: then the disk is
+// full.
+class FillingFileSystem : public FileSystem {
+ public:
+  class File : public WritableFile {
+   public:
+    File(FillingFileSystem& owner, std::unique_ptr<WritableFile> file)
+        : owner_(owner), file_(std::move(file)) {}
+    absl::Status Append(absl::Span<const std::byte> bytes) override {
+      owner_.bytes_left -= static_cast<int64_t>(bytes.size());
+      if (owner_.bytes_left < 0) return absl::ResourceExhaustedError("disk full");
+      return file_->Append(bytes);
+    }
+    absl::Status Close() override { return file_->Close(); }
+
+   private:
+    FillingFileSystem& owner_;
+    std::unique_ptr<WritableFile> file_;
+  };
+  absl::StatusOr<std::unique_ptr<WritableFile>> Create(const std::string& path) override {
+    auto file = PosixFileSystem().Create(path);
+    if (!file.ok()) return file.status();
+    return std::make_unique<File>(*this, *std::move(file));
+  }
+  absl::StatusOr<std::unique_ptr<ReadableFile>> Open(const std::string& path) override {
+    return PosixFileSystem().Open(path);
+  }
+  bool Exists(const std::string& path) override { return PosixFileSystem().Exists(path); }
+  absl::Status CreateDirectory(const std::string& path) override {
+    return PosixFileSystem().CreateDirectory(path);
+  }
+  absl::Status Exchange(const std::string& from, const std::string& to) override {
+    return PosixFileSystem().Exchange(from, to);
+  }
+  absl::Status RemoveAll(const std::string& path) override {
+    return PosixFileSystem().RemoveAll(path);
+  }
+
+  int64_t bytes_left = 0;
+};
+
+class CheckpointTest : public testing::Test {
+ protected:
+  CheckpointTest()
+      : root_(fs::path(testing::TempDir()) / ("checkpoint" + std::to_string(getpid()))) {
+    fs::remove_all(root_);
+    fs::create_directories(root_);
+  }
+  ~CheckpointTest() override { fs::remove_all(root_); }
+
+  std::string Path(const std::string& name) const { return (root_ / name).string(); }
+  static JobSpec Spec(int world_size) {
+    JobSpec spec = MakeJobSpec(
+        {.group_sizes = {{1000, 0, 24}, {3000}}, .world_size = world_size, .chunk_elements = 512});
+    spec.groups[1].hyper_parameters.amsgrad = true;
+    spec.max_norm = 1.0;
+    return spec;
+  }
+
+  const fs::path root_;
+  Engine engine_{{.memory_limit_bytes = int64_t{64} << 20, .threads = 2}};
+};
+
+TEST_F(CheckpointTest, LoadedOntoAnyWorldSizeGoesOnWithTheSameBits) {
+  Engine uninterrupted_engine({.memory_limit_bytes = int64_t{64} << 20, .threads = 2});
+  JobDriver uninterrupted(uninterrupted_engine, Spec(2));
+  JobDriver first(engine_, Spec(2));
+  for (JobDriver* driver : {&uninterrupted, &first}) {
+    driver->UploadWeights();
+    driver->AttachAll();
+    driver->Step(1, 2, {.overrides = {{0, {.lr = 0.05}}}});
+    driver->Step(2);
+  }
+  ASSERT_TRUE(first.job().Save(Path("saved")).ok());
+  uninterrupted.Step(3);
+  uninterrupted.Step(4, 3);
+  for (const int world_size : {1, 2, 3, 4}) {
+    Engine engine({.memory_limit_bytes = int64_t{64} << 20, .threads = 2});
+    JobDriver resumed(engine, Spec(world_size));
+    ASSERT_TRUE(resumed.job().Load(Path("saved")).ok());
+    EXPECT_EQ(resumed.job().Status().committed_step, 2u);
+    EXPECT_EQ(resumed.job().Status().hyper_parameters[0].lr, 0.05);
+    EXPECT_EQ(resumed.job().StateHash(), first.job().StateHash());
+    resumed.AttachAll();
+    resumed.Step(3);
+    resumed.Step(4, 3);
+    EXPECT_EQ(resumed.job().StateHash(), uninterrupted.job().StateHash()) << world_size << " ranks";
+  }
+}
+
+TEST_F(CheckpointTest, LoadRaisesTheGenerationAndDetaches) {
+  JobDriver driver(engine_, Spec(1));
+  driver.UploadWeights();
+  driver.AttachAll();
+  driver.Step(1);
+  ASSERT_TRUE(driver.job().Save(Path("saved")).ok());
+  const std::string saved = driver.job().StateHash();
+  driver.Step(2);
+  driver.BeginAll();
+  driver.SendAll(3, 0);
+  const uint64_t generation = driver.job().Status().generation;
+  ASSERT_TRUE(driver.job().Load(Path("saved")).ok());
+  EXPECT_EQ(driver.job().Status().generation, generation + 1);
+  EXPECT_EQ(driver.listener(0).detached().code(), absl::StatusCode::kAborted);
+  EXPECT_EQ(driver.job().StateHash(), saved);
+  EXPECT_EQ(driver.job().Status().phase, JobPhase::kReady);
+}
+
+TEST_F(CheckpointTest, AFullDiskLeavesNothingAndTheOlderCheckpointStands) {
+  FillingFileSystem disk;
+  Engine engine({.memory_limit_bytes = int64_t{64} << 20, .threads = 1, .file_system = &disk});
+  JobDriver driver(engine, Spec(1));
+  driver.UploadWeights();
+  driver.AttachAll();
+  disk.bytes_left = 1 << 30;
+  ASSERT_TRUE(driver.job().Save(Path("saved")).ok());
+  const std::string saved = driver.job().StateHash();
+  driver.Step(1);
+  for (const int64_t bytes : {0, 100, 10000, 40000}) {
+    disk.bytes_left = bytes;
+    EXPECT_EQ(driver.job().Save(Path("saved")).status().code(),
+              absl::StatusCode::kResourceExhausted);
+    EXPECT_EQ(driver.job().Save(Path("other")).status().code(),
+              absl::StatusCode::kResourceExhausted);
+  }
+  EXPECT_EQ(std::distance(fs::directory_iterator(root_), fs::directory_iterator()), 1);
+  ASSERT_TRUE(driver.job().Load(Path("saved")).ok());
+  EXPECT_EQ(driver.job().StateHash(), saved);
+}
+
+TEST_F(CheckpointTest, NeverReplacesWhatIsNotACheckpoint) {
+  JobDriver driver(engine_, Spec(1));
+  driver.UploadWeights();
+  fs::create_directories(Path("precious"));
+  std::ofstream(Path("precious") + "/notes.txt") << "keep";
+  EXPECT_EQ(driver.job().Save(Path("precious")).status().code(),
+            absl::StatusCode::kFailedPrecondition);
+  EXPECT_TRUE(fs::exists(Path("precious") + "/notes.txt"));
+  EXPECT_EQ(driver.job().Save("").status().code(), absl::StatusCode::kInvalidArgument);
+}
+
+TEST_F(CheckpointTest, DamageIsDataLossAndChangesNothing) {
+  JobDriver driver(engine_, Spec(1));
+  driver.UploadWeights();
+  driver.AttachAll();
+  driver.Step(1);
+  ASSERT_TRUE(driver.job().Save(Path("saved")).ok());
+  driver.Step(2);
+  const std::string before = driver.job().StateHash();
+  const auto load_damaged = [&](const std::string& file, const auto& damage) {
+    fs::remove_all(Path("damaged"));
+    fs::copy(Path("saved"), Path("damaged"), fs::copy_options::recursive);
+    damage(Path("damaged") + "/" + file);
+    const absl::Status status = driver.job().Load(Path("damaged")).status();
+    EXPECT_EQ(driver.job().StateHash(), before);
+    return status;
+  };
+  const auto flip = [](const std::string& path) {
+    std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+    file.seekp(-5, std::ios::end);
+    file.put('\x7f');
+  };
+  const auto cut = [](const std::string& path) { fs::resize_file(path, fs::file_size(path) - 1); };
+  const auto blow_up = [](const std::string& path) {
+    std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+    file.write("\xff\xff\xff\xff\xff\xff\xff\x7f", 8);
+  };
+  const auto truncate = [](const std::string& path) { fs::resize_file(path, 3); };
+  for (const char* file :
+       {"master.safetensors", "exp_avg.safetensors", "max_exp_avg_sq.safetensors"}) {
+    EXPECT_EQ(load_damaged(file, flip).code(), absl::StatusCode::kDataLoss) << file;
+    EXPECT_EQ(load_damaged(file, cut).code(), absl::StatusCode::kDataLoss) << file;
+    EXPECT_EQ(load_damaged(file, blow_up).code(), absl::StatusCode::kDataLoss) << file;
+    EXPECT_EQ(load_damaged(file, truncate).code(), absl::StatusCode::kDataLoss) << file;
+  }
+  EXPECT_EQ(load_damaged("index.json", truncate).code(), absl::StatusCode::kDataLoss);
+  const auto rewrite = [](const std::string& path) {
+    std::ofstream(path) << R"({"format": "ballast-checkpoint", "version": 1, "step": "three"})";
+  };
+  EXPECT_EQ(load_damaged("index.json", rewrite).code(), absl::StatusCode::kDataLoss);
+  EXPECT_EQ(driver.job().Load(Path("nowhere")).status().code(), absl::StatusCode::kNotFound);
+}
+
+TEST_F(CheckpointTest, AJobOfOtherParametersIsRefusedWithTheFirstDifference) {
+  JobDriver driver(engine_, Spec(1));
+  driver.UploadWeights();
+  ASSERT_TRUE(driver.job().Save(Path("saved")).ok());
+  JobSpec other = Spec(1);
+  other.name = "other";
+  other.layout.parameters[3].shape = {3, 1000};
+  JobDriver different(engine_, other);
+  const absl::Status status = different.job().Load(Path("saved")).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("p3 has shape [3000] there and [3, 1000]"));
+  EXPECT_EQ(different.job().Status().phase, JobPhase::kAwaitingWeights);
+}
+
+}  // namespace
+}  // namespace ballast

@@ -1,0 +1,101 @@
+#include "cpu_optimizer_service/engine.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "tests/cpu_optimizer_service/job_driver.h"
+
+namespace ballast {
+namespace {
+
+using ::testing::HasSubstr;
+
+// Counts what is asked of it, to show that a refusal comes before any allocation.
+class CountingArenas : public ArenaFactory {
+ public:
+  absl::StatusOr<std::unique_ptr<Arena>> Create(int64_t bytes, absl::string_view label) override {
+    total_bytes += bytes;
+    if (fail) return absl::ResourceExhaustedError("no memory");
+    return arenas_->Create(bytes, label);
+  }
+  int64_t total_bytes = 0;
+  bool fail = false;
+
+ private:
+  std::unique_ptr<ArenaFactory> arenas_ = MakeAnonymousArenaFactory();
+};
+
+TEST(Engine, P9AJobThatDoesNotFitIsRefusedBeforeAnythingIsAllocated) {
+  CountingArenas arenas;
+  Engine engine({.memory_limit_bytes = 100000, .threads = 1, .arenas = &arenas});
+  const JobSpec spec = MakeJobSpec({.group_sizes = {{10000}}});
+  const auto job = engine.CreateJob(spec);
+  EXPECT_EQ(job.status().code(), absl::StatusCode::kResourceExhausted);
+  const int64_t needed = NeedOf(spec, Layout::Create(spec.layout).value()).total_bytes();
+  EXPECT_THAT(
+      std::string(job.status().message()),
+      HasSubstr("needed " + std::to_string(needed) + " bytes, used 0 bytes, limit 100000 bytes"));
+  EXPECT_EQ(arenas.total_bytes, 0);
+  EXPECT_TRUE(engine.ListJobs().empty());
+  EXPECT_TRUE(engine.CreateJob(MakeJobSpec({.group_sizes = {{1000}}})).ok());
+}
+
+TEST(Engine, TheNeedIsWhatIsAllocated) {
+  CountingArenas arenas;
+  Engine engine({.memory_limit_bytes = int64_t{64} << 20, .threads = 1, .arenas = &arenas});
+  JobSpec spec = MakeJobSpec({.group_sizes = {{100000}, {5000}}});
+  spec.groups[1].hyper_parameters.amsgrad = true;
+  ASSERT_TRUE(engine.CreateJob(spec).ok());
+  const MemoryNeed need = NeedOf(spec, Layout::Create(spec.layout).value());
+  EXPECT_EQ(arenas.total_bytes, need.state_bytes + need.gradient_bytes + need.accumulator_bytes);
+  EXPECT_EQ(engine.memory().used_bytes(), need.total_bytes());
+  // 12 B of state, 2 B as it came, 4 B summed; 16 B of state with amsgrad. Padding apart.
+  EXPECT_EQ(need.state_bytes, 100096 * 12 + 5120 * 16);
+  EXPECT_EQ(need.gradient_bytes, (100096 + 5120) * 2);
+  EXPECT_EQ(need.accumulator_bytes, (100096 + 5120) * 4);
+}
+
+TEST(Engine, MemoryThatTheSystemRefusesLeavesNoJob) {
+  CountingArenas arenas;
+  arenas.fail = true;
+  Engine engine({.memory_limit_bytes = int64_t{64} << 20, .threads = 1, .arenas = &arenas});
+  EXPECT_EQ(engine.CreateJob(MakeJobSpec({})).status().code(),
+            absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(engine.memory().used_bytes(), 0);
+  arenas.fail = false;
+  EXPECT_TRUE(engine.CreateJob(MakeJobSpec({})).ok());
+}
+
+TEST(Engine, NamesAreUniqueAndJobsAreListedByName) {
+  Engine engine({.memory_limit_bytes = int64_t{64} << 20, .threads = 1});
+  ASSERT_TRUE(engine.CreateJob(MakeJobSpec({}, "b")).ok());
+  ASSERT_TRUE(engine.CreateJob(MakeJobSpec({}, "a")).ok());
+  EXPECT_EQ(engine.CreateJob(MakeJobSpec({}, "a")).status().code(),
+            absl::StatusCode::kAlreadyExists);
+  ASSERT_EQ(engine.ListJobs().size(), 2u);
+  EXPECT_EQ(engine.ListJobs()[0]->spec().name, "a");
+  EXPECT_NE(engine.ListJobs()[0]->uid(), engine.ListJobs()[1]->uid());
+  EXPECT_EQ(engine.CloseJob("c").code(), absl::StatusCode::kNotFound);
+}
+
+TEST(Engine, DrainingLetsTheStepInProgressEndAndBeginsNoOther) {
+  Engine engine({.memory_limit_bytes = int64_t{64} << 20, .threads = 1});
+  JobDriver driver(engine, MakeJobSpec({.world_size = 2}));
+  driver.UploadWeights();
+  driver.AttachAll();
+  ASSERT_TRUE(driver.stream(0).BeginStep(1, {}).ok());
+  EXPECT_FALSE(engine.Drain(0));
+  EXPECT_EQ(engine.CreateJob(MakeJobSpec({}, "late")).status().code(),
+            absl::StatusCode::kUnavailable);
+  ASSERT_TRUE(driver.stream(1).BeginStep(1, {}).ok());
+  driver.SendAll(1, 0);
+  driver.EndMicroStepAll(0);
+  driver.SealAll(1);
+  EXPECT_TRUE(engine.Drain(0));
+  EXPECT_EQ(driver.stream(0).BeginStep(2, {}).code(), absl::StatusCode::kUnavailable);
+}
+
+}  // namespace
+}  // namespace ballast

@@ -1,0 +1,78 @@
+#include "cpu_optimizer_service/common/hyper_parameters.h"
+
+#include <limits>
+#include <string>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace ballast {
+namespace {
+
+using testing::HasSubstr;
+
+TEST(HyperParameters, AreValidByDefaultAndAtTheirBounds) {
+  EXPECT_TRUE(Validate({}).ok());
+  EXPECT_TRUE(Validate({.lr = 0, .beta1 = 0, .beta2 = 0, .eps = 0, .weight_decay = 0}).ok());
+  EXPECT_TRUE(Validate({.beta1 = 0.99999999, .beta2 = 0.99999999}).ok());
+}
+
+TEST(HyperParameters, AreRefusedByNameWithTheValueThatCame) {
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+  const auto expect_refused = [](const HyperParameters& values, const std::string& name,
+                                 const std::string& got) {
+    const absl::Status status = Validate(values);
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << name;
+    EXPECT_THAT(std::string(status.message()), testing::StartsWith(name + " must be "));
+    EXPECT_THAT(std::string(status.message()), HasSubstr("got " + got));
+  };
+  for (const double bad : {-0.5, -kInfinity, kInfinity, kNan}) {
+    const std::string got = bad == -0.5 ? "-0.5" : bad < 0 ? "-inf" : bad > 0 ? "inf" : "nan";
+    expect_refused({.lr = bad}, "lr", got);
+    expect_refused({.beta1 = bad}, "beta1", got);
+    expect_refused({.beta2 = bad}, "beta2", got);
+    expect_refused({.eps = bad}, "eps", got);
+    expect_refused({.weight_decay = bad}, "weight_decay", got);
+  }
+  expect_refused({.beta1 = 1}, "beta1", "1");
+  expect_refused({.beta2 = 1}, "beta2", "1");
+}
+
+TEST(HyperParameters, AreNamedInOrderOfTheFields) {
+  EXPECT_THAT(std::string(Validate({.lr = -1, .eps = -1}).message()), HasSubstr("lr"));
+}
+
+TEST(HyperParameterOverrides, ChangeWhatTheyNameAndNothingElse) {
+  const HyperParameters base = {.lr = 0.5, .amsgrad = true};
+  EXPECT_EQ(Apply(base, {}), base);
+  EXPECT_EQ(Apply(base, {.lr = 0.25}), (HyperParameters{.lr = 0.25, .amsgrad = true}));
+  const HyperParameterOverrides all = {.lr = 1,
+                                       .beta1 = 0.1,
+                                       .beta2 = 0.2,
+                                       .eps = 0.3,
+                                       .weight_decay = 0.4,
+                                       .decoupled_weight_decay = false,
+                                       .bias_correction = false,
+                                       .maximize = true};
+  EXPECT_EQ(Apply(base, all), (HyperParameters{.lr = 1,
+                                               .beta1 = 0.1,
+                                               .beta2 = 0.2,
+                                               .eps = 0.3,
+                                               .weight_decay = 0.4,
+                                               .decoupled_weight_decay = false,
+                                               .bias_correction = false,
+                                               .amsgrad = true,
+                                               .maximize = true}));
+}
+
+TEST(HyperParameters, AreWrittenWithTheFewestDigitsThatReadBackTheSame) {
+  EXPECT_EQ(ToString({}),
+            "lr=0.001 betas=(0.9, 0.999) eps=1e-08 weight_decay=0.01 decoupled_weight_decay=true "
+            "bias_correction=true amsgrad=false maximize=false");
+  EXPECT_THAT(ToString({.lr = 1.0 / 3, .maximize = true}),
+              testing::AllOf(HasSubstr("lr=0.3333333333333333 "), HasSubstr("maximize=true")));
+}
+
+}  // namespace
+}  // namespace ballast

@@ -1,0 +1,247 @@
+// Drives jobs without any transport, so that tests read as short stories.
+#ifndef BALLAST_TESTS_CPU_OPTIMIZER_SERVICE_JOB_DRIVER_H_
+#define BALLAST_TESTS_CPU_OPTIMIZER_SERVICE_JOB_DRIVER_H_
+
+#include <cstring>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cpu_optimizer_service/common/float_format.h"
+#include "cpu_optimizer_service/common/mutex.h"
+#include "cpu_optimizer_service/engine.h"
+#include "cpu_optimizer_service/job.h"
+
+namespace ballast {
+
+// A job whose groups hold the named sizes, cut into buckets among `world_size` ranks.
+struct JobShape {
+  std::vector<std::vector<int64_t>> group_sizes = {{1000, 24, 3000}};  // Elements by group.
+  int world_size = 1;
+  int64_t bucket_elements = 1024;
+  int64_t chunk_elements = kMaxChunkElements;
+};
+
+inline JobSpec MakeJobSpec(const JobShape& shape, const std::string& name = "job") {
+  JobSpec spec;
+  spec.name = name;
+  spec.layout.world_size = shape.world_size;
+  spec.layout.group_count = static_cast<int>(shape.group_sizes.size());
+  spec.layout.chunk_elements = shape.chunk_elements;
+  for (int group = 0; group < spec.layout.group_count; ++group) {
+    spec.groups.push_back({.name = "group" + std::to_string(group)});
+    for (const int64_t size : shape.group_sizes[group]) {
+      const std::string index = std::to_string(spec.layout.parameters.size());
+      spec.layout.parameters.push_back({.name = "p" + index, .shape = {size}, .group = group});
+    }
+  }
+  const auto flat = FlatElements(spec.layout.parameters, spec.layout.group_count);
+  spec.layout.partitions =
+      PartitionsOf(MakeBuckets(flat, shape.world_size, shape.bucket_elements), shape.world_size);
+  return spec;
+}
+
+// A value that depends on what it belongs to and not on who asks: the same for any layout.
+inline float TestValue(uint64_t seed, int group, int64_t element) {
+  uint64_t x = seed * 0x9e3779b97f4a7c15u + static_cast<uint64_t>(group) * 0xbf58476d1ce4e5b9u +
+               static_cast<uint64_t>(element);
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  x ^= x >> 31;
+  return static_cast<float>(static_cast<int64_t>(x >> 40) - (1 << 23)) / (1 << 23);
+}
+
+// Remembers what a rank was told, and lets a test wait for it.
+class RecordingListener : public RankListener {
+ public:
+  void OnWaiting(uint64_t step, const std::vector<int>& ranks) override {
+    MutexLock lock(mutex_);
+    waiting_ = ranks;
+  }
+  void OnSealRefused(uint64_t step, const SealRefusal& refusal) override {
+    MutexLock lock(mutex_);
+    refusals_.push_back(refusal.status);
+  }
+  void OnDecision(const StepOutcome& outcome) override {
+    MutexLock lock(mutex_);
+    outcomes_.push_back(outcome);
+  }
+  void OnWeights(uint64_t step, int chunk, ShardBuffer shard) override {
+    MutexLock lock(mutex_);
+    auto& bytes = shards_[chunk];
+    bytes.reset();
+    if (shard) bytes.emplace(shard.bytes().begin(), shard.bytes().end());
+  }
+  void OnCommitted(uint64_t step, double update_seconds) override {
+    MutexLock lock(mutex_);
+    committed_ = step;
+    changed_.NotifyAll();
+  }
+  void OnDetached(const absl::Status& status) override {
+    MutexLock lock(mutex_);
+    detached_ = status;
+    changed_.NotifyAll();
+  }
+
+  void WaitForCommit(uint64_t step) {
+    MutexLock lock(mutex_);
+    while (committed_ < step) changed_.Wait(mutex_);
+  }
+  std::vector<StepOutcome> outcomes() const {
+    MutexLock lock(mutex_);
+    return outcomes_;
+  }
+  std::vector<absl::Status> refusals() const {
+    MutexLock lock(mutex_);
+    return refusals_;
+  }
+  std::vector<int> waiting() const {
+    MutexLock lock(mutex_);
+    return waiting_;
+  }
+  absl::Status detached() const {
+    MutexLock lock(mutex_);
+    return detached_;
+  }
+  // By chunk; nullopt where the pool was empty.
+  std::map<int, std::optional<std::vector<std::byte>>> shards() const {
+    MutexLock lock(mutex_);
+    return shards_;
+  }
+
+ private:
+  mutable Mutex mutex_;
+  CondVar changed_;
+  std::vector<int> waiting_ ABSL_GUARDED_BY(mutex_);
+  std::vector<absl::Status> refusals_ ABSL_GUARDED_BY(mutex_);
+  std::vector<StepOutcome> outcomes_ ABSL_GUARDED_BY(mutex_);
+  std::map<int, std::optional<std::vector<std::byte>>> shards_ ABSL_GUARDED_BY(mutex_);
+  uint64_t committed_ ABSL_GUARDED_BY(mutex_) = 0;
+  absl::Status detached_ ABSL_GUARDED_BY(mutex_);
+};
+
+// All ranks of one job.
+class JobDriver {
+ public:
+  JobDriver(Engine& engine, JobSpec spec) : job_(engine.CreateJob(std::move(spec)).value()) {}
+  explicit JobDriver(std::shared_ptr<Job> job) : job_(std::move(job)) {}
+
+  Job& job() { return *job_; }
+  const Layout& layout() const { return job_->layout(); }
+  RankStream& stream(int rank) { return *streams_[rank]; }
+  RecordingListener& listener(int rank) { return *listeners_[rank]; }
+  uint64_t next_step() const { return job_->Status().committed_step + 1; }
+
+  // Weights from TestValue, zeros in the padding.
+  void UploadWeights(uint64_t seed = 1) {
+    for (int c = 0; c < static_cast<int>(layout().chunks().size()); ++c) {
+      const std::vector<float> weights = Values(c, seed);
+      const auto piece = AsPiece(weights);
+      (void)job_->WriteInitialWeights(c, {piece}).value();
+    }
+  }
+
+  void AttachAll() {
+    for (int rank = 0; rank < layout().world_size(); ++rank) Attach(rank);
+  }
+  void Attach(int rank, const std::string& process = "") {
+    const std::string process_id = process.empty() ? "process" + std::to_string(rank) : process;
+    const auto attachment = job_->Attach({.rank = rank, .process_id = process_id}).value();
+    listeners_[rank] = std::make_shared<RecordingListener>();
+    streams_[rank] = job_->OpenStream({.uid = job_->uid(),
+                                       .rank = rank,
+                                       .process_id = process_id,
+                                       .generation = attachment.generation},
+                                      listeners_[rank])
+                         .value();
+  }
+
+  void BeginAll(const StepSettings& settings = {}) {
+    for (auto& [rank, stream] : streams_) Check(stream->BeginStep(next_step(), settings));
+  }
+
+  // The chunk's part of TestValue(seed), zeros in the padding.
+  std::vector<float> Values(int chunk, uint64_t seed) const {
+    const Chunk& place = layout().chunks()[chunk];
+    std::vector<float> values(place.elements, 0.0f);
+    for (const ChunkPiece& piece : layout().Pieces(chunk)) {
+      for (int64_t i = 0; i < piece.elements; ++i) {
+        const int64_t at = piece.chunk_offset + i;
+        values[at] = TestValue(seed, place.group, place.begin + at);
+      }
+    }
+    return values;
+  }
+
+  std::vector<std::byte> Encode(int chunk, const std::vector<float>& values) const {
+    const DType dtype = job_->spec().groups[layout().chunks()[chunk].group].wire_dtype;
+    std::vector<std::byte> bytes(values.size() * SizeBytes(dtype));
+    for (size_t i = 0; i < values.size(); ++i) StoreElement(bytes.data(), dtype, i, values[i]);
+    return bytes;
+  }
+
+  absl::StatusOr<ContributionResult> Send(int chunk, const std::vector<float>& values,
+                                          uint32_t micro_step, bool final = false) {
+    const std::vector<std::byte> bytes = Encode(chunk, values);
+    const absl::Span<const std::byte> piece(bytes);
+    return stream(layout().chunks()[chunk].rank)
+        .Contribute({.step = next_step(),
+                     .chunk = chunk,
+                     .micro_step_begin = micro_step,
+                     .micro_step_end = micro_step + 1,
+                     .final = final,
+                     .payload = {&piece, 1}});
+  }
+  // Every chunk's part of TestValue(seed).
+  void SendAll(uint64_t seed, uint32_t micro_step, bool final = false) {
+    for (int c = 0; c < static_cast<int>(layout().chunks().size()); ++c) {
+      Check(Send(c, Values(c, seed), micro_step, final).status());
+    }
+  }
+  void EndMicroStepAll(uint32_t micro_step, const UsedParameters& used = {}) {
+    for (auto& [rank, stream] : streams_) {
+      Check(stream->EndMicroStep(next_step(), micro_step, used));
+    }
+  }
+  void SealAll(uint32_t micro_steps) {
+    const uint64_t step = next_step();
+    for (auto& [rank, stream] : streams_) {
+      const auto refusal = stream->Seal(step, micro_steps).value();
+      if (refusal.has_value()) Check(refusal->status);
+    }
+    for (auto& [rank, listener] : listeners_) listener->WaitForCommit(step);
+  }
+  // A whole step with gradients TestValue(seed + micro-step).
+  StepOutcome Step(uint64_t seed, uint32_t micro_steps = 1, const StepSettings& settings = {}) {
+    BeginAll(settings);
+    for (uint32_t m = 0; m < micro_steps; ++m) {
+      SendAll(seed + m, m, m + 1 == micro_steps);
+      EndMicroStepAll(m);
+    }
+    SealAll(micro_steps);
+    return listener(0).outcomes().back();
+  }
+
+  void DetachAll() { streams_.clear(); }
+
+ private:
+  static absl::Span<const std::byte> AsPiece(const std::vector<float>& values) {
+    return absl::MakeConstSpan(reinterpret_cast<const std::byte*>(values.data()),
+                               values.size() * sizeof(float));
+  }
+  static void Check(const absl::Status& status) {
+    if (!status.ok())
+      throw std::runtime_error(status.ToString());  // Fails the test, with its text.
+  }
+
+  std::shared_ptr<Job> job_;
+  std::map<int, std::shared_ptr<RecordingListener>> listeners_;
+  std::map<int, std::unique_ptr<RankStream>> streams_;
+};
+
+}  // namespace ballast
+
+#endif  // BALLAST_TESTS_CPU_OPTIMIZER_SERVICE_JOB_DRIVER_H_

@@ -1,0 +1,72 @@
+#include "cpu_optimizer_service/common/job_spec.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <limits>
+
+namespace ballast {
+namespace {
+
+using ::testing::HasSubstr;
+
+JobSpec Spec() {
+  JobSpec spec;
+  spec.name = "gpt2-124M.run_1";
+  spec.groups = {{.name = "decay"}, {.name = "no_decay"}};
+  spec.layout.group_count = 2;
+  spec.layout.parameters = {{.name = "w", .shape = {4, 4}, .group = 0}};
+  spec.layout.partitions = {{.rank = 0, .group = 0, .begin = 0, .end = 256}};
+  return spec;
+}
+
+TEST(JobSpec, NamesBecomeDirectoriesAndAreCheckedAsSuch) {
+  EXPECT_TRUE(Validate(Spec()).ok());
+  for (const char* name : {"", ".", "..", ".hidden", "a/b", "a b", "a\n", "\xc3\xa9"}) {
+    JobSpec spec = Spec();
+    spec.name = name;
+    EXPECT_EQ(Validate(spec).code(), absl::StatusCode::kInvalidArgument) << name;
+  }
+  JobSpec spec = Spec();
+  spec.name = std::string(129, 'x');
+  EXPECT_FALSE(Validate(spec).ok());
+}
+
+TEST(JobSpec, GroupsAreCheckedByName) {
+  JobSpec twice = Spec();
+  twice.groups[1].name = "decay";
+  EXPECT_THAT(std::string(Validate(twice).message()), HasSubstr("two groups are named decay"));
+  JobSpec lr = Spec();
+  lr.groups[1].hyper_parameters.lr = -1;
+  EXPECT_THAT(std::string(Validate(lr).message()), HasSubstr("group no_decay"));
+  JobSpec count = Spec();
+  count.layout.group_count = 3;
+  EXPECT_FALSE(Validate(count).ok());
+  JobSpec norm = Spec();
+  norm.max_norm = std::numeric_limits<double>::quiet_NaN();
+  EXPECT_FALSE(Validate(norm).ok());
+}
+
+TEST(JobSpec, FirstDifferenceLooksPastHyperParametersThatMayChange) {
+  JobSpec other = Spec();
+  other.groups[0].hyper_parameters.lr = 0.5;
+  EXPECT_EQ(FirstDifference(Spec(), other), "");
+  other.groups[0].hyper_parameters.amsgrad = true;
+  EXPECT_THAT(FirstDifference(Spec(), other), HasSubstr("amsgrad of group decay"));
+  other = Spec();
+  other.groups[1].wire_dtype = DType::kFloat32;
+  EXPECT_EQ(FirstDifference(Spec(), other),
+            "wire_dtype of group no_decay is bf16 here and fp32 there");
+  other = Spec();
+  other.unused_policy = UnusedPolicy::kSkip;
+  EXPECT_EQ(FirstDifference(Spec(), other), "unused_policy is error here and skip there");
+  other = Spec();
+  other.max_micro_steps = 1;
+  EXPECT_THAT(FirstDifference(Spec(), other), HasSubstr("max_micro_steps is 0 here and 1 there"));
+  other = Spec();
+  other.max_norm = 1;
+  EXPECT_THAT(FirstDifference(Spec(), other), HasSubstr("max_norm"));
+}
+
+}  // namespace
+}  // namespace ballast

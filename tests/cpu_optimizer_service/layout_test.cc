@@ -1,0 +1,216 @@
+#include "cpu_optimizer_service/common/layout.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <string>
+
+namespace ballast {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::Pair;
+
+LayoutSpec Spec() {
+  LayoutSpec spec;
+  spec.world_size = 2;
+  spec.group_count = 3;
+  spec.parameters = {{.name = "a", .shape = {10, 30}, .group = 0},
+                     {.name = "zero", .shape = {4, 0}, .group = 0},
+                     {.name = "b", .shape = {500}, .group = 0},
+                     {.name = "frozen", .shape = {7}, .group = 0, .trainable = false},
+                     {.name = "scalar", .shape = {}, .group = 2}};
+  // Flat: group 0 holds 800 elements in 1024, group 1 none, group 2 one in 256.
+  spec.partitions = {{.rank = 1, .group = 0, .begin = 512, .end = 1024},
+                     {.rank = 0, .group = 0, .begin = 0, .end = 512},
+                     {.rank = 0, .group = 2, .begin = 0, .end = 256}};
+  return spec;
+}
+
+std::string ErrorOf(const LayoutSpec& spec) {
+  const absl::Status status = Layout::Create(spec).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  return std::string(status.message());
+}
+
+TEST(Layout, PlacesParametersInFlatSpacesPaddedToBlocks) {
+  const Layout layout = Layout::Create(Spec()).value();
+  EXPECT_EQ(layout.flat_elements(0), 1024);
+  EXPECT_EQ(layout.flat_elements(1), 0);
+  EXPECT_EQ(layout.flat_elements(2), 256);
+  EXPECT_EQ(layout.place(0).offset, 0);
+  EXPECT_EQ(layout.place(1).offset, 300);
+  EXPECT_EQ(layout.place(1).elements, 0);
+  EXPECT_EQ(layout.place(2).offset, 300);
+  EXPECT_EQ(layout.place(3).offset, -1);
+  EXPECT_EQ(layout.place(4).elements, 1);
+  EXPECT_EQ(layout.FindParameter("b"), 2);
+  EXPECT_EQ(layout.FindParameter("c"), -1);
+  EXPECT_EQ(layout.ParameterAt(0, 299), 0);
+  EXPECT_EQ(layout.ParameterAt(0, 300), 2);
+  EXPECT_EQ(layout.ParameterAt(0, 800), -1);
+}
+
+TEST(Layout, CutsPartitionsIntoChunksInFlatOrder) {
+  LayoutSpec spec = Spec();
+  spec.chunk_elements = 256;
+  const Layout layout = Layout::Create(spec).value();
+  ASSERT_EQ(layout.chunks().size(), 5u);
+  EXPECT_THAT(std::vector<int>(layout.chunks_of_rank(0).begin(), layout.chunks_of_rank(0).end()),
+              ElementsAre(0, 1, 4));
+  EXPECT_EQ(layout.partition_elements(0), 768);
+  EXPECT_EQ(layout.partition_elements(1), 512);
+  EXPECT_THAT(layout.ChunksOfParameter(0), Pair(0, 2));
+  EXPECT_THAT(layout.ChunksOfParameter(1), Pair(0, 0));
+  EXPECT_THAT(layout.ChunksOfParameter(2), Pair(1, 4));
+  EXPECT_THAT(layout.ChunksOfParameter(3), Pair(0, 0));
+  EXPECT_THAT(layout.ChunksOfParameter(4), Pair(4, 5));
+  const std::vector<ChunkPiece> pieces = layout.Pieces(1);
+  ASSERT_EQ(pieces.size(), 2u);
+  EXPECT_EQ(pieces[0].parameter, 0);
+  EXPECT_EQ(pieces[0].parameter_offset, 256);
+  EXPECT_EQ(pieces[0].chunk_offset, 0);
+  EXPECT_EQ(pieces[0].elements, 44);
+  EXPECT_EQ(pieces[1].parameter, 2);
+  EXPECT_EQ(pieces[1].chunk_offset, 44);
+  EXPECT_EQ(pieces[1].elements, 212);
+  EXPECT_EQ(layout.Pieces(3).size(), 1u);
+}
+
+TEST(Layout, PiecesCoverEveryElementOnce) {
+  LayoutSpec spec;
+  spec.world_size = 3;
+  for (int i = 0; i < 200; ++i) {
+    spec.parameters.push_back({.name = std::to_string(i), .shape = {(i * 37) % 101}});
+  }
+  const auto flat = FlatElements(spec.parameters, 1);
+  spec.partitions = PartitionsOf(MakeBuckets(flat, 3, 2000), 3);
+  spec.chunk_elements = 512;
+  const Layout layout = Layout::Create(spec).value();
+  std::vector<int64_t> next(200, 0);
+  for (int c = 0; c < static_cast<int>(layout.chunks().size()); ++c) {
+    for (const ChunkPiece& piece : layout.Pieces(c)) {
+      EXPECT_EQ(piece.parameter_offset, next[piece.parameter]);
+      EXPECT_EQ(layout.chunks()[c].begin + piece.chunk_offset,
+                layout.place(piece.parameter).offset + piece.parameter_offset);
+      next[piece.parameter] += piece.elements;
+    }
+  }
+  for (int p = 0; p < 200; ++p) EXPECT_EQ(next[p], layout.place(p).elements);
+}
+
+TEST(Layout, RefusesGapsOverlapsAndEdgesWithinBlocks) {
+  LayoutSpec gap = Spec();
+  gap.partitions[0].begin = 768;
+  EXPECT_THAT(ErrorOf(gap), HasSubstr("group 0 leave out elements [512, 768)"));
+  LayoutSpec overlap = Spec();
+  overlap.partitions[1].end = 768;
+  EXPECT_THAT(ErrorOf(overlap), HasSubstr("group 0 overlap in elements [512, 768)"));
+  LayoutSpec tail = Spec();
+  tail.partitions.pop_back();
+  EXPECT_THAT(ErrorOf(tail), HasSubstr("group 2 leave out elements [0, 256)"));
+  LayoutSpec edge = Spec();
+  edge.partitions[0].begin = edge.partitions[1].end = 500;
+  EXPECT_THAT(ErrorOf(edge), HasSubstr("multiples of 256"));
+  LayoutSpec beyond = Spec();
+  beyond.partitions[0].end = 1280;
+  EXPECT_THAT(ErrorOf(beyond), HasSubstr("not within the group's 1024 elements"));
+  LayoutSpec empty = Spec();
+  empty.partitions.push_back({.rank = 0, .group = 1, .begin = 0, .end = 0});
+  EXPECT_THAT(ErrorOf(empty), HasSubstr("is empty"));
+  LayoutSpec rank = Spec();
+  rank.partitions[0].rank = 2;
+  EXPECT_THAT(ErrorOf(rank), HasSubstr("not in a world of 2"));
+  LayoutSpec group = Spec();
+  group.partitions[0].group = -1;
+  EXPECT_THAT(ErrorOf(group), HasSubstr("only 3 groups"));
+}
+
+TEST(Layout, RefusesWhatCannotBeAParameter) {
+  LayoutSpec twice = Spec();
+  twice.parameters[2].name = "a";
+  EXPECT_THAT(ErrorOf(twice), HasSubstr("two parameters are named a"));
+  LayoutSpec nameless = Spec();
+  nameless.parameters[0].name = "";
+  EXPECT_THAT(ErrorOf(nameless), HasSubstr("has no name"));
+  LayoutSpec negative = Spec();
+  negative.parameters[0].shape = {-1};
+  EXPECT_THAT(ErrorOf(negative), HasSubstr("negative size"));
+  LayoutSpec group = Spec();
+  group.parameters[0].group = 3;
+  EXPECT_THAT(ErrorOf(group), HasSubstr("is in group 3"));
+  LayoutSpec huge = Spec();
+  huge.parameters[0].shape = {std::numeric_limits<int64_t>::max(), 8, 0};
+  EXPECT_THAT(ErrorOf(huge), HasSubstr("more than"));
+  LayoutSpec many = Spec();
+  for (auto& parameter : many.parameters) parameter.shape = {kMaxFlatElements};
+  EXPECT_THAT(ErrorOf(many), HasSubstr("more than"));
+}
+
+TEST(Layout, RefusesAbsurdNumbers) {
+  LayoutSpec spec = Spec();
+  spec.chunk_elements = 255;
+  EXPECT_THAT(ErrorOf(spec), HasSubstr("chunk_elements is 255"));
+  spec.chunk_elements = kMaxChunkElements * 2;
+  EXPECT_THAT(ErrorOf(spec), HasSubstr("chunk_elements"));
+  spec = Spec();
+  spec.world_size = 0;
+  EXPECT_THAT(ErrorOf(spec), HasSubstr("world_size is 0"));
+  spec = Spec();
+  spec.group_count = 0;
+  EXPECT_THAT(ErrorOf(spec), HasSubstr("0 groups"));
+}
+
+TEST(Layout, RanksWithNothingAndEmptyGroupsCostNothing) {
+  LayoutSpec spec;
+  spec.world_size = 4;
+  spec.group_count = 2;
+  spec.parameters = {{.name = "p", .shape = {8}, .group = 1},
+                     {.name = "z", .shape = {0}, .group = 0}};
+  spec.partitions = PartitionsOf(MakeBuckets(FlatElements(spec.parameters, 2), 4, 1024), 4);
+  const Layout layout = Layout::Create(spec).value();
+  EXPECT_EQ(layout.chunks().size(), 1u);
+  EXPECT_EQ(layout.chunks_of_rank(0).size(), 1u);
+  for (const int rank : {1, 2, 3}) EXPECT_TRUE(layout.chunks_of_rank(rank).empty());
+  LayoutSpec nothing;
+  EXPECT_TRUE(Layout::Create(nothing).ok());
+}
+
+TEST(Layout, NamesTheFirstDifference) {
+  const Layout layout = Layout::Create(Spec()).value();
+  EXPECT_EQ(layout.FirstDifference(layout), "");
+  LayoutSpec owner = Spec();
+  std::swap(owner.partitions[0].rank, owner.partitions[1].rank);
+  EXPECT_EQ(layout.FirstDifference(Layout::Create(owner).value()),
+            "the owner of chunk 0 is 0 here and 1 there");
+  LayoutSpec frozen = Spec();
+  frozen.parameters[3].trainable = true;
+  EXPECT_THAT(layout.FirstDifference(Layout::Create(frozen).value()),
+              HasSubstr("parameter frozen is frozen here and trainable there"));
+}
+
+TEST(Buckets, SplitAmongRanksAtBlockEdgesForAnyWorldSize) {
+  for (const int world_size : {1, 2, 3, 4, 7}) {
+    const std::vector<int64_t> flat = {256 * 11, 0, 256};
+    const std::vector<Bucket> buckets = MakeBuckets(flat, world_size, 1024);
+    int64_t covered = 0;
+    for (const Bucket& bucket : buckets) {
+      EXPECT_EQ(bucket.shard_elements % kBlockElements, 0);
+      EXPECT_GE(world_size * bucket.shard_elements, bucket.end - bucket.begin);
+      covered += bucket.end - bucket.begin;
+    }
+    EXPECT_EQ(covered, 256 * 12);
+    LayoutSpec spec;
+    spec.world_size = world_size;
+    spec.group_count = 3;
+    spec.parameters = {{.name = "a", .shape = {256 * 11}, .group = 0},
+                       {.name = "b", .shape = {3}, .group = 2}};
+    spec.partitions = PartitionsOf(buckets, world_size);
+    EXPECT_TRUE(Layout::Create(spec).ok()) << world_size << " ranks";
+  }
+}
+
+}  // namespace
+}  // namespace ballast

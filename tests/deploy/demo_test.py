@@ -1,0 +1,242 @@
+#!/usr/bin/env python3
+"""deploy/demo.sh and deploy/run_workers.sh with stand-ins for the binaries: what they start, what they
+leave behind, and what bad input gets."""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import unittest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+# Binds its address as ballastd does, says it, and stays until SIGTERM.
+SERVICE = """#!/usr/bin/env python3
+import os, signal, socket, sys
+flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+open(os.environ["PIDS"], "a").write(f"{os.getpid()}\\n")
+host, port = flags["--listen"].rsplit(":", 1)
+server = socket.socket()
+try:
+    server.bind((host, int(port)))
+except OSError as error:
+    sys.exit(f"cannot listen on {host}:{port}: {error.strerror}; choose another address")
+with open(flags["--port-file"] + ".tmp", "w") as file:
+    file.write(f"{host}:{server.getsockname()[1]}\\n")
+os.rename(flags["--port-file"] + ".tmp", flags["--port-file"])
+signal.sigwait([signal.SIGTERM])
+"""
+
+# Writes what ballast-worker writes. Environment variables make it fail in one way or another.
+WORKER = """#!/usr/bin/env python3
+import json, os, pathlib, struct, sys, time
+open(os.environ["PIDS"], "a").write(f"{os.getpid()}\\n")
+words = [part for word in sys.argv[1:] for part in word.split("=", 1)]
+flags = dict(zip(words[0::2], words[1::2]))
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+local = flags["--optimizer"] == "local"
+assert local or flags["--service"]
+if os.environ.get("HANG"):
+    time.sleep(60)
+if os.environ.get("KILL_SERVICE") and rank == 0:
+    service = int(open(os.environ["PIDS"]).read().split()[0])
+    os.kill(service, 9)
+    sys.exit("the stream broke")
+if os.environ.get("FAIL_RANK") == str(rank):
+    sys.exit("loss is not finite; lower the learning rate")
+if os.environ.get("FAIL_RANK"):
+    time.sleep(60)
+print(f"rank {rank} of {world} done")
+if rank == 0:
+    out = pathlib.Path(flags["--out"])
+    out.mkdir(exist_ok=True)
+    try:
+        (out / "filler.bin").write_bytes(bytes(int(os.environ.get("FILL", "0"))))
+    except OSError as error:
+        sys.exit(f"cannot write {out}: {error.strerror}; make room")
+    (out / "filler.bin").unlink()
+    weights = [1.0] * 8
+    if local and os.environ.get("DIVERGE"):
+        weights[5] = 2.0
+    (out / "weights.bin").write_bytes(b"".join(struct.pack("<f", w)[2:] for w in weights))
+    (out / "losses.csv").write_text("step,loss\\n1,5.5\\n2,5.0\\n")
+    (out / "worker.json").write_text(json.dumps(dict(
+        steps=int(flags["--steps"]), workers=world, micro_steps=int(flags["--micro-steps"]),
+        parameters=8, groups=2, first_loss=5.5, last_loss=5.0, tokens_per_second=100.0,
+        step_seconds_median=0.1, tensors=[dict(name="a", begin=0, elements=4),
+                                          dict(name="b", begin=4, elements=4)])))
+"""
+
+CLI = """#!/bin/sh
+echo "$@" >>"$ASKED"
+echo "answer to $1"
+"""
+
+SUMMARY_FIELDS = [
+    "steps", "workers", "micro_steps", "parameters", "groups", "first_loss", "last_loss",
+    "weights_sha256_service", "weights_sha256_local", "bit_identical", "tokens_per_second",
+    "step_seconds_median"]
+
+
+class Demo(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.dir = pathlib.Path(folder.name)
+        self.out = self.dir / "out"
+        for name, text in (("ballastd", SERVICE), ("ballast-worker", WORKER), ("ballast", CLI)):
+            binary = self.dir / "bin" / name
+            binary.parent.mkdir(exist_ok=True)
+            binary.write_text(text)
+            binary.chmod(0o755)
+        (self.dir / "pids").touch()
+        (self.dir / "tmp").mkdir()
+        self.environment = os.environ | {
+            "BALLAST_BIN_DIR": str(self.dir / "bin"), "PIDS": str(self.dir / "pids"),
+            "ASKED": str(self.dir / "asked"), "TMPDIR": str(self.dir / "tmp")}
+
+    def demo(self, *flags, out=None, **environment):
+        return subprocess.run(
+            [ROOT / "deploy/demo.sh", "--out", out or self.out, *flags], text=True, timeout=60,
+            capture_output=True, check=False, env=self.environment | environment)
+
+    def assert_refused(self, result, words):
+        """One line that says `words`, a code that is not zero, nothing half written, nobody left."""
+        self.assertNotEqual(result.returncode, 0)
+        self.assertEqual(len(result.stderr.splitlines()), 1, result.stderr)
+        self.assertIn(words, result.stderr)
+        self.assertFalse(self.out.exists(), "something was left under --out")
+        self.assert_nobody_left()
+
+    def assert_nobody_left(self):
+        for pid in (self.dir / "pids").read_text().split():
+            self.assertFalse(pathlib.Path("/proc", pid).exists(), f"process {pid} was left behind")
+
+    def test_writes_all_results_and_leaves_nobody(self):
+        result = self.demo("--workers", "3", "--steps=2", "--micro-steps", "4")
+        self.assertEqual(result.returncode, 0, result.stderr)
+        summary = json.loads((self.out / "summary.json").read_text())
+        self.assertEqual(list(summary), SUMMARY_FIELDS)
+        self.assertEqual((summary["workers"], summary["steps"], summary["micro_steps"]), (3, 2, 4))
+        self.assertTrue(summary["bit_identical"])
+        self.assertEqual(summary["weights_sha256_service"], summary["weights_sha256_local"])
+        self.assertIn("</svg>", (self.out / "loss.svg").read_text())
+        self.assertTrue((self.out / "local/weights.bin").exists())
+        self.assertEqual([p.name for p in self.out.iterdir() if p.name.startswith(".")], [])
+        self.assertEqual(list((self.dir / "tmp").iterdir()), [])
+        asked = (self.dir / "asked").read_text()
+        for question in ("job demo", "groups demo", "state demo h.0.attn.c_attn.weight", "close demo"):
+            self.assertIn(question, asked)
+        self.assertIn("rank 0 of 3 done", result.stdout)
+        self.assertNotIn("rank 1 of 3 done", result.stdout)
+        self.assert_nobody_left()
+
+    def test_says_where_the_weights_part(self):
+        result = self.demo(DIVERGE="1")
+        self.assertEqual(result.returncode, 1)
+        self.assertIn("part first in b, element 1 of 4: 1.0 with the service, 2.0", result.stderr)
+        self.assertFalse(json.loads((self.out / "summary.json").read_text())["bit_identical"])
+
+    def test_passes_on_what_the_failed_worker_said_and_stops_the_rest(self):
+        result = self.demo("--workers", "3", FAIL_RANK="1")
+        self.assert_refused(result, "rank 1 of 3 failed: loss is not finite; lower the learning rate")
+
+    def test_says_that_the_service_died(self):
+        result = self.demo("--workers", "1", KILL_SERVICE="1")
+        self.assert_refused(result, "the service died during the training")
+
+    def test_refuses_a_missing_text(self):
+        self.assert_refused(self.demo("--text", "/nowhere.txt"), "--text /nowhere.txt does not exist")
+
+    def test_refuses_an_empty_text(self):
+        self.assert_refused(self.demo("--text", "/dev/null"), "--text /dev/null is empty")
+
+    def test_refuses_counts_that_are_no_positive_numbers(self):
+        for value in ("0", "-1", "two", "1.5", "", "99999999999999999999", "65"):
+            with self.subTest(value):
+                self.assert_refused(self.demo("--workers", value), f"--workers is '{value}', expected")
+
+    def test_refuses_an_unknown_flag_and_a_flag_without_value(self):
+        self.assert_refused(self.demo("--worker", "2"), "unknown flag '--worker'")
+        self.assert_refused(self.demo("--steps"), "--steps needs a value")
+
+    def test_refuses_a_taken_port(self):
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{taken.getsockname()[1]}"
+            self.assert_refused(self.demo("--listen", address), f"cannot listen on {address}: ")
+
+    def test_refuses_an_out_that_cannot_be_made(self):
+        (self.dir / "file").touch()
+        out = self.dir / "file/out"
+        self.assert_refused(self.demo(out=out), f"cannot make {out}; choose another")
+
+    def test_stops_everybody_when_it_is_stopped(self):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with self.subTest(number), subprocess.Popen(
+                    [ROOT / "deploy/demo.sh", "--out", self.out], stdout=subprocess.DEVNULL,
+                    env=self.environment | {"HANG": "1"}) as process:
+                (self.dir / "pids").write_text("")
+                deadline = time.monotonic() + 30
+                while len((self.dir / "pids").read_text().split()) < 3:  # The service and two workers.
+                    self.assertLess(time.monotonic(), deadline)
+                    time.sleep(0.02)
+                process.send_signal(number)
+                self.assertEqual(process.wait(30), 128 + number)
+                self.assert_nobody_left()
+                self.assertFalse(self.out.exists())
+
+    def on_small_disk(self, mebibytes, **environment):
+        """Runs the demo with --out on a file system of that size; skips where none can be mounted."""
+        disk = self.dir / "disk"
+        disk.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", disk]
+        if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
+            self.skipTest("needs to mount a tmpfs")
+        try:
+            result = self.demo(out=disk / "out", **environment)
+            self.assertEqual(list(disk.iterdir()), [], "something was left on the full disk")
+        finally:
+            subprocess.run(["umount", disk], check=True)
+        return result
+
+    def test_refuses_a_disk_that_is_too_small(self):
+        self.assert_refused(self.on_small_disk(1), "1 MiB free, the demo needs 64")
+
+    def test_leaves_nothing_when_the_disk_fills_up(self):
+        result = self.on_small_disk(70, FILL=str(80 << 20))
+        self.assert_refused(result, "No space left on device; make room")
+
+
+class Launcher(unittest.TestCase):
+    def launch(self, count, script, **environment):
+        logs = tempfile.TemporaryDirectory()
+        self.addCleanup(logs.cleanup)
+        return subprocess.run([ROOT / "deploy/run_workers.sh", count, logs.name, "bash", "-c", script],
+                              capture_output=True, text=True, timeout=60, check=False,
+                              env=os.environ | environment)
+
+    def test_sets_what_torchrun_sets(self):
+        variables = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        script = "echo " + " ".join(f"${name}" for name in variables)
+        result = self.launch("2", script, MASTER_PORT="1234")
+        self.assertEqual(result.stdout, "0 0 2 2 127.0.0.1 1234\n")
+
+    def test_returns_the_code_of_the_first_that_fails(self):
+        result = self.launch("3", 'if [ $RANK = 2 ]; then echo "no disk" >&2; exit 7; fi; exec sleep 60')
+        self.assertEqual((result.returncode, result.stderr), (7, "rank 2 of 3 failed: no disk\n"))
+
+    def test_refuses_no_workers(self):
+        self.assertIn("not '0'", self.launch("0", "true").stderr)
+
+
+if __name__ == "__main__":
+    if shutil.which("bash") is None:
+        raise SystemExit("bash is not installed")
+    unittest.main()

@@ -1,0 +1,58 @@
+// Runs every rank of a world as a thread of the test, with the collectives of real workers.
+#ifndef BALLAST_TESTS_GPU_WORKER_RANKS_H_
+#define BALLAST_TESTS_GPU_WORKER_RANKS_H_
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "gpu_worker/collective.h"
+#include "gpu_worker/gloo_collective.h"
+#include "gpu_worker/single_collective.h"
+#include "gpu_worker/tcp_store.h"
+
+namespace ballast::worker {
+
+enum class Backend { kSingle, kGloo };
+
+// Calls body(collective) on `world_size` threads and waits for all. Rank 0 takes any free port.
+inline void RunRanks(Backend backend, int world_size, std::chrono::milliseconds timeout,
+                     const std::function<void(Collective&)>& body) {
+  if (backend == Backend::kSingle) {
+    SingleCollective collective;
+    body(collective);
+    return;
+  }
+  const std::unique_ptr<TcpStore> served =
+      TcpStore::Open({.rank = 0, .world_size = world_size, .timeout = timeout}).value();
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < world_size; ++rank) {
+    ranks.emplace_back([&, rank] {
+      std::unique_ptr<TcpStore> connected;
+      if (rank > 0) {
+        connected = TcpStore::Open({.rank = rank,
+                                    .world_size = world_size,
+                                    .port = served->port(),
+                                    .timeout = timeout})
+                        .value();
+      }
+      const std::unique_ptr<Collective> collective =
+          ConnectGloo({.rank = rank, .world_size = world_size, .timeout = timeout},
+                      rank > 0 ? *connected : *served)
+              .value();
+      body(*collective);
+    });
+  }
+  for (std::thread& rank : ranks) rank.join();
+}
+
+inline void RunRanks(int world_size, const std::function<void(Collective&)>& body) {
+  RunRanks(world_size == 1 ? Backend::kSingle : Backend::kGloo, world_size,
+           std::chrono::seconds(60), body);
+}
+
+}  // namespace ballast::worker
+
+#endif  // BALLAST_TESTS_GPU_WORKER_RANKS_H_

@@ -1,0 +1,115 @@
+#include "gpu_worker/run_output.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <nlohmann/json.hpp>
+
+#include "gpu_worker/cpu/cpu_gpt.h"
+#include "gpu_worker/progress.h"
+#include "gpu_worker/single_collective.h"
+#include "gpu_worker/worker_run.h"
+
+namespace ballast::worker {
+namespace {
+
+using testing::HasSubstr;
+using testing::StartsWith;
+
+std::string ReadAll(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+}
+
+StepReport SomeReport() {
+  StepReport report;
+  report.step = 12;
+  report.loss = 3.25;
+  report.norm = 1.5;
+  report.clip_coefficient = 0.5;
+  report.applied = true;
+  report.seconds = 0.25;
+  report.tokens_per_second = 4096;
+  report.times = {.compute = 0.2, .reduce = 0.02, .send = 0.01, .update = 0.015, .receive = 0.005};
+  return report;
+}
+
+WorkerOptions TinyRun(const std::string& out) {
+  WorkerOptions options;
+  options.model = {.layers = 1, .heads = 2, .width = 16, .context = 16};
+  options.trainer.batch = 2;
+  options.trainer.steps = 3;
+  options.optimizer_name = "local";
+  options.out = out;
+  return options;
+}
+
+TEST(Progress, LineHasTheStepAndItsSplit) {
+  EXPECT_EQ(FormatProgress(SomeReport(), 80),
+            "step 12/80  loss 3.2500  norm 1.500  4096 tokens/s  250 ms: compute 200 reduce 20 "
+            "send 10 update 15 receive 5");
+  StepReport skipped = SomeReport();
+  skipped.applied = false;
+  skipped.skip_reason = "gradient of wte is not finite";
+  EXPECT_THAT(FormatProgress(skipped, 80), HasSubstr("skipped: gradient of wte is not finite"));
+}
+
+TEST(RunOutput, LossesAreALineAStep) {
+  const std::vector<StepReport> reports = {SomeReport()};
+  EXPECT_EQ(LossesCsv(reports),
+            "step,loss,norm,clip,tokens_per_second,seconds,compute,reduce,send,update,receive\n"
+            "12,3.25,1.5,0.5,4096,0.25,0.2,0.02,0.01,0.015,0.005\n");
+}
+
+TEST(RunOutput, Sha256OfAKnownText) {
+  EXPECT_EQ(Sha256Hex("abc"), "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
+}
+
+TEST(RunOutput, ARunLeavesItsThreeFiles) {
+  const std::string out = testing::TempDir() + "/run_output_files";
+  std::filesystem::remove_all(out);
+  SingleCollective collective;
+  ASSERT_TRUE(
+      RunWorker(TinyRun(out), collective, MakeLocalOptimizer, [](const StepReport&) {}).ok());
+
+  const std::string weights = ReadAll(out + "/weights.bin");
+  const nlohmann::json json = nlohmann::json::parse(ReadAll(out + "/worker.json"));
+  EXPECT_EQ(json["parameters"].get<size_t>() * 2, weights.size());
+  EXPECT_EQ(json["weights_sha256"], Sha256Hex(weights));
+  EXPECT_EQ(json["steps"], 3);
+  EXPECT_EQ(json["groups"], 2);
+  EXPECT_EQ(json["workers"], 1);
+  EXPECT_EQ(json["micro_steps"], 2);
+  EXPECT_GT(json["first_loss"], 5.0);
+  EXPECT_GT(json["tokens_per_second"], 0.0);
+  EXPECT_THAT(ReadAll(out + "/losses.csv"), StartsWith("step,loss"));
+  // Nothing else, nothing partial.
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(out), {}), 3);
+}
+
+TEST(RunOutput, AFullDiskLeavesNothingHalfWritten) {
+  if (!std::filesystem::exists("/dev/full")) GTEST_SKIP() << "no /dev/full here";
+  const std::string directory = testing::TempDir() + "/run_output_full";
+  std::filesystem::remove_all(directory);
+  std::filesystem::create_directories(directory);
+  std::filesystem::create_symlink("/dev/full", directory + "/file.partial");
+  const absl::Status status = WriteFile(directory + "/file", "contents");
+  EXPECT_THAT(status.message(), HasSubstr("No space left on device"));
+  EXPECT_THAT(status.message(), HasSubstr("--out"));
+  EXPECT_TRUE(std::filesystem::is_empty(directory));
+}
+
+TEST(RunOutput, AnOutputThatCannotBeWrittenIsSaidBeforeTraining) {
+  SingleCollective collective;
+  int steps = 0;
+  const absl::Status status = RunWorker(TinyRun("/proc/nowhere"), collective, MakeLocalOptimizer,
+                                        [&](const StepReport&) { ++steps; });
+  EXPECT_THAT(status.message(), HasSubstr("cannot write /proc/nowhere"));
+  EXPECT_EQ(steps, 0);
+}
+
+}  // namespace
+}  // namespace ballast::worker

@@ -1,0 +1,141 @@
+#include "proto/convert.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+namespace ballast::proto {
+namespace {
+
+using ::testing::HasSubstr;
+
+JobSpec SomeJob() {
+  JobSpec spec;
+  spec.name = "gpt2";
+  spec.groups = {
+      {.name = "decay", .hyper_parameters = {.lr = 0.5, .beta1 = 0.1, .weight_decay = 0.25}},
+      {.name = "no_decay",
+       .hyper_parameters = {.lr = 3,
+                            .beta1 = 0.2,
+                            .beta2 = 0.3,
+                            .eps = 1e-15,
+                            .weight_decay = 0,
+                            .decoupled_weight_decay = false,
+                            .bias_correction = false,
+                            .amsgrad = true,
+                            .maximize = true},
+       .wire_dtype = DType::kFloat32,
+       .return_dtype = DType::kFloat16}};
+  spec.layout.world_size = 2;
+  spec.layout.group_count = 2;
+  spec.layout.parameters = {{.name = "h.0/w", .shape = {3, 4}, .group = 0},
+                            {.name = "scale", .shape = {}, .group = 1},
+                            {.name = "frozen", .shape = {0, 7}, .group = 1, .trainable = false}};
+  spec.layout.partitions = {{.rank = 0, .group = 0, .begin = 0, .end = 256},
+                            {.rank = 1, .group = 1, .begin = 0, .end = 256}};
+  spec.layout.chunk_elements = 512;
+  spec.max_norm = 1.5;
+  spec.unused_policy = UnusedPolicy::kZero;
+  spec.max_micro_steps = 4;
+  return spec;
+}
+
+TEST(JobSpec, SurvivesTheWireInEveryField) {
+  const absl::StatusOr<JobSpec> read = FromProto(ToProto(SomeJob()));
+  ASSERT_TRUE(read.ok()) << read.status();
+  EXPECT_EQ(*read, SomeJob());
+}
+
+TEST(JobSpec, UnderstandsBareNamesAndResourceNames) {
+  v1::Job job = ToProto(SomeJob());
+  EXPECT_EQ(job.name(), "jobs/gpt2");
+  EXPECT_EQ(job.groups(0).name(), "jobs/gpt2/groups/decay");
+  EXPECT_EQ(job.parameters(0).name(), "jobs/gpt2/parameters/h.0/w");
+  job.set_name("gpt2");
+  job.mutable_groups(0)->set_name("decay");
+  job.mutable_parameters(0)->set_name("h.0/w");
+  const absl::StatusOr<JobSpec> read = FromProto(job);
+  ASSERT_TRUE(read.ok()) << read.status();
+  EXPECT_EQ(*read, SomeJob());
+}
+
+TEST(JobSpec, DefaultsAreThoseOfTheProtocol) {
+  v1::Job job = ToProto(SomeJob());
+  job.set_chunk_elements(0);
+  job.set_unused_policy(v1::UNUSED_POLICY_UNSPECIFIED);
+  job.mutable_groups(1)->set_wire_dtype(v1::DTYPE_UNSPECIFIED);
+  job.mutable_groups(1)->set_return_dtype(v1::DTYPE_UNSPECIFIED);
+  const absl::StatusOr<JobSpec> read = FromProto(job);
+  ASSERT_TRUE(read.ok()) << read.status();
+  EXPECT_EQ(read->layout.chunk_elements, kMaxChunkElements);
+  EXPECT_EQ(read->unused_policy, UnusedPolicy::kError);
+  EXPECT_EQ(read->groups[1].wire_dtype, DType::kBFloat16);
+  EXPECT_EQ(read->groups[1].return_dtype, DType::kBFloat16);
+}
+
+TEST(JobSpec, UnknownEnumValuesAreInvalid) {
+  v1::Job job = ToProto(SomeJob());
+  job.mutable_groups(1)->set_wire_dtype(static_cast<v1::DType>(77));
+  EXPECT_EQ(FromProto(job).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(FromProto(job).status().message(), HasSubstr("group 'no_decay': wire_dtype is 77"));
+
+  job = ToProto(SomeJob());
+  job.set_unused_policy(static_cast<v1::UnusedPolicy>(-1));
+  EXPECT_EQ(FromProto(job).status().code(), absl::StatusCode::kInvalidArgument);
+}
+
+TEST(HyperParameters, EveryAbsentFieldIsNamed) {
+  const google::protobuf::Descriptor& fields = *v1::HyperParameters::descriptor();
+  ASSERT_EQ(fields.field_count(), 9);
+  for (int i = 0; i < fields.field_count(); ++i) {
+    v1::HyperParameters values = ToProto(HyperParameters());
+    values.GetReflection()->ClearField(&values, fields.field(i));
+    const absl::StatusOr<HyperParameters> read = FullFromProto(values);
+    EXPECT_EQ(read.status().code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_THAT(read.status().message(), HasSubstr(fields.field(i)->name()));
+  }
+}
+
+TEST(HyperParameterOverrides, SurviveTheWirePresentOrAbsent) {
+  HyperParameterOverrides all = {.lr = 1,
+                                 .beta1 = 0.2,
+                                 .beta2 = 0.3,
+                                 .eps = 4,
+                                 .weight_decay = 5,
+                                 .decoupled_weight_decay = false,
+                                 .bias_correction = true,
+                                 .maximize = false};
+  EXPECT_EQ(OverridesFromProto(ToProto(all)).value(), all);
+  const HyperParameterOverrides none;
+  EXPECT_EQ(OverridesFromProto(ToProto(none)).value(), none);
+}
+
+TEST(HyperParameterOverrides, CannotChangeAmsgrad) {
+  v1::HyperParameters changes;
+  changes.set_amsgrad(false);
+  EXPECT_EQ(OverridesFromProto(changes).status().code(), absl::StatusCode::kInvalidArgument);
+}
+
+TEST(ResourceName, IsTakenApart) {
+  EXPECT_EQ(ParseJobName("jobs/a")->job, "a");
+  const ResourceName group = ParseGroupName("jobs/a/groups/g").value();
+  EXPECT_EQ(group.job, "a");
+  EXPECT_EQ(group.child, "g");
+  const ResourceName parameter = ParseParameterName("jobs/a/parameters/x/parameters/y").value();
+  EXPECT_EQ(parameter.job, "a");
+  EXPECT_EQ(parameter.child, "x/parameters/y");
+}
+
+TEST(ResourceName, OfAnotherFormIsInvalid) {
+  for (const char* name : {"", "a", "jobs", "jobs/", "jobs/a/b", "job/a"}) {
+    EXPECT_EQ(ParseJobName(name).status().code(), absl::StatusCode::kInvalidArgument) << name;
+  }
+  for (const char* name :
+       {"", "jobs/a", "jobs/a/groups", "jobs/a/groups/", "jobs//groups/g", "jobs/a/parameters/p"}) {
+    EXPECT_EQ(ParseGroupName(name).status().code(), absl::StatusCode::kInvalidArgument) << name;
+  }
+  EXPECT_EQ(ParseParameterName("jobs/a/groups/g").status().code(),
+            absl::StatusCode::kInvalidArgument);
+}
+
+}  // namespace
+}  // namespace ballast::proto

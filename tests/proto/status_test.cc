@@ -1,0 +1,51 @@
+#include "proto/status.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "google/rpc/status.pb.h"
+
+namespace ballast::proto {
+namespace {
+
+TEST(Status, OfEveryCodeCrossesTheWireWithErrorInfo) {
+  for (int code = 1; code <= 16; ++code) {
+    const absl::Status status(static_cast<absl::StatusCode>(code), "what to do");
+    const grpc::Status sent = ToGrpc(status);
+    EXPECT_EQ(sent.error_code(), code);
+    EXPECT_EQ(FromGrpc(sent), status);
+
+    google::rpc::Status details;
+    ASSERT_TRUE(details.ParseFromString(sent.error_details()));
+    EXPECT_EQ(details.code(), code);
+    EXPECT_EQ(details.message(), "what to do");
+    ASSERT_EQ(details.details_size(), 1);
+    EXPECT_EQ(details.details(0).type_url(), "type.googleapis.com/google.rpc.ErrorInfo");
+    google::rpc::ErrorInfo info;
+    ASSERT_TRUE(details.details(0).UnpackTo(&info));
+    EXPECT_EQ(info.domain(), "ballast");
+    EXPECT_EQ(info.reason(), absl::StatusCodeToString(status.code()));
+  }
+}
+
+TEST(Status, OkHasNoDetails) {
+  EXPECT_TRUE(ToGrpc(absl::OkStatus()).ok());
+  EXPECT_TRUE(ToGrpc(absl::OkStatus()).error_details().empty());
+  EXPECT_TRUE(FromGrpc(grpc::Status::OK).ok());
+}
+
+TEST(Status, LongMessageIsCutBetweenCharactersSoThatItFitsInTrailers) {
+  std::string message;
+  for (int i = 0; i < 5000; ++i) message += "\u00e4";
+  for (const size_t shift : {0, 1}) {
+    const grpc::Status sent = ToGrpc(absl::InvalidArgumentError(std::string(shift, 'x') + message));
+    EXPECT_LT(sent.error_message().size(), 1100);
+    EXPECT_LT(3 * sent.error_message().size() + sent.error_details().size() * 4 / 3, 8000);
+    google::rpc::Status details;
+    EXPECT_TRUE(details.ParseFromString(sent.error_details()));  // Refuses what is not UTF-8.
+  }
+}
+
+}  // namespace
+}  // namespace ballast::proto

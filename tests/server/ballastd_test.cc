@@ -1,0 +1,220 @@
+// The binary: its flags, its one-line errors, and what SIGTERM makes it do.
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+#include <thread>
+
+#include "proto/convert.h"
+#include "tests/server/service_for_tests.h"
+
+namespace ballast::server {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+std::string ReadFile(const std::string& path) {
+  std::ifstream file(path);
+  std::ostringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+// A ballastd process. Its standard error goes to a file.
+class Ballastd {
+ public:
+  explicit Ballastd(std::vector<std::string> flags)
+      : directory_(testing::TempDir() + "ballastd_" + std::to_string(getpid()) + "_" +
+                   std::to_string(++started_)) {
+    std::filesystem::create_directories(directory_);
+    flags.insert(flags.begin(), BALLASTD_PATH);
+    flags.push_back("--port-file=" + PortFile());
+    std::vector<char*> arguments;
+    for (std::string& flag : flags) arguments.push_back(flag.data());
+    arguments.push_back(nullptr);
+    const std::string errors = directory_ + "/stderr";
+    pid_ = fork();
+    if (pid_ == 0) {
+      dup2(open(errors.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600), STDERR_FILENO);
+      execv(arguments[0], arguments.data());
+      _exit(127);
+    }
+  }
+  ~Ballastd() {
+    if (pid_ > 0) {
+      kill(pid_, SIGKILL);
+      waitpid(pid_, nullptr, 0);
+    }
+    std::filesystem::remove_all(directory_);
+  }
+
+  // Where it listens. Waits until it does; empty if it ends instead.
+  std::string Address() {
+    while (!std::filesystem::exists(PortFile())) {
+      siginfo_t info = {};
+      waitid(P_PID, pid_, &info, WEXITED | WNOHANG | WNOWAIT);
+      if (info.si_pid != 0) return "";
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+    std::string address = ReadFile(PortFile());
+    return address.substr(0, address.find('\n'));
+  }
+  void Signal(int signal) { kill(pid_, signal); }
+  int ExitCode() {
+    int status = 0;
+    waitpid(pid_, &status, 0);
+    pid_ = -1;
+    return WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
+  }
+  std::string Errors() const { return ReadFile(directory_ + "/stderr"); }
+  const std::string& directory() const { return directory_; }
+
+ private:
+  std::string PortFile() const { return directory_ + "/ports"; }
+
+  static int started_;
+  const std::string directory_;
+  pid_t pid_ = -1;
+};
+int Ballastd::started_ = 0;
+
+// A job of one rank, with weights.
+void CreateJob(const std::string& address, const std::string& name) {
+  const auto channel = grpc::CreateChannel(address, grpc::InsecureChannelCredentials());
+  const auto jobs = v1::JobService::NewStub(channel);
+  const auto train = v1::TrainService::NewStub(channel);
+  JobSpec spec;
+  spec.name = name;
+  spec.groups = {{.name = "g", .hyper_parameters = {}}};
+  spec.layout.parameters = {{.name = "w", .shape = {256}}};
+  spec.layout.partitions = {{.rank = 0, .group = 0, .begin = 0, .end = 256}};
+  v1::CreateJobRequest create;
+  *create.mutable_job() = proto::ToProto(spec);
+  v1::Job job;
+  grpc::ClientContext create_context;
+  ASSERT_TRUE(jobs->CreateJob(&create_context, create, &job).ok());
+  v1::AttachWorkerRequest attach;
+  attach.set_name("jobs/" + name);
+  attach.set_process_id("p");
+  v1::AttachWorkerResponse attached;
+  grpc::ClientContext attach_context;
+  ASSERT_TRUE(jobs->AttachWorker(&attach_context, attach, &attached).ok());
+  v1::UploadWeightsResponse response;
+  grpc::ClientContext upload_context;
+  const auto upload = train->UploadWeights(&upload_context, &response);
+  v1::UploadWeightsRequest request;
+  request.mutable_open()->set_name("jobs/" + name);
+  request.mutable_open()->set_uid(attached.uid());
+  request.mutable_open()->set_process_id("p");
+  request.mutable_open()->set_generation(attached.generation());
+  upload->Write(request);
+  request.mutable_weights()->set_payload(std::string(1024, '\0'));
+  upload->Write(request);
+  upload->WritesDone();
+  ASSERT_TRUE(upload->Finish().ok());
+  ASSERT_TRUE(response.job_ready());
+}
+
+TEST(Ballastd, ExitsWithZeroOnSigtermWithoutJobs) {
+  Ballastd service({"--listen=127.0.0.1:0"});
+  ASSERT_NE(service.Address(), "") << service.Errors();
+  service.Signal(SIGTERM);
+  EXPECT_EQ(service.ExitCode(), 0) << service.Errors();
+  EXPECT_THAT(service.Errors(), HasSubstr("ballastd listening on 127.0.0.1:"));
+}
+
+TEST(Ballastd, SavesEveryJobOnSigterm) {
+  const std::string checkpoints = testing::TempDir() + "ballastd_save_" + std::to_string(getpid());
+  Ballastd service({"--listen=127.0.0.1:0", "--checkpoint-dir=" + checkpoints});
+  CreateJob(service.Address(), "one");
+  CreateJob(service.Address(), "two");
+  service.Signal(SIGTERM);
+  EXPECT_EQ(service.ExitCode(), 0) << service.Errors();
+  EXPECT_TRUE(std::filesystem::exists(checkpoints + "/one/index.json"));
+  EXPECT_TRUE(std::filesystem::exists(checkpoints + "/two/master.safetensors"));
+  std::filesystem::remove_all(checkpoints);
+}
+
+TEST(Ballastd, SaysWhatIsLostOnSigtermWithoutACheckpointDirectory) {
+  Ballastd service({"--listen=127.0.0.1:0"});
+  CreateJob(service.Address(), "one");
+  CreateJob(service.Address(), "two");
+  service.Signal(SIGTERM);
+  EXPECT_EQ(service.ExitCode(), 1);
+  EXPECT_THAT(service.Errors(),
+              AllOf(HasSubstr("lost job one at step 0"), HasSubstr("lost job two at step 0")));
+}
+
+TEST(Ballastd, SaysWhyASaveOnSigtermFailed) {
+  Ballastd service({"--listen=127.0.0.1:0", "--checkpoint-dir=/proc/nowhere"});
+  CreateJob(service.Address(), "one");
+  service.Signal(SIGTERM);
+  EXPECT_EQ(service.ExitCode(), 1);
+  EXPECT_THAT(service.Errors(), AllOf(HasSubstr("lost job one"), HasSubstr("/proc/nowhere")));
+}
+
+TEST(Ballastd, ExitsAtOnceOnASecondSignal) {
+  Ballastd service({"--listen=127.0.0.1:0", "--drain-seconds=100000"});
+  const std::string address = service.Address();
+  CreateJob(address, "one");
+  // A step in progress that will not end.
+  const auto channel = grpc::CreateChannel(address, grpc::InsecureChannelCredentials());
+  const auto train = v1::TrainService::NewStub(channel);
+  v1::GetJobRequest get;
+  get.set_name("jobs/one");
+  v1::Job job;
+  grpc::ClientContext get_context;
+  ASSERT_TRUE(v1::JobService::NewStub(channel)->GetJob(&get_context, get, &job).ok());
+  grpc::ClientContext context;
+  const auto stream = train->Train(&context);
+  v1::TrainRequest request;
+  request.mutable_open()->set_name("jobs/one");
+  request.mutable_open()->set_uid(job.uid());
+  request.mutable_open()->set_process_id("p");
+  request.mutable_open()->set_generation(job.generation());
+  ASSERT_TRUE(stream->Write(request));
+  request.mutable_begin_step()->set_step(1);
+  ASSERT_TRUE(stream->Write(request));
+  v1::TrainResponse response;
+  while (response.acknowledged().messages() < 2) ASSERT_TRUE(stream->Read(&response));
+
+  service.Signal(SIGTERM);
+  service.Signal(SIGINT);  // Not lost if the first has not been taken yet: it is another signal.
+  EXPECT_GT(service.ExitCode(), 128) << service.Errors();
+}
+
+TEST(Ballastd, TellsInOneLineWhatIsWrongWithItsFlags) {
+  for (const char* flag :
+       {"--no-such-flag", "--threads=many", "--threads=-1", "stray", "--memory-limit=20XB",
+        "--log-level=loud", "--drain-seconds=-1", "--seal-deadline-seconds=nan", "--listen="}) {
+    Ballastd service({flag});
+    EXPECT_EQ(service.Address(), "") << flag;
+    EXPECT_EQ(service.ExitCode(), 2) << flag;
+    const std::string errors = service.Errors();
+    EXPECT_EQ(std::count(errors.begin(), errors.end(), '\n'), 1) << errors;
+  }
+}
+
+TEST(Ballastd, TellsInOneLineWhyItCannotListen) {
+  Ballastd first({"--listen=127.0.0.1:0"});
+  const std::string taken = first.Address();
+  for (const std::string& address : {taken, std::string("0.0.0.0:0"), std::string("nonsense")}) {
+    Ballastd second({"--listen=" + address});
+    EXPECT_EQ(second.Address(), "") << address;
+    EXPECT_EQ(second.ExitCode(), 1) << address;
+    const std::string errors = second.Errors();
+    EXPECT_THAT(errors, HasSubstr(address));
+    EXPECT_EQ(std::count(errors.begin(), errors.end(), '\n'), 1) << errors;
+  }
+}
+
+}  // namespace
+}  // namespace ballast::server

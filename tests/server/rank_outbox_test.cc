@@ -1,0 +1,275 @@
+#include "server/rank_outbox.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <thread>
+
+#include "cpu_optimizer_service/engine.h"
+#include "proto/frame.h"
+
+namespace ballast::server {
+namespace {
+
+constexpr int kChunks = 10;
+
+// Keeps what was started; the test decides when it is done.
+class FakeWire : public RankWire {
+ public:
+  void Read() override { ++reads; }
+  void Write(const grpc::ByteBuffer& bytes) override {
+    EXPECT_FALSE(writing);
+    EXPECT_FALSE(finished);
+    writing = true;
+    last = proto::ParseTrainResponse(bytes).value();
+    ++writes;
+  }
+  void Finish(const absl::Status& status) override {
+    EXPECT_FALSE(writing);
+    EXPECT_FALSE(finished);
+    finished = status;
+  }
+
+  int reads = 0;
+  int writes = 0;
+  bool writing = false;
+  proto::Frame<v1::TrainResponse> last;
+  std::optional<absl::Status> finished;
+};
+
+JobSpec OneRank() {
+  JobSpec spec;
+  spec.name = "job";
+  spec.groups = {{.name = "g", .hyper_parameters = {}}};
+  spec.layout.parameters = {{.name = "w", .shape = {kChunks * kBlockElements}}};
+  spec.layout.partitions = {{.rank = 0, .group = 0, .begin = 0, .end = kChunks * kBlockElements}};
+  spec.layout.chunk_elements = kBlockElements;
+  return spec;
+}
+
+class RankOutboxTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    job_ = engine_.CreateJob(OneRank()).value();
+    const std::vector<float> ones(kBlockElements, 1.0f);
+    const absl::Span<const std::byte> bytes(reinterpret_cast<const std::byte*>(ones.data()),
+                                            ones.size() * sizeof(float));
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      ASSERT_TRUE(job_->WriteInitialWeights(chunk, {bytes}).ok());
+    }
+  }
+
+  // The first message, its acknowledgement included.
+  void Open() {
+    outbox_.MessageBegins();
+    outbox_.Opened(job_, 0, RankPosition{.committed_step = 3});
+    outbox_.MessageDone();
+    WriteDone();
+    WriteDone();
+    ASSERT_EQ(wire_.writes, 2);
+    ASSERT_FALSE(wire_.writing);
+  }
+
+  void Receive() {
+    outbox_.MessageBegins();
+    outbox_.MessageDone();
+  }
+
+  void WriteDone() {
+    ASSERT_TRUE(wire_.writing);
+    wire_.writing = false;
+    wire_.last = {};
+    outbox_.WriteDone(true);
+  }
+
+  void Decide(uint64_t step) { outbox_.OnDecision(StepOutcome{.step = step}); }
+
+  Engine engine_{{.memory_limit_bytes = 64 << 20, .threads = 1}};
+  std::shared_ptr<Job> job_;
+  FakeWire wire_;
+  RankOutbox outbox_{wire_};
+};
+
+TEST_F(RankOutboxTest, SendsOpenedBeforeWhatTheEngineSaidEarlier) {
+  outbox_.MessageBegins();
+  Decide(4);
+  EXPECT_EQ(wire_.writes, 0);
+  outbox_.Opened(job_, 0, RankPosition{.committed_step = 3, .delivered = {{.chunk = 2}}});
+  EXPECT_EQ(wire_.last.message.opened().committed_step(), 3);
+  EXPECT_EQ(wire_.last.message.opened().delivered(0).chunk(), 2);
+  outbox_.MessageDone();
+  WriteDone();
+  EXPECT_EQ(wire_.last.message.acknowledged().messages(), 1);
+  WriteDone();
+  EXPECT_EQ(wire_.last.message.decision().step(), 4);
+}
+
+TEST_F(RankOutboxTest, AcknowledgesAllThatIsDueWithOneMessage) {
+  Open();
+  Receive();
+  EXPECT_EQ(wire_.last.message.acknowledged().messages(), 2);
+  for (int i = 0; i < 50; ++i) Receive();
+  EXPECT_EQ(wire_.writes, 3);
+  WriteDone();
+  EXPECT_EQ(wire_.last.message.acknowledged().messages(), 52);
+  WriteDone();
+  EXPECT_EQ(wire_.writes, 4);
+}
+
+TEST_F(RankOutboxTest, LetsAcknowledgementsAndTheQueueTakeTurns) {
+  Open();
+  Receive();
+  Decide(4);
+  Decide(5);
+  for (const bool acknowledgement : {true, false, true, false}) {
+    EXPECT_EQ(wire_.last.message.has_acknowledged(), acknowledgement);
+    Receive();
+    WriteDone();
+  }
+}
+
+TEST_F(RankOutboxTest, ReadsNoMoreWhileItsQueueIsFull) {
+  Open();
+  Receive();
+  const int reads = wire_.reads;
+  // The write does not end: the worker does not read.
+  int queued = 0;
+  while (wire_.reads == reads + queued) {
+    ASSERT_LT(queued, 1000);
+    Decide(4);
+    Receive();
+    ++queued;
+  }
+  EXPECT_GE(queued, kChunks);
+  const int paused_at = wire_.reads;
+  WriteDone();  // Now the first of the queue is on its way, and there is room for one more.
+  WriteDone();
+  EXPECT_EQ(wire_.reads, paused_at + 1);
+  WriteDone();
+  EXPECT_EQ(wire_.reads, paused_at + 1);
+}
+
+TEST_F(RankOutboxTest, ReadsWeightsThatFoundNoBufferWhenTheirTurnComes) {
+  Open();
+  outbox_.OnWeights(0, 7, ShardBuffer());
+  EXPECT_EQ(wire_.last.message.weights().header().chunk(), 7);
+  std::vector<uint16_t> sent(kBlockElements);
+  ASSERT_EQ(wire_.last.payload.size_bytes(), 2 * kBlockElements);
+  wire_.last.payload.CopyTo(reinterpret_cast<std::byte*>(sent.data()));
+  EXPECT_THAT(sent, testing::Each(0x3f80));  // 1.0 in bf16.
+}
+
+TEST_F(RankOutboxTest, EndsWhenWeightsAreGoneBeforeTheirTurn) {
+  Open();
+  outbox_.OnWeights(99, 7, ShardBuffer());
+  ASSERT_TRUE(wire_.finished.has_value());
+  EXPECT_EQ(wire_.finished->code(), absl::StatusCode::kAborted);
+}
+
+TEST_F(RankOutboxTest, SendsPoolBuffersInPlaceAndGivesThemBack) {
+  Open();
+  const auto pool = ShardBufferPool::Create(512, 1);
+  ShardBuffer buffer = pool->TryTake(512);
+  const std::byte* data = buffer.data();
+  outbox_.OnWeights(3, 1, std::move(buffer));
+  ASSERT_EQ(wire_.last.payload.pieces().size(), 1);
+  EXPECT_EQ(wire_.last.payload.pieces()[0].data(), data);
+  EXPECT_FALSE(pool->TryTake(512));
+  WriteDone();
+  EXPECT_TRUE(pool->TryTake(512));
+}
+
+TEST_F(RankOutboxTest, GivesPoolBuffersBackWhenItIsDetached) {
+  Open();
+  Decide(4);  // On its way.
+  const auto pool = ShardBufferPool::Create(512, 1);
+  outbox_.OnWeights(3, 1, pool->TryTake(512));
+  outbox_.OnDetached(absl::AbortedError("replaced"));
+  EXPECT_TRUE(pool->TryTake(512));
+  EXPECT_FALSE(wire_.finished.has_value());  // Not before the write is done.
+  WriteDone();
+  EXPECT_EQ(wire_.finished, absl::AbortedError("replaced"));
+  Decide(5);  // Dropped.
+  outbox_.Cancelled();
+  EXPECT_EQ(wire_.writes, 3);
+}
+
+TEST_F(RankOutboxTest, EndsOnlyWhenTheMessageInHandIsDone) {
+  Open();
+  outbox_.MessageBegins();
+  outbox_.OnDetached(absl::AbortedError("replaced"));
+  EXPECT_FALSE(wire_.finished.has_value());
+  const int reads = wire_.reads;
+  outbox_.MessageDone();
+  EXPECT_EQ(wire_.finished, absl::AbortedError("replaced"));
+  EXPECT_EQ(wire_.reads, reads);
+}
+
+TEST_F(RankOutboxTest, SendsWhatIsQueuedAfterTheWorkerClosedItsSide) {
+  Open();
+  Decide(4);
+  Decide(5);
+  outbox_.MessageBegins();
+  outbox_.NoMoreMessages();
+  EXPECT_FALSE(wire_.finished.has_value());
+  WriteDone();
+  EXPECT_EQ(wire_.last.message.decision().step(), 5);
+  WriteDone();
+  EXPECT_EQ(wire_.finished, absl::OkStatus());
+}
+
+// Writes that another thread ends, as gRPC does.
+class WireOfAnotherThread : public RankWire {
+ public:
+  void Read() override {}
+  void Write(const grpc::ByteBuffer& bytes) override {
+    const v1::TrainResponse message = proto::ParseTrainResponse(bytes).value().message;
+    acknowledged = std::max(acknowledged, message.acknowledged().messages());
+    ++writes;
+    writing = true;
+  }
+  void Finish(const absl::Status&) override {}
+
+  uint64_t acknowledged = 0;  // Belongs to the write in progress.
+  std::atomic<int> writes = 0;
+  std::atomic<bool> writing = false;
+};
+
+TEST_F(RankOutboxTest, TakesMessagesAndEndsOfWritesFromTwoThreads) {
+  constexpr int kWrites = 2000;
+  WireOfAnotherThread wire;
+  RankOutbox outbox(wire);
+  std::atomic<bool> last_message_sent = false;
+  std::thread writer([&] {
+    while (!last_message_sent || wire.writing) {
+      if (wire.writing.exchange(false)) {
+        outbox.WriteDone(true);
+      } else {
+        std::this_thread::yield();
+      }
+    }
+  });
+  outbox.MessageBegins();
+  outbox.Opened(job_, 0, RankPosition());
+  outbox.MessageDone();
+  uint64_t messages = 1;
+  for (; wire.writes < kWrites; ++messages) {
+    outbox.MessageBegins();
+    outbox.MessageDone();
+  }
+  last_message_sent = true;
+  writer.join();
+  EXPECT_EQ(wire.acknowledged, messages);
+}
+
+TEST_F(RankOutboxTest, EndsWithTheErrorOfAMessage) {
+  outbox_.MessageBegins();
+  outbox_.MessageFailed(absl::InvalidArgumentError("no"));
+  EXPECT_EQ(wire_.finished, absl::InvalidArgumentError("no"));
+  EXPECT_EQ(wire_.writes, 0);
+}
+
+}  // namespace
+}  // namespace ballast::server

@@ -1,0 +1,198 @@
+// Listening, standard services, and looking at jobs.
+#include "server/server.h"
+
+#include <gmock/gmock.h>
+#include <grpcpp/generic/generic_stub.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <filesystem>
+
+#include "tests/server/service_for_tests.h"
+
+namespace ballast::server {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+TEST(Server, SaysWhichPortTheSystemChose) {
+  Engine engine({.memory_limit_bytes = kTestMemoryBytes, .threads = 1});
+  const std::string socket = "unix:" + testing::TempDir() + "ballast_s_" + std::to_string(getpid());
+  const auto server = Server::Start(engine, {.listen = {"127.0.0.1:0", socket}});
+  ASSERT_TRUE(server.ok()) << server.status();
+  ASSERT_EQ((*server)->addresses().size(), 2);
+  EXPECT_THAT((*server)->addresses()[0], AllOf(HasSubstr("127.0.0.1:"), Not("127.0.0.1:0")));
+  EXPECT_EQ((*server)->addresses()[1], socket);
+}
+
+TEST(Server, RefusesATakenAddressNamingIt) {
+  const std::string socket = "unix:" + testing::TempDir() + "ballast_t_" + std::to_string(getpid());
+  ServiceForTests first({.listen = {"127.0.0.1:0", socket}});
+  Engine engine({.memory_limit_bytes = kTestMemoryBytes, .threads = 1});
+  for (const std::string& taken : first.server().addresses()) {
+    const auto second = Server::Start(engine, {.listen = {taken}});
+    EXPECT_EQ(second.status().code(), absl::StatusCode::kUnavailable);
+    EXPECT_THAT(std::string(second.status().message()),
+                AllOf(HasSubstr(taken), Not(HasSubstr("\n"))));
+  }
+  grpc::ClientContext context;
+  v1::ListJobsResponse response;
+  EXPECT_TRUE(first.jobs().ListJobs(&context, {}, &response).ok());
+}
+
+TEST(Server, TakesOverTheSocketOfAServiceThatDied) {
+  const std::string path = testing::TempDir() + "ballast_d_" + std::to_string(getpid());
+  Engine engine({.memory_limit_bytes = kTestMemoryBytes, .threads = 1});
+  { ASSERT_TRUE(Server::Start(engine, {.listen = {"unix:" + path}}).ok()); }
+  const auto again = Server::Start(engine, {.listen = {"unix:" + path}});
+  EXPECT_TRUE(again.ok()) << again.status();
+}
+
+TEST(Server, ListensBeyondThisHostOnlyIfToldThatThisIsInsecure) {
+  Engine engine({.memory_limit_bytes = kTestMemoryBytes, .threads = 1});
+  const auto refused = Server::Start(engine, {.listen = {"0.0.0.0:0"}});
+  EXPECT_EQ(refused.status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(refused.status().message()),
+              AllOf(HasSubstr("0.0.0.0:0"), HasSubstr("--insecure")));
+  EXPECT_TRUE(Server::Start(engine, {.listen = {"0.0.0.0:0"}, .insecure = true}).ok());
+}
+
+// The standard health protocol: HealthCheckResponse.status is field 1, SERVING 1, NOT_SERVING 2.
+std::string CheckHealth(ServiceForTests& service) {
+  grpc::ClientContext context;
+  grpc::CompletionQueue queue;
+  const grpc::Slice none(std::string{});
+  grpc::GenericStub stub(service.channel());
+  const auto call = stub.PrepareUnaryCall(&context, "/grpc.health.v1.Health/Check",
+                                          grpc::ByteBuffer(&none, 1), &queue);
+  call->StartCall();
+  grpc::ByteBuffer response;
+  grpc::Status status;
+  call->Finish(&response, &status, &queue);
+  void* tag;
+  bool ok;
+  EXPECT_TRUE(queue.Next(&tag, &ok));
+  EXPECT_TRUE(status.ok()) << status.error_message();
+  grpc::Slice bytes;
+  EXPECT_TRUE(response.DumpToSingleSlice(&bytes).ok());
+  return std::string(reinterpret_cast<const char*>(bytes.begin()), bytes.size());
+}
+
+TEST(Server, AnswersHealthChecksUntilItDrains) {
+  ServiceForTests service;
+  EXPECT_EQ(CheckHealth(service), "\x08\x01");
+  service.server().SetNotServing();
+  EXPECT_EQ(CheckHealth(service), "\x08\x02");
+}
+
+TEST(Server, DescribesItsJobs) {
+  ServiceForTests service;
+  CreateTinyJob(service, "tiny");
+  grpc::ClientContext context;
+  v1::GetJobRequest request;
+  request.set_name("jobs/tiny");
+  request.set_with_parameters(true);
+  v1::Job job;
+  ASSERT_TRUE(service.jobs().GetJob(&context, request, &job).ok());
+  EXPECT_EQ(job.name(), "jobs/tiny");
+  EXPECT_EQ(job.phase(), v1::READY);
+  EXPECT_EQ(job.instance_id(), service.engine().instance_id());
+  EXPECT_EQ(job.world_size(), 2);
+  EXPECT_EQ(job.ranks(1).chunks(), 2);
+  EXPECT_EQ(job.groups(0).name(), "jobs/tiny/groups/decay");
+  EXPECT_EQ(job.groups(0).flat_elements(), 512);
+  EXPECT_EQ(job.groups(0).parameter_count(), 2);
+  EXPECT_EQ(job.groups(0).trainable_elements(), 340);
+  EXPECT_EQ(job.groups(1).trainable_elements(), 10);
+  EXPECT_EQ(job.parameters(1).name(), "jobs/tiny/parameters/b");
+  EXPECT_EQ(job.parameters(1).offset(), 300);
+  EXPECT_EQ(job.parameters(3).offset(), -1);
+  EXPECT_EQ(job.partitions_size(), 3);
+
+  grpc::ClientContext list_context;
+  v1::ListJobsResponse list;
+  ASSERT_TRUE(service.jobs().ListJobs(&list_context, {}, &list).ok());
+  ASSERT_EQ(list.jobs_size(), 1);
+  EXPECT_EQ(list.jobs(0).parameters_size(), 0);
+  EXPECT_EQ(list.memory_limit_bytes(), kTestMemoryBytes);
+  EXPECT_EQ(list.memory_used_bytes(), job.memory().total_bytes());
+}
+
+TEST(Server, ShowsStateByName) {
+  ServiceForTests service;
+  CreateTinyJob(service, "tiny");
+  grpc::ClientContext context;
+  v1::ReadStateRequest request;
+  request.set_name("jobs/tiny/parameters/b");
+  request.set_plane(v1::MASTER);
+  const auto reader = service.state().ReadState(&context, request);
+  v1::ReadStateResponse response;
+  ASSERT_TRUE(reader->Read(&response));
+  EXPECT_THAT(response.shape(), ElementsAre(40));
+  ASSERT_EQ(response.data().size(), 40 * sizeof(float));
+  std::vector<float> values(40);
+  std::memcpy(values.data(), response.data().data(), response.data().size());
+  for (int i = 0; i < 40; ++i) EXPECT_EQ(values[i], 1.5f + (44 + i) / 1024.0f);  // In chunk 1.
+  EXPECT_FALSE(reader->Read(&response));
+  EXPECT_TRUE(reader->Finish().ok());
+
+  grpc::ClientContext summary_context;
+  v1::SummarizeStateRequest summarize;
+  summarize.set_name("jobs/tiny/parameters/b");
+  v1::StateSummary summary;
+  ASSERT_TRUE(service.state().SummarizeState(&summary_context, summarize, &summary).ok());
+  EXPECT_EQ(summary.group(), "jobs/tiny/groups/decay");
+  ASSERT_EQ(summary.planes_size(), 3);
+  EXPECT_EQ(summary.planes(0).plane(), v1::MASTER);
+  EXPECT_EQ(summary.planes(0).min(), values.front());
+  EXPECT_EQ(summary.planes(0).max(), values.back());
+  EXPECT_EQ(summary.planes(1).zeros(), 40);
+}
+
+TEST(Server, ChangesAGroupFromTheNextStepOn) {
+  ServiceForTests service;
+  CreateTinyJob(service, "tiny");
+  grpc::ClientContext context;
+  v1::UpdateGroupRequest request;
+  request.set_name("jobs/tiny/groups/no_decay");
+  request.mutable_changes()->set_lr(0.5);
+  v1::ParamGroup group;
+  const grpc::Status status = service.jobs().UpdateGroup(&context, request, &group);
+  ASSERT_TRUE(status.ok()) << status.error_message();
+  EXPECT_EQ(group.name(), "jobs/tiny/groups/no_decay");
+  EXPECT_EQ(group.hyper_parameters().lr(), 0.5);
+  EXPECT_EQ(group.hyper_parameters().weight_decay(), 0.1);
+}
+
+TEST(Server, SavesAndLoadsAJob) {
+  ServiceForTests service;
+  CreateTinyJob(service, "tiny");
+  const std::string directory =
+      testing::TempDir() + "ballast_save_" + std::to_string(getpid()) + "/tiny";
+  const std::string hash = service.StateHash("tiny");
+  grpc::ClientContext save_context;
+  v1::SaveJobRequest save;
+  save.set_name("jobs/tiny");
+  save.set_directory(directory);
+  v1::SaveJobResponse saved;
+  const grpc::Status status = service.state().SaveJob(&save_context, save, &saved);
+  ASSERT_TRUE(status.ok()) << status.error_message();
+  EXPECT_EQ(saved.step(), 0);
+  EXPECT_GT(saved.bytes(), 3 * 350 * 4);
+
+  grpc::ClientContext load_context;
+  v1::LoadJobRequest load;
+  load.set_name("jobs/tiny");
+  load.set_directory(directory);
+  v1::LoadJobResponse loaded;
+  ASSERT_TRUE(service.state().LoadJob(&load_context, load, &loaded).ok());
+  EXPECT_GT(loaded.generation(), 1);
+  EXPECT_EQ(service.StateHash("tiny"), hash);
+  std::filesystem::remove_all(directory);
+}
+
+}  // namespace
+}  // namespace ballast::server

@@ -1,0 +1,128 @@
+// A service and the workers of a small job that speak to it, for tests.
+#ifndef BALLAST_TESTS_SERVER_SERVICE_FOR_TESTS_H_
+#define BALLAST_TESTS_SERVER_SERVICE_FOR_TESTS_H_
+
+#include <grpcpp/grpcpp.h>
+#include <gtest/gtest.h>
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ballast/v1/ballast.grpc.pb.h"
+#include "cpu_optimizer_service/engine.h"
+#include "server/server.h"
+
+namespace ballast::server {
+
+inline constexpr int64_t kTestMemoryBytes = int64_t{256} << 20;
+
+// Two ranks, two groups, chunks of one block:
+//   decay     w[300] b[40], 512 elements: chunk 0 of rank 0, chunk 1 of rank 1
+//   no_decay  scale[10],    256 elements: chunk 2 of rank 1
+// and a frozen parameter, "fixed".
+v1::Job TinyJob(const std::string& name);
+
+// An engine with a server around it, and stubs for the server.
+class ServiceForTests {
+ public:
+  explicit ServiceForTests(const ServerOptions& options = {.listen = {"127.0.0.1:0"}});
+
+  Engine& engine() { return engine_; }
+  Server& server() { return *server_; }
+  std::shared_ptr<grpc::Channel> channel() { return channel_; }
+  v1::JobService::Stub& jobs() { return *jobs_; }
+  v1::TrainService::Stub& train() { return *train_; }
+  v1::StateService::Stub& state() { return *state_; }
+
+  // From now on the stubs use this channel.
+  void Use(std::shared_ptr<grpc::Channel> channel);
+
+  std::string StateHash(const std::string& job) {
+    return engine_.FindJob(job).value()->StateHash();
+  }
+
+ private:
+  Engine engine_{{.memory_limit_bytes = kTestMemoryBytes, .threads = 2}};
+  std::unique_ptr<Server> server_;
+  std::shared_ptr<grpc::Channel> channel_;
+  std::unique_ptr<v1::JobService::Stub> jobs_;
+  std::unique_ptr<v1::TrainService::Stub> train_;
+  std::unique_ptr<v1::StateService::Stub> state_;
+};
+
+// A Train stream as messages, whatever makes bytes of them.
+class TrainTransport {
+ public:
+  virtual ~TrainTransport() = default;
+  virtual bool Write(const v1::TrainRequest& message) = 0;
+  virtual bool Read(v1::TrainResponse& message) = 0;
+  virtual grpc::Status Finish() = 0;  // Closes this side first.
+};
+enum class Codec {
+  kGenerated,  // The plain generated stub.
+  kFrames,     // proto/frame.h over bytes.
+};
+
+// One rank of a job.
+class TestWorker {
+ public:
+  TestWorker(ServiceForTests& service, const std::string& job, int rank, Codec codec,
+             std::string process_id = "p");
+  ~TestWorker();
+
+  grpc::Status Attach();
+  // Attach must have come before. Weights of chunk c: element i is 0.5 + c + i / 1024, padding 0.
+  grpc::Status Upload();
+  void OpenStream();
+
+  bool Write(const v1::TrainRequest& message) { return transport_->Write(message); }
+  void Begin(uint64_t step);
+  // All elements of the chunk, padding excepted, are `value`.
+  void Gradient(uint64_t step, int chunk, uint32_t micro_step, float value);
+  void EndMicroStep(uint64_t step, uint32_t micro_step);
+  void Seal(uint64_t step, uint32_t micro_steps);
+
+  // The next message that is no acknowledgement; fails the test if the stream ends instead.
+  v1::TrainResponse Next();
+  // Reads until StepCommitted; keeps decision() and weights().
+  void ReadUntilCommitted();
+  // Reads until all messages written are acknowledged.
+  void ReadUntilAcknowledged();
+  grpc::Status Finish() { return transport_->Finish(); }
+  // Reads to the stream's end, without closing this side.
+  grpc::Status ReadUntilEnd();
+
+  const std::vector<int>& chunks() const { return chunks_; }
+  const v1::StepDecision& decision() const { return decision_; }
+  const std::map<int, std::string>& weights() const { return weights_; }  // By chunk.
+  const v1::AttachWorkerResponse& attachment() const { return attachment_; }
+  v1::OpenTrain OpenMessage() const;
+
+ private:
+  std::string Payload(int chunk, float value) const;
+  int64_t UsedElements(int chunk) const;
+
+  ServiceForTests& service_;
+  const std::string job_;
+  const int rank_;
+  const Codec codec_;
+  const std::string process_id_;
+  const std::vector<int> chunks_;
+  v1::AttachWorkerResponse attachment_;
+  std::unique_ptr<TrainTransport> transport_;
+  uint64_t written_ = 0;
+  uint64_t acknowledged_ = 0;
+  v1::StepDecision decision_;
+  std::map<int, std::string> weights_;
+};
+
+// Creates the job and gives it weights.
+void CreateTinyJob(ServiceForTests& service, const std::string& name);
+// Both workers' whole step of two micro-steps, seals included.
+void SendStep(TestWorker& first, TestWorker& second, uint64_t step);
+
+}  // namespace ballast::server
+
+#endif  // BALLAST_TESTS_SERVER_SERVICE_FOR_TESTS_H_
