@@ -1,5 +1,6 @@
 // Job as it is built. Its functions are spread by subject:
-//   job_impl.cc        creation, ranks, generations, groups, status
+//   job_impl.cc        creation, first weights, control, status
+//   job_ranks.cc       who holds which rank: attaching, streams, generations
 //   job_stream.cc      what a rank says in a step, up to the last seal
 //   job_decision.cc    from the last seal to the commit
 //   job_state.cc       looking at state, saving, loading
@@ -100,7 +101,7 @@ class JobImpl : public Job {
   JobImpl(JobSpec spec, Layout layout, const JobEnvironment& environment);
   absl::Status Allocate();
 
-  // job_impl.cc
+  // job_ranks.cc
   bool IsCurrent(const StreamKey& key) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckCurrent(const StreamKey& key) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void CloseStream(const StreamKey& key);

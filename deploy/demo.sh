@@ -11,7 +11,7 @@ usage: deploy/demo.sh [flags]
 
   --text FILE        text to train on (default: the licences in /usr/share/common-licenses)
   --workers N        worker processes (default 2)
-  --steps N          optimizer steps (default 60)
+  --steps N          optimizer steps (default 100)
   --micro-steps N    backward passes a step (default 2)
   --out DIR          where the results go (default: a new folder under out/)
   --listen ADDR      where the service listens (default 127.0.0.1:0, a free port; or unix:/path)
@@ -21,7 +21,7 @@ END
 }
 
 job=demo
-text="" workers=2 steps=60 micro_steps=2 out="" listen=127.0.0.1:0
+text="" workers=2 steps=100 micro_steps=2 out="" listen=127.0.0.1:0
 needed_kib=65536 # Two copies of the weights, two of the curves, and room to spare.
 
 scratch=""   # Logs and the port file; kept when the demo fails.

@@ -43,16 +43,31 @@ absl::Status WriteAll(int descriptor, const std::string& path, std::string_view 
   return fsync(descriptor) == 0 ? absl::OkStatus() : CannotWrite(path, errno);
 }
 
-}  // namespace
-
-absl::Status WriteFile(const std::string& path, const std::string& contents) {
-  const std::string partial = absl::StrCat(path, ".partial");
-  const int descriptor = open(partial.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+absl::Status WriteFile(const std::string& path, std::string_view contents) {
+  const int descriptor = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
   if (descriptor < 0) return CannotWrite(path, errno);
   absl::Status status = WriteAll(descriptor, path, contents);
   if (close(descriptor) != 0 && status.ok()) status = CannotWrite(path, errno);
-  if (status.ok() && rename(partial.c_str(), path.c_str()) != 0) status = CannotWrite(path, errno);
-  if (!status.ok()) unlink(partial.c_str());
+  return status;
+}
+
+}  // namespace
+
+absl::Status WriteFiles(const std::string& directory, absl::Span<const OutputFile> files) {
+  const auto path = [&](const OutputFile& file) { return absl::StrCat(directory, "/", file.name); };
+  const auto partial = [&](const OutputFile& file) { return absl::StrCat(path(file), ".partial"); };
+  absl::Status status;
+  for (const OutputFile& file : files) {
+    if (status.ok()) status = WriteFile(partial(file), file.contents);
+  }
+  for (const OutputFile& file : files) {
+    if (status.ok() && rename(partial(file).c_str(), path(file).c_str()) != 0) {
+      status = CannotWrite(path(file), errno);
+    }
+  }
+  if (!status.ok()) {
+    for (const OutputFile& file : files) unlink(partial(file).c_str());
+  }
   return status;
 }
 
@@ -60,9 +75,9 @@ absl::Status PrepareOutput(const std::string& directory) {
   std::error_code error;
   std::filesystem::create_directories(directory, error);
   if (error) return CannotWrite(directory, error.value());
-  const std::string probe = absl::StrCat(directory, "/.probe");
-  BALLAST_RETURN_IF_ERROR(WriteFile(probe, "writable"));
-  unlink(probe.c_str());
+  const OutputFile probe{.name = ".probe", .contents = "writable"};
+  BALLAST_RETURN_IF_ERROR(WriteFiles(directory, {probe}));
+  unlink(absl::StrCat(directory, "/", probe.name).c_str());
   return absl::OkStatus();
 }
 
@@ -133,11 +148,9 @@ std::string WorkerJson(const RunFacts& facts, const TrainingJob& job,
 absl::Status WriteOutput(const std::string& directory, const RunFacts& facts,
                          const TrainingJob& job, Model& model) {
   const std::string weights = SerializeWeights(model, job.layout);
-  BALLAST_RETURN_IF_ERROR(
-      WriteFile(absl::StrCat(directory, "/losses.csv"), LossesCsv(facts.reports)));
-  BALLAST_RETURN_IF_ERROR(WriteFile(absl::StrCat(directory, "/weights.bin"), weights));
-  return WriteFile(absl::StrCat(directory, "/worker.json"),
-                   WorkerJson(facts, job, Sha256Hex(weights)));
+  return WriteFiles(directory, {{"losses.csv", LossesCsv(facts.reports)},
+                                {"weights.bin", weights},
+                                {"worker.json", WorkerJson(facts, job, Sha256Hex(weights))}});
 }
 
 }  // namespace ballast::worker

@@ -29,12 +29,16 @@ std::string LossesCsv(absl::Span<const StepReport> reports);
 std::string WorkerJson(const RunFacts& facts, const TrainingJob& job,
                        const std::string& weights_sha256);
 
-// Each file appears whole or, on an error such as a full disk, not at all.
+// All files appear, whole, or, on an error such as a full disk, none.
 absl::Status WriteOutput(const std::string& directory, const RunFacts& facts,
                          const TrainingJob& job, Model& model);
 
-// Writes `contents` to a file beside `path` and renames it there.
-absl::Status WriteFile(const std::string& path, const std::string& contents);
+struct OutputFile {
+  std::string name;
+  std::string contents;
+};
+// Writes all files beside their places, then renames all.
+absl::Status WriteFiles(const std::string& directory, absl::Span<const OutputFile> files);
 
 }  // namespace ballast::worker
 

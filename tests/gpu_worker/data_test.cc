@@ -5,7 +5,8 @@
 
 #include <filesystem>
 #include <fstream>
-#include <set>
+
+#include "tests/gpu_worker/temp_path.h"
 
 namespace ballast::worker {
 namespace {
@@ -78,9 +79,8 @@ TEST(TextData, SaysWhatToDoAboutAMissingOrShortText) {
 }
 
 TEST(TextData, ReadsTheFilesOfADirectoryInOrderAndLinksOnce) {
-  const std::filesystem::path directory =
-      std::filesystem::path(testing::TempDir()) / "text_data_directory";
-  std::filesystem::remove_all(directory);
+  const TempPath temp("text_data");
+  const std::filesystem::path directory = temp.str();
   std::filesystem::create_directories(directory / "folder");
   std::ofstream(directory / "b") << "bbb";
   std::ofstream(directory / "a") << "aaa";

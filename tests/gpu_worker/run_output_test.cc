@@ -12,6 +12,7 @@
 #include "gpu_worker/progress.h"
 #include "gpu_worker/single_collective.h"
 #include "gpu_worker/worker_run.h"
+#include "tests/gpu_worker/temp_path.h"
 
 namespace ballast::worker {
 namespace {
@@ -69,8 +70,8 @@ TEST(RunOutput, Sha256OfAKnownText) {
 }
 
 TEST(RunOutput, ARunLeavesItsThreeFiles) {
-  const std::string out = testing::TempDir() + "/run_output_files";
-  std::filesystem::remove_all(out);
+  const TempPath temp("run_output");
+  const std::string& out = temp.str();
   SingleCollective collective;
   ASSERT_TRUE(
       RunWorker(TinyRun(out), collective, MakeLocalOptimizer, [](const StepReport&) {}).ok());
@@ -92,11 +93,12 @@ TEST(RunOutput, ARunLeavesItsThreeFiles) {
 
 TEST(RunOutput, AFullDiskLeavesNothingHalfWritten) {
   if (!std::filesystem::exists("/dev/full")) GTEST_SKIP() << "no /dev/full here";
-  const std::string directory = testing::TempDir() + "/run_output_full";
-  std::filesystem::remove_all(directory);
+  const TempPath temp("full_disk");
+  const std::string& directory = temp.str();
   std::filesystem::create_directories(directory);
-  std::filesystem::create_symlink("/dev/full", directory + "/file.partial");
-  const absl::Status status = WriteFile(directory + "/file", "contents");
+  std::filesystem::create_symlink("/dev/full", directory + "/second.partial");
+  const absl::Status status =
+      WriteFiles(directory, {{"first", "contents"}, {"second", "contents"}});
   EXPECT_THAT(status.message(), HasSubstr("No space left on device"));
   EXPECT_THAT(status.message(), HasSubstr("--out"));
   EXPECT_TRUE(std::filesystem::is_empty(directory));

@@ -2,7 +2,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <mutex>
@@ -13,6 +12,7 @@
 #include "gpu_worker/worker_run.h"
 #include "server/server.h"
 #include "tests/gpu_worker/ranks.h"
+#include "tests/gpu_worker/temp_path.h"
 
 namespace ballast::worker {
 namespace {
@@ -57,8 +57,7 @@ std::string ReadAll(const std::string& path) {
 }
 
 Result Train(const Training& training, const MakeOptimizer& optimizer) {
-  static int runs = 0;
-  const std::string out = testing::TempDir() + "/service_training_" + std::to_string(++runs);
+  const TempPath out("service_training");
   Result result;
   std::mutex mutex;
   RunRanks(training.world_size, [&](Collective& collective) {
@@ -73,7 +72,7 @@ Result Train(const Training& training, const MakeOptimizer& optimizer) {
     options.job.chunk_elements = 1024;
     options.job.wire_dtype = training.wire_dtype;
     options.job.max_norm = 0.5;  // Clips.
-    options.out = out;
+    options.out = out.str();
     options.save_directory = training.save;
     const absl::Status status =
         RunWorker(options, collective, optimizer, [&](const StepReport& report) {
@@ -82,8 +81,7 @@ Result Train(const Training& training, const MakeOptimizer& optimizer) {
         });
     EXPECT_TRUE(status.ok()) << "rank " << collective.rank() << ": " << status;
   });
-  result.weights = ReadAll(out + "/weights.bin");
-  std::filesystem::remove_all(out);
+  result.weights = ReadAll(out.str() + "/weights.bin");
   return result;
 }
 
@@ -122,30 +120,26 @@ TEST_P(ServiceTraining, EqualsTheLocalOptimizerBitForBit) {
 TEST(ServiceTraining, ResumedFromACheckpointGivesTheBitsOfNeverHavingStopped) {
   for (const int world_size : {1, 2}) {
     Service whole, first, second;
-    const std::string checkpoint = testing::TempDir() + "/service_training_checkpoint";
-    std::filesystem::remove_all(checkpoint);
+    const TempPath checkpoint("checkpoint");
     const Result expected = Train({.world_size = world_size}, whole.Optimizer());
-    Train({.world_size = world_size, .steps = 3, .save = checkpoint}, first.Optimizer());
-    const Result resumed = Train({.world_size = world_size}, second.Optimizer(checkpoint));
+    Train({.world_size = world_size, .steps = 3, .save = checkpoint.str()}, first.Optimizer());
+    const Result resumed = Train({.world_size = world_size}, second.Optimizer(checkpoint.str()));
     ASSERT_EQ(resumed.reports.size(), 3);
     EXPECT_EQ(resumed.reports[0].step, 4);
     EXPECT_EQ(resumed.reports[0].loss, expected.reports[3].loss);
     EXPECT_TRUE(resumed.weights == expected.weights) << world_size << " ranks";
-    std::filesystem::remove_all(checkpoint);
   }
 }
 
 TEST(ServiceTraining, ACheckpointResumesInAnotherWorld) {
   Service whole, first, second;
-  const std::string checkpoint = testing::TempDir() + "/service_training_other_world";
-  std::filesystem::remove_all(checkpoint);
+  const TempPath checkpoint("checkpoint");
   const Result expected = Train({.world_size = 2}, whole.Optimizer());
-  Train({.world_size = 2, .steps = 3, .save = checkpoint}, first.Optimizer());
-  const Result resumed = Train({.world_size = 3}, second.Optimizer(checkpoint));
+  Train({.world_size = 2, .steps = 3, .save = checkpoint.str()}, first.Optimizer());
+  const Result resumed = Train({.world_size = 3}, second.Optimizer(checkpoint.str()));
   ASSERT_EQ(resumed.reports.size(), 3);
   // The same weights on the same batch, summed by three ranks instead of two.
   EXPECT_NEAR(resumed.reports[0].loss, expected.reports[3].loss, 1e-5);
-  std::filesystem::remove_all(checkpoint);
 }
 
 TEST(ServiceTraining, AJobThatIsAtItsLastStepSaysSo) {

@@ -1,0 +1,185 @@
+// Who holds which rank: attaching, streams, generations.
+#include <algorithm>
+#include <type_traits>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/job_impl.h"
+#include "cpu_optimizer_service/job_stream.h"
+
+namespace ballast {
+namespace {
+
+constexpr size_t kMaxProcessIdBytes = 256;
+
+}  // namespace
+
+bool JobImpl::IsCurrent(const StreamKey& key) const {
+  return ranks_[key.rank].stream == key.stream;
+}
+
+absl::Status JobImpl::CheckCurrent(const StreamKey& key) const {
+  if (IsCurrent(key)) return CheckUsable();
+  return absl::AbortedError(absl::StrCat("this stream of rank ", key.rank, " of job ", spec_.name,
+                                         " is no longer its stream; attach again"));
+}
+
+void JobImpl::WaitUntilSettled() const {
+  while (deciding_ || clearing_) changed_.Wait(mutex_);
+}
+
+void JobImpl::ClearStep() {
+  step_ = std::monostate();  // Nothing new can be added from here on.
+  clearing_ = true;
+  const auto busy = [](const Rank& rank) { return rank.in_flight > 0; };
+  while (deciding_ || std::any_of(ranks_.begin(), ranks_.end(), busy)) changed_.Wait(mutex_);
+  ledger_.Clear();
+  for (int chunk = 0; chunk < static_cast<int>(layout_.chunks().size()); ++chunk) {
+    gradients_->Clear(chunk);
+  }
+  clearing_ = false;
+  changed_.NotifyAll();
+}
+
+JobImpl::Listeners JobImpl::RaiseGeneration() {
+  ++generation_;
+  Listeners listeners;
+  for (Rank& rank : ranks_) {
+    if (rank.listener != nullptr) listeners.push_back(std::move(rank.listener));
+    rank.listener = nullptr;
+    rank.stream = 0;
+    rank.process_id.clear();
+  }
+  ClearStep();
+  return listeners;
+}
+
+void JobImpl::Detach(const Listeners& listeners, const absl::Status& status) {
+  for (const auto& listener : listeners) listener->OnDetached(status);
+}
+
+absl::StatusOr<Attachment> JobImpl::Attach(const AttachRequest& request) {
+  if (request.rank < 0 || request.rank >= layout_.world_size()) {
+    return absl::InvalidArgumentError(absl::StrCat("rank ", request.rank, " is not in job ",
+                                                   spec_.name, ", whose world size is ",
+                                                   layout_.world_size()));
+  }
+  if (request.process_id.empty() || request.process_id.size() > kMaxProcessIdBytes) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("process_id must have 1 to ", kMaxProcessIdBytes, " bytes"));
+  }
+  if (!request.uid.empty() && request.uid != uid_) {
+    return absl::NotFoundError(absl::StrCat("job ", spec_.name, " is not the one with uid ",
+                                            request.uid, "; it was created anew"));
+  }
+  if (request.spec.has_value()) {
+    if (const std::string difference = FirstDifference(spec_, *request.spec); !difference.empty()) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          "rank ", request.rank, " describes job ", spec_.name, " otherwise: ", difference,
+          " (here: the service's job); close the job or train with the same description"));
+    }
+  }
+  Attachment attachment;
+  Listeners detached;
+  std::string reason;
+  {
+    MutexLock lock(mutex_);
+    WaitUntilSettled();  // What is decided rolls forward first.
+    BALLAST_RETURN_IF_ERROR(closed_ ? CheckUsable() : absl::OkStatus());
+    if (request.expected_committed_step.has_value() &&
+        *request.expected_committed_step != committed_step_) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("job ", spec_.name, " stands at step ", committed_step_, ", rank ",
+                       request.rank, " expected ", *request.expected_committed_step));
+    }
+    Rank& rank = ranks_[request.rank];
+    if (!rank.process_id.empty() && rank.process_id != request.process_id) {
+      detached = RaiseGeneration();
+      reason = absl::StrCat("a new process has taken rank ", request.rank, " of job ", spec_.name,
+                            "; the generation is now ", generation_, "; attach again");
+    }
+    rank.process_id = request.process_id;
+    attachment = {.generation = generation_,
+                  .committed_step = committed_step_,
+                  .awaiting_weights = weights_missing_ > 0};
+  }
+  Detach(detached, absl::AbortedError(reason));
+  return attachment;
+}
+
+absl::StatusOr<std::unique_ptr<RankStream>> JobImpl::OpenStream(
+    const OpenStreamRequest& request, std::shared_ptr<RankListener> listener) {
+  if (request.uid != uid_) {
+    return absl::NotFoundError(absl::StrCat("job ", spec_.name, " is not the one with uid '",
+                                            request.uid, "'; attach first"));
+  }
+  if (request.rank < 0 || request.rank >= layout_.world_size()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("rank ", request.rank, " is not in job ", spec_.name));
+  }
+  std::shared_ptr<RankListener> replaced;
+  std::unique_ptr<RankStream> stream;
+  {
+    MutexLock lock(mutex_);
+    WaitUntilSettled();
+    BALLAST_RETURN_IF_ERROR(CheckUsable());
+    Rank& rank = ranks_[request.rank];
+    if (request.generation != generation_ || rank.process_id != request.process_id) {
+      return absl::AbortedError(absl::StrCat(
+          "rank ", request.rank, " of job ", spec_.name,
+          request.generation != generation_
+              ? absl::StrCat(" is at generation ", generation_, ", not ", request.generation)
+              : " is not held by this process",
+          "; attach again"));
+    }
+    const StreamKey key = {.rank = request.rank, .stream = ++last_stream_};
+    replaced = std::exchange(rank.listener, std::move(listener));
+    rank.stream = key.stream;
+    while (rank.in_flight > 0) changed_.Wait(mutex_);  // What the older stream was adding.
+    stream = std::make_unique<Stream>(std::static_pointer_cast<JobImpl>(shared_from_this()), key,
+                                      PositionOf(request.rank));
+  }
+  if (replaced != nullptr) {
+    replaced->OnDetached(absl::AbortedError(
+        absl::StrCat("a newer stream has replaced this one of rank ", request.rank)));
+  }
+  return stream;
+}
+
+void JobImpl::CloseStream(const StreamKey& key) {
+  std::shared_ptr<RankListener> listener;  // Destroyed outside the lock.
+  MutexLock lock(mutex_);
+  Rank& rank = ranks_[key.rank];
+  if (!IsCurrent(key)) return;
+  listener = std::move(rank.listener);
+  rank.listener = nullptr;
+  rank.stream = 0;
+  // A rank that has no part in the step in progress is free again, so that a restart between steps
+  // disturbs nobody.
+  const auto has_begun = [&](const auto& step) {
+    if constexpr (std::is_same_v<std::decay_t<decltype(step)>, std::monostate>) {
+      return false;
+    } else {
+      return step.ranks()[key.rank].begun;
+    }
+  };
+  if (!std::visit(has_begun, step_)) rank.process_id.clear();
+}
+
+RankPosition JobImpl::PositionOf(int rank) const {
+  RankPosition position;
+  position.committed_step = committed_step_;
+  const auto* open = std::get_if<OpenStep>(&step_);
+  if (open == nullptr || !open->ranks()[rank].begun) return position;
+  position.open_step = open->terms().step;
+  position.micro_steps_ended = open->ranks()[rank].micro_steps_ended;
+  for (const int chunk : layout_.chunks_of_rank(rank)) {
+    if (const uint32_t next = ledger_.next_micro_step(chunk); next > 0) {
+      position.delivered.push_back({.chunk = chunk, .next_micro_step = next});
+    }
+  }
+  return position;
+}
+
+}  // namespace ballast
