@@ -5,11 +5,25 @@
 #include <vector>
 
 #include "client/cli_command.h"
+#include "client/npy_writer.h"
+
+namespace {
+
+// Ends as the signal does by default, without leaving half a file.
+void EndBySignal(int signal) {
+  ballast::client::cli::RemoveUnfinishedNpy();
+  std::signal(signal, SIG_DFL);
+  std::raise(signal);
+}
+
+}  // namespace
 
 int main(int argc, char** argv) {
   // A closed pipe and a file that grows too large are errors of a write, not deaths.
   std::signal(SIGPIPE, SIG_IGN);
   std::signal(SIGXFSZ, SIG_IGN);
+  std::signal(SIGINT, EndBySignal);
+  std::signal(SIGTERM, EndBySignal);
   std::string output;
   std::string error;
   const int code =

@@ -1,13 +1,16 @@
 #include "client/blocking_call.h"
 
+#include <chrono>
 #include <utility>
 
 #include "proto/status.h"
 
 namespace ballast::client {
 
-BlockingCall::BlockingCall(std::shared_ptr<grpc::Channel> channel, const std::string& method)
+BlockingCall::BlockingCall(std::shared_ptr<grpc::Channel> channel, const std::string& method,
+                           absl::Duration limit)
     : stub_(std::move(channel)) {
+  context_.set_deadline(std::chrono::system_clock::now() + absl::ToChronoMilliseconds(limit));
   call_ = stub_.PrepareCall(&context_, method, &queue_);
   call_->StartCall(this);
   Wait();  // If the call is dead already, the next operation says so.

@@ -12,13 +12,16 @@
 #include <string>
 
 #include "absl/status/status.h"
+#include "absl/time/time.h"
 
 namespace ballast::client {
 
 class BlockingCall {
  public:
-  // `method` as in "/package.Service/Method".
-  BlockingCall(std::shared_ptr<grpc::Channel> channel, const std::string& method);
+  // `method` as in "/package.Service/Method". The whole call is given up with DEADLINE_EXCEEDED
+  // after `limit`.
+  BlockingCall(std::shared_ptr<grpc::Channel> channel, const std::string& method,
+               absl::Duration limit);
   ~BlockingCall();  // Cancels what is not finished.
   BlockingCall(const BlockingCall&) = delete;
   BlockingCall& operator=(const BlockingCall&) = delete;

@@ -58,7 +58,7 @@ absl::StatusOr<Action> PrepareLoad(const Arguments& arguments) {
                    {"generation", response->generation()}});
     }
     return absl::StrCat("job ", job, " stands at step ", response->step(), " of ", directory,
-                        ", generation ", response->generation(), "; every rank joins again\n");
+                        ", generation ", response->generation(), "; ", kRanksMustReturn);
   };
 }
 
@@ -76,15 +76,16 @@ Command SaveCommand() {
 }
 
 Command LoadCommand() {
-  return {
-      .spec = {.name = "load",
-               .positionals = {"JOB", "DIR"},
-               .summary = "replaces the job's state by a saved one, by parameter name",
-               .details = "DIR is an absolute path on the service's host. The undecided step is "
-                          "cleared and every\nrank joins again.",
-               .flags = {}},
-      .timeout_seconds = kTimeoutSeconds,
-      .prepare = PrepareLoad};
+  return {.spec = {.name = "load",
+                   .positionals = {"JOB", "DIR"},
+                   .summary = "replaces the job's state by a saved one, by parameter name",
+                   .details = absl::StrCat(
+                       "DIR is an absolute path on the service's host. An undecided step "
+                       "is cleared.\n\n",
+                       kGenerationRises),
+                   .flags = {}},
+          .timeout_seconds = kTimeoutSeconds,
+          .prepare = PrepareLoad};
 }
 
 }  // namespace ballast::client::cli

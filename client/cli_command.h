@@ -17,6 +17,15 @@ class Service;
 // Does it and returns what to print.
 using Action = std::function<absl::StatusOr<std::string>(Service& service, bool json)>;
 
+// What abort-step and load do to the trainers, for their help and for what they print.
+inline constexpr char kGenerationRises[] =
+    "The job's generation rises: the streams of all workers end with ABORTED. Start "
+    "ballast-worker\n"
+    "again on every rank; a trainer of your own opens its sessions again.";
+inline constexpr char kRanksMustReturn[] =
+    "the workers' streams ended with ABORTED: start ballast-worker again on every rank (or reopen "
+    "the sessions of your own trainer)\n";
+
 struct Command {
   CommandSpec spec;
   // How long one call to the service may take, in seconds, unless --timeout says otherwise.

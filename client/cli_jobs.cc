@@ -37,8 +37,8 @@ absl::StatusOr<Action> PrepareAbortStep(const Arguments& arguments) {
     const auto response = service.Call(service.jobs(), &v1::JobService::Stub::AbortStep, request);
     if (!response.ok()) return service.SuggestJob(response.status(), job);
     if (json) return Dump({{"job", job}, {"aborted_step", response->aborted_step()}});
-    return absl::StrCat("step ", response->aborted_step(), " of job ", job,
-                        " aborted; every rank begins it again\n");
+    return absl::StrCat("step ", response->aborted_step(), " of job ", job, " aborted; ",
+                        kRanksMustReturn);
   };
 }
 
@@ -75,12 +75,15 @@ Command JobCommand() {
 }
 
 Command AbortStepCommand() {
-  return {.spec = {.name = "abort-step",
-                   .positionals = {"JOB"},
-                   .summary = "clears the undecided step; every rank begins it again",
-                   .details = "Refused once the step is decided: it can only roll forward then.",
-                   .flags = {}},
-          .prepare = PrepareAbortStep};
+  return {
+      .spec = {.name = "abort-step",
+               .positionals = {"JOB"},
+               .summary = "clears the undecided step and ends the sessions of all ranks",
+               .details = absl::StrCat("Refused once the step is decided: it can only roll forward "
+                                       "then.\n\n",
+                                       kGenerationRises),
+               .flags = {}},
+      .prepare = PrepareAbortStep};
 }
 
 Command CloseCommand() {

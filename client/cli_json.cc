@@ -42,6 +42,7 @@ Json MemoryToJson(const v1::MemoryUse& memory) {
           {"state_bytes", memory.state_bytes()},
           {"gradient_bytes", memory.gradient_bytes()},
           {"accumulator_bytes", memory.accumulator_bytes()},
+          {"other_bytes", OtherBytes(memory)},
           {"accumulators_in_use", memory.accumulators_in_use()}};
 }
 
@@ -135,6 +136,11 @@ Json ToJson(const v1::StateSummary& summary) {
           {"trainable", summary.trainable()},
           {"update_count", summary.update_count()},
           {"planes", ArrayOfMessages(summary.planes(), PlaneToJson)}};
+}
+
+int64_t OtherBytes(const v1::MemoryUse& memory) {
+  return memory.total_bytes() - memory.state_bytes() - memory.gradient_bytes() -
+         memory.accumulator_bytes();
 }
 
 std::string Dump(const Json& json) {

@@ -15,6 +15,9 @@ nlohmann::ordered_json ToJson(const v1::ParamGroup& group);
 nlohmann::ordered_json ToJson(const v1::StateSummary& summary);
 nlohmann::ordered_json GroupsToJson(const v1::Job& job);
 
+// What total_bytes counts beside the three parts that MemoryUse names.
+int64_t OtherBytes(const v1::MemoryUse& memory);
+
 // With indentation and a newline. Bytes that are not UTF-8 are replaced.
 std::string Dump(const nlohmann::ordered_json& json);
 

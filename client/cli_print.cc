@@ -46,10 +46,10 @@ std::string StepsText(const v1::Job& job) {
 }
 
 std::string MemoryText(const v1::MemoryUse& memory) {
-  return absl::StrCat(FormatBytes(memory.total_bytes()), " (state ",
-                      FormatBytes(memory.state_bytes()), ", gradients ",
-                      FormatBytes(memory.gradient_bytes()), ", accumulators ",
-                      FormatBytes(memory.accumulator_bytes()), ")");
+  return absl::StrCat(
+      FormatBytes(memory.total_bytes()), " (state ", FormatBytes(memory.state_bytes()),
+      ", gradients ", FormatBytes(memory.gradient_bytes()), ", accumulators ",
+      FormatBytes(memory.accumulator_bytes()), ", other ", FormatBytes(OtherBytes(memory)), ")");
 }
 
 std::string Line(const std::string& name, const std::string& value) {

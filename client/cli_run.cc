@@ -61,6 +61,9 @@ int RunCommand(const Command& command, const Arguments& arguments, std::string& 
   absl::StatusOr<Action> action = command.prepare(arguments);
   if (!action.ok()) return Fail(kWrongUsage, action.status(), see, error);
   const std::string address = arguments.Get("service", "127.0.0.1:7070");
+  if (const absl::Status status = CheckAddress(address); !status.ok()) {
+    return Fail(kWrongUsage, status, see, error);
+  }
   Service service(address, NewChannel(address), absl::Seconds(std::min(seconds, 1e9)));
   absl::StatusOr<std::string> text = (*action)(service, arguments.Has("json"));
   if (!text.ok()) return Fail(kFailed, text.status(), "", error);

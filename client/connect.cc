@@ -7,10 +7,42 @@
 #include <chrono>
 
 #include "absl/status/status.h"
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
 #include "client/session.h"
+#include "cpu_optimizer_service/common/status.h"
 
 namespace ballast::client {
+namespace {
+
+constexpr int kKeepaliveIntervalMs = 20'000;
+constexpr int kKeepaliveTimeoutMs = 20'000;
+
+bool IsHostAndPort(absl::string_view address) {
+  const size_t colon = address.rfind(':');
+  if (colon == absl::string_view::npos || colon == 0) return false;
+  const absl::string_view host = address.substr(0, colon);
+  const bool bracketed = absl::StartsWith(host, "[") && absl::EndsWith(host, "]");
+  if (!bracketed && absl::StrContains(host, ':')) return false;
+  int port = 0;
+  return absl::SimpleAtoi(address.substr(colon + 1), &port) && port > 0 && port <= 65535;
+}
+
+}  // namespace
+
+absl::Status CheckAddress(const std::string& address) {
+  absl::string_view path = address;
+  const bool good =
+      absl::ConsumePrefix(&path, "unix:") ? absl::StartsWith(path, "/") : IsHostAndPort(address);
+  if (good) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("'", address,
+                   "' is not the address of a service; expected "
+                   "host:port, such as 127.0.0.1:7070, or unix:/path"));
+}
 
 void KeepHeapWarm() {
   // gRPC receives into slices from malloc. With the default thresholds the heap is trimmed after
@@ -34,6 +66,13 @@ grpc::ChannelArguments ServiceChannelArguments() {
   arguments.SetInt("grpc.experimental.tcp_read_chunk_size", 4 << 20);
   arguments.SetInt("grpc.experimental.tcp_min_read_chunk_size", 1 << 20);
   arguments.SetInt("grpc.experimental.tcp_max_read_chunk_size", 16 << 20);
+  // A peer that is gone without closing the connection is found out, also while a rank waits for
+  // others and nothing is sent. The second setting lifts gRPC's limit of two pings without data;
+  // the service permits as many (server/transport_settings.cc). Without a call nobody waits, and
+  // nothing is pinged. The timeout is also the kernel's, for bytes that the peer does not take.
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, kKeepaliveIntervalMs);
+  arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kKeepaliveTimeoutMs);
   // A connection of its own for each channel, also when a process holds several ranks.
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   return arguments;
@@ -47,6 +86,7 @@ std::shared_ptr<grpc::Channel> NewChannel(const std::string& target) {
 
 absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(const std::string& target,
                                                        absl::Duration timeout) {
+  BALLAST_RETURN_IF_ERROR(CheckAddress(target));
   std::shared_ptr<grpc::Channel> channel = NewChannel(target);
   const auto deadline = std::chrono::system_clock::now() + absl::ToChronoMilliseconds(timeout);
   if (!channel->WaitForConnected(deadline)) {

@@ -74,7 +74,7 @@ class GrpcTransport final : public Transport {
   absl::StatusOr<v1::UploadWeightsResponse> UploadWeights(
       const v1::OpenTrain& open, absl::Span<const int> chunks,
       const std::function<std::vector<float>(int chunk)>& fill) override {
-    BlockingCall call(channel_, "/ballast.v1.TrainService/UploadWeights");
+    BlockingCall call(channel_, "/ballast.v1.TrainService/UploadWeights", kLongLimit);
     v1::UploadWeightsRequest first;
     *first.mutable_open() = open;
     if (call.Write(proto::SerializeControl(first))) SendWeights(call, chunks, fill);
@@ -99,7 +99,7 @@ class GrpcTransport final : public Transport {
       const v1::ReadWeightsRequest& request,
       const std::function<absl::Status(const v1::WeightHeader& header, PayloadPieces payload)>&
           place) override {
-    BlockingCall call(channel_, "/ballast.v1.TrainService/ReadWeights");
+    BlockingCall call(channel_, "/ballast.v1.TrainService/ReadWeights", kLongLimit);
     if (call.Write(proto::SerializeControl(request))) call.WritesDone();
     uint64_t step = 0;
     grpc::ByteBuffer bytes;

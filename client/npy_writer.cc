@@ -2,6 +2,8 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
+#include <signal.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/stat.h>
@@ -13,6 +15,23 @@
 #include "cpu_optimizer_service/common/status.h"
 
 namespace ballast::client::cli {
+namespace {
+
+// For a signal handler, which can take no lock and call no destructor. The path is written only
+// while `unfinished` is 0.
+char unfinished_path[PATH_MAX];
+volatile sig_atomic_t unfinished = 0;
+
+void SetUnfinished(const std::string& path) {
+  unfinished_path[path.copy(unfinished_path, sizeof(unfinished_path) - 1)] = '\0';
+  unfinished = 1;
+}
+
+}  // namespace
+
+void RemoveUnfinishedNpy() {
+  if (unfinished != 0) unlink(unfinished_path);
+}
 
 std::string NpyHeader(absl::Span<const int64_t> shape) {
   std::string dictionary = "{'descr': '<f4', 'fortran_order': False, 'shape': (";
@@ -41,6 +60,7 @@ absl::StatusOr<std::unique_ptr<NpyWriter>> NpyWriter::Create(std::string path,
     return absl::InvalidArgumentError(
         absl::StrCat("cannot write ", path, ": it is not a regular file; name another one"));
   }
+  if (temporary_path.size() < PATH_MAX) SetUnfinished(temporary_path);
   const int file = open(temporary_path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
   const int error = errno;
   std::unique_ptr<NpyWriter> writer(
@@ -51,9 +71,11 @@ absl::StatusOr<std::unique_ptr<NpyWriter>> NpyWriter::Create(std::string path,
 }
 
 NpyWriter::~NpyWriter() {
-  if (file_ < 0) return;
-  close(file_);
-  unlink(temporary_path_.c_str());
+  if (file_ >= 0) {
+    close(file_);
+    unlink(temporary_path_.c_str());
+  }
+  unfinished = 0;
 }
 
 absl::Status NpyWriter::Error(const char* what, int error) const {

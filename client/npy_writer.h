@@ -22,6 +22,11 @@ namespace ballast::client::cli {
 // Magic, version, length and dictionary, padded to a multiple of 64 bytes.
 std::string NpyHeader(absl::Span<const int64_t> shape);
 
+// Removes the file that a writer has not finished, if there is one: for a handler of a signal that
+// ends the process.
+void RemoveUnfinishedNpy();
+
+// One at a time.
 class NpyWriter {
  public:
   // One line that names the file and what is wrong with it, here and below.

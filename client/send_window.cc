@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "client/steady_deadline.h"
 
 namespace ballast::client {
 
@@ -34,8 +35,8 @@ class SendWindow::Borrowed {
   const std::function<void()> released_;
 };
 
-SendWindow::SendWindow(int64_t limit_bytes)
-    : limit_bytes_(limit_bytes), lent_(std::make_shared<Lent>()) {}
+SendWindow::SendWindow(int64_t limit_bytes, absl::Duration send_timeout)
+    : limit_bytes_(limit_bytes), send_timeout_(send_timeout), lent_(std::make_shared<Lent>()) {}
 
 SendWindow::~SendWindow() {
   Close(absl::CancelledError("the session was closed"));
@@ -47,11 +48,18 @@ absl::Status SendWindow::Send(int64_t bytes, std::function<void()> released,
                               const std::function<void(std::function<void()> let_go)>& send) {
   // Before the lock, so that it is destroyed after it.
   auto payload = std::make_shared<Borrowed>(lent_, std::move(released));
+  const auto deadline = SteadyDeadline(send_timeout_);
   MutexLock lock(mutex_);
+  bool in_time = true;
   // A payload larger than the whole window passes alone.
   while (closed_.ok() && unacknowledged_bytes_ > 0 &&
          unacknowledged_bytes_ + bytes > limit_bytes_) {
-    room_.Wait(mutex_);
+    if (!in_time) {
+      return absl::DeadlineExceededError(absl::StrCat("the service left ", unacknowledged_bytes_,
+                                                      " payload bytes unacknowledged for ",
+                                                      absl::FormatDuration(send_timeout_)));
+    }
+    in_time = room_.WaitUntil(mutex_, deadline);
   }
   if (!closed_.ok()) return closed_;
   unacknowledged_.push_back({++sent_, bytes, payload});

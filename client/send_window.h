@@ -16,19 +16,25 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
+#include "absl/time/time.h"
 #include "cpu_optimizer_service/common/mutex.h"
 
 namespace ballast::client {
 
 class SendWindow {
  public:
-  explicit SendWindow(int64_t limit_bytes);
+  // `send_timeout` bounds how long a Send waits for room.
+  explicit SendWindow(int64_t limit_bytes, absl::Duration send_timeout = absl::InfiniteDuration());
   // Waits until the transport has let go of every payload: their owner may go away after this.
+  // Without a limit of its own, because memory that the kernel still reads cannot be taken back:
+  // the owner ends the stream first, which drops all but the bytes of a write in progress, and the
+  // connection's keepalive ends that one (connect.h says when).
   ~SendWindow();
 
   // Sends a message of `bytes` payload bytes. Blocks while other bytes are unacknowledged and these
-  // would pass the limit. `send` runs under the window's lock, in the order of the numbers, and
-  // passes on the let_go that it gets. The status given to Close, if it was closed.
+  // would pass the limit; DEADLINE_EXCEEDED, and nothing sent, if that lasts. `send` runs under the
+  // window's lock, in the order of the numbers, and passes on the let_go that it gets. The status
+  // given to Close, if it was closed.
   absl::Status Send(int64_t bytes, std::function<void()> released,
                     const std::function<void(std::function<void()> let_go)>& send);
   // The same for a message without payload; never blocks.
@@ -52,6 +58,7 @@ class SendWindow {
   };
 
   const int64_t limit_bytes_;
+  const absl::Duration send_timeout_;
   const std::shared_ptr<Lent> lent_;
   mutable Mutex mutex_;
   CondVar room_;

@@ -22,7 +22,12 @@
 // returns until it is destroyed.
 //
 // Errors: the first error of the stream is kept and returned by every later call; then open another
-// session. The same process taking its rank again raises no generation.
+// session. The same process taking its rank again raises no generation. Whatever raises it (an
+// aborted step, a loaded checkpoint, another process taking a rank) ends the sessions of all ranks:
+// every call returns ABORTED from then on, and every rank opens its session again, which says at
+// what step the job stands.
+//
+// A service that no longer answers ends the stream with UNAVAILABLE within 40 seconds.
 #ifndef BALLAST_CLIENT_SESSION_H_
 #define BALLAST_CLIENT_SESSION_H_
 
@@ -48,7 +53,8 @@ class Channel;
 
 namespace ballast::client {
 
-// A channel to "host:port" or "unix:/path". UNAVAILABLE if nothing answers within `timeout`.
+// A channel to "host:port" or "unix:/path". INVALID_ARGUMENT at once if it is neither; UNAVAILABLE
+// if nothing answers within `timeout`.
 absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(const std::string& target,
                                                        absl::Duration timeout = absl::Seconds(10));
 
@@ -68,8 +74,8 @@ struct SessionOptions {
   std::function<void(int chunk)> on_weights;
   // Payload bytes on their way, not acknowledged, before Push blocks.
   int64_t window_bytes = int64_t{64} << 20;
-  // How long Seal waits for the decision, and ReceiveWeights for the end of the step. The error of
-  // Seal names the ranks that have not sealed.
+  // How long Push waits for room in the window, Seal for the decision, and ReceiveWeights for the
+  // end of the step. The error of Seal names the ranks that have not sealed.
   absl::Duration seal_timeout = absl::Minutes(10);
 };
 
@@ -136,6 +142,8 @@ class Session {
 
   // Begins step committed_step() + 1.
   virtual absl::Status BeginStep(const StepSettings& settings) = 0;
+  // Blocks while the window is full. DEADLINE_EXCEEDED names the chunk and its micro-step: it was
+  // not sent, and may be pushed again.
   virtual absl::Status Push(GradientPush push) = 0;
   virtual absl::Status EndMicroStep(uint32_t micro_step, const UsedParameters& used) = 0;
   // FAILED_PRECONDITION: refused, the step is still open; the message names worker, micro-step and

@@ -1,7 +1,9 @@
 #include "client/session_impl.h"
 
-#include <spdlog/spdlog.h>
+#include <spdlog/logger.h>
+#include <spdlog/sinks/stdout_sinks.h>
 
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -13,6 +15,12 @@
 
 namespace ballast::client {
 namespace {
+
+// The trainer's standard output is the trainer's.
+spdlog::logger& Log() {
+  static spdlog::logger logger("ballast", std::make_shared<spdlog::sinks::stderr_sink_mt>());
+  return logger;
+}
 
 absl::Status CheckOptions(const SessionOptions& options) {
   const int world_size = options.job.layout.world_size;
@@ -40,7 +48,7 @@ SessionImpl::SessionImpl(std::unique_ptr<Transport> transport, Clock& clock, Ses
       options_(std::move(options)),
       layout_(std::move(layout)),
       sink_(layout_, options_.job.groups, options_.rank, options_.weights, options_.on_weights),
-      window_(options_.window_bytes) {}
+      window_(options_.window_bytes, options_.seal_timeout) {}
 
 SessionImpl::~SessionImpl() {
   // Wakes senders in other threads before the stream goes.
@@ -239,10 +247,15 @@ absl::Status SessionImpl::Push(GradientPush push) {
   header.set_micro_step_end(push.micro_step_end);
   header.set_final(push.final);
   header.set_empty(push.empty);
-  return window_.Send(static_cast<int64_t>(push.payload.size()), std::move(push.released),
-                      [&](std::function<void()> let_go) {
-                        stream_->SendGradient(header, push.payload, std::move(let_go));
-                      });
+  const absl::Status sent =
+      window_.Send(static_cast<int64_t>(push.payload.size()), std::move(push.released),
+                   [&](std::function<void()> let_go) {
+                     stream_->SendGradient(header, push.payload, std::move(let_go));
+                   });
+  if (sent.ok()) return sent;
+  BALLAST_RETURN_IF_ERROR(progress_.failure());
+  return Annotate(sent, absl::StrCat(Context(), ": chunk ", push.chunk, " of micro-step ",
+                                     push.micro_step_begin));
 }
 
 absl::Status SessionImpl::EndMicroStep(uint32_t micro_step, const UsedParameters& used) {
@@ -294,8 +307,9 @@ absl::Status SessionImpl::ExplainSeal(const absl::Status& status) {
 }
 
 absl::Status SessionImpl::ReceiveWeights() {
-  BALLAST_RETURN_IF_ERROR(CheckInStep("ReceiveWeights"));
+  // A step whose end has come counts, even if the stream failed after it.
   if (!progress_.decision().has_value()) {
+    BALLAST_RETURN_IF_ERROR(CheckInStep("ReceiveWeights"));
     return absl::FailedPreconditionError(
         absl::StrCat(Context(), ": ReceiveWeights before Seal has returned a decision"));
   }
@@ -350,8 +364,8 @@ absl::Status SessionImpl::Handle(const v1::TrainResponse& message, PayloadPieces
 
 void SessionImpl::OnWaiting(const v1::Waiting& waiting) {
   progress_.Waiting(waiting.step(), {waiting.ranks().begin(), waiting.ranks().end()});
-  spdlog::warn("{}: sealed; the service waits for rank {}", Context(),
-               absl::StrJoin(waiting.ranks(), ", "));
+  Log().warn("{}: sealed; the service waits for rank {}", Context(),
+             absl::StrJoin(waiting.ranks(), ", "));
 }
 
 absl::Status SessionImpl::OnDecision(const v1::StepDecision& message) {

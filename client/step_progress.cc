@@ -1,19 +1,12 @@
 #include "client/step_progress.h"
 
-#include <algorithm>
-#include <chrono>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "client/steady_deadline.h"
 
 namespace ballast::client {
 namespace {
-
-std::chrono::steady_clock::time_point After(absl::Duration limit) {
-  // Bounded, so that an infinite limit does not overflow the clock.
-  return std::chrono::steady_clock::now() +
-         absl::ToChronoMilliseconds(std::min(limit, absl::Hours(24 * 365)));
-}
 
 absl::Status TimedOut(const char* awaited, absl::Duration limit) {
   return absl::DeadlineExceededError(
@@ -105,7 +98,7 @@ absl::Status StepProgress::failure() const {
 }
 
 absl::StatusOr<StepDecision> StepProgress::AwaitDecision(absl::Duration limit) {
-  const auto deadline = After(limit);
+  const auto deadline = SteadyDeadline(limit);
   MutexLock lock(mutex_);
   bool in_time = true;
   for (;;) {
@@ -119,7 +112,7 @@ absl::StatusOr<StepDecision> StepProgress::AwaitDecision(absl::Duration limit) {
 }
 
 absl::StatusOr<double> StepProgress::AwaitCommitted(absl::Duration limit) {
-  const auto deadline = After(limit);
+  const auto deadline = SteadyDeadline(limit);
   MutexLock lock(mutex_);
   bool in_time = true;
   for (;;) {
@@ -131,7 +124,7 @@ absl::StatusOr<double> StepProgress::AwaitCommitted(absl::Duration limit) {
 }
 
 absl::Status StepProgress::AwaitOpened(absl::Duration limit) {
-  const auto deadline = After(limit);
+  const auto deadline = SteadyDeadline(limit);
   MutexLock lock(mutex_);
   bool in_time = true;
   for (;;) {

@@ -31,7 +31,8 @@ class AnonymousArena : public Arena {
 
 class AnonymousArenaFactory : public ArenaFactory {
  public:
-  absl::StatusOr<std::unique_ptr<Arena>> Create(int64_t bytes, absl::string_view label) override {
+  absl::StatusOr<std::unique_ptr<Arena>> Create(int64_t bytes, absl::string_view label,
+                                                Touch touch) override {
     // Room to begin on a huge page: the kernel backs only whole, aligned ones.
     const bool huge = bytes >= kHugePageBytes;
     const int64_t alignment = huge ? kHugePageBytes : kPageBytes;
@@ -46,7 +47,7 @@ class AnonymousArenaFactory : public ArenaFactory {
     const auto address = reinterpret_cast<uintptr_t>(begin);
     std::byte* data = begin + (alignment - address % alignment) % alignment;
     if (huge) madvise(data, bytes, MADV_HUGEPAGE);
-    for (int64_t offset = 0; offset < bytes; offset += kPageBytes) {
+    for (int64_t offset = 0; touch == Touch::kNow && offset < bytes; offset += kPageBytes) {
       data[offset] = std::byte{0};  // A write takes the page; a read would map the zero page.
     }
     return std::make_unique<AnonymousArena>(begin, mapped_bytes, data, bytes);

@@ -23,9 +23,14 @@ class Arena {
 class ArenaFactory {
  public:
   virtual ~ArenaFactory() = default;
-  // Zeroed and touched, so that what was admitted is really there. RESOURCE_EXHAUSTED if the system
-  // has no memory. `label` names it: "job gpt2 state".
-  virtual absl::StatusOr<std::unique_ptr<Arena>> Create(int64_t bytes, absl::string_view label) = 0;
+  enum class Touch : uint8_t {
+    kNow,    // The pages are there when Create returns, so that an update never waits for them.
+    kLater,  // They come when they are first written.
+  };
+  // Zeroed. RESOURCE_EXHAUSTED if the system refuses the mapping. `label` names it: "job gpt2
+  // state".
+  virtual absl::StatusOr<std::unique_ptr<Arena>> Create(int64_t bytes, absl::string_view label,
+                                                        Touch touch) = 0;
 };
 
 // Anonymous memory in huge pages where the system gives them.

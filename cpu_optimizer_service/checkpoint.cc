@@ -1,14 +1,14 @@
 #include "cpu_optimizer_service/checkpoint.h"
 
-#include <unistd.h>
-
-#include <atomic>
 #include <nlohmann/json.hpp>
+#include <random>
 #include <utility>
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/sha256.h"
 
 namespace ballast {
 namespace {
@@ -32,6 +32,16 @@ bool HasAmsgrad(const CheckpointIndex& index, const std::string& group) {
     if (candidate.name == group) return candidate.hyper_parameters.amsgrad;
   }
   return false;
+}
+
+// SHA-256 over the index without its own checksum, as it is dumped: keys are sorted, numbers read
+// back the same.
+std::string Digest(json index) {
+  index.erase("sha256");
+  const std::string dump = index.dump(-1, ' ', false, json::error_handler_t::replace);
+  Sha256 sha256;
+  sha256.Add(absl::MakeConstSpan(reinterpret_cast<const std::byte*>(dump.data()), dump.size()));
+  return sha256.Hex();
 }
 
 // The parameters, by index, that have this plane.
@@ -100,12 +110,27 @@ HyperParameters HyperParametersFromJson(const json& values) {
   return result;
 }
 
+// A count that a run could have reached, or -1.
+int64_t Count(const json& value) {
+  constexpr uint64_t kMax = uint64_t{1} << 53;
+  const bool sane = value.is_number_unsigned() && value.get<uint64_t>() <= kMax;
+  return sane ? value.get<int64_t>() : -1;
+}
+
+bool CountsAreSane(const CheckpointIndex& index) {
+  bool sane = index.step <= uint64_t{1} << 53;
+  for (const CheckpointIndex::Parameter& parameter : index.parameters) {
+    sane = sane && parameter.elements >= 0 && parameter.update_count >= 0;
+  }
+  return sane;
+}
+
 // Throws json::exception where a field is absent or of another type.
 CheckpointIndex IndexFromJson(const json& text) {
   CheckpointIndex index;
   text.at("job").get_to(index.job);
   text.at("uid").get_to(index.uid);
-  text.at("step").get_to(index.step);
+  index.step = static_cast<uint64_t>(Count(text.at("step")));
   for (const json& group : text.at("groups")) {
     index.groups.push_back(
         {.name = group.at("name"),
@@ -115,8 +140,8 @@ CheckpointIndex IndexFromJson(const json& text) {
     index.parameters.push_back({.name = parameter.at("name"),
                                 .shape = parameter.at("shape"),
                                 .group = parameter.at("group"),
-                                .elements = parameter.at("elements"),
-                                .update_count = parameter.at("update_count")});
+                                .elements = Count(parameter.at("elements")),
+                                .update_count = Count(parameter.at("update_count"))});
   }
   return index;
 }
@@ -143,6 +168,10 @@ absl::StatusOr<json> ReadIndex(FileSystem& file_system, const std::string& direc
                                                       index.value("version", json()).dump(),
                                                       ", this service reads ", kVersion));
   }
+  if (index.value("sha256", json()) != Digest(index)) {
+    return absl::DataLossError(
+        absl::StrCat(path, " does not match its own checksum; use another checkpoint"));
+  }
   return index;
 }
 
@@ -168,6 +197,7 @@ absl::StatusOr<int64_t> WriteInto(FileSystem& file_system, const std::string& di
     text["files"][std::string(Name(plane))] = {{"size_bytes", written.size_bytes},
                                                {"sha256", written.sha256}};
   }
+  text["sha256"] = Digest(text);
   const std::string dump = text.dump(1, ' ', false, json::error_handler_t::replace);
   BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<WritableFile> file,
                            file_system.Create(IndexPath(directory)));
@@ -191,9 +221,10 @@ absl::StatusOr<int64_t> WriteCheckpoint(FileSystem& file_system, const std::stri
           directory, " exists and is not a checkpoint; choose another directory or remove it"));
     }
   }
-  static std::atomic<int> counter = 0;
-  const std::string partial =
-      absl::StrCat(directory, ".partial-", getpid(), "-", counter.fetch_add(1));
+  // Random: another process, even one of the same number in another container, may have left its
+  // own.
+  std::random_device random;
+  const std::string partial = absl::StrFormat("%s.partial-%08x%08x", directory, random(), random());
   absl::StatusOr<int64_t> bytes = WriteInto(file_system, partial, index, read);
   absl::Status status = bytes.status();
   if (status.ok()) status = file_system.Exchange(partial, directory);
@@ -216,6 +247,10 @@ absl::StatusOr<Checkpoint> Checkpoint::Open(FileSystem& file_system, const std::
     }
   } catch (const json::exception& error) {
     return absl::DataLossError(absl::StrCat(IndexPath(directory), " is damaged: ", error.what()));
+  }
+  if (!CountsAreSane(checkpoint.index_)) {
+    return absl::DataLossError(
+        absl::StrCat(IndexPath(directory), " is damaged: a count is negative or absurd"));
   }
   for (const CheckpointIndex::Group& group : checkpoint.index_.groups) {
     BALLAST_RETURN_IF_ERROR(Annotate(Validate(group.hyper_parameters),

@@ -93,7 +93,8 @@ absl::StatusOr<std::unique_ptr<ChunkPin::Version>> ChunkStore::Impl::TakeFresh(i
       version->reservation,
       options.budget->Reserve(bytes,
                               absl::StrCat("a second version of a chunk of ", options.owner)));
-  BALLAST_ASSIGN_OR_RETURN(version->arena, arenas.Create(bytes, options.owner));
+  BALLAST_ASSIGN_OR_RETURN(version->arena,
+                           arenas.Create(bytes, options.owner, ArenaFactory::Touch::kLater));
   version->slot = MakeSlot(version->arena->data(), elements, planes);
   return version;
 }
@@ -114,7 +115,6 @@ ChunkPin& ChunkPin::operator=(ChunkPin&& other) noexcept {
 }
 
 const Slot& ChunkPin::slot() const { return version_->slot; }
-uint64_t ChunkPin::step() const { return version_->step; }
 
 void ChunkPin::Release() {
   if (store_ == nullptr) return;
@@ -146,7 +146,7 @@ absl::StatusOr<std::unique_ptr<ChunkStore>> ChunkStore::Create(const Layout& lay
   const int64_t bytes = StateBytes(layout, options.planes);
   const std::string label = absl::StrCat(options.owner, " state");
   auto impl = std::make_unique<Impl>(layout, std::move(options), arenas);
-  BALLAST_ASSIGN_OR_RETURN(impl->arena, arenas.Create(bytes, label));
+  BALLAST_ASSIGN_OR_RETURN(impl->arena, arenas.Create(bytes, label, ArenaFactory::Touch::kNow));
   {
     MutexLock lock(impl->mutex);
     std::byte* memory = impl->arena->data();
@@ -204,7 +204,10 @@ absl::StatusOr<ChunkStore::Write> ChunkStore::BeginWrite(int chunk, Destination 
   Write write;
   write.chunk = chunk;
   write.from = current.slot;
-  if (destination == Destination::kInPlaceIfFree && current.pins == 0) {
+  // A chunk that moved out of its first slot goes back as soon as it can, which frees the other
+  // one.
+  const bool goes_back = current.arena != nullptr && !impl_->free[impl_->KeyOf(chunk)].empty();
+  if (destination == Destination::kInPlaceIfFree && current.pins == 0 && !goes_back) {
     write.to = current.slot;
     write.target = &current;
     return write;

@@ -45,7 +45,6 @@ class ChunkPin {
   ~ChunkPin() { Release(); }
 
   const Slot& slot() const;
-  uint64_t step() const;
 
  private:
   friend class ChunkStore;

@@ -92,6 +92,15 @@ class PosixReadableFile : public ReadableFile {
   const std::string path_;
 };
 
+absl::Status SyncDirectory(const std::string& path) {
+  const int descriptor = open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (descriptor < 0) return ErrnoStatus(errno, "open", path);
+  const bool synced = fsync(descriptor) == 0;
+  const int error = errno;
+  close(descriptor);
+  return synced ? absl::OkStatus() : ErrnoStatus(error, "flush", path);
+}
+
 class PosixFileSystemImpl : public FileSystem {
  public:
   absl::StatusOr<std::unique_ptr<WritableFile>> Create(const std::string& path) override {
@@ -120,11 +129,15 @@ class PosixFileSystemImpl : public FileSystem {
   }
 
   absl::Status Exchange(const std::string& from, const std::string& to) override {
+    // What is moved must be on the disk before its name is, and its name before what it replaces
+    // goes.
+    if (absl::Status status = SyncDirectory(from); !status.ok()) return status;
     const unsigned flags = Exists(to) ? RENAME_EXCHANGE : RENAME_NOREPLACE;
     if (renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), flags) != 0) {
       return ErrnoStatus(errno, "move into place", to);
     }
-    return absl::OkStatus();
+    const std::string parent = std::filesystem::path(to).parent_path().string();
+    return SyncDirectory(parent.empty() ? "." : parent);
   }
 
   absl::Status RemoveAll(const std::string& path) override {

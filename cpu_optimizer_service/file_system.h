@@ -38,7 +38,8 @@ class FileSystem {
   virtual absl::StatusOr<std::unique_ptr<ReadableFile>> Open(const std::string& path) = 0;
   virtual bool Exists(const std::string& path) = 0;
   virtual absl::Status CreateDirectory(const std::string& path) = 0;  // With its parents.
-  // Makes `to` be what `from` was, in one move. If `to` exists, `from` becomes what `to` was.
+  // Makes `to` be what the directory `from` was, in one move, durably. If `to` exists, `from`
+  // becomes what `to` was.
   virtual absl::Status Exchange(const std::string& from, const std::string& to) = 0;
   virtual absl::Status RemoveAll(const std::string& path) = 0;
 };

@@ -62,7 +62,8 @@ absl::StatusOr<std::unique_ptr<GradientStore>> GradientStore::Create(const JobSp
   std::unique_ptr<GradientStore> store(new GradientStore(spec, layout));
   const std::string label = absl::StrCat("job ", spec.name);
   BALLAST_ASSIGN_OR_RETURN(store->wire_arena_, arenas.Create(GradientBytes(spec, layout),
-                                                             absl::StrCat(label, " gradients")));
+                                                             absl::StrCat(label, " gradients"),
+                                                             ArenaFactory::Touch::kNow));
   std::byte* wire = store->wire_arena_->data();
   for (size_t i = 0; i < store->chunks_.size(); ++i) {
     const Chunk& chunk = layout.chunks()[i];
@@ -70,8 +71,9 @@ absl::StatusOr<std::unique_ptr<GradientStore>> GradientStore::Create(const JobSp
     wire += AlignUp(chunk.elements * SizeBytes(spec.groups[chunk.group].wire_dtype));
   }
   if (const int64_t bytes = AccumulatorBytes(spec, layout); bytes > 0) {
-    BALLAST_ASSIGN_OR_RETURN(store->sum_arena_,
-                             arenas.Create(bytes, absl::StrCat(label, " accumulators")));
+    BALLAST_ASSIGN_OR_RETURN(
+        store->sum_arena_,
+        arenas.Create(bytes, absl::StrCat(label, " accumulators"), ArenaFactory::Touch::kNow));
     auto* sum = reinterpret_cast<float*>(store->sum_arena_->data());
     for (size_t i = 0; i < store->chunks_.size(); ++i) {
       store->chunks_[i].sum = sum;

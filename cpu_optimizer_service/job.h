@@ -11,11 +11,12 @@
 //   1);
 //   ... listener: OnDecision, OnWeights for each chunk of the rank, OnCommitted.
 //
-// Threads: everything is thread-safe; the calls on one RankStream come one at a time. Calls return
-// quickly, except Contribute, which adds the payload on the caller's thread, and Save and Load.
-// Updates run on the engine's threads. Listeners are called from any thread, with no lock held,
-// must not block, and may call back. A job is kept alive by shared_ptr while a stream or a reader
-// uses it.
+// Threads: everything is thread-safe; the calls on one RankStream come one at a time. Contribute
+// adds the payload on the caller's thread; Save and Load do all their work on it; calls that need
+// the job to stand still (Attach, OpenStream, TakeSnapshot, the first weights) wait for a decision
+// and update under way. Updates run on the engine's threads. Listeners are called from any thread,
+// with no lock held, must not block, and may call back. A job is kept alive by shared_ptr while a
+// stream or a reader uses it.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_H_
 
@@ -102,7 +103,7 @@ class RankListener {
  public:
   virtual ~RankListener() = default;
   // The calls of one step come in this order; OnWeights once for each chunk of the rank's
-  // partition, in no order, and not at all when the step is skipped.
+  // partition, in no order, and not at all when the step is skipped. OnWaiting alone may come late.
   virtual void OnWaiting(uint64_t step, const std::vector<int>& ranks) = 0;
   // A seal of this rank that was taken at first has been undone, because at the last rank's seal
   // the step was not whole. The step is open; whoever has to send something does so, and all seal
@@ -124,6 +125,7 @@ struct ChunkProgress {
 
 // Where a rank stands, for a stream that is opened in mid-step.
 struct RankPosition {
+  uint64_t generation = 0;
   uint64_t committed_step = 0;
   uint64_t open_step = 0;  // 0: the rank has not begun one.
   uint32_t micro_steps_ended = 0;
@@ -232,12 +234,16 @@ class Job : public std::enable_shared_from_this<Job> {
 
   // First weights of one chunk: chunk.elements fp32 values in pieces cut anywhere. The job is ready
   // when every chunk has come; true then. Padding must be zero.
+  // ABORTED if `generation` is given and is not the job's.
   virtual absl::StatusOr<bool> WriteInitialWeights(
-      int64_t chunk, absl::Span<const absl::Span<const std::byte>> payload) = 0;
+      int64_t chunk, absl::Span<const absl::Span<const std::byte>> payload,
+      std::optional<uint64_t> generation = std::nullopt) = 0;
 
-  // The committed weights of a chunk in its group's return dtype, into chunk.elements elements at
-  // `out`. ABORTED if the chunk does not stand at `step`.
-  virtual absl::Status ReadShard(uint64_t step, int chunk, absl::Span<std::byte> out) const = 0;
+  // The weights of a chunk at `step` in its group's return dtype, into chunk.elements elements at
+  // `out`. ABORTED: another generation. UNAVAILABLE: the chunk is being updated.
+  // FAILED_PRECONDITION: the chunk stands at another step.
+  virtual absl::Status ReadShard(uint64_t generation, uint64_t step, int chunk,
+                                 absl::Span<std::byte> out) const = 0;
 
   // Tells every sealed rank of an open step, through OnWaiting, which ranks it waits for. The
   // server calls it when the seal deadline has passed, and then again and again.

@@ -1,5 +1,6 @@
 // From the last seal to the commit. Runs on the engine's threads; `deciding_` keeps everyone else
 // away from gradients and state meanwhile.
+#include <algorithm>
 #include <cassert>
 #include <chrono>
 #include <cmath>
@@ -13,7 +14,8 @@
 namespace ballast {
 namespace {
 
-constexpr size_t kRecentSteps = 64;
+// Names that a record keeps; the decision itself tells all of them.
+constexpr size_t kRecordedNames = 64;
 
 }  // namespace
 
@@ -81,7 +83,7 @@ std::string JobImpl::DescribeNonFinite() const {
       }
     }
   }
-  return "the norm of the gradients is not finite";
+  return "the gradients' norm with the loss scale and clipping leaves no fp32 multiplier";
 }
 
 JobImpl::UpdatePlan JobImpl::Decide(StepOutcome outcome) {
@@ -152,12 +154,19 @@ void JobImpl::Commit(const UpdatePlan& plan) {
     for (const auto& [group, overrides] : plan.terms.settings.overrides) {
       hyper_parameters_[group] = Apply(hyper_parameters_[group], overrides);
     }
+    for (int group = 0; group < layout_.group_count(); ++group) {
+      hyper_parameters_[group] = Apply(hyper_parameters_[group], later_changes_[group]);
+      later_changes_[group] = {};
+    }
     committed_step_ = plan.terms.step;
     recent_steps_.push_back({.outcome = plan.outcome,
                              .micro_steps = plan.micro_steps,
                              .loss_scale = plan.terms.settings.scale.loss_scale,
                              .hyper_parameters = plan.terms.hyper_parameters});
+    std::vector<std::string>& names = recent_steps_.back().outcome.unused_parameters;
+    names.resize(std::min(names.size(), kRecordedNames));
     if (recent_steps_.size() > kRecentSteps) recent_steps_.pop_front();
+    for (Rank& rank : ranks_) FreeIfLeft(rank);
     step_ = std::monostate();
     deciding_ = false;
     changed_.NotifyAll();

@@ -31,6 +31,16 @@ int64_t ShardBufferBytes(const JobSpec& spec, const Layout& layout) {
   return bytes;
 }
 
+// Descriptions, tables and records, by what they grow with; generous, since small beside the rest.
+int64_t TableBytes(const JobSpec& spec, const Layout& layout) {
+  int64_t bytes = 256 * static_cast<int64_t>(layout.chunks().size()) + 512 * layout.world_size();
+  bytes += static_cast<int64_t>(kRecentSteps * sizeof(HyperParameters) * spec.groups.size());
+  for (const ParameterSpec& parameter : spec.layout.parameters) {
+    bytes += 512 + 3 * static_cast<int64_t>(parameter.name.size() + 8 * parameter.shape.size());
+  }
+  return bytes;
+}
+
 int64_t ShardBufferCount(const Layout& layout) {
   return std::min<int64_t>(kShardBuffers, static_cast<int64_t>(layout.chunks().size()));
 }
@@ -47,10 +57,9 @@ MemoryNeed NeedOf(const JobSpec& spec, const Layout& layout) {
   need.state_bytes = ChunkStore::StateBytes(layout, PlanesByGroup(spec));
   need.gradient_bytes = GradientStore::GradientBytes(spec, layout);
   need.accumulator_bytes = GradientStore::AccumulatorBytes(spec, layout);
-  constexpr int64_t kTableBytesPerChunk = 256;
   need.other_bytes = ShardBufferBytes(spec, layout) * ShardBufferCount(layout) +
                      layout.total_flat_elements() / kBlockElements * int64_t{sizeof(double)} +
-                     static_cast<int64_t>(layout.chunks().size()) * kTableBytesPerChunk;
+                     TableBytes(spec, layout);
   return need;
 }
 
@@ -73,6 +82,7 @@ JobImpl::JobImpl(JobSpec spec, Layout layout, const JobEnvironment& environment)
       ledger_(static_cast<int64_t>(layout_.chunks().size())),
       weights_arrived_(layout_.chunks().size(), false),
       weights_missing_(static_cast<int64_t>(layout_.chunks().size())),
+      later_changes_(spec_.groups.size()),
       update_counts_(spec_.layout.parameters.size(), 0) {
   for (const GroupSpec& group : spec_.groups) hyper_parameters_.push_back(group.hyper_parameters);
 }
@@ -99,7 +109,8 @@ absl::Status JobImpl::CheckUsable() const {
 // ---------------------------------------------------------------- first weights
 
 absl::StatusOr<bool> JobImpl::WriteInitialWeights(
-    int64_t index, absl::Span<const absl::Span<const std::byte>> payload) {
+    int64_t index, absl::Span<const absl::Span<const std::byte>> payload,
+    std::optional<uint64_t> generation) {
   if (index < 0 || index >= static_cast<int64_t>(layout_.chunks().size())) {
     return absl::InvalidArgumentError(absl::StrCat("chunk ", index, " is not in job ", spec_.name,
                                                    ", which has ", layout_.chunks().size()));
@@ -127,8 +138,12 @@ absl::StatusOr<bool> JobImpl::WriteInitialWeights(
     }
   }
   MutexLock lock(mutex_);
-  WaitUntilSettled();
+  while (clearing_ || loading_ || holds_ > 0) changed_.Wait(mutex_);
   BALLAST_RETURN_IF_ERROR(CheckUsable());
+  if (generation.has_value() && *generation != generation_) {
+    return absl::AbortedError(absl::StrCat("job ", spec_.name, " is at generation ", generation_,
+                                           ", not ", *generation, "; attach again"));
+  }
   if (weights_missing_ == 0) {
     return absl::FailedPreconditionError(
         absl::StrCat("job ", spec_.name, " has its weights; load a checkpoint to replace them"));
@@ -203,6 +218,9 @@ absl::StatusOr<HyperParameters> JobImpl::UpdateGroup(int group,
   BALLAST_RETURN_IF_ERROR(
       Annotate(Validate(changed), absl::StrCat("group ", spec_.groups[group].name)));
   hyper_parameters_[group] = changed;
+  if (!std::holds_alternative<std::monostate>(step_)) {
+    later_changes_[group] = Merge(later_changes_[group], changes);
+  }
   return changed;
 }
 

@@ -5,11 +5,13 @@
 //   job_decision.cc    from the last seal to the commit
 //   job_state.cc       looking at state, saving, loading
 //
-// One mutex guards all that the ranks say; arithmetic happens outside it. Three markers keep it
+// One mutex guards all that the ranks say; arithmetic happens outside it. These markers keep it
 // apart:
 //   in_flight   a rank's contribution is being added; clearing the step waits for it
-//   deciding_   a decision and its update are running, or a load: state changes
-//   holds_      readers of state that hold back the next decision
+//   clearing_   the undecided step is being forgotten; no other may begin
+//   deciding_   a decision and its update are running: gradients and state belong to them
+//   loading_    a checkpoint is being loaded: state belongs to it
+//   holds_      readers of state, which hold back the next decision, and a load
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_IMPL_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_IMPL_H_
 
@@ -34,6 +36,9 @@
 
 namespace ballast {
 
+// How many decisions a job remembers.
+inline constexpr size_t kRecentSteps = 64;
+
 // What a job shares with the others of its engine, all outliving it.
 struct JobEnvironment {
   MemoryBudget* budget = nullptr;
@@ -55,9 +60,11 @@ class JobImpl : public Job {
   absl::StatusOr<Attachment> Attach(const AttachRequest& request) override;
   absl::StatusOr<std::unique_ptr<RankStream>> OpenStream(
       const OpenStreamRequest& request, std::shared_ptr<RankListener> listener) override;
-  absl::StatusOr<bool> WriteInitialWeights(
-      int64_t chunk, absl::Span<const absl::Span<const std::byte>> payload) override;
-  absl::Status ReadShard(uint64_t step, int chunk, absl::Span<std::byte> out) const override;
+  absl::StatusOr<bool> WriteInitialWeights(int64_t chunk,
+                                           absl::Span<const absl::Span<const std::byte>> payload,
+                                           std::optional<uint64_t> generation) override;
+  absl::Status ReadShard(uint64_t generation, uint64_t step, int chunk,
+                         absl::Span<std::byte> out) const override;
   void TellWaiting() override;
   std::optional<double> SecondsSinceFirstSeal() const override;
   absl::StatusOr<uint64_t> AbortStep() override;
@@ -83,6 +90,7 @@ class JobImpl : public Job {
     uint64_t stream = 0;     // Number of its stream; 0: none.
     std::shared_ptr<RankListener> listener;
     int in_flight = 0;
+    bool left = false;  // Its stream ended in mid-step; free once the step is over.
   };
   // Identifies a stream to the calls that come through it.
   struct StreamKey {
@@ -111,7 +119,11 @@ class JobImpl : public Job {
   // Clears the undecided step, frees all ranks; returns the listeners to detach.
   Listeners RaiseGeneration() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   static void Detach(const Listeners& listeners, const absl::Status& status);
+  static void FreeIfLeft(Rank& rank);
+  // Waits for a decision, update, load or clearing that is running.
   void WaitUntilSettled() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // As above, and also for a decision that is held back. UNAVAILABLE while loading.
+  absl::Status WaitUntilDecided() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckUsable() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   // job_stream.cc
@@ -130,6 +142,9 @@ class JobImpl : public Job {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   std::optional<SealRefusal> CheckStepIsWhole(const OpenStep& open, int last_rank) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  std::optional<SealRefusal> CheckParameters(const OpenStep& open, int last_rank) const;
+  // A chunk that has a non-zero gradient in elements [begin, end) of a flat space, or -1.
+  int ChunkWithGradient(int group, int64_t begin, int64_t end) const;
 
   // job_decision.cc
   void StartDecisionIfDue() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -165,6 +180,7 @@ class JobImpl : public Job {
   bool closed_ ABSL_GUARDED_BY(mutex_) = false;
   absl::Status broken_ ABSL_GUARDED_BY(mutex_);  // State may be torn: only a load helps.
   bool clearing_ ABSL_GUARDED_BY(mutex_) = false;
+  bool loading_ ABSL_GUARDED_BY(mutex_) = false;
   mutable bool deciding_ ABSL_GUARDED_BY(mutex_) = false;
   mutable int holds_ ABSL_GUARDED_BY(mutex_) = 0;
   std::variant<std::monostate, OpenStep, SealedStep, DecidedStep> step_ ABSL_GUARDED_BY(mutex_);
@@ -173,7 +189,9 @@ class JobImpl : public Job {
   std::vector<bool> weights_arrived_ ABSL_GUARDED_BY(mutex_);  // By chunk.
   int64_t weights_missing_ ABSL_GUARDED_BY(mutex_) = 0;
   std::vector<HyperParameters> hyper_parameters_ ABSL_GUARDED_BY(mutex_);  // By group, in force.
-  std::vector<int64_t> update_counts_ ABSL_GUARDED_BY(mutex_);             // By parameter.
+  // By group: what UpdateGroup changed while a step was in progress; comes after its overrides.
+  std::vector<HyperParameterOverrides> later_changes_ ABSL_GUARDED_BY(mutex_);
+  std::vector<int64_t> update_counts_ ABSL_GUARDED_BY(mutex_);  // By parameter.
   std::deque<StepRecord> recent_steps_ ABSL_GUARDED_BY(mutex_);
   uint64_t applied_steps_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t skipped_steps_ ABSL_GUARDED_BY(mutex_) = 0;

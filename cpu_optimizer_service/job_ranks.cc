@@ -26,7 +26,21 @@ absl::Status JobImpl::CheckCurrent(const StreamKey& key) const {
 }
 
 void JobImpl::WaitUntilSettled() const {
-  while (deciding_ || clearing_) changed_.Wait(mutex_);
+  while (deciding_ || clearing_ || loading_) changed_.Wait(mutex_);
+}
+
+absl::Status JobImpl::WaitUntilDecided() const {
+  while (!loading_ && (deciding_ || clearing_ || std::holds_alternative<SealedStep>(step_))) {
+    changed_.Wait(mutex_);
+  }
+  if (!loading_) return absl::OkStatus();
+  return absl::UnavailableError(
+      absl::StrCat("job ", spec_.name, " is loading a checkpoint; try again when it has"));
+}
+
+void JobImpl::FreeIfLeft(Rank& rank) {
+  if (rank.left) rank.process_id.clear();
+  rank.left = false;
 }
 
 void JobImpl::ClearStep() {
@@ -50,6 +64,7 @@ JobImpl::Listeners JobImpl::RaiseGeneration() {
     rank.listener = nullptr;
     rank.stream = 0;
     rank.process_id.clear();
+    rank.left = false;
   }
   ClearStep();
   return listeners;
@@ -85,7 +100,7 @@ absl::StatusOr<Attachment> JobImpl::Attach(const AttachRequest& request) {
   std::string reason;
   {
     MutexLock lock(mutex_);
-    WaitUntilSettled();  // What is decided rolls forward first.
+    BALLAST_RETURN_IF_ERROR(WaitUntilDecided());  // What is sealed and whole rolls forward first.
     BALLAST_RETURN_IF_ERROR(closed_ ? CheckUsable() : absl::OkStatus());
     if (request.expected_committed_step.has_value() &&
         *request.expected_committed_step != committed_step_) {
@@ -100,6 +115,7 @@ absl::StatusOr<Attachment> JobImpl::Attach(const AttachRequest& request) {
                             "; the generation is now ", generation_, "; attach again");
     }
     rank.process_id = request.process_id;
+    rank.left = false;
     attachment = {.generation = generation_,
                   .committed_step = committed_step_,
                   .awaiting_weights = weights_missing_ > 0};
@@ -122,10 +138,11 @@ absl::StatusOr<std::unique_ptr<RankStream>> JobImpl::OpenStream(
   std::unique_ptr<RankStream> stream;
   {
     MutexLock lock(mutex_);
-    WaitUntilSettled();
+    BALLAST_RETURN_IF_ERROR(WaitUntilDecided());
     BALLAST_RETURN_IF_ERROR(CheckUsable());
     Rank& rank = ranks_[request.rank];
-    if (request.generation != generation_ || rank.process_id != request.process_id) {
+    if (request.generation != generation_ || rank.process_id.empty() ||
+        rank.process_id != request.process_id) {
       return absl::AbortedError(absl::StrCat(
           "rank ", request.rank, " of job ", spec_.name,
           request.generation != generation_
@@ -155,8 +172,8 @@ void JobImpl::CloseStream(const StreamKey& key) {
   listener = std::move(rank.listener);
   rank.listener = nullptr;
   rank.stream = 0;
-  // A rank that has no part in the step in progress is free again, so that a restart between steps
-  // disturbs nobody.
+  // A rank that has no part in the step in progress is free again, and the others are when it is
+  // over, so that a restart between steps disturbs nobody.
   const auto has_begun = [&](const auto& step) {
     if constexpr (std::is_same_v<std::decay_t<decltype(step)>, std::monostate>) {
       return false;
@@ -164,11 +181,13 @@ void JobImpl::CloseStream(const StreamKey& key) {
       return step.ranks()[key.rank].begun;
     }
   };
-  if (!std::visit(has_begun, step_)) rank.process_id.clear();
+  rank.left = true;
+  if (!std::visit(has_begun, step_)) FreeIfLeft(rank);
 }
 
 RankPosition JobImpl::PositionOf(int rank) const {
   RankPosition position;
+  position.generation = generation_;
   position.committed_step = committed_step_;
   const auto* open = std::get_if<OpenStep>(&step_);
   if (open == nullptr || !open->ranks()[rank].begun) return position;

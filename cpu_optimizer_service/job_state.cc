@@ -19,7 +19,13 @@ class JobImpl::Hold {
   // Waits for a decision that is running.
   explicit Hold(const JobImpl& job) : job_(job) {
     MutexLock lock(job_.mutex_);
-    job_.WaitUntilSettled();
+    // Readers that come after a seal let its decision pass, or they could hold it back for ever.
+    const auto held_back = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_.mutex_) {
+      return job_.holds_ > 0 && std::holds_alternative<SealedStep>(job_.step_);
+    };
+    while (job_.deciding_ || job_.clearing_ || job_.loading_ || held_back()) {
+      job_.changed_.Wait(job_.mutex_);
+    }
     ++job_.holds_;
   }
   // Takes over a hold that the caller has counted.
@@ -37,18 +43,29 @@ class JobImpl::Hold {
   const JobImpl& job_;
 };
 
-absl::Status JobImpl::ReadShard(uint64_t step, int index, absl::Span<std::byte> out) const {
+absl::Status JobImpl::ReadShard(uint64_t generation, uint64_t step, int index,
+                                absl::Span<std::byte> out) const {
   {
     MutexLock lock(mutex_);
     BALLAST_RETURN_IF_ERROR(CheckUsable());
     if (weights_missing_ > 0) {
       return absl::FailedPreconditionError(absl::StrCat("job ", spec_.name, " has no weights yet"));
     }
-    // While an update runs, only the chunks that it has finished stay as they are.
-    const uint64_t stable = committed_step_ + (deciding_ ? 1 : 0);
-    if (step != stable || store_->step(index) != step) {
-      return absl::AbortedError(absl::StrCat("chunk ", index, " of job ", spec_.name,
-                                             " does not stand still at step ", step));
+    if (generation != generation_) {
+      return absl::AbortedError(absl::StrCat("job ", spec_.name, " is at generation ", generation_,
+                                             ", not ", generation, "; attach again"));
+    }
+    // While an update runs, the chunks that it has finished stay as they are, and only they.
+    const bool updating = std::holds_alternative<DecidedStep>(step_);
+    if (clearing_ || loading_ || std::holds_alternative<SealedStep>(step_) ||
+        (updating && step == committed_step_)) {
+      return absl::UnavailableError(
+          absl::StrCat("job ", spec_.name, " is about to change; read again"));
+    }
+    if (step != committed_step_ + (updating ? 1 : 0) || store_->step(index) != step) {
+      return absl::FailedPreconditionError(absl::StrCat("chunk ", index, " of job ", spec_.name,
+                                                        " stands at step ", store_->step(index),
+                                                        ", not ", step));
     }
     ++holds_;
   }
@@ -192,7 +209,6 @@ absl::Status JobImpl::CheckLoadable(const Checkpoint& checkpoint) const {
     if (const std::string& group = spec_.groups[parameter.group].name; group != saved.group) {
       return refuse(saved.name, " is in group ", saved.group, " there and ", group, " in the job");
     }
-    if (saved.update_count < 0) return refuse(saved.name, " has a negative update count");
     seen.insert(saved.name);
   }
   for (const ParameterSpec& parameter : spec_.layout.parameters) {
@@ -239,10 +255,11 @@ absl::StatusOr<CheckpointInfo> JobImpl::Load(const std::string& directory) {
   Listeners detached;
   {
     MutexLock lock(mutex_);
-    while (deciding_ || clearing_ || holds_ > 0) changed_.Wait(mutex_);
+    WaitUntilSettled();
     if (closed_) return CheckUsable();
+    loading_ = true;
     detached = RaiseGeneration();
-    deciding_ = true;  // State changes.
+    while (holds_ > 0) changed_.Wait(mutex_);
     broken_ = absl::FailedPreconditionError(absl::StrCat("the state of job ", spec_.name,
                                                          " is torn: loading ", directory,
                                                          " did not end; load a whole checkpoint"));
@@ -254,7 +271,7 @@ absl::StatusOr<CheckpointInfo> JobImpl::Load(const std::string& directory) {
     status = LoadChunk(checkpoint, chunk);
   }
   MutexLock lock(mutex_);
-  deciding_ = false;
+  loading_ = false;
   changed_.NotifyAll();
   BALLAST_RETURN_IF_ERROR(status);
   broken_ = absl::OkStatus();

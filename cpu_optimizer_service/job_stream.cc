@@ -10,6 +10,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/job_impl.h"
 
@@ -36,12 +37,13 @@ absl::Status CheckScale(const GradientScale& scale, int group_count) {
                                                    " divisors, expected one for each of ",
                                                    group_count, " groups, or none"));
   }
-  for (size_t group = 0; group < scale.divisors.size(); ++group) {
-    const double multiplier = 1.0 / (scale.loss_scale * scale.divisors[group]);
-    if (!(scale.divisors[group] > 0) || !(multiplier >= FLT_MIN) || !(multiplier <= FLT_MAX)) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("divisor ", scale.divisors[group], " of group ", group,
-                       " is not positive, or leaves no fp32 multiplier with the loss scale"));
+  for (int group = 0; group < group_count; ++group) {
+    const double divisor = scale.divisors.empty() ? 1.0 : scale.divisors[group];
+    const double multiplier = 1.0 / (scale.loss_scale * divisor);
+    if (!(divisor > 0) || !(multiplier >= FLT_MIN) || !(multiplier <= FLT_MAX)) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "divisor ", divisor, " of group ", group,
+          " is not positive, or leaves no fp32 multiplier with loss_scale ", scale.loss_scale));
     }
   }
   return absl::OkStatus();
@@ -55,7 +57,7 @@ absl::StatusOr<OpenStep*> JobImpl::FindOpenStep(uint64_t step) {
     return absl::FailedPreconditionError(
         absl::StrCat("step ", step, " of job ", spec_.name, " is not open; the job stands at step ",
                      committed_step_,
-                     step == committed_step_ + 1 ? " and step was not begun, or is sealed" : ""));
+                     step == committed_step_ + 1 ? "; it has not begun, or is sealed" : ""));
   }
   if (open->terms().step != step) {
     return absl::FailedPreconditionError(absl::StrCat(
@@ -226,36 +228,77 @@ std::optional<SealRefusal> JobImpl::CheckStepIsWhole(const OpenStep& open, int l
                            *open.ranks()[other].sealed, "; all ranks must seal the same number")),
                        {}};
   }
-  // A parameter that some rank used has a gradient somewhere; if nothing but zeros was declared for
-  // it, that gradient was lost on the way.
+  for (int group = 0; group < layout_.group_count(); ++group) {
+    const int64_t end = layout_.flat_elements(group);
+    int64_t padding = end;
+    while (padding > 0 && layout_.ParameterAt(group, padding - 1) == -1) --padding;
+    if (const int chunk = ChunkWithGradient(group, padding, end); chunk != -1) {
+      return SealRefusal{
+          absl::FailedPreconditionError(absl::StrCat(
+              "step ", step, ": rank ", layout_.chunks()[chunk].rank, " sent chunk ", chunk,
+              " with a gradient in the padding of group ", spec_.groups[group].name,
+              "; padding must be zero; abort the step and redo it")),
+          {}};
+    }
+  }
+  return CheckParameters(open, last_rank);
+}
+
+std::optional<SealRefusal> JobImpl::CheckParameters(const OpenStep& open, int last_rank) const {
+  const uint64_t step = open.terms().step;
+  const auto refuse = [&](int chunk, const std::string& parameter, absl::string_view what) {
+    const int owner = layout_.chunks()[chunk].rank;
+    return SealRefusal{absl::FailedPreconditionError(absl::StrCat(
+                           "step ", step, ": parameter ", parameter, what, " (chunk ", chunk,
+                           " from rank ", owner, "); abort the step and redo it")),
+                       {{.rank = owner, .micro_step = 0, .parameters = {parameter}}}};
+  };
   std::vector<std::string> unused;
   for (int p = 0; p < static_cast<int>(spec_.layout.parameters.size()); ++p) {
     const ParameterSpec& parameter = spec_.layout.parameters[p];
-    if (!parameter.trainable || layout_.place(p).elements == 0) continue;
+    const ParameterPlace& place = layout_.place(p);
+    if (!parameter.trainable || place.elements == 0) continue;
     if (!open.used(p)) {
       unused.push_back(parameter.name);
+      const int chunk =
+          ChunkWithGradient(parameter.group, place.offset, place.offset + place.elements);
+      if (chunk != -1) {
+        return refuse(chunk, parameter.name,
+                      " was declared unused by all ranks, but has a gradient");
+      }
       continue;
     }
     const auto [first, last] = layout_.ChunksOfParameter(p);
     for (int chunk = first; chunk < last; ++chunk) {
-      if (!gradients_->is_zero(chunk)) continue;
-      const int owner = layout_.chunks()[chunk].rank;
-      return SealRefusal{
-          absl::FailedPreconditionError(absl::StrCat(
-              "step ", step, ": parameter ", parameter.name, " received a gradient, but rank ",
-              owner, " sent chunk ", chunk,
-              " as empty in every micro-step; a gradient was lost before it was sent")),
-          {{.rank = owner, .micro_step = 0, .parameters = {parameter.name}}}};
+      if (gradients_->is_zero(chunk)) {
+        return refuse(chunk, parameter.name,
+                      " received a gradient, but was sent as empty in every micro-step");
+      }
     }
   }
-  if (!unused.empty() && spec_.unused_policy == UnusedPolicy::kError) {
-    return SealRefusal{absl::FailedPreconditionError(absl::StrCat(
-                           "step ", step, ": no rank gave a gradient to ", ListNames(unused),
-                           " in any micro-step; if that is meant, create the job with "
-                           "unused_policy skip or zero")),
-                       {{.rank = last_rank, .micro_step = 0, .parameters = unused}}};
+  if (unused.empty() || spec_.unused_policy != UnusedPolicy::kError) return std::nullopt;
+  return SealRefusal{
+      absl::FailedPreconditionError(absl::StrCat(
+          "step ", step, ": no rank gave a gradient to ", ListNames(unused),
+          " in any micro-step; abort the step; if that is meant, create the job with unused_policy "
+          "skip or zero")),
+      {{.rank = last_rank, .micro_step = 0, .parameters = unused}}};
+}
+
+int JobImpl::ChunkWithGradient(int group, int64_t begin, int64_t end) const {
+  for (int64_t at = begin; at < end;) {
+    const int index = layout_.ChunkAt(group, at);
+    const Chunk& chunk = layout_.chunks()[index];
+    const int64_t chunk_end = std::min(end, chunk.begin + chunk.elements);
+    if (!gradients_->is_zero(index)) {
+      const GradientView gradient = gradients_->view(index);
+      for (int64_t i = at; i < chunk_end; ++i) {
+        if (LoadElement(gradient.data, gradient.dtype, i - chunk.begin) != 0) return index;
+      }
+    }
+    at = chunk_end;
   }
-  return std::nullopt;
+  return -1;
 }
 
 absl::StatusOr<std::optional<SealRefusal>> JobImpl::Seal(const StreamKey& key, uint64_t step,
@@ -271,6 +314,7 @@ absl::StatusOr<std::optional<SealRefusal>> JobImpl::Seal(const StreamKey& key, u
     BALLAST_RETURN_IF_ERROR(CheckCurrent(key));
     BALLAST_ASSIGN_OR_RETURN(OpenStep * open, FindOpenStep(step));
     if (open->ranks()[key.rank].sealed == micro_steps) return std::nullopt;
+    open->Unseal(key.rank);  // Its last word counts; until it is taken the rank has not sealed.
     if (auto refused = CheckRankIsWhole(*open, key.rank, micro_steps)) return refused;
     if (absl::Status status = open->Seal(key.rank, micro_steps); !status.ok()) {
       return SealRefusal{status, {}};
@@ -284,7 +328,7 @@ absl::StatusOr<std::optional<SealRefusal>> JobImpl::Seal(const StreamKey& key, u
       return std::nullopt;
     }
     refusal = *std::move(refused);
-    open->Unseal();
+    open->UnsealAll();
     for (int rank = 0; rank < layout_.world_size(); ++rank) {
       if (rank != key.rank && ranks_[rank].listener != nullptr) {
         others.push_back(ranks_[rank].listener);

@@ -1,5 +1,6 @@
 #include "cpu_optimizer_service/step.h"
 
+#include <algorithm>
 #include <cassert>
 #include <utility>
 
@@ -107,9 +108,14 @@ absl::Status OpenStep::Seal(int rank, uint32_t micro_steps) {
   return absl::OkStatus();
 }
 
-void OpenStep::Unseal() {
-  for (RankInStep& rank : ranks_) rank.sealed.reset();
-  first_seal_.reset();
+void OpenStep::Unseal(int rank) {
+  ranks_[rank].sealed.reset();
+  const auto sealed = [](const RankInStep& state) { return state.sealed.has_value(); };
+  if (std::none_of(ranks_.begin(), ranks_.end(), sealed)) first_seal_.reset();
+}
+
+void OpenStep::UnsealAll() {
+  for (int rank = 0; rank < static_cast<int>(ranks_.size()); ++rank) Unseal(rank);
 }
 
 std::vector<int> OpenStep::UnsealedRanks() const {
@@ -137,12 +143,6 @@ std::optional<double> OpenStep::SecondsSinceFirstSeal() const {
 SealedStep OpenStep::Close() && {
   assert(UnsealedRanks().empty() && RankThatDisagrees(0) == -1);
   return SealedStep(std::move(*this));
-}
-
-OpenStep SealedStep::Reopen() && {
-  OpenStep open = std::move(open_);
-  open.Unseal();
-  return open;
 }
 
 DecidedStep SealedStep::Decide(StepOutcome outcome) && {

@@ -1,9 +1,8 @@
 // One step as a state machine. Each state is a type of its own, made only by the move that leads to
 // it, and each move consumes the state that it leaves, so an illegal move does not compile:
 //
-//   OpenStep --Seal by every rank--> SealedStep --Decide--> DecidedStep --> committed
-//      ^  \--dropped: aborted           |  \--dropped: aborted
-//      +-----------Reopen---------------+
+//   OpenStep --Seal by every rank, Close--> SealedStep --Decide--> DecidedStep --> committed
+//       \--dropped: aborted                    \--dropped: aborted
 //
 // A DecidedStep has no way back: after the decision there is only roll-forward. Dropping an open or
 // sealed step is the abort; nothing of it has shown.
@@ -60,7 +59,8 @@ class OpenStep {
 
   // Records the rank's seal. FAILED_PRECONDITION if its micro-steps have not all ended.
   absl::Status Seal(int rank, uint32_t micro_steps);
-  void Unseal();  // All ranks.
+  void Unseal(int rank);
+  void UnsealAll();
   std::vector<int> UnsealedRanks() const;
   // Another rank that sealed a different number of micro-steps than `rank`, or -1.
   int RankThatDisagrees(int rank) const;
@@ -85,7 +85,6 @@ class SealedStep {
   uint32_t micro_steps() const { return *open_.ranks_[0].sealed; }
   bool used(int parameter) const { return open_.used_[parameter]; }
 
-  OpenStep Reopen() &&;
   DecidedStep Decide(StepOutcome outcome) &&;
 
  private:

@@ -64,6 +64,7 @@ void TaskPool::Start(std::function<void()> task) {
     ++impl_->running;
   }
   struct Started {
+    ~Started() { edge.Acquire(); }  // Whoever of the two is last frees what both have used.
     std::function<void()> task;
     Edge edge;
   };
@@ -74,6 +75,7 @@ void TaskPool::Start(std::function<void()> task) {
     started->edge.Acquire();
     started->task();
     started->task = nullptr;  // What it owns goes before the pool may: TBB keeps the lambda longer.
+    started->edge.Release();
     MutexLock lock(impl->mutex);
     if (--impl->running == 0) impl->idle.NotifyAll();
   });

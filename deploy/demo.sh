@@ -3,6 +3,7 @@
 # training with a local optimizer, and the proof that both end with the same weights to the bit.
 # Installs what is missing, builds, runs; needs a Debian 12 machine and nothing else.
 set -euo pipefail
+caller=$PWD # Relative paths are meant from there.
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 usage() {
@@ -26,7 +27,7 @@ needed_kib=65536 # Two copies of the weights, two of the curves, and room to spa
 
 scratch=""   # Logs and the port file; kept when the demo fails.
 partial=""   # Results under way, on the file system of --out.
-made_out=""  # --out, if it was not there before.
+made=()      # --out and its parents, as far as they were not there before; the innermost first.
 service_pid=""
 child_pid="" # The launcher of the workers.
 
@@ -53,10 +54,11 @@ cleanup() {
   [[ -z $child_pid ]] || stop "$child_pid"
   [[ -z $service_pid ]] || stop "$service_pid"
   [[ -z $partial ]] || rm -rf "$partial"
-  if ((code == 0)); then
+  if ((code == 0 || code > 128)); then # A signal leaves no reason to look for.
     [[ -z $scratch ]] || rm -rf "$scratch"
-  elif [[ -n $made_out ]]; then
-    rmdir "$made_out" 2>/dev/null || true
+  fi
+  if ((code != 0 && ${#made[@]} > 0)); then
+    rmdir "${made[@]}" 2>/dev/null || true
   fi
   exit "$code"
 }
@@ -67,6 +69,11 @@ trap 'exit 143' TERM
 # The last line that was written to the files $@, for an error message.
 last_words() {
   cat "$@" 2>/dev/null | grep -v '^[[:space:]]*$' | tail -n 1 || true
+}
+
+# $1 as seen from the caller's directory.
+from_caller() {
+  if [[ $1 == /* ]]; then echo "$1"; else echo "$caller/$1"; fi
 }
 
 parse_flags() {
@@ -90,11 +97,11 @@ parse_flags() {
       shift 2
     fi
     case $flag in
-      --text) text=$value ;;
+      --text) text=${value:+$(from_caller "$value")} ;;
       --workers) workers=$value ;;
       --steps) steps=$value ;;
       --micro-steps) micro_steps=$value ;;
-      --out) out=$value ;;
+      --out) out=${value:+$(from_caller "$value")} ;;
       --listen) listen=$value ;;
     esac
   done
@@ -120,10 +127,12 @@ check_flags() {
 prepare_folders() {
   local available_kib
   [[ -n $out ]] || out=out/demo-$(date +%Y%m%d-%H%M%S)-$$
-  if [[ ! -d $out ]]; then
-    mkdir -p "$out" 2>/dev/null || fail "cannot make $out; choose another folder with --out"
-    made_out=$out
-  fi
+  local folder=$out
+  while [[ ! -e $folder ]]; do
+    made+=("$folder")
+    folder=$(dirname "$folder")
+  done
+  mkdir -p "$out" 2>/dev/null || fail "cannot make $out; choose another folder with --out"
   out=$(cd "$out" && pwd)
   available_kib=$(df --output=avail -k "$out" | tail -n 1)
   ((available_kib >= needed_kib)) ||
@@ -137,10 +146,10 @@ prepare_folders() {
 
 build() {
   if [[ -n ${BALLAST_BIN_DIR:-} ]]; then
-    bin=$(cd "$BALLAST_BIN_DIR" 2>/dev/null && pwd) || fail "no folder BALLAST_BIN_DIR=$BALLAST_BIN_DIR"
+    bin=$(cd "$(from_caller "$BALLAST_BIN_DIR")" 2>/dev/null && pwd) || fail "no folder BALLAST_BIN_DIR=$BALLAST_BIN_DIR"
     return
   fi
-  deploy/install_packages.sh
+  deploy/install_packages.sh || fail "the packages are not installed; the line above says why"
   cmake --preset release --log-level=WARNING >"$scratch/configure.log" 2>&1 ||
     fail "cmake failed: $(grep -m1 -A1 'Error' "$scratch/configure.log" | tr -s '\n ' ' ')"
   cmake --build --preset release --parallel "$(nproc)" --target ballastd ballast ballast-worker ||

@@ -6,7 +6,8 @@
 #
 #   deploy/run_workers.sh COUNT LOG_DIR COMMAND [ARGUMENT...]
 #
-# MASTER_PORT is a free port unless it is set. The host's cores are shared out by OMP_NUM_THREADS and
+# MASTER_PORT is a free port unless it is set; should another process take it meanwhile, one more is
+# tried. The host's cores are shared out by OMP_NUM_THREADS and
 # OPENBLAS_NUM_THREADS unless they are set.
 set -euo pipefail
 
@@ -26,7 +27,13 @@ free_port() {
   python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
 }
 export WORLD_SIZE=$count LOCAL_WORLD_SIZE=$count
-export MASTER_ADDR=${MASTER_ADDR:-127.0.0.1} MASTER_PORT=${MASTER_PORT:-$(free_port)}
+export MASTER_ADDR=${MASTER_ADDR:-127.0.0.1}
+tries_left=0
+if [[ -z ${MASTER_PORT:-} ]]; then
+  tries_left=1
+  MASTER_PORT=$(free_port)
+fi
+export MASTER_PORT
 threads=$(($(nproc) / count))
 ((threads > 0)) || threads=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$threads}
@@ -55,21 +62,37 @@ trap stop_all EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-for ((rank = 0; rank < count; ++rank)); do
-  if ((rank == 0)); then
-    RANK=$rank LOCAL_RANK=$rank "$@" 2>"$log_dir/rank-$rank.err" &
-  else
-    RANK=$rank LOCAL_RANK=$rank "$@" >"$log_dir/rank-$rank.log" 2>"$log_dir/rank-$rank.err" &
-  fi
-  rank_of[$!]=$rank
-done
+start_all() {
+  local rank
+  for ((rank = 0; rank < count; ++rank)); do
+    if ((rank == 0)); then
+      RANK=$rank LOCAL_RANK=$rank "$@" 2>"$log_dir/rank-$rank.err" &
+    else
+      RANK=$rank LOCAL_RANK=$rank "$@" >"$log_dir/rank-$rank.log" 2>"$log_dir/rank-$rank.err" &
+    fi
+    rank_of[$!]=$rank
+  done
+}
 
+# Whether rank 0 found the port taken, which may have happened between choosing and binding it.
+port_was_taken() {
+  grep -q 'choose another MASTER_PORT' "$log_dir/rank-0.err"
+}
+
+start_all "$@"
 while ((${#rank_of[@]} > 0)); do
   code=0
   wait -n -p pid "${!rank_of[@]}" || code=$?
   rank=${rank_of[$pid]}
   unset "rank_of[$pid]"
   if ((code != 0)); then
+    if ((tries_left > 0)) && port_was_taken; then
+      tries_left=0
+      stop_all
+      MASTER_PORT=$(free_port)
+      start_all "$@"
+      continue
+    fi
     last=$(grep -v '^[[:space:]]*$' "$log_dir/rank-$rank.err" | tail -n 1 || true)
     echo "rank $rank of $count failed: ${last:-it said nothing and exited with code $code}" >&2
     exit "$code"

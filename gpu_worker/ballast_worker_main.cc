@@ -1,12 +1,17 @@
 // ballast-worker: one rank of a training run. Flags and wiring, nothing else.
 #include <malloc.h>
-#include <tbb/global_control.h>
+#include <signal.h>
+#include <tbb/info.h>
+#include <tbb/task_arena.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <memory>
+#include <new>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
@@ -61,6 +66,8 @@ ABSL_FLAG(absl::Duration, peer_timeout, absl::Minutes(5),
 namespace ballast::worker {
 namespace {
 
+constexpr absl::Duration kMaxPeerTimeout = absl::Hours(24 * 7);
+
 // Flags are written with dashes, Abseil's names have underscores: "--micro-steps=2" is changed in
 // place to "--micro_steps=2".
 void NameFlagsAsAbseilDoes(absl::Span<char* const> arguments) {
@@ -78,6 +85,27 @@ absl::StatusOr<DType> WireDType() {
     if (name == Name(dtype)) return dtype;
   }
   return absl::InvalidArgumentError(absl::StrCat("--wire-dtype=", name, " must be bf16 or fp32"));
+}
+
+// The service reads and writes checkpoints; its working directory is not this worker's.
+absl::Status CheckCheckpointPath(absl::string_view flag, absl::string_view path) {
+  if (path.empty() || absl::StartsWith(path, "/")) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("--", flag, "=", path, " must be an absolute path on the service's host"));
+}
+
+absl::Status CheckFlags() {
+  if (absl::GetFlag(FLAGS_threads) < 1) {
+    return absl::InvalidArgumentError("--threads must be at least 1");
+  }
+  const absl::Duration peer_timeout = absl::GetFlag(FLAGS_peer_timeout);
+  if (peer_timeout < absl::Milliseconds(1) || peer_timeout > kMaxPeerTimeout) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--peer-timeout=", absl::FormatDuration(peer_timeout),
+                     " must be between 1ms and ", absl::FormatDuration(kMaxPeerTimeout)));
+  }
+  BALLAST_RETURN_IF_ERROR(CheckCheckpointPath("resume", absl::GetFlag(FLAGS_resume)));
+  return CheckCheckpointPath("save", absl::GetFlag(FLAGS_save));
 }
 
 absl::StatusOr<WorkerOptions> OptionsFromFlags() {
@@ -103,6 +131,7 @@ absl::StatusOr<WorkerOptions> OptionsFromFlags() {
   BALLAST_ASSIGN_OR_RETURN(options.job.wire_dtype, WireDType());
   options.text = absl::GetFlag(FLAGS_text);
   options.optimizer_name = absl::GetFlag(FLAGS_optimizer);
+  options.resumes = !absl::GetFlag(FLAGS_resume).empty();
   options.out = absl::GetFlag(FLAGS_out);
   options.save_directory = absl::GetFlag(FLAGS_save);
   return options;
@@ -168,10 +197,12 @@ absl::StatusOr<MakeOptimizer> ChooseOptimizer(const Launch& launch,
   };
 }
 
-absl::Status Main() {
-  if (absl::GetFlag(FLAGS_threads) < 1) {
-    return absl::InvalidArgumentError("--threads must be at least 1");
+absl::Status Main(const std::vector<char*>& words) {
+  if (words.size() > 1) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("unexpected argument '", words[1], "'; flags begin with --, see --help"));
   }
+  BALLAST_RETURN_IF_ERROR(CheckFlags());
   BALLAST_ASSIGN_OR_RETURN(WorkerOptions options, OptionsFromFlags());
   BALLAST_ASSIGN_OR_RETURN(const Launch launch, ReadLaunch());
   std::unique_ptr<InProcessService> in_process;
@@ -179,28 +210,43 @@ absl::Status Main() {
   BALLAST_ASSIGN_OR_RETURN(
       const std::unique_ptr<Collective> collective,
       ConnectWorkers(launch, absl::ToChronoMilliseconds(absl::GetFlag(FLAGS_peer_timeout))));
-  const tbb::global_control threads(tbb::global_control::max_allowed_parallelism,
-                                    absl::GetFlag(FLAGS_threads));
+  // An arena, not a limit of the whole process: a service in this process has threads of its own.
+  tbb::task_arena arena(std::min(absl::GetFlag(FLAGS_threads), tbb::info::default_concurrency()));
   Progress progress(options.trainer.steps);
-  return RunWorker(std::move(options), *collective, make_optimizer, [&](const StepReport& report) {
-    if (launch.rank == 0) progress.Show(report);
+  return arena.execute([&] {
+    return RunWorker(std::move(options), *collective, make_optimizer,
+                     [&](const StepReport& report) {
+                       if (launch.rank == 0) progress.Show(report);
+                     });
   });
+}
+
+absl::Status MainWithinMemory(const std::vector<char*>& words) {
+  try {
+    return Main(words);
+  } catch (const std::bad_alloc&) {
+    return absl::ResourceExhaustedError(
+        "out of memory; choose a smaller --batch, --context, --width or --layers");
+  }
 }
 
 }  // namespace
 }  // namespace ballast::worker
 
 int main(int argc, char** argv) {
+  // A write to a lost peer (Gloo's and gRPC's sockets), and one beyond the limit on a file's size,
+  // are to fail with an error that says which, not to end the process without a word.
+  signal(SIGPIPE, SIG_IGN);
+  signal(SIGXFSZ, SIG_IGN);
   absl::SetProgramUsageMessage(
       "One rank of a training run. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are taken from "
-      "the "
-      "environment, as torchrun sets them.");
+      "the environment, as torchrun sets them.");
   ballast::worker::NameFlagsAsAbseilDoes(absl::MakeSpan(argv, argc));
-  absl::ParseCommandLine(argc, argv);
+  const std::vector<char*> words = absl::ParseCommandLine(argc, argv);
   // Received messages come and go in megabytes; a heap that is trimmed each time is faulted in
   // again.
   mallopt(M_TRIM_THRESHOLD, 1 << 30);
-  const absl::Status status = ballast::worker::Main();
+  const absl::Status status = ballast::worker::MainWithinMemory(words);
   if (status.ok()) return 0;
   std::fprintf(stderr, "ballast-worker: %s\n", std::string(status.message()).c_str());
   return 1;

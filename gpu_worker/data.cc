@@ -52,7 +52,7 @@ absl::StatusOr<TextData> TextData::Read(const std::string& path, int context) {
     BALLAST_ASSIGN_OR_RETURN(const std::set<std::string> files, FilesOf(path));
     for (const std::string& file : files) BALLAST_RETURN_IF_ERROR(AppendFile(file, text));
   } else {
-    if (!fs::exists(path, error)) return Unreadable(path);
+    if (!fs::is_regular_file(path, error)) return Unreadable(path);  // A device may never end.
     BALLAST_RETURN_IF_ERROR(AppendFile(path, text));
   }
   return FromText(std::move(text), path, context);

@@ -39,6 +39,7 @@ class TextData {
   // The same for text that is at hand.
   static absl::StatusOr<TextData> FromText(std::string text, const std::string& name, int context);
 
+  const std::string& text() const { return text_; }
   int64_t bytes() const { return static_cast<int64_t>(text_.size()); }
 
   // This rank's slice of the global batch of `global_sequences` samples; may be empty.

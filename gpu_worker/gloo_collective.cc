@@ -67,6 +67,8 @@ class GlooCollective final : public Collective {
     }
   }
 
+  void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
+
   int rank() const override { return context_->rank; }
   int world_size() const override { return context_->size; }
 
@@ -215,7 +217,7 @@ class GlooCollective final : public Collective {
   }
 
   const std::shared_ptr<gloo::rendezvous::Context> context_;
-  const std::chrono::milliseconds timeout_;
+  std::chrono::milliseconds timeout_;
   uint64_t next_slot_ = 1;  // The same on all ranks: one for each operation.
   absl::Status failed_;
   std::vector<float> received_;
@@ -230,12 +232,13 @@ absl::StatusOr<std::unique_ptr<Collective>> ConnectGloo(const GlooOptions& optio
     std::shared_ptr<gloo::transport::Device> device =
         gloo::transport::tcp::CreateDevice(attributes);
     auto context = std::make_shared<gloo::rendezvous::Context>(options.rank, options.world_size);
-    context->setTimeout(options.timeout);
+    context->setTimeout(options.connect_timeout);
     StoreForGloo store_for_gloo(store);
     context->connectFullMesh(store_for_gloo, device);
-    auto collective = std::make_unique<GlooCollective>(std::move(context), options.timeout);
+    auto collective = std::make_unique<GlooCollective>(std::move(context), options.connect_timeout);
     // A rank that went on, and ended, while another still connects to it would look lost to it.
     BALLAST_RETURN_IF_ERROR(collective->Barrier());
+    collective->set_timeout(options.timeout);
     return collective;
   } catch (const std::exception& error) {
     return absl::UnavailableError(absl::StrCat("rank ", options.rank,

@@ -17,12 +17,12 @@ struct GlooOptions {
   int rank = 0;
   int world_size = 1;
   std::string host = "127.0.0.1";  // This rank's own address, which the other ranks can reach.
-  std::chrono::milliseconds timeout{60000};  // Of finding all ranks, and of each operation.
+  std::chrono::milliseconds connect_timeout{60000};  // Of finding all ranks.
+  std::chrono::milliseconds timeout{60000};          // Of each operation.
 };
 
-// Connects to all other ranks, which must do the same with the same store, within the timeout; the
-// error names those that did not come. When it returns, no rank
-// needs the store any more.
+// Connects to all other ranks, which must do the same with the same store; the error names one that
+// did not come. When it returns, no rank needs the store any more.
 absl::StatusOr<std::unique_ptr<Collective>> ConnectGloo(const GlooOptions& options,
                                                         TcpStore& store);
 

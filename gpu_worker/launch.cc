@@ -1,11 +1,8 @@
 #include "gpu_worker/launch.h"
 
-#include <unistd.h>
-
-#include <array>
 #include <cstdlib>
+#include <utility>
 
-#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/layout.h"
@@ -15,19 +12,6 @@
 #include "gpu_worker/tcp_store.h"
 
 namespace ballast::worker {
-namespace {
-
-// The address under which the other ranks reach this one.
-std::string OwnHost(const Launch& launch) {
-  if (launch.master_host == "localhost" || absl::StartsWith(launch.master_host, "127.")) {
-    return "127.0.0.1";
-  }
-  std::array<char, 256> name{};
-  return gethostname(name.data(), name.size() - 1) == 0 ? name.data() : launch.master_host;
-}
-
-}  // namespace
-
 absl::StatusOr<Launch> ReadLaunch(
     const std::function<std::optional<std::string>(const std::string&)>& variable) {
   Launch launch;
@@ -75,9 +59,11 @@ absl::StatusOr<std::unique_ptr<Collective>> ConnectWorkers(const Launch& launch,
                                            .host = launch.master_host,
                                            .port = launch.master_port,
                                            .timeout = timeout}));
+  BALLAST_ASSIGN_OR_RETURN(std::string own_host, store->OwnHost());
   return ConnectGloo({.rank = launch.rank,
                       .world_size = launch.world_size,
-                      .host = OwnHost(launch),
+                      .host = std::move(own_host),
+                      .connect_timeout = timeout,
                       .timeout = timeout},
                      *store);
 }

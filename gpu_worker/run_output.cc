@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <nlohmann/json.hpp>
@@ -60,12 +61,16 @@ absl::Status WriteFiles(const std::string& directory, absl::Span<const OutputFil
   for (const OutputFile& file : files) {
     if (status.ok()) status = WriteFile(partial(file), file.contents);
   }
-  for (const OutputFile& file : files) {
-    if (status.ok() && rename(partial(file).c_str(), path(file).c_str()) != 0) {
+  size_t in_place = 0;
+  for (; status.ok() && in_place < files.size(); ++in_place) {
+    const OutputFile& file = files[in_place];
+    if (rename(partial(file).c_str(), path(file).c_str()) != 0) {
       status = CannotWrite(path(file), errno);
+      break;
     }
   }
   if (!status.ok()) {
+    for (const OutputFile& file : files.subspan(0, in_place)) unlink(path(file).c_str());
     for (const OutputFile& file : files) unlink(partial(file).c_str());
   }
   return status;
@@ -74,11 +79,17 @@ absl::Status WriteFiles(const std::string& directory, absl::Span<const OutputFil
 absl::Status PrepareOutput(const std::string& directory) {
   std::error_code error;
   std::filesystem::create_directories(directory, error);
-  if (error) return CannotWrite(directory, error.value());
-  const OutputFile probe{.name = ".probe", .contents = "writable"};
-  BALLAST_RETURN_IF_ERROR(WriteFiles(directory, {probe}));
-  unlink(absl::StrCat(directory, "/", probe.name).c_str());
-  return absl::OkStatus();
+  if (error) {
+    return absl::UnavailableError(absl::StrCat("cannot make the directory ", directory, " (",
+                                               error.message(), "); choose another --out"));
+  }
+  std::string probe = absl::StrCat(directory, "/.probe-XXXXXX");
+  const int descriptor = mkstemp(probe.data());  // A name that no file of the user has.
+  if (descriptor < 0) return CannotWrite(directory, errno);
+  const absl::Status status = WriteAll(descriptor, directory, "writable");
+  close(descriptor);
+  unlink(probe.c_str());
+  return status;
 }
 
 std::string SerializeWeights(Model& model, const Layout& layout) {

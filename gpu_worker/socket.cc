@@ -8,12 +8,14 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
 #include <functional>
 #include <memory>
 #include <thread>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
 
@@ -53,6 +55,8 @@ absl::Status WaitFor(int descriptor, short events, Deadline deadline) {
 }
 
 }  // namespace
+
+bool IsLoopback(const std::string& host) { return absl::StartsWith(host, "127.") || host == "::1"; }
 
 Socket::~Socket() {
   if (descriptor_ >= 0) close(descriptor_);
@@ -134,6 +138,16 @@ int Socket::port() const {
   return ntohs(address.ss_family == AF_INET6
                    ? reinterpret_cast<const sockaddr_in6*>(&address)->sin6_port
                    : reinterpret_cast<const sockaddr_in*>(&address)->sin_port);
+}
+
+std::string Socket::host() const {
+  sockaddr_storage address{};
+  socklen_t size = sizeof(address);
+  getsockname(descriptor_, reinterpret_cast<sockaddr*>(&address), &size);
+  std::array<char, NI_MAXHOST> host{};
+  getnameinfo(reinterpret_cast<const sockaddr*>(&address), size, host.data(), host.size(), nullptr,
+              0, NI_NUMERICHOST);
+  return host.data();
 }
 
 }  // namespace ballast::worker

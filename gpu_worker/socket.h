@@ -16,6 +16,9 @@ namespace ballast::worker {
 
 using Deadline = std::chrono::steady_clock::time_point;
 
+// Whether a numeric address reaches only this host.
+bool IsLoopback(const std::string& host);
+
 class Socket {
  public:
   Socket() = default;
@@ -41,7 +44,9 @@ class Socket {
   // Makes calls in progress, in any thread, return an error.
   void Shutdown() const;
 
-  int port() const;  // The local one.
+  int descriptor() const { return descriptor_; }
+  int port() const;          // The local one.
+  std::string host() const;  // The local address, in numbers.
 
  private:
   int descriptor_ = -1;

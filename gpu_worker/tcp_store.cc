@@ -1,7 +1,10 @@
 #include "gpu_worker/tcp_store.h"
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <set>
@@ -22,6 +25,9 @@ namespace {
 
 constexpr uint32_t kMaxStringBytes = 64 << 10;
 constexpr int kMaxKeysPerRank = 64;
+constexpr std::chrono::seconds kHelloTimeout{30};
+constexpr std::chrono::seconds kPatience{5};  // Waiting longer is said on stderr.
+constexpr char kHostOfRankZero[] = "host of rank 0";
 
 enum class Kind : uint32_t { kHello = 0xba11a570, kSet, kGet, kOk, kError };
 
@@ -87,12 +93,41 @@ class Table {
     }
   }
 
-  // Refuses a rank that is there already.
-  absl::Status Join(int rank) {
+  // Refuses a rank that is there already. `host` is where it reached rank 0.
+  absl::Status Join(int rank, std::string host) {
     MutexLock lock(mutex_);
-    if (ranks_.insert(rank).second) return absl::OkStatus();
+    if (ranks_.insert(rank).second) {
+      reached_at_.insert(std::move(host));
+      changed_.NotifyAll();
+      return absl::OkStatus();
+    }
     return absl::AlreadyExistsError(
         absl::StrCat("two workers were started with RANK=", rank, "; give each its own"));
+  }
+
+  // Keeps why a rank was refused, for the error of the one that waits for it.
+  void Refuse(const std::string& reason) {
+    MutexLock lock(mutex_);
+    refusals_.insert(reason);
+  }
+
+  // Where the other ranks reached rank 0, when all have: the address that other hosts use, if any.
+  absl::StatusOr<std::string> AwaitRanks(int world_size, Deadline deadline) {
+    const Deadline patience = std::chrono::steady_clock::now() + kPatience;
+    bool told = false;
+    MutexLock lock(mutex_);
+    while (ranks_.size() < static_cast<size_t>(world_size)) {
+      if (changed_.WaitUntil(mutex_, told ? deadline : std::min(deadline, patience))) continue;
+      const auto now = std::chrono::steady_clock::now();
+      if (now >= deadline) return absl::DeadlineExceededError(NotCome(world_size));
+      if (told || now < patience) continue;
+      told = true;
+      std::fprintf(stderr, "ballast-worker: rank 0: waiting for %s\n", Missing(world_size).c_str());
+    }
+    for (const std::string& host : reached_at_) {
+      if (!IsLoopback(host)) return host;
+    }
+    return *reached_at_.begin();
   }
 
   void Close() {
@@ -102,11 +137,28 @@ class Table {
   }
 
  private:
+  // "rank 2", or "rank 2 and 5 more".
+  std::string Missing(int world_size) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    int first = 0;
+    while (ranks_.contains(first)) ++first;
+    const size_t more = world_size - ranks_.size() - 1;
+    return absl::StrCat("rank ", first, more > 0 ? absl::StrCat(" and ", more, " more") : "");
+  }
+  std::string NotCome(int world_size) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    std::string text =
+        absl::StrCat("rank 0: ", Missing(world_size), " did not come in time; start ", world_size,
+                     " workers with the same MASTER_ADDR and MASTER_PORT");
+    for (const std::string& refusal : refusals_) absl::StrAppend(&text, "; refused: ", refusal);
+    return text;
+  }
+
   const size_t max_keys_;
   Mutex mutex_;
   CondVar changed_;
   std::map<std::string, std::string> values_ ABSL_GUARDED_BY(mutex_);
   std::set<int> ranks_ ABSL_GUARDED_BY(mutex_) = {0};
+  std::set<std::string> reached_at_ ABSL_GUARDED_BY(mutex_);
+  std::set<std::string> refusals_ ABSL_GUARDED_BY(mutex_);
   bool closed_ ABSL_GUARDED_BY(mutex_) = false;
 };
 
@@ -137,6 +189,13 @@ class ServedStore final : public TcpStore {
     return table_.Get(key, std::chrono::steady_clock::now() + options_.timeout);
   }
   int port() const override { return listener_.port(); }
+  absl::StatusOr<std::string> OwnHost() override {
+    BALLAST_ASSIGN_OR_RETURN(
+        std::string host, table_.AwaitRanks(options_.world_size,
+                                            std::chrono::steady_clock::now() + options_.timeout));
+    BALLAST_RETURN_IF_ERROR(table_.Set(kHostOfRankZero, host));
+    return host;
+  }
 
  private:
   struct Connection {
@@ -157,12 +216,19 @@ class ServedStore final : public TcpStore {
     }
   }
 
-  // Answers one rank until it goes.
+  // Answers one rank until it goes, or at once closes the connection of one who is none.
   void Serve(const Socket& socket) {
+    AnswerAll(socket);
+    socket.Shutdown();
+  }
+
+  void AnswerAll(const Socket& socket) {
     const auto deadline = [this] { return std::chrono::steady_clock::now() + options_.timeout; };
-    absl::StatusOr<Message> hello = Receive(socket, deadline());
+    absl::StatusOr<Message> hello =
+        Receive(socket, std::chrono::steady_clock::now() + kHelloTimeout);
     if (!hello.ok()) return;
-    absl::Status answer = Welcome(*hello);
+    absl::Status answer = Welcome(*hello, socket);
+    if (!answer.ok()) table_.Refuse(std::string(answer.message()));
     std::string value;
     while (true) {
       const Message reply{.kind = answer.ok() ? Kind::kOk : Kind::kError,
@@ -176,7 +242,7 @@ class ServedStore final : public TcpStore {
     }
   }
 
-  absl::Status Welcome(const Message& hello) {
+  absl::Status Welcome(const Message& hello, const Socket& socket) {
     if (hello.kind != Kind::kHello) return absl::InvalidArgumentError("say hello first");
     const int rank = std::atoi(hello.first.c_str());
     if (hello.second != absl::StrCat(options_.world_size)) {
@@ -188,7 +254,7 @@ class ServedStore final : public TcpStore {
       return absl::InvalidArgumentError(
           absl::StrCat("RANK=", hello.first, " is not within 1 to ", options_.world_size - 1));
     }
-    return table_.Join(rank);
+    return table_.Join(rank, socket.host());
   }
 
   absl::Status Answer(const Message& question, std::string& value) {
@@ -225,6 +291,15 @@ class ConnectedStore final : public TcpStore {
         .status();
   }
   int port() const override { return options_.port; }
+  absl::StatusOr<std::string> OwnHost() override {
+    // On the host of rank 0 the connection may be a loopback, though other hosts take part.
+    std::string host = socket_.host();
+    if (!IsLoopback(host)) return host;
+    absl::StatusOr<std::string> rank_0 = Get(kHostOfRankZero);
+    if (rank_0.ok()) return rank_0;
+    return Annotate(rank_0.status(),
+                    absl::StrCat("rank ", options_.rank, ": rank 0 ended or waits for others"));
+  }
 
  private:
   absl::StatusOr<std::string> Ask(const Message& question) {
@@ -241,15 +316,35 @@ class ConnectedStore final : public TcpStore {
   const Socket socket_;
 };
 
+absl::StatusOr<Socket> ListenForRanks(const std::string& host, int port) {
+  {
+    BALLAST_ASSIGN_OR_RETURN(Socket listener, Socket::Listen(host, port));
+    if (host == "localhost" || IsLoopback(host) || !IsLoopback(listener.host())) return listener;
+  }
+  // Debian maps a host's own name to 127.0.1.1, where no other host would reach it.
+  return Socket::Listen("0.0.0.0", port);
+}
+
+absl::StatusOr<Socket> ConnectToRankZero(const TcpStoreOptions& options) {
+  const Deadline start = std::chrono::steady_clock::now();
+  const Deadline deadline = start + options.timeout;
+  if (options.timeout > kPatience) {
+    absl::StatusOr<Socket> socket = Socket::Connect(options.host, options.port, start + kPatience);
+    if (socket.status().code() != absl::StatusCode::kDeadlineExceeded) return socket;
+    std::fprintf(stderr, "ballast-worker: rank %d: waiting for rank 0 at %s:%d\n", options.rank,
+                 options.host.c_str(), options.port);
+  }
+  return Socket::Connect(options.host, options.port, deadline);
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<TcpStore>> TcpStore::Open(const TcpStoreOptions& options) {
   if (options.rank == 0) {
-    BALLAST_ASSIGN_OR_RETURN(Socket listener, Socket::Listen(options.host, options.port));
+    BALLAST_ASSIGN_OR_RETURN(Socket listener, ListenForRanks(options.host, options.port));
     return std::make_unique<ServedStore>(options, std::move(listener));
   }
-  absl::StatusOr<Socket> socket = Socket::Connect(
-      options.host, options.port, std::chrono::steady_clock::now() + options.timeout);
+  absl::StatusOr<Socket> socket = ConnectToRankZero(options);
   if (!socket.ok()) {
     return Annotate(socket.status(), absl::StrCat("rank ", options.rank,
                                                   " cannot reach rank 0: start it, with the "

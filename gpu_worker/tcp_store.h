@@ -3,7 +3,8 @@
 //
 // Bounded: one connection and one thread for each other rank, keys and values of at most 64 KiB,
 // at most kMaxKeysPerRank keys a rank. A rank of another world size, or a rank number that is taken
-// or out of range, is refused with the reason, at both ends.
+// or out of range, is refused with the reason, at both ends. Who waits long for a rank says so on
+// stderr, once.
 //
 // Threads: one call at a time on each rank.
 #ifndef BALLAST_GPU_WORKER_TCP_STORE_H_
@@ -37,6 +38,10 @@ class TcpStore {
   // DEADLINE_EXCEEDED if nobody sets the key in time.
   virtual absl::StatusOr<std::string> Get(const std::string& key) = 0;
   virtual int port() const = 0;
+  // The address under which the other ranks reach this one: that of its connection to rank 0. On
+  // rank 0, waits for all ranks; the error names those that did not come and those that were
+  // refused. Others call it too, or rank 0's answer is not there for the ranks of its host.
+  virtual absl::StatusOr<std::string> OwnHost() = 0;
 };
 
 }  // namespace ballast::worker

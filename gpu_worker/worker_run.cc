@@ -1,10 +1,17 @@
 #include "gpu_worker/worker_run.h"
 
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "gpu_worker/agreement.h"
 #include "gpu_worker/local_optimizer.h"
 #include "gpu_worker/run_output.h"
 
@@ -19,6 +26,53 @@ absl::Status Validate(const TrainerOptions& options) {
   if (options.micro_steps < 1)
     return absl::InvalidArgumentError("--micro-steps must be at least 1");
   return absl::OkStatus();
+}
+
+// Indices of activations are ints, and what a rank keeps must fit its host. Roughly: weights and
+// gradients, and for each token of a micro-step what a block's backward pass needs.
+absl::Status CheckSize(const GptConfig& model, int batch, int world_size) {
+  const int64_t sequences = (int64_t{batch} + world_size - 1) / world_size;
+  const int64_t tokens = sequences * model.context;
+  const int64_t widest = std::max({4 * model.width, model.heads * model.context, kVocabulary});
+  const double width = model.width;
+  const double bytes =
+      model.layers * (12 * width * width * (sizeof(uint16_t) + sizeof(float)) +
+                      tokens * (20 * width + model.heads * model.context) * sizeof(float));
+  const double memory = static_cast<double>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGE_SIZE);
+  if (tokens <= std::numeric_limits<int>::max() / widest && bytes <= memory) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      "--batch=", batch, " of --context=", model.context, " with --layers=", model.layers,
+      " of --width=", model.width, " needs about ", bytes / (1 << 30),
+      " GiB a rank, this host has ", memory / (1 << 30), "; choose smaller ones"));
+}
+
+// What all ranks must have been started with for their collectives to fit each other.
+std::vector<AgreedSetting> SettingsToAgreeOn(const WorkerOptions& options, const TextData& data) {
+  const TrainerOptions& trainer = options.trainer;
+  const LearningRateSchedule& rate = trainer.learning_rate;
+  return {{"--layers", absl::StrCat(options.model.layers)},
+          {"--heads", absl::StrCat(options.model.heads)},
+          {"--width", absl::StrCat(options.model.width)},
+          {"--context", absl::StrCat(options.model.context)},
+          {"WORLD_SIZE", absl::StrCat(options.job.world_size)},
+          {"--optimizer", options.optimizer_name},
+          {"--resume", options.resumes ? "given" : ""},
+          {"--job", options.job.name},
+          {"--batch", absl::StrCat(trainer.batch)},
+          {"--micro-steps", absl::StrCat(trainer.micro_steps)},
+          {"--steps", absl::StrCat(trainer.steps)},
+          {"--seed", absl::StrCat(trainer.seed)},
+          {"--lr", absl::StrFormat("%a %a", rate.peak, rate.final_fraction)},
+          {"--warmup-steps", absl::StrCat(rate.warmup_steps)},
+          {"--decay-end", absl::StrCat(rate.decay_end)},
+          {"--weight-decay", absl::StrFormat("%a", options.job.weight_decay)},
+          {"--max-norm", absl::StrFormat("%a", options.job.max_norm)},
+          {"--bucket-elements", absl::StrCat(options.job.bucket_elements)},
+          {"--chunk-elements", absl::StrCat(options.job.chunk_elements)},
+          {"--wire-dtype", std::string(Name(options.job.wire_dtype))},
+          {"--text (its contents)", data.text()}};
 }
 
 std::vector<DType> WireDTypes(const JobSpec& spec) {
@@ -47,11 +101,13 @@ absl::Status RunWorker(WorkerOptions options, Collective& collective,
                        const std::function<void(const StepReport&)>& on_step) {
   BALLAST_RETURN_IF_ERROR(worker::Validate(options.model));
   BALLAST_RETURN_IF_ERROR(Validate(options.trainer));
+  BALLAST_RETURN_IF_ERROR(CheckSize(options.model, options.trainer.batch, collective.world_size()));
   options.trainer.context = options.model.context;
   options.job.world_size = collective.world_size();
   options.job.micro_steps = options.trainer.micro_steps;
   BALLAST_ASSIGN_OR_RETURN(const TextData data,
                            TextData::Read(options.text, options.model.context));
+  BALLAST_RETURN_IF_ERROR(CheckAgreement(SettingsToAgreeOn(options, data), collective));
   const bool writes_output = collective.rank() == 0 && !options.out.empty();
   if (writes_output) BALLAST_RETURN_IF_ERROR(PrepareOutput(options.out));
 
@@ -84,10 +140,13 @@ absl::Status RunWorker(WorkerOptions options, Collective& collective,
 
   // Nobody leaves while another is still in its last collective.
   BALLAST_RETURN_IF_ERROR(collective.Barrier());
+  // A failure of either leaves the other's result.
+  absl::Status status;
+  if (writes_output) status = WriteOutput(options.out, facts, job, *model);
   if (collective.rank() == 0 && !options.save_directory.empty()) {
-    BALLAST_RETURN_IF_ERROR(optimizer->SaveCheckpoint(options.save_directory));
+    status.Update(optimizer->SaveCheckpoint(options.save_directory));
   }
-  return writes_output ? WriteOutput(options.out, facts, job, *model) : absl::OkStatus();
+  return status;
 }
 
 }  // namespace ballast::worker

@@ -23,6 +23,7 @@ struct WorkerOptions {
       job;  // world_size and micro_steps are taken from the collective and `trainer`.
   std::string text = kDefaultText;
   std::string optimizer_name;  // For worker.json.
+  bool resumes = false;        // The optimizer loads a checkpoint first; on all ranks or on none.
   std::string out;             // Directory for rank 0's files; empty: none.
   std::string
       save_directory;  // The optimizer saves its state there at the end; empty: it does not.

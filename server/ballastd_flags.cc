@@ -1,7 +1,5 @@
 #include "server/ballastd_flags.h"
 
-#include <unistd.h>
-
 #include <cmath>
 #include <vector>
 
@@ -14,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "server/memory_limit.h"
 
 ABSL_FLAG(
     std::vector<std::string>, listen, {"127.0.0.1:7070"},
@@ -24,7 +23,7 @@ ABSL_FLAG(bool, insecure, false,
 ABSL_FLAG(
     std::string, memory_limit, "",
     "Memory for all jobs together: bytes, or a number with KiB, MiB, GiB or TiB. Default: 80% of "
-    "the machine's.");
+    "the machine's, or of the control group's if that is less.");
 ABSL_FLAG(int, threads, 0, "Threads for updates; 0: one per core.");
 ABSL_FLAG(std::string, log_level, "info", "debug, info, warning, error or off.");
 ABSL_FLAG(double, seal_deadline_seconds, 60,
@@ -84,10 +83,7 @@ absl::Status CheckArguments(const std::vector<std::string>& arguments) {
 }
 
 absl::StatusOr<int64_t> ParseMemoryLimit(const std::string& text) {
-  if (text.empty()) {
-    return static_cast<int64_t>(0.8 * static_cast<double>(sysconf(_SC_PHYS_PAGES)) *
-                                static_cast<double>(sysconf(_SC_PAGESIZE)));
-  }
+  if (text.empty()) return DefaultMemoryLimitBytes();
   constexpr struct {
     const char* suffix;
     double bytes;

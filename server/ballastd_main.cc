@@ -62,6 +62,7 @@ int DrainAndReport(ballast::Engine& engine, ballast::server::Server& server,
   server.SetNotServing();
   const ballast::server::DrainReport report =
       ballast::server::DrainAndSave(engine, flags.drain_seconds, flags.checkpoint_directory);
+  for (const std::string& line : report.aborted) spdlog::warn("aborted {}", line);
   for (const std::string& line : report.saved) spdlog::info("saved {}", line);
   for (const std::string& line : report.lost) spdlog::error("lost {}", line);
   server.Shutdown(/*grace_seconds=*/1);

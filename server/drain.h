@@ -10,12 +10,14 @@
 namespace ballast::server {
 
 struct DrainReport {
-  std::vector<std::string> saved;  // One line per job.
-  std::vector<std::string> lost;   // One line per job, with the reason.
+  std::vector<std::string> aborted;  // One line per job whose step did not end in time.
+  std::vector<std::string> saved;    // One line per job.
+  std::vector<std::string> lost;     // One line per job, with the reason.
 };
 
-// Refuses new steps, lets those in progress end within `seconds`, then saves every job that has
-// weights to CHECKPOINT_DIRECTORY/JOB. An empty directory: nothing is saved, and all jobs are lost.
+// Refuses new steps, lets those in progress end within `seconds`, aborts what is undecided by then,
+// and saves every job that has weights to CHECKPOINT_DIRECTORY/JOB. No step commits after its job's
+// save. An empty directory: nothing is saved, and all jobs are lost.
 DrainReport DrainAndSave(Engine& engine, double seconds, const std::string& checkpoint_directory);
 
 }  // namespace ballast::server

@@ -1,5 +1,9 @@
 #include "server/job_message.h"
 
+#include <algorithm>
+#include <limits>
+
+#include "cpu_optimizer_service/job_impl.h"
 #include "proto/convert.h"
 
 namespace ballast::server {
@@ -93,7 +97,64 @@ v1::Job Description(const JobSpec& spec, bool with_parameters) {
   return proto::ToProto(brief);
 }
 
+constexpr size_t kMaxProcessIdBytes = 256;  // As Job::Attach has it.
+
+// A negative number has the longest varint.
+constexpr int kLongest = -1;
+constexpr double kAnyDouble = 1;  // Doubles that are not 0 are all the same size.
+
+v1::RankProgress LargestRank() {
+  v1::RankProgress rank;
+  rank.set_rank(kLongest);
+  rank.set_attached(true);
+  rank.set_process_id(std::string(kMaxProcessIdBytes, 'p'));
+  rank.set_begun(true);
+  rank.set_micro_steps_ended(std::numeric_limits<uint32_t>::max());
+  rank.set_sealed(true);
+  rank.set_chunks(kLongest);
+  rank.set_chunks_complete(kLongest);
+  return rank;
+}
+
+v1::StepRecord LargestRecord(const JobSpec& spec) {
+  constexpr size_t kReasonBytes = 256;  // Besides the name of a parameter.
+  size_t name_bytes = 0;
+  for (const ParameterSpec& parameter : spec.layout.parameters) {
+    name_bytes = std::max(name_bytes, parameter.name.size());
+  }
+  v1::StepRecord record;
+  record.set_step(std::numeric_limits<uint64_t>::max());
+  record.set_applied(true);
+  record.set_norm(kAnyDouble);
+  record.set_clip_coefficient(kAnyDouble);
+  record.set_micro_steps(std::numeric_limits<uint32_t>::max());
+  record.set_loss_scale(kAnyDouble);
+  record.set_skip_reason(std::string(name_bytes + kReasonBytes, 'r'));
+  for (const GroupSpec& group : spec.groups) {
+    *record.add_hyper_parameters() = proto::ToProto(group.hyper_parameters);
+  }
+  return record;
+}
+
 }  // namespace
+
+size_t LargestMessageBytes(const JobSpec& spec) {
+  constexpr size_t kEntryBytes = 8;      // Tag and length of an entry of a list.
+  constexpr size_t kOthersBytes = 1024;  // Ids, counts, memory, and an AttachWorkerResponse around.
+  v1::Job message = proto::ToProto(spec);
+  for (v1::Parameter& parameter : *message.mutable_parameters()) {
+    parameter.set_offset(kLongest);
+    parameter.set_update_count(kLongest);
+  }
+  for (v1::ParamGroup& group : *message.mutable_groups()) {
+    group.set_flat_elements(kLongest);
+    group.set_parameter_count(kLongest);
+    group.set_trainable_elements(kLongest);
+  }
+  const size_t ranks = std::clamp(spec.layout.world_size, 0, kMaxWorldSize);
+  return message.ByteSizeLong() + ranks * (LargestRank().ByteSizeLong() + kEntryBytes) +
+         kRecentSteps * (LargestRecord(spec).ByteSizeLong() + kEntryBytes) + kOthersBytes;
+}
 
 v1::Job ToMessage(const Engine& engine, const Job& job, bool with_parameters) {
   const JobStatus status = job.Status();

@@ -8,12 +8,20 @@
 #include "proto/status.h"
 #include "server/find_job.h"
 #include "server/job_message.h"
+#include "server/transport_settings.h"
 
 namespace ballast::server {
 namespace {
 
 absl::Status Create(Engine& engine, const v1::CreateJobRequest& request, v1::Job& response) {
   BALLAST_ASSIGN_OR_RETURN(JobSpec spec, proto::FromProto(request.job()));
+  // A reply names parameters in full, so it may be larger than the request, and grows in training.
+  const size_t reply_bytes = LargestMessageBytes(spec);
+  if (reply_bytes > size_t{kMaxMessageBytes}) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "the description of job ", spec.name, " may take ", reply_bytes, " bytes in a reply, of ",
+        kMaxMessageBytes, " at most; give the job and its parameters shorter names"));
+  }
   BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, engine.CreateJob(std::move(spec)));
   response = ToMessage(engine, *job, /*with_parameters=*/true);
   return absl::OkStatus();

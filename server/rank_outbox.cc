@@ -11,15 +11,15 @@ namespace {
 // Beyond one step's weights: decisions, refusals, reminders.
 constexpr size_t kQueueSlack = 64;
 
-absl::StatusOr<grpc::ByteBuffer> SerializeWeights(const Job& job, uint64_t step, int chunk,
-                                                  ShardBuffer shard) {
+absl::StatusOr<grpc::ByteBuffer> SerializeWeights(const Job& job, uint64_t generation,
+                                                  uint64_t step, int chunk, ShardBuffer shard) {
   const v1::WeightHeader header = MakeWeightHeader(step, chunk);
   if (shard) {
     // The pool gets its buffer back when gRPC lets go of the bytes.
     const auto kept = std::make_shared<ShardBuffer>(std::move(shard));
     return proto::SerializeTrainWeights(header, kept->bytes(), [kept] {});
   }
-  absl::StatusOr<OwnedShard> read = ReadShard(job, step, chunk);
+  absl::StatusOr<OwnedShard> read = ReadShard(job, generation, step, chunk);
   if (!read.ok()) return read.status();
   return proto::SerializeTrainWeights(header, read->bytes(), [memory = read->memory] {});
 }
@@ -85,6 +85,7 @@ void RankOutbox::Opened(std::shared_ptr<const Job> job, int rank, const RankPosi
     MutexLock lock(mutex_);
     queue_bound_ = job->layout().chunks_of_rank(rank).size() + kQueueSlack;
     if (wire_ != nullptr) job_ = std::move(job);
+    generation_ = position.generation;
     queue_.emplace_front(std::move(message));  // The engine may have spoken already.
   }
   Advance();
@@ -116,6 +117,10 @@ void RankOutbox::OnWaiting(uint64_t step, const std::vector<int>& ranks) {
   v1::TrainResponse message;
   message.mutable_waiting()->set_step(step);
   message.mutable_waiting()->mutable_ranks()->Add(ranks.begin(), ranks.end());
+  {
+    MutexLock lock(mutex_);
+    std::erase_if(queue_, IsWaiting);  // The last one says it all.
+  }
   Push(std::move(message));
 }
 
@@ -159,6 +164,11 @@ void RankOutbox::OnCommitted(uint64_t step, double update_seconds) {
 
 void RankOutbox::OnDetached(const absl::Status& status) { EndWith(status); }
 
+bool RankOutbox::IsWaiting(const Item& item) {
+  const auto* message = std::get_if<std::unique_ptr<v1::TrainResponse>>(&item);
+  return message != nullptr && (*message)->has_waiting();
+}
+
 void RankOutbox::Push(v1::TrainResponse message) {
   Push(Item(std::make_unique<v1::TrainResponse>(std::move(message))));
 }
@@ -200,6 +210,7 @@ RankOutbox::Move RankOutbox::NextMove() {
   writing_ = true;
   move.wire = wire_;
   move.job = job_;
+  move.generation = generation_;
   // Opened goes before everything; then acknowledgements and the queue take turns.
   if (acknowledge && opened_sent_ && !(acknowledged_last_ && !queue_.empty())) {
     acknowledged_last_ = true;
@@ -232,7 +243,8 @@ void RankOutbox::Advance() {
   if (move.read) move.wire->Read();
   absl::StatusOr<grpc::ByteBuffer> bytes;
   if (auto* weights = std::get_if<Weights>(&*move.item)) {
-    bytes = SerializeWeights(*move.job, weights->step, weights->chunk, std::move(weights->shard));
+    bytes = SerializeWeights(*move.job, move.generation, weights->step, weights->chunk,
+                             std::move(weights->shard));
   } else {
     bytes = proto::SerializeControl(*std::get<std::unique_ptr<v1::TrainResponse>>(*move.item));
   }

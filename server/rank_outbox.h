@@ -6,7 +6,8 @@
 // One message is on its way at a time; the others wait in a queue. Weights wait as pool buffers,
 // or, if the pool was empty, as chunk numbers alone, and are converted when their turn comes. When
 // the queue is full no further message is read until it has drained, so a worker that does not read
-// does not make the service grow. Acknowledgements are a count: one message tells all that are due.
+// does not make the service grow. Reminders come unasked: a new one replaces one that still waits.
+// Acknowledgements are a count: one message tells all that are due.
 //
 // The engine may keep the outbox for longer than the stream lives; after the stream's end its calls
 // are dropped. The wire is called with no lock held, and not at all after Finish. Thread-safe.
@@ -76,6 +77,7 @@ class RankOutbox final : public RankListener {
   // unique_ptr: a message that is not weights is large and rare, and weights are many.
   using Item = std::variant<Weights, std::unique_ptr<v1::TrainResponse>>;
 
+  static bool IsWaiting(const Item& item);
   void Push(v1::TrainResponse message);
   void Push(Item item);
   void EndWith(const absl::Status& status);
@@ -87,6 +89,7 @@ class RankOutbox final : public RankListener {
     bool read = false;
     std::optional<Item> item;
     std::shared_ptr<const Job> job;
+    uint64_t generation = 0;
     absl::Status status;
   };
   Move NextMove() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -95,6 +98,7 @@ class RankOutbox final : public RankListener {
   Mutex mutex_;
   RankWire* wire_ ABSL_GUARDED_BY(mutex_);                  // Null after Finish.
   std::shared_ptr<const Job> job_ ABSL_GUARDED_BY(mutex_);  // Null before Opened.
+  uint64_t generation_ ABSL_GUARDED_BY(mutex_) = 0;         // The stream's.
   std::deque<Item> queue_ ABSL_GUARDED_BY(mutex_);
   size_t queue_bound_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t messages_held_ ABSL_GUARDED_BY(mutex_) = 0;

@@ -1,6 +1,7 @@
 #include "server/transport_settings.h"
 
 #include <grpc/support/log.h>
+#include <grpcpp/resource_quota.h>
 #include <grpcpp/server_builder.h>
 #include <malloc.h>
 #include <spdlog/spdlog.h>
@@ -9,10 +10,6 @@
 
 namespace ballast::server {
 namespace {
-
-// The largest bulk message is a chunk of 2^18 fp32 elements, 1 MiB. Descriptions of jobs are
-// larger: 100,000 parameters with long names and their partitions stay below this.
-constexpr int kMaxMessageBytes = 32 << 20;
 
 // Received slices are malloc'd. glibc gives the top of the heap, and every block above the mmap
 // threshold, back to the system as soon as it is free, and faults it in again for the next message:
@@ -24,6 +21,10 @@ constexpr int kMmapThresholdBytes = 64 << 20;  // Above all messages, below the 
 constexpr int kReadChunkBytes = 4 << 20;
 constexpr int kMinReadChunkBytes = 1 << 20;
 constexpr int kMaxReadChunkBytes = 16 << 20;
+
+// Clients ping a silent connection every 20 seconds (client/connect.cc), to find out a service that
+// is gone. Without this, gRPC ends a connection that is pinged more than every five minutes.
+constexpr int kMinPingIntervalMs = 10'000;
 
 // gRPC's own log lines name its source files; ours say what an operator can do.
 void LogAtDebug(gpr_log_func_args* line) { spdlog::debug("grpc: {}", line->message); }
@@ -42,8 +43,13 @@ void ConfigureProcessForTransport() {
 void ConfigureTransport(grpc::ServerBuilder& builder) {
   builder.SetMaxReceiveMessageSize(kMaxMessageBytes);
   builder.SetMaxSendMessageSize(kMaxMessageBytes);
+  grpc::ResourceQuota quota("ballast");
+  quota.SetMaxThreads(kMaxCallThreads);
+  builder.SetResourceQuota(quota);
   // A port that another process listens on is an error, and not shared with it.
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS,
+                             kMinPingIntervalMs);
   builder.AddChannelArgument(GRPC_ARG_TCP_READ_CHUNK_SIZE, kReadChunkBytes);
   builder.AddChannelArgument(GRPC_ARG_TCP_MIN_READ_CHUNK_SIZE, kMinReadChunkBytes);
   builder.AddChannelArgument(GRPC_ARG_TCP_MAX_READ_CHUNK_SIZE, kMaxReadChunkBytes);

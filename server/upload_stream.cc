@@ -55,7 +55,8 @@ absl::Status UploadStream::Open(const v1::OpenTrain& request) {
                                                    job->layout().world_size()));
   }
   const JobStatus status = job->Status();
-  if (request.generation() != status.generation ||
+  // A free rank is held by the empty process id, which is nobody's.
+  if (request.process_id().empty() || request.generation() != status.generation ||
       request.process_id() != status.ranks[request.rank()].process_id) {
     return absl::AbortedError(
         absl::StrCat("rank ", request.rank(), " of ", request.name(), " is not held by process '",
@@ -63,6 +64,7 @@ absl::Status UploadStream::Open(const v1::OpenTrain& request) {
                      " (generation is ", status.generation, "); attach again"));
   }
   rank_ = request.rank();
+  generation_ = request.generation();
   job_ = job;
   return absl::OkStatus();
 }
@@ -77,7 +79,8 @@ absl::Status UploadStream::Write(const v1::WeightHeader& header, const proto::Pa
     return absl::InvalidArgumentError(absl::StrCat("chunk ", header.chunk(), " is not one of rank ",
                                                    rank_, "'s, of ", chunks.size(), " in all"));
   }
-  BALLAST_RETURN_IF_ERROR(job_->WriteInitialWeights(header.chunk(), payload.pieces()).status());
+  BALLAST_RETURN_IF_ERROR(
+      job_->WriteInitialWeights(header.chunk(), payload.pieces(), generation_).status());
   ++chunks_;
   return absl::OkStatus();
 }

@@ -5,6 +5,7 @@
 #include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/server_callback.h>
 
+#include <cstdint>
 #include <memory>
 
 #include "cpu_optimizer_service/engine.h"
@@ -31,6 +32,7 @@ class UploadStream final : public grpc::ServerReadReactor<grpc::ByteBuffer> {
   grpc::ByteBuffer read_buffer_;
   std::shared_ptr<Job> job_;  // Null before the first message.
   int rank_ = 0;
+  uint64_t generation_ = 0;
   int64_t chunks_ = 0;
 };
 

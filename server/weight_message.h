@@ -19,14 +19,14 @@ inline v1::WeightHeader MakeWeightHeader(uint64_t step, int chunk) {
   return header;
 }
 
-// A chunk's committed weights in a buffer of their own.
+// A chunk's weights in a buffer of their own.
 struct OwnedShard {
   std::shared_ptr<std::byte[]> memory;
   size_t size_bytes = 0;
   absl::Span<const std::byte> bytes() const { return {memory.get(), size_bytes}; }
 };
-// ABORTED if the chunk does not stand at `step`. The caller knows that the chunk exists.
-absl::StatusOr<OwnedShard> ReadShard(const Job& job, uint64_t step, int chunk);
+// The errors of Job::ReadShard. The caller knows that the chunk exists.
+absl::StatusOr<OwnedShard> ReadShard(const Job& job, uint64_t generation, uint64_t step, int chunk);
 
 }  // namespace ballast::server
 

@@ -41,6 +41,7 @@ absl::Status WeightsReader::Open(const Engine& engine, const grpc::ByteBuffer& b
     return absl::FailedPreconditionError(
         absl::StrCat(request.name(), " has no weights yet; upload them first"));
   }
+  generation_ = status.generation;
   step_ = status.committed_step;
   if (request.has_step() && request.step() != step_) {
     return absl::FailedPreconditionError(absl::StrCat(
@@ -65,7 +66,7 @@ absl::Status WeightsReader::Open(const Engine& engine, const grpc::ByteBuffer& b
 
 absl::StatusOr<grpc::ByteBuffer> WeightsReader::NextChunk() {
   const int chunk = chunks_[next_++];
-  BALLAST_ASSIGN_OR_RETURN(const OwnedShard shard, ReadShard(*job_, step_, chunk));
+  BALLAST_ASSIGN_OR_RETURN(const OwnedShard shard, ReadShard(*job_, generation_, step_, chunk));
   return proto::SerializeReadWeights(MakeWeightHeader(step_, chunk), shard.bytes(),
                                      [memory = shard.memory] {});
 }

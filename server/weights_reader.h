@@ -26,6 +26,7 @@ class WeightsReader final : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
   absl::StatusOr<grpc::ByteBuffer> NextChunk();
 
   std::shared_ptr<Job> job_;
+  uint64_t generation_ = 0;  // A load while chunks are read must not go unnoticed.
   uint64_t step_ = 0;
   std::vector<int> chunks_;
   size_t next_ = 0;

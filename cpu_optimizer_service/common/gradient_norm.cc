@@ -61,8 +61,12 @@ Decision Decide(absl::Span<const absl::Span<const double>> block_sums, const Gra
     decision.clip_coefficient = std::min(1.0, max_norm / (decision.norm + 1e-6));
   }
   for (size_t group = 0; group < block_sums.size(); ++group) {
-    const double multiplier = decision.clip_coefficient / DivisorOf(scale, group);
-    decision.multipliers.push_back(static_cast<float>(multiplier));
+    const auto multiplier = static_cast<float>(decision.clip_coefficient / DivisorOf(scale, group));
+    if (!std::isnormal(multiplier)) {
+      decision.multipliers.clear();
+      return decision;
+    }
+    decision.multipliers.push_back(multiplier);
   }
   decision.apply = true;
   return decision;

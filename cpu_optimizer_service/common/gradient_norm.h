@@ -41,8 +41,8 @@ struct Decision {
 //   S_g  = sum of the group's block sums, left to right
 //   u_g  = 1 / (loss_scale * divisor_g)
 //   norm = sqrt(sum over groups, in order, of u_g * u_g * S_g)
-// Skips when norm is not finite, with no multipliers and a clip coefficient of 1. `max_norm` <= 0
-// means no clipping.
+// Skips, with no multipliers, when norm is not finite, and when a multiplier is not a normal fp32
+// value: it would turn gradients into zeros or infinities. `max_norm` <= 0 means no clipping.
 Decision Decide(absl::Span<const absl::Span<const double>> block_sums, const GradientScale& scale,
                 double max_norm);
 

@@ -31,9 +31,23 @@ absl::Status ValidateBeta(absl::string_view name, double value) {
       absl::StrCat(name, " must be at least 0 and less than 1, got ", Digits(value)));
 }
 
-template <typename T>
-void ApplyOne(T& value, const std::optional<T>& override_value) {
+template <typename To, typename T>
+void ApplyOne(To& value, const std::optional<T>& override_value) {
   if (override_value.has_value()) value = *override_value;
+}
+
+// To values, or to overrides.
+template <typename To>
+To ApplyAll(To base, const HyperParameterOverrides& overrides) {
+  ApplyOne(base.lr, overrides.lr);
+  ApplyOne(base.beta1, overrides.beta1);
+  ApplyOne(base.beta2, overrides.beta2);
+  ApplyOne(base.eps, overrides.eps);
+  ApplyOne(base.weight_decay, overrides.weight_decay);
+  ApplyOne(base.decoupled_weight_decay, overrides.decoupled_weight_decay);
+  ApplyOne(base.bias_correction, overrides.bias_correction);
+  ApplyOne(base.maximize, overrides.maximize);
+  return base;
 }
 
 }  // namespace
@@ -48,15 +62,11 @@ absl::Status Validate(const HyperParameters& values) {
 }
 
 HyperParameters Apply(HyperParameters base, const HyperParameterOverrides& overrides) {
-  ApplyOne(base.lr, overrides.lr);
-  ApplyOne(base.beta1, overrides.beta1);
-  ApplyOne(base.beta2, overrides.beta2);
-  ApplyOne(base.eps, overrides.eps);
-  ApplyOne(base.weight_decay, overrides.weight_decay);
-  ApplyOne(base.decoupled_weight_decay, overrides.decoupled_weight_decay);
-  ApplyOne(base.bias_correction, overrides.bias_correction);
-  ApplyOne(base.maximize, overrides.maximize);
-  return base;
+  return ApplyAll(base, overrides);
+}
+
+HyperParameterOverrides Merge(HyperParameterOverrides first, const HyperParameterOverrides& then) {
+  return ApplyAll(first, then);
 }
 
 std::string ToString(const HyperParameters& values) {

@@ -46,6 +46,8 @@ struct HyperParameterOverrides {
 absl::Status Validate(const HyperParameters& values);
 
 HyperParameters Apply(HyperParameters base, const HyperParameterOverrides& overrides);
+// Both, one after the other.
+HyperParameterOverrides Merge(HyperParameterOverrides first, const HyperParameterOverrides& then);
 
 // "lr=0.001 betas=(0.9, 0.999) ...", every field, shortest digits that read back the same.
 std::string ToString(const HyperParameters& values);

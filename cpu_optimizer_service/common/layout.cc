@@ -123,6 +123,10 @@ absl::StatusOr<Layout> Layout::Create(LayoutSpec spec) {
     if (parameter.name.empty()) {
       return absl::InvalidArgumentError(absl::StrCat("parameter ", index, " has no name"));
     }
+    if (parameter.name == "__metadata__") {  // Checkpoints could not hold it.
+      return absl::InvalidArgumentError(
+          absl::StrCat("parameter ", index, " is named __metadata__, which safetensors reserves"));
+    }
     if (!layout.by_name_.emplace(parameter.name, index).second) {
       return absl::InvalidArgumentError(
           absl::StrCat("two parameters are named ", parameter.name, "; names must differ"));
@@ -220,19 +224,18 @@ std::vector<ChunkPiece> Layout::Pieces(int chunk_index) const {
   return pieces;
 }
 
+int Layout::ChunkAt(int group, int64_t element) const {
+  const auto after = std::upper_bound(
+      chunks_.begin(), chunks_.end(), std::pair(group, element),
+      [](const auto& at, const Chunk& chunk) { return at < std::pair(chunk.group, chunk.begin); });
+  return static_cast<int>(after - chunks_.begin()) - 1;
+}
+
 std::pair<int, int> Layout::ChunksOfParameter(int parameter) const {
   const ParameterPlace& place = places_[parameter];
   if (place.offset < 0 || place.elements == 0) return {0, 0};
   const int group = spec_.parameters[parameter].group;
-  const auto position = [](const Chunk& chunk) { return std::pair(chunk.group, chunk.begin); };
-  const auto first =
-      std::upper_bound(chunks_.begin(), chunks_.end(), std::pair(group, place.offset),
-                       [&](const auto& at, const Chunk& chunk) { return at < position(chunk); }) -
-      1;
-  const auto last =
-      std::lower_bound(first, chunks_.end(), std::pair(group, place.offset + place.elements),
-                       [&](const Chunk& chunk, const auto& at) { return position(chunk) < at; });
-  return {static_cast<int>(first - chunks_.begin()), static_cast<int>(last - chunks_.begin())};
+  return {ChunkAt(group, place.offset), ChunkAt(group, place.offset + place.elements - 1) + 1};
 }
 
 int Layout::ParameterAt(int group, int64_t element) const {

@@ -116,6 +116,8 @@ class Layout {
   std::vector<ChunkPiece> Pieces(int chunk) const;
   // The chunks that hold the elements of a trainable parameter, as an index range [first, last).
   std::pair<int, int> ChunksOfParameter(int parameter) const;
+  // The chunk that holds `element` of `group`'s flat space.
+  int ChunkAt(int group, int64_t element) const;
   // The parameter at `element` of `group`'s flat space, or -1 in the padding.
   int ParameterAt(int group, int64_t element) const;
 

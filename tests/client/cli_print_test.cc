@@ -24,6 +24,8 @@ v1::Job ExampleJob() {
   job.set_skipped_steps(1);
   job.set_generation(2);
   job.mutable_memory()->set_total_bytes(3 << 20);
+  job.mutable_memory()->set_state_bytes(1 << 20);
+  job.mutable_memory()->set_accumulator_bytes(1 << 20);
   v1::RankProgress* rank = job.add_ranks();
   rank->set_attached(true);
   rank->set_process_id("host:1:ff");
@@ -49,7 +51,8 @@ TEST(JobText, ShowsRanksAndDecisions) {
   const std::string text = JobText(ExampleJob());
   EXPECT_THAT(text, HasSubstr("job           gpt\n"));
   EXPECT_THAT(text, HasSubstr("12 committed (11 applied, 1 skipped)"));
-  EXPECT_THAT(text, HasSubstr("memory        3.00 MiB"));
+  EXPECT_THAT(text, HasSubstr("memory        3.00 MiB (state 1.00 MiB, gradients 0 B, "
+                              "accumulators 1.00 MiB, other 1.00 MiB)\n"));
   EXPECT_THAT(text, HasSubstr("   0  host:1:ff               1     4/9  no\n"));
   EXPECT_THAT(text, HasSubstr("   1  not attached            -     0/0  no\n"));
   EXPECT_THAT(text, HasSubstr("  11  skipped: wte has a NaN   nan"));

@@ -13,7 +13,7 @@
 namespace ballast::client {
 namespace {
 
-using nlohmann::json;
+using json = nlohmann::ordered_json;  // As printed.
 using testing::AllOf;
 using testing::HasSubstr;
 
@@ -154,6 +154,62 @@ TEST_F(CliTest, AbortStepClearsTheOpenStep) {
   EXPECT_EQ(Json({"job", "gpt"})["phase"], "ready");
 }
 
+// "a,b,c", in the order in which they are printed.
+std::string Fields(const json& object) {
+  std::string fields;
+  for (const auto& [name, value] : object.items()) fields += (fields.empty() ? "" : ",") + name;
+  return fields;
+}
+
+// Scripts read these.
+TEST_F(CliTest, JsonKeepsTheNamesOfItsFields) {
+  const std::string checkpoint = directory_ + "/checkpoint";
+  const std::string hyper_parameters =
+      "lr,beta1,beta2,eps,weight_decay,decoupled_weight_decay,bias_correction,amsgrad,maximize";
+  const std::string group =
+      "name,hyper_parameters,wire_dtype,return_dtype,parameter_count,trainable_elements,"
+      "flat_elements";
+  const std::string job_head =
+      "name,uid,phase,committed_step,generation,world_size,applied_steps,skipped_steps,memory";
+
+  const auto jobs = Json({"jobs"});
+  EXPECT_EQ(Fields(jobs), "instance_id,memory_used_bytes,memory_limit_bytes,jobs");
+  EXPECT_EQ(Fields(jobs["jobs"][0]), job_head);
+
+  const auto job = Json({"job", "gpt"});
+  EXPECT_EQ(Fields(job), job_head +
+                             ",instance_id,max_norm,unused_policy,max_micro_steps,chunk_elements,"
+                             "ranks,recent_steps");
+  EXPECT_EQ(Fields(job["memory"]),
+            "total_bytes,state_bytes,gradient_bytes,accumulator_bytes,other_bytes,"
+            "accumulators_in_use");
+  EXPECT_EQ(Fields(job["ranks"][0]),
+            "rank,attached,process_id,begun,micro_steps_ended,sealed,chunks,chunks_complete");
+  EXPECT_EQ(Fields(job["recent_steps"][0]),
+            "step,applied,skip_reason,norm,clip_coefficient,micro_steps,loss_scale,"
+            "hyper_parameters");
+  EXPECT_EQ(Fields(job["recent_steps"][0]["hyper_parameters"][0]), hyper_parameters);
+
+  const auto groups = Json({"groups", "gpt"});
+  EXPECT_EQ(Fields(groups), "job,groups");
+  EXPECT_EQ(Fields(groups["groups"][0]), group);
+  EXPECT_EQ(Fields(Json({"set-group", "gpt", "decay", "--lr=0.5"})), group);
+
+  const auto state = Json({"state", "gpt", "wte"});
+  EXPECT_EQ(Fields(state), "parameter,step,shape,group,trainable,update_count,planes");
+  EXPECT_EQ(Fields(state["planes"][0]),
+            "plane,norm,mean,min,max,zeros,non_finite,magnitude_histogram");
+  EXPECT_EQ(Fields(Json({"state", "gpt", "wte", "--out", directory_ + "/w.npy"})),
+            "parameter,plane,step,shape,file,bytes");
+
+  ASSERT_TRUE(rank_->session().BeginStep({}).ok());
+  while (Json({"job", "gpt"})["phase"] != "open") std::this_thread::yield();
+  EXPECT_EQ(Fields(Json({"abort-step", "gpt"})), "job,aborted_step");
+  EXPECT_EQ(Fields(Json({"save", "gpt", checkpoint})), "job,directory,step,bytes");
+  EXPECT_EQ(Fields(Json({"load", "gpt", checkpoint})), "job,directory,step,generation");
+  EXPECT_EQ(Fields(Json({"close", "gpt"})), "job,closed");
+}
+
 TEST_F(CliTest, SuggestsNamesThatAreThere) {
   EXPECT_THAT(Failure({"job", "gtp"}), HasSubstr("did you mean gpt?"));
   EXPECT_THAT(Failure({"state", "gpt", "wtee"}), HasSubstr("did you mean wte?"));
@@ -180,6 +236,7 @@ TEST_F(CliTest, SaysInOneLineThatNoServiceAnswers) {
 
 TEST_F(CliTest, WrongUsageExitsWithTwo) {
   EXPECT_EQ(Ballast({"jbos"}).exit_code, 2);
+  EXPECT_EQ(RunProcess({kBin + "/ballast", "jobs", "--service="}, directory_).exit_code, 2);
   EXPECT_EQ(Ballast({"job"}).exit_code, 2);
   EXPECT_EQ(Ballast({"set-group", "gpt", "decay"}).exit_code, 2);
   EXPECT_EQ(Ballast({"save", "gpt", "relative"}).exit_code, 2);

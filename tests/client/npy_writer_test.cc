@@ -52,6 +52,21 @@ TEST(NpyHeader, IsNumPyFormatOneByteForByte) {
   EXPECT_EQ(NpyHeader(std::vector<int64_t>(20, 1000000)).size() % 64, 0u);
 }
 
+TEST_F(NpyWriterTest, LeavesNothingWhenASignalEndsTheProcess) {
+  auto writer = NpyWriter::Create(Path("w.npy"), {2}).value();
+  ASSERT_TRUE(writer->Append(Bytes({1})).ok());
+  EXPECT_EQ(Files(), 1u);
+  RemoveUnfinishedNpy();
+  EXPECT_EQ(Files(), 0u);
+  writer.reset();
+  // A file that is whole stays.
+  writer = NpyWriter::Create(Path("w.npy"), {1}).value();
+  ASSERT_TRUE(writer->Append(Bytes({1})).ok());
+  ASSERT_TRUE(writer->Commit().ok());
+  RemoveUnfinishedNpy();
+  EXPECT_EQ(Files(), 1u);
+}
+
 TEST_F(NpyWriterTest, AppearsWholeOnCommit) {
   const std::string path = Path("w.npy");
   {

@@ -80,6 +80,24 @@ TEST(SendWindow, BlocksUntilAcknowledgedWhenFull) {
   LetAllGo(transport);
 }
 
+TEST(SendWindow, GivesUpAfterItsTimeoutAndSendsNothing) {
+  SendWindow window(100, absl::Milliseconds(20));
+  std::vector<LetGo> transport;
+  int released = 0;
+  ASSERT_TRUE(SendBytes(window, 60, nullptr, transport).ok());
+  const absl::Status status = SendBytes(
+      window, 60, [&] { ++released; }, transport);
+  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(status.message(), "the service left 60 payload bytes unacknowledged for 20ms");
+  EXPECT_EQ(released, 1);
+  EXPECT_EQ(transport.size(), 1u);
+  // It was not counted: the next message is the second.
+  ASSERT_TRUE(window.Acknowledge(1).ok());
+  EXPECT_TRUE(SendBytes(window, 60, nullptr, transport).ok());
+  EXPECT_EQ(window.Acknowledge(3).code(), absl::StatusCode::kInternal);
+  LetAllGo(transport);
+}
+
 TEST(SendWindow, PassesAPayloadLargerThanItselfWhenEmpty) {
   SendWindow window(100);
   std::vector<LetGo> transport;

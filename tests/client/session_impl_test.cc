@@ -168,6 +168,21 @@ TEST_F(SessionImplTest, PushBlocksWhileTheWindowIsFull) {
   pusher.join();
 }
 
+TEST_F(SessionImplTest, PushIntoAFullWindowNamesItsChunkWhenTheServiceIsSilent) {
+  options_.seal_timeout = absl::Milliseconds(20);
+  OpenAndBegin();
+  ASSERT_TRUE(PushChunk(0).ok());
+  ASSERT_TRUE(PushChunk(1).ok());
+  int released = 0;
+  EXPECT_THAT(PushChunk(2, [&] { ++released; }),
+              IsError(absl::StatusCode::kDeadlineExceeded,
+                      AllOf(HasSubstr("step 5: chunk 2 of micro-step 0"), HasSubstr("1024"))));
+  EXPECT_EQ(released, 1);
+  // The session is sound, and the chunk may be pushed again.
+  Acknowledge(3);
+  EXPECT_TRUE(PushChunk(2).ok());
+}
+
 TEST_F(SessionImplTest, ReleasesEveryPayloadOnceWhateverHappens) {
   OpenAndBegin();
   std::map<int, int> released;
@@ -281,6 +296,40 @@ TEST_F(SessionImplTest, AnErrorWakesABlockedPushAndASeal) {
               IsError(absl::StatusCode::kUnavailable, HasSubstr("gone")));
   pusher.join();
   breaker.join();
+}
+
+TEST_F(SessionImplTest, AStepThatWasCommittedBeforeTheStreamEndedIsReceived) {
+  OpenAndBegin();
+  Decide(5, false);
+  ASSERT_TRUE(session_->Seal(1).ok());
+  Commit(5);
+  fake_->Break(absl::UnavailableError("gone"));
+  EXPECT_TRUE(session_->ReceiveWeights().ok());
+  EXPECT_EQ(session_->committed_step(), 5u);
+  EXPECT_THAT(session_->BeginStep({}), IsError(absl::StatusCode::kUnavailable, HasSubstr("gone")));
+}
+
+TEST_F(SessionImplTest, AStepThatWasDecidedButNotCommittedIsNotReceived) {
+  OpenAndBegin();
+  Decide(5, false);
+  ASSERT_TRUE(session_->Seal(1).ok());
+  fake_->Break(absl::UnavailableError("gone"));
+  EXPECT_THAT(session_->ReceiveWeights(),
+              IsError(absl::StatusCode::kUnavailable, HasSubstr("gone")));
+  EXPECT_EQ(session_->committed_step(), 4u);
+}
+
+TEST_F(SessionImplTest, WarnsOnTheErrorOutputWhomTheServiceWaitsFor) {
+  OpenAndBegin();
+  v1::TrainResponse waiting;
+  waiting.mutable_waiting()->set_step(5);
+  waiting.mutable_waiting()->add_ranks(2);
+  testing::internal::CaptureStdout();
+  testing::internal::CaptureStderr();
+  fake_->Deliver(waiting);
+  EXPECT_EQ(testing::internal::GetCapturedStdout(), "");
+  EXPECT_THAT(testing::internal::GetCapturedStderr(),
+              HasSubstr("step 5: sealed; the service waits for rank 2"));
 }
 
 TEST_F(SessionImplTest, AnEndOfTheStreamWithoutErrorIsOne) {

@@ -10,7 +10,11 @@ namespace {
 TEST(Arena, IsZeroedAlignedAndWritable) {
   const auto factory = MakeAnonymousArenaFactory();
   for (const int64_t bytes : {int64_t{0}, int64_t{1}, int64_t{5000}, (int64_t{5} << 20) + 3}) {
-    const auto arena = factory->Create(bytes, "test").value();
+    const auto touch = bytes % 2 == 0 ? ArenaFactory::Touch::kNow : ArenaFactory::Touch::kLater;
+    const auto arena = factory->Create(bytes, "test", touch).value();
+    if (bytes >= int64_t{2} << 20) {  // Only whole, aligned huge pages are backed by them.
+      EXPECT_EQ(reinterpret_cast<uintptr_t>(arena->data()) % (2 << 20), 0u);
+    }
     EXPECT_EQ(arena->size_bytes(), bytes);
     EXPECT_EQ(reinterpret_cast<uintptr_t>(arena->data()) % kArenaAlignment, 0u);
     EXPECT_TRUE(std::all_of(arena->data(), arena->data() + bytes,
@@ -20,7 +24,8 @@ TEST(Arena, IsZeroedAlignedAndWritable) {
 }
 
 TEST(Arena, ThatCannotBeMappedIsResourceExhausted) {
-  const auto arena = MakeAnonymousArenaFactory()->Create(int64_t{1} << 60, "huge");
+  const auto arena =
+      MakeAnonymousArenaFactory()->Create(int64_t{1} << 60, "huge", ArenaFactory::Touch::kLater);
   EXPECT_EQ(arena.status().code(), absl::StatusCode::kResourceExhausted);
 }
 

@@ -5,7 +5,10 @@
 
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "tests/cpu_optimizer_service/job_driver.h"
 
@@ -196,6 +199,26 @@ TEST_F(CheckpointTest, DamageIsDataLossAndChangesNothing) {
   };
   EXPECT_EQ(load_damaged("index.json", rewrite).code(), absl::StatusCode::kDataLoss);
   EXPECT_EQ(driver.job().Load(Path("nowhere")).status().code(), absl::StatusCode::kNotFound);
+}
+
+TEST_F(CheckpointTest, AChangedIndexIsDataLoss) {
+  JobDriver driver(engine_, Spec(1));
+  driver.UploadWeights();
+  ASSERT_TRUE(driver.job().Save(Path("saved")).ok());
+  std::ifstream in(Path("saved") + "/index.json");
+  const std::string text((std::istreambuf_iterator<char>(in)), std::istreambuf_iterator<char>());
+  for (const auto& [from, to] : std::vector<std::pair<std::string, std::string>>{
+           {"\"lr\": 0.001", "\"lr\": 0.002"},
+           {"\"step\": 0", "\"step\": -1"},
+           {"\"update_count\": 0", "\"update_count\": 9223372036854775807"}}) {
+    std::string changed = text;
+    ASSERT_NE(changed.find(from), std::string::npos) << from;
+    changed.replace(changed.find(from), from.size(), to);
+    std::ofstream(Path("saved") + "/index.json") << changed;
+    EXPECT_EQ(driver.job().Load(Path("saved")).status().code(), absl::StatusCode::kDataLoss) << to;
+  }
+  std::ofstream(Path("saved") + "/index.json") << text;
+  EXPECT_TRUE(driver.job().Load(Path("saved")).ok());
 }
 
 TEST_F(CheckpointTest, AJobOfOtherParametersIsRefusedWithTheFirstDifference) {

@@ -15,10 +15,11 @@ using ::testing::HasSubstr;
 // Counts what is asked of it, to show that a refusal comes before any allocation.
 class CountingArenas : public ArenaFactory {
  public:
-  absl::StatusOr<std::unique_ptr<Arena>> Create(int64_t bytes, absl::string_view label) override {
+  absl::StatusOr<std::unique_ptr<Arena>> Create(int64_t bytes, absl::string_view label,
+                                                Touch touch) override {
     total_bytes += bytes;
     if (fail) return absl::ResourceExhaustedError("no memory");
-    return arenas_->Create(bytes, label);
+    return arenas_->Create(bytes, label, touch);
   }
   int64_t total_bytes = 0;
   bool fail = false;
@@ -66,6 +67,12 @@ TEST(Engine, MemoryThatTheSystemRefusesLeavesNoJob) {
   EXPECT_EQ(engine.memory().used_bytes(), 0);
   arenas.fail = false;
   EXPECT_TRUE(engine.CreateJob(MakeJobSpec({})).ok());
+}
+
+TEST(Engine, P9ManyParametersWithoutElementsAreCountedToo) {
+  Engine engine({.memory_limit_bytes = 1 << 20, .threads = 1});
+  JobSpec spec = MakeJobSpec({.group_sizes = {std::vector<int64_t>(10000, 0)}});
+  EXPECT_EQ(engine.CreateJob(spec).status().code(), absl::StatusCode::kResourceExhausted);
 }
 
 TEST(Engine, NamesAreUniqueAndJobsAreListedByName) {

@@ -90,6 +90,10 @@ class RecordingListener : public RankListener {
     MutexLock lock(mutex_);
     while (committed_ < step) changed_.Wait(mutex_);
   }
+  void WaitForCommitOrDetach(uint64_t step) {
+    MutexLock lock(mutex_);
+    while (committed_ < step && detached_.ok()) changed_.Wait(mutex_);
+  }
   std::vector<StepOutcome> outcomes() const {
     MutexLock lock(mutex_);
     return outcomes_;
@@ -226,6 +230,7 @@ class JobDriver {
   }
 
   void DetachAll() { streams_.clear(); }
+  void Detach(int rank) { streams_.erase(rank); }
 
  private:
   static absl::Span<const std::byte> AsPiece(const std::vector<float>& values) {

@@ -515,11 +515,113 @@ TEST_F(JobTest, ShardsConvertedLateAreTheSame) {
   driver.Step(3);
   for (const auto& [chunk, shard] : driver.listener(0).shards()) {
     std::vector<std::byte> late(driver.layout().chunks()[chunk].elements * 2);
-    ASSERT_TRUE(driver.job().ReadShard(1, chunk, absl::MakeSpan(late)).ok());
+    ASSERT_TRUE(driver.job().ReadShard(1, 1, chunk, absl::MakeSpan(late)).ok());
     if (shard.has_value()) EXPECT_EQ(late, *shard) << "chunk " << chunk;
   }
   std::vector<std::byte> out(512);
-  EXPECT_EQ(driver.job().ReadShard(2, 0, absl::MakeSpan(out)).code(), absl::StatusCode::kAborted);
+  const auto code = [&](uint64_t generation, uint64_t step) {
+    return driver.job().ReadShard(generation, step, 0, absl::MakeSpan(out)).code();
+  };
+  EXPECT_EQ(code(1, 1), absl::StatusCode::kOk);
+  EXPECT_EQ(code(1, 2), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(code(2, 1), absl::StatusCode::kAborted);
+}
+
+TEST_F(JobTest, P1ARefusedSecondSealLeavesTheRankUnsealed) {
+  JobDriver driver = Make(MakeJobSpec({.world_size = 2}));
+  driver.BeginAll();
+  driver.SendAll(1, 0);
+  driver.EndMicroStepAll(0);
+  ASSERT_FALSE(driver.stream(0).Seal(1, 1).value().has_value());
+  EXPECT_TRUE(driver.stream(0).Seal(1, 2).value().has_value());
+  EXPECT_FALSE(driver.job().SecondsSinceFirstSeal().has_value());
+  ASSERT_FALSE(driver.stream(1).Seal(1, 1).value().has_value());
+  EXPECT_EQ(driver.job().Status().phase, JobPhase::kOpen);  // Rank 0's last word was refused.
+  ASSERT_FALSE(driver.stream(0).Seal(1, 1).value().has_value());
+  driver.listener(0).WaitForCommit(1);
+  EXPECT_EQ(driver.job().Status().committed_step, 1u);
+}
+
+TEST_F(JobTest, AScaleThatFp32CannotHoldIsRefusedOrSkipsTheStep) {
+  JobDriver driver = Make(MakeJobSpec({}));
+  for (const double loss_scale : {1e-150, 1e60, 0.0, -1.0}) {
+    EXPECT_EQ(driver.stream(0).BeginStep(1, {.scale = {.loss_scale = loss_scale}}).code(),
+              absl::StatusCode::kInvalidArgument)
+        << loss_scale;
+  }
+  JobSpec clipped = MakeJobSpec({.group_sizes = {{256}}}, "clipped");
+  clipped.max_norm = 1e-3;
+  clipped.groups[0].wire_dtype = DType::kFloat32;
+  JobDriver huge = Make(clipped);
+  const std::string before = huge.job().StateHash();
+  huge.BeginAll();
+  ASSERT_TRUE(huge.Send(0, std::vector<float>(256, 1e37f), 0).ok());
+  huge.EndMicroStepAll(0);
+  huge.SealAll(1);
+  EXPECT_FALSE(huge.listener(0).outcomes().back().decision.apply);
+  EXPECT_THAT(huge.listener(0).outcomes().back().skip_reason, HasSubstr("no fp32 multiplier"));
+  EXPECT_EQ(huge.job().StateHash(), before);
+}
+
+TEST_F(JobTest, GradientsWhereNoneMayBeAreRefused) {
+  JobSpec spec = MakeJobSpec({.group_sizes = {{256, 100}}, .chunk_elements = 256});
+  spec.unused_policy = UnusedPolicy::kSkip;
+  JobDriver driver = Make(spec);
+  driver.BeginAll();
+  std::vector<float> padded = driver.Values(1, 3);
+  padded[200] = 1000;
+  ASSERT_TRUE(driver.Send(0, driver.Values(0, 3), 0).ok());
+  ASSERT_TRUE(driver.Send(1, padded, 0).ok());
+  driver.EndMicroStepAll(0);
+  EXPECT_THAT(std::string(driver.stream(0).Seal(1, 1).value()->status.message()),
+              HasSubstr("gradient in the padding of group group0"));
+  ASSERT_TRUE(driver.job().AbortStep().ok());
+  driver.AttachAll();
+  driver.BeginAll();
+  driver.SendAll(3, 0);
+  driver.EndMicroStepAll(0, {.all = false, .parameters = {0}});
+  EXPECT_THAT(std::string(driver.stream(0).Seal(1, 1).value()->status.message()),
+              HasSubstr("p1 was declared unused by all ranks, but has a gradient"));
+}
+
+TEST_F(JobTest, P6AnOperatorsChangeInMidStepComesAfterTheStepsOverrides) {
+  JobDriver driver = Make(MakeJobSpec({}));
+  driver.BeginAll({.overrides = {{0, {.lr = 0.5, .eps = 1e-6}}}});
+  EXPECT_EQ(driver.job().UpdateGroup(0, {.lr = 0.125}).value().lr, 0.125);
+  driver.SendAll(1, 0);
+  driver.EndMicroStepAll(0);
+  driver.SealAll(1);
+  const JobStatus status = driver.job().Status();
+  EXPECT_EQ(status.recent_steps[0].hyper_parameters[0].lr, 0.5);  // The step began before.
+  EXPECT_EQ(status.hyper_parameters[0].lr, 0.125);
+  EXPECT_EQ(status.hyper_parameters[0].eps, 1e-6);
+}
+
+TEST_F(JobTest, AStreamNeedsAnAttachedProcessAndUploadsTheRightGeneration) {
+  JobDriver driver(engine_, MakeJobSpec({.group_sizes = {{256}}}));
+  const auto stream = driver.job().OpenStream(
+      {.uid = driver.job().uid(), .rank = 0, .process_id = "", .generation = 1},
+      std::make_shared<RecordingListener>());
+  EXPECT_EQ(stream.status().code(), absl::StatusCode::kAborted);
+  const std::vector<float> weights(256, 1.0f);
+  const auto piece = absl::MakeConstSpan(reinterpret_cast<const std::byte*>(weights.data()), 1024);
+  EXPECT_EQ(driver.job().WriteInitialWeights(0, {piece}, 2).status().code(),
+            absl::StatusCode::kAborted);
+  EXPECT_TRUE(driver.job().WriteInitialWeights(0, {piece}, 1).value());
+}
+
+TEST_F(JobTest, ARankThatLeftDuringTheUpdateIsFreeAfterIt) {
+  JobDriver driver = Make(MakeJobSpec({.world_size = 2}));
+  driver.BeginAll();
+  driver.SendAll(1, 0);
+  driver.EndMicroStepAll(0);
+  ASSERT_FALSE(driver.stream(0).Seal(1, 1).value().has_value());
+  driver.Detach(0);
+  ASSERT_FALSE(driver.stream(1).Seal(1, 1).value().has_value());
+  driver.listener(1).WaitForCommit(1);
+  const uint64_t generation = driver.job().Status().generation;
+  driver.Attach(0, "restarted");
+  EXPECT_EQ(driver.job().Status().generation, generation);
 }
 
 TEST_F(JobTest, ClosingAJobDetachesItsStreamsAndFreesItsMemory) {

@@ -24,10 +24,10 @@ concept ClosesAnLvalue = requires(T& step) {
 };
 static_assert(!ClosesAnLvalue<OpenStep>);
 template <typename T>
-concept Reopens = requires(T step) {
-  std::move(step).Reopen();
+concept Decides = requires(T step) {
+  std::move(step).Decide(StepOutcome());
 };
-static_assert(Reopens<SealedStep> && !Reopens<DecidedStep>);
+static_assert(Decides<SealedStep> && !Decides<OpenStep> && !Decides<DecidedStep>);
 
 OpenStep Open(int ranks) { return OpenStep({.step = 4, .hyper_parameters = {{}}}, ranks, 3); }
 
@@ -70,7 +70,7 @@ TEST(OpenStep, SettingsMustAgree) {
   }
 }
 
-TEST(Step, ClosesWhenAllHaveSealedAndReopensForAll) {
+TEST(Step, IsDecidedWhenAllHaveSealed) {
   OpenStep open = Open(2);
   for (const int rank : {0, 1}) {
     ASSERT_TRUE(open.Begin(rank, {}).ok());
@@ -84,15 +84,16 @@ TEST(Step, ClosesWhenAllHaveSealedAndReopensForAll) {
   EXPECT_EQ(open.CheckMayContribute(1).code(), absl::StatusCode::kFailedPrecondition);
   ASSERT_TRUE(open.Seal(0, 1).ok());
   EXPECT_EQ(open.RankThatDisagrees(0), -1);
+  open.UnsealAll();
+  EXPECT_THAT(open.UnsealedRanks(), ElementsAre(0, 1));
+  EXPECT_FALSE(open.SecondsSinceFirstSeal().has_value());
+  EXPECT_TRUE(open.CheckMayContribute(1).ok());
+  ASSERT_TRUE(open.Seal(0, 1).ok());
+  ASSERT_TRUE(open.Seal(1, 1).ok());
+  EXPECT_THAT(open.UnsealedRanks(), IsEmpty());
   SealedStep sealed = std::move(open).Close();
   EXPECT_EQ(sealed.micro_steps(), 1u);
-  OpenStep again = std::move(sealed).Reopen();
-  EXPECT_THAT(again.UnsealedRanks(), ElementsAre(0, 1));
-  EXPECT_TRUE(again.CheckMayContribute(1).ok());
-  ASSERT_TRUE(again.Seal(0, 1).ok());
-  ASSERT_TRUE(again.Seal(1, 1).ok());
-  EXPECT_THAT(again.UnsealedRanks(), IsEmpty());
-  const DecidedStep decided = std::move(again).Close().Decide({.step = 4, .skip_reason = "why"});
+  const DecidedStep decided = std::move(sealed).Decide({.step = 4, .skip_reason = "why"});
   EXPECT_EQ(decided.outcome().skip_reason, "why");
   EXPECT_EQ(decided.terms().step, 4u);
 }

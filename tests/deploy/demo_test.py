@@ -177,6 +177,20 @@ class Demo(unittest.TestCase):
         out = self.dir / "file/out"
         self.assert_refused(self.demo(out=out), f"cannot make {out}; choose another")
 
+    def test_takes_relative_paths_from_the_callers_folder(self):
+        (self.dir / "text").write_text("some text")
+        result = subprocess.run(
+            [ROOT / "deploy/demo.sh", "--text", "text", "--out", "results/run"], text=True, timeout=60,
+            capture_output=True, check=False, cwd=self.dir,
+            env=self.environment | {"BALLAST_BIN_DIR": "bin"})
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertTrue((self.dir / "results/run/summary.json").exists())
+
+    def test_a_failure_takes_the_folders_away_that_it_made(self):
+        out = self.dir / "results/of/run"
+        self.assert_refused(self.demo(out=out, FAIL_RANK="1"), "rank 1 of 2 failed")
+        self.assertFalse((self.dir / "results").exists())
+
     def test_stops_everybody_when_it_is_stopped(self):
         for number in (signal.SIGINT, signal.SIGTERM):
             with self.subTest(number), subprocess.Popen(
@@ -191,6 +205,7 @@ class Demo(unittest.TestCase):
                 self.assertEqual(process.wait(30), 128 + number)
                 self.assert_nobody_left()
                 self.assertFalse(self.out.exists())
+                self.assertEqual(list((self.dir / "tmp").iterdir()), [])
 
     def on_small_disk(self, mebibytes, **environment):
         """Runs the demo with --out on a file system of that size; skips where none can be mounted."""
@@ -231,6 +246,19 @@ class Launcher(unittest.TestCase):
     def test_returns_the_code_of_the_first_that_fails(self):
         result = self.launch("3", 'if [ $RANK = 2 ]; then echo "no disk" >&2; exit 7; fi; exec sleep 60')
         self.assertEqual((result.returncode, result.stderr), (7, "rank 2 of 3 failed: no disk\n"))
+
+    def test_tries_another_port_when_the_chosen_one_was_taken_meanwhile(self):
+        taken = ('echo $MASTER_PORT >>"$PORTS"; if [ $(wc -l <"$PORTS") = 1 ]; then '
+                 'echo "cannot listen; choose another MASTER_PORT" >&2; exit 1; fi; echo trained')
+        with tempfile.TemporaryDirectory() as folder:
+            ports = pathlib.Path(folder, "ports")
+            result = self.launch("1", taken, PORTS=str(ports), MASTER_PORT="")
+            self.assertEqual((result.returncode, result.stdout), (0, "trained\n"), result.stderr)
+            self.assertEqual(len(ports.read_text().split()), 2)
+            ports.unlink()
+            result = self.launch("1", taken, PORTS=str(ports), MASTER_PORT="1234")
+            self.assertEqual(result.returncode, 1)
+            self.assertIn("choose another MASTER_PORT", result.stderr)
 
     def test_refuses_no_workers(self):
         self.assertIn("not '0'", self.launch("0", "true").stderr)

@@ -198,7 +198,7 @@ TEST(GlooCollective, APeerThatNeverArrivesGivesAnErrorThatNamesIt) {
   constexpr std::chrono::milliseconds kTimeout{300};
   const auto store = TcpStore::Open({.rank = 0, .world_size = 2, .timeout = kTimeout}).value();
   const absl::Status status =
-      ConnectGloo({.rank = 0, .world_size = 2, .timeout = kTimeout}, *store).status();
+      ConnectGloo({.rank = 0, .world_size = 2, .connect_timeout = kTimeout}, *store).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
   EXPECT_THAT(status.message(), HasSubstr("rank 1 did not come"));
   EXPECT_THAT(status.message(), HasSubstr("start 2 workers"));

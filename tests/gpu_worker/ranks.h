@@ -18,6 +18,7 @@ namespace ballast::worker {
 enum class Backend { kSingle, kGloo };
 
 // Calls body(collective) on `world_size` threads and waits for all. Rank 0 takes any free port.
+// `timeout` is of each operation, not of connecting, which a busy machine may delay.
 inline void RunRanks(Backend backend, int world_size, std::chrono::milliseconds timeout,
                      const std::function<void(Collective&)>& body) {
   if (backend == Backend::kSingle) {
@@ -26,16 +27,13 @@ inline void RunRanks(Backend backend, int world_size, std::chrono::milliseconds 
     return;
   }
   const std::unique_ptr<TcpStore> served =
-      TcpStore::Open({.rank = 0, .world_size = world_size, .timeout = timeout}).value();
+      TcpStore::Open({.rank = 0, .world_size = world_size}).value();
   std::vector<std::thread> ranks;
   for (int rank = 0; rank < world_size; ++rank) {
     ranks.emplace_back([&, rank] {
       std::unique_ptr<TcpStore> connected;
       if (rank > 0) {
-        connected = TcpStore::Open({.rank = rank,
-                                    .world_size = world_size,
-                                    .port = served->port(),
-                                    .timeout = timeout})
+        connected = TcpStore::Open({.rank = rank, .world_size = world_size, .port = served->port()})
                         .value();
       }
       const std::unique_ptr<Collective> collective =

@@ -104,12 +104,30 @@ TEST(RunOutput, AFullDiskLeavesNothingHalfWritten) {
   EXPECT_TRUE(std::filesystem::is_empty(directory));
 }
 
+TEST(RunOutput, AFileThatCannotTakeItsPlaceTakesTheOthersAway) {
+  const TempPath temp("no_place");
+  const std::string& directory = temp.str();
+  std::filesystem::create_directories(directory + "/second/is a folder");
+  EXPECT_FALSE(WriteFiles(directory, {{"first", "contents"}, {"second", "contents"}}).ok());
+  EXPECT_FALSE(std::filesystem::exists(directory + "/first"));
+  EXPECT_FALSE(std::filesystem::exists(directory + "/second.partial"));
+}
+
+TEST(RunOutput, LookingWhetherItCanWriteLeavesTheUsersFilesAlone) {
+  const TempPath temp("users_probe");
+  std::filesystem::create_directories(temp.str());
+  std::ofstream(temp.str() + "/.probe") << "mine";
+  ASSERT_TRUE(PrepareOutput(temp.str()).ok());
+  EXPECT_EQ(ReadAll(temp.str() + "/.probe"), "mine");
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(temp.str()), {}), 1);
+}
+
 TEST(RunOutput, AnOutputThatCannotBeWrittenIsSaidBeforeTraining) {
   SingleCollective collective;
   int steps = 0;
   const absl::Status status = RunWorker(TinyRun("/proc/nowhere"), collective, MakeLocalOptimizer,
                                         [&](const StepReport&) { ++steps; });
-  EXPECT_THAT(status.message(), HasSubstr("cannot write /proc/nowhere"));
+  EXPECT_THAT(status.message(), HasSubstr("cannot make the directory /proc/nowhere"));
   EXPECT_EQ(steps, 0);
 }
 

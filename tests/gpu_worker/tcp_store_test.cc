@@ -2,7 +2,10 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
 
+#include <array>
 #include <thread>
 
 #include "gpu_worker/socket.h"
@@ -66,6 +69,24 @@ TEST(TcpStore, ATakenRankIsRefused) {
   EXPECT_THAT(Join(*rank_0, 7, 3).status().message(), HasSubstr("RANK=7"));
 }
 
+TEST(TcpStore, RankZeroSaysWhoDidNotComeAndWhoWasRefused) {
+  const auto rank_0 = Serve(3, kShort);
+  EXPECT_FALSE(Join(*rank_0, 1, 2).ok());
+  const absl::Status status = rank_0->OwnHost().status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_THAT(status.message(), HasSubstr("rank 1 and 1 more did not come"));
+  EXPECT_THAT(status.message(), HasSubstr("refused: rank 1 was started with WORLD_SIZE=2"));
+}
+
+TEST(TcpStore, ARanksOwnHostIsTheOneItIsReachedAt) {
+  const auto rank_0 = TcpStore::Open({.rank = 0, .world_size = 2, .host = "127.0.0.2"}).value();
+  const auto rank_1 =
+      TcpStore::Open({.rank = 1, .world_size = 2, .host = "127.0.0.2", .port = rank_0->port()})
+          .value();
+  EXPECT_EQ(rank_0->OwnHost().value(), "127.0.0.2");
+  EXPECT_EQ(rank_1->OwnHost().value(), "127.0.0.2");
+}
+
 TEST(TcpStore, ATakenPortSaysToChooseAnother) {
   const auto first = Serve(2);
   const absl::Status status =
@@ -74,9 +95,15 @@ TEST(TcpStore, ATakenPortSaysToChooseAnother) {
 }
 
 TEST(TcpStore, AMissingRankZeroIsAnErrorInTime) {
-  const int port = Serve(2)->port();  // Free again now.
+  // A port that is held, so that nobody else takes it, but on which nobody listens.
+  const Socket held(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in loopback{};
+  loopback.sin_family = AF_INET;
+  loopback.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  ASSERT_EQ(bind(held.descriptor(), reinterpret_cast<const sockaddr*>(&loopback), sizeof(loopback)),
+            0);
   const absl::Status status =
-      TcpStore::Open({.rank = 1, .world_size = 2, .port = port, .timeout = kShort}).status();
+      TcpStore::Open({.rank = 1, .world_size = 2, .port = held.port(), .timeout = kShort}).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
   EXPECT_THAT(status.message(), HasSubstr("rank 1 cannot reach rank 0"));
 }
@@ -89,6 +116,8 @@ TEST(TcpStore, SurvivesAStrangerOnItsPort) {
   ASSERT_TRUE(
       stranger.Write({reinterpret_cast<const std::byte*>(request.data()), request.size()}, deadline)
           .ok());
+  std::array<std::byte, 1> answer;
+  EXPECT_EQ(stranger.Read(absl::MakeSpan(answer), deadline).code(), absl::StatusCode::kUnavailable);
   const auto rank_1 = Join(*rank_0, 1, 2).value();
   ASSERT_TRUE(rank_1->Set("key", "value").ok());
   EXPECT_EQ(rank_0->Get("key").value(), "value");

@@ -9,6 +9,7 @@
 #include <chrono>
 #include <filesystem>
 #include <fstream>
+#include <nlohmann/json.hpp>
 #include <sstream>
 #include <thread>
 
@@ -20,12 +21,18 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 std::string ReadFile(const std::string& path) {
   std::ifstream file(path);
   std::ostringstream text;
   text << file.rdbuf();
   return text.str();
+}
+
+// Of a checkpoint.
+int SavedStep(const std::string& directory) {
+  return nlohmann::json::parse(ReadFile(directory + "/index.json")).at("step");
 }
 
 // A ballastd process. Its standard error goes to a file.
@@ -161,34 +168,146 @@ TEST(Ballastd, SaysWhyASaveOnSigtermFailed) {
   EXPECT_THAT(service.Errors(), AllOf(HasSubstr("lost job one"), HasSubstr("/proc/nowhere")));
 }
 
+// The rank of such a job, with its stream open.
+class Worker {
+ public:
+  Worker(const std::string& address, const std::string& name)
+      : channel_(grpc::CreateChannel(address, grpc::InsecureChannelCredentials())),
+        stream_(v1::TrainService::NewStub(channel_)->Train(&context_)) {
+    v1::GetJobRequest get;
+    get.set_name("jobs/" + name);
+    v1::Job job;
+    grpc::ClientContext get_context;
+    EXPECT_TRUE(v1::JobService::NewStub(channel_)->GetJob(&get_context, get, &job).ok());
+    v1::TrainRequest request;
+    request.mutable_open()->set_name(job.name());
+    request.mutable_open()->set_uid(job.uid());
+    request.mutable_open()->set_process_id("p");
+    request.mutable_open()->set_generation(job.generation());
+    Write(request);
+  }
+  ~Worker() { context_.TryCancel(); }
+
+  void Begin(uint64_t step) {
+    v1::TrainRequest request;
+    request.mutable_begin_step()->set_step(step);
+    Write(request);
+  }
+  void BeginAndWait(uint64_t step) {
+    Begin(step);
+    v1::TrainResponse response;
+    while (response.acknowledged().messages() < written_) ASSERT_TRUE(stream_->Read(&response));
+  }
+  void EndStep(uint64_t step) {
+    v1::TrainRequest request;
+    request.mutable_gradient()->mutable_header()->set_step(step);
+    request.mutable_gradient()->mutable_header()->set_micro_step_end(1);
+    request.mutable_gradient()->set_payload(std::string(512, '\0'));
+    Write(request);
+    request.mutable_end_micro_step()->set_step(step);
+    request.mutable_end_micro_step()->set_all_used(true);
+    Write(request);
+    request.mutable_seal()->set_step(step);
+    request.mutable_seal()->set_micro_steps(1);
+    Write(request);
+    v1::TrainResponse response;
+    while (!response.has_committed()) ASSERT_TRUE(stream_->Read(&response));
+    EXPECT_EQ(response.committed().step(), step);
+  }
+  grpc::Status ReadUntilEnd() {
+    v1::TrainResponse response;
+    while (stream_->Read(&response)) continue;
+    return stream_->Finish();
+  }
+
+ private:
+  void Write(const v1::TrainRequest& request) {
+    EXPECT_TRUE(stream_->Write(request));
+    ++written_;
+  }
+
+  uint64_t written_ = 0;
+  grpc::ClientContext context_;
+  std::shared_ptr<grpc::Channel> channel_;
+  std::unique_ptr<grpc::ClientReaderWriter<v1::TrainRequest, v1::TrainResponse>> stream_;
+};
+
+// Creating jobs is refused as soon as steps are.
+void WaitUntilItDrains(const std::string& address) {
+  const auto jobs =
+      v1::JobService::NewStub(grpc::CreateChannel(address, grpc::InsecureChannelCredentials()));
+  v1::CreateJobRequest request;
+  JobSpec spec;
+  spec.name = "probe";
+  spec.groups = {{.name = "g", .hyper_parameters = {}}};
+  spec.layout.parameters = {{.name = "w", .shape = {256}}};
+  spec.layout.partitions = {{.rank = 0, .group = 0, .begin = 0, .end = 256}};
+  *request.mutable_job() = proto::ToProto(spec);
+  grpc::Status status;
+  do {
+    grpc::ClientContext context;
+    v1::Job job;
+    status = jobs->CreateJob(&context, request, &job);
+  } while (status.ok() || status.error_code() == grpc::StatusCode::ALREADY_EXISTS);
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::UNAVAILABLE) << status.error_message();
+}
+
+TEST(Ballastd, LetsAStepInProgressEndAndSavesItOnSigterm) {
+  const std::string checkpoints = testing::TempDir() + "ballastd_end_" + std::to_string(getpid());
+  Ballastd service(
+      {"--listen=127.0.0.1:0", "--drain-seconds=100000", "--checkpoint-dir=" + checkpoints});
+  const std::string address = service.Address();
+  CreateJob(address, "one");
+  CreateJob(address, "two");
+  Worker one(address, "one"), two(address, "two");
+  one.BeginAndWait(1);
+
+  service.Signal(SIGTERM);
+  WaitUntilItDrains(address);
+  two.Begin(1);
+  const grpc::Status refused = two.ReadUntilEnd();
+  EXPECT_EQ(refused.error_code(), grpc::StatusCode::UNAVAILABLE);
+  EXPECT_THAT(refused.error_message(), HasSubstr("begins no new steps"));
+  one.EndStep(1);
+  EXPECT_EQ(service.ExitCode(), 0) << service.Errors();
+  EXPECT_THAT(service.Errors(),
+              AllOf(HasSubstr("saved job one at step 1:"), HasSubstr("saved job two at step 0:"),
+                    Not(HasSubstr("aborted"))));
+  EXPECT_EQ(SavedStep(checkpoints + "/one"), 1);
+  std::filesystem::remove_all(checkpoints);
+}
+
+TEST(Ballastd, AbortsAStepThatDoesNotEndInTimeAndSavesTheOneBeforeOnSigterm) {
+  const std::string checkpoints = testing::TempDir() + "ballastd_abort_" + std::to_string(getpid());
+  Ballastd service(
+      {"--listen=127.0.0.1:0", "--drain-seconds=0.1", "--checkpoint-dir=" + checkpoints});
+  const std::string address = service.Address();
+  CreateJob(address, "one");
+  Worker one(address, "one");
+  one.BeginAndWait(1);
+  one.EndStep(1);
+  one.BeginAndWait(2);
+
+  service.Signal(SIGTERM);
+  EXPECT_EQ(one.ReadUntilEnd().error_code(), grpc::StatusCode::ABORTED);
+  EXPECT_EQ(service.ExitCode(), 0) << service.Errors();
+  EXPECT_THAT(service.Errors(),
+              AllOf(HasSubstr("aborted job one: step 2"), HasSubstr("saved job one at step 1:")));
+  EXPECT_EQ(SavedStep(checkpoints + "/one"), 1);
+  std::filesystem::remove_all(checkpoints);
+}
+
 TEST(Ballastd, ExitsAtOnceOnASecondSignal) {
   Ballastd service({"--listen=127.0.0.1:0", "--drain-seconds=100000"});
   const std::string address = service.Address();
   CreateJob(address, "one");
-  // A step in progress that will not end.
-  const auto channel = grpc::CreateChannel(address, grpc::InsecureChannelCredentials());
-  const auto train = v1::TrainService::NewStub(channel);
-  v1::GetJobRequest get;
-  get.set_name("jobs/one");
-  v1::Job job;
-  grpc::ClientContext get_context;
-  ASSERT_TRUE(v1::JobService::NewStub(channel)->GetJob(&get_context, get, &job).ok());
-  grpc::ClientContext context;
-  const auto stream = train->Train(&context);
-  v1::TrainRequest request;
-  request.mutable_open()->set_name("jobs/one");
-  request.mutable_open()->set_uid(job.uid());
-  request.mutable_open()->set_process_id("p");
-  request.mutable_open()->set_generation(job.generation());
-  ASSERT_TRUE(stream->Write(request));
-  request.mutable_begin_step()->set_step(1);
-  ASSERT_TRUE(stream->Write(request));
-  v1::TrainResponse response;
-  while (response.acknowledged().messages() < 2) ASSERT_TRUE(stream->Read(&response));
+  Worker worker(address, "one");
+  worker.BeginAndWait(1);  // A step in progress that will not end.
 
   service.Signal(SIGTERM);
-  service.Signal(SIGINT);  // Not lost if the first has not been taken yet: it is another signal.
-  EXPECT_GT(service.ExitCode(), 128) << service.Errors();
+  WaitUntilItDrains(address);
+  service.Signal(SIGINT);
+  EXPECT_EQ(service.ExitCode(), 128 + SIGINT) << service.Errors();
 }
 
 TEST(Ballastd, TellsInOneLineWhatIsWrongWithItsFlags) {

@@ -5,6 +5,8 @@
 #include <limits>
 
 #include "google/rpc/status.pb.h"
+#include "server/job_message.h"
+#include "server/transport_settings.h"
 #include "tests/server/service_for_tests.h"
 
 namespace ballast::server {
@@ -115,6 +117,41 @@ TEST_F(MalformedInput, AJobThatDoesNotFitIsRefusedWithTheSizes) {
               AllOf(HasSubstr("large"), HasSubstr("need"), HasSubstr("used"), HasSubstr("limit")));
   EXPECT_THAT(status.error_message(), HasSubstr(std::to_string(kTestMemoryBytes)));
   EXPECT_EQ(service_.engine().memory().used_bytes(), 0);
+}
+
+// Frozen parameters: only the description is large.
+v1::Job JobOfManyParameters(int count) {
+  v1::Job job = TinyJob(std::string(128, 'j'));
+  for (int i = 0; i < count; ++i) {
+    v1::Parameter& parameter = *job.add_parameters();
+    parameter.set_name(std::to_string(i));
+    parameter.add_shape(1);
+  }
+  return job;
+}
+
+TEST_F(MalformedInput, AJobWhoseReplyWouldBeTooLargeIsRefusedBeforeItIsCreated) {
+  const v1::Job job = JobOfManyParameters(200000);
+  ASSERT_LT(job.ByteSizeLong(), kMaxMessageBytes / 4);
+  const grpc::Status status = Create(job);
+  ExpectRefused(status, grpc::StatusCode::INVALID_ARGUMENT, "a long description");
+  EXPECT_THAT(status.error_message(), HasSubstr(std::to_string(kMaxMessageBytes)));
+  EXPECT_TRUE(service_.engine().ListJobs().empty());
+}
+
+TEST_F(MalformedInput, AJobWhoseReplyIsLargeIsCreatedAndAnswersAttach) {
+  grpc::ChannelArguments arguments;
+  arguments.SetMaxReceiveMessageSize(-1);
+  service_.Use(grpc::CreateCustomChannel(service_.server().addresses()[0],
+                                         grpc::InsecureChannelCredentials(), arguments));
+  const grpc::Status status = Create(JobOfManyParameters(150000));
+  ASSERT_TRUE(status.ok()) << status.error_message();
+  TestWorker worker(service_, std::string(128, 'j'), 0, Codec::kGenerated);
+  const grpc::Status attached = worker.Attach();
+  ASSERT_TRUE(attached.ok()) << attached.error_message();
+  const size_t reply_bytes = worker.attachment().ByteSizeLong();
+  EXPECT_GT(reply_bytes, kMaxMessageBytes * 3 / 4);
+  EXPECT_LE(reply_bytes, LargestMessageBytes(service_.engine().ListJobs()[0]->spec()));
 }
 
 TEST_F(MalformedInput, UnaryCallsNameWhatIsWrong) {
@@ -257,6 +294,18 @@ class MalformedTrain : public MalformedInput {
     return worker_.ReadUntilEnd();
   }
 
+  // An upload of nothing.
+  grpc::Status Upload(const v1::OpenTrain& open) {
+    grpc::ClientContext context;
+    v1::UploadWeightsResponse response;
+    const auto stream = service_.train().UploadWeights(&context, &response);
+    v1::UploadWeightsRequest request;
+    *request.mutable_open() = open;
+    stream->Write(request);
+    stream->WritesDone();
+    return stream->Finish();
+  }
+
   TestWorker worker_{service_, "tiny", 0, Codec::kGenerated};
 };
 
@@ -343,16 +392,7 @@ TEST_F(MalformedTrain, StreamsThatDoNotOpenRightAreRefused) {
       EXPECT_FALSE(stream->Read(&response));
       ExpectRefused(stream->Finish(), test.code, std::string("Train, ") + test.what);
     }
-    {
-      grpc::ClientContext context;
-      v1::UploadWeightsResponse response;
-      const auto stream = service_.train().UploadWeights(&context, &response);
-      v1::UploadWeightsRequest request;
-      *request.mutable_open() = open;
-      stream->Write(request);
-      stream->WritesDone();
-      ExpectRefused(stream->Finish(), test.code, std::string("UploadWeights, ") + test.what);
-    }
+    ExpectRefused(Upload(open), test.code, std::string("UploadWeights, ") + test.what);
   }
 }
 
@@ -362,6 +402,13 @@ TEST_F(MalformedTrain, UploadsThatDoNotFitAreRefused) {
   *create.mutable_job() = TinyJob("empty");
   v1::Job job;
   ASSERT_TRUE(service_.jobs().CreateJob(&create_context, create, &job).ok());
+  {
+    v1::OpenTrain nobody;
+    nobody.set_name(job.name());
+    nobody.set_uid(job.uid());
+    nobody.set_generation(job.generation());
+    ExpectRefused(Upload(nobody), grpc::StatusCode::ABORTED, "no process, on a free rank");
+  }
   TestWorker worker(service_, "empty", 0, Codec::kGenerated);
   ASSERT_TRUE(worker.Attach().ok());
   const auto upload = [&](uint64_t step, uint32_t chunk, size_t bytes, bool open_first) {

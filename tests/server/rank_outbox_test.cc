@@ -64,7 +64,8 @@ class RankOutboxTest : public testing::Test {
   // The first message, its acknowledgement included.
   void Open() {
     outbox_.MessageBegins();
-    outbox_.Opened(job_, 0, RankPosition{.committed_step = 3});
+    outbox_.Opened(job_, 0,
+                   RankPosition{.generation = job_->Status().generation, .committed_step = 3});
     outbox_.MessageDone();
     WriteDone();
     WriteDone();
@@ -165,7 +166,33 @@ TEST_F(RankOutboxTest, EndsWhenWeightsAreGoneBeforeTheirTurn) {
   Open();
   outbox_.OnWeights(99, 7, ShardBuffer());
   ASSERT_TRUE(wire_.finished.has_value());
+  EXPECT_EQ(wire_.finished->code(), absl::StatusCode::kFailedPrecondition);
+}
+
+TEST_F(RankOutboxTest, EndsWhenWeightsAreOfAnotherGeneration) {
+  Open();
+  ASSERT_TRUE(job_->Attach({.rank = 0, .process_id = "p"}).ok());
+  ASSERT_TRUE(job_->Attach({.rank = 0, .process_id = "another"}).ok());
+  outbox_.OnWeights(0, 7, ShardBuffer());
+  ASSERT_TRUE(wire_.finished.has_value());
   EXPECT_EQ(wire_.finished->code(), absl::StatusCode::kAborted);
+}
+
+TEST_F(RankOutboxTest, KeepsOnlyTheLastReminder) {
+  Open();
+  Decide(4);  // On its way; the worker does not read.
+  outbox_.OnWaiting(5, {1});
+  Decide(5);
+  for (int i = 0; i < 1000; ++i) outbox_.OnWaiting(6, {1, 2});
+  outbox_.OnWaiting(6, {2});
+  WriteDone();
+  EXPECT_EQ(wire_.last.message.decision().step(), 5);
+  WriteDone();
+  EXPECT_EQ(wire_.last.message.waiting().step(), 6);
+  EXPECT_THAT(wire_.last.message.waiting().ranks(), testing::ElementsAre(2));
+  const int writes = wire_.writes;
+  WriteDone();
+  EXPECT_EQ(wire_.writes, writes);
 }
 
 TEST_F(RankOutboxTest, SendsPoolBuffersInPlaceAndGivesThemBack) {

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <filesystem>
 
+#include "server/transport_settings.h"
 #include "tests/server/service_for_tests.h"
 
 namespace ballast::server {
@@ -60,14 +61,13 @@ TEST(Server, ListensBeyondThisHostOnlyIfToldThatThisIsInsecure) {
   EXPECT_TRUE(Server::Start(engine, {.listen = {"0.0.0.0:0"}, .insecure = true}).ok());
 }
 
-// The standard health protocol: HealthCheckResponse.status is field 1, SERVING 1, NOT_SERVING 2.
-std::string CheckHealth(ServiceForTests& service) {
+// Calls a standard service, whose messages the distribution does not install.
+std::string Call(ServiceForTests& service, const std::string& method, const std::string& request) {
   grpc::ClientContext context;
   grpc::CompletionQueue queue;
-  const grpc::Slice none(std::string{});
+  const grpc::Slice slice(request);
   grpc::GenericStub stub(service.channel());
-  const auto call = stub.PrepareUnaryCall(&context, "/grpc.health.v1.Health/Check",
-                                          grpc::ByteBuffer(&none, 1), &queue);
+  const auto call = stub.PrepareUnaryCall(&context, method, grpc::ByteBuffer(&slice, 1), &queue);
   call->StartCall();
   grpc::ByteBuffer response;
   grpc::Status status;
@@ -81,11 +81,82 @@ std::string CheckHealth(ServiceForTests& service) {
   return std::string(reinterpret_cast<const char*>(bytes.begin()), bytes.size());
 }
 
+// HealthCheckResponse.status is field 1, SERVING 1, NOT_SERVING 2.
+std::string CheckHealth(ServiceForTests& service) {
+  return Call(service, "/grpc.health.v1.Health/Check", "");
+}
+
 TEST(Server, AnswersHealthChecksUntilItDrains) {
   ServiceForTests service;
   EXPECT_EQ(CheckHealth(service), "\x08\x01");
   service.server().SetNotServing();
   EXPECT_EQ(CheckHealth(service), "\x08\x02");
+}
+
+TEST(Server, ListsItsServicesByReflection) {
+  ServiceForTests service;
+  // ServerReflectionRequest.list_services is field 7, a string.
+  const std::string services =
+      Call(service, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+           std::string("\x3a\x01*"));
+  for (const char* name :
+       {"ballast.v1.JobService", "ballast.v1.StateService", "ballast.v1.TrainService"}) {
+    EXPECT_THAT(services, HasSubstr(name));
+  }
+}
+
+TEST(Server, BoundsTheCallsThatBlockAThreadAndRefusesTheOthers) {
+  ServiceForTests service;
+  grpc::ChannelArguments arguments;  // What nobody reads stays with the service.
+  arguments.SetInt(GRPC_ARG_HTTP2_BDP_PROBE, 0);
+  service.Use(grpc::CreateCustomChannel(service.server().addresses()[0],
+                                        grpc::InsecureChannelCredentials(), arguments));
+  constexpr int64_t kElements = 1 << 20;  // More than a stream holds that nobody reads.
+  v1::CreateJobRequest create;
+  *create.mutable_job() = TinyJob("large", /*world_size=*/1);
+  create.mutable_job()->clear_chunk_elements();
+  create.mutable_job()->mutable_parameters(1)->set_shape(0, 212 + kElements);
+  create.mutable_job()->mutable_partitions(1)->set_end(512 + kElements);
+  grpc::ClientContext create_context;
+  v1::Job created;
+  ASSERT_TRUE(service.jobs().CreateJob(&create_context, create, &created).ok());
+  const std::shared_ptr<Job> job = service.engine().FindJob("large").value();
+  const std::vector<std::byte> zeros(kMaxChunkElements * sizeof(float));
+  for (size_t i = 0; i < job->layout().chunks().size(); ++i) {
+    const absl::Span<const std::byte> payload(zeros.data(),
+                                              job->layout().chunks()[i].elements * sizeof(float));
+    ASSERT_TRUE(job->WriteInitialWeights(i, {payload}).ok());
+  }
+
+  v1::ReadStateRequest request;
+  request.set_name("jobs/large/parameters/b");
+  request.set_plane(v1::MASTER);
+  std::vector<std::unique_ptr<grpc::ClientContext>> contexts;
+  std::vector<std::unique_ptr<grpc::ClientReader<v1::ReadStateResponse>>> stuck;
+  int refused = 0;
+  for (int i = 0; i < kMaxCallThreads + 20; ++i) {
+    contexts.push_back(std::make_unique<grpc::ClientContext>());
+    auto reader = service.state().ReadState(contexts.back().get(), request);
+    v1::ReadStateResponse first;
+    if (reader->Read(&first)) {
+      stuck.push_back(std::move(reader));
+    } else {
+      EXPECT_EQ(reader->Finish().error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+      ++refused;
+    }
+  }
+  EXPECT_GT(stuck.size(), kMaxCallThreads / 2);
+  EXPECT_GE(refused, 20);
+
+  for (const auto& context : contexts) context->TryCancel();
+  for (const auto& reader : stuck) EXPECT_FALSE(reader->Finish().ok());
+  grpc::Status status;
+  do {  // Until the first of them has given its thread back.
+    grpc::ClientContext context;
+    v1::ListJobsResponse response;
+    status = service.jobs().ListJobs(&context, {}, &response);
+  } while (status.error_code() == grpc::StatusCode::RESOURCE_EXHAUSTED);
+  EXPECT_TRUE(status.ok()) << status.error_message();
 }
 
 TEST(Server, DescribesItsJobs) {

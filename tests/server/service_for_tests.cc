@@ -125,10 +125,10 @@ void AddRange(v1::Job& job, int rank, int group, int64_t begin, int64_t end) {
 
 }  // namespace
 
-v1::Job TinyJob(const std::string& name) {
+v1::Job TinyJob(const std::string& name, int world_size) {
   v1::Job job;
   job.set_name("jobs/" + name);
-  job.set_world_size(2);
+  job.set_world_size(world_size);
   job.set_chunk_elements(256);
   for (const char* group : {"decay", "no_decay"}) {
     job.add_groups()->set_name(group);
@@ -140,8 +140,8 @@ v1::Job TinyJob(const std::string& name) {
   AddParameter(job, "scale", 10, 1, true);
   AddParameter(job, "fixed", 5, 1, false);
   AddRange(job, 0, 0, 0, 256);
-  AddRange(job, 1, 0, 256, 512);
-  AddRange(job, 1, 1, 0, 256);
+  AddRange(job, world_size - 1, 0, 256, 512);
+  AddRange(job, world_size - 1, 1, 0, 256);
   return job;
 }
 
@@ -167,8 +167,7 @@ TestWorker::TestWorker(ServiceForTests& service, const std::string& job, int ran
       job_(job),
       rank_(rank),
       codec_(codec),
-      process_id_(std::move(process_id)),
-      chunks_(rank == 0 ? std::vector<int>{0} : std::vector<int>{1, 2}) {}
+      process_id_(std::move(process_id)) {}
 
 TestWorker::~TestWorker() = default;
 
@@ -178,7 +177,12 @@ grpc::Status TestWorker::Attach() {
   request.set_name("jobs/" + job_);
   request.set_rank(rank_);
   request.set_process_id(process_id_);
-  return service_.jobs().AttachWorker(&context, request, &attachment_);
+  const grpc::Status status = service_.jobs().AttachWorker(&context, request, &attachment_);
+  const int world_size = attachment_.job().world_size();
+  chunks_.clear();
+  if (rank_ == 0) chunks_ = {0};
+  if (rank_ == world_size - 1) chunks_.insert(chunks_.end(), {1, 2});
+  return status;
 }
 
 v1::OpenTrain TestWorker::OpenMessage() const {
@@ -330,8 +334,8 @@ void CreateTinyJob(ServiceForTests& service, const std::string& name) {
   }
 }
 
-void SendStep(TestWorker& first, TestWorker& second, uint64_t step) {
-  for (TestWorker* worker : {&first, &second}) {
+void SendStep(const std::vector<TestWorker*>& workers, uint64_t step) {
+  for (TestWorker* worker : workers) {
     worker->Begin(step);
     for (const uint32_t micro_step : {0, 1}) {
       for (const int chunk : worker->chunks()) {

@@ -21,8 +21,8 @@ inline constexpr int64_t kTestMemoryBytes = int64_t{256} << 20;
 // Two ranks, two groups, chunks of one block:
 //   decay     w[300] b[40], 512 elements: chunk 0 of rank 0, chunk 1 of rank 1
 //   no_decay  scale[10],    256 elements: chunk 2 of rank 1
-// and a frozen parameter, "fixed".
-v1::Job TinyJob(const std::string& name);
+// and a frozen parameter, "fixed". With a world size of 1, rank 0 has all three chunks.
+v1::Job TinyJob(const std::string& name, int world_size = 2);
 
 // An engine with a server around it, and stubs for the server.
 class ServiceForTests {
@@ -94,7 +94,7 @@ class TestWorker {
   // Reads to the stream's end, without closing this side.
   grpc::Status ReadUntilEnd();
 
-  const std::vector<int>& chunks() const { return chunks_; }
+  const std::vector<int>& chunks() const { return chunks_; }  // Attach must have come before.
   const v1::StepDecision& decision() const { return decision_; }
   const std::map<int, std::string>& weights() const { return weights_; }  // By chunk.
   const v1::AttachWorkerResponse& attachment() const { return attachment_; }
@@ -109,7 +109,7 @@ class TestWorker {
   const int rank_;
   const Codec codec_;
   const std::string process_id_;
-  const std::vector<int> chunks_;
+  std::vector<int> chunks_;
   v1::AttachWorkerResponse attachment_;
   std::unique_ptr<TrainTransport> transport_;
   uint64_t written_ = 0;
@@ -120,8 +120,11 @@ class TestWorker {
 
 // Creates the job and gives it weights.
 void CreateTinyJob(ServiceForTests& service, const std::string& name);
-// Both workers' whole step of two micro-steps, seals included.
-void SendStep(TestWorker& first, TestWorker& second, uint64_t step);
+// All workers' whole step of two micro-steps, seals included.
+void SendStep(const std::vector<TestWorker*>& workers, uint64_t step);
+inline void SendStep(TestWorker& first, TestWorker& second, uint64_t step) {
+  SendStep({&first, &second}, step);
+}
 
 }  // namespace ballast::server
 

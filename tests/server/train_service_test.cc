@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <cmath>
+#include <filesystem>
 #include <limits>
 
 #include "tests/server/service_for_tests.h"
@@ -170,6 +171,7 @@ TEST_F(TrainServiceStep, WithANaNIsSkippedNamesTheParameterAndMovesNoElement) {
   first_.ReadUntilCommitted();
   second_.ReadUntilCommitted();
   const std::map<int, std::string> weights = ReadWeights(service_, first_, 1);
+  const std::string hash = service_.StateHash("tiny");
 
   for (TestWorker* worker : {&first_, &second_}) {
     worker->Begin(2);
@@ -186,6 +188,60 @@ TEST_F(TrainServiceStep, WithANaNIsSkippedNamesTheParameterAndMovesNoElement) {
   EXPECT_TRUE(first_.weights().empty());
   EXPECT_TRUE(second_.weights().empty());
   EXPECT_EQ(ReadWeights(service_, first_, 2), weights);
+  EXPECT_EQ(service_.StateHash("tiny"), hash);
+}
+
+// Steps FIRST to LAST, applied; the weights that the last one streamed, by chunk.
+std::map<int, std::string> Train(const std::vector<TestWorker*>& workers, uint64_t first,
+                                 uint64_t last) {
+  std::map<int, std::string> weights;
+  for (uint64_t step = first; step <= last; ++step) {
+    SendStep(workers, step);
+    for (TestWorker* worker : workers) {
+      worker->ReadUntilCommitted();
+      EXPECT_EQ(worker->decision().step(), step);
+      EXPECT_TRUE(worker->decision().applied());
+      for (const auto& [chunk, bytes] : worker->weights()) weights[chunk] = bytes;
+    }
+  }
+  return weights;
+}
+
+TEST_F(TrainServiceStep, GoesOnOnAnotherWorldSizeFromACheckpointWithTheSameBits) {
+  const std::string directory =
+      testing::TempDir() + "ballast_resume_" + std::to_string(getpid()) + "/tiny";
+  Train({&first_, &second_}, 1, 2);
+  grpc::ClientContext save_context;
+  v1::SaveJobRequest save;
+  save.set_name("jobs/tiny");
+  save.set_directory(directory);
+  v1::SaveJobResponse saved;
+  ASSERT_TRUE(service_.state().SaveJob(&save_context, save, &saved).ok());
+  EXPECT_EQ(saved.step(), 2);
+  const std::map<int, std::string> never_stopped = Train({&first_, &second_}, 3, 4);
+
+  ServiceForTests other;
+  grpc::ClientContext create_context;
+  v1::CreateJobRequest create;
+  *create.mutable_job() = TinyJob("tiny", /*world_size=*/1);
+  v1::Job job;
+  ASSERT_TRUE(other.jobs().CreateJob(&create_context, create, &job).ok());
+  grpc::ClientContext load_context;
+  v1::LoadJobRequest load;
+  load.set_name("jobs/tiny");
+  load.set_directory(directory);
+  v1::LoadJobResponse loaded;
+  const grpc::Status status = other.state().LoadJob(&load_context, load, &loaded);
+  ASSERT_TRUE(status.ok()) << status.error_message();
+  EXPECT_EQ(loaded.step(), 2);
+  TestWorker all(other, "tiny", 0, Codec::kFrames);
+  ASSERT_TRUE(all.Attach().ok());
+  EXPECT_EQ(all.attachment().committed_step(), 2);
+  EXPECT_EQ(all.chunks().size(), 3);
+  all.OpenStream();
+  EXPECT_EQ(Train({&all}, 3, 4), never_stopped);
+  EXPECT_EQ(other.StateHash("tiny"), service_.StateHash("tiny"));
+  std::filesystem::remove_all(directory);
 }
 
 TEST_F(TrainServiceStep, TellsSealedRanksWhomTheyWaitFor) {

@@ -1,0 +1,47 @@
+#include "gpu_worker/agreement.h"
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "gpu_worker/check.h"
+
+namespace ballast::worker {
+namespace {
+
+using Hashes = std::array<uint64_t, kMaxAgreedSettings>;
+
+// FNV-1a: the same in every process, and nobody here wants to deceive it.
+uint64_t Hash(const std::string& bytes) {
+  uint64_t hash = 0xcbf29ce484222325;
+  for (const char byte : bytes) hash = (hash ^ static_cast<uint8_t>(byte)) * 0x100000001b3;
+  return hash;
+}
+
+}  // namespace
+
+absl::Status CheckAgreement(const std::vector<AgreedSetting>& settings, Collective& collective) {
+  Check(settings.size() <= kMaxAgreedSettings, "the message holds all settings");
+  Hashes mine{};
+  for (size_t i = 0; i < settings.size(); ++i) {
+    mine[i] = Hash(absl::StrCat(settings[i].name, "=", settings[i].value));
+  }
+  std::vector<Hashes> all(collective.world_size());
+  BALLAST_RETURN_IF_ERROR(collective.AllGather(
+      {reinterpret_cast<const std::byte*>(mine.data()), sizeof(mine)},
+      {reinterpret_cast<std::byte*>(all.data()), all.size() * sizeof(Hashes)}));
+  for (int rank = 1; rank < collective.world_size(); ++rank) {
+    for (size_t i = 0; i < mine.size(); ++i) {
+      if (all[rank][i] == all[0][i]) continue;
+      return absl::FailedPreconditionError(
+          absl::StrCat("rank ", rank, " and rank 0 were started differently: they differ in ",
+                       i < settings.size() ? settings[i].name : "their versions",
+                       "; start all workers with the same flags and the same text"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace ballast::worker
