@@ -172,10 +172,10 @@ class GlooCollective final : public Collective {
       }
       for (size_t i = 0; i < transfers.size(); ++i) {
         peer = transfers[i].peer;
-        if (receives[i] != nullptr && !receives[i]->waitRecv(deadline)) {
+        if (receives[i] != nullptr && !receives[i]->waitRecv(Remaining(deadline))) {
           throw std::runtime_error("receiving was aborted");
         }
-        if (sends[i] != nullptr && !sends[i]->waitSend(deadline)) {
+        if (sends[i] != nullptr && !sends[i]->waitSend(Remaining(deadline))) {
           throw std::runtime_error("sending was aborted");
         }
       }
@@ -183,6 +183,14 @@ class GlooCollective final : public Collective {
       failed_ = Failure(operation, peer, deadline, error.what());
     }
     return failed_;
+  }
+
+  // Rounded up, so that a wait that ends for its time has reached the deadline; never negative, which
+  // Gloo takes for its own default.
+  static std::chrono::milliseconds Remaining(std::chrono::steady_clock::time_point deadline) {
+    return std::max(std::chrono::milliseconds(0),
+                    std::chrono::ceil<std::chrono::milliseconds>(
+                        deadline - std::chrono::steady_clock::now()));
   }
 
   void Start(const Transfer& transfer, uint64_t slot, Buffer& send, Buffer& receive) {
