@@ -27,7 +27,8 @@
 // every call returns ABORTED from then on, and every rank opens its session again, which says at
 // what step the job stands.
 //
-// A service that no longer answers ends the stream with UNAVAILABLE within 40 seconds.
+// A service that no longer answers ends the stream with UNAVAILABLE within 40 seconds over TCP;
+// over a unix socket only its death does.
 #ifndef BALLAST_CLIENT_SESSION_H_
 #define BALLAST_CLIENT_SESSION_H_
 

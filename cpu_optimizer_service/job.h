@@ -39,6 +39,9 @@
 
 namespace ballast {
 
+inline constexpr size_t kMaxProcessIdBytes = 256;
+inline constexpr size_t kRecentSteps = 64;  // How many decisions a job remembers.
+
 // What the engine allocates for a job, in bytes.
 struct MemoryNeed {
   int64_t state_bytes = 0;        // master, exp_avg, exp_avg_sq (, max_exp_avg_sq)

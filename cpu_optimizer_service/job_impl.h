@@ -36,9 +36,6 @@
 
 namespace ballast {
 
-// How many decisions a job remembers.
-inline constexpr size_t kRecentSteps = 64;
-
 // What a job shares with the others of its engine, all outliving it.
 struct JobEnvironment {
   MemoryBudget* budget = nullptr;

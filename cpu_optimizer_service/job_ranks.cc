@@ -9,12 +9,6 @@
 #include "cpu_optimizer_service/job_stream.h"
 
 namespace ballast {
-namespace {
-
-constexpr size_t kMaxProcessIdBytes = 256;
-
-}  // namespace
-
 bool JobImpl::IsCurrent(const StreamKey& key) const {
   return ranks_[key.rank].stream == key.stream;
 }

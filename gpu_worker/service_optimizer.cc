@@ -46,7 +46,10 @@ absl::Status LoadCheckpoint(const std::shared_ptr<grpc::Channel>& channel,
   BALLAST_ASSIGN_OR_RETURN(const std::unique_ptr<client::Session> session,
                            client::Session::Open(channel, options));
   return Annotate(session->LoadCheckpoint(directory),
-                  absl::StrCat("resuming from ", directory, " on the service's host"));
+                  absl::StrCat("resuming job ", options.job.name,
+                               ", which waits for weights until it "
+                               "is closed or resumed, from ",
+                               directory, " on the service's host"));
 }
 
 }  // namespace

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "cpu_optimizer_service/job_impl.h"
+#include "cpu_optimizer_service/job.h"
 #include "proto/convert.h"
 
 namespace ballast::server {
@@ -96,8 +96,6 @@ v1::Job Description(const JobSpec& spec, bool with_parameters) {
   brief.max_micro_steps = spec.max_micro_steps;
   return proto::ToProto(brief);
 }
-
-constexpr size_t kMaxProcessIdBytes = 256;  // As Job::Attach has it.
 
 // A negative number has the longest varint.
 constexpr int kLongest = -1;
