@@ -1,0 +1,187 @@
+// Who holds which rank of a job: attaching, streams, generations, first weights, closing.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cpu_optimizer_service/job.h"
+#include "tests/cpu_optimizer_service/job_driver.h"
+
+namespace ballast {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+class JobRanksTest : public testing::Test {
+ protected:
+  JobDriver Make(const JobSpec& spec) {
+    JobDriver driver(engine_, spec);
+    driver.UploadWeights();
+    driver.AttachAll();
+    return driver;
+  }
+
+  Engine engine_{{.memory_limit_bytes = int64_t{256} << 20, .threads = 2}};
+};
+
+TEST_F(JobRanksTest, ANewProcessRaisesTheGenerationInMidStepAndNotBetweenSteps) {
+  JobDriver driver = Make(MakeJobSpec({.world_size = 2}));
+  driver.BeginAll();
+  driver.SendAll(9, 0);
+  const uint64_t generation = driver.job().Status().generation;
+  const auto attachment = driver.job().Attach({.rank = 1, .process_id = "newcomer"}).value();
+  EXPECT_EQ(attachment.generation, generation + 1);
+  EXPECT_EQ(driver.listener(0).detached().code(), absl::StatusCode::kAborted);
+  EXPECT_EQ(driver.listener(1).detached().code(), absl::StatusCode::kAborted);
+  EXPECT_EQ(driver.stream(0).EndMicroStep(1, 0, {}).code(), absl::StatusCode::kAborted);
+  EXPECT_EQ(driver.Send(0, driver.Values(0, 9), 1).status().code(), absl::StatusCode::kAborted);
+  EXPECT_EQ(driver.job().Status().phase, JobPhase::kReady);
+
+  driver.Attach(0);
+  driver.Attach(1, "newcomer");
+  driver.Step(9);
+  JobSpec other = MakeJobSpec({.world_size = 2}, "undisturbed");
+  JobDriver undisturbed = Make(other);
+  undisturbed.Step(9);
+  EXPECT_EQ(driver.job().StateHash(), undisturbed.job().StateHash());
+
+  const uint64_t now = driver.job().Status().generation;
+  driver.DetachAll();
+  driver.Attach(0, "restarted0");
+  driver.Attach(1, "restarted1");
+  EXPECT_EQ(driver.job().Status().generation, now);
+}
+
+TEST_F(JobRanksTest, ASecondStreamReplacesTheFirstAndKnowsWhatWasDelivered) {
+  JobDriver driver = Make(MakeJobSpec({.group_sizes = {{512}}, .chunk_elements = 256}));
+  driver.BeginAll();
+  ASSERT_TRUE(driver.Send(1, driver.Values(1, 3), 0).ok());
+  auto listener = std::make_shared<RecordingListener>();
+  const auto second = driver.job().OpenStream({.uid = driver.job().uid(),
+                                               .rank = 0,
+                                               .process_id = "process0",
+                                               .generation = driver.job().Status().generation},
+                                              listener);
+  ASSERT_TRUE(second.ok());
+  EXPECT_EQ(driver.listener(0).detached().code(), absl::StatusCode::kAborted);
+  EXPECT_EQ(driver.stream(0).EndMicroStep(1, 0, {}).code(), absl::StatusCode::kAborted);
+  const RankPosition& position = (*second)->position();
+  EXPECT_EQ(position.open_step, 1u);
+  ASSERT_EQ(position.delivered.size(), 1u);
+  EXPECT_EQ(position.delivered[0].chunk, 1);
+  EXPECT_EQ(position.delivered[0].next_micro_step, 1u);
+}
+
+TEST_F(JobRanksTest, WaitingNamesTheRanksThatHaveNotSealed) {
+  JobDriver driver = Make(MakeJobSpec({.world_size = 3}));
+  driver.BeginAll();
+  driver.SendAll(1, 0);
+  driver.EndMicroStepAll(0);
+  driver.job().TellWaiting();
+  EXPECT_FALSE(driver.job().SecondsSinceFirstSeal().has_value());
+  ASSERT_FALSE(driver.stream(1).Seal(1, 1).value().has_value());
+  EXPECT_TRUE(driver.job().SecondsSinceFirstSeal().has_value());
+  driver.job().TellWaiting();
+  EXPECT_THAT(driver.listener(1).waiting(), ElementsAre(0, 2));
+  EXPECT_TRUE(driver.listener(0).waiting().empty());
+  driver.SealAll(1);  // A late seal still commits.
+  EXPECT_EQ(driver.job().Status().committed_step, 1u);
+}
+
+TEST_F(JobRanksTest, StepsWithoutWeightsAreRefused) {
+  JobDriver driver(engine_, MakeJobSpec({}));
+  driver.AttachAll();
+  const absl::Status status = driver.stream(0).BeginStep(1, {});
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("no weights yet"));
+  driver.UploadWeights();
+  EXPECT_TRUE(driver.stream(0).BeginStep(1, {}).ok());
+}
+
+TEST_F(JobRanksTest, UploadingWeightsChecksSizePaddingAndState) {
+  JobDriver driver(engine_, MakeJobSpec({.group_sizes = {{100}}}));
+  std::vector<float> weights(256, 0.0f);
+  const auto upload = [&](int64_t chunk, int64_t elements) {
+    const auto piece =
+        absl::MakeConstSpan(reinterpret_cast<const std::byte*>(weights.data()), elements * 4);
+    return driver.job().WriteInitialWeights(chunk, {piece}).status().code();
+  };
+  EXPECT_EQ(upload(1, 256), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(upload(0, 255), absl::StatusCode::kInvalidArgument);
+  weights[100] = 1;
+  EXPECT_EQ(upload(0, 256), absl::StatusCode::kInvalidArgument);
+  weights[100] = 0;
+  EXPECT_EQ(upload(0, 256), absl::StatusCode::kOk);
+  EXPECT_EQ(upload(0, 256), absl::StatusCode::kFailedPrecondition);
+}
+
+TEST_F(JobRanksTest, AttachChecksRankUidStepAndDescription) {
+  JobDriver driver = Make(MakeJobSpec({}));
+  Job& job = driver.job();
+  const auto code = [&](const AttachRequest& request) {
+    return job.Attach(request).status().code();
+  };
+  EXPECT_EQ(code({.rank = 1, .process_id = "x"}), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(code({.rank = 0, .process_id = ""}), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(code({.rank = 0, .process_id = "process0", .uid = "other"}),
+            absl::StatusCode::kNotFound);
+  EXPECT_EQ(code({.rank = 0, .process_id = "process0", .expected_committed_step = 5}),
+            absl::StatusCode::kFailedPrecondition);
+  JobSpec spec = job.spec();
+  spec.layout.parameters[1].shape = {6, 4};
+  const auto different = job.Attach({.rank = 0, .process_id = "process0", .spec = spec});
+  EXPECT_EQ(different.status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(different.status().message()),
+              HasSubstr("the shape of parameter p1 is [24] here and [6, 4] there"));
+  EXPECT_EQ(code({.rank = 0,
+                  .process_id = "process0",
+                  .uid = job.uid(),
+                  .expected_committed_step = 0,
+                  .spec = job.spec()}),
+            absl::StatusCode::kOk);
+}
+
+TEST_F(JobRanksTest, AStreamNeedsAnAttachedProcessAndUploadsTheRightGeneration) {
+  JobDriver driver(engine_, MakeJobSpec({.group_sizes = {{256}}}));
+  const auto stream = driver.job().OpenStream(
+      {.uid = driver.job().uid(), .rank = 0, .process_id = "", .generation = 1},
+      std::make_shared<RecordingListener>());
+  EXPECT_EQ(stream.status().code(), absl::StatusCode::kAborted);
+  const std::vector<float> weights(256, 1.0f);
+  const auto piece = absl::MakeConstSpan(reinterpret_cast<const std::byte*>(weights.data()), 1024);
+  EXPECT_EQ(driver.job().WriteInitialWeights(0, {piece}, 2).status().code(),
+            absl::StatusCode::kAborted);
+  EXPECT_TRUE(driver.job().WriteInitialWeights(0, {piece}, 1).value());
+}
+
+TEST_F(JobRanksTest, ARankThatLeftDuringTheUpdateIsFreeAfterIt) {
+  JobDriver driver = Make(MakeJobSpec({.world_size = 2}));
+  driver.BeginAll();
+  driver.SendAll(1, 0);
+  driver.EndMicroStepAll(0);
+  ASSERT_FALSE(driver.stream(0).Seal(1, 1).value().has_value());
+  driver.Detach(0);
+  ASSERT_FALSE(driver.stream(1).Seal(1, 1).value().has_value());
+  driver.listener(1).WaitForCommit(1);
+  const uint64_t generation = driver.job().Status().generation;
+  driver.Attach(0, "restarted");
+  EXPECT_EQ(driver.job().Status().generation, generation);
+}
+
+TEST_F(JobRanksTest, ClosingAJobDetachesItsStreamsAndFreesItsMemory) {
+  {
+    JobDriver driver = Make(MakeJobSpec({}));
+    EXPECT_GT(engine_.memory().used_bytes(), 0);
+    ASSERT_TRUE(engine_.CloseJob("job").ok());
+    EXPECT_EQ(driver.listener(0).detached().code(), absl::StatusCode::kAborted);
+    EXPECT_EQ(driver.stream(0).BeginStep(1, {}).code(), absl::StatusCode::kAborted);
+    EXPECT_EQ(engine_.FindJob("job").status().code(), absl::StatusCode::kNotFound);
+  }
+  EXPECT_EQ(engine_.memory().used_bytes(), 0);
+}
+
+}  // namespace
+}  // namespace ballast
