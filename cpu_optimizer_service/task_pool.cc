@@ -2,40 +2,14 @@
 
 #include <tbb/global_control.h>
 #include <tbb/info.h>
-#include <tbb/parallel_for.h>
 #include <tbb/task_arena.h>
 
 #include <utility>
 
 #include "cpu_optimizer_service/common/mutex.h"
-
-// This file alone is compiled without instrumentation: TBB's templates are instantiated here, and
-// what its binary does to order them cannot be seen.
-#ifdef BALLAST_TSAN
-extern "C" void __tsan_acquire(void* address);
-extern "C" void __tsan_release(void* address);
-#endif
+#include "cpu_optimizer_service/common/parallel_for.h"
 
 namespace ballast {
-namespace {
-
-// A happens-before edge: everything before Release is seen by whoever calls Acquire after it. TBB
-// orders them in truth; this only tells ThreadSanitizer.
-struct Edge {
-  char address = 0;
-  void Release() {
-#ifdef BALLAST_TSAN
-    __tsan_release(&address);
-#endif
-  }
-  void Acquire() {
-#ifdef BALLAST_TSAN
-    __tsan_acquire(&address);
-#endif
-  }
-};
-
-}  // namespace
 
 struct TaskPool::Impl {
   explicit Impl(int threads)
@@ -66,7 +40,7 @@ void TaskPool::Start(std::function<void()> task) {
   struct Started {
     ~Started() { edge.Acquire(); }  // Whoever of the two is last frees what both have used.
     std::function<void()> task;
-    Edge edge;
+    TsanEdge edge;
   };
   auto started = std::make_shared<Started>();
   started->task = std::move(task);
@@ -82,20 +56,7 @@ void TaskPool::Start(std::function<void()> task) {
 }
 
 void TaskPool::ForEach(int64_t count, absl::FunctionRef<void(int64_t)> body) {
-  Edge fork;
-  Edge join;
-  fork.Release();
-  impl_->arena.execute([&] {
-    tbb::parallel_for(
-        tbb::blocked_range<int64_t>(0, count, 1),
-        [&](const tbb::blocked_range<int64_t>& range) {
-          fork.Acquire();
-          for (int64_t i = range.begin(); i != range.end(); ++i) body(i);
-          join.Release();
-        },
-        tbb::simple_partitioner());
-  });
-  join.Acquire();
+  impl_->arena.execute([&] { ParallelFor(count, body); });
 }
 
 }  // namespace ballast

@@ -1,6 +1,4 @@
-// The one wrapper around oneTBB: all arithmetic of the engine runs through it. It tells
-// ThreadSanitizer the edges between the caller and the tasks, which the distribution's
-// uninstrumented TBB hides.
+// The threads that do the engine's arithmetic: oneTBB's, in an arena of their own.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_TASK_POOL_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_TASK_POOL_H_
 

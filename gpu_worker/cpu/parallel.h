@@ -3,17 +3,20 @@
 #ifndef BALLAST_GPU_WORKER_CPU_PARALLEL_H_
 #define BALLAST_GPU_WORKER_CPU_PARALLEL_H_
 
-#include <tbb/parallel_for.h>
-
 #include <algorithm>
+#include <cstdint>
+
+#include "cpu_optimizer_service/common/parallel_for.h"
 
 namespace ballast::worker::cpu {
 
 // Calls body(begin, end) for [0, tile), [tile, 2 * tile), ... up to `count`.
 template <typename Body>
 void ForEachTile(int count, int tile, const Body& body) {
-  tbb::parallel_for(0, (count + tile - 1) / tile,
-                    [&](int index) { body(index * tile, std::min(count, (index + 1) * tile)); });
+  ParallelFor((count + tile - 1) / tile, [&](int64_t index) {
+    const int begin = static_cast<int>(index) * tile;
+    body(begin, std::min(count, begin + tile));
+  });
 }
 
 }  // namespace ballast::worker::cpu
