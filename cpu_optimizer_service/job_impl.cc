@@ -140,10 +140,7 @@ absl::StatusOr<bool> JobImpl::WriteInitialWeights(
   MutexLock lock(mutex_);
   while (clearing_ || loading_ || holds_ > 0) changed_.Wait(mutex_);
   BALLAST_RETURN_IF_ERROR(CheckUsable());
-  if (generation.has_value() && *generation != generation_) {
-    return absl::AbortedError(absl::StrCat("job ", spec_.name, " is at generation ", generation_,
-                                           ", not ", *generation, "; attach again"));
-  }
+  if (generation.has_value()) BALLAST_RETURN_IF_ERROR(CheckGeneration(*generation));
   if (weights_missing_ == 0) {
     return absl::FailedPreconditionError(
         absl::StrCat("job ", spec_.name, " has its weights; load a checkpoint to replace them"));

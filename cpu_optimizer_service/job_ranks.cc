@@ -19,6 +19,12 @@ absl::Status JobImpl::CheckCurrent(const StreamKey& key) const {
                                          " is no longer its stream; attach again"));
 }
 
+absl::Status JobImpl::CheckGeneration(uint64_t generation) const {
+  if (generation == generation_) return absl::OkStatus();
+  return absl::AbortedError(absl::StrCat("job ", spec_.name, " is at generation ", generation_,
+                                         ", not ", generation, "; attach again"));
+}
+
 void JobImpl::WaitUntilSettled() const {
   while (deciding_ || clearing_ || loading_) changed_.Wait(mutex_);
 }
@@ -43,6 +49,8 @@ void JobImpl::ClearStep() {
   const auto busy = [](const Rank& rank) { return rank.in_flight > 0; };
   while (deciding_ || std::any_of(ranks_.begin(), ranks_.end(), busy)) changed_.Wait(mutex_);
   ledger_.Clear();
+  // The next attempt begins after an operator's changes, so its overrides come last again.
+  later_changes_.assign(later_changes_.size(), {});
   for (int chunk = 0; chunk < static_cast<int>(layout_.chunks().size()); ++chunk) {
     gradients_->Clear(chunk);
   }
@@ -135,14 +143,10 @@ absl::StatusOr<std::unique_ptr<RankStream>> JobImpl::OpenStream(
     BALLAST_RETURN_IF_ERROR(WaitUntilDecided());
     BALLAST_RETURN_IF_ERROR(CheckUsable());
     Rank& rank = ranks_[request.rank];
-    if (request.generation != generation_ || rank.process_id.empty() ||
-        rank.process_id != request.process_id) {
-      return absl::AbortedError(absl::StrCat(
-          "rank ", request.rank, " of job ", spec_.name,
-          request.generation != generation_
-              ? absl::StrCat(" is at generation ", generation_, ", not ", request.generation)
-              : " is not held by this process",
-          "; attach again"));
+    BALLAST_RETURN_IF_ERROR(CheckGeneration(request.generation));
+    if (rank.process_id.empty() || rank.process_id != request.process_id) {
+      return absl::AbortedError(absl::StrCat("rank ", request.rank, " of job ", spec_.name,
+                                             " is not held by this process; attach again"));
     }
     const StreamKey key = {.rank = request.rank, .stream = ++last_stream_};
     replaced = std::exchange(rank.listener, std::move(listener));

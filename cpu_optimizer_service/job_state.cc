@@ -51,10 +51,7 @@ absl::Status JobImpl::ReadShard(uint64_t generation, uint64_t step, int index,
     if (weights_missing_ > 0) {
       return absl::FailedPreconditionError(absl::StrCat("job ", spec_.name, " has no weights yet"));
     }
-    if (generation != generation_) {
-      return absl::AbortedError(absl::StrCat("job ", spec_.name, " is at generation ", generation_,
-                                             ", not ", generation, "; attach again"));
-    }
+    BALLAST_RETURN_IF_ERROR(CheckGeneration(generation));
     // While an update runs, the chunks that it has finished stay as they are, and only they.
     const bool updating = std::holds_alternative<DecidedStep>(step_);
     if (clearing_ || loading_ || std::holds_alternative<SealedStep>(step_) ||

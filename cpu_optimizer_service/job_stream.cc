@@ -54,10 +54,9 @@ absl::Status CheckScale(const GradientScale& scale, int group_count) {
 absl::StatusOr<OpenStep*> JobImpl::FindOpenStep(uint64_t step) {
   auto* open = std::get_if<OpenStep>(&step_);
   if (open == nullptr) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("step ", step, " of job ", spec_.name, " is not open; the job stands at step ",
-                     committed_step_,
-                     step == committed_step_ + 1 ? "; it has not begun, or is sealed" : ""));
+    return absl::FailedPreconditionError(absl::StrCat(
+        "step ", step, " of job ", spec_.name, " is not open; the job stands at step ",
+        committed_step_, step == committed_step_ + 1 ? "; it has not begun, or is sealed" : ""));
   }
   if (open->terms().step != step) {
     return absl::FailedPreconditionError(absl::StrCat(

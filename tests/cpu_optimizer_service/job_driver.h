@@ -2,6 +2,8 @@
 #ifndef BALLAST_TESTS_CPU_OPTIMIZER_SERVICE_JOB_DRIVER_H_
 #define BALLAST_TESTS_CPU_OPTIMIZER_SERVICE_JOB_DRIVER_H_
 
+#include <gtest/gtest.h>
+
 #include <cstring>
 #include <map>
 #include <memory>
@@ -245,6 +247,19 @@ class JobDriver {
   std::shared_ptr<Job> job_;
   std::map<int, std::shared_ptr<RecordingListener>> listeners_;
   std::map<int, std::unique_ptr<RankStream>> streams_;
+};
+
+// An engine, and jobs on it whose ranks are all attached.
+class JobDriverTest : public testing::Test {
+ protected:
+  JobDriver Make(const JobSpec& spec) {
+    JobDriver driver(engine_, spec);
+    driver.UploadWeights();
+    driver.AttachAll();
+    return driver;
+  }
+
+  Engine engine_{{.memory_limit_bytes = int64_t{256} << 20, .threads = 2}};
 };
 
 }  // namespace ballast

@@ -15,17 +15,7 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-class JobRanksTest : public testing::Test {
- protected:
-  JobDriver Make(const JobSpec& spec) {
-    JobDriver driver(engine_, spec);
-    driver.UploadWeights();
-    driver.AttachAll();
-    return driver;
-  }
-
-  Engine engine_{{.memory_limit_bytes = int64_t{256} << 20, .threads = 2}};
-};
+using JobRanksTest = JobDriverTest;
 
 TEST_F(JobRanksTest, ANewProcessRaisesTheGenerationInMidStepAndNotBetweenSteps) {
   JobDriver driver = Make(MakeJobSpec({.world_size = 2}));

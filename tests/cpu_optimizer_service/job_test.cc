@@ -17,19 +17,7 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-constexpr int64_t kMemory = int64_t{256} << 20;
-
-class JobTest : public testing::Test {
- protected:
-  JobDriver Make(const JobSpec& spec) {
-    JobDriver driver(engine_, spec);
-    driver.UploadWeights();
-    driver.AttachAll();
-    return driver;
-  }
-
-  Engine engine_{{.memory_limit_bytes = kMemory, .threads = 2}};
-};
+using JobTest = JobDriverTest;
 
 TEST_F(JobTest, OneGroupOneRankOneStepEqualsTheReference) {
   JobSpec spec = MakeJobSpec({.group_sizes = {{700}}});
@@ -384,7 +372,7 @@ TEST_F(JobTest, ASnapshotStaysAsItWasWhileTrainingGoesOn) {
     EXPECT_NE(before, after);
   }
   EXPECT_GT(engine_.memory().used_bytes(), used);
-  Engine fresh({.memory_limit_bytes = kMemory, .threads = 2});
+  Engine fresh({.memory_limit_bytes = int64_t{256} << 20, .threads = 2});
   JobDriver unread(fresh, MakeJobSpec({.group_sizes = {{1000, 24, 3000}}}));
   unread.UploadWeights();
   unread.AttachAll();
@@ -478,6 +466,17 @@ TEST_F(JobTest, P6AnOperatorsChangeInMidStepComesAfterTheStepsOverrides) {
   EXPECT_EQ(status.recent_steps[0].hyper_parameters[0].lr, 0.5);  // The step began before.
   EXPECT_EQ(status.hyper_parameters[0].lr, 0.125);
   EXPECT_EQ(status.hyper_parameters[0].eps, 1e-6);
+}
+
+TEST_F(JobTest, P3AnOperatorsChangeInAnAbortedStepDoesNotOverrideTheNextAttempt) {
+  JobDriver driver = Make(MakeJobSpec({}));
+  driver.BeginAll();
+  ASSERT_TRUE(driver.job().UpdateGroup(0, {.lr = 0.125}).ok());
+  ASSERT_TRUE(driver.job().AbortStep().ok());
+  EXPECT_EQ(driver.job().Status().hyper_parameters[0].lr, 0.125);
+  driver.AttachAll();
+  driver.Step(1, 1, {.overrides = {{0, {.lr = 0.5}}}});
+  EXPECT_EQ(driver.job().Status().hyper_parameters[0].lr, 0.5);
 }
 
 }  // namespace
