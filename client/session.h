@@ -37,6 +37,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -78,12 +79,23 @@ struct SessionOptions {
   // How long Push waits for room in the window, Seal for the decision, and ReceiveWeights for the
   // end of the step. The error of Seal names the ranks that have not sealed.
   absl::Duration seal_timeout = absl::Minutes(10);
+  // A stream that breaks is reopened, and goes on where the service's acknowledgements stop,
+  // without the trainer noticing. How long that is tried before the session fails with UNAVAILABLE.
+  absl::Duration reconnect_timeout = absl::Seconds(60);
+  // With job.update_mode kSpeculate the session sets aside memory for provisional weights, as much
+  // as this rank's partition has in its return dtypes; they are copied to `weights` at the
+  // decision. Where that memory cannot be had, a line in the log says so and this rank's chunks
+  // wait.
 };
 
 struct StepSettings {
   GradientScale scale;
   std::map<int, HyperParameterOverrides> overrides;  // By group, for this step and later ones.
+  // What the trainer wants to find again after a restart (its loss scaler's state); the same on all
+  // ranks, at most kMaxTrainerStateBytes.
+  std::string trainer_state;
 };
+inline constexpr size_t kMaxTrainerStateBytes = 4096;
 
 // The sum over ranks and over micro-steps [micro_step_begin, micro_step_end) of a chunk's gradient.
 struct GradientPush {
@@ -102,6 +114,14 @@ struct GradientPush {
 struct UsedParameters {
   bool all = true;              // All trainable ones.
   std::vector<int> parameters;  // Otherwise these, by index.
+  // Where the worker checks before reducing: the first element that was not finite. The skip reason
+  // then names parameter, element and this rank.
+  struct NonFinite {
+    int parameter = 0;
+    int64_t element = 0;
+    float value = 0;
+  };
+  std::optional<NonFinite> non_finite;
 };
 
 struct StepDecision {
@@ -113,6 +133,19 @@ struct StepDecision {
   std::vector<std::string> unused_parameters;
 };
 
+// What the service has counted since the job was created.
+struct JobCounts {
+  uint64_t applied_steps = 0;
+  uint64_t skipped_steps = 0;
+  uint64_t coverage_complete_steps = 0;  // Decided with every micro-step of every chunk.
+  int64_t speculated_chunks = 0;
+  int64_t published_chunks = 0;
+  int64_t redone_chunks = 0;
+};
+
+// After ABORTED (an abort, a new process in another rank, a load) a session is of no more use: the
+// trainer destroys it, opens another with the same process_id, reads the committed weights and does
+// the step again.
 class Session {
  public:
   // Creates or joins the job, takes the rank, opens the stream. ALREADY_EXISTS never;
@@ -128,6 +161,11 @@ class Session {
   virtual uint64_t committed_step() const = 0;
   virtual uint64_t generation() const = 0;
   virtual const std::string& job_uid() const = 0;
+  // Of the step that was committed last when the session was opened: the trainer's state, and
+  // whether it was applied (true also where no step has been).
+  virtual const std::string& trainer_state() const = 0;
+  virtual bool last_step_applied() const = 0;
+  virtual absl::StatusOr<JobCounts> ReadCounts() = 0;
 
   // Sends the first weights of this rank's chunks: `fill(chunk, out)` writes chunk.elements fp32
   // values, zeros in the padding. Returns when the service has them all.

@@ -73,6 +73,10 @@ absl::StatusOr<std::unique_ptr<SessionImpl>> SessionImpl::Open(std::unique_ptr<T
 
 absl::Status SessionImpl::Start(absl::Time deadline) {
   BALLAST_ASSIGN_OR_RETURN(attached_, Join(*transport_, clock_, options_, deadline));
+  trainer_state_ = attached_.job().trainer_state();
+  if (const auto& records = attached_.job().recent_steps(); !records.empty()) {
+    last_step_applied_ = records.rbegin()->applied();
+  }
   attached_.clear_job();
   awaiting_weights_ = attached_.awaiting_weights();
   committed_step_ = attached_.committed_step();
@@ -158,6 +162,18 @@ absl::Status SessionImpl::ReadWeights() {
   return absl::OkStatus();
 }
 
+absl::StatusOr<JobCounts> SessionImpl::ReadCounts() {
+  v1::GetJobRequest request;
+  request.set_name(proto::JobName(options_.job.name));
+  BALLAST_ASSIGN_OR_RETURN(const v1::Job job, transport_->GetJob(request));
+  return JobCounts{.applied_steps = job.applied_steps(),
+                   .skipped_steps = job.skipped_steps(),
+                   .coverage_complete_steps = job.coverage_complete_steps(),
+                   .speculated_chunks = job.speculation().speculated_chunks(),
+                   .published_chunks = job.speculation().published_chunks(),
+                   .redone_chunks = job.speculation().redone_chunks()};
+}
+
 absl::Status SessionImpl::SaveCheckpoint(const std::string& directory) {
   BALLAST_RETURN_IF_ERROR(CheckBetweenSteps("SaveCheckpoint"));
   v1::SaveJobRequest request;
@@ -205,6 +221,7 @@ absl::Status SessionImpl::BeginStep(const StepSettings& settings) {
   v1::BeginStep& begin = *request.mutable_begin_step();
   begin.set_step(step);
   begin.set_loss_scale(settings.scale.loss_scale);
+  begin.set_trainer_state(settings.trainer_state);
   begin.mutable_divisors()->Add(settings.scale.divisors.begin(), settings.scale.divisors.end());
   for (const auto& [group, overrides] : settings.overrides) {
     (*begin.mutable_overrides())[group] = proto::ToProto(overrides);
@@ -265,6 +282,12 @@ absl::Status SessionImpl::EndMicroStep(uint32_t micro_step, const UsedParameters
   end.set_step(progress_.step());
   end.set_micro_step(micro_step);
   end.set_all_used(used.all);
+  if (used.non_finite.has_value()) {
+    v1::NonFiniteGradient& found = *end.mutable_non_finite();
+    found.set_parameter(used.non_finite->parameter);
+    found.set_element(used.non_finite->element);
+    found.set_value(used.non_finite->value);
+  }
   if (!used.all) {
     end.mutable_used_parameters()->Add(used.parameters.begin(), used.parameters.end());
   }

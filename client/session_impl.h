@@ -26,6 +26,9 @@ class SessionImpl final : public Session, private TrainListener {
   uint64_t committed_step() const override { return committed_step_; }
   uint64_t generation() const override { return attached_.generation(); }
   const std::string& job_uid() const override { return attached_.uid(); }
+  const std::string& trainer_state() const override { return trainer_state_; }
+  bool last_step_applied() const override { return last_step_applied_; }
+  absl::StatusOr<JobCounts> ReadCounts() override;
 
   absl::Status UploadWeights(
       const std::function<void(int chunk, absl::Span<float> out)>& fill) override;
@@ -75,6 +78,8 @@ class SessionImpl final : public Session, private TrainListener {
   v1::AttachWorkerResponse attached_;  // Without its job.
   bool awaiting_weights_ = false;
   uint64_t committed_step_ = 0;
+  std::string trainer_state_;
+  bool last_step_applied_ = true;
   double update_seconds_ = 0;
 
   // Of the stream's thread.

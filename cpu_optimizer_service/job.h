@@ -11,6 +11,8 @@
 //   1);
 //   ... listener: OnDecision, OnWeights for each chunk of the rank, OnCommitted.
 //
+// Speculation is job_speculation.cc's: the rule by which chunks are guessed is in guess_rule.h.
+//
 // Threads: everything is thread-safe; the calls on one RankStream come one at a time. Contribute
 // adds the payload on the caller's thread; Save and Load do all their work on it; calls that need
 // the job to stand still (Attach, OpenStream, TakeSnapshot, the first weights) wait for a decision
@@ -40,16 +42,19 @@
 namespace ballast {
 
 inline constexpr size_t kMaxProcessIdBytes = 256;
-inline constexpr size_t kRecentSteps = 64;  // How many decisions a job remembers.
+inline constexpr size_t kRecentSteps = 64;    // How many decisions a job remembers.
+inline constexpr size_t kRecordedNames = 64;  // Unused parameters that a record of a step names.
+inline constexpr size_t kMaxTrainerStateBytes = 4096;
 
 // What the engine allocates for a job, in bytes.
 struct MemoryNeed {
   int64_t state_bytes = 0;        // master, exp_avg, exp_avg_sq (, max_exp_avg_sq)
   int64_t gradient_bytes = 0;     // one contribution of every chunk, in the wire dtype
   int64_t accumulator_bytes = 0;  // fp32 sums, unless max_micro_steps is 1
+  int64_t speculation_bytes = 0;  // second versions of all chunks, if the job speculates
   int64_t other_bytes = 0;        // shard buffers, block sums, tables
   int64_t total_bytes() const {
-    return state_bytes + gradient_bytes + accumulator_bytes + other_bytes;
+    return state_bytes + gradient_bytes + accumulator_bytes + speculation_bytes + other_bytes;
   }
 };
 MemoryNeed NeedOf(const JobSpec& spec, const Layout& layout);
@@ -60,11 +65,15 @@ enum class JobPhase : uint8_t { kAwaitingWeights, kReady, kOpen, kSealed, kUpdat
 struct StepSettings {
   GradientScale scale;
   std::map<int, HyperParameterOverrides> overrides;  // By group; they stay in force.
+  // What the trainer wants to find again after a restart: kept once the step is committed. At most
+  // kMaxTrainerStateBytes.
+  std::string trainer_state;
 };
 
 // One piece of gradient: chunk `chunk`'s elements, summed over ranks and micro-steps
 // [micro_step_begin, micro_step_end), in the group's wire dtype. The payload may come in pieces,
-// cut anywhere. Empty contributions have no payload and count as zeros.
+// cut anywhere. Empty contributions have no payload and count as zeros. After a final one nothing
+// more is taken for the chunk in this step.
 struct Contribution {
   uint64_t step = 0;
   int64_t chunk = 0;
@@ -80,6 +89,13 @@ enum class ContributionResult : uint8_t { kAdded, kRepeat };
 struct UsedParameters {
   bool all = true;  // All trainable ones; the list is then empty.
   std::vector<int> parameters;
+  // Of workers that check before reducing: the first element that was not finite.
+  struct NonFinite {
+    int parameter = 0;
+    int64_t element = 0;
+    float value = 0;
+  };
+  std::optional<NonFinite> non_finite;
 };
 
 struct MissingContribution {
@@ -106,13 +122,20 @@ class RankListener {
  public:
   virtual ~RankListener() = default;
   // The calls of one step come in this order; OnWeights once for each chunk of the rank's
-  // partition, in no order, and not at all when the step is skipped. OnWaiting alone may come late.
+  // partition that has not come provisionally and stayed, in no order, and not at all when the step
+  // is skipped. OnWaiting alone may come late.
   virtual void OnWaiting(uint64_t step, const std::vector<int>& ranks) = 0;
   // A seal of this rank that was taken at first has been undone, because at the last rank's seal
   // the step was not whole. The step is open; whoever has to send something does so, and all seal
   // again.
   virtual void OnSealRefused(uint64_t step, const SealRefusal& refusal) = 0;
-  virtual void OnDecision(const StepOutcome& outcome) = 0;
+  // Weights of the next step, should it be applied without clipping, as guessed: before OnDecision,
+  // at most once for each chunk. Only if the stream was opened to speculate.
+  virtual void OnProvisionalWeights(uint64_t step, int chunk, ShardBuffer shard) = 0;
+  // Of the provisional weights told to this listener, those of `dropped_chunks` are not the step's
+  // (they follow through OnWeights); the others are, and do not come again. Of a skipped step none
+  // is.
+  virtual void OnDecision(const StepOutcome& outcome, absl::Span<const int> dropped_chunks) = 0;
   // `shard` is null when the pool was empty: the listener calls Job::ReadShard when it can send.
   virtual void OnWeights(uint64_t step, int chunk, ShardBuffer shard) = 0;
   virtual void OnCommitted(uint64_t step, double update_seconds) = 0;
@@ -165,6 +188,7 @@ struct OpenStreamRequest {
   int rank = 0;
   std::string process_id;
   uint64_t generation = 0;
+  UpdateMode update_mode = UpdateMode::kWait;  // kSpeculate: takes provisional weights.
 };
 
 struct AttachRequest {
@@ -173,6 +197,9 @@ struct AttachRequest {
   std::string uid;                                  // Empty: not checked.
   std::optional<uint64_t> expected_committed_step;  // Absent: not checked.
   std::optional<JobSpec> spec;                      // Absent: not checked.
+  // For a stream that is to be reopened: ABORTED if the job's is another, or if another process has
+  // taken the rank. Without it, taking a taken rank raises the generation.
+  std::optional<uint64_t> generation;
 };
 struct Attachment {
   uint64_t generation = 0;
@@ -180,8 +207,16 @@ struct Attachment {
   bool awaiting_weights = false;
 };
 
+// Updates computed before their decision.
+struct SpeculationCounts {
+  int64_t speculated = 0;
+  int64_t published = 0;  // Of those, the ones that became the chunk's state,
+  int64_t redone = 0;     // and the ones dropped and computed again; of skipped steps, neither.
+};
+
 struct StepRecord {
   StepOutcome outcome;
+  SpeculationCounts speculation;  // Of this step, in chunks.
   uint32_t micro_steps = 0;
   double loss_scale = 1;
   std::vector<HyperParameters> hyper_parameters;  // One per group, as used.
@@ -194,8 +229,11 @@ struct RankProgress {
   uint32_t micro_steps_ended = 0;
   bool sealed = false;
   int64_t chunks = 0;
-  int64_t chunks_complete = 0;
+  int64_t chunks_complete = 0;                  // That stand at:
+  uint32_t furthest_micro_step = 0;             // the sealed number, or that of the furthest chunk.
+  std::vector<std::string> missing_parameters;  // With chunks that do not; the first kMissingNames.
 };
+inline constexpr size_t kMissingNames = 16;
 
 // A consistent picture of a job.
 struct JobStatus {
@@ -204,6 +242,12 @@ struct JobStatus {
   JobPhase phase = JobPhase::kAwaitingWeights;
   uint64_t applied_steps = 0;
   uint64_t skipped_steps = 0;
+  // Decided steps of which the ledger held every micro-step of every chunk: all, or a bug.
+  uint64_t coverage_complete_steps = 0;
+  SpeculationCounts speculation;    // Since creation.
+  int64_t speculation_paused = 0;   // Chunks whose guesses failed too often of late.
+  std::string speculation_refused;  // Why a job that was to speculate waits; empty: it does not.
+  std::string trainer_state;        // As the last committed step's begin gave it.
   MemoryNeed memory;
   int64_t accumulators_in_use = 0;
   std::vector<RankProgress> ranks;

@@ -12,12 +12,6 @@
 #include "cpu_optimizer_service/job_impl.h"
 
 namespace ballast {
-namespace {
-
-// Names that a record keeps; the decision itself tells all of them.
-constexpr size_t kRecordedNames = 64;
-
-}  // namespace
 
 void JobImpl::StartDecisionIfDue() const {
   if (deciding_ || holds_ > 0 || !std::holds_alternative<SealedStep>(step_)) return;
@@ -43,7 +37,7 @@ void JobImpl::RunDecision() {
     plan = Decide(MakeOutcome(sealed->terms()));
   }
   for (const auto& listener : plan.listeners) {
-    if (listener != nullptr) listener->OnDecision(plan.outcome);
+    if (listener != nullptr) listener->OnDecision(plan.outcome, {});
   }
   if (plan.outcome.decision.apply) {
     environment_.tasks->ForEach(

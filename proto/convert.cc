@@ -120,6 +120,23 @@ absl::StatusOr<ResourceName> ParseChild(absl::string_view name, absl::string_vie
 
 }  // namespace
 
+v1::UpdateMode ToProto(UpdateMode mode) {
+  return mode == UpdateMode::kSpeculate ? v1::SPECULATE : v1::WAIT;
+}
+
+absl::StatusOr<UpdateMode> FromProto(v1::UpdateMode mode) {
+  switch (mode) {
+    case v1::UPDATE_MODE_UNSPECIFIED:
+    case v1::WAIT:
+      return UpdateMode::kWait;
+    case v1::SPECULATE:
+      return UpdateMode::kSpeculate;
+    default:
+      return absl::InvalidArgumentError(
+          absl::StrCat("update_mode ", static_cast<int>(mode), " is not WAIT or SPECULATE"));
+  }
+}
+
 v1::DType ToProto(DType dtype) {
   switch (dtype) {
     case DType::kBFloat16:
@@ -207,6 +224,7 @@ v1::Job ToProto(const JobSpec& spec) {
   job.set_max_norm(spec.max_norm);
   job.set_unused_policy(ToProto(spec.unused_policy));
   job.set_max_micro_steps(spec.max_micro_steps);
+  job.set_update_mode(ToProto(spec.update_mode));
   for (const GroupSpec& from : spec.groups) {
     v1::ParamGroup& to = *job.add_groups();
     to.set_name(GroupName(spec.name, from.name));
@@ -223,6 +241,7 @@ absl::StatusOr<JobSpec> FromProto(const v1::Job& job) {
   spec.name = WithoutPrefix(job.name(), kJobs);
   spec.max_norm = job.max_norm();
   spec.max_micro_steps = job.max_micro_steps();
+  BALLAST_ASSIGN_OR_RETURN(spec.update_mode, FromProto(job.update_mode()));
   BALLAST_ASSIGN_OR_RETURN(spec.unused_policy, FromProto(job.unused_policy()));
   spec.layout.world_size = job.world_size();
   spec.layout.group_count = job.groups_size();

@@ -25,6 +25,9 @@ absl::StatusOr<HyperParameters> FullFromProto(const v1::HyperParameters& values)
 absl::StatusOr<HyperParameterOverrides> OverridesFromProto(const v1::HyperParameters& values);
 
 v1::DType ToProto(DType dtype);
+v1::UpdateMode ToProto(UpdateMode mode);
+// INVALID_ARGUMENT for a mode that is not known.
+absl::StatusOr<UpdateMode> FromProto(v1::UpdateMode mode);
 
 // Resource names: "jobs/J", "jobs/J/groups/G", "jobs/J/parameters/P" (P may hold slashes).
 std::string JobName(absl::string_view job);

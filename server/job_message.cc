@@ -36,6 +36,11 @@ v1::StepRecord ToMessage(const StepRecord& record) {
   message.set_skip_reason(record.outcome.skip_reason);
   message.set_micro_steps(record.micro_steps);
   message.set_loss_scale(record.loss_scale);
+  message.set_speculated_chunks(record.speculation.speculated);
+  message.set_published_chunks(record.speculation.published);
+  message.set_redone_chunks(record.speculation.redone);
+  const std::vector<std::string>& unused = record.outcome.unused_parameters;
+  message.mutable_unused_parameters()->Add(unused.begin(), unused.end());
   for (const HyperParameters& values : record.hyper_parameters) {
     *message.add_hyper_parameters() = proto::ToProto(values);
   }
@@ -48,6 +53,15 @@ void AddMemory(const JobStatus& status, v1::MemoryUse& memory) {
   memory.set_gradient_bytes(status.memory.gradient_bytes);
   memory.set_accumulator_bytes(status.memory.accumulator_bytes);
   memory.set_accumulators_in_use(status.accumulators_in_use);
+  memory.set_speculation_bytes(status.memory.speculation_bytes);
+}
+
+void AddSpeculation(const JobStatus& status, v1::Speculation& speculation) {
+  speculation.set_unavailable(status.speculation_refused);
+  speculation.set_speculated_chunks(status.speculation.speculated);
+  speculation.set_published_chunks(status.speculation.published);
+  speculation.set_redone_chunks(status.speculation.redone);
+  speculation.set_paused_chunks(status.speculation_paused);
 }
 
 void AddRanks(const JobStatus& status, v1::Job& message) {
@@ -62,6 +76,9 @@ void AddRanks(const JobStatus& status, v1::Job& message) {
     to.set_sealed(from.sealed);
     to.set_chunks(from.chunks);
     to.set_chunks_complete(from.chunks_complete);
+    to.set_furthest_micro_step(from.furthest_micro_step);
+    to.mutable_missing_parameters()->Add(from.missing_parameters.begin(),
+                                         from.missing_parameters.end());
   }
 }
 
@@ -94,6 +111,7 @@ v1::Job Description(const JobSpec& spec, bool with_parameters) {
   brief.max_norm = spec.max_norm;
   brief.unused_policy = spec.unused_policy;
   brief.max_micro_steps = spec.max_micro_steps;
+  brief.update_mode = spec.update_mode;
   return proto::ToProto(brief);
 }
 
@@ -101,7 +119,15 @@ v1::Job Description(const JobSpec& spec, bool with_parameters) {
 constexpr int kLongest = -1;
 constexpr double kAnyDouble = 1;  // Doubles that are not 0 are all the same size.
 
-v1::RankProgress LargestRank() {
+size_t LongestName(const JobSpec& spec) {
+  size_t bytes = 0;
+  for (const ParameterSpec& parameter : spec.layout.parameters) {
+    bytes = std::max(bytes, parameter.name.size());
+  }
+  return bytes;
+}
+
+v1::RankProgress LargestRank(size_t name_bytes) {
   v1::RankProgress rank;
   rank.set_rank(kLongest);
   rank.set_attached(true);
@@ -111,15 +137,16 @@ v1::RankProgress LargestRank() {
   rank.set_sealed(true);
   rank.set_chunks(kLongest);
   rank.set_chunks_complete(kLongest);
+  rank.set_furthest_micro_step(std::numeric_limits<uint32_t>::max());
+  for (size_t i = 0; i < kMissingNames; ++i) {
+    rank.add_missing_parameters(std::string(name_bytes, 'p'));
+  }
   return rank;
 }
 
 v1::StepRecord LargestRecord(const JobSpec& spec) {
   constexpr size_t kReasonBytes = 256;  // Besides the name of a parameter.
-  size_t name_bytes = 0;
-  for (const ParameterSpec& parameter : spec.layout.parameters) {
-    name_bytes = std::max(name_bytes, parameter.name.size());
-  }
+  const size_t name_bytes = LongestName(spec);
   v1::StepRecord record;
   record.set_step(std::numeric_limits<uint64_t>::max());
   record.set_applied(true);
@@ -128,6 +155,12 @@ v1::StepRecord LargestRecord(const JobSpec& spec) {
   record.set_micro_steps(std::numeric_limits<uint32_t>::max());
   record.set_loss_scale(kAnyDouble);
   record.set_skip_reason(std::string(name_bytes + kReasonBytes, 'r'));
+  record.set_speculated_chunks(kLongest);
+  record.set_published_chunks(kLongest);
+  record.set_redone_chunks(kLongest);
+  for (size_t i = 0; i < kRecordedNames; ++i) {
+    record.add_unused_parameters(std::string(name_bytes, 'p'));
+  }
   for (const GroupSpec& group : spec.groups) {
     *record.add_hyper_parameters() = proto::ToProto(group.hyper_parameters);
   }
@@ -150,8 +183,10 @@ size_t LargestMessageBytes(const JobSpec& spec) {
     group.set_trainable_elements(kLongest);
   }
   const size_t ranks = std::clamp(spec.layout.world_size, 0, kMaxWorldSize);
-  return message.ByteSizeLong() + ranks * (LargestRank().ByteSizeLong() + kEntryBytes) +
-         kRecentSteps * (LargestRecord(spec).ByteSizeLong() + kEntryBytes) + kOthersBytes;
+  const size_t rank_bytes = LargestRank(LongestName(spec)).ByteSizeLong() + kEntryBytes;
+  const size_t record_bytes = LargestRecord(spec).ByteSizeLong() + kEntryBytes;
+  return message.ByteSizeLong() + ranks * rank_bytes + kRecentSteps * record_bytes +
+         kMaxTrainerStateBytes + kOthersBytes;
 }
 
 v1::Job ToMessage(const Engine& engine, const Job& job, bool with_parameters) {
@@ -164,7 +199,10 @@ v1::Job ToMessage(const Engine& engine, const Job& job, bool with_parameters) {
   message.set_phase(ToMessage(status.phase));
   message.set_applied_steps(status.applied_steps);
   message.set_skipped_steps(status.skipped_steps);
+  message.set_coverage_complete_steps(status.coverage_complete_steps);
+  message.set_trainer_state(status.trainer_state);
   AddMemory(status, *message.mutable_memory());
+  AddSpeculation(status, *message.mutable_speculation());
   AddRanks(status, message);
   AddGroups(job, status, message);
   for (const StepRecord& record : status.recent_steps) {

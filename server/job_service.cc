@@ -45,7 +45,9 @@ absl::Status Attach(Engine& engine, const v1::AttachWorkerRequest& request,
                           .process_id = request.process_id(),
                           .uid = request.uid(),
                           .expected_committed_step = {},
-                          .spec = {}};
+                          .spec = {},
+                          .generation = {}};
+  if (request.has_generation()) attach.generation = request.generation();
   if (request.has_expected_committed_step()) {
     attach.expected_committed_step = request.expected_committed_step();
   }

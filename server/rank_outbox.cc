@@ -12,14 +12,15 @@ namespace {
 constexpr size_t kQueueSlack = 64;
 
 absl::StatusOr<grpc::ByteBuffer> SerializeWeights(const Job& job, uint64_t generation,
-                                                  uint64_t step, int chunk, ShardBuffer shard) {
-  const v1::WeightHeader header = MakeWeightHeader(step, chunk);
+                                                  const v1::WeightHeader& header,
+                                                  ShardBuffer shard) {
   if (shard) {
     // The pool gets its buffer back when gRPC lets go of the bytes.
     const auto kept = std::make_shared<ShardBuffer>(std::move(shard));
     return proto::SerializeTrainWeights(header, kept->bytes(), [kept] {});
   }
-  absl::StatusOr<OwnedShard> read = ReadShard(job, generation, step, chunk);
+  absl::StatusOr<OwnedShard> read =
+      ReadShard(job, generation, header.step(), static_cast<int>(header.chunk()));
   if (!read.ok()) return read.status();
   return proto::SerializeTrainWeights(header, read->bytes(), [memory = read->memory] {});
 }
@@ -138,7 +139,11 @@ void RankOutbox::OnSealRefused(uint64_t step, const SealRefusal& refusal) {
   Push(std::move(message));
 }
 
-void RankOutbox::OnDecision(const StepOutcome& outcome) {
+void RankOutbox::OnProvisionalWeights(uint64_t step, int chunk, ShardBuffer shard) {
+  Push(Item(Weights{.step = step, .chunk = chunk, .provisional = true, .shard = std::move(shard)}));
+}
+
+void RankOutbox::OnDecision(const StepOutcome& outcome, absl::Span<const int> dropped_chunks) {
   v1::TrainResponse message;
   v1::StepDecision& decision = *message.mutable_decision();
   decision.set_step(outcome.step);
@@ -148,11 +153,13 @@ void RankOutbox::OnDecision(const StepOutcome& outcome) {
   decision.set_skip_reason(outcome.skip_reason);
   decision.mutable_unused_parameters()->Add(outcome.unused_parameters.begin(),
                                             outcome.unused_parameters.end());
+  decision.mutable_dropped_chunks()->Add(dropped_chunks.begin(), dropped_chunks.end());
   Push(std::move(message));
 }
 
 void RankOutbox::OnWeights(uint64_t step, int chunk, ShardBuffer shard) {
-  Push(Item(Weights{.step = step, .chunk = chunk, .shard = std::move(shard)}));
+  Push(
+      Item(Weights{.step = step, .chunk = chunk, .provisional = false, .shard = std::move(shard)}));
 }
 
 void RankOutbox::OnCommitted(uint64_t step, double update_seconds) {
@@ -243,7 +250,8 @@ void RankOutbox::Advance() {
   if (move.read) move.wire->Read();
   absl::StatusOr<grpc::ByteBuffer> bytes;
   if (auto* weights = std::get_if<Weights>(&*move.item)) {
-    bytes = SerializeWeights(*move.job, move.generation, weights->step, weights->chunk,
+    bytes = SerializeWeights(*move.job, move.generation,
+                             MakeWeightHeader(weights->step, weights->chunk, weights->provisional),
                              std::move(weights->shard));
   } else {
     bytes = proto::SerializeControl(*std::get<std::unique_ptr<v1::TrainResponse>>(*move.item));

@@ -63,7 +63,8 @@ class RankOutbox final : public RankListener {
 
   void OnWaiting(uint64_t step, const std::vector<int>& ranks) override;
   void OnSealRefused(uint64_t step, const SealRefusal& refusal) override;
-  void OnDecision(const StepOutcome& outcome) override;
+  void OnProvisionalWeights(uint64_t step, int chunk, ShardBuffer shard) override;
+  void OnDecision(const StepOutcome& outcome, absl::Span<const int> dropped_chunks) override;
   void OnWeights(uint64_t step, int chunk, ShardBuffer shard) override;
   void OnCommitted(uint64_t step, double update_seconds) override;
   void OnDetached(const absl::Status& status) override;
@@ -72,7 +73,8 @@ class RankOutbox final : public RankListener {
   struct Weights {
     uint64_t step = 0;
     int chunk = 0;
-    ShardBuffer shard;  // Null: to be read from the job.
+    bool provisional = false;
+    ShardBuffer shard;  // Null, if not provisional: to be read from the job.
   };
   // unique_ptr: a message that is not weights is large and rare, and weights are many.
   using Item = std::variant<Weights, std::unique_ptr<v1::TrainResponse>>;

@@ -66,10 +66,12 @@ absl::Status TrainStream::Handle(const proto::Frame<v1::TrainRequest>& frame) {
 absl::Status TrainStream::Open(const v1::OpenTrain& request) {
   BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job,
                            FindJob(engine_, request.name(), request.uid()));
+  BALLAST_ASSIGN_OR_RETURN(const UpdateMode update_mode, proto::FromProto(request.update_mode()));
   BALLAST_ASSIGN_OR_RETURN(rank_stream_, job->OpenStream({.uid = request.uid(),
                                                           .rank = request.rank(),
                                                           .process_id = request.process_id(),
-                                                          .generation = request.generation()},
+                                                          .generation = request.generation(),
+                                                          .update_mode = update_mode},
                                                          outbox_));
   outbox_->Opened(job, request.rank(), rank_stream_->position());
   return absl::OkStatus();
@@ -77,6 +79,7 @@ absl::Status TrainStream::Open(const v1::OpenTrain& request) {
 
 absl::Status TrainStream::BeginStep(const v1::BeginStep& request) {
   StepSettings settings;
+  settings.trainer_state = request.trainer_state();
   if (request.loss_scale() != 0) settings.scale.loss_scale = request.loss_scale();
   settings.scale.divisors.assign(request.divisors().begin(), request.divisors().end());
   for (const auto& [group, changes] : request.overrides()) {
@@ -103,10 +106,15 @@ absl::Status TrainStream::Contribute(const v1::GradientHeader& header,
 }
 
 absl::Status TrainStream::EndMicroStep(const v1::EndMicroStep& request) {
-  return rank_stream_->EndMicroStep(
-      request.step(), request.micro_step(),
-      {.all = request.all_used(),
-       .parameters = {request.used_parameters().begin(), request.used_parameters().end()}});
+  UsedParameters used = {
+      .all = request.all_used(),
+      .parameters = {request.used_parameters().begin(), request.used_parameters().end()}};
+  if (request.has_non_finite()) {
+    used.non_finite = {.parameter = request.non_finite().parameter(),
+                       .element = request.non_finite().element(),
+                       .value = request.non_finite().value()};
+  }
+  return rank_stream_->EndMicroStep(request.step(), request.micro_step(), used);
 }
 
 absl::Status TrainStream::Seal(const v1::Seal& request) {

@@ -12,10 +12,11 @@
 
 namespace ballast::server {
 
-inline v1::WeightHeader MakeWeightHeader(uint64_t step, int chunk) {
+inline v1::WeightHeader MakeWeightHeader(uint64_t step, int chunk, bool provisional = false) {
   v1::WeightHeader header;
   header.set_step(step);
   header.set_chunk(static_cast<uint32_t>(chunk));
+  header.set_provisional(provisional);
   return header;
 }
 

@@ -43,6 +43,10 @@ ABSL_ATTRIBUTE_NOINLINE double GlobalNorm(absl::Span<const absl::Span<const doub
   return std::sqrt(squared_norm);
 }
 
+float Multiplier(double clip_coefficient, const GradientScale& scale, size_t group) {
+  return static_cast<float>(clip_coefficient / DivisorOf(scale, group));
+}
+
 }  // namespace
 
 double BlockSumOfSquaresReference(const void* gradient, DType dtype) {
@@ -61,7 +65,7 @@ Decision Decide(absl::Span<const absl::Span<const double>> block_sums, const Gra
     decision.clip_coefficient = std::min(1.0, max_norm / (decision.norm + 1e-6));
   }
   for (size_t group = 0; group < block_sums.size(); ++group) {
-    const auto multiplier = static_cast<float>(decision.clip_coefficient / DivisorOf(scale, group));
+    const float multiplier = Multiplier(decision.clip_coefficient, scale, group);
     if (!std::isnormal(multiplier)) {
       decision.multipliers.clear();
       return decision;
@@ -70,6 +74,11 @@ Decision Decide(absl::Span<const absl::Span<const double>> block_sums, const Gra
   }
   decision.apply = true;
   return decision;
+}
+
+float UnclippedMultiplier(const GradientScale& scale, int group) {
+  const ScopedFloatingPointMode mode(Denormals::kKeep);
+  return Multiplier(1.0, scale, group);
 }
 
 }  // namespace ballast

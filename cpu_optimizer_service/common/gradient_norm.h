@@ -46,6 +46,10 @@ struct Decision {
 Decision Decide(absl::Span<const absl::Span<const double>> block_sums, const GradientScale& scale,
                 double max_norm);
 
+// The multiplier of a group in a decision that does not clip, bit for bit: what speculation
+// guesses. Not a normal fp32 value where such a decision would skip.
+float UnclippedMultiplier(const GradientScale& scale, int group);
+
 }  // namespace ballast
 
 #endif  // BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_GRADIENT_NORM_H_

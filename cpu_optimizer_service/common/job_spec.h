@@ -19,6 +19,13 @@ enum class UnusedPolicy : uint8_t {
   kZero,   // It is updated with a gradient of zero, as in ZeRO.
 };
 
+// When chunks are updated; the bits are the same.
+enum class UpdateMode : uint8_t {
+  kWait,       // After the decision.
+  kSpeculate,  // When a chunk's final contribution is in, into a second version, as if nothing were
+               // clipped or unused; the decision publishes it, or it is computed again.
+};
+
 struct GroupSpec {
   std::string name;  // Unique in the job, not empty.
   HyperParameters hyper_parameters;
@@ -36,6 +43,8 @@ struct JobSpec {
   UnusedPolicy unused_policy = UnusedPolicy::kError;
   // The most micro-steps that a step may have; 0: any number. With 1 no accumulators are allocated.
   uint32_t max_micro_steps = 0;
+  // kSpeculate asks for memory for second versions; where there is none, the job waits.
+  UpdateMode update_mode = UpdateMode::kWait;
 
   bool operator==(const JobSpec&) const = default;
 };
@@ -44,7 +53,8 @@ struct JobSpec {
 absl::Status Validate(const JobSpec& spec);
 
 // Empty if the two describe the same training, else one line naming the first difference, `a`
-// first. Hyper-parameters may differ: they change during a run.
+// first. Hyper-parameters may differ: they change during a run. So may the update mode: it changes
+// no bit.
 std::string FirstDifference(const JobSpec& a, const JobSpec& b);
 
 }  // namespace ballast

@@ -67,9 +67,20 @@ class RecordingListener : public RankListener {
     MutexLock lock(mutex_);
     refusals_.push_back(refusal.status);
   }
-  void OnDecision(const StepOutcome& outcome) override {
+  void OnProvisionalWeights(uint64_t step, int chunk, ShardBuffer shard) override {
+    MutexLock lock(mutex_);
+    provisional_[chunk].assign(shard.bytes().begin(), shard.bytes().end());
+    changed_.NotifyAll();
+  }
+  // Provisional weights that stay become the rank's, as they do in a worker.
+  void OnDecision(const StepOutcome& outcome, absl::Span<const int> dropped_chunks) override {
     MutexLock lock(mutex_);
     outcomes_.push_back(outcome);
+    for (const int chunk : dropped_chunks) provisional_.erase(chunk);
+    if (outcome.decision.apply) {
+      for (auto& [chunk, bytes] : provisional_) shards_[chunk] = std::move(bytes);
+    }
+    provisional_.clear();
   }
   void OnWeights(uint64_t step, int chunk, ShardBuffer shard) override {
     MutexLock lock(mutex_);
@@ -91,6 +102,10 @@ class RecordingListener : public RankListener {
   void WaitForCommit(uint64_t step) {
     MutexLock lock(mutex_);
     while (committed_ < step) changed_.Wait(mutex_);
+  }
+  void WaitForProvisional(size_t chunks) {
+    MutexLock lock(mutex_);
+    while (provisional_.size() < chunks) changed_.Wait(mutex_);
   }
   void WaitForCommitOrDetach(uint64_t step) {
     MutexLock lock(mutex_);
@@ -124,6 +139,7 @@ class RecordingListener : public RankListener {
   std::vector<int> waiting_ ABSL_GUARDED_BY(mutex_);
   std::vector<absl::Status> refusals_ ABSL_GUARDED_BY(mutex_);
   std::vector<StepOutcome> outcomes_ ABSL_GUARDED_BY(mutex_);
+  std::map<int, std::vector<std::byte>> provisional_ ABSL_GUARDED_BY(mutex_);  // By chunk.
   std::map<int, std::optional<std::vector<std::byte>>> shards_ ABSL_GUARDED_BY(mutex_);
   uint64_t committed_ ABSL_GUARDED_BY(mutex_) = 0;
   absl::Status detached_ ABSL_GUARDED_BY(mutex_);
@@ -160,7 +176,8 @@ class JobDriver {
     streams_[rank] = job_->OpenStream({.uid = job_->uid(),
                                        .rank = rank,
                                        .process_id = process_id,
-                                       .generation = attachment.generation},
+                                       .generation = attachment.generation,
+                                       .update_mode = job_->spec().update_mode},
                                       listeners_[rank])
                          .value();
   }

@@ -85,7 +85,7 @@ class RankOutboxTest : public testing::Test {
     outbox_.WriteDone(true);
   }
 
-  void Decide(uint64_t step) { outbox_.OnDecision(StepOutcome{.step = step}); }
+  void Decide(uint64_t step) { outbox_.OnDecision(StepOutcome{.step = step}, {}); }
 
   Engine engine_{{.memory_limit_bytes = 64 << 20, .threads = 1}};
   std::shared_ptr<Job> job_;
