@@ -1,10 +1,15 @@
 #include "cpu_optimizer_service/checkpoint.h"
 
+#include <algorithm>
+#include <cmath>
 #include <nlohmann/json.hpp>
 #include <random>
 #include <utility>
 
 #include "absl/container/flat_hash_map.h"
+#include "absl/strings/ascii.h"
+#include "absl/strings/escaping.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "cpu_optimizer_service/common/status.h"
@@ -78,6 +83,32 @@ json ToJson(const HyperParameters& values) {
           {"maximize", values.maximize}};
 }
 
+// JSON has no word for what is not finite.
+json DoubleToJson(double value) {
+  return std::isfinite(value) ? json(value) : json(absl::StrCat(value));
+}
+
+double DoubleFromJson(const json& value) {
+  double result = 0;
+  if (value.is_string() && absl::SimpleAtod(value.get<std::string>(), &result)) return result;
+  return value.get<double>();  // Throws for any other string.
+}
+
+json ToJson(const std::optional<StepRecord>& record) {
+  if (!record.has_value()) return nullptr;
+  json groups = json::array();
+  for (const HyperParameters& values : record->hyper_parameters) groups.push_back(ToJson(values));
+  const StepOutcome& outcome = record->outcome;
+  return {{"applied", outcome.decision.apply},
+          {"norm", DoubleToJson(outcome.decision.norm)},
+          {"clip_coefficient", DoubleToJson(outcome.decision.clip_coefficient)},
+          {"skip_reason", outcome.skip_reason},
+          {"unused_parameters", outcome.unused_parameters},
+          {"micro_steps", record->micro_steps},
+          {"loss_scale", record->loss_scale},
+          {"hyper_parameters", groups}};
+}
+
 json ToJson(const CheckpointIndex& index) {
   json groups = json::array();
   for (const CheckpointIndex::Group& group : index.groups) {
@@ -91,9 +122,16 @@ json ToJson(const CheckpointIndex& index) {
                           {"elements", parameter.elements},
                           {"update_count", parameter.update_count}});
   }
-  return {{"format", kFormat},       {"version", kVersion},     {"job", index.job},
-          {"uid", index.uid},        {"step", index.step},      {"groups", groups},
-          {"files", json::object()}, {"parameters", parameters}};
+  return {{"format", kFormat},
+          {"version", kVersion},
+          {"job", index.job},
+          {"uid", index.uid},
+          {"step", index.step},
+          {"trainer_state", absl::BytesToHexString(index.trainer_state)},
+          {"last_step", ToJson(index.last_step)},
+          {"groups", groups},
+          {"files", json::object()},
+          {"parameters", parameters}};
 }
 
 HyperParameters HyperParametersFromJson(const json& values) {
@@ -108,6 +146,34 @@ HyperParameters HyperParametersFromJson(const json& values) {
   values.at("amsgrad").get_to(result.amsgrad);
   values.at("maximize").get_to(result.maximize);
   return result;
+}
+
+std::optional<StepRecord> RecordFromJson(const json& text, uint64_t step) {
+  if (text.is_null()) return std::nullopt;
+  StepRecord record;
+  record.outcome.step = step;
+  text.at("applied").get_to(record.outcome.decision.apply);
+  record.outcome.decision.norm = DoubleFromJson(text.at("norm"));
+  record.outcome.decision.clip_coefficient = DoubleFromJson(text.at("clip_coefficient"));
+  text.at("skip_reason").get_to(record.outcome.skip_reason);
+  text.at("unused_parameters").get_to(record.outcome.unused_parameters);
+  text.at("micro_steps").get_to(record.micro_steps);
+  text.at("loss_scale").get_to(record.loss_scale);
+  for (const json& values : text.at("hyper_parameters")) {
+    record.hyper_parameters.push_back(HyperParametersFromJson(values));
+  }
+  return record;
+}
+
+bool TrainerStateIsSane(const std::string& hex) {
+  return hex.size() % 2 == 0 && hex.size() / 2 <= kMaxTrainerStateBytes &&
+         std::all_of(hex.begin(), hex.end(), absl::ascii_isxdigit);
+}
+
+bool LastStepIsSane(const CheckpointIndex& index) {
+  return !index.last_step.has_value() ||
+         (index.last_step->hyper_parameters.size() == index.groups.size() &&
+          index.last_step->outcome.unused_parameters.size() <= kRecordedNames);
 }
 
 // A count that a run could have reached, or -1.
@@ -131,6 +197,8 @@ CheckpointIndex IndexFromJson(const json& text) {
   text.at("job").get_to(index.job);
   text.at("uid").get_to(index.uid);
   index.step = static_cast<uint64_t>(Count(text.at("step")));
+  index.trainer_state = absl::HexStringToBytes(text.value("trainer_state", ""));
+  index.last_step = RecordFromJson(text.value("last_step", json()), index.step);
   for (const json& group : text.at("groups")) {
     index.groups.push_back(
         {.name = group.at("name"),
@@ -251,6 +319,10 @@ absl::StatusOr<Checkpoint> Checkpoint::Open(FileSystem& file_system, const std::
   if (!CountsAreSane(checkpoint.index_)) {
     return absl::DataLossError(
         absl::StrCat(IndexPath(directory), " is damaged: a count is negative or absurd"));
+  }
+  if (!LastStepIsSane(checkpoint.index_) || !TrainerStateIsSane(text.value("trainer_state", ""))) {
+    return absl::DataLossError(absl::StrCat(
+        IndexPath(directory), " is damaged: what it says of its last step is not what one leaves"));
   }
   for (const CheckpointIndex::Group& group : checkpoint.index_.groups) {
     BALLAST_RETURN_IF_ERROR(Annotate(Validate(group.hyper_parameters),

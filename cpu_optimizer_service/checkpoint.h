@@ -1,13 +1,14 @@
 // A checkpoint: a directory with one safetensors file per plane (master.safetensors,
 // exp_avg.safetensors, exp_avg_sq.safetensors, and max_exp_avg_sq.safetensors if a group has
 // amsgrad) and index.json, which holds the step, the groups' hyper-parameters, the parameters'
-// shapes and update counts, and the size and SHA-256 of every file. Tensors are logical, by
-// parameter name: they load onto any world size.
+// shapes and update counts, the trainer's state, the record of the last step, and the size and
+// SHA-256 of every file. Tensors are logical, by parameter name: they load onto any world size.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_CHECKPOINT_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_CHECKPOINT_H_
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -17,6 +18,7 @@
 #include "cpu_optimizer_service/chunk_store.h"
 #include "cpu_optimizer_service/common/hyper_parameters.h"
 #include "cpu_optimizer_service/file_system.h"
+#include "cpu_optimizer_service/job.h"
 #include "cpu_optimizer_service/safetensors.h"
 
 namespace ballast {
@@ -36,6 +38,10 @@ struct CheckpointIndex {
   std::string job;
   std::string uid;
   uint64_t step = 0;
+  std::string trainer_state;  // Any bytes.
+  // Of `step`, without its multipliers and counts of speculation; hyper-parameters in the order of
+  // `groups`. Absent before the first step, and, as the trainer's state, in older checkpoints.
+  std::optional<StepRecord> last_step;
   std::vector<Group> groups;
   std::vector<Parameter> parameters;
 };

@@ -47,7 +47,7 @@ struct ChunkStore::Impl {
   }
   absl::StatusOr<std::unique_ptr<Version>> TakeFresh(int chunk)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
-  // A version that nobody needs: kept for reuse if it is one of the first slots, else freed.
+  // A version that nobody needs: kept for reuse if it lies in the store's arenas, else freed.
   void Retire(int chunk, std::unique_ptr<Version> version) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
     if (version->spare != nullptr) Retire(chunk, std::move(version->spare));
     if (version->arena == nullptr) free[KeyOf(chunk)].push_back(std::move(version));
@@ -57,6 +57,7 @@ struct ChunkStore::Impl {
   const Options options;
   ArenaFactory& arenas;
   std::unique_ptr<Arena> arena;
+  std::unique_ptr<Arena> second_arena;  // Null: one slot per chunk.
   mutable Mutex mutex;
   std::vector<std::unique_ptr<Version>> table ABSL_GUARDED_BY(mutex);
   // No longer published but pinned still, and targets of writes under way.
@@ -159,6 +160,21 @@ absl::StatusOr<std::unique_ptr<ChunkStore>> ChunkStore::Create(const Layout& lay
       impl->table.push_back(std::move(version));
     }
   }
+  if (impl->options.second_versions) {
+    BALLAST_ASSIGN_OR_RETURN(
+        impl->second_arena,
+        arenas.Create(bytes, absl::StrCat(impl->options.owner, " second versions"),
+                      ArenaFactory::Touch::kNow));
+    MutexLock lock(impl->mutex);
+    std::byte* memory = impl->second_arena->data();
+    for (int chunk = 0; chunk < static_cast<int>(layout.chunks().size()); ++chunk) {
+      const auto [elements, planes] = impl->KeyOf(chunk);
+      auto version = std::make_unique<ChunkPin::Version>();
+      version->slot = MakeSlot(memory, elements, planes);
+      memory += SlotBytes(elements, planes);
+      impl->free[impl->KeyOf(chunk)].push_back(std::move(version));
+    }
+  }
   return std::unique_ptr<ChunkStore>(new ChunkStore(std::move(impl)));
 }
 
@@ -242,7 +258,15 @@ void ChunkStore::Publish(const Write& write, uint64_t step) {
 void ChunkStore::Drop(const Write& write) {
   assert(!write.in_place);
   MutexLock lock(impl_->mutex);
-  impl_->Retire(write.chunk, std::move(impl_->unpublished.extract(write.target).mapped()));
+  std::unique_ptr<ChunkPin::Version> dropped =
+      std::move(impl_->unpublished.extract(write.target).mapped());
+  // The write may have used the place that a pinned version keeps for its writer.
+  ChunkPin::Version& current = *impl_->table[write.chunk];
+  if (current.pins > 0 && current.spare == nullptr) {
+    current.spare = std::move(dropped);
+  } else {
+    impl_->Retire(write.chunk, std::move(dropped));
+  }
 }
 
 void ChunkStore::SetStep(uint64_t step) {

@@ -63,6 +63,8 @@ class ChunkStore {
   struct Options {
     // Per group: 3 planes, or 4 with amsgrad.
     std::vector<int> planes;
+    // Also allocates a second slot for each chunk, so that fresh versions need no further memory.
+    bool second_versions = false;
     // Slots beyond one per chunk come out of this budget when they are needed.
     MemoryBudget* budget = nullptr;
     std::string owner;  // For messages: "job gpt2".
@@ -70,7 +72,7 @@ class ChunkStore {
 
   static int64_t StateBytes(const Layout& layout, absl::Span<const int> planes);
 
-  // Allocates and zeroes one slot per chunk from `arena`. Both outlive the store.
+  // Allocates and zeroes the slots from `arenas`. Both outlive the store.
   static absl::StatusOr<std::unique_ptr<ChunkStore>> Create(const Layout& layout, Options options,
                                                             ArenaFactory& arenas);
   ~ChunkStore();

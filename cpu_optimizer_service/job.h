@@ -200,6 +200,8 @@ struct AttachRequest {
   // For a stream that is to be reopened: ABORTED if the job's is another, or if another process has
   // taken the rank. Without it, taking a taken rank raises the generation.
   std::optional<uint64_t> generation;
+  // The process has held this rank before: FAILED_PRECONDITION if another has taken it since.
+  bool rejoin = false;
 };
 struct Attachment {
   uint64_t generation = 0;
@@ -311,7 +313,8 @@ class Job : public std::enable_shared_from_this<Job> {
   // Writes a checkpoint directory (checkpoint.h), between steps: waits for an update that is
   // running and holds back the next.
   virtual absl::StatusOr<CheckpointInfo> Save(const std::string& directory) = 0;
-  // Replaces state, update counts, hyper-parameters and the committed step by a checkpoint's.
+  // Replaces state, update counts, hyper-parameters, the trainer's state and the committed step by
+  // a checkpoint's. Of the recent steps only its last one is known then.
   virtual absl::StatusOr<CheckpointInfo> Load(const std::string& directory) = 0;
   // SHA-256 in hex over the update counts and every element of every plane, by parameter: the same
   // for any world size, and unmoved by a skipped step.

@@ -28,16 +28,19 @@ void JobImpl::RunDecision() {
   UpdatePlan plan;
   {
     MutexLock lock(mutex_);
+    FinishGuesses();
     const auto* sealed = std::get_if<SealedStep>(&step_);
     if (sealed == nullptr) {  // Aborted meanwhile.
       deciding_ = false;
       changed_.NotifyAll();
       return;
     }
-    plan = Decide(MakeOutcome(sealed->terms()));
+    plan = Decide(MakeOutcome(*sealed));
   }
-  for (const auto& listener : plan.listeners) {
-    if (listener != nullptr) listener->OnDecision(plan.outcome, {});
+  for (size_t rank = 0; rank < plan.listeners.size(); ++rank) {
+    if (plan.listeners[rank] == nullptr) continue;
+    plan.listeners[rank]->OnDecision(
+        plan.outcome, plan.dropped.empty() ? absl::Span<const int>() : plan.dropped[rank]);
   }
   if (plan.outcome.decision.apply) {
     environment_.tasks->ForEach(
@@ -46,7 +49,8 @@ void JobImpl::RunDecision() {
   Commit(plan);
 }
 
-StepOutcome JobImpl::MakeOutcome(const StepTerms& terms) const {
+StepOutcome JobImpl::MakeOutcome(const SealedStep& sealed) const {
+  const StepTerms& terms = sealed.terms();
   std::vector<absl::Span<const double>> block_sums;
   for (int group = 0; group < layout_.group_count(); ++group) {
     block_sums.push_back(gradients_->block_sums(group));
@@ -54,11 +58,11 @@ StepOutcome JobImpl::MakeOutcome(const StepTerms& terms) const {
   StepOutcome outcome;
   outcome.step = terms.step;
   outcome.decision = ballast::Decide(block_sums, terms.settings.scale, spec_.max_norm);
-  if (!outcome.decision.apply) outcome.skip_reason = DescribeNonFinite();
+  if (!outcome.decision.apply) outcome.skip_reason = DescribeNonFinite(sealed.non_finite());
   return outcome;
 }
 
-std::string JobImpl::DescribeNonFinite() const {
+std::string JobImpl::DescribeNonFinite(const std::optional<NonFiniteReport>& report) const {
   for (int index = 0; index < static_cast<int>(layout_.chunks().size()); ++index) {
     const Chunk& chunk = layout_.chunks()[index];
     const absl::Span<const double> sums = gradients_->block_sums(chunk.group);
@@ -69,6 +73,12 @@ std::string JobImpl::DescribeNonFinite() const {
       for (int64_t i = block * kBlockElements; i < (block + 1) * kBlockElements; ++i) {
         const float value = LoadElement(gradient.data, gradient.dtype, i - chunk.begin);
         if (std::isfinite(value)) continue;
+        if (report.has_value()) {  // Nearer to the cause than what has been summed over ranks.
+          return absl::StrCat("gradient of ", spec_.layout.parameters[report->found.parameter].name,
+                              " is ", report->found.value, " at element ", report->found.element,
+                              ", found on rank ", report->rank, " in micro-step ",
+                              report->micro_step, " before reducing");
+        }
         const int parameter = layout_.ParameterAt(chunk.group, i);
         if (parameter == -1) return absl::StrCat("gradient is ", value, " in the padding");
         return absl::StrCat("gradient of ", spec_.layout.parameters[parameter].name, " is ", value,
@@ -85,43 +95,64 @@ JobImpl::UpdatePlan JobImpl::Decide(StepOutcome outcome) {
   UpdatePlan plan;
   plan.terms = sealed.terms();
   plan.micro_steps = sealed.micro_steps();
-  plan.update_counts.reserve(update_counts_.size());
+  if (ledger_.IsWhole(plan.micro_steps)) ++coverage_complete_steps_;
+  plan.update = {.step = plan.terms.step,
+                 .hyper_parameters = plan.terms.hyper_parameters,
+                 .multipliers = outcome.decision.multipliers,
+                 .update_counts = {}};
+  plan.update.update_counts.reserve(update_counts_.size());
   for (int p = 0; p < static_cast<int>(update_counts_.size()); ++p) {
     const ParameterSpec& parameter = spec_.layout.parameters[p];
     const bool unused = parameter.trainable && layout_.place(p).elements > 0 && !sealed.used(p);
     if (unused) outcome.unused_parameters.push_back(parameter.name);
     const bool updated =
         parameter.trainable && !(unused && spec_.unused_policy == UnusedPolicy::kSkip);
-    plan.update_counts.push_back(updated ? update_counts_[p] + 1 : 0);
+    plan.update.update_counts.push_back(updated ? update_counts_[p] + 1 : 0);
   }
   for (const Rank& rank : ranks_) plan.listeners.push_back(rank.listener);
   plan.outcome = outcome;
+  SettleGuesses(plan);
   step_ = std::move(sealed).Decide(std::move(outcome));  // The commit point.
   return plan;
 }
 
-void JobImpl::ApplyToChunk(const UpdatePlan& plan, int index) {
+int64_t JobImpl::ShardBytes(int index) const {
   const Chunk& chunk = layout_.chunks()[index];
-  const std::shared_ptr<RankListener>& listener = plan.listeners[chunk.rank];
-  const DType shard_dtype = spec_.groups[chunk.group].return_dtype;
-  ShardBuffer shard;
-  if (listener != nullptr) shard = shard_buffers_->TryTake(chunk.elements * SizeBytes(shard_dtype));
+  return chunk.elements * SizeBytes(spec_.groups[chunk.group].return_dtype);
+}
 
-  auto write = store_->BeginWrite(index, Destination::kInPlaceIfFree);
-  // A pinned chunk has a slot reserved, so there is always a place.
-  assert(write.ok());
+void JobImpl::UpdateTo(const Update& update, int index, const ChunkStore::Write& write,
+                       const ShardBuffer& shard) {
+  const int group = layout_.chunks()[index].group;
   UpdateChunk({.layout = &layout_,
                .chunk = index,
                .gradient = gradients_->view(index),
-               .from = write->from,
-               .to = write->to,
-               .hyper_parameters = &plan.terms.hyper_parameters[chunk.group],
-               .multiplier = plan.outcome.decision.multipliers[chunk.group],
+               .from = write.from,
+               .to = write.to,
+               .hyper_parameters = &update.hyper_parameters[group],
+               .multiplier = update.multipliers[group],
                .shard = shard.data(),
-               .shard_dtype = shard_dtype},
-              [&](int parameter) { return plan.update_counts[parameter]; });
-  store_->Publish(*write, plan.terms.step);
-  if (listener != nullptr) listener->OnWeights(plan.terms.step, index, std::move(shard));
+               .shard_dtype = spec_.groups[group].return_dtype},
+              [&](int parameter) { return update.update_counts[parameter]; });
+}
+
+void JobImpl::ApplyToChunk(const UpdatePlan& plan, int index) {
+  const std::shared_ptr<RankListener>& listener = plan.listeners[layout_.chunks()[index].rank];
+  if (!plan.guessed.empty() && plan.guessed[index].holds) {
+    const UpdatePlan::Guessed& guessed = plan.guessed[index];
+    store_->Publish(guessed.write, plan.update.step);
+    // Untold: the pool was empty, or another stream was.
+    if (listener != nullptr && !guessed.told) listener->OnWeights(plan.update.step, index, {});
+    return;
+  }
+  ShardBuffer shard;
+  if (listener != nullptr) shard = shard_buffers_->TryTake(ShardBytes(index));
+  auto write = store_->BeginWrite(index, Destination::kInPlaceIfFree);
+  // A pinned chunk has a slot reserved, so there is always a place.
+  assert(write.ok());
+  UpdateTo(plan.update, index, *write, shard);
+  store_->Publish(*write, plan.update.step);
+  if (listener != nullptr) listener->OnWeights(plan.update.step, index, std::move(shard));
 }
 
 void JobImpl::Commit(const UpdatePlan& plan) {
@@ -138,7 +169,7 @@ void JobImpl::Commit(const UpdatePlan& plan) {
     ledger_.Clear();
     if (plan.outcome.decision.apply) {
       for (size_t p = 0; p < update_counts_.size(); ++p) {
-        if (plan.update_counts[p] > 0) update_counts_[p] = plan.update_counts[p];
+        if (plan.update.update_counts[p] > 0) update_counts_[p] = plan.update.update_counts[p];
       }
       ++applied_steps_;
     } else {
@@ -153,7 +184,9 @@ void JobImpl::Commit(const UpdatePlan& plan) {
       later_changes_[group] = {};
     }
     committed_step_ = plan.terms.step;
+    trainer_state_ = plan.terms.settings.trainer_state;
     recent_steps_.push_back({.outcome = plan.outcome,
+                             .speculation = plan.speculation,
                              .micro_steps = plan.micro_steps,
                              .loss_scale = plan.terms.settings.scale.loss_scale,
                              .hyper_parameters = plan.terms.hyper_parameters});

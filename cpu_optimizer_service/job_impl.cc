@@ -57,6 +57,7 @@ MemoryNeed NeedOf(const JobSpec& spec, const Layout& layout) {
   need.state_bytes = ChunkStore::StateBytes(layout, PlanesByGroup(spec));
   need.gradient_bytes = GradientStore::GradientBytes(spec, layout);
   need.accumulator_bytes = GradientStore::AccumulatorBytes(spec, layout);
+  if (spec.update_mode == UpdateMode::kSpeculate) need.speculation_bytes = need.state_bytes;
   need.other_bytes = ShardBufferBytes(spec, layout) * ShardBufferCount(layout) +
                      layout.total_flat_elements() / kBlockElements * int64_t{sizeof(double)} +
                      TableBytes(spec, layout);
@@ -80,6 +81,7 @@ JobImpl::JobImpl(JobSpec spec, Layout layout, const JobEnvironment& environment)
       need_(NeedOf(spec_, layout_)),
       ranks_(layout_.world_size()),
       ledger_(static_cast<int64_t>(layout_.chunks().size())),
+      guesses_(layout_.chunks().size()),
       weights_arrived_(layout_.chunks().size(), false),
       weights_missing_(static_cast<int64_t>(layout_.chunks().size())),
       later_changes_(spec_.groups.size()),
@@ -89,12 +91,22 @@ JobImpl::JobImpl(JobSpec spec, Layout layout, const JobEnvironment& environment)
 
 absl::Status JobImpl::Allocate() {
   const std::string owner = absl::StrCat("job ", spec_.name);
-  BALLAST_ASSIGN_OR_RETURN(reservation_, environment_.budget->Reserve(need_.total_bytes(), owner));
-  BALLAST_ASSIGN_OR_RETURN(
-      store_,
-      ChunkStore::Create(
-          layout_, {.planes = PlanesByGroup(spec_), .budget = environment_.budget, .owner = owner},
-          *environment_.arenas));
+  absl::StatusOr<MemoryBudget::Reservation> reservation =
+      environment_.budget->Reserve(need_.total_bytes(), owner);
+  if (!reservation.ok() && need_.speculation_bytes > 0) {
+    speculation_refused_ = std::string(reservation.status().message());
+    need_.speculation_bytes = 0;
+    reservation = environment_.budget->Reserve(need_.total_bytes(), owner);
+  }
+  if (!reservation.ok()) return reservation.status();
+  reservation_ = *std::move(reservation);
+  BALLAST_ASSIGN_OR_RETURN(store_,
+                           ChunkStore::Create(layout_,
+                                              {.planes = PlanesByGroup(spec_),
+                                               .second_versions = need_.speculation_bytes > 0,
+                                               .budget = environment_.budget,
+                                               .owner = owner},
+                                              *environment_.arenas));
   BALLAST_ASSIGN_OR_RETURN(gradients_, GradientStore::Create(spec_, layout_, *environment_.arenas));
   shard_buffers_ =
       ShardBufferPool::Create(ShardBufferBytes(spec_, layout_), ShardBufferCount(layout_));
@@ -247,7 +259,15 @@ JobStatus JobImpl::Status() const {
   status.committed_step = committed_step_;
   status.applied_steps = applied_steps_;
   status.skipped_steps = skipped_steps_;
+  status.coverage_complete_steps = coverage_complete_steps_;
+  status.trainer_state = trainer_state_;
   status.memory = need_;
+  status.speculation = speculation_;
+  status.speculation_refused = speculation_refused_;
+  status.speculation_paused =
+      CanSpeculate() ? std::count_if(guesses_.begin(), guesses_.end(),
+                                     [](const Guess& guess) { return guess.history.paused(); })
+                     : 0;
   status.hyper_parameters = hyper_parameters_;
   status.update_counts = update_counts_;
   status.recent_steps.assign(recent_steps_.begin(), recent_steps_.end());
@@ -272,24 +292,7 @@ JobStatus JobImpl::Status() const {
     status.phase = JobPhase::kReady;
   }
   for (int rank = 0; rank < layout_.world_size(); ++rank) {
-    RankProgress progress;
-    progress.attached = !ranks_[rank].process_id.empty();
-    progress.process_id = ranks_[rank].process_id;
-    progress.chunks = static_cast<int64_t>(layout_.chunks_of_rank(rank).size());
-    if (in_step != nullptr) {
-      const RankInStep& state = (*in_step)[rank];
-      progress.begun = state.begun;
-      progress.micro_steps_ended = state.micro_steps_ended;
-      progress.sealed = state.sealed.has_value();
-      uint32_t target = state.sealed.value_or(0);
-      for (const int chunk : layout_.chunks_of_rank(rank)) {
-        target = std::max(target, ledger_.next_micro_step(chunk));
-      }
-      for (const int chunk : layout_.chunks_of_rank(rank)) {
-        progress.chunks_complete += target > 0 && ledger_.next_micro_step(chunk) == target;
-      }
-    }
-    status.ranks.push_back(std::move(progress));
+    status.ranks.push_back(ProgressOf(rank, in_step == nullptr ? nullptr : &(*in_step)[rank]));
   }
   return status;
 }

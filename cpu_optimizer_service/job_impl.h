@@ -2,12 +2,16 @@
 //   job_impl.cc        creation, first weights, control, status
 //   job_ranks.cc       who holds which rank: attaching, streams, generations
 //   job_stream.cc      what a rank says in a step, up to the last seal
+//   job_coverage.cc    who has sent what
+//   job_speculation.cc updates ahead of the decision
 //   job_decision.cc    from the last seal to the commit
 //   job_state.cc       looking at state, saving, loading
 //
 // One mutex guards all that the ranks say; arithmetic happens outside it. These markers keep it
 // apart:
-//   in_flight   a rank's contribution is being added; clearing the step waits for it
+//   in_flight   a rank's contribution is being added, or it is told of provisional weights;
+//               clearing the step waits for it
+//   guesses_    what is updated ahead of the decision; see job_speculation.cc
 //   clearing_   the undecided step is being forgotten; no other may begin
 //   deciding_   a decision and its update are running: gradients and state belong to them
 //   loading_    a checkpoint is being loaded: state belongs to it
@@ -28,6 +32,7 @@
 #include "cpu_optimizer_service/common/mutex.h"
 #include "cpu_optimizer_service/file_system.h"
 #include "cpu_optimizer_service/gradient_store.h"
+#include "cpu_optimizer_service/guess_history.h"
 #include "cpu_optimizer_service/job.h"
 #include "cpu_optimizer_service/ledger.h"
 #include "cpu_optimizer_service/memory_budget.h"
@@ -83,9 +88,11 @@ class JobImpl : public Job {
   using Listeners = std::vector<std::shared_ptr<RankListener>>;
 
   struct Rank {
-    std::string process_id;  // Empty: the rank is free.
-    uint64_t stream = 0;     // Number of its stream; 0: none.
+    std::string process_id;       // Empty: the rank is free.
+    std::string last_process_id;  // Who took it last, also when it is free.
+    uint64_t stream = 0;          // Number of its stream; 0: none.
     std::shared_ptr<RankListener> listener;
+    UpdateMode update_mode = UpdateMode::kWait;  // Of its stream.
     int in_flight = 0;
     bool left = false;  // Its stream ended in mid-step; free once the step is over.
   };
@@ -94,13 +101,41 @@ class JobImpl : public Job {
     int rank = 0;
     uint64_t stream = 0;
   };
-  // All that an update needs, so that it runs without the mutex.
+  // What the update of any chunk needs, besides its gradient.
+  struct Update {
+    uint64_t step = 0;
+    std::vector<HyperParameters> hyper_parameters;  // By group.
+    std::vector<float> multipliers;                 // By group.
+    std::vector<int64_t> update_counts;  // By parameter, of this update; 0: it is left as it is.
+  };
+  // A chunk's update ahead of the decision.
+  struct Guess {
+    enum class State : uint8_t { kNone, kQueued, kRunning, kReady };
+    State state = State::kNone;
+    std::shared_ptr<const Update> update;  // Of the task that is queued or running.
+    ChunkStore::Write write;               // kReady: where it lies.
+    uint64_t told_stream = 0;              // The stream that was told its weights; 0: none.
+    GuessHistory history;
+
+    void Reset() { *this = Guess{.history = history}; }
+  };
+  // All that follows from a decision, so that it runs without the mutex.
   struct UpdatePlan {
     StepOutcome outcome;
     StepTerms terms;
     uint32_t micro_steps = 0;
-    std::vector<int64_t> update_counts;  // By parameter, of this update; 0: it is left as it is.
-    Listeners listeners;                 // By rank; may be null.
+    Update update;
+    Listeners listeners;  // By rank; may be null.
+    // Guesses that became true, by chunk; the chunks that are computed again, by rank. Both empty
+    // in a job that waits.
+    struct Guessed {
+      bool holds = false;
+      bool told = false;
+      ChunkStore::Write write;
+    };
+    std::vector<Guessed> guessed;
+    std::vector<std::vector<int>> dropped;
+    SpeculationCounts speculation;
   };
 
   JobImpl(JobSpec spec, Layout layout, const JobEnvironment& environment);
@@ -128,13 +163,16 @@ class JobImpl : public Job {
   absl::Status BeginStep(const StreamKey& key, uint64_t step, const StepSettings& settings);
   absl::StatusOr<ContributionResult> Contribute(const StreamKey& key, const Contribution& given);
   absl::Status EndMicroStep(const StreamKey& key, uint64_t step, uint32_t micro_step,
-                            const UsedParameters& used);
+                            UsedParameters used);
   absl::StatusOr<std::optional<SealRefusal>> Seal(const StreamKey& key, uint64_t step,
                                                   uint32_t micro_steps);
   absl::StatusOr<StepTerms> MakeTerms(uint64_t step, const StepSettings& settings) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckContribution(int rank, const Contribution& given) const;
+  absl::Status CheckUsed(int rank, const UsedParameters& used) const;
   absl::StatusOr<OpenStep*> FindOpenStep(uint64_t step) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool HasTakenSeal(uint64_t step, uint32_t micro_steps) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   std::optional<SealRefusal> CheckRankIsWhole(const OpenStep& open, int rank,
                                               uint32_t micro_steps) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -144,12 +182,43 @@ class JobImpl : public Job {
   // A chunk that has a non-zero gradient in elements [begin, end) of a flat space, or -1.
   int ChunkWithGradient(int group, int64_t begin, int64_t end) const;
 
+  // job_coverage.cc
+  // Whether the rank's backward reached some parameter in every micro-step, where it must.
+  std::optional<SealRefusal> CheckBackwardReached(const OpenStep& open, int rank) const;
+  // `state` is null between steps.
+  RankProgress ProgressOf(int rank, const RankInStep* state) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Parameters with elements in chunks of the rank that stand elsewhere; the first kMissingNames.
+  std::vector<std::string> NamesBehind(int rank, uint32_t micro_step) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  // job_speculation.cc
+  bool CanSpeculate() const;
+  // What the step's update will be if nothing is clipped or unused; null if no guess can hold.
+  std::shared_ptr<const Update> MakeGuess(const StepTerms& terms) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Of a chunk whose sums are current, unscaled and divided; only guesses depend on it.
+  double SquaredNormOf(int chunk, const Update& guess) const;
+  // The chunk's final contribution is in.
+  void GuessIfWorthwhile(int chunk, double squared_norm) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void RunGuess(int chunk, std::shared_ptr<const Update> update);
+  // Cancels what is queued and waits for what is running; no guess starts in this step any more.
+  void FinishGuesses() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void DropGuesses() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool WouldHold(const UpdatePlan& plan, int chunk) const;
+  // Takes the guesses that hold into the plan and drops the others. None is queued or running.
+  void SettleGuesses(UpdatePlan& plan) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
   // job_decision.cc
   void StartDecisionIfDue() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void RunDecision();
-  StepOutcome MakeOutcome(const StepTerms& terms) const;
-  std::string DescribeNonFinite() const;
+  StepOutcome MakeOutcome(const SealedStep& sealed) const;
+  // Why a step is skipped; `report` is what a worker found before reducing.
+  std::string DescribeNonFinite(const std::optional<NonFiniteReport>& report) const;
   UpdatePlan Decide(StepOutcome outcome) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void UpdateTo(const Update& update, int chunk, const ChunkStore::Write& write,
+                const ShardBuffer& shard);
+  int64_t ShardBytes(int chunk) const;
   void ApplyToChunk(const UpdatePlan& plan, int chunk);
   void Commit(const UpdatePlan& plan);
 
@@ -158,12 +227,15 @@ class JobImpl : public Job {
   void ReadCommitted(int parameter, Plane plane, int64_t offset, absl::Span<float> out) const;
   absl::Status CheckLoadable(const Checkpoint& checkpoint) const;
   absl::Status LoadChunk(const Checkpoint& checkpoint, int chunk);
+  // The record of the checkpoint's last step, with the groups in this job's order.
+  StepRecord LastRecord(const CheckpointIndex& index) const;
 
   const JobSpec spec_;
   const Layout layout_;
   const JobEnvironment environment_;
   const std::string uid_;
-  const MemoryNeed need_;
+  MemoryNeed need_;                  // Constant once allocated, as the next.
+  std::string speculation_refused_;  // Why a job that was to speculate waits.
 
   MemoryBudget::Reservation reservation_;
   std::unique_ptr<GradientStore> gradients_;
@@ -184,6 +256,12 @@ class JobImpl : public Job {
   std::variant<std::monostate, OpenStep, SealedStep, DecidedStep> step_ ABSL_GUARDED_BY(mutex_);
   std::vector<Rank> ranks_ ABSL_GUARDED_BY(mutex_);
   Ledger ledger_ ABSL_GUARDED_BY(mutex_);
+  std::vector<Guess> guesses_ ABSL_GUARDED_BY(mutex_);  // By chunk.
+  // Of the step in progress; null: no more guesses in it.
+  std::shared_ptr<const Update> guess_ ABSL_GUARDED_BY(mutex_);
+  double guessed_squared_norm_ ABSL_GUARDED_BY(mutex_) = 0;  // Of final contributions, about.
+  int64_t guesses_running_ ABSL_GUARDED_BY(mutex_) = 0;
+  SpeculationCounts speculation_ ABSL_GUARDED_BY(mutex_);      // Since creation.
   std::vector<bool> weights_arrived_ ABSL_GUARDED_BY(mutex_);  // By chunk.
   int64_t weights_missing_ ABSL_GUARDED_BY(mutex_) = 0;
   std::vector<HyperParameters> hyper_parameters_ ABSL_GUARDED_BY(mutex_);  // By group, in force.
@@ -193,6 +271,8 @@ class JobImpl : public Job {
   std::deque<StepRecord> recent_steps_ ABSL_GUARDED_BY(mutex_);
   uint64_t applied_steps_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t skipped_steps_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t coverage_complete_steps_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::string trainer_state_ ABSL_GUARDED_BY(mutex_);  // Of the last committed step.
   int64_t last_accumulators_in_use_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 

@@ -48,6 +48,8 @@ void JobImpl::ClearStep() {
   clearing_ = true;
   const auto busy = [](const Rank& rank) { return rank.in_flight > 0; };
   while (deciding_ || std::any_of(ranks_.begin(), ranks_.end(), busy)) changed_.Wait(mutex_);
+  FinishGuesses();
+  DropGuesses();
   ledger_.Clear();
   // The next attempt begins after an operator's changes, so its overrides come last again.
   later_changes_.assign(later_changes_.size(), {});
@@ -104,19 +106,35 @@ absl::StatusOr<Attachment> JobImpl::Attach(const AttachRequest& request) {
     MutexLock lock(mutex_);
     BALLAST_RETURN_IF_ERROR(WaitUntilDecided());  // What is sealed and whole rolls forward first.
     BALLAST_RETURN_IF_ERROR(closed_ ? CheckUsable() : absl::OkStatus());
+    Rank& rank = ranks_[request.rank];
+    const bool taken = !rank.process_id.empty() && rank.process_id != request.process_id;
+    if (request.generation.has_value()) {
+      BALLAST_RETURN_IF_ERROR(CheckGeneration(*request.generation));
+      if (taken) {
+        return absl::AbortedError(absl::StrCat("another process has taken rank ", request.rank,
+                                               " of job ", spec_.name, " in generation ",
+                                               generation_));
+      }
+    }
+    if (request.rejoin && !rank.last_process_id.empty() &&
+        rank.last_process_id != request.process_id) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("another process has taken rank ", request.rank, " of job ", spec_.name,
+                       ": ", rank.last_process_id, "; this one was replaced"));
+    }
     if (request.expected_committed_step.has_value() &&
         *request.expected_committed_step != committed_step_) {
       return absl::FailedPreconditionError(
           absl::StrCat("job ", spec_.name, " stands at step ", committed_step_, ", rank ",
                        request.rank, " expected ", *request.expected_committed_step));
     }
-    Rank& rank = ranks_[request.rank];
-    if (!rank.process_id.empty() && rank.process_id != request.process_id) {
+    if (taken) {
       detached = RaiseGeneration();
       reason = absl::StrCat("a new process has taken rank ", request.rank, " of job ", spec_.name,
                             "; the generation is now ", generation_, "; attach again");
     }
     rank.process_id = request.process_id;
+    rank.last_process_id = request.process_id;
     rank.left = false;
     attachment = {.generation = generation_,
                   .committed_step = committed_step_,
@@ -151,6 +169,7 @@ absl::StatusOr<std::unique_ptr<RankStream>> JobImpl::OpenStream(
     const StreamKey key = {.rank = request.rank, .stream = ++last_stream_};
     replaced = std::exchange(rank.listener, std::move(listener));
     rank.stream = key.stream;
+    rank.update_mode = request.update_mode;
     while (rank.in_flight > 0) changed_.Wait(mutex_);  // What the older stream was adding.
     stream = std::make_unique<Stream>(std::static_pointer_cast<JobImpl>(shared_from_this()), key,
                                       PositionOf(request.rank));

@@ -122,6 +122,8 @@ CheckpointIndex JobImpl::MakeIndex() const {
   CheckpointIndex index = {.job = spec_.name, .uid = uid_};
   MutexLock lock(mutex_);
   index.step = committed_step_;
+  index.trainer_state = trainer_state_;
+  if (!recent_steps_.empty()) index.last_step = recent_steps_.back();
   for (int group = 0; group < layout_.group_count(); ++group) {
     index.groups.push_back(
         {.name = spec_.groups[group].name, .hyper_parameters = hyper_parameters_[group]});
@@ -245,6 +247,19 @@ absl::Status JobImpl::LoadChunk(const Checkpoint& checkpoint, int index) {
   return status;
 }
 
+StepRecord JobImpl::LastRecord(const CheckpointIndex& index) const {
+  StepRecord record = *index.last_step;
+  // The checkpoint may have groups that the job has not.
+  record.hyper_parameters.resize(layout_.group_count());
+  for (int group = 0; group < layout_.group_count(); ++group) {
+    for (size_t saved = 0; saved < index.groups.size(); ++saved) {
+      if (index.groups[saved].name != spec_.groups[group].name) continue;
+      record.hyper_parameters[group] = index.last_step->hyper_parameters[saved];
+    }
+  }
+  return record;
+}
+
 absl::StatusOr<CheckpointInfo> JobImpl::Load(const std::string& directory) {
   BALLAST_ASSIGN_OR_RETURN(const Checkpoint checkpoint,
                            Checkpoint::Open(*environment_.file_system, directory));
@@ -274,6 +289,9 @@ absl::StatusOr<CheckpointInfo> JobImpl::Load(const std::string& directory) {
   broken_ = absl::OkStatus();
   const CheckpointIndex& index = checkpoint.index();
   committed_step_ = index.step;
+  trainer_state_ = index.trainer_state;
+  recent_steps_.clear();  // Of steps that this state has not seen.
+  if (index.last_step.has_value()) recent_steps_.push_back(LastRecord(index));
   store_->SetStep(index.step);
   for (const CheckpointIndex::Parameter& saved : index.parameters) {
     update_counts_[layout_.FindParameter(saved.name)] = saved.update_count;

@@ -84,6 +84,11 @@ absl::Status JobImpl::BeginStep(const StreamKey& key, uint64_t step, const StepS
   MutexLock lock(mutex_);
   while (clearing_) changed_.Wait(mutex_);
   BALLAST_RETURN_IF_ERROR(CheckCurrent(key));
+  if (settings.trainer_state.size() > kMaxTrainerStateBytes) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "rank ", key.rank, " begins step ", step, " with a trainer_state of ",
+        settings.trainer_state.size(), " bytes, of ", kMaxTrainerStateBytes, " at most"));
+  }
   if (weights_missing_ > 0) {
     return absl::FailedPreconditionError(
         absl::StrCat("job ", spec_.name, " has no weights yet: ", weights_missing_, " of ",
@@ -100,6 +105,8 @@ absl::Status JobImpl::BeginStep(const StreamKey& key, uint64_t step, const StepS
       return absl::UnavailableError("the service is stopping and begins no new steps");
     }
     BALLAST_ASSIGN_OR_RETURN(StepTerms terms, MakeTerms(step, settings));
+    guess_ = CanSpeculate() ? MakeGuess(terms) : nullptr;
+    guessed_squared_norm_ = 0;
     step_ = OpenStep(std::move(terms), layout_.world_size(),
                      static_cast<int64_t>(spec_.layout.parameters.size()));
   }
@@ -139,6 +146,7 @@ absl::Status JobImpl::CheckContribution(int rank, const Contribution& given) con
 absl::StatusOr<ContributionResult> JobImpl::Contribute(const StreamKey& key,
                                                        const Contribution& given) {
   const int chunk = static_cast<int>(given.chunk);
+  std::shared_ptr<const Update> guess;
   {
     MutexLock lock(mutex_);
     BALLAST_RETURN_IF_ERROR(CheckCurrent(key));
@@ -150,6 +158,7 @@ absl::StatusOr<ContributionResult> JobImpl::Contribute(const StreamKey& key,
     if (verdict == Ledger::Verdict::kRepeat) return ContributionResult::kRepeat;
     BALLAST_RETURN_IF_ERROR(open->CheckMayContribute(key.rank));
     ++ranks_[key.rank].in_flight;
+    guess = guess_;
   }
   // This rank's calls come one at a time and nobody else owns the chunk.
   if (given.empty) {
@@ -157,24 +166,46 @@ absl::StatusOr<ContributionResult> JobImpl::Contribute(const StreamKey& key,
   } else {
     gradients_->Add(chunk, given.payload);
   }
-  if (given.final) gradients_->UpdateSums(chunk);
+  double squared_norm = 0;
+  if (given.final) {
+    gradients_->UpdateSums(chunk);
+    if (guess != nullptr) squared_norm = SquaredNormOf(chunk, *guess);
+  }
   MutexLock lock(mutex_);
-  ledger_.Advance(given.chunk, given.micro_step_end);
+  ledger_.Advance(given.chunk, given.micro_step_end, given.final);
   --ranks_[key.rank].in_flight;
+  if (given.final) GuessIfWorthwhile(chunk, squared_norm);
   changed_.NotifyAll();
   return ContributionResult::kAdded;
 }
 
-absl::Status JobImpl::EndMicroStep(const StreamKey& key, uint64_t step, uint32_t micro_step,
-                                   const UsedParameters& used) {
+absl::Status JobImpl::CheckUsed(int rank, const UsedParameters& used) const {
+  const auto is_trainable = [&](int parameter) {
+    return parameter >= 0 && parameter < static_cast<int>(spec_.layout.parameters.size()) &&
+           spec_.layout.parameters[parameter].trainable;
+  };
   for (const int parameter : used.parameters) {
-    if (parameter < 0 || parameter >= static_cast<int>(spec_.layout.parameters.size()) ||
-        !spec_.layout.parameters[parameter].trainable) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("rank ", key.rank, " names parameter ", parameter,
-                       " as used, which is not a trainable parameter of job ", spec_.name));
-    }
+    if (is_trainable(parameter)) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("rank ", rank, " names parameter ", parameter,
+                     " as used, which is not a trainable parameter of job ", spec_.name));
   }
+  if (!used.non_finite.has_value()) return absl::OkStatus();
+  const auto [parameter, element, value] = *used.non_finite;
+  const bool is_one = is_trainable(parameter) && element >= 0 &&
+                      element < layout_.place(parameter).elements && !std::isfinite(value);
+  if (is_one) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("rank ", rank, " reports a non-finite gradient that is none: ", value,
+                   " at element ", element, " of parameter ", parameter, " of job ", spec_.name));
+}
+
+absl::Status JobImpl::EndMicroStep(const StreamKey& key, uint64_t step, uint32_t micro_step,
+                                   UsedParameters used) {
+  BALLAST_RETURN_IF_ERROR(CheckUsed(key.rank, used));
+  // Of no elements: backward may name them or not, and has not reached anything by that.
+  std::erase_if(used.parameters,
+                [&](int parameter) { return layout_.place(parameter).elements == 0; });
   MutexLock lock(mutex_);
   BALLAST_RETURN_IF_ERROR(CheckCurrent(key));
   BALLAST_ASSIGN_OR_RETURN(OpenStep * open, FindOpenStep(step));
@@ -187,6 +218,7 @@ std::optional<SealRefusal> JobImpl::CheckRankIsWhole(const OpenStep& open, int r
                                                      uint32_t micro_steps) const {
   const uint64_t step = open.terms().step;
   std::map<uint32_t, absl::flat_hash_set<int>> missing;  // Parameters by first missing micro-step.
+  int closed = -1;                                       // A chunk that can be sent no more.
   for (const int chunk : layout_.chunks_of_rank(rank)) {
     const uint32_t next = ledger_.next_micro_step(chunk);
     if (next > micro_steps) {
@@ -196,6 +228,7 @@ std::optional<SealRefusal> JobImpl::CheckRankIsWhole(const OpenStep& open, int r
                          {}};
     }
     if (next == micro_steps) continue;
+    if (ledger_.closed(chunk)) closed = chunk;
     auto& parameters = missing[next];
     for (const ChunkPiece& piece : layout_.Pieces(chunk)) parameters.insert(piece.parameter);
   }
@@ -212,9 +245,13 @@ std::optional<SealRefusal> JobImpl::CheckRankIsWhole(const OpenStep& open, int r
     }
   }
   const MissingContribution& first = refusal.missing.front();
-  refusal.status = absl::FailedPreconditionError(absl::StrCat(
-      "step ", step, " is not whole: rank ", rank, " has not sent micro-step ", first.micro_step,
-      " of ", ListNames(first.parameters), "; send it and seal again"));
+  refusal.status = absl::FailedPreconditionError(
+      absl::StrCat("step ", step, " is not whole: rank ", rank, " has not sent micro-step ",
+                   first.micro_step, " of ", ListNames(first.parameters),
+                   closed == -1 ? "; send it and seal again"
+                                : absl::StrCat("; chunk ", closed,
+                                               " was closed by a final contribution, so "
+                                               "abort the step and redo it")));
   return refusal;
 }
 
@@ -300,6 +337,21 @@ int JobImpl::ChunkWithGradient(int group, int64_t begin, int64_t end) const {
   return -1;
 }
 
+// A reopened stream carries the last seal again, of which its client does not know that it was
+// taken. By the time it is read, the other ranks may have sealed, the step been committed, and the
+// next begun.
+bool JobImpl::HasTakenSeal(uint64_t step, uint32_t micro_steps) const {
+  if (step == committed_step_) {
+    return !recent_steps_.empty() && recent_steps_.back().outcome.step == step &&
+           recent_steps_.back().micro_steps == micro_steps;
+  }
+  const auto is_it = [&](const auto& sealed) {
+    return sealed != nullptr && sealed->terms().step == step &&
+           sealed->micro_steps() == micro_steps;
+  };
+  return is_it(std::get_if<SealedStep>(&step_)) || is_it(std::get_if<DecidedStep>(&step_));
+}
+
 absl::StatusOr<std::optional<SealRefusal>> JobImpl::Seal(const StreamKey& key, uint64_t step,
                                                          uint32_t micro_steps) {
   if (micro_steps == 0) {
@@ -311,9 +363,11 @@ absl::StatusOr<std::optional<SealRefusal>> JobImpl::Seal(const StreamKey& key, u
   {
     MutexLock lock(mutex_);
     BALLAST_RETURN_IF_ERROR(CheckCurrent(key));
+    if (HasTakenSeal(step, micro_steps)) return std::nullopt;
     BALLAST_ASSIGN_OR_RETURN(OpenStep * open, FindOpenStep(step));
     if (open->ranks()[key.rank].sealed == micro_steps) return std::nullopt;
     open->Unseal(key.rank);  // Its last word counts; until it is taken the rank has not sealed.
+    if (auto refused = CheckBackwardReached(*open, key.rank)) return refused;
     if (auto refused = CheckRankIsWhole(*open, key.rank, micro_steps)) return refused;
     if (absl::Status status = open->Seal(key.rank, micro_steps); !status.ok()) {
       return SealRefusal{status, {}};

@@ -1,5 +1,7 @@
 #include "cpu_optimizer_service/ledger.h"
 
+#include <algorithm>
+
 #include "absl/strings/str_cat.h"
 
 namespace ballast {
@@ -9,12 +11,23 @@ absl::StatusOr<Ledger::Verdict> Ledger::Judge(int64_t chunk, uint32_t begin, uin
     return absl::InvalidArgumentError(
         absl::StrCat("chunk ", chunk, ": micro-steps [", begin, ", ", end, ") are none"));
   }
-  const uint32_t next = next_[chunk];
-  if (begin == next) return Verdict::kNew;
+  const auto [next, closed] = entries_[chunk];
   if (end <= next) return Verdict::kRepeat;
+  if (closed) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("chunk ", chunk, ": micro-steps [", begin, ", ", end,
+                     ") came after a final contribution, which ended before micro-step ", next,
+                     "; nothing more is taken for it in this step"));
+  }
+  if (begin == next) return Verdict::kNew;
   return absl::FailedPreconditionError(absl::StrCat("chunk ", chunk, ": micro-steps [", begin, ", ",
                                                     end, ") came where micro-step ", next,
                                                     " is the next; send in order, each once"));
+}
+
+bool Ledger::IsWhole(uint32_t micro_steps) const {
+  return std::all_of(entries_.begin(), entries_.end(),
+                     [&](const Entry& entry) { return entry.next_micro_step == micro_steps; });
 }
 
 }  // namespace ballast

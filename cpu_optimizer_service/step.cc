@@ -39,6 +39,13 @@ std::string FirstDifference(const StepSettings& a, const StepSettings& b) {
                           "}, over the defaults");
     }
   }
+  if (a.trainer_state != b.trainer_state) {
+    const auto first = std::mismatch(a.trainer_state.begin(), a.trainer_state.end(),
+                                     b.trainer_state.begin(), b.trainer_state.end())
+                           .first;
+    return absl::StrCat("other settings: trainer_state differs at byte ",
+                        first - a.trainer_state.begin());
+  }
   return "";
 }
 
@@ -88,6 +95,14 @@ absl::Status OpenStep::EndMicroStep(int rank, uint32_t micro_step, const UsedPar
     used_.assign(used_.size(), true);
   } else {
     for (const int parameter : used.parameters) used_[parameter] = true;
+    const bool nothing = used.parameters.empty();
+    if (nothing && !state.reached_nothing.has_value()) state.reached_nothing = micro_step;
+  }
+  if (used.non_finite.has_value()) {
+    const bool first =
+        !non_finite_.has_value() ||
+        std::pair(micro_step, rank) < std::pair(non_finite_->micro_step, non_finite_->rank);
+    if (first) non_finite_ = {.rank = rank, .micro_step = micro_step, .found = *used.non_finite};
   }
   return absl::OkStatus();
 }

@@ -36,7 +36,15 @@ struct StepTerms {
 struct RankInStep {
   bool begun = false;
   uint32_t micro_steps_ended = 0;
-  std::optional<uint32_t> sealed;  // The number of micro-steps that it sealed.
+  std::optional<uint32_t> sealed;           // The number of micro-steps that it sealed.
+  std::optional<uint32_t> reached_nothing;  // The first one that ended with no parameter used.
+};
+
+// What a worker found when it checked its gradient before reducing.
+struct NonFiniteReport {
+  int rank = 0;
+  uint32_t micro_step = 0;
+  UsedParameters::NonFinite found;
 };
 
 class SealedStep;
@@ -65,6 +73,8 @@ class OpenStep {
   // Another rank that sealed a different number of micro-steps than `rank`, or -1.
   int RankThatDisagrees(int rank) const;
   bool used(int parameter) const { return used_[parameter]; }
+  // Of the lowest micro-step, and of its lowest rank.
+  const std::optional<NonFiniteReport>& non_finite() const { return non_finite_; }
   std::optional<double> SecondsSinceFirstSeal() const;
 
   // Precondition: every rank has sealed the same number.
@@ -75,6 +85,7 @@ class OpenStep {
   StepTerms terms_;
   std::vector<RankInStep> ranks_;
   std::vector<bool> used_;  // By parameter: some rank gave it a gradient in some micro-step.
+  std::optional<NonFiniteReport> non_finite_;
   std::optional<std::chrono::steady_clock::time_point> first_seal_;
 };
 
@@ -84,6 +95,7 @@ class SealedStep {
   const std::vector<RankInStep>& ranks() const { return open_.ranks_; }
   uint32_t micro_steps() const { return *open_.ranks_[0].sealed; }
   bool used(int parameter) const { return open_.used_[parameter]; }
+  const std::optional<NonFiniteReport>& non_finite() const { return open_.non_finite_; }
 
   DecidedStep Decide(StepOutcome outcome) &&;
 

@@ -1,5 +1,7 @@
 #include "server/job_service.h"
 
+#include <spdlog/spdlog.h>
+
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -24,6 +26,9 @@ absl::Status Create(Engine& engine, const v1::CreateJobRequest& request, v1::Job
   }
   BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, engine.CreateJob(std::move(spec)));
   response = ToMessage(engine, *job, /*with_parameters=*/true);
+  if (const std::string& why = response.speculation().unavailable(); !why.empty()) {
+    spdlog::warn("job {} updates after each decision, not ahead of it: {}", job->spec().name, why);
+  }
   return absl::OkStatus();
 }
 
@@ -48,6 +53,7 @@ absl::Status Attach(Engine& engine, const v1::AttachWorkerRequest& request,
                           .spec = {},
                           .generation = {}};
   if (request.has_generation()) attach.generation = request.generation();
+  attach.rejoin = request.rejoin();
   if (request.has_expected_committed_step()) {
     attach.expected_committed_step = request.expected_committed_step();
   }

@@ -3,13 +3,17 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <iterator>
+#include <nlohmann/json.hpp>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "cpu_optimizer_service/sha256.h"
 #include "tests/cpu_optimizer_service/job_driver.h"
 
 namespace ballast {
@@ -106,6 +110,104 @@ TEST_F(CheckpointTest, LoadedOntoAnyWorldSizeGoesOnWithTheSameBits) {
     resumed.Step(4, 3);
     EXPECT_EQ(resumed.job().StateHash(), uninterrupted.job().StateHash()) << world_size << " ranks";
   }
+}
+
+TEST_F(CheckpointTest, ALoadBringsBackTheTrainersStateAndTheRecordOfTheLastStep) {
+  const std::string any("\0\xff\"\n", 4);
+  JobDriver first(engine_, Spec(2));
+  first.UploadWeights();
+  first.AttachAll();
+  first.Step(1);
+  // A skipped step: its norm is no number of JSON's. Then a change that it did not use.
+  first.BeginAll({.scale = {.loss_scale = 8},
+                  .overrides = {{0, {.lr = 0.05}}, {1, {.lr = 0.25}}},
+                  .trainer_state = any});
+  first.SendAllWith(NAN, 0, 7, 2, 0);
+  first.EndMicroStepAll(0);
+  first.SealAll(1);
+  ASSERT_TRUE(first.job().UpdateGroup(0, {.lr = 0.5}).ok());
+  ASSERT_TRUE(first.job().Save(Path("saved")).ok());
+  const StepRecord saved = first.job().Status().recent_steps.back();
+  first.Step(3);
+
+  // The job itself, gone on meanwhile; and another, whose groups are in another order.
+  JobSpec turned = Spec(1);
+  turned.name = "turned";
+  std::swap(turned.groups[0], turned.groups[1]);
+  for (ParameterSpec& parameter : turned.layout.parameters) parameter.group = 1 - parameter.group;
+  turned.layout.partitions = {{.rank = 0, .group = 0, .begin = 0, .end = 3072},
+                              {.rank = 0, .group = 1, .begin = 0, .end = 1024}};
+  JobDriver other(engine_, turned);
+  for (JobDriver* driver : {&first, &other}) {
+    ASSERT_TRUE(driver->job().Load(Path("saved")).ok());
+    const JobStatus status = driver->job().Status();
+    EXPECT_EQ(status.trainer_state, any);
+    ASSERT_EQ(status.recent_steps.size(), 1u);  // Not those of steps that are gone.
+    const StepRecord& record = status.recent_steps[0];
+    EXPECT_EQ(record.outcome.step, 2u);
+    EXPECT_FALSE(record.outcome.decision.apply);
+    EXPECT_TRUE(std::isnan(record.outcome.decision.norm));
+    EXPECT_EQ(record.outcome.skip_reason, saved.outcome.skip_reason);
+    EXPECT_EQ(record.micro_steps, 1u);
+    EXPECT_EQ(record.loss_scale, 8);
+    const int group0 = driver == &first ? 0 : 1;
+    EXPECT_EQ(record.hyper_parameters[group0].lr, 0.05);
+    EXPECT_EQ(record.hyper_parameters[1 - group0].lr, 0.25);
+    EXPECT_EQ(status.hyper_parameters[group0].lr, 0.5);
+    EXPECT_TRUE(record.hyper_parameters[1 - group0].amsgrad);
+    // A checkpoint of what was loaded says the same.
+    ASSERT_TRUE(driver->job().Save(Path("again")).ok());
+    ASSERT_TRUE(driver->job().Load(Path("again")).ok());
+    EXPECT_EQ(driver->job().Status().trainer_state, any);
+    EXPECT_EQ(driver->job().Status().recent_steps[0].outcome.skip_reason,
+              saved.outcome.skip_reason);
+  }
+}
+
+TEST_F(CheckpointTest, WhatTheIndexSaysOfTheLastStepIsCheckedAndMayBeAbsent) {
+  JobDriver driver(engine_, Spec(1));
+  driver.UploadWeights();
+  driver.AttachAll();
+  driver.Step(1, 1, {.trainer_state = "state"});
+  ASSERT_TRUE(driver.job().Save(Path("saved")).ok());
+  const auto load_with = [&](const auto& change) {
+    std::ifstream in(Path("saved") + "/index.json");
+    nlohmann::json index = nlohmann::json::parse(in);
+    change(index);
+    index.erase("sha256");
+    const std::string dump = index.dump();
+    Sha256 sha256;
+    sha256.Add(absl::MakeConstSpan(reinterpret_cast<const std::byte*>(dump.data()), dump.size()));
+    index["sha256"] = sha256.Hex();
+    fs::remove_all(Path("changed"));
+    fs::copy(Path("saved"), Path("changed"), fs::copy_options::recursive);
+    std::ofstream(Path("changed") + "/index.json") << index;
+    return driver.job().Load(Path("changed")).status();
+  };
+  using nlohmann::json;
+  const std::vector<std::function<void(json&)>> kDamages = {
+      [](json& index) { index["trainer_state"] = "abc"; },  // Half a byte,
+      [](json& index) { index["trainer_state"] = "zz"; },   // no number,
+      [](json& index) { index["trainer_state"] = 7; },      // no text,
+      [](json& index) { index["trainer_state"] = std::string(2 * kMaxTrainerStateBytes + 2, 'a'); },
+      [](json& index) { index["last_step"]["norm"] = "many"; },
+      [](json& index) { index["last_step"].erase("applied"); },
+      [](json& index) { index["last_step"]["hyper_parameters"].erase(0); },
+      [](json& index) {
+        index["last_step"]["unused_parameters"] = std::vector<std::string>(kRecordedNames + 1);
+      },
+  };
+  for (size_t i = 0; i < kDamages.size(); ++i) {
+    EXPECT_EQ(load_with(kDamages[i]).code(), absl::StatusCode::kDataLoss) << i;
+    EXPECT_EQ(driver.job().Status().trainer_state, "state") << i;
+  }
+  const absl::Status older = load_with([](json& index) {
+    index.erase("trainer_state");
+    index.erase("last_step");
+  });
+  EXPECT_TRUE(older.ok()) << older;
+  EXPECT_EQ(driver.job().Status().trainer_state, "");
+  EXPECT_TRUE(driver.job().Status().recent_steps.empty());
 }
 
 TEST_F(CheckpointTest, LoadRaisesTheGenerationAndDetaches) {

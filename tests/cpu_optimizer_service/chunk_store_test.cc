@@ -99,6 +99,45 @@ TEST_F(ChunkStoreTest, PinningBeyondTheBudgetIsRefusedWholly) {
   EXPECT_TRUE(store_->BeginWrite(0, Destination::kInPlaceIfFree).value().in_place);
 }
 
+TEST_F(ChunkStoreTest, SecondVersionsNeedNoFurtherMemory) {
+  MemoryBudget none(0);
+  const auto store =
+      ChunkStore::Create(
+          *layout_, {.planes = {3, 4}, .second_versions = true, .budget = &none, .owner = "test"},
+          *arenas_)
+          .value();
+  for (uint64_t step = 1; step < 4; ++step) {
+    std::vector<ChunkStore::Write> writes;
+    for (int chunk = 0; chunk < 4; ++chunk) {
+      writes.push_back(store->BeginWrite(chunk, Destination::kFresh).value());
+      EXPECT_NE(writes.back().to[Plane::kMaster], store->Published(chunk)[Plane::kMaster]);
+      Fill(writes.back(), static_cast<float>(10 * step + chunk));
+    }
+    EXPECT_EQ(store->BeginWrite(0, Destination::kFresh).status().code(),
+              absl::StatusCode::kResourceExhausted);
+    for (const ChunkStore::Write& write : writes) {
+      if (write.chunk == 2) {
+        store->Drop(write);
+      } else {
+        store->Publish(write, step);
+      }
+    }
+    for (const int chunk : {0, 1, 3}) {
+      EXPECT_EQ(store->Published(chunk)[Plane::kExpAvgSq][255], 10 * step + chunk);
+    }
+    EXPECT_EQ(store->Published(2)[Plane::kMaster][0], 0);
+  }
+}
+
+TEST_F(ChunkStoreTest, ADroppedVersionLeavesAPlaceForTheWriterOfAPinnedChunk) {
+  const auto pins = store_->Pin({0, 1}).value();  // The budget is used up.
+  store_->Drop(store_->BeginWrite(0, Destination::kFresh).value());
+  EXPECT_FALSE(store_->Pin({2}).ok());
+  Write(0, 7, 1);
+  EXPECT_EQ(store_->Published(0)[Plane::kMaster][0], 7);
+  EXPECT_EQ(pins[0].slot()[Plane::kMaster][0], 0);
+}
+
 TEST_F(ChunkStoreTest, AFreshVersionIsPublishedOrDropped) {
   Write(0, 1, 1);
   auto write = store_->BeginWrite(0, Destination::kFresh).value();

@@ -69,7 +69,9 @@ class RecordingListener : public RankListener {
   }
   void OnProvisionalWeights(uint64_t step, int chunk, ShardBuffer shard) override {
     MutexLock lock(mutex_);
-    provisional_[chunk].assign(shard.bytes().begin(), shard.bytes().end());
+    auto& bytes = provisional_[chunk];
+    bytes.reset();
+    if (shard) bytes.emplace(shard.bytes().begin(), shard.bytes().end());
     changed_.NotifyAll();
   }
   // Provisional weights that stay become the rank's, as they do in a worker.
@@ -139,7 +141,8 @@ class RecordingListener : public RankListener {
   std::vector<int> waiting_ ABSL_GUARDED_BY(mutex_);
   std::vector<absl::Status> refusals_ ABSL_GUARDED_BY(mutex_);
   std::vector<StepOutcome> outcomes_ ABSL_GUARDED_BY(mutex_);
-  std::map<int, std::vector<std::byte>> provisional_ ABSL_GUARDED_BY(mutex_);  // By chunk.
+  // By chunk; nullopt where a test's listener kept the buffer.
+  std::map<int, std::optional<std::vector<std::byte>>> provisional_ ABSL_GUARDED_BY(mutex_);
   std::map<int, std::optional<std::vector<std::byte>>> shards_ ABSL_GUARDED_BY(mutex_);
   uint64_t committed_ ABSL_GUARDED_BY(mutex_) = 0;
   absl::Status detached_ ABSL_GUARDED_BY(mutex_);
@@ -170,14 +173,19 @@ class JobDriver {
     for (int rank = 0; rank < layout().world_size(); ++rank) Attach(rank);
   }
   void Attach(int rank, const std::string& process = "") {
+    Attach(rank, process, job_->spec().update_mode);
+  }
+  void Attach(int rank, const std::string& process, UpdateMode mode,
+              std::shared_ptr<RecordingListener> listener = nullptr) {
+    if (listener == nullptr) listener = std::make_shared<RecordingListener>();
     const std::string process_id = process.empty() ? "process" + std::to_string(rank) : process;
     const auto attachment = job_->Attach({.rank = rank, .process_id = process_id}).value();
-    listeners_[rank] = std::make_shared<RecordingListener>();
+    listeners_[rank] = std::move(listener);
     streams_[rank] = job_->OpenStream({.uid = job_->uid(),
                                        .rank = rank,
                                        .process_id = process_id,
                                        .generation = attachment.generation,
-                                       .update_mode = job_->spec().update_mode},
+                                       .update_mode = mode},
                                       listeners_[rank])
                          .value();
   }
@@ -222,6 +230,17 @@ class JobDriver {
   void SendAll(uint64_t seed, uint32_t micro_step, bool final = false) {
     for (int c = 0; c < static_cast<int>(layout().chunks().size()); ++c) {
       Check(Send(c, Values(c, seed), micro_step, final).status());
+    }
+  }
+  // The same, but for `value` at one element of a group's flat space.
+  void SendAllWith(float value, int group, int64_t element, uint64_t seed, uint32_t micro_step) {
+    for (int c = 0; c < static_cast<int>(layout().chunks().size()); ++c) {
+      const Chunk& chunk = layout().chunks()[c];
+      std::vector<float> values = Values(c, seed);
+      const bool here =
+          chunk.group == group && chunk.begin <= element && element < chunk.begin + chunk.elements;
+      if (here) values[element - chunk.begin] = value;
+      Check(Send(c, values, micro_step).status());
     }
   }
   void EndMicroStepAll(uint32_t micro_step, const UsedParameters& used = {}) {

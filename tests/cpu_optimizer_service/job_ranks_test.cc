@@ -108,6 +108,67 @@ TEST_F(JobRanksTest, UploadingWeightsChecksSizePaddingAndState) {
   EXPECT_EQ(upload(0, 256), absl::StatusCode::kFailedPrecondition);
 }
 
+TEST_F(JobRanksTest, ABrokenStreamIsReopenedInMidStepByItsProcess) {
+  JobDriver driver = Make(MakeJobSpec({.group_sizes = {{512}}, .chunk_elements = 256}));
+  const uint64_t generation = driver.job().Status().generation;
+  driver.BeginAll();
+  ASSERT_TRUE(driver.Send(1, driver.Values(1, 3), 0).ok());
+  driver.Detach(0);
+  const AttachRequest again = {.rank = 0,
+                               .process_id = "process0",
+                               .uid = driver.job().uid(),
+                               .expected_committed_step = 0,
+                               .generation = generation};
+  EXPECT_EQ(driver.job().Attach(again)->generation, generation);
+  driver.Attach(0);
+  ASSERT_EQ(driver.stream(0).position().delivered.size(), 1u);
+  EXPECT_EQ(driver.stream(0).position().open_step, 1u);
+  EXPECT_EQ(driver.Send(1, driver.Values(1, 9), 0).value(), ContributionResult::kRepeat);
+  ASSERT_TRUE(driver.Send(0, driver.Values(0, 3), 0).ok());
+  driver.EndMicroStepAll(0);
+  driver.SealAll(1);
+  EXPECT_EQ(driver.job().Status().generation, generation);
+  JobDriver unbroken =
+      Make(MakeJobSpec({.group_sizes = {{512}}, .chunk_elements = 256}, "unbroken"));
+  unbroken.Step(3);
+  EXPECT_EQ(driver.job().StateHash(), unbroken.job().StateHash());
+}
+
+TEST_F(JobRanksTest, ASlowOldProcessCannotTakeItsRankBack) {
+  JobDriver driver = Make(MakeJobSpec({.world_size = 2}));
+  const uint64_t old_generation = driver.job().Status().generation;
+  driver.BeginAll();
+  driver.Attach(1, "newcomer");  // The generation rises.
+  driver.Attach(0);
+  driver.BeginAll();
+  driver.SendAll(4, 0);
+  const auto retake = [&](const std::string& process, uint64_t generation) {
+    const absl::Status status =
+        driver.job().Attach({.rank = 1, .process_id = process, .generation = generation}).status();
+    EXPECT_EQ(driver.job().Status().generation, old_generation + 1);
+    EXPECT_EQ(driver.job().Status().ranks[1].process_id, "newcomer");
+    EXPECT_TRUE(driver.listener(0).detached().ok());
+    EXPECT_TRUE(driver.listener(1).detached().ok());
+    return status;
+  };
+  const absl::Status older = retake("process1", old_generation);
+  EXPECT_EQ(older.code(), absl::StatusCode::kAborted);
+  EXPECT_THAT(std::string(older.message()), HasSubstr("at generation 2, not 1"));
+  const absl::Status taken = retake("process1", old_generation + 1);
+  EXPECT_EQ(taken.code(), absl::StatusCode::kAborted);
+  EXPECT_THAT(std::string(taken.message()), HasSubstr("another process has taken rank 1"));
+  EXPECT_EQ(retake("newcomer", old_generation).code(), absl::StatusCode::kAborted);
+  EXPECT_EQ(retake("newcomer", old_generation + 2).code(), absl::StatusCode::kAborted);
+  EXPECT_TRUE(retake("newcomer", old_generation + 1).ok());
+  driver.EndMicroStepAll(0);
+  driver.SealAll(1);  // Nothing of the step was lost meanwhile.
+  EXPECT_EQ(driver.job().Status().committed_step, 1u);
+  driver.Detach(1);  // Between steps: the rank is free.
+  EXPECT_TRUE(driver.job()
+                  .Attach({.rank = 1, .process_id = "third", .generation = old_generation + 1})
+                  .ok());
+}
+
 TEST_F(JobRanksTest, AttachChecksRankUidStepAndDescription) {
   JobDriver driver = Make(MakeJobSpec({}));
   Job& job = driver.job();
@@ -145,6 +206,29 @@ TEST_F(JobRanksTest, AStreamNeedsAnAttachedProcessAndUploadsTheRightGeneration) 
   EXPECT_EQ(driver.job().WriteInitialWeights(0, {piece}, 2).status().code(),
             absl::StatusCode::kAborted);
   EXPECT_TRUE(driver.job().WriteInitialWeights(0, {piece}, 1).value());
+}
+
+TEST_F(JobRanksTest, AProcessThatWasReplacedDoesNotTakeItsRankBack) {
+  JobDriver driver = Make(MakeJobSpec({.world_size = 2}));
+  driver.Attach(0, "old0");
+  driver.Attach(1, "old1");
+  const auto rejoin = [&](int rank, const std::string& process) {
+    return driver.job().Attach({.rank = rank, .process_id = process, .rejoin = true}).status();
+  };
+  driver.Attach(1, "new1");  // The generation rises, and rank 0 is free.
+  const uint64_t generation = driver.job().Status().generation;
+  const absl::Status replaced = rejoin(1, "old1");
+  EXPECT_EQ(replaced.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(replaced.message()), HasSubstr("another process has taken rank 1"));
+  EXPECT_EQ(driver.job().Status().ranks[1].process_id, "new1");
+  EXPECT_EQ(driver.job().Status().generation, generation);
+  // Nobody has replaced it yet. Who replaces it then is not evicted by the other rank's return.
+  EXPECT_TRUE(rejoin(0, "old0").ok());
+  driver.Attach(0, "new0");
+  EXPECT_EQ(rejoin(0, "old0").code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_TRUE(rejoin(1, "new1").ok());
+  EXPECT_TRUE(rejoin(0, "new0").ok());
+  EXPECT_EQ(driver.job().Status().generation, generation + 1);
 }
 
 TEST_F(JobRanksTest, ARankThatLeftDuringTheUpdateIsFreeAfterIt) {

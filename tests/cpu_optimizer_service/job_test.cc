@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <limits>
 #include <string>
 #include <vector>
 
@@ -142,14 +141,7 @@ TEST_F(JobTest, P10ANaNSkipsTheStepNamesTheParameterAndLeavesEveryByte) {
   driver.Step(2);
   const std::string before = driver.job().StateHash();
   driver.BeginAll();
-  for (int c = 0; c < static_cast<int>(driver.layout().chunks().size()); ++c) {
-    std::vector<float> values = driver.Values(c, 5);
-    const Chunk& chunk = driver.layout().chunks()[c];
-    if (chunk.begin <= 1010 && 1010 < chunk.begin + chunk.elements) {
-      values[1010 - chunk.begin] = std::numeric_limits<float>::quiet_NaN();
-    }
-    ASSERT_TRUE(driver.Send(c, values, 0).ok());
-  }
+  driver.SendAllWith(NAN, 0, 1010, 5, 0);
   driver.EndMicroStepAll(0);
   driver.SealAll(1);
   const StepOutcome outcome = driver.listener(0).outcomes().back();
@@ -176,47 +168,6 @@ TEST_F(JobTest, ClippingScalesByTheGlobalNorm) {
   std::vector<float> exp_avg(256);
   driver.job().TakeSnapshot({1}).value().Read(1, Plane::kExpAvg, 0, absl::MakeSpan(exp_avg));
   EXPECT_EQ(exp_avg[0], 4.0f * static_cast<float>(1.0 / (80.0 + 1e-6)));
-}
-
-TEST_F(JobTest, P6EveryGroupIsUpdatedWithItsOwnHyperParametersAndTheyAreRecorded) {
-  JobSpec spec = MakeJobSpec({.group_sizes = {{300}, {300}, {300}}});
-  spec.groups[1].hyper_parameters = {
-      .lr = 0.1, .beta1 = 0.5, .weight_decay = 0, .bias_correction = false};
-  spec.groups[2].hyper_parameters = {
-      .lr = 0.01, .eps = 1e-4, .decoupled_weight_decay = false, .maximize = true};
-  JobDriver together = Make(spec);
-  together.Step(4, 1, {.overrides = {{1, {.lr = 0.2, .beta2 = 0.9}}}});
-  ASSERT_TRUE(together.job().UpdateGroup(2, {.weight_decay = 0.5}).ok());
-  together.Step(5);
-  for (int group = 0; group < 3; ++group) {
-    JobSpec alone = MakeJobSpec({.group_sizes = {{}, {}, {}}}, "alone" + std::to_string(group));
-    alone.groups = spec.groups;
-    alone.layout.parameters = {{.name = "p", .shape = {300}, .group = group}};
-    alone.layout.partitions = {{.rank = 0, .group = group, .begin = 0, .end = 512}};
-    JobDriver driver = Make(alone);
-    driver.Step(4, 1, {.overrides = {{1, {.lr = 0.2, .beta2 = 0.9}}}});
-    ASSERT_TRUE(driver.job().UpdateGroup(2, {.weight_decay = 0.5}).ok());
-    driver.Step(5);
-    std::vector<float> got(300), want(300);
-    together.job().TakeSnapshot({group}).value().Read(group, Plane::kMaster, 0,
-                                                      absl::MakeSpan(got));
-    driver.job().TakeSnapshot({0}).value().Read(0, Plane::kMaster, 0, absl::MakeSpan(want));
-    EXPECT_EQ(got, want) << "group " << group;
-  }
-  const auto records = together.job().Status().recent_steps;
-  ASSERT_EQ(records.size(), 2u);
-  EXPECT_EQ(records[0].hyper_parameters[1].lr, 0.2);
-  EXPECT_EQ(records[1].hyper_parameters[1].beta2, 0.9);
-  EXPECT_EQ(records[0].hyper_parameters[2].weight_decay, 1e-2);
-  EXPECT_EQ(records[1].hyper_parameters[2].weight_decay, 0.5);
-}
-
-TEST_F(JobTest, RanksThatBeginWithOtherSettingsAreRefused) {
-  JobDriver driver = Make(MakeJobSpec({.world_size = 2}));
-  ASSERT_TRUE(driver.stream(0).BeginStep(1, {.scale = {.loss_scale = 8}}).ok());
-  const absl::Status status = driver.stream(1).BeginStep(1, {.scale = {.loss_scale = 4}});
-  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_THAT(std::string(status.message()), HasSubstr("loss_scale 4 where others have 8"));
 }
 
 TEST_F(JobTest, RanksThatSealDifferentMicroStepsAreAllRefused) {
@@ -413,27 +364,6 @@ TEST_F(JobTest, P1ARefusedSecondSealLeavesTheRankUnsealed) {
   EXPECT_EQ(driver.job().Status().committed_step, 1u);
 }
 
-TEST_F(JobTest, AScaleThatFp32CannotHoldIsRefusedOrSkipsTheStep) {
-  JobDriver driver = Make(MakeJobSpec({}));
-  for (const double loss_scale : {1e-150, 1e60, 0.0, -1.0}) {
-    EXPECT_EQ(driver.stream(0).BeginStep(1, {.scale = {.loss_scale = loss_scale}}).code(),
-              absl::StatusCode::kInvalidArgument)
-        << loss_scale;
-  }
-  JobSpec clipped = MakeJobSpec({.group_sizes = {{256}}}, "clipped");
-  clipped.max_norm = 1e-3;
-  clipped.groups[0].wire_dtype = DType::kFloat32;
-  JobDriver huge = Make(clipped);
-  const std::string before = huge.job().StateHash();
-  huge.BeginAll();
-  ASSERT_TRUE(huge.Send(0, std::vector<float>(256, 1e37f), 0).ok());
-  huge.EndMicroStepAll(0);
-  huge.SealAll(1);
-  EXPECT_FALSE(huge.listener(0).outcomes().back().decision.apply);
-  EXPECT_THAT(huge.listener(0).outcomes().back().skip_reason, HasSubstr("no fp32 multiplier"));
-  EXPECT_EQ(huge.job().StateHash(), before);
-}
-
 TEST_F(JobTest, GradientsWhereNoneMayBeAreRefused) {
   JobSpec spec = MakeJobSpec({.group_sizes = {{256, 100}}, .chunk_elements = 256});
   spec.unused_policy = UnusedPolicy::kSkip;
@@ -453,30 +383,6 @@ TEST_F(JobTest, GradientsWhereNoneMayBeAreRefused) {
   driver.EndMicroStepAll(0, {.all = false, .parameters = {0}});
   EXPECT_THAT(std::string(driver.stream(0).Seal(1, 1).value()->status.message()),
               HasSubstr("p1 was declared unused by all ranks, but has a gradient"));
-}
-
-TEST_F(JobTest, P6AnOperatorsChangeInMidStepComesAfterTheStepsOverrides) {
-  JobDriver driver = Make(MakeJobSpec({}));
-  driver.BeginAll({.overrides = {{0, {.lr = 0.5, .eps = 1e-6}}}});
-  EXPECT_EQ(driver.job().UpdateGroup(0, {.lr = 0.125}).value().lr, 0.125);
-  driver.SendAll(1, 0);
-  driver.EndMicroStepAll(0);
-  driver.SealAll(1);
-  const JobStatus status = driver.job().Status();
-  EXPECT_EQ(status.recent_steps[0].hyper_parameters[0].lr, 0.5);  // The step began before.
-  EXPECT_EQ(status.hyper_parameters[0].lr, 0.125);
-  EXPECT_EQ(status.hyper_parameters[0].eps, 1e-6);
-}
-
-TEST_F(JobTest, P3AnOperatorsChangeInAnAbortedStepDoesNotOverrideTheNextAttempt) {
-  JobDriver driver = Make(MakeJobSpec({}));
-  driver.BeginAll();
-  ASSERT_TRUE(driver.job().UpdateGroup(0, {.lr = 0.125}).ok());
-  ASSERT_TRUE(driver.job().AbortStep().ok());
-  EXPECT_EQ(driver.job().Status().hyper_parameters[0].lr, 0.125);
-  driver.AttachAll();
-  driver.Step(1, 1, {.overrides = {{0, {.lr = 0.5}}}});
-  EXPECT_EQ(driver.job().Status().hyper_parameters[0].lr, 0.5);
 }
 
 }  // namespace

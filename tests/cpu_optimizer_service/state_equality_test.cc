@@ -14,6 +14,7 @@ struct Way {
   int world_size = 1;
   int64_t chunk_elements = kMaxChunkElements;
   int64_t bucket_elements = 1 << 20;
+  UpdateMode update_mode = UpdateMode::kWait;
 };
 
 // Three groups that differ in everything, several micro-steps, clipping that bites, a schedule.
@@ -28,6 +29,7 @@ std::string HashAfterTraining(const Way& way) {
       .lr = 0.01, .beta1 = 0.8, .decoupled_weight_decay = false, .amsgrad = true};
   spec.groups[3].return_dtype = DType::kFloat32;
   spec.max_norm = 1.0;
+  spec.update_mode = way.update_mode;
   Engine engine({.memory_limit_bytes = int64_t{64} << 20, .threads = way.threads});
   JobDriver driver(engine, spec);
   driver.UploadWeights();
@@ -66,6 +68,20 @@ TEST(State, IsTheSameForAnyWorldSizeAndBucketSize) {
                     {.threads = 2, .world_size = world_size, .bucket_elements = bucket_elements}),
                 Expected())
           << world_size << " ranks, buckets of " << bucket_elements;
+    }
+  }
+}
+
+TEST(State, IsTheSameWhenChunksAreUpdatedAheadOfTheDecision) {
+  for (const int threads : {1, 2, 8}) {
+    for (const int64_t chunk_elements : {int64_t{256}, kMaxChunkElements}) {
+      EXPECT_EQ(HashAfterTraining({.threads = threads,
+                                   .world_size = 2,
+                                   .chunk_elements = chunk_elements,
+                                   .bucket_elements = 100000,
+                                   .update_mode = UpdateMode::kSpeculate}),
+                Expected())
+          << threads << " threads, chunks of " << chunk_elements;
     }
   }
 }

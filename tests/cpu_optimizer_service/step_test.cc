@@ -5,6 +5,7 @@
 
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 namespace ballast {
 namespace {
@@ -55,6 +56,45 @@ TEST(OpenStep, UsedParametersAreUnitedOverRanksAndMicroSteps) {
   EXPECT_TRUE(step.used(2));
 }
 
+TEST(OpenStep, RemembersTheFirstMicroStepOfEachRankThatReachedNothing) {
+  OpenStep step = Open(3);
+  for (const int rank : {0, 1, 2}) ASSERT_TRUE(step.Begin(rank, {}).ok());
+  for (const uint32_t m : {0u, 1u, 2u}) {
+    ASSERT_TRUE(step.EndMicroStep(0, m, {}).ok());
+    ASSERT_TRUE(step.EndMicroStep(1, m, {.all = false, .parameters = {}}).ok());
+    const bool last = m == 2;
+    ASSERT_TRUE(
+        step.EndMicroStep(
+                2, m, {.all = false, .parameters = last ? std::vector<int>{} : std::vector<int>{1}})
+            .ok());
+  }
+  EXPECT_FALSE(step.ranks()[0].reached_nothing.has_value());
+  EXPECT_EQ(step.ranks()[1].reached_nothing, 0u);
+  EXPECT_EQ(step.ranks()[2].reached_nothing, 2u);
+}
+
+TEST(OpenStep, KeepsTheNonFiniteReportOfTheLowestMicroStepAndRank) {
+  OpenStep step = Open(4);
+  for (const int rank : {0, 1, 2, 3}) ASSERT_TRUE(step.Begin(rank, {}).ok());
+  EXPECT_FALSE(step.non_finite().has_value());
+  const auto end = [&](int rank, uint32_t micro_step, int64_t element) {
+    const UsedParameters used = {.non_finite = {{.parameter = 1, .element = element}}};
+    ASSERT_TRUE(step.EndMicroStep(rank, micro_step, used).ok());
+  };
+  ASSERT_TRUE(step.EndMicroStep(0, 0, {}).ok());
+  end(0, 1, 10);
+  EXPECT_EQ(step.non_finite()->found.element, 10);
+  end(3, 0, 11);  // An earlier micro-step.
+  EXPECT_EQ(step.non_finite()->found.element, 11);
+  end(1, 0, 12);  // A lower rank.
+  end(2, 0, 13);
+  end(1, 0, 14);  // A repeat.
+  end(1, 1, 15);
+  EXPECT_EQ(step.non_finite()->found.element, 12);
+  EXPECT_EQ(step.non_finite()->rank, 1);
+  EXPECT_EQ(step.non_finite()->micro_step, 0u);
+}
+
 TEST(OpenStep, SettingsMustAgree) {
   OpenStep step({.step = 1,
                  .settings = {.scale = {.divisors = {2}}, .overrides = {{0, {.lr = 0.1}}}},
@@ -65,7 +105,9 @@ TEST(OpenStep, SettingsMustAgree) {
        {StepSettings{.scale = {.divisors = {3}}, .overrides = {{0, {.lr = 0.1}}}},
         StepSettings{.scale = {.divisors = {2}}, .overrides = {{0, {.lr = 0.2}}}},
         StepSettings{.scale = {.divisors = {2}}}, StepSettings{.overrides = {{0, {.lr = 0.1}}}},
-        StepSettings{.scale = {.divisors = {2}}, .overrides = {{1, {.lr = 0.1}}}}}) {
+        StepSettings{.scale = {.divisors = {2}}, .overrides = {{1, {.lr = 0.1}}}},
+        StepSettings{
+            .scale = {.divisors = {2}}, .overrides = {{0, {.lr = 0.1}}}, .trainer_state = "x"}}) {
     EXPECT_EQ(step.Begin(1, other).code(), absl::StatusCode::kFailedPrecondition);
   }
 }

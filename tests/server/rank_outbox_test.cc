@@ -162,6 +162,27 @@ TEST_F(RankOutboxTest, ReadsWeightsThatFoundNoBufferWhenTheirTurnComes) {
   EXPECT_THAT(sent, testing::Each(0x3f80));  // 1.0 in bf16.
 }
 
+TEST_F(RankOutboxTest, MarksProvisionalWeightsAndSaysWhichOfThemAreDropped) {
+  Open();
+  const auto pool = ShardBufferPool::Create(2 * kBlockElements, 2);
+  for (const int chunk : {7, 3}) {
+    outbox_.OnProvisionalWeights(4, chunk, pool->TryTake(2 * kBlockElements));
+  }
+  outbox_.OnDecision(StepOutcome{.step = 4}, {3});
+  outbox_.OnWeights(0, 3, ShardBuffer());
+  for (const int chunk : {7, 3}) {
+    EXPECT_TRUE(wire_.last.message.weights().header().provisional());
+    EXPECT_EQ(wire_.last.message.weights().header().chunk(), chunk);
+    EXPECT_EQ(wire_.last.message.weights().header().step(), 4);
+    WriteDone();
+  }
+  ASSERT_EQ(wire_.last.message.decision().dropped_chunks_size(), 1);
+  EXPECT_EQ(wire_.last.message.decision().dropped_chunks(0), 3);
+  WriteDone();
+  EXPECT_EQ(wire_.last.message.weights().header().chunk(), 3);
+  EXPECT_FALSE(wire_.last.message.weights().header().provisional());
+}
+
 TEST_F(RankOutboxTest, EndsWhenWeightsAreGoneBeforeTheirTurn) {
   Open();
   outbox_.OnWeights(99, 7, ShardBuffer());

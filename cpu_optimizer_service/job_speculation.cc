@@ -1,0 +1,165 @@
+// Updates ahead of the decision: guessing, and what the decision makes of the guesses.
+//
+// A guess goes none -> queued -> running -> ready under the job's mutex; the arithmetic happens
+// outside it, into a version that nobody else sees. A decision and a clearing of the step cancel
+// what is queued, wait for what is running, and take or drop what is ready.
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "cpu_optimizer_service/chunk_update.h"
+#include "cpu_optimizer_service/job_impl.h"
+
+namespace ballast {
+
+bool JobImpl::CanSpeculate() const { return need_.speculation_bytes > 0; }
+
+std::shared_ptr<const JobImpl::Update> JobImpl::MakeGuess(const StepTerms& terms) const {
+  auto guess = std::make_shared<Update>();
+  guess->step = terms.step;
+  guess->hyper_parameters = terms.hyper_parameters;
+  for (int group = 0; group < layout_.group_count(); ++group) {
+    guess->multipliers.push_back(UnclippedMultiplier(terms.settings.scale, group));
+    if (!std::isnormal(guess->multipliers.back())) return nullptr;
+  }
+  guess->update_counts.reserve(update_counts_.size());
+  for (size_t p = 0; p < update_counts_.size(); ++p) {
+    guess->update_counts.push_back(spec_.layout.parameters[p].trainable ? update_counts_[p] + 1
+                                                                        : 0);
+  }
+  return guess;
+}
+
+double JobImpl::SquaredNormOf(int index, const Update& guess) const {
+  const Chunk& chunk = layout_.chunks()[index];
+  const double unscale = guess.multipliers[chunk.group];
+  double sum = 0;
+  for (const double block :
+       gradients_->block_sums(chunk.group)
+           .subspan(chunk.begin / kBlockElements, chunk.elements / kBlockElements)) {
+    sum += block;
+  }
+  return unscale * unscale * sum;
+}
+
+void JobImpl::GuessIfWorthwhile(int index, double squared_norm) {
+  if (guess_ == nullptr) return;
+  // What has come so far decides already that no guess of this step can hold.
+  guessed_squared_norm_ += squared_norm;
+  const bool clips = spec_.max_norm > 0 && std::sqrt(guessed_squared_norm_) > spec_.max_norm;
+  if (!std::isfinite(guessed_squared_norm_) || clips) {
+    guess_ = nullptr;
+    return;
+  }
+  // A chunk of zeros alone is most likely unused, and will be skipped.
+  if (spec_.unused_policy == UnusedPolicy::kSkip && gradients_->is_zero(index)) return;
+  if (ranks_[layout_.chunks()[index].rank].update_mode != UpdateMode::kSpeculate) return;
+  Guess& guess = guesses_[index];
+  if (guess.state != Guess::State::kNone || guess.history.paused()) return;
+  guess.state = Guess::State::kQueued;
+  guess.update = guess_;
+  auto self = std::static_pointer_cast<JobImpl>(shared_from_this());
+  environment_.tasks->Start(
+      [self, index, update = guess_]() mutable { self->RunGuess(index, std::move(update)); });
+}
+
+void JobImpl::RunGuess(int index, std::shared_ptr<const Update> update) {
+  const Chunk& chunk = layout_.chunks()[index];
+  {
+    MutexLock lock(mutex_);
+    Guess& guess = guesses_[index];
+    // Cancelled; the same chunk may have been queued again, by a later step, for another task.
+    if (guess.state != Guess::State::kQueued || guess.update != update) return;
+    guess.state = Guess::State::kRunning;
+    ++guesses_running_;
+  }
+  absl::StatusOr<ChunkStore::Write> write = store_->BeginWrite(index, Destination::kFresh);
+  ShardBuffer shard;
+  if (write.ok()) {
+    shard = shard_buffers_->TryTake(ShardBytes(index));
+    UpdateTo(*update, index, *write, shard);
+  }
+  std::shared_ptr<RankListener> listener;
+  {
+    MutexLock lock(mutex_);
+    Rank& rank = ranks_[chunk.rank];
+    if (shard && rank.update_mode == UpdateMode::kSpeculate) listener = rank.listener;
+    if (listener != nullptr) {
+      guesses_[index].told_stream = rank.stream;
+      ++rank.in_flight;  // Its stream is not replaced while it is being told.
+    }
+  }
+  if (listener != nullptr) {
+    listener->OnProvisionalWeights(update->step, index, std::move(shard));
+  }
+  MutexLock lock(mutex_);
+  Guess& guess = guesses_[index];
+  if (listener != nullptr) --ranks_[chunk.rank].in_flight;
+  if (write.ok()) {
+    guess.state = Guess::State::kReady;
+    guess.write = *write;
+    ++speculation_.speculated;
+  } else {
+    guess.state = Guess::State::kNone;  // Its spare version is being read: the chunk waits.
+  }
+  --guesses_running_;
+  changed_.NotifyAll();
+}
+
+void JobImpl::FinishGuesses() {
+  guess_ = nullptr;
+  for (Guess& guess : guesses_) {
+    if (guess.state == Guess::State::kQueued) guess.state = Guess::State::kNone;
+  }
+  while (guesses_running_ > 0) changed_.Wait(mutex_);
+}
+
+void JobImpl::DropGuesses() {
+  for (Guess& guess : guesses_) {
+    if (guess.state == Guess::State::kReady) store_->Drop(guess.write);
+    guess.Reset();
+  }
+}
+
+bool JobImpl::WouldHold(const UpdatePlan& plan, int index) const {
+  const Decision& decision = plan.outcome.decision;
+  const int group = layout_.chunks()[index].group;
+  if (!decision.apply ||
+      decision.multipliers[group] != UnclippedMultiplier(plan.terms.settings.scale, group)) {
+    return false;
+  }
+  if (plan.outcome.unused_parameters.empty()) return true;
+  const std::vector<ChunkPiece> pieces = layout_.Pieces(index);
+  return std::all_of(pieces.begin(), pieces.end(), [&](const ChunkPiece& piece) {
+    return plan.update.update_counts[piece.parameter] > 0;
+  });
+}
+
+void JobImpl::SettleGuesses(UpdatePlan& plan) {
+  if (!CanSpeculate()) return;
+  plan.guessed.resize(guesses_.size());
+  plan.dropped.resize(ranks_.size());
+  for (int index = 0; index < static_cast<int>(guesses_.size()); ++index) {
+    Guess& guess = guesses_[index];
+    const bool holds = WouldHold(plan, index);
+    guess.history.Record(holds);
+    if (guess.state == Guess::State::kReady) {
+      const int owner = layout_.chunks()[index].rank;
+      const bool told = guess.told_stream != 0 && guess.told_stream == ranks_[owner].stream;
+      ++plan.speculation.speculated;
+      if (holds) {
+        ++plan.speculation.published;
+        plan.guessed[index] = {.holds = true, .told = told, .write = guess.write};
+      } else {
+        store_->Drop(guess.write);
+        if (plan.outcome.decision.apply) ++plan.speculation.redone;
+        if (told && plan.outcome.decision.apply) plan.dropped[owner].push_back(index);
+      }
+    }
+    guess.Reset();
+  }
+  speculation_.published += plan.speculation.published;
+  speculation_.redone += plan.speculation.redone;
+}
+
+}  // namespace ballast
