@@ -8,8 +8,8 @@
 namespace ballast::client {
 
 BlockingCall::BlockingCall(std::shared_ptr<grpc::Channel> channel, const std::string& method,
-                           absl::Duration limit)
-    : stub_(std::move(channel)) {
+                           absl::Duration limit, CallsUnderWay& calls)
+    : entry_(calls, context_), stub_(std::move(channel)) {
   context_.set_deadline(std::chrono::system_clock::now() + absl::ToChronoMilliseconds(limit));
   call_ = stub_.PrepareCall(&context_, method, &queue_);
   call_->StartCall(this);

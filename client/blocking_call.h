@@ -13,15 +13,16 @@
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
+#include "client/calls_under_way.h"
 
 namespace ballast::client {
 
 class BlockingCall {
  public:
   // `method` as in "/package.Service/Method". The whole call is given up with DEADLINE_EXCEEDED
-  // after `limit`.
+  // after `limit`, and with CANCELLED when `calls` are cancelled.
   BlockingCall(std::shared_ptr<grpc::Channel> channel, const std::string& method,
-               absl::Duration limit);
+               absl::Duration limit, CallsUnderWay& calls);
   ~BlockingCall();  // Cancels what is not finished.
   BlockingCall(const BlockingCall&) = delete;
   BlockingCall& operator=(const BlockingCall&) = delete;
@@ -37,6 +38,7 @@ class BlockingCall {
   bool Wait();
 
   grpc::ClientContext context_;
+  CallsUnderWay::Entry entry_;
   grpc::CompletionQueue queue_;
   grpc::GenericStub stub_;
   std::unique_ptr<grpc::GenericClientAsyncReaderWriter> call_;

@@ -3,6 +3,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "client/cli_command.h"
+#include "client/cli_history.h"
 #include "client/cli_json.h"
 #include "client/cli_print.h"
 #include "client/cli_service.h"
@@ -15,11 +16,12 @@ namespace ballast::client::cli {
 namespace {
 
 absl::StatusOr<Action> PrepareGroups(const Arguments& arguments) {
-  return
-      [job = arguments.positional(0)](Service& service, bool json) -> absl::StatusOr<std::string> {
-        BALLAST_ASSIGN_OR_RETURN(const v1::Job response, service.GetJob(job, false));
-        return json ? Dump(GroupsToJson(response)) : GroupsText(response);
-      };
+  return [job = arguments.positional(0), history = arguments.Has("history")](
+             Service& service, bool json) -> absl::StatusOr<std::string> {
+    BALLAST_ASSIGN_OR_RETURN(const v1::Job response, service.GetJob(job, false));
+    if (history) return json ? Dump(HistoryToJson(response)) : HistoryText(response);
+    return json ? Dump(GroupsToJson(response)) : GroupsText(response);
+  };
 }
 
 absl::StatusOr<HyperParameterOverrides> ChangesOf(const Arguments& arguments) {
@@ -75,7 +77,7 @@ Command GroupsCommand() {
                    .positionals = {"JOB"},
                    .summary = "the param groups and their hyper-parameters",
                    .details = "",
-                   .flags = {}},
+                   .flags = {{"history", "", "as the last 64 steps used them, newest last"}}},
           .prepare = PrepareGroups};
 }
 

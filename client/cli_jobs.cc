@@ -68,7 +68,7 @@ Command JobsCommand() {
 Command JobCommand() {
   return {.spec = {.name = "job",
                    .positionals = {"JOB"},
-                   .summary = "a job's phase, memory, ranks and last decisions",
+                   .summary = "a job's phase, who has sent what, and the last decisions",
                    .details = "",
                    .flags = {}},
           .prepare = PrepareJob};

@@ -25,25 +25,22 @@ Json ArrayOfMessages(const Values& values, Json (*convert)(const typename Values
   return array;
 }
 
-Json HyperParametersToJson(const v1::HyperParameters& values) {
-  return {{"lr", values.lr()},
-          {"beta1", values.beta1()},
-          {"beta2", values.beta2()},
-          {"eps", values.eps()},
-          {"weight_decay", values.weight_decay()},
-          {"decoupled_weight_decay", values.decoupled_weight_decay()},
-          {"bias_correction", values.bias_correction()},
-          {"amsgrad", values.amsgrad()},
-          {"maximize", values.maximize()}};
-}
-
 Json MemoryToJson(const v1::MemoryUse& memory) {
   return {{"total_bytes", memory.total_bytes()},
           {"state_bytes", memory.state_bytes()},
           {"gradient_bytes", memory.gradient_bytes()},
           {"accumulator_bytes", memory.accumulator_bytes()},
           {"other_bytes", OtherBytes(memory)},
-          {"accumulators_in_use", memory.accumulators_in_use()}};
+          {"accumulators_in_use", memory.accumulators_in_use()},
+          {"speculation_bytes", memory.speculation_bytes()}};
+}
+
+Json SpeculationToJson(const v1::Speculation& speculation) {
+  return {{"unavailable", speculation.unavailable()},
+          {"speculated_chunks", speculation.speculated_chunks()},
+          {"published_chunks", speculation.published_chunks()},
+          {"redone_chunks", speculation.redone_chunks()},
+          {"paused_chunks", speculation.paused_chunks()}};
 }
 
 Json RankToJson(const v1::RankProgress& rank) {
@@ -54,7 +51,9 @@ Json RankToJson(const v1::RankProgress& rank) {
           {"micro_steps_ended", rank.micro_steps_ended()},
           {"sealed", rank.sealed()},
           {"chunks", rank.chunks()},
-          {"chunks_complete", rank.chunks_complete()}};
+          {"chunks_complete", rank.chunks_complete()},
+          {"furthest_micro_step", rank.furthest_micro_step()},
+          {"missing_parameters", Array(rank.missing_parameters())}};
 }
 
 Json StepToJson(const v1::StepRecord& step) {
@@ -65,7 +64,11 @@ Json StepToJson(const v1::StepRecord& step) {
           {"clip_coefficient", step.clip_coefficient()},
           {"micro_steps", step.micro_steps()},
           {"loss_scale", step.loss_scale()},
-          {"hyper_parameters", ArrayOfMessages(step.hyper_parameters(), HyperParametersToJson)}};
+          {"hyper_parameters", ArrayOfMessages(step.hyper_parameters(), ToJson)},
+          {"unused_parameters", Array(step.unused_parameters())},
+          {"speculated_chunks", step.speculated_chunks()},
+          {"published_chunks", step.published_chunks()},
+          {"redone_chunks", step.redone_chunks()}};
 }
 
 // What both the list and a single job show.
@@ -95,6 +98,18 @@ Json PlaneToJson(const v1::PlaneSummary& plane) {
 
 }  // namespace
 
+Json ToJson(const v1::HyperParameters& values) {
+  return {{"lr", values.lr()},
+          {"beta1", values.beta1()},
+          {"beta2", values.beta2()},
+          {"eps", values.eps()},
+          {"weight_decay", values.weight_decay()},
+          {"decoupled_weight_decay", values.decoupled_weight_decay()},
+          {"bias_correction", values.bias_correction()},
+          {"amsgrad", values.amsgrad()},
+          {"maximize", values.maximize()}};
+}
+
 Json ToJson(const v1::ListJobsResponse& response) {
   return {{"instance_id", response.instance_id()},
           {"memory_used_bytes", response.memory_used_bytes()},
@@ -109,6 +124,9 @@ Json ToJson(const v1::Job& job) {
   json["unused_policy"] = Name(job.unused_policy());
   json["max_micro_steps"] = job.max_micro_steps();
   json["chunk_elements"] = job.chunk_elements();
+  json["update_mode"] = Name(job.update_mode());
+  json["speculation"] = SpeculationToJson(job.speculation());
+  json["coverage_complete_steps"] = job.coverage_complete_steps();
   json["ranks"] = ArrayOfMessages(job.ranks(), RankToJson);
   json["recent_steps"] = ArrayOfMessages(job.recent_steps(), StepToJson);
   return json;
@@ -116,7 +134,7 @@ Json ToJson(const v1::Job& job) {
 
 Json ToJson(const v1::ParamGroup& group) {
   return {{"name", BareName(group.name())},
-          {"hyper_parameters", HyperParametersToJson(group.hyper_parameters())},
+          {"hyper_parameters", ToJson(group.hyper_parameters())},
           {"wire_dtype", Name(group.wire_dtype())},
           {"return_dtype", Name(group.return_dtype())},
           {"parameter_count", group.parameter_count()},
@@ -140,7 +158,7 @@ Json ToJson(const v1::StateSummary& summary) {
 
 int64_t OtherBytes(const v1::MemoryUse& memory) {
   return memory.total_bytes() - memory.state_bytes() - memory.gradient_bytes() -
-         memory.accumulator_bytes();
+         memory.accumulator_bytes() - memory.speculation_bytes();
 }
 
 std::string Dump(const Json& json) {
@@ -151,6 +169,10 @@ std::string Name(v1::JobPhase phase) { return absl::AsciiStrToLower(v1::JobPhase
 std::string Name(v1::DType dtype) { return absl::AsciiStrToLower(v1::DType_Name(dtype)); }
 std::string Name(v1::UnusedPolicy policy) {
   return absl::AsciiStrToLower(v1::UnusedPolicy_Name(policy));
+}
+std::string Name(v1::UpdateMode mode) {
+  // The service takes one that is not given as WAIT.
+  return mode == v1::SPECULATE ? "speculate" : "wait";
 }
 std::string Name(v1::Plane plane) { return absl::AsciiStrToLower(v1::Plane_Name(plane)); }
 

@@ -11,11 +11,12 @@ namespace ballast::client::cli {
 
 nlohmann::ordered_json ToJson(const v1::ListJobsResponse& response);
 nlohmann::ordered_json ToJson(const v1::Job& job);
+nlohmann::ordered_json ToJson(const v1::HyperParameters& values);
 nlohmann::ordered_json ToJson(const v1::ParamGroup& group);
 nlohmann::ordered_json ToJson(const v1::StateSummary& summary);
 nlohmann::ordered_json GroupsToJson(const v1::Job& job);
 
-// What total_bytes counts beside the three parts that MemoryUse names.
+// What total_bytes counts beside the four parts that MemoryUse names.
 int64_t OtherBytes(const v1::MemoryUse& memory);
 
 // With indentation and a newline. Bytes that are not UTF-8 are replaced.
@@ -25,6 +26,7 @@ std::string Dump(const nlohmann::ordered_json& json);
 std::string Name(v1::JobPhase phase);
 std::string Name(v1::DType dtype);
 std::string Name(v1::UnusedPolicy policy);
+std::string Name(v1::UpdateMode mode);
 std::string Name(v1::Plane plane);
 
 }  // namespace ballast::client::cli

@@ -1,6 +1,7 @@
 #include "client/cli_text.h"
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <utility>
 
@@ -41,6 +42,10 @@ std::string Table::ToString() const {
   return text;
 }
 
+std::string FormatField(const std::string& name, const std::string& value) {
+  return absl::StrFormat("%-14s%s\n", name, value);
+}
+
 std::string FormatBytes(int64_t bytes) {
   static constexpr const char* kUnits[] = {"KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
   if (bytes < 1024) return absl::StrCat(bytes, " B");
@@ -64,6 +69,26 @@ std::string FormatNumber(double value) {
   if (std::isnan(value)) return "nan";
   if (std::isinf(value)) return value > 0 ? "inf" : "-inf";
   return absl::StrFormat("%.6g", value);
+}
+
+std::string FormatExactly(double value) {
+  char buffer[32];
+  const auto [end, error] = std::to_chars(buffer, buffer + sizeof(buffer), value);
+  return std::string(buffer, end);
+}
+
+std::string FormatNames(const std::string& title, absl::Span<const std::string> names) {
+  std::string text;
+  std::string line = absl::StrCat(title, ":");
+  for (size_t i = 0; i < names.size(); ++i) {
+    const std::string word = absl::StrCat(" ", names[i], i + 1 < names.size() ? "," : "");
+    if (line.size() + word.size() > kTextWidth) {
+      absl::StrAppend(&text, line, "\n");
+      line = "   ";
+    }
+    line += word;
+  }
+  return absl::StrCat(text, line, "\n");
 }
 
 std::string FormatShape(absl::Span<const int64_t> shape) {

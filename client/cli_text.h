@@ -29,10 +29,17 @@ class Table {
   std::vector<std::vector<std::string>> rows_;
 };
 
-std::string FormatBytes(int64_t bytes);                    // "17 B", "1.50 GiB"
-std::string FormatCount(int64_t count);                    // "1234567" as "1,234,567"
-std::string FormatNumber(double value);                    // At most six digits; "inf", "nan".
+std::string FormatField(const std::string& name, const std::string& value);  // "name     value\n"
+std::string FormatBytes(int64_t bytes);                                      // "17 B", "1.50 GiB"
+std::string FormatCount(int64_t count);   // "1234567" as "1,234,567"
+std::string FormatNumber(double value);   // At most six digits; "inf", "nan".
+std::string FormatExactly(double value);  // Shortest digits that read back the same.
 std::string FormatShape(absl::Span<const int64_t> shape);  // "[768, 3072]"; "[]" is a scalar.
+
+// "title: a, b, c", broken after commas so that no line is wider than kTextWidth, unless a name is;
+// what follows the first line is indented.
+inline constexpr size_t kTextWidth = 100;
+std::string FormatNames(const std::string& title, absl::Span<const std::string> names);
 
 // One line for each decade between the first and the last that counts anything; empty if none does.
 // `counts` as PlaneSummary.magnitude_histogram in ballast.proto.

@@ -1,5 +1,6 @@
 #include "absl/time/clock.h"
 
+#include "client/steady_deadline.h"
 #include "client/transport.h"
 
 namespace ballast::client {
@@ -9,6 +10,10 @@ class RealClock final : public Clock {
  public:
   absl::Time Now() override { return absl::Now(); }
   void SleepFor(absl::Duration duration) override { absl::SleepFor(duration); }
+  void WaitFor(Mutex& mutex, CondVar& changed, absl::Duration duration)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) override {
+    changed.WaitUntil(mutex, SteadyDeadline(duration));
+  }
 };
 
 }  // namespace

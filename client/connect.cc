@@ -20,6 +20,8 @@ namespace {
 
 constexpr int kKeepaliveIntervalMs = 20'000;
 constexpr int kKeepaliveTimeoutMs = 20'000;
+constexpr int kFirstReconnectMs = 100;
+constexpr int kLastReconnectMs = 1'000;
 
 bool IsHostAndPort(absl::string_view address) {
   const size_t colon = address.rfind(':');
@@ -73,6 +75,10 @@ grpc::ChannelArguments ServiceChannelArguments() {
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, kKeepaliveIntervalMs);
   arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kKeepaliveTimeoutMs);
+  // A connection that broke is tried again soon: gRPC's own waits grow to two minutes, and calls
+  // fail at once meanwhile, longer than a session tries to reopen its stream.
+  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, kFirstReconnectMs);
+  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, kLastReconnectMs);
   // A connection of its own for each channel, also when a process holds several ranks.
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   return arguments;

@@ -2,12 +2,14 @@
 
 #include <grpcpp/client_context.h>
 
+#include <algorithm>
 #include <chrono>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "ballast/v1/ballast.grpc.pb.h"
 #include "client/blocking_call.h"
+#include "client/calls_under_way.h"
 #include "client/train_stream.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/frame.h"
@@ -19,11 +21,12 @@ namespace {
 constexpr absl::Duration kLongLimit = absl::Hours(1);
 
 template <typename Stub, typename Request, typename Response>
-absl::StatusOr<Response> Call(Stub& stub,
+absl::StatusOr<Response> Call(CallsUnderWay& calls, Stub& stub,
                               grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&,
                                                            Response*),
                               const Request& request, absl::Duration limit) {
   grpc::ClientContext context;
+  const CallsUnderWay::Entry entry(calls, context);
   context.set_deadline(std::chrono::system_clock::now() + absl::ToChronoMilliseconds(limit));
   Response response;
   const grpc::Status status = (stub.*method)(&context, request, &response);
@@ -55,26 +58,27 @@ class GrpcTransport final : public Transport {
         state_(channel_) {}
 
   absl::StatusOr<v1::Job> CreateJob(const v1::CreateJobRequest& request) override {
-    return Call(jobs_, &v1::JobService::Stub::CreateJob, request, kLongLimit);
+    return Call(calls_, jobs_, &v1::JobService::Stub::CreateJob, request, kLongLimit);
   }
   absl::StatusOr<v1::Job> GetJob(const v1::GetJobRequest& request) override {
-    return Call(jobs_, &v1::JobService::Stub::GetJob, request, short_limit_);
+    return Call(calls_, jobs_, &v1::JobService::Stub::GetJob, request, short_limit_);
   }
-  absl::StatusOr<v1::AttachWorkerResponse> AttachWorker(
-      const v1::AttachWorkerRequest& request) override {
-    return Call(jobs_, &v1::JobService::Stub::AttachWorker, request, short_limit_);
+  absl::StatusOr<v1::AttachWorkerResponse> AttachWorker(const v1::AttachWorkerRequest& request,
+                                                        absl::Duration limit) override {
+    return Call(calls_, jobs_, &v1::JobService::Stub::AttachWorker, request,
+                std::min(limit, short_limit_));
   }
   absl::StatusOr<v1::SaveJobResponse> SaveJob(const v1::SaveJobRequest& request) override {
-    return Call(state_, &v1::StateService::Stub::SaveJob, request, kLongLimit);
+    return Call(calls_, state_, &v1::StateService::Stub::SaveJob, request, kLongLimit);
   }
   absl::StatusOr<v1::LoadJobResponse> LoadJob(const v1::LoadJobRequest& request) override {
-    return Call(state_, &v1::StateService::Stub::LoadJob, request, kLongLimit);
+    return Call(calls_, state_, &v1::StateService::Stub::LoadJob, request, kLongLimit);
   }
 
   absl::StatusOr<v1::UploadWeightsResponse> UploadWeights(
       const v1::OpenTrain& open, absl::Span<const int> chunks,
       const std::function<std::vector<float>(int chunk)>& fill) override {
-    BlockingCall call(channel_, "/ballast.v1.TrainService/UploadWeights", kLongLimit);
+    BlockingCall call(channel_, "/ballast.v1.TrainService/UploadWeights", kLongLimit, calls_);
     v1::UploadWeightsRequest first;
     *first.mutable_open() = open;
     if (call.Write(proto::SerializeControl(first))) SendWeights(call, chunks, fill);
@@ -99,7 +103,7 @@ class GrpcTransport final : public Transport {
       const v1::ReadWeightsRequest& request,
       const std::function<absl::Status(const v1::WeightHeader& header, PayloadPieces payload)>&
           place) override {
-    BlockingCall call(channel_, "/ballast.v1.TrainService/ReadWeights", kLongLimit);
+    BlockingCall call(channel_, "/ballast.v1.TrainService/ReadWeights", kLongLimit, calls_);
     if (call.Write(proto::SerializeControl(request))) call.WritesDone();
     uint64_t step = 0;
     grpc::ByteBuffer bytes;
@@ -117,11 +121,18 @@ class GrpcTransport final : public Transport {
     return OpenGrpcTrainStream(channel_, listener);
   }
 
+  // gRPC says SHUTDOWN of every channel within the process, and crashes when a call is begun on one
+  // whose server is gone.
+  bool CanReconnect() override { return channel_->GetState(false) != GRPC_CHANNEL_SHUTDOWN; }
+
+  void CancelCalls() override { calls_.Cancel(); }
+
  private:
   const std::shared_ptr<grpc::Channel> channel_;
   const absl::Duration short_limit_;
   v1::JobService::Stub jobs_;
   v1::StateService::Stub state_;
+  CallsUnderWay calls_;
 };
 
 }  // namespace

@@ -13,11 +13,16 @@
 
 namespace ballast::client {
 
-bool Backoff::Wait() {
-  const absl::Duration left = deadline_ - clock_.Now();
-  if (left <= absl::ZeroDuration()) return false;
-  clock_.SleepFor(std::min(next_, left));
+absl::Duration Backoff::Next() {
+  const absl::Duration wait = std::max(absl::ZeroDuration(), std::min(next_, left()));
   next_ = std::min(2 * next_, absl::Seconds(1));
+  return wait;
+}
+
+bool Backoff::Wait() {
+  const absl::Duration wait = Next();
+  if (wait == absl::ZeroDuration()) return false;
+  clock_.SleepFor(wait);
   return true;
 }
 
@@ -38,6 +43,7 @@ absl::StatusOr<v1::AttachWorkerResponse> Join(Transport& transport, Clock& clock
   attach.set_name(proto::JobName(options.job.name));
   attach.set_rank(options.rank);
   attach.set_process_id(options.process_id);
+  attach.set_rejoin(options.rejoin);
   *attach.mutable_job() = proto::ToProto(options.job);
   if (options.rank == 0) {
     v1::CreateJobRequest create;
@@ -48,7 +54,8 @@ absl::StatusOr<v1::AttachWorkerResponse> Join(Transport& transport, Clock& clock
   }
   Backoff backoff(clock, deadline);
   for (;;) {
-    absl::StatusOr<v1::AttachWorkerResponse> attached = transport.AttachWorker(attach);
+    absl::StatusOr<v1::AttachWorkerResponse> attached =
+        transport.AttachWorker(attach, absl::InfiniteDuration());
     if (options.rank == 0 || !absl::IsNotFound(attached.status())) return attached;
     if (!backoff.Wait()) {
       return absl::DeadlineExceededError(absl::StrCat(

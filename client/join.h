@@ -19,6 +19,9 @@ class Backoff {
   Backoff(Clock& clock, absl::Time deadline) : clock_(clock), deadline_(deadline) {}
   // False, without waiting, if the deadline has passed.
   bool Wait();
+  // The same for those who wait in their own way: how long; zero if the deadline has passed.
+  absl::Duration Next();
+  absl::Duration left() const { return deadline_ - clock_.Now(); }
 
  private:
   Clock& clock_;

@@ -17,18 +17,19 @@
 //   }
 //
 // Threads: Push may be called from any thread; the other calls come from one thread at a time, in
-// the order above. The session owns one stream and its thread; it borrows payloads until they are
+// the order above. The session owns one stream and two threads; it borrows payloads until they are
 // released (at the latest when it is destroyed, which waits for that) and the memory that `weights`
 // returns until it is destroyed.
 //
-// Errors: the first error of the stream is kept and returned by every later call; then open another
-// session. The same process taking its rank again raises no generation. Whatever raises it (an
-// aborted step, a loaded checkpoint, another process taking a rank) ends the sessions of all ranks:
-// every call returns ABORTED from then on, and every rank opens its session again, which says at
-// what step the job stands.
+// Errors: a stream that breaks is reopened, and no call notices. The first error that cannot be
+// mended so is kept and returned by every later call; then open another session. The same process
+// taking its rank again raises no generation. Whatever raises it (an aborted step, a loaded
+// checkpoint, another process taking a rank) ends the sessions of all ranks: every call returns
+// ABORTED from then on, and every rank opens its session again, which says at what step the job
+// stands.
 //
-// A service that no longer answers ends the stream with UNAVAILABLE within 40 seconds over TCP;
-// over a unix socket only its death does.
+// A service that no longer answers breaks the stream within 40 seconds over TCP; over a unix socket
+// only its death does.
 #ifndef BALLAST_CLIENT_SESSION_H_
 #define BALLAST_CLIENT_SESSION_H_
 
@@ -66,10 +67,13 @@ struct SessionOptions {
   // Unique to this process and the same for all its sessions; empty: made from host, pid and random
   // bits.
   std::string process_id;
+  // This process had a session of this rank before: FAILED_PRECONDITION if another process has
+  // taken the rank since. Otherwise the rank is taken from whoever holds it.
+  bool rejoin = false;
   // Rank 0 creates the job if it is not there; other ranks wait for it this long.
   absl::Duration join_timeout = absl::Seconds(60);
   // Where the weights of a chunk of this rank go: chunk.elements elements of the group's return
-  // dtype. Called from the session's thread and written there between Seal and the return of
+  // dtype. Called from a thread of the session and written there between Seal and the return of
   // ReceiveWeights; in ReadWeights, from the caller's.
   std::function<absl::Span<std::byte>(int chunk)> weights;
   // Called from the same thread when a chunk's weights are complete; may be null.
@@ -192,7 +196,8 @@ class Session {
   // Returns when this rank's chunks of the decided step are in place and all ranks' chunks stand at
   // it. After a skipped step it returns as soon as the step is committed.
   virtual absl::Status ReceiveWeights() = 0;
-  // From decision to last chunk updated, as the service measured it, for the last step received.
+  // From decision to last chunk updated, as the service measured it, for the last step received; 0
+  // if the stream broke before it said so.
   virtual double update_seconds() const = 0;
 };
 

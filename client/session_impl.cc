@@ -1,8 +1,5 @@
 #include "client/session_impl.h"
 
-#include <spdlog/logger.h>
-#include <spdlog/sinks/stdout_sinks.h>
-
 #include <memory>
 #include <utility>
 #include <vector>
@@ -10,17 +7,12 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "client/join.h"
+#include "client/log.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
 
 namespace ballast::client {
 namespace {
-
-// The trainer's standard output is the trainer's.
-spdlog::logger& Log() {
-  static spdlog::logger logger("ballast", std::make_shared<spdlog::sinks::stderr_sink_mt>());
-  return logger;
-}
 
 absl::Status CheckOptions(const SessionOptions& options) {
   const int world_size = options.job.layout.world_size;
@@ -48,12 +40,12 @@ SessionImpl::SessionImpl(std::unique_ptr<Transport> transport, Clock& clock, Ses
       options_(std::move(options)),
       layout_(std::move(layout)),
       sink_(layout_, options_.job.groups, options_.rank, options_.weights, options_.on_weights),
-      window_(options_.window_bytes, options_.seal_timeout) {}
+      log_(options_.window_bytes, options_.seal_timeout) {}
 
 SessionImpl::~SessionImpl() {
   // Wakes senders in other threads before the stream goes.
-  window_.Close(absl::CancelledError("the session was closed"));
-  stream_.reset();
+  log_.Close(absl::CancelledError("the session was closed"));
+  keeper_.reset();
 }
 
 absl::StatusOr<std::unique_ptr<SessionImpl>> SessionImpl::Open(std::unique_ptr<Transport> transport,
@@ -80,12 +72,24 @@ absl::Status SessionImpl::Start(absl::Time deadline) {
   attached_.clear_job();
   awaiting_weights_ = attached_.awaiting_weights();
   committed_step_ = attached_.committed_step();
-  stream_ = transport_->OpenTrainStream(*this);
-  v1::TrainRequest request;
-  *request.mutable_open() = OpenMessage();
-  // A failure comes out of AwaitOpened, without the context that Open adds.
-  Send(request).IgnoreError();
-  return progress_.AwaitOpened(options_.join_timeout);
+  if (options_.job.update_mode == UpdateMode::kSpeculate) ReserveProvisionalWeights();
+  keeper_ = std::make_unique<StreamKeeper>(
+      *transport_, clock_, log_, static_cast<StreamKeeper::User&>(*this),
+      StreamKeeper::Settings{.open = OpenMessage(),
+                             .instance_id = attached_.instance_id(),
+                             .reconnect_timeout = options_.reconnect_timeout});
+  return keeper_->Open(options_.join_timeout);
+}
+
+void SessionImpl::ReserveProvisionalWeights() {
+  absl::StatusOr<ProvisionalWeights> reserved =
+      ProvisionalWeights::Reserve(layout_, options_.job.groups, options_.rank);
+  if (reserved.ok()) {
+    provisional_ = *std::move(reserved);
+  } else {
+    Log().warn("{}: {}; this rank's chunks wait for the decision", Context(),
+               std::string(reserved.status().message()));
+  }
 }
 
 v1::OpenTrain SessionImpl::OpenMessage() const {
@@ -95,6 +99,7 @@ v1::OpenTrain SessionImpl::OpenMessage() const {
   open.set_rank(options_.rank);
   open.set_process_id(options_.process_id);
   open.set_generation(attached_.generation());
+  if (provisional_.has_value()) open.set_update_mode(v1::SPECULATE);
   return open;
 }
 
@@ -104,95 +109,9 @@ std::string SessionImpl::Context() const {
   return context;
 }
 
-absl::Status SessionImpl::Fail(const absl::Status& status) {
+void SessionImpl::OnEnded(const absl::Status& status) {
   progress_.Fail(Annotate(status, Context()));
-  window_.Close(progress_.failure());
-  return progress_.failure();
-}
-
-// ---------------------------------------------------------------- weights and checkpoints
-
-absl::Status SessionImpl::UploadWeights(
-    const std::function<void(int chunk, absl::Span<float> out)>& fill) {
-  BALLAST_RETURN_IF_ERROR(CheckBetweenSteps("UploadWeights"));
-  const absl::Span<const int> chunks = layout_.chunks_of_rank(options_.rank);
-  const absl::StatusOr<v1::UploadWeightsResponse> response =
-      transport_->UploadWeights(OpenMessage(), chunks, [&](int chunk) {
-        std::vector<float> values(layout_.chunks()[chunk].elements);
-        fill(chunk, absl::MakeSpan(values));
-        return values;
-      });
-  if (!response.ok()) {
-    return Annotate(response.status(), absl::StrCat(Context(), ": upload of first weights"));
-  }
-  if (response->chunks() != static_cast<int64_t>(chunks.size())) {
-    return absl::InternalError(absl::StrCat(Context(), ": the service took ", response->chunks(),
-                                            " of ", chunks.size(), " chunks of first weights"));
-  }
-  return absl::OkStatus();
-}
-
-absl::Status SessionImpl::ReadWeights() {
-  BALLAST_RETURN_IF_ERROR(CheckBetweenSteps("ReadWeights"));
-  const std::string context = absl::StrCat(Context(), ": reading weights");
-  if (absl::Status status = AwaitFirstWeights(*transport_, clock_, options_); !status.ok()) {
-    return Annotate(status, context);
-  }
-  awaiting_weights_ = false;
-  const absl::Span<const int> chunks = layout_.chunks_of_rank(options_.rank);
-  // An empty list would mean all chunks.
-  if (chunks.empty()) return absl::OkStatus();
-  v1::ReadWeightsRequest request;
-  request.set_name(proto::JobName(options_.job.name));
-  request.set_uid(attached_.uid());
-  for (int chunk : chunks) request.add_chunks(static_cast<uint32_t>(chunk));
-  WeightSink sink(layout_, options_.job.groups, options_.rank, options_.weights,
-                  options_.on_weights);
-  sink.Begin();
-  const absl::StatusOr<uint64_t> step = transport_->ReadWeights(
-      request, [&sink](const v1::WeightHeader& header, PayloadPieces payload) {
-        return sink.Place(header, payload);
-      });
-  if (!step.ok()) return Annotate(step.status(), context);
-  if (sink.missing_chunks() > 0) {
-    return absl::DataLossError(
-        absl::StrCat(context, ": ", sink.missing_chunks(), " chunks did not come"));
-  }
-  committed_step_ = *step;
-  return absl::OkStatus();
-}
-
-absl::StatusOr<JobCounts> SessionImpl::ReadCounts() {
-  v1::GetJobRequest request;
-  request.set_name(proto::JobName(options_.job.name));
-  BALLAST_ASSIGN_OR_RETURN(const v1::Job job, transport_->GetJob(request));
-  return JobCounts{.applied_steps = job.applied_steps(),
-                   .skipped_steps = job.skipped_steps(),
-                   .coverage_complete_steps = job.coverage_complete_steps(),
-                   .speculated_chunks = job.speculation().speculated_chunks(),
-                   .published_chunks = job.speculation().published_chunks(),
-                   .redone_chunks = job.speculation().redone_chunks()};
-}
-
-absl::Status SessionImpl::SaveCheckpoint(const std::string& directory) {
-  BALLAST_RETURN_IF_ERROR(CheckBetweenSteps("SaveCheckpoint"));
-  v1::SaveJobRequest request;
-  request.set_name(proto::JobName(options_.job.name));
-  request.set_directory(directory);
-  return Annotate(transport_->SaveJob(request).status(),
-                  absl::StrCat(Context(), ": saving to ", directory));
-}
-
-absl::Status SessionImpl::LoadCheckpoint(const std::string& directory) {
-  BALLAST_RETURN_IF_ERROR(CheckBetweenSteps("LoadCheckpoint"));
-  v1::LoadJobRequest request;
-  request.set_name(proto::JobName(options_.job.name));
-  request.set_directory(directory);
-  const absl::Status loaded = transport_->LoadJob(request).status();
-  if (!loaded.ok()) return Annotate(loaded, absl::StrCat(Context(), ": loading ", directory));
-  // The generation has risen: no rank's stream is good any more, this one's included.
-  Fail(absl::AbortedError("a checkpoint was loaded; open the session again")).IgnoreError();
-  return absl::OkStatus();
+  log_.Close(progress_.failure());
 }
 
 // ---------------------------------------------------------------- the step
@@ -210,10 +129,6 @@ absl::Status SessionImpl::CheckBetweenSteps(const char* call) const {
       Context(), ": ", call, " in the middle of a step; seal and receive its weights first"));
 }
 
-absl::Status SessionImpl::Send(const v1::TrainRequest& message) {
-  return window_.SendControl([&] { stream_->Send(message); });
-}
-
 absl::Status SessionImpl::BeginStep(const StepSettings& settings) {
   BALLAST_RETURN_IF_ERROR(CheckBetweenSteps("BeginStep"));
   const uint64_t step = committed_step_ + 1;
@@ -227,7 +142,7 @@ absl::Status SessionImpl::BeginStep(const StepSettings& settings) {
     (*begin.mutable_overrides())[group] = proto::ToProto(overrides);
   }
   progress_.Begin(step);
-  return Send(request);
+  return log_.Send(std::move(request));
 }
 
 absl::Status SessionImpl::CheckPush(const GradientPush& push) const {
@@ -264,11 +179,7 @@ absl::Status SessionImpl::Push(GradientPush push) {
   header.set_micro_step_end(push.micro_step_end);
   header.set_final(push.final);
   header.set_empty(push.empty);
-  const absl::Status sent =
-      window_.Send(static_cast<int64_t>(push.payload.size()), std::move(push.released),
-                   [&](std::function<void()> let_go) {
-                     stream_->SendGradient(header, push.payload, std::move(let_go));
-                   });
+  const absl::Status sent = log_.SendGradient(header, push.payload, std::move(push.released));
   if (sent.ok()) return sent;
   BALLAST_RETURN_IF_ERROR(progress_.failure());
   return Annotate(sent, absl::StrCat(Context(), ": chunk ", push.chunk, " of micro-step ",
@@ -291,7 +202,7 @@ absl::Status SessionImpl::EndMicroStep(uint32_t micro_step, const UsedParameters
   if (!used.all) {
     end.mutable_used_parameters()->Add(used.parameters.begin(), used.parameters.end());
   }
-  return Send(request);
+  return log_.Send(std::move(request));
 }
 
 absl::StatusOr<StepDecision> SessionImpl::Seal(uint32_t micro_steps) {
@@ -300,7 +211,7 @@ absl::StatusOr<StepDecision> SessionImpl::Seal(uint32_t micro_steps) {
     v1::TrainRequest request;
     request.mutable_seal()->set_step(progress_.step());
     request.mutable_seal()->set_micro_steps(micro_steps);
-    BALLAST_RETURN_IF_ERROR(Send(request));
+    BALLAST_RETURN_IF_ERROR(log_.Send(std::move(request)));
   }
   absl::StatusOr<StepDecision> decision = progress_.AwaitDecision(options_.seal_timeout);
   if (!decision.ok()) return ExplainSeal(decision.status());
@@ -345,83 +256,6 @@ absl::Status SessionImpl::ReceiveWeights() {
   committed_step_ = progress_.step();
   progress_.End();
   return absl::OkStatus();
-}
-
-// ---------------------------------------------------------------- the stream's thread
-
-void SessionImpl::OnMessage(const v1::TrainResponse& message, PayloadPieces payload) {
-  // After an error, what else comes must not touch the trainer's memory.
-  if (!progress_.failure().ok()) return;
-  if (absl::Status status = Handle(message, payload); !status.ok()) Fail(status).IgnoreError();
-}
-
-void SessionImpl::OnClosed(const absl::Status& status) {
-  Fail(status.ok() ? absl::UnavailableError("the service ended the stream; open the session again")
-                   : status)
-      .IgnoreError();
-}
-
-absl::Status SessionImpl::Handle(const v1::TrainResponse& message, PayloadPieces payload) {
-  switch (message.kind_case()) {
-    case v1::TrainResponse::kOpened:
-      progress_.Opened();
-      return absl::OkStatus();
-    case v1::TrainResponse::kAcknowledged:
-      return window_.Acknowledge(message.acknowledged().messages());
-    case v1::TrainResponse::kSealRefused:
-      return progress_.Refused(message.seal_refused().step(), message.seal_refused().message());
-    case v1::TrainResponse::kWaiting:
-      OnWaiting(message.waiting());
-      return absl::OkStatus();
-    case v1::TrainResponse::kDecision:
-      return OnDecision(message.decision());
-    case v1::TrainResponse::kWeights:
-      return OnWeights(message.weights(), payload);
-    case v1::TrainResponse::kCommitted:
-      return OnCommitted(message.committed());
-    case v1::TrainResponse::KIND_NOT_SET:
-      return absl::OkStatus();  // A kind that a newer service knows.
-  }
-  return absl::OkStatus();
-}
-
-void SessionImpl::OnWaiting(const v1::Waiting& waiting) {
-  progress_.Waiting(waiting.step(), {waiting.ranks().begin(), waiting.ranks().end()});
-  Log().warn("{}: sealed; the service waits for rank {}", Context(),
-             absl::StrJoin(waiting.ranks(), ", "));
-}
-
-absl::Status SessionImpl::OnDecision(const v1::StepDecision& message) {
-  StepDecision decision;
-  decision.step = message.step();
-  decision.applied = message.applied();
-  decision.norm = message.norm();
-  decision.clip_coefficient = message.clip_coefficient();
-  decision.skip_reason = message.skip_reason();
-  decision.unused_parameters.assign(message.unused_parameters().begin(),
-                                    message.unused_parameters().end());
-  if (decision.applied) sink_.Begin();
-  return progress_.Decided(std::move(decision));
-}
-
-absl::Status SessionImpl::OnWeights(const v1::WeightChunk& weights, PayloadPieces payload) {
-  const std::optional<StepDecision> decision = progress_.decision();
-  if (!decision.has_value() || !decision->applied || decision->step != weights.header().step()) {
-    return absl::InternalError(absl::StrCat("the service sent weights of step ",
-                                            weights.header().step(),
-                                            ", which it has not said to apply"));
-  }
-  return sink_.Place(weights.header(), payload);
-}
-
-absl::Status SessionImpl::OnCommitted(const v1::StepCommitted& committed) {
-  const std::optional<StepDecision> decision = progress_.decision();
-  if (decision.has_value() && decision->applied && sink_.missing_chunks() > 0) {
-    return absl::DataLossError(absl::StrCat("step ", committed.step(), " was committed, but ",
-                                            sink_.missing_chunks(),
-                                            " chunks of weights have not come"));
-  }
-  return progress_.Committed(committed.step(), committed.update_seconds());
 }
 
 }  // namespace ballast::client

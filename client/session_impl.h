@@ -4,17 +4,20 @@
 
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <string>
 
-#include "client/send_window.h"
+#include "client/provisional_weights.h"
+#include "client/send_log.h"
 #include "client/session.h"
 #include "client/step_progress.h"
+#include "client/stream_keeper.h"
 #include "client/transport.h"
 #include "client/weight_sink.h"
 
 namespace ballast::client {
 
-class SessionImpl final : public Session, private TrainListener {
+class SessionImpl final : public Session, private StreamKeeper::User {
  public:
   // As Session::Open. `clock` outlives the session.
   static absl::StatusOr<std::unique_ptr<SessionImpl>> Open(std::unique_ptr<Transport> transport,
@@ -49,24 +52,32 @@ class SessionImpl final : public Session, private TrainListener {
 
   absl::Status Start(absl::Time deadline);
   v1::OpenTrain OpenMessage() const;
+  void ReserveProvisionalWeights();
 
-  void OnMessage(const v1::TrainResponse& message, PayloadPieces payload) override;
-  void OnClosed(const absl::Status& status) override;
-  absl::Status Handle(const v1::TrainResponse& message, PayloadPieces payload);
-  absl::Status OnDecision(const v1::StepDecision& decision);
-  absl::Status OnWeights(const v1::WeightChunk& weights, PayloadPieces payload);
-  absl::Status OnCommitted(const v1::StepCommitted& committed);
+  // session_stream.cc: what the service says.
+  absl::Status OnMessage(const v1::TrainResponse& message, PayloadPieces payload) override;
+  absl::Status OnAttachedAgain(const v1::AttachWorkerResponse& attached) override;
+  void OnEnded(const absl::Status& status) override;
+  absl::Status OnSealRefused(const v1::SealRefused& refused);
   void OnWaiting(const v1::Waiting& waiting);
+  absl::Status OnDecision(const v1::StepDecision& message);
+  absl::Status OnWeights(const v1::WeightHeader& header, PayloadPieces payload);
+  absl::Status OnProvisionalWeights(const v1::WeightHeader& header, PayloadPieces payload);
+  absl::Status PublishProvisionalWeights(const v1::StepDecision& decision);
+  absl::Status OnCommitted(const v1::StepCommitted& committed);
+  absl::Status Decide(StepDecision decision);
+  absl::Status FinishStep(const StepProgress::Standing& standing, const v1::Job& job);
+
+  // Reads what `sink` misses, at `step` if it is given, which is set to the step that came.
+  absl::Status FetchWeights(WeightSink& sink, std::optional<uint64_t>& step);
 
   // "job J rank R" and, during one, "step S".
-  std::string Context() const;
-  absl::Status Fail(const absl::Status& status);
+  std::string Context() const override;
   // OK if a step is open and the stream is sound.
   absl::Status CheckInStep(const char* call) const;
   // OK if no step is open and the stream is sound.
   absl::Status CheckBetweenSteps(const char* call) const;
   absl::Status CheckPush(const GradientPush& push) const;
-  absl::Status Send(const v1::TrainRequest& message);
   absl::Status ExplainSeal(const absl::Status& status);
 
   const std::unique_ptr<Transport> transport_;
@@ -74,21 +85,24 @@ class SessionImpl final : public Session, private TrainListener {
   const SessionOptions options_;
   const Layout layout_;
 
-  // Of the trainer's thread.
+  // Constant once open.
   v1::AttachWorkerResponse attached_;  // Without its job.
-  bool awaiting_weights_ = false;
-  uint64_t committed_step_ = 0;
   std::string trainer_state_;
   bool last_step_applied_ = true;
+
+  // Of the trainer's thread.
+  bool awaiting_weights_ = false;
   double update_seconds_ = 0;
 
-  // Of the stream's thread.
+  // Of the stream's thread, and of the keeper's while there is no stream.
   WeightSink sink_;
+  std::optional<ProvisionalWeights> provisional_;  // Of the stream, and of the step in progress.
 
+  std::atomic<uint64_t> committed_step_ = 0;
   StepProgress progress_;
   // Destroyed after the stream, when the transport lets go of the last payloads.
-  SendWindow window_;
-  std::unique_ptr<TrainStream> stream_;
+  SendLog log_;
+  std::unique_ptr<StreamKeeper> keeper_;
 };
 
 }  // namespace ballast::client

@@ -86,12 +86,6 @@ void StepProgress::Fail(const absl::Status& status) {
   changed_.NotifyAll();
 }
 
-void StepProgress::Opened() {
-  MutexLock lock(mutex_);
-  opened_ = true;
-  changed_.NotifyAll();
-}
-
 absl::Status StepProgress::failure() const {
   MutexLock lock(mutex_);
   return failure_;
@@ -123,18 +117,6 @@ absl::StatusOr<double> StepProgress::AwaitCommitted(absl::Duration limit) {
   }
 }
 
-absl::Status StepProgress::AwaitOpened(absl::Duration limit) {
-  const auto deadline = SteadyDeadline(limit);
-  MutexLock lock(mutex_);
-  bool in_time = true;
-  for (;;) {
-    if (!failure_.ok()) return failure_;
-    if (opened_) return absl::OkStatus();
-    if (!in_time) return TimedOut("the answer to the opening of the stream", limit);
-    in_time = changed_.WaitUntil(mutex_, deadline);
-  }
-}
-
 std::vector<int> StepProgress::awaited_ranks() const {
   MutexLock lock(mutex_);
   return awaited_ranks_;
@@ -143,6 +125,12 @@ std::vector<int> StepProgress::awaited_ranks() const {
 std::optional<StepDecision> StepProgress::decision() const {
   MutexLock lock(mutex_);
   return decision_;
+}
+
+StepProgress::Standing StepProgress::standing() const {
+  MutexLock lock(mutex_);
+  return {
+      .step = step_, .decided = decision_.has_value(), .committed = update_seconds_.has_value()};
 }
 
 }  // namespace ballast::client

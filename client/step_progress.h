@@ -38,7 +38,6 @@ class StepProgress {
   void Waiting(uint64_t step, std::vector<int> ranks);
   // Ends all waiting, for good; the first failure stays.
   void Fail(const absl::Status& status);
-  void Opened();
 
   absl::Status failure() const;
   // The decision, which is not taken away; FAILED_PRECONDITION with the message of a refusal;
@@ -46,12 +45,19 @@ class StepProgress {
   absl::StatusOr<StepDecision> AwaitDecision(absl::Duration limit);
   // Update seconds.
   absl::StatusOr<double> AwaitCommitted(absl::Duration limit);
-  absl::Status AwaitOpened(absl::Duration limit);
 
   // What AwaitDecision was last told; empty: nothing.
   std::vector<int> awaited_ranks() const;
   // The decision, if it has come.
   std::optional<StepDecision> decision() const;
+
+  // How far the step is, at one instant.
+  struct Standing {
+    uint64_t step = 0;  // 0: none is open.
+    bool decided = false;
+    bool committed = false;
+  };
+  Standing standing() const;
 
  private:
   absl::Status CheckStep(const char* what, uint64_t step) const
@@ -60,7 +66,6 @@ class StepProgress {
   mutable Mutex mutex_;
   CondVar changed_;
   absl::Status failure_ ABSL_GUARDED_BY(mutex_);
-  bool opened_ ABSL_GUARDED_BY(mutex_) = false;
   uint64_t step_ ABSL_GUARDED_BY(mutex_) = 0;
   bool seal_is_out_ ABSL_GUARDED_BY(mutex_) = false;
   std::optional<std::string> refusal_ ABSL_GUARDED_BY(mutex_);

@@ -9,11 +9,13 @@
 #include <memory>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "ballast/v1/ballast.pb.h"
+#include "cpu_optimizer_service/common/mutex.h"
 
 namespace ballast::client {
 
@@ -50,8 +52,9 @@ class Transport {
 
   virtual absl::StatusOr<v1::Job> CreateJob(const v1::CreateJobRequest& request) = 0;
   virtual absl::StatusOr<v1::Job> GetJob(const v1::GetJobRequest& request) = 0;
+  // DEADLINE_EXCEEDED after `limit`, or after the transport's own limit.
   virtual absl::StatusOr<v1::AttachWorkerResponse> AttachWorker(
-      const v1::AttachWorkerRequest& request) = 0;
+      const v1::AttachWorkerRequest& request, absl::Duration limit) = 0;
   virtual absl::StatusOr<v1::SaveJobResponse> SaveJob(const v1::SaveJobRequest& request) = 0;
   virtual absl::StatusOr<v1::LoadJobResponse> LoadJob(const v1::LoadJobRequest& request) = 0;
 
@@ -68,6 +71,14 @@ class Transport {
 
   // The listener outlives the stream.
   virtual std::unique_ptr<TrainStream> OpenTrainStream(TrainListener& listener) = 0;
+
+  // False if a stream that breaks means that the service is gone for good, because both are in one
+  // process. No call may be made then.
+  virtual bool CanReconnect() = 0;
+
+  // Ends all calls above that are under way in other threads, and every later one, with CANCELLED;
+  // streams stay. For a session that is being destroyed.
+  virtual void CancelCalls() = 0;
 };
 
 // Time, passed in so that a test decides how much of it passes.
@@ -76,6 +87,9 @@ class Clock {
   virtual ~Clock() = default;
   virtual absl::Time Now() = 0;
   virtual void SleepFor(absl::Duration duration) = 0;
+  // Returns when `changed` is notified or `duration` has passed, or sooner.
+  virtual void WaitFor(Mutex& mutex, CondVar& changed, absl::Duration duration)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) = 0;
   static Clock& Real();
 };
 

@@ -1,8 +1,7 @@
 #include "client/weight_sink.h"
 
-#include <cstring>
-
 #include "absl/strings/str_cat.h"
+#include "client/payload_pieces.h"
 
 namespace ballast::client {
 
@@ -17,6 +16,14 @@ void WeightSink::Begin() {
   missing_chunks_ = static_cast<int64_t>(layout_.chunks_of_rank(rank_).size());
 }
 
+std::vector<int> WeightSink::ListMissing() const {
+  std::vector<int> missing;
+  for (int chunk : layout_.chunks_of_rank(rank_)) {
+    if (expected_[chunk]) missing.push_back(chunk);
+  }
+  return missing;
+}
+
 absl::Status WeightSink::Place(const v1::WeightHeader& header, PayloadPieces payload) {
   const size_t chunk = header.chunk();
   if (chunk >= expected_.size() || !expected_[chunk]) {
@@ -26,8 +33,7 @@ absl::Status WeightSink::Place(const v1::WeightHeader& header, PayloadPieces pay
   }
   const Chunk& place = layout_.chunks()[chunk];
   const size_t wanted = place.elements * SizeBytes(groups_[place.group].return_dtype);
-  size_t came = 0;
-  for (absl::Span<const std::byte> piece : payload) came += piece.size();
+  const size_t came = TotalBytes(payload);
   if (came != wanted) {
     return absl::DataLossError(
         absl::StrCat("weights of chunk ", chunk, " came with ", came, " bytes, expected ", wanted));
@@ -38,12 +44,7 @@ absl::Status WeightSink::Place(const v1::WeightHeader& header, PayloadPieces pay
                                                    " bytes for chunk ", chunk,
                                                    ", whose weights are ", wanted, " bytes"));
   }
-  std::byte* out = memory.data();
-  for (absl::Span<const std::byte> piece : payload) {
-    if (piece.empty()) continue;
-    std::memcpy(out, piece.data(), piece.size());
-    out += piece.size();
-  }
+  CopyPieces(payload, memory.data());
   expected_[chunk] = false;
   --missing_chunks_;
   if (on_weights_) on_weights_(static_cast<int>(chunk));

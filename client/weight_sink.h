@@ -30,6 +30,7 @@ class WeightSink {
   absl::Status Place(const v1::WeightHeader& header, PayloadPieces payload);
   // Chunks that have not come.
   int64_t missing_chunks() const { return missing_chunks_; }
+  std::vector<int> ListMissing() const;
 
  private:
   const Layout& layout_;

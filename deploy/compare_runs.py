@@ -84,6 +84,9 @@ def main() -> int:
             "bit_identical": identical,
             "tokens_per_second": run["tokens_per_second"],
             "step_seconds_median": run["step_seconds_median"],
+            "coverage_complete_steps": run["coverage_complete_steps"],
+            "speculated_chunks": run["speculated_chunks"],
+            "redone_chunks": run["redone_chunks"],
         }
         write_whole(flags.summary, json.dumps(summary, indent=2) + "\n")
     except KeyError as error:

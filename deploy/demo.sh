@@ -14,6 +14,7 @@ usage: deploy/demo.sh [flags]
   --workers N        worker processes (default 2)
   --steps N          optimizer steps (default 100)
   --micro-steps N    backward passes a step (default 2)
+  --update MODE      wait or speculate: when the service updates (default: speculate)
   --out DIR          where the results go (default: a new folder under out/)
   --listen ADDR      where the service listens (default 127.0.0.1:0, a free port; or unix:/path)
 
@@ -22,7 +23,7 @@ END
 }
 
 job=demo
-text="" workers=2 steps=100 micro_steps=2 out="" listen=127.0.0.1:0
+text="" workers=2 steps=100 micro_steps=2 update=speculate out="" listen=127.0.0.1:0
 needed_kib=65536 # Two copies of the weights, two of the curves, and room to spare.
 
 scratch=""   # Logs and the port file; kept when the demo fails.
@@ -85,7 +86,7 @@ parse_flags() {
         usage
         exit 0
         ;;
-      --text | --workers | --steps | --micro-steps | --out | --listen) ;;
+      --text | --workers | --steps | --micro-steps | --update | --out | --listen) ;;
       *) fail "unknown flag '$1'; see deploy/demo.sh --help" ;;
     esac
     if [[ $1 == *=* ]]; then
@@ -101,6 +102,7 @@ parse_flags() {
       --workers) workers=$value ;;
       --steps) steps=$value ;;
       --micro-steps) micro_steps=$value ;;
+      --update) update=$value ;;
       --out) out=${value:+$(from_caller "$value")} ;;
       --listen) listen=$value ;;
     esac
@@ -117,6 +119,8 @@ check_flags() {
   check_number --workers "$workers" 64
   check_number --steps "$steps" 1000000
   check_number --micro-steps "$micro_steps" 4096
+  [[ $update == wait || $update == speculate ]] ||
+    fail "--update is '$update', expected wait or speculate"
   if [[ -n $text ]]; then
     [[ -e $text ]] || fail "--text $text does not exist; name a file with text to train on"
     [[ -r $text ]] || fail "--text $text cannot be read; allow it, or name another file"
@@ -184,7 +188,7 @@ train() {
   shift 2
   local flags=(--job "$job" --steps "$steps" --micro-steps "$micro_steps" --out "$out_dir" "$@")
   [[ -z $text ]] || flags+=(--text "$text")
-  deploy/run_workers.sh "$workers" "$scratch/$name" "$bin/ballast-worker" "${flags[@]}" \
+  deploy/run_workers.py "$workers" "$scratch/$name" "$bin/ballast-worker" "${flags[@]}" \
     2>"$scratch/$name.err" &
   child_pid=$!
   # Bash would add a line of its own should the service be killed meanwhile.
@@ -234,7 +238,7 @@ build
 
 echo "training  $workers workers, $steps steps of $micro_steps micro-steps, on ${text:-the licences that Debian has}"
 start_service
-train service "$partial" --service "$address" --optimizer=service
+train service "$partial" --service "$address" --optimizer=service --update "$update"
 echo
 echo "the same  with the optimizer in the workers, by the scalar reference"
 train local "$partial/local" --optimizer=local

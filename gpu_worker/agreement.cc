@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/check.h"
+#include "gpu_worker/share.h"
 
 namespace ballast::worker {
 namespace {
@@ -28,10 +29,7 @@ absl::Status CheckAgreement(const std::vector<AgreedSetting>& settings, Collecti
   for (size_t i = 0; i < settings.size(); ++i) {
     mine[i] = Hash(absl::StrCat(settings[i].name, "=", settings[i].value));
   }
-  std::vector<Hashes> all(collective.world_size());
-  BALLAST_RETURN_IF_ERROR(collective.AllGather(
-      {reinterpret_cast<const std::byte*>(mine.data()), sizeof(mine)},
-      {reinterpret_cast<std::byte*>(all.data()), all.size() * sizeof(Hashes)}));
+  BALLAST_ASSIGN_OR_RETURN(const std::vector<Hashes> all, Share(mine, collective));
   for (int rank = 1; rank < collective.world_size(); ++rank) {
     for (size_t i = 0; i < mine.size(); ++i) {
       if (all[rank][i] == all[0][i]) continue;

@@ -18,8 +18,10 @@
 #include "absl/flags/usage.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "client/loss_scaler.h"
 #include "client/session.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/engine.h"
@@ -55,18 +57,49 @@ ABSL_FLAG(double, weight_decay, 0.1, "Of matrices and embeddings");
 ABSL_FLAG(double, max_norm, 1.0, "Gradients are clipped to this global norm; 0: not");
 ABSL_FLAG(int64_t, bucket_elements, int64_t{1} << 19, "Elements of a reduce-scatter");
 ABSL_FLAG(int64_t, chunk_elements, ballast::kMaxChunkElements, "Elements of a message");
-ABSL_FLAG(std::string, wire_dtype, "bf16", "Gradients on their way to the service: bf16 or fp32");
+ABSL_FLAG(
+    std::string, accumulate, "service",
+    "Who sums a step's micro-steps: service, or worker, which then sends one gradient a step");
+ABSL_FLAG(
+    std::string, dtype, "bf16",
+    "Weights as they come back and the model computes with them, and gradients on their way to "
+    "the service: bf16, fp16 (with dynamic loss scaling) or fp32");
+ABSL_FLAG(
+    std::string, wire_dtype, "",
+    "Gradients on their way to the service, where they are not to be as --dtype: bf16, fp16 or "
+    "fp32");
+ABSL_FLAG(int, initial_scale_power, ballast::client::LossScalerOptions().initial_scale_power,
+          "fp16 gradients: the first loss scale is 2 to this power");
+ABSL_FLAG(int64_t, loss_scale_window, ballast::client::LossScalerOptions().window,
+          "fp16 gradients: steps without overflow before the loss scale doubles");
+ABSL_FLAG(int, loss_scale_hysteresis, ballast::client::LossScalerOptions().hysteresis,
+          "fp16 gradients: overflows that it takes to halve the loss scale");
+ABSL_FLAG(float, min_loss_scale, ballast::client::LossScalerOptions().min_scale,
+          "fp16 gradients: the loss scale is never halved below this");
+ABSL_FLAG(
+    bool, check_gradients, false,
+    "Search this worker's gradients for elements that are not finite before they are reduced, "
+    "so that a skipped step names the worker");
+ABSL_FLAG(
+    std::string, update, "speculate",
+    "When the service updates: speculate, while backward still runs, where it has the memory; "
+    "or wait, for the decision. The bits are the same");
 ABSL_FLAG(std::string, out, "", "Directory for losses.csv, weights.bin and worker.json");
-ABSL_FLAG(std::string, resume, "", "A checkpoint on the service's host to load first");
+ABSL_FLAG(std::string, resume, "",
+          "A checkpoint on the service's host to load first, if the job is new");
 ABSL_FLAG(std::string, save, "", "Where on its host the service saves a checkpoint at the end");
 ABSL_FLAG(int, threads, 1, "Threads for this worker's arithmetic");
 ABSL_FLAG(absl::Duration, peer_timeout, absl::Minutes(5),
           "How long to wait for another worker before giving up");
+ABSL_FLAG(absl::Duration, reconnect_timeout, ballast::client::SessionOptions().reconnect_timeout,
+          "How long a broken connection to the service is tried again before giving up");
+ABSL_FLAG(absl::Duration, seal_timeout, ballast::client::SessionOptions().seal_timeout,
+          "How long to wait, at the end of a step, for the other workers to seal it");
 
 namespace ballast::worker {
 namespace {
 
-constexpr absl::Duration kMaxPeerTimeout = absl::Hours(24 * 7);
+constexpr absl::Duration kMaxTimeout = absl::Hours(24 * 7);
 
 // Flags are written with dashes, Abseil's names have underscores: "--micro-steps=2" is changed in
 // place to "--micro_steps=2".
@@ -79,12 +112,30 @@ void NameFlagsAsAbseilDoes(absl::Span<char* const> arguments) {
   }
 }
 
-absl::StatusOr<DType> WireDType() {
-  const std::string name = absl::GetFlag(FLAGS_wire_dtype);
-  for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
-    if (name == Name(dtype)) return dtype;
+// The value that the flag's word stands for.
+template <typename T>
+absl::StatusOr<T> Choose(absl::string_view flag, const std::string& word,
+                         const std::vector<std::pair<absl::string_view, T>>& choices) {
+  std::vector<absl::string_view> words;
+  for (const auto& [name, value] : choices) {
+    if (word == name) return value;
+    words.push_back(name);
   }
-  return absl::InvalidArgumentError(absl::StrCat("--wire-dtype=", name, " must be bf16 or fp32"));
+  return absl::InvalidArgumentError(
+      absl::StrCat("--", flag, "=", word, " must be ", absl::StrJoin(words, " or ")));
+}
+
+absl::StatusOr<DType> ChooseDType(absl::string_view flag, const std::string& word) {
+  return Choose<DType>(
+      flag, word,
+      {{"bf16", DType::kBFloat16}, {"fp16", DType::kFloat16}, {"fp32", DType::kFloat32}});
+}
+
+absl::Status CheckTimeout(absl::string_view flag, absl::Duration timeout) {
+  if (timeout >= absl::Milliseconds(1) && timeout <= kMaxTimeout) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("--", flag, "=", absl::FormatDuration(timeout),
+                                                 " must be between 1ms and ",
+                                                 absl::FormatDuration(kMaxTimeout)));
 }
 
 // The service reads and writes checkpoints; its working directory is not this worker's.
@@ -98,14 +149,30 @@ absl::Status CheckFlags() {
   if (absl::GetFlag(FLAGS_threads) < 1) {
     return absl::InvalidArgumentError("--threads must be at least 1");
   }
-  const absl::Duration peer_timeout = absl::GetFlag(FLAGS_peer_timeout);
-  if (peer_timeout < absl::Milliseconds(1) || peer_timeout > kMaxPeerTimeout) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("--peer-timeout=", absl::FormatDuration(peer_timeout),
-                     " must be between 1ms and ", absl::FormatDuration(kMaxPeerTimeout)));
-  }
+  BALLAST_RETURN_IF_ERROR(CheckTimeout("peer-timeout", absl::GetFlag(FLAGS_peer_timeout)));
+  BALLAST_RETURN_IF_ERROR(CheckTimeout("seal-timeout", absl::GetFlag(FLAGS_seal_timeout)));
+  BALLAST_RETURN_IF_ERROR(
+      CheckTimeout("reconnect-timeout", absl::GetFlag(FLAGS_reconnect_timeout)));
   BALLAST_RETURN_IF_ERROR(CheckCheckpointPath("resume", absl::GetFlag(FLAGS_resume)));
   return CheckCheckpointPath("save", absl::GetFlag(FLAGS_save));
+}
+
+absl::Status TakeNumericFlags(WorkerOptions& options) {
+  BALLAST_ASSIGN_OR_RETURN(options.job.weights_dtype,
+                           ChooseDType("dtype", absl::GetFlag(FLAGS_dtype)));
+  options.job.wire_dtype = options.job.weights_dtype;
+  if (const std::string wire = absl::GetFlag(FLAGS_wire_dtype); !wire.empty()) {
+    BALLAST_ASSIGN_OR_RETURN(options.job.wire_dtype, ChooseDType("wire-dtype", wire));
+  }
+  if (options.job.wire_dtype == DType::kFloat16) {
+    options.trainer.loss_scaler = {
+        .initial_scale_power = absl::GetFlag(FLAGS_initial_scale_power),
+        .window = absl::GetFlag(FLAGS_loss_scale_window),
+        .hysteresis = absl::GetFlag(FLAGS_loss_scale_hysteresis),
+        .min_scale = absl::GetFlag(FLAGS_min_loss_scale),
+    };
+  }
+  return absl::OkStatus();
 }
 
 absl::StatusOr<WorkerOptions> OptionsFromFlags() {
@@ -128,7 +195,16 @@ absl::StatusOr<WorkerOptions> OptionsFromFlags() {
   options.job.max_norm = absl::GetFlag(FLAGS_max_norm);
   options.job.bucket_elements = absl::GetFlag(FLAGS_bucket_elements);
   options.job.chunk_elements = absl::GetFlag(FLAGS_chunk_elements);
-  BALLAST_ASSIGN_OR_RETURN(options.job.wire_dtype, WireDType());
+  BALLAST_RETURN_IF_ERROR(TakeNumericFlags(options));
+  BALLAST_ASSIGN_OR_RETURN(options.trainer.accumulation,
+                           Choose<Accumulation>("accumulate", absl::GetFlag(FLAGS_accumulate),
+                                                {{"service", Accumulation::kService},
+                                                 {"worker", Accumulation::kWorker}}));
+  BALLAST_ASSIGN_OR_RETURN(
+      options.job.update_mode,
+      Choose<UpdateMode>("update", absl::GetFlag(FLAGS_update),
+                         {{"speculate", UpdateMode::kSpeculate}, {"wait", UpdateMode::kWait}}));
+  options.trainer.check_gradients = absl::GetFlag(FLAGS_check_gradients);
   options.text = absl::GetFlag(FLAGS_text);
   options.optimizer_name = absl::GetFlag(FLAGS_optimizer);
   options.resumes = !absl::GetFlag(FLAGS_resume).empty();
@@ -191,9 +267,13 @@ absl::StatusOr<MakeOptimizer> ChooseOptimizer(const Launch& launch,
                            ConnectService(launch, in_process));
   return [channel = std::move(channel), resume](const TrainingJob& job, WeightsAt weights,
                                                 Collective& collective) {
-    return OpenServiceOptimizer(
-        channel, {.job = job.spec, .weights = std::move(weights), .resume_directory = resume},
-        collective);
+    return MakeServiceOptimizer(channel,
+                                {.job = job.spec,
+                                 .weights = std::move(weights),
+                                 .resume_directory = resume,
+                                 .seal_timeout = absl::GetFlag(FLAGS_seal_timeout),
+                                 .reconnect_timeout = absl::GetFlag(FLAGS_reconnect_timeout)},
+                                collective);
   };
 }
 

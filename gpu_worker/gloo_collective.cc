@@ -185,12 +185,11 @@ class GlooCollective final : public Collective {
     return failed_;
   }
 
-  // Rounded up, so that a wait that ends for its time has reached the deadline; never negative, which
-  // Gloo takes for its own default.
+  // Rounded up, so that a wait that ends for its time has reached the deadline; never negative,
+  // which Gloo takes for its own default.
   static std::chrono::milliseconds Remaining(std::chrono::steady_clock::time_point deadline) {
-    return std::max(std::chrono::milliseconds(0),
-                    std::chrono::ceil<std::chrono::milliseconds>(
-                        deadline - std::chrono::steady_clock::now()));
+    return std::max(std::chrono::milliseconds(0), std::chrono::ceil<std::chrono::milliseconds>(
+                                                      deadline - std::chrono::steady_clock::now()));
   }
 
   void Start(const Transfer& transfer, uint64_t slot, Buffer& send, Buffer& receive) {

@@ -19,15 +19,17 @@ LocalOptimizer::LocalOptimizer(const JobSpec& job, const Layout& layout, Collect
       collective_(collective),
       weights_(std::move(weights)),
       max_norm_(job.max_norm),
+      unused_policy_(job.unused_policy),
       groups_(job.groups),
       chunks_(layout.chunks().size()),
-      used_(layout.spec().parameters.size()) {
+      used_(layout.spec().parameters.size()),
+      update_counts_(layout.spec().parameters.size(), 0) {
   for (const GroupSpec& group : groups_) {
     Check(!group.hyper_parameters.amsgrad, "the local optimizer has no amsgrad");
   }
 }
 
-absl::Status LocalOptimizer::Start(const FillChunk& first_weights) {
+absl::Status LocalOptimizer::Join(const FillChunk& first_weights) {
   for (const int index : my_chunks()) {
     const Chunk& chunk = layout_.chunks()[index];
     ChunkState& state = chunks_[index];
@@ -99,15 +101,19 @@ absl::Status LocalOptimizer::CheckComplete(uint32_t micro_steps) const {
   return absl::OkStatus();
 }
 
-absl::Status LocalOptimizer::CheckUsed() {
+absl::StatusOr<std::vector<int>> LocalOptimizer::FindUnused() {
   BALLAST_RETURN_IF_ERROR(collective_.AllReduceSum(absl::MakeSpan(used_)));
+  std::vector<int> unused;
   for (size_t p = 0; p < used_.size(); ++p) {
     if (used_[p] > 0 || layout_.place(p).offset < 0) continue;
-    return absl::FailedPreconditionError(
-        absl::StrCat("step ", committed_step_ + 1, ": no rank gave parameter ",
-                     layout_.spec().parameters[p].name, " a gradient"));
+    if (unused_policy_ == UnusedPolicy::kError) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("step ", committed_step_ + 1, ": no rank gave parameter ",
+                       layout_.spec().parameters[p].name, " a gradient"));
+    }
+    unused.push_back(p);
   }
-  return absl::OkStatus();
+  return unused;
 }
 
 absl::StatusOr<std::vector<std::vector<double>>> LocalOptimizer::GatherBlockSums() {
@@ -148,7 +154,7 @@ absl::StatusOr<std::vector<std::vector<double>>> LocalOptimizer::GatherBlockSums
 
 absl::StatusOr<client::StepDecision> LocalOptimizer::Seal(uint32_t micro_steps) {
   BALLAST_RETURN_IF_ERROR(CheckComplete(micro_steps));
-  BALLAST_RETURN_IF_ERROR(CheckUsed());
+  BALLAST_ASSIGN_OR_RETURN(const std::vector<int> unused, FindUnused());
   BALLAST_ASSIGN_OR_RETURN(const std::vector<std::vector<double>> sums, GatherBlockSums());
   decision_ =
       Decide(std::vector<absl::Span<const double>>(sums.begin(), sums.end()), scale_, max_norm_);
@@ -157,38 +163,56 @@ absl::StatusOr<client::StepDecision> LocalOptimizer::Seal(uint32_t micro_steps) 
   result.applied = decision_.apply;
   result.norm = decision_.norm;
   result.clip_coefficient = decision_.clip_coefficient;
+  for (const int p : unused) {
+    result.unused_parameters.push_back(layout_.spec().parameters[p].name);
+  }
   if (!decision_.apply) result.skip_reason = "the norm of the gradient is not finite";
   return result;
+}
+
+// Parameter by parameter, because each has an update count of its own. The padding after the last
+// one stays zero.
+void LocalOptimizer::Update(int index) {
+  const Chunk& chunk = layout_.chunks()[index];
+  const GroupSpec& group = groups_[chunk.group];
+  ChunkState& state = chunks_[index];
+  for (const ChunkPiece& piece : layout_.Pieces(index)) {
+    if (unused_policy_ == UnusedPolicy::kSkip && used_[piece.parameter] == 0) continue;
+    const int64_t at = piece.chunk_offset;
+    UpdateAdamReference(
+        {.elements = piece.elements,
+         .gradient = state.gradient.data() + at,
+         .gradient_dtype = DType::kFloat32,
+         .master = state.master.data() + at,
+         .exp_avg = state.exp_avg.data() + at,
+         .exp_avg_sq = state.exp_avg_sq.data() + at,
+         .max_exp_avg_sq = nullptr,
+         .new_master = state.master.data() + at,
+         .new_exp_avg = state.exp_avg.data() + at,
+         .new_exp_avg_sq = state.exp_avg_sq.data() + at,
+         .new_max_exp_avg_sq = nullptr,
+         .shard = weights_(index).data() + at * SizeBytes(group.return_dtype),
+         .shard_dtype = group.return_dtype,
+         .scalars = MakeAdamScalars(group.hyper_parameters, update_counts_[piece.parameter],
+                                    decision_.multipliers[chunk.group])});
+  }
 }
 
 absl::Status LocalOptimizer::ReceiveWeights() {
   Stopwatch stopwatch;
   ++committed_step_;  // A skipped step uses up its number, too.
   if (decision_.apply) {
-    ++update_count_;
-    for (const int index : my_chunks()) {
-      const Chunk& chunk = layout_.chunks()[index];
-      const GroupSpec& group = groups_[chunk.group];
-      ChunkState& state = chunks_[index];
-      UpdateAdamReference({.elements = chunk.elements,
-                           .gradient = state.gradient.data(),
-                           .gradient_dtype = DType::kFloat32,
-                           .master = state.master.data(),
-                           .exp_avg = state.exp_avg.data(),
-                           .exp_avg_sq = state.exp_avg_sq.data(),
-                           .max_exp_avg_sq = nullptr,
-                           .new_master = state.master.data(),
-                           .new_exp_avg = state.exp_avg.data(),
-                           .new_exp_avg_sq = state.exp_avg_sq.data(),
-                           .new_max_exp_avg_sq = nullptr,
-                           .shard = weights_(index).data(),
-                           .shard_dtype = group.return_dtype,
-                           .scalars = MakeAdamScalars(group.hyper_parameters, update_count_,
-                                                      decision_.multipliers[chunk.group])});
+    for (size_t p = 0; p < used_.size(); ++p) {
+      if (unused_policy_ != UnusedPolicy::kSkip || used_[p] > 0) ++update_counts_[p];
     }
+    for (const int index : my_chunks()) Update(index);
   }
   update_seconds_ = stopwatch.Lap();
   return absl::OkStatus();
+}
+
+absl::StatusOr<client::JobCounts> LocalOptimizer::ReadCounts() {
+  return absl::UnimplementedError("only the service counts");
 }
 
 absl::Status LocalOptimizer::SaveCheckpoint(const std::string& directory) {

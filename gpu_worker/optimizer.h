@@ -1,6 +1,9 @@
 // Who applies the step: the service (service_optimizer.h), or this process (local_optimizer.h) with
 // the same bits. The verbs, their order and their types are those of client::Session.
 //
+// ABORTED from any verb says that the optimizer has gone on without this rank (an operator's abort
+// or load, another process in some rank): every verb says it from then on, until Join.
+//
 // Threads: one call at a time; different threads may take turns (the trainer pushes from the
 // communication thread while its own computes).
 #ifndef BALLAST_GPU_WORKER_OPTIMIZER_H_
@@ -27,10 +30,17 @@ class StepOptimizer {
  public:
   virtual ~StepOptimizer() = default;
 
+  // Joins the job, for the first time or again after ABORTED; nothing of an unfinished step stays.
   // Gives the optimizer the first weights, if it has none yet, and puts the current ones of this
-  // rank's chunks in place.
-  virtual absl::Status Start(const FillChunk& first_weights) = 0;
+  // rank's chunks in place. May say ABORTED itself: join again.
+  virtual absl::Status Join(const FillChunk& first_weights) = 0;
+  // All ranks of a step have the same.
+  virtual uint64_t generation() const = 0;
   virtual uint64_t committed_step() const = 0;
+  // As Join found them: what BeginStep gave for the last committed step, and whether it was
+  // applied.
+  virtual std::string trainer_state() const = 0;
+  virtual bool last_step_applied() const = 0;
 
   virtual absl::Status BeginStep(const client::StepSettings& settings) = 0;
   virtual absl::Status Push(client::GradientPush push) = 0;
@@ -41,6 +51,7 @@ class StepOptimizer {
   virtual double update_seconds() const = 0;
 
   // UNIMPLEMENTED where there is no service to do it.
+  virtual absl::StatusOr<client::JobCounts> ReadCounts() = 0;
   virtual absl::Status SaveCheckpoint(const std::string& directory) = 0;
 };
 

@@ -1,14 +1,13 @@
 #include "gpu_worker/run_output.h"
 
-#include <fcntl.h>
 #include <openssl/evp.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cmath>
 #include <cstdlib>
-#include <cstring>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <system_error>
@@ -16,16 +15,10 @@
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
-#include "cpu_optimizer_service/common/status.h"
+#include "gpu_worker/output_file.h"
 
 namespace ballast::worker {
 namespace {
-
-absl::Status CannotWrite(const std::string& path, int error) {
-  return absl::UnavailableError(absl::StrCat("cannot write ", path, " (", std::strerror(error),
-                                             "); free space or choose another --out"));
-}
 
 double Median(std::vector<double> values) {
   if (values.empty()) return 0;
@@ -34,47 +27,7 @@ double Median(std::vector<double> values) {
   return *middle;
 }
 
-absl::Status WriteAll(int descriptor, const std::string& path, std::string_view contents) {
-  while (!contents.empty()) {
-    const ssize_t written = write(descriptor, contents.data(), contents.size());
-    if (written < 0 && errno == EINTR) continue;
-    if (written < 0) return CannotWrite(path, errno);
-    contents.remove_prefix(written);
-  }
-  return fsync(descriptor) == 0 ? absl::OkStatus() : CannotWrite(path, errno);
-}
-
-absl::Status WriteFile(const std::string& path, std::string_view contents) {
-  const int descriptor = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
-  if (descriptor < 0) return CannotWrite(path, errno);
-  absl::Status status = WriteAll(descriptor, path, contents);
-  if (close(descriptor) != 0 && status.ok()) status = CannotWrite(path, errno);
-  return status;
-}
-
 }  // namespace
-
-absl::Status WriteFiles(const std::string& directory, absl::Span<const OutputFile> files) {
-  const auto path = [&](const OutputFile& file) { return absl::StrCat(directory, "/", file.name); };
-  const auto partial = [&](const OutputFile& file) { return absl::StrCat(path(file), ".partial"); };
-  absl::Status status;
-  for (const OutputFile& file : files) {
-    if (status.ok()) status = WriteFile(partial(file), file.contents);
-  }
-  size_t in_place = 0;
-  for (; status.ok() && in_place < files.size(); ++in_place) {
-    const OutputFile& file = files[in_place];
-    if (rename(partial(file).c_str(), path(file).c_str()) != 0) {
-      status = CannotWrite(path(file), errno);
-      break;
-    }
-  }
-  if (!status.ok()) {
-    for (const OutputFile& file : files.subspan(0, in_place)) unlink(path(file).c_str());
-    for (const OutputFile& file : files) unlink(partial(file).c_str());
-  }
-  return status;
-}
 
 absl::Status PrepareOutput(const std::string& directory) {
   std::error_code error;
@@ -110,24 +63,12 @@ std::string Sha256Hex(const std::string& bytes) {
   return absl::BytesToHexString({reinterpret_cast<const char*>(digest.data()), size});
 }
 
-std::string LossesCsv(absl::Span<const StepReport> reports) {
-  std::string csv =
-      "step,loss,norm,clip,tokens_per_second,seconds,compute,reduce,send,update,receive\n";
-  for (const StepReport& report : reports) {
-    const StepTimes& times = report.times;
-    absl::StrAppendFormat(&csv, "%d,%.9g,%.9g,%.9g,%.6g,%.6g,%.6g,%.6g,%.6g,%.6g,%.6g\n",
-                          report.step, report.loss, report.norm, report.clip_coefficient,
-                          report.tokens_per_second, report.seconds, times.compute, times.reduce,
-                          times.send, times.update, times.receive);
-  }
-  return csv;
-}
-
 std::string WorkerJson(const RunFacts& facts, const TrainingJob& job,
                        const std::string& weights_sha256) {
   std::vector<double> seconds;
   std::vector<double> tokens_per_second;
   for (const StepReport& report : facts.reports) {
+    if (std::isnan(report.seconds)) continue;  // Recovered after a restart.
     seconds.push_back(report.seconds);
     tokens_per_second.push_back(report.tokens_per_second);
   }
@@ -142,16 +83,22 @@ std::string WorkerJson(const RunFacts& facts, const TrainingJob& job,
   }
   nlohmann::ordered_json json;
   json["optimizer"] = facts.optimizer;
-  json["steps"] = facts.reports.empty() ? 0 : facts.reports.back().step;
+  json["steps"] = facts.steps;
   json["workers"] = facts.workers;
   json["micro_steps"] = facts.micro_steps;
   json["parameters"] = elements;
   json["groups"] = job.spec.groups.size();
   json["first_loss"] = facts.reports.empty() ? 0 : facts.reports.front().loss;
   json["last_loss"] = facts.reports.empty() ? 0 : facts.reports.back().loss;
+  json["weights_dtype"] = std::string(Name(job.spec.groups[0].return_dtype));
   json["weights_sha256"] = weights_sha256;
   json["tokens_per_second"] = Median(tokens_per_second);
   json["step_seconds_median"] = Median(seconds);
+  if (facts.counts.has_value()) {
+    json["coverage_complete_steps"] = facts.counts->coverage_complete_steps;
+    json["speculated_chunks"] = facts.counts->speculated_chunks;
+    json["redone_chunks"] = facts.counts->redone_chunks;
+  }
   json["tensors"] = std::move(tensors);
   return absl::StrCat(json.dump(2), "\n");
 }
@@ -159,8 +106,7 @@ std::string WorkerJson(const RunFacts& facts, const TrainingJob& job,
 absl::Status WriteOutput(const std::string& directory, const RunFacts& facts,
                          const TrainingJob& job, Model& model) {
   const std::string weights = SerializeWeights(model, job.layout);
-  return WriteFiles(directory, {{"losses.csv", LossesCsv(facts.reports)},
-                                {"weights.bin", weights},
+  return WriteFiles(directory, {{"weights.bin", weights},
                                 {"worker.json", WorkerJson(facts, job, Sha256Hex(weights))}});
 }
 

@@ -1,13 +1,15 @@
-// What rank 0 leaves under --out: losses.csv, weights.bin, worker.json.
+// What rank 0 leaves under --out when the run is over: weights.bin and worker.json, beside the
+// losses.csv that loss_log.h keeps.
 #ifndef BALLAST_GPU_WORKER_RUN_OUTPUT_H_
 #define BALLAST_GPU_WORKER_RUN_OUTPUT_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
-#include "absl/types/span.h"
+#include "client/session.h"
 #include "gpu_worker/trainer.h"
 
 namespace ballast::worker {
@@ -16,29 +18,24 @@ namespace ballast::worker {
 absl::Status PrepareOutput(const std::string& directory);
 
 struct RunFacts {
-  std::vector<StepReport> reports;
+  std::vector<StepReport> reports;  // Of the whole run, of all starts of the worker.
+  uint64_t steps = 0;               // The last one committed.
   uint32_t micro_steps = 0;
   int workers = 0;
   std::string optimizer;
+  std::optional<client::JobCounts> counts;  // Where a service counts.
 };
 
-// The final bf16 weights of all parameters in order, little-endian, nothing between them.
+// The final weights of all parameters in order, in the model's format, little-endian, nothing
+// between them.
 std::string SerializeWeights(Model& model, const Layout& layout);
 std::string Sha256Hex(const std::string& bytes);
-std::string LossesCsv(absl::Span<const StepReport> reports);
 std::string WorkerJson(const RunFacts& facts, const TrainingJob& job,
                        const std::string& weights_sha256);
 
-// All files appear, whole, or, on an error such as a full disk, none.
+// Both files appear, whole, or, on an error such as a full disk, none.
 absl::Status WriteOutput(const std::string& directory, const RunFacts& facts,
                          const TrainingJob& job, Model& model);
-
-struct OutputFile {
-  std::string name;
-  std::string contents;
-};
-// Writes all files beside their places, then renames all.
-absl::Status WriteFiles(const std::string& directory, absl::Span<const OutputFile> files);
 
 }  // namespace ballast::worker
 

@@ -3,48 +3,99 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "gpu_worker/check.h"
+#include "gpu_worker/log.h"
 
 namespace ballast::worker {
 namespace {
 
+constexpr absl::Duration kRetryInterval = absl::Milliseconds(50);
+
 class ServiceOptimizer final : public StepOptimizer {
  public:
-  explicit ServiceOptimizer(std::unique_ptr<client::Session> session)
-      : session_(std::move(session)) {}
+  ServiceOptimizer(std::shared_ptr<grpc::Channel> channel, client::SessionOptions options)
+      : channel_(std::move(channel)), options_(std::move(options)) {}
 
-  absl::Status Start(const FillChunk& first_weights) override {
+  absl::Status Join(const FillChunk& first_weights) override {
+    BALLAST_RETURN_IF_ERROR(CheckNotClosed());
+    session_.reset();  // Waits until nobody reads the payloads any more.
+    BALLAST_ASSIGN_OR_RETURN(session_, Open());
+    if (job_uid_.empty()) job_uid_ = session_->job_uid();
+    options_.rejoin = true;  // A process that was replaced leaves its rank to the other.
+    if (session_->job_uid() != job_uid_) return Closed();
     if (session_->awaiting_weights()) {
       BALLAST_RETURN_IF_ERROR(session_->UploadWeights(first_weights));
     }
     return session_->ReadWeights();
   }
-  uint64_t committed_step() const override { return session_->committed_step(); }
+  uint64_t generation() const override { return session().generation(); }
+  uint64_t committed_step() const override { return session().committed_step(); }
+  std::string trainer_state() const override { return session().trainer_state(); }
+  bool last_step_applied() const override { return session().last_step_applied(); }
 
   absl::Status BeginStep(const client::StepSettings& settings) override {
-    return session_->BeginStep(settings);
+    return session().BeginStep(settings);
   }
-  absl::Status Push(client::GradientPush push) override { return session_->Push(std::move(push)); }
+  absl::Status Push(client::GradientPush push) override { return session().Push(std::move(push)); }
   absl::Status EndMicroStep(uint32_t micro_step, const client::UsedParameters& used) override {
-    return session_->EndMicroStep(micro_step, used);
+    return session().EndMicroStep(micro_step, used);
   }
   absl::StatusOr<client::StepDecision> Seal(uint32_t micro_steps) override {
-    return session_->Seal(micro_steps);
+    return session().Seal(micro_steps);
   }
-  absl::Status ReceiveWeights() override { return session_->ReceiveWeights(); }
-  double update_seconds() const override { return session_->update_seconds(); }
+  absl::Status ReceiveWeights() override { return session().ReceiveWeights(); }
+  double update_seconds() const override { return session().update_seconds(); }
+  absl::StatusOr<client::JobCounts> ReadCounts() override { return session().ReadCounts(); }
   absl::Status SaveCheckpoint(const std::string& directory) override {
-    return Annotate(session_->SaveCheckpoint(directory), "saving the checkpoint");
+    return Annotate(session().SaveCheckpoint(directory), "saving the checkpoint");
   }
 
  private:
-  const std::unique_ptr<client::Session> session_;
+  client::Session& session() const {
+    Check(session_ != nullptr, "an optimizer is joined before it is used");
+    return *session_;
+  }
+  absl::Status Closed() const {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "job ", options_.job.name,
+        " was closed on the service while this worker trained; start the workers again "
+        "to begin it anew"));
+  }
+  // A job that was joined before says UNAVAILABLE while a checkpoint is loaded into it.
+  absl::StatusOr<std::unique_ptr<client::Session>> Open() const {
+    const absl::Time deadline = absl::Now() + options_.reconnect_timeout;
+    for (;;) {
+      absl::StatusOr<std::unique_ptr<client::Session>> session =
+          client::Session::Open(channel_, options_);
+      if (job_uid_.empty() || !absl::IsUnavailable(session.status()) || absl::Now() >= deadline) {
+        return session;
+      }
+      absl::SleepFor(kRetryInterval);
+    }
+  }
+  // Opening a session would make a job that is not there.
+  absl::Status CheckNotClosed() {
+    if (session_ == nullptr) return absl::OkStatus();
+    return absl::IsNotFound(session_->ReadCounts().status()) ? Closed() : absl::OkStatus();
+  }
+
+  const std::shared_ptr<grpc::Channel> channel_;
+  client::SessionOptions options_;
+  std::string job_uid_;                       // Of the job joined first; empty: none yet.
+  std::unique_ptr<client::Session> session_;  // Null until the first Join has opened it.
 };
 
 absl::Status LoadCheckpoint(const std::shared_ptr<grpc::Channel>& channel,
                             const client::SessionOptions& options, const std::string& directory) {
   BALLAST_ASSIGN_OR_RETURN(const std::unique_ptr<client::Session> session,
                            client::Session::Open(channel, options));
+  if (!session->awaiting_weights()) {
+    Log().info("job {} goes on from step {}; --resume={} is loaded into new jobs only",
+               options.job.name, session->committed_step(), directory);
+    return absl::OkStatus();
+  }
   return Annotate(session->LoadCheckpoint(directory),
                   absl::StrCat("resuming job ", options.job.name,
                                ", which waits for weights until it "
@@ -54,13 +105,15 @@ absl::Status LoadCheckpoint(const std::shared_ptr<grpc::Channel>& channel,
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<StepOptimizer>> OpenServiceOptimizer(
+absl::StatusOr<std::unique_ptr<StepOptimizer>> MakeServiceOptimizer(
     const std::shared_ptr<grpc::Channel>& channel, ServiceOptimizerOptions options,
     Collective& collective) {
   client::SessionOptions session_options;
   session_options.job = std::move(options.job);
   session_options.rank = collective.rank();
   session_options.weights = std::move(options.weights);
+  session_options.seal_timeout = options.seal_timeout;
+  session_options.reconnect_timeout = options.reconnect_timeout;
   if (!options.resume_directory.empty()) {
     if (collective.rank() == 0) {
       BALLAST_RETURN_IF_ERROR(LoadCheckpoint(channel, session_options, options.resume_directory));
@@ -68,9 +121,7 @@ absl::StatusOr<std::unique_ptr<StepOptimizer>> OpenServiceOptimizer(
     // A session that was open during the load would belong to an older generation.
     BALLAST_RETURN_IF_ERROR(collective.Barrier());
   }
-  BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<client::Session> session,
-                           client::Session::Open(channel, std::move(session_options)));
-  return std::make_unique<ServiceOptimizer>(std::move(session));
+  return std::make_unique<ServiceOptimizer>(channel, std::move(session_options));
 }
 
 }  // namespace ballast::worker

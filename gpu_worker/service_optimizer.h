@@ -6,6 +6,8 @@
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "client/session.h"
 #include "gpu_worker/collective.h"
 #include "gpu_worker/optimizer.h"
 
@@ -14,12 +16,17 @@ namespace ballast::worker {
 struct ServiceOptimizerOptions {
   JobSpec job;
   WeightsAt weights;
-  std::string resume_directory;  // A checkpoint to load first, on the service's host; empty: none.
+  // A checkpoint on the service's host for rank 0 to load into a job that has no weights yet. A job
+  // that has some goes on from them: a restarted worker has the same flags. Empty: none.
+  std::string resume_directory;
+  absl::Duration seal_timeout = client::SessionOptions().seal_timeout;
+  absl::Duration reconnect_timeout = client::SessionOptions().reconnect_timeout;
 };
 
-// Opens this rank's session. With a directory to resume from, rank 0 has the service load it before
-// any rank joins. Errors are those of Session::Open and LoadCheckpoint.
-absl::StatusOr<std::unique_ptr<StepOptimizer>> OpenServiceOptimizer(
+// Loads the checkpoint, if one is to be loaded; Join opens this rank's session. Errors are those of
+// Session::Open and LoadCheckpoint; Join says FAILED_PRECONDITION if the job that it joined before
+// was closed.
+absl::StatusOr<std::unique_ptr<StepOptimizer>> MakeServiceOptimizer(
     const std::shared_ptr<grpc::Channel>& channel, ServiceOptimizerOptions options,
     Collective& collective);
 

@@ -1,7 +1,13 @@
 // The training loop of one rank, as DESIGN.md section 3 tells it: trainer.cc reads top to bottom.
 //
 //   Trainer trainer(options, {.model = ..., .data = ..., ...});
-//   trainer.Run([](const StepReport& report) { ... });
+//   trainer.Join();
+//   trainer.Run({.on_step = [](const StepReport& report) { ... }});
+//
+// A step that the optimizer takes back (ABORTED, on any rank: an operator's abort or load, another
+// process in some rank) is lost on all ranks. A rank that hears of it goes on taking part in the
+// step's collectives, so that none waits for it; before the seal and after the decision the ranks
+// tell each other, and if one lost the step all join again and go on from the committed step.
 //
 // Threads: one caller. Everything in TrainerParts is borrowed until destruction.
 #ifndef BALLAST_GPU_WORKER_TRAINER_H_
@@ -9,10 +15,12 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "client/loss_scaler.h"
 #include "gpu_worker/bucket_reducer.h"
 #include "gpu_worker/collective.h"
 #include "gpu_worker/data.h"
@@ -27,10 +35,17 @@ namespace ballast::worker {
 struct TrainerOptions {
   uint64_t steps = 80;  // The last one.
   uint32_t micro_steps = 2;
+  // Where steps differ: the micro-steps of each; null: `micro_steps`. The same on all ranks.
+  std::function<uint32_t(uint64_t step)> micro_steps_of_step;
   int batch = 12;     // Sequences in a micro-step, of all ranks together.
   int context = 128;  // Tokens in a sequence.
   uint64_t seed = 1;
   LearningRateSchedule learning_rate;
+  Accumulation accumulation = Accumulation::kService;
+  // Searches this rank's own gradients for elements that are not finite before they are reduced.
+  bool check_gradients = false;
+  // Scales the loss, for gradients that travel as fp16; nullopt: not.
+  std::optional<client::LossScalerOptions> loss_scaler;
 };
 
 // What a step took on this rank, in seconds of the training thread. Reducing and sending happen
@@ -46,8 +61,10 @@ struct StepTimes {
 struct StepReport {
   uint64_t step = 0;
   double loss = 0;  // Mean over the step's tokens, of all ranks, in nats.
-  double norm = 0;
+  double norm =
+      0;  // This and the next are NaN where the step was committed and no rank heard of it.
   double clip_coefficient = 1;
+  double loss_scale = 1;
   bool applied = false;
   std::string skip_reason;
   double seconds = 0;
@@ -64,23 +81,53 @@ struct TrainerParts {
   StepOptimizer& optimizer;
 };
 
+// May be null. An error ends the training.
+struct TrainerEvents {
+  // All ranks are through the step's backward passes; this one is about to seal.
+  std::function<absl::Status(uint64_t step, double loss)> on_sealing;
+  // The step is committed. After a load of an older checkpoint, steps come again.
+  std::function<absl::Status(const StepReport& report)> on_step;
+};
+
 class Trainer {
  public:
+  // How often in a row a step is done again, and the ranks try to join, before it is an error.
+  static constexpr int kMaxAttempts = 100;
+
+  // INVALID_ARGUMENT if the loss scaler's options cannot work.
+  static absl::Status Validate(const TrainerOptions& options);
+
+  // `options` are valid.
   Trainer(const TrainerOptions& options, const TrainerParts& parts);
 
-  // From the step after the optimizer's last to the last of the
-  // options; `on_step` after each. The
-  // first error ends it.
-  absl::Status Run(const std::function<void(const StepReport&)>& on_step);
+  // Joins the job; all ranks stand at the same committed step then, with its weights.
+  absl::Status Join();
+  // From the step after the optimizer's last to the last of the options. The first error ends it.
+  absl::Status Run(const TrainerEvents& events);
 
  private:
-  absl::StatusOr<StepReport> Step(uint64_t step);
-  absl::Status MicroStep(uint64_t step, uint32_t micro_step, StepReport& report);
-  absl::Status HandOver(int bucket, uint32_t micro_step, absl::Span<const float> shard);
-  absl::Status SealAndReceive(StepReport& report);
+  // The step in progress.
+  struct Attempt {
+    StepReport report;
+    uint32_t micro_steps = 1;
+    bool lost = false;     // The optimizer has taken the step back: on this rank, then on any.
+    bool decided = false;  // A rank has its decision.
+  };
+
+  absl::Status Step(uint64_t step, const TrainerEvents& events);
+  absl::Status MicroStep(uint32_t micro_step);
+  absl::Status HandOver(const ReducedShard& shard);
+  absl::Status SumLoss();
+  absl::Status SealAndReceive();
+  absl::Status ShareDecision();
+  absl::Status JoinAgain(const std::string& reason);
+  absl::StatusOr<bool> StandTogether(bool joined);
+  absl::Status RestoreScaler();
   absl::Status GatherWeights();
-  absl::Status SumLoss(StepReport& report);
-  client::StepSettings Settings(uint64_t step) const;
+  absl::Status UnlessLost(const absl::Status& status);
+  uint32_t MicroStepsOf(uint64_t step) const;
+  client::StepSettings Settings() const;
+  double loss_scale() const { return scaler_.has_value() ? scaler_->scale() : 1.0; }
   double tokens_per_step() const;
 
   const TrainerOptions options_;
@@ -90,6 +137,11 @@ class Trainer {
   Collective& collective_;
   GradientStaging& staging_;
   StepOptimizer& optimizer_;
+  std::optional<client::DynamicLossScaler> scaler_;
+  // The reducer's thread uses it during a micro-step, the caller's otherwise.
+  Attempt attempt_;
+  std::string lost_because_;
+  int attempts_in_a_row_ = 0;
   BucketReducer reducer_;  // Last: its thread uses the others.
 };
 

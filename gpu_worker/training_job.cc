@@ -16,7 +16,7 @@ GroupSpec MakeGroup(std::string name, double weight_decay, const TrainingJobOpti
   group.hyper_parameters.beta2 = 0.95;  // As in GPT-3; short runs forget first gradients sooner.
   group.hyper_parameters.weight_decay = weight_decay;
   group.wire_dtype = options.wire_dtype;
-  group.return_dtype = DType::kBFloat16;
+  group.return_dtype = options.weights_dtype;
   return group;
 }
 
@@ -32,8 +32,9 @@ absl::StatusOr<TrainingJob> MakeTrainingJob(const Model& model, const TrainingJo
   spec.groups = {MakeGroup("decay", options.weight_decay, options),
                  MakeGroup("no_decay", 0.0, options)};
   spec.max_norm = options.max_norm;
-  spec.unused_policy = UnusedPolicy::kError;
+  spec.unused_policy = options.unused_policy;
   spec.max_micro_steps = options.micro_steps;
+  spec.update_mode = options.update_mode;
   spec.layout.world_size = options.world_size;
   spec.layout.group_count = static_cast<int>(spec.groups.size());
   spec.layout.chunk_elements = options.chunk_elements;
@@ -60,8 +61,8 @@ absl::StatusOr<TrainingJob> MakeTrainingJob(const Model& model, const TrainingJo
 }
 
 absl::Span<std::byte> WeightBytes(Model& model, int group, int64_t begin, int64_t elements) {
-  const absl::Span<uint16_t> weights = model.weights(group).subspan(begin, elements);
-  return {reinterpret_cast<std::byte*>(weights.data()), weights.size() * sizeof(uint16_t)};
+  const int64_t size = SizeBytes(model.weights_dtype());
+  return model.weights(group).subspan(begin * size, elements * size);
 }
 
 void FillInitialValues(const Model& model, const Layout& layout, int chunk,

@@ -13,6 +13,7 @@
 #include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/agreement.h"
 #include "gpu_worker/local_optimizer.h"
+#include "gpu_worker/loss_log.h"
 #include "gpu_worker/run_output.h"
 
 namespace ballast::worker {
@@ -25,7 +26,7 @@ absl::Status Validate(const TrainerOptions& options) {
   }
   if (options.micro_steps < 1)
     return absl::InvalidArgumentError("--micro-steps must be at least 1");
-  return absl::OkStatus();
+  return Annotate(Trainer::Validate(options), "the loss scale's flags");
 }
 
 // Indices of activations are ints, and what a rank keeps must fit its host. Roughly: weights and
@@ -52,6 +53,8 @@ absl::Status CheckSize(const GptConfig& model, int batch, int world_size) {
 std::vector<AgreedSetting> SettingsToAgreeOn(const WorkerOptions& options, const TextData& data) {
   const TrainerOptions& trainer = options.trainer;
   const LearningRateSchedule& rate = trainer.learning_rate;
+  const client::LossScalerOptions scaler =
+      trainer.loss_scaler.value_or(client::LossScalerOptions{});
   return {{"--layers", absl::StrCat(options.model.layers)},
           {"--heads", absl::StrCat(options.model.heads)},
           {"--width", absl::StrCat(options.model.width)},
@@ -72,6 +75,12 @@ std::vector<AgreedSetting> SettingsToAgreeOn(const WorkerOptions& options, const
           {"--bucket-elements", absl::StrCat(options.job.bucket_elements)},
           {"--chunk-elements", absl::StrCat(options.job.chunk_elements)},
           {"--wire-dtype", std::string(Name(options.job.wire_dtype))},
+          {"--dtype", std::string(Name(options.job.weights_dtype))},
+          {"--accumulate", absl::StrCat(static_cast<int>(trainer.accumulation))},
+          {"--initial-scale-power", absl::StrCat(scaler.initial_scale_power)},
+          {"--loss-scale-window", absl::StrCat(scaler.window)},
+          {"--loss-scale-hysteresis", absl::StrCat(scaler.hysteresis)},
+          {"--min-loss-scale", absl::StrFormat("%a", scaler.min_scale)},
           {"--text (its contents)", data.text()}};
 }
 
@@ -81,11 +90,33 @@ std::vector<DType> WireDTypes(const JobSpec& spec) {
   return dtypes;
 }
 
-absl::Status CheckNotFinished(const StepOptimizer& optimizer, const WorkerOptions& options) {
-  if (optimizer.committed_step() < options.trainer.steps) return absl::OkStatus();
+absl::Status CheckNotPast(const StepOptimizer& optimizer, const WorkerOptions& options) {
+  if (optimizer.committed_step() <= options.trainer.steps) return absl::OkStatus();
   return absl::FailedPreconditionError(
       absl::StrCat("job ", options.job.name, " is at step ", optimizer.committed_step(),
                    " already; ask for more with --steps, or start another with --job"));
+}
+
+absl::StatusOr<RunFacts> FactsOf(const WorkerOptions& options, const Collective& collective,
+                                 const LossLog& losses, StepOptimizer& optimizer) {
+  RunFacts facts{.reports = losses.reports(),
+                 .steps = optimizer.committed_step(),
+                 .micro_steps = options.trainer.micro_steps,
+                 .workers = collective.world_size(),
+                 .optimizer = options.optimizer_name,
+                 .counts = std::nullopt};
+  absl::StatusOr<client::JobCounts> counts = optimizer.ReadCounts();
+  if (absl::IsUnimplemented(counts.status())) return facts;
+  BALLAST_ASSIGN_OR_RETURN(facts.counts, std::move(counts));
+  return facts;
+}
+
+absl::Status LeaveOutput(const WorkerOptions& options, const Collective& collective,
+                         LossLog& losses, const TrainingJob& job, Model& model,
+                         StepOptimizer& optimizer) {
+  BALLAST_ASSIGN_OR_RETURN(const RunFacts facts, FactsOf(options, collective, losses, optimizer));
+  losses.Finish();
+  return WriteOutput(options.out, facts, job, model);
 }
 
 }  // namespace
@@ -104,7 +135,7 @@ absl::Status RunWorker(WorkerOptions options, Collective& collective,
   BALLAST_RETURN_IF_ERROR(CheckSize(options.model, options.trainer.batch, collective.world_size()));
   options.trainer.context = options.model.context;
   options.job.world_size = collective.world_size();
-  options.job.micro_steps = options.trainer.micro_steps;
+  options.job.micro_steps = options.trainer.micro_steps_of_step ? 0 : options.trainer.micro_steps;
   BALLAST_ASSIGN_OR_RETURN(const TextData data,
                            TextData::Read(options.text, options.model.context));
   BALLAST_RETURN_IF_ERROR(CheckAgreement(SettingsToAgreeOn(options, data), collective));
@@ -113,7 +144,7 @@ absl::Status RunWorker(WorkerOptions options, Collective& collective,
 
   const std::unique_ptr<Model> model = MakeCpuGpt(options.model, options.trainer.seed);
   BALLAST_ASSIGN_OR_RETURN(const TrainingJob job, MakeTrainingJob(*model, options.job));
-  model->Place(job.layout, job.group_elements);
+  model->Place(job.layout, job.group_elements, options.job.weights_dtype);
   GradientStaging staging(job.layout, WireDTypes(job.spec), collective.rank());
   const WeightsAt weights = [&](int chunk_index) {
     const Chunk& chunk = job.layout.chunks()[chunk_index];
@@ -121,28 +152,34 @@ absl::Status RunWorker(WorkerOptions options, Collective& collective,
   };
   BALLAST_ASSIGN_OR_RETURN(const std::unique_ptr<StepOptimizer> optimizer,
                            make_optimizer(job, weights, collective));
-  BALLAST_RETURN_IF_ERROR(CheckNotFinished(*optimizer, options));
-
-  RunFacts facts{.reports = {},
-                 .micro_steps = options.trainer.micro_steps,
-                 .workers = collective.world_size(),
-                 .optimizer = options.optimizer_name};
   Trainer trainer(options.trainer, {.model = *model,
                                     .data = data,
                                     .job = job,
                                     .collective = collective,
                                     .staging = staging,
                                     .optimizer = *optimizer});
-  BALLAST_RETURN_IF_ERROR(trainer.Run([&](const StepReport& report) {
-    facts.reports.push_back(report);
+  BALLAST_RETURN_IF_ERROR(trainer.Join());
+  BALLAST_RETURN_IF_ERROR(CheckNotPast(*optimizer, options));
+
+  std::unique_ptr<LossLog> losses;
+  TrainerEvents events;
+  if (writes_output) {
+    BALLAST_ASSIGN_OR_RETURN(losses, LossLog::Open(options.out, optimizer->committed_step()));
+    events.on_sealing = [&](uint64_t step, double loss) { return losses->Note(step, loss); };
+  }
+  events.on_step = [&](const StepReport& report) {
     on_step(report);
-  }));
+    return losses != nullptr ? losses->Append(report) : absl::OkStatus();
+  };
+  BALLAST_RETURN_IF_ERROR(trainer.Run(events));
 
   // Nobody leaves while another is still in its last collective.
   BALLAST_RETURN_IF_ERROR(collective.Barrier());
   // A failure of either leaves the other's result.
   absl::Status status;
-  if (writes_output) status = WriteOutput(options.out, facts, job, *model);
+  if (writes_output) {
+    status = LeaveOutput(options, collective, *losses, job, *model, *optimizer);
+  }
   if (collective.rank() == 0 && !options.save_directory.empty()) {
     status.Update(optimizer->SaveCheckpoint(options.save_directory));
   }

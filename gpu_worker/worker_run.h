@@ -32,8 +32,9 @@ struct WorkerOptions {
 using MakeOptimizer = std::function<absl::StatusOr<std::unique_ptr<StepOptimizer>>(
     const TrainingJob& job, WeightsAt weights, Collective& collective)>;
 
-// Trains and leaves the output. `on_step` is called on every rank. Errors are one line that says
-// what to do.
+// Trains from where the job stands and leaves the output; a job that has had all its steps leaves
+// it again. `on_step` is called on every rank, after each step. Errors are one line that says what
+// to do.
 absl::Status RunWorker(WorkerOptions options, Collective& collective,
                        const MakeOptimizer& make_optimizer,
                        const std::function<void(const StepReport&)>& on_step);

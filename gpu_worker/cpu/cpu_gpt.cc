@@ -140,13 +140,16 @@ void CpuGpt<T>::InitialValues(int parameter, int64_t offset, absl::Span<float> v
 }
 
 template <typename T>
-void CpuGpt<T>::Place(const Layout& layout, absl::Span<const int64_t> group_elements) {
+void CpuGpt<T>::Place(const Layout& layout, absl::Span<const int64_t> group_elements,
+                      DType weights_dtype) {
   Check(places_.empty(), "a model is placed once");
   Check(layout.spec().parameters.size() == parameters_.size(), "the layout is of this model");
+  weights_dtype_ = weights_dtype;
   flat_spaces_.resize(group_elements.size());
   for (size_t group = 0; group < group_elements.size(); ++group) {
     Check(group_elements[group] >= layout.flat_elements(group), "a flat space has its memory");
-    flat_spaces_[group].weights.assign(group_elements[group], 0);
+    flat_spaces_[group].weights.assign(group_elements[group] * SizeBytes(weights_dtype),
+                                       std::byte{0});
     flat_spaces_[group].gradients.assign(group_elements[group], 0.0f);
   }
   working_weights_.resize(parameters_.size());
@@ -182,9 +185,11 @@ void CpuGpt<T>::Announce(int parameter) {
 template <typename T>
 void CpuGpt<T>::ReadWeights() {
   for (size_t i = 0; i < places_.size(); ++i) {
-    const uint16_t* bits = flat_spaces_[places_[i].group].weights.data() + places_[i].offset;
-    std::transform(bits, bits + places_[i].elements, working_weights_[i].begin(),
-                   [](uint16_t weight) { return static_cast<T>(BFloat16ToFloat(weight)); });
+    const std::byte* weights = flat_spaces_[places_[i].group].weights.data() +
+                               places_[i].offset * SizeBytes(weights_dtype_);
+    for (int64_t e = 0; e < places_[i].elements; ++e) {
+      working_weights_[i][e] = static_cast<T>(LoadElement(weights, weights_dtype_, e));
+    }
   }
 }
 
@@ -225,7 +230,7 @@ void CpuGpt<T>::Reserve(const Batch& batch) {
 }
 
 template <typename T>
-double CpuGpt<T>::ForwardBackward(const Batch& batch,
+double CpuGpt<T>::ForwardBackward(const Batch& batch, double loss_scale,
                                   const std::function<void(int parameter)>& gradient_ready) {
   Check(!places_.empty(), "a model is placed before it is used");
   gradient_ready_ = &gradient_ready;
@@ -236,7 +241,7 @@ double CpuGpt<T>::ForwardBackward(const Batch& batch,
   Reserve(batch);
   ReadWeights();
   const double loss_sum = Forward(batch);
-  Backward(batch);
+  Backward(batch, static_cast<T>(loss_scale));
   return loss_sum;
 }
 
@@ -290,7 +295,11 @@ void CpuGpt<T>::ForwardBlock(int layer, std::vector<T>& out) {
 }
 
 template <typename T>
-void CpuGpt<T>::Backward(const Batch& batch) {
+void CpuGpt<T>::Backward(const Batch& batch, T loss_scale) {
+  // The forward pass leaves the loss's gradient in the logits.
+  if (loss_scale != 1) {
+    for (T& gradient : logits_) gradient *= loss_scale;
+  }
   cpu::MatmulBackward<T>({rows_, config_.width, kVocabulary}, logits_.data(), final_normal_.data(),
                          Weight(kTokens), d_width_.data(), Gradient(kTokens), nullptr);
   const int norm = BlockParameter(config_.layers, kNorm1Weight);

@@ -1,8 +1,9 @@
-// GPT-2's architecture on the CPU: bf16 weights, fp32 arithmetic, byte-level vocabulary, pre-layer
-// norm, the head tied to the token embedding.
+// GPT-2's architecture on the CPU: weights of any format, fp32 arithmetic, byte-level vocabulary,
+// pre-layer norm, the head tied to the token embedding.
 #ifndef BALLAST_GPU_WORKER_CPU_CPU_GPT_H_
 #define BALLAST_GPU_WORKER_CPU_CPU_GPT_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -33,20 +34,22 @@ class CpuGpt final : public Model {
 
   const std::vector<ModelParameter>& parameters() const override { return parameters_; }
   const std::vector<int>& backward_order() const override { return backward_order_; }
-  void Place(const Layout& layout, absl::Span<const int64_t> group_elements) override;
-  absl::Span<uint16_t> weights(int group) override {
+  void Place(const Layout& layout, absl::Span<const int64_t> group_elements,
+             DType weights_dtype) override;
+  DType weights_dtype() const override { return weights_dtype_; }
+  absl::Span<std::byte> weights(int group) override {
     return absl::MakeSpan(flat_spaces_[group].weights);
   }
   absl::Span<float> gradients(int group) override {
     return absl::MakeSpan(flat_spaces_[group].gradients);
   }
   void InitialValues(int parameter, int64_t offset, absl::Span<float> values) const override;
-  double ForwardBackward(const Batch& batch,
+  double ForwardBackward(const Batch& batch, double loss_scale,
                          const std::function<void(int parameter)>& gradient_ready) override;
 
  private:
   struct FlatSpace {
-    std::vector<uint16_t> weights;
+    std::vector<std::byte> weights;
     std::vector<float> gradients;
   };
   struct PlaceInGroup {
@@ -65,7 +68,7 @@ class CpuGpt final : public Model {
   void ReadWeights();
   double Forward(const Batch& batch);
   void ForwardBlock(int layer, std::vector<T>& out);
-  void Backward(const Batch& batch);
+  void Backward(const Batch& batch, T loss_scale);
   void BackwardBlock(int layer);
   void BackwardNothing();
 
@@ -77,9 +80,10 @@ class CpuGpt final : public Model {
   const uint64_t seed_;
   std::vector<ModelParameter> parameters_;
   std::vector<int> backward_order_;
+  DType weights_dtype_ = DType::kBFloat16;
   std::vector<PlaceInGroup> places_;
   std::vector<FlatSpace> flat_spaces_;
-  std::vector<std::vector<T>> working_weights_;    // The bf16 weights as T.
+  std::vector<std::vector<T>> working_weights_;    // The weights as T.
   std::vector<std::vector<T>> working_gradients_;  // Only where T is not the type of gradients.
 
   int sequences_ = 0;  // Of the batch in progress.

@@ -106,6 +106,41 @@ TEST_F(CliTest, GroupsShowAndSetGroupChanges) {
               HasSubstr("no-bias-correction"));
 }
 
+TEST_F(CliTest, GroupsHistoryShowsWhatEachStepUsed) {
+  ASSERT_TRUE(rank_->Step(1, {}).ok());
+  Text({"set-group", "gpt", "no_decay", "--beta1", "0.5", "--maximize=true"});
+  ASSERT_TRUE(rank_->Step(1, {}).ok());
+  StepSettings settings;
+  settings.overrides[0].lr = 0.0625;
+  ASSERT_TRUE(rank_->Step(1, settings).ok());
+  const std::string text = Text({"groups", "gpt", "--history"});
+  EXPECT_THAT(text, HasSubstr("group decay\n"));
+  EXPECT_THAT(text, HasSubstr("\nsteps 1-3    0.01  0.9, 0.999"));
+  EXPECT_THAT(text, HasSubstr("\nstep 4     0.0625  0.9, 0.999"));
+  EXPECT_THAT(text, HasSubstr("\nsteps 1-2  0.02  0.9, 0.999  1e-08  0 decoupled"));
+  EXPECT_THAT(text, HasSubstr("\nsteps 3-4  0.02  0.5, 0.999  1e-08  0 decoupled   maximize\n"));
+  const json runs = Json({"groups", "gpt", "--history"})["groups"][1]["history"];
+  ASSERT_EQ(runs.size(), 2u);
+  EXPECT_EQ(runs[1]["first_step"], 3);
+  EXPECT_EQ(runs[1]["last_step"], 4);
+  EXPECT_EQ(runs[1]["hyper_parameters"]["beta1"], 0.5);
+}
+
+TEST_F(CliTest, JobShowsTheStepInProgress) {
+  ASSERT_TRUE(rank_->session().BeginStep({}).ok());
+  for (const int chunk : rank_->chunks()) ASSERT_TRUE(rank_->Push(chunk, 0).ok());
+  ASSERT_TRUE(rank_->session().EndMicroStep(0, {}).ok());
+  ASSERT_TRUE(rank_->Push(rank_->chunks()[0], 1).ok());
+  // The service has it all once it has the last chunk.
+  json rank;
+  while (rank["furthest_micro_step"] != 2) rank = Json({"job", "gpt"})["ranks"][0];
+  EXPECT_EQ(rank["micro_steps_ended"], 1);
+  EXPECT_EQ(rank["chunks_complete"], 1);
+  EXPECT_EQ(rank["missing_parameters"], json({"wte", "h.0.w", "h.0.b"}));
+  EXPECT_THAT(Text({"job", "gpt"}), AllOf(HasSubstr("open; step 2 waits for rank 0\n"),
+                                          HasSubstr("rank 0 is behind with: wte, h.0.w, h.0.b\n")));
+}
+
 TEST_F(CliTest, StateShowsPlanesAndWritesThemForNumPy) {
   EXPECT_THAT(Text({"state", "gpt", "wte"}),
               AllOf(HasSubstr("[40, 16] (640 elements)"), HasSubstr("exp_avg_sq: norm"),
@@ -179,21 +214,29 @@ TEST_F(CliTest, JsonKeepsTheNamesOfItsFields) {
   const auto job = Json({"job", "gpt"});
   EXPECT_EQ(Fields(job), job_head +
                              ",instance_id,max_norm,unused_policy,max_micro_steps,chunk_elements,"
-                             "ranks,recent_steps");
+                             "update_mode,speculation,coverage_complete_steps,ranks,recent_steps");
   EXPECT_EQ(Fields(job["memory"]),
             "total_bytes,state_bytes,gradient_bytes,accumulator_bytes,other_bytes,"
-            "accumulators_in_use");
+            "accumulators_in_use,speculation_bytes");
+  EXPECT_EQ(Fields(job["speculation"]),
+            "unavailable,speculated_chunks,published_chunks,redone_chunks,paused_chunks");
   EXPECT_EQ(Fields(job["ranks"][0]),
-            "rank,attached,process_id,begun,micro_steps_ended,sealed,chunks,chunks_complete");
+            "rank,attached,process_id,begun,micro_steps_ended,sealed,chunks,chunks_complete,"
+            "furthest_micro_step,missing_parameters");
   EXPECT_EQ(Fields(job["recent_steps"][0]),
             "step,applied,skip_reason,norm,clip_coefficient,micro_steps,loss_scale,"
-            "hyper_parameters");
+            "hyper_parameters,unused_parameters,speculated_chunks,published_chunks,redone_chunks");
   EXPECT_EQ(Fields(job["recent_steps"][0]["hyper_parameters"][0]), hyper_parameters);
 
   const auto groups = Json({"groups", "gpt"});
   EXPECT_EQ(Fields(groups), "job,groups");
   EXPECT_EQ(Fields(groups["groups"][0]), group);
   EXPECT_EQ(Fields(Json({"set-group", "gpt", "decay", "--lr=0.5"})), group);
+  const auto history = Json({"groups", "gpt", "--history"});
+  EXPECT_EQ(Fields(history), "job,groups");
+  EXPECT_EQ(Fields(history["groups"][0]), "name,history");
+  EXPECT_EQ(Fields(history["groups"][0]["history"][0]), "first_step,last_step,hyper_parameters");
+  EXPECT_EQ(Fields(history["groups"][0]["history"][0]["hyper_parameters"]), hyper_parameters);
 
   const auto state = Json({"state", "gpt", "wte"});
   EXPECT_EQ(Fields(state), "parameter,step,shape,group,trainable,update_count,planes");

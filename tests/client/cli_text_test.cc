@@ -45,6 +45,21 @@ TEST(Format, ShapesAreLists) {
   EXPECT_EQ(FormatShape({768, 3072}), "[768, 3072]");
 }
 
+TEST(Format, ExactNumbersReadBackTheSame) {
+  EXPECT_EQ(FormatExactly(0.1 + 0.2), "0.30000000000000004");
+  EXPECT_EQ(FormatExactly(1e-8), "1e-08");
+}
+
+TEST(Format, NamesAreBrokenBeforeTheHundredthColumn) {
+  EXPECT_EQ(FormatNames("lacks", std::vector<std::string>{"a", "b"}), "lacks: a, b\n");
+  // 100 columns fit, and not one more.
+  const std::string fits(91, 'f');
+  EXPECT_EQ(FormatNames("lacks", std::vector<std::string>{fits, "b"}),
+            "lacks: " + fits + ",\n    b\n");
+  EXPECT_EQ(FormatNames("lacks", std::vector<std::string>{fits.substr(1), "b"}),
+            "lacks: " + fits.substr(1) + ", b\n");
+}
+
 TEST(Format, MagnitudesShowTheDecadesBetweenTheFirstAndTheLast) {
   std::vector<int64_t> counts(16);
   EXPECT_EQ(FormatMagnitudes(counts), "");

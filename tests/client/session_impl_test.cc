@@ -6,8 +6,7 @@
 #include <map>
 #include <thread>
 
-#include "tests/client/fake_transport.h"
-#include "tests/client/job_for_tests.h"
+#include "tests/client/scripted_session.h"
 
 namespace ballast::client {
 namespace {
@@ -15,86 +14,10 @@ namespace {
 using testing::AllOf;
 using testing::HasSubstr;
 
-MATCHER_P2(IsError, code, message, "") {
-  *result_listener << "is " << arg.ToString();
-  return arg.code() == code &&
-         testing::ExplainMatchResult(message, std::string(arg.message()), result_listener);
-}
-
-class SessionImplTest : public testing::Test {
+class SessionImplTest : public ScriptedSession {
  protected:
-  SessionImplTest() {
-    auto transport = std::make_unique<FakeTransport>();
-    fake_ = transport.get();
-    transport_ = std::move(transport);
-    fake_->attachment.set_uid("u");
-    fake_->attachment.set_generation(3);
-    fake_->attachment.set_committed_step(4);
-    options_.job = SmallJob("gpt", 1);
-    options_.weights = [this](int chunk) {
-      std::string& memory = memory_[chunk];
-      memory.resize(chunk == 4 ? 1024 : 512);
-      return absl::MakeSpan(reinterpret_cast<std::byte*>(memory.data()), memory.size());
-    };
-    options_.window_bytes = 1024;
-  }
-
-  absl::Status Open() {
-    auto session = SessionImpl::Open(std::move(transport_), clock_, options_);
-    if (!session.ok()) return session.status();
-    session_ = *std::move(session);
-    return absl::OkStatus();
-  }
-  void OpenAndBegin() {
-    ASSERT_TRUE(Open().ok());
-    ASSERT_TRUE(session_->BeginStep({}).ok());
-  }
-  absl::Status PushChunk(int chunk, std::function<void()> released = nullptr) {
-    GradientPush push;
-    push.chunk = chunk;
-    push.payload = absl::MakeConstSpan(gradient_).subspan(0, chunk == 4 ? 1024 : 512);
-    push.released = std::move(released);
-    return session_->Push(std::move(push));
-  }
-  void Acknowledge(uint64_t messages) {
-    v1::TrainResponse response;
-    response.mutable_acknowledged()->set_messages(messages);
-    fake_->Deliver(response);
-  }
-  void Decide(uint64_t step, bool applied) {
-    v1::TrainResponse response;
-    response.mutable_decision()->set_step(step);
-    response.mutable_decision()->set_applied(applied);
-    response.mutable_decision()->set_norm(2.5);
-    response.mutable_decision()->set_skip_reason(applied ? "" : "wte is not finite");
-    fake_->Deliver(response);
-  }
-  void SendWeights(uint64_t step, int chunk, const std::vector<std::string>& pieces) {
-    v1::TrainResponse response;
-    response.mutable_weights()->mutable_header()->set_step(step);
-    response.mutable_weights()->mutable_header()->set_chunk(static_cast<uint32_t>(chunk));
-    fake_->Deliver(response, pieces);
-  }
-  void Commit(uint64_t step) {
-    v1::TrainResponse response;
-    response.mutable_committed()->set_step(step);
-    response.mutable_committed()->set_update_seconds(0.25);
-    fake_->Deliver(response);
-  }
-  void Refuse(uint64_t step, const std::string& message) {
-    v1::TrainResponse response;
-    response.mutable_seal_refused()->set_step(step);
-    response.mutable_seal_refused()->set_message(message);
-    fake_->Deliver(response);
-  }
-
-  std::unique_ptr<Transport> transport_;
-  FakeTransport* fake_;
-  FakeClock clock_;
-  SessionOptions options_;
-  std::map<int, std::string> memory_;
-  std::vector<std::byte> gradient_ = std::vector<std::byte>(1024);
-  std::unique_ptr<SessionImpl> session_;
+  // What a broken stream does is stream_keeper_test.cc's.
+  SessionImplTest() { options_.reconnect_timeout = absl::ZeroDuration(); }
 };
 
 TEST_F(SessionImplTest, OpensWithTheAttachment) {
@@ -396,6 +319,46 @@ TEST_F(SessionImplTest, ReadWeightsNeedsEveryChunk) {
   ASSERT_TRUE(session_->ReadWeights().ok());
   EXPECT_EQ(session_->committed_step(), 6u);
   EXPECT_EQ(memory_[4], std::string(1024, 'e'));
+}
+
+TEST_F(SessionImplTest, ReadWeightsGoesOnWhereAnUnavailableServiceBrokeOff) {
+  options_.reconnect_timeout = absl::Seconds(5);
+  v1::Job ready;
+  ready.set_phase(v1::READY);
+  fake_->jobs = {ready};
+  fake_->read_step = 6;
+  std::map<int, int> calls;
+  options_.on_weights = [&](int chunk) { ++calls[chunk]; };
+  for (int chunk = 0; chunk < 5; ++chunk) {
+    fake_->stored_weights.emplace_back(chunk, WeightsOf(chunk));
+  }
+  fake_->read_failures = {{0, absl::UnavailableError("not yet")},
+                          {2, absl::UnavailableError("gone")}};
+  ASSERT_TRUE(Open().ok());
+  ASSERT_TRUE(session_->ReadWeights().ok());
+  for (int chunk = 0; chunk < 5; ++chunk) EXPECT_EQ(memory_[chunk], WeightsOf(chunk));
+  EXPECT_EQ(calls, (std::map<int, int>{{0, 1}, {1, 1}, {2, 1}, {3, 1}, {4, 1}}));
+  ASSERT_EQ(fake_->reads.size(), 3u);
+  EXPECT_FALSE(fake_->reads[1].has_step());
+  // The rest must be of the step that has begun to come.
+  EXPECT_EQ(fake_->reads[2].step(), 6u);
+  EXPECT_EQ(fake_->reads[2].chunks_size(), 3);
+}
+
+TEST_F(SessionImplTest, ReadWeightsGivesUpAfterTheReconnectTimeoutAndAtOnceOtherwise) {
+  options_.reconnect_timeout = absl::Seconds(5);
+  v1::Job ready;
+  ready.set_phase(v1::READY);
+  fake_->jobs = {ready};
+  ASSERT_TRUE(Open().ok());
+  fake_->read_failures.assign(100, {0, absl::UnavailableError("gone")});
+  const absl::Time start = clock_.Now();
+  EXPECT_THAT(session_->ReadWeights(),
+              IsError(absl::StatusCode::kUnavailable, HasSubstr("reading weights: gone")));
+  EXPECT_EQ(clock_.Now() - start, absl::Seconds(5));
+  fake_->read_failures = {{0, absl::AbortedError("generation 4")}};
+  EXPECT_THAT(session_->ReadWeights(),
+              IsError(absl::StatusCode::kAborted, HasSubstr("generation 4")));
 }
 
 TEST_F(SessionImplTest, UploadsEveryChunkOfTheRank) {

@@ -217,9 +217,11 @@ TEST_P(SessionTest, ASealThatWaitsTooLongNamesTheRankThatIsMissing) {
 
 TEST_P(SessionTest, AServiceThatGoesAwayEndsTheSessionAndReleasesEveryPayload) {
   const JobSpec job = SmallJob("gone", 2);
+  SessionOptions options;
+  options.reconnect_timeout = absl::Milliseconds(200);  // It does not come back.
   std::vector<std::unique_ptr<RankForTests>> ranks(2);
   ForEachRank(2, [&](int rank) {
-    ranks[rank] = RankForTests::Join(service_.Channel(), job, rank).value();
+    ranks[rank] = RankForTests::Join(service_.Channel(), job, rank, options).value();
   });
   std::atomic<int> released = 0;
   const std::vector<std::byte> payload(512);

@@ -226,9 +226,28 @@ TEST_F(JobRanksTest, AProcessThatWasReplacedDoesNotTakeItsRankBack) {
   EXPECT_TRUE(rejoin(0, "old0").ok());
   driver.Attach(0, "new0");
   EXPECT_EQ(rejoin(0, "old0").code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(rejoin(1, "old1").code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_TRUE(rejoin(1, "new1").ok());
   EXPECT_TRUE(rejoin(0, "new0").ok());
   EXPECT_EQ(driver.job().Status().generation, generation + 1);
+}
+
+TEST_F(JobRanksTest, ASealThatAReopenedStreamRepeatsIsTakenOnceWhateverHasHappenedMeanwhile) {
+  JobDriver driver = Make(MakeJobSpec({.world_size = 2}));
+  driver.BeginAll();
+  driver.SendAll(1, 0);
+  driver.EndMicroStepAll(0);
+  ASSERT_FALSE(driver.stream(1).Seal(1, 1).value().has_value());
+  driver.Attach(1);  // The same process: its seal stands.
+  ASSERT_FALSE(driver.stream(0).Seal(1, 1).value().has_value());
+  driver.listener(0).WaitForCommit(1);
+  EXPECT_FALSE(driver.stream(1).Seal(1, 1).value().has_value());
+  ASSERT_TRUE(driver.stream(0).BeginStep(2, {}).ok());
+  EXPECT_FALSE(driver.stream(1).Seal(1, 1).value().has_value());
+  // Another number was never sealed, and another step never committed.
+  EXPECT_EQ(driver.stream(1).Seal(1, 2).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(driver.stream(1).Seal(3, 1).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(driver.job().Status().committed_step, 1u);
 }
 
 TEST_F(JobRanksTest, ARankThatLeftDuringTheUpdateIsFreeAfterIt) {

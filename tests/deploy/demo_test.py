@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""deploy/demo.sh and deploy/run_workers.sh with stand-ins for the binaries: what they start, what they
+"""deploy/demo.sh and deploy/run_workers.py with stand-ins for the binaries: what they start, what they
 leave behind, and what bad input gets."""
 
 import json
@@ -69,7 +69,8 @@ if rank == 0:
     (out / "worker.json").write_text(json.dumps(dict(
         steps=int(flags["--steps"]), workers=world, micro_steps=int(flags["--micro-steps"]),
         parameters=8, groups=2, first_loss=5.5, last_loss=5.0, tokens_per_second=100.0,
-        step_seconds_median=0.1, tensors=[dict(name="a", begin=0, elements=4),
+        step_seconds_median=0.1, coverage_complete_steps=int(flags["--steps"]), redone_chunks=3,
+        speculated_chunks=0 if flags.get("--update") == "wait" else 12, tensors=[dict(name="a", begin=0, elements=4),
                                           dict(name="b", begin=4, elements=4)])))
 """
 
@@ -81,7 +82,7 @@ echo "answer to $1"
 SUMMARY_FIELDS = [
     "steps", "workers", "micro_steps", "parameters", "groups", "first_loss", "last_loss",
     "weights_sha256_service", "weights_sha256_local", "bit_identical", "tokens_per_second",
-    "step_seconds_median"]
+    "step_seconds_median", "coverage_complete_steps", "speculated_chunks", "redone_chunks"]
 
 
 class Demo(unittest.TestCase):
@@ -124,6 +125,8 @@ class Demo(unittest.TestCase):
         summary = json.loads((self.out / "summary.json").read_text())
         self.assertEqual(list(summary), SUMMARY_FIELDS)
         self.assertEqual((summary["workers"], summary["steps"], summary["micro_steps"]), (3, 2, 4))
+        self.assertEqual(summary["coverage_complete_steps"], 2)
+        self.assertEqual((summary["speculated_chunks"], summary["redone_chunks"]), (12, 3))
         self.assertTrue(summary["bit_identical"])
         self.assertEqual(summary["weights_sha256_service"], summary["weights_sha256_local"])
         self.assertIn("</svg>", (self.out / "loss.svg").read_text())
@@ -136,6 +139,13 @@ class Demo(unittest.TestCase):
         self.assertIn("rank 0 of 3 done", result.stdout)
         self.assertNotIn("rank 1 of 3 done", result.stdout)
         self.assert_nobody_left()
+
+    def test_passes_the_update_mode_on(self):
+        self.assertEqual(self.demo("--update=wait").returncode, 0)
+        self.assertEqual(json.loads((self.out / "summary.json").read_text())["speculated_chunks"], 0)
+
+    def test_refuses_an_unknown_update_mode(self):
+        self.assert_refused(self.demo("--update", "guess"), "--update is 'guess', expected wait or speculate")
 
     def test_says_where_the_weights_part(self):
         result = self.demo(DIVERGE="1")
@@ -230,12 +240,29 @@ class Demo(unittest.TestCase):
 
 
 class Launcher(unittest.TestCase):
-    def launch(self, count, script, **environment):
-        logs = tempfile.TemporaryDirectory()
-        self.addCleanup(logs.cleanup)
-        return subprocess.run([ROOT / "deploy/run_workers.sh", count, logs.name, "bash", "-c", script],
-                              capture_output=True, text=True, timeout=60, check=False,
-                              env=os.environ | environment)
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.logs = pathlib.Path(folder.name)
+
+    def command(self, count, script, *flags):
+        return [ROOT / "deploy/run_workers.py", *flags, count, self.logs, "bash", "-c", script]
+
+    def launch(self, count, script, *flags, **environment):
+        return subprocess.run(self.command(count, script, *flags), capture_output=True, text=True,
+                              timeout=60, check=False, env=os.environ | environment)
+
+    def read(self, name):
+        path = self.logs / name
+        return path.read_text() if path.exists() else ""
+
+    def await_lines(self, name, count):
+        """The first `count` lines that the workers wrote to a file, once they are there."""
+        deadline = time.monotonic() + 30
+        while self.read(name).count("\n") < count:
+            self.assertLess(time.monotonic(), deadline, f"{name}: {self.read(name)}")
+            time.sleep(0.01)
+        return self.read(name).split()
 
     def test_sets_what_torchrun_sets(self):
         variables = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -246,6 +273,20 @@ class Launcher(unittest.TestCase):
     def test_returns_the_code_of_the_first_that_fails(self):
         result = self.launch("3", 'if [ $RANK = 2 ]; then echo "no disk" >&2; exit 7; fi; exec sleep 60')
         self.assertEqual((result.returncode, result.stderr), (7, "rank 2 of 3 failed: no disk\n"))
+
+    def test_passes_on_what_the_lost_worker_said_and_not_who_lost_it(self):
+        script = (f"cd {self.logs}; if [ $RANK = 1 ]; then echo disk full >&2; echo $$ >gone; exit 7; fi; "
+                  'until [ -s gone ]; do sleep 0.01; done; while [ -e /proc/$(cat gone) ]; do sleep 0.01; done; '
+                  'echo "lost rank 1; see why it ended (reset)" >&2; '
+                  "[ $RANK = 0 ] || sleep 60; exit 1")
+        result = self.launch("3", script)
+        self.assertEqual((result.returncode, result.stderr), (7, "rank 1 of 3 failed: disk full\n"))
+
+    def test_ranks_that_blame_each_other_do_not_hang(self):
+        script = 'echo "lost rank $((1 - RANK)); see why it ended (reset)" >&2; exit 1'
+        result = self.launch("2", script)
+        self.assertEqual(result.returncode, 1)
+        self.assertIn("see why it ended", result.stderr)
 
     def test_tries_another_port_when_the_chosen_one_was_taken_meanwhile(self):
         taken = ('echo $MASTER_PORT >>"$PORTS"; if [ $(wc -l <"$PORTS") = 1 ]; then '
@@ -262,6 +303,78 @@ class Launcher(unittest.TestCase):
 
     def test_refuses_no_workers(self):
         self.assertIn("not '0'", self.launch("0", "true").stderr)
+
+    def test_starts_all_again_with_another_port_until_none_fails(self):
+        script = (f"cd {self.logs}; N=$TORCHELASTIC_RESTART_COUNT; "
+                  "echo start $N of $RANK >&2; echo shown by $RANK; echo $RANK $N $MASTER_PORT >>starts; "
+                  "[ $N = 2 ] && exit 0; until [ $(grep -c \" $N \" starts) = 3 ]; do sleep 0.01; done; "
+                  "[ $RANK = 1 ] && exit 7; exec sleep 60")
+        result = self.launch("3", script, "--max-restarts", "5", MASTER_PORT="")
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertEqual(result.stderr,
+                         "rank 1 of 3 failed: start 0 of 1; all start again (1 of at most 5 times)\n"
+                         "rank 1 of 3 failed: start 1 of 1; all start again (2 of at most 5 times)\n")
+        starts = [line.split() for line in self.read("starts").splitlines()]
+        self.assertEqual(sorted(start[:2] for start in starts),
+                         sorted([str(rank), str(start)] for start in range(3) for rank in range(3)))
+        ports = {(start, port) for _, start, port in starts}
+        self.assertEqual(len(ports), 3, "one port for all ranks of a start, another in each")
+        self.assertEqual(len({port for _, port in ports}), 3)
+        self.assertEqual(self.read("rank-2.log"), "shown by 2\n" * 3)
+        self.assertEqual(self.read("rank-0.err"), "".join(f"start {n} of 0\n" for n in range(3)))
+
+    def test_gives_up_after_the_last_restart_with_the_code_of_the_one_that_failed(self):
+        script = f"[ $RANK = 0 ] && exec sleep 60; echo x >>{self.logs}/starts; exit 7"
+        result = self.launch("2", script, "--max-restarts=2")
+        self.assertEqual(result.returncode, 7)
+        self.assertEqual(len(result.stderr.splitlines()), 3, result.stderr)
+        self.assertEqual(self.read("starts"), "x\n" * 3)
+
+    def test_keeps_the_port_that_it_was_given(self):
+        result = self.launch("1", f"echo $MASTER_PORT >>{self.logs}/starts; exit 1", "--max-restarts=1",
+                             MASTER_PORT="1234")
+        self.assertEqual((result.returncode, self.read("starts")), (1, "1234\n1234\n"))
+
+    def test_starts_again_only_when_no_process_of_the_start_before_is_left(self):
+        # Rank 0 does not hear SIGTERM; rank 1 fails once rank 0 is deaf.
+        script = (f"cd {self.logs}; if [ $TORCHELASTIC_RESTART_COUNT = 1 ]; then "
+                  '  [ $RANK = 0 ] && for p in $(cat pids); do [ -e /proc/$p ] && echo $p >>left; done; '
+                  "  exit 0; fi; "
+                  "if [ $RANK = 0 ]; then trap '' TERM; echo $$ >>pids; while :; do sleep 0.1; done; fi; "
+                  "until [ -s pids ]; do sleep 0.01; done; exit 1")
+        result = self.launch("2", script, "--max-restarts=1")
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertEqual(len(self.read("pids").split()), 1)
+        self.assertEqual(self.read("left"), "")
+
+    def test_a_killed_worker_is_a_failed_one(self):
+        script = f"echo $$ >>{self.logs}/pids; [ $TORCHELASTIC_RESTART_COUNT = 1 ] || exec sleep 60"
+        with subprocess.Popen(self.command("2", script, "--max-restarts=1"), text=True,
+                              stderr=subprocess.PIPE) as process:
+            os.kill(int(self.await_lines("pids", 2)[0]), signal.SIGKILL)
+            error = process.communicate(timeout=30)[1]
+        self.assertEqual(process.returncode, 0, error)
+        self.assertRegex(error, r"^rank [01] of 2 failed: it was ended by signal 9; all "
+                                r"start again \(1 of at most 1 times\)\n$")
+
+    def test_stops_the_workers_when_it_is_stopped(self):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with self.subTest(number):
+                (self.logs / "pids").unlink(missing_ok=True)
+                with subprocess.Popen(self.command("2", f"echo $$ >>{self.logs}/pids; exec sleep 60",
+                                                   "--max-restarts=3")) as process:
+                    pids = self.await_lines("pids", 2)
+                    process.send_signal(number)
+                    self.assertEqual(process.wait(30), 128 + number)
+                for pid in pids:
+                    self.assertFalse(pathlib.Path("/proc", pid).exists(), f"{pid} was left behind")
+
+    def test_refuses_restarts_that_are_no_number(self):
+        for value in ("-1", "many", "", "1.5"):
+            with self.subTest(value):
+                result = self.launch("1", "true", f"--max-restarts={value}")
+                self.assertEqual(result.returncode, 2)
+                self.assertIn(f"--max-restarts: must be 0 to 999999, not '{value}'", result.stderr)
 
 
 if __name__ == "__main__":

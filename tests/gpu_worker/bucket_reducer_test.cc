@@ -3,6 +3,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
+#include <limits>
 #include <mutex>
 
 #include "gpu_worker/single_collective.h"
@@ -39,15 +42,21 @@ struct Fixture {
 
 struct Consumed {
   int bucket;
-  uint32_t micro_step;
+  uint32_t micro_step_begin;
+  uint32_t micro_step_end;
+  bool final;
   std::vector<float> shard;
 };
 
 // Collects what the reducer hands over; read after FinishMicroStep.
 struct Sink {
   BucketReducer::Consumer Consumer() {
-    return [this](int bucket, uint32_t micro_step, absl::Span<const float> shard) {
-      consumed.push_back({bucket, micro_step, {shard.begin(), shard.end()}});
+    return [this](const ReducedShard& shard) {
+      consumed.push_back({.bucket = shard.bucket,
+                          .micro_step_begin = shard.micro_step_begin,
+                          .micro_step_end = shard.micro_step_end,
+                          .final = shard.final,
+                          .shard = {shard.values.begin(), shard.values.end()}});
       return absl::OkStatus();
     };
   }
@@ -62,7 +71,7 @@ TEST(BucketReducer, HandsOverEveryBucketInBackwardOrder) {
                         {absl::MakeSpan(fixture.gradients)}, collective, sink.Consumer());
   for (uint32_t micro_step = 0; micro_step < 3; ++micro_step) {
     sink.consumed.clear();
-    reducer.StartMicroStep(micro_step);
+    reducer.StartMicroStep(micro_step, 3);
     for (const int p : fixture.backward_order) {
       fixture.Write(p, 10.0f * micro_step + p);
       reducer.GradientReady(p);
@@ -74,7 +83,9 @@ TEST(BucketReducer, HandsOverEveryBucketInBackwardOrder) {
     for (int i = 0; i < 3; ++i) {
       const Consumed& consumed = sink.consumed[i];
       EXPECT_EQ(consumed.bucket, 2 - i);
-      EXPECT_EQ(consumed.micro_step, micro_step);
+      EXPECT_EQ(consumed.micro_step_begin, micro_step);
+      EXPECT_EQ(consumed.micro_step_end, micro_step + 1);
+      EXPECT_EQ(consumed.final, micro_step == 2);
       for (size_t e = 0; e < consumed.shard.size(); ++e) {
         EXPECT_EQ(consumed.shard[e], 10.0f * micro_step + (512 * consumed.bucket + e) / 384);
       }
@@ -89,14 +100,13 @@ TEST(BucketReducer, ReducesABucketBeforeBackwardEnds) {
   CondVar changed;
   int handed_over = 0;
   BucketReducer reducer(*fixture.layout, fixture.buckets, fixture.backward_order,
-                        {absl::MakeSpan(fixture.gradients)}, collective,
-                        [&](int, uint32_t, absl::Span<const float>) {
+                        {absl::MakeSpan(fixture.gradients)}, collective, [&](const ReducedShard&) {
                           MutexLock lock(mutex);
                           ++handed_over;
                           changed.NotifyAll();
                           return absl::OkStatus();
                         });
-  reducer.StartMicroStep(0);
+  reducer.StartMicroStep(0, 1);
   reducer.GradientReady(3);
   reducer.GradientReady(2);
   {
@@ -116,7 +126,7 @@ TEST(BucketReducer, AParameterWithoutAGradientCountsAsZerosAndIsNotUsed) {
   BucketReducer reducer(*fixture.layout, fixture.buckets, fixture.backward_order,
                         {absl::MakeSpan(fixture.gradients)}, collective, sink.Consumer());
   for (int p = 0; p < 4; ++p) fixture.Write(p, 7.0f);  // Of an earlier micro-step.
-  reducer.StartMicroStep(0);
+  reducer.StartMicroStep(0, 1);
   for (const int p : {3, 0}) reducer.GradientReady(p);
   const ReducedMicroStep reduced = reducer.FinishMicroStep().value();
   EXPECT_FALSE(reduced.all_used);
@@ -136,7 +146,7 @@ TEST(BucketReducer, RanksThatFinishInAnotherOrderStillMatch) {
     BucketReducer reducer(*fixture.layout, fixture.buckets, fixture.backward_order,
                           {absl::MakeSpan(fixture.gradients)}, collective,
                           sinks[collective.rank()].Consumer());
-    reducer.StartMicroStep(0);
+    reducer.StartMicroStep(0, 1);
     const std::vector<int> order =
         collective.rank() == 0 ? std::vector<int>{3, 2, 1, 0} : std::vector<int>{0, 1, 2};
     for (const int p : order) {
@@ -156,18 +166,193 @@ TEST(BucketReducer, RanksThatFinishInAnotherOrderStillMatch) {
   }
 }
 
+// ---------------------------------------------------------------- accumulation on the worker
+
+// The sums of three micro-steps, in fp32 and in order: what a reducer must hand over for an element
+// of parameter `p` whose gradients were `gradients`.
+float InOrder(std::initializer_list<float> gradients) {
+  auto next = gradients.begin();
+  float sum = *next;
+  for (++next; next != gradients.end(); ++next) sum += *next;
+  return sum;
+}
+
+TEST(BucketReducer, SumsOnTheWorkerInMicroStepOrderAndReducesOnce) {
+  Fixture fixture(1);
+  SingleCollective collective;
+  Sink sink;
+  BucketReducer reducer(*fixture.layout, fixture.buckets, fixture.backward_order,
+                        {absl::MakeSpan(fixture.gradients)}, collective, sink.Consumer(),
+                        {.accumulation = Accumulation::kWorker, .checked_as = {}});
+  // Another order gives other bits: (1 + 2^-24) + 2^-24 is 1, 1 + (2^-24 + 2^-24) is not.
+  const float tiny = 0x1p-24f;
+  for (int step = 0; step < 2; ++step) {  // Nothing of the first is left in the second.
+    sink.consumed.clear();
+    for (uint32_t micro_step = 0; micro_step < 3; ++micro_step) {
+      EXPECT_TRUE(sink.consumed.empty());
+      reducer.StartMicroStep(micro_step, 3);
+      for (const int p : fixture.backward_order) {
+        fixture.Write(p, micro_step == 0 ? 1.0f : tiny);
+        reducer.GradientReady(p);
+      }
+      EXPECT_TRUE(reducer.FinishMicroStep().value().all_used);
+    }
+    ASSERT_EQ(sink.consumed.size(), 3);
+    for (int i = 0; i < 3; ++i) {
+      const Consumed& consumed = sink.consumed[i];
+      EXPECT_EQ(consumed.bucket, 2 - i);
+      EXPECT_EQ(consumed.micro_step_begin, 0);
+      EXPECT_EQ(consumed.micro_step_end, 3);
+      EXPECT_TRUE(consumed.final);
+      EXPECT_THAT(consumed.shard, testing::Each(InOrder({1.0f, tiny, tiny})));
+    }
+  }
+  EXPECT_EQ(reducer.accumulator_bytes(), fixture.gradients.size() * sizeof(float));
+}
+
+TEST(BucketReducer, AMicroStepAddsNothingForWhatItsBackwardDidNotReach) {
+  Fixture fixture(1);
+  SingleCollective collective;
+  Sink sink;
+  BucketReducer reducer(*fixture.layout, fixture.buckets, fixture.backward_order,
+                        {absl::MakeSpan(fixture.gradients)}, collective, sink.Consumer(),
+                        {.accumulation = Accumulation::kWorker, .checked_as = {}});
+  // Parameter 0 in the first micro-step only, 1 in the last only, 2 in all, 3 in none. What stands
+  // in the memory of those that are not reached is of no account.
+  const std::vector<std::vector<int>> reached = {{2, 0}, {2}, {2, 1}};
+  for (int step = 0; step < 2; ++step) {
+    sink.consumed.clear();
+    for (uint32_t micro_step = 0; micro_step < 3; ++micro_step) {
+      for (int p = 0; p < 4; ++p) fixture.Write(p, std::numeric_limits<float>::quiet_NaN());
+      reducer.StartMicroStep(micro_step, 3);
+      for (const int p : reached[micro_step]) {
+        fixture.Write(p, p == 0 ? -0.0f : 10.0f * p + micro_step);
+        reducer.GradientReady(p);
+      }
+      const ReducedMicroStep reduced = reducer.FinishMicroStep().value();
+      EXPECT_FALSE(reduced.all_used);
+      std::vector<int> sorted = reached[micro_step];
+      std::sort(sorted.begin(), sorted.end());
+      EXPECT_EQ(reduced.used_parameters, sorted);
+    }
+    ASSERT_EQ(sink.consumed.size(), 3);
+    const float expected[] = {-0.0f, 12.0f, InOrder({20, 21, 22}), 0.0f};
+    for (const Consumed& consumed : sink.consumed) {
+      for (size_t e = 0; e < consumed.shard.size(); ++e) {
+        const size_t p = (512 * consumed.bucket + e) / 384;
+        ASSERT_EQ(consumed.shard[e], expected[p]);
+        ASSERT_EQ(std::signbit(consumed.shard[e]), std::signbit(expected[p]));
+      }
+    }
+  }
+}
+
+TEST(BucketReducer, OneMicroStepHasNoAccumulator) {
+  Fixture fixture(1);
+  SingleCollective collective;
+  Sink sink;
+  BucketReducer reducer(*fixture.layout, fixture.buckets, fixture.backward_order,
+                        {absl::MakeSpan(fixture.gradients)}, collective, sink.Consumer(),
+                        {.accumulation = Accumulation::kWorker, .checked_as = {}});
+  reducer.StartMicroStep(0, 1);
+  for (const int p : fixture.backward_order) {
+    fixture.Write(p, 5.0f);
+    reducer.GradientReady(p);
+  }
+  ASSERT_TRUE(reducer.FinishMicroStep().ok());
+  EXPECT_EQ(sink.consumed.size(), 3);
+  EXPECT_TRUE(sink.consumed[0].final);
+  EXPECT_EQ(reducer.accumulator_bytes(), 0);
+}
+
+// ---------------------------------------------------------------- backward that reaches nothing
+
+TEST(BucketReducer, ABackwardThatReachesNothingIsAnErrorAfterItsCollectives) {
+  for (const Accumulation accumulation : {Accumulation::kService, Accumulation::kWorker}) {
+    Sink sinks[2];
+    RunRanks(2, [&](Collective& collective) {
+      Fixture fixture(2);
+      BucketReducer reducer(*fixture.layout, fixture.buckets, fixture.backward_order,
+                            {absl::MakeSpan(fixture.gradients)}, collective,
+                            sinks[collective.rank()].Consumer(),
+                            {.accumulation = accumulation, .checked_as = {}});
+      for (int p = 0; p < 4; ++p) fixture.Write(p, 1.0f + p);
+      reducer.StartMicroStep(0, 1);
+      if (collective.rank() == 0) {
+        for (const int p : fixture.backward_order) reducer.GradientReady(p);
+      }
+      const absl::Status status = reducer.FinishMicroStep().status();
+      if (collective.rank() == 0) {
+        EXPECT_TRUE(status.ok()) << status;  // Its collectives had a partner.
+        return;
+      }
+      EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+      EXPECT_THAT(status.message(),
+                  testing::HasSubstr("rank 1: the backward of micro-step 0 gave no parameter a "
+                                     "gradient, of 4: p0, p1, p2, p3; "));
+    });
+    for (int rank = 0; rank < 2; ++rank) {  // Rank 1's share were zeros, not what its memory held.
+      for (const Consumed& consumed : sinks[rank].consumed) {
+        for (size_t e = 0; e < consumed.shard.size(); ++e) {
+          ASSERT_EQ(consumed.shard[e], 1 + (512 * consumed.bucket + 256 * rank + e) / 384);
+        }
+      }
+    }
+  }
+}
+
+// ---------------------------------------------------------------- gradients that are not finite
+
+TEST(BucketReducer, FindsTheFirstElementThatIsNotFiniteOnThisRank) {
+  for (const Accumulation accumulation : {Accumulation::kService, Accumulation::kWorker}) {
+    RunRanks(2, [&](Collective& collective) {
+      Fixture fixture(2);
+      Sink sink;
+      BucketReducer reducer(*fixture.layout, fixture.buckets, fixture.backward_order,
+                            {absl::MakeSpan(fixture.gradients)}, collective, sink.Consumer(),
+                            {.accumulation = accumulation, .checked_as = {DType::kBFloat16}});
+      for (uint32_t micro_step = 0; micro_step < 2; ++micro_step) {
+        for (int p = 0; p < 4; ++p) fixture.Write(p, 1.0f);
+        if (collective.rank() == 1 && micro_step == 1) {
+          // In the second bucket of parameter 1, and later in a parameter that is reduced before.
+          fixture.gradients[fixture.layout->place(1).offset + 300] =
+              -std::numeric_limits<float>::infinity();
+          fixture.gradients[fixture.layout->place(3).offset + 7] = std::nanf("");
+        }
+        reducer.StartMicroStep(micro_step, 2);
+        for (const int p : fixture.backward_order) reducer.GradientReady(p);
+        const ReducedMicroStep reduced = reducer.FinishMicroStep().value();
+        ASSERT_EQ(reduced.non_finite.has_value(), collective.rank() == 1 && micro_step == 1);
+        if (!reduced.non_finite.has_value()) continue;
+        EXPECT_EQ(reduced.non_finite->parameter, 1);
+        EXPECT_EQ(reduced.non_finite->element, 300);
+        EXPECT_EQ(reduced.non_finite->value, -std::numeric_limits<float>::infinity());
+      }
+    });
+  }
+}
+
+TEST(BucketReducer, AnElementThatOverflowsTheFormatItTravelsInIsNotFinite) {
+  const std::vector<float> values = {1.0f, 65504.0f, -65520.0f};
+  EXPECT_FALSE(FirstNonFinite(values, DType::kBFloat16).has_value());
+  EXPECT_FALSE(FirstNonFinite(values, DType::kFloat32).has_value());
+  const std::optional<NonFiniteElement> found = FirstNonFinite(values, DType::kFloat16);
+  ASSERT_TRUE(found.has_value());
+  EXPECT_EQ(found->index, 2);
+  EXPECT_EQ(found->value, -std::numeric_limits<float>::infinity());
+}
+
 TEST(BucketReducer, AnErrorOfTheConsumerEndsTheMicroStepAndStays) {
   Fixture fixture(1);
   SingleCollective collective;
   BucketReducer reducer(*fixture.layout, fixture.buckets, fixture.backward_order,
-                        {absl::MakeSpan(fixture.gradients)}, collective,
-                        [](int, uint32_t, absl::Span<const float>) {
+                        {absl::MakeSpan(fixture.gradients)}, collective, [](const ReducedShard&) {
                           return absl::UnavailableError("the service is gone");
                         });
-  reducer.StartMicroStep(0);
+  reducer.StartMicroStep(0, 1);
   for (const int p : fixture.backward_order) reducer.GradientReady(p);
   EXPECT_EQ(reducer.FinishMicroStep().status().message(), "the service is gone");
-  reducer.StartMicroStep(1);
+  reducer.StartMicroStep(1, 2);
   reducer.GradientReady(3);
   EXPECT_EQ(reducer.FinishMicroStep().status().code(), absl::StatusCode::kUnavailable);
 }
@@ -178,7 +363,7 @@ TEST(BucketReducer, EndsInTheMiddleOfAMicroStep) {
   Sink sink;
   BucketReducer reducer(*fixture.layout, fixture.buckets, fixture.backward_order,
                         {absl::MakeSpan(fixture.gradients)}, collective, sink.Consumer());
-  reducer.StartMicroStep(0);
+  reducer.StartMicroStep(0, 1);
   reducer.GradientReady(3);
 }
 
@@ -190,7 +375,7 @@ TEST(BucketReducerDeathTest, AGradientThatIsReadyTwiceAborts) {
       {
         BucketReducer reducer(*fixture.layout, fixture.buckets, fixture.backward_order,
                               {absl::MakeSpan(fixture.gradients)}, collective, sink.Consumer());
-        reducer.StartMicroStep(0);
+        reducer.StartMicroStep(0, 1);
         reducer.GradientReady(0);
         reducer.GradientReady(0);
       },

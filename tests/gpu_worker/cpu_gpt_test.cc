@@ -22,7 +22,7 @@ template <typename T>
 struct Placed {
   explicit Placed(const GptConfig& config = kTiny, float bias_scale = 0.3f)
       : model(config, 3), job(MakeTrainingJob(model, {}).value()) {
-    model.Place(job.layout, job.group_elements);
+    model.Place(job.layout, job.group_elements, DType::kBFloat16);
     for (size_t p = 0; p < model.parameters().size(); ++p) {
       std::vector<float> values(job.layout.place(p).elements);
       model.InitialValues(p, 0, absl::MakeSpan(values));
@@ -35,7 +35,8 @@ struct Placed {
   }
 
   uint16_t& Weight(int p, int64_t i) {
-    return model.weights(job.spec.layout.parameters[p].group)[job.layout.place(p).offset + i];
+    const absl::Span<std::byte> weights = model.weights(job.spec.layout.parameters[p].group);
+    return reinterpret_cast<uint16_t*>(weights.data())[job.layout.place(p).offset + i];
   }
   std::vector<float> Gradient(int p) {
     const auto all = model.gradients(job.spec.layout.parameters[p].group);
@@ -43,7 +44,7 @@ struct Placed {
     return {begin, begin + job.layout.place(p).elements};
   }
   double Loss(const Batch& batch) {
-    return model.ForwardBackward(batch, [](int) {});
+    return model.ForwardBackward(batch, 1, [](int) {});
   }
 
   CpuGpt<T> model;
@@ -138,7 +139,7 @@ TEST(CpuGpt, AnnouncesEachParameterOnceInBackwardOrder) {
   Placed<float> gpt;
   for (const int sequences : {2, 0}) {
     std::vector<int> announced;
-    gpt.model.ForwardBackward(SomeBatch(sequences, 6), [&](int p) { announced.push_back(p); });
+    gpt.model.ForwardBackward(SomeBatch(sequences, 6), 1, [&](int p) { announced.push_back(p); });
     EXPECT_EQ(announced, gpt.model.backward_order());
   }
   std::vector<int> sorted = gpt.model.backward_order();
@@ -149,7 +150,8 @@ TEST(CpuGpt, AnnouncesEachParameterOnceInBackwardOrder) {
 TEST(CpuGpt, LeavesAnAnnouncedGradientAlone) {
   Placed<float> gpt;
   std::vector<std::vector<float>> when_announced(gpt.model.parameters().size());
-  gpt.model.ForwardBackward(SomeBatch(2, 6), [&](int p) { when_announced[p] = gpt.Gradient(p); });
+  gpt.model.ForwardBackward(SomeBatch(2, 6), 1,
+                            [&](int p) { when_announced[p] = gpt.Gradient(p); });
   for (size_t p = 0; p < when_announced.size(); ++p) {
     EXPECT_EQ(gpt.Gradient(p), when_announced[p]) << gpt.model.parameters()[p].name;
   }
@@ -161,6 +163,39 @@ TEST(CpuGpt, NoSequencesGiveZeroGradients) {
   EXPECT_EQ(gpt.Loss(SomeBatch(0, 6)), 0);
   for (size_t p = 0; p < gpt.model.parameters().size(); ++p) {
     EXPECT_THAT(gpt.Gradient(p), testing::Each(0.0f));
+  }
+}
+
+TEST(CpuGpt, TheLossScaleMultipliesEveryGradientExactly) {
+  Placed<float> gpt, scaled;
+  const double scale = 1 << 20;
+  const double loss = gpt.Loss(SomeBatch(2, 6));
+  EXPECT_EQ(scaled.model.ForwardBackward(SomeBatch(2, 6), scale, [](int) {}), loss);
+  for (size_t p = 0; p < gpt.model.parameters().size(); ++p) {
+    std::vector<float> expected = gpt.Gradient(p);
+    for (float& gradient : expected) gradient *= scale;
+    EXPECT_EQ(scaled.Gradient(p), expected) << gpt.model.parameters()[p].name;
+  }
+}
+
+TEST(CpuGpt, ComputesWithTheWeightsThatItsFormatHolds) {
+  Placed<float> bf16;
+  const double loss = bf16.Loss(SomeBatch(2, 6));
+  for (const DType dtype : {DType::kFloat16, DType::kFloat32}) {
+    CpuGpt<float> model(kTiny, 3);
+    model.Place(bf16.job.layout, bf16.job.group_elements, dtype);
+    EXPECT_EQ(model.weights_dtype(), dtype);
+    for (size_t p = 0; p < model.parameters().size(); ++p) {
+      const int group = bf16.job.spec.layout.parameters[p].group;
+      const ParameterPlace& place = bf16.job.layout.place(p);
+      for (int64_t i = 0; i < place.elements; ++i) {
+        // bf16 values of this size have an exact fp16, except for small ones.
+        const float weight = BFloat16ToFloat(bf16.Weight(p, i));
+        StoreElement(model.weights(group).data(), dtype, place.offset + i, weight);
+      }
+    }
+    EXPECT_NEAR(model.ForwardBackward(SomeBatch(2, 6), 1, [](int) {}), loss,
+                dtype == DType::kFloat32 ? 0 : 1e-4 * loss);
   }
 }
 

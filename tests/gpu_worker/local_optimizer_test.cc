@@ -56,7 +56,7 @@ class Rank {
         staging_(layout_, {world.wire_dtype, world.wire_dtype}, collective.rank()),
         optimizer_(job_, layout_, collective, [this](int chunk) { return WeightsOf(chunk); }) {
     EXPECT_TRUE(optimizer_
-                    .Start([this](int chunk, absl::Span<float> values) {
+                    .Join([this](int chunk, absl::Span<float> values) {
                       for (size_t i = 0; i < values.size(); ++i) {
                         values[i] = RandomNormal(1, layout_.chunks()[chunk].group,
                                                  layout_.chunks()[chunk].begin + i);

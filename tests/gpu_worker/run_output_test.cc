@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 
 #include "gpu_worker/cpu/cpu_gpt.h"
+#include "gpu_worker/output_file.h"
 #include "gpu_worker/progress.h"
 #include "gpu_worker/single_collective.h"
 #include "gpu_worker/worker_run.h"
@@ -58,13 +59,6 @@ TEST(Progress, LineHasTheStepAndItsSplit) {
   EXPECT_THAT(FormatProgress(skipped, 80), HasSubstr("skipped: gradient of wte is not finite"));
 }
 
-TEST(RunOutput, LossesAreALineAStep) {
-  const std::vector<StepReport> reports = {SomeReport()};
-  EXPECT_EQ(LossesCsv(reports),
-            "step,loss,norm,clip,tokens_per_second,seconds,compute,reduce,send,update,receive\n"
-            "12,3.25,1.5,0.5,4096,0.25,0.2,0.02,0.01,0.015,0.005\n");
-}
-
 TEST(RunOutput, Sha256OfAKnownText) {
   EXPECT_EQ(Sha256Hex("abc"), "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
 }
@@ -81,6 +75,8 @@ TEST(RunOutput, ARunLeavesItsThreeFiles) {
   EXPECT_EQ(json["parameters"].get<size_t>() * 2, weights.size());
   EXPECT_EQ(json["weights_sha256"], Sha256Hex(weights));
   EXPECT_EQ(json["steps"], 3);
+  EXPECT_EQ(json["weights_dtype"], "bf16");
+  EXPECT_FALSE(json.contains("speculated_chunks"));  // The service counts, nobody else.
   EXPECT_EQ(json["groups"], 2);
   EXPECT_EQ(json["workers"], 1);
   EXPECT_EQ(json["micro_steps"], 2);

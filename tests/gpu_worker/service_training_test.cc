@@ -2,117 +2,86 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <fstream>
-#include <iterator>
-#include <mutex>
+#include <filesystem>
+#include <nlohmann/json.hpp>
 #include <tuple>
 
-#include "cpu_optimizer_service/engine.h"
-#include "gpu_worker/service_optimizer.h"
-#include "gpu_worker/worker_run.h"
-#include "server/server.h"
-#include "tests/gpu_worker/ranks.h"
-#include "tests/gpu_worker/temp_path.h"
+#include "tests/gpu_worker/training.h"
 
 namespace ballast::worker {
 namespace {
 
-constexpr int64_t kMemoryBytes = int64_t{1} << 30;
+class ServiceTraining
+    : public testing::TestWithParam<std::tuple<int, uint32_t, DType, Accumulation>> {};
 
-class Service {
- public:
-  Service() : server_(server::Server::Start(engine_, {.listen = {}}).value()) {}
-
-  MakeOptimizer Optimizer(const std::string& resume_directory = "") {
-    return [this, resume_directory](const TrainingJob& job, WeightsAt weights,
-                                    Collective& collective) {
-      return OpenServiceOptimizer(
-          server_->InProcessChannel(),
-          {.job = job.spec, .weights = std::move(weights), .resume_directory = resume_directory},
-          collective);
-    };
-  }
-
- private:
-  Engine engine_{{.memory_limit_bytes = kMemoryBytes, .threads = 2}};
-  std::unique_ptr<server::Server> server_;
-};
-
-struct Training {
-  int world_size = 1;
-  uint32_t micro_steps = 2;
-  DType wire_dtype = DType::kBFloat16;
-  uint64_t steps = 6;
-  std::string save = {};
-};
-
-struct Result {
-  std::vector<StepReport> reports;
-  std::string weights;
-};
-
-std::string ReadAll(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-}
-
-Result Train(const Training& training, const MakeOptimizer& optimizer) {
-  const TempPath out("service_training");
-  Result result;
-  std::mutex mutex;
-  RunRanks(training.world_size, [&](Collective& collective) {
-    WorkerOptions options;
-    options.model = {.layers = 2, .heads = 2, .width = 32, .context = 32};
-    options.trainer.batch = 4;
-    options.trainer.micro_steps = training.micro_steps;
-    options.trainer.steps = training.steps;
-    options.trainer.learning_rate = {.peak = 3e-3, .warmup_steps = 2, .decay_end = 6};
-    // Several buckets and several chunks in each shard.
-    options.job.bucket_elements = 8192;
-    options.job.chunk_elements = 1024;
-    options.job.wire_dtype = training.wire_dtype;
-    options.job.max_norm = 0.5;  // Clips.
-    options.out = out.str();
-    options.save_directory = training.save;
-    const absl::Status status =
-        RunWorker(options, collective, optimizer, [&](const StepReport& report) {
-          const std::lock_guard lock(mutex);
-          if (collective.rank() == 0) result.reports.push_back(report);
-        });
-    EXPECT_TRUE(status.ok()) << "rank " << collective.rank() << ": " << status;
-  });
-  result.weights = ReadAll(out.str() + "/weights.bin");
-  return result;
-}
-
-class ServiceTraining : public testing::TestWithParam<std::tuple<int, uint32_t, DType>> {};
-
-INSTANTIATE_TEST_SUITE_P(Worlds, ServiceTraining,
-                         testing::Combine(testing::Values(1, 2, 3), testing::Values(1, 3),
-                                          testing::Values(DType::kBFloat16, DType::kFloat32)),
-                         [](const auto& info) {
-                           return "Ranks" + std::to_string(std::get<0>(info.param)) + "MicroSteps" +
-                                  std::to_string(std::get<1>(info.param)) +
-                                  std::string(Name(std::get<2>(info.param)));
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    Worlds, ServiceTraining,
+    testing::Combine(testing::Values(1, 2, 3), testing::Values(1, 3),
+                     testing::Values(DType::kBFloat16, DType::kFloat32),
+                     testing::Values(Accumulation::kService, Accumulation::kWorker)),
+    [](const auto& info) {
+      return "Ranks" + std::to_string(std::get<0>(info.param)) + "MicroSteps" +
+             std::to_string(std::get<1>(info.param)) + std::string(Name(std::get<2>(info.param))) +
+             (std::get<3>(info.param) == Accumulation::kService ? "InService" : "OnWorker");
+    });
 
 TEST_P(ServiceTraining, EqualsTheLocalOptimizerBitForBit) {
-  const auto [world_size, micro_steps, wire_dtype] = GetParam();
-  const Training training{
-      .world_size = world_size, .micro_steps = micro_steps, .wire_dtype = wire_dtype};
+  const auto [world_size, micro_steps, wire_dtype, accumulation] = GetParam();
+  const Training training{.world_size = world_size,
+                          .micro_steps = micro_steps,
+                          .wire_dtype = wire_dtype,
+                          .accumulation = accumulation};
   Service service;
   const Result with_service = Train(training, service.Optimizer());
   const Result local = Train(training, MakeLocalOptimizer);
-  ASSERT_FALSE(local.weights.empty());
-  EXPECT_TRUE(with_service.weights == local.weights) << "the final weights differ";
-  ASSERT_EQ(with_service.reports.size(), 6);
-  for (size_t i = 0; i < local.reports.size(); ++i) {
-    EXPECT_EQ(with_service.reports[i].loss, local.reports[i].loss);
-    EXPECT_EQ(with_service.reports[i].norm, local.reports[i].norm);
-    EXPECT_EQ(with_service.reports[i].clip_coefficient, local.reports[i].clip_coefficient);
-    EXPECT_LT(local.reports[i].clip_coefficient, 1);
-  }
+  ASSERT_EQ(local.reports.size(), 6);
+  ExpectSame(with_service, local);
+  for (const StepReport& report : local.reports) EXPECT_LT(report.clip_coefficient, 1);
   EXPECT_LT(local.reports.back().loss, local.reports.front().loss);
+}
+
+// Each way sums the same gradients, the worker's in fp32 only: within rounding of each other.
+TEST(ServiceTraining, WhoAccumulatesChangesNothingButRounding) {
+  Service service, other;
+  Training training{.world_size = 2, .micro_steps = 3, .wire_dtype = DType::kFloat32};
+  const Result in_service = Train(training, service.Optimizer());
+  training.accumulation = Accumulation::kWorker;
+  const Result on_worker = Train(training, other.Optimizer());
+  for (size_t i = 0; i < in_service.reports.size(); ++i) {
+    EXPECT_NEAR(on_worker.reports[i].loss, in_service.reports[i].loss, 1e-3);
+    EXPECT_NEAR(on_worker.reports[i].norm, in_service.reports[i].norm,
+                1e-3 * in_service.reports[i].norm);
+  }
+}
+
+TEST(ServiceTraining, TheNumberOfMicroStepsIsWhatEachStepSeals) {
+  for (const Accumulation accumulation : {Accumulation::kService, Accumulation::kWorker}) {
+    const Training training{.world_size = 2,
+                            .steps = 5,
+                            .accumulation = accumulation,
+                            .micro_steps_of_step = [](uint64_t step) { return 1 + step % 3; }};
+    Service service;
+    const Result with_service = Train(training, service.Optimizer());
+    ExpectSame(with_service, Train(training, MakeLocalOptimizer));
+    std::vector<uint32_t> sealed;
+    for (const StepRecord& record : service.job()->Status().recent_steps) {
+      sealed.push_back(record.micro_steps);
+    }
+    EXPECT_THAT(sealed, testing::ElementsAre(2, 3, 1, 2, 3));
+  }
+}
+
+TEST(ServiceTraining, WaitingAndSpeculatingGiveTheSameBits) {
+  for (const double max_norm : {0.5, 1e6}) {  // All guesses fail, or none.
+    Service waiting, speculating;
+    Training training{.world_size = 2, .update_mode = UpdateMode::kWait, .max_norm = max_norm};
+    const Result expected = Train(training, waiting.Optimizer());
+    training.update_mode = UpdateMode::kSpeculate;
+    ExpectSame(Train(training, speculating.Optimizer()), expected);
+    EXPECT_EQ(waiting.job()->Status().speculation.speculated, 0);
+    EXPECT_EQ(waiting.job()->spec().update_mode, UpdateMode::kWait);
+    EXPECT_EQ(speculating.job()->spec().update_mode, UpdateMode::kSpeculate);
+  }
 }
 
 // Gradients are the same in the same world only, so the world of the resumed part is that of the
@@ -142,20 +111,52 @@ TEST(ServiceTraining, ACheckpointResumesInAnotherWorld) {
   EXPECT_NEAR(resumed.reports[0].loss, expected.reports[3].loss, 1e-5);
 }
 
-TEST(ServiceTraining, AJobThatIsAtItsLastStepSaysSo) {
+TEST(ServiceTraining, AJobThatHasHadAllItsStepsLeavesItsOutputAgain) {
   Service service;
-  Train({.steps = 2}, service.Optimizer());
-  SingleCollective collective;
-  WorkerOptions options;
-  options.model = {.layers = 2, .heads = 2, .width = 32, .context = 32};
-  options.trainer.steps = 2;
-  options.job.bucket_elements = 8192;
-  options.job.chunk_elements = 1024;
-  options.job.max_norm = 0.5;
-  const absl::Status status =
-      RunWorker(options, collective, service.Optimizer(), [](const StepReport&) {});
-  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_THAT(status.message(), testing::HasSubstr("job gpt is at step 2 already"));
+  const TempPath out("out");
+  const Result first = Train({.world_size = 2, .steps = 2, .out = out.str()}, service.Optimizer());
+  const std::string losses = ReadAll(out.str() + "/losses.csv");
+  std::filesystem::remove(out.str() + "/weights.bin");
+  std::filesystem::remove(out.str() + "/worker.json");
+  const Result again = Train({.world_size = 2, .steps = 2, .out = out.str()}, service.Optimizer());
+  EXPECT_TRUE(again.reports.empty());
+  EXPECT_TRUE(again.weights == first.weights);
+  EXPECT_EQ(ReadAll(out.str() + "/losses.csv"), losses);
+  const nlohmann::json json = nlohmann::json::parse(ReadAll(out.str() + "/worker.json"));
+  EXPECT_EQ(json["steps"], 2);
+  EXPECT_EQ(json["coverage_complete_steps"], 2);
+  EXPECT_GT(json["first_loss"], 5.0);
+}
+
+TEST(ServiceTraining, AJobThatIsPastItsLastStepSaysSo) {
+  Service service;
+  Train({.steps = 3}, service.Optimizer());
+  const Result result = TrainUntilItEnds({.steps = 2}, service.Optimizer());
+  EXPECT_EQ(result.statuses[0].code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(result.statuses[0].message(), testing::HasSubstr("job gpt is at step 3 already"));
+}
+
+// A worker that is started again has the same flags.
+TEST(ServiceTraining, ACheckpointIsLoadedIntoANewJobOnly) {
+  Service whole, service;
+  const TempPath checkpoint("checkpoint");
+  const Result expected = Train({.steps = 3, .save = checkpoint.str()}, whole.Optimizer());
+  const Result first = Train({.steps = 5}, service.Optimizer(checkpoint.str()));
+  ASSERT_EQ(first.reports.size(), 2);
+  const Result second = Train({.steps = 6}, service.Optimizer(checkpoint.str()));
+  ASSERT_EQ(second.reports.size(), 1);
+  EXPECT_EQ(second.reports[0].step, 6);
+}
+
+TEST(ServiceTraining, OutputSaysWhatTheServiceCounted) {
+  Service service;
+  const TempPath out("out");
+  Train({.steps = 4, .max_norm = 1e6, .out = out.str()}, service.Optimizer());
+  const nlohmann::json json = nlohmann::json::parse(ReadAll(out.str() + "/worker.json"));
+  const JobStatus status = service.job()->Status();
+  EXPECT_EQ(json["coverage_complete_steps"], 4);
+  EXPECT_EQ(json["speculated_chunks"], status.speculation.speculated);
+  EXPECT_EQ(json["redone_chunks"], status.speculation.redone);
 }
 
 }  // namespace

@@ -26,7 +26,7 @@ std::vector<std::vector<float>> ReducedGradients(int world_size, double* loss_su
     const std::unique_ptr<Model> model = MakeCpuGpt(kSmall, 1);
     const TrainingJob job =
         MakeTrainingJob(*model, {.world_size = world_size, .bucket_elements = 4096}).value();
-    model->Place(job.layout, job.group_elements);
+    model->Place(job.layout, job.group_elements, DType::kBFloat16);
     for (int group = 0; group < 2; ++group) {
       const std::lock_guard lock(mutex);
       reduced[group].resize(job.layout.flat_elements(group));
@@ -37,24 +37,24 @@ std::vector<std::vector<float>> ReducedGradients(int world_size, double* loss_su
       values.resize(c.elements);
       FillInitialValues(*model, job.layout, chunk, absl::MakeSpan(values));
       for (int64_t i = 0; i < c.elements; ++i) {
-        model->weights(c.group)[c.begin + i] = FloatToBFloat16(values[i]);
+        StoreElement(model->weights(c.group).data(), DType::kBFloat16, c.begin + i, values[i]);
       }
     }
     BucketReducer reducer(job.layout, job.buckets, model->backward_order(),
                           {model->gradients(0), model->gradients(1)}, collective,
-                          [&](int b, uint32_t, absl::Span<const float> shard) {
-                            const Bucket& bucket = job.buckets[b];
+                          [&](const ReducedShard& shard) {
+                            const Bucket& bucket = job.buckets[shard.bucket];
                             const std::lock_guard lock(mutex);
-                            std::copy(shard.begin(), shard.end(),
+                            std::copy(shard.values.begin(), shard.values.end(),
                                       reduced[bucket.group].begin() + bucket.begin +
                                           collective.rank() * bucket.shard_elements);
                             return absl::OkStatus();
                           });
     const TextData data = TextData::Read(kDefaultText, kSmall.context).value();
-    reducer.StartMicroStep(0);
+    reducer.StartMicroStep(0, 1);
     double loss = model->ForwardBackward(
         data.Slice({.seed = 1, .step = 1, .micro_step = 0}, kBatch, collective.rank(), world_size),
-        [&](int parameter) { reducer.GradientReady(parameter); });
+        1, [&](int parameter) { reducer.GradientReady(parameter); });
     ASSERT_TRUE(reducer.FinishMicroStep().ok());
     ASSERT_TRUE(collective.AllReduceSum({&loss, 1}).ok());
     if (collective.rank() == 0) *loss_sum = loss;

@@ -8,6 +8,8 @@
 #include <filesystem>
 #include <limits>
 #include <string>
+#include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -211,18 +213,31 @@ void TrainStep(OffloadedRun& run, Reference& reference, uint64_t step) {
   reference.ExpectStateOf(run, when);
 }
 
-class Pr7906Test : public testing::TestWithParam<Through> {};
+class Pr7906Test : public testing::TestWithParam<std::tuple<Through, UpdateMode>> {
+ protected:
+  static Through through() { return std::get<Through>(GetParam()); }
+  static JobSpec Groups(const std::string& name, int64_t chunk_elements = kBlockElements) {
+    JobSpec spec = FiveGroups(name, chunk_elements);
+    spec.update_mode = std::get<UpdateMode>(GetParam());
+    return spec;
+  }
+};
 
-INSTANTIATE_TEST_SUITE_P(Everywhere, Pr7906Test,
-                         testing::Values(Through::kEngine, Through::kClient),
-                         [](const auto& info) { return Name(info.param); });
+INSTANTIATE_TEST_SUITE_P(
+    Everywhere, Pr7906Test,
+    testing::Combine(testing::Values(Through::kEngine, Through::kClient),
+                     testing::Values(UpdateMode::kWait, UpdateMode::kSpeculate)),
+    [](const auto& info) {
+      return Name(std::get<Through>(info.param)) +
+             (std::get<UpdateMode>(info.param) == UpdateMode::kWait ? "Waiting" : "Speculating");
+    });
 
 // Chunks of one block are smaller than most groups; a chunk of 1024 elements is larger than some
 // groups and smaller than others; one of 2^18 is larger than any.
 TEST_P(Pr7906Test, GroupsThatDifferInEverythingKeepTheirOwnForAnyChunkSize) {
   for (const int64_t chunk_elements : {kBlockElements, int64_t{1024}, kMaxChunkElements}) {
-    const JobSpec spec = FiveGroups("groups", chunk_elements);
-    const auto run = OffloadedRun::Start(GetParam(), spec, FirstWeights(spec));
+    const JobSpec spec = Groups("groups", chunk_elements);
+    const auto run = OffloadedRun::Start(through(), spec, FirstWeights(spec));
     Reference reference(spec);
     for (uint64_t step = 1; step <= 7; ++step) TrainStep(*run, reference, step);
     EXPECT_EQ(run->job().Status().skipped_steps, 1u);
@@ -233,8 +248,8 @@ TEST_P(Pr7906Test, GroupsThatDifferInEverythingKeepTheirOwnForAnyChunkSize) {
 }
 
 TEST_P(Pr7906Test, EveryStepIsRecordedWithTheSettingsThatItUsed) {
-  const JobSpec spec = FiveGroups("recorded", kBlockElements);
-  const auto run = OffloadedRun::Start(GetParam(), spec, FirstWeights(spec));
+  const JobSpec spec = Groups("recorded");
+  const auto run = OffloadedRun::Start(through(), spec, FirstWeights(spec));
   Reference reference(spec);
   for (uint64_t step = 1; step <= 6; ++step) {
     TrainStep(*run, reference, step);
@@ -249,8 +264,8 @@ TEST_P(Pr7906Test, EveryStepIsRecordedWithTheSettingsThatItUsed) {
 }
 
 TEST_P(Pr7906Test, ASettingChangedByAnOperatorCountsForItsGroupAlone) {
-  const JobSpec spec = FiveGroups("operator", kBlockElements);
-  const auto run = OffloadedRun::Start(GetParam(), spec, FirstWeights(spec));
+  const JobSpec spec = Groups("operator");
+  const auto run = OffloadedRun::Start(through(), spec, FirstWeights(spec));
   Reference reference(spec);
   TrainStep(*run, reference, 1);
   const std::vector<std::pair<int, HyperParameterOverrides>> changes = {
@@ -267,16 +282,18 @@ TEST_P(Pr7906Test, ASettingChangedByAnOperatorCountsForItsGroupAlone) {
 
 // Moments, update counts and changed settings of every group are in the saved state.
 TEST_P(Pr7906Test, SavedInMidRunAndLoadedTheRunGoesOnWithTheSameBits) {
+  const JobSpec spec = Groups("saved");
   const auto folder = std::filesystem::path(testing::TempDir()) /
-                      ("pr_7906_" + Name(GetParam()) + std::to_string(getpid()));
+                      ("pr_7906_" + Name(through()) +
+                       (spec.update_mode == UpdateMode::kWait ? "_wait_" : "_speculate_") +
+                       std::to_string(getpid()));
   std::filesystem::remove_all(folder);
   std::filesystem::create_directories(folder);
   const std::string saved = (folder / "saved").string();
-  const JobSpec spec = FiveGroups("saved", kBlockElements);
   Reference reference(spec);
   std::string undisturbed;
   {
-    const auto run = OffloadedRun::Start(GetParam(), spec, FirstWeights(spec));
+    const auto run = OffloadedRun::Start(through(), spec, FirstWeights(spec));
     for (uint64_t step = 1; step <= 4; ++step) TrainStep(*run, reference, step);
     ASSERT_TRUE(run->job().Save(saved).ok());
     Reference onwards = reference;
@@ -285,12 +302,94 @@ TEST_P(Pr7906Test, SavedInMidRunAndLoadedTheRunGoesOnWithTheSameBits) {
   }
   Tensors other_weights = FirstWeights(spec);
   for (auto& [p, values] : other_weights) values.assign(values.size(), 0.25f);
-  const auto run = OffloadedRun::Start(GetParam(), spec, other_weights);
+  const auto run = OffloadedRun::Start(through(), spec, other_weights);
   run->Load(saved);
   reference.ExpectStateOf(*run, "loaded");
   for (uint64_t step = 5; step <= 7; ++step) TrainStep(*run, reference, step);
   EXPECT_EQ(run->job().StateHash(), undisturbed);
   std::filesystem::remove_all(folder);
+}
+
+// One backward a step, its gradients `size` times those of Gradients, with or without an infinity.
+Backwards OneBackward(const JobSpec& spec, uint64_t step, float size, bool overflow) {
+  Backwards backwards(1, std::vector<Tensors>(kRanks));
+  for (uint64_t rank = 0; rank < kRanks; ++rank) {
+    backwards[0][rank] = Gradients(spec, 100 * step + rank, size);
+  }
+  if (overflow) backwards[0][1][6][399] = std::numeric_limits<float>::infinity();
+  return backwards;
+}
+
+// All chunks are updated before anybody seals, and then the step is sealed.
+absl::StatusOr<StepOutcome> StepAheadOfTheSeal(OffloadedRun& run, const Backwards& backwards) {
+  const int64_t chunks = static_cast<int64_t>(run.job().layout().chunks().size());
+  const int64_t before = run.job().Status().speculation.speculated;
+  run.Begin({.scale = {.divisors = std::vector<double>(5, 1024.0)}});
+  for (int rank = 0; rank < kRanks; ++rank) run.Send(rank, backwards[0], 0, 1, /*final=*/true);
+  while (run.job().Status().speculation.speculated < before + chunks) std::this_thread::yield();
+  for (int rank = 0; rank < kRanks; ++rank) {
+    run.EndMicroStep(rank, 0, UsedIn(backwards[0][rank]));
+  }
+  return run.SealAll(1);
+}
+
+class Pr7906SpeculationTest : public testing::TestWithParam<Through> {};
+
+INSTANTIATE_TEST_SUITE_P(Everywhere, Pr7906SpeculationTest,
+                         testing::Values(Through::kEngine, Through::kClient),
+                         [](const auto& info) { return Name(info.param); });
+
+// Upstream, `if clip_grad` takes the synchronous path, and clipping is on by default.
+TEST_P(Pr7906SpeculationTest, WithClippingOnAndNormsBelowItEveryChunkIsUpdatedAhead) {
+  JobSpec spec = FiveGroups("overlaps", kBlockElements);
+  spec.max_norm = 1.0;
+  JobSpec waiting_spec = spec;
+  waiting_spec.name = "waits";
+  spec.update_mode = UpdateMode::kSpeculate;
+  const auto run = OffloadedRun::Start(GetParam(), spec, FirstWeights(spec));
+  const auto waiting = OffloadedRun::Start(GetParam(), waiting_spec, FirstWeights(spec));
+  for (uint64_t step = 1; step <= 5; ++step) {
+    const Backwards backwards = OneBackward(spec, step, 1, false);
+    const auto outcome = StepAheadOfTheSeal(*run, backwards);
+    ASSERT_TRUE(outcome.ok()) << outcome.status();
+    EXPECT_GT(outcome->decision.norm, 0);
+    EXPECT_LT(outcome->decision.norm, 1.0);
+    const auto waited =
+        waiting->Step(backwards, {.scale = {.divisors = std::vector<double>(5, 1024.0)}});
+    EXPECT_EQ(waited->decision.norm, outcome->decision.norm);
+    EXPECT_EQ(run->job().StateHash(), waiting->job().StateHash()) << "step " << step;
+    EXPECT_EQ(run->Weights(), waiting->Weights()) << "step " << step;
+  }
+  const int64_t chunks = static_cast<int64_t>(run->job().layout().chunks().size());
+  EXPECT_EQ(run->job().Status().speculation.published, 5 * chunks);
+  EXPECT_EQ(run->job().Status().speculation.redone, 0);
+}
+
+// Upstream, the rollback after a wrong guess inverts Adam and loses bits, and happens only with
+// clipping off.
+TEST_P(Pr7906SpeculationTest, ForcedClippingAndOverflowLeaveTheBitsOfARunThatWaits) {
+  JobSpec spec = FiveGroups("guesses", kBlockElements);
+  spec.max_norm = 1.0;
+  JobSpec waiting_spec = spec;
+  waiting_spec.name = "waits";
+  spec.update_mode = UpdateMode::kSpeculate;
+  const auto run = OffloadedRun::Start(GetParam(), spec, FirstWeights(spec));
+  const auto waiting = OffloadedRun::Start(GetParam(), waiting_spec, FirstWeights(spec));
+  const StepSettings settings = {.scale = {.divisors = std::vector<double>(5, 1024.0)}};
+  for (uint64_t step = 1; step <= 40; ++step) {
+    const bool clips = step % 5 == 2;
+    const bool overflows = step % 7 == 3;
+    const Backwards backwards = OneBackward(spec, step, clips ? 4096.0f : 1.0f, overflows);
+    const auto outcome = run->Step(backwards, settings);
+    ASSERT_TRUE(outcome.ok()) << outcome.status();
+    const auto waited = waiting->Step(backwards, settings);
+    ASSERT_TRUE(waited.ok()) << waited.status();
+    EXPECT_EQ(outcome->decision.apply, !overflows);
+    EXPECT_EQ(outcome->decision.clip_coefficient < 1, clips && !overflows);
+    EXPECT_EQ(outcome->decision.clip_coefficient, waited->decision.clip_coefficient);
+    EXPECT_EQ(run->job().StateHash(), waiting->job().StateHash()) << "step " << step;
+    EXPECT_EQ(run->Weights(), waiting->Weights()) << "step " << step;
+  }
 }
 
 }  // namespace

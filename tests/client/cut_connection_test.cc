@@ -1,0 +1,127 @@
+// Connections to a real service are cut, again and again, at any byte: the state of the job is that
+// of the run that nobody disturbed.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <random>
+#include <thread>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "client/connect.h"
+#include "client/grpc_transport.h"
+#include "tests/client/cutting_proxy.h"
+#include "tests/client/job_for_tests.h"
+#include "tests/client/rank_for_tests.h"
+#include "tests/client/service_for_tests.h"
+
+namespace ballast::client {
+namespace {
+
+constexpr int kWorldSize = 2;
+constexpr uint32_t kMicroSteps = 2;
+constexpr uint64_t kSteps = 6;
+
+class CutConnection : public testing::TestWithParam<UpdateMode> {
+ protected:
+  int port() {
+    const std::string& address = service_.server().addresses().at(0);
+    int port = 0;
+    EXPECT_TRUE(absl::SimpleAtoi(address.substr(address.rfind(':') + 1), &port)) << address;
+    return port;
+  }
+  // Clipped at every other step, so that guesses are wrong there.
+  static StepSettings SettingsOf(uint64_t step) {
+    return {.scale = {.loss_scale = step % 2 == 0 ? 1.0 : 1e4}};
+  }
+  void TrainRank(std::shared_ptr<grpc::Channel> channel, const JobSpec& job, int rank) {
+    SessionOptions options;
+    options.seal_timeout = absl::Seconds(30);  // Should the other rank fail.
+    auto self = RankForTests::Join(std::move(channel), job, rank, options);
+    ASSERT_TRUE(self.ok()) << self.status();
+    ReferenceRun reference(job);
+    for (uint64_t step = 1; step <= kSteps; ++step) {
+      const auto decision = (*self)->Step(kMicroSteps, SettingsOf(step));
+      ASSERT_TRUE(decision.ok()) << decision.status();
+      const Decision expected = reference.Step(step, kMicroSteps, SettingsOf(step).scale);
+      EXPECT_EQ(decision->step, step);
+      EXPECT_EQ(decision->norm, expected.norm);
+      EXPECT_EQ((*self)->Difference(reference), "") << "at step " << step;
+    }
+  }
+  std::string StateHash(const std::string& name) {
+    return service_.engine().FindJob(name).value()->StateHash();
+  }
+
+  ServiceForTests service_{Way::kTcp};
+};
+
+TEST_P(CutConnection, LeavesTheStateOfAnUndisturbedRun) {
+  JobSpec job = SmallJob("undisturbed", kWorldSize);
+  job.update_mode = GetParam();
+  ForEachRank(kWorldSize, [&](int rank) { TrainRank(service_.Channel(), job, rank); });
+  const std::string undisturbed = StateHash(job.name);
+  int cuts = 0;
+  for (uint32_t seed = 0; seed < 10; ++seed) {
+    SCOPED_TRACE(absl::StrCat("seed ", seed));
+    job.name = absl::StrCat("cut-", seed);
+    ForEachRank(kWorldSize, [&](int rank) {
+      std::mt19937 random(seed * kWorldSize + static_cast<uint32_t>(rank));
+      // The rank joins, and uploads and reads its weights, in less than the first budget.
+      std::deque<CuttingProxy::Budget> budgets = {{.bytes = 12000 + random() % 4000}};
+      while (budgets.size() < 8) {
+        budgets.push_back({.bytes = 1000 + random() % 4000, .up = random() % 2 == 0});
+      }
+      CuttingProxy proxy(port(), budgets);
+      TrainRank(Connect(proxy.target()).value(), job, rank);
+      static Mutex mutex;
+      MutexLock lock(mutex);
+      cuts += proxy.cuts();
+    });
+    EXPECT_EQ(StateHash(job.name), undisturbed);
+    if (HasFailure()) return;
+  }
+  EXPECT_GE(cuts, 40);
+}
+
+INSTANTIATE_TEST_SUITE_P(Modes, CutConnection,
+                         testing::Values(UpdateMode::kWait, UpdateMode::kSpeculate),
+                         [](const auto& info) {
+                           return info.param == UpdateMode::kWait ? "Wait" : "Speculate";
+                         });
+
+// A service that takes connections and says nothing.
+TEST(GrpcTransport, CancelsCallsThatAreUnderWay) {
+  const int listener = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  ASSERT_EQ(bind(listener, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+  ASSERT_EQ(listen(listener, 4), 0);
+  socklen_t size = sizeof(address);
+  getsockname(listener, reinterpret_cast<sockaddr*>(&address), &size);
+  const auto transport = MakeGrpcTransport(
+      NewChannel(absl::StrCat("127.0.0.1:", ntohs(address.sin_port))), absl::Minutes(10));
+  absl::Status attached;
+  absl::Status read;
+  std::thread attacher(
+      [&] { attached = transport->AttachWorker({}, absl::InfiniteDuration()).status(); });
+  std::thread reader([&] {
+    read = transport
+               ->ReadWeights(
+                   {}, [](const v1::WeightHeader&, PayloadPieces) { return absl::OkStatus(); })
+               .status();
+  });
+  close(accept(listener, nullptr, nullptr));  // The calls have begun.
+  transport->CancelCalls();
+  attacher.join();
+  reader.join();
+  EXPECT_FALSE(attached.ok());
+  EXPECT_FALSE(read.ok());
+  // So does every later one.
+  EXPECT_EQ(transport->GetJob({}).status().code(), absl::StatusCode::kCancelled);
+  close(listener);
+}
+
+}  // namespace
+}  // namespace ballast::client

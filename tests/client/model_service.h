@@ -1,0 +1,303 @@
+// A service in a few lines, for one rank of a job: it keeps the ledger, decides at the seal, and
+// commits. Its streams break where the test says, up or down, and every contribution that it took
+// is on record.
+#ifndef BALLAST_TESTS_CLIENT_MODEL_SERVICE_H_
+#define BALLAST_TESTS_CLIENT_MODEL_SERVICE_H_
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "client/transport.h"
+#include "cpu_optimizer_service/common/mutex.h"
+#include "tests/client/fake_transport.h"
+#include "tests/client/message_name.h"
+
+namespace ballast::client {
+
+// Where a stream breaks; counts are of this stream, the open message and Opened not included.
+struct BreakPoint {
+  static constexpr size_t kNever = ~size_t{0};
+  size_t up = kNever;    // At this message up, from 1:
+  bool held = false;     // the service takes it
+  bool acked = false;    // and acknowledges it.
+  size_t down = kNever;  // Before this message down, from 1; acknowledgements are not counted.
+};
+
+// What the transport and the streams share.
+class ModelService {
+ public:
+  // `weight_bytes`: by chunk. Acknowledges after each `ack_every` messages.
+  ModelService(std::vector<size_t> weight_bytes, size_t ack_every)
+      : weight_bytes_(std::move(weight_bytes)),
+        ack_every_(ack_every),
+        next_(weight_bytes_.size(), 0) {}
+
+  // The weights of a chunk after a step; each piece of memory is unlike every other.
+  std::string Weights(uint64_t step, int chunk) const {
+    return std::string(weight_bytes_[chunk], static_cast<char>(' ' + step * 10 + chunk));
+  }
+
+  // ---- what the test sets
+  std::vector<BreakPoint> breaks;  // Of the first streams; the later ones do not break.
+  bool applies = true;             // What it decides.
+
+  // ---- what the test sees
+  std::vector<std::string> taken() const {  // Every message that changed something, in words.
+    MutexLock lock(mutex_);
+    return taken_;
+  }
+  std::vector<std::string> repeats() const {  // Every gradient that it held already.
+    MutexLock lock(mutex_);
+    return repeats_;
+  }
+  size_t streams() const {
+    MutexLock lock(mutex_);
+    return streams_;
+  }
+
+  // ---- the service
+  class Stream {
+   public:
+    Stream(ModelService& service, TrainListener& listener)
+        : service_(service), listener_(listener) {
+      MutexLock lock(service_.mutex_);
+      const size_t index = service_.streams_++;
+      if (index < service_.breaks.size()) break_ = service_.breaks[index];
+    }
+    void Take(const v1::TrainRequest& message) {
+      if (broken_) return;
+      if (message.has_open()) {
+        v1::TrainResponse opened;
+        service_.Position(*opened.mutable_opened());
+        listener_.OnMessage(opened, {});
+        ++held_;
+        return;
+      }
+      const bool last = ++taken_ == break_.up;
+      if (!last || break_.held) {
+        std::vector<v1::TrainResponse> answers = service_.Handle(message);
+        ++held_;
+        const bool due = held_ % service_.ack_every_ == 0;
+        if (last ? break_.acked : due) Acknowledge();
+        for (const v1::TrainResponse& answer : answers) Say(answer);
+      }
+      if (last) Break();
+    }
+
+   private:
+    void Acknowledge() {
+      v1::TrainResponse response;
+      response.mutable_acknowledged()->set_messages(held_);
+      listener_.OnMessage(response, {});
+    }
+    void Say(const v1::TrainResponse& message) {
+      if (broken_) return;
+      if (++said_ == break_.down) return Break();
+      if (!message.has_weights()) return listener_.OnMessage(message, {});
+      const v1::WeightHeader& header = message.weights().header();
+      const std::string bytes = service_.Weights(header.step(), static_cast<int>(header.chunk()));
+      listener_.OnMessage(
+          message,
+          {absl::MakeConstSpan(reinterpret_cast<const std::byte*>(bytes.data()), bytes.size())});
+    }
+    void Break() {
+      if (broken_) return;
+      broken_ = true;
+      listener_.OnClosed(absl::UnavailableError("connection lost"));
+    }
+
+    ModelService& service_;
+    TrainListener& listener_;
+    BreakPoint break_;
+    bool broken_ = false;
+    size_t taken_ = 0;
+    size_t held_ = 0;
+    size_t said_ = 0;
+  };
+
+  v1::AttachWorkerResponse Attach() const {
+    MutexLock lock(mutex_);
+    v1::AttachWorkerResponse response;
+    response.set_uid("u");
+    response.set_instance_id("i");
+    response.set_generation(1);
+    response.set_committed_step(committed_);
+    *response.mutable_job() = job_;
+    return response;
+  }
+  uint64_t committed() const {
+    MutexLock lock(mutex_);
+    return committed_;
+  }
+
+ private:
+  void Position(v1::Opened& opened) const {
+    MutexLock lock(mutex_);
+    opened.set_committed_step(committed_);
+    opened.set_open_step(open_);
+    opened.set_micro_steps_ended(ended_);
+    for (size_t chunk = 0; chunk < next_.size(); ++chunk) {
+      if (next_[chunk] == 0) continue;
+      v1::ChunkCount& count = *opened.add_delivered();
+      count.set_chunk(static_cast<uint32_t>(chunk));
+      count.set_next_micro_step(next_[chunk]);
+    }
+  }
+
+  std::vector<v1::TrainResponse> Handle(const v1::TrainRequest& message) {
+    MutexLock lock(mutex_);
+    const std::string name = NameOf(message);
+    bool good = false;
+    if (message.has_begin_step()) {
+      good = message.begin_step().step() == committed_ + 1 && open_ == 0;
+      open_ = message.begin_step().step();
+    } else if (message.has_gradient()) {
+      const v1::GradientHeader& header = message.gradient().header();
+      uint32_t& next = next_[header.chunk()];
+      good = header.step() == open_ && header.micro_step_begin() == next;
+      if (header.step() == open_ && header.micro_step_end() <= next) {
+        repeats_.push_back(name);
+        return {};
+      }
+      next = header.micro_step_end();
+    } else if (message.has_end_micro_step()) {
+      good = message.end_micro_step().step() == open_ &&
+             message.end_micro_step().micro_step() == ended_;
+      ++ended_;
+    } else if (message.has_seal()) {
+      good = message.seal().step() == open_ && message.seal().micro_steps() == ended_;
+      for (uint32_t next : next_) good = good && next == ended_;
+    }
+    taken_.push_back(good ? name : "WRONG " + name);
+    return message.has_seal() && good ? Decide() : std::vector<v1::TrainResponse>();
+  }
+
+  std::vector<v1::TrainResponse> Decide() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    std::vector<v1::TrainResponse> answers;
+    committed_ = std::exchange(open_, 0);
+    ended_ = 0;
+    next_.assign(next_.size(), 0);
+    v1::StepRecord& record = *job_.add_recent_steps();
+    record.set_step(committed_);
+    record.set_applied(applies);
+    record.set_norm(static_cast<double>(committed_) / 4);
+    v1::StepDecision& decision = *answers.emplace_back().mutable_decision();
+    decision.set_step(committed_);
+    decision.set_applied(applies);
+    decision.set_norm(record.norm());
+    for (size_t chunk = 0; applies && chunk < next_.size(); ++chunk) {
+      v1::WeightHeader& header = *answers.emplace_back().mutable_weights()->mutable_header();
+      header.set_step(committed_);
+      header.set_chunk(static_cast<uint32_t>(chunk));
+    }
+    answers.emplace_back().mutable_committed()->set_step(committed_);
+    return answers;
+  }
+
+  const std::vector<size_t> weight_bytes_;
+  const size_t ack_every_;
+  mutable Mutex mutex_;
+  v1::Job job_ ABSL_GUARDED_BY(mutex_);
+  uint64_t committed_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t open_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint32_t ended_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::vector<uint32_t> next_ ABSL_GUARDED_BY(mutex_);
+  std::vector<std::string> taken_ ABSL_GUARDED_BY(mutex_);
+  std::vector<std::string> repeats_ ABSL_GUARDED_BY(mutex_);
+  size_t streams_ ABSL_GUARDED_BY(mutex_) = 0;
+};
+
+class ModelTransport final : public Transport {
+ public:
+  explicit ModelTransport(ModelService& service) : service_(service) {}
+
+  absl::StatusOr<v1::Job> CreateJob(const v1::CreateJobRequest& request) override {
+    return request.job();
+  }
+  absl::StatusOr<v1::Job> GetJob(const v1::GetJobRequest& request) override { return v1::Job(); }
+  absl::StatusOr<v1::AttachWorkerResponse> AttachWorker(const v1::AttachWorkerRequest& request,
+                                                        absl::Duration limit) override {
+    return service_.Attach();
+  }
+  absl::StatusOr<v1::SaveJobResponse> SaveJob(const v1::SaveJobRequest& request) override {
+    return v1::SaveJobResponse();
+  }
+  absl::StatusOr<v1::LoadJobResponse> LoadJob(const v1::LoadJobRequest& request) override {
+    return v1::LoadJobResponse();
+  }
+  absl::StatusOr<v1::UploadWeightsResponse> UploadWeights(
+      const v1::OpenTrain& open, absl::Span<const int> chunks,
+      const std::function<std::vector<float>(int chunk)>& fill) override {
+    return v1::UploadWeightsResponse();
+  }
+  absl::StatusOr<uint64_t> ReadWeights(
+      const v1::ReadWeightsRequest& request,
+      const std::function<absl::Status(const v1::WeightHeader& header, PayloadPieces payload)>&
+          place) override {
+    const uint64_t step = service_.committed();
+    if (request.step() != step) return absl::FailedPreconditionError("at another step");
+    for (uint32_t chunk : request.chunks()) {
+      v1::WeightHeader header;
+      header.set_chunk(chunk);
+      header.set_step(step);
+      const std::string bytes = service_.Weights(step, static_cast<int>(chunk));
+      const absl::Status placed = place(
+          header,
+          {absl::MakeConstSpan(reinterpret_cast<const std::byte*>(bytes.data()), bytes.size())});
+      if (!placed.ok()) return placed;
+    }
+    return step;
+  }
+  std::unique_ptr<TrainStream> OpenTrainStream(TrainListener& listener) override {
+    return std::make_unique<Stream>(service_, listener);
+  }
+  bool CanReconnect() override { return true; }
+  void CancelCalls() override {}
+
+ private:
+  // One thread takes the messages in order and answers them, and lets go of each payload before it
+  // takes it or, every other time, after the stream.
+  class Stream final : public TrainStream {
+   public:
+    Stream(ModelService& service, TrainListener& listener)
+        : end_(std::make_unique<ModelService::Stream>(service, listener)) {}
+    ~Stream() override {
+      thread_.Stop();
+      for (const std::function<void()>& let_go : late_) let_go();
+    }
+    void Send(const v1::TrainRequest& message) override {
+      thread_.Post([this, message] { end_->Take(message); });
+    }
+    void SendGradient(const v1::GradientHeader& header, absl::Span<const std::byte> payload,
+                      std::function<void()> let_go) override {
+      v1::TrainRequest message;
+      *message.mutable_gradient()->mutable_header() = header;
+      thread_.Post([this, message, let_go = std::move(let_go)] {
+        if (late_.size() % 2 == 0) {
+          late_.push_back(let_go);
+        } else {
+          late_.push_back([] {});
+          let_go();
+        }
+        end_->Take(message);
+      });
+    }
+
+   private:
+    const std::unique_ptr<ModelService::Stream> end_;
+    std::vector<std::function<void()>> late_;  // Of the thread, and of the destructor after it.
+    TaskThread thread_;
+  };
+
+  ModelService& service_;
+};
+
+}  // namespace ballast::client
+
+#endif  // BALLAST_TESTS_CLIENT_MODEL_SERVICE_H_

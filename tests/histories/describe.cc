@@ -1,0 +1,160 @@
+// Histories as text.
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "tests/histories/history.h"
+
+namespace ballast::histories {
+namespace {
+
+const char* Name(EventKind kind) {
+  static constexpr const char* kNames[kEventKinds] = {
+      "makes a call twice",
+      "loses its stream and opens it again",
+      "loses its stream after its seal, and is away until the commit",
+      "is late: its messages come when the others have sealed",
+      "withholds part of a chunk until its seal is refused",
+      "sends a contribution that skips a micro-step",
+      "sends a contribution that covers an old micro-step and a new one",
+      "sends a contribution to another rank's chunk",
+      "sends a contribution that is a byte short",
+      "sends a contribution to another step",
+      "seals early",
+      "seals, then seals another number, then seals again",
+      "begins with another loss scale first",
+      "(an operator) changes a group",
+      "(a reader) takes a snapshot",
+      "(a reader) reads weights",
+      "(an operator) saves",
+      "(the service) tells who is awaited",
+      "is spoken for by a stream of an older generation",
+  };
+  return kNames[static_cast<int>(kind)];
+}
+
+const char* Name(End end) {
+  switch (end) {
+    case End::kCommit:
+      return "commit";
+    case End::kAbort:
+      return "abort-step";
+    case End::kAbortAtDecision:
+      return "abort-step just after the last seal";
+    case End::kReplace:
+      return "another process takes a rank";
+    case End::kRestart:
+      return "a rank's stream ends and another process takes the rank";
+    case End::kLoad:
+      return "the last save is loaded";
+  }
+  return "?";
+}
+
+const char* Name(Spoil spoil) {
+  switch (spoil) {
+    case Spoil::kNone:
+      return "nothing";
+    case Spoil::kPadding:
+      return "a gradient in the padding";
+    case Spoil::kUndeclared:
+      return "a gradient of a parameter declared unused";
+    case Spoil::kSentEmpty:
+      return "a used parameter sent as empty";
+  }
+  return "?";
+}
+
+const char* Name(UnusedPolicy policy) {
+  return policy == UnusedPolicy::kError ? "error" : policy == UnusedPolicy::kSkip ? "skip" : "zero";
+}
+
+std::string Text(const HyperParameterOverrides& changes) {
+  std::string text;
+  const auto add = [&](const char* name, const auto& value) {
+    if (value.has_value()) absl::StrAppend(&text, text.empty() ? "" : " ", name, "=", *value);
+  };
+  add("lr", changes.lr);
+  add("beta1", changes.beta1);
+  add("beta2", changes.beta2);
+  add("eps", changes.eps);
+  add("weight_decay", changes.weight_decay);
+  add("decoupled", changes.decoupled_weight_decay);
+  add("bias_correction", changes.bias_correction);
+  add("maximize", changes.maximize);
+  return text.empty() ? "nothing" : text;
+}
+
+std::string Text(const JobPlan& job) {
+  std::string text = absl::StrCat(
+      "job: ", job.world_size, " ranks, ", job.threads, " threads, buckets of ",
+      job.bucket_elements, ", chunks of ", job.chunk_elements, ", max_norm ", job.max_norm,
+      ", unused ", Name(job.unused_policy), ", max_micro_steps ", job.max_micro_steps, ", ",
+      job.update_mode == UpdateMode::kSpeculate ? "speculate" : "wait", "\n");
+  for (size_t group = 0; group < job.groups.size(); ++group) {
+    absl::StrAppend(&text, "  group ", group, ": ", Name(job.groups[group].wire_dtype), " up, ",
+                    Name(job.groups[group].return_dtype), " down, ",
+                    ToString(job.groups[group].hyper_parameters), "\n");
+  }
+  for (const ParameterPlan& parameter : job.parameters) {
+    absl::StrAppend(&text, "  parameter ", NameOf(parameter), ": ", parameter.elements,
+                    " elements, group ", parameter.group, parameter.trainable ? "" : ", frozen",
+                    "\n");
+  }
+  return text;
+}
+
+std::string Text(const Attempt& attempt) {
+  std::string text =
+      absl::StrCat(attempt.micro_steps, " micro-steps, loss scale ", attempt.scale.loss_scale,
+                   ", divisors [", absl::StrJoin(attempt.scale.divisors, " "), "], gradients of ",
+                   attempt.gradient_size, ", order ", attempt.order_seed, "\n");
+  for (size_t group = 0; group < attempt.segments.size(); ++group) {
+    absl::StrAppend(&text, "  group ", group, " sends at the ends of micro-steps ",
+                    absl::StrJoin(attempt.segments[group], " "), "\n");
+  }
+  for (const auto& [group, changes] : attempt.overrides) {
+    absl::StrAppend(&text, "  overrides of group ", group, ": ", Text(changes), "\n");
+  }
+  for (const auto& [id, used] : attempt.used) {
+    absl::StrAppend(&text, "  p", absl::Dec(id, absl::kZeroPad3), " used, by micro-step, on ranks ",
+                    absl::StrJoin(used, " ",
+                                  [](std::string* out, uint32_t ranks) {
+                                    absl::StrAppend(out, "0x", absl::Hex(ranks));
+                                  }),
+                    "\n");
+  }
+  for (const Poison& poison : attempt.poisons) {
+    absl::StrAppend(&text, "  p", absl::Dec(poison.parameter, absl::kZeroPad3), "[", poison.element,
+                    "] is ", poison.value, " in contribution ", poison.segment,
+                    poison.told ? ", and a worker says so" : "", "\n");
+  }
+  if (attempt.spoil != Spoil::kNone)
+    absl::StrAppend(&text, "  spoilt: ", Name(attempt.spoil), "\n");
+  for (const Event& event : attempt.events) {
+    absl::StrAppend(&text, "  at ", event.at, "/", kPositions, " rank ", event.rank, " ",
+                    Name(event.kind), " (", event.pick, ")",
+                    event.kind == EventKind::kOperator ? ": " + Text(event.changes) : "", "\n");
+  }
+  absl::StrAppend(&text, "  end: ", Name(attempt.end));
+  if (attempt.end != End::kCommit) {
+    absl::StrAppend(&text, " at ", attempt.end_at, "/", kPositions, ", rank ", attempt.end_rank);
+  }
+  return text + "\n";
+}
+
+}  // namespace
+
+std::string Describe(const History& history) {
+  std::string text =
+      absl::StrCat("seed ", history.seed, ", ",
+                   history.layer == Layer::kEngine ? "engine" : "through client sessions", "\n",
+                   Text(history.job));
+  for (size_t i = 0; i < history.attempts.size(); ++i) {
+    absl::StrAppend(&text, "attempt ", i + 1, ": ", Text(history.attempts[i]));
+  }
+  return text;
+}
+
+}  // namespace ballast::histories

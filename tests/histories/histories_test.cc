@@ -1,0 +1,90 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <set>
+#include <string>
+
+#include "tests/histories/generate.h"
+#include "tests/histories/run.h"
+#include "tests/histories/shrink.h"
+
+namespace ballast::histories {
+namespace {
+
+using ::testing::HasSubstr;
+
+// Sanitizers make everything many times slower.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr bool kSanitized = true;
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+constexpr bool kSanitized = true;
+#else
+constexpr bool kSanitized = false;
+#endif
+#else
+constexpr bool kSanitized = false;
+#endif
+constexpr int64_t kHistories = kSanitized ? 500 : 5000;
+
+TEST(Histories, EndAsTheModelSays) {
+  Engines engines;
+  const std::string failure = RunHistories(engines, 1, kHistories);
+  std::printf("%s\n", Describe(engines.tally()).c_str());
+  ASSERT_EQ(failure, "");
+
+  // That all of it still happens, often.
+  const Tally& tally = engines.tally();
+  EXPECT_GT(tally.committed, kHistories);
+  for (const int64_t count :
+       {tally.clipped, tally.skipped, tally.with_unused, tally.refused_seals, tally.repeats,
+        tally.cuts, tally.aborted, tally.replaced, tally.refused_calls, tally.snapshots,
+        tally.speculated, tally.published}) {
+    EXPECT_GT(count, kHistories / 20);
+  }
+  for (const int64_t count :
+       {tally.spoilt, tally.aborted_at_decision, tally.loaded, tally.redone}) {
+    EXPECT_GT(count, kHistories / 100);
+  }
+}
+
+TEST(Generate, MakesTheSameHistoryForTheSameSeedAndOthersForOthers) {
+  std::set<std::string> texts;
+  for (uint64_t seed = 1; seed <= 200; ++seed) {
+    const std::string text = Describe(Generate(seed));
+    EXPECT_EQ(Describe(Generate(seed)), text);
+    EXPECT_TRUE(texts.insert(text).second);
+  }
+}
+
+// A history that fails whenever it holds a certain event and a certain parameter.
+TEST(Shrink, LeavesOnlyWhatFails) {
+  const auto fails = [](const History& history) {
+    bool has_cut = false;
+    bool has_large = false;
+    for (const Attempt& attempt : history.attempts) {
+      for (const Event& event : attempt.events) has_cut |= event.kind == EventKind::kCut;
+    }
+    for (const ParameterPlan& parameter : history.job.parameters) {
+      has_large |= parameter.elements >= 100;
+    }
+    return has_cut && has_large;
+  };
+  uint64_t seed = 1;
+  while (!fails(Generate(seed)) || Generate(seed).attempts.size() < 4) ++seed;
+  const History small = Shrink(Generate(seed), fails);
+  EXPECT_TRUE(fails(small));
+  ASSERT_EQ(small.attempts.size(), 1u);
+  ASSERT_EQ(small.attempts[0].events.size(), 1u);
+  EXPECT_EQ(small.attempts[0].events[0].kind, EventKind::kCut);
+  EXPECT_EQ(small.attempts[0].micro_steps, 1u);
+  EXPECT_EQ(small.attempts[0].end, End::kCommit);
+  EXPECT_EQ(small.job.parameters.size(), 1u);
+  EXPECT_LT(small.job.parameters[0].elements, 200);
+  EXPECT_EQ(small.job.world_size, 1);
+  EXPECT_THAT(Describe(small), HasSubstr("loses its stream"));
+}
+
+}  // namespace
+}  // namespace ballast::histories

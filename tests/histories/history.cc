@@ -1,0 +1,104 @@
+#include "tests/histories/history.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "cpu_optimizer_service/common/float_format.h"
+#include "tests/histories/dice.h"
+
+namespace ballast::histories {
+namespace {
+
+// In [-1, 1), and not 0.
+float UnitValue(uint64_t bits) {
+  return (static_cast<float>(static_cast<int64_t>(bits >> 40) - (1 << 23)) + 0.5f) / (1 << 23);
+}
+
+}  // namespace
+
+std::string NameOf(const ParameterPlan& parameter) {
+  return absl::StrFormat("p%03d", parameter.id);
+}
+
+JobSpec SpecOf(const JobPlan& job, const std::string& name) {
+  JobSpec spec;
+  spec.name = name;
+  spec.max_norm = job.max_norm;
+  spec.unused_policy = job.unused_policy;
+  spec.max_micro_steps = job.max_micro_steps;
+  spec.update_mode = job.update_mode;
+  for (size_t group = 0; group < job.groups.size(); ++group) {
+    const GroupPlan& plan = job.groups[group];
+    spec.groups.push_back({.name = absl::StrCat("group", group),
+                           .hyper_parameters = plan.hyper_parameters,
+                           .wire_dtype = plan.wire_dtype,
+                           .return_dtype = plan.return_dtype});
+  }
+  LayoutSpec& layout = spec.layout;
+  layout.world_size = job.world_size;
+  layout.group_count = static_cast<int>(job.groups.size());
+  layout.chunk_elements = job.chunk_elements;
+  for (const ParameterPlan& parameter : job.parameters) {
+    layout.parameters.push_back({.name = NameOf(parameter),
+                                 .shape = {parameter.elements},
+                                 .group = parameter.group,
+                                 .trainable = parameter.trainable});
+  }
+  const std::vector<int64_t> flat = FlatElements(layout.parameters, layout.group_count);
+  layout.partitions =
+      PartitionsOf(MakeBuckets(flat, job.world_size, job.bucket_elements), job.world_size);
+  return spec;
+}
+
+std::string TrainerState(const Attempt& attempt) {
+  return absl::StrCat("state ", attempt.gradient_seed);
+}
+
+float FirstWeight(const ParameterPlan& parameter, int64_t element) {
+  return UnitValue(Mix(Mix(parameter.id) + static_cast<uint64_t>(element)));
+}
+
+bool IsUsed(const JobPlan& job, const Attempt& attempt, int id, uint32_t begin, uint32_t end) {
+  const auto found = attempt.used.find(id);
+  if (found == attempt.used.end()) return false;
+  const uint32_t ranks = (1u << job.world_size) - 1;
+  for (uint32_t m = begin; m < std::min<uint32_t>(end, found->second.size()); ++m) {
+    if ((found->second[m] & ranks) != 0) return true;
+  }
+  return false;
+}
+
+std::vector<float> GradientOf(const JobPlan& job, const Attempt& attempt,
+                              const ParameterPlan& parameter, int segment) {
+  const std::vector<uint32_t>& ends = attempt.segments[parameter.group];
+  const uint32_t begin = segment == 0 ? 0 : ends[segment - 1];
+  std::vector<float> gradient(parameter.elements, 0.0f);
+  if (!IsUsed(job, attempt, parameter.id, begin, ends[segment])) return gradient;
+  const uint64_t seed = Mix(Mix(attempt.gradient_seed + parameter.id) + segment);
+  const DType dtype = job.groups[parameter.group].wire_dtype;
+  const auto round = [&](float value) {
+    float wire = 0;
+    StoreElement(&wire, dtype, 0, value);
+    return LoadElement(&wire, dtype, 0);
+  };
+  for (int64_t i = 0; i < parameter.elements; ++i) {
+    gradient[i] = round(UnitValue(Mix(seed + i)) * attempt.gradient_size);
+  }
+  for (const Poison& poison : attempt.poisons) {
+    if (poison.parameter != parameter.id || poison.segment != segment) continue;
+    if (poison.element < parameter.elements) gradient[poison.element] = round(poison.value);
+  }
+  return gradient;
+}
+
+int SpoiledParameter(const JobPlan& job, const Attempt& attempt) {
+  for (int p = 0; p < static_cast<int>(job.parameters.size()); ++p) {
+    const ParameterPlan& parameter = job.parameters[p];
+    if (!parameter.trainable || parameter.elements == 0) continue;
+    if (IsUsed(job, attempt, parameter.id)) return p;
+  }
+  return -1;
+}
+
+}  // namespace ballast::histories

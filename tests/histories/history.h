@@ -1,0 +1,160 @@
+// A history: a small training run with all that goes wrong in it, as plain data. It is made from a
+// seed (generate.h), played against the engine or through client sessions (engine_player.h,
+// session_player.h), compared with a model (model.h), and made smaller when it fails (shrink.h).
+//
+// Everything in it keeps its meaning when something else is taken away: parameters have ids that
+// their values depend on, positions are fractions, and what does not apply is passed over.
+#ifndef BALLAST_TESTS_HISTORIES_HISTORY_H_
+#define BALLAST_TESTS_HISTORIES_HISTORY_H_
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "cpu_optimizer_service/common/gradient_norm.h"
+#include "cpu_optimizer_service/common/job_spec.h"
+
+namespace ballast::histories {
+
+struct ParameterPlan {
+  int id = 0;  // What its weights and gradients depend on.
+  int64_t elements = 0;
+  int group = 0;
+  bool trainable = true;
+};
+
+struct GroupPlan {
+  HyperParameters hyper_parameters;
+  DType wire_dtype = DType::kBFloat16;
+  DType return_dtype = DType::kBFloat16;
+};
+
+struct JobPlan {
+  int world_size = 1;
+  int threads = 1;  // Of the engine.
+  int64_t bucket_elements = 1024;
+  int64_t chunk_elements = 256;
+  double max_norm = 0;
+  UnusedPolicy unused_policy = UnusedPolicy::kError;
+  uint32_t max_micro_steps = 0;
+  UpdateMode update_mode = UpdateMode::kWait;
+  std::vector<GroupPlan> groups;
+  std::vector<ParameterPlan> parameters;
+};
+
+enum class EventKind : uint8_t {
+  kRepeat,         // A call is made twice, the second time `pick` calls later.
+  kCut,            // The rank's stream breaks, and is opened again at once.
+  kAway,           // The rank's stream breaks after its seal, and is opened again after the commit.
+  kLate,           // The rank's messages are held back until the other ranks have sealed.
+  kWithhold,       // Some of a chunk is sent only after a seal has been refused for it.
+  kGap,            // A contribution that skips a micro-step.
+  kOverlap,        // A contribution that covers an old micro-step and a new one.
+  kForeignChunk,   // A contribution to a chunk of another rank.
+  kWrongSize,      // A contribution that is one byte short.
+  kWrongStep,      // A contribution to the step before or after.
+  kEarlySeal,      // A seal before everything has been sent.
+  kSealTakenBack,  // A seal of another number after one that was taken, and then the first again.
+  kOtherSettings,  // A rank begins with another loss scale than those before, and then with theirs.
+  kOperator,       // set-group.
+  kSnapshot,       // Taken here and kept, while updates go on.
+  kReadShards,     // The committed weights are read.
+  kSave,
+  kTellWaiting,
+  kGhost,  // A stream of an older generation speaks.
+};
+inline constexpr int kEventKinds = static_cast<int>(EventKind::kGhost) + 1;
+
+// Where in an attempt: the call at position `at` of kPositions.
+inline constexpr int kPositions = 1000;
+
+struct Event {
+  EventKind kind = EventKind::kRepeat;
+  int at = 0;
+  int rank = 0;
+  int pick = 0;
+  HyperParameterOverrides changes;  // kOperator, of group `pick`.
+};
+
+// A gradient value that is not finite.
+struct Poison {
+  int parameter = 0;  // Its id.
+  int64_t element = 0;
+  int segment = 0;
+  float value = 0;
+  bool told = false;  // A worker found it before reducing, and says so.
+};
+
+// How an attempt at a step ends.
+enum class End : uint8_t {
+  kCommit,
+  kAbort,            // abort-step at `end_at`.
+  kAbortAtDecision,  // abort-step just after the last seal: either it or the decision comes first.
+  kReplace,          // Another process takes rank `end_rank` at `end_at`.
+  kRestart,          // The same, after the stream of the old one has ended.
+  kLoad,             // The last save is loaded at `end_at`.
+};
+
+// What makes a step that no seal can make whole.
+enum class Spoil : uint8_t {
+  kNone,
+  kPadding,     // A gradient in the padding.
+  kUndeclared,  // A parameter with a gradient that nobody says was used.
+  kSentEmpty,   // A parameter said to be used, and a chunk of it sent as empty.
+};
+
+// One try at the next step.
+struct Attempt {
+  GradientScale scale;
+  std::map<int, HyperParameterOverrides> overrides;
+  uint32_t micro_steps = 1;
+  // By group: the ends of the ranges of micro-steps that its contributions cover. {1, 2, 3}: summed
+  // in the service; {3}: summed on the workers.
+  std::vector<std::vector<uint32_t>> segments;
+  // By parameter id, by micro-step: the ranks on which it received a gradient, as bits.
+  std::map<int, std::vector<uint32_t>> used;
+  uint64_t gradient_seed = 0;
+  float gradient_size = 1;
+  std::vector<Poison> poisons;
+  uint64_t order_seed = 0;  // How the calls of the ranks interleave; 0: one rank after the other.
+  std::vector<Event> events;
+  Spoil spoil = Spoil::kNone;
+  End end = End::kCommit;
+  int end_at = 0;
+  int end_rank = 0;
+};
+
+enum class Layer : uint8_t { kEngine, kSession };
+
+struct History {
+  uint64_t seed = 0;
+  Layer layer = Layer::kEngine;
+  JobPlan job;
+  std::vector<Attempt> attempts;
+};
+
+JobSpec SpecOf(const JobPlan& job, const std::string& name);
+std::string NameOf(const ParameterPlan& parameter);
+
+std::string TrainerState(const Attempt& attempt);
+
+float FirstWeight(const ParameterPlan& parameter, int64_t element);
+// Whether the parameter received a gradient on some rank in micro-steps [begin, end).
+bool IsUsed(const JobPlan& job, const Attempt& attempt, int id, uint32_t begin, uint32_t end);
+inline bool IsUsed(const JobPlan& job, const Attempt& attempt, int id) {
+  return IsUsed(job, attempt, id, 0, attempt.micro_steps);
+}
+// The gradient of a parameter, reduced over the ranks and over the micro-steps of a segment of its
+// group, rounded to the wire: zeros if no rank used it in these.
+std::vector<float> GradientOf(const JobPlan& job, const Attempt& attempt,
+                              const ParameterPlan& parameter, int segment);
+// The parameter that `attempt.spoil` spoils, or -1 if there is none to spoil.
+int SpoiledParameter(const JobPlan& job, const Attempt& attempt);
+
+// For a person to read.
+std::string Describe(const History& history);
+
+}  // namespace ballast::histories
+
+#endif  // BALLAST_TESTS_HISTORIES_HISTORY_H_

@@ -1,0 +1,102 @@
+// Checkpoints in memory.
+#ifndef BALLAST_TESTS_HISTORIES_MEMORY_FILE_SYSTEM_H_
+#define BALLAST_TESTS_HISTORIES_MEMORY_FILE_SYSTEM_H_
+
+#include <cstring>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/mutex.h"
+#include "cpu_optimizer_service/file_system.h"
+
+namespace ballast::histories {
+
+// Thread-safe.
+class MemoryFileSystem final : public FileSystem {
+ public:
+  absl::StatusOr<std::unique_ptr<WritableFile>> Create(const std::string& path) override {
+    MutexLock lock(mutex_);
+    return std::make_unique<Writer>(files_[path] = std::make_shared<Bytes>());
+  }
+  absl::StatusOr<std::unique_ptr<ReadableFile>> Open(const std::string& path) override {
+    MutexLock lock(mutex_);
+    const auto found = files_.find(path);
+    if (found == files_.end()) return absl::NotFoundError(path);
+    return std::make_unique<Reader>(found->second);
+  }
+  bool Exists(const std::string& path) override {
+    MutexLock lock(mutex_);
+    return !Inside(path).empty();
+  }
+  absl::Status CreateDirectory(const std::string& path) override { return absl::OkStatus(); }
+  absl::Status Exchange(const std::string& from, const std::string& to) override {
+    MutexLock lock(mutex_);
+    std::map<std::string, std::shared_ptr<Bytes>> moved;
+    for (const auto& [old_root, new_root] : {std::pair(from, to), std::pair(to, from)}) {
+      for (const std::string& path : Inside(old_root)) {
+        moved[new_root + path.substr(old_root.size())] = files_[path];
+        files_.erase(path);
+      }
+    }
+    files_.merge(moved);
+    return absl::OkStatus();
+  }
+  absl::Status RemoveAll(const std::string& path) override {
+    MutexLock lock(mutex_);
+    for (const std::string& file : Inside(path)) files_.erase(file);
+    return absl::OkStatus();
+  }
+
+ private:
+  using Bytes = std::vector<std::byte>;
+
+  class Writer final : public WritableFile {
+   public:
+    explicit Writer(std::shared_ptr<Bytes> bytes) : bytes_(std::move(bytes)) {}
+    absl::Status Append(absl::Span<const std::byte> bytes) override {
+      bytes_->insert(bytes_->end(), bytes.begin(), bytes.end());
+      return absl::OkStatus();
+    }
+    absl::Status Close() override { return absl::OkStatus(); }
+
+   private:
+    const std::shared_ptr<Bytes> bytes_;
+  };
+
+  class Reader final : public ReadableFile {
+   public:
+    explicit Reader(std::shared_ptr<const Bytes> bytes) : bytes_(std::move(bytes)) {}
+    int64_t size_bytes() const override { return static_cast<int64_t>(bytes_->size()); }
+    absl::Status Read(int64_t offset, absl::Span<std::byte> out) const override {
+      if (offset + static_cast<int64_t>(out.size()) > size_bytes()) {
+        return absl::DataLossError("the file ends before");
+      }
+      if (!out.empty()) std::memcpy(out.data(), bytes_->data() + offset, out.size());
+      return absl::OkStatus();
+    }
+
+   private:
+    const std::shared_ptr<const Bytes> bytes_;
+  };
+
+  // The file, or all files in the directory.
+  std::vector<std::string> Inside(const std::string& path) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    std::vector<std::string> inside;
+    for (const auto& [name, bytes] : files_) {
+      if (name == path || absl::StartsWith(name, absl::StrCat(path, "/"))) inside.push_back(name);
+    }
+    return inside;
+  }
+
+  Mutex mutex_;
+  std::map<std::string, std::shared_ptr<Bytes>> files_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace ballast::histories
+
+#endif  // BALLAST_TESTS_HISTORIES_MEMORY_FILE_SYSTEM_H_

@@ -1,0 +1,173 @@
+#include "tests/histories/model.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/adam.h"
+#include "cpu_optimizer_service/common/layout.h"
+
+namespace ballast::histories {
+
+Model::Model(const JobPlan& job) : job_(job), later_changes_(job.groups.size()) {
+  for (const GroupPlan& group : job.groups) state_.in_force.push_back(group.hyper_parameters);
+  for (const ParameterPlan& parameter : job.parameters) {
+    ParameterState& state = state_.parameters.emplace_back();
+    if (!parameter.trainable) continue;
+    for (int64_t i = 0; i < parameter.elements; ++i) {
+      state.master.push_back(FirstWeight(parameter, i));
+    }
+    state.exp_avg.assign(parameter.elements, 0.0f);
+    state.exp_avg_sq.assign(parameter.elements, 0.0f);
+    if (job.groups[parameter.group].hyper_parameters.amsgrad) {
+      state.max_exp_avg_sq.assign(parameter.elements, 0.0f);
+    }
+  }
+}
+
+void Model::ChangeGroup(int group, const HyperParameterOverrides& changes) {
+  state_.in_force[group] = Apply(state_.in_force[group], changes);
+  if (in_step_) later_changes_[group] = Merge(later_changes_[group], changes);
+}
+
+void Model::Begin(const Attempt& attempt) {
+  in_step_ = true;
+  later_changes_.assign(job_.groups.size(), {});
+  terms_ = state_.in_force;
+  for (const auto& [group, overrides] : attempt.overrides) {
+    terms_[group] = Apply(terms_[group], overrides);
+  }
+}
+
+bool Model::IsUnused(const Attempt& attempt, int parameter) const {
+  const ParameterPlan& plan = job_.parameters[parameter];
+  return plan.trainable && plan.elements > 0 && !IsUsed(job_, attempt, plan.id);
+}
+
+std::optional<std::string> Model::Refusal(const Attempt& attempt) const {
+  if (attempt.spoil == Spoil::kPadding) return "padding";
+  if (attempt.spoil == Spoil::kUndeclared) return "was declared unused";
+  if (attempt.spoil == Spoil::kSentEmpty) return "was sent as empty";
+  if (job_.unused_policy != UnusedPolicy::kError) return std::nullopt;
+  for (int p = 0; p < static_cast<int>(job_.parameters.size()); ++p) {
+    if (IsUnused(attempt, p)) return NameOf(job_.parameters[p]);
+  }
+  return std::nullopt;
+}
+
+std::optional<std::string> Model::Refusal(const Attempt& attempt, int rank,
+                                          uint32_t micro_steps) const {
+  if (job_.unused_policy != UnusedPolicy::kError) return std::nullopt;
+  bool any_parameter = false;
+  std::vector<bool> reached(micro_steps, false);
+  const int spoiled = attempt.spoil == Spoil::kUndeclared ? SpoiledParameter(job_, attempt) : -1;
+  for (int p = 0; p < static_cast<int>(job_.parameters.size()); ++p) {
+    const ParameterPlan& parameter = job_.parameters[p];
+    if (!parameter.trainable || parameter.elements == 0) continue;
+    any_parameter = true;
+    const auto found = attempt.used.find(parameter.id);
+    if (found == attempt.used.end() || p == spoiled) continue;
+    for (uint32_t m = 0; m < micro_steps; ++m) {
+      if ((found->second[m] >> rank & 1) != 0) reached[m] = true;
+    }
+  }
+  const bool all_reached = std::find(reached.begin(), reached.end(), false) == reached.end();
+  if (!any_parameter || all_reached) return std::nullopt;
+  return absl::StrCat("rank ", rank, ", micro-step ",
+                      std::find(reached.begin(), reached.end(), false) - reached.begin(),
+                      ": backward reached none");
+}
+
+std::vector<std::vector<float>> Model::SumGradients(const Attempt& attempt) const {
+  std::vector<std::vector<float>> sums;
+  for (const ParameterPlan& parameter : job_.parameters) {
+    std::vector<float>& sum = sums.emplace_back();
+    if (!parameter.trainable) continue;
+    sum = GradientOf(job_, attempt, parameter, 0);
+    const int segments = static_cast<int>(attempt.segments[parameter.group].size());
+    for (int segment = 1; segment < segments; ++segment) {
+      const std::vector<float> more = GradientOf(job_, attempt, parameter, segment);
+      for (int64_t i = 0; i < parameter.elements; ++i) sum[i] = sum[i] + more[i];
+    }
+  }
+  return sums;
+}
+
+Decision Model::Decide(const Attempt& attempt,
+                       const std::vector<std::vector<float>>& gradients) const {
+  std::vector<std::vector<double>> sums(job_.groups.size());
+  for (size_t group = 0; group < job_.groups.size(); ++group) {
+    std::vector<float> flat;
+    for (size_t p = 0; p < job_.parameters.size(); ++p) {
+      if (job_.parameters[p].group != static_cast<int>(group)) continue;
+      flat.insert(flat.end(), gradients[p].begin(), gradients[p].end());
+    }
+    flat.resize((flat.size() + kBlockElements - 1) / kBlockElements * kBlockElements, 0.0f);
+    for (size_t block = 0; block < flat.size(); block += kBlockElements) {
+      sums[group].push_back(BlockSumOfSquaresReference(flat.data() + block, DType::kFloat32));
+    }
+  }
+  const std::vector<absl::Span<const double>> spans(sums.begin(), sums.end());
+  return ballast::Decide(spans, attempt.scale, job_.max_norm);
+}
+
+std::string Model::Culprit(const std::vector<std::vector<float>>& gradients) const {
+  for (size_t group = 0; group < job_.groups.size(); ++group) {
+    for (size_t p = 0; p < job_.parameters.size(); ++p) {
+      if (job_.parameters[p].group != static_cast<int>(group)) continue;
+      for (const float value : gradients[p]) {
+        if (!std::isfinite(value)) return NameOf(job_.parameters[p]);
+      }
+    }
+  }
+  return "";
+}
+
+void Model::Update(ParameterState& state, const std::vector<float>& gradient,
+                   const HyperParameters& values, float multiplier) const {
+  float* const max_exp_avg_sq = values.amsgrad ? state.max_exp_avg_sq.data() : nullptr;
+  UpdateAdamReference({.elements = static_cast<int64_t>(gradient.size()),
+                       .gradient = gradient.data(),
+                       .gradient_dtype = DType::kFloat32,
+                       .master = state.master.data(),
+                       .exp_avg = state.exp_avg.data(),
+                       .exp_avg_sq = state.exp_avg_sq.data(),
+                       .max_exp_avg_sq = max_exp_avg_sq,
+                       .new_master = state.master.data(),
+                       .new_exp_avg = state.exp_avg.data(),
+                       .new_exp_avg_sq = state.exp_avg_sq.data(),
+                       .new_max_exp_avg_sq = max_exp_avg_sq,
+                       .shard = nullptr,
+                       .shard_dtype = DType::kFloat32,
+                       .scalars = MakeAdamScalars(values, state.updates, multiplier)});
+}
+
+ModelOutcome Model::Commit(const Attempt& attempt) {
+  const std::vector<std::vector<float>> gradients = SumGradients(attempt);
+  ModelOutcome outcome = {.decision = Decide(attempt, gradients), .hyper_parameters = terms_};
+  if (!outcome.decision.apply) outcome.culprit = Culprit(gradients);
+  for (int p = 0; p < static_cast<int>(job_.parameters.size()); ++p) {
+    const ParameterPlan& parameter = job_.parameters[p];
+    const bool unused = IsUnused(attempt, p);
+    if (unused) outcome.unused_parameters.push_back(NameOf(parameter));
+    if (!outcome.decision.apply || !parameter.trainable) continue;
+    if (unused && job_.unused_policy == UnusedPolicy::kSkip) continue;
+    ++state_.parameters[p].updates;
+    Update(state_.parameters[p], gradients[p], terms_[parameter.group],
+           outcome.decision.multipliers[parameter.group]);
+  }
+  ++(outcome.decision.apply ? applied_steps_ : skipped_steps_);
+  ++state_.committed_step;
+  state_.trainer_state = TrainerState(attempt);
+  state_.last_step_applied = outcome.decision.apply;
+  for (const auto& [group, overrides] : attempt.overrides) {
+    state_.in_force[group] = Apply(state_.in_force[group], overrides);
+  }
+  for (size_t group = 0; group < job_.groups.size(); ++group) {
+    state_.in_force[group] = Apply(state_.in_force[group], later_changes_[group]);
+  }
+  in_step_ = false;
+  return outcome;
+}
+
+}  // namespace ballast::histories

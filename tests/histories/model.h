@@ -1,0 +1,88 @@
+// What should happen, in plain scalar code: the references of cpu_optimizer_service/common/ and
+// nothing else of the service. It knows no ranks, chunks, threads, streams or modes, because no
+// result depends on them.
+//
+// Thread-compatible.
+#ifndef BALLAST_TESTS_HISTORIES_MODEL_H_
+#define BALLAST_TESTS_HISTORIES_MODEL_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "cpu_optimizer_service/common/gradient_norm.h"
+#include "cpu_optimizer_service/common/hyper_parameters.h"
+#include "tests/histories/history.h"
+
+namespace ballast::histories {
+
+struct ParameterState {
+  std::vector<float> master;
+  std::vector<float> exp_avg;
+  std::vector<float> exp_avg_sq;
+  std::vector<float> max_exp_avg_sq;
+  int64_t updates = 0;
+};
+
+// What a checkpoint keeps.
+struct ModelState {
+  uint64_t committed_step = 0;
+  std::vector<ParameterState> parameters;  // By index; of frozen ones nothing.
+  std::vector<HyperParameters> in_force;   // By group.
+  // Of the last committed step: what the trainer wants to find again.
+  std::string trainer_state;
+  bool last_step_applied = true;
+};
+
+// What a decided step says of itself.
+struct ModelOutcome {
+  Decision decision;
+  std::vector<std::string> unused_parameters;
+  std::string culprit;  // The parameter that the reason for skipping names; empty: none.
+  std::vector<HyperParameters> hyper_parameters;  // As used.
+};
+
+class Model {
+ public:
+  explicit Model(const JobPlan& job);
+
+  const ModelState& state() const { return state_; }
+  uint64_t applied_steps() const { return applied_steps_; }
+  uint64_t skipped_steps() const { return skipped_steps_; }
+
+  // set-group: in force from the next Begin on, and after the overrides of the step in progress.
+  void ChangeGroup(int group, const HyperParameterOverrides& changes);
+  // The first rank begins a step. Forgets an attempt before it.
+  void Begin(const Attempt& attempt);
+  // Why no seal can make this attempt whole; nullopt: one can.
+  std::optional<std::string> Refusal(const Attempt& attempt) const;
+  // Why this rank's seal can not be taken: one of its first `micro_steps` backwards reached
+  // nothing.
+  std::optional<std::string> Refusal(const Attempt& attempt, int rank, uint32_t micro_steps) const;
+  // All ranks have sealed a whole step.
+  ModelOutcome Commit(const Attempt& attempt);
+  // A checkpoint's.
+  void Load(const ModelState& state) { state_ = state; }
+
+ private:
+  bool IsUnused(const Attempt& attempt, int parameter) const;
+  // The sums over the segments, by parameter.
+  std::vector<std::vector<float>> SumGradients(const Attempt& attempt) const;
+  Decision Decide(const Attempt& attempt, const std::vector<std::vector<float>>& gradients) const;
+  std::string Culprit(const std::vector<std::vector<float>>& gradients) const;
+  void Update(ParameterState& state, const std::vector<float>& gradient,
+              const HyperParameters& values, float multiplier) const;
+
+  const JobPlan job_;
+  ModelState state_;
+  std::vector<HyperParameters> terms_;                  // Of the step in progress.
+  std::vector<HyperParameterOverrides> later_changes_;  // By group.
+  bool in_step_ = false;
+  uint64_t applied_steps_ = 0;
+  uint64_t skipped_steps_ = 0;
+};
+
+}  // namespace ballast::histories
+
+#endif  // BALLAST_TESTS_HISTORIES_MODEL_H_

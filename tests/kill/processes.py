@@ -1,0 +1,267 @@
+"""The project's binaries as real processes, for tests that kill, stop and cut them: a service, and
+training runs under deploy/run_workers.py whose results can be compared to the bit.
+
+Nothing outlives the test: every process is stopped by its id when the test ends, however it ends,
+and the kernel stops those whose test was killed.
+"""
+
+import contextlib
+import csv
+import ctypes
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+BIN = pathlib.Path(os.environ.get("BALLAST_BIN_DIR", ROOT / "build/release/bin"))
+TEXT = ROOT / "LICENSE"
+RANKS = 2
+PATIENCE = 120  # Seconds. Whatever takes longer hangs: a whole run takes less than one.
+
+# Writes its process id where the test finds it, then becomes the worker.
+TELLS_ITS_PID = 'echo $$ >"$0/pid-$TORCHELASTIC_RESTART_COUNT-$RANK.new"; ' \
+                'mv "$0/pid-$TORCHELASTIC_RESTART_COUNT-$RANK.new" "$0/pid-$TORCHELASTIC_RESTART_COUNT-$RANK"; ' \
+                'exec "$@"'
+
+
+class Hangs(AssertionError):
+    pass
+
+
+def await_(what, condition, process=None, seconds=PATIENCE):
+    """The first value of `condition()` that counts as true. Fails if `process` ends before, or after
+    `seconds`."""
+    begin = time.monotonic()
+    while True:
+        over = process is not None and process.poll() is not None  # Asked first: its last words count.
+        value = condition()
+        if value:
+            return value
+        if over:
+            raise AssertionError(f"process {process.pid} ended with code {process.returncode} before {what}")
+        waited = time.monotonic() - begin
+        if waited > seconds:
+            raise Hangs(f"{what} did not come within {seconds} seconds")
+        time.sleep(0.001 if waited < 1 else 0.02)
+
+
+def read(path):
+    try:
+        return path.read_text(errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
+def tail(path, lines=12):
+    text = read(path).splitlines()[-lines:]
+    return "".join(f"\n      {line}" for line in text) if text else " (empty)"
+
+
+def start(words, output, error, environment=None, at_parents_death=signal.SIGKILL):
+    libc = ctypes.CDLL(None)
+    pr_set_pdeathsig = 1
+    with open(output, "ab") as out, open(error, "ab") as err:
+        return subprocess.Popen(
+            [str(word) for word in words], stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+            env=os.environ | (environment or {}),
+            preexec_fn=lambda: libc.prctl(pr_set_pdeathsig, int(at_parents_death)))
+
+
+def stop(process, number=signal.SIGKILL):
+    """Ends a process that was started here and waits for it."""
+    if process.poll() is None:
+        process.send_signal(number)
+    return process.wait(PATIENCE)
+
+
+def state_of(pid):
+    """Its letter in /proc ("T" is stopped); empty if it is gone."""
+    stat = read(pathlib.Path("/proc", str(pid), "stat"))
+    return stat.rpartition(")")[2].split()[0] if stat else ""
+
+
+class Service:
+    """A ballastd and what the CLI says of it."""
+
+    def __init__(self, folder, *flags, listen="127.0.0.1:0"):
+        self.folder = pathlib.Path(tempfile.mkdtemp(prefix="service-", dir=folder))
+        self.log = self.folder / "ballastd.err"
+        self.process = start(
+            [BIN / "ballastd", "--listen", listen, "--port-file", self.folder / "port",
+             "--memory-limit", "1GiB", "--threads", "2", *flags],
+            self.folder / "ballastd.out", self.log)
+        try:
+            await_("the service's address", lambda: read(self.folder / "port").strip(), self.process)
+        except AssertionError as error:
+            self.stop()
+            raise AssertionError(f"{error}; it said:{tail(self.log)}") from error
+        self.address = read(self.folder / "port").strip()
+
+    def stop(self):
+        return stop(self.process)
+
+    def ask(self, *words):
+        done = subprocess.run(
+            [BIN / "ballast", *map(str, words), "--service", self.address], text=True,
+            capture_output=True, timeout=PATIENCE, check=False)
+        if done.returncode != 0:
+            raise AssertionError(f"ballast {words}: {done.stderr}; the service said:{tail(self.log)}")
+        return done.stdout
+
+    def job(self, name):
+        return json.loads(self.ask("job", name, "--json"))
+
+    def state_hashes(self, job):
+        """Of all planes of all parameters, by file of a checkpoint that the service saves."""
+        folder = self.folder / f"checkpoint-{job}"
+        self.ask("save", job, folder)
+        return {file.name: hashlib.sha256(file.read_bytes()).hexdigest()
+                for file in sorted(folder.glob("*.safetensors"))}
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """A model as small as it goes, so that a step takes milliseconds: what is tested are the
+    instants between messages, of which a small step has as many as a large one."""
+    steps: int = 30
+    micro_steps: int = 2
+
+    def words(self):
+        return [f"--steps={self.steps}", f"--micro-steps={self.micro_steps}", "--text", str(TEXT),
+                "--layers=1", "--width=32", "--heads=2", "--context=16", "--batch=4",
+                "--bucket-elements=8192", "--chunk-elements=1024",
+                "--max-norm=1.8"]  # Clips some steps, so that some guesses fail and others come true.
+
+
+class Run:
+    """The workers of one job under deploy/run_workers.py."""
+
+    def __init__(self, folder, service_address, job, training, *, max_restarts=0, out=None, flags=()):
+        self.training = training
+        self.job = job
+        self.folder = pathlib.Path(tempfile.mkdtemp(prefix=f"run-{job}-", dir=folder))
+        self.out = out or self.folder / "out"
+        self.progress_file = self.folder / "progress"
+        self.errors = self.folder / "errors"
+        self.process = start(
+            [ROOT / "deploy/run_workers.py", f"--max-restarts={max_restarts}", RANKS, self.folder,
+             "sh", "-c", TELLS_ITS_PID, self.folder, BIN / "ballast-worker", "--service",
+             service_address, "--job", job, "--out", self.out, *training.words(), *flags],
+            self.progress_file, self.errors, {"OMP_NUM_THREADS": "1", "MASTER_PORT": ""},
+            at_parents_death=signal.SIGTERM)
+
+    def step(self):
+        """The last step that rank 0 has said to be done."""
+        lines = read(self.progress_file).splitlines()
+        steps = [line.split()[1].split("/")[0] for line in lines if line.startswith("step ")]
+        return max(map(int, steps), default=0)
+
+    def await_step(self, step):
+        await_(f"step {step} of {self.job}", lambda: self.step() >= step, self.process)
+
+    def restarts(self):
+        return read(self.errors).count("; all start again")
+
+    def pid(self, rank, restart=0):
+        """Of the worker of that start, which may be gone."""
+        file = self.folder / f"pid-{restart}-{rank}"
+        return int(await_(f"the start of rank {rank}", lambda: read(file).strip(), self.process))
+
+    def kill(self, rank, restart):
+        """SIGKILL for that worker; False if it has ended already."""
+        pid = self.pid(rank, restart)
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def log(self, rank):
+        return read(self.folder / f"rank-{rank}.err")
+
+    def wait(self):
+        try:
+            return self.process.wait(PATIENCE)
+        except subprocess.TimeoutExpired as error:
+            raise Hangs(f"job {self.job} does not end") from error
+
+    def stop(self):
+        """Ends the workers, the stopped ones too, and those that somebody else should have ended."""
+        pids = [int(read(file)) for file in self.folder.glob("pid-*-?")]
+        if self.process.poll() is None:
+            for pid in pids:  # A child of a process that still runs: the number is not another's.
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        return stop(self.process, signal.SIGTERM)
+
+    def story(self):
+        """For a failure: the last words of everybody."""
+        text = f"\n  job {self.job}, step {self.step()}, run_workers.py said:{tail(self.errors)}"
+        for rank in range(RANKS):
+            text += f"\n    rank {rank} said:{tail(self.folder / f'rank-{rank}.err', 20)}"
+        return text
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What must be the same in every run of a training, whatever befell it."""
+    weights: str  # SHA-256.
+    state: dict   # SHA-256 of every file of the checkpoint.
+    losses: list  # Step, loss, norm and clip of every step, as losses.csv has them.
+    decisions: list  # Step, norm, clip and hyper-parameters, as the service recorded them.
+
+
+def result_of(run, service):
+    with open(run.out / "losses.csv", newline="") as file:
+        losses = [(row["step"], row["loss"], row["norm"], row["clip"]) for row in csv.DictReader(file)]
+    job = service.job(run.job)
+    decisions = [(step["step"], step["applied"], step["norm"], step["clip_coefficient"],
+                  step["micro_steps"], step["hyper_parameters"]) for step in job["recent_steps"]]
+    return Result(weights=hashlib.sha256((run.out / "weights.bin").read_bytes()).hexdigest(),
+                  state=service.state_hashes(run.job), losses=losses, decisions=decisions)
+
+
+def undisturbed_result(folder, service, name, training):
+    run = Run(folder, service.address, name, training)
+    try:
+        if run.wait() != 0:
+            raise AssertionError(f"the undisturbed run failed{run.story()}")
+        return result_of(run, service)
+    finally:
+        run.stop()
+
+
+def with_known(losses, undisturbed):
+    """The losses, and what nobody lived to write down of a step (nan, by losses.csv's rule) from the
+    undisturbed run; and in how many rows."""
+    rows = [(row[0], row[1], *known[2:]) if row[2:] == ("nan", "nan") else row
+            for row, known in zip(losses, undisturbed)] + losses[len(undisturbed):]
+    return rows, sum(a != b for a, b in zip(rows, losses))
+
+
+def difference(result, undisturbed, fields=None, deaths=0):
+    """What differs of these fields, or of all, for people; empty if nothing does. A death may cost a row
+    of the losses its norm and clip."""
+    losses, unknown = with_known(result.losses, undisturbed.losses)
+    if unknown <= deaths:
+        result = dataclasses.replace(result, losses=losses)
+    found = []
+    for field in dataclasses.fields(Result):
+        if fields is not None and field.name not in fields:
+            continue
+        was, expected = getattr(result, field.name), getattr(undisturbed, field.name)
+        if was == expected:
+            continue
+        if not isinstance(was, list):
+            found.append(f"{field.name}: {was}, undisturbed {expected}")
+            continue
+        first = next((i for i, (a, b) in enumerate(zip(was, expected)) if a != b), min(len(was), len(expected)))
+        found.append(f"{field.name}: {len(was)} rows, undisturbed {len(expected)}; first different: "
+                     f"{was[first:first + 1]}, undisturbed {expected[first:first + 1]}")
+    return "; ".join(found)

@@ -1,0 +1,139 @@
+#!/usr/bin/env python3
+"""Workers that stop for a while and go on, old workers that wake up among new ones, and a service that
+dies: who is told what, who ends, and that no bit changes."""
+
+import os
+import pathlib
+import random
+import signal
+import tempfile
+import time
+import unittest
+
+from processes import RANKS, Run, Service, Training, await_, difference, read, result_of, state_of, undisturbed_result
+
+TRAINING = Training(steps=400)  # Enough to find the instant that a test waits for.
+TOGETHER = ("weights", "state", "decisions")
+
+
+def freeze(pid):
+    os.kill(pid, signal.SIGSTOP)
+    await_(f"the stop of {pid}", lambda: state_of(pid) == "T")
+
+
+class StoppedWorkers(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        folder = tempfile.TemporaryDirectory(prefix="ballast-stop-")
+        cls.addClassCleanup(folder.cleanup)
+        cls.folder = pathlib.Path(folder.name)
+        cls.service = Service(cls.folder, "--seal-deadline-seconds=0.2")
+        cls.addClassCleanup(cls.service.stop)
+        cls.undisturbed = undisturbed_result(cls.folder, cls.service, "undisturbed", TRAINING)
+
+    def setUp(self):
+        self.seed = random.randrange(2**32)
+        self.random = random.Random(self.seed)
+
+    def run_(self, job, **options):
+        run = Run(self.folder, self.service.address, job, TRAINING, **options)
+        self.addCleanup(run.stop)
+        return run
+
+    def assert_same_bits(self, run, fields=None):
+        problem = difference(result_of(run, self.service), self.undisturbed, fields)
+        self.assertEqual(problem, "", f"seed {self.seed}{run.story()}")
+
+    def stop_before_the_seal(self, run):
+        """Stops rank 1 in a step of which the service has rank 0's seal and lacks its own. Elsewhere rank
+        0 would wait for it in a collective, and the service would know of nobody who waits."""
+        pid = run.pid(1)
+        run.await_step(2)
+        while True:
+            time.sleep(self.random.uniform(0, 0.01))
+            self.assertIsNone(run.process.poll(), f"the run is over; seed {self.seed}{run.story()}")
+            freeze(pid)
+            time.sleep(0.02)  # For rank 0 to get as far as it can.
+            ranks = self.service.job(run.job)["ranks"]
+            if ranks[0]["sealed"] and not ranks[1]["sealed"]:
+                return pid
+            os.kill(pid, signal.SIGCONT)
+
+    def waits(self, run):
+        return [line for line in run.log(0).splitlines() if "the service waits for rank 1" in line]
+
+    def test_the_others_are_told_again_and_again_and_a_late_seal_commits(self):
+        run = self.run_("late")
+        pid = self.stop_before_the_seal(run)
+        step = self.service.job("late")["committed_step"]
+        await_("a second reminder", lambda: len(self.waits(run)) >= 2, run.process)
+        self.assertIn(f"open; step {step + 1} waits for rank 1\n", self.service.ask("job", "late"))
+        self.assertEqual(self.service.job("late")["committed_step"], step)
+        os.kill(pid, signal.SIGCONT)
+        self.assertEqual(run.wait(), 0, run.story())
+        self.assertEqual(run.restarts(), 0)
+        self.assertEqual(self.service.job("late")["generation"], 1)
+        self.assert_same_bits(run)
+
+    def test_the_trainers_own_limit_ends_the_wait_with_the_name_of_the_rank(self):
+        run = self.run_("limit", flags=["--seal-timeout=1s"])
+        self.stop_before_the_seal(run)
+        self.assertNotEqual(run.wait(), 0)
+        self.assertRegex(read(run.errors), r"(?m)^rank 0 of 2 failed: .*rank 1\b")
+        # What was given up left nothing behind: new workers end as if nothing had been.
+        again = self.run_("limit", out=run.out)
+        self.assertEqual(again.wait(), 0, again.story())
+        self.assert_same_bits(again, TOGETHER)
+
+    def test_an_old_process_that_wakes_up_among_new_ones_touches_nothing(self):
+        old = self.run_("replaced")
+        old.await_step(3)
+        time.sleep(self.random.uniform(0, 0.02))
+        pid = old.pid(self.random.randrange(RANKS))
+        freeze(pid)
+        new = self.run_("replaced")
+        new.await_step(old.step() + 3)
+        os.kill(pid, signal.SIGCONT)
+        self.assertNotEqual(old.wait(), 0, f"seed {self.seed}")
+        self.assertRegex(read(old.errors), r"(?m)^rank [01] of 2 failed: .*another process has taken rank [01] ")
+        self.assertLess(old.step(), TRAINING.steps)
+        self.assertEqual(new.wait(), 0, new.story() + old.story())
+        self.assert_same_bits(new, TOGETHER)
+
+
+class DeadService(unittest.TestCase):
+    """The state is lost with the service: what is left is to say so, soon and once."""
+
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory(prefix="ballast-dead-")
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+        self.listen = f"unix:{self.folder}/socket"
+        self.service = Service(self.folder, listen=self.listen)
+        self.addCleanup(self.service.stop)
+        self.run_ = Run(self.folder, self.service.address, "lost", TRAINING,
+                        flags=["--reconnect-timeout=2s"])
+        self.addCleanup(self.run_.stop)
+        self.run_.await_step(3)
+
+    def assert_ends_with(self, words):
+        self.assertNotEqual(self.run_.wait(), 0)
+        said = read(self.run_.errors).splitlines()
+        self.assertEqual(len(said), 1, said)
+        self.assertRegex(said[0], words)
+
+    def test_workers_say_in_one_line_that_it_is_gone(self):
+        self.service.stop()
+        self.assert_ends_with(r"^rank [01] of 2 failed: ballast-worker: .*the stream broke .*could not be "
+                              "reopened within 2s")
+
+    def test_a_service_that_came_back_empty_does_not_pass_for_the_old_one(self):
+        self.service.stop()
+        empty = Service(self.folder, listen=self.listen)
+        self.addCleanup(empty.stop)
+        self.assert_ends_with(r"^rank [01] of 2 failed: ballast-worker: .*lost")
+        self.assertIn("no jobs", empty.ask("jobs"))
+
+
+if __name__ == "__main__":
+    unittest.main()
