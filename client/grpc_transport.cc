@@ -57,8 +57,10 @@ class GrpcTransport final : public Transport {
         jobs_(channel_),
         state_(channel_) {}
 
-  absl::StatusOr<v1::Job> CreateJob(const v1::CreateJobRequest& request) override {
-    return Call(calls_, jobs_, &v1::JobService::Stub::CreateJob, request, kLongLimit);
+  absl::StatusOr<v1::Job> CreateJob(const v1::CreateJobRequest& request,
+                                    absl::Duration limit) override {
+    return Call(calls_, jobs_, &v1::JobService::Stub::CreateJob, request,
+                std::min(limit, kLongLimit));
   }
   absl::StatusOr<v1::Job> GetJob(const v1::GetJobRequest& request) override {
     return Call(calls_, jobs_, &v1::JobService::Stub::GetJob, request, short_limit_);
@@ -100,10 +102,11 @@ class GrpcTransport final : public Transport {
   }
 
   absl::StatusOr<uint64_t> ReadWeights(
-      const v1::ReadWeightsRequest& request,
+      const v1::ReadWeightsRequest& request, absl::Duration limit,
       const std::function<absl::Status(const v1::WeightHeader& header, PayloadPieces payload)>&
           place) override {
-    BlockingCall call(channel_, "/ballast.v1.TrainService/ReadWeights", kLongLimit, calls_);
+    BlockingCall call(channel_, "/ballast.v1.TrainService/ReadWeights", std::min(limit, kLongLimit),
+                      calls_);
     if (call.Write(proto::SerializeControl(request))) call.WritesDone();
     uint64_t step = 0;
     grpc::ByteBuffer bytes;

@@ -8,23 +8,11 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "client/retry.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
 
 namespace ballast::client {
-
-absl::Duration Backoff::Next() {
-  const absl::Duration wait = std::max(absl::ZeroDuration(), std::min(next_, left()));
-  next_ = std::min(2 * next_, absl::Seconds(1));
-  return wait;
-}
-
-bool Backoff::Wait() {
-  const absl::Duration wait = Next();
-  if (wait == absl::ZeroDuration()) return false;
-  clock_.SleepFor(wait);
-  return true;
-}
 
 const std::string& DefaultProcessId() {
   static const std::string id = [] {
@@ -44,19 +32,25 @@ absl::StatusOr<v1::AttachWorkerResponse> Join(Transport& transport, Clock& clock
   attach.set_rank(options.rank);
   attach.set_process_id(options.process_id);
   attach.set_rejoin(options.rejoin);
+  attach.set_uid(options.job_uid);
   *attach.mutable_job() = proto::ToProto(options.job);
-  if (options.rank == 0) {
+  // The last call, at the deadline, has time enough to say what is wrong.
+  const auto left = [&] { return std::max(deadline - clock.Now(), absl::Seconds(1)); };
+  // Where a certain job is wanted, an empty one must not pass for it.
+  const bool creates = options.rank == 0 && options.job_uid.empty();
+  if (creates) {
     v1::CreateJobRequest create;
     *create.mutable_job() = attach.job();
-    const absl::Status created = transport.CreateJob(create).status();
+    const absl::Status created = transport.CreateJob(create, left()).status();
     // If it is there, attaching compares the descriptions.
     if (!created.ok() && !absl::IsAlreadyExists(created)) return created;
   }
   Backoff backoff(clock, deadline);
   for (;;) {
-    absl::StatusOr<v1::AttachWorkerResponse> attached =
-        transport.AttachWorker(attach, absl::InfiniteDuration());
-    if (options.rank == 0 || !absl::IsNotFound(attached.status())) return attached;
+    absl::StatusOr<v1::AttachWorkerResponse> attached = transport.AttachWorker(attach, left());
+    if (creates || !options.job_uid.empty() || !absl::IsNotFound(attached.status())) {
+      return attached;
+    }
     if (!backoff.Wait()) {
       return absl::DeadlineExceededError(absl::StrCat(
           "rank 0 has not created the job within ", absl::FormatDuration(options.join_timeout),
@@ -65,12 +59,23 @@ absl::StatusOr<v1::AttachWorkerResponse> Join(Transport& transport, Clock& clock
   }
 }
 
-absl::Status AwaitFirstWeights(Transport& transport, Clock& clock, const SessionOptions& options) {
+absl::StatusOr<v1::Job> GetJob(Transport& transport, const std::string& name,
+                               const std::string& uid) {
   v1::GetJobRequest request;
-  request.set_name(proto::JobName(options.job.name));
+  request.set_name(proto::JobName(name));
+  BALLAST_ASSIGN_OR_RETURN(v1::Job job, transport.GetJob(request));
+  if (job.uid() != uid) {
+    return absl::NotFoundError(absl::StrCat("job ", name, " has uid ", job.uid(), ", not ", uid,
+                                            ": it was closed, and created anew"));
+  }
+  return job;
+}
+
+absl::Status AwaitFirstWeights(const std::function<absl::StatusOr<v1::Job>()>& get_job,
+                               Clock& clock, const SessionOptions& options) {
   Backoff backoff(clock, clock.Now() + options.join_timeout);
   for (;;) {
-    BALLAST_ASSIGN_OR_RETURN(const v1::Job job, transport.GetJob(request));
+    BALLAST_ASSIGN_OR_RETURN(const v1::Job job, get_job());
     if (job.phase() != v1::AWAITING_WEIGHTS) return absl::OkStatus();
     if (backoff.Wait()) continue;
     std::vector<int> absent;

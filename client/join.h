@@ -3,6 +3,7 @@
 #ifndef BALLAST_CLIENT_JOIN_H_
 #define BALLAST_CLIENT_JOIN_H_
 
+#include <functional>
 #include <string>
 
 #include "absl/status/status.h"
@@ -13,33 +14,23 @@
 
 namespace ballast::client {
 
-// Waits between attempts: 20 ms, doubled up to 1 s, never past the deadline.
-class Backoff {
- public:
-  Backoff(Clock& clock, absl::Time deadline) : clock_(clock), deadline_(deadline) {}
-  // False, without waiting, if the deadline has passed.
-  bool Wait();
-  // The same for those who wait in their own way: how long; zero if the deadline has passed.
-  absl::Duration Next();
-  absl::Duration left() const { return deadline_ - clock_.Now(); }
-
- private:
-  Clock& clock_;
-  const absl::Time deadline_;
-  absl::Duration next_ = absl::Milliseconds(20);
-};
-
 // One process id for all sessions of this process, so that a session opened again does not look
 // like another process: host, pid and random bits.
 const std::string& DefaultProcessId();
 
-// Creates the job if this is rank 0, and attaches; errors as in Session::Open.
+// Creates the job if this is rank 0 and options.job_uid is empty, and attaches; errors as in
+// Session::Open. UNAVAILABLE is not tried again here.
 absl::StatusOr<v1::AttachWorkerResponse> Join(Transport& transport, Clock& clock,
                                               const SessionOptions& options, absl::Time deadline);
 
+// The job with this uid; NOT_FOUND if there is none, or another has its name.
+absl::StatusOr<v1::Job> GetJob(Transport& transport, const std::string& name,
+                               const std::string& uid);
+
 // Returns when every rank's first weights have come. DEADLINE_EXCEEDED names the ranks not
-// attached.
-absl::Status AwaitFirstWeights(Transport& transport, Clock& clock, const SessionOptions& options);
+// attached. Reads the job with `get_job`.
+absl::Status AwaitFirstWeights(const std::function<absl::StatusOr<v1::Job>()>& get_job,
+                               Clock& clock, const SessionOptions& options);
 
 }  // namespace ballast::client
 

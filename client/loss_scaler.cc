@@ -32,9 +32,11 @@ absl::Status Check(const LossScalerOptions& options) {
         absl::StrCat("hysteresis is ", options.hysteresis, ", expected 1 or more overflows"));
   }
   // Written so that NaN is refused.
-  if (!(options.min_scale > 0 && options.min_scale <= DynamicLossScaler::kMaxScale)) {
+  const float first_scale = std::ldexp(1.0F, options.initial_scale_power);
+  if (!(options.min_scale > 0 && options.min_scale <= first_scale)) {
     return absl::InvalidArgumentError(
-        absl::StrCat("min_scale is ", options.min_scale, ", expected more than 0, at most 2^64"));
+        absl::StrCat("min_scale is ", options.min_scale,
+                     ", expected more than 0, at most the first scale, ", first_scale));
   }
   return absl::OkStatus();
 }
@@ -67,6 +69,7 @@ absl::StatusOr<DynamicLossScaler> DynamicLossScaler::Deserialize(absl::string_vi
   }
   // The options may be others than before.
   scaler.hysteresis_left_ = std::min(scaler.hysteresis_left_, options.hysteresis);
+  scaler.scale_ = std::max(scaler.scale_, options.min_scale);
   return scaler;
 }
 

@@ -10,7 +10,7 @@ namespace ballast::client {
 
 absl::StatusOr<ProvisionalWeights> ProvisionalWeights::Reserve(const Layout& layout,
                                                                const std::vector<GroupSpec>& groups,
-                                                               int rank) {
+                                                               int rank, int64_t available_bytes) {
   ProvisionalWeights self;
   self.places_.resize(layout.chunks().size());
   size_t total_bytes = 0;
@@ -19,6 +19,11 @@ absl::StatusOr<ProvisionalWeights> ProvisionalWeights::Reserve(const Layout& lay
     const size_t bytes = of.elements * SizeBytes(groups[of.group].return_dtype);
     self.places_[chunk] = {.offset_bytes = total_bytes, .bytes = bytes, .expected = true};
     total_bytes += bytes;
+  }
+  if (static_cast<int64_t>(total_bytes) > available_bytes) {
+    return absl::ResourceExhaustedError(absl::StrCat("there is no memory for ", total_bytes,
+                                                     " bytes of provisional weights, ",
+                                                     available_bytes, " are available"));
   }
   self.memory_.reset(new (std::nothrow) std::byte[total_bytes]);
   if (self.memory_ == nullptr) {

@@ -13,6 +13,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "client/available_memory.h"
 #include "client/transport.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/layout.h"
@@ -22,9 +23,11 @@ namespace ballast::client {
 class ProvisionalWeights {
  public:
   // Room for every chunk of the rank in its return dtype, touched, so that it is there when it is
-  // needed. RESOURCE_EXHAUSTED says how much could not be had.
-  static absl::StatusOr<ProvisionalWeights> Reserve(const Layout& layout,
-                                                    const std::vector<GroupSpec>& groups, int rank);
+  // needed. RESOURCE_EXHAUSTED says how much could not be had; so much is not touched that a
+  // control group would kill for it.
+  static absl::StatusOr<ProvisionalWeights> Reserve(
+      const Layout& layout, const std::vector<GroupSpec>& groups, int rank,
+      int64_t available_bytes = AvailableMemoryBytes());
 
   // DATA_LOSS, and nothing kept, for a chunk that is not the rank's, is kept already, or is of
   // another size.

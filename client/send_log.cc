@@ -188,7 +188,8 @@ SendLog::Resumed SendLog::Resume(TrainStream& stream, const v1::Opened& opened) 
       LogAndSend(std::move(entry));
     }
   }
-  if (seal_.has_value()) {
+  // Not that of a step that is over.
+  if (seal_.has_value() && seal_->seal().step() > opened.committed_step()) {
     ++resumed.sent;
     LogAndSend({.message = *seal_});
   }

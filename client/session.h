@@ -19,11 +19,16 @@
 // Threads: Push may be called from any thread; the other calls come from one thread at a time, in
 // the order above. The session owns one stream and two threads; it borrows payloads until they are
 // released (at the latest when it is destroyed, which waits for that) and the memory that `weights`
-// returns until it is destroyed.
+// returns until it is destroyed. Destroying it wakes a Push that waits, which says CANCELLED, and
+// waits until it has returned; no other call may be running, and none may begin. Callbacks must not
+// call into the session.
 //
-// Errors: a stream that breaks is reopened, and no call notices. The first error that cannot be
-// mended so is kept and returned by every later call; then open another session. The same process
-// taking its rank again raises no generation. Whatever raises it (an aborted step, a loaded
+// Errors: a stream that breaks is reopened, and no call notices. Open, UploadWeights, ReadWeights
+// and ReadCounts are tried again while they say UNAVAILABLE, up to reconnect_timeout; saving and
+// loading a checkpoint, which is not the same when done twice, are not. The first error that cannot
+// be mended so is kept and returned by every later call; then open another session. Between
+// steps that disturbs nobody; in a step that the rank has begun it raises the generation, so that
+// what was sent before is forgotten. Whatever raises it (that, an aborted step, a loaded
 // checkpoint, another process taking a rank) ends the sessions of all ranks: every call returns
 // ABORTED from then on, and every rank opens its session again, which says at what step the job
 // stands.
@@ -70,7 +75,10 @@ struct SessionOptions {
   // This process had a session of this rank before: FAILED_PRECONDITION if another process has
   // taken the rank since. Otherwise the rank is taken from whoever holds it.
   bool rejoin = false;
-  // Rank 0 creates the job if it is not there; other ranks wait for it this long.
+  // Of the job that this process joined before: NOT_FOUND if the service does not have it, be there
+  // another of its name or none, and nothing is created. Empty: any job of this name, or a new one.
+  std::string job_uid;
+  // Rank 0 creates the job if it is not there; other ranks wait for it. Both this long.
   absl::Duration join_timeout = absl::Seconds(60);
   // Where the weights of a chunk of this rank go: chunk.elements elements of the group's return
   // dtype. Called from a thread of the session and written there between Seal and the return of
@@ -84,7 +92,8 @@ struct SessionOptions {
   // end of the step. The error of Seal names the ranks that have not sealed.
   absl::Duration seal_timeout = absl::Minutes(10);
   // A stream that breaks is reopened, and goes on where the service's acknowledgements stop,
-  // without the trainer noticing. How long that is tried before the session fails with UNAVAILABLE.
+  // without the trainer noticing. How long that is tried before the session fails with UNAVAILABLE;
+  // streams that break within a second, with nothing acknowledged, count as one outage.
   absl::Duration reconnect_timeout = absl::Seconds(60);
   // With job.update_mode kSpeculate the session sets aside memory for provisional weights, as much
   // as this rank's partition has in its return dtypes; they are copied to `weights` at the
@@ -134,7 +143,7 @@ struct StepDecision {
   double norm = 0;
   double clip_coefficient = 1;
   std::string skip_reason;
-  std::vector<std::string> unused_parameters;
+  std::vector<std::string> unused_parameters;  // The first 64 where the stream broke.
 };
 
 // What the service has counted since the job was created.
@@ -153,9 +162,11 @@ struct JobCounts {
 class Session {
  public:
   // Creates or joins the job, takes the rank, opens the stream. ALREADY_EXISTS never;
-  // FAILED_PRECONDITION if the job there is described otherwise (first difference named);
+  // FAILED_PRECONDITION if the job there is described otherwise (first difference named); NOT_FOUND
+  // if it is not the one of job_uid;
   // RESOURCE_EXHAUSTED if it does not fit; UNAVAILABLE; DEADLINE_EXCEEDED if another rank never
   // created it.
+  // A channel within the process is good only while its server is: gRPC crashes in a call after it.
   static absl::StatusOr<std::unique_ptr<Session>> Open(std::shared_ptr<grpc::Channel> channel,
                                                        SessionOptions options);
   virtual ~Session() = default;  // Closes the stream; the job stays.
@@ -169,17 +180,20 @@ class Session {
   // whether it was applied (true also where no step has been).
   virtual const std::string& trainer_state() const = 0;
   virtual bool last_step_applied() const = 0;
+  // NOT_FOUND if another job has its name now.
   virtual absl::StatusOr<JobCounts> ReadCounts() = 0;
 
   // Sends the first weights of this rank's chunks: `fill(chunk, out)` writes chunk.elements fp32
-  // values, zeros in the padding. Returns when the service has them all.
+  // values, zeros in the padding; the same ones if it is called again for a chunk, after a
+  // connection broke. Returns when the service has them all.
   virtual absl::Status UploadWeights(
       const std::function<void(int chunk, absl::Span<float> out)>& fill) = 0;
   // Reads the committed weights of this rank's chunks into place. Waits, up to join_timeout, for
   // other ranks' first weights.
   virtual absl::Status ReadWeights() = 0;
   // The service saves to, or loads from, a directory on its host. A load ends the sessions of all
-  // ranks, this one included: their later calls say ABORTED, and all open again.
+  // ranks, this one included: their later calls say ABORTED, and all open again. After UNAVAILABLE
+  // either may have been done or not.
   virtual absl::Status LoadCheckpoint(const std::string& directory) = 0;
   virtual absl::Status SaveCheckpoint(const std::string& directory) = 0;
 

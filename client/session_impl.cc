@@ -1,5 +1,6 @@
 #include "client/session_impl.h"
 
+#include <algorithm>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -8,6 +9,7 @@
 #include "absl/strings/str_join.h"
 #include "client/join.h"
 #include "client/log.h"
+#include "client/retry.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
 
@@ -43,8 +45,8 @@ SessionImpl::SessionImpl(std::unique_ptr<Transport> transport, Clock& clock, Ses
       log_(options_.window_bytes, options_.seal_timeout) {}
 
 SessionImpl::~SessionImpl() {
-  // Wakes senders in other threads before the stream goes.
   log_.Close(absl::CancelledError("the session was closed"));
+  pushes_.AwaitNone();  // It has woken them.
   keeper_.reset();
 }
 
@@ -64,21 +66,42 @@ absl::StatusOr<std::unique_ptr<SessionImpl>> SessionImpl::Open(std::unique_ptr<T
 }
 
 absl::Status SessionImpl::Start(absl::Time deadline) {
-  BALLAST_ASSIGN_OR_RETURN(attached_, Join(*transport_, clock_, options_, deadline));
+  SessionOptions options = options_;
+  const absl::Duration limit = std::min(options_.reconnect_timeout, deadline - clock_.Now());
+  return Retry(
+      clock_, limit, [&] { return TryToStart(options, deadline); },
+      [&](const absl::Status& status) {
+        // Once attached: the service has set the rank free, because only now it notices the end of
+        // an older stream, or the generation has risen. Attaching once more says whether the rank
+        // is lost.
+        return absl::IsUnavailable(status) || (absl::IsAborted(status) && options.rejoin);
+      });
+}
+
+absl::Status SessionImpl::TryToStart(SessionOptions& options, absl::Time deadline) {
+  keeper_.reset();
+  BALLAST_ASSIGN_OR_RETURN(attached_, Join(*transport_, clock_, options, deadline));
+  options.job_uid = attached_.uid();
+  options.rejoin = true;
   trainer_state_ = attached_.job().trainer_state();
+  last_step_applied_ = true;
   if (const auto& records = attached_.job().recent_steps(); !records.empty()) {
     last_step_applied_ = records.rbegin()->applied();
   }
   attached_.clear_job();
   awaiting_weights_ = attached_.awaiting_weights();
   committed_step_ = attached_.committed_step();
-  if (options_.job.update_mode == UpdateMode::kSpeculate) ReserveProvisionalWeights();
+  if (options_.job.update_mode == UpdateMode::kSpeculate && !provisional_.has_value()) {
+    ReserveProvisionalWeights();
+  }
   keeper_ = std::make_unique<StreamKeeper>(
       *transport_, clock_, log_, static_cast<StreamKeeper::User&>(*this),
       StreamKeeper::Settings{.open = OpenMessage(),
                              .instance_id = attached_.instance_id(),
+                             .committed_step = attached_.committed_step(),
                              .reconnect_timeout = options_.reconnect_timeout});
-  return keeper_->Open(options_.join_timeout);
+  // At the deadline there is time enough to hear what is wrong.
+  return keeper_->Open(std::max(deadline - clock_.Now(), absl::Seconds(1)));
 }
 
 void SessionImpl::ReserveProvisionalWeights() {
@@ -168,6 +191,7 @@ absl::Status SessionImpl::CheckPush(const GradientPush& push) const {
 }
 
 absl::Status SessionImpl::Push(GradientPush push) {
+  const Callers::Entry entry(pushes_);
   if (absl::Status status = CheckPush(push); !status.ok()) {
     if (push.released) push.released();
     return status;
@@ -218,15 +242,15 @@ absl::StatusOr<StepDecision> SessionImpl::Seal(uint32_t micro_steps) {
   return decision;
 }
 
-absl::Status SessionImpl::ExplainSeal(const absl::Status& status) {
+absl::Status SessionImpl::ExplainSeal(const absl::Status& status) const {
   if (const absl::Status failure = progress_.failure(); !failure.ok()) return failure;
   if (!absl::IsDeadlineExceeded(status)) return Annotate(status, Context());
   std::vector<int> ranks = progress_.awaited_ranks();
   if (ranks.empty()) {
     // The service's own deadline has not passed yet; ask.
-    v1::GetJobRequest request;
-    request.set_name(proto::JobName(options_.job.name));
-    if (const absl::StatusOr<v1::Job> job = transport_->GetJob(request); job.ok()) {
+    if (const absl::StatusOr<v1::Job> job =
+            client::GetJob(*transport_, options_.job.name, attached_.uid());
+        job.ok()) {
       for (const v1::RankProgress& rank : job->ranks()) {
         if (!rank.sealed()) ranks.push_back(rank.rank());
       }

@@ -3,10 +3,12 @@
 #define BALLAST_CLIENT_SESSION_IMPL_H_
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 
+#include "client/callers.h"
 #include "client/provisional_weights.h"
 #include "client/send_log.h"
 #include "client/session.h"
@@ -51,12 +53,15 @@ class SessionImpl final : public Session, private StreamKeeper::User {
               Layout layout);
 
   absl::Status Start(absl::Time deadline);
+  // Attaches and opens the stream. What it learns goes into `options`, for another attempt.
+  absl::Status TryToStart(SessionOptions& options, absl::Time deadline);
   v1::OpenTrain OpenMessage() const;
   void ReserveProvisionalWeights();
 
   // session_stream.cc: what the service says.
   absl::Status OnMessage(const v1::TrainResponse& message, PayloadPieces payload) override;
-  absl::Status OnAttachedAgain(const v1::AttachWorkerResponse& attached) override;
+  absl::Status OnAttachedAgain(const v1::AttachWorkerResponse& attached,
+                               absl::Duration limit) override;
   void OnEnded(const absl::Status& status) override;
   absl::Status OnSealRefused(const v1::SealRefused& refused);
   void OnWaiting(const v1::Waiting& waiting);
@@ -66,10 +71,17 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   absl::Status PublishProvisionalWeights(const v1::StepDecision& decision);
   absl::Status OnCommitted(const v1::StepCommitted& committed);
   absl::Status Decide(StepDecision decision);
-  absl::Status FinishStep(const StepProgress::Standing& standing, const v1::Job& job);
+  absl::Status FinishStep(const StepProgress::Standing& standing, const v1::Job& job,
+                          absl::Duration limit);
 
   // Reads what `sink` misses, at `step` if it is given, which is set to the step that came.
-  absl::Status FetchWeights(WeightSink& sink, std::optional<uint64_t>& step);
+  absl::Status FetchWeights(WeightSink& sink, std::optional<uint64_t>& step, absl::Duration limit);
+  absl::StatusOr<v1::Job> GetJob() const;
+  // Tries again, up to reconnect_timeout, what may be done twice, while the session lives. What
+  // ended it is the error then.
+  absl::Status RetryBetweenSteps(
+      const std::function<absl::Status()>& call,
+      const std::function<bool(const absl::Status&)>& may_heal = absl::IsUnavailable) const;
 
   // "job J rank R" and, during one, "step S".
   std::string Context() const override;
@@ -78,7 +90,9 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   // OK if no step is open and the stream is sound.
   absl::Status CheckBetweenSteps(const char* call) const;
   absl::Status CheckPush(const GradientPush& push) const;
-  absl::Status ExplainSeal(const absl::Status& status);
+  absl::Status ExplainSeal(const absl::Status& status) const;
+
+  Callers pushes_;
 
   const std::unique_ptr<Transport> transport_;
   Clock& clock_;

@@ -124,13 +124,16 @@ absl::Status SessionImpl::OnCommitted(const v1::StepCommitted& committed) {
 
 // ---------------------------------------------------------------- after a break
 
-absl::Status SessionImpl::OnAttachedAgain(const v1::AttachWorkerResponse& attached) {
+absl::Status SessionImpl::OnAttachedAgain(const v1::AttachWorkerResponse& attached,
+                                          absl::Duration limit) {
   // What the old stream brought ahead of a decision counts for nothing on the new one.
   if (provisional_.has_value()) provisional_->Forget();
   const StepProgress::Standing standing = progress_.standing();
   const uint64_t service = attached.committed_step();
   if (standing.step == 0 && service == committed_step_) return absl::OkStatus();
-  if (standing.step != 0 && service == standing.step) return FinishStep(standing, attached.job());
+  if (standing.step != 0 && service == standing.step) {
+    return FinishStep(standing, attached.job(), limit);
+  }
   if (standing.step != 0 && service + 1 == standing.step && !standing.decided) {
     return absl::OkStatus();
   }
@@ -142,7 +145,8 @@ absl::Status SessionImpl::OnAttachedAgain(const v1::AttachWorkerResponse& attach
       "; open the session again"));
 }
 
-absl::Status SessionImpl::FinishStep(const StepProgress::Standing& standing, const v1::Job& job) {
+absl::Status SessionImpl::FinishStep(const StepProgress::Standing& standing, const v1::Job& job,
+                                     absl::Duration limit) {
   if (standing.committed) return absl::OkStatus();
   if (!standing.decided) {
     const v1::StepRecord* record = nullptr;
@@ -158,7 +162,7 @@ absl::Status SessionImpl::FinishStep(const StepProgress::Standing& standing, con
   }
   if (progress_.decision()->applied && sink_.missing_chunks() > 0) {
     std::optional<uint64_t> step = standing.step;
-    BALLAST_RETURN_IF_ERROR(Annotate(FetchWeights(sink_, step), "reading weights"));
+    BALLAST_RETURN_IF_ERROR(Annotate(FetchWeights(sink_, step, limit), "reading weights"));
   }
   return progress_.Committed(standing.step, /*update_seconds=*/0);
 }

@@ -1,33 +1,62 @@
 // The calls between steps: weights, counts, checkpoints.
-#include <memory>
+#include <functional>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "client/join.h"
+#include "client/retry.h"
 #include "client/session_impl.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
 
 namespace ballast::client {
 
+absl::Status SessionImpl::RetryBetweenSteps(
+    const std::function<absl::Status()>& call,
+    const std::function<bool(const absl::Status&)>& may_heal) const {
+  const absl::Status status =
+      Retry(clock_, options_.reconnect_timeout, call, [&](const absl::Status& failed) {
+        return may_heal(failed) && progress_.failure().ok() && transport_->CanReconnect();
+      });
+  if (status.ok()) return status;
+  BALLAST_RETURN_IF_ERROR(progress_.failure());
+  return status;
+}
+
 absl::Status SessionImpl::UploadWeights(
     const std::function<void(int chunk, absl::Span<float> out)>& fill) {
   BALLAST_RETURN_IF_ERROR(CheckBetweenSteps("UploadWeights"));
+  const std::string context = absl::StrCat(Context(), ": upload of first weights");
   const absl::Span<const int> chunks = layout_.chunks_of_rank(options_.rank);
-  const absl::StatusOr<v1::UploadWeightsResponse> response =
-      transport_->UploadWeights(OpenMessage(), chunks, [&](int chunk) {
-        std::vector<float> values(layout_.chunks()[chunk].elements);
-        fill(chunk, absl::MakeSpan(values));
-        return values;
+  int attempts = 0;
+  absl::StatusOr<v1::UploadWeightsResponse> response;
+  const absl::Status sent = RetryBetweenSteps(
+      [&] {
+        ++attempts;
+        response = transport_->UploadWeights(OpenMessage(), chunks, [&](int chunk) {
+          std::vector<float> values(layout_.chunks()[chunk].elements);
+          fill(chunk, absl::MakeSpan(values));
+          return values;
+        });
+        return response.status();
+      },
+      [](const absl::Status& status) {
+        // ABORTED: a broken stream has set the rank free; reopening takes it again, or ends the
+        // session.
+        return absl::IsUnavailable(status) || absl::IsAborted(status);
       });
-  if (!response.ok()) {
-    return Annotate(response.status(), absl::StrCat(Context(), ": upload of first weights"));
+  if (attempts > 1 && absl::IsFailedPrecondition(sent)) {
+    // The job has its weights, and the answer that said so was lost.
+    BALLAST_ASSIGN_OR_RETURN(const v1::Job job, GetJob());
+    if (job.phase() != v1::AWAITING_WEIGHTS) return absl::OkStatus();
   }
+  if (!sent.ok()) return Annotate(sent, context);
   if (response->chunks() != static_cast<int64_t>(chunks.size())) {
-    return absl::InternalError(absl::StrCat(Context(), ": the service took ", response->chunks(),
-                                            " of ", chunks.size(), " chunks of first weights"));
+    return absl::InternalError(absl::StrCat(context, ": the service took ", response->chunks(),
+                                            " of ", chunks.size(), " chunks"));
   }
   return absl::OkStatus();
 }
@@ -35,7 +64,9 @@ absl::Status SessionImpl::UploadWeights(
 absl::Status SessionImpl::ReadWeights() {
   BALLAST_RETURN_IF_ERROR(CheckBetweenSteps("ReadWeights"));
   const std::string context = absl::StrCat(Context(), ": reading weights");
-  if (absl::Status status = AwaitFirstWeights(*transport_, clock_, options_); !status.ok()) {
+  if (absl::Status status = AwaitFirstWeights([this] { return GetJob(); }, clock_, options_);
+      !status.ok()) {
+    BALLAST_RETURN_IF_ERROR(progress_.failure());
     return Annotate(status, context);
   }
   awaiting_weights_ = false;
@@ -44,39 +75,48 @@ absl::Status SessionImpl::ReadWeights() {
   WeightSink sink(layout_, options_.job.groups, options_.rank, options_.weights,
                   options_.on_weights);
   sink.Begin();
-  Backoff backoff(clock_, clock_.Now() + options_.reconnect_timeout);
   std::optional<uint64_t> step;
-  for (;;) {
-    const absl::Status read = FetchWeights(sink, step);
-    if (read.ok()) break;
+  const absl::Status read =
+      RetryBetweenSteps([&] { return FetchWeights(sink, step, absl::InfiniteDuration()); });
+  if (!read.ok()) {
     BALLAST_RETURN_IF_ERROR(progress_.failure());
-    if (!absl::IsUnavailable(read) || !backoff.Wait()) return Annotate(read, context);
+    return Annotate(read, context);
   }
   committed_step_ = *step;
   return absl::OkStatus();
 }
 
-absl::Status SessionImpl::FetchWeights(WeightSink& sink, std::optional<uint64_t>& step) {
+absl::Status SessionImpl::FetchWeights(WeightSink& sink, std::optional<uint64_t>& step,
+                                       absl::Duration limit) {
   v1::ReadWeightsRequest request;
   request.set_name(proto::JobName(options_.job.name));
   request.set_uid(attached_.uid());
   if (step.has_value()) request.set_step(*step);
   for (int chunk : sink.ListMissing()) request.add_chunks(static_cast<uint32_t>(chunk));
   BALLAST_ASSIGN_OR_RETURN(
-      step,
-      transport_->ReadWeights(request, [&](const v1::WeightHeader& header, PayloadPieces payload) {
-        // Should the call fail now, the rest must be of the same step.
-        step = header.step();
-        return sink.Place(header, payload);
-      }));
+      step, transport_->ReadWeights(request, limit,
+                                    [&](const v1::WeightHeader& header, PayloadPieces payload) {
+                                      // Should the call fail now, the rest must be of the same
+                                      // step.
+                                      step = header.step();
+                                      return sink.Place(header, payload);
+                                    }));
   if (sink.missing_chunks() == 0) return absl::OkStatus();
   return absl::DataLossError(absl::StrCat(sink.missing_chunks(), " chunks did not come"));
 }
 
+absl::StatusOr<v1::Job> SessionImpl::GetJob() const {
+  absl::StatusOr<v1::Job> job;
+  BALLAST_RETURN_IF_ERROR(RetryBetweenSteps([&] {
+    job = client::GetJob(*transport_, options_.job.name, attached_.uid());
+    return job.status();
+  }));
+  return job;
+}
+
 absl::StatusOr<JobCounts> SessionImpl::ReadCounts() {
-  v1::GetJobRequest request;
-  request.set_name(proto::JobName(options_.job.name));
-  BALLAST_ASSIGN_OR_RETURN(const v1::Job job, transport_->GetJob(request));
+  BALLAST_RETURN_IF_ERROR(progress_.failure());
+  BALLAST_ASSIGN_OR_RETURN(const v1::Job job, GetJob());
   return JobCounts{.applied_steps = job.applied_steps(),
                    .skipped_steps = job.skipped_steps(),
                    .coverage_complete_steps = job.coverage_complete_steps(),

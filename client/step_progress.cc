@@ -34,7 +34,7 @@ void StepProgress::End() { Begin(0); }
 
 bool StepProgress::StartSeal() {
   MutexLock lock(mutex_);
-  if (seal_is_out_) return false;
+  if (seal_is_out_ || decision_.has_value()) return false;
   seal_is_out_ = true;
   refusal_.reset();
   return true;
@@ -51,6 +51,7 @@ absl::Status StepProgress::Refused(uint64_t step, std::string message) {
   if (absl::Status status = CheckStep("the refusal of a seal", step); !status.ok()) return status;
   refusal_ = std::move(message);
   seal_is_out_ = false;
+  awaited_ranks_.clear();  // They were awaited by the seal that was refused.
   changed_.NotifyAll();
   return absl::OkStatus();
 }

@@ -27,7 +27,8 @@ class StepProgress {
   // The step is over, for this rank too.
   void End();
 
-  // True, once, if a seal has to be sent: none is out, or the last was refused.
+  // True, once, if a seal has to be sent: there is no decision, and none is out or the last was
+  // refused.
   bool StartSeal();
 
   // From the stream. INTERNAL if it is not of the step in progress, or comes out of order.
@@ -46,7 +47,7 @@ class StepProgress {
   // Update seconds.
   absl::StatusOr<double> AwaitCommitted(absl::Duration limit);
 
-  // What AwaitDecision was last told; empty: nothing.
+  // What the service last said that the seal waits for; empty: nothing.
   std::vector<int> awaited_ranks() const;
   // The decision, if it has come.
   std::optional<StepDecision> decision() const;

@@ -16,6 +16,9 @@ absl::Status WhyItEnded(const absl::Status& status) {
   return status.ok() ? absl::UnavailableError("the service ended the stream") : status;
 }
 
+// A stream that stood so long was sound.
+constexpr absl::Duration kSound = absl::Seconds(1);
+
 }  // namespace
 
 StreamKeeper::StreamKeeper(Transport& transport, Clock& clock, SendLog& log, User& user,
@@ -28,8 +31,10 @@ StreamKeeper::StreamKeeper(Transport& transport, Clock& clock, SendLog& log, Use
 
 StreamKeeper::~StreamKeeper() {
   Stop();
-  transport_.CancelCalls();
-  if (thread_.joinable()) thread_.join();
+  if (thread_.joinable()) {
+    transport_.CancelCalls();
+    thread_.join();
+  }
   stream_.reset();
 }
 
@@ -106,6 +111,12 @@ void StreamKeeper::OnClosed(const absl::Status& status) {
 
 absl::Status StreamKeeper::Open(absl::Duration limit) {
   BALLAST_ASSIGN_OR_RETURN(const v1::Opened opened, OpenStream(limit));
+  if (opened.committed_step() != settings_.committed_step) {
+    return absl::UnavailableError(
+        absl::StrCat("the service went from step ", settings_.committed_step, " to ",
+                     opened.committed_step(), " while the stream was being opened"));
+  }
+  open_since_ = clock_.Now();
   log_.Resume(*stream_, opened);
   thread_ = std::thread([this] { Run(); });
   return absl::OkStatus();
@@ -168,6 +179,7 @@ void StreamKeeper::Reopen() {
     broke = WhyItEnded(*closed_);
     if (std::exchange(outage_is_over_, false)) outage_.reset();
   }
+  if (clock_.Now() - open_since_ >= kSound) outage_.reset();
   Log().warn("{}: the stream broke, and is reopened: {}", user_.Context(), broke.ToString());
   if (!outage_.has_value()) outage_.emplace(clock_, clock_.Now() + settings_.reconnect_timeout);
   absl::Status last = broke;
@@ -189,9 +201,11 @@ void StreamKeeper::Reopen() {
 
 absl::Status StreamKeeper::TryToReopen(absl::Duration limit) {
   DropStream();
-  BALLAST_ASSIGN_OR_RETURN(const v1::AttachWorkerResponse attached, AttachAgain(limit));
-  BALLAST_RETURN_IF_ERROR(user_.OnAttachedAgain(attached));
-  const absl::StatusOr<v1::Opened> opened = OpenStream(limit);
+  const absl::Time deadline = clock_.Now() + limit;
+  const auto left = [&] { return std::max(deadline - clock_.Now(), absl::ZeroDuration()); };
+  BALLAST_ASSIGN_OR_RETURN(const v1::AttachWorkerResponse attached, AttachAgain(left()));
+  BALLAST_RETURN_IF_ERROR(user_.OnAttachedAgain(attached, left()));
+  const absl::StatusOr<v1::Opened> opened = OpenStream(left());
   if (absl::IsAborted(opened.status())) {
     // A service that only now notices the end of the old stream sets the rank free. Attaching once
     // more says whether it is lost.
@@ -202,13 +216,10 @@ absl::Status StreamKeeper::TryToReopen(absl::Duration limit) {
     // Other ranks sealed meanwhile, this one had: the step is over, and attaching tells of it.
     return absl::UnavailableError("the step was committed while the stream was being reopened");
   }
+  open_since_ = clock_.Now();
   const SendLog::Resumed resumed = log_.Resume(*stream_, *opened);
   Log().info("{}: the stream is back: {} messages sent again, {} were held already",
              user_.Context(), resumed.sent, resumed.held);
-  if (resumed.sent == 0) {
-    MutexLock lock(mutex_);
-    outage_is_over_ = true;
-  }
   return absl::OkStatus();
 }
 

@@ -20,7 +20,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
-#include "client/join.h"
+#include "client/retry.h"
 #include "client/send_log.h"
 #include "client/transport.h"
 #include "cpu_optimizer_service/common/mutex.h"
@@ -35,9 +35,10 @@ class StreamKeeper final : private TrainListener {
     // What the service says, besides Opened and acknowledgements. An error is the end.
     virtual absl::Status OnMessage(const v1::TrainResponse& message, PayloadPieces payload) = 0;
     // The stream broke, and the rank is attached again. Nothing more comes of what the old stream
-    // has not brought. An error with one of the statuses above is tried again; any other is the
-    // end.
-    virtual absl::Status OnAttachedAgain(const v1::AttachWorkerResponse& attached) = 0;
+    // has not brought. Returns within `limit`. An error with one of the statuses above is tried
+    // again; any other is the end.
+    virtual absl::Status OnAttachedAgain(const v1::AttachWorkerResponse& attached,
+                                         absl::Duration limit) = 0;
     // The end, once: nothing comes any more. From any thread of the keeper.
     virtual void OnEnded(const absl::Status& status) = 0;
     virtual std::string Context() const = 0;  // For lines in the log.
@@ -45,7 +46,8 @@ class StreamKeeper final : private TrainListener {
 
   struct Settings {
     v1::OpenTrain open;
-    std::string instance_id;  // Of the service that the rank attached to.
+    std::string instance_id;      // Of the service that the rank attached to,
+    uint64_t committed_step = 0;  // which stood there.
     absl::Duration reconnect_timeout;
   };
 
@@ -55,7 +57,8 @@ class StreamKeeper final : private TrainListener {
   // hear something before this returns, not after it.
   ~StreamKeeper() override;
 
-  // The first time. An error is final, and OnEnded is not called.
+  // The first time. An error is final, and OnEnded is not called. UNAVAILABLE also if the service
+  // has left the step at which it stood.
   absl::Status Open(absl::Duration limit);
   // Reopens nothing any more, and passes no message on. Does not wait.
   void Stop();
@@ -85,9 +88,10 @@ class StreamKeeper final : private TrainListener {
 
   // Of whoever opens: the owner's thread at first, then the keeper's.
   std::unique_ptr<TrainStream> stream_;
-  // One outage lasts until the service has taken something on a new stream, so that a message that
-  // breaks every stream is not sent for ever.
+  // One outage lasts until the service has taken something on a new stream, or that has stood for a
+  // while, so that what breaks every stream is not tried for ever.
   std::optional<Backoff> outage_;
+  absl::Time open_since_;  // The stream.
 
   Mutex mutex_;
   CondVar changed_;

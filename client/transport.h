@@ -50,9 +50,10 @@ class Transport {
  public:
   virtual ~Transport() = default;
 
-  virtual absl::StatusOr<v1::Job> CreateJob(const v1::CreateJobRequest& request) = 0;
+  // With a limit: DEADLINE_EXCEEDED after it, or after the transport's own.
+  virtual absl::StatusOr<v1::Job> CreateJob(const v1::CreateJobRequest& request,
+                                            absl::Duration limit) = 0;
   virtual absl::StatusOr<v1::Job> GetJob(const v1::GetJobRequest& request) = 0;
-  // DEADLINE_EXCEEDED after `limit`, or after the transport's own limit.
   virtual absl::StatusOr<v1::AttachWorkerResponse> AttachWorker(
       const v1::AttachWorkerRequest& request, absl::Duration limit) = 0;
   virtual absl::StatusOr<v1::SaveJobResponse> SaveJob(const v1::SaveJobRequest& request) = 0;
@@ -65,7 +66,7 @@ class Transport {
   // Calls `place` for each chunk that comes; its first error ends the call and is returned. Returns
   // the step at which the weights stand.
   virtual absl::StatusOr<uint64_t> ReadWeights(
-      const v1::ReadWeightsRequest& request,
+      const v1::ReadWeightsRequest& request, absl::Duration limit,
       const std::function<absl::Status(const v1::WeightHeader& header, PayloadPieces payload)>&
           place) = 0;
 

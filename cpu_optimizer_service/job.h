@@ -11,19 +11,21 @@
 //   1);
 //   ... listener: OnDecision, OnWeights for each chunk of the rank, OnCommitted.
 //
-// Speculation is job_speculation.cc's: the rule by which chunks are guessed is in guess_rule.h.
+// Speculation is job_speculation.cc's: the rule by which chunks are guessed is in guess_history.h.
 //
 // Threads: everything is thread-safe; the calls on one RankStream come one at a time. Contribute
 // adds the payload on the caller's thread; Save and Load do all their work on it; calls that need
 // the job to stand still (Attach, OpenStream, TakeSnapshot, the first weights) wait for a decision
 // and update under way. Updates run on the engine's threads. Listeners are called from any thread,
-// with no lock held, must not block, and may call back. A job is kept alive by shared_ptr while a
+// with no lock held; they must not block, and may call back only what does not wait: Status and
+// ReadShard. A job is kept alive by shared_ptr while a
 // stream or a reader uses it.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_H_
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -139,8 +141,8 @@ class RankListener {
   // `shard` is null when the pool was empty: the listener calls Job::ReadShard when it can send.
   virtual void OnWeights(uint64_t step, int chunk, ShardBuffer shard) = 0;
   virtual void OnCommitted(uint64_t step, double update_seconds) = 0;
-  // The stream is no longer the rank's: ABORTED (replaced, older generation, closed job). Last
-  // call.
+  // The stream is no longer the rank's: ABORTED (replaced, older generation, closed job). Of what
+  // was on its way, OnWaiting, OnSealRefused, OnProvisionalWeights and OnCommitted may still come.
   virtual void OnDetached(const absl::Status& status) = 0;
 };
 
@@ -198,10 +200,14 @@ struct AttachRequest {
   std::optional<uint64_t> expected_committed_step;  // Absent: not checked.
   std::optional<JobSpec> spec;                      // Absent: not checked.
   // For a stream that is to be reopened: ABORTED if the job's is another, or if another process has
-  // taken the rank. Without it, taking a taken rank raises the generation.
+  // taken the rank. Without it, taking a taken rank raises the generation, and so does
+  // coming again to a step that the rank has begun.
   std::optional<uint64_t> generation;
   // The process has held this rank before: FAILED_PRECONDITION if another has taken it since.
   bool rejoin = false;
+  // Attaching may wait for an update or a save. Asked afterwards, if given: CANCELLED, and nothing
+  // done, if nobody waits for the answer any more.
+  std::function<bool()> still_wanted;
 };
 struct Attachment {
   uint64_t generation = 0;
@@ -283,10 +289,15 @@ class Job : public std::enable_shared_from_this<Job> {
 
   // First weights of one chunk: chunk.elements fp32 values in pieces cut anywhere. The job is ready
   // when every chunk has come; true then. Padding must be zero.
-  // ABORTED if `generation` is given and is not the job's.
+  // ABORTED if an uploader is given that does not hold the chunk's rank. What has come of a rank is
+  // forgotten when another process takes it, and of all ranks when the generation rises.
+  struct Uploader {
+    uint64_t generation = 0;
+    std::string process_id;
+  };
   virtual absl::StatusOr<bool> WriteInitialWeights(
       int64_t chunk, absl::Span<const absl::Span<const std::byte>> payload,
-      std::optional<uint64_t> generation = std::nullopt) = 0;
+      const std::optional<Uploader>& uploader = std::nullopt) = 0;
 
   // The weights of a chunk at `step` in its group's return dtype, into chunk.elements elements at
   // `out`. ABORTED: another generation. UNAVAILABLE: the chunk is being updated.

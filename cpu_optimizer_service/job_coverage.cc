@@ -30,6 +30,26 @@ std::optional<SealRefusal> JobImpl::CheckBackwardReached(const OpenStep& open, i
   return SealRefusal{std::move(status), {std::move(missing)}};
 }
 
+std::optional<SealRefusal> JobImpl::CheckEmpties(const OpenStep& open) const {
+  for (const auto& [chunk, empties] : open.empties()) {
+    for (const ChunkPiece& piece : layout_.Pieces(chunk)) {
+      for (const auto& [begin, end] : empties) {
+        const std::optional<uint32_t> micro_step = open.FirstUse(piece.parameter, begin, end);
+        if (!micro_step.has_value()) continue;
+        const std::string& name = spec_.layout.parameters[piece.parameter].name;
+        const int owner = layout_.chunks()[chunk].rank;
+        return SealRefusal{absl::FailedPreconditionError(
+                               absl::StrCat("step ", open.terms().step, ": parameter ", name,
+                                            " received a gradient in micro-step ", *micro_step,
+                                            ", but was sent as empty (chunk ", chunk, " from rank ",
+                                            owner, "); abort the step and redo it")),
+                           {{.rank = owner, .micro_step = *micro_step, .parameters = {name}}}};
+      }
+    }
+  }
+  return std::nullopt;
+}
+
 RankProgress JobImpl::ProgressOf(int rank, const RankInStep* state) const {
   const absl::Span<const int> chunks = layout_.chunks_of_rank(rank);
   RankProgress progress;

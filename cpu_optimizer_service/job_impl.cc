@@ -33,7 +33,7 @@ int64_t ShardBufferBytes(const JobSpec& spec, const Layout& layout) {
 
 // Descriptions, tables and records, by what they grow with; generous, since small beside the rest.
 int64_t TableBytes(const JobSpec& spec, const Layout& layout) {
-  int64_t bytes = 256 * static_cast<int64_t>(layout.chunks().size()) + 512 * layout.world_size();
+  int64_t bytes = 384 * static_cast<int64_t>(layout.chunks().size()) + 512 * layout.world_size();
   bytes += static_cast<int64_t>(kRecentSteps * sizeof(HyperParameters) * spec.groups.size());
   for (const ParameterSpec& parameter : spec.layout.parameters) {
     bytes += 512 + 3 * static_cast<int64_t>(parameter.name.size() + 8 * parameter.shape.size());
@@ -57,7 +57,11 @@ MemoryNeed NeedOf(const JobSpec& spec, const Layout& layout) {
   need.state_bytes = ChunkStore::StateBytes(layout, PlanesByGroup(spec));
   need.gradient_bytes = GradientStore::GradientBytes(spec, layout);
   need.accumulator_bytes = GradientStore::AccumulatorBytes(spec, layout);
-  if (spec.update_mode == UpdateMode::kSpeculate) need.speculation_bytes = need.state_bytes;
+  if (spec.update_mode == UpdateMode::kSpeculate) {
+    constexpr int64_t kTableBytesOfChunk = 384;  // The guess, its task, its second version.
+    need.speculation_bytes =
+        need.state_bytes + kTableBytesOfChunk * static_cast<int64_t>(layout.chunks().size());
+  }
   need.other_bytes = ShardBufferBytes(spec, layout) * ShardBufferCount(layout) +
                      layout.total_flat_elements() / kBlockElements * int64_t{sizeof(double)} +
                      TableBytes(spec, layout);
@@ -115,6 +119,10 @@ absl::Status JobImpl::Allocate() {
 
 absl::Status JobImpl::CheckUsable() const {
   if (closed_) return absl::NotFoundError(absl::StrCat("job ", spec_.name, " has been closed"));
+  if (loading_) {
+    return absl::UnavailableError(
+        absl::StrCat("job ", spec_.name, " is loading a checkpoint; try again when it has"));
+  }
   return broken_;
 }
 
@@ -122,7 +130,7 @@ absl::Status JobImpl::CheckUsable() const {
 
 absl::StatusOr<bool> JobImpl::WriteInitialWeights(
     int64_t index, absl::Span<const absl::Span<const std::byte>> payload,
-    std::optional<uint64_t> generation) {
+    const std::optional<Uploader>& uploader) {
   if (index < 0 || index >= static_cast<int64_t>(layout_.chunks().size())) {
     return absl::InvalidArgumentError(absl::StrCat("chunk ", index, " is not in job ", spec_.name,
                                                    ", which has ", layout_.chunks().size()));
@@ -152,7 +160,13 @@ absl::StatusOr<bool> JobImpl::WriteInitialWeights(
   MutexLock lock(mutex_);
   while (clearing_ || loading_ || holds_ > 0) changed_.Wait(mutex_);
   BALLAST_RETURN_IF_ERROR(CheckUsable());
-  if (generation.has_value()) BALLAST_RETURN_IF_ERROR(CheckGeneration(*generation));
+  if (uploader.has_value()) {
+    BALLAST_RETURN_IF_ERROR(CheckGeneration(uploader->generation));
+    if (ranks_[chunk.rank].process_id != uploader->process_id) {
+      return absl::AbortedError(absl::StrCat("rank ", chunk.rank, " of job ", spec_.name,
+                                             " is not held by this process; attach again"));
+    }
+  }
   if (weights_missing_ == 0) {
     return absl::FailedPreconditionError(
         absl::StrCat("job ", spec_.name, " has its weights; load a checkpoint to replace them"));

@@ -9,8 +9,7 @@
 //
 // One mutex guards all that the ranks say; arithmetic happens outside it. These markers keep it
 // apart:
-//   in_flight   a rank's contribution is being added, or it is told of provisional weights;
-//               clearing the step waits for it
+//   in_flight   a rank's contribution is being added; clearing the step waits for it
 //   guesses_    what is updated ahead of the decision; see job_speculation.cc
 //   clearing_   the undecided step is being forgotten; no other may begin
 //   deciding_   a decision and its update are running: gradients and state belong to them
@@ -64,7 +63,7 @@ class JobImpl : public Job {
       const OpenStreamRequest& request, std::shared_ptr<RankListener> listener) override;
   absl::StatusOr<bool> WriteInitialWeights(int64_t chunk,
                                            absl::Span<const absl::Span<const std::byte>> payload,
-                                           std::optional<uint64_t> generation) override;
+                                           const std::optional<Uploader>& uploader) override;
   absl::Status ReadShard(uint64_t generation, uint64_t step, int chunk,
                          absl::Span<std::byte> out) const override;
   void TellWaiting() override;
@@ -146,6 +145,18 @@ class JobImpl : public Job {
   absl::Status CheckGeneration(uint64_t generation) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckCurrent(const StreamKey& key) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void CloseStream(const StreamKey& key);
+  // Waits until the rank can have a new stream; `replaced` gets the listener of the older one.
+  absl::Status AwaitClaim(const OpenStreamRequest& request, Listeners& replaced)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  static void TakeListener(Rank& rank, Listeners& taken);
+  void ForgetFirstWeights(int rank) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckAttachRequest(const AttachRequest& request) const;
+  // Whether the rank has a part in the step in progress.
+  bool HasBegun(int rank) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Whether another process holds the rank.
+  bool IsTaken(const AttachRequest& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckMayAttach(const AttachRequest& request) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   RankPosition PositionOf(int rank) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Forgets the undecided step, once contributions in flight have ended.
   void ClearStep() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -179,6 +190,8 @@ class JobImpl : public Job {
   std::optional<SealRefusal> CheckStepIsWhole(const OpenStep& open, int last_rank) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   std::optional<SealRefusal> CheckParameters(const OpenStep& open, int last_rank) const;
+  // A chunk that came as empty for a micro-step in which one of its parameters was used.
+  std::optional<SealRefusal> CheckEmpties(const OpenStep& open) const;
   // A chunk that has a non-zero gradient in elements [begin, end) of a flat space, or -1.
   int ChunkWithGradient(int group, int64_t begin, int64_t end) const;
 

@@ -63,12 +63,11 @@ void JobImpl::ClearStep() {
 JobImpl::Listeners JobImpl::RaiseGeneration() {
   ++generation_;
   Listeners listeners;
-  for (Rank& rank : ranks_) {
-    if (rank.listener != nullptr) listeners.push_back(std::move(rank.listener));
-    rank.listener = nullptr;
-    rank.stream = 0;
-    rank.process_id.clear();
-    rank.left = false;
+  for (int rank = 0; rank < layout_.world_size(); ++rank) {
+    TakeListener(ranks_[rank], listeners);
+    ranks_[rank].process_id.clear();
+    ranks_[rank].left = false;
+    ForgetFirstWeights(rank);
   }
   ClearStep();
   return listeners;
@@ -78,7 +77,7 @@ void JobImpl::Detach(const Listeners& listeners, const absl::Status& status) {
   for (const auto& listener : listeners) listener->OnDetached(status);
 }
 
-absl::StatusOr<Attachment> JobImpl::Attach(const AttachRequest& request) {
+absl::Status JobImpl::CheckAttachRequest(const AttachRequest& request) const {
   if (request.rank < 0 || request.rank >= layout_.world_size()) {
     return absl::InvalidArgumentError(absl::StrCat("rank ", request.rank, " is not in job ",
                                                    spec_.name, ", whose world size is ",
@@ -99,39 +98,66 @@ absl::StatusOr<Attachment> JobImpl::Attach(const AttachRequest& request) {
           " (here: the service's job); close the job or train with the same description"));
     }
   }
+  return absl::OkStatus();
+}
+
+bool JobImpl::IsTaken(const AttachRequest& request) const {
+  const Rank& rank = ranks_[request.rank];
+  return !rank.process_id.empty() && rank.process_id != request.process_id;
+}
+
+absl::Status JobImpl::CheckMayAttach(const AttachRequest& request) const {
+  BALLAST_RETURN_IF_ERROR(closed_ ? CheckUsable() : absl::OkStatus());
+  if (request.generation.has_value()) {
+    BALLAST_RETURN_IF_ERROR(CheckGeneration(*request.generation));
+    if (IsTaken(request)) {
+      return absl::AbortedError(absl::StrCat("another process has taken rank ", request.rank,
+                                             " of job ", spec_.name, " in generation ",
+                                             generation_));
+    }
+  }
+  const std::string& last = ranks_[request.rank].last_process_id;
+  if (request.rejoin && !last.empty() && last != request.process_id) {
+    return absl::FailedPreconditionError(absl::StrCat("another process has taken rank ",
+                                                      request.rank, " of job ", spec_.name, ": ",
+                                                      last, "; this one was replaced"));
+  }
+  if (request.expected_committed_step.has_value() &&
+      *request.expected_committed_step != committed_step_) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("job ", spec_.name, " stands at step ", committed_step_, ", rank ",
+                     request.rank, " expected ", *request.expected_committed_step));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Attachment> JobImpl::Attach(const AttachRequest& request) {
+  BALLAST_RETURN_IF_ERROR(CheckAttachRequest(request));
   Attachment attachment;
   Listeners detached;
   std::string reason;
   {
     MutexLock lock(mutex_);
     BALLAST_RETURN_IF_ERROR(WaitUntilDecided());  // What is sealed and whole rolls forward first.
-    BALLAST_RETURN_IF_ERROR(closed_ ? CheckUsable() : absl::OkStatus());
+    if (request.still_wanted && !request.still_wanted()) {
+      return absl::CancelledError("nobody waits for this attaching any more");
+    }
+    BALLAST_RETURN_IF_ERROR(CheckMayAttach(request));
     Rank& rank = ranks_[request.rank];
-    const bool taken = !rank.process_id.empty() && rank.process_id != request.process_id;
-    if (request.generation.has_value()) {
-      BALLAST_RETURN_IF_ERROR(CheckGeneration(*request.generation));
-      if (taken) {
-        return absl::AbortedError(absl::StrCat("another process has taken rank ", request.rank,
-                                               " of job ", spec_.name, " in generation ",
-                                               generation_));
-      }
-    }
-    if (request.rejoin && !rank.last_process_id.empty() &&
-        rank.last_process_id != request.process_id) {
-      return absl::FailedPreconditionError(
-          absl::StrCat("another process has taken rank ", request.rank, " of job ", spec_.name,
-                       ": ", rank.last_process_id, "; this one was replaced"));
-    }
-    if (request.expected_committed_step.has_value() &&
-        *request.expected_committed_step != committed_step_) {
-      return absl::FailedPreconditionError(
-          absl::StrCat("job ", spec_.name, " stands at step ", committed_step_, ", rank ",
-                       request.rank, " expected ", *request.expected_committed_step));
-    }
-    if (taken) {
+    // Who comes anew in mid-step does the step anew: what was sent before must not meet what is
+    // sent now.
+    const bool taken = IsTaken(request);
+    if (taken || (!request.generation.has_value() && HasBegun(request.rank))) {
       detached = RaiseGeneration();
-      reason = absl::StrCat("a new process has taken rank ", request.rank, " of job ", spec_.name,
+      reason = absl::StrCat(taken ? "a new process" : "a new session of its process",
+                            " has taken rank ", request.rank, " of job ", spec_.name,
                             "; the generation is now ", generation_, "; attach again");
+    } else {
+      // An older stream may be broken, though nobody here has noticed: when that ends it must not
+      // take the rank away again.
+      TakeListener(rank, detached);
+      reason = absl::StrCat("rank ", request.rank, " has attached again");
+      if (rank.last_process_id != request.process_id) ForgetFirstWeights(request.rank);
     }
     rank.process_id = request.process_id;
     rank.last_process_id = request.process_id;
@@ -154,31 +180,61 @@ absl::StatusOr<std::unique_ptr<RankStream>> JobImpl::OpenStream(
     return absl::InvalidArgumentError(
         absl::StrCat("rank ", request.rank, " is not in job ", spec_.name));
   }
-  std::shared_ptr<RankListener> replaced;
+  Listeners replaced;
+  absl::Status status;
   std::unique_ptr<RankStream> stream;
   {
     MutexLock lock(mutex_);
+    status = AwaitClaim(request, replaced);
+    if (status.ok()) {
+      const StreamKey key = {.rank = request.rank, .stream = ++last_stream_};
+      Rank& rank = ranks_[request.rank];
+      rank.listener = std::move(listener);
+      rank.stream = key.stream;
+      rank.update_mode = request.update_mode;
+      rank.left = false;
+      stream = std::make_unique<Stream>(std::static_pointer_cast<JobImpl>(shared_from_this()), key,
+                                        PositionOf(request.rank));
+    }
+  }
+  Detach(replaced, absl::AbortedError(absl::StrCat("a newer stream has replaced this one of rank ",
+                                                   request.rank)));
+  if (!status.ok()) return status;
+  return stream;
+}
+
+// What the older stream is adding ends first; meanwhile the step may be decided, and then its
+// update ends first, too.
+absl::Status JobImpl::AwaitClaim(const OpenStreamRequest& request, Listeners& replaced) {
+  Rank& rank = ranks_[request.rank];
+  for (;;) {
     BALLAST_RETURN_IF_ERROR(WaitUntilDecided());
-    BALLAST_RETURN_IF_ERROR(CheckUsable());
-    Rank& rank = ranks_[request.rank];
+    if (closed_) return CheckUsable();
     BALLAST_RETURN_IF_ERROR(CheckGeneration(request.generation));
+    BALLAST_RETURN_IF_ERROR(CheckUsable());
     if (rank.process_id.empty() || rank.process_id != request.process_id) {
       return absl::AbortedError(absl::StrCat("rank ", request.rank, " of job ", spec_.name,
                                              " is not held by this process; attach again"));
     }
-    const StreamKey key = {.rank = request.rank, .stream = ++last_stream_};
-    replaced = std::exchange(rank.listener, std::move(listener));
-    rank.stream = key.stream;
-    rank.update_mode = request.update_mode;
-    while (rank.in_flight > 0) changed_.Wait(mutex_);  // What the older stream was adding.
-    stream = std::make_unique<Stream>(std::static_pointer_cast<JobImpl>(shared_from_this()), key,
-                                      PositionOf(request.rank));
+    TakeListener(rank, replaced);
+    if (rank.in_flight == 0) return absl::OkStatus();
+    changed_.Wait(mutex_);
   }
-  if (replaced != nullptr) {
-    replaced->OnDetached(absl::AbortedError(
-        absl::StrCat("a newer stream has replaced this one of rank ", request.rank)));
+}
+
+void JobImpl::TakeListener(Rank& rank, Listeners& taken) {
+  if (rank.listener != nullptr) taken.push_back(std::move(rank.listener));
+  rank.listener = nullptr;
+  rank.stream = 0;
+}
+
+// The weights of two attempts do not mix.
+void JobImpl::ForgetFirstWeights(int rank) {
+  if (weights_missing_ == 0) return;
+  for (const int chunk : layout_.chunks_of_rank(rank)) {
+    weights_missing_ += weights_arrived_[chunk] ? 1 : 0;
+    weights_arrived_[chunk] = false;
   }
-  return stream;
 }
 
 void JobImpl::CloseStream(const StreamKey& key) {
@@ -191,15 +247,19 @@ void JobImpl::CloseStream(const StreamKey& key) {
   rank.stream = 0;
   // A rank that has no part in the step in progress is free again, and the others are when it is
   // over, so that a restart between steps disturbs nobody.
+  rank.left = true;
+  if (!HasBegun(key.rank)) FreeIfLeft(rank);
+}
+
+bool JobImpl::HasBegun(int rank) const {
   const auto has_begun = [&](const auto& step) {
     if constexpr (std::is_same_v<std::decay_t<decltype(step)>, std::monostate>) {
       return false;
     } else {
-      return step.ranks()[key.rank].begun;
+      return step.ranks()[rank].begun;
     }
   };
-  rank.left = true;
-  if (!std::visit(has_begun, step_)) FreeIfLeft(rank);
+  return std::visit(has_begun, step_);
 }
 
 RankPosition JobImpl::PositionOf(int rank) const {

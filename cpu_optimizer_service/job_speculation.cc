@@ -82,19 +82,15 @@ void JobImpl::RunGuess(int index, std::shared_ptr<const Update> update) {
   std::shared_ptr<RankListener> listener;
   {
     MutexLock lock(mutex_);
-    Rank& rank = ranks_[chunk.rank];
+    const Rank& rank = ranks_[chunk.rank];
     if (shard && rank.update_mode == UpdateMode::kSpeculate) listener = rank.listener;
-    if (listener != nullptr) {
-      guesses_[index].told_stream = rank.stream;
-      ++rank.in_flight;  // Its stream is not replaced while it is being told.
-    }
+    if (listener != nullptr) guesses_[index].told_stream = rank.stream;
   }
   if (listener != nullptr) {
     listener->OnProvisionalWeights(update->step, index, std::move(shard));
   }
   MutexLock lock(mutex_);
   Guess& guess = guesses_[index];
-  if (listener != nullptr) --ranks_[chunk.rank].in_flight;
   if (write.ok()) {
     guess.state = Guess::State::kReady;
     guess.write = *write;

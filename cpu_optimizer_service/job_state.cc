@@ -47,11 +47,12 @@ absl::Status JobImpl::ReadShard(uint64_t generation, uint64_t step, int index,
                                 absl::Span<std::byte> out) const {
   {
     MutexLock lock(mutex_);
+    if (closed_) return CheckUsable();
+    BALLAST_RETURN_IF_ERROR(CheckGeneration(generation));
     BALLAST_RETURN_IF_ERROR(CheckUsable());
     if (weights_missing_ > 0) {
       return absl::FailedPreconditionError(absl::StrCat("job ", spec_.name, " has no weights yet"));
     }
-    BALLAST_RETURN_IF_ERROR(CheckGeneration(generation));
     // While an update runs, the chunks that it has finished stay as they are, and only they.
     const bool updating = std::holds_alternative<DecidedStep>(step_);
     if (clearing_ || loading_ || std::holds_alternative<SealedStep>(step_) ||
@@ -272,9 +273,6 @@ absl::StatusOr<CheckpointInfo> JobImpl::Load(const std::string& directory) {
     loading_ = true;
     detached = RaiseGeneration();
     while (holds_ > 0) changed_.Wait(mutex_);
-    broken_ = absl::FailedPreconditionError(absl::StrCat("the state of job ", spec_.name,
-                                                         " is torn: loading ", directory,
-                                                         " did not end; load a whole checkpoint"));
   }
   Detach(detached, absl::AbortedError(absl::StrCat("job ", spec_.name,
                                                    " was loaded from a checkpoint; attach again")));
@@ -285,7 +283,12 @@ absl::StatusOr<CheckpointInfo> JobImpl::Load(const std::string& directory) {
   MutexLock lock(mutex_);
   loading_ = false;
   changed_.NotifyAll();
-  BALLAST_RETURN_IF_ERROR(status);
+  if (!status.ok()) {
+    broken_ = absl::FailedPreconditionError(absl::StrCat("the state of job ", spec_.name,
+                                                         " is torn: loading ", directory,
+                                                         " did not end; load a whole checkpoint"));
+    return status;
+  }
   broken_ = absl::OkStatus();
   const CheckpointIndex& index = checkpoint.index();
   committed_step_ = index.step;

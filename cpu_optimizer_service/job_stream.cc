@@ -159,6 +159,7 @@ absl::StatusOr<ContributionResult> JobImpl::Contribute(const StreamKey& key,
     BALLAST_RETURN_IF_ERROR(open->CheckMayContribute(key.rank));
     ++ranks_[key.rank].in_flight;
     guess = guess_;
+    if (given.empty) open->RecordEmpty(chunk, given.micro_step_begin, given.micro_step_end);
   }
   // This rank's calls come one at a time and nobody else owns the chunk.
   if (given.empty) {
@@ -277,40 +278,28 @@ std::optional<SealRefusal> JobImpl::CheckStepIsWhole(const OpenStep& open, int l
           {}};
     }
   }
+  if (auto refused = CheckEmpties(open)) return refused;
   return CheckParameters(open, last_rank);
 }
 
 std::optional<SealRefusal> JobImpl::CheckParameters(const OpenStep& open, int last_rank) const {
   const uint64_t step = open.terms().step;
-  const auto refuse = [&](int chunk, const std::string& parameter, absl::string_view what) {
-    const int owner = layout_.chunks()[chunk].rank;
-    return SealRefusal{absl::FailedPreconditionError(absl::StrCat(
-                           "step ", step, ": parameter ", parameter, what, " (chunk ", chunk,
-                           " from rank ", owner, "); abort the step and redo it")),
-                       {{.rank = owner, .micro_step = 0, .parameters = {parameter}}}};
-  };
   std::vector<std::string> unused;
   for (int p = 0; p < static_cast<int>(spec_.layout.parameters.size()); ++p) {
     const ParameterSpec& parameter = spec_.layout.parameters[p];
     const ParameterPlace& place = layout_.place(p);
     if (!parameter.trainable || place.elements == 0) continue;
-    if (!open.used(p)) {
-      unused.push_back(parameter.name);
-      const int chunk =
-          ChunkWithGradient(parameter.group, place.offset, place.offset + place.elements);
-      if (chunk != -1) {
-        return refuse(chunk, parameter.name,
-                      " was declared unused by all ranks, but has a gradient");
-      }
-      continue;
-    }
-    const auto [first, last] = layout_.ChunksOfParameter(p);
-    for (int chunk = first; chunk < last; ++chunk) {
-      if (gradients_->is_zero(chunk)) {
-        return refuse(chunk, parameter.name,
-                      " received a gradient, but was sent as empty in every micro-step");
-      }
-    }
+    if (open.used(p)) continue;
+    unused.push_back(parameter.name);
+    const int chunk =
+        ChunkWithGradient(parameter.group, place.offset, place.offset + place.elements);
+    if (chunk == -1) continue;
+    const int owner = layout_.chunks()[chunk].rank;
+    return SealRefusal{absl::FailedPreconditionError(absl::StrCat(
+                           "step ", step, ": parameter ", parameter.name,
+                           " was declared unused by all ranks, but has a gradient (chunk ", chunk,
+                           " from rank ", owner, "); abort the step and redo it")),
+                       {{.rank = owner, .micro_step = 0, .parameters = {parameter.name}}}};
   }
   if (unused.empty() || spec_.unused_policy != UnusedPolicy::kError) return std::nullopt;
   return SealRefusal{

@@ -91,10 +91,17 @@ absl::Status OpenStep::EndMicroStep(int rank, uint32_t micro_step, const UsedPar
                      " where ", state.micro_steps_ended, " is the next"));
   }
   ++state.micro_steps_ended;
+  if (uses_.size() <= micro_step) uses_.resize(micro_step + 1);
+  Uses& uses = uses_[micro_step];
   if (used.all) {
     used_.assign(used_.size(), true);
+    uses = {.all = true, .some = {}};
   } else {
-    for (const int parameter : used.parameters) used_[parameter] = true;
+    if (!uses.all) uses.some.resize(used_.size(), false);
+    for (const int parameter : used.parameters) {
+      used_[parameter] = true;
+      if (!uses.all) uses.some[parameter] = true;
+    }
     const bool nothing = used.parameters.empty();
     if (nothing && !state.reached_nothing.has_value()) state.reached_nothing = micro_step;
   }
@@ -105,6 +112,22 @@ absl::Status OpenStep::EndMicroStep(int rank, uint32_t micro_step, const UsedPar
     if (first) non_finite_ = {.rank = rank, .micro_step = micro_step, .found = *used.non_finite};
   }
   return absl::OkStatus();
+}
+
+void OpenStep::RecordEmpty(int chunk, uint32_t begin, uint32_t end) {
+  std::vector<MicroSteps>& empties = empties_[chunk];
+  if (!empties.empty() && empties.back().end == begin) {
+    empties.back().end = end;
+  } else {
+    empties.push_back({begin, end});
+  }
+}
+
+std::optional<uint32_t> OpenStep::FirstUse(int parameter, uint32_t begin, uint32_t end) const {
+  for (uint32_t m = begin; m < std::min<size_t>(end, uses_.size()); ++m) {
+    if (uses_[m].all || (!uses_[m].some.empty() && uses_[m].some[parameter])) return m;
+  }
+  return std::nullopt;
 }
 
 absl::Status OpenStep::Seal(int rank, uint32_t micro_steps) {

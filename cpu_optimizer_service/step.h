@@ -13,6 +13,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -64,6 +65,8 @@ class OpenStep {
   absl::Status EndMicroStep(int rank, uint32_t micro_step, const UsedParameters& used);
   // Whether this rank may add gradients now: it has begun and not sealed.
   absl::Status CheckMayContribute(int rank) const;
+  // `chunk` has come as empty for micro-steps [begin, end).
+  void RecordEmpty(int chunk, uint32_t begin, uint32_t end);
 
   // Records the rank's seal. FAILED_PRECONDITION if its micro-steps have not all ended.
   absl::Status Seal(int rank, uint32_t micro_steps);
@@ -73,6 +76,14 @@ class OpenStep {
   // Another rank that sealed a different number of micro-steps than `rank`, or -1.
   int RankThatDisagrees(int rank) const;
   bool used(int parameter) const { return used_[parameter]; }
+  // The first micro-step in [begin, end) in which some rank gave the parameter a gradient.
+  std::optional<uint32_t> FirstUse(int parameter, uint32_t begin, uint32_t end) const;
+  struct MicroSteps {
+    uint32_t begin = 0;
+    uint32_t end = 0;
+  };
+  // What came as empty, by chunk; neighbours merged.
+  const std::map<int, std::vector<MicroSteps>>& empties() const { return empties_; }
   // Of the lowest micro-step, and of its lowest rank.
   const std::optional<NonFiniteReport>& non_finite() const { return non_finite_; }
   std::optional<double> SecondsSinceFirstSeal() const;
@@ -85,6 +96,12 @@ class OpenStep {
   StepTerms terms_;
   std::vector<RankInStep> ranks_;
   std::vector<bool> used_;  // By parameter: some rank gave it a gradient in some micro-step.
+  struct Uses {
+    bool all = false;        // Then the next is not kept.
+    std::vector<bool> some;  // By parameter.
+  };
+  std::vector<Uses> uses_;  // By micro-step, of all ranks together.
+  std::map<int, std::vector<MicroSteps>> empties_;
   std::optional<NonFiniteReport> non_finite_;
   std::optional<std::chrono::steady_clock::time_point> first_seal_;
 };

@@ -75,6 +75,9 @@ def main() -> int:
         run = json.loads((flags.service / "worker.json").read_text())
         service = (flags.service / "weights.bin").read_bytes()
         local = (flags.local / "weights.bin").read_bytes()
+        if run["coverage_complete_steps"] != run["steps"]:
+            raise ValueError(f"the service counted complete gradients in {run['coverage_complete_steps']} of "
+                             f"{run['steps']} steps; the job did other steps than this run's")
         identical, verdict = compare(service, local, run.get("tensors", []))
         summary = {name: run[name] for name in (
             "steps", "workers", "micro_steps", "parameters", "groups", "first_loss", "last_loss")}

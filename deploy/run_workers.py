@@ -6,7 +6,8 @@
 When one fails the others are stopped, by SIGTERM and five seconds later by SIGKILL; once none is left
 all are started again, at most N times (default 0). Then the failed one's last words and exit code are
 passed on. Only rank 0's output is shown; LOG_DIR/rank-K.log holds the other ranks' output and
-LOG_DIR/rank-K.err what each wrote to stderr, of all starts. SIGTERM and SIGINT stop the workers, too.
+LOG_DIR/rank-K.err what each wrote to stderr, of all starts. SIGTERM, SIGINT and SIGHUP stop the workers,
+too; should this process be killed, the kernel sends them SIGTERM.
 
 MASTER_PORT is a free port, another one in each start, unless it is set; should another process take it
 meanwhile, one more is tried. The host's cores are shared out by OMP_NUM_THREADS and
@@ -14,6 +15,7 @@ OPENBLAS_NUM_THREADS unless they are set.
 """
 
 import argparse
+import ctypes
 import os
 import pathlib
 import re
@@ -25,6 +27,7 @@ import time
 
 GRACE_SECONDS = 5
 PORT_WAS_TAKEN = "choose another MASTER_PORT"
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 LOST_PEER = re.compile(r"lost rank (\d+); see why it ended")
 
 
@@ -36,17 +39,27 @@ def number(least, most):
     return parse
 
 
+def end_with_parent(libc, parent):
+    """In a child before it becomes a worker."""
+    pr_set_pdeathsig = 1
+    libc.prctl(pr_set_pdeathsig, int(signal.SIGTERM))
+    if os.getppid() != parent:  # It ended before the kernel was asked.
+        os._exit(1)
+
+
 class Worker:
     """One rank of one start."""
 
     def __init__(self, rank, command, log_dir, environment):
         self.rank = rank
         self.error_path = log_dir / f"rank-{rank}.err"
+        libc, parent = ctypes.CDLL(None), os.getpid()
         with open(self.error_path, "ab") as error, open(log_dir / f"rank-{rank}.log", "ab") as output:
             self.words_begin = os.fstat(error.fileno()).st_size
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=None if rank == 0 else output, stderr=error,
-                env=os.environ | environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+                env=os.environ | environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                preexec_fn=(lambda: end_with_parent(libc, parent)) if sys.platform == "linux" else None)
 
     def code(self):
         """As a shell says it; None while it runs."""
@@ -71,6 +84,7 @@ class Launcher:
         self.flags = flags
         self.workers = []
         self.starting = False
+        self.ending = False
         self.stopped_by = 0  # A signal that came while workers were being started.
         self.chooses_port = not os.environ.get("MASTER_PORT")
         flags.log_dir.mkdir(parents=True, exist_ok=True)
@@ -105,7 +119,8 @@ class Launcher:
     def on_signal(self, number, _):
         if self.starting:
             self.stopped_by = number
-        else:
+        elif not self.ending:
+            self.ending = True
             sys.exit(128 + number)
 
     def await_end(self):
@@ -115,7 +130,9 @@ class Launcher:
             failed = next((worker for worker, code in zip(self.workers, codes) if code), None)
             if failed or None not in codes:
                 return failed
-            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)  # Leaves the code for code().
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)  # Leaves the code for code().
+            if ended.si_pid not in [worker.process.pid for worker in self.workers]:
+                os.waitpid(ended.si_pid, 0)  # Of whoever became this program: it would be found for ever.
 
     def culprit(self, worker):
         """Who failed first, if this one only noticed that another had ended."""
@@ -184,7 +201,8 @@ def main():
     except OSError as error:
         print(f"run_workers.py: {error}; choose another folder for the logs", file=sys.stderr)
         return 2
-    for ending in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # Were it ignored, no worker's end would be told.
+    for ending in STOPPING:
         signal.signal(ending, launcher.on_signal)
     try:
         return launcher.run()
@@ -192,8 +210,7 @@ def main():
         print(f"run_workers.py: {error}", file=sys.stderr)
         return 2
     finally:
-        for ending in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(ending, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
         launcher.stop()
 
 

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <initializer_list>
 #include <memory>
 #include <new>
 #include <string>
@@ -15,10 +16,12 @@
 
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
+#include "absl/flags/reflection.h"
 #include "absl/flags/usage.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_replace.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "client/loss_scaler.h"
@@ -145,6 +148,17 @@ absl::Status CheckCheckpointPath(absl::string_view flag, absl::string_view path)
       absl::StrCat("--", flag, "=", path, " must be an absolute path on the service's host"));
 }
 
+// `flags`, by their names in Abseil, are at their defaults, or `error`.
+absl::Status CheckUnused(std::initializer_list<absl::string_view> flags, absl::string_view error) {
+  for (const absl::string_view name : flags) {
+    const absl::CommandLineFlag* flag = absl::FindCommandLineFlag(name);
+    if (flag->CurrentValue() == flag->DefaultValue()) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("--", absl::StrReplaceAll(name, {{"_", "-"}}), " ", error));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status CheckFlags() {
   if (absl::GetFlag(FLAGS_threads) < 1) {
     return absl::InvalidArgumentError("--threads must be at least 1");
@@ -171,8 +185,11 @@ absl::Status TakeNumericFlags(WorkerOptions& options) {
         .hysteresis = absl::GetFlag(FLAGS_loss_scale_hysteresis),
         .min_scale = absl::GetFlag(FLAGS_min_loss_scale),
     };
+    return absl::OkStatus();
   }
-  return absl::OkStatus();
+  return CheckUnused(
+      {"initial_scale_power", "loss_scale_window", "loss_scale_hysteresis", "min_loss_scale"},
+      "is for fp16 gradients; use it with --dtype=fp16 or --wire-dtype=fp16");
 }
 
 absl::StatusOr<WorkerOptions> OptionsFromFlags() {
@@ -207,6 +224,7 @@ absl::StatusOr<WorkerOptions> OptionsFromFlags() {
   options.trainer.check_gradients = absl::GetFlag(FLAGS_check_gradients);
   options.text = absl::GetFlag(FLAGS_text);
   options.optimizer_name = absl::GetFlag(FLAGS_optimizer);
+  options.seal_timeout = absl::GetFlag(FLAGS_seal_timeout);
   options.resumes = !absl::GetFlag(FLAGS_resume).empty();
   options.out = absl::GetFlag(FLAGS_out);
   options.save_directory = absl::GetFlag(FLAGS_save);
@@ -253,10 +271,9 @@ absl::StatusOr<MakeOptimizer> ChooseOptimizer(const Launch& launch,
   const std::string optimizer = absl::GetFlag(FLAGS_optimizer);
   const std::string resume = absl::GetFlag(FLAGS_resume);
   if (optimizer == "local") {
-    if (!resume.empty() || !absl::GetFlag(FLAGS_save).empty()) {
-      return absl::InvalidArgumentError(
-          "--resume and --save need the service; use them with --optimizer=service");
-    }
+    BALLAST_RETURN_IF_ERROR(
+        CheckUnused({"resume", "save", "service", "update", "seal_timeout", "reconnect_timeout"},
+                    "is for the service; use it with --optimizer=service"));
     return MakeLocalOptimizer;
   }
   if (optimizer != "service") {

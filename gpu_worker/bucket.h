@@ -4,11 +4,11 @@
 //   released      its memory may be written
 //   filling       backward writes a micro-step's gradient into its memory
 //   ready         the last parameter's gradient of the micro-step is complete
-//   accumulating  the micro-step's gradient is being added to the accumulator   } only if the
-//   accumulated   it is in there; the next micro-step may fill the memory        } reduction sums
-//   several sealed        every micro-step is in the one memory that will be reduced; it is only
-//   read reducing      this memory is being reduce-scattered reduced       this rank's shard is
-//   there, and is being handed over
+//   accumulating  the gradient is being added to the sum; only if the reduction takes several
+//   accumulated   it is in there; the next micro-step may fill the memory
+//   sealed        every micro-step is in the one memory that will be reduced; it is only read
+//   reducing      this memory is being reduce-scattered
+//   reduced       this rank's shard is there, and is being handed over
 //
 //   released -> filling -> ready -> sealed -> reducing -> reduced -> released
 //                  ^         |         ^

@@ -1,6 +1,7 @@
 #include "gpu_worker/bucket_reducer.h"
 
 #include <algorithm>
+#include <new>
 #include <numeric>
 #include <utility>
 
@@ -179,7 +180,13 @@ void BucketReducer::Run() {
       bucket = order_[next_];
       micro_step = micro_step_;
     }
-    const absl::Status status = Process(bucket, micro_step);
+    absl::Status status;
+    try {
+      status = Process(bucket, micro_step);
+    } catch (const std::bad_alloc&) {
+      status = absl::ResourceExhaustedError(
+          "out of memory; choose a smaller --batch, --context, --width or --layers");
+    }
     MutexLock lock(mutex_);
     if (!status.ok()) {
       status_ = status;

@@ -53,19 +53,28 @@ absl::Span<const std::byte> AsBytes(absl::Span<const float> values) {
   return {reinterpret_cast<const std::byte*>(values.data()), values.size() * sizeof(float)};
 }
 
+// Without the place in Gloo's sources that it begins with.
+std::string FirstLine(const std::string& reason) {
+  const std::string line = reason.substr(0, reason.find('\n'));
+  const size_t place_end = line.find("] ");
+  return place_end == std::string::npos ? line : line.substr(place_end + 2);
+}
+
 class GlooCollective final : public Collective {
  public:
   GlooCollective(std::shared_ptr<gloo::rendezvous::Context> context,
                  std::chrono::milliseconds timeout)
-      : context_(std::move(context)), timeout_(timeout) {}
-
-  ~GlooCollective() override {
-    try {
-      context_->closeConnections();
-    } catch (const std::exception&) {
-      // A peer that closed first; there is nobody left to tell.
+      : context_(std::move(context)), timeout_(timeout), links_(context_->size) {
+    for (int peer = 0; peer < context_->size; ++peer) {
+      if (peer == context_->rank) continue;
+      links_[peer] = context_->createUnboundBuffer(nullptr, SIZE_MAX);
+      links_[peer]->recv(peer, kSilentSlot, Address(&never_sent_), sizeof(never_sent_));
     }
   }
+
+  // Closes the connections by destroying them: what was sent still arrives. Gloo's own
+  // closeConnections resets them, and a last message that is not read yet is lost.
+  ~GlooCollective() override = default;
 
   void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
 
@@ -139,7 +148,6 @@ class GlooCollective final : public Collective {
     absl::Span<const std::byte> send;
     absl::Span<std::byte> receive;
   };
-  using Buffer = std::unique_ptr<gloo::transport::UnboundBuffer>;
 
   absl::Status Gather(const char* operation, absl::Span<const std::byte> shard,
                       absl::Span<std::byte> all) {
@@ -162,27 +170,40 @@ class GlooCollective final : public Collective {
     if (!failed_.ok()) return failed_;
     const uint64_t slot = next_slot_++;
     const auto deadline = std::chrono::steady_clock::now() + timeout_;
-    std::vector<Buffer> sends(transfers.size());
-    std::vector<Buffer> receives(transfers.size());
     int peer = rank();
     try {
-      for (size_t i = 0; i < transfers.size(); ++i) {
-        peer = transfers[i].peer;
-        Start(transfers[i], slot, sends[i], receives[i]);
+      for (const Transfer& transfer : transfers) {
+        peer = transfer.peer;
+        Start(transfer, slot);
       }
-      for (size_t i = 0; i < transfers.size(); ++i) {
-        peer = transfers[i].peer;
-        if (receives[i] != nullptr && !receives[i]->waitRecv(Remaining(deadline))) {
-          throw std::runtime_error("receiving was aborted");
+      for (const Transfer& transfer : transfers) {
+        peer = transfer.peer;
+        gloo::transport::UnboundBuffer& link = *links_[peer];
+        if (!transfer.receive.empty()) {
+          Await("receiving", [&] { return link.waitRecv(Remaining(deadline)); });
         }
-        if (sends[i] != nullptr && !sends[i]->waitSend(Remaining(deadline))) {
-          throw std::runtime_error("sending was aborted");
+        if (!transfer.send.empty()) {
+          Await("sending", [&] { return link.waitSend(Remaining(deadline)); });
         }
       }
     } catch (const std::exception& error) {
       failed_ = Failure(operation, peer, deadline, error.what());
+      links_.clear();  // Nothing that still comes is written to the caller's memory.
     }
     return failed_;
+  }
+
+  // A message, and right after it the end of a peer that has nothing more to do: a wait that wakes
+  // up then sees the end. The next one returns the message at once, or throws again.
+  template <typename Wait>
+  static void Await(const char* what, const Wait& wait) {
+    bool done;
+    try {
+      done = wait();
+    } catch (const std::exception&) {
+      done = wait();
+    }
+    if (!done) throw std::runtime_error(absl::StrCat(what, " was aborted"));
   }
 
   // Rounded up, so that a wait that ends for its time has reached the deadline; never negative,
@@ -192,18 +213,18 @@ class GlooCollective final : public Collective {
                                                       deadline - std::chrono::steady_clock::now()));
   }
 
-  void Start(const Transfer& transfer, uint64_t slot, Buffer& send, Buffer& receive) {
+  void Start(const Transfer& transfer, uint64_t slot) {
+    gloo::transport::UnboundBuffer& link = *links_[transfer.peer];
     if (!transfer.receive.empty()) {
-      receive = context_->createUnboundBuffer(transfer.receive.data(), transfer.receive.size());
-      receive->recv(transfer.peer, slot);
+      link.recv(transfer.peer, slot, Address(transfer.receive.data()), transfer.receive.size());
     }
     if (!transfer.send.empty()) {
-      // Gloo takes one pointer for both directions; it does not write when it sends.
-      send = context_->createUnboundBuffer(const_cast<std::byte*>(transfer.send.data()),
-                                           transfer.send.size());
-      send->send(transfer.peer, slot);
+      link.send(transfer.peer, slot, Address(transfer.send.data()), transfer.send.size());
     }
   }
+
+  // A link's memory is the whole address space, so that an offset in it is an address.
+  static size_t Address(const void* memory) { return reinterpret_cast<size_t>(memory); }
 
   absl::Status Failure(const char* operation, int peer,
                        std::chrono::steady_clock::time_point deadline, const char* reason) const {
@@ -216,16 +237,15 @@ class GlooCollective final : public Collective {
     return late ? absl::DeadlineExceededError(what) : absl::UnavailableError(what);
   }
 
-  // Without the place in Gloo's sources that it begins with.
-  static std::string FirstLine(const std::string& reason) {
-    const std::string line = reason.substr(0, reason.find('\n'));
-    const size_t place_end = line.find("] ");
-    return place_end == std::string::npos ? line : line.substr(place_end + 2);
-  }
-
   const std::shared_ptr<gloo::rendezvous::Context> context_;
   std::chrono::milliseconds timeout_;
-  uint64_t next_slot_ = 1;  // The same on all ranks: one for each operation.
+  // By peer; null for this rank. When a connection ends, Gloo tells the buffers that wait for a
+  // message to begin, and forgets those in the middle of one. So each peer has one buffer for
+  // everything, and on it a receive of something that is never sent: it hears of every end.
+  std::vector<std::unique_ptr<gloo::transport::UnboundBuffer>> links_;
+  std::byte never_sent_{};
+  static constexpr uint64_t kSilentSlot = 0;
+  uint64_t next_slot_ = kSilentSlot + 1;  // The same on all ranks: one for each operation.
   absl::Status failed_;
   std::vector<float> received_;
 };
@@ -248,9 +268,9 @@ absl::StatusOr<std::unique_ptr<Collective>> ConnectGloo(const GlooOptions& optio
     collective->set_timeout(options.timeout);
     return collective;
   } catch (const std::exception& error) {
-    return absl::UnavailableError(absl::StrCat("rank ", options.rank,
-                                               ": connecting all workers failed: ", error.what(),
-                                               "; start ", options.world_size, " workers"));
+    return absl::UnavailableError(absl::StrCat(
+        "rank ", options.rank, ": connecting all workers failed: ", FirstLine(error.what()),
+        "; start ", options.world_size, " workers"));
   }
 }
 

@@ -1,12 +1,17 @@
 #include "gpu_worker/gradient_staging.h"
 
+#include <chrono>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/float_format.h"
 #include "gpu_worker/check.h"
 
 namespace ballast::worker {
 
-GradientStaging::GradientStaging(const Layout& layout, std::vector<DType> wire_dtypes, int rank)
-    : slots_(layout.chunks().size()) {
+GradientStaging::GradientStaging(const Layout& layout, std::vector<DType> wire_dtypes, int rank,
+                                 absl::Duration timeout)
+    : timeout_(timeout), slots_(layout.chunks().size()) {
   for (const int chunk : layout.chunks_of_rank(rank)) {
     Slot& slot = slots_[chunk];
     slot.dtype = wire_dtypes[layout.chunks()[chunk].group];
@@ -14,22 +19,30 @@ GradientStaging::GradientStaging(const Layout& layout, std::vector<DType> wire_d
   }
 }
 
-GradientStaging::Payload GradientStaging::Fill(int chunk, absl::Span<const float> values) {
+absl::StatusOr<GradientStaging::Payload> GradientStaging::Fill(int chunk, uint32_t micro_step,
+                                                               absl::Span<const float> values) {
   Slot& slot = slots_[chunk];
   Check(slot.bytes.size() == values.size() * SizeBytes(slot.dtype), "a payload fills its slot");
   {
+    const auto deadline = std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(timeout_);
     MutexLock lock(mutex_);
-    while (slot.taken) freed_.Wait(mutex_);
+    while (slot.taken) {
+      if (freed_.WaitUntil(mutex_, deadline) || !slot.taken) continue;
+      return absl::DeadlineExceededError(absl::StrCat(
+          "chunk ", chunk, " of micro-step ", micro_step, " waited ",
+          absl::FormatDuration(timeout_),
+          " for the optimizer to take what it was sent before; see whether it still runs"));
+    }
     slot.taken = true;
   }
   for (size_t i = 0; i < values.size(); ++i) {
     StoreElement(slot.bytes.data(), slot.dtype, i, values[i]);
   }
-  return {.bytes = slot.bytes, .released = [this, &slot] {
-            MutexLock lock(mutex_);
-            slot.taken = false;
-            freed_.NotifyAll();
-          }};
+  return Payload{.bytes = slot.bytes, .released = [this, &slot] {
+                   MutexLock lock(mutex_);
+                   slot.taken = false;
+                   freed_.NotifyAll();
+                 }};
 }
 
 }  // namespace ballast::worker

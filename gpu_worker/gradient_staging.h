@@ -9,6 +9,8 @@
 #include <functional>
 #include <vector>
 
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "cpu_optimizer_service/common/dtype.h"
 #include "cpu_optimizer_service/common/layout.h"
@@ -19,8 +21,9 @@ namespace ballast::worker {
 // Thread-safe. Must outlive the optimizer that payloads are pushed to.
 class GradientStaging {
  public:
-  // `wire_dtypes`: one per group.
-  GradientStaging(const Layout& layout, std::vector<DType> wire_dtypes, int rank);
+  // `wire_dtypes`: one per group. `timeout`: how long Fill waits for a slot.
+  GradientStaging(const Layout& layout, std::vector<DType> wire_dtypes, int rank,
+                  absl::Duration timeout);
 
   struct Payload {
     absl::Span<const std::byte> bytes;
@@ -28,7 +31,9 @@ class GradientStaging {
   };
 
   // Waits until the chunk's slot is free, and rounds `values` to the wire dtype into it.
-  Payload Fill(int chunk, absl::Span<const float> values);
+  // DEADLINE_EXCEEDED, naming the chunk and the micro-step, if its last payload is not released in
+  // time.
+  absl::StatusOr<Payload> Fill(int chunk, uint32_t micro_step, absl::Span<const float> values);
 
  private:
   struct Slot {
@@ -37,6 +42,7 @@ class GradientStaging {
     bool taken = false;
   };
 
+  const absl::Duration timeout_;
   Mutex mutex_;
   CondVar freed_;
   // By chunk; empty for chunks of other ranks. The mutex guards `taken`; whoever took a slot has

@@ -16,6 +16,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "gpu_worker/log.h"
 #include "gpu_worker/output_file.h"
 
 namespace ballast::worker {
@@ -23,6 +24,7 @@ namespace {
 
 constexpr char kFile[] = "losses.csv";
 constexpr char kNote[] = "losses.csv.next";
+constexpr char kJob[] = ".losses.csv.job";
 constexpr absl::string_view kHeader =
     "step,loss,norm,clip,tokens_per_second,seconds,compute,reduce,send,update,receive\n";
 constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
@@ -32,10 +34,13 @@ std::string ReadAll(const std::string& path) {
   return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
 }
 
+// "nan" for any, also those with a sign.
+double Plain(double value) { return std::isnan(value) ? kUnknown : value; }
+
 std::string LineOf(const StepReport& report) {
   const StepTimes& times = report.times;
   return absl::StrFormat("%d,%.9g,%.9g,%.9g,%.6g,%.6g,%.6g,%.6g,%.6g,%.6g,%.6g\n", report.step,
-                         report.loss, report.norm, report.clip_coefficient,
+                         Plain(report.loss), Plain(report.norm), Plain(report.clip_coefficient),
                          report.tokens_per_second, report.seconds, times.compute, times.reduce,
                          times.send, times.update, times.receive);
 }
@@ -110,19 +115,35 @@ LossLog::~LossLog() {
 }
 
 absl::StatusOr<std::unique_ptr<LossLog>> LossLog::Open(const std::string& directory,
+                                                       const std::string& job_uid,
                                                        uint64_t committed_step) {
   std::unique_ptr<LossLog> log(new LossLog(directory));
-  std::vector<StepReport>& reports = log->reports_;
-  reports = ParseLossesCsv(ReadAll(log->path_));
-  while (!reports.empty() && reports.back().step > committed_step) reports.pop_back();
-  const std::optional<StepReport> noted = ParseNote(ReadAll(log->note_path_));
-  // Only the step after the last line can be without one.
-  const uint64_t missing = reports.empty() ? committed_step : reports.back().step + 1;
-  if (noted.has_value() && noted->step == missing && missing <= committed_step) {
-    reports.push_back(*noted);
+  const std::string job_path = absl::StrCat(directory, "/", kJob);
+  if (!job_uid.empty() && ReadAll(job_path) == job_uid) {
+    log->TakeOver(committed_step);
+    BALLAST_RETURN_IF_ERROR(log->Rewrite());
+    return log;
   }
+  if (!ParseLossesCsv(ReadAll(log->path_)).empty()) {
+    Log().info("{} is of another job; it is begun anew", log->path_);
+  }
+  // In this order: lines and a note of another job are never beside this one's name.
+  unlink(job_path.c_str());
+  unlink(log->note_path_.c_str());
   BALLAST_RETURN_IF_ERROR(log->Rewrite());
+  if (!job_uid.empty()) BALLAST_RETURN_IF_ERROR(WriteFiles(directory, {{kJob, job_uid}}));
   return log;
+}
+
+void LossLog::TakeOver(uint64_t committed_step) {
+  reports_ = ParseLossesCsv(ReadAll(path_));
+  while (!reports_.empty() && reports_.back().step > committed_step) reports_.pop_back();
+  const std::optional<StepReport> noted = ParseNote(ReadAll(note_path_));
+  // Only the step after the last line can be without one.
+  const uint64_t missing = reports_.empty() ? committed_step : reports_.back().step + 1;
+  if (noted.has_value() && noted->step == missing && missing <= committed_step) {
+    reports_.push_back(*noted);
+  }
 }
 
 absl::Status LossLog::Rewrite() {
@@ -136,7 +157,8 @@ absl::Status LossLog::Note(uint64_t step, double loss) {
   // A torn one is of a step that is not sealed, so nobody misses it.
   const int note = open(note_path_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
   if (note < 0) return CannotWrite(note_path_, errno);
-  const absl::Status status = WriteAll(note, note_path_, absl::StrFormat("%d %.9g\n", step, loss));
+  const absl::Status status =
+      WriteAll(note, note_path_, absl::StrFormat("%d %.9g\n", step, Plain(loss)));
   close(note);
   return status;
 }

@@ -2,7 +2,8 @@
 //
 // Lines are appended as steps are committed. A worker may die between a step's commit and its line:
 // the step's loss is noted in another file before the seal, and stands in the line that the next
-// start appends, with what nobody knows any more as nan.
+// start appends, with what nobody knows any more as nan. A third file, .losses.csv.job, says of
+// which job the lines are.
 #ifndef BALLAST_GPU_WORKER_LOSS_LOG_H_
 #define BALLAST_GPU_WORKER_LOSS_LOG_H_
 
@@ -22,9 +23,11 @@ namespace ballast::worker {
 // Thread-compatible. Errors are UNAVAILABLE naming the file.
 class LossLog {
  public:
-  // Takes over what an earlier start left in the directory: whole lines of steps up to the
-  // committed one. Everything else goes.
+  // `job_uid`: empty if no other start can have the same job.
+  // Takes over what an earlier start of the same job left in the directory: whole lines of steps up
+  // to the committed one. Everything else goes.
   static absl::StatusOr<std::unique_ptr<LossLog>> Open(const std::string& directory,
+                                                       const std::string& job_uid,
                                                        uint64_t committed_step);
   ~LossLog();
   LossLog(const LossLog&) = delete;
@@ -43,6 +46,8 @@ class LossLog {
  private:
   explicit LossLog(const std::string& directory);
 
+  // Takes the lines and the note from the directory.
+  void TakeOver(uint64_t committed_step);
   absl::Status Rewrite();
 
   const std::string directory_;

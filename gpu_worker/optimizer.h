@@ -34,6 +34,9 @@ class StepOptimizer {
   // Gives the optimizer the first weights, if it has none yet, and puts the current ones of this
   // rank's chunks in place. May say ABORTED itself: join again.
   virtual absl::Status Join(const FillChunk& first_weights) = 0;
+  // The service's name for this very job, which another of the same name does not have; empty where
+  // the job ends with the process.
+  virtual std::string job_uid() const { return {}; }
   // All ranks of a step have the same.
   virtual uint64_t generation() const = 0;
   virtual uint64_t committed_step() const = 0;

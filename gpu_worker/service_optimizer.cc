@@ -3,7 +3,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/check.h"
 #include "gpu_worker/log.h"
@@ -11,25 +10,26 @@
 namespace ballast::worker {
 namespace {
 
-constexpr absl::Duration kRetryInterval = absl::Milliseconds(50);
-
 class ServiceOptimizer final : public StepOptimizer {
  public:
   ServiceOptimizer(std::shared_ptr<grpc::Channel> channel, client::SessionOptions options)
       : channel_(std::move(channel)), options_(std::move(options)) {}
 
   absl::Status Join(const FillChunk& first_weights) override {
-    BALLAST_RETURN_IF_ERROR(CheckNotClosed());
     session_.reset();  // Waits until nobody reads the payloads any more.
-    BALLAST_ASSIGN_OR_RETURN(session_, Open());
-    if (job_uid_.empty()) job_uid_ = session_->job_uid();
+    absl::StatusOr<std::unique_ptr<client::Session>> session =
+        client::Session::Open(channel_, options_);
+    if (!options_.job_uid.empty() && absl::IsNotFound(session.status())) return Closed();
+    BALLAST_RETURN_IF_ERROR(session.status());
+    session_ = *std::move(session);
+    options_.job_uid = session_->job_uid();
     options_.rejoin = true;  // A process that was replaced leaves its rank to the other.
-    if (session_->job_uid() != job_uid_) return Closed();
     if (session_->awaiting_weights()) {
       BALLAST_RETURN_IF_ERROR(session_->UploadWeights(first_weights));
     }
     return session_->ReadWeights();
   }
+  std::string job_uid() const override { return session().job_uid(); }
   uint64_t generation() const override { return session().generation(); }
   uint64_t committed_step() const override { return session().committed_step(); }
   std::string trainer_state() const override { return session().trainer_state(); }
@@ -63,27 +63,9 @@ class ServiceOptimizer final : public StepOptimizer {
         " was closed on the service while this worker trained; start the workers again "
         "to begin it anew"));
   }
-  // A job that was joined before says UNAVAILABLE while a checkpoint is loaded into it.
-  absl::StatusOr<std::unique_ptr<client::Session>> Open() const {
-    const absl::Time deadline = absl::Now() + options_.reconnect_timeout;
-    for (;;) {
-      absl::StatusOr<std::unique_ptr<client::Session>> session =
-          client::Session::Open(channel_, options_);
-      if (job_uid_.empty() || !absl::IsUnavailable(session.status()) || absl::Now() >= deadline) {
-        return session;
-      }
-      absl::SleepFor(kRetryInterval);
-    }
-  }
-  // Opening a session would make a job that is not there.
-  absl::Status CheckNotClosed() {
-    if (session_ == nullptr) return absl::OkStatus();
-    return absl::IsNotFound(session_->ReadCounts().status()) ? Closed() : absl::OkStatus();
-  }
 
   const std::shared_ptr<grpc::Channel> channel_;
-  client::SessionOptions options_;
-  std::string job_uid_;                       // Of the job joined first; empty: none yet.
+  client::SessionOptions options_;            // With the uid of the job, once it is joined.
   std::unique_ptr<client::Session> session_;  // Null until the first Join has opened it.
 };
 

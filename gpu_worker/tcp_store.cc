@@ -87,6 +87,9 @@ class Table {
     while (true) {
       if (const auto found = values_.find(key); found != values_.end()) return found->second;
       if (closed_) return absl::CancelledError("rank 0 ended");
+      if (!ended_.empty()) {
+        return absl::UnavailableError(absl::StrCat("rank ", *ended_.begin(), " ended; see why"));
+      }
       if (!changed_.WaitUntil(mutex_, deadline) && !values_.contains(key)) {
         return absl::DeadlineExceededError(absl::StrCat("nobody set the key ", key, " in time"));
       }
@@ -103,6 +106,13 @@ class Table {
     }
     return absl::AlreadyExistsError(
         absl::StrCat("two workers were started with RANK=", rank, "; give each its own"));
+  }
+
+  // A rank's connection ended. Who waits for a key waits for all ranks, and not for that any more.
+  void Leave(int rank) {
+    MutexLock lock(mutex_);
+    ended_.insert(rank);
+    changed_.NotifyAll();
   }
 
   // Keeps why a rank was refused, for the error of the one that waits for it.
@@ -157,6 +167,7 @@ class Table {
   CondVar changed_;
   std::map<std::string, std::string> values_ ABSL_GUARDED_BY(mutex_);
   std::set<int> ranks_ ABSL_GUARDED_BY(mutex_) = {0};
+  std::set<int> ended_ ABSL_GUARDED_BY(mutex_);
   std::set<std::string> reached_at_ ABSL_GUARDED_BY(mutex_);
   std::set<std::string> refusals_ ABSL_GUARDED_BY(mutex_);
   bool closed_ ABSL_GUARDED_BY(mutex_) = false;
@@ -237,7 +248,7 @@ class ServedStore final : public TcpStore {
       if (!Send(socket, reply, deadline()).ok() || !answer.ok()) return;
       // A rank may compute for hours between two questions; it ends when its connection does.
       absl::StatusOr<Message> question = Receive(socket, Deadline::max());
-      if (!question.ok()) return;
+      if (!question.ok()) return table_.Leave(std::atoi(hello->first.c_str()));
       answer = Answer(*question, value);
     }
   }

@@ -35,7 +35,7 @@ class TcpStore {
   virtual ~TcpStore() = default;
 
   virtual absl::Status Set(const std::string& key, const std::string& value) = 0;
-  // DEADLINE_EXCEEDED if nobody sets the key in time.
+  // DEADLINE_EXCEEDED if nobody sets the key in time; UNAVAILABLE if a rank ends meanwhile.
   virtual absl::StatusOr<std::string> Get(const std::string& key) = 0;
   virtual int port() const = 0;
   // The address under which the other ranks reach this one: that of its connection to rank 0. On

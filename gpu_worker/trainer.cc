@@ -69,6 +69,7 @@ absl::Status Trainer::Step(uint64_t step, const TrainerEvents& events) {
   // No rank seals before all have come so far: one that failed is noticed here at the latest.
   BALLAST_RETURN_IF_ERROR(SumLoss());
   if (!attempt_.lost) {
+    attempt_.sealing = true;
     if (events.on_sealing) {
       BALLAST_RETURN_IF_ERROR(events.on_sealing(step, attempt_.report.loss));
     }
@@ -79,8 +80,9 @@ absl::Status Trainer::Step(uint64_t step, const TrainerEvents& events) {
   StepReport& report = attempt_.report;
   if (attempt_.lost) {
     BALLAST_RETURN_IF_ERROR(JoinAgain(lost_because_));
-    // A step that only some ranks saw the end of is committed all the same.
-    if (optimizer_.committed_step() != step) return absl::OkStatus();
+    // A step that only some ranks saw the end of is committed all the same. One that no rank sealed
+    // is not: an operator loaded a checkpoint of that step.
+    if (optimizer_.committed_step() != step || !attempt_.sealing) return absl::OkStatus();
     if (!attempt_.decided) report.applied = optimizer_.last_step_applied();
   } else {
     if (scaler_.has_value()) scaler_->Update(/*overflow=*/!report.applied);
@@ -153,8 +155,9 @@ absl::Status Trainer::HandOver(const ReducedShard& shard) {
     Check(chunk->begin == begin + static_cast<int64_t>(done) && chunk->rank == collective_.rank(),
           "a rank's chunks tile its shards");
     const int index = static_cast<int>(chunk - chunks.begin());
-    GradientStaging::Payload payload =
-        staging_.Fill(index, shard.values.subspan(done, chunk->elements));
+    BALLAST_ASSIGN_OR_RETURN(GradientStaging::Payload payload,
+                             staging_.Fill(index, shard.micro_step_end - 1,
+                                           shard.values.subspan(done, chunk->elements)));
     BALLAST_RETURN_IF_ERROR(UnlessLost(optimizer_.Push({.chunk = index,
                                                         .micro_step_begin = shard.micro_step_begin,
                                                         .micro_step_end = shard.micro_step_end,
@@ -197,10 +200,10 @@ absl::Status Trainer::SealAndReceive() {
 
 // Whether all ranks saw the end of the step; if not, what became of it, from one that knows.
 absl::Status Trainer::ShareDecision() {
-  struct Ending {
-    bool lost;
-    bool decided;
-    bool applied;
+  struct Ending {  // Of one size throughout: padding would send what the stack held.
+    uint64_t lost;
+    uint64_t decided;
+    uint64_t applied;
     double norm;
     double clip_coefficient;
   };
@@ -217,10 +220,10 @@ absl::Status Trainer::ShareDecision() {
     report.norm = report.clip_coefficient = std::numeric_limits<double>::quiet_NaN();
   }
   for (const Ending& ending : endings) {
-    attempt_.lost |= ending.lost;
-    if (!ending.decided || attempt_.decided) continue;
+    attempt_.lost |= ending.lost != 0;
+    if (ending.decided == 0 || attempt_.decided) continue;
     attempt_.decided = true;
-    report.applied = ending.applied;
+    report.applied = ending.applied != 0;
     report.norm = ending.norm;
     report.clip_coefficient = ending.clip_coefficient;
   }
@@ -276,6 +279,7 @@ absl::Status Trainer::Join() {
     if (!status.ok() && !absl::IsAborted(status)) return status;
     BALLAST_ASSIGN_OR_RETURN(const bool together, StandTogether(status.ok()));
     if (!together) continue;
+    if (optimizer_.committed_step() > options_.steps) return PastTheLastStep();
     BALLAST_RETURN_IF_ERROR(RestoreScaler());
     return GatherWeights();
   }
@@ -283,6 +287,12 @@ absl::Status Trainer::Join() {
       absl::StrCat("job ", job_.spec.name, ": the ranks joined ", kMaxAttempts,
                    " times and never stood at the same step (", status.message(),
                    "); find out who takes a rank or loads checkpoints all the time"));
+}
+
+absl::Status Trainer::PastTheLastStep() const {
+  return absl::FailedPreconditionError(
+      absl::StrCat("job ", job_.spec.name, " is at step ", optimizer_.committed_step(),
+                   " already; ask for more with --steps, or start another with --job"));
 }
 
 absl::StatusOr<bool> Trainer::StandTogether(bool joined) {

@@ -101,6 +101,7 @@ class Trainer {
   Trainer(const TrainerOptions& options, const TrainerParts& parts);
 
   // Joins the job; all ranks stand at the same committed step then, with its weights.
+  // FAILED_PRECONDITION if that is past the last step of the options.
   absl::Status Join();
   // From the step after the optimizer's last to the last of the options. The first error ends it.
   absl::Status Run(const TrainerEvents& events);
@@ -111,6 +112,7 @@ class Trainer {
     StepReport report;
     uint32_t micro_steps = 1;
     bool lost = false;     // The optimizer has taken the step back: on this rank, then on any.
+    bool sealing = false;  // All ranks went on to seal it.
     bool decided = false;  // A rank has its decision.
   };
 
@@ -121,6 +123,7 @@ class Trainer {
   absl::Status SealAndReceive();
   absl::Status ShareDecision();
   absl::Status JoinAgain(const std::string& reason);
+  absl::Status PastTheLastStep() const;
   absl::StatusOr<bool> StandTogether(bool joined);
   absl::Status RestoreScaler();
   absl::Status GatherWeights();

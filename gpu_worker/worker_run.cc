@@ -90,13 +90,6 @@ std::vector<DType> WireDTypes(const JobSpec& spec) {
   return dtypes;
 }
 
-absl::Status CheckNotPast(const StepOptimizer& optimizer, const WorkerOptions& options) {
-  if (optimizer.committed_step() <= options.trainer.steps) return absl::OkStatus();
-  return absl::FailedPreconditionError(
-      absl::StrCat("job ", options.job.name, " is at step ", optimizer.committed_step(),
-                   " already; ask for more with --steps, or start another with --job"));
-}
-
 absl::StatusOr<RunFacts> FactsOf(const WorkerOptions& options, const Collective& collective,
                                  const LossLog& losses, StepOptimizer& optimizer) {
   RunFacts facts{.reports = losses.reports(),
@@ -145,7 +138,8 @@ absl::Status RunWorker(WorkerOptions options, Collective& collective,
   const std::unique_ptr<Model> model = MakeCpuGpt(options.model, options.trainer.seed);
   BALLAST_ASSIGN_OR_RETURN(const TrainingJob job, MakeTrainingJob(*model, options.job));
   model->Place(job.layout, job.group_elements, options.job.weights_dtype);
-  GradientStaging staging(job.layout, WireDTypes(job.spec), collective.rank());
+  GradientStaging staging(job.layout, WireDTypes(job.spec), collective.rank(),
+                          options.seal_timeout);
   const WeightsAt weights = [&](int chunk_index) {
     const Chunk& chunk = job.layout.chunks()[chunk_index];
     return WeightBytes(*model, chunk.group, chunk.begin, chunk.elements);
@@ -159,12 +153,12 @@ absl::Status RunWorker(WorkerOptions options, Collective& collective,
                                     .staging = staging,
                                     .optimizer = *optimizer});
   BALLAST_RETURN_IF_ERROR(trainer.Join());
-  BALLAST_RETURN_IF_ERROR(CheckNotPast(*optimizer, options));
 
   std::unique_ptr<LossLog> losses;
   TrainerEvents events;
   if (writes_output) {
-    BALLAST_ASSIGN_OR_RETURN(losses, LossLog::Open(options.out, optimizer->committed_step()));
+    BALLAST_ASSIGN_OR_RETURN(
+        losses, LossLog::Open(options.out, optimizer->job_uid(), optimizer->committed_step()));
     events.on_sealing = [&](uint64_t step, double loss) { return losses->Note(step, loss); };
   }
   events.on_step = [&](const StepReport& report) {

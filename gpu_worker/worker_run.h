@@ -9,6 +9,8 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "client/session.h"
 #include "gpu_worker/cpu/cpu_gpt.h"
 #include "gpu_worker/optimizer.h"
 #include "gpu_worker/trainer.h"
@@ -22,6 +24,8 @@ struct WorkerOptions {
   TrainingJobOptions
       job;  // world_size and micro_steps are taken from the collective and `trainer`.
   std::string text = kDefaultText;
+  // How long a gradient waits for the optimizer to take the one before it.
+  absl::Duration seal_timeout = client::SessionOptions().seal_timeout;
   std::string optimizer_name;  // For worker.json.
   bool resumes = false;        // The optimizer loads a checkpoint first; on all ranks or on none.
   std::string out;             // Directory for rank 0's files; empty: none.

@@ -7,6 +7,8 @@ namespace {
 
 // A step left open could still be finished by its workers, after the save.
 void AbortUndecided(Job& job, double seconds, DrainReport& report) {
+  // What all ranks have sealed is decided as soon as nobody holds it back, before the save.
+  if (job.Status().phase == JobPhase::kSealed) return;
   const absl::StatusOr<uint64_t> step = job.AbortStep();
   if (!step.ok()) return;  // Between steps; or decided, and then the save waits for the update.
   report.aborted.push_back(absl::StrCat("job ", job.spec().name, ": step ", *step,

@@ -43,15 +43,16 @@ absl::Status Close(Engine& engine, const v1::CloseJobRequest& request) {
   return engine.CloseJob(name.job);
 }
 
-absl::Status Attach(Engine& engine, const v1::AttachWorkerRequest& request,
-                    v1::AttachWorkerResponse& response) {
+absl::Status Attach(Engine& engine, const grpc::ServerContext& context,
+                    const v1::AttachWorkerRequest& request, v1::AttachWorkerResponse& response) {
   BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, FindJob(engine, request.name()));
   AttachRequest attach = {.rank = request.rank(),
                           .process_id = request.process_id(),
                           .uid = request.uid(),
                           .expected_committed_step = {},
                           .spec = {},
-                          .generation = {}};
+                          .generation = {},
+                          .still_wanted = [&context] { return !context.IsCancelled(); }};
   if (request.has_generation()) attach.generation = request.generation();
   attach.rejoin = request.rejoin();
   if (request.has_expected_committed_step()) {
@@ -123,9 +124,10 @@ grpc::Status JobService::CloseJob(grpc::ServerContext*, const v1::CloseJobReques
   return proto::ToGrpc(Close(engine_, *request));
 }
 
-grpc::Status JobService::AttachWorker(grpc::ServerContext*, const v1::AttachWorkerRequest* request,
+grpc::Status JobService::AttachWorker(grpc::ServerContext* context,
+                                      const v1::AttachWorkerRequest* request,
                                       v1::AttachWorkerResponse* response) {
-  return proto::ToGrpc(Attach(engine_, *request, *response));
+  return proto::ToGrpc(Attach(engine_, *context, *request, *response));
 }
 
 grpc::Status JobService::AbortStep(grpc::ServerContext*, const v1::AbortStepRequest* request,

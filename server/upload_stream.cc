@@ -64,7 +64,7 @@ absl::Status UploadStream::Open(const v1::OpenTrain& request) {
                      " (generation is ", status.generation, "); attach again"));
   }
   rank_ = request.rank();
-  generation_ = request.generation();
+  uploader_ = {.generation = request.generation(), .process_id = request.process_id()};
   job_ = job;
   return absl::OkStatus();
 }
@@ -80,7 +80,7 @@ absl::Status UploadStream::Write(const v1::WeightHeader& header, const proto::Pa
                                                    rank_, "'s, of ", chunks.size(), " in all"));
   }
   BALLAST_RETURN_IF_ERROR(
-      job_->WriteInitialWeights(header.chunk(), payload.pieces(), generation_).status());
+      job_->WriteInitialWeights(header.chunk(), payload.pieces(), uploader_).status());
   ++chunks_;
   return absl::OkStatus();
 }

@@ -32,7 +32,7 @@ class UploadStream final : public grpc::ServerReadReactor<grpc::ByteBuffer> {
   grpc::ByteBuffer read_buffer_;
   std::shared_ptr<Job> job_;  // Null before the first message.
   int rank_ = 0;
-  uint64_t generation_ = 0;
+  Job::Uploader uploader_;
   int64_t chunks_ = 0;
 };
 

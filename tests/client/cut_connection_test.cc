@@ -67,7 +67,6 @@ TEST_P(CutConnection, LeavesTheStateOfAnUndisturbedRun) {
     job.name = absl::StrCat("cut-", seed);
     ForEachRank(kWorldSize, [&](int rank) {
       std::mt19937 random(seed * kWorldSize + static_cast<uint32_t>(rank));
-      // The rank joins, and uploads and reads its weights, in less than the first budget.
       std::deque<CuttingProxy::Budget> budgets = {{.bytes = 12000 + random() % 4000}};
       while (budgets.size() < 8) {
         budgets.push_back({.bytes = 1000 + random() % 4000, .up = random() % 2 == 0});
@@ -82,6 +81,29 @@ TEST_P(CutConnection, LeavesTheStateOfAnUndisturbedRun) {
     if (HasFailure()) return;
   }
   EXPECT_GE(cuts, 40);
+}
+
+// At every stage of it: creating the job, attaching, opening the stream, uploading, reading.
+TEST_P(CutConnection, WhileJoiningIsNotNoticed) {
+  JobSpec job = SmallJob("x", 1);
+  job.update_mode = GetParam();
+  int cuts = 0;
+  for (size_t bytes = 100; bytes < 12000; bytes += bytes < 3000 ? 300 : 1500) {
+    for (const bool up : {true, false}) {
+      SCOPED_TRACE(absl::StrCat(bytes, up ? " bytes up" : " bytes down"));
+      job.name = absl::StrCat("join-", bytes, up ? "-up" : "-down");
+      // The second cut comes while the first is being mended. Connecting itself is not retried.
+      CuttingProxy proxy(port(), {{.bytes = bytes, .up = up}, {.bytes = bytes, .up = up}});
+      const auto channel = Connect(proxy.target());
+      if (!channel.ok()) continue;
+      auto rank = RankForTests::Join(*channel, job, 0);
+      ASSERT_TRUE(rank.ok()) << rank.status();
+      EXPECT_EQ((*rank)->Difference(ReferenceRun(job)), "");
+      ASSERT_TRUE((*rank)->Step(1, {}).ok());
+      cuts += proxy.cuts();
+    }
+  }
+  EXPECT_GE(cuts, 20);
 }
 
 INSTANTIATE_TEST_SUITE_P(Modes, CutConnection,
@@ -107,10 +129,11 @@ TEST(GrpcTransport, CancelsCallsThatAreUnderWay) {
   std::thread attacher(
       [&] { attached = transport->AttachWorker({}, absl::InfiniteDuration()).status(); });
   std::thread reader([&] {
-    read = transport
-               ->ReadWeights(
-                   {}, [](const v1::WeightHeader&, PayloadPieces) { return absl::OkStatus(); })
-               .status();
+    read =
+        transport
+            ->ReadWeights({}, absl::InfiniteDuration(),
+                          [](const v1::WeightHeader&, PayloadPieces) { return absl::OkStatus(); })
+            .status();
   });
   close(accept(listener, nullptr, nullptr));  // The calls have begun.
   transport->CancelCalls();

@@ -122,7 +122,10 @@ class FakeTransport final : public Transport {
   // ---- what the test sets before opening a session
   std::vector<absl::Status> create_results;  // Taken one by one; OK when there is none.
   std::vector<absl::Status> attach_results;
-  std::vector<v1::Job> jobs;  // What GetJob says, one by one; the last one again and again.
+  // What GetJob says, one by one; the last one again and again. Of the attachment's uid if without.
+  std::vector<v1::Job> jobs;
+  std::vector<absl::Status> get_results;
+  std::vector<absl::Status> upload_results;
   v1::AttachWorkerResponse attachment;
   absl::Status open_error;  // If not OK, the stream ends with it instead of opening.
   // What ReadWeights sends, each with the step `read_step`.
@@ -231,15 +234,18 @@ class FakeTransport final : public Transport {
   }
 
   // ---- Transport
-  absl::StatusOr<v1::Job> CreateJob(const v1::CreateJobRequest& request) override {
+  absl::StatusOr<v1::Job> CreateJob(const v1::CreateJobRequest& request,
+                                    absl::Duration limit) override {
     ++creates;
     if (absl::Status status = Take(create_results); !status.ok()) return status;
     return request.job();
   }
   absl::StatusOr<v1::Job> GetJob(const v1::GetJobRequest& request) override {
     if (jobs.empty()) return absl::NotFoundError("no such job");
-    const v1::Job job = jobs.front();
+    if (absl::Status status = Take(get_results); !status.ok()) return status;
+    v1::Job job = jobs.front();
     if (jobs.size() > 1) jobs.erase(jobs.begin());
+    if (job.uid().empty()) job.set_uid(attachment.uid());
     return job;
   }
   absl::StatusOr<v1::AttachWorkerResponse> AttachWorker(const v1::AttachWorkerRequest& request,
@@ -265,13 +271,14 @@ class FakeTransport final : public Transport {
   absl::StatusOr<v1::UploadWeightsResponse> UploadWeights(
       const v1::OpenTrain& open, absl::Span<const int> chunks,
       const std::function<std::vector<float>(int chunk)>& fill) override {
+    if (absl::Status status = Take(upload_results); !status.ok()) return status;
     for (int chunk : chunks) uploaded.emplace_back(chunk, fill(chunk));
     v1::UploadWeightsResponse response;
-    response.set_chunks(static_cast<int64_t>(uploaded.size()));
+    response.set_chunks(static_cast<int64_t>(chunks.size()));
     return response;
   }
   absl::StatusOr<uint64_t> ReadWeights(
-      const v1::ReadWeightsRequest& request,
+      const v1::ReadWeightsRequest& request, absl::Duration limit,
       const std::function<absl::Status(const v1::WeightHeader& header, PayloadPieces payload)>&
           place) override {
     reads.push_back(request);

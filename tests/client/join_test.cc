@@ -50,6 +50,19 @@ TEST_F(JoinTest, OtherErrorsEndItAtOnce) {
   EXPECT_TRUE(clock_.sleeps.empty());
 }
 
+TEST_F(JoinTest, ACertainJobIsNeitherCreatedNorAwaited) {
+  options_.job_uid = "u";
+  options_.rejoin = true;
+  for (int rank : {0, 1}) {
+    fake_.attach_results = {absl::NotFoundError("no such job")};
+    EXPECT_EQ(JoinAs(rank).status().code(), absl::StatusCode::kNotFound);
+    EXPECT_EQ(fake_.last_attach.uid(), "u");
+  }
+  EXPECT_TRUE(JoinAs(0).ok());
+  EXPECT_EQ(fake_.creates, 0);
+  EXPECT_TRUE(clock_.sleeps.empty());
+}
+
 TEST_F(JoinTest, OtherRanksWaitForTheJobWithBoundedBackoff) {
   fake_.attach_results.assign(8, absl::NotFoundError("no such job"));
   EXPECT_TRUE(JoinAs(1).ok());
@@ -75,7 +88,8 @@ TEST_F(JoinTest, FirstWeightsAreAwaitedUntilTheJobIsReady) {
   v1::Job ready;
   ready.set_phase(v1::READY);
   fake_.jobs = {waiting, waiting, ready};
-  EXPECT_TRUE(AwaitFirstWeights(fake_, clock_, options_).ok());
+  EXPECT_TRUE(
+      AwaitFirstWeights([this] { return GetJob(fake_, "gpt", ""); }, clock_, options_).ok());
   EXPECT_EQ(clock_.sleeps.size(), 2u);
 }
 
@@ -85,7 +99,8 @@ TEST_F(JoinTest, FirstWeightsThatDoNotComeNameTheRanksThatAreAbsent) {
   waiting.add_ranks()->set_attached(true);
   waiting.add_ranks()->set_rank(1);
   fake_.jobs = {waiting};
-  const absl::Status status = AwaitFirstWeights(fake_, clock_, options_);
+  const absl::Status status =
+      AwaitFirstWeights([this] { return GetJob(fake_, "gpt", ""); }, clock_, options_);
   EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
   EXPECT_THAT(std::string(status.message()), HasSubstr("not attached: rank 1"));
 }

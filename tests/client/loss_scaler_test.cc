@@ -94,6 +94,16 @@ TEST(DynamicLossScaler, StaysAtTheFloor) {
   EXPECT_EQ(scaler.scale(), 0.75f);
 }
 
+TEST(DynamicLossScaler, AStateBelowTheFloorIsRaisedToIt) {
+  DynamicLossScaler scaler = Make({.initial_scale_power = 2, .hysteresis = 1, .min_scale = 0.5f});
+  UpdateTimes(scaler, 3, true);
+  ASSERT_EQ(scaler.scale(), 0.5f);
+  auto restored = DynamicLossScaler::Deserialize(scaler.Serialize(),
+                                                 {.initial_scale_power = 2, .min_scale = 2});
+  ASSERT_TRUE(restored.ok()) << restored.status();
+  EXPECT_EQ(restored->scale(), 2.0f);
+}
+
 TEST(DynamicLossScaler, NeverGrowsBeyondWhatFp32Multiplies) {
   DynamicLossScaler scaler = Make({.initial_scale_power = 60, .window = 1});
   UpdateTimes(scaler, 500, false);
@@ -159,6 +169,8 @@ TEST(DynamicLossScaler, RefusesOptionsThatCannotWork) {
   EXPECT_THAT(message({.window = 0}), HasSubstr("window is 0"));
   EXPECT_THAT(message({.hysteresis = 0}), HasSubstr("hysteresis is 0"));
   EXPECT_THAT(message({.min_scale = 0}), HasSubstr("min_scale is 0"));
+  EXPECT_THAT(message({.initial_scale_power = 2, .min_scale = 5}),
+              HasSubstr("min_scale is 5, expected more than 0, at most the first scale, 4"));
   EXPECT_THAT(message({.min_scale = std::numeric_limits<float>::quiet_NaN()}),
               HasSubstr("min_scale is nan"));
 }

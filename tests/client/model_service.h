@@ -217,7 +217,8 @@ class ModelTransport final : public Transport {
  public:
   explicit ModelTransport(ModelService& service) : service_(service) {}
 
-  absl::StatusOr<v1::Job> CreateJob(const v1::CreateJobRequest& request) override {
+  absl::StatusOr<v1::Job> CreateJob(const v1::CreateJobRequest& request,
+                                    absl::Duration limit) override {
     return request.job();
   }
   absl::StatusOr<v1::Job> GetJob(const v1::GetJobRequest& request) override { return v1::Job(); }
@@ -237,7 +238,7 @@ class ModelTransport final : public Transport {
     return v1::UploadWeightsResponse();
   }
   absl::StatusOr<uint64_t> ReadWeights(
-      const v1::ReadWeightsRequest& request,
+      const v1::ReadWeightsRequest& request, absl::Duration limit,
       const std::function<absl::Status(const v1::WeightHeader& header, PayloadPieces payload)>&
           place) override {
     const uint64_t step = service_.committed();

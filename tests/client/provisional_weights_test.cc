@@ -42,6 +42,15 @@ class ProvisionalWeightsTest : public ScriptedSession {
   std::map<int, int> on_weights_;
 };
 
+TEST_F(ProvisionalWeightsTest, AreNotReservedBeyondWhatIsAvailable) {
+  const Layout layout = Layout::Create(options_.job.layout).value();
+  const int64_t needed_bytes = 4 * 512 + 1024;
+  EXPECT_TRUE(ProvisionalWeights::Reserve(layout, options_.job.groups, 0, needed_bytes).ok());
+  EXPECT_THAT(
+      ProvisionalWeights::Reserve(layout, options_.job.groups, 0, needed_bytes - 1).status(),
+      IsError(absl::StatusCode::kResourceExhausted, HasSubstr("3072 bytes")));
+}
+
 TEST_F(ProvisionalWeightsTest, AreKeptFromTheTrainersMemoryUntilTheDecision) {
   OpenAndBegin();
   EXPECT_EQ(fake_->sent().at(0).open().update_mode(), v1::SPECULATE);

@@ -308,6 +308,20 @@ TEST_F(SendLogTest, WhatIsHeldOfAnotherStepDoesNotCount) {
   stream_.LetGo();
 }
 
+TEST_F(SendLogTest, ASealOfAStepThatIsOverIsNotSentAgain) {
+  SendLog log(1 << 20);
+  v1::Opened opened;
+  opened.set_committed_step(4);
+  log.Resume(stream_, opened);
+  ASSERT_TRUE(log.Send(Seal(5, 1)).ok());
+  ASSERT_TRUE(log.Send(Begin(6)).ok());
+  log.Detach();
+  RecordingStream second;
+  opened.set_committed_step(5);
+  EXPECT_EQ(log.Resume(second, opened).sent, 1);
+  EXPECT_THAT(second.names, ElementsAre("begin 6"));
+}
+
 TEST_F(SendLogTest, ASealIsSentAgainUntilItIsAnswered) {
   SendLog log(1000);
   log.Resume(stream_, {});

@@ -50,14 +50,17 @@ TEST_F(SessionImplTest, AWholeStepPutsWeightsInPlace) {
     Acknowledge(static_cast<uint64_t>(chunk) + 3);  // Open, begin, and so many gradients.
   }
   ASSERT_TRUE(session_->EndMicroStep(0, {.all = false, .parameters = {0, 2}}).ok());
-  Decide(5, true);
-  for (int chunk = 4; chunk >= 0; --chunk) {
-    const size_t bytes = chunk == 4 ? 1024 : 512;
-    const std::string whole(bytes, static_cast<char>('a' + chunk));
-    SendWeights(5, chunk, {whole.substr(0, 3), whole.substr(3)});
-  }
-  Commit(5);
+  std::thread service([&] {
+    ASSERT_TRUE(fake_->AwaitSent(9));  // Open, begin, five gradients, end and seal.
+    Decide(5, true);
+    for (int chunk = 4; chunk >= 0; --chunk) {
+      const std::string whole = WeightsOf(chunk);
+      SendWeights(5, chunk, {whole.substr(0, 3), whole.substr(3)});
+    }
+    Commit(5);
+  });
   const absl::StatusOr<StepDecision> decision = session_->Seal(1);
+  service.join();
   ASSERT_TRUE(decision.ok()) << decision.status();
   EXPECT_EQ(decision->step, 5u);
   EXPECT_TRUE(decision->applied);
@@ -372,6 +375,136 @@ TEST_F(SessionImplTest, UploadsEveryChunkOfTheRank) {
                   .ok());
   ASSERT_EQ(fake_->uploaded.size(), 5u);
   EXPECT_EQ(fake_->uploaded[3].second, std::vector<float>(256, 3.0f));
+}
+
+TEST_F(SessionImplTest, UploadIsRepeatedUntilTheServiceHasTheWeights) {
+  options_.reconnect_timeout = absl::Seconds(5);
+  fake_->attachment.set_awaiting_weights(true);
+  v1::Job job;
+  job.set_phase(v1::READY);
+  fake_->jobs = {job};
+  ASSERT_TRUE(Open().ok());
+  const auto upload = [&] {
+    fake_->uploaded.clear();
+    return session_->UploadWeights([](int, absl::Span<float>) {});
+  };
+  fake_->upload_results = {absl::UnavailableError("socket closed"),
+                           absl::AbortedError("rank 0 is not held by this process")};
+  EXPECT_TRUE(upload().ok());
+  EXPECT_EQ(fake_->uploaded.size(), 5u);
+  // The answer was lost, and the job has its weights.
+  fake_->upload_results = {absl::UnavailableError("socket closed"),
+                           absl::FailedPreconditionError("job gpt has its weights")};
+  EXPECT_TRUE(upload().ok());
+  EXPECT_TRUE(fake_->uploaded.empty());
+  // Not so.
+  job.set_phase(v1::AWAITING_WEIGHTS);
+  fake_->jobs = {job};
+  fake_->upload_results = {absl::UnavailableError("socket closed"),
+                           absl::FailedPreconditionError("something else")};
+  EXPECT_THAT(upload(), IsError(absl::StatusCode::kFailedPrecondition, HasSubstr("else")));
+  // It had them before.
+  job.set_phase(v1::READY);
+  fake_->jobs = {job};
+  fake_->upload_results = {absl::FailedPreconditionError("job gpt has its weights")};
+  EXPECT_EQ(upload().code(), absl::StatusCode::kFailedPrecondition);
+}
+
+TEST_F(SessionImplTest, CallsBetweenStepsAreRepeatedWhileTheServiceIsUnavailable) {
+  options_.reconnect_timeout = absl::Seconds(5);
+  v1::Job waiting;
+  waiting.set_phase(v1::AWAITING_WEIGHTS);
+  v1::Job ready;
+  ready.set_phase(v1::READY);
+  ready.set_applied_steps(7);
+  fake_->jobs = {waiting, ready};
+  for (int chunk = 0; chunk < 5; ++chunk) {
+    fake_->stored_weights.emplace_back(chunk, WeightsOf(chunk));
+  }
+  ASSERT_TRUE(Open().ok());
+  fake_->get_results = {absl::UnavailableError("gone"), absl::OkStatus(),
+                        absl::UnavailableError("gone")};
+  EXPECT_TRUE(session_->ReadWeights().ok());
+  fake_->get_results = {absl::UnavailableError("gone")};
+  EXPECT_EQ(session_->ReadCounts()->applied_steps, 7u);
+  fake_->get_results.assign(1000, absl::UnavailableError("gone"));
+  const absl::Time start = clock_.Now();
+  EXPECT_THAT(session_->ReadCounts().status(), IsError(absl::StatusCode::kUnavailable, "gone"));
+  EXPECT_EQ(clock_.Now() - start, options_.reconnect_timeout);
+}
+
+TEST_F(SessionImplTest, AnotherJobOfTheNameIsNotCounted) {
+  ASSERT_TRUE(Open().ok());
+  v1::Job other;
+  other.set_uid("another");
+  fake_->jobs = {other};
+  EXPECT_THAT(session_->ReadCounts().status(),
+              IsError(absl::StatusCode::kNotFound, HasSubstr("has uid another, not u")));
+}
+
+TEST_F(SessionImplTest, ASessionThatEndedAsksNothing) {
+  ASSERT_TRUE(Open().ok());
+  fake_->jobs = {v1::Job()};
+  EXPECT_TRUE(session_->ReadCounts().ok());
+  fake_->Break(absl::AbortedError("generation 4 has begun"));
+  EXPECT_THAT(session_->ReadCounts().status(),
+              IsError(absl::StatusCode::kAborted, HasSubstr("generation 4")));
+}
+
+TEST_F(SessionImplTest, DestructionWaitsForAPushThatItWakes) {
+  OpenAndBegin();
+  ASSERT_TRUE(PushChunk(0).ok());
+  ASSERT_TRUE(PushChunk(1).ok());
+  std::atomic<bool> begun = false;
+  std::thread pusher([&, session = session_.get()] {
+    GradientPush push;
+    push.chunk = 2;
+    push.payload = absl::MakeConstSpan(gradient_).subspan(0, 512);
+    begun = true;
+    EXPECT_THAT(session->Push(push),
+                IsError(absl::StatusCode::kCancelled, HasSubstr("the session was closed")));
+  });
+  while (!begun) std::this_thread::yield();
+  // Nothing shows that a push waits, but that it sends nothing for so long. What this test finds, a
+  // push that returns into a session that is gone, needs a sanitizer to be seen.
+  EXPECT_FALSE(fake_->AwaitSent(5, std::chrono::milliseconds(300)));
+  fake_->LetGo();
+  session_.reset();
+  pusher.join();
+}
+
+TEST_F(SessionImplTest, OpeningGoesOnWhenAStreamBreaksOrTheRankIsSetFree) {
+  options_.reconnect_timeout = absl::Seconds(5);
+  fake_->attachment.set_instance_id("first run");
+  for (const absl::Status& status :
+       {absl::UnavailableError("gone"), absl::AbortedError("rank 0 is not held by this process")}) {
+    session_.reset();
+    auto transport = std::make_unique<FakeTransport>();
+    fake_ = transport.get();
+    transport_ = std::move(transport);
+    fake_->attachment.set_uid("u");
+    fake_->open_error = status;
+    fake_->on_stream = [&] {
+      if (fake_->streams() == 1) fake_->open_error = absl::OkStatus();
+    };
+    ASSERT_TRUE(Open().ok()) << status;
+    EXPECT_EQ(fake_->attaches, 2);
+    EXPECT_EQ(fake_->creates, 1);
+    // It was this job, and this process has held the rank.
+    EXPECT_EQ(fake_->last_attach.uid(), "u");
+    EXPECT_TRUE(fake_->last_attach.rejoin());
+  }
+}
+
+TEST_F(SessionImplTest, AStepCommittedBetweenAttachingAndOpeningIsSeen) {
+  options_.reconnect_timeout = absl::Seconds(5);
+  v1::Opened opened;
+  opened.set_committed_step(5);
+  fake_->opened = {opened};
+  fake_->on_stream = [&] { fake_->attachment.set_committed_step(5); };
+  ASSERT_TRUE(Open().ok());
+  EXPECT_EQ(session_->committed_step(), 5u);
+  EXPECT_EQ(fake_->attaches, 2);
 }
 
 TEST_F(SessionImplTest, AfterALoadTheSessionIsOver) {

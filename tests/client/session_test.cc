@@ -215,6 +215,28 @@ TEST_P(SessionTest, ASealThatWaitsTooLongNamesTheRankThatIsMissing) {
   });
 }
 
+TEST_P(SessionTest, AnEmptyJobDoesNotPassForTheOneThatWasJoined) {
+  const JobSpec job = SmallJob("came-back-empty", 1);
+  SessionOptions options;
+  options.process_id = "p";
+  auto rank = RankForTests::Join(service_.Channel(), job, 0, options).value();
+  ASSERT_TRUE(rank->Step(1, {}).ok());
+  options.rejoin = true;
+  options.job_uid = rank->session().job_uid();
+  rank.reset();
+  rank = RankForTests::Join(service_.Channel(), job, 0, options).value();
+  EXPECT_EQ(rank->session().committed_step(), 1u);
+  rank.reset();
+  ASSERT_TRUE(service_.engine().CloseJob(job.name).ok());
+  EXPECT_EQ(RankForTests::Join(service_.Channel(), job, 0, options).status().code(),
+            absl::StatusCode::kNotFound);
+  EXPECT_FALSE(service_.engine().FindJob(job.name).ok());
+  // Nor does another of its name.
+  rank = RankForTests::Join(service_.Channel(), job, 0).value();
+  EXPECT_EQ(RankForTests::Join(service_.Channel(), job, 0, options).status().code(),
+            absl::StatusCode::kNotFound);
+}
+
 TEST_P(SessionTest, AServiceThatGoesAwayEndsTheSessionAndReleasesEveryPayload) {
   const JobSpec job = SmallJob("gone", 2);
   SessionOptions options;
@@ -241,6 +263,8 @@ TEST_P(SessionTest, AServiceThatGoesAwayEndsTheSessionAndReleasesEveryPayload) {
   EXPECT_FALSE(absl::IsDeadlineExceeded(status)) << status;
   EXPECT_THAT(std::string(status.message()), HasSubstr("job gone rank 0 step 1"));
   EXPECT_EQ(ranks[0]->session().Seal(1).status(), status);
+  // Over a channel within the process, a call to a service that is gone would crash.
+  EXPECT_EQ(ranks[0]->session().ReadCounts().status(), status);
   ranks.clear();
   EXPECT_EQ(released, 1);
 }

@@ -47,6 +47,18 @@ TEST(StepProgress, OneSealIsOutAtATime) {
   EXPECT_TRUE(progress.StartSeal());
   EXPECT_EQ(progress.AwaitDecision(absl::ZeroDuration()).status().code(),
             absl::StatusCode::kDeadlineExceeded);
+  // A decision needs no seal any more, whatever was refused before.
+  EXPECT_TRUE(progress.Refused(3, "no").ok());
+  EXPECT_TRUE(progress.Decided(DecisionOf(3)).ok());
+  EXPECT_FALSE(progress.StartSeal());
+}
+
+TEST(StepProgress, ARefusedSealAwaitsNobody) {
+  StepProgress progress;
+  progress.Begin(3);
+  progress.Waiting(3, {1});
+  EXPECT_TRUE(progress.Refused(3, "no").ok());
+  EXPECT_TRUE(progress.awaited_ranks().empty());
 }
 
 TEST(StepProgress, WhatCameBeforeAFailureCounts) {

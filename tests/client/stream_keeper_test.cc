@@ -430,6 +430,38 @@ TEST_F(StreamKeeperTest, AMessageThatBreaksEveryStreamIsNotSentForEver) {
   EXPECT_THAT(AwaitFailure(), IsError(absl::StatusCode::kUnavailable, HasSubstr("a bug")));
 }
 
+TEST_F(StreamKeeperTest, StreamsThatBreakAtOnceAreNotReopenedForEver) {
+  options_.reconnect_timeout = absl::Seconds(5);
+  ASSERT_TRUE(Open().ok());
+  // Nothing has to be sent again, and nothing is acknowledged.
+  const auto is_sound = [&] {
+    return absl::IsFailedPrecondition(session_->EndMicroStep(0, {}));  // No step is open.
+  };
+  for (size_t stream = 1; is_sound();) {
+    if (!fake_->AwaitStream(stream, 1, std::chrono::milliseconds(20))) continue;
+    ASSERT_LT(++stream, 100u);
+    fake_->Break(absl::UnavailableError("flap"));
+  }
+  EXPECT_THAT(session_->BeginStep({}), IsError(absl::StatusCode::kUnavailable, HasSubstr("flap")));
+  EXPECT_EQ(clock_.Now(), absl::FromUnixSeconds(1005));
+  // 20 ms, doubled up to 1 s: 6 waits of 1.26 s together, then 3 of a second and the rest.
+  EXPECT_EQ(clock_.sleeps.size(), 10u);
+}
+
+TEST_F(StreamKeeperTest, AStreamThatStoodForAWhileHasTheWholeTimeoutAgain) {
+  options_.reconnect_timeout = absl::Seconds(2);
+  ASSERT_TRUE(Open().ok());
+  for (size_t stream = 2; stream < 6; ++stream) {
+    fake_->attach_results.assign(5, absl::UnavailableError("connection refused"));
+    BreakIt();
+    ASSERT_TRUE(fake_->AwaitStream(stream, 1)) << stream;
+    if (stream == 2) ASSERT_TRUE(session_->BeginStep({}).ok());
+    ASSERT_TRUE(fake_->AwaitStream(stream, 2)) << stream;
+    clock_.SleepFor(absl::Seconds(1));
+  }
+  EXPECT_TRUE(PushChunk(0).ok());
+}
+
 TEST_F(StreamKeeperTest, ARankThatAnotherProcessHasTakenIsLeftToIt) {
   OpenAndBegin();
   fake_->attach_results = {absl::UnavailableError("not yet"),

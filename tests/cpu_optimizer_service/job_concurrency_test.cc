@@ -19,8 +19,10 @@ constexpr int kRanks = 2;
 constexpr uint64_t kSteps = 40;
 
 JobSpec Spec() {
-  return MakeJobSpec(
+  JobSpec spec = MakeJobSpec(
       {.group_sizes = {{3000, 24}, {1000}}, .world_size = kRanks, .chunk_elements = 512});
+  spec.max_norm = 52.2;  // About the norm of a step: some are clipped.
+  return spec;
 }
 
 // One attempt at the next step by one rank, over a stream of its own. Whatever goes wrong, it tries
@@ -34,7 +36,8 @@ void TryStep(JobDriver& driver, int rank) {
   const auto stream = job.OpenStream({.uid = job.uid(),
                                       .rank = rank,
                                       .process_id = process_id,
-                                      .generation = attachment->generation},
+                                      .generation = attachment->generation,
+                                      .update_mode = job.spec().update_mode},
                                      listener);
   if (!stream.ok()) return;
   const uint64_t step = (*stream)->position().committed_step + 1;
@@ -67,6 +70,7 @@ TEST(JobConcurrency, EverybodyAtOnceChangesNoBit) {
 
   JobSpec spec = Spec();
   spec.name = "disturbed";
+  spec.update_mode = UpdateMode::kSpeculate;
   JobDriver driver(engine, spec);
   driver.UploadWeights();
   Job& job = driver.job();
@@ -111,6 +115,8 @@ TEST(JobConcurrency, EverybodyAtOnceChangesNoBit) {
   EXPECT_GT(disturbances.load(), 0);
   EXPECT_EQ(job.Status().committed_step, kSteps);
   EXPECT_EQ(job.StateHash(), expected.job().StateHash());
+  EXPECT_GT(job.Status().speculation.published, 0);
+  EXPECT_GT(job.Status().speculation.redone, 0);
 }
 
 }  // namespace

@@ -179,6 +179,42 @@ TEST_F(JobCoverageTest, P10ASkippedStepNamesTheWorkerThatFoundTheElementBeforeRe
                     Not(HasSubstr("before reducing"))));
 }
 
+TEST_F(JobCoverageTest, P1AMicroStepThatUsedAParameterCannotBeSentAsEmpty) {
+  JobDriver driver = Make(MakeJobSpec({.world_size = 2}));
+  const auto send_empty = [&](uint32_t micro_step) {
+    for (int chunk = 0; chunk < static_cast<int>(driver.layout().chunks().size()); ++chunk) {
+      ASSERT_TRUE(driver.stream(driver.layout().chunks()[chunk].rank)
+                      .Contribute({.step = driver.next_step(),
+                                   .chunk = chunk,
+                                   .micro_step_begin = micro_step,
+                                   .micro_step_end = micro_step + 1,
+                                   .empty = true})
+                      .ok());
+    }
+  };
+  driver.BeginAll();
+  driver.SendAll(1, 0);
+  driver.EndMicroStepAll(0);
+  send_empty(1);
+  // Another rank than the owner of its chunks used p1.
+  ASSERT_TRUE(driver.stream(0).EndMicroStep(1, 1, {.all = false, .parameters = {1}}).ok());
+  ASSERT_TRUE(driver.stream(1).EndMicroStep(1, 1, {.all = false, .parameters = {1}}).ok());
+  ASSERT_FALSE(driver.stream(0).Seal(1, 2).value().has_value());
+  const auto refusal = driver.stream(1).Seal(1, 2).value();
+  ASSERT_TRUE(refusal.has_value());
+  EXPECT_THAT(std::string(refusal->status.message()),
+              HasSubstr("parameter p1 received a gradient in micro-step 1, but was sent as empty"));
+  ASSERT_EQ(refusal->missing.size(), 1u);
+  EXPECT_EQ(refusal->missing[0].micro_step, 1u);
+
+  ASSERT_TRUE(driver.job().AbortStep().ok());
+  driver.AttachAll();
+  driver.BeginAll();
+  driver.SendAll(1, 0);
+  driver.EndMicroStepAll(0);
+  driver.SealAll(1);
+}
+
 TEST_F(JobCoverageTest, AReportAloneDoesNotSkipAStep) {
   JobSpec spec = MakeJobSpec({.group_sizes = {{256}}});
   spec.groups[0].wire_dtype = DType::kFloat32;

@@ -176,10 +176,12 @@ class JobDriver {
     Attach(rank, process, job_->spec().update_mode);
   }
   void Attach(int rank, const std::string& process, UpdateMode mode,
-              std::shared_ptr<RecordingListener> listener = nullptr) {
+              std::shared_ptr<RecordingListener> listener = nullptr,
+              std::optional<uint64_t> generation = std::nullopt) {
     if (listener == nullptr) listener = std::make_shared<RecordingListener>();
     const std::string process_id = process.empty() ? "process" + std::to_string(rank) : process;
-    const auto attachment = job_->Attach({.rank = rank, .process_id = process_id}).value();
+    const auto attachment =
+        job_->Attach({.rank = rank, .process_id = process_id, .generation = generation}).value();
     listeners_[rank] = std::move(listener);
     streams_[rank] = job_->OpenStream({.uid = job_->uid(),
                                        .rank = rank,
@@ -188,6 +190,11 @@ class JobDriver {
                                        .update_mode = mode},
                                       listeners_[rank])
                          .value();
+  }
+
+  // The rank's process opens its broken stream again.
+  void Reopen(int rank) {
+    Attach(rank, "", job_->spec().update_mode, nullptr, job_->Status().generation);
   }
 
   void BeginAll(const StepSettings& settings = {}) {

@@ -120,7 +120,7 @@ TEST_F(JobRanksTest, ABrokenStreamIsReopenedInMidStepByItsProcess) {
                                .expected_committed_step = 0,
                                .generation = generation};
   EXPECT_EQ(driver.job().Attach(again)->generation, generation);
-  driver.Attach(0);
+  driver.Reopen(0);
   ASSERT_EQ(driver.stream(0).position().delivered.size(), 1u);
   EXPECT_EQ(driver.stream(0).position().open_step, 1u);
   EXPECT_EQ(driver.Send(1, driver.Values(1, 9), 0).value(), ContributionResult::kRepeat);
@@ -132,6 +132,70 @@ TEST_F(JobRanksTest, ABrokenStreamIsReopenedInMidStepByItsProcess) {
       Make(MakeJobSpec({.group_sizes = {{512}}, .chunk_elements = 256}, "unbroken"));
   unbroken.Step(3);
   EXPECT_EQ(driver.job().StateHash(), unbroken.job().StateHash());
+}
+
+// P2: what was sent in an attempt that its process gave up never meets what it sends in the next.
+TEST_F(JobRanksTest, ANewSessionOfTheSameProcessDoesTheStepAnew) {
+  const JobShape shape = {.group_sizes = {{512}}, .chunk_elements = 256};
+  JobDriver driver = Make(MakeJobSpec(shape));
+  const uint64_t generation = driver.job().Status().generation;
+  driver.BeginAll();
+  ASSERT_TRUE(driver.Send(0, driver.Values(0, 3), 0).ok());
+  driver.Attach(0);
+  EXPECT_EQ(driver.job().Status().generation, generation + 1);
+  driver.Step(9);
+  JobDriver clean = Make(MakeJobSpec(shape, "clean"));
+  clean.Step(9);
+  EXPECT_EQ(driver.job().StateHash(), clean.job().StateHash());
+  driver.Attach(0);  // Between steps there is nothing to keep apart.
+  EXPECT_EQ(driver.job().Status().generation, generation + 1);
+}
+
+TEST_F(JobRanksTest, FirstWeightsOfTwoAttemptsDoNotMix) {
+  JobDriver driver(engine_, MakeJobSpec({.world_size = 2}));
+  driver.AttachAll();
+  // True if the job is ready then.
+  const auto upload = [&](int rank) {
+    bool ready = false;
+    for (const int chunk : driver.layout().chunks_of_rank(rank)) {
+      const std::vector<float> values = driver.Values(chunk, 1);
+      const auto piece = absl::MakeConstSpan(reinterpret_cast<const std::byte*>(values.data()),
+                                             values.size() * sizeof(float));
+      ready = driver.job().WriteInitialWeights(chunk, {piece}).value();
+    }
+    return ready;
+  };
+  EXPECT_FALSE(upload(0));
+  driver.Attach(1, "new1");  // The generation rises, and rank 0's weights are forgotten.
+  EXPECT_FALSE(upload(1));
+  driver.Attach(0, "new0");
+  driver.Detach(1);  // Rank 1 is free: the next process takes it in the same generation.
+  driver.Attach(1, "newer1");
+  EXPECT_EQ(driver.job().Status().generation, 2u);
+  EXPECT_FALSE(upload(0));
+  EXPECT_TRUE(upload(1));
+}
+
+TEST_F(JobRanksTest, AnAttachingThatNobodyWaitsForDoesNothing) {
+  JobDriver driver = Make(MakeJobSpec({}));
+  const AttachRequest ghost = {
+      .rank = 0, .process_id = "ghost", .still_wanted = [] { return false; }};
+  EXPECT_EQ(driver.job().Attach(ghost).status().code(), absl::StatusCode::kCancelled);
+  EXPECT_EQ(driver.job().Status().ranks[0].process_id, "process0");
+  driver.Step(1);
+}
+
+TEST_F(JobRanksTest, TheEndOfABrokenStreamDoesNotTakeTheRankFromTheNextOne) {
+  JobDriver driver = Make(MakeJobSpec({}));
+  const uint64_t generation = driver.job().Status().generation;
+  ASSERT_TRUE(
+      driver.job().Attach({.rank = 0, .process_id = "process0", .generation = generation}).ok());
+  EXPECT_EQ(driver.listener(0).detached().code(), absl::StatusCode::kAborted);
+  driver.Detach(0);  // Noticed only now.
+  const auto reopened = driver.job().OpenStream(
+      {.uid = driver.job().uid(), .rank = 0, .process_id = "process0", .generation = generation},
+      std::make_shared<RecordingListener>());
+  EXPECT_TRUE(reopened.ok()) << reopened.status();
 }
 
 TEST_F(JobRanksTest, ASlowOldProcessCannotTakeItsRankBack) {
@@ -159,7 +223,7 @@ TEST_F(JobRanksTest, ASlowOldProcessCannotTakeItsRankBack) {
   EXPECT_THAT(std::string(taken.message()), HasSubstr("another process has taken rank 1"));
   EXPECT_EQ(retake("newcomer", old_generation).code(), absl::StatusCode::kAborted);
   EXPECT_EQ(retake("newcomer", old_generation + 2).code(), absl::StatusCode::kAborted);
-  EXPECT_TRUE(retake("newcomer", old_generation + 1).ok());
+  driver.Attach(1, "newcomer", UpdateMode::kWait, nullptr, old_generation + 1);
   driver.EndMicroStepAll(0);
   driver.SealAll(1);  // Nothing of the step was lost meanwhile.
   EXPECT_EQ(driver.job().Status().committed_step, 1u);
@@ -203,9 +267,14 @@ TEST_F(JobRanksTest, AStreamNeedsAnAttachedProcessAndUploadsTheRightGeneration) 
   EXPECT_EQ(stream.status().code(), absl::StatusCode::kAborted);
   const std::vector<float> weights(256, 1.0f);
   const auto piece = absl::MakeConstSpan(reinterpret_cast<const std::byte*>(weights.data()), 1024);
-  EXPECT_EQ(driver.job().WriteInitialWeights(0, {piece}, 2).status().code(),
-            absl::StatusCode::kAborted);
-  EXPECT_TRUE(driver.job().WriteInitialWeights(0, {piece}, 1).value());
+  ASSERT_TRUE(driver.job().Attach({.rank = 0, .process_id = "p"}).ok());
+  const auto write = [&](uint64_t generation, const std::string& process_id) {
+    return driver.job().WriteInitialWeights(
+        0, {piece}, Job::Uploader{.generation = generation, .process_id = process_id});
+  };
+  EXPECT_EQ(write(2, "p").status().code(), absl::StatusCode::kAborted);
+  EXPECT_EQ(write(1, "older").status().code(), absl::StatusCode::kAborted);
+  EXPECT_TRUE(write(1, "p").value());
 }
 
 TEST_F(JobRanksTest, AProcessThatWasReplacedDoesNotTakeItsRankBack) {
@@ -238,7 +307,7 @@ TEST_F(JobRanksTest, ASealThatAReopenedStreamRepeatsIsTakenOnceWhateverHasHappen
   driver.SendAll(1, 0);
   driver.EndMicroStepAll(0);
   ASSERT_FALSE(driver.stream(1).Seal(1, 1).value().has_value());
-  driver.Attach(1);  // The same process: its seal stands.
+  driver.Reopen(1);  // Its seal stands.
   ASSERT_FALSE(driver.stream(0).Seal(1, 1).value().has_value());
   driver.listener(0).WaitForCommit(1);
   EXPECT_FALSE(driver.stream(1).Seal(1, 1).value().has_value());

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -232,7 +233,7 @@ TEST_F(SpeculationTest, AStreamOpenedInMidStepIsToldAllAfterTheDecision) {
   guessing.BeginAll();
   guessing.SendAll(5, 0, /*final=*/true);
   guessing.listener(0).WaitForProvisional(4);
-  guessing.Attach(0);  // The same process: what the old stream was told may be lost.
+  guessing.Reopen(0);  // The same process: what the old stream was told may be lost.
   guessing.EndMicroStepAll(0);
   guessing.SealAll(1);
   waiting.Step(5);
@@ -268,15 +269,102 @@ class Hoarder : public RecordingListener {
 };
 
 TEST_F(SpeculationTest, WithoutBuffersWeightsComeAfterTheDecision) {
-  JobSpec spec = MakeJobSpec({.group_sizes = {{100 * 256}}, .chunk_elements = 256});
+  JobSpec spec = MakeJobSpec({.group_sizes = {{100 * 256}}, .chunk_elements = 256}, "guessing");
+  JobSpec waiting_spec = spec;
+  waiting_spec.name = "waiting";
   spec.update_mode = UpdateMode::kSpeculate;
   JobDriver driver(engine_, spec);
   driver.UploadWeights();
   driver.Attach(0, "process", UpdateMode::kSpeculate, std::make_shared<Hoarder>());
-  driver.Step(5);
-  const auto shards = driver.listener(0).shards();
-  EXPECT_EQ(shards.size(), 100u);
-  EXPECT_EQ(Counts(driver).speculated, Counts(driver).published);
+  driver.BeginAll();
+  driver.SendAll(5, 0, /*final=*/true);
+  // All chunks are updated, though only the first find a buffer.
+  while (Counts(driver).speculated < 100) std::this_thread::yield();
+  driver.EndMicroStepAll(0);
+  driver.SealAll(1);
+  EXPECT_EQ(driver.listener(0).shards().size(), 100u);
+  EXPECT_EQ(Counts(driver).published, 100);
+  JobDriver waiting = Make(waiting_spec);
+  waiting.Step(5);
+  for (int chunk = 0; chunk < 100; ++chunk) {
+    EXPECT_EQ(Committed(driver, chunk), Committed(waiting, chunk));
+  }
+}
+
+// Does not come back from being told until it is let go.
+class Blocking : public RecordingListener {
+ public:
+  void OnProvisionalWeights(uint64_t step, int chunk, ShardBuffer shard) override {
+    MutexLock lock(mutex_);
+    told_ = true;
+    changed_.NotifyAll();
+    while (!let_go_) changed_.Wait(mutex_);
+  }
+  void WaitUntilTold() {
+    MutexLock lock(mutex_);
+    while (!told_) changed_.Wait(mutex_);
+  }
+  void LetGo() {
+    MutexLock lock(mutex_);
+    let_go_ = true;
+    changed_.NotifyAll();
+  }
+
+ private:
+  Mutex mutex_;
+  CondVar changed_;
+  bool told_ ABSL_GUARDED_BY(mutex_) = false;
+  bool let_go_ ABSL_GUARDED_BY(mutex_) = false;
+};
+
+TEST_F(SpeculationTest, GuessesStillQueuedWhenTheirStepIsAbortedDoNothing) {
+  Engine engine({.memory_limit_bytes = int64_t{64} << 20, .threads = 1});
+  // Another job's guess holds the engine's only thread.
+  JobDriver other(engine, Spec(UpdateMode::kSpeculate, "other"));
+  other.UploadWeights();
+  const auto blocking = std::make_shared<Blocking>();
+  other.Attach(0, "process", UpdateMode::kSpeculate, blocking);
+  other.BeginAll();
+  ASSERT_TRUE(other.Send(0, other.Values(0, 1), 0, true).ok());
+  blocking->WaitUntilTold();
+
+  JobDriver guessing(engine, Spec(UpdateMode::kSpeculate, "guessing"));
+  guessing.UploadWeights();
+  guessing.AttachAll();
+  guessing.BeginAll();
+  guessing.SendAll(5, 0, /*final=*/true);
+  ASSERT_TRUE(guessing.job().AbortStep().ok());
+  guessing.AttachAll();
+  const StepSettings settings = {.scale = {}, .overrides = {{0, {.lr = 0.5}}}, .trainer_state = ""};
+  guessing.BeginAll(settings);
+  guessing.SendAll(6, 0, /*final=*/true);
+  blocking->LetGo();
+  guessing.listener(0).WaitForProvisional(4);
+  guessing.EndMicroStepAll(0);
+  guessing.SealAll(1);
+  EXPECT_EQ(Counts(guessing).speculated, 4);
+
+  JobDriver waiting = Make(Spec(UpdateMode::kWait, "waiting"));
+  waiting.Step(6, 1, settings);
+  EXPECT_EQ(guessing.job().StateHash(), waiting.job().StateHash());
+}
+
+TEST_F(SpeculationTest, ARunningGuessHoldsBackTheEndOfItsStep) {
+  JobDriver guessing(engine_, Spec(UpdateMode::kSpeculate, "guessing"));
+  guessing.UploadWeights();
+  const auto blocking = std::make_shared<Blocking>();
+  guessing.Attach(0, "process0", UpdateMode::kSpeculate, blocking);
+  guessing.BeginAll();
+  guessing.SendAll(5, 0, /*final=*/true);
+  blocking->WaitUntilTold();
+  std::thread abort([&] { EXPECT_TRUE(guessing.job().AbortStep().ok()); });
+  blocking->LetGo();
+  abort.join();
+  guessing.AttachAll();
+  guessing.Step(6);
+  JobDriver waiting = Make(Spec(UpdateMode::kWait, "waiting"));
+  waiting.Step(6);
+  EXPECT_EQ(guessing.job().StateHash(), waiting.job().StateHash());
 }
 
 TEST_F(SpeculationTest, AJobThatDoesNotFitTwiceWaits) {
@@ -285,7 +373,9 @@ TEST_F(SpeculationTest, AJobThatDoesNotFitTwiceWaits) {
   const int64_t need = NeedOf(spec, Layout::Create(spec.layout).value()).total_bytes();
   spec.update_mode = UpdateMode::kSpeculate;
   const int64_t twice = NeedOf(spec, Layout::Create(spec.layout).value()).total_bytes();
-  EXPECT_EQ(twice - need, 3 * 4096 * static_cast<int64_t>(sizeof(float)));
+  const int64_t state = 3 * 4096 * static_cast<int64_t>(sizeof(float));
+  EXPECT_GE(twice - need, state);
+  EXPECT_LT(twice - need, state * 1.1);
 
   Engine small({.memory_limit_bytes = twice - 1, .threads = 2});
   JobDriver driver(small, spec);

@@ -69,7 +69,8 @@ if rank == 0:
     (out / "worker.json").write_text(json.dumps(dict(
         steps=int(flags["--steps"]), workers=world, micro_steps=int(flags["--micro-steps"]),
         parameters=8, groups=2, first_loss=5.5, last_loss=5.0, tokens_per_second=100.0,
-        step_seconds_median=0.1, coverage_complete_steps=int(flags["--steps"]), redone_chunks=3,
+        step_seconds_median=0.1, redone_chunks=3,
+        coverage_complete_steps=int(flags["--steps"]) - int(os.environ.get("INCOMPLETE", "0")),
         speculated_chunks=0 if flags.get("--update") == "wait" else 12, tensors=[dict(name="a", begin=0, elements=4),
                                           dict(name="b", begin=4, elements=4)])))
 """
@@ -152,6 +153,9 @@ class Demo(unittest.TestCase):
         self.assertEqual(result.returncode, 1)
         self.assertIn("part first in b, element 1 of 4: 1.0 with the service, 2.0", result.stderr)
         self.assertFalse(json.loads((self.out / "summary.json").read_text())["bit_identical"])
+
+    def test_refuses_steps_whose_gradients_were_not_complete(self):
+        self.assert_refused(self.demo("--steps=5", INCOMPLETE="1"), "complete gradients in 4 of 5 steps")
 
     def test_passes_on_what_the_failed_worker_said_and_stops_the_rest(self):
         result = self.demo("--workers", "3", FAIL_RANK="1")
@@ -357,8 +361,32 @@ class Launcher(unittest.TestCase):
         self.assertRegex(error, r"^rank [01] of 2 failed: it was ended by signal 9; all "
                                 r"start again \(1 of at most 1 times\)\n$")
 
+    def test_reaps_children_that_are_no_workers(self):
+        # A shell that becomes the launcher leaves it a child; rank 0 waits until that is reaped.
+        launch = " ".join(f"'{word}'" for word in self.command(
+            "1", f"while [ -e /proc/$(cat {self.logs}/stranger) ]; do sleep 0.02; done; echo reaped"))
+        result = subprocess.run(
+            ["bash", "-c", f"sleep 0.5 & echo $! >{self.logs}/stranger; exec {launch}"],
+            capture_output=True, text=True, timeout=60, check=False)
+        self.assertEqual((result.returncode, result.stdout), (0, "reaped\n"), result.stderr)
+
+    def test_hears_of_workers_where_their_ends_were_ignored(self):
+        result = subprocess.run(self.command("1", "exit 7"), capture_output=True, text=True, timeout=60, check=False,
+                                preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN))
+        self.assertEqual(result.returncode, 7, result.stderr)
+
+    def test_its_workers_do_not_outlive_it(self):
+        with subprocess.Popen(self.command("2", f"echo $$ >>{self.logs}/pids; exec sleep 60")) as process:
+            pids = self.await_lines("pids", 2)
+            process.kill()
+        deadline = time.monotonic() + 30
+        for stat in (pathlib.Path("/proc", pid, "stat") for pid in pids):
+            while stat.exists() and ") Z " not in stat.read_text():
+                self.assertLess(time.monotonic(), deadline, f"{stat} is left")
+                time.sleep(0.01)
+
     def test_stops_the_workers_when_it_is_stopped(self):
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             with self.subTest(number):
                 (self.logs / "pids").unlink(missing_ok=True)
                 with subprocess.Popen(self.command("2", f"echo $$ >>{self.logs}/pids; exec sleep 60",

@@ -167,6 +167,13 @@ TEST(BallastWorker, RefusesWrongFlagsInOneLine) {
               HasSubstr("RANK=2 must be less than WORLD_SIZE=2"));
   EXPECT_THAT(FailureOf({.flags = {"--accumulate=nowhere"}}),
               HasSubstr("--accumulate=nowhere must be service or worker"));
+  EXPECT_THAT(FailureOf({.flags = {"--min-loss-scale=2"}}),
+              HasSubstr("--min-loss-scale is for fp16 gradients"));
+  for (const std::string flag : {"--service=127.0.0.1:1", "--update=wait", "--seal-timeout=3s",
+                                 "--reconnect-timeout=3s", "--resume=/there", "--save=/there"}) {
+    EXPECT_THAT(FailureOf({.flags = {flag}}),
+                HasSubstr(flag.substr(0, flag.find('=')) + " is for the service"));
+  }
   EXPECT_THAT(FailureOf({.flags = {"--update=never"}}),
               HasSubstr("--update=never must be speculate or wait"));
   EXPECT_THAT(FailureOf({.flags = {"--dtype=fp8"}}),
@@ -270,8 +277,7 @@ TEST(BallastWorker, ALostPeerIsNamedInOneLine) {
     while (!std::filesystem::exists(out.str())) usleep(10000);
   }  // Kills it.
   EXPECT_EQ(rank_0.Wait(), 1);
-  // Gloo at times misses the end of a connection, and only time tells.
-  EXPECT_THAT(rank_0.Errors(), AnyOf(HasSubstr("lost rank 1"), HasSubstr("ms for rank 1")));
+  EXPECT_THAT(rank_0.Errors(), HasSubstr("lost rank 1"));
 }
 
 std::string ReadAll(const std::string& path) {
@@ -318,11 +324,9 @@ TEST(BallastWorker, KilledWorkersGoOnWhereTheServiceStands) {
     (victim == 0 ? rank_0 : rank_1).Kill();
     Worker& other = victim == 0 ? rank_1 : rank_0;
     EXPECT_EQ(other.Wait(), 1);
-    // In a collective, where Gloo at times misses the end of a connection and only time tells, or,
-    // should the other have died just before its seal, there.
+    // In a collective, or, should the other have died just before its seal, there.
     const std::string name = "rank " + std::to_string(victim);
-    EXPECT_THAT(other.Errors(), AnyOf(HasSubstr("lost " + name), HasSubstr("ms for " + name),
-                                      HasSubstr("not sealed: " + name)));
+    EXPECT_THAT(other.Errors(), AnyOf(HasSubstr("lost " + name), HasSubstr("not sealed: " + name)));
   }
   {
     Worker rank_0(settings[0]), rank_1(settings[1]);

@@ -1,12 +1,17 @@
 // What every Collective promises, run on each implementation and several world sizes.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <tuple>
 
 #include "gpu_worker/collective.h"
@@ -18,6 +23,9 @@ namespace {
 
 using testing::Each;
 using testing::HasSubstr;
+
+// As ballast-worker does: writing to a peer that is gone is to be an error.
+[[maybe_unused]] const auto kIgnored = signal(SIGPIPE, SIG_IGN);
 
 class CollectiveContract : public testing::TestWithParam<std::tuple<Backend, int>> {
  protected:
@@ -56,7 +64,7 @@ TEST_P(CollectiveContract, ReduceScatterSumsWholeNumbersExactly) {
       for (size_t i = 0; i < input.size(); ++i) input[i] = (i % 1000) * (collective.rank() + 1);
       const std::vector<float> before = input;
       std::vector<float> shard(elements, -1.0f);
-      ASSERT_TRUE(collective.ReduceScatterSum(input, absl::MakeSpan(shard)).ok());
+      ASSERT_EQ(collective.ReduceScatterSum(input, absl::MakeSpan(shard)), absl::OkStatus());
       const int ranks_sum = world_size() * (world_size() + 1) / 2;
       for (int i = 0; i < elements; ++i) {
         const int64_t at = static_cast<int64_t>(collective.rank()) * elements + i;
@@ -75,7 +83,7 @@ TEST_P(CollectiveContract, SumsAreInOrderOfRank) {
   Run([&](Collective& collective) {
     const std::vector<float> input(3 * world_size(), of_rank[collective.rank()]);
     std::vector<float> shard(3);
-    ASSERT_TRUE(collective.ReduceScatterSum(input, absl::MakeSpan(shard)).ok());
+    ASSERT_EQ(collective.ReduceScatterSum(input, absl::MakeSpan(shard)), absl::OkStatus());
     EXPECT_THAT(shard, Each(expected));
   });
 }
@@ -88,7 +96,7 @@ TEST_P(CollectiveContract, RepeatedRunsGiveTheSameBits) {
       std::vector<float> input(kElements * world_size());
       for (size_t i = 0; i < input.size(); ++i) input[i] = RandomNormal(1, collective.rank(), i);
       std::vector<float> shard(kElements);
-      ASSERT_TRUE(collective.ReduceScatterSum(input, absl::MakeSpan(shard)).ok());
+      ASSERT_EQ(collective.ReduceScatterSum(input, absl::MakeSpan(shard)), absl::OkStatus());
       if (run == 0) first[collective.rank()] = shard;
       EXPECT_EQ(std::memcmp(shard.data(), first[collective.rank()].data(), 4 * kElements), 0);
     });
@@ -156,7 +164,7 @@ TEST_P(CollectiveContract, OperationsOfDifferentKindsFollowEachOther) {
     for (int round = 0; round < 50; ++round) {
       std::vector<float> input(round * world_size(), 1.0f);
       std::vector<float> shard(round);
-      ASSERT_TRUE(collective.ReduceScatterSum(input, absl::MakeSpan(shard)).ok());
+      ASSERT_EQ(collective.ReduceScatterSum(input, absl::MakeSpan(shard)), absl::OkStatus());
       EXPECT_THAT(shard, Each(static_cast<float>(world_size())));
       double sum = round;
       ASSERT_TRUE(collective.AllReduceSum({&sum, 1}).ok());
@@ -192,6 +200,45 @@ TEST(GlooCollective, APeerThatIsGoneGivesAnErrorThatNamesIt) {
     EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
     EXPECT_THAT(status.message(), HasSubstr("rank 0: barrier: lost rank 1"));
   });
+}
+
+// The peer's process, which is killed while the large messages of an operation are on their way.
+TEST(GlooCollective, APeerThatIsKilledInMidMessageIsNamedAtOnce) {
+  constexpr size_t kElements = 2 << 20;  // More than the kernel's buffers hold.
+  for (int kill_after_ms = 0; kill_after_ms < 40; kill_after_ms += 4) {
+    std::array<int, 2> port_pipe;
+    ASSERT_EQ(pipe(port_pipe.data()), 0);
+    std::vector<float> input(2 * kElements), shard(kElements);
+    const pid_t peer = fork();
+    if (peer == 0) {
+      int port = 0;
+      if (read(port_pipe[0], &port, sizeof(port)) != sizeof(port)) _exit(1);
+      const auto store = TcpStore::Open({.rank = 1, .world_size = 2, .port = port}).value();
+      const auto collective = ConnectGloo({.rank = 1, .world_size = 2}, *store).value();
+      while (collective->ReduceScatterSum(input, absl::MakeSpan(shard)).ok()) {
+      }
+      _exit(1);
+    }
+    const auto store = TcpStore::Open({.rank = 0, .world_size = 2}).value();
+    const int port = store->port();
+    ASSERT_EQ(write(port_pipe[1], &port, sizeof(port)), sizeof(port));
+    const auto collective =
+        ConnectGloo({.rank = 0, .world_size = 2, .timeout = std::chrono::seconds(20)}, *store)
+            .value();
+    std::thread killer([&] {
+      // Not to wait for anything: any instant is as good, and one of several hits a message.
+      std::this_thread::sleep_for(std::chrono::milliseconds(kill_after_ms));
+      kill(peer, SIGKILL);
+    });
+    absl::Status status;
+    while ((status = collective->ReduceScatterSum(input, absl::MakeSpan(shard))).ok()) {
+    }
+    killer.join();
+    waitpid(peer, nullptr, 0);
+    for (const int end : port_pipe) close(end);
+    ASSERT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+    ASSERT_THAT(status.message(), HasSubstr("lost rank 1"));
+  }
 }
 
 TEST(GlooCollective, APeerThatNeverArrivesGivesAnErrorThatNamesIt) {

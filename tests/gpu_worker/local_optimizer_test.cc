@@ -53,7 +53,8 @@ class Rank {
         layout_(Layout::Create(job_.layout).value()),
         weights_(2 * kElements),
         collective_(collective),
-        staging_(layout_, {world.wire_dtype, world.wire_dtype}, collective.rank()),
+        staging_(layout_, {world.wire_dtype, world.wire_dtype}, collective.rank(),
+                 absl::Seconds(60)),
         optimizer_(job_, layout_, collective, [this](int chunk) { return WeightsOf(chunk); }) {
     EXPECT_TRUE(optimizer_
                     .Join([this](int chunk, absl::Span<float> values) {
@@ -74,7 +75,7 @@ class Rank {
     for (int64_t i = 0; i < chunk.elements; ++i) {
       values[i] = factor * RandomNormal(2 + step, 10 * micro_step + chunk.group, chunk.begin + i);
     }
-    GradientStaging::Payload payload = staging_.Fill(chunk_index, values);
+    const GradientStaging::Payload payload = staging_.Fill(chunk_index, micro_step, values).value();
     return optimizer_.Push({.chunk = chunk_index,
                             .micro_step_begin = micro_step,
                             .micro_step_end = micro_step + 1,

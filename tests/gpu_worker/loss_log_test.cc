@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <limits>
 
 #include "tests/gpu_worker/temp_path.h"
 
@@ -45,8 +46,8 @@ class Directory {
   void WriteCsv(const std::string& contents) {
     std::ofstream(path() + "/losses.csv", std::ios::binary) << contents;
   }
-  std::unique_ptr<LossLog> Open(uint64_t committed) {
-    return LossLog::Open(path(), committed).value();
+  std::unique_ptr<LossLog> Open(uint64_t committed, const std::string& job = "a job") {
+    return LossLog::Open(path(), job, committed).value();
   }
   // Does whole steps, as a worker that is killed after the last.
   void DoSteps(uint64_t first, uint64_t last) {
@@ -75,6 +76,12 @@ std::vector<uint64_t> StepsOf(const LossLog& log) {
 TEST(LossesCsv, IsALineAStep) {
   EXPECT_EQ(LossesCsv({ReportOf(4)}),
             std::string(kHeader) + "4,4,1.5,0.5,4096,0.25,0.2,0.02,0.01,0.015,0.005\n");
+}
+
+TEST(LossesCsv, ANanHasNoSign) {
+  StepReport report = ReportOf(4);
+  report.loss = report.norm = -std::numeric_limits<double>::quiet_NaN();
+  EXPECT_EQ(LossesCsv({report}).find("-nan"), std::string::npos);
 }
 
 TEST(LossesCsv, IsReadUpToTheFirstLineThatIsNotWhole) {
@@ -114,6 +121,7 @@ TEST(LossLog, ALineOfAStepThatIsNotCommittedGoes) {
 
 TEST(LossLog, ATornLineGoes) {
   Directory directory;
+  directory.Open(0);
   const std::string whole = directory.Lines({1, 2, 3});
   directory.WriteCsv(whole.substr(0, whole.size() - 5));
   EXPECT_THAT(StepsOf(*directory.Open(2)), ElementsAre(1, 2));
@@ -147,8 +155,10 @@ TEST(LossLog, ANoteOfAStepThatWasNotCommittedIsForgotten) {
 TEST(LossLog, AFileOfAnotherJobGoes) {
   Directory directory;
   directory.DoSteps(1, 5);
-  EXPECT_THAT(StepsOf(*directory.Open(0)), IsEmpty());
+  ASSERT_TRUE(directory.Open(5)->Note(6, 1.0).ok());
+  EXPECT_THAT(StepsOf(*directory.Open(6, "another job")), IsEmpty());
   EXPECT_EQ(directory.Csv(), kHeader);
+  EXPECT_THAT(StepsOf(*directory.Open(6, "another job")), IsEmpty());  // Nor is the note its own.
   directory.WriteCsv("a user's file\n");
   EXPECT_THAT(StepsOf(*directory.Open(7)), IsEmpty());
 }
@@ -162,12 +172,12 @@ TEST(LossLog, StepsThatAreDoneOnceMoreReplaceTheirLines) {
   EXPECT_EQ(directory.Csv(), directory.Lines({1, 2, 3, 4, 5}));
 }
 
-TEST(LossLog, LeavesOnlyTheFileWhenItHasFinished) {
+TEST(LossLog, LeavesOnlyTheFileAndItsJobWhenItHasFinished) {
   Directory directory;
   const std::unique_ptr<LossLog> log = directory.Open(0);
   ASSERT_TRUE(log->Note(1, 1.0).ok());
   log->Finish();
-  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(directory.path()), {}), 1);
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(directory.path()), {}), 2);
 }
 
 }  // namespace

@@ -38,6 +38,7 @@ class MeddlingOptimizer final : public StepOptimizer {
   absl::Status Join(const FillChunk& first_weights) override {
     return Around(Verb::kJoin, 0, [&] { return real_->Join(first_weights); });
   }
+  std::string job_uid() const override { return real_->job_uid(); }
   uint64_t generation() const override { return real_->generation(); }
   uint64_t committed_step() const override { return real_->committed_step(); }
   std::string trainer_state() const override { return real_->trainer_state(); }

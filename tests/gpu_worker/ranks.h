@@ -2,6 +2,8 @@
 #ifndef BALLAST_TESTS_GPU_WORKER_RANKS_H_
 #define BALLAST_TESTS_GPU_WORKER_RANKS_H_
 
+#include <signal.h>
+
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -26,6 +28,7 @@ inline void RunRanks(Backend backend, int world_size, std::chrono::milliseconds 
     body(collective);
     return;
   }
+  signal(SIGPIPE, SIG_IGN);  // As ballast-worker does: a lost peer is an error.
   const std::unique_ptr<TcpStore> served =
       TcpStore::Open({.rank = 0, .world_size = world_size}).value();
   std::vector<std::thread> ranks;

@@ -185,6 +185,38 @@ TEST(RedoneStep, ALoadedCheckpointIsGoneOnFrom) {
   }
 }
 
+// A checkpoint of the very step that is in progress.
+TEST(RedoneStep, AStepThatALoadBroughtAndNobodySealedIsNotReported) {
+  Service first, service;
+  const TempPath checkpoint("checkpoint");
+  Train({.world_size = 2, .steps = 3, .save = checkpoint.str()}, first.Optimizer());
+  const auto load = [&] {
+    EXPECT_TRUE(service.job()->Load(checkpoint.str()).ok());
+    return absl::OkStatus();
+  };
+  const Result result = Train(
+      {.world_size = 2},
+      Meddling(service.Optimizer(), OnceAt({.verb = Verb::kPush, .rank = 0, .step = 3}, load)));
+  EXPECT_TRUE(result.weights == Undisturbed().weights);
+  EXPECT_THAT(StepsOf(result.reports), ElementsAre(1, 2, 4, 5, 6));
+}
+
+TEST(RedoneStep, ALoadBeyondTheLastStepEndsTheRun) {
+  Service first, service;
+  const TempPath checkpoint("checkpoint");
+  Train({.world_size = 2, .steps = 3, .save = checkpoint.str()}, first.Optimizer());
+  const auto load = [&] {
+    EXPECT_TRUE(service.job()->Load(checkpoint.str()).ok());
+    return absl::OkStatus();
+  };
+  const Result result = TrainUntilItEnds(
+      {.world_size = 2, .steps = 2},
+      Meddling(service.Optimizer(), OnceAt({.verb = Verb::kPush, .rank = 0, .step = 2}, load)));
+  for (const absl::Status& status : result.statuses) {
+    EXPECT_THAT(status.message(), HasSubstr("is at step 3 already"));
+  }
+}
+
 // Their steps differ in their number of micro-steps: ranks at different ones would not fit each
 // other.
 TEST(RedoneStep, RanksBetweenWhoseJoinsACheckpointIsLoadedJoinUntilTheyStandTogether) {

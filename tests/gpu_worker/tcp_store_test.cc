@@ -123,6 +123,19 @@ TEST(TcpStore, SurvivesAStrangerOnItsPort) {
   EXPECT_EQ(rank_0->Get("key").value(), "value");
 }
 
+TEST(TcpStore, ARankThatEndsEndsTheWaitForItsKey) {
+  const auto rank_0 = Serve(3);
+  auto rank_1 = Join(*rank_0, 1, 3).value();
+  const auto rank_2 = Join(*rank_0, 2, 3).value();
+  ASSERT_TRUE(rank_1->Set("set", "here").ok());
+  std::thread getter(
+      [&] { EXPECT_THAT(rank_2->Get("never").status().message(), HasSubstr("rank 1 ended")); });
+  rank_1.reset();
+  EXPECT_THAT(rank_0->Get("never").status().message(), HasSubstr("rank 1 ended"));
+  getter.join();
+  EXPECT_EQ(rank_0->Get("set").value(), "here");
+}
+
 TEST(TcpStore, EndingRankZeroEndsAWaitingRank) {
   auto rank_0 = Serve(2);
   const auto rank_1 = Join(*rank_0, 1, 2).value();

@@ -138,7 +138,8 @@ Outcome Play(const Script& script, const MakeOptimizer& make_optimizer) {
                                                     .chunk_elements = 256})
                                 .value();
     model.Place(job.layout, job.group_elements, script.dtype);
-    GradientStaging staging(job.layout, {script.dtype, script.dtype}, collective.rank());
+    GradientStaging staging(job.layout, {script.dtype, script.dtype}, collective.rank(),
+                            absl::Seconds(60));
     const WeightsAt weights = [&](int index) {
       const Chunk& chunk = job.layout.chunks()[index];
       return WeightBytes(model, chunk.group, chunk.begin, chunk.elements);

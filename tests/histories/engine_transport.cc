@@ -14,7 +14,8 @@ absl::StatusOr<std::shared_ptr<Job>> EngineTransport::Find(const std::string& na
   return engine_.FindJob(parsed.job);
 }
 
-absl::StatusOr<v1::Job> EngineTransport::CreateJob(const v1::CreateJobRequest& request) {
+absl::StatusOr<v1::Job> EngineTransport::CreateJob(const v1::CreateJobRequest& request,
+                                                   absl::Duration limit) {
   BALLAST_ASSIGN_OR_RETURN(JobSpec spec, proto::FromProto(request.job()));
   BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, engine_.CreateJob(std::move(spec)));
   return server::ToMessage(engine_, *job, /*with_parameters=*/true);
@@ -68,7 +69,10 @@ absl::StatusOr<v1::UploadWeightsResponse> EngineTransport::UploadWeights(
     const std::vector<float> values = fill(chunk);
     const absl::Span<const std::byte> piece(reinterpret_cast<const std::byte*>(values.data()),
                                             values.size() * sizeof(float));
-    BALLAST_RETURN_IF_ERROR(job->WriteInitialWeights(chunk, {piece}, open.generation()).status());
+    BALLAST_RETURN_IF_ERROR(job->WriteInitialWeights(chunk, {piece},
+                                                     Job::Uploader{.generation = open.generation(),
+                                                                   .process_id = open.process_id()})
+                                .status());
   }
   v1::UploadWeightsResponse response;
   response.set_chunks(static_cast<int64_t>(chunks.size()));
@@ -76,7 +80,7 @@ absl::StatusOr<v1::UploadWeightsResponse> EngineTransport::UploadWeights(
 }
 
 absl::StatusOr<uint64_t> EngineTransport::ReadWeights(
-    const v1::ReadWeightsRequest& request,
+    const v1::ReadWeightsRequest& request, absl::Duration limit,
     const std::function<absl::Status(const v1::WeightHeader& header,
                                      client::PayloadPieces payload)>& place) {
   BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, Find(request.name()));

@@ -20,7 +20,8 @@ class EngineTransport final : public client::Transport {
   EngineTransport(Engine& engine, Wires& wires, int rank)
       : engine_(engine), wires_(wires), rank_(rank) {}
 
-  absl::StatusOr<v1::Job> CreateJob(const v1::CreateJobRequest& request) override;
+  absl::StatusOr<v1::Job> CreateJob(const v1::CreateJobRequest& request,
+                                    absl::Duration limit) override;
   absl::StatusOr<v1::Job> GetJob(const v1::GetJobRequest& request) override;
   absl::StatusOr<v1::AttachWorkerResponse> AttachWorker(const v1::AttachWorkerRequest& request,
                                                         absl::Duration limit) override;
@@ -30,7 +31,7 @@ class EngineTransport final : public client::Transport {
       const v1::OpenTrain& open, absl::Span<const int> chunks,
       const std::function<std::vector<float>(int chunk)>& fill) override;
   absl::StatusOr<uint64_t> ReadWeights(
-      const v1::ReadWeightsRequest& request,
+      const v1::ReadWeightsRequest& request, absl::Duration limit,
       const std::function<absl::Status(const v1::WeightHeader& header,
                                        client::PayloadPieces payload)>& place) override;
   std::unique_ptr<client::TrainStream> OpenTrainStream(client::TrainListener& listener) override;

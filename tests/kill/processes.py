@@ -174,9 +174,13 @@ class Run:
         return int(await_(f"the start of rank {rank}", lambda: read(file).strip(), self.process))
 
     def kill(self, rank, restart):
-        """SIGKILL for that worker; False if it has ended already."""
+        """SIGKILL for that worker; False if it has ended already. Stopped first, it cannot end in between."""
         pid = self.pid(rank, restart)
         try:
+            os.kill(pid, signal.SIGSTOP)
+            await_("its stop", lambda: state_of(pid) in ("T", "Z", "X", ""))
+            if state_of(pid) != "T":
+                return False
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             return False

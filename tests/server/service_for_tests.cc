@@ -171,12 +171,13 @@ TestWorker::TestWorker(ServiceForTests& service, const std::string& job, int ran
 
 TestWorker::~TestWorker() = default;
 
-grpc::Status TestWorker::Attach() {
+grpc::Status TestWorker::Attach(std::optional<uint64_t> generation) {
   grpc::ClientContext context;
   v1::AttachWorkerRequest request;
   request.set_name("jobs/" + job_);
   request.set_rank(rank_);
   request.set_process_id(process_id_);
+  if (generation.has_value()) request.set_generation(*generation);
   const grpc::Status status = service_.jobs().AttachWorker(&context, request, &attachment_);
   const int world_size = attachment_.job().world_size();
   chunks_.clear();

@@ -7,6 +7,7 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -72,7 +73,8 @@ class TestWorker {
              std::string process_id = "p");
   ~TestWorker();
 
-  grpc::Status Attach();
+  // With a generation: to open a broken stream again.
+  grpc::Status Attach(std::optional<uint64_t> generation = std::nullopt);
   // Attach must have come before. Weights of chunk c: element i is 0.5 + c + i / 1024, padding 0.
   grpc::Status Upload();
   void OpenStream();

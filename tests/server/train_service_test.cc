@@ -268,7 +268,7 @@ TEST_F(TrainServiceStep, EndsTheFirstStreamWhenASecondOneOfTheRankOpens) {
   first_.Gradient(1, 0, 0, 1);
   first_.ReadUntilAcknowledged();
   TestWorker again(service_, "tiny", 0, Codec::kGenerated);
-  ASSERT_TRUE(again.Attach().ok());
+  ASSERT_TRUE(again.Attach(first_.attachment().generation()).ok());
   again.OpenStream();
   const grpc::Status status = first_.ReadUntilEnd();
   EXPECT_EQ(status.error_code(), grpc::StatusCode::ABORTED) << status.error_message();
