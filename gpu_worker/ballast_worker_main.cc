@@ -1,6 +1,8 @@
 // ballast-worker: one rank of a training run. Flags and wiring, nothing else.
 #include <malloc.h>
 #include <signal.h>
+#include <spdlog/sinks/stdout_sinks.h>
+#include <spdlog/spdlog.h>
 #include <tbb/info.h>
 #include <tbb/task_arena.h>
 #include <unistd.h>
@@ -335,6 +337,8 @@ int main(int argc, char** argv) {
   // are to fail with an error that says which, not to end the process without a word.
   signal(SIGPIPE, SIG_IGN);
   signal(SIGXFSZ, SIG_IGN);
+  // What a service in this process has to log: standard output is for the run's progress.
+  spdlog::set_default_logger(spdlog::stderr_logger_mt("ballastd"));
   absl::SetProgramUsageMessage(
       "One rank of a training run. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are taken from "
       "the environment, as torchrun sets them.");
