@@ -33,9 +33,7 @@ absl::Status JobImpl::WaitUntilDecided() const {
   while (!loading_ && (deciding_ || clearing_ || std::holds_alternative<SealedStep>(step_))) {
     changed_.Wait(mutex_);
   }
-  if (!loading_) return absl::OkStatus();
-  return absl::UnavailableError(
-      absl::StrCat("job ", spec_.name, " is loading a checkpoint; try again when it has"));
+  return loading_ ? CheckUsable() : absl::OkStatus();
 }
 
 void JobImpl::FreeIfLeft(Rank& rank) {

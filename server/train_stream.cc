@@ -1,10 +1,10 @@
 #include "server/train_stream.h"
 
-#include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
 #include "proto/status.h"
 #include "server/find_job.h"
+#include "server/step_message.h"
 
 namespace ballast::server {
 
@@ -78,43 +78,17 @@ absl::Status TrainStream::Open(const v1::OpenTrain& request) {
 }
 
 absl::Status TrainStream::BeginStep(const v1::BeginStep& request) {
-  StepSettings settings;
-  settings.trainer_state = request.trainer_state();
-  if (request.loss_scale() != 0) settings.scale.loss_scale = request.loss_scale();
-  settings.scale.divisors.assign(request.divisors().begin(), request.divisors().end());
-  for (const auto& [group, changes] : request.overrides()) {
-    absl::StatusOr<HyperParameterOverrides> overrides = proto::OverridesFromProto(changes);
-    if (!overrides.ok()) {
-      return Annotate(overrides.status(), absl::StrCat("overrides of group ", group));
-    }
-    settings.overrides[group] = *overrides;
-  }
+  BALLAST_ASSIGN_OR_RETURN(const StepSettings settings, FromMessage(request));
   return rank_stream_->BeginStep(request.step(), settings);
 }
 
 absl::Status TrainStream::Contribute(const v1::GradientHeader& header,
                                      const proto::Payload& payload) {
-  return rank_stream_
-      ->Contribute({.step = header.step(),
-                    .chunk = header.chunk(),
-                    .micro_step_begin = header.micro_step_begin(),
-                    .micro_step_end = header.micro_step_end(),
-                    .final = header.final(),
-                    .empty = header.empty(),
-                    .payload = payload.pieces()})
-      .status();
+  return rank_stream_->Contribute(FromMessage(header, payload.pieces())).status();
 }
 
 absl::Status TrainStream::EndMicroStep(const v1::EndMicroStep& request) {
-  UsedParameters used = {
-      .all = request.all_used(),
-      .parameters = {request.used_parameters().begin(), request.used_parameters().end()}};
-  if (request.has_non_finite()) {
-    used.non_finite = {.parameter = request.non_finite().parameter(),
-                       .element = request.non_finite().element(),
-                       .value = request.non_finite().value()};
-  }
-  return rank_stream_->EndMicroStep(request.step(), request.micro_step(), used);
+  return rank_stream_->EndMicroStep(request.step(), request.micro_step(), FromMessage(request));
 }
 
 absl::Status TrainStream::Seal(const v1::Seal& request) {

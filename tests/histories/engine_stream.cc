@@ -2,10 +2,10 @@
 
 #include <utility>
 
-#include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
 #include "proto/frame.h"
+#include "server/step_message.h"
 
 namespace ballast::histories {
 
@@ -189,39 +189,19 @@ absl::Status EngineStream::Open(const v1::OpenTrain& request) {
 }
 
 absl::Status EngineStream::BeginStep(const v1::BeginStep& request) {
-  StepSettings settings;
-  settings.trainer_state = request.trainer_state();
-  if (request.loss_scale() != 0) settings.scale.loss_scale = request.loss_scale();
-  settings.scale.divisors.assign(request.divisors().begin(), request.divisors().end());
-  for (const auto& [group, changes] : request.overrides()) {
-    BALLAST_ASSIGN_OR_RETURN(settings.overrides[group], proto::OverridesFromProto(changes));
-  }
+  BALLAST_ASSIGN_OR_RETURN(const StepSettings settings, server::FromMessage(request));
   return rank_stream_->BeginStep(request.step(), settings);
 }
 
 absl::Status EngineStream::Contribute(const Message& message) {
-  const v1::GradientHeader& header = message.message.gradient().header();
   return rank_stream_
-      ->Contribute({.step = header.step(),
-                    .chunk = header.chunk(),
-                    .micro_step_begin = header.micro_step_begin(),
-                    .micro_step_end = header.micro_step_end(),
-                    .final = header.final(),
-                    .empty = header.empty(),
-                    .payload = {&message.payload, 1}})
+      ->Contribute(server::FromMessage(message.message.gradient().header(), {&message.payload, 1}))
       .status();
 }
 
 absl::Status EngineStream::EndMicroStep(const v1::EndMicroStep& request) {
-  UsedParameters used = {
-      .all = request.all_used(),
-      .parameters = {request.used_parameters().begin(), request.used_parameters().end()}};
-  if (request.has_non_finite()) {
-    used.non_finite = {.parameter = request.non_finite().parameter(),
-                       .element = request.non_finite().element(),
-                       .value = request.non_finite().value()};
-  }
-  return rank_stream_->EndMicroStep(request.step(), request.micro_step(), used);
+  return rank_stream_->EndMicroStep(request.step(), request.micro_step(),
+                                    server::FromMessage(request));
 }
 
 absl::Status EngineStream::Seal(const v1::Seal& request) {

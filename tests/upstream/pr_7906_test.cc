@@ -7,6 +7,7 @@
 #include <cmath>
 #include <filesystem>
 #include <limits>
+#include <memory>
 #include <string>
 #include <thread>
 #include <tuple>
@@ -321,10 +322,11 @@ Backwards OneBackward(const JobSpec& spec, uint64_t step, float size, bool overf
 }
 
 // All chunks are updated before anybody seals, and then the step is sealed.
-absl::StatusOr<StepOutcome> StepAheadOfTheSeal(OffloadedRun& run, const Backwards& backwards) {
+absl::StatusOr<StepOutcome> StepAheadOfTheSeal(OffloadedRun& run, const Backwards& backwards,
+                                               const StepSettings& settings) {
   const int64_t chunks = static_cast<int64_t>(run.job().layout().chunks().size());
   const int64_t before = run.job().Status().speculation.speculated;
-  run.Begin({.scale = {.divisors = std::vector<double>(5, 1024.0)}});
+  run.Begin(settings);
   for (int rank = 0; rank < kRanks; ++rank) run.Send(rank, backwards[0], 0, 1, /*final=*/true);
   while (run.job().Status().speculation.speculated < before + chunks) std::this_thread::yield();
   for (int rank = 0; rank < kRanks; ++rank) {
@@ -333,7 +335,24 @@ absl::StatusOr<StepOutcome> StepAheadOfTheSeal(OffloadedRun& run, const Backward
   return run.SealAll(1);
 }
 
-class Pr7906SpeculationTest : public testing::TestWithParam<Through> {};
+// The same job twice: one that speculates, and what it has to equal.
+class Pr7906SpeculationTest : public testing::TestWithParam<Through> {
+ protected:
+  static JobSpec Spec(const std::string& name, UpdateMode mode) {
+    JobSpec spec = FiveGroups(name, kBlockElements);
+    spec.max_norm = 1.0;
+    spec.update_mode = mode;
+    return spec;
+  }
+  static std::unique_ptr<OffloadedRun> Start(const JobSpec& spec) {
+    return OffloadedRun::Start(GetParam(), spec, FirstWeights(spec));
+  }
+
+  const JobSpec spec_ = Spec("guesses", UpdateMode::kSpeculate);
+  const StepSettings settings_ = {.scale = {.divisors = std::vector<double>(5, 1024.0)}};
+  const std::unique_ptr<OffloadedRun> run_ = Start(spec_);
+  const std::unique_ptr<OffloadedRun> waiting_ = Start(Spec("waits", UpdateMode::kWait));
+};
 
 INSTANTIATE_TEST_SUITE_P(Everywhere, Pr7906SpeculationTest,
                          testing::Values(Through::kEngine, Through::kClient),
@@ -341,54 +360,38 @@ INSTANTIATE_TEST_SUITE_P(Everywhere, Pr7906SpeculationTest,
 
 // Upstream, `if clip_grad` takes the synchronous path, and clipping is on by default.
 TEST_P(Pr7906SpeculationTest, WithClippingOnAndNormsBelowItEveryChunkIsUpdatedAhead) {
-  JobSpec spec = FiveGroups("overlaps", kBlockElements);
-  spec.max_norm = 1.0;
-  JobSpec waiting_spec = spec;
-  waiting_spec.name = "waits";
-  spec.update_mode = UpdateMode::kSpeculate;
-  const auto run = OffloadedRun::Start(GetParam(), spec, FirstWeights(spec));
-  const auto waiting = OffloadedRun::Start(GetParam(), waiting_spec, FirstWeights(spec));
   for (uint64_t step = 1; step <= 5; ++step) {
-    const Backwards backwards = OneBackward(spec, step, 1, false);
-    const auto outcome = StepAheadOfTheSeal(*run, backwards);
+    const Backwards backwards = OneBackward(spec_, step, 1, false);
+    const auto outcome = StepAheadOfTheSeal(*run_, backwards, settings_);
     ASSERT_TRUE(outcome.ok()) << outcome.status();
     EXPECT_GT(outcome->decision.norm, 0);
     EXPECT_LT(outcome->decision.norm, 1.0);
-    const auto waited =
-        waiting->Step(backwards, {.scale = {.divisors = std::vector<double>(5, 1024.0)}});
+    const auto waited = waiting_->Step(backwards, settings_);
     EXPECT_EQ(waited->decision.norm, outcome->decision.norm);
-    EXPECT_EQ(run->job().StateHash(), waiting->job().StateHash()) << "step " << step;
-    EXPECT_EQ(run->Weights(), waiting->Weights()) << "step " << step;
+    EXPECT_EQ(run_->job().StateHash(), waiting_->job().StateHash()) << "step " << step;
+    EXPECT_EQ(run_->Weights(), waiting_->Weights()) << "step " << step;
   }
-  const int64_t chunks = static_cast<int64_t>(run->job().layout().chunks().size());
-  EXPECT_EQ(run->job().Status().speculation.published, 5 * chunks);
-  EXPECT_EQ(run->job().Status().speculation.redone, 0);
+  const int64_t chunks = static_cast<int64_t>(run_->job().layout().chunks().size());
+  EXPECT_EQ(run_->job().Status().speculation.published, 5 * chunks);
+  EXPECT_EQ(run_->job().Status().speculation.redone, 0);
 }
 
 // Upstream, the rollback after a wrong guess inverts Adam and loses bits, and happens only with
 // clipping off.
 TEST_P(Pr7906SpeculationTest, ForcedClippingAndOverflowLeaveTheBitsOfARunThatWaits) {
-  JobSpec spec = FiveGroups("guesses", kBlockElements);
-  spec.max_norm = 1.0;
-  JobSpec waiting_spec = spec;
-  waiting_spec.name = "waits";
-  spec.update_mode = UpdateMode::kSpeculate;
-  const auto run = OffloadedRun::Start(GetParam(), spec, FirstWeights(spec));
-  const auto waiting = OffloadedRun::Start(GetParam(), waiting_spec, FirstWeights(spec));
-  const StepSettings settings = {.scale = {.divisors = std::vector<double>(5, 1024.0)}};
   for (uint64_t step = 1; step <= 40; ++step) {
     const bool clips = step % 5 == 2;
     const bool overflows = step % 7 == 3;
-    const Backwards backwards = OneBackward(spec, step, clips ? 4096.0f : 1.0f, overflows);
-    const auto outcome = run->Step(backwards, settings);
+    const Backwards backwards = OneBackward(spec_, step, clips ? 4096.0f : 1.0f, overflows);
+    const auto outcome = run_->Step(backwards, settings_);
     ASSERT_TRUE(outcome.ok()) << outcome.status();
-    const auto waited = waiting->Step(backwards, settings);
+    const auto waited = waiting_->Step(backwards, settings_);
     ASSERT_TRUE(waited.ok()) << waited.status();
     EXPECT_EQ(outcome->decision.apply, !overflows);
     EXPECT_EQ(outcome->decision.clip_coefficient < 1, clips && !overflows);
     EXPECT_EQ(outcome->decision.clip_coefficient, waited->decision.clip_coefficient);
-    EXPECT_EQ(run->job().StateHash(), waiting->job().StateHash()) << "step " << step;
-    EXPECT_EQ(run->Weights(), waiting->Weights()) << "step " << step;
+    EXPECT_EQ(run_->job().StateHash(), waiting_->job().StateHash()) << "step " << step;
+    EXPECT_EQ(run_->Weights(), waiting_->Weights()) << "step " << step;
   }
 }
 
