@@ -66,6 +66,8 @@ namespace ballast::client {
 absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(const std::string& target,
                                                        absl::Duration timeout = absl::Seconds(10));
 
+enum class SharedMemoryUse : uint8_t { kAuto, kNever };
+
 struct SessionOptions {
   JobSpec job;
   int rank = 0;
@@ -82,7 +84,8 @@ struct SessionOptions {
   absl::Duration join_timeout = absl::Seconds(60);
   // Where the weights of a chunk of this rank go: chunk.elements elements of the group's return
   // dtype. Called from a thread of the session and written there between Seal and the return of
-  // ReceiveWeights; in ReadWeights, from the caller's.
+  // ReceiveWeights; in ReadWeights, from the caller's. Null: they are read where they are,
+  // Session::weights_memory, and nothing is copied.
   std::function<absl::Span<std::byte>(int chunk)> weights;
   // Called from the same thread when a chunk's weights are complete; may be null.
   std::function<void(int chunk)> on_weights;
@@ -95,10 +98,15 @@ struct SessionOptions {
   // without the trainer noticing. How long that is tried before the session fails with UNAVAILABLE;
   // streams that break within a second, with nothing acknowledged, count as one outage.
   absl::Duration reconnect_timeout = absl::Seconds(60);
-  // With job.update_mode kSpeculate the session sets aside memory for provisional weights, as much
-  // as this rank's partition has in its return dtypes; they are copied to `weights` at the
-  // decision. Where that memory cannot be had, a line in the log says so and this rank's chunks
-  // wait.
+  // Memory in common with a service on the same host: gradients written to Session::gradient_memory
+  // and weights read from Session::weights_memory are then not copied, and only small messages go
+  // through the channel. kAuto: where service and system allow it; otherwise all goes through the
+  // channel, with the same bits.
+  SharedMemoryUse shared_memory = SharedMemoryUse::kAuto;
+  // With `weights` null, or job.update_mode kSpeculate, and no memory in common, the session sets
+  // aside memory as large as this rank's partition in its return dtypes. Where it cannot be had,
+  // RESOURCE_EXHAUSTED without `weights`; with it, a line in the log says so and this rank's chunks
+  // wait for the decision.
 };
 
 struct StepSettings {
@@ -117,7 +125,8 @@ struct GradientPush {
   uint32_t micro_step_end = 1;
   bool final = false;                   // Nothing more comes for this chunk in this step.
   bool empty = false;                   // No gradient for any of its elements; no payload.
-  absl::Span<const std::byte> payload;  // chunk.elements elements of the group's wire dtype.
+  // chunk.elements elements of the group's wire dtype; gradient_memory(chunk) itself, or any other.
+  absl::Span<const std::byte> payload;
   // Called exactly once, from any thread: when the service holds the payload and gRPC has let go of
   // it, or the session has failed and gRPC has let go, or Push returns an error. May be null.
   std::function<void()> released;
@@ -182,6 +191,18 @@ class Session {
   virtual bool last_step_applied() const = 0;
   // NOT_FOUND if another job has its name now.
   virtual absl::StatusOr<JobCounts> ReadCounts() = 0;
+
+  // Whether this process and the service have memory in common.
+  virtual bool shares_memory() const = 0;
+  // Where a chunk's gradient may be written so that Push of just these bytes copies nothing: its
+  // elements in the wire dtype, 64-byte aligned. Empty if no memory is shared: any memory will do
+  // then. The bytes belong to the trainer until they are pushed, and again once that push is
+  // released; after a final push not before the next BeginStep. They live as long as the session.
+  virtual absl::Span<std::byte> gradient_memory(int chunk) = 0;
+  // With SessionOptions::weights null: a chunk's weights in the return dtype, valid from on_weights
+  // (or the return of ReceiveWeights or ReadWeights) until the next BeginStep, after which the
+  // service may write there. Empty otherwise.
+  virtual absl::Span<const std::byte> weights_memory(int chunk) const = 0;
 
   // Sends the first weights of this rank's chunks: `fill(chunk, out)` writes chunk.elements fp32
   // values, zeros in the padding; the same ones if it is called again for a chunk, after a

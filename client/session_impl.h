@@ -34,6 +34,9 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   const std::string& trainer_state() const override { return trainer_state_; }
   bool last_step_applied() const override { return last_step_applied_; }
   absl::StatusOr<JobCounts> ReadCounts() override;
+  bool shares_memory() const override { return false; }
+  absl::Span<std::byte> gradient_memory(int chunk) override { return {}; }
+  absl::Span<const std::byte> weights_memory(int chunk) const override { return {}; }
 
   absl::Status UploadWeights(
       const std::function<void(int chunk, absl::Span<float> out)>& fill) override;

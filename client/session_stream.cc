@@ -41,6 +41,8 @@ absl::Status SessionImpl::OnMessage(const v1::TrainResponse& message, PayloadPie
       return OnWeights(message.weights().header(), payload);
     case v1::TrainResponse::kCommitted:
       return OnCommitted(message.committed());
+    case v1::TrainResponse::kSharedWeights:
+      return absl::InternalError("the service sent shared weights, which were not asked for");
     case v1::TrainResponse::kOpened:        // The keeper's.
     case v1::TrainResponse::kAcknowledged:  // The keeper's.
     case v1::TrainResponse::KIND_NOT_SET:   // A kind that a newer service knows.

@@ -38,8 +38,11 @@
 #include "cpu_optimizer_service/common/gradient_norm.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/memory_budget.h"
+#include "cpu_optimizer_service/rank_memory.h"
 #include "cpu_optimizer_service/shard_buffer.h"
 #include "cpu_optimizer_service/snapshot.h"
+#include "cpu_optimizer_service/trace.h"
 
 namespace ballast {
 
@@ -76,6 +79,10 @@ struct StepSettings {
 // [micro_step_begin, micro_step_end), in the group's wire dtype. The payload may come in pieces,
 // cut anywhere. Empty contributions have no payload and count as zeros. After a final one nothing
 // more is taken for the chunk in this step.
+//
+// One that is `in_place` has no payload either: it lies at its place in the rank's memory. If it is
+// final and the chunk's first of the step, it is read from there until the step is over, and must
+// not change; otherwise it has been read when Contribute returns.
 struct Contribution {
   uint64_t step = 0;
   int64_t chunk = 0;
@@ -83,6 +90,7 @@ struct Contribution {
   uint32_t micro_step_end = 1;
   bool final = false;
   bool empty = false;
+  bool in_place = false;
   absl::Span<const absl::Span<const std::byte>> payload;
 };
 enum class ContributionResult : uint8_t { kAdded, kRepeat };
@@ -191,6 +199,16 @@ struct OpenStreamRequest {
   std::string process_id;
   uint64_t generation = 0;
   UpdateMode update_mode = UpdateMode::kWait;  // kSpeculate: takes provisional weights.
+  // Weights are written to the rank's memory, and the shards that the listener gets say so
+  // (ShardBuffer::in_place). FAILED_PRECONDITION if the rank has none.
+  bool weights_in_place = false;
+};
+
+// Who holds a rank: a process, in a generation.
+struct RankHolder {
+  int rank = 0;
+  std::string process_id;
+  uint64_t generation = 0;
 };
 
 struct AttachRequest {
@@ -236,6 +254,7 @@ struct RankProgress {
   bool begun = false;
   uint32_t micro_steps_ended = 0;
   bool sealed = false;
+  bool shared_memory = false;  // It has memory in common with this process.
   int64_t chunks = 0;
   int64_t chunks_complete = 0;                  // That stand at:
   uint32_t furthest_micro_step = 0;             // the sealed number, or that of the furthest chunk.
@@ -258,6 +277,7 @@ struct JobStatus {
   std::string trainer_state;        // As the last committed step's begin gave it.
   MemoryNeed memory;
   int64_t accumulators_in_use = 0;
+  int64_t rank_memory_bytes = 0;  // Given to ranks, now; beside `memory`.
   std::vector<RankProgress> ranks;
   std::vector<StepRecord> recent_steps;           // Oldest first, a bounded number.
   std::vector<HyperParameters> hyper_parameters;  // One per group, now in force.
@@ -286,6 +306,18 @@ class Job : public std::enable_shared_from_this<Job> {
   // stream.
   virtual absl::StatusOr<std::unique_ptr<RankStream>> OpenStream(
       const OpenStreamRequest& request, std::shared_ptr<RankListener> listener) = 0;
+
+  // Memory that the rank's holder shares with this process: admitted first, then given. It is the
+  // rank's until it is dropped, another process takes the rank, the generation rises or the job is
+  // closed; should the step in progress still read gradients from it, until that is over. Giving
+  // replaces what was given before.
+  // RESOURCE_EXHAUSTED: the budget has no room.
+  virtual absl::StatusOr<MemoryBudget::Reservation> ReserveRankMemory(int rank) = 0;
+  // ABORTED: somebody else holds the rank. FAILED_PRECONDITION: the rank is in the middle of a step.
+  virtual absl::Status GiveRankMemory(const RankHolder& holder,
+                                      std::shared_ptr<const RankMemory> memory) = 0;
+  // Its process has let go of it. Nothing, if the rank has another by now.
+  virtual void DropRankMemory(int rank, const RankMemory* memory) = 0;
 
   // First weights of one chunk: chunk.elements fp32 values in pieces cut anywhere. The job is ready
   // when every chunk has come; true then. Padding must be zero.
@@ -327,6 +359,13 @@ class Job : public std::enable_shared_from_this<Job> {
   // Replaces state, update counts, hyper-parameters, the trainer's state and the committed step by
   // a checkpoint's. Of the recent steps only its last one is known then.
   virtual absl::StatusOr<CheckpointInfo> Load(const std::string& directory) = 0;
+  // Records a timeline of the next `steps` steps to begin (trace.h), and returns it when the last of
+  // them is committed; with what there is when the job is closed, or once `still_wanted`, asked from
+  // time to time, says no. RESOURCE_EXHAUSTED if another is being taken.
+  virtual absl::StatusOr<Trace> TraceSteps(uint32_t steps,
+                                           const std::function<bool()>& still_wanted) = 0;
+  // For whoever takes part in a step, to record what it does.
+  virtual TraceRecorder& trace() const = 0;
   // SHA-256 in hex over the update counts and every element of every plane, by parameter: the same
   // for any world size, and unmoved by a skipped step.
   virtual std::string StateHash() const = 0;

@@ -6,6 +6,7 @@
 //   job_speculation.cc updates ahead of the decision
 //   job_decision.cc    from the last seal to the commit
 //   job_state.cc       looking at state, saving, loading
+//   job_rank_memory.cc memory that ranks share with this process
 //
 // One mutex guards all that the ranks say; arithmetic happens outside it. These markers keep it
 // apart:
@@ -75,6 +76,13 @@ class JobImpl : public Job {
   absl::StatusOr<CheckpointInfo> Save(const std::string& directory) override;
   absl::StatusOr<CheckpointInfo> Load(const std::string& directory) override;
   std::string StateHash() const override;
+  absl::StatusOr<MemoryBudget::Reservation> ReserveRankMemory(int rank) override;
+  absl::Status GiveRankMemory(const RankHolder& holder,
+                              std::shared_ptr<const RankMemory> memory) override;
+  void DropRankMemory(int rank, const RankMemory* memory) override;
+  absl::StatusOr<Trace> TraceSteps(uint32_t steps,
+                                   const std::function<bool()>& still_wanted) override;
+  TraceRecorder& trace() const override { return trace_; }
 
   // No step has begun or is being decided.
   bool IsBetweenSteps() const;
@@ -94,6 +102,7 @@ class JobImpl : public Job {
     UpdateMode update_mode = UpdateMode::kWait;  // Of its stream.
     int in_flight = 0;
     bool left = false;  // Its stream ended in mid-step; free once the step is over.
+    std::shared_ptr<const RankMemory> memory;  // Shared with its process; null: none.
   };
   // Identifies a stream to the calls that come through it.
   struct StreamKey {
@@ -254,6 +263,8 @@ class JobImpl : public Job {
   std::unique_ptr<GradientStore> gradients_;
   std::unique_ptr<ChunkStore> store_;
   std::shared_ptr<ShardBufferPool> shard_buffers_;
+
+  mutable TraceRecorder trace_;
 
   mutable Mutex mutex_;
   mutable CondVar changed_;

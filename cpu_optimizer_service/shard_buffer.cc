@@ -4,8 +4,18 @@
 
 namespace ballast {
 
+ShardBuffer ShardBuffer::InPlace(std::shared_ptr<const RankMemory> memory, int chunk) {
+  const absl::Span<std::byte> place = memory->weights(chunk);
+  ShardBuffer buffer;
+  buffer.data_ = place.data();
+  buffer.size_bytes_ = static_cast<int64_t>(place.size());
+  buffer.memory_ = std::move(memory);
+  return buffer;
+}
+
 ShardBuffer::ShardBuffer(ShardBuffer&& other) noexcept
     : pool_(std::move(other.pool_)),
+      memory_(std::move(other.memory_)),
       data_(std::exchange(other.data_, nullptr)),
       size_bytes_(std::exchange(other.size_bytes_, 0)) {}
 
@@ -13,6 +23,7 @@ ShardBuffer& ShardBuffer::operator=(ShardBuffer&& other) noexcept {
   if (this != &other) {
     Release();
     pool_ = std::move(other.pool_);
+    memory_ = std::move(other.memory_);
     data_ = std::exchange(other.data_, nullptr);
     size_bytes_ = std::exchange(other.size_bytes_, 0);
   }
@@ -20,9 +31,10 @@ ShardBuffer& ShardBuffer::operator=(ShardBuffer&& other) noexcept {
 }
 
 void ShardBuffer::Release() {
-  if (pool_ == nullptr) return;
-  pool_->GiveBack(std::exchange(data_, nullptr));
+  if (pool_ != nullptr) pool_->GiveBack(data_);
   pool_ = nullptr;
+  memory_ = nullptr;
+  data_ = nullptr;
   size_bytes_ = 0;
 }
 

@@ -1,5 +1,7 @@
-// Buffers for updated weights on their way out, from a pool of fixed size. An empty pool never
-// blocks an update: the weights are then converted again when they can be sent.
+// Where updated weights lie on their way out: a buffer from a pool of fixed size, or the chunk's
+// place in the memory that its rank shares with this process. An empty pool never blocks an update
+// after the decision: the weights are then converted again when they can be sent. An update ahead of
+// the decision waits for a buffer instead (job_speculation.cc).
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_SHARD_BUFFER_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_SHARD_BUFFER_H_
 
@@ -10,6 +12,7 @@
 
 #include "absl/types/span.h"
 #include "cpu_optimizer_service/common/mutex.h"
+#include "cpu_optimizer_service/rank_memory.h"
 
 namespace ballast {
 
@@ -19,11 +22,14 @@ class ShardBufferPool;
 class ShardBuffer {
  public:
   ShardBuffer() = default;
+  // The place of `chunk`'s weights in `memory`, which it keeps alive.
+  static ShardBuffer InPlace(std::shared_ptr<const RankMemory> memory, int chunk);
   ShardBuffer(ShardBuffer&& other) noexcept;
   ShardBuffer& operator=(ShardBuffer&& other) noexcept;
   ~ShardBuffer() { Release(); }
 
-  explicit operator bool() const { return pool_ != nullptr; }
+  explicit operator bool() const { return data_ != nullptr; }
+  bool in_place() const { return memory_ != nullptr; }  // The rank sees it already.
   std::byte* data() const { return data_; }
   int64_t size_bytes() const { return size_bytes_; }
   absl::Span<std::byte> bytes() const {
@@ -35,6 +41,7 @@ class ShardBuffer {
   void Release();
 
   std::shared_ptr<ShardBufferPool> pool_;
+  std::shared_ptr<const RankMemory> memory_;
   std::byte* data_ = nullptr;
   int64_t size_bytes_ = 0;
 };

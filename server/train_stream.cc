@@ -53,6 +53,8 @@ absl::Status TrainStream::Handle(const proto::Frame<v1::TrainRequest>& frame) {
       return BeginStep(message.begin_step());
     case v1::TrainRequest::kGradient:
       return Contribute(message.gradient().header(), frame.payload);
+    case v1::TrainRequest::kSharedGradients:
+      return Contribute(message.shared_gradients());
     case v1::TrainRequest::kEndMicroStep:
       return EndMicroStep(message.end_micro_step());
     case v1::TrainRequest::kSeal:
@@ -85,6 +87,19 @@ absl::Status TrainStream::BeginStep(const v1::BeginStep& request) {
 absl::Status TrainStream::Contribute(const v1::GradientHeader& header,
                                      const proto::Payload& payload) {
   return rank_stream_->Contribute(FromMessage(header, payload.pieces())).status();
+}
+
+absl::Status TrainStream::Contribute(const v1::SharedGradients& request) {
+  Contribution contribution = {.step = request.step(),
+                               .micro_step_begin = request.micro_step_begin(),
+                               .micro_step_end = request.micro_step_end(),
+                               .final = request.final(),
+                               .in_place = true};
+  for (const uint32_t chunk : request.chunks()) {
+    contribution.chunk = chunk;
+    BALLAST_RETURN_IF_ERROR(rank_stream_->Contribute(contribution).status());
+  }
+  return absl::OkStatus();
 }
 
 absl::Status TrainStream::EndMicroStep(const v1::EndMicroStep& request) {

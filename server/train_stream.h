@@ -35,6 +35,7 @@ class TrainStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc:
   absl::Status Open(const v1::OpenTrain& request);
   absl::Status BeginStep(const v1::BeginStep& request);
   absl::Status Contribute(const v1::GradientHeader& header, const proto::Payload& payload);
+  absl::Status Contribute(const v1::SharedGradients& request);
   absl::Status EndMicroStep(const v1::EndMicroStep& request);
   absl::Status Seal(const v1::Seal& request);
 

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "ballast/v1/ballast.pb.h"
 
 namespace ballast::client {
@@ -22,6 +23,11 @@ inline std::string NameOf(const v1::TrainRequest& message) {
       return absl::StrCat("begin ", message.begin_step().step());
     case v1::TrainRequest::kGradient:
       return NameOf(message.gradient().header());
+    case v1::TrainRequest::kSharedGradients:
+      return absl::StrCat("shared gradients ", message.shared_gradients().step(), " chunks ",
+                          absl::StrJoin(message.shared_gradients().chunks(), " "), " [",
+                          message.shared_gradients().micro_step_begin(), ", ",
+                          message.shared_gradients().micro_step_end(), ")");
     case v1::TrainRequest::kEndMicroStep:
       return absl::StrCat("end ", message.end_micro_step().step(), " micro-step ",
                           message.end_micro_step().micro_step());

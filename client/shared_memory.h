@@ -1,0 +1,49 @@
+// The worker's end of memory shared with a service on the same host.
+//
+// The service makes a memory file, sealed against growing and shrinking, and hands it over an
+// abstract unix socket to whoever shows the token that AttachWorker gave this rank. The connection
+// stays open for as long as this lives: its end tells the service that the memory is not needed.
+// Nothing of the service is trusted: seals and size are checked before the file is mapped, so that
+// no access to the mapping can fail.
+#ifndef BALLAST_CLIENT_SHARED_MEMORY_H_
+#define BALLAST_CLIENT_SHARED_MEMORY_H_
+
+#include <cstddef>
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "ballast/v1/ballast.pb.h"
+#include "cpu_optimizer_service/common/rank_memory_layout.h"
+
+namespace ballast::client {
+
+class SharedMemory {
+ public:
+  // UNAVAILABLE: nobody listens there (another host, another network namespace), or no answer came
+  // within `limit`. FAILED_PRECONDITION: the service refused, or what it handed over is not a sealed
+  // file of the size that `places` says.
+  static absl::StatusOr<std::unique_ptr<SharedMemory>> Connect(const v1::SharedMemoryOffer& offer,
+                                                               RankMemoryLayout places,
+                                                               absl::Duration limit);
+  ~SharedMemory();
+  SharedMemory(const SharedMemory&) = delete;
+  SharedMemory& operator=(const SharedMemory&) = delete;
+
+  // Empty for a chunk that is not the rank's.
+  absl::Span<std::byte> gradient(int chunk) const;
+  absl::Span<std::byte> weights(int chunk) const;
+
+ private:
+  SharedMemory(RankMemoryLayout places, int connection, std::byte* memory);
+
+  const RankMemoryLayout places_;
+  const int connection_;
+  std::byte* const memory_;
+};
+
+}  // namespace ballast::client
+
+#endif  // BALLAST_CLIENT_SHARED_MEMORY_H_

@@ -1,0 +1,24 @@
+// What is said over the unix socket on which a worker fetches the memory that it shares with the
+// service. SOCK_SEQPACKET, one message each way:
+//
+//   worker   the offer's token, kSharedMemoryTokenBytes bytes
+//   service  one byte kSharedMemoryGranted with the memory file's descriptor (SCM_RIGHTS), or one
+//            byte kSharedMemoryRefused, a line of at most kMaxSharedMemoryRefusalBytes that says why,
+//            and the end of the connection
+//
+// Then the connection stays open, silent, for as long as the worker uses the memory.
+#ifndef BALLAST_PROTO_SHARED_MEMORY_PROTOCOL_H_
+#define BALLAST_PROTO_SHARED_MEMORY_PROTOCOL_H_
+
+#include <cstddef>
+
+namespace ballast::proto {
+
+inline constexpr size_t kSharedMemoryTokenBytes = 32;
+inline constexpr size_t kMaxSharedMemoryRefusalBytes = 512;
+inline constexpr char kSharedMemoryGranted = 'G';
+inline constexpr char kSharedMemoryRefused = 'R';
+
+}  // namespace ballast::proto
+
+#endif  // BALLAST_PROTO_SHARED_MEMORY_PROTOCOL_H_

@@ -1,0 +1,44 @@
+// The service's end of memory shared with a rank's process on the same host: a memory file, sealed
+// against growing and shrinking, so that no access to its mapping can fail whatever the other side
+// does.
+#ifndef BALLAST_SERVER_SHARED_MEMORY_H_
+#define BALLAST_SERVER_SHARED_MEMORY_H_
+
+#include <cstddef>
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "cpu_optimizer_service/common/rank_memory_layout.h"
+#include "cpu_optimizer_service/memory_budget.h"
+#include "cpu_optimizer_service/rank_memory.h"
+
+namespace ballast::server {
+
+class SharedMemory final : public RankMemory {
+ public:
+  // Zeroed and backed by pages. RESOURCE_EXHAUSTED if the system has no room. Keeps `reservation`.
+  static absl::StatusOr<std::shared_ptr<SharedMemory>> Create(
+      RankMemoryLayout places, MemoryBudget::Reservation reservation);
+  ~SharedMemory() override;
+  SharedMemory(const SharedMemory&) = delete;
+  SharedMemory& operator=(const SharedMemory&) = delete;
+
+  absl::Span<const std::byte> gradient(int chunk) const override;
+  absl::Span<std::byte> weights(int chunk) const override;
+
+  int file_descriptor() const { return file_descriptor_; }  // To hand over; still ours.
+
+ private:
+  SharedMemory(RankMemoryLayout places, MemoryBudget::Reservation reservation, int file_descriptor,
+               std::byte* memory);
+
+  const RankMemoryLayout places_;
+  const MemoryBudget::Reservation reservation_;
+  const int file_descriptor_;
+  std::byte* const memory_;
+};
+
+}  // namespace ballast::server
+
+#endif  // BALLAST_SERVER_SHARED_MEMORY_H_

@@ -1,0 +1,42 @@
+// Where workers on the same host fetch the memory that they share with the service: an abstract unix
+// socket, served by one thread.
+//
+// AttachWorker asks for an offer for the rank that it has just given to a process. Whoever connects
+// and shows the offer's token, once and soon, gets memory made for that rank and its file
+// descriptor. The connection then stays: when it ends, because the session or its process has, the
+// rank's memory is dropped. The protocol is in proto/shared_memory_protocol.h.
+//
+// Thread-safe. Connections, tokens and the time that a silent peer may take are bounded.
+#ifndef BALLAST_SERVER_SHARED_MEMORY_DOOR_H_
+#define BALLAST_SERVER_SHARED_MEMORY_DOOR_H_
+
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "ballast/v1/ballast.pb.h"
+#include "cpu_optimizer_service/job.h"
+
+namespace ballast::server {
+
+class SharedMemoryDoor {
+ public:
+  // Listens on a socket named after `instance_id`. UNAVAILABLE if that cannot be had.
+  static absl::StatusOr<std::unique_ptr<SharedMemoryDoor>> Open(const std::string& instance_id);
+  // Ends all connections. The memory stays as long as jobs use it.
+  ~SharedMemoryDoor();
+
+  // An offer for this holder of a rank of `job`; nullopt when too many are open. It is forgotten
+  // when it is used or the rank's next offer is made, or with the job.
+  std::optional<v1::SharedMemoryOffer> Offer(const std::shared_ptr<Job>& job, RankHolder holder);
+
+ private:
+  struct Impl;
+  explicit SharedMemoryDoor(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace ballast::server
+
+#endif  // BALLAST_SERVER_SHARED_MEMORY_DOOR_H_
