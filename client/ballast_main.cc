@@ -5,13 +5,13 @@
 #include <vector>
 
 #include "client/cli_command.h"
-#include "client/npy_writer.h"
+#include "client/whole_file.h"
 
 namespace {
 
 // Ends as the signal does by default, without leaving half a file.
 void EndBySignal(int signal) {
-  ballast::client::cli::RemoveUnfinishedNpy();
+  ballast::client::cli::RemoveUnfinishedFile();
   std::signal(signal, SIG_DFL);
   std::raise(signal);
 }

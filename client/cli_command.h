@@ -41,6 +41,7 @@ Command CloseCommand();
 Command GroupsCommand();
 Command SetGroupCommand();
 Command StateCommand();
+Command TraceCommand();
 Command SaveCommand();
 Command LoadCommand();
 

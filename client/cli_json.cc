@@ -32,7 +32,8 @@ Json MemoryToJson(const v1::MemoryUse& memory) {
           {"accumulator_bytes", memory.accumulator_bytes()},
           {"other_bytes", OtherBytes(memory)},
           {"accumulators_in_use", memory.accumulators_in_use()},
-          {"speculation_bytes", memory.speculation_bytes()}};
+          {"speculation_bytes", memory.speculation_bytes()},
+          {"shared_bytes", memory.shared_bytes()}};
 }
 
 Json SpeculationToJson(const v1::Speculation& speculation) {
@@ -53,7 +54,8 @@ Json RankToJson(const v1::RankProgress& rank) {
           {"chunks", rank.chunks()},
           {"chunks_complete", rank.chunks_complete()},
           {"furthest_micro_step", rank.furthest_micro_step()},
-          {"missing_parameters", Array(rank.missing_parameters())}};
+          {"missing_parameters", Array(rank.missing_parameters())},
+          {"shared_memory", rank.shared_memory()}};
 }
 
 Json StepToJson(const v1::StepRecord& step) {

@@ -74,6 +74,17 @@ std::string MemoryText(const v1::MemoryUse& memory) {
   return FormatNames(absl::StrCat("memory        ", FormatBytes(memory.total_bytes())), parts);
 }
 
+// Beside the job's own: what gradients and weights of workers on this host go through.
+std::string SharedMemoryText(const v1::Job& job) {
+  std::vector<int32_t> ranks;
+  for (const v1::RankProgress& rank : job.ranks()) {
+    if (rank.shared_memory()) ranks.push_back(rank.rank());
+  }
+  if (ranks.empty()) return "";
+  return FormatField("shared", absl::StrCat(FormatBytes(job.memory().shared_bytes()), " with ",
+                                            RanksNamed(ranks), ", beside that"));
+}
+
 // Who has sent what. "Furthest" is how many micro-steps any chunk of the rank has, or the number
 // sealed.
 std::string RanksText(const v1::Job& job) {
@@ -176,7 +187,7 @@ std::string JobText(const v1::Job& job) {
                                FormatCount(decided), " decided steps")));
   absl::StrAppend(
       &text, FormatField("generation", absl::StrCat(job.generation())),
-      FormatField("update", UpdateText(job)), MemoryText(job.memory()),
+      FormatField("update", UpdateText(job)), MemoryText(job.memory()), SharedMemoryText(job),
       FormatField("clipping", job.max_norm() > 0 ? FormatNumber(job.max_norm()) : "none"),
       FormatField("unused", Name(job.unused_policy())), "\n", RanksText(job), "\n");
   absl::StrAppend(&text,

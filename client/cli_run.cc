@@ -74,9 +74,9 @@ int RunCommand(const Command& command, const Arguments& arguments, std::string& 
 }  // namespace
 
 std::vector<Command> AllCommands() {
-  std::vector<Command> commands = {JobsCommand(),  JobCommand(),       GroupsCommand(),
-                                   StateCommand(), SetGroupCommand(),  SaveCommand(),
-                                   LoadCommand(),  AbortStepCommand(), CloseCommand()};
+  std::vector<Command> commands = {
+      JobsCommand(),     JobCommand(),  GroupsCommand(), StateCommand(),     TraceCommand(),
+      SetGroupCommand(), SaveCommand(), LoadCommand(),   AbortStepCommand(), CloseCommand()};
   for (Command& command : commands) AddCommonFlags(command);
   return commands;
 }

@@ -62,17 +62,29 @@ absl::Status Service::ReadState(
     const std::function<absl::Status(const v1::ReadStateResponse&)>& receive) {
   grpc::ClientContext context;
   SetDeadline(context);
-  const std::unique_ptr<grpc::ClientReader<v1::ReadStateResponse>> reader =
-      state_.ReadState(&context, request);
-  v1::ReadStateResponse part;
-  while (reader->Read(&part)) {
+  return ReadAll(context, *state_.ReadState(&context, request), receive);
+}
+
+absl::Status Service::ReadTrace(
+    const v1::TraceJobRequest& request,
+    const std::function<absl::Status(const v1::TraceJobResponse&)>& receive) {
+  grpc::ClientContext context;
+  SetDeadline(context);
+  return ReadAll(context, *jobs_.TraceJob(&context, request), receive);
+}
+
+template <typename Response>
+absl::Status Service::ReadAll(grpc::ClientContext& context, grpc::ClientReader<Response>& reader,
+                              const std::function<absl::Status(const Response&)>& receive) const {
+  Response part;
+  while (reader.Read(&part)) {
     if (absl::Status status = receive(part); !status.ok()) {
       context.TryCancel();
-      reader->Finish();
+      reader.Finish();
       return status;
     }
   }
-  const grpc::Status status = reader->Finish();
+  const grpc::Status status = reader.Finish();
   return status.ok() ? absl::OkStatus() : Explain(status);
 }
 

@@ -40,6 +40,9 @@ class Service {
   // Calls `receive` for each part of a plane, in order; its first error ends the call.
   absl::Status ReadState(const v1::ReadStateRequest& request,
                          const std::function<absl::Status(const v1::ReadStateResponse&)>& receive);
+  // The same for the parts of a trace.
+  absl::Status ReadTrace(const v1::TraceJobRequest& request,
+                         const std::function<absl::Status(const v1::TraceJobResponse&)>& receive);
   // The error, and if it says that something is not there, what may have been meant.
   absl::Status SuggestJob(const absl::Status& status, const std::string& job);
 
@@ -49,6 +52,9 @@ class Service {
  private:
   void SetDeadline(grpc::ClientContext& context) const;
   absl::Status Explain(const grpc::Status& status) const;
+  template <typename Response>
+  absl::Status ReadAll(grpc::ClientContext& context, grpc::ClientReader<Response>& reader,
+                       const std::function<absl::Status(const Response&)>& receive) const;
 
   const std::string address_;
   const absl::Duration timeout_;

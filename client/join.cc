@@ -33,6 +33,7 @@ absl::StatusOr<v1::AttachWorkerResponse> Join(Transport& transport, Clock& clock
   attach.set_process_id(options.process_id);
   attach.set_rejoin(options.rejoin);
   attach.set_uid(options.job_uid);
+  attach.set_shared_memory(options.shared_memory == SharedMemoryUse::kAuto);
   *attach.mutable_job() = proto::ToProto(options.job);
   // The last call, at the deadline, has time enough to say what is wrong.
   const auto left = [&] { return std::max(deadline - clock.Now(), absl::Seconds(1)); };

@@ -3,8 +3,6 @@
 //   auto writer = NpyWriter::Create("w.npy", {768, 3072}).value();
 //   writer->Append(bytes);  // in C order, as often as needed
 //   writer->Commit();       // now w.npy is there
-//
-// The data go to a file beside it, which Commit renames and the destructor removes.
 #ifndef BALLAST_CLIENT_NPY_WRITER_H_
 #define BALLAST_CLIENT_NPY_WRITER_H_
 
@@ -12,19 +10,17 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "client/whole_file.h"
 
 namespace ballast::client::cli {
 
 // Magic, version, length and dictionary, padded to a multiple of 64 bytes.
 std::string NpyHeader(absl::Span<const int64_t> shape);
-
-// Removes the file that a writer has not finished, if there is one: for a handler of a signal that
-// ends the process.
-void RemoveUnfinishedNpy();
 
 // One at a time.
 class NpyWriter {
@@ -32,9 +28,6 @@ class NpyWriter {
   // One line that names the file and what is wrong with it, here and below.
   static absl::StatusOr<std::unique_ptr<NpyWriter>> Create(std::string path,
                                                            absl::Span<const int64_t> shape);
-  ~NpyWriter();
-  NpyWriter(const NpyWriter&) = delete;
-  NpyWriter& operator=(const NpyWriter&) = delete;
 
   // Little-endian fp32.
   absl::Status Append(std::string_view bytes);
@@ -42,17 +35,10 @@ class NpyWriter {
   absl::Status Commit();
 
  private:
-  NpyWriter(std::string path, std::string temporary_path, int file, int64_t data_bytes)
-      : path_(std::move(path)),
-        temporary_path_(std::move(temporary_path)),
-        file_(file),
-        data_bytes_(data_bytes) {}
-  absl::Status Write(std::string_view bytes);
-  absl::Status Error(const char* what, int error) const;
+  NpyWriter(std::unique_ptr<WholeFile> file, int64_t data_bytes)
+      : file_(std::move(file)), data_bytes_(data_bytes) {}
 
-  const std::string path_;
-  const std::string temporary_path_;
-  int file_;
+  const std::unique_ptr<WholeFile> file_;
   const int64_t data_bytes_;
   int64_t appended_bytes_ = 0;
 };

@@ -15,11 +15,10 @@ inline size_t TotalBytes(PayloadPieces pieces) {
   return bytes;
 }
 
-// `out` has room for them all.
+// `out` has room for them all. A piece that lies there already is left alone.
 inline void CopyPieces(PayloadPieces pieces, std::byte* out) {
   for (absl::Span<const std::byte> piece : pieces) {
-    if (piece.empty()) continue;
-    std::memcpy(out, piece.data(), piece.size());
+    if (!piece.empty() && piece.data() != out) std::memcpy(out, piece.data(), piece.size());
     out += piece.size();
   }
 }

@@ -86,6 +86,8 @@ void SendLog::SendOnStream(Entry& entry) {
   entry.number = ++sent_;
   if (entry.borrowed == nullptr) {
     stream_->Send(entry.message);
+  } else if (entry.shared) {
+    stream_->SendSharedGradient(entry.message.gradient().header());
   } else {
     stream_->SendGradient(entry.message.gradient().header(), entry.payload,
                           [borrowed = entry.borrowed]() mutable { borrowed.reset(); });
@@ -129,6 +131,18 @@ absl::Status SendLog::SendGradient(const v1::GradientHeader& header,
   Entry entry{.payload = payload, .borrowed = borrowed};
   *entry.message.mutable_gradient()->mutable_header() = header;
   unacknowledged_bytes_ += bytes;
+  LogAndSend(std::move(entry));
+  return absl::OkStatus();
+}
+
+absl::Status SendLog::SendSharedGradient(const v1::GradientHeader& header,
+                                         std::function<void()> released) {
+  // Before the lock, so that it is destroyed after it.
+  auto borrowed = std::make_shared<Borrowed>(lent_, std::move(released));
+  MutexLock lock(mutex_);
+  if (!closed_.ok()) return closed_;
+  Entry entry{.borrowed = borrowed, .shared = true};
+  *entry.message.mutable_gradient()->mutable_header() = header;
   LogAndSend(std::move(entry));
   return absl::OkStatus();
 }

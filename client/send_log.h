@@ -1,6 +1,7 @@
 // The log of what a rank has sent in a step and the service has not acknowledged: control messages
-// and gradients, in order. It numbers the messages of a stream, bounds the payload bytes that are
-// unacknowledged, and sends again on a new stream what the service does not hold.
+// and gradients, in order. It numbers the messages of a stream (each gradient counts as one, also
+// where several go in one), bounds the payload bytes that are unacknowledged, and sends again on a
+// new stream what the service does not hold.
 //
 // Each payload is borrowed twice: by the service until it holds it, and by the transport until it
 // lets go. `released` runs when both have ended, or at once when nothing was logged; exactly once
@@ -45,6 +46,10 @@ class SendLog {
   absl::Status SendGradient(const v1::GradientHeader& header, absl::Span<const std::byte> payload,
                             std::function<void()> released);
 
+  // The same for a gradient in shared memory, which takes no room and is lent to the service alone.
+  // Never blocks.
+  absl::Status SendSharedGradient(const v1::GradientHeader& header, std::function<void()> released);
+
   // The service holds the first `messages` messages of the stream, whose open message is the first.
   // INTERNAL if there were not so many.
   absl::Status Acknowledge(uint64_t messages);
@@ -78,6 +83,7 @@ class SendLog {
     v1::TrainRequest message;  // Of a gradient, the header.
     absl::Span<const std::byte> payload;
     std::shared_ptr<Borrowed> borrowed;  // Null for a control message.
+    bool shared = false;                 // A gradient in shared memory.
   };
 
   void LogAndSend(Entry entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

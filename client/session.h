@@ -123,12 +123,14 @@ struct GradientPush {
   int chunk = 0;
   uint32_t micro_step_begin = 0;
   uint32_t micro_step_end = 1;
-  bool final = false;                   // Nothing more comes for this chunk in this step.
-  bool empty = false;                   // No gradient for any of its elements; no payload.
+  bool final = false;  // Nothing more comes for this chunk in this step.
+  bool empty = false;  // No gradient for any of its elements; no payload.
   // chunk.elements elements of the group's wire dtype; gradient_memory(chunk) itself, or any other.
   absl::Span<const std::byte> payload;
   // Called exactly once, from any thread: when the service holds the payload and gRPC has let go of
-  // it, or the session has failed and gRPC has let go, or Push returns an error. May be null.
+  // it, or the session has failed and gRPC has let go, or Push returns an error; where memory is
+  // shared, a payload that lies elsewhere is copied there and released before Push returns, unless
+  // what was pushed for the chunk before is still in use. May be null.
   std::function<void()> released;
 };
 
@@ -196,12 +198,14 @@ class Session {
   virtual bool shares_memory() const = 0;
   // Where a chunk's gradient may be written so that Push of just these bytes copies nothing: its
   // elements in the wire dtype, 64-byte aligned. Empty if no memory is shared: any memory will do
-  // then. The bytes belong to the trainer until they are pushed, and again once that push is
-  // released; after a final push not before the next BeginStep. They live as long as the session.
+  // then. Asked for from any thread, but before anything is pushed for the chunk. The bytes belong
+  // to the trainer until they are pushed, and again once that push is released; after a final push
+  // not before the next BeginStep. They live as long as the session.
   virtual absl::Span<std::byte> gradient_memory(int chunk) = 0;
   // With SessionOptions::weights null: a chunk's weights in the return dtype, valid from on_weights
   // (or the return of ReceiveWeights or ReadWeights) until the next BeginStep, after which the
-  // service may write there. Empty otherwise.
+  // service may write there; so after a skipped step they are not valid. Empty otherwise, and for
+  // another rank's chunk.
   virtual absl::Span<const std::byte> weights_memory(int chunk) const = 0;
 
   // Sends the first weights of this rank's chunks: `fill(chunk, out)` writes chunk.elements fp32

@@ -1,6 +1,7 @@
 #include "client/session_impl.h"
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -22,10 +23,6 @@ absl::Status CheckOptions(const SessionOptions& options) {
     return absl::InvalidArgumentError(
         absl::StrCat("rank ", options.rank, " is not in a world of size ", world_size));
   }
-  if (!options.weights) {
-    return absl::InvalidArgumentError(
-        "SessionOptions::weights is not set; it says where the weights of a chunk go");
-  }
   if (options.window_bytes <= 0) {
     return absl::InvalidArgumentError(
         absl::StrCat("window_bytes is ", options.window_bytes, ", expected a positive number"));
@@ -41,7 +38,11 @@ SessionImpl::SessionImpl(std::unique_ptr<Transport> transport, Clock& clock, Ses
       clock_(clock),
       options_(std::move(options)),
       layout_(std::move(layout)),
-      sink_(layout_, options_.job.groups, options_.rank, options_.weights, options_.on_weights),
+      places_(layout_.chunks().size()),
+      weights_at_([this](int chunk) {
+        return options_.weights ? options_.weights(chunk) : weights_memory_->at(chunk);
+      }),
+      sink_(layout_, options_.job.groups, options_.rank, weights_at_, options_.on_weights),
       log_(options_.window_bytes, options_.seal_timeout) {}
 
 SessionImpl::~SessionImpl() {
@@ -91,9 +92,8 @@ absl::Status SessionImpl::TryToStart(SessionOptions& options, absl::Time deadlin
   attached_.clear_job();
   awaiting_weights_ = attached_.awaiting_weights();
   committed_step_ = attached_.committed_step();
-  if (options_.job.update_mode == UpdateMode::kSpeculate && !provisional_.has_value()) {
-    ReserveProvisionalWeights();
-  }
+  ShareMemory(attached_.shared_memory(), deadline);
+  BALLAST_RETURN_IF_ERROR(TakeWeightsMemory());
   keeper_ = std::make_unique<StreamKeeper>(
       *transport_, clock_, log_, static_cast<StreamKeeper::User&>(*this),
       StreamKeeper::Settings{.open = OpenMessage(),
@@ -104,15 +104,54 @@ absl::Status SessionImpl::TryToStart(SessionOptions& options, absl::Time deadlin
   return keeper_->Open(std::max(deadline - clock_.Now(), absl::Seconds(1)));
 }
 
-void SessionImpl::ReserveProvisionalWeights() {
-  absl::StatusOr<ProvisionalWeights> reserved =
-      ProvisionalWeights::Reserve(layout_, options_.job.groups, options_.rank);
-  if (reserved.ok()) {
-    provisional_ = *std::move(reserved);
+// Each attachment has an offer of its own. Whatever goes wrong, the stream carries everything.
+void SessionImpl::ShareMemory(const v1::SharedMemoryOffer& offer, absl::Time deadline) {
+  if (shared_memory_ != nullptr) weights_memory_.reset();
+  shared_memory_ = nullptr;
+  if (!attached_.has_shared_memory()) return;
+  // Time is left for the stream.
+  const absl::Duration limit = std::max((deadline - clock_.Now()) / 2, absl::Seconds(1));
+  absl::StatusOr<std::unique_ptr<SharedMemory>> shared = SharedMemory::Connect(
+      offer, RankMemoryLayout(layout_, options_.job.groups, options_.rank), limit);
+  if (shared.ok()) {
+    shared_memory_ = *std::move(shared);
   } else {
-    Log().warn("{}: {}; this rank's chunks wait for the decision", Context(),
-               std::string(reserved.status().message()));
+    Log().debug("{}: no memory is shared with the service: {}", Context(),
+                shared.status().ToString());
   }
+}
+
+absl::Status SessionImpl::TakeWeightsMemory() {
+  if (shared_memory_ != nullptr) {
+    weights_memory_ = WeightsMemory::In(*shared_memory_, layout_, options_.rank);
+    return absl::OkStatus();
+  }
+  if (weights_memory_.has_value()) return absl::OkStatus();  // Of another attempt.
+  if (options_.weights && options_.job.update_mode != UpdateMode::kSpeculate) {
+    return absl::OkStatus();
+  }
+  absl::StatusOr<WeightsMemory> reserved =
+      WeightsMemory::Reserve(layout_, options_.job.groups, options_.rank);
+  if (reserved.ok()) {
+    weights_memory_ = *std::move(reserved);
+    return absl::OkStatus();
+  }
+  if (!options_.weights) return reserved.status();
+  Log().warn("{}: {}; this rank's chunks wait for the decision", Context(),
+             std::string(reserved.status().message()));
+  return absl::OkStatus();
+}
+
+absl::Span<const std::byte> SessionImpl::weights_memory(int chunk) const {
+  if (options_.weights || chunk < 0) return {};
+  return weights_memory_->at(chunk);
+}
+
+absl::Span<std::byte> SessionImpl::gradient_memory(int chunk) {
+  const bool exists = chunk >= 0 && chunk < static_cast<int>(layout_.chunks().size());
+  if (shared_memory_ == nullptr || !exists) return {};
+  places_.GiveToTrainer(chunk);
+  return shared_memory_->gradient(chunk);
 }
 
 v1::OpenTrain SessionImpl::OpenMessage() const {
@@ -122,7 +161,8 @@ v1::OpenTrain SessionImpl::OpenMessage() const {
   open.set_rank(options_.rank);
   open.set_process_id(options_.process_id);
   open.set_generation(attached_.generation());
-  if (provisional_.has_value()) open.set_update_mode(v1::SPECULATE);
+  if (may_speculate()) open.set_update_mode(v1::SPECULATE);
+  open.set_weights_in_shared_memory(shared_memory_ != nullptr);
   return open;
 }
 
@@ -165,6 +205,7 @@ absl::Status SessionImpl::BeginStep(const StepSettings& settings) {
     (*begin.mutable_overrides())[group] = proto::ToProto(overrides);
   }
   progress_.Begin(step);
+  places_.FreeAll();
   return log_.Send(std::move(request));
 }
 
@@ -190,6 +231,20 @@ absl::Status SessionImpl::CheckPush(const GradientPush& push) const {
   return absl::OkStatus();
 }
 
+// Whether the gradient lies at its chunk's place in shared memory, brought there if need be; then
+// `push` is released once the service holds it.
+bool SessionImpl::PushInPlace(GradientPush& push) {
+  if (shared_memory_ == nullptr || push.empty) return false;
+  const absl::Span<std::byte> place = shared_memory_->gradient(push.chunk);
+  if (push.payload.data() == place.data()) return true;
+  if (!places_.Take(push.chunk)) return false;
+  std::memcpy(place.data(), push.payload.data(), place.size());
+  if (push.released) push.released();
+  push.released = nullptr;
+  if (!push.final) push.released = [this, chunk = push.chunk] { places_.Free(chunk); };
+  return true;
+}
+
 absl::Status SessionImpl::Push(GradientPush push) {
   const Callers::Entry entry(pushes_);
   if (absl::Status status = CheckPush(push); !status.ok()) {
@@ -203,7 +258,9 @@ absl::Status SessionImpl::Push(GradientPush push) {
   header.set_micro_step_end(push.micro_step_end);
   header.set_final(push.final);
   header.set_empty(push.empty);
-  const absl::Status sent = log_.SendGradient(header, push.payload, std::move(push.released));
+  const absl::Status sent = PushInPlace(push)
+                                ? log_.SendSharedGradient(header, std::move(push.released))
+                                : log_.SendGradient(header, push.payload, std::move(push.released));
   if (sent.ok()) return sent;
   BALLAST_RETURN_IF_ERROR(progress_.failure());
   return Annotate(sent, absl::StrCat(Context(), ": chunk ", push.chunk, " of micro-step ",

@@ -9,13 +9,15 @@
 #include <string>
 
 #include "client/callers.h"
-#include "client/provisional_weights.h"
+#include "client/gradient_places.h"
 #include "client/send_log.h"
 #include "client/session.h"
+#include "client/shared_memory.h"
 #include "client/step_progress.h"
 #include "client/stream_keeper.h"
 #include "client/transport.h"
 #include "client/weight_sink.h"
+#include "client/weights_memory.h"
 
 namespace ballast::client {
 
@@ -34,9 +36,9 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   const std::string& trainer_state() const override { return trainer_state_; }
   bool last_step_applied() const override { return last_step_applied_; }
   absl::StatusOr<JobCounts> ReadCounts() override;
-  bool shares_memory() const override { return false; }
-  absl::Span<std::byte> gradient_memory(int chunk) override { return {}; }
-  absl::Span<const std::byte> weights_memory(int chunk) const override { return {}; }
+  bool shares_memory() const override { return shared_memory_ != nullptr; }
+  absl::Span<std::byte> gradient_memory(int chunk) override;
+  absl::Span<const std::byte> weights_memory(int chunk) const override;
 
   absl::Status UploadWeights(
       const std::function<void(int chunk, absl::Span<float> out)>& fill) override;
@@ -59,7 +61,13 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   // Attaches and opens the stream. What it learns goes into `options`, for another attempt.
   absl::Status TryToStart(SessionOptions& options, absl::Time deadline);
   v1::OpenTrain OpenMessage() const;
-  void ReserveProvisionalWeights();
+  void ShareMemory(const v1::SharedMemoryOffer& offer, absl::Time deadline);
+  // RESOURCE_EXHAUSTED if there is none, and the session cannot do without.
+  absl::Status TakeWeightsMemory();
+  bool may_speculate() const {
+    return options_.job.update_mode == UpdateMode::kSpeculate && weights_memory_.has_value();
+  }
+  bool PushInPlace(GradientPush& push);
 
   // session_stream.cc: what the service says.
   absl::Status OnMessage(const v1::TrainResponse& message, PayloadPieces payload) override;
@@ -70,6 +78,7 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   void OnWaiting(const v1::Waiting& waiting);
   absl::Status OnDecision(const v1::StepDecision& message);
   absl::Status OnWeights(const v1::WeightHeader& header, PayloadPieces payload);
+  absl::Status OnSharedWeights(const v1::SharedWeights& message);
   absl::Status OnProvisionalWeights(const v1::WeightHeader& header, PayloadPieces payload);
   absl::Status PublishProvisionalWeights(const v1::StepDecision& decision);
   absl::Status OnCommitted(const v1::StepCommitted& committed);
@@ -103,7 +112,8 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   const Layout layout_;
 
   // Constant once open.
-  v1::AttachWorkerResponse attached_;  // Without its job.
+  v1::AttachWorkerResponse attached_;            // Without its job.
+  std::unique_ptr<SharedMemory> shared_memory_;  // Null: everything goes through the stream.
   std::string trainer_state_;
   bool last_step_applied_ = true;
 
@@ -111,9 +121,15 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   bool awaiting_weights_ = false;
   double update_seconds_ = 0;
 
+  GradientPlaces places_;
+
+  // Where the weights of a chunk go: to the trainer, or where they are read in place.
+  const std::function<absl::Span<std::byte>(int chunk)> weights_at_;
   // Of the stream's thread, and of the keeper's while there is no stream.
   WeightSink sink_;
-  std::optional<ProvisionalWeights> provisional_;  // Of the stream, and of the step in progress.
+  // Where it is, is constant once open; provisional are those of the stream and of the step in
+  // progress.
+  std::optional<WeightsMemory> weights_memory_;
 
   std::atomic<uint64_t> committed_step_ = 0;
   StepProgress progress_;

@@ -42,7 +42,7 @@ absl::Status SessionImpl::OnMessage(const v1::TrainResponse& message, PayloadPie
     case v1::TrainResponse::kCommitted:
       return OnCommitted(message.committed());
     case v1::TrainResponse::kSharedWeights:
-      return absl::InternalError("the service sent shared weights, which were not asked for");
+      return OnSharedWeights(message.shared_weights());
     case v1::TrainResponse::kOpened:        // The keeper's.
     case v1::TrainResponse::kAcknowledged:  // The keeper's.
     case v1::TrainResponse::KIND_NOT_SET:   // A kind that a newer service knows.
@@ -71,10 +71,10 @@ absl::Status SessionImpl::Decide(StepDecision decision) {
 
 absl::Status SessionImpl::OnDecision(const v1::StepDecision& message) {
   BALLAST_RETURN_IF_ERROR(Decide(ToDecision(message)));
-  if (!provisional_.has_value()) return absl::OkStatus();
+  if (!may_speculate()) return absl::OkStatus();
   const absl::Status published =
       message.applied() ? PublishProvisionalWeights(message) : absl::OkStatus();
-  provisional_->Forget();
+  weights_memory_->ForgetProvisional();
   return published;
 }
 
@@ -83,12 +83,12 @@ absl::Status SessionImpl::OnDecision(const v1::StepDecision& message) {
 absl::Status SessionImpl::OnProvisionalWeights(const v1::WeightHeader& header,
                                                PayloadPieces payload) {
   const StepProgress::Standing standing = progress_.standing();
-  if (!provisional_.has_value() || standing.step != header.step() || standing.decided) {
+  if (!may_speculate() || standing.step != header.step() || standing.decided) {
     return absl::InternalError(absl::StrCat(
         "the service sent provisional weights of step ", header.step(), " while this rank ",
-        provisional_.has_value() ? "was not awaiting its decision" : "has no memory for them"));
+        may_speculate() ? "was not awaiting its decision" : "has not asked for any"));
   }
-  return provisional_->Keep(header, payload);
+  return weights_memory_->KeepProvisional(header, payload);
 }
 
 absl::Status SessionImpl::PublishProvisionalWeights(const v1::StepDecision& decision) {
@@ -97,9 +97,10 @@ absl::Status SessionImpl::PublishProvisionalWeights(const v1::StepDecision& deci
   v1::WeightHeader header;
   header.set_step(decision.step());
   for (int chunk : layout_.chunks_of_rank(options_.rank)) {
-    if (!provisional_->has(chunk) || dropped.contains(static_cast<uint32_t>(chunk))) continue;
+    const bool kept = weights_memory_->has_provisional(chunk);
+    if (!kept || dropped.contains(static_cast<uint32_t>(chunk))) continue;
     header.set_chunk(static_cast<uint32_t>(chunk));
-    BALLAST_RETURN_IF_ERROR(sink_.Place(header, {provisional_->weights(chunk)}));
+    BALLAST_RETURN_IF_ERROR(sink_.Place(header, {weights_memory_->at(chunk)}));
   }
   return absl::OkStatus();
 }
@@ -112,6 +113,20 @@ absl::Status SessionImpl::OnWeights(const v1::WeightHeader& header, PayloadPiece
                                             ", which it has not said to apply"));
   }
   return sink_.Place(header, payload);
+}
+
+absl::Status SessionImpl::OnSharedWeights(const v1::SharedWeights& message) {
+  if (shared_memory_ == nullptr) {
+    return absl::InternalError("the service sent weights in memory that it does not share");
+  }
+  v1::WeightHeader header;
+  header.set_step(message.step());
+  header.set_provisional(message.provisional());
+  for (const uint32_t chunk : message.chunks()) {
+    header.set_chunk(chunk);
+    BALLAST_RETURN_IF_ERROR(OnWeights(header, {weights_memory_->at(chunk)}));
+  }
+  return absl::OkStatus();
 }
 
 absl::Status SessionImpl::OnCommitted(const v1::StepCommitted& committed) {
@@ -129,7 +144,7 @@ absl::Status SessionImpl::OnCommitted(const v1::StepCommitted& committed) {
 absl::Status SessionImpl::OnAttachedAgain(const v1::AttachWorkerResponse& attached,
                                           absl::Duration limit) {
   // What the old stream brought ahead of a decision counts for nothing on the new one.
-  if (provisional_.has_value()) provisional_->Forget();
+  if (weights_memory_.has_value()) weights_memory_->ForgetProvisional();
   const StepProgress::Standing standing = progress_.standing();
   const uint64_t service = attached.committed_step();
   if (standing.step == 0 && service == committed_step_) return absl::OkStatus();

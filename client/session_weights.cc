@@ -64,16 +64,19 @@ absl::Status SessionImpl::UploadWeights(
 absl::Status SessionImpl::ReadWeights() {
   BALLAST_RETURN_IF_ERROR(CheckBetweenSteps("ReadWeights"));
   const std::string context = absl::StrCat(Context(), ": reading weights");
-  if (absl::Status status = AwaitFirstWeights([this] { return GetJob(); }, clock_, options_);
-      !status.ok()) {
+  // A session that has ended waits in vain: this rank's weights may be forgotten.
+  const auto get_job = [this]() -> absl::StatusOr<v1::Job> {
+    BALLAST_RETURN_IF_ERROR(progress_.failure());
+    return GetJob();
+  };
+  if (absl::Status status = AwaitFirstWeights(get_job, clock_, options_); !status.ok()) {
     BALLAST_RETURN_IF_ERROR(progress_.failure());
     return Annotate(status, context);
   }
   awaiting_weights_ = false;
   // An empty list would mean all chunks.
   if (layout_.chunks_of_rank(options_.rank).empty()) return absl::OkStatus();
-  WeightSink sink(layout_, options_.job.groups, options_.rank, options_.weights,
-                  options_.on_weights);
+  WeightSink sink(layout_, options_.job.groups, options_.rank, weights_at_, options_.on_weights);
   sink.Begin();
   std::optional<uint64_t> step;
   const absl::Status read =

@@ -23,8 +23,8 @@ namespace ballast::client {
 class SharedMemory {
  public:
   // UNAVAILABLE: nobody listens there (another host, another network namespace), or no answer came
-  // within `limit`. FAILED_PRECONDITION: the service refused, or what it handed over is not a sealed
-  // file of the size that `places` says.
+  // within `limit`. FAILED_PRECONDITION: the service refused, or what it handed over is not a
+  // sealed file of the size that `places` says.
   static absl::StatusOr<std::unique_ptr<SharedMemory>> Connect(const v1::SharedMemoryOffer& offer,
                                                                RankMemoryLayout places,
                                                                absl::Duration limit);
@@ -32,12 +32,13 @@ class SharedMemory {
   SharedMemory(const SharedMemory&) = delete;
   SharedMemory& operator=(const SharedMemory&) = delete;
 
-  // Empty for a chunk that is not the rank's.
+  // The places of a chunk of the job; empty if it is not the rank's.
   absl::Span<std::byte> gradient(int chunk) const;
   absl::Span<std::byte> weights(int chunk) const;
 
  private:
   SharedMemory(RankMemoryLayout places, int connection, std::byte* memory);
+  absl::Span<std::byte> At(const RankMemoryLayout::Place& place) const;
 
   const RankMemoryLayout places_;
   const int connection_;

@@ -8,6 +8,7 @@
 #include <grpcpp/support/byte_buffer.h>
 
 #include <deque>
+#include <optional>
 #include <thread>
 #include <utility>
 
@@ -33,20 +34,51 @@ class GrpcTrainStream final : public TrainStream {
     thread_.join();
   }
 
-  void Send(const v1::TrainRequest& message) override { Queue(proto::SerializeControl(message)); }
+  void Send(const v1::TrainRequest& message) override {
+    Queue({.bytes = proto::SerializeControl(message)});
+  }
 
   void SendGradient(const v1::GradientHeader& header, absl::Span<const std::byte> payload,
                     std::function<void()> let_go) override {
-    Queue(proto::SerializeGradient(header, payload, std::move(let_go)));
+    Queue({.bytes = proto::SerializeGradient(header, payload, std::move(let_go))});
+  }
+
+  void SendSharedGradient(const v1::GradientHeader& header) override {
+    v1::TrainRequest message;
+    v1::SharedGradients& gradients = *message.mutable_shared_gradients();
+    gradients.set_step(header.step());
+    gradients.set_micro_step_begin(header.micro_step_begin());
+    gradients.set_micro_step_end(header.micro_step_end());
+    gradients.set_final(header.final());
+    gradients.add_chunks(header.chunk());
+    Queue({.shared = std::move(message)});
   }
 
  private:
+  // A message that waits for its turn: ready to go, or one that may still grow.
+  struct Unsent {
+    grpc::ByteBuffer bytes;
+    std::optional<v1::TrainRequest> shared;
+  };
   enum class Event : int { kStarted, kRead, kWritten, kWoken, kFinished };
 
-  void Queue(grpc::ByteBuffer buffer) {
+  static bool SameButForTheChunks(const v1::SharedGradients& a, const v1::SharedGradients& b) {
+    return a.step() == b.step() && a.micro_step_begin() == b.micro_step_begin() &&
+           a.micro_step_end() == b.micro_step_end() && a.final() == b.final();
+  }
+
+  void Queue(Unsent message) {
     MutexLock lock(mutex_);
     if (ended_) return;
-    unsent_.push_back(std::move(buffer));
+    if (message.shared.has_value() && !unsent_.empty() && unsent_.back().shared.has_value()) {
+      v1::SharedGradients& waiting = *unsent_.back().shared->mutable_shared_gradients();
+      const v1::SharedGradients& more = message.shared->shared_gradients();
+      if (SameButForTheChunks(waiting, more)) {
+        waiting.mutable_chunks()->MergeFrom(more.chunks());
+        return;
+      }
+    }
+    unsent_.push_back(std::move(message));
     if (busy_) return;
     // Writing here would run gRPC's work, and the release of other payloads, under the caller's
     // lock.
@@ -107,8 +139,8 @@ class GrpcTrainStream final : public TrainStream {
 
   // Called when nothing is being written or woken. Starts the next write, if there is one.
   void WriteNext(bool ok) {
-    std::deque<grpc::ByteBuffer> dropped;  // Destroyed after the lock: payloads are released.
-    grpc::ByteBuffer next;
+    std::deque<Unsent> dropped;  // Destroyed after the lock: payloads are released.
+    Unsent next;
     {
       MutexLock lock(mutex_);
       if (!ok) {
@@ -120,12 +152,13 @@ class GrpcTrainStream final : public TrainStream {
       next = std::move(unsent_.front());
       unsent_.pop_front();
     }
-    call_->Write(next, &written_);
+    if (next.shared.has_value()) next.bytes = proto::SerializeControl(*next.shared);
+    call_->Write(next.bytes, &written_);
   }
 
   // True if nothing is being written or woken; nothing will be from then on.
   bool StopSending() {
-    std::deque<grpc::ByteBuffer> dropped;  // As above.
+    std::deque<Unsent> dropped;  // As above.
     MutexLock lock(mutex_);
     ended_ = true;
     dropped.swap(unsent_);
@@ -154,7 +187,7 @@ class GrpcTrainStream final : public TrainStream {
   bool finishing_ = false;
 
   Mutex mutex_;
-  std::deque<grpc::ByteBuffer> unsent_ ABSL_GUARDED_BY(mutex_);
+  std::deque<Unsent> unsent_ ABSL_GUARDED_BY(mutex_);
   bool busy_ ABSL_GUARDED_BY(mutex_) = true;  // Starting, being woken, or writing.
   bool ended_ ABSL_GUARDED_BY(mutex_) = false;
 

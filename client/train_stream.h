@@ -1,7 +1,7 @@
 // The Train stream over gRPC: raw buffers on a completion queue that one thread of its own drives.
 //
 // That thread does all sending and receiving, so a sender only queues, and the listener needs no
-// lock against itself. The queue of unsent buffers is bounded by its user (send_window.h).
+// lock against itself. The queue of unsent buffers is bounded by its user (send_log.h).
 #ifndef BALLAST_CLIENT_TRAIN_STREAM_H_
 #define BALLAST_CLIENT_TRAIN_STREAM_H_
 

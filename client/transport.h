@@ -44,6 +44,9 @@ class TrainStream {
   // not need it any more; that may be after the stream is destroyed.
   virtual void SendGradient(const v1::GradientHeader& header, absl::Span<const std::byte> payload,
                             std::function<void()> let_go) = 0;
+  // A gradient that lies at its place in shared memory. Those that wait together and differ in
+  // nothing but the chunk go in one message, which the service counts as one for each of them.
+  virtual void SendSharedGradient(const v1::GradientHeader& header) = 0;
 };
 
 class Transport {

@@ -2,16 +2,23 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/huge_pages.h"
 
 namespace ballast {
 namespace {
 
-constexpr int64_t kHugePageBytes = int64_t{2} << 20;
 constexpr int64_t kPageBytes = 4096;
+// What one task touches: a few milliseconds of the system's work.
+constexpr int64_t kTouchBytes = 4 * kHugePageBytes;
+// Smaller arenas are not looked at: a page more or less at their ends would count too much.
+constexpr int64_t kWarnBytes = 32 * kHugePageBytes;
 
 class AnonymousArena : public Arena {
  public:
@@ -29,8 +36,17 @@ class AnonymousArena : public Arena {
   const int64_t size_bytes_;
 };
 
+void TouchRange(std::byte* data, int64_t begin, int64_t end) {
+  for (int64_t offset = begin; offset < end; offset += kPageBytes) {
+    data[offset] = std::byte{0};  // A write takes the page; a read would map the zero page.
+  }
+}
+
 class AnonymousArenaFactory : public ArenaFactory {
  public:
+  AnonymousArenaFactory(TaskPool* tasks, std::function<void(const std::string&)> warn)
+      : tasks_(tasks), warn_(std::move(warn)) {}
+
   absl::StatusOr<std::unique_ptr<Arena>> Create(int64_t bytes, absl::string_view label,
                                                 Touch touch) override {
     // Room to begin on a huge page: the kernel backs only whole, aligned ones.
@@ -47,17 +63,42 @@ class AnonymousArenaFactory : public ArenaFactory {
     const auto address = reinterpret_cast<uintptr_t>(begin);
     std::byte* data = begin + (alignment - address % alignment) % alignment;
     if (huge) madvise(data, bytes, MADV_HUGEPAGE);
-    for (int64_t offset = 0; touch == Touch::kNow && offset < bytes; offset += kPageBytes) {
-      data[offset] = std::byte{0};  // A write takes the page; a read would map the zero page.
+    if (touch == Touch::kNow) {
+      TouchAll(data, bytes);
+      WarnOfSmallPages(data, bytes, label);
     }
     return std::make_unique<AnonymousArena>(begin, mapped_bytes, data, bytes);
   }
+
+ private:
+  void TouchAll(std::byte* data, int64_t bytes) const {
+    const int64_t pieces = (bytes + kTouchBytes - 1) / kTouchBytes;
+    const auto touch_piece = [&](int64_t piece) {
+      TouchRange(data, piece * kTouchBytes, std::min(bytes, (piece + 1) * kTouchBytes));
+    };
+    if (tasks_ == nullptr || pieces < 2) {
+      TouchRange(data, 0, bytes);
+    } else {
+      tasks_->ForEach(pieces, touch_piece);
+    }
+  }
+
+  void WarnOfSmallPages(const std::byte* data, int64_t bytes, absl::string_view label) {
+    if (warn_ == nullptr || bytes < kWarnBytes || warned_.load()) return;
+    const std::string warning = HugePageWarning(HugePageShare(data, bytes), label);
+    if (!warning.empty() && !warned_.exchange(true)) warn_(warning);
+  }
+
+  TaskPool* const tasks_;
+  const std::function<void(const std::string&)> warn_;
+  std::atomic<bool> warned_ = false;
 };
 
 }  // namespace
 
-std::unique_ptr<ArenaFactory> MakeAnonymousArenaFactory() {
-  return std::make_unique<AnonymousArenaFactory>();
+std::unique_ptr<ArenaFactory> MakeAnonymousArenaFactory(
+    TaskPool* tasks, std::function<void(const std::string&)> warn) {
+  return std::make_unique<AnonymousArenaFactory>(tasks, std::move(warn));
 }
 
 }  // namespace ballast

@@ -5,10 +5,13 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <string>
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "cpu_optimizer_service/task_pool.h"
 
 namespace ballast {
 
@@ -33,8 +36,12 @@ class ArenaFactory {
                                                         Touch touch) = 0;
 };
 
-// Anonymous memory in huge pages where the system gives them.
-std::unique_ptr<ArenaFactory> MakeAnonymousArenaFactory();
+// Anonymous memory in huge pages where the system gives them. `tasks`, which outlives the factory,
+// touches it: of an arena of S bytes, byte b on node NodeOf(b, S), so that an arena that holds
+// chunks in order lies where ForEach over the chunks will use it. Null: the caller touches it.
+// `warn` is told, once and in one line, when large memory did not come in huge pages.
+std::unique_ptr<ArenaFactory> MakeAnonymousArenaFactory(
+    TaskPool* tasks = nullptr, std::function<void(const std::string&)> warn = nullptr);
 
 inline constexpr int64_t kArenaAlignment = 64;
 inline constexpr int64_t AlignUp(int64_t bytes) {

@@ -69,12 +69,12 @@ void UpdateChunk(const ChunkUpdate& update,
   };
   // Adjacent parameters with equal counts merge, so thousands of small ones cost what one large one
   // does.
-  for (const ChunkPiece& piece : update.layout->Pieces(update.chunk)) {
+  update.layout->VisitPieces(update.chunk, [&](const ChunkPiece& piece) {
     const int64_t count = update_count_of(piece.parameter);
     if (count != run_count) finish_run();
     run_count = count;
     run_end = piece.chunk_offset + piece.elements;
-  }
+  });
   finish_run();
   const int64_t elements = update.layout->chunks()[update.chunk].elements;
   if (run_end < elements) KeepRun(update, run_end, elements - run_end);

@@ -26,7 +26,7 @@ std::string MakeInstanceId() {
 struct Engine::Impl {
   explicit Impl(const EngineOptions& options)
       : budget(options.memory_limit_bytes),
-        own_arenas(MakeAnonymousArenaFactory()),
+        own_arenas(MakeAnonymousArenaFactory(&tasks, options.warn)),
         tasks(options.threads),
         environment{.budget = &budget,
                     .tasks = &tasks,
@@ -37,6 +37,8 @@ struct Engine::Impl {
 
   const std::string instance_id = MakeInstanceId();
   MemoryBudget budget;
+  // Ends after the last task, which may still ask for memory, and until then only keeps the address
+  // of `tasks`.
   std::unique_ptr<ArenaFactory> own_arenas;
   std::atomic<bool> draining = false;
   TaskPool tasks;

@@ -8,6 +8,7 @@
 #define BALLAST_CPU_OPTIMIZER_SERVICE_ENGINE_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -24,6 +25,8 @@ namespace ballast {
 struct EngineOptions {
   int64_t memory_limit_bytes = 0;  // Required.
   int threads = 0;                 // For updates; 0: one per core.
+  // Told, in one line, what makes this host slower than it could be. Any thread; may be null.
+  std::function<void(const std::string&)> warn;
   // Outlive the engine; null: anonymous memory, the system's files.
   ArenaFactory* arenas = nullptr;
   FileSystem* file_system = nullptr;

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/gradient_norm.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/kernels.h"
 
@@ -52,8 +53,29 @@ GradientStore::GradientStore(const JobSpec& spec, const Layout& layout)
     : layout_(layout), chunks_(layout.chunks().size()) {
   for (const GroupSpec& group : spec.groups) wire_dtypes_.push_back(group.wire_dtype);
   for (int group = 0; group < layout.group_count(); ++group) {
-    block_sums_.emplace_back(layout.flat_blocks(group), 0.0);
+    const int64_t blocks = layout.flat_blocks(group);
+    const int64_t spans = (blocks + kSpanBlocks - 1) / kSpanBlocks;
+    block_sums_.emplace_back(blocks, 0.0);
+    span_sums_.push_back(
+        {.sums = std::vector<double>(spans, 0.0), .whole = std::vector<bool>(spans, false)});
   }
+  for (const Chunk& chunk : layout.chunks()) {
+    const SpanRange spans = WholeSpansOf(chunk);
+    for (int64_t s = spans.begin; s < spans.end; ++s) span_sums_[chunk.group].whole[s] = true;
+  }
+}
+
+GradientStore::SpanRange GradientStore::WholeSpansOf(const Chunk& chunk) const {
+  const int64_t begin = chunk.begin / kBlockElements;
+  const int64_t end = begin + chunk.elements / kBlockElements;
+  SpanRange spans = {.begin = (begin + kSpanBlocks - 1) / kSpanBlocks, .end = end / kSpanBlocks};
+  // The last one of the flat space may be shorter.
+  if (end == layout_.flat_blocks(chunk.group)) spans.end = (end + kSpanBlocks - 1) / kSpanBlocks;
+  return spans;
+}
+
+absl::Span<const double> GradientStore::BlocksOfSpan(int group, int64_t span) const {
+  return absl::MakeConstSpan(block_sums_[group]).subspan(span * kSpanBlocks, kSpanBlocks);
 }
 
 absl::StatusOr<std::unique_ptr<GradientStore>> GradientStore::Create(const JobSpec& spec,
@@ -87,16 +109,16 @@ void GradientStore::Add(int index, absl::Span<const absl::Span<const std::byte>>
   ChunkGradient& chunk = chunks_[index];
   const Chunk& place = layout_.chunks()[index];
   const DType dtype = wire_dtypes_[place.group];
-  chunk.sums_current = false;
   switch (chunk.form) {
     case Form::kNone:
     case Form::kZero:
       Gather(payload, chunk.wire);
+      chunk.first = chunk.wire;
       chunk.form = Form::kWire;
       return;
     case Form::kWire:
       assert(chunk.sum != nullptr);
-      SumGradients(chunk.sum, chunk.wire, Contiguous(payload, dtype), dtype, place.elements);
+      SumGradients(chunk.sum, chunk.first, Contiguous(payload, dtype), dtype, place.elements);
       chunk.form = Form::kSum;
       accumulators_in_use_.fetch_add(1);
       return;
@@ -106,25 +128,30 @@ void GradientStore::Add(int index, absl::Span<const absl::Span<const std::byte>>
   }
 }
 
+void GradientStore::Borrow(int index, const std::byte* payload) {
+  ChunkGradient& chunk = chunks_[index];
+  assert(chunk.form == Form::kNone);
+  chunk.first = payload;
+  chunk.form = Form::kWire;
+}
+
 void GradientStore::AddZeros(int index) {
   ChunkGradient& chunk = chunks_[index];
-  if (chunk.form != Form::kNone) return;
-  chunk.form = Form::kZero;
-  chunk.sums_current = false;
+  if (chunk.form == Form::kNone) chunk.form = Form::kZero;
 }
 
 void GradientStore::Clear(int index) {
   ChunkGradient& chunk = chunks_[index];
   if (chunk.form == Form::kSum) accumulators_in_use_.fetch_sub(1);
   chunk.form = Form::kNone;
-  chunk.sums_current = false;
+  chunk.first = nullptr;
 }
 
 GradientView GradientStore::view(int index) const {
   const ChunkGradient& chunk = chunks_[index];
   switch (chunk.form) {
     case Form::kWire:
-      return {chunk.wire, wire_dtypes_[layout_.chunks()[index].group]};
+      return {chunk.first, wire_dtypes_[layout_.chunks()[index].group]};
     case Form::kSum:
       return {chunk.sum, DType::kFloat32};
     case Form::kNone:
@@ -134,9 +161,8 @@ GradientView GradientStore::view(int index) const {
   return {kZeros, DType::kFloat32};
 }
 
-void GradientStore::UpdateSums(int index) {
-  ChunkGradient& chunk = chunks_[index];
-  if (chunk.sums_current) return;
+void GradientStore::ComputeSums(int index) {
+  const ChunkGradient& chunk = chunks_[index];
   const Chunk& place = layout_.chunks()[index];
   const absl::Span<double> sums =
       absl::MakeSpan(block_sums_[place.group])
@@ -147,7 +173,19 @@ void GradientStore::UpdateSums(int index) {
     const GradientView gradient = view(index);
     BlockSumsOfSquares(gradient.data, gradient.dtype, sums);
   }
-  chunk.sums_current = true;
+  const SpanRange spans = WholeSpansOf(place);
+  for (int64_t span = spans.begin; span < spans.end; ++span) {
+    span_sums_[place.group].sums[span] = SumInOrder(BlocksOfSpan(place.group, span));
+  }
+}
+
+double GradientStore::CombineSums(int group) {
+  SpanSums& spans = span_sums_[group];
+  for (size_t span = 0; span < spans.sums.size(); ++span) {
+    if (spans.whole[span]) continue;
+    spans.sums[span] = SumInOrder(BlocksOfSpan(group, static_cast<int64_t>(span)));
+  }
+  return SumInOrder(spans.sums);
 }
 
 }  // namespace ballast

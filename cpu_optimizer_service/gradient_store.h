@@ -1,7 +1,8 @@
 // The gradients of the step in progress: per chunk what has come, summed, and its sums of squares.
 //
-// The first contribution is kept in the wire format as it came; with one micro-step there is never
-// an accumulator. The second makes an fp32 sum, to which later ones are added in micro-step order.
+// The first contribution is kept in the wire format as it came, or read where it lies; with one
+// micro-step there is never an accumulator. The second makes an fp32 sum, to which later ones are
+// added in micro-step order.
 //
 // Thread-compatible per chunk: the caller lets one thread at a time work on a chunk.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_GRADIENT_STORE_H_
@@ -41,6 +42,9 @@ class GradientStore {
   // Adds a payload of chunk.elements elements in the wire dtype, in pieces cut anywhere. The second
   // payload of a step needs an accumulator: the job's max_micro_steps is not 1.
   void Add(int chunk, absl::Span<const absl::Span<const std::byte>> payload);
+  // As Add, for the first contribution of a step: it is read at `payload`, which is aligned for its
+  // dtype and stays until Clear.
+  void Borrow(int chunk, const std::byte* payload);
   // Counts as zeros.
   void AddZeros(int chunk);
   // No gradient at all; what was there is forgotten.
@@ -50,10 +54,13 @@ class GradientStore {
   bool is_zero(int chunk) const { return chunks_[chunk].form == Form::kZero; }
   GradientView view(int chunk) const;
 
-  // Computes the block sums of a chunk unless they are current.
-  void UpdateSums(int chunk);
-  // Sums of squares of a group's blocks in flat-space order; current where UpdateSums ran.
+  // Computes the sums of squares of what has been added to a chunk.
+  void ComputeSums(int chunk);
+  // Of a group's blocks in flat-space order, as of when ComputeSums ran for their chunks.
   absl::Span<const double> block_sums(int group) const { return block_sums_[group]; }
+  // GroupSum of a group's block sums, once all of them are there. Most of it is ComputeSums' work:
+  // left are an addition for each span, and for each block of a span that chunks share.
+  double CombineSums(int group);
 
   // Chunks whose gradient lies in an accumulator now.
   int64_t accumulators_in_use() const { return accumulators_in_use_.load(); }
@@ -64,19 +71,31 @@ class GradientStore {
   enum class Form : uint8_t { kNone, kZero, kWire, kSum };
   struct ChunkGradient {
     Form form = Form::kNone;
-    bool sums_current = false;
+    const std::byte* first = nullptr;  // kWire: where the contribution lies; `wire`, or borrowed.
     std::byte* wire = nullptr;
     float* sum = nullptr;  // nullptr: the job has no accumulators.
   };
+  struct SpanSums {
+    std::vector<double> sums;  // By span.
+    std::vector<bool> whole;   // By span: it lies in one chunk.
+  };
+  struct SpanRange {
+    int64_t begin = 0;
+    int64_t end = 0;
+  };
 
   GradientStore(const JobSpec& spec, const Layout& layout);
+  // The spans that lie wholly in a chunk.
+  SpanRange WholeSpansOf(const Chunk& chunk) const;
+  absl::Span<const double> BlocksOfSpan(int group, int64_t span) const;
 
   const Layout& layout_;
   std::vector<DType> wire_dtypes_;  // By group.
   std::unique_ptr<Arena> wire_arena_;
   std::unique_ptr<Arena> sum_arena_;
   std::vector<ChunkGradient> chunks_;
-  std::vector<std::vector<double>> block_sums_;  // By group.
+  std::vector<std::vector<double>> block_sums_;  // By group, as the next.
+  std::vector<SpanSums> span_sums_;
   std::atomic<int64_t> accumulators_in_use_ = 0;
 };
 

@@ -15,11 +15,11 @@
 //
 // Threads: everything is thread-safe; the calls on one RankStream come one at a time. Contribute
 // adds the payload on the caller's thread; Save and Load do all their work on it; calls that need
-// the job to stand still (Attach, OpenStream, TakeSnapshot, the first weights) wait for a decision
-// and update under way. Updates run on the engine's threads. Listeners are called from any thread,
-// with no lock held; they must not block, and may call back only what does not wait: Status and
-// ReadShard. A job is kept alive by shared_ptr while a
-// stream or a reader uses it.
+// the job to stand still (Attach, OpenStream, GiveRankMemory, TakeSnapshot, the first weights) wait
+// for a decision and update under way. Updates, and the sums of gradients in place, run on the
+// engine's threads. Listeners are called from any thread, with no lock held; they must not block,
+// and may call back only what does not wait: Status and ReadShard. A job is kept alive by
+// shared_ptr while a stream or a reader uses it.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_H_
 
@@ -313,7 +313,8 @@ class Job : public std::enable_shared_from_this<Job> {
   // replaces what was given before.
   // RESOURCE_EXHAUSTED: the budget has no room.
   virtual absl::StatusOr<MemoryBudget::Reservation> ReserveRankMemory(int rank) = 0;
-  // ABORTED: somebody else holds the rank. FAILED_PRECONDITION: the rank is in the middle of a step.
+  // ABORTED: somebody else holds the rank. FAILED_PRECONDITION: the rank is in the middle of a
+  // step.
   virtual absl::Status GiveRankMemory(const RankHolder& holder,
                                       std::shared_ptr<const RankMemory> memory) = 0;
   // Its process has let go of it. Nothing, if the rank has another by now.
@@ -359,9 +360,9 @@ class Job : public std::enable_shared_from_this<Job> {
   // Replaces state, update counts, hyper-parameters, the trainer's state and the committed step by
   // a checkpoint's. Of the recent steps only its last one is known then.
   virtual absl::StatusOr<CheckpointInfo> Load(const std::string& directory) = 0;
-  // Records a timeline of the next `steps` steps to begin (trace.h), and returns it when the last of
-  // them is committed; with what there is when the job is closed, or once `still_wanted`, asked from
-  // time to time, says no. RESOURCE_EXHAUSTED if another is being taken.
+  // Records a timeline of the next `steps` steps to begin (trace.h), and returns it when the last
+  // of them is committed; with what there is when the job is closed, or once `still_wanted`, asked
+  // from time to time, says no. RESOURCE_EXHAUSTED if another is being taken.
   virtual absl::StatusOr<Trace> TraceSteps(uint32_t steps,
                                            const std::function<bool()>& still_wanted) = 0;
   // For whoever takes part in a step, to record what it does.

@@ -55,6 +55,7 @@ RankProgress JobImpl::ProgressOf(int rank, const RankInStep* state) const {
   RankProgress progress;
   progress.attached = !ranks_[rank].process_id.empty();
   progress.process_id = ranks_[rank].process_id;
+  progress.shared_memory = ranks_[rank].memory != nullptr;
   progress.chunks = static_cast<int64_t>(chunks.size());
   if (state == nullptr) return progress;
   progress.begun = state->begun;

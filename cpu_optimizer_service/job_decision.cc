@@ -10,6 +10,7 @@
 #include "cpu_optimizer_service/chunk_update.h"
 #include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/job_impl.h"
+#include "cpu_optimizer_service/kernels.h"
 
 namespace ballast {
 
@@ -23,8 +24,7 @@ void JobImpl::StartDecisionIfDue() const {
 
 void JobImpl::RunDecision() {
   const auto chunks = static_cast<int64_t>(layout_.chunks().size());
-  environment_.tasks->ForEach(
-      chunks, [&](int64_t chunk) { gradients_->UpdateSums(static_cast<int>(chunk)); });
+  FinishSums();
   UpdatePlan plan;
   {
     MutexLock lock(mutex_);
@@ -36,6 +36,7 @@ void JobImpl::RunDecision() {
       return;
     }
     plan = Decide(MakeOutcome(*sealed));
+    trace_.Record(TraceEventKind::kDecided, plan.terms.step, /*chunk=*/-1, sealed_ns_);
   }
   for (size_t rank = 0; rank < plan.listeners.size(); ++rank) {
     if (plan.listeners[rank] == nullptr) continue;
@@ -43,21 +44,24 @@ void JobImpl::RunDecision() {
         plan.outcome, plan.dropped.empty() ? absl::Span<const int>() : plan.dropped[rank]);
   }
   if (plan.outcome.decision.apply) {
+    // Ascending: backward ends with the first layers, so the first chunks' gradients are those that
+    // caches may still hold; and a chunk's index is what leads it to its NUMA node.
     environment_.tasks->ForEach(
         chunks, [&](int64_t chunk) { ApplyToChunk(plan, static_cast<int>(chunk)); });
   }
+  plan.weights_in_place.clear();
   Commit(plan);
 }
 
-StepOutcome JobImpl::MakeOutcome(const SealedStep& sealed) const {
+StepOutcome JobImpl::MakeOutcome(const SealedStep& sealed) {
   const StepTerms& terms = sealed.terms();
-  std::vector<absl::Span<const double>> block_sums;
+  std::vector<double> group_sums;
   for (int group = 0; group < layout_.group_count(); ++group) {
-    block_sums.push_back(gradients_->block_sums(group));
+    group_sums.push_back(gradients_->CombineSums(group));
   }
   StepOutcome outcome;
   outcome.step = terms.step;
-  outcome.decision = ballast::Decide(block_sums, terms.settings.scale, spec_.max_norm);
+  outcome.decision = ballast::Decide(group_sums, terms.settings.scale, spec_.max_norm);
   if (!outcome.decision.apply) outcome.skip_reason = DescribeNonFinite(sealed.non_finite());
   return outcome;
 }
@@ -109,7 +113,10 @@ JobImpl::UpdatePlan JobImpl::Decide(StepOutcome outcome) {
         parameter.trainable && !(unused && spec_.unused_policy == UnusedPolicy::kSkip);
     plan.update.update_counts.push_back(updated ? update_counts_[p] + 1 : 0);
   }
-  for (const Rank& rank : ranks_) plan.listeners.push_back(rank.listener);
+  for (const Rank& rank : ranks_) {
+    plan.listeners.push_back(rank.listener);
+    plan.weights_in_place.push_back(rank.weights_in_place ? rank.memory : nullptr);
+  }
   plan.outcome = outcome;
   SettleGuesses(plan);
   step_ = std::move(sealed).Decide(std::move(outcome));  // The commit point.
@@ -136,27 +143,44 @@ void JobImpl::UpdateTo(const Update& update, int index, const ChunkStore::Write&
               [&](int parameter) { return update.update_counts[parameter]; });
 }
 
+ShardBuffer JobImpl::ShardFor(const UpdatePlan& plan, int index) {
+  const auto& memory = plan.weights_in_place[layout_.chunks()[index].rank];
+  return memory != nullptr ? ShardBuffer::InPlace(memory, index)
+                           : shard_buffers_->TryTake(ShardBytes(index));
+}
+
 void JobImpl::ApplyToChunk(const UpdatePlan& plan, int index) {
-  const std::shared_ptr<RankListener>& listener = plan.listeners[layout_.chunks()[index].rank];
+  const Chunk& chunk = layout_.chunks()[index];
+  const std::shared_ptr<RankListener>& listener = plan.listeners[chunk.rank];
   if (!plan.guessed.empty() && plan.guessed[index].holds) {
     const UpdatePlan::Guessed& guessed = plan.guessed[index];
     store_->Publish(guessed.write, plan.update.step);
-    // Untold: the pool was empty, or another stream was.
-    if (listener != nullptr && !guessed.told) listener->OnWeights(plan.update.step, index, {});
+    if (listener == nullptr || guessed.told) return;
+    ShardBuffer shard;  // Another stream was told, so it is rare enough to be converted again.
+    if (plan.weights_in_place[chunk.rank] != nullptr) {
+      shard = ShardBuffer::InPlace(plan.weights_in_place[chunk.rank], index);
+      ConvertFromFloat(guessed.write.to[Plane::kMaster], shard.data(),
+                       spec_.groups[chunk.group].return_dtype, chunk.elements);
+    }
+    listener->OnWeights(plan.update.step, index, std::move(shard));
     return;
   }
   ShardBuffer shard;
-  if (listener != nullptr) shard = shard_buffers_->TryTake(ShardBytes(index));
+  if (listener != nullptr) shard = ShardFor(plan, index);
   auto write = store_->BeginWrite(index, Destination::kInPlaceIfFree);
   // A pinned chunk has a slot reserved, so there is always a place.
   assert(write.ok());
-  UpdateTo(plan.update, index, *write, shard);
+  {
+    const TraceSpan span(trace_, TraceEventKind::kUpdated, plan.update.step, index);
+    UpdateTo(plan.update, index, *write, shard);
+  }
   store_->Publish(*write, plan.update.step);
   if (listener != nullptr) listener->OnWeights(plan.update.step, index, std::move(shard));
 }
 
 void JobImpl::Commit(const UpdatePlan& plan) {
   double update_seconds = 0;
+  RankMemories lenders;  // Let go of after the lock.
   {
     MutexLock lock(mutex_);
     const auto* decided = std::get_if<DecidedStep>(&step_);
@@ -167,6 +191,8 @@ void JobImpl::Commit(const UpdatePlan& plan) {
       gradients_->Clear(chunk);
     }
     ledger_.Clear();
+    sums_.assign(sums_.size(), SumsState::kNone);
+    ++attempt_;
     if (plan.outcome.decision.apply) {
       for (size_t p = 0; p < update_counts_.size(); ++p) {
         if (plan.update.update_counts[p] > 0) update_counts_[p] = plan.update.update_counts[p];
@@ -183,6 +209,7 @@ void JobImpl::Commit(const UpdatePlan& plan) {
       hyper_parameters_[group] = Apply(hyper_parameters_[group], later_changes_[group]);
       later_changes_[group] = {};
     }
+    trace_.Mark(TraceEventKind::kCommitted, plan.terms.step);
     committed_step_ = plan.terms.step;
     trainer_state_ = plan.terms.settings.trainer_state;
     recent_steps_.push_back({.outcome = plan.outcome,
@@ -193,11 +220,16 @@ void JobImpl::Commit(const UpdatePlan& plan) {
     std::vector<std::string>& names = recent_steps_.back().outcome.unused_parameters;
     names.resize(std::min(names.size(), kRecordedNames));
     if (recent_steps_.size() > kRecentSteps) recent_steps_.pop_front();
-    for (Rank& rank : ranks_) FreeIfLeft(rank);
+    for (Rank& rank : ranks_) {
+      lenders.push_back(std::move(rank.lender));
+      FreeIfLeft(rank);
+    }
     step_ = std::monostate();
     deciding_ = false;
     changed_.NotifyAll();
+    step_over_.NotifyAll();
   }
+  lenders.clear();
   for (const auto& listener : plan.listeners) {
     if (listener != nullptr) listener->OnCommitted(plan.terms.step, update_seconds);
   }

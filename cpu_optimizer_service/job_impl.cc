@@ -41,6 +41,16 @@ int64_t TableBytes(const JobSpec& spec, const Layout& layout) {
   return bytes;
 }
 
+// Sums of squares, by block and by span.
+int64_t SumBytes(const Layout& layout) {
+  int64_t sums = 0;
+  for (int group = 0; group < layout.group_count(); ++group) {
+    const int64_t blocks = layout.flat_blocks(group);
+    sums += blocks + (blocks + kSpanBlocks - 1) / kSpanBlocks;
+  }
+  return sums * int64_t{sizeof(double)};
+}
+
 int64_t ShardBufferCount(const Layout& layout) {
   return std::min<int64_t>(kShardBuffers, static_cast<int64_t>(layout.chunks().size()));
 }
@@ -62,8 +72,7 @@ MemoryNeed NeedOf(const JobSpec& spec, const Layout& layout) {
     need.speculation_bytes =
         need.state_bytes + kTableBytesOfChunk * static_cast<int64_t>(layout.chunks().size());
   }
-  need.other_bytes = ShardBufferBytes(spec, layout) * ShardBufferCount(layout) +
-                     layout.total_flat_elements() / kBlockElements * int64_t{sizeof(double)} +
+  need.other_bytes = ShardBufferBytes(spec, layout) * ShardBufferCount(layout) + SumBytes(layout) +
                      TableBytes(spec, layout);
   return need;
 }
@@ -85,6 +94,7 @@ JobImpl::JobImpl(JobSpec spec, Layout layout, const JobEnvironment& environment)
       need_(NeedOf(spec_, layout_)),
       ranks_(layout_.world_size()),
       ledger_(static_cast<int64_t>(layout_.chunks().size())),
+      sums_(layout_.chunks().size(), SumsState::kNone),
       guesses_(layout_.chunks().size()),
       weights_arrived_(layout_.chunks().size(), false),
       weights_missing_(static_cast<int64_t>(layout_.chunks().size())),
@@ -112,8 +122,15 @@ absl::Status JobImpl::Allocate() {
                                                .owner = owner},
                                               *environment_.arenas));
   BALLAST_ASSIGN_OR_RETURN(gradients_, GradientStore::Create(spec_, layout_, *environment_.arenas));
-  shard_buffers_ =
-      ShardBufferPool::Create(ShardBufferBytes(spec_, layout_), ShardBufferCount(layout_));
+  // A task, because a buffer may come back anywhere, under whatever lock.
+  const auto start_parked = [weak = weak_from_this()] {
+    auto self = std::static_pointer_cast<JobImpl>(weak.lock());
+    if (self == nullptr) return;
+    TaskPool& tasks = *self->environment_.tasks;
+    tasks.Start([self = std::move(self)] { self->StartParkedGuesses(); });
+  };
+  shard_buffers_ = ShardBufferPool::Create(ShardBufferBytes(spec_, layout_),
+                                           ShardBufferCount(layout_), start_parked);
   return absl::OkStatus();
 }
 
@@ -209,7 +226,7 @@ std::optional<double> JobImpl::SecondsSinceFirstSeal() const {
 
 absl::StatusOr<uint64_t> JobImpl::AbortStep() {
   uint64_t step = 0;
-  Listeners detached;
+  Departed departed;
   {
     MutexLock lock(mutex_);
     BALLAST_RETURN_IF_ERROR(CheckUsable());
@@ -225,10 +242,11 @@ absl::StatusOr<uint64_t> JobImpl::AbortStep() {
       return absl::FailedPreconditionError(
           absl::StrCat("job ", spec_.name, " is between steps, at step ", committed_step_));
     }
-    detached = RaiseGeneration();  // What is still on its way must not meet the next attempt.
+    departed = RaiseGeneration();  // What is still on its way must not meet the next attempt.
   }
-  Detach(detached, absl::AbortedError(absl::StrCat("step ", step, " of job ", spec_.name,
-                                                   " was aborted; attach again and redo it")));
+  Detach(departed.listeners,
+         absl::AbortedError(absl::StrCat("step ", step, " of job ", spec_.name,
+                                         " was aborted; attach again and redo it")));
   return step;
 }
 
@@ -253,15 +271,17 @@ bool JobImpl::IsBetweenSteps() const {
 }
 
 void JobImpl::Close() {
-  Listeners listeners;
+  Departed departed;
   {
     MutexLock lock(mutex_);
     WaitUntilSettled();
     if (closed_) return;
     closed_ = true;
-    listeners = RaiseGeneration();
+    step_over_.NotifyAll();
+    departed = RaiseGeneration();
   }
-  Detach(listeners, absl::AbortedError(absl::StrCat("job ", spec_.name, " has been closed")));
+  Detach(departed.listeners,
+         absl::AbortedError(absl::StrCat("job ", spec_.name, " has been closed")));
 }
 
 // ---------------------------------------------------------------- status
@@ -306,6 +326,7 @@ JobStatus JobImpl::Status() const {
     status.phase = JobPhase::kReady;
   }
   for (int rank = 0; rank < layout_.world_size(); ++rank) {
+    if (ranks_[rank].memory != nullptr) status.rank_memory_bytes += ranks_[rank].memory_bytes;
     status.ranks.push_back(ProgressOf(rank, in_step == nullptr ? nullptr : &(*in_step)[rank]));
   }
   return status;

@@ -1,16 +1,19 @@
 // Job as it is built. Its functions are spread by subject:
-//   job_impl.cc        creation, first weights, control, status
-//   job_ranks.cc       who holds which rank: attaching, streams, generations
-//   job_stream.cc      what a rank says in a step, up to the last seal
-//   job_coverage.cc    who has sent what
-//   job_speculation.cc updates ahead of the decision
-//   job_decision.cc    from the last seal to the commit
-//   job_state.cc       looking at state, saving, loading
-//   job_rank_memory.cc memory that ranks share with this process
+//   job_impl.cc          creation, first weights, control, status
+//   job_ranks.cc         who holds which rank: attaching, streams, generations
+//   job_rank_memory.cc   memory that ranks share with this process
+//   job_stream.cc        what a rank says in a step, up to the last seal
+//   job_contribution.cc  the gradients among it, and their sums of squares
+//   job_coverage.cc      who has sent what
+//   job_speculation.cc   updates ahead of the decision
+//   job_decision.cc      from the last seal to the commit
+//   job_state.cc         looking at state, saving, loading
+//   job_trace.cc         the timeline of some steps
 //
 // One mutex guards all that the ranks say; arithmetic happens outside it. These markers keep it
 // apart:
 //   in_flight   a rank's contribution is being added; clearing the step waits for it
+//   sums_       whose sums of squares are being computed; a decision and a clearing wait for it
 //   guesses_    what is updated ahead of the decision; see job_speculation.cc
 //   clearing_   the undecided step is being forgotten; no other may begin
 //   deciding_   a decision and its update are running: gradients and state belong to them
@@ -99,10 +102,20 @@ class JobImpl : public Job {
     std::string last_process_id;  // Who took it last, also when it is free.
     uint64_t stream = 0;          // Number of its stream; 0: none.
     std::shared_ptr<RankListener> listener;
-    UpdateMode update_mode = UpdateMode::kWait;  // Of its stream.
+    UpdateMode update_mode = UpdateMode::kWait;  // Of its stream, as the next.
+    bool weights_in_place = false;
     int in_flight = 0;
     bool left = false;  // Its stream ended in mid-step; free once the step is over.
     std::shared_ptr<const RankMemory> memory;  // Shared with its process; null: none.
+    int64_t memory_bytes = 0;
+    // Of which the step in progress reads gradients. The same one, unless that has been dropped.
+    std::shared_ptr<const RankMemory> lender;
+  };
+  using RankMemories = std::vector<std::shared_ptr<const RankMemory>>;
+  // What a new generation lets go of; to be dealt with outside the lock.
+  struct Departed {
+    Listeners listeners;
+    RankMemories memories;
   };
   // Identifies a stream to the calls that come through it.
   struct StreamKey {
@@ -120,20 +133,29 @@ class JobImpl : public Job {
   struct Guess {
     enum class State : uint8_t { kNone, kQueued, kRunning, kReady };
     State state = State::kNone;
-    std::shared_ptr<const Update> update;  // Of the task that is queued or running.
+    std::shared_ptr<const Update> update;  // Of the one that is queued or running.
     ChunkStore::Write write;               // kReady: where it lies.
     uint64_t told_stream = 0;              // The stream that was told its weights; 0: none.
     GuessHistory history;
 
     void Reset() { *this = Guess{.history = history}; }
   };
+  // A guess that can run: it has a place for the weights.
+  struct GuessTask {
+    int chunk = 0;
+    std::shared_ptr<const Update> update;
+    ShardBuffer shard;
+  };
+  // Of a chunk, in the step in progress.
+  enum class SumsState : uint8_t { kNone, kRunning, kCurrent };
   // All that follows from a decision, so that it runs without the mutex.
   struct UpdatePlan {
     StepOutcome outcome;
     StepTerms terms;
     uint32_t micro_steps = 0;
     Update update;
-    Listeners listeners;  // By rank; may be null.
+    Listeners listeners;            // By rank; may be null.
+    RankMemories weights_in_place;  // By rank: where its weights are written; may be null.
     // Guesses that became true, by chunk; the chunks that are computed again, by rank. Both empty
     // in a job that waits.
     struct Guessed {
@@ -169,8 +191,8 @@ class JobImpl : public Job {
   RankPosition PositionOf(int rank) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Forgets the undecided step, once contributions in flight have ended.
   void ClearStep() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Clears the undecided step, frees all ranks; returns the listeners to detach.
-  Listeners RaiseGeneration() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Clears the undecided step, frees all ranks, which have no memory in common with us any more.
+  Departed RaiseGeneration() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   static void Detach(const Listeners& listeners, const absl::Status& status);
   static void FreeIfLeft(Rank& rank);
   // Waits for a decision, update, load or clearing that is running.
@@ -181,14 +203,12 @@ class JobImpl : public Job {
 
   // job_stream.cc
   absl::Status BeginStep(const StreamKey& key, uint64_t step, const StepSettings& settings);
-  absl::StatusOr<ContributionResult> Contribute(const StreamKey& key, const Contribution& given);
   absl::Status EndMicroStep(const StreamKey& key, uint64_t step, uint32_t micro_step,
                             UsedParameters used);
   absl::StatusOr<std::optional<SealRefusal>> Seal(const StreamKey& key, uint64_t step,
                                                   uint32_t micro_steps);
   absl::StatusOr<StepTerms> MakeTerms(uint64_t step, const StepSettings& settings) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::Status CheckContribution(int rank, const Contribution& given) const;
   absl::Status CheckUsed(int rank, const UsedParameters& used) const;
   absl::StatusOr<OpenStep*> FindOpenStep(uint64_t step) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool HasTakenSeal(uint64_t step, uint32_t micro_steps) const
@@ -198,11 +218,39 @@ class JobImpl : public Job {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   std::optional<SealRefusal> CheckStepIsWhole(const OpenStep& open, int last_rank) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  std::optional<SealRefusal> CheckParameters(const OpenStep& open, int last_rank) const;
+  std::optional<SealRefusal> CheckParameters(const OpenStep& open, int last_rank) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // A chunk that came as empty for a micro-step in which one of its parameters was used.
   std::optional<SealRefusal> CheckEmpties(const OpenStep& open) const;
   // A chunk that has a non-zero gradient in elements [begin, end) of a flat space, or -1.
-  int ChunkWithGradient(int group, int64_t begin, int64_t end) const;
+  int ChunkWithGradient(int group, int64_t begin, int64_t end) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool HasGradient(int chunk, int64_t begin, int64_t end) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  // job_contribution.cc
+  absl::StatusOr<ContributionResult> Contribute(const StreamKey& key, const Contribution& given);
+  absl::Status CheckContribution(int rank, const Contribution& given) const;
+  // A contribution that the ledger wants: what is still to be done with it, outside the lock.
+  struct Taken {
+    bool repeat = false;                       // Nothing.
+    bool borrowed = false;                     // It is held already; only its sums are wanted.
+    std::shared_ptr<const RankMemory> memory;  // Where it lies, if in place.
+    std::shared_ptr<const Update> guess;
+    uint64_t attempt = 0;
+  };
+  absl::StatusOr<Taken> Take(const StreamKey& key, const Contribution& given)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void AddToGradient(const Contribution& given, const RankMemory* memory);
+  // Computes the chunk's sums; returns about what they add to the squared norm that is guessed.
+  double ComputeSums(uint64_t step, int chunk, const Update* guess);
+  // Has the sums of a chunk computed by a task, unless it comes too late for `attempt`.
+  void StartSums(uint64_t step, int chunk, uint64_t attempt);
+  void RunSums(uint64_t step, int chunk, uint64_t attempt);
+  // Computes what no task has begun and waits for the others. No more come in this step.
+  void FinishSums();
+  // Tasks of one chunk run near its memory.
+  void StartOfChunk(int chunk, std::function<void()> task);
 
   // job_coverage.cc
   // Whether the rank's backward reached some parameter in every micro-step, where it must.
@@ -214,6 +262,9 @@ class JobImpl : public Job {
   std::vector<std::string> NamesBehind(int rank, uint32_t micro_step) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
+  // job_rank_memory.cc
+  int64_t RankMemoryBytes(int rank) const;
+
   // job_speculation.cc
   bool CanSpeculate() const;
   // What the step's update will be if nothing is clipped or unused; null if no guess can hold.
@@ -221,9 +272,18 @@ class JobImpl : public Job {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Of a chunk whose sums are current, unscaled and divided; only guesses depend on it.
   double SquaredNormOf(int chunk, const Update& guess) const;
-  // The chunk's final contribution is in.
-  void GuessIfWorthwhile(int chunk, double squared_norm) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void RunGuess(int chunk, std::shared_ptr<const Update> update);
+  // The chunk's final contribution is in, and its sums are current. A guess that can run now, of
+  // whichever chunk, is the caller's to run or start, outside the lock.
+  std::optional<GuessTask> GuessIfWorthwhile(int chunk, double squared_norm)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // The next guess that waited for a shard buffer, if there is one for it.
+  std::optional<GuessTask> NextParkedGuess() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Buffers have come back.
+  void StartParkedGuesses();
+  void StartGuess(GuessTask task);
+  void RunGuess(GuessTask task);
+  bool TakesProvisional(const Rank& rank, const ShardBuffer& shard) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Cancels what is queued and waits for what is running; no guess starts in this step any more.
   void FinishGuesses() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void DropGuesses() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -234,15 +294,20 @@ class JobImpl : public Job {
   // job_decision.cc
   void StartDecisionIfDue() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void RunDecision();
-  StepOutcome MakeOutcome(const SealedStep& sealed) const;
+  StepOutcome MakeOutcome(const SealedStep& sealed);
   // Why a step is skipped; `report` is what a worker found before reducing.
   std::string DescribeNonFinite(const std::optional<NonFiniteReport>& report) const;
   UpdatePlan Decide(StepOutcome outcome) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void UpdateTo(const Update& update, int chunk, const ChunkStore::Write& write,
                 const ShardBuffer& shard);
   int64_t ShardBytes(int chunk) const;
+  ShardBuffer ShardFor(const UpdatePlan& plan, int chunk);
   void ApplyToChunk(const UpdatePlan& plan, int chunk);
   void Commit(const UpdatePlan& plan);
+
+  // job_trace.cc
+  int64_t MostTraceEvents(uint32_t steps) const;
+  uint64_t NextStepToBegin() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   // job_state.cc
   CheckpointIndex MakeIndex() const;
@@ -268,6 +333,8 @@ class JobImpl : public Job {
 
   mutable Mutex mutex_;
   mutable CondVar changed_;
+  CondVar step_over_;  // Told of a commit and of the job's end alone, for those who wait for long.
+  int64_t sealed_ns_ ABSL_GUARDED_BY(mutex_) = 0;  // Of a step that is traced.
   uint64_t generation_ ABSL_GUARDED_BY(mutex_) = 1;
   uint64_t committed_step_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t last_stream_ ABSL_GUARDED_BY(mutex_) = 0;
@@ -280,7 +347,12 @@ class JobImpl : public Job {
   std::variant<std::monostate, OpenStep, SealedStep, DecidedStep> step_ ABSL_GUARDED_BY(mutex_);
   std::vector<Rank> ranks_ ABSL_GUARDED_BY(mutex_);
   Ledger ledger_ ABSL_GUARDED_BY(mutex_);
-  std::vector<Guess> guesses_ ABSL_GUARDED_BY(mutex_);  // By chunk.
+  // Rises when the step in progress is over or forgotten: what was queued for it is void then.
+  uint64_t attempt_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::vector<SumsState> sums_ ABSL_GUARDED_BY(mutex_);  // By chunk.
+  int64_t sums_running_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::vector<Guess> guesses_ ABSL_GUARDED_BY(mutex_);      // By chunk.
+  std::deque<int> parked_guesses_ ABSL_GUARDED_BY(mutex_);  // Queued, without a shard buffer.
   // Of the step in progress; null: no more guesses in it.
   std::shared_ptr<const Update> guess_ ABSL_GUARDED_BY(mutex_);
   double guessed_squared_norm_ ABSL_GUARDED_BY(mutex_) = 0;  // Of final contributions, about.

@@ -8,16 +8,22 @@
 
 namespace ballast {
 
+int64_t JobImpl::RankMemoryBytes(int rank) const {
+  return RankMemoryLayout(layout_, spec_.groups, rank).size_bytes();
+}
+
 absl::StatusOr<MemoryBudget::Reservation> JobImpl::ReserveRankMemory(int rank) {
-  const RankMemoryLayout places(layout_, spec_.groups, rank);
   return environment_.budget->Reserve(
-      places.size_bytes(), absl::StrCat("memory shared with rank ", rank, " of job ", spec_.name));
+      RankMemoryBytes(rank),
+      absl::StrCat("memory shared with rank ", rank, " of job ", spec_.name));
 }
 
 absl::Status JobImpl::GiveRankMemory(const RankHolder& holder,
                                      std::shared_ptr<const RankMemory> memory) {
+  const int64_t size_bytes = RankMemoryBytes(holder.rank);
   std::shared_ptr<const RankMemory> replaced;  // Unmapped after the lock.
   MutexLock lock(mutex_);
+  BALLAST_RETURN_IF_ERROR(WaitUntilDecided());
   BALLAST_RETURN_IF_ERROR(CheckUsable());
   BALLAST_RETURN_IF_ERROR(CheckGeneration(holder.generation));
   Rank& rank = ranks_[holder.rank];
@@ -25,7 +31,12 @@ absl::Status JobImpl::GiveRankMemory(const RankHolder& holder,
     return absl::AbortedError(absl::StrCat("rank ", holder.rank, " of job ", spec_.name,
                                            " is not held by this process; attach again"));
   }
+  if (HasBegun(holder.rank)) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("rank ", holder.rank, " of job ", spec_.name, " is in the middle of a step"));
+  }
   replaced = std::exchange(rank.memory, std::move(memory));
+  rank.memory_bytes = size_bytes;
   return absl::OkStatus();
 }
 
@@ -34,11 +45,6 @@ void JobImpl::DropRankMemory(int index, const RankMemory* memory) {
   MutexLock lock(mutex_);
   Rank& rank = ranks_[index];
   if (rank.memory.get() == memory) dropped = std::move(rank.memory);
-}
-
-absl::StatusOr<Trace> JobImpl::TraceSteps(uint32_t steps,
-                                          const std::function<bool()>& still_wanted) {
-  return absl::UnimplementedError("tracing");
 }
 
 }  // namespace ballast

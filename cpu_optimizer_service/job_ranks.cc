@@ -44,8 +44,11 @@ void JobImpl::FreeIfLeft(Rank& rank) {
 void JobImpl::ClearStep() {
   step_ = std::monostate();  // Nothing new can be added from here on.
   clearing_ = true;
+  ++attempt_;
   const auto busy = [](const Rank& rank) { return rank.in_flight > 0; };
-  while (deciding_ || std::any_of(ranks_.begin(), ranks_.end(), busy)) changed_.Wait(mutex_);
+  while (deciding_ || sums_running_ > 0 || std::any_of(ranks_.begin(), ranks_.end(), busy)) {
+    changed_.Wait(mutex_);
+  }
   FinishGuesses();
   DropGuesses();
   ledger_.Clear();
@@ -54,21 +57,25 @@ void JobImpl::ClearStep() {
   for (int chunk = 0; chunk < static_cast<int>(layout_.chunks().size()); ++chunk) {
     gradients_->Clear(chunk);
   }
+  sums_.assign(sums_.size(), SumsState::kNone);
   clearing_ = false;
   changed_.NotifyAll();
 }
 
-JobImpl::Listeners JobImpl::RaiseGeneration() {
+JobImpl::Departed JobImpl::RaiseGeneration() {
   ++generation_;
-  Listeners listeners;
+  Departed departed;
   for (int rank = 0; rank < layout_.world_size(); ++rank) {
-    TakeListener(ranks_[rank], listeners);
+    TakeListener(ranks_[rank], departed.listeners);
     ranks_[rank].process_id.clear();
     ranks_[rank].left = false;
+    departed.memories.push_back(std::move(ranks_[rank].memory));
     ForgetFirstWeights(rank);
   }
   ClearStep();
-  return listeners;
+  // A process of the old generation may go on writing there: from here on nobody reads it.
+  for (Rank& rank : ranks_) departed.memories.push_back(std::move(rank.lender));
+  return departed;
 }
 
 void JobImpl::Detach(const Listeners& listeners, const absl::Status& status) {
@@ -132,7 +139,7 @@ absl::Status JobImpl::CheckMayAttach(const AttachRequest& request) const {
 absl::StatusOr<Attachment> JobImpl::Attach(const AttachRequest& request) {
   BALLAST_RETURN_IF_ERROR(CheckAttachRequest(request));
   Attachment attachment;
-  Listeners detached;
+  Departed departed;
   std::string reason;
   {
     MutexLock lock(mutex_);
@@ -146,16 +153,19 @@ absl::StatusOr<Attachment> JobImpl::Attach(const AttachRequest& request) {
     // sent now.
     const bool taken = IsTaken(request);
     if (taken || (!request.generation.has_value() && HasBegun(request.rank))) {
-      detached = RaiseGeneration();
+      departed = RaiseGeneration();
       reason = absl::StrCat(taken ? "a new process" : "a new session of its process",
                             " has taken rank ", request.rank, " of job ", spec_.name,
                             "; the generation is now ", generation_, "; attach again");
     } else {
       // An older stream may be broken, though nobody here has noticed: when that ends it must not
       // take the rank away again.
-      TakeListener(rank, detached);
+      TakeListener(rank, departed.listeners);
       reason = absl::StrCat("rank ", request.rank, " has attached again");
-      if (rank.last_process_id != request.process_id) ForgetFirstWeights(request.rank);
+      if (rank.last_process_id != request.process_id) {
+        ForgetFirstWeights(request.rank);
+        departed.memories.push_back(std::move(rank.memory));
+      }
     }
     rank.process_id = request.process_id;
     rank.last_process_id = request.process_id;
@@ -164,7 +174,7 @@ absl::StatusOr<Attachment> JobImpl::Attach(const AttachRequest& request) {
                   .committed_step = committed_step_,
                   .awaiting_weights = weights_missing_ > 0};
   }
-  Detach(detached, absl::AbortedError(reason));
+  Detach(departed.listeners, absl::AbortedError(reason));
   return attachment;
 }
 
@@ -190,6 +200,7 @@ absl::StatusOr<std::unique_ptr<RankStream>> JobImpl::OpenStream(
       rank.listener = std::move(listener);
       rank.stream = key.stream;
       rank.update_mode = request.update_mode;
+      rank.weights_in_place = request.weights_in_place;
       rank.left = false;
       stream = std::make_unique<Stream>(std::static_pointer_cast<JobImpl>(shared_from_this()), key,
                                         PositionOf(request.rank));
@@ -213,6 +224,11 @@ absl::Status JobImpl::AwaitClaim(const OpenStreamRequest& request, Listeners& re
     if (rank.process_id.empty() || rank.process_id != request.process_id) {
       return absl::AbortedError(absl::StrCat("rank ", request.rank, " of job ", spec_.name,
                                              " is not held by this process; attach again"));
+    }
+    if (request.weights_in_place && rank.memory == nullptr) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("rank ", request.rank, " wants its weights in shared memory, but job ",
+                       spec_.name, " shares none with it"));
     }
     TakeListener(rank, replaced);
     if (rank.in_flight == 0) return absl::OkStatus();

@@ -3,6 +3,12 @@
 // A guess goes none -> queued -> running -> ready under the job's mutex; the arithmetic happens
 // outside it, into a version that nobody else sees. A decision and a clearing of the step cancel
 // what is queued, wait for what is running, and take or drop what is ready.
+//
+// A guess whose weights need a shard buffer is parked, queued without a task, until there is one.
+// Computed without it, its weights could go only after the decision: where the wire is slower than
+// the update that would be most of a large model, while a guess that waits goes as fast as the wire
+// does. A rank that does not read stops the guessing of its job's chunks by that, and nothing else:
+// the decision cancels what is parked.
 #include <algorithm>
 #include <cmath>
 #include <utility>
@@ -42,28 +48,76 @@ double JobImpl::SquaredNormOf(int index, const Update& guess) const {
   return unscale * unscale * sum;
 }
 
-void JobImpl::GuessIfWorthwhile(int index, double squared_norm) {
-  if (guess_ == nullptr) return;
+std::optional<JobImpl::GuessTask> JobImpl::GuessIfWorthwhile(int index, double squared_norm) {
+  if (guess_ == nullptr) return std::nullopt;
   // What has come so far decides already that no guess of this step can hold.
   guessed_squared_norm_ += squared_norm;
   const bool clips = spec_.max_norm > 0 && std::sqrt(guessed_squared_norm_) > spec_.max_norm;
   if (!std::isfinite(guessed_squared_norm_) || clips) {
     guess_ = nullptr;
-    return;
+    return std::nullopt;
   }
   // A chunk of zeros alone is most likely unused, and will be skipped.
-  if (spec_.unused_policy == UnusedPolicy::kSkip && gradients_->is_zero(index)) return;
-  if (ranks_[layout_.chunks()[index].rank].update_mode != UpdateMode::kSpeculate) return;
+  if (spec_.unused_policy == UnusedPolicy::kSkip && gradients_->is_zero(index)) {
+    return std::nullopt;
+  }
+  const Rank& rank = ranks_[layout_.chunks()[index].rank];
+  if (rank.update_mode != UpdateMode::kSpeculate) return std::nullopt;
   Guess& guess = guesses_[index];
-  if (guess.state != Guess::State::kNone || guess.history.paused()) return;
+  if (guess.state != Guess::State::kNone || guess.history.paused()) return std::nullopt;
   guess.state = Guess::State::kQueued;
   guess.update = guess_;
-  auto self = std::static_pointer_cast<JobImpl>(shared_from_this());
-  environment_.tasks->Start(
-      [self, index, update = guess_]() mutable { self->RunGuess(index, std::move(update)); });
+  if (rank.weights_in_place && rank.memory != nullptr) {
+    return GuessTask{
+        .chunk = index, .update = guess_, .shard = ShardBuffer::InPlace(rank.memory, index)};
+  }
+  parked_guesses_.push_back(index);
+  return NextParkedGuess();
 }
 
-void JobImpl::RunGuess(int index, std::shared_ptr<const Update> update) {
+std::optional<JobImpl::GuessTask> JobImpl::NextParkedGuess() {
+  if (parked_guesses_.empty()) return std::nullopt;
+  const int index = parked_guesses_.front();
+  ShardBuffer shard = shard_buffers_->TryTakeOrTell(ShardBytes(index));
+  if (!shard) return std::nullopt;
+  parked_guesses_.pop_front();
+  return GuessTask{.chunk = index, .update = guesses_[index].update, .shard = std::move(shard)};
+}
+
+// Until the pool is empty again, so that whoever is parked then is told of by the next buffer.
+void JobImpl::StartParkedGuesses() {
+  for (;;) {
+    std::optional<GuessTask> guess;
+    {
+      MutexLock lock(mutex_);
+      guess = NextParkedGuess();
+    }
+    if (!guess.has_value()) return;
+    StartGuess(*std::move(guess));
+  }
+}
+
+void JobImpl::StartGuess(GuessTask task) {
+  const int chunk = task.chunk;
+  auto self = std::static_pointer_cast<JobImpl>(shared_from_this());
+  // Shared, since std::function wants to be able to copy it.
+  auto shared = std::make_shared<GuessTask>(std::move(task));
+  StartOfChunk(chunk, [self = std::move(self), shared = std::move(shared)] {
+    self->RunGuess(std::move(*shared));
+  });
+}
+
+bool JobImpl::TakesProvisional(const Rank& rank, const ShardBuffer& shard) const {
+  if (!shard || rank.listener == nullptr || rank.update_mode != UpdateMode::kSpeculate) {
+    return false;
+  }
+  // The stream may be another than when the guess began, and take its weights elsewhere.
+  return shard.in_place() == (rank.weights_in_place && rank.memory != nullptr);
+}
+
+void JobImpl::RunGuess(GuessTask task) {
+  const int index = task.chunk;
+  const std::shared_ptr<const Update>& update = task.update;
   const Chunk& chunk = layout_.chunks()[index];
   {
     MutexLock lock(mutex_);
@@ -74,20 +128,21 @@ void JobImpl::RunGuess(int index, std::shared_ptr<const Update> update) {
     ++guesses_running_;
   }
   absl::StatusOr<ChunkStore::Write> write = store_->BeginWrite(index, Destination::kFresh);
-  ShardBuffer shard;
   if (write.ok()) {
-    shard = shard_buffers_->TryTake(ShardBytes(index));
-    UpdateTo(*update, index, *write, shard);
+    const TraceSpan span(trace_, TraceEventKind::kGuessed, update->step, index);
+    UpdateTo(*update, index, *write, task.shard);
   }
   std::shared_ptr<RankListener> listener;
   {
     MutexLock lock(mutex_);
     const Rank& rank = ranks_[chunk.rank];
-    if (shard && rank.update_mode == UpdateMode::kSpeculate) listener = rank.listener;
-    if (listener != nullptr) guesses_[index].told_stream = rank.stream;
+    if (write.ok() && TakesProvisional(rank, task.shard)) {
+      listener = rank.listener;
+      guesses_[index].told_stream = rank.stream;
+    }
   }
   if (listener != nullptr) {
-    listener->OnProvisionalWeights(update->step, index, std::move(shard));
+    listener->OnProvisionalWeights(update->step, index, std::move(task.shard));
   }
   MutexLock lock(mutex_);
   Guess& guess = guesses_[index];
@@ -104,6 +159,7 @@ void JobImpl::RunGuess(int index, std::shared_ptr<const Update> update) {
 
 void JobImpl::FinishGuesses() {
   guess_ = nullptr;
+  parked_guesses_.clear();
   for (Guess& guess : guesses_) {
     if (guess.state == Guess::State::kQueued) guess.state = Guess::State::kNone;
   }

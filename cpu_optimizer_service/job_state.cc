@@ -265,17 +265,19 @@ absl::StatusOr<CheckpointInfo> JobImpl::Load(const std::string& directory) {
   BALLAST_ASSIGN_OR_RETURN(const Checkpoint checkpoint,
                            Checkpoint::Open(*environment_.file_system, directory));
   BALLAST_RETURN_IF_ERROR(CheckLoadable(checkpoint));
-  Listeners detached;
+  Departed departed;
   {
     MutexLock lock(mutex_);
     WaitUntilSettled();
     if (closed_) return CheckUsable();
     loading_ = true;
-    detached = RaiseGeneration();
+    departed = RaiseGeneration();
     while (holds_ > 0) changed_.Wait(mutex_);
   }
-  Detach(detached, absl::AbortedError(absl::StrCat("job ", spec_.name,
-                                                   " was loaded from a checkpoint; attach again")));
+  Detach(departed.listeners,
+         absl::AbortedError(
+             absl::StrCat("job ", spec_.name, " was loaded from a checkpoint; attach again")));
+  departed.memories.clear();
   absl::Status status;
   for (int chunk = 0; chunk < static_cast<int>(layout_.chunks().size()) && status.ok(); ++chunk) {
     status = LoadChunk(checkpoint, chunk);

@@ -109,75 +109,9 @@ absl::Status JobImpl::BeginStep(const StreamKey& key, uint64_t step, const StepS
     guessed_squared_norm_ = 0;
     step_ = OpenStep(std::move(terms), layout_.world_size(),
                      static_cast<int64_t>(spec_.layout.parameters.size()));
+    trace_.Mark(TraceEventKind::kBegun, step);
   }
   return std::get<OpenStep>(step_).Begin(key.rank, settings);
-}
-
-absl::Status JobImpl::CheckContribution(int rank, const Contribution& given) const {
-  if (given.chunk < 0 || given.chunk >= static_cast<int64_t>(layout_.chunks().size())) {
-    return absl::InvalidArgumentError(absl::StrCat("chunk ", given.chunk, " is not in job ",
-                                                   spec_.name, ", which has ",
-                                                   layout_.chunks().size()));
-  }
-  const Chunk& chunk = layout_.chunks()[given.chunk];
-  if (chunk.rank != rank) {
-    return absl::InvalidArgumentError(absl::StrCat("chunk ", given.chunk, " belongs to rank ",
-                                                   chunk.rank, ", not to rank ", rank));
-  }
-  size_t size_bytes = 0;
-  for (const auto& piece : given.payload) size_bytes += piece.size();
-  const DType dtype = spec_.groups[chunk.group].wire_dtype;
-  const size_t expected = given.empty ? 0 : static_cast<size_t>(chunk.elements * SizeBytes(dtype));
-  if (size_bytes != expected) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "chunk ", given.chunk, " from rank ", rank, " has ", size_bytes, " bytes, expected ",
-        expected,
-        given.empty ? " as it is empty"
-                    : absl::StrCat(": ", chunk.elements, " elements of ", Name(dtype))));
-  }
-  if (spec_.max_micro_steps > 0 && given.micro_step_end > spec_.max_micro_steps) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        "chunk ", given.chunk, " covers micro-steps up to ", given.micro_step_end, " but job ",
-        spec_.name, " was created with max_micro_steps ", spec_.max_micro_steps));
-  }
-  return absl::OkStatus();
-}
-
-absl::StatusOr<ContributionResult> JobImpl::Contribute(const StreamKey& key,
-                                                       const Contribution& given) {
-  const int chunk = static_cast<int>(given.chunk);
-  std::shared_ptr<const Update> guess;
-  {
-    MutexLock lock(mutex_);
-    BALLAST_RETURN_IF_ERROR(CheckCurrent(key));
-    BALLAST_RETURN_IF_ERROR(CheckContribution(key.rank, given));
-    BALLAST_ASSIGN_OR_RETURN(OpenStep * open, FindOpenStep(given.step));
-    BALLAST_ASSIGN_OR_RETURN(
-        const Ledger::Verdict verdict,
-        ledger_.Judge(given.chunk, given.micro_step_begin, given.micro_step_end));
-    if (verdict == Ledger::Verdict::kRepeat) return ContributionResult::kRepeat;
-    BALLAST_RETURN_IF_ERROR(open->CheckMayContribute(key.rank));
-    ++ranks_[key.rank].in_flight;
-    guess = guess_;
-    if (given.empty) open->RecordEmpty(chunk, given.micro_step_begin, given.micro_step_end);
-  }
-  // This rank's calls come one at a time and nobody else owns the chunk.
-  if (given.empty) {
-    gradients_->AddZeros(chunk);
-  } else {
-    gradients_->Add(chunk, given.payload);
-  }
-  double squared_norm = 0;
-  if (given.final) {
-    gradients_->UpdateSums(chunk);
-    if (guess != nullptr) squared_norm = SquaredNormOf(chunk, *guess);
-  }
-  MutexLock lock(mutex_);
-  ledger_.Advance(given.chunk, given.micro_step_end, given.final);
-  --ranks_[key.rank].in_flight;
-  if (given.final) GuessIfWorthwhile(chunk, squared_norm);
-  changed_.NotifyAll();
-  return ContributionResult::kAdded;
 }
 
 absl::Status JobImpl::CheckUsed(int rank, const UsedParameters& used) const {
@@ -315,15 +249,30 @@ int JobImpl::ChunkWithGradient(int group, int64_t begin, int64_t end) const {
     const int index = layout_.ChunkAt(group, at);
     const Chunk& chunk = layout_.chunks()[index];
     const int64_t chunk_end = std::min(end, chunk.begin + chunk.elements);
-    if (!gradients_->is_zero(index)) {
-      const GradientView gradient = gradients_->view(index);
-      for (int64_t i = at; i < chunk_end; ++i) {
-        if (LoadElement(gradient.data, gradient.dtype, i - chunk.begin) != 0) return index;
-      }
-    }
+    if (HasGradient(index, at, chunk_end)) return index;
     at = chunk_end;
   }
   return -1;
+}
+
+bool JobImpl::HasGradient(int index, int64_t begin, int64_t end) const {
+  if (gradients_->is_zero(index)) return false;
+  const Chunk& chunk = layout_.chunks()[index];
+  const absl::Span<const double> sums = gradients_->block_sums(chunk.group);
+  const bool sums_current = sums_[index] == SumsState::kCurrent;
+  const GradientView gradient = gradients_->view(index);
+  for (int64_t i = begin; i < end;) {
+    // No square of a gradient that is not zero is lost in a double. Parameters may be large, and
+    // nobody else gets at the job meanwhile.
+    if (sums_current && i % kBlockElements == 0 && end - i >= kBlockElements) {
+      if (sums[i / kBlockElements] != 0) return true;
+      i += kBlockElements;
+      continue;
+    }
+    if (LoadElement(gradient.data, gradient.dtype, i - chunk.begin) != 0) return true;
+    ++i;
+  }
+  return false;
 }
 
 // A reopened stream carries the last seal again, of which its client does not know that it was
@@ -366,6 +315,7 @@ absl::StatusOr<std::optional<SealRefusal>> JobImpl::Seal(const StreamKey& key, u
     if (!refused.has_value()) {
       SealedStep sealed = std::move(*open).Close();
       step_ = std::move(sealed);
+      sealed_ns_ = trace_.Begin(step);
       StartDecisionIfDue();
       return std::nullopt;
     }

@@ -38,19 +38,34 @@ void ShardBuffer::Release() {
   size_bytes_ = 0;
 }
 
-std::shared_ptr<ShardBufferPool> ShardBufferPool::Create(int64_t buffer_bytes, int64_t count) {
-  return std::shared_ptr<ShardBufferPool>(new ShardBufferPool(buffer_bytes, count));
+std::shared_ptr<ShardBufferPool> ShardBufferPool::Create(int64_t buffer_bytes, int64_t count,
+                                                         std::function<void()> came_back) {
+  return std::shared_ptr<ShardBufferPool>(
+      new ShardBufferPool(buffer_bytes, count, std::move(came_back)));
 }
 
-ShardBufferPool::ShardBufferPool(int64_t buffer_bytes, int64_t count)
-    : buffer_bytes_(buffer_bytes), memory_(new std::byte[buffer_bytes * count]) {
+ShardBufferPool::ShardBufferPool(int64_t buffer_bytes, int64_t count,
+                                 std::function<void()> came_back)
+    : buffer_bytes_(buffer_bytes),
+      memory_(new std::byte[buffer_bytes * count]),
+      came_back_(std::move(came_back)) {
   free_.reserve(count);
   for (int64_t i = 0; i < count; ++i) free_.push_back(memory_.get() + i * buffer_bytes);
 }
 
 ShardBuffer ShardBufferPool::TryTake(int64_t size_bytes) {
-  ShardBuffer buffer;
   MutexLock lock(mutex_);
+  return Take(size_bytes);
+}
+
+ShardBuffer ShardBufferPool::TryTakeOrTell(int64_t size_bytes) {
+  MutexLock lock(mutex_);
+  if (free_.empty()) wanted_ = true;
+  return Take(size_bytes);
+}
+
+ShardBuffer ShardBufferPool::Take(int64_t size_bytes) {
+  ShardBuffer buffer;
   if (free_.empty() || size_bytes > buffer_bytes_) return buffer;
   buffer.data_ = free_.back();
   free_.pop_back();
@@ -60,8 +75,12 @@ ShardBuffer ShardBufferPool::TryTake(int64_t size_bytes) {
 }
 
 void ShardBufferPool::GiveBack(std::byte* data) {
-  MutexLock lock(mutex_);
-  free_.push_back(data);
+  {
+    MutexLock lock(mutex_);
+    free_.push_back(data);
+    if (!std::exchange(wanted_, false)) return;
+  }
+  if (came_back_ != nullptr) came_back_();
 }
 
 }  // namespace ballast

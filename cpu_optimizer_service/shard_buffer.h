@@ -1,12 +1,13 @@
 // Where updated weights lie on their way out: a buffer from a pool of fixed size, or the chunk's
 // place in the memory that its rank shares with this process. An empty pool never blocks an update
-// after the decision: the weights are then converted again when they can be sent. An update ahead of
-// the decision waits for a buffer instead (job_speculation.cc).
+// after the decision: the weights are then converted again when they can be sent. An update ahead
+// of the decision waits for a buffer instead (job_speculation.cc).
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_SHARD_BUFFER_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_SHARD_BUFFER_H_
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -48,20 +49,30 @@ class ShardBuffer {
 
 class ShardBufferPool : public std::enable_shared_from_this<ShardBufferPool> {
  public:
-  static std::shared_ptr<ShardBufferPool> Create(int64_t buffer_bytes, int64_t count);
+  // `came_back`, which may be null, is called once for each time that TryTakeOrTell was in vain, or
+  // several, by whoever gives the next buffer back, with no lock of the pool held. It may be called
+  // from within anything that can end a buffer's life, so it must neither block nor take a lock
+  // under which buffers are given back.
+  static std::shared_ptr<ShardBufferPool> Create(int64_t buffer_bytes, int64_t count,
+                                                 std::function<void()> came_back = nullptr);
 
   // Null if all are out, or if they are smaller than `size_bytes`.
   ShardBuffer TryTake(int64_t size_bytes);
+  // As above; if all are out, `came_back` is called when one is given back.
+  ShardBuffer TryTakeOrTell(int64_t size_bytes);
 
  private:
   friend class ShardBuffer;
-  ShardBufferPool(int64_t buffer_bytes, int64_t count);
+  ShardBufferPool(int64_t buffer_bytes, int64_t count, std::function<void()> came_back);
+  ShardBuffer Take(int64_t size_bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void GiveBack(std::byte* data);
 
   const int64_t buffer_bytes_;
   const std::unique_ptr<std::byte[]> memory_;
+  const std::function<void()> came_back_;
   Mutex mutex_;
   std::vector<std::byte*> free_ ABSL_GUARDED_BY(mutex_);
+  bool wanted_ ABSL_GUARDED_BY(mutex_) = false;  // Somebody is to be told.
 };
 
 }  // namespace ballast

@@ -88,6 +88,7 @@ def main() -> int:
             "tokens_per_second": run["tokens_per_second"],
             "step_seconds_median": run["step_seconds_median"],
             "coverage_complete_steps": run["coverage_complete_steps"],
+            "transport": run.get("transport"),
             "speculated_chunks": run["speculated_chunks"],
             "redone_chunks": run["redone_chunks"],
         }

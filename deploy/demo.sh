@@ -15,6 +15,7 @@ usage: deploy/demo.sh [flags]
   --steps N          optimizer steps (default 100)
   --micro-steps N    backward passes a step (default 2)
   --update MODE      wait or speculate: when the service updates (default: speculate)
+  --shared-memory M  auto or never: whether workers share memory with the service (default: auto)
   --out DIR          where the results go (default: a new folder under out/)
   --listen ADDR      where the service listens (default 127.0.0.1:0, a free port; or unix:/path)
 
@@ -23,7 +24,7 @@ END
 }
 
 job=demo
-text="" workers=2 steps=100 micro_steps=2 update=speculate out="" listen=127.0.0.1:0
+text="" workers=2 steps=100 micro_steps=2 update=speculate shared_memory=auto out="" listen=127.0.0.1:0
 needed_kib=65536 # Two copies of the weights, two of the curves, and room to spare.
 
 scratch=""   # Logs and the port file; kept when the demo fails.
@@ -86,7 +87,7 @@ parse_flags() {
         usage
         exit 0
         ;;
-      --text | --workers | --steps | --micro-steps | --update | --out | --listen) ;;
+      --text | --workers | --steps | --micro-steps | --update | --shared-memory | --out | --listen) ;;
       *) fail "unknown flag '$1'; see deploy/demo.sh --help" ;;
     esac
     if [[ $1 == *=* ]]; then
@@ -103,6 +104,7 @@ parse_flags() {
       --steps) steps=$value ;;
       --micro-steps) micro_steps=$value ;;
       --update) update=$value ;;
+      --shared-memory) shared_memory=$value ;;
       --out) out=${value:+$(from_caller "$value")} ;;
       --listen) listen=$value ;;
     esac
@@ -121,6 +123,8 @@ check_flags() {
   check_number --micro-steps "$micro_steps" 4096
   [[ $update == wait || $update == speculate ]] ||
     fail "--update is '$update', expected wait or speculate"
+  [[ $shared_memory == auto || $shared_memory == never ]] ||
+    fail "--shared-memory is '$shared_memory', expected auto or never"
   if [[ -n $text ]]; then
     [[ -e $text ]] || fail "--text $text does not exist; name a file with text to train on"
     [[ -r $text ]] || fail "--text $text cannot be read; allow it, or name another file"
@@ -238,7 +242,8 @@ build
 
 echo "training  $workers workers, $steps steps of $micro_steps micro-steps, on ${text:-the licences that Debian has}"
 start_service
-train service "$partial" --service "$address" --optimizer=service --update "$update"
+train service "$partial" --service "$address" --optimizer=service --update "$update" \
+  --shared-memory "$shared_memory"
 echo
 echo "the same  with the optimizer in the workers, by the scalar reference"
 train local "$partial/local" --optimizer=local

@@ -11,7 +11,7 @@ packages=(
   git cmake ninja-build clang libclang-rt-14-dev lld llvm pkg-config ccache libc6-dev libstdc++-12-dev
   libgrpc++-dev protobuf-compiler-grpc libprotobuf-dev protobuf-compiler
   libabsl-dev libc-ares-dev libre2-dev libssl-dev zlib1g-dev
-  libtbb-dev libhwy-dev libspdlog-dev nlohmann-json3-dev
+  libtbb-dev libhwloc-dev libhwy-dev libspdlog-dev nlohmann-json3-dev
   libgloo-dev libopenblas-pthread-dev
   # To test: the goldens of the parity tests are in the tree, so PyTorch is not among them.
   libgtest-dev libgmock-dev libbenchmark-dev python3 python3-numpy

@@ -89,6 +89,10 @@ ABSL_FLAG(
     std::string, update, "speculate",
     "When the service updates: speculate, while backward still runs, where it has the memory; "
     "or wait, for the decision. The bits are the same");
+ABSL_FLAG(
+    std::string, shared_memory, "auto",
+    "How gradients and weights travel: auto, through memory shared with a service on this host "
+    "where that allows it; or never, always through the connection. The bits are the same");
 ABSL_FLAG(std::string, out, "", "Directory for losses.csv, weights.bin and worker.json");
 ABSL_FLAG(std::string, resume, "",
           "A checkpoint on the service's host to load first, if the job is new");
@@ -273,25 +277,30 @@ absl::StatusOr<MakeOptimizer> ChooseOptimizer(const Launch& launch,
   const std::string optimizer = absl::GetFlag(FLAGS_optimizer);
   const std::string resume = absl::GetFlag(FLAGS_resume);
   if (optimizer == "local") {
-    BALLAST_RETURN_IF_ERROR(
-        CheckUnused({"resume", "save", "service", "update", "seal_timeout", "reconnect_timeout"},
-                    "is for the service; use it with --optimizer=service"));
+    BALLAST_RETURN_IF_ERROR(CheckUnused({"resume", "save", "service", "update", "shared_memory",
+                                         "seal_timeout", "reconnect_timeout"},
+                                        "is for the service; use it with --optimizer=service"));
     return MakeLocalOptimizer;
   }
   if (optimizer != "service") {
     return absl::InvalidArgumentError(
         absl::StrCat("--optimizer=", optimizer, " must be service or local"));
   }
+  BALLAST_ASSIGN_OR_RETURN(
+      const client::SharedMemoryUse shared_memory,
+      Choose<client::SharedMemoryUse>(
+          "shared-memory", absl::GetFlag(FLAGS_shared_memory),
+          {{"auto", client::SharedMemoryUse::kAuto}, {"never", client::SharedMemoryUse::kNever}}));
   BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<grpc::Channel> channel,
                            ConnectService(launch, in_process));
-  return [channel = std::move(channel), resume](const TrainingJob& job, WeightsAt weights,
-                                                Collective& collective) {
+  return [channel = std::move(channel), resume, shared_memory](const TrainingJob& job,
+                                                               Collective& collective) {
     return MakeServiceOptimizer(channel,
                                 {.job = job.spec,
-                                 .weights = std::move(weights),
                                  .resume_directory = resume,
                                  .seal_timeout = absl::GetFlag(FLAGS_seal_timeout),
-                                 .reconnect_timeout = absl::GetFlag(FLAGS_reconnect_timeout)},
+                                 .reconnect_timeout = absl::GetFlag(FLAGS_reconnect_timeout),
+                                 .shared_memory = shared_memory},
                                 collective);
   };
 }

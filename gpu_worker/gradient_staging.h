@@ -1,6 +1,7 @@
 // Memory in which this rank's reduced gradients wait, in the wire dtype, until the optimizer has
 // them: one slot for each chunk of the rank, so the memory is bounded by the partition, and a
-// chunk's next micro-step waits until its last one is held elsewhere.
+// chunk's next micro-step waits until its last one is held elsewhere. The memory is the
+// optimizer's, where it has some.
 #ifndef BALLAST_GPU_WORKER_GRADIENT_STAGING_H_
 #define BALLAST_GPU_WORKER_GRADIENT_STAGING_H_
 
@@ -18,12 +19,16 @@
 
 namespace ballast::worker {
 
-// Thread-safe. Must outlive the optimizer that payloads are pushed to.
+// Thread-safe, but for Use. Must outlive the optimizer that payloads are pushed to.
 class GradientStaging {
  public:
   // `wire_dtypes`: one per group. `timeout`: how long Fill waits for a slot.
   GradientStaging(const Layout& layout, std::vector<DType> wire_dtypes, int rank,
                   absl::Duration timeout);
+
+  // From now on a chunk's payloads lie in `memory(chunk)`, which stays until the next Use, or where
+  // that is empty in memory of this object's own. No payload may be out.
+  void Use(const std::function<absl::Span<std::byte>(int chunk)>& memory);
 
   struct Payload {
     absl::Span<const std::byte> bytes;
@@ -38,7 +43,9 @@ class GradientStaging {
  private:
   struct Slot {
     DType dtype = DType::kFloat32;
-    std::vector<std::byte> bytes;
+    size_t size_bytes = 0;
+    absl::Span<std::byte> optimizers;  // Empty: it has no memory for the chunk.
+    std::vector<std::byte> own;        // Empty until it is needed.
     bool taken = false;
   };
 

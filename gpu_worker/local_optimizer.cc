@@ -13,11 +13,9 @@
 
 namespace ballast::worker {
 
-LocalOptimizer::LocalOptimizer(const JobSpec& job, const Layout& layout, Collective& collective,
-                               WeightsAt weights)
+LocalOptimizer::LocalOptimizer(const JobSpec& job, const Layout& layout, Collective& collective)
     : layout_(layout),
       collective_(collective),
-      weights_(std::move(weights)),
       max_norm_(job.max_norm),
       unused_policy_(job.unused_policy),
       groups_(job.groups),
@@ -38,9 +36,10 @@ absl::Status LocalOptimizer::Join(const FillChunk& first_weights) {
       plane->assign(chunk.elements, 0.0f);
     }
     first_weights(index, absl::MakeSpan(state.master));
-    const absl::Span<std::byte> shard = weights_(index);
+    const DType dtype = groups_[chunk.group].return_dtype;
+    state.weights.resize(chunk.elements * SizeBytes(dtype));
     for (int64_t i = 0; i < chunk.elements; ++i) {
-      StoreElement(shard.data(), groups_[chunk.group].return_dtype, i, state.master[i]);
+      StoreElement(state.weights.data(), dtype, i, state.master[i]);
     }
   }
   return absl::OkStatus();
@@ -156,8 +155,9 @@ absl::StatusOr<client::StepDecision> LocalOptimizer::Seal(uint32_t micro_steps) 
   BALLAST_RETURN_IF_ERROR(CheckComplete(micro_steps));
   BALLAST_ASSIGN_OR_RETURN(const std::vector<int> unused, FindUnused());
   BALLAST_ASSIGN_OR_RETURN(const std::vector<std::vector<double>> sums, GatherBlockSums());
-  decision_ =
-      Decide(std::vector<absl::Span<const double>>(sums.begin(), sums.end()), scale_, max_norm_);
+  std::vector<double> group_sums;
+  for (const std::vector<double>& block_sums : sums) group_sums.push_back(GroupSum(block_sums));
+  decision_ = Decide(group_sums, scale_, max_norm_);
   client::StepDecision result;
   result.step = committed_step_ + 1;
   result.applied = decision_.apply;
@@ -191,7 +191,7 @@ void LocalOptimizer::Update(int index) {
          .new_exp_avg = state.exp_avg.data() + at,
          .new_exp_avg_sq = state.exp_avg_sq.data() + at,
          .new_max_exp_avg_sq = nullptr,
-         .shard = weights_(index).data() + at * SizeBytes(group.return_dtype),
+         .shard = chunks_[index].weights.data() + at * SizeBytes(group.return_dtype),
          .shard_dtype = group.return_dtype,
          .scalars = MakeAdamScalars(group.hyper_parameters, update_counts_[piece.parameter],
                                     decision_.multipliers[chunk.group])});

@@ -83,6 +83,7 @@ std::string WorkerJson(const RunFacts& facts, const TrainingJob& job,
   }
   nlohmann::ordered_json json;
   json["optimizer"] = facts.optimizer;
+  if (!facts.transport.empty()) json["transport"] = facts.transport;
   json["steps"] = facts.steps;
   json["workers"] = facts.workers;
   json["micro_steps"] = facts.micro_steps;

@@ -23,6 +23,7 @@ struct RunFacts {
   uint32_t micro_steps = 0;
   int workers = 0;
   std::string optimizer;
+  std::string transport;                    // As rank 0's optimizer says it.
   std::optional<client::JobCounts> counts;  // Where a service counts.
 };
 

@@ -15,25 +15,34 @@ class ServiceOptimizer final : public StepOptimizer {
   ServiceOptimizer(std::shared_ptr<grpc::Channel> channel, client::SessionOptions options)
       : channel_(std::move(channel)), options_(std::move(options)) {}
 
+  // While the job awaits first weights, a generation that rises makes the service forget what has
+  // come of them. The others may be waiting for this rank's there, not in a collective, so they are
+  // given again right away.
   absl::Status Join(const FillChunk& first_weights) override {
-    session_.reset();  // Waits until nobody reads the payloads any more.
-    absl::StatusOr<std::unique_ptr<client::Session>> session =
-        client::Session::Open(channel_, options_);
-    if (!options_.job_uid.empty() && absl::IsNotFound(session.status())) return Closed();
-    BALLAST_RETURN_IF_ERROR(session.status());
-    session_ = *std::move(session);
-    options_.job_uid = session_->job_uid();
-    options_.rejoin = true;  // A process that was replaced leaves its rank to the other.
-    if (session_->awaiting_weights()) {
-      BALLAST_RETURN_IF_ERROR(session_->UploadWeights(first_weights));
+    constexpr int kMostAttempts = 100;
+    bool awaited = false;
+    absl::Status status;
+    for (int attempt = 0; attempt < kMostAttempts; ++attempt) {
+      status = TryToJoin(first_weights);
+      if (session_ != nullptr) awaited = session_->awaiting_weights();
+      if (!absl::IsAborted(status) || !awaited) break;
     }
-    return session_->ReadWeights();
+    return status;
   }
   std::string job_uid() const override { return session().job_uid(); }
   uint64_t generation() const override { return session().generation(); }
   uint64_t committed_step() const override { return session().committed_step(); }
   std::string trainer_state() const override { return session().trainer_state(); }
   bool last_step_applied() const override { return session().last_step_applied(); }
+  absl::Span<const std::byte> weights(int chunk) const override {
+    return session().weights_memory(chunk);
+  }
+  absl::Span<std::byte> gradient_memory(int chunk) override {
+    return session().gradient_memory(chunk);
+  }
+  std::string transport() const override {
+    return session().shares_memory() ? "shared memory" : "the connection";
+  }
 
   absl::Status BeginStep(const client::StepSettings& settings) override {
     return session().BeginStep(settings);
@@ -53,6 +62,20 @@ class ServiceOptimizer final : public StepOptimizer {
   }
 
  private:
+  absl::Status TryToJoin(const FillChunk& first_weights) {
+    session_.reset();  // Waits until nobody reads the payloads any more.
+    absl::StatusOr<std::unique_ptr<client::Session>> session =
+        client::Session::Open(channel_, options_);
+    if (!options_.job_uid.empty() && absl::IsNotFound(session.status())) return Closed();
+    BALLAST_RETURN_IF_ERROR(session.status());
+    session_ = *std::move(session);
+    options_.job_uid = session_->job_uid();
+    options_.rejoin = true;  // A process that was replaced leaves its rank to the other.
+    if (session_->awaiting_weights()) {
+      BALLAST_RETURN_IF_ERROR(session_->UploadWeights(first_weights));
+    }
+    return session_->ReadWeights();
+  }
   client::Session& session() const {
     Check(session_ != nullptr, "an optimizer is joined before it is used");
     return *session_;
@@ -70,7 +93,8 @@ class ServiceOptimizer final : public StepOptimizer {
 };
 
 absl::Status LoadCheckpoint(const std::shared_ptr<grpc::Channel>& channel,
-                            const client::SessionOptions& options, const std::string& directory) {
+                            client::SessionOptions options, const std::string& directory) {
+  options.shared_memory = client::SharedMemoryUse::kNever;  // Not for a session without steps.
   BALLAST_ASSIGN_OR_RETURN(const std::unique_ptr<client::Session> session,
                            client::Session::Open(channel, options));
   if (!session->awaiting_weights()) {
@@ -93,9 +117,9 @@ absl::StatusOr<std::unique_ptr<StepOptimizer>> MakeServiceOptimizer(
   client::SessionOptions session_options;
   session_options.job = std::move(options.job);
   session_options.rank = collective.rank();
-  session_options.weights = std::move(options.weights);
   session_options.seal_timeout = options.seal_timeout;
   session_options.reconnect_timeout = options.reconnect_timeout;
+  session_options.shared_memory = options.shared_memory;
   if (!options.resume_directory.empty()) {
     if (collective.rank() == 0) {
       BALLAST_RETURN_IF_ERROR(LoadCheckpoint(channel, session_options, options.resume_directory));

@@ -15,12 +15,12 @@ namespace ballast::worker {
 
 struct ServiceOptimizerOptions {
   JobSpec job;
-  WeightsAt weights;
   // A checkpoint on the service's host for rank 0 to load into a job that has no weights yet. A job
   // that has some goes on from them: a restarted worker has the same flags. Empty: none.
   std::string resume_directory;
   absl::Duration seal_timeout = client::SessionOptions().seal_timeout;
   absl::Duration reconnect_timeout = client::SessionOptions().reconnect_timeout;
+  client::SharedMemoryUse shared_memory = client::SharedMemoryUse::kAuto;
 };
 
 // Loads the checkpoint, if one is to be loaded; Join opens this rank's session. Errors are those of

@@ -30,8 +30,14 @@ ABSL_FLAG(double, seal_deadline_seconds, 60,
           "When a step's first seal is this old, sealed ranks are told whom they wait for.");
 ABSL_FLAG(std::string, checkpoint_dir, "", "Where jobs are saved on SIGTERM, each in DIR/JOB.");
 ABSL_FLAG(double, drain_seconds, 30, "On SIGTERM, how long steps in progress may take to end.");
+ABSL_FLAG(std::string, shared_memory, "auto",
+          "auto: workers on this host share memory with the service where they ask for it; never.");
 ABSL_FLAG(std::string, port_file, "",
           "Write the addresses here, one a line, once the service listens.");
+ABSL_FLAG(bool, self_benchmark, false,
+          "Measure how fast this host updates against what its memory allows, print it and exit.");
+ABSL_FLAG(bool, startup_benchmark, true,
+          "Measure the same briefly at start, and log it with what makes the host slow.");
 
 namespace ballast::server {
 namespace {
@@ -108,6 +114,12 @@ absl::Status CheckSeconds(absl::string_view flag, double seconds) {
       absl::StrCat("flag --", flag, ": ", seconds, " is not between 0 and 1000000 seconds"));
 }
 
+absl::StatusOr<bool> ParseSharedMemory(const std::string& text) {
+  if (text == "auto" || text == "never") return text == "auto";
+  return absl::InvalidArgumentError(
+      absl::StrCat("flag --shared-memory: '", text, "' is neither auto nor never"));
+}
+
 absl::Status CheckLogLevel(const std::string& level) {
   for (const char* known : {"debug", "info", "warning", "error", "off"}) {
     if (level == known) return absl::OkStatus();
@@ -136,8 +148,12 @@ absl::StatusOr<BallastdFlags> ParseBallastdFlags(int argc, char** argv) {
   flags.checkpoint_directory = absl::GetFlag(FLAGS_checkpoint_dir);
   flags.drain_seconds = absl::GetFlag(FLAGS_drain_seconds);
   flags.port_file = absl::GetFlag(FLAGS_port_file);
+  flags.self_benchmark = absl::GetFlag(FLAGS_self_benchmark);
+  flags.startup_benchmark = absl::GetFlag(FLAGS_startup_benchmark);
   BALLAST_ASSIGN_OR_RETURN(flags.memory_limit_bytes,
                            ParseMemoryLimit(absl::GetFlag(FLAGS_memory_limit)));
+  BALLAST_ASSIGN_OR_RETURN(flags.server.shared_memory,
+                           ParseSharedMemory(absl::GetFlag(FLAGS_shared_memory)));
   BALLAST_RETURN_IF_ERROR(CheckSeconds("drain-seconds", flags.drain_seconds));
   BALLAST_RETURN_IF_ERROR(
       CheckSeconds("seal-deadline-seconds", flags.server.seal_deadline_seconds));

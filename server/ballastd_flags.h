@@ -18,6 +18,8 @@ struct BallastdFlags {
   std::string checkpoint_directory;
   double drain_seconds = 0;
   std::string port_file;
+  bool self_benchmark = false;
+  bool startup_benchmark = true;
 };
 
 // INVALID_ARGUMENT, in one line, for an unknown flag or a bad value. --help prints and exits.

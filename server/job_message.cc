@@ -54,6 +54,7 @@ void AddMemory(const JobStatus& status, v1::MemoryUse& memory) {
   memory.set_accumulator_bytes(status.memory.accumulator_bytes);
   memory.set_accumulators_in_use(status.accumulators_in_use);
   memory.set_speculation_bytes(status.memory.speculation_bytes);
+  memory.set_shared_bytes(status.rank_memory_bytes);
 }
 
 void AddSpeculation(const JobStatus& status, v1::Speculation& speculation) {
@@ -79,6 +80,7 @@ void AddRanks(const JobStatus& status, v1::Job& message) {
     to.set_furthest_micro_step(from.furthest_micro_step);
     to.mutable_missing_parameters()->Add(from.missing_parameters.begin(),
                                          from.missing_parameters.end());
+    to.set_shared_memory(from.shared_memory);
   }
 }
 
@@ -138,6 +140,7 @@ v1::RankProgress LargestRank(size_t name_bytes) {
   rank.set_chunks(kLongest);
   rank.set_chunks_complete(kLongest);
   rank.set_furthest_micro_step(std::numeric_limits<uint32_t>::max());
+  rank.set_shared_memory(true);
   for (size_t i = 0; i < kMissingNames; ++i) {
     rank.add_missing_parameters(std::string(name_bytes, 'p'));
   }

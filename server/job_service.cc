@@ -2,6 +2,8 @@
 
 #include <spdlog/spdlog.h>
 
+#include <algorithm>
+#include <chrono>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -10,10 +12,13 @@
 #include "proto/status.h"
 #include "server/find_job.h"
 #include "server/job_message.h"
+#include "server/trace_message.h"
 #include "server/transport_settings.h"
 
 namespace ballast::server {
 namespace {
+
+constexpr uint32_t kMostTracedSteps = 1000;
 
 absl::Status Create(Engine& engine, const v1::CreateJobRequest& request, v1::Job& response) {
   BALLAST_ASSIGN_OR_RETURN(JobSpec spec, proto::FromProto(request.job()));
@@ -43,7 +48,18 @@ absl::Status Close(Engine& engine, const v1::CloseJobRequest& request) {
   return engine.CloseJob(name.job);
 }
 
-absl::Status Attach(Engine& engine, const grpc::ServerContext& context,
+// To the process that has just attached. One that reopens its stream has its memory already.
+void OfferSharedMemory(SharedMemoryDoor& door, const std::shared_ptr<Job>& job,
+                       const v1::AttachWorkerRequest& request, v1::AttachWorkerResponse& response) {
+  if (!request.shared_memory() || request.has_generation()) return;
+  std::optional<v1::SharedMemoryOffer> offer =
+      door.Offer(job, {.rank = request.rank(),
+                       .process_id = request.process_id(),
+                       .generation = response.generation()});
+  if (offer) *response.mutable_shared_memory() = *std::move(offer);
+}
+
+absl::Status Attach(Engine& engine, SharedMemoryDoor* door, const grpc::ServerContext& context,
                     const v1::AttachWorkerRequest& request, v1::AttachWorkerResponse& response) {
   BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, FindJob(engine, request.name()));
   AttachRequest attach = {.rank = request.rank(),
@@ -67,6 +83,7 @@ absl::Status Attach(Engine& engine, const grpc::ServerContext& context,
   response.set_generation(attachment.generation);
   response.set_committed_step(attachment.committed_step);
   response.set_awaiting_weights(attachment.awaiting_weights);
+  if (door != nullptr) OfferSharedMemory(*door, job, request, response);
   *response.mutable_job() = ToMessage(engine, *job, /*with_parameters=*/true);
   return absl::OkStatus();
 }
@@ -94,6 +111,31 @@ absl::Status Update(const Engine& engine, const v1::UpdateGroupRequest& request,
     return absl::OkStatus();
   }
   return absl::NotFoundError(absl::StrCat("job ", name.job, " has no group '", name.child, "'"));
+}
+
+// When a trace must end for its answer to arrive in the caller's time.
+std::chrono::system_clock::time_point TraceEnd(const grpc::ServerContext& context) {
+  const auto now = std::chrono::system_clock::now();
+  const auto given = std::min<std::chrono::system_clock::duration>(context.deadline() - now,
+                                                                   std::chrono::hours(1));
+  return now + given - given / 10;
+}
+
+absl::Status Trace(const Engine& engine, const grpc::ServerContext& context,
+                   const v1::TraceJobRequest& request,
+                   grpc::ServerWriter<v1::TraceJobResponse>& writer) {
+  if (request.steps() == 0 || request.steps() > kMostTracedSteps) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("a trace of ", request.steps(), " steps; ask for 1 to ", kMostTracedSteps));
+  }
+  BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, FindJob(engine, request.name()));
+  const auto end = TraceEnd(context);
+  BALLAST_ASSIGN_OR_RETURN(const ballast::Trace trace, job->TraceSteps(request.steps(), [&] {
+    return !context.IsCancelled() && std::chrono::system_clock::now() < end;
+  }));
+  const bool sent = ForEachMessage(
+      *job, trace, [&](const v1::TraceJobResponse& message) { return writer.Write(message); });
+  return sent ? absl::OkStatus() : absl::CancelledError("the reader is gone");
 }
 
 }  // namespace
@@ -127,7 +169,7 @@ grpc::Status JobService::CloseJob(grpc::ServerContext*, const v1::CloseJobReques
 grpc::Status JobService::AttachWorker(grpc::ServerContext* context,
                                       const v1::AttachWorkerRequest* request,
                                       v1::AttachWorkerResponse* response) {
-  return proto::ToGrpc(Attach(engine_, *context, *request, *response));
+  return proto::ToGrpc(Attach(engine_, door_, *context, *request, *response));
 }
 
 grpc::Status JobService::AbortStep(grpc::ServerContext*, const v1::AbortStepRequest* request,
@@ -138,6 +180,11 @@ grpc::Status JobService::AbortStep(grpc::ServerContext*, const v1::AbortStepRequ
 grpc::Status JobService::UpdateGroup(grpc::ServerContext*, const v1::UpdateGroupRequest* request,
                                      v1::ParamGroup* response) {
   return proto::ToGrpc(Update(engine_, *request, *response));
+}
+
+grpc::Status JobService::TraceJob(grpc::ServerContext* context, const v1::TraceJobRequest* request,
+                                  grpc::ServerWriter<v1::TraceJobResponse>* writer) {
+  return proto::ToGrpc(Trace(engine_, *context, *request, *writer));
 }
 
 }  // namespace ballast::server

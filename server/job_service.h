@@ -4,13 +4,15 @@
 
 #include "ballast/v1/ballast.grpc.pb.h"
 #include "cpu_optimizer_service/engine.h"
+#include "server/shared_memory_door.h"
 
 namespace ballast::server {
 
-// Thread-safe. The engine outlives it.
+// Thread-safe. The engine and the door outlive its calls.
 class JobService final : public v1::JobService::Service {
  public:
-  explicit JobService(Engine& engine) : engine_(engine) {}
+  // `door` is null if no memory is shared with workers.
+  JobService(Engine& engine, SharedMemoryDoor* door) : engine_(engine), door_(door) {}
 
   grpc::Status CreateJob(grpc::ServerContext*, const v1::CreateJobRequest* request,
                          v1::Job* response) override;
@@ -26,9 +28,14 @@ class JobService final : public v1::JobService::Service {
                          v1::AbortStepResponse* response) override;
   grpc::Status UpdateGroup(grpc::ServerContext*, const v1::UpdateGroupRequest* request,
                            v1::ParamGroup* response) override;
+  // Holds its thread until the steps are committed: an hour at most, and with a deadline nine
+  // tenths of the time that is given, so that what there is still comes.
+  grpc::Status TraceJob(grpc::ServerContext*, const v1::TraceJobRequest* request,
+                        grpc::ServerWriter<v1::TraceJobResponse>* writer) override;
 
  private:
   Engine& engine_;
+  SharedMemoryDoor* const door_;
 };
 
 }  // namespace ballast::server

@@ -1,5 +1,7 @@
 #include "server/rank_outbox.h"
 
+#include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "proto/frame.h"
@@ -10,6 +12,11 @@ namespace {
 
 // Beyond one step's weights: decisions, refusals, reminders.
 constexpr size_t kQueueSlack = 64;
+// A message costs both ends tens of microseconds, a good part of a chunk's update. So weights in
+// place are told in about this many messages a step,
+constexpr size_t kSharedMessages = 32;
+// and in more, so that the worker's copies to its device keep pace, where there are many chunks.
+constexpr size_t kLargestSharedBatch = 32;
 
 absl::StatusOr<grpc::ByteBuffer> SerializeWeights(const Job& job, uint64_t generation,
                                                   const v1::WeightHeader& header,
@@ -32,11 +39,11 @@ void RankOutbox::MessageBegins() {
   ++messages_in_hand_;
 }
 
-void RankOutbox::MessageDone() {
+void RankOutbox::MessageDone(uint64_t messages) {
   RankWire* reader = nullptr;
   {
     MutexLock lock(mutex_);
-    ++messages_held_;
+    messages_held_ += messages;
     if (!end_) {
       reading_paused_ = !HasRoom();
       if (!reading_paused_) reader = wire_;
@@ -84,7 +91,9 @@ void RankOutbox::Opened(std::shared_ptr<const Job> job, int rank, const RankPosi
   }
   {
     MutexLock lock(mutex_);
-    queue_bound_ = job->layout().chunks_of_rank(rank).size() + kQueueSlack;
+    const size_t chunks = job->layout().chunks_of_rank(rank).size();
+    queue_bound_ = chunks + kQueueSlack;
+    shared_batch_ = std::clamp<size_t>(chunks / kSharedMessages, 1, kLargestSharedBatch);
     if (wire_ != nullptr) job_ = std::move(job);
     generation_ = position.generation;
     queue_.emplace_front(std::move(message));  // The engine may have spoken already.
@@ -95,6 +104,7 @@ void RankOutbox::Opened(std::shared_ptr<const Job> job, int rank, const RankPosi
 void RankOutbox::WriteDone(bool ok) {
   // While `writing_` stands nobody else touches the buffer.
   write_buffer_.Clear();
+  if (ok) RecordSent();
   {
     MutexLock lock(mutex_);
     writing_ = false;
@@ -103,6 +113,20 @@ void RankOutbox::WriteDone(bool ok) {
     Advance();
   } else {
     EndWith(absl::CancelledError("the worker is gone"));
+  }
+}
+
+void RankOutbox::RecordSent() {
+  const int64_t since_ns = std::exchange(sending_since_ns_, 0);
+  if (since_ns == 0) return;
+  std::shared_ptr<const Job> job;
+  {
+    MutexLock lock(mutex_);
+    job = job_;
+  }
+  if (job == nullptr) return;
+  for (const int chunk : sending_chunks_) {
+    job->trace().Record(TraceEventKind::kSent, sending_step_, chunk, since_ns);
   }
 }
 
@@ -184,6 +208,8 @@ void RankOutbox::Push(Item item) {
   {
     MutexLock lock(mutex_);
     if (end_) return;  // `item` goes after the lock.
+    const auto* weights = std::get_if<Weights>(&item);
+    if (weights != nullptr && job_ != nullptr) job_->trace().WillSend(weights->step);
     queue_.push_back(std::move(item));
   }
   Advance();
@@ -202,11 +228,41 @@ void RankOutbox::EndWith(const absl::Status& status) {
 
 bool RankOutbox::HasRoom() const { return job_ == nullptr || queue_.size() < queue_bound_; }
 
+size_t RankOutbox::SharedRun(size_t most) const {
+  const auto* first = queue_.empty() ? nullptr : std::get_if<Weights>(&queue_.front());
+  size_t run = 0;
+  while (first != nullptr && run < std::min(most, queue_.size())) {
+    const auto* weights = std::get_if<Weights>(&queue_[run]);
+    if (weights == nullptr || !weights->GoesWith(*first)) break;
+    ++run;
+  }
+  return run;
+}
+
+bool RankOutbox::HasItem() const {
+  if (queue_.empty()) return false;
+  const bool enough = queue_.size() >= shared_batch_ || draining_;
+  return enough || SharedRun(shared_batch_) < queue_.size();
+}
+
+void RankOutbox::TakeItem(Move& move) {
+  const size_t count = std::max<size_t>(SharedRun(/*most=*/std::numeric_limits<size_t>::max()), 1);
+  for (size_t i = 0; i < count; ++i) {
+    if (auto* weights = std::get_if<Weights>(&queue_.front())) {
+      move.weights.push_back(std::move(*weights));
+    } else {
+      move.message = std::move(std::get<std::unique_ptr<v1::TrainResponse>>(queue_.front()));
+    }
+    queue_.pop_front();
+  }
+}
+
 RankOutbox::Move RankOutbox::NextMove() {
   Move move;
   if (wire_ == nullptr || writing_) return move;
   const bool acknowledge = messages_acknowledged_ < messages_held_;
-  const bool sending = job_ != nullptr && (!end_ || draining_) && (acknowledge || !queue_.empty());
+  const bool item = HasItem();
+  const bool sending = job_ != nullptr && (!end_ || draining_) && (acknowledge || item);
   if (!sending) {
     if (!end_ || messages_in_hand_ > 0) return move;
     move.finish = true;
@@ -219,23 +275,41 @@ RankOutbox::Move RankOutbox::NextMove() {
   move.job = job_;
   move.generation = generation_;
   // Opened goes before everything; then acknowledgements and the queue take turns.
-  if (acknowledge && opened_sent_ && !(acknowledged_last_ && !queue_.empty())) {
+  if (acknowledge && opened_sent_ && !(acknowledged_last_ && item)) {
     acknowledged_last_ = true;
-    auto message = std::make_unique<v1::TrainResponse>();
-    message->mutable_acknowledged()->set_messages(messages_held_);
+    move.message = std::make_unique<v1::TrainResponse>();
+    move.message->mutable_acknowledged()->set_messages(messages_held_);
     messages_acknowledged_ = messages_held_;
-    move.item = std::move(message);
     return move;
   }
   opened_sent_ = true;
   acknowledged_last_ = false;
-  move.item = std::move(queue_.front());
-  queue_.pop_front();
+  TakeItem(move);
   if (reading_paused_ && HasRoom() && !end_) {
     reading_paused_ = false;
     move.read = true;
   }
   return move;
+}
+
+absl::StatusOr<grpc::ByteBuffer> RankOutbox::Serialize(Move& move) {
+  if (move.weights.empty()) return proto::SerializeControl(*move.message);
+  Weights& first = move.weights.front();
+  sending_step_ = first.step;
+  sending_chunks_.clear();
+  for (const Weights& weights : move.weights) sending_chunks_.push_back(weights.chunk);
+  sending_since_ns_ = move.job->trace().Begin(first.step);
+  if (!first.shard.in_place()) {
+    return SerializeWeights(*move.job, move.generation,
+                            MakeWeightHeader(first.step, first.chunk, first.provisional),
+                            std::move(first.shard));
+  }
+  v1::TrainResponse message;
+  v1::SharedWeights& shared = *message.mutable_shared_weights();
+  shared.set_step(first.step);
+  shared.set_provisional(first.provisional);
+  shared.mutable_chunks()->Add(sending_chunks_.begin(), sending_chunks_.end());
+  return proto::SerializeControl(message);
 }
 
 void RankOutbox::Advance() {
@@ -248,14 +322,7 @@ void RankOutbox::Advance() {
   if (move.finish) return move.wire->Finish(move.status);
   // While writing_ is set nobody else can end the stream, so the wire stays.
   if (move.read) move.wire->Read();
-  absl::StatusOr<grpc::ByteBuffer> bytes;
-  if (auto* weights = std::get_if<Weights>(&*move.item)) {
-    bytes = SerializeWeights(*move.job, move.generation,
-                             MakeWeightHeader(weights->step, weights->chunk, weights->provisional),
-                             std::move(weights->shard));
-  } else {
-    bytes = proto::SerializeControl(*std::get<std::unique_ptr<v1::TrainResponse>>(*move.item));
-  }
+  absl::StatusOr<grpc::ByteBuffer> bytes = Serialize(move);
   if (bytes.ok()) {
     write_buffer_ = *std::move(bytes);
     return move.wire->Write(write_buffer_);

@@ -9,6 +9,10 @@
 // does not make the service grow. Reminders come unasked: a new one replaces one that still waits.
 // Acknowledgements are a count: one message tells all that are due.
 //
+// Weights that the rank sees already, in shared memory, are only told, and one message tells many:
+// those that come one after the other are held back until there are enough of them, or until
+// something follows them.
+//
 // The engine may keep the outbox for longer than the stream lives; after the stream's end its calls
 // are dropped. The wire is called with no lock held, and not at all after Finish. Thread-safe.
 #ifndef BALLAST_SERVER_RANK_OUTBOX_H_
@@ -49,7 +53,8 @@ class RankOutbox final : public RankListener {
 
   // A message has come and is being handled; holds back the end of the stream until one of:
   void MessageBegins();
-  void MessageDone();                              // It is held: acknowledge it and read the next.
+  void MessageDone(uint64_t messages = 1);  // It is held and counts as so many: acknowledge it and
+                                            // read the next.
   void MessageFailed(const absl::Status& status);  // The stream ends with `status`.
   void NoMoreMessages();  // The worker has closed its side: send what is queued, end.
 
@@ -75,6 +80,11 @@ class RankOutbox final : public RankListener {
     int chunk = 0;
     bool provisional = false;
     ShardBuffer shard;  // Null, if not provisional: to be read from the job.
+
+    bool GoesWith(const Weights& other) const {  // In one message.
+      return shard.in_place() && other.shard.in_place() && step == other.step &&
+             provisional == other.provisional;
+    }
   };
   // unique_ptr: a message that is not weights is large and rare, and weights are many.
   using Item = std::variant<Weights, std::unique_ptr<v1::TrainResponse>>;
@@ -89,12 +99,22 @@ class RankOutbox final : public RankListener {
     RankWire* wire = nullptr;  // Null: nothing to do.
     bool finish = false;
     bool read = false;
-    std::optional<Item> item;
+    std::vector<Weights> weights;                // Several only if they are in place,
+    std::unique_ptr<v1::TrainResponse> message;  // or none and this.
     std::shared_ptr<const Job> job;
     uint64_t generation = 0;
     absl::Status status;
   };
   Move NextMove() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // How many entries at the queue's head are weights in place that go in one message; at most
+  // `most`.
+  size_t SharedRun(size_t most) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Whether the queue has something to send now.
+  bool HasItem() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void TakeItem(Move& move) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Of whoever has set writing_.
+  absl::StatusOr<grpc::ByteBuffer> Serialize(Move& move);
+  void RecordSent();
   bool HasRoom() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   Mutex mutex_;
@@ -103,6 +123,7 @@ class RankOutbox final : public RankListener {
   uint64_t generation_ ABSL_GUARDED_BY(mutex_) = 0;         // The stream's.
   std::deque<Item> queue_ ABSL_GUARDED_BY(mutex_);
   size_t queue_bound_ ABSL_GUARDED_BY(mutex_) = 0;
+  size_t shared_batch_ ABSL_GUARDED_BY(mutex_) = 1;  // Weights in place that are enough to be told.
   uint64_t messages_held_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t messages_acknowledged_ ABSL_GUARDED_BY(mutex_) = 0;
   int messages_in_hand_ ABSL_GUARDED_BY(mutex_) = 0;
@@ -114,6 +135,10 @@ class RankOutbox final : public RankListener {
   std::optional<absl::Status> end_ ABSL_GUARDED_BY(mutex_);
 
   grpc::ByteBuffer write_buffer_;  // Belongs to whoever has set writing_.
+  // So do these: the weights that are being sent, for a trace.
+  uint64_t sending_step_ = 0;
+  std::vector<int> sending_chunks_;
+  int64_t sending_since_ns_ = 0;  // 0: none, or not traced.
 };
 
 }  // namespace ballast::server

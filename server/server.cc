@@ -3,6 +3,7 @@
 #include <grpcpp/ext/proto_server_reflection_plugin.h>
 #include <grpcpp/grpcpp.h>
 #include <grpcpp/health_check_service_interface.h>
+#include <spdlog/spdlog.h>
 
 #include <chrono>
 #include <mutex>
@@ -13,6 +14,7 @@
 #include "server/address.h"
 #include "server/job_service.h"
 #include "server/seal_watch.h"
+#include "server/shared_memory_door.h"
 #include "server/state_service.h"
 #include "server/train_service.h"
 #include "server/transport_settings.h"
@@ -48,14 +50,27 @@ std::string BoundText(const Address& address, int port) {
   return absl::StrCat(address.text.substr(0, address.text.rfind(':')), ":", port);
 }
 
+std::unique_ptr<SharedMemoryDoor> OpenDoor(const Engine& engine, const ServerOptions& options) {
+  if (!options.shared_memory) return nullptr;
+  auto door = SharedMemoryDoor::Open(engine.instance_id());
+  if (door.ok()) return *std::move(door);
+  spdlog::warn("no memory is shared with workers on this host: {}",
+               std::string(door.status().message()));
+  return nullptr;
+}
+
 }  // namespace
 
 struct Server::Impl {
-  explicit Impl(Engine& engine)
-      : job_service(engine), train_service(engine), state_service(engine) {}
+  Impl(Engine& engine, std::unique_ptr<SharedMemoryDoor> door)
+      : shared_memory_door(std::move(door)),
+        job_service(engine, shared_memory_door.get()),
+        train_service(engine),
+        state_service(engine) {}
 
   absl::Status Listen(const std::vector<Address>& parsed);
 
+  std::unique_ptr<SharedMemoryDoor> shared_memory_door;  // Null: no memory is shared.
   JobService job_service;
   TrainService train_service;
   StateService state_service;
@@ -93,7 +108,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(Engine& engine,
   ConfigureProcessForTransport();
   EnablePlugins();
   BALLAST_ASSIGN_OR_RETURN(const std::vector<Address> addresses, ParseAddresses(options));
-  auto impl = std::make_unique<Impl>(engine);
+  auto impl = std::make_unique<Impl>(engine, OpenDoor(engine, options));
   BALLAST_RETURN_IF_ERROR(impl->Listen(addresses));
   impl->seal_watch.emplace(engine, options.seal_deadline_seconds, options.seal_reminder_seconds);
   return std::unique_ptr<Server>(new Server(std::move(impl)));
@@ -120,6 +135,7 @@ void Server::Shutdown(double grace_seconds) {
         std::chrono::system_clock::now() +
         std::chrono::milliseconds(static_cast<int64_t>(1000 * grace_seconds)));
     impl_->grpc_server->Wait();
+    impl_->shared_memory_door.reset();  // No call asks for offers any more.
   });
 }
 

@@ -4,6 +4,7 @@
 #ifndef BALLAST_SERVER_SHARED_MEMORY_H_
 #define BALLAST_SERVER_SHARED_MEMORY_H_
 
+#include <atomic>
 #include <cstddef>
 #include <memory>
 
@@ -17,7 +18,8 @@ namespace ballast::server {
 
 class SharedMemory final : public RankMemory {
  public:
-  // Zeroed and backed by pages. RESOURCE_EXHAUSTED if the system has no room. Keeps `reservation`.
+  // Zeroed and backed by pages. RESOURCE_EXHAUSTED if the system has no room; INVALID_ARGUMENT if
+  // `places` are none. Keeps `reservation`.
   static absl::StatusOr<std::shared_ptr<SharedMemory>> Create(
       RankMemoryLayout places, MemoryBudget::Reservation reservation);
   ~SharedMemory() override;
@@ -29,6 +31,10 @@ class SharedMemory final : public RankMemory {
 
   int file_descriptor() const { return file_descriptor_; }  // To hand over; still ours.
 
+  // The other process has said that it is done with the memory. At the end its pages are given back
+  // to the system even if it has kept a mapping, so that nobody hoards what is no longer counted.
+  void PeerIsDone() const { peer_is_done_ = true; }
+
  private:
   SharedMemory(RankMemoryLayout places, MemoryBudget::Reservation reservation, int file_descriptor,
                std::byte* memory);
@@ -37,6 +43,7 @@ class SharedMemory final : public RankMemory {
   const MemoryBudget::Reservation reservation_;
   const int file_descriptor_;
   std::byte* const memory_;
+  mutable std::atomic<bool> peer_is_done_ = false;
 };
 
 }  // namespace ballast::server

@@ -1,15 +1,20 @@
-// Where workers on the same host fetch the memory that they share with the service: an abstract unix
-// socket, served by one thread.
+// Where workers on the same host fetch the memory that they share with the service: an abstract
+// unix socket, served by one thread.
 //
 // AttachWorker asks for an offer for the rank that it has just given to a process. Whoever connects
 // and shows the offer's token, once and soon, gets memory made for that rank and its file
 // descriptor. The connection then stays: when it ends, because the session or its process has, the
 // rank's memory is dropped. The protocol is in proto/shared_memory_protocol.h.
 //
+// A memory that a job no longer uses, since the rank has been taken by another process, stays
+// counted until its connection ends: until then its process may still have it.
+//
 // Thread-safe. Connections, tokens and the time that a silent peer may take are bounded.
 #ifndef BALLAST_SERVER_SHARED_MEMORY_DOOR_H_
 #define BALLAST_SERVER_SHARED_MEMORY_DOOR_H_
 
+#include <chrono>
+#include <cstddef>
 #include <memory>
 #include <optional>
 #include <string>
@@ -20,15 +25,26 @@
 
 namespace ballast::server {
 
+// Tests shorten them.
+struct SharedMemoryDoorLimits {
+  std::chrono::milliseconds silence{5000};  // How long a peer may take to show its token.
+  std::chrono::milliseconds offer{60000};   // How long a token is good.
+  size_t offers = 4096;
+  size_t peers = 1024;        // Connections; one that comes when all are taken is ended at once.
+  size_t silent_peers = 128;  // Of them, those that have shown no token; the oldest makes room.
+};
+
 class SharedMemoryDoor {
  public:
   // Listens on a socket named after `instance_id`. UNAVAILABLE if that cannot be had.
-  static absl::StatusOr<std::unique_ptr<SharedMemoryDoor>> Open(const std::string& instance_id);
+  static absl::StatusOr<std::unique_ptr<SharedMemoryDoor>> Open(
+      const std::string& instance_id, const SharedMemoryDoorLimits& limits = {});
   // Ends all connections. The memory stays as long as jobs use it.
   ~SharedMemoryDoor();
 
-  // An offer for this holder of a rank of `job`; nullopt when too many are open. It is forgotten
-  // when it is used or the rank's next offer is made, or with the job.
+  // An offer for this holder of a rank of `job`; nullopt when too many are open, or the rank has
+  // nothing to share. It is forgotten when it is used or the rank's next offer is made, or with the
+  // job.
   std::optional<v1::SharedMemoryOffer> Offer(const std::shared_ptr<Job>& job, RankHolder holder);
 
  private:

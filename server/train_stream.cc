@@ -1,5 +1,6 @@
 #include "server/train_stream.h"
 
+#include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
 #include "proto/status.h"
@@ -7,6 +8,15 @@
 #include "server/step_message.h"
 
 namespace ballast::server {
+
+namespace {
+
+// For how many messages it counts in acknowledgements.
+uint64_t MessagesIn(const v1::TrainRequest& message) {
+  return message.has_shared_gradients() ? message.shared_gradients().chunks_size() : 1;
+}
+
+}  // namespace
 
 TrainStream::TrainStream(const Engine& engine)
     : engine_(engine), outbox_(std::make_shared<RankOutbox>(static_cast<RankWire&>(*this))) {
@@ -18,10 +28,11 @@ void TrainStream::OnReadDone(bool ok) {
   if (!ok) return outbox_->NoMoreMessages();
   absl::StatusOr<proto::Frame<v1::TrainRequest>> frame = proto::ParseTrainRequest(read_buffer_);
   read_buffer_.Clear();  // The frame keeps what it needs.
+  const uint64_t messages = frame.ok() ? MessagesIn(frame->message) : 0;
   const absl::Status handled = frame.ok() ? Handle(*frame) : frame.status();
   frame = absl::UnknownError("handled");  // Frees the payload before the next one is read.
   if (handled.ok()) {
-    outbox_->MessageDone();
+    outbox_->MessageDone(messages);
   } else {
     outbox_->MessageFailed(handled);
   }
@@ -69,12 +80,15 @@ absl::Status TrainStream::Open(const v1::OpenTrain& request) {
   BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job,
                            FindJob(engine_, request.name(), request.uid()));
   BALLAST_ASSIGN_OR_RETURN(const UpdateMode update_mode, proto::FromProto(request.update_mode()));
-  BALLAST_ASSIGN_OR_RETURN(rank_stream_, job->OpenStream({.uid = request.uid(),
-                                                          .rank = request.rank(),
-                                                          .process_id = request.process_id(),
-                                                          .generation = request.generation(),
-                                                          .update_mode = update_mode},
-                                                         outbox_));
+  BALLAST_ASSIGN_OR_RETURN(rank_stream_,
+                           job->OpenStream({.uid = request.uid(),
+                                            .rank = request.rank(),
+                                            .process_id = request.process_id(),
+                                            .generation = request.generation(),
+                                            .update_mode = update_mode,
+                                            .weights_in_place = request.weights_in_shared_memory()},
+                                           outbox_));
+  rank_chunks_ = job->layout().chunks_of_rank(request.rank()).size();
   outbox_->Opened(job, request.rank(), rank_stream_->position());
   return absl::OkStatus();
 }
@@ -90,6 +104,11 @@ absl::Status TrainStream::Contribute(const v1::GradientHeader& header,
 }
 
 absl::Status TrainStream::Contribute(const v1::SharedGradients& request) {
+  const auto chunks = static_cast<size_t>(request.chunks_size());
+  if (chunks == 0 || chunks > rank_chunks_) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("shared gradients of ", chunks, " chunks, of a rank that has ", rank_chunks_));
+  }
   Contribution contribution = {.step = request.step(),
                                .micro_step_begin = request.micro_step_begin(),
                                .micro_step_end = request.micro_step_end(),

@@ -44,6 +44,7 @@ class TrainStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc:
   grpc::ByteBuffer read_buffer_;
   // Touched only while a message is handled, and by OnDone.
   std::unique_ptr<RankStream> rank_stream_;
+  size_t rank_chunks_ = 0;  // Of its partition.
 };
 
 }  // namespace ballast::server

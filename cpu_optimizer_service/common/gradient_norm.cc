@@ -31,14 +31,18 @@ double DivisorOf(const GradientScale& scale, size_t group) {
   return scale.loss_scale * (scale.divisors.empty() ? 1.0 : scale.divisors[group]);
 }
 
-ABSL_ATTRIBUTE_NOINLINE double GlobalNorm(absl::Span<const absl::Span<const double>> block_sums,
+ABSL_ATTRIBUTE_NOINLINE double AddLeftToRight(absl::Span<const double> values) {
+  double sum = 0;
+  for (const double value : values) sum += value;
+  return sum;
+}
+
+ABSL_ATTRIBUTE_NOINLINE double GlobalNorm(absl::Span<const double> group_sums,
                                           const GradientScale& scale) {
   double squared_norm = 0;
-  for (size_t group = 0; group < block_sums.size(); ++group) {
-    double sum = 0;
-    for (const double block_sum : block_sums[group]) sum += block_sum;
+  for (size_t group = 0; group < group_sums.size(); ++group) {
     const double unscale = 1 / DivisorOf(scale, group);
-    squared_norm += unscale * unscale * sum;
+    squared_norm += unscale * unscale * group_sums[group];
   }
   return std::sqrt(squared_norm);
 }
@@ -54,17 +58,29 @@ double BlockSumOfSquaresReference(const void* gradient, DType dtype) {
   return SumOfSquares(gradient, dtype);
 }
 
-Decision Decide(absl::Span<const absl::Span<const double>> block_sums, const GradientScale& scale,
-                double max_norm) {
+double SumInOrder(absl::Span<const double> values) {
+  const ScopedFloatingPointMode mode(Denormals::kKeep);
+  return AddLeftToRight(values);
+}
+
+double GroupSum(absl::Span<const double> block_sums) {
+  std::vector<double> span_sums;
+  for (size_t block = 0; block < block_sums.size(); block += kSpanBlocks) {
+    span_sums.push_back(SumInOrder(block_sums.subspan(block, kSpanBlocks)));
+  }
+  return SumInOrder(span_sums);
+}
+
+Decision Decide(absl::Span<const double> group_sums, const GradientScale& scale, double max_norm) {
   const ScopedFloatingPointMode mode(Denormals::kKeep);
   Decision decision;
-  decision.norm = GlobalNorm(block_sums, scale);
+  decision.norm = GlobalNorm(group_sums, scale);
   if (!std::isfinite(decision.norm)) return decision;
 
   if (max_norm > 0) {
     decision.clip_coefficient = std::min(1.0, max_norm / (decision.norm + 1e-6));
   }
-  for (size_t group = 0; group < block_sums.size(); ++group) {
+  for (size_t group = 0; group < group_sums.size(); ++group) {
     const float multiplier = Multiplier(decision.clip_coefficient, scale, group);
     if (!std::isnormal(multiplier)) {
       decision.multipliers.clear();

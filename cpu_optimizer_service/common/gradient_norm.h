@@ -20,6 +20,17 @@ namespace ballast {
 // Denormal elements count as they are: their squares are normal doubles.
 double BlockSumOfSquaresReference(const void* gradient, DType dtype);
 
+// Sum of squares of a group, from its block sums in flat-space order. In two levels, so that little
+// is left to add once the last gradient has come:
+//   span      = kSpanBlocks consecutive blocks, the first of them a multiple of kSpanBlocks; the
+//               last span of a flat space may be shorter
+//   span sum  = SumInOrder of its block sums
+//   group sum = SumInOrder of its span sums
+// Spans are of flat space, so neither chunks nor partitions show in the result.
+inline constexpr int64_t kSpanBlocks = 64;
+double GroupSum(absl::Span<const double> block_sums);
+double SumInOrder(absl::Span<const double> values);  // Left to right.
+
 // What the workers said in begin_step of how their gradients are to be read.
 struct GradientScale {
   double loss_scale = 1.0;  // Gradients are this many times too large, in all groups.
@@ -37,14 +48,13 @@ struct Decision {
   bool operator==(const Decision&) const = default;
 };
 
-// Combines `block_sums[group]`, each in flat-space order:
-//   S_g  = sum of the group's block sums, left to right
+// Combines the groups' sums of squares:
+//   S_g  = GroupSum of the group, group_sums[g]
 //   u_g  = 1 / (loss_scale * divisor_g)
 //   norm = sqrt(sum over groups, in order, of u_g * u_g * S_g)
 // Skips, with no multipliers, when norm is not finite, and when a multiplier is not a normal fp32
 // value: it would turn gradients into zeros or infinities. `max_norm` <= 0 means no clipping.
-Decision Decide(absl::Span<const absl::Span<const double>> block_sums, const GradientScale& scale,
-                double max_norm);
+Decision Decide(absl::Span<const double> group_sums, const GradientScale& scale, double max_norm);
 
 // The multiplier of a group in a decision that does not clip, bit for bit: what speculation
 // guesses. Not a normal fp32 value where such a decision would skip.

@@ -202,25 +202,17 @@ int64_t Layout::partition_elements(int rank) const {
   return total;
 }
 
-std::vector<ChunkPiece> Layout::Pieces(int chunk_index) const {
-  const Chunk& chunk = chunks_[chunk_index];
-  const int64_t end = chunk.begin + chunk.elements;
+size_t Layout::FirstParameterOf(const Chunk& chunk) const {
   const std::vector<int>& parameters = group_parameters_[chunk.group];
   // The last parameter that begins at or before the chunk holds its first element.
-  auto next = std::upper_bound(parameters.begin(), parameters.end(), chunk.begin,
-                               [&](int64_t at, int p) { return at < places_[p].offset; });
-  if (next != parameters.begin()) --next;
+  const auto after = std::upper_bound(parameters.begin(), parameters.end(), chunk.begin,
+                                      [&](int64_t at, int p) { return at < places_[p].offset; });
+  return after == parameters.begin() ? 0 : after - parameters.begin() - 1;
+}
+
+std::vector<ChunkPiece> Layout::Pieces(int chunk) const {
   std::vector<ChunkPiece> pieces;
-  for (; next != parameters.end() && places_[*next].offset < end; ++next) {
-    const ParameterPlace& place = places_[*next];
-    const int64_t piece_begin = std::max(place.offset, chunk.begin);
-    const int64_t piece_end = std::min(place.offset + place.elements, end);
-    if (piece_begin >= piece_end) continue;
-    pieces.push_back({.parameter = *next,
-                      .parameter_offset = piece_begin - place.offset,
-                      .chunk_offset = piece_begin - chunk.begin,
-                      .elements = piece_end - piece_begin});
-  }
+  VisitPieces(chunk, [&](const ChunkPiece& piece) { pieces.push_back(piece); });
   return pieces;
 }
 

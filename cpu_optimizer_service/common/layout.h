@@ -13,6 +13,7 @@
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_LAYOUT_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_LAYOUT_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -114,6 +115,9 @@ class Layout {
   // The parameters in a chunk in order of offset; padding belongs to none. Cost: logarithmic in the
   // parameters of the group plus the pieces returned.
   std::vector<ChunkPiece> Pieces(int chunk) const;
+  // The same, given to visit(piece) one by one: no memory is allocated.
+  template <class Visit>
+  void VisitPieces(int chunk, Visit&& visit) const;
   // The chunks that hold the elements of a trainable parameter, as an index range [first, last).
   std::pair<int, int> ChunksOfParameter(int parameter) const;
   // The chunk that holds `element` of `group`'s flat space.
@@ -126,6 +130,8 @@ class Layout {
 
  private:
   Layout() = default;
+  // Index in group_parameters_[chunk.group] of the first parameter that may lie in the chunk.
+  size_t FirstParameterOf(const Chunk& chunk) const;
 
   LayoutSpec spec_;
   std::vector<ParameterPlace> places_;
@@ -135,6 +141,24 @@ class Layout {
   std::vector<std::vector<int>> chunks_of_rank_;
   absl::flat_hash_map<std::string, int> by_name_;
 };
+
+template <class Visit>
+void Layout::VisitPieces(int chunk_index, Visit&& visit) const {
+  const Chunk& chunk = chunks_[chunk_index];
+  const int64_t end = chunk.begin + chunk.elements;
+  const std::vector<int>& parameters = group_parameters_[chunk.group];
+  for (size_t i = FirstParameterOf(chunk); i < parameters.size(); ++i) {
+    const ParameterPlace& place = places_[parameters[i]];
+    if (place.offset >= end) break;
+    const int64_t piece_begin = std::max(place.offset, chunk.begin);
+    const int64_t piece_end = std::min(place.offset + place.elements, end);
+    if (piece_begin >= piece_end) continue;
+    visit(ChunkPiece{.parameter = parameters[i],
+                     .parameter_offset = piece_begin - place.offset,
+                     .chunk_offset = piece_begin - chunk.begin,
+                     .elements = piece_end - piece_begin});
+  }
+}
 
 // Sizes of the flat spaces that `parameters` make, padded to whole blocks.
 std::vector<int64_t> FlatElements(absl::Span<const ParameterSpec> parameters, int group_count);

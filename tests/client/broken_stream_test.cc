@@ -1,11 +1,17 @@
 // A session's stream breaks at every point of a step, and nobody can tell: every contribution
-// arrives once and in order, every payload comes back once, every weight is in place.
+// arrives once and in order, with its values, every payload comes back once, every weight is in
+// place. So it is whether all goes through the stream or through shared memory.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <array>
 #include <atomic>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <optional>
 #include <random>
+#include <string>
 
 #include "absl/strings/str_cat.h"
 #include "client/session_impl.h"
@@ -17,32 +23,44 @@ namespace ballast::client {
 namespace {
 
 constexpr int kChunks = 5;
-constexpr uint32_t kMicroSteps = 2;
 constexpr size_t kNeverAcknowledges = size_t{1} << 40;
-// Begin, each chunk of each micro-step, its end, and the seal.
-constexpr size_t kMessagesUp = 1 + kMicroSteps * (kChunks + 1) + 1;
 constexpr size_t kMessagesDown = 1 + kChunks + 1;  // Decision, weights, end.
 
 // Everything that a service should have taken in so many steps, in order.
-std::vector<std::string> WholeSteps(uint64_t steps) {
+std::vector<std::string> WholeSteps(uint64_t steps, uint32_t micro_steps) {
   std::vector<std::string> messages;
   for (uint64_t step = 1; step <= steps; ++step) {
     messages.push_back(absl::StrCat("begin ", step));
-    for (uint32_t m = 0; m < kMicroSteps; ++m) {
+    for (uint32_t m = 0; m < micro_steps; ++m) {
       for (int chunk = 0; chunk < kChunks; ++chunk) {
         messages.push_back(
             absl::StrCat("gradient ", step, " chunk ", chunk, " [", m, ", ", m + 1, ")"));
       }
       messages.push_back(absl::StrCat("end ", step, " micro-step ", m));
     }
-    messages.push_back(absl::StrCat("seal ", step, " of ", kMicroSteps));
+    messages.push_back(absl::StrCat("seal ", step, " of ", micro_steps));
   }
   return messages;
 }
 
-class BrokenStream : public testing::Test {
+// How gradients and weights travel.
+enum class How {
+  kPayloads,
+  kInPlace,  // The trainer writes to the shared memory and reads there.
+  kCopied,   // It has memory of its own, and some is shared.
+};
+struct Case {
+  How how = How::kPayloads;
+  uint32_t micro_steps = 1;
+};
+
+class BrokenStream : public testing::TestWithParam<Case> {
  protected:
   static constexpr uint64_t kSteps = 2;
+  const How how_ = GetParam().how;
+  const uint32_t micro_steps_ = GetParam().micro_steps;
+  // Begin, each chunk of each micro-step, its end, and the seal.
+  const size_t messages_up_ = 1 + micro_steps_ * (kChunks + 1) + 1;
 
   void SetUp() override { testing::internal::CaptureStderr(); }
   void TearDown() override { testing::internal::GetCapturedStderr(); }
@@ -53,56 +71,92 @@ class BrokenStream : public testing::Test {
                          ack_every);
     service.breaks = std::move(breaks);
     service.applies = applies;
-    FakeClock clock;
     SessionOptions options;
     options.job = SmallJob("gpt", 1);
+    std::optional<MemoryFile> file;
+    std::optional<DoorForTests> door;
+    if (how_ != How::kPayloads) {
+      file.emplace(RankMemoryLayout(Layout::Create(options.job.layout).value(), options.job.groups,
+                                    options.rank));
+      door.emplace([&](int connection) { Hand(connection, "G", {file->file()}); });
+      service.memory = &*file;
+      service.offer = door->offer();
+    }
     std::array<std::string, kChunks> memory;
-    options.weights = [&](int chunk) {
-      memory[chunk].resize(weight_bytes_[chunk]);
-      return absl::MakeSpan(reinterpret_cast<std::byte*>(memory[chunk].data()),
-                            memory[chunk].size());
-    };
+    if (how_ != How::kInPlace) {
+      options.weights = [&](int chunk) {
+        memory[chunk].resize(weight_bytes_[chunk]);
+        return absl::MakeSpan(reinterpret_cast<std::byte*>(memory[chunk].data()),
+                              memory[chunk].size());
+      };
+    }
     std::array<int, kChunks> on_weights{};
     options.on_weights = [&](int chunk) { ++on_weights[chunk]; };
-    std::array<std::array<std::atomic<int>, kChunks * kMicroSteps>, kSteps> released{};
-    auto session = SessionImpl::Open(std::make_unique<ModelTransport>(service), clock, options);
-    EXPECT_TRUE(session.ok()) << session.status();
-    if (!session.ok()) return 0;
+    FakeClock clock;
+    pushes_.clear();
+    auto opened = SessionImpl::Open(std::make_unique<ModelTransport>(service), clock, options);
+    EXPECT_TRUE(opened.ok()) << opened.status();
+    if (!opened.ok()) return 0;
+    std::unique_ptr<SessionImpl> session = *std::move(opened);
+    EXPECT_EQ(session->shares_memory(), how_ != How::kPayloads);
     for (uint64_t step = 1; step <= kSteps; ++step) {
-      const absl::Status status = Step(**session, step, applies, released[step - 1].data());
+      const absl::Status status = Step(*session, service, step, applies);
       EXPECT_TRUE(status.ok()) << status;
       if (!status.ok()) break;
       for (int chunk = 0; chunk < kChunks; ++chunk) {
+        const absl::Span<const std::byte> in_place = session->weights_memory(chunk);
+        if (how_ == How::kInPlace && applies) {
+          memory[chunk].assign(reinterpret_cast<const char*>(in_place.data()), in_place.size());
+        }
         EXPECT_EQ(memory[chunk], applies ? service.Weights(step, chunk) : "");
         EXPECT_EQ(on_weights[chunk], applies ? static_cast<int>(step) : 0);
       }
     }
-    session->reset();
-    EXPECT_EQ(service.taken(), WholeSteps(kSteps));
+    session.reset();
+    EXPECT_EQ(service.taken(), WholeSteps(kSteps, micro_steps_));
     EXPECT_THAT(service.repeats(), testing::IsEmpty());
-    for (const auto& step : released) {
-      for (const std::atomic<int>& count : step) EXPECT_EQ(count, 1);
+    for (const Pushed& push : pushes_) EXPECT_EQ(push.released, 1);
+    if (how_ == How::kPayloads) {
+      EXPECT_EQ(service.shared(), 0u);
+    } else {
+      EXPECT_GE(service.shared(), kSteps * kChunks);
     }
     return service.streams();
   }
 
  private:
-  absl::Status Step(Session& session, uint64_t step, bool applies, std::atomic<int>* released) {
+  struct Pushed {
+    std::string values;
+    std::atomic<int> released = 0;
+  };
+
+  absl::Status Step(Session& session, const ModelService& service, uint64_t step, bool applies) {
     BALLAST_RETURN_IF_ERROR(session.BeginStep({}));
-    for (uint32_t m = 0; m < kMicroSteps; ++m) {
+    std::array<Pushed*, kChunks> last{};
+    for (uint32_t m = 0; m < micro_steps_; ++m) {
       for (int chunk = 0; chunk < kChunks; ++chunk) {
+        Pushed& pushed = pushes_.emplace_back();
+        pushed.values = service.Gradient(step, chunk, m);
         GradientPush push;
         push.chunk = chunk;
         push.micro_step_begin = m;
         push.micro_step_end = m + 1;
-        push.payload = absl::MakeConstSpan(gradient_).subspan(0, weight_bytes_[chunk]);
-        push.released = [released] { ++*released; };
-        ++released;
+        push.final = m + 1 == micro_steps_;
+        push.payload = {reinterpret_cast<const std::byte*>(pushed.values.data()),
+                        pushed.values.size()};
+        push.released = [&pushed] { ++pushed.released; };
+        // Where the service does not acknowledge, the place stays with the push before.
+        if (how_ == How::kInPlace && (last[chunk] == nullptr || last[chunk]->released > 0)) {
+          const absl::Span<std::byte> place = session.gradient_memory(chunk);
+          std::memcpy(place.data(), pushed.values.data(), place.size());
+          push.payload = place;
+          last[chunk] = &pushed;
+        }
         BALLAST_RETURN_IF_ERROR(session.Push(std::move(push)));
       }
       BALLAST_RETURN_IF_ERROR(session.EndMicroStep(m, {}));
     }
-    BALLAST_ASSIGN_OR_RETURN(const StepDecision decision, session.Seal(kMicroSteps));
+    BALLAST_ASSIGN_OR_RETURN(const StepDecision decision, session.Seal(micro_steps_));
     EXPECT_EQ(decision.step, step);
     EXPECT_EQ(decision.applied, applies);
     EXPECT_EQ(decision.norm, static_cast<double>(step) / 4);
@@ -110,17 +164,29 @@ class BrokenStream : public testing::Test {
   }
 
   const std::array<size_t, kChunks> weight_bytes_ = {512, 512, 512, 512, 1024};
-  const std::vector<std::byte> gradient_ = std::vector<std::byte>(1024);
+  std::deque<Pushed> pushes_;
 };
 
-TEST_F(BrokenStream, TrainsUndisturbedWithoutBreaks) {
+INSTANTIATE_TEST_SUITE_P(Ways, BrokenStream,
+                         testing::Values(Case{How::kPayloads, 2}, Case{How::kInPlace, 1},
+                                         Case{How::kInPlace, 2}, Case{How::kCopied, 1},
+                                         Case{How::kCopied, 3}),
+                         [](const auto& info) {
+                           const How how = info.param.how;
+                           return absl::StrCat(how == How::kPayloads  ? "Payloads"
+                                               : how == How::kInPlace ? "InPlace"
+                                                                      : "Copied",
+                                               info.param.micro_steps);
+                         });
+
+TEST_P(BrokenStream, TrainsUndisturbedWithoutBreaks) {
   EXPECT_EQ(Train(1, {}), 1u);
   EXPECT_EQ(Train(kNeverAcknowledges, {}), 1u);
 }
 
-TEST_F(BrokenStream, AtAnyMessageUp) {
+TEST_P(BrokenStream, AtAnyMessageUp) {
   for (size_t ack_every : {size_t{1}, size_t{3}, kNeverAcknowledges}) {
-    for (size_t up = 1; up <= 2 * kMessagesUp; ++up) {
+    for (size_t up = 1; up <= 2 * messages_up_; ++up) {
       for (const BreakPoint& point : {BreakPoint{.up = up}, BreakPoint{.up = up, .held = true},
                                       BreakPoint{.up = up, .held = true, .acked = true}}) {
         SCOPED_TRACE(absl::StrCat("acks every ", ack_every, ", breaks at message ", up,
@@ -129,14 +195,14 @@ TEST_F(BrokenStream, AtAnyMessageUp) {
                                                : ", lost"));
         const size_t streams = Train(ack_every, {point});
         // After the last seal and its answers there may be no time for another.
-        if (up < 2 * kMessagesUp) EXPECT_EQ(streams, 2u);
+        if (up < 2 * messages_up_) EXPECT_EQ(streams, 2u);
         if (HasFailure()) return;
       }
     }
   }
 }
 
-TEST_F(BrokenStream, AtAnyMessageDown) {
+TEST_P(BrokenStream, AtAnyMessageDown) {
   for (bool applies : {true, false}) {
     const size_t messages = applies ? kMessagesDown : 2;
     for (size_t ack_every : {size_t{1}, kNeverAcknowledges}) {
@@ -150,14 +216,14 @@ TEST_F(BrokenStream, AtAnyMessageDown) {
   }
 }
 
-TEST_F(BrokenStream, AfterEveryMessage) {
+TEST_P(BrokenStream, AfterEveryMessage) {
   for (bool acked : {true, false}) {
-    const std::vector<BreakPoint> points(2 * kMessagesUp, {.up = 1, .held = true, .acked = acked});
-    EXPECT_GE(Train(1, points), 2 * kMessagesUp);
+    const std::vector<BreakPoint> points(2 * messages_up_, {.up = 1, .held = true, .acked = acked});
+    EXPECT_GE(Train(1, points), 2 * messages_up_);
   }
 }
 
-TEST_F(BrokenStream, AtRandomPointsAgainAndAgain) {
+TEST_P(BrokenStream, AtRandomPointsAgainAndAgain) {
   for (uint32_t seed = 0; seed < 200; ++seed) {
     SCOPED_TRACE(absl::StrCat("seed ", seed));
     std::mt19937 random(seed);

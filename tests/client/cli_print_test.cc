@@ -54,6 +54,7 @@ v1::Job ExampleJob() {
   job.mutable_memory()->set_state_bytes(1 << 20);
   job.mutable_memory()->set_accumulator_bytes(1 << 20);
   job.mutable_memory()->set_speculation_bytes(2 << 20);
+  job.mutable_memory()->set_shared_bytes(3 << 20);
   job.add_groups()->set_name("jobs/gpt/groups/decay");
   job.add_groups()->set_name("jobs/gpt/groups/no_decay");
   v1::RankProgress* rank = job.add_ranks();
@@ -64,6 +65,7 @@ v1::Job ExampleJob() {
   rank->set_chunks(9);
   rank->set_chunks_complete(4);
   rank->set_furthest_micro_step(2);
+  rank->set_shared_memory(true);
   rank->add_missing_parameters("wte");
   rank->add_missing_parameters("h.0.b");
   job.add_ranks()->set_rank(1);
@@ -102,7 +104,8 @@ TEST(JobText, ShowsRanksAndDecisions) {
   EXPECT_THAT(text, HasSubstr("12 committed (11 applied, 1 skipped)"));
   EXPECT_THAT(text, HasSubstr("coverage      complete in 12 of 12 decided steps\n"));
   EXPECT_THAT(text, HasSubstr("memory        5.00 MiB: state 1.00 MiB, gradients 0 B, accumulators "
-                              "1.00 MiB,\n    second versions 2.00 MiB, other 1.00 MiB\n"));
+                              "1.00 MiB,\n    second versions 2.00 MiB, other 1.00 MiB\n"
+                              "shared        3.00 MiB with rank 0, beside that\n"));
   EXPECT_THAT(text,
               HasSubstr("   0  host:1:ff     yes              1         2           4/9  no\n"));
   EXPECT_THAT(text,
@@ -141,6 +144,8 @@ TEST(JobText, SaysHowChunksAreUpdated) {
   job.mutable_memory()->set_speculation_bytes(0);
   EXPECT_THAT(JobText(job), HasSubstr("update        wait\n"));
   EXPECT_THAT(JobText(job), Not(HasSubstr("second versions")));
+  job.mutable_ranks(0)->set_shared_memory(false);
+  EXPECT_THAT(JobText(job), Not(HasSubstr("shared  ")));
 }
 
 TEST(JobText, StaysWithinAHundredColumns) {
@@ -248,12 +253,15 @@ TEST(JobJson, KeepsItsFieldsAndTurnsNaNIntoNull) {
   EXPECT_EQ(json["memory"]["total_bytes"], 5 << 20);
   EXPECT_EQ(json["memory"]["speculation_bytes"], 2 << 20);
   EXPECT_EQ(json["memory"]["other_bytes"], 1 << 20);
+  EXPECT_EQ(json["memory"]["shared_bytes"], 3 << 20);
   EXPECT_EQ(json["update_mode"], "speculate");
   EXPECT_EQ(json["speculation"]["redone_chunks"], 90);
   EXPECT_EQ(json["coverage_complete_steps"], 12);
   EXPECT_EQ(json["ranks"][0]["chunks_complete"], 4);
   EXPECT_EQ(json["ranks"][0]["furthest_micro_step"], 2);
   EXPECT_EQ(json["ranks"][0]["missing_parameters"], nlohmann::json({"wte", "h.0.b"}));
+  EXPECT_EQ(json["ranks"][0]["shared_memory"], true);
+  EXPECT_EQ(json["ranks"][1]["shared_memory"], false);
   EXPECT_TRUE(json["recent_steps"][0]["norm"].is_null());
   EXPECT_EQ(json["recent_steps"][1]["hyper_parameters"][0]["lr"], 0.001);
   EXPECT_EQ(json["recent_steps"][1]["unused_parameters"], nlohmann::json({"head.b"}));

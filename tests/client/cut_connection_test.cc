@@ -4,7 +4,9 @@
 #include <gtest/gtest.h>
 
 #include <random>
+#include <string>
 #include <thread>
+#include <tuple>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -22,8 +24,10 @@ constexpr int kWorldSize = 2;
 constexpr uint32_t kMicroSteps = 2;
 constexpr uint64_t kSteps = 6;
 
-class CutConnection : public testing::TestWithParam<UpdateMode> {
+class CutConnection : public testing::TestWithParam<std::tuple<UpdateMode, Traffic>> {
  protected:
+  UpdateMode update_mode() const { return std::get<UpdateMode>(GetParam()); }
+  Traffic traffic() const { return std::get<Traffic>(GetParam()); }
   int port() {
     const std::string& address = service_.server().addresses().at(0);
     int port = 0;
@@ -37,7 +41,7 @@ class CutConnection : public testing::TestWithParam<UpdateMode> {
   void TrainRank(std::shared_ptr<grpc::Channel> channel, const JobSpec& job, int rank) {
     SessionOptions options;
     options.seal_timeout = absl::Seconds(30);  // Should the other rank fail.
-    auto self = RankForTests::Join(std::move(channel), job, rank, options);
+    auto self = RankForTests::Join(std::move(channel), job, rank, options, traffic());
     ASSERT_TRUE(self.ok()) << self.status();
     ReferenceRun reference(job);
     for (uint64_t step = 1; step <= kSteps; ++step) {
@@ -58,18 +62,23 @@ class CutConnection : public testing::TestWithParam<UpdateMode> {
 
 TEST_P(CutConnection, LeavesTheStateOfAnUndisturbedRun) {
   JobSpec job = SmallJob("undisturbed", kWorldSize);
-  job.update_mode = GetParam();
+  job.update_mode = update_mode();
   ForEachRank(kWorldSize, [&](int rank) { TrainRank(service_.Channel(), job, rank); });
   const std::string undisturbed = StateHash(job.name);
+  // With memory shared, little more than what reopening takes goes through the connection; cuts in
+  // the middle of that are slow to heal.
+  const bool payloads = traffic() == Traffic::kPayloads;
+  const size_t range = payloads ? 4000 : 1000;
+  const size_t most_cuts = payloads ? 8 : 4;
   int cuts = 0;
   for (uint32_t seed = 0; seed < 10; ++seed) {
     SCOPED_TRACE(absl::StrCat("seed ", seed));
     job.name = absl::StrCat("cut-", seed);
     ForEachRank(kWorldSize, [&](int rank) {
       std::mt19937 random(seed * kWorldSize + static_cast<uint32_t>(rank));
-      std::deque<CuttingProxy::Budget> budgets = {{.bytes = 12000 + random() % 4000}};
-      while (budgets.size() < 8) {
-        budgets.push_back({.bytes = 1000 + random() % 4000, .up = random() % 2 == 0});
+      std::deque<CuttingProxy::Budget> budgets = {{.bytes = 12000 + random() % range}};
+      while (budgets.size() < most_cuts) {
+        budgets.push_back({.bytes = 1000 + random() % range, .up = random() % 2 == 0});
       }
       CuttingProxy proxy(port(), budgets);
       TrainRank(Connect(proxy.target()).value(), job, rank);
@@ -80,13 +89,13 @@ TEST_P(CutConnection, LeavesTheStateOfAnUndisturbedRun) {
     EXPECT_EQ(StateHash(job.name), undisturbed);
     if (HasFailure()) return;
   }
-  EXPECT_GE(cuts, 40);
+  EXPECT_GE(cuts, payloads ? 40 : 30);
 }
 
 // At every stage of it: creating the job, attaching, opening the stream, uploading, reading.
 TEST_P(CutConnection, WhileJoiningIsNotNoticed) {
   JobSpec job = SmallJob("x", 1);
-  job.update_mode = GetParam();
+  job.update_mode = update_mode();
   int cuts = 0;
   for (size_t bytes = 100; bytes < 12000; bytes += bytes < 3000 ? 300 : 1500) {
     for (const bool up : {true, false}) {
@@ -96,7 +105,7 @@ TEST_P(CutConnection, WhileJoiningIsNotNoticed) {
       CuttingProxy proxy(port(), {{.bytes = bytes, .up = up}, {.bytes = bytes, .up = up}});
       const auto channel = Connect(proxy.target());
       if (!channel.ok()) continue;
-      auto rank = RankForTests::Join(*channel, job, 0);
+      auto rank = RankForTests::Join(*channel, job, 0, {}, traffic());
       ASSERT_TRUE(rank.ok()) << rank.status();
       EXPECT_EQ((*rank)->Difference(ReferenceRun(job)), "");
       ASSERT_TRUE((*rank)->Step(1, {}).ok());
@@ -107,9 +116,14 @@ TEST_P(CutConnection, WhileJoiningIsNotNoticed) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Modes, CutConnection,
-                         testing::Values(UpdateMode::kWait, UpdateMode::kSpeculate),
+                         testing::Combine(testing::Values(UpdateMode::kWait,
+                                                          UpdateMode::kSpeculate),
+                                          testing::Values(Traffic::kPayloads, Traffic::kInPlace)),
                          [](const auto& info) {
-                           return info.param == UpdateMode::kWait ? "Wait" : "Speculate";
+                           return std::string(std::get<UpdateMode>(info.param) == UpdateMode::kWait
+                                                  ? "Wait"
+                                                  : "Speculate") +
+                                  Name(std::get<Traffic>(info.param));
                          });
 
 // A service that takes connections and says nothing.

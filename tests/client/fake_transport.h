@@ -117,6 +117,7 @@ class FakeTransport final : public Transport {
   struct Gradient {
     v1::GradientHeader header;
     absl::Span<const std::byte> payload;
+    bool shared = false;
   };
 
   // ---- what the test sets before opening a session
@@ -348,6 +349,12 @@ class FakeTransport final : public Transport {
       fake_.gradients_.push_back({header, payload});
       fake_.streams_[index_].push_back(NameOf(header));
       fake_.borrowed_.push_back(std::move(let_go));
+      fake_.changed_.NotifyAll();
+    }
+    void SendSharedGradient(const v1::GradientHeader& header) override {
+      MutexLock lock(fake_.mutex_);
+      fake_.gradients_.push_back({.header = header, .payload = {}, .shared = true});
+      fake_.streams_[index_].push_back("shared " + NameOf(header));
       fake_.changed_.NotifyAll();
     }
 

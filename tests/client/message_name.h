@@ -27,7 +27,8 @@ inline std::string NameOf(const v1::TrainRequest& message) {
       return absl::StrCat("shared gradients ", message.shared_gradients().step(), " chunks ",
                           absl::StrJoin(message.shared_gradients().chunks(), " "), " [",
                           message.shared_gradients().micro_step_begin(), ", ",
-                          message.shared_gradients().micro_step_end(), ")");
+                          message.shared_gradients().micro_step_end(), ")",
+                          message.shared_gradients().final() ? " final" : "");
     case v1::TrainRequest::kEndMicroStep:
       return absl::StrCat("end ", message.end_micro_step().step(), " micro-step ",
                           message.end_micro_step().micro_step());

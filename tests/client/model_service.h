@@ -1,6 +1,6 @@
 // A service in a few lines, for one rank of a job: it keeps the ledger, decides at the seal, and
 // commits. Its streams break where the test says, up or down, and every contribution that it took
-// is on record.
+// is on record, with what it was made of. It may share memory with its worker.
 #ifndef BALLAST_TESTS_CLIENT_MODEL_SERVICE_H_
 #define BALLAST_TESTS_CLIENT_MODEL_SERVICE_H_
 
@@ -8,6 +8,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -15,6 +16,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/transport.h"
 #include "cpu_optimizer_service/common/mutex.h"
+#include "tests/client/door_for_tests.h"
 #include "tests/client/fake_transport.h"
 #include "tests/client/message_name.h"
 
@@ -43,7 +45,15 @@ class ModelService {
     return std::string(weight_bytes_[chunk], static_cast<char>(' ' + step * 10 + chunk));
   }
 
+  // The values of a gradient, as the test pushes them and the service expects them.
+  std::string Gradient(uint64_t step, int chunk, uint32_t micro_step) const {
+    return std::string(weight_bytes_[chunk],
+                       static_cast<char>('0' + step * 20 + chunk * 3 + micro_step));
+  }
+
   // ---- what the test sets
+  MemoryFile* memory = nullptr;    // Shared with the worker, who was offered it.
+  v1::SharedMemoryOffer offer;     // If there is memory.
   std::vector<BreakPoint> breaks;  // Of the first streams; the later ones do not break.
   bool applies = true;             // What it decides.
 
@@ -60,6 +70,10 @@ class ModelService {
     MutexLock lock(mutex_);
     return streams_;
   }
+  size_t shared() const {  // Gradients that came through shared memory.
+    MutexLock lock(mutex_);
+    return shared_;
+  }
 
   // ---- the service
   class Stream {
@@ -70,7 +84,8 @@ class ModelService {
       const size_t index = service_.streams_++;
       if (index < service_.breaks.size()) break_ = service_.breaks[index];
     }
-    void Take(const v1::TrainRequest& message) {
+    // `values`: of a gradient that is sent as a payload.
+    void Take(const v1::TrainRequest& message, const std::string& values = "") {
       if (broken_) return;
       if (message.has_open()) {
         v1::TrainResponse opened;
@@ -81,7 +96,7 @@ class ModelService {
       }
       const bool last = ++taken_ == break_.up;
       if (!last || break_.held) {
-        std::vector<v1::TrainResponse> answers = service_.Handle(message);
+        std::vector<v1::TrainResponse> answers = service_.Handle(message, values);
         ++held_;
         const bool due = held_ % service_.ack_every_ == 0;
         if (last ? break_.acked : due) Acknowledge();
@@ -99,6 +114,11 @@ class ModelService {
     void Say(const v1::TrainResponse& message) {
       if (broken_) return;
       if (++said_ == break_.down) return Break();
+      if (message.has_shared_weights()) {
+        const int chunk = static_cast<int>(message.shared_weights().chunks(0));
+        service_.memory->WriteWeights(chunk,
+                                      service_.Weights(message.shared_weights().step(), chunk));
+      }
       if (!message.has_weights()) return listener_.OnMessage(message, {});
       const v1::WeightHeader& header = message.weights().header();
       const std::string bytes = service_.Weights(header.step(), static_cast<int>(header.chunk()));
@@ -121,9 +141,10 @@ class ModelService {
     size_t said_ = 0;
   };
 
-  v1::AttachWorkerResponse Attach() const {
+  v1::AttachWorkerResponse Attach(const v1::AttachWorkerRequest& request) const {
     MutexLock lock(mutex_);
     v1::AttachWorkerResponse response;
+    if (memory != nullptr && request.shared_memory()) *response.mutable_shared_memory() = offer;
     response.set_uid("u");
     response.set_instance_id("i");
     response.set_generation(1);
@@ -150,22 +171,16 @@ class ModelService {
     }
   }
 
-  std::vector<v1::TrainResponse> Handle(const v1::TrainRequest& message) {
+  std::vector<v1::TrainResponse> Handle(const v1::TrainRequest& message,
+                                        const std::string& values) {
     MutexLock lock(mutex_);
     const std::string name = NameOf(message);
+    if (message.has_shared_gradients()) return HandleGradient(HeaderOf(message), std::nullopt);
+    if (message.has_gradient()) return HandleGradient(message.gradient().header(), values);
     bool good = false;
     if (message.has_begin_step()) {
       good = message.begin_step().step() == committed_ + 1 && open_ == 0;
       open_ = message.begin_step().step();
-    } else if (message.has_gradient()) {
-      const v1::GradientHeader& header = message.gradient().header();
-      uint32_t& next = next_[header.chunk()];
-      good = header.step() == open_ && header.micro_step_begin() == next;
-      if (header.step() == open_ && header.micro_step_end() <= next) {
-        repeats_.push_back(name);
-        return {};
-      }
-      next = header.micro_step_end();
     } else if (message.has_end_micro_step()) {
       good = message.end_micro_step().step() == open_ &&
              message.end_micro_step().micro_step() == ended_;
@@ -173,9 +188,50 @@ class ModelService {
     } else if (message.has_seal()) {
       good = message.seal().step() == open_ && message.seal().micro_steps() == ended_;
       for (uint32_t next : next_) good = good && next == ended_;
+      for (const v1::GradientHeader& header : in_place_) {
+        good = good && memory->gradient(static_cast<int>(header.chunk())) == Expected(header);
+      }
     }
     taken_.push_back(good ? name : "WRONG " + name);
     return message.has_seal() && good ? Decide() : std::vector<v1::TrainResponse>();
+  }
+
+  static v1::GradientHeader HeaderOf(const v1::TrainRequest& message) {
+    const v1::SharedGradients& shared = message.shared_gradients();
+    v1::GradientHeader header;
+    header.set_step(shared.step());
+    header.set_chunk(shared.chunks(0));
+    header.set_micro_step_begin(shared.micro_step_begin());
+    header.set_micro_step_end(shared.micro_step_end());
+    header.set_final(shared.final());
+    return header;
+  }
+  std::string Expected(const v1::GradientHeader& header) const {
+    return Gradient(header.step(), static_cast<int>(header.chunk()), header.micro_step_begin());
+  }
+
+  // Without values it lies in shared memory.
+  std::vector<v1::TrainResponse> HandleGradient(const v1::GradientHeader& header,
+                                                std::optional<std::string> values)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    const std::string name = NameOf(header);
+    uint32_t& next = next_[header.chunk()];
+    if (header.step() == open_ && header.micro_step_end() <= next) {
+      repeats_.push_back(name);
+      return {};
+    }
+    bool good = header.step() == open_ && header.micro_step_begin() == next;
+    if (!values.has_value()) {
+      ++shared_;
+      good = good && memory != nullptr;
+      // What is final and the chunk's first is looked at when the step is decided.
+      if (good && header.final() && next == 0) in_place_.push_back(header);
+      if (good) values = memory->gradient(static_cast<int>(header.chunk()));
+    }
+    good = good && values == Expected(header);
+    next = header.micro_step_end();
+    taken_.push_back(good ? name : "WRONG " + name);
+    return {};
   }
 
   std::vector<v1::TrainResponse> Decide() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
@@ -183,6 +239,7 @@ class ModelService {
     committed_ = std::exchange(open_, 0);
     ended_ = 0;
     next_.assign(next_.size(), 0);
+    in_place_.clear();
     v1::StepRecord& record = *job_.add_recent_steps();
     record.set_step(committed_);
     record.set_applied(applies);
@@ -192,6 +249,12 @@ class ModelService {
     decision.set_applied(applies);
     decision.set_norm(record.norm());
     for (size_t chunk = 0; applies && chunk < next_.size(); ++chunk) {
+      if (memory != nullptr) {
+        v1::SharedWeights& weights = *answers.emplace_back().mutable_shared_weights();
+        weights.set_step(committed_);
+        weights.add_chunks(static_cast<uint32_t>(chunk));
+        continue;
+      }
       v1::WeightHeader& header = *answers.emplace_back().mutable_weights()->mutable_header();
       header.set_step(committed_);
       header.set_chunk(static_cast<uint32_t>(chunk));
@@ -210,7 +273,9 @@ class ModelService {
   std::vector<uint32_t> next_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::string> taken_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::string> repeats_ ABSL_GUARDED_BY(mutex_);
+  std::vector<v1::GradientHeader> in_place_ ABSL_GUARDED_BY(mutex_);  // Of the open step.
   size_t streams_ ABSL_GUARDED_BY(mutex_) = 0;
+  size_t shared_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
 class ModelTransport final : public Transport {
@@ -224,7 +289,7 @@ class ModelTransport final : public Transport {
   absl::StatusOr<v1::Job> GetJob(const v1::GetJobRequest& request) override { return v1::Job(); }
   absl::StatusOr<v1::AttachWorkerResponse> AttachWorker(const v1::AttachWorkerRequest& request,
                                                         absl::Duration limit) override {
-    return service_.Attach();
+    return service_.Attach(request);
   }
   absl::StatusOr<v1::SaveJobResponse> SaveJob(const v1::SaveJobRequest& request) override {
     return v1::SaveJobResponse();
@@ -279,15 +344,26 @@ class ModelTransport final : public Transport {
                       std::function<void()> let_go) override {
       v1::TrainRequest message;
       *message.mutable_gradient()->mutable_header() = header;
-      thread_.Post([this, message, let_go = std::move(let_go)] {
+      thread_.Post([this, message, payload, let_go = std::move(let_go)] {
+        const std::string values(reinterpret_cast<const char*>(payload.data()), payload.size());
         if (late_.size() % 2 == 0) {
           late_.push_back(let_go);
         } else {
           late_.push_back([] {});
           let_go();
         }
-        end_->Take(message);
+        end_->Take(message, values);
       });
+    }
+    void SendSharedGradient(const v1::GradientHeader& header) override {
+      v1::TrainRequest message;
+      v1::SharedGradients& gradients = *message.mutable_shared_gradients();
+      gradients.set_step(header.step());
+      gradients.set_micro_step_begin(header.micro_step_begin());
+      gradients.set_micro_step_end(header.micro_step_end());
+      gradients.set_final(header.final());
+      gradients.add_chunks(header.chunk());
+      Send(message);
     }
 
    private:

@@ -56,14 +56,14 @@ TEST_F(NpyWriterTest, LeavesNothingWhenASignalEndsTheProcess) {
   auto writer = NpyWriter::Create(Path("w.npy"), {2}).value();
   ASSERT_TRUE(writer->Append(Bytes({1})).ok());
   EXPECT_EQ(Files(), 1u);
-  RemoveUnfinishedNpy();
+  RemoveUnfinishedFile();
   EXPECT_EQ(Files(), 0u);
   writer.reset();
   // A file that is whole stays.
   writer = NpyWriter::Create(Path("w.npy"), {1}).value();
   ASSERT_TRUE(writer->Append(Bytes({1})).ok());
   ASSERT_TRUE(writer->Commit().ok());
-  RemoveUnfinishedNpy();
+  RemoveUnfinishedFile();
   EXPECT_EQ(Files(), 1u);
 }
 

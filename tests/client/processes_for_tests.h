@@ -74,7 +74,7 @@ class DaemonForTests {
   DaemonForTests(const std::string& bin, const std::string& directory) {
     const std::string port_file = directory + "/port";
     pid_ = StartProcess({bin + "/ballastd", "--listen=127.0.0.1:0", "--memory_limit=512MiB",
-                         "--port_file=" + port_file},
+                         "--startup-benchmark=false", "--port_file=" + port_file},
                         directory + "/ballastd.out", directory + "/ballastd.err");
     // The file appears when the service listens. A daemon that died never writes it.
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);

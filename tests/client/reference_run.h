@@ -66,7 +66,7 @@ class ReferenceRun {
 
   Decision Step(uint64_t step, uint32_t micro_steps, const GradientScale& scale) {
     std::vector<std::vector<float>> sums;
-    std::vector<std::vector<double>> squares;
+    std::vector<double> group_sums;
     for (int group = 0; group < layout_.group_count(); ++group) {
       sums.push_back(SumOfMicroSteps(step, micro_steps, group));
       std::vector<double> blocks;
@@ -74,10 +74,9 @@ class ReferenceRun {
         blocks.push_back(BlockSumOfSquaresReference(sums.back().data() + block * kBlockElements,
                                                     DType::kFloat32));
       }
-      squares.push_back(std::move(blocks));
+      group_sums.push_back(GroupSum(blocks));
     }
-    const std::vector<absl::Span<const double>> spans(squares.begin(), squares.end());
-    const Decision decision = Decide(spans, scale, job_.max_norm);
+    const Decision decision = Decide(group_sums, scale, job_.max_norm);
     if (!decision.apply) return decision;
     ++updates_;
     for (int group = 0; group < layout_.group_count(); ++group) {

@@ -28,6 +28,9 @@ class RecordingStream final : public TrainStream {
     payloads.push_back(payload.data());
     borrowed.push_back(std::move(let_go));
   }
+  void SendSharedGradient(const v1::GradientHeader& header) override {
+    names.push_back("shared " + NameOf(header));
+  }
   void LetGo() {
     for (std::function<void()>& let_go : std::exchange(borrowed, {})) let_go();
   }
@@ -109,6 +112,50 @@ TEST_F(SendLogTest, ReleasesOnceAfterAcknowledgementAndLettingGo) {
   ASSERT_TRUE(log.Acknowledge(3).ok());
   EXPECT_EQ(first, 1);
   EXPECT_EQ(second, 1);
+}
+
+TEST_F(SendLogTest, SharedGradientsTakeNoRoomAndAreReleasedByAcknowledgementAlone) {
+  SendLog log(100);
+  log.Resume(stream_, {});
+  ASSERT_TRUE(Push(log, 100).ok());
+  std::vector<int> released(3);
+  for (uint32_t chunk = 0; chunk < 3; ++chunk) {
+    v1::GradientHeader header;
+    header.set_step(5);
+    header.set_chunk(chunk);
+    header.set_micro_step_end(1);
+    ASSERT_TRUE(log.SendSharedGradient(header, [&released, chunk] { ++released[chunk]; }).ok());
+  }
+  EXPECT_EQ(log.unacknowledged_bytes(), 100);
+  EXPECT_EQ(stream_.names.back(), "shared gradient 5 chunk 2 [0, 1)");
+  // Each counts as a message.
+  ASSERT_TRUE(log.Acknowledge(4).ok());
+  EXPECT_THAT(released, ElementsAre(1, 1, 0));
+  EXPECT_FALSE(log.Acknowledge(6).ok());
+  log.Close(absl::CancelledError("closed"));
+  EXPECT_THAT(released, ElementsAre(1, 1, 1));
+  EXPECT_EQ(log.SendSharedGradient({}, [&released] { ++released[0]; }).code(),
+            absl::StatusCode::kCancelled);
+  EXPECT_THAT(released, ElementsAre(2, 1, 1));
+  stream_.LetGo();  // Or the log would wait for it.
+}
+
+TEST_F(SendLogTest, SharedGradientsAreSentAgainIfTheServiceDoesNotHoldThem) {
+  SendLog log(100);
+  std::vector<int> released(3);
+  for (uint32_t chunk = 0; chunk < 3; ++chunk) {
+    v1::GradientHeader header;
+    header.set_step(5);
+    header.set_chunk(chunk);
+    header.set_micro_step_end(1);
+    ASSERT_TRUE(log.SendSharedGradient(header, [&released, chunk] { ++released[chunk]; }).ok());
+  }
+  log.Resume(stream_, Delivered(5, 0, {{1, 1}}));
+  EXPECT_THAT(stream_.names,
+              ElementsAre("shared gradient 5 chunk 0 [0, 1)", "shared gradient 5 chunk 2 [0, 1)"));
+  EXPECT_THAT(released, ElementsAre(0, 1, 0));
+  ASSERT_TRUE(log.Acknowledge(3).ok());
+  EXPECT_THAT(released, ElementsAre(1, 1, 1));
 }
 
 TEST_F(SendLogTest, BlocksUntilAcknowledgedWhenFull) {

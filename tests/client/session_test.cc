@@ -8,8 +8,12 @@
 #include <cmath>
 #include <filesystem>
 #include <limits>
+#include <string>
+#include <tuple>
+#include <utility>
 
 #include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
 #include "client/connect.h"
 #include "tests/client/job_for_tests.h"
 #include "tests/client/rank_for_tests.h"
@@ -22,18 +26,28 @@ namespace {
 using testing::AllOf;
 using testing::HasSubstr;
 
-class SessionTest : public testing::TestWithParam<Way> {
+std::string NameOf(const std::tuple<Way, Traffic>& way) {
+  return Name(std::get<Way>(way)) + Name(std::get<Traffic>(way));
+}
+
+class SessionTest : public testing::TestWithParam<std::tuple<Way, Traffic>> {
  protected:
   // Ranks in threads; each is joined once before `body` is called.
   void Train(const JobSpec& job, const std::function<void(RankForTests&, int rank)>& body) {
     ForEachRank(job.layout.world_size, [&](int rank) {
-      auto self = RankForTests::Join(service_.Channel(), job, rank);
+      auto self = Join(job, rank);
       ASSERT_TRUE(self.ok()) << self.status();
       body(**self, rank);
     });
   }
 
-  ServiceForTests service_{GetParam()};
+  absl::StatusOr<std::unique_ptr<RankForTests>> Join(const JobSpec& job, int rank,
+                                                     SessionOptions options = {}) {
+    return RankForTests::Join(service_.Channel(), job, rank, std::move(options),
+                              std::get<Traffic>(GetParam()));
+  }
+
+  ServiceForTests service_{std::get<Way>(GetParam())};
 };
 
 TEST_P(SessionTest, WeightsAreThoseOfTheReferenceForEveryWorldSize) {
@@ -135,7 +149,7 @@ TEST_P(SessionTest, ANonFiniteGradientSkipsTheStepAndChangesNothing) {
 
 TEST_P(SessionTest, SavedStateGoesOnWithAnotherWorldSize) {
   const std::string directory =
-      testing::TempDir() + "session_test." + Name(GetParam()) + "." + std::to_string(getpid());
+      absl::StrCat(testing::TempDir(), "session_test.", NameOf(GetParam()), ".", getpid());
   const JobSpec two = SmallJob("two", 2);
   ReferenceRun reference(two);
   for (uint64_t step = 1; step <= 3; ++step) reference.Step(step, 1, {});
@@ -149,7 +163,7 @@ TEST_P(SessionTest, SavedStateGoesOnWithAnotherWorldSize) {
   const JobSpec three = SmallJob("three", 3);
   Train(three, [&](RankForTests& self, int rank) {});
   {
-    auto loader = RankForTests::Join(service_.Channel(), three, 0);
+    auto loader = Join(three, 0);
     ASSERT_TRUE(loader.ok()) << loader.status();
     const absl::Status loaded = (*loader)->session().LoadCheckpoint(directory);
     ASSERT_TRUE(loaded.ok()) << loaded;
@@ -164,11 +178,11 @@ TEST_P(SessionTest, SavedStateGoesOnWithAnotherWorldSize) {
 }
 
 TEST_P(SessionTest, AJobDescribedOtherwiseIsRefused) {
-  auto self = RankForTests::Join(service_.Channel(), SmallJob("same", 1), 0);
+  auto self = Join(SmallJob("same", 1), 0);
   ASSERT_TRUE(self.ok()) << self.status();
   JobSpec other = SmallJob("same", 1);
   other.layout.parameters[1].name = "h.0.renamed";
-  const absl::Status status = RankForTests::Join(service_.Channel(), other, 0).status();
+  const absl::Status status = Join(other, 0).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
   EXPECT_THAT(std::string(status.message()), AllOf(HasSubstr("h.0.w"), HasSubstr("h.0.renamed")));
 }
@@ -179,7 +193,7 @@ TEST_P(SessionTest, AJobThatDoesNotFitIsRefused) {
   job.layout.chunk_elements = kMaxChunkElements;
   job.layout.partitions =
       PartitionsOf(MakeBuckets(FlatElements(job.layout.parameters, 2), 1, 1 << 20), 1);
-  const absl::Status status = RankForTests::Join(service_.Channel(), job, 0).status();
+  const absl::Status status = Join(job, 0).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
 }
 
@@ -189,7 +203,7 @@ TEST_P(SessionTest, ASealThatWaitsTooLongNamesTheRankThatIsMissing) {
   options.seal_timeout = absl::Milliseconds(300);
   std::vector<std::unique_ptr<RankForTests>> ranks(2);
   ForEachRank(2, [&](int rank) {
-    ranks[rank] = RankForTests::Join(service_.Channel(), job, rank, options).value();
+    ranks[rank] = Join(job, rank, options).value();
     ASSERT_TRUE(ranks[rank]->session().BeginStep({}).ok());
     ASSERT_TRUE(ranks[rank]->PushAll(1, [](int, uint32_t) { return true; }).ok());
   });
@@ -219,22 +233,20 @@ TEST_P(SessionTest, AnEmptyJobDoesNotPassForTheOneThatWasJoined) {
   const JobSpec job = SmallJob("came-back-empty", 1);
   SessionOptions options;
   options.process_id = "p";
-  auto rank = RankForTests::Join(service_.Channel(), job, 0, options).value();
+  auto rank = Join(job, 0, options).value();
   ASSERT_TRUE(rank->Step(1, {}).ok());
   options.rejoin = true;
   options.job_uid = rank->session().job_uid();
   rank.reset();
-  rank = RankForTests::Join(service_.Channel(), job, 0, options).value();
+  rank = Join(job, 0, options).value();
   EXPECT_EQ(rank->session().committed_step(), 1u);
   rank.reset();
   ASSERT_TRUE(service_.engine().CloseJob(job.name).ok());
-  EXPECT_EQ(RankForTests::Join(service_.Channel(), job, 0, options).status().code(),
-            absl::StatusCode::kNotFound);
+  EXPECT_EQ(Join(job, 0, options).status().code(), absl::StatusCode::kNotFound);
   EXPECT_FALSE(service_.engine().FindJob(job.name).ok());
   // Nor does another of its name.
-  rank = RankForTests::Join(service_.Channel(), job, 0).value();
-  EXPECT_EQ(RankForTests::Join(service_.Channel(), job, 0, options).status().code(),
-            absl::StatusCode::kNotFound);
+  rank = Join(job, 0).value();
+  EXPECT_EQ(Join(job, 0, options).status().code(), absl::StatusCode::kNotFound);
 }
 
 TEST_P(SessionTest, AServiceThatGoesAwayEndsTheSessionAndReleasesEveryPayload) {
@@ -242,9 +254,7 @@ TEST_P(SessionTest, AServiceThatGoesAwayEndsTheSessionAndReleasesEveryPayload) {
   SessionOptions options;
   options.reconnect_timeout = absl::Milliseconds(200);  // It does not come back.
   std::vector<std::unique_ptr<RankForTests>> ranks(2);
-  ForEachRank(2, [&](int rank) {
-    ranks[rank] = RankForTests::Join(service_.Channel(), job, rank, options).value();
-  });
+  ForEachRank(2, [&](int rank) { ranks[rank] = Join(job, rank, options).value(); });
   std::atomic<int> released = 0;
   const std::vector<std::byte> payload(512);
   ASSERT_TRUE(ranks[0]->session().BeginStep({}).ok());
@@ -269,9 +279,43 @@ TEST_P(SessionTest, AServiceThatGoesAwayEndsTheSessionAndReleasesEveryPayload) {
   EXPECT_EQ(released, 1);
 }
 
-INSTANTIATE_TEST_SUITE_P(Ways, SessionTest,
-                         testing::Values(Way::kTcp, Way::kUnixSocket, Way::kInProcess),
-                         [](const auto& info) { return Name(info.param); });
+// Over payloads and over shared memory, in waiting and in guessing: one state.
+TEST_P(SessionTest, TheStateIsThatOfEveryOtherTransport) {
+  for (const UpdateMode mode : {UpdateMode::kWait, UpdateMode::kSpeculate}) {
+    for (const uint32_t micro_steps : {1u, 3u}) {
+      JobSpec job = SmallJob("hash", 2);
+      job.update_mode = mode;
+      job.max_micro_steps = micro_steps;
+      std::string of_payloads;
+      for (const Traffic traffic : {Traffic::kPayloads, std::get<Traffic>(GetParam())}) {
+        job.name = absl::StrCat("hash-", Name(traffic), "-", micro_steps, "-",
+                                mode == UpdateMode::kWait ? "wait" : "speculate");
+        if (service_.engine().FindJob(job.name).ok()) continue;
+        ForEachRank(2, [&](int rank) {
+          auto self = RankForTests::Join(service_.Channel(), job, rank, {}, traffic).value();
+          ReferenceRun reference(job);
+          for (uint64_t step = 1; step <= 4; ++step) {
+            // Clipped at every other step, so that guesses are wrong there.
+            const StepSettings settings{.scale = {.loss_scale = step % 2 == 0 ? 1.0 : 1e4}};
+            const auto decision = self->Step(micro_steps, settings);
+            ASSERT_TRUE(decision.ok()) << decision.status();
+            EXPECT_EQ(decision->norm, reference.Step(step, micro_steps, settings.scale).norm);
+            EXPECT_EQ(self->Difference(reference), "") << "at step " << step;
+          }
+        });
+        const std::string hash = service_.engine().FindJob(job.name).value()->StateHash();
+        if (of_payloads.empty()) of_payloads = hash;
+        EXPECT_EQ(hash, of_payloads) << job.name;
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Ways, SessionTest,
+    testing::Combine(testing::Values(Way::kTcp, Way::kUnixSocket, Way::kInProcess),
+                     testing::Values(Traffic::kPayloads, Traffic::kInPlace, Traffic::kCopied)),
+    [](const auto& info) { return NameOf(info.param); });
 
 TEST(Connect, RefusesAtOnceWhatIsNoAddress) {
   for (const char* address : {"", "host", "host:", ":7070", "host:port", "host:70000", "host:0",

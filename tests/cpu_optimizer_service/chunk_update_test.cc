@@ -2,11 +2,14 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <string>
 #include <vector>
 
 #include "cpu_optimizer_service/common/float_format.h"
+#include "cpu_optimizer_service/task_pool.h"
 #include "tests/cpu_optimizer_service/job_driver.h"
+#include "tests/cpu_optimizer_service/topology_for_tests.h"
 
 namespace ballast {
 namespace {
@@ -80,6 +83,43 @@ TEST(ChunkUpdate, ParametersAreUpdatedWithTheirOwnCountAndSkippedOnesKept) {
     EXPECT_EQ(mixed.shard[i], FloatToBFloat16(got));
   }
   EXPECT_NE(first.planes[0], third.planes[0]);
+}
+
+// P7: nor on nodes.
+TEST(ChunkUpdate, BitsDependNeitherOnThreadsNorOnNodes) {
+  const JobSpec spec = MakeJobSpec(
+      {.group_sizes = {{5000, 30, 70000}}, .bucket_elements = 1 << 20, .chunk_elements = 1024});
+  const Layout layout = Layout::Create(spec.layout).value();
+  const int64_t elements = layout.flat_elements(0);
+  const HyperParameters values;
+  const auto update_with = [&](TaskPool& pool) {
+    std::vector<float> gradient, planes[3];
+    for (int64_t i = 0; i < elements; ++i) {
+      gradient.push_back(TestValue(9, 0, i));
+      for (int plane = 0; plane < 3; ++plane) {
+        planes[plane].push_back(std::fabs(TestValue(plane + 1, 0, i)));
+      }
+    }
+    pool.ForEach(static_cast<int64_t>(layout.chunks().size()), [&](int64_t chunk) {
+      const int64_t begin = layout.chunks()[chunk].begin;
+      Slot slot;
+      for (int plane = 0; plane < 3; ++plane) slot.planes[plane] = planes[plane].data() + begin;
+      UpdateChunk({.layout = &layout,
+                   .chunk = static_cast<int>(chunk),
+                   .gradient = {gradient.data() + begin, DType::kFloat32},
+                   .from = slot,
+                   .to = slot,
+                   .hyper_parameters = &values},
+                  [](int parameter) { return parameter + 1; });
+    });
+    return std::vector<std::vector<float>>{planes[0], planes[1], planes[2]};
+  };
+  TaskPool one(1);
+  const auto expected = update_with(one);
+  for (const int nodes : {1, 2, 3}) {
+    TaskPool pool(4, SeveralNodesInOne(nodes));
+    EXPECT_EQ(update_with(pool), expected) << nodes;
+  }
 }
 
 }  // namespace

@@ -16,6 +16,7 @@
 #include "cpu_optimizer_service/common/mutex.h"
 #include "cpu_optimizer_service/engine.h"
 #include "cpu_optimizer_service/job.h"
+#include "tests/cpu_optimizer_service/heap_rank_memory.h"
 
 namespace ballast {
 
@@ -69,6 +70,7 @@ class RecordingListener : public RankListener {
   }
   void OnProvisionalWeights(uint64_t step, int chunk, ShardBuffer shard) override {
     MutexLock lock(mutex_);
+    in_place_ += shard.in_place() ? 1 : 0;
     auto& bytes = provisional_[chunk];
     bytes.reset();
     if (shard) bytes.emplace(shard.bytes().begin(), shard.bytes().end());
@@ -86,6 +88,7 @@ class RecordingListener : public RankListener {
   }
   void OnWeights(uint64_t step, int chunk, ShardBuffer shard) override {
     MutexLock lock(mutex_);
+    in_place_ += shard.in_place() ? 1 : 0;
     auto& bytes = shards_[chunk];
     bytes.reset();
     if (shard) bytes.emplace(shard.bytes().begin(), shard.bytes().end());
@@ -134,10 +137,16 @@ class RecordingListener : public RankListener {
     MutexLock lock(mutex_);
     return shards_;
   }
+  // How many shards were said to lie in the rank's memory.
+  int in_place() const {
+    MutexLock lock(mutex_);
+    return in_place_;
+  }
 
  private:
   mutable Mutex mutex_;
   CondVar changed_;
+  int in_place_ ABSL_GUARDED_BY(mutex_) = 0;
   std::vector<int> waiting_ ABSL_GUARDED_BY(mutex_);
   std::vector<absl::Status> refusals_ ABSL_GUARDED_BY(mutex_);
   std::vector<StepOutcome> outcomes_ ABSL_GUARDED_BY(mutex_);
@@ -147,6 +156,10 @@ class RecordingListener : public RankListener {
   uint64_t committed_ ABSL_GUARDED_BY(mutex_) = 0;
   absl::Status detached_ ABSL_GUARDED_BY(mutex_);
 };
+
+// How gradients go to a job: all as payloads; all in shared memory, where weights come back too; or
+// now this way, now that.
+enum class Sending : uint8_t { kPayload, kInPlace, kMixed };
 
 // All ranks of one job.
 class JobDriver {
@@ -172,6 +185,23 @@ class JobDriver {
   void AttachAll() {
     for (int rank = 0; rank < layout().world_size(); ++rank) Attach(rank);
   }
+  // From the next Attach on, which gives the rank memory.
+  void SetSending(Sending sending) { sending_ = sending; }
+  const HeapRankMemory& memory(int rank) const { return *memories_.at(rank); }
+  // Nobody but the job keeps it.
+  std::weak_ptr<const HeapRankMemory> TakeMemory(int rank) {
+    const std::weak_ptr<const HeapRankMemory> memory = memories_.at(rank);
+    memories_.erase(rank);
+    return memory;
+  }
+  absl::Status GiveMemory(int rank, const std::string& process_id, uint64_t generation) {
+    auto memory = std::make_shared<const HeapRankMemory>(layout(), job_->spec(), rank);
+    const absl::Status status = job_->GiveRankMemory(
+        {.rank = rank, .process_id = process_id, .generation = generation}, memory);
+    if (status.ok()) memories_[rank] = std::move(memory);
+    return status;
+  }
+
   void Attach(int rank, const std::string& process = "") {
     Attach(rank, process, job_->spec().update_mode);
   }
@@ -182,12 +212,16 @@ class JobDriver {
     const std::string process_id = process.empty() ? "process" + std::to_string(rank) : process;
     const auto attachment =
         job_->Attach({.rank = rank, .process_id = process_id, .generation = generation}).value();
+    if (sending_ != Sending::kPayload && !generation.has_value()) {
+      Check(GiveMemory(rank, process_id, attachment.generation));
+    }
     listeners_[rank] = std::move(listener);
     streams_[rank] = job_->OpenStream({.uid = job_->uid(),
                                        .rank = rank,
                                        .process_id = process_id,
                                        .generation = attachment.generation,
-                                       .update_mode = mode},
+                                       .update_mode = mode,
+                                       .weights_in_place = sending_ != Sending::kPayload},
                                       listeners_[rank])
                          .value();
   }
@@ -225,13 +259,24 @@ class JobDriver {
                                           uint32_t micro_step, bool final = false) {
     const std::vector<std::byte> bytes = Encode(chunk, values);
     const absl::Span<const std::byte> piece(bytes);
-    return stream(layout().chunks()[chunk].rank)
-        .Contribute({.step = next_step(),
-                     .chunk = chunk,
-                     .micro_step_begin = micro_step,
-                     .micro_step_end = micro_step + 1,
-                     .final = final,
-                     .payload = {&piece, 1}});
+    const int rank = layout().chunks()[chunk].rank;
+    const bool in_place = sending_ == Sending::kInPlace ||
+                          (sending_ == Sending::kMixed && (chunk + micro_step) % 2 == 0);
+    if (in_place) {
+      if (memories_.contains(rank)) memory(rank).WriteGradient(chunk, bytes);
+      return stream(rank).Contribute({.step = next_step(),
+                                      .chunk = chunk,
+                                      .micro_step_begin = micro_step,
+                                      .micro_step_end = micro_step + 1,
+                                      .final = final,
+                                      .in_place = true});
+    }
+    return stream(rank).Contribute({.step = next_step(),
+                                    .chunk = chunk,
+                                    .micro_step_begin = micro_step,
+                                    .micro_step_end = micro_step + 1,
+                                    .final = final,
+                                    .payload = {&piece, 1}});
   }
   // Every chunk's part of TestValue(seed).
   void SendAll(uint64_t seed, uint32_t micro_step, bool final = false) {
@@ -290,6 +335,8 @@ class JobDriver {
   std::shared_ptr<Job> job_;
   std::map<int, std::shared_ptr<RecordingListener>> listeners_;
   std::map<int, std::unique_ptr<RankStream>> streams_;
+  Sending sending_ = Sending::kPayload;
+  std::map<int, std::shared_ptr<const HeapRankMemory>> memories_;
 };
 
 // An engine, and jobs on it whose ranks are all attached.

@@ -364,6 +364,38 @@ TEST_F(JobTest, P1ARefusedSecondSealLeavesTheRankUnsealed) {
   EXPECT_EQ(driver.job().Status().committed_step, 1u);
 }
 
+// Wherever it is: whole blocks are judged by their sums, where those have been taken.
+TEST_F(JobTest, AnyGradientOfAnUnusedParameterIsFound) {
+  JobSpec spec = MakeJobSpec({.group_sizes = {{300, 5000, 200}}, .chunk_elements = 1024});
+  spec.unused_policy = UnusedPolicy::kSkip;
+  JobDriver driver = Make(spec);
+  for (const bool final : {false, true}) {
+    for (const int64_t element : {300, 511, 512, 3000, 5119, 5120, 5299, -1}) {
+      driver.BeginAll();
+      for (int c = 0; c < static_cast<int>(driver.layout().chunks().size()); ++c) {
+        std::vector<float> values = driver.Values(c, 3);
+        const int64_t begin = driver.layout().chunks()[c].begin;
+        for (int64_t i = 0; i < static_cast<int64_t>(values.size()); ++i) {
+          if (begin + i >= 300 && begin + i < 5300) values[i] = 0;
+          if (begin + i == element) values[i] = 0x1p-126f;
+        }
+        ASSERT_TRUE(driver.Send(c, values, 0, final).ok());
+      }
+      driver.EndMicroStepAll(0, {.all = false, .parameters = {0, 2}});
+      const uint64_t step = driver.next_step();
+      const auto refusal = driver.stream(0).Seal(step, 1).value();
+      EXPECT_EQ(refusal.has_value(), element != -1) << element << " final " << final;
+      if (element == -1) {
+        driver.listener(0).WaitForCommit(step);
+        continue;
+      }
+      EXPECT_THAT(std::string(refusal->status.message()), HasSubstr("p1 was declared unused"));
+      ASSERT_TRUE(driver.job().AbortStep().ok());
+      driver.AttachAll();
+    }
+  }
+}
+
 TEST_F(JobTest, GradientsWhereNoneMayBeAreRefused) {
   JobSpec spec = MakeJobSpec({.group_sizes = {{256, 100}}, .chunk_elements = 256});
   spec.unused_policy = UnusedPolicy::kSkip;

@@ -295,6 +295,95 @@ TEST_P(KernelTest, UpdateEqualsTheReferenceAtTheFlushingBoundary) {
   }
 }
 
+// Operands of 2^-126 and about it, beside operands so large that they cannot show, and sums that
+// nearly cancel, each as small as the kernel's quick way takes; and one element that it must not
+// take.
+class NearlyTiny {
+ public:
+  explicit NearlyTiny(uint32_t seed) : random_(seed), must_not_at_(300 + seed * 37) {}
+
+  // The scalars are made for it: products of 2^-126 exactly, and with `large_steps` such quotients
+  // too, that the step size makes large.
+  static AdamScalars Scalars(WeightDecay decay, bool large_steps) {
+    return {.weight_decay_kind = decay,
+            .multiplier = 1,
+            .weight_decay = 0.5f,
+            .decay = 0.5f,
+            .beta1 = 0.5f,
+            .one_minus_beta1 = 0.5f,
+            .beta2 = 0.75f,
+            .one_minus_beta2 = 0.25f,
+            .inverse_sqrt_bias_correction2 = 1,
+            .eps = large_steps ? 0x1p31f : 1.0f,
+            .step_size = large_steps ? 0x1p40f : 0.5f};
+  }
+
+  // `state`: master, exp_avg, exp_avg_sq.
+  void Fill(GuardedArray& gradient, std::vector<GuardedArray>& state) {
+    for (int64_t i = 0; i < gradient.elements(); ++i) {
+      const bool must_not = i == must_not_at_;
+      const int kind = must_not ? 3 : static_cast<int>(random_() % 3);
+      const float about = Sign() * std::ldexp(1 + 0x1p-23f * (random_() % 4), -94);
+      float g = kind == 0 ? Sign() * 0x1p-20f : Tiny();
+      float m = kind == 0 || must_not ? Tiny() : about;
+      if (kind == 2) g = -m * (1 + 0x1p-23f * static_cast<float>(random_() % 3));
+      gradient.Set(i, g);
+      state[1].Set(i, m);
+      state[2].Set(i, kind == 0 || must_not ? std::fabs(Tiny()) : std::fabs(about));
+      state[0].Set(i, kind == 0 ? Tiny() : must_not && random_() % 2 == 0 ? Tiny() : about);
+    }
+  }
+
+ private:
+  float Sign() { return random_() % 2 == 0 ? 1.0f : -1.0f; }
+  float Tiny() {
+    constexpr std::array kTiny = {0.0f,      0x1p-149f,        0x1p-127f,
+                                  0x1p-126f, 0x1.8p-126f,      0x1p-125f,
+                                  0x1p-124f, 0x1.000002p-125f, 0x1.555556p-126f};
+    return Sign() * kTiny[random_() % kTiny.size()];
+  }
+
+  std::mt19937 random_;
+  const int64_t must_not_at_;
+};
+
+TEST_P(KernelTest, UpdateEqualsTheReferenceWhereTinyOperandsMeetLargerOnes) {
+  for (uint32_t seed = 0; seed < 60; ++seed) {
+    const UpdateCase c = {.values = {.amsgrad = seed % 4 == 3},
+                          .gradient_dtype = DType::kFloat32,
+                          .shard_dtype = DType::kBFloat16,
+                          .elements = 5000,
+                          .shift = 0,
+                          .in_place = true};
+    const AdamScalars scalars =
+        NearlyTiny::Scalars(static_cast<WeightDecay>(seed % 3), seed % 5 == 0);
+    Planes expected(c, seed);
+    NearlyTiny(seed).Fill(expected.gradient, expected.old_state);
+    Planes actual(c, seed);
+    NearlyTiny(seed).Fill(actual.gradient, actual.old_state);
+    UpdateAdamReference(expected.Run(c, scalars));
+    UpdateAdam(actual.Run(c, scalars));
+    for (size_t plane = 0; plane < 4; ++plane) {
+      ASSERT_TRUE(Same(actual.old_state[plane], expected.old_state[plane])) << plane << " " << seed;
+    }
+    ASSERT_TRUE(Same(actual.shard, expected.shard)) << seed;
+  }
+}
+
+TEST_P(KernelTest, UpdateEqualsTheReferenceOverOrdinaryValuesWithFewSpecialOnes) {
+  for (uint32_t seed = 0; seed < 30; ++seed) {
+    const UpdateCase c = {.values = {.amsgrad = seed % 2 == 1},
+                          .gradient_dtype = kDTypes[seed % 3],
+                          .shard_dtype = DType::kBFloat16,
+                          .elements = 20000,
+                          .shift = seed % 5,
+                          .in_place = true};
+    ExpectKernelEqualsReference(c, MakeAdamScalars(c.values, 1 + seed, 0.75f), seed,
+                                /*special_every=*/3000);
+    if (HasFatalFailure()) return;
+  }
+}
+
 TEST_P(KernelTest, UpdateDoesNotSeeTheCallersRoundingMode) {
   const UpdateCase c = {.values = {},
                         .gradient_dtype = DType::kFloat32,

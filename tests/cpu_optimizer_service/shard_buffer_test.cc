@@ -2,7 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <memory>
 #include <utility>
+#include <vector>
 
 namespace ballast {
 namespace {
@@ -22,6 +24,53 @@ TEST(ShardBuffer, AnEmptyPoolGivesNullAndABufferGivenBackIsGivenOutAgain) {
 
 TEST(ShardBuffer, LargerThanThePoolsIsNull) {
   EXPECT_FALSE(ShardBufferPool::Create(64, 2)->TryTake(65));
+}
+
+TEST(ShardBuffer, WhoeverIsTurnedAwayIsToldOnceWhenOneComesBack) {
+  int told = 0;
+  std::shared_ptr<ShardBufferPool> pool;
+  pool = ShardBufferPool::Create(64, 2, [&] {
+    ++told;
+    EXPECT_TRUE(pool->TryTake(1));  // No lock is held, and the buffer is there.
+  });
+  ShardBuffer first = pool->TryTakeOrTell(64);
+  ShardBuffer second = pool->TryTakeOrTell(64);
+  first = ShardBuffer();
+  EXPECT_EQ(told, 0);  // Nobody was turned away.
+  first = pool->TryTakeOrTell(64);
+  EXPECT_FALSE(pool->TryTake(64));  // Does not want to be told.
+  second = ShardBuffer();
+  EXPECT_EQ(told, 0);
+  second = pool->TryTake(64);
+  EXPECT_FALSE(pool->TryTakeOrTell(64));
+  EXPECT_FALSE(pool->TryTakeOrTell(64));
+  first = ShardBuffer();
+  second = ShardBuffer();
+  EXPECT_EQ(told, 1);
+}
+
+TEST(ShardBuffer, InPlaceIsTheChunksPlaceAndKeepsTheMemoryAlive) {
+  struct OnePlace final : RankMemory {
+    absl::Span<const std::byte> gradient(int chunk) const override { return {}; }
+    absl::Span<std::byte> weights(int chunk) const override {
+      return absl::MakeSpan(bytes).subspan(chunk * 8, 8);
+    }
+    mutable std::vector<std::byte> bytes = std::vector<std::byte>(32);
+  };
+  auto memory = std::make_shared<const OnePlace>();
+  const std::weak_ptr<const OnePlace> alive = memory;
+  ShardBuffer buffer = ShardBuffer::InPlace(memory, 2);
+  EXPECT_TRUE(buffer.in_place());
+  EXPECT_EQ(buffer.data(), memory->bytes.data() + 16);
+  EXPECT_EQ(buffer.size_bytes(), 8);
+  memory = nullptr;
+  ShardBuffer moved = std::move(buffer);
+  EXPECT_FALSE(buffer);
+  EXPECT_FALSE(buffer.in_place());
+  EXPECT_TRUE(moved.in_place());
+  EXPECT_FALSE(alive.expired());
+  moved = ShardBuffer();
+  EXPECT_TRUE(alive.expired());
 }
 
 TEST(ShardBuffer, KeepsItsPoolAlive) {

@@ -258,9 +258,22 @@ class Hoarder : public RecordingListener {
  public:
   void OnProvisionalWeights(uint64_t step, int chunk, ShardBuffer shard) override {
     EXPECT_TRUE(shard) << "chunk " << chunk;
+    {
+      MutexLock lock(mutex_);
+      kept_.push_back(std::move(shard));
+    }
     RecordingListener::OnProvisionalWeights(step, chunk, ShardBuffer());
+  }
+  void GiveBackOne() {
+    ShardBuffer shard;
     MutexLock lock(mutex_);
-    kept_.push_back(std::move(shard));
+    shard = std::move(kept_.back());
+    kept_.pop_back();
+  }
+  void GiveBackAll() {
+    std::vector<ShardBuffer> kept;
+    MutexLock lock(mutex_);
+    kept.swap(kept_);
   }
 
  private:
@@ -268,27 +281,106 @@ class Hoarder : public RecordingListener {
   std::vector<ShardBuffer> kept_ ABSL_GUARDED_BY(mutex_);
 };
 
-TEST_F(SpeculationTest, WithoutBuffersWeightsComeAfterTheDecision) {
-  JobSpec spec = MakeJobSpec({.group_sizes = {{100 * 256}}, .chunk_elements = 256}, "guessing");
-  JobSpec waiting_spec = spec;
-  waiting_spec.name = "waiting";
-  spec.update_mode = UpdateMode::kSpeculate;
-  JobDriver driver(engine_, spec);
-  driver.UploadWeights();
-  driver.Attach(0, "process", UpdateMode::kSpeculate, std::make_shared<Hoarder>());
-  driver.BeginAll();
-  driver.SendAll(5, 0, /*final=*/true);
-  // All chunks are updated, though only the first find a buffer.
-  while (Counts(driver).speculated < 100) std::this_thread::yield();
-  driver.EndMicroStepAll(0);
-  driver.SealAll(1);
-  EXPECT_EQ(driver.listener(0).shards().size(), 100u);
-  EXPECT_EQ(Counts(driver).published, 100);
-  JobDriver waiting = Make(waiting_spec);
-  waiting.Step(5);
-  for (int chunk = 0; chunk < 100; ++chunk) {
-    EXPECT_EQ(Committed(driver, chunk), Committed(waiting, chunk));
+constexpr int kManyChunks = 100;  // More than there are buffers.
+constexpr int kShardBuffers = 32;
+
+class ParkedGuessTest : public SpeculationTest {
+ protected:
+  ParkedGuessTest() {
+    JobSpec spec = MakeJobSpec(
+        {.group_sizes = {{kManyChunks * 256}}, .world_size = 1, .chunk_elements = 256}, "guessing");
+    JobSpec waiting_spec = spec;
+    waiting_spec.name = "waiting";
+    spec.update_mode = UpdateMode::kSpeculate;
+    driver_ = std::make_unique<JobDriver>(engine_, spec);
+    driver_->UploadWeights();
+    driver_->Attach(0, "process", UpdateMode::kSpeculate, hoarder_);
+    waiting_ = std::make_unique<JobDriver>(Make(waiting_spec));
   }
+  void BeginAndSendAll() {
+    driver_->BeginAll();
+    driver_->SendAll(5, 0, /*final=*/true);
+    hoarder_->WaitForProvisional(kShardBuffers);
+  }
+  void FinishAndCompare() {
+    driver_->EndMicroStepAll(0);
+    driver_->SealAll(1);
+    waiting_->Step(5);
+    EXPECT_EQ(driver_->job().StateHash(), waiting_->job().StateHash());
+    EXPECT_EQ(hoarder_->shards().size(), size_t{kManyChunks});
+    for (int chunk = 0; chunk < kManyChunks; ++chunk) {
+      EXPECT_EQ(Committed(*driver_, chunk), Committed(*waiting_, chunk));
+    }
+  }
+
+  const std::shared_ptr<Hoarder> hoarder_ = std::make_shared<Hoarder>();
+  std::unique_ptr<JobDriver> driver_;
+  std::unique_ptr<JobDriver> waiting_;
+};
+
+TEST_F(ParkedGuessTest, AReaderThatStallsStopsGuessingAndNothingElse) {
+  BeginAndSendAll();
+  // Another job goes on guessing.
+  JobDriver other = Make(Spec(UpdateMode::kSpeculate, "other"));
+  other.BeginAll();
+  other.SendAll(5, 0, /*final=*/true);
+  other.listener(0).WaitForProvisional(4);
+  // One that has been told is counted soon after.
+  while (Counts(*driver_).speculated < kShardBuffers) std::this_thread::yield();
+  EXPECT_EQ(Counts(*driver_).speculated, kShardBuffers);
+  FinishAndCompare();
+  EXPECT_EQ(Counts(*driver_).published, kShardBuffers);
+}
+
+TEST_F(ParkedGuessTest, GuessingGoesOnAsBuffersComeBack) {
+  BeginAndSendAll();
+  for (size_t told = kShardBuffers; told < kManyChunks; ++told) {
+    hoarder_->GiveBackOne();
+    hoarder_->WaitForProvisional(told + 1);
+  }
+  FinishAndCompare();
+  EXPECT_EQ(Counts(*driver_).published, kManyChunks);
+}
+
+TEST_F(ParkedGuessTest, AllThatCameBackAtOnceIsUsed) {
+  BeginAndSendAll();
+  hoarder_->GiveBackAll();
+  hoarder_->WaitForProvisional(2 * kShardBuffers);
+  hoarder_->GiveBackAll();
+  hoarder_->WaitForProvisional(3 * kShardBuffers);
+  FinishAndCompare();
+}
+
+TEST_F(ParkedGuessTest, OfAnAbortedStepIsForgotten) {
+  BeginAndSendAll();
+  ASSERT_TRUE(driver_->job().AbortStep().ok());
+  hoarder_->GiveBackAll();
+  driver_->Attach(0, "process", UpdateMode::kSpeculate, hoarder_);
+  driver_->BeginAll();
+  // Nothing is guessed of chunks that have not come, or have come otherwise.
+  ASSERT_TRUE(driver_->Send(99, Large(*driver_, 99, 3), 0, true).ok());
+  while (Counts(*driver_).speculated < kShardBuffers + 1) std::this_thread::yield();
+  ASSERT_TRUE(driver_->job().AbortStep().ok());
+  EXPECT_EQ(Counts(*driver_).speculated, kShardBuffers + 1);
+  hoarder_->GiveBackAll();
+  driver_->Attach(0, "process", UpdateMode::kSpeculate, hoarder_);
+  driver_->BeginAll();
+  driver_->SendAll(5, 0, /*final=*/true);
+  FinishAndCompare();
+}
+
+TEST_F(ParkedGuessTest, WeightsInPlaceNeedNoBuffer) {
+  driver_->SetSending(Sending::kInPlace);
+  driver_->Attach(0, "process", UpdateMode::kSpeculate);
+  driver_->BeginAll();
+  driver_->SendAll(5, 0, /*final=*/true);
+  driver_->listener(0).WaitForProvisional(kManyChunks);
+  driver_->EndMicroStepAll(0);
+  driver_->SealAll(1);
+  EXPECT_EQ(Counts(*driver_).published, kManyChunks);
+  EXPECT_EQ(driver_->listener(0).in_place(), kManyChunks);
+  waiting_->Step(5);
+  EXPECT_EQ(driver_->job().StateHash(), waiting_->job().StateHash());
 }
 
 // Does not come back from being told until it is let go.

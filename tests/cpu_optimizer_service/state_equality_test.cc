@@ -15,6 +15,7 @@ struct Way {
   int64_t chunk_elements = kMaxChunkElements;
   int64_t bucket_elements = 1 << 20;
   UpdateMode update_mode = UpdateMode::kWait;
+  Sending sending = Sending::kPayload;
 };
 
 // Three groups that differ in everything, several micro-steps, clipping that bites, a schedule.
@@ -33,6 +34,7 @@ std::string HashAfterTraining(const Way& way) {
   Engine engine({.memory_limit_bytes = int64_t{64} << 20, .threads = way.threads});
   JobDriver driver(engine, spec);
   driver.UploadWeights();
+  driver.SetSending(way.sending);
   driver.AttachAll();
   const GradientScale scale = {.loss_scale = 2, .divisors = {3, 1, 6, 1}};
   for (uint64_t step = 0; step < 3; ++step) {
@@ -82,6 +84,27 @@ TEST(State, IsTheSameWhenChunksAreUpdatedAheadOfTheDecision) {
                                    .update_mode = UpdateMode::kSpeculate}),
                 Expected())
           << threads << " threads, chunks of " << chunk_elements;
+    }
+  }
+}
+
+TEST(State, IsTheSameWhereGradientsAndWeightsStayInPlace) {
+  for (const Sending sending : {Sending::kInPlace, Sending::kMixed}) {
+    for (const UpdateMode mode : {UpdateMode::kWait, UpdateMode::kSpeculate}) {
+      for (const int threads : {1, 2, 8}) {
+        for (const int64_t chunk_elements : {int64_t{512}, kMaxChunkElements}) {
+          EXPECT_EQ(HashAfterTraining({.threads = threads,
+                                       .world_size = 2,
+                                       .chunk_elements = chunk_elements,
+                                       .bucket_elements = 100000,
+                                       .update_mode = mode,
+                                       .sending = sending}),
+                    Expected())
+              << threads << " threads, chunks of " << chunk_elements << ", "
+              << (sending == Sending::kMixed ? "mixed" : "in place") << ", "
+              << (mode == UpdateMode::kWait ? "waiting" : "guessing");
+        }
+      }
     }
   }
 }

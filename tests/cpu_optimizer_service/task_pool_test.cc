@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cpu_optimizer_service/common/mutex.h"
+#include "tests/cpu_optimizer_service/topology_for_tests.h"
 
 namespace ballast {
 namespace {
@@ -63,6 +64,77 @@ TEST(TaskPool, WhatATaskOwnsIsGoneBeforeThePoolIs) {
     }
     ASSERT_EQ(alive, 0);
   }
+}
+
+TEST(TaskPool, OneThreadIsOnOneNode) {
+  const TaskPool pool(1, SeveralNodesInOne(3));
+  EXPECT_EQ(pool.nodes(), 1);
+  EXPECT_EQ(pool.NodeOf(9, 10), 0);
+}
+
+TEST(TaskPool, EachIndexRunsOnceOnTheNodeThatItBelongsTo) {
+  for (const int nodes : {2, 3}) {
+    TaskPool pool(4, SeveralNodesInOne(nodes));
+    ASSERT_EQ(pool.nodes(), nodes);
+    EXPECT_EQ(pool.CurrentNode(), -1);
+    for (const int64_t count : {1, 2, 5, 1000}) {
+      std::vector<int> runs(count, 0);
+      std::vector<int> ran_on(count, -1);
+      pool.ForEach(count, [&](int64_t i) {
+        ++runs[i];
+        ran_on[i] = pool.CurrentNode();
+      });
+      EXPECT_EQ(runs, std::vector<int>(count, 1));
+      for (int64_t i = 0; i < count; ++i) {
+        EXPECT_EQ(ran_on[i], pool.NodeOf(i, count)) << i << " of " << count;
+        EXPECT_EQ(ran_on[i], i * nodes / count);
+      }
+    }
+    EXPECT_TRUE(pool.bound());
+  }
+}
+
+TEST(TaskPool, StartedTasksRunOnTheirNode) {
+  std::atomic<int> wrong = 0;
+  {
+    TaskPool pool(4, SeveralNodesInOne(2));
+    for (int i = 0; i < 100; ++i) {
+      pool.Start([&, i] { wrong += pool.CurrentNode() != i % 2; }, i % 2);
+    }
+  }
+  EXPECT_EQ(wrong, 0);
+}
+
+// As with decisions of several jobs: each waits for work on a node whose only worker waits too.
+TEST(TaskPool, TasksThatWaitForEachOthersNodesAllEnd) {
+  for (int round = 0; round < 200; ++round) {
+    std::atomic<int64_t> ran = 0;
+    {
+      TaskPool pool(2, SeveralNodesInOne(2));
+      for (int task = 0; task < 4; ++task) {
+        pool.Start([&] { pool.ForEach(100, [&](int64_t) { ++ran; }); });
+      }
+      pool.ForEach(100, [&](int64_t) { ++ran; });
+    }
+    ASSERT_EQ(ran, 500);
+  }
+}
+
+TEST(TaskPool, ForEachOverNodesMayBeNested) {
+  TaskPool pool(3, SeveralNodesInOne(3));
+  std::atomic<int64_t> ran = 0;
+  pool.ForEach(9, [&](int64_t) { pool.ForEach(9, [&](int64_t) { ++ran; }); });
+  EXPECT_EQ(ran, 81);
+}
+
+TEST(TaskPool, ThreadsThatCannotBeBoundAreTold) {
+  Topology topology = SeveralNodesInOne(2);
+  for (NumaNode& node : topology.nodes) node.processors = {100000};
+  TaskPool pool(2, topology);
+  std::atomic<int64_t> ran = 0;
+  pool.ForEach(100, [&](int64_t) { ++ran; });
+  EXPECT_EQ(ran, 100);
+  EXPECT_FALSE(pool.bound());
 }
 
 }  // namespace

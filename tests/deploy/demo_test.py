@@ -70,6 +70,7 @@ if rank == 0:
         steps=int(flags["--steps"]), workers=world, micro_steps=int(flags["--micro-steps"]),
         parameters=8, groups=2, first_loss=5.5, last_loss=5.0, tokens_per_second=100.0,
         step_seconds_median=0.1, redone_chunks=3,
+        transport="the connection" if flags.get("--shared-memory") == "never" else "shared memory",
         coverage_complete_steps=int(flags["--steps"]) - int(os.environ.get("INCOMPLETE", "0")),
         speculated_chunks=0 if flags.get("--update") == "wait" else 12, tensors=[dict(name="a", begin=0, elements=4),
                                           dict(name="b", begin=4, elements=4)])))
@@ -83,7 +84,7 @@ echo "answer to $1"
 SUMMARY_FIELDS = [
     "steps", "workers", "micro_steps", "parameters", "groups", "first_loss", "last_loss",
     "weights_sha256_service", "weights_sha256_local", "bit_identical", "tokens_per_second",
-    "step_seconds_median", "coverage_complete_steps", "speculated_chunks", "redone_chunks"]
+    "step_seconds_median", "coverage_complete_steps", "transport", "speculated_chunks", "redone_chunks"]
 
 
 class Demo(unittest.TestCase):
@@ -142,11 +143,12 @@ class Demo(unittest.TestCase):
         self.assert_nobody_left()
 
     def test_passes_the_update_mode_on(self):
-        self.assertEqual(self.demo("--update=wait").returncode, 0)
+        self.assertEqual(self.demo("--update=wait", "--shared-memory=never").returncode, 0)
         self.assertEqual(json.loads((self.out / "summary.json").read_text())["speculated_chunks"], 0)
 
     def test_refuses_an_unknown_update_mode(self):
         self.assert_refused(self.demo("--update", "guess"), "--update is 'guess', expected wait or speculate")
+        self.assert_refused(self.demo("--shared-memory=always"), "--shared-memory is 'always', expected auto or never")
 
     def test_says_where_the_weights_part(self):
         result = self.demo(DIVERGE="1")

@@ -169,13 +169,16 @@ TEST(BallastWorker, RefusesWrongFlagsInOneLine) {
               HasSubstr("--accumulate=nowhere must be service or worker"));
   EXPECT_THAT(FailureOf({.flags = {"--min-loss-scale=2"}}),
               HasSubstr("--min-loss-scale is for fp16 gradients"));
-  for (const std::string flag : {"--service=127.0.0.1:1", "--update=wait", "--seal-timeout=3s",
-                                 "--reconnect-timeout=3s", "--resume=/there", "--save=/there"}) {
+  for (const std::string flag :
+       {"--service=127.0.0.1:1", "--update=wait", "--seal-timeout=3s", "--shared-memory=never",
+        "--reconnect-timeout=3s", "--resume=/there", "--save=/there"}) {
     EXPECT_THAT(FailureOf({.flags = {flag}}),
                 HasSubstr(flag.substr(0, flag.find('=')) + " is for the service"));
   }
   EXPECT_THAT(FailureOf({.flags = {"--update=never"}}),
               HasSubstr("--update=never must be speculate or wait"));
+  EXPECT_THAT(FailureOf({.flags = {"--optimizer=service", "--shared-memory=always"}}),
+              HasSubstr("--shared-memory=always must be auto or never"));
   EXPECT_THAT(FailureOf({.flags = {"--dtype=fp8"}}),
               HasSubstr("--dtype=fp8 must be bf16 or fp16 or fp32"));
   EXPECT_THAT(FailureOf({.flags = {"--wire-dtype=fp64"}}),
@@ -255,7 +258,8 @@ TEST(BallastWorker, TrainsInEveryWayWithAServiceOfItsOwn) {
        {std::vector<std::string>{"--accumulate=worker", "--micro-steps=3"},
         std::vector<std::string>{"--dtype=fp16", "--initial-scale-power=10"},
         std::vector<std::string>{"--dtype=fp32", "--wire-dtype=bf16", "--update=wait",
-                                 "--check-gradients", "--seal-timeout=30s"}}) {
+                                 "--shared-memory=never", "--check-gradients",
+                                 "--seal-timeout=30s"}}) {
     Settings settings{.flags = {"--optimizer=service", "--service=in-process"}};
     settings.flags.insert(settings.flags.end(), flags.begin(), flags.end());
     Worker worker(settings);

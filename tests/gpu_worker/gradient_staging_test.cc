@@ -47,6 +47,24 @@ TEST(GradientStaging, AChunkWaitsUntilItsLastPayloadIsReleased) {
   EXPECT_EQ(LoadElement(payload.bytes.data(), DType::kFloat32, 0), 2.0f);
 }
 
+TEST(GradientStaging, FillsTheOptimizersMemoryWhereThereIsSome) {
+  const Layout layout = OneChunk();
+  GradientStaging staging(layout, {DType::kFloat32}, 0, absl::Seconds(60));
+  const std::vector<float> values(256, 1.0f);
+  std::vector<std::byte> first(1024), second(1024);
+  for (std::vector<std::byte>* memory : {&first, &second}) {
+    staging.Use([&](int) { return absl::MakeSpan(*memory); });
+    const GradientStaging::Payload payload = staging.Fill(0, 0, values).value();
+    EXPECT_EQ(payload.bytes.data(), memory->data());
+    EXPECT_EQ(LoadElement(payload.bytes.data(), DType::kFloat32, 255), 1.0f);
+    payload.released();
+  }
+  staging.Use([](int) { return absl::Span<std::byte>(); });
+  const GradientStaging::Payload payload = staging.Fill(0, 0, values).value();
+  EXPECT_NE(payload.bytes.data(), second.data());
+  EXPECT_EQ(LoadElement(payload.bytes.data(), DType::kFloat32, 255), 1.0f);
+}
+
 TEST(GradientStaging, APayloadThatIsNeverReleasedIsAnErrorInTime) {
   const Layout layout = OneChunk();
   GradientStaging staging(layout, {DType::kFloat32}, 0, absl::Milliseconds(50));

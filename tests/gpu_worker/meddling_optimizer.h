@@ -2,11 +2,16 @@
 #ifndef BALLAST_TESTS_GPU_WORKER_MEDDLING_OPTIMIZER_H_
 #define BALLAST_TESTS_GPU_WORKER_MEDDLING_OPTIMIZER_H_
 
+#include <gtest/gtest.h>
+
 #include <atomic>
+#include <cstddef>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "gpu_worker/optimizer.h"
 #include "gpu_worker/worker_run.h"
@@ -35,7 +40,11 @@ class MeddlingOptimizer final : public StepOptimizer {
   MeddlingOptimizer(std::unique_ptr<StepOptimizer> real, int rank, Meddle meddle)
       : real_(std::move(real)), rank_(rank), meddle_(std::move(meddle)) {}
 
+  // From now on each Join has other memory for gradients, and Push is to come with the latest.
+  void GiveFreshMemory() { gives_fresh_memory_ = true; }
+
   absl::Status Join(const FillChunk& first_weights) override {
+    stale_.push_back(std::exchange(fresh_, {}));
     return Around(Verb::kJoin, 0, [&] { return real_->Join(first_weights); });
   }
   std::string job_uid() const override { return real_->job_uid(); }
@@ -43,6 +52,14 @@ class MeddlingOptimizer final : public StepOptimizer {
   uint64_t committed_step() const override { return real_->committed_step(); }
   std::string trainer_state() const override { return real_->trainer_state(); }
   bool last_step_applied() const override { return real_->last_step_applied(); }
+  absl::Span<const std::byte> weights(int chunk) const override { return real_->weights(chunk); }
+  absl::Span<std::byte> gradient_memory(int chunk) override {
+    const absl::Span<std::byte> memory = real_->gradient_memory(chunk);
+    if (!gives_fresh_memory_) return memory;
+    fresh_[chunk].resize(memory.size());
+    return absl::MakeSpan(fresh_[chunk]);
+  }
+  std::string transport() const override { return real_->transport(); }
 
   absl::Status BeginStep(const client::StepSettings& settings) override {
     step_ = committed_step() + 1;
@@ -50,6 +67,7 @@ class MeddlingOptimizer final : public StepOptimizer {
     return Around(Verb::kBegin, 0, [&] { return real_->BeginStep(settings); });
   }
   absl::Status Push(client::GradientPush push) override {
+    if (gives_fresh_memory_) EXPECT_EQ(push.payload.data(), fresh_[push.chunk].data());
     const std::function<void()> released = push.released;
     bool asked = false;
     const absl::Status status = Around(Verb::kPush, pushes_++, [&] {
@@ -96,17 +114,23 @@ class MeddlingOptimizer final : public StepOptimizer {
   const int rank_;
   const Meddle meddle_;
   uint64_t step_ = 1;
+  bool gives_fresh_memory_ = false;
+  std::map<int, std::vector<std::byte>> fresh_;  // By chunk.
+  std::vector<std::map<int, std::vector<std::byte>>> stale_;
   int pushes_ = 0;
   int ends_ = 0;
 };
 
-inline MakeOptimizer Meddling(MakeOptimizer make, Meddle meddle) {
-  return [make = std::move(make), meddle = std::move(meddle)](
-             const TrainingJob& job, WeightsAt weights,
+inline MakeOptimizer Meddling(MakeOptimizer make, Meddle meddle, bool fresh_memory = false) {
+  return [make = std::move(make), meddle = std::move(meddle), fresh_memory](
+             const TrainingJob& job,
              Collective& collective) -> absl::StatusOr<std::unique_ptr<StepOptimizer>> {
-    absl::StatusOr<std::unique_ptr<StepOptimizer>> real = make(job, std::move(weights), collective);
+    absl::StatusOr<std::unique_ptr<StepOptimizer>> real = make(job, collective);
     if (!real.ok()) return real.status();
-    return std::make_unique<MeddlingOptimizer>(*std::move(real), collective.rank(), meddle);
+    auto meddling =
+        std::make_unique<MeddlingOptimizer>(*std::move(real), collective.rank(), meddle);
+    if (fresh_memory) meddling->GiveFreshMemory();
+    return meddling;
   };
 }
 

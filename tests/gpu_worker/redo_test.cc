@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cmath>
 #include <thread>
 
@@ -69,17 +70,73 @@ INSTANTIATE_TEST_SUITE_P(
 
 TEST_P(Redo, AnAbortedStepIsDoneAgainByAllRanks) {
   for (const Accumulation accumulation : {Accumulation::kService, Accumulation::kWorker}) {
-    Service service;
-    const auto abort = [&] {
-      AwaitBegun(service, GetParam().rank);  // The verbs before have only been sent.
-      return Abort(service);
-    };
-    const Result result = Train({.world_size = 2, .accumulation = accumulation},
-                                Meddling(service.Optimizer(), OnceAt(GetParam(), abort)));
-    ExpectSame(result, Undisturbed(accumulation));
-    EXPECT_EQ(service.job()->Status().generation, 2);
-    EXPECT_EQ(service.job()->Status().coverage_complete_steps, 6);
+    for (const client::SharedMemoryUse use :
+         {client::SharedMemoryUse::kNever, client::SharedMemoryUse::kAuto}) {
+      Service service(use);
+      const auto abort = [&] {
+        AwaitBegun(service, GetParam().rank);  // The verbs before have only been sent.
+        return Abort(service);
+      };
+      const Result result = Train({.world_size = 2, .accumulation = accumulation},
+                                  Meddling(service.Optimizer(), OnceAt(GetParam(), abort)));
+      ExpectSame(result, Undisturbed(accumulation));
+      EXPECT_EQ(service.job()->Status().generation, 2);
+      EXPECT_EQ(service.job()->Status().coverage_complete_steps, 6);
+    }
   }
+}
+
+// The ranks meet in the service then, not in a collective.
+TEST(FirstWeights, AreGivenAgainWhenTheGenerationRisesBeforeAllHaveCome) {
+  Service service(client::SharedMemoryUse::kAuto);
+  std::atomic<bool> rank_1_uploads = false;
+  RunRanks(2, [&](Collective& collective) {
+    WorkerOptions options = OptionsOf({.world_size = 2});
+    options.job.world_size = 2;
+    const std::unique_ptr<Model> model = MakeCpuGpt(options.model, 1);
+    const TrainingJob job = MakeTrainingJob(*model, options.job).value();
+    const auto optimizer = service.Optimizer()(job, collective).value();
+    if (collective.rank() == 1) {
+      EXPECT_TRUE(optimizer->Join([&](int, absl::Span<float>) { rank_1_uploads = true; }).ok());
+      return;
+    }
+    // Two strangers take rank 0, one from the other, while rank 1 waits for its weights.
+    const auto take = [&](const std::string& process_id) {
+      return client::Session::Open(
+          service.channel(), {.job = job.spec, .rank = 0, .process_id = process_id, .weights = {}});
+    };
+    const auto first = take("a");
+    ASSERT_TRUE(first.ok()) << first.status();
+    while (!rank_1_uploads) std::this_thread::yield();
+    const auto second = take("b");
+    ASSERT_TRUE(second.ok()) << second.status();
+    EXPECT_TRUE(optimizer->Join([](int, absl::Span<float>) {}).ok());
+  });
+  EXPECT_GE(service.job()->Status().generation, 2);
+}
+
+TEST(RedoneStep, GradientsOfARankThatJoinsAgainLieInItsNewMemory) {
+  Service service(client::SharedMemoryUse::kAuto);
+  const Result result = Train(
+      {.world_size = 2},
+      Meddling(service.Optimizer(),
+               OnceAt({.verb = Verb::kSeal, .rank = 1, .step = 3}, [&] { return Abort(service); }),
+               /*fresh_memory=*/true));
+  ExpectSame(result, Undisturbed());
+}
+
+TEST(RedoneStep, ARankThatJoinsAgainSharesMemoryAgain) {
+  Service service(client::SharedMemoryUse::kAuto);
+  const Result result = Train(
+      {.world_size = 2},
+      Meddling(service.Optimizer(),
+               OnceAt({.verb = Verb::kSeal, .rank = 1, .step = 3}, [&] { return Abort(service); })),
+      [&](const StepReport& report) {
+        for (const RankProgress& rank : service.job()->Status().ranks) {
+          EXPECT_TRUE(rank.shared_memory) << "after step " << report.step;
+        }
+      });
+  ExpectSame(result, Undisturbed());
 }
 
 TEST(RedoneStep, ARankThatWaitsInItsSealIsTold) {
@@ -94,16 +151,19 @@ TEST(RedoneStep, ARankThatWaitsInItsSealIsTold) {
 }
 
 TEST(RedoneStep, AbortsAtEveryStepAndBetweenStepsChangeNothing) {
-  Service service;
-  std::atomic<int> calls{0};
-  const Result result =
-      Train({.world_size = 2}, Meddling(service.Optimizer(), [&](const Instant& instant) {
-              // Some of these hit the joining of a rank, some nothing at all.
-              if (++calls % 301 == 0) return Abort(service);
-              return absl::OkStatus();
-            }));
-  ExpectSame(result, Undisturbed());
-  EXPECT_GT(service.job()->Status().generation, 3);
+  for (const client::SharedMemoryUse use :
+       {client::SharedMemoryUse::kNever, client::SharedMemoryUse::kAuto}) {
+    Service service(use);
+    std::atomic<int> calls{0};
+    const Result result =
+        Train({.world_size = 2}, Meddling(service.Optimizer(), [&](const Instant& instant) {
+                // Some of these hit the joining of a rank, some nothing at all.
+                if (++calls % 301 == 0) return Abort(service);
+                return absl::OkStatus();
+              }));
+    ExpectSame(result, Undisturbed());
+    EXPECT_GT(service.job()->Status().generation, 3);
+  }
 }
 
 TEST(RedoneStep, AProcessWhoseRankWasTakenEndsAndSoDoItsPeers) {

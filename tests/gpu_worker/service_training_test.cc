@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <tuple>
+#include <utility>
 
 #include "tests/gpu_worker/training.h"
 
@@ -31,11 +32,19 @@ TEST_P(ServiceTraining, EqualsTheLocalOptimizerBitForBit) {
                           .micro_steps = micro_steps,
                           .wire_dtype = wire_dtype,
                           .accumulation = accumulation};
-  Service service;
-  const Result with_service = Train(training, service.Optimizer());
   const Result local = Train(training, MakeLocalOptimizer);
   ASSERT_EQ(local.reports.size(), 6);
-  ExpectSame(with_service, local);
+  for (const client::SharedMemoryUse use :
+       {client::SharedMemoryUse::kNever, client::SharedMemoryUse::kAuto}) {
+    Service service(use);
+    ExpectSame(Train(training, service.Optimizer(),
+                     [&](const StepReport& report) {
+                       for (const RankProgress& rank : service.job()->Status().ranks) {
+                         EXPECT_EQ(rank.shared_memory, use == client::SharedMemoryUse::kAuto);
+                       }
+                     }),
+               local);
+  }
   for (const StepReport& report : local.reports) EXPECT_LT(report.clip_coefficient, 1);
   EXPECT_LT(local.reports.back().loss, local.reports.front().loss);
 }
@@ -146,6 +155,19 @@ TEST(ServiceTraining, ACheckpointIsLoadedIntoANewJobOnly) {
   const Result second = Train({.steps = 6}, service.Optimizer(checkpoint.str()));
   ASSERT_EQ(second.reports.size(), 1);
   EXPECT_EQ(second.reports[0].step, 6);
+}
+
+TEST(ServiceTraining, OutputSaysHowGradientsTravelled) {
+  for (const auto& [use, words] : {std::pair(client::SharedMemoryUse::kNever, "the connection"),
+                                   std::pair(client::SharedMemoryUse::kAuto, "shared memory")}) {
+    Service service(use);
+    const TempPath out("out");
+    Train({.steps = 1, .out = out.str()}, service.Optimizer());
+    EXPECT_EQ(nlohmann::json::parse(ReadAll(out.str() + "/worker.json"))["transport"], words);
+  }
+  const TempPath out("out");
+  Train({.steps = 1, .out = out.str()}, MakeLocalOptimizer);
+  EXPECT_FALSE(nlohmann::json::parse(ReadAll(out.str() + "/worker.json")).contains("transport"));
 }
 
 TEST(ServiceTraining, OutputSaysWhatTheServiceCounted) {

@@ -24,16 +24,18 @@ namespace ballast::worker {
 
 class Service {
  public:
-  Service() : server_(server::Server::Start(engine_, {.listen = {}}).value()) {}
+  explicit Service(client::SharedMemoryUse shared_memory = client::SharedMemoryUse::kNever)
+      : shared_memory_(shared_memory),
+        server_(server::Server::Start(engine_, {.listen = {}}).value()) {}
 
   MakeOptimizer Optimizer(const std::string& resume_directory = "",
                           absl::Duration seal_timeout = absl::Minutes(1)) {
-    return [=, this](const TrainingJob& job, WeightsAt weights, Collective& collective) {
+    return [=, this](const TrainingJob& job, Collective& collective) {
       return MakeServiceOptimizer(channel(),
                                   {.job = job.spec,
-                                   .weights = std::move(weights),
                                    .resume_directory = resume_directory,
-                                   .seal_timeout = seal_timeout},
+                                   .seal_timeout = seal_timeout,
+                                   .shared_memory = shared_memory_},
                                   collective);
     };
   }
@@ -44,6 +46,7 @@ class Service {
   Engine& engine() { return engine_; }
 
  private:
+  const client::SharedMemoryUse shared_memory_;  // Of its workers.
   Engine engine_{{.memory_limit_bytes = int64_t{1} << 30, .threads = 2}};
   std::unique_ptr<server::Server> server_;
 };

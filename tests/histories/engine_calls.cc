@@ -45,20 +45,31 @@ Contribution EnginePlayer::MakeContribution(const Call& call) {
 
 absl::Status EnginePlayer::Contribute(const Call& call) {
   Contribution contribution = MakeContribution(call);
+  const bool is_new = next_micro_step_[call.chunk] == contribution.micro_step_begin;
   const std::vector<std::byte>& payload = script_->Payload(call.chunk, call.segment);
   // In two pieces, cut anywhere.
   const size_t cut = payload.size() / 3;
   const absl::Span<const std::byte> pieces[] = {absl::MakeConstSpan(payload).first(cut),
                                                 absl::MakeConstSpan(payload).subspan(cut)};
-  contribution.payload = pieces;
+  const HeapRankMemory* const memory = ranks_[call.rank].memory.get();
+  contribution.in_place = GoesInPlace(call);
+  if (!contribution.in_place) {
+    contribution.payload = pieces;
+  } else if (is_new) {
+    memory->WriteGradient(call.chunk, payload);
+  }
   BALLAST_ASSIGN_OR_RETURN(const ContributionResult result,
                            ranks_[call.rank].stream->Contribute(contribution));
-  const bool is_new = next_micro_step_[call.chunk] == contribution.micro_step_begin;
   if ((result == ContributionResult::kAdded) != is_new) {
     return Wrong("chunk ", call.chunk, " [", contribution.micro_step_begin, ", ",
                  contribution.micro_step_end, ") was taken as ", is_new ? "a repeat" : "new");
   }
   if (!is_new) return absl::OkStatus();
+  const bool borrowed = contribution.final && next_micro_step_[call.chunk] == 0;
+  if (contribution.in_place) ++(borrowed ? stage_.tally().borrowed : stage_.tally().in_place);
+  if (contribution.in_place && !borrowed) {  // It has been read.
+    memory->WriteGradient(call.chunk, std::vector<std::byte>(payload.size(), std::byte{0xff}));
+  }
   next_micro_step_[call.chunk] = contribution.micro_step_end;
   payloads_[call.chunk] += !contribution.empty;
   return absl::OkStatus();

@@ -66,6 +66,7 @@ absl::Status EnginePlayer::Happen(const Event& event, size_t next_call) {
 
 absl::Status EnginePlayer::Cut(const Event& event) {
   ++stage_.tally().cuts;
+  if (event.pick % 3 == 0) DropMemory(event.rank);
   return Open(event.rank, /*over=*/event.pick % 2 == 0);
 }
 

@@ -41,6 +41,11 @@ absl::Status EnginePlayer::Open(int rank, bool over) {
                  generation_);
   }
   side.generation = generation_;
+  if (!request.generation.has_value()) {
+    LoseMemory(rank);
+    if (Shares(rank)) BALLAST_RETURN_IF_ERROR(GiveMemory(rank));
+  }
+  side.weights_in_place = side.memory != nullptr && (history_.seed / 2 + rank) % 3 != 0;
   // Not every rank of a job that speculates has room for it.
   const bool speculates =
       history_.job.update_mode == UpdateMode::kSpeculate && (history_.seed + rank) % 5 != 0;
@@ -52,7 +57,8 @@ absl::Status EnginePlayer::Open(int rank, bool over) {
            .rank = rank,
            .process_id = side.process_id,
            .generation = generation_,
-           .update_mode = speculates ? UpdateMode::kSpeculate : UpdateMode::kWait},
+           .update_mode = speculates ? UpdateMode::kSpeculate : UpdateMode::kWait,
+           .weights_in_place = side.weights_in_place},
           ear));
   std::swap(side.stream, stream);
   side.ear = std::move(ear);
@@ -76,9 +82,15 @@ absl::Status EnginePlayer::PlayAttempt(const Attempt& attempt) {
     rank.begun = rank.sealed = false;
     rank.micro_steps_ended = 0;
   }
+  // Who dropped its memory gets another between steps.
+  for (int rank = 0; rank < history_.job.world_size; ++rank) {
+    const bool lacks = Shares(rank) && ranks_[rank].memory == nullptr && !ranks_[rank].away;
+    if (lacks) BALLAST_RETURN_IF_ERROR(GiveMemory(rank));
+  }
   BALLAST_RETURN_IF_ERROR(PlayCalls());
   BALLAST_RETURN_IF_ERROR(Finish());
   for (const Rank& rank : ranks_) BALLAST_RETURN_IF_ERROR(rank.ear->fault());
+  BALLAST_RETURN_IF_ERROR(PoisonGradients());
   return LeaveAttempt();
 }
 
@@ -148,6 +160,7 @@ absl::Status EnginePlayer::FinishCommit() {
       if (found == shards.end()) return Wrong("the weights of chunk ", chunk, " have not come");
       BALLAST_RETURN_IF_ERROR(stage_.CheckShard(chunk, found->second));
     }
+    BALLAST_RETURN_IF_ERROR(CheckWeightsInPlace(rank));
     if (shards.size() + unread.size() != stage_.layout().chunks_of_rank(rank).size()) {
       return Wrong("rank ", rank, " was sent weights of chunks that it does not own");
     }
@@ -223,6 +236,7 @@ absl::Status EnginePlayer::TakeRank(bool restart) {
                  " after ", generation_);
   }
   ++stage_.tally().replaced;
+  LoseMemory(rank);
   if (!free) {
     // The slow old process wants its stream back, and must not get it.
     BALLAST_RETURN_IF_ERROR(
@@ -267,6 +281,7 @@ absl::Status EnginePlayer::StartOver() {
                                              .status(),
                                          "opening a stream of the older generation"));
     }
+    LoseMemory(rank);
     ghosts_.push_back(std::move(side.stream));
     if (ghosts_.back() == nullptr) ghosts_.pop_back();
   }

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "tests/cpu_optimizer_service/heap_rank_memory.h"
 #include "tests/histories/ear.h"
 #include "tests/histories/history.h"
 #include "tests/histories/script.h"
@@ -31,6 +32,9 @@ class EnginePlayer {
     std::unique_ptr<RankStream> stream;
     std::shared_ptr<Ear> ear;
     bool away = false;
+    // What it shares with the engine, if anything, and whether its stream takes weights there.
+    std::shared_ptr<const HeapRankMemory> memory;
+    bool weights_in_place = false;
     // In the attempt in progress:
     bool begun = false;
     bool sealed = false;
@@ -54,6 +58,19 @@ class EnginePlayer {
   absl::Status LeaveAttempt();
   // Takes the rank again and opens a stream; `over`: while the old one lives.
   absl::Status Open(int rank, bool over);
+
+  // engine_memory.cc: memory in common. Whatever the engine must not read any more is poisoned, so
+  // that reading it all the same shows in the state.
+  bool Shares(int rank) const;
+  absl::Status GiveMemory(int rank);
+  // The rank's process has died, or another attempt begins without it: nobody reads it from now on.
+  void LoseMemory(int rank);
+  // Its process lets go of it in mid-step: what the step has taken there stays until that is over.
+  void DropMemory(int rank);
+  // The step is over: gradients are nobody's any more.
+  absl::Status PoisonGradients();
+  absl::Status CheckWeightsInPlace(int rank);
+  bool GoesInPlace(const Call& call) const;
 
   // engine_calls.cc: one call, and what it should say.
   absl::Status Make(const Call& call);
@@ -79,6 +96,8 @@ class EnginePlayer {
   std::vector<Rank> ranks_;
   std::deque<std::unique_ptr<RankStream>> ghosts_;  // Streams of older generations.
   std::vector<OpenSnapshot> snapshots_;
+  std::vector<std::shared_ptr<const HeapRankMemory>> dropped_;  // In this attempt.
+  std::deque<std::shared_ptr<const HeapRankMemory>> lost_;      // Poisoned.
   int processes_ = 0;
   uint64_t generation_ = 1;
 

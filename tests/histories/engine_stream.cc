@@ -47,6 +47,13 @@ void EngineStream::SendGradient(const v1::GradientHeader& header,
   changed_.NotifyAll();
 }
 
+// Never, since attaching through this transport offers no memory; it would be refused.
+void EngineStream::SendSharedGradient(const v1::GradientHeader& header) {
+  v1::TrainRequest message;
+  message.mutable_shared_gradients()->set_step(header.step());
+  Send(message);
+}
+
 // ---------------------------------------------------------------- the outbox's side
 
 void EngineStream::Read() {

@@ -25,6 +25,7 @@ class EngineStream final : public client::TrainStream, private server::RankWire 
   void Send(const v1::TrainRequest& message) override;
   void SendGradient(const v1::GradientHeader& header, absl::Span<const std::byte> payload,
                     std::function<void()> let_go) override;
+  void SendSharedGradient(const v1::GradientHeader& header) override;
 
  private:
   struct Message {

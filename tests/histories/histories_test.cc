@@ -40,7 +40,7 @@ TEST(Histories, EndAsTheModelSays) {
   for (const int64_t count :
        {tally.clipped, tally.skipped, tally.with_unused, tally.refused_seals, tally.repeats,
         tally.cuts, tally.aborted, tally.replaced, tally.refused_calls, tally.snapshots,
-        tally.speculated, tally.published}) {
+        tally.speculated, tally.published, tally.in_place, tally.borrowed}) {
     EXPECT_GT(count, kHistories / 20);
   }
   for (const int64_t count :

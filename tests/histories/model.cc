@@ -95,7 +95,7 @@ std::vector<std::vector<float>> Model::SumGradients(const Attempt& attempt) cons
 
 Decision Model::Decide(const Attempt& attempt,
                        const std::vector<std::vector<float>>& gradients) const {
-  std::vector<std::vector<double>> sums(job_.groups.size());
+  std::vector<double> group_sums;
   for (size_t group = 0; group < job_.groups.size(); ++group) {
     std::vector<float> flat;
     for (size_t p = 0; p < job_.parameters.size(); ++p) {
@@ -103,12 +103,13 @@ Decision Model::Decide(const Attempt& attempt,
       flat.insert(flat.end(), gradients[p].begin(), gradients[p].end());
     }
     flat.resize((flat.size() + kBlockElements - 1) / kBlockElements * kBlockElements, 0.0f);
+    std::vector<double> blocks;
     for (size_t block = 0; block < flat.size(); block += kBlockElements) {
-      sums[group].push_back(BlockSumOfSquaresReference(flat.data() + block, DType::kFloat32));
+      blocks.push_back(BlockSumOfSquaresReference(flat.data() + block, DType::kFloat32));
     }
+    group_sums.push_back(GroupSum(blocks));
   }
-  const std::vector<absl::Span<const double>> spans(sums.begin(), sums.end());
-  return ballast::Decide(spans, attempt.scale, job_.max_norm);
+  return ballast::Decide(group_sums, attempt.scale, job_.max_norm);
 }
 
 std::string Model::Culprit(const std::vector<std::vector<float>>& gradients) const {

@@ -26,7 +26,8 @@ std::string Describe(const Tally& tally) {
                       tally.refused_calls, "; aborted ", tally.aborted, " and at the decision ",
                       tally.aborted_at_decision, ", replaced ", tally.replaced, ", loaded ",
                       tally.loaded, ", snapshots ", tally.snapshots, "; chunks speculated ",
-                      tally.speculated, ", published ", tally.published, ", redone ", tally.redone);
+                      tally.speculated, ", published ", tally.published, ", redone ", tally.redone,
+                      "; in place ", tally.in_place, ", borrowed ", tally.borrowed);
 }
 
 Engine& Engines::WithThreads(int threads) {

@@ -38,6 +38,8 @@ struct Tally {
   int64_t speculated = 0;
   int64_t published = 0;
   int64_t redone = 0;
+  int64_t in_place = 0;  // Contributions that were read at once where they lay,
+  int64_t borrowed = 0;  // and until their step was over.
 };
 std::string Describe(const Tally& tally);
 

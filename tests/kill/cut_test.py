@@ -10,15 +10,18 @@ import sys
 
 from cutting_proxy import CuttingProxy
 from kill_test import TRAINING, run_all
-from processes import Run, difference, result_of
+from processes import TRANSPORTS, Run, difference, result_of
 
 CUTS = 8  # At most, of both workers' connections together.
+# Before a cut, at most: a few steps' worth, of which shared memory leaves only small messages.
+MOST_BYTES = {"never": 150_000, "auto": 4_000}
 
 
 def one_run(folder, service, undisturbed, name, seed):
-    proxy = CuttingProxy(service.address, seed, CUTS)
+    shared = random.Random(f"{seed}/shared").choice(list(TRANSPORTS))
+    proxy = CuttingProxy(service.address, seed, CUTS, most_bytes=MOST_BYTES[shared])
     try:
-        run = Run(folder, proxy.address, name, TRAINING)
+        run = Run(folder, proxy.address, name, TRAINING, flags=[f"--shared-memory={shared}"])
         try:
             run.await_step(random.Random(seed).randrange(1, 5))
             proxy.enable()
@@ -28,6 +31,8 @@ def one_run(folder, service, undisturbed, name, seed):
             problem = difference(result_of(run, service), undisturbed)
             if problem:
                 raise AssertionError(problem)
+            if run.transport() != TRANSPORTS[shared]:
+                raise AssertionError(f"--shared-memory={shared}, but all went through {run.transport()}")
             job = service.job(name)
             if job["generation"] != 1 or job["coverage_complete_steps"] != TRAINING.steps:
                 raise AssertionError(f"generation {job['generation']}, coverage complete in "
@@ -36,7 +41,7 @@ def one_run(folder, service, undisturbed, name, seed):
                 raise AssertionError("nothing was cut")
             service.ask("close", name)
             cuts = ", ".join(f"{count} x {how}" for how, count in sorted(proxy.done.items()))
-            return f"cut {cuts}; same bits"
+            return f"{TRANSPORTS[shared]}, cut {cuts}; same bits"
         except Exception as error:
             raise AssertionError(f"{error}\n  cut: {dict(proxy.done)}{run.story()}") from error
         finally:

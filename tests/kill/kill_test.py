@@ -16,7 +16,7 @@ import tempfile
 import time
 import traceback
 
-from processes import Run, Service, Training, await_, difference, result_of, undisturbed_result
+from processes import TRANSPORTS, Run, Service, Training, await_, difference, result_of, undisturbed_result
 
 TRAINING = Training()
 AT_ONCE = 2
@@ -68,7 +68,9 @@ def one_draw(folder, service, undisturbed, name, seed):
     kills = plan(random.Random(seed))
     # The undisturbed run speculates; no mode has bits of its own.
     mode = random.Random(seed).choice(["speculate", "wait"])
-    run = Run(folder, service.address, name, TRAINING, max_restarts=len(kills), flags=[f"--update={mode}"])
+    shared = random.Random(f"{seed}/shared").choice(list(TRANSPORTS))
+    run = Run(folder, service.address, name, TRAINING, max_restarts=len(kills),
+              flags=[f"--update={mode}", f"--shared-memory={shared}"])
     try:
         hit = disturb(run, kills)
         code = run.wait()
@@ -80,6 +82,8 @@ def one_draw(folder, service, undisturbed, name, seed):
         problem = difference(result_of(run, service), undisturbed, deaths=len(hit))
         if problem:
             raise AssertionError(problem)
+        if run.transport() != TRANSPORTS[shared]:
+            raise AssertionError(f"--shared-memory={shared}, but all went through {run.transport()}")
         job = service.job(name)
         if job["coverage_complete_steps"] != TRAINING.steps:
             raise AssertionError(f"coverage complete in {job['coverage_complete_steps']} steps")
@@ -88,7 +92,7 @@ def one_draw(folder, service, undisturbed, name, seed):
             return None
         kills_done.append(len(hit))
         generations.append(job["generation"])
-        return f"{mode}, killed {', '.join(hit)}; generation {job['generation']}; same bits"
+        return f"{mode}, {TRANSPORTS[shared]}, killed {', '.join(hit)}; generation {job['generation']}; same bits"
     except Exception as error:
         raise AssertionError(f"{error}\n  to be killed (step, delay, rank): {kills}{run.story()}") from error
     finally:

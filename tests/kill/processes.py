@@ -30,6 +30,10 @@ TELLS_ITS_PID = 'echo $$ >"$0/pid-$TORCHELASTIC_RESTART_COUNT-$RANK.new"; ' \
                 'exec "$@"'
 
 
+# How gradients and weights travel, by --shared-memory.
+TRANSPORTS = {"auto": "shared memory", "never": "the connection"}
+
+
 class Hangs(AssertionError):
     pass
 
@@ -94,7 +98,7 @@ class Service:
         self.log = self.folder / "ballastd.err"
         self.process = start(
             [BIN / "ballastd", "--listen", listen, "--port-file", self.folder / "port",
-             "--memory-limit", "1GiB", "--threads", "2", *flags],
+             "--memory-limit", "1GiB", "--threads", "2", "--startup-benchmark=false", *flags],
             self.folder / "ballastd.out", self.log)
         try:
             await_("the service's address", lambda: read(self.folder / "port").strip(), self.process)
@@ -203,6 +207,10 @@ class Run:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         return stop(self.process, signal.SIGTERM)
+
+    def transport(self):
+        """How gradients and weights travelled, as rank 0 says."""
+        return json.loads((self.out / "worker.json").read_text())["transport"]
 
     def story(self):
         """For a failure: the last words of everybody."""

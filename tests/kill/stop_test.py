@@ -10,7 +10,7 @@ import tempfile
 import time
 import unittest
 
-from processes import RANKS, Run, Service, Training, await_, difference, read, result_of, state_of, undisturbed_result
+from processes import RANKS, TRANSPORTS, Run, Service, Training, await_, difference, read, result_of, state_of, undisturbed_result
 
 TRAINING = Training(steps=400)  # Enough to find the instant that a test waits for.
 TOGETHER = ("weights", "state", "decisions")
@@ -35,8 +35,10 @@ class StoppedWorkers(unittest.TestCase):
         self.seed = random.randrange(2**32)
         self.random = random.Random(self.seed)
 
-    def run_(self, job, **options):
-        run = Run(self.folder, self.service.address, job, TRAINING, **options)
+    def run_(self, job, flags=(), **options):
+        shared = self.random.choice(list(TRANSPORTS))
+        run = Run(self.folder, self.service.address, job, TRAINING, flags=[f"--shared-memory={shared}", *flags],
+                  **options)
         self.addCleanup(run.stop)
         return run
 
@@ -112,7 +114,7 @@ class DeadService(unittest.TestCase):
         self.service = Service(self.folder, listen=self.listen)
         self.addCleanup(self.service.stop)
         self.run_ = Run(self.folder, self.service.address, "lost", TRAINING,
-                        flags=["--reconnect-timeout=2s"])
+                        flags=["--reconnect-timeout=2s", f"--shared-memory={random.choice(list(TRANSPORTS))}"])
         self.addCleanup(self.run_.stop)
         self.run_.await_step(3)
 

@@ -1,8 +1,6 @@
 // The binary: its flags, its one-line errors, and what SIGTERM makes it do.
-#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <signal.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -10,10 +8,10 @@
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
-#include <sstream>
 #include <thread>
 
 #include "proto/convert.h"
+#include "tests/server/ballastd_process.h"
 #include "tests/server/service_for_tests.h"
 
 namespace ballast::server {
@@ -23,75 +21,10 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-std::string ReadFile(const std::string& path) {
-  std::ifstream file(path);
-  std::ostringstream text;
-  text << file.rdbuf();
-  return text.str();
-}
-
 // Of a checkpoint.
 int SavedStep(const std::string& directory) {
   return nlohmann::json::parse(ReadFile(directory + "/index.json")).at("step");
 }
-
-// A ballastd process. Its standard error goes to a file.
-class Ballastd {
- public:
-  explicit Ballastd(std::vector<std::string> flags)
-      : directory_(testing::TempDir() + "ballastd_" + std::to_string(getpid()) + "_" +
-                   std::to_string(++started_)) {
-    std::filesystem::create_directories(directory_);
-    flags.insert(flags.begin(), BALLASTD_PATH);
-    flags.push_back("--port-file=" + PortFile());
-    std::vector<char*> arguments;
-    for (std::string& flag : flags) arguments.push_back(flag.data());
-    arguments.push_back(nullptr);
-    const std::string errors = directory_ + "/stderr";
-    pid_ = fork();
-    if (pid_ == 0) {
-      dup2(open(errors.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600), STDERR_FILENO);
-      execv(arguments[0], arguments.data());
-      _exit(127);
-    }
-  }
-  ~Ballastd() {
-    if (pid_ > 0) {
-      kill(pid_, SIGKILL);
-      waitpid(pid_, nullptr, 0);
-    }
-    std::filesystem::remove_all(directory_);
-  }
-
-  // Where it listens. Waits until it does; empty if it ends instead.
-  std::string Address() {
-    while (!std::filesystem::exists(PortFile())) {
-      siginfo_t info = {};
-      waitid(P_PID, pid_, &info, WEXITED | WNOHANG | WNOWAIT);
-      if (info.si_pid != 0) return "";
-      std::this_thread::sleep_for(std::chrono::milliseconds(5));
-    }
-    std::string address = ReadFile(PortFile());
-    return address.substr(0, address.find('\n'));
-  }
-  void Signal(int signal) { kill(pid_, signal); }
-  int ExitCode() {
-    int status = 0;
-    waitpid(pid_, &status, 0);
-    pid_ = -1;
-    return WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
-  }
-  std::string Errors() const { return ReadFile(directory_ + "/stderr"); }
-  const std::string& directory() const { return directory_; }
-
- private:
-  std::string PortFile() const { return directory_ + "/ports"; }
-
-  static int started_;
-  const std::string directory_;
-  pid_t pid_ = -1;
-};
-int Ballastd::started_ = 0;
 
 // A job of one rank, with weights.
 void CreateJob(const std::string& address, const std::string& name) {
@@ -311,9 +244,9 @@ TEST(Ballastd, ExitsAtOnceOnASecondSignal) {
 }
 
 TEST(Ballastd, TellsInOneLineWhatIsWrongWithItsFlags) {
-  for (const char* flag :
-       {"--no-such-flag", "--threads=many", "--threads=-1", "stray", "--memory-limit=20XB",
-        "--log-level=loud", "--drain-seconds=-1", "--seal-deadline-seconds=nan", "--listen="}) {
+  for (const char* flag : {"--no-such-flag", "--threads=many", "--threads=-1", "stray",
+                           "--memory-limit=20XB", "--log-level=loud", "--drain-seconds=-1",
+                           "--seal-deadline-seconds=nan", "--listen=", "--shared-memory=yes"}) {
     Ballastd service({flag});
     EXPECT_EQ(service.Address(), "") << flag;
     EXPECT_EQ(service.ExitCode(), 2) << flag;

@@ -14,6 +14,7 @@ namespace ballast::server {
 namespace {
 
 constexpr int kChunks = 10;
+constexpr int kManyChunks = 96;  // Of which three in place make a message.
 
 // Keeps what was started; the test decides when it is done.
 class FakeWire : public RankWire {
@@ -39,20 +40,30 @@ class FakeWire : public RankWire {
   std::optional<absl::Status> finished;
 };
 
-JobSpec OneRank() {
+JobSpec OneRank(const std::string& name, int chunks) {
   JobSpec spec;
-  spec.name = "job";
+  spec.name = name;
   spec.groups = {{.name = "g", .hyper_parameters = {}}};
-  spec.layout.parameters = {{.name = "w", .shape = {kChunks * kBlockElements}}};
-  spec.layout.partitions = {{.rank = 0, .group = 0, .begin = 0, .end = kChunks * kBlockElements}};
+  spec.layout.parameters = {{.name = "w", .shape = {chunks * kBlockElements}}};
+  spec.layout.partitions = {{.rank = 0, .group = 0, .begin = 0, .end = chunks * kBlockElements}};
   spec.layout.chunk_elements = kBlockElements;
   return spec;
 }
 
+// Counts who still has it.
+class HeapMemory : public RankMemory {
+ public:
+  absl::Span<const std::byte> gradient(int) const override { return {}; }
+  absl::Span<std::byte> weights(int) const override { return absl::MakeSpan(bytes_); }
+
+ private:
+  mutable std::vector<std::byte> bytes_ = std::vector<std::byte>(512);
+};
+
 class RankOutboxTest : public testing::Test {
  protected:
   void SetUp() override {
-    job_ = engine_.CreateJob(OneRank()).value();
+    job_ = engine_.CreateJob(OneRank("job", kChunks)).value();
     const std::vector<float> ones(kBlockElements, 1.0f);
     const absl::Span<const std::byte> bytes(reinterpret_cast<const std::byte*>(ones.data()),
                                             ones.size() * sizeof(float));
@@ -62,9 +73,11 @@ class RankOutboxTest : public testing::Test {
   }
 
   // The first message, its acknowledgement included.
-  void Open() {
+  void Open() { Open(job_); }
+  void OpenWithManyChunks() { Open(engine_.CreateJob(OneRank("large", kManyChunks)).value()); }
+  void Open(const std::shared_ptr<Job>& job) {
     outbox_.MessageBegins();
-    outbox_.Opened(job_, 0,
+    outbox_.Opened(job, 0,
                    RankPosition{.generation = job_->Status().generation, .committed_step = 3});
     outbox_.MessageDone();
     WriteDone();
@@ -85,10 +98,23 @@ class RankOutboxTest : public testing::Test {
     outbox_.WriteDone(true);
   }
 
+  // As if updated there.
+  void TellInPlace(uint64_t step, int chunk) {
+    outbox_.OnWeights(step, chunk, ShardBuffer::InPlace(memory_, chunk));
+  }
+  void TellProvisionalInPlace(uint64_t step, int chunk) {
+    outbox_.OnProvisionalWeights(step, chunk, ShardBuffer::InPlace(memory_, chunk));
+  }
+  std::vector<int> ToldChunks() const {
+    const auto& chunks = wire_.last.message.shared_weights().chunks();
+    return {chunks.begin(), chunks.end()};
+  }
+
   void Decide(uint64_t step) { outbox_.OnDecision(StepOutcome{.step = step}, {}); }
 
   Engine engine_{{.memory_limit_bytes = 64 << 20, .threads = 1}};
   std::shared_ptr<Job> job_;
+  const std::shared_ptr<RankMemory> memory_ = std::make_shared<HeapMemory>();
   FakeWire wire_;
   RankOutbox outbox_{wire_};
 };
@@ -229,6 +255,107 @@ TEST_F(RankOutboxTest, SendsPoolBuffersInPlaceAndGivesThemBack) {
   EXPECT_TRUE(pool->TryTake(512));
 }
 
+TEST_F(RankOutboxTest, CountsAMessageOfManyChunksAsMany) {
+  Open();
+  outbox_.MessageBegins();
+  outbox_.MessageDone(5);
+  EXPECT_EQ(wire_.last.message.acknowledged().messages(), 6);
+}
+
+TEST_F(RankOutboxTest, TellsWeightsInPlaceThatWaitInOneMessage) {
+  Open();
+  Decide(4);  // On its way.
+  for (const int chunk : {3, 1, 2}) TellInPlace(4, chunk);
+  outbox_.OnWeights(0, 7, ShardBuffer());  // Not in place.
+  TellInPlace(4, 5);
+  outbox_.OnCommitted(4, 0.5);
+  WriteDone();
+  EXPECT_THAT(ToldChunks(), testing::ElementsAre(3, 1, 2));
+  EXPECT_EQ(wire_.last.message.shared_weights().step(), 4);
+  EXPECT_FALSE(wire_.last.message.shared_weights().provisional());
+  EXPECT_EQ(wire_.last.payload.size_bytes(), 0);
+  WriteDone();
+  EXPECT_EQ(wire_.last.message.weights().header().chunk(), 7);
+  WriteDone();
+  EXPECT_THAT(ToldChunks(), testing::ElementsAre(5));
+  WriteDone();
+  EXPECT_EQ(wire_.last.message.committed().step(), 4);
+  WriteDone();
+  EXPECT_EQ(memory_.use_count(), 1);  // It keeps no part of the memory.
+}
+
+TEST_F(RankOutboxTest, KeepsWeightsInPlaceOfDifferentStepsAndKindsApart) {
+  Open();
+  Decide(3);  // On its way.
+  TellProvisionalInPlace(3, 1);
+  TellInPlace(3, 1);
+  TellProvisionalInPlace(4, 1);
+  TellProvisionalInPlace(4, 2);
+  outbox_.OnDecision(StepOutcome{.step = 4}, {2});
+  TellInPlace(4, 2);
+  for (const bool provisional : {true, false}) {
+    WriteDone();
+    EXPECT_THAT(ToldChunks(), testing::ElementsAre(1));
+    EXPECT_EQ(wire_.last.message.shared_weights().step(), 3);
+    EXPECT_EQ(wire_.last.message.shared_weights().provisional(), provisional);
+  }
+  WriteDone();
+  EXPECT_THAT(ToldChunks(), testing::ElementsAre(1, 2));
+  EXPECT_TRUE(wire_.last.message.shared_weights().provisional());
+  WriteDone();
+  EXPECT_EQ(wire_.last.message.decision().dropped_chunks(0), 2);
+  WriteDone();
+  EXPECT_THAT(ToldChunks(), testing::ElementsAre(2));
+  EXPECT_FALSE(wire_.last.message.shared_weights().provisional());
+}
+
+TEST_F(RankOutboxTest, HoldsWeightsInPlaceBackUntilTheyAreEnoughOrSomethingFollows) {
+  OpenWithManyChunks();
+  const int writes = wire_.writes;
+  TellInPlace(4, 1);
+  TellInPlace(4, 2);
+  EXPECT_EQ(wire_.writes, writes);
+  Receive();  // An acknowledgement does not wait for them.
+  EXPECT_TRUE(wire_.last.message.has_acknowledged());
+  WriteDone();
+  EXPECT_EQ(wire_.writes, writes + 1);
+  TellInPlace(4, 3);
+  EXPECT_THAT(ToldChunks(), testing::ElementsAre(1, 2, 3));
+  WriteDone();
+  TellInPlace(4, 4);
+  EXPECT_EQ(wire_.writes, writes + 2);
+  outbox_.OnCommitted(4, 0.5);
+  EXPECT_THAT(ToldChunks(), testing::ElementsAre(4));
+  WriteDone();
+  EXPECT_TRUE(wire_.last.message.has_committed());
+  WriteDone();
+  // Of two kinds, neither enough: the first is not waited for any more.
+  TellProvisionalInPlace(5, 1);
+  EXPECT_EQ(wire_.writes, writes + 4);
+  TellProvisionalInPlace(6, 1);
+  EXPECT_THAT(ToldChunks(), testing::ElementsAre(1));
+  EXPECT_EQ(wire_.last.message.shared_weights().step(), 5);
+}
+
+TEST_F(RankOutboxTest, TellsWhatItHeldBackWhenTheWorkerHasClosedItsSide) {
+  OpenWithManyChunks();
+  TellInPlace(4, 1);
+  outbox_.MessageBegins();
+  outbox_.NoMoreMessages();
+  EXPECT_THAT(ToldChunks(), testing::ElementsAre(1));
+  EXPECT_FALSE(wire_.finished.has_value());
+  WriteDone();
+  EXPECT_EQ(wire_.finished, absl::OkStatus());
+}
+
+TEST_F(RankOutboxTest, LetsGoOfWhatItHeldBackWhenItIsDetached) {
+  OpenWithManyChunks();
+  TellInPlace(4, 1);
+  outbox_.OnDetached(absl::AbortedError("replaced"));
+  EXPECT_EQ(memory_.use_count(), 1);
+  EXPECT_EQ(wire_.finished, absl::AbortedError("replaced"));
+}
+
 TEST_F(RankOutboxTest, GivesPoolBuffersBackWhenItIsDetached) {
   Open();
   Decide(4);  // On its way.
@@ -317,6 +444,33 @@ TEST_F(RankOutboxTest, EndsWithTheErrorOfAMessage) {
   outbox_.MessageFailed(absl::InvalidArgumentError("no"));
   EXPECT_EQ(wire_.finished, absl::InvalidArgumentError("no"));
   EXPECT_EQ(wire_.writes, 0);
+}
+
+TEST_F(RankOutboxTest, RecordsWhenWeightsHaveGoneForATrace) {
+  Open();
+  TraceRecorder& trace = job_->trace();
+  ASSERT_TRUE(trace.Start(/*first_step=*/4, /*steps=*/1, /*max_events=*/100).ok());
+  const auto pool = ShardBufferPool::Create(512, 2);
+  outbox_.OnProvisionalWeights(4, 1, pool->TryTake(512));
+  outbox_.OnProvisionalWeights(4, 2, pool->TryTake(512));
+  Decide(4);
+  const int64_t first_written_ns = TraceNow();
+  WriteDone();
+  EXPECT_FALSE(trace.all_sent());
+  WriteDone();
+  EXPECT_TRUE(trace.all_sent());
+  WriteDone();
+  const Trace sent = trace.Stop();
+  ASSERT_EQ(sent.events.size(), 2u);
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_EQ(sent.events[i].kind, TraceEventKind::kSent);
+    EXPECT_EQ(sent.events[i].step, 4u);
+    EXPECT_EQ(sent.events[i].chunk, 1 + i);
+  }
+  // From its turn, not from when it was queued, to the end of its write.
+  EXPECT_LT(sent.events[0].begin_ns, first_written_ns);
+  EXPECT_GE(sent.events[0].end_ns, first_written_ns);
+  EXPECT_GE(sent.events[1].begin_ns, sent.events[0].end_ns);
 }
 
 }  // namespace

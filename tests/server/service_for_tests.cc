@@ -178,6 +178,7 @@ grpc::Status TestWorker::Attach(std::optional<uint64_t> generation) {
   request.set_rank(rank_);
   request.set_process_id(process_id_);
   if (generation.has_value()) request.set_generation(*generation);
+  request.set_shared_memory(asks_for_shared_memory_);
   const grpc::Status status = service_.jobs().AttachWorker(&context, request, &attachment_);
   const int world_size = attachment_.job().world_size();
   chunks_.clear();
@@ -193,6 +194,8 @@ v1::OpenTrain TestWorker::OpenMessage() const {
   open.set_rank(rank_);
   open.set_process_id(process_id_);
   open.set_generation(attachment_.generation());
+  open.set_update_mode(update_mode_);
+  open.set_weights_in_shared_memory(weights_in_shared_memory_);
   return open;
 }
 
@@ -228,13 +231,17 @@ void TestWorker::OpenStream() {
   ASSERT_TRUE(response.has_opened()) << response.DebugString();
 }
 
+void TestWorker::Send(const v1::TrainRequest& message) {
+  ASSERT_TRUE(Write(message));
+  written_ += message.has_shared_gradients() ? message.shared_gradients().chunks_size() : 1;
+}
+
 void TestWorker::Begin(uint64_t step) {
   v1::TrainRequest request;
   request.mutable_begin_step()->set_step(step);
   request.mutable_begin_step()->add_divisors(4);
   request.mutable_begin_step()->add_divisors(4);
-  ASSERT_TRUE(Write(request));
-  ++written_;
+  Send(request);
 }
 
 void TestWorker::Gradient(uint64_t step, int chunk, uint32_t micro_step, float value) {
@@ -245,8 +252,7 @@ void TestWorker::Gradient(uint64_t step, int chunk, uint32_t micro_step, float v
   header.set_micro_step_begin(micro_step);
   header.set_micro_step_end(micro_step + 1);
   request.mutable_gradient()->set_payload(Payload(chunk, value));
-  ASSERT_TRUE(Write(request));
-  ++written_;
+  Send(request);
 }
 
 void TestWorker::EndMicroStep(uint64_t step, uint32_t micro_step) {
@@ -254,16 +260,14 @@ void TestWorker::EndMicroStep(uint64_t step, uint32_t micro_step) {
   request.mutable_end_micro_step()->set_step(step);
   request.mutable_end_micro_step()->set_micro_step(micro_step);
   request.mutable_end_micro_step()->set_all_used(true);
-  ASSERT_TRUE(Write(request));
-  ++written_;
+  Send(request);
 }
 
 void TestWorker::Seal(uint64_t step, uint32_t micro_steps) {
   v1::TrainRequest request;
   request.mutable_seal()->set_step(step);
   request.mutable_seal()->set_micro_steps(micro_steps);
-  ASSERT_TRUE(Write(request));
-  ++written_;
+  Send(request);
 }
 
 v1::TrainResponse TestWorker::Next() {
@@ -320,10 +324,11 @@ std::string TestWorker::Payload(int chunk, float value) const {
   return payload;
 }
 
-void CreateTinyJob(ServiceForTests& service, const std::string& name) {
+void CreateTinyJob(ServiceForTests& service, const std::string& name,
+                   const std::optional<v1::Job>& given) {
   grpc::ClientContext context;
   v1::CreateJobRequest request;
-  *request.mutable_job() = TinyJob(name);
+  *request.mutable_job() = given.value_or(TinyJob(name));
   v1::Job job;
   const grpc::Status created = service.jobs().CreateJob(&context, request, &job);
   ASSERT_TRUE(created.ok()) << created.error_message();

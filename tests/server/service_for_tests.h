@@ -71,8 +71,11 @@ class TestWorker {
  public:
   TestWorker(ServiceForTests& service, const std::string& job, int rank, Codec codec,
              std::string process_id = "p");
-  ~TestWorker();
+  virtual ~TestWorker();
 
+  // From now on Attach asks for shared memory (sharing_worker.h). Otherwise all goes as payloads.
+  void AskForSharedMemory() { asks_for_shared_memory_ = true; }
+  void Speculate() { update_mode_ = v1::SPECULATE; }  // Its stream, once it is opened.
   // With a generation: to open a broken stream again.
   grpc::Status Attach(std::optional<uint64_t> generation = std::nullopt);
   // Attach must have come before. Weights of chunk c: element i is 0.5 + c + i / 1024, padding 0.
@@ -80,6 +83,7 @@ class TestWorker {
   void OpenStream();
 
   bool Write(const v1::TrainRequest& message) { return transport_->Write(message); }
+  void Send(const v1::TrainRequest& message);  // Writes, and counts for ReadUntilAcknowledged.
   void Begin(uint64_t step);
   // All elements of the chunk, padding excepted, are `value`.
   void Gradient(uint64_t step, int chunk, uint32_t micro_step, float value);
@@ -101,16 +105,24 @@ class TestWorker {
   const std::map<int, std::string>& weights() const { return weights_; }  // By chunk.
   const v1::AttachWorkerResponse& attachment() const { return attachment_; }
   v1::OpenTrain OpenMessage() const;
+  std::string Payload(int chunk, float value) const;
+  uint64_t written() const { return written_; }
+
+ protected:
+  ServiceForTests& service() { return service_; }
+  int rank() const { return rank_; }
+  void ExpectWeightsInSharedMemory() { weights_in_shared_memory_ = true; }
+  int64_t UsedElements(int chunk) const;  // The others are padding.
 
  private:
-  std::string Payload(int chunk, float value) const;
-  int64_t UsedElements(int chunk) const;
-
   ServiceForTests& service_;
   const std::string job_;
   const int rank_;
   const Codec codec_;
   const std::string process_id_;
+  bool asks_for_shared_memory_ = false;
+  bool weights_in_shared_memory_ = false;
+  v1::UpdateMode update_mode_ = v1::UPDATE_MODE_UNSPECIFIED;
   std::vector<int> chunks_;
   v1::AttachWorkerResponse attachment_;
   std::unique_ptr<TrainTransport> transport_;
@@ -120,8 +132,9 @@ class TestWorker {
   std::map<int, std::string> weights_;
 };
 
-// Creates the job and gives it weights.
-void CreateTinyJob(ServiceForTests& service, const std::string& name);
+// Creates the job and gives it weights. The job may differ from TinyJob, but not in its layout.
+void CreateTinyJob(ServiceForTests& service, const std::string& name,
+                   const std::optional<v1::Job>& job = std::nullopt);
 // All workers' whole step of two micro-steps, seals included.
 void SendStep(const std::vector<TestWorker*>& workers, uint64_t step);
 inline void SendStep(TestWorker& first, TestWorker& second, uint64_t step) {

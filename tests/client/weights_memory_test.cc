@@ -1,5 +1,5 @@
 // Weights that come before the decision: the memory for them, and a session that uses it.
-#include "client/provisional_weights.h"
+#include "client/weights_memory.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -45,10 +45,9 @@ class ProvisionalWeightsTest : public ScriptedSession {
 TEST_F(ProvisionalWeightsTest, AreNotReservedBeyondWhatIsAvailable) {
   const Layout layout = Layout::Create(options_.job.layout).value();
   const int64_t needed_bytes = 4 * 512 + 1024;
-  EXPECT_TRUE(ProvisionalWeights::Reserve(layout, options_.job.groups, 0, needed_bytes).ok());
-  EXPECT_THAT(
-      ProvisionalWeights::Reserve(layout, options_.job.groups, 0, needed_bytes - 1).status(),
-      IsError(absl::StatusCode::kResourceExhausted, HasSubstr("3072 bytes")));
+  EXPECT_TRUE(WeightsMemory::Reserve(layout, options_.job.groups, 0, needed_bytes).ok());
+  EXPECT_THAT(WeightsMemory::Reserve(layout, options_.job.groups, 0, needed_bytes - 1).status(),
+              IsError(absl::StatusCode::kResourceExhausted, HasSubstr("3072 bytes")));
 }
 
 TEST_F(ProvisionalWeightsTest, AreKeptFromTheTrainersMemoryUntilTheDecision) {
@@ -160,7 +159,7 @@ TEST_F(ProvisionalWeightsTest, AreAnErrorForARankThatWaits) {
   EXPECT_EQ(fake_->sent().at(0).open().update_mode(), v1::UPDATE_MODE_UNSPECIFIED);
   Provisional(0, WeightsOf(0));
   EXPECT_THAT(PushChunk(0),
-              IsError(absl::StatusCode::kInternal, HasSubstr("has no memory for them")));
+              IsError(absl::StatusCode::kInternal, HasSubstr("has not asked for any")));
 }
 
 TEST_F(ProvisionalWeightsTest, OfABrokenStreamCountForNothing) {
@@ -210,30 +209,49 @@ TEST_F(ProvisionalWeightsTest, OfABrokenStreamAreReadWhenTheDecisionWasMadeMeanw
 #endif
 #endif
 
-TEST_F(ProvisionalWeightsTest, WithoutMemoryForThemTheRankWaits) {
+class TightMemoryTest : public ProvisionalWeightsTest {
+ protected:
+  // Opens a session with 4 GiB of weights to come back, where the process may have 1 GiB more.
+  absl::Status OpenWithTooLittle() {
+    options_.job.layout.parameters[0].shape = {int64_t{1} << 31};
+    options_.job.layout.chunk_elements = kMaxChunkElements;
+    options_.job.layout.partitions = PartitionsOf(
+        MakeBuckets(FlatElements(options_.job.layout.parameters, 2), 1, kMaxChunkElements), 1);
+    int64_t pages = 0;
+    std::ifstream("/proc/self/statm") >> pages;
+    rlimit before{};
+    EXPECT_EQ(getrlimit(RLIMIT_AS, &before), 0);
+    rlimit tight = before;
+    tight.rlim_cur = static_cast<rlim_t>(pages * getpagesize() + (int64_t{1} << 30));
+    EXPECT_EQ(setrlimit(RLIMIT_AS, &tight), 0);
+    testing::internal::CaptureStderr();
+    const absl::Status opened = Open();
+    log_ = testing::internal::GetCapturedStderr();
+    EXPECT_EQ(setrlimit(RLIMIT_AS, &before), 0);
+    return opened;
+  }
+
+  std::string log_;
+};
+
+TEST_F(TightMemoryTest, WithoutMemoryForProvisionalWeightsTheRankWaits) {
 #ifdef BALLAST_SANITIZER_OWNS_MEMORY
   GTEST_SKIP() << "a sanitizer's shadow memory leaves no room for a limit";
 #endif
-  // 4 GiB of weights to come back, where the process may have 1 GiB more.
-  options_.job.layout.parameters[0].shape = {int64_t{1} << 31};
-  options_.job.layout.chunk_elements = kMaxChunkElements;
-  options_.job.layout.partitions = PartitionsOf(
-      MakeBuckets(FlatElements(options_.job.layout.parameters, 2), 1, kMaxChunkElements), 1);
-  int64_t pages = 0;
-  std::ifstream("/proc/self/statm") >> pages;
-  rlimit before{};
-  ASSERT_EQ(getrlimit(RLIMIT_AS, &before), 0);
-  rlimit tight = before;
-  tight.rlim_cur = static_cast<rlim_t>(pages * getpagesize() + (int64_t{1} << 30));
-  ASSERT_EQ(setrlimit(RLIMIT_AS, &tight), 0);
-  testing::internal::CaptureStderr();
-  const absl::Status opened = Open();
-  const std::string log = testing::internal::GetCapturedStderr();
-  ASSERT_EQ(setrlimit(RLIMIT_AS, &before), 0);
+  const absl::Status opened = OpenWithTooLittle();
   ASSERT_TRUE(opened.ok()) << opened;
   EXPECT_EQ(fake_->sent().at(0).open().update_mode(), v1::UPDATE_MODE_UNSPECIFIED);
-  EXPECT_THAT(log, AllOf(HasSubstr("[warning] job gpt rank 0: there is no memory for 4294"),
-                         HasSubstr("this rank's chunks wait for the decision")));
+  EXPECT_THAT(log_, AllOf(HasSubstr("[warning] job gpt rank 0: there is no memory for 4294"),
+                          HasSubstr("this rank's chunks wait for the decision")));
+}
+
+TEST_F(TightMemoryTest, WithoutMemoryToReadWeightsInTheSessionIsRefused) {
+#ifdef BALLAST_SANITIZER_OWNS_MEMORY
+  GTEST_SKIP() << "a sanitizer's shadow memory leaves no room for a limit";
+#endif
+  options_.weights = nullptr;
+  EXPECT_THAT(OpenWithTooLittle(),
+              IsError(absl::StatusCode::kResourceExhausted, HasSubstr("no memory for 4294")));
 }
 
 }  // namespace

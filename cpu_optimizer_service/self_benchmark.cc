@@ -1,0 +1,273 @@
+#include "cpu_optimizer_service/self_benchmark.h"
+
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <utility>
+
+#include "absl/functional/function_ref.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "cpu_optimizer_service/arena.h"
+#include "cpu_optimizer_service/common/float_format.h"
+#include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/huge_pages.h"
+#include "cpu_optimizer_service/kernels.h"
+#include "cpu_optimizer_service/roofline.h"
+#include "cpu_optimizer_service/task_pool.h"
+
+namespace ballast {
+namespace {
+
+// Of memory for an element: gradient, master, exp_avg, exp_avg_sq, shard.
+constexpr int64_t kBytesPerElement = 2 + 4 + 4 + 4 + 2;
+constexpr int kMaxRounds = 100;
+
+using Clock = std::chrono::steady_clock;
+
+double SecondsSince(Clock::time_point begin) {
+  return std::chrono::duration<double>(Clock::now() - begin).count();
+}
+
+double Seconds(absl::FunctionRef<void()> body) {
+  const Clock::time_point begin = Clock::now();
+  body();
+  return SecondsSince(begin);
+}
+
+double Median(std::vector<double> values) {
+  const auto middle = values.begin() + static_cast<int64_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
+// The arrays of an update of whole chunks.
+class Arrays {
+ public:
+  static absl::StatusOr<Arrays> Create(int64_t chunks, ArenaFactory& arenas, TaskPool& pool) {
+    Arrays arrays;
+    arrays.chunks_ = chunks;
+    const int64_t elements = chunks * kMaxChunkElements;
+    for (const int64_t bytes : {2, 4, 4, 4, 2}) {
+      BALLAST_ASSIGN_OR_RETURN(
+          arrays.arenas_.emplace_back(),
+          arenas.Create(elements * bytes, "the self-benchmark", ArenaFactory::Touch::kNow));
+    }
+    // The moments stay zero, and become what the gradient makes them.
+    pool.ForEach(chunks, [&](int64_t chunk) {
+      const AdamTraffic traffic = arrays.Traffic(chunk);
+      std::fill_n(const_cast<uint16_t*>(traffic.gradient), kMaxChunkElements,
+                  FloatToBFloat16(0.01f));
+      std::fill_n(traffic.planes[0], kMaxChunkElements, 0.5f);
+    });
+    return arrays;
+  }
+
+  int64_t chunks() const { return chunks_; }
+  std::optional<double> huge_page_share() const {
+    return HugePageShare(arenas_[1]->data(), arenas_[1]->size_bytes());
+  }
+
+  AdamTraffic Traffic(int64_t chunk) const {
+    return {.elements = kMaxChunkElements,
+            .gradient = At<uint16_t>(0, chunk),
+            .planes = {At<float>(1, chunk), At<float>(2, chunk), At<float>(3, chunk)},
+            .shard = At<uint16_t>(4, chunk)};
+  }
+  AdamRun Run(int64_t chunk, const AdamScalars& scalars) const {
+    const AdamTraffic at = Traffic(chunk);
+    return {.elements = at.elements,
+            .gradient = at.gradient,
+            .gradient_dtype = DType::kBFloat16,
+            .master = at.planes[0],
+            .exp_avg = at.planes[1],
+            .exp_avg_sq = at.planes[2],
+            .max_exp_avg_sq = nullptr,
+            .new_master = at.planes[0],
+            .new_exp_avg = at.planes[1],
+            .new_exp_avg_sq = at.planes[2],
+            .new_max_exp_avg_sq = nullptr,
+            .shard = at.shard,
+            .shard_dtype = DType::kBFloat16,
+            .scalars = scalars};
+  }
+
+ private:
+  template <class T>
+  T* At(int arena, int64_t chunk) const {
+    return reinterpret_cast<T*>(arenas_[arena]->data()) + chunk * kMaxChunkElements;
+  }
+
+  int64_t chunks_ = 0;
+  std::vector<std::unique_ptr<Arena>> arenas_;
+};
+
+// Runs body(chunk) for all chunks, somehow.
+using ForChunks = absl::FunctionRef<void(absl::FunctionRef<void(int64_t)>)>;
+
+struct Times {
+  std::vector<double> roofline;
+  std::vector<double> kernel;
+};
+
+void MeasureRound(const Arrays& arrays, int prefetch_ahead, ForChunks for_chunks, Times& times) {
+  const AdamScalars scalars = MakeAdamScalars(HyperParameters(), 10, 1.0f);
+  times.roofline.push_back(Seconds([&] {
+    for_chunks([&](int64_t chunk) { MoveAdamTraffic(arrays.Traffic(chunk), prefetch_ahead); });
+  }));
+  times.kernel.push_back(
+      Seconds([&] { for_chunks([&](int64_t chunk) { UpdateAdam(arrays.Run(chunk, scalars)); }); }));
+}
+
+// The distance with which the roofline is highest; the first where there is no time to try.
+int BestPrefetch(const Arrays& arrays, ForChunks for_chunks, double seconds) {
+  int best = kPrefetchAheadElements[0];
+  double best_seconds = 0;
+  double spent_seconds = 0;
+  for (const int ahead : kPrefetchAheadElements) {
+    for (int turn = 0; turn < 2; ++turn) {  // The first of all also warms up.
+      const double taken = Seconds([&] {
+        for_chunks([&](int64_t chunk) { MoveAdamTraffic(arrays.Traffic(chunk), ahead); });
+      });
+      spent_seconds += taken;
+      if (best_seconds == 0 || taken < best_seconds) {
+        best_seconds = taken;
+        best = ahead;
+      }
+    }
+    if (spent_seconds * 8 > seconds) break;
+  }
+  return best;
+}
+
+KernelSpeed SpeedOf(int threads, int64_t elements, const Times& times) {
+  std::vector<double> fractions;
+  for (size_t round = 0; round < times.kernel.size(); ++round) {
+    fractions.push_back(times.roofline[round] / times.kernel[round]);
+  }
+  const auto count = static_cast<double>(elements);
+  return {.threads = threads,
+          .roofline_elements_per_second = count / Median(times.roofline),
+          .kernel_elements_per_second = count / Median(times.kernel),
+          .fraction = Median(std::move(fractions))};
+}
+
+std::string Row(const KernelSpeed& speed) {
+  const auto column = [](double elements_per_second) {
+    return absl::StrFormat("%7.1f GB/s %7.3f Gparam/s",
+                           elements_per_second * kAdamTrafficBytesPerElement / 1e9,
+                           elements_per_second / 1e9);
+  };
+  return absl::StrFormat("%-12s %s   %s   %5.2f\n",
+                         absl::StrCat(speed.threads, speed.threads == 1 ? " thread" : " threads"),
+                         column(speed.roofline_elements_per_second),
+                         column(speed.kernel_elements_per_second), speed.fraction);
+}
+
+}  // namespace
+
+SelfBenchmarkOptions BriefSelfBenchmark(int threads, int64_t memory_limit_bytes) {
+  return {.threads = threads,
+          .memory_bytes = std::min(int64_t{256} << 20, memory_limit_bytes / 8),
+          .seconds = 0.28};
+}
+
+absl::StatusOr<SelfBenchmark> RunSelfBenchmark(const SelfBenchmarkOptions& options) {
+  const Clock::time_point begin = Clock::now();
+  const int64_t chunks = options.memory_bytes / (kMaxChunkElements * kBytesPerElement);
+  if (chunks < 1) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("the self-benchmark needs at least ", kMaxChunkElements * kBytesPerElement,
+                     " bytes of memory and has ", options.memory_bytes));
+  }
+  TaskPool pool(options.threads, *options.topology);
+  const std::unique_ptr<ArenaFactory> arenas = MakeAnonymousArenaFactory(&pool);
+  BALLAST_ASSIGN_OR_RETURN(const Arrays arrays, Arrays::Create(chunks, *arenas, pool));
+
+  const auto with_all = [&](absl::FunctionRef<void(int64_t)> body) { pool.ForEach(chunks, body); };
+  const auto with_one = [&](absl::FunctionRef<void(int64_t)> body) {
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) body(chunk);
+  };
+  Times all;
+  Times one;
+  const int ahead = BestPrefetch(arrays, with_all, options.seconds);
+  double round_seconds = 0;
+  int rounds = 0;
+  while (rounds == 0 ||
+         (rounds < kMaxRounds && SecondsSince(begin) + round_seconds < options.seconds)) {
+    round_seconds = Seconds([&] {
+      MeasureRound(arrays, ahead, with_all, all);
+      MeasureRound(arrays, ahead, with_one, one);
+    });
+    ++rounds;
+  }
+
+  SelfBenchmark result;
+  result.kernel_target = KernelTarget();
+  result.elements = chunks * kMaxChunkElements;
+  result.rounds = rounds;
+  result.all_threads = SpeedOf(pool.threads(), result.elements, all);
+  result.one_thread = SpeedOf(1, result.elements, one);
+  result.facts = {.threads = pool.threads(),
+                  .processors = options.topology->processors(),
+                  .nodes = static_cast<int>(options.topology->nodes.size()),
+                  .bound = pool.bound(),
+                  .huge_page_share = arrays.huge_page_share(),
+                  .kernel_fraction = result.all_threads.fraction};
+  return result;
+}
+
+std::vector<std::string> HostWarnings(const HostFacts& facts) {
+  constexpr double kFarBelow = 0.8;
+  std::vector<std::string> warnings;
+  if (facts.threads > facts.processors) {
+    warnings.push_back(absl::StrFormat(
+        "threads: %d for updates take turns on the %d processors that this process may use",
+        facts.threads, facts.processors));
+  }
+  if (facts.threads < facts.processors) {
+    warnings.push_back(
+        absl::StrFormat("threads: %d for updates, where this process may use %d processors",
+                        facts.threads, facts.processors));
+  }
+  if (facts.nodes > 1 && !facts.bound) {
+    warnings.push_back(absl::StrFormat(
+        "NUMA: threads could not be bound to the %d nodes, so memory is often far from its user",
+        facts.nodes));
+  }
+  std::string pages = HugePageWarning(facts.huge_page_share, "the self-benchmark");
+  if (!pages.empty()) warnings.push_back(std::move(pages));
+  if (facts.kernel_fraction.has_value() && *facts.kernel_fraction < kFarBelow) {
+    warnings.push_back(absl::StrFormat(
+        "kernel: updates reach %.2f of what this host's memory allows; is another process busy?",
+        *facts.kernel_fraction));
+  }
+  return warnings;
+}
+
+std::string ToLine(const SelfBenchmark& result) {
+  return absl::StrFormat(
+      "self-benchmark: updates %.3f Gparam/s with %d threads (%.2f of the roofline), %.3f with one "
+      "(%.2f), %d NUMA nodes, kernel %s",
+      result.all_threads.kernel_elements_per_second / 1e9, result.all_threads.threads,
+      result.all_threads.fraction, result.one_thread.kernel_elements_per_second / 1e9,
+      result.one_thread.fraction, result.facts.nodes, result.kernel_target);
+}
+
+std::string ToTable(const SelfBenchmark& result) {
+  std::string text =
+      absl::StrFormat("%d processors, %d NUMA nodes, kernel %s, %.1f million elements, %d rounds\n",
+                      result.facts.processors, result.facts.nodes, result.kernel_target,
+                      static_cast<double>(result.elements) / 1e6, result.rounds);
+  absl::StrAppendFormat(&text, "%-12s %-28s   %-28s   %s\n", "", "memory traffic alone",
+                        "update of bf16 gradients", "fraction");
+  text += Row(result.all_threads);
+  if (result.all_threads.threads > 1) text += Row(result.one_thread);
+  for (const std::string& warning : HostWarnings(result.facts)) {
+    absl::StrAppend(&text, "warning: ", warning, "\n");
+  }
+  return text;
+}
+
+}  // namespace ballast
