@@ -1,0 +1,305 @@
+#!/usr/bin/env python3
+"""Puts the figures of one run of the benchmarks together: DIR/report.md and DIR/bench.json.
+
+    report.py --out DIR            reads DIR/raw/*.json
+    report.py --machine FILE       writes down what this machine is, which run.sh does first
+
+`ratios` of bench.json, each within one run, since the machine drifts:
+
+  kernel_to_roofline    the update's Gparam/s / those of the plainest loop with its memory traffic, all
+                        threads; the median of ratios of neighbouring measurements
+  kernel_to_torch_best  the update's Gparam/s / those of torch.optim.AdamW in its best layout
+  denormals             time of the update with all-denormal moments / with normal ones
+  tensors_3000          time of the update of 3,000 tensors / of one, with as many parameters
+  step_shared_memory    median step over shared memory / time of the kernel for as many parameters
+  step_unix, step_tcp   median step over the socket / its bound; these three round by round, and of the
+                        rounds the median
+  exposed_flatness      largest / smallest median exposed time over the model sizes: speculating,
+                        clipping on and not firing, shared memory, at half the pace that the service takes
+  grpc_to_raw_tcp       GB/s through gRPC / through a raw socket over TCP: the least of up, down and both
+  bytes_per_parameter   what a parameter adds to the service's resident memory, waiting, one micro-step,
+                        gradients through a socket: the difference of two model sizes
+
+The bound of a step over a socket. Both processes share the cores, so CPU seconds add, and no step is
+faster than the wire itself:
+
+  kernel_cpu_s = cores * parameters / (Gparam/s of the update, all threads)
+  wire_cpu_s   = (GB up + GB down) * CPU-s/GB of the raw socket, both ways at once
+  wire_s       = GB of one direction / GB/s each way of the raw socket, both ways at once
+  bound        = max((kernel_cpu_s + wire_cpu_s) / cores, wire_s)
+
+Kernel and wire are measured anew before each round of steps.
+"""
+
+import argparse
+import json
+import math
+import os
+import pathlib
+import platform
+import statistics
+import sys
+
+RATIOS = ("kernel_to_roofline", "kernel_to_torch_best", "denormals", "tensors_3000",
+          "step_shared_memory", "step_unix", "step_tcp", "exposed_flatness", "grpc_to_raw_tcp",
+          "bytes_per_parameter")
+GOALS = {"kernel_to_roofline": ">= 0.95", "kernel_to_torch_best": ">= 3", "denormals": "<= 1.10",
+         "tensors_3000": "<= 1.03", "step_shared_memory": "<= 1.10", "step_unix": "<= 1.15",
+         "step_tcp": "<= 1.15", "exposed_flatness": "<= 1.2", "grpc_to_raw_tcp": ">= 0.85",
+         "bytes_per_parameter": "<= 14.28"}
+REQUIRED = ("kernel", "wire", "step", "overlap", "growth")
+OPTIONAL = {"torch_adamw": "torch_adamw.json is not there: run without --no-torch",
+            "trace": "trace.json is not there"}
+
+
+class Failed(Exception):
+    """One line for whoever reads it."""
+
+
+class Missing(Exception):
+    """Why a ratio could not be had."""
+
+
+def read(path: pathlib.Path) -> dict:
+    try:
+        text = json.loads(path.read_text())
+    except OSError as error:
+        raise Failed(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise Failed(f"{path}: not JSON: {error}") from error
+    return text
+
+
+def read_figures(path: pathlib.Path) -> dict:
+    part = read(path)
+    if not isinstance(part, dict) or not isinstance(part.get("figures"), dict) \
+            or not isinstance(part.get("info", {}), dict):
+        raise Failed(f"{path}: not figures: expected objects 'figures' and 'info'")
+    for key, value in part["figures"].items():
+        if not isinstance(value, dict) or not {"median", "min", "max", "unit"} <= value.keys():
+            raise Failed(f"{path}: figure {key} lacks one of median, min, max, unit")
+        for name in ("median", "min", "max"):
+            number = value[name]
+            if isinstance(number, bool) or not isinstance(number, (int, float)) \
+                    or not math.isfinite(number):
+                raise Failed(f"{path}: figure {key}: {name} is no finite number")
+    return part
+
+
+def read_parts(raw: pathlib.Path) -> dict[str, dict]:
+    parts = {name: read_figures(raw / f"{name}.json") for name in REQUIRED}
+    return parts | {name: read_figures(raw / f"{name}.json") for name in OPTIONAL
+                    if (raw / f"{name}.json").exists()}
+
+
+# ---------------------------------------------------------------- the ratios
+
+
+class Ratios:
+    """A method for each ratio; one that cannot be had raises Missing."""
+
+    def __init__(self, parts: dict[str, dict], machine: dict):
+        self.parts, self.cores = parts, machine["cores"]
+
+    def median(self, part: str, key: str) -> float:
+        if part not in self.parts:
+            raise Missing(OPTIONAL[part])
+        if key not in self.parts[part]["figures"]:
+            raise Missing(f"{part}.json has no figure {key}")
+        return self.parts[part]["figures"][key]["median"]
+
+    def parameters(self) -> int:
+        if "parameters" not in self.parts["step"]["info"]:
+            raise Missing("step.json does not say of how many parameters")
+        return self.parts["step"]["info"]["parameters"]
+
+    def of_rounds(self, transport: str, value) -> float:
+        """The median of value(round) over the rounds of the step."""
+        values = []
+        for one in self.parts["step"]["info"].get("rounds", []):
+            try:
+                values.append(value(one))
+            except KeyError as error:
+                raise Missing(f"a round of step.json has no {error} for {transport}") from error
+        if not values:
+            raise Missing("step.json has no rounds")
+        return statistics.median(values)
+
+    def round_bound(self, transport: str, one: dict) -> float:
+        kernel = self.parameters() / (1e9 * one["kernel_all_threads_gparam_s"])
+        if transport == "shared_memory":
+            return kernel
+        gb = 2e-9 * self.parameters()  # bf16, each way.
+        wire_cpu = 2 * gb * one[f"raw_{transport}_both_cpu_s_per_gb"]
+        wire = gb / one[f"raw_{transport}_both_gb_s"]
+        return max((self.cores * kernel + wire_cpu) / self.cores, wire)
+
+    def bound_seconds(self, transport: str) -> float:
+        return self.of_rounds(transport, lambda one: self.round_bound(transport, one))
+
+    def step(self, transport: str) -> float:
+        return self.of_rounds(transport, lambda one: one[transport] / self.round_bound(transport, one))
+
+    def kernel_to_roofline(self) -> float:
+        return self.median("kernel", "kernel_to_roofline_all_threads")
+
+    def kernel_to_torch_best(self) -> float:
+        best = max(self.median("torch_adamw", f"torch_{layout}_gparam_s")
+                   for layout in ("flat", "flat_foreach", "100", "100_foreach"))
+        return self.median("kernel", "kernel_all_threads_gparam_s") / best
+
+    def denormals(self) -> float:
+        return self.median("kernel", "denormals_ratio")
+
+    def tensors_3000(self) -> float:
+        return self.median("kernel", "tensors_3000_ratio")
+
+    def step_shared_memory(self) -> float:
+        return self.step("shared_memory")
+
+    def step_unix(self) -> float:
+        return self.step("unix")
+
+    def step_tcp(self) -> float:
+        return self.step("tcp")
+
+    def exposed_flatness(self) -> float:
+        exposed = [entry["exposed_seconds"]["median"]
+                   for entry in self.parts["overlap"]["info"].get("against_size", [])
+                   if (entry["transport"], entry["update"], entry["clip"]) ==
+                   ("shared-memory", "speculate", "not-firing")]
+        if len(exposed) < 2 or min(exposed) <= 0:
+            raise Missing("overlap.json has no two sizes over shared memory, speculating, with "
+                          "clipping on and not firing")
+        return max(exposed) / min(exposed)
+
+    def grpc_to_raw_tcp(self) -> float:
+        return min(self.median("wire", f"grpc_to_raw_tcp_{way}") for way in ("up", "down", "both"))
+
+    def bytes_per_parameter(self) -> float:
+        return self.median("growth", "memory_one_micro_step_service_resident")
+
+    def all(self) -> tuple[dict, dict]:
+        """The ratios, and why those that are null are."""
+        values, reasons = {}, {}
+        for name in RATIOS:
+            try:
+                values[name] = getattr(self, name)()
+            except Missing as missing:
+                values[name], reasons[name] = None, str(missing)
+            except ZeroDivisionError:
+                values[name], reasons[name] = None, "one of its figures is 0"
+        return values, reasons
+
+
+def check_weights(parts: dict[str, dict]) -> int:
+    """How many runs were compared; Failed if two that trained the same end with different weights."""
+    seen: dict[str, tuple] = {}
+    runs = [run for part in parts.values() for run in part.get("info", {}).get("runs", [])]
+    for run in runs:
+        same = dict(run["options"])
+        same["clip"] = same["clip"] == "firing"
+        for name in ("transport", "update", "pace", "threads"):
+            same.pop(name)
+        key = json.dumps(same, sort_keys=True)
+        first, sha256 = seen.setdefault(key, (run["options"], run["weights_sha256"]))
+        if sha256 != run["weights_sha256"]:
+            raise Failed(f"the weights differ: {first} ends with {sha256[:16]}, "
+                         f"{run['options']} with {run['weights_sha256'][:16]}")
+    return len(runs)
+
+
+# ---------------------------------------------------------------- the files
+
+
+def describe_machine() -> dict:
+    model = next((line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo")
+                  if line.startswith("model name")), platform.machine())
+    memory = next(int(line.split()[1]) * 1024 for line in open("/proc/meminfo")
+                  if line.startswith("MemTotal"))
+    try:
+        huge = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text().strip()
+    except OSError:
+        huge = "unknown"
+    return {"cpu": model, "cores": len(os.sched_getaffinity(0)), "memory_bytes": memory,
+            "kernel": platform.release(), "transparent_huge_pages": huge}
+
+
+def table(machine: dict, ratios: Ratios, values: dict, reasons: dict, compared: int) -> str:
+    lines = [
+        f"# Benchmarks on {machine['cpu']}", "",
+        f"{machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB, Linux "
+        f"{machine['kernel']}, transparent huge pages {machine['transparent_huge_pages']}. "
+        f"{compared} runs that trained the same ended with the same weights to the bit.", "",
+        "| part | figure | median | min to max | unit | to reach |", "|---|---|---|---|---|---|"]
+    for name in RATIOS:
+        shown = f"**{values[name]:.3f}**" if values[name] is not None else "not measured"
+        lines.append(f"| ratio | {name} | {shown} | {reasons.get(name, '')} | | {GOALS[name]} |")
+    for transport in ("shared_memory", "unix", "tcp"):
+        try:
+            bound = ratios.bound_seconds(transport)
+        except (Missing, ZeroDivisionError):
+            continue
+        lines.append(f"| step | bound over {transport} | {number(1e3 * bound)} | | ms | |")
+    for part, content in ratios.parts.items():
+        for key, value in sorted(content["figures"].items()):
+            scale, unit = (1e3, "ms") if value["unit"] == "s" else (1, value["unit"])
+            lines.append(f"| {part} | {key.removesuffix('_seconds')} | {number(scale * value['median'])} | "
+                         f"{number(scale * value['min'])} to {number(scale * value['max'])}"
+                         + (f", p99 {number(scale * value['p99'])}" if unit == "ms" and "p99" in value
+                            else "") + f" | {unit} | |")
+    skipped = [line for part in ratios.parts.values() for line in part["info"].get("skipped", [])]
+    if skipped:
+        lines += ["", "Left out for want of memory:", "", *(f"- {line}" for line in skipped)]
+    return "\n".join(lines) + "\n"
+
+
+def number(value: float) -> str:
+    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+
+
+def write(path: pathlib.Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def report(out: pathlib.Path) -> None:
+    raw = out / "raw"
+    machine = read(raw / "machine.json")
+    if not isinstance(machine, dict) or not {"cpu", "cores", "memory_bytes", "kernel",
+                                             "transparent_huge_pages"} <= machine.keys():
+        raise Failed(f"{raw / 'machine.json'}: not what --machine writes")
+    parts = read_parts(raw)
+    try:
+        compared = check_weights(parts)
+        ratios = Ratios(parts, machine)
+        values, reasons = ratios.all()
+        text = table(machine, ratios, values, reasons, compared)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise Failed(f"{raw}: a file lacks {error}") from error
+    write(out / "bench.json", json.dumps(
+        {"machine": machine, "ratios": values, "not_measured": reasons, "goals": GOALS,
+         "runs_with_equal_weights": compared, "raw": parts}, indent=1) + "\n")
+    write(out / "report.md", text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--out", type=pathlib.Path)
+    what.add_argument("--machine", type=pathlib.Path)
+    flags = parser.parse_args()
+    try:
+        if flags.machine:
+            write(flags.machine, json.dumps(describe_machine(), indent=1) + "\n")
+        else:
+            report(flags.out)
+    except (Failed, OSError) as error:
+        print(f"report.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

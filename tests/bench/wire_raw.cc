@@ -1,0 +1,56 @@
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <thread>
+
+#include "cpu_optimizer_service/common/status.h"
+#include "tests/bench/raw_socket.h"
+#include "tests/bench/wire.h"
+
+namespace ballast::bench {
+namespace {
+
+class RawWire final : public Wire {
+ public:
+  RawWire(int fd, const SendMemory& memory) : fd_(fd), memory_(memory) {}
+  ~RawWire() override { close(fd_); }
+
+  absl::Status Transfer(int64_t up, int64_t down) override {
+    const TransferSizes sizes{.up = up, .down = down};
+    std::byte first[sizeof(sizes)];
+    std::memcpy(first, &sizes, sizeof(sizes));
+    BALLAST_RETURN_IF_ERROR(SendAll(fd_, first));
+    absl::Status sent;
+    std::thread sender;
+    if (up > 0 && down > 0) {
+      sender = std::thread([&] { sent = SendMessages(fd_, memory_, up); });
+    } else {
+      sent = SendMessages(fd_, memory_, up);
+    }
+    const absl::Status received = ReceiveMessages(fd_, down);
+    // A sender that waits for a peer that is gone is woken.
+    if (!received.ok()) shutdown(fd_, SHUT_RDWR);
+    if (sender.joinable()) sender.join();
+    BALLAST_RETURN_IF_ERROR(received);
+    BALLAST_RETURN_IF_ERROR(sent);
+    std::byte last{};
+    BALLAST_ASSIGN_OR_RETURN(const bool there, ReceiveAll(fd_, absl::MakeSpan(&last, 1)));
+    if (!there || last != kTransferDone) return absl::UnavailableError("the peer has gone");
+    return absl::OkStatus();
+  }
+
+ private:
+  const int fd_;
+  const SendMemory& memory_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Wire>> OpenRawWire(const std::string& address,
+                                                  const SendMemory& memory) {
+  BALLAST_ASSIGN_OR_RETURN(const int fd, ConnectRaw(address));
+  return std::make_unique<RawWire>(fd, memory);
+}
+
+}  // namespace ballast::bench
