@@ -41,11 +41,12 @@ std::string Name(v1::TraceEventKind kind) {
   return absl::AsciiStrToLower(v1::TraceEventKind_Name(kind));
 }
 
+bool KnowsKind(const v1::TraceEvent& event) {
+  return event.kind() != v1::TRACE_EVENT_KIND_UNSPECIFIED &&
+         v1::TraceEventKind_IsValid(event.kind());
+}
+
 absl::Status CheckEvent(const v1::TraceEvent& event, const Layout& layout) {
-  if (event.kind() == v1::TRACE_EVENT_KIND_UNSPECIFIED || Name(event.kind()).empty()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("an event of the unknown kind ", static_cast<int>(event.kind())));
-  }
   if (event.end_ns() < event.begin_ns()) {
     return absl::InvalidArgumentError(absl::StrCat(
         "an event that ends ", event.begin_ns() - event.end_ns(), " ns before it begins"));
@@ -56,6 +57,11 @@ absl::Status CheckEvent(const v1::TraceEvent& event, const Layout& layout) {
                                                    ", of a job that has ", layout.chunks().size()));
   }
   return absl::OkStatus();
+}
+
+bool SentTogether(const v1::TraceEvent& a, const v1::TraceEvent& b, const Layout& layout) {
+  return a.begin_ns() == b.begin_ns() && a.step() == b.step() &&
+         layout.chunks()[a.chunk()].rank == layout.chunks()[b.chunk()].rank;
 }
 
 ChromeTrace::ChromeTrace(std::string job, const Layout& layout)
@@ -72,9 +78,7 @@ std::string ChromeTrace::Head() const {
 std::string ChromeTrace::Add(const v1::TraceEvent& event) {
   std::string text;
   const bool same_message =
-      event.kind() == v1::SENT && !sent_.empty() && event.begin_ns() == sent_.front().begin_ns() &&
-      event.step() == sent_.front().step() &&
-      layout_.chunks()[event.chunk()].rank == layout_.chunks()[sent_.front().chunk()].rank;
+      event.kind() == v1::SENT && !sent_.empty() && SentTogether(sent_.front(), event, layout_);
   if (!same_message) AppendSent(text);
   if (event.kind() == v1::SENT) {
     sent_.push_back(event);

@@ -25,9 +25,15 @@ namespace ballast::client::cli {
 // "arrived", "summed", ...; "" for a kind that is not known.
 std::string Name(v1::TraceEventKind kind);
 
-// INVALID_ARGUMENT unless the kind is known, the event has a chunk of the layout if its kind has
-// one, and does not end before it begins.
+// False for an event of a newer service, which this client cannot show.
+bool KnowsKind(const v1::TraceEvent& event);
+
+// Of an event whose kind is known: INVALID_ARGUMENT unless it has a chunk of the layout if its kind
+// has one, and does not end before it begins.
 absl::Status CheckEvent(const v1::TraceEvent& event, const Layout& layout);
+
+// Whether the weights of two chunks went in one message. Both have passed CheckEvent and are SENT.
+bool SentTogether(const v1::TraceEvent& a, const v1::TraceEvent& b, const Layout& layout);
 
 // What is given to Add has passed CheckEvent, and comes in order of begin_ns.
 class ChromeTrace {

@@ -46,6 +46,10 @@ class Download {
   absl::Status Receive(const v1::TraceJobResponse& part) {
     std::string text = std::exchange(started_, true) ? "" : chrome_.Head();
     for (const v1::TraceEvent& event : part.events()) {
+      if (!KnowsKind(event)) {
+        ++unknown_events_;
+        continue;
+      }
       if (const absl::Status status = CheckEvent(event, layout_); !status.ok()) {
         return absl::DataLossError(absl::StrCat("the service sent ", status.message()));
       }
@@ -62,6 +66,7 @@ class Download {
 
   const TraceSummary& summary() const { return summary_; }
   uint64_t dropped_events() const { return dropped_events_; }
+  int64_t unknown_events() const { return unknown_events_; }
 
  private:
   const Layout& layout_;
@@ -70,6 +75,7 @@ class Download {
   WholeFile& file_;
   bool started_ = false;
   uint64_t dropped_events_ = 0;
+  int64_t unknown_events_ = 0;  // Of kinds that only a newer client can show.
 };
 
 // What there is instead of a step.
@@ -96,6 +102,11 @@ std::string Describe(const TraceRequest& request, const Download& trace) {
   if (trace.dropped_events() > 0) {
     absl::StrAppend(&text, FormatCount(static_cast<int64_t>(trace.dropped_events())),
                     " more events found no room in the service; trace fewer steps\n");
+  }
+  if (trace.unknown_events() > 0) {
+    absl::StrAppend(
+        &text, FormatCount(trace.unknown_events()),
+        " more events are of kinds that this client does not know; use the service's\n");
   }
   if (summary.committed() < request.steps) {
     absl::StrAppend(&text, "only ", summary.committed(), " of ", request.steps,
@@ -128,6 +139,7 @@ absl::StatusOr<std::string> Trace(Service& service, const TraceRequest& request,
                {"file", request.out},
                {"events", download.summary().events()},
                {"dropped_events", download.dropped_events()},
+               {"unknown_events", download.unknown_events()},
                {"steps", download.summary().ToJson()}});
 }
 

@@ -22,10 +22,13 @@ class GradientPlaces {
  public:
   explicit GradientPlaces(size_t chunks) : states_(chunks, State::kFree) {}
 
-  // The trainer writes there, from now on.
-  void GiveToTrainer(int chunk) {
+  // Whether the trainer may write there; then only the trainer does, from now on. Not while a push
+  // that the session copied there is in use.
+  bool GiveToTrainer(int chunk) {
     MutexLock lock(mutex_);
+    if (states_[chunk] == State::kTaken) return false;
     states_[chunk] = State::kTrainers;
+    return true;
   }
   // Whether the session may write there now; then it is not free any more.
   bool Take(int chunk) {

@@ -103,6 +103,9 @@ struct SessionOptions {
   // through the channel. kAuto: where service and system allow it; otherwise all goes through the
   // channel, with the same bits.
   SharedMemoryUse shared_memory = SharedMemoryUse::kAuto;
+  // False: the session is for weights to upload, for counts and checkpoints only. No memory is
+  // shared or set aside for it, and ReadWeights and BeginStep say FAILED_PRECONDITION.
+  bool takes_steps = true;
   // With `weights` null, or job.update_mode kSpeculate, and no memory in common, the session sets
   // aside memory as large as this rank's partition in its return dtypes. Where it cannot be had,
   // RESOURCE_EXHAUSTED without `weights`; with it, a line in the log says so and this rank's chunks
@@ -127,10 +130,11 @@ struct GradientPush {
   bool empty = false;  // No gradient for any of its elements; no payload.
   // chunk.elements elements of the group's wire dtype; gradient_memory(chunk) itself, or any other.
   absl::Span<const std::byte> payload;
-  // Called exactly once, from any thread: when the service holds the payload and gRPC has let go of
-  // it, or the session has failed and gRPC has let go, or Push returns an error; where memory is
-  // shared, a payload that lies elsewhere is copied there and released before Push returns, unless
-  // what was pushed for the chunk before is still in use. May be null.
+  // Called exactly once, from any thread, the caller's included before Push returns, so under no
+  // lock that it takes itself: when the service holds the payload and gRPC has let go of it, or the
+  // session has failed and gRPC has let go, or Push returns an error; where memory is shared, a
+  // payload that lies elsewhere is copied there and released at once, unless the trainer has asked
+  // for the chunk's place or what was pushed for the chunk before is still in use. May be null.
   std::function<void()> released;
 };
 
@@ -197,10 +201,11 @@ class Session {
   // Whether this process and the service have memory in common.
   virtual bool shares_memory() const = 0;
   // Where a chunk's gradient may be written so that Push of just these bytes copies nothing: its
-  // elements in the wire dtype, 64-byte aligned. Empty if no memory is shared: any memory will do
-  // then. Asked for from any thread, but before anything is pushed for the chunk. The bytes belong
-  // to the trainer until they are pushed, and again once that push is released; after a final push
-  // not before the next BeginStep. They live as long as the session.
+  // elements in the wire dtype, 64-byte aligned. Empty if no memory is shared, and while an earlier
+  // push of other memory still lies there: any memory will do then. From any thread. A place once
+  // asked for stays the trainer's for the session: pushes of other memory for the chunk go through
+  // the channel. Its bytes belong to the trainer until they are pushed, and again once that push is
+  // released; after a final push not before the next BeginStep. They live as long as the session.
   virtual absl::Span<std::byte> gradient_memory(int chunk) = 0;
   // With SessionOptions::weights null: a chunk's weights in the return dtype, valid from on_weights
   // (or the return of ReceiveWeights or ReadWeights) until the next BeginStep, after which the

@@ -17,6 +17,8 @@
 namespace ballast::client {
 namespace {
 
+constexpr absl::Duration kLongestWaitForSharedMemory = absl::Seconds(10);
+
 absl::Status CheckOptions(const SessionOptions& options) {
   const int world_size = options.job.layout.world_size;
   if (options.rank < 0 || options.rank >= world_size) {
@@ -56,6 +58,7 @@ absl::StatusOr<std::unique_ptr<SessionImpl>> SessionImpl::Open(std::unique_ptr<T
                                                                SessionOptions options) {
   BALLAST_RETURN_IF_ERROR(CheckOptions(options));
   if (options.process_id.empty()) options.process_id = DefaultProcessId();
+  if (!options.takes_steps) options.shared_memory = SharedMemoryUse::kNever;
   BALLAST_ASSIGN_OR_RETURN(Layout layout, Layout::Create(options.job.layout));
   const absl::Time deadline = clock.Now() + options.join_timeout;
   std::unique_ptr<SessionImpl> session(
@@ -109,19 +112,24 @@ void SessionImpl::ShareMemory(const v1::SharedMemoryOffer& offer, absl::Time dea
   if (shared_memory_ != nullptr) weights_memory_.reset();
   shared_memory_ = nullptr;
   if (!attached_.has_shared_memory()) return;
-  // Time is left for the stream.
-  const absl::Duration limit = std::max((deadline - clock_.Now()) / 2, absl::Seconds(1));
+  // Time is left for the stream; a service that listens at all answers soon.
+  const absl::Duration limit =
+      std::clamp((deadline - clock_.Now()) / 2, absl::Seconds(1), kLongestWaitForSharedMemory);
   absl::StatusOr<std::unique_ptr<SharedMemory>> shared = SharedMemory::Connect(
       offer, RankMemoryLayout(layout_, options_.job.groups, options_.rank), limit);
   if (shared.ok()) {
     shared_memory_ = *std::move(shared);
-  } else {
-    Log().debug("{}: no memory is shared with the service: {}", Context(),
-                shared.status().ToString());
+    return;
   }
+  // Nobody listens: the service is on another host, or in another network namespace.
+  const bool elsewhere = absl::IsNotFound(shared.status());
+  Log().log(elsewhere ? spdlog::level::info : spdlog::level::warn,
+            "{}: gradients and weights travel through the connection, no memory is shared: {}",
+            Context(), std::string(shared.status().message()));
 }
 
 absl::Status SessionImpl::TakeWeightsMemory() {
+  if (!options_.takes_steps) return absl::OkStatus();
   if (shared_memory_ != nullptr) {
     weights_memory_ = WeightsMemory::In(*shared_memory_, layout_, options_.rank);
     return absl::OkStatus();
@@ -143,15 +151,14 @@ absl::Status SessionImpl::TakeWeightsMemory() {
 }
 
 absl::Span<const std::byte> SessionImpl::weights_memory(int chunk) const {
-  if (options_.weights || chunk < 0) return {};
+  if (options_.weights || !weights_memory_.has_value() || chunk < 0) return {};
   return weights_memory_->at(chunk);
 }
 
 absl::Span<std::byte> SessionImpl::gradient_memory(int chunk) {
   const bool exists = chunk >= 0 && chunk < static_cast<int>(layout_.chunks().size());
   if (shared_memory_ == nullptr || !exists) return {};
-  places_.GiveToTrainer(chunk);
-  return shared_memory_->gradient(chunk);
+  return places_.GiveToTrainer(chunk) ? shared_memory_->gradient(chunk) : absl::Span<std::byte>();
 }
 
 v1::OpenTrain SessionImpl::OpenMessage() const {
@@ -192,8 +199,15 @@ absl::Status SessionImpl::CheckBetweenSteps(const char* call) const {
       Context(), ": ", call, " in the middle of a step; seal and receive its weights first"));
 }
 
+absl::Status SessionImpl::CheckTakesSteps(const char* call) const {
+  if (options_.takes_steps) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrCat(Context(), ": ", call, " in a session that was opened without steps"));
+}
+
 absl::Status SessionImpl::BeginStep(const StepSettings& settings) {
   BALLAST_RETURN_IF_ERROR(CheckBetweenSteps("BeginStep"));
+  BALLAST_RETURN_IF_ERROR(CheckTakesSteps("BeginStep"));
   const uint64_t step = committed_step_ + 1;
   v1::TrainRequest request;
   v1::BeginStep& begin = *request.mutable_begin_step();

@@ -99,6 +99,8 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   std::string Context() const override;
   // OK if a step is open and the stream is sound.
   absl::Status CheckInStep(const char* call) const;
+  // OK if the session was opened for steps.
+  absl::Status CheckTakesSteps(const char* call) const;
   // OK if no step is open and the stream is sound.
   absl::Status CheckBetweenSteps(const char* call) const;
   absl::Status CheckPush(const GradientPush& push) const;

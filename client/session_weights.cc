@@ -63,6 +63,7 @@ absl::Status SessionImpl::UploadWeights(
 
 absl::Status SessionImpl::ReadWeights() {
   BALLAST_RETURN_IF_ERROR(CheckBetweenSteps("ReadWeights"));
+  BALLAST_RETURN_IF_ERROR(CheckTakesSteps("ReadWeights"));
   const std::string context = absl::StrCat(Context(), ": reading weights");
   // A session that has ended waits in vain: this rank's weights may be forgotten.
   const auto get_job = [this]() -> absl::StatusOr<v1::Job> {
@@ -91,6 +92,8 @@ absl::Status SessionImpl::ReadWeights() {
 
 absl::Status SessionImpl::FetchWeights(WeightSink& sink, std::optional<uint64_t>& step,
                                        absl::Duration limit) {
+  // An earlier call brought all and broke before its end. An empty list would mean all chunks.
+  if (step.has_value() && sink.missing_chunks() == 0) return absl::OkStatus();
   v1::ReadWeightsRequest request;
   request.set_name(proto::JobName(options_.job.name));
   request.set_uid(attached_.uid());

@@ -1,11 +1,13 @@
 #include "client/shared_memory.h"
 
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <poll.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -18,6 +20,7 @@
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "client/steady_deadline.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/shared_memory_protocol.h"
@@ -74,19 +77,30 @@ absl::StatusOr<Descriptor> Dial(const std::string& name, Deadline deadline) {
     return Failed("a limit on the socket for shared memory");
   }
   while (connect(connection.get(), reinterpret_cast<const sockaddr*>(&address), size) != 0) {
-    if (errno != EINTR || Passed(deadline)) return Failed("no way to the service's shared memory");
+    if (errno == EINTR && !Passed(deadline)) continue;
+    constexpr absl::string_view kNoWay = "no way to the service's shared memory";
+    if (errno == EAGAIN) {
+      return absl::UnavailableError(absl::StrCat(kNoWay, ": it took no connection in time"));
+    }
+    if (errno == ECONNREFUSED) {
+      return absl::NotFoundError(
+          absl::StrCat(kNoWay, ": nobody listens for it on this host; it is for the same host"));
+    }
+    return Failed(kNoWay);
   }
   return connection;
 }
 
-absl::Status AwaitAnswer(int connection, Deadline deadline) {
+absl::Status AwaitAnswer(int connection, Deadline deadline, absl::Duration limit) {
   pollfd wanted = {.fd = connection, .events = POLLIN, .revents = 0};
   for (;;) {
     const int ready = poll(&wanted, 1, static_cast<int>(Left(deadline).count()));
     if (ready > 0) return absl::OkStatus();
     if (ready < 0 && errno != EINTR) return Failed("waiting for shared memory");
     if (Passed(deadline)) {
-      return absl::UnavailableError("the service did not hand over the shared memory in time");
+      return absl::UnavailableError(
+          absl::StrCat("the service did not hand over the shared memory in time, ",
+                       absl::FormatDuration(limit)));
     }
   }
 }
@@ -148,8 +162,17 @@ absl::StatusOr<Descriptor> TakeFile(Answer answer) {
   return std::move(answer.files[0]);
 }
 
-// After this, nobody can take from under a mapping what the file has now.
+// After this, the file is as large as it is for ever, so a mapping of it has no end that moves.
 absl::Status CheckFile(int file, int64_t size_bytes) {
+  // In a file of reserved huge pages, an access fails where none is left.
+  struct statfs system;
+  if (fstatfs(file, &system) != 0) return Failed("the service's memory file");
+  if (system.f_type != TMPFS_MAGIC) {
+    return absl::FailedPreconditionError(
+        absl::StrFormat("the service's memory file is not ordinary shared memory: its file system "
+                        "is of type %#x",
+                        static_cast<uint64_t>(system.f_type)));
+  }
   const int seals = fcntl(file, F_GET_SEALS);
   constexpr int kNeeded = F_SEAL_SHRINK | F_SEAL_GROW;
   if (seals < 0 || (seals & kNeeded) != kNeeded) {
@@ -172,6 +195,12 @@ absl::StatusOr<std::byte*> Map(int file, size_t bytes) {
         absl::StrCat("mapping the service's memory file: ", std::strerror(errno)));
   }
   madvise(memory, bytes, MADV_HUGEPAGE);  // Nothing is lost where they are not to be had.
+  // A forked child that still ran the trainer's code would write into the parent's gradients.
+  if (madvise(memory, bytes, MADV_DONTFORK) != 0) {
+    const absl::Status failed = Failed("keeping shared memory from forked processes");
+    munmap(memory, bytes);
+    return failed;
+  }
 #ifdef MADV_POPULATE_WRITE
   // Now rather than page by page in the first step. Kernels before 5.14 do not know it.
   if (madvise(memory, bytes, MADV_POPULATE_WRITE) != 0 && errno != EINVAL) {
@@ -200,7 +229,7 @@ absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::Connect(
       static_cast<ssize_t>(token.size())) {
     return Failed("showing the token for shared memory");
   }
-  BALLAST_RETURN_IF_ERROR(AwaitAnswer(connection.get(), deadline));
+  BALLAST_RETURN_IF_ERROR(AwaitAnswer(connection.get(), deadline, limit));
   BALLAST_ASSIGN_OR_RETURN(Answer answer, ReadAnswer(connection.get()));
   BALLAST_ASSIGN_OR_RETURN(const Descriptor file, TakeFile(std::move(answer)));
   BALLAST_RETURN_IF_ERROR(CheckFile(file.get(), places.size_bytes()));
@@ -215,6 +244,7 @@ SharedMemory::SharedMemory(RankMemoryLayout places, int connection, std::byte* m
 
 SharedMemory::~SharedMemory() {
   munmap(memory_, static_cast<size_t>(places_.size_bytes()));
+  shutdown(connection_, SHUT_RDWR);  // A forked process may hold the descriptor too.
   close(connection_);
 }
 

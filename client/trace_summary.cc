@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "client/chrome_trace.h"
 #include "client/cli_text.h"
 #include "cpu_optimizer_service/common/dtype.h"
 
@@ -57,10 +58,17 @@ TracedStep& TraceSummary::StepOf(const v1::TraceEvent& event) {
   return steps_.emplace_back(TracedStep{.step = event.step()});
 }
 
+bool TraceSummary::InLastMessage(const v1::TraceEvent& sent) const {
+  return last_sent_.kind() == v1::SENT && SentTogether(last_sent_, sent, layout_);
+}
+
 void TraceSummary::Add(const v1::TraceEvent& event) {
   ++events_;
   TracedStep& step = StepOf(event);
-  step.busy_ns[event.kind()] += event.end_ns() - event.begin_ns();
+  if (event.kind() != v1::SENT || !InLastMessage(event)) {
+    step.busy_ns[event.kind()] += event.end_ns() - event.begin_ns();
+  }
+  if (event.kind() == v1::SENT) last_sent_ = event;
   if (event.kind() == v1::BEGUN) step.begun_ns = event.begin_ns();
   if (event.kind() == v1::DECIDED) step.decided_ns = event.end_ns();
   if (event.kind() == v1::COMMITTED) step.committed_ns = event.end_ns();

@@ -47,12 +47,15 @@ class TraceSummary {
 
  private:
   TracedStep& StepOf(const v1::TraceEvent& event);
+  // Whether the chunk went with the one before: the time of a message counts once.
+  bool InLastMessage(const v1::TraceEvent& sent) const;
   bool ThroughChannel(int rank) const;
 
   const JobSpec& spec_;
   const Layout& layout_;
   const std::vector<bool> shares_memory_;  // By rank.
   int64_t events_ = 0;
+  v1::TraceEvent last_sent_;  // The latest chunk that was sent.
   std::vector<TracedStep> steps_;
 };
 

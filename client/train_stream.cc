@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_set.h"
 #include "cpu_optimizer_service/common/mutex.h"
 #include "proto/frame.h"
 #include "proto/status.h"
@@ -51,7 +52,7 @@ class GrpcTrainStream final : public TrainStream {
     gradients.set_micro_step_end(header.micro_step_end());
     gradients.set_final(header.final());
     gradients.add_chunks(header.chunk());
-    Queue({.shared = std::move(message)});
+    Queue({.shared = std::move(message), .chunks = {header.chunk()}});
   }
 
  private:
@@ -59,6 +60,7 @@ class GrpcTrainStream final : public TrainStream {
   struct Unsent {
     grpc::ByteBuffer bytes;
     std::optional<v1::TrainRequest> shared;
+    absl::flat_hash_set<uint32_t> chunks;  // Of `shared`.
   };
   enum class Event : int { kStarted, kRead, kWritten, kWoken, kFinished };
 
@@ -67,17 +69,23 @@ class GrpcTrainStream final : public TrainStream {
            a.micro_step_end() == b.micro_step_end() && a.final() == b.final();
   }
 
+  // Whether it went into the last message that waits. A message names each chunk once at most, so
+  // it is never longer than the rank's chunks are many, which is what a service takes.
+  bool Merge(const Unsent& message) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    if (!message.shared.has_value() || unsent_.empty()) return false;
+    Unsent& last = unsent_.back();
+    if (!last.shared.has_value()) return false;
+    v1::SharedGradients& waiting = *last.shared->mutable_shared_gradients();
+    const v1::SharedGradients& more = message.shared->shared_gradients();
+    if (!SameButForTheChunks(waiting, more)) return false;
+    if (!last.chunks.insert(more.chunks(0)).second) return false;
+    waiting.add_chunks(more.chunks(0));
+    return true;
+  }
+
   void Queue(Unsent message) {
     MutexLock lock(mutex_);
-    if (ended_) return;
-    if (message.shared.has_value() && !unsent_.empty() && unsent_.back().shared.has_value()) {
-      v1::SharedGradients& waiting = *unsent_.back().shared->mutable_shared_gradients();
-      const v1::SharedGradients& more = message.shared->shared_gradients();
-      if (SameButForTheChunks(waiting, more)) {
-        waiting.mutable_chunks()->MergeFrom(more.chunks());
-        return;
-      }
-    }
+    if (ended_ || Merge(message)) return;
     unsent_.push_back(std::move(message));
     if (busy_) return;
     // Writing here would run gRPC's work, and the release of other payloads, under the caller's

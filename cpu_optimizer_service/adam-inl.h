@@ -260,10 +260,14 @@ void UpdateRun(const AdamRun& run) {
     UpdatePadded<kDecay, kAmsgrad, kGradient, kHasShard, kShard>(slice(run, 0, head));
   }
   if (whole > 0) {
-    UpdateTurns<kDecay, kAmsgrad, kGradient, kHasShard, kShard, /*kStream=*/kHasShard>(
-        slice(run, head, whole));
-    // What was streamed becomes visible to a thread that learns of it by an ordinary store.
-    if constexpr (kHasShard) hwy::FlushStream();
+    const AdamRun turns = slice(run, head, whole);
+    if (kHasShard && run.shard != run.gradient) {
+      UpdateTurns<kDecay, kAmsgrad, kGradient, kHasShard, kShard, /*kStream=*/kHasShard>(turns);
+      // What was streamed becomes visible to a thread that learns of it by an ordinary store.
+      hwy::FlushStream();
+    } else {  // Where the gradient was just read, the line is in the cache anyway.
+      UpdateTurns<kDecay, kAmsgrad, kGradient, kHasShard, kShard, /*kStream=*/false>(turns);
+    }
   }
   if (tail > 0) {
     UpdatePadded<kDecay, kAmsgrad, kGradient, kHasShard, kShard>(slice(run, head + whole, tail));

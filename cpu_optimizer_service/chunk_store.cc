@@ -1,6 +1,7 @@
 #include "cpu_optimizer_service/chunk_store.h"
 
 #include <cassert>
+#include <map>
 #include <optional>
 #include <utility>
 
@@ -25,6 +26,7 @@ absl::string_view Name(Plane plane) {
 
 struct ChunkPin::Version {
   Slot slot;
+  int home = 0;  // The chunk whose place in the arena, and so whose NUMA node, it has.
   uint64_t step = 0;
   int pins = 0;
   bool published = false;
@@ -50,7 +52,9 @@ struct ChunkStore::Impl {
   // A version that nobody needs: kept for reuse if it lies in the store's arenas, else freed.
   void Retire(int chunk, std::unique_ptr<Version> version) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
     if (version->spare != nullptr) Retire(chunk, std::move(version->spare));
-    if (version->arena == nullptr) free[KeyOf(chunk)].push_back(std::move(version));
+    if (version->arena != nullptr) return;
+    const int home = version->home;
+    free[KeyOf(chunk)].emplace(home, std::move(version));
   }
 
   const Layout& layout;
@@ -62,7 +66,9 @@ struct ChunkStore::Impl {
   std::vector<std::unique_ptr<Version>> table ABSL_GUARDED_BY(mutex);
   // No longer published but pinned still, and targets of writes under way.
   absl::flat_hash_map<Version*, std::unique_ptr<Version>> unpublished ABSL_GUARDED_BY(mutex);
-  absl::flat_hash_map<Key, std::vector<std::unique_ptr<Version>>> free ABSL_GUARDED_BY(mutex);
+  // By home.
+  absl::flat_hash_map<Key, std::multimap<int, std::unique_ptr<Version>>> free
+      ABSL_GUARDED_BY(mutex);
 };
 
 namespace {
@@ -92,8 +98,11 @@ Slot MakeSlot(std::byte* memory, int64_t elements, int planes) {
 absl::StatusOr<std::unique_ptr<ChunkPin::Version>> ChunkStore::Impl::TakeFresh(int chunk) {
   const auto [elements, planes] = KeyOf(chunk);
   if (auto found = free.find(KeyOf(chunk)); found != free.end() && !found->second.empty()) {
-    auto version = std::move(found->second.back());
-    found->second.pop_back();
+    // Its own, or that of a neighbour.
+    auto near = found->second.lower_bound(chunk);
+    if (near == found->second.end()) --near;
+    auto version = std::move(near->second);
+    found->second.erase(near);
     return version;
   }
   const int64_t bytes = SlotBytes(elements, planes);
@@ -162,6 +171,7 @@ absl::StatusOr<std::unique_ptr<ChunkStore>> ChunkStore::Create(const Layout& lay
     for (const Chunk& chunk : layout.chunks()) {
       const int planes = impl->options.planes[chunk.group];
       auto version = std::make_unique<ChunkPin::Version>();
+      version->home = static_cast<int>(impl->table.size());
       version->slot = MakeSlot(memory, chunk.elements, planes);
       version->published = true;
       memory += SlotBytes(chunk.elements, planes);
@@ -180,7 +190,8 @@ absl::StatusOr<std::unique_ptr<ChunkStore>> ChunkStore::Create(const Layout& lay
       auto version = std::make_unique<ChunkPin::Version>();
       version->slot = MakeSlot(memory, elements, planes);
       memory += SlotBytes(elements, planes);
-      impl->free[impl->KeyOf(chunk)].push_back(std::move(version));
+      version->home = chunk;
+      impl->free[impl->KeyOf(chunk)].emplace(chunk, std::move(version));
     }
   }
   return std::unique_ptr<ChunkStore>(new ChunkStore(std::move(impl)));

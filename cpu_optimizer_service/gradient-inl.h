@@ -14,12 +14,21 @@
 #include "cpu_optimizer_service/common/dtype.h"
 #include "cpu_optimizer_service/common/layout.h"
 #include "cpu_optimizer_service/conversion-inl.h"
+#include "hwy/cache_control.h"
 #include "hwy/highway.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace ballast {
 namespace HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
+
+// Added pairwise: l and l + 8, l and l + 4, ...
+HWY_INLINE double AddLanes(double* lanes, size_t count) {
+  for (size_t half = count / 2; half > 0; half /= 2) {
+    for (size_t l = 0; l < half; ++l) lanes[l] += lanes[l + half];
+  }
+  return lanes[0];
+}
 
 // The order of common/gradient_norm.h: lane l of 16 takes the elements l, l + 16, ...; a vector
 // holds neighbouring lanes. The square of an fp32 value is exact in double, so a fused multiply-add
@@ -38,15 +47,47 @@ HWY_INLINE double BlockSumOfSquares(const void* gradient, size_t begin) {
     }
     hn::StoreU(sum, dd, lanes + lane);
   }
-  for (size_t half = kLanes / 2; half > 0; half /= 2) {
-    for (size_t l = 0; l < half; ++l) lanes[l] += lanes[l + half];
+  return AddLanes(lanes, kLanes);
+}
+
+// The same, a quarter faster: of a 32-bit word that holds two elements either half becomes an fp32
+// value in one operation, so that a vector holds the even lanes, or the odd ones.
+template <>
+HWY_INLINE double BlockSumOfSquares<DType::kBFloat16>(const void* gradient, size_t begin) {
+  constexpr size_t kPairLanes = 8;
+  constexpr size_t kBlockPairs = kBlockElements / 2;
+  const hn::CappedTag<double, kPairLanes> dd;
+  const hn::Rebind<float, decltype(dd)> df;
+  const hn::RebindToUnsigned<decltype(df)> du;
+  const hn::Repartition<uint16_t, decltype(du)> d16;
+  const auto* bits = static_cast<const uint16_t*>(gradient) + begin;
+  double even[kPairLanes];
+  double odd[kPairLanes];
+  for (size_t lane = 0; lane < kPairLanes; lane += hn::Lanes(dd)) {
+    auto even_sum = hn::Zero(dd);
+    auto odd_sum = hn::Zero(dd);
+    for (size_t pair = lane; pair < kBlockPairs; pair += kPairLanes) {
+      const auto words = hn::BitCast(du, hn::LoadU(d16, bits + 2 * pair));
+      const auto low = hn::PromoteTo(dd, hn::BitCast(df, hn::ShiftLeft<16>(words)));
+      const auto high =
+          hn::PromoteTo(dd, hn::BitCast(df, hn::And(words, hn::Set(du, 0xffff0000u))));
+      even_sum = hn::MulAdd(low, low, even_sum);
+      odd_sum = hn::MulAdd(high, high, odd_sum);
+    }
+    hn::StoreU(even_sum, dd, even + lane);
+    hn::StoreU(odd_sum, dd, odd + lane);
   }
-  return lanes[0];
+  return AddLanes(even, kPairLanes) + AddLanes(odd, kPairLanes);
 }
 
 template <DType kDType>
 void BlockSumsAs(const void* gradient, double* sums, size_t blocks) {
+  constexpr size_t kBlockBytes = kBlockElements * SizeBytes(kDType);
+  constexpr size_t kPrefetchAhead = 8192;
+  constexpr size_t kLineBytes = 64;
   for (size_t b = 0; b < blocks; ++b) {
+    const char* ahead = static_cast<const char*>(gradient) + b * kBlockBytes + kPrefetchAhead;
+    for (size_t byte = 0; byte < kBlockBytes; byte += kLineBytes) hwy::Prefetch(ahead + byte);
     sums[b] = BlockSumOfSquares<kDType>(gradient, b * kBlockElements);
   }
 }

@@ -83,10 +83,12 @@ absl::StatusOr<std::unique_ptr<GradientStore>> GradientStore::Create(const JobSp
                                                                      ArenaFactory& arenas) {
   std::unique_ptr<GradientStore> store(new GradientStore(spec, layout));
   const std::string label = absl::StrCat("job ", spec.name);
-  BALLAST_ASSIGN_OR_RETURN(store->wire_arena_, arenas.Create(GradientBytes(spec, layout),
-                                                             absl::StrCat(label, " gradients"),
-                                                             ArenaFactory::Touch::kNow));
-  std::byte* wire = store->wire_arena_->data();
+  Places& places = *store->places_;
+  BALLAST_ASSIGN_OR_RETURN(
+      places.arena, arenas.Create(GradientBytes(spec, layout), absl::StrCat(label, " gradients"),
+                                  ArenaFactory::Touch::kNow));
+  places.lent = std::make_unique<std::atomic<bool>[]>(store->chunks_.size());
+  std::byte* wire = places.arena->data();
   for (size_t i = 0; i < store->chunks_.size(); ++i) {
     const Chunk& chunk = layout.chunks()[i];
     store->chunks_[i].wire = wire;
@@ -111,11 +113,13 @@ void GradientStore::Add(int index, absl::Span<const absl::Span<const std::byte>>
   const DType dtype = wire_dtypes_[place.group];
   switch (chunk.form) {
     case Form::kNone:
-    case Form::kZero:
-      Gather(payload, chunk.wire);
-      chunk.first = chunk.wire;
+    case Form::kZero: {
+      std::byte* const to = PlaceForPayload(index);
+      Gather(payload, to);
+      chunk.first = to;
       chunk.form = Form::kWire;
       return;
+    }
     case Form::kWire:
       assert(chunk.sum != nullptr);
       SumGradients(chunk.sum, chunk.first, Contiguous(payload, dtype), dtype, place.elements);
@@ -126,6 +130,36 @@ void GradientStore::Add(int index, absl::Span<const absl::Span<const std::byte>>
       AddGradient(chunk.sum, Contiguous(payload, dtype), dtype, place.elements);
       return;
   }
+}
+
+int64_t GradientStore::PlaceBytes(int index) const {
+  const Chunk& chunk = layout_.chunks()[index];
+  return chunk.elements * SizeBytes(wire_dtypes_[chunk.group]);
+}
+
+std::byte* GradientStore::PlaceForPayload(int index) {
+  ChunkGradient& chunk = chunks_[index];
+  if (!places_->lent[index].load(std::memory_order_acquire)) {
+    chunk.elsewhere = nullptr;
+    return chunk.wire;
+  }
+  // The rank has not taken its last weights, which a worker does before it goes on; or another
+  // process has taken the rank, and what the older one left unread has not been dropped yet. So
+  // this is rare, and for a few chunks.
+  if (chunk.elsewhere == nullptr) chunk.elsewhere.reset(new std::byte[PlaceBytes(index)]);
+  return chunk.elsewhere.get();
+}
+
+ShardBuffer GradientStore::LendPlace(int index, int64_t size_bytes) {
+  const ChunkGradient& chunk = chunks_[index];
+  const bool read_there = chunk.form == Form::kWire && chunk.first == chunk.wire;
+  const int64_t place_bytes = PlaceBytes(index);
+  if (read_there ? size_bytes != place_bytes : size_bytes > place_bytes) return {};
+  if (places_->lent[index].exchange(true, std::memory_order_acquire)) return {};
+  std::shared_ptr<const void> loan(chunk.wire, [places = places_, index](const void*) {
+    places->lent[index].store(false, std::memory_order_release);
+  });
+  return ShardBuffer::Lent(std::move(loan), {chunk.wire, static_cast<size_t>(size_bytes)});
 }
 
 void GradientStore::Borrow(int index, const std::byte* payload) {

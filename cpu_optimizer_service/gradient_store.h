@@ -20,6 +20,7 @@
 #include "cpu_optimizer_service/common/dtype.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/shard_buffer.h"
 
 namespace ballast {
 
@@ -54,6 +55,12 @@ class GradientStore {
   bool is_zero(int chunk) const { return chunks_[chunk].form == Form::kZero; }
   GradientView view(int chunk) const;
 
+  // Room for the chunk's updated weights on their way out: the place where its gradient came. If
+  // that is where view() lies, element i may be written once element i has been read. Until the
+  // buffer is given back, the chunk's next gradient is kept elsewhere. Null if the place is lent
+  // already, or does not have the size.
+  ShardBuffer LendPlace(int chunk, int64_t size_bytes);
+
   // Computes the sums of squares of what has been added to a chunk.
   void ComputeSums(int chunk);
   // Of a group's blocks in flat-space order, as of when ComputeSums ran for their chunks.
@@ -72,8 +79,9 @@ class GradientStore {
   struct ChunkGradient {
     Form form = Form::kNone;
     const std::byte* first = nullptr;  // kWire: where the contribution lies; `wire`, or borrowed.
-    std::byte* wire = nullptr;
-    float* sum = nullptr;  // nullptr: the job has no accumulators.
+    std::byte* wire = nullptr;         // Its place.
+    std::unique_ptr<std::byte[]> elsewhere;  // In place of `wire`, while that is lent.
+    float* sum = nullptr;                    // nullptr: the job has no accumulators.
   };
   struct SpanSums {
     std::vector<double> sums;  // By span.
@@ -91,7 +99,15 @@ class GradientStore {
 
   const Layout& layout_;
   std::vector<DType> wire_dtypes_;  // By group.
-  std::unique_ptr<Arena> wire_arena_;
+  // The places, kept for as long as one is lent.
+  struct Places {
+    std::unique_ptr<Arena> arena;
+    std::unique_ptr<std::atomic<bool>[]> lent;  // By chunk.
+  };
+  int64_t PlaceBytes(int chunk) const;
+  // Where the chunk's first payload goes.
+  std::byte* PlaceForPayload(int chunk);
+  std::shared_ptr<Places> places_ = std::make_shared<Places>();
   std::unique_ptr<Arena> sum_arena_;
   std::vector<ChunkGradient> chunks_;
   std::vector<std::vector<double>> block_sums_;  // By group, as the next.

@@ -145,8 +145,10 @@ void JobImpl::UpdateTo(const Update& update, int index, const ChunkStore::Write&
 
 ShardBuffer JobImpl::ShardFor(const UpdatePlan& plan, int index) {
   const auto& memory = plan.weights_in_place[layout_.chunks()[index].rank];
-  return memory != nullptr ? ShardBuffer::InPlace(memory, index)
-                           : shard_buffers_->TryTake(ShardBytes(index));
+  if (memory != nullptr) return ShardBuffer::InPlace(memory, index);
+  // The decision is made, so nothing but this update reads the gradient any more.
+  ShardBuffer place = gradients_->LendPlace(index, ShardBytes(index));
+  return place ? std::move(place) : shard_buffers_->TryTake(ShardBytes(index));
 }
 
 void JobImpl::ApplyToChunk(const UpdatePlan& plan, int index) {
@@ -180,7 +182,7 @@ void JobImpl::ApplyToChunk(const UpdatePlan& plan, int index) {
 
 void JobImpl::Commit(const UpdatePlan& plan) {
   double update_seconds = 0;
-  RankMemories lenders;  // Let go of after the lock.
+  RankMemories lenders;  // Let go of last: unmapping takes long, and ranks wait for the commit.
   {
     MutexLock lock(mutex_);
     const auto* decided = std::get_if<DecidedStep>(&step_);
@@ -221,7 +223,8 @@ void JobImpl::Commit(const UpdatePlan& plan) {
     names.resize(std::min(names.size(), kRecordedNames));
     if (recent_steps_.size() > kRecentSteps) recent_steps_.pop_front();
     for (Rank& rank : ranks_) {
-      lenders.push_back(std::move(rank.lender));
+      if (rank.lender != rank.memory) lenders.push_back(std::move(rank.lender));
+      rank.lender = nullptr;
       FreeIfLeft(rank);
     }
     step_ = std::monostate();
@@ -229,7 +232,6 @@ void JobImpl::Commit(const UpdatePlan& plan) {
     changed_.NotifyAll();
     step_over_.NotifyAll();
   }
-  lenders.clear();
   for (const auto& listener : plan.listeners) {
     if (listener != nullptr) listener->OnCommitted(plan.terms.step, update_seconds);
   }

@@ -13,6 +13,7 @@
 #include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/job_impl.h"
+#include "cpu_optimizer_service/kernels.h"
 
 namespace ballast {
 namespace {
@@ -264,8 +265,16 @@ bool JobImpl::HasGradient(int index, int64_t begin, int64_t end) const {
   for (int64_t i = begin; i < end;) {
     // No square of a gradient that is not zero is lost in a double. Parameters may be large, and
     // nobody else gets at the job meanwhile.
-    if (sums_current && i % kBlockElements == 0 && end - i >= kBlockElements) {
-      if (sums[i / kBlockElements] != 0) return true;
+    if (i % kBlockElements == 0 && end - i >= kBlockElements) {
+      double sum = 0;
+      if (sums_current) {
+        sum = sums[i / kBlockElements];
+      } else {
+        const auto* data = static_cast<const std::byte*>(gradient.data) +
+                           (i - chunk.begin) * SizeBytes(gradient.dtype);
+        BlockSumsOfSquares(data, gradient.dtype, {&sum, 1});
+      }
+      if (sum != 0) return true;
       i += kBlockElements;
       continue;
     }

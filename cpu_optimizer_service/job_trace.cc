@@ -69,6 +69,8 @@ absl::StatusOr<Trace> JobImpl::TraceSteps(uint32_t steps,
     step_over_.WaitUntil(mutex_, Clock::now() + (committed.has_value() ? kSendingPoll : kPoll));
   }
   Trace trace = trace_.Stop();
+  // A reader may take its time.
+  memory.ShrinkTo(static_cast<int64_t>(trace.events.capacity() * sizeof(TraceEvent)));
   trace.memory = std::move(memory);
   return trace;
 }

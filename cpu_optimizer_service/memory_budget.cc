@@ -18,6 +18,13 @@ MemoryBudget::Reservation& MemoryBudget::Reservation::operator=(Reservation&& ot
   return *this;
 }
 
+void MemoryBudget::Reservation::ShrinkTo(int64_t bytes) {
+  if (budget_ == nullptr || bytes >= bytes_) return;
+  MutexLock lock(budget_->mutex_);
+  budget_->used_bytes_ -= bytes_ - bytes;
+  bytes_ = bytes;
+}
+
 void MemoryBudget::Reservation::Release() {
   if (budget_ == nullptr) return;
   MutexLock lock(budget_->mutex_);

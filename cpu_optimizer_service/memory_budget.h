@@ -20,6 +20,8 @@ class MemoryBudget {
     Reservation& operator=(Reservation&& other) noexcept;
     ~Reservation() { Release(); }
     int64_t bytes() const { return bytes_; }
+    // Gives back what is more than `bytes`.
+    void ShrinkTo(int64_t bytes);
 
    private:
     friend class MemoryBudget;

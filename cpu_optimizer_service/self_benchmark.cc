@@ -1,8 +1,11 @@
 #include "cpu_optimizer_service/self_benchmark.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "absl/functional/function_ref.h"
@@ -209,12 +212,16 @@ absl::StatusOr<SelfBenchmark> RunSelfBenchmark(const SelfBenchmarkOptions& optio
   result.rounds = rounds;
   result.all_threads = SpeedOf(pool.threads(), result.elements, all);
   result.one_thread = SpeedOf(1, result.elements, one);
-  result.facts = {.threads = pool.threads(),
-                  .processors = options.topology->processors(),
-                  .nodes = static_cast<int>(options.topology->nodes.size()),
-                  .bound = pool.bound(),
-                  .huge_page_share = arrays.huge_page_share(),
-                  .kernel_fraction = result.all_threads.fraction};
+  // Arrays that fit in the last cache say nothing about memory.
+  const int64_t cache_bytes = sysconf(_SC_LEVEL3_CACHE_SIZE);
+  const bool beyond_cache = chunks * kMaxChunkElements * kBytesPerElement >= 2 * cache_bytes;
+  result.facts = {
+      .threads = pool.threads(),
+      .processors = options.topology->processors(),
+      .nodes = static_cast<int>(options.topology->nodes.size()),
+      .bound = pool.bound(),
+      .huge_page_share = arrays.huge_page_share(),
+      .kernel_fraction = beyond_cache ? std::optional(result.all_threads.fraction) : std::nullopt};
   return result;
 }
 

@@ -13,9 +13,18 @@ ShardBuffer ShardBuffer::InPlace(std::shared_ptr<const RankMemory> memory, int c
   return buffer;
 }
 
+ShardBuffer ShardBuffer::Lent(std::shared_ptr<const void> loan, absl::Span<std::byte> bytes) {
+  ShardBuffer buffer;
+  buffer.data_ = bytes.data();
+  buffer.size_bytes_ = static_cast<int64_t>(bytes.size());
+  buffer.loan_ = std::move(loan);
+  return buffer;
+}
+
 ShardBuffer::ShardBuffer(ShardBuffer&& other) noexcept
     : pool_(std::move(other.pool_)),
       memory_(std::move(other.memory_)),
+      loan_(std::move(other.loan_)),
       data_(std::exchange(other.data_, nullptr)),
       size_bytes_(std::exchange(other.size_bytes_, 0)) {}
 
@@ -24,6 +33,7 @@ ShardBuffer& ShardBuffer::operator=(ShardBuffer&& other) noexcept {
     Release();
     pool_ = std::move(other.pool_);
     memory_ = std::move(other.memory_);
+    loan_ = std::move(other.loan_);
     data_ = std::exchange(other.data_, nullptr);
     size_bytes_ = std::exchange(other.size_bytes_, 0);
   }
@@ -34,6 +44,7 @@ void ShardBuffer::Release() {
   if (pool_ != nullptr) pool_->GiveBack(data_);
   pool_ = nullptr;
   memory_ = nullptr;
+  loan_ = nullptr;
   data_ = nullptr;
   size_bytes_ = 0;
 }

@@ -1,7 +1,8 @@
-// Where updated weights lie on their way out: a buffer from a pool of fixed size, or the chunk's
-// place in the memory that its rank shares with this process. An empty pool never blocks an update
-// after the decision: the weights are then converted again when they can be sent. An update ahead
-// of the decision waits for a buffer instead (job_speculation.cc).
+// Where updated weights lie on their way out: the chunk's place in the memory that its rank shares
+// with this process; or the place of the gradient that they were made of, which nobody needs any
+// more (gradient_store.h); or, where neither can be, a buffer from a pool of fixed size. An empty
+// pool never blocks an update after the decision: the weights are then converted again when they
+// can be sent. An update ahead of the decision waits for a buffer instead (job_speculation.cc).
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_SHARD_BUFFER_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_SHARD_BUFFER_H_
 
@@ -25,6 +26,8 @@ class ShardBuffer {
   ShardBuffer() = default;
   // The place of `chunk`'s weights in `memory`, which it keeps alive.
   static ShardBuffer InPlace(std::shared_ptr<const RankMemory> memory, int chunk);
+  // `bytes`, which stay for as long as `loan` does.
+  static ShardBuffer Lent(std::shared_ptr<const void> loan, absl::Span<std::byte> bytes);
   ShardBuffer(ShardBuffer&& other) noexcept;
   ShardBuffer& operator=(ShardBuffer&& other) noexcept;
   ~ShardBuffer() { Release(); }
@@ -43,6 +46,7 @@ class ShardBuffer {
 
   std::shared_ptr<ShardBufferPool> pool_;
   std::shared_ptr<const RankMemory> memory_;
+  std::shared_ptr<const void> loan_;
   std::byte* data_ = nullptr;
   int64_t size_bytes_ = 0;
 };

@@ -69,15 +69,13 @@ struct NodeLoop {
     std::atomic<bool> begun = false;  // By a worker of the node, which will go on to the end.
   };
 
-  NodeLoop(absl::FunctionRef<void(int64_t)> body, int64_t count, int nodes)
-      : body(body), shares(nodes), remaining(count) {
+  NodeLoop(absl::FunctionRef<void(int64_t)> body, int64_t count, const std::vector<int64_t>& ends)
+      : body(body), shares(ends.size()), remaining(count) {
     int64_t begin = 0;
-    for (int node = 0; node < nodes; ++node) {
-      // The first index that NodeOf gives to a later node.
-      const int64_t end = ((node + 1) * count + nodes - 1) / nodes;
+    for (size_t node = 0; node < ends.size(); ++node) {
       shares[node].next = begin;
-      shares[node].end = end;
-      begin = end;
+      shares[node].end = ends[node];
+      begin = ends[node];
     }
   }
   ~NodeLoop() { edge.Acquire(); }  // Whoever is last frees what all have used.
@@ -127,6 +125,7 @@ struct TaskPool::Impl {
       : parallelism(tbb::global_control::max_allowed_parallelism, threads + 1) {
     const std::vector<int> threads_of = ThreadsPerNode(topology, threads);
     for (int node = 0; node < static_cast<int>(threads_of.size()); ++node) {
+      threads_up_to.push_back(threads_of[node] + (node == 0 ? 0 : threads_up_to.back()));
       nodes.push_back(std::make_unique<Node>(threads_of[node]));
       if (threads_of.size() == 1) continue;  // The system places the threads well enough.
       nodes[node]->binding.emplace(nodes[node]->arena, topology, node, binding_failed);
@@ -135,11 +134,16 @@ struct TaskPool::Impl {
 
   // The place of a task that runs on `node`.
   Place PlaceOf(int node) const { return nodes.size() == 1 ? Place() : Place{this, node}; }
+  // The first of `count` indices that does not belong to `node` or one before it.
+  int64_t EndOf(size_t node, int64_t count) const {
+    return (count * threads_up_to[node] + threads_up_to.back() - 1) / threads_up_to.back();
+  }
   bool IsOurs(const Place& place) const { return place.pool == this; }
 
   tbb::global_control parallelism;
   std::atomic<bool> binding_failed = false;
   std::vector<std::unique_ptr<Node>> nodes;
+  std::vector<int64_t> threads_up_to;   // By node: its threads and those of the nodes before it.
   std::atomic<uint64_t> next_node = 0;  // For tasks that any may run.
   Mutex mutex;
   CondVar idle;
@@ -156,6 +160,12 @@ TaskPool::~TaskPool() {
 }
 
 int TaskPool::nodes() const { return static_cast<int>(impl_->nodes.size()); }
+
+int TaskPool::NodeOf(int64_t index, int64_t count) const {
+  int node = 0;
+  while (index >= impl_->EndOf(node, count)) ++node;
+  return node;
+}
 
 void TaskPool::Start(std::function<void()> task, int node) {
   {
@@ -190,7 +200,11 @@ void TaskPool::ForEach(int64_t count, absl::FunctionRef<void(int64_t)> body) {
     impl_->nodes[0]->arena.execute([&] { ParallelFor(count, body); });
     return;
   }
-  auto loop = std::make_shared<NodeLoop>(body, count, nodes());
+  std::vector<int64_t> ends;
+  for (size_t node = 0; node < impl_->nodes.size(); ++node) {
+    ends.push_back(impl_->EndOf(node, count));
+  }
+  auto loop = std::make_shared<NodeLoop>(body, count, ends);
   for (int node = 0; node < nodes(); ++node) {
     NodeLoop::Share& share = loop->shares[node];
     const int64_t elements = share.end - share.next.load(std::memory_order_relaxed);

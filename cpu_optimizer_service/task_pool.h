@@ -15,8 +15,8 @@ namespace ballast {
 // Thread-safe. Tasks do not throw.
 //
 // Where there are several nodes each thread is bound to one of them, and index i of `count` belongs
-// to node NodeOf(i, count). Memory that is touched and worked on by the same indices is so always
-// near to the threads that use it.
+// to node NodeOf(i, count): each node's share is that of its threads. Memory that is touched and
+// worked on by the same indices is so always near to the threads that use it.
 class TaskPool {
  public:
   static constexpr int kAnyNode = -1;
@@ -27,9 +27,7 @@ class TaskPool {
 
   int threads() const { return threads_; }
   int nodes() const;
-  int NodeOf(int64_t index, int64_t count) const {
-    return static_cast<int>(index * nodes() / count);
-  }
+  int NodeOf(int64_t index, int64_t count) const;
 
   // Runs `task` on a worker, of `node` if that is given, soon; does not wait.
   void Start(std::function<void()> task, int node = kAnyNode);

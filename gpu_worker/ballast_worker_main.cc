@@ -293,10 +293,11 @@ absl::StatusOr<MakeOptimizer> ChooseOptimizer(const Launch& launch,
           {{"auto", client::SharedMemoryUse::kAuto}, {"never", client::SharedMemoryUse::kNever}}));
   BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<grpc::Channel> channel,
                            ConnectService(launch, in_process));
-  return [channel = std::move(channel), resume, shared_memory](const TrainingJob& job,
-                                                               Collective& collective) {
+  return [channel = std::move(channel), resume, shared_memory](
+             const TrainingJob& job, WeightsAt weights, Collective& collective) {
     return MakeServiceOptimizer(channel,
                                 {.job = job.spec,
+                                 .weights = std::move(weights),
                                  .resume_directory = resume,
                                  .seal_timeout = absl::GetFlag(FLAGS_seal_timeout),
                                  .reconnect_timeout = absl::GetFlag(FLAGS_reconnect_timeout),

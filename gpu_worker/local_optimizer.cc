@@ -13,9 +13,11 @@
 
 namespace ballast::worker {
 
-LocalOptimizer::LocalOptimizer(const JobSpec& job, const Layout& layout, Collective& collective)
+LocalOptimizer::LocalOptimizer(const JobSpec& job, const Layout& layout, Collective& collective,
+                               WeightsAt weights)
     : layout_(layout),
       collective_(collective),
+      weights_(std::move(weights)),
       max_norm_(job.max_norm),
       unused_policy_(job.unused_policy),
       groups_(job.groups),
@@ -36,10 +38,9 @@ absl::Status LocalOptimizer::Join(const FillChunk& first_weights) {
       plane->assign(chunk.elements, 0.0f);
     }
     first_weights(index, absl::MakeSpan(state.master));
-    const DType dtype = groups_[chunk.group].return_dtype;
-    state.weights.resize(chunk.elements * SizeBytes(dtype));
+    const absl::Span<std::byte> shard = weights_(index);
     for (int64_t i = 0; i < chunk.elements; ++i) {
-      StoreElement(state.weights.data(), dtype, i, state.master[i]);
+      StoreElement(shard.data(), groups_[chunk.group].return_dtype, i, state.master[i]);
     }
   }
   return absl::OkStatus();
@@ -191,7 +192,7 @@ void LocalOptimizer::Update(int index) {
          .new_exp_avg = state.exp_avg.data() + at,
          .new_exp_avg_sq = state.exp_avg_sq.data() + at,
          .new_max_exp_avg_sq = nullptr,
-         .shard = chunks_[index].weights.data() + at * SizeBytes(group.return_dtype),
+         .shard = weights_(index).data() + at * SizeBytes(group.return_dtype),
          .shard_dtype = group.return_dtype,
          .scalars = MakeAdamScalars(group.hyper_parameters, update_counts_[piece.parameter],
                                     decision_.multipliers[chunk.group])});

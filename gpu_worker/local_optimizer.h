@@ -19,14 +19,14 @@ class LocalOptimizer final : public StepOptimizer {
  public:
   // `layout` and `collective` are borrowed until destruction. amsgrad is not supported: the
   // trainer's jobs have none.
-  LocalOptimizer(const JobSpec& job, const Layout& layout, Collective& collective);
+  LocalOptimizer(const JobSpec& job, const Layout& layout, Collective& collective,
+                 WeightsAt weights);
 
   absl::Status Join(const FillChunk& first_weights) override;
   uint64_t generation() const override { return 0; }
   uint64_t committed_step() const override { return committed_step_; }
   std::string trainer_state() const override { return ""; }
   bool last_step_applied() const override { return true; }
-  absl::Span<const std::byte> weights(int chunk) const override { return chunks_[chunk].weights; }
 
   absl::Status BeginStep(const client::StepSettings& settings) override;
   absl::Status Push(client::GradientPush push) override;
@@ -45,8 +45,7 @@ class LocalOptimizer final : public StepOptimizer {
     std::vector<float> master;
     std::vector<float> exp_avg;
     std::vector<float> exp_avg_sq;
-    std::vector<std::byte> weights;  // In the return dtype.
-    uint32_t next_micro_step = 0;    // The ledger.
+    uint32_t next_micro_step = 0;  // The ledger.
     bool has_gradient = false;
   };
 
@@ -60,6 +59,7 @@ class LocalOptimizer final : public StepOptimizer {
 
   const Layout& layout_;
   Collective& collective_;
+  const WeightsAt weights_;
   const double max_norm_;
   const UnusedPolicy unused_policy_;
   std::vector<GroupSpec> groups_;   // Hyper-parameters as the last step's overrides left them.

@@ -23,14 +23,16 @@ namespace ballast::worker {
 
 // Writes the first fp32 values of a chunk, zeros in the padding.
 using FillChunk = std::function<void(int chunk, absl::Span<float> values)>;
+// Where the weights of a chunk of this rank go, in the group's return dtype.
+using WeightsAt = std::function<absl::Span<std::byte>(int chunk)>;
 
 class StepOptimizer {
  public:
   virtual ~StepOptimizer() = default;
 
   // Joins the job, for the first time or again after ABORTED; nothing of an unfinished step stays.
-  // Gives the optimizer the first weights, if it has none yet, and reads the current ones of this
-  // rank's chunks. May say ABORTED itself: join again.
+  // Gives the optimizer the first weights, if it has none yet, and puts the current ones of this
+  // rank's chunks in place. May say ABORTED itself: join again.
   virtual absl::Status Join(const FillChunk& first_weights) = 0;
   // The service's name for this very job, which another of the same name does not have; empty where
   // the job ends with the process.
@@ -43,9 +45,6 @@ class StepOptimizer {
   virtual std::string trainer_state() const = 0;
   virtual bool last_step_applied() const = 0;
 
-  // Weights of a chunk of this rank in the group's return dtype: valid from Join or, after an
-  // applied step, ReceiveWeights until the next BeginStep.
-  virtual absl::Span<const std::byte> weights(int chunk) const = 0;
   // Where a chunk's gradient is written best (client::Session::gradient_memory), until the next
   // Join; empty: anywhere.
   virtual absl::Span<std::byte> gradient_memory(int chunk) { return {}; }

@@ -34,9 +34,6 @@ class ServiceOptimizer final : public StepOptimizer {
   uint64_t committed_step() const override { return session().committed_step(); }
   std::string trainer_state() const override { return session().trainer_state(); }
   bool last_step_applied() const override { return session().last_step_applied(); }
-  absl::Span<const std::byte> weights(int chunk) const override {
-    return session().weights_memory(chunk);
-  }
   absl::Span<std::byte> gradient_memory(int chunk) override {
     return session().gradient_memory(chunk);
   }
@@ -94,7 +91,7 @@ class ServiceOptimizer final : public StepOptimizer {
 
 absl::Status LoadCheckpoint(const std::shared_ptr<grpc::Channel>& channel,
                             client::SessionOptions options, const std::string& directory) {
-  options.shared_memory = client::SharedMemoryUse::kNever;  // Not for a session without steps.
+  options.takes_steps = false;
   BALLAST_ASSIGN_OR_RETURN(const std::unique_ptr<client::Session> session,
                            client::Session::Open(channel, options));
   if (!session->awaiting_weights()) {
@@ -117,6 +114,7 @@ absl::StatusOr<std::unique_ptr<StepOptimizer>> MakeServiceOptimizer(
   client::SessionOptions session_options;
   session_options.job = std::move(options.job);
   session_options.rank = collective.rank();
+  session_options.weights = std::move(options.weights);
   session_options.seal_timeout = options.seal_timeout;
   session_options.reconnect_timeout = options.reconnect_timeout;
   session_options.shared_memory = options.shared_memory;

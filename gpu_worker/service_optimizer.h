@@ -15,6 +15,7 @@ namespace ballast::worker {
 
 struct ServiceOptimizerOptions {
   JobSpec job;
+  WeightsAt weights;
   // A checkpoint on the service's host for rank 0 to load into a job that has no weights yet. A job
   // that has some goes on from them: a restarted worker has the same flags. Empty: none.
   std::string resume_directory;

@@ -231,16 +231,8 @@ absl::Status Trainer::ShareDecision() {
   return absl::OkStatus();
 }
 
-// This rank's shards first; the others' arrive beside them.
+// This rank's shards are in place already; the others' arrive beside them.
 absl::Status Trainer::GatherWeights() {
-  for (const int index : job_.layout.chunks_of_rank(collective_.rank())) {
-    const Chunk& chunk = job_.layout.chunks()[index];
-    const absl::Span<const std::byte> weights = optimizer_.weights(index);
-    const absl::Span<std::byte> place =
-        WeightBytes(model_, chunk.group, chunk.begin, chunk.elements);
-    Check(weights.size() == place.size(), "weights come in the model's format");
-    std::copy(weights.begin(), weights.end(), place.begin());
-  }
   for (const Bucket& bucket : job_.buckets) {
     const absl::Span<std::byte> all = WeightBytes(model_, bucket.group, bucket.begin,
                                                   bucket.shard_elements * collective_.world_size());
@@ -288,6 +280,7 @@ absl::Status Trainer::Join() {
     BALLAST_ASSIGN_OR_RETURN(const bool together, StandTogether(status.ok()));
     if (!together) continue;
     if (optimizer_.committed_step() > options_.steps) return PastTheLastStep();
+    LogTransport();
     staging_.Use([this](int chunk) { return optimizer_.gradient_memory(chunk); });
     BALLAST_RETURN_IF_ERROR(RestoreScaler());
     return GatherWeights();
@@ -296,6 +289,14 @@ absl::Status Trainer::Join() {
       absl::StrCat("job ", job_.spec.name, ": the ranks joined ", kMaxAttempts,
                    " times and never stood at the same step (", status.message(),
                    "); find out who takes a rank or loads checkpoints all the time"));
+}
+
+void Trainer::LogTransport() {
+  const std::string transport = optimizer_.transport();
+  if (transport == transport_) return;
+  Log().info("rank {}: gradients and weights travel through {}{}", collective_.rank(), transport,
+             transport_.empty() ? "" : absl::StrCat(", no longer through ", transport_));
+  transport_ = transport;
 }
 
 absl::Status Trainer::PastTheLastStep() const {

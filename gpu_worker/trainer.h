@@ -123,6 +123,8 @@ class Trainer {
   absl::Status SealAndReceive();
   absl::Status ShareDecision();
   absl::Status JoinAgain(const std::string& reason);
+  // When it is new.
+  void LogTransport();
   absl::Status PastTheLastStep() const;
   absl::StatusOr<bool> StandTogether(bool joined);
   absl::Status RestoreScaler();
@@ -145,6 +147,7 @@ class Trainer {
   Attempt attempt_;
   std::string lost_because_;
   int attempts_in_a_row_ = 0;
+  std::string transport_;  // As the last Join found it.
   BucketReducer reducer_;  // Last: its thread uses the others.
 };
 

@@ -13,7 +13,6 @@
 #include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/agreement.h"
 #include "gpu_worker/local_optimizer.h"
-#include "gpu_worker/log.h"
 #include "gpu_worker/loss_log.h"
 #include "gpu_worker/run_output.h"
 
@@ -117,8 +116,9 @@ absl::Status LeaveOutput(const WorkerOptions& options, const Collective& collect
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<StepOptimizer>> MakeLocalOptimizer(const TrainingJob& job,
+                                                                  WeightsAt weights,
                                                                   Collective& collective) {
-  return std::make_unique<LocalOptimizer>(job.spec, job.layout, collective);
+  return std::make_unique<LocalOptimizer>(job.spec, job.layout, collective, std::move(weights));
 }
 
 absl::Status RunWorker(WorkerOptions options, Collective& collective,
@@ -141,8 +141,12 @@ absl::Status RunWorker(WorkerOptions options, Collective& collective,
   model->Place(job.layout, job.group_elements, options.job.weights_dtype);
   GradientStaging staging(job.layout, WireDTypes(job.spec), collective.rank(),
                           options.seal_timeout);
+  const WeightsAt weights = [&](int chunk_index) {
+    const Chunk& chunk = job.layout.chunks()[chunk_index];
+    return WeightBytes(*model, chunk.group, chunk.begin, chunk.elements);
+  };
   BALLAST_ASSIGN_OR_RETURN(const std::unique_ptr<StepOptimizer> optimizer,
-                           make_optimizer(job, collective));
+                           make_optimizer(job, weights, collective));
   Trainer trainer(options.trainer, {.model = *model,
                                     .data = data,
                                     .job = job,
@@ -150,9 +154,6 @@ absl::Status RunWorker(WorkerOptions options, Collective& collective,
                                     .staging = staging,
                                     .optimizer = *optimizer});
   BALLAST_RETURN_IF_ERROR(trainer.Join());
-  if (const std::string transport = optimizer->transport(); !transport.empty()) {
-    Log().info("rank {}: gradients and weights travel through {}", collective.rank(), transport);
-  }
 
   std::unique_ptr<LossLog> losses;
   TrainerEvents events;

@@ -34,7 +34,7 @@ struct WorkerOptions {
 };
 
 using MakeOptimizer = std::function<absl::StatusOr<std::unique_ptr<StepOptimizer>>(
-    const TrainingJob& job, Collective& collective)>;
+    const TrainingJob& job, WeightsAt weights, Collective& collective)>;
 
 // Trains from where the job stands and leaves the output; a job that has had all its steps leaves
 // it again. `on_step` is called on every rank, after each step. Errors are one line that says what
@@ -45,6 +45,7 @@ absl::Status RunWorker(WorkerOptions options, Collective& collective,
 
 // A LocalOptimizer for RunWorker.
 absl::StatusOr<std::unique_ptr<StepOptimizer>> MakeLocalOptimizer(const TrainingJob& job,
+                                                                  WeightsAt weights,
                                                                   Collective& collective);
 
 }  // namespace ballast::worker

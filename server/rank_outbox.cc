@@ -149,7 +149,19 @@ void RankOutbox::OnWaiting(uint64_t step, const std::vector<int>& ranks) {
   Push(std::move(message));
 }
 
+void RankOutbox::Sealing(uint64_t step) {
+  {
+    MutexLock lock(mutex_);
+    sealing_step_ = step;
+  }
+  Advance();
+}
+
 void RankOutbox::OnSealRefused(uint64_t step, const SealRefusal& refusal) {
+  {
+    MutexLock lock(mutex_);
+    sealing_step_ = 0;
+  }
   v1::TrainResponse message;
   v1::SealRefused& refused = *message.mutable_seal_refused();
   refused.set_step(step);
@@ -241,7 +253,9 @@ size_t RankOutbox::SharedRun(size_t most) const {
 
 bool RankOutbox::HasItem() const {
   if (queue_.empty()) return false;
-  const bool enough = queue_.size() >= shared_batch_ || draining_;
+  const auto* first = std::get_if<Weights>(&queue_.front());
+  const bool awaited = first != nullptr && first->provisional && first->step == sealing_step_;
+  const bool enough = queue_.size() >= shared_batch_ || draining_ || awaited;
   return enough || SharedRun(shared_batch_) < queue_.size();
 }
 

@@ -10,8 +10,8 @@
 // Acknowledgements are a count: one message tells all that are due.
 //
 // Weights that the rank sees already, in shared memory, are only told, and one message tells many:
-// those that come one after the other are held back until there are enough of them, or until
-// something follows them.
+// those that come one after the other are held back until there are enough of them, until something
+// follows them, or, while they are provisional, until the rank seals.
 //
 // The engine may keep the outbox for longer than the stream lives; after the stream's end its calls
 // are dropped. The wire is called with no lock held, and not at all after Finish. Thread-safe.
@@ -65,6 +65,10 @@ class RankOutbox final : public RankListener {
   void Cancelled();
   // After the stream's end: lets go of the job.
   void Close();
+
+  // The worker seals `step`. From then on, unless the seal is refused, it only waits: nothing of
+  // the step's provisional weights is held back.
+  void Sealing(uint64_t step);
 
   void OnWaiting(uint64_t step, const std::vector<int>& ranks) override;
   void OnSealRefused(uint64_t step, const SealRefusal& refusal) override;
@@ -124,6 +128,7 @@ class RankOutbox final : public RankListener {
   std::deque<Item> queue_ ABSL_GUARDED_BY(mutex_);
   size_t queue_bound_ ABSL_GUARDED_BY(mutex_) = 0;
   size_t shared_batch_ ABSL_GUARDED_BY(mutex_) = 1;  // Weights in place that are enough to be told.
+  uint64_t sealing_step_ ABSL_GUARDED_BY(mutex_) = 0;  // 0: none.
   uint64_t messages_held_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t messages_acknowledged_ ABSL_GUARDED_BY(mutex_) = 0;
   int messages_in_hand_ ABSL_GUARDED_BY(mutex_) = 0;

@@ -1,6 +1,9 @@
 // The service's end of memory shared with a rank's process on the same host: a memory file, sealed
-// against growing and shrinking, so that no access to its mapping can fail whatever the other side
-// does.
+// against growing and shrinking, so that no access to its mapping is beyond its end.
+//
+// No seal keeps the other side from punching holes, which read as zeros and are filled again at the
+// next write. Only a system that never overcommits memory (vm.overcommit_memory is 2) and has none
+// left could refuse that page, and end this process.
 #ifndef BALLAST_SERVER_SHARED_MEMORY_H_
 #define BALLAST_SERVER_SHARED_MEMORY_H_
 
@@ -32,7 +35,8 @@ class SharedMemory final : public RankMemory {
   int file_descriptor() const { return file_descriptor_; }  // To hand over; still ours.
 
   // The other process has said that it is done with the memory. At the end its pages are given back
-  // to the system even if it has kept a mapping, so that nobody hoards what is no longer counted.
+  // to the system even if it has kept a mapping; what it writes there afterwards takes pages that
+  // are its own affair.
   void PeerIsDone() const { peer_is_done_ = true; }
 
  private:

@@ -29,7 +29,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 // Making, clearing and unmapping memory takes seconds for large ranks, so it is done by helpers.
-constexpr size_t kHelpers = 4;
+// Those that take it back are others, since what waits for room waits for them.
+constexpr size_t kMakers = 4;
+constexpr size_t kTakers = 2;
 // How long nobody is let in after the process has run out of descriptors.
 constexpr auto kPauseWithoutRoom = std::chrono::seconds(1);
 
@@ -39,10 +41,30 @@ struct Grant {
   std::shared_ptr<SharedMemory> memory;
 };
 
+bool OfSameRank(const SharedMemoryOffers::Claim& a, const SharedMemoryOffers::Claim& b) {
+  return !a.job.owner_before(b.job) && !b.job.owner_before(a.job) && a.holder.rank == b.holder.rank;
+}
+
+// Before memory is made, which takes long and is counted; giving it checks again.
+absl::Status CheckHolder(const Job& job, const RankHolder& holder) {
+  const JobStatus status = job.Status();
+  const RankProgress& rank = status.ranks[holder.rank];
+  if (status.generation != holder.generation || rank.process_id != holder.process_id) {
+    return absl::AbortedError(absl::StrCat("rank ", holder.rank, " of job ", job.spec().name,
+                                           " is not held by this process; attach again"));
+  }
+  if (rank.begun) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "rank ", holder.rank, " of job ", job.spec().name, " is in the middle of a step"));
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<Grant> MakeGrant(SharedMemoryOffers::Claim claim) {
   const std::shared_ptr<Job> job = claim.job.lock();
   if (job == nullptr) return absl::NotFoundError("the job has been closed");
   const int rank = claim.holder.rank;
+  BALLAST_RETURN_IF_ERROR(CheckHolder(*job, claim.holder));
   BALLAST_ASSIGN_OR_RETURN(MemoryBudget::Reservation reservation, job->ReserveRankMemory(rank));
   BALLAST_ASSIGN_OR_RETURN(
       std::shared_ptr<SharedMemory> memory,
@@ -110,12 +132,14 @@ class Mailbox {
 class Reception {
  public:
   Reception(const SharedMemoryDoorLimits& limits, const FileDescriptor& listener,
-            SharedMemoryOffers& offers, Mailbox& mailbox, HelperThreads& helpers)
+            SharedMemoryOffers& offers, Mailbox& mailbox, HelperThreads& makers,
+            HelperThreads& takers)
       : limits_(limits),
         listener_(listener),
         offers_(offers),
         mailbox_(mailbox),
-        helpers_(helpers) {}
+        makers_(makers),
+        takers_(takers) {}
 
   // Until the mailbox says stop.
   void Run();
@@ -124,6 +148,7 @@ class Reception {
   struct Peer {
     enum class State : uint8_t {
       kSilent,   // Has shown no token.
+      kParked,   // Waits until nobody else has, gets or gives back memory of its rank.
       kWaiting,  // A helper makes its memory.
       kServed,   // Has it.
       kLeaving,  // Is gone; a helper takes its memory back.
@@ -132,7 +157,8 @@ class Reception {
     FileDescriptor connection;
     int process = 0;
     Clock::time_point silent_until;
-    std::optional<Grant> grant;  // kServed.
+    SharedMemoryOffers::Claim claim;  // Unless kSilent.
+    std::optional<Grant> grant;       // kServed.
   };
   using Peers = std::map<uint64_t, Peer>;  // By number, which is the order of arrival.
 
@@ -141,6 +167,9 @@ class Reception {
   void MakeRoomForSilent();
   void Hear(uint64_t number);
   void Serve(uint64_t number, const std::string& token);
+  std::vector<uint64_t> OthersOfRank(uint64_t number) const;
+  void MakeIfAlone(uint64_t number);
+  void MakeForParked(const SharedMemoryOffers::Claim& claim);
   void Refuse(uint64_t number, absl::string_view why);
   void Leave(uint64_t number);
   void Finish(Done done);
@@ -150,11 +179,13 @@ class Reception {
   const FileDescriptor& listener_;
   SharedMemoryOffers& offers_;
   Mailbox& mailbox_;
-  HelperThreads& helpers_;
+  HelperThreads& makers_;
+  HelperThreads& takers_;
   Peers peers_;
   uint64_t last_peer_ = 0;
   size_t silent_ = 0;
   Clock::time_point closed_until_;
+  bool told_of_no_room_ = false;
 };
 
 void Reception::Run() {
@@ -202,10 +233,13 @@ void Reception::LetIn() {
     FileDescriptor connection;
     const AcceptResult result = AcceptPeer(listener_, connection);
     if (result == AcceptResult::kNoRoom) {
-      spdlog::warn("no file descriptor for a worker that asks for shared memory");
+      if (!std::exchange(told_of_no_room_, true)) {
+        spdlog::warn("no file descriptor for a worker that asks for shared memory");
+      }
       closed_until_ = Clock::now() + kPauseWithoutRoom;
     }
     if (result != AcceptResult::kAccepted) return;
+    told_of_no_room_ = false;
     MakeRoomForSilent();
     if (peers_.size() >= limits_.peers) {
       SayRefused(connection, "too many connections");
@@ -216,6 +250,7 @@ void Reception::LetIn() {
     peers_.emplace(number, Peer{.connection = std::move(connection),
                                 .process = process,
                                 .silent_until = Clock::now() + limits_.silence,
+                                .claim = {},
                                 .grant = {}});
     ++silent_;
     Hear(number);  // Those who mean well have shown their token by now.
@@ -232,11 +267,14 @@ void Reception::MakeRoomForSilent() {
 void Reception::Hear(uint64_t number) {
   const auto found = peers_.find(number);
   if (found == peers_.end()) return;  // Dropped in this round.
+  const Peer::State state = found->second.state;
+  if (state != Peer::State::kSilent && state != Peer::State::kServed)
+    return;  // Also in this round.
   std::string token;
   const Heard heard = HearToken(found->second.connection, token);
   if (heard == Heard::kNothing) return;
   // One that has been served has nothing more to say.
-  if (found->second.state == Peer::State::kServed) return Leave(number);
+  if (state == Peer::State::kServed) return Leave(number);
   if (heard == Heard::kToken) return Serve(number, token);
   Refuse(number, heard == Heard::kEnd ? "no token was shown" : "not a token");
 }
@@ -246,11 +284,47 @@ void Reception::Serve(uint64_t number, const std::string& token) {
   if (!claim) {
     return Refuse(number, "no offer has this token: it was used, or replaced, or is too old");
   }
-  peers_.at(number).state = Peer::State::kWaiting;
+  Peer& peer = peers_.at(number);
+  peer.state = Peer::State::kParked;
+  peer.claim = *std::move(claim);
   --silent_;
-  helpers_.Run([&mailbox = mailbox_, number, claim = *std::move(claim)] {
+  for (const uint64_t other : OthersOfRank(number)) {
+    if (peers_.at(other).state == Peer::State::kParked) Refuse(other, "a later worker came");
+  }
+  MakeIfAlone(number);
+}
+
+std::vector<uint64_t> Reception::OthersOfRank(uint64_t number) const {
+  const SharedMemoryOffers::Claim& claim = peers_.at(number).claim;
+  std::vector<uint64_t> others;
+  for (const auto& [other, peer] : peers_) {
+    if (other == number || peer.state == Peer::State::kSilent) continue;
+    if (OfSameRank(peer.claim, claim)) others.push_back(other);
+  }
+  return others;
+}
+
+// A rank has one memory at a time, so that a budget with room for one is enough. Whoever had it
+// before has been replaced by the attachment that the new claim comes from.
+void Reception::MakeIfAlone(uint64_t number) {
+  const std::vector<uint64_t> others = OthersOfRank(number);
+  for (const uint64_t other : others) {
+    if (peers_.at(other).state == Peer::State::kServed) Leave(other);
+  }
+  if (!others.empty()) return;
+  Peer& peer = peers_.at(number);
+  peer.state = Peer::State::kWaiting;
+  makers_.Run([&mailbox = mailbox_, number, claim = peer.claim] {
     mailbox.Put({.peer = number, .grant = MakeGrant(claim)});
   });
+}
+
+void Reception::MakeForParked(const SharedMemoryOffers::Claim& claim) {
+  for (const auto& [number, peer] : peers_) {  // There is one at most.
+    if (peer.state == Peer::State::kParked && OfSameRank(peer.claim, claim)) {
+      return MakeIfAlone(number);
+    }
+  }
 }
 
 // Of a peer that has no memory.
@@ -267,7 +341,7 @@ void Reception::Leave(uint64_t number) {
   spdlog::debug("process {} has let go of its shared memory", peer.process);
   peer.state = Peer::State::kLeaving;
   peer.connection = FileDescriptor();
-  helpers_.Run(
+  takers_.Run(
       [&mailbox = mailbox_, number, grant = *std::exchange(peer.grant, std::nullopt)]() mutable {
         TakeBack(std::move(grant));
         mailbox.Put({.peer = number});
@@ -276,16 +350,21 @@ void Reception::Leave(uint64_t number) {
 
 void Reception::Finish(Done done) {
   Peer& peer = peers_.at(done.peer);
+  const SharedMemoryOffers::Claim claim = peer.claim;
   if (peer.state == Peer::State::kLeaving) {
     peers_.erase(done.peer);
-    return;
+  } else if (!done.grant.ok()) {
+    const std::string why(done.grant.status().message());
+    spdlog::warn("no shared memory for rank {}, process {}: {}", claim.holder.rank, peer.process,
+                 why);
+    Refuse(done.peer, why);
+  } else {
+    peer.state = Peer::State::kServed;
+    peer.grant = *std::move(done.grant);
+    spdlog::debug("process {} shares memory for rank {}", peer.process, claim.holder.rank);
+    if (!SayGranted(peer.connection, peer.grant->memory->file_descriptor())) Leave(done.peer);
   }
-  if (!done.grant.ok()) return Refuse(done.peer, done.grant.status().message());
-  peer.state = Peer::State::kServed;
-  peer.grant = *std::move(done.grant);
-  spdlog::debug("process {} shares memory for rank {}", peer.process,
-                peer.grant->claim.holder.rank);
-  if (!SayGranted(peer.connection, peer.grant->memory->file_descriptor())) Leave(done.peer);
+  MakeForParked(claim);
 }
 
 void Reception::DropSilent(Clock::time_point now) {
@@ -305,8 +384,11 @@ struct SharedMemoryDoor::Impl {
         listener(std::move(socket)),
         offers(limits.offers, limits.offer),
         mailbox(std::move(event)),
-        helpers(kHelpers),
-        thread([this, limits] { Reception(limits, listener, offers, mailbox, helpers).Run(); }) {}
+        makers(kMakers),
+        takers(kTakers),
+        thread([this, limits] {
+          Reception(limits, listener, offers, mailbox, makers, takers).Run();
+        }) {}
   ~Impl() {
     mailbox.Stop();
     thread.join();
@@ -316,7 +398,8 @@ struct SharedMemoryDoor::Impl {
   const FileDescriptor listener;
   SharedMemoryOffers offers;
   Mailbox mailbox;
-  HelperThreads helpers;  // They end before the mailbox does.
+  HelperThreads makers;  // These and the next end before the mailbox does.
+  HelperThreads takers;
   std::thread thread;
 };
 

@@ -6,8 +6,9 @@
 // descriptor. The connection then stays: when it ends, because the session or its process has, the
 // rank's memory is dropped. The protocol is in proto/shared_memory_protocol.h.
 //
-// A memory that a job no longer uses, since the rank has been taken by another process, stays
-// counted until its connection ends: until then its process may still have it.
+// A rank has one memory at a time: a new claim ends the connection of whoever had it before, and
+// waits until that memory is given back, its pages too. A process that keeps its mapping although
+// its connection has ended can fault pages in again, which nobody counts.
 //
 // Thread-safe. Connections, tokens and the time that a silent peer may take are bounded.
 #ifndef BALLAST_SERVER_SHARED_MEMORY_DOOR_H_

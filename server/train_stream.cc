@@ -126,6 +126,7 @@ absl::Status TrainStream::EndMicroStep(const v1::EndMicroStep& request) {
 }
 
 absl::Status TrainStream::Seal(const v1::Seal& request) {
+  outbox_->Sealing(request.step());  // Before a refusal can come.
   BALLAST_ASSIGN_OR_RETURN(const std::optional<SealRefusal> refusal,
                            rank_stream_->Seal(request.step(), request.micro_steps()));
   if (refusal) outbox_->OnSealRefused(request.step(), *refusal);

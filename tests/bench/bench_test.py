@@ -63,6 +63,17 @@ class Bench(unittest.TestCase):
         other = self.worker(transport="unix", parameters=1_000_000, steps=3, seed=2)
         self.assertNotEqual(other["info"]["weights_sha256"], hashes["unix", "wait"])
 
+    def test_steps_divide_their_gradients_by_different_numbers(self):
+        norms = [self.worker(transport="unix", parameters=100_000, warmup=0, steps=steps)["info"]["norm"]
+                 for steps in (1, 2, 3, 4)]
+        for norm, divisor in zip(norms, (1, 1.5, 2.25, 1)):
+            self.assertAlmostEqual(norms[0] / norm, divisor, places=9)
+
+    def test_gradient_that_counts_twice_in_every_step_changes_the_weights(self):
+        hashes = {self.worker(transport="unix", parameters=64, tensors=1, groups=1, steps=3,
+                              micro_steps=micro_steps)["info"]["weights_sha256"] for micro_steps in (1, 2)}
+        self.assertEqual(len(hashes), 2)
+
     def check_processes(self, transport: str, info: dict):
         """What is known of the service's process and of the sockets."""
         inside = transport == "in-process"

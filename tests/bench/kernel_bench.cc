@@ -7,9 +7,12 @@
 // What is compared is measured in turns (A B A B ...), since machines drift; figures are medians.
 #include <benchmark/benchmark.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <functional>
+#include <iterator>
+#include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
@@ -52,6 +55,9 @@ struct Series {
   std::vector<Variant> variants;
   std::vector<Ratio> ratios;
   std::function<void()> begin;  // Before the first pass; may be null.
+  // The variants take turns on each of so many parts of the model, and begin with another one each
+  // time: for what differs by less than a host does from one moment to the next.
+  int64_t slices = 1;
 };
 
 double Seconds(const std::function<void()>& body) {
@@ -65,18 +71,32 @@ double RunOnce(const Variant& variant) {
   return Seconds(variant.pass);
 }
 
+// Seconds of each variant over the whole model.
+std::vector<double> RunRound(const Series& series, KernelPasses& passes) {
+  const size_t count = series.variants.size();
+  std::vector<double> seconds(count);
+  for (int64_t slice = 0; slice < series.slices; ++slice) {
+    passes.UseSlice(slice, series.slices);
+    for (size_t turn = 0; turn < count; ++turn) {
+      const size_t v = (turn + static_cast<size_t>(slice)) % count;
+      seconds[v] += RunOnce(series.variants[v]);
+    }
+  }
+  passes.UseSlice(0, 1);
+  return seconds;
+}
+
 // One iteration is one round over all variants.
-void RunSeries(benchmark::State& state, const Series& series, int64_t elements, Figures& figures) {
+void RunSeries(benchmark::State& state, const Series& series, KernelPasses& passes,
+               Figures& figures) {
+  const int64_t elements = passes.elements();
   if (series.begin != nullptr) series.begin();
   std::vector<std::vector<double>> seconds(series.variants.size());
   for (const Variant& variant : series.variants) RunOnce(variant);  // Warms up.
   for (auto _ : state) {
-    double round_seconds = 0;
-    for (size_t v = 0; v < series.variants.size(); ++v) {
-      seconds[v].push_back(RunOnce(series.variants[v]));
-      round_seconds += seconds[v].back();
-    }
-    state.SetIterationTime(round_seconds);
+    const std::vector<double> round = RunRound(series, passes);
+    for (size_t v = 0; v < round.size(); ++v) seconds[v].push_back(round[v]);
+    state.SetIterationTime(std::accumulate(round.begin(), round.end(), 0.0));
   }
   for (size_t v = 0; v < series.variants.size(); ++v) {
     const Variant& variant = series.variants[v];
@@ -99,21 +119,22 @@ void RunSeries(benchmark::State& state, const Series& series, int64_t elements, 
   }
 }
 
-// The distance with which the roofline is highest on this host.
-int BestPrefetch(KernelPasses& passes) {
-  int best = 0;
-  double best_seconds = 0;
-  for (const int ahead : kPrefetchAheadElements) {
-    std::vector<double> seconds;
-    for (int turn = 0; turn < 3; ++turn) {
-      seconds.push_back(Seconds([&] { passes.Roofline(ahead); }));
-    }
-    if (best_seconds == 0 || Median(seconds) < best_seconds) {
-      best_seconds = Median(seconds);
-      best = ahead;
+// The distance with which the roofline is highest on this host, with one thread or all.
+int BestPrefetch(KernelPasses& passes, bool one_thread) {
+  constexpr int kTurns = 3;
+  passes.UseOneThread(one_thread);
+  std::vector<double> seconds[std::size(kPrefetchAheadElements)];
+  for (int turn = 0; turn < kTurns; ++turn) {
+    for (size_t i = 0; i < std::size(seconds); ++i) {
+      seconds[i].push_back(Seconds([&] { passes.Roofline(kPrefetchAheadElements[i]); }));
     }
   }
-  return best;
+  passes.UseOneThread(false);
+  size_t best = 0;
+  for (size_t i = 1; i < std::size(seconds); ++i) {
+    if (Median(seconds[i]) < Median(seconds[best])) best = i;
+  }
+  return kPrefetchAheadElements[best];
 }
 
 Series AgainstRoofline(KernelPasses& passes, bool one_thread, int prefetch_ahead) {
@@ -134,7 +155,9 @@ Series AgainstRoofline(KernelPasses& passes, bool one_thread, int prefetch_ahead
 }
 
 Series Tensors(KernelPasses& passes, const std::vector<int>& counts) {
-  Series series{.name = "tensors"};
+  // Parts of some 8M elements, too many for the caches.
+  Series series{.name = "tensors",
+                .slices = std::max<int64_t>(1, passes.elements() / (int64_t{8} << 20))};
   for (const int count : counts) {
     auto layout = std::make_shared<const Layout>(passes.LayoutOf(count));
     series.variants.push_back({.key = absl::StrCat("tensors_", count),
@@ -217,15 +240,15 @@ Series MicroSteps(KernelPasses& passes) {
 }
 
 std::vector<Series> AllSeries(KernelPasses& passes, const Arguments& arguments,
-                              int prefetch_ahead) {
+                              int prefetch_ahead_all, int prefetch_ahead_one) {
   std::vector<Series> all;
-  all.push_back(AgainstRoofline(passes, /*one_thread=*/false, prefetch_ahead));
+  all.push_back(AgainstRoofline(passes, /*one_thread=*/false, prefetch_ahead_all));
   if (arguments.only_kernel) {
     all[0].variants.erase(all[0].variants.begin());
     all[0].ratios.clear();
     return all;
   }
-  all.push_back(AgainstRoofline(passes, /*one_thread=*/true, prefetch_ahead));
+  all.push_back(AgainstRoofline(passes, /*one_thread=*/true, prefetch_ahead_one));
   all.push_back(Denormals(passes));
   all.back().begin = [&passes] { passes.UseOneThread(false); };
   all.push_back(Tensors(passes, {1, 100, 3000, 100000}));
@@ -244,22 +267,25 @@ absl::Status Run(const Arguments& arguments) {
                          : arguments.only_kernel ? 15
                          : arguments.brief       ? 7
                                                  : 15;
-  BALLAST_ASSIGN_OR_RETURN(
-      const std::unique_ptr<KernelPasses> passes,
-      KernelPasses::Create(chunks, static_cast<int>(arguments.threads), !arguments.only_kernel));
+  BALLAST_ASSIGN_OR_RETURN(const std::unique_ptr<KernelPasses> passes,
+                           KernelPasses::Create(chunks, static_cast<int>(arguments.threads)));
   if (!arguments.only_kernel) BALLAST_RETURN_IF_ERROR(passes->AddAmsgradPlane());
 
   Figures figures("kernel_bench");
-  const int prefetch_ahead = arguments.only_kernel ? 0 : BestPrefetch(*passes);
-  figures.info() = {
-      {"threads", passes->pool().threads()}, {"nodes", passes->pool().nodes()},
-      {"elements", passes->elements()},      {"rounds", rounds},
-      {"kernel_target", KernelTarget()},     {"roofline_prefetch_ahead_elements", prefetch_ahead}};
-  const std::vector<Series> all = AllSeries(*passes, arguments, prefetch_ahead);
+  const int prefetch_all = arguments.only_kernel ? 0 : BestPrefetch(*passes, false);
+  const int prefetch_one = arguments.only_kernel ? 0 : BestPrefetch(*passes, true);
+  figures.info() = {{"threads", passes->pool().threads()},
+                    {"nodes", passes->pool().nodes()},
+                    {"elements", passes->elements()},
+                    {"rounds", rounds},
+                    {"kernel_target", KernelTarget()},
+                    {"roofline_prefetch_ahead_elements", prefetch_all},
+                    {"roofline_prefetch_ahead_elements_one_thread", prefetch_one}};
+  const std::vector<Series> all = AllSeries(*passes, arguments, prefetch_all, prefetch_one);
   for (const Series& series : all) {
     benchmark::RegisterBenchmark(
         series.name.c_str(),
-        [&](benchmark::State& state) { RunSeries(state, series, passes->elements(), figures); })
+        [&](benchmark::State& state) { RunSeries(state, series, *passes, figures); })
         ->Iterations(rounds)
         ->UseManualTime()
         ->Unit(benchmark::kMillisecond);

@@ -34,8 +34,7 @@ KernelPasses::KernelPasses(int64_t chunks, int threads)
       arenas_(MakeAnonymousArenaFactory(&pool_)),
       sums_(chunks * kMaxChunkElements / kBlockElements) {}
 
-absl::StatusOr<std::unique_ptr<KernelPasses>> KernelPasses::Create(int64_t chunks, int threads,
-                                                                   bool with_store) {
+absl::StatusOr<std::unique_ptr<KernelPasses>> KernelPasses::Create(int64_t chunks, int threads) {
   std::unique_ptr<KernelPasses> passes(new KernelPasses(chunks, threads));
   const auto create = [&](int64_t bytes_per_element) {
     return passes->arenas_->Create(passes->elements() * bytes_per_element, "the kernel benchmark",
@@ -44,16 +43,13 @@ absl::StatusOr<std::unique_ptr<KernelPasses>> KernelPasses::Create(int64_t chunk
   BALLAST_ASSIGN_OR_RETURN(passes->gradient_, create(4));
   BALLAST_ASSIGN_OR_RETURN(passes->last_, create(2));
   BALLAST_ASSIGN_OR_RETURN(passes->shard_, create(4));
-  for (int plane = 0; plane < 3; ++plane) {
-    BALLAST_ASSIGN_OR_RETURN(passes->planes_.emplace_back(), create(4));
-  }
+  BALLAST_RETURN_IF_ERROR(passes->CreateStore());
   passes->ForChunks([&](int64_t chunk) {
     std::fill_n(passes->At<uint16_t>(passes->last_, chunk), kMaxChunkElements,
                 FloatToBFloat16(kGradient));
-    std::fill_n(passes->At<float>(passes->planes_[0], chunk), kMaxChunkElements, 0.5f);
+    std::fill_n(passes->PlaneAt(Plane::kMaster, chunk), kMaxChunkElements, 0.5f);
   });
   passes->Fill(DType::kBFloat16, /*denormal=*/false);
-  if (with_store) BALLAST_RETURN_IF_ERROR(passes->CreateStore());
   return passes;
 }
 
@@ -63,23 +59,30 @@ absl::Status KernelPasses::CreateStore() {
       store_,
       ChunkStore::Create(*store_layout_,
                          {.planes = {3}, .budget = &budget_, .owner = "the benchmark"}, *arenas_));
-  ForChunks([&](int64_t chunk) {
-    std::fill_n(store_->Published(static_cast<int>(chunk))[Plane::kMaster], kMaxChunkElements,
-                0.5f);
-  });
   return absl::OkStatus();
 }
 
 absl::Status KernelPasses::AddAmsgradPlane() {
-  BALLAST_ASSIGN_OR_RETURN(
-      planes_.emplace_back(),
-      arenas_->Create(elements() * 4, "the amsgrad benchmark", ArenaFactory::Touch::kNow));
+  BALLAST_ASSIGN_OR_RETURN(max_exp_avg_sq_, arenas_->Create(elements() * 4, "the amsgrad benchmark",
+                                                            ArenaFactory::Touch::kNow));
   return absl::OkStatus();
 }
 
+void KernelPasses::UseSlice(int64_t slice, int64_t slices) {
+  first_chunk_ = slice * chunks_ / slices;
+  end_chunk_ = (slice + 1) * chunks_ / slices;
+}
+
+float* KernelPasses::PlaneAt(Plane plane, int64_t chunk) const {
+  return store_->Published(static_cast<int>(chunk))[plane];
+}
+
 void KernelPasses::ForChunks(absl::FunctionRef<void(int64_t)> body) {
-  if (!one_thread_) return pool_.ForEach(chunks_, body);
-  for (int64_t chunk = 0; chunk < chunks_; ++chunk) body(chunk);
+  if (!one_thread_) {
+    return pool_.ForEach(end_chunk_ - first_chunk_,
+                         [&](int64_t index) { body(first_chunk_ + index); });
+  }
+  for (int64_t chunk = first_chunk_; chunk < end_chunk_; ++chunk) body(chunk);
 }
 
 int64_t KernelPasses::TrafficBytes(const Options& options) {
@@ -95,25 +98,25 @@ void KernelPasses::Fill(DType dtype, bool denormal) {
     for (int64_t begin = 0; begin < kMaxChunkElements; begin += kTileElements) {
       ConvertFromFloat(tile.data(), to + begin * SizeBytes(dtype), dtype, kTileElements);
     }
-    std::fill_n(At<float>(planes_[1], chunk), kMaxChunkElements, gradient);
-    std::fill_n(At<float>(planes_[2], chunk), kMaxChunkElements,
+    std::fill_n(PlaneAt(Plane::kExpAvg, chunk), kMaxChunkElements, gradient);
+    std::fill_n(PlaneAt(Plane::kExpAvgSq, chunk), kMaxChunkElements,
                 denormal ? kDenormal : gradient * gradient);
   });
 }
 
 AdamRun KernelPasses::Run(int64_t chunk, const Options& options) const {
   const int64_t begin = chunk * kMaxChunkElements;
-  float* max_exp_avg_sq = options.amsgrad ? At<float>(planes_[3], chunk) : nullptr;
+  float* max_exp_avg_sq = options.amsgrad ? At<float>(max_exp_avg_sq_, chunk) : nullptr;
   return {.elements = kMaxChunkElements,
           .gradient = gradient_->data() + begin * SizeBytes(options.gradient),
           .gradient_dtype = options.gradient,
-          .master = At<float>(planes_[0], chunk),
-          .exp_avg = At<float>(planes_[1], chunk),
-          .exp_avg_sq = At<float>(planes_[2], chunk),
+          .master = PlaneAt(Plane::kMaster, chunk),
+          .exp_avg = PlaneAt(Plane::kExpAvg, chunk),
+          .exp_avg_sq = PlaneAt(Plane::kExpAvgSq, chunk),
           .max_exp_avg_sq = max_exp_avg_sq,
-          .new_master = At<float>(planes_[0], chunk),
-          .new_exp_avg = At<float>(planes_[1], chunk),
-          .new_exp_avg_sq = At<float>(planes_[2], chunk),
+          .new_master = PlaneAt(Plane::kMaster, chunk),
+          .new_exp_avg = PlaneAt(Plane::kExpAvg, chunk),
+          .new_exp_avg_sq = PlaneAt(Plane::kExpAvgSq, chunk),
           .new_max_exp_avg_sq = max_exp_avg_sq,
           .shard = options.has_shard ? shard_->data() + begin * SizeBytes(options.shard) : nullptr,
           .shard_dtype = options.shard,
@@ -124,8 +127,8 @@ void KernelPasses::Roofline(int prefetch_ahead_elements) {
   ForChunks([&](int64_t chunk) {
     MoveAdamTraffic({.elements = kMaxChunkElements,
                      .gradient = At<uint16_t>(gradient_, chunk),
-                     .planes = {At<float>(planes_[0], chunk), At<float>(planes_[1], chunk),
-                                At<float>(planes_[2], chunk)},
+                     .planes = {PlaneAt(Plane::kMaster, chunk), PlaneAt(Plane::kExpAvg, chunk),
+                                PlaneAt(Plane::kExpAvgSq, chunk)},
                      .shard = At<uint16_t>(shard_, chunk)},
                     prefetch_ahead_elements);
   });

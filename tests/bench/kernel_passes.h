@@ -19,18 +19,19 @@
 
 namespace ballast::bench {
 
-// The state and gradients of `chunks` whole chunks, flat, and once more as a job keeps them.
-// Thread-compatible.
+// The state and gradients of `chunks` whole chunks. The state lies in memory as a job keeps it, in
+// the slots of a ChunkStore, for all passes: how far the planes lie apart decides much of the
+// speed. Thread-compatible.
 class KernelPasses {
  public:
-  // `with_store`: also what ThroughStore needs.
-  static absl::StatusOr<std::unique_ptr<KernelPasses>> Create(int64_t chunks, int threads,
-                                                              bool with_store);
+  static absl::StatusOr<std::unique_ptr<KernelPasses>> Create(int64_t chunks, int threads);
 
   int64_t elements() const { return chunks_ * kMaxChunkElements; }
   const TaskPool& pool() const { return pool_; }
   // From now on passes run on the caller's thread alone, or on all.
   void UseOneThread(bool one) { one_thread_ = one; }
+  // From now on passes go over this of `slices` parts of about equal size; UseSlice(0, 1) over all.
+  void UseSlice(int64_t slice, int64_t slices);
 
   struct Options {
     WeightDecay decay = WeightDecay::kDecoupled;
@@ -71,6 +72,7 @@ class KernelPasses {
   T* At(const std::unique_ptr<Arena>& arena, int64_t chunk) const {
     return reinterpret_cast<T*>(arena->data()) + chunk * kMaxChunkElements;
   }
+  float* PlaneAt(Plane plane, int64_t chunk) const;
   void ForChunks(absl::FunctionRef<void(int64_t)> body);
   AdamRun Run(int64_t chunk, const Options& options) const;
   // body(gradient, begin): the fp32 sum of elements [begin, begin + kTileElements) of the chunk and
@@ -82,10 +84,12 @@ class KernelPasses {
   TaskPool pool_;
   const std::unique_ptr<ArenaFactory> arenas_;
   bool one_thread_ = false;
+  int64_t first_chunk_ = 0;
+  int64_t end_chunk_ = chunks_;
   std::unique_ptr<Arena> gradient_;  // Of any type; or the sum.
   std::unique_ptr<Arena> last_;      // bf16: what came last.
   std::unique_ptr<Arena> shard_;
-  std::vector<std::unique_ptr<Arena>> planes_;
+  std::unique_ptr<Arena> max_exp_avg_sq_;
   std::vector<double> sums_;
 
   MemoryBudget budget_{0};

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 
 #include "absl/strings/str_cat.h"
 
@@ -25,17 +26,25 @@ uint16_t GradientElement(uint64_t random) {
 // Root of the mean square of those: mantissas are even over [1, 2), exponents over -4 and -3.
 const double kGradientRms = std::sqrt(7.0 / 3.0 * (1.0 / 256 + 1.0 / 64) / 2);
 
+// As large as gradients are: with a small one Adam's update is the same whatever they are scaled
+// by, and one that was counted twice in every step would not show in the weights.
+constexpr double kEps = 0.1;
+
+constexpr double kDivisors[] = {1, 1.5, 2.25};
+constexpr double kMostDivisor = 2.25;
+
 double MaxNorm(const LoadOptions& options) {
   // Micro-steps add up, and nothing is divided.
   const double norm = kGradientRms * static_cast<double>(options.micro_steps) *
                       std::sqrt(static_cast<double>(options.parameters));
+  // Steps' divisors make the norm smaller, by no more than kMostDivisor.
   switch (options.clipping) {
     case Clipping::kNone:
       return 0;
     case Clipping::kNotFiring:
       return 10 * norm;
     case Clipping::kFiring:
-      return norm / 10;
+      return norm / kMostDivisor / 10;
   }
   return 0;
 }
@@ -50,6 +59,7 @@ JobSpec MakeLoadJob(const LoadOptions& options, const std::string& name) {
   spec.update_mode = options.update;
   for (int64_t i = 0; i < options.groups; ++i) {
     spec.groups.push_back({.name = absl::StrCat("group", i)});
+    spec.groups.back().hyper_parameters.eps = kEps;
   }
   const int64_t each = options.parameters / options.tensors;
   const int64_t rest = options.parameters % options.tensors;
@@ -67,6 +77,11 @@ JobSpec MakeLoadJob(const LoadOptions& options, const std::string& name) {
                                kMaxChunkElements * ranks),
                    ranks);
   return spec;
+}
+
+GradientScale LoadScale(const JobSpec& spec, uint64_t step) {
+  const double divisor = kDivisors[step % std::size(kDivisors)];
+  return {.divisors = std::vector<double>(spec.groups.size(), divisor)};
 }
 
 LoadValues::LoadValues(const JobSpec& spec, uint64_t seed)

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/types/span.h"
+#include "cpu_optimizer_service/common/gradient_norm.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/layout.h"
 #include "tests/bench/load_options.h"
@@ -19,12 +20,17 @@ namespace ballast::bench {
 // model has so much.
 JobSpec MakeLoadJob(const LoadOptions& options, const std::string& name);
 
+// What step `step`, from 0, divides gradients by: another number than the step before, so that a
+// step's gradient that was lost, late or counted twice shows in the weights.
+GradientScale LoadScale(const JobSpec& spec, uint64_t step);
+
 // What a rank sends and begins with. Constant, and so thread-safe.
 class LoadValues {
  public:
   LoadValues(const JobSpec& spec, uint64_t seed);
 
-  // Every step and micro-step has the same gradient. In the wire dtype, zeros in the padding.
+  // Every step and micro-step has the same gradient, before it is divided. In the wire dtype, zeros
+  // in the padding.
   void FillGradient(const Chunk& chunk, absl::Span<std::byte> out) const;
   void FillWeights(const Chunk& chunk, absl::Span<float> out) const;
 

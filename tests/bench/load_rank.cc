@@ -58,6 +58,7 @@ Pages::~Pages() {
 
 LoadRank::LoadRank(const LoadOptions& options, const JobSpec& spec, int rank)
     : options_(options),
+      spec_(spec),
       values_(spec, static_cast<uint64_t>(options.seed)),
       layout_(Layout::Create(spec.layout).value()),
       rank_(rank),
@@ -129,7 +130,7 @@ absl::Status LoadRank::MakeGradients() {
 absl::StatusOr<RankStep> LoadRank::Step() {
   RankStep step;
   step.begin = Now();
-  BALLAST_RETURN_IF_ERROR(session_->BeginStep({}));
+  BALLAST_RETURN_IF_ERROR(session_->BeginStep({.scale = LoadScale(spec_, steps_++)}));
   for (uint32_t m = 0; m < options_.micro_steps; ++m) {
     BALLAST_RETURN_IF_ERROR(PushMicroStep(m, step));
   }

@@ -96,11 +96,13 @@ class LoadRank {
   SteadyTime DueAt(SteadyTime begin, uint32_t micro_step, int64_t elements) const;
 
   const LoadOptions options_;
+  const JobSpec spec_;
   const LoadValues values_;
   const Layout layout_;
   const int rank_;
   const int64_t partition_elements_;
-  const double pace_;  // Elements of this rank a second.
+  const double pace_;   // Elements of this rank a second.
+  uint64_t steps_ = 0;  // Begun.
   int64_t payload_bytes_up_ = 0;
   int64_t payload_bytes_down_ = 0;
   Pages own_gradients_;                                 // Without memory in common.

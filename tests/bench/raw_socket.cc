@@ -4,6 +4,7 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/socket.h>
+#include <sys/time.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -104,6 +105,26 @@ absl::StatusOr<int> AcceptRaw(int listener) {
   if (fd < 0) return absl::ErrnoToStatus(errno, "cannot accept a connection");
   SendAtOnce(fd);
   return fd;
+}
+
+absl::Status LimitWaits(int fd) {
+  const timeval limit = {.tv_sec = kWireLimitSeconds, .tv_usec = 0};
+  for (const int option : {SO_RCVTIMEO, SO_SNDTIMEO}) {
+    if (setsockopt(fd, SOL_SOCKET, option, &limit, sizeof(limit)) != 0) {
+      return absl::ErrnoToStatus(errno, "cannot limit a socket's waits");
+    }
+  }
+  return absl::OkStatus();
+}
+
+void SetBuffers(int fd, int bytes) {
+  const auto set = [&](int forced, int usual) {
+    // Beyond the system's limit only for root.
+    if (setsockopt(fd, SOL_SOCKET, forced, &bytes, sizeof(bytes)) == 0) return;
+    static_cast<void>(setsockopt(fd, SOL_SOCKET, usual, &bytes, sizeof(bytes)));
+  };
+  set(SO_SNDBUFFORCE, SO_SNDBUF);
+  set(SO_RCVBUFFORCE, SO_RCVBUF);
 }
 
 absl::Status SendAll(int fd, absl::Span<const std::byte> bytes) {

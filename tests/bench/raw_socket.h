@@ -18,6 +18,7 @@ namespace ballast::bench {
 struct TransferSizes {
   int64_t up = 0;
   int64_t down = 0;
+  int64_t buffer_bytes = 0;  // Of the peer's socket; 0: as it is.
 };
 inline constexpr std::byte kTransferDone{'k'};
 
@@ -26,6 +27,10 @@ absl::StatusOr<int> ListenRaw(const std::string& address);
 absl::StatusOr<std::string> AddressOfRaw(int listener);  // Of TCP.
 absl::StatusOr<int> ConnectRaw(const std::string& address);
 absl::StatusOr<int> AcceptRaw(int listener);
+// Calls that make no progress for kWireLimitSeconds fail.
+absl::Status LimitWaits(int fd);
+// Of the system's own buffers, as much as it allows.
+void SetBuffers(int fd, int bytes);
 
 absl::Status SendAll(int fd, absl::Span<const std::byte> bytes);
 // False: the peer has closed the connection, and nothing was received.

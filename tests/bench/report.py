@@ -8,27 +8,37 @@
 
   kernel_to_roofline    the update's Gparam/s / those of the plainest loop with its memory traffic, all
                         threads; the median of ratios of neighbouring measurements
-  kernel_to_torch_best  the update's Gparam/s / those of torch.optim.AdamW in its best layout
+  kernel_to_torch_best  the update's Gparam/s, measured right before and right after torch (the mean of
+                        both) / those of torch.optim.AdamW in its best layout, with the allocator as it
+                        comes or with the settings that our processes have
   denormals             time of the update with all-denormal moments / with normal ones
-  tensors_3000          time of the update of 3,000 tensors / of one, with as many parameters
+  tensors_3000          time for 3,000 tensors / for one, with as many parameters: of the update alone, or
+                        of a whole step over shared memory, whichever is worse
   step_shared_memory    median step over shared memory / time of the kernel for as many parameters
   step_unix, step_tcp   median step over the socket / its bound; these three round by round, and of the
-                        rounds the median
-  exposed_flatness      largest / smallest median exposed time over the model sizes: speculating,
-                        clipping on and not firing, shared memory, at half the pace that the service takes
+                        rounds the median. step_unix_raw and step_tcp_raw under `bounds_of_raw_sockets`
+                        are the same with a raw socket in gRPC's place in the bound
+  exposed_flatness      largest / smallest median exposed time over the model sizes, 10M to 400M: speculating,
+                        clipping on and not firing, shared memory, at half the pace that the service takes;
+                        not measured if a size is missing or any guess failed
   grpc_to_raw_tcp       GB/s through gRPC / through a raw socket over TCP: the least of up, down and both
   bytes_per_parameter   what a parameter adds to the service's resident memory, waiting, one micro-step,
                         gradients through a socket: the difference of two model sizes
 
-The bound of a step over a socket. Both processes share the cores, so CPU seconds add, and no step is
-faster than the wire itself:
+The bound of a step over a socket. The steps wait: all gradients are up before the decision, and only
+then come the update and the shards down. So the two directions follow each other, each as fast as
+gRPC is with byte buffers on user memory when it has nothing else to do (what gRPC costs beside a raw
+socket is grpc_to_raw_tcp). Both processes share the cores, so CPU seconds add:
 
-  kernel_cpu_s = cores * parameters / (Gparam/s of the update, all threads)
-  wire_cpu_s   = (GB up + GB down) * CPU-s/GB of the raw socket, both ways at once
-  wire_s       = GB of one direction / GB/s each way of the raw socket, both ways at once
-  bound        = max((kernel_cpu_s + wire_cpu_s) / cores, wire_s)
+  kernel_s = parameters / Gparam/s of the update, on all threads
+  up_s     = max(GB / GB/s up, GB * CPU-s/GB up / cores)
+  down_s   = max(GB / GB/s down, kernel_s + GB * CPU-s/GB down / cores)
+  bound    = up_s + down_s
 
-Kernel and wire are measured anew before each round of steps.
+with the GB of one direction. (A step that speculates would have both directions at once; none of these
+does.) The wire is measured anew before each round of steps, the kernel before and after it, and the
+faster counts. No step can be faster than its bound: a round in which one is by more than 3% was disturbed
+while its bound was measured; it is not used for that transport, and `rounds_not_used` counts it.
 """
 
 import argparse
@@ -47,9 +57,16 @@ GOALS = {"kernel_to_roofline": ">= 0.95", "kernel_to_torch_best": ">= 3", "denor
          "tensors_3000": "<= 1.03", "step_shared_memory": "<= 1.10", "step_unix": "<= 1.15",
          "step_tcp": "<= 1.15", "exposed_flatness": "<= 1.2", "grpc_to_raw_tcp": ">= 0.85",
          "bytes_per_parameter": "<= 14.28"}
+LEAST_OF_BOUND = 0.97
 REQUIRED = ("kernel", "wire", "step", "overlap", "growth")
 OPTIONAL = {"torch_adamw": "torch_adamw.json is not there: run without --no-torch",
+            "torch_adamw_tuned": "torch_adamw_tuned.json is not there: run without --no-torch",
+            "kernel_before_torch": "kernel_before_torch.json is not there: run without --no-torch",
+            "kernel_after_torch": "kernel_after_torch.json is not there: run without --no-torch",
+            "wire_apis": "wire_apis.json is not there: run without --short",
             "trace": "trace.json is not there"}
+# Millions of parameters that exposed_flatness must span, unless the sweep says that it was a trial.
+FLAT_FROM, FLAT_TO = 10_000_000, 400_000_000
 
 
 class Failed(Exception):
@@ -113,46 +130,73 @@ class Ratios:
             raise Missing("step.json does not say of how many parameters")
         return self.parts["step"]["info"]["parameters"]
 
-    def of_rounds(self, transport: str, value) -> float:
-        """The median of value(round) over the rounds of the step."""
-        values = []
+    def bounds_and_ratios(self, transport: str) -> tuple[list[tuple[float, float]], int]:
+        """Of each round that is used its bound and the step / the bound; and how many are not."""
+        pairs = []
         for one in self.parts["step"]["info"].get("rounds", []):
             try:
-                values.append(value(one))
+                bound = self.round_bound(transport, one)
+                pairs.append((bound, one[transport] / bound))
             except KeyError as error:
                 raise Missing(f"a round of step.json has no {error} for {transport}") from error
-        if not values:
+        if not pairs:
             raise Missing("step.json has no rounds")
-        return statistics.median(values)
+        used = [pair for pair in pairs if pair[1] >= LEAST_OF_BOUND]
+        return used, len(pairs) - len(used)
 
-    def round_bound(self, transport: str, one: dict) -> float:
-        kernel = self.parameters() / (1e9 * one["kernel_all_threads_gparam_s"])
+    def of_rounds(self, transport: str, which: int) -> float:
+        used, dropped = self.bounds_and_ratios(transport)
+        if not used:
+            raise Missing(f"in all {dropped} rounds the step over {transport} was faster than its bound")
+        return statistics.median(pair[which] for pair in used)
+
+    def rounds_not_used(self) -> dict[str, int]:
+        counts = {}
+        for transport in ("shared_memory", "unix", "tcp"):
+            try:
+                counts[transport] = self.bounds_and_ratios(transport)[1]
+            except (Missing, ZeroDivisionError):
+                continue
+        return counts
+
+    def round_bound(self, transport: str, one: dict, wire_of: str = "grpc") -> float:
+        speed = max(one["kernel_all_threads_gparam_s"], one["kernel_after_all_threads_gparam_s"])
+        kernel = self.parameters() / (1e9 * speed)
         if transport == "shared_memory":
             return kernel
         gb = 2e-9 * self.parameters()  # bf16, each way.
-        wire_cpu = 2 * gb * one[f"raw_{transport}_both_cpu_s_per_gb"]
-        wire = gb / one[f"raw_{transport}_both_gb_s"]
-        return max((self.cores * kernel + wire_cpu) / self.cores, wire)
+        wire = {way: gb / one[f"{wire_of}_{transport}_{way}_gb_s"] for way in ("up", "down")}
+        busy = {way: gb * one[f"{wire_of}_{transport}_{way}_cpu_s_per_gb"] / self.cores for way in wire}
+        return max(wire["up"], busy["up"]) + max(wire["down"], kernel + busy["down"])
+
+    def beside_raw_sockets(self) -> dict[str, float]:
+        rounds = self.parts["step"]["info"].get("rounds", [])
+        return {f"step_{transport}_raw": statistics.median(
+            one[transport] / self.round_bound(transport, one, "raw") for one in rounds if transport in one)
+            for transport in ("unix", "tcp") if any(transport in one for one in rounds)}
 
     def bound_seconds(self, transport: str) -> float:
-        return self.of_rounds(transport, lambda one: self.round_bound(transport, one))
+        return self.of_rounds(transport, 0)
 
     def step(self, transport: str) -> float:
-        return self.of_rounds(transport, lambda one: one[transport] / self.round_bound(transport, one))
+        return self.of_rounds(transport, 1)
 
     def kernel_to_roofline(self) -> float:
         return self.median("kernel", "kernel_to_roofline_all_threads")
 
     def kernel_to_torch_best(self) -> float:
-        best = max(self.median("torch_adamw", f"torch_{layout}_gparam_s")
+        best = max(self.median(part, f"torch_{layout}_gparam_s")
+                   for part in ("torch_adamw", "torch_adamw_tuned")
                    for layout in ("flat", "flat_foreach", "100", "100_foreach"))
-        return self.median("kernel", "kernel_all_threads_gparam_s") / best
+        return statistics.mean(self.median(f"kernel_{when}_torch", "kernel_all_threads_gparam_s")
+                               for when in ("before", "after")) / best
 
     def denormals(self) -> float:
         return self.median("kernel", "denormals_ratio")
 
     def tensors_3000(self) -> float:
-        return self.median("kernel", "tensors_3000_ratio")
+        return max(self.median("kernel", "tensors_3000_ratio"),
+                   self.median("growth", "step_tensors_3000_ratio"))
 
     def step_shared_memory(self) -> float:
         return self.step("shared_memory")
@@ -164,13 +208,27 @@ class Ratios:
         return self.step("tcp")
 
     def exposed_flatness(self) -> float:
-        exposed = [entry["exposed_seconds"]["median"]
-                   for entry in self.parts["overlap"]["info"].get("against_size", [])
+        info = self.parts["overlap"]["info"]
+        planned = info.get("flatness_sizes", [])
+        if len(planned) < 2:
+            raise Missing("overlap.json does not say which sizes were planned")
+        if not info.get("trial") and (min(planned) > FLAT_FROM or max(planned) < FLAT_TO):
+            raise Missing(f"sizes from {min(planned)} to {max(planned)} were planned, not 10M to 400M")
+        entries = {entry["parameters"]: entry for entry in info.get("against_size", [])
                    if (entry["transport"], entry["update"], entry["clip"]) ==
-                   ("shared-memory", "speculate", "not-firing")]
-        if len(exposed) < 2 or min(exposed) <= 0:
-            raise Missing("overlap.json has no two sizes over shared memory, speculating, with "
+                   ("shared-memory", "speculate", "not-firing")}
+        missing = sorted(set(planned) - entries.keys())
+        if missing:
+            raise Missing(f"overlap.json has no {missing} parameters over shared memory, speculating, with "
                           "clipping on and not firing")
+        for size, entry in sorted(entries.items()):
+            if entry["redone_chunks"] > 0 or entry["speculation_unavailable"] \
+                    or entry["speculated_chunks"] == 0:
+                raise Missing(f"with {size} parameters {entry['speculated_chunks']} chunks were guessed, "
+                              f"{entry['redone_chunks']} done again: {entry['speculation_unavailable']}")
+        exposed = [entry["exposed_seconds"]["median"] for entry in entries.values()]
+        if min(exposed) <= 0:
+            raise Missing("an exposed time is not above 0")
         return max(exposed) / min(exposed)
 
     def grpc_to_raw_tcp(self) -> float:
@@ -193,8 +251,9 @@ class Ratios:
 
 
 def check_weights(parts: dict[str, dict]) -> int:
-    """How many runs were compared; Failed if two that trained the same end with different weights."""
-    seen: dict[str, tuple] = {}
+    """How many runs trained the same as another one; Failed if two of those end with different weights,
+    or if there are none."""
+    seen: dict[str, list] = {}
     runs = [run for part in parts.values() for run in part.get("info", {}).get("runs", [])]
     for run in runs:
         same = dict(run["options"])
@@ -202,11 +261,16 @@ def check_weights(parts: dict[str, dict]) -> int:
         for name in ("transport", "update", "pace", "threads"):
             same.pop(name)
         key = json.dumps(same, sort_keys=True)
-        first, sha256 = seen.setdefault(key, (run["options"], run["weights_sha256"]))
+        same_runs = seen.setdefault(key, [])
+        same_runs.append(run)
+        first, sha256 = same_runs[0]["options"], same_runs[0]["weights_sha256"]
         if sha256 != run["weights_sha256"]:
             raise Failed(f"the weights differ: {first} ends with {sha256[:16]}, "
                          f"{run['options']} with {run['weights_sha256'][:16]}")
-    return len(runs)
+    compared = sum(len(same_runs) for same_runs in seen.values() if len(same_runs) > 1)
+    if compared == 0:
+        raise Failed("no two runs trained the same: no weights were compared")
+    return compared
 
 
 # ---------------------------------------------------------------- the files
@@ -248,6 +312,15 @@ def table(machine: dict, ratios: Ratios, values: dict, reasons: dict, compared: 
                          f"{number(scale * value['min'])} to {number(scale * value['max'])}"
                          + (f", p99 {number(scale * value['p99'])}" if unit == "ms" and "p99" in value
                             else "") + f" | {unit} | |")
+    not_used = {name: count for name, count in ratios.rounds_not_used().items() if count > 0}
+    if not_used:
+        lines += ["", "Rounds not used, since the step was faster than its bound, which was therefore "
+                  "measured too low: " + ", ".join(f"{count} over {name}" for name, count in not_used.items())
+                  + "."]
+    sizes = ratios.parts["overlap"]["info"].get("flatness_sizes", [])
+    if sizes:
+        lines += ["", "exposed_flatness is over " +
+                  ", ".join(f"{size / 1e6:g}M" for size in sizes) + " parameters."]
     skipped = [line for part in ratios.parts.values() for line in part["info"].get("skipped", [])]
     if skipped:
         lines += ["", "Left out for want of memory:", "", *(f"- {line}" for line in skipped)]
@@ -280,7 +353,8 @@ def report(out: pathlib.Path) -> None:
         raise Failed(f"{raw}: a file lacks {error}") from error
     write(out / "bench.json", json.dumps(
         {"machine": machine, "ratios": values, "not_measured": reasons, "goals": GOALS,
-         "runs_with_equal_weights": compared, "raw": parts}, indent=1) + "\n")
+         "bounds_of_raw_sockets": ratios.beside_raw_sockets(), "runs_with_equal_weights": compared, "rounds_not_used": ratios.rounds_not_used(),
+         "raw": parts}, indent=1) + "\n")
     write(out / "report.md", text)
 
 

@@ -28,7 +28,7 @@ def part(name: str, figures: dict, info: dict | None = None) -> dict:
 
 def exposed(transport: str, update: str, clip: str, parameters: int, seconds: float) -> dict:
     return {"transport": transport, "update": update, "clip": clip, "parameters": parameters,
-            "pace": 1e9, "exposed_seconds": figure(seconds), "total_seconds": figure(2 * seconds)}
+            "pace": 1e9, "redone_chunks": 0, "speculated_chunks": 9, "speculation_unavailable": "", "exposed_seconds": figure(seconds), "total_seconds": figure(2 * seconds)}
 
 
 def run(sha256: str, **options) -> dict:
@@ -38,10 +38,17 @@ def run(sha256: str, **options) -> dict:
 
 
 def step_round(slower: float, **more) -> dict:
-    return {"kernel_all_threads_gparam_s": 2.5 / slower, "raw_unix_both_gb_s": 2.5 / slower,
-            "raw_unix_both_cpu_s_per_gb": 0.4 * slower, "raw_tcp_both_gb_s": 1.0 / slower,
-            "raw_tcp_both_cpu_s_per_gb": 0.2 * slower, "in_process": 0.1 * slower,
-            "shared_memory": 0.044 * slower, "unix": 0.150 * slower, "tcp": 0.230 * slower} | more
+    return {"kernel_all_threads_gparam_s": 2.0 / slower, "kernel_after_all_threads_gparam_s": 2.5 / slower,
+            "grpc_unix_up_gb_s": 2.5 / slower, "grpc_unix_up_cpu_s_per_gb": 0.9 * slower,
+            "grpc_unix_down_gb_s": 4.0 / slower, "grpc_unix_down_cpu_s_per_gb": 0.3 * slower,
+            "grpc_tcp_up_gb_s": 5.0 / slower, "grpc_tcp_up_cpu_s_per_gb": 0.2 * slower,
+            "grpc_tcp_down_gb_s": 1.0 / slower, "grpc_tcp_down_cpu_s_per_gb": 0.2 * slower,
+            "raw_unix_up_gb_s": 5 / slower, "raw_unix_up_cpu_s_per_gb": 0.45 * slower,
+            "raw_unix_down_gb_s": 8 / slower, "raw_unix_down_cpu_s_per_gb": 0.15 * slower,
+            "raw_tcp_up_gb_s": 5.0 / slower, "raw_tcp_up_cpu_s_per_gb": 0.2 * slower,
+            "raw_tcp_down_gb_s": 1.0 / slower, "raw_tcp_down_cpu_s_per_gb": 0.2 * slower,
+            "in_process": 0.1 * slower,
+            "shared_memory": 0.044 * slower, "unix": 0.192 * slower, "tcp": 0.264 * slower} | more
 
 
 def good_parts() -> dict[str, dict]:
@@ -60,6 +67,11 @@ def good_parts() -> dict[str, dict]:
                                   "tensors_3000_ratio": 1.02, "kernel_all_threads_gparam_s": 2.0}),
         "torch_adamw": part("torch_adamw", {"torch_flat_gparam_s": 0.2, "torch_flat_foreach_gparam_s": 0.3,
                                             "torch_100_gparam_s": 0.4, "torch_100_foreach_gparam_s": 0.5}),
+        "torch_adamw_tuned": part("torch_adamw", {
+            "torch_flat_gparam_s": 0.1, "torch_flat_foreach_gparam_s": 0.1, "torch_100_gparam_s": 0.1,
+            "torch_100_foreach_gparam_s": 0.6}),
+        "kernel_before_torch": part("kernel", {"kernel_all_threads_gparam_s": 2.2}),
+        "kernel_after_torch": part("kernel", {"kernel_all_threads_gparam_s": 2.6}),
         "wire": part("wire", {"grpc_to_raw_tcp_up": 0.9, "grpc_to_raw_tcp_down": 0.95,
                               "grpc_to_raw_tcp_both": 0.88}),
         "step": part("step", {"step_shared_memory_100m_seconds": 0.044, "step_unix_100m_seconds": 0.150,
@@ -68,10 +80,12 @@ def good_parts() -> dict[str, dict]:
                       # The machine was half as fast in the second of these, with all that it did.
                       "rounds": [step_round(1), step_round(2), step_round(1, tcp=9.0)]}),
         "overlap": part("overlap", {}, {
-            "against_size": against_size, "capacity": {"shared-memory": 2e9}, "skipped": ["1B: no room"],
+            "against_size": against_size, "flatness_sizes": [10_000_000, 40_000_000, 400_000_000],
+            "capacity": {"shared-memory": 2e9}, "skipped": ["1B: no room"],
             "runs": [run("aa", update="speculate", clip="not-firing", pace=1e9), run("bb", clip="firing")],
             "against_pace": [exposed("shared-memory", "wait", "none", 10, 0.1) | {"pace_fraction": 0.5}]}),
-        "growth": part("growth", {"memory_one_micro_step_service_resident": 14.1},
+        "growth": part("growth", {"memory_one_micro_step_service_resident": 14.1,
+                                  "step_tensors_3000_ratio": 1.025},
                        {"growth": growth, "memory": {"one_micro_step": {"service_resident": 14.1}}}),
     }
 
@@ -114,13 +128,14 @@ class Report(unittest.TestCase):
     def test_ratios_are_those_computed_by_hand(self):
         bench = self.report()
         expected = {
-            "kernel_to_roofline": 0.96, "denormals": 1.05, "tensors_3000": 1.02, "grpc_to_raw_tcp": 0.88,
-            "kernel_to_torch_best": 2.0 / 0.5,
-            "step_shared_memory": 0.044 / 0.040,  # 100M at 2.5 Gparam/s.
-            # (2 cores x 40 ms + 0.4 GB x 0.4 CPU-s/GB) / 2 = 120 ms; the wire alone takes 80 ms.
-            "step_unix": 0.150 / 0.120,
-            # The wire alone takes 0.2 GB / 1 GB/s = 200 ms; (80 + 80 ms) / 2 is less.
-            "step_tcp": 0.230 / 0.200,
+            "kernel_to_roofline": 0.96, "denormals": 1.05, "tensors_3000": 1.025, "grpc_to_raw_tcp": 0.88,
+            "kernel_to_torch_best": 2.4 / 0.6,
+            "step_shared_memory": 0.044 / 0.040,  # 100M at 2.5 Gparam/s, the faster.
+            # Up 0.2 GB x 0.9 CPU-s/GB / 2 = 90 ms, more than 0.2 GB / 2.5 GB/s = 80; down 40 ms and
+            # 0.2 GB x 0.3 CPU-s/GB / 2 = 30 ms, more than 0.2 GB / 4 GB/s = 50.
+            "step_unix": 0.192 / 0.160,
+            # Up 0.2 GB / 5 GB/s = 40 ms, more than 20; down 0.2 GB / 1 GB/s = 200 ms, more than 40 + 20.
+            "step_tcp": 0.264 / 0.240,
             "exposed_flatness": 0.003 / 0.002, "bytes_per_parameter": 14.1}
         self.assertEqual(list(bench["ratios"]), list(bench["goals"]))
         self.assertEqual(bench["ratios"].keys(), expected.keys())
@@ -128,25 +143,66 @@ class Report(unittest.TestCase):
             self.assertAlmostEqual(bench["ratios"][name], value, msg=name)
         self.assertEqual(bench["not_measured"], {})
         self.assertEqual(bench["raw"], self.parts)
-        self.assertEqual(bench["runs_with_equal_weights"], 4)
+        self.assertEqual(bench["runs_with_equal_weights"], 3)  # Nothing trained as the clipped one did.
+        self.assertEqual(bench["rounds_not_used"], {"shared_memory": 0, "unix": 0, "tcp": 0})
+
+    def test_the_worse_of_update_and_step_counts_for_many_tensors(self):
+        self.parts["kernel"]["figures"]["tensors_3000_ratio"] = figure(1.2)
+        self.assertEqual(self.report()["ratios"]["tensors_3000"], 1.2)
+
+    def test_round_faster_than_its_bound_is_not_used_and_counted(self):
+        rounds = self.parts["step"]["info"]["rounds"]
+        rounds[0]["unix"] = 0.96 * 0.160
+        rounds[1]["unix"] = 2 * 0.98 * 0.160
+        rounds[2]["unix"] = 1.1 * 0.160
+        for one in rounds:
+            one["tcp"] = 0.1
+        bench = self.report()
+        self.assertAlmostEqual(bench["ratios"]["step_unix"], (0.98 + 1.1) / 2)
+        self.assertIsNone(bench["ratios"]["step_tcp"])
+        self.assertIn("all 3 rounds", bench["not_measured"]["step_tcp"])
+        self.assertEqual(bench["rounds_not_used"], {"shared_memory": 0, "unix": 1, "tcp": 3})
+        self.assertIn("1 over unix, 3 over tcp", (self.out / "report.md").read_text())
+
+    def test_flatness_needs_every_size_and_every_guess(self):
+        def without(size):
+            info = self.parts["overlap"]["info"]
+            info["against_size"] = [entry for entry in info["against_size"] if entry["parameters"] != size]
+
+        def spoil(**values):
+            self.parts["overlap"]["info"]["against_size"][1].update(values)
+        for spoiled in (lambda: without(400_000_000), lambda: without(10_000_000),
+                        lambda: spoil(redone_chunks=1), lambda: spoil(speculation_unavailable="no room"),
+                        lambda: spoil(speculated_chunks=0),
+                        lambda: self.parts["overlap"]["info"]["flatness_sizes"].pop(),
+                        lambda: self.parts["overlap"]["info"].pop("flatness_sizes")):
+            self.parts = good_parts()
+            spoiled()
+            self.assertIn("exposed_flatness", self.report()["not_measured"])
+
+    def test_weights_that_were_never_compared_fail(self):
+        for content in self.parts.values():
+            for i, one in enumerate(content["info"].get("runs", [])):
+                one["options"]["seed"] = (content["name"], i)
+        self.fails_with("no weights were compared")
 
     def test_table_names_the_machine_and_every_figure(self):
         self.report()
         text = (self.out / "report.md").read_text()
-        for expected in ("a <processor>", "2 cores, 24 GiB, Linux 6.1", "| ratio | step_unix | **1.250** |",
-                         "| step | bound over unix | 120 |", "| step | step_unix_100m | 150 | 135 to 165",
+        for expected in ("a <processor>", "2 cores, 24 GiB, Linux 6.1", "| ratio | step_unix | **1.200** |",
+                         "| step | bound over unix | 160 |", "| step | step_unix_100m | 150 | 135 to 165",
                          "1B: no room"):
             self.assertIn(expected, text)
 
     def test_what_was_not_measured_is_null_with_a_reason(self):
         del self.parts["torch_adamw"]
-        del self.parts["step"]["info"]["rounds"][1]["raw_unix_both_gb_s"]
+        del self.parts["step"]["info"]["rounds"][1]["grpc_unix_up_gb_s"]
         self.parts["overlap"]["info"]["against_size"] = []
         bench = self.report()
         missing = {name for name, value in bench["ratios"].items() if value is None}
         self.assertEqual(missing, {"kernel_to_torch_best", "step_unix", "exposed_flatness"})
         self.assertEqual(bench["not_measured"].keys(), missing)
-        self.assertIn("raw_unix_both_gb_s", bench["not_measured"]["step_unix"])
+        self.assertIn("grpc_unix_up_gb_s", bench["not_measured"]["step_unix"])
 
     def test_missing_file_is_named_in_one_line(self):
         for name in ("kernel", "wire", "step", "overlap", "growth"):
@@ -207,6 +263,25 @@ class Run(unittest.TestCase):
                 self.assertEqual(done.returncode, 1)
                 self.assertEqual(len(done.stderr.splitlines()), 1, done.stderr)
                 self.assertIn(expected, done.stderr)
+
+    def test_what_a_part_has_started_ends_with_the_script(self):
+        alive = self.dir / "alive"
+        os.mkfifo(alive)
+        program = self.dir / "kernel_bench"
+        program.write_text(f"#!/bin/sh\nexec 3>{alive}\necho begun >&3\nsleep 300\n")
+        program.chmod(0o755)
+        script = subprocess.Popen([HERE / "run.sh", "--short", "--no-torch", "--out", self.dir / "out"],
+                                  stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                                  env=os.environ | {"BALLAST_BIN_DIR": str(self.dir)})
+        try:
+            with open(alive) as file:
+                self.assertEqual(file.readline(), "begun\n")
+                script.terminate()
+                self.assertEqual(script.wait(timeout=30), 143)
+                self.assertEqual(file.read(), "")  # The end: whoever could write is gone.
+        finally:
+            script.kill()
+            script.wait()
 
     def test_part_that_fails_is_named_and_nothing_old_is_left(self):
         program = self.dir / "kernel_bench"

@@ -5,7 +5,7 @@
 #
 # DIR/report.md, DIR/bench.json, DIR/{step,overlap,growth}.svg, and each program's figures and log in
 # DIR/raw. The full run takes under fifteen minutes, the short one under three, once everything is
-# built. Nothing else should run meanwhile. --no-torch leaves the comparison with PyTorch out, for which
+# built; a part that takes ten minutes is ended, and the run fails. Nothing else should run meanwhile. --no-torch leaves the comparison with PyTorch out, for which
 # Debian's python3-torch, which is large, is installed otherwise. BALLAST_BIN_DIR=DIR builds nothing and
 # takes the programs from there.
 set -euo pipefail
@@ -18,6 +18,26 @@ die() {
   echo "run.sh: $*" >&2
   exit 1
 }
+
+# bounded SECONDS COMMAND...: in a process group of its own, which is ended after so long, or with this
+# script.
+child=
+bounded() {
+  local seconds=$1 code=0
+  shift
+  timeout -k 10 "$seconds" "$@" &
+  child=$!
+  wait "$child" || code=$?
+  child=
+  return $code
+}
+end_child() {
+  # timeout(1) hands the signal on to all that it started.
+  [[ -z $child ]] || { kill -TERM "$child" && wait "$child"; } 2>/dev/null || true
+}
+trap end_child EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM HUP
 
 size=() torch=1 out=
 while (($# > 0)); do
@@ -48,29 +68,60 @@ fi
 
 if ((torch)) && ! $python -c 'import torch' 2>/dev/null; then
   as_root=()
-  ((EUID == 0)) || as_root=(sudo)
+  ((EUID == 0)) || as_root=(sudo -n)
   echo "installing python3-torch for the comparison; --no-torch does without"
-  "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -q -y --no-install-recommends \
-    install python3-torch >"$raw/torch_install.log" 2>&1 ||
+  apt_get() {
+    bounded 900 "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
+      apt-get -q -y -o DPkg::Lock::Timeout=60 "$@" >>"$raw/torch_install.log" 2>&1
+  }
+  { apt_get update && apt_get --no-install-recommends install python3-torch; } ||
     die "python3-torch could not be installed ($raw/torch_install.log); run with --no-torch"
 fi
 
-# part NAME COMMAND...: runs a benchmark, says how long it took.
+# part NAME COMMAND...: runs a benchmark, says how long it took and what it skipped.
 part() {
-  local name=$1 begun=$SECONDS
+  local name=$1 begun=$SECONDS code=0
   shift
   echo "$name ..."
-  "$@" >"$raw/$name.log" 2>&1 ||
-    die "$name failed: $(tail -n1 "$raw/$name.log"); all of it in $raw/$name.log"
+  bounded 600 "$@" >"$raw/$name.log" 2>&1 || code=$?
+  ((code != 124 && code != 137)) || die "$name was ended after ten minutes; $raw/$name.log"
+  ((code == 0)) || die "$name failed: $(tail -n1 "$raw/$name.log"); all of it in $raw/$name.log"
   echo "$name: $((SECONDS - begun)) s"
+  sed -n "s/^skipped: /$name skipped: /p" "$raw/$name.log"
+}
+skip() {
+  echo "$1 skipped: $2"
 }
 
 started=$SECONDS
 $python "$here/report.py" --machine "$raw/machine.json"
 part kernel "$bin/kernel_bench" "${size[@]}" --json "$raw/kernel.json"
-((!torch)) || part torch_adamw $python "$here/torch_adamw.py" "${size[@]}" --json "$raw/torch_adamw.json"
+if ((torch)); then
+  # What server/transport_settings.cc and client/connect.cc set, and huge pages, which our arenas have.
+  tunables=(MALLOC_MMAP_THRESHOLD_=$((32 << 20)) MALLOC_TRIM_THRESHOLD_=$((1 << 30))
+    GLIBC_TUNABLES=glibc.malloc.hugetlb=1)
+  kernel=("$bin/kernel_bench" --only-kernel "${size[@]}" --json)
+  adamw=($python "$here/torch_adamw.py" "${size[@]}" --json)
+  part kernel_before_torch "${kernel[@]}" "$raw/kernel_before_torch.json"
+  part torch_adamw "${adamw[@]}" "$raw/torch_adamw.json"
+  part torch_adamw_tuned env "${tunables[@]}" "${adamw[@]}" "$raw/torch_adamw_tuned.json"
+  part kernel_after_torch "${kernel[@]}" "$raw/kernel_after_torch.json"
+else
+  skip torch_adamw "--no-torch"
+fi
 part wire "$bin/wire_bench" "${size[@]}" --json "$raw/wire.json"
-[[ ! -x $bin/trace_bench ]] || part trace "$bin/trace_bench" "${size[@]}" --json "$raw/trace.json"
+if ((${#size[@]} > 0)); then
+  skip wire_apis "--short"
+elif [[ -x $bin/wire_apis ]]; then
+  part wire_apis "$bin/wire_apis" --json "$raw/wire_apis.json"
+else
+  skip wire_apis "no $bin/wire_apis"
+fi
+if [[ -x $bin/trace_bench ]]; then
+  part trace "$bin/trace_bench" "${size[@]}" --json "$raw/trace.json"
+else
+  skip trace "no $bin/trace_bench"
+fi
 for sweep in step overlap growth; do
   part $sweep $python -B "$here/sweeps.py" $sweep "${size[@]}" --bin "$bin" --out "$raw/$sweep.json"
 done

@@ -112,6 +112,7 @@ class Sweep:
                 f"{there / 1e9:.1f} GB are available")
         if line not in self.info["skipped"]:
             self.info["skipped"].append(line)
+            print(f"skipped: {line}", flush=True)
         return False
 
     def worker(self, options: dict) -> dict:
@@ -120,7 +121,8 @@ class Sweep:
             words += [f"--{name}", value]
         return self.call(words)
 
-    def rounds(self, cases: dict, rounds: int, before_round=lambda: None) -> dict[object, dict]:
+    def rounds(self, cases: dict, rounds: int, before_round=lambda: None,
+               after_round=lambda: None) -> dict[object, dict]:
         """Runs all cases in turn, `rounds` times; those that do not fit are left out."""
         results: dict = {}
         for _ in range(rounds):
@@ -128,6 +130,7 @@ class Sweep:
             for key, options in cases.items():
                 if self.fits(options):
                     results[key] = merged(results.get(key), self.worker(options))
+            after_round()
         for result in results.values():
             self.info["runs"].append({"options": result["info"]["options"],
                                       "weights_sha256": result["info"]["weights_sha256"]})
@@ -148,11 +151,16 @@ class Sweep:
 
 def limits_now(sweep: Sweep) -> dict[str, float]:
     """What the bound of a step is computed from, seconds before the steps themselves."""
+    wire = sweep.call([sweep.bin / "wire_bench", "--benchmark_filter=(raw|grpc)_.*_(up|down)",
+                       sweep.pick("--short", "--short", "--tiny")])
+    return {key: figures["median"] for key, figures in wire["figures"].items()} | kernel_now(sweep, "kernel")
+
+
+def kernel_now(sweep: Sweep, name: str) -> dict[str, float]:
     kernel = sweep.call([sweep.bin / "kernel_bench", "--only-kernel",
                          *sweep.pick((), ("--short",), ("--elements", "1000000", "--rounds", "2"))])
-    wire = sweep.call([sweep.bin / "wire_bench", "--benchmark_filter=raw_.*_both",
-                       sweep.pick("--short", "--short", "--tiny")])
-    return {key: figures["median"] for part in (kernel, wire) for key, figures in part["figures"].items()}
+    return {name + key.removeprefix("kernel"): figures["median"]
+            for key, figures in kernel["figures"].items()}
 
 
 def name_of(transport: str) -> str:
@@ -170,7 +178,11 @@ def step_sweep(sweep: Sweep) -> None:
                              "tensors": 100, "steps": steps, "warmup": 2}
                  for transport in TRANSPORTS}
         limits: list[dict] = []
-        results = sweep.rounds(cases, rounds, lambda: limits.append(limits_now(sweep)))
+        if parameters == sweep.info["parameters"]:
+            results = sweep.rounds(cases, rounds, lambda: limits.append(limits_now(sweep)),
+                                   lambda: limits[-1].update(kernel_now(sweep, "kernel_after")))
+        else:
+            results = sweep.rounds(cases, rounds)
         if parameters == sweep.info["parameters"]:
             sweep.info["rounds"] = [limit | {
                 name_of(transport): run["round_seconds"][i] for transport, run in results.items()
@@ -207,7 +219,7 @@ def capacity(sweep: Sweep, transport: str) -> float:
     """Parameters a second that the service takes when all gradients are there at once."""
     parameters = sweep.pick(100_000_000, 50_000_000, 200_000)
     run = sweep.worker({"transport": transport, "parameters": parameters, "update": "speculate",
-                        "warmup": 2, "steps": sweep.pick(15, 6, 2)})
+                        "clip": "not-firing", "warmup": 2, "steps": sweep.pick(15, 6, 2)})
     return parameters / run["figures"]["total_seconds"]["median"]
 
 
@@ -218,6 +230,8 @@ def against_size(sweep: Sweep, transport: str, pace: float) -> list[dict]:
         sizes, modes = (10, 50, 200), modes[:2]
     if sweep.size == "short":
         modes = modes[:2]
+    if transport == "shared-memory":
+        sweep.info["flatness_sizes"] = [int(millions * 1e6) for millions in sizes]
     cases = {}
     for millions in sizes:
         parameters = int(millions * 1e6)
@@ -244,7 +258,7 @@ def against_pace(sweep: Sweep, transport: str, most: float) -> list[dict]:
 
 
 def overlap_sweep(sweep: Sweep) -> None:
-    sweep.info |= {"against_size": [], "against_pace": [], "capacity": {}}
+    sweep.info |= {"against_size": [], "against_pace": [], "capacity": {}, "trial": sweep.size == "tiny"}
     for transport in sweep.pick(("shared-memory", "unix"), ("shared-memory",), ("shared-memory",)):
         most = capacity(sweep, transport)
         sweep.info["capacity"][transport] = most
@@ -269,7 +283,7 @@ def growth_cases(sweep: Sweep) -> dict:
     axes = {
         "parameters": sweep.pick((1_000_000, 4_000_000, 10_000_000, 40_000_000, 100_000_000, 400_000_000),
                                  (1_000_000, 10_000_000, 40_000_000), (50_000, 100_000)),
-        "tensors": sweep.pick((2, 100, 3000, 30000), (2, 3000), (2, 10)),
+        "tensors": sweep.pick((1, 100, 3000, 30000), (1, 3000), (1, 3000)),
         "groups": sweep.pick((1, 4, 16, 64), (1, 16), (1, 2)),
         "ranks": sweep.pick((1, 2, 4, 8, 16), (1, 4, 16), (1, 2)),
         "jobs": sweep.pick((1, 2, 4, 8), (1, 4), (1, 2)),
@@ -278,6 +292,9 @@ def growth_cases(sweep: Sweep) -> dict:
     for axis, values in axes.items():
         for value in values:
             options = base | {axis: value}
+            if axis == "tensors":
+                options["groups"] = 1
+                options["steps"] = sweep.pick(25, 20, 2)
             if axis == "groups":
                 options["tensors"] = max(100, value)
             if axis == "jobs":  # Together as large as one of the other axes.
@@ -302,7 +319,15 @@ def memory_cases(sweep: Sweep) -> dict:
 
 def growth_sweep(sweep: Sweep) -> None:
     sweep.info["growth"] = []
-    for (axis, value), run in sweep.rounds(growth_cases(sweep), 1).items():
+    cases = growth_cases(sweep)
+    by_tensors = {key: options for key, options in cases.items() if key[0] == "tensors"}
+    rest = {key: options for key, options in cases.items() if key[0] != "tensors"}
+    # The difference looked for is small, so several rounds.
+    runs = sweep.rounds(by_tensors, sweep.pick(7, 3, 1)) | sweep.rounds(rest, 1)
+    if {("tensors", 1), ("tensors", 3000)} <= runs.keys():
+        many, one = (runs["tensors", count]["round_seconds"] for count in (3000, 1))
+        sweep.figures["step_tensors_3000_ratio"] = figure([a / b for a, b in zip(many, one)], "")
+    for (axis, value), run in runs.items():
         total = figure(run["figures"]["total_seconds"]["samples"], "s")
         sweep.figures[f"growth_{axis}_{value}_seconds"] = total
         sweep.info["growth"].append({

@@ -4,6 +4,7 @@
 //   trace_bench [--short] [--json FILE]
 #include <benchmark/benchmark.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <ctime>
@@ -23,6 +24,7 @@ namespace ballast::bench {
 namespace {
 
 constexpr int64_t kSpans = 100'000;  // By each thread.
+constexpr std::chrono::seconds kStepLimit(60);
 constexpr int kThreadCounts[] = {1, 2, 16};
 
 struct Arguments {
@@ -87,9 +89,15 @@ class CommitListener : public RankListener {
     committed_step_ = step;
     changed_.NotifyAll();
   }
-  void Await(uint64_t step) {
+  absl::Status Await(uint64_t step) {
+    const auto deadline = std::chrono::steady_clock::now() + kStepLimit;
     MutexLock lock(mutex_);
-    while (committed_step_ < step) changed_.Wait(mutex_);
+    while (committed_step_ < step) {
+      if (!changed_.WaitUntil(mutex_, deadline)) {
+        return absl::DeadlineExceededError(absl::StrCat("step ", step, " was never committed"));
+      }
+    }
+    return absl::OkStatus();
   }
 
  private:
@@ -138,12 +146,19 @@ class Training {
   }
   // The same, with a trace; `events` gets their number.
   absl::StatusOr<double> TracedStep(double& events) {
-    auto trace =
-        std::async(std::launch::async, [&] { return job_->TraceSteps(1, [] { return true; }); });
+    std::atomic<bool> wanted = true;  // Before the future, which waits for whoever reads it.
+    auto trace = std::async(std::launch::async, [&] {
+      return job_->TraceSteps(1, [&wanted] { return wanted.load(); });
+    });
     while (!job_->trace().wants(step_ + 1) &&
            trace.wait_for(std::chrono::milliseconds(1)) != std::future_status::ready) {
     }
-    BALLAST_ASSIGN_OR_RETURN(const double seconds, Step());
+    const absl::StatusOr<double> seconds = Step();
+    // A step that failed is never over, and nobody else would end its trace.
+    if (!seconds.ok()) {
+      wanted = false;
+      return seconds;
+    }
     BALLAST_ASSIGN_OR_RETURN(const Trace taken, trace.get());
     events = static_cast<double>(taken.events.size());
     return seconds;
@@ -167,8 +182,7 @@ class Training {
     BALLAST_RETURN_IF_ERROR(stream_->EndMicroStep(step_, 0, {}));
     BALLAST_ASSIGN_OR_RETURN(const std::optional<SealRefusal> refusal, stream_->Seal(step_, 1));
     if (refusal.has_value()) return refusal->status;
-    listener_->Await(step_);
-    return absl::OkStatus();
+    return listener_->Await(step_);
   }
 
   Engine engine_;

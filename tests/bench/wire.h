@@ -15,6 +15,9 @@ namespace ballast::bench {
 
 inline constexpr int64_t kMessageBytes = 512 << 10;  // A chunk of bf16.
 
+// How long anything may take before the other end counts as stuck.
+inline constexpr int kWireLimitSeconds = 60;
+
 // What is sent lies in memory, as gradients and weights do: too much for the caches, written once.
 // Constant, and so thread-safe.
 class SendMemory {
@@ -38,9 +41,10 @@ class Wire {
   virtual absl::Status Transfer(int64_t up, int64_t down) = 0;
 };
 
-// To the peer's raw socket, at a port of the loopback or a path.
+// To the peer's raw socket, at a port of the loopback or a path. `buffer_bytes`: of the sockets'
+// own buffers, at both ends; 0: as the system has them.
 absl::StatusOr<std::unique_ptr<Wire>> OpenRawWire(const std::string& address,
-                                                  const SendMemory& memory);
+                                                  const SendMemory& memory, int buffer_bytes);
 // To its gRPC server: the client's own stream, with messages of the project's protocol.
 absl::StatusOr<std::unique_ptr<Wire>> OpenGrpcWire(const std::string& address,
                                                    const SendMemory& memory);

@@ -36,6 +36,7 @@ absl::Status Exchange(const std::shared_ptr<grpc::Channel>& channel, const SendM
                       int64_t messages) {
   grpc::GenericStub stub(channel);
   grpc::ClientContext context;
+  context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(kWireLimitSeconds));
   grpc::CompletionQueue queue;
   const auto stream = stub.PrepareCall(&context, kExchangeMethod, &queue);
   grpc::ByteBuffer incoming;

@@ -1,9 +1,12 @@
 #include <grpcpp/channel.h>
 
+#include <chrono>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
+#include "client/payload_pieces.h"
 #include "client/session.h"
 #include "client/train_stream.h"
 #include "cpu_optimizer_service/common/mutex.h"
@@ -18,8 +21,9 @@ class Counter final : public client::TrainListener {
  public:
   void OnMessage(const v1::TrainResponse& message, client::PayloadPieces payload) override {
     MutexLock lock(mutex_);
-    if (message.has_weights()) {
-      for (const auto& piece : payload) bytes_ += static_cast<int64_t>(piece.size());
+    if (message.has_weights() && client::TotalBytes(payload) <= staging_.size()) {
+      client::CopyPieces(payload, staging_.data());
+      bytes_ += static_cast<int64_t>(client::TotalBytes(payload));
     }
     done_ = done_ || message.has_acknowledged();
     changed_.NotifyAll();
@@ -32,8 +36,12 @@ class Counter final : public client::TrainListener {
   }
   // Returns when the peer is done and so many bytes have come; begins to count anew.
   absl::Status AwaitTransfer(int64_t bytes) {
+    const auto deadline =
+        std::chrono::steady_clock::now() + std::chrono::seconds(kWireLimitSeconds);
     MutexLock lock(mutex_);
-    while (!closed_ && !(done_ && bytes_ >= bytes)) changed_.Wait(mutex_);
+    while (!closed_ && !(done_ && bytes_ >= bytes)) {
+      if (!changed_.WaitUntil(mutex_, deadline)) break;
+    }
     if (!done_ || bytes_ != bytes) {
       return absl::UnavailableError(
           absl::StrCat(bytes_, " of ", bytes, " bytes came: ", status_.ToString()));
@@ -49,6 +57,8 @@ class Counter final : public client::TrainListener {
   bool done_ ABSL_GUARDED_BY(mutex_) = false;
   bool closed_ ABSL_GUARDED_BY(mutex_) = false;
   int64_t bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  // Where a message's bytes end up, warm and in one piece, as with a raw socket.
+  std::vector<std::byte> staging_ ABSL_GUARDED_BY(mutex_) = std::vector<std::byte>(kMessageBytes);
   absl::Status status_ ABSL_GUARDED_BY(mutex_);
 };
 

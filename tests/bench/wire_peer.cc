@@ -35,6 +35,7 @@ absl::StatusOr<bool> ServeTransfer(int fd, const SendMemory& memory) {
   if (!there) return false;
   TransferSizes sizes;
   std::memcpy(&sizes, first, sizeof(sizes));
+  if (sizes.buffer_bytes > 0) SetBuffers(fd, static_cast<int>(sizes.buffer_bytes));
   absl::Status sent;
   std::thread sender;
   if (sizes.up > 0 && sizes.down > 0) {

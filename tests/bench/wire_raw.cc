@@ -13,11 +13,14 @@ namespace {
 
 class RawWire final : public Wire {
  public:
-  RawWire(int fd, const SendMemory& memory) : fd_(fd), memory_(memory) {}
+  RawWire(int fd, const SendMemory& memory, int buffer_bytes)
+      : fd_(fd), memory_(memory), buffer_bytes_(buffer_bytes) {
+    if (buffer_bytes > 0) SetBuffers(fd, buffer_bytes);
+  }
   ~RawWire() override { close(fd_); }
 
   absl::Status Transfer(int64_t up, int64_t down) override {
-    const TransferSizes sizes{.up = up, .down = down};
+    const TransferSizes sizes{.up = up, .down = down, .buffer_bytes = buffer_bytes_};
     std::byte first[sizeof(sizes)];
     std::memcpy(first, &sizes, sizeof(sizes));
     BALLAST_RETURN_IF_ERROR(SendAll(fd_, first));
@@ -43,14 +46,17 @@ class RawWire final : public Wire {
  private:
   const int fd_;
   const SendMemory& memory_;
+  const int buffer_bytes_;
 };
 
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Wire>> OpenRawWire(const std::string& address,
-                                                  const SendMemory& memory) {
+                                                  const SendMemory& memory, int buffer_bytes) {
   BALLAST_ASSIGN_OR_RETURN(const int fd, ConnectRaw(address));
-  return std::make_unique<RawWire>(fd, memory);
+  auto wire = std::make_unique<RawWire>(fd, memory, buffer_bytes);
+  BALLAST_RETURN_IF_ERROR(LimitWaits(fd));
+  return wire;
 }
 
 }  // namespace ballast::bench

@@ -3,7 +3,9 @@
 #include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/server_callback.h>
 
+#include <cstddef>
 #include <optional>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/mutex.h"
@@ -40,6 +42,7 @@ class WireReactor final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc:
 
  private:
   absl::Status Take(const proto::Frame<v1::TrainRequest>& frame) {
+    if (frame.payload.size_bytes() <= staging_.size()) frame.payload.CopyTo(staging_.data());
     MutexLock lock(mutex_);
     if (frame.message.has_begin_step()) {
       owed_ += static_cast<int64_t>(frame.message.begin_step().step());
@@ -94,6 +97,8 @@ class WireReactor final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc:
 
   const SendMemory& memory_;
   grpc::ByteBuffer incoming_;  // Of the read that is under way.
+  // Where its bytes end up, warm and in one piece, as with a raw socket; for who reads.
+  std::vector<std::byte> staging_ = std::vector<std::byte>(kMessageBytes);
   Mutex mutex_;
   grpc::ByteBuffer outgoing_ ABSL_GUARDED_BY(mutex_);
   int64_t owed_ ABSL_GUARDED_BY(mutex_) = 0;

@@ -47,6 +47,7 @@ std::vector<std::string> WholeSteps(uint64_t steps, uint32_t micro_steps) {
 enum class How {
   kPayloads,
   kInPlace,  // The trainer writes to the shared memory and reads there.
+  kMerged,   // And its gradients go in one message.
   kCopied,   // It has memory of its own, and some is shared.
 };
 struct Case {
@@ -59,8 +60,9 @@ class BrokenStream : public testing::TestWithParam<Case> {
   static constexpr uint64_t kSteps = 2;
   const How how_ = GetParam().how;
   const uint32_t micro_steps_ = GetParam().micro_steps;
-  // Begin, each chunk of each micro-step, its end, and the seal.
-  const size_t messages_up_ = 1 + micro_steps_ * (kChunks + 1) + 1;
+  const bool in_place_ = how_ == How::kInPlace || how_ == How::kMerged;
+  // Begin, each chunk (or all of them) of each micro-step, its end, and the seal.
+  const size_t messages_up_ = 1 + micro_steps_ * ((how_ == How::kMerged ? 1 : kChunks) + 1) + 1;
 
   void SetUp() override { testing::internal::CaptureStderr(); }
   void TearDown() override { testing::internal::GetCapturedStderr(); }
@@ -71,6 +73,7 @@ class BrokenStream : public testing::TestWithParam<Case> {
                          ack_every);
     service.breaks = std::move(breaks);
     service.applies = applies;
+    service.merges = how_ == How::kMerged;
     SessionOptions options;
     options.job = SmallJob("gpt", 1);
     std::optional<MemoryFile> file;
@@ -83,7 +86,7 @@ class BrokenStream : public testing::TestWithParam<Case> {
       service.offer = door->offer();
     }
     std::array<std::string, kChunks> memory;
-    if (how_ != How::kInPlace) {
+    if (!in_place_) {
       options.weights = [&](int chunk) {
         memory[chunk].resize(weight_bytes_[chunk]);
         return absl::MakeSpan(reinterpret_cast<std::byte*>(memory[chunk].data()),
@@ -105,7 +108,7 @@ class BrokenStream : public testing::TestWithParam<Case> {
       if (!status.ok()) break;
       for (int chunk = 0; chunk < kChunks; ++chunk) {
         const absl::Span<const std::byte> in_place = session->weights_memory(chunk);
-        if (how_ == How::kInPlace && applies) {
+        if (in_place_ && applies) {
           memory[chunk].assign(reinterpret_cast<const char*>(in_place.data()), in_place.size());
         }
         EXPECT_EQ(memory[chunk], applies ? service.Weights(step, chunk) : "");
@@ -146,7 +149,7 @@ class BrokenStream : public testing::TestWithParam<Case> {
                         pushed.values.size()};
         push.released = [&pushed] { ++pushed.released; };
         // Where the service does not acknowledge, the place stays with the push before.
-        if (how_ == How::kInPlace && (last[chunk] == nullptr || last[chunk]->released > 0)) {
+        if (in_place_ && (last[chunk] == nullptr || last[chunk]->released > 0)) {
           const absl::Span<std::byte> place = session.gradient_memory(chunk);
           std::memcpy(place.data(), pushed.values.data(), place.size());
           push.payload = place;
@@ -169,12 +172,13 @@ class BrokenStream : public testing::TestWithParam<Case> {
 
 INSTANTIATE_TEST_SUITE_P(Ways, BrokenStream,
                          testing::Values(Case{How::kPayloads, 2}, Case{How::kInPlace, 1},
-                                         Case{How::kInPlace, 2}, Case{How::kCopied, 1},
-                                         Case{How::kCopied, 3}),
+                                         Case{How::kInPlace, 2}, Case{How::kMerged, 1},
+                                         Case{How::kCopied, 1}, Case{How::kCopied, 3}),
                          [](const auto& info) {
                            const How how = info.param.how;
                            return absl::StrCat(how == How::kPayloads  ? "Payloads"
                                                : how == How::kInPlace ? "InPlace"
+                                               : how == How::kMerged  ? "Merged"
                                                                       : "Copied",
                                                info.param.micro_steps);
                          });
@@ -187,12 +191,14 @@ TEST_P(BrokenStream, TrainsUndisturbedWithoutBreaks) {
 TEST_P(BrokenStream, AtAnyMessageUp) {
   for (size_t ack_every : {size_t{1}, size_t{3}, kNeverAcknowledges}) {
     for (size_t up = 1; up <= 2 * messages_up_; ++up) {
-      for (const BreakPoint& point : {BreakPoint{.up = up}, BreakPoint{.up = up, .held = true},
+      for (const BreakPoint& point : {BreakPoint{.up = up}, BreakPoint{.up = up, .chunks = 2},
+                                      BreakPoint{.up = up, .held = true},
                                       BreakPoint{.up = up, .held = true, .acked = true}}) {
         SCOPED_TRACE(absl::StrCat("acks every ", ack_every, ", breaks at message ", up,
-                                  point.acked  ? ", acknowledged"
-                                  : point.held ? ", held"
-                                               : ", lost"));
+                                  point.acked        ? ", acknowledged"
+                                  : point.held       ? ", held"
+                                  : point.chunks > 0 ? ", held in part"
+                                                     : ", lost"));
         const size_t streams = Train(ack_every, {point});
         // After the last seal and its answers there may be no time for another.
         if (up < 2 * messages_up_) EXPECT_EQ(streams, 2u);
@@ -233,6 +239,7 @@ TEST_P(BrokenStream, AtRandomPointsAgainAndAgain) {
       if (random() % 3 == 0) point.down = 1 + random() % 8;
       point.held = random() % 2 == 0;
       point.acked = point.held && random() % 2 == 0;
+      point.chunks = static_cast<int>(random() % kChunks);
     }
     Train(random() % 2 == 0 ? 1 + random() % 5 : kNeverAcknowledges, points, random() % 4 != 0);
     if (HasFailure()) return;

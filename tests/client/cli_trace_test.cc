@@ -13,6 +13,7 @@
 #include <string>
 #include <thread>
 
+#include "tests/client/eventually.h"
 #include "tests/client/job_for_tests.h"
 #include "tests/client/processes_for_tests.h"
 #include "tests/client/rank_for_tests.h"
@@ -141,11 +142,12 @@ TEST_F(CliTraceTest, ShowsUpdatesAheadOfTheDecision) {
       Ballast({"trace", "gpt", "--steps=2", "--out=" + file, "--json", "--timeout=60"});
   ASSERT_EQ(result.exit_code, 0) << result.error;
   const json summary = json::parse(result.output);
-  EXPECT_EQ(summary.size(), 5u);
+  EXPECT_EQ(summary.size(), 6u);
   EXPECT_EQ(summary["job"], "gpt");
   EXPECT_GT(summary["events"], 0);
   EXPECT_EQ(summary["file"], file);
   EXPECT_EQ(summary["dropped_events"], 0);
+  EXPECT_EQ(summary["unknown_events"], 0);
   ASSERT_EQ(summary["steps"].size(), 2u);
   EXPECT_GT(summary["steps"][0]["committed_ms"], 0);
   for (const auto& [step, kinds] : ReadChunks(json::parse(ReadFile(file)))) {
@@ -168,8 +170,9 @@ TEST_F(CliTraceTest, SaysThatNoStepBegan) {
   // The one that is open does not count.
   ASSERT_TRUE(ranks_[0]->session().BeginStep({}).ok());
   ASSERT_TRUE(ranks_[0]->Push(ranks_[0]->chunks()[0], 0).ok());
-  while (Ballast({"job", "gpt"}).output.find("phase         open") == std::string::npos) {
-  }
+  EXPECT_TRUE(Eventually([&] {
+    return Ballast({"job", "gpt"}).output.find("phase         open") != std::string::npos;
+  }));
   EXPECT_THAT(Failure({"trace", "gpt", "--out", Path("t.json"), "--timeout", "2"}),
               HasSubstr("step 2 is open and was begun before the trace"));
 }

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <thread>
 
+#include "tests/client/eventually.h"
 #include "tests/client/shared_session.h"
 
 namespace ballast::client {
@@ -29,10 +30,20 @@ TEST(GradientPlaces, AreTakenOnceUntilTheyAreFree) {
 
 TEST(GradientPlaces, OfTheTrainerAreNeverTaken) {
   GradientPlaces places(1);
-  places.GiveToTrainer(0);
+  EXPECT_TRUE(places.GiveToTrainer(0));
+  EXPECT_TRUE(places.GiveToTrainer(0));
   EXPECT_FALSE(places.Take(0));
   places.Free(0);
   places.FreeAll();
+  EXPECT_FALSE(places.Take(0));
+}
+
+TEST(GradientPlaces, InUseAreNotGivenToTheTrainer) {
+  GradientPlaces places(1);
+  EXPECT_TRUE(places.Take(0));
+  EXPECT_FALSE(places.GiveToTrainer(0));
+  places.Free(0);
+  EXPECT_TRUE(places.GiveToTrainer(0));
   EXPECT_FALSE(places.Take(0));
 }
 
@@ -133,6 +144,17 @@ TEST_F(SharedGradientsTest, OfOtherMemoryLeaveAPlaceThatTheTrainerAskedForAlone)
   EXPECT_EQ(file_.gradient(1), std::string(512, 'a'));
 }
 
+TEST_F(SharedGradientsTest, AreNotWrittenWhereACopiedPushStillLies) {
+  OpenAndBegin();
+  ASSERT_TRUE(PushElsewhere(1, 'b').ok());
+  EXPECT_TRUE(session_->gradient_memory(1).empty());
+  EXPECT_FALSE(session_->gradient_memory(2).empty());
+  Acknowledge(3);
+  EXPECT_EQ(session_->gradient_memory(1).size(), 512u);
+  ASSERT_TRUE(PushInPlace(1, 'c').ok());
+  EXPECT_TRUE(shared(1));
+}
+
 TEST_F(SharedGradientsTest, OfAnotherSizeAreRefused) {
   OpenAndBegin();
   const absl::Span<std::byte> place = session_->gradient_memory(4);
@@ -178,7 +200,7 @@ TEST_F(SharedGradientsTest, AreSentAgainByChunkOnANewStream) {
   EXPECT_EQ(door_.hangups(), 0);
   EXPECT_TRUE(fake_->sent().back().open().weights_in_shared_memory());
   // What was held is given back after the rest was sent.
-  while (released_ < 3) std::this_thread::yield();
+  EXPECT_TRUE(Eventually([&] { return released_ >= 3; }));
   Acknowledge(2);
   EXPECT_EQ(released_, 4);
   session_.reset();
@@ -213,11 +235,40 @@ TEST_F(SharedGradientsTest, AreNotAskedForAgainstTheTrainersWill) {
 
 TEST_F(SharedGradientsTest, GoThroughTheStreamWhereNoMemoryIsHandedOver) {
   fake_->attachment.mutable_shared_memory()->set_socket("ballast-test-nobody");
+  testing::internal::CaptureStderr();
   OpenAndBegin();
+  EXPECT_THAT(testing::internal::GetCapturedStderr(),
+              testing::AllOf(HasSubstr("[info]"), HasSubstr("no memory is shared")));
   EXPECT_FALSE(session_->shares_memory());
   EXPECT_FALSE(fake_->sent().at(0).open().weights_in_shared_memory());
   ASSERT_TRUE(PushElsewhere(0, 'a').ok());
   EXPECT_FALSE(shared(0));
+}
+
+TEST_F(SharedGradientsTest, GoThroughTheStreamWithAWarningWhereTheOfferIsBad) {
+  DoorForTests refusing([](int connection) { Hand(connection, "Rtoo late", {}); });
+  *fake_->attachment.mutable_shared_memory() = refusing.offer();
+  testing::internal::CaptureStderr();
+  OpenAndBegin();
+  EXPECT_THAT(testing::internal::GetCapturedStderr(),
+              testing::AllOf(HasSubstr("[warning]"), HasSubstr("no memory is shared"),
+                             HasSubstr("too late")));
+  EXPECT_FALSE(session_->shares_memory());
+  ASSERT_TRUE(PushElsewhere(0, 'a').ok());
+  EXPECT_FALSE(shared(0));
+}
+
+TEST_F(SharedGradientsTest, AreNotForASessionWithoutSteps) {
+  options_.takes_steps = false;
+  options_.job.update_mode = UpdateMode::kSpeculate;
+  fake_->attachment.clear_shared_memory();
+  ASSERT_TRUE(Open().ok());
+  EXPECT_FALSE(fake_->last_attach.shared_memory());
+  EXPECT_NE(fake_->sent().at(0).open().update_mode(), v1::SPECULATE);
+  EXPECT_TRUE(session_->weights_memory(0).empty());
+  for (const absl::Status& status : {session_->BeginStep({}), session_->ReadWeights()}) {
+    EXPECT_THAT(status, IsError(absl::StatusCode::kFailedPrecondition, HasSubstr("without steps")));
+  }
 }
 
 TEST_F(SharedGradientsTest, HaveNewMemoryAtEveryAttempt) {
@@ -230,7 +281,7 @@ TEST_F(SharedGradientsTest, HaveNewMemoryAtEveryAttempt) {
   EXPECT_EQ(fake_->attaches, 2);
   EXPECT_TRUE(fake_->last_attach.shared_memory());
   EXPECT_TRUE(session_->shares_memory());
-  while (door_.hangups() == 0) std::this_thread::yield();
+  EXPECT_TRUE(Eventually([&] { return door_.hangups() > 0; }));
   ASSERT_TRUE(PushInPlace(0, 'a').ok());
   EXPECT_EQ(file_.gradient(0), std::string(512, 'a'));
 }

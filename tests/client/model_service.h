@@ -4,6 +4,7 @@
 #ifndef BALLAST_TESTS_CLIENT_MODEL_SERVICE_H_
 #define BALLAST_TESTS_CLIENT_MODEL_SERVICE_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -28,6 +29,7 @@ struct BreakPoint {
   size_t up = kNever;    // At this message up, from 1:
   bool held = false;     // the service takes it
   bool acked = false;    // and acknowledges it.
+  int chunks = 0;        // Or only so many chunks of it, if it is of shared gradients.
   size_t down = kNever;  // Before this message down, from 1; acknowledgements are not counted.
 };
 
@@ -56,6 +58,8 @@ class ModelService {
   v1::SharedMemoryOffer offer;     // If there is memory.
   std::vector<BreakPoint> breaks;  // Of the first streams; the later ones do not break.
   bool applies = true;             // What it decides.
+  bool merges = false;  // Streams send consecutive shared gradients in one message, once another
+                        // message follows.
 
   // ---- what the test sees
   std::vector<std::string> taken() const {  // Every message that changed something, in words.
@@ -95,10 +99,17 @@ class ModelService {
         return;
       }
       const bool last = ++taken_ == break_.up;
+      if (last && !break_.held && message.has_shared_gradients()) {
+        v1::TrainRequest part = message;
+        auto& chunks = *part.mutable_shared_gradients()->mutable_chunks();
+        chunks.Truncate(std::min(break_.chunks, chunks.size()));
+        service_.Handle(part, values);
+      }
       if (!last || break_.held) {
         std::vector<v1::TrainResponse> answers = service_.Handle(message, values);
-        ++held_;
-        const bool due = held_ % service_.ack_every_ == 0;
+        const size_t before = held_;
+        held_ += message.has_shared_gradients() ? message.shared_gradients().chunks_size() : 1;
+        const bool due = before / service_.ack_every_ != held_ / service_.ack_every_;
         if (last ? break_.acked : due) Acknowledge();
         for (const v1::TrainResponse& answer : answers) Say(answer);
       }
@@ -175,8 +186,14 @@ class ModelService {
                                         const std::string& values) {
     MutexLock lock(mutex_);
     const std::string name = NameOf(message);
-    if (message.has_shared_gradients()) return HandleGradient(HeaderOf(message), std::nullopt);
-    if (message.has_gradient()) return HandleGradient(message.gradient().header(), values);
+    for (const uint32_t chunk : message.shared_gradients().chunks()) {
+      HandleGradient(HeaderOf(message, chunk), std::nullopt);
+    }
+    if (message.has_shared_gradients()) return {};
+    if (message.has_gradient()) {
+      HandleGradient(message.gradient().header(), values);
+      return {};
+    }
     bool good = false;
     if (message.has_begin_step()) {
       good = message.begin_step().step() == committed_ + 1 && open_ == 0;
@@ -196,11 +213,11 @@ class ModelService {
     return message.has_seal() && good ? Decide() : std::vector<v1::TrainResponse>();
   }
 
-  static v1::GradientHeader HeaderOf(const v1::TrainRequest& message) {
+  static v1::GradientHeader HeaderOf(const v1::TrainRequest& message, uint32_t chunk) {
     const v1::SharedGradients& shared = message.shared_gradients();
     v1::GradientHeader header;
     header.set_step(shared.step());
-    header.set_chunk(shared.chunks(0));
+    header.set_chunk(chunk);
     header.set_micro_step_begin(shared.micro_step_begin());
     header.set_micro_step_end(shared.micro_step_end());
     header.set_final(shared.final());
@@ -211,14 +228,13 @@ class ModelService {
   }
 
   // Without values it lies in shared memory.
-  std::vector<v1::TrainResponse> HandleGradient(const v1::GradientHeader& header,
-                                                std::optional<std::string> values)
+  void HandleGradient(const v1::GradientHeader& header, std::optional<std::string> values)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     const std::string name = NameOf(header);
     uint32_t& next = next_[header.chunk()];
     if (header.step() == open_ && header.micro_step_end() <= next) {
       repeats_.push_back(name);
-      return {};
+      return;
     }
     bool good = header.step() == open_ && header.micro_step_begin() == next;
     if (!values.has_value()) {
@@ -231,7 +247,6 @@ class ModelService {
     good = good && values == Expected(header);
     next = header.micro_step_end();
     taken_.push_back(good ? name : "WRONG " + name);
-    return {};
   }
 
   std::vector<v1::TrainResponse> Decide() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
@@ -332,16 +347,19 @@ class ModelTransport final : public Transport {
   class Stream final : public TrainStream {
    public:
     Stream(ModelService& service, TrainListener& listener)
-        : end_(std::make_unique<ModelService::Stream>(service, listener)) {}
+        : merges_(service.merges),
+          end_(std::make_unique<ModelService::Stream>(service, listener)) {}
     ~Stream() override {
       thread_.Stop();
       for (const std::function<void()>& let_go : late_) let_go();
     }
     void Send(const v1::TrainRequest& message) override {
+      SendWaiting();
       thread_.Post([this, message] { end_->Take(message); });
     }
     void SendGradient(const v1::GradientHeader& header, absl::Span<const std::byte> payload,
                       std::function<void()> let_go) override {
+      SendWaiting();
       v1::TrainRequest message;
       *message.mutable_gradient()->mutable_header() = header;
       thread_.Post([this, message, payload, let_go = std::move(let_go)] {
@@ -363,10 +381,29 @@ class ModelTransport final : public Transport {
       gradients.set_micro_step_end(header.micro_step_end());
       gradients.set_final(header.final());
       gradients.add_chunks(header.chunk());
-      Send(message);
+      if (!merges_) return Send(message);
+      if (waiting_.has_value() && SameButForTheChunks(waiting_->shared_gradients(), gradients)) {
+        return waiting_->mutable_shared_gradients()->add_chunks(header.chunk());
+      }
+      SendWaiting();
+      waiting_ = std::move(message);
     }
 
    private:
+    static bool SameButForTheChunks(v1::SharedGradients a, v1::SharedGradients b) {
+      a.clear_chunks();
+      b.clear_chunks();
+      return a.SerializeAsString() == b.SerializeAsString();
+    }
+    void SendWaiting() {
+      if (!waiting_.has_value()) return;
+      thread_.Post(
+          [this, message = *std::exchange(waiting_, std::nullopt)] { end_->Take(message); });
+    }
+
+    const bool merges_;
+    // Of the senders, which the send log's lock keeps apart.
+    std::optional<v1::TrainRequest> waiting_;
     const std::unique_ptr<ModelService::Stream> end_;
     std::vector<std::function<void()>> late_;  // Of the thread, and of the destructor after it.
     TaskThread thread_;

@@ -86,6 +86,23 @@ TEST_F(TraceSummaryTest, HasARowForEveryAttempt) {
   EXPECT_EQ(steps[1]["arriving_ms"], 2.0);
 }
 
+TEST_F(TraceSummaryTest, CountsTheTimeOfAMessageOnceForAllItsChunks) {
+  ASSERT_EQ(layout_.chunks()[0].rank, layout_.chunks()[2].rank);
+  ASSERT_NE(layout_.chunks()[0].rank, layout_.chunks()[1].rank);
+  TraceSummary summary(job_, layout_, {});
+  summary.Add(StepEvent(v1::BEGUN, 13, kMs, kMs));
+  const auto sent = [&](int chunk, int64_t begin_ms, int64_t end_ms) {
+    summary.Add(ChunkEvent(v1::SENT, 13, chunk, begin_ms * kMs, end_ms * kMs, 4));
+  };
+  sent(0, 1, 3);
+  sent(2, 1, 3);  // In the same message.
+  sent(1, 1, 3);  // To another rank.
+  sent(3, 5, 6);  // Later.
+  const json step = json::parse(summary.ToJson().dump())[0];
+  EXPECT_EQ(step["sending_ms"], 5.0);
+  EXPECT_EQ(step["sent_bytes"], 4 * 512);
+}
+
 TEST_F(TraceSummaryTest, ManagesWithoutTheBegin) {
   TraceSummary summary(job_, layout_, {});
   summary.Add(StepEvent(v1::COMMITTED, 13, kMs, kMs));

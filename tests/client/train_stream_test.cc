@@ -12,11 +12,14 @@
 
 #include "ballast/v1/ballast.grpc.pb.h"
 #include "client/connect.h"
+#include "client/steady_deadline.h"
 #include "cpu_optimizer_service/common/mutex.h"
 #include "tests/client/message_name.h"
 
 namespace ballast::client {
 namespace {
+
+constexpr absl::Duration kLongest = absl::Seconds(30);
 
 // Reads nothing until it is told to, then everything.
 class SlowService final : public v1::TrainService::Service {
@@ -38,17 +41,22 @@ class SlowService final : public v1::TrainService::Service {
     told_ = true;
     changed_.NotifyAll();
   }
-  // What it has read, once the last is called so.
+  // What it has read, once the last is called so, or when that has taken too long.
   std::vector<std::string> AwaitMessage(const std::string& name) {
     MutexLock lock(mutex_);
-    while (names_.empty() || names_.back() != name) changed_.Wait(mutex_);
+    const auto deadline = SteadyDeadline(kLongest);
+    while (names_.empty() || names_.back() != name) {
+      if (!changed_.WaitUntil(mutex_, deadline)) break;
+    }
     return names_;
   }
 
  private:
   void AwaitTold() {
     MutexLock lock(mutex_);
-    while (!told_) changed_.Wait(mutex_);
+    const auto deadline = SteadyDeadline(kLongest);
+    while (!told_ && changed_.WaitUntil(mutex_, deadline)) {
+    }
   }
 
   Mutex mutex_;
@@ -98,6 +106,8 @@ TEST(GrpcTrainStream, SharedGradientsThatWaitTogetherGoInOneMessageInOrder) {
       chunks += (chunk == 0 ? "" : " ") + std::to_string(chunk);
     }
     stream->SendSharedGradient(Header(1, 1, false));
+    stream->SendSharedGradient(Header(2, 1, false));
+    stream->SendSharedGradient(Header(1, 1, false));  // Never twice in one message.
     stream->Send(End(0));
     stream->SendSharedGradient(Header(2, 1, false));
     stream->SendSharedGradient(Header(3, 1, true));
@@ -107,8 +117,8 @@ TEST(GrpcTrainStream, SharedGradientsThatWaitTogetherGoInOneMessageInOrder) {
     EXPECT_EQ(service.AwaitMessage("end 5 micro-step 1"),
               (std::vector<std::string>{
                   "gradient 5 chunk 9 [0, 1)", "shared gradients 5 chunks " + chunks + " [0, 1)",
-                  "shared gradients 5 chunks 1 [1, 2)", "end 5 micro-step 0",
-                  "shared gradients 5 chunks 2 [1, 2)",
+                  "shared gradients 5 chunks 1 2 [1, 2)", "shared gradients 5 chunks 1 [1, 2)",
+                  "end 5 micro-step 0", "shared gradients 5 chunks 2 [1, 2)",
                   "shared gradients 5 chunks 3 4 [1, 2) final", "end 5 micro-step 1"}));
   }
   server->Shutdown();

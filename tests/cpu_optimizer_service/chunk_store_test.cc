@@ -4,6 +4,7 @@
 
 #include <memory>
 #include <utility>
+#include <vector>
 
 namespace ballast {
 namespace {
@@ -54,6 +55,33 @@ TEST_F(ChunkStoreTest, SlotsHaveThePlanesOfTheirGroupAndDoNotOverlap) {
       EXPECT_EQ(plane[layout_->chunks()[chunk].elements - 1], chunk + 1);
     }
     EXPECT_EQ(store_->step(chunk), 1u);
+  }
+}
+
+// Places in an arena are near to the threads of the chunks whose places they are.
+TEST(ChunkStore, ChunksKeepToTheirOwnTwoSlots) {
+  constexpr int kChunks = 8;
+  LayoutSpec spec;
+  spec.chunk_elements = 256;
+  spec.parameters = {{.name = "a", .shape = {kChunks * 256}, .group = 0}};
+  spec.partitions = {{.rank = 0, .group = 0, .begin = 0, .end = kChunks * 256}};
+  const Layout layout = Layout::Create(spec).value();
+  const std::unique_ptr<ArenaFactory> arenas = MakeAnonymousArenaFactory();
+  const auto store =
+      ChunkStore::Create(layout, {.planes = {3}, .second_versions = true, .owner = "test"}, *arenas)
+          .value();
+  for (uint64_t step = 1; step <= 5; ++step) {
+    std::vector<ChunkStore::Write> writes;
+    for (int i = 0; i < kChunks; ++i) {
+      const int chunk = static_cast<int>((i * 3 + step) % kChunks);
+      writes.push_back(store->BeginWrite(chunk, Destination::kFresh).value());
+    }
+    for (const ChunkStore::Write& write : writes) store->Publish(write, step);
+    for (int chunk = 1; chunk < kChunks; ++chunk) {
+      EXPECT_EQ(store->Published(chunk)[Plane::kMaster] - store->Published(0)[Plane::kMaster],
+                chunk * 3 * 256)
+          << step;
+    }
   }
 }
 

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstring>
 #include <memory>
 #include <vector>
 
@@ -110,6 +112,44 @@ TEST_P(GradientStoreTest, WhatIsBorrowedIsReadWhereItLiesUntilClear) {
   Add(0);
   lent.assign(lent.size(), std::byte{0xff});
   EXPECT_EQ(At(7), 7.0f);
+}
+
+TEST_P(GradientStoreTest, ALentPlaceKeepsItsBytesWhileTheNextGradientIsKeptElsewhere) {
+  const auto bytes = static_cast<int64_t>(512 * SizeBytes(GetParam()));
+  Add(0);
+  ShardBuffer weights = store_->LendPlace(0, bytes);
+  ASSERT_TRUE(weights);
+  EXPECT_EQ(weights.data(), store_->view(0).data);
+  std::memset(weights.data(), 0x5a, bytes);
+  EXPECT_FALSE(store_->LendPlace(0, bytes));
+  store_->Clear(0);
+  Add(1);
+  EXPECT_EQ(At(7), 8.0f);
+  EXPECT_EQ(std::count(weights.bytes().begin(), weights.bytes().end(), std::byte{0x5a}), bytes);
+  weights = {};
+  EXPECT_EQ(At(7), 8.0f);  // Where it is, until the next.
+  store_->Clear(0);
+  Add(2);
+  EXPECT_EQ(At(7), 9.0f);
+  EXPECT_TRUE(store_->LendPlace(0, bytes));
+}
+
+TEST_P(GradientStoreTest, APlaceThatIsReadIsLentForItsOwnSizeOnly) {
+  const auto bytes = static_cast<int64_t>(512 * SizeBytes(GetParam()));
+  Add(0);
+  EXPECT_FALSE(store_->LendPlace(0, bytes / 2));
+  Add(0);  // Now the sum is read.
+  EXPECT_FALSE(store_->LendPlace(0, bytes + 1));
+  EXPECT_TRUE(store_->LendPlace(0, bytes / 2));
+}
+
+TEST_P(GradientStoreTest, ALentPlaceOutlivesTheStore) {
+  const auto bytes = static_cast<int64_t>(512 * SizeBytes(GetParam()));
+  Add(0);
+  ShardBuffer weights = store_->LendPlace(0, bytes);
+  store_ = nullptr;
+  std::memset(weights.data(), 0, bytes);
+  EXPECT_EQ(weights.bytes().back(), std::byte{0});
 }
 
 INSTANTIATE_TEST_SUITE_P(WireDtypes, GradientStoreTest,

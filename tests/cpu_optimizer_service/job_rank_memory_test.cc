@@ -3,8 +3,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <functional>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "tests/cpu_optimizer_service/job_driver.h"
@@ -13,6 +16,15 @@ namespace ballast {
 namespace {
 
 using ::testing::HasSubstr;
+
+bool Eventually(const std::function<bool()>& condition) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+  while (!condition()) {
+    if (std::chrono::steady_clock::now() > deadline) return false;
+    std::this_thread::yield();
+  }
+  return true;
+}
 
 class RankMemoryTest : public JobDriverTest {
  protected:
@@ -99,8 +111,7 @@ TEST_F(RankMemoryTest, AFinalFirstContributionIsReadWhereItLies) {
   }
   // Against the rule, and only to see what is read. What a copy was made of would not change.
   const std::vector<std::byte> others = driver_.Encode(0, driver_.Values(0, 8));
-  while (driver_.job().Status().ranks[0].chunks_complete < 2) {
-  }
+  ASSERT_TRUE(Eventually([&] { return driver_.job().Status().ranks[0].chunks_complete == 2; }));
   driver_.memory(0).ScribbleGradient(0, others);
   for (JobDriver* driver : {&driver_, &plain_}) {
     driver->EndMicroStepAll(0);
@@ -135,20 +146,25 @@ TEST_F(RankMemoryTest, AnyOtherContributionHasBeenReadWhenItIsTaken) {
 TEST_F(RankMemoryTest, AFinalContributionAfterEmptyOnesHasBeenReadToo) {
   for (JobDriver* driver : {&driver_, &plain_}) {
     driver->BeginAll();
-    for (int chunk = 0; chunk < 4; ++chunk) {
+    for (const int chunk : {0, 1}) {  // Of the first two parameters; the others hold the third.
       RankStream& stream = driver->stream(driver->layout().chunks()[chunk].rank);
       ASSERT_TRUE(stream.Contribute({.step = 1, .chunk = chunk, .empty = true}).ok());
     }
-    driver->EndMicroStepAll(0, {.all = false, .parameters = {}});
+    for (const int chunk : {2, 3}) {
+      ASSERT_TRUE(driver->Send(chunk, driver->Values(chunk, 7), 0, /*final=*/false).ok());
+    }
+    driver->EndMicroStepAll(0, {.all = false, .parameters = {2}});
+    for (int chunk = 0; chunk < 4; ++chunk) {
+      ASSERT_TRUE(driver->Send(chunk, driver->Values(chunk, 8), 1, /*final=*/true).ok());
+    }
+    if (driver == &driver_) {
+      for (const int rank : {0, 1}) driver->memory(rank).Poison();
+    }
     driver->EndMicroStepAll(1);
+    driver->SealAll(2);
   }
-  for (int chunk = 0; chunk < 4; ++chunk) {
-    ASSERT_TRUE(driver_.Send(chunk, driver_.Values(chunk, 8), 1, /*final=*/true).ok());
-    ASSERT_TRUE(plain_.Send(chunk, plain_.Values(chunk, 8), 1, /*final=*/true).ok());
-  }
-  for (const int rank : {0, 1}) driver_.memory(rank).Poison();
-  const auto refusal = driver_.stream(0).Seal(1, 2).value();
-  EXPECT_THAT(refusal->status.message(), HasSubstr("backward reached none"));
+  EXPECT_EQ(driver_.job().Status().applied_steps, 1u);
+  EXPECT_EQ(driver_.job().StateHash(), plain_.job().StateHash());
 }
 
 TEST_F(RankMemoryTest, ContributionsThatCannotBeAreRefused) {
@@ -225,7 +241,7 @@ TEST_F(RankMemoryTest, DroppedInMidStepItIsKeptUntilTheStepIsOver) {
   Contribution given = {.step = 1, .chunk = 0, .final = true, .in_place = true};
   EXPECT_EQ(driver_.stream(0).Contribute(given).value(), ContributionResult::kRepeat);
   FinishBoth();
-  EXPECT_TRUE(memory.expired());
+  EXPECT_TRUE(Eventually([&] { return memory.expired(); }));  // Soon after the commit is told.
   driver_.BeginAll();
   given.step = 2;
   EXPECT_EQ(driver_.stream(0).Contribute(given).status().code(),

@@ -250,6 +250,32 @@ TEST_P(KernelTest, UpdateEqualsTheReferenceAtEveryAlignment) {
   }
 }
 
+TEST_P(KernelTest, UpdateMayLeaveTheShardWhereTheGradientWas) {
+  uint32_t seed = 0;
+  for (const DType dtype : kDTypes) {
+    for (const int64_t elements : Sizes()) {
+      for (const bool amsgrad : {false, true}) {
+        ++seed;
+        const UpdateCase c = {.values = {.amsgrad = amsgrad},
+                              .gradient_dtype = dtype,
+                              .shard_dtype = dtype,
+                              .elements = elements,
+                              .shift = seed % 3 == 0 ? seed % 37 : 0,
+                              .in_place = true};
+        const AdamScalars scalars = MakeAdamScalars(c.values, 3, 0.75f);
+        Planes expected(c, seed);
+        Planes actual(c, seed);
+        UpdateAdamReference(expected.Run(c, scalars));
+        AdamRun run = actual.Run(c, scalars);
+        run.shard = actual.gradient.data();
+        UpdateAdam(run);
+        ASSERT_TRUE(Same(actual.gradient, expected.shard)) << Describe(c);
+        ASSERT_TRUE(Same(actual.old_state[0], expected.old_state[0])) << Describe(c);
+      }
+    }
+  }
+}
+
 TEST_P(KernelTest, UpdateEqualsTheReferenceAroundTheEndOfAChunk) {
   for (const int64_t elements : {kMaxChunkElements - 1, kMaxChunkElements, kMaxChunkElements + 1}) {
     for (const int64_t shift : {0, 5}) {

@@ -72,9 +72,18 @@ TEST(TaskPool, OneThreadIsOnOneNode) {
   EXPECT_EQ(pool.NodeOf(9, 10), 0);
 }
 
+TEST(TaskPool, ANodesShareIsThatOfItsThreads) {
+  Topology topology = SeveralNodesInOne(2);
+  topology.nodes[0].processors.assign(3, topology.nodes[0].processors.front());
+  topology.nodes[1].processors.assign(1, topology.nodes[0].processors.front());
+  const TaskPool pool(4, topology);
+  ASSERT_EQ(pool.nodes(), 2);
+  for (int i = 0; i < 1000; ++i) EXPECT_EQ(pool.NodeOf(i, 1000), i < 750 ? 0 : 1) << i;
+}
+
 TEST(TaskPool, EachIndexRunsOnceOnTheNodeThatItBelongsTo) {
   for (const int nodes : {2, 3}) {
-    TaskPool pool(4, SeveralNodesInOne(nodes));
+    TaskPool pool(2 * nodes, SeveralNodesInOne(nodes));
     ASSERT_EQ(pool.nodes(), nodes);
     EXPECT_EQ(pool.CurrentNode(), -1);
     for (const int64_t count : {1, 2, 5, 1000}) {

@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <cstring>
 #include <limits>
 
 #include "cpu_optimizer_service/common/float_format.h"
@@ -52,10 +51,11 @@ class Rank {
   Rank(const World& world, Collective& collective)
       : job_(MakeJob(world)),
         layout_(Layout::Create(job_.layout).value()),
+        weights_(2 * kElements),
         collective_(collective),
         staging_(layout_, {world.wire_dtype, world.wire_dtype}, collective.rank(),
                  absl::Seconds(60)),
-        optimizer_(job_, layout_, collective) {
+        optimizer_(job_, layout_, collective, [this](int chunk) { return WeightsOf(chunk); }) {
     EXPECT_TRUE(optimizer_
                     .Join([this](int chunk, absl::Span<float> values) {
                       for (size_t i = 0; i < values.size(); ++i) {
@@ -106,19 +106,18 @@ class Rank {
   LocalOptimizer& optimizer() { return optimizer_; }
   int my_chunk() const { return layout_.chunks_of_rank(collective_.rank())[0]; }
   // By element of the flat spaces, group after group; other ranks' are zero.
-  std::vector<uint16_t> weights() const {
-    std::vector<uint16_t> flat(2 * kElements);
-    for (const int index : layout_.chunks_of_rank(collective_.rank())) {
-      const Chunk& chunk = layout_.chunks()[index];
-      const absl::Span<const std::byte> weights = optimizer_.weights(index);
-      std::memcpy(&flat[chunk.group * kElements + chunk.begin], weights.data(), weights.size());
-    }
-    return flat;
-  }
+  const std::vector<uint16_t>& weights() const { return weights_; }
 
  private:
+  absl::Span<std::byte> WeightsOf(int index) {
+    const Chunk& chunk = layout_.chunks()[index];
+    uint16_t* first = weights_.data() + chunk.group * kElements + chunk.begin;
+    return {reinterpret_cast<std::byte*>(first), static_cast<size_t>(2 * chunk.elements)};
+  }
+
   const JobSpec job_;
   const Layout layout_;
+  std::vector<uint16_t> weights_;
   Collective& collective_;
   GradientStaging staging_;
   LocalOptimizer optimizer_;

@@ -52,7 +52,6 @@ class MeddlingOptimizer final : public StepOptimizer {
   uint64_t committed_step() const override { return real_->committed_step(); }
   std::string trainer_state() const override { return real_->trainer_state(); }
   bool last_step_applied() const override { return real_->last_step_applied(); }
-  absl::Span<const std::byte> weights(int chunk) const override { return real_->weights(chunk); }
   absl::Span<std::byte> gradient_memory(int chunk) override {
     const absl::Span<std::byte> memory = real_->gradient_memory(chunk);
     if (!gives_fresh_memory_) return memory;
@@ -123,9 +122,9 @@ class MeddlingOptimizer final : public StepOptimizer {
 
 inline MakeOptimizer Meddling(MakeOptimizer make, Meddle meddle, bool fresh_memory = false) {
   return [make = std::move(make), meddle = std::move(meddle), fresh_memory](
-             const TrainingJob& job,
+             const TrainingJob& job, WeightsAt weights,
              Collective& collective) -> absl::StatusOr<std::unique_ptr<StepOptimizer>> {
-    absl::StatusOr<std::unique_ptr<StepOptimizer>> real = make(job, collective);
+    absl::StatusOr<std::unique_ptr<StepOptimizer>> real = make(job, std::move(weights), collective);
     if (!real.ok()) return real.status();
     auto meddling =
         std::make_unique<MeddlingOptimizer>(*std::move(real), collective.rank(), meddle);

@@ -140,7 +140,12 @@ Outcome Play(const Script& script, const MakeOptimizer& make_optimizer) {
     model.Place(job.layout, job.group_elements, script.dtype);
     GradientStaging staging(job.layout, {script.dtype, script.dtype}, collective.rank(),
                             absl::Seconds(60));
-    const std::unique_ptr<StepOptimizer> optimizer = make_optimizer(job, collective).value();
+    const WeightsAt weights = [&](int index) {
+      const Chunk& chunk = job.layout.chunks()[index];
+      return WeightBytes(model, chunk.group, chunk.begin, chunk.elements);
+    };
+    const std::unique_ptr<StepOptimizer> optimizer =
+        make_optimizer(job, weights, collective).value();
     Trainer trainer({.steps = script.steps,
                      .micro_steps_of_step = script.micro_steps,
                      .batch = kBatch,

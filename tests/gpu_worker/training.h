@@ -30,9 +30,10 @@ class Service {
 
   MakeOptimizer Optimizer(const std::string& resume_directory = "",
                           absl::Duration seal_timeout = absl::Minutes(1)) {
-    return [=, this](const TrainingJob& job, Collective& collective) {
+    return [=, this](const TrainingJob& job, WeightsAt weights, Collective& collective) {
       return MakeServiceOptimizer(channel(),
                                   {.job = job.spec,
+                                   .weights = std::move(weights),
                                    .resume_directory = resume_directory,
                                    .seal_timeout = seal_timeout,
                                    .shared_memory = shared_memory_},

@@ -337,6 +337,28 @@ TEST_F(RankOutboxTest, HoldsWeightsInPlaceBackUntilTheyAreEnoughOrSomethingFollo
   EXPECT_EQ(wire_.last.message.shared_weights().step(), 5);
 }
 
+TEST_F(RankOutboxTest, HoldsNoProvisionalWeightsBackWhileTheirStepIsSealed) {
+  OpenWithManyChunks();
+  TellProvisionalInPlace(5, 1);
+  EXPECT_FALSE(wire_.writing);
+  outbox_.Sealing(5);
+  EXPECT_THAT(ToldChunks(), testing::ElementsAre(1));
+  WriteDone();
+  TellProvisionalInPlace(5, 2);
+  EXPECT_THAT(ToldChunks(), testing::ElementsAre(2));
+  WriteDone();
+  outbox_.OnSealRefused(5, {});
+  WriteDone();
+  TellProvisionalInPlace(5, 3);
+  EXPECT_FALSE(wire_.writing);
+  outbox_.Sealing(5);
+  WriteDone();
+  Decide(5);
+  WriteDone();
+  TellInPlace(5, 4);  // After the decision they come fast.
+  EXPECT_FALSE(wire_.writing);
+}
+
 TEST_F(RankOutboxTest, TellsWhatItHeldBackWhenTheWorkerHasClosedItsSide) {
   OpenWithManyChunks();
   TellInPlace(4, 1);

@@ -259,19 +259,41 @@ TEST_F(SharedMemoryDoorTest, RefusesAHolderWhomAnotherProcessHasReplaced) {
   EXPECT_FALSE(Shares(0));
 }
 
-TEST_F(SharedMemoryDoorTest, CountsMemoryUntilAReplacedProcessLetsGoOfIt) {
-  const v1::SharedMemoryOffer offer = Offer(0);
-  SharedMemoryPeer old_process(offer.socket());
-  ASSERT_TRUE(old_process.Say(offer.token()));
-  ASSERT_EQ(old_process.Hear(), kGranted);
-  const v1::SharedMemoryOffer next = Offer(0, "another");
-  SharedMemoryPeer new_process(next.socket());
-  ASSERT_TRUE(new_process.Say(next.token()));
-  ASSERT_EQ(new_process.Hear(), kGranted);
-  EXPECT_EQ(AddedBytes(), 2 * RankBytes(0));
-  old_process.Close();
-  EXPECT_TRUE(Eventually([&] { return AddedBytes() == RankBytes(0); }));
-  EXPECT_TRUE(Shares(0));
+TEST_F(SharedMemoryDoorTest, GivesARankNewMemoryWhenThereIsRoomForOneOnly) {
+  std::vector<MemoryBudget::Reservation> taken;
+  while (engine_.memory().limit_bytes() - engine_.memory().used_bytes() >= 2 * RankBytes(0)) {
+    taken.push_back(job_->ReserveRankMemory(0).value());
+  }
+  used_bytes_ = engine_.memory().used_bytes();
+  std::vector<std::unique_ptr<SharedMemoryPeer>> kept;
+  // Another process, the same one again without a word, and one that leaves just before.
+  for (const std::string process : {"p", "another", "another", "p", "p", "p"}) {
+    if (kept.size() >= 4) kept.back()->Close();
+    const v1::SharedMemoryOffer offer = Offer(0, process);
+    kept.push_back(std::make_unique<SharedMemoryPeer>(offer.socket()));
+    ASSERT_TRUE(kept.back()->Say(offer.token()));
+    ASSERT_EQ(kept.back()->Hear(), kGranted) << kept.size();
+    EXPECT_EQ(AddedBytes(), RankBytes(0));
+    EXPECT_TRUE(Shares(0));
+    kept.back()->memory()[0] = std::byte{7};
+    if (kept.size() < 2 || kept.size() > 4) continue;
+    SharedMemoryPeer& before = *kept[kept.size() - 2];
+    EXPECT_EQ(before.Hear(), "");
+    EXPECT_EQ(before.memory()[0], std::byte{0});  // Its page went back to the system.
+  }
+}
+
+TEST_F(SharedMemoryDoorTest, LooksWhoHoldsTheRankBeforeItMakesMemory) {
+  const RankHolder holder = Attach(0);
+  const v1::SharedMemoryOffer offer = door_->Offer(job_, holder).value();
+  Attach(0, "another");
+  std::vector<MemoryBudget::Reservation> taken;  // So that making it would be told otherwise.
+  while (engine_.memory().limit_bytes() - engine_.memory().used_bytes() >= RankBytes(0)) {
+    taken.push_back(job_->ReserveRankMemory(0).value());
+  }
+  SharedMemoryPeer peer(offer.socket());
+  ASSERT_TRUE(peer.Say(offer.token()));
+  EXPECT_THAT(peer.Hear(), testing::Optional(HasSubstr("is not held by this process")));
 }
 
 TEST_F(SharedMemoryDoorTest, RefusesWithTheSizesWhenTheBudgetIsFull) {
