@@ -59,7 +59,8 @@ AdamScalars MakeAdamScalars(const HyperParameters& values, int64_t update_count,
 double PowerBySquaring(double beta, int64_t exponent);
 
 // `elements` consecutive elements with equal scalars. Sources and destinations are either the same
-// arrays (in place) or do not overlap. Pointers need the alignment of their element type only.
+// arrays (in place) or do not overlap; but the shard may lie where a gradient of its element size
+// was. Pointers need the alignment of their element type only.
 struct AdamRun {
   int64_t elements;
   const void* gradient;  // of gradient_dtype
