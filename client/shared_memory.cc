@@ -30,20 +30,6 @@ namespace {
 
 using Deadline = std::chrono::steady_clock::time_point;
 
-class Descriptor {
- public:
-  explicit Descriptor(int number = -1) : number_(number) {}
-  Descriptor(Descriptor&& other) noexcept : number_(std::exchange(other.number_, -1)) {}
-  ~Descriptor() {
-    if (number_ >= 0) close(number_);
-  }
-  int get() const { return number_; }
-  int Release() { return std::exchange(number_, -1); }
-
- private:
-  int number_;
-};
-
 absl::Status Failed(absl::string_view what) {
   return absl::UnavailableError(absl::StrCat(what, ": ", std::strerror(errno)));
 }
@@ -57,7 +43,7 @@ std::chrono::milliseconds Left(Deadline deadline) {
 
 bool Passed(Deadline deadline) { return std::chrono::steady_clock::now() >= deadline; }
 
-absl::StatusOr<Descriptor> Dial(const std::string& name, Deadline deadline) {
+absl::StatusOr<FileDescriptor> Dial(const std::string& name, Deadline deadline) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
   // An abstract name begins with a zero byte and is as long as it is said to be.
@@ -67,16 +53,16 @@ absl::StatusOr<Descriptor> Dial(const std::string& name, Deadline deadline) {
   }
   std::memcpy(address.sun_path + 1, name.data(), name.size());
   const auto size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
-  Descriptor connection(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-  if (connection.get() < 0) return Failed("no socket for shared memory");
+  FileDescriptor connection(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  if (connection.number() < 0) return Failed("no socket for shared memory");
   const std::chrono::milliseconds left = Left(deadline);
   const timeval limit = {.tv_sec = static_cast<time_t>(left.count() / 1000),
                          .tv_usec = static_cast<suseconds_t>(left.count() % 1000 * 1000)};
   // Bounds connecting too: where the other side's queue of connections is full, it waits.
-  if (setsockopt(connection.get(), SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof(limit)) != 0) {
+  if (setsockopt(connection.number(), SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof(limit)) != 0) {
     return Failed("a limit on the socket for shared memory");
   }
-  while (connect(connection.get(), reinterpret_cast<const sockaddr*>(&address), size) != 0) {
+  while (connect(connection.number(), reinterpret_cast<const sockaddr*>(&address), size) != 0) {
     if (errno == EINTR && !Passed(deadline)) continue;
     constexpr absl::string_view kNoWay = "no way to the service's shared memory";
     if (errno == EAGAIN) {
@@ -108,7 +94,7 @@ absl::Status AwaitAnswer(int connection, Deadline deadline, absl::Duration limit
 // What the service said, and the files that came with it.
 struct Answer {
   std::string text;
-  std::vector<Descriptor> files;
+  std::vector<FileDescriptor> files;
 };
 
 absl::StatusOr<Answer> ReadAnswer(int connection) {
@@ -145,7 +131,7 @@ absl::StatusOr<Answer> ReadAnswer(int connection) {
   return answer;
 }
 
-absl::StatusOr<Descriptor> TakeFile(Answer answer) {
+absl::StatusOr<FileDescriptor> TakeFile(Answer answer) {
   if (answer.text.empty()) {
     return absl::UnavailableError("the service closed the connection for shared memory");
   }
@@ -224,28 +210,27 @@ absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::Connect(
                                                       " bytes of memory cannot be used"));
   }
   const Deadline deadline = SteadyDeadline(limit);
-  BALLAST_ASSIGN_OR_RETURN(Descriptor connection, Dial(offer.socket(), deadline));
-  if (send(connection.get(), token.data(), token.size(), MSG_NOSIGNAL) !=
+  BALLAST_ASSIGN_OR_RETURN(FileDescriptor connection, Dial(offer.socket(), deadline));
+  if (send(connection.number(), token.data(), token.size(), MSG_NOSIGNAL) !=
       static_cast<ssize_t>(token.size())) {
     return Failed("showing the token for shared memory");
   }
-  BALLAST_RETURN_IF_ERROR(AwaitAnswer(connection.get(), deadline, limit));
-  BALLAST_ASSIGN_OR_RETURN(Answer answer, ReadAnswer(connection.get()));
-  BALLAST_ASSIGN_OR_RETURN(const Descriptor file, TakeFile(std::move(answer)));
-  BALLAST_RETURN_IF_ERROR(CheckFile(file.get(), places.size_bytes()));
+  BALLAST_RETURN_IF_ERROR(AwaitAnswer(connection.number(), deadline, limit));
+  BALLAST_ASSIGN_OR_RETURN(Answer answer, ReadAnswer(connection.number()));
+  BALLAST_ASSIGN_OR_RETURN(const FileDescriptor file, TakeFile(std::move(answer)));
+  BALLAST_RETURN_IF_ERROR(CheckFile(file.number(), places.size_bytes()));
   BALLAST_ASSIGN_OR_RETURN(std::byte* const memory,
-                           Map(file.get(), static_cast<size_t>(places.size_bytes())));
+                           Map(file.number(), static_cast<size_t>(places.size_bytes())));
   return std::unique_ptr<SharedMemory>(
-      new SharedMemory(std::move(places), connection.Release(), memory));
+      new SharedMemory(std::move(places), std::move(connection), memory));
 }
 
-SharedMemory::SharedMemory(RankMemoryLayout places, int connection, std::byte* memory)
-    : places_(std::move(places)), connection_(connection), memory_(memory) {}
+SharedMemory::SharedMemory(RankMemoryLayout places, FileDescriptor connection, std::byte* memory)
+    : places_(std::move(places)), connection_(std::move(connection)), memory_(memory) {}
 
 SharedMemory::~SharedMemory() {
   munmap(memory_, static_cast<size_t>(places_.size_bytes()));
-  shutdown(connection_, SHUT_RDWR);  // A forked process may hold the descriptor too.
-  close(connection_);
+  shutdown(connection_.number(), SHUT_RDWR);  // A forked process may hold the descriptor too.
 }
 
 absl::Span<std::byte> SharedMemory::At(const RankMemoryLayout::Place& place) const {

@@ -22,6 +22,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "ballast/v1/ballast.pb.h"
+#include "cpu_optimizer_service/common/file_descriptor.h"
 #include "cpu_optimizer_service/common/rank_memory_layout.h"
 
 namespace ballast::client {
@@ -44,11 +45,11 @@ class SharedMemory {
   absl::Span<std::byte> weights(int chunk) const;
 
  private:
-  SharedMemory(RankMemoryLayout places, int connection, std::byte* memory);
+  SharedMemory(RankMemoryLayout places, FileDescriptor connection, std::byte* memory);
   absl::Span<std::byte> At(const RankMemoryLayout::Place& place) const;
 
   const RankMemoryLayout places_;
-  const int connection_;
+  const FileDescriptor connection_;
   std::byte* const memory_;
 };
 

@@ -45,14 +45,7 @@ class GrpcTrainStream final : public TrainStream {
   }
 
   void SendSharedGradient(const v1::GradientHeader& header) override {
-    v1::TrainRequest message;
-    v1::SharedGradients& gradients = *message.mutable_shared_gradients();
-    gradients.set_step(header.step());
-    gradients.set_micro_step_begin(header.micro_step_begin());
-    gradients.set_micro_step_end(header.micro_step_end());
-    gradients.set_final(header.final());
-    gradients.add_chunks(header.chunk());
-    Queue({.shared = std::move(message), .chunks = {header.chunk()}});
+    Queue({.shared = SharedGradientRequest(header), .chunks = {header.chunk()}});
   }
 
  private:
@@ -203,6 +196,17 @@ class GrpcTrainStream final : public TrainStream {
 };
 
 }  // namespace
+
+v1::TrainRequest SharedGradientRequest(const v1::GradientHeader& header) {
+  v1::TrainRequest message;
+  v1::SharedGradients& gradients = *message.mutable_shared_gradients();
+  gradients.set_step(header.step());
+  gradients.set_micro_step_begin(header.micro_step_begin());
+  gradients.set_micro_step_end(header.micro_step_end());
+  gradients.set_final(header.final());
+  gradients.add_chunks(header.chunk());
+  return message;
+}
 
 std::unique_ptr<TrainStream> OpenGrpcTrainStream(std::shared_ptr<grpc::Channel> channel,
                                                  TrainListener& listener) {

@@ -13,6 +13,9 @@
 
 namespace ballast::client {
 
+// The message of one gradient in shared memory, to which more chunks can be added.
+v1::TrainRequest SharedGradientRequest(const v1::GradientHeader& header);
+
 std::unique_ptr<TrainStream> OpenGrpcTrainStream(std::shared_ptr<grpc::Channel> channel,
                                                  TrainListener& listener);
 

@@ -90,9 +90,8 @@ absl::StatusOr<std::unique_ptr<GradientStore>> GradientStore::Create(const JobSp
   places.lent = std::make_unique<std::atomic<bool>[]>(store->chunks_.size());
   std::byte* wire = places.arena->data();
   for (size_t i = 0; i < store->chunks_.size(); ++i) {
-    const Chunk& chunk = layout.chunks()[i];
     store->chunks_[i].wire = wire;
-    wire += AlignUp(chunk.elements * SizeBytes(spec.groups[chunk.group].wire_dtype));
+    wire += AlignUp(store->PlaceBytes(static_cast<int>(i)));
   }
   if (const int64_t bytes = AccumulatorBytes(spec, layout); bytes > 0) {
     BALLAST_ASSIGN_OR_RETURN(

@@ -28,10 +28,6 @@ socklen_t MakeAbstractAddress(const std::string& name, sockaddr_un& address) {
 
 }  // namespace
 
-FileDescriptor::~FileDescriptor() {
-  if (number_ >= 0) close(number_);
-}
-
 absl::StatusOr<FileDescriptor> ListenOnAbstractSocket(const std::string& name) {
   FileDescriptor listener(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   sockaddr_un address;

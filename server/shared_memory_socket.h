@@ -5,29 +5,12 @@
 
 #include <optional>
 #include <string>
-#include <utility>
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "cpu_optimizer_service/common/file_descriptor.h"
 
 namespace ballast::server {
-
-// Owns a file descriptor; -1: none.
-class FileDescriptor {
- public:
-  explicit FileDescriptor(int number = -1) : number_(number) {}
-  FileDescriptor(FileDescriptor&& other) noexcept : number_(std::exchange(other.number_, -1)) {}
-  FileDescriptor& operator=(FileDescriptor&& other) noexcept {
-    std::swap(number_, other.number_);
-    return *this;
-  }
-  ~FileDescriptor();
-  int number() const { return number_; }
-  explicit operator bool() const { return number_ >= 0; }
-
- private:
-  int number_;
-};
 
 // Listens on the abstract name `name`. UNAVAILABLE if it is taken, or too long.
 absl::StatusOr<FileDescriptor> ListenOnAbstractSocket(const std::string& name);

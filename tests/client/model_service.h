@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "client/train_stream.h"
 #include "client/transport.h"
 #include "cpu_optimizer_service/common/mutex.h"
 #include "tests/client/door_for_tests.h"
@@ -374,13 +375,8 @@ class ModelTransport final : public Transport {
       });
     }
     void SendSharedGradient(const v1::GradientHeader& header) override {
-      v1::TrainRequest message;
-      v1::SharedGradients& gradients = *message.mutable_shared_gradients();
-      gradients.set_step(header.step());
-      gradients.set_micro_step_begin(header.micro_step_begin());
-      gradients.set_micro_step_end(header.micro_step_end());
-      gradients.set_final(header.final());
-      gradients.add_chunks(header.chunk());
+      v1::TrainRequest message = SharedGradientRequest(header);
+      const v1::SharedGradients& gradients = message.shared_gradients();
       if (!merges_) return Send(message);
       if (waiting_.has_value() && SameButForTheChunks(waiting_->shared_gradients(), gradients)) {
         return waiting_->mutable_shared_gradients()->add_chunks(header.chunk());

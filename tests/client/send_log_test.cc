@@ -73,6 +73,16 @@ class SendLogTest : public testing::Test {
       if (released != nullptr) ++*released;
     });
   }
+  // Chunks 0 to 2 of step 5; `released` is counted by chunk.
+  static void PushThreeShared(SendLog& log, std::vector<int>& released) {
+    for (uint32_t chunk = 0; chunk < 3; ++chunk) {
+      v1::GradientHeader header;
+      header.set_step(5);
+      header.set_chunk(chunk);
+      header.set_micro_step_end(1);
+      ASSERT_TRUE(log.SendSharedGradient(header, [&released, chunk] { ++released[chunk]; }).ok());
+    }
+  }
   static v1::Opened Delivered(uint64_t open_step, uint32_t micro_steps_ended,
                               std::vector<std::pair<uint32_t, uint32_t>> chunks) {
     v1::Opened opened;
@@ -119,13 +129,7 @@ TEST_F(SendLogTest, SharedGradientsTakeNoRoomAndAreReleasedByAcknowledgementAlon
   log.Resume(stream_, {});
   ASSERT_TRUE(Push(log, 100).ok());
   std::vector<int> released(3);
-  for (uint32_t chunk = 0; chunk < 3; ++chunk) {
-    v1::GradientHeader header;
-    header.set_step(5);
-    header.set_chunk(chunk);
-    header.set_micro_step_end(1);
-    ASSERT_TRUE(log.SendSharedGradient(header, [&released, chunk] { ++released[chunk]; }).ok());
-  }
+  ASSERT_NO_FATAL_FAILURE(PushThreeShared(log, released));
   EXPECT_EQ(log.unacknowledged_bytes(), 100);
   EXPECT_EQ(stream_.names.back(), "shared gradient 5 chunk 2 [0, 1)");
   // Each counts as a message.
@@ -143,13 +147,7 @@ TEST_F(SendLogTest, SharedGradientsTakeNoRoomAndAreReleasedByAcknowledgementAlon
 TEST_F(SendLogTest, SharedGradientsAreSentAgainIfTheServiceDoesNotHoldThem) {
   SendLog log(100);
   std::vector<int> released(3);
-  for (uint32_t chunk = 0; chunk < 3; ++chunk) {
-    v1::GradientHeader header;
-    header.set_step(5);
-    header.set_chunk(chunk);
-    header.set_micro_step_end(1);
-    ASSERT_TRUE(log.SendSharedGradient(header, [&released, chunk] { ++released[chunk]; }).ok());
-  }
+  ASSERT_NO_FATAL_FAILURE(PushThreeShared(log, released));
   log.Resume(stream_, Delivered(5, 0, {{1, 1}}));
   EXPECT_THAT(stream_.names,
               ElementsAre("shared gradient 5 chunk 0 [0, 1)", "shared gradient 5 chunk 2 [0, 1)"));

@@ -15,24 +15,15 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
-class Drain : public testing::Test {
+class Drain : public TinyJobTest {
  protected:
   void SetUp() override {
-    CreateTinyJob(service_, "tiny");
-    for (TestWorker* worker : {&first_, &second_}) {
-      ASSERT_TRUE(worker->Attach().ok());
-      worker->OpenStream();
-    }
-    SendStep(first_, second_, 1);
-    first_.ReadUntilCommitted();
-    second_.ReadUntilCommitted();
+    ASSERT_NO_FATAL_FAILURE(TinyJobTest::SetUp());
+    Step(1);
   }
   ~Drain() override { std::filesystem::remove_all(directory_); }
 
   const std::string directory_ = testing::TempDir() + "ballast_drain_" + std::to_string(getpid());
-  ServiceForTests service_;
-  TestWorker first_{service_, "tiny", 0, Codec::kFrames};
-  TestWorker second_{service_, "tiny", 1, Codec::kFrames};
 };
 
 TEST_F(Drain, SavesAJobBetweenSteps) {

@@ -141,6 +141,29 @@ inline void SendStep(TestWorker& first, TestWorker& second, uint64_t step) {
   SendStep({&first, &second}, step);
 }
 
+// Both ranks of a job with weights, streams open.
+class TinyJobTest : public testing::Test {
+ protected:
+  explicit TinyJobTest(Codec codec_of_second = Codec::kFrames)
+      : second_(service_, "tiny", 1, codec_of_second) {}
+  void SetUp() override {
+    CreateTinyJob(service_, "tiny");
+    for (TestWorker* worker : {&first_, &second_}) {
+      ASSERT_TRUE(worker->Attach().ok());
+      worker->OpenStream();
+    }
+  }
+  void Step(uint64_t step) {
+    SendStep(first_, second_, step);
+    first_.ReadUntilCommitted();
+    second_.ReadUntilCommitted();
+  }
+
+  ServiceForTests service_;
+  TestWorker first_{service_, "tiny", 0, Codec::kFrames};
+  TestWorker second_;
+};
+
 }  // namespace ballast::server
 
 #endif  // BALLAST_TESTS_SERVER_SERVICE_FOR_TESTS_H_

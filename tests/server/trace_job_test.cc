@@ -18,21 +18,10 @@ using testing::HasSubstr;
 
 constexpr int kChunks = 3;
 
-class TraceJobTest : public testing::Test {
+class TraceJobTest : public TinyJobTest {
  protected:
-  void SetUp() override {
-    CreateTinyJob(service_, "tiny");
-    for (TestWorker* worker : {&first_, &second_}) {
-      ASSERT_TRUE(worker->Attach().ok());
-      worker->OpenStream();
-    }
-  }
+  TraceJobTest() : TinyJobTest(Codec::kGenerated) {}
 
-  void Step(uint64_t step) {
-    SendStep(first_, second_, step);
-    first_.ReadUntilCommitted();
-    second_.ReadUntilCommitted();
-  }
   bool Wants(uint64_t step) {
     return service_.engine().FindJob("tiny").value()->trace().wants(step);
   }
@@ -42,10 +31,6 @@ class TraceJobTest : public testing::Test {
     while (!Wants(first_step) && TraceNow() < limit_ns) std::this_thread::yield();
     ASSERT_TRUE(Wants(first_step));
   }
-
-  ServiceForTests service_;
-  TestWorker first_{service_, "tiny", 0, Codec::kFrames};
-  TestWorker second_{service_, "tiny", 1, Codec::kGenerated};
 };
 
 // A call of TraceJob.

@@ -95,21 +95,13 @@ TEST(TrainService, GivesTheSameAnswersToGeneratedClassesAndFramesOnEveryLink) {
   EXPECT_EQ(TrainTwoSteps(Link::kInProcess, Codec::kGenerated), expected);
 }
 
-// Both ranks of a job with weights, streams open.
-class TrainServiceStep : public testing::Test {
+class TrainServiceStep : public TinyJobTest {
  protected:
   void SetUp() override {
-    CreateTinyJob(service_, "tiny");
-    for (TestWorker* worker : {&first_, &second_}) {
-      ASSERT_TRUE(worker->Attach().ok());
-      worker->OpenStream();
-    }
+    ASSERT_NO_FATAL_FAILURE(TinyJobTest::SetUp());
     hash_ = service_.StateHash("tiny");
   }
 
-  ServiceForTests service_;
-  TestWorker first_{service_, "tiny", 0, Codec::kFrames};
-  TestWorker second_{service_, "tiny", 1, Codec::kFrames};
   std::string hash_;
 };
 
