@@ -74,7 +74,8 @@ Batch TextData::Slice(const BatchPosition& position, int global_sequences, int r
   const uint64_t starts = text_.size() - context_;
   const uint64_t stream = RandomBits(position.step, position.micro_step, 0);
   for (int sample = rank; sample < global_sequences; sample += world_size) {
-    const auto first = text_.begin() + RandomBits(position.seed, stream, sample) % starts;
+    const auto* bytes = reinterpret_cast<const uint8_t*>(text_.data());
+    const uint8_t* first = bytes + RandomBits(position.seed, stream, sample) % starts;
     batch.inputs.insert(batch.inputs.end(), first, first + context_);
     batch.targets.insert(batch.targets.end(), first + 1, first + 1 + context_);
     ++batch.sequences;

@@ -20,8 +20,8 @@ inline constexpr char kDefaultText[] = "/usr/share/common-licenses";
 struct Batch {
   int sequences = 0;
   int context = 0;
-  std::vector<uint8_t> inputs;
-  std::vector<uint8_t> targets;
+  std::vector<int32_t> inputs;
+  std::vector<int32_t> targets;
 };
 
 struct BatchPosition {

@@ -4,21 +4,25 @@
 // Loshchilov and Hutter 2019. fp32 throughout; plain IEEE multiply, add, subtract, divide, square
 // root in exactly this order, no fused multiply-add:
 //
+// clang-format off
 //   g  = Z(gradient)
-//   g  = P(g * multiplier)                       multiplier: unscale, divide, clip; negative to
-//   maximize w  = Z(master) g  = Z(g + P(weight_decay * w))              L2 decay only w  = P(w *
-//   decay)                            decoupled decay only; decay = 1 - lr * weight_decay m  =
-//   Z(P(beta1 * Z(m)) + P(one_minus_beta1 * g)) v  = Z(P(beta2 * Z(v)) + P(P(one_minus_beta2 * g) *
-//   g)) vm = max(Z(vm), v), NaN if either is         amsgrad only; then vm stands for v below d  =
-//   sqrt(v) * inverse_sqrt_bias_correction2 + eps w  = Z(w - P(step_size * P(m / d))) step_size =
-//   lr / bias_correction1 shard = round(w) to the return dtype
+//   g  = P(g * multiplier)                      unscale, divide, clip; maximize: negative
+//   w  = Z(master)
+//   g  = Z(g + P(weight_decay * w))             L2 decay only
+//   w  = P(w * decay)                           decoupled decay only; decay = 1 - lr * weight_decay
+//   m  = Z(P(beta1 * Z(m)) + P(one_minus_beta1 * g))
+//   v  = Z(P(beta2 * Z(v)) + P(P(one_minus_beta2 * g) * g))
+//   vm = max(Z(vm), v), NaN if either is        amsgrad only; then vm stands for v below
+//   d  = sqrt(v) * inverse_sqrt_bias_correction2 + eps
+//   w  = Z(w - P(step_size * P(m / d)))         step_size = lr / bias_correction1
+//   shard = round(w) to the return dtype
 //
 // Denormals count as zero, everywhere, by comparison, so that the hardware's flushing mode (FTZ,
 // DAZ on x86; FZ on Arm) cannot show in a result:
-//   Z(x) = +0 if |x| <  2^-126, else x           values read, and sums (a denormal sum is exact)
-//   P(x) = +0 if |x| <= 2^-126, else x           products and quotients (whether 2^-126 itself is
-//   the
-//                                                rounding of something smaller depends on the mode)
+//   Z(x) = +0 if |x| <  2^-126, else x          values read, and sums (a denormal sum is exact)
+//   P(x) = +0 if |x| <= 2^-126, else x          products and quotients: 2^-126 itself may
+//                                               be rounded up, depending on the mode
+// clang-format on
 // A stored moment is thus never denormal. Note `<` and `<=`: NaN passes both.
 //
 // The scalars are computed once per run in double and rounded to fp32, bias corrections

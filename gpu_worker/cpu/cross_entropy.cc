@@ -28,7 +28,7 @@ double RowLoss(int classes, int target, T* row) {
 }  // namespace
 
 template <typename T>
-double CrossEntropy(const CrossEntropyShape& shape, const uint8_t* targets, T* logits,
+double CrossEntropy(const CrossEntropyShape& shape, const int32_t* targets, T* logits,
                     double* row_losses) {
   ForEachTile(shape.rows, kTileRows, [&](int begin, int end) {
     for (int row = begin; row < end; ++row) {
@@ -41,7 +41,7 @@ double CrossEntropy(const CrossEntropyShape& shape, const uint8_t* targets, T* l
   return sum;
 }
 
-template double CrossEntropy(const CrossEntropyShape&, const uint8_t*, float*, double*);
-template double CrossEntropy(const CrossEntropyShape&, const uint8_t*, double*, double*);
+template double CrossEntropy(const CrossEntropyShape&, const int32_t*, float*, double*);
+template double CrossEntropy(const CrossEntropyShape&, const int32_t*, double*, double*);
 
 }  // namespace ballast::worker::cpu

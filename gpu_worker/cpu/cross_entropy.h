@@ -15,7 +15,7 @@ struct CrossEntropyShape {
 // that sum, softmax(logits[r]) - one_hot(targets[r]), in place of the logits. `row_losses` is
 // scratch of one value per row.
 template <typename T>
-double CrossEntropy(const CrossEntropyShape& shape, const uint8_t* targets, T* logits,
+double CrossEntropy(const CrossEntropyShape& shape, const int32_t* targets, T* logits,
                     double* row_losses);
 
 }  // namespace ballast::worker::cpu

@@ -14,7 +14,7 @@ constexpr int kTileColumns = 64;
 }  // namespace
 
 template <typename T>
-void EmbeddingForward(const EmbeddingShape& shape, const uint8_t* inputs, const T* tokens,
+void EmbeddingForward(const EmbeddingShape& shape, const int32_t* inputs, const T* tokens,
                       const T* positions, T* out) {
   const int width = shape.width;
   ForEachTile(shape.sequences * shape.context, kTileRows, [&](int begin, int end) {
@@ -28,7 +28,7 @@ void EmbeddingForward(const EmbeddingShape& shape, const uint8_t* inputs, const 
 }
 
 template <typename T>
-void EmbeddingBackward(const EmbeddingShape& shape, const uint8_t* inputs, const T* d_out,
+void EmbeddingBackward(const EmbeddingShape& shape, const int32_t* inputs, const T* d_out,
                        T* d_tokens, T* d_positions) {
   const int width = shape.width;
   // By columns: two rows may hold the same token, two columns never meet.
@@ -49,13 +49,13 @@ void EmbeddingBackward(const EmbeddingShape& shape, const uint8_t* inputs, const
   });
 }
 
-template void EmbeddingForward(const EmbeddingShape&, const uint8_t*, const float*, const float*,
+template void EmbeddingForward(const EmbeddingShape&, const int32_t*, const float*, const float*,
                                float*);
-template void EmbeddingForward(const EmbeddingShape&, const uint8_t*, const double*, const double*,
+template void EmbeddingForward(const EmbeddingShape&, const int32_t*, const double*, const double*,
                                double*);
-template void EmbeddingBackward(const EmbeddingShape&, const uint8_t*, const float*, float*,
+template void EmbeddingBackward(const EmbeddingShape&, const int32_t*, const float*, float*,
                                 float*);
-template void EmbeddingBackward(const EmbeddingShape&, const uint8_t*, const double*, double*,
+template void EmbeddingBackward(const EmbeddingShape&, const int32_t*, const double*, double*,
                                 double*);
 
 }  // namespace ballast::worker::cpu

@@ -14,13 +14,13 @@ struct EmbeddingShape {
 
 // out[s][t] = tokens[inputs[s][t]] + positions[t]
 template <typename T>
-void EmbeddingForward(const EmbeddingShape& shape, const uint8_t* inputs, const T* tokens,
+void EmbeddingForward(const EmbeddingShape& shape, const int32_t* inputs, const T* tokens,
                       const T* positions, T* out);
 
 // d_tokens[inputs[s][t]] += d_out[s][t]        added: the head, tied to it, has written there first
 // d_positions[t] = sum over s of d_out[s][t]   written, for t < context
 template <typename T>
-void EmbeddingBackward(const EmbeddingShape& shape, const uint8_t* inputs, const T* d_out,
+void EmbeddingBackward(const EmbeddingShape& shape, const int32_t* inputs, const T* d_out,
                        T* d_tokens, T* d_positions);
 
 }  // namespace ballast::worker::cpu

@@ -37,18 +37,17 @@ class HeapRankMemory final : public RankMemory {
     for (size_t i = 0; i < payload.size(); ++i) to[i] = payload[i];
   }
   // Whoever reads gradients here from now on reads NaN.
-  void Poison() const {
-    std::byte* const bytes = pages_[0].bytes;
-    std::fill(bytes, bytes + places_.size_bytes(), std::byte{0xff});
-  }
+  void Poison() const { std::fill(bytes(), bytes() + places_.size_bytes(), std::byte{0xff}); }
 
  private:
   struct alignas(64) Page {
     std::byte bytes[4096];
   };
 
+  // Of all pages, not of the first one's array alone.
+  std::byte* bytes() const { return reinterpret_cast<std::byte*>(pages_.get()); }
   absl::Span<std::byte> At(const RankMemoryLayout::Place& place) const {
-    return absl::MakeSpan(pages_[0].bytes + place.offset_bytes, static_cast<size_t>(place.bytes));
+    return absl::MakeSpan(bytes() + place.offset_bytes, static_cast<size_t>(place.bytes));
   }
 
   const RankMemoryLayout places_;

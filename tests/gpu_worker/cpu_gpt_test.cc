@@ -54,8 +54,8 @@ struct Placed {
 Batch SomeBatch(int sequences, int context) {
   Batch batch{.sequences = sequences, .context = context, .inputs = {}, .targets = {}};
   for (int i = 0; i < sequences * context; ++i) {
-    batch.inputs.push_back(static_cast<uint8_t>(RandomBits(9, 1, i) % 7));
-    batch.targets.push_back(static_cast<uint8_t>(RandomBits(9, 2, i) % 7));
+    batch.inputs.push_back(static_cast<int32_t>(RandomBits(9, 1, i) % 7));
+    batch.targets.push_back(static_cast<int32_t>(RandomBits(9, 2, i) % 7));
   }
   return batch;
 }

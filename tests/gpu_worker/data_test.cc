@@ -25,7 +25,7 @@ TEST(TextData, ABatchIsAFunctionOfSeedStepAndMicroStep) {
   const TextData data = SomeData();
   const auto inputs = [&](BatchPosition position) { return data.Slice(position, 4, 0, 1).inputs; };
   const BatchPosition position{.seed = 1, .step = 5, .micro_step = 1};
-  const std::vector<uint8_t> first = inputs(position);
+  const std::vector<int32_t> first = inputs(position);
   inputs({.seed = 1, .step = 6, .micro_step = 0});  // What came between does not matter.
   EXPECT_EQ(inputs(position), first);
   EXPECT_EQ(SomeData().Slice(position, 4, 0, 1).inputs, first);

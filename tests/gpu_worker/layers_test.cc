@@ -136,7 +136,7 @@ TEST(Attention, SeesNoLaterToken) {
 
 TEST(CrossEntropy, GradientEqualsFiniteDifferences) {
   const CrossEntropyShape shape{.rows = 3, .classes = 5};
-  const std::vector<uint8_t> targets = {4, 0, 2};
+  const std::vector<int32_t> targets = {4, 0, 2};
   Values logits = RandomValues(15, 1, 3.0);
   Values row_losses(3);
   const auto f = [&] {
@@ -151,7 +151,7 @@ TEST(CrossEntropy, GradientEqualsFiniteDifferences) {
 TEST(CrossEntropy, OfUniformLogitsIsTheLogarithmOfTheClasses) {
   std::vector<float> logits(2 * 256, 7.0f);
   std::vector<double> row_losses(2);
-  const std::vector<uint8_t> targets = {0, 255};
+  const std::vector<int32_t> targets = {0, 255};
   EXPECT_NEAR(
       CrossEntropy({.rows = 2, .classes = 256}, targets.data(), logits.data(), row_losses.data()),
       2 * std::log(256.0), 1e-6);
@@ -159,7 +159,7 @@ TEST(CrossEntropy, OfUniformLogitsIsTheLogarithmOfTheClasses) {
 
 TEST(Embedding, BackwardEqualsFiniteDifferences) {
   const EmbeddingShape shape{.sequences = 2, .context = 3, .width = 4};
-  const std::vector<uint8_t> inputs = {0, 2, 2, 1, 0, 2};  // Repeats must add up.
+  const std::vector<int32_t> inputs = {0, 2, 2, 1, 0, 2};  // Repeats must add up.
   Values tokens = RandomValues(3 * 4, 1), positions = RandomValues(3 * 4, 2);
   const Values d_out = RandomValues(24, 3);
   Values out(24), d_tokens(12, 0.0), d_positions(12);

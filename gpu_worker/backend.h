@@ -1,0 +1,88 @@
+// Where a rank's passes run and where its weights and gradients lie: the CPU (cpu_backend.h) or a
+// GPU (device/device_backend.h). The trainer's loop is the same on both.
+//
+//   backend.Start({.push = ..., .end_micro_step = ...});
+//   for each step:
+//     for each micro-step: backend.MicroStep(...)    // gradients leave while backward goes on
+//     FinishedStep finished = backend.FinishStep().value();   // every sink call has been made
+//     ... the optimizer decides, and writes weights to weights(chunk) ...
+//     backend.GatherWeights();                       // and the next passes compute with them
+//
+// Threads: one caller, but for OnWeights, which any thread may call between FinishStep and
+// GatherWeights. The sink is called from one thread at a time, the caller's or the backend's own.
+#ifndef BALLAST_GPU_WORKER_BACKEND_H_
+#define BALLAST_GPU_WORKER_BACKEND_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "client/session.h"
+#include "gpu_worker/data.h"
+
+namespace ballast::worker {
+
+// Where this rank's shards of reduced gradients go. An error ends the step: the backend goes on
+// taking part in the step's collectives, so that no other rank waits for it, calls no sink any
+// more, and returns the error from MicroStep or FinishStep.
+struct StepSink {
+  // A chunk of this rank, in the wire dtype; `released` is called exactly once, whatever is
+  // returned.
+  std::function<absl::Status(client::GradientPush push)> push;
+  // After the pushes of that micro-step, and before those of the next.
+  std::function<absl::Status(uint32_t micro_step, const client::UsedParameters& used)>
+      end_micro_step;
+};
+
+struct MicroStepInput {
+  uint64_t step = 0;
+  uint32_t micro_step = 0;
+  uint32_t micro_steps = 1;
+  // This rank's slice, which may be empty: gradients are zeros then.
+  const Batch& batch;
+  // Gradients are of the loss summed over the batch's tokens, times this.
+  double loss_scale = 1;
+};
+
+struct FinishedStep {
+  double loss_sum = 0;  // In nats, of this rank's tokens of all micro-steps.
+  // Seconds that the caller spent: in passes, in waiting for the last reductions, and in waiting
+  // for the last shards to be handed over.
+  double compute_seconds = 0;
+  double reduce_seconds = 0;
+  double send_seconds = 0;
+};
+
+class TrainingBackend {
+ public:
+  virtual ~TrainingBackend() = default;
+
+  // Once, before all else. The sink is kept.
+  virtual void Start(StepSink sink) = 0;
+
+  // From now on chunks are handed over in `memory(chunk)`, which stays until the next call; where
+  // it is empty, in memory of the backend's own. No payload may be out.
+  virtual absl::Status UseGradientMemory(
+      const std::function<absl::Span<std::byte>(int chunk)>& memory) = 0;
+
+  virtual absl::Status MicroStep(const MicroStepInput& input) = 0;
+  // Once all micro-steps of a step were given; also after an error, which it returns.
+  virtual absl::StatusOr<FinishedStep> FinishStep() = 0;
+
+  // Where the optimizer puts the weights of a chunk of this rank, in the group's return dtype.
+  virtual absl::Span<std::byte> weights(int chunk) = 0;
+  // They are there. Whoever cannot say so leaves it out: GatherWeights takes all.
+  virtual void OnWeights(int chunk) {}
+  // All ranks' weights are in place before the next passes use them. A collective.
+  virtual absl::Status GatherWeights() = 0;
+
+  // A group's flat space of weights as the passes use them, in the format of the model.
+  virtual absl::Status ReadWeights(int group, absl::Span<std::byte> to) = 0;
+};
+
+}  // namespace ballast::worker
+
+#endif  // BALLAST_GPU_WORKER_BACKEND_H_

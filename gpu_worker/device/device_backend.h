@@ -1,0 +1,52 @@
+// A rank's passes on a GPU, and the way of its gradients and weights. device_backend.cc reads top
+// to bottom as a step goes (DESIGN.md, section 3, steps 2, 3 and 8), and its head has the table of
+// streams and events.
+//
+// Owns its threads: one that gives reductions and copies to their streams, in the order of the
+// buckets, and one that waits for the copies and calls the sink. Nothing in it synchronises the
+// device or a whole stream while a step runs.
+#ifndef BALLAST_GPU_WORKER_DEVICE_DEVICE_BACKEND_H_
+#define BALLAST_GPU_WORKER_DEVICE_DEVICE_BACKEND_H_
+
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "gpu_worker/backend.h"
+#include "gpu_worker/bucket_reducer.h"
+#include "gpu_worker/device/device.h"
+#include "gpu_worker/device/device_collective.h"
+#include "gpu_worker/device/matmul.h"
+#include "gpu_worker/gpt/architecture.h"
+#include "gpu_worker/training_job.h"
+
+namespace ballast::worker {
+
+struct DeviceBackendOptions {
+  GptConfig model;
+  int sequences = 1;  // The most that a micro-step of this rank has.
+  Accumulation accumulation = Accumulation::kService;
+  bool check_gradients = false;
+  // The optimizer's work is done on the device too (--optimizer=local): payloads are device memory,
+  // and weights(chunk) is where the passes read them.
+  bool on_device = false;
+  int staging_slots = 32;
+  // How long a gradient waits for the optimizer to take one before it.
+  absl::Duration timeout = absl::Minutes(10);
+};
+
+// Borrowed until destruction.
+struct DeviceBackendParts {
+  Device& device;
+  DeviceMatmul& matmul;
+  DeviceCollective& collective;
+  const TrainingJob& job;
+};
+
+// RESOURCE_EXHAUSTED, saying what to make smaller, if the GPU's memory does not do.
+absl::StatusOr<std::unique_ptr<TrainingBackend>> MakeDeviceBackend(
+    const DeviceBackendOptions& options, const DeviceBackendParts& parts);
+
+}  // namespace ballast::worker
+
+#endif  // BALLAST_GPU_WORKER_DEVICE_DEVICE_BACKEND_H_

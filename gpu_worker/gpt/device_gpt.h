@@ -1,0 +1,81 @@
+// GPT-2's passes on a device: bf16 weights and activations, fp32 accumulation, statistics and
+// gradients. It gives work to one stream and waits for nothing; what must come before or after a
+// piece of it is said by the callbacks.
+//
+//   auto model = DeviceGpt::Create(config, seed, {device, compute, matmul}, sequences).value();
+//   model->Place(layout, {.weights = ..., .gradients = ...});
+//   model->ForwardBackward(batch, loss_scale, {.before_weights = ..., .gradient_ready = ...});
+//
+// Threads: one caller at a time.
+#ifndef BALLAST_GPU_WORKER_GPT_DEVICE_GPT_H_
+#define BALLAST_GPU_WORKER_GPT_DEVICE_GPT_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "cpu_optimizer_service/common/layout.h"
+#include "gpu_worker/data.h"
+#include "gpu_worker/device/device.h"
+#include "gpu_worker/device/matmul.h"
+#include "gpu_worker/gpt/architecture.h"
+
+namespace ballast::worker {
+
+struct DeviceGptParts {
+  Device& device;
+  DeviceStream& compute;
+  DeviceMatmul& matmul;
+};
+
+// By group, flat spaces on the device, as long as the layout says at least.
+struct DeviceFlatSpaces {
+  std::vector<BFloat16Bits*> weights;
+  std::vector<float*> gradients;
+};
+
+struct DevicePassEvents {
+  // The forward pass is about to give the stream work that reads the parameter for the first time
+  // in this pass: whoever still has to put it there makes the stream wait. In the order of the
+  // layers.
+  std::function<absl::Status(int parameter)> before_weights;
+  // Backward is about to give the stream work that writes the parameter's gradient, for the first
+  // time in this pass.
+  std::function<absl::Status(int parameter)> before_gradient;
+  // What completes the parameter's gradient was given to the stream: record an event there, now.
+  // Each trainable parameter once, in GptBackwardOrder.
+  std::function<absl::Status(int parameter)> gradient_ready;
+};
+
+class DeviceGpt {
+ public:
+  // Memory for passes of up to `sequences` sequences of the full context. RESOURCE_EXHAUSTED,
+  // saying what to make smaller; INVALID_ARGUMENT if the kernels cannot do the shape.
+  static absl::StatusOr<std::unique_ptr<DeviceGpt>> Create(const GptConfig& config,
+                                                           const DeviceGptParts& parts,
+                                                           int sequences);
+  virtual ~DeviceGpt() = default;
+
+  // Where weights are and gradients go. Called once, before any pass.
+  virtual void Place(const Layout& layout, const DeviceFlatSpaces& spaces) = 0;
+
+  // Gives the compute stream a forward and backward pass over the batch. Gradients are of the loss
+  // summed over the batch's tokens, times `loss_scale`; written, not added. An empty batch writes
+  // zeros. The loss is added to `*loss_sum`, a double on the device, or assigned if `first`.
+  // `batch` may go when the call returns.
+  virtual absl::Status ForwardBackward(const Batch& batch, double loss_scale, bool first,
+                                       double* loss_sum, const DevicePassEvents& events) = 0;
+
+  // Activations and scratch, on the device.
+  virtual int64_t activation_bytes() const = 0;
+  // Multiplications and additions of one pass over `sequences` full sequences, forward and
+  // backward, as the products that the definition needs (recomputation not counted).
+  virtual double FloatingPointOperations(int sequences) const = 0;
+};
+
+}  // namespace ballast::worker
+
+#endif  // BALLAST_GPU_WORKER_GPT_DEVICE_GPT_H_
