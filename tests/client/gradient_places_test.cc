@@ -49,6 +49,8 @@ TEST(GradientPlaces, InUseAreNotGivenToTheTrainer) {
 
 class SharedGradientsTest : public SharedSession {
  protected:
+  ~SharedGradientsTest() override { session_.reset(); }  // It counts releases to its end.
+
   // Of memory of its own, all of one letter.
   absl::Status PushElsewhere(int chunk, char letter, uint32_t micro_step = 0, bool final = false) {
     std::memset(gradient_.data(), letter, gradient_.size());
