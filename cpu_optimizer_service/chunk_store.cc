@@ -31,30 +31,30 @@ struct ChunkPin::Version {
   int pins = 0;
   bool published = false;
   // Reserved while pinned, so that a writer always has somewhere to go.
-  std::unique_ptr<Version> spare;
-  // Memory of its own, for slots beyond one per chunk.
+  Version* spare = nullptr;
+  // Memory of its own, for slots beyond those in the store's arenas.
   std::unique_ptr<Arena> arena;
   MemoryBudget::Reservation reservation;
 };
 
 struct ChunkStore::Impl {
   using Version = ChunkPin::Version;
-  using Key = std::pair<int64_t, int>;  // Elements, planes.
 
   Impl(const Layout& layout, Options options, ArenaFactory& arenas)
       : layout(layout), options(std::move(options)), arenas(arenas) {}
 
-  Key KeyOf(int chunk) const {
-    return {layout.chunks()[chunk].elements, options.planes[layout.chunks()[chunk].group]};
-  }
-  absl::StatusOr<std::unique_ptr<Version>> TakeFresh(int chunk)
+  int PlanesOf(int chunk) const { return options.planes[layout.chunks()[chunk].group]; }
+  // A place in the store's arenas, one after the other in each.
+  void AddVersions(std::byte* memory, std::vector<Version>& versions)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
+  absl::StatusOr<Version*> TakeFresh(int chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
+  // The free version nearest to a chunk's own, if there is one of its size.
+  Version* TakeFree(int chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
+  void Publish(const Write& write, uint64_t step) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
   // A version that nobody needs: kept for reuse if it lies in the store's arenas, else freed.
-  void Retire(int chunk, std::unique_ptr<Version> version) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
-    if (version->spare != nullptr) Retire(chunk, std::move(version->spare));
-    if (version->arena != nullptr) return;
-    const int home = version->home;
-    free[KeyOf(chunk)].emplace(home, std::move(version));
+  void Retire(Version* version) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
+  int64_t& FreeLike(int chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
+    return free_count[size_class[chunk]];
   }
 
   const Layout& layout;
@@ -63,12 +63,16 @@ struct ChunkStore::Impl {
   std::unique_ptr<Arena> arena;
   std::unique_ptr<Arena> second_arena;  // Null: one slot per chunk.
   mutable Mutex mutex;
-  std::vector<std::unique_ptr<Version>> table ABSL_GUARDED_BY(mutex);
-  // No longer published but pinned still, and targets of writes under way.
-  absl::flat_hash_map<Version*, std::unique_ptr<Version>> unpublished ABSL_GUARDED_BY(mutex);
-  // By home.
-  absl::flat_hash_map<Key, std::multimap<int, std::unique_ptr<Version>>> free
-      ABSL_GUARDED_BY(mutex);
+  // What all chunks do in a decision that makes their guesses true lies side by side, and neither
+  // allocates nor searches: ranks wait meanwhile.
+  std::vector<Version*> table ABSL_GUARDED_BY(mutex);  // By chunk: the published one.
+  std::vector<Version> first ABSL_GUARDED_BY(mutex);   // By home, as the next; in the arenas.
+  std::vector<Version> second ABSL_GUARDED_BY(mutex);  // Empty without second versions.
+  absl::flat_hash_map<Version*, std::unique_ptr<Version>> others ABSL_GUARDED_BY(mutex);
+  std::vector<std::array<Version*, 2>> free ABSL_GUARDED_BY(mutex);  // By home; null: none.
+  // Chunks whose versions may take each other's places.
+  std::vector<int> size_class ABSL_GUARDED_BY(mutex);      // By chunk.
+  std::vector<int64_t> free_count ABSL_GUARDED_BY(mutex);  // By size class.
 };
 
 namespace {
@@ -95,16 +99,53 @@ Slot MakeSlot(std::byte* memory, int64_t elements, int planes) {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<ChunkPin::Version>> ChunkStore::Impl::TakeFresh(int chunk) {
-  const auto [elements, planes] = KeyOf(chunk);
-  if (auto found = free.find(KeyOf(chunk)); found != free.end() && !found->second.empty()) {
-    // Its own, or that of a neighbour.
-    auto near = found->second.lower_bound(chunk);
-    if (near == found->second.end()) --near;
-    auto version = std::move(near->second);
-    found->second.erase(near);
-    return version;
+void ChunkStore::Impl::AddVersions(std::byte* memory, std::vector<Version>& versions) {
+  versions = std::vector<Version>(layout.chunks().size());
+  for (int chunk = 0; chunk < static_cast<int>(versions.size()); ++chunk) {
+    const int64_t elements = layout.chunks()[chunk].elements;
+    versions[chunk].home = chunk;
+    versions[chunk].slot = MakeSlot(memory, elements, PlanesOf(chunk));
+    memory += SlotBytes(elements, PlanesOf(chunk));
   }
+}
+
+ChunkPin::Version* ChunkStore::Impl::TakeFree(int chunk) {
+  if (FreeLike(chunk) == 0) return nullptr;
+  const auto take = [&](int home) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) -> Version* {
+    if (size_class[home] != size_class[chunk]) return nullptr;
+    for (Version*& place : free[home]) {
+      if (place == nullptr) continue;
+      --FreeLike(chunk);
+      return std::exchange(place, nullptr);
+    }
+    return nullptr;
+  };
+  // Nearly always the chunk's own.
+  for (int home = chunk; home < static_cast<int>(free.size()); ++home) {
+    if (Version* version = take(home); version != nullptr) return version;
+  }
+  for (int home = chunk - 1; home >= 0; --home) {
+    if (Version* version = take(home); version != nullptr) return version;
+  }
+  assert(false);
+  return nullptr;
+}
+
+void ChunkStore::Impl::Retire(Version* version) {
+  if (version->spare != nullptr) Retire(std::exchange(version->spare, nullptr));
+  if (version->arena != nullptr) {
+    others.erase(version);
+    return;
+  }
+  std::array<Version*, 2>& places = free[version->home];
+  places[places[0] == nullptr ? 0 : 1] = version;
+  ++FreeLike(version->home);
+}
+
+absl::StatusOr<ChunkPin::Version*> ChunkStore::Impl::TakeFresh(int chunk) {
+  if (Version* version = TakeFree(chunk); version != nullptr) return version;
+  const int64_t elements = layout.chunks()[chunk].elements;
+  const int planes = PlanesOf(chunk);
   const int64_t bytes = SlotBytes(elements, planes);
   auto version = std::make_unique<Version>();
   BALLAST_ASSIGN_OR_RETURN(
@@ -114,19 +155,19 @@ absl::StatusOr<std::unique_ptr<ChunkPin::Version>> ChunkStore::Impl::TakeFresh(i
   BALLAST_ASSIGN_OR_RETURN(version->arena,
                            arenas.Create(bytes, options.owner, ArenaFactory::Touch::kLater));
   version->slot = MakeSlot(version->arena->data(), elements, planes);
-  return version;
+  Version* const fresh = version.get();
+  others.emplace(fresh, std::move(version));
+  return fresh;
 }
 
 ChunkPin::ChunkPin(ChunkPin&& other) noexcept
     : store_(std::exchange(other.store_, nullptr)),
-      chunk_(other.chunk_),
       version_(std::exchange(other.version_, nullptr)) {}
 
 ChunkPin& ChunkPin::operator=(ChunkPin&& other) noexcept {
   if (this != &other) {
     Release();
     store_ = std::exchange(other.store_, nullptr);
-    chunk_ = other.chunk_;
     version_ = std::exchange(other.version_, nullptr);
   }
   return *this;
@@ -141,11 +182,10 @@ void ChunkPin::Release() {
   MutexLock lock(impl.mutex);
   if (--version_->pins > 0) return;
   if (version_->published) {
-    if (version_->spare != nullptr) impl.Retire(chunk_, std::move(version_->spare));
+    if (version_->spare != nullptr) impl.Retire(std::exchange(version_->spare, nullptr));
     return;
   }
-  auto node = impl.unpublished.extract(version_);
-  impl.Retire(chunk_, std::move(node.mapped()));
+  impl.Retire(version_);
 }
 
 int64_t ChunkStore::StateBytes(const Layout& layout, absl::Span<const int> planes) {
@@ -167,16 +207,18 @@ absl::StatusOr<std::unique_ptr<ChunkStore>> ChunkStore::Create(const Layout& lay
   BALLAST_ASSIGN_OR_RETURN(impl->arena, arenas.Create(bytes, label, ArenaFactory::Touch::kNow));
   {
     MutexLock lock(impl->mutex);
-    std::byte* memory = impl->arena->data();
-    for (const Chunk& chunk : layout.chunks()) {
-      const int planes = impl->options.planes[chunk.group];
-      auto version = std::make_unique<ChunkPin::Version>();
-      version->home = static_cast<int>(impl->table.size());
-      version->slot = MakeSlot(memory, chunk.elements, planes);
-      version->published = true;
-      memory += SlotBytes(chunk.elements, planes);
-      impl->table.push_back(std::move(version));
+    impl->AddVersions(impl->arena->data(), impl->first);
+    for (ChunkPin::Version& version : impl->first) {
+      version.published = true;
+      impl->table.push_back(&version);
     }
+    impl->free.resize(layout.chunks().size());
+    std::map<std::pair<int64_t, int>, int> classes;  // By elements and planes.
+    for (int chunk = 0; chunk < static_cast<int>(layout.chunks().size()); ++chunk) {
+      const std::pair size(layout.chunks()[chunk].elements, impl->PlanesOf(chunk));
+      impl->size_class.push_back(classes.try_emplace(size, classes.size()).first->second);
+    }
+    impl->free_count.resize(classes.size());
   }
   if (impl->options.second_versions) {
     BALLAST_ASSIGN_OR_RETURN(
@@ -184,15 +226,8 @@ absl::StatusOr<std::unique_ptr<ChunkStore>> ChunkStore::Create(const Layout& lay
         arenas.Create(bytes, absl::StrCat(impl->options.owner, " second versions"),
                       ArenaFactory::Touch::kNow));
     MutexLock lock(impl->mutex);
-    std::byte* memory = impl->second_arena->data();
-    for (int chunk = 0; chunk < static_cast<int>(layout.chunks().size()); ++chunk) {
-      const auto [elements, planes] = impl->KeyOf(chunk);
-      auto version = std::make_unique<ChunkPin::Version>();
-      version->slot = MakeSlot(memory, elements, planes);
-      memory += SlotBytes(elements, planes);
-      version->home = chunk;
-      impl->free[impl->KeyOf(chunk)].emplace(chunk, std::move(version));
-    }
+    impl->AddVersions(impl->second_arena->data(), impl->second);
+    for (ChunkPin::Version& version : impl->second) impl->Retire(&version);
   }
   return std::unique_ptr<ChunkStore>(new ChunkStore(std::move(impl)));
 }
@@ -201,22 +236,21 @@ absl::StatusOr<std::vector<ChunkPin>> ChunkStore::Pin(absl::Span<const int> chun
   std::vector<ChunkPin> pins;  // On an error these release what was pinned, after the lock is gone.
   pins.reserve(chunks.size());
   MutexLock lock(impl_->mutex);
-  absl::flat_hash_map<int, std::unique_ptr<ChunkPin::Version>> spares;
+  absl::flat_hash_map<int, ChunkPin::Version*> spares;
   for (const int chunk : chunks) {
     if (impl_->table[chunk]->spare != nullptr || spares.contains(chunk)) continue;
     auto spare = impl_->TakeFresh(chunk);
     if (!spare.ok()) {
-      for (auto& [owner, taken] : spares) impl_->Retire(owner, std::move(taken));
+      for (auto& [owner, taken] : spares) impl_->Retire(taken);
       return spare.status();
     }
-    spares.emplace(chunk, *std::move(spare));
+    spares.emplace(chunk, *spare);
   }
-  for (auto& [chunk, spare] : spares) impl_->table[chunk]->spare = std::move(spare);
+  for (auto& [chunk, spare] : spares) impl_->table[chunk]->spare = spare;
   for (const int chunk : chunks) {
     ChunkPin pin;
     pin.store_ = this;
-    pin.chunk_ = chunk;
-    pin.version_ = impl_->table[chunk].get();
+    pin.version_ = impl_->table[chunk];
     ++pin.version_->pins;
     pins.push_back(std::move(pin));
   }
@@ -241,56 +275,51 @@ absl::StatusOr<ChunkStore::Write> ChunkStore::BeginWrite(int chunk, Destination 
   write.from = current.slot;
   // A chunk that moved out of its first slot goes back as soon as it can, which frees the other
   // one.
-  const bool goes_back = current.arena != nullptr && !impl_->free[impl_->KeyOf(chunk)].empty();
+  const bool goes_back = current.arena != nullptr && impl_->FreeLike(chunk) > 0;
   if (destination == Destination::kInPlaceIfFree && current.pins == 0 && !goes_back) {
     write.to = current.slot;
     write.target = &current;
     return write;
   }
-  std::unique_ptr<ChunkPin::Version> target = std::move(current.spare);
+  ChunkPin::Version* target = std::exchange(current.spare, nullptr);
   if (target == nullptr) {
     BALLAST_ASSIGN_OR_RETURN(target, impl_->TakeFresh(chunk));
   }
   write.to = target->slot;
   write.in_place = false;
-  write.target = target.get();
-  impl_->unpublished.emplace(target.get(), std::move(target));
+  write.target = target;
   return write;
 }
 
-void ChunkStore::Publish(const Write& write, uint64_t step) {
-  MutexLock lock(impl_->mutex);
+void ChunkStore::Impl::Publish(const Write& write, uint64_t step) {
   write.target->step = step;
   if (write.in_place) return;
-  std::unique_ptr<ChunkPin::Version> old = std::move(impl_->table[write.chunk]);
-  impl_->table[write.chunk] = std::move(impl_->unpublished.extract(write.target).mapped());
+  Version* const old = std::exchange(table[write.chunk], write.target);
   write.target->published = true;
   old->published = false;
-  if (old->pins > 0) {
-    ChunkPin::Version* key = old.get();
-    impl_->unpublished.emplace(key, std::move(old));
-  } else {
-    impl_->Retire(write.chunk, std::move(old));
-  }
+  if (old->pins == 0) Retire(old);
+}
+
+void ChunkStore::Publish(absl::Span<const Write> writes, uint64_t step) {
+  MutexLock lock(impl_->mutex);
+  for (const Write& write : writes) impl_->Publish(write, step);
 }
 
 void ChunkStore::Drop(const Write& write) {
   assert(!write.in_place);
   MutexLock lock(impl_->mutex);
-  std::unique_ptr<ChunkPin::Version> dropped =
-      std::move(impl_->unpublished.extract(write.target).mapped());
   // The write may have used the place that a pinned version keeps for its writer.
   ChunkPin::Version& current = *impl_->table[write.chunk];
   if (current.pins > 0 && current.spare == nullptr) {
-    current.spare = std::move(dropped);
+    current.spare = write.target;
   } else {
-    impl_->Retire(write.chunk, std::move(dropped));
+    impl_->Retire(write.target);
   }
 }
 
 void ChunkStore::SetStep(uint64_t step) {
   MutexLock lock(impl_->mutex);
-  for (auto& version : impl_->table) version->step = step;
+  for (ChunkPin::Version* version : impl_->table) version->step = step;
 }
 
 }  // namespace ballast

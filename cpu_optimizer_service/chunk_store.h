@@ -52,7 +52,6 @@ class ChunkPin {
   void Release();
 
   ChunkStore* store_ = nullptr;
-  int chunk_ = 0;
   Version* version_ = nullptr;
 };
 
@@ -95,7 +94,9 @@ class ChunkStore {
   };
   // RESOURCE_EXHAUSTED only with kFresh and no reserved slot and no room.
   absl::StatusOr<Write> BeginWrite(int chunk, Destination destination);
-  void Publish(const Write& write, uint64_t step);
+  void Publish(const Write& write, uint64_t step) { Publish(absl::MakeConstSpan(&write, 1), step); }
+  // Of many chunks, for less than one by one.
+  void Publish(absl::Span<const Write> writes, uint64_t step);
   void Drop(const Write& write);  // Not for writes in place.
 
   // All chunks now stand at `step`, after state was written from outside.

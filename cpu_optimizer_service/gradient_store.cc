@@ -56,12 +56,18 @@ GradientStore::GradientStore(const JobSpec& spec, const Layout& layout)
     const int64_t blocks = layout.flat_blocks(group);
     const int64_t spans = (blocks + kSpanBlocks - 1) / kSpanBlocks;
     block_sums_.emplace_back(blocks, 0.0);
-    span_sums_.push_back(
-        {.sums = std::vector<double>(spans, 0.0), .whole = std::vector<bool>(spans, false)});
+    span_sums_.push_back({.sums = std::vector<double>(spans, 0.0), .shared = {}});
   }
+  std::vector<std::vector<bool>> whole;  // By group, by span.
+  for (const SpanSums& spans : span_sums_) whole.emplace_back(spans.sums.size(), false);
   for (const Chunk& chunk : layout.chunks()) {
     const SpanRange spans = WholeSpansOf(chunk);
-    for (int64_t s = spans.begin; s < spans.end; ++s) span_sums_[chunk.group].whole[s] = true;
+    for (int64_t s = spans.begin; s < spans.end; ++s) whole[chunk.group][s] = true;
+  }
+  for (size_t group = 0; group < whole.size(); ++group) {
+    for (size_t s = 0; s < whole[group].size(); ++s) {
+      if (!whole[group][s]) span_sums_[group].shared.push_back(static_cast<int64_t>(s));
+    }
   }
 }
 
@@ -214,9 +220,8 @@ void GradientStore::ComputeSums(int index) {
 
 double GradientStore::CombineSums(int group) {
   SpanSums& spans = span_sums_[group];
-  for (size_t span = 0; span < spans.sums.size(); ++span) {
-    if (spans.whole[span]) continue;
-    spans.sums[span] = SumInOrder(BlocksOfSpan(group, static_cast<int64_t>(span)));
+  for (const int64_t span : spans.shared) {
+    spans.sums[span] = SumInOrder(BlocksOfSpan(group, span));
   }
   return SumInOrder(spans.sums);
 }

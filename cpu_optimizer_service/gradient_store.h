@@ -84,8 +84,8 @@ class GradientStore {
     float* sum = nullptr;                    // nullptr: the job has no accumulators.
   };
   struct SpanSums {
-    std::vector<double> sums;  // By span.
-    std::vector<bool> whole;   // By span: it lies in one chunk.
+    std::vector<double> sums;     // By span.
+    std::vector<int64_t> shared;  // Spans that lie in several chunks.
   };
   struct SpanRange {
     int64_t begin = 0;

@@ -23,7 +23,6 @@ void JobImpl::StartDecisionIfDue() const {
 }
 
 void JobImpl::RunDecision() {
-  const auto chunks = static_cast<int64_t>(layout_.chunks().size());
   FinishSums();
   UpdatePlan plan;
   {
@@ -43,12 +42,7 @@ void JobImpl::RunDecision() {
     plan.listeners[rank]->OnDecision(
         plan.outcome, plan.dropped.empty() ? absl::Span<const int>() : plan.dropped[rank]);
   }
-  if (plan.outcome.decision.apply) {
-    // Ascending: backward ends with the first layers, so the first chunks' gradients are those that
-    // caches may still hold; and a chunk's index is what leads it to its NUMA node.
-    environment_.tasks->ForEach(
-        chunks, [&](int64_t chunk) { ApplyToChunk(plan, static_cast<int>(chunk)); });
-  }
+  if (plan.outcome.decision.apply) UpdateChunks(plan);
   plan.weights_in_place.clear();
   Commit(plan);
 }
@@ -151,22 +145,40 @@ ShardBuffer JobImpl::ShardFor(const UpdatePlan& plan, int index) {
   return place ? std::move(place) : shard_buffers_->TryTake(ShardBytes(index));
 }
 
+void JobImpl::UpdateChunks(const UpdatePlan& plan) {
+  store_->Publish(plan.holds, plan.update.step);
+  if (plan.chunks_left == 0) return;
+  // Ascending: backward ends with the first layers, so the first chunks' gradients are those that
+  // caches may still hold; and a chunk's index is what leads it to its NUMA node.
+  environment_.tasks->ForEach(static_cast<int64_t>(layout_.chunks().size()), [&](int64_t index) {
+    const int chunk = static_cast<int>(index);
+    switch (plan.left.empty() ? UpdatePlan::Left::kUpdate : plan.left[chunk]) {
+      case UpdatePlan::Left::kUpdate:
+        return ApplyToChunk(plan, chunk);
+      case UpdatePlan::Left::kTell:
+        return TellGuessedWeights(plan, chunk);
+      case UpdatePlan::Left::kNothing:
+        return;
+    }
+  });
+}
+
+void JobImpl::TellGuessedWeights(const UpdatePlan& plan, int index) {
+  const Chunk& chunk = layout_.chunks()[index];
+  const std::shared_ptr<RankListener>& listener = plan.listeners[chunk.rank];
+  if (listener == nullptr) return;
+  ShardBuffer shard;  // Another stream was told, so it is rare enough to be converted again.
+  if (plan.weights_in_place[chunk.rank] != nullptr) {
+    shard = ShardBuffer::InPlace(plan.weights_in_place[chunk.rank], index);
+    ConvertFromFloat(store_->Published(index)[Plane::kMaster], shard.data(),
+                     spec_.groups[chunk.group].return_dtype, chunk.elements);
+  }
+  listener->OnWeights(plan.update.step, index, std::move(shard));
+}
+
 void JobImpl::ApplyToChunk(const UpdatePlan& plan, int index) {
   const Chunk& chunk = layout_.chunks()[index];
   const std::shared_ptr<RankListener>& listener = plan.listeners[chunk.rank];
-  if (!plan.guessed.empty() && plan.guessed[index].holds) {
-    const UpdatePlan::Guessed& guessed = plan.guessed[index];
-    store_->Publish(guessed.write, plan.update.step);
-    if (listener == nullptr || guessed.told) return;
-    ShardBuffer shard;  // Another stream was told, so it is rare enough to be converted again.
-    if (plan.weights_in_place[chunk.rank] != nullptr) {
-      shard = ShardBuffer::InPlace(plan.weights_in_place[chunk.rank], index);
-      ConvertFromFloat(guessed.write.to[Plane::kMaster], shard.data(),
-                       spec_.groups[chunk.group].return_dtype, chunk.elements);
-    }
-    listener->OnWeights(plan.update.step, index, std::move(shard));
-    return;
-  }
   ShardBuffer shard;
   if (listener != nullptr) shard = ShardFor(plan, index);
   auto write = store_->BeginWrite(index, Destination::kInPlaceIfFree);
@@ -180,7 +192,7 @@ void JobImpl::ApplyToChunk(const UpdatePlan& plan, int index) {
   if (listener != nullptr) listener->OnWeights(plan.update.step, index, std::move(shard));
 }
 
-void JobImpl::Commit(const UpdatePlan& plan) {
+void JobImpl::Commit(UpdatePlan& plan) {
   double update_seconds = 0;
   RankMemories lenders;  // Let go of last: unmapping takes long, and ranks wait for the commit.
   {
@@ -194,6 +206,8 @@ void JobImpl::Commit(const UpdatePlan& plan) {
     }
     ledger_.Clear();
     sums_.assign(sums_.size(), SumsState::kNone);
+    plan.holds.clear();
+    guess_writes_.swap(plan.holds);  // For its memory.
     ++attempt_;
     if (plan.outcome.decision.apply) {
       for (size_t p = 0; p < update_counts_.size(); ++p) {

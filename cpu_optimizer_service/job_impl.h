@@ -134,7 +134,6 @@ class JobImpl : public Job {
     enum class State : uint8_t { kNone, kQueued, kRunning, kReady };
     State state = State::kNone;
     std::shared_ptr<const Update> update;  // Of the one that is queued or running.
-    ChunkStore::Write write;               // kReady: where it lies.
     uint64_t told_stream = 0;              // The stream that was told its weights; 0: none.
     GuessHistory history;
 
@@ -156,15 +155,13 @@ class JobImpl : public Job {
     Update update;
     Listeners listeners;            // By rank; may be null.
     RankMemories weights_in_place;  // By rank: where its weights are written; may be null.
-    // Guesses that became true, by chunk; the chunks that are computed again, by rank. Both empty
-    // in a job that waits.
-    struct Guessed {
-      bool holds = false;
-      bool told = false;
-      ChunkStore::Write write;
-    };
-    std::vector<Guessed> guessed;
-    std::vector<std::vector<int>> dropped;
+    // What is left to do for a chunk: all of it; to tell the weights of a guess that became true,
+    // of which the rank's stream has not heard; nothing.
+    enum class Left : uint8_t { kUpdate, kTell, kNothing };
+    std::vector<Left> left;                 // By chunk. Empty in a job that waits, as the next two.
+    std::vector<ChunkStore::Write> holds;   // Guesses that became true.
+    std::vector<std::vector<int>> dropped;  // By rank: guesses that it knows and that did not.
+    int64_t chunks_left = 0;
     SpeculationCounts speculation;
   };
 
@@ -287,7 +284,8 @@ class JobImpl : public Job {
   // Cancels what is queued and waits for what is running; no guess starts in this step any more.
   void FinishGuesses() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void DropGuesses() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  bool WouldHold(const UpdatePlan& plan, int chunk) const;
+  // By chunk: whether a guess of it holds, made or not.
+  std::vector<bool> WouldHold(const UpdatePlan& plan) const;
   // Takes the guesses that hold into the plan and drops the others. None is queued or running.
   void SettleGuesses(UpdatePlan& plan) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
@@ -302,8 +300,10 @@ class JobImpl : public Job {
                 const ShardBuffer& shard);
   int64_t ShardBytes(int chunk) const;
   ShardBuffer ShardFor(const UpdatePlan& plan, int chunk);
+  void UpdateChunks(const UpdatePlan& plan);
   void ApplyToChunk(const UpdatePlan& plan, int chunk);
-  void Commit(const UpdatePlan& plan);
+  void TellGuessedWeights(const UpdatePlan& plan, int chunk);
+  void Commit(UpdatePlan& plan);
 
   // job_trace.cc
   int64_t MostTraceEvents(uint32_t steps) const;
@@ -351,7 +351,8 @@ class JobImpl : public Job {
   uint64_t attempt_ ABSL_GUARDED_BY(mutex_) = 0;
   std::vector<SumsState> sums_ ABSL_GUARDED_BY(mutex_);  // By chunk.
   int64_t sums_running_ ABSL_GUARDED_BY(mutex_) = 0;
-  std::vector<Guess> guesses_ ABSL_GUARDED_BY(mutex_);      // By chunk.
+  std::vector<Guess> guesses_ ABSL_GUARDED_BY(mutex_);                   // By chunk.
+  std::vector<ChunkStore::Write> guess_writes_ ABSL_GUARDED_BY(mutex_);  // Of those that are ready.
   std::deque<int> parked_guesses_ ABSL_GUARDED_BY(mutex_);  // Queued, without a shard buffer.
   // Of the step in progress; null: no more guesses in it.
   std::shared_ptr<const Update> guess_ ABSL_GUARDED_BY(mutex_);

@@ -148,7 +148,8 @@ void JobImpl::RunGuess(GuessTask task) {
   Guess& guess = guesses_[index];
   if (write.ok()) {
     guess.state = Guess::State::kReady;
-    guess.write = *write;
+    guess.update = nullptr;
+    guess_writes_.push_back(*write);
     ++speculation_.speculated;
   } else {
     guess.state = Guess::State::kNone;  // Its spare version is being read: the chunk waits.
@@ -167,33 +168,44 @@ void JobImpl::FinishGuesses() {
 }
 
 void JobImpl::DropGuesses() {
-  for (Guess& guess : guesses_) {
-    if (guess.state == Guess::State::kReady) store_->Drop(guess.write);
-    guess.Reset();
-  }
+  for (const ChunkStore::Write& write : guess_writes_) store_->Drop(write);
+  guess_writes_.clear();
+  for (Guess& guess : guesses_) guess.Reset();
 }
 
-bool JobImpl::WouldHold(const UpdatePlan& plan, int index) const {
+std::vector<bool> JobImpl::WouldHold(const UpdatePlan& plan) const {
   const Decision& decision = plan.outcome.decision;
-  const int group = layout_.chunks()[index].group;
-  if (!decision.apply ||
-      decision.multipliers[group] != UnclippedMultiplier(plan.terms.settings.scale, group)) {
-    return false;
+  std::vector<bool> group_holds;
+  for (int group = 0; group < layout_.group_count(); ++group) {
+    group_holds.push_back(decision.apply &&
+                          decision.multipliers[group] ==
+                              UnclippedMultiplier(plan.terms.settings.scale, group));
   }
-  if (plan.outcome.unused_parameters.empty()) return true;
-  const std::vector<ChunkPiece> pieces = layout_.Pieces(index);
-  return std::all_of(pieces.begin(), pieces.end(), [&](const ChunkPiece& piece) {
+  const auto is_updated = [&](const ChunkPiece& piece) {
     return plan.update.update_counts[piece.parameter] > 0;
-  });
+  };
+  std::vector<bool> holds;
+  holds.reserve(layout_.chunks().size());
+  for (int index = 0; index < static_cast<int>(layout_.chunks().size()); ++index) {
+    holds.push_back(group_holds[layout_.chunks()[index].group]);
+    if (!holds.back() || plan.outcome.unused_parameters.empty()) continue;
+    const std::vector<ChunkPiece> pieces = layout_.Pieces(index);
+    holds.back() = std::all_of(pieces.begin(), pieces.end(), is_updated);
+  }
+  return holds;
 }
 
+// All ranks wait meanwhile, so a chunk whose guess holds, as nearly all do, costs no more than a
+// few bytes here.
 void JobImpl::SettleGuesses(UpdatePlan& plan) {
+  plan.chunks_left = static_cast<int64_t>(layout_.chunks().size());
   if (!CanSpeculate()) return;
-  plan.guessed.resize(guesses_.size());
+  const std::vector<bool> would_hold = WouldHold(plan);
+  plan.left.assign(guesses_.size(), UpdatePlan::Left::kUpdate);
   plan.dropped.resize(ranks_.size());
   for (int index = 0; index < static_cast<int>(guesses_.size()); ++index) {
     Guess& guess = guesses_[index];
-    const bool holds = WouldHold(plan, index);
+    const bool holds = would_hold[index];
     guess.history.Record(holds);
     if (guess.state == Guess::State::kReady) {
       const int owner = layout_.chunks()[index].rank;
@@ -201,15 +213,21 @@ void JobImpl::SettleGuesses(UpdatePlan& plan) {
       ++plan.speculation.speculated;
       if (holds) {
         ++plan.speculation.published;
-        plan.guessed[index] = {.holds = true, .told = told, .write = guess.write};
+        plan.left[index] = told ? UpdatePlan::Left::kNothing : UpdatePlan::Left::kTell;
+        if (told) --plan.chunks_left;
       } else {
-        store_->Drop(guess.write);
         if (plan.outcome.decision.apply) ++plan.speculation.redone;
         if (told && plan.outcome.decision.apply) plan.dropped[owner].push_back(index);
       }
     }
     guess.Reset();
   }
+  for (const ChunkStore::Write& write : guess_writes_) {
+    if (!would_hold[write.chunk]) store_->Drop(write);
+  }
+  std::erase_if(guess_writes_,
+                [&](const ChunkStore::Write& write) { return !would_hold[write.chunk]; });
+  plan.holds.swap(guess_writes_);
   speculation_.published += plan.speculation.published;
   speculation_.redone += plan.speculation.redone;
 }

@@ -85,6 +85,23 @@ TEST(ChunkStore, ChunksKeepToTheirOwnTwoSlots) {
   }
 }
 
+TEST_F(ChunkStoreTest, WritesPublishedTogetherAreAsIfOneByOne) {
+  const std::vector<ChunkPin> pins = store_->Pin({0}).value();
+  std::vector<ChunkStore::Write> writes;
+  writes.push_back(store_->BeginWrite(0, Destination::kInPlaceIfFree).value());
+  writes.push_back(store_->BeginWrite(2, Destination::kInPlaceIfFree).value());
+  Fill(writes[0], 1);
+  Fill(writes[1], 2);
+  EXPECT_EQ(store_->Published(0)[Plane::kMaster][0], 0);
+  store_->Publish(writes, 5);
+  EXPECT_EQ(pins[0].slot()[Plane::kMaster][0], 0);
+  EXPECT_EQ(store_->Published(0)[Plane::kMaster][0], 1);
+  EXPECT_EQ(store_->Published(2)[Plane::kMaster][0], 2);
+  EXPECT_EQ(store_->step(0), 5u);
+  EXPECT_EQ(store_->step(1), 0u);
+  EXPECT_EQ(store_->step(2), 5u);
+}
+
 TEST_F(ChunkStoreTest, WritesInPlaceWhenNobodyNeedsTheOldVersion) {
   const Slot before = store_->Published(0);
   const auto write = store_->BeginWrite(0, Destination::kInPlaceIfFree).value();

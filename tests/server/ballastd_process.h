@@ -8,6 +8,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <filesystem>
 #include <fstream>
@@ -34,7 +35,10 @@ class Ballastd {
     std::filesystem::create_directories(directory_);
     flags.insert(flags.begin(), BALLASTD_PATH);
     flags.push_back("--port-file=" + PortFile());
-    flags.push_back("--startup-benchmark=false");  // Its time and its memory are not the test's.
+    // Its time and its memory are not the test's, unless that is of it.
+    if (std::count(flags.begin(), flags.end(), "--startup-benchmark=true") == 0) {
+      flags.push_back("--startup-benchmark=false");
+    }
     std::vector<char*> arguments;
     for (std::string& flag : flags) arguments.push_back(flag.data());
     arguments.push_back(nullptr);

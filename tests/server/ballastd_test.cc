@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -253,6 +254,26 @@ TEST(Ballastd, TellsInOneLineWhatIsWrongWithItsFlags) {
     const std::string errors = service.Errors();
     EXPECT_EQ(std::count(errors.begin(), errors.end(), '\n'), 1) << errors;
   }
+}
+
+TEST(Ballastd, MeasuresItsHostAndExits) {
+  const std::string command = std::string(BALLASTD_PATH) + " --self-benchmark --memory-limit=64MiB";
+  std::FILE* const pipe = popen(command.c_str(), "r");
+  ASSERT_NE(pipe, nullptr);
+  std::string output;
+  char buffer[256];
+  while (std::fgets(buffer, sizeof(buffer), pipe) != nullptr) output += buffer;
+  EXPECT_EQ(pclose(pipe), 0);
+  EXPECT_THAT(output, AllOf(HasSubstr("processors"), HasSubstr("memory traffic alone"),
+                            HasSubstr("1 thread "), HasSubstr("Gparam/s")));
+}
+
+TEST(Ballastd, LogsWhatItsHostCanDoWhenItStarts) {
+  Ballastd service({"--listen=127.0.0.1:0", "--memory-limit=64MiB", "--startup-benchmark=true"});
+  ASSERT_NE(service.Address(), "") << service.Errors();
+  service.Signal(SIGTERM);
+  EXPECT_EQ(service.ExitCode(), 0);
+  EXPECT_THAT(service.Errors(), HasSubstr("Gparam/s"));
 }
 
 TEST(Ballastd, TellsInOneLineWhyItCannotListen) {
