@@ -46,18 +46,27 @@ class Binding : public tbb::task_scheduler_observer {
     edge_.Release();
     observe(true);
   }
-  ~Binding() override { observe(false); }
+  ~Binding() override {
+    observe(false);  // Waits for the calls below that are under way.
+    left_.Acquire();
+  }
 
   void on_scheduler_entry(bool) override {
     edge_.Acquire();
     if (!BindThisThread(processors_)) failed_.store(true, std::memory_order_relaxed);
+    left_.Release();
   }
-  void on_scheduler_exit(bool) override { BindThisThread(all_); }
+  void on_scheduler_exit(bool) override {
+    edge_.Acquire();
+    BindThisThread(all_);
+    left_.Release();
+  }
 
  private:
   const std::vector<int> processors_;
   std::vector<int> all_;  // Constant after construction.
-  TsanEdge edge_;
+  TsanEdge edge_;  // From the constructor to the threads that TBB calls from.
+  TsanEdge left_;  // From them to the destructor.
   std::atomic<bool>& failed_;
 };
 
