@@ -8,8 +8,9 @@
 //     ... the optimizer decides, and writes weights to weights(chunk) ...
 //     backend.GatherWeights();                       // and the next passes compute with them
 //
-// Threads: one caller, but for OnWeights, which any thread may call between FinishStep and
-// GatherWeights. The sink is called from one thread at a time, the caller's or the backend's own.
+// Threads: one caller, but for weights and OnWeights, which any thread may call while no passes are
+// on their way: between FinishStep, or Start, and GatherWeights. The sink is called from one thread
+// at a time, the caller's or the backend's own.
 #ifndef BALLAST_GPU_WORKER_BACKEND_H_
 #define BALLAST_GPU_WORKER_BACKEND_H_
 
@@ -64,7 +65,9 @@ class TrainingBackend {
   virtual void Start(StepSink sink) = 0;
 
   // From now on chunks are handed over in `memory(chunk)`, which stays until the next call; where
-  // it is empty, in memory of the backend's own. No payload may be out.
+  // it is empty, in memory of the backend's own. A device's backend has it pinned: before it goes
+  // this is called, with none if there is no other yet. No passes are on their way, and no payload
+  // is out, but for a call with none.
   virtual absl::Status UseGradientMemory(
       const std::function<absl::Span<std::byte>(int chunk)>& memory) = 0;
 
@@ -74,7 +77,8 @@ class TrainingBackend {
 
   // Where the optimizer puts the weights of a chunk of this rank, in the group's return dtype.
   virtual absl::Span<std::byte> weights(int chunk) = 0;
-  // They are there. Whoever cannot say so leaves it out: GatherWeights takes all.
+  // They are there. Whoever cannot say so leaves it out: GatherWeights takes all. A chunk's may
+  // come again before that, as when a step is lost: the last count.
   virtual void OnWeights(int chunk) {}
   // All ranks' weights are in place before the next passes use them. A collective.
   virtual absl::Status GatherWeights() = 0;

@@ -1,4 +1,4 @@
-// ballast-worker: one rank of a training run. Flags and wiring, nothing else.
+// ballast-worker: one rank of a training run. Wiring, nothing else.
 #include <malloc.h>
 #include <signal.h>
 #include <spdlog/sinks/stdout_sinks.h>
@@ -9,239 +9,39 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <initializer_list>
 #include <memory>
 #include <new>
 #include <string>
 #include <utility>
-#include <vector>
 
-#include "absl/flags/flag.h"
-#include "absl/flags/parse.h"
-#include "absl/flags/reflection.h"
 #include "absl/flags/usage.h"
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
-#include "absl/strings/str_replace.h"
 #include "absl/time/time.h"
-#include "absl/types/span.h"
-#include "client/loss_scaler.h"
 #include "client/session.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/engine.h"
 #include "gpu_worker/launch.h"
 #include "gpu_worker/progress.h"
 #include "gpu_worker/service_optimizer.h"
+#include "gpu_worker/timeline.h"
+#include "gpu_worker/worker_flags.h"
 #include "gpu_worker/worker_run.h"
 #include "server/server.h"
-
-ABSL_FLAG(std::string, service, "127.0.0.1:7070",
-          "The optimizer service: host:port, unix:/path, or in-process to run one inside this "
-          "worker (one worker only)");
-ABSL_FLAG(std::string, optimizer, "service",
-          "Who applies the steps: service, or local for the scalar reference in this process");
-ABSL_FLAG(std::string, job, "gpt", "Name of the job on the service, the same for all workers");
-ABSL_FLAG(std::string, text, ballast::worker::kDefaultText,
-          "The text to train on: a file, or a directory of plain files");
-ABSL_FLAG(uint64_t, steps, 80, "The last step of the run");
-ABSL_FLAG(uint64_t, warmup_steps, 10, "Steps in which the learning rate rises");
-ABSL_FLAG(
-    uint64_t, decay_end, 0,
-    "The step at which the learning rate has fallen to a tenth; 0: --steps. Give it to runs that "
-    "are to be resumed with more steps");
-ABSL_FLAG(uint32_t, micro_steps, 2, "Backward passes a step");
-ABSL_FLAG(int, batch, 12, "Sequences in a micro-step, of all workers together");
-ABSL_FLAG(int, context, 128, "Tokens in a sequence");
-ABSL_FLAG(int, layers, 4, "Transformer blocks");
-ABSL_FLAG(int, width, 256, "Width of the residual stream");
-ABSL_FLAG(int, heads, 4, "Attention heads");
-ABSL_FLAG(uint64_t, seed, 1, "First weights and batches are functions of it");
-ABSL_FLAG(double, lr, 1e-3, "Peak learning rate");
-ABSL_FLAG(double, weight_decay, 0.1, "Of matrices and embeddings");
-ABSL_FLAG(double, max_norm, 1.0, "Gradients are clipped to this global norm; 0: not");
-ABSL_FLAG(int64_t, bucket_elements, int64_t{1} << 19, "Elements of a reduce-scatter");
-ABSL_FLAG(int64_t, chunk_elements, ballast::kMaxChunkElements, "Elements of a message");
-ABSL_FLAG(
-    std::string, accumulate, "service",
-    "Who sums a step's micro-steps: service, or worker, which then sends one gradient a step");
-ABSL_FLAG(
-    std::string, dtype, "bf16",
-    "Weights as they come back and the model computes with them, and gradients on their way to "
-    "the service: bf16, fp16 (with dynamic loss scaling) or fp32");
-ABSL_FLAG(
-    std::string, wire_dtype, "",
-    "Gradients on their way to the service, where they are not to be as --dtype: bf16, fp16 or "
-    "fp32");
-ABSL_FLAG(int, initial_scale_power, ballast::client::LossScalerOptions().initial_scale_power,
-          "fp16 gradients: the first loss scale is 2 to this power");
-ABSL_FLAG(int64_t, loss_scale_window, ballast::client::LossScalerOptions().window,
-          "fp16 gradients: steps without overflow before the loss scale doubles");
-ABSL_FLAG(int, loss_scale_hysteresis, ballast::client::LossScalerOptions().hysteresis,
-          "fp16 gradients: overflows that it takes to halve the loss scale");
-ABSL_FLAG(float, min_loss_scale, ballast::client::LossScalerOptions().min_scale,
-          "fp16 gradients: the loss scale is never halved below this");
-ABSL_FLAG(
-    bool, check_gradients, false,
-    "Search this worker's gradients for elements that are not finite before they are reduced, "
-    "so that a skipped step names the worker");
-ABSL_FLAG(
-    std::string, update, "speculate",
-    "When the service updates: speculate, while backward still runs, where it has the memory; "
-    "or wait, for the decision. The bits are the same");
-ABSL_FLAG(
-    std::string, shared_memory, "auto",
-    "How gradients and weights travel: auto, through memory shared with a service on this host "
-    "where that allows it; or never, always through the connection. The bits are the same");
-ABSL_FLAG(std::string, out, "", "Directory for losses.csv, weights.bin and worker.json");
-ABSL_FLAG(std::string, resume, "",
-          "A checkpoint on the service's host to load first, if the job is new");
-ABSL_FLAG(std::string, save, "", "Where on its host the service saves a checkpoint at the end");
-ABSL_FLAG(int, threads, 1, "Threads for this worker's arithmetic");
-ABSL_FLAG(absl::Duration, peer_timeout, absl::Minutes(5),
-          "How long to wait for another worker before giving up");
-ABSL_FLAG(absl::Duration, reconnect_timeout, ballast::client::SessionOptions().reconnect_timeout,
-          "How long a broken connection to the service is tried again before giving up");
-ABSL_FLAG(absl::Duration, seal_timeout, ballast::client::SessionOptions().seal_timeout,
-          "How long to wait, at the end of a step, for the other workers to seal it");
+#ifdef BALLAST_HAS_CUDA
+#include "gpu_worker/cuda/gpu_run.h"
+#include "gpu_worker/cuda/nvtx.h"
+#endif
 
 namespace ballast::worker {
 namespace {
 
-constexpr absl::Duration kMaxTimeout = absl::Hours(24 * 7);
-
-// Flags are written with dashes, Abseil's names have underscores: "--micro-steps=2" is changed in
-// place to "--micro_steps=2".
-void NameFlagsAsAbseilDoes(absl::Span<char* const> arguments) {
-  for (char* const argument : arguments) {
-    if (!absl::StartsWith(argument, "--")) continue;
-    for (char* c = argument + 2; *c != '\0' && *c != '='; ++c) {
-      if (*c == '-') *c = '_';
-    }
-  }
-}
-
-// The value that the flag's word stands for.
-template <typename T>
-absl::StatusOr<T> Choose(absl::string_view flag, const std::string& word,
-                         const std::vector<std::pair<absl::string_view, T>>& choices) {
-  std::vector<absl::string_view> words;
-  for (const auto& [name, value] : choices) {
-    if (word == name) return value;
-    words.push_back(name);
-  }
-  return absl::InvalidArgumentError(
-      absl::StrCat("--", flag, "=", word, " must be ", absl::StrJoin(words, " or ")));
-}
-
-absl::StatusOr<DType> ChooseDType(absl::string_view flag, const std::string& word) {
-  return Choose<DType>(
-      flag, word,
-      {{"bf16", DType::kBFloat16}, {"fp16", DType::kFloat16}, {"fp32", DType::kFloat32}});
-}
-
-absl::Status CheckTimeout(absl::string_view flag, absl::Duration timeout) {
-  if (timeout >= absl::Milliseconds(1) && timeout <= kMaxTimeout) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat("--", flag, "=", absl::FormatDuration(timeout),
-                                                 " must be between 1ms and ",
-                                                 absl::FormatDuration(kMaxTimeout)));
-}
-
-// The service reads and writes checkpoints; its working directory is not this worker's.
-absl::Status CheckCheckpointPath(absl::string_view flag, absl::string_view path) {
-  if (path.empty() || absl::StartsWith(path, "/")) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat("--", flag, "=", path, " must be an absolute path on the service's host"));
-}
-
-// `flags`, by their names in Abseil, are at their defaults, or `error`.
-absl::Status CheckUnused(std::initializer_list<absl::string_view> flags, absl::string_view error) {
-  for (const absl::string_view name : flags) {
-    const absl::CommandLineFlag* flag = absl::FindCommandLineFlag(name);
-    if (flag->CurrentValue() == flag->DefaultValue()) continue;
-    return absl::InvalidArgumentError(
-        absl::StrCat("--", absl::StrReplaceAll(name, {{"_", "-"}}), " ", error));
-  }
-  return absl::OkStatus();
-}
-
-absl::Status CheckFlags() {
-  if (absl::GetFlag(FLAGS_threads) < 1) {
-    return absl::InvalidArgumentError("--threads must be at least 1");
-  }
-  BALLAST_RETURN_IF_ERROR(CheckTimeout("peer-timeout", absl::GetFlag(FLAGS_peer_timeout)));
-  BALLAST_RETURN_IF_ERROR(CheckTimeout("seal-timeout", absl::GetFlag(FLAGS_seal_timeout)));
-  BALLAST_RETURN_IF_ERROR(
-      CheckTimeout("reconnect-timeout", absl::GetFlag(FLAGS_reconnect_timeout)));
-  BALLAST_RETURN_IF_ERROR(CheckCheckpointPath("resume", absl::GetFlag(FLAGS_resume)));
-  return CheckCheckpointPath("save", absl::GetFlag(FLAGS_save));
-}
-
-absl::Status TakeNumericFlags(WorkerOptions& options) {
-  BALLAST_ASSIGN_OR_RETURN(options.job.weights_dtype,
-                           ChooseDType("dtype", absl::GetFlag(FLAGS_dtype)));
-  options.job.wire_dtype = options.job.weights_dtype;
-  if (const std::string wire = absl::GetFlag(FLAGS_wire_dtype); !wire.empty()) {
-    BALLAST_ASSIGN_OR_RETURN(options.job.wire_dtype, ChooseDType("wire-dtype", wire));
-  }
-  if (options.job.wire_dtype == DType::kFloat16) {
-    options.trainer.loss_scaler = {
-        .initial_scale_power = absl::GetFlag(FLAGS_initial_scale_power),
-        .window = absl::GetFlag(FLAGS_loss_scale_window),
-        .hysteresis = absl::GetFlag(FLAGS_loss_scale_hysteresis),
-        .min_scale = absl::GetFlag(FLAGS_min_loss_scale),
-    };
-    return absl::OkStatus();
-  }
-  return CheckUnused(
-      {"initial_scale_power", "loss_scale_window", "loss_scale_hysteresis", "min_loss_scale"},
-      "is for fp16 gradients; use it with --dtype=fp16 or --wire-dtype=fp16");
-}
-
-absl::StatusOr<WorkerOptions> OptionsFromFlags() {
-  WorkerOptions options;
-  options.model = {.layers = absl::GetFlag(FLAGS_layers),
-                   .heads = absl::GetFlag(FLAGS_heads),
-                   .width = absl::GetFlag(FLAGS_width),
-                   .context = absl::GetFlag(FLAGS_context)};
-  options.trainer.micro_steps = absl::GetFlag(FLAGS_micro_steps);
-  options.trainer.batch = absl::GetFlag(FLAGS_batch);
-  options.trainer.seed = absl::GetFlag(FLAGS_seed);
-  options.trainer.learning_rate.peak = absl::GetFlag(FLAGS_lr);
-  options.trainer.learning_rate.warmup_steps = absl::GetFlag(FLAGS_warmup_steps);
-  options.trainer.steps = absl::GetFlag(FLAGS_steps);
-  const uint64_t decay_end = absl::GetFlag(FLAGS_decay_end);
-  options.trainer.learning_rate.decay_end = decay_end > 0 ? decay_end : options.trainer.steps;
-  options.job.name = absl::GetFlag(FLAGS_job);
-  options.job.lr = absl::GetFlag(FLAGS_lr);
-  options.job.weight_decay = absl::GetFlag(FLAGS_weight_decay);
-  options.job.max_norm = absl::GetFlag(FLAGS_max_norm);
-  options.job.bucket_elements = absl::GetFlag(FLAGS_bucket_elements);
-  options.job.chunk_elements = absl::GetFlag(FLAGS_chunk_elements);
-  BALLAST_RETURN_IF_ERROR(TakeNumericFlags(options));
-  BALLAST_ASSIGN_OR_RETURN(options.trainer.accumulation,
-                           Choose<Accumulation>("accumulate", absl::GetFlag(FLAGS_accumulate),
-                                                {{"service", Accumulation::kService},
-                                                 {"worker", Accumulation::kWorker}}));
-  BALLAST_ASSIGN_OR_RETURN(
-      options.job.update_mode,
-      Choose<UpdateMode>("update", absl::GetFlag(FLAGS_update),
-                         {{"speculate", UpdateMode::kSpeculate}, {"wait", UpdateMode::kWait}}));
-  options.trainer.check_gradients = absl::GetFlag(FLAGS_check_gradients);
-  options.text = absl::GetFlag(FLAGS_text);
-  options.optimizer_name = absl::GetFlag(FLAGS_optimizer);
-  options.seal_timeout = absl::GetFlag(FLAGS_seal_timeout);
-  options.resumes = !absl::GetFlag(FLAGS_resume).empty();
-  options.out = absl::GetFlag(FLAGS_out);
-  options.save_directory = absl::GetFlag(FLAGS_save);
-  return options;
-}
-
 // A service in this process, for runs of one worker on one machine.
 class InProcessService {
  public:
-  static absl::StatusOr<std::unique_ptr<InProcessService>> Start() {
-    auto service = std::make_unique<InProcessService>();
+  explicit InProcessService(int threads)
+      : engine_({.memory_limit_bytes = MemoryLimitBytes(), .threads = threads}) {}
+  static absl::StatusOr<std::unique_ptr<InProcessService>> Start(int threads) {
+    auto service = std::make_unique<InProcessService>(threads);
     BALLAST_ASSIGN_OR_RETURN(service->server_,
                              server::Server::Start(service->engine_, {.listen = {}}));
     return service;
@@ -254,85 +54,115 @@ class InProcessService {
     return static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGE_SIZE) / 2;
   }
 
-  Engine engine_{
-      {.memory_limit_bytes = MemoryLimitBytes(), .threads = absl::GetFlag(FLAGS_threads)}};
+  Engine engine_;
   std::unique_ptr<server::Server> server_;
 };
 
 // The service of the flags: elsewhere, or kept alive by `in_process`.
 absl::StatusOr<std::shared_ptr<grpc::Channel>> ConnectService(
-    const Launch& launch, std::unique_ptr<InProcessService>& in_process) {
-  const std::string address = absl::GetFlag(FLAGS_service);
-  if (address != "in-process") return client::Connect(address);
+    const WorkerFlags& flags, const Launch& launch, std::unique_ptr<InProcessService>& in_process) {
+  if (flags.service != "in-process") return client::Connect(flags.service);
   if (launch.world_size > 1) {
     return absl::InvalidArgumentError(
         "--service=in-process serves one worker only; start ballastd for more");
   }
-  BALLAST_ASSIGN_OR_RETURN(in_process, InProcessService::Start());
+  BALLAST_ASSIGN_OR_RETURN(in_process, InProcessService::Start(flags.threads));
   return in_process->channel();
 }
 
-absl::StatusOr<MakeOptimizer> ChooseOptimizer(const Launch& launch,
-                                              std::unique_ptr<InProcessService>& in_process) {
-  const std::string optimizer = absl::GetFlag(FLAGS_optimizer);
-  const std::string resume = absl::GetFlag(FLAGS_resume);
-  if (optimizer == "local") {
-    BALLAST_RETURN_IF_ERROR(CheckUnused({"resume", "save", "service", "update", "shared_memory",
-                                         "seal_timeout", "reconnect_timeout"},
-                                        "is for the service; use it with --optimizer=service"));
-    return MakeLocalOptimizer;
-  }
-  if (optimizer != "service") {
-    return absl::InvalidArgumentError(
-        absl::StrCat("--optimizer=", optimizer, " must be service or local"));
-  }
-  BALLAST_ASSIGN_OR_RETURN(
-      const client::SharedMemoryUse shared_memory,
-      Choose<client::SharedMemoryUse>(
-          "shared-memory", absl::GetFlag(FLAGS_shared_memory),
-          {{"auto", client::SharedMemoryUse::kAuto}, {"never", client::SharedMemoryUse::kNever}}));
+absl::StatusOr<MakeOptimizer> ServiceOptimizer(const WorkerFlags& flags, const Launch& launch,
+                                               std::unique_ptr<InProcessService>& in_process) {
   BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<grpc::Channel> channel,
-                           ConnectService(launch, in_process));
-  return [channel = std::move(channel), resume, shared_memory](
-             const TrainingJob& job, WeightsAt weights, Collective& collective) {
-    return MakeServiceOptimizer(channel,
-                                {.job = job.spec,
-                                 .weights = std::move(weights),
-                                 .resume_directory = resume,
-                                 .seal_timeout = absl::GetFlag(FLAGS_seal_timeout),
-                                 .reconnect_timeout = absl::GetFlag(FLAGS_reconnect_timeout),
-                                 .shared_memory = shared_memory},
-                                collective);
+                           ConnectService(flags, launch, in_process));
+  return [&flags, channel = std::move(channel)](const TrainingJob& job, TrainingBackend& backend,
+                                                Collective& collective) {
+    return MakeServiceOptimizer(
+        channel,
+        {.job = job.spec,
+         .weights = [&backend](int chunk) { return backend.weights(chunk); },
+         .on_weights = [&backend](int chunk) { backend.OnWeights(chunk); },
+         .resume_directory = flags.resume,
+         .seal_timeout = flags.options.seal_timeout,
+         .reconnect_timeout = flags.reconnect_timeout,
+         .shared_memory = flags.shared_memory},
+        collective);
   };
 }
 
-absl::Status Main(const std::vector<char*>& words) {
-  if (words.size() > 1) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("unexpected argument '", words[1], "'; flags begin with --, see --help"));
-  }
-  BALLAST_RETURN_IF_ERROR(CheckFlags());
-  BALLAST_ASSIGN_OR_RETURN(WorkerOptions options, OptionsFromFlags());
+#ifdef BALLAST_HAS_CUDA
+absl::StatusOr<std::unique_ptr<GpuRun>> OpenGpu(const WorkerFlags& flags, const Launch& launch,
+                                                Timeline* timeline) {
+  return GpuRun::Open({.local_rank = launch.local_rank,
+                       .collective = flags.collective,
+                       .optimizer = flags.optimizer,
+                       .peer_timeout = flags.peer_timeout,
+                       .timeline = timeline});
+}
+#else
+struct GpuRun {
+  MakeBackend make_backend() { return nullptr; }
+  MakeOptimizer make_local_optimizer() { return nullptr; }
+};
+ProfilerRanges NvtxRanges() { return {}; }
+absl::StatusOr<std::unique_ptr<GpuRun>> OpenGpu(const WorkerFlags&, const Launch&, Timeline*) {
+  return absl::FailedPreconditionError(
+      "this ballast-worker was built without CUDA; build it where nvcc and NCCL are found, or use "
+      "--device=cpu");
+}
+#endif
+
+// Null where nobody looks at it.
+std::unique_ptr<Timeline> MakeTimeline(const WorkerFlags& flags, const Launch& launch) {
+  TimelineOptions options{.rank = launch.rank};
+  if (flags.device == DeviceKind::kCuda) options.profiler = NvtxRanges();
+  if (flags.trace.empty()) options.most_spans = 0;
+  if (flags.trace.empty() && options.profiler.begin == nullptr) return nullptr;
+  return std::make_unique<Timeline>(options);
+}
+
+absl::Status WriteTimeline(const WorkerFlags& flags, const Launch& launch,
+                           const Timeline* timeline) {
+  if (flags.trace.empty()) return absl::OkStatus();
+  return Annotate(
+      timeline->Write(launch.rank == 0 ? flags.trace : absl::StrCat(flags.trace, ".", launch.rank)),
+      "--trace");
+}
+
+absl::Status Main(int argc, char** argv) {
+  BALLAST_ASSIGN_OR_RETURN(const WorkerFlags flags, ReadWorkerFlags(argc, argv));
   BALLAST_ASSIGN_OR_RETURN(const Launch launch, ReadLaunch());
   std::unique_ptr<InProcessService> in_process;
-  BALLAST_ASSIGN_OR_RETURN(const MakeOptimizer make_optimizer, ChooseOptimizer(launch, in_process));
-  BALLAST_ASSIGN_OR_RETURN(
-      const std::unique_ptr<Collective> collective,
-      ConnectWorkers(launch, absl::ToChronoMilliseconds(absl::GetFlag(FLAGS_peer_timeout))));
+  MakeOptimizer make_optimizer = MakeLocalOptimizer;
+  if (flags.optimizer == OptimizerKind::kService) {
+    BALLAST_ASSIGN_OR_RETURN(make_optimizer, ServiceOptimizer(flags, launch, in_process));
+  }
+  BALLAST_ASSIGN_OR_RETURN(const std::unique_ptr<Collective> collective,
+                           ConnectWorkers(launch, absl::ToChronoMilliseconds(flags.peer_timeout)));
+  WorkerOptions options = flags.options;
+  const std::unique_ptr<Timeline> timeline = MakeTimeline(flags, launch);
+  options.timeline = timeline.get();
+  std::unique_ptr<GpuRun> gpu;
+  if (flags.device == DeviceKind::kCuda) {
+    BALLAST_ASSIGN_OR_RETURN(gpu, OpenGpu(flags, launch, timeline.get()));
+    options.make_backend = gpu->make_backend();
+    if (flags.optimizer == OptimizerKind::kLocal) make_optimizer = gpu->make_local_optimizer();
+  }
   // An arena, not a limit of the whole process: a service in this process has threads of its own.
-  tbb::task_arena arena(std::min(absl::GetFlag(FLAGS_threads), tbb::info::default_concurrency()));
+  tbb::task_arena arena(std::min(flags.threads, tbb::info::default_concurrency()));
   Progress progress(options.trainer.steps);
-  return arena.execute([&] {
+  absl::Status status = arena.execute([&] {
     return RunWorker(std::move(options), *collective, make_optimizer,
                      [&](const StepReport& report) {
                        if (launch.rank == 0) progress.Show(report);
                      });
   });
+  status.Update(WriteTimeline(flags, launch, timeline.get()));
+  return status;
 }
 
-absl::Status MainWithinMemory(const std::vector<char*>& words) {
+absl::Status MainWithinMemory(int argc, char** argv) {
   try {
-    return Main(words);
+    return Main(argc, argv);
   } catch (const std::bad_alloc&) {
     return absl::ResourceExhaustedError(
         "out of memory; choose a smaller --batch, --context, --width or --layers");
@@ -350,14 +180,12 @@ int main(int argc, char** argv) {
   // What a service in this process has to log: standard output is for the run's progress.
   spdlog::set_default_logger(spdlog::stderr_logger_mt("ballastd"));
   absl::SetProgramUsageMessage(
-      "One rank of a training run. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are taken from "
-      "the environment, as torchrun sets them.");
-  ballast::worker::NameFlagsAsAbseilDoes(absl::MakeSpan(argv, argc));
-  const std::vector<char*> words = absl::ParseCommandLine(argc, argv);
+      "One rank of a training run. RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are "
+      "taken from the environment, as torchrun sets them.");
   // Received messages come and go in megabytes; a heap that is trimmed each time is faulted in
   // again.
   mallopt(M_TRIM_THRESHOLD, 1 << 30);
-  const absl::Status status = ballast::worker::MainWithinMemory(words);
+  const absl::Status status = ballast::worker::MainWithinMemory(argc, argv);
   if (status.ok()) return 0;
   std::fprintf(stderr, "ballast-worker: %s\n", std::string(status.message()).c_str());
   return 1;

@@ -2,11 +2,8 @@
 
 #include <algorithm>
 #include <new>
-#include <numeric>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/check.h"
 #include "gpu_worker/stopwatch.h"
@@ -23,37 +20,16 @@ BucketReducer::BucketReducer(const Layout& layout, absl::Span<const Bucket> buck
       consumer_(std::move(consumer)),
       options_(std::move(options)),
       collective_(collective),
-      buckets_of_parameter_(layout.spec().parameters.size()),
-      parameters_of_bucket_(buckets.size()),
-      order_(buckets.size()),
+      order_(MakeBucketOrder(layout, buckets, backward_order)),
       completed_(layout.spec().parameters.size(), true),
       reached_(layout.spec().parameters.size(), false),
       first_reached_(layout.spec().parameters.size()),
       next_(buckets.size()) {
-  std::vector<int> completes_at(layout.spec().parameters.size(), 0);
-  for (size_t i = 0; i < backward_order.size(); ++i) completes_at[backward_order[i]] = i;
-
-  // A bucket is complete when the last of its parameters is.
-  std::vector<int> bucket_completes_at(buckets.size(), 0);
   int64_t largest_shard = 0;
   for (size_t b = 0; b < buckets.size(); ++b) {
-    for (size_t p = 0; p < buckets_of_parameter_.size(); ++p) {
-      const ParameterPlace& place = layout.place(p);
-      if (layout.spec().parameters[p].group != buckets[b].group || place.elements == 0 ||
-          place.offset < 0 || place.offset >= buckets[b].end ||
-          place.offset + place.elements <= buckets[b].begin) {
-        continue;
-      }
-      buckets_of_parameter_[p].push_back(b);
-      parameters_of_bucket_[b].push_back(p);
-      bucket_completes_at[b] = std::max(bucket_completes_at[b], completes_at[p]);
-    }
-    states_.emplace_back(parameters_of_bucket_[b].size());
+    states_.emplace_back(order_.parameters_of_bucket[b].size());
     largest_shard = std::max(largest_shard, buckets[b].shard_elements);
   }
-  std::iota(order_.begin(), order_.end(), 0);
-  std::stable_sort(order_.begin(), order_.end(),
-                   [&](int a, int b) { return bucket_completes_at[a] < bucket_completes_at[b]; });
   shard_.resize(largest_shard);
   thread_ = std::thread([this] { Run(); });
 }
@@ -70,7 +46,7 @@ BucketReducer::~BucketReducer() {
 void BucketReducer::StartMicroStep(uint32_t micro_step, uint32_t micro_steps) {
   MutexLock lock(mutex_);
   if (!status_.ok()) return;
-  Check(next_ == order_.size(), "the last micro-step is finished before the next starts");
+  Check(next_ == order_.reduction.size(), "the last micro-step is finished before the next starts");
   if (micro_step == 0) first_reached_.assign(first_reached_.size(), std::nullopt);
   if (sums_here(micro_steps) && accumulators_.empty()) {
     for (const absl::Span<float> space : gradients_) accumulators_.emplace_back(space.size(), 0.0f);
@@ -101,7 +77,7 @@ void BucketReducer::GradientReady(int parameter) {
 void BucketReducer::Complete(int parameter) {
   Check(!completed_[parameter], "a parameter's gradient is complete once in a micro-step");
   completed_[parameter] = true;
-  for (const int bucket : buckets_of_parameter_[parameter]) states_[bucket].CompleteOne();
+  for (const int bucket : order_.buckets_of_parameter[parameter]) states_[bucket].CompleteOne();
   changed_.NotifyAll();
 }
 
@@ -129,9 +105,11 @@ absl::StatusOr<ReducedMicroStep> BucketReducer::FinishMicroStep() {
   }
   const Work before = work_;
   Stopwatch waiting;
-  while (status_.ok() && next_ < order_.size()) changed_.Wait(mutex_);
+  while (status_.ok() && next_ < order_.reduction.size()) changed_.Wait(mutex_);
   if (!status_.ok()) return status_;
-  if (result.used_parameters.empty() && !result.all_used) return NothingReached(micro_step_.index);
+  if (result.used_parameters.empty() && !result.all_used) {
+    return NoParameterReached(layout_, collective_.rank(), micro_step_.index);
+  }
   result.non_finite = non_finite_;
   const double waited = waiting.Lap();
   const double reducing = work_.reduce_seconds - before.reduce_seconds;
@@ -141,20 +119,6 @@ absl::StatusOr<ReducedMicroStep> BucketReducer::FinishMicroStep() {
     result.consume_seconds = waited - result.reduce_seconds;
   }
   return result;
-}
-
-absl::Status BucketReducer::NothingReached(uint32_t micro_step) const {
-  constexpr size_t kNamed = 16;
-  std::vector<std::string> names;
-  size_t trainable = 0;
-  for (size_t p = 0; p < layout_.spec().parameters.size(); ++p) {
-    if (layout_.place(p).offset < 0) continue;
-    if (++trainable <= kNamed) names.push_back(layout_.spec().parameters[p].name);
-  }
-  return absl::FailedPreconditionError(absl::StrCat(
-      "rank ", collective_.rank(), ": the backward of micro-step ", micro_step,
-      " gave no parameter a gradient, of ", trainable, ": ", absl::StrJoin(names, ", "),
-      trainable > kNamed ? ", ..." : "", "; see that the loss depends on the parameters"));
 }
 
 int64_t BucketReducer::accumulator_bytes() const {
@@ -172,12 +136,12 @@ void BucketReducer::Run() {
     MicroStep micro_step;
     {
       MutexLock lock(mutex_);
-      while (!stopping_ &&
-             (next_ == order_.size() || states_[order_[next_]].state() != BucketState::kReady)) {
+      while (!stopping_ && (next_ == order_.reduction.size() ||
+                            states_[order_.reduction[next_]].state() != BucketState::kReady)) {
         changed_.Wait(mutex_);
       }
       if (stopping_) return;
-      bucket = order_[next_];
+      bucket = order_.reduction[next_];
       micro_step = micro_step_;
     }
     absl::Status status;
@@ -215,7 +179,7 @@ std::vector<BucketReducer::Addend> BucketReducer::Addends(int index,
                                                           const MicroStep& micro_step) const {
   const Bucket& bucket = buckets_[index];
   std::vector<Addend> addends;
-  for (const int p : parameters_of_bucket_[index]) {
+  for (const int p : order_.parameters_of_bucket[index]) {
     const ParameterPlace& place = layout_.place(p);
     Addend addend{.what = Addend::kAdd,
                   .begin = std::max(place.offset, bucket.begin),
@@ -280,6 +244,7 @@ absl::Status BucketReducer::Reduce(int index, const MicroStep& micro_step) {
   Stopwatch stopwatch;
   BALLAST_RETURN_IF_ERROR(collective_.ReduceScatterSum(sealed, shard));
   const double reduce_seconds = stopwatch.Lap();
+  if (options_.on_reduced) options_.on_reduced(index, reduce_seconds);
   {
     MutexLock lock(mutex_);
     states_[index].FinishReducing();
@@ -300,7 +265,7 @@ absl::Status BucketReducer::Reduce(int index, const MicroStep& micro_step) {
 
 void BucketReducer::FindNonFinite(int index, absl::Span<const float> sealed) {
   const Bucket& bucket = buckets_[index];
-  for (const int p : parameters_of_bucket_[index]) {
+  for (const int p : order_.parameters_of_bucket[index]) {
     const ParameterPlace& place = layout_.place(p);
     const int64_t begin = std::max(place.offset, bucket.begin);
     const int64_t end = std::min(place.offset + place.elements, bucket.end);

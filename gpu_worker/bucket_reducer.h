@@ -30,6 +30,7 @@
 #include "cpu_optimizer_service/common/layout.h"
 #include "cpu_optimizer_service/common/mutex.h"
 #include "gpu_worker/bucket.h"
+#include "gpu_worker/bucket_order.h"
 #include "gpu_worker/collective.h"
 #include "gpu_worker/non_finite.h"
 
@@ -42,6 +43,8 @@ struct ReducerOptions {
   // By group, what gradients travel as: this rank's own are searched for elements that are not
   // finite in it, before a bucket is reduced. Empty: they are not.
   std::vector<DType> checked_as;
+  // On the thread of the reducer: a reduce-scatter has ended, and took so long. May be null.
+  std::function<void(int bucket, double seconds)> on_reduced;
 };
 
 // This rank's shard of a bucket: its part of the flat space, cut at the bucket's end, so possibly
@@ -106,7 +109,6 @@ class BucketReducer {
   bool sums_here(uint32_t micro_steps) const {
     return options_.accumulation == Accumulation::kWorker && micro_steps > 1;
   }
-  absl::Status NothingReached(uint32_t micro_step) const;
 
   void Run();
   absl::Status Process(int bucket, const MicroStep& micro_step);
@@ -124,9 +126,7 @@ class BucketReducer {
   const Consumer consumer_;
   const ReducerOptions options_;
   Collective& collective_;
-  std::vector<std::vector<int>> buckets_of_parameter_;
-  std::vector<std::vector<int>> parameters_of_bucket_;
-  std::vector<int> order_;  // Of reduction: indices of buckets.
+  const BucketOrder order_;
 
   // Of the communication thread, or of StartMicroStep while it has nothing to do.
   std::vector<float> shard_;
@@ -139,7 +139,7 @@ class BucketReducer {
   std::vector<bool> reached_ ABSL_GUARDED_BY(mutex_);    // The same, by backward.
   // By parameter: the first micro-step of this step whose backward reached it.
   std::vector<std::optional<uint32_t>> first_reached_ ABSL_GUARDED_BY(mutex_);
-  size_t next_ ABSL_GUARDED_BY(mutex_);  // Index into order_; its size: all done.
+  size_t next_ ABSL_GUARDED_BY(mutex_);  // Index into order_.reduction; its size: all done.
   MicroStep micro_step_ ABSL_GUARDED_BY(mutex_);
   std::optional<NonFinite> non_finite_ ABSL_GUARDED_BY(mutex_);  // In this micro-step.
   Work work_ ABSL_GUARDED_BY(mutex_);

@@ -15,6 +15,7 @@ namespace ballast::worker {
 absl::StatusOr<Launch> ReadLaunch(
     const std::function<std::optional<std::string>(const std::string&)>& variable) {
   Launch launch;
+  int local_rank = -1;
   struct Number {
     const char* name;
     int* value;
@@ -24,6 +25,7 @@ absl::StatusOr<Launch> ReadLaunch(
   // WORLD_SIZE before RANK, whose range depends on it.
   for (const Number& number : {Number{"WORLD_SIZE", &launch.world_size, 1, kMaxWorldSize},
                                Number{"RANK", &launch.rank, 0, kMaxWorldSize - 1},
+                               Number{"LOCAL_RANK", &local_rank, 0, kMaxWorldSize - 1},
                                Number{"MASTER_PORT", &launch.master_port, 1, 65535}}) {
     const std::optional<std::string> text = variable(number.name);
     if (!text.has_value()) continue;
@@ -38,6 +40,7 @@ absl::StatusOr<Launch> ReadLaunch(
     return absl::InvalidArgumentError(
         absl::StrCat("RANK=", launch.rank, " must be less than WORLD_SIZE=", launch.world_size));
   }
+  launch.local_rank = local_rank < 0 ? launch.rank : local_rank;
   if (std::optional<std::string> host = variable("MASTER_ADDR")) launch.master_host = *host;
   return launch;
 }

@@ -16,6 +16,7 @@ namespace ballast::worker {
 struct Launch {
   int rank = 0;                           // RANK
   int world_size = 1;                     // WORLD_SIZE
+  int local_rank = 0;                     // LOCAL_RANK, of this host; RANK where it is not set.
   std::string master_host = "127.0.0.1";  // MASTER_ADDR
   int master_port = 29500;                // MASTER_PORT
 };

@@ -23,12 +23,13 @@ class LocalArithmetic {
 
   // Moments become zero, the master weights `values`, and the chunk's weights those rounded.
   virtual absl::Status SetFirstWeights(int chunk, absl::Span<const float> values) = 0;
-  // The chunk's gradient becomes the payload, or that is added to it. `released` is called once the
-  // payload is not needed any more, from any thread.
+  // The chunk's gradient becomes the payload, or that is added to it. `released`, which may be
+  // null, is called once the payload is not needed any more, after an error too, from any thread.
   virtual absl::Status AddGradient(int chunk, bool first, absl::Span<const std::byte> payload,
                                    std::function<void()> released) = 0;
   virtual absl::Status ZeroGradient(int chunk) = 0;
-  // BlockSumOfSquaresReference of each block of the chunk's gradient, in order.
+  // BlockSumOfSquaresReference of each block of the chunk's gradient, in order; `sums` are there
+  // when Finish returns.
   virtual absl::Status BlockSums(int chunk, absl::Span<double> sums) = 0;
   // UpdateAdamReference of elements [begin, begin + elements) of the chunk, in place; the weights
   // follow.

@@ -6,7 +6,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/adam.h"
-#include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/check.h"
 #include "gpu_worker/stopwatch.h"
@@ -14,14 +13,14 @@
 namespace ballast::worker {
 
 LocalOptimizer::LocalOptimizer(const JobSpec& job, const Layout& layout, Collective& collective,
-                               WeightsAt weights)
+                               std::unique_ptr<LocalArithmetic> arithmetic)
     : layout_(layout),
       collective_(collective),
-      weights_(std::move(weights)),
+      arithmetic_(std::move(arithmetic)),
       max_norm_(job.max_norm),
       unused_policy_(job.unused_policy),
       groups_(job.groups),
-      chunks_(layout.chunks().size()),
+      ledger_(layout.chunks().size()),
       used_(layout.spec().parameters.size()),
       update_counts_(layout.spec().parameters.size(), 0) {
   for (const GroupSpec& group : groups_) {
@@ -30,20 +29,13 @@ LocalOptimizer::LocalOptimizer(const JobSpec& job, const Layout& layout, Collect
 }
 
 absl::Status LocalOptimizer::Join(const FillChunk& first_weights) {
+  std::vector<float> values;
   for (const int index : my_chunks()) {
-    const Chunk& chunk = layout_.chunks()[index];
-    ChunkState& state = chunks_[index];
-    for (std::vector<float>* plane :
-         {&state.gradient, &state.master, &state.exp_avg, &state.exp_avg_sq}) {
-      plane->assign(chunk.elements, 0.0f);
-    }
-    first_weights(index, absl::MakeSpan(state.master));
-    const absl::Span<std::byte> shard = weights_(index);
-    for (int64_t i = 0; i < chunk.elements; ++i) {
-      StoreElement(shard.data(), groups_[chunk.group].return_dtype, i, state.master[i]);
-    }
+    values.resize(layout_.chunks()[index].elements);
+    first_weights(index, absl::MakeSpan(values));
+    BALLAST_RETURN_IF_ERROR(arithmetic_->SetFirstWeights(index, values));
   }
-  return absl::OkStatus();
+  return arithmetic_->Finish();
 }
 
 absl::Status LocalOptimizer::BeginStep(const client::StepSettings& settings) {
@@ -53,32 +45,27 @@ absl::Status LocalOptimizer::BeginStep(const client::StepSettings& settings) {
     BALLAST_RETURN_IF_ERROR(Validate(groups_[group].hyper_parameters));
   }
   std::fill(used_.begin(), used_.end(), 0.0);
-  for (const int index : my_chunks()) {
-    chunks_[index].next_micro_step = 0;
-    chunks_[index].has_gradient = false;
-  }
+  for (const int index : my_chunks()) ledger_[index] = {};
   return absl::OkStatus();
 }
 
 absl::Status LocalOptimizer::Push(client::GradientPush push) {
-  const Chunk& chunk = layout_.chunks()[push.chunk];
-  ChunkState& state = chunks_[push.chunk];
-  Check(chunk.rank == collective_.rank(), "a rank pushes its own chunks");
-  if (push.micro_step_begin != state.next_micro_step) {
+  Entry& entry = ledger_[push.chunk];
+  Check(layout_.chunks()[push.chunk].rank == collective_.rank(), "a rank pushes its own chunks");
+  if (push.micro_step_begin != entry.next_micro_step) {
+    if (push.released) push.released();
     return absl::FailedPreconditionError(
         absl::StrCat("step ", committed_step_ + 1, ": chunk ", push.chunk, " expects micro-step ",
-                     state.next_micro_step, ", got ", push.micro_step_begin));
+                     entry.next_micro_step, ", got ", push.micro_step_begin));
   }
   if (!push.empty) {
-    const DType dtype = groups_[chunk.group].wire_dtype;
-    for (int64_t i = 0; i < chunk.elements; ++i) {
-      const float gradient = LoadElement(push.payload.data(), dtype, i);
-      state.gradient[i] = state.has_gradient ? state.gradient[i] + gradient : gradient;
-    }
-    state.has_gradient = true;
+    BALLAST_RETURN_IF_ERROR(arithmetic_->AddGradient(push.chunk, /*first=*/!entry.has_gradient,
+                                                     push.payload, std::move(push.released)));
+    entry.has_gradient = true;
+  } else if (push.released) {
+    push.released();
   }
-  state.next_micro_step = push.micro_step_end;
-  if (push.released) push.released();
+  entry.next_micro_step = push.micro_step_end;
   return absl::OkStatus();
 }
 
@@ -93,10 +80,10 @@ absl::Status LocalOptimizer::EndMicroStep(uint32_t micro_step, const client::Use
 
 absl::Status LocalOptimizer::CheckComplete(uint32_t micro_steps) const {
   for (const int index : my_chunks()) {
-    if (chunks_[index].next_micro_step == micro_steps) continue;
+    if (ledger_[index].next_micro_step == micro_steps) continue;
     return absl::FailedPreconditionError(absl::StrCat(
         "step ", committed_step_ + 1, ": rank ", collective_.rank(), " sent ",
-        chunks_[index].next_micro_step, " of ", micro_steps, " micro-steps of chunk ", index));
+        ledger_[index].next_micro_step, " of ", micro_steps, " micro-steps of chunk ", index));
   }
   return absl::OkStatus();
 }
@@ -123,14 +110,14 @@ absl::StatusOr<std::vector<std::vector<double>>> LocalOptimizer::GatherBlockSums
     most_blocks = std::max(most_blocks, layout_.partition_elements(rank) / kBlockElements);
   }
   std::vector<double> mine(most_blocks);
-  auto next = mine.begin();
+  absl::Span<double> next = absl::MakeSpan(mine);
   for (const int index : my_chunks()) {
-    ChunkState& state = chunks_[index];
-    if (!state.has_gradient) std::fill(state.gradient.begin(), state.gradient.end(), 0.0f);
-    for (size_t at = 0; at < state.gradient.size(); at += kBlockElements) {
-      *next++ = BlockSumOfSquaresReference(&state.gradient[at], DType::kFloat32);
-    }
+    const int64_t blocks = layout_.chunks()[index].elements / kBlockElements;
+    if (!ledger_[index].has_gradient) BALLAST_RETURN_IF_ERROR(arithmetic_->ZeroGradient(index));
+    BALLAST_RETURN_IF_ERROR(arithmetic_->BlockSums(index, next.first(blocks)));
+    next.remove_prefix(blocks);
   }
+  BALLAST_RETURN_IF_ERROR(arithmetic_->Finish());
   std::vector<double> all(most_blocks * world_size);
   BALLAST_RETURN_IF_ERROR(collective_.AllGather(
       {reinterpret_cast<const std::byte*>(mine.data()), mine.size() * sizeof(double)},
@@ -173,30 +160,16 @@ absl::StatusOr<client::StepDecision> LocalOptimizer::Seal(uint32_t micro_steps) 
 
 // Parameter by parameter, because each has an update count of its own. The padding after the last
 // one stays zero.
-void LocalOptimizer::Update(int index) {
-  const Chunk& chunk = layout_.chunks()[index];
-  const GroupSpec& group = groups_[chunk.group];
-  ChunkState& state = chunks_[index];
+absl::Status LocalOptimizer::Update(int index) {
+  const int group = layout_.chunks()[index].group;
   for (const ChunkPiece& piece : layout_.Pieces(index)) {
     if (unused_policy_ == UnusedPolicy::kSkip && used_[piece.parameter] == 0) continue;
-    const int64_t at = piece.chunk_offset;
-    UpdateAdamReference(
-        {.elements = piece.elements,
-         .gradient = state.gradient.data() + at,
-         .gradient_dtype = DType::kFloat32,
-         .master = state.master.data() + at,
-         .exp_avg = state.exp_avg.data() + at,
-         .exp_avg_sq = state.exp_avg_sq.data() + at,
-         .max_exp_avg_sq = nullptr,
-         .new_master = state.master.data() + at,
-         .new_exp_avg = state.exp_avg.data() + at,
-         .new_exp_avg_sq = state.exp_avg_sq.data() + at,
-         .new_max_exp_avg_sq = nullptr,
-         .shard = weights_(index).data() + at * SizeBytes(group.return_dtype),
-         .shard_dtype = group.return_dtype,
-         .scalars = MakeAdamScalars(group.hyper_parameters, update_counts_[piece.parameter],
-                                    decision_.multipliers[chunk.group])});
+    BALLAST_RETURN_IF_ERROR(arithmetic_->Update(
+        index, piece.chunk_offset, piece.elements,
+        MakeAdamScalars(groups_[group].hyper_parameters, update_counts_[piece.parameter],
+                        decision_.multipliers[group])));
   }
+  return absl::OkStatus();
 }
 
 absl::Status LocalOptimizer::ReceiveWeights() {
@@ -206,7 +179,8 @@ absl::Status LocalOptimizer::ReceiveWeights() {
     for (size_t p = 0; p < used_.size(); ++p) {
       if (unused_policy_ != UnusedPolicy::kSkip || used_[p] > 0) ++update_counts_[p];
     }
-    for (const int index : my_chunks()) Update(index);
+    for (const int index : my_chunks()) BALLAST_RETURN_IF_ERROR(Update(index));
+    BALLAST_RETURN_IF_ERROR(arithmetic_->Finish());
   }
   update_seconds_ = stopwatch.Lap();
   return absl::OkStatus();

@@ -1,16 +1,18 @@
-// The optimizer in this process, written with the scalar references: what the service must equal,
-// bit for bit. It keeps fp32 master weights and moments of this rank's partition. It is simple, not
-// fast, and has no checkpoints.
+// The optimizer in this process: the ledger, the decision and the order of a step, what the service
+// must equal bit for bit. State and arithmetic are behind local_arithmetic.h. It has no
+// checkpoints.
 #ifndef BALLAST_GPU_WORKER_LOCAL_OPTIMIZER_H_
 #define BALLAST_GPU_WORKER_LOCAL_OPTIMIZER_H_
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "cpu_optimizer_service/common/gradient_norm.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "gpu_worker/collective.h"
+#include "gpu_worker/local_arithmetic.h"
 #include "gpu_worker/optimizer.h"
 
 namespace ballast::worker {
@@ -20,7 +22,7 @@ class LocalOptimizer final : public StepOptimizer {
   // `layout` and `collective` are borrowed until destruction. amsgrad is not supported: the
   // trainer's jobs have none.
   LocalOptimizer(const JobSpec& job, const Layout& layout, Collective& collective,
-                 WeightsAt weights);
+                 std::unique_ptr<LocalArithmetic> arithmetic);
 
   absl::Status Join(const FillChunk& first_weights) override;
   uint64_t generation() const override { return 0; }
@@ -40,12 +42,8 @@ class LocalOptimizer final : public StepOptimizer {
   absl::Status SaveCheckpoint(const std::string& directory) override;
 
  private:
-  struct ChunkState {
-    std::vector<float> gradient;  // The sum of the step so far.
-    std::vector<float> master;
-    std::vector<float> exp_avg;
-    std::vector<float> exp_avg_sq;
-    uint32_t next_micro_step = 0;  // The ledger.
+  struct Entry {
+    uint32_t next_micro_step = 0;
     bool has_gradient = false;
   };
 
@@ -54,18 +52,18 @@ class LocalOptimizer final : public StepOptimizer {
   absl::StatusOr<std::vector<int>> FindUnused();
   // Sums of squares of all blocks of all groups, from all ranks, each group's in flat-space order.
   absl::StatusOr<std::vector<std::vector<double>>> GatherBlockSums();
-  void Update(int chunk);
+  absl::Status Update(int chunk);
   absl::Span<const int> my_chunks() const { return layout_.chunks_of_rank(collective_.rank()); }
 
   const Layout& layout_;
   Collective& collective_;
-  const WeightsAt weights_;
+  const std::unique_ptr<LocalArithmetic> arithmetic_;
   const double max_norm_;
   const UnusedPolicy unused_policy_;
-  std::vector<GroupSpec> groups_;   // Hyper-parameters as the last step's overrides left them.
-  std::vector<ChunkState> chunks_;  // By chunk; empty for other ranks'.
-  GradientScale scale_;             // Of the open step, as the two below.
-  std::vector<double> used_;        // By parameter: in how many micro-steps.
+  std::vector<GroupSpec> groups_;  // Hyper-parameters as the last step's overrides left them.
+  std::vector<Entry> ledger_;      // By chunk; of this rank's.
+  GradientScale scale_;            // Of the open step, as the two below.
+  std::vector<double> used_;       // By parameter: in how many micro-steps.
   Decision decision_;
   uint64_t committed_step_ = 0;
   std::vector<int64_t> update_counts_;  // By parameter.

@@ -1,8 +1,8 @@
-// A model as the trainer sees it: parameters in order, weights in the format that they come back in
-// and fp32 gradients in flat spaces, and one call for a forward and backward pass.
+// A model on the CPU as its backend (cpu_backend.h) sees it: weights in the format that they come
+// back in and fp32 gradients in flat spaces, and one call for a forward and backward pass.
 //
-//   std::unique_ptr<Model> model = MakeCpuGpt(config, seed);
-//   Layout layout = ...;                      // from model->parameters()
+//   std::unique_ptr<Model> model = MakeCpuGpt(config);
+//   Layout layout = ...;                      // from GptParameters(config)
 //   model->Place(layout, group_elements, DType::kBFloat16);
 //   double loss_sum = model->ForwardBackward(batch, 1, [&](int parameter) { ... });
 //
@@ -13,7 +13,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <string>
 #include <vector>
 
 #include "absl/types/span.h"
@@ -23,17 +22,9 @@
 
 namespace ballast::worker {
 
-struct ModelParameter {
-  std::string name;  // As GPT-2 names it, for example "h.0.attn.c_attn.weight".
-  std::vector<int64_t> shape;
-  bool decay = true;  // Matrices and embeddings decay; biases and layer norms do not.
-};
-
 class Model {
  public:
   virtual ~Model() = default;
-
-  virtual const std::vector<ModelParameter>& parameters() const = 0;
 
   // Every trainable parameter by index, in the order in which a backward pass completes gradients.
   // The same on all ranks, so that all ranks reduce their buckets in the same order.
@@ -47,15 +38,11 @@ class Model {
 
   virtual DType weights_dtype() const = 0;
   // One flat space of elements of that format, the ones that the passes compute with. Written by
-  // the trainer between passes.
+  // the optimizer between passes.
   virtual absl::Span<std::byte> weights(int group) = 0;
   // Gradients of the last pass, one flat space. From the call of gradient_ready for a parameter on,
   // the model leaves that parameter's elements alone until the next pass.
   virtual absl::Span<float> gradients(int group) = 0;
-
-  // First values of elements [offset, offset + values.size()) of a parameter: a function of the
-  // seed.
-  virtual void InitialValues(int parameter, int64_t offset, absl::Span<float> values) const = 0;
 
   // One forward and backward pass over the batch. Returns the cross-entropy in nats, summed (not
   // averaged) over the batch's tokens; gradients are of that sum times `loss_scale`, multiplied in

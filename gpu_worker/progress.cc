@@ -24,11 +24,20 @@ std::string FormatProgress(const StepReport& report, uint64_t steps) {
 
 Progress::Progress(uint64_t steps) : steps_(steps), terminal_(isatty(STDOUT_FILENO) == 1) {}
 
+std::string FormatSummary(const RunTotals& totals) {
+  return absl::StrFormat("%d steps in %.1f s, %.2f s of them exposed (%.1f%%)", totals.steps,
+                         totals.seconds, totals.exposed, 100 * totals.exposed / totals.seconds);
+}
+
 Progress::~Progress() {
   if (line_open_) std::puts("");
+  if (totals_.steps > 0) std::puts(FormatSummary(totals_).c_str());
 }
 
 void Progress::Show(const StepReport& report) {
+  ++totals_.steps;
+  totals_.seconds += report.seconds;
+  totals_.exposed += report.times.exposed();
   const std::string line = FormatProgress(report, steps_);
   if (terminal_) {
     constexpr char kToLineStart[] = "\r";

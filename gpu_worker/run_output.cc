@@ -15,6 +15,7 @@
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/output_file.h"
 
 namespace ballast::worker {
@@ -45,13 +46,20 @@ absl::Status PrepareOutput(const std::string& directory) {
   return status;
 }
 
-std::string SerializeWeights(Model& model, const Layout& layout) {
+absl::StatusOr<std::string> SerializeWeights(TrainingBackend& backend, const TrainingJob& job) {
+  std::vector<std::string> spaces;  // By group.
+  for (int group = 0; group < job.layout.group_count(); ++group) {
+    std::string& space = spaces.emplace_back();
+    space.resize(job.layout.flat_elements(group) * SizeBytes(job.spec.groups[group].return_dtype));
+    BALLAST_RETURN_IF_ERROR(
+        backend.ReadWeights(group, {reinterpret_cast<std::byte*>(space.data()), space.size()}));
+  }
   std::string bytes;
-  for (size_t p = 0; p < layout.spec().parameters.size(); ++p) {
-    const ParameterPlace& place = layout.place(p);
-    const absl::Span<const std::byte> weights =
-        WeightBytes(model, layout.spec().parameters[p].group, place.offset, place.elements);
-    bytes.append(reinterpret_cast<const char*>(weights.data()), weights.size());
+  for (size_t p = 0; p < job.layout.spec().parameters.size(); ++p) {
+    const ParameterPlace& place = job.layout.place(p);
+    const int group = job.layout.spec().parameters[p].group;
+    const int64_t size = SizeBytes(job.spec.groups[group].return_dtype);
+    bytes.append(spaces[group], place.offset * size, place.elements * size);
   }
   return bytes;
 }
@@ -67,10 +75,12 @@ std::string WorkerJson(const RunFacts& facts, const TrainingJob& job,
                        const std::string& weights_sha256) {
   std::vector<double> seconds;
   std::vector<double> tokens_per_second;
+  double exposed_seconds = 0;
   for (const StepReport& report : facts.reports) {
     if (std::isnan(report.seconds)) continue;  // Recovered after a restart.
     seconds.push_back(report.seconds);
     tokens_per_second.push_back(report.tokens_per_second);
+    exposed_seconds += report.times.exposed();
   }
   int64_t elements = 0;
   // Where each parameter stands in weights.bin, so that a difference between two runs has a name.
@@ -95,6 +105,7 @@ std::string WorkerJson(const RunFacts& facts, const TrainingJob& job,
   json["weights_sha256"] = weights_sha256;
   json["tokens_per_second"] = Median(tokens_per_second);
   json["step_seconds_median"] = Median(seconds);
+  json["exposed_seconds"] = exposed_seconds;
   if (facts.counts.has_value()) {
     json["coverage_complete_steps"] = facts.counts->coverage_complete_steps;
     json["speculated_chunks"] = facts.counts->speculated_chunks;
@@ -105,8 +116,8 @@ std::string WorkerJson(const RunFacts& facts, const TrainingJob& job,
 }
 
 absl::Status WriteOutput(const std::string& directory, const RunFacts& facts,
-                         const TrainingJob& job, Model& model) {
-  const std::string weights = SerializeWeights(model, job.layout);
+                         const TrainingJob& job, TrainingBackend& backend) {
+  BALLAST_ASSIGN_OR_RETURN(const std::string weights, SerializeWeights(backend, job));
   return WriteFiles(directory, {{"weights.bin", weights},
                                 {"worker.json", WorkerJson(facts, job, Sha256Hex(weights))}});
 }

@@ -9,8 +9,11 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "client/session.h"
+#include "gpu_worker/backend.h"
 #include "gpu_worker/trainer.h"
+#include "gpu_worker/training_job.h"
 
 namespace ballast::worker {
 
@@ -27,16 +30,16 @@ struct RunFacts {
   std::optional<client::JobCounts> counts;  // Where a service counts.
 };
 
-// The final weights of all parameters in order, in the model's format, little-endian, nothing
+// The final weights of all parameters in order, in the format of the passes, little-endian, nothing
 // between them.
-std::string SerializeWeights(Model& model, const Layout& layout);
+absl::StatusOr<std::string> SerializeWeights(TrainingBackend& backend, const TrainingJob& job);
 std::string Sha256Hex(const std::string& bytes);
 std::string WorkerJson(const RunFacts& facts, const TrainingJob& job,
                        const std::string& weights_sha256);
 
 // Both files appear, whole, or, on an error such as a full disk, none.
 absl::Status WriteOutput(const std::string& directory, const RunFacts& facts,
-                         const TrainingJob& job, Model& model);
+                         const TrainingJob& job, TrainingBackend& backend);
 
 }  // namespace ballast::worker
 

@@ -115,6 +115,7 @@ absl::StatusOr<std::unique_ptr<StepOptimizer>> MakeServiceOptimizer(
   session_options.job = std::move(options.job);
   session_options.rank = collective.rank();
   session_options.weights = std::move(options.weights);
+  session_options.on_weights = std::move(options.on_weights);
   session_options.seal_timeout = options.seal_timeout;
   session_options.reconnect_timeout = options.reconnect_timeout;
   session_options.shared_memory = options.shared_memory;

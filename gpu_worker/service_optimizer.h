@@ -2,6 +2,7 @@
 #ifndef BALLAST_GPU_WORKER_SERVICE_OPTIMIZER_H_
 #define BALLAST_GPU_WORKER_SERVICE_OPTIMIZER_H_
 
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -16,6 +17,8 @@ namespace ballast::worker {
 struct ServiceOptimizerOptions {
   JobSpec job;
   WeightsAt weights;
+  // As SessionOptions::on_weights.
+  std::function<void(int chunk)> on_weights = {};
   // A checkpoint on the service's host for rank 0 to load into a job that has no weights yet. A job
   // that has some goes on from them: a restarted worker has the same flags. Empty: none.
   std::string resume_directory;

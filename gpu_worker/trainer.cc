@@ -1,37 +1,18 @@
 #include "gpu_worker/trainer.h"
 
 #include <algorithm>
+#include <chrono>
 #include <limits>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
-#include "gpu_worker/check.h"
 #include "gpu_worker/log.h"
 #include "gpu_worker/share.h"
 #include "gpu_worker/stopwatch.h"
 
 namespace ballast::worker {
-namespace {
-
-std::vector<absl::Span<float>> GradientsOf(Model& model, const TrainingJob& job) {
-  std::vector<absl::Span<float>> gradients;
-  for (size_t group = 0; group < job.group_elements.size(); ++group) {
-    gradients.push_back(model.gradients(group));
-  }
-  return gradients;
-}
-
-ReducerOptions ReducerOptionsOf(const TrainerOptions& options, const TrainingJob& job) {
-  ReducerOptions reducer{.accumulation = options.accumulation, .checked_as = {}};
-  if (options.check_gradients) {
-    for (const GroupSpec& group : job.spec.groups) reducer.checked_as.push_back(group.wire_dtype);
-  }
-  return reducer;
-}
-
-}  // namespace
 
 absl::Status Trainer::Validate(const TrainerOptions& options) {
   if (!options.loss_scaler.has_value()) return absl::OkStatus();
@@ -40,16 +21,21 @@ absl::Status Trainer::Validate(const TrainerOptions& options) {
 
 Trainer::Trainer(const TrainerOptions& options, const TrainerParts& parts)
     : options_(options),
-      model_(parts.model),
+      backend_(parts.backend),
       data_(parts.data),
       job_(parts.job),
+      initial_values_(parts.initial_values),
       collective_(parts.collective),
-      staging_(parts.staging),
       optimizer_(parts.optimizer),
-      reducer_(
-          job_.layout, job_.buckets, model_.backward_order(), GradientsOf(model_, job_),
-          collective_, [this](const ReducedShard& shard) { return HandOver(shard); },
-          ReducerOptionsOf(options_, job_)) {}
+      timeline_(parts.timeline) {
+  backend_.Start({.push = [this](client::GradientPush push) { return Push(std::move(push)); },
+                  .end_micro_step =
+                      [this](uint32_t micro_step, const client::UsedParameters& used) {
+                        return EndMicroStep(micro_step, used);
+                      }});
+}
+
+Trainer::~Trainer() { LeaveGradientMemory().IgnoreError(); }
 
 absl::Status Trainer::Run(const TrainerEvents& events) {
   while (optimizer_.committed_step() < options_.steps) {
@@ -59,16 +45,14 @@ absl::Status Trainer::Run(const TrainerEvents& events) {
 }
 
 absl::Status Trainer::Step(uint64_t step, const TrainerEvents& events) {
+  const TimelineScope scope(timeline_, Track::kStep, {.step = step});
   Stopwatch stopwatch;
-  attempt_ = {.report = {.step = step, .loss_scale = loss_scale()},
-              .micro_steps = MicroStepsOf(step)};
+  StartAttempt(step);
   BALLAST_RETURN_IF_ERROR(UnlessLost(optimizer_.BeginStep(Settings())));
-  for (uint32_t micro_step = 0; micro_step < attempt_.micro_steps; ++micro_step) {
-    BALLAST_RETURN_IF_ERROR(Annotate(MicroStep(micro_step), absl::StrCat("step ", step)));
-  }
+  BALLAST_RETURN_IF_ERROR(Annotate(Passes(), absl::StrCat("step ", step)));
   // No rank seals before all have come so far: one that failed is noticed here at the latest.
   BALLAST_RETURN_IF_ERROR(SumLoss());
-  if (!attempt_.lost) {
+  if (!lost()) {
     attempt_.sealing = true;
     if (events.on_sealing) {
       BALLAST_RETURN_IF_ERROR(events.on_sealing(step, attempt_.report.loss));
@@ -78,8 +62,8 @@ absl::Status Trainer::Step(uint64_t step, const TrainerEvents& events) {
   }
 
   StepReport& report = attempt_.report;
-  if (attempt_.lost) {
-    BALLAST_RETURN_IF_ERROR(JoinAgain(lost_because_));
+  if (lost()) {
+    BALLAST_RETURN_IF_ERROR(JoinAgain());
     // A step that only some ranks saw the end of is committed all the same. One that no rank sealed
     // is not: an operator loaded a checkpoint of that step.
     if (optimizer_.committed_step() != step || !attempt_.sealing) return absl::OkStatus();
@@ -87,13 +71,21 @@ absl::Status Trainer::Step(uint64_t step, const TrainerEvents& events) {
   } else {
     if (scaler_.has_value()) scaler_->Update(/*overflow=*/!report.applied);
     Stopwatch gathering;
-    if (report.applied) BALLAST_RETURN_IF_ERROR(GatherWeights());
+    if (report.applied) BALLAST_RETURN_IF_ERROR(backend_.GatherWeights());
     report.times.receive += gathering.Lap();
   }
   attempts_in_a_row_ = 0;
   report.seconds = stopwatch.Lap();
   report.tokens_per_second = tokens_per_step() / report.seconds;
   return events.on_step ? events.on_step(report) : absl::OkStatus();
+}
+
+void Trainer::StartAttempt(uint64_t step) {
+  attempt_ = {.report = {.step = step, .loss_scale = loss_scale()},
+              .micro_steps = MicroStepsOf(step)};
+  MutexLock lock(mutex_);
+  lost_ = false;
+  lost_because_.clear();
 }
 
 // The collectives sum over ranks and the optimizer over micro-steps; it divides, once, by this.
@@ -109,72 +101,61 @@ client::StepSettings Trainer::Settings() const {
   return settings;
 }
 
-absl::Status Trainer::MicroStep(uint32_t micro_step) {
+// Forward and backward of all micro-steps; gradients are reduced, and handed over, on the way.
+absl::Status Trainer::Passes() {
+  absl::Status status;
+  for (uint32_t micro_step = 0; micro_step < attempt_.micro_steps && status.ok(); ++micro_step) {
+    status = MicroStep(micro_step);
+  }
+  // After an error too: the sink is not called any more then.
+  const absl::StatusOr<FinishedStep> finished = backend_.FinishStep();
+  BALLAST_RETURN_IF_ERROR(status);
+  BALLAST_RETURN_IF_ERROR(finished.status());
   StepReport& report = attempt_.report;
-  Stopwatch stopwatch;
-  const Batch batch =
-      data_.Slice({.seed = options_.seed, .step = report.step, .micro_step = micro_step},
-                  options_.batch, collective_.rank(), collective_.world_size());
-  // Each bucket is reduced, and handed over, as soon as backward completes it.
-  reducer_.StartMicroStep(micro_step, attempt_.micro_steps);
-  report.loss += model_.ForwardBackward(
-      batch, loss_scale(), [this](int parameter) { reducer_.GradientReady(parameter); });
-  report.times.compute += stopwatch.Lap();
-
-  BALLAST_ASSIGN_OR_RETURN(ReducedMicroStep reduced, reducer_.FinishMicroStep());
-  report.times.reduce += reduced.reduce_seconds;
-  report.times.send += reduced.consume_seconds;
-  if (reduced.non_finite.has_value()) {
-    Log().warn("step {} micro-step {}: rank {} has a gradient of {} at element {} of {}",
-               report.step, micro_step, collective_.rank(), reduced.non_finite->value,
-               reduced.non_finite->element,
-               job_.layout.spec().parameters[reduced.non_finite->parameter].name);
-  }
-  stopwatch.Lap();
-  if (!attempt_.lost) {
-    BALLAST_RETURN_IF_ERROR(UnlessLost(
-        optimizer_.EndMicroStep(micro_step, {.all = reduced.all_used,
-                                             .parameters = std::move(reduced.used_parameters),
-                                             .non_finite = reduced.non_finite})));
-  }
-  report.times.send += stopwatch.Lap();
+  report.loss = finished->loss_sum;
+  report.times.compute = finished->compute_seconds;
+  report.times.reduce = finished->reduce_seconds;
+  report.times.send = finished->send_seconds;
   return absl::OkStatus();
 }
 
-// On the communication thread: this rank's shard of a bucket, chunk by chunk.
-absl::Status Trainer::HandOver(const ReducedShard& shard) {
-  const Bucket& bucket = job_.buckets[shard.bucket];
-  const int64_t begin = bucket.begin + collective_.rank() * bucket.shard_elements;
-  const absl::Span<const Chunk> chunks = job_.layout.chunks();
-  auto chunk = std::lower_bound(chunks.begin(), chunks.end(), std::pair(bucket.group, begin),
-                                [](const Chunk& c, const std::pair<int, int64_t>& at) {
-                                  return std::pair(c.group, c.begin) < at;
-                                });
-  for (size_t done = 0; done < shard.values.size() && !attempt_.lost;
-       done += chunk->elements, ++chunk) {
-    Check(chunk->begin == begin + static_cast<int64_t>(done) && chunk->rank == collective_.rank(),
-          "a rank's chunks tile its shards");
-    const int index = static_cast<int>(chunk - chunks.begin());
-    BALLAST_ASSIGN_OR_RETURN(GradientStaging::Payload payload,
-                             staging_.Fill(index, shard.micro_step_end - 1,
-                                           shard.values.subspan(done, chunk->elements)));
-    BALLAST_RETURN_IF_ERROR(UnlessLost(optimizer_.Push({.chunk = index,
-                                                        .micro_step_begin = shard.micro_step_begin,
-                                                        .micro_step_end = shard.micro_step_end,
-                                                        .final = shard.final,
-                                                        .empty = false,
-                                                        .payload = payload.bytes,
-                                                        .released = std::move(payload.released)})));
-  }
+absl::Status Trainer::MicroStep(uint32_t micro_step) {
+  const uint64_t step = attempt_.report.step;
+  const Batch batch = data_.Slice({.seed = options_.seed, .step = step, .micro_step = micro_step},
+                                  options_.batch, collective_.rank(), collective_.world_size());
+  return backend_.MicroStep({.step = step,
+                             .micro_step = micro_step,
+                             .micro_steps = attempt_.micro_steps,
+                             .batch = batch,
+                             .loss_scale = loss_scale()});
+}
+
+// From the backend, maybe on a thread of its own: a chunk of this rank's shards. Of a lost step
+// nothing is sent any more.
+absl::Status Trainer::Push(client::GradientPush push) {
+  if (!lost()) return UnlessLost(optimizer_.Push(std::move(push)));
+  if (push.released) push.released();
   return absl::OkStatus();
+}
+
+// As Push: the chunks of the micro-step have been pushed.
+absl::Status Trainer::EndMicroStep(uint32_t micro_step, const client::UsedParameters& used) {
+  if (used.non_finite.has_value()) {
+    Log().warn("step {} micro-step {}: rank {} has a gradient of {} at element {} of {}",
+               attempt_.report.step, micro_step, collective_.rank(), used.non_finite->value,
+               used.non_finite->element,
+               job_.layout.spec().parameters[used.non_finite->parameter].name);
+  }
+  if (lost()) return absl::OkStatus();
+  return UnlessLost(optimizer_.EndMicroStep(micro_step, used));
 }
 
 absl::Status Trainer::SumLoss() {
   Stopwatch stopwatch;
-  double sums[] = {attempt_.report.loss, attempt_.lost ? 1.0 : 0.0};
+  double sums[] = {attempt_.report.loss, lost() ? 1.0 : 0.0};
   BALLAST_RETURN_IF_ERROR(collective_.AllReduceSum(absl::MakeSpan(sums)));
   attempt_.report.loss = sums[0] / tokens_per_step();
-  attempt_.lost = sums[1] > 0;
+  if (sums[1] > 0) Lose("");
   attempt_.report.times.reduce += stopwatch.Lap();
   return absl::OkStatus();
 }
@@ -182,7 +163,10 @@ absl::Status Trainer::SumLoss() {
 absl::Status Trainer::SealAndReceive() {
   StepReport& report = attempt_.report;
   Stopwatch stopwatch;
-  absl::StatusOr<client::StepDecision> decision = optimizer_.Seal(attempt_.micro_steps);
+  absl::StatusOr<client::StepDecision> decision = [&] {
+    const TimelineScope scope(timeline_, Track::kSend, {.step = report.step});
+    return optimizer_.Seal(attempt_.micro_steps);
+  }();
   report.times.send += stopwatch.Lap();
   if (!decision.ok()) return UnlessLost(decision.status());
   attempt_.decided = true;
@@ -191,9 +175,18 @@ absl::Status Trainer::SealAndReceive() {
   report.applied = decision->applied;
   report.skip_reason = std::move(decision->skip_reason);
 
-  BALLAST_RETURN_IF_ERROR(UnlessLost(optimizer_.ReceiveWeights()));
+  const Timeline::Clock::time_point decided = Timeline::Clock::now();
+  {
+    const TimelineScope scope(timeline_, Track::kReceive, {.step = report.step});
+    BALLAST_RETURN_IF_ERROR(UnlessLost(optimizer_.ReceiveWeights()));
+  }
   const double receiving = stopwatch.Lap();
   report.times.update = std::min(receiving, optimizer_.update_seconds());
+  if (timeline_ != nullptr && !lost()) {
+    timeline_->Add(Track::kUpdate, {.step = report.step}, decided,
+                   decided + std::chrono::duration_cast<Timeline::Clock::duration>(
+                                 std::chrono::duration<double>(optimizer_.update_seconds())));
+  }
   report.times.receive = receiving - report.times.update;
   return absl::OkStatus();
 }
@@ -210,7 +203,7 @@ absl::Status Trainer::ShareDecision() {
   StepReport& report = attempt_.report;
   Stopwatch stopwatch;
   BALLAST_ASSIGN_OR_RETURN(const std::vector<Ending> endings,
-                           Share(Ending{.lost = attempt_.lost,
+                           Share(Ending{.lost = lost(),
                                         .decided = attempt_.decided,
                                         .applied = report.applied,
                                         .norm = report.norm,
@@ -220,7 +213,7 @@ absl::Status Trainer::ShareDecision() {
     report.norm = report.clip_coefficient = std::numeric_limits<double>::quiet_NaN();
   }
   for (const Ending& ending : endings) {
-    attempt_.lost |= ending.lost != 0;
+    if (ending.lost != 0) Lose("");
     if (ending.decided == 0 || attempt_.decided) continue;
     attempt_.decided = true;
     report.applied = ending.applied != 0;
@@ -231,37 +224,39 @@ absl::Status Trainer::ShareDecision() {
   return absl::OkStatus();
 }
 
-// This rank's shards are in place already; the others' arrive beside them.
-absl::Status Trainer::GatherWeights() {
-  for (const Bucket& bucket : job_.buckets) {
-    const absl::Span<std::byte> all = WeightBytes(model_, bucket.group, bucket.begin,
-                                                  bucket.shard_elements * collective_.world_size());
-    const size_t shard_bytes = all.size() / collective_.world_size();
-    BALLAST_RETURN_IF_ERROR(
-        collective_.AllGather(all.subspan(collective_.rank() * shard_bytes, shard_bytes), all));
-  }
-  return absl::OkStatus();
-}
-
 // ---------------------------------------------------------------- joining, and joining again
 
 // An ABORTED marks the step as lost and is no error: this rank goes on with the collectives alone.
 absl::Status Trainer::UnlessLost(const absl::Status& status) {
   if (!absl::IsAborted(status)) return status;
-  attempt_.lost = true;
-  lost_because_ = std::string(status.message());
+  Lose(status.message());
   return absl::OkStatus();
 }
 
-absl::Status Trainer::JoinAgain(const std::string& reason) {
+void Trainer::Lose(absl::string_view because) {
+  MutexLock lock(mutex_);
+  lost_ = true;
+  if (!because.empty()) lost_because_ = std::string(because);
+}
+
+bool Trainer::lost() const {
+  MutexLock lock(mutex_);
+  return lost_;
+}
+
+std::string Trainer::lost_because() const {
+  MutexLock lock(mutex_);
+  return lost_because_.empty() ? "another rank was told so" : lost_because_;
+}
+
+absl::Status Trainer::JoinAgain() {
   const uint64_t step = attempt_.report.step;
-  const std::string why = reason.empty() ? "another rank was told so" : reason;
+  const std::string why = lost_because();
   if (++attempts_in_a_row_ >= kMaxAttempts) {
     return absl::AbortedError(absl::StrCat(
         "step ", step, " was aborted ", attempts_in_a_row_, " times in a row, last because: ", why,
         "; find out who aborts it, and start the workers again"));
   }
-  lost_because_.clear();
   BALLAST_RETURN_IF_ERROR(Annotate(Join(), absl::StrCat("after step ", step, " was aborted")));
   Log().info("step {} was aborted ({}); going on from committed step {}", step, why,
              optimizer_.committed_step());
@@ -273,22 +268,29 @@ absl::Status Trainer::JoinAgain(const std::string& reason) {
 absl::Status Trainer::Join() {
   absl::Status status;
   for (int attempt = 0; attempt < kMaxAttempts; ++attempt) {
+    BALLAST_RETURN_IF_ERROR(LeaveGradientMemory());
     status = optimizer_.Join([this](int chunk, absl::Span<float> values) {
-      FillInitialValues(model_, job_.layout, chunk, values);
+      FillInitialValues(initial_values_, job_.layout, chunk, values);
     });
     if (!status.ok() && !absl::IsAborted(status)) return status;
     BALLAST_ASSIGN_OR_RETURN(const bool together, StandTogether(status.ok()));
     if (!together) continue;
     if (optimizer_.committed_step() > options_.steps) return PastTheLastStep();
     LogTransport();
-    staging_.Use([this](int chunk) { return optimizer_.gradient_memory(chunk); });
+    BALLAST_RETURN_IF_ERROR(backend_.UseGradientMemory(
+        [this](int chunk) { return optimizer_.gradient_memory(chunk); }));
     BALLAST_RETURN_IF_ERROR(RestoreScaler());
-    return GatherWeights();
+    return backend_.GatherWeights();
   }
   return absl::AbortedError(
       absl::StrCat("job ", job_.spec.name, ": the ranks joined ", kMaxAttempts,
                    " times and never stood at the same step (", status.message(),
                    "); find out who takes a rank or loads checkpoints all the time"));
+}
+
+// The optimizer's memory for gradients goes with its session, and the backend may have it pinned.
+absl::Status Trainer::LeaveGradientMemory() {
+  return backend_.UseGradientMemory([](int) { return absl::Span<std::byte>(); });
 }
 
 void Trainer::LogTransport() {

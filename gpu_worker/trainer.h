@@ -1,6 +1,6 @@
 // The training loop of one rank, as DESIGN.md section 3 tells it: trainer.cc reads top to bottom.
 //
-//   Trainer trainer(options, {.model = ..., .data = ..., ...});
+//   Trainer trainer(options, {.backend = ..., .data = ..., ...});
 //   trainer.Join();
 //   trainer.Run({.on_step = [](const StepReport& report) { ... }});
 //
@@ -9,7 +9,8 @@
 // step's collectives, so that none waits for it; before the seal and after the decision the ranks
 // tell each other, and if one lost the step all join again and go on from the committed step.
 //
-// Threads: one caller. Everything in TrainerParts is borrowed until destruction.
+// Threads: one caller. Everything in TrainerParts is borrowed until destruction. The backend's sink
+// may be called from a thread of its own while a step's passes go on.
 #ifndef BALLAST_GPU_WORKER_TRAINER_H_
 #define BALLAST_GPU_WORKER_TRAINER_H_
 
@@ -20,14 +21,16 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "client/loss_scaler.h"
-#include "gpu_worker/bucket_reducer.h"
+#include "client/session.h"
+#include "cpu_optimizer_service/common/mutex.h"
+#include "gpu_worker/backend.h"
 #include "gpu_worker/collective.h"
 #include "gpu_worker/data.h"
-#include "gpu_worker/gradient_staging.h"
 #include "gpu_worker/learning_rate.h"
-#include "gpu_worker/model.h"
 #include "gpu_worker/optimizer.h"
+#include "gpu_worker/timeline.h"
 #include "gpu_worker/training_job.h"
 
 namespace ballast::worker {
@@ -41,9 +44,6 @@ struct TrainerOptions {
   int context = 128;  // Tokens in a sequence.
   uint64_t seed = 1;
   LearningRateSchedule learning_rate;
-  Accumulation accumulation = Accumulation::kService;
-  // Searches this rank's own gradients for elements that are not finite before they are reduced.
-  bool check_gradients = false;
   // Scales the loss, for gradients that travel as fp16; nullopt: not.
   std::optional<client::LossScalerOptions> loss_scaler;
 };
@@ -56,6 +56,10 @@ struct StepTimes {
   double send = 0;     // Waiting for the last shards to be handed over, and for the decision.
   double update = 0;   // The optimizer's arithmetic, from the decision on.
   double receive = 0;  // Waiting for new weights beyond that, and the all-gather.
+
+  // While no pass ran: from the last one's end, and where earlier ones had to wait, until all
+  // weights were there.
+  double exposed() const { return reduce + send + update + receive; }
 };
 
 struct StepReport {
@@ -73,12 +77,13 @@ struct StepReport {
 };
 
 struct TrainerParts {
-  Model& model;
-  const TextData& data;
+  TrainingBackend& backend;
+  const TokenData& data;
   const TrainingJob& job;
+  InitialValues initial_values;
   Collective& collective;
-  GradientStaging& staging;
   StepOptimizer& optimizer;
+  Timeline* timeline = nullptr;  // May be.
 };
 
 // May be null. An error ends the training.
@@ -97,8 +102,10 @@ class Trainer {
   // INVALID_ARGUMENT if the loss scaler's options cannot work.
   static absl::Status Validate(const TrainerOptions& options);
 
-  // `options` are valid.
+  // `options` are valid. Starts the backend.
   Trainer(const TrainerOptions& options, const TrainerParts& parts);
+  // The backend lets go of the optimizer's memory.
+  ~Trainer();
 
   // Joins the job; all ranks stand at the same committed step then, with its weights.
   // FAILED_PRECONDITION if that is past the last step of the options.
@@ -111,44 +118,52 @@ class Trainer {
   struct Attempt {
     StepReport report;
     uint32_t micro_steps = 1;
-    bool lost = false;     // The optimizer has taken the step back: on this rank, then on any.
     bool sealing = false;  // All ranks went on to seal it.
     bool decided = false;  // A rank has its decision.
   };
 
   absl::Status Step(uint64_t step, const TrainerEvents& events);
+  void StartAttempt(uint64_t step);
+  absl::Status Passes();
   absl::Status MicroStep(uint32_t micro_step);
-  absl::Status HandOver(const ReducedShard& shard);
+  absl::Status Push(client::GradientPush push);
+  absl::Status EndMicroStep(uint32_t micro_step, const client::UsedParameters& used);
   absl::Status SumLoss();
   absl::Status SealAndReceive();
   absl::Status ShareDecision();
-  absl::Status JoinAgain(const std::string& reason);
+  absl::Status JoinAgain();
+  absl::Status LeaveGradientMemory();
   // When it is new.
   void LogTransport();
   absl::Status PastTheLastStep() const;
   absl::StatusOr<bool> StandTogether(bool joined);
   absl::Status RestoreScaler();
-  absl::Status GatherWeights();
   absl::Status UnlessLost(const absl::Status& status);
+  void Lose(absl::string_view because);
+  bool lost() const;
+  std::string lost_because() const;
   uint32_t MicroStepsOf(uint64_t step) const;
   client::StepSettings Settings() const;
   double loss_scale() const { return scaler_.has_value() ? scaler_->scale() : 1.0; }
   double tokens_per_step() const;
 
   const TrainerOptions options_;
-  Model& model_;
-  const TextData& data_;
+  TrainingBackend& backend_;
+  const TokenData& data_;
   const TrainingJob& job_;
+  const InitialValues initial_values_;
   Collective& collective_;
-  GradientStaging& staging_;
   StepOptimizer& optimizer_;
+  Timeline* const timeline_;
   std::optional<client::DynamicLossScaler> scaler_;
-  // The reducer's thread uses it during a micro-step, the caller's otherwise.
   Attempt attempt_;
-  std::string lost_because_;
   int attempts_in_a_row_ = 0;
   std::string transport_;  // As the last Join found it.
-  BucketReducer reducer_;  // Last: its thread uses the others.
+
+  mutable Mutex mutex_;  // The backend's sink, on its thread, may be who hears of it.
+  // The optimizer has taken the step in progress back: on this rank, then on any.
+  bool lost_ ABSL_GUARDED_BY(mutex_) = false;
+  std::string lost_because_ ABSL_GUARDED_BY(mutex_);  // As this rank was told last, if it was.
 };
 
 }  // namespace ballast::worker

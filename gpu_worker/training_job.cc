@@ -22,7 +22,8 @@ GroupSpec MakeGroup(std::string name, double weight_decay, const TrainingJobOpti
 
 }  // namespace
 
-absl::StatusOr<TrainingJob> MakeTrainingJob(const Model& model, const TrainingJobOptions& options) {
+absl::StatusOr<TrainingJob> MakeTrainingJob(absl::Span<const ModelParameter> parameters,
+                                            const TrainingJobOptions& options) {
   if (options.bucket_elements < 1) {
     return absl::InvalidArgumentError(
         absl::StrCat("--bucket-elements=", options.bucket_elements, " must be positive"));
@@ -38,7 +39,7 @@ absl::StatusOr<TrainingJob> MakeTrainingJob(const Model& model, const TrainingJo
   spec.layout.world_size = options.world_size;
   spec.layout.group_count = static_cast<int>(spec.groups.size());
   spec.layout.chunk_elements = options.chunk_elements;
-  for (const ModelParameter& parameter : model.parameters()) {
+  for (const ModelParameter& parameter : parameters) {
     spec.layout.parameters.push_back({.name = parameter.name,
                                       .shape = parameter.shape,
                                       .group = parameter.decay ? kDecayGroup : kNoDecayGroup,
@@ -60,17 +61,12 @@ absl::StatusOr<TrainingJob> MakeTrainingJob(const Model& model, const TrainingJo
                      std::move(group_elements)};
 }
 
-absl::Span<std::byte> WeightBytes(Model& model, int group, int64_t begin, int64_t elements) {
-  const int64_t size = SizeBytes(model.weights_dtype());
-  return model.weights(group).subspan(begin * size, elements * size);
-}
-
-void FillInitialValues(const Model& model, const Layout& layout, int chunk,
+void FillInitialValues(const InitialValues& initial_values, const Layout& layout, int chunk,
                        absl::Span<float> values) {
   std::fill(values.begin(), values.end(), 0.0f);
   for (const ChunkPiece& piece : layout.Pieces(chunk)) {
-    model.InitialValues(piece.parameter, piece.parameter_offset,
-                        values.subspan(piece.chunk_offset, piece.elements));
+    initial_values(piece.parameter, piece.parameter_offset,
+                   values.subspan(piece.chunk_offset, piece.elements));
   }
 }
 

@@ -4,13 +4,15 @@
 #define BALLAST_GPU_WORKER_TRAINING_JOB_H_
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/layout.h"
-#include "gpu_worker/model.h"
+#include "gpu_worker/gpt/architecture.h"
 
 namespace ballast::worker {
 
@@ -26,7 +28,7 @@ struct TrainingJobOptions {
   double max_norm = 1.0;
   uint32_t micro_steps = 1;                // The most that a step will have; 0: any number.
   DType wire_dtype = DType::kBFloat16;     // Of gradients on their way to the service.
-  DType weights_dtype = DType::kBFloat16;  // Of weights on their way back, and in the model.
+  DType weights_dtype = DType::kBFloat16;  // Of weights on their way back, and in the passes.
   UpdateMode update_mode = UpdateMode::kSpeculate;
   UnusedPolicy unused_policy = UnusedPolicy::kError;
   int64_t bucket_elements = int64_t{1} << 19;
@@ -43,13 +45,14 @@ struct TrainingJob {
 };
 
 // INVALID_ARGUMENT as Layout::Create and Validate(JobSpec).
-absl::StatusOr<TrainingJob> MakeTrainingJob(const Model& model, const TrainingJobOptions& options);
+absl::StatusOr<TrainingJob> MakeTrainingJob(absl::Span<const ModelParameter> parameters,
+                                            const TrainingJobOptions& options);
 
-// The memory of elements [begin, begin + elements) of a group's weights, as bytes.
-absl::Span<std::byte> WeightBytes(Model& model, int group, int64_t begin, int64_t elements);
+// Writes the first values of elements [offset, offset + values.size()) of a parameter.
+using InitialValues = std::function<void(int parameter, int64_t offset, absl::Span<float> values)>;
 
-// The model's first values of a chunk, zeros in the padding.
-void FillInitialValues(const Model& model, const Layout& layout, int chunk,
+// First values of a chunk, zeros in the padding.
+void FillInitialValues(const InitialValues& initial_values, const Layout& layout, int chunk,
                        absl::Span<float> values);
 
 }  // namespace ballast::worker

@@ -12,9 +12,12 @@
 #include "absl/strings/str_format.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/agreement.h"
+#include "gpu_worker/cpu/cpu_gpt.h"
+#include "gpu_worker/cpu_backend.h"
 #include "gpu_worker/local_optimizer.h"
 #include "gpu_worker/loss_log.h"
 #include "gpu_worker/run_output.h"
+#include "gpu_worker/scalar_arithmetic.h"
 
 namespace ballast::worker {
 namespace {
@@ -29,28 +32,53 @@ absl::Status Validate(const TrainerOptions& options) {
   return Annotate(Trainer::Validate(options), "the loss scale's flags");
 }
 
-// Indices of activations are ints, and what a rank keeps must fit its host. Roughly: weights and
-// gradients, and for each token of a micro-step what a block's backward pass needs.
-absl::Status CheckSize(const GptConfig& model, int batch, int world_size) {
-  const int64_t sequences = (int64_t{batch} + world_size - 1) / world_size;
-  const int64_t tokens = sequences * model.context;
-  const int64_t widest = std::max({4 * model.width, model.heads * model.context, kVocabulary});
-  const double width = model.width;
-  const double bytes =
-      model.layers * (12 * width * width * (sizeof(uint16_t) + sizeof(float)) +
-                      tokens * (20 * width + model.heads * model.context) * sizeof(float));
-  const double memory = static_cast<double>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGE_SIZE);
-  if (tokens <= std::numeric_limits<int>::max() / widest && bytes <= memory) {
+int64_t TokensOfARank(const WorkerOptions& options, int world_size) {
+  const int64_t sequences = (int64_t{options.trainer.batch} + world_size - 1) / world_size;
+  return sequences * options.model.context;
+}
+
+std::string SizeFlags(const WorkerOptions& options) {
+  return absl::StrCat("--batch=", options.trainer.batch, " of --context=", options.model.context,
+                      " with --layers=", options.model.layers, " of --width=", options.model.width);
+}
+
+// Indices of activations are ints.
+absl::Status CheckIndices(const WorkerOptions& options, int world_size) {
+  const GptConfig& model = options.model;
+  const int64_t widest = std::max({4 * model.width, model.heads * model.context, model.vocabulary});
+  if (TokensOfARank(options, world_size) <= std::numeric_limits<int>::max() / widest) {
     return absl::OkStatus();
   }
+  return absl::InvalidArgumentError(
+      absl::StrCat(SizeFlags(options), " is more than a rank can index; choose a smaller --batch"));
+}
+
+// Of the CPU's backend: what a rank keeps must fit its host. Roughly: weights and gradients, and
+// for each token of a micro-step the logits and what a block's backward pass needs.
+absl::Status CheckHostMemory(const WorkerOptions& options, int world_size) {
+  const GptConfig& model = options.model;
+  const double tokens = TokensOfARank(options, world_size);
+  const double width = model.width;
+  const double parameters = (12.0 * model.layers * width + model.vocabulary) * width;
+  const double activations = model.layers * (20 * width + model.heads * model.context);
+  const double bytes = parameters * (sizeof(uint16_t) + sizeof(float)) +
+                       tokens * (activations + model.vocabulary) * sizeof(float);
+  const double memory = static_cast<double>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGE_SIZE);
+  if (bytes <= memory) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(SizeFlags(options), " needs about ",
+                                                 bytes / (1 << 30), " GiB a rank, this host has ",
+                                                 memory / (1 << 30), "; choose smaller ones"));
+}
+
+absl::Status CheckVocabulary(const WorkerOptions& options, const TokenData& data) {
+  if (data.vocabulary() <= options.model.vocabulary) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat(
-      "--batch=", batch, " of --context=", model.context, " with --layers=", model.layers,
-      " of --width=", model.width, " needs about ", bytes / (1 << 30),
-      " GiB a rank, this host has ", memory / (1 << 30), "; choose smaller ones"));
+      "--text=", options.text, " has tokens of a vocabulary of ", data.vocabulary(),
+      ", the model knows ", options.model.vocabulary, "; choose another --model, or a plain text"));
 }
 
 // What all ranks must have been started with for their collectives to fit each other.
-std::vector<AgreedSetting> SettingsToAgreeOn(const WorkerOptions& options, const TextData& data) {
+std::vector<AgreedSetting> SettingsToAgreeOn(const WorkerOptions& options, const TokenData& data) {
   const TrainerOptions& trainer = options.trainer;
   const LearningRateSchedule& rate = trainer.learning_rate;
   const client::LossScalerOptions scaler =
@@ -59,6 +87,8 @@ std::vector<AgreedSetting> SettingsToAgreeOn(const WorkerOptions& options, const
           {"--heads", absl::StrCat(options.model.heads)},
           {"--width", absl::StrCat(options.model.width)},
           {"--context", absl::StrCat(options.model.context)},
+          {"the vocabulary of --model", absl::StrCat(options.model.vocabulary)},
+          {"--device", options.backend_name},
           {"WORLD_SIZE", absl::StrCat(options.job.world_size)},
           {"--optimizer", options.optimizer_name},
           {"--resume", options.resumes ? "given" : ""},
@@ -76,18 +106,12 @@ std::vector<AgreedSetting> SettingsToAgreeOn(const WorkerOptions& options, const
           {"--chunk-elements", absl::StrCat(options.job.chunk_elements)},
           {"--wire-dtype", std::string(Name(options.job.wire_dtype))},
           {"--dtype", std::string(Name(options.job.weights_dtype))},
-          {"--accumulate", absl::StrCat(static_cast<int>(trainer.accumulation))},
+          {"--accumulate", absl::StrCat(static_cast<int>(options.accumulation))},
           {"--initial-scale-power", absl::StrCat(scaler.initial_scale_power)},
           {"--loss-scale-window", absl::StrCat(scaler.window)},
           {"--loss-scale-hysteresis", absl::StrCat(scaler.hysteresis)},
           {"--min-loss-scale", absl::StrFormat("%a", scaler.min_scale)},
-          {"--text (its contents)", data.text()}};
-}
-
-std::vector<DType> WireDTypes(const JobSpec& spec) {
-  std::vector<DType> dtypes;
-  for (const GroupSpec& group : spec.groups) dtypes.push_back(group.wire_dtype);
-  return dtypes;
+          {"--text (its contents)", absl::StrCat(data.Fingerprint())}};
 }
 
 absl::StatusOr<RunFacts> FactsOf(const WorkerOptions& options, const Collective& collective,
@@ -106,53 +130,77 @@ absl::StatusOr<RunFacts> FactsOf(const WorkerOptions& options, const Collective&
 }
 
 absl::Status LeaveOutput(const WorkerOptions& options, const Collective& collective,
-                         LossLog& losses, const TrainingJob& job, Model& model,
+                         LossLog& losses, const TrainingJob& job, TrainingBackend& backend,
                          StepOptimizer& optimizer) {
   BALLAST_ASSIGN_OR_RETURN(const RunFacts facts, FactsOf(options, collective, losses, optimizer));
   losses.Finish();
-  return WriteOutput(options.out, facts, job, model);
+  return WriteOutput(options.out, facts, job, backend);
+}
+
+// The options that follow from others, once those are known to work.
+absl::StatusOr<WorkerOptions> Complete(WorkerOptions options, const Collective& collective) {
+  BALLAST_RETURN_IF_ERROR(worker::Validate(options.model));
+  BALLAST_RETURN_IF_ERROR(Validate(options.trainer));
+  BALLAST_RETURN_IF_ERROR(CheckIndices(options, collective.world_size()));
+  if (!options.make_backend) {
+    BALLAST_RETURN_IF_ERROR(CheckHostMemory(options, collective.world_size()));
+    options.make_backend = MakeCpuBackend;
+  }
+  options.trainer.context = options.model.context;
+  options.job.world_size = collective.world_size();
+  options.job.micro_steps = options.trainer.micro_steps_of_step ? 0 : options.trainer.micro_steps;
+  return options;
 }
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<StepOptimizer>> MakeLocalOptimizer(const TrainingJob& job,
-                                                                  WeightsAt weights,
-                                                                  Collective& collective) {
-  return std::make_unique<LocalOptimizer>(job.spec, job.layout, collective, std::move(weights));
+absl::StatusOr<std::unique_ptr<TrainingBackend>> MakeCpuBackend(const WorkerOptions& options,
+                                                                const TrainingJob& job,
+                                                                Collective& collective) {
+  return std::make_unique<CpuBackend>(CpuBackendOptions{.accumulation = options.accumulation,
+                                                        .check_gradients = options.check_gradients,
+                                                        .timeout = options.seal_timeout,
+                                                        .timeline = options.timeline},
+                                      MakeCpuGpt(options.model), job, collective);
 }
 
-absl::Status RunWorker(WorkerOptions options, Collective& collective,
+absl::StatusOr<std::unique_ptr<StepOptimizer>> MakeLocalOptimizer(const TrainingJob& job,
+                                                                  TrainingBackend& backend,
+                                                                  Collective& collective) {
+  return std::make_unique<LocalOptimizer>(
+      job.spec, job.layout, collective,
+      std::make_unique<ScalarArithmetic>(job.spec.groups, job.layout,
+                                         [&backend](int chunk) { return backend.weights(chunk); }));
+}
+
+absl::Status RunWorker(WorkerOptions asked, Collective& collective,
                        const MakeOptimizer& make_optimizer,
                        const std::function<void(const StepReport&)>& on_step) {
-  BALLAST_RETURN_IF_ERROR(worker::Validate(options.model));
-  BALLAST_RETURN_IF_ERROR(Validate(options.trainer));
-  BALLAST_RETURN_IF_ERROR(CheckSize(options.model, options.trainer.batch, collective.world_size()));
-  options.trainer.context = options.model.context;
-  options.job.world_size = collective.world_size();
-  options.job.micro_steps = options.trainer.micro_steps_of_step ? 0 : options.trainer.micro_steps;
-  BALLAST_ASSIGN_OR_RETURN(const TextData data,
-                           TextData::Read(options.text, options.model.context));
+  BALLAST_ASSIGN_OR_RETURN(const WorkerOptions options, Complete(std::move(asked), collective));
+  BALLAST_ASSIGN_OR_RETURN(const TokenData data,
+                           TokenData::Read(options.text, options.model.context));
   BALLAST_RETURN_IF_ERROR(CheckAgreement(SettingsToAgreeOn(options, data), collective));
+  BALLAST_RETURN_IF_ERROR(CheckVocabulary(options, data));
   const bool writes_output = collective.rank() == 0 && !options.out.empty();
   if (writes_output) BALLAST_RETURN_IF_ERROR(PrepareOutput(options.out));
 
-  const std::unique_ptr<Model> model = MakeCpuGpt(options.model, options.trainer.seed);
-  BALLAST_ASSIGN_OR_RETURN(const TrainingJob job, MakeTrainingJob(*model, options.job));
-  model->Place(job.layout, job.group_elements, options.job.weights_dtype);
-  GradientStaging staging(job.layout, WireDTypes(job.spec), collective.rank(),
-                          options.seal_timeout);
-  const WeightsAt weights = [&](int chunk_index) {
-    const Chunk& chunk = job.layout.chunks()[chunk_index];
-    return WeightBytes(*model, chunk.group, chunk.begin, chunk.elements);
-  };
+  BALLAST_ASSIGN_OR_RETURN(const TrainingJob job,
+                           MakeTrainingJob(GptParameters(options.model), options.job));
+  BALLAST_ASSIGN_OR_RETURN(const std::unique_ptr<TrainingBackend> backend,
+                           options.make_backend(options, job, collective));
   BALLAST_ASSIGN_OR_RETURN(const std::unique_ptr<StepOptimizer> optimizer,
-                           make_optimizer(job, weights, collective));
-  Trainer trainer(options.trainer, {.model = *model,
+                           make_optimizer(job, *backend, collective));
+  const InitialValues initial_values = [&](int parameter, int64_t offset,
+                                           absl::Span<float> values) {
+    GptInitialValues(options.model, options.trainer.seed, parameter, offset, values);
+  };
+  Trainer trainer(options.trainer, {.backend = *backend,
                                     .data = data,
                                     .job = job,
+                                    .initial_values = initial_values,
                                     .collective = collective,
-                                    .staging = staging,
-                                    .optimizer = *optimizer});
+                                    .optimizer = *optimizer,
+                                    .timeline = options.timeline});
   BALLAST_RETURN_IF_ERROR(trainer.Join());
 
   std::unique_ptr<LossLog> losses;
@@ -173,7 +221,7 @@ absl::Status RunWorker(WorkerOptions options, Collective& collective,
   // A failure of either leaves the other's result.
   absl::Status status;
   if (writes_output) {
-    status = LeaveOutput(options, collective, *losses, job, *model, *optimizer);
+    status = LeaveOutput(options, collective, *losses, job, *backend, *optimizer);
   }
   if (collective.rank() == 0 && !options.save_directory.empty()) {
     status.Update(optimizer->SaveCheckpoint(options.save_directory));

@@ -1,5 +1,5 @@
-// One worker's run from options to output: model, job, optimizer, training, files. The binary adds
-// flags and the choice of an optimizer.
+// One worker's run from options to output: job, backend, optimizer, training, files. The binary
+// adds flags and the choice of a backend and of an optimizer.
 #ifndef BALLAST_GPU_WORKER_WORKER_RUN_H_
 #define BALLAST_GPU_WORKER_WORKER_RUN_H_
 
@@ -11,18 +11,34 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "client/session.h"
-#include "gpu_worker/cpu/cpu_gpt.h"
+#include "gpu_worker/backend.h"
+#include "gpu_worker/bucket_reducer.h"
+#include "gpu_worker/collective.h"
+#include "gpu_worker/data.h"
+#include "gpu_worker/gpt/architecture.h"
 #include "gpu_worker/optimizer.h"
+#include "gpu_worker/timeline.h"
 #include "gpu_worker/trainer.h"
 #include "gpu_worker/training_job.h"
 
 namespace ballast::worker {
+
+struct WorkerOptions;
+
+// What it is given outlives the backend, but for the options.
+using MakeBackend = std::function<absl::StatusOr<std::unique_ptr<TrainingBackend>>(
+    const WorkerOptions& options, const TrainingJob& job, Collective& collective)>;
 
 struct WorkerOptions {
   GptConfig model;
   TrainerOptions trainer;
   TrainingJobOptions
       job;  // world_size and micro_steps are taken from the collective and `trainer`.
+  MakeBackend make_backend;          // Null: the CPU's.
+  std::string backend_name = "cpu";  // As --device says it; the same on all ranks.
+  Accumulation accumulation = Accumulation::kService;
+  // Searches this rank's own gradients for elements that are not finite before they are reduced.
+  bool check_gradients = false;
   std::string text = kDefaultText;
   // How long a gradient waits for the optimizer to take the one before it.
   absl::Duration seal_timeout = client::SessionOptions().seal_timeout;
@@ -31,10 +47,12 @@ struct WorkerOptions {
   std::string out;             // Directory for rank 0's files; empty: none.
   std::string
       save_directory;  // The optimizer saves its state there at the end; empty: it does not.
+  Timeline* timeline = nullptr;  // Of what this rank does when; may be null. Borrowed.
 };
 
+// The optimizer puts weights where `backend` wants them. All that it is given outlives it.
 using MakeOptimizer = std::function<absl::StatusOr<std::unique_ptr<StepOptimizer>>(
-    const TrainingJob& job, WeightsAt weights, Collective& collective)>;
+    const TrainingJob& job, TrainingBackend& backend, Collective& collective)>;
 
 // Trains from where the job stands and leaves the output; a job that has had all its steps leaves
 // it again. `on_step` is called on every rank, after each step. Errors are one line that says what
@@ -43,9 +61,14 @@ absl::Status RunWorker(WorkerOptions options, Collective& collective,
                        const MakeOptimizer& make_optimizer,
                        const std::function<void(const StepReport&)>& on_step);
 
-// A LocalOptimizer for RunWorker.
+// A CpuBackend for RunWorker.
+absl::StatusOr<std::unique_ptr<TrainingBackend>> MakeCpuBackend(const WorkerOptions& options,
+                                                                const TrainingJob& job,
+                                                                Collective& collective);
+
+// A LocalOptimizer with the scalar arithmetic for RunWorker, where weights are in host memory.
 absl::StatusOr<std::unique_ptr<StepOptimizer>> MakeLocalOptimizer(const TrainingJob& job,
-                                                                  WeightsAt weights,
+                                                                  TrainingBackend& backend,
                                                                   Collective& collective);
 
 }  // namespace ballast::worker

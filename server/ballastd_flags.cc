@@ -7,6 +7,7 @@
 #include "absl/flags/parse.h"
 #include "absl/flags/reflection.h"
 #include "absl/flags/usage.h"
+#include "absl/flags/usage_config.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -64,6 +65,7 @@ absl::Status CheckArguments(const std::vector<std::string>& arguments) {
     bool has_value = equals != absl::string_view::npos;
     std::string value(has_value ? name.substr(equals + 1) : "");
     name = name.substr(0, equals);
+    if (name == "help" || name == "helpfull") continue;  // Abseil's own, which it does not list.
     absl::CommandLineFlag* flag = absl::FindCommandLineFlag(name);
     if (flag == nullptr && !has_value && absl::ConsumePrefix(&name, "no")) {
       flag = absl::FindCommandLineFlag(name);
@@ -137,6 +139,11 @@ absl::StatusOr<BallastdFlags> ParseBallastdFlags(int argc, char** argv) {
   std::vector<char*> pointers;
   for (std::string& argument : arguments) pointers.push_back(argument.data());
   absl::SetProgramUsageMessage("The Ballast optimizer service.");
+  absl::FlagsUsageConfig usage;  // --help lists the flags of this file, not those of libraries.
+  usage.contains_help_flags = [](absl::string_view file) {
+    return absl::EndsWith(file, "ballastd_flags.cc");
+  };
+  absl::SetFlagsUsageConfig(usage);
   absl::ParseCommandLine(static_cast<int>(pointers.size()), pointers.data());
 
   BallastdFlags flags;

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/float_format.h"
 #include "gpu_worker/check.h"
 #include "gpu_worker/cpu/attention.h"
@@ -12,138 +11,18 @@
 #include "gpu_worker/cpu/gelu.h"
 #include "gpu_worker/cpu/layer_norm.h"
 #include "gpu_worker/cpu/matmul.h"
-#include "gpu_worker/random.h"
 
 namespace ballast::worker {
-namespace {
-
-using cpu::AttentionShape;
-using cpu::LayerNormShape;
-using cpu::MatmulShape;
-
-// Indices of parameters: the embeddings, then kPerBlock for each block, then the last layer norm.
-constexpr int kTokens = 0;
-constexpr int kPositions = 1;
-constexpr int kFirstBlock = 2;
-
-enum InBlock {
-  kNorm1Weight,
-  kNorm1Bias,
-  kQkvWeight,
-  kQkvBias,
-  kAttentionOutWeight,
-  kAttentionOutBias,
-  kNorm2Weight,
-  kNorm2Bias,
-  kHiddenWeight,
-  kHiddenBias,
-  kMlpOutWeight,
-  kMlpOutBias,
-  kPerBlock,
-};
-
-constexpr int BlockParameter(int layer, InBlock which) {
-  return kFirstBlock + layer * kPerBlock + which;
-}
-
-constexpr float kInitialDeviation = 0.02f;          // Of matrices and token embeddings, as GPT-2.
-constexpr float kInitialPositionDeviation = 0.01f;  // Of position embeddings.
-
-bool EndsWith(const std::string& text, std::string_view end) {
-  return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
-}
-
-// The square root by Newton's method in double: no math library enters the first weights.
-float InverseSquareRoot(int value) {
-  double root = value;
-  for (int i = 0; i < 64; ++i) root = 0.5 * (root + value / root);
-  return static_cast<float>(1 / root);
-}
-
-}  // namespace
-
-absl::Status Validate(const GptConfig& config) {
-  constexpr int kLargest = 1 << 14;
-  for (const auto& [name, value] : {std::pair("layers", config.layers),
-                                    {"heads", config.heads},
-                                    {"width", config.width},
-                                    {"context", config.context}}) {
-    if (value < 1 || value > kLargest) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("--", name, "=", value, " must be between 1 and ", kLargest));
-    }
-  }
-  if (config.width % config.heads != 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("--width=", config.width, " must be a multiple of --heads=", config.heads));
-  }
-  return absl::OkStatus();
-}
 
 template <typename T>
-CpuGpt<T>::CpuGpt(const GptConfig& config, uint64_t seed) : config_(config), seed_(seed) {
-  DescribeParameters();
-  blocks_.resize(config.layers);
-}
-
-template <typename T>
-void CpuGpt<T>::DescribeParameters() {
-  const int64_t width = config_.width;
-  const auto add = [&](std::string name, std::vector<int64_t> shape) {
-    const bool decay = shape.size() > 1;
-    parameters_.push_back({std::move(name), std::move(shape), decay});
-  };
-  add("wte", {kVocabulary, width});
-  add("wpe", {config_.context, width});
-  for (int layer = 0; layer < config_.layers; ++layer) {
-    const std::string h = absl::StrCat("h.", layer, ".");
-    add(h + "ln_1.weight", {width});
-    add(h + "ln_1.bias", {width});
-    add(h + "attn.c_attn.weight", {3 * width, width});
-    add(h + "attn.c_attn.bias", {3 * width});
-    add(h + "attn.c_proj.weight", {width, width});
-    add(h + "attn.c_proj.bias", {width});
-    add(h + "ln_2.weight", {width});
-    add(h + "ln_2.bias", {width});
-    add(h + "mlp.c_fc.weight", {4 * width, width});
-    add(h + "mlp.c_fc.bias", {4 * width});
-    add(h + "mlp.c_proj.weight", {width, 4 * width});
-    add(h + "mlp.c_proj.bias", {width});
-  }
-  add("ln_f.weight", {width});
-  add("ln_f.bias", {width});
-
-  // Layers complete weight and bias together, last layer first; the embeddings come at the end.
-  for (int i = static_cast<int>(parameters_.size()) - 2; i >= kFirstBlock; i -= 2) {
-    backward_order_.push_back(i);
-    backward_order_.push_back(i + 1);
-  }
-  backward_order_.push_back(kPositions);
-  backward_order_.push_back(kTokens);
-}
-
-template <typename T>
-void CpuGpt<T>::InitialValues(int parameter, int64_t offset, absl::Span<float> values) const {
-  const std::string& name = parameters_[parameter].name;
-  if (EndsWith(name, ".bias")) {
-    std::fill(values.begin(), values.end(), 0.0f);
-  } else if (parameters_[parameter].shape.size() == 1) {
-    std::fill(values.begin(), values.end(), 1.0f);  // Layer norm.
-  } else {
-    float deviation = parameter == kPositions ? kInitialPositionDeviation : kInitialDeviation;
-    // The two layers of a block that add to the residual stream (Radford et al. 2019, section 2.3).
-    if (EndsWith(name, "c_proj.weight")) deviation *= InverseSquareRoot(2 * config_.layers);
-    for (size_t i = 0; i < values.size(); ++i) {
-      values[i] = deviation * RandomNormal(seed_, parameter, offset + i);
-    }
-  }
-}
+CpuGpt<T>::CpuGpt(const GptConfig& config)
+    : config_(config), backward_order_(GptBackwardOrder(config)), blocks_(config.layers) {}
 
 template <typename T>
 void CpuGpt<T>::Place(const Layout& layout, absl::Span<const int64_t> group_elements,
                       DType weights_dtype) {
   Check(places_.empty(), "a model is placed once");
-  Check(layout.spec().parameters.size() == parameters_.size(), "the layout is of this model");
+  Check(layout.spec().parameters.size() == backward_order_.size(), "the layout is of this model");
   weights_dtype_ = weights_dtype;
   flat_spaces_.resize(group_elements.size());
   for (size_t group = 0; group < group_elements.size(); ++group) {
@@ -152,9 +31,9 @@ void CpuGpt<T>::Place(const Layout& layout, absl::Span<const int64_t> group_elem
                                        std::byte{0});
     flat_spaces_[group].gradients.assign(group_elements[group], 0.0f);
   }
-  working_weights_.resize(parameters_.size());
-  working_gradients_.resize(parameters_.size());
-  for (size_t i = 0; i < parameters_.size(); ++i) {
+  working_weights_.resize(backward_order_.size());
+  working_gradients_.resize(backward_order_.size());
+  for (size_t i = 0; i < backward_order_.size(); ++i) {
     const ParameterPlace& place = layout.place(i);
     places_.push_back({layout.spec().parameters[i].group, place.offset, place.elements});
     working_weights_[i].resize(place.elements);
@@ -223,7 +102,7 @@ void CpuGpt<T>::Reserve(const Batch& batch) {
   final_mean_.resize(rows);
   final_rstd_.resize(rows);
   row_losses_.resize(rows);
-  logits_.resize(rows * kVocabulary);
+  logits_.resize(rows * config_.vocabulary);
   d_qkv_.resize(3 * row_width);
   d_hidden_.resize(4 * row_width);
   d_scores_.resize(scores);
@@ -248,16 +127,17 @@ double CpuGpt<T>::ForwardBackward(const Batch& batch, double loss_scale,
 template <typename T>
 double CpuGpt<T>::Forward(const Batch& batch) {
   cpu::EmbeddingForward<T>({sequences_, context_, config_.width}, batch.inputs.data(),
-                           Weight(kTokens), Weight(kPositions), blocks_[0].in.data());
+                           Weight(kTokenEmbedding), Weight(kPositionEmbedding),
+                           blocks_[0].in.data());
   for (int layer = 0; layer < config_.layers; ++layer) {
     ForwardBlock(layer, layer + 1 < config_.layers ? blocks_[layer + 1].in : final_in_);
   }
-  const int norm = BlockParameter(config_.layers, kNorm1Weight);
+  const int norm = LastNormWeight(config_);
   cpu::LayerNormForward<T>({rows_, config_.width}, final_in_.data(), Weight(norm), Weight(norm + 1),
                            final_normal_.data(), final_mean_.data(), final_rstd_.data());
-  cpu::MatmulForward<T>({rows_, config_.width, kVocabulary}, final_normal_.data(), Weight(kTokens),
-                        nullptr, logits_.data());
-  return cpu::CrossEntropy<T>({rows_, kVocabulary}, batch.targets.data(), logits_.data(),
+  cpu::MatmulForward<T>({rows_, config_.width, config_.vocabulary}, final_normal_.data(),
+                        Weight(kTokenEmbedding), nullptr, logits_.data());
+  return cpu::CrossEntropy<T>({rows_, config_.vocabulary}, batch.targets.data(), logits_.data(),
                               row_losses_.data());
 }
 
@@ -300,9 +180,10 @@ void CpuGpt<T>::Backward(const Batch& batch, T loss_scale) {
   if (loss_scale != 1) {
     for (T& gradient : logits_) gradient *= loss_scale;
   }
-  cpu::MatmulBackward<T>({rows_, config_.width, kVocabulary}, logits_.data(), final_normal_.data(),
-                         Weight(kTokens), d_width_.data(), Gradient(kTokens), nullptr);
-  const int norm = BlockParameter(config_.layers, kNorm1Weight);
+  cpu::MatmulBackward<T>({rows_, config_.width, config_.vocabulary}, logits_.data(),
+                         final_normal_.data(), Weight(kTokenEmbedding), d_width_.data(),
+                         Gradient(kTokenEmbedding), nullptr);
+  const int norm = LastNormWeight(config_);
   std::fill(d_stream_.begin(), d_stream_.end(), T{0});
   cpu::LayerNormBackward<T>({rows_, config_.width}, d_width_.data(), final_in_.data(), Weight(norm),
                             final_mean_.data(), final_rstd_.data(), d_stream_.data(),
@@ -311,11 +192,13 @@ void CpuGpt<T>::Backward(const Batch& batch, T loss_scale) {
   Announce(norm + 1);
   for (int layer = config_.layers - 1; layer >= 0; --layer) BackwardBlock(layer);
   // Positions past the batch's context have no gradient.
-  std::fill(Gradient(kPositions), Gradient(kPositions) + places_[kPositions].elements, T{0});
+  std::fill(Gradient(kPositionEmbedding),
+            Gradient(kPositionEmbedding) + places_[kPositionEmbedding].elements, T{0});
   cpu::EmbeddingBackward<T>({sequences_, context_, config_.width}, batch.inputs.data(),
-                            d_stream_.data(), Gradient(kTokens), Gradient(kPositions));
-  Announce(kPositions);
-  Announce(kTokens);
+                            d_stream_.data(), Gradient(kTokenEmbedding),
+                            Gradient(kPositionEmbedding));
+  Announce(kPositionEmbedding);
+  Announce(kTokenEmbedding);
 }
 
 template <typename T>
@@ -374,8 +257,8 @@ void CpuGpt<T>::BackwardNothing() {
 template class CpuGpt<float>;
 template class CpuGpt<double>;
 
-std::unique_ptr<Model> MakeCpuGpt(const GptConfig& config, uint64_t seed) {
-  return std::make_unique<CpuGpt<float>>(config, seed);
+std::unique_ptr<Model> MakeCpuGpt(const GptConfig& config) {
+  return std::make_unique<CpuGpt<float>>(config);
 }
 
 }  // namespace ballast::worker

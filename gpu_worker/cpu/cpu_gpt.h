@@ -1,5 +1,4 @@
-// GPT-2's architecture on the CPU: weights of any format, fp32 arithmetic, byte-level vocabulary,
-// pre-layer norm, the head tied to the token embedding.
+// GPT-2 (gpt/architecture.h) on the CPU: weights of any format, fp32 arithmetic.
 #ifndef BALLAST_GPU_WORKER_CPU_CPU_GPT_H_
 #define BALLAST_GPU_WORKER_CPU_CPU_GPT_H_
 
@@ -9,30 +8,17 @@
 #include <memory>
 #include <vector>
 
-#include "absl/status/status.h"
+#include "gpu_worker/gpt/architecture.h"
 #include "gpu_worker/model.h"
 
 namespace ballast::worker {
-
-struct GptConfig {
-  int layers = 4;
-  int heads = 4;
-  int width = 256;
-  int context = 128;  // The longest sequence.
-};
-
-inline constexpr int kVocabulary = 256;  // Bytes.
-
-// INVALID_ARGUMENT unless all are positive, within what int indices hold, and heads divide width.
-absl::Status Validate(const GptConfig& config);
 
 // T is the type of all arithmetic: float, or double for tests of the formulas.
 template <typename T>
 class CpuGpt final : public Model {
  public:
-  CpuGpt(const GptConfig& config, uint64_t seed);
+  explicit CpuGpt(const GptConfig& config);
 
-  const std::vector<ModelParameter>& parameters() const override { return parameters_; }
   const std::vector<int>& backward_order() const override { return backward_order_; }
   void Place(const Layout& layout, absl::Span<const int64_t> group_elements,
              DType weights_dtype) override;
@@ -43,7 +29,6 @@ class CpuGpt final : public Model {
   absl::Span<float> gradients(int group) override {
     return absl::MakeSpan(flat_spaces_[group].gradients);
   }
-  void InitialValues(int parameter, int64_t offset, absl::Span<float> values) const override;
   double ForwardBackward(const Batch& batch, double loss_scale,
                          const std::function<void(int parameter)>& gradient_ready) override;
 
@@ -63,7 +48,6 @@ class CpuGpt final : public Model {
     std::vector<T> middle, normal_2, mean_2, rstd_2, hidden, tanh_u, activated;
   };
 
-  void DescribeParameters();
   void Reserve(const Batch& batch);
   void ReadWeights();
   double Forward(const Batch& batch);
@@ -77,9 +61,7 @@ class CpuGpt final : public Model {
   void Announce(int parameter);
 
   const GptConfig config_;
-  const uint64_t seed_;
-  std::vector<ModelParameter> parameters_;
-  std::vector<int> backward_order_;
+  const std::vector<int> backward_order_;
   DType weights_dtype_ = DType::kBFloat16;
   std::vector<PlaceInGroup> places_;
   std::vector<FlatSpace> flat_spaces_;
@@ -97,7 +79,7 @@ class CpuGpt final : public Model {
 };
 
 // The training configuration: fp32 arithmetic.
-std::unique_ptr<Model> MakeCpuGpt(const GptConfig& config, uint64_t seed);
+std::unique_ptr<Model> MakeCpuGpt(const GptConfig& config);
 
 }  // namespace ballast::worker
 

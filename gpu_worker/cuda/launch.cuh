@@ -3,8 +3,8 @@
 //   __global__, __device__, __forceinline__, __restrict__, __launch_bounds__, __shared__ arrays;
 //   threadIdx, blockIdx, blockDim, gridDim; __syncthreads, __syncwarp, __shfl_sync,
 //   __shfl_xor_sync, __shfl_down_sync with the full mask; atomics of integers only;
-//   the _rn intrinsics, expf, exp2f, logf, tanhf, rsqrtf, __expf, fmaxf, fminf, __float_as_uint and
-//   back; and of our own: DynamicShared, Launch, and what mma.cuh has.
+//   the _rn intrinsics, expf, exp2f, logf, tanhf, sqrtf, rsqrtf, __expf, fabsf, fmaxf, fminf,
+//   __float_as_uint and back; and of our own: DynamicShared, Launch, and what mma.cuh has.
 // Kernels have no other way to memory than their arguments.
 #ifndef BALLAST_GPU_WORKER_CUDA_LAUNCH_CUH_
 #define BALLAST_GPU_WORKER_CUDA_LAUNCH_CUH_
@@ -38,14 +38,15 @@ template <typename... Parameters, typename... Arguments>
 absl::Status Launch(DeviceStream& stream, absl::string_view name, const Grid& grid,
                     void (*kernel)(Parameters...), Arguments... arguments) {
   if (grid.blocks.x == 0 || grid.blocks.y == 0 || grid.blocks.z == 0) return absl::OkStatus();
+  // First of all: it makes the stream's GPU the calling thread's.
+  const auto native = static_cast<cudaStream_t>(stream.native());
   cudaError_t error = cudaSuccess;
   if (grid.shared_bytes > 48 * 1024) {
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  static_cast<int>(grid.shared_bytes));
   }
   if (error == cudaSuccess) {
-    kernel<<<grid.blocks, grid.threads, grid.shared_bytes,
-             static_cast<cudaStream_t>(stream.native())>>>(Parameters(arguments)...);
+    kernel<<<grid.blocks, grid.threads, grid.shared_bytes, native>>>(Parameters(arguments)...);
     error = cudaGetLastError();
   }
   if (error == cudaSuccess) return absl::OkStatus();

@@ -8,16 +8,20 @@
 #ifndef BALLAST_GPU_WORKER_DEVICE_DEVICE_BACKEND_H_
 #define BALLAST_GPU_WORKER_DEVICE_DEVICE_BACKEND_H_
 
+#include <functional>
 #include <memory>
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "absl/types/span.h"
 #include "gpu_worker/backend.h"
 #include "gpu_worker/bucket_reducer.h"
 #include "gpu_worker/device/device.h"
 #include "gpu_worker/device/device_collective.h"
 #include "gpu_worker/device/matmul.h"
 #include "gpu_worker/gpt/architecture.h"
+#include "gpu_worker/gpt/device_gpt.h"
+#include "gpu_worker/timeline.h"
 #include "gpu_worker/training_job.h"
 
 namespace ballast::worker {
@@ -41,11 +45,22 @@ struct DeviceBackendParts {
   DeviceMatmul& matmul;
   DeviceCollective& collective;
   const TrainingJob& job;
+  Timeline* timeline = nullptr;
 };
 
-// RESOURCE_EXHAUSTED, saying what to make smaller, if the GPU's memory does not do.
+// What was pushed is released before the backend is destroyed: the optimizer goes first.
+//
+// INVALID_ARGUMENT unless weights come back in bf16; RESOURCE_EXHAUSTED, saying what to make
+// smaller, if the GPU's memory does not do.
 absl::StatusOr<std::unique_ptr<TrainingBackend>> MakeDeviceBackend(
     const DeviceBackendOptions& options, const DeviceBackendParts& parts);
+
+// The same around other passes, for tests. `options.model` and `options.sequences` say nothing.
+using MakeDeviceModel =
+    std::function<absl::StatusOr<std::unique_ptr<DeviceGpt>>(const DeviceGptParts& parts)>;
+absl::StatusOr<std::unique_ptr<TrainingBackend>> MakeDeviceBackendOf(
+    const DeviceBackendOptions& options, const DeviceBackendParts& parts,
+    absl::Span<const int> backward_order, const MakeDeviceModel& make_model);
 
 }  // namespace ballast::worker
 

@@ -11,6 +11,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -43,21 +44,21 @@ class StagingRing {
     absl::Span<std::byte> bytes_;
   };
 
-  // RESOURCE_EXHAUSTED with the sizes if the host has no memory; pageable, with the device's
-  // warning, if it cannot be pinned.
+  // At least one slot. RESOURCE_EXHAUSTED with the sizes if the host has no memory; pageable, with
+  // the device's warning, if it cannot be pinned. Every slot begins a page.
   static absl::StatusOr<std::unique_ptr<StagingRing>> Create(Device& device, int slots,
                                                              size_t slot_bytes,
                                                              absl::Duration timeout);
   ~StagingRing();
 
   // Waits for a slot, in the order of the calls. DEADLINE_EXCEEDED after the timeout, saying who
-  // has them: the optimizer; CANCELLED once Cancel was called.
+  // has them: the optimizer; CANCELLED once Cancel was called, whoever waits or calls later.
   absl::StatusOr<Slot> Take();
   void Cancel();
 
   bool pinned() const { return memory_->pinned(); }
   int slots() const { return slots_; }
-  int waiting() const;  // For whoever looks for what holds up a step.
+  int waiting() const;  // Calls of Take, for whoever looks for what holds up a step.
 
  private:
   StagingRing(std::unique_ptr<HostMemory> memory, int slots, size_t slot_bytes,
@@ -71,8 +72,9 @@ class StagingRing {
   mutable Mutex mutex_;
   CondVar changed_;
   std::vector<size_t> free_ ABSL_GUARDED_BY(mutex_);
-  uint64_t next_ticket_ ABSL_GUARDED_BY(mutex_) = 0;  // Of the next to ask.
-  uint64_t serving_ ABSL_GUARDED_BY(mutex_) = 0;      // The one whose turn it is.
+  // One number for each call that waits, in order: the front's turn is next.
+  std::deque<uint64_t> queue_ ABSL_GUARDED_BY(mutex_);
+  uint64_t next_number_ ABSL_GUARDED_BY(mutex_) = 0;
   bool cancelled_ ABSL_GUARDED_BY(mutex_) = false;
 };
 

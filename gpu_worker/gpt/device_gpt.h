@@ -1,8 +1,9 @@
 // GPT-2's passes on a device: bf16 weights and activations, fp32 accumulation, statistics and
-// gradients. It gives work to one stream and waits for nothing; what must come before or after a
-// piece of it is said by the callbacks.
+// gradients. It gives work to one stream and does not wait for it, except that a pass begins once
+// the tokens of the one before the last are on the device; what must come before or after a piece
+// of it is said by the callbacks.
 //
-//   auto model = DeviceGpt::Create(config, seed, {device, compute, matmul}, sequences).value();
+//   auto model = DeviceGpt::Create(config, {device, compute, matmul}, sequences).value();
 //   model->Place(layout, {.weights = ..., .gradients = ...});
 //   model->ForwardBackward(batch, loss_scale, {.before_weights = ..., .gradient_ready = ...});
 //
@@ -37,6 +38,7 @@ struct DeviceFlatSpaces {
   std::vector<float*> gradients;
 };
 
+// Each may be null. An error ends the pass.
 struct DevicePassEvents {
   // The forward pass is about to give the stream work that reads the parameter for the first time
   // in this pass: whoever still has to put it there makes the stream wait. In the order of the
@@ -57,15 +59,18 @@ class DeviceGpt {
   static absl::StatusOr<std::unique_ptr<DeviceGpt>> Create(const GptConfig& config,
                                                            const DeviceGptParts& parts,
                                                            int sequences);
+  // Waits for the passes given. The parts are still there then.
   virtual ~DeviceGpt() = default;
 
   // Where weights are and gradients go. Called once, before any pass.
   virtual void Place(const Layout& layout, const DeviceFlatSpaces& spaces) = 0;
 
   // Gives the compute stream a forward and backward pass over the batch. Gradients are of the loss
-  // summed over the batch's tokens, times `loss_scale`; written, not added. An empty batch writes
-  // zeros. The loss is added to `*loss_sum`, a double on the device, or assigned if `first`.
-  // `batch` may go when the call returns.
+  // summed over the batch's tokens, times `loss_scale`; written, not added. An empty batch reads no
+  // weights and writes zeros. The loss is added to `*loss_sum`, a double on the device, or assigned
+  // if `first`. `batch` may go when the call returns. INVALID_ARGUMENT, and no work, for a batch
+  // beyond what Create was told, or with a token that the vocabulary has not; other errors are the
+  // device's and the callbacks'.
   virtual absl::Status ForwardBackward(const Batch& batch, double loss_scale, bool first,
                                        double* loss_sum, const DevicePassEvents& events) = 0;
 

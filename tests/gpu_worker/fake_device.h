@@ -1,11 +1,17 @@
 // A device that runs on the CPU, for tests of everything that drives one. Its memory is the heap's,
-// so that sanitizers see each read and write, and poisoned with NaN where Device::Allocate does not
-// promise zeros any more: after a copy's source was given back, say.
+// so that sanitizers see each read and write, and filled with NaN before it is freed; under
+// AddressSanitizer the host may touch none of it.
 //
 // Work that streams were given is done by a thread of the device's own, in an order that the seed
 // chooses among those that streams and events allow, and late: what no host call waits for yet may
-// wait long. Host memory that a copy has not read is really read when the copy is done, so that a
-// buffer reused too early shows as wrong values; the same for device memory.
+// wait for ever, or be done at once (seed % 4 says how likely that is: 0 never, 3 always). Host
+// memory is really read or written when the copy is done, so that a buffer reused too early shows
+// as wrong values; the same for device memory. Waiting for an event or a stream has the work done,
+// and so has asking an event again and again; freeing device memory waits for everything;
+// destroying a stream or an event waits for nothing.
+//
+// It aborts, saying why, where the rules of device.h are broken: two threads in one stream, copies
+// beyond memory of the device, pinned memory that goes while a copy still needs it.
 #ifndef BALLAST_TESTS_GPU_WORKER_FAKE_DEVICE_H_
 #define BALLAST_TESTS_GPU_WORKER_FAKE_DEVICE_H_
 
@@ -25,11 +31,11 @@ struct FakeDeviceOptions {
   uint64_t seed = 0;
   int64_t memory_bytes = int64_t{1} << 32;
   bool can_pin = true;
-  // Asked before each operation ("allocate", "pin", "create stream", "create event", "record",
-  // "wait", "copy to host", "copy to device", "copy on device", "zero", "kernel", "synchronize"),
-  // with the stream or what the memory is for. An error is what the operation says; UNAVAILABLE
-  // loses the device: all later operations say it too, and work not done yet never is. Called from
-  // any thread.
+  // Asked before each operation ("allocate", "allocate host", "pin", "create stream", "create
+  // event", "record", "wait", "copy to host", "copy to device", "copy on device", "zero", "kernel",
+  // "synchronize", "query"), with the stream, the kernel, or what the memory is for. An error is
+  // what the operation says; UNAVAILABLE loses the device: all later operations say it too, and
+  // work not begun yet never is. Called from any thread.
   std::function<absl::Status(absl::string_view operation, absl::string_view what)> fail;
 };
 

@@ -34,6 +34,11 @@ TEST(Launch, TakesTheVariablesOfTorchrun) {
   EXPECT_EQ(launch.master_port, 1234);
 }
 
+TEST(Launch, TakesTheLocalRankFromTheRankWhereItIsNotSet) {
+  EXPECT_EQ(Read({{"RANK", "3"}, {"WORLD_SIZE", "4"}})->local_rank, 3);
+  EXPECT_EQ(Read({{"RANK", "3"}, {"WORLD_SIZE", "4"}, {"LOCAL_RANK", "1"}})->local_rank, 1);
+}
+
 TEST(Launch, NamesTheVariableThatIsWrong) {
   const auto message = [](const std::map<std::string, std::string>& environment) {
     return std::string(Read(environment).status().message());
@@ -42,6 +47,7 @@ TEST(Launch, NamesTheVariableThatIsWrong) {
   EXPECT_THAT(message({{"WORLD_SIZE", "0"}}), HasSubstr("WORLD_SIZE=0"));
   EXPECT_THAT(message({{"RANK", "2"}, {"WORLD_SIZE", "2"}}),
               HasSubstr("RANK=2 must be less than WORLD_SIZE=2"));
+  EXPECT_THAT(message({{"LOCAL_RANK", "-1"}}), HasSubstr("LOCAL_RANK=-1"));
   EXPECT_THAT(message({{"MASTER_PORT", "70000"}}), HasSubstr("MASTER_PORT=70000"));
 }
 

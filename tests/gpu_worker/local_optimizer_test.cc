@@ -9,6 +9,7 @@
 #include "cpu_optimizer_service/common/float_format.h"
 #include "gpu_worker/gradient_staging.h"
 #include "gpu_worker/random.h"
+#include "gpu_worker/scalar_arithmetic.h"
 #include "gpu_worker/single_collective.h"
 #include "tests/gpu_worker/ranks.h"
 
@@ -55,7 +56,9 @@ class Rank {
         collective_(collective),
         staging_(layout_, {world.wire_dtype, world.wire_dtype}, collective.rank(),
                  absl::Seconds(60)),
-        optimizer_(job_, layout_, collective, [this](int chunk) { return WeightsOf(chunk); }) {
+        optimizer_(job_, layout_, collective,
+                   std::make_unique<ScalarArithmetic>(
+                       job_.groups, layout_, [this](int chunk) { return WeightsOf(chunk); })) {
     EXPECT_TRUE(optimizer_
                     .Join([this](int chunk, absl::Span<float> values) {
                       for (size_t i = 0; i < values.size(); ++i) {

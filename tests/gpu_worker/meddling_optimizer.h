@@ -122,9 +122,9 @@ class MeddlingOptimizer final : public StepOptimizer {
 
 inline MakeOptimizer Meddling(MakeOptimizer make, Meddle meddle, bool fresh_memory = false) {
   return [make = std::move(make), meddle = std::move(meddle), fresh_memory](
-             const TrainingJob& job, WeightsAt weights,
+             const TrainingJob& job, TrainingBackend& backend,
              Collective& collective) -> absl::StatusOr<std::unique_ptr<StepOptimizer>> {
-    absl::StatusOr<std::unique_ptr<StepOptimizer>> real = make(job, std::move(weights), collective);
+    absl::StatusOr<std::unique_ptr<StepOptimizer>> real = make(job, backend, collective);
     if (!real.ok()) return real.status();
     auto meddling =
         std::make_unique<MeddlingOptimizer>(*std::move(real), collective.rank(), meddle);

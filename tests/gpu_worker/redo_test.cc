@@ -93,14 +93,9 @@ TEST(FirstWeights, AreGivenAgainWhenTheGenerationRisesBeforeAllHaveCome) {
   RunRanks(2, [&](Collective& collective) {
     WorkerOptions options = OptionsOf({.world_size = 2});
     options.job.world_size = 2;
-    const std::unique_ptr<Model> model = MakeCpuGpt(options.model, 1);
-    const TrainingJob job = MakeTrainingJob(*model, options.job).value();
-    model->Place(job.layout, job.group_elements, DType::kBFloat16);
-    const WeightsAt weights = [&](int index) {
-      const Chunk& chunk = job.layout.chunks()[index];
-      return WeightBytes(*model, chunk.group, chunk.begin, chunk.elements);
-    };
-    const auto optimizer = service.Optimizer()(job, weights, collective).value();
+    const TrainingJob job = MakeTrainingJob(GptParameters(options.model), options.job).value();
+    const auto backend = MakeCpuBackend(options, job, collective).value();
+    const auto optimizer = service.Optimizer()(job, *backend, collective).value();
     if (collective.rank() == 1) {
       EXPECT_TRUE(optimizer->Join([&](int, absl::Span<float>) { rank_1_uploads = true; }).ok());
       return;

@@ -6,9 +6,10 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <limits>
 #include <nlohmann/json.hpp>
 
-#include "gpu_worker/cpu/cpu_gpt.h"
+#include "gpu_worker/gpt/architecture.h"
 #include "gpu_worker/output_file.h"
 #include "gpu_worker/progress.h"
 #include "gpu_worker/single_collective.h"
@@ -59,6 +60,25 @@ TEST(Progress, LineHasTheStepAndItsSplit) {
   EXPECT_THAT(FormatProgress(skipped, 80), HasSubstr("skipped: gradient of wte is not finite"));
 }
 
+TEST(Progress, SummaryHasTheExposedSeconds) {
+  const StepReport report = SomeReport();
+  EXPECT_DOUBLE_EQ(report.times.exposed(), 0.05);  // All but the passes.
+  EXPECT_EQ(FormatSummary({.steps = 80, .seconds = 30.2, .exposed = 1.51}),
+            "80 steps in 30.2 s, 1.51 s of them exposed (5.0%)");
+}
+
+TEST(RunOutput, ExposedSecondsAreThoseOfAllStepsThatWereTimed) {
+  StepReport recovered = SomeReport();
+  recovered.seconds = std::numeric_limits<double>::quiet_NaN();
+  recovered.times.reduce = recovered.seconds;
+  const TrainingJob job =
+      MakeTrainingJob(GptParameters({.layers = 1, .heads = 2, .width = 16, .context = 16}), {})
+          .value();
+  const nlohmann::json json = nlohmann::json::parse(
+      WorkerJson({.reports = {SomeReport(), recovered, SomeReport()}}, job, ""));
+  EXPECT_DOUBLE_EQ(json["exposed_seconds"], 0.1);
+}
+
 TEST(RunOutput, Sha256OfAKnownText) {
   EXPECT_EQ(Sha256Hex("abc"), "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
 }
@@ -82,6 +102,7 @@ TEST(RunOutput, ARunLeavesItsThreeFiles) {
   EXPECT_EQ(json["micro_steps"], 2);
   EXPECT_GT(json["first_loss"], 5.0);
   EXPECT_GT(json["tokens_per_second"], 0.0);
+  EXPECT_GT(json["exposed_seconds"], 0.0);
   EXPECT_THAT(ReadAll(out + "/losses.csv"), StartsWith("step,loss"));
   // Nothing else, nothing partial.
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(out), {}), 3);

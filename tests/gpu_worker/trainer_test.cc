@@ -9,6 +9,8 @@
 #include <cmath>
 #include <numeric>
 
+#include "gpu_worker/cpu_backend.h"
+#include "gpu_worker/model.h"
 #include "gpu_worker/random.h"
 #include "tests/gpu_worker/training.h"
 
@@ -36,20 +38,30 @@ float GradientAt(int parameter, int64_t element, const Pass& pass) {
 constexpr int kParameters = 8;
 constexpr int kZeroSized = 6;
 
-// Parameters of two groups, a block and a half each, one without elements.
+// Of two groups, a block and a half each, one without elements.
+std::vector<ModelParameter> Parameters() {
+  std::vector<ModelParameter> parameters;
+  for (int p = 0; p < kParameters; ++p) {
+    parameters.push_back({.name = "p" + std::to_string(p),
+                          .shape = {p == kZeroSized ? 0 : 384},
+                          .decay = p % 3 != 0});
+  }
+  return parameters;
+}
+
+void InitialValuesOf(int parameter, int64_t offset, absl::Span<float> values) {
+  for (size_t i = 0; i < values.size(); ++i) {
+    values[i] = RandomNormal(1, parameter, offset + static_cast<int64_t>(i));
+  }
+}
+
 class ScriptedModel final : public Model {
  public:
   ScriptedModel(Reach reach, MicroSteps micro_steps, int rank)
       : reach_(std::move(reach)), micro_steps_(std::move(micro_steps)), rank_(rank) {
-    for (int p = 0; p < kParameters; ++p) {
-      parameters_.push_back({.name = "p" + std::to_string(p),
-                             .shape = {p == kZeroSized ? 0 : 384},
-                             .decay = p % 3 != 0});
-      backward_order_.push_back(kParameters - 1 - p);
-    }
+    for (int p = 0; p < kParameters; ++p) backward_order_.push_back(kParameters - 1 - p);
   }
 
-  const std::vector<ModelParameter>& parameters() const override { return parameters_; }
   const std::vector<int>& backward_order() const override { return backward_order_; }
   void Place(const Layout& layout, absl::Span<const int64_t> group_elements,
              DType weights_dtype) override {
@@ -63,11 +75,6 @@ class ScriptedModel final : public Model {
   DType weights_dtype() const override { return dtype_; }
   absl::Span<std::byte> weights(int group) override { return absl::MakeSpan(weights_[group]); }
   absl::Span<float> gradients(int group) override { return absl::MakeSpan(gradients_[group]); }
-  void InitialValues(int parameter, int64_t offset, absl::Span<float> values) const override {
-    for (size_t i = 0; i < values.size(); ++i) {
-      values[i] = RandomNormal(1, parameter, offset + static_cast<int64_t>(i));
-    }
-  }
   double ForwardBackward(const Batch&, double loss_scale,
                          const std::function<void(int)>& gradient_ready) override {
     pass_.micro_steps = micro_steps_(pass_.step);
@@ -91,7 +98,6 @@ class ScriptedModel final : public Model {
   const MicroSteps micro_steps_;
   const int rank_;
   Pass pass_;
-  std::vector<ModelParameter> parameters_;
   std::vector<int> backward_order_;
   const Layout* layout_ = nullptr;
   DType dtype_ = DType::kBFloat16;
@@ -125,38 +131,33 @@ LearningRateSchedule Schedule(const Script& script) {
 Outcome Play(const Script& script, const MakeOptimizer& make_optimizer) {
   Outcome outcome;
   outcome.statuses.resize(script.world_size);
-  const TextData data = TextData::Read(kDefaultText, kContext).value();
+  const TokenData data = TokenData::Read(kDefaultText, kContext).value();
   RunRanks(script.world_size, [&](Collective& collective) {
-    ScriptedModel model(script.reach, script.micro_steps, collective.rank());
-    const TrainingJob job = MakeTrainingJob(model, {.world_size = script.world_size,
-                                                    .max_norm = 0,
-                                                    .micro_steps = 0,
-                                                    .wire_dtype = script.dtype,
-                                                    .weights_dtype = script.dtype,
-                                                    .unused_policy = script.unused_policy,
-                                                    .bucket_elements = 512,
-                                                    .chunk_elements = 256})
+    const TrainingJob job = MakeTrainingJob(Parameters(), {.world_size = script.world_size,
+                                                           .max_norm = 0,
+                                                           .micro_steps = 0,
+                                                           .wire_dtype = script.dtype,
+                                                           .weights_dtype = script.dtype,
+                                                           .unused_policy = script.unused_policy,
+                                                           .bucket_elements = 512,
+                                                           .chunk_elements = 256})
                                 .value();
-    model.Place(job.layout, job.group_elements, script.dtype);
-    GradientStaging staging(job.layout, {script.dtype, script.dtype}, collective.rank(),
-                            absl::Seconds(60));
-    const WeightsAt weights = [&](int index) {
-      const Chunk& chunk = job.layout.chunks()[index];
-      return WeightBytes(model, chunk.group, chunk.begin, chunk.elements);
-    };
+    CpuBackend backend(
+        {.accumulation = script.accumulation, .timeout = absl::Seconds(60)},
+        std::make_unique<ScriptedModel>(script.reach, script.micro_steps, collective.rank()), job,
+        collective);
     const std::unique_ptr<StepOptimizer> optimizer =
-        make_optimizer(job, weights, collective).value();
+        make_optimizer(job, backend, collective).value();
     Trainer trainer({.steps = script.steps,
                      .micro_steps_of_step = script.micro_steps,
                      .batch = kBatch,
                      .context = kContext,
-                     .learning_rate = Schedule(script),
-                     .accumulation = script.accumulation},
-                    {.model = model,
+                     .learning_rate = Schedule(script)},
+                    {.backend = backend,
                      .data = data,
                      .job = job,
+                     .initial_values = InitialValuesOf,
                      .collective = collective,
-                     .staging = staging,
                      .optimizer = *optimizer});
     absl::Status status = trainer.Join();
     if (status.ok()) {
@@ -171,9 +172,11 @@ Outcome Play(const Script& script, const MakeOptimizer& make_optimizer) {
     for (int p = 0; p < kParameters; ++p) {
       const ParameterPlace& place = job.layout.place(p);
       const int group = job.layout.spec().parameters[p].group;
+      std::vector<std::byte> space(job.layout.flat_elements(group) * SizeBytes(script.dtype));
+      ASSERT_TRUE(backend.ReadWeights(group, absl::MakeSpan(space)).ok());
       std::vector<float>& values = outcome.weights.emplace_back(place.elements);
       for (int64_t e = 0; e < place.elements; ++e) {
-        values[e] = LoadElement(model.weights(group).data(), script.dtype, place.offset + e);
+        values[e] = LoadElement(space.data(), script.dtype, place.offset + e);
       }
     }
   });
@@ -183,11 +186,10 @@ Outcome Play(const Script& script, const MakeOptimizer& make_optimizer) {
 // AdamW as torch has it, in double, one element after the other.
 std::vector<std::vector<float>> Reference(const Script& script) {
   std::vector<std::vector<float>> weights(kParameters);
-  const ScriptedModel model(script.reach, script.micro_steps, 0);
   for (int p = 0; p < kParameters; ++p) {
     weights[p].resize(p == kZeroSized ? 0 : 384);
-    model.InitialValues(p, 0, absl::MakeSpan(weights[p]));
-    const double weight_decay = model.parameters()[p].decay ? 0.1 : 0;
+    InitialValuesOf(p, 0, absl::MakeSpan(weights[p]));
+    const double weight_decay = Parameters()[p].decay ? 0.1 : 0;
     for (size_t e = 0; e < weights[p].size(); ++e) {
       double w = weights[p][e], m = 0, v = 0;
       int updates = 0;

@@ -30,10 +30,11 @@ class Service {
 
   MakeOptimizer Optimizer(const std::string& resume_directory = "",
                           absl::Duration seal_timeout = absl::Minutes(1)) {
-    return [=, this](const TrainingJob& job, WeightsAt weights, Collective& collective) {
+    return [=, this](const TrainingJob& job, TrainingBackend& backend, Collective& collective) {
       return MakeServiceOptimizer(channel(),
                                   {.job = job.spec,
-                                   .weights = std::move(weights),
+                                   .weights = [&](int chunk) { return backend.weights(chunk); },
+                                   .on_weights = [&](int chunk) { backend.OnWeights(chunk); },
                                    .resume_directory = resume_directory,
                                    .seal_timeout = seal_timeout,
                                    .shared_memory = shared_memory_},
@@ -76,9 +77,9 @@ inline WorkerOptions OptionsOf(const Training& training) {
   options.trainer.micro_steps_of_step = training.micro_steps_of_step;
   options.trainer.steps = training.steps;
   options.trainer.learning_rate = {.peak = 3e-3, .warmup_steps = 2, .decay_end = 6};
-  options.trainer.accumulation = training.accumulation;
+  options.accumulation = training.accumulation;
   options.trainer.loss_scaler = training.loss_scaler;
-  options.trainer.check_gradients = training.check_gradients;
+  options.check_gradients = training.check_gradients;
   // Several buckets and several chunks in each shard.
   options.job.bucket_elements = 8192;
   options.job.chunk_elements = 1024;

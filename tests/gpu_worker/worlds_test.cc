@@ -9,6 +9,7 @@
 
 #include "cpu_optimizer_service/common/float_format.h"
 #include "gpu_worker/bucket_reducer.h"
+#include "gpu_worker/cpu/cpu_gpt.h"
 #include "gpu_worker/worker_run.h"
 #include "tests/gpu_worker/ranks.h"
 
@@ -23,9 +24,10 @@ std::vector<std::vector<float>> ReducedGradients(int world_size, double* loss_su
   std::vector<std::vector<float>> reduced(2);
   std::mutex mutex;
   RunRanks(world_size, [&](Collective& collective) {
-    const std::unique_ptr<Model> model = MakeCpuGpt(kSmall, 1);
+    const std::unique_ptr<Model> model = MakeCpuGpt(kSmall);
     const TrainingJob job =
-        MakeTrainingJob(*model, {.world_size = world_size, .bucket_elements = 4096}).value();
+        MakeTrainingJob(GptParameters(kSmall), {.world_size = world_size, .bucket_elements = 4096})
+            .value();
     model->Place(job.layout, job.group_elements, DType::kBFloat16);
     for (int group = 0; group < 2; ++group) {
       const std::lock_guard lock(mutex);
@@ -35,7 +37,11 @@ std::vector<std::vector<float>> ReducedGradients(int world_size, double* loss_su
     for (size_t chunk = 0; chunk < job.layout.chunks().size(); ++chunk) {
       const Chunk& c = job.layout.chunks()[chunk];
       values.resize(c.elements);
-      FillInitialValues(*model, job.layout, chunk, absl::MakeSpan(values));
+      FillInitialValues(
+          [](int parameter, int64_t offset, absl::Span<float> first) {
+            GptInitialValues(kSmall, 1, parameter, offset, first);
+          },
+          job.layout, chunk, absl::MakeSpan(values));
       for (int64_t i = 0; i < c.elements; ++i) {
         StoreElement(model->weights(c.group).data(), DType::kBFloat16, c.begin + i, values[i]);
       }
@@ -50,7 +56,7 @@ std::vector<std::vector<float>> ReducedGradients(int world_size, double* loss_su
                                           collective.rank() * bucket.shard_elements);
                             return absl::OkStatus();
                           });
-    const TextData data = TextData::Read(kDefaultText, kSmall.context).value();
+    const TokenData data = TokenData::Read(kDefaultText, kSmall.context).value();
     reducer.StartMicroStep(0, 1);
     double loss = model->ForwardBackward(
         data.Slice({.seed = 1, .step = 1, .micro_step = 0}, kBatch, collective.rank(), world_size),

@@ -6,6 +6,8 @@
 //
 // Products of bf16 are summed in fp32 on tensor cores; softmax is fp32. Sums go in one fixed order,
 // and there are no atomics: backward goes over the tiles twice, once for dk and dv, once for dq.
+//
+// Tensors of bf16 begin at multiples of 16 bytes; results overlap nothing else.
 #ifndef BALLAST_GPU_WORKER_CUDA_KERNELS_ATTENTION_H_
 #define BALLAST_GPU_WORKER_CUDA_KERNELS_ATTENTION_H_
 

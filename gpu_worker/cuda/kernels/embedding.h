@@ -16,7 +16,7 @@ struct EmbeddingShape {
   int sequences = 0;
   int context = 0;  // Tokens of each.
   int width = 0;
-  int64_t rows() const { return int64_t{sequences} * context; }
+  constexpr int64_t rows() const { return int64_t{sequences} * context; }
 };
 
 // out[row] = token_weights[tokens[row]] + position_weights[row % context], rounded once.

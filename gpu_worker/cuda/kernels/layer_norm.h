@@ -53,7 +53,7 @@ absl::Status LayerNormBackward(DeviceStream& stream, const LayerNormShape& shape
                                const LayerNormBackwardArgs& args);
 
 // gradient[column] = sum over rows of d_out[row][column], in fp32 and a fixed order: the gradient
-// of a linear layer's bias. `scratch` has ColumnSumScratchBytes.
+// of a linear layer's bias. `scratch` has ColumnSumScratchBytes, which more rows never make less.
 size_t ColumnSumScratchBytes(int64_t rows, int columns);
 absl::Status ColumnSum(DeviceStream& stream, int64_t rows, int columns, const BFloat16Bits* d_out,
                        float* gradient, float* scratch);

@@ -1,0 +1,118 @@
+#!/usr/bin/env bash
+# Makes one archive of the programs with the shared libraries that they need, for machines that have
+# none of our packages: x86-64 Linux with glibc 2.36 or newer. The GPU's driver, cuBLASLt and NCCL come
+# from there. Unpack it anywhere; bin/ finds lib/ beside it.
+#
+#   deploy/bundle.sh --out DIR [--build DIR]
+#
+# Writes DIR/ballast-VERSION-linux-x86_64.tar.gz, of at most 60 MiB. --build: a build folder whose
+# programs are taken as they are; without it the release preset is built first.
+set -euo pipefail
+caller=$PWD # Relative paths are meant from there.
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+limit_mib=${BALLAST_BUNDLE_MIB:-60}
+# What belongs to the machine that the bundle runs on.
+machines='^(linux-vdso|ld-linux.*|libc|libm|libdl|libpthread|librt|libresolv|libutil|libanl|libnss_.*|libcuda|libnvidia.*|libcublas.*|libcudart|libnccl)\.so'
+
+scratch="" partial=""
+fail() {
+  echo "bundle.sh: $*" >&2
+  exit 1
+}
+cleanup() {
+  [[ -z $scratch ]] || rm -rf "$scratch"
+  [[ -z $partial ]] || rm -f "$partial"
+}
+trap cleanup EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+from_caller() {
+  if [[ $1 == /* ]]; then echo "$1"; else echo "$caller/$1"; fi
+}
+
+out="" build=""
+while (($# > 0)); do
+  case $1 in
+    --out | --build)
+      (($# > 1)) || fail "$1 needs a folder"
+      declare "${1#--}=$2"
+      shift
+      ;;
+    --out=*) out=${1#--out=} ;;
+    --build=*) build=${1#--build=} ;;
+    *) fail "unknown argument '$1'; expected --out DIR [--build DIR]" ;;
+  esac
+  shift
+done
+[[ -n $out ]] || fail "where to? give --out DIR"
+out=$(from_caller "$out")
+mkdir -p "$out" 2>/dev/null || fail "cannot make $out; choose another --out"
+out=$(cd "$out" && pwd)
+
+if [[ -z $build ]]; then
+  build=build/release
+  deploy/install_packages.sh || fail "the packages are not installed; the line above says why"
+  cmake --preset release --log-level=WARNING || fail "cmake failed; the lines above say why"
+  cmake --build --preset release --parallel "$(nproc)" || fail "the build failed; the lines above say where"
+else
+  build=$(from_caller "$build")
+fi
+
+version=$(sed -n 's/^project(ballast VERSION \([0-9.]*\).*/\1/p' CMakeLists.txt)
+name=ballast-$version-linux-x86_64
+scratch=$(mktemp -d "${TMPDIR:-/tmp}/ballast-bundle-XXXXXX")
+tree=$scratch/$name
+mkdir -p "$tree"/{bin,lib,deploy,licenses,tests/gpu}
+
+programs=(bin/ballastd bin/ballast bin/ballast-worker)
+if [[ -e $build/tests/gpu_tests ]]; then
+  programs+=(bin/ballast-gpu-rate tests/gpu_tests)
+else
+  echo "bundle.sh: built without CUDA, so ballast-worker has --device=cpu only"
+fi
+for program in "${programs[@]}"; do
+  [[ -x $build/$program ]] || fail "there is no $build/$program; build it, or name another --build"
+  cp "$build/$program" "$tree/bin/"
+done
+cp deploy/run_workers.py deploy/compare_runs.py "$tree/deploy/"
+cp tests/gpu/{run.sh,prove.py,programs.py} "$tree/tests/gpu/"
+cp LICENSE "$tree/"
+
+# Every library that a program needs, and those that these need, by the name that they ask for.
+declare -A libraries=()
+patterns=()
+for program in "${programs[@]}"; do
+  while read -r library _ path _; do
+    [[ ! $library =~ $machines ]] || continue
+    [[ $path == /* ]] || fail "$program needs $library, which is not on this machine; install it"
+    libraries[$library]=$path
+  done < <(ldd "$build/$program" | grep '=>')
+done
+for library in "${!libraries[@]}"; do
+  cp --dereference "${libraries[$library]}" "$tree/lib/$library"
+done
+chmod u+w "$tree"/lib/* "$tree"/bin/*
+strip --strip-unneeded "$tree"/lib/* "$tree"/bin/* || fail "strip failed; the lines above say why"
+
+# Under what terms those libraries may be passed on, where the system says it.
+for library in "${!libraries[@]}"; do
+  patterns+=("*/$(basename "$(readlink -f "${libraries[$library]}")")")
+done
+while read -r package; do
+  [[ ! -r /usr/share/doc/$package/copyright ]] ||
+    cp "/usr/share/doc/$package/copyright" "$tree/licenses/$package"
+done < <(dpkg-query --search "${patterns[@]}" 2>/dev/null | cut -d: -f1 | sort -u)
+
+archive=$out/$name.tar.gz
+partial=$out/.$name.partial
+tar --create --directory "$scratch" --sort=name --owner=0 --group=0 --numeric-owner "$name" |
+  gzip -n >"$partial" || fail "cannot write to $out; make room, or choose another --out"
+bytes=$(stat --format %s "$partial")
+((bytes <= limit_mib << 20)) ||
+  fail "the archive has $((bytes >> 20)) MiB, at most $limit_mib are allowed; see what grew:" \
+    "$(cd "$tree" && find . -type f -printf '%s %p\n' | sort -rn | head -n 3 | tr '\n' ' ')"
+mv "$partial" "$archive"
+partial=""
+echo "$archive: $((bytes >> 20)) MiB, ${#libraries[@]} libraries"

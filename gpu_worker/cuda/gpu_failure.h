@@ -1,0 +1,39 @@
+// What a GPU's errors become, and that a lost GPU stays lost.
+#ifndef BALLAST_GPU_WORKER_CUDA_GPU_FAILURE_H_
+#define BALLAST_GPU_WORKER_CUDA_GPU_FAILURE_H_
+
+#include <cuda_runtime_api.h>
+
+#include <string>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "cpu_optimizer_service/common/mutex.h"
+
+namespace ballast::worker {
+
+// Thread-safe.
+class GpuFailure {
+ public:
+  GpuFailure(int ordinal, std::string gpu) : ordinal_(ordinal), gpu_(std::move(gpu)) {}
+
+  // Makes the GPU the calling thread's, for the call that follows. The first failure of the GPU, if
+  // there was one.
+  absl::Status Enter();
+  // What became of a call, `what` for short: "stream copies: copy to host". UNAVAILABLE, from the
+  // first failure on, of whichever call.
+  absl::Status Check(cudaError_t error, absl::string_view what);
+
+  const std::string& gpu() const { return gpu_; }
+
+ private:
+  const int ordinal_;
+  const std::string gpu_;
+  Mutex mutex_;
+  absl::Status failed_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace ballast::worker
+
+#endif  // BALLAST_GPU_WORKER_CUDA_GPU_FAILURE_H_

@@ -1,0 +1,127 @@
+#include "gpu_worker/cuda/nccl_collective.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "gpu_worker/cuda/libraries.h"
+#include "gpu_worker/cuda/nccl_communicator.h"
+#include "gpu_worker/device/watchdog.h"
+#include "gpu_worker/share.h"
+
+namespace ballast::worker {
+namespace {
+
+class NcclCollective final : public DeviceCollective {
+ public:
+  NcclCollective(CudaDevice& device, int rank, int world_size,
+                 std::unique_ptr<NcclCommunicator> communicator, absl::Duration timeout)
+      : device_(device),
+        rank_(rank),
+        world_size_(world_size),
+        communicator_(std::move(communicator)),
+        watchdog_({.rank = rank,
+                   .timeout = timeout,
+                   .library_error = [this] { return communicator_->AsyncError(); },
+                   .abort = [this] { communicator_->Abort(); }}) {}
+
+  int rank() const override { return rank_; }
+  int world_size() const override { return world_size_; }
+
+  absl::Status ReduceScatterSum(DeviceStream& stream, const float* input, float* shard,
+                                int64_t shard_elements, const Purpose& purpose) override {
+    return Do("reduce-scatter", purpose, stream, [&](const Nccl& nccl, ncclComm_t communicator) {
+      return nccl.ReduceScatter(input, shard, static_cast<size_t>(shard_elements), ncclFloat32,
+                                ncclSum, communicator, static_cast<cudaStream_t>(stream.native()));
+    });
+  }
+
+  absl::Status AllGather(DeviceStream& stream, const std::byte* shard, std::byte* all,
+                         size_t shard_bytes, const Purpose& purpose) override {
+    return Do("all-gather", purpose, stream, [&](const Nccl& nccl, ncclComm_t communicator) {
+      return nccl.AllGather(shard, all, shard_bytes, ncclUint8, communicator,
+                            static_cast<cudaStream_t>(stream.native()));
+    });
+  }
+
+  absl::Status Finish() override { return watchdog_.Wait(); }
+
+ private:
+  absl::Status Do(absl::string_view operation, const Purpose& purpose, DeviceStream& stream,
+                  const std::function<ncclResult_t(const Nccl&, ncclComm_t)>& call) {
+    BALLAST_RETURN_IF_ERROR(watchdog_.Look());
+    std::unique_ptr<DeviceEvent> done = watchdog_.TakeEvent();
+    if (done == nullptr) {
+      BALLAST_ASSIGN_OR_RETURN(done, device_.CreateEvent());
+    }
+    if (absl::Status status = communicator_->Do(call); !status.ok()) {
+      return watchdog_.Fail(operation, purpose, status);
+    }
+    BALLAST_RETURN_IF_ERROR(stream.Record(*done));
+    return watchdog_.Watch(operation, purpose, std::move(done));
+  }
+
+  CudaDevice& device_;
+  const int rank_;
+  const int world_size_;
+  const std::unique_ptr<NcclCommunicator> communicator_;
+  Watchdog watchdog_;  // Last: its thread uses the communicator.
+};
+
+// Rank 0's, on every rank; its error too.
+absl::StatusOr<ncclUniqueId> ShareUniqueId(const Nccl& nccl, Collective& host) {
+  struct Offer {
+    uint64_t made = 0;
+    ncclUniqueId id = {};
+  };
+  Offer offer;
+  if (host.rank() == 0) offer.made = nccl.GetUniqueId(&offer.id) == ncclSuccess;
+  BALLAST_RETURN_IF_ERROR(host.Broadcast({reinterpret_cast<std::byte*>(&offer), sizeof(offer)}));
+  if (offer.made == 0) {
+    return absl::UnavailableError(absl::StrCat(
+        "NCCL on rank 0 offers no address (", host.rank() == 0 ? nccl.GetLastError(nullptr) : "",
+        "); set NCCL_SOCKET_IFNAME there, or use --collective=gloo"));
+  }
+  return offer.id;
+}
+
+}  // namespace
+
+absl::StatusOr<bool> ShareGpus(const CudaDevice& device, Collective& host) {
+  BALLAST_ASSIGN_OR_RETURN(auto uuids, Share(device.uuid(), host));
+  std::sort(uuids.begin(), uuids.end());
+  return std::adjacent_find(uuids.begin(), uuids.end()) != uuids.end();
+}
+
+absl::StatusOr<std::unique_ptr<DeviceCollective>> ConnectNccl(CudaDevice& device, Collective& host,
+                                                              absl::Duration timeout) {
+  BALLAST_ASSIGN_OR_RETURN(const bool shared, ShareGpus(device, host));
+  if (shared) {
+    return absl::FailedPreconditionError(
+        "two ranks use one GPU, which NCCL refuses; start fewer, or use --collective=gloo");
+  }
+  const absl::StatusOr<const Nccl*> nccl = LoadNccl();
+  BALLAST_ASSIGN_OR_RETURN(const std::vector<uint64_t> loaded, Share(uint64_t{nccl.ok()}, host));
+  BALLAST_RETURN_IF_ERROR(nccl.status());
+  for (size_t rank = 0; rank < loaded.size(); ++rank) {
+    if (loaded[rank] == 0) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("rank ", rank, " has no NCCL; install it there, or use --collective=gloo"));
+    }
+  }
+  BALLAST_ASSIGN_OR_RETURN(const ncclUniqueId id, ShareUniqueId(**nccl, host));
+  BALLAST_RETURN_IF_ERROR(device.MakeCurrent());
+  absl::StatusOr<std::unique_ptr<NcclCommunicator>> communicator =
+      NcclCommunicator::Connect(**nccl, id, host.rank(), host.world_size(), timeout);
+  if (!communicator.ok()) {
+    return Annotate(communicator.status(), absl::StrCat("rank ", host.rank(), ": connecting"));
+  }
+  return std::make_unique<NcclCollective>(device, host.rank(), host.world_size(),
+                                          *std::move(communicator), timeout);
+}
+
+}  // namespace ballast::worker

@@ -1,0 +1,49 @@
+// A communicator of NCCL's that never blocks its callers for longer than a timeout, and that one
+// thread can abort while another is in a call.
+#ifndef BALLAST_GPU_WORKER_CUDA_NCCL_COMMUNICATOR_H_
+#define BALLAST_GPU_WORKER_CUDA_NCCL_COMMUNICATOR_H_
+
+#include <functional>
+#include <memory>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "cpu_optimizer_service/common/mutex.h"
+#include "gpu_worker/cuda/libraries.h"
+
+namespace ballast::worker {
+
+// Thread-safe. Errors are UNAVAILABLE or DEADLINE_EXCEEDED, in NCCL's own words.
+class NcclCommunicator {
+ public:
+  // All ranks call it; the current GPU is this rank's.
+  static absl::StatusOr<std::unique_ptr<NcclCommunicator>> Connect(const Nccl& nccl,
+                                                                   const ncclUniqueId& id, int rank,
+                                                                   int world_size,
+                                                                   absl::Duration timeout);
+  ~NcclCommunicator();
+
+  // Makes a call of the library's, and waits until it has given its work to the stream.
+  absl::Status Do(const std::function<ncclResult_t(const Nccl&, ncclComm_t)>& call);
+  // What the library found out on its own: that another rank is gone, say. OK while all is well.
+  absl::Status AsyncError();
+  // Makes the GPU let go of all work, and every later call fail. Once; later ones do nothing.
+  void Abort();
+
+ private:
+  NcclCommunicator(const Nccl& nccl, absl::Duration timeout) : nccl_(nccl), timeout_(timeout) {}
+  absl::Status ToStatus(ncclResult_t result) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status AwaitProgress();
+
+  const Nccl& nccl_;
+  absl::Duration timeout_;
+  // Held while the library is called, which is short, since its calls do not block: an abort frees
+  // what another thread's call would use.
+  Mutex mutex_;
+  ncclComm_t communicator_ ABSL_GUARDED_BY(mutex_) = nullptr;  // Null: aborted.
+};
+
+}  // namespace ballast::worker
+
+#endif  // BALLAST_GPU_WORKER_CUDA_NCCL_COMMUNICATOR_H_

@@ -1,0 +1,14 @@
+// The timeline's scopes as NVTX ranges, which Nsight Systems shows beside the GPU's work. They cost
+// next to nothing while no profiler is there.
+#ifndef BALLAST_GPU_WORKER_CUDA_NVTX_H_
+#define BALLAST_GPU_WORKER_CUDA_NVTX_H_
+
+#include "gpu_worker/timeline.h"
+
+namespace ballast::worker {
+
+ProfilerRanges NvtxRanges();
+
+}  // namespace ballast::worker
+
+#endif  // BALLAST_GPU_WORKER_CUDA_NVTX_H_

@@ -1,0 +1,137 @@
+// From a bucket that backward has completed to the optimizer: the thread that gives reductions and
+// copies to their streams, in the one order of all ranks, and behind it the sender.
+//
+// After an error of the optimizer's it goes on with the reductions alone, so that no rank waits for
+// this one; after a failure it stops.
+//
+// Threads: BeginPass, EndPass, the waits and UseGradientMemory come from one, Stop from any. From
+// BeginPass until WaitReduced returns `communicate`, `copy_out` and the collective are this
+// thread's.
+#ifndef BALLAST_GPU_WORKER_DEVICE_GRADIENT_PATH_H_
+#define BALLAST_GPU_WORKER_DEVICE_GRADIENT_PATH_H_
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "client/session.h"
+#include "cpu_optimizer_service/common/mutex.h"
+#include "gpu_worker/backend.h"
+#include "gpu_worker/bucket_order.h"
+#include "gpu_worker/device/device.h"
+#include "gpu_worker/device/device_buckets.h"
+#include "gpu_worker/device/device_collective.h"
+#include "gpu_worker/device/device_reduction.h"
+#include "gpu_worker/device/device_trace.h"
+#include "gpu_worker/device/pipeline_errors.h"
+#include "gpu_worker/device/shard_places.h"
+#include "gpu_worker/device/shard_sender.h"
+#include "gpu_worker/training_job.h"
+
+namespace ballast::worker {
+
+class GradientPath {
+ public:
+  struct Parts {
+    Device& device;
+    DeviceStream& communicate;
+    DeviceStream& copy_out;
+    DeviceCollective& collective;
+    const TrainingJob& job;
+    DeviceBuckets& buckets;
+    DeviceReduction& reduction;
+    DeviceTrace& trace;
+    PipelineErrors& errors;
+  };
+  // A micro-step on its way.
+  struct Pass {
+    uint64_t step = 0;
+    uint32_t micro_step = 0;
+    uint32_t micro_steps = 1;
+    bool sums_here = false;  // Reduced with the step's last micro-step.
+    bool last() const { return micro_step + 1 == micro_steps; }
+  };
+
+  // The parts are borrowed until destruction. RESOURCE_EXHAUSTED with the sizes.
+  static absl::StatusOr<std::unique_ptr<GradientPath>> Create(const Parts& parts,
+                                                              const ShardPlacesOptions& options);
+  ~GradientPath();
+
+  // Before the first pass.
+  void Start(StepSink sink) { sender_->Start(std::move(sink)); }
+  absl::Status UseGradientMemory(const std::function<absl::Span<std::byte>(int chunk)>& memory) {
+    return places_->Use(memory);
+  }
+
+  void BeginPass(const Pass& pass);
+  // All of the pass's work was given.
+  void EndPass(client::UsedParameters used);
+
+  // Until all passes given are reduced, or the thread has left after a failure.
+  void WaitReduced();
+  // After WaitReduced: until all their chunks are handed over, or released after an error and
+  // nothing writes to the optimizer's memory any more.
+  void WaitSent();
+  // Of the reductions, behind an optimizer that does not take what it has.
+  double places_waited_seconds() const { return places_->waited_seconds(); }
+
+  void Stop();
+  // Joins the threads, and waits until the streams are done; hands over nothing more. Before
+  // destruction, and before the buckets go.
+  void End();
+
+ private:
+  // The device's memory for a bucket on its way to the host, in the wire dtype.
+  struct WireBuffer {
+    std::unique_ptr<DeviceMemory> memory;
+    std::unique_ptr<DeviceEvent> copied_out;
+  };
+
+  GradientPath(const Parts& parts, const ShardPlacesOptions& options)
+      : parts_(parts), options_(options) {}
+  absl::Status Init();
+  void Run();
+  void WaitForStreams();
+  absl::Status Communicate(const Pass& pass);
+  // Where the shard is to be copied from, or null where nothing is.
+  absl::StatusOr<const WireBuffer*> SumOrReduce(int bucket, const Pass& pass);
+  absl::Status RoundToPlaces(int bucket, const Pass& pass, const float* shard);
+  absl::Status CopyOut(int bucket, const Pass& pass, const WireBuffer& wire);
+  std::optional<ShardPlaces::Place> TakePlace(int chunk, const Pass& pass);
+  absl::Status GiveToSender(int chunk, const Pass& pass, ShardPlaces::Place place,
+                            DeviceStream& stream);
+  // Empty once stopped.
+  std::optional<client::UsedParameters> WaitForPassEnd();
+  void Fail(const absl::Status& status, const Pass& pass);
+
+  const Parts parts_;
+  const ShardPlacesOptions options_;
+  std::vector<RankShard> shards_;   // By bucket.
+  std::array<WireBuffer, 2> wire_;  // One is filled while the other is copied.
+  size_t next_wire_ = 0;
+  std::unique_ptr<ShardPlaces> places_;
+
+  Mutex mutex_;
+  CondVar changed_;
+  std::deque<Pass> passes_ ABSL_GUARDED_BY(mutex_);  // Few: the buckets hold up what comes after.
+  std::deque<client::UsedParameters> used_ ABSL_GUARDED_BY(mutex_);  // Of passes that have ended.
+  Pass newest_ ABSL_GUARDED_BY(mutex_);
+  bool stopped_ ABSL_GUARDED_BY(mutex_) = false;
+  bool left_ ABSL_GUARDED_BY(mutex_) = false;  // The thread is gone.
+
+  std::unique_ptr<ShardSender> sender_;
+  std::thread thread_;
+};
+
+}  // namespace ballast::worker
+
+#endif  // BALLAST_GPU_WORKER_DEVICE_GRADIENT_PATH_H_

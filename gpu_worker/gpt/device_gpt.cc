@@ -1,0 +1,332 @@
+#include "gpu_worker/gpt/device_gpt.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "gpu_worker/check.h"
+#include "gpu_worker/cuda/kernels/attention.h"
+#include "gpu_worker/cuda/kernels/cross_entropy.h"
+#include "gpu_worker/cuda/kernels/embedding.h"
+#include "gpu_worker/gpt/activations.h"
+#include "gpu_worker/gpt/device_layers.h"
+#include "gpu_worker/gpt/token_upload.h"
+
+namespace ballast::worker {
+namespace {
+
+// Tensor cores and vector loads want tensors at multiples of so many bytes.
+constexpr uintptr_t kAlignmentBytes = 16;
+
+bool IsAligned(const void* pointer) {
+  return reinterpret_cast<uintptr_t>(pointer) % kAlignmentBytes == 0;
+}
+
+// One call of ForwardBackward.
+struct Pass {
+  LayerPass layers;
+  cuda::EmbeddingShape embedding;
+  cuda::AttentionShape attention;
+  TokensOnDevice tokens;
+  float loss_scale = 1;
+
+  DeviceStream& compute() const { return layers.compute; }
+};
+
+class DeviceGptImpl final : public DeviceGpt {
+ public:
+  DeviceGptImpl(const GptConfig& config, const DeviceGptParts& parts, int sequences,
+                Activations activations, std::unique_ptr<TokenUpload> upload)
+      : config_(config),
+        parts_(parts),
+        sequences_(sequences),
+        scratch_bytes_(ScratchBytes(config, sequences, config.context)),
+        backward_order_(GptBackwardOrder(config)),
+        activations_(std::move(activations)),
+        upload_(std::move(upload)) {}
+  // The device reads and writes what is about to go.
+  ~DeviceGptImpl() override { parts_.compute.Synchronize().IgnoreError(); }
+
+  void Place(const Layout& layout, const DeviceFlatSpaces& spaces) override;
+  absl::Status ForwardBackward(const Batch& batch, double loss_scale, bool first, double* loss_sum,
+                               const DevicePassEvents& events) override;
+  int64_t activation_bytes() const override { return activations_.bytes + upload_->device_bytes(); }
+  double FloatingPointOperations(int sequences) const override;
+
+ private:
+  absl::Status CheckBatch(const Batch& batch) const;
+  absl::Status Forward(const Pass& pass, bool first, double* loss_sum) const;
+  absl::Status ForwardBlock(const Pass& pass, int layer) const;
+  absl::Status Backward(const Pass& pass) const;
+  absl::Status BackwardHead(const Pass& pass) const;
+  absl::Status BackwardBlock(const Pass& pass, int layer) const;
+  absl::Status BackwardEmbedding(const Pass& pass) const;
+  absl::Status BackwardNothing(const DevicePassEvents& events) const;
+
+  Linear Qkv(int layer) const {
+    return {BlockParameter(layer, kQkvWeight), config_.width, 3 * config_.width};
+  }
+  Linear AttentionOut(int layer) const {
+    return {BlockParameter(layer, kAttentionOutWeight), config_.width, config_.width};
+  }
+  Linear Hidden(int layer) const {
+    return {BlockParameter(layer, kHiddenWeight), config_.width, 4 * config_.width};
+  }
+  Linear MlpOut(int layer) const {
+    return {BlockParameter(layer, kMlpOutWeight), 4 * config_.width, config_.width};
+  }
+
+  const GptConfig config_;
+  const DeviceGptParts parts_;
+  const int sequences_;
+  const size_t scratch_bytes_;
+  const std::vector<int> backward_order_;
+  std::vector<ParameterOnDevice> parameters_;
+  const Activations activations_;
+  const std::unique_ptr<TokenUpload> upload_;
+};
+
+void DeviceGptImpl::Place(const Layout& layout, const DeviceFlatSpaces& spaces) {
+  const std::vector<ModelParameter> parameters = GptParameters(config_);
+  Check(parameters_.empty(), "a model is placed once");
+  Check(layout.spec().parameters.size() == parameters.size(), "the layout is of this model");
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const ParameterPlace& place = layout.place(static_cast<int>(i));
+    const int group = layout.spec().parameters[i].group;
+    Check(place.offset >= 0, "every parameter is trainable");
+    Check(place.elements == parameters[i].elements(), "the layout is of this model");
+    parameters_.push_back({.name = parameters[i].name,
+                           .weight = spaces.weights[group] + place.offset,
+                           .gradient = spaces.gradients[group] + place.offset,
+                           .elements = place.elements});
+    Check(IsAligned(parameters_.back().weight) && IsAligned(parameters_.back().gradient),
+          "parameters stand at multiples of 16 bytes");
+  }
+}
+
+absl::Status DeviceGptImpl::CheckBatch(const Batch& batch) const {
+  if (batch.sequences > sequences_ || batch.context < 1 || batch.context > config_.context) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("a pass over ", batch.sequences, " sequences of ", batch.context,
+                     " tokens; there is memory for ", sequences_, " of at most ", config_.context));
+  }
+  const size_t rows = static_cast<size_t>(batch.sequences) * batch.context;
+  Check(batch.inputs.size() == rows && batch.targets.size() == rows, "a batch has its tokens");
+  for (const std::vector<int32_t>* tokens : {&batch.inputs, &batch.targets}) {
+    const auto [least, most] = std::minmax_element(tokens->begin(), tokens->end());
+    if (*least < 0 || *most >= config_.vocabulary) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("a batch has token ", *least < 0 ? *least : *most, ", but the model knows ",
+                       config_.vocabulary, " tokens; choose a model for this text's tokens"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status DeviceGptImpl::ForwardBackward(const Batch& batch, double loss_scale, bool first,
+                                            double* loss_sum, const DevicePassEvents& events) {
+  Check(!parameters_.empty(), "a model is placed before it is used");
+  if (batch.sequences == 0) {
+    if (first) BALLAST_RETURN_IF_ERROR(parts_.compute.Zero(loss_sum, sizeof(*loss_sum)));
+    return BackwardNothing(events);
+  }
+  BALLAST_RETURN_IF_ERROR(CheckBatch(batch));
+  Check(ScratchBytes(config_, batch.sequences, batch.context) <= scratch_bytes_,
+        "a smaller pass needs no more scratch");
+  BALLAST_ASSIGN_OR_RETURN(const TokensOnDevice tokens, upload_->Upload(parts_.compute, batch));
+  const cuda::EmbeddingShape shape = {batch.sequences, batch.context, config_.width};
+  const Pass pass{
+      .layers = {.compute = parts_.compute,
+                 .matmul = parts_.matmul,
+                 .parameters = parameters_,
+                 .events = events,
+                 .rows = shape.rows(),
+                 .scratch = activations_.scratch},
+      .embedding = shape,
+      .attention = {batch.sequences, batch.context, config_.width, config_.heads},
+      .tokens = tokens,
+      .loss_scale = static_cast<float>(loss_scale),
+  };
+  BALLAST_RETURN_IF_ERROR(Forward(pass, first, loss_sum));
+  return Backward(pass);
+}
+
+absl::Status DeviceGptImpl::Forward(const Pass& pass, bool first, double* loss_sum) const {
+  const Activations& a = activations_;
+  const LayerPass& layers = pass.layers;
+  BALLAST_RETURN_IF_ERROR(Call(layers.events.before_weights, kTokenEmbedding));
+  BALLAST_RETURN_IF_ERROR(Call(layers.events.before_weights, kPositionEmbedding));
+  BALLAST_RETURN_IF_ERROR(cuda::EmbeddingForward(
+      pass.compute(), pass.embedding, pass.tokens.inputs, layers.weight(kTokenEmbedding),
+      layers.weight(kPositionEmbedding), a.blocks[0].norm_1.in));
+  for (int layer = 0; layer < config_.layers; ++layer) {
+    BALLAST_RETURN_IF_ERROR(ForwardBlock(pass, layer));
+  }
+  BALLAST_RETURN_IF_ERROR(NormForward(layers, LastNormWeight(config_), config_.width,
+                                      {a.blocks.back().norm_2.in, a.branch}, a.last_norm));
+  BALLAST_RETURN_IF_ERROR(layers.Run({.m = layers.rows,
+                                      .n = config_.vocabulary,
+                                      .k = config_.width,
+                                      .transpose_b = true,
+                                      .a = a.last_norm.out,
+                                      .b = layers.weight(kTokenEmbedding),
+                                      .out = a.logits},
+                                     kTokenEmbedding));
+  BALLAST_RETURN_IF_ERROR(cuda::CrossEntropy(pass.compute(), layers.rows, config_.vocabulary,
+                                             pass.tokens.targets, pass.loss_scale, a.logits,
+                                             a.losses));
+  return cuda::SumLosses(pass.compute(), layers.rows, a.losses, !first, loss_sum);
+}
+
+// middle = in + attention(norm_1(in)),  out = middle + mlp(norm_2(middle))
+//
+// The norm after a branch adds it to the residual stream; until then it waits in `branch`.
+absl::Status DeviceGptImpl::ForwardBlock(const Pass& pass, int layer) const {
+  const LayerPass& layers = pass.layers;
+  const BlockActivations& block = activations_.blocks[layer];
+  BFloat16Bits* const branch = activations_.branch;
+  const BeforeNorm before = layer == 0
+                                ? BeforeNorm{}  // The embedding is in its place already.
+                                : BeforeNorm{activations_.blocks[layer - 1].norm_2.in, branch};
+
+  BALLAST_RETURN_IF_ERROR(NormForward(layers, BlockParameter(layer, kNorm1Weight), config_.width,
+                                      before, block.norm_1));
+  BALLAST_RETURN_IF_ERROR(LinearForward(layers, Qkv(layer), block.norm_1.out, block.qkv));
+  BALLAST_RETURN_IF_ERROR(cuda::AttentionForward(pass.compute(), pass.attention, block.qkv,
+                                                 block.attended, block.logsumexp));
+  BALLAST_RETURN_IF_ERROR(LinearForward(layers, AttentionOut(layer), block.attended, branch));
+
+  BALLAST_RETURN_IF_ERROR(NormForward(layers, BlockParameter(layer, kNorm2Weight), config_.width,
+                                      {block.norm_1.in, branch}, block.norm_2));
+  BALLAST_RETURN_IF_ERROR(
+      LinearForward(layers, Hidden(layer), block.norm_2.out, block.activated, block.hidden));
+  return LinearForward(layers, MlpOut(layer), block.activated, branch);
+}
+
+absl::Status DeviceGptImpl::Backward(const Pass& pass) const {
+  BALLAST_RETURN_IF_ERROR(BackwardHead(pass));
+  for (int layer = config_.layers - 1; layer >= 0; --layer) {
+    BALLAST_RETURN_IF_ERROR(BackwardBlock(pass, layer));
+  }
+  return BackwardEmbedding(pass);
+}
+
+// The head is the token embedding too, whose gradient begins here and ends with the embedding's.
+absl::Status DeviceGptImpl::BackwardHead(const Pass& pass) const {
+  const Activations& a = activations_;
+  const LayerPass& layers = pass.layers;
+  BALLAST_RETURN_IF_ERROR(Call(layers.events.before_gradient, kTokenEmbedding));
+  BALLAST_RETURN_IF_ERROR(layers.Run({.m = config_.vocabulary,
+                                      .n = config_.width,
+                                      .k = layers.rows,
+                                      .transpose_a = true,
+                                      .a = a.logits,
+                                      .b = a.last_norm.out,
+                                      .out = layers.gradient(kTokenEmbedding),
+                                      .out_is_fp32 = true},
+                                     kTokenEmbedding));
+  BALLAST_RETURN_IF_ERROR(layers.Run({.m = layers.rows,
+                                      .n = config_.width,
+                                      .k = config_.vocabulary,
+                                      .a = a.logits,
+                                      .b = layers.weight(kTokenEmbedding),
+                                      .out = a.branch},
+                                     kTokenEmbedding));
+  return NormBackward(layers, LastNormWeight(config_), config_.width, a.branch, a.last_norm,
+                      a.d_stream, /*assign=*/true);
+}
+
+absl::Status DeviceGptImpl::BackwardBlock(const Pass& pass, int layer) const {
+  const LayerPass& layers = pass.layers;
+  const BlockActivations& block = activations_.blocks[layer];
+  BFloat16Bits* const branch = activations_.branch;
+  BFloat16Bits* const d_stream = activations_.d_stream;
+  BFloat16Bits* const d_wide = activations_.d_wide;
+
+  BALLAST_RETURN_IF_ERROR(LinearGradients(layers, MlpOut(layer), d_stream, block.activated));
+  BALLAST_RETURN_IF_ERROR(
+      LinearInputGradient(layers, MlpOut(layer), d_stream, d_wide, block.hidden));
+  BALLAST_RETURN_IF_ERROR(LinearGradients(layers, Hidden(layer), d_wide, block.norm_2.out));
+  BALLAST_RETURN_IF_ERROR(LinearInputGradient(layers, Hidden(layer), d_wide, branch));
+  BALLAST_RETURN_IF_ERROR(NormBackward(layers, BlockParameter(layer, kNorm2Weight), config_.width,
+                                       branch, block.norm_2, d_stream, /*assign=*/false));
+
+  BALLAST_RETURN_IF_ERROR(LinearGradients(layers, AttentionOut(layer), d_stream, block.attended));
+  BALLAST_RETURN_IF_ERROR(LinearInputGradient(layers, AttentionOut(layer), d_stream, branch));
+  BALLAST_RETURN_IF_ERROR(cuda::AttentionBackward(pass.compute(), pass.attention, block.qkv,
+                                                  block.attended, block.logsumexp, branch, d_wide,
+                                                  activations_.scratch));
+  BALLAST_RETURN_IF_ERROR(LinearGradients(layers, Qkv(layer), d_wide, block.norm_1.out));
+  BALLAST_RETURN_IF_ERROR(LinearInputGradient(layers, Qkv(layer), d_wide, branch));
+  return NormBackward(layers, BlockParameter(layer, kNorm1Weight), config_.width, branch,
+                      block.norm_1, d_stream, /*assign=*/false);
+}
+
+absl::Status DeviceGptImpl::BackwardEmbedding(const Pass& pass) const {
+  const LayerPass& layers = pass.layers;
+  float* const positions = layers.gradient(kPositionEmbedding);
+  BALLAST_RETURN_IF_ERROR(Call(layers.events.before_gradient, kPositionEmbedding));
+  BALLAST_RETURN_IF_ERROR(cuda::EmbeddingBackward(pass.compute(), pass.embedding,
+                                                  pass.tokens.rows_of_inputs, activations_.d_stream,
+                                                  layers.gradient(kTokenEmbedding), positions));
+  // Positions past the batch's context have no gradient.
+  const int64_t written = int64_t{pass.embedding.context} * config_.width;
+  const int64_t rest = parameters_[kPositionEmbedding].elements - written;
+  if (rest > 0) {
+    BALLAST_RETURN_IF_ERROR(pass.compute().Zero(positions + written, rest * sizeof(float)));
+  }
+  BALLAST_RETURN_IF_ERROR(Call(layers.events.gradient_ready, kPositionEmbedding));
+  return Call(layers.events.gradient_ready, kTokenEmbedding);
+}
+
+// A rank without a sample still takes part in every reduction, with zeros.
+absl::Status DeviceGptImpl::BackwardNothing(const DevicePassEvents& events) const {
+  for (const int parameter : backward_order_) {
+    const ParameterOnDevice& place = parameters_[parameter];
+    BALLAST_RETURN_IF_ERROR(Call(events.before_gradient, parameter));
+    BALLAST_RETURN_IF_ERROR(parts_.compute.Zero(place.gradient, place.elements * sizeof(float)));
+    BALLAST_RETURN_IF_ERROR(Call(events.gradient_ready, parameter));
+  }
+  return absl::OkStatus();
+}
+
+// Linear layers and the head: 2 a weight and token. Attention, q . k and p v: each 2 a feature and
+// pair of positions of which one may see the other. Backward has two products for each of forward.
+double DeviceGptImpl::FloatingPointOperations(int sequences) const {
+  const double width = config_.width, context = config_.context, layers = config_.layers;
+  const double tokens = sequences * context;
+  const double linear = 2 * tokens * width * (12 * width * layers + config_.vocabulary);
+  const double pairs = sequences * context * (context + 1) / 2;
+  const double attention = layers * 2 * 2 * width * pairs;
+  return 3 * (linear + attention);
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<DeviceGpt>> DeviceGpt::Create(const GptConfig& config,
+                                                             const DeviceGptParts& parts,
+                                                             int sequences) {
+  BALLAST_RETURN_IF_ERROR(Validate(config));
+  Check(sequences >= 1, "a pass has a sequence");
+  BALLAST_RETURN_IF_ERROR(cuda::ValidateAttention({.sequences = sequences,
+                                                   .context = config.context,
+                                                   .width = config.width,
+                                                   .heads = config.heads}));
+  const int64_t rows = int64_t{sequences} * config.context;
+  if (rows > std::numeric_limits<int32_t>::max()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(sequences, " sequences of ", config.context,
+                     " tokens are more tokens than 32 bits count; choose a smaller --batch or "
+                     "--context"));
+  }
+  BALLAST_ASSIGN_OR_RETURN(Activations activations,
+                           AllocateActivations(parts.device, config, sequences));
+  BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<TokenUpload> upload,
+                           TokenUpload::Create(parts.device, rows));
+  return std::make_unique<DeviceGptImpl>(config, parts, sequences, std::move(activations),
+                                         std::move(upload));
+}
+
+}  // namespace ballast::worker

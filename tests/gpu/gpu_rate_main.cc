@@ -1,0 +1,84 @@
+// ballast-gpu-rate: what the GPU of this machine is and can do, as one line of JSON. The rate of
+// matrix products is that of the library that the trainer uses, on random bf16 values, in
+// 8192-cubed products: what a share of the GPU's speed is measured against.
+//
+// Exits with 77, having said why, where there is no GPU.
+#include <algorithm>
+#include <cstdio>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "cpu_optimizer_service/common/float_format.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "gpu_worker/cuda/cublaslt_matmul.h"
+#include "gpu_worker/cuda/cuda_device.h"
+#include "gpu_worker/random.h"
+
+namespace ballast::worker {
+namespace {
+
+constexpr int kNoGpu = 77;
+constexpr int64_t kSize = 8192;
+constexpr int kWarmUps = 5;
+constexpr int kProducts = 20;
+
+absl::Status FillRandomly(DeviceStream& stream, DeviceMemory& memory, uint64_t seed) {
+  std::vector<BFloat16Bits> row(1 << 20);
+  for (size_t i = 0; i < row.size(); ++i) row[i] = FloatToBFloat16(RandomNormal(seed, 0, i));
+  const absl::Span<const std::byte> bytes(reinterpret_cast<const std::byte*>(row.data()),
+                                          row.size() * sizeof(row[0]));
+  for (size_t at = 0; at < memory.size_bytes(); at += bytes.size()) {
+    BALLAST_RETURN_IF_ERROR(stream.CopyToDevice(memory.data() + at, bytes));
+  }
+  return stream.Synchronize();
+}
+
+// Multiplications and additions a second.
+absl::StatusOr<double> MeasureRate(CudaDevice& device) {
+  BALLAST_ASSIGN_OR_RETURN(const auto matmul, MakeCublasLtMatmul(device));
+  BALLAST_ASSIGN_OR_RETURN(const auto stream, device.CreateStream("compute"));
+  std::vector<std::unique_ptr<DeviceMemory>> matrices;
+  for (const char* what : {"a", "b", "product"}) {
+    BALLAST_ASSIGN_OR_RETURN(matrices.emplace_back(),
+                             device.Allocate(kSize * kSize * sizeof(BFloat16Bits), what));
+    BALLAST_RETURN_IF_ERROR(FillRandomly(*stream, *matrices.back(), matrices.size()));
+  }
+  BALLAST_ASSIGN_OR_RETURN(const auto begin, device.CreateEvent());
+  BALLAST_ASSIGN_OR_RETURN(const auto end, device.CreateEvent());
+  for (int i = 0; i < kWarmUps + kProducts; ++i) {
+    if (i == kWarmUps) BALLAST_RETURN_IF_ERROR(stream->Record(*begin));
+    BALLAST_RETURN_IF_ERROR(matmul->Run(*stream, {.m = kSize,
+                                                  .n = kSize,
+                                                  .k = kSize,
+                                                  .transpose_b = true,
+                                                  .a = matrices[0]->as<BFloat16Bits>(),
+                                                  .b = matrices[1]->as<BFloat16Bits>(),
+                                                  .out = matrices[2]->data()}));
+  }
+  BALLAST_RETURN_IF_ERROR(stream->Record(*end));
+  BALLAST_RETURN_IF_ERROR(end->Synchronize());
+  BALLAST_ASSIGN_OR_RETURN(const double seconds, end->SecondsSince(*begin));
+  return 2.0 * kSize * kSize * kSize * kProducts / seconds;
+}
+
+absl::Status Main() {
+  BALLAST_ASSIGN_OR_RETURN(const std::unique_ptr<CudaDevice> device, CudaDevice::Open(0));
+  BALLAST_ASSIGN_OR_RETURN(const double rate, MeasureRate(*device));
+  const nlohmann::ordered_json json = {{"gpu", device->name()},
+                                       {"compute_capability", device->compute_capability()},
+                                       {"memory_bytes", device->memory_bytes()},
+                                       {"bf16_matrix_flops_per_second", rate}};
+  std::printf("%s\n", json.dump().c_str());
+  return absl::OkStatus();
+}
+
+}  // namespace
+}  // namespace ballast::worker
+
+int main() {
+  const absl::Status status = ballast::worker::Main();
+  if (status.ok()) return 0;
+  std::fprintf(stderr, "ballast-gpu-rate: %s\n", std::string(status.message()).c_str());
+  return absl::IsFailedPrecondition(status) ? ballast::worker::kNoGpu : 1;
+}
