@@ -285,6 +285,7 @@ absl::StatusOr<WorkerFlags> CheckedFlags() {
   BALLAST_RETURN_IF_ERROR(CheckForDevice(flags));
   BALLAST_RETURN_IF_ERROR(CheckForOptimizer(flags));
   flags.options.backend_name = absl::GetFlag(FLAGS_device);
+  flags.options.collective_name = absl::GetFlag(FLAGS_collective);
   flags.service = absl::GetFlag(FLAGS_service);
   flags.resume = absl::GetFlag(FLAGS_resume);
   flags.reconnect_timeout = absl::GetFlag(FLAGS_reconnect_timeout);

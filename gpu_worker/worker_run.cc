@@ -18,6 +18,7 @@
 #include "gpu_worker/loss_log.h"
 #include "gpu_worker/run_output.h"
 #include "gpu_worker/scalar_arithmetic.h"
+#include "gpu_worker/share.h"
 
 namespace ballast::worker {
 namespace {
@@ -42,7 +43,7 @@ std::string SizeFlags(const WorkerOptions& options) {
                       " with --layers=", options.model.layers, " of --width=", options.model.width);
 }
 
-// Indices of activations are ints.
+// Of the CPU's backend: indices of activations are ints.
 absl::Status CheckIndices(const WorkerOptions& options, int world_size) {
   const GptConfig& model = options.model;
   const int64_t widest = std::max({4 * model.width, model.heads * model.context, model.vocabulary});
@@ -89,6 +90,7 @@ std::vector<AgreedSetting> SettingsToAgreeOn(const WorkerOptions& options, const
           {"--context", absl::StrCat(options.model.context)},
           {"the vocabulary of --model", absl::StrCat(options.model.vocabulary)},
           {"--device", options.backend_name},
+          {"--collective", options.collective_name},
           {"WORLD_SIZE", absl::StrCat(options.job.world_size)},
           {"--optimizer", options.optimizer_name},
           {"--resume", options.resumes ? "given" : ""},
@@ -137,12 +139,23 @@ absl::Status LeaveOutput(const WorkerOptions& options, const Collective& collect
   return WriteOutput(options.out, facts, job, backend);
 }
 
+// `mine`, or which other rank has an error there: nobody goes on to the service and waits for it.
+absl::Status OnAllRanks(const absl::Status& mine, Collective& collective) {
+  const auto ready = Share(uint64_t{mine.ok()}, collective);
+  BALLAST_RETURN_IF_ERROR(mine);
+  BALLAST_RETURN_IF_ERROR(ready.status());
+  const auto failed = std::find(ready->begin(), ready->end(), uint64_t{0});
+  if (failed == ready->end()) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrCat("rank ", failed - ready->begin(), " could not begin; see what it says"));
+}
+
 // The options that follow from others, once those are known to work.
 absl::StatusOr<WorkerOptions> Complete(WorkerOptions options, const Collective& collective) {
   BALLAST_RETURN_IF_ERROR(worker::Validate(options.model));
   BALLAST_RETURN_IF_ERROR(Validate(options.trainer));
-  BALLAST_RETURN_IF_ERROR(CheckIndices(options, collective.world_size()));
   if (!options.make_backend) {
+    BALLAST_RETURN_IF_ERROR(CheckIndices(options, collective.world_size()));
     BALLAST_RETURN_IF_ERROR(CheckHostMemory(options, collective.world_size()));
     options.make_backend = MakeCpuBackend;
   }
@@ -186,8 +199,10 @@ absl::Status RunWorker(WorkerOptions asked, Collective& collective,
 
   BALLAST_ASSIGN_OR_RETURN(const TrainingJob job,
                            MakeTrainingJob(GptParameters(options.model), options.job));
-  BALLAST_ASSIGN_OR_RETURN(const std::unique_ptr<TrainingBackend> backend,
-                           options.make_backend(options, job, collective));
+  const absl::StatusOr<std::unique_ptr<TrainingBackend>> made =
+      options.make_backend(options, job, collective);
+  BALLAST_RETURN_IF_ERROR(OnAllRanks(made.status(), collective));
+  const std::unique_ptr<TrainingBackend>& backend = *made;
   BALLAST_ASSIGN_OR_RETURN(const std::unique_ptr<StepOptimizer> optimizer,
                            make_optimizer(job, *backend, collective));
   const InitialValues initial_values = [&](int parameter, int64_t offset,

@@ -34,8 +34,9 @@ struct WorkerOptions {
   TrainerOptions trainer;
   TrainingJobOptions
       job;  // world_size and micro_steps are taken from the collective and `trainer`.
-  MakeBackend make_backend;          // Null: the CPU's.
-  std::string backend_name = "cpu";  // As --device says it; the same on all ranks.
+  MakeBackend make_backend;              // Null: the CPU's.
+  std::string backend_name = "cpu";      // As --device says it; the same on all ranks, as the next.
+  std::string collective_name = "auto";  // As --collective says it.
   Accumulation accumulation = Accumulation::kService;
   // Searches this rank's own gradients for elements that are not finite before they are reduced.
   bool check_gradients = false;

@@ -46,6 +46,7 @@ absl::Status Launch(DeviceStream& stream, absl::string_view name, const Grid& gr
                                  static_cast<int>(grid.shared_bytes));
   }
   if (error == cudaSuccess) {
+    (void)cudaGetLastError();  // Of a destructor that could tell nobody, say.
     kernel<<<grid.blocks, grid.threads, grid.shared_bytes, native>>>(Parameters(arguments)...);
     error = cudaGetLastError();
   }

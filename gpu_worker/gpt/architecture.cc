@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "cpu_optimizer_service/common/parallel_for.h"
 #include "gpu_worker/random.h"
 
 namespace ballast::worker {
@@ -155,10 +156,16 @@ void GptInitialValues(const GptConfig& config, uint64_t seed, int parameter, int
     case FirstValues::kOnes:
       std::fill(values.begin(), values.end(), 1.0f);
       return;
-    case FirstValues::kRandom:
-      for (size_t i = 0; i < values.size(); ++i) {
-        values[i] = kind.deviation * RandomNormal(seed, parameter, offset + i);
-      }
+    case FirstValues::kRandom: {
+      constexpr int64_t kTogether = 1 << 13;
+      const auto size = static_cast<int64_t>(values.size());
+      ParallelFor((size + kTogether - 1) / kTogether, [&](int64_t task) {
+        const int64_t end = std::min(size, (task + 1) * kTogether);
+        for (int64_t i = task * kTogether; i < end; ++i) {
+          values[i] = kind.deviation * RandomNormal(seed, parameter, offset + i);
+        }
+      });
+    }
   }
 }
 

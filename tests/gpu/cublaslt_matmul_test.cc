@@ -184,8 +184,8 @@ TEST_P(CublasLtMatmulTest, MultipliesByTheGradientOfGelu) {
 
 // Parameters stand anywhere in a flat space.
 TEST_P(CublasLtMatmulTest, TakesOperandsThatAreAlignedToFewBytes) {
-  Matmul matmul = Operands({64, 64, 64}, /*offset=*/8);
-  const auto out = Poisoned<BFloat16Bits>(64 * 64, /*offset=*/8);
+  Matmul matmul = Operands({64, 64, 64}, /*offset=*/4);
+  const auto out = Poisoned<BFloat16Bits>(64 * 64, /*offset=*/4);
   matmul.out = out.data();
   Multiply(matmul);
   ExpectRounded(out, Product());

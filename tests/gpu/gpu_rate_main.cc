@@ -62,12 +62,11 @@ absl::StatusOr<double> MeasureRate(CudaDevice& device) {
   return 2.0 * kSize * kSize * kSize * kProducts / seconds;
 }
 
-absl::Status Main() {
-  BALLAST_ASSIGN_OR_RETURN(const std::unique_ptr<CudaDevice> device, CudaDevice::Open(0));
-  BALLAST_ASSIGN_OR_RETURN(const double rate, MeasureRate(*device));
-  const nlohmann::ordered_json json = {{"gpu", device->name()},
-                                       {"compute_capability", device->compute_capability()},
-                                       {"memory_bytes", device->memory_bytes()},
+absl::Status PrintRate(CudaDevice& device) {
+  BALLAST_ASSIGN_OR_RETURN(const double rate, MeasureRate(device));
+  const nlohmann::ordered_json json = {{"gpu", device.name()},
+                                       {"compute_capability", device.compute_capability()},
+                                       {"memory_bytes", device.memory_bytes()},
                                        {"bf16_matrix_flops_per_second", rate}};
   std::printf("%s\n", json.dump().c_str());
   return absl::OkStatus();
@@ -77,8 +76,13 @@ absl::Status Main() {
 }  // namespace ballast::worker
 
 int main() {
-  const absl::Status status = ballast::worker::Main();
-  if (status.ok()) return 0;
-  std::fprintf(stderr, "ballast-gpu-rate: %s\n", std::string(status.message()).c_str());
-  return absl::IsFailedPrecondition(status) ? ballast::worker::kNoGpu : 1;
+  const auto fail = [](const absl::Status& status, int exit_code) {
+    std::fprintf(stderr, "ballast-gpu-rate: %s\n", std::string(status.message()).c_str());
+    return exit_code;
+  };
+  const auto device = ballast::worker::CudaDevice::Open(0);
+  if (!device.ok()) return fail(device.status(), ballast::worker::kNoGpu);
+  // From here on there is a GPU, and what does not work is an error: a missing cuBLASLt, say.
+  const absl::Status status = ballast::worker::PrintRate(**device);
+  return status.ok() ? 0 : fail(status, 1);
 }

@@ -39,6 +39,7 @@ TEST(WorkerRun, RanksThatDifferAreToldInWhat) {
       {[](WorkerOptions& options) { options.model.vocabulary = kGpt2Vocabulary; },
        "the vocabulary of --model"},
       {[](WorkerOptions& options) { options.backend_name = "cuda"; }, "--device"},
+      {[](WorkerOptions& options) { options.collective_name = "gloo"; }, "--collective"},
       {[](WorkerOptions& options) { options.accumulation = Accumulation::kWorker; },
        "--accumulate"}};
   for (const auto& [change, setting] : cases) {
@@ -140,6 +141,17 @@ TEST(WorkerRun, ABackendIsToldOfEveryChunksWeightsBeforeItGathersThem) {
     EXPECT_TRUE(status.ok()) << status;
     EXPECT_EQ(made, 1);
   }
+}
+
+TEST(WorkerRun, ARankThatCannotBeginEndsTheOthersBeforeTheyWaitForIt) {
+  const std::vector<std::string> told = ToldWhere([](WorkerOptions& options) {
+    options.make_backend = [](const WorkerOptions&, const TrainingJob&,
+                              Collective&) -> absl::StatusOr<std::unique_ptr<TrainingBackend>> {
+      return absl::ResourceExhaustedError("the GPU is full");
+    };
+  });
+  EXPECT_EQ(told[0], "rank 1 could not begin; see what it says");
+  EXPECT_EQ(told[1], "the GPU is full");
 }
 
 TEST(WorkerRun, ABackendThatCannotBeMadeEndsItWithItsError) {

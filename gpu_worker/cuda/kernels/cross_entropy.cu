@@ -67,7 +67,7 @@ __device__ __forceinline__ Exponentials MyExponentials(int vocabulary, const BFl
 template <int kCount>
 __global__ void __launch_bounds__(kMaxThreads)
     CrossEntropyKernel(int vocabulary, const int32_t* __restrict__ targets, float scale,
-                       BFloat16Bits* __restrict__ all_logits, float* __restrict__ losses) {
+                       BFloat16Bits* all_logits, float* __restrict__ losses) {
   const int64_t row = blockIdx.x;
   BFloat16Bits* const logits = all_logits + row * vocabulary;
   const int target = targets[row];
