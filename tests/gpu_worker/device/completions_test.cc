@@ -65,9 +65,9 @@ TEST(Completions, MakesTheCallsThatAreOwedWithTheErrorOfALostDevice) {
   const auto stream = device.CreateStream("stream").value();
   const auto note = [&](const absl::Status& status) { calls.push_back(status.code()); };
   {
+    std::atomic<bool> go = false;
     Completions completions(device);
     // The thread is held up, so that the device is lost before it waits for the stream.
-    std::atomic<bool> go = false;
     completions.AfterThose([&](const absl::Status&) {
       while (!go) std::this_thread::yield();
     });
