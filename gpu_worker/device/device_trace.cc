@@ -13,10 +13,20 @@ absl::StatusOr<std::unique_ptr<DeviceTrace>> DeviceTrace::Create(Device& device,
   if (timeline == nullptr || !timeline->keeps_spans()) return self;
   BALLAST_ASSIGN_OR_RETURN(const std::unique_ptr<DeviceStream> stream,
                            device.CreateStream("trace"));
-  BALLAST_ASSIGN_OR_RETURN(self->zero_, device.CreateEvent());
-  BALLAST_RETURN_IF_ERROR(stream->Record(*self->zero_));
-  BALLAST_RETURN_IF_ERROR(self->zero_->Synchronize());
-  self->zero_time_ = Timeline::Clock::now();
+  // The event comes between the two readings of the host's clock. Of several the closest pair is
+  // taken, and its first reading, so that nothing is ever said to have ended later than it did.
+  constexpr int kReadings = 8;
+  Timeline::Clock::duration closest = Timeline::Clock::duration::max();
+  for (int i = 0; i < kReadings; ++i) {
+    BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<DeviceEvent> event, device.CreateEvent());
+    const Timeline::Clock::time_point before = Timeline::Clock::now();
+    BALLAST_RETURN_IF_ERROR(stream->Record(*event));
+    BALLAST_RETURN_IF_ERROR(event->Synchronize());
+    if (Timeline::Clock::now() - before >= closest) continue;
+    closest = Timeline::Clock::now() - before;
+    self->zero_ = std::move(event);
+    self->zero_time_ = before;
+  }
   self->completions_ = std::make_unique<Completions>(device);
   return self;
 }
@@ -33,12 +43,15 @@ absl::Status DeviceTrace::Around(DeviceStream& stream, Track track, const SpanOf
   BALLAST_RETURN_IF_ERROR(give());
   BALLAST_RETURN_IF_ERROR(stream.Record(*end));
   completions_->AfterThose([this, track, of, begin, end](const absl::Status&) {
-    const auto at = [this](const DeviceEvent& event) {
-      const std::chrono::duration<double> since(event.SecondsSince(*zero_).value_or(0));
-      return zero_time_ + std::chrono::duration_cast<Timeline::Clock::duration>(since);
+    const auto at = [this](double seconds) {
+      return zero_time_ + std::chrono::duration_cast<Timeline::Clock::duration>(
+                              std::chrono::duration<double>(seconds));
     };
     // A device that is lost has no times to tell, and says so to others.
-    if (end->Synchronize().ok()) timeline_->Add(track, of, at(*begin), at(*end));
+    if (!end->Synchronize().ok()) return;
+    const absl::StatusOr<double> began = begin->SecondsSince(*zero_);
+    const absl::StatusOr<double> ended = end->SecondsSince(*zero_);
+    if (began.ok() && ended.ok()) timeline_->Add(track, of, at(*began), at(*ended));
   });
   return absl::OkStatus();
 }

@@ -35,8 +35,8 @@ class DeviceTrace {
 
   Device& device_;
   Timeline* const timeline_;
-  std::unique_ptr<DeviceEvent> zero_;  // Null: nothing is recorded. When it came, on the host:
-  Timeline::Clock::time_point zero_time_;
+  std::unique_ptr<DeviceEvent> zero_;      // Null: nothing is recorded.
+  Timeline::Clock::time_point zero_time_;  // On the host; not after it.
   std::unique_ptr<Completions> completions_;
 };
 
