@@ -65,8 +65,8 @@ class Binding : public tbb::task_scheduler_observer {
  private:
   const std::vector<int> processors_;
   std::vector<int> all_;  // Constant after construction.
-  TsanEdge edge_;  // From the constructor to the threads that TBB calls from.
-  TsanEdge left_;  // From them to the destructor.
+  TsanEdge edge_;         // From the constructor to the threads that TBB calls from.
+  TsanEdge left_;         // From them to the destructor.
   std::atomic<bool>& failed_;
 };
 
