@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cpu_optimizer_service/common/float_format.h"
+#include "tests/gpu_worker/model_in_memory.h"
 #include "tests/gpu_worker/ranks.h"
 
 namespace ballast::worker {
@@ -27,32 +28,17 @@ float GradientAt(int parameter, int64_t element, int rank, int pass) {
 }
 
 // Backward goes from the last parameter to the first, and leaves out those below `reaches_from`.
-class PlainModel final : public Model {
+class PlainModel final : public ModelInMemory {
  public:
   PlainModel(int rank, int reaches_from, float spoilt)
-      : rank_(rank), reaches_from_(reaches_from), spoilt_(spoilt) {
-    for (int p = kParameters - 1; p >= 0; --p) order_.push_back(p);
-  }
-  const std::vector<int>& backward_order() const override { return order_; }
-  void Place(const Layout& layout, absl::Span<const int64_t> group_elements,
-             DType weights_dtype) override {
-    layout_ = &layout;
-    dtype_ = weights_dtype;
-    for (const int64_t elements : group_elements) {
-      weights_.emplace_back(elements * SizeBytes(dtype_));
-      gradients_.emplace_back(elements, 0.0f);
-    }
-  }
-  DType weights_dtype() const override { return dtype_; }
-  absl::Span<std::byte> weights(int group) override { return absl::MakeSpan(weights_[group]); }
-  absl::Span<float> gradients(int group) override { return absl::MakeSpan(gradients_[group]); }
+      : ModelInMemory(kParameters), rank_(rank), reaches_from_(reaches_from), spoilt_(spoilt) {}
+
   double ForwardBackward(const Batch&, double,
                          const std::function<void(int)>& gradient_ready) override {
-    for (const int p : order_) {
+    for (const int p : backward_order()) {
       if (p < reaches_from_) continue;
-      const ParameterPlace& place = layout_->place(p);
-      float* gradient = gradients_[layout_->spec().parameters[p].group].data() + place.offset;
-      for (int64_t e = 0; e < place.elements; ++e) gradient[e] = GradientAt(p, e, rank_, passes_);
+      const absl::Span<float> gradient = GradientOf(p);
+      for (size_t e = 0; e < gradient.size(); ++e) gradient[e] = GradientAt(p, e, rank_, passes_);
       if (p == 2) gradient[5] += spoilt_;
       gradient_ready(p);
     }
@@ -65,11 +51,6 @@ class PlainModel final : public Model {
   const int reaches_from_;
   const float spoilt_;  // Added to an element of p2.
   int passes_ = 0;
-  std::vector<int> order_;
-  const Layout* layout_ = nullptr;
-  DType dtype_ = DType::kBFloat16;
-  std::vector<std::vector<std::byte>> weights_;
-  std::vector<std::vector<float>> gradients_;
 };
 
 TrainingJob JobOf(int world_size) {

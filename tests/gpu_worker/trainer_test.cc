@@ -10,8 +10,8 @@
 #include <numeric>
 
 #include "gpu_worker/cpu_backend.h"
-#include "gpu_worker/model.h"
 #include "gpu_worker/random.h"
+#include "tests/gpu_worker/model_in_memory.h"
 #include "tests/gpu_worker/training.h"
 
 namespace ballast::worker {
@@ -55,36 +55,23 @@ void InitialValuesOf(int parameter, int64_t offset, absl::Span<float> values) {
   }
 }
 
-class ScriptedModel final : public Model {
+class ScriptedModel final : public ModelInMemory {
  public:
   ScriptedModel(Reach reach, MicroSteps micro_steps, int rank)
-      : reach_(std::move(reach)), micro_steps_(std::move(micro_steps)), rank_(rank) {
-    for (int p = 0; p < kParameters; ++p) backward_order_.push_back(kParameters - 1 - p);
-  }
+      : ModelInMemory(kParameters),
+        reach_(std::move(reach)),
+        micro_steps_(std::move(micro_steps)),
+        rank_(rank) {}
 
-  const std::vector<int>& backward_order() const override { return backward_order_; }
-  void Place(const Layout& layout, absl::Span<const int64_t> group_elements,
-             DType weights_dtype) override {
-    layout_ = &layout;
-    dtype_ = weights_dtype;
-    for (const int64_t elements : group_elements) {
-      weights_.emplace_back(elements * SizeBytes(dtype_));
-      gradients_.emplace_back(elements, 0.0f);
-    }
-  }
-  DType weights_dtype() const override { return dtype_; }
-  absl::Span<std::byte> weights(int group) override { return absl::MakeSpan(weights_[group]); }
-  absl::Span<float> gradients(int group) override { return absl::MakeSpan(gradients_[group]); }
   double ForwardBackward(const Batch&, double loss_scale,
                          const std::function<void(int)>& gradient_ready) override {
     pass_.micro_steps = micro_steps_(pass_.step);
     pass_.rank = rank_;
     // What is not reached keeps what an earlier pass, or nobody, wrote: it must not be read.
-    for (const int p : backward_order_) {
+    for (const int p : backward_order()) {
       if (!reach_(p, pass_)) continue;
-      const ParameterPlace& place = layout_->place(p);
-      float* gradient = gradients_[layout_->spec().parameters[p].group].data() + place.offset;
-      for (int64_t e = 0; e < place.elements; ++e) {
+      const absl::Span<float> gradient = GradientOf(p);
+      for (size_t e = 0; e < gradient.size(); ++e) {
         gradient[e] = static_cast<float>(loss_scale) * GradientAt(p, e, pass_);
       }
       gradient_ready(p);
@@ -98,11 +85,6 @@ class ScriptedModel final : public Model {
   const MicroSteps micro_steps_;
   const int rank_;
   Pass pass_;
-  std::vector<int> backward_order_;
-  const Layout* layout_ = nullptr;
-  DType dtype_ = DType::kBFloat16;
-  std::vector<std::vector<std::byte>> weights_;
-  std::vector<std::vector<float>> gradients_;
 };
 
 constexpr int kBatch = 4;
