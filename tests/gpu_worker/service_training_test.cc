@@ -7,24 +7,15 @@
 #include <tuple>
 #include <utility>
 
+#include "tests/gpu_worker/every_world.h"
 #include "tests/gpu_worker/training.h"
 
 namespace ballast::worker {
 namespace {
 
-class ServiceTraining
-    : public testing::TestWithParam<std::tuple<int, uint32_t, DType, Accumulation>> {};
+class ServiceTraining : public testing::TestWithParam<World> {};
 
-INSTANTIATE_TEST_SUITE_P(
-    Worlds, ServiceTraining,
-    testing::Combine(testing::Values(1, 2, 3), testing::Values(1, 3),
-                     testing::Values(DType::kBFloat16, DType::kFloat32),
-                     testing::Values(Accumulation::kService, Accumulation::kWorker)),
-    [](const auto& info) {
-      return "Ranks" + std::to_string(std::get<0>(info.param)) + "MicroSteps" +
-             std::to_string(std::get<1>(info.param)) + std::string(Name(std::get<2>(info.param))) +
-             (std::get<3>(info.param) == Accumulation::kService ? "InService" : "OnWorker");
-    });
+INSTANTIATE_TEST_SUITE_P(Worlds, ServiceTraining, EveryWorld(), NameOfWorld);
 
 TEST_P(ServiceTraining, EqualsTheLocalOptimizerBitForBit) {
   const auto [world_size, micro_steps, wire_dtype, accumulation] = GetParam();

@@ -17,6 +17,7 @@
 #include <tuple>
 
 #include "tests/gpu_worker/device/pipeline_rank.h"
+#include "tests/gpu_worker/every_world.h"
 #include "tests/gpu_worker/ranks.h"
 
 namespace ballast::worker {
@@ -42,19 +43,9 @@ void RunWorld(int world_size, const RankOptions& options, uint64_t seed,
   RunRanks(world_size, [&](Collective& host) { run(&host); });
 }
 
-class DeviceBackendWorlds
-    : public testing::TestWithParam<std::tuple<int, uint32_t, DType, Accumulation>> {};
+class DeviceBackendWorlds : public testing::TestWithParam<World> {};
 
-INSTANTIATE_TEST_SUITE_P(
-    Worlds, DeviceBackendWorlds,
-    testing::Combine(testing::Values(1, 2, 3), testing::Values(1, 3),
-                     testing::Values(DType::kBFloat16, DType::kFloat32),
-                     testing::Values(Accumulation::kService, Accumulation::kWorker)),
-    [](const auto& info) {
-      return "Ranks" + std::to_string(std::get<0>(info.param)) + "MicroSteps" +
-             std::to_string(std::get<1>(info.param)) + std::string(Name(std::get<2>(info.param))) +
-             (std::get<3>(info.param) == Accumulation::kService ? "InService" : "OnWorker");
-    });
+INSTANTIATE_TEST_SUITE_P(Worlds, DeviceBackendWorlds, EveryWorld(), NameOfWorld);
 
 TEST_P(DeviceBackendWorlds, EachChunkGoesOutOnceWithItsBytesAndWeightsComeBackBeforeTheyAreRead) {
   const auto [world_size, micro_steps, wire_dtype, accumulation] = GetParam();
