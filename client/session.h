@@ -89,6 +89,11 @@ struct SessionOptions {
   std::function<absl::Span<std::byte>(int chunk)> weights;
   // Called from the same thread when a chunk's weights are complete; may be null.
   std::function<void(int chunk)> on_weights;
+  // With `weights` null, from the same thread; may be null. The first: weights of the chunk that
+  // came ahead of the decision lie in Session::weights_memory. They are the step's once on_weights
+  // says so, and void once the second does: others will be written there.
+  std::function<void(int chunk)> on_provisional_weights;
+  std::function<void(int chunk)> on_dropped_weights;
   // Payload bytes on their way, not acknowledged, before Push blocks.
   int64_t window_bytes = int64_t{64} << 20;
   // How long Push waits for room in the window, Seal for the decision, and ReceiveWeights for the
@@ -208,9 +213,10 @@ class Session {
   // released; after a final push not before the next BeginStep. They live as long as the session.
   virtual absl::Span<std::byte> gradient_memory(int chunk) = 0;
   // With SessionOptions::weights null: a chunk's weights in the return dtype, valid from on_weights
-  // (or the return of ReceiveWeights or ReadWeights) until the next BeginStep, after which the
-  // service may write there; so after a skipped step they are not valid. Empty otherwise, and for
-  // another rank's chunk.
+  // (or the return of ReceiveWeights or ReadWeights) until the next BeginStep, and beyond that
+  // until the chunk's final push in that step, after which other weights may be written there; so
+  // after a skipped step they are not valid. Empty otherwise, and for another rank's chunk. From
+  // any thread; the places stay for the session.
   virtual absl::Span<const std::byte> weights_memory(int chunk) const = 0;
 
   // Sends the first weights of this rank's chunks: `fill(chunk, out)` writes chunk.elements fp32

@@ -81,6 +81,7 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   absl::Status OnSharedWeights(const v1::SharedWeights& message);
   absl::Status OnProvisionalWeights(const v1::WeightHeader& header, PayloadPieces payload);
   absl::Status PublishProvisionalWeights(const v1::StepDecision& decision);
+  void DropProvisionalWeights();
   absl::Status OnCommitted(const v1::StepCommitted& committed);
   absl::Status Decide(StepDecision decision);
   absl::Status FinishStep(const StepProgress::Standing& standing, const v1::Job& job,

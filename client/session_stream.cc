@@ -71,10 +71,9 @@ absl::Status SessionImpl::Decide(StepDecision decision) {
 
 absl::Status SessionImpl::OnDecision(const v1::StepDecision& message) {
   BALLAST_RETURN_IF_ERROR(Decide(ToDecision(message)));
-  if (!may_speculate()) return absl::OkStatus();
   const absl::Status published =
       message.applied() ? PublishProvisionalWeights(message) : absl::OkStatus();
-  weights_memory_->ForgetProvisional();
+  DropProvisionalWeights();
   return published;
 }
 
@@ -88,10 +87,15 @@ absl::Status SessionImpl::OnProvisionalWeights(const v1::WeightHeader& header,
         "the service sent provisional weights of step ", header.step(), " while this rank ",
         may_speculate() ? "was not awaiting its decision" : "has not asked for any"));
   }
-  return weights_memory_->KeepProvisional(header, payload);
+  BALLAST_RETURN_IF_ERROR(weights_memory_->KeepProvisional(header, payload));
+  if (!options_.weights && options_.on_provisional_weights) {
+    options_.on_provisional_weights(static_cast<int>(header.chunk()));
+  }
+  return absl::OkStatus();
 }
 
 absl::Status SessionImpl::PublishProvisionalWeights(const v1::StepDecision& decision) {
+  if (!may_speculate()) return absl::OkStatus();
   const absl::flat_hash_set<uint32_t> dropped(decision.dropped_chunks().begin(),
                                               decision.dropped_chunks().end());
   v1::WeightHeader header;
@@ -100,9 +104,20 @@ absl::Status SessionImpl::PublishProvisionalWeights(const v1::StepDecision& deci
     const bool kept = weights_memory_->has_provisional(chunk);
     if (!kept || dropped.contains(static_cast<uint32_t>(chunk))) continue;
     header.set_chunk(static_cast<uint32_t>(chunk));
+    weights_memory_->Publish(chunk);
     BALLAST_RETURN_IF_ERROR(sink_.Place(header, {weights_memory_->at(chunk)}));
   }
   return absl::OkStatus();
+}
+
+// All that are left.
+void SessionImpl::DropProvisionalWeights() {
+  if (!weights_memory_.has_value()) return;
+  for (int chunk : layout_.chunks_of_rank(options_.rank)) {
+    if (!weights_memory_->has_provisional(chunk)) continue;
+    if (!options_.weights && options_.on_dropped_weights) options_.on_dropped_weights(chunk);
+  }
+  weights_memory_->ForgetProvisional();
 }
 
 absl::Status SessionImpl::OnWeights(const v1::WeightHeader& header, PayloadPieces payload) {
@@ -144,7 +159,7 @@ absl::Status SessionImpl::OnCommitted(const v1::StepCommitted& committed) {
 absl::Status SessionImpl::OnAttachedAgain(const v1::AttachWorkerResponse& attached,
                                           absl::Duration limit) {
   // What the old stream brought ahead of a decision counts for nothing on the new one.
-  if (weights_memory_.has_value()) weights_memory_->ForgetProvisional();
+  DropProvisionalWeights();
   const StepProgress::Standing standing = progress_.standing();
   const uint64_t service = attached.committed_step();
   if (standing.step == 0 && service == committed_step_) return absl::OkStatus();

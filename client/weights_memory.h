@@ -44,6 +44,8 @@ class WeightsMemory {
   // that is not the rank's, is kept already, or is of another size.
   absl::Status KeepProvisional(const v1::WeightHeader& header, PayloadPieces payload);
   bool has_provisional(int chunk) const { return kept_[chunk]; }
+  // The chunk's are the step's: provisional no longer.
+  void Publish(int chunk) { kept_[chunk] = false; }
   // From now on nothing is kept.
   void ForgetProvisional();
 

@@ -7,12 +7,14 @@
 
 #include <fstream>
 
+#include "absl/strings/str_cat.h"
 #include "tests/client/scripted_session.h"
 
 namespace ballast::client {
 namespace {
 
 using testing::AllOf;
+using testing::ElementsAre;
 using testing::HasSubstr;
 
 class ProvisionalWeightsTest : public ScriptedSession {
@@ -201,6 +203,72 @@ TEST_F(ProvisionalWeightsTest, OfABrokenStreamAreReadWhenTheDecisionWasMadeMeanw
   for (int chunk = 0; chunk < 5; ++chunk) EXPECT_EQ(memory_[chunk], WeightsOf(chunk));
   session_.reset();
   testing::internal::GetCapturedStderr();
+}
+
+// A trainer that reads weights where they lie hears of each as it comes, in this order.
+class ToldWeightsTest : public ProvisionalWeightsTest {
+ protected:
+  ToldWeightsTest() {
+    options_.weights = nullptr;
+    options_.on_provisional_weights = [this](int chunk) { Note("provisional", chunk); };
+    options_.on_dropped_weights = [this](int chunk) { Note("dropped", chunk); };
+    options_.on_weights = [this](int chunk) { Note("weights", chunk); };
+  }
+  void Note(const char* what, int chunk) {
+    const absl::Span<const std::byte> lies = session_->weights_memory(chunk);
+    told_.push_back(
+        absl::StrCat(what, " ", chunk, " ", std::string(1, static_cast<char>(lies[0]))));
+  }
+
+  std::vector<std::string> told_;
+};
+
+TEST_F(ToldWeightsTest, AreToldAsProvisionalThenAsTheStepsOrAsDropped) {
+  OpenAndBegin();
+  for (int chunk : {0, 1, 2}) Provisional(chunk, WeightsOf(chunk));
+  EXPECT_THAT(told_, ElementsAre("provisional 0 a", "provisional 1 b", "provisional 2 c"));
+  told_.clear();
+  DecideWithDropped(true, {1});
+  EXPECT_THAT(told_, ElementsAre("weights 0 a", "weights 2 c", "dropped 1 b"));
+  told_.clear();
+  for (int chunk : {1, 3, 4}) SendWeights(5, chunk, {std::string(chunk == 4 ? 1024 : 512, 'N')});
+  Commit(5);
+  EXPECT_TRUE(session_->ReceiveWeights().ok());
+  EXPECT_THAT(told_, ElementsAre("weights 1 N", "weights 3 N", "weights 4 N"));
+}
+
+TEST_F(ToldWeightsTest, OfASkippedStepAreDropped) {
+  OpenAndBegin();
+  for (int chunk : {0, 3}) Provisional(chunk, WeightsOf(chunk));
+  told_.clear();
+  DecideWithDropped(false, {});
+  Commit(5);
+  EXPECT_TRUE(session_->ReceiveWeights().ok());
+  EXPECT_THAT(told_, ElementsAre("dropped 0 a", "dropped 3 d"));
+}
+
+TEST_F(ToldWeightsTest, OfABrokenStreamAreDropped) {
+  OpenAndBegin();
+  Provisional(2, WeightsOf(2));
+  testing::internal::CaptureStderr();
+  fake_->Break(absl::UnavailableError("connection lost"));
+  ASSERT_TRUE(fake_->AwaitStream(2, 2));
+  EXPECT_THAT(told_, ElementsAre("provisional 2 c", "dropped 2 c"));
+  session_.reset();
+  testing::internal::GetCapturedStderr();
+}
+
+TEST_F(ToldWeightsTest, AreNotToldAsProvisionalToATrainerWithMemoryOfItsOwn) {
+  options_.weights = [this](int chunk) {
+    memory_[chunk].resize(chunk == 4 ? 1024 : 512);
+    return absl::MakeSpan(reinterpret_cast<std::byte*>(memory_[chunk].data()),
+                          memory_[chunk].size());
+  };
+  options_.on_weights = [this](int chunk) { told_.push_back(absl::StrCat("weights ", chunk)); };
+  OpenAndBegin();
+  for (int chunk : {0, 1}) Provisional(chunk, WeightsOf(chunk));
+  DecideWithDropped(true, {1});
+  EXPECT_THAT(told_, ElementsAre("weights 0"));
 }
 
 #if defined(__has_feature)
