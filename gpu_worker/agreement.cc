@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/check.h"
+#include "gpu_worker/fnv1a.h"
 #include "gpu_worker/share.h"
 
 namespace ballast::worker {
@@ -14,11 +15,10 @@ namespace {
 
 using Hashes = std::array<uint64_t, kMaxAgreedSettings>;
 
-// FNV-1a: the same in every process, and nobody here wants to deceive it.
 uint64_t Hash(const std::string& bytes) {
-  uint64_t hash = 0xcbf29ce484222325;
-  for (const char byte : bytes) hash = (hash ^ static_cast<uint8_t>(byte)) * 0x100000001b3;
-  return hash;
+  Fnv1a hash;
+  for (const char byte : bytes) hash.Add(static_cast<uint8_t>(byte));
+  return hash.hash();
 }
 
 }  // namespace

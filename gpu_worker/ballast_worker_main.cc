@@ -79,8 +79,7 @@ absl::StatusOr<MakeOptimizer> ServiceOptimizer(const WorkerFlags& flags, const L
     return MakeServiceOptimizer(
         channel,
         {.job = job.spec,
-         .weights = [&backend](int chunk) { return backend.weights(chunk); },
-         .on_weights = [&backend](int chunk) { backend.OnWeights(chunk); },
+         .backend = backend,
          .resume_directory = flags.resume,
          .seal_timeout = flags.options.seal_timeout,
          .reconnect_timeout = flags.reconnect_timeout,

@@ -107,9 +107,6 @@ absl::StatusOr<ReducedMicroStep> BucketReducer::FinishMicroStep() {
   Stopwatch waiting;
   while (status_.ok() && next_ < order_.reduction.size()) changed_.Wait(mutex_);
   if (!status_.ok()) return status_;
-  if (result.used_parameters.empty() && !result.all_used) {
-    return NoParameterReached(layout_, collective_.rank(), micro_step_.index);
-  }
   result.non_finite = non_finite_;
   const double waited = waiting.Lap();
   const double reducing = work_.reduce_seconds - before.reduce_seconds;
@@ -119,13 +116,6 @@ absl::StatusOr<ReducedMicroStep> BucketReducer::FinishMicroStep() {
     result.consume_seconds = waited - result.reduce_seconds;
   }
   return result;
-}
-
-int64_t BucketReducer::accumulator_bytes() const {
-  MutexLock lock(mutex_);
-  int64_t elements = 0;
-  for (const std::vector<float>& space : accumulators_) elements += space.size();
-  return elements * static_cast<int64_t>(sizeof(float));
 }
 
 // ---------------------------------------------------------------- the communication thread
@@ -252,11 +242,11 @@ absl::Status BucketReducer::Reduce(int index, const MicroStep& micro_step) {
   }
   const int64_t begin = bucket.begin + collective_.rank() * bucket.shard_elements;
   const int64_t owned = std::clamp<int64_t>(bucket.end - begin, 0, bucket.shard_elements);
-  BALLAST_RETURN_IF_ERROR(consumer_({.bucket = index,
-                                     .micro_step_begin = accumulated ? 0 : micro_step.index,
-                                     .micro_step_end = micro_step.index + 1,
-                                     .final = micro_step.last(),
-                                     .values = shard.subspan(0, owned)}));
+  consumer_({.bucket = index,
+             .micro_step_begin = accumulated ? 0 : micro_step.index,
+             .micro_step_end = micro_step.index + 1,
+             .final = micro_step.last(),
+             .values = shard.subspan(0, owned)});
   const double consume_seconds = stopwatch.Lap();
   MutexLock lock(mutex_);
   work_.consume_seconds += consume_seconds;
@@ -274,8 +264,7 @@ void BucketReducer::FindNonFinite(int index, absl::Span<const float> sealed) {
     if (!found.has_value()) continue;
     const int64_t element = begin - place.offset + found->index;
     MutexLock lock(mutex_);
-    if (!non_finite_.has_value() ||
-        std::pair(p, element) < std::pair(non_finite_->parameter, non_finite_->element)) {
+    if (ComesFirst(p, element, non_finite_)) {
       non_finite_ = {.parameter = p, .element = element, .value = found->value};
     }
     return;  // The bucket's parameters come in order.

@@ -60,6 +60,7 @@ struct ReducedShard {
 struct ReducedMicroStep {
   std::vector<int> used_parameters;  // By index, in increasing order.
   bool all_used = true;
+  bool reached_nothing() const { return used_parameters.empty() && !all_used; }
   std::optional<NonFinite> non_finite;  // The first, by parameter and element, that was found.
   // Time that FinishMicroStep waited, by what the reducer's thread was doing then.
   double reduce_seconds = 0;
@@ -68,7 +69,8 @@ struct ReducedMicroStep {
 
 class BucketReducer {
  public:
-  using Consumer = std::function<absl::Status(const ReducedShard& shard)>;
+  // Has no error to return: whatever becomes of a shard, the other ranks wait for the rest.
+  using Consumer = std::function<void(const ReducedShard& shard)>;
 
   // `gradients[group]` is the flat space that the model writes, as long as the buckets reach.
   // Everything is borrowed until destruction.
@@ -80,14 +82,10 @@ class BucketReducer {
   // Micro-steps of a step come in order, all with the same `micro_steps`.
   void StartMicroStep(uint32_t micro_step, uint32_t micro_steps);
   void GradientReady(int parameter);
-  // The first error of the collective or the consumer, kept for all later calls.
-  // FAILED_PRECONDITION if backward reached no parameter at all: this rank has taken part in the
-  // micro-step's collectives with zeros by then, so that the others' fit, and must not seal the
-  // step.
+  // The first error of the collective, kept for all later calls. Where backward reached no
+  // parameter at all, this rank has taken part in the micro-step's collectives with zeros, so that
+  // the others' fit, and must not seal the step.
   absl::StatusOr<ReducedMicroStep> FinishMicroStep();
-
-  // Memory for sums on the worker; 0 until a step of several micro-steps asks for it.
-  int64_t accumulator_bytes() const;
 
  private:
   struct Work {

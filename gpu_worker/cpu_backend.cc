@@ -43,7 +43,7 @@ CpuBackend::CpuBackend(const CpuBackendOptions& options, std::unique_ptr<Model> 
       timeline_(options.timeline),
       reducer_(
           job.layout, job.buckets, model_->backward_order(), GradientsOf(*model_, job), collective,
-          [this](const ReducedShard& shard) { return HandOver(shard); },
+          [this](const ReducedShard& shard) { HandOver(shard); },
           {.accumulation = options.accumulation,
            .checked_as = options.check_gradients ? WireDTypes(job) : std::vector<DType>{},
            .on_reduced = [this](int bucket, double seconds) { NoteReduced(bucket, seconds); }}) {}
@@ -56,6 +56,7 @@ absl::Status CpuBackend::UseGradientMemory(
 
 // Each bucket is reduced, and handed over, as soon as backward completes it.
 absl::Status CpuBackend::MicroStep(const MicroStepInput& input) {
+  BALLAST_RETURN_IF_ERROR(failure_);
   Stopwatch stopwatch;
   step_number_ = input.step;
   reducer_.StartMicroStep(input.micro_step, input.micro_steps);
@@ -70,32 +71,42 @@ absl::Status CpuBackend::MicroStep(const MicroStepInput& input) {
   step_.compute_seconds += stopwatch.Lap();
 
   absl::StatusOr<ReducedMicroStep> reduced = reducer_.FinishMicroStep();
-  BALLAST_RETURN_IF_ERROR(sink_status_);  // It came before any error of the reducer.
-  BALLAST_RETURN_IF_ERROR(reduced.status());
+  if (!reduced.ok()) return failure_ = reduced.status();
   step_.reduce_seconds += reduced->reduce_seconds;
   step_.send_seconds += reduced->consume_seconds;
   stopwatch.Lap();
-  sink_status_ =
-      sink_.end_micro_step(input.micro_step, {.all = reduced->all_used,
-                                              .parameters = std::move(reduced->used_parameters),
-                                              .non_finite = reduced->non_finite});
+  if (step_error_.ok()) step_error_ = EndMicroStep(input.micro_step, *std::move(reduced));
   step_.send_seconds += stopwatch.Lap();
-  return sink_status_;
+  return absl::OkStatus();  // An error of the step waits for its end: others wait for this rank.
+}
+
+// Used is what backward reached, whatever its gradients were. A rank without tokens is no
+// exception: a pass over none reaches what any pass of its model does, with zeros, as torch's
+// backward of an empty sum. The service unites the ranks' sets, so all of them beside the others'
+// all add nothing; an empty set would be taken for a backward whose hooks did not fire, and the
+// seal refused.
+absl::Status CpuBackend::EndMicroStep(uint32_t micro_step, ReducedMicroStep reduced) {
+  if (reduced.reached_nothing()) {
+    return NoParameterReached(job_.layout, collective_.rank(), micro_step);
+  }
+  return sink_.end_micro_step(micro_step, {.all = reduced.all_used,
+                                           .parameters = std::move(reduced.used_parameters),
+                                           .non_finite = reduced.non_finite});
 }
 
 absl::StatusOr<FinishedStep> CpuBackend::FinishStep() {
   const FinishedStep finished = std::exchange(step_, {});
-  BALLAST_RETURN_IF_ERROR(std::exchange(sink_status_, absl::OkStatus()));
+  const absl::Status step_error = std::exchange(step_error_, absl::OkStatus());
+  BALLAST_RETURN_IF_ERROR(failure_);
+  BALLAST_RETURN_IF_ERROR(step_error);
   return finished;
 }
 
-// On the reducer's thread: this rank's shard of a bucket. An error does not reach the reducer,
-// which goes on with the micro-step's other buckets, so that no rank waits for this one there.
-absl::Status CpuBackend::HandOver(const ReducedShard& shard) {
+// On the reducer's thread: this rank's shard of a bucket.
+void CpuBackend::HandOver(const ReducedShard& shard) {
   const TimelineScope scope(timeline_, Track::kSend,
                             {.step = step_number_, .bucket = shard.bucket});
-  if (sink_status_.ok()) sink_status_ = PushChunks(shard);
-  return absl::OkStatus();
+  if (step_error_.ok()) step_error_ = PushChunks(shard);
 }
 
 absl::Status CpuBackend::PushChunks(const ReducedShard& shard) {

@@ -55,8 +55,9 @@ class CpuBackend final : public TrainingBackend {
   absl::Status ReadWeights(int group, absl::Span<std::byte> to) override;
 
  private:
-  absl::Status HandOver(const ReducedShard& shard);
+  void HandOver(const ReducedShard& shard);
   absl::Status PushChunks(const ReducedShard& shard);
+  absl::Status EndMicroStep(uint32_t micro_step, ReducedMicroStep reduced);
   void NoteReduced(int bucket, double seconds);
   absl::Span<std::byte> WeightBytes(int group, int64_t begin, int64_t elements);
 
@@ -65,9 +66,11 @@ class CpuBackend final : public TrainingBackend {
   const std::unique_ptr<Model> model_;
   GradientStaging staging_;
   StepSink sink_;
-  // The reducer's thread has it during a micro-step, the caller's otherwise.
-  absl::Status sink_status_;
-  FinishedStep step_;  // As far as it has come.
+  // The sink's first error, or that nothing was reached: kept for FinishStep, and no sink is called
+  // after it. The reducer's thread has it during a micro-step, the caller's otherwise.
+  absl::Status step_error_;
+  absl::Status failure_;  // The collective's: stays.
+  FinishedStep step_;     // As far as it has come.
   Timeline* const timeline_;
   uint64_t step_number_ = 0;  // For the timeline.
   BucketReducer reducer_;     // Last: its thread uses the others.

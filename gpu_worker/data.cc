@@ -13,6 +13,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "gpu_worker/fnv1a.h"
 #include "gpu_worker/random.h"
 
 namespace ballast::worker {
@@ -163,11 +164,10 @@ absl::StatusOr<TokenData> TokenData::Create(int vocabulary, std::vector<uint16_t
 }
 
 uint64_t TokenData::Fingerprint() const {
-  // FNV-1a over tokens in place of bytes: the same in every process, and nobody here wants to
-  // deceive it.
-  uint64_t hash = 0xcbf29ce484222325 ^ static_cast<uint64_t>(vocabulary_);
-  for (const uint16_t token : tokens_) hash = (hash ^ token) * 0x100000001b3;
-  return hash;
+  Fnv1a hash;
+  hash.Add(static_cast<uint64_t>(vocabulary_));
+  for (const uint16_t token : tokens_) hash.Add(token);
+  return hash.hash();
 }
 
 Batch TokenData::Slice(const BatchPosition& position, int global_sequences, int rank,

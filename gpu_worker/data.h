@@ -56,7 +56,6 @@ class TokenData {
 
   // Tokens are less than this: kByteTokens or kGpt2Tokens.
   int vocabulary() const { return vocabulary_; }
-  int64_t tokens() const { return static_cast<int64_t>(tokens_.size()); }
   // Of the tokens, for whoever asks whether two processes read the same. Reads them all.
   uint64_t Fingerprint() const;
 

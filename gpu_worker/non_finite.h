@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <optional>
+#include <utility>
 
 #include "absl/types/span.h"
 #include "client/session.h"
@@ -20,15 +21,27 @@ struct NonFiniteElement {
   float value = 0;  // As it travels.
 };
 
+// As `dtype` keeps it.
+inline float Rounded(float value, DType dtype) {
+  float travels = 0;
+  StoreElement(&travels, dtype, 0, value);
+  return LoadElement(&travels, dtype, 0);
+}
+
 // The first element of `values` that is not finite once rounded to `dtype`.
 inline std::optional<NonFiniteElement> FirstNonFinite(absl::Span<const float> values, DType dtype) {
   for (size_t i = 0; i < values.size(); ++i) {
-    float travels = 0;
-    StoreElement(&travels, dtype, 0, values[i]);
-    const float value = LoadElement(&travels, dtype, 0);
+    const float value = Rounded(values[i], dtype);
     if (!std::isfinite(value)) return NonFiniteElement{static_cast<int64_t>(i), value};
   }
   return std::nullopt;
+}
+
+// Whether an element comes before the first one known, by parameter and element: buckets are
+// searched in another order, and the same one is to be named whatever that is.
+inline bool ComesFirst(int parameter, int64_t element, const std::optional<NonFinite>& first) {
+  return !first.has_value() ||
+         std::pair(parameter, element) < std::pair(first->parameter, first->element);
 }
 
 }  // namespace ballast::worker

@@ -48,6 +48,9 @@ class StepOptimizer {
   // Where a chunk's gradient is written best (client::Session::gradient_memory), until the next
   // Join; empty: anywhere.
   virtual absl::Span<std::byte> gradient_memory(int chunk) { return {}; }
+  // Where the weights of a chunk of this rank are left, until the next Join, if not where WeightsAt
+  // says; as client::Session::weights_memory.
+  virtual absl::Span<std::byte> weights_memory(int chunk) { return {}; }
   // How gradients and weights travel, in words; empty where they do not.
   virtual std::string transport() const { return {}; }
 

@@ -9,12 +9,14 @@
 #include <cmath>
 #include <cstdlib>
 #include <filesystem>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <system_error>
 #include <utility>
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/output_file.h"
 
@@ -26,6 +28,33 @@ double Median(std::vector<double> values) {
   const auto middle = values.begin() + values.size() / 2;
   std::nth_element(values.begin(), middle, values.end());
   return *middle;
+}
+
+// The flat space of each group.
+absl::StatusOr<std::vector<std::string>> ReadSpaces(TrainingBackend& backend,
+                                                    const TrainingJob& job) {
+  std::vector<std::string> spaces;
+  for (int group = 0; group < job.layout.group_count(); ++group) {
+    std::string& space = spaces.emplace_back();
+    space.resize(job.layout.flat_elements(group) * SizeBytes(job.spec.groups[group].return_dtype));
+    BALLAST_RETURN_IF_ERROR(
+        backend.ReadWeights(group, {reinterpret_cast<std::byte*>(space.data()), space.size()}));
+  }
+  return spaces;
+}
+
+// Each parameter's weights, in order.
+std::vector<absl::string_view> ParametersIn(const std::vector<std::string>& spaces,
+                                            const TrainingJob& job) {
+  std::vector<absl::string_view> parameters;
+  for (size_t p = 0; p < job.layout.spec().parameters.size(); ++p) {
+    const ParameterPlace& place = job.layout.place(p);
+    const int group = job.layout.spec().parameters[p].group;
+    const int64_t size = SizeBytes(job.spec.groups[group].return_dtype);
+    parameters.push_back(
+        absl::string_view(spaces[group]).substr(place.offset * size, place.elements * size));
+  }
+  return parameters;
 }
 
 }  // namespace
@@ -46,28 +75,16 @@ absl::Status PrepareOutput(const std::string& directory) {
   return status;
 }
 
-absl::StatusOr<std::string> SerializeWeights(TrainingBackend& backend, const TrainingJob& job) {
-  std::vector<std::string> spaces;  // By group.
-  for (int group = 0; group < job.layout.group_count(); ++group) {
-    std::string& space = spaces.emplace_back();
-    space.resize(job.layout.flat_elements(group) * SizeBytes(job.spec.groups[group].return_dtype));
-    BALLAST_RETURN_IF_ERROR(
-        backend.ReadWeights(group, {reinterpret_cast<std::byte*>(space.data()), space.size()}));
+std::string Sha256Hex(absl::Span<const absl::string_view> parts) {
+  const std::unique_ptr<EVP_MD_CTX, void (*)(EVP_MD_CTX*)> context(EVP_MD_CTX_new(),
+                                                                   EVP_MD_CTX_free);
+  EVP_DigestInit_ex(context.get(), EVP_sha256(), nullptr);
+  for (const absl::string_view part : parts) {
+    EVP_DigestUpdate(context.get(), part.data(), part.size());
   }
-  std::string bytes;
-  for (size_t p = 0; p < job.layout.spec().parameters.size(); ++p) {
-    const ParameterPlace& place = job.layout.place(p);
-    const int group = job.layout.spec().parameters[p].group;
-    const int64_t size = SizeBytes(job.spec.groups[group].return_dtype);
-    bytes.append(spaces[group], place.offset * size, place.elements * size);
-  }
-  return bytes;
-}
-
-std::string Sha256Hex(const std::string& bytes) {
   std::array<unsigned char, EVP_MAX_MD_SIZE> digest;
   unsigned int size = 0;
-  EVP_Digest(bytes.data(), bytes.size(), digest.data(), &size, EVP_sha256(), nullptr);
+  EVP_DigestFinal_ex(context.get(), digest.data(), &size);
   return absl::BytesToHexString({reinterpret_cast<const char*>(digest.data()), size});
 }
 
@@ -116,10 +133,16 @@ std::string WorkerJson(const RunFacts& facts, const TrainingJob& job,
 }
 
 absl::Status WriteOutput(const std::string& directory, const RunFacts& facts,
-                         const TrainingJob& job, TrainingBackend& backend) {
-  BALLAST_ASSIGN_OR_RETURN(const std::string weights, SerializeWeights(backend, job));
-  return WriteFiles(directory, {{"weights.bin", weights},
-                                {"worker.json", WorkerJson(facts, job, Sha256Hex(weights))}});
+                         const TrainingJob& job, TrainingBackend& backend,
+                         WeightsFile weights_file) {
+  BALLAST_ASSIGN_OR_RETURN(const std::vector<std::string> spaces, ReadSpaces(backend, job));
+  const std::vector<absl::string_view> parameters = ParametersIn(spaces, job);
+  std::vector<OutputFile> files;
+  if (weights_file == WeightsFile::kWritten) {
+    files.push_back({"weights.bin", absl::StrJoin(parameters, "")});
+  }
+  files.push_back({"worker.json", WorkerJson(facts, job, Sha256Hex(parameters))});
+  return WriteFiles(directory, files);
 }
 
 }  // namespace ballast::worker

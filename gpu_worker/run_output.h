@@ -1,4 +1,4 @@
-// What rank 0 leaves under --out when the run is over: weights.bin and worker.json, beside the
+// What rank 0 leaves under --out when the run is over: worker.json and weights.bin, beside the
 // losses.csv that loss_log.h keeps.
 #ifndef BALLAST_GPU_WORKER_RUN_OUTPUT_H_
 #define BALLAST_GPU_WORKER_RUN_OUTPUT_H_
@@ -9,7 +9,8 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 #include "client/session.h"
 #include "gpu_worker/backend.h"
 #include "gpu_worker/trainer.h"
@@ -30,16 +31,20 @@ struct RunFacts {
   std::optional<client::JobCounts> counts;  // Where a service counts.
 };
 
-// The final weights of all parameters in order, in the format of the passes, little-endian, nothing
-// between them.
-absl::StatusOr<std::string> SerializeWeights(TrainingBackend& backend, const TrainingJob& job);
-std::string Sha256Hex(const std::string& bytes);
+// The SHA-256 of what these have one after another.
+std::string Sha256Hex(absl::Span<const absl::string_view> parts);
 std::string WorkerJson(const RunFacts& facts, const TrainingJob& job,
                        const std::string& weights_sha256);
 
-// Both files appear, whole, or, on an error such as a full disk, none.
+// weights.bin: the final weights of all parameters in order, in the format of the passes,
+// little-endian, nothing between them. Of a model that is only measured or compared, its hash in
+// worker.json is enough, and gigabytes need not be written.
+enum class WeightsFile { kWritten, kHashedOnly };
+
+// The files appear, whole, or, on an error such as a full disk, none.
 absl::Status WriteOutput(const std::string& directory, const RunFacts& facts,
-                         const TrainingJob& job, TrainingBackend& backend);
+                         const TrainingJob& job, TrainingBackend& backend,
+                         WeightsFile weights_file = WeightsFile::kWritten);
 
 }  // namespace ballast::worker
 

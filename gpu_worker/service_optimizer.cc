@@ -37,6 +37,11 @@ class ServiceOptimizer final : public StepOptimizer {
   absl::Span<std::byte> gradient_memory(int chunk) override {
     return session().gradient_memory(chunk);
   }
+  // Nobody writes there but the session; a device that copies from it has it pinned.
+  absl::Span<std::byte> weights_memory(int chunk) override {
+    const absl::Span<const std::byte> memory = session().weights_memory(chunk);
+    return {const_cast<std::byte*>(memory.data()), memory.size()};
+  }
   std::string transport() const override {
     return session().shares_memory() ? "shared memory" : "the connection";
   }
@@ -114,8 +119,15 @@ absl::StatusOr<std::unique_ptr<StepOptimizer>> MakeServiceOptimizer(
   client::SessionOptions session_options;
   session_options.job = std::move(options.job);
   session_options.rank = collective.rank();
-  session_options.weights = std::move(options.weights);
-  session_options.on_weights = std::move(options.on_weights);
+  TrainingBackend& backend = options.backend;
+  if (!backend.gathers_ahead()) {
+    session_options.weights = [&backend](int chunk) { return backend.weights(chunk); };
+  }
+  session_options.on_weights = [&backend](int chunk) { backend.OnWeights(chunk); };
+  session_options.on_provisional_weights = [&backend](int chunk) {
+    backend.OnProvisionalWeights(chunk);
+  };
+  session_options.on_dropped_weights = [&backend](int chunk) { backend.OnDroppedWeights(chunk); };
   session_options.seal_timeout = options.seal_timeout;
   session_options.reconnect_timeout = options.reconnect_timeout;
   session_options.shared_memory = options.shared_memory;

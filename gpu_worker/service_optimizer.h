@@ -2,13 +2,13 @@
 #ifndef BALLAST_GPU_WORKER_SERVICE_OPTIMIZER_H_
 #define BALLAST_GPU_WORKER_SERVICE_OPTIMIZER_H_
 
-#include <functional>
 #include <memory>
 #include <string>
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "client/session.h"
+#include "gpu_worker/backend.h"
 #include "gpu_worker/collective.h"
 #include "gpu_worker/optimizer.h"
 
@@ -16,9 +16,9 @@ namespace ballast::worker {
 
 struct ServiceOptimizerOptions {
   JobSpec job;
-  WeightsAt weights;
-  // As SessionOptions::on_weights.
-  std::function<void(int chunk)> on_weights = {};
+  // Puts weights where it wants them, or, where it gathers ahead, leaves them in the session's
+  // memory; and tells it of each. Borrowed.
+  TrainingBackend& backend;
   // A checkpoint on the service's host for rank 0 to load into a job that has no weights yet. A job
   // that has some goes on from them: a restarted worker has the same flags. Empty: none.
   std::string resume_directory;

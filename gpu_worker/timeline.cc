@@ -1,10 +1,13 @@
 #include "gpu_worker/timeline.h"
 
+#include <algorithm>
+#include <charconv>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "gpu_worker/output_file.h"
 
 namespace ballast::worker {
@@ -44,14 +47,33 @@ double Microseconds(Timeline::Clock::duration duration) {
 // Numbers of tracks in the file begin with 1.
 int Number(Track track) { return static_cast<int>(track) + 1; }
 
-std::string NameOf(Track track, const SpanOf& of) {
-  std::string name = Name(track);
-  if (track == Track::kStep) absl::StrAppend(&name, " ", of.step);
-  if (of.micro_step >= 0) absl::StrAppend(&name, " micro-step ", of.micro_step);
-  if (of.bucket >= 0) absl::StrAppend(&name, " bucket ", of.bucket);
-  if (of.chunk >= 0) absl::StrAppend(&name, " chunk ", of.chunk);
-  return name;
-}
+// A span's name, made without the heap: a profiler's ranges have theirs made whether or not a
+// profiler is there to read it, which nobody can ask.
+class SpanName {
+ public:
+  SpanName(Track track, const SpanOf& of) {
+    Append(Name(track));
+    if (track == Track::kStep) Append(" ", of.step);
+    if (of.micro_step >= 0) Append(" micro-step ", of.micro_step);
+    if (of.bucket >= 0) Append(" bucket ", of.bucket);
+    if (of.chunk >= 0) Append(" chunk ", of.chunk);
+    *end_ = '\0';
+  }
+  SpanName(const SpanName&) = delete;
+  SpanName& operator=(const SpanName&) = delete;
+  const char* c_str() const { return text_; }
+
+ private:
+  void Append(absl::string_view text) { end_ = std::copy(text.begin(), text.end(), end_); }
+  template <typename Integer>
+  void Append(absl::string_view what, Integer number) {
+    Append(what);
+    end_ = std::to_chars(end_, text_ + sizeof(text_), number).ptr;
+  }
+
+  char text_[128];  // The longest, with all numbers at their largest, has 83.
+  char* end_ = text_;
+};
 
 Json Arguments(const SpanOf& of) {
   Json arguments = {{"step", of.step}};
@@ -91,7 +113,7 @@ std::string Timeline::ToJson() const {
   }
   MutexLock lock(mutex_);
   for (const Span& span : spans_) {
-    const Json event = {{"name", NameOf(span.track, span.of)},
+    const Json event = {{"name", SpanName(span.track, span.of).c_str()},
                         {"cat", Name(span.track)},
                         {"ph", "X"},
                         {"pid", options_.rank},
@@ -111,18 +133,15 @@ absl::Status Timeline::Write(const std::string& path) const {
   return WriteFiles(folder.empty() ? "." : folder, {{file.filename().string(), ToJson()}});
 }
 
-TimelineScope::TimelineScope(Timeline* timeline, Track track, const SpanOf& of)
-    : timeline_(timeline), track_(track), of_(of) {
-  if (timeline_ == nullptr) return;
+void TimelineScope::Begin() {
   if (timeline_->options_.profiler.begin != nullptr) {
-    timeline_->options_.profiler.begin(NameOf(track, of).c_str());
+    timeline_->options_.profiler.begin(SpanName(track_, of_).c_str());
   }
-  begin_ = Timeline::Clock::now();
+  if (timeline_->keeps_spans()) begin_ = Timeline::Clock::now();
 }
 
-TimelineScope::~TimelineScope() {
-  if (timeline_ == nullptr) return;
-  timeline_->Add(track_, of_, begin_, Timeline::Clock::now());
+void TimelineScope::End() {
+  if (timeline_->keeps_spans()) timeline_->Add(track_, of_, begin_, Timeline::Clock::now());
   if (timeline_->options_.profiler.end != nullptr) timeline_->options_.profiler.end();
 }
 

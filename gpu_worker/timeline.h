@@ -88,15 +88,24 @@ class Timeline {
   uint64_t dropped_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
-// A span of the calling thread, from construction to destruction.
+// A span of the calling thread, from construction to destruction. Allocates nothing but what keeps
+// the span.
 class TimelineScope {
  public:
-  TimelineScope(Timeline* timeline, Track track, const SpanOf& of);
-  ~TimelineScope();
+  TimelineScope(Timeline* timeline, Track track, const SpanOf& of)
+      : timeline_(timeline), track_(track), of_(of) {
+    if (timeline_ != nullptr) Begin();
+  }
+  ~TimelineScope() {
+    if (timeline_ != nullptr) End();
+  }
   TimelineScope(const TimelineScope&) = delete;
   TimelineScope& operator=(const TimelineScope&) = delete;
 
  private:
+  void Begin();
+  void End();
+
   Timeline* const timeline_;
   const Track track_;
   const SpanOf of_;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <limits>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -35,7 +36,7 @@ Trainer::Trainer(const TrainerOptions& options, const TrainerParts& parts)
                       }});
 }
 
-Trainer::~Trainer() { LeaveGradientMemory().IgnoreError(); }
+Trainer::~Trainer() { LeaveOptimizersMemory().IgnoreError(); }
 
 absl::Status Trainer::Run(const TrainerEvents& events) {
   while (optimizer_.committed_step() < options_.steps) {
@@ -57,7 +58,12 @@ absl::Status Trainer::Step(uint64_t step, const TrainerEvents& events) {
     if (events.on_sealing) {
       BALLAST_RETURN_IF_ERROR(events.on_sealing(step, attempt_.report.loss));
     }
-    BALLAST_RETURN_IF_ERROR(SealAndReceive());
+    BALLAST_RETURN_IF_ERROR(Seal());
+    if (backend_.gathers_ahead()) {
+      BALLAST_RETURN_IF_ERROR(ReceiveUnderNextForward());
+    } else {
+      BALLAST_RETURN_IF_ERROR(Receive());
+    }
     BALLAST_RETURN_IF_ERROR(ShareDecision());
   }
 
@@ -71,7 +77,7 @@ absl::Status Trainer::Step(uint64_t step, const TrainerEvents& events) {
   } else {
     if (scaler_.has_value()) scaler_->Update(/*overflow=*/!report.applied);
     Stopwatch gathering;
-    if (report.applied) BALLAST_RETURN_IF_ERROR(backend_.GatherWeights());
+    if (report.applied && !attempt_.gathered) BALLAST_RETURN_IF_ERROR(backend_.GatherWeights());
     report.times.receive += gathering.Lap();
   }
   attempts_in_a_row_ = 0;
@@ -116,18 +122,30 @@ absl::Status Trainer::Passes() {
   report.times.compute = finished->compute_seconds;
   report.times.reduce = finished->reduce_seconds;
   report.times.send = finished->send_seconds;
+  // Weights waited for here are the step before's.
+  report.times.update = forward_ahead_ ? LastUpdateWithin(finished->weights_seconds) : 0;
+  report.times.receive = finished->weights_seconds - report.times.update;
   return absl::OkStatus();
+}
+
+// How much of a wait for weights the optimizer's arithmetic took.
+double Trainer::LastUpdateWithin(double seconds) const {
+  return std::min(seconds, optimizer_.update_seconds());
 }
 
 absl::Status Trainer::MicroStep(uint32_t micro_step) {
   const uint64_t step = attempt_.report.step;
-  const Batch batch = data_.Slice({.seed = options_.seed, .step = step, .micro_step = micro_step},
-                                  options_.batch, collective_.rank(), collective_.world_size());
+  const Batch batch = BatchOf(step, micro_step);
   return backend_.MicroStep({.step = step,
                              .micro_step = micro_step,
                              .micro_steps = attempt_.micro_steps,
                              .batch = batch,
                              .loss_scale = loss_scale()});
+}
+
+Batch Trainer::BatchOf(uint64_t step, uint32_t micro_step) const {
+  return data_.Slice({.seed = options_.seed, .step = step, .micro_step = micro_step},
+                     options_.batch, collective_.rank(), collective_.world_size());
 }
 
 // From the backend, maybe on a thread of its own: a chunk of this rank's shards. Of a lost step
@@ -160,7 +178,7 @@ absl::Status Trainer::SumLoss() {
   return absl::OkStatus();
 }
 
-absl::Status Trainer::SealAndReceive() {
+absl::Status Trainer::Seal() {
   StepReport& report = attempt_.report;
   Stopwatch stopwatch;
   absl::StatusOr<client::StepDecision> decision = [&] {
@@ -170,25 +188,73 @@ absl::Status Trainer::SealAndReceive() {
   report.times.send += stopwatch.Lap();
   if (!decision.ok()) return UnlessLost(decision.status());
   attempt_.decided = true;
+  attempt_.decided_at = Timeline::Clock::now();
   report.norm = decision->norm;
   report.clip_coefficient = decision->clip_coefficient;
   report.applied = decision->applied;
   report.skip_reason = std::move(decision->skip_reason);
+  return absl::OkStatus();
+}
 
-  const Timeline::Clock::time_point decided = Timeline::Clock::now();
+// Nothing else goes on meanwhile: all of it is exposed.
+absl::Status Trainer::Receive() {
+  forward_ahead_ = false;
+  if (lost()) return absl::OkStatus();
+  StepReport& report = attempt_.report;
+  Stopwatch stopwatch;
+  BALLAST_RETURN_IF_ERROR(ReceiveWeights());
+  const double receiving = stopwatch.Lap();
+  const double update = LastUpdateWithin(receiving);
+  report.times.update += update;
+  report.times.receive += receiving - update;
+  return absl::OkStatus();
+}
+
+absl::Status Trainer::ReceiveWeights() {
+  const uint64_t step = attempt_.report.step;
   {
-    const TimelineScope scope(timeline_, Track::kReceive, {.step = report.step});
+    const TimelineScope scope(timeline_, Track::kReceive, {.step = step});
     BALLAST_RETURN_IF_ERROR(UnlessLost(optimizer_.ReceiveWeights()));
   }
-  const double receiving = stopwatch.Lap();
-  report.times.update = std::min(receiving, optimizer_.update_seconds());
   if (timeline_ != nullptr && !lost()) {
-    timeline_->Add(Track::kUpdate, {.step = report.step}, decided,
-                   decided + std::chrono::duration_cast<Timeline::Clock::duration>(
-                                 std::chrono::duration<double>(optimizer_.update_seconds())));
+    timeline_->Add(
+        Track::kUpdate, {.step = step}, attempt_.decided_at,
+        attempt_.decided_at + std::chrono::duration_cast<Timeline::Clock::duration>(
+                                  std::chrono::duration<double>(optimizer_.update_seconds())));
   }
-  report.times.receive = receiving - report.times.update;
   return absl::OkStatus();
+}
+
+// The ranks know that all have the decision; weights are gathered as they come, and the next step's
+// first forward pass begins with those that are there. What it waits for them is told by the
+// backend when that step is finished; from its start on nothing here is exposed.
+absl::Status Trainer::ReceiveUnderNextForward() {
+  BALLAST_RETURN_IF_ERROR(ShareDecision());
+  if (lost() || !attempt_.report.applied) return Receive();
+  BALLAST_RETURN_IF_ERROR(backend_.ExpectWeights());
+  attempt_.gathered = true;
+  absl::Status received;
+  std::thread receiver([&] {
+    received = ReceiveWeights();
+    if (!received.ok() || lost()) backend_.AbandonWeights();
+  });
+  const absl::Status forward = StartNextForward();
+  receiver.join();
+  BALLAST_RETURN_IF_ERROR(received);
+  BALLAST_RETURN_IF_ERROR(forward);
+  return backend_.GatherWeights();
+}
+
+absl::Status Trainer::StartNextForward() {
+  const uint64_t next = attempt_.report.step + 1;
+  forward_ahead_ = next <= options_.steps;
+  if (!forward_ahead_) return absl::OkStatus();
+  const Batch batch = BatchOf(next, 0);
+  return backend_.StartForward({.step = next,
+                                .micro_step = 0,
+                                .micro_steps = MicroStepsOf(next),
+                                .batch = batch,
+                                .loss_scale = 0});
 }
 
 // Whether all ranks saw the end of the step; if not, what became of it, from one that knows.
@@ -220,7 +286,7 @@ absl::Status Trainer::ShareDecision() {
     report.norm = ending.norm;
     report.clip_coefficient = ending.clip_coefficient;
   }
-  report.times.receive += stopwatch.Lap();
+  if (!attempt_.gathered) report.times.receive += stopwatch.Lap();
   return absl::OkStatus();
 }
 
@@ -266,9 +332,10 @@ absl::Status Trainer::JoinAgain() {
 // A rank that joins may end the sessions of those that joined before it, and a load between two may
 // leave them at different steps: all join until they stand together.
 absl::Status Trainer::Join() {
+  forward_ahead_ = false;
   absl::Status status;
   for (int attempt = 0; attempt < kMaxAttempts; ++attempt) {
-    BALLAST_RETURN_IF_ERROR(LeaveGradientMemory());
+    BALLAST_RETURN_IF_ERROR(LeaveOptimizersMemory());
     status = optimizer_.Join([this](int chunk, absl::Span<float> values) {
       FillInitialValues(initial_values_, job_.layout, chunk, values);
     });
@@ -277,8 +344,7 @@ absl::Status Trainer::Join() {
     if (!together) continue;
     if (optimizer_.committed_step() > options_.steps) return PastTheLastStep();
     LogTransport();
-    BALLAST_RETURN_IF_ERROR(backend_.UseGradientMemory(
-        [this](int chunk) { return optimizer_.gradient_memory(chunk); }));
+    BALLAST_RETURN_IF_ERROR(UseOptimizersMemory());
     BALLAST_RETURN_IF_ERROR(RestoreScaler());
     return backend_.GatherWeights();
   }
@@ -288,9 +354,18 @@ absl::Status Trainer::Join() {
                    "); find out who takes a rank or loads checkpoints all the time"));
 }
 
-// The optimizer's memory for gradients goes with its session, and the backend may have it pinned.
-absl::Status Trainer::LeaveGradientMemory() {
-  return backend_.UseGradientMemory([](int) { return absl::Span<std::byte>(); });
+absl::Status Trainer::UseOptimizersMemory() {
+  BALLAST_RETURN_IF_ERROR(
+      backend_.UseGradientMemory([this](int chunk) { return optimizer_.gradient_memory(chunk); }));
+  return backend_.UseWeightsMemory([this](int chunk) { return optimizer_.weights_memory(chunk); });
+}
+
+// It goes with the optimizer's session, and the backend may have it pinned.
+absl::Status Trainer::LeaveOptimizersMemory() {
+  const auto none = [](int) { return absl::Span<std::byte>(); };
+  const absl::Status gradients = backend_.UseGradientMemory(none);
+  BALLAST_RETURN_IF_ERROR(backend_.UseWeightsMemory(none));
+  return gradients;
 }
 
 void Trainer::LogTransport() {

@@ -48,17 +48,19 @@ struct TrainerOptions {
   std::optional<client::LossScalerOptions> loss_scaler;
 };
 
-// What a step took on this rank, in seconds of the training thread. Reducing and sending happen
-// while backward goes on; their entries are only what was left to wait for.
+// What a step took on this rank, in seconds: of the training thread, or, while passes of a GPU are
+// on their way, of that GPU. Reducing and sending happen while backward goes on; their entries are
+// only what was left to wait for.
 struct StepTimes {
   double compute = 0;  // Forward and backward.
   double reduce = 0;   // Waiting for the last buckets' reduce-scatter.
   double send = 0;     // Waiting for the last shards to be handed over, and for the decision.
   double update = 0;   // The optimizer's arithmetic, from the decision on.
-  double receive = 0;  // Waiting for new weights beyond that, and the all-gather.
+  double receive = 0;  // Waiting for new weights beyond that, and the all-gather. Where the next
+                       // step's passes begin under this and `update`, their waits are told there.
 
-  // While no pass ran: from the last one's end, and where earlier ones had to wait, until all
-  // weights were there.
+  // While no pass ran: from the last one's end, and where earlier ones had to wait, until the next
+  // had its weights.
   double exposed() const { return reduce + send + update + receive; }
 };
 
@@ -118,21 +120,30 @@ class Trainer {
   struct Attempt {
     StepReport report;
     uint32_t micro_steps = 1;
-    bool sealing = false;  // All ranks went on to seal it.
-    bool decided = false;  // A rank has its decision.
+    bool sealing = false;                    // All ranks went on to seal it.
+    bool decided = false;                    // A rank has its decision.
+    bool gathered = false;                   // Its weights were, as they came.
+    Timeline::Clock::time_point decided_at;  // On this rank.
   };
 
   absl::Status Step(uint64_t step, const TrainerEvents& events);
   void StartAttempt(uint64_t step);
   absl::Status Passes();
   absl::Status MicroStep(uint32_t micro_step);
+  Batch BatchOf(uint64_t step, uint32_t micro_step) const;
+  double LastUpdateWithin(double seconds) const;
   absl::Status Push(client::GradientPush push);
   absl::Status EndMicroStep(uint32_t micro_step, const client::UsedParameters& used);
   absl::Status SumLoss();
-  absl::Status SealAndReceive();
+  absl::Status Seal();
+  absl::Status Receive();
+  absl::Status ReceiveWeights();
+  absl::Status ReceiveUnderNextForward();
+  absl::Status StartNextForward();
   absl::Status ShareDecision();
   absl::Status JoinAgain();
-  absl::Status LeaveGradientMemory();
+  absl::Status UseOptimizersMemory();
+  absl::Status LeaveOptimizersMemory();
   // When it is new.
   void LogTransport();
   absl::Status PastTheLastStep() const;
@@ -158,7 +169,8 @@ class Trainer {
   std::optional<client::DynamicLossScaler> scaler_;
   Attempt attempt_;
   int attempts_in_a_row_ = 0;
-  std::string transport_;  // As the last Join found it.
+  bool forward_ahead_ = false;  // The next step's began under the weights of the last.
+  std::string transport_;       // As the last Join found it.
 
   mutable Mutex mutex_;  // The backend's sink, on its thread, may be who hears of it.
   // The optimizer has taken the step in progress back: on this rank, then on any.

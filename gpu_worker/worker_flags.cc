@@ -1,6 +1,7 @@
 #include "gpu_worker/worker_flags.h"
 
 #include <initializer_list>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -95,17 +96,25 @@ ABSL_FLAG(std::string, resume, "",
           "A checkpoint on the service's host to load first, if the job is new");
 ABSL_FLAG(std::string, save, "", "Where on its host the service saves a checkpoint at the end");
 ABSL_FLAG(int, threads, 1, "Threads for this worker's arithmetic");
-ABSL_FLAG(absl::Duration, peer_timeout, absl::Minutes(5),
-          "How long to wait for another worker before giving up");
+// More than --seal-timeout, which bounds every wait for the service: a worker that the service
+// keeps waiting is waited for by the others, in a collective, and must be the first to give up. It
+// knows what is wrong; they would say only that it did not come.
+ABSL_FLAG(std::optional<absl::Duration>, peer_timeout, std::nullopt,
+          "How long to wait for another worker before giving up; if it is not given, five minutes "
+          "more than --seal-timeout, so that a worker that waits for the service says so first");
 ABSL_FLAG(absl::Duration, reconnect_timeout, ballast::client::SessionOptions().reconnect_timeout,
           "How long a broken connection to the service is tried again before giving up");
-ABSL_FLAG(absl::Duration, seal_timeout, ballast::client::SessionOptions().seal_timeout,
-          "How long to wait, at the end of a step, for the other workers to seal it");
+ABSL_FLAG(
+    absl::Duration, seal_timeout, ballast::client::SessionOptions().seal_timeout,
+    "How long to wait for the service: to take a gradient, and, at the end of a step, for the "
+    "other workers to seal it");
 
 namespace ballast::worker {
 namespace {
 
 constexpr absl::Duration kMaxTimeout = absl::Hours(24 * 7);
+// How far apart workers may be when one begins to wait for the service and others for it.
+constexpr absl::Duration kPeersApart = absl::Minutes(5);
 
 // Flags are written with dashes, Abseil's names have underscores: "--micro-steps=2" is changed in
 // place to "--micro_steps=2".
@@ -166,7 +175,9 @@ absl::Status CheckNumbers() {
   if (absl::GetFlag(FLAGS_threads) < 1) {
     return absl::InvalidArgumentError("--threads must be at least 1");
   }
-  BALLAST_RETURN_IF_ERROR(CheckTimeout("peer-timeout", absl::GetFlag(FLAGS_peer_timeout)));
+  if (const auto timeout = absl::GetFlag(FLAGS_peer_timeout); timeout.has_value()) {
+    BALLAST_RETURN_IF_ERROR(CheckTimeout("peer-timeout", *timeout));
+  }
   BALLAST_RETURN_IF_ERROR(CheckTimeout("seal-timeout", absl::GetFlag(FLAGS_seal_timeout)));
   BALLAST_RETURN_IF_ERROR(
       CheckTimeout("reconnect-timeout", absl::GetFlag(FLAGS_reconnect_timeout)));
@@ -289,7 +300,8 @@ absl::StatusOr<WorkerFlags> CheckedFlags() {
   flags.service = absl::GetFlag(FLAGS_service);
   flags.resume = absl::GetFlag(FLAGS_resume);
   flags.reconnect_timeout = absl::GetFlag(FLAGS_reconnect_timeout);
-  flags.peer_timeout = absl::GetFlag(FLAGS_peer_timeout);
+  flags.peer_timeout =
+      absl::GetFlag(FLAGS_peer_timeout).value_or(flags.options.seal_timeout + kPeersApart);
   flags.trace = absl::GetFlag(FLAGS_trace);
   flags.threads = absl::GetFlag(FLAGS_threads);
   return flags;

@@ -11,32 +11,29 @@
 #include <array>
 #include <map>
 #include <tuple>
-#include <type_traits>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "gpu_worker/cuda/cublaslt_algorithm.h"
+#include "gpu_worker/cuda/gpu_stream.h"
 #include "gpu_worker/cuda/libraries.h"
 
 namespace ballast::worker {
 namespace {
 
 constexpr size_t kWorkspaceBytes = size_t{32} << 20;  // What cuBLAS itself takes on sm_90.
-constexpr size_t kMostAlignment = 256;
+constexpr uint32_t kMostAlignment = 256;
 
-// Partial sums over k, where the library makes them, stay fp32 and are added in a step of their
-// own: the same bits in every run.
-constexpr uint32_t kReductions = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
-
-size_t Alignment(const void* memory) {
+uint32_t Alignment(const void* memory) {
   const auto address = reinterpret_cast<uintptr_t>(memory);
   if (address == 0) return kMostAlignment;
-  return std::min<size_t>(kMostAlignment, address & (~address + 1));
+  return static_cast<uint32_t>(std::min<uintptr_t>(kMostAlignment, address & (~address + 1)));
 }
 
 // All that the choice of an algorithm depends on.
 using Key = std::tuple<int64_t, int64_t, int64_t, bool, bool, bool, bool, MatmulEpilogue,
-                       std::array<size_t, 5>>;
+                       std::array<uint32_t, 5>>;
 
 Key KeyOf(const Matmul& matmul) {
   return {matmul.m,
@@ -73,34 +70,12 @@ cublasLtEpilogue_t EpilogueOf(MatmulEpilogue epilogue) {
   return CUBLASLT_EPILOGUE_DEFAULT;
 }
 
-// A status of the library. One that says that it cannot do this is the caller's.
-absl::Status Check(const CublasLt& library, cublasStatus_t status, const std::string& what) {
-  if (status == CUBLAS_STATUS_SUCCESS) return absl::OkStatus();
-  const std::string message =
-      absl::StrCat("cuBLASLt: ", what, ": ", library.GetStatusString(status));
-  switch (status) {
-    case CUBLAS_STATUS_NOT_SUPPORTED:
-    case CUBLAS_STATUS_INVALID_VALUE:
-    case CUBLAS_STATUS_ARCH_MISMATCH:
-      return absl::InvalidArgumentError(
-          absl::StrCat(message, "; choose a --width and --batch that are multiples of 8"));
-    case CUBLAS_STATUS_ALLOC_FAILED:
-      return absl::ResourceExhaustedError(message);
-    default:
-      return absl::UnavailableError(message);
-  }
-}
-
-// Descriptions of the library's, destroyed by its own functions.
-template <typename Handle>
-using Owned = std::unique_ptr<std::remove_pointer_t<Handle>, cublasStatus_t (*)(Handle)>;
-
 // How one shape is computed.
 struct Plan {
-  Owned<cublasLtMatmulDesc_t> operation;
-  Owned<cublasLtMatrixLayout_t> b;
-  Owned<cublasLtMatrixLayout_t> a;
-  Owned<cublasLtMatrixLayout_t> out;
+  OwnedByCublasLt<cublasLtMatmulDesc_t> operation;
+  OwnedByCublasLt<cublasLtMatrixLayout_t> b;
+  OwnedByCublasLt<cublasLtMatrixLayout_t> a;
+  OwnedByCublasLt<cublasLtMatrixLayout_t> out;
   cublasLtMatmulAlgo_t algorithm;
 };
 
@@ -111,18 +86,20 @@ class CublasLtMatmul final : public DeviceMatmul {
 
   absl::Status Run(DeviceStream& stream, const Matmul& matmul) override {
     if (matmul.m == 0 || matmul.n == 0) return absl::OkStatus();
-    const auto native = static_cast<cudaStream_t>(stream.native());
+    auto& gpu = static_cast<GpuStream&>(stream);
+    BALLAST_ASSIGN_OR_RETURN(const cudaStream_t native, gpu.Enter());
     BALLAST_ASSIGN_OR_RETURN(DeviceMemory* const workspace, WorkspaceOf(native));
     BALLAST_ASSIGN_OR_RETURN(const Plan* const plan, PlanOf(matmul));
     BALLAST_RETURN_IF_ERROR(SetPointers(matmul, plan->operation.get()));
     const float one = 1;
     const float beta = matmul.accumulate ? 1 : 0;
-    return Check(library_,
-                 library_.Matmul(handle_.get(), plan->operation.get(), &one, matmul.b,
-                                 plan->b.get(), matmul.a, plan->a.get(), &beta, matmul.out,
-                                 plan->out.get(), matmul.out, plan->out.get(), &plan->algorithm,
-                                 workspace->data(), kWorkspaceBytes, native),
-                 Describe(matmul));
+    const cublasStatus_t status = library_.Matmul(
+        handle_.get(), plan->operation.get(), &one, matmul.b, plan->b.get(), matmul.a,
+        plan->a.get(), &beta, matmul.out, plan->out.get(), matmul.out, plan->out.get(),
+        &plan->algorithm, workspace->data(), kWorkspaceBytes, native);
+    if (status == CUBLAS_STATUS_SUCCESS) return absl::OkStatus();
+    BALLAST_RETURN_IF_ERROR(gpu.CheckGpu(Describe(matmul)));
+    return CheckCublasLt(library_, status, Describe(matmul));
   }
 
  private:
@@ -149,9 +126,9 @@ class CublasLtMatmul final : public DeviceMatmul {
   absl::StatusOr<Plan> MakePlan(const Matmul& matmul) {
     const cudaDataType_t out_type = matmul.out_is_fp32 ? CUDA_R_32F : CUDA_R_16BF;
     cublasLtMatmulDesc_t operation = nullptr;
-    BALLAST_RETURN_IF_ERROR(
-        Check(library_, library_.MatmulDescCreate(&operation, CUBLAS_COMPUTE_32F, CUDA_R_32F),
-              "describing a product"));
+    BALLAST_RETURN_IF_ERROR(CheckCublasLt(
+        library_, library_.MatmulDescCreate(&operation, CUBLAS_COMPUTE_32F, CUDA_R_32F),
+        "describing a product"));
     Plan plan = {.operation = {operation, library_.MatmulDescDestroy},
                  .b = {nullptr, library_.MatrixLayoutDestroy},
                  .a = {nullptr, library_.MatrixLayoutDestroy},
@@ -172,59 +149,30 @@ class CublasLtMatmul final : public DeviceMatmul {
     BALLAST_RETURN_IF_ERROR(
         MakeLayout(plan.a, CUDA_R_16BF, ta ? matmul.m : matmul.k, ta ? matmul.k : matmul.m));
     BALLAST_RETURN_IF_ERROR(MakeLayout(plan.out, out_type, matmul.n, matmul.m));
-    BALLAST_ASSIGN_OR_RETURN(plan.algorithm, Choose(matmul, plan));
+    BALLAST_ASSIGN_OR_RETURN(plan.algorithm,
+                             ChooseAlgorithm(library_, handle_.get(),
+                                             {.operation = operation,
+                                              .a = plan.b.get(),
+                                              .b = plan.a.get(),
+                                              .out = plan.out.get(),
+                                              .a_alignment_bytes = Alignment(matmul.b),
+                                              .b_alignment_bytes = Alignment(matmul.a),
+                                              .out_alignment_bytes = Alignment(matmul.out)},
+                                             kWorkspaceBytes, Describe(matmul)));
     return plan;
   }
 
   // `rows` and `columns` as the library sees them: a row of ours is a column of its.
-  absl::Status MakeLayout(Owned<cublasLtMatrixLayout_t>& layout, cudaDataType_t type, int64_t rows,
-                          int64_t columns) {
+  absl::Status MakeLayout(OwnedByCublasLt<cublasLtMatrixLayout_t>& layout, cudaDataType_t type,
+                          int64_t rows, int64_t columns) {
     cublasLtMatrixLayout_t made = nullptr;
-    BALLAST_RETURN_IF_ERROR(Check(
+    BALLAST_RETURN_IF_ERROR(CheckCublasLt(
         library_,
         library_.MatrixLayoutCreate(&made, type, static_cast<uint64_t>(rows),
                                     static_cast<uint64_t>(columns), std::max<int64_t>(rows, 1)),
         absl::StrCat("describing a matrix of ", columns, " x ", rows)));
     layout.reset(made);
     return absl::OkStatus();
-  }
-
-  // The library's first choice, for pointers aligned as these are.
-  absl::StatusOr<cublasLtMatmulAlgo_t> Choose(const Matmul& matmul, const Plan& plan) {
-    cublasLtMatmulPreference_t made = nullptr;
-    BALLAST_RETURN_IF_ERROR(
-        Check(library_, library_.MatmulPreferenceCreate(&made), "choosing an algorithm"));
-    const Owned<cublasLtMatmulPreference_t> preference(made, library_.MatmulPreferenceDestroy);
-    const auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
-      return Check(library_,
-                   library_.MatmulPreferenceSetAttribute(made, attribute, &value, sizeof(value)),
-                   "choosing an algorithm");
-    };
-    const auto alignment = [](const void* memory) {
-      return static_cast<uint32_t>(Alignment(memory));
-    };
-    BALLAST_RETURN_IF_ERROR(
-        prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{kWorkspaceBytes}));
-    BALLAST_RETURN_IF_ERROR(prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, kReductions));
-    BALLAST_RETURN_IF_ERROR(
-        prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment(matmul.b)));
-    BALLAST_RETURN_IF_ERROR(
-        prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment(matmul.a)));
-    BALLAST_RETURN_IF_ERROR(
-        prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment(matmul.out)));
-    BALLAST_RETURN_IF_ERROR(
-        prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment(matmul.out)));
-    cublasLtMatmulHeuristicResult_t result = {};
-    int found = 0;
-    BALLAST_RETURN_IF_ERROR(
-        Check(library_,
-              library_.MatmulAlgoGetHeuristic(handle_.get(), plan.operation.get(), plan.b.get(),
-                                              plan.a.get(), plan.out.get(), plan.out.get(), made,
-                                              /*requestedAlgoCount=*/1, &result, &found),
-              Describe(matmul)));
-    BALLAST_RETURN_IF_ERROR(
-        Check(library_, found > 0 ? result.state : CUBLAS_STATUS_NOT_SUPPORTED, Describe(matmul)));
-    return result.algo;
   }
 
   absl::Status SetPointers(const Matmul& matmul, cublasLtMatmulDesc_t operation) {
@@ -244,13 +192,13 @@ class CublasLtMatmul final : public DeviceMatmul {
   template <typename T>
   absl::Status Set(cublasLtMatmulDesc_t operation, cublasLtMatmulDescAttributes_t attribute,
                    const T& value) {
-    return Check(library_,
-                 library_.MatmulDescSetAttribute(operation, attribute, &value, sizeof(value)),
-                 "describing a product");
+    return CheckCublasLt(
+        library_, library_.MatmulDescSetAttribute(operation, attribute, &value, sizeof(value)),
+        "describing a product");
   }
 
   const CublasLt& library_;
-  const Owned<cublasLtHandle_t> handle_;
+  const OwnedByCublasLt<cublasLtHandle_t> handle_;
   CudaDevice& device_;
   std::map<Key, Plan> plans_;
   std::map<cudaStream_t, std::unique_ptr<DeviceMemory>> workspaces_;
@@ -262,7 +210,7 @@ absl::StatusOr<std::unique_ptr<DeviceMatmul>> MakeCublasLtMatmul(CudaDevice& dev
   BALLAST_ASSIGN_OR_RETURN(const CublasLt* const library, LoadCublasLt());
   BALLAST_RETURN_IF_ERROR(device.MakeCurrent());
   cublasLtHandle_t handle = nullptr;
-  BALLAST_RETURN_IF_ERROR(Check(*library, library->Create(&handle), "beginning"));
+  BALLAST_RETURN_IF_ERROR(CheckCublasLt(*library, library->Create(&handle), "beginning"));
   return std::make_unique<CublasLtMatmul>(*library, handle, device);
 }
 

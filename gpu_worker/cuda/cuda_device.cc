@@ -13,6 +13,7 @@
 #include "absl/strings/str_format.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/cuda/gpu_failure.h"
+#include "gpu_worker/cuda/gpu_stream.h"
 #include "gpu_worker/log.h"
 
 namespace ballast::worker {
@@ -111,7 +112,7 @@ class CudaEvent final : public DeviceEvent {
   const cudaEvent_t event_;
 };
 
-class CudaStream final : public DeviceStream {
+class CudaStream final : public GpuStream {
  public:
   CudaStream(std::shared_ptr<Shared> shared, cudaStream_t stream, absl::string_view name)
       : shared_(std::move(shared)), stream_(stream), name_(name) {}
@@ -147,10 +148,21 @@ class CudaStream final : public DeviceStream {
     BALLAST_RETURN_IF_ERROR(shared_->failure.Enter());
     return Check(cudaStreamSynchronize(stream_), "synchronize");
   }
-  void* native() const override {
-    // What uses the stream finds its GPU current, or fails and says why.
-    shared_->failure.Enter().IgnoreError();
+  void* native() const override { return stream_; }
+
+  absl::StatusOr<cudaStream_t> Enter() override {
+    BALLAST_RETURN_IF_ERROR(shared_->failure.Enter());
     return stream_;
+  }
+  absl::Status Check(cudaError_t error, absl::string_view what) override {
+    if (error == cudaSuccess) return absl::OkStatus();
+    return shared_->failure.Check(error, absl::StrCat("stream ", name_, ": ", what));
+  }
+  absl::Status CheckGpu(absl::string_view what) override {
+    const cudaError_t error = cudaStreamQuery(stream_);
+    if (error != cudaErrorNotReady) return Check(error, what);
+    (void)cudaGetLastError();
+    return absl::OkStatus();
   }
 
  private:
@@ -159,10 +171,6 @@ class CudaStream final : public DeviceStream {
     if (size_bytes == 0) return absl::OkStatus();
     BALLAST_RETURN_IF_ERROR(shared_->failure.Enter());
     return Check(cudaMemcpyAsync(to, from, size_bytes, kind, stream_), what);
-  }
-  absl::Status Check(cudaError_t error, absl::string_view what) {
-    if (error == cudaSuccess) return absl::OkStatus();
-    return shared_->failure.Check(error, absl::StrCat("stream ", name_, ": ", what));
   }
 
   const std::shared_ptr<Shared> shared_;
@@ -290,7 +298,9 @@ absl::Status NoDriver() {
   }
   return absl::FailedPreconditionError(
       absl::StrCat("the NVIDIA driver is for CUDA ", VersionName(driver), ", this program needs ",
-                   VersionName(CUDART_VERSION), "; update the driver, or use --device=cpu"));
+                   VersionName(CUDART_VERSION),
+                   "; update the driver, or put the folder of NVIDIA's cuda-compat package into "
+                   "LD_LIBRARY_PATH, or use --device=cpu"));
 }
 
 }  // namespace

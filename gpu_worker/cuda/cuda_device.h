@@ -27,9 +27,8 @@ class CudaDevice : public Device {
   virtual std::array<std::byte, 16> uuid() const = 0;
 };
 
-// Streams made by CudaDevice: of the one named "compute" others have precedence, since what they do
-// is short and waited for. native() is a cudaStream_t, and makes the stream's GPU the calling
-// thread's.
+// Streams made by CudaDevice are GpuStreams (gpu_stream.h). Over the one named "compute" others
+// have precedence, since what they do is short and waited for.
 
 }  // namespace ballast::worker
 

@@ -18,11 +18,18 @@ class GpuFailure {
  public:
   GpuFailure(int ordinal, std::string gpu) : ordinal_(ordinal), gpu_(std::move(gpu)) {}
 
-  // Makes the GPU the calling thread's, for the call that follows. The first failure of the GPU, if
-  // there was one.
+  // Makes the GPU the calling thread's, for the call that follows. The failure that lost the GPU,
+  // if there was one.
   absl::Status Enter();
-  // What became of a call, `what` for short: "stream copies: copy to host". UNAVAILABLE, from the
-  // first failure on, of whichever call.
+
+  // What became of a call, `what` for short: "stream copies: copy to host". One line that names the
+  // GPU and says what to do:
+  //   RESOURCE_EXHAUSTED   the call wanted memory that the GPU does not have
+  //   FAILED_PRECONDITION  a kernel is not compiled for this GPU
+  //   INTERNAL             the call was refused: we asked for what cannot be
+  //   UNAVAILABLE          anything else, and whatever CUDA may name tomorrow: the GPU is lost, and
+  //                        every later call gets the line of the first that noticed
+  // After the first three the GPU goes on as if the call had not been made.
   absl::Status Check(cudaError_t error, absl::string_view what);
 
   const std::string& gpu() const { return gpu_; }
@@ -31,7 +38,7 @@ class GpuFailure {
   const int ordinal_;
   const std::string gpu_;
   Mutex mutex_;
-  absl::Status failed_ ABSL_GUARDED_BY(mutex_);
+  absl::Status lost_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace ballast::worker

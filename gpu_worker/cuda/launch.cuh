@@ -16,6 +16,8 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "gpu_worker/cuda/gpu_stream.h"
 #include "gpu_worker/device/device.h"
 
 namespace ballast::worker::cuda {
@@ -33,13 +35,14 @@ __device__ __forceinline__ T* DynamicShared() {
   return reinterpret_cast<T*>(ballast_dynamic_shared);
 }
 
-// Gives `kernel` to the stream. An empty grid is no work. `name` is for errors.
+// Gives `kernel` to the stream. An empty grid is no work. `name` is for errors, which are those of
+// GpuFailure::Check: of this launch, or of work that the GPU was given before and failed in.
 template <typename... Parameters, typename... Arguments>
 absl::Status Launch(DeviceStream& stream, absl::string_view name, const Grid& grid,
                     void (*kernel)(Parameters...), Arguments... arguments) {
   if (grid.blocks.x == 0 || grid.blocks.y == 0 || grid.blocks.z == 0) return absl::OkStatus();
-  // First of all: it makes the stream's GPU the calling thread's.
-  const auto native = static_cast<cudaStream_t>(stream.native());
+  auto& gpu = static_cast<GpuStream&>(stream);
+  BALLAST_ASSIGN_OR_RETURN(const cudaStream_t native, gpu.Enter());
   cudaError_t error = cudaSuccess;
   if (grid.shared_bytes > 48 * 1024) {
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -51,9 +54,9 @@ absl::Status Launch(DeviceStream& stream, absl::string_view name, const Grid& gr
     error = cudaGetLastError();
   }
   if (error == cudaSuccess) return absl::OkStatus();
-  return absl::UnavailableError(
-      absl::StrCat("stream ", stream.name(), ": kernel ", name,
-                   " could not be launched: ", cudaGetErrorString(error)));
+  return gpu.Check(error, absl::StrCat("kernel ", name, " (", grid.blocks.x, " x ", grid.blocks.y,
+                                       " x ", grid.blocks.z, " blocks of ", grid.threads,
+                                       " threads, ", grid.shared_bytes, " bytes shared)"));
 }
 
 }  // namespace ballast::worker::cuda

@@ -60,6 +60,7 @@ absl::StatusOr<CublasLt> FindCublasLt() {
   BALLAST_FIND(cublasLt, Create);
   BALLAST_FIND(cublasLt, Destroy);
   BALLAST_FIND(cublasLt, Matmul);
+  BALLAST_FIND(cublasLt, MatmulAlgoCheck);
   BALLAST_FIND(cublasLt, MatmulAlgoGetHeuristic);
   BALLAST_FIND(cublasLt, MatmulDescCreate);
   BALLAST_FIND(cublasLt, MatmulDescDestroy);

@@ -2,12 +2,14 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "gpu_worker/cuda/gpu_stream.h"
 #include "gpu_worker/cuda/libraries.h"
 #include "gpu_worker/cuda/nccl_communicator.h"
 #include "gpu_worker/device/watchdog.h"
@@ -34,32 +36,39 @@ class NcclCollective final : public DeviceCollective {
 
   absl::Status ReduceScatterSum(DeviceStream& stream, const float* input, float* shard,
                                 int64_t shard_elements, const Purpose& purpose) override {
-    return Do("reduce-scatter", purpose, stream, [&](const Nccl& nccl, ncclComm_t communicator) {
-      return nccl.ReduceScatter(input, shard, static_cast<size_t>(shard_elements), ncclFloat32,
-                                ncclSum, communicator, static_cast<cudaStream_t>(stream.native()));
-    });
+    return Do("reduce-scatter", purpose, stream,
+              [=](const Nccl& nccl, ncclComm_t communicator, cudaStream_t native) {
+                return nccl.ReduceScatter(input, shard, static_cast<size_t>(shard_elements),
+                                          ncclFloat32, ncclSum, communicator, native);
+              });
   }
 
   absl::Status AllGather(DeviceStream& stream, const std::byte* shard, std::byte* all,
                          size_t shard_bytes, const Purpose& purpose) override {
-    return Do("all-gather", purpose, stream, [&](const Nccl& nccl, ncclComm_t communicator) {
-      return nccl.AllGather(shard, all, shard_bytes, ncclUint8, communicator,
-                            static_cast<cudaStream_t>(stream.native()));
-    });
+    return Do("all-gather", purpose, stream,
+              [=](const Nccl& nccl, ncclComm_t communicator, cudaStream_t native) {
+                return nccl.AllGather(shard, all, shard_bytes, ncclUint8, communicator, native);
+              });
   }
 
   absl::Status Finish() override { return watchdog_.Wait(); }
 
  private:
   absl::Status Do(absl::string_view operation, const Purpose& purpose, DeviceStream& stream,
-                  const std::function<ncclResult_t(const Nccl&, ncclComm_t)>& call) {
+                  const std::function<ncclResult_t(const Nccl&, ncclComm_t, cudaStream_t)>& call) {
     BALLAST_RETURN_IF_ERROR(watchdog_.Look());
+    auto& gpu = static_cast<GpuStream&>(stream);
+    BALLAST_ASSIGN_OR_RETURN(const cudaStream_t native, gpu.Enter());
     std::unique_ptr<DeviceEvent> done = watchdog_.TakeEvent();
     if (done == nullptr) {
       BALLAST_ASSIGN_OR_RETURN(done, device_.CreateEvent());
     }
-    if (absl::Status status = communicator_->Do(call); !status.ok()) {
-      return watchdog_.Fail(operation, purpose, status);
+    const absl::Status given = communicator_->Do([&](const Nccl& nccl, ncclComm_t communicator) {
+      return call(nccl, communicator, native);
+    });
+    if (!given.ok()) {
+      const absl::Status lost = gpu.CheckGpu(operation);
+      return watchdog_.Fail(operation, purpose, lost.ok() ? given : lost);
     }
     BALLAST_RETURN_IF_ERROR(stream.Record(*done));
     return watchdog_.Watch(operation, purpose, std::move(done));

@@ -27,6 +27,7 @@ set_source_files_properties(cuda/kernels/adam.cu cuda/kernels/gradient.cu
 # it, where they are needed.
 ballast_library(cuda
   SOURCES
+    cuda/cublaslt_algorithm.cc
     cuda/cublaslt_matmul.cc
     cuda/cuda_device.cc
     cuda/gpu_failure.cc

@@ -1,7 +1,7 @@
 // Which stream each piece of a step runs on, and which event lets it begin. Everything on a stream
 // comes after what that stream was given before. Host threads: the caller's gives `compute`, the
-// communication thread `communicate` and `copy_out`, the sender (shard_sender.h) waits for events
-// alone; between FinishStep and the next MicroStep the caller has `communicate` too.
+// communication thread (gradient_path.h) `communicate` and `copy_out`, whoever hears of weights
+// `copy_in`; the sender (shard_sender.h) waits for events alone.
 //
 //   work                            stream        begins after                      event after it
 //   ------------------------------  ------------  --------------------------------  --------------
@@ -19,11 +19,16 @@
 //   the loss to the host            compute                                         done
 //   ------------------------------  ------------  --------------------------------  --------------
 //   copying a chunk's new weights   copy_in       the host's word; gathered, of
-//                                                 the weights before                copied in
-//   all-gather of a bucket          communicate   copied in                         gathered
+//   to their place, or ahead of the               the weights before                copied in
+//   decision to a buffer
+//   all-gather of a bucket from     communicate   copied in; on the host, that
+//   there                                         the step is decided               gathered
+//   the next step's first forward,  compute       gathered, of its buckets
+//   layer by layer
 //
 // With the optimizer on the device the rounding writes to the chunk's own place, `there` is
-// recorded after it on `communicate`, and nothing is copied out or in.
+// recorded after it on `communicate`, and nothing is copied out or in; the next forward begins when
+// the optimizer is done.
 #include "gpu_worker/device/device_backend.h"
 
 #include <algorithm>
@@ -38,6 +43,7 @@
 #include "gpu_worker/device/device_trace.h"
 #include "gpu_worker/device/gradient_path.h"
 #include "gpu_worker/device/pipeline_errors.h"
+#include "gpu_worker/device/stream_seconds.h"
 #include "gpu_worker/device/weights_return.h"
 #include "gpu_worker/stopwatch.h"
 
@@ -47,7 +53,12 @@ namespace {
 class DeviceBackend final : public TrainingBackend {
  public:
   DeviceBackend(const DeviceBackendOptions& options, const DeviceBackendParts& parts)
-      : options_(options), parts_(parts), job_(parts.job), errors_([this] { Stop(); }) {}
+      : options_(options),
+        parts_(parts),
+        job_(parts.job),
+        errors_([this] { Stop(); }),
+        passing_(parts.device),
+        lacking_weights_(parts.device) {}
   absl::Status Init(absl::Span<const int> backward_order, const MakeDeviceModel& make_model);
   ~DeviceBackend() override;
 
@@ -61,6 +72,16 @@ class DeviceBackend final : public TrainingBackend {
   absl::Span<std::byte> weights(int chunk) override { return weights_->at(chunk); }
   void OnWeights(int chunk) override { weights_->OnWeights(chunk); }
   absl::Status GatherWeights() override;
+  absl::Status UseWeightsMemory(
+      const std::function<absl::Span<std::byte>(int chunk)>& memory) override {
+    return weights_->Use(memory);
+  }
+  bool gathers_ahead() const override { return !options_.on_device; }
+  void OnProvisionalWeights(int chunk) override { weights_->OnProvisional(chunk); }
+  void OnDroppedWeights(int chunk) override { weights_->OnDropped(chunk); }
+  absl::Status ExpectWeights() override;
+  absl::Status StartForward(const MicroStepInput& input) override;
+  void AbandonWeights() override;
   absl::Status ReadWeights(int group, absl::Span<std::byte> to) override;
 
  private:
@@ -68,9 +89,14 @@ class DeviceBackend final : public TrainingBackend {
   absl::Status ExplainMemory(const absl::Status& status) const;
 
   absl::Status GivePass(const MicroStepInput& input);
+  absl::Status GiveForward(const MicroStepInput& input);
+  absl::Status GoOnFromForward(const MicroStepInput& input);
   absl::Status ZeroUnreached();
-  void NoteWait(double seconds, double places_waited_before);
+  void ForgetForward();
   absl::Status ReadLoss();
+  absl::Status ReadTimes();
+  void NoteReduceWait(double seconds);
+  void GiveGather(bool all_there);
   absl::Status Fail(const absl::Status& status, absl::string_view what);
 
   void Stop();
@@ -99,22 +125,23 @@ class DeviceBackend final : public TrainingBackend {
 
   // Of the caller.
   uint64_t step_ = 0;
-  std::vector<bool> reached_;  // By parameter, in this pass.
+  bool gathering_ = false;      // Given since the last GatherWeights.
+  bool forward_given_ = false;  // By StartForward, and no MicroStep has gone on from it.
+  std::vector<bool> reached_;   // By parameter, in this pass.
   FinishedStep finished_;
+  double places_waited_ = 0;  // As read last.
+
+  // Of `compute`: in passes, and how much of that waiting for weights.
+  StreamSeconds passing_;
+  StreamSeconds lacking_weights_;
 };
 
 // ---------------------------------------------------------------- a step: passes
 
 absl::Status DeviceBackend::MicroStep(const MicroStepInput& input) {
   BALLAST_RETURN_IF_ERROR(errors_.failure());
-  Stopwatch stopwatch;
-  const double places_waited = gradient_path_->places_waited_seconds();
   step_ = input.step;
-  const absl::Status given = GivePass(input);
-  const double waited = buckets_->TakeWaitedSeconds();
-  finished_.compute_seconds += stopwatch.Lap() - waited;
-  NoteWait(waited, places_waited);
-  return Fail(given, absl::StrCat("step ", input.step, " micro-step ", input.micro_step));
+  return Fail(GivePass(input), absl::StrCat("step ", input.step, " micro-step ", input.micro_step));
 }
 
 // Backward's buckets go on their way while it gives the rest of its work, and the pass ends here
@@ -128,22 +155,11 @@ absl::Status DeviceBackend::GivePass(const MicroStepInput& input) {
   reached_.assign(job_.layout.spec().parameters.size(), false);
   BALLAST_RETURN_IF_ERROR(buckets_->StartPass(*compute_, sums_here ? input.micro_step : 0,
                                               sums_here ? input.micro_steps : 1));
-  const DevicePassEvents events{
-      .before_weights = [this](int p) { return weights_->BeforeWeights(*compute_, p); },
-      .before_gradient = [this](int p) { return buckets_->BeforeGradient(*compute_, p); },
-      .gradient_ready =
-          [this](int p) {
-            Check(!reached_[p], "a parameter's gradient is complete once in a micro-step");
-            reached_[p] = true;
-            return buckets_->GradientReady(*compute_, p);
-          }};
-  BALLAST_RETURN_IF_ERROR(
-      trace_->Around(*compute_, Track::kCompute,
-                     {.step = input.step, .micro_step = static_cast<int>(input.micro_step)}, [&] {
-                       return model_->ForwardBackward(input.batch, input.loss_scale,
-                                                      /*first=*/input.micro_step == 0,
-                                                      loss_sum_->as<double>(), events);
-                     }));
+  const SpanOf of{.step = input.step, .micro_step = static_cast<int>(input.micro_step)};
+  BALLAST_RETURN_IF_ERROR(trace_->Around(*compute_, Track::kCompute, of, [&]() -> absl::Status {
+    if (!forward_given_) BALLAST_RETURN_IF_ERROR(GiveForward(input));
+    return GoOnFromForward(input);
+  }));
 
   client::UsedParameters used;
   for (size_t p = 0; p < reached_.size(); ++p) {
@@ -152,6 +168,7 @@ absl::Status DeviceBackend::GivePass(const MicroStepInput& input) {
     used.all &= reached_[p];
   }
   BALLAST_RETURN_IF_ERROR(ZeroUnreached());
+  BALLAST_RETURN_IF_ERROR(passing_.End(*compute_));
   // The others' collectives fit all the same; only this rank must not seal.
   if (used.parameters.empty() && !used.all) {
     errors_.FailStep(NoParameterReached(job_.layout, parts_.collective.rank(), input.micro_step));
@@ -159,6 +176,35 @@ absl::Status DeviceBackend::GivePass(const MicroStepInput& input) {
   if (used.all) used.parameters.clear();
   gradient_path_->EndPass(std::move(used));
   return absl::OkStatus();
+}
+
+// `passing_` begins here, and `lacking_weights_` from the end of it until the pass goes on.
+absl::Status DeviceBackend::GiveForward(const MicroStepInput& input) {
+  BALLAST_RETURN_IF_ERROR(passing_.Begin(*compute_));
+  const DevicePassEvents events{
+      .before_weights =
+          [this](int p) { return weights_->BeforeWeights(*compute_, p, lacking_weights_); },
+      .before_gradient = nullptr,
+      .gradient_ready = nullptr};
+  BALLAST_RETURN_IF_ERROR(model_->Forward(input.batch, events));
+  forward_given_ = true;
+  return lacking_weights_.Begin(*compute_);
+}
+
+absl::Status DeviceBackend::GoOnFromForward(const MicroStepInput& input) {
+  forward_given_ = false;
+  BALLAST_RETURN_IF_ERROR(lacking_weights_.End(*compute_));
+  const DevicePassEvents events{
+      .before_weights = nullptr,
+      .before_gradient = [this](int p) { return buckets_->BeforeGradient(*compute_, p); },
+      .gradient_ready =
+          [this](int p) {
+            Check(!reached_[p], "a parameter's gradient is complete once in a micro-step");
+            reached_[p] = true;
+            return buckets_->GradientReady(*compute_, p);
+          }};
+  return model_->Backward(input.loss_scale, /*first=*/input.micro_step == 0,
+                          loss_sum_->as<double>(), events);
 }
 
 absl::Status DeviceBackend::ZeroUnreached() {
@@ -177,13 +223,15 @@ absl::Status DeviceBackend::ZeroUnreached() {
 // ---------------------------------------------------------------- a step: its end
 
 absl::StatusOr<FinishedStep> DeviceBackend::FinishStep() {
+  absl::Status read = errors_.failure();
+  if (read.ok()) read = ReadLoss();
+  if (read.ok()) read = ReadTimes();
+  if (!read.ok()) ForgetForward();
+  Fail(read, absl::StrCat("step ", step_)).IgnoreError();
+
   Stopwatch stopwatch;
-  const double places_waited = gradient_path_->places_waited_seconds();
-  const absl::Status loss = errors_.failure().ok() ? ReadLoss() : absl::OkStatus();
-  Fail(loss, absl::StrCat("step ", step_)).IgnoreError();
-  finished_.compute_seconds += stopwatch.Lap();
   gradient_path_->WaitReduced();
-  NoteWait(stopwatch.Lap(), places_waited);
+  NoteReduceWait(stopwatch.Lap());
   gradient_path_->WaitSent();
   finished_.send_seconds += stopwatch.Lap();
 
@@ -201,27 +249,77 @@ absl::Status DeviceBackend::ReadLoss() {
   return absl::OkStatus();
 }
 
+// After ReadLoss: all passes are done.
+absl::Status DeviceBackend::ReadTimes() {
+  BALLAST_ASSIGN_OR_RETURN(const double passing, passing_.Take());
+  BALLAST_ASSIGN_OR_RETURN(const double for_buckets, buckets_->TakeWaitedSeconds());
+  BALLAST_ASSIGN_OR_RETURN(finished_.weights_seconds, lacking_weights_.Take());
+  finished_.compute_seconds = std::max(0.0, passing - for_buckets - finished_.weights_seconds);
+  NoteReduceWait(for_buckets);
+  return absl::OkStatus();
+}
+
 // Reductions wait behind an optimizer that holds all places: that much of a wait for them is its.
-void DeviceBackend::NoteWait(double seconds, double places_waited_before) {
+void DeviceBackend::NoteReduceWait(double seconds) {
+  const double places_waited = gradient_path_->places_waited_seconds();
   const double sending =
-      std::min(seconds, gradient_path_->places_waited_seconds() - places_waited_before);
+      std::min(seconds, places_waited - std::exchange(places_waited_, places_waited));
   finished_.send_seconds += sending;
   finished_.reduce_seconds += seconds - sending;
 }
 
 // ---------------------------------------------------------------- weights
 
+absl::Status DeviceBackend::ExpectWeights() {
+  BALLAST_RETURN_IF_ERROR(errors_.failure());
+  GiveGather(/*all_there=*/false);
+  return absl::OkStatus();
+}
+
+void DeviceBackend::GiveGather(bool all_there) {
+  weights_->Expect(all_there);
+  gathering_ = true;
+  gradient_path_->Give([this, step = step_] {
+    const absl::Status gathered = weights_->Gather(*communicate_, parts_.collective, step);
+    Fail(gathered, absl::StrCat("after step ", step, ": weights")).IgnoreError();
+  });
+}
+
+absl::Status DeviceBackend::StartForward(const MicroStepInput& input) {
+  BALLAST_RETURN_IF_ERROR(errors_.failure());
+  ForgetForward();
+  return Fail(trace_->Around(*compute_, Track::kCompute,
+                             {.step = input.step, .micro_step = static_cast<int>(input.micro_step)},
+                             [&] { return GiveForward(input); }),
+              absl::StrCat("step ", input.step, " forward pass"));
+}
+
+void DeviceBackend::AbandonWeights() { weights_->Abandon(); }
+
+void DeviceBackend::ForgetForward() {
+  forward_given_ = false;
+  passing_.Clear();
+  lacking_weights_.Clear();
+  buckets_->ForgetWaitedSeconds();
+}
+
 absl::Status DeviceBackend::GatherWeights() {
   BALLAST_RETURN_IF_ERROR(errors_.failure());
-  return Fail(weights_->Gather(*communicate_, parts_.collective, step_),
-              absl::StrCat("after step ", step_, ": weights"));
+  if (!gathering_) {
+    ForgetForward();  // It read other weights.
+    GiveGather(/*all_there=*/true);
+  }
+  gathering_ = false;
+  gradient_path_->WaitGiven();
+  return errors_.failure();
 }
 
 absl::Status DeviceBackend::ReadWeights(int group, absl::Span<std::byte> to) {
   BALLAST_RETURN_IF_ERROR(errors_.failure());
   Check(to.size() <= live_weights_[group]->size_bytes(), "a flat space is read, and not past it");
+  StreamSeconds waited(parts_.device);
   const auto read = [&]() -> absl::Status {
-    BALLAST_RETURN_IF_ERROR(weights_->BeforeGroup(*compute_, group));
+    BALLAST_RETURN_IF_ERROR(weights_->BeforeGroup(*compute_, group, waited));
     BALLAST_RETURN_IF_ERROR(compute_->CopyToHost(to, live_weights_[group]->data()));
     BALLAST_RETURN_IF_ERROR(compute_->Record(*done_));
     return done_->Synchronize();
@@ -240,6 +338,7 @@ absl::Status DeviceBackend::Fail(const absl::Status& status, absl::string_view w
 // By the first failure, or when all ends: every thread that waits for another goes on.
 void DeviceBackend::Stop() {
   buckets_->Stop();
+  weights_->Stop();
   gradient_path_->Stop();
 }
 
@@ -311,8 +410,12 @@ absl::Status DeviceBackend::Init(absl::Span<const int> backward_order,
                               {.gradients = spaces.gradients, .sums = std::move(sums)},
                               options_.check_gradients));
   BALLAST_ASSIGN_OR_RETURN(
-      weights_, WeightsReturn::Create(device, job_, buckets_->order(), std::move(live), rank,
-                                      options_.on_device, *trace_));
+      weights_,
+      WeightsReturn::Create(device, job_, buckets_->order(), std::move(live),
+                            {.rank = rank,
+                             .on_device = options_.on_device,
+                             .provisional = job_.spec.update_mode == UpdateMode::kSpeculate},
+                            *trace_));
   absl::StatusOr<std::unique_ptr<DeviceGpt>> model = make_model({device, *compute_, parts_.matmul});
   BALLAST_RETURN_IF_ERROR(ExplainMemory(model.status()));
   model_ = *std::move(model);

@@ -3,8 +3,6 @@
 #include <utility>
 
 #include "cpu_optimizer_service/common/status.h"
-#include "gpu_worker/check.h"
-#include "gpu_worker/stopwatch.h"
 
 namespace ballast::worker {
 namespace {
@@ -21,14 +19,15 @@ absl::StatusOr<std::unique_ptr<DeviceBuckets>> DeviceBuckets::Create(
     BALLAST_ASSIGN_OR_RETURN(of_bucket.ready, device.CreateEvent());
     BALLAST_ASSIGN_OR_RETURN(of_bucket.released, device.CreateEvent());
   }
-  return std::unique_ptr<DeviceBuckets>(
-      new DeviceBuckets(MakeBucketOrder(layout, buckets, backward_order), std::move(events)));
+  return std::unique_ptr<DeviceBuckets>(new DeviceBuckets(
+      device, MakeBucketOrder(layout, buckets, backward_order), std::move(events)));
 }
 
-DeviceBuckets::DeviceBuckets(BucketOrder order, std::vector<Events> events)
+DeviceBuckets::DeviceBuckets(Device& device, BucketOrder order, std::vector<Events> events)
     : order_(std::move(order)),
       events_(std::move(events)),
       started_(events_.size(), false),
+      waited_(device),
       recorded_(events_.size(), false) {
   for (const std::vector<int>& parameters : order_.parameters_of_bucket) {
     states_.emplace_back(static_cast<int>(parameters.size()));
@@ -58,20 +57,37 @@ absl::Status DeviceBuckets::BeforeGradient(DeviceStream& compute, int parameter)
 }
 
 absl::Status DeviceBuckets::StartFilling(DeviceStream& compute, int bucket) {
-  {
-    Stopwatch stopwatch;
-    MutexLock lock(mutex_);
-    const GradientBucket& state = states_[bucket];
-    while (!stopped_ && state.state() != BucketState::kReleased &&
-           !(state.state() == BucketState::kAccumulated && !state.whole())) {
-      changed_.Wait(mutex_);
-    }
-    if (stopped_) return Stopped();
-    states_[bucket].StartFilling(micro_step_, micro_steps_);
-    waited_seconds_ += stopwatch.Lap();
-  }
   started_[bucket] = true;
-  return compute.Wait(*events_[bucket].released);
+  BALLAST_ASSIGN_OR_RETURN(const bool waits, HasToWait(bucket));
+  if (!waits) return AwaitReleased(bucket);
+  BALLAST_RETURN_IF_ERROR(waited_.Begin(compute));
+  BALLAST_RETURN_IF_ERROR(AwaitReleased(bucket));
+  BALLAST_RETURN_IF_ERROR(compute.Wait(*events_[bucket].released));
+  return waited_.End(compute);
+}
+
+bool DeviceBuckets::MayFill(int bucket) const {
+  const GradientBucket& state = states_[bucket];
+  return state.state() == BucketState::kReleased ||
+         (state.state() == BucketState::kAccumulated && !state.whole());
+}
+
+absl::StatusOr<bool> DeviceBuckets::HasToWait(int bucket) const {
+  {
+    MutexLock lock(mutex_);
+    if (!MayFill(bucket)) return true;
+  }
+  BALLAST_ASSIGN_OR_RETURN(const bool released, events_[bucket].released->Done());
+  return !released;
+}
+
+// On the host, and the bucket is the passes' then.
+absl::Status DeviceBuckets::AwaitReleased(int bucket) {
+  MutexLock lock(mutex_);
+  while (!stopped_ && !MayFill(bucket)) changed_.Wait(mutex_);
+  if (stopped_) return Stopped();
+  states_[bucket].StartFilling(micro_step_, micro_steps_);
+  return absl::OkStatus();
 }
 
 absl::Status DeviceBuckets::GradientReady(DeviceStream& compute, int parameter) {
@@ -94,8 +110,6 @@ absl::Status DeviceBuckets::RecordReady(DeviceStream& compute, int bucket) {
   changed_.NotifyAll();
   return absl::OkStatus();
 }
-
-double DeviceBuckets::TakeWaitedSeconds() { return std::exchange(waited_seconds_, 0.0); }
 
 // ---------------------------------------------------------------- the reductions
 

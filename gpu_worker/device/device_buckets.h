@@ -7,8 +7,7 @@
 //              bucket; `compute` waits for it before the next micro-step writes there
 //
 // A stream can wait only for what was recorded, so each side first waits, on the host, until the
-// other has given its work: that is the only waiting that the passes do, and it is what bounds how
-// far they run ahead of the reductions.
+// other has given its work: that bounds how far the passes run ahead of the reductions.
 //
 // Threads: two, the one that gives the passes and the one that gives the reductions; Stop by any.
 #ifndef BALLAST_GPU_WORKER_DEVICE_DEVICE_BUCKETS_H_
@@ -26,6 +25,7 @@
 #include "gpu_worker/bucket.h"
 #include "gpu_worker/bucket_order.h"
 #include "gpu_worker/device/device.h"
+#include "gpu_worker/device/stream_seconds.h"
 
 namespace ballast::worker {
 
@@ -47,8 +47,10 @@ class DeviceBuckets {
   absl::Status BeforeGradient(DeviceStream& compute, int parameter);
   // Once for each parameter of a pass, after BeforeGradient.
   absl::Status GradientReady(DeviceStream& compute, int parameter);
-  // Host seconds that the calls above waited, since the last call of this.
-  double TakeWaitedSeconds();
+  // Seconds that `compute` waited for reductions, since the last call of this, by the device's
+  // clock, and forgets them. `compute` has done all that it was given.
+  absl::StatusOr<double> TakeWaitedSeconds() { return waited_.Take(); }
+  void ForgetWaitedSeconds() { waited_.Clear(); }
 
   // --- Of the thread that gives reductions to `communicate`.
 
@@ -72,8 +74,11 @@ class DeviceBuckets {
     std::unique_ptr<DeviceEvent> released;
   };
 
-  DeviceBuckets(BucketOrder order, std::vector<Events> events);
+  DeviceBuckets(Device& device, BucketOrder order, std::vector<Events> events);
   absl::Status StartFilling(DeviceStream& compute, int bucket);
+  bool MayFill(int bucket) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::StatusOr<bool> HasToWait(int bucket) const;
+  absl::Status AwaitReleased(int bucket);
   absl::Status RecordReady(DeviceStream& compute, int bucket);
 
   const BucketOrder order_;
@@ -83,7 +88,7 @@ class DeviceBuckets {
   uint32_t micro_step_ = 0;
   uint32_t micro_steps_ = 1;
   std::vector<bool> started_;  // By bucket, in this pass.
-  double waited_seconds_ = 0;
+  StreamSeconds waited_;
 
   mutable Mutex mutex_;
   CondVar changed_;

@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/cuda/kernels/gradient.h"
 
@@ -87,19 +86,14 @@ absl::Status DeviceReduction::FindNonFinite(int index, const float* space) {
       std::upper_bound(elements_before_.begin(), elements_before_.end(), found.position);
   const int parameter = static_cast<int>(after - elements_before_.begin()) - 1;
   const int64_t element = static_cast<int64_t>(found.position - elements_before_[parameter]);
-  if (non_finite_.has_value() &&
-      std::pair(non_finite_->parameter, non_finite_->element) <= std::pair(parameter, element)) {
-    return absl::OkStatus();
-  }
+  if (!ComesFirst(parameter, element, non_finite_)) return absl::OkStatus();
   BALLAST_RETURN_IF_ERROR(stream.CopyToHost(
       bytes_of(found.value), space + parts_.job.layout.place(parameter).offset + element));
   BALLAST_RETURN_IF_ERROR(stream.Record(*searched_));
   BALLAST_RETURN_IF_ERROR(searched_->Synchronize());
-  float travels = 0;
-  StoreElement(&travels, group(index).wire_dtype, 0, found.value);
   non_finite_ = {.parameter = parameter,
                  .element = element,
-                 .value = LoadElement(&travels, group(index).wire_dtype, 0)};
+                 .value = Rounded(found.value, group(index).wire_dtype)};
   return absl::OkStatus();
 }
 

@@ -7,12 +7,15 @@
 #define BALLAST_GPU_WORKER_DEVICE_DEVICE_TRACE_H_
 
 #include <memory>
+#include <vector>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "cpu_optimizer_service/common/mutex.h"
 #include "gpu_worker/device/completions.h"
 #include "gpu_worker/device/device.h"
+#include "gpu_worker/device/device_clock.h"
 #include "gpu_worker/timeline.h"
 
 namespace ballast::worker {
@@ -21,7 +24,8 @@ class DeviceTrace {
  public:
   // `timeline` may be null. Where it keeps spans, waits once for the device, to set its clock
   // against the host's. Borrows both until destruction, which waits for what is still to be read.
-  static absl::StatusOr<std::unique_ptr<DeviceTrace>> Create(Device& device, Timeline* timeline);
+  static absl::StatusOr<std::unique_ptr<DeviceTrace>> Create(Device& device, Timeline* timeline,
+                                                             HostClock now = Timeline::Clock::now);
 
   Timeline* timeline() const { return timeline_; }
 
@@ -31,13 +35,23 @@ class DeviceTrace {
                       absl::FunctionRef<absl::Status()> give);
 
  private:
+  struct Ends {
+    std::unique_ptr<DeviceEvent> begin;
+    std::unique_ptr<DeviceEvent> end;
+  };
+
   DeviceTrace(Device& device, Timeline* timeline) : device_(device), timeline_(timeline) {}
+
+  // Come back to the pool with the last who holds them.
+  absl::StatusOr<std::shared_ptr<Ends>> TakeEnds();
 
   Device& device_;
   Timeline* const timeline_;
-  std::unique_ptr<DeviceEvent> zero_;      // Null: nothing is recorded.
-  Timeline::Clock::time_point zero_time_;  // On the host; not after it.
-  std::unique_ptr<Completions> completions_;
+  std::unique_ptr<DeviceClock> clock_;  // Null: nothing is recorded. Of the completions' thread.
+  Mutex mutex_;
+  // As many as there were spans at once that were not read yet.
+  std::vector<std::unique_ptr<Ends>> pool_ ABSL_GUARDED_BY(mutex_);
+  std::unique_ptr<Completions> completions_;  // Last: its calls use all of the above.
 };
 
 }  // namespace ballast::worker

@@ -64,11 +64,23 @@ void GradientPath::Stop() {
   changed_.NotifyAll();
 }
 
-void GradientPath::BeginPass(const Pass& pass) {
+void GradientPath::Give(std::function<void()> work) {
   MutexLock lock(mutex_);
-  passes_.push_back(pass);
-  newest_ = pass;
+  given_.push_back(std::move(work));
   changed_.NotifyAll();
+}
+
+void GradientPath::WaitGiven() {
+  MutexLock lock(mutex_);
+  while ((stopped_ || !given_.empty()) && !left_) changed_.Wait(mutex_);
+}
+
+void GradientPath::BeginPass(const Pass& pass) {
+  {
+    MutexLock lock(mutex_);
+    newest_ = pass;
+  }
+  Give([this, pass] { Fail(Communicate(pass), pass); });
 }
 
 void GradientPath::EndPass(client::UsedParameters used) {
@@ -78,12 +90,11 @@ void GradientPath::EndPass(client::UsedParameters used) {
 }
 
 void GradientPath::WaitReduced() {
-  Pass pass;
-  {
+  WaitGiven();
+  const Pass pass = [this] {
     MutexLock lock(mutex_);
-    while ((stopped_ || !passes_.empty()) && !left_) changed_.Wait(mutex_);
-    pass = newest_;
-  }
+    return newest_;
+  }();
   const std::vector<int>& order = parts_.buckets.order().reduction;
   if (order.empty() || !parts_.errors.failure().ok()) return;
   // With the last bucket in order, all before it are reduced.
@@ -105,16 +116,16 @@ void GradientPath::Fail(const absl::Status& status, const Pass& pass) {
 
 void GradientPath::Run() {
   while (true) {
-    Pass pass;
+    std::function<void()> work;
     {
       MutexLock lock(mutex_);
-      while (passes_.empty() && !stopped_) changed_.Wait(mutex_);
+      while (given_.empty() && !stopped_) changed_.Wait(mutex_);
       if (stopped_) break;
-      pass = passes_.front();
+      work = given_.front();
     }
-    Fail(Communicate(pass), pass);
+    work();
     MutexLock lock(mutex_);
-    passes_.pop_front();
+    given_.pop_front();
     changed_.NotifyAll();
   }
   MutexLock lock(mutex_);
@@ -125,17 +136,15 @@ void GradientPath::Run() {
 absl::Status GradientPath::Communicate(const Pass& pass) {
   for (const int bucket : parts_.buckets.order().reduction) {
     BALLAST_RETURN_IF_ERROR(parts_.buckets.WaitReady(parts_.communicate, bucket));
-    const SpanOf of{
-        .step = pass.step, .micro_step = static_cast<int>(pass.micro_step), .bucket = bucket};
-    absl::StatusOr<const WireBuffer*> wire = nullptr;
-    absl::Status status = parts_.trace.Around(parts_.communicate, Track::kReduce, of, [&] {
-      wire = SumOrReduce(bucket, pass);
-      return wire.status();
-    });
-    if (status.ok() && *wire != nullptr) {
-      status = parts_.trace.Around(parts_.copy_out, Track::kCopy, of,
-                                   [&] { return CopyOut(bucket, pass, **wire); });
-    }
+    const float* shard = nullptr;
+    absl::Status status = parts_.trace.Around(
+        parts_.communicate, Track::kReduce,
+        {.step = pass.step, .micro_step = static_cast<int>(pass.micro_step), .bucket = bucket},
+        [&]() -> absl::Status {
+          BALLAST_ASSIGN_OR_RETURN(shard, SumOrReduce(bucket, pass));
+          return absl::OkStatus();
+        });
+    if (status.ok() && shard != nullptr) status = SendShard(bucket, pass, shard);
     BALLAST_RETURN_IF_ERROR(Annotate(status, absl::StrCat("bucket ", bucket)));
   }
   std::optional<client::UsedParameters> used = WaitForPassEnd();
@@ -145,8 +154,7 @@ absl::Status GradientPath::Communicate(const Pass& pass) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<const GradientPath::WireBuffer*> GradientPath::SumOrReduce(int bucket,
-                                                                          const Pass& pass) {
+absl::StatusOr<const float*> GradientPath::SumOrReduce(int bucket, const Pass& pass) {
   DeviceBuckets& buckets = parts_.buckets;
   if (pass.sums_here) {
     BALLAST_RETURN_IF_ERROR(parts_.reduction.Accumulate(bucket, /*first=*/pass.micro_step == 0));
@@ -156,21 +164,22 @@ absl::StatusOr<const GradientPath::WireBuffer*> GradientPath::SumOrReduce(int bu
   buckets.StartReducing(bucket);
   BALLAST_ASSIGN_OR_RETURN(const float* shard,
                            parts_.reduction.Reduce(bucket, pass.sums_here, pass.step));
-  if (shards_[bucket].elements == 0 || !parts_.errors.current().ok()) {
-    BALLAST_RETURN_IF_ERROR(buckets.Release(parts_.communicate, bucket));
-    return nullptr;
-  }
+  if (shards_[bucket].elements > 0 && parts_.errors.current().ok()) return shard;
+  BALLAST_RETURN_IF_ERROR(buckets.Release(parts_.communicate, bucket));
+  return nullptr;
+}
+
+absl::Status GradientPath::SendShard(int bucket, const Pass& pass, const float* shard) {
   if (options_.on_device) {
     BALLAST_RETURN_IF_ERROR(RoundToPlaces(bucket, pass, shard));
-    BALLAST_RETURN_IF_ERROR(buckets.Release(parts_.communicate, bucket));
-    return nullptr;
+    return parts_.buckets.Release(parts_.communicate, bucket);
   }
   const WireBuffer& wire = wire_[std::exchange(next_wire_, (next_wire_ + 1) % wire_.size())];
   BALLAST_RETURN_IF_ERROR(parts_.communicate.Wait(*wire.copied_out));
   BALLAST_RETURN_IF_ERROR(
       parts_.reduction.Round(bucket, shards_[bucket].elements, shard, wire.memory->data()));
-  BALLAST_RETURN_IF_ERROR(buckets.Release(parts_.communicate, bucket));
-  return &wire;
+  BALLAST_RETURN_IF_ERROR(parts_.buckets.Release(parts_.communicate, bucket));
+  return CopyOut(bucket, pass, wire);
 }
 
 absl::Status GradientPath::CopyOut(int bucket, const Pass& pass, const WireBuffer& wire) {
@@ -180,7 +189,13 @@ absl::Status GradientPath::CopyOut(int bucket, const Pass& pass, const WireBuffe
     std::optional<ShardPlaces::Place> place = TakePlace(chunk, pass);
     if (!place.has_value()) break;
     const absl::Span<std::byte> to = place->bytes;
-    BALLAST_RETURN_IF_ERROR(parts_.copy_out.CopyToHost(to, from));
+    BALLAST_RETURN_IF_ERROR(
+        parts_.trace.Around(parts_.copy_out, Track::kCopy,
+                            {.step = pass.step,
+                             .micro_step = static_cast<int>(pass.micro_step),
+                             .bucket = bucket,
+                             .chunk = chunk},
+                            [&] { return parts_.copy_out.CopyToHost(to, from); }));
     BALLAST_RETURN_IF_ERROR(GiveToSender(chunk, pass, *std::move(place), parts_.copy_out));
     from += to.size();
   }

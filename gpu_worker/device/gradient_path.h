@@ -1,12 +1,12 @@
 // From a bucket that backward has completed to the optimizer: the thread that gives reductions and
-// copies to their streams, in the one order of all ranks, and behind it the sender.
+// copies to their streams, in the one order of all ranks, and behind it the sender. The gathers of
+// weights are given by the same thread: so all collectives of a rank have one order.
 //
 // After an error of the optimizer's it goes on with the reductions alone, so that no rank waits for
 // this one; after a failure it stops.
 //
-// Threads: BeginPass, EndPass, the waits and UseGradientMemory come from one, Stop from any. From
-// BeginPass until WaitReduced returns `communicate`, `copy_out` and the collective are this
-// thread's.
+// Threads: Give, BeginPass, EndPass, the waits and UseGradientMemory come from one, Stop from any.
+// `communicate`, `copy_out` and the collective are this thread's, until End.
 #ifndef BALLAST_GPU_WORKER_DEVICE_GRADIENT_PATH_H_
 #define BALLAST_GPU_WORKER_DEVICE_GRADIENT_PATH_H_
 
@@ -72,6 +72,11 @@ class GradientPath {
     return places_->Use(memory);
   }
 
+  // Has the thread do `work` after what it was given before; not once it has left after a failure.
+  void Give(std::function<void()> work);
+  // Until all that was given is done, or the thread has left.
+  void WaitGiven();
+
   void BeginPass(const Pass& pass);
   // All of the pass's work was given.
   void EndPass(client::UsedParameters used);
@@ -102,8 +107,9 @@ class GradientPath {
   void Run();
   void WaitForStreams();
   absl::Status Communicate(const Pass& pass);
-  // Where the shard is to be copied from, or null where nothing is.
-  absl::StatusOr<const WireBuffer*> SumOrReduce(int bucket, const Pass& pass);
+  // This rank's shard, on `communicate`, or null where there is none yet, or none to send.
+  absl::StatusOr<const float*> SumOrReduce(int bucket, const Pass& pass);
+  absl::Status SendShard(int bucket, const Pass& pass, const float* shard);
   absl::Status RoundToPlaces(int bucket, const Pass& pass, const float* shard);
   absl::Status CopyOut(int bucket, const Pass& pass, const WireBuffer& wire);
   std::optional<ShardPlaces::Place> TakePlace(int chunk, const Pass& pass);
@@ -122,7 +128,7 @@ class GradientPath {
 
   Mutex mutex_;
   CondVar changed_;
-  std::deque<Pass> passes_ ABSL_GUARDED_BY(mutex_);  // Few: the buckets hold up what comes after.
+  std::deque<std::function<void()>> given_ ABSL_GUARDED_BY(mutex_);  // Few: the passes wait for it.
   std::deque<client::UsedParameters> used_ ABSL_GUARDED_BY(mutex_);  // Of passes that have ended.
   Pass newest_ ABSL_GUARDED_BY(mutex_);
   bool stopped_ ABSL_GUARDED_BY(mutex_) = false;

@@ -2,42 +2,16 @@
 
 #include <algorithm>
 #include <chrono>
-#include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/mutex.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/check.h"
+#include "gpu_worker/device/pinned_spans.h"
 #include "gpu_worker/stopwatch.h"
 
 namespace ballast::worker {
-namespace {
-
-// Pages are pinned whole, and none twice.
-constexpr uintptr_t kPageBytes = 4096;
-
-// Joins what shares a page, and so everything where the optimizer's memory is one mapping.
-std::vector<absl::Span<std::byte>> JoinSpans(std::vector<absl::Span<std::byte>> spans) {
-  std::sort(spans.begin(), spans.end(), [](const auto& a, const auto& b) {
-    return std::less<const std::byte*>()(a.data(), b.data());
-  });
-  std::vector<absl::Span<std::byte>> joined;
-  for (const absl::Span<std::byte> span : spans) {
-    if (!joined.empty()) {
-      absl::Span<std::byte>& last = joined.back();
-      const uintptr_t end = reinterpret_cast<uintptr_t>(last.data() + last.size());
-      if (reinterpret_cast<uintptr_t>(span.data()) / kPageBytes <= end / kPageBytes) {
-        last = {last.data(), static_cast<size_t>(span.data() + span.size() - last.data())};
-        continue;
-      }
-    }
-    joined.push_back(span);
-  }
-  return joined;
-}
-
-}  // namespace
 
 struct ShardPlaces::Shared {
   std::unique_ptr<StagingRing> ring;  // Null where the optimizer is on the device.
@@ -99,10 +73,8 @@ absl::Status ShardPlaces::Use(const std::function<absl::Span<std::byte>(int chun
           "the optimizer's memory for a chunk has its size");
     spans.push_back(own_[index]);
   }
-  for (const absl::Span<std::byte> span : JoinSpans(std::move(spans))) {
-    BALLAST_ASSIGN_OR_RETURN(pins_.emplace_back(),
-                             device_.PinHost(span, "the optimizer's memory for gradients"));
-  }
+  BALLAST_ASSIGN_OR_RETURN(
+      pins_, PinSpans(device_, std::move(spans), "the optimizer's memory for gradients"));
   return absl::OkStatus();
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -24,7 +25,13 @@ bool IsAligned(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % kAlignmentBytes == 0;
 }
 
-// One call of ForwardBackward.
+// What Backward goes on from.
+struct Begun {
+  cuda::EmbeddingShape shape;  // Of no sequences: an empty batch.
+  TokensOnDevice tokens;
+};
+
+// One call of Forward or Backward.
 struct Pass {
   LayerPass layers;
   cuda::EmbeddingShape embedding;
@@ -50,16 +57,17 @@ class DeviceGptImpl final : public DeviceGpt {
   ~DeviceGptImpl() override { parts_.compute.Synchronize().IgnoreError(); }
 
   void Place(const Layout& layout, const DeviceFlatSpaces& spaces) override;
-  absl::Status ForwardBackward(const Batch& batch, double loss_scale, bool first, double* loss_sum,
-                               const DevicePassEvents& events) override;
+  absl::Status Forward(const Batch& batch, const DevicePassEvents& events) override;
+  absl::Status Backward(double loss_scale, bool first, double* loss_sum,
+                        const DevicePassEvents& events) override;
   int64_t activation_bytes() const override { return activations_.bytes + upload_->device_bytes(); }
   double FloatingPointOperations(int sequences) const override;
 
  private:
   absl::Status CheckBatch(const Batch& batch) const;
-  absl::Status Forward(const Pass& pass, bool first, double* loss_sum) const;
+  Pass PassOf(const Begun& begun, const DevicePassEvents& events) const;
   absl::Status ForwardBlock(const Pass& pass, int layer) const;
-  absl::Status Backward(const Pass& pass) const;
+  absl::Status ForwardHead(const Pass& pass, bool first, double* loss_sum) const;
   absl::Status BackwardHead(const Pass& pass) const;
   absl::Status BackwardBlock(const Pass& pass, int layer) const;
   absl::Status BackwardEmbedding(const Pass& pass) const;
@@ -86,6 +94,7 @@ class DeviceGptImpl final : public DeviceGpt {
   std::vector<ParameterOnDevice> parameters_;
   const Activations activations_;
   const std::unique_ptr<TokenUpload> upload_;
+  std::optional<Begun> begun_;  // By Forward; Backward ends it.
 };
 
 void DeviceGptImpl::Place(const Layout& layout, const DeviceFlatSpaces& spaces) {
@@ -125,39 +134,38 @@ absl::Status DeviceGptImpl::CheckBatch(const Batch& batch) const {
   return absl::OkStatus();
 }
 
-absl::Status DeviceGptImpl::ForwardBackward(const Batch& batch, double loss_scale, bool first,
-                                            double* loss_sum, const DevicePassEvents& events) {
+Pass DeviceGptImpl::PassOf(const Begun& begun, const DevicePassEvents& events) const {
+  const cuda::EmbeddingShape& shape = begun.shape;
+  return {.layers = {.compute = parts_.compute,
+                     .matmul = parts_.matmul,
+                     .parameters = parameters_,
+                     .events = events,
+                     .rows = shape.rows(),
+                     .scratch = activations_.scratch},
+          .embedding = shape,
+          .attention = {shape.sequences, shape.context, config_.width, config_.heads},
+          .tokens = begun.tokens};
+}
+
+// ---------------------------------------------------------------- forward
+
+absl::Status DeviceGptImpl::Forward(const Batch& batch, const DevicePassEvents& events) {
   Check(!parameters_.empty(), "a model is placed before it is used");
+  begun_.reset();
   if (batch.sequences == 0) {
-    if (first) BALLAST_RETURN_IF_ERROR(parts_.compute.Zero(loss_sum, sizeof(*loss_sum)));
-    return BackwardNothing(events);
+    begun_ = Begun{};
+    return absl::OkStatus();
   }
   BALLAST_RETURN_IF_ERROR(CheckBatch(batch));
   Check(ScratchBytes(config_, batch.sequences, batch.context) <= scratch_bytes_,
         "a smaller pass needs no more scratch");
   BALLAST_ASSIGN_OR_RETURN(const TokensOnDevice tokens, upload_->Upload(parts_.compute, batch));
-  const cuda::EmbeddingShape shape = {batch.sequences, batch.context, config_.width};
-  const Pass pass{
-      .layers = {.compute = parts_.compute,
-                 .matmul = parts_.matmul,
-                 .parameters = parameters_,
-                 .events = events,
-                 .rows = shape.rows(),
-                 .scratch = activations_.scratch},
-      .embedding = shape,
-      .attention = {batch.sequences, batch.context, config_.width, config_.heads},
-      .tokens = tokens,
-      .loss_scale = static_cast<float>(loss_scale),
-  };
-  BALLAST_RETURN_IF_ERROR(Forward(pass, first, loss_sum));
-  return Backward(pass);
-}
-
-absl::Status DeviceGptImpl::Forward(const Pass& pass, bool first, double* loss_sum) const {
+  const Begun begun{.shape = {batch.sequences, batch.context, config_.width}, .tokens = tokens};
+  const Pass pass = PassOf(begun, events);
   const Activations& a = activations_;
   const LayerPass& layers = pass.layers;
-  BALLAST_RETURN_IF_ERROR(Call(layers.events.before_weights, kTokenEmbedding));
-  BALLAST_RETURN_IF_ERROR(Call(layers.events.before_weights, kPositionEmbedding));
+  BALLAST_RETURN_IF_ERROR(Call(events.before_weights, kTokenEmbedding));
+  BALLAST_RETURN_IF_ERROR(Call(events.before_weights, kPositionEmbedding));
   BALLAST_RETURN_IF_ERROR(cuda::EmbeddingForward(
       pass.compute(), pass.embedding, pass.tokens.inputs, layers.weight(kTokenEmbedding),
       layers.weight(kPositionEmbedding), a.blocks[0].norm_1.in));
@@ -166,18 +174,8 @@ absl::Status DeviceGptImpl::Forward(const Pass& pass, bool first, double* loss_s
   }
   BALLAST_RETURN_IF_ERROR(NormForward(layers, LastNormWeight(config_), config_.width,
                                       {a.blocks.back().norm_2.in, a.branch}, a.last_norm));
-  BALLAST_RETURN_IF_ERROR(layers.Run({.m = layers.rows,
-                                      .n = config_.vocabulary,
-                                      .k = config_.width,
-                                      .transpose_b = true,
-                                      .a = a.last_norm.out,
-                                      .b = layers.weight(kTokenEmbedding),
-                                      .out = a.logits},
-                                     kTokenEmbedding));
-  BALLAST_RETURN_IF_ERROR(cuda::CrossEntropy(pass.compute(), layers.rows, config_.vocabulary,
-                                             pass.tokens.targets, pass.loss_scale, a.logits,
-                                             a.losses));
-  return cuda::SumLosses(pass.compute(), layers.rows, a.losses, !first, loss_sum);
+  begun_ = begun;
+  return absl::OkStatus();
 }
 
 // middle = in + attention(norm_1(in)),  out = middle + mlp(norm_2(middle))
@@ -205,7 +203,37 @@ absl::Status DeviceGptImpl::ForwardBlock(const Pass& pass, int layer) const {
   return LinearForward(layers, MlpOut(layer), block.activated, branch);
 }
 
-absl::Status DeviceGptImpl::Backward(const Pass& pass) const {
+// The logits, and in their place their gradient.
+absl::Status DeviceGptImpl::ForwardHead(const Pass& pass, bool first, double* loss_sum) const {
+  const Activations& a = activations_;
+  const LayerPass& layers = pass.layers;
+  BALLAST_RETURN_IF_ERROR(layers.Run({.m = layers.rows,
+                                      .n = config_.vocabulary,
+                                      .k = config_.width,
+                                      .transpose_b = true,
+                                      .a = a.last_norm.out,
+                                      .b = layers.weight(kTokenEmbedding),
+                                      .out = a.logits},
+                                     kTokenEmbedding));
+  BALLAST_RETURN_IF_ERROR(cuda::CrossEntropy(pass.compute(), layers.rows, config_.vocabulary,
+                                             pass.tokens.targets, pass.loss_scale, a.logits,
+                                             a.losses));
+  return cuda::SumLosses(pass.compute(), layers.rows, a.losses, !first, loss_sum);
+}
+
+// ---------------------------------------------------------------- backward
+
+absl::Status DeviceGptImpl::Backward(double loss_scale, bool first, double* loss_sum,
+                                     const DevicePassEvents& events) {
+  Check(begun_.has_value(), "a backward pass follows its forward pass");
+  const Begun begun = *std::exchange(begun_, std::nullopt);
+  if (begun.shape.sequences == 0) {
+    if (first) BALLAST_RETURN_IF_ERROR(parts_.compute.Zero(loss_sum, sizeof(*loss_sum)));
+    return BackwardNothing(events);
+  }
+  Pass pass = PassOf(begun, events);
+  pass.loss_scale = static_cast<float>(loss_scale);
+  BALLAST_RETURN_IF_ERROR(ForwardHead(pass, first, loss_sum));
   BALLAST_RETURN_IF_ERROR(BackwardHead(pass));
   for (int layer = config_.layers - 1; layer >= 0; --layer) {
     BALLAST_RETURN_IF_ERROR(BackwardBlock(pass, layer));
@@ -304,6 +332,12 @@ double DeviceGptImpl::FloatingPointOperations(int sequences) const {
 }
 
 }  // namespace
+
+absl::Status DeviceGpt::ForwardBackward(const Batch& batch, double loss_scale, bool first,
+                                        double* loss_sum, const DevicePassEvents& events) {
+  BALLAST_RETURN_IF_ERROR(Forward(batch, events));
+  return Backward(loss_scale, first, loss_sum, events);
+}
 
 absl::StatusOr<std::unique_ptr<DeviceGpt>> DeviceGpt::Create(const GptConfig& config,
                                                              const DeviceGptParts& parts,

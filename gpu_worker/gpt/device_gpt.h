@@ -5,7 +5,8 @@
 //
 //   auto model = DeviceGpt::Create(config, {device, compute, matmul}, sequences).value();
 //   model->Place(layout, {.weights = ..., .gradients = ...});
-//   model->ForwardBackward(batch, loss_scale, {.before_weights = ..., .gradient_ready = ...});
+//   model->Forward(batch, {.before_weights = ...});          // through the last norm
+//   model->Backward(loss_scale, first, loss_sum, {.gradient_ready = ...});   // the loss, and back
 //
 // Threads: one caller at a time.
 #ifndef BALLAST_GPU_WORKER_GPT_DEVICE_GPT_H_
@@ -65,14 +66,19 @@ class DeviceGpt {
   // Where weights are and gradients go. Called once, before any pass.
   virtual void Place(const Layout& layout, const DeviceFlatSpaces& spaces) = 0;
 
-  // Gives the compute stream a forward and backward pass over the batch. Gradients are of the loss
-  // summed over the batch's tokens, times `loss_scale`; written, not added. An empty batch reads no
-  // weights and writes zeros. The loss is added to `*loss_sum`, a double on the device, or assigned
-  // if `first`. `batch` may go when the call returns. INVALID_ARGUMENT, and no work, for a batch
-  // beyond what Create was told, or with a token that the vocabulary has not; other errors are the
-  // device's and the callbacks'.
-  virtual absl::Status ForwardBackward(const Batch& batch, double loss_scale, bool first,
-                                       double* loss_sum, const DevicePassEvents& events) = 0;
+  // Gives the compute stream the batch's pass up to the logits. Another Forward takes the place of
+  // one that no Backward followed. An empty batch reads no weights. `batch` may go when the call
+  // returns. INVALID_ARGUMENT, and no work, for a batch beyond what Create was told, or with a
+  // token that the vocabulary has not; other errors are the device's and the callbacks'.
+  virtual absl::Status Forward(const Batch& batch, const DevicePassEvents& events) = 0;
+  // The rest, once for each Forward: logits, loss, gradients. Gradients are of the loss summed over
+  // the batch's tokens, times `loss_scale`; written, not added; zeros of an empty batch. The loss
+  // is added to `*loss_sum`, a double on the device, or assigned if `first`.
+  virtual absl::Status Backward(double loss_scale, bool first, double* loss_sum,
+                                const DevicePassEvents& events) = 0;
+  // Both.
+  absl::Status ForwardBackward(const Batch& batch, double loss_scale, bool first, double* loss_sum,
+                               const DevicePassEvents& events);
 
   // Activations and scratch, on the device.
   virtual int64_t activation_bytes() const = 0;

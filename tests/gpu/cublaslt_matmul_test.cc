@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <tuple>
+#include <string>
 #include <vector>
 
 #include "tests/gpu_worker/cuda/kernel_test.h"
@@ -24,11 +24,26 @@ struct Shape {
   int64_t n = 0;
   int64_t k = 0;
 };
-// One tile and less, several, and a layer of GPT-2's with few rows.
-constexpr Shape kShapes[] = {{8, 8, 8}, {24, 40, 56}, {256, 192, 320}, {64, 2304, 768}};
+// Which of the operands lie transposed.
+struct Way {
+  bool transpose_a = false;
+  bool transpose_b = false;
+};
+// Those that a model has: its layers, the gradients of their inputs, those of their weights. What
+// else the library can do is its own affair.
+constexpr Way kForward = {.transpose_b = true};
+constexpr Way kInputGradient = {};
+constexpr Way kWeightGradient = {.transpose_a = true};
 
-class CublasLtMatmulTest : public KernelTest,
-                           public testing::WithParamInterface<std::tuple<bool, bool>> {
+// A token, a few, many; less than a tile and more, and a layer of GPT-2's with few rows. Lengths of
+// rows in memory are multiples of 8, numbers of tokens are any.
+constexpr Shape kLayers[] = {
+    {1, 64, 64}, {51, 192, 64}, {24, 40, 56}, {256, 192, 320}, {64, 2304, 768}};
+// With the tokens as k.
+constexpr Shape kWeights[] = {
+    {64, 64, 1}, {192, 64, 51}, {40, 56, 24}, {192, 320, 256}, {2304, 768, 64}};
+
+class CublasLtMatmulTest : public KernelTest {
  protected:
   void SetUp() override {
     KernelTest::SetUp();
@@ -37,11 +52,10 @@ class CublasLtMatmulTest : public KernelTest,
     ASSERT_TRUE(matmul.ok()) << matmul.status();
     matmul_ = *std::move(matmul);
   }
-  bool transpose_a() const { return std::get<0>(GetParam()); }
-  bool transpose_b() const { return std::get<1>(GetParam()); }
 
   // Operands are on the device, and described by the result.
-  Matmul Operands(const Shape& shape, size_t offset = 0) {
+  Matmul Operands(const Way& way, const Shape& shape, size_t offset = 0) {
+    way_ = way;
     shape_ = shape;
     a_ = RandomBFloat16(shape.m * shape.k, 1);
     b_ = RandomBFloat16(shape.k * shape.n, 2);
@@ -50,12 +64,13 @@ class CublasLtMatmulTest : public KernelTest,
     return {.m = shape.m,
             .n = shape.n,
             .k = shape.k,
-            .transpose_a = transpose_a(),
-            .transpose_b = transpose_b(),
+            .transpose_a = way.transpose_a,
+            .transpose_b = way.transpose_b,
             .a = on_device_[on_device_.size() - 2].data(),
             .b = on_device_.back().data()};
   }
-  void Multiply(const Matmul& matmul) { Run(matmul_->Run(stream(), matmul)); }
+  absl::Status Give(const Matmul& matmul) { return matmul_->Run(stream(), matmul); }
+  void Multiply(const Matmul& matmul) { Run(Give(matmul)); }
 
   // op(a) * op(b), row-major.
   std::vector<double> Product() const {
@@ -65,9 +80,9 @@ class CublasLtMatmulTest : public KernelTest,
     std::vector<double> product(m * n);
     for (int64_t i = 0; i < m; ++i) {
       for (int64_t l = 0; l < k; ++l) {
-        const double factor = a[transpose_a() ? l * m + i : i * k + l];
+        const double factor = a[way_.transpose_a ? l * m + i : i * k + l];
         for (int64_t j = 0; j < n; ++j) {
-          product[i * n + j] += factor * b[transpose_b() ? j * k + l : l * n + j];
+          product[i * n + j] += factor * b[way_.transpose_b ? j * k + l : l * n + j];
         }
       }
     }
@@ -81,6 +96,7 @@ class CublasLtMatmulTest : public KernelTest,
   }
 
  private:
+  Way way_;
   Shape shape_;
   std::vector<BFloat16Bits> a_;
   std::vector<BFloat16Bits> b_;
@@ -88,22 +104,21 @@ class CublasLtMatmulTest : public KernelTest,
   std::unique_ptr<DeviceMatmul> matmul_;
 };
 
-INSTANTIATE_TEST_SUITE_P(Transposes, CublasLtMatmulTest,
-                         testing::Combine(testing::Bool(), testing::Bool()));
-
-TEST_P(CublasLtMatmulTest, MultipliesIntoBFloat16) {
-  for (const Shape& shape : kShapes) {
-    Matmul matmul = Operands(shape);
-    const auto out = Poisoned<BFloat16Bits>(shape.m * shape.n);
-    matmul.out = out.data();
-    Multiply(matmul);
-    ExpectRounded(out, Product());
+TEST_F(CublasLtMatmulTest, MultipliesIntoBFloat16) {
+  for (const Way& way : {kForward, kInputGradient}) {
+    for (const Shape& shape : kLayers) {
+      Matmul matmul = Operands(way, shape);
+      const auto out = Poisoned<BFloat16Bits>(shape.m * shape.n);
+      matmul.out = out.data();
+      Multiply(matmul);
+      ExpectRounded(out, Product());
+    }
   }
 }
 
-TEST_P(CublasLtMatmulTest, MultipliesIntoFp32AndAddsToIt) {
-  for (const Shape& shape : kShapes) {
-    Matmul matmul = Operands(shape);
+TEST_F(CublasLtMatmulTest, MultipliesIntoFp32AndAddsToIt) {
+  for (const Shape& shape : kWeights) {
+    Matmul matmul = Operands(kWeightGradient, shape);
     const auto out = Poisoned<float>(shape.m * shape.n);
     matmul.out = out.data();
     matmul.out_is_fp32 = true;
@@ -118,9 +133,9 @@ TEST_P(CublasLtMatmulTest, MultipliesIntoFp32AndAddsToIt) {
   }
 }
 
-TEST_P(CublasLtMatmulTest, AddsTheBias) {
-  for (const Shape& shape : kShapes) {
-    Matmul matmul = Operands(shape);
+TEST_F(CublasLtMatmulTest, AddsTheBias) {
+  for (const Shape& shape : kLayers) {
+    Matmul matmul = Operands(kForward, shape);
     const std::vector<BFloat16Bits> bias = RandomBFloat16(shape.n, 3);
     const auto bias_on_device = Upload(bias);
     const auto out = Poisoned<BFloat16Bits>(shape.m * shape.n);
@@ -136,9 +151,9 @@ TEST_P(CublasLtMatmulTest, AddsTheBias) {
   }
 }
 
-TEST_P(CublasLtMatmulTest, KeepsWhatGeluWasTakenOf) {
-  for (const Shape& shape : kShapes) {
-    Matmul matmul = Operands(shape);
+TEST_F(CublasLtMatmulTest, KeepsWhatGeluWasTakenOf) {
+  for (const Shape& shape : kLayers) {
+    Matmul matmul = Operands(kForward, shape);
     const std::vector<BFloat16Bits> bias = RandomBFloat16(shape.n, 3);
     const auto bias_on_device = Upload(bias);
     const auto out = Poisoned<BFloat16Bits>(shape.m * shape.n);
@@ -161,9 +176,9 @@ TEST_P(CublasLtMatmulTest, KeepsWhatGeluWasTakenOf) {
   }
 }
 
-TEST_P(CublasLtMatmulTest, MultipliesByTheGradientOfGelu) {
-  for (const Shape& shape : kShapes) {
-    Matmul matmul = Operands(shape);
+TEST_F(CublasLtMatmulTest, MultipliesByTheGradientOfGelu) {
+  for (const Shape& shape : kLayers) {
+    Matmul matmul = Operands(kInputGradient, shape);
     const std::vector<BFloat16Bits> aux = RandomBFloat16(shape.m * shape.n, 4);
     const auto aux_on_device = Upload(aux);
     const auto out = Poisoned<BFloat16Bits>(shape.m * shape.n);
@@ -182,25 +197,61 @@ TEST_P(CublasLtMatmulTest, MultipliesByTheGradientOfGelu) {
   }
 }
 
-// Parameters stand anywhere in a flat space.
-TEST_P(CublasLtMatmulTest, TakesOperandsThatAreAlignedToFewBytes) {
-  Matmul matmul = Operands({64, 64, 64}, /*offset=*/4);
-  const auto out = Poisoned<BFloat16Bits>(64 * 64, /*offset=*/4);
-  matmul.out = out.data();
-  Multiply(matmul);
-  ExpectRounded(out, Product());
-}
-
-TEST_P(CublasLtMatmulTest, SameBitsInEveryRun) {
-  Matmul matmul = Operands({128, 768, 4096});  // Long sums: the library may split them.
-  matmul.out_is_fp32 = true;
-  std::vector<float> first;
-  for (int run = 0; run < 5; ++run) {
-    const auto out = Poisoned<float>(128 * 768);
+// Parameters stand at multiples of 16 bytes in a flat space.
+TEST_F(CublasLtMatmulTest, TakesOperandsThatAreAlignedTo16Bytes) {
+  for (const Way& way : {kForward, kInputGradient}) {
+    Matmul matmul = Operands(way, {64, 64, 64}, /*offset=*/8);
+    const auto out = Poisoned<BFloat16Bits>(64 * 64, /*offset=*/8);
     matmul.out = out.data();
     Multiply(matmul);
-    if (run == 0) first = Download(out);
-    ExpectSameBits("element", Download(out), first);
+    ExpectRounded(out, Product());
+  }
+  Matmul matmul = Operands(kWeightGradient, {64, 64, 64}, /*offset=*/8);
+  const auto out = Poisoned<float>(64 * 64, /*offset=*/4);
+  matmul.out = out.data();
+  matmul.out_is_fp32 = true;
+  Multiply(matmul);
+  ExpectClose("element", Download(out), Product(), 1e-6, SumError());
+}
+
+TEST_F(CublasLtMatmulTest, SameBitsInEveryRun) {
+  // Long sums: the library may split them.
+  for (const Way& way : {kForward, kInputGradient, kWeightGradient}) {
+    Matmul matmul = Operands(way, {128, 768, 4096});
+    matmul.out_is_fp32 = true;
+    std::vector<float> first;
+    for (int run = 0; run < 5; ++run) {
+      const auto out = Poisoned<float>(128 * 768);
+      matmul.out = out.data();
+      Multiply(matmul);
+      if (run == 0) first = Download(out);
+      ExpectSameBits("element", Download(out), first);
+    }
+  }
+}
+
+// Rows of 14 bytes, which no tensor core can load: computed all the same, or refused with the
+// sizes.
+TEST_F(CublasLtMatmulTest, WhatTheLibraryCannotDoIsAnErrorThatNamesIt) {
+  const Shape shape = {16, 7, 9};
+  for (const Way& way : {kForward, kInputGradient, kWeightGradient, Way{true, true}}) {
+    Matmul matmul = Operands(way, shape);
+    const std::vector<BFloat16Bits> bias(shape.n, 0);
+    const auto bias_on_device = Upload(bias);
+    const auto out = Poisoned<BFloat16Bits>(shape.m * shape.n);
+    const auto aux = Poisoned<BFloat16Bits>(shape.m * shape.n);
+    matmul.out = out.data();
+    matmul.epilogue = MatmulEpilogue::kBiasGelu;
+    matmul.bias = bias_on_device.data();
+    matmul.aux = aux.data();
+    const absl::Status status = Give(matmul);
+    if (status.ok()) {
+      Run(status);
+      ExpectRounded(aux, Product());
+      continue;
+    }
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_THAT(std::string(status.message()), testing::HasSubstr("m=16 n=7 k=9"));
   }
 }
 

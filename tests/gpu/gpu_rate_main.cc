@@ -2,13 +2,17 @@
 // matrix products is that of the library that the trainer uses, on random bf16 values, in
 // 8192-cubed products: what a share of the GPU's speed is measured against.
 //
-// Exits with 77, having said why, where there is no GPU.
+// Exits with 77, having said why, where there is no GPU or none that this program is made for; with
+// 1 if there is one that cannot be used.
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/cuda/cublaslt_matmul.h"
@@ -62,9 +66,20 @@ absl::StatusOr<double> MeasureRate(CudaDevice& device) {
   return 2.0 * kSize * kSize * kSize * kProducts / seconds;
 }
 
+// As nvidia-smi names it.
+std::string Uuid(const CudaDevice& device) {
+  const std::array<std::byte, 16> uuid = device.uuid();
+  const std::string digits =
+      absl::BytesToHexString({reinterpret_cast<const char*>(uuid.data()), uuid.size()});
+  const absl::string_view all = digits;
+  return absl::StrCat("GPU-", all.substr(0, 8), "-", all.substr(8, 4), "-", all.substr(12, 4), "-",
+                      all.substr(16, 4), "-", all.substr(20));
+}
+
 absl::Status PrintRate(CudaDevice& device) {
   BALLAST_ASSIGN_OR_RETURN(const double rate, MeasureRate(device));
   const nlohmann::ordered_json json = {{"gpu", device.name()},
+                                       {"uuid", Uuid(device)},
                                        {"compute_capability", device.compute_capability()},
                                        {"memory_bytes", device.memory_bytes()},
                                        {"bf16_matrix_flops_per_second", rate}};
@@ -81,7 +96,10 @@ int main() {
     return exit_code;
   };
   const auto device = ballast::worker::CudaDevice::Open(0);
-  if (!device.ok()) return fail(device.status(), ballast::worker::kNoGpu);
+  if (absl::IsFailedPrecondition(device.status())) {
+    return fail(device.status(), ballast::worker::kNoGpu);
+  }
+  if (!device.ok()) return fail(device.status(), 1);
   // From here on there is a GPU, and what does not work is an error: a missing cuBLASLt, say.
   const absl::Status status = ballast::worker::PrintRate(**device);
   return status.ok() ? 0 : fail(status, 1);

@@ -4,9 +4,11 @@
 #include <memory>
 #include <string>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "gpu_worker/cuda/cuda_device.h"
+#include "gpu_worker/cuda/libraries.h"
 #include "gpu_worker/cuda/nccl_collective.h"
 #include "gpu_worker/device/gloo_device_collective.h"
 #include "gpu_worker/device/single_device_collective.h"
@@ -18,13 +20,13 @@ namespace {
 
 constexpr absl::Duration kTimeout = absl::Seconds(60);
 
-std::unique_ptr<DeviceCollective> Single(CudaDevice& device, Collective&) {
+std::unique_ptr<DeviceCollective> JoinNobody(CudaDevice& device, Collective&) {
   return MakeSingleDeviceCollective(device);
 }
-std::unique_ptr<DeviceCollective> Gloo(CudaDevice& device, Collective& host) {
+std::unique_ptr<DeviceCollective> JoinByGloo(CudaDevice& device, Collective& host) {
   return MakeGlooDeviceCollective(device, host);
 }
-std::unique_ptr<DeviceCollective> Nccl(CudaDevice& device, Collective& host) {
+std::unique_ptr<DeviceCollective> JoinByNccl(CudaDevice& device, Collective& host) {
   return ConnectNccl(device, host, kTimeout).value();
 }
 
@@ -48,12 +50,16 @@ DeviceWorld WorldOf(const std::string& name, int world_size, Join join) {
 
 std::vector<DeviceWorld> DeviceWorlds() {
   const absl::StatusOr<int> gpus = CudaDevice::Count();
-  std::vector<DeviceWorld> worlds = {WorldOf("Single", 1, Single), WorldOf("Gloo2", 2, Gloo),
-                                     WorldOf("Nccl1", 1, Nccl)};
+  std::vector<DeviceWorld> worlds = {WorldOf("Single", 1, JoinNobody),
+                                     WorldOf("Gloo2", 2, JoinByGloo),
+                                     WorldOf("Nccl1", 1, JoinByNccl)};
   if (gpus.value_or(0) > 1) {
-    worlds.push_back(WorldOf(absl::StrCat("Nccl", *gpus), *gpus, Nccl));
+    worlds.push_back(WorldOf(absl::StrCat("Nccl", *gpus), *gpus, JoinByNccl));
   }
+  const absl::Status nccl = LoadNccl().status();
   for (DeviceWorld& world : worlds) {
+    if (!nccl.ok() && absl::StartsWith(world.name, "Nccl"))
+      world.missing = std::string(nccl.message());
     if (!gpus.ok()) world.missing = std::string(gpus.status().message());
   }
   return worlds;

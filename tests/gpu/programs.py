@@ -1,23 +1,33 @@
-"""Finds and runs Ballast's programs, for prove.py."""
+"""Finds and runs Ballast's programs, for prove.py; and watches the GPU's memory meanwhile."""
+
+from __future__ import annotations
 
 import contextlib
 import glob
 import json
+import math
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SERVICE_START_SECONDS = 30
+LEAST_SECONDS = 1  # Nothing is begun for less.
 
 
 class Failed(Exception):
     """One line that says what to do about it."""
+
+
+class OutOfTime(Exception):
+    """What was not done, or not to its end, because all the time is over."""
 
 
 def last_line(text: str) -> str:
@@ -25,25 +35,82 @@ def last_line(text: str) -> str:
     return lines[-1] if lines else "no output"
 
 
+def package_folders(pattern: str) -> list[str]:
+    """Folders in which Python's packages keep parts of CUDA."""
+    packages = {sysconfig.get_path("purelib"), *sys.path}
+    return [folder for package in sorted(p for p in packages if p)
+            for folder in sorted(glob.glob(f"{package}/nvidia/{pattern}"))]
+
+
 def library_path() -> str:
     """LD_LIBRARY_PATH with the folders in which Python's packages keep CUDA's libraries."""
-    folders = [os.environ.get("LD_LIBRARY_PATH", "")]
-    packages = {sysconfig.get_path("purelib"), *sys.path}
-    for package in sorted(p for p in packages if p):
-        folders += sorted(glob.glob(f"{package}/nvidia/*/lib"))
+    folders = [os.environ.get("LD_LIBRARY_PATH", ""), *package_folders("*/lib")]
     return ":".join(folder for folder in folders if folder)
 
 
-class Programs:
-    """The programs under --bin, their logs and their environment."""
+def find_tool(name: str) -> str | None:
+    """A tool of CUDA's toolkit."""
+    folders = [os.environ.get("PATH", ""), f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin",
+               "/usr/local/cuda/bin", *package_folders("*/bin"), *package_folders(f"*/{name}")]
+    return shutil.which(name, path=":".join(folder for folder in folders if folder))
 
-    def __init__(self, folder: pathlib.Path | None, logs: pathlib.Path):
+
+def cores() -> int:
+    """Those that this process may use: a control group may allow less than there are."""
+    count = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = pathlib.Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        count = min(count, math.ceil(int(quota) / int(period)))
+    return max(count, 1)
+
+
+class Running:
+    """A program that runs in a process group of its own, and keeps what it says in a log."""
+
+    def __init__(self, name: str, log: pathlib.Path, command: list, environment: dict, deadline: float):
+        self.name, self.log, self.deadline = name, log, deadline
+        if self.left() < LEAST_SECONDS:
+            raise OutOfTime(f"{name} was not begun")
+        with open(log, "wb") as file:
+            self.process = subprocess.Popen([str(word) for word in command], stdout=file,
+                                            stderr=subprocess.STDOUT, env=environment,
+                                            start_new_session=True)
+
+    def left(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def end(self):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def output(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def wait(self, seconds: float) -> int:
+        """Its exit code. What takes longer than these seconds hangs; the deadline may come before."""
+        left = self.left()
+        try:
+            return self.process.wait(timeout=max(min(seconds, left), 0))
+        except subprocess.TimeoutExpired:
+            if left < seconds:
+                raise OutOfTime(f"{self.name} was not done when the time was over") from None
+            raise Failed(f"{self.name} did not end within {seconds:.0f} s; see {self.log}") from None
+        finally:
+            self.end()
+
+
+class Programs:
+    """The programs under --bin, their logs and their environment. None runs past the deadline."""
+
+    def __init__(self, folder: pathlib.Path | None, logs: pathlib.Path, deadline: float = math.inf):
         choices = [folder, folder / "bin", folder / "tests"] if folder else [
             ROOT / "bin", ROOT / "build/release/bin", ROOT / "build/release/tests"]
         if folder and folder.name == "bin":
             choices.append(folder.parent / "tests")
         self.folders = choices
         self.logs = logs
+        self.deadline = deadline
         self.environment = os.environ | {"LD_LIBRARY_PATH": library_path()}
 
     def path(self, name: str) -> pathlib.Path:
@@ -52,46 +119,33 @@ class Programs:
                 return folder / name
         raise Failed(f"there is no {name} in {self.folders[0]}; build it, or name its folder with --bin")
 
-    def run(self, log: str, command: list, seconds: float, **environment) -> subprocess.CompletedProcess:
-        """Runs it to its end, in a process group that is ended after so long; keeps what it says."""
-        with open(self.logs / f"{log}.log", "w+", encoding="utf-8", errors="replace") as file:
-            process = subprocess.Popen(
-                [str(word) for word in command], stdout=file, stderr=subprocess.STDOUT, text=True,
-                env=self.environment | environment, start_new_session=True)
-            try:
-                code = process.wait(timeout=max(seconds, 1))
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            file.seek(0)
-            output = file.read()
-        if code is None:
-            raise Failed(f"{log} did not end within {seconds:.0f} s; see {self.logs / log}.log")
-        return subprocess.CompletedProcess(command, code, output)
+    def start(self, name: str, command: list, **environment) -> Running:
+        return Running(name, self.logs / f"{name}.log", command, self.environment | environment,
+                       self.deadline)
+
+    def run(self, name: str, command: list, seconds: float, **environment) -> subprocess.CompletedProcess:
+        """To its end, which comes within these seconds, or it hangs."""
+        running = self.start(name, command, **environment)
+        code = running.wait(seconds)
+        return subprocess.CompletedProcess(command, code, running.output())
 
     @contextlib.contextmanager
     def service(self, name: str):
         """A service of its own, for one run; its address."""
         port_file = self.logs / f"{name}.address"
         port_file.unlink(missing_ok=True)
-        with open(self.logs / f"{name}.log", "w", encoding="utf-8") as log:
-            process = subprocess.Popen(
-                [str(self.path("ballastd")), "--listen=127.0.0.1:0", f"--port-file={port_file}",
-                 "--log-level=warning", "--nostartup-benchmark", "--drain-seconds=1"],
-                stdout=log, stderr=subprocess.STDOUT)
-            try:
-                deadline = time.monotonic() + SERVICE_START_SECONDS
-                while not (port_file.exists() and port_file.read_text().strip()):
-                    if process.poll() is not None or time.monotonic() > deadline:
-                        raise Failed(f"ballastd did not start; see {self.logs / name}.log")
-                    time.sleep(0.02)
-                yield port_file.read_text().split()[0]
-            finally:
-                process.kill()
-                process.wait()
+        service = self.start(name, [
+            self.path("ballastd"), "--listen=127.0.0.1:0", f"--port-file={port_file}",
+            f"--threads={cores()}", "--log-level=warning", "--nostartup-benchmark", "--drain-seconds=1"])
+        try:
+            deadline = time.monotonic() + SERVICE_START_SECONDS
+            while not (port_file.exists() and port_file.read_text().strip()):
+                if service.process.poll() is not None or time.monotonic() > deadline:
+                    raise Failed(f"ballastd did not start: {last_line(service.output())}")
+                time.sleep(0.02)
+            yield port_file.read_text().split()[0]
+        finally:
+            service.end()
 
     def train(self, name: str, flags: list, seconds: float, ranks: int = 1) -> dict:
         """A training run; its worker.json, with the rows of losses.csv under "rows"."""
@@ -108,7 +162,7 @@ class Programs:
         header, *rows = (out / "losses.csv").read_text().split()
         names = header.split(",")
         result["rows"] = [dict(zip(names, map(float, row.split(",")))) for row in rows]
-        (out / "weights.bin").unlink()
+        (out / "weights.bin").unlink(missing_ok=True)
         return result
 
     def _run_ranks(self, name: str, command: list, seconds: float, ranks: int):
@@ -119,3 +173,41 @@ class Programs:
                 'code=0; for p in "${pids[@]}"; do wait "$p" || code=1; done; exit $code'
         return self.run(name, ["bash", "-c", shell, "ranks", *command], seconds, RANKS=str(ranks),
                         WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+class GpuMemory:
+    """The most that the memory of a GPU was in use beyond what it was before, while this is entered.
+    One process of nvidia-smi's tells it all the time: to start one is far more work than to ask."""
+
+    COMMAND = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+
+    def __init__(self, gpu: str):
+        self.command = [*self.COMMAND, f"--id={gpu}"]
+        self.before = 0
+        self.most = None
+        self.process = None
+
+    def __enter__(self):
+        with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError, IndexError):
+            self.before = int(subprocess.run(
+                self.command, capture_output=True, text=True, timeout=10, check=True).stdout.split()[0])
+            self.process = subprocess.Popen([*self.command, "--loop-ms=250"], stdout=subprocess.PIPE,
+                                            stderr=subprocess.DEVNULL, text=True)
+            self.thread = threading.Thread(target=self.watch)
+            self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        if self.process is not None:
+            self.process.kill()
+            self.thread.join()
+            self.process.wait()
+
+    def watch(self):
+        for line in self.process.stdout:
+            with contextlib.suppress(ValueError):
+                self.most = max(self.most or 0, int(line))
+
+    @property
+    def bytes(self) -> int | None:
+        return None if self.most is None else (self.most - self.before) << 20

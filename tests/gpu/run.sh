@@ -1,15 +1,18 @@
 #!/usr/bin/env bash
-# All that only a machine with a GPU can show, in one command and under eight minutes: the tests on the
-# GPU, the kernels under compute-sanitizer, training through the service against the local optimizer,
-# two ranks on one GPU against one, and the benchmark.
+# All that only a machine with a GPU can show, in one command and under eight minutes. What matters most
+# comes first: the tests on the GPU, training through the service against the local optimizer, two ranks
+# on one GPU against one, the benchmark, the kernels under compute-sanitizer. What the time does not
+# suffice for is told as such, and can be run alone.
 #
-#   tests/gpu/run.sh [--bin DIR] [--out DIR]
+#   tests/gpu/run.sh [--bin DIR] [--out DIR] [--only NAME]
 #
 # --bin: the folder of the programs, or the build folder above it (default: bin beside this tree's
 # tests, as in the bundle, or build/release). --out: where gpu.json and the logs go (default: out/gpu).
-# Needs Python 3 and nothing of ours; looks for cuBLASLt and NCCL in LD_LIBRARY_PATH, CUDA_HOME,
-# /usr/local/cuda and Python's own packages. Exits with 0 if all is well, 1 if something failed, 77
-# where there is no GPU.
+# --only: the checks with NAME in their name, "memcheck" say.
+# Needs Python 3 and nothing of ours; looks for cuBLASLt, NCCL and compute-sanitizer in
+# LD_LIBRARY_PATH and PATH, CUDA_HOME, /usr/local/cuda and Python's own packages.
+# Exits with 0 if all is well, 1 if something failed, 2 if nothing failed but not all was run, 77 where
+# there is no GPU.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 

@@ -5,30 +5,60 @@ import json
 import os
 import pathlib
 import subprocess
+import sys
 import tempfile
+import time
 import unittest
 
 HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+import programs  # noqa: E402
+from prove import TESTS  # noqa: E402
 
 RATE = """
 if os.environ.get("NO_GPU"):
     print("ballast-gpu-rate: there is no GPU", file=sys.stderr)
     sys.exit(77)
-print(json.dumps(dict(gpu="GPU 0 (stand-in)", compute_capability=90, memory_bytes=1 << 30,
+if os.environ.get("NO_RATE"):
+    sys.exit("ballast-gpu-rate: libcublasLt.so.13 cannot be loaded")
+print(json.dumps(dict(gpu="GPU 0 (stand-in)", uuid="GPU-1", compute_capability=90, memory_bytes=1 << 30,
                       bf16_matrix_flops_per_second=1e12)))
 """
 
 GPU_TESTS = """
+flags = dict(word.removeprefix("--").split("=", 1) for word in sys.argv[1:])
+filter = flags["gtest_filter"]
 if os.environ.get("HANG"):
     time.sleep(60)
-report = next(w.split(":", 1)[1] for w in sys.argv if w.startswith("--gtest_output=json:"))
+if os.environ.get("CRASH") == filter:
+    os.abort()
+report = flags["gtest_output"].removeprefix("json:")
 skipped = dict(classname="A", name="Skipped", result="SKIPPED")
 done = dict(classname="A", name="Done", result="COMPLETED")
-failed = dict(done, name="Wrong", failures=[dict(failure="1 is not 2")])
-cases = dict(skip=[skipped], fail=[done, failed]).get(os.environ.get("TESTS"), [done, skipped])
+failed = dict(done, name="Wrong", failures=[dict(failure="a.cc:1\\n1 is not 2")])
+kind = os.environ.get("TESTS")
+if kind == "skip under a sanitizer":
+    kind = "skip" if "SANITIZED" in os.environ else None
+cases = dict(skip=[skipped, done], fail=[done, failed], none=[]).get(kind, [done])
+if skipped in cases:
+    print("a.cc:2: Skipped\\nthere is no NCCL")
 with open(report, "w") as file:
     json.dump(dict(testsuites=[dict(testsuite=cases)]), file)
 sys.exit(1 if failed in cases else 0)
+"""
+
+SANITIZER = """
+import subprocess
+tool = sys.argv[sys.argv.index("--tool") + 1]
+program = next(i for i, word in enumerate(sys.argv) if word.endswith("gpu_tests"))
+if os.environ.get("SANITIZER") == "unsupported":
+    sys.exit("========= Error: Device not supported")
+code = subprocess.call(sys.argv[program:], env=os.environ | {"SANITIZED": "1"})
+errors = 3 if os.environ.get("SANITIZER") == tool else 0
+if os.environ.get("SANITIZER") != "silent":
+    print(f"========= ERROR SUMMARY: {errors} errors")
+sys.exit(1 if errors else code)
 """
 
 SERVICE = """
@@ -40,6 +70,7 @@ time.sleep(60)
 
 WORKER = """
 flags = dict(word.removeprefix("--").split("=", 1) for word in sys.argv[1:])
+pathlib.Path(os.environ["PIDS"]).open("a").write(f"{os.getpid()}\\n")
 assert flags["device"] == "cuda" and pathlib.Path(flags["text"]).exists()
 local = flags.get("optimizer") == "local"
 assert local != ("service" in flags)
@@ -47,7 +78,8 @@ two = os.environ.get("WORLD_SIZE") == "2"
 assert not two or flags["collective"] == "gloo"
 if os.environ.get("RANK", "0") != "0":
     sys.exit(0)
-if os.environ.get("WORKER_FAILS"):
+fails = os.environ.get("WORKER_FAILS")
+if fails and fails in flags["out"]:
     sys.exit("ballast-worker: GPU 0: no 9.00 GiB for activations")
 out = pathlib.Path(flags["out"])
 out.mkdir()
@@ -56,6 +88,7 @@ loss = 5.0 * (1.5 if two and os.environ.get("RANKS_DIFFER") else 1)
 rate = 1000 if local else 800
 steps = int(flags["steps"])
 (out / "weights.bin").write_bytes(b"")
+time.sleep(float(os.environ.get("TRAINING_SECONDS", 0)))
 (out / "worker.json").write_text(json.dumps(dict(
     weights_sha256="other" if wrong else "same", steps=steps, parameters=10, transport="memory")))
 (out / "losses.csv").write_text("\\n".join(
@@ -72,23 +105,40 @@ class Run(unittest.TestCase):
         self.out = self.dir / "out"
         (self.dir / "bin").mkdir()
         for name, text in (("ballast-gpu-rate", RATE), ("gpu_tests", GPU_TESTS), ("ballastd", SERVICE),
-                           ("ballast-worker", WORKER)):
+                           ("ballast-worker", WORKER), ("compute-sanitizer", SANITIZER)):
             program = self.dir / "bin" / name
-            program.write_text("#!/usr/bin/env python3\nimport json, os, pathlib, sys, time\n" + text)
+            program.write_text(f"#!{sys.executable} -SE\nimport json, os, pathlib, sys, time\n" + text)
             program.chmod(0o755)
         (self.dir / "pids").touch()
 
+    def start(self, *flags, **environment):
+        paths = {"PIDS": str(self.dir / "pids"), "PATH": f"{self.dir / 'bin'}:{os.environ['PATH']}"}
+        return subprocess.Popen(
+            [HERE / "run.sh", "--bin", self.dir / "bin", "--out", self.out, *flags], text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | paths | environment)
+
     def prove(self, *flags, **environment):
-        return subprocess.run(
-            [HERE / "run.sh", "--bin", self.dir / "bin", "--out", self.out, *flags], text=True, timeout=60,
-            capture_output=True, check=False,
-            env=os.environ | {"PIDS": str(self.dir / "pids")} | environment)
+        process = self.start(*flags, **environment)
+        output, errors = process.communicate(timeout=60)
+        return subprocess.CompletedProcess(flags, process.returncode, output, errors)
 
     def result(self) -> dict:
         return json.loads((self.out / "gpu.json").read_text())
 
-    def failed(self) -> list[str]:
-        return [check["name"] for check in self.result()["checks"] if check["passed"] is False]
+    def outcomes(self) -> dict[str, str]:
+        return {check["name"]: check["outcome"] for check in self.result()["checks"]}
+
+    def having(self, outcome: str) -> list[str]:
+        return [name for name, found in self.outcomes().items() if found == outcome]
+
+    def detail(self, name: str) -> str:
+        return {check["name"]: check["detail"] for check in self.result()["checks"]}[name]
+
+    def expect_nothing_left(self, at_least: int):
+        pids = (self.dir / "pids").read_text().split()
+        self.assertGreaterEqual(len(pids), at_least)
+        for pid in pids:
+            self.assertFalse(pathlib.Path("/proc", pid).exists(), f"process {pid} was left behind")
 
     def test_says_in_one_line_that_there_is_no_gpu(self):
         done = self.prove(NO_GPU="1")
@@ -96,13 +146,25 @@ class Run(unittest.TestCase):
         self.assertEqual(done.stderr, "run.sh: nothing was tested: there is no GPU\n")
         self.assertFalse((self.out / "gpu.json").exists())
 
-    def test_writes_what_it_measured_as_shares_of_local(self):
+    def test_what_matters_most_comes_first(self):
         done = self.prove()
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         result = self.result()
-        self.assertTrue(result["passed"])
-        self.assertEqual(self.failed(), [])
-        lines = [line for line in result["benchmark"] if line["model"] == "gpt2-124M"]
+        self.assertTrue(result["passed"] and result["complete"])
+        names = [check["name"] for check in result["checks"]]
+        self.assertEqual(names[:8], [
+            "matrix rate", "kernels", "matrix products", "model gradients", "device and collectives",
+            "NCCL", "service equals local", "two ranks on one GPU"])
+        self.assertEqual(names[8:12], [
+            "benchmark gpt2-124M, local", "benchmark gpt2-124M, speculate, shared memory",
+            "benchmark gpt2-1.5B, local", "benchmark gpt2-1.5B, speculate, shared memory"])
+        self.assertEqual(names[-2:], ["memcheck", "racecheck"])
+        self.assertGreaterEqual(result["host"]["cores"], 1)
+        self.expect_nothing_left(5)  # No service, and no worker.
+
+    def test_writes_what_it_measured_as_shares_of_local(self):
+        self.assertEqual(self.prove("--only=benchmark").returncode, 0)
+        lines = [line for line in self.result()["benchmark"] if line["model"] == "gpt2-124M"]
         self.assertEqual([line["way"] for line in lines][0], "local")
         self.assertEqual(len(lines), 5)
         for line in lines[1:]:  # The first steps, which were slow, are not among those measured.
@@ -112,44 +174,130 @@ class Run(unittest.TestCase):
         # 124M: 2 * 3 * (85.0M + 38.6M) and attention's 56.7M.
         self.assertAlmostEqual(lines[0]["of_matrix_rate"], 1000 * 798e6 / 1e12, delta=0.01)
 
-    def test_leaves_no_service_behind(self):
-        self.prove()
-        pids = (self.dir / "pids").read_text().split()
-        self.assertGreater(len(pids), 4)
-        for pid in pids:
-            self.assertFalse(pathlib.Path("/proc", pid).exists(), f"process {pid} was left behind")
+    def test_measures_without_a_rate_to_compare_with(self):
+        self.assertEqual(self.prove("--only=local", NO_RATE="1").returncode, 1)
+        self.assertEqual(self.having("failed"), ["matrix rate"])
+        self.assertIn("libcublasLt.so.13", self.detail("matrix rate"))
+        lines = self.result()["benchmark"]
+        self.assertEqual(len(lines), 2)
+        self.assertIsNone(lines[0]["of_matrix_rate"])
+
+    def test_one_check_can_be_run_alone(self):
+        self.assertEqual(self.prove("--only=wait, TCP").returncode, 0)
+        self.assertEqual(list(self.outcomes()), ["matrix rate", "benchmark gpt2-124M, wait, TCP",
+                                                 "benchmark gpt2-1.5B, wait, TCP"])
+        self.assertIsNone(self.result()["benchmark"][0]["of_local"])
+        done = self.prove("--only=memchek")
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("no check is named memchek", done.stderr)
+
+    # ------------------------------------------------------------ what fails
 
     def test_names_the_way_whose_weights_differ(self):
         self.assertEqual(self.prove(DIVERGE="wait").returncode, 1)
-        self.assertIn("service equals local", self.failed())
-        detail = {check["name"]: check["detail"] for check in self.result()["checks"]}
-        self.assertIn("wait, TCP", detail["service equals local"])
-        self.assertNotIn("speculate", detail["service equals local"])
+        self.assertEqual(self.having("failed"), [
+            "service equals local", "benchmark gpt2-124M, wait, shared memory",
+            "benchmark gpt2-124M, wait, TCP", "benchmark gpt2-1.5B, wait, shared memory",
+            "benchmark gpt2-1.5B, wait, TCP"])
+        self.assertIn("wait, TCP", self.detail("service equals local"))
+        self.assertNotIn("speculate", self.detail("service equals local"))
 
     def test_fails_where_two_ranks_learn_something_else(self):
-        self.assertEqual(self.prove(RANKS_DIFFER="1").returncode, 1)
-        self.assertEqual(self.failed(), ["two ranks on one GPU"])
+        self.assertEqual(self.prove("--only=ranks", RANKS_DIFFER="1").returncode, 1)
+        self.assertEqual(self.having("failed"), ["two ranks on one GPU"])
 
-    def test_fails_with_the_tests_and_where_all_were_skipped(self):
-        self.assertEqual(self.prove(TESTS="fail").returncode, 1)
-        self.assertEqual(self.failed(), ["tests on the GPU"])
-        self.assertEqual(self.prove(TESTS="skip").returncode, 1)
-        self.assertEqual(self.failed(), ["tests on the GPU"])
+    def test_fails_with_the_tests_and_says_how(self):
+        self.assertEqual(self.prove("--only=kernels", TESTS="fail").returncode, 1)
+        self.assertEqual(self.detail("kernels"), "1 of 2 failed: A.Wrong; the first: a.cc:1 1 is not 2")
 
-    def test_passes_on_the_last_words_of_a_worker(self):
-        self.assertEqual(self.prove(WORKER_FAILS="1").returncode, 1)
-        self.assertIn("no 9.00 GiB for activations", (self.out / "gpu.json").read_text())
+    def test_tests_that_were_skipped_are_no_proof(self):
+        self.assertEqual(self.prove("--only=kernels", TESTS="skip").returncode, 1)
+        self.assertEqual(self.detail("kernels"),
+                         "not tested: 1 of 2 tests skipped: there is no NCCL")
+        self.assertEqual(self.prove("--only=kernels", TESTS="none").returncode, 1)
+        self.assertEqual(self.detail("kernels"), "not tested: 0 of 0 tests skipped")
+        self.assertEqual(self.prove("--only=check", TESTS="skip under a sanitizer").returncode, 1)
+        self.assertEqual(self.having("failed"), ["memcheck", "racecheck"])
+        self.assertIn("not tested", self.detail("memcheck"))
 
-    def test_ends_what_hangs(self):
-        self.assertEqual(self.prove("--seconds=2", HANG="1").returncode, 1)
-        self.assertIn("tests on the GPU", self.failed())
-        self.assertIn("did not end within", (self.out / "gpu.json").read_text())
+    def test_a_crash_takes_no_other_tests_with_it(self):
+        self.assertEqual(self.prove(CRASH="*CublasLtMatmul*").returncode, 1)
+        self.assertEqual(self.having("failed"), ["matrix products"])
+        self.assertIn("without a report", self.detail("matrix products"))
+
+    def test_a_sanitizer_that_finds_something_or_says_nothing_fails(self):
+        self.assertEqual(self.prove("--only=check", SANITIZER="racecheck").returncode, 1)
+        self.assertEqual(self.having("failed"), ["racecheck"])
+        self.assertIn("3 errors", self.detail("racecheck"))
+        self.assertEqual(self.prove("--only=check", SANITIZER="silent").returncode, 1)
+        self.assertEqual(self.having("failed"), ["memcheck", "racecheck"])
+        self.assertIn("without a summary", self.detail("memcheck"))
+
+    def test_one_way_that_fails_leaves_the_others(self):
+        self.assertEqual(self.prove(WORKER_FAILS="wait-TCP").returncode, 1)
+        self.assertEqual(self.having("failed"), [
+            "service equals local", "benchmark gpt2-124M, wait, TCP", "benchmark gpt2-1.5B, wait, TCP"])
+        self.assertIn("no 9.00 GiB for activations", self.detail("benchmark gpt2-124M, wait, TCP"))
+
+    def test_ends_what_hangs_and_says_so(self):
+        program = programs.Programs(self.dir / "bin", self.dir)
+        with self.assertRaisesRegex(programs.Failed, "did not end within 1 s"):
+            program.run("hangs", ["sleep", "60"], 1)
 
     def test_names_the_program_that_is_not_there(self):
         (self.dir / "bin/ballast-gpu-rate").unlink()
         done = self.prove()
         self.assertEqual(done.returncode, 1)
         self.assertIn("there is no ballast-gpu-rate", done.stderr)
+
+    # ------------------------------------------------------------ what is not run
+
+    def test_what_the_time_is_over_for_has_not_failed(self):
+        done = self.prove("--seconds=25")
+        self.assertEqual(done.returncode, 2, done.stdout + done.stderr)
+        result = self.result()
+        self.assertTrue(result["passed"])
+        self.assertFalse(result["complete"])
+        self.assertEqual(self.having("failed"), [])
+        self.assertEqual(self.outcomes()["two ranks on one GPU"], "passed")
+        # 30 s are planned for the first of a model, and are not there.
+        self.assertEqual(self.outcomes()["benchmark gpt2-1.5B, local"], "out of time")
+        self.assertIn("not begun", self.detail("benchmark gpt2-1.5B, local"))
+        self.assertIn("not all was run: benchmark", done.stdout)
+
+    def test_what_the_time_ends_has_not_failed(self):
+        self.assertEqual(self.prove("--seconds=6", HANG="1").returncode, 2)
+        self.assertEqual(self.having("failed"), [])
+        self.assertEqual(self.outcomes()["kernels"], "out of time")
+        self.assertIn("was not done when the time was over", self.detail("kernels"))
+        self.assertEqual(len(self.outcomes()), 20)
+        for name in ("service equals local", "benchmark gpt2-124M, local", "memcheck"):
+            self.assertEqual(self.outcomes()[name], "out of time")
+
+    def test_a_failure_is_told_though_the_time_is_over_then(self):
+        self.assertEqual(self.prove("--seconds=6", NO_RATE="1", HANG="1").returncode, 1)
+        self.assertEqual(self.having("failed"), ["matrix rate"])
+        done = self.prove("--only=equals", "--seconds=7", TRAINING_SECONDS="2.5",
+                          WORKER_FAILS="small-speculate-shared")
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("no 9.00 GiB", self.detail("service equals local"))
+
+    def test_what_the_machine_lacks_is_left_out_and_told(self):
+        self.assertEqual(self.prove("--only=check", SANITIZER="unsupported").returncode, 2)
+        self.assertEqual(self.having("left out"), ["memcheck", "racecheck"])
+        self.assertTrue(self.result()["passed"])
+        self.assertFalse(self.result()["complete"])
+
+    def test_ended_from_outside_leaves_what_there_is_and_nothing_running(self):
+        process = self.start(TRAINING_SECONDS="60")
+        deadline = time.monotonic() + 30
+        while not (self.out / "logs/small-local/weights.bin").exists():
+            self.assertLess(time.monotonic(), deadline)
+            time.sleep(0.02)
+        process.terminate()
+        process.communicate(timeout=30)
+        self.assertEqual(self.having("passed"), ["matrix rate", *TESTS])
+        self.expect_nothing_left(1)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,6 @@
 namespace ballast::worker {
 namespace {
 
-using testing::HasSubstr;
-
 constexpr int kParameters = 4;
 constexpr int64_t kElements = 640;  // Two blocks and a half.
 
@@ -27,16 +25,19 @@ float GradientAt(int parameter, int64_t element, int rank, int pass) {
   return static_cast<float>((3 * parameter + element) % 7 + rank + 2 * pass);
 }
 
-// Backward goes from the last parameter to the first, and leaves out those below `reaches_from`.
+// Which parameters a rank's pass reaches, counted from the first of the run.
+using Reaches = std::function<bool(int parameter, int pass)>;
+
+// Backward goes from the last parameter to the first.
 class PlainModel final : public ModelInMemory {
  public:
-  PlainModel(int rank, int reaches_from, float spoilt)
-      : ModelInMemory(kParameters), rank_(rank), reaches_from_(reaches_from), spoilt_(spoilt) {}
+  PlainModel(int rank, Reaches reaches, float spoilt)
+      : ModelInMemory(kParameters), rank_(rank), reaches_(std::move(reaches)), spoilt_(spoilt) {}
 
   double ForwardBackward(const Batch&, double,
                          const std::function<void(int)>& gradient_ready) override {
     for (const int p : backward_order()) {
-      if (p < reaches_from_) continue;
+      if (reaches_ && !reaches_(p, passes_)) continue;
       const absl::Span<float> gradient = GradientOf(p);
       for (size_t e = 0; e < gradient.size(); ++e) gradient[e] = GradientAt(p, e, rank_, passes_);
       if (p == 2) gradient[5] += spoilt_;
@@ -48,7 +49,7 @@ class PlainModel final : public ModelInMemory {
 
  private:
   const int rank_;
-  const int reaches_from_;
+  const Reaches reaches_;
   const float spoilt_;  // Added to an element of p2.
   int passes_ = 0;
 };
@@ -75,33 +76,32 @@ struct Pushed {
 
 struct Settings {
   CpuBackendOptions options = {};
-  int reaches_from = 0;
+  Reaches reaches = nullptr;  // Null: all.
   float spoilt = 0;
 };
 
-// One rank: its backend, and a sink that keeps what comes and says `answer` to it.
+// One rank: its backend, and a sink that keeps what comes and says what it was told to.
 class Rank {
  public:
   explicit Rank(Collective& collective, const Settings& settings = {})
       : job_(JobOf(collective.world_size())),
         collective_(collective),
-        backend_(
-            settings.options,
-            std::make_unique<PlainModel>(collective.rank(), settings.reaches_from, settings.spoilt),
-            job_, collective) {
+        backend_(settings.options,
+                 std::make_unique<PlainModel>(collective.rank(), settings.reaches, settings.spoilt),
+                 job_, collective) {
     backend_.Start({.push =
                         [this](client::GradientPush push) {
                           ++calls_;
                           Keep(push);
                           push.released();
-                          return answer_;
+                          return answer_to_push_;
                         },
                     .end_micro_step =
                         [this](uint32_t micro_step, const client::UsedParameters& used) {
                           ++calls_;
                           ended_after_[micro_step] = pushed_.size();
                           used_ = used;
-                          return absl::OkStatus();
+                          return answer_to_end_;
                         }});
   }
 
@@ -109,7 +109,14 @@ class Rank {
     return backend_.MicroStep(
         {.step = 1, .micro_step = micro_step, .micro_steps = of, .batch = batch_});
   }
-  void Answer(absl::Status status) { answer_ = std::move(status); }
+  // All micro-steps of a step, as the trainer goes through them: the first error ends them.
+  absl::Status MicroSteps(uint32_t of) {
+    absl::Status status;
+    for (uint32_t m = 0; m < of && status.ok(); ++m) status = MicroStep(m, of);
+    return status;
+  }
+  void AnswerPushes(absl::Status status) { answer_to_push_ = std::move(status); }
+  void AnswerEnds(absl::Status status) { answer_to_end_ = std::move(status); }
 
   // The sum over ranks of what their passes [begin, end) gave an element of the chunk.
   float Expected(int chunk_index, int64_t element, int begin, int end) const {
@@ -161,7 +168,8 @@ class Rank {
   const TrainingJob job_;
   Collective& collective_;
   const Batch batch_;
-  absl::Status answer_;
+  absl::Status answer_to_push_;
+  absl::Status answer_to_end_;
   int calls_ = 0;
   std::vector<Pushed> pushed_;
   std::map<uint32_t, size_t> ended_after_;
@@ -246,7 +254,7 @@ TEST(CpuBackend, GradientsLieInTheOptimizersMemoryWhereItGivesSome) {
 TEST(CpuBackend, SaysWhatWasUsedAndWhatWasNotFinite) {
   RunRanks(1, [](Collective& collective) {
     Rank rank(collective, {.options = {.check_gradients = true},
-                           .reaches_from = 1,
+                           .reaches = [](int parameter, int) { return parameter > 0; },
                            .spoilt = std::numeric_limits<float>::infinity()});
     ASSERT_TRUE(rank.MicroStep(0, 1).ok());
     EXPECT_FALSE(rank.used().all);
@@ -257,19 +265,92 @@ TEST(CpuBackend, SaysWhatWasUsedAndWhatWasNotFinite) {
   });
 }
 
-// Rank 1 would wait for a collective that never comes.
-TEST(CpuBackend, ARankWhoseSinkFailsGoesOnWithTheCollectivesAndCallsItNoMore) {
+// ---------------------------------------------------------------- errors
+
+// The whole next step of both ranks, with nothing of the one before in it.
+void ExpectAWholeStep(Rank& rank, int passes_before, Accumulation accumulation) {
+  const size_t before = rank.pushed().size();
+  ASSERT_TRUE(rank.MicroSteps(3).ok());
+  ASSERT_TRUE(rank.backend().FinishStep().ok());
+  const size_t reductions = accumulation == Accumulation::kWorker ? 1 : 3;
+  ASSERT_EQ(rank.pushed().size() - before, reductions * rank.my_chunks().size());
+  for (size_t i = before; i < rank.pushed().size(); ++i) {
+    Pushed pushed = rank.pushed()[i];
+    pushed.begin += passes_before;
+    pushed.end += passes_before;
+    rank.ExpectRight(pushed);
+  }
+}
+
+// The other rank has its own step to finish, and would wait for collectives that never come.
+TEST(CpuBackend, AnErrorOfTheSinkEndsTheStepOnOneRankAndNoCollectiveOfTheOthers) {
+  for (const Accumulation accumulation : {Accumulation::kService, Accumulation::kWorker}) {
+    for (const bool at_end : {false, true}) {
+      RunRanks(2, [&](Collective& collective) {
+        Rank rank(collective, {.options = {.accumulation = accumulation}});
+        const bool fails = collective.rank() == 0;
+        const absl::Status gone = absl::UnavailableError("the service is gone");
+        if (fails && at_end) rank.AnswerEnds(gone);
+        if (fails && !at_end) rank.AnswerPushes(gone);
+        ASSERT_TRUE(rank.MicroSteps(3).ok());
+        const absl::StatusOr<FinishedStep> finished = rank.backend().FinishStep();
+        if (fails) {
+          EXPECT_EQ(finished.status(), gone);
+          // Not once after its error, which came in the first micro-step, or with the sums of all.
+          const bool sums = accumulation == Accumulation::kWorker;
+          const int before = at_end && !sums   ? static_cast<int>(rank.my_chunks().size())
+                             : !at_end && sums ? 2
+                                               : 0;
+          EXPECT_EQ(rank.calls(), before + 1);
+        } else {
+          EXPECT_TRUE(finished.ok()) << finished.status();
+          EXPECT_EQ(rank.pushed().size(),
+                    (accumulation == Accumulation::kWorker ? 1 : 3) * rank.my_chunks().size());
+          for (const Pushed& pushed : rank.pushed()) rank.ExpectRight(pushed);
+        }
+        rank.AnswerPushes(absl::OkStatus());
+        rank.AnswerEnds(absl::OkStatus());
+        ExpectAWholeStep(rank, 3, accumulation);
+      });
+    }
+  }
+}
+
+TEST(CpuBackend, ABackwardThatReachesNothingIsAnErrorOfThisRanksStepAlone) {
+  for (const Accumulation accumulation : {Accumulation::kService, Accumulation::kWorker}) {
+    RunRanks(2, [&](Collective& collective) {
+      const bool fails = collective.rank() == 1;
+      Rank rank(collective, {.options = {.accumulation = accumulation},
+                             .reaches = [&](int, int pass) { return !fails || pass != 0; }});
+      ASSERT_TRUE(rank.MicroSteps(3).ok());
+      const absl::Status finished = rank.backend().FinishStep().status();
+      if (fails) {
+        EXPECT_EQ(finished.code(), absl::StatusCode::kFailedPrecondition);
+        EXPECT_THAT(finished.message(),
+                    testing::StartsWith("rank 1: the backward of micro-step 0 gave no parameter a "
+                                        "gradient, of 4: p0, p1, p2, p3; "));
+      } else {
+        EXPECT_TRUE(finished.ok()) << finished;
+      }
+      ExpectAWholeStep(rank, 3, accumulation);
+    });
+  }
+}
+
+TEST(CpuBackend, AFailureOfTheCollectiveOutranksTheStepsErrorAndStays) {
   RunRanks(2, [](Collective& collective) {
     Rank rank(collective);
-    const bool fails = collective.rank() == 0;
-    if (fails) rank.Answer(absl::UnavailableError("the service is gone"));
-    const absl::Status status = rank.MicroStep(0, 2);
-    EXPECT_EQ(status.ok(), !fails) << status;
-    EXPECT_EQ(rank.pushed().size(), fails ? 1 : rank.my_chunks().size());
-    if (!fails) return;
-    EXPECT_THAT(status.message(), HasSubstr("the service is gone"));
+    if (collective.rank() == 1) {  // Gone after one micro-step of three.
+      EXPECT_TRUE(rank.MicroStep(0, 3).ok());
+      return;
+    }
+    rank.AnswerPushes(absl::AbortedError("the service took it back"));
+    const absl::Status lost = rank.MicroSteps(3);
+    EXPECT_EQ(lost.code(), absl::StatusCode::kUnavailable) << lost;
+    EXPECT_EQ(rank.backend().FinishStep().status(), lost);
+    EXPECT_EQ(rank.MicroStep(0, 1), lost);
+    EXPECT_EQ(rank.backend().FinishStep().status(), lost);
     EXPECT_EQ(rank.calls(), 1);
-    EXPECT_EQ(rank.backend().FinishStep().status(), status);
   });
 }
 

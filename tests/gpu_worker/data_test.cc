@@ -113,14 +113,12 @@ TEST(TokenData, ReadsTheFilesOfADirectoryInOrderAndLinksOnce) {
   std::filesystem::create_symlink("b", directory / "link");
   std::filesystem::create_symlink("nowhere", directory / "broken");
   const TokenData data = TokenData::Read(directory, 5).value();
-  EXPECT_EQ(data.tokens(), 6);
+  EXPECT_THAT(TokenData::Read(directory, 6).status().message(), HasSubstr("has 6 bytes"));
   const Batch batch = data.Slice({.seed = 1, .step = 1, .micro_step = 0}, 1, 0, 1);
   EXPECT_EQ(std::string(batch.inputs.begin(), batch.inputs.end()), "aaabb");
 }
 
-TEST(TokenData, DefaultTextIsThere) {
-  EXPECT_GT(TokenData::Read(kDefaultText, 128).value().tokens(), 100000);
-}
+TEST(TokenData, DefaultTextIsThere) { EXPECT_TRUE(TokenData::Read(kDefaultText, 100000).ok()); }
 
 // A directory for files, and what Read says about one.
 class Files {
@@ -147,7 +145,6 @@ TEST(TokenFile, IsReadWithItsTokensAsTheyAre) {
   const TokenData data =
       TokenData::Read(files.Write("tokens.bin", Bytes(SomeTokens(50247, 10))), 9).value();
   EXPECT_EQ(data.vocabulary(), 50257);
-  EXPECT_EQ(data.tokens(), 10);
   const Batch batch = data.Slice({.seed = 1, .step = 1, .micro_step = 0}, 1, 0, 1);
   for (int i = 0; i < 9; ++i) {
     EXPECT_EQ(batch.inputs[i], 50247 + i);

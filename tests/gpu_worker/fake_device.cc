@@ -1,5 +1,6 @@
 #include "tests/gpu_worker/fake_device.h"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -28,6 +29,9 @@ class FakeDevice::Impl {
   const FakeDeviceOptions& options() const { return options_; }
   FakeMemory& memory() { return memory_; }
   FakeSchedule& schedule() { return schedule_; }
+  std::chrono::nanoseconds Now() const {
+    return options_.clock ? options_.clock() : std::chrono::steady_clock::now().time_since_epoch();
+  }
   std::atomic<int>& streams() { return streams_; }
 
   // Before an operation: the device's error, or one that the test wants.
@@ -47,6 +51,13 @@ class FakeDevice::Impl {
   absl::Status Await(const FakeSchedule::Point& point) {
     return schedule_.Await(point) ? absl::OkStatus() : Lost();
   }
+  // A device that is lost has ended what it was doing.
+  absl::Status Synchronize(absl::string_view what, const FakeSchedule::Point& point) {
+    const absl::Status begun = Begin("synchronize", what);
+    if (!begun.ok() && !absl::IsUnavailable(begun)) return begun;
+    const absl::Status awaited = Await(point);
+    return begun.ok() ? awaited : begun;
+  }
 
  private:
   absl::Status Lost() const {
@@ -65,7 +76,6 @@ class FakeDevice::Impl {
 
 namespace {
 
-using Clock = std::chrono::steady_clock;
 using ImplPointer = std::shared_ptr<FakeDevice::Impl>;
 
 class FakeDeviceMemory final : public DeviceMemory {
@@ -118,7 +128,7 @@ class FakeHostMemory final : public HostMemory {
 struct Recording {
   std::string stream;
   FakeSchedule::Point point;
-  Clock::time_point at;
+  std::chrono::nanoseconds at = {};
 };
 
 class FakeEvent final : public DeviceEvent {
@@ -127,8 +137,8 @@ class FakeEvent final : public DeviceEvent {
 
   absl::Status Synchronize() override {
     const std::shared_ptr<const Recording> last = this->last();
-    BALLAST_RETURN_IF_ERROR(impl_->Begin("synchronize", StreamOf(last)));
-    return last == nullptr ? absl::OkStatus() : impl_->Await(last->point);
+    return last == nullptr ? impl_->Begin("synchronize", "")
+                           : impl_->Synchronize(StreamOf(last), last->point);
   }
   absl::StatusOr<bool> Done() override {
     const std::shared_ptr<const Recording> last = this->last();
@@ -144,7 +154,8 @@ class FakeEvent final : public DeviceEvent {
         FakeDeviceAbort("SecondsSince of an event that is not done");
       }
     }
-    return std::chrono::duration<double>(end->at - begin->at).count();
+    const std::chrono::duration<float, std::milli> milliseconds = end->at - begin->at;
+    return std::max(0.0, milliseconds.count() / 1000.0);
   }
 
   const ImplPointer& impl() const { return impl_; }
@@ -184,8 +195,8 @@ class FakeStream final : public DeviceStream {
     BALLAST_RETURN_IF_ERROR(impl_->Begin("record", name_));
     auto recording = std::make_shared<Recording>();
     recording->stream = name_;
-    recording->point =
-        impl_->schedule().Give(queue_, [recording] { recording->at = Clock::now(); });
+    recording->point = impl_->schedule().Give(
+        queue_, [recording, impl = impl_.get()] { recording->at = impl->Now(); });
     fake.set_last(std::move(recording));
     return absl::OkStatus();
   }
@@ -222,8 +233,7 @@ class FakeStream final : public DeviceStream {
   }
   absl::Status Synchronize() override {
     const OneThread one(*this);
-    BALLAST_RETURN_IF_ERROR(impl_->Begin("synchronize", name_));
-    return impl_->Await(impl_->schedule().End(queue_));
+    return impl_->Synchronize(name_, impl_->schedule().End(queue_));
   }
 
   absl::Status Give(absl::string_view operation, absl::string_view what,

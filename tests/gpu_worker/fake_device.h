@@ -10,11 +10,15 @@
 // and so has asking an event again and again; freeing device memory waits for everything;
 // destroying a stream or an event waits for nothing.
 //
+// Time between events is told as CUDA tells it, as milliseconds in a float; of two in the other
+// order, of which CUDA promises nothing, as none.
+//
 // It aborts, saying why, where the rules of device.h are broken: two threads in one stream, copies
 // beyond memory of the device, pinned memory that goes while a copy still needs it.
 #ifndef BALLAST_TESTS_GPU_WORKER_FAKE_DEVICE_H_
 #define BALLAST_TESTS_GPU_WORKER_FAKE_DEVICE_H_
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -31,6 +35,8 @@ struct FakeDeviceOptions {
   uint64_t seed = 0;
   int64_t memory_bytes = int64_t{1} << 32;
   bool can_pin = true;
+  // What events take their time from; null: the host's steady clock. Called by the device's thread.
+  std::function<std::chrono::nanoseconds()> clock;
   // Asked before each operation ("allocate", "allocate host", "pin", "create stream", "create
   // event", "record", "wait", "copy to host", "copy to device", "copy on device", "zero", "kernel",
   // "synchronize", "query"), with the stream, the kernel, or what the memory is for. An error is

@@ -58,6 +58,7 @@ class MeddlingOptimizer final : public StepOptimizer {
     fresh_[chunk].resize(memory.size());
     return absl::MakeSpan(fresh_[chunk]);
   }
+  absl::Span<std::byte> weights_memory(int chunk) override { return real_->weights_memory(chunk); }
   std::string transport() const override { return real_->transport(); }
 
   absl::Status BeginStep(const client::StepSettings& settings) override {

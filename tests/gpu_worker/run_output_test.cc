@@ -80,7 +80,8 @@ TEST(RunOutput, ExposedSecondsAreThoseOfAllStepsThatWereTimed) {
 }
 
 TEST(RunOutput, Sha256OfAKnownText) {
-  EXPECT_EQ(Sha256Hex("abc"), "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
+  EXPECT_EQ(Sha256Hex({"a", "", "bc"}),
+            "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
 }
 
 TEST(RunOutput, ARunLeavesItsThreeFiles) {
@@ -93,7 +94,7 @@ TEST(RunOutput, ARunLeavesItsThreeFiles) {
   const std::string weights = ReadAll(out + "/weights.bin");
   const nlohmann::json json = nlohmann::json::parse(ReadAll(out + "/worker.json"));
   EXPECT_EQ(json["parameters"].get<size_t>() * 2, weights.size());
-  EXPECT_EQ(json["weights_sha256"], Sha256Hex(weights));
+  EXPECT_EQ(json["weights_sha256"], Sha256Hex({weights}));
   EXPECT_EQ(json["steps"], 3);
   EXPECT_EQ(json["weights_dtype"], "bf16");
   EXPECT_FALSE(json.contains("speculated_chunks"));  // The service counts, nobody else.
@@ -106,6 +107,21 @@ TEST(RunOutput, ARunLeavesItsThreeFiles) {
   EXPECT_THAT(ReadAll(out + "/losses.csv"), StartsWith("step,loss"));
   // Nothing else, nothing partial.
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(out), {}), 3);
+}
+
+TEST(RunOutput, WeightsThatAreOnlyHashedLeaveNoFileAndTheSameHash) {
+  const TempPath written("written"), hashed("hashed");
+  const WorkerOptions options = TinyRun("");
+  SingleCollective collective;
+  const TrainingJob job = MakeTrainingJob(GptParameters(options.model), {}).value();
+  const auto backend = MakeCpuBackend(options, job, collective).value();
+  for (const TempPath* out : {&written, &hashed}) ASSERT_TRUE(PrepareOutput(out->str()).ok());
+  ASSERT_TRUE(WriteOutput(written.str(), {}, job, *backend).ok());
+  ASSERT_TRUE(WriteOutput(hashed.str(), {}, job, *backend, WeightsFile::kHashedOnly).ok());
+  const std::string json = ReadAll(hashed.str() + "/worker.json");
+  EXPECT_THAT(json, HasSubstr(Sha256Hex({ReadAll(written.str() + "/weights.bin")})));
+  EXPECT_EQ(json, ReadAll(written.str() + "/worker.json"));
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(hashed.str()), {}), 1);
 }
 
 TEST(RunOutput, AFullDiskLeavesNothingHalfWritten) {

@@ -3,14 +3,29 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <fstream>
+#include <limits>
 #include <map>
+#include <new>
 #include <nlohmann/json.hpp>
 #include <sstream>
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_format.h"
 #include "tests/gpu_worker/temp_path.h"
+
+// Of this thread, by any operator new of this program.
+static thread_local uint64_t allocations = 0;
+
+void* operator new(size_t size_bytes) {
+  ++allocations;
+  if (void* memory = std::malloc(size_bytes)) return memory;
+  throw std::bad_alloc();
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
 namespace ballast::worker {
 namespace {
@@ -76,7 +91,9 @@ TEST(TimelineScope, LastsFromItsBeginningToItsEnd) {
 }
 
 TEST(TimelineScope, DoesNothingWithoutATimeline) {
-  TimelineScope scope(nullptr, Track::kReceive, {.step = 1});
+  const uint64_t before = allocations;
+  { TimelineScope scope(nullptr, Track::kReceive, {.step = 1}); }
+  EXPECT_EQ(allocations, before);
 }
 
 std::vector<std::string>& ProfilerCalls() {
@@ -96,6 +113,31 @@ TEST(TimelineScope, IsARangeForTheProfiler) {
   }
   EXPECT_THAT(ProfilerCalls(), ElementsAre("step 4", "compute micro-step 1", "end", "end"));
   EXPECT_TRUE(SpansOf(timeline).empty());
+}
+
+constexpr SpanOf kLongest = {.step = std::numeric_limits<uint64_t>::max(),
+                             .micro_step = std::numeric_limits<int>::max(),
+                             .bucket = std::numeric_limits<int>::max(),
+                             .chunk = std::numeric_limits<int>::max()};
+
+TEST(TimelineScope, NamesItsRangeInFullWithoutTheHeap) {
+  static char seen[256];
+  Timeline timeline(
+      {.most_spans = 0,
+       .profiler = {
+           .begin = [](const char* name) { absl::SNPrintF(seen, sizeof(seen), "%s", name); },
+           .end = [] {}}});
+  const uint64_t before = allocations;
+  { TimelineScope scope(&timeline, Track::kStep, kLongest); }
+  EXPECT_EQ(allocations, before);
+  EXPECT_STREQ(
+      seen, "step 18446744073709551615 micro-step 2147483647 bucket 2147483647 chunk 2147483647");
+}
+
+TEST(TimelineScope, IsNotCountedAsDroppedWhereNoSpansAreKept) {
+  Timeline timeline({.most_spans = 0});
+  { TimelineScope scope(&timeline, Track::kReceive, {.step = 1}); }
+  EXPECT_EQ(nlohmann::json::parse(timeline.ToJson())["otherData"]["dropped_spans"], 0);
 }
 
 TEST(Timeline, IsWrittenWhole) {

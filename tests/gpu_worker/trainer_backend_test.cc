@@ -4,14 +4,19 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "gpu_worker/single_collective.h"
 #include "gpu_worker/trainer.h"
+#include "tests/gpu_worker/device/door.h"
 
 namespace ballast::worker {
 namespace {
@@ -61,17 +66,42 @@ class ThreadedBackend final : public TrainingBackend {
     return FinishedStep{.loss_sum = 4.0 * std::exchange(micro_steps_, 0),
                         .compute_seconds = 3,
                         .reduce_seconds = 2,
-                        .send_seconds = 1};
+                        .send_seconds = 1,
+                        .weights_seconds = 0.5};
   }
   absl::Span<std::byte> weights(int chunk) override { return {}; }
   absl::Status GatherWeights() override {
     ++gathers_;
+    Note("gather");
     return absl::OkStatus();
   }
   absl::Status ReadWeights(int group, absl::Span<std::byte> to) override {
     return absl::UnimplementedError("nobody reads them");
   }
 
+  // Where it gathers ahead: what was asked of it, as "expect", "forward 2", "abandon", "gather".
+  bool gathers_ahead() const override { return ahead_; }
+  absl::Status ExpectWeights() override {
+    Note("expect");
+    return absl::OkStatus();
+  }
+  absl::Status StartForward(const MicroStepInput& input) override {
+    EXPECT_EQ(input.micro_step, 0u);
+    EXPECT_EQ(input.batch.sequences, 2);
+    Note(absl::StrCat("forward ", input.step));
+    if (under_forward_) under_forward_();
+    return absl::OkStatus();
+  }
+  void AbandonWeights() override { Note("abandon"); }
+
+  void GatherAhead(std::function<void()> under_forward = nullptr) {
+    ahead_ = true;
+    under_forward_ = std::move(under_forward);
+  }
+  std::vector<std::string> TakeAsked() {
+    const std::lock_guard lock(mutex_);
+    return std::exchange(asked_, {});
+  }
   void FailAt(uint64_t step) { fail_at_step_ = step; }
   int out() const { return out_; }
   absl::Span<std::byte> memory() const { return memory_; }
@@ -82,6 +112,15 @@ class ThreadedBackend final : public TrainingBackend {
   void Join() {
     if (thread_.joinable()) thread_.join();
   }
+  void Note(std::string what) {
+    const std::lock_guard lock(mutex_);
+    if (ahead_) asked_.push_back(std::move(what));
+  }
+
+  bool ahead_ = false;
+  std::function<void()> under_forward_;
+  std::mutex mutex_;
+  std::vector<std::string> asked_;
 
   StepSink sink_;
   std::thread thread_;
@@ -105,6 +144,10 @@ class ScriptedOptimizer final : public StepOptimizer {
   void AnswerPush(uint64_t step, int push, absl::Status with) {
     answers_[{step, push}] = std::move(with);
   }
+  void AnswerReceive(uint64_t step, absl::Status with) { AnswerPush(step, kReceive, with); }
+  void SkipStep(uint64_t step) { skipped_ = step; }
+  // Called before each ReceiveWeights returns.
+  void AwaitInReceive(std::function<void()> await) { await_ = std::move(await); }
   const std::vector<int>& pushes_of_attempts() const { return pushes_; }
   int joins() const { return joins_; }
   int micro_steps_ended() const { return ended_; }
@@ -143,14 +186,22 @@ class ScriptedOptimizer final : public StepOptimizer {
     if (!failed_.ok()) return failed_;
     client::StepDecision decision;
     decision.step = committed_step_ + 1;
-    decision.applied = true;
+    decision.applied = decision.step != skipped_;
     return decision;
   }
   absl::Status ReceiveWeights() override {
+    if (await_) await_();
+    if (const auto answer = answers_.find({committed_step_ + 1, kReceive});
+        answer != answers_.end()) {
+      failed_ = answer->second;
+      answers_.erase(answer);
+      ++committed_step_;  // The service has committed it all the same.
+      return failed_;
+    }
     if (failed_.ok()) ++committed_step_;
     return failed_;
   }
-  double update_seconds() const override { return 0; }
+  double update_seconds() const override { return 0.125; }
   absl::StatusOr<client::JobCounts> ReadCounts() override {
     return absl::UnimplementedError("nobody counts");
   }
@@ -159,6 +210,8 @@ class ScriptedOptimizer final : public StepOptimizer {
   }
 
  private:
+  static constexpr int kReceive = -1;
+
   const ThreadedBackend& backend_;
   std::unique_ptr<std::byte> memory_;  // For gradients, another with each Join.
   std::map<std::pair<uint64_t, int>, absl::Status> answers_;
@@ -167,6 +220,8 @@ class ScriptedOptimizer final : public StepOptimizer {
   std::vector<int> pushes_;  // By attempt of a step.
   int joins_ = 0;
   int ended_ = 0;
+  uint64_t skipped_ = 0;
+  std::function<void()> await_;
 };
 
 class Training {
@@ -256,6 +311,69 @@ TEST(TrainerOverABackend, AnErrorOfAPassEndsTheRunAndFinishesTheStep) {
   const absl::Status status = run.Train();
   EXPECT_THAT(status.message(), HasSubstr("step 2: the GPU is lost"));
   EXPECT_EQ(run.backend.finished(), 2);
+}
+
+// ---------------------------------------------------------------- a backend that gathers ahead
+
+TEST(TrainerOverABackendAhead, BeginsTheNextForwardWhileWeightsAreReceived) {
+  Door begun;
+  Training run;
+  run.backend.GatherAhead([&] { begun.Open(); });
+  run.optimizer.AwaitInReceive([&] {
+    if (run.optimizer.committed_step() < 2) EXPECT_TRUE(begun.Wait()) << "nothing went on";
+  });
+  ASSERT_TRUE(run.Train().ok());
+  EXPECT_THAT(run.steps(), ElementsAre(1, 2, 3));
+  EXPECT_THAT(run.backend.TakeAsked(),
+              ElementsAre("gather", "expect", "forward 2", "gather", "expect", "forward 3",
+                          "gather", "expect", "gather"));
+}
+
+TEST(TrainerOverABackendAhead, TellsWaitsForWeightsInTheStepThatReadsThem) {
+  Training run;
+  run.backend.GatherAhead();
+  ASSERT_TRUE(run.Train().ok());
+  // Nothing of the optimizer's was waited for but what the backend says.
+  EXPECT_EQ(run.reports[0].times.update, 0);
+  EXPECT_EQ(run.reports[1].times.update, 0.125);
+  EXPECT_GE(run.reports[1].times.receive, 0.375);
+  EXPECT_LT(run.reports[1].times.receive, 0.4);
+}
+
+TEST(TrainerOverABackendAhead, AfterASkippedStepNothingIsAhead) {
+  Training run;
+  run.backend.GatherAhead();
+  run.optimizer.SkipStep(2);
+  ASSERT_TRUE(run.Train().ok());
+  EXPECT_FALSE(run.reports[1].applied);
+  EXPECT_THAT(run.backend.TakeAsked(),
+              ElementsAre("gather", "expect", "forward 2", "gather", "expect", "gather"));
+}
+
+// Committed, but this rank's weights did not come: it joins again, and reads them.
+TEST(TrainerOverABackendAhead, AbandonsWeightsThatDoNotCome) {
+  Training run;
+  run.backend.GatherAhead();
+  run.optimizer.AnswerReceive(2, absl::AbortedError("another process has the rank"));
+  ASSERT_TRUE(run.Train().ok());
+  EXPECT_THAT(run.steps(), ElementsAre(1, 2, 3));
+  EXPECT_EQ(run.optimizer.joins(), 2);
+  std::vector<std::string> asked = run.backend.TakeAsked();
+  // The two threads of step 2 may be heard in either order.
+  ASSERT_EQ(asked.size(), 11);
+  EXPECT_THAT(std::vector(asked.begin() + 5, asked.begin() + 7),
+              testing::UnorderedElementsAre("forward 3", "abandon"));
+  asked.erase(asked.begin() + 5, asked.begin() + 7);
+  EXPECT_THAT(asked, ElementsAre("gather", "expect", "forward 2", "gather", "expect", "gather",
+                                 "gather", "expect", "gather"));
+}
+
+TEST(TrainerOverABackendAhead, AnErrorOfReceivingEndsTheRun) {
+  Training run;
+  run.backend.GatherAhead();
+  run.optimizer.AnswerReceive(2, absl::UnavailableError("the service is gone"));
+  EXPECT_THAT(run.Train().message(), HasSubstr("the service is gone"));
+  EXPECT_THAT(run.steps(), ElementsAre(1));
 }
 
 }  // namespace

@@ -33,8 +33,7 @@ class Service {
     return [=, this](const TrainingJob& job, TrainingBackend& backend, Collective& collective) {
       return MakeServiceOptimizer(channel(),
                                   {.job = job.spec,
-                                   .weights = [&](int chunk) { return backend.weights(chunk); },
-                                   .on_weights = [&](int chunk) { backend.OnWeights(chunk); },
+                                   .backend = backend,
                                    .resume_directory = resume_directory,
                                    .seal_timeout = seal_timeout,
                                    .shared_memory = shared_memory_},

@@ -66,6 +66,19 @@ TEST(WorkerFlags, KnowThatGpusComputeInBFloat16) {
   EXPECT_EQ(Read({"--device=cuda", "--wire-dtype=fp32"})->options.job.wire_dtype, DType::kFloat32);
 }
 
+TEST(WorkerFlags, WhoWaitsForTheServiceGivesUpBeforeWhoWaitsForTheWorker) {
+  const WorkerFlags defaults = Read({}).value();
+  EXPECT_EQ(defaults.options.seal_timeout, absl::Minutes(10));
+  EXPECT_EQ(defaults.peer_timeout, absl::Minutes(15));
+  const WorkerFlags patient = Read({"--seal-timeout=2h"}).value();
+  EXPECT_EQ(patient.options.seal_timeout, absl::Hours(2));
+  EXPECT_GT(patient.peer_timeout, patient.options.seal_timeout);
+  // Whoever says so may have it otherwise.
+  EXPECT_EQ(Read({"--peer-timeout=60s"})->peer_timeout, absl::Minutes(1));
+  EXPECT_THAT(Refusal({"--peer-timeout=0s"}),
+              HasSubstr("--peer-timeout=0 must be between 1ms and"));
+}
+
 TEST(WorkerFlags, AreRefusedWhereTheyMeanNothing) {
   EXPECT_THAT(Refusal({"--optimizer=local", "--update=wait"}), HasSubstr("--optimizer=service"));
   EXPECT_THAT(Refusal({"train"}), HasSubstr("unexpected argument 'train'"));

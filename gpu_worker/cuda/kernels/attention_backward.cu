@@ -63,18 +63,13 @@ __global__ void __launch_bounds__(kThreads, 2) QueryGradientKernel(BackwardArgs 
   const int context = args.shape.context;
   const BlockOfHead block =
       FindBlock(args.shape, Sizes<kWidth>::kBlockRows, LongestWork::kLastRows);
-  const auto all_keys = RowsOfQkv(args.shape, block, args.qkv, 1);
-  const auto all_values = RowsOfQkv(args.shape, block, args.qkv, 2);
   const int first_query = FirstOwnedRow<kWidth>(block);
   const int last_query = first_query + Sizes<kWidth>::kWarpRows - 1;
 
-  // Two tiles of keys, two of values.
-  BFloat16Bits* tiles = DynamicShared<BFloat16Bits>();
-  const auto key_tile = [&](int stage) { return tiles + stage * Sizes<kWidth>::kTileElements; };
-  const auto value_tile = [&](int stage) { return key_tile(2 + stage); };
-  CopyTile<kWidth>(all_keys, 0, key_tile(0));
-  CopyTile<kWidth>(all_values, 0, value_tile(0));
-  CommitCopies();
+  const TilePairs<kWidth> keys_values{RowsOfQkv(args.shape, block, args.qkv, 1),
+                                      RowsOfQkv(args.shape, block, args.qkv, 2),
+                                      DynamicShared<BFloat16Bits>()};
+  keys_values.Copy(0, 0);
 
   const auto d_out = LoadOwnedRows<kWidth>(RowsOfOut(args.shape, block, args.d_out), first_query);
   const PerRow<kWidth> delta = RowProducts<kWidth>(
@@ -99,17 +94,13 @@ __global__ void __launch_bounds__(kThreads, 2) QueryGradientKernel(BackwardArgs 
   for (int first_key = 0, stage = 0; first_key < keys_end; first_key += kTileRows, stage ^= 1) {
     WaitForCopies<0>();
     __syncthreads();  // This tile is there, and nobody works on the one before any more.
-    if (first_key + kTileRows < keys_end) {
-      CopyTile<kWidth>(all_keys, first_key + kTileRows, key_tile(stage ^ 1));
-      CopyTile<kWidth>(all_values, first_key + kTileRows, value_tile(stage ^ 1));
-      CommitCopies();
-    }
+    if (first_key + kTileRows < keys_end) keys_values.Copy(first_key + kTileRows, stage ^ 1);
     if (first_query >= context) continue;
 #pragma unroll 1
     for (int row = 0; row < kTileRows; row += 16) {
       if (first_key + row > last_query) break;
-      Part<kWidth> scores = Products<kWidth>(queries, key_tile(stage), row);
-      Part<kWidth> d_scores = Products<kWidth>(d_out, value_tile(stage), row);
+      Part<kWidth> scores = Products<kWidth>(queries, keys_values.A(stage), row);
+      Part<kWidth> d_scores = Products<kWidth>(d_out, keys_values.B(stage), row);
       if (first_key + row + 15 > first_query) {
         MaskLaterKeys<RowsAre::kQueries>(first_query, first_key + row, scores);
       }
@@ -124,7 +115,7 @@ __global__ void __launch_bounds__(kThreads, 2) QueryGradientKernel(BackwardArgs 
           d = p * (d - delta.x[tile][half]);
         }
       }
-      AddWeightedRows<kWidth>(d_scores, key_tile(stage), row, d_queries);
+      AddWeightedRows<kWidth>(d_scores, keys_values.A(stage), row, d_queries);
     }
   }
   StoreOwnedRows<kWidth>(d_queries, AllRows<kWidth>(args.scale),
@@ -161,21 +152,17 @@ __global__ void __launch_bounds__(kThreads, 2) KeyGradientKernel(BackwardArgs ar
   const int context = args.shape.context;
   const BlockOfHead block =
       FindBlock(args.shape, Sizes<kWidth>::kBlockRows, LongestWork::kFirstRows);
-  const auto all_queries = RowsOfQkv(args.shape, block, args.qkv, 0);
-  const auto all_d_out = RowsOfOut(args.shape, block, args.d_out);
   const int first_key = FirstOwnedRow<kWidth>(block);
   const int last_key = first_key + Sizes<kWidth>::kWarpRows - 1;
 
-  // Two tiles of queries, two of d_out, and the statistics of two.
-  BFloat16Bits* tiles = DynamicShared<BFloat16Bits>();
-  const auto query_tile = [&](int stage) { return tiles + stage * Sizes<kWidth>::kTileElements; };
-  const auto d_out_tile = [&](int stage) { return query_tile(2 + stage); };
-  auto* statistics = reinterpret_cast<QueryStatistics*>(query_tile(4));
+  const TilePairs<kWidth> queries_d_out{RowsOfQkv(args.shape, block, args.qkv, 0),
+                                        RowsOfOut(args.shape, block, args.d_out),
+                                        DynamicShared<BFloat16Bits>()};
+  // Of two tiles.
+  auto* const statistics = reinterpret_cast<QueryStatistics*>(queries_d_out.End());
   const auto copy = [&](int first_query, int stage) {
-    CopyTile<kWidth>(all_queries, first_query, query_tile(stage));
-    CopyTile<kWidth>(all_d_out, first_query, d_out_tile(stage));
     CopyStatistics(args, block, first_query, statistics + stage);
-    CommitCopies();
+    queries_d_out.Copy(first_query, stage);
   };
   copy(block.first_row, 0);
 
@@ -195,8 +182,8 @@ __global__ void __launch_bounds__(kThreads, 2) KeyGradientKernel(BackwardArgs ar
 #pragma unroll 1
     for (int row = 0; row < kTileRows; row += 16) {
       if (first_query + row + 15 < first_key) continue;
-      Part<kWidth> p = Products<kWidth>(keys, query_tile(stage), row);
-      Part<kWidth> d_scores = Products<kWidth>(values, d_out_tile(stage), row);
+      Part<kWidth> p = Products<kWidth>(keys, queries_d_out.A(stage), row);
+      Part<kWidth> d_scores = Products<kWidth>(values, queries_d_out.B(stage), row);
       if (first_query + row < last_key) {
         MaskLaterKeys<RowsAre::kKeys>(first_key, first_query + row, p);
       }
@@ -213,8 +200,8 @@ __global__ void __launch_bounds__(kThreads, 2) KeyGradientKernel(BackwardArgs ar
           d = x * (d - delta);
         }
       }
-      AddWeightedRows<kWidth>(p, d_out_tile(stage), row, d_values);
-      AddWeightedRows<kWidth>(d_scores, query_tile(stage), row, d_keys);
+      AddWeightedRows<kWidth>(p, queries_d_out.B(stage), row, d_values);
+      AddWeightedRows<kWidth>(d_scores, queries_d_out.A(stage), row, d_keys);
     }
   }
   StoreOwnedRows<kWidth>(d_keys, AllRows<kWidth>(args.scale),

@@ -86,18 +86,13 @@ __global__ void __launch_bounds__(kThreads, 2) ForwardKernel(ForwardArgs args) {
   const BlockOfHead block =
       FindBlock(args.shape, Sizes<kWidth>::kBlockRows, LongestWork::kLastRows);
   const auto all_queries = RowsOfQkv(args.shape, block, args.qkv, 0);
-  const auto all_keys = RowsOfQkv(args.shape, block, args.qkv, 1);
-  const auto all_values = RowsOfQkv(args.shape, block, args.qkv, 2);
   const int first_query = FirstOwnedRow<kWidth>(block);
   const int last_query = first_query + Sizes<kWidth>::kWarpRows - 1;
 
-  // Two tiles of keys, two of values.
-  BFloat16Bits* tiles = DynamicShared<BFloat16Bits>();
-  const auto key_tile = [&](int stage) { return tiles + stage * Sizes<kWidth>::kTileElements; };
-  const auto value_tile = [&](int stage) { return key_tile(2 + stage); };
-  CopyTile<kWidth>(all_keys, 0, key_tile(0));
-  CopyTile<kWidth>(all_values, 0, value_tile(0));
-  CommitCopies();
+  const TilePairs<kWidth> keys_values{RowsOfQkv(args.shape, block, args.qkv, 1),
+                                      RowsOfQkv(args.shape, block, args.qkv, 2),
+                                      DynamicShared<BFloat16Bits>()};
+  keys_values.Copy(0, 0);
 
   const OwnedRows<kWidth> queries = LoadOwnedRows<kWidth>(all_queries, first_query);
   OwnedSums<kWidth> sums;
@@ -107,16 +102,12 @@ __global__ void __launch_bounds__(kThreads, 2) ForwardKernel(ForwardArgs args) {
   for (int first_key = 0, stage = 0; first_key < keys_end; first_key += kTileRows, stage ^= 1) {
     WaitForCopies<0>();
     __syncthreads();  // This tile is there, and nobody works on the one before any more.
-    if (first_key + kTileRows < keys_end) {
-      CopyTile<kWidth>(all_keys, first_key + kTileRows, key_tile(stage ^ 1));
-      CopyTile<kWidth>(all_values, first_key + kTileRows, value_tile(stage ^ 1));
-      CommitCopies();
-    }
+    if (first_key + kTileRows < keys_end) keys_values.Copy(first_key + kTileRows, stage ^ 1);
     if (first_key > last_query || first_query >= args.shape.context) continue;
     Scores<kWidth> scores;
 #pragma unroll
     for (int i = 0; i < kParts; ++i) {
-      scores.part[i] = Products<kWidth>(queries, key_tile(stage), 16 * i);
+      scores.part[i] = Products<kWidth>(queries, keys_values.A(stage), 16 * i);
     }
     if (first_key + kTileRows - 1 > first_query) {
 #pragma unroll
@@ -127,7 +118,7 @@ __global__ void __launch_bounds__(kThreads, 2) ForwardKernel(ForwardArgs args) {
     SoftmaxTile<kWidth>(args.scale, scores, rows, sums);
 #pragma unroll
     for (int i = 0; i < kParts; ++i) {
-      AddWeightedRows<kWidth>(scores.part[i], value_tile(stage), 16 * i, sums);
+      AddWeightedRows<kWidth>(scores.part[i], keys_values.B(stage), 16 * i, sums);
     }
   }
 

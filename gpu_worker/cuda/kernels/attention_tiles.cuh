@@ -45,6 +45,28 @@ __device__ __forceinline__ void CopyTile(const HeadRows<const BFloat16Bits>& row
   }
 }
 
+// Tiles of the rows of two tensors in shared memory (TilesBytes), two of each: while one stage, 0
+// or 1, is worked on, the other is on its way.
+template <int kWidth>
+struct TilePairs {
+  HeadRows<const BFloat16Bits> a_rows;
+  HeadRows<const BFloat16Bits> b_rows;
+  BFloat16Bits* shared = nullptr;
+
+  __device__ __forceinline__ BFloat16Bits* A(int stage) const {
+    return shared + stage * Sizes<kWidth>::kTileElements;
+  }
+  __device__ __forceinline__ BFloat16Bits* B(int stage) const { return A(2 + stage); }
+  __device__ __forceinline__ BFloat16Bits* End() const { return A(4); }
+
+  // Begins copying the rows from first_row on, in one group with the thread's copies before it.
+  __device__ __forceinline__ void Copy(int first_row, int stage) const {
+    CopyTile<kWidth>(a_rows, first_row, A(stage));
+    CopyTile<kWidth>(b_rows, first_row, B(stage));
+    CommitCopies();
+  }
+};
+
 // Operands of products with a tile: 16 rows from `row` on, 16 columns from `column` on; `row` is a
 // multiple of 8.
 struct FragmentPair {

@@ -206,8 +206,8 @@ absl::Status Launch(DeviceStream& stream, absl::string_view name, const Grid& gr
   if (grid.blocks.x == 0 || grid.blocks.y == 0 || grid.blocks.z == 0) return absl::OkStatus();
   if (grid.threads == 0 || grid.threads > kMaxBlockThreads || grid.shared_bytes > kMaxSharedBytes ||
       grid.blocks.x > kMaxGridX || grid.blocks.y > kMaxGridYZ || grid.blocks.z > kMaxGridYZ) {
-    return absl::UnavailableError(absl::StrCat("stream ", stream.name(), ": kernel ", name,
-                                               " could not be launched: invalid configuration"));
+    return absl::InternalError(absl::StrCat("stream ", stream.name(), ": kernel ", name,
+                                            " failed: invalid configuration"));
   }
   std::function<void()> thread = [kernel, ... values = Parameters(arguments)] {
     kernel(values...);

@@ -80,7 +80,7 @@ TEST(DeviceBackendErrors, AnOptimizerThatTakesNothingEndsTheStepInTimeAndIsNamed
       return absl::OkStatus();
     };
     PipelineRank rank(options);
-    OptimizersMemory memory(rank, options.wire_dtype);
+    OptimizersMemory memory(rank.job(), 0, options.wire_dtype);
     ASSERT_TRUE(rank.Create().ok());
     if (own_memory) {
       ASSERT_TRUE(
@@ -127,7 +127,22 @@ struct Outcome {
   bool failed = false;  // The operation came before the destruction.
 };
 
+// With the optimizer's memory its weights come ahead, and under the next forward pass.
 enum class Where { kRing, kOptimizersMemory, kOnDevice };
+
+// What a session does when another rank's device is lost, or its own: no more weights come.
+absl::Status GiveWeightsAhead(PipelineRank& rank, uint64_t step, uint64_t seed) {
+  return rank.GiveWeightsUnderForward(step, [&rank, step, seed] {
+    for (const int chunk : rank.Shuffled(seed)) {
+      if (chunk % 2 == 0) {
+        rank.WriteWeights(step, chunk);
+        rank.backend().OnProvisionalWeights(chunk);
+      }
+      if (chunk % 4 == 0) rank.backend().OnDroppedWeights(chunk);
+      rank.TellWeights(step, chunk);
+    }
+  });
+}
 
 // Two steps and their weights; operation `failing` (from 0) says `error`.
 Outcome RunUntilItFails(uint64_t seed, Where where, int failing, const absl::Status& error) {
@@ -136,6 +151,7 @@ Outcome RunUntilItFails(uint64_t seed, Where where, int failing, const absl::Sta
   std::string failed;
   std::atomic<bool> has_failed = false;
   RankOptions options{.micro_steps = 2};
+  if (where == Where::kOptimizersMemory) options.update_mode = UpdateMode::kSpeculate;
   options.backend.check_gradients = true;
   options.backend.on_device = on_device;
   options.backend.staging_slots = 3;
@@ -154,7 +170,7 @@ Outcome RunUntilItFails(uint64_t seed, Where where, int failing, const absl::Sta
     };
   }
   PipelineRank rank(options);
-  OptimizersMemory memory(rank, options.wire_dtype);
+  OptimizersMemory memory(rank.job(), 0, options.wire_dtype);
   const auto run = [&]() -> absl::Status {
     BALLAST_RETURN_IF_ERROR(rank.Create());
     if (where == Where::kOptimizersMemory) {
@@ -164,8 +180,10 @@ Outcome RunUntilItFails(uint64_t seed, Where where, int failing, const absl::Sta
     for (uint64_t step = 1; step <= 2; ++step) {
       if (on_device) {
         BALLAST_RETURN_IF_ERROR(rank.backend().GatherWeights());
-      } else {
+      } else if (where == Where::kRing || step == 1) {
         BALLAST_RETURN_IF_ERROR(rank.GiveWeights(step - 1, seed + step));
+      } else {
+        BALLAST_RETURN_IF_ERROR(GiveWeightsAhead(rank, step - 1, seed + step));
       }
       BALLAST_RETURN_IF_ERROR(rank.Passes(step).status());
     }
@@ -178,7 +196,9 @@ Outcome RunUntilItFails(uint64_t seed, Where where, int failing, const absl::Sta
   // The device aborts if its copies still use memory that goes.
   if (where == Where::kOptimizersMemory && rank.created()) {
     rank.backend().UseGradientMemory([](int) { return absl::Span<std::byte>(); }).IgnoreError();
+    rank.backend().UseWeightsMemory([](int) { return absl::Span<std::byte>(); }).IgnoreError();
     memory.memory = {};
+    rank.ForgetWeightsMemory();
   }
   rank.Destroy();
   if (failed_in_time) EXPECT_THAT(status.message(), HasSubstr(failed));

@@ -1,6 +1,7 @@
 // The pipeline of gradients and weights around the passes, on a device that does its work as late
-// and in as odd an order as streams and events allow. The whole training is in
-// device_training_test.cc, what goes wrong in device_backend_errors_test.cc.
+// and in as odd an order as streams and events allow. Weights that come while the next pass begins
+// are in device_backend_ahead_test.cc, the whole training in device_training_test.cc, what goes
+// wrong in device_backend_errors_test.cc.
 #include "gpu_worker/device/device_backend.h"
 
 #include <gmock/gmock.h>
@@ -16,6 +17,7 @@
 #include <thread>
 #include <tuple>
 
+#include "tests/gpu_worker/device/door.h"
 #include "tests/gpu_worker/device/pipeline_rank.h"
 #include "tests/gpu_worker/every_world.h"
 #include "tests/gpu_worker/ranks.h"
@@ -121,25 +123,6 @@ TEST(DeviceBackend, MultipliesByTheLossScaleAndSaysThatAllWereUsed) {
 }
 
 // ---------------------------------------------------------------- overlap and backpressure
-
-// A door that the sink's thread waits at, and that says whether it was opened in time.
-class Door {
- public:
-  bool Wait() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    return changed_.wait_for(lock, std::chrono::seconds(60), [this] { return open_; });
-  }
-  void Open() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    open_ = true;
-    changed_.notify_all();
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool open_ = false;
-};
 
 TEST(DeviceBackend, GivesTheNextMicroStepsPassesWhileTheLastOnesShardsWait) {
   for (uint64_t seed = 0; seed < kSeeds; ++seed) {
@@ -265,65 +248,23 @@ TEST(DeviceBackend, CopiesStraightIntoTheOptimizersMemoryWhichIsPinnedOnce) {
     };
     PipelineRank rank(options);
     self = &rank;
-    OptimizersMemory memory(rank, options.wire_dtype);
+    OptimizersMemory memory(rank.job(), 0, options.wire_dtype);
     optimizers = &memory;
     ASSERT_TRUE(rank.Create().ok());
+    pins = 0;  // The weights' is there.
     ASSERT_TRUE(rank.backend().UseGradientMemory(at).ok());
     if (!half) EXPECT_EQ(pins, 1);  // Half of it may have gaps at the edges of pages.
     ASSERT_TRUE(rank.Passes(1).ok());
     rank.ExpectWhole(1);
     // As after a lost session: the memory goes, and other memory comes.
     ASSERT_TRUE(rank.backend().UseGradientMemory([](int) { return absl::Span<std::byte>(); }).ok());
-    OptimizersMemory other(rank, options.wire_dtype);
+    OptimizersMemory other(rank.job(), 0, options.wire_dtype);
     optimizers = &other;
-    memory = OptimizersMemory(rank, options.wire_dtype);
+    memory = OptimizersMemory(rank.job(), 0, options.wire_dtype);
     ASSERT_TRUE(rank.backend().UseGradientMemory(at).ok());
     ASSERT_TRUE(rank.Passes(2).ok());
     rank.ExpectWhole(2);
     rank.Destroy();
-  }
-}
-
-// ---------------------------------------------------------------- weights
-
-// A step's weights came and were told of; then the session was lost, and the committed weights are
-// read into the same places by one that tells nothing.
-TEST(DeviceBackend, WeightsThatAreWrittenAgainAfterTheyWereToldAreTheOnesGathered) {
-  for (uint64_t seed = 0; seed < kSeeds; ++seed) {
-    PipelineRank rank({.device = {.seed = seed}});
-    ASSERT_TRUE(rank.Create().ok());
-    for (const int chunk : rank.job().layout.chunks_of_rank(0)) {
-      rank.WriteWeights(8, chunk);
-      rank.backend().OnWeights(chunk);
-    }
-    rank.device().Allocate(1, "a wait for all copies").value().reset();
-    for (const int chunk : rank.job().layout.chunks_of_rank(0)) rank.WriteWeights(7, chunk);
-    ASSERT_TRUE(rank.backend().GatherWeights().ok());
-    ASSERT_TRUE(rank.Passes(1).ok());
-    rank.ExpectRead(0, 7);
-  }
-}
-
-TEST(DeviceBackend, TakesWeightsFromSeveralThreadsAtOnce) {
-  for (uint64_t seed = 0; seed < kSeeds; ++seed) {
-    PipelineRank rank({.device = {.seed = seed}});
-    ASSERT_TRUE(rank.Create().ok());
-    for (uint64_t step = 0; step < 2; ++step) {
-      std::vector<std::thread> threads;
-      for (int thread = 0; thread < 3; ++thread) {
-        threads.emplace_back([&, thread] {
-          for (const int chunk : rank.job().layout.chunks_of_rank(0)) {
-            if (chunk % 3 != thread) continue;
-            rank.WriteWeights(step, chunk);
-            rank.backend().OnWeights(chunk);
-          }
-        });
-      }
-      for (std::thread& thread : threads) thread.join();
-      ASSERT_TRUE(rank.backend().GatherWeights().ok());
-      ASSERT_TRUE(rank.Passes(step + 1).ok());
-      rank.ExpectRead(step, step);
-    }
   }
 }
 
@@ -407,7 +348,7 @@ TEST(DeviceBackend, TellsATimelineWhatItsStreamsDid) {
     }
     EXPECT_EQ(spans["compute"], 2);
     EXPECT_EQ(spans["reduce"], 2 * buckets);
-    EXPECT_EQ(spans["copy"], 2 * buckets + chunks);
+    EXPECT_EQ(spans["copy"], 2 * chunks + chunks);
     EXPECT_EQ(spans["send"], 2 * chunks);
     EXPECT_EQ(spans["gather"], buckets);
   }

@@ -144,6 +144,29 @@ TEST(DeviceTraining, DoesAnAbortedStepAgainWithTheSameBits) {
   }
 }
 
+// The next step's forward has begun by then, with weights of which some do not come.
+TEST(DeviceTraining, AStepOfWhichARankMissesTheWeightsIsReadAgainWithTheSameBits) {
+  const Training training{.world_size = 2, .steps = 4};
+  const Result undisturbed = TrainWhole(training, 4);
+  uint64_t seed = 5;
+  for (const When when : {When::kBefore, When::kAfter}) {
+    for (const int rank : {0, 1}) {
+      for (const client::SharedMemoryUse use :
+           {client::SharedMemoryUse::kNever, client::SharedMemoryUse::kAuto}) {
+        Service service(use);
+        const auto miss = [] { return absl::AbortedError("this rank's session has ended"); };
+        const Result missed = TrainWhole(
+            training, ++seed,
+            Meddling(
+                service.Optimizer(),
+                OnceAt({.verb = Verb::kReceive, .when = when, .rank = rank, .step = 2}, miss)));
+        ExpectSame(missed, undisturbed);
+        EXPECT_EQ(service.job()->Status().committed_step, 4);
+      }
+    }
+  }
+}
+
 TEST(DeviceTraining, ALostDeviceIsOneLineAndLeavesTheJobAtItsCommittedStep) {
   Service service;
   std::atomic<bool> lost = false;

@@ -11,6 +11,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -42,12 +43,34 @@ struct Ended {
 struct RankOptions {
   DType wire_dtype = DType::kBFloat16;
   uint32_t micro_steps = 1;  // Of each step.
+  UpdateMode update_mode = UpdateMode::kWait;
   DeviceBackendOptions backend = {};
   FakeDeviceOptions device = {};
   PassScript script = {};
   Timeline* timeline = nullptr;
   // Instead of noting and releasing; it calls Note itself. On the sender's thread.
   std::function<absl::Status(client::GradientPush push)> push;
+};
+
+// Memory for all chunks of a rank, one after another as in a mapping.
+struct OptimizersMemory {
+  OptimizersMemory(const TrainingJob& job, int rank, DType dtype) {
+    size_t bytes = 0;
+    for (const int chunk : job.layout.chunks_of_rank(rank)) {
+      begins.push_back(bytes);
+      bytes += job.layout.chunks()[chunk].elements * SizeBytes(dtype);
+      chunks.push_back(chunk);
+    }
+    begins.push_back(bytes);
+    memory.resize(bytes);
+  }
+  absl::Span<std::byte> at(int chunk) {
+    const size_t i = std::find(chunks.begin(), chunks.end(), chunk) - chunks.begin();
+    return absl::MakeSpan(memory).subspan(begins[i], begins[i + 1] - begins[i]);
+  }
+  std::vector<int> chunks;
+  std::vector<size_t> begins;
+  std::vector<std::byte> memory;
 };
 
 class PipelineRank {
@@ -57,7 +80,9 @@ class PipelineRank {
       : options_(std::move(options)),
         world_size_(host == nullptr ? 1 : host->world_size()),
         rank_(host == nullptr ? 0 : host->rank()),
-        job_(ScriptedJob(world_size_, options_.wire_dtype, options_.micro_steps)),
+        job_(ScriptedJob(world_size_, options_.wire_dtype, options_.micro_steps,
+                         options_.update_mode)),
+        weights_(job_, rank_, DType::kBFloat16),
         device_(options_.device),
         matmul_(MakeFakeMatmul()),
         collective_(host == nullptr ? MakeSingleDeviceCollective(device_)
@@ -88,7 +113,12 @@ class PipelineRank {
                            ended_.push_back({step_, micro_step, pushed_.size(), used});
                            return absl::OkStatus();
                          }});
-    return absl::OkStatus();
+    return UseWeightsMemory();
+  }
+  void ForgetWeightsMemory() { weights_.memory = {}; }
+  // As after a session that was lost.
+  absl::Status UseWeightsMemory() {
+    return backend_->UseWeightsMemory([this](int chunk) { return weights_.at(chunk); });
   }
 
   void Note(const client::GradientPush& push) {
@@ -125,19 +155,47 @@ class PipelineRank {
   // Puts the weights of a step into this rank's chunks, in an order of the seed's, and says so of
   // some; then gathers.
   absl::Status GiveWeights(uint64_t step, uint64_t seed) {
-    std::vector<int> chunks(job_.layout.chunks_of_rank(rank_).begin(),
-                            job_.layout.chunks_of_rank(rank_).end());
     std::mt19937_64 random(seed);
-    std::shuffle(chunks.begin(), chunks.end(), random);
-    for (const int chunk : chunks) {
+    for (const int chunk : Shuffled(seed)) {
       WriteWeights(step, chunk);
       if (random() % 3 != 0) backend_->OnWeights(chunk);
     }
     return backend_->GatherWeights();
   }
+  // The same as they come: from another thread, while the forward pass of micro-step 0 of the next
+  // step is given. `come` brings them all, whatever else it does.
+  absl::Status GiveWeightsUnderForward(uint64_t step, const std::function<void()>& come) {
+    BALLAST_RETURN_IF_ERROR(backend_->ExpectWeights());
+    std::thread optimizer(come);
+    const absl::Status forward = StartForward(step + 1);
+    optimizer.join();
+    BALLAST_RETURN_IF_ERROR(forward);
+    return backend_->GatherWeights();
+  }
+  absl::Status StartForward(uint64_t step) {
+    const Batch batch = BatchOf({step, 0});
+    return backend_->StartForward({.step = step,
+                                   .micro_step = 0,
+                                   .micro_steps = options_.micro_steps,
+                                   .batch = batch,
+                                   .loss_scale = 0});
+  }
+  // A chunk's weights of `step` are there, and told.
+  void TellWeights(uint64_t step, int chunk) {
+    WriteWeights(step, chunk);
+    backend_->OnWeights(chunk);
+  }
+  // This rank's chunks, in an order of the seed's.
+  std::vector<int> Shuffled(uint64_t seed) const {
+    std::vector<int> chunks(job_.layout.chunks_of_rank(rank_).begin(),
+                            job_.layout.chunks_of_rank(rank_).end());
+    std::mt19937_64 random(seed);
+    std::shuffle(chunks.begin(), chunks.end(), random);
+    return chunks;
+  }
   void WriteWeights(uint64_t step, int index) {
     const Chunk& chunk = job_.layout.chunks()[index];
-    const absl::Span<std::byte> to = backend_->weights(index);
+    const absl::Span<std::byte> to = weights_.at(index);
     ASSERT_EQ(to.size(), chunk.elements * sizeof(uint16_t));
     for (int64_t i = 0; i < chunk.elements; ++i) {
       reinterpret_cast<uint16_t*>(to.data())[i] = WeightOf(step, chunk.group, chunk.begin + i);
@@ -235,6 +293,7 @@ class PipelineRank {
   const int world_size_;
   const int rank_;
   const TrainingJob job_;
+  OptimizersMemory weights_;
   FakeDevice device_;
   const std::unique_ptr<DeviceMatmul> matmul_;
   const std::unique_ptr<DeviceCollective> collective_;
@@ -246,27 +305,6 @@ class PipelineRank {
   std::vector<Ended> ended_ ABSL_GUARDED_BY(mutex_);
 
   std::unique_ptr<TrainingBackend> backend_;
-};
-
-// Memory for all chunks, one after another as in a mapping.
-struct OptimizersMemory {
-  explicit OptimizersMemory(const PipelineRank& rank, DType wire_dtype) {
-    size_t bytes = 0;
-    for (const int chunk : rank.job().layout.chunks_of_rank(rank.rank())) {
-      begins.push_back(bytes);
-      bytes += rank.job().layout.chunks()[chunk].elements * SizeBytes(wire_dtype);
-      chunks.push_back(chunk);
-    }
-    begins.push_back(bytes);
-    memory.resize(bytes);
-  }
-  absl::Span<std::byte> at(int chunk) {
-    const size_t i = std::find(chunks.begin(), chunks.end(), chunk) - chunks.begin();
-    return absl::MakeSpan(memory).subspan(begins[i], begins[i + 1] - begins[i]);
-  }
-  std::vector<int> chunks;
-  std::vector<size_t> begins;
-  std::vector<std::byte> memory;
 };
 
 }  // namespace ballast::worker

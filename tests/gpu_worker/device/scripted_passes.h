@@ -67,10 +67,12 @@ inline std::vector<ModelParameter> ScriptedParameters() {
 inline std::vector<int> ScriptedBackwardOrder() { return {5, 3, 4, 2, 1, 0}; }
 
 // Buckets of two or three chunks, some of whose shards are cut short or empty.
-inline TrainingJob ScriptedJob(int world_size, DType wire_dtype, uint32_t micro_steps) {
+inline TrainingJob ScriptedJob(int world_size, DType wire_dtype, uint32_t micro_steps,
+                               UpdateMode update_mode = UpdateMode::kWait) {
   return MakeTrainingJob(ScriptedParameters(), {.world_size = world_size,
                                                 .micro_steps = micro_steps,
                                                 .wire_dtype = wire_dtype,
+                                                .update_mode = update_mode,
                                                 .bucket_elements = 768,
                                                 .chunk_elements = 256})
       .value();
@@ -82,6 +84,8 @@ struct PassScript {
   std::function<bool(const PassPosition& at, int parameter)> reaches;
   // Instead of GradientOf, where it has a value; on the device's thread.
   std::function<std::optional<float>(const PassPosition& at, int group, int64_t offset)> other;
+  // Called when a forward pass has given what reads the parameter's weights; null: nothing.
+  std::function<absl::Status(const PassPosition& at, int parameter)> after_forward;
   // Called between the gradients of a pass; null: nothing.
   std::function<absl::Status(const PassPosition& at, int parameter)> before_gradient;
 };
@@ -99,19 +103,25 @@ class ScriptedPasses final : public DeviceGpt {
     spaces_ = spaces;
   }
 
-  absl::Status ForwardBackward(const Batch& batch, double loss_scale, bool first, double* loss_sum,
-                               const DevicePassEvents& events) override {
-    const PassPosition at{.step = static_cast<uint64_t>(batch.inputs[0]),
-                          .micro_step = static_cast<uint32_t>(batch.inputs[1])};
+  absl::Status Forward(const Batch& batch, const DevicePassEvents& events) override {
+    at_ = {.step = static_cast<uint64_t>(batch.inputs[0]),
+           .micro_step = static_cast<uint32_t>(batch.inputs[1])};
     const int parameters = static_cast<int>(layout_->spec().parameters.size());
-    const auto read = std::make_shared<WeightsRead>(parameters);
+    read_ = std::make_shared<WeightsRead>(parameters);
     for (int p = 0; p < parameters; ++p) {
       BALLAST_RETURN_IF_ERROR(events.before_weights(p));
-      BALLAST_RETURN_IF_ERROR(GiveToFakeStream(compute_, "forward", [this, p, read] {
+      BALLAST_RETURN_IF_ERROR(GiveToFakeStream(compute_, "forward", [this, p, read = read_] {
         const uint16_t* from = spaces_.weights[group(p)] + layout_->place(p).offset;
         (*read)[p].assign(from, from + layout_->place(p).elements);
       }));
+      if (script_.after_forward) BALLAST_RETURN_IF_ERROR(script_.after_forward(at_, p));
     }
+    return absl::OkStatus();
+  }
+
+  absl::Status Backward(double loss_scale, bool first, double* loss_sum,
+                        const DevicePassEvents& events) override {
+    const PassPosition at = at_;
     for (const int p : ScriptedBackwardOrder()) {
       if (script_.reaches && !script_.reaches(at, p)) continue;
       if (script_.before_gradient) BALLAST_RETURN_IF_ERROR(script_.before_gradient(at, p));
@@ -121,7 +131,7 @@ class ScriptedPasses final : public DeviceGpt {
           [this, p, at, scale = static_cast<float>(loss_scale)] { WriteGradient(p, at, scale); }));
       BALLAST_RETURN_IF_ERROR(events.gradient_ready(p));
     }
-    return GiveToFakeStream(compute_, "loss", [this, read, at, first, loss_sum] {
+    return GiveToFakeStream(compute_, "loss", [this, read = read_, at, first, loss_sum] {
       *loss_sum = (first ? 0 : *loss_sum) + LossOf(at);
       passes_.push_back(*read);
     });
@@ -149,6 +159,8 @@ class ScriptedPasses final : public DeviceGpt {
   std::vector<WeightsRead>& passes_;
   const Layout* layout_ = nullptr;
   DeviceFlatSpaces spaces_;
+  PassPosition at_;  // Of the last Forward.
+  std::shared_ptr<WeightsRead> read_;
 };
 
 }  // namespace ballast::worker

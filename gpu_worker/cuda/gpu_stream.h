@@ -1,0 +1,34 @@
+// A stream of CudaDevice's, as those see it that give it work by calls of CUDA's own: kernels
+// (launch.cuh) and libraries.
+//
+//   auto& gpu = static_cast<GpuStream&>(stream);
+//   BALLAST_ASSIGN_OR_RETURN(const cudaStream_t native, gpu.Enter());
+//   return gpu.Check(cudaFrobnicateAsync(memory, native), "frobnicate");
+#ifndef BALLAST_GPU_WORKER_CUDA_GPU_STREAM_H_
+#define BALLAST_GPU_WORKER_CUDA_GPU_STREAM_H_
+
+#include <cuda_runtime_api.h>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "gpu_worker/device/device.h"
+
+namespace ballast::worker {
+
+// Every DeviceStream that a kernel or a library of gpu_worker/cuda is given is one.
+class GpuStream : public DeviceStream {
+ public:
+  // Makes the stream's GPU the calling thread's. The GPU's failure, if it had one: then nothing may
+  // be given to it any more.
+  virtual absl::StatusOr<cudaStream_t> Enter() = 0;
+  // What became of a call that gave work to the stream: GpuFailure::Check, with the stream's name.
+  virtual absl::Status Check(cudaError_t error, absl::string_view what) = 0;
+  // The GPU's failure, if it has one by now, told as that of `what`: for libraries, which say of a
+  // lost GPU no more than that they failed. Waits for nothing.
+  virtual absl::Status CheckGpu(absl::string_view what) = 0;
+};
+
+}  // namespace ballast::worker
+
+#endif  // BALLAST_GPU_WORKER_CUDA_GPU_STREAM_H_

@@ -1,0 +1,19 @@
+#include "gpu_worker/cuda/launch.cuh"
+#include "tests/gpu/launch_test_kernels.h"
+
+namespace ballast::worker::cuda {
+namespace {
+
+// Volatile, or the compiler would make what it likes of a store to nowhere.
+__global__ void StoreSevenKernel(volatile uint32_t* to) {
+  if (threadIdx.x == 0) *to = 7;
+}
+
+}  // namespace
+
+absl::Status StoreSeven(DeviceStream& stream, uint32_t* to, unsigned threads, size_t shared_bytes) {
+  return Launch(stream, "store seven", Grid{.threads = threads, .shared_bytes = shared_bytes},
+                &StoreSevenKernel, to);
+}
+
+}  // namespace ballast::worker::cuda
