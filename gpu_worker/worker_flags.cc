@@ -89,6 +89,10 @@ ABSL_FLAG(
     "where that allows it; or never, always through the connection. The bits are the same");
 ABSL_FLAG(std::string, out, "", "Directory for losses.csv, weights.bin and worker.json");
 ABSL_FLAG(
+    bool, write_weights, true,
+    "weights.bin in --out; false: only its hash, in worker.json, for a run that is measured or "
+    "compared");
+ABSL_FLAG(
     std::string, trace, "",
     "File for this worker's timeline, which ui.perfetto.dev shows; of rank N: FILE.N, but for "
     "rank 0's");
@@ -251,6 +255,8 @@ absl::StatusOr<WorkerOptions> OptionsOfFlags() {
   options.seal_timeout = absl::GetFlag(FLAGS_seal_timeout);
   options.resumes = !absl::GetFlag(FLAGS_resume).empty();
   options.out = absl::GetFlag(FLAGS_out);
+  options.weights_file =
+      absl::GetFlag(FLAGS_write_weights) ? WeightsFile::kWritten : WeightsFile::kHashedOnly;
   options.save_directory = absl::GetFlag(FLAGS_save);
   return options;
 }

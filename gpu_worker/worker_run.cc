@@ -136,7 +136,7 @@ absl::Status LeaveOutput(const WorkerOptions& options, const Collective& collect
                          StepOptimizer& optimizer) {
   BALLAST_ASSIGN_OR_RETURN(const RunFacts facts, FactsOf(options, collective, losses, optimizer));
   losses.Finish();
-  return WriteOutput(options.out, facts, job, backend);
+  return WriteOutput(options.out, facts, job, backend, options.weights_file);
 }
 
 // `mine`, or which other rank has an error there: nobody goes on to the service and waits for it.

@@ -17,6 +17,7 @@
 #include "gpu_worker/data.h"
 #include "gpu_worker/gpt/architecture.h"
 #include "gpu_worker/optimizer.h"
+#include "gpu_worker/run_output.h"
 #include "gpu_worker/timeline.h"
 #include "gpu_worker/trainer.h"
 #include "gpu_worker/training_job.h"
@@ -46,6 +47,7 @@ struct WorkerOptions {
   std::string optimizer_name;  // For worker.json.
   bool resumes = false;        // The optimizer loads a checkpoint first; on all ranks or on none.
   std::string out;             // Directory for rank 0's files; empty: none.
+  WeightsFile weights_file = WeightsFile::kWritten;
   std::string
       save_directory;  // The optimizer saves its state there at the end; empty: it does not.
   Timeline* timeline = nullptr;  // Of what this rank does when; may be null. Borrowed.

@@ -60,10 +60,10 @@ absl::Status DeviceBuckets::StartFilling(DeviceStream& compute, int bucket) {
   started_[bucket] = true;
   BALLAST_ASSIGN_OR_RETURN(const bool waits, HasToWait(bucket));
   if (!waits) return AwaitReleased(bucket);
-  BALLAST_RETURN_IF_ERROR(waited_.Begin(compute));
-  BALLAST_RETURN_IF_ERROR(AwaitReleased(bucket));
-  BALLAST_RETURN_IF_ERROR(compute.Wait(*events_[bucket].released));
-  return waited_.End(compute);
+  return waited_.Around(compute, [&] {
+    BALLAST_RETURN_IF_ERROR(AwaitReleased(bucket));
+    return compute.Wait(*events_[bucket].released);
+  });
 }
 
 bool DeviceBuckets::MayFill(int bucket) const {

@@ -25,6 +25,14 @@ absl::Status StreamSeconds::End(DeviceStream& stream) {
   return stream.Record(*pairs_[used_++].end);
 }
 
+absl::Status StreamSeconds::Around(DeviceStream& stream, absl::FunctionRef<absl::Status()> give) {
+  absl::Status status = Begin(stream);
+  if (status.ok()) status = give();
+  if (status.ok()) status = End(stream);
+  if (!status.ok()) Clear();
+  return status;
+}
+
 void StreamSeconds::Clear() {
   begun_ = false;
   used_ = 0;

@@ -16,6 +16,7 @@
 #include <memory>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "gpu_worker/device/device.h"
@@ -29,6 +30,8 @@ class StreamSeconds {
   // Pairs do not overlap.
   absl::Status Begin(DeviceStream& stream);
   absl::Status End(DeviceStream& stream);
+  // Both around `give`; after an error of its or the device's all are forgotten.
+  absl::Status Around(DeviceStream& stream, absl::FunctionRef<absl::Status()> give);
   // Whether a pair has begun and not ended.
   bool begun() const { return begun_; }
   // The pairs since the last Take, and one that has only begun, count for nothing.

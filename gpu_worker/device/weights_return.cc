@@ -249,10 +249,10 @@ absl::Status WeightsReturn::Before(DeviceStream& stream, int bucket, StreamSecon
   state.waited_for = true;
   BALLAST_ASSIGN_OR_RETURN(const bool there, IsThere(bucket));
   if (there) return absl::OkStatus();
-  BALLAST_RETURN_IF_ERROR(waited.Begin(stream));
-  BALLAST_RETURN_IF_ERROR(AwaitGiven(bucket));
-  BALLAST_RETURN_IF_ERROR(stream.Wait(*state.gathered));
-  return waited.End(stream);
+  return waited.Around(stream, [&] {
+    BALLAST_RETURN_IF_ERROR(AwaitGiven(bucket));
+    return stream.Wait(*state.gathered);
+  });
 }
 
 absl::Status WeightsReturn::BeforeWeights(DeviceStream& stream, int parameter,

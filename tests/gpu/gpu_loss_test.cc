@@ -58,7 +58,7 @@ TEST_F(GpuLossTest, ALaunchWithMoreSharedMemoryThanTheDefaultWorks) {
 }
 
 // In a process of its own, which is lost with the GPU's context.
-TEST_F(GpuLossTest, AStoreToNowhereIsSaidInOneLineByAllThatFollows) {
+TEST_F(GpuLossTest, AKernelThatGoesWrongIsToldInOneLineByAllThatFollows) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   EXPECT_EXIT(LoseGpu(), testing::ExitedWithCode(0), "GPU 0 .*see nvidia-smi and dmesg");
 }

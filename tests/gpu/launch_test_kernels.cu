@@ -1,11 +1,14 @@
+#undef NDEBUG  // The assertion is what a test wants to see fail.
+#include <cassert>
+
 #include "gpu_worker/cuda/launch.cuh"
 #include "tests/gpu/launch_test_kernels.h"
 
 namespace ballast::worker::cuda {
 namespace {
 
-// Volatile, or the compiler would make what it likes of a store to nowhere.
-__global__ void StoreSevenKernel(volatile uint32_t* to) {
+__global__ void StoreSevenKernel(uint32_t* to) {
+  assert(to != nullptr);
   if (threadIdx.x == 0) *to = 7;
 }
 

@@ -111,6 +111,7 @@ class Programs:
         self.folders = choices
         self.logs = logs
         self.deadline = deadline
+        self.service_flags = [f"--threads={cores()}"]
         self.environment = os.environ | {"LD_LIBRARY_PATH": library_path()}
 
     def path(self, name: str) -> pathlib.Path:
@@ -136,7 +137,7 @@ class Programs:
         port_file.unlink(missing_ok=True)
         service = self.start(name, [
             self.path("ballastd"), "--listen=127.0.0.1:0", f"--port-file={port_file}",
-            f"--threads={cores()}", "--log-level=warning", "--nostartup-benchmark", "--drain-seconds=1"])
+            "--log-level=warning", "--nostartup-benchmark", "--drain-seconds=1", *self.service_flags])
         try:
             deadline = time.monotonic() + SERVICE_START_SECONDS
             while not (port_file.exists() and port_file.read_text().strip()):
@@ -150,7 +151,7 @@ class Programs:
     def train(self, name: str, flags: list, seconds: float, ranks: int = 1) -> dict:
         """A training run; its worker.json, with the rows of losses.csv under "rows"."""
         out = self.logs / name
-        command = [self.path("ballast-worker"), "--device=cuda", f"--out={out}",
+        command = [self.path("ballast-worker"), "--device=cuda", f"--out={out}", "--nowrite-weights",
                    f"--text={ROOT / 'LICENSE'}", *flags]
         if ranks == 1:
             done = self.run(name, command, seconds)
@@ -162,7 +163,6 @@ class Programs:
         header, *rows = (out / "losses.csv").read_text().split()
         names = header.split(",")
         result["rows"] = [dict(zip(names, map(float, row.split(",")))) for row in rows]
-        (out / "weights.bin").unlink(missing_ok=True)
         return result
 
     def _run_ranks(self, name: str, command: list, seconds: float, ranks: int):

@@ -327,8 +327,10 @@ def prove(arguments) -> int:
         print(f"run.sh: {arguments.out}: {error.strerror}; choose another --out", file=sys.stderr)
         return 1
     deadline = time.monotonic() + arguments.seconds
-    proof = Proof(Programs(arguments.bin and arguments.bin.resolve(), logs.resolve(), deadline),
-                  arguments.out / "gpu.json", deadline, arguments.only)
+    programs = Programs(arguments.bin and arguments.bin.resolve(), logs.resolve(), deadline)
+    if arguments.memory_limit:
+        programs.service_flags.append(f"--memory-limit={arguments.memory_limit}")
+    proof = Proof(programs, arguments.out / "gpu.json", deadline, arguments.only)
     try:
         missing = proof.find_gpu()
         if missing is not None:
@@ -359,6 +361,7 @@ def main() -> int:
     parser.add_argument("--bin", type=pathlib.Path)
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "out/gpu")
     parser.add_argument("--only", default="", metavar="NAME", help="the checks with this in their name")
+    parser.add_argument("--memory-limit", metavar="SIZE", help="the service's, as ballastd has it")
     parser.add_argument("--seconds", type=float, default=BUDGET_SECONDS, help=argparse.SUPPRESS)
     # What is being run must not stay behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))

@@ -4,11 +4,12 @@
 # on one GPU against one, the benchmark, the kernels under compute-sanitizer. What the time does not
 # suffice for is told as such, and can be run alone.
 #
-#   tests/gpu/run.sh [--bin DIR] [--out DIR] [--only NAME]
+#   tests/gpu/run.sh [--bin DIR] [--out DIR] [--only NAME] [--memory-limit SIZE]
 #
 # --bin: the folder of the programs, or the build folder above it (default: bin beside this tree's
 # tests, as in the bundle, or build/release). --out: where gpu.json and the logs go (default: out/gpu).
-# --only: the checks with NAME in their name, "memcheck" say.
+# --only: the checks with NAME in their name, "memcheck" say. --memory-limit: what the service may take,
+# 100GiB say, where the machine tells less than it has; gpt2-1.5B takes about 50 to speculate.
 # Needs Python 3 and nothing of ours; looks for cuBLASLt, NCCL and compute-sanitizer in
 # LD_LIBRARY_PATH and PATH, CUDA_HOME, /usr/local/cuda and Python's own packages.
 # Exits with 0 if all is well, 1 if something failed, 2 if nothing failed but not all was run, 77 where

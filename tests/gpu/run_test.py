@@ -64,12 +64,14 @@ sys.exit(1 if errors else code)
 SERVICE = """
 flags = dict(word.removeprefix("--").split("=", 1) for word in sys.argv[1:] if "=" in word)
 pathlib.Path(os.environ["PIDS"]).open("a").write(f"{os.getpid()}\\n")
+assert flags.get("memory-limit") == os.environ.get("MEMORY_LIMIT")
 pathlib.Path(flags["port-file"]).write_text("127.0.0.1:1\\n")
 time.sleep(60)
 """
 
 WORKER = """
-flags = dict(word.removeprefix("--").split("=", 1) for word in sys.argv[1:])
+flags = dict(word.removeprefix("--").split("=", 1) for word in sys.argv[1:] if "=" in word)
+assert "--nowrite-weights" in sys.argv
 pathlib.Path(os.environ["PIDS"]).open("a").write(f"{os.getpid()}\\n")
 assert flags["device"] == "cuda" and pathlib.Path(flags["text"]).exists()
 local = flags.get("optimizer") == "local"
@@ -87,7 +89,7 @@ wrong = "update" in flags and os.environ.get("DIVERGE") == flags["update"]
 loss = 5.0 * (1.5 if two and os.environ.get("RANKS_DIFFER") else 1)
 rate = 1000 if local else 800
 steps = int(flags["steps"])
-(out / "weights.bin").write_bytes(b"")
+(out / "begun").write_bytes(b"")
 time.sleep(float(os.environ.get("TRAINING_SECONDS", 0)))
 (out / "worker.json").write_text(json.dumps(dict(
     weights_sha256="other" if wrong else "same", steps=steps, parameters=10, transport="memory")))
@@ -191,6 +193,10 @@ class Run(unittest.TestCase):
         self.assertEqual(done.returncode, 1)
         self.assertIn("no check is named memchek", done.stderr)
 
+    def test_the_service_gets_the_memory_that_it_may_take(self):
+        done = self.prove("--only=equals", "--memory-limit=7GiB", MEMORY_LIMIT="7GiB")
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+
     # ------------------------------------------------------------ what fails
 
     def test_names_the_way_whose_weights_differ(self):
@@ -291,7 +297,7 @@ class Run(unittest.TestCase):
     def test_ended_from_outside_leaves_what_there_is_and_nothing_running(self):
         process = self.start(TRAINING_SECONDS="60")
         deadline = time.monotonic() + 30
-        while not (self.out / "logs/small-local/weights.bin").exists():
+        while not (self.out / "logs/small-local/begun").exists():
             self.assertLess(time.monotonic(), deadline)
             time.sleep(0.02)
         process.terminate()

@@ -154,8 +154,9 @@ class FakeEvent final : public DeviceEvent {
         FakeDeviceAbort("SecondsSince of an event that is not done");
       }
     }
-    const std::chrono::duration<float, std::milli> milliseconds = end->at - begin->at;
-    return std::max(0.0, milliseconds.count() / 1000.0);
+    const std::chrono::duration<double, std::milli> elapsed = end->at - begin->at;
+    const auto milliseconds = static_cast<float>(elapsed.count());
+    return std::max(0.0, milliseconds / 1000.0);
   }
 
   const ImplPointer& impl() const { return impl_; }

@@ -270,6 +270,19 @@ TEST(FakeDevice, TellsTheTimeBetweenEvents) {
   EXPECT_GE(later->SecondsSince(*story.event).value(), spent.count());
 }
 
+TEST(FakeDevice, TellsTheTimeOfItsClockAsMillisecondsInAFloat) {
+  std::atomic<int64_t> now = 0;
+  Story story({.clock = [&] { return std::chrono::nanoseconds(now.load()); }});
+  const auto later = story.device.CreateEvent().value();
+  ASSERT_TRUE(story.a->Record(*story.event).ok());
+  ASSERT_TRUE(story.event->Synchronize().ok());
+  now = 3'600'000'100'000;  // An hour and 100 us, which is 0.1 ms of 24 bits.
+  ASSERT_TRUE(story.a->Record(*later).ok());
+  ASSERT_TRUE(later->Synchronize().ok());
+  EXPECT_EQ(later->SecondsSince(*story.event).value(), 3600);
+  EXPECT_EQ(story.event->SecondsSince(*later).value(), 0);
+}
+
 // ---------------------------------------------------------------- memory
 
 TEST(FakeDevice, CountsItsMemoryAndRefusesMoreThanItHas) {

@@ -16,9 +16,15 @@
 #include "absl/strings/str_format.h"
 #include "tests/gpu_worker/temp_path.h"
 
-// Of this thread, by any operator new of this program.
+#ifndef __has_feature
+#define __has_feature(feature) 0
+#endif
+
+// Of this thread, by any operator new of this program. ThreadSanitizer has operators of its own,
+// which cannot be replaced; nothing is counted there.
 static thread_local uint64_t allocations = 0;
 
+#if !__has_feature(thread_sanitizer)
 void* operator new(size_t size_bytes) {
   ++allocations;
   if (void* memory = std::malloc(size_bytes)) return memory;
@@ -26,6 +32,7 @@ void* operator new(size_t size_bytes) {
 }
 void operator delete(void* memory) noexcept { std::free(memory); }
 void operator delete(void* memory, size_t) noexcept { std::free(memory); }
+#endif
 
 namespace ballast::worker {
 namespace {

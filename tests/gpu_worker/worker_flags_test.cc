@@ -79,6 +79,12 @@ TEST(WorkerFlags, WhoWaitsForTheServiceGivesUpBeforeWhoWaitsForTheWorker) {
               HasSubstr("--peer-timeout=0 must be between 1ms and"));
 }
 
+TEST(WorkerFlags, LeaveOutTheWeightsFileWhereNobodyReadsIt) {
+  EXPECT_EQ(Read({"--out=run"})->options.weights_file, WeightsFile::kWritten);
+  EXPECT_EQ(Read({"--out=run", "--nowrite-weights"})->options.weights_file,
+            WeightsFile::kHashedOnly);
+}
+
 TEST(WorkerFlags, AreRefusedWhereTheyMeanNothing) {
   EXPECT_THAT(Refusal({"--optimizer=local", "--update=wait"}), HasSubstr("--optimizer=service"));
   EXPECT_THAT(Refusal({"train"}), HasSubstr("unexpected argument 'train'"));
