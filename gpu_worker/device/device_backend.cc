@@ -40,6 +40,7 @@
 #include "gpu_worker/check.h"
 #include "gpu_worker/device/device_buckets.h"
 #include "gpu_worker/device/device_reduction.h"
+#include "gpu_worker/device/device_spaces.h"
 #include "gpu_worker/device/device_trace.h"
 #include "gpu_worker/device/gradient_path.h"
 #include "gpu_worker/device/pipeline_errors.h"
@@ -85,9 +86,6 @@ class DeviceBackend final : public TrainingBackend {
   absl::Status ReadWeights(int group, absl::Span<std::byte> to) override;
 
  private:
-  absl::Status AllocateSpaces();
-  absl::Status ExplainMemory(const absl::Status& status) const;
-
   absl::Status GivePass(const MicroStepInput& input);
   absl::Status GiveForward(const MicroStepInput& input);
   absl::Status GoOnFromForward(const MicroStepInput& input);
@@ -110,10 +108,8 @@ class DeviceBackend final : public TrainingBackend {
   std::unique_ptr<DeviceStream> compute_;
   std::unique_ptr<DeviceStream> communicate_;
   std::unique_ptr<DeviceStream> copy_out_;
-  std::vector<std::unique_ptr<DeviceMemory>> live_weights_;  // By group, as the two below.
-  std::vector<std::unique_ptr<DeviceMemory>> gradients_;
-  std::vector<std::unique_ptr<DeviceMemory>> sums_;  // Empty: nothing is summed here.
-  std::unique_ptr<DeviceMemory> loss_sum_;           // A double.
+  DeviceSpaces spaces_;
+  std::unique_ptr<DeviceMemory> loss_sum_;  // A double.
   std::unique_ptr<HostMemory> host_loss_sum_;
   std::unique_ptr<DeviceEvent> done_;
 
@@ -147,7 +143,7 @@ absl::Status DeviceBackend::MicroStep(const MicroStepInput& input) {
 // Backward's buckets go on their way while it gives the rest of its work, and the pass ends here
 // before the device has begun with most of it.
 absl::Status DeviceBackend::GivePass(const MicroStepInput& input) {
-  const bool sums_here = !sums_.empty() && input.micro_steps > 1;
+  const bool sums_here = !spaces_.sums.empty() && input.micro_steps > 1;
   gradient_path_->BeginPass({.step = input.step,
                              .micro_step = input.micro_step,
                              .micro_steps = input.micro_steps,
@@ -211,7 +207,7 @@ absl::Status DeviceBackend::ZeroUnreached() {
   for (size_t p = 0; p < reached_.size(); ++p) {
     const ParameterPlace& place = job_.layout.place(p);
     if (reached_[p] || place.offset < 0) continue;
-    float* gradients = gradients_[job_.layout.spec().parameters[p].group]->as<float>();
+    float* gradients = spaces_.gradients[job_.layout.spec().parameters[p].group]->as<float>();
     BALLAST_RETURN_IF_ERROR(buckets_->BeforeGradient(*compute_, p));
     BALLAST_RETURN_IF_ERROR(
         compute_->Zero(gradients + place.offset, place.elements * sizeof(float)));
@@ -316,11 +312,11 @@ absl::Status DeviceBackend::GatherWeights() {
 
 absl::Status DeviceBackend::ReadWeights(int group, absl::Span<std::byte> to) {
   BALLAST_RETURN_IF_ERROR(errors_.failure());
-  Check(to.size() <= live_weights_[group]->size_bytes(), "a flat space is read, and not past it");
+  Check(to.size() <= spaces_.weights[group]->size_bytes(), "a flat space is read, and not past it");
   StreamSeconds waited(parts_.device);
   const auto read = [&]() -> absl::Status {
     BALLAST_RETURN_IF_ERROR(weights_->BeforeGroup(*compute_, group, waited));
-    BALLAST_RETURN_IF_ERROR(compute_->CopyToHost(to, live_weights_[group]->data()));
+    BALLAST_RETURN_IF_ERROR(compute_->CopyToHost(to, spaces_.weights[group]->data()));
     BALLAST_RETURN_IF_ERROR(compute_->Record(*done_));
     return done_->Synchronize();
   };
@@ -342,40 +338,6 @@ void DeviceBackend::Stop() {
   gradient_path_->Stop();
 }
 
-absl::Status DeviceBackend::ExplainMemory(const absl::Status& status) const {
-  if (!absl::IsResourceExhausted(status)) return status;
-  int64_t elements = 0;
-  for (const int64_t of_group : job_.group_elements) elements += of_group;
-  const auto gib = [](int64_t bytes) {
-    return absl::StrCat(static_cast<double>(bytes >> 20) / 1024, " GiB");
-  };
-  return absl::ResourceExhaustedError(absl::StrCat(
-      status.message(), "; besides the activations the model needs ", gib(2 * elements),
-      " for weights, ", gib(4 * elements), " for gradients",
-      options_.accumulation == Accumulation::kWorker && job_.spec.max_micro_steps != 1
-          ? absl::StrCat(" and ", gib(4 * elements),
-                         " for sums of micro-steps, which accumulation in the service does not")
-          : "",
-      "; give micro-steps fewer sequences, or choose a smaller model or another GPU"));
-}
-
-absl::Status DeviceBackend::AllocateSpaces() {
-  const bool sums =
-      options_.accumulation == Accumulation::kWorker && job_.spec.max_micro_steps != 1;
-  for (const int64_t elements : job_.group_elements) {
-    BALLAST_ASSIGN_OR_RETURN(live_weights_.emplace_back(),
-                             parts_.device.Allocate(elements * sizeof(BFloat16Bits), "weights"));
-    BALLAST_ASSIGN_OR_RETURN(gradients_.emplace_back(),
-                             parts_.device.Allocate(elements * sizeof(float), "gradients"));
-    if (!sums) continue;
-    BALLAST_ASSIGN_OR_RETURN(sums_.emplace_back(), parts_.device.Allocate(elements * sizeof(float),
-                                                                          "sums of micro-steps"));
-  }
-  BALLAST_ASSIGN_OR_RETURN(loss_sum_, parts_.device.Allocate(sizeof(double), "the loss"));
-  BALLAST_ASSIGN_OR_RETURN(host_loss_sum_, parts_.device.AllocateHost(sizeof(double), "the loss"));
-  return absl::OkStatus();
-}
-
 absl::Status DeviceBackend::Init(absl::Span<const int> backward_order,
                                  const MakeDeviceModel& make_model) {
   Device& device = parts_.device;
@@ -391,35 +353,30 @@ absl::Status DeviceBackend::Init(absl::Span<const int> backward_order,
   BALLAST_ASSIGN_OR_RETURN(communicate_, device.CreateStream("communicate"));
   BALLAST_ASSIGN_OR_RETURN(copy_out_, device.CreateStream("copy_out"));
   BALLAST_ASSIGN_OR_RETURN(done_, device.CreateEvent());
-  BALLAST_RETURN_IF_ERROR(ExplainMemory(AllocateSpaces()));
+  BALLAST_ASSIGN_OR_RETURN(loss_sum_, device.Allocate(sizeof(double), "the loss"));
+  BALLAST_ASSIGN_OR_RETURN(host_loss_sum_, device.AllocateHost(sizeof(double), "the loss"));
+  const DeviceNeeds needs{
+      .sums = options_.accumulation == Accumulation::kWorker && job_.spec.max_micro_steps != 1,
+      .weights_ahead = !options_.on_device && job_.spec.update_mode == UpdateMode::kSpeculate,
+      .world_size = parts_.collective.world_size()};
+  BALLAST_ASSIGN_OR_RETURN(spaces_, AllocateSpaces(device, job_, needs));
 
   BALLAST_ASSIGN_OR_RETURN(
       buckets_, DeviceBuckets::Create(device, job_.layout, job_.buckets, backward_order));
-  DeviceFlatSpaces spaces;
-  std::vector<absl::Span<std::byte>> live;
-  std::vector<float*> sums;
-  for (size_t group = 0; group < live_weights_.size(); ++group) {
-    spaces.weights.push_back(live_weights_[group]->as<BFloat16Bits>());
-    spaces.gradients.push_back(gradients_[group]->as<float>());
-    live.push_back({live_weights_[group]->data(), live_weights_[group]->size_bytes()});
-    if (!sums_.empty()) sums.push_back(sums_[group]->as<float>());
-  }
   BALLAST_ASSIGN_OR_RETURN(
       reduction_,
       DeviceReduction::Create({device, *communicate_, parts_.collective, job_, buckets_->order()},
-                              {.gradients = spaces.gradients, .sums = std::move(sums)},
+                              {.gradients = DeviceSpaces::PointersTo<float>(spaces_.gradients),
+                               .sums = DeviceSpaces::PointersTo<float>(spaces_.sums)},
                               options_.check_gradients));
-  BALLAST_ASSIGN_OR_RETURN(
-      weights_,
-      WeightsReturn::Create(device, job_, buckets_->order(), std::move(live),
-                            {.rank = rank,
-                             .on_device = options_.on_device,
-                             .provisional = job_.spec.update_mode == UpdateMode::kSpeculate},
-                            *trace_));
-  absl::StatusOr<std::unique_ptr<DeviceGpt>> model = make_model({device, *compute_, parts_.matmul});
-  BALLAST_RETURN_IF_ERROR(ExplainMemory(model.status()));
-  model_ = *std::move(model);
-  model_->Place(job_.layout, spaces);
+  absl::StatusOr<std::unique_ptr<WeightsReturn>> weights = WeightsReturn::Create(
+      device, job_, buckets_->order(), spaces_.WeightBytes(),
+      {.rank = rank, .on_device = options_.on_device, .provisional = needs.weights_ahead}, *trace_);
+  BALLAST_RETURN_IF_ERROR(ExplainMemory(weights.status(), device, job_, needs));
+  weights_ = *std::move(weights);
+  BALLAST_ASSIGN_OR_RETURN(model_, make_model({device, *compute_, parts_.matmul}));
+  model_->Place(job_.layout, {.weights = DeviceSpaces::PointersTo<BFloat16Bits>(spaces_.weights),
+                              .gradients = DeviceSpaces::PointersTo<float>(spaces_.gradients)});
   absl::StatusOr<std::unique_ptr<GradientPath>> path =
       GradientPath::Create({device, *communicate_, *copy_out_, parts_.collective, job_, *buckets_,
                             *reduction_, *trace_, errors_},
@@ -427,7 +384,7 @@ absl::Status DeviceBackend::Init(absl::Span<const int> backward_order,
                             .on_device = options_.on_device,
                             .staging_slots = options_.staging_slots,
                             .timeout = options_.timeout});
-  BALLAST_RETURN_IF_ERROR(ExplainMemory(path.status()));
+  BALLAST_RETURN_IF_ERROR(ExplainMemory(path.status(), device, job_, needs));
   gradient_path_ = *std::move(path);
   return absl::OkStatus();
 }

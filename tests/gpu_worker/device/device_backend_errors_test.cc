@@ -310,6 +310,7 @@ TEST(DeviceBackendErrors, WorksWithMemoryThatCannotBePinned) {
 TEST(DeviceBackendErrors, SaysWhatAModelThatDoesNotFitNeedsAndWhatToMakeSmaller) {
   for (const Accumulation accumulation : {Accumulation::kService, Accumulation::kWorker}) {
     RankOptions options{.micro_steps = 2};
+    if (accumulation == Accumulation::kWorker) options.update_mode = UpdateMode::kSpeculate;
     options.backend.accumulation = accumulation;
     options.device.memory_bytes = 20000;
     PipelineRank rank(options);
@@ -320,7 +321,20 @@ TEST(DeviceBackendErrors, SaysWhatAModelThatDoesNotFitNeedsAndWhatToMakeSmaller)
     EXPECT_THAT(status.message(), HasSubstr("fewer sequences"));
     EXPECT_EQ(absl::StrContains(status.message(), "for sums"),
               accumulation == Accumulation::kWorker);
+    EXPECT_EQ(absl::StrContains(status.message(), "(none with --update=wait)"),
+              options.update_mode == UpdateMode::kSpeculate);
   }
+}
+
+TEST(DeviceBackendErrors, MemoryThatTheHostLacksIsNotExplainedAsTheGpus) {
+  RankOptions options;
+  options.device.fail = [](absl::string_view operation, absl::string_view what) {
+    return operation == "allocate host" && absl::StrContains(what, "staging")
+               ? absl::ResourceExhaustedError("this host has no memory for staging")
+               : absl::OkStatus();
+  };
+  PipelineRank rank(options);
+  EXPECT_EQ(rank.Create().message(), "this host has no memory for staging");
 }
 
 TEST(DeviceBackendErrors, RefusesWeightsInAnotherFormatThanThePasses) {
