@@ -15,8 +15,9 @@
 //
 // Errors: RESOURCE_EXHAUSTED, memory that cannot be had, with the sizes and what it was for;
 // UNAVAILABLE, the GPU is lost or has failed in work given before: it comes from whichever call
-// notices first, and from all later ones, and only a new process mends it. Messages name the GPU
-// and the stream.
+// notices first, and from all later ones, and only a new process mends it; FAILED_PRECONDITION, the
+// binary has nothing for this GPU; INTERNAL, the driver refuses a call, and the GPU goes on.
+// Messages name the GPU and the stream.
 //
 // Threads: Device is thread-safe. A stream is used by one thread at a time, an event recorded by
 // one; anyone may wait for it.
@@ -66,7 +67,8 @@ class DeviceEvent {
   // Waits until the work before the last Record is done; one never recorded is.
   virtual absl::Status Synchronize() = 0;
   virtual absl::StatusOr<bool> Done() = 0;
-  // Both done. Seconds of the device's clock from `earlier` to this one, within microseconds.
+  // Both done, `earlier` first. Seconds of the device's clock from there to this one, as the driver
+  // has them: in single precision, so to within microseconds of some seconds only.
   virtual absl::StatusOr<double> SecondsSince(const DeviceEvent& earlier) const = 0;
 };
 
