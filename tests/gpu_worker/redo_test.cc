@@ -343,7 +343,7 @@ TEST(SealTimeout, EndsTheWorkerNamingWhoHasNotSealed) {
   std::atomic<bool> gave_up{false};
   const Result result = TrainUntilItEnds(
       {.world_size = 2},
-      Meddling(service.Optimizer("", absl::Milliseconds(300)), [&](const Instant& instant) {
+      Meddling(service.Optimizer("", absl::Seconds(3)), [&](const Instant& instant) {
         if (instant.step != 2 || instant.verb != Verb::kSeal) return absl::OkStatus();
         if (instant.rank == 0 && instant.when == When::kAfter) gave_up = true;
         while (instant.rank == 1 && !gave_up) std::this_thread::yield();
