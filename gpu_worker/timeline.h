@@ -34,7 +34,7 @@ enum class Track : uint8_t {
   kCopy,     // Between device and host.
   kSend,     // Handing over gradients, and waiting for the decision.
   kUpdate,   // The optimizer's arithmetic, as the optimizer tells it.
-  kReceive,  // Waiting for new weights.
+  kReceive,  // Waiting for new weights: a host's thread, or a GPU for a bucket of them.
   kGather,   // All-gather of a bucket.
 };
 

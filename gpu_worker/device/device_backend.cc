@@ -273,10 +273,10 @@ absl::Status DeviceBackend::ExpectWeights() {
 }
 
 void DeviceBackend::GiveGather(bool all_there) {
-  weights_->Expect(all_there);
+  weights_->Expect(step_, all_there);
   gathering_ = true;
   gradient_path_->Give([this, step = step_] {
-    const absl::Status gathered = weights_->Gather(*communicate_, parts_.collective, step);
+    const absl::Status gathered = weights_->Gather(*communicate_, parts_.collective);
     Fail(gathered, absl::StrCat("after step ", step, ": weights")).IgnoreError();
   });
 }

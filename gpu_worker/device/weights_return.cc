@@ -124,7 +124,7 @@ absl::Status WeightsReturn::CopyIn(int chunk) {
   DeviceStream& stream = *copy_in_;
   const absl::Span<std::byte> from = places_[chunk];
   BALLAST_RETURN_IF_ERROR(
-      Annotate(trace_.Around(stream, Track::kCopy, {.step = next_step_, .chunk = chunk},
+      Annotate(trace_.Around(stream, Track::kCopy, {.step = copy_step_, .chunk = chunk},
                              [&] { return stream.CopyToDevice(targets_[chunk], from); }),
                absl::StrCat("copying the weights of chunk ", chunk)));
   BALLAST_RETURN_IF_ERROR(stream.Record(*copies_));
@@ -152,7 +152,8 @@ void WeightsReturn::OnWeights(int chunk) {
 
 // ---------------------------------------------------------------- the gather
 
-void WeightsReturn::Expect(bool all_there) {
+void WeightsReturn::Expect(uint64_t step, bool all_there) {
+  step_ = step;
   MutexLock lock(mutex_);
   all_there_ = all_there;
   abandoned_ = false;
@@ -194,20 +195,19 @@ absl::Status WeightsReturn::CopyRest(PerBucket& bucket) {
   return copy_in_->Record(*bucket.copied);
 }
 
-absl::Status WeightsReturn::Gather(DeviceStream& communicate, DeviceCollective& collective,
-                                   uint64_t step) {
+absl::Status WeightsReturn::Gather(DeviceStream& communicate, DeviceCollective& collective) {
   for (auto b = order_.reduction.rbegin(); b != order_.reduction.rend(); ++b) {
-    BALLAST_RETURN_IF_ERROR(GatherBucket(communicate, collective, step, *b));
+    BALLAST_RETURN_IF_ERROR(GatherBucket(communicate, collective, *b));
   }
   MutexLock lock(mutex_);
-  next_step_ = step + 1;
+  copy_step_ = step_ + 1;
   // The next weights are copied over what these gathers read.
   if (order_.reduction.empty() || options_.on_device) return absl::OkStatus();
   return copy_in_->Wait(*buckets_[order_.reduction.front()].gathered);
 }
 
 absl::Status WeightsReturn::GatherBucket(DeviceStream& communicate, DeviceCollective& collective,
-                                         uint64_t step, int index) {
+                                         int index) {
   const Bucket& bucket = job_.buckets[index];
   PerBucket& state = buckets_[index];
   if (!options_.on_device) {
@@ -216,9 +216,9 @@ absl::Status WeightsReturn::GatherBucket(DeviceStream& communicate, DeviceCollec
   }
   std::byte* all = live_[bucket.group].data() + bucket.begin * kElementBytes;
   BALLAST_RETURN_IF_ERROR(
-      trace_.Around(communicate, Track::kGather, {.step = step, .bucket = index}, [&] {
+      trace_.Around(communicate, Track::kGather, {.step = step_, .bucket = index}, [&] {
         return collective.AllGather(communicate, state.mine.data(), all, state.mine.size(),
-                                    {.step = step, .bucket = index});
+                                    {.step = step_, .bucket = index});
       }));
   BALLAST_RETURN_IF_ERROR(communicate.Record(*state.gathered));
   MutexLock lock(mutex_);
@@ -250,8 +250,10 @@ absl::Status WeightsReturn::Before(DeviceStream& stream, int bucket, StreamSecon
   BALLAST_ASSIGN_OR_RETURN(const bool there, IsThere(bucket));
   if (there) return absl::OkStatus();
   return waited.Around(stream, [&] {
-    BALLAST_RETURN_IF_ERROR(AwaitGiven(bucket));
-    return stream.Wait(*state.gathered);
+    return trace_.Around(stream, Track::kReceive, {.step = step_, .bucket = bucket}, [&] {
+      BALLAST_RETURN_IF_ERROR(AwaitGiven(bucket));
+      return stream.Wait(*state.gathered);
+    });
   });
 }
 

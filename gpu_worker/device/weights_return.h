@@ -64,14 +64,15 @@ class WeightsReturn {
   void OnDropped(int chunk);
   void OnWeights(int chunk);
 
-  // A Gather follows, of chunks that OnWeights tells, or, if `all_there`, of what the memory has.
-  void Expect(bool all_there);
+  // A Gather follows, of step `step`'s: chunks that OnWeights tells, or, if `all_there`, what the
+  // memory has.
+  void Expect(uint64_t step, bool all_there);
   // The Gather that is expected waits for no chunk any more.
   void Abandon();
   // Every wait, now and later, ends with CANCELLED.
   void Stop();
   // Once for each Expect. Waits, on the host, for chunk after chunk to be told.
-  absl::Status Gather(DeviceStream& communicate, DeviceCollective& collective, uint64_t step);
+  absl::Status Gather(DeviceStream& communicate, DeviceCollective& collective);
 
   // Makes `stream` wait for the weights that are expected, where it has not yet since; first waits,
   // on the host, until Gather has given them. What the stream waits is added to `waited`.
@@ -96,8 +97,7 @@ class WeightsReturn {
   absl::Status CopyIn(int chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool HasCome(const PerBucket& bucket) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CopyRest(PerBucket& bucket);
-  absl::Status GatherBucket(DeviceStream& communicate, DeviceCollective& collective, uint64_t step,
-                            int index);
+  absl::Status GatherBucket(DeviceStream& communicate, DeviceCollective& collective, int index);
   absl::Status AwaitGiven(int bucket);
   absl::StatusOr<bool> IsThere(int bucket);
   absl::Status Before(DeviceStream& stream, int bucket, StreamSeconds& waited);
@@ -111,6 +111,7 @@ class WeightsReturn {
   std::unique_ptr<DeviceMemory> buffer_;  // Null where weights go straight to their live place.
   std::vector<PerBucket> buckets_;
   std::vector<std::byte*> targets_;  // By chunk, on the device; null: another rank's.
+  uint64_t step_ = 0;                // Expected last; not changed while that is gathered.
 
   // Guards the stream too: a copy is given to it by whichever thread hears of the weights.
   Mutex mutex_;
@@ -126,7 +127,7 @@ class WeightsReturn {
   bool all_there_ ABSL_GUARDED_BY(mutex_) = false;
   bool abandoned_ ABSL_GUARDED_BY(mutex_) = false;
   bool stopped_ ABSL_GUARDED_BY(mutex_) = false;
-  uint64_t next_step_ ABSL_GUARDED_BY(mutex_) = 0;    // Of the weights that come, for the trace.
+  uint64_t copy_step_ ABSL_GUARDED_BY(mutex_) = 0;    // Of the weights that come, for the trace.
   absl::Status copy_status_ ABSL_GUARDED_BY(mutex_);  // Of calls that cannot say it.
 };
 
