@@ -60,7 +60,8 @@ struct FinishedStep {
   double loss_sum = 0;  // In nats, of this rank's tokens of all micro-steps.
   // Seconds of the step: in passes; waiting for reductions, in passes and after them; the same for
   // shards to be handed over; and waiting, in passes, for weights of the step before. On a GPU the
-  // waits in passes are its own, by its clock, and not those of the thread that gives it work.
+  // waits in passes are its own, by its clock, and not those of the thread that gives it work; a
+  // forward pass begun ahead lacks weights, too, from its end until MicroStep goes on from it.
   double compute_seconds = 0;
   double reduce_seconds = 0;
   double send_seconds = 0;

@@ -15,8 +15,9 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-constexpr Track kTracks[] = {Track::kStep, Track::kCompute, Track::kReduce,  Track::kCopy,
-                             Track::kSend, Track::kUpdate,  Track::kReceive, Track::kGather};
+constexpr Track kTracks[] = {Track::kStep,    Track::kCompute, Track::kReduce,
+                             Track::kCopy,    Track::kSend,    Track::kUpdate,
+                             Track::kReceive, Track::kGather,  Track::kStall};
 
 const char* Name(Track track) {
   switch (track) {
@@ -36,6 +37,8 @@ const char* Name(Track track) {
       return "receive";
     case Track::kGather:
       return "gather";
+    case Track::kStall:
+      return "stall";
   }
   return "";
 }

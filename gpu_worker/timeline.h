@@ -34,8 +34,9 @@ enum class Track : uint8_t {
   kCopy,     // Between device and host.
   kSend,     // Handing over gradients, and waiting for the decision.
   kUpdate,   // The optimizer's arithmetic, as the optimizer tells it.
-  kReceive,  // Waiting for new weights: a host's thread, or a GPU for a bucket of them.
+  kReceive,  // Waiting for new weights.
   kGather,   // All-gather of a bucket.
+  kStall,    // A GPU's wait for a bucket's weights, in a pass.
 };
 
 // What a span is about; -1: not said.

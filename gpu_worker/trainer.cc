@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <limits>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -123,14 +124,12 @@ absl::Status Trainer::Passes() {
   report.times.reduce = finished->reduce_seconds;
   report.times.send = finished->send_seconds;
   // Weights waited for here are the step before's.
-  report.times.update = forward_ahead_ ? LastUpdateWithin(finished->weights_seconds) : 0;
-  report.times.receive = finished->weights_seconds - report.times.update;
+  if (forward_ahead_) {
+    NoteReceiving(finished->weights_seconds);
+  } else {
+    report.times.receive += finished->weights_seconds;
+  }
   return absl::OkStatus();
-}
-
-// How much of a wait for weights the optimizer's arithmetic took.
-double Trainer::LastUpdateWithin(double seconds) const {
-  return std::min(seconds, optimizer_.update_seconds());
 }
 
 absl::Status Trainer::MicroStep(uint32_t micro_step) {
@@ -200,14 +199,17 @@ absl::Status Trainer::Seal() {
 absl::Status Trainer::Receive() {
   forward_ahead_ = false;
   if (lost()) return absl::OkStatus();
-  StepReport& report = attempt_.report;
   Stopwatch stopwatch;
   BALLAST_RETURN_IF_ERROR(ReceiveWeights());
-  const double receiving = stopwatch.Lap();
-  const double update = LastUpdateWithin(receiving);
-  report.times.update += update;
-  report.times.receive += receiving - update;
+  NoteReceiving(stopwatch.Lap());
   return absl::OkStatus();
+}
+
+// The optimizer's arithmetic is a part of it.
+void Trainer::NoteReceiving(double seconds) {
+  const double update = std::min(seconds, optimizer_.update_seconds());
+  attempt_.report.times.update += update;
+  attempt_.report.times.receive += seconds - update;
 }
 
 absl::Status Trainer::ReceiveWeights() {
@@ -233,16 +235,21 @@ absl::Status Trainer::ReceiveUnderNextForward() {
   if (lost() || !attempt_.report.applied) return Receive();
   BALLAST_RETURN_IF_ERROR(backend_.ExpectWeights());
   attempt_.gathered = true;
+  Stopwatch stopwatch;
   absl::Status received;
   std::thread receiver([&] {
     received = ReceiveWeights();
     if (!received.ok() || lost()) backend_.AbandonWeights();
   });
   const absl::Status forward = StartNextForward();
+  if (!forward.ok())
+    Log().error("{}; the service's word on the step is awaited", std::string(forward.message()));
   receiver.join();
-  BALLAST_RETURN_IF_ERROR(received);
   BALLAST_RETURN_IF_ERROR(forward);
-  return backend_.GatherWeights();
+  BALLAST_RETURN_IF_ERROR(received);
+  BALLAST_RETURN_IF_ERROR(backend_.GatherWeights());
+  if (!forward_ahead_) NoteReceiving(stopwatch.Lap());  // The last step: nothing else went on.
+  return absl::OkStatus();
 }
 
 absl::Status Trainer::StartNextForward() {
@@ -287,127 +294,6 @@ absl::Status Trainer::ShareDecision() {
     report.clip_coefficient = ending.clip_coefficient;
   }
   if (!attempt_.gathered) report.times.receive += stopwatch.Lap();
-  return absl::OkStatus();
-}
-
-// ---------------------------------------------------------------- joining, and joining again
-
-// An ABORTED marks the step as lost and is no error: this rank goes on with the collectives alone.
-absl::Status Trainer::UnlessLost(const absl::Status& status) {
-  if (!absl::IsAborted(status)) return status;
-  Lose(status.message());
-  return absl::OkStatus();
-}
-
-void Trainer::Lose(absl::string_view because) {
-  MutexLock lock(mutex_);
-  lost_ = true;
-  if (!because.empty()) lost_because_ = std::string(because);
-}
-
-bool Trainer::lost() const {
-  MutexLock lock(mutex_);
-  return lost_;
-}
-
-std::string Trainer::lost_because() const {
-  MutexLock lock(mutex_);
-  return lost_because_.empty() ? "another rank was told so" : lost_because_;
-}
-
-absl::Status Trainer::JoinAgain() {
-  const uint64_t step = attempt_.report.step;
-  const std::string why = lost_because();
-  if (++attempts_in_a_row_ >= kMaxAttempts) {
-    return absl::AbortedError(absl::StrCat(
-        "step ", step, " was aborted ", attempts_in_a_row_, " times in a row, last because: ", why,
-        "; find out who aborts it, and start the workers again"));
-  }
-  BALLAST_RETURN_IF_ERROR(Annotate(Join(), absl::StrCat("after step ", step, " was aborted")));
-  Log().info("step {} was aborted ({}); going on from committed step {}", step, why,
-             optimizer_.committed_step());
-  return absl::OkStatus();
-}
-
-// A rank that joins may end the sessions of those that joined before it, and a load between two may
-// leave them at different steps: all join until they stand together.
-absl::Status Trainer::Join() {
-  forward_ahead_ = false;
-  absl::Status status;
-  for (int attempt = 0; attempt < kMaxAttempts; ++attempt) {
-    BALLAST_RETURN_IF_ERROR(LeaveOptimizersMemory());
-    status = optimizer_.Join([this](int chunk, absl::Span<float> values) {
-      FillInitialValues(initial_values_, job_.layout, chunk, values);
-    });
-    if (!status.ok() && !absl::IsAborted(status)) return status;
-    BALLAST_ASSIGN_OR_RETURN(const bool together, StandTogether(status.ok()));
-    if (!together) continue;
-    if (optimizer_.committed_step() > options_.steps) return PastTheLastStep();
-    LogTransport();
-    BALLAST_RETURN_IF_ERROR(UseOptimizersMemory());
-    BALLAST_RETURN_IF_ERROR(RestoreScaler());
-    return backend_.GatherWeights();
-  }
-  return absl::AbortedError(
-      absl::StrCat("job ", job_.spec.name, ": the ranks joined ", kMaxAttempts,
-                   " times and never stood at the same step (", status.message(),
-                   "); find out who takes a rank or loads checkpoints all the time"));
-}
-
-absl::Status Trainer::UseOptimizersMemory() {
-  BALLAST_RETURN_IF_ERROR(
-      backend_.UseGradientMemory([this](int chunk) { return optimizer_.gradient_memory(chunk); }));
-  return backend_.UseWeightsMemory([this](int chunk) { return optimizer_.weights_memory(chunk); });
-}
-
-// It goes with the optimizer's session, and the backend may have it pinned.
-absl::Status Trainer::LeaveOptimizersMemory() {
-  const auto none = [](int) { return absl::Span<std::byte>(); };
-  const absl::Status gradients = backend_.UseGradientMemory(none);
-  BALLAST_RETURN_IF_ERROR(backend_.UseWeightsMemory(none));
-  return gradients;
-}
-
-void Trainer::LogTransport() {
-  const std::string transport = optimizer_.transport();
-  if (transport == transport_) return;
-  Log().info("rank {}: gradients and weights travel through {}{}", collective_.rank(), transport,
-             transport_.empty() ? "" : absl::StrCat(", no longer through ", transport_));
-  transport_ = transport;
-}
-
-absl::Status Trainer::PastTheLastStep() const {
-  return absl::FailedPreconditionError(
-      absl::StrCat("job ", job_.spec.name, " is at step ", optimizer_.committed_step(),
-                   " already; ask for more with --steps, or start another with --job"));
-}
-
-absl::StatusOr<bool> Trainer::StandTogether(bool joined) {
-  struct Place {
-    uint64_t joined = 0;
-    uint64_t generation = 0;
-    uint64_t committed_step = 0;
-    bool operator==(const Place&) const = default;
-  };
-  Place mine;
-  if (joined) mine = {1, optimizer_.generation(), optimizer_.committed_step()};
-  BALLAST_ASSIGN_OR_RETURN(const std::vector<Place> places, Share(mine, collective_));
-  return places[0].joined == 1 &&
-         std::all_of(places.begin(), places.end(),
-                     [&](const Place& place) { return place == places[0]; });
-}
-
-// A step's begin leaves the scaler's state as it was before that step's outcome.
-absl::Status Trainer::RestoreScaler() {
-  if (!options_.loss_scaler.has_value()) return absl::OkStatus();
-  const std::string state = optimizer_.trainer_state();
-  if (state.empty()) {
-    BALLAST_ASSIGN_OR_RETURN(scaler_, client::DynamicLossScaler::Create(*options_.loss_scaler));
-    return absl::OkStatus();
-  }
-  BALLAST_ASSIGN_OR_RETURN(scaler_,
-                           client::DynamicLossScaler::Deserialize(state, *options_.loss_scaler));
-  scaler_->Update(/*overflow=*/!optimizer_.last_step_applied());
   return absl::OkStatus();
 }
 

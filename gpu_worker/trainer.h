@@ -131,7 +131,7 @@ class Trainer {
   absl::Status Passes();
   absl::Status MicroStep(uint32_t micro_step);
   Batch BatchOf(uint64_t step, uint32_t micro_step) const;
-  double LastUpdateWithin(double seconds) const;
+  void NoteReceiving(double seconds);
   absl::Status Push(client::GradientPush push);
   absl::Status EndMicroStep(uint32_t micro_step, const client::UsedParameters& used);
   absl::Status SumLoss();

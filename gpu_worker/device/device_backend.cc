@@ -88,7 +88,7 @@ class DeviceBackend final : public TrainingBackend {
  private:
   absl::Status GivePass(const MicroStepInput& input);
   absl::Status GiveForward(const MicroStepInput& input);
-  absl::Status GoOnFromForward(const MicroStepInput& input);
+  absl::Status GiveBackward(const MicroStepInput& input);
   absl::Status ZeroUnreached();
   void ForgetForward();
   absl::Status ReadLoss();
@@ -149,12 +149,18 @@ absl::Status DeviceBackend::GivePass(const MicroStepInput& input) {
                              .micro_steps = input.micro_steps,
                              .sums_here = sums_here});
   reached_.assign(job_.layout.spec().parameters.size(), false);
+  const bool ahead = std::exchange(forward_given_, false);
+  if (ahead) {
+    BALLAST_RETURN_IF_ERROR(lacking_weights_.End(*compute_));
+  } else {
+    BALLAST_RETURN_IF_ERROR(passing_.Begin(*compute_));
+  }
   BALLAST_RETURN_IF_ERROR(buckets_->StartPass(*compute_, sums_here ? input.micro_step : 0,
                                               sums_here ? input.micro_steps : 1));
   const SpanOf of{.step = input.step, .micro_step = static_cast<int>(input.micro_step)};
   BALLAST_RETURN_IF_ERROR(trace_->Around(*compute_, Track::kCompute, of, [&]() -> absl::Status {
-    if (!forward_given_) BALLAST_RETURN_IF_ERROR(GiveForward(input));
-    return GoOnFromForward(input);
+    if (!ahead) BALLAST_RETURN_IF_ERROR(GiveForward(input));
+    return GiveBackward(input);
   }));
 
   client::UsedParameters used;
@@ -174,22 +180,16 @@ absl::Status DeviceBackend::GivePass(const MicroStepInput& input) {
   return absl::OkStatus();
 }
 
-// `passing_` begins here, and `lacking_weights_` from the end of it until the pass goes on.
 absl::Status DeviceBackend::GiveForward(const MicroStepInput& input) {
-  BALLAST_RETURN_IF_ERROR(passing_.Begin(*compute_));
   const DevicePassEvents events{
       .before_weights =
           [this](int p) { return weights_->BeforeWeights(*compute_, p, lacking_weights_); },
       .before_gradient = nullptr,
       .gradient_ready = nullptr};
-  BALLAST_RETURN_IF_ERROR(model_->Forward(input.batch, events));
-  forward_given_ = true;
-  return lacking_weights_.Begin(*compute_);
+  return model_->Forward(input.batch, events);
 }
 
-absl::Status DeviceBackend::GoOnFromForward(const MicroStepInput& input) {
-  forward_given_ = false;
-  BALLAST_RETURN_IF_ERROR(lacking_weights_.End(*compute_));
+absl::Status DeviceBackend::GiveBackward(const MicroStepInput& input) {
   const DevicePassEvents events{
       .before_weights = nullptr,
       .before_gradient = [this](int p) { return buckets_->BeforeGradient(*compute_, p); },
@@ -281,13 +281,19 @@ void DeviceBackend::GiveGather(bool all_there) {
   });
 }
 
+// The pass begins here; from the end of this part until MicroStep goes on it lacks the optimizer.
 absl::Status DeviceBackend::StartForward(const MicroStepInput& input) {
   BALLAST_RETURN_IF_ERROR(errors_.failure());
   ForgetForward();
-  return Fail(trace_->Around(*compute_, Track::kCompute,
-                             {.step = input.step, .micro_step = static_cast<int>(input.micro_step)},
-                             [&] { return GiveForward(input); }),
-              absl::StrCat("step ", input.step, " forward pass"));
+  const SpanOf of{.step = input.step, .micro_step = static_cast<int>(input.micro_step)};
+  const auto give = [&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(passing_.Begin(*compute_));
+    BALLAST_RETURN_IF_ERROR(
+        trace_->Around(*compute_, Track::kCompute, of, [&] { return GiveForward(input); }));
+    forward_given_ = true;
+    return lacking_weights_.Begin(*compute_);
+  };
+  return Fail(give(), absl::StrCat("step ", input.step, " forward pass"));
 }
 
 void DeviceBackend::AbandonWeights() { weights_->Abandon(); }
@@ -390,7 +396,10 @@ absl::Status DeviceBackend::Init(absl::Span<const int> backward_order,
 }
 
 DeviceBackend::~DeviceBackend() {
-  if (gradient_path_ != nullptr) gradient_path_->End();
+  if (gradient_path_ != nullptr) {
+    Stop();
+    gradient_path_->End();
+  }
   for (DeviceStream* stream : {compute_.get(), communicate_.get()}) {
     if (stream != nullptr) stream->Synchronize().IgnoreError();
   }

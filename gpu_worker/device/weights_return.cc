@@ -250,7 +250,7 @@ absl::Status WeightsReturn::Before(DeviceStream& stream, int bucket, StreamSecon
   BALLAST_ASSIGN_OR_RETURN(const bool there, IsThere(bucket));
   if (there) return absl::OkStatus();
   return waited.Around(stream, [&] {
-    return trace_.Around(stream, Track::kReceive, {.step = step_, .bucket = bucket}, [&] {
+    return trace_.Around(stream, Track::kStall, {.step = step_, .bucket = bucket}, [&] {
       BALLAST_RETURN_IF_ERROR(AwaitGiven(bucket));
       return stream.Wait(*state.gathered);
     });

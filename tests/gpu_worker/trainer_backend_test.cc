@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
 #include <functional>
 #include <map>
 #include <memory>
@@ -338,6 +339,21 @@ TEST(TrainerOverABackendAhead, TellsWaitsForWeightsInTheStepThatReadsThem) {
   EXPECT_EQ(run.reports[1].times.update, 0.125);
   EXPECT_GE(run.reports[1].times.receive, 0.375);
   EXPECT_LT(run.reports[1].times.receive, 0.4);
+}
+
+TEST(TrainerOverABackendAhead, TellsAllOfTheLastStepsWaitInIt) {
+  constexpr std::chrono::milliseconds kWhile(30);
+  Training run;
+  run.backend.GatherAhead();
+  run.optimizer.AwaitInReceive([&] {
+    if (run.optimizer.committed_step() < 2) return;
+    const auto end = std::chrono::steady_clock::now() + kWhile;
+    while (std::chrono::steady_clock::now() < end) {
+    }
+  });
+  ASSERT_TRUE(run.Train().ok());
+  // Beside what the backend says of the weights of step 2: 0.5.
+  EXPECT_GE(run.reports[2].times.update + run.reports[2].times.receive, 0.530);
 }
 
 TEST(TrainerOverABackendAhead, AfterASkippedStepNothingIsAhead) {

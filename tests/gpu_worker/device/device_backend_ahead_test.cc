@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <chrono>
 #include <thread>
 
@@ -22,6 +23,13 @@ constexpr uint64_t kSeeds = 8;
 constexpr uint64_t kPromptSeed = 3;
 
 constexpr uint64_t kWrong = 1000;  // A step whose weights nobody may read.
+
+// Of the bucket that a forward pass needs first: the one that its first parameter, "a", is in.
+bool IsFirst(const PipelineRank& rank, int chunk) {
+  const Layout& layout = rank.job().layout;
+  return layout.chunks()[chunk].group == layout.spec().parameters[0].group &&
+         layout.chunks()[chunk].begin < 768;  // The bucket's elements.
+}
 
 class DeviceBackendAhead : public testing::TestWithParam<UpdateMode> {};
 INSTANTIATE_TEST_SUITE_P(Modes, DeviceBackendAhead,
@@ -66,8 +74,7 @@ TEST_P(DeviceBackendAhead, EachPassReadsTheWeightsOfItsStepHoweverTheyCome) {
   }
 }
 
-// The first parameter of the forward pass, "a", begins its group: the chunks of its buckets come,
-// and the rest once the pass has given what reads it.
+// The chunks of its first bucket come, and the rest once the pass has given what reads it.
 TEST_P(DeviceBackendAhead, TheForwardPassBeginsWithTheFirstBucketsWhileOtherWeightsAreMissing) {
   for (uint64_t seed = 0; seed < kSeeds; ++seed) {
     Door begun;
@@ -80,20 +87,17 @@ TEST_P(DeviceBackendAhead, TheForwardPassBeginsWithTheFirstBucketsWhileOtherWeig
     ASSERT_TRUE(rank.Create().ok());
     ASSERT_TRUE(rank.GiveWeights(0, seed).ok());
     ASSERT_TRUE(rank.Passes(1).ok());
-    const Layout& layout = rank.job().layout;
-    const auto is_first = [&](int chunk) {
-      return layout.chunks()[chunk].group == layout.spec().parameters[0].group &&
-             layout.chunks()[chunk].begin < 768;  // The bucket's elements.
-    };
     ASSERT_TRUE(rank.GiveWeightsUnderForward(1,
                                              [&] {
                                                for (const int chunk : rank.Shuffled(seed)) {
-                                                 if (is_first(chunk)) rank.TellWeights(1, chunk);
+                                                 if (IsFirst(rank, chunk))
+                                                   rank.TellWeights(1, chunk);
                                                }
                                                EXPECT_TRUE(begun.Wait())
                                                    << "the pass waited for all weights";
                                                for (const int chunk : rank.Shuffled(seed)) {
-                                                 if (!is_first(chunk)) rank.TellWeights(1, chunk);
+                                                 if (!IsFirst(rank, chunk))
+                                                   rank.TellWeights(1, chunk);
                                                }
                                              })
                     .ok());
@@ -198,6 +202,30 @@ TEST(DeviceBackendAhead, AbandonedWeightsHoldUpNoRankAndTheNextOnesAreRead) {
       ASSERT_TRUE(rank.Passes(2).ok());
       rank.ExpectRead(1, 1);
     });
+  }
+}
+
+// Some have come, and the gather waits for the rest.
+TEST(DeviceBackendAhead, ABackendThatGoesWaitsForNoWeights) {
+  for (uint64_t seed = 0; seed < kSeeds; ++seed) {
+    std::atomic<bool> expected = false;
+    Door begun;
+    RankOptions options{.device = {.seed = seed}};
+    options.device.fail = [&](absl::string_view operation, absl::string_view what) {
+      if (expected && operation == "record" && what == "communicate") begun.Open();
+      return absl::OkStatus();
+    };
+    PipelineRank rank(options);
+    ASSERT_TRUE(rank.Create().ok());
+    ASSERT_TRUE(rank.GiveWeights(0, seed).ok());
+    ASSERT_TRUE(rank.Passes(1).ok());
+    expected = true;
+    ASSERT_TRUE(rank.backend().ExpectWeights().ok());
+    for (const int chunk : rank.Shuffled(seed)) {
+      if (IsFirst(rank, chunk)) rank.TellWeights(1, chunk);
+    }
+    ASSERT_TRUE(begun.Wait());
+    rank.Destroy();
   }
 }
 

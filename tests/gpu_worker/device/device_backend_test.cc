@@ -351,8 +351,8 @@ TEST(DeviceBackend, TellsATimelineWhatItsStreamsDid) {
     EXPECT_EQ(spans["copy"], 2 * chunks + chunks);
     EXPECT_EQ(spans["send"], 2 * chunks);
     EXPECT_EQ(spans["gather"], buckets);
-    EXPECT_LE(spans["receive"], buckets);  // Those that were not there in time.
-    if (seed % 4 == 0) EXPECT_GT(spans["receive"], 0);
+    EXPECT_LE(spans["stall"], buckets);  // Those that were not there in time.
+    if (seed % 4 == 0) EXPECT_GT(spans["stall"], 0);
   }
 }
 
