@@ -297,7 +297,7 @@ TEST(DeviceBackendAhead, TakesWeightsFromSeveralThreadsAtOnce) {
 
 // ---------------------------------------------------------------- times
 
-constexpr std::chrono::milliseconds kSlow(40);
+constexpr std::chrono::milliseconds kSlow(100);
 
 // Work of the device that takes its time.
 void Spend(std::chrono::milliseconds time) {
