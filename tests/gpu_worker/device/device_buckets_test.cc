@@ -51,7 +51,11 @@ class DeviceBucketsTest : public testing::Test {
     buckets_.reset();
     compute_.reset();
     communicate_.reset();
-    device_ = std::make_unique<FakeDevice>(FakeDeviceOptions{.seed = seed});
+    device_ = std::make_unique<FakeDevice>(FakeDeviceOptions{
+        .seed = seed, .fail = [this](absl::string_view operation, absl::string_view what) {
+          records_of_compute_ += operation == "record" && what == "compute";
+          return absl::OkStatus();
+        }});
     compute_ = device_->CreateStream("compute").value();
     communicate_ = device_->CreateStream("communicate").value();
     buckets_ =
@@ -65,6 +69,7 @@ class DeviceBucketsTest : public testing::Test {
 
   const TrainingJob job_ = ScriptedJob(1, DType::kBFloat16, 4);
   std::vector<int> values_ = std::vector<int>(ScriptedParameters().size(), -1);  // The device's.
+  std::atomic<int> records_of_compute_ = 0;
   std::unique_ptr<FakeDevice> device_;
   std::unique_ptr<DeviceStream> compute_;
   std::unique_ptr<DeviceStream> communicate_;
@@ -130,7 +135,9 @@ TEST_F(DeviceBucketsTest, SecondsThatTheDeviceWaitedForReductionsAreToldOnce) {
   Open(3);
   ASSERT_TRUE(GivePass(0, 1, 0).ok());
   Finish();
+  records_of_compute_ = 0;
   std::thread passes([&] { ASSERT_TRUE(GivePass(0, 1, 1).ok()); });
+  while (records_of_compute_ == 0) std::this_thread::yield();  // It waits for its first bucket.
   constexpr std::chrono::milliseconds kWhile(30);
   const auto end = std::chrono::steady_clock::now() + kWhile;
   while (std::chrono::steady_clock::now() < end) {
