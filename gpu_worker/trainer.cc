@@ -242,8 +242,9 @@ absl::Status Trainer::ReceiveUnderNextForward() {
     if (!received.ok() || lost()) backend_.AbandonWeights();
   });
   const absl::Status forward = StartNextForward();
-  if (!forward.ok())
+  if (!forward.ok()) {
     Log().error("{}; the service's word on the step is awaited", std::string(forward.message()));
+  }
   receiver.join();
   BALLAST_RETURN_IF_ERROR(forward);
   BALLAST_RETURN_IF_ERROR(received);
