@@ -89,8 +89,8 @@ struct SessionOptions {
   std::function<absl::Span<std::byte>(int chunk)> weights;
   // Called from the same thread when a chunk's weights are complete; may be null.
   std::function<void(int chunk)> on_weights;
-  // With `weights` null, from a thread of the session, never two calls at once, on_weights included;
-  // may be null. The first: weights of the chunk that came ahead of the decision lie in
+  // With `weights` null, from a thread of the session, never two calls at once, on_weights
+  // included; may be null. The first: weights of the chunk that came ahead of the decision lie in
   // Session::weights_memory. They are the step's once on_weights says so, and void once the second
   // does: others will be written there.
   std::function<void(int chunk)> on_provisional_weights;
