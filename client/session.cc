@@ -3,8 +3,8 @@
 #include <utility>
 
 #include "client/connect.h"
-#include "client/grpc_transport.h"
-#include "client/session_impl.h"
+#include "client/session/session_impl.h"
+#include "client/transport/grpc_transport.h"
 
 namespace ballast::client {
 

@@ -54,6 +54,7 @@
 #include "cpu_optimizer_service/common/gradient_norm.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/common/step_settings.h"
 
 namespace grpc {
 class Channel;
@@ -118,15 +119,6 @@ struct SessionOptions {
   // wait for the decision.
 };
 
-struct StepSettings {
-  GradientScale scale;
-  std::map<int, HyperParameterOverrides> overrides;  // By group, for this step and later ones.
-  // What the trainer wants to find again after a restart (its loss scaler's state); the same on all
-  // ranks, at most kMaxTrainerStateBytes.
-  std::string trainer_state;
-};
-inline constexpr size_t kMaxTrainerStateBytes = 4096;
-
 // The sum over ranks and over micro-steps [micro_step_begin, micro_step_end) of a chunk's gradient.
 struct GradientPush {
   int chunk = 0;
@@ -142,20 +134,6 @@ struct GradientPush {
   // payload that lies elsewhere is copied there and released at once, unless the trainer has asked
   // for the chunk's place or what was pushed for the chunk before is still in use. May be null.
   std::function<void()> released;
-};
-
-// Which parameters received a gradient on this rank in a micro-step, from what backward really did.
-struct UsedParameters {
-  bool all = true;              // All trainable ones.
-  std::vector<int> parameters;  // Otherwise these, by index.
-  // Where the worker checks before reducing: the first element that was not finite. The skip reason
-  // then names parameter, element and this rank.
-  struct NonFinite {
-    int parameter = 0;
-    int64_t element = 0;
-    float value = 0;
-  };
-  std::optional<NonFinite> non_finite;
 };
 
 struct StepDecision {

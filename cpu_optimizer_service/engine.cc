@@ -11,7 +11,7 @@
 #include "absl/strings/str_format.h"
 #include "cpu_optimizer_service/common/mutex.h"
 #include "cpu_optimizer_service/common/status.h"
-#include "cpu_optimizer_service/job_impl.h"
+#include "cpu_optimizer_service/job/job_impl.h"
 
 namespace ballast {
 namespace {

@@ -15,10 +15,10 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "cpu_optimizer_service/arena.h"
-#include "cpu_optimizer_service/file_system.h"
-#include "cpu_optimizer_service/job.h"
-#include "cpu_optimizer_service/memory_budget.h"
+#include "cpu_optimizer_service/host/arena.h"
+#include "cpu_optimizer_service/host/file_system.h"
+#include "cpu_optimizer_service/host/memory_budget.h"
+#include "cpu_optimizer_service/job/job.h"
 
 namespace ballast {
 

@@ -11,14 +11,14 @@
 #include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "cpu_optimizer_service/arena.h"
 #include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/common/layout.h"
 #include "cpu_optimizer_service/common/status.h"
-#include "cpu_optimizer_service/huge_pages.h"
-#include "cpu_optimizer_service/kernels.h"
-#include "cpu_optimizer_service/roofline.h"
-#include "cpu_optimizer_service/task_pool.h"
+#include "cpu_optimizer_service/host/arena.h"
+#include "cpu_optimizer_service/host/huge_pages.h"
+#include "cpu_optimizer_service/host/task_pool.h"
+#include "cpu_optimizer_service/kernels/kernels.h"
+#include "cpu_optimizer_service/kernels/roofline.h"
 
 namespace ballast {
 namespace {

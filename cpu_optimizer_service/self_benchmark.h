@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "cpu_optimizer_service/topology.h"
+#include "cpu_optimizer_service/host/topology.h"
 
 namespace ballast {
 

@@ -12,11 +12,11 @@
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "server/address.h"
-#include "server/job_service.h"
-#include "server/seal_watch.h"
-#include "server/shared_memory_door.h"
-#include "server/state_service.h"
-#include "server/train_service.h"
+#include "server/jobs/job_service.h"
+#include "server/jobs/state_service.h"
+#include "server/shared_memory/shared_memory_server.h"
+#include "server/train/seal_watch.h"
+#include "server/train/train_service.h"
 #include "server/transport_settings.h"
 
 namespace ballast::server {
@@ -50,27 +50,28 @@ std::string BoundText(const Address& address, int port) {
   return absl::StrCat(address.text.substr(0, address.text.rfind(':')), ":", port);
 }
 
-std::unique_ptr<SharedMemoryDoor> OpenDoor(const Engine& engine, const ServerOptions& options) {
+std::unique_ptr<SharedMemoryServer> StartSharedMemoryServer(const Engine& engine,
+                                                            const ServerOptions& options) {
   if (!options.shared_memory) return nullptr;
-  auto door = SharedMemoryDoor::Open(engine.instance_id());
-  if (door.ok()) return *std::move(door);
+  auto shared_memory = SharedMemoryServer::Open(engine.instance_id());
+  if (shared_memory.ok()) return *std::move(shared_memory);
   spdlog::warn("no memory is shared with workers on this host: {}",
-               std::string(door.status().message()));
+               std::string(shared_memory.status().message()));
   return nullptr;
 }
 
 }  // namespace
 
 struct Server::Impl {
-  Impl(Engine& engine, std::unique_ptr<SharedMemoryDoor> door)
-      : shared_memory_door(std::move(door)),
-        job_service(engine, shared_memory_door.get()),
+  Impl(Engine& engine, std::unique_ptr<SharedMemoryServer> shared_memory)
+      : shared_memory_server(std::move(shared_memory)),
+        job_service(engine, shared_memory_server.get()),
         train_service(engine),
         state_service(engine) {}
 
   absl::Status Listen(const std::vector<Address>& parsed);
 
-  std::unique_ptr<SharedMemoryDoor> shared_memory_door;  // Null: no memory is shared.
+  std::unique_ptr<SharedMemoryServer> shared_memory_server;  // Null: no memory is shared.
   JobService job_service;
   TrainService train_service;
   StateService state_service;
@@ -108,7 +109,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(Engine& engine,
   ConfigureProcessForTransport();
   EnablePlugins();
   BALLAST_ASSIGN_OR_RETURN(const std::vector<Address> addresses, ParseAddresses(options));
-  auto impl = std::make_unique<Impl>(engine, OpenDoor(engine, options));
+  auto impl = std::make_unique<Impl>(engine, StartSharedMemoryServer(engine, options));
   BALLAST_RETURN_IF_ERROR(impl->Listen(addresses));
   impl->seal_watch.emplace(engine, options.seal_deadline_seconds, options.seal_reminder_seconds);
   return std::unique_ptr<Server>(new Server(std::move(impl)));
@@ -135,7 +136,7 @@ void Server::Shutdown(double grace_seconds) {
         std::chrono::system_clock::now() +
         std::chrono::milliseconds(static_cast<int64_t>(1000 * grace_seconds)));
     impl_->grpc_server->Wait();
-    impl_->shared_memory_door.reset();  // No call asks for offers any more.
+    impl_->shared_memory_server.reset();  // No call asks for offers any more.
   });
 }
 

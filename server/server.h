@@ -33,7 +33,7 @@ struct ServerOptions {
   // `seal_reminder_seconds`.
   double seal_deadline_seconds = 60;
   double seal_reminder_seconds = 5;
-  // Workers on the same host are offered memory in common with the service (shared_memory_door.h).
+  // Workers on the same host are offered memory in common with the service (shared_memory_server.h).
   // Where the system has none to give, a line in the log says so and all goes through messages.
   bool shared_memory = true;
 };

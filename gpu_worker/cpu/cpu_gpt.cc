@@ -4,7 +4,7 @@
 #include <type_traits>
 
 #include "cpu_optimizer_service/common/float_format.h"
-#include "gpu_worker/check.h"
+#include "cpu_optimizer_service/common/check.h"
 #include "gpu_worker/cpu/attention.h"
 #include "gpu_worker/cpu/cross_entropy.h"
 #include "gpu_worker/cpu/embedding.h"

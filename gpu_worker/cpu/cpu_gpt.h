@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "gpu_worker/gpt/architecture.h"
-#include "gpu_worker/model.h"
+#include "gpu_worker/training/model.h"
 
 namespace ballast::worker {
 

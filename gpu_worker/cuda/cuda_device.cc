@@ -12,9 +12,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "gpu_worker/base/log.h"
 #include "gpu_worker/cuda/gpu_failure.h"
 #include "gpu_worker/cuda/gpu_stream.h"
-#include "gpu_worker/log.h"
 
 namespace ballast::worker {
 namespace {

@@ -9,11 +9,11 @@
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "gpu_worker/collective/share.h"
 #include "gpu_worker/cuda/gpu_stream.h"
 #include "gpu_worker/cuda/libraries.h"
 #include "gpu_worker/cuda/nccl_communicator.h"
 #include "gpu_worker/device/watchdog.h"
-#include "gpu_worker/share.h"
 
 namespace ballast::worker {
 namespace {

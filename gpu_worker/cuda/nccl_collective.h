@@ -6,7 +6,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
-#include "gpu_worker/collective.h"
+#include "gpu_worker/collective/collective.h"
 #include "gpu_worker/cuda/cuda_device.h"
 #include "gpu_worker/device/device_collective.h"
 

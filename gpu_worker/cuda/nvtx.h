@@ -3,7 +3,7 @@
 #ifndef BALLAST_GPU_WORKER_CUDA_NVTX_H_
 #define BALLAST_GPU_WORKER_CUDA_NVTX_H_
 
-#include "gpu_worker/timeline.h"
+#include "gpu_worker/base/timeline.h"
 
 namespace ballast::worker {
 

@@ -31,7 +31,7 @@ ballast_library(cuda
     cuda/cublaslt_matmul.cc
     cuda/cuda_device.cc
     cuda/gpu_failure.cc
-    cuda/gpu_run.cc
+    run/gpu_run.cc
     cuda/libraries.cc
     cuda/nccl_collective.cc
     cuda/nccl_communicator.cc

@@ -1,5 +1,5 @@
 // A GPU as the worker uses it: memory, streams, events, copies. cuda/cuda_device.h is the real one;
-// the tests' own (tests/gpu_worker/fake_device.h) runs everything on the CPU, as late and in as odd
+// the tests' own (tests/gpu_emulator/fake_device.h) runs everything on the CPU, as late and in as odd
 // an order as streams and events allow, and fails where it is told to.
 //
 //   std::unique_ptr<DeviceStream> compute = device.CreateStream("compute").value();

@@ -9,7 +9,7 @@
 
 #include <memory>
 
-#include "gpu_worker/collective.h"
+#include "gpu_worker/collective/collective.h"
 #include "gpu_worker/device/device_collective.h"
 
 namespace ballast::worker {

@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "cpu_optimizer_service/common/status.h"
-#include "gpu_worker/check.h"
+#include "cpu_optimizer_service/common/check.h"
 
 namespace ballast::worker {
 

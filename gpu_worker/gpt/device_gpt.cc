@@ -7,7 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
-#include "gpu_worker/check.h"
+#include "cpu_optimizer_service/common/check.h"
 #include "gpu_worker/cuda/kernels/attention.h"
 #include "gpu_worker/cuda/kernels/cross_entropy.h"
 #include "gpu_worker/cuda/kernels/embedding.h"

@@ -20,7 +20,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "cpu_optimizer_service/common/layout.h"
-#include "gpu_worker/data.h"
+#include "gpu_worker/base/data.h"
 #include "gpu_worker/device/device.h"
 #include "gpu_worker/device/matmul.h"
 #include "gpu_worker/gpt/architecture.h"

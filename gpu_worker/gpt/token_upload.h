@@ -11,8 +11,8 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "gpu_worker/base/data.h"
 #include "gpu_worker/cuda/kernels/embedding.h"
-#include "gpu_worker/data.h"
 #include "gpu_worker/device/device.h"
 
 namespace ballast::worker {

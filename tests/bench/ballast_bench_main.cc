@@ -3,9 +3,9 @@
 #include <cstring>
 
 #include "absl/strings/string_view.h"
-#include "tests/bench/load_options.h"
-#include "tests/bench/load_report.h"
-#include "tests/bench/load_run.h"
+#include "tests/bench/load/load_options.h"
+#include "tests/bench/load/load_report.h"
+#include "tests/bench/load/load_run.h"
 
 namespace bench = ballast::bench;
 

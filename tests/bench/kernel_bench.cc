@@ -22,8 +22,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 #include "cpu_optimizer_service/common/status.h"
-#include "cpu_optimizer_service/kernels.h"
-#include "cpu_optimizer_service/roofline.h"
+#include "cpu_optimizer_service/kernels/kernels.h"
+#include "cpu_optimizer_service/kernels/roofline.h"
 #include "tests/bench/figures.h"
 #include "tests/bench/kernel_passes.h"
 

@@ -6,12 +6,12 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
-#include "cpu_optimizer_service/chunk_update.h"
 #include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/common/hyper_parameters.h"
 #include "cpu_optimizer_service/common/status.h"
-#include "cpu_optimizer_service/kernels.h"
-#include "cpu_optimizer_service/roofline.h"
+#include "cpu_optimizer_service/job/chunk_update.h"
+#include "cpu_optimizer_service/kernels/kernels.h"
+#include "cpu_optimizer_service/kernels/roofline.h"
 
 namespace ballast::bench {
 namespace {

@@ -9,13 +9,13 @@
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
-#include "cpu_optimizer_service/arena.h"
-#include "cpu_optimizer_service/chunk_store.h"
 #include "cpu_optimizer_service/common/adam.h"
 #include "cpu_optimizer_service/common/dtype.h"
 #include "cpu_optimizer_service/common/layout.h"
-#include "cpu_optimizer_service/memory_budget.h"
-#include "cpu_optimizer_service/task_pool.h"
+#include "cpu_optimizer_service/host/arena.h"
+#include "cpu_optimizer_service/host/memory_budget.h"
+#include "cpu_optimizer_service/host/task_pool.h"
+#include "cpu_optimizer_service/state/chunk_store.h"
 
 namespace ballast::bench {
 

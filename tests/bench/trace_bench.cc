@@ -80,9 +80,9 @@ class CommitListener : public RankListener {
  public:
   void OnWaiting(uint64_t, const std::vector<int>&) override {}
   void OnSealRefused(uint64_t, const SealRefusal&) override {}
-  void OnProvisionalWeights(uint64_t, int, ShardBuffer) override {}
+  void OnProvisionalWeights(uint64_t, int, WeightBuffer) override {}
   void OnDecision(const StepOutcome&, absl::Span<const int>) override {}
-  void OnWeights(uint64_t, int, ShardBuffer) override {}
+  void OnWeights(uint64_t, int, WeightBuffer) override {}
   void OnDetached(const absl::Status&) override {}
   void OnCommitted(uint64_t step, double) override {
     MutexLock lock(mutex_);

@@ -3,8 +3,10 @@
 
     gpu_worker -> client -> proto <- server -> cpu_optimizer_service
 
-Everyone may include cpu_optimizer_service/common/. Files named *_main.cc put a binary together and
-may include across; tests may include everything.
+Every folder may include cpu_optimizer_service/common/. Inside a module the rooms are ordered, top first:
+a room may include itself and the rooms below it. Headers at a module's root are its front, sources there
+put it together. Files named *_main.cc put a binary together and may include across; tests may include
+everything.
 """
 
 import pathlib
@@ -24,6 +26,15 @@ ALLOWED = {
     "gpu_worker": {"client", "proto"},
 }
 
+# The rooms of a module, top first. "front" is the headers at its root; the sources there are above all.
+ROOMS = {
+    "cpu_optimizer_service": ("front", "job", "state", "gradients", "kernels", "host", "common"),
+    "server": ("ballastd", "jobs", "train", "shared_memory", "front"),
+    "client": ("cli", "session", "transport", "front"),
+    "gpu_worker": ("run", "pipeline", "cpu", "training", "buckets", "gpt", "cuda/kernels", "cuda", "device",
+                   "collective", "base"),
+}
+
 GRPC = re.compile(r"(grpc|grpcpp|grpc\+\+)/")
 PROTOBUF = re.compile(r"google/protobuf/|.*\.pb\.h$")
 FLAGS = re.compile(r"absl/flags/")
@@ -35,13 +46,35 @@ ENDINGS = (".h", ".cc", ".cu", ".cuh")
 
 
 def folder_of(path: str) -> str | None:
-    """The module that a path from the root of the tree lies in; None for somebody else's header."""
+    """The module that a path from the root of the tree lies in; None for another project's header."""
     if path.startswith(COMMON + "/"):
         return COMMON
     if re.match(r"(ballast/v1|google/rpc)/.*\.pb\.h$", path):
         return "proto"  # Generated from it.
     first = path.split("/", 1)[0]
     return first if first in ALLOWED and "/" in path else None
+
+
+def room_of(path: str) -> tuple[str, str]:
+    """The module and the room in it: "front" for a header at the module's root, "" for a source there."""
+    module, _, rest = path.partition("/")
+    room = rest.rpartition("/")[0]
+    return module, room or ("front" if rest.endswith(".h") else "")
+
+
+def room_fault(source: str, target: str) -> str | None:
+    """Why the room of `source` must not include `target`, a file of the same module, or None."""
+    (module, room), (_, other) = room_of(source), room_of(target)
+    if module not in ROOMS or room in ("", other):
+        return None
+    rooms = ROOMS[module]
+    for name in (room, other):
+        if name not in rooms:
+            return f"{module}/{name} is not among the rooms of {module}; add it to check_includes.py"
+    if rooms.index(other) < rooms.index(room):
+        below = ", ".join(rooms[rooms.index(room) + 1:]) or "nothing"
+        return f"{room} is below {other} in {module}; it may include only {below}"
+    return None
 
 
 def may_include_cuda(file: pathlib.PurePosixPath) -> bool:
@@ -60,11 +93,13 @@ def fault_of(file: pathlib.PurePosixPath, quoted: bool, target: str) -> str | No
             if pattern.match(target):
                 return f"the engine knows no {name}"
     destination = folder_of(target)
-    if destination in (None, source, COMMON) or file.name.endswith("_main.cc"):
+    if destination is None or file.name.endswith("_main.cc"):
         return None
-    if destination not in ALLOWED[source]:
+    if destination not in (source, COMMON) and destination not in ALLOWED[source]:
         allowed = ", ".join(sorted(ALLOWED[source] | {source, COMMON}))
         return f"{source} may include only {allowed}"
+    if target.split("/", 1)[0] == file.parts[0]:
+        return room_fault(str(file), target)
     return None
 
 

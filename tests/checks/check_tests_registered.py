@@ -11,13 +11,17 @@ TEST_ENDINGS = ("_test.cc", "_fuzz.cc", "_test.py")
 
 def words_of(cmake_file: pathlib.Path) -> set[str]:
     """What the file names, also through a function of its own: where that takes `${name}_test.cc`, a
-    call some_test(ledger ...) names ledger_test.cc."""
+    call some_test(ledger ...) names ledger_test.cc, and where it takes `${room}/${name}_test.cc`, a
+    call some_test(job ledger ...) names job/ledger_test.cc."""
     text = re.sub(r"#.*", "", cmake_file.read_text())
     words = {word.strip('"').replace("${CMAKE_CURRENT_SOURCE_DIR}/", "")
              for word in re.split(r"[\s()]+", text)}
     for pattern in [word for word in words if word.startswith("${name}")]:
         words |= {call + pattern.removeprefix("${name}")
                   for call in re.findall(r"\w+_(?:test|fuzz)\(\s*(\w+)", text)}
+    for pattern in [word for word in words if word.startswith("${room}/${name}")]:
+        words |= {f"{room}/{name}" + pattern.removeprefix("${room}/${name}")
+                  for room, name in re.findall(r"\w+_(?:test|fuzz)\(\s*(\w+)\s+(\w+)", text)}
     return words
 
 

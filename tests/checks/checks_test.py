@@ -52,6 +52,15 @@ class RegisteredTests(Tree):
         self.write("tests/server/CMakeLists.txt", function + "my_test(other unit)\n")
         self.assertRegex(unregistered_tests(self.root)[0], "^tests/server/a_test.cc: ")
 
+    def test_pass_when_named_through_a_function_with_a_room_and_fail_in_another_room(self):
+        function = "function(my_test room name)\nf(${room}/${name}_test.cc)\nendfunction()\n"
+        self.write("tests/server/CMakeLists.txt",
+                   function + "f(a_test.cc b_fuzz.cc)\nmy_test(deep c unit)\n")
+        self.write("tests/server/deep/c_test.cc")
+        self.assertEqual(unregistered_tests(self.root), [])
+        self.write("tests/server/other/c_test.cc")
+        self.assertRegex(unregistered_tests(self.root)[0], "^tests/server/other/c_test.cc: ")
+
     def test_fail_when_another_folder_names_a_test_of_the_same_name(self):
         self.write("tests/client/a_test.cc")
         self.assertRegex(unregistered_tests(self.root)[0], "^tests/client/a_test.cc: no ")
@@ -69,7 +78,7 @@ class RegisteredTests(Tree):
 class Includes(Tree):
     ALLOWED = (
         ("server/a.cc", '"proto/convert.h"'),
-        ("server/a.cc", '"cpu_optimizer_service/job.h"'),
+        ("server/a.cc", '"cpu_optimizer_service/job/job.h"'),
         ("server/a.cc", "<grpcpp/grpcpp.h>"),
         ("client/a.cc", '"proto/frame.h"'),
         ("client/a.cc", '"ballast/v1/ballast.pb.h"'),
@@ -77,26 +86,32 @@ class Includes(Tree):
         ("client/pinned_staging.cc", "<cuda_runtime.h>"),
         ("gpu_worker/a.cc", '"client/session.h"'),
         ("gpu_worker/nccl_collective.cc", "<nccl.h>"),
-        ("gpu_worker/nccl_collective.cc", '"gpu_worker/cuda/stream.h"'),
+        ("gpu_worker/run/nccl_run.cc", '"gpu_worker/cuda/stream.h"'),
         ("gpu_worker/worker_main.cc", '"server/service.h"'),
-        ("client/ballast_main.cc", '"absl/flags/flag.h"'),
+        ("client/cli/ballast_main.cc", '"absl/flags/flag.h"'),
         ("cpu_optimizer_service/a.cc", '"cpu_optimizer_service/common/layout.h"'),
         ("cpu_optimizer_service/a.cc", '"hwy/highway.h"'),
         ("cpu_optimizer_service/a.cc", '"absl/status/status.h"'),
         ("tests/integration/a_test.cc", '"server/service.h"'),
+        ("cpu_optimizer_service/job/a.cc", '"cpu_optimizer_service/state/chunk_store.h"'),
+        ("cpu_optimizer_service/engine.h", '"cpu_optimizer_service/job/job.h"'),
+        ("client/session.cc", '"client/session/session_impl.h"'),
+        ("client/session/a.h", '"client/session.h"'),
+        ("gpu_worker/cuda/kernels/a.cu", '"gpu_worker/cuda/launch.cuh"'),
+        ("gpu_worker/run/a.h", '"gpu_worker/training/trainer.h"'),
     )
     FORBIDDEN = (
         ("server/a.cc", '"client/session.h"'),
-        ("server/a.cc", '"gpu_worker/model.h"'),
+        ("server/a.cc", '"gpu_worker/training/model.h"'),
         ("client/a.cc", '"server/service.h"'),
-        ("client/a.cc", '"gpu_worker/model.h"'),
-        ("client/a.cc", '"cpu_optimizer_service/job.h"'),
+        ("client/a.cc", '"gpu_worker/training/model.h"'),
+        ("client/a.cc", '"cpu_optimizer_service/job/job.h"'),
         ("client/a.cc", "<cuda_runtime.h>"),
         ("gpu_worker/a.cc", '"server/service.h"'),
-        ("gpu_worker/a.cc", '"cpu_optimizer_service/kernels.h"'),
+        ("gpu_worker/a.cc", '"cpu_optimizer_service/kernels/kernels.h"'),
         ("proto/a.cc", '"server/service.h"'),
         ("proto/a.cc", '"client/session.h"'),
-        ("proto/a.cc", '"cpu_optimizer_service/job.h"'),
+        ("proto/a.cc", '"cpu_optimizer_service/job/job.h"'),
         ("cpu_optimizer_service/a.cc", '"proto/frame.h"'),
         ("cpu_optimizer_service/a.cc", '"ballast/v1/ballast.pb.h"'),
         ("cpu_optimizer_service/a.cc", "<grpcpp/grpcpp.h>"),
@@ -104,10 +119,17 @@ class Includes(Tree):
         ("cpu_optimizer_service/a.cc", '"absl/flags/flag.h"'),
         ("cpu_optimizer_service/a_main.cc", "<grpcpp/grpcpp.h>"),
         ("cpu_optimizer_service/a.cc", "<cuda.h>"),
-        ("cpu_optimizer_service/common/a.h", '"cpu_optimizer_service/job.h"'),
+        ("cpu_optimizer_service/common/a.h", '"cpu_optimizer_service/job/job.h"'),
         ("server/a.cc", "<nccl.h>"),
         ("server/a.cc", '"service.h"'),
         ("server/a.cc", '"../client/session.h"'),
+        ("cpu_optimizer_service/state/a.h", '"cpu_optimizer_service/job/job.h"'),
+        ("cpu_optimizer_service/job/a.h", '"cpu_optimizer_service/engine.h"'),
+        ("client/session.h", '"client/session/session_impl.h"'),
+        ("client/transport/a.cc", '"client/session/log.h"'),
+        ("server/train/a.cc", '"server/jobs/job_message.h"'),
+        ("gpu_worker/cuda/a.h", '"gpu_worker/cuda/kernels/adam.h"'),
+        ("gpu_worker/base/a.h", '"gpu_worker/attic/a.h"'),
     )
 
     def findings_for(self, file: str, target: str) -> list[str]:

@@ -15,12 +15,12 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "client/train_stream.h"
-#include "client/transport.h"
+#include "client/transport/train_stream.h"
+#include "client/transport/transport.h"
 #include "cpu_optimizer_service/common/mutex.h"
-#include "tests/client/door_for_tests.h"
-#include "tests/client/fake_transport.h"
-#include "tests/client/message_name.h"
+#include "tests/client/session/fake_transport.h"
+#include "tests/client/session/message_name.h"
+#include "tests/client/shared_memory_server_for_tests.h"
 
 namespace ballast::client {
 

@@ -5,7 +5,7 @@
 
 #include <string>
 
-#include "tests/cpu_optimizer_service/job_driver.h"
+#include "tests/cpu_optimizer_service/job/job_driver.h"
 
 namespace ballast {
 namespace {

@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "cpu_optimizer_service/common/float_format.h"
-#include "cpu_optimizer_service/kernels.h"
-#include "cpu_optimizer_service/roofline.h"
-#include "tests/cpu_optimizer_service/topology_for_tests.h"
+#include "cpu_optimizer_service/kernels/kernels.h"
+#include "cpu_optimizer_service/kernels/roofline.h"
+#include "tests/cpu_optimizer_service/host/topology_for_tests.h"
 
 namespace ballast {
 namespace {

@@ -15,9 +15,9 @@
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "gpu_worker/base/random.h"
 #include "gpu_worker/cuda/cublaslt_matmul.h"
 #include "gpu_worker/cuda/cuda_device.h"
-#include "gpu_worker/random.h"
 
 namespace ballast::worker {
 namespace {

@@ -12,8 +12,8 @@
 #include "gpu_worker/cuda/nccl_collective.h"
 #include "gpu_worker/device/gloo_device_collective.h"
 #include "gpu_worker/device/single_device_collective.h"
-#include "tests/gpu_worker/device_worlds.h"
-#include "tests/gpu_worker/ranks.h"
+#include "tests/gpu_worker/collective/ranks.h"
+#include "tests/gpu_worker/device/device_worlds.h"
 
 namespace ballast::worker {
 namespace {

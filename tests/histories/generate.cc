@@ -3,88 +3,88 @@
 #include <cmath>
 #include <limits>
 
-#include "tests/histories/dice.h"
+#include "tests/histories/random.h"
 
 namespace ballast::histories {
 namespace {
 
-DType AnyDType(Dice& dice) {
-  return dice.Pick({DType::kBFloat16, DType::kFloat16, DType::kFloat32});
+DType AnyDType(Random& random) {
+  return random.Pick({DType::kBFloat16, DType::kFloat16, DType::kFloat32});
 }
 
 // Groups differ in every value, because `group` is in each.
-HyperParameters AnyHyperParameters(Dice& dice, int group) {
+HyperParameters AnyHyperParameters(Random& random, int group) {
   HyperParameters values;
-  values.lr = 1e-3 * (1 + group) * dice.Between(1, 30);
-  values.beta1 = 0.9 - 0.07 * group - 0.01 * dice.Below(5);
-  values.beta2 = 0.999 - 0.02 * group - 0.001 * dice.Below(5);
-  values.eps = dice.Pick({1e-8, 1e-6, 1e-15}) * (1 + group);
-  values.weight_decay = dice.OneIn(4) ? 0 : 0.01 * (1 + group);
-  values.decoupled_weight_decay = !dice.OneIn(3);
-  values.bias_correction = !dice.OneIn(4);
-  values.amsgrad = dice.OneIn(3);
-  values.maximize = dice.OneIn(4);
+  values.lr = 1e-3 * (1 + group) * random.Between(1, 30);
+  values.beta1 = 0.9 - 0.07 * group - 0.01 * random.Below(5);
+  values.beta2 = 0.999 - 0.02 * group - 0.001 * random.Below(5);
+  values.eps = random.Pick({1e-8, 1e-6, 1e-15}) * (1 + group);
+  values.weight_decay = random.OneIn(4) ? 0 : 0.01 * (1 + group);
+  values.decoupled_weight_decay = !random.OneIn(3);
+  values.bias_correction = !random.OneIn(4);
+  values.amsgrad = random.OneIn(3);
+  values.maximize = random.OneIn(4);
   return values;
 }
 
-HyperParameterOverrides AnyChanges(Dice& dice) {
+HyperParameterOverrides AnyChanges(Random& random) {
   HyperParameterOverrides changes;
-  if (!dice.OneIn(3)) changes.lr = 1e-3 * dice.Between(1, 40);
-  if (dice.OneIn(3)) changes.beta1 = 0.5 + 0.01 * dice.Below(49);
-  if (dice.OneIn(3)) changes.beta2 = 0.9 + 0.001 * dice.Below(99);
-  if (dice.OneIn(4)) changes.eps = dice.Pick({1e-8, 1e-5, 1e-12});
-  if (dice.OneIn(4)) changes.weight_decay = dice.Pick({0.0, 0.02, 0.3});
-  if (dice.OneIn(5)) changes.decoupled_weight_decay = dice.OneIn(2);
-  if (dice.OneIn(5)) changes.bias_correction = dice.OneIn(2);
-  if (dice.OneIn(5)) changes.maximize = dice.OneIn(2);
+  if (!random.OneIn(3)) changes.lr = 1e-3 * random.Between(1, 40);
+  if (random.OneIn(3)) changes.beta1 = 0.5 + 0.01 * random.Below(49);
+  if (random.OneIn(3)) changes.beta2 = 0.9 + 0.001 * random.Below(99);
+  if (random.OneIn(4)) changes.eps = random.Pick({1e-8, 1e-5, 1e-12});
+  if (random.OneIn(4)) changes.weight_decay = random.Pick({0.0, 0.02, 0.3});
+  if (random.OneIn(5)) changes.decoupled_weight_decay = random.OneIn(2);
+  if (random.OneIn(5)) changes.bias_correction = random.OneIn(2);
+  if (random.OneIn(5)) changes.maximize = random.OneIn(2);
   return changes;
 }
 
-int64_t AnySize(Dice& dice) {
-  switch (dice.Below(8)) {
+int64_t AnySize(Random& random) {
+  switch (random.Below(8)) {
     case 0:
       return 0;
     case 1:
-      return dice.Pick<int64_t>({1, 3, 7});
+      return random.Pick<int64_t>({1, 3, 7});
     case 2:
-      return dice.Pick<int64_t>({255, 256, 257, 512});
+      return random.Pick<int64_t>({255, 256, 257, 512});
     default:
-      return dice.Between(8, 900);
+      return random.Between(8, 900);
   }
 }
 
-JobPlan AnyJob(Dice& dice) {
+JobPlan AnyJob(Random& random) {
   JobPlan job;
-  job.world_size = dice.Pick({1, 2, 2, 3, 4});
-  job.threads = dice.Between(1, 3);
-  job.bucket_elements = dice.Pick<int64_t>({256, 512, 1024, 4096});
-  job.chunk_elements = dice.Pick<int64_t>({256, 512, 1024});
-  job.max_norm = dice.Pick({0.0, 0.01, 2.0, 20.0, 1000.0});
-  job.unused_policy = dice.Pick({UnusedPolicy::kError, UnusedPolicy::kSkip, UnusedPolicy::kZero});
-  job.max_micro_steps = dice.Pick<uint32_t>({0, 0, 0, 1, 4});
-  job.update_mode = dice.OneIn(2) ? UpdateMode::kSpeculate : UpdateMode::kWait;
-  const int groups = dice.Between(1, 3);
+  job.world_size = random.Pick({1, 2, 2, 3, 4});
+  job.threads = random.Between(1, 3);
+  job.bucket_elements = random.Pick<int64_t>({256, 512, 1024, 4096});
+  job.chunk_elements = random.Pick<int64_t>({256, 512, 1024});
+  job.max_norm = random.Pick({0.0, 0.01, 2.0, 20.0, 1000.0});
+  job.unused_policy = random.Pick({UnusedPolicy::kError, UnusedPolicy::kSkip, UnusedPolicy::kZero});
+  job.max_micro_steps = random.Pick<uint32_t>({0, 0, 0, 1, 4});
+  job.update_mode = random.OneIn(2) ? UpdateMode::kSpeculate : UpdateMode::kWait;
+  const int groups = random.Between(1, 3);
   for (int group = 0; group < groups; ++group) {
-    job.groups.push_back({.hyper_parameters = AnyHyperParameters(dice, group),
-                          .wire_dtype = AnyDType(dice),
-                          .return_dtype = AnyDType(dice)});
+    job.groups.push_back({.hyper_parameters = AnyHyperParameters(random, group),
+                          .wire_dtype = AnyDType(random),
+                          .return_dtype = AnyDType(random)});
   }
-  const int parameters = dice.Between(1, 7);
+  const int parameters = random.Between(1, 7);
   for (int id = 0; id < parameters; ++id) {
     job.parameters.push_back({.id = id,
-                              .elements = AnySize(dice),
-                              .group = dice.Below(groups),
-                              .trainable = !dice.OneIn(8)});
+                              .elements = AnySize(random),
+                              .group = random.Below(groups),
+                              .trainable = !random.OneIn(8)});
   }
   return job;
 }
 
-std::vector<uint32_t> AnyUse(Dice& dice, const JobPlan& job, uint32_t micro_steps) {
+std::vector<uint32_t> AnyUse(Random& random, const JobPlan& job, uint32_t micro_steps) {
   const uint32_t everyone = (1u << job.world_size) - 1;
   std::vector<uint32_t> used(micro_steps, everyone);
   // A job whose policy is error has no unused parameters, or hardly ever.
-  const bool may_be_unused = job.unused_policy != UnusedPolicy::kError || dice.OneIn(25);
-  switch (dice.Below(may_be_unused ? 8 : 7)) {
+  const bool may_be_unused = job.unused_policy != UnusedPolicy::kError || random.OneIn(25);
+  switch (random.Below(may_be_unused ? 8 : 7)) {
     case 0:  // In the first micro-step alone.
       used.assign(micro_steps, 0);
       used.front() = everyone;
@@ -95,7 +95,7 @@ std::vector<uint32_t> AnyUse(Dice& dice, const JobPlan& job, uint32_t micro_step
       return used;
     case 2:  // On one rank, in one micro-step.
       used.assign(micro_steps, 0);
-      used[dice.Below(static_cast<int>(micro_steps))] = 1u << dice.Below(job.world_size);
+      used[random.Below(static_cast<int>(micro_steps))] = 1u << random.Below(job.world_size);
       return used;
     case 7:
       used.assign(micro_steps, 0);
@@ -105,51 +105,52 @@ std::vector<uint32_t> AnyUse(Dice& dice, const JobPlan& job, uint32_t micro_step
   }
 }
 
-std::vector<uint32_t> AnySegments(Dice& dice, uint32_t micro_steps) {
+std::vector<uint32_t> AnySegments(Random& random, uint32_t micro_steps) {
   std::vector<uint32_t> ends;
-  const int kind = dice.Below(4);  // 0: summed on the workers; 1: in part; else in the service.
+  const int kind = random.Below(4);  // 0: summed on the workers; 1: in part; else in the service.
   for (uint32_t m = 1; m < micro_steps; ++m) {
-    if (kind > 1 || (kind == 1 && dice.OneIn(2))) ends.push_back(m);
+    if (kind > 1 || (kind == 1 && random.OneIn(2))) ends.push_back(m);
   }
   ends.push_back(micro_steps);
   return ends;
 }
 
-EventKind AnyEventKind(Dice& dice, Layer layer) {
+EventKind AnyEventKind(Random& random, Layer layer) {
   if (layer == Layer::kEngine) {
-    const int kind = dice.Below(kEventKinds);
+    const int kind = random.Below(kEventKinds);
     // Messages can be late only where there are messages.
     return kind == static_cast<int>(EventKind::kLate) ? EventKind::kRepeat
                                                       : static_cast<EventKind>(kind);
   }
-  return dice.Pick({EventKind::kCut, EventKind::kCut, EventKind::kCut, EventKind::kCut,
-                    EventKind::kRepeat, EventKind::kAway, EventKind::kLate, EventKind::kWithhold,
-                    EventKind::kOperator, EventKind::kSnapshot, EventKind::kReadShards,
-                    EventKind::kSave, EventKind::kTellWaiting});
+  return random.Pick({EventKind::kCut, EventKind::kCut, EventKind::kCut, EventKind::kCut,
+                      EventKind::kRepeat, EventKind::kAway, EventKind::kLate, EventKind::kWithhold,
+                      EventKind::kOperator, EventKind::kSnapshot, EventKind::kReadShards,
+                      EventKind::kSave, EventKind::kTellWaiting});
 }
 
-Event AnyEvent(Dice& dice, const JobPlan& job, Layer layer) {
-  Event event = {.kind = AnyEventKind(dice, layer),
-                 .at = dice.Below(kPositions),
-                 .rank = dice.Below(job.world_size),
-                 .pick = dice.Below(1000)};
-  if (event.kind == EventKind::kOperator) event.changes = AnyChanges(dice);
+Event AnyEvent(Random& random, const JobPlan& job, Layer layer) {
+  Event event = {.kind = AnyEventKind(random, layer),
+                 .at = random.Below(kPositions),
+                 .rank = random.Below(job.world_size),
+                 .pick = random.Below(1000)};
+  if (event.kind == EventKind::kOperator) event.changes = AnyChanges(random);
   return event;
 }
 
-Poison AnyPoison(Dice& dice, const JobPlan& job, const Attempt& attempt) {
+Poison AnyPoison(Random& random, const JobPlan& job, const Attempt& attempt) {
   const ParameterPlan& parameter =
-      job.parameters[dice.Below(static_cast<int>(job.parameters.size()))];
+      job.parameters[random.Below(static_cast<int>(job.parameters.size()))];
   const float inf = std::numeric_limits<float>::infinity();
-  return {.parameter = parameter.id,
-          .element = parameter.elements == 0 ? 0 : dice.Below(static_cast<int>(parameter.elements)),
-          .segment = dice.Below(static_cast<int>(attempt.segments[parameter.group].size())),
-          .value = dice.Pick({std::nanf(""), inf, -inf, 3e38f}),
-          .told = dice.OneIn(2)};
+  return {
+      .parameter = parameter.id,
+      .element = parameter.elements == 0 ? 0 : random.Below(static_cast<int>(parameter.elements)),
+      .segment = random.Below(static_cast<int>(attempt.segments[parameter.group].size())),
+      .value = random.Pick({std::nanf(""), inf, -inf, 3e38f}),
+      .told = random.OneIn(2)};
 }
 
-End AnyEnd(Dice& dice) {
-  switch (dice.Below(16)) {
+End AnyEnd(Random& random) {
+  switch (random.Below(16)) {
     case 0:
       return End::kAbort;
     case 1:
@@ -165,44 +166,44 @@ End AnyEnd(Dice& dice) {
   }
 }
 
-Attempt AnyAttempt(Dice& dice, const JobPlan& job, Layer layer) {
+Attempt AnyAttempt(Random& random, const JobPlan& job, Layer layer) {
   Attempt attempt;
   const int most = job.max_micro_steps == 0 ? 4 : static_cast<int>(job.max_micro_steps);
-  attempt.micro_steps = dice.OneIn(2) ? 1 : dice.Between(1, most);
-  attempt.scale.loss_scale = dice.Pick({1.0, 1.0, 1024.0, 0.5});
-  attempt.gradient_size = dice.Pick({1.0f, 1.0f, 1.0f, 0.01f, 50.0f, 1e-38f, 3e4f});
+  attempt.micro_steps = random.OneIn(2) ? 1 : random.Between(1, most);
+  attempt.scale.loss_scale = random.Pick({1.0, 1.0, 1024.0, 0.5});
+  attempt.gradient_size = random.Pick({1.0f, 1.0f, 1.0f, 0.01f, 50.0f, 1e-38f, 3e4f});
   for (size_t group = 0; group < job.groups.size(); ++group) {
-    attempt.segments.push_back(AnySegments(dice, attempt.micro_steps));
-    if (dice.OneIn(4)) attempt.overrides[static_cast<int>(group)] = AnyChanges(dice);
+    attempt.segments.push_back(AnySegments(random, attempt.micro_steps));
+    if (random.OneIn(4)) attempt.overrides[static_cast<int>(group)] = AnyChanges(random);
   }
-  if (dice.OneIn(2)) {
+  if (random.OneIn(2)) {
     for (size_t group = 0; group < job.groups.size(); ++group) {
-      attempt.scale.divisors.push_back(dice.Between(1, 40) * 0.5);
+      attempt.scale.divisors.push_back(random.Between(1, 40) * 0.5);
     }
   }
   for (const ParameterPlan& parameter : job.parameters) {
     if (!parameter.trainable) continue;
-    attempt.used[parameter.id] = AnyUse(dice, job, attempt.micro_steps);
+    attempt.used[parameter.id] = AnyUse(random, job, attempt.micro_steps);
   }
   // Nor has it backwards that reach nothing, or hardly ever.
-  if (job.unused_policy == UnusedPolicy::kError && !dice.OneIn(25)) {
+  if (job.unused_policy == UnusedPolicy::kError && !random.OneIn(25)) {
     for (const ParameterPlan& parameter : job.parameters) {
       if (!parameter.trainable || parameter.elements == 0) continue;
       attempt.used[parameter.id].assign(attempt.micro_steps, (1u << job.world_size) - 1);
       break;
     }
   }
-  attempt.gradient_seed = dice.Next();
-  attempt.order_seed = dice.OneIn(6) ? 0 : dice.Next();
-  if (dice.OneIn(7)) attempt.poisons.push_back(AnyPoison(dice, job, attempt));
-  if (dice.OneIn(20)) {
-    attempt.spoil = dice.Pick({Spoil::kPadding, Spoil::kUndeclared, Spoil::kSentEmpty});
+  attempt.gradient_seed = random.Next();
+  attempt.order_seed = random.OneIn(6) ? 0 : random.Next();
+  if (random.OneIn(7)) attempt.poisons.push_back(AnyPoison(random, job, attempt));
+  if (random.OneIn(20)) {
+    attempt.spoil = random.Pick({Spoil::kPadding, Spoil::kUndeclared, Spoil::kSentEmpty});
   }
-  attempt.end = AnyEnd(dice);
-  attempt.end_at = dice.Below(kPositions);
-  attempt.end_rank = dice.Below(job.world_size);
-  for (int events = dice.Below(6); events > 0; --events) {
-    attempt.events.push_back(AnyEvent(dice, job, layer));
+  attempt.end = AnyEnd(random);
+  attempt.end_at = random.Below(kPositions);
+  attempt.end_rank = random.Below(job.world_size);
+  for (int events = random.Below(6); events > 0; --events) {
+    attempt.events.push_back(AnyEvent(random, job, layer));
   }
   return attempt;
 }
@@ -210,13 +211,13 @@ Attempt AnyAttempt(Dice& dice, const JobPlan& job, Layer layer) {
 }  // namespace
 
 History Generate(uint64_t seed) {
-  Dice dice(seed);
+  Random random(seed);
   History history;
   history.seed = seed;
-  history.layer = dice.OneIn(3) ? Layer::kSession : Layer::kEngine;
-  history.job = AnyJob(dice);
-  for (int attempts = dice.Between(1, 6); attempts > 0; --attempts) {
-    history.attempts.push_back(AnyAttempt(dice, history.job, history.layer));
+  history.layer = random.OneIn(3) ? Layer::kSession : Layer::kEngine;
+  history.job = AnyJob(random);
+  for (int attempts = random.Between(1, 6); attempts > 0; --attempts) {
+    history.attempts.push_back(AnyAttempt(random, history.job, history.layer));
   }
   return history;
 }

@@ -12,7 +12,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/mutex.h"
-#include "cpu_optimizer_service/file_system.h"
+#include "cpu_optimizer_service/host/file_system.h"
 
 namespace ballast::histories {
 

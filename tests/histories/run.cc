@@ -7,11 +7,11 @@
 #include <thread>
 
 #include "absl/strings/str_cat.h"
-#include "client/log.h"
+#include "client/session/log.h"
 #include "cpu_optimizer_service/common/mutex.h"
-#include "tests/histories/engine_player.h"
+#include "tests/histories/engine/engine_player.h"
 #include "tests/histories/generate.h"
-#include "tests/histories/session_player.h"
+#include "tests/histories/session/session_player.h"
 #include "tests/histories/shrink.h"
 
 namespace ballast::histories {

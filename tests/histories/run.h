@@ -6,7 +6,7 @@
 #include <string>
 
 #include "absl/status/status.h"
-#include "tests/histories/stage.h"
+#include "tests/histories/engine/job_under_test.h"
 
 namespace ballast::histories {
 

@@ -5,7 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/float_format.h"
-#include "tests/histories/dice.h"
+#include "tests/histories/random.h"
 
 namespace ballast::histories {
 namespace {
@@ -52,7 +52,7 @@ std::pair<uint32_t, uint32_t> Script::Range(int chunk, int segment) const {
 bool Script::IsFinal(int chunk, int segment) const { return segment + 1 == SegmentCount(chunk); }
 
 std::vector<Call> Script::CallsOf(int rank) const {
-  Dice dice(attempt_.order_seed + rank);
+  Random random(attempt_.order_seed + rank);
   std::vector<Call> calls = {{.kind = CallKind::kBegin, .rank = rank}};
   std::vector<Call> withheld;
   const auto is_withheld = [&](int chunk, int segment) {
@@ -74,7 +74,7 @@ std::vector<Call> Script::CallsOf(int rank) const {
         (is_withheld(chunk, segment) ? withheld : contributions).push_back(call);
       }
     }
-    if (attempt_.order_seed != 0) dice.Shuffle(contributions);
+    if (attempt_.order_seed != 0) random.Shuffle(contributions);
     calls.insert(calls.end(), contributions.begin(), contributions.end());
     calls.push_back({.kind = CallKind::kEndMicroStep, .rank = rank, .micro_step = m});
   }
@@ -96,10 +96,10 @@ std::vector<Call> Script::Calls() const {
   }
   std::vector<size_t> next(by_rank.size(), 0);
   std::vector<Call> calls;
-  Dice dice(attempt_.order_seed);
+  Random random(attempt_.order_seed);
   int rank = 0;
   for (; left > 0; --left) {
-    if (attempt_.order_seed != 0) rank = dice.Below(job_.world_size);
+    if (attempt_.order_seed != 0) rank = random.Below(job_.world_size);
     while (next[rank] == by_rank[rank].size()) rank = (rank + 1) % job_.world_size;
     calls.push_back(by_rank[rank][next[rank]++]);
   }

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "cpu_optimizer_service/common/layout.h"
-#include "cpu_optimizer_service/job.h"
+#include "cpu_optimizer_service/job/job.h"
 #include "tests/histories/history.h"
 
 namespace ballast::histories {

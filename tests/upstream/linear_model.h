@@ -8,7 +8,7 @@
 
 #include "absl/types/span.h"
 #include "cpu_optimizer_service/common/layout.h"
-#include "tests/client/reference_run.h"
+#include "tests/client/session/reference_run.h"
 #include "tests/upstream/tensors.h"
 
 namespace ballast {

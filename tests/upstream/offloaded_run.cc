@@ -6,9 +6,9 @@
 #include <stdexcept>
 #include <utility>
 
-#include "tests/client/rank_for_tests.h"
 #include "tests/client/service_for_tests.h"
-#include "tests/cpu_optimizer_service/job_driver.h"
+#include "tests/client/session/rank_for_tests.h"
+#include "tests/cpu_optimizer_service/job/job_driver.h"
 
 namespace ballast {
 namespace {

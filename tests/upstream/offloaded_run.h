@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "cpu_optimizer_service/job.h"
+#include "cpu_optimizer_service/job/job.h"
 #include "tests/upstream/tensors.h"
 
 namespace ballast {

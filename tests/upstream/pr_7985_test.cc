@@ -8,7 +8,7 @@
 #include <tuple>
 #include <vector>
 
-#include "tests/cpu_optimizer_service/job_driver.h"
+#include "tests/cpu_optimizer_service/job/job_driver.h"
 #include "tests/upstream/linear_model.h"
 #include "tests/upstream/offloaded_run.h"
 #include "tests/upstream/tensors.h"

@@ -14,7 +14,7 @@
 
 #include "cpu_optimizer_service/common/adam.h"
 #include "cpu_optimizer_service/common/hyper_parameters.h"
-#include "cpu_optimizer_service/kernels.h"
+#include "cpu_optimizer_service/kernels/kernels.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 

@@ -10,7 +10,7 @@
 
 #include "cpu_optimizer_service/common/adam.h"
 #include "cpu_optimizer_service/common/dtype.h"
-#include "cpu_optimizer_service/kernels.h"
+#include "cpu_optimizer_service/kernels/kernels.h"
 
 namespace ballast {
 namespace {

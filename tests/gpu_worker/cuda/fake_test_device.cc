@@ -1,6 +1,6 @@
 // The device of kernel tests on any machine: kernels run on the CPU.
+#include "tests/gpu_emulator/fake_device.h"
 #include "tests/gpu_worker/cuda/kernel_test.h"
-#include "tests/gpu_worker/fake_device.h"
 
 namespace ballast::worker::cuda {
 

@@ -27,9 +27,9 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "cpu_optimizer_service/common/float_format.h"
+#include "gpu_worker/base/random.h"
 #include "gpu_worker/device/device.h"
 #include "gpu_worker/device/matmul.h"
-#include "gpu_worker/random.h"
 
 namespace ballast::worker::cuda {
 

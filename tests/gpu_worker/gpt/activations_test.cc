@@ -12,7 +12,7 @@
 #include "absl/strings/str_format.h"
 #include "gpu_worker/cuda/kernels/attention.h"
 #include "gpu_worker/cuda/kernels/layer_norm.h"
-#include "tests/gpu_worker/fake_device.h"
+#include "tests/gpu_emulator/fake_device.h"
 
 namespace ballast::worker {
 namespace {

@@ -12,7 +12,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
-#include "tests/gpu_worker/fake_device.h"
+#include "tests/gpu_emulator/fake_device.h"
 #include "tests/gpu_worker/gpt/model_on_device.h"
 
 namespace ballast::worker {

@@ -1,4 +1,4 @@
-#include "tests/gpu_worker/fake_device.h"
+#include "tests/gpu_emulator/fake_device.h"
 #include "tests/gpu_worker/gpt/test_matmul.h"
 
 namespace ballast::worker::cuda {

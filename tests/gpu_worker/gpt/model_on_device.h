@@ -16,10 +16,10 @@
 #include "absl/status/status.h"
 #include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/common/layout.h"
-#include "gpu_worker/data.h"
+#include "gpu_worker/base/data.h"
+#include "gpu_worker/base/random.h"
 #include "gpu_worker/gpt/architecture.h"
 #include "gpu_worker/gpt/device_gpt.h"
-#include "gpu_worker/random.h"
 
 namespace ballast::worker {
 

@@ -12,7 +12,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
-#include "tests/gpu_worker/fake_device.h"
+#include "tests/gpu_emulator/fake_device.h"
 
 namespace ballast::worker {
 namespace {

@@ -1,0 +1,37 @@
+// The `ballast` command line tool.
+#include <csignal>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "client/cli/atomic_file.h"
+#include "client/cli/cli_command.h"
+
+namespace {
+
+// Ends as the signal does by default, without leaving half a file.
+void EndBySignal(int signal) {
+  ballast::client::cli::RemoveUnfinishedFile();
+  std::signal(signal, SIG_DFL);
+  std::raise(signal);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  // A closed pipe and a file that grows too large are errors of a write, not deaths.
+  std::signal(SIGPIPE, SIG_IGN);
+  std::signal(SIGXFSZ, SIG_IGN);
+  std::signal(SIGINT, EndBySignal);
+  std::signal(SIGTERM, EndBySignal);
+  std::string output;
+  std::string error;
+  const int code =
+      ballast::client::cli::Run(std::vector<std::string>(argv + 1, argv + argc), output, error);
+  std::fputs(error.c_str(), stderr);
+  if (std::fputs(output.c_str(), stdout) < 0 || std::fflush(stdout) != 0) {
+    std::perror("ballast: cannot write to standard output");
+    return 1;
+  }
+  return code;
+}

@@ -1,0 +1,98 @@
+// jobs, job, abort-step, close.
+#include <nlohmann/json.hpp>
+
+#include "absl/strings/str_cat.h"
+#include "client/cli/cli_command.h"
+#include "client/cli/cli_json.h"
+#include "client/cli/cli_print.h"
+#include "client/cli/cli_service.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "proto/convert.h"
+
+namespace ballast::client::cli {
+namespace {
+
+absl::StatusOr<Action> PrepareJobs(const Arguments& arguments) {
+  return [](Service& service, bool json) -> absl::StatusOr<std::string> {
+    BALLAST_ASSIGN_OR_RETURN(
+        const v1::ListJobsResponse response,
+        service.Call(service.jobs(), &v1::JobService::Stub::ListJobs, v1::ListJobsRequest()));
+    return json ? Dump(ToJson(response)) : JobsText(response);
+  };
+}
+
+absl::StatusOr<Action> PrepareJob(const Arguments& arguments) {
+  return
+      [job = arguments.positional(0)](Service& service, bool json) -> absl::StatusOr<std::string> {
+        BALLAST_ASSIGN_OR_RETURN(const v1::Job response, service.GetJob(job, false));
+        return json ? Dump(ToJson(response)) : JobText(response);
+      };
+}
+
+absl::StatusOr<Action> PrepareAbortStep(const Arguments& arguments) {
+  return [job = arguments.positional(0)](Service& service,
+                                         bool json) -> absl::StatusOr<std::string> {
+    v1::AbortStepRequest request;
+    request.set_name(proto::JobName(job));
+    const auto response = service.Call(service.jobs(), &v1::JobService::Stub::AbortStep, request);
+    if (!response.ok()) return service.SuggestJob(response.status(), job);
+    if (json) return Dump({{"job", job}, {"aborted_step", response->aborted_step()}});
+    return absl::StrCat("step ", response->aborted_step(), " of job ", job, " aborted; ",
+                        kRanksMustReturn);
+  };
+}
+
+absl::StatusOr<Action> PrepareClose(const Arguments& arguments) {
+  return [job = arguments.positional(0)](Service& service,
+                                         bool json) -> absl::StatusOr<std::string> {
+    v1::CloseJobRequest request;
+    request.set_name(proto::JobName(job));
+    const auto response = service.Call(service.jobs(), &v1::JobService::Stub::CloseJob, request);
+    if (!response.ok()) return service.SuggestJob(response.status(), job);
+    if (json) return Dump({{"job", job}, {"closed", true}});
+    return absl::StrCat("job ", job, " closed; its state is gone\n");
+  };
+}
+
+}  // namespace
+
+Command JobsCommand() {
+  return {.spec = {.name = "jobs",
+                   .positionals = {},
+                   .summary = "lists the jobs and the memory in use",
+                   .details = "",
+                   .flags = {}},
+          .prepare = PrepareJobs};
+}
+
+Command JobCommand() {
+  return {.spec = {.name = "job",
+                   .positionals = {"JOB"},
+                   .summary = "a job's phase, who has sent what, and the last decisions",
+                   .details = "",
+                   .flags = {}},
+          .prepare = PrepareJob};
+}
+
+Command AbortStepCommand() {
+  return {
+      .spec = {.name = "abort-step",
+               .positionals = {"JOB"},
+               .summary = "clears the undecided step and ends the sessions of all ranks",
+               .details = absl::StrCat("Refused once the step is decided: it can only roll forward "
+                                       "then.\n\n",
+                                       kGenerationRises),
+               .flags = {}},
+      .prepare = PrepareAbortStep};
+}
+
+Command CloseCommand() {
+  return {.spec = {.name = "close",
+                   .positionals = {"JOB"},
+                   .summary = "forgets the job and all its state; save it first",
+                   .details = "",
+                   .flags = {}},
+          .prepare = PrepareClose};
+}
+
+}  // namespace ballast::client::cli

@@ -1,0 +1,106 @@
+#include "client/cli/cli_print.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "client/cli/cli_json.h"
+#include "client/cli/cli_service.h"
+#include "client/cli/cli_text.h"
+
+namespace ballast::client::cli {
+namespace {
+
+constexpr Table::Align kRight = Table::Align::kRight;
+
+}  // namespace
+
+std::string JobsText(const v1::ListJobsResponse& response) {
+  const std::string memory =
+      absl::StrCat("memory ", FormatBytes(response.memory_used_bytes()), " of ",
+                   FormatBytes(response.memory_limit_bytes()), " in use\n");
+  if (response.jobs().empty()) return absl::StrCat("no jobs; ", memory);
+  Table table({{"job"},
+               {"phase"},
+               {"step", kRight},
+               {"applied", kRight},
+               {"skipped", kRight},
+               {"generation", kRight},
+               {"ranks", kRight},
+               {"memory", kRight}});
+  for (const v1::Job& job : response.jobs()) {
+    table.Add({BareName(job.name()), Name(job.phase()), FormatCount(job.committed_step()),
+               FormatCount(job.applied_steps()), FormatCount(job.skipped_steps()),
+               absl::StrCat(job.generation()), absl::StrCat(job.world_size()),
+               FormatBytes(job.memory().total_bytes())});
+  }
+  return absl::StrCat(table.ToString(), "\n", memory);
+}
+
+std::vector<std::string> HyperParameterCells(const v1::HyperParameters& values) {
+  std::vector<std::string> options;
+  if (!values.bias_correction()) options.push_back("no-bias-correction");
+  if (values.amsgrad()) options.push_back("amsgrad");
+  if (values.maximize()) options.push_back("maximize");
+  return {FormatExactly(values.lr()),
+          absl::StrCat(FormatExactly(values.beta1()), ", ", FormatExactly(values.beta2())),
+          FormatExactly(values.eps()),
+          absl::StrCat(FormatExactly(values.weight_decay()),
+                       values.decoupled_weight_decay() ? " decoupled" : " L2"),
+          options.empty() ? "-" : absl::StrJoin(options, " ")};
+}
+
+std::string GroupsText(const v1::Job& job) {
+  Table table({{"group"},
+               {"lr", kRight},
+               {"betas"},
+               {"eps", kRight},
+               {"weight decay"},
+               {"options"},
+               {"parameters", kRight},
+               {"elements", kRight},
+               {"wire"},
+               {"return"}});
+  for (const v1::ParamGroup& group : job.groups()) {
+    std::vector<std::string> cells = HyperParameterCells(group.hyper_parameters());
+    cells.insert(cells.begin(), BareName(group.name()));
+    cells.insert(cells.end(),
+                 {FormatCount(group.parameter_count()), FormatCount(group.trainable_elements()),
+                  Name(group.wire_dtype()), Name(group.return_dtype())});
+    table.Add(std::move(cells));
+  }
+  return table.ToString();
+}
+
+std::string GroupText(const v1::ParamGroup& group) {
+  v1::Job job;
+  *job.add_groups() = group;
+  return GroupsText(job);
+}
+
+std::string SummaryText(const v1::StateSummary& summary) {
+  const std::vector<int64_t> shape(summary.shape().begin(), summary.shape().end());
+  int64_t elements = 1;
+  for (int64_t extent : shape) elements *= extent;
+  std::string text = absl::StrCat(
+      FormatField("parameter", BareName(summary.name())),
+      FormatField("shape",
+                  absl::StrCat(FormatShape(shape), " (", FormatCount(elements), " elements)")),
+      FormatField("group", BareName(summary.group())),
+      FormatField("step", absl::StrCat(FormatCount(summary.step()), " committed, updated ",
+                                       FormatCount(summary.update_count()), " times")));
+  if (!summary.trainable()) absl::StrAppend(&text, "frozen: the service holds no state for it\n");
+  for (const v1::PlaneSummary& plane : summary.planes()) {
+    absl::StrAppend(&text, "\n", Name(plane.plane()), ": norm ", FormatNumber(plane.norm()),
+                    ", mean ", FormatNumber(plane.mean()), ", min ", FormatNumber(plane.min()),
+                    ", max ", FormatNumber(plane.max()), "; ", FormatCount(plane.zeros()),
+                    " zeros, ", FormatCount(plane.non_finite()), " not finite\n");
+    const std::vector<int64_t> counts(plane.magnitude_histogram().begin(),
+                                      plane.magnitude_histogram().end());
+    const std::string magnitudes = FormatMagnitudes(counts);
+    if (!magnitudes.empty()) absl::StrAppend(&text, "  magnitudes\n", magnitudes);
+  }
+  return text;
+}
+
+}  // namespace ballast::client::cli

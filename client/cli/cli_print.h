@@ -1,0 +1,24 @@
+// What the CLI prints for people.
+#ifndef BALLAST_CLIENT_CLI_CLI_PRINT_H_
+#define BALLAST_CLIENT_CLI_CLI_PRINT_H_
+
+#include <string>
+#include <vector>
+
+#include "ballast/v1/ballast.pb.h"
+
+namespace ballast::client::cli {
+
+std::string JobsText(const v1::ListJobsResponse& response);
+std::string JobText(const v1::Job& job);  // In cli_print_job.cc.
+std::string GroupsText(const v1::Job& job);
+std::string GroupText(const v1::ParamGroup& group);
+std::string SummaryText(const v1::StateSummary& summary);
+
+// "lr", "betas", "eps", "weight decay", "options": cells of a table, digits that read back the
+// same.
+std::vector<std::string> HyperParameterCells(const v1::HyperParameters& values);
+
+}  // namespace ballast::client::cli
+
+#endif  // BALLAST_CLIENT_CLI_CLI_PRINT_H_

@@ -1,0 +1,198 @@
+// What `ballast job` prints: the job, the step in progress rank by rank, the last decisions.
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "absl/algorithm/container.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "client/cli/cli_json.h"
+#include "client/cli/cli_print.h"
+#include "client/cli/cli_service.h"
+#include "client/cli/cli_text.h"
+
+namespace ballast::client::cli {
+namespace {
+
+constexpr Table::Align kRight = Table::Align::kRight;
+constexpr int kDecisionsShown = 16;
+constexpr size_t kRanksNamed = 8;
+
+std::vector<std::string> Strings(const google::protobuf::RepeatedPtrField<std::string>& values) {
+  return {values.begin(), values.end()};
+}
+
+std::string YesNo(bool value) { return value ? "yes" : "no"; }
+
+// "rank 1", "ranks 0, 1, 2", "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 56 more".
+std::string RanksNamed(const std::vector<int32_t>& ranks) {
+  const size_t named = std::min(ranks.size(), kRanksNamed);
+  std::string text = absl::StrCat(ranks.size() == 1 ? "rank " : "ranks ",
+                                  absl::StrJoin(ranks.begin(), ranks.begin() + named, ", "));
+  if (named < ranks.size()) absl::StrAppend(&text, " and ", ranks.size() - named, " more");
+  return text;
+}
+
+// What the step in progress waits for, if there is one.
+std::string PhaseText(const v1::Job& job) {
+  const std::string step = absl::StrCat("step ", job.committed_step() + 1);
+  std::vector<int32_t> unsealed;
+  for (const v1::RankProgress& rank : job.ranks()) {
+    if (!rank.sealed()) unsealed.push_back(rank.rank());
+  }
+  std::string more;
+  if (job.phase() == v1::AWAITING_WEIGHTS) more = "first weights are being uploaded";
+  if (job.phase() == v1::READY) more = "between steps";
+  if (job.phase() == v1::OPEN) more = absl::StrCat(step, " waits for ", RanksNamed(unsealed));
+  if (job.phase() == v1::SEALED) more = absl::StrCat(step, " is being decided");
+  if (job.phase() == v1::UPDATING) more = absl::StrCat("chunks are moving to ", step);
+  return absl::StrCat(Name(job.phase()), more.empty() ? "" : "; ", more);
+}
+
+std::string UpdateText(const v1::Job& job) {
+  const v1::Speculation& speculation = job.speculation();
+  if (!speculation.unavailable().empty()) {
+    return absl::StrCat("wait, though asked to speculate: ", speculation.unavailable());
+  }
+  if (job.update_mode() != v1::SPECULATE) return Name(job.update_mode());
+  return absl::StrCat(Name(job.update_mode()),
+                      "; chunks updated ahead: ", FormatCount(speculation.speculated_chunks()),
+                      " (", FormatCount(speculation.published_chunks()), " published, ",
+                      FormatCount(speculation.redone_chunks()),
+                      " redone), paused now: ", FormatCount(speculation.paused_chunks()));
+}
+
+std::string MemoryText(const v1::MemoryUse& memory) {
+  std::vector<std::string> parts = {
+      absl::StrCat("state ", FormatBytes(memory.state_bytes())),
+      absl::StrCat("gradients ", FormatBytes(memory.gradient_bytes())),
+      absl::StrCat("accumulators ", FormatBytes(memory.accumulator_bytes()))};
+  if (memory.speculation_bytes() > 0) {
+    parts.push_back(absl::StrCat("second versions ", FormatBytes(memory.speculation_bytes())));
+  }
+  parts.push_back(absl::StrCat("other ", FormatBytes(OtherBytes(memory))));
+  return FormatNames(absl::StrCat("memory        ", FormatBytes(memory.total_bytes())), parts);
+}
+
+// Beside the job's own: what gradients and weights of workers on this host go through.
+std::string SharedMemoryText(const v1::Job& job) {
+  std::vector<int32_t> ranks;
+  for (const v1::RankProgress& rank : job.ranks()) {
+    if (rank.shared_memory()) ranks.push_back(rank.rank());
+  }
+  if (ranks.empty()) return "";
+  return FormatField("shared", absl::StrCat(FormatBytes(job.memory().shared_bytes()), " with ",
+                                            RanksNamed(ranks), ", beside that"));
+}
+
+// Who has sent what. "Furthest" is how many micro-steps any chunk of the rank has, or the number
+// sealed.
+std::string RanksText(const v1::Job& job) {
+  Table table({{"rank", kRight},
+               {"process"},
+               {"begun"},
+               {"micro-steps", kRight},
+               {"furthest", kRight},
+               {"chunks there", kRight},
+               {"sealed"}});
+  std::string behind;
+  for (const v1::RankProgress& rank : job.ranks()) {
+    const auto in_step = [&](uint32_t count) {
+      return rank.begun() ? absl::StrCat(count) : std::string("-");
+    };
+    table.Add({absl::StrCat(rank.rank()), rank.attached() ? rank.process_id() : "not attached",
+               YesNo(rank.begun()), in_step(rank.micro_steps_ended()),
+               in_step(rank.furthest_micro_step()),
+               absl::StrCat(rank.begun() ? rank.chunks_complete() : 0, "/", rank.chunks()),
+               YesNo(rank.sealed())});
+    if (rank.missing_parameters().empty()) continue;
+    absl::StrAppend(&behind, FormatNames(absl::StrCat("rank ", rank.rank(), " is behind with"),
+                                         Strings(rank.missing_parameters())));
+  }
+  return absl::StrCat(table.ToString(), behind);
+}
+
+// One rate if the groups agree.
+std::string RatesText(const v1::StepRecord& step) {
+  if (step.hyper_parameters().empty()) return "-";
+  const auto [least, most] = std::minmax_element(
+      step.hyper_parameters().begin(), step.hyper_parameters().end(),
+      [](const v1::HyperParameters& a, const v1::HyperParameters& b) { return a.lr() < b.lr(); });
+  if (least->lr() == most->lr()) return FormatNumber(least->lr());
+  return absl::StrCat(FormatNumber(least->lr()), " to ", FormatNumber(most->lr()));
+}
+
+// The parameters that the steps recorded from index `first` on did without; one line for a run of
+// steps that lacked the same.
+std::string UnusedText(const v1::Job& job, int first) {
+  std::string text;
+  for (int i = first, next; i < job.recent_steps_size(); i = next) {
+    const auto& names = job.recent_steps(i).unused_parameters();
+    next = i + 1;
+    while (next < job.recent_steps_size() &&
+           absl::c_equal(job.recent_steps(next).unused_parameters(), names)) {
+      ++next;
+    }
+    if (names.empty()) continue;
+    const uint64_t from = job.recent_steps(i).step();
+    const std::string steps =
+        next == i + 1 ? absl::StrCat("step ", from)
+                      : absl::StrCat("steps ", from, "-", job.recent_steps(next - 1).step());
+    absl::StrAppend(&text,
+                    FormatNames(absl::StrCat(steps, " had no gradient for"), Strings(names)));
+  }
+  return text;
+}
+
+std::string StepsText(const v1::Job& job) {
+  Table table({{"step", kRight},
+               {"decision"},
+               {"norm", kRight},
+               {"clip", kRight},
+               {"micro-steps", kRight},
+               {"scale", kRight},
+               {"ahead", kRight},
+               {"redone", kRight},
+               {"lr"}});
+  std::string skips;
+  const int first = std::max(0, job.recent_steps_size() - kDecisionsShown);
+  for (int i = first; i < job.recent_steps_size(); ++i) {
+    const v1::StepRecord& step = job.recent_steps(i);
+    table.Add({absl::StrCat(step.step()), step.applied() ? "applied" : "skipped",
+               FormatNumber(step.norm()), FormatNumber(step.clip_coefficient()),
+               absl::StrCat(step.micro_steps()), FormatNumber(step.loss_scale()),
+               FormatCount(step.speculated_chunks()), FormatCount(step.redone_chunks()),
+               RatesText(step)});
+    if (!step.applied()) {
+      absl::StrAppend(&skips, "step ", step.step(), " was skipped: ", step.skip_reason(), "\n");
+    }
+  }
+  const std::string older =
+      first == 0 ? "" : absl::StrCat("the last ", kDecisionsShown, " decisions; --json has more\n");
+  return absl::StrCat(older, table.ToString(), skips, UnusedText(job, first));
+}
+
+}  // namespace
+
+std::string JobText(const v1::Job& job) {
+  const uint64_t decided = job.applied_steps() + job.skipped_steps();
+  std::string text = absl::StrCat(
+      FormatField("job", BareName(job.name())), FormatField("uid", job.uid()),
+      FormatField("phase", PhaseText(job)),
+      FormatField("step", absl::StrCat(FormatCount(job.committed_step()), " committed (",
+                                       FormatCount(job.applied_steps()), " applied, ",
+                                       FormatCount(job.skipped_steps()), " skipped)")),
+      FormatField("coverage",
+                  absl::StrCat("complete in ", FormatCount(job.coverage_complete_steps()), " of ",
+                               FormatCount(decided), " decided steps")));
+  absl::StrAppend(
+      &text, FormatField("generation", absl::StrCat(job.generation())),
+      FormatField("update", UpdateText(job)), MemoryText(job.memory()), SharedMemoryText(job),
+      FormatField("clipping", job.max_norm() > 0 ? FormatNumber(job.max_norm()) : "none"),
+      FormatField("unused", Name(job.unused_policy())), "\n", RanksText(job), "\n");
+  absl::StrAppend(&text,
+                  job.recent_steps().empty() ? "no step has been decided yet\n" : StepsText(job));
+  return text;
+}
+
+}  // namespace ballast::client::cli

@@ -1,0 +1,116 @@
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_replace.h"
+#include "client/cli/cli_command.h"
+#include "client/cli/cli_service.h"
+#include "client/cli/suggestions.h"
+#include "client/connect.h"
+
+namespace ballast::client::cli {
+namespace {
+
+constexpr int kDone = 0;
+constexpr int kFailed = 1;
+constexpr int kWrongUsage = 2;
+
+std::string OverviewText(const std::vector<Command>& commands) {
+  std::string text =
+      "usage: ballast COMMAND [arguments] [flags]\n\n"
+      "Looks at, and works on, the jobs of a Ballast service.\n\ncommands:\n";
+  for (const Command& command : commands) {
+    std::string left = command.spec.name;
+    for (const std::string& positional : command.spec.positionals) {
+      absl::StrAppend(&left, " ", positional);
+    }
+    absl::StrAppendFormat(&text, "  %-24s %s\n", left, command.spec.summary);
+  }
+  absl::StrAppend(&text,
+                  "  help [COMMAND]           this text, or a command's flags\n\n"
+                  "Every command takes --service ADDRESS (host:port or unix:/path; default "
+                  "127.0.0.1:7070),\n--json and --timeout SECONDS.\n");
+  return text;
+}
+
+void AddCommonFlags(Command& command) {
+  command.spec.flags.push_back(
+      {"service", "ADDRESS", "host:port or unix:/path (default 127.0.0.1:7070)"});
+  command.spec.flags.push_back({"json", "", "print JSON instead of a table"});
+  command.spec.flags.push_back(
+      {"timeout", "SECONDS",
+       absl::StrCat("longest wait for an answer (default ", command.timeout_seconds, ")")});
+  command.spec.flags.push_back({"help", "", "print this text"});
+}
+
+int Fail(int code, const absl::Status& status, const std::string& help, std::string& error) {
+  error =
+      absl::StrCat("ballast: ", absl::StrReplaceAll(status.message(), {{"\n", " "}}), help, "\n");
+  return code;
+}
+
+int RunCommand(const Command& command, const Arguments& arguments, std::string& output,
+               std::string& error) {
+  const std::string see = absl::StrCat("; see ballast help ", command.spec.name);
+  const absl::StatusOr<std::optional<double>> timeout = arguments.Number("timeout");
+  if (!timeout.ok()) return Fail(kWrongUsage, timeout.status(), see, error);
+  const double seconds = timeout->value_or(command.timeout_seconds);
+  if (!(seconds > 0)) {
+    return Fail(kWrongUsage, absl::InvalidArgumentError("--timeout must be positive"), see, error);
+  }
+  absl::StatusOr<Action> action = command.prepare(arguments);
+  if (!action.ok()) return Fail(kWrongUsage, action.status(), see, error);
+  const std::string address = arguments.Get("service", "127.0.0.1:7070");
+  if (const absl::Status status = CheckAddress(address); !status.ok()) {
+    return Fail(kWrongUsage, status, see, error);
+  }
+  Service service(address, NewChannel(address), absl::Seconds(std::min(seconds, 1e9)));
+  absl::StatusOr<std::string> text = (*action)(service, arguments.Has("json"));
+  if (!text.ok()) return Fail(kFailed, text.status(), "", error);
+  output = *std::move(text);
+  return kDone;
+}
+
+}  // namespace
+
+std::vector<Command> AllCommands() {
+  std::vector<Command> commands = {
+      JobsCommand(),     JobCommand(),  GroupsCommand(), StateCommand(),     TraceCommand(),
+      SetGroupCommand(), SaveCommand(), LoadCommand(),   AbortStepCommand(), CloseCommand()};
+  for (Command& command : commands) AddCommonFlags(command);
+  return commands;
+}
+
+int Run(const std::vector<std::string>& words, std::string& output, std::string& error) {
+  const std::vector<Command> commands = AllCommands();
+  if (words.empty()) {
+    return Fail(kWrongUsage, absl::InvalidArgumentError("no command given; see ballast help"), "",
+                error);
+  }
+  const bool help = words[0] == "help" || words[0] == "--help" || words[0] == "-h";
+  if (help && words.size() == 1) {
+    output = OverviewText(commands);
+    return kDone;
+  }
+  const std::string& name = help ? words[1] : words[0];
+  const auto command = std::find_if(commands.begin(), commands.end(),
+                                    [&](const Command& known) { return known.spec.name == name; });
+  if (command == commands.end()) {
+    std::vector<std::string> names;
+    for (const Command& known : commands) names.push_back(known.spec.name);
+    const std::string why = absl::StrCat("no command '", name, "'", Suggestion(name, names));
+    return Fail(kWrongUsage, absl::InvalidArgumentError(why), "; see ballast help", error);
+  }
+  const std::vector<std::string> rest(words.begin() + 1, words.end());
+  if (help || std::find(rest.begin(), rest.end(), "--help") != rest.end()) {
+    output = HelpText(command->spec);
+    return kDone;
+  }
+  const absl::StatusOr<Arguments> arguments = Arguments::Parse(command->spec, rest);
+  if (!arguments.ok()) {
+    return Fail(kWrongUsage, arguments.status(), absl::StrCat("; see ballast help ", name), error);
+  }
+  return RunCommand(*command, *arguments, output, error);
+}
+
+}  // namespace ballast::client::cli

@@ -1,0 +1,100 @@
+#include "client/cli/cli_service.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "client/cli/suggestions.h"
+#include "proto/convert.h"
+#include "proto/status.h"
+
+namespace ballast::client::cli {
+
+Service::Service(std::string address, std::shared_ptr<grpc::Channel> channel,
+                 absl::Duration timeout)
+    : address_(std::move(address)), timeout_(timeout), jobs_(channel), state_(channel) {}
+
+void Service::SetDeadline(grpc::ClientContext& context) const {
+  context.set_deadline(std::chrono::system_clock::now() + absl::ToChronoMilliseconds(timeout_));
+}
+
+absl::Status Service::Explain(const grpc::Status& status) const {
+  const absl::Status error = proto::FromGrpc(status);
+  if (absl::IsDeadlineExceeded(error)) {
+    return absl::DeadlineExceededError(
+        absl::StrCat("the service at ", address_, " did not answer within ",
+                     absl::FormatDuration(timeout_), "; give it longer with --timeout"));
+  }
+  // gRPC's own errors have no details; a service that is stopping sends them.
+  if (absl::IsUnavailable(error) && status.error_details().empty()) {
+    return absl::UnavailableError(absl::StrCat(
+        "no service answers at ", address_,
+        "; start ballastd, or give its address with --service (gRPC says: ", status.error_message(),
+        ")"));
+  }
+  return error;
+}
+
+absl::StatusOr<v1::Job> Service::GetJob(const std::string& job, bool with_parameters) {
+  v1::GetJobRequest request;
+  request.set_name(proto::JobName(job));
+  request.set_with_parameters(with_parameters);
+  absl::StatusOr<v1::Job> response = Call(jobs_, &v1::JobService::Stub::GetJob, request);
+  if (!response.ok()) return SuggestJob(response.status(), job);
+  return response;
+}
+
+absl::Status Service::SuggestJob(const absl::Status& status, const std::string& job) {
+  if (!absl::IsNotFound(status)) return status;
+  const absl::StatusOr<v1::ListJobsResponse> response =
+      Call(jobs_, &v1::JobService::Stub::ListJobs, v1::ListJobsRequest());
+  if (!response.ok()) return status;
+  std::vector<std::string> names;
+  for (const v1::Job& there : response->jobs()) {
+    names.push_back(BareName(there.name()));
+    if (names.back() == job) return status;  // The job is there; something else is missing.
+  }
+  return absl::NotFoundError(
+      absl::StrCat("no job ", job, " at ", address_, Suggestion(job, names)));
+}
+
+absl::Status Service::ReadState(
+    const v1::ReadStateRequest& request,
+    const std::function<absl::Status(const v1::ReadStateResponse&)>& receive) {
+  grpc::ClientContext context;
+  SetDeadline(context);
+  return ReadAll(context, *state_.ReadState(&context, request), receive);
+}
+
+absl::Status Service::ReadTrace(
+    const v1::TraceJobRequest& request,
+    const std::function<absl::Status(const v1::TraceJobResponse&)>& receive) {
+  grpc::ClientContext context;
+  SetDeadline(context);
+  return ReadAll(context, *jobs_.TraceJob(&context, request), receive);
+}
+
+template <typename Response>
+absl::Status Service::ReadAll(grpc::ClientContext& context, grpc::ClientReader<Response>& reader,
+                              const std::function<absl::Status(const Response&)>& receive) const {
+  Response part;
+  while (reader.Read(&part)) {
+    if (absl::Status status = receive(part); !status.ok()) {
+      context.TryCancel();
+      reader.Finish();
+      return status;
+    }
+  }
+  const grpc::Status status = reader.Finish();
+  return status.ok() ? absl::OkStatus() : Explain(status);
+}
+
+std::string BareName(const std::string& resource_name) {
+  if (const auto parameter = proto::ParseParameterName(resource_name); parameter.ok()) {
+    return parameter->child;
+  }
+  if (const auto group = proto::ParseGroupName(resource_name); group.ok()) return group->child;
+  if (const auto job = proto::ParseJobName(resource_name); job.ok()) return job->job;
+  return resource_name;
+}
+
+}  // namespace ballast::client::cli

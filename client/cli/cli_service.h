@@ -1,0 +1,70 @@
+// The service that the CLI talks to: one call at a time, errors in words for a person.
+#ifndef BALLAST_CLIENT_CLI_CLI_SERVICE_H_
+#define BALLAST_CLIENT_CLI_CLI_SERVICE_H_
+
+#include <grpcpp/channel.h>
+#include <grpcpp/client_context.h>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "ballast/v1/ballast.grpc.pb.h"
+
+namespace ballast::client::cli {
+
+class Service {
+ public:
+  Service(std::string address, std::shared_ptr<grpc::Channel> channel, absl::Duration timeout);
+
+  // A unary call: Call(service.jobs(), &v1::JobService::Stub::GetJob, request).
+  template <typename Stub, typename Request, typename Response>
+  absl::StatusOr<Response> Call(Stub& stub,
+                                grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&,
+                                                             Response*),
+                                const Request& request) {
+    grpc::ClientContext context;
+    SetDeadline(context);
+    Response response;
+    const grpc::Status status = (stub.*method)(&context, request, &response);
+    if (!status.ok()) return Explain(status);
+    return response;
+  }
+
+  absl::StatusOr<v1::Job> GetJob(const std::string& job, bool with_parameters);
+  // Calls `receive` for each part of a plane, in order; its first error ends the call.
+  absl::Status ReadState(const v1::ReadStateRequest& request,
+                         const std::function<absl::Status(const v1::ReadStateResponse&)>& receive);
+  // The same for the parts of a trace.
+  absl::Status ReadTrace(const v1::TraceJobRequest& request,
+                         const std::function<absl::Status(const v1::TraceJobResponse&)>& receive);
+  // The error, and if it says that something is not there, what may have been meant.
+  absl::Status SuggestJob(const absl::Status& status, const std::string& job);
+
+  v1::JobService::Stub& jobs() { return jobs_; }
+  v1::StateService::Stub& state() { return state_; }
+
+ private:
+  void SetDeadline(grpc::ClientContext& context) const;
+  absl::Status Explain(const grpc::Status& status) const;
+  template <typename Response>
+  absl::Status ReadAll(grpc::ClientContext& context, grpc::ClientReader<Response>& reader,
+                       const std::function<absl::Status(const Response&)>& receive) const;
+
+  const std::string address_;
+  const absl::Duration timeout_;
+  v1::JobService::Stub jobs_;
+  v1::StateService::Stub state_;
+};
+
+// What follows the last slash-separated kind: the job of "jobs/J", the group of "jobs/J/groups/G".
+std::string BareName(const std::string& resource_name);
+
+}  // namespace ballast::client::cli
+
+#endif  // BALLAST_CLIENT_CLI_CLI_SERVICE_H_

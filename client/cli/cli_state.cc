@@ -1,0 +1,161 @@
+// state.
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "absl/strings/str_cat.h"
+#include "client/cli/cli_command.h"
+#include "client/cli/cli_json.h"
+#include "client/cli/cli_print.h"
+#include "client/cli/cli_service.h"
+#include "client/cli/cli_text.h"
+#include "client/cli/npy_writer.h"
+#include "client/cli/suggestions.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "proto/convert.h"
+
+namespace ballast::client::cli {
+namespace {
+
+struct StateRequest {
+  std::string job;
+  std::string parameter;
+  v1::Plane plane = v1::PLANE_UNSPECIFIED;  // All.
+  std::string out;                          // Empty: print.
+};
+
+absl::Status SuggestParameter(Service& service, const absl::Status& status,
+                              const StateRequest& request) {
+  if (!absl::IsNotFound(status)) return status;
+  BALLAST_ASSIGN_OR_RETURN(const v1::Job there, service.GetJob(request.job, true));
+  std::vector<std::string> names;
+  for (const v1::Parameter& known : there.parameters()) {
+    names.push_back(BareName(known.name()));
+    if (names.back() == request.parameter) return status;
+  }
+  return absl::NotFoundError(absl::StrCat("job ", request.job, " has no parameter ",
+                                          request.parameter, Suggestion(request.parameter, names)));
+}
+
+absl::StatusOr<std::string> Summarize(Service& service, const StateRequest& request, bool json) {
+  v1::SummarizeStateRequest message;
+  message.set_name(proto::ParameterName(request.job, request.parameter));
+  absl::StatusOr<v1::StateSummary> summary =
+      service.Call(service.state(), &v1::StateService::Stub::SummarizeState, message);
+  if (!summary.ok()) return SuggestParameter(service, summary.status(), request);
+  if (request.plane != v1::PLANE_UNSPECIFIED) {
+    v1::StateSummary one = *summary;
+    one.clear_planes();
+    for (const v1::PlaneSummary& plane : summary->planes()) {
+      if (plane.plane() == request.plane) *one.add_planes() = plane;
+    }
+    if (one.planes().empty()) {
+      return absl::NotFoundError(
+          absl::StrCat("parameter ", request.parameter, " has no plane ", Name(request.plane)));
+    }
+    *summary = std::move(one);
+  }
+  return json ? Dump(ToJson(*summary)) : SummaryText(*summary);
+}
+
+// One plane on its way into a file.
+class Download {
+ public:
+  explicit Download(const std::string& path) : path_(path) {}
+
+  absl::Status Receive(const v1::ReadStateResponse& part) {
+    if (writer_ == nullptr) {
+      step_ = part.step();
+      shape_.assign(part.shape().begin(), part.shape().end());
+      BALLAST_ASSIGN_OR_RETURN(writer_, NpyWriter::Create(path_, shape_));
+    }
+    if (part.offset() * static_cast<int64_t>(sizeof(float)) != bytes_) {
+      return absl::DataLossError(absl::StrCat("the service sent elements from ", part.offset(),
+                                              " on, expected from ", bytes_ / sizeof(float)));
+    }
+    bytes_ += static_cast<int64_t>(part.data().size());
+    return writer_->Append(part.data());
+  }
+  absl::Status Finish() {
+    if (writer_ == nullptr) return absl::DataLossError("the service sent nothing");
+    return writer_->Commit();
+  }
+
+  uint64_t step() const { return step_; }
+  const std::vector<int64_t>& shape() const { return shape_; }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  const std::string path_;
+  std::unique_ptr<NpyWriter> writer_;
+  uint64_t step_ = 0;
+  std::vector<int64_t> shape_;
+  int64_t bytes_ = 0;
+};
+
+absl::StatusOr<std::string> WriteFile(Service& service, const StateRequest& request, bool json) {
+  v1::ReadStateRequest message;
+  message.set_name(proto::ParameterName(request.job, request.parameter));
+  message.set_plane(request.plane == v1::PLANE_UNSPECIFIED ? v1::MASTER : request.plane);
+  Download download(request.out);
+  const absl::Status read = service.ReadState(
+      message, [&](const v1::ReadStateResponse& part) { return download.Receive(part); });
+  if (!read.ok()) return SuggestParameter(service, read, request);
+  BALLAST_RETURN_IF_ERROR(download.Finish());
+  const std::string plane = Name(message.plane());
+  if (json) {
+    return Dump({{"parameter", request.parameter},
+                 {"plane", plane},
+                 {"step", download.step()},
+                 {"shape", download.shape()},
+                 {"file", request.out},
+                 {"bytes", download.bytes()}});
+  }
+  return absl::StrCat("wrote ", plane, " of ", request.parameter, " at step ", download.step(),
+                      ", fp32 ", FormatShape(download.shape()), ", ", FormatBytes(download.bytes()),
+                      ", to ", request.out, "\n");
+}
+
+absl::StatusOr<Action> PrepareState(const Arguments& arguments) {
+  StateRequest request{.job = arguments.positional(0),
+                       .parameter = arguments.positional(1),
+                       .out = arguments.Get("out", "")};
+  if (arguments.Has("out") && request.out.empty()) {
+    return absl::InvalidArgumentError("--out needs the name of a file");
+  }
+  static const std::map<std::string, v1::Plane> kPlanes = {{"", v1::PLANE_UNSPECIFIED},
+                                                           {"master", v1::MASTER},
+                                                           {"exp_avg", v1::EXP_AVG},
+                                                           {"exp_avg_sq", v1::EXP_AVG_SQ},
+                                                           {"max_exp_avg_sq", v1::MAX_EXP_AVG_SQ}};
+  const auto plane = kPlanes.find(arguments.Get("plane", ""));
+  if (plane == kPlanes.end()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("no plane '", arguments.Get("plane", ""),
+                     "'; there are master, exp_avg, exp_avg_sq and max_exp_avg_sq"));
+  }
+  request.plane = plane->second;
+  return [request](Service& service, bool json) {
+    return request.out.empty() ? Summarize(service, request, json)
+                               : WriteFile(service, request, json);
+  };
+}
+
+}  // namespace
+
+Command StateCommand() {
+  return {
+      .spec = {.name = "state",
+               .positionals = {"JOB", "PARAMETER"},
+               .summary = "optimizer state of a parameter, also during a run",
+               .details = "Without --out: norm, extremes and magnitudes of every plane, computed "
+                          "in the\nservice. With --out: a plane's values at the committed step.",
+               .flags = {{"plane", "PLANE",
+                          "master, exp_avg, exp_avg_sq or max_exp_avg_sq (default: all, or "
+                          "master with --out)"},
+                         {"out", "FILE.npy", "write the plane to this file, for NumPy"}}},
+      .timeout_seconds = 600,
+      .prepare = PrepareState};
+}
+
+}  // namespace ballast::client::cli

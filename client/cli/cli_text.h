@@ -1,0 +1,52 @@
+// Text for people: aligned tables, sizes with units, shapes, histograms.
+#ifndef BALLAST_CLIENT_CLI_CLI_TEXT_H_
+#define BALLAST_CLIENT_CLI_CLI_TEXT_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/types/span.h"
+
+namespace ballast::client::cli {
+
+// Columns as wide as their widest cell, two spaces apart. Numbers belong on the right.
+class Table {
+ public:
+  enum class Align { kLeft, kRight };
+  struct Column {
+    std::string title;
+    Align align = Align::kLeft;
+  };
+
+  explicit Table(std::vector<Column> columns) : columns_(std::move(columns)) {}
+  void Add(std::vector<std::string> cells);  // As many as there are columns.
+  // Each line ends with a newline and without spaces.
+  std::string ToString() const;
+
+ private:
+  const std::vector<Column> columns_;
+  std::vector<std::vector<std::string>> rows_;
+};
+
+std::string FormatField(const std::string& name, const std::string& value);  // "name     value\n"
+std::string FormatBytes(int64_t bytes);                                      // "17 B", "1.50 GiB"
+std::string FormatCount(int64_t count);   // "1234567" as "1,234,567"
+std::string FormatNumber(double value);   // At most six digits; "inf", "nan".
+std::string FormatExactly(double value);  // Shortest digits that read back the same.
+std::string FormatShape(absl::Span<const int64_t> shape);  // "[768, 3072]"; "[]" is a scalar.
+
+// "title: a, b, c", broken after commas so that no line is wider than kTextWidth, unless a name is;
+// what follows the first line is indented.
+inline constexpr size_t kTextWidth = 100;
+std::string FormatNames(const std::string& title, absl::Span<const std::string> names);
+
+// One line for each decade between the first and the last that counts anything; empty if none does.
+// `counts` as PlaneSummary.magnitude_histogram in ballast.proto.
+std::string FormatMagnitudes(absl::Span<const int64_t> counts);
+// Decade `bucket` is [10^MagnitudeExponent(bucket), 10^(MagnitudeExponent(bucket) + 1)).
+int MagnitudeExponent(size_t bucket);
+
+}  // namespace ballast::client::cli
+
+#endif  // BALLAST_CLIENT_CLI_CLI_TEXT_H_

@@ -1,0 +1,183 @@
+// trace.
+#include <cmath>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "client/cli/atomic_file.h"
+#include "client/cli/chrome_trace.h"
+#include "client/cli/cli_command.h"
+#include "client/cli/cli_json.h"
+#include "client/cli/cli_service.h"
+#include "client/cli/cli_text.h"
+#include "client/cli/trace_summary.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "proto/convert.h"
+
+namespace ballast::client::cli {
+namespace {
+
+constexpr double kDefaultSteps = 3;
+constexpr double kMostSteps = 1000;
+
+struct TraceRequest {
+  std::string job;
+  uint32_t steps = 0;
+  std::string out;
+};
+
+// A trace on its way into a file.
+class Download {
+ public:
+  // All outlive it.
+  Download(const JobSpec& spec, const Layout& layout, std::vector<bool> shares_memory,
+           WholeFile& file)
+      : layout_(layout),
+        chrome_(spec.name, layout),
+        summary_(spec, layout, std::move(shares_memory)),
+        file_(file) {}
+
+  absl::Status Receive(const v1::TraceJobResponse& part) {
+    std::string text = std::exchange(started_, true) ? "" : chrome_.Head();
+    for (const v1::TraceEvent& event : part.events()) {
+      if (!KnowsKind(event)) {
+        ++unknown_events_;
+        continue;
+      }
+      if (const absl::Status status = CheckEvent(event, layout_); !status.ok()) {
+        return absl::DataLossError(absl::StrCat("the service sent ", status.message()));
+      }
+      text += chrome_.Add(event);
+      summary_.Add(event);
+    }
+    dropped_events_ += part.dropped_events();
+    return file_.Append(text);
+  }
+  absl::Status Finish() {
+    BALLAST_RETURN_IF_ERROR(file_.Append(chrome_.Tail(dropped_events_)));
+    return file_.Commit();
+  }
+
+  const TraceSummary& summary() const { return summary_; }
+  uint64_t dropped_events() const { return dropped_events_; }
+  int64_t unknown_events() const { return unknown_events_; }
+
+ private:
+  const Layout& layout_;
+  ChromeTrace chrome_;
+  TraceSummary summary_;
+  WholeFile& file_;
+  bool started_ = false;
+  uint64_t dropped_events_ = 0;
+  int64_t unknown_events_ = 0;  // Of kinds that only a newer client can show.
+};
+
+// What there is instead of a step.
+absl::Status NothingBegun(Service& service, const TraceRequest& request, absl::Duration waited) {
+  BALLAST_ASSIGN_OR_RETURN(const v1::Job job, service.GetJob(request.job, false));
+  const bool in_step =
+      job.phase() == v1::OPEN || job.phase() == v1::SEALED || job.phase() == v1::UPDATING;
+  const std::string there = in_step
+                                ? absl::StrCat("step ", job.committed_step() + 1, " is ",
+                                               Name(job.phase()), " and was begun before the trace")
+                                : absl::StrCat("it is ", Name(job.phase()), ", with ",
+                                               job.committed_step(), " steps committed");
+  return absl::DeadlineExceededError(
+      absl::StrCat("no step of job ", request.job, " began in ",
+                   absl::FormatDuration(absl::Trunc(waited, absl::Milliseconds(100))), ": ", there,
+                   "; nothing was written; give it longer with --timeout"));
+}
+
+std::string Describe(const TraceRequest& request, const Download& trace) {
+  const TraceSummary& summary = trace.summary();
+  std::string text =
+      absl::StrCat("wrote ", FormatCount(summary.events()), " events of job ", request.job, " to ",
+                   request.out, "; open it in https://ui.perfetto.dev or chrome://tracing\n");
+  if (trace.dropped_events() > 0) {
+    absl::StrAppend(&text, FormatCount(static_cast<int64_t>(trace.dropped_events())),
+                    " more events found no room in the service; trace fewer steps\n");
+  }
+  if (trace.unknown_events() > 0) {
+    absl::StrAppend(
+        &text, FormatCount(trace.unknown_events()),
+        " more events are of kinds that this client does not know; use the service's\n");
+  }
+  if (summary.committed() < request.steps) {
+    absl::StrAppend(&text, "only ", summary.committed(), " of ", request.steps,
+                    " steps were committed in this time\n");
+  }
+  absl::StrAppend(&text, "milliseconds: from the step's begin, and busy in all threads together\n",
+                  summary.Text());
+  return text;
+}
+
+absl::StatusOr<std::string> Trace(Service& service, const TraceRequest& request, bool json) {
+  const absl::Time start = absl::Now();
+  BALLAST_ASSIGN_OR_RETURN(const v1::Job job, service.GetJob(request.job, true));
+  BALLAST_ASSIGN_OR_RETURN(const JobSpec spec, proto::FromProto(job));
+  BALLAST_ASSIGN_OR_RETURN(const Layout layout, Layout::Create(spec.layout));
+  std::vector<bool> shares_memory;
+  for (const v1::RankProgress& rank : job.ranks()) shares_memory.push_back(rank.shared_memory());
+  BALLAST_ASSIGN_OR_RETURN(const std::unique_ptr<WholeFile> file, WholeFile::Create(request.out));
+  Download download(spec, layout, std::move(shares_memory), *file);
+  v1::TraceJobRequest message;
+  message.set_name(proto::JobName(request.job));
+  message.set_steps(request.steps);
+  const absl::Status read = service.ReadTrace(
+      message, [&](const v1::TraceJobResponse& part) { return download.Receive(part); });
+  if (!read.ok()) return service.SuggestJob(read, request.job);
+  if (download.summary().begun() == 0) return NothingBegun(service, request, absl::Now() - start);
+  BALLAST_RETURN_IF_ERROR(download.Finish());
+  if (!json) return Describe(request, download);
+  return Dump({{"job", request.job},
+               {"file", request.out},
+               {"events", download.summary().events()},
+               {"dropped_events", download.dropped_events()},
+               {"unknown_events", download.unknown_events()},
+               {"steps", download.summary().ToJson()}});
+}
+
+absl::StatusOr<Action> PrepareTrace(const Arguments& arguments) {
+  BALLAST_ASSIGN_OR_RETURN(const std::optional<double> given, arguments.Number("steps"));
+  const double steps = given.value_or(kDefaultSteps);
+  if (!(steps >= 1 && steps <= kMostSteps) || steps != std::floor(steps)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--steps is ", arguments.Get("steps", ""), ", expected 1 to ", kMostSteps));
+  }
+  const TraceRequest request = {.job = arguments.positional(0),
+                                .steps = static_cast<uint32_t>(steps),
+                                .out = arguments.Get("out", "")};
+  if (request.out.empty()) {
+    return absl::InvalidArgumentError("--out needs the name of a file");
+  }
+  return [request](Service& service, bool json) { return Trace(service, request, json); };
+}
+
+}  // namespace
+
+Command TraceCommand() {
+  return {
+      .spec =
+          {.name = "trace",
+           .positionals = {"JOB"},
+           .summary = "a timeline of the next steps, chunk by chunk",
+           .details =
+               "Waits until the steps that begin next are committed, and writes when each chunk "
+               "arrived,\nwas summed, updated (or guessed ahead of the decision) and sent, and "
+               "on which thread of the\nservice, for https://ui.perfetto.dev or "
+               "chrome://tracing. A step that is aborted and done\nagain is shown each time. "
+               "What there is after nine tenths of --timeout is written. MB/s:\nof gradients "
+               "and weights that go through the channel, over the time busy with them.",
+           .flags = {{"steps", "N", "how many steps, 1 to 1000 (default 3)"},
+                     {"out", "FILE.json", "write the timeline to this file"}}},
+      .timeout_seconds = 600,
+      .prepare = PrepareTrace};
+}
+
+}  // namespace ballast::client::cli

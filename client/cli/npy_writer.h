@@ -1,0 +1,48 @@
+// Writes an array of fp32 as a .npy file (NumPy format 1.0), whole or not at all.
+//
+//   auto writer = NpyWriter::Create("w.npy", {768, 3072}).value();
+//   writer->Append(bytes);  // in C order, as often as needed
+//   writer->Commit();       // now w.npy is there
+#ifndef BALLAST_CLIENT_CLI_NPY_WRITER_H_
+#define BALLAST_CLIENT_CLI_NPY_WRITER_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "client/cli/atomic_file.h"
+
+namespace ballast::client::cli {
+
+// Magic, version, length and dictionary, padded to a multiple of 64 bytes.
+std::string NpyHeader(absl::Span<const int64_t> shape);
+
+// One at a time.
+class NpyWriter {
+ public:
+  // One line that names the file and what is wrong with it, here and below.
+  static absl::StatusOr<std::unique_ptr<NpyWriter>> Create(std::string path,
+                                                           absl::Span<const int64_t> shape);
+
+  // Little-endian fp32.
+  absl::Status Append(std::string_view bytes);
+  // DATA_LOSS if what was appended is not what the shape needs.
+  absl::Status Commit();
+
+ private:
+  NpyWriter(std::unique_ptr<WholeFile> file, int64_t data_bytes)
+      : file_(std::move(file)), data_bytes_(data_bytes) {}
+
+  const std::unique_ptr<WholeFile> file_;
+  const int64_t data_bytes_;
+  int64_t appended_bytes_ = 0;
+};
+
+}  // namespace ballast::client::cli
+
+#endif  // BALLAST_CLIENT_CLI_NPY_WRITER_H_

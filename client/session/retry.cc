@@ -1,0 +1,29 @@
+#include "client/session/retry.h"
+
+#include <algorithm>
+
+namespace ballast::client {
+
+absl::Duration Backoff::Next() {
+  const absl::Duration wait = std::max(absl::ZeroDuration(), std::min(next_, left()));
+  next_ = std::min(2 * next_, absl::Seconds(1));
+  return wait;
+}
+
+bool Backoff::Wait() {
+  const absl::Duration wait = Next();
+  if (wait == absl::ZeroDuration()) return false;
+  clock_.SleepFor(wait);
+  return true;
+}
+
+absl::Status Retry(Clock& clock, absl::Duration limit, const std::function<absl::Status()>& call,
+                   const std::function<bool(const absl::Status&)>& may_heal) {
+  Backoff backoff(clock, clock.Now() + limit);
+  for (;;) {
+    const absl::Status status = call();
+    if (status.ok() || !may_heal(status) || !backoff.Wait()) return status;
+  }
+}
+
+}  // namespace ballast::client

@@ -1,0 +1,229 @@
+#include "client/session/send_log.h"
+
+#include <utility>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/strings/str_cat.h"
+#include "client/transport/steady_deadline.h"
+
+namespace ballast::client {
+namespace {
+
+// What a new stream's answer shows of the step that its rank has begun.
+class HeldByService {
+ public:
+  explicit HeldByService(const v1::Opened& opened)
+      : step_(opened.open_step()), micro_steps_ended_(opened.micro_steps_ended()) {
+    for (const v1::ChunkCount& count : opened.delivered()) {
+      next_micro_step_[count.chunk()] = count.next_micro_step();
+    }
+  }
+
+  bool Has(const v1::TrainRequest& message) const {
+    switch (message.kind_case()) {
+      case v1::TrainRequest::kBeginStep:
+        return message.begin_step().step() == step_;
+      case v1::TrainRequest::kGradient: {
+        const v1::GradientHeader& header = message.gradient().header();
+        const auto next = next_micro_step_.find(header.chunk());
+        return header.step() == step_ && next != next_micro_step_.end() &&
+               next->second >= header.micro_step_end();
+      }
+      case v1::TrainRequest::kEndMicroStep:
+        return message.end_micro_step().step() == step_ &&
+               message.end_micro_step().micro_step() < micro_steps_ended_;
+      default:
+        return false;
+    }
+  }
+
+ private:
+  const uint64_t step_;
+  const uint32_t micro_steps_ended_;
+  absl::flat_hash_map<uint32_t, uint32_t> next_micro_step_;  // By chunk.
+};
+
+}  // namespace
+
+struct SendLog::Lent {
+  Mutex mutex;
+  CondVar returned;
+  int64_t payloads ABSL_GUARDED_BY(mutex) = 0;
+};
+
+class SendLog::Borrowed {
+ public:
+  Borrowed(std::shared_ptr<Lent> lent, std::function<void()> released)
+      : lent_(std::move(lent)), released_(std::move(released)) {
+    MutexLock lock(lent_->mutex);
+    ++lent_->payloads;
+  }
+  ~Borrowed() {
+    if (released_) released_();
+    MutexLock lock(lent_->mutex);
+    --lent_->payloads;
+    lent_->returned.NotifyAll();
+  }
+  Borrowed(const Borrowed&) = delete;
+  Borrowed& operator=(const Borrowed&) = delete;
+
+ private:
+  const std::shared_ptr<Lent> lent_;
+  const std::function<void()> released_;
+};
+
+SendLog::SendLog(int64_t limit_bytes, absl::Duration send_timeout)
+    : limit_bytes_(limit_bytes), send_timeout_(send_timeout), lent_(std::make_shared<Lent>()) {}
+
+SendLog::~SendLog() {
+  Close(absl::CancelledError("the session was closed"));
+  MutexLock lock(lent_->mutex);
+  while (lent_->payloads > 0) lent_->returned.Wait(lent_->mutex);
+}
+
+void SendLog::SendOnStream(Entry& entry) {
+  entry.number = ++sent_;
+  if (entry.borrowed == nullptr) {
+    stream_->Send(entry.message);
+  } else if (entry.shared) {
+    stream_->SendSharedGradient(entry.message.gradient().header());
+  } else {
+    stream_->SendGradient(entry.message.gradient().header(), entry.payload,
+                          [borrowed = entry.borrowed]() mutable { borrowed.reset(); });
+  }
+}
+
+void SendLog::LogAndSend(Entry entry) {
+  // Logged first, so that the log's share of the payload outlives a stream that drops it at once.
+  entries_.push_back(std::move(entry));
+  if (stream_ != nullptr) SendOnStream(entries_.back());
+}
+
+absl::Status SendLog::Send(v1::TrainRequest message) {
+  MutexLock lock(mutex_);
+  if (!closed_.ok()) return closed_;
+  if (message.has_seal()) seal_ = message;
+  LogAndSend({.message = std::move(message)});
+  return absl::OkStatus();
+}
+
+absl::Status SendLog::SendGradient(const v1::GradientHeader& header,
+                                   absl::Span<const std::byte> payload,
+                                   std::function<void()> released) {
+  // Before the lock, so that it is destroyed after it.
+  auto borrowed = std::make_shared<Borrowed>(lent_, std::move(released));
+  const auto bytes = static_cast<int64_t>(payload.size());
+  const auto deadline = SteadyDeadline(send_timeout_);
+  MutexLock lock(mutex_);
+  bool in_time = true;
+  // A payload larger than the whole window passes alone.
+  while (closed_.ok() && unacknowledged_bytes_ > 0 &&
+         unacknowledged_bytes_ + bytes > limit_bytes_) {
+    if (!in_time) {
+      return absl::DeadlineExceededError(absl::StrCat("the service left ", unacknowledged_bytes_,
+                                                      " payload bytes unacknowledged for ",
+                                                      absl::FormatDuration(send_timeout_)));
+    }
+    in_time = room_.WaitUntil(mutex_, deadline);
+  }
+  if (!closed_.ok()) return closed_;
+  Entry entry{.payload = payload, .borrowed = borrowed};
+  *entry.message.mutable_gradient()->mutable_header() = header;
+  unacknowledged_bytes_ += bytes;
+  LogAndSend(std::move(entry));
+  return absl::OkStatus();
+}
+
+absl::Status SendLog::SendSharedGradient(const v1::GradientHeader& header,
+                                         std::function<void()> released) {
+  // Before the lock, so that it is destroyed after it.
+  auto borrowed = std::make_shared<Borrowed>(lent_, std::move(released));
+  MutexLock lock(mutex_);
+  if (!closed_.ok()) return closed_;
+  Entry entry{.borrowed = borrowed, .shared = true};
+  *entry.message.mutable_gradient()->mutable_header() = header;
+  LogAndSend(std::move(entry));
+  return absl::OkStatus();
+}
+
+absl::Status SendLog::Acknowledge(uint64_t messages) {
+  std::vector<Entry> done;  // Destroyed after the lock: `released` may call back.
+  MutexLock lock(mutex_);
+  if (messages > sent_) {
+    return absl::InternalError(absl::StrCat("the service acknowledged ", messages,
+                                            " messages of a stream that carried ", sent_));
+  }
+  while (!entries_.empty() && entries_.front().number != 0 && entries_.front().number <= messages) {
+    unacknowledged_bytes_ -= static_cast<int64_t>(entries_.front().payload.size());
+    done.push_back(std::move(entries_.front()));
+    entries_.pop_front();
+  }
+  room_.NotifyAll();
+  return absl::OkStatus();
+}
+
+void SendLog::SealRefused() {
+  MutexLock lock(mutex_);
+  seal_.reset();
+}
+
+void SendLog::StepDecided() {
+  std::deque<Entry> held;  // Destroyed after the lock.
+  MutexLock lock(mutex_);
+  held.swap(entries_);
+  seal_.reset();
+  unacknowledged_bytes_ = 0;
+  room_.NotifyAll();
+}
+
+void SendLog::Detach() {
+  MutexLock lock(mutex_);
+  stream_ = nullptr;
+  sent_ = 1;
+  for (Entry& entry : entries_) entry.number = 0;
+}
+
+SendLog::Resumed SendLog::Resume(TrainStream& stream, const v1::Opened& opened) {
+  const HeldByService held(opened);
+  std::deque<Entry> before;  // What is held is destroyed after the lock.
+  Resumed resumed;
+  MutexLock lock(mutex_);
+  if (!closed_.ok()) return resumed;
+  stream_ = &stream;
+  before.swap(entries_);
+  for (Entry& entry : before) {
+    if (entry.message.has_seal()) continue;  // The one that counts comes last.
+    if (held.Has(entry.message)) {
+      ++resumed.held;
+      unacknowledged_bytes_ -= static_cast<int64_t>(entry.payload.size());
+    } else {
+      ++resumed.sent;
+      LogAndSend(std::move(entry));
+    }
+  }
+  // Not that of a step that is over.
+  if (seal_.has_value() && seal_->seal().step() > opened.committed_step()) {
+    ++resumed.sent;
+    LogAndSend({.message = *seal_});
+  }
+  room_.NotifyAll();
+  return resumed;
+}
+
+void SendLog::Close(const absl::Status& status) {
+  std::deque<Entry> dropped;  // Destroyed after the lock.
+  MutexLock lock(mutex_);
+  if (!closed_.ok()) return;
+  closed_ = status;
+  dropped.swap(entries_);
+  unacknowledged_bytes_ = 0;
+  room_.NotifyAll();
+}
+
+int64_t SendLog::unacknowledged_bytes() const {
+  MutexLock lock(mutex_);
+  return unacknowledged_bytes_;
+}
+
+}  // namespace ballast::client

@@ -1,0 +1,356 @@
+#include "client/session/session_impl.h"
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "client/session/join.h"
+#include "client/session/log.h"
+#include "client/session/retry.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "proto/convert.h"
+
+namespace ballast::client {
+namespace {
+
+constexpr absl::Duration kLongestWaitForSharedMemory = absl::Seconds(10);
+
+absl::Status CheckOptions(const SessionOptions& options) {
+  const int world_size = options.job.layout.world_size;
+  if (options.rank < 0 || options.rank >= world_size) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("rank ", options.rank, " is not in a world of size ", world_size));
+  }
+  if (options.window_bytes <= 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("window_bytes is ", options.window_bytes, ", expected a positive number"));
+  }
+  return Validate(options.job);
+}
+
+}  // namespace
+
+SessionImpl::SessionImpl(std::unique_ptr<Transport> transport, Clock& clock, SessionOptions options,
+                         Layout layout)
+    : transport_(std::move(transport)),
+      clock_(clock),
+      options_(std::move(options)),
+      layout_(std::move(layout)),
+      places_(layout_.chunks().size()),
+      weights_at_([this](int chunk) {
+        return options_.weights ? options_.weights(chunk) : weights_memory_->at(chunk);
+      }),
+      sink_(layout_, options_.job.groups, options_.rank, weights_at_, options_.on_weights),
+      log_(options_.window_bytes, options_.seal_timeout) {}
+
+SessionImpl::~SessionImpl() {
+  log_.Close(absl::CancelledError("the session was closed"));
+  pushes_.AwaitNone();  // It has woken them.
+  keeper_.reset();
+}
+
+absl::StatusOr<std::unique_ptr<SessionImpl>> SessionImpl::Open(std::unique_ptr<Transport> transport,
+                                                               Clock& clock,
+                                                               SessionOptions options) {
+  BALLAST_RETURN_IF_ERROR(CheckOptions(options));
+  if (options.process_id.empty()) options.process_id = DefaultProcessId();
+  if (!options.takes_steps) options.shared_memory = SharedMemoryUse::kNever;
+  BALLAST_ASSIGN_OR_RETURN(Layout layout, Layout::Create(options.job.layout));
+  const absl::Time deadline = clock.Now() + options.join_timeout;
+  std::unique_ptr<SessionImpl> session(
+      new SessionImpl(std::move(transport), clock, std::move(options), std::move(layout)));
+  if (absl::Status status = session->Start(deadline); !status.ok()) {
+    return Annotate(status, session->Context());
+  }
+  return session;
+}
+
+absl::Status SessionImpl::Start(absl::Time deadline) {
+  SessionOptions options = options_;
+  const absl::Duration limit = std::min(options_.reconnect_timeout, deadline - clock_.Now());
+  return Retry(
+      clock_, limit, [&] { return TryToStart(options, deadline); },
+      [&](const absl::Status& status) {
+        // Once attached: the service has set the rank free, because only now it notices the end of
+        // an older stream, or the generation has risen. Attaching once more says whether the rank
+        // is lost.
+        return absl::IsUnavailable(status) || (absl::IsAborted(status) && options.rejoin);
+      });
+}
+
+absl::Status SessionImpl::TryToStart(SessionOptions& options, absl::Time deadline) {
+  keeper_.reset();
+  BALLAST_ASSIGN_OR_RETURN(attached_, Join(*transport_, clock_, options, deadline));
+  options.job_uid = attached_.uid();
+  options.rejoin = true;
+  trainer_state_ = attached_.job().trainer_state();
+  last_step_applied_ = true;
+  if (const auto& records = attached_.job().recent_steps(); !records.empty()) {
+    last_step_applied_ = records.rbegin()->applied();
+  }
+  attached_.clear_job();
+  awaiting_weights_ = attached_.awaiting_weights();
+  committed_step_ = attached_.committed_step();
+  ShareMemory(attached_.shared_memory(), deadline);
+  BALLAST_RETURN_IF_ERROR(TakeWeightsMemory());
+  keeper_ = std::make_unique<StreamKeeper>(
+      *transport_, clock_, log_, static_cast<StreamKeeper::User&>(*this),
+      StreamKeeper::Settings{.open = OpenMessage(),
+                             .instance_id = attached_.instance_id(),
+                             .committed_step = attached_.committed_step(),
+                             .reconnect_timeout = options_.reconnect_timeout});
+  // At the deadline there is time enough to hear what is wrong.
+  return keeper_->Open(std::max(deadline - clock_.Now(), absl::Seconds(1)));
+}
+
+// Each attachment has an offer of its own. Whatever goes wrong, the stream carries everything.
+void SessionImpl::ShareMemory(const v1::SharedMemoryOffer& offer, absl::Time deadline) {
+  if (shared_memory_ != nullptr) weights_memory_.reset();
+  shared_memory_ = nullptr;
+  if (!attached_.has_shared_memory()) return;
+  // Time is left for the stream; a service that listens at all answers soon.
+  const absl::Duration limit =
+      std::clamp((deadline - clock_.Now()) / 2, absl::Seconds(1), kLongestWaitForSharedMemory);
+  absl::StatusOr<std::unique_ptr<SharedMemory>> shared = SharedMemory::Connect(
+      offer, RankMemoryLayout(layout_, options_.job.groups, options_.rank), limit);
+  if (shared.ok()) {
+    shared_memory_ = *std::move(shared);
+    return;
+  }
+  // Nobody listens: the service is on another host, or in another network namespace.
+  const bool elsewhere = absl::IsNotFound(shared.status());
+  Log().log(elsewhere ? spdlog::level::info : spdlog::level::warn,
+            "{}: gradients and weights travel through the connection, no memory is shared: {}",
+            Context(), std::string(shared.status().message()));
+}
+
+absl::Status SessionImpl::TakeWeightsMemory() {
+  if (!options_.takes_steps) return absl::OkStatus();
+  if (shared_memory_ != nullptr) {
+    weights_memory_ = WeightsMemory::In(*shared_memory_, layout_, options_.rank);
+    return absl::OkStatus();
+  }
+  if (weights_memory_.has_value()) return absl::OkStatus();  // Of another attempt.
+  if (options_.weights && options_.job.update_mode != UpdateMode::kSpeculate) {
+    return absl::OkStatus();
+  }
+  absl::StatusOr<WeightsMemory> reserved =
+      WeightsMemory::Reserve(layout_, options_.job.groups, options_.rank);
+  if (reserved.ok()) {
+    weights_memory_ = *std::move(reserved);
+    return absl::OkStatus();
+  }
+  if (!options_.weights) return reserved.status();
+  Log().warn("{}: {}; this rank's chunks wait for the decision", Context(),
+             std::string(reserved.status().message()));
+  return absl::OkStatus();
+}
+
+absl::Span<const std::byte> SessionImpl::weights_memory(int chunk) const {
+  if (options_.weights || !weights_memory_.has_value() || chunk < 0) return {};
+  return weights_memory_->at(chunk);
+}
+
+absl::Span<std::byte> SessionImpl::gradient_memory(int chunk) {
+  const bool exists = chunk >= 0 && chunk < static_cast<int>(layout_.chunks().size());
+  if (shared_memory_ == nullptr || !exists) return {};
+  return places_.GiveToTrainer(chunk) ? shared_memory_->gradient(chunk) : absl::Span<std::byte>();
+}
+
+v1::OpenTrain SessionImpl::OpenMessage() const {
+  v1::OpenTrain open;
+  open.set_name(proto::JobName(options_.job.name));
+  open.set_uid(attached_.uid());
+  open.set_rank(options_.rank);
+  open.set_process_id(options_.process_id);
+  open.set_generation(attached_.generation());
+  if (may_speculate()) open.set_update_mode(v1::SPECULATE);
+  open.set_weights_in_shared_memory(shared_memory_ != nullptr);
+  return open;
+}
+
+std::string SessionImpl::Context() const {
+  std::string context = absl::StrCat("job ", options_.job.name, " rank ", options_.rank);
+  if (const uint64_t step = progress_.step(); step != 0) absl::StrAppend(&context, " step ", step);
+  return context;
+}
+
+void SessionImpl::OnEnded(const absl::Status& status) {
+  progress_.Fail(Annotate(status, Context()));
+  log_.Close(progress_.failure());
+}
+
+// ---------------------------------------------------------------- the step
+
+absl::Status SessionImpl::CheckInStep(const char* call) const {
+  BALLAST_RETURN_IF_ERROR(progress_.failure());
+  if (progress_.step() != 0) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat(Context(), ": ", call, " before BeginStep"));
+}
+
+absl::Status SessionImpl::CheckBetweenSteps(const char* call) const {
+  BALLAST_RETURN_IF_ERROR(progress_.failure());
+  if (progress_.step() == 0) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat(
+      Context(), ": ", call, " in the middle of a step; seal and receive its weights first"));
+}
+
+absl::Status SessionImpl::CheckTakesSteps(const char* call) const {
+  if (options_.takes_steps) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrCat(Context(), ": ", call, " in a session that was opened without steps"));
+}
+
+absl::Status SessionImpl::BeginStep(const StepSettings& settings) {
+  BALLAST_RETURN_IF_ERROR(CheckBetweenSteps("BeginStep"));
+  BALLAST_RETURN_IF_ERROR(CheckTakesSteps("BeginStep"));
+  const uint64_t step = committed_step_ + 1;
+  v1::TrainRequest request;
+  v1::BeginStep& begin = *request.mutable_begin_step();
+  begin.set_step(step);
+  begin.set_loss_scale(settings.scale.loss_scale);
+  begin.set_trainer_state(settings.trainer_state);
+  begin.mutable_divisors()->Add(settings.scale.divisors.begin(), settings.scale.divisors.end());
+  for (const auto& [group, overrides] : settings.overrides) {
+    (*begin.mutable_overrides())[group] = proto::ToProto(overrides);
+  }
+  progress_.Begin(step);
+  places_.FreeAll();
+  return log_.Send(std::move(request));
+}
+
+absl::Status SessionImpl::CheckPush(const GradientPush& push) const {
+  BALLAST_RETURN_IF_ERROR(CheckInStep("Push"));
+  const auto refuse = [&](const std::string& why) {
+    return absl::InvalidArgumentError(absl::StrCat(Context(), ": chunk ", push.chunk, ": ", why));
+  };
+  const absl::Span<const Chunk> chunks = layout_.chunks();
+  if (push.chunk < 0 || push.chunk >= static_cast<int>(chunks.size())) {
+    return refuse(absl::StrCat("there are ", chunks.size(), " chunks"));
+  }
+  const Chunk& chunk = chunks[push.chunk];
+  if (chunk.rank != options_.rank) return refuse(absl::StrCat("belongs to rank ", chunk.rank));
+  const DType dtype = options_.job.groups[chunk.group].wire_dtype;
+  const size_t wanted = push.empty ? 0 : chunk.elements * SizeBytes(dtype);
+  if (push.payload.size() != wanted) {
+    return refuse(absl::StrCat(
+        "the payload has ", push.payload.size(), " bytes, expected ", wanted,
+        push.empty ? " of an empty contribution"
+                   : absl::StrCat(" (", chunk.elements, " elements of ", Name(dtype), ")")));
+  }
+  return absl::OkStatus();
+}
+
+// Whether the gradient lies at its chunk's place in shared memory, brought there if need be; then
+// `push` is released once the service holds it.
+bool SessionImpl::PushInPlace(GradientPush& push) {
+  if (shared_memory_ == nullptr || push.empty) return false;
+  const absl::Span<std::byte> place = shared_memory_->gradient(push.chunk);
+  if (push.payload.data() == place.data()) return true;
+  if (!places_.Take(push.chunk)) return false;
+  std::memcpy(place.data(), push.payload.data(), place.size());
+  if (push.released) push.released();
+  push.released = nullptr;
+  if (!push.final) push.released = [this, chunk = push.chunk] { places_.Free(chunk); };
+  return true;
+}
+
+absl::Status SessionImpl::Push(GradientPush push) {
+  const Callers::Entry entry(pushes_);
+  if (absl::Status status = CheckPush(push); !status.ok()) {
+    if (push.released) push.released();
+    return status;
+  }
+  v1::GradientHeader header;
+  header.set_step(progress_.step());
+  header.set_chunk(static_cast<uint32_t>(push.chunk));
+  header.set_micro_step_begin(push.micro_step_begin);
+  header.set_micro_step_end(push.micro_step_end);
+  header.set_final(push.final);
+  header.set_empty(push.empty);
+  const absl::Status sent = PushInPlace(push)
+                                ? log_.SendSharedGradient(header, std::move(push.released))
+                                : log_.SendGradient(header, push.payload, std::move(push.released));
+  if (sent.ok()) return sent;
+  BALLAST_RETURN_IF_ERROR(progress_.failure());
+  return Annotate(sent, absl::StrCat(Context(), ": chunk ", push.chunk, " of micro-step ",
+                                     push.micro_step_begin));
+}
+
+absl::Status SessionImpl::EndMicroStep(uint32_t micro_step, const UsedParameters& used) {
+  BALLAST_RETURN_IF_ERROR(CheckInStep("EndMicroStep"));
+  v1::TrainRequest request;
+  v1::EndMicroStep& end = *request.mutable_end_micro_step();
+  end.set_step(progress_.step());
+  end.set_micro_step(micro_step);
+  end.set_all_used(used.all);
+  if (used.non_finite.has_value()) {
+    v1::NonFiniteGradient& found = *end.mutable_non_finite();
+    found.set_parameter(used.non_finite->parameter);
+    found.set_element(used.non_finite->element);
+    found.set_value(used.non_finite->value);
+  }
+  if (!used.all) {
+    end.mutable_used_parameters()->Add(used.parameters.begin(), used.parameters.end());
+  }
+  return log_.Send(std::move(request));
+}
+
+absl::StatusOr<StepDecision> SessionImpl::Seal(uint32_t micro_steps) {
+  BALLAST_RETURN_IF_ERROR(CheckInStep("Seal"));
+  if (progress_.StartSeal()) {
+    v1::TrainRequest request;
+    request.mutable_seal()->set_step(progress_.step());
+    request.mutable_seal()->set_micro_steps(micro_steps);
+    BALLAST_RETURN_IF_ERROR(log_.Send(std::move(request)));
+  }
+  absl::StatusOr<StepDecision> decision = progress_.AwaitDecision(options_.seal_timeout);
+  if (!decision.ok()) return ExplainSeal(decision.status());
+  return decision;
+}
+
+absl::Status SessionImpl::ExplainSeal(const absl::Status& status) const {
+  if (const absl::Status failure = progress_.failure(); !failure.ok()) return failure;
+  if (!absl::IsDeadlineExceeded(status)) return Annotate(status, Context());
+  std::vector<int> ranks = progress_.awaited_ranks();
+  if (ranks.empty()) {
+    // The service's own deadline has not passed yet; ask.
+    if (const absl::StatusOr<v1::Job> job =
+            client::GetJob(*transport_, options_.job.name, attached_.uid());
+        job.ok()) {
+      for (const v1::RankProgress& rank : job->ranks()) {
+        if (!rank.sealed()) ranks.push_back(rank.rank());
+      }
+    }
+  }
+  return Annotate(absl::DeadlineExceededError(absl::StrCat(
+                      status.message(), "; not sealed: ",
+                      ranks.empty() ? "no rank that the service knows of"
+                                    : absl::StrCat("rank ", absl::StrJoin(ranks, ", ")),
+                      "; wait with another Seal, or abort the step")),
+                  Context());
+}
+
+absl::Status SessionImpl::ReceiveWeights() {
+  // A step whose end has come counts, even if the stream failed after it.
+  if (!progress_.decision().has_value()) {
+    BALLAST_RETURN_IF_ERROR(CheckInStep("ReceiveWeights"));
+    return absl::FailedPreconditionError(
+        absl::StrCat(Context(), ": ReceiveWeights before Seal has returned a decision"));
+  }
+  const absl::StatusOr<double> seconds = progress_.AwaitCommitted(options_.seal_timeout);
+  if (!seconds.ok()) {
+    BALLAST_RETURN_IF_ERROR(progress_.failure());
+    return Annotate(seconds.status(), Context());
+  }
+  update_seconds_ = *seconds;
+  committed_step_ = progress_.step();
+  progress_.End();
+  return absl::OkStatus();
+}
+
+}  // namespace ballast::client

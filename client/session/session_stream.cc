@@ -1,0 +1,202 @@
+// What the service says to a session, on its streams and when a broken one is reopened.
+#include <optional>
+#include <utility>
+
+#include "absl/container/flat_hash_set.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "client/session/log.h"
+#include "client/session/session_impl.h"
+#include "cpu_optimizer_service/common/status.h"
+
+namespace ballast::client {
+namespace {
+
+// Of a decision, or of the record of one: they call the same things the same.
+template <typename Message>
+StepDecision ToDecision(const Message& message) {
+  StepDecision decision;
+  decision.step = message.step();
+  decision.applied = message.applied();
+  decision.norm = message.norm();
+  decision.clip_coefficient = message.clip_coefficient();
+  decision.skip_reason = message.skip_reason();
+  decision.unused_parameters.assign(message.unused_parameters().begin(),
+                                    message.unused_parameters().end());
+  return decision;
+}
+
+}  // namespace
+
+absl::Status SessionImpl::OnMessage(const v1::TrainResponse& message, PayloadPieces payload) {
+  switch (message.kind_case()) {
+    case v1::TrainResponse::kSealRefused:
+      return OnSealRefused(message.seal_refused());
+    case v1::TrainResponse::kWaiting:
+      OnWaiting(message.waiting());
+      return absl::OkStatus();
+    case v1::TrainResponse::kDecision:
+      return OnDecision(message.decision());
+    case v1::TrainResponse::kWeights:
+      return OnWeights(message.weights().header(), payload);
+    case v1::TrainResponse::kCommitted:
+      return OnCommitted(message.committed());
+    case v1::TrainResponse::kSharedWeights:
+      return OnSharedWeights(message.shared_weights());
+    case v1::TrainResponse::kOpened:        // The keeper's.
+    case v1::TrainResponse::kAcknowledged:  // The keeper's.
+    case v1::TrainResponse::KIND_NOT_SET:   // A kind that a newer service knows.
+      return absl::OkStatus();
+  }
+  return absl::OkStatus();
+}
+
+absl::Status SessionImpl::OnSealRefused(const v1::SealRefused& refused) {
+  // Before the trainer hears of it, and seals again.
+  log_.SealRefused();
+  return progress_.Refused(refused.step(), refused.message());
+}
+
+void SessionImpl::OnWaiting(const v1::Waiting& waiting) {
+  progress_.Waiting(waiting.step(), {waiting.ranks().begin(), waiting.ranks().end()});
+  Log().warn("{}: sealed; the service waits for rank {}", Context(),
+             absl::StrJoin(waiting.ranks(), ", "));
+}
+
+absl::Status SessionImpl::Decide(StepDecision decision) {
+  log_.StepDecided();
+  if (decision.applied) sink_.Begin();
+  return progress_.Decided(std::move(decision));
+}
+
+absl::Status SessionImpl::OnDecision(const v1::StepDecision& message) {
+  BALLAST_RETURN_IF_ERROR(Decide(ToDecision(message)));
+  const absl::Status published =
+      message.applied() ? PublishProvisionalWeights(message) : absl::OkStatus();
+  DropProvisionalWeights();
+  return published;
+}
+
+// ---------------------------------------------------------------- weights
+
+absl::Status SessionImpl::OnProvisionalWeights(const v1::WeightHeader& header,
+                                               PayloadPieces payload) {
+  const StepProgress::Standing standing = progress_.standing();
+  if (!may_speculate() || standing.step != header.step() || standing.decided) {
+    return absl::InternalError(absl::StrCat(
+        "the service sent provisional weights of step ", header.step(), " while this rank ",
+        may_speculate() ? "was not awaiting its decision" : "has not asked for any"));
+  }
+  BALLAST_RETURN_IF_ERROR(weights_memory_->KeepProvisional(header, payload));
+  if (!options_.weights && options_.on_provisional_weights) {
+    options_.on_provisional_weights(static_cast<int>(header.chunk()));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status SessionImpl::PublishProvisionalWeights(const v1::StepDecision& decision) {
+  if (!may_speculate()) return absl::OkStatus();
+  const absl::flat_hash_set<uint32_t> dropped(decision.dropped_chunks().begin(),
+                                              decision.dropped_chunks().end());
+  v1::WeightHeader header;
+  header.set_step(decision.step());
+  for (int chunk : layout_.chunks_of_rank(options_.rank)) {
+    const bool kept = weights_memory_->has_provisional(chunk);
+    if (!kept || dropped.contains(static_cast<uint32_t>(chunk))) continue;
+    header.set_chunk(static_cast<uint32_t>(chunk));
+    weights_memory_->Publish(chunk);
+    BALLAST_RETURN_IF_ERROR(sink_.Place(header, {weights_memory_->at(chunk)}));
+  }
+  return absl::OkStatus();
+}
+
+// All that are left.
+void SessionImpl::DropProvisionalWeights() {
+  if (!weights_memory_.has_value()) return;
+  for (int chunk : layout_.chunks_of_rank(options_.rank)) {
+    if (!weights_memory_->has_provisional(chunk)) continue;
+    if (!options_.weights && options_.on_dropped_weights) options_.on_dropped_weights(chunk);
+  }
+  weights_memory_->ForgetProvisional();
+}
+
+absl::Status SessionImpl::OnWeights(const v1::WeightHeader& header, PayloadPieces payload) {
+  if (header.provisional()) return OnProvisionalWeights(header, payload);
+  const std::optional<StepDecision> decision = progress_.decision();
+  if (!decision.has_value() || !decision->applied || decision->step != header.step()) {
+    return absl::InternalError(absl::StrCat("the service sent weights of step ", header.step(),
+                                            ", which it has not said to apply"));
+  }
+  return sink_.Place(header, payload);
+}
+
+absl::Status SessionImpl::OnSharedWeights(const v1::SharedWeights& message) {
+  if (shared_memory_ == nullptr) {
+    return absl::InternalError("the service sent weights in memory that it does not share");
+  }
+  v1::WeightHeader header;
+  header.set_step(message.step());
+  header.set_provisional(message.provisional());
+  for (const uint32_t chunk : message.chunks()) {
+    header.set_chunk(chunk);
+    BALLAST_RETURN_IF_ERROR(OnWeights(header, {weights_memory_->at(chunk)}));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status SessionImpl::OnCommitted(const v1::StepCommitted& committed) {
+  const std::optional<StepDecision> decision = progress_.decision();
+  if (decision.has_value() && decision->applied && sink_.missing_chunks() > 0) {
+    return absl::DataLossError(absl::StrCat("step ", committed.step(), " was committed, but ",
+                                            sink_.missing_chunks(),
+                                            " chunks of weights have not come"));
+  }
+  return progress_.Committed(committed.step(), committed.update_seconds());
+}
+
+// ---------------------------------------------------------------- after a break
+
+absl::Status SessionImpl::OnAttachedAgain(const v1::AttachWorkerResponse& attached,
+                                          absl::Duration limit) {
+  // What the old stream brought ahead of a decision counts for nothing on the new one.
+  DropProvisionalWeights();
+  const StepProgress::Standing standing = progress_.standing();
+  const uint64_t service = attached.committed_step();
+  if (standing.step == 0 && service == committed_step_) return absl::OkStatus();
+  if (standing.step != 0 && service == standing.step) {
+    return FinishStep(standing, attached.job(), limit);
+  }
+  if (standing.step != 0 && service + 1 == standing.step && !standing.decided) {
+    return absl::OkStatus();
+  }
+  return absl::FailedPreconditionError(absl::StrCat(
+      "the stream broke, and the service stands at step ", service, " where this rank ",
+      standing.step == 0
+          ? absl::StrCat("stands at ", committed_step_.load())
+          : absl::StrCat(standing.decided ? "has the decision of " : "is in step ", standing.step),
+      "; open the session again"));
+}
+
+absl::Status SessionImpl::FinishStep(const StepProgress::Standing& standing, const v1::Job& job,
+                                     absl::Duration limit) {
+  if (standing.committed) return absl::OkStatus();
+  if (!standing.decided) {
+    const v1::StepRecord* record = nullptr;
+    for (const v1::StepRecord& candidate : job.recent_steps()) {
+      if (candidate.step() == standing.step) record = &candidate;
+    }
+    if (record == nullptr) {
+      return absl::DataLossError(
+          absl::StrCat("the service has committed step ", standing.step,
+                       ", but has no record of its decision; open the session again"));
+    }
+    BALLAST_RETURN_IF_ERROR(Decide(ToDecision(*record)));
+  }
+  if (progress_.decision()->applied && sink_.missing_chunks() > 0) {
+    std::optional<uint64_t> step = standing.step;
+    BALLAST_RETURN_IF_ERROR(Annotate(FetchWeights(sink_, step, limit), "reading weights"));
+  }
+  return progress_.Committed(standing.step, /*update_seconds=*/0);
+}
+
+}  // namespace ballast::client

@@ -1,0 +1,156 @@
+// The calls between steps: weights, counts, checkpoints.
+#include <functional>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "client/session/join.h"
+#include "client/session/retry.h"
+#include "client/session/session_impl.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "proto/convert.h"
+
+namespace ballast::client {
+
+absl::Status SessionImpl::RetryBetweenSteps(
+    const std::function<absl::Status()>& call,
+    const std::function<bool(const absl::Status&)>& may_heal) const {
+  const absl::Status status =
+      Retry(clock_, options_.reconnect_timeout, call, [&](const absl::Status& failed) {
+        return may_heal(failed) && progress_.failure().ok() && transport_->CanReconnect();
+      });
+  if (status.ok()) return status;
+  BALLAST_RETURN_IF_ERROR(progress_.failure());
+  return status;
+}
+
+absl::Status SessionImpl::UploadWeights(
+    const std::function<void(int chunk, absl::Span<float> out)>& fill) {
+  BALLAST_RETURN_IF_ERROR(CheckBetweenSteps("UploadWeights"));
+  const std::string context = absl::StrCat(Context(), ": upload of first weights");
+  const absl::Span<const int> chunks = layout_.chunks_of_rank(options_.rank);
+  int attempts = 0;
+  absl::StatusOr<v1::UploadWeightsResponse> response;
+  const absl::Status sent = RetryBetweenSteps(
+      [&] {
+        ++attempts;
+        response = transport_->UploadWeights(OpenMessage(), chunks, [&](int chunk) {
+          std::vector<float> values(layout_.chunks()[chunk].elements);
+          fill(chunk, absl::MakeSpan(values));
+          return values;
+        });
+        return response.status();
+      },
+      [](const absl::Status& status) {
+        // ABORTED: a broken stream has set the rank free; reopening takes it again, or ends the
+        // session.
+        return absl::IsUnavailable(status) || absl::IsAborted(status);
+      });
+  if (attempts > 1 && absl::IsFailedPrecondition(sent)) {
+    // The job has its weights, and the answer that said so was lost.
+    BALLAST_ASSIGN_OR_RETURN(const v1::Job job, GetJob());
+    if (job.phase() != v1::AWAITING_WEIGHTS) return absl::OkStatus();
+  }
+  if (!sent.ok()) return Annotate(sent, context);
+  if (response->chunks() != static_cast<int64_t>(chunks.size())) {
+    return absl::InternalError(absl::StrCat(context, ": the service took ", response->chunks(),
+                                            " of ", chunks.size(), " chunks"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status SessionImpl::ReadWeights() {
+  BALLAST_RETURN_IF_ERROR(CheckBetweenSteps("ReadWeights"));
+  BALLAST_RETURN_IF_ERROR(CheckTakesSteps("ReadWeights"));
+  const std::string context = absl::StrCat(Context(), ": reading weights");
+  // A session that has ended waits in vain: this rank's weights may be forgotten.
+  const auto get_job = [this]() -> absl::StatusOr<v1::Job> {
+    BALLAST_RETURN_IF_ERROR(progress_.failure());
+    return GetJob();
+  };
+  if (absl::Status status = AwaitFirstWeights(get_job, clock_, options_); !status.ok()) {
+    BALLAST_RETURN_IF_ERROR(progress_.failure());
+    return Annotate(status, context);
+  }
+  awaiting_weights_ = false;
+  // An empty list would mean all chunks.
+  if (layout_.chunks_of_rank(options_.rank).empty()) return absl::OkStatus();
+  WeightSink sink(layout_, options_.job.groups, options_.rank, weights_at_, options_.on_weights);
+  sink.Begin();
+  std::optional<uint64_t> step;
+  const absl::Status read =
+      RetryBetweenSteps([&] { return FetchWeights(sink, step, absl::InfiniteDuration()); });
+  if (!read.ok()) {
+    BALLAST_RETURN_IF_ERROR(progress_.failure());
+    return Annotate(read, context);
+  }
+  committed_step_ = *step;
+  return absl::OkStatus();
+}
+
+absl::Status SessionImpl::FetchWeights(WeightSink& sink, std::optional<uint64_t>& step,
+                                       absl::Duration limit) {
+  // An earlier call brought all and broke before its end. An empty list would mean all chunks.
+  if (step.has_value() && sink.missing_chunks() == 0) return absl::OkStatus();
+  v1::ReadWeightsRequest request;
+  request.set_name(proto::JobName(options_.job.name));
+  request.set_uid(attached_.uid());
+  if (step.has_value()) request.set_step(*step);
+  for (int chunk : sink.ListMissing()) request.add_chunks(static_cast<uint32_t>(chunk));
+  BALLAST_ASSIGN_OR_RETURN(
+      step, transport_->ReadWeights(request, limit,
+                                    [&](const v1::WeightHeader& header, PayloadPieces payload) {
+                                      // Should the call fail now, the rest must be of the same
+                                      // step.
+                                      step = header.step();
+                                      return sink.Place(header, payload);
+                                    }));
+  if (sink.missing_chunks() == 0) return absl::OkStatus();
+  return absl::DataLossError(absl::StrCat(sink.missing_chunks(), " chunks did not come"));
+}
+
+absl::StatusOr<v1::Job> SessionImpl::GetJob() const {
+  absl::StatusOr<v1::Job> job;
+  BALLAST_RETURN_IF_ERROR(RetryBetweenSteps([&] {
+    job = client::GetJob(*transport_, options_.job.name, attached_.uid());
+    return job.status();
+  }));
+  return job;
+}
+
+absl::StatusOr<JobCounts> SessionImpl::ReadCounts() {
+  BALLAST_RETURN_IF_ERROR(progress_.failure());
+  BALLAST_ASSIGN_OR_RETURN(const v1::Job job, GetJob());
+  return JobCounts{.applied_steps = job.applied_steps(),
+                   .skipped_steps = job.skipped_steps(),
+                   .coverage_complete_steps = job.coverage_complete_steps(),
+                   .speculated_chunks = job.speculation().speculated_chunks(),
+                   .published_chunks = job.speculation().published_chunks(),
+                   .redone_chunks = job.speculation().redone_chunks()};
+}
+
+absl::Status SessionImpl::SaveCheckpoint(const std::string& directory) {
+  BALLAST_RETURN_IF_ERROR(CheckBetweenSteps("SaveCheckpoint"));
+  v1::SaveJobRequest request;
+  request.set_name(proto::JobName(options_.job.name));
+  request.set_directory(directory);
+  return Annotate(transport_->SaveJob(request).status(),
+                  absl::StrCat(Context(), ": saving to ", directory));
+}
+
+absl::Status SessionImpl::LoadCheckpoint(const std::string& directory) {
+  BALLAST_RETURN_IF_ERROR(CheckBetweenSteps("LoadCheckpoint"));
+  v1::LoadJobRequest request;
+  request.set_name(proto::JobName(options_.job.name));
+  request.set_directory(directory);
+  const absl::Status loaded = transport_->LoadJob(request).status();
+  if (!loaded.ok()) return Annotate(loaded, absl::StrCat(Context(), ": loading ", directory));
+  // The generation has risen: no rank's stream is good any more, this one's included.
+  keeper_->Stop();
+  OnEnded(absl::AbortedError("a checkpoint was loaded; open the session again"));
+  return absl::OkStatus();
+}
+
+}  // namespace ballast::client

@@ -1,0 +1,137 @@
+#include "client/session/step_progress.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "client/transport/steady_deadline.h"
+
+namespace ballast::client {
+namespace {
+
+absl::Status TimedOut(const char* awaited, absl::Duration limit) {
+  return absl::DeadlineExceededError(
+      absl::StrCat(awaited, " did not come within ", absl::FormatDuration(limit)));
+}
+
+}  // namespace
+
+void StepProgress::Begin(uint64_t step) {
+  MutexLock lock(mutex_);
+  step_ = step;
+  seal_is_out_ = false;
+  refusal_.reset();
+  awaited_ranks_.clear();
+  decision_.reset();
+  update_seconds_.reset();
+}
+
+uint64_t StepProgress::step() const {
+  MutexLock lock(mutex_);
+  return step_;
+}
+
+void StepProgress::End() { Begin(0); }
+
+bool StepProgress::StartSeal() {
+  MutexLock lock(mutex_);
+  if (seal_is_out_ || decision_.has_value()) return false;
+  seal_is_out_ = true;
+  refusal_.reset();
+  return true;
+}
+
+absl::Status StepProgress::CheckStep(const char* what, uint64_t step) const {
+  if (step == step_) return absl::OkStatus();
+  return absl::InternalError(absl::StrCat("the service sent ", what, " of step ", step,
+                                          " while this rank is at step ", step_));
+}
+
+absl::Status StepProgress::Refused(uint64_t step, std::string message) {
+  MutexLock lock(mutex_);
+  if (absl::Status status = CheckStep("the refusal of a seal", step); !status.ok()) return status;
+  refusal_ = std::move(message);
+  seal_is_out_ = false;
+  awaited_ranks_.clear();  // They were awaited by the seal that was refused.
+  changed_.NotifyAll();
+  return absl::OkStatus();
+}
+
+void StepProgress::Waiting(uint64_t step, std::vector<int> ranks) {
+  MutexLock lock(mutex_);
+  if (step == step_) awaited_ranks_ = std::move(ranks);
+}
+
+absl::Status StepProgress::Decided(StepDecision decision) {
+  MutexLock lock(mutex_);
+  if (absl::Status status = CheckStep("the decision", decision.step); !status.ok()) return status;
+  decision_ = std::move(decision);
+  changed_.NotifyAll();
+  return absl::OkStatus();
+}
+
+absl::Status StepProgress::Committed(uint64_t step, double update_seconds) {
+  MutexLock lock(mutex_);
+  if (absl::Status status = CheckStep("the end", step); !status.ok()) return status;
+  if (!decision_.has_value()) {
+    return absl::InternalError(
+        absl::StrCat("the service committed step ", step, " without having said its decision"));
+  }
+  update_seconds_ = update_seconds;
+  changed_.NotifyAll();
+  return absl::OkStatus();
+}
+
+void StepProgress::Fail(const absl::Status& status) {
+  MutexLock lock(mutex_);
+  if (failure_.ok()) failure_ = status;
+  changed_.NotifyAll();
+}
+
+absl::Status StepProgress::failure() const {
+  MutexLock lock(mutex_);
+  return failure_;
+}
+
+absl::StatusOr<StepDecision> StepProgress::AwaitDecision(absl::Duration limit) {
+  const auto deadline = SteadyDeadline(limit);
+  MutexLock lock(mutex_);
+  bool in_time = true;
+  for (;;) {
+    // What came counts, even if the stream failed after it.
+    if (decision_.has_value()) return *decision_;
+    if (!failure_.ok()) return failure_;
+    if (refusal_.has_value()) return absl::FailedPreconditionError(*refusal_);
+    if (!in_time) return TimedOut("the decision", limit);
+    in_time = changed_.WaitUntil(mutex_, deadline);
+  }
+}
+
+absl::StatusOr<double> StepProgress::AwaitCommitted(absl::Duration limit) {
+  const auto deadline = SteadyDeadline(limit);
+  MutexLock lock(mutex_);
+  bool in_time = true;
+  for (;;) {
+    if (update_seconds_.has_value()) return *update_seconds_;
+    if (!failure_.ok()) return failure_;
+    if (!in_time) return TimedOut("the end of the step", limit);
+    in_time = changed_.WaitUntil(mutex_, deadline);
+  }
+}
+
+std::vector<int> StepProgress::awaited_ranks() const {
+  MutexLock lock(mutex_);
+  return awaited_ranks_;
+}
+
+std::optional<StepDecision> StepProgress::decision() const {
+  MutexLock lock(mutex_);
+  return decision_;
+}
+
+StepProgress::Standing StepProgress::standing() const {
+  MutexLock lock(mutex_);
+  return {
+      .step = step_, .decided = decision_.has_value(), .committed = update_seconds_.has_value()};
+}
+
+}  // namespace ballast::client

@@ -1,0 +1,250 @@
+#include "client/session/stream_keeper.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "client/session/log.h"
+#include "client/transport/steady_deadline.h"
+#include "cpu_optimizer_service/common/status.h"
+
+namespace ballast::client {
+namespace {
+
+// What a user is told of a stream that ended.
+absl::Status WhyItEnded(const absl::Status& status) {
+  return status.ok() ? absl::UnavailableError("the service ended the stream") : status;
+}
+
+// A stream that stood so long was sound.
+constexpr absl::Duration kSound = absl::Seconds(1);
+
+}  // namespace
+
+StreamKeeper::StreamKeeper(Transport& transport, Clock& clock, SendLog& log, User& user,
+                           Settings settings)
+    : transport_(transport),
+      clock_(clock),
+      log_(log),
+      user_(user),
+      settings_(std::move(settings)) {}
+
+StreamKeeper::~StreamKeeper() {
+  Stop();
+  if (thread_.joinable()) {
+    transport_.CancelCalls();
+    thread_.join();
+  }
+  stream_.reset();
+}
+
+void StreamKeeper::Stop() {
+  MutexLock lock(mutex_);
+  stopping_ = true;
+  changed_.NotifyAll();
+}
+
+void StreamKeeper::End(const absl::Status& status) {
+  {
+    MutexLock lock(mutex_);
+    if (std::exchange(stopping_, true)) return;
+    why_stopping_ = status;
+    changed_.NotifyAll();
+  }
+  user_.OnEnded(status);
+}
+
+bool StreamKeeper::MayHeal(const absl::Status& status) const {
+  if (settings_.reconnect_timeout <= absl::ZeroDuration()) return false;
+  switch (status.code()) {
+    case absl::StatusCode::kOk:
+    case absl::StatusCode::kUnavailable:
+    case absl::StatusCode::kCancelled:
+    case absl::StatusCode::kUnknown:
+    case absl::StatusCode::kInternal:
+    case absl::StatusCode::kDeadlineExceeded:
+      return true;
+    default:
+      return false;
+  }
+}
+
+// ---------------------------------------------------------------- the stream's thread
+
+void StreamKeeper::OnMessage(const v1::TrainResponse& message, PayloadPieces payload) {
+  {
+    MutexLock lock(mutex_);
+    // After an error, what else comes must not touch the trainer's memory.
+    if (stopping_) return;
+    if (message.has_opened()) {
+      opened_ = message.opened();
+      changed_.NotifyAll();
+      return;
+    }
+    // The open message's own shows only that a stream can be opened.
+    if (message.has_acknowledged() && message.acknowledged().messages() > 1) {
+      outage_is_over_ = true;
+    }
+  }
+  const absl::Status status = message.has_acknowledged()
+                                  ? log_.Acknowledge(message.acknowledged().messages())
+                                  : user_.OnMessage(message, payload);
+  if (!status.ok()) End(status);
+}
+
+void StreamKeeper::OnClosed(const absl::Status& status) {
+  const bool may_heal = MayHeal(status) && transport_.CanReconnect();
+  {
+    MutexLock lock(mutex_);
+    if (stopping_) return;
+    if (!opened_.has_value() || may_heal) {
+      // Whoever opens, or reopens, takes it from here.
+      closed_ = status;
+      changed_.NotifyAll();
+      return;
+    }
+  }
+  End(WhyItEnded(status));
+}
+
+// ---------------------------------------------------------------- opening, and again
+
+absl::Status StreamKeeper::Open(absl::Duration limit) {
+  BALLAST_ASSIGN_OR_RETURN(const v1::Opened opened, OpenStream(limit));
+  if (opened.committed_step() != settings_.committed_step) {
+    return absl::UnavailableError(
+        absl::StrCat("the service went from step ", settings_.committed_step, " to ",
+                     opened.committed_step(), " while the stream was being opened"));
+  }
+  open_since_ = clock_.Now();
+  log_.Resume(*stream_, opened);
+  thread_ = std::thread([this] { Run(); });
+  return absl::OkStatus();
+}
+
+absl::StatusOr<v1::Opened> StreamKeeper::OpenStream(absl::Duration limit) {
+  stream_ = transport_.OpenTrainStream(*this);
+  v1::TrainRequest request;
+  *request.mutable_open() = settings_.open;
+  stream_->Send(request);
+  const auto deadline = SteadyDeadline(limit);
+  MutexLock lock(mutex_);
+  bool in_time = true;
+  for (;;) {
+    if (stopping_) return why_stopping_;
+    if (opened_.has_value()) return *opened_;
+    if (closed_.has_value()) return WhyItEnded(*closed_);
+    if (!in_time) {
+      return absl::DeadlineExceededError(
+          absl::StrCat("the answer to the opening of the stream did not come within ",
+                       absl::FormatDuration(limit)));
+    }
+    in_time = changed_.WaitUntil(mutex_, deadline);
+  }
+}
+
+void StreamKeeper::DropStream() {
+  log_.Detach();
+  stream_.reset();
+  MutexLock lock(mutex_);
+  opened_.reset();
+  closed_.reset();
+}
+
+void StreamKeeper::Run() {
+  while (AwaitBreak()) Reopen();
+}
+
+bool StreamKeeper::AwaitBreak() {
+  MutexLock lock(mutex_);
+  while (!stopping_ && !closed_.has_value()) changed_.Wait(mutex_);
+  return !stopping_;
+}
+
+bool StreamKeeper::Sleep(absl::Duration duration) {
+  const absl::Time end = clock_.Now() + duration;
+  MutexLock lock(mutex_);
+  for (;;) {
+    if (stopping_) return false;
+    const absl::Duration left = end - clock_.Now();
+    if (left <= absl::ZeroDuration()) return true;
+    clock_.WaitFor(mutex_, changed_, left);
+  }
+}
+
+void StreamKeeper::Reopen() {
+  absl::Status broke;
+  {
+    MutexLock lock(mutex_);
+    broke = WhyItEnded(*closed_);
+    if (std::exchange(outage_is_over_, false)) outage_.reset();
+  }
+  if (clock_.Now() - open_since_ >= kSound) outage_.reset();
+  Log().warn("{}: the stream broke, and is reopened: {}", user_.Context(), broke.ToString());
+  if (!outage_.has_value()) outage_.emplace(clock_, clock_.Now() + settings_.reconnect_timeout);
+  absl::Status last = broke;
+  for (;;) {
+    // Also before the first attempt, so that nothing can make it spin.
+    const absl::Duration wait = outage_->Next();
+    if (wait == absl::ZeroDuration()) break;
+    if (!Sleep(wait)) return;
+    // The last attempt, at the deadline, has time enough to say what is wrong.
+    last = TryToReopen(std::max(outage_->left(), absl::Seconds(1)));
+    if (last.ok()) return;
+    if (!MayHeal(last)) return End(last);
+  }
+  End(absl::UnavailableError(absl::StrCat(
+      "the stream broke (", broke.ToString(), ") and could not be reopened within ",
+      absl::FormatDuration(settings_.reconnect_timeout), "; the last attempt: ", last.ToString(),
+      "; see that the service runs and can be reached, then open the session again")));
+}
+
+absl::Status StreamKeeper::TryToReopen(absl::Duration limit) {
+  DropStream();
+  const absl::Time deadline = clock_.Now() + limit;
+  const auto left = [&] { return std::max(deadline - clock_.Now(), absl::ZeroDuration()); };
+  BALLAST_ASSIGN_OR_RETURN(const v1::AttachWorkerResponse attached, AttachAgain(left()));
+  BALLAST_RETURN_IF_ERROR(user_.OnAttachedAgain(attached, left()));
+  const absl::StatusOr<v1::Opened> opened = OpenStream(left());
+  if (absl::IsAborted(opened.status())) {
+    // A service that only now notices the end of the old stream sets the rank free. Attaching once
+    // more says whether it is lost.
+    return absl::UnavailableError(opened.status().message());
+  }
+  BALLAST_RETURN_IF_ERROR(opened.status());
+  if (opened->committed_step() != attached.committed_step()) {
+    // Other ranks sealed meanwhile, this one had: the step is over, and attaching tells of it.
+    return absl::UnavailableError("the step was committed while the stream was being reopened");
+  }
+  open_since_ = clock_.Now();
+  const SendLog::Resumed resumed = log_.Resume(*stream_, *opened);
+  Log().info("{}: the stream is back: {} messages sent again, {} were held already",
+             user_.Context(), resumed.sent, resumed.held);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<v1::AttachWorkerResponse> StreamKeeper::AttachAgain(absl::Duration limit) {
+  v1::AttachWorkerRequest request;
+  request.set_name(settings_.open.name());
+  request.set_rank(settings_.open.rank());
+  request.set_process_id(settings_.open.process_id());
+  request.set_uid(settings_.open.uid());
+  request.set_generation(settings_.open.generation());
+  request.set_rejoin(true);
+  BALLAST_ASSIGN_OR_RETURN(v1::AttachWorkerResponse attached,
+                           transport_.AttachWorker(request, limit));
+  if (attached.instance_id() != settings_.instance_id) {
+    return absl::NotFoundError(
+        absl::StrCat("the stream broke, and another instance of the service answers (",
+                     attached.instance_id(), ", before ", settings_.instance_id,
+                     "): it does not have the undecided step; open the session again"));
+  }
+  if (attached.generation() != settings_.open.generation()) {
+    return absl::AbortedError(absl::StrCat("the job is at generation ", attached.generation(),
+                                           ", not ", settings_.open.generation(),
+                                           "; open the session again"));
+  }
+  return attached;
+}
+
+}  // namespace ballast::client

@@ -1,0 +1,47 @@
+// Writes the weights of a rank's chunks from the pieces they arrive in to where the trainer wants
+// them.
+//
+// Used from one thread at a time.
+#ifndef BALLAST_CLIENT_SESSION_WEIGHT_SINK_H_
+#define BALLAST_CLIENT_SESSION_WEIGHT_SINK_H_
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "client/transport/transport.h"
+#include "cpu_optimizer_service/common/job_spec.h"
+#include "cpu_optimizer_service/common/layout.h"
+
+namespace ballast::client {
+
+class WeightSink {
+ public:
+  // Borrows everything.
+  WeightSink(const Layout& layout, const std::vector<GroupSpec>& groups, int rank,
+             const std::function<absl::Span<std::byte>(int chunk)>& weights,
+             const std::function<void(int chunk)>& on_weights);
+
+  // From now on every chunk of the rank is expected once.
+  void Begin();
+  // DATA_LOSS, before anything is written, for a chunk that is not the rank's, has come before, or
+  // is of another size. INVALID_ARGUMENT if the trainer's memory for it is of another size.
+  absl::Status Place(const v1::WeightHeader& header, PayloadPieces payload);
+  // Chunks that have not come.
+  int64_t missing_chunks() const { return missing_chunks_; }
+  std::vector<int> ListMissing() const;
+
+ private:
+  const Layout& layout_;
+  const std::vector<GroupSpec>& groups_;
+  const int rank_;
+  const std::function<absl::Span<std::byte>(int chunk)>& weights_;
+  const std::function<void(int chunk)>& on_weights_;
+  std::vector<bool> expected_;  // By chunk of the job.
+  int64_t missing_chunks_ = 0;
+};
+
+}  // namespace ballast::client
+
+#endif  // BALLAST_CLIENT_SESSION_WEIGHT_SINK_H_

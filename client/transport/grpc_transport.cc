@@ -1,0 +1,148 @@
+#include "client/transport/grpc_transport.h"
+
+#include <grpcpp/client_context.h>
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/v1/ballast.grpc.pb.h"
+#include "client/transport/blocking_call.h"
+#include "client/transport/calls_under_way.h"
+#include "client/transport/train_stream.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "proto/frame.h"
+#include "proto/status.h"
+
+namespace ballast::client {
+namespace {
+
+constexpr absl::Duration kLongLimit = absl::Hours(1);
+
+template <typename Stub, typename Request, typename Response>
+absl::StatusOr<Response> Call(CallsUnderWay& calls, Stub& stub,
+                              grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&,
+                                                           Response*),
+                              const Request& request, absl::Duration limit) {
+  grpc::ClientContext context;
+  const CallsUnderWay::Entry entry(calls, context);
+  context.set_deadline(std::chrono::system_clock::now() + absl::ToChronoMilliseconds(limit));
+  Response response;
+  const grpc::Status status = (stub.*method)(&context, request, &response);
+  if (!status.ok()) return proto::FromGrpc(status);
+  return response;
+}
+
+// Sends chunk after chunk until all are sent or the service has ended the call.
+void SendWeights(BlockingCall& call, absl::Span<const int> chunks,
+                 const std::function<std::vector<float>(int chunk)>& fill) {
+  for (int chunk : chunks) {
+    v1::WeightHeader header;
+    header.set_chunk(static_cast<uint32_t>(chunk));
+    const auto values = std::make_shared<std::vector<float>>(fill(chunk));
+    const auto bytes = absl::MakeConstSpan(reinterpret_cast<const std::byte*>(values->data()),
+                                           values->size() * sizeof(float));
+    // gRPC keeps the values alive until it has sent them.
+    if (!call.Write(proto::SerializeUploadWeights(header, bytes, [values] {}))) return;
+  }
+  call.WritesDone();
+}
+
+class GrpcTransport final : public Transport {
+ public:
+  GrpcTransport(std::shared_ptr<grpc::Channel> channel, absl::Duration short_limit)
+      : channel_(std::move(channel)),
+        short_limit_(short_limit),
+        jobs_(channel_),
+        state_(channel_) {}
+
+  absl::StatusOr<v1::Job> CreateJob(const v1::CreateJobRequest& request,
+                                    absl::Duration limit) override {
+    return Call(calls_, jobs_, &v1::JobService::Stub::CreateJob, request,
+                std::min(limit, kLongLimit));
+  }
+  absl::StatusOr<v1::Job> GetJob(const v1::GetJobRequest& request) override {
+    return Call(calls_, jobs_, &v1::JobService::Stub::GetJob, request, short_limit_);
+  }
+  absl::StatusOr<v1::AttachWorkerResponse> AttachWorker(const v1::AttachWorkerRequest& request,
+                                                        absl::Duration limit) override {
+    return Call(calls_, jobs_, &v1::JobService::Stub::AttachWorker, request,
+                std::min(limit, short_limit_));
+  }
+  absl::StatusOr<v1::SaveJobResponse> SaveJob(const v1::SaveJobRequest& request) override {
+    return Call(calls_, state_, &v1::StateService::Stub::SaveJob, request, kLongLimit);
+  }
+  absl::StatusOr<v1::LoadJobResponse> LoadJob(const v1::LoadJobRequest& request) override {
+    return Call(calls_, state_, &v1::StateService::Stub::LoadJob, request, kLongLimit);
+  }
+
+  absl::StatusOr<v1::UploadWeightsResponse> UploadWeights(
+      const v1::OpenTrain& open, absl::Span<const int> chunks,
+      const std::function<std::vector<float>(int chunk)>& fill) override {
+    BlockingCall call(channel_, "/ballast.v1.TrainService/UploadWeights", kLongLimit, calls_);
+    v1::UploadWeightsRequest first;
+    *first.mutable_open() = open;
+    if (call.Write(proto::SerializeControl(first))) SendWeights(call, chunks, fill);
+    grpc::ByteBuffer answer;
+    const bool answered = call.Read(&answer);
+    BALLAST_RETURN_IF_ERROR(call.Finish());
+    v1::UploadWeightsResponse response;
+    std::vector<grpc::Slice> slices;
+    std::string bytes;
+    if (answered && answer.Dump(&slices).ok()) {
+      for (const grpc::Slice& slice : slices) {
+        bytes.append(reinterpret_cast<const char*>(slice.begin()), slice.size());
+      }
+    }
+    if (!answered || !response.ParseFromString(bytes)) {
+      return absl::InternalError("the service ended UploadWeights without a valid answer");
+    }
+    return response;
+  }
+
+  absl::StatusOr<uint64_t> ReadWeights(
+      const v1::ReadWeightsRequest& request, absl::Duration limit,
+      const std::function<absl::Status(const v1::WeightHeader& header, PayloadPieces payload)>&
+          place) override {
+    BlockingCall call(channel_, "/ballast.v1.TrainService/ReadWeights", std::min(limit, kLongLimit),
+                      calls_);
+    if (call.Write(proto::SerializeControl(request))) call.WritesDone();
+    uint64_t step = 0;
+    grpc::ByteBuffer bytes;
+    while (call.Read(&bytes)) {
+      BALLAST_ASSIGN_OR_RETURN(const auto frame, proto::ParseReadWeightsResponse(bytes));
+      if (frame.message.kind_case() == v1::ReadWeightsResponse::kStep) step = frame.message.step();
+      if (frame.message.kind_case() != v1::ReadWeightsResponse::kWeights) continue;
+      BALLAST_RETURN_IF_ERROR(place(frame.message.weights().header(), frame.payload.pieces()));
+    }
+    BALLAST_RETURN_IF_ERROR(call.Finish());
+    return step;
+  }
+
+  std::unique_ptr<TrainStream> OpenTrainStream(TrainListener& listener) override {
+    return OpenGrpcTrainStream(channel_, listener);
+  }
+
+  // gRPC says SHUTDOWN of every channel within the process, and crashes when a call is begun on one
+  // whose server is gone.
+  bool CanReconnect() override { return channel_->GetState(false) != GRPC_CHANNEL_SHUTDOWN; }
+
+  void CancelCalls() override { calls_.Cancel(); }
+
+ private:
+  const std::shared_ptr<grpc::Channel> channel_;
+  const absl::Duration short_limit_;
+  v1::JobService::Stub jobs_;
+  v1::StateService::Stub state_;
+  CallsUnderWay calls_;
+};
+
+}  // namespace
+
+std::unique_ptr<Transport> MakeGrpcTransport(std::shared_ptr<grpc::Channel> channel,
+                                             absl::Duration short_limit) {
+  return std::make_unique<GrpcTransport>(std::move(channel), short_limit);
+}
+
+}  // namespace ballast::client

@@ -1,0 +1,216 @@
+#include "client/transport/train_stream.h"
+
+#include <grpc/support/time.h>
+#include <grpcpp/alarm.h>
+#include <grpcpp/client_context.h>
+#include <grpcpp/completion_queue.h>
+#include <grpcpp/generic/generic_stub.h>
+#include <grpcpp/support/byte_buffer.h>
+
+#include <deque>
+#include <optional>
+#include <thread>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_set.h"
+#include "cpu_optimizer_service/common/mutex.h"
+#include "proto/frame.h"
+#include "proto/status.h"
+
+namespace ballast::client {
+namespace {
+
+class GrpcTrainStream final : public TrainStream {
+ public:
+  GrpcTrainStream(std::shared_ptr<grpc::Channel> channel, TrainListener& listener)
+      : listener_(listener), stub_(std::move(channel)) {
+    call_ = stub_.PrepareCall(&context_, "/ballast.v1.TrainService/Train", &queue_);
+    call_->StartCall(&start_);
+    thread_ = std::thread([this] { Run(); });
+  }
+
+  ~GrpcTrainStream() override {
+    context_.TryCancel();
+    thread_.join();
+  }
+
+  void Send(const v1::TrainRequest& message) override {
+    Queue({.bytes = proto::SerializeControl(message)});
+  }
+
+  void SendGradient(const v1::GradientHeader& header, absl::Span<const std::byte> payload,
+                    std::function<void()> let_go) override {
+    Queue({.bytes = proto::SerializeGradient(header, payload, std::move(let_go))});
+  }
+
+  void SendSharedGradient(const v1::GradientHeader& header) override {
+    Queue({.shared = SharedGradientRequest(header), .chunks = {header.chunk()}});
+  }
+
+ private:
+  // A message that waits for its turn: ready to go, or one that may still grow.
+  struct Unsent {
+    grpc::ByteBuffer bytes;
+    std::optional<v1::TrainRequest> shared;
+    absl::flat_hash_set<uint32_t> chunks;  // Of `shared`.
+  };
+  enum class Event : int { kStarted, kRead, kWritten, kWoken, kFinished };
+
+  static bool SameButForTheChunks(const v1::SharedGradients& a, const v1::SharedGradients& b) {
+    return a.step() == b.step() && a.micro_step_begin() == b.micro_step_begin() &&
+           a.micro_step_end() == b.micro_step_end() && a.final() == b.final();
+  }
+
+  // Whether it went into the last message that waits. A message names each chunk once at most, so
+  // it is never longer than the rank's chunks are many, which is what a service takes.
+  bool Merge(const Unsent& message) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    if (!message.shared.has_value() || unsent_.empty()) return false;
+    Unsent& last = unsent_.back();
+    if (!last.shared.has_value()) return false;
+    v1::SharedGradients& waiting = *last.shared->mutable_shared_gradients();
+    const v1::SharedGradients& more = message.shared->shared_gradients();
+    if (!SameButForTheChunks(waiting, more)) return false;
+    if (!last.chunks.insert(more.chunks(0)).second) return false;
+    waiting.add_chunks(more.chunks(0));
+    return true;
+  }
+
+  void Queue(Unsent message) {
+    MutexLock lock(mutex_);
+    if (ended_ || Merge(message)) return;
+    unsent_.push_back(std::move(message));
+    if (busy_) return;
+    // Writing here would run gRPC's work, and the release of other payloads, under the caller's
+    // lock.
+    busy_ = true;
+    wake_.Set(&queue_, gpr_inf_past(GPR_CLOCK_REALTIME), &woken_);
+  }
+
+  void Run() {
+    void* tag = nullptr;
+    bool ok = false;
+    while (queue_.Next(&tag, &ok)) Handle(*static_cast<Event*>(tag), ok);
+  }
+
+  void Handle(Event event, bool ok) {
+    switch (event) {
+      case Event::kStarted:
+        if (ok) {
+          reading_ = true;
+          call_->Read(&incoming_, &read_);
+        }
+        WriteNext(ok);
+        break;
+      case Event::kRead:
+        if (ok) {
+          Deliver();
+          call_->Read(&incoming_, &read_);
+        } else {
+          reading_ = false;
+        }
+        break;
+      case Event::kWritten:
+      case Event::kWoken:
+        WriteNext(ok);
+        break;
+      case Event::kFinished:
+        listener_.OnClosed(malformed_.ok() ? proto::FromGrpc(status_) : malformed_);
+        queue_.Shutdown();
+        return;
+    }
+    // A finished read is the end of the stream; a failed write only announces it.
+    if (!reading_ && !finishing_ && StopSending()) {
+      finishing_ = true;
+      call_->Finish(&status_, &finished_);
+    }
+  }
+
+  void Deliver() {
+    if (!malformed_.ok()) return;  // Cancelled: what is still on its way is not for the listener.
+    absl::StatusOr<proto::Frame<v1::TrainResponse>> frame = proto::ParseTrainResponse(incoming_);
+    incoming_.Clear();
+    if (frame.ok()) {
+      listener_.OnMessage(frame->message, frame->payload.pieces());
+    } else {
+      malformed_ = frame.status();
+      context_.TryCancel();
+    }
+  }
+
+  // Called when nothing is being written or woken. Starts the next write, if there is one.
+  void WriteNext(bool ok) {
+    std::deque<Unsent> dropped;  // Destroyed after the lock: payloads are released.
+    Unsent next;
+    {
+      MutexLock lock(mutex_);
+      if (!ok) {
+        ended_ = true;
+        dropped.swap(unsent_);
+      }
+      busy_ = !unsent_.empty();
+      if (!busy_) return;
+      next = std::move(unsent_.front());
+      unsent_.pop_front();
+    }
+    if (next.shared.has_value()) next.bytes = proto::SerializeControl(*next.shared);
+    call_->Write(next.bytes, &written_);
+  }
+
+  // True if nothing is being written or woken; nothing will be from then on.
+  bool StopSending() {
+    std::deque<Unsent> dropped;  // As above.
+    MutexLock lock(mutex_);
+    ended_ = true;
+    dropped.swap(unsent_);
+    return !busy_;
+  }
+
+  TrainListener& listener_;
+  grpc::ClientContext context_;
+  grpc::CompletionQueue queue_;
+  grpc::GenericStub stub_;
+  std::unique_ptr<grpc::GenericClientAsyncReaderWriter> call_;
+  grpc::Alarm wake_;
+
+  // The tags.
+  Event start_ = Event::kStarted;
+  Event read_ = Event::kRead;
+  Event written_ = Event::kWritten;
+  Event woken_ = Event::kWoken;
+  Event finished_ = Event::kFinished;
+
+  // Of the stream's thread.
+  grpc::ByteBuffer incoming_;
+  grpc::Status status_;
+  absl::Status malformed_;
+  bool reading_ = false;
+  bool finishing_ = false;
+
+  Mutex mutex_;
+  std::deque<Unsent> unsent_ ABSL_GUARDED_BY(mutex_);
+  bool busy_ ABSL_GUARDED_BY(mutex_) = true;  // Starting, being woken, or writing.
+  bool ended_ ABSL_GUARDED_BY(mutex_) = false;
+
+  std::thread thread_;
+};
+
+}  // namespace
+
+v1::TrainRequest SharedGradientRequest(const v1::GradientHeader& header) {
+  v1::TrainRequest message;
+  v1::SharedGradients& gradients = *message.mutable_shared_gradients();
+  gradients.set_step(header.step());
+  gradients.set_micro_step_begin(header.micro_step_begin());
+  gradients.set_micro_step_end(header.micro_step_end());
+  gradients.set_final(header.final());
+  gradients.add_chunks(header.chunk());
+  return message;
+}
+
+std::unique_ptr<TrainStream> OpenGrpcTrainStream(std::shared_ptr<grpc::Channel> channel,
+                                                 TrainListener& listener) {
+  return std::make_unique<GrpcTrainStream>(std::move(channel), listener);
+}
+
+}  // namespace ballast::client

@@ -1,0 +1,120 @@
+// The gradients of the step in progress: per chunk what has come, summed, and its sums of squares.
+//
+// The first contribution is kept in the wire format as it came, or read where it lies; with one
+// micro-step there is never an accumulator. The second makes an fp32 sum, to which later ones are
+// added in micro-step order.
+//
+// Thread-compatible per chunk: the caller lets one thread at a time work on a chunk.
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_GRADIENTS_GRADIENT_STORE_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_GRADIENTS_GRADIENT_STORE_H_
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "cpu_optimizer_service/common/dtype.h"
+#include "cpu_optimizer_service/common/job_spec.h"
+#include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/gradients/weight_buffer.h"
+#include "cpu_optimizer_service/host/arena.h"
+
+namespace ballast {
+
+// The gradient of a chunk, to read.
+struct GradientView {
+  const void* data = nullptr;
+  DType dtype = DType::kFloat32;
+};
+
+class GradientStore {
+ public:
+  static int64_t GradientBytes(const JobSpec& spec, const Layout& layout);
+  static int64_t AccumulatorBytes(const JobSpec& spec, const Layout& layout);
+
+  // `layout` outlives the store.
+  static absl::StatusOr<std::unique_ptr<GradientStore>> Create(const JobSpec& spec,
+                                                               const Layout& layout,
+                                                               ArenaFactory& arenas);
+
+  // Adds a payload of chunk.elements elements in the wire dtype, in pieces cut anywhere. The second
+  // payload of a step needs an accumulator: the job's max_micro_steps is not 1.
+  void Add(int chunk, absl::Span<const absl::Span<const std::byte>> payload);
+  // As Add, for the first contribution of a step: it is read at `payload`, which is aligned for its
+  // dtype and stays until Clear.
+  void Borrow(int chunk, const std::byte* payload);
+  // Counts as zeros.
+  void AddZeros(int chunk);
+  // No gradient at all; what was there is forgotten.
+  void Clear(int chunk);
+
+  // Whether only zeros have been added since Clear.
+  bool is_zero(int chunk) const { return chunks_[chunk].form == Form::kZero; }
+  GradientView view(int chunk) const;
+
+  // Room for the chunk's updated weights on their way out: the place where its gradient came. If
+  // that is where view() lies, element i may be written once element i has been read. Until the
+  // buffer is given back, the chunk's next gradient is kept elsewhere. Null if the place is lent
+  // already, or does not have the size.
+  WeightBuffer LendPlace(int chunk, int64_t size_bytes);
+
+  // Computes the sums of squares of what has been added to a chunk.
+  void ComputeSums(int chunk);
+  // Of a group's blocks in flat-space order, as of when ComputeSums ran for their chunks.
+  absl::Span<const double> block_sums(int group) const { return block_sums_[group]; }
+  // GroupSum of a group's block sums, once all of them are there. Most of it is ComputeSums' work:
+  // left are an addition for each span, and for each block of a span that chunks share.
+  double CombineSums(int group);
+
+  // Chunks whose gradient lies in an accumulator now.
+  int64_t accumulators_in_use() const { return accumulators_in_use_.load(); }
+
+ private:
+  // kZero: zeros without memory. kWire: one contribution, as it came. kSum: fp32, in the
+  // accumulator.
+  enum class Form : uint8_t { kNone, kZero, kWire, kSum };
+  struct ChunkGradient {
+    Form form = Form::kNone;
+    const std::byte* first = nullptr;  // kWire: where the contribution lies; `wire`, or borrowed.
+    std::byte* wire = nullptr;         // Its place.
+    std::unique_ptr<std::byte[]> elsewhere;  // In place of `wire`, while that is lent.
+    float* sum = nullptr;                    // nullptr: the job has no accumulators.
+  };
+  struct SpanSums {
+    std::vector<double> sums;     // By span.
+    std::vector<int64_t> shared;  // Spans that lie in several chunks.
+  };
+  struct SpanRange {
+    int64_t begin = 0;
+    int64_t end = 0;
+  };
+
+  GradientStore(const JobSpec& spec, const Layout& layout);
+  // The spans that lie wholly in a chunk.
+  SpanRange WholeSpansOf(const Chunk& chunk) const;
+  absl::Span<const double> BlocksOfSpan(int group, int64_t span) const;
+
+  const Layout& layout_;
+  std::vector<DType> wire_dtypes_;  // By group.
+  // The places, kept for as long as one is lent.
+  struct Places {
+    std::unique_ptr<Arena> arena;
+    std::unique_ptr<std::atomic<bool>[]> lent;  // By chunk.
+  };
+  int64_t PlaceBytes(int chunk) const;
+  // Where the chunk's first payload goes.
+  std::byte* PlaceForPayload(int chunk);
+  std::shared_ptr<Places> places_ = std::make_shared<Places>();
+  std::unique_ptr<Arena> sum_arena_;
+  std::vector<ChunkGradient> chunks_;
+  std::vector<std::vector<double>> block_sums_;  // By group, as the next.
+  std::vector<SpanSums> span_sums_;
+  std::atomic<int64_t> accumulators_in_use_ = 0;
+};
+
+}  // namespace ballast
+
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_GRADIENTS_GRADIENT_STORE_H_

@@ -1,0 +1,51 @@
+// The file operations that checkpoints need, behind an interface so that a test can make each fail.
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_HOST_FILE_SYSTEM_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_HOST_FILE_SYSTEM_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+
+namespace ballast {
+
+// Errors name the path and the system's reason; a full disk is RESOURCE_EXHAUSTED, a missing file
+// NOT_FOUND.
+class WritableFile {
+ public:
+  virtual ~WritableFile() = default;
+  virtual absl::Status Append(absl::Span<const std::byte> bytes) = 0;
+  // Flushes to the device and closes. Without it the contents may be lost.
+  virtual absl::Status Close() = 0;
+};
+
+class ReadableFile {
+ public:
+  virtual ~ReadableFile() = default;
+  virtual int64_t size_bytes() const = 0;
+  // Fills `out` from `offset` on; DATA_LOSS if the file ends before. Thread-safe.
+  virtual absl::Status Read(int64_t offset, absl::Span<std::byte> out) const = 0;
+};
+
+class FileSystem {
+ public:
+  virtual ~FileSystem() = default;
+  virtual absl::StatusOr<std::unique_ptr<WritableFile>> Create(const std::string& path) = 0;
+  virtual absl::StatusOr<std::unique_ptr<ReadableFile>> Open(const std::string& path) = 0;
+  virtual bool Exists(const std::string& path) = 0;
+  virtual absl::Status CreateDirectory(const std::string& path) = 0;  // With its parents.
+  // Makes `to` be what the directory `from` was, in one move, durably. If `to` exists, `from`
+  // becomes what `to` was.
+  virtual absl::Status Exchange(const std::string& from, const std::string& to) = 0;
+  virtual absl::Status RemoveAll(const std::string& path) = 0;
+};
+
+FileSystem& PosixFileSystem();
+
+}  // namespace ballast
+
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_HOST_FILE_SYSTEM_H_

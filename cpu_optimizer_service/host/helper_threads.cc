@@ -1,0 +1,47 @@
+#include "cpu_optimizer_service/host/helper_threads.h"
+
+#include <utility>
+
+namespace ballast {
+
+HelperThreads::~HelperThreads() {
+  std::vector<std::thread> threads;
+  std::deque<std::function<void()>> dropped;  // Destroyed without the lock.
+  {
+    MutexLock lock(mutex_);
+    stopped_ = true;
+    threads.swap(threads_);
+    dropped.swap(tasks_);
+  }
+  changed_.NotifyAll();
+  dropped.clear();
+  for (std::thread& thread : threads) thread.join();
+}
+
+void HelperThreads::Run(std::function<void()> task) {
+  {
+    MutexLock lock(mutex_);
+    if (stopped_) return;
+    tasks_.push_back(std::move(task));
+    if (idle_ < tasks_.size() && threads_.size() < most_) threads_.emplace_back([this] { Help(); });
+  }
+  changed_.NotifyOne();
+}
+
+void HelperThreads::Help() {
+  while (true) {
+    std::function<void()> task;
+    {
+      MutexLock lock(mutex_);
+      ++idle_;
+      while (!stopped_ && tasks_.empty()) changed_.Wait(mutex_);
+      --idle_;
+      if (stopped_) return;
+      task = std::move(tasks_.front());
+      tasks_.pop_front();
+    }
+    task();
+  }
+}
+
+}  // namespace ballast

@@ -1,0 +1,82 @@
+#include "cpu_optimizer_service/host/huge_pages.h"
+
+#include <fstream>
+#include <sstream>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_split.h"
+
+namespace ballast {
+namespace {
+
+// Unreadable files are empty.
+std::string ReadAll(const char* path) {
+  std::ifstream file(path);
+  std::stringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+// "7f0000000000-7f0000200000 rw-p ...": the first line of a mapping.
+bool ParseRange(absl::string_view line, uintptr_t& begin, uintptr_t& end) {
+  const std::vector<absl::string_view> ends = absl::StrSplit(line.substr(0, line.find(' ')), '-');
+  uint64_t from = 0;
+  uint64_t to = 0;
+  if (ends.size() != 2 || !absl::SimpleHexAtoi(ends[0], &from) ||
+      !absl::SimpleHexAtoi(ends[1], &to)) {
+    return false;
+  }
+  begin = from;
+  end = to;
+  return true;
+}
+
+// "Rss:     1024 kB", or 0 for another line.
+int64_t KibOf(absl::string_view line, absl::string_view name) {
+  if (!absl::StartsWith(line, name)) return 0;
+  const std::vector<absl::string_view> words = absl::StrSplit(line, ' ', absl::SkipEmpty());
+  int64_t kib = 0;
+  return words.size() == 3 && absl::SimpleAtoi(words[1], &kib) ? kib : 0;
+}
+
+}  // namespace
+
+std::optional<double> HugePageShare(absl::string_view smaps, uintptr_t begin, uintptr_t end) {
+  int64_t present_kib = 0;
+  int64_t huge_kib = 0;
+  bool overlaps = false;
+  for (const absl::string_view line : absl::StrSplit(smaps, '\n')) {
+    uintptr_t from = 0;
+    uintptr_t to = 0;
+    if (ParseRange(line, from, to)) {
+      overlaps = from < end && begin < to;
+    } else if (overlaps) {
+      present_kib += KibOf(line, "Rss:");
+      huge_kib += KibOf(line, "AnonHugePages:");
+    }
+  }
+  if (present_kib == 0) return std::nullopt;
+  return static_cast<double>(huge_kib) / static_cast<double>(present_kib);
+}
+
+std::optional<double> HugePageShare(const std::byte* memory, int64_t bytes) {
+  const auto begin = reinterpret_cast<uintptr_t>(memory);
+  return HugePageShare(ReadAll("/proc/self/smaps"), begin, begin + bytes);
+}
+
+std::string HugePageWarning(std::optional<double> share, absl::string_view what) {
+  constexpr double kEnough = 0.8;
+  if (!share.has_value() || *share >= kEnough) return "";
+  std::string setting = ReadAll("/sys/kernel/mm/transparent_hugepage/enabled");
+  while (!setting.empty() && setting.back() == '\n') setting.pop_back();
+  return absl::StrFormat(
+      "huge pages: %s got %.0f%% of its memory in them, and is slower for the rest; "
+      "/sys/kernel/mm/transparent_hugepage/enabled is \"%s\" (wanted: madvise or always), or free "
+      "memory is fragmented",
+      what, 100 * *share, setting);
+}
+
+}  // namespace ballast

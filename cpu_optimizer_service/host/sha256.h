@@ -1,0 +1,32 @@
+// SHA-256 over pieces, from OpenSSL.
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_HOST_SHA256_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_HOST_SHA256_H_
+
+#include <cstddef>
+#include <memory>
+#include <string>
+
+#include "absl/types/span.h"
+
+struct evp_md_ctx_st;
+
+namespace ballast {
+
+class Sha256 {
+ public:
+  Sha256();
+  ~Sha256();
+  void Add(absl::Span<const std::byte> bytes);
+  template <typename T>
+  void AddValue(const T& value) {
+    Add(absl::MakeConstSpan(reinterpret_cast<const std::byte*>(&value), sizeof(value)));
+  }
+  std::string Hex();  // Once, at the end.
+
+ private:
+  evp_md_ctx_st* const context_;
+};
+
+}  // namespace ballast
+
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_HOST_SHA256_H_

@@ -1,0 +1,53 @@
+// The threads that do the engine's arithmetic: oneTBB's, in an arena of their own for each NUMA
+// node.
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_HOST_TASK_POOL_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_HOST_TASK_POOL_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+#include "absl/functional/function_ref.h"
+#include "cpu_optimizer_service/host/topology.h"
+
+namespace ballast {
+
+// Thread-safe. Tasks do not throw.
+//
+// Where there are several nodes each thread is bound to one of them, and index i of `count` belongs
+// to node NodeOf(i, count): each node's share is that of its threads. Memory that is touched and
+// worked on by the same indices is so always near to the threads that use it.
+class TaskPool {
+ public:
+  static constexpr int kAnyNode = -1;
+
+  // `threads` workers; 0: one per processor that this process may use.
+  explicit TaskPool(int threads, const Topology& topology = MachineTopology());
+  ~TaskPool();  // Waits for all tasks that Start was given.
+
+  int threads() const { return threads_; }
+  int nodes() const;
+  int NodeOf(int64_t index, int64_t count) const;
+
+  // Runs `task` on a worker, of `node` if that is given, soon; does not wait.
+  void Start(std::function<void()> task, int node = kAnyNode);
+  // Runs body(0) ... body(count - 1), spread over the workers, and waits for them. May be called
+  // from within a task; only then, and only where another node has no worker free to begin, does
+  // that task's own thread run what belongs there, so that tasks never wait for one another.
+  void ForEach(int64_t count, absl::FunctionRef<void(int64_t)> body);
+
+  // With several nodes: the one whose worker calls; -1 for a thread that is none of ours, and with
+  // one node.
+  int CurrentNode() const;
+  // False once a worker could not be bound to its node.
+  bool bound() const;
+
+ private:
+  struct Impl;
+  const int threads_;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace ballast
+
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_HOST_TASK_POOL_H_

@@ -1,0 +1,38 @@
+// The update of one chunk: runs of parameters with equal update counts, from one slot to another.
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_CHUNK_UPDATE_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_CHUNK_UPDATE_H_
+
+#include <cstdint>
+#include <functional>
+
+#include "absl/functional/function_ref.h"
+#include "absl/types/span.h"
+#include "cpu_optimizer_service/common/adam.h"
+#include "cpu_optimizer_service/common/dtype.h"
+#include "cpu_optimizer_service/common/hyper_parameters.h"
+#include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/gradients/gradient_store.h"
+#include "cpu_optimizer_service/state/chunk_store.h"
+
+namespace ballast {
+
+struct ChunkUpdate {
+  const Layout* layout = nullptr;
+  int chunk = 0;
+  GradientView gradient;
+  Slot from;
+  Slot to;
+  const HyperParameters* hyper_parameters = nullptr;
+  float multiplier = 1;
+  void* shard = nullptr;  // chunk.elements elements of shard_dtype; nullptr: not wanted.
+  DType shard_dtype = DType::kBFloat16;
+};
+
+// `update_count_of(parameter)` is the number of the update that the parameter gets now, from 1; 0
+// leaves it as it is (it is only copied, and returned). Padding is never updated.
+void UpdateChunk(const ChunkUpdate& update,
+                 absl::FunctionRef<int64_t(int parameter)> update_count_of);
+
+}  // namespace ballast
+
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_JOB_CHUNK_UPDATE_H_

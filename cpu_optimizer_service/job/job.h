@@ -1,0 +1,170 @@
+// One training run in the service: its state, its step in progress, its ranks.
+//
+// This and engine.h are the front of the engine. A transport (the server, or a test) opens a
+// RankStream per rank and feeds it; the engine answers through the RankListener. No gRPC, no
+// protobuf, no flags.
+//
+//   auto job = engine.CreateJob(spec).value();
+//   for (each chunk) job->WriteInitialWeights(chunk, weights);
+//   auto stream = job->OpenStream({.uid = job->uid(), .rank = 0, ...}, listener).value();
+//   stream->BeginStep(1, {});  stream->Contribute(...);  stream->EndMicroStep(...); stream->Seal(1,
+//   1);
+//   ... listener: OnDecision, OnWeights for each chunk of the rank, OnCommitted.
+//
+// Speculation is job_speculation.cc's: the rule by which chunks are guessed is in speculation_history.h.
+//
+// Threads: everything is thread-safe; the calls on one RankStream come one at a time. Contribute
+// adds the payload on the caller's thread; Save and Load do all their work on it; calls that need
+// the job to stand still (Attach, OpenStream, GiveRankMemory, TakeSnapshot, the first weights) wait
+// for a decision and update under way. Updates, and the sums of gradients in place, run on the
+// engine's threads. Listeners are called from any thread, with no lock held; they must not block,
+// and may call back only what does not wait: Status and ReadShard. A job is kept alive by
+// shared_ptr while a stream or a reader uses it.
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_JOB_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_JOB_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "cpu_optimizer_service/common/hyper_parameters.h"
+#include "cpu_optimizer_service/common/job_spec.h"
+#include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/gradients/rank_memory.h"
+#include "cpu_optimizer_service/host/memory_budget.h"
+#include "cpu_optimizer_service/job/job_status.h"
+#include "cpu_optimizer_service/job/rank_stream.h"
+#include "cpu_optimizer_service/job/trace.h"
+#include "cpu_optimizer_service/state/snapshot.h"
+
+namespace ballast {
+
+inline constexpr size_t kMaxProcessIdBytes = 256;
+
+// Who holds a rank: a process, in a generation.
+struct RankHolder {
+  int rank = 0;
+  std::string process_id;
+  uint64_t generation = 0;
+};
+
+struct AttachRequest {
+  int rank = 0;
+  std::string process_id;
+  std::string uid;                                  // Empty: not checked.
+  std::optional<uint64_t> expected_committed_step;  // Absent: not checked.
+  std::optional<JobSpec> spec;                      // Absent: not checked.
+  // For a stream that is to be reopened: ABORTED if the job's is another, or if another process has
+  // taken the rank. Without it, taking a taken rank raises the generation, and so does
+  // coming again to a step that the rank has begun.
+  std::optional<uint64_t> generation;
+  // The process has held this rank before: FAILED_PRECONDITION if another has taken it since.
+  bool rejoin = false;
+  // Attaching may wait for an update or a save. Asked afterwards, if given: CANCELLED, and nothing
+  // done, if nobody waits for the answer any more.
+  std::function<bool()> still_wanted;
+};
+struct Attachment {
+  uint64_t generation = 0;
+  uint64_t committed_step = 0;
+  bool awaiting_weights = false;
+};
+
+// What was saved or loaded.
+struct CheckpointInfo {
+  uint64_t step = 0;
+  uint64_t generation = 0;  // Of the job, after it.
+  int64_t size_bytes = 0;   // Saved; 0 after a load.
+};
+
+class Job : public std::enable_shared_from_this<Job> {
+ public:
+  virtual ~Job() = default;
+
+  virtual const JobSpec& spec() const = 0;  // As created.
+  virtual const Layout& layout() const = 0;
+  virtual const std::string& uid() const = 0;
+  virtual JobStatus Status() const = 0;
+
+  // Takes a rank; see AttachWorker in ballast.proto.
+  virtual absl::StatusOr<Attachment> Attach(const AttachRequest& request) = 0;
+  // NOT_FOUND: another uid. ABORTED: another generation or process. Replaces the rank's older
+  // stream.
+  virtual absl::StatusOr<std::unique_ptr<RankStream>> OpenStream(
+      const OpenStreamRequest& request, std::shared_ptr<RankListener> listener) = 0;
+
+  // Memory that the rank's holder shares with this process: admitted first, then given. It is the
+  // rank's until it is dropped, another process takes the rank, the generation rises or the job is
+  // closed; should the step in progress still read gradients from it, until that is over. Giving
+  // replaces what was given before.
+  // RESOURCE_EXHAUSTED: the budget has no room.
+  virtual absl::StatusOr<MemoryBudget::Reservation> ReserveRankMemory(int rank) = 0;
+  // ABORTED: somebody else holds the rank. FAILED_PRECONDITION: the rank is in the middle of a
+  // step.
+  virtual absl::Status GiveRankMemory(const RankHolder& holder,
+                                      std::shared_ptr<const RankMemory> memory) = 0;
+  // Its process has let go of it. Nothing, if the rank has another by now.
+  virtual void DropRankMemory(int rank, const RankMemory* memory) = 0;
+
+  // First weights of one chunk: chunk.elements fp32 values in pieces cut anywhere. The job is ready
+  // when every chunk has come; true then. Padding must be zero.
+  // ABORTED if an uploader is given that does not hold the chunk's rank. What has come of a rank is
+  // forgotten when another process takes it, and of all ranks when the generation rises.
+  struct Uploader {
+    uint64_t generation = 0;
+    std::string process_id;
+  };
+  virtual absl::StatusOr<bool> WriteInitialWeights(
+      int64_t chunk, absl::Span<const absl::Span<const std::byte>> payload,
+      const std::optional<Uploader>& uploader = std::nullopt) = 0;
+
+  // The weights of a chunk at `step` in its group's return dtype, into chunk.elements elements at
+  // `out`. ABORTED: another generation. UNAVAILABLE: the chunk is being updated.
+  // FAILED_PRECONDITION: the chunk stands at another step.
+  virtual absl::Status ReadShard(uint64_t generation, uint64_t step, int chunk,
+                                 absl::Span<std::byte> out) const = 0;
+
+  // Tells every sealed rank of an open step, through OnWaiting, which ranks it waits for. The
+  // server calls it when the seal deadline has passed, and then again and again.
+  virtual void TellWaiting() = 0;
+  // When the first rank sealed the step in progress (steady clock); nullopt: none has.
+  virtual std::optional<double> SecondsSinceFirstSeal() const = 0;
+
+  // The aborted step. Raises the generation, so every rank attaches again and redoes the step.
+  // FAILED_PRECONDITION if none has begun, or it is decided.
+  virtual absl::StatusOr<uint64_t> AbortStep() = 0;
+  // From the next BeginStep on. Returns the values then in force.
+  virtual absl::StatusOr<HyperParameters> UpdateGroup(int group,
+                                                      const HyperParameterOverrides& changes) = 0;
+
+  // A consistent view of some parameters' state at the committed step; see snapshot.h.
+  virtual absl::StatusOr<Snapshot> TakeSnapshot(absl::Span<const int> parameters) = 0;
+
+  // Writes a checkpoint directory (checkpoint.h), between steps: waits for an update that is
+  // running and holds back the next.
+  virtual absl::StatusOr<CheckpointInfo> Save(const std::string& directory) = 0;
+  // Replaces state, update counts, hyper-parameters, the trainer's state and the committed step by
+  // a checkpoint's. Of the recent steps only its last one is known then.
+  virtual absl::StatusOr<CheckpointInfo> Load(const std::string& directory) = 0;
+  // Records a timeline of the next `steps` steps to begin (trace.h), and returns it when the last
+  // of them is committed; with what there is when the job is closed, or once `still_wanted`, asked
+  // from time to time, says no. RESOURCE_EXHAUSTED if another is being taken.
+  virtual absl::StatusOr<Trace> TraceSteps(uint32_t steps,
+                                           const std::function<bool()>& still_wanted) = 0;
+  // For whoever takes part in a step, to record what it does.
+  virtual TraceRecorder& trace() const = 0;
+  // SHA-256 in hex over the update counts and every element of every plane, by parameter: the same
+  // for any world size, and unmoved by a skipped step.
+  virtual std::string StateHash() const = 0;
+};
+
+}  // namespace ballast
+
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_JOB_JOB_H_

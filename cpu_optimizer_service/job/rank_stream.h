@@ -1,0 +1,130 @@
+// A rank's way into its job: RankStream carries what the rank gives, RankListener what it is told.
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_RANK_STREAM_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_RANK_STREAM_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "cpu_optimizer_service/common/job_spec.h"
+#include "cpu_optimizer_service/common/step_record.h"
+#include "cpu_optimizer_service/common/step_settings.h"
+#include "cpu_optimizer_service/gradients/weight_buffer.h"
+
+namespace ballast {
+
+// One piece of gradient: chunk `chunk`'s elements, summed over ranks and micro-steps
+// [micro_step_begin, micro_step_end), in the group's wire dtype. The payload may come in pieces,
+// cut anywhere. Empty contributions have no payload and count as zeros. After a final one nothing
+// more is taken for the chunk in this step.
+//
+// One that is `in_place` has no payload either: it lies at its place in the rank's memory. If it is
+// final and the chunk's first of the step, it is read from there until the step is over, and must
+// not change; otherwise it has been read when Contribute returns.
+struct Contribution {
+  uint64_t step = 0;
+  int64_t chunk = 0;
+  uint32_t micro_step_begin = 0;
+  uint32_t micro_step_end = 1;
+  bool final = false;
+  bool empty = false;
+  bool in_place = false;
+  absl::Span<const absl::Span<const std::byte>> payload;
+};
+enum class ContributionResult : uint8_t { kAdded, kRepeat };
+
+struct MissingContribution {
+  int rank = 0;
+  uint32_t micro_step = 0;
+  std::vector<std::string> parameters;
+};
+
+// Why a seal did not take. status is FAILED_PRECONDITION and its message names the first of
+// `missing`.
+struct SealRefusal {
+  absl::Status status;
+  std::vector<MissingContribution> missing;
+};
+
+class RankListener {
+ public:
+  virtual ~RankListener() = default;
+  // The calls of one step come in this order; OnWeights once for each chunk of the rank's
+  // partition that has not come provisionally and stayed, in no order, and not at all when the step
+  // is skipped. OnWaiting alone may come late.
+  virtual void OnWaiting(uint64_t step, const std::vector<int>& ranks) = 0;
+  // A seal of this rank that was taken at first has been undone, because at the last rank's seal
+  // the step was not whole. The step is open; whoever has to send something does so, and all seal
+  // again.
+  virtual void OnSealRefused(uint64_t step, const SealRefusal& refusal) = 0;
+  // Weights of the next step, should it be applied without clipping, as guessed: before OnDecision,
+  // at most once for each chunk. Only if the stream was opened to speculate.
+  virtual void OnProvisionalWeights(uint64_t step, int chunk, WeightBuffer shard) = 0;
+  // Of the provisional weights told to this listener, those of `dropped_chunks` are not the step's
+  // (they follow through OnWeights); the others are, and do not come again. Of a skipped step none
+  // is.
+  virtual void OnDecision(const StepOutcome& outcome, absl::Span<const int> dropped_chunks) = 0;
+  // `shard` is null when the pool was empty: the listener calls Job::ReadShard when it can send.
+  virtual void OnWeights(uint64_t step, int chunk, WeightBuffer shard) = 0;
+  virtual void OnCommitted(uint64_t step, double update_seconds) = 0;
+  // The stream is no longer the rank's: ABORTED (replaced, older generation, closed job). Of what
+  // was on its way, OnWaiting, OnSealRefused, OnProvisionalWeights and OnCommitted may still come.
+  virtual void OnDetached(const absl::Status& status) = 0;
+};
+
+struct ChunkProgress {
+  int chunk = 0;
+  uint32_t next_micro_step = 0;
+};
+
+// Where a rank stands, for a stream that is opened in mid-step.
+struct RankPosition {
+  uint64_t generation = 0;
+  uint64_t committed_step = 0;
+  uint64_t open_step = 0;  // 0: the rank has not begun one.
+  uint32_t micro_steps_ended = 0;
+  std::vector<ChunkProgress> delivered;  // Chunks whose count is not 0.
+};
+
+// A rank's way into its job. Every call says ABORTED once the stream has been replaced or the
+// generation has risen, and has then done nothing. Destroying it detaches the listener; the step
+// stays.
+class RankStream {
+ public:
+  virtual ~RankStream() = default;
+  virtual const RankPosition& position() const = 0;  // At opening.
+
+  // FAILED_PRECONDITION: wrong step, no weights yet, or other settings than the ranks before (the
+  // first difference named). Repeating it with the same settings is OK.
+  virtual absl::Status BeginStep(uint64_t step, const StepSettings& settings) = 0;
+  // Verifies all before touching anything. INVALID_ARGUMENT: unknown chunk, not this rank's, wrong
+  // size. FAILED_PRECONDITION: wrong step, micro-steps that do not follow on, or beyond
+  // max_micro_steps. When it returns OK the payload may be reused.
+  virtual absl::StatusOr<ContributionResult> Contribute(const Contribution& contribution) = 0;
+  virtual absl::Status EndMicroStep(uint64_t step, uint32_t micro_step,
+                                    const UsedParameters& used) = 0;
+  // nullopt: taken. The decision comes through the listener, perhaps before this returns. A refusal
+  // leaves the step open, for this rank as if it had not sealed. An error is a request that can
+  // never work (wrong step, zero micro-steps).
+  virtual absl::StatusOr<std::optional<SealRefusal>> Seal(uint64_t step, uint32_t micro_steps) = 0;
+};
+
+struct OpenStreamRequest {
+  std::string uid;
+  int rank = 0;
+  std::string process_id;
+  uint64_t generation = 0;
+  UpdateMode update_mode = UpdateMode::kWait;  // kSpeculate: takes provisional weights.
+  // Weights are written to the rank's memory, and the shards that the listener gets say so
+  // (WeightBuffer::in_place). FAILED_PRECONDITION if the rank has none.
+  bool weights_in_place = false;
+};
+
+}  // namespace ballast
+
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_JOB_RANK_STREAM_H_

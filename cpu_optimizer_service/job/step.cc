@@ -1,0 +1,193 @@
+#include "cpu_optimizer_service/job/step.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/check.h"
+
+namespace ballast {
+namespace {
+
+// Empty if both say the same.
+std::string FirstDifference(const StepSettings& a, const StepSettings& b) {
+  if (a.scale.loss_scale != b.scale.loss_scale) {
+    return absl::StrCat("loss_scale ", b.scale.loss_scale, " where others have ",
+                        a.scale.loss_scale);
+  }
+  if (a.scale.divisors.size() != b.scale.divisors.size()) {
+    return absl::StrCat(b.scale.divisors.size(), " divisors where others have ",
+                        a.scale.divisors.size());
+  }
+  for (size_t group = 0; group < a.scale.divisors.size(); ++group) {
+    if (a.scale.divisors[group] != b.scale.divisors[group]) {
+      return absl::StrCat("divisor ", b.scale.divisors[group], " of group ", group,
+                          " where others have ", a.scale.divisors[group]);
+    }
+  }
+  for (const auto* side : {&a.overrides, &b.overrides}) {
+    for (const auto& [group, overrides] : *side) {
+      const auto here = a.overrides.find(group);
+      const auto there = b.overrides.find(group);
+      if (here == a.overrides.end() || there == b.overrides.end()) {
+        return absl::StrCat("overrides for group ", group, " on some ranks only");
+      }
+      if (here->second == there->second) continue;
+      const HyperParameters base;
+      return absl::StrCat("overrides for group ", group, " {", ToString(Apply(base, there->second)),
+                          "} where others have {", ToString(Apply(base, here->second)),
+                          "}, over the defaults");
+    }
+  }
+  if (a.trainer_state != b.trainer_state) {
+    const auto first = std::mismatch(a.trainer_state.begin(), a.trainer_state.end(),
+                                     b.trainer_state.begin(), b.trainer_state.end())
+                           .first;
+    return absl::StrCat("other settings: trainer_state differs at byte ",
+                        first - a.trainer_state.begin());
+  }
+  return "";
+}
+
+double SecondsSince(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+}  // namespace
+
+OpenStep::OpenStep(StepTerms terms, int world_size, int64_t parameters)
+    : terms_(std::move(terms)), ranks_(world_size), used_(parameters, false) {}
+
+absl::Status OpenStep::Begin(int rank, const StepSettings& settings) {
+  if (const std::string difference = FirstDifference(terms_.settings, settings);
+      !difference.empty()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("rank ", rank, " begins step ", terms_.step, " with ", difference,
+                     "; all ranks must begin a step with the same settings"));
+  }
+  ranks_[rank].begun = true;
+  return absl::OkStatus();
+}
+
+absl::Status OpenStep::CheckMayContribute(int rank) const {
+  if (!ranks_[rank].begun) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("rank ", rank, " has not begun step ", terms_.step));
+  }
+  if (ranks_[rank].sealed.has_value()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("rank ", rank, " has sealed step ", terms_.step, " and cannot add to it"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status OpenStep::EndMicroStep(int rank, uint32_t micro_step, const UsedParameters& used) {
+  RankInStep& state = ranks_[rank];
+  if (state.begun && micro_step < state.micro_steps_ended) return absl::OkStatus();
+  if (absl::Status status = CheckMayContribute(rank); !status.ok()) return status;
+  if (micro_step != state.micro_steps_ended) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("rank ", rank, " ends micro-step ", micro_step, " of step ", terms_.step,
+                     " where ", state.micro_steps_ended, " is the next"));
+  }
+  ++state.micro_steps_ended;
+  if (uses_.size() <= micro_step) uses_.resize(micro_step + 1);
+  Uses& uses = uses_[micro_step];
+  if (used.all) {
+    used_.assign(used_.size(), true);
+    uses = {.all = true, .some = {}};
+  } else {
+    if (!uses.all) uses.some.resize(used_.size(), false);
+    for (const int parameter : used.parameters) {
+      used_[parameter] = true;
+      if (!uses.all) uses.some[parameter] = true;
+    }
+    const bool nothing = used.parameters.empty();
+    if (nothing && !state.reached_nothing.has_value()) state.reached_nothing = micro_step;
+  }
+  if (used.non_finite.has_value()) {
+    const bool first =
+        !non_finite_.has_value() ||
+        std::pair(micro_step, rank) < std::pair(non_finite_->micro_step, non_finite_->rank);
+    if (first) non_finite_ = {.rank = rank, .micro_step = micro_step, .found = *used.non_finite};
+  }
+  return absl::OkStatus();
+}
+
+void OpenStep::RecordEmpty(int chunk, uint32_t begin, uint32_t end) {
+  std::vector<MicroSteps>& empties = empties_[chunk];
+  if (!empties.empty() && empties.back().end == begin) {
+    empties.back().end = end;
+  } else {
+    empties.push_back({begin, end});
+  }
+}
+
+std::optional<uint32_t> OpenStep::FirstUse(int parameter, uint32_t begin, uint32_t end) const {
+  for (uint32_t m = begin; m < std::min<size_t>(end, uses_.size()); ++m) {
+    if (uses_[m].all || (!uses_[m].some.empty() && uses_[m].some[parameter])) return m;
+  }
+  return std::nullopt;
+}
+
+absl::Status OpenStep::Seal(int rank, uint32_t micro_steps) {
+  RankInStep& state = ranks_[rank];
+  if (!state.begun) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("rank ", rank, " seals step ", terms_.step, " that it has not begun"));
+  }
+  if (state.micro_steps_ended != micro_steps) {
+    return absl::FailedPreconditionError(absl::StrCat("rank ", rank, " seals ", micro_steps,
+                                                      " micro-steps of step ", terms_.step,
+                                                      " but has ended ", state.micro_steps_ended));
+  }
+  state.sealed = micro_steps;
+  if (!first_seal_.has_value()) first_seal_ = std::chrono::steady_clock::now();
+  return absl::OkStatus();
+}
+
+void OpenStep::Unseal(int rank) {
+  ranks_[rank].sealed.reset();
+  const auto sealed = [](const RankInStep& state) { return state.sealed.has_value(); };
+  if (std::none_of(ranks_.begin(), ranks_.end(), sealed)) first_seal_.reset();
+}
+
+void OpenStep::UnsealAll() {
+  for (int rank = 0; rank < static_cast<int>(ranks_.size()); ++rank) Unseal(rank);
+}
+
+std::vector<int> OpenStep::UnsealedRanks() const {
+  std::vector<int> ranks;
+  for (int rank = 0; rank < static_cast<int>(ranks_.size()); ++rank) {
+    if (!ranks_[rank].sealed.has_value()) ranks.push_back(rank);
+  }
+  return ranks;
+}
+
+int OpenStep::RankThatDisagrees(int rank) const {
+  for (int other = 0; other < static_cast<int>(ranks_.size()); ++other) {
+    if (ranks_[other].sealed.has_value() && ranks_[other].sealed != ranks_[rank].sealed) {
+      return other;
+    }
+  }
+  return -1;
+}
+
+std::optional<double> OpenStep::SecondsSinceFirstSeal() const {
+  if (!first_seal_.has_value()) return std::nullopt;
+  return SecondsSince(*first_seal_);
+}
+
+SealedStep OpenStep::Close() && {
+  Check(UnsealedRanks().empty() && RankThatDisagrees(0) == -1,
+        "a step that closes is sealed by all ranks with one number");
+  return SealedStep(std::move(*this));
+}
+
+DecidedStep SealedStep::Decide(StepOutcome outcome) && {
+  return DecidedStep(std::move(*this), std::move(outcome));
+}
+
+double DecidedStep::SecondsSinceDecision() const { return SecondsSince(decided_); }
+
+}  // namespace ballast

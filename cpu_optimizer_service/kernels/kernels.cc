@@ -1,0 +1,104 @@
+#include "cpu_optimizer_service/kernels/kernels.h"
+
+// SSE4.2 and AES, which x86 servers have had since 2010, are the least; below it Highway has only
+// an emulation, which is slow to run, and takes many minutes to compile with sanitizers.
+#if defined(__x86_64__)
+#define HWY_BASELINE_TARGETS HWY_SSE4
+#endif
+
+// This file is compiled once per instruction set, by including itself; the order of these matters.
+// clang-format off
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "cpu_optimizer_service/kernels/kernels.cc"
+#include "hwy/foreach_target.h"
+
+#include "cpu_optimizer_service/kernels/adam-inl.h"
+#include "cpu_optimizer_service/kernels/gradient-inl.h"
+#include "hwy/highway.h"
+// clang-format on
+
+HWY_BEFORE_NAMESPACE();
+namespace ballast {
+namespace HWY_NAMESPACE {
+
+int64_t ThisTarget() { return HWY_TARGET; }
+
+}  // namespace HWY_NAMESPACE
+}  // namespace ballast
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+#include "cpu_optimizer_service/common/floating_point_mode.h"
+
+namespace ballast {
+namespace {
+
+HWY_EXPORT(UpdateForDecay);
+HWY_EXPORT(BlockSums);
+HWY_EXPORT(Accumulate);
+HWY_EXPORT(Sum);
+HWY_EXPORT(FromFloat);
+HWY_EXPORT(ToFloat);
+HWY_EXPORT(ThisTarget);
+
+// Asked before the first SetKernelTargetForTest, after which Highway would name only that one.
+const std::vector<int64_t>& MachineTargets() {
+  static const std::vector<int64_t> targets = hwy::SupportedAndGeneratedTargets();
+  return targets;
+}
+
+}  // namespace
+
+void UpdateAdam(const AdamRun& run) {
+  // Flushing cannot show in a result (adam.h), and spares the hardware's slow path for denormals.
+  const ScopedFloatingPointMode mode(Denormals::kFlush);
+  HWY_DYNAMIC_DISPATCH(UpdateForDecay)(run);
+}
+
+void BlockSumsOfSquares(const void* gradient, DType dtype, absl::Span<double> sums) {
+  const ScopedFloatingPointMode mode(Denormals::kKeep);
+  HWY_DYNAMIC_DISPATCH(BlockSums)(gradient, dtype, sums.data(), sums.size());
+}
+
+void AddGradient(float* accumulator, const void* gradient, DType dtype, int64_t elements) {
+  const ScopedFloatingPointMode mode(Denormals::kKeep);
+  HWY_DYNAMIC_DISPATCH(Accumulate)(accumulator, gradient, dtype, static_cast<size_t>(elements));
+}
+
+void SumGradients(float* accumulator, const void* first, const void* second, DType dtype,
+                  int64_t elements) {
+  const ScopedFloatingPointMode mode(Denormals::kKeep);
+  HWY_DYNAMIC_DISPATCH(Sum)(accumulator, first, second, dtype, static_cast<size_t>(elements));
+}
+
+void ConvertFromFloat(const float* from, void* to, DType to_dtype, int64_t elements) {
+  const ScopedFloatingPointMode mode(Denormals::kKeep);
+  HWY_DYNAMIC_DISPATCH(FromFloat)(from, to, to_dtype, static_cast<size_t>(elements));
+}
+
+void ConvertToFloat(const void* from, DType from_dtype, float* to, int64_t elements) {
+  const ScopedFloatingPointMode mode(Denormals::kKeep);
+  HWY_DYNAMIC_DISPATCH(ToFloat)(from, from_dtype, to, static_cast<size_t>(elements));
+}
+
+std::vector<std::string> SupportedKernelTargets() {
+  std::vector<std::string> names;
+  for (const int64_t target : MachineTargets()) names.push_back(hwy::TargetName(target));
+  return names;
+}
+
+std::string KernelTarget() { return hwy::TargetName(HWY_DYNAMIC_DISPATCH(ThisTarget)()); }
+
+bool SetKernelTargetForTest(const std::string& name) {
+  int64_t chosen = 0;  // Means all.
+  for (const int64_t target : MachineTargets()) {
+    if (hwy::TargetName(target) == name) chosen = target;
+  }
+  if (chosen == 0 && !name.empty()) return false;
+  hwy::SetSupportedTargetsForTest(chosen);
+  hwy::GetChosenTarget().Update(hwy::SupportedTargets());
+  return true;
+}
+
+}  // namespace ballast
+#endif  // HWY_ONCE

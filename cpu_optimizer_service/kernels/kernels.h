@@ -1,0 +1,46 @@
+// The vector versions of the arithmetic in common/: same bits, many elements at a time. Dispatched
+// at run time to the best instruction set that the machine has.
+//
+// All of it is thread-compatible and allocates nothing. Pointers need the alignment of their
+// element type only. Each call fixes the floating-point mode (rounding, flushing) for its own
+// duration.
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_KERNELS_KERNELS_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_KERNELS_KERNELS_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/types/span.h"
+#include "cpu_optimizer_service/common/adam.h"
+#include "cpu_optimizer_service/common/dtype.h"
+
+namespace ballast {
+
+// UpdateAdamReference, vectorised.
+void UpdateAdam(const AdamRun& run);
+
+// sums[b] = BlockSumOfSquaresReference of block b of `gradient`; sums.size() blocks.
+void BlockSumsOfSquares(const void* gradient, DType dtype, absl::Span<double> sums);
+
+// accumulator[i] += gradient[i], in fp32; denormals are kept.
+void AddGradient(float* accumulator, const void* gradient, DType dtype, int64_t elements);
+// accumulator[i] = first[i] + second[i], in fp32; denormals are kept.
+void SumGradients(float* accumulator, const void* first, const void* second, DType dtype,
+                  int64_t elements);
+
+// to[i] = from[i] in the other format, as StoreElement and LoadElement convert.
+void ConvertFromFloat(const float* from, void* to, DType to_dtype, int64_t elements);
+void ConvertToFloat(const void* from, DType from_dtype, float* to, int64_t elements);
+
+// Names of the instruction sets that this machine can run, best first ("AVX3", "AVX2", ..., as
+// Highway names them), and the one in use.
+std::vector<std::string> SupportedKernelTargets();
+std::string KernelTarget();
+// For tests: uses this one from now on, in all threads; the empty name goes back to the best.
+// False if the machine cannot run it.
+bool SetKernelTargetForTest(const std::string& name);
+
+}  // namespace ballast
+
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_KERNELS_KERNELS_H_

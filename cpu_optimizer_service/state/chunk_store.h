@@ -1,0 +1,114 @@
+// The state of a job: versioned chunks in slots.
+//
+// A chunk's planes lie in a slot; a table maps the chunk to its slot and to the step that it stands
+// at. An update asks where to write: in place, or, if a reader has pinned the chunk or the caller
+// wants it so, into a fresh slot. Publishing is one switch of the table entry.
+//
+// Thread-safe, with one writer per chunk at a time.
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_STATE_CHUNK_STORE_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_STATE_CHUNK_STORE_H_
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+#include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/common/mutex.h"
+#include "cpu_optimizer_service/host/arena.h"
+#include "cpu_optimizer_service/host/memory_budget.h"
+
+namespace ballast {
+
+enum class Plane : uint8_t { kMaster, kExpAvg, kExpAvgSq, kMaxExpAvgSq };
+inline constexpr int kMaxPlanes = 4;
+absl::string_view Name(Plane plane);  // "master", "exp_avg", ...
+
+// The planes of one chunk, fp32; those that a group does not use are null.
+struct Slot {
+  std::array<float*, kMaxPlanes> planes = {};
+  float* operator[](Plane plane) const { return planes[static_cast<int>(plane)]; }
+};
+
+class ChunkStore;
+
+// Keeps one version of a chunk readable and unchanged. Outlived by its store.
+class ChunkPin {
+ public:
+  ChunkPin() = default;
+  ChunkPin(ChunkPin&& other) noexcept;
+  ChunkPin& operator=(ChunkPin&& other) noexcept;
+  ~ChunkPin() { Release(); }
+
+  const Slot& slot() const;
+
+ private:
+  friend class ChunkStore;
+  struct Version;
+  void Release();
+
+  ChunkStore* store_ = nullptr;
+  Version* version_ = nullptr;
+};
+
+enum class Destination : uint8_t { kInPlaceIfFree, kFresh };
+
+class ChunkStore {
+ public:
+  struct Options {
+    // Per group: 3 planes, or 4 with amsgrad.
+    std::vector<int> planes;
+    // Also allocates a second slot for each chunk, so that fresh versions need no further memory.
+    bool second_versions = false;
+    // Slots beyond one per chunk come out of this budget when they are needed.
+    MemoryBudget* budget = nullptr;
+    std::string owner;  // For messages: "job gpt2".
+  };
+
+  static int64_t StateBytes(const Layout& layout, absl::Span<const int> planes);
+
+  // Allocates and zeroes the slots from `arenas`. Both outlive the store.
+  static absl::StatusOr<std::unique_ptr<ChunkStore>> Create(const Layout& layout, Options options,
+                                                            ArenaFactory& arenas);
+  ~ChunkStore();
+
+  // Pins the published versions of `chunks`, reserving a fresh slot for each so that no writer has
+  // to wait. RESOURCE_EXHAUSTED if the budget has no room for them.
+  absl::StatusOr<std::vector<ChunkPin>> Pin(absl::Span<const int> chunks);
+
+  // The published version. Valid while the caller knows that no writer publishes the chunk.
+  const Slot& Published(int chunk) const;
+  uint64_t step(int chunk) const;
+
+  // An update under way: read from `from`, write all planes of `to`. Ends in Publish or Drop.
+  struct Write {
+    int chunk = 0;
+    Slot from;
+    Slot to;
+    bool in_place = true;
+    ChunkPin::Version* target = nullptr;
+  };
+  // RESOURCE_EXHAUSTED only with kFresh and no reserved slot and no room.
+  absl::StatusOr<Write> BeginWrite(int chunk, Destination destination);
+  void Publish(const Write& write, uint64_t step) { Publish(absl::MakeConstSpan(&write, 1), step); }
+  // Of many chunks, for less than one by one.
+  void Publish(absl::Span<const Write> writes, uint64_t step);
+  void Drop(const Write& write);  // Not for writes in place.
+
+  // All chunks now stand at `step`, after state was written from outside.
+  void SetStep(uint64_t step);
+
+ private:
+  friend class ChunkPin;
+  struct Impl;
+  explicit ChunkStore(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace ballast
+
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_STATE_CHUNK_STORE_H_

@@ -1,0 +1,162 @@
+#include "cpu_optimizer_service/state/safetensors.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/host/sha256.h"
+
+namespace ballast {
+namespace {
+
+using nlohmann::json;
+static_assert(std::endian::native == std::endian::little, "payloads are written as they lie");
+
+constexpr int64_t kBufferElements = 1 << 18;
+constexpr int64_t kMaxHeaderBytes = 100'000'000;  // The format's own limit.
+
+absl::Span<const std::byte> AsBytes(absl::Span<const float> values) {
+  return absl::MakeConstSpan(reinterpret_cast<const std::byte*>(values.data()),
+                             values.size() * sizeof(float));
+}
+
+std::string MakeHeader(absl::Span<const TensorEntry> tensors) {
+  nlohmann::ordered_json header = nlohmann::ordered_json::object();
+  int64_t offset = 0;
+  for (const TensorEntry& tensor : tensors) {
+    const int64_t end = offset + tensor.elements * static_cast<int64_t>(sizeof(float));
+    header[tensor.name] = {
+        {"dtype", "F32"}, {"shape", tensor.shape}, {"data_offsets", {offset, end}}};
+    offset = end;
+  }
+  // Names are bytes; invalid UTF-8 must not throw.
+  std::string text = header.dump(-1, ' ', false, json::error_handler_t::replace);
+  text.resize((text.size() + 7) / 8 * 8, ' ');
+  return text;
+}
+
+}  // namespace
+
+absl::StatusOr<WrittenFile> WriteSafetensors(
+    FileSystem& file_system, const std::string& path, absl::Span<const TensorEntry> tensors,
+    absl::FunctionRef<void(int tensor, int64_t offset, absl::Span<float> out)> read) {
+  BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<WritableFile> file, file_system.Create(path));
+  WrittenFile written;
+  Sha256 sha256;
+  const auto append = [&](absl::Span<const std::byte> bytes) {
+    written.size_bytes += static_cast<int64_t>(bytes.size());
+    sha256.Add(bytes);
+    return file->Append(bytes);
+  };
+  const std::string header = MakeHeader(tensors);
+  const uint64_t header_bytes = header.size();
+  BALLAST_RETURN_IF_ERROR(append(absl::MakeConstSpan(
+      reinterpret_cast<const std::byte*>(&header_bytes), sizeof(header_bytes))));
+  BALLAST_RETURN_IF_ERROR(append(
+      absl::MakeConstSpan(reinterpret_cast<const std::byte*>(header.data()), header.size())));
+  std::vector<float> buffer(kBufferElements);
+  for (int tensor = 0; tensor < static_cast<int>(tensors.size()); ++tensor) {
+    for (int64_t offset = 0; offset < tensors[tensor].elements; offset += kBufferElements) {
+      const auto piece = absl::MakeSpan(buffer).first(
+          std::min(kBufferElements, tensors[tensor].elements - offset));
+      read(tensor, offset, piece);
+      BALLAST_RETURN_IF_ERROR(append(AsBytes(piece)));
+    }
+  }
+  BALLAST_RETURN_IF_ERROR(file->Close());
+  written.sha256 = sha256.Hex();
+  return written;
+}
+
+absl::StatusOr<SafetensorsFile> SafetensorsFile::Open(FileSystem& file_system,
+                                                      const std::string& path) {
+  SafetensorsFile result;
+  BALLAST_ASSIGN_OR_RETURN(result.file_, file_system.Open(path));
+  const auto damaged = [&](absl::string_view what) {
+    return absl::DataLossError(absl::StrCat(path, " is not a safetensors file: ", what));
+  };
+  const int64_t file_bytes = result.file_->size_bytes();
+  uint64_t header_bytes = 0;
+  if (file_bytes < static_cast<int64_t>(sizeof(header_bytes))) return damaged("too short");
+  BALLAST_RETURN_IF_ERROR(result.file_->Read(
+      0, absl::MakeSpan(reinterpret_cast<std::byte*>(&header_bytes), sizeof(header_bytes))));
+  if (header_bytes > static_cast<uint64_t>(std::min(kMaxHeaderBytes, file_bytes - 8))) {
+    return damaged("its header is longer than the file");
+  }
+  std::string text(header_bytes, '\0');
+  BALLAST_RETURN_IF_ERROR(result.file_->Read(
+      8, absl::MakeSpan(reinterpret_cast<std::byte*>(text.data()), text.size())));
+  const json header = json::parse(text, nullptr, /*allow_exceptions=*/false);
+  if (!header.is_object()) return damaged("its header is no JSON object");
+
+  const int64_t data_begin = 8 + static_cast<int64_t>(header_bytes);
+  const auto is_size = [](const json& value) {
+    return value.is_number_unsigned() && value.get<uint64_t>() <= (uint64_t{1} << 62);
+  };
+  for (const auto& [name, tensor] : header.items()) {
+    if (name == "__metadata__") continue;
+    if (!tensor.is_object() || !tensor.contains("dtype") || tensor["dtype"] != "F32") {
+      return damaged(absl::StrCat("tensor ", name, " is not F32"));
+    }
+    const json shape = tensor.value("shape", json());
+    const json offsets = tensor.value("data_offsets", json());
+    if (!shape.is_array() || !std::all_of(shape.begin(), shape.end(), is_size) ||
+        !offsets.is_array() || offsets.size() != 2 ||
+        !std::all_of(offsets.begin(), offsets.end(), is_size)) {
+      return damaged(absl::StrCat("tensor ", name, " has no shape or offsets"));
+    }
+    Place place;
+    place.entry = {.name = name, .shape = shape.get<std::vector<int64_t>>(), .elements = 1};
+    for (const int64_t size : place.entry.shape) {
+      if (__builtin_mul_overflow(place.entry.elements, size, &place.entry.elements)) {
+        return damaged(absl::StrCat("tensor ", name, " is too large"));
+      }
+    }
+    const int64_t begin = offsets[0].get<int64_t>();
+    const int64_t end = offsets[1].get<int64_t>();
+    if (begin > end || end > file_bytes - data_begin || (end - begin) % 4 != 0 ||
+        (end - begin) / 4 != place.entry.elements) {
+      return damaged(absl::StrCat("the offsets of tensor ", name, " do not fit"));
+    }
+    place.begin = data_begin + begin;
+    result.tensors_.emplace(name, std::move(place));
+  }
+  return result;
+}
+
+const TensorEntry* SafetensorsFile::Find(const std::string& name) const {
+  const auto found = tensors_.find(name);
+  return found == tensors_.end() ? nullptr : &found->second.entry;
+}
+
+absl::Status SafetensorsFile::Read(const std::string& name, int64_t offset,
+                                   absl::Span<float> out) const {
+  const Place& place = tensors_.at(name);
+  if (offset < 0 || static_cast<int64_t>(out.size()) > place.entry.elements - offset) {
+    return absl::OutOfRangeError(absl::StrCat("tensor ", name, " has ", place.entry.elements,
+                                              " elements, asked for ", out.size(), " from ",
+                                              offset));
+  }
+  return file_->Read(
+      place.begin + offset * static_cast<int64_t>(sizeof(float)),
+      absl::MakeSpan(reinterpret_cast<std::byte*>(out.data()), out.size() * sizeof(float)));
+}
+
+absl::StatusOr<std::string> SafetensorsFile::Sha256() const {
+  class Sha256 sha256;
+  std::vector<std::byte> buffer(1 << 20);
+  for (int64_t offset = 0; offset < file_->size_bytes();) {
+    const auto piece = absl::MakeSpan(buffer).first(
+        std::min<int64_t>(static_cast<int64_t>(buffer.size()), file_->size_bytes() - offset));
+    BALLAST_RETURN_IF_ERROR(file_->Read(offset, piece));
+    sha256.Add(piece);
+    offset += static_cast<int64_t>(piece.size());
+  }
+  return sha256.Hex();
+}
+
+}  // namespace ballast

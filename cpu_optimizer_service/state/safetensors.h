@@ -1,0 +1,60 @@
+// The safetensors format: eight bytes of header length (little-endian), a JSON header that maps
+// each tensor's name to dtype, shape and byte offsets, then the tensors' bytes without gaps.
+// Source: https://github.com/huggingface/safetensors, "Format". Only F32 tensors are written and
+// read.
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_STATE_SAFETENSORS_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_STATE_SAFETENSORS_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/functional/function_ref.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "cpu_optimizer_service/host/file_system.h"
+
+namespace ballast {
+
+struct TensorEntry {
+  std::string name;
+  std::vector<int64_t> shape;
+  int64_t elements = 0;
+};
+
+struct WrittenFile {
+  int64_t size_bytes = 0;
+  std::string sha256;  // Hex.
+};
+
+// Writes the tensors in order. `read(tensor, offset, out)` fills elements [offset, offset +
+// out.size()) of tensor number `tensor`.
+absl::StatusOr<WrittenFile> WriteSafetensors(
+    FileSystem& file_system, const std::string& path, absl::Span<const TensorEntry> tensors,
+    absl::FunctionRef<void(int tensor, int64_t offset, absl::Span<float> out)> read);
+
+class SafetensorsFile {
+ public:
+  // DATA_LOSS if the header or any offset does not fit the file.
+  static absl::StatusOr<SafetensorsFile> Open(FileSystem& file_system, const std::string& path);
+
+  // nullptr: no such tensor.
+  const TensorEntry* Find(const std::string& name) const;
+  absl::Status Read(const std::string& name, int64_t offset, absl::Span<float> out) const;
+  // SHA-256 of the whole file, in hex.
+  absl::StatusOr<std::string> Sha256() const;
+
+ private:
+  struct Place {
+    TensorEntry entry;
+    int64_t begin = 0;  // Byte of the file.
+  };
+  std::unique_ptr<ReadableFile> file_;
+  absl::flat_hash_map<std::string, Place> tensors_;
+};
+
+}  // namespace ballast
+
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_STATE_SAFETENSORS_H_

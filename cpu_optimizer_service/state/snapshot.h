@@ -1,0 +1,55 @@
+// A consistent view of parameters at one committed step, while training goes on. Chunks that are
+// pinned by a snapshot are updated into fresh slots; writers never wait for readers.
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_STATE_SNAPSHOT_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_STATE_SNAPSHOT_H_
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+#include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/state/chunk_store.h"
+
+namespace ballast {
+
+class Snapshot {
+ public:
+  uint64_t step() const { return step_; }
+  // Number of updates that the parameter has had; 0 for a frozen one.
+  int64_t update_count(int parameter) const { return update_counts_.at(parameter); }
+  bool has_plane(int parameter, Plane plane) const;
+
+  // Elements [offset, offset + out.size()) of a plane of one of the snapshot's parameters. The
+  // caller stays within the parameter and asks for planes that it has.
+  void Read(int parameter, Plane plane, int64_t offset, absl::Span<float> out) const;
+
+ private:
+  friend class JobImpl;
+  const Layout* layout_ = nullptr;
+  std::shared_ptr<const void> keep_alive_;
+  uint64_t step_ = 0;
+  absl::flat_hash_map<int, int64_t> update_counts_;
+  absl::flat_hash_map<int, ChunkPin> pins_;  // By chunk.
+  std::vector<bool> amsgrad_;                // By group.
+};
+
+// Statistics of one plane, computed without copying it out.
+struct PlaneSummary {
+  double norm = 0;  // L2, of the finite elements.
+  double mean = 0;  // Of the finite elements; 0 if there are none.
+  double min = 0;
+  double max = 0;
+  int64_t zeros = 0;
+  int64_t non_finite = 0;
+  // Counts of |x| by decade: [i] counts 10^(i-12) <= |x| < 10^(i-11); smaller non-zero values count
+  // in the first, larger ones in the last.
+  std::array<int64_t, 16> magnitude_histogram = {};
+};
+PlaneSummary Summarize(const Snapshot& snapshot, int parameter, int64_t elements, Plane plane);
+
+}  // namespace ballast
+
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_STATE_SNAPSHOT_H_

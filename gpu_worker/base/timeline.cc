@@ -1,0 +1,151 @@
+#include "gpu_worker/base/timeline.h"
+
+#include <algorithm>
+#include <charconv>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "gpu_worker/base/output_file.h"
+
+namespace ballast::worker {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+constexpr Track kTracks[] = {Track::kStep,    Track::kCompute, Track::kReduce,
+                             Track::kCopy,    Track::kSend,    Track::kUpdate,
+                             Track::kReceive, Track::kGather,  Track::kStall};
+
+const char* Name(Track track) {
+  switch (track) {
+    case Track::kStep:
+      return "step";
+    case Track::kCompute:
+      return "compute";
+    case Track::kReduce:
+      return "reduce";
+    case Track::kCopy:
+      return "copy";
+    case Track::kSend:
+      return "send";
+    case Track::kUpdate:
+      return "update";
+    case Track::kReceive:
+      return "receive";
+    case Track::kGather:
+      return "gather";
+    case Track::kStall:
+      return "stall";
+  }
+  return "";
+}
+
+double Microseconds(Timeline::Clock::duration duration) {
+  return std::chrono::duration<double, std::micro>(duration).count();
+}
+
+// Numbers of tracks in the file begin with 1.
+int Number(Track track) { return static_cast<int>(track) + 1; }
+
+// A span's name, made without the heap: a profiler's ranges have theirs made whether or not a
+// profiler is there to read it, which nobody can ask.
+class SpanName {
+ public:
+  SpanName(Track track, const SpanOf& of) {
+    Append(Name(track));
+    if (track == Track::kStep) Append(" ", of.step);
+    if (of.micro_step >= 0) Append(" micro-step ", of.micro_step);
+    if (of.bucket >= 0) Append(" bucket ", of.bucket);
+    if (of.chunk >= 0) Append(" chunk ", of.chunk);
+    *end_ = '\0';
+  }
+  SpanName(const SpanName&) = delete;
+  SpanName& operator=(const SpanName&) = delete;
+  const char* c_str() const { return text_; }
+
+ private:
+  void Append(absl::string_view text) { end_ = std::copy(text.begin(), text.end(), end_); }
+  template <typename Integer>
+  void Append(absl::string_view what, Integer number) {
+    Append(what);
+    end_ = std::to_chars(end_, text_ + sizeof(text_), number).ptr;
+  }
+
+  char text_[128];  // The longest, with all numbers at their largest, has 83.
+  char* end_ = text_;
+};
+
+Json Arguments(const SpanOf& of) {
+  Json arguments = {{"step", of.step}};
+  if (of.micro_step >= 0) arguments["micro_step"] = of.micro_step;
+  if (of.bucket >= 0) arguments["bucket"] = of.bucket;
+  if (of.chunk >= 0) arguments["chunk"] = of.chunk;
+  return arguments;
+}
+
+}  // namespace
+
+void Timeline::Add(Track track, const SpanOf& of, Clock::time_point begin, Clock::time_point end) {
+  MutexLock lock(mutex_);
+  if (spans_.size() >= options_.most_spans) {
+    ++dropped_;
+    return;
+  }
+  spans_.push_back({.track = track, .of = of, .begin = begin, .end = end});
+}
+
+std::string Timeline::ToJson() const {
+  const auto describe = [&](const char* what, int track, Json arguments) {
+    return Json{{"name", what},
+                {"ph", "M"},
+                {"pid", options_.rank},
+                {"tid", track},
+                {"args", std::move(arguments)}}
+        .dump();
+  };
+  std::string text = absl::StrCat(
+      "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n",
+      describe("process_name", 0, {{"name", absl::StrCat("ballast-worker rank ", options_.rank)}}));
+  for (const Track track : kTracks) {
+    absl::StrAppend(&text, ",\n", describe("thread_name", Number(track), {{"name", Name(track)}}),
+                    ",\n",
+                    describe("thread_sort_index", Number(track), {{"sort_index", Number(track)}}));
+  }
+  MutexLock lock(mutex_);
+  for (const Span& span : spans_) {
+    const Json event = {{"name", SpanName(span.track, span.of).c_str()},
+                        {"cat", Name(span.track)},
+                        {"ph", "X"},
+                        {"pid", options_.rank},
+                        {"tid", Number(span.track)},
+                        {"ts", Microseconds(span.begin.time_since_epoch())},
+                        {"dur", Microseconds(span.end - span.begin)},
+                        {"args", Arguments(span.of)}};
+    absl::StrAppend(&text, ",\n", event.dump());
+  }
+  return absl::StrCat(text, "\n],\"otherData\":{\"rank\":", options_.rank,
+                      ",\"dropped_spans\":", dropped_, "}}\n");
+}
+
+absl::Status Timeline::Write(const std::string& path) const {
+  const std::filesystem::path file(path);
+  const std::string folder = file.parent_path().string();
+  return WriteFiles(folder.empty() ? "." : folder, {{file.filename().string(), ToJson()}});
+}
+
+void TimelineScope::Begin() {
+  if (timeline_->options_.profiler.begin != nullptr) {
+    timeline_->options_.profiler.begin(SpanName(track_, of_).c_str());
+  }
+  if (timeline_->keeps_spans()) begin_ = Timeline::Clock::now();
+}
+
+void TimelineScope::End() {
+  if (timeline_->keeps_spans()) timeline_->Add(track_, of_, begin_, Timeline::Clock::now());
+  if (timeline_->options_.profiler.end != nullptr) timeline_->options_.profiler.end();
+}
+
+}  // namespace ballast::worker

@@ -1,0 +1,31 @@
+// Collectives over Gloo's TCP transport: every pair of ranks has a connection, every rank sends
+// each piece straight to where it belongs, and sums are taken locally in order of rank.
+#ifndef BALLAST_GPU_WORKER_COLLECTIVE_GLOO_COLLECTIVE_H_
+#define BALLAST_GPU_WORKER_COLLECTIVE_GLOO_COLLECTIVE_H_
+
+#include <chrono>
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "gpu_worker/collective/collective.h"
+#include "gpu_worker/collective/tcp_store.h"
+
+namespace ballast::worker {
+
+struct GlooOptions {
+  int rank = 0;
+  int world_size = 1;
+  std::string host = "127.0.0.1";  // This rank's own address, which the other ranks can reach.
+  std::chrono::milliseconds connect_timeout{60000};  // Of finding all ranks.
+  std::chrono::milliseconds timeout{60000};          // Of each operation.
+};
+
+// Connects to all other ranks, which must do the same with the same store; the error names one that
+// did not come. When it returns, no rank needs the store any more.
+absl::StatusOr<std::unique_ptr<Collective>> ConnectGloo(const GlooOptions& options,
+                                                        TcpStore& store);
+
+}  // namespace ballast::worker
+
+#endif  // BALLAST_GPU_WORKER_COLLECTIVE_GLOO_COLLECTIVE_H_

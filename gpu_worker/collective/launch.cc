@@ -1,0 +1,74 @@
+#include "gpu_worker/collective/launch.h"
+
+#include <cstdlib>
+#include <utility>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "gpu_worker/collective/gloo_collective.h"
+#include "gpu_worker/collective/single_collective.h"
+#include "gpu_worker/collective/tcp_store.h"
+
+namespace ballast::worker {
+absl::StatusOr<Launch> ReadLaunch(
+    const std::function<std::optional<std::string>(const std::string&)>& variable) {
+  Launch launch;
+  int local_rank = -1;
+  struct Number {
+    const char* name;
+    int* value;
+    int least;
+    int most;
+  };
+  // WORLD_SIZE before RANK, whose range depends on it.
+  for (const Number& number : {Number{"WORLD_SIZE", &launch.world_size, 1, kMaxWorldSize},
+                               Number{"RANK", &launch.rank, 0, kMaxWorldSize - 1},
+                               Number{"LOCAL_RANK", &local_rank, 0, kMaxWorldSize - 1},
+                               Number{"MASTER_PORT", &launch.master_port, 1, 65535}}) {
+    const std::optional<std::string> text = variable(number.name);
+    if (!text.has_value()) continue;
+    if (!absl::SimpleAtoi(*text, number.value) || *number.value < number.least ||
+        *number.value > number.most) {
+      return absl::InvalidArgumentError(absl::StrCat(number.name, "=", *text,
+                                                     " must be a number between ", number.least,
+                                                     " and ", number.most));
+    }
+  }
+  if (launch.rank >= launch.world_size) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("RANK=", launch.rank, " must be less than WORLD_SIZE=", launch.world_size));
+  }
+  launch.local_rank = local_rank < 0 ? launch.rank : local_rank;
+  if (std::optional<std::string> host = variable("MASTER_ADDR")) launch.master_host = *host;
+  return launch;
+}
+
+absl::StatusOr<Launch> ReadLaunch() {
+  return ReadLaunch([](const std::string& name) -> std::optional<std::string> {
+    const char* value = std::getenv(name.c_str());
+    if (value == nullptr || *value == '\0') return std::nullopt;
+    return value;
+  });
+}
+
+absl::StatusOr<std::unique_ptr<Collective>> ConnectWorkers(const Launch& launch,
+                                                           std::chrono::milliseconds timeout) {
+  if (launch.world_size == 1) return std::make_unique<SingleCollective>();
+  BALLAST_ASSIGN_OR_RETURN(const std::unique_ptr<TcpStore> store,
+                           TcpStore::Open({.rank = launch.rank,
+                                           .world_size = launch.world_size,
+                                           .host = launch.master_host,
+                                           .port = launch.master_port,
+                                           .timeout = timeout}));
+  BALLAST_ASSIGN_OR_RETURN(std::string own_host, store->OwnHost());
+  return ConnectGloo({.rank = launch.rank,
+                      .world_size = launch.world_size,
+                      .host = std::move(own_host),
+                      .connect_timeout = timeout,
+                      .timeout = timeout},
+                     *store);
+}
+
+}  // namespace ballast::worker

@@ -1,0 +1,37 @@
+// How a worker was started: the variables that torchrun sets.
+#ifndef BALLAST_GPU_WORKER_COLLECTIVE_LAUNCH_H_
+#define BALLAST_GPU_WORKER_COLLECTIVE_LAUNCH_H_
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "gpu_worker/collective/collective.h"
+
+namespace ballast::worker {
+
+struct Launch {
+  int rank = 0;                           // RANK
+  int world_size = 1;                     // WORLD_SIZE
+  int local_rank = 0;                     // LOCAL_RANK, of this host; RANK where it is not set.
+  std::string master_host = "127.0.0.1";  // MASTER_ADDR
+  int master_port = 29500;                // MASTER_PORT
+};
+
+// INVALID_ARGUMENT naming the variable that is not a number or out of range. `variable` returns the
+// value of an environment variable, if it is set.
+absl::StatusOr<Launch> ReadLaunch(
+    const std::function<std::optional<std::string>(const std::string&)>& variable);
+// The same from this process's environment.
+absl::StatusOr<Launch> ReadLaunch();
+
+// Gloo among the workers of the launch, or the collective of a world of one.
+absl::StatusOr<std::unique_ptr<Collective>> ConnectWorkers(const Launch& launch,
+                                                           std::chrono::milliseconds timeout);
+
+}  // namespace ballast::worker
+
+#endif  // BALLAST_GPU_WORKER_COLLECTIVE_LAUNCH_H_

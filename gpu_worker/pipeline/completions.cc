@@ -1,0 +1,72 @@
+#include "gpu_worker/pipeline/completions.h"
+
+#include <utility>
+
+#include "cpu_optimizer_service/common/status.h"
+
+namespace ballast::worker {
+
+Completions::Completions(Device& device) : device_(device), thread_([this] { Run(); }) {}
+
+Completions::~Completions() {
+  {
+    MutexLock lock(mutex_);
+    stopping_ = true;
+    changed_.NotifyAll();
+  }
+  thread_.join();
+}
+
+absl::StatusOr<std::unique_ptr<DeviceEvent>> Completions::TakeEvent() {
+  {
+    MutexLock lock(mutex_);
+    if (!events_.empty()) {
+      std::unique_ptr<DeviceEvent> event = std::move(events_.back());
+      events_.pop_back();
+      return event;
+    }
+  }
+  return device_.CreateEvent();
+}
+
+absl::Status Completions::After(DeviceStream& stream, Then then) {
+  BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<DeviceEvent> event, TakeEvent());
+  BALLAST_RETURN_IF_ERROR(stream.Record(*event));
+  Enqueue({.event = std::move(event), .then = std::move(then)});
+  return absl::OkStatus();
+}
+
+void Completions::AfterThose(Then then) { Enqueue({.event = nullptr, .then = std::move(then)}); }
+
+void Completions::Enqueue(Owed owed) {
+  MutexLock lock(mutex_);
+  queue_.push_back(std::move(owed));
+  changed_.NotifyAll();
+}
+
+void Completions::WaitIdle() {
+  MutexLock lock(mutex_);
+  while (busy_ || !queue_.empty()) changed_.Wait(mutex_);
+}
+
+void Completions::Run() {
+  while (true) {
+    Owed owed;
+    {
+      MutexLock lock(mutex_);
+      while (queue_.empty() && !stopping_) changed_.Wait(mutex_);
+      if (queue_.empty()) return;
+      owed = std::move(queue_.front());
+      queue_.pop_front();
+      busy_ = true;
+    }
+    owed.then(owed.event != nullptr ? owed.event->Synchronize() : absl::OkStatus());
+    owed.then = nullptr;  // What it holds goes before anybody is told that all is done.
+    MutexLock lock(mutex_);
+    if (owed.event != nullptr) events_.push_back(std::move(owed.event));
+    busy_ = false;
+    changed_.NotifyAll();
+  }
+}
+
+}  // namespace ballast::worker

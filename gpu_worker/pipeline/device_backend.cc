@@ -1,0 +1,426 @@
+// Which stream each piece of a step runs on, and which event lets it begin. Everything on a stream
+// comes after what that stream was given before. Host threads: the caller's gives `compute`, the
+// communication thread (gradient_path.h) `communicate` and `copy_out`, whoever hears of weights
+// `copy_in`; the sender (gradient_sender.h) waits for events alone.
+//
+//   work                            stream        begins after                      event after it
+//   ------------------------------  ------------  --------------------------------  --------------
+//   forward of a layer              compute       gathered, of its buckets
+//   backward of a layer             compute       released, of the buckets that it
+//                                                 writes, by the micro-step before  ready
+//   adding to the sum               communicate   ready                             released
+//   search for infinities, reduce-
+//   scatter in place                communicate   ready, of the last micro-step
+//   rounding to a wire buffer       communicate   copied out, of the bucket before
+//                                                 that used the buffer              released
+//   copying a chunk to the host     copy_out      released                          there
+//   (the last of a bucket)          copy_out                                        copied out
+//   handing a chunk over            the sender    there
+//   the loss to the host            compute                                         done
+//   ------------------------------  ------------  --------------------------------  --------------
+//   copying a chunk's new weights   copy_in       the host's word; gathered, of
+//   to their place, or ahead of the               the weights before                copied in
+//   decision to a buffer
+//   all-gather of a bucket from     communicate   copied in; on the host, that
+//   there                                         the step is decided               gathered
+//   the next step's first forward,  compute       gathered, of its buckets
+//   layer by layer
+//
+// With the optimizer on the device the rounding writes to the chunk's own place, `there` is
+// recorded after it on `communicate`, and nothing is copied out or in; the next forward begins when
+// the optimizer is done.
+#include "gpu_worker/pipeline/device_backend.h"
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/check.h"
+#include "gpu_worker/base/stopwatch.h"
+#include "gpu_worker/device/stream_seconds.h"
+#include "gpu_worker/pipeline/device_buckets.h"
+#include "gpu_worker/pipeline/device_reduction.h"
+#include "gpu_worker/pipeline/device_spaces.h"
+#include "gpu_worker/pipeline/device_trace.h"
+#include "gpu_worker/pipeline/gradient_path.h"
+#include "gpu_worker/pipeline/pipeline_errors.h"
+#include "gpu_worker/pipeline/weights_return.h"
+
+namespace ballast::worker {
+namespace {
+
+class DeviceBackend final : public TrainingBackend {
+ public:
+  DeviceBackend(const DeviceBackendOptions& options, const DeviceBackendParts& parts)
+      : options_(options),
+        parts_(parts),
+        job_(parts.job),
+        errors_([this] { Stop(); }),
+        passing_(parts.device),
+        lacking_weights_(parts.device) {}
+  absl::Status Init(absl::Span<const int> backward_order, const MakeDeviceModel& make_model);
+  ~DeviceBackend() override;
+
+  void Start(StepSink sink) override { gradient_path_->Start(std::move(sink)); }
+  absl::Status UseGradientMemory(
+      const std::function<absl::Span<std::byte>(int chunk)>& memory) override {
+    return gradient_path_->UseGradientMemory(memory);
+  }
+  absl::Status MicroStep(const MicroStepInput& input) override;
+  absl::StatusOr<FinishedStep> FinishStep() override;
+  absl::Span<std::byte> weights(int chunk) override { return weights_->at(chunk); }
+  void OnWeights(int chunk) override { weights_->OnWeights(chunk); }
+  absl::Status GatherWeights() override;
+  absl::Status UseWeightsMemory(
+      const std::function<absl::Span<std::byte>(int chunk)>& memory) override {
+    return weights_->Use(memory);
+  }
+  bool gathers_ahead() const override { return !options_.on_device; }
+  void OnProvisionalWeights(int chunk) override { weights_->OnProvisional(chunk); }
+  void OnDroppedWeights(int chunk) override { weights_->OnDropped(chunk); }
+  absl::Status ExpectWeights() override;
+  absl::Status StartForward(const MicroStepInput& input) override;
+  void AbandonWeights() override;
+  absl::Status ReadWeights(int group, absl::Span<std::byte> to) override;
+
+ private:
+  absl::Status GivePass(const MicroStepInput& input);
+  absl::Status GiveForward(const MicroStepInput& input);
+  absl::Status GiveBackward(const MicroStepInput& input);
+  absl::Status ZeroUnreached();
+  void ForgetForward();
+  absl::Status ReadLoss();
+  absl::Status ReadTimes();
+  void NoteReduceWait(double seconds);
+  void GiveGather(bool all_there);
+  absl::Status Fail(const absl::Status& status, absl::string_view what);
+
+  void Stop();
+
+  const DeviceBackendOptions options_;
+  const DeviceBackendParts parts_;
+  const TrainingJob& job_;
+  PipelineErrors errors_;
+
+  std::unique_ptr<DeviceTrace> trace_;
+  std::unique_ptr<DeviceStream> compute_;
+  std::unique_ptr<DeviceStream> communicate_;
+  std::unique_ptr<DeviceStream> copy_out_;
+  DeviceSpaces spaces_;
+  std::unique_ptr<DeviceMemory> loss_sum_;  // A double.
+  std::unique_ptr<HostMemory> host_loss_sum_;
+  std::unique_ptr<DeviceEvent> done_;
+
+  std::unique_ptr<DeviceBuckets> buckets_;
+  std::unique_ptr<DeviceReduction> reduction_;
+  std::unique_ptr<WeightsReturn> weights_;
+  std::unique_ptr<DeviceGpt> model_;
+  std::unique_ptr<GradientPath> gradient_path_;
+
+  // Of the caller.
+  uint64_t step_ = 0;
+  bool gathering_ = false;      // Given since the last GatherWeights.
+  bool forward_given_ = false;  // By StartForward, and no MicroStep has gone on from it.
+  std::vector<bool> reached_;   // By parameter, in this pass.
+  FinishedStep finished_;
+  double places_waited_ = 0;  // As read last.
+
+  // Of `compute`: in passes, and how much of that waiting for weights.
+  StreamSeconds passing_;
+  StreamSeconds lacking_weights_;
+};
+
+// ---------------------------------------------------------------- a step: passes
+
+absl::Status DeviceBackend::MicroStep(const MicroStepInput& input) {
+  BALLAST_RETURN_IF_ERROR(errors_.failure());
+  step_ = input.step;
+  return Fail(GivePass(input), absl::StrCat("step ", input.step, " micro-step ", input.micro_step));
+}
+
+// Backward's buckets go on their way while it gives the rest of its work, and the pass ends here
+// before the device has begun with most of it.
+absl::Status DeviceBackend::GivePass(const MicroStepInput& input) {
+  const bool sums_here = !spaces_.sums.empty() && input.micro_steps > 1;
+  gradient_path_->BeginPass({.step = input.step,
+                             .micro_step = input.micro_step,
+                             .micro_steps = input.micro_steps,
+                             .sums_here = sums_here});
+  reached_.assign(job_.layout.spec().parameters.size(), false);
+  const bool ahead = std::exchange(forward_given_, false);
+  if (ahead) {
+    BALLAST_RETURN_IF_ERROR(lacking_weights_.End(*compute_));
+  } else {
+    BALLAST_RETURN_IF_ERROR(passing_.Begin(*compute_));
+  }
+  BALLAST_RETURN_IF_ERROR(buckets_->StartPass(*compute_, sums_here ? input.micro_step : 0,
+                                              sums_here ? input.micro_steps : 1));
+  const SpanOf of{.step = input.step, .micro_step = static_cast<int>(input.micro_step)};
+  BALLAST_RETURN_IF_ERROR(trace_->Around(*compute_, Track::kCompute, of, [&]() -> absl::Status {
+    if (!ahead) BALLAST_RETURN_IF_ERROR(GiveForward(input));
+    return GiveBackward(input);
+  }));
+
+  UsedParameters used;
+  for (size_t p = 0; p < reached_.size(); ++p) {
+    if (job_.layout.place(p).offset < 0) continue;  // Frozen.
+    if (reached_[p]) used.parameters.push_back(static_cast<int>(p));
+    used.all &= reached_[p];
+  }
+  BALLAST_RETURN_IF_ERROR(ZeroUnreached());
+  BALLAST_RETURN_IF_ERROR(passing_.End(*compute_));
+  // The others' collectives fit all the same; only this rank must not seal.
+  if (used.parameters.empty() && !used.all) {
+    errors_.FailStep(NoParameterReached(job_.layout, parts_.collective.rank(), input.micro_step));
+  }
+  if (used.all) used.parameters.clear();
+  gradient_path_->EndPass(std::move(used));
+  return absl::OkStatus();
+}
+
+absl::Status DeviceBackend::GiveForward(const MicroStepInput& input) {
+  const DevicePassEvents events{
+      .before_weights =
+          [this](int p) { return weights_->BeforeWeights(*compute_, p, lacking_weights_); },
+      .before_gradient = nullptr,
+      .gradient_ready = nullptr};
+  return model_->Forward(input.batch, events);
+}
+
+absl::Status DeviceBackend::GiveBackward(const MicroStepInput& input) {
+  const DevicePassEvents events{
+      .before_weights = nullptr,
+      .before_gradient = [this](int p) { return buckets_->BeforeGradient(*compute_, p); },
+      .gradient_ready =
+          [this](int p) {
+            Check(!reached_[p], "a parameter's gradient is complete once in a micro-step");
+            reached_[p] = true;
+            return buckets_->GradientReady(*compute_, p);
+          }};
+  return model_->Backward(input.loss_scale, /*first=*/input.micro_step == 0,
+                          loss_sum_->as<double>(), events);
+}
+
+absl::Status DeviceBackend::ZeroUnreached() {
+  for (size_t p = 0; p < reached_.size(); ++p) {
+    const ParameterPlace& place = job_.layout.place(p);
+    if (reached_[p] || place.offset < 0) continue;
+    float* gradients = spaces_.gradients[job_.layout.spec().parameters[p].group]->as<float>();
+    BALLAST_RETURN_IF_ERROR(buckets_->BeforeGradient(*compute_, p));
+    BALLAST_RETURN_IF_ERROR(
+        compute_->Zero(gradients + place.offset, place.elements * sizeof(float)));
+    BALLAST_RETURN_IF_ERROR(buckets_->GradientReady(*compute_, p));
+  }
+  return absl::OkStatus();
+}
+
+// ---------------------------------------------------------------- a step: its end
+
+absl::StatusOr<FinishedStep> DeviceBackend::FinishStep() {
+  absl::Status read = errors_.failure();
+  if (read.ok()) read = ReadLoss();
+  if (read.ok()) read = ReadTimes();
+  if (!read.ok()) ForgetForward();
+  Fail(read, absl::StrCat("step ", step_)).IgnoreError();
+
+  Stopwatch stopwatch;
+  gradient_path_->WaitReduced();
+  NoteReduceWait(stopwatch.Lap());
+  gradient_path_->WaitSent();
+  finished_.send_seconds += stopwatch.Lap();
+
+  const FinishedStep finished = std::exchange(finished_, {});
+  BALLAST_RETURN_IF_ERROR(errors_.FinishStep());
+  return finished;
+}
+
+absl::Status DeviceBackend::ReadLoss() {
+  const absl::Span<std::byte> to = host_loss_sum_->bytes().subspan(0, sizeof(double));
+  BALLAST_RETURN_IF_ERROR(compute_->CopyToHost(to, loss_sum_->data()));
+  BALLAST_RETURN_IF_ERROR(compute_->Record(*done_));
+  BALLAST_RETURN_IF_ERROR(done_->Synchronize());
+  finished_.loss_sum = *reinterpret_cast<const double*>(to.data());
+  return absl::OkStatus();
+}
+
+// After ReadLoss: all passes are done.
+absl::Status DeviceBackend::ReadTimes() {
+  BALLAST_ASSIGN_OR_RETURN(const double passing, passing_.Take());
+  BALLAST_ASSIGN_OR_RETURN(const double for_buckets, buckets_->TakeWaitedSeconds());
+  BALLAST_ASSIGN_OR_RETURN(finished_.weights_seconds, lacking_weights_.Take());
+  finished_.compute_seconds = std::max(0.0, passing - for_buckets - finished_.weights_seconds);
+  NoteReduceWait(for_buckets);
+  return absl::OkStatus();
+}
+
+// Reductions wait behind an optimizer that holds all places: that much of a wait for them is its.
+void DeviceBackend::NoteReduceWait(double seconds) {
+  const double places_waited = gradient_path_->places_waited_seconds();
+  const double sending =
+      std::min(seconds, places_waited - std::exchange(places_waited_, places_waited));
+  finished_.send_seconds += sending;
+  finished_.reduce_seconds += seconds - sending;
+}
+
+// ---------------------------------------------------------------- weights
+
+absl::Status DeviceBackend::ExpectWeights() {
+  BALLAST_RETURN_IF_ERROR(errors_.failure());
+  GiveGather(/*all_there=*/false);
+  return absl::OkStatus();
+}
+
+void DeviceBackend::GiveGather(bool all_there) {
+  weights_->Expect(step_, all_there);
+  gathering_ = true;
+  gradient_path_->Give([this, step = step_] {
+    const absl::Status gathered = weights_->Gather(*communicate_, parts_.collective);
+    Fail(gathered, absl::StrCat("after step ", step, ": weights")).IgnoreError();
+  });
+}
+
+// The pass begins here; from the end of this part until MicroStep goes on it lacks the optimizer.
+absl::Status DeviceBackend::StartForward(const MicroStepInput& input) {
+  BALLAST_RETURN_IF_ERROR(errors_.failure());
+  ForgetForward();
+  const SpanOf of{.step = input.step, .micro_step = static_cast<int>(input.micro_step)};
+  const auto give = [&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(passing_.Begin(*compute_));
+    BALLAST_RETURN_IF_ERROR(
+        trace_->Around(*compute_, Track::kCompute, of, [&] { return GiveForward(input); }));
+    forward_given_ = true;
+    return lacking_weights_.Begin(*compute_);
+  };
+  return Fail(give(), absl::StrCat("step ", input.step, " forward pass"));
+}
+
+void DeviceBackend::AbandonWeights() { weights_->Abandon(); }
+
+void DeviceBackend::ForgetForward() {
+  forward_given_ = false;
+  passing_.Clear();
+  lacking_weights_.Clear();
+  buckets_->ForgetWaitedSeconds();
+}
+
+absl::Status DeviceBackend::GatherWeights() {
+  BALLAST_RETURN_IF_ERROR(errors_.failure());
+  if (!gathering_) {
+    ForgetForward();  // It read other weights.
+    GiveGather(/*all_there=*/true);
+  }
+  gathering_ = false;
+  gradient_path_->WaitGiven();
+  return errors_.failure();
+}
+
+absl::Status DeviceBackend::ReadWeights(int group, absl::Span<std::byte> to) {
+  BALLAST_RETURN_IF_ERROR(errors_.failure());
+  Check(to.size() <= spaces_.weights[group]->size_bytes(), "a flat space is read, and not past it");
+  StreamSeconds waited(parts_.device);
+  const auto read = [&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(weights_->BeforeGroup(*compute_, group, waited));
+    BALLAST_RETURN_IF_ERROR(compute_->CopyToHost(to, spaces_.weights[group]->data()));
+    BALLAST_RETURN_IF_ERROR(compute_->Record(*done_));
+    return done_->Synchronize();
+  };
+  return Fail(read(), absl::StrCat("after step ", step_, ": reading the weights"));
+}
+
+// ---------------------------------------------------------------- beginning and ending
+
+absl::Status DeviceBackend::Fail(const absl::Status& status, absl::string_view what) {
+  if (status.ok()) return status;
+  errors_.Fail(Annotate(status, what));
+  return errors_.current();
+}
+
+// By the first failure, or when all ends: every thread that waits for another goes on.
+void DeviceBackend::Stop() {
+  buckets_->Stop();
+  weights_->Stop();
+  gradient_path_->Stop();
+}
+
+absl::Status DeviceBackend::Init(absl::Span<const int> backward_order,
+                                 const MakeDeviceModel& make_model) {
+  Device& device = parts_.device;
+  const int rank = parts_.collective.rank();
+  for (const GroupSpec& group : job_.spec.groups) {
+    if (group.return_dtype == DType::kBFloat16) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("group ", group.name, ": passes on a GPU compute with weights in bf16, not ",
+                     Name(group.return_dtype)));
+  }
+  BALLAST_ASSIGN_OR_RETURN(trace_, DeviceTrace::Create(device, parts_.timeline));
+  BALLAST_ASSIGN_OR_RETURN(compute_, device.CreateStream("compute"));
+  BALLAST_ASSIGN_OR_RETURN(communicate_, device.CreateStream("communicate"));
+  BALLAST_ASSIGN_OR_RETURN(copy_out_, device.CreateStream("copy_out"));
+  BALLAST_ASSIGN_OR_RETURN(done_, device.CreateEvent());
+  BALLAST_ASSIGN_OR_RETURN(loss_sum_, device.Allocate(sizeof(double), "the loss"));
+  BALLAST_ASSIGN_OR_RETURN(host_loss_sum_, device.AllocateHost(sizeof(double), "the loss"));
+  const DeviceNeeds needs{
+      .sums = options_.accumulation == Accumulation::kWorker && job_.spec.max_micro_steps != 1,
+      .weights_ahead = !options_.on_device && job_.spec.update_mode == UpdateMode::kSpeculate,
+      .world_size = parts_.collective.world_size()};
+  BALLAST_ASSIGN_OR_RETURN(spaces_, AllocateSpaces(device, job_, needs));
+
+  BALLAST_ASSIGN_OR_RETURN(
+      buckets_, DeviceBuckets::Create(device, job_.layout, job_.buckets, backward_order));
+  BALLAST_ASSIGN_OR_RETURN(
+      reduction_,
+      DeviceReduction::Create({device, *communicate_, parts_.collective, job_, buckets_->order()},
+                              {.gradients = DeviceSpaces::PointersTo<float>(spaces_.gradients),
+                               .sums = DeviceSpaces::PointersTo<float>(spaces_.sums)},
+                              options_.check_gradients));
+  absl::StatusOr<std::unique_ptr<WeightsReturn>> weights = WeightsReturn::Create(
+      device, job_, buckets_->order(), spaces_.WeightBytes(),
+      {.rank = rank, .on_device = options_.on_device, .provisional = needs.weights_ahead}, *trace_);
+  BALLAST_RETURN_IF_ERROR(ExplainMemory(weights.status(), device, job_, needs));
+  weights_ = *std::move(weights);
+  BALLAST_ASSIGN_OR_RETURN(model_, make_model({device, *compute_, parts_.matmul}));
+  model_->Place(job_.layout, {.weights = DeviceSpaces::PointersTo<BFloat16Bits>(spaces_.weights),
+                              .gradients = DeviceSpaces::PointersTo<float>(spaces_.gradients)});
+  absl::StatusOr<std::unique_ptr<GradientPath>> path =
+      GradientPath::Create({device, *communicate_, *copy_out_, parts_.collective, job_, *buckets_,
+                            *reduction_, *trace_, errors_},
+                           {.rank = rank,
+                            .on_device = options_.on_device,
+                            .staging_slots = options_.staging_slots,
+                            .timeout = options_.timeout});
+  BALLAST_RETURN_IF_ERROR(ExplainMemory(path.status(), device, job_, needs));
+  gradient_path_ = *std::move(path);
+  return absl::OkStatus();
+}
+
+DeviceBackend::~DeviceBackend() {
+  if (gradient_path_ != nullptr) {
+    Stop();
+    gradient_path_->End();
+  }
+  for (DeviceStream* stream : {compute_.get(), communicate_.get()}) {
+    if (stream != nullptr) stream->Synchronize().IgnoreError();
+  }
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<TrainingBackend>> MakeDeviceBackendOf(
+    const DeviceBackendOptions& options, const DeviceBackendParts& parts,
+    absl::Span<const int> backward_order, const MakeDeviceModel& make_model) {
+  auto backend = std::make_unique<DeviceBackend>(options, parts);
+  BALLAST_RETURN_IF_ERROR(backend->Init(backward_order, make_model));
+  return backend;
+}
+
+absl::StatusOr<std::unique_ptr<TrainingBackend>> MakeDeviceBackend(
+    const DeviceBackendOptions& options, const DeviceBackendParts& parts) {
+  return MakeDeviceBackendOf(
+      options, parts, GptBackwardOrder(options.model), [&](const DeviceGptParts& gpt_parts) {
+        return DeviceGpt::Create(options.model, gpt_parts, options.sequences);
+      });
+}
+
+}  // namespace ballast::worker

@@ -1,0 +1,67 @@
+// A rank's passes on a GPU, and the way of its gradients and weights. device_backend.cc reads top
+// to bottom as a step goes (DESIGN.md, section 3, steps 2, 3 and 8), and its head has the table of
+// streams and events.
+//
+// Owns its threads: one that gives reductions and copies to their streams, in the order of the
+// buckets, and one that waits for the copies and calls the sink. Nothing in it synchronises the
+// device or a whole stream while a step runs.
+#ifndef BALLAST_GPU_WORKER_PIPELINE_DEVICE_BACKEND_H_
+#define BALLAST_GPU_WORKER_PIPELINE_DEVICE_BACKEND_H_
+
+#include <functional>
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "gpu_worker/base/timeline.h"
+#include "gpu_worker/buckets/bucket_reducer.h"
+#include "gpu_worker/device/device.h"
+#include "gpu_worker/device/device_collective.h"
+#include "gpu_worker/device/matmul.h"
+#include "gpu_worker/gpt/architecture.h"
+#include "gpu_worker/gpt/device_gpt.h"
+#include "gpu_worker/training/backend.h"
+#include "gpu_worker/training/training_job.h"
+
+namespace ballast::worker {
+
+struct DeviceBackendOptions {
+  GptConfig model;
+  int sequences = 1;  // The most that a micro-step of this rank has.
+  Accumulation accumulation = Accumulation::kService;
+  bool check_gradients = false;
+  // The optimizer's work is done on the device too (--optimizer=local): payloads are device memory,
+  // and weights(chunk) is where the passes read them.
+  bool on_device = false;
+  int staging_slots = 32;
+  // How long a gradient waits for the optimizer to take one before it.
+  absl::Duration timeout = absl::Minutes(10);
+};
+
+// Borrowed until destruction.
+struct DeviceBackendParts {
+  Device& device;
+  DeviceMatmul& matmul;
+  DeviceCollective& collective;
+  const TrainingJob& job;
+  Timeline* timeline = nullptr;
+};
+
+// What was pushed is released before the backend is destroyed: the optimizer goes first.
+//
+// INVALID_ARGUMENT unless weights come back in bf16; RESOURCE_EXHAUSTED, saying what to make
+// smaller, if the GPU's memory does not do.
+absl::StatusOr<std::unique_ptr<TrainingBackend>> MakeDeviceBackend(
+    const DeviceBackendOptions& options, const DeviceBackendParts& parts);
+
+// The same around other passes, for tests. `options.model` and `options.sequences` say nothing.
+using MakeDeviceModel =
+    std::function<absl::StatusOr<std::unique_ptr<DeviceGpt>>(const DeviceGptParts& parts)>;
+absl::StatusOr<std::unique_ptr<TrainingBackend>> MakeDeviceBackendOf(
+    const DeviceBackendOptions& options, const DeviceBackendParts& parts,
+    absl::Span<const int> backward_order, const MakeDeviceModel& make_model);
+
+}  // namespace ballast::worker
+
+#endif  // BALLAST_GPU_WORKER_PIPELINE_DEVICE_BACKEND_H_

@@ -1,0 +1,157 @@
+#include "gpu_worker/pipeline/device_buckets.h"
+
+#include <utility>
+
+#include "cpu_optimizer_service/common/status.h"
+
+namespace ballast::worker {
+namespace {
+
+absl::Status Stopped() { return absl::CancelledError("the backend has stopped"); }
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<DeviceBuckets>> DeviceBuckets::Create(
+    Device& device, const Layout& layout, absl::Span<const Bucket> buckets,
+    absl::Span<const int> backward_order) {
+  std::vector<Events> events(buckets.size());
+  for (Events& of_bucket : events) {
+    BALLAST_ASSIGN_OR_RETURN(of_bucket.ready, device.CreateEvent());
+    BALLAST_ASSIGN_OR_RETURN(of_bucket.released, device.CreateEvent());
+  }
+  return std::unique_ptr<DeviceBuckets>(new DeviceBuckets(
+      device, MakeBucketOrder(layout, buckets, backward_order), std::move(events)));
+}
+
+DeviceBuckets::DeviceBuckets(Device& device, BucketOrder order, std::vector<Events> events)
+    : order_(std::move(order)),
+      events_(std::move(events)),
+      started_(events_.size(), false),
+      waited_(device),
+      recorded_(events_.size(), false) {
+  for (const std::vector<int>& parameters : order_.parameters_of_bucket) {
+    states_.emplace_back(static_cast<int>(parameters.size()));
+  }
+}
+
+// ---------------------------------------------------------------- the passes
+
+absl::Status DeviceBuckets::StartPass(DeviceStream& compute, uint32_t micro_step,
+                                      uint32_t micro_steps) {
+  micro_step_ = micro_step;
+  micro_steps_ = micro_steps;
+  started_.assign(started_.size(), false);
+  for (size_t b = 0; b < events_.size(); ++b) {
+    if (!order_.parameters_of_bucket[b].empty()) continue;  // No gradient will say so.
+    BALLAST_RETURN_IF_ERROR(StartFilling(compute, b));
+    BALLAST_RETURN_IF_ERROR(RecordReady(compute, b));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status DeviceBuckets::BeforeGradient(DeviceStream& compute, int parameter) {
+  for (const int bucket : order_.buckets_of_parameter[parameter]) {
+    if (!started_[bucket]) BALLAST_RETURN_IF_ERROR(StartFilling(compute, bucket));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status DeviceBuckets::StartFilling(DeviceStream& compute, int bucket) {
+  started_[bucket] = true;
+  BALLAST_ASSIGN_OR_RETURN(const bool waits, HasToWait(bucket));
+  if (!waits) return AwaitReleased(bucket);
+  return waited_.Around(compute, [&] {
+    BALLAST_RETURN_IF_ERROR(AwaitReleased(bucket));
+    return compute.Wait(*events_[bucket].released);
+  });
+}
+
+bool DeviceBuckets::MayFill(int bucket) const {
+  const GradientBucket& state = states_[bucket];
+  return state.state() == BucketState::kReleased ||
+         (state.state() == BucketState::kAccumulated && !state.whole());
+}
+
+absl::StatusOr<bool> DeviceBuckets::HasToWait(int bucket) const {
+  {
+    MutexLock lock(mutex_);
+    if (!MayFill(bucket)) return true;
+  }
+  BALLAST_ASSIGN_OR_RETURN(const bool released, events_[bucket].released->Done());
+  return !released;
+}
+
+// On the host, and the bucket is the passes' then.
+absl::Status DeviceBuckets::AwaitReleased(int bucket) {
+  MutexLock lock(mutex_);
+  while (!stopped_ && !MayFill(bucket)) changed_.Wait(mutex_);
+  if (stopped_) return Stopped();
+  states_[bucket].StartFilling(micro_step_, micro_steps_);
+  return absl::OkStatus();
+}
+
+absl::Status DeviceBuckets::GradientReady(DeviceStream& compute, int parameter) {
+  for (const int bucket : order_.buckets_of_parameter[parameter]) {
+    bool ready;
+    {
+      MutexLock lock(mutex_);
+      states_[bucket].CompleteOne();
+      ready = states_[bucket].state() == BucketState::kReady;
+    }
+    if (ready) BALLAST_RETURN_IF_ERROR(RecordReady(compute, bucket));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status DeviceBuckets::RecordReady(DeviceStream& compute, int bucket) {
+  BALLAST_RETURN_IF_ERROR(compute.Record(*events_[bucket].ready));
+  MutexLock lock(mutex_);
+  recorded_[bucket] = true;
+  changed_.NotifyAll();
+  return absl::OkStatus();
+}
+
+// ---------------------------------------------------------------- the reductions
+
+absl::Status DeviceBuckets::WaitReady(DeviceStream& communicate, int bucket) {
+  {
+    MutexLock lock(mutex_);
+    while (!stopped_ && !recorded_[bucket]) changed_.Wait(mutex_);
+    if (stopped_) return Stopped();
+    recorded_[bucket] = false;
+  }
+  return communicate.Wait(*events_[bucket].ready);
+}
+
+// The moves are of what the stream was given, in its order; the device does them later.
+absl::Status DeviceBuckets::Summed(DeviceStream& communicate, int bucket) {
+  BALLAST_RETURN_IF_ERROR(communicate.Record(*events_[bucket].released));
+  MutexLock lock(mutex_);
+  states_[bucket].StartAccumulating();
+  states_[bucket].FinishAccumulating();
+  changed_.NotifyAll();
+  return absl::OkStatus();
+}
+
+void DeviceBuckets::StartReducing(int bucket) {
+  MutexLock lock(mutex_);
+  states_[bucket].Seal();
+  states_[bucket].StartReducing();
+}
+
+absl::Status DeviceBuckets::Release(DeviceStream& communicate, int bucket) {
+  BALLAST_RETURN_IF_ERROR(communicate.Record(*events_[bucket].released));
+  MutexLock lock(mutex_);
+  states_[bucket].FinishReducing();
+  states_[bucket].Release();
+  changed_.NotifyAll();
+  return absl::OkStatus();
+}
+
+void DeviceBuckets::Stop() {
+  MutexLock lock(mutex_);
+  stopped_ = true;
+  changed_.NotifyAll();
+}
+
+}  // namespace ballast::worker

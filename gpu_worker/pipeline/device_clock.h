@@ -1,0 +1,63 @@
+// The device's clock on the host's: when a stream did what lies between two events, in time points
+// of the timeline.
+//
+// A device tells only how long after another an event came, in milliseconds as a float: near a
+// minute to microseconds, after some hours no better than to half a millisecond. And two clocks go
+// apart, by what the one's crystal is off and the other is slewed. So both are read together again
+// and again, on a stream of the clock's own: no other stream is waited for, none waits.
+//
+// Used by one thread at a time.
+#ifndef BALLAST_GPU_WORKER_PIPELINE_DEVICE_CLOCK_H_
+#define BALLAST_GPU_WORKER_PIPELINE_DEVICE_CLOCK_H_
+
+#include <functional>
+#include <memory>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "gpu_worker/base/timeline.h"
+#include "gpu_worker/device/device.h"
+
+namespace ballast::worker {
+
+// The host's clock, for tests one of their own.
+using HostClock = std::function<Timeline::Clock::time_point()>;
+
+class DeviceClock {
+ public:
+  // Waits for the device. Borrows it.
+  static absl::StatusOr<std::unique_ptr<DeviceClock>> Create(Device& device, HostClock now);
+
+  struct Times {
+    Timeline::Clock::time_point begin;
+    Timeline::Clock::time_point end;
+  };
+  // Of two events that are done, recorded with timing long ago or just now. May wait for the device
+  // to read the clocks, which never fails this: what was read before goes on to count.
+  absl::StatusOr<Times> Between(const DeviceEvent& begin, const DeviceEvent& end);
+
+ private:
+  // One moment on both clocks.
+  struct Zero {
+    std::unique_ptr<DeviceEvent> event;
+    Timeline::Clock::time_point time;  // On the host, and not after it.
+    // By so much it may have been before.
+    Timeline::Clock::duration wrong_by = Timeline::Clock::duration::max();
+  };
+
+  DeviceClock(Device& device, HostClock now) : device_(device), now_(std::move(now)) {}
+
+  absl::StatusOr<Zero> Read();
+  absl::Status Renew();
+
+  Device& device_;
+  const HostClock now_;
+  std::unique_ptr<DeviceStream> stream_;
+  Zero zero_;
+  Timeline::Clock::time_point last_read_;
+};
+
+}  // namespace ballast::worker
+
+#endif  // BALLAST_GPU_WORKER_PIPELINE_DEVICE_CLOCK_H_

@@ -1,0 +1,85 @@
+// What `communicate` is given for a gradient bucket: adding it to the sum of several micro-steps,
+// the search for elements that are not finite, the reduce-scatter, and rounding for the wire. Gives
+// work, and knows nothing of what it waits for.
+//
+// Threads: one caller at a time.
+#ifndef BALLAST_GPU_WORKER_PIPELINE_DEVICE_REDUCTION_H_
+#define BALLAST_GPU_WORKER_PIPELINE_DEVICE_REDUCTION_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "gpu_worker/buckets/bucket_order.h"
+#include "gpu_worker/buckets/non_finite.h"
+#include "gpu_worker/device/device.h"
+#include "gpu_worker/device/device_collective.h"
+#include "gpu_worker/training/training_job.h"
+
+namespace ballast::worker {
+
+class DeviceReduction {
+ public:
+  struct Parts {
+    Device& device;
+    DeviceStream& communicate;
+    DeviceCollective& collective;
+    const TrainingJob& job;
+    const BucketOrder& order;
+  };
+  // By group, flat spaces on the device. `sums` is empty if reductions are of one micro-step each.
+  struct Spaces {
+    std::vector<float*> gradients;
+    std::vector<float*> sums;
+  };
+
+  // `check`: Reduce looks for elements that are not finite. Everything is borrowed until
+  // destruction.
+  static absl::StatusOr<std::unique_ptr<DeviceReduction>> Create(const Parts& parts, Spaces spaces,
+                                                                 bool check);
+
+  // The sum becomes the gradient if `first`, or that is added to it.
+  absl::Status Accumulate(int bucket, bool first);
+  // Of the sum if `accumulated`, else of the gradient: this rank's shard, of the whole shard's
+  // size, in its own place there.
+  absl::StatusOr<const float*> Reduce(int bucket, bool accumulated, uint64_t step);
+  absl::Status Round(int bucket, int64_t elements, const float* from, std::byte* to);
+
+  // The first, by parameter and element, that was found since the last call.
+  std::optional<NonFinite> TakeNonFinite();
+
+ private:
+  // Where searches leave what they find; on the host, for copies.
+  struct Found {
+    uint64_t none = 0;
+    uint64_t position = 0;
+    float value = 0;
+  };
+
+  DeviceReduction(const Parts& parts, Spaces spaces) : parts_(parts), spaces_(std::move(spaces)) {}
+  const GroupSpec& group(int bucket) const {
+    return parts_.job.spec.groups[parts_.job.buckets[bucket].group];
+  }
+  int64_t elements(int bucket) const {
+    return parts_.job.buckets[bucket].shard_elements * parts_.collective.world_size();
+  }
+  absl::Status FindNonFinite(int bucket, const float* space);
+
+  const Parts parts_;
+  const Spaces spaces_;
+  // Below: only where it is checked. Elements of all parameters before each, in order of index.
+  std::vector<uint64_t> elements_before_;
+  std::unique_ptr<DeviceMemory> first_;  // A uint64_t.
+  std::unique_ptr<HostMemory> host_;     // A Found.
+  std::unique_ptr<DeviceEvent> searched_;
+  std::optional<NonFinite> non_finite_;
+};
+
+}  // namespace ballast::worker
+
+#endif  // BALLAST_GPU_WORKER_PIPELINE_DEVICE_REDUCTION_H_

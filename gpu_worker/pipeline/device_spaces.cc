@@ -1,0 +1,72 @@
+#include "gpu_worker/pipeline/device_spaces.h"
+
+#include <string>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "gpu_worker/device/matmul.h"
+
+namespace ballast::worker {
+namespace {
+
+constexpr int64_t kWeightBytes = sizeof(BFloat16Bits);
+constexpr int64_t kGradientBytes = sizeof(float);
+
+absl::StatusOr<DeviceSpaces> Allocate(Device& device, const TrainingJob& job, bool sums) {
+  DeviceSpaces spaces;
+  for (const int64_t elements : job.group_elements) {
+    BALLAST_ASSIGN_OR_RETURN(spaces.weights.emplace_back(),
+                             device.Allocate(elements * kWeightBytes, "weights"));
+    BALLAST_ASSIGN_OR_RETURN(spaces.gradients.emplace_back(),
+                             device.Allocate(elements * kGradientBytes, "gradients"));
+    if (!sums) continue;
+    BALLAST_ASSIGN_OR_RETURN(spaces.sums.emplace_back(),
+                             device.Allocate(elements * kGradientBytes, "sums of micro-steps"));
+  }
+  return spaces;
+}
+
+std::string Gib(int64_t bytes) {
+  return absl::StrCat(static_cast<double>(bytes >> 20) / 1024, " GiB");
+}
+
+}  // namespace
+
+std::vector<absl::Span<std::byte>> DeviceSpaces::WeightBytes() const {
+  std::vector<absl::Span<std::byte>> bytes;
+  for (const auto& space : weights) bytes.push_back({space->data(), space->size_bytes()});
+  return bytes;
+}
+
+absl::StatusOr<DeviceSpaces> AllocateSpaces(Device& device, const TrainingJob& job,
+                                            const DeviceNeeds& needs) {
+  absl::StatusOr<DeviceSpaces> spaces = Allocate(device, job, needs.sums);
+  if (!spaces.ok()) return ExplainMemory(spaces.status(), device, job, needs);
+  return spaces;
+}
+
+absl::Status ExplainMemory(const absl::Status& status, const Device& device, const TrainingJob& job,
+                           const DeviceNeeds& needs) {
+  if (!absl::IsResourceExhausted(status) || !absl::StrContains(status.message(), device.name())) {
+    return status;
+  }
+  int64_t elements = 0;
+  for (const int64_t of_group : job.group_elements) elements += of_group;
+  std::string told = absl::StrCat(Gib(elements * kWeightBytes), " for weights, ",
+                                  Gib(elements * kGradientBytes), " for gradients");
+  if (needs.sums) {
+    absl::StrAppend(&told, ", ", Gib(elements * kGradientBytes),
+                    " for sums of micro-steps (none with --accumulate=service)");
+  }
+  if (needs.weights_ahead) {
+    absl::StrAppend(&told, ", ", Gib(elements * kWeightBytes / needs.world_size),
+                    " for weights ahead of their decision (none with --update=wait)");
+  }
+  return absl::ResourceExhaustedError(
+      absl::StrCat(status.message(), "; besides the activations the model needs ", told,
+                   "; give micro-steps fewer sequences, or choose a smaller model or another GPU"));
+}
+
+}  // namespace ballast::worker

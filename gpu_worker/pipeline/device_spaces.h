@@ -1,0 +1,50 @@
+// The device memory that a model's flat spaces take: weights in bf16, gradients in fp32, and sums
+// of gradients where micro-steps are summed here; by group, as long as its buckets reach.
+#ifndef BALLAST_GPU_WORKER_PIPELINE_DEVICE_SPACES_H_
+#define BALLAST_GPU_WORKER_PIPELINE_DEVICE_SPACES_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/types/span.h"
+#include "gpu_worker/device/device.h"
+#include "gpu_worker/training/training_job.h"
+
+namespace ballast::worker {
+
+struct DeviceSpaces {
+  std::vector<std::unique_ptr<DeviceMemory>> weights;
+  std::vector<std::unique_ptr<DeviceMemory>> gradients;
+  std::vector<std::unique_ptr<DeviceMemory>> sums;  // Empty: nothing is summed here.
+
+  template <typename T>
+  static std::vector<T*> PointersTo(const std::vector<std::unique_ptr<DeviceMemory>>& spaces) {
+    std::vector<T*> pointers;
+    for (const auto& space : spaces) pointers.push_back(space->template as<T>());
+    return pointers;
+  }
+  std::vector<absl::Span<std::byte>> WeightBytes() const;
+};
+
+// What a rank's backend needs of the device besides activations.
+struct DeviceNeeds {
+  bool sums = false;           // Sums of micro-steps.
+  bool weights_ahead = false;  // Weights of its partition, ahead of their decision.
+  int world_size = 1;
+};
+
+// The spaces, of what `needs` says. Errors are Device::Allocate's, explained.
+absl::StatusOr<DeviceSpaces> AllocateSpaces(Device& device, const TrainingJob& job,
+                                            const DeviceNeeds& needs);
+
+// A RESOURCE_EXHAUSTED of the device's with what the model needs there and what to make smaller;
+// other errors, and those of the host's memory, as they are.
+absl::Status ExplainMemory(const absl::Status& status, const Device& device, const TrainingJob& job,
+                           const DeviceNeeds& needs);
+
+}  // namespace ballast::worker
+
+#endif  // BALLAST_GPU_WORKER_PIPELINE_DEVICE_SPACES_H_

@@ -1,0 +1,59 @@
+// When a device's streams did what, for a timeline on the host's clock: events around what a stream
+// is given, read once they are done. Without a timeline nothing is recorded, and nothing costs;
+// one that keeps no spans has ranges of the thread that gives the work, for a profiler.
+//
+// Thread-safe, but for what streams ask.
+#ifndef BALLAST_GPU_WORKER_PIPELINE_DEVICE_TRACE_H_
+#define BALLAST_GPU_WORKER_PIPELINE_DEVICE_TRACE_H_
+
+#include <memory>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "cpu_optimizer_service/common/mutex.h"
+#include "gpu_worker/base/timeline.h"
+#include "gpu_worker/device/device.h"
+#include "gpu_worker/pipeline/completions.h"
+#include "gpu_worker/pipeline/device_clock.h"
+
+namespace ballast::worker {
+
+class DeviceTrace {
+ public:
+  // `timeline` may be null. Where it keeps spans, waits once for the device, to set its clock
+  // against the host's. Borrows both until destruction, which waits for what is still to be read.
+  static absl::StatusOr<std::unique_ptr<DeviceTrace>> Create(Device& device, Timeline* timeline,
+                                                             HostClock now = Timeline::Clock::now);
+
+  Timeline* timeline() const { return timeline_; }
+
+  // Calls `give`, and has the time between the work before it and its own end in the timeline.
+  // Errors are those of `give` and of the device.
+  absl::Status Around(DeviceStream& stream, Track track, const SpanOf& of,
+                      absl::FunctionRef<absl::Status()> give);
+
+ private:
+  struct Ends {
+    std::unique_ptr<DeviceEvent> begin;
+    std::unique_ptr<DeviceEvent> end;
+  };
+
+  DeviceTrace(Device& device, Timeline* timeline) : device_(device), timeline_(timeline) {}
+
+  // Come back to the pool with the last who holds them.
+  absl::StatusOr<std::shared_ptr<Ends>> TakeEnds();
+
+  Device& device_;
+  Timeline* const timeline_;
+  std::unique_ptr<DeviceClock> clock_;  // Null: nothing is recorded. Of the completions' thread.
+  Mutex mutex_;
+  // As many as there were spans at once that were not read yet.
+  std::vector<std::unique_ptr<Ends>> pool_ ABSL_GUARDED_BY(mutex_);
+  std::unique_ptr<Completions> completions_;  // Last: its calls use all of the above.
+};
+
+}  // namespace ballast::worker
+
+#endif  // BALLAST_GPU_WORKER_PIPELINE_DEVICE_TRACE_H_

@@ -1,0 +1,246 @@
+// The streams and events here are the middle of device_backend.cc's table.
+#include "gpu_worker/pipeline/gradient_path.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/status.h"
+
+namespace ballast::worker {
+
+absl::StatusOr<std::unique_ptr<GradientPath>> GradientPath::Create(
+    const Parts& parts, const GradientSlotsOptions& options) {
+  std::unique_ptr<GradientPath> self(new GradientPath(parts, options));
+  BALLAST_RETURN_IF_ERROR(self->Init());
+  return self;
+}
+
+absl::Status GradientPath::Init() {
+  const TrainingJob& job = parts_.job;
+  size_t largest_bytes = 0;
+  for (const Bucket& bucket : job.buckets) {
+    const RankShard& shard = shards_.emplace_back(ShardOf(job.layout, bucket, options_.rank));
+    largest_bytes = std::max<size_t>(
+        largest_bytes, shard.elements * SizeBytes(job.spec.groups[bucket.group].wire_dtype));
+  }
+  BALLAST_ASSIGN_OR_RETURN(
+      places_, GradientSlots::Create(parts_.device, job.layout, job.spec.groups, options_));
+  if (!options_.on_device && largest_bytes > 0) {
+    for (WireBuffer& wire : wire_) {
+      BALLAST_ASSIGN_OR_RETURN(wire.memory, parts_.device.Allocate(largest_bytes, "a wire buffer"));
+      BALLAST_ASSIGN_OR_RETURN(wire.copied_out, parts_.device.CreateEvent());
+    }
+  }
+  sender_ = std::make_unique<GradientSender>(parts_.device, parts_.errors, parts_.trace.timeline());
+  thread_ = std::thread([this] { Run(); });
+  return absl::OkStatus();
+}
+
+GradientPath::~GradientPath() { End(); }
+
+void GradientPath::End() {
+  if (!thread_.joinable()) return;
+  Stop();
+  parts_.buckets.Stop();
+  thread_.join();
+  parts_.errors.FailStep(absl::CancelledError("the backend has stopped"));
+  WaitForStreams();
+  sender_.reset();
+}
+
+// After a failure a copy may be on its way to the optimizer's memory that no event tells of.
+void GradientPath::WaitForStreams() {
+  // What the streams still have may wait for a rank that has gone: here that is given up.
+  parts_.collective.Finish().IgnoreError();
+  parts_.communicate.Synchronize().IgnoreError();
+  parts_.copy_out.Synchronize().IgnoreError();
+}
+
+void GradientPath::Stop() {
+  places_->Cancel();
+  MutexLock lock(mutex_);
+  stopped_ = true;
+  changed_.NotifyAll();
+}
+
+void GradientPath::Give(std::function<void()> work) {
+  MutexLock lock(mutex_);
+  given_.push_back(std::move(work));
+  changed_.NotifyAll();
+}
+
+void GradientPath::WaitGiven() {
+  MutexLock lock(mutex_);
+  while ((stopped_ || !given_.empty()) && !left_) changed_.Wait(mutex_);
+}
+
+void GradientPath::BeginPass(const Pass& pass) {
+  {
+    MutexLock lock(mutex_);
+    newest_ = pass;
+  }
+  Give([this, pass] { Fail(Communicate(pass), pass); });
+}
+
+void GradientPath::EndPass(UsedParameters used) {
+  MutexLock lock(mutex_);
+  used_.push_back(std::move(used));
+  changed_.NotifyAll();
+}
+
+void GradientPath::WaitReduced() {
+  WaitGiven();
+  const Pass pass = [this] {
+    MutexLock lock(mutex_);
+    return newest_;
+  }();
+  const std::vector<int>& order = parts_.buckets.order().reduction;
+  if (order.empty() || !parts_.errors.failure().ok()) return;
+  // With the last bucket in order, all before it are reduced.
+  Fail(parts_.buckets.released(order.back()).Synchronize(), pass);
+}
+
+void GradientPath::WaitSent() {
+  sender_->WaitIdle();
+  if (!parts_.errors.failure().ok()) WaitForStreams();
+}
+
+void GradientPath::Fail(const absl::Status& status, const Pass& pass) {
+  if (status.ok()) return;
+  parts_.errors.Fail(
+      Annotate(status, absl::StrCat("step ", pass.step, " micro-step ", pass.micro_step)));
+}
+
+// ---------------------------------------------------------------- the thread
+
+void GradientPath::Run() {
+  while (true) {
+    std::function<void()> work;
+    {
+      MutexLock lock(mutex_);
+      while (given_.empty() && !stopped_) changed_.Wait(mutex_);
+      if (stopped_) break;
+      work = given_.front();
+    }
+    work();
+    MutexLock lock(mutex_);
+    given_.pop_front();
+    changed_.NotifyAll();
+  }
+  MutexLock lock(mutex_);
+  left_ = true;
+  changed_.NotifyAll();
+}
+
+absl::Status GradientPath::Communicate(const Pass& pass) {
+  for (const int bucket : parts_.buckets.order().reduction) {
+    BALLAST_RETURN_IF_ERROR(parts_.buckets.WaitReady(parts_.communicate, bucket));
+    const float* shard = nullptr;
+    absl::Status status = parts_.trace.Around(
+        parts_.communicate, Track::kReduce,
+        {.step = pass.step, .micro_step = static_cast<int>(pass.micro_step), .bucket = bucket},
+        [&]() -> absl::Status {
+          BALLAST_ASSIGN_OR_RETURN(shard, SumOrReduce(bucket, pass));
+          return absl::OkStatus();
+        });
+    if (status.ok() && shard != nullptr) status = SendShard(bucket, pass, shard);
+    BALLAST_RETURN_IF_ERROR(Annotate(status, absl::StrCat("bucket ", bucket)));
+  }
+  std::optional<UsedParameters> used = WaitForPassEnd();
+  if (!used.has_value()) return absl::OkStatus();
+  used->non_finite = parts_.reduction.TakeNonFinite();
+  sender_->EndMicroStep(pass.step, pass.micro_step, *std::move(used));
+  return absl::OkStatus();
+}
+
+absl::StatusOr<const float*> GradientPath::SumOrReduce(int bucket, const Pass& pass) {
+  DeviceBuckets& buckets = parts_.buckets;
+  if (pass.sums_here) {
+    BALLAST_RETURN_IF_ERROR(parts_.reduction.Accumulate(bucket, /*first=*/pass.micro_step == 0));
+    BALLAST_RETURN_IF_ERROR(buckets.Summed(parts_.communicate, bucket));
+    if (!pass.last()) return nullptr;
+  }
+  buckets.StartReducing(bucket);
+  BALLAST_ASSIGN_OR_RETURN(const float* shard,
+                           parts_.reduction.Reduce(bucket, pass.sums_here, pass.step));
+  if (shards_[bucket].elements > 0 && parts_.errors.current().ok()) return shard;
+  BALLAST_RETURN_IF_ERROR(buckets.Release(parts_.communicate, bucket));
+  return nullptr;
+}
+
+absl::Status GradientPath::SendShard(int bucket, const Pass& pass, const float* shard) {
+  if (options_.on_device) {
+    BALLAST_RETURN_IF_ERROR(RoundToPlaces(bucket, pass, shard));
+    return parts_.buckets.Release(parts_.communicate, bucket);
+  }
+  const WireBuffer& wire = wire_[std::exchange(next_wire_, (next_wire_ + 1) % wire_.size())];
+  BALLAST_RETURN_IF_ERROR(parts_.communicate.Wait(*wire.copied_out));
+  BALLAST_RETURN_IF_ERROR(
+      parts_.reduction.Round(bucket, shards_[bucket].elements, shard, wire.memory->data()));
+  BALLAST_RETURN_IF_ERROR(parts_.buckets.Release(parts_.communicate, bucket));
+  return CopyOut(bucket, pass, wire);
+}
+
+absl::Status GradientPath::CopyOut(int bucket, const Pass& pass, const WireBuffer& wire) {
+  BALLAST_RETURN_IF_ERROR(parts_.copy_out.Wait(parts_.buckets.released(bucket)));
+  const std::byte* from = wire.memory->data();
+  for (const int chunk : shards_[bucket].chunks) {
+    std::optional<GradientSlots::Place> place = TakePlace(chunk, pass);
+    if (!place.has_value()) break;
+    const absl::Span<std::byte> to = place->bytes;
+    BALLAST_RETURN_IF_ERROR(
+        parts_.trace.Around(parts_.copy_out, Track::kCopy,
+                            {.step = pass.step,
+                             .micro_step = static_cast<int>(pass.micro_step),
+                             .bucket = bucket,
+                             .chunk = chunk},
+                            [&] { return parts_.copy_out.CopyToHost(to, from); }));
+    BALLAST_RETURN_IF_ERROR(GiveToSender(chunk, pass, *std::move(place), parts_.copy_out));
+    from += to.size();
+  }
+  return parts_.copy_out.Record(*wire.copied_out);
+}
+
+absl::Status GradientPath::RoundToPlaces(int bucket, const Pass& pass, const float* shard) {
+  for (const int chunk : shards_[bucket].chunks) {
+    const int64_t elements = parts_.job.layout.chunks()[chunk].elements;
+    std::optional<GradientSlots::Place> place = TakePlace(chunk, pass);
+    if (!place.has_value()) break;
+    BALLAST_RETURN_IF_ERROR(parts_.reduction.Round(bucket, elements, shard, place->bytes.data()));
+    BALLAST_RETURN_IF_ERROR(GiveToSender(chunk, pass, *std::move(place), parts_.communicate));
+    shard += elements;
+  }
+  return absl::OkStatus();
+}
+
+// Empty: the optimizer does not take what it has, which ends the step.
+std::optional<GradientSlots::Place> GradientPath::TakePlace(int chunk, const Pass& pass) {
+  absl::StatusOr<GradientSlots::Place> place = places_->Take(chunk, pass.micro_step);
+  if (place.ok()) return *std::move(place);
+  parts_.errors.FailStep(Annotate(place.status(), absl::StrCat("step ", pass.step)));
+  return std::nullopt;
+}
+
+absl::Status GradientPath::GiveToSender(int chunk, const Pass& pass, GradientSlots::Place place,
+                                        DeviceStream& stream) {
+  return sender_->Push(stream, pass.step,
+                       {.chunk = chunk,
+                        .micro_step_begin = pass.sums_here ? 0 : pass.micro_step,
+                        .micro_step_end = pass.micro_step + 1,
+                        .final = pass.last(),
+                        .empty = false,
+                        .payload = place.bytes,
+                        .released = std::move(place.released)});
+}
+
+std::optional<UsedParameters> GradientPath::WaitForPassEnd() {
+  MutexLock lock(mutex_);
+  while (used_.empty() && !stopped_) changed_.Wait(mutex_);
+  if (used_.empty()) return std::nullopt;
+  std::optional<UsedParameters> used = std::move(used_.front());
+  used_.pop_front();
+  return used;
+}
+
+}  // namespace ballast::worker

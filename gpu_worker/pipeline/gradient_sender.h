@@ -1,0 +1,53 @@
+// Hands shards to the optimizer, on a thread of its own: each once its event has come, and nothing
+// earlier, in the order in which they were given.
+//
+// After an error it hands over nothing more (StepSink), but still waits for each event before it
+// releases the payload: memory stays until the copies that write it are done.
+//
+// Threads: Push and EndMicroStep from one, WaitIdle from any. The queue is bounded by the places
+// (gradient_slots.h) and the buckets' micro-steps.
+#ifndef BALLAST_GPU_WORKER_PIPELINE_GRADIENT_SENDER_H_
+#define BALLAST_GPU_WORKER_PIPELINE_GRADIENT_SENDER_H_
+
+#include <cstdint>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "client/session.h"
+#include "gpu_worker/base/timeline.h"
+#include "gpu_worker/device/device.h"
+#include "gpu_worker/pipeline/completions.h"
+#include "gpu_worker/pipeline/pipeline_errors.h"
+#include "gpu_worker/training/backend.h"
+
+namespace ballast::worker {
+
+class GradientSender {
+ public:
+  // Borrows until destruction. `timeline` may be null.
+  GradientSender(Device& device, PipelineErrors& errors, Timeline* timeline)
+      : errors_(errors), timeline_(timeline), completions_(device) {}
+
+  // Before anything is pushed.
+  void Start(StepSink sink) { sink_ = std::move(sink); }
+
+  // The payload is there when what `stream` has been given so far is done. An error is the
+  // device's, and the payload is not released.
+  absl::Status Push(DeviceStream& stream, uint64_t step, client::GradientPush push);
+  void EndMicroStep(uint64_t step, uint32_t micro_step, UsedParameters used);
+
+  // Until all that was given is handed over or released.
+  void WaitIdle() { completions_.WaitIdle(); }
+
+ private:
+  void HandOver(uint64_t step, client::GradientPush push, const absl::Status& there);
+
+  PipelineErrors& errors_;
+  Timeline* const timeline_;
+  StepSink sink_;
+  Completions completions_;  // Last: its thread uses the others.
+};
+
+}  // namespace ballast::worker
+
+#endif  // BALLAST_GPU_WORKER_PIPELINE_GRADIENT_SENDER_H_

@@ -1,0 +1,23 @@
+// Memory of the optimizer's in many pieces, pinned in as few as can be.
+#ifndef BALLAST_GPU_WORKER_PIPELINE_PINNED_SPANS_H_
+#define BALLAST_GPU_WORKER_PIPELINE_PINNED_SPANS_H_
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+#include "gpu_worker/device/device.h"
+
+namespace ballast::worker {
+
+// Pins `spans`, of which some may be empty; what shares a page is pinned together, because pages
+// are pinned whole and none twice. `what` and errors are those of Device::PinHost.
+absl::StatusOr<std::vector<std::unique_ptr<HostMemory>>> PinSpans(
+    Device& device, std::vector<absl::Span<std::byte>> spans, absl::string_view what);
+
+}  // namespace ballast::worker
+
+#endif  // BALLAST_GPU_WORKER_PIPELINE_PINNED_SPANS_H_

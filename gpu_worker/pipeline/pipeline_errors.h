@@ -1,0 +1,69 @@
+// What went wrong in a pipeline of several threads, the first of each kind. A step's error is the
+// optimizer's, and goes with the step: the pipeline goes on without handing over. A failure is the
+// device's or a collective's, and stays: everything stops.
+//
+// A failure outranks an error of the step, whichever came first: whoever asks is to know at once
+// that there is no next step. What the step had run into before is said with it, since it may be
+// the cause.
+//
+// Thread-safe.
+#ifndef BALLAST_GPU_WORKER_PIPELINE_PIPELINE_ERRORS_H_
+#define BALLAST_GPU_WORKER_PIPELINE_PIPELINE_ERRORS_H_
+
+#include <functional>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/mutex.h"
+#include "cpu_optimizer_service/common/status.h"
+
+namespace ballast::worker {
+
+class PipelineErrors {
+ public:
+  // `on_failure` is called with the first failure, by the thread that had it and under no lock; it
+  // wakes all others.
+  explicit PipelineErrors(std::function<void()> on_failure) : on_failure_(std::move(on_failure)) {}
+
+  void FailStep(const absl::Status& status) {
+    MutexLock lock(mutex_);
+    if (step_error_.ok()) step_error_ = status;
+  }
+  // `status` is an error.
+  void Fail(const absl::Status& status) {
+    {
+      MutexLock lock(mutex_);
+      if (!failure_.ok()) return;
+      failure_ = step_error_.ok() ? status
+                                  : Annotate(status, absl::StrCat(step_error_.message(), "; then"));
+    }
+    on_failure_();
+  }
+
+  absl::Status failure() const {
+    MutexLock lock(mutex_);
+    return failure_;
+  }
+  // The failure, or the first error of the step.
+  absl::Status current() const {
+    MutexLock lock(mutex_);
+    return failure_.ok() ? step_error_ : failure_;
+  }
+  // The same; the step's own error is forgotten.
+  absl::Status FinishStep() {
+    MutexLock lock(mutex_);
+    const absl::Status step_error = std::exchange(step_error_, absl::OkStatus());
+    return failure_.ok() ? step_error : failure_;
+  }
+
+ private:
+  const std::function<void()> on_failure_;
+  mutable Mutex mutex_;
+  absl::Status step_error_ ABSL_GUARDED_BY(mutex_);
+  absl::Status failure_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace ballast::worker
+
+#endif  // BALLAST_GPU_WORKER_PIPELINE_PIPELINE_ERRORS_H_

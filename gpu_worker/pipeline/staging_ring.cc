@@ -1,0 +1,104 @@
+#include "gpu_worker/pipeline/staging_ring.h"
+
+#include <algorithm>
+#include <chrono>
+#include <limits>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/check.h"
+
+namespace ballast::worker {
+namespace {
+
+constexpr size_t kPageBytes = 4096;
+
+// From the beginning of one slot to the next.
+size_t StrideBytes(size_t slot_bytes) {
+  return (slot_bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
+}
+
+}  // namespace
+
+StagingRing::Slot& StagingRing::Slot::operator=(Slot&& other) noexcept {
+  if (this == &other) return *this;
+  if (ring_ != nullptr) ring_->Give(index_);
+  ring_ = std::exchange(other.ring_, nullptr);
+  index_ = other.index_;
+  bytes_ = std::exchange(other.bytes_, {});
+  return *this;
+}
+
+StagingRing::Slot::~Slot() {
+  if (ring_ != nullptr) ring_->Give(index_);
+}
+
+absl::StatusOr<std::unique_ptr<StagingRing>> StagingRing::Create(Device& device, int slots,
+                                                                 size_t slot_bytes,
+                                                                 absl::Duration timeout) {
+  Check(slots > 0, "a staging ring has a slot");
+  const std::string what = absl::StrCat(slots, " staging buffers of ", slot_bytes, " bytes");
+  if (slot_bytes > std::numeric_limits<size_t>::max() / slots - kPageBytes) {
+    return absl::ResourceExhaustedError(absl::StrCat("no host has memory for ", what));
+  }
+  BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<HostMemory> memory,
+                           device.AllocateHost(slots * StrideBytes(slot_bytes), what));
+  return std::unique_ptr<StagingRing>(
+      new StagingRing(std::move(memory), slots, slot_bytes, timeout));
+}
+
+StagingRing::StagingRing(std::unique_ptr<HostMemory> memory, int slots, size_t slot_bytes,
+                         absl::Duration timeout)
+    : memory_(std::move(memory)), slot_bytes_(slot_bytes), slots_(slots), timeout_(timeout) {
+  for (int index = slots - 1; index >= 0; --index) free_.push_back(index);
+}
+
+StagingRing::~StagingRing() {
+  MutexLock lock(mutex_);
+  Check(free_.size() == static_cast<size_t>(slots_) && queue_.empty(),
+        "a staging ring outlives its slots");
+}
+
+absl::StatusOr<StagingRing::Slot> StagingRing::Take() {
+  const auto deadline = std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(timeout_);
+  MutexLock lock(mutex_);
+  const uint64_t number = next_number_++;
+  queue_.push_back(number);
+  bool in_time = true;
+  while (!cancelled_ && in_time && (free_.empty() || queue_.front() != number)) {
+    in_time = changed_.WaitUntil(mutex_, deadline);
+  }
+  const bool mine = !free_.empty() && queue_.front() == number;
+  queue_.erase(std::find(queue_.begin(), queue_.end(), number));
+  changed_.NotifyAll();  // Another's turn has come.
+  if (cancelled_) return absl::CancelledError("the staging buffers are not needed any more");
+  if (!mine) {
+    return absl::DeadlineExceededError(absl::StrCat(
+        "waited ", absl::FormatDuration(timeout_), " for one of ", slots_, " staging buffers of ",
+        slot_bytes_,
+        " bytes: the optimizer has them all and gives none back; see whether it runs"));
+  }
+  const size_t index = free_.back();
+  free_.pop_back();
+  return Slot(this, index, memory_->bytes().subspan(index * StrideBytes(slot_bytes_), slot_bytes_));
+}
+
+void StagingRing::Cancel() {
+  MutexLock lock(mutex_);
+  cancelled_ = true;
+  changed_.NotifyAll();
+}
+
+int StagingRing::waiting() const {
+  MutexLock lock(mutex_);
+  return queue_.size();
+}
+
+void StagingRing::Give(size_t index) {
+  MutexLock lock(mutex_);
+  free_.push_back(index);
+  changed_.NotifyAll();
+}
+
+}  // namespace ballast::worker

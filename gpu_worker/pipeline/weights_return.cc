@@ -1,0 +1,276 @@
+#include "gpu_worker/pipeline/weights_return.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/check.h"
+#include "gpu_worker/device/matmul.h"
+#include "gpu_worker/pipeline/pinned_spans.h"
+
+namespace ballast::worker {
+namespace {
+
+constexpr int64_t kElementBytes = sizeof(BFloat16Bits);
+
+absl::Status Stopped() { return absl::CancelledError("the backend has stopped"); }
+
+}  // namespace
+
+WeightsReturn::WeightsReturn(const TrainingJob& job, const BucketOrder& order,
+                             std::vector<absl::Span<std::byte>> live,
+                             const WeightsReturnOptions& options, DeviceTrace& trace)
+    : job_(job),
+      order_(order),
+      live_(std::move(live)),
+      options_(options),
+      trace_(trace),
+      targets_(job.layout.chunks().size(), nullptr),
+      places_(job.layout.chunks().size()),
+      copied_(job.layout.chunks().size(), false),
+      come_(job.layout.chunks().size(), false),
+      awaited_(job.buckets.size(), false) {}
+
+absl::StatusOr<std::unique_ptr<WeightsReturn>> WeightsReturn::Create(
+    Device& device, const TrainingJob& job, const BucketOrder& order,
+    std::vector<absl::Span<std::byte>> live, const WeightsReturnOptions& options,
+    DeviceTrace& trace) {
+  std::unique_ptr<WeightsReturn> self(
+      new WeightsReturn(job, order, std::move(live), options, trace));
+  BALLAST_RETURN_IF_ERROR(self->Init(device));
+  return self;
+}
+
+absl::Status WeightsReturn::Init(Device& device) {
+  device_ = &device;
+  MutexLock lock(mutex_);
+  BALLAST_ASSIGN_OR_RETURN(copy_in_, device.CreateStream("copy_in"));
+  BALLAST_ASSIGN_OR_RETURN(copies_, device.CreateEvent());
+  size_t buffer_bytes = 0;
+  for (const Bucket& bucket : job_.buckets) buffer_bytes += bucket.shard_elements * kElementBytes;
+  std::byte* next = nullptr;
+  if (options_.provisional && !options_.on_device && buffer_bytes > 0) {
+    BALLAST_ASSIGN_OR_RETURN(buffer_,
+                             device.Allocate(buffer_bytes, "weights ahead of their decision"));
+    next = buffer_->data();
+  }
+  for (const Bucket& bucket : job_.buckets) {
+    PerBucket& made = buckets_.emplace_back();
+    made.shard = ShardOf(job_.layout, bucket, options_.rank);
+    const size_t shard_bytes = bucket.shard_elements * kElementBytes;
+    const int64_t begin = bucket.begin + options_.rank * bucket.shard_elements;
+    made.mine = {buffer_ == nullptr ? live_[bucket.group].data() + begin * kElementBytes
+                                    : std::exchange(next, next + shard_bytes),
+                 shard_bytes};
+    for (const int chunk : made.shard.chunks) {
+      targets_[chunk] =
+          made.mine.data() + (job_.layout.chunks()[chunk].begin - begin) * kElementBytes;
+    }
+    BALLAST_ASSIGN_OR_RETURN(made.copied, device.CreateEvent());
+    BALLAST_ASSIGN_OR_RETURN(made.gathered, device.CreateEvent());
+  }
+  return absl::OkStatus();
+}
+
+WeightsReturn::~WeightsReturn() {
+  MutexLock lock(mutex_);
+  // Copies read the host memory until they are done; a device that is lost does none.
+  if (copies_ != nullptr) WaitForCopies().IgnoreError();
+}
+
+// ---------------------------------------------------------------- weights as they come
+
+size_t WeightsReturn::SizeBytesOf(int chunk) const {
+  return job_.layout.chunks()[chunk].elements * kElementBytes;
+}
+
+absl::Span<std::byte> WeightsReturn::at(int chunk) const {
+  if (!options_.on_device) return {};
+  return {targets_[chunk], SizeBytesOf(chunk)};
+}
+
+absl::Status WeightsReturn::Use(const std::function<absl::Span<std::byte>(int chunk)>& memory) {
+  if (options_.on_device) return absl::OkStatus();
+  MutexLock lock(mutex_);
+  const absl::Status copied = WaitForCopies();
+  pins_.clear();
+  std::fill(copied_.begin(), copied_.end(), false);
+  std::fill(come_.begin(), come_.end(), false);
+  std::vector<absl::Span<std::byte>> spans;
+  for (const int chunk : job_.layout.chunks_of_rank(options_.rank)) {
+    const absl::Span<std::byte> place = memory(chunk);
+    Check(place.empty() || place.size() == SizeBytesOf(chunk),
+          "the optimizer's memory for a chunk's weights has their size");
+    places_[chunk] = place;
+    spans.push_back(place);
+  }
+  BALLAST_RETURN_IF_ERROR(copied);
+  BALLAST_ASSIGN_OR_RETURN(
+      pins_, PinSpans(*device_, std::move(spans), "the optimizer's memory for weights"));
+  return absl::OkStatus();
+}
+
+absl::Status WeightsReturn::WaitForCopies() {
+  const absl::Status copied = marked_ ? copies_->Synchronize() : copy_in_->Synchronize();
+  // After an error they may be on their way all the same.
+  if (!copied.ok()) copy_in_->Synchronize().IgnoreError();
+  return copied;
+}
+
+absl::Status WeightsReturn::CopyIn(int chunk) {
+  copied_[chunk] = true;
+  marked_ = false;
+  DeviceStream& stream = *copy_in_;
+  const absl::Span<std::byte> from = places_[chunk];
+  BALLAST_RETURN_IF_ERROR(
+      Annotate(trace_.Around(stream, Track::kCopy, {.step = copy_step_, .chunk = chunk},
+                             [&] { return stream.CopyToDevice(targets_[chunk], from); }),
+               absl::StrCat("copying the weights of chunk ", chunk)));
+  BALLAST_RETURN_IF_ERROR(stream.Record(*copies_));
+  marked_ = true;
+  return absl::OkStatus();
+}
+
+void WeightsReturn::OnProvisional(int chunk) {
+  MutexLock lock(mutex_);
+  if (buffer_ == nullptr || places_[chunk].empty()) return;  // They are copied when they are final.
+  copy_status_.Update(CopyIn(chunk));
+}
+
+void WeightsReturn::OnDropped(int chunk) {
+  MutexLock lock(mutex_);
+  copied_[chunk] = false;
+}
+
+void WeightsReturn::OnWeights(int chunk) {
+  MutexLock lock(mutex_);
+  come_[chunk] = true;
+  if (!copied_[chunk] && !places_[chunk].empty()) copy_status_.Update(CopyIn(chunk));
+  changed_.NotifyAll();
+}
+
+// ---------------------------------------------------------------- the gather
+
+void WeightsReturn::Expect(uint64_t step, bool all_there) {
+  step_ = step;
+  MutexLock lock(mutex_);
+  all_there_ = all_there;
+  abandoned_ = false;
+  std::fill(awaited_.begin(), awaited_.end(), true);
+  for (PerBucket& bucket : buckets_) bucket.waited_for = false;
+}
+
+void WeightsReturn::Abandon() {
+  MutexLock lock(mutex_);
+  abandoned_ = true;
+  changed_.NotifyAll();
+}
+
+void WeightsReturn::Stop() {
+  MutexLock lock(mutex_);
+  stopped_ = true;
+  changed_.NotifyAll();
+}
+
+bool WeightsReturn::HasCome(const PerBucket& bucket) const {
+  for (const int chunk : bucket.shard.chunks) {
+    if (!come_[chunk]) return false;
+  }
+  return true;
+}
+
+absl::Status WeightsReturn::CopyRest(PerBucket& bucket) {
+  MutexLock lock(mutex_);
+  while (!stopped_ && !abandoned_ && !all_there_ && !HasCome(bucket)) changed_.Wait(mutex_);
+  if (stopped_) return Stopped();
+  BALLAST_RETURN_IF_ERROR(copy_status_);
+  for (const int chunk : bucket.shard.chunks) {
+    if (!copied_[chunk] && !abandoned_) {
+      Check(!places_[chunk].empty(), "an optimizer on the host has memory for weights");
+      BALLAST_RETURN_IF_ERROR(CopyIn(chunk));
+    }
+    copied_[chunk] = come_[chunk] = false;  // The next weights are others.
+  }
+  return copy_in_->Record(*bucket.copied);
+}
+
+absl::Status WeightsReturn::Gather(DeviceStream& communicate, DeviceCollective& collective) {
+  for (auto b = order_.reduction.rbegin(); b != order_.reduction.rend(); ++b) {
+    BALLAST_RETURN_IF_ERROR(GatherBucket(communicate, collective, *b));
+  }
+  MutexLock lock(mutex_);
+  copy_step_ = step_ + 1;
+  // The next weights are copied over what these gathers read.
+  if (order_.reduction.empty() || options_.on_device) return absl::OkStatus();
+  return copy_in_->Wait(*buckets_[order_.reduction.front()].gathered);
+}
+
+absl::Status WeightsReturn::GatherBucket(DeviceStream& communicate, DeviceCollective& collective,
+                                         int index) {
+  const Bucket& bucket = job_.buckets[index];
+  PerBucket& state = buckets_[index];
+  if (!options_.on_device) {
+    BALLAST_RETURN_IF_ERROR(CopyRest(state));
+    BALLAST_RETURN_IF_ERROR(communicate.Wait(*state.copied));
+  }
+  std::byte* all = live_[bucket.group].data() + bucket.begin * kElementBytes;
+  BALLAST_RETURN_IF_ERROR(
+      trace_.Around(communicate, Track::kGather, {.step = step_, .bucket = index}, [&] {
+        return collective.AllGather(communicate, state.mine.data(), all, state.mine.size(),
+                                    {.step = step_, .bucket = index});
+      }));
+  BALLAST_RETURN_IF_ERROR(communicate.Record(*state.gathered));
+  MutexLock lock(mutex_);
+  awaited_[index] = false;
+  changed_.NotifyAll();
+  return absl::OkStatus();
+}
+
+// ---------------------------------------------------------------- the passes
+
+absl::Status WeightsReturn::AwaitGiven(int bucket) {
+  MutexLock lock(mutex_);
+  while (!stopped_ && awaited_[bucket]) changed_.Wait(mutex_);
+  return awaited_[bucket] ? Stopped() : absl::OkStatus();
+}
+
+absl::StatusOr<bool> WeightsReturn::IsThere(int bucket) {
+  {
+    MutexLock lock(mutex_);
+    if (awaited_[bucket]) return false;
+  }
+  return buckets_[bucket].gathered->Done();
+}
+
+absl::Status WeightsReturn::Before(DeviceStream& stream, int bucket, StreamSeconds& waited) {
+  PerBucket& state = buckets_[bucket];
+  if (state.waited_for) return absl::OkStatus();
+  state.waited_for = true;
+  BALLAST_ASSIGN_OR_RETURN(const bool there, IsThere(bucket));
+  if (there) return absl::OkStatus();
+  return waited.Around(stream, [&] {
+    return trace_.Around(stream, Track::kStall, {.step = step_, .bucket = bucket}, [&] {
+      BALLAST_RETURN_IF_ERROR(AwaitGiven(bucket));
+      return stream.Wait(*state.gathered);
+    });
+  });
+}
+
+absl::Status WeightsReturn::BeforeWeights(DeviceStream& stream, int parameter,
+                                          StreamSeconds& waited) {
+  for (const int bucket : order_.buckets_of_parameter[parameter]) {
+    BALLAST_RETURN_IF_ERROR(Before(stream, bucket, waited));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status WeightsReturn::BeforeGroup(DeviceStream& stream, int group, StreamSeconds& waited) {
+  for (size_t b = 0; b < buckets_.size(); ++b) {
+    if (job_.buckets[b].group != group) continue;
+    BALLAST_RETURN_IF_ERROR(Before(stream, static_cast<int>(b), waited));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace ballast::worker

@@ -1,0 +1,136 @@
+// The way of new weights to where the passes read them: from where the optimizer left them, to this
+// rank's shards on the device, to all ranks.
+//
+//   host memory    where the optimizer leaves this rank's: shared with the service or the
+//                  session's; pinned here
+//   copy_in        copies a chunk as soon as it is told of: to its own place in the live weights,
+//   or
+//                  where weights may come ahead of a decision, which no pass may see, to a buffer
+//                  of the partition's size
+//   communicate    all-gathers bucket after bucket from there, in the order in which forward needs
+//                  them, each as soon as this rank's chunks of it have come
+//   compute        waits, before a parameter is first read, for its buckets only
+//
+// Where the optimizer is on the device, it writes this rank's shards itself, and nothing is copied.
+//
+// Threads: what is said of weights, Abandon and Stop from any; Gather from one; the others from
+// one.
+#ifndef BALLAST_GPU_WORKER_PIPELINE_WEIGHTS_RETURN_H_
+#define BALLAST_GPU_WORKER_PIPELINE_WEIGHTS_RETURN_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "cpu_optimizer_service/common/mutex.h"
+#include "gpu_worker/buckets/bucket_order.h"
+#include "gpu_worker/device/device.h"
+#include "gpu_worker/device/device_collective.h"
+#include "gpu_worker/device/stream_seconds.h"
+#include "gpu_worker/pipeline/device_trace.h"
+#include "gpu_worker/training/training_job.h"
+
+namespace ballast::worker {
+
+struct WeightsReturnOptions {
+  int rank = 0;
+  bool on_device = false;    // The optimizer is.
+  bool provisional = false;  // Weights may come ahead of a decision. Costs the buffer.
+};
+
+class WeightsReturn {
+ public:
+  // `live`: by group, the weights that passes read, bf16, as long as the buckets reach. `order` is
+  // the backward pass's: forward needs buckets the other way round. Borrows until destruction.
+  // RESOURCE_EXHAUSTED with the size of the buffer.
+  static absl::StatusOr<std::unique_ptr<WeightsReturn>> Create(
+      Device& device, const TrainingJob& job, const BucketOrder& order,
+      std::vector<absl::Span<std::byte>> live, const WeightsReturnOptions& options,
+      DeviceTrace& trace);
+  ~WeightsReturn();
+
+  // Where an optimizer on the device puts a chunk's weights; empty for one on the host.
+  absl::Span<std::byte> at(int chunk) const;
+  // TrainingBackend::UseWeightsMemory, for an optimizer on the host. Waits for copies from the old.
+  absl::Status Use(const std::function<absl::Span<std::byte>(int chunk)>& memory);
+
+  // As TrainingBackend has them; until Use gives their place they count for nothing.
+  void OnProvisional(int chunk);
+  void OnDropped(int chunk);
+  void OnWeights(int chunk);
+
+  // A Gather follows, of step `step`'s: chunks that OnWeights tells, or, if `all_there`, what the
+  // memory has.
+  void Expect(uint64_t step, bool all_there);
+  // The Gather that is expected waits for no chunk any more.
+  void Abandon();
+  // Every wait, now and later, ends with CANCELLED.
+  void Stop();
+  // Once for each Expect. Waits, on the host, for chunk after chunk to be told.
+  absl::Status Gather(DeviceStream& communicate, DeviceCollective& collective);
+
+  // Makes `stream` wait for the weights that are expected, where it has not yet since; first waits,
+  // on the host, until Gather has given them. What the stream waits is added to `waited`.
+  absl::Status BeforeWeights(DeviceStream& stream, int parameter, StreamSeconds& waited);
+  absl::Status BeforeGroup(DeviceStream& stream, int group, StreamSeconds& waited);
+
+ private:
+  struct PerBucket {
+    RankShard shard;
+    absl::Span<std::byte> mine;             // Where this rank's shard is gathered from.
+    std::unique_ptr<DeviceEvent> copied;    // On copy_in: this rank's chunks.
+    std::unique_ptr<DeviceEvent> gathered;  // On communicate.
+    bool waited_for = true;                 // Since the last Expect, by the passes' stream.
+  };
+
+  WeightsReturn(const TrainingJob& job, const BucketOrder& order,
+                std::vector<absl::Span<std::byte>> live, const WeightsReturnOptions& options,
+                DeviceTrace& trace);
+  absl::Status Init(Device& device);
+  size_t SizeBytesOf(int chunk) const;
+  absl::Status WaitForCopies() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CopyIn(int chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool HasCome(const PerBucket& bucket) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CopyRest(PerBucket& bucket);
+  absl::Status GatherBucket(DeviceStream& communicate, DeviceCollective& collective, int index);
+  absl::Status AwaitGiven(int bucket);
+  absl::StatusOr<bool> IsThere(int bucket);
+  absl::Status Before(DeviceStream& stream, int bucket, StreamSeconds& waited);
+
+  const TrainingJob& job_;
+  const BucketOrder& order_;
+  const std::vector<absl::Span<std::byte>> live_;
+  const WeightsReturnOptions options_;
+  DeviceTrace& trace_;
+  Device* device_ = nullptr;
+  std::unique_ptr<DeviceMemory> buffer_;  // Null where weights go straight to their live place.
+  std::vector<PerBucket> buckets_;
+  std::vector<std::byte*> targets_;  // By chunk, on the device; null: another rank's.
+  uint64_t step_ = 0;                // Expected last; not changed while that is gathered.
+
+  // Guards the stream too: a copy is given to it by whichever thread hears of the weights.
+  Mutex mutex_;
+  CondVar changed_;
+  std::vector<std::unique_ptr<HostMemory>> pins_ ABSL_GUARDED_BY(mutex_);
+  std::vector<absl::Span<std::byte>> places_ ABSL_GUARDED_BY(mutex_);  // By chunk, on the host.
+  std::unique_ptr<DeviceStream> copy_in_ ABSL_GUARDED_BY(mutex_);
+  std::unique_ptr<DeviceEvent> copies_ ABSL_GUARDED_BY(mutex_);  // After the last on copy_in.
+  bool marked_ ABSL_GUARDED_BY(mutex_) = true;        // So it is, no error having come in between.
+  std::vector<bool> copied_ ABSL_GUARDED_BY(mutex_);  // By chunk: given to copy_in, as it is now.
+  std::vector<bool> come_ ABSL_GUARDED_BY(mutex_);    // By chunk: OnWeights, since it was gathered.
+  std::vector<bool> awaited_ ABSL_GUARDED_BY(mutex_);  // By bucket: expected, and not yet given.
+  bool all_there_ ABSL_GUARDED_BY(mutex_) = false;
+  bool abandoned_ ABSL_GUARDED_BY(mutex_) = false;
+  bool stopped_ ABSL_GUARDED_BY(mutex_) = false;
+  uint64_t copy_step_ ABSL_GUARDED_BY(mutex_) = 0;    // Of the weights that come, for the trace.
+  absl::Status copy_status_ ABSL_GUARDED_BY(mutex_);  // Of calls that cannot say it.
+};
+
+}  // namespace ballast::worker
+
+#endif  // BALLAST_GPU_WORKER_PIPELINE_WEIGHTS_RETURN_H_

@@ -1,0 +1,190 @@
+// ballast-worker: one rank of a training run. Wiring, nothing else.
+#include <malloc.h>
+#include <signal.h>
+#include <spdlog/sinks/stdout_sinks.h>
+#include <spdlog/spdlog.h>
+#include <tbb/info.h>
+#include <tbb/task_arena.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <memory>
+#include <new>
+#include <string>
+#include <utility>
+
+#include "absl/flags/usage.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
+#include "client/session.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/engine.h"
+#include "gpu_worker/base/timeline.h"
+#include "gpu_worker/collective/launch.h"
+#include "gpu_worker/run/progress.h"
+#include "gpu_worker/run/worker_flags.h"
+#include "gpu_worker/run/worker_run.h"
+#include "gpu_worker/training/service_optimizer.h"
+#include "server/server.h"
+#ifdef BALLAST_HAS_CUDA
+#include "gpu_worker/cuda/nvtx.h"
+#include "gpu_worker/run/gpu_run.h"
+#endif
+
+namespace ballast::worker {
+namespace {
+
+// A service in this process, for runs of one worker on one machine.
+class InProcessService {
+ public:
+  explicit InProcessService(int threads)
+      : engine_({.memory_limit_bytes = MemoryLimitBytes(), .threads = threads}) {}
+  static absl::StatusOr<std::unique_ptr<InProcessService>> Start(int threads) {
+    auto service = std::make_unique<InProcessService>(threads);
+    BALLAST_ASSIGN_OR_RETURN(service->server_,
+                             server::Server::Start(service->engine_, {.listen = {}}));
+    return service;
+  }
+  std::shared_ptr<grpc::Channel> channel() { return server_->InProcessChannel(); }
+
+ private:
+  // Half of this machine's memory; the other half is the model's.
+  static int64_t MemoryLimitBytes() {
+    return static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGE_SIZE) / 2;
+  }
+
+  Engine engine_;
+  std::unique_ptr<server::Server> server_;
+};
+
+// The service of the flags: elsewhere, or kept alive by `in_process`.
+absl::StatusOr<std::shared_ptr<grpc::Channel>> ConnectService(
+    const WorkerFlags& flags, const Launch& launch, std::unique_ptr<InProcessService>& in_process) {
+  if (flags.service != "in-process") return client::Connect(flags.service);
+  if (launch.world_size > 1) {
+    return absl::InvalidArgumentError(
+        "--service=in-process serves one worker only; start ballastd for more");
+  }
+  BALLAST_ASSIGN_OR_RETURN(in_process, InProcessService::Start(flags.threads));
+  return in_process->channel();
+}
+
+absl::StatusOr<MakeOptimizer> ServiceOptimizer(const WorkerFlags& flags, const Launch& launch,
+                                               std::unique_ptr<InProcessService>& in_process) {
+  BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<grpc::Channel> channel,
+                           ConnectService(flags, launch, in_process));
+  return [&flags, channel = std::move(channel)](const TrainingJob& job, TrainingBackend& backend,
+                                                Collective& collective) {
+    return MakeServiceOptimizer(channel,
+                                {.job = job.spec,
+                                 .backend = backend,
+                                 .resume_directory = flags.resume,
+                                 .seal_timeout = flags.options.seal_timeout,
+                                 .reconnect_timeout = flags.reconnect_timeout,
+                                 .shared_memory = flags.shared_memory},
+                                collective);
+  };
+}
+
+#ifdef BALLAST_HAS_CUDA
+absl::StatusOr<std::unique_ptr<GpuRun>> OpenGpu(const WorkerFlags& flags, const Launch& launch,
+                                                Timeline* timeline) {
+  return GpuRun::Open({.local_rank = launch.local_rank,
+                       .collective = flags.collective,
+                       .optimizer = flags.optimizer,
+                       .peer_timeout = flags.peer_timeout,
+                       .timeline = timeline});
+}
+#else
+struct GpuRun {
+  MakeBackend make_backend() { return nullptr; }
+  MakeOptimizer make_local_optimizer() { return nullptr; }
+};
+ProfilerRanges NvtxRanges() { return {}; }
+absl::StatusOr<std::unique_ptr<GpuRun>> OpenGpu(const WorkerFlags&, const Launch&, Timeline*) {
+  return absl::FailedPreconditionError(
+      "this ballast-worker was built without CUDA; build it where nvcc and NCCL are found, or use "
+      "--device=cpu");
+}
+#endif
+
+// Null where nobody looks at it.
+std::unique_ptr<Timeline> MakeTimeline(const WorkerFlags& flags, const Launch& launch) {
+  TimelineOptions options{.rank = launch.rank};
+  if (flags.device == DeviceKind::kCuda) options.profiler = NvtxRanges();
+  if (flags.trace.empty()) options.most_spans = 0;
+  if (flags.trace.empty() && options.profiler.begin == nullptr) return nullptr;
+  return std::make_unique<Timeline>(options);
+}
+
+absl::Status WriteTimeline(const WorkerFlags& flags, const Launch& launch,
+                           const Timeline* timeline) {
+  if (flags.trace.empty()) return absl::OkStatus();
+  return Annotate(
+      timeline->Write(launch.rank == 0 ? flags.trace : absl::StrCat(flags.trace, ".", launch.rank)),
+      "--trace");
+}
+
+absl::Status Main(int argc, char** argv) {
+  BALLAST_ASSIGN_OR_RETURN(const WorkerFlags flags, ReadWorkerFlags(argc, argv));
+  BALLAST_ASSIGN_OR_RETURN(const Launch launch, ReadLaunch());
+  std::unique_ptr<InProcessService> in_process;
+  MakeOptimizer make_optimizer = MakeLocalOptimizer;
+  if (flags.optimizer == OptimizerKind::kService) {
+    BALLAST_ASSIGN_OR_RETURN(make_optimizer, ServiceOptimizer(flags, launch, in_process));
+  }
+  BALLAST_ASSIGN_OR_RETURN(const std::unique_ptr<Collective> collective,
+                           ConnectWorkers(launch, absl::ToChronoMilliseconds(flags.peer_timeout)));
+  WorkerOptions options = flags.options;
+  const std::unique_ptr<Timeline> timeline = MakeTimeline(flags, launch);
+  options.timeline = timeline.get();
+  std::unique_ptr<GpuRun> gpu;
+  if (flags.device == DeviceKind::kCuda) {
+    BALLAST_ASSIGN_OR_RETURN(gpu, OpenGpu(flags, launch, timeline.get()));
+    options.make_backend = gpu->make_backend();
+    if (flags.optimizer == OptimizerKind::kLocal) make_optimizer = gpu->make_local_optimizer();
+  }
+  // An arena, not a limit of the whole process: a service in this process has threads of its own.
+  tbb::task_arena arena(std::min(flags.threads, tbb::info::default_concurrency()));
+  Progress progress(options.trainer.steps);
+  absl::Status status = arena.execute([&] {
+    return RunWorker(std::move(options), *collective, make_optimizer,
+                     [&](const StepReport& report) {
+                       if (launch.rank == 0) progress.Show(report);
+                     });
+  });
+  status.Update(WriteTimeline(flags, launch, timeline.get()));
+  return status;
+}
+
+absl::Status MainWithinMemory(int argc, char** argv) {
+  try {
+    return Main(argc, argv);
+  } catch (const std::bad_alloc&) {
+    return absl::ResourceExhaustedError(
+        "out of memory; choose a smaller --batch, --context, --width or --layers");
+  }
+}
+
+}  // namespace
+}  // namespace ballast::worker
+
+int main(int argc, char** argv) {
+  // A write to a lost peer (Gloo's and gRPC's sockets), and one beyond the limit on a file's size,
+  // are to fail with an error that says which, not to end the process without a word.
+  signal(SIGPIPE, SIG_IGN);
+  signal(SIGXFSZ, SIG_IGN);
+  // What a service in this process has to log: standard output is for the run's progress.
+  spdlog::set_default_logger(spdlog::stderr_logger_mt("ballastd"));
+  absl::SetProgramUsageMessage(
+      "One rank of a training run. RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are "
+      "taken from the environment, as torchrun sets them.");
+  // Received messages come and go in megabytes; a heap that is trimmed each time is faulted in
+  // again.
+  mallopt(M_TRIM_THRESHOLD, 1 << 30);
+  const absl::Status status = ballast::worker::MainWithinMemory(argc, argv);
+  if (status.ok()) return 0;
+  std::fprintf(stderr, "ballast-worker: %s\n", std::string(status.message()).c_str());
+  return 1;
+}

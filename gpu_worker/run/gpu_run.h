@@ -1,0 +1,42 @@
+// What one rank's run on a GPU is made of, for worker_run.h: the device, its matrix products, its
+// collective.
+//
+//   GpuRun gpu = GpuRun::Open({.local_rank = 0, ...}).value();
+//   options.make_backend = gpu->make_backend();
+//   RunWorker(std::move(options), collective, gpu->make_local_optimizer(), ...);
+#ifndef BALLAST_GPU_WORKER_RUN_GPU_RUN_H_
+#define BALLAST_GPU_WORKER_RUN_GPU_RUN_H_
+
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "gpu_worker/base/timeline.h"
+#include "gpu_worker/run/worker_flags.h"
+#include "gpu_worker/run/worker_run.h"
+
+namespace ballast::worker {
+
+struct GpuRunOptions {
+  int local_rank = 0;
+  CollectiveKind collective = CollectiveKind::kAuto;
+  OptimizerKind optimizer = OptimizerKind::kService;
+  absl::Duration peer_timeout;
+  Timeline* timeline = nullptr;  // Borrowed as long as the run; null: there is none.
+};
+
+// Outlives the run, and is outlived by the run's collective. Errors are one line that says what to
+// do, as of CudaDevice::Open and MakeCublasLtMatmul.
+class GpuRun {
+ public:
+  static absl::StatusOr<std::unique_ptr<GpuRun>> Open(const GpuRunOptions& options);
+  virtual ~GpuRun() = default;
+
+  virtual MakeBackend make_backend() = 0;
+  // A LocalOptimizer with its arithmetic on the GPU.
+  virtual MakeOptimizer make_local_optimizer() = 0;
+};
+
+}  // namespace ballast::worker
+
+#endif  // BALLAST_GPU_WORKER_RUN_GPU_RUN_H_

@@ -1,0 +1,67 @@
+// losses.csv of a run, a line a step, over any number of starts of the worker.
+//
+// Lines are appended as steps are committed. A worker may die between a step's commit and its line:
+// the step's loss is noted in another file before the seal, and stands in the line that the next
+// start appends, with what nobody knows any more as nan. A third file, .losses.csv.job, says of
+// which job the lines are.
+#ifndef BALLAST_GPU_WORKER_RUN_LOSS_LOG_H_
+#define BALLAST_GPU_WORKER_RUN_LOSS_LOG_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+#include "gpu_worker/training/trainer.h"
+
+namespace ballast::worker {
+
+// Thread-compatible. Errors are UNAVAILABLE naming the file.
+class LossLog {
+ public:
+  // `job_uid`: empty if no other start can have the same job.
+  // Takes over what an earlier start of the same job left in the directory: whole lines of steps up
+  // to the committed one. Everything else goes.
+  static absl::StatusOr<std::unique_ptr<LossLog>> Open(const std::string& directory,
+                                                       const std::string& job_uid,
+                                                       uint64_t committed_step);
+  ~LossLog();
+  LossLog(const LossLog&) = delete;
+  LossLog& operator=(const LossLog&) = delete;
+
+  // Before the step is sealed.
+  absl::Status Note(uint64_t step, double loss);
+  // Replaces the lines of this step and later ones, should there be any: a checkpoint was loaded.
+  absl::Status Append(const StepReport& report);
+  // The run is over: nothing will have to be recovered.
+  void Finish();
+
+  // All lines, in order of step. Of those of an earlier start only what a line holds.
+  const std::vector<StepReport>& reports() const { return reports_; }
+
+ private:
+  explicit LossLog(const std::string& directory);
+
+  // Takes the lines and the note from the directory.
+  void TakeOver(uint64_t committed_step);
+  absl::Status Rewrite();
+
+  const std::string directory_;
+  const std::string path_;
+  const std::string note_path_;
+  int descriptor_ = -1;  // Of the file, for appending.
+  std::vector<StepReport> reports_;
+};
+
+std::string LossesCsv(absl::Span<const StepReport> reports);
+// The lines of a file that may end anywhere: up to the first that is not whole, or not of a later
+// step than the one before.
+std::vector<StepReport> ParseLossesCsv(absl::string_view csv);
+
+}  // namespace ballast::worker
+
+#endif  // BALLAST_GPU_WORKER_RUN_LOSS_LOG_H_

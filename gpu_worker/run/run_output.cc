@@ -1,0 +1,148 @@
+#include "gpu_worker/run/run_output.h"
+
+#include <openssl/evp.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cmath>
+#include <cstdlib>
+#include <filesystem>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <system_error>
+#include <utility>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "gpu_worker/base/output_file.h"
+
+namespace ballast::worker {
+namespace {
+
+double Median(std::vector<double> values) {
+  if (values.empty()) return 0;
+  const auto middle = values.begin() + values.size() / 2;
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
+// The flat space of each group.
+absl::StatusOr<std::vector<std::string>> ReadSpaces(TrainingBackend& backend,
+                                                    const TrainingJob& job) {
+  std::vector<std::string> spaces;
+  for (int group = 0; group < job.layout.group_count(); ++group) {
+    std::string& space = spaces.emplace_back();
+    space.resize(job.layout.flat_elements(group) * SizeBytes(job.spec.groups[group].return_dtype));
+    BALLAST_RETURN_IF_ERROR(
+        backend.ReadWeights(group, {reinterpret_cast<std::byte*>(space.data()), space.size()}));
+  }
+  return spaces;
+}
+
+// Each parameter's weights, in order.
+std::vector<absl::string_view> ParametersIn(const std::vector<std::string>& spaces,
+                                            const TrainingJob& job) {
+  std::vector<absl::string_view> parameters;
+  for (size_t p = 0; p < job.layout.spec().parameters.size(); ++p) {
+    const ParameterPlace& place = job.layout.place(p);
+    const int group = job.layout.spec().parameters[p].group;
+    const int64_t size = SizeBytes(job.spec.groups[group].return_dtype);
+    parameters.push_back(
+        absl::string_view(spaces[group]).substr(place.offset * size, place.elements * size));
+  }
+  return parameters;
+}
+
+}  // namespace
+
+absl::Status PrepareOutput(const std::string& directory) {
+  std::error_code error;
+  std::filesystem::create_directories(directory, error);
+  if (error) {
+    return absl::UnavailableError(absl::StrCat("cannot make the directory ", directory, " (",
+                                               error.message(), "); choose another --out"));
+  }
+  std::string probe = absl::StrCat(directory, "/.probe-XXXXXX");
+  const int descriptor = mkstemp(probe.data());  // A name that no file of the user has.
+  if (descriptor < 0) return CannotWrite(directory, errno);
+  const absl::Status status = WriteAll(descriptor, directory, "writable");
+  close(descriptor);
+  unlink(probe.c_str());
+  return status;
+}
+
+std::string Sha256Hex(absl::Span<const absl::string_view> parts) {
+  const std::unique_ptr<EVP_MD_CTX, void (*)(EVP_MD_CTX*)> context(EVP_MD_CTX_new(),
+                                                                   EVP_MD_CTX_free);
+  EVP_DigestInit_ex(context.get(), EVP_sha256(), nullptr);
+  for (const absl::string_view part : parts) {
+    EVP_DigestUpdate(context.get(), part.data(), part.size());
+  }
+  std::array<unsigned char, EVP_MAX_MD_SIZE> digest;
+  unsigned int size = 0;
+  EVP_DigestFinal_ex(context.get(), digest.data(), &size);
+  return absl::BytesToHexString({reinterpret_cast<const char*>(digest.data()), size});
+}
+
+std::string WorkerJson(const RunFacts& facts, const TrainingJob& job,
+                       const std::string& weights_sha256) {
+  std::vector<double> seconds;
+  std::vector<double> tokens_per_second;
+  double exposed_seconds = 0;
+  for (const StepReport& report : facts.reports) {
+    if (std::isnan(report.seconds)) continue;  // Recovered after a restart.
+    seconds.push_back(report.seconds);
+    tokens_per_second.push_back(report.tokens_per_second);
+    exposed_seconds += report.times.exposed();
+  }
+  int64_t elements = 0;
+  // Where each parameter stands in weights.bin, so that a difference between two runs has a name.
+  nlohmann::ordered_json tensors = nlohmann::ordered_json::array();
+  for (size_t p = 0; p < job.layout.spec().parameters.size(); ++p) {
+    const int64_t size = job.layout.place(p).elements;
+    tensors.push_back(
+        {{"name", job.layout.spec().parameters[p].name}, {"begin", elements}, {"elements", size}});
+    elements += size;
+  }
+  nlohmann::ordered_json json;
+  json["optimizer"] = facts.optimizer;
+  if (!facts.transport.empty()) json["transport"] = facts.transport;
+  json["steps"] = facts.steps;
+  json["workers"] = facts.workers;
+  json["micro_steps"] = facts.micro_steps;
+  json["parameters"] = elements;
+  json["groups"] = job.spec.groups.size();
+  json["first_loss"] = facts.reports.empty() ? 0 : facts.reports.front().loss;
+  json["last_loss"] = facts.reports.empty() ? 0 : facts.reports.back().loss;
+  json["weights_dtype"] = std::string(Name(job.spec.groups[0].return_dtype));
+  json["weights_sha256"] = weights_sha256;
+  json["tokens_per_second"] = Median(tokens_per_second);
+  json["step_seconds_median"] = Median(seconds);
+  json["exposed_seconds"] = exposed_seconds;
+  if (facts.counts.has_value()) {
+    json["coverage_complete_steps"] = facts.counts->coverage_complete_steps;
+    json["speculated_chunks"] = facts.counts->speculated_chunks;
+    json["redone_chunks"] = facts.counts->redone_chunks;
+  }
+  json["tensors"] = std::move(tensors);
+  return absl::StrCat(json.dump(2), "\n");
+}
+
+absl::Status WriteOutput(const std::string& directory, const RunFacts& facts,
+                         const TrainingJob& job, TrainingBackend& backend,
+                         WeightsFile weights_file) {
+  BALLAST_ASSIGN_OR_RETURN(const std::vector<std::string> spaces, ReadSpaces(backend, job));
+  const std::vector<absl::string_view> parameters = ParametersIn(spaces, job);
+  std::vector<OutputFile> files;
+  if (weights_file == WeightsFile::kWritten) {
+    files.push_back({"weights.bin", absl::StrJoin(parameters, "")});
+  }
+  files.push_back({"worker.json", WorkerJson(facts, job, Sha256Hex(parameters))});
+  return WriteFiles(directory, files);
+}
+
+}  // namespace ballast::worker

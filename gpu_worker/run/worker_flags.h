@@ -1,0 +1,40 @@
+// The flags of ballast-worker, read and checked.
+#ifndef BALLAST_GPU_WORKER_RUN_WORKER_FLAGS_H_
+#define BALLAST_GPU_WORKER_RUN_WORKER_FLAGS_H_
+
+#include <cstdint>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "client/session.h"
+#include "gpu_worker/run/worker_run.h"
+
+namespace ballast::worker {
+
+enum class DeviceKind : uint8_t { kCpu, kCuda };
+enum class OptimizerKind : uint8_t { kService, kLocal };
+// Of GPUs. kAuto: Gloo where two ranks share one, NCCL otherwise.
+enum class CollectiveKind : uint8_t { kAuto, kNccl, kGloo };
+
+struct WorkerFlags {
+  WorkerOptions options;  // But for what makes the backend.
+  DeviceKind device = DeviceKind::kCpu;
+  CollectiveKind collective = CollectiveKind::kAuto;
+  OptimizerKind optimizer = OptimizerKind::kService;
+  std::string service;  // An address, or "in-process".
+  std::string resume;   // A checkpoint's directory; empty: none.
+  client::SharedMemoryUse shared_memory = client::SharedMemoryUse::kAuto;
+  absl::Duration reconnect_timeout;
+  absl::Duration peer_timeout;
+  std::string trace;  // A file; empty: none.
+  int threads = 1;
+};
+
+// INVALID_ARGUMENT, naming the flag and what it may be. Ends the process, having said why, for
+// flags that there are not, and for --help.
+absl::StatusOr<WorkerFlags> ReadWorkerFlags(int argc, char** argv);
+
+}  // namespace ballast::worker
+
+#endif  // BALLAST_GPU_WORKER_RUN_WORKER_FLAGS_H_

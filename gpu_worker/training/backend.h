@@ -1,0 +1,124 @@
+// Where a rank's passes run and where its weights and gradients lie: the CPU (cpu_backend.h) or a
+// GPU (device/device_backend.h). The trainer's loop is the same on both.
+//
+//   backend.Start({.push = ..., .end_micro_step = ...});
+//   for each step:
+//     for each micro-step: backend.MicroStep(...)    // gradients leave while backward goes on
+//     FinishedStep finished = backend.FinishStep().value();   // every sink call has been made
+//     ... the optimizer decides, and writes weights to weights(chunk) ...
+//     backend.GatherWeights();                       // and the next passes compute with them
+//
+// A backend that gathers ahead takes a step's weights where the optimizer leaves them, as they
+// come, and the next step's first forward pass begins under them:
+//
+//     backend.ExpectWeights();                       // decided, on all ranks
+//     backend.StartForward(...);                     // of the next step's micro-step 0
+//     backend.GatherWeights();                       // all have come
+//
+// Threads: one caller, but for weights, AbandonWeights and what is said of weights as they come,
+// which any thread may call; weights and OnWeights while no passes are on their way: between
+// FinishStep, or Start, and GatherWeights. The sink is called from one thread at a time, the
+// caller's or the backend's own.
+#ifndef BALLAST_GPU_WORKER_TRAINING_BACKEND_H_
+#define BALLAST_GPU_WORKER_TRAINING_BACKEND_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "client/session.h"
+#include "gpu_worker/base/data.h"
+
+namespace ballast::worker {
+
+// Where this rank's shards of reduced gradients go. An error ends the step: the backend goes on
+// taking part in the step's collectives, so that no other rank waits for it, calls no sink any
+// more, and returns the error from MicroStep or FinishStep.
+struct StepSink {
+  // A chunk of this rank, in the wire dtype; `released` is called exactly once, whatever is
+  // returned.
+  std::function<absl::Status(client::GradientPush push)> push;
+  // After the pushes of that micro-step, and before those of the next.
+  std::function<absl::Status(uint32_t micro_step, const UsedParameters& used)> end_micro_step;
+};
+
+struct MicroStepInput {
+  uint64_t step = 0;
+  uint32_t micro_step = 0;
+  uint32_t micro_steps = 1;
+  // This rank's slice, which may be empty: gradients are zeros then.
+  const Batch& batch;
+  // Gradients are of the loss summed over the batch's tokens, times this.
+  double loss_scale = 1;
+};
+
+struct FinishedStep {
+  double loss_sum = 0;  // In nats, of this rank's tokens of all micro-steps.
+  // Seconds of the step: in passes; waiting for reductions, in passes and after them; the same for
+  // shards to be handed over; and waiting, in passes, for weights of the step before. On a GPU the
+  // waits in passes are its own, by its clock, and not those of the thread that gives it work; a
+  // forward pass begun ahead lacks weights, too, from its end until MicroStep goes on from it.
+  double compute_seconds = 0;
+  double reduce_seconds = 0;
+  double send_seconds = 0;
+  double weights_seconds = 0;
+};
+
+class TrainingBackend {
+ public:
+  virtual ~TrainingBackend() = default;
+
+  // Once, before all else. The sink is kept.
+  virtual void Start(StepSink sink) = 0;
+
+  // From now on chunks are handed over in `memory(chunk)`, which stays until the next call; where
+  // it is empty, in memory of the backend's own. A device's backend has it pinned: before it goes
+  // this is called, with none if there is no other yet. No passes are on their way, and no payload
+  // is out, but for a call with none.
+  virtual absl::Status UseGradientMemory(
+      const std::function<absl::Span<std::byte>(int chunk)>& memory) = 0;
+  // The same for weights, of a backend that gathers ahead: where the optimizer leaves those of a
+  // chunk of this rank. What was said of weights before counts no more.
+  virtual absl::Status UseWeightsMemory(
+      const std::function<absl::Span<std::byte>(int chunk)>& memory) {
+    return absl::OkStatus();
+  }
+
+  virtual absl::Status MicroStep(const MicroStepInput& input) = 0;
+  // Once all micro-steps of a step were given; also after an error, which it returns.
+  virtual absl::StatusOr<FinishedStep> FinishStep() = 0;
+
+  // Where the optimizer puts the weights of a chunk of this rank, in the group's return dtype; not
+  // for a backend that gathers ahead.
+  virtual absl::Span<std::byte> weights(int chunk) = 0;
+  // They are there. Whoever cannot say so leaves it out: GatherWeights takes all. A chunk's may
+  // come again before that, as when a step is lost: the last count.
+  virtual void OnWeights(int chunk) {}
+  // All ranks' weights are in place before the next passes use them. A collective.
+  virtual absl::Status GatherWeights() = 0;
+
+  // Whether it takes weights where the optimizer leaves them, and the calls below are made.
+  virtual bool gathers_ahead() const { return false; }
+  // Weights came that may be the step's (client::SessionOptions); and they are not.
+  virtual void OnProvisionalWeights(int chunk) {}
+  virtual void OnDroppedWeights(int chunk) {}
+  // A collective: OnWeights is called for each chunk of this rank, before or after this.
+  virtual absl::Status ExpectWeights() { return absl::OkStatus(); }
+  // The forward pass that the next MicroStep, of the same step and batch, goes on from. Waits until
+  // the weights have come that it reads, or are abandoned; an error is the device's.
+  virtual absl::Status StartForward(const MicroStepInput& input) { return absl::OkStatus(); }
+  // The weights expected will not all come. What is on its way goes on with whatever there is, so
+  // that no rank waits for this one; GatherWeights is called, and counts for nothing, and so does
+  // the forward pass: the next GatherWeights brings other weights.
+  virtual void AbandonWeights() {}
+
+  // A group's flat space of weights as the passes use them, in the format of the model.
+  virtual absl::Status ReadWeights(int group, absl::Span<std::byte> to) = 0;
+};
+
+}  // namespace ballast::worker
+
+#endif  // BALLAST_GPU_WORKER_TRAINING_BACKEND_H_

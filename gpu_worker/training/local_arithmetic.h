@@ -1,0 +1,44 @@
+// The state of one rank's partition under --optimizer=local, and the arithmetic on it. The local
+// optimizer (local_optimizer.h) keeps the ledger, decides, and calls these; the scalar references
+// do the work on the CPU (scalar_arithmetic.h), kernels with the same bits on a GPU
+// (device/device_arithmetic.h). Payloads and weights lie where the work is done.
+//
+// Threads: one call at a time. Errors: those of the device.
+#ifndef BALLAST_GPU_WORKER_TRAINING_LOCAL_ARITHMETIC_H_
+#define BALLAST_GPU_WORKER_TRAINING_LOCAL_ARITHMETIC_H_
+
+#include <cstddef>
+#include <functional>
+
+#include "absl/status/status.h"
+#include "absl/types/span.h"
+#include "cpu_optimizer_service/common/adam.h"
+#include "cpu_optimizer_service/common/dtype.h"
+
+namespace ballast::worker {
+
+class LocalArithmetic {
+ public:
+  virtual ~LocalArithmetic() = default;
+
+  // Moments become zero, the master weights `values`, and the chunk's weights those rounded.
+  virtual absl::Status SetFirstWeights(int chunk, absl::Span<const float> values) = 0;
+  // The chunk's gradient becomes the payload, or that is added to it. `released`, which may be
+  // null, is called once the payload is not needed any more, after an error too, from any thread.
+  virtual absl::Status AddGradient(int chunk, bool first, absl::Span<const std::byte> payload,
+                                   std::function<void()> released) = 0;
+  virtual absl::Status ZeroGradient(int chunk) = 0;
+  // BlockSumOfSquaresReference of each block of the chunk's gradient, in order; `sums` are there
+  // when Finish returns.
+  virtual absl::Status BlockSums(int chunk, absl::Span<double> sums) = 0;
+  // UpdateAdamReference of elements [begin, begin + elements) of the chunk, in place; the weights
+  // follow.
+  virtual absl::Status Update(int chunk, int64_t begin, int64_t elements,
+                              const AdamScalars& scalars) = 0;
+  // Waits until all of the above is done.
+  virtual absl::Status Finish() = 0;
+};
+
+}  // namespace ballast::worker
+
+#endif  // BALLAST_GPU_WORKER_TRAINING_LOCAL_ARITHMETIC_H_

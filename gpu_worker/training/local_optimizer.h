@@ -1,0 +1,75 @@
+// The optimizer in this process: the ledger, the decision and the order of a step, what the service
+// must equal bit for bit. State and arithmetic are behind local_arithmetic.h. It has no
+// checkpoints.
+#ifndef BALLAST_GPU_WORKER_TRAINING_LOCAL_OPTIMIZER_H_
+#define BALLAST_GPU_WORKER_TRAINING_LOCAL_OPTIMIZER_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cpu_optimizer_service/common/gradient_norm.h"
+#include "cpu_optimizer_service/common/job_spec.h"
+#include "gpu_worker/collective/collective.h"
+#include "gpu_worker/training/local_arithmetic.h"
+#include "gpu_worker/training/optimizer.h"
+
+namespace ballast::worker {
+
+class LocalOptimizer final : public StepOptimizer {
+ public:
+  // `layout` and `collective` are borrowed until destruction. amsgrad is not supported: the
+  // trainer's jobs have none.
+  LocalOptimizer(const JobSpec& job, const Layout& layout, Collective& collective,
+                 std::unique_ptr<LocalArithmetic> arithmetic);
+
+  absl::Status Join(const FillChunk& first_weights) override;
+  uint64_t generation() const override { return 0; }
+  uint64_t committed_step() const override { return committed_step_; }
+  std::string trainer_state() const override { return ""; }
+  bool last_step_applied() const override { return true; }
+
+  absl::Status BeginStep(const StepSettings& settings) override;
+  absl::Status Push(client::GradientPush push) override;
+  absl::Status EndMicroStep(uint32_t micro_step, const UsedParameters& used) override;
+  // FAILED_PRECONDITION if a chunk misses a micro-step, or no rank used some parameter and the
+  // job's policy is kError.
+  absl::StatusOr<client::StepDecision> Seal(uint32_t micro_steps) override;
+  absl::Status ReceiveWeights() override;
+  double update_seconds() const override { return update_seconds_; }
+  absl::StatusOr<client::JobCounts> ReadCounts() override;
+  absl::Status SaveCheckpoint(const std::string& directory) override;
+
+ private:
+  struct Entry {
+    uint32_t next_micro_step = 0;
+    bool has_gradient = false;
+  };
+
+  absl::Status CheckComplete(uint32_t micro_steps) const;
+  // The parameters that no rank used in any micro-step, by index.
+  absl::StatusOr<std::vector<int>> FindUnused();
+  // Sums of squares of all blocks of all groups, from all ranks, each group's in flat-space order.
+  absl::StatusOr<std::vector<std::vector<double>>> GatherBlockSums();
+  absl::Status Update(int chunk);
+  absl::Span<const int> my_chunks() const { return layout_.chunks_of_rank(collective_.rank()); }
+
+  const Layout& layout_;
+  Collective& collective_;
+  const std::unique_ptr<LocalArithmetic> arithmetic_;
+  const double max_norm_;
+  const UnusedPolicy unused_policy_;
+  std::vector<GroupSpec> groups_;  // Hyper-parameters as the last step's overrides left them.
+  std::vector<Entry> ledger_;      // By chunk; of this rank's.
+  GradientScale scale_;            // Of the open step, as the two below.
+  std::vector<double> used_;       // By parameter: in how many micro-steps.
+  Decision decision_;
+  uint64_t committed_step_ = 0;
+  std::vector<int64_t> update_counts_;  // By parameter.
+  double update_seconds_ = 0;
+};
+
+}  // namespace ballast::worker
+
+#endif  // BALLAST_GPU_WORKER_TRAINING_LOCAL_OPTIMIZER_H_

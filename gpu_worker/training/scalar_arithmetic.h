@@ -1,0 +1,55 @@
+// The local optimizer's arithmetic written with the scalar references: what the service, and a GPU,
+// must equal bit for bit. It is simple, not fast.
+#ifndef BALLAST_GPU_WORKER_TRAINING_SCALAR_ARITHMETIC_H_
+#define BALLAST_GPU_WORKER_TRAINING_SCALAR_ARITHMETIC_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/types/span.h"
+#include "cpu_optimizer_service/common/job_spec.h"
+#include "cpu_optimizer_service/common/layout.h"
+#include "gpu_worker/training/local_arithmetic.h"
+#include "gpu_worker/training/optimizer.h"
+
+namespace ballast::worker {
+
+class ScalarArithmetic final : public LocalArithmetic {
+ public:
+  // Of the groups only the dtypes are used. `layout` is borrowed until destruction.
+  ScalarArithmetic(const std::vector<GroupSpec>& groups, const Layout& layout, WeightsAt weights);
+
+  absl::Status SetFirstWeights(int chunk, absl::Span<const float> values) override;
+  absl::Status AddGradient(int chunk, bool first, absl::Span<const std::byte> payload,
+                           std::function<void()> released) override;
+  absl::Status ZeroGradient(int chunk) override;
+  absl::Status BlockSums(int chunk, absl::Span<double> sums) override;
+  absl::Status Update(int chunk, int64_t begin, int64_t elements,
+                      const AdamScalars& scalars) override;
+  absl::Status Finish() override { return absl::OkStatus(); }
+
+ private:
+  struct DTypes {
+    DType wire;
+    DType weights;
+  };
+  struct ChunkState {
+    std::vector<float> gradient;  // The sum of the step so far.
+    std::vector<float> master;
+    std::vector<float> exp_avg;
+    std::vector<float> exp_avg_sq;
+  };
+  const DTypes& dtypes(int chunk) const { return dtypes_[layout_.chunks()[chunk].group]; }
+
+  const Layout& layout_;
+  const WeightsAt weights_;
+  std::vector<DTypes> dtypes_;      // By group.
+  std::vector<ChunkState> chunks_;  // By chunk; empty for those that were never given weights.
+};
+
+}  // namespace ballast::worker
+
+#endif  // BALLAST_GPU_WORKER_TRAINING_SCALAR_ARITHMETIC_H_

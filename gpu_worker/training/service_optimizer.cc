@@ -1,0 +1,144 @@
+#include "gpu_worker/training/service_optimizer.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/check.h"
+#include "gpu_worker/base/log.h"
+
+namespace ballast::worker {
+namespace {
+
+class ServiceOptimizer final : public StepOptimizer {
+ public:
+  ServiceOptimizer(std::shared_ptr<grpc::Channel> channel, client::SessionOptions options)
+      : channel_(std::move(channel)), options_(std::move(options)) {}
+
+  // While the job awaits first weights, a generation that rises makes the service forget what has
+  // come of them. The others may be waiting for this rank's there, not in a collective, so they are
+  // given again right away.
+  absl::Status Join(const FillChunk& first_weights) override {
+    constexpr int kMostAttempts = 100;
+    bool awaited = false;
+    absl::Status status;
+    for (int attempt = 0; attempt < kMostAttempts; ++attempt) {
+      status = TryToJoin(first_weights);
+      if (session_ != nullptr) awaited = session_->awaiting_weights();
+      if (!absl::IsAborted(status) || !awaited) break;
+    }
+    return status;
+  }
+  std::string job_uid() const override { return session().job_uid(); }
+  uint64_t generation() const override { return session().generation(); }
+  uint64_t committed_step() const override { return session().committed_step(); }
+  std::string trainer_state() const override { return session().trainer_state(); }
+  bool last_step_applied() const override { return session().last_step_applied(); }
+  absl::Span<std::byte> gradient_memory(int chunk) override {
+    return session().gradient_memory(chunk);
+  }
+  // Nobody writes there but the session; a device that copies from it has it pinned.
+  absl::Span<std::byte> weights_memory(int chunk) override {
+    const absl::Span<const std::byte> memory = session().weights_memory(chunk);
+    return {const_cast<std::byte*>(memory.data()), memory.size()};
+  }
+  std::string transport() const override {
+    return session().shares_memory() ? "shared memory" : "the connection";
+  }
+
+  absl::Status BeginStep(const StepSettings& settings) override {
+    return session().BeginStep(settings);
+  }
+  absl::Status Push(client::GradientPush push) override { return session().Push(std::move(push)); }
+  absl::Status EndMicroStep(uint32_t micro_step, const UsedParameters& used) override {
+    return session().EndMicroStep(micro_step, used);
+  }
+  absl::StatusOr<client::StepDecision> Seal(uint32_t micro_steps) override {
+    return session().Seal(micro_steps);
+  }
+  absl::Status ReceiveWeights() override { return session().ReceiveWeights(); }
+  double update_seconds() const override { return session().update_seconds(); }
+  absl::StatusOr<client::JobCounts> ReadCounts() override { return session().ReadCounts(); }
+  absl::Status SaveCheckpoint(const std::string& directory) override {
+    return Annotate(session().SaveCheckpoint(directory), "saving the checkpoint");
+  }
+
+ private:
+  absl::Status TryToJoin(const FillChunk& first_weights) {
+    session_.reset();  // Waits until nobody reads the payloads any more.
+    absl::StatusOr<std::unique_ptr<client::Session>> session =
+        client::Session::Open(channel_, options_);
+    if (!options_.job_uid.empty() && absl::IsNotFound(session.status())) return Closed();
+    BALLAST_RETURN_IF_ERROR(session.status());
+    session_ = *std::move(session);
+    options_.job_uid = session_->job_uid();
+    options_.rejoin = true;  // A process that was replaced leaves its rank to the other.
+    if (session_->awaiting_weights()) {
+      BALLAST_RETURN_IF_ERROR(session_->UploadWeights(first_weights));
+    }
+    return session_->ReadWeights();
+  }
+  client::Session& session() const {
+    Check(session_ != nullptr, "an optimizer is joined before it is used");
+    return *session_;
+  }
+  absl::Status Closed() const {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "job ", options_.job.name,
+        " was closed on the service while this worker trained; start the workers again "
+        "to begin it anew"));
+  }
+
+  const std::shared_ptr<grpc::Channel> channel_;
+  client::SessionOptions options_;            // With the uid of the job, once it is joined.
+  std::unique_ptr<client::Session> session_;  // Null until the first Join has opened it.
+};
+
+absl::Status LoadCheckpoint(const std::shared_ptr<grpc::Channel>& channel,
+                            client::SessionOptions options, const std::string& directory) {
+  options.takes_steps = false;
+  BALLAST_ASSIGN_OR_RETURN(const std::unique_ptr<client::Session> session,
+                           client::Session::Open(channel, options));
+  if (!session->awaiting_weights()) {
+    Log().info("job {} goes on from step {}; --resume={} is loaded into new jobs only",
+               options.job.name, session->committed_step(), directory);
+    return absl::OkStatus();
+  }
+  return Annotate(session->LoadCheckpoint(directory),
+                  absl::StrCat("resuming job ", options.job.name,
+                               ", which waits for weights until it "
+                               "is closed or resumed, from ",
+                               directory, " on the service's host"));
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<StepOptimizer>> MakeServiceOptimizer(
+    const std::shared_ptr<grpc::Channel>& channel, ServiceOptimizerOptions options,
+    Collective& collective) {
+  client::SessionOptions session_options;
+  session_options.job = std::move(options.job);
+  session_options.rank = collective.rank();
+  TrainingBackend& backend = options.backend;
+  if (!backend.gathers_ahead()) {
+    session_options.weights = [&backend](int chunk) { return backend.weights(chunk); };
+  }
+  session_options.on_weights = [&backend](int chunk) { backend.OnWeights(chunk); };
+  session_options.on_provisional_weights = [&backend](int chunk) {
+    backend.OnProvisionalWeights(chunk);
+  };
+  session_options.on_dropped_weights = [&backend](int chunk) { backend.OnDroppedWeights(chunk); };
+  session_options.seal_timeout = options.seal_timeout;
+  session_options.reconnect_timeout = options.reconnect_timeout;
+  session_options.shared_memory = options.shared_memory;
+  if (!options.resume_directory.empty()) {
+    if (collective.rank() == 0) {
+      BALLAST_RETURN_IF_ERROR(LoadCheckpoint(channel, session_options, options.resume_directory));
+    }
+    // A session that was open during the load would belong to an older generation.
+    BALLAST_RETURN_IF_ERROR(collective.Barrier());
+  }
+  return std::make_unique<ServiceOptimizer>(channel, std::move(session_options));
+}
+
+}  // namespace ballast::worker

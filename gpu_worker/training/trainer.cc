@@ -1,0 +1,309 @@
+#include "gpu_worker/training/trainer.h"
+
+#include <algorithm>
+#include <chrono>
+#include <limits>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "gpu_worker/base/log.h"
+#include "gpu_worker/base/stopwatch.h"
+#include "gpu_worker/collective/share.h"
+
+namespace ballast::worker {
+
+absl::Status Trainer::Validate(const TrainerOptions& options) {
+  if (!options.loss_scaler.has_value()) return absl::OkStatus();
+  return client::DynamicLossScaler::Create(*options.loss_scaler).status();
+}
+
+Trainer::Trainer(const TrainerOptions& options, const TrainerParts& parts)
+    : options_(options),
+      backend_(parts.backend),
+      data_(parts.data),
+      job_(parts.job),
+      initial_values_(parts.initial_values),
+      collective_(parts.collective),
+      optimizer_(parts.optimizer),
+      timeline_(parts.timeline) {
+  backend_.Start({.push = [this](client::GradientPush push) { return Push(std::move(push)); },
+                  .end_micro_step =
+                      [this](uint32_t micro_step, const UsedParameters& used) {
+                        return EndMicroStep(micro_step, used);
+                      }});
+}
+
+Trainer::~Trainer() { LeaveOptimizersMemory().IgnoreError(); }
+
+absl::Status Trainer::Run(const TrainerEvents& events) {
+  while (optimizer_.committed_step() < options_.steps) {
+    BALLAST_RETURN_IF_ERROR(Step(optimizer_.committed_step() + 1, events));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Trainer::Step(uint64_t step, const TrainerEvents& events) {
+  const TimelineScope scope(timeline_, Track::kStep, {.step = step});
+  Stopwatch stopwatch;
+  StartAttempt(step);
+  BALLAST_RETURN_IF_ERROR(UnlessLost(optimizer_.BeginStep(Settings())));
+  BALLAST_RETURN_IF_ERROR(Annotate(Passes(), absl::StrCat("step ", step)));
+  // No rank seals before all have come so far: one that failed is noticed here at the latest.
+  BALLAST_RETURN_IF_ERROR(SumLoss());
+  if (!lost()) {
+    attempt_.sealing = true;
+    if (events.on_sealing) {
+      BALLAST_RETURN_IF_ERROR(events.on_sealing(step, attempt_.report.loss));
+    }
+    BALLAST_RETURN_IF_ERROR(Seal());
+    if (backend_.gathers_ahead()) {
+      BALLAST_RETURN_IF_ERROR(ReceiveUnderNextForward());
+    } else {
+      BALLAST_RETURN_IF_ERROR(Receive());
+    }
+    BALLAST_RETURN_IF_ERROR(ShareDecision());
+  }
+
+  StepReport& report = attempt_.report;
+  if (lost()) {
+    BALLAST_RETURN_IF_ERROR(JoinAgain());
+    // A step that only some ranks saw the end of is committed all the same. One that no rank sealed
+    // is not: an operator loaded a checkpoint of that step.
+    if (optimizer_.committed_step() != step || !attempt_.sealing) return absl::OkStatus();
+    if (!attempt_.decided) report.applied = optimizer_.last_step_applied();
+  } else {
+    if (scaler_.has_value()) scaler_->Update(/*overflow=*/!report.applied);
+    Stopwatch gathering;
+    if (report.applied && !attempt_.gathered) BALLAST_RETURN_IF_ERROR(backend_.GatherWeights());
+    report.times.receive += gathering.Lap();
+  }
+  attempts_in_a_row_ = 0;
+  report.seconds = stopwatch.Lap();
+  report.tokens_per_second = tokens_per_step() / report.seconds;
+  return events.on_step ? events.on_step(report) : absl::OkStatus();
+}
+
+void Trainer::StartAttempt(uint64_t step) {
+  attempt_ = {.report = {.step = step, .loss_scale = loss_scale()},
+              .micro_steps = MicroStepsOf(step)};
+  MutexLock lock(mutex_);
+  lost_ = false;
+  lost_because_.clear();
+}
+
+// The collectives sum over ranks and the optimizer over micro-steps; it divides, once, by this.
+StepSettings Trainer::Settings() const {
+  StepSettings settings;
+  settings.scale.loss_scale = loss_scale();
+  if (scaler_.has_value()) settings.trainer_state = scaler_->Serialize();
+  const double lr = LearningRate(options_.learning_rate, attempt_.report.step);
+  for (int group = 0; group < job_.layout.group_count(); ++group) {
+    settings.scale.divisors.push_back(tokens_per_step());
+    settings.overrides[group].lr = lr;
+  }
+  return settings;
+}
+
+// Forward and backward of all micro-steps; gradients are reduced, and handed over, on the way.
+absl::Status Trainer::Passes() {
+  absl::Status status;
+  for (uint32_t micro_step = 0; micro_step < attempt_.micro_steps && status.ok(); ++micro_step) {
+    status = MicroStep(micro_step);
+  }
+  // After an error too: the sink is not called any more then.
+  const absl::StatusOr<FinishedStep> finished = backend_.FinishStep();
+  BALLAST_RETURN_IF_ERROR(status);
+  BALLAST_RETURN_IF_ERROR(finished.status());
+  StepReport& report = attempt_.report;
+  report.loss = finished->loss_sum;
+  report.times.compute = finished->compute_seconds;
+  report.times.reduce = finished->reduce_seconds;
+  report.times.send = finished->send_seconds;
+  // Weights waited for here are the step before's.
+  if (forward_ahead_) {
+    NoteReceiving(finished->weights_seconds);
+  } else {
+    report.times.receive += finished->weights_seconds;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Trainer::MicroStep(uint32_t micro_step) {
+  const uint64_t step = attempt_.report.step;
+  const Batch batch = BatchOf(step, micro_step);
+  return backend_.MicroStep({.step = step,
+                             .micro_step = micro_step,
+                             .micro_steps = attempt_.micro_steps,
+                             .batch = batch,
+                             .loss_scale = loss_scale()});
+}
+
+Batch Trainer::BatchOf(uint64_t step, uint32_t micro_step) const {
+  return data_.Slice({.seed = options_.seed, .step = step, .micro_step = micro_step},
+                     options_.batch, collective_.rank(), collective_.world_size());
+}
+
+// From the backend, maybe on a thread of its own: a chunk of this rank's shards. Of a lost step
+// nothing is sent any more.
+absl::Status Trainer::Push(client::GradientPush push) {
+  if (!lost()) return UnlessLost(optimizer_.Push(std::move(push)));
+  if (push.released) push.released();
+  return absl::OkStatus();
+}
+
+// As Push: the chunks of the micro-step have been pushed.
+absl::Status Trainer::EndMicroStep(uint32_t micro_step, const UsedParameters& used) {
+  if (used.non_finite.has_value()) {
+    Log().warn("step {} micro-step {}: rank {} has a gradient of {} at element {} of {}",
+               attempt_.report.step, micro_step, collective_.rank(), used.non_finite->value,
+               used.non_finite->element,
+               job_.layout.spec().parameters[used.non_finite->parameter].name);
+  }
+  if (lost()) return absl::OkStatus();
+  return UnlessLost(optimizer_.EndMicroStep(micro_step, used));
+}
+
+absl::Status Trainer::SumLoss() {
+  Stopwatch stopwatch;
+  double sums[] = {attempt_.report.loss, lost() ? 1.0 : 0.0};
+  BALLAST_RETURN_IF_ERROR(collective_.AllReduceSum(absl::MakeSpan(sums)));
+  attempt_.report.loss = sums[0] / tokens_per_step();
+  if (sums[1] > 0) Lose("");
+  attempt_.report.times.reduce += stopwatch.Lap();
+  return absl::OkStatus();
+}
+
+absl::Status Trainer::Seal() {
+  StepReport& report = attempt_.report;
+  Stopwatch stopwatch;
+  absl::StatusOr<client::StepDecision> decision = [&] {
+    const TimelineScope scope(timeline_, Track::kSend, {.step = report.step});
+    return optimizer_.Seal(attempt_.micro_steps);
+  }();
+  report.times.send += stopwatch.Lap();
+  if (!decision.ok()) return UnlessLost(decision.status());
+  attempt_.decided = true;
+  attempt_.decided_at = Timeline::Clock::now();
+  report.norm = decision->norm;
+  report.clip_coefficient = decision->clip_coefficient;
+  report.applied = decision->applied;
+  report.skip_reason = std::move(decision->skip_reason);
+  return absl::OkStatus();
+}
+
+// Nothing else goes on meanwhile: all of it is exposed.
+absl::Status Trainer::Receive() {
+  forward_ahead_ = false;
+  if (lost()) return absl::OkStatus();
+  Stopwatch stopwatch;
+  BALLAST_RETURN_IF_ERROR(ReceiveWeights());
+  NoteReceiving(stopwatch.Lap());
+  return absl::OkStatus();
+}
+
+// The optimizer's arithmetic is a part of it.
+void Trainer::NoteReceiving(double seconds) {
+  const double update = std::min(seconds, optimizer_.update_seconds());
+  attempt_.report.times.update += update;
+  attempt_.report.times.receive += seconds - update;
+}
+
+absl::Status Trainer::ReceiveWeights() {
+  const uint64_t step = attempt_.report.step;
+  {
+    const TimelineScope scope(timeline_, Track::kReceive, {.step = step});
+    BALLAST_RETURN_IF_ERROR(UnlessLost(optimizer_.ReceiveWeights()));
+  }
+  if (timeline_ != nullptr && !lost()) {
+    timeline_->Add(
+        Track::kUpdate, {.step = step}, attempt_.decided_at,
+        attempt_.decided_at + std::chrono::duration_cast<Timeline::Clock::duration>(
+                                  std::chrono::duration<double>(optimizer_.update_seconds())));
+  }
+  return absl::OkStatus();
+}
+
+// The ranks know that all have the decision; weights are gathered as they come, and the next step's
+// first forward pass begins with those that are there. What it waits for them is told by the
+// backend when that step is finished; from its start on nothing here is exposed.
+absl::Status Trainer::ReceiveUnderNextForward() {
+  BALLAST_RETURN_IF_ERROR(ShareDecision());
+  if (lost() || !attempt_.report.applied) return Receive();
+  BALLAST_RETURN_IF_ERROR(backend_.ExpectWeights());
+  attempt_.gathered = true;
+  Stopwatch stopwatch;
+  absl::Status received;
+  std::thread receiver([&] {
+    received = ReceiveWeights();
+    if (!received.ok() || lost()) backend_.AbandonWeights();
+  });
+  const absl::Status forward = StartNextForward();
+  if (!forward.ok()) {
+    Log().error("{}; the service's word on the step is awaited", std::string(forward.message()));
+  }
+  receiver.join();
+  BALLAST_RETURN_IF_ERROR(forward);
+  BALLAST_RETURN_IF_ERROR(received);
+  BALLAST_RETURN_IF_ERROR(backend_.GatherWeights());
+  if (!forward_ahead_) NoteReceiving(stopwatch.Lap());  // The last step: nothing else went on.
+  return absl::OkStatus();
+}
+
+absl::Status Trainer::StartNextForward() {
+  const uint64_t next = attempt_.report.step + 1;
+  forward_ahead_ = next <= options_.steps;
+  if (!forward_ahead_) return absl::OkStatus();
+  const Batch batch = BatchOf(next, 0);
+  return backend_.StartForward({.step = next,
+                                .micro_step = 0,
+                                .micro_steps = MicroStepsOf(next),
+                                .batch = batch,
+                                .loss_scale = 0});
+}
+
+// Whether all ranks saw the end of the step; if not, what became of it, from one that knows.
+absl::Status Trainer::ShareDecision() {
+  struct Ending {  // Of one size throughout: padding would send what the stack held.
+    uint64_t lost;
+    uint64_t decided;
+    uint64_t applied;
+    double norm;
+    double clip_coefficient;
+  };
+  StepReport& report = attempt_.report;
+  Stopwatch stopwatch;
+  BALLAST_ASSIGN_OR_RETURN(const std::vector<Ending> endings,
+                           Share(Ending{.lost = lost(),
+                                        .decided = attempt_.decided,
+                                        .applied = report.applied,
+                                        .norm = report.norm,
+                                        .clip_coefficient = report.clip_coefficient},
+                                 collective_));
+  if (!attempt_.decided) {
+    report.norm = report.clip_coefficient = std::numeric_limits<double>::quiet_NaN();
+  }
+  for (const Ending& ending : endings) {
+    if (ending.lost != 0) Lose("");
+    if (ending.decided == 0 || attempt_.decided) continue;
+    attempt_.decided = true;
+    report.applied = ending.applied != 0;
+    report.norm = ending.norm;
+    report.clip_coefficient = ending.clip_coefficient;
+  }
+  if (!attempt_.gathered) report.times.receive += stopwatch.Lap();
+  return absl::OkStatus();
+}
+
+uint32_t Trainer::MicroStepsOf(uint64_t step) const {
+  return options_.micro_steps_of_step ? options_.micro_steps_of_step(step) : options_.micro_steps;
+}
+
+double Trainer::tokens_per_step() const {
+  return static_cast<double>(options_.batch) * options_.context * attempt_.micro_steps;
+}
+
+}  // namespace ballast::worker

@@ -1,0 +1,183 @@
+// The training loop of one rank, as DESIGN.md section 3 tells it: trainer.cc reads top to bottom.
+//
+//   Trainer trainer(options, {.backend = ..., .data = ..., ...});
+//   trainer.Join();
+//   trainer.Run({.on_step = [](const StepReport& report) { ... }});
+//
+// A step that the optimizer takes back (ABORTED, on any rank: an operator's abort or load, another
+// process in some rank) is lost on all ranks. A rank that hears of it goes on taking part in the
+// step's collectives, so that none waits for it; before the seal and after the decision the ranks
+// tell each other, and if one lost the step all join again and go on from the committed step.
+//
+// Threads: one caller. Everything in TrainerParts is borrowed until destruction. The backend's sink
+// may be called from a thread of its own while a step's passes go on.
+#ifndef BALLAST_GPU_WORKER_TRAINING_TRAINER_H_
+#define BALLAST_GPU_WORKER_TRAINING_TRAINER_H_
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "client/loss_scaler.h"
+#include "client/session.h"
+#include "cpu_optimizer_service/common/mutex.h"
+#include "gpu_worker/base/data.h"
+#include "gpu_worker/base/timeline.h"
+#include "gpu_worker/collective/collective.h"
+#include "gpu_worker/training/backend.h"
+#include "gpu_worker/training/learning_rate.h"
+#include "gpu_worker/training/optimizer.h"
+#include "gpu_worker/training/training_job.h"
+
+namespace ballast::worker {
+
+struct TrainerOptions {
+  uint64_t steps = 80;  // The last one.
+  uint32_t micro_steps = 2;
+  // Where steps differ: the micro-steps of each; null: `micro_steps`. The same on all ranks.
+  std::function<uint32_t(uint64_t step)> micro_steps_of_step;
+  int batch = 12;     // Sequences in a micro-step, of all ranks together.
+  int context = 128;  // Tokens in a sequence.
+  uint64_t seed = 1;
+  LearningRateSchedule learning_rate;
+  // Scales the loss, for gradients that travel as fp16; nullopt: not.
+  std::optional<client::LossScalerOptions> loss_scaler;
+};
+
+// What a step took on this rank, in seconds: of the training thread, or, while passes of a GPU are
+// on their way, of that GPU. Reducing and sending happen while backward goes on; their entries are
+// only what was left to wait for.
+struct StepTimes {
+  double compute = 0;  // Forward and backward.
+  double reduce = 0;   // Waiting for the last buckets' reduce-scatter.
+  double send = 0;     // Waiting for the last shards to be handed over, and for the decision.
+  double update = 0;   // The optimizer's arithmetic, from the decision on.
+  double receive = 0;  // Waiting for new weights beyond that, and the all-gather. Where the next
+                       // step's passes begin under this and `update`, their waits are told there.
+
+  // While no pass ran: from the last one's end, and where earlier ones had to wait, until the next
+  // had its weights.
+  double exposed() const { return reduce + send + update + receive; }
+};
+
+struct StepReport {
+  uint64_t step = 0;
+  double loss = 0;  // Mean over the step's tokens, of all ranks, in nats.
+  double norm =
+      0;  // This and the next are NaN where the step was committed and no rank heard of it.
+  double clip_coefficient = 1;
+  double loss_scale = 1;
+  bool applied = false;
+  std::string skip_reason;
+  double seconds = 0;
+  double tokens_per_second = 0;  // Of all ranks.
+  StepTimes times;
+};
+
+struct TrainerParts {
+  TrainingBackend& backend;
+  const TokenData& data;
+  const TrainingJob& job;
+  InitialValues initial_values;
+  Collective& collective;
+  StepOptimizer& optimizer;
+  Timeline* timeline = nullptr;  // May be.
+};
+
+// May be null. An error ends the training.
+struct TrainerEvents {
+  // All ranks are through the step's backward passes; this one is about to seal.
+  std::function<absl::Status(uint64_t step, double loss)> on_sealing;
+  // The step is committed. After a load of an older checkpoint, steps come again.
+  std::function<absl::Status(const StepReport& report)> on_step;
+};
+
+class Trainer {
+ public:
+  // How often in a row a step is done again, and the ranks try to join, before it is an error.
+  static constexpr int kMaxAttempts = 100;
+
+  // INVALID_ARGUMENT if the loss scaler's options cannot work.
+  static absl::Status Validate(const TrainerOptions& options);
+
+  // `options` are valid. Starts the backend.
+  Trainer(const TrainerOptions& options, const TrainerParts& parts);
+  // The backend lets go of the optimizer's memory.
+  ~Trainer();
+
+  // Joins the job; all ranks stand at the same committed step then, with its weights.
+  // FAILED_PRECONDITION if that is past the last step of the options.
+  absl::Status Join();
+  // From the step after the optimizer's last to the last of the options. The first error ends it.
+  absl::Status Run(const TrainerEvents& events);
+
+ private:
+  // The step in progress.
+  struct Attempt {
+    StepReport report;
+    uint32_t micro_steps = 1;
+    bool sealing = false;                    // All ranks went on to seal it.
+    bool decided = false;                    // A rank has its decision.
+    bool gathered = false;                   // Its weights were, as they came.
+    Timeline::Clock::time_point decided_at;  // On this rank.
+  };
+
+  absl::Status Step(uint64_t step, const TrainerEvents& events);
+  void StartAttempt(uint64_t step);
+  absl::Status Passes();
+  absl::Status MicroStep(uint32_t micro_step);
+  Batch BatchOf(uint64_t step, uint32_t micro_step) const;
+  void NoteReceiving(double seconds);
+  absl::Status Push(client::GradientPush push);
+  absl::Status EndMicroStep(uint32_t micro_step, const UsedParameters& used);
+  absl::Status SumLoss();
+  absl::Status Seal();
+  absl::Status Receive();
+  absl::Status ReceiveWeights();
+  absl::Status ReceiveUnderNextForward();
+  absl::Status StartNextForward();
+  absl::Status ShareDecision();
+  absl::Status JoinAgain();
+  absl::Status UseOptimizersMemory();
+  absl::Status LeaveOptimizersMemory();
+  // When it is new.
+  void LogTransport();
+  absl::Status PastTheLastStep() const;
+  absl::StatusOr<bool> StandTogether(bool joined);
+  absl::Status RestoreScaler();
+  absl::Status UnlessLost(const absl::Status& status);
+  void Lose(absl::string_view because);
+  bool lost() const;
+  std::string lost_because() const;
+  uint32_t MicroStepsOf(uint64_t step) const;
+  StepSettings Settings() const;
+  double loss_scale() const { return scaler_.has_value() ? scaler_->scale() : 1.0; }
+  double tokens_per_step() const;
+
+  const TrainerOptions options_;
+  TrainingBackend& backend_;
+  const TokenData& data_;
+  const TrainingJob& job_;
+  const InitialValues initial_values_;
+  Collective& collective_;
+  StepOptimizer& optimizer_;
+  Timeline* const timeline_;
+  std::optional<client::DynamicLossScaler> scaler_;
+  Attempt attempt_;
+  int attempts_in_a_row_ = 0;
+  bool forward_ahead_ = false;  // The next step's began under the weights of the last.
+  std::string transport_;       // As the last Join found it.
+
+  mutable Mutex mutex_;  // The backend's sink, on its thread, may be who hears of it.
+  // The optimizer has taken the step in progress back: on this rank, then on any.
+  bool lost_ ABSL_GUARDED_BY(mutex_) = false;
+  std::string lost_because_ ABSL_GUARDED_BY(mutex_);  // As this rank was told last, if it was.
+};
+
+}  // namespace ballast::worker
+
+#endif  // BALLAST_GPU_WORKER_TRAINING_TRAINER_H_

@@ -1,0 +1,134 @@
+// How the ranks come to stand at one committed step, at the beginning and after a step that was
+// lost.
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "gpu_worker/base/log.h"
+#include "gpu_worker/collective/share.h"
+#include "gpu_worker/training/trainer.h"
+
+namespace ballast::worker {
+
+// An ABORTED marks the step as lost and is no error: this rank goes on with the collectives alone.
+absl::Status Trainer::UnlessLost(const absl::Status& status) {
+  if (!absl::IsAborted(status)) return status;
+  Lose(status.message());
+  return absl::OkStatus();
+}
+
+void Trainer::Lose(absl::string_view because) {
+  MutexLock lock(mutex_);
+  lost_ = true;
+  if (!because.empty()) lost_because_ = std::string(because);
+}
+
+bool Trainer::lost() const {
+  MutexLock lock(mutex_);
+  return lost_;
+}
+
+std::string Trainer::lost_because() const {
+  MutexLock lock(mutex_);
+  return lost_because_.empty() ? "another rank was told so" : lost_because_;
+}
+
+absl::Status Trainer::JoinAgain() {
+  const uint64_t step = attempt_.report.step;
+  const std::string why = lost_because();
+  if (++attempts_in_a_row_ >= kMaxAttempts) {
+    return absl::AbortedError(absl::StrCat(
+        "step ", step, " was aborted ", attempts_in_a_row_, " times in a row, last because: ", why,
+        "; find out who aborts it, and start the workers again"));
+  }
+  BALLAST_RETURN_IF_ERROR(Annotate(Join(), absl::StrCat("after step ", step, " was aborted")));
+  Log().info("step {} was aborted ({}); going on from committed step {}", step, why,
+             optimizer_.committed_step());
+  return absl::OkStatus();
+}
+
+// A rank that joins may end the sessions of those that joined before it, and a load between two may
+// leave them at different steps: all join until they stand together.
+absl::Status Trainer::Join() {
+  forward_ahead_ = false;
+  absl::Status status;
+  for (int attempt = 0; attempt < kMaxAttempts; ++attempt) {
+    BALLAST_RETURN_IF_ERROR(LeaveOptimizersMemory());
+    status = optimizer_.Join([this](int chunk, absl::Span<float> values) {
+      FillInitialValues(initial_values_, job_.layout, chunk, values);
+    });
+    if (!status.ok() && !absl::IsAborted(status)) return status;
+    BALLAST_ASSIGN_OR_RETURN(const bool together, StandTogether(status.ok()));
+    if (!together) continue;
+    if (optimizer_.committed_step() > options_.steps) return PastTheLastStep();
+    LogTransport();
+    BALLAST_RETURN_IF_ERROR(UseOptimizersMemory());
+    BALLAST_RETURN_IF_ERROR(RestoreScaler());
+    return backend_.GatherWeights();
+  }
+  return absl::AbortedError(
+      absl::StrCat("job ", job_.spec.name, ": the ranks joined ", kMaxAttempts,
+                   " times and never stood at the same step (", status.message(),
+                   "); find out who takes a rank or loads checkpoints all the time"));
+}
+
+absl::Status Trainer::UseOptimizersMemory() {
+  BALLAST_RETURN_IF_ERROR(
+      backend_.UseGradientMemory([this](int chunk) { return optimizer_.gradient_memory(chunk); }));
+  return backend_.UseWeightsMemory([this](int chunk) { return optimizer_.weights_memory(chunk); });
+}
+
+// It goes with the optimizer's session, and the backend may have it pinned.
+absl::Status Trainer::LeaveOptimizersMemory() {
+  const auto none = [](int) { return absl::Span<std::byte>(); };
+  const absl::Status gradients = backend_.UseGradientMemory(none);
+  BALLAST_RETURN_IF_ERROR(backend_.UseWeightsMemory(none));
+  return gradients;
+}
+
+void Trainer::LogTransport() {
+  const std::string transport = optimizer_.transport();
+  if (transport == transport_) return;
+  Log().info("rank {}: gradients and weights travel through {}{}", collective_.rank(), transport,
+             transport_.empty() ? "" : absl::StrCat(", no longer through ", transport_));
+  transport_ = transport;
+}
+
+absl::Status Trainer::PastTheLastStep() const {
+  return absl::FailedPreconditionError(
+      absl::StrCat("job ", job_.spec.name, " is at step ", optimizer_.committed_step(),
+                   " already; ask for more with --steps, or start another with --job"));
+}
+
+absl::StatusOr<bool> Trainer::StandTogether(bool joined) {
+  struct Place {
+    uint64_t joined = 0;
+    uint64_t generation = 0;
+    uint64_t committed_step = 0;
+    bool operator==(const Place&) const = default;
+  };
+  Place mine;
+  if (joined) mine = {1, optimizer_.generation(), optimizer_.committed_step()};
+  BALLAST_ASSIGN_OR_RETURN(const std::vector<Place> places, Share(mine, collective_));
+  return places[0].joined == 1 &&
+         std::all_of(places.begin(), places.end(),
+                     [&](const Place& place) { return place == places[0]; });
+}
+
+// A step's begin leaves the scaler's state as it was before that step's outcome.
+absl::Status Trainer::RestoreScaler() {
+  if (!options_.loss_scaler.has_value()) return absl::OkStatus();
+  const std::string state = optimizer_.trainer_state();
+  if (state.empty()) {
+    BALLAST_ASSIGN_OR_RETURN(scaler_, client::DynamicLossScaler::Create(*options_.loss_scaler));
+    return absl::OkStatus();
+  }
+  BALLAST_ASSIGN_OR_RETURN(scaler_,
+                           client::DynamicLossScaler::Deserialize(state, *options_.loss_scaler));
+  scaler_->Update(/*overflow=*/!optimizer_.last_step_applied());
+  return absl::OkStatus();
+}
+
+}  // namespace ballast::worker

@@ -1,0 +1,73 @@
+#include "gpu_worker/training/training_job.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/status.h"
+
+namespace ballast::worker {
+namespace {
+
+GroupSpec MakeGroup(std::string name, double weight_decay, const TrainingJobOptions& options) {
+  GroupSpec group;
+  group.name = std::move(name);
+  group.hyper_parameters.lr = options.lr;
+  group.hyper_parameters.beta2 = 0.95;  // As in GPT-3; short runs forget first gradients sooner.
+  group.hyper_parameters.weight_decay = weight_decay;
+  group.wire_dtype = options.wire_dtype;
+  group.return_dtype = options.weights_dtype;
+  return group;
+}
+
+}  // namespace
+
+absl::StatusOr<TrainingJob> MakeTrainingJob(absl::Span<const ModelParameter> parameters,
+                                            const TrainingJobOptions& options) {
+  if (options.bucket_elements < 1) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--bucket-elements=", options.bucket_elements, " must be positive"));
+  }
+  JobSpec spec;
+  spec.name = options.name;
+  spec.groups = {MakeGroup("decay", options.weight_decay, options),
+                 MakeGroup("no_decay", 0.0, options)};
+  spec.max_norm = options.max_norm;
+  spec.unused_policy = options.unused_policy;
+  spec.max_micro_steps = options.micro_steps;
+  spec.update_mode = options.update_mode;
+  spec.layout.world_size = options.world_size;
+  spec.layout.group_count = static_cast<int>(spec.groups.size());
+  spec.layout.chunk_elements = options.chunk_elements;
+  for (const ModelParameter& parameter : parameters) {
+    spec.layout.parameters.push_back({.name = parameter.name,
+                                      .shape = parameter.shape,
+                                      .group = parameter.decay ? kDecayGroup : kNoDecayGroup,
+                                      .trainable = true});
+  }
+  std::vector<Bucket> buckets =
+      MakeBuckets(FlatElements(spec.layout.parameters, spec.layout.group_count), options.world_size,
+                  options.bucket_elements);
+  spec.layout.partitions = PartitionsOf(buckets, options.world_size);
+  BALLAST_RETURN_IF_ERROR(Validate(spec));
+
+  BALLAST_ASSIGN_OR_RETURN(Layout layout, Layout::Create(spec.layout));
+  std::vector<int64_t> group_elements(spec.groups.size(), 0);
+  for (const Bucket& bucket : buckets) {
+    group_elements[bucket.group] = std::max(
+        group_elements[bucket.group], bucket.begin + bucket.shard_elements * options.world_size);
+  }
+  return TrainingJob{std::move(spec), std::move(layout), std::move(buckets),
+                     std::move(group_elements)};
+}
+
+void FillInitialValues(const InitialValues& initial_values, const Layout& layout, int chunk,
+                       absl::Span<float> values) {
+  std::fill(values.begin(), values.end(), 0.0f);
+  for (const ChunkPiece& piece : layout.Pieces(chunk)) {
+    initial_values(piece.parameter, piece.parameter_offset,
+                   values.subspan(piece.chunk_offset, piece.elements));
+  }
+}
+
+}  // namespace ballast::worker

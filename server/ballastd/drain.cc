@@ -1,0 +1,52 @@
+#include "server/ballastd/drain.h"
+
+#include "absl/strings/str_cat.h"
+
+namespace ballast::server {
+namespace {
+
+// A step left open could still be finished by its workers, after the save.
+void AbortUndecided(Job& job, double seconds, DrainReport& report) {
+  // What all ranks have sealed is decided as soon as nobody holds it back, before the save.
+  if (job.Status().phase == JobPhase::kSealed) return;
+  const absl::StatusOr<uint64_t> step = job.AbortStep();
+  if (!step.ok()) return;  // Between steps; or decided, and then the save waits for the update.
+  report.aborted.push_back(absl::StrCat("job ", job.spec().name, ": step ", *step,
+                                        " had not been sealed by all ranks after ", seconds, " s"));
+}
+
+void SaveOne(Job& job, const std::string& checkpoint_directory, DrainReport& report) {
+  const JobStatus status = job.Status();
+  const auto at_step = [&](uint64_t step) {
+    return absl::StrCat("job ", job.spec().name, " at step ", step);
+  };
+  if (checkpoint_directory.empty()) {
+    report.lost.push_back(absl::StrCat(at_step(status.committed_step), ": no --checkpoint-dir"));
+    return;
+  }
+  if (status.phase == JobPhase::kAwaitingWeights) return;  // Nothing has been put into it.
+  const std::string directory = absl::StrCat(checkpoint_directory, "/", job.spec().name);
+  const absl::StatusOr<CheckpointInfo> saved = job.Save(directory);
+  if (saved.ok()) {
+    report.saved.push_back(
+        absl::StrCat(at_step(saved->step), ": ", saved->size_bytes, " bytes in ", directory));
+  } else {
+    report.lost.push_back(
+        absl::StrCat(at_step(status.committed_step), ": ", saved.status().message()));
+  }
+}
+
+}  // namespace
+
+DrainReport DrainAndSave(Engine& engine, double seconds, const std::string& checkpoint_directory) {
+  DrainReport report;
+  if (!engine.Drain(seconds)) {
+    for (const std::shared_ptr<Job>& job : engine.ListJobs()) AbortUndecided(*job, seconds, report);
+  }
+  for (const std::shared_ptr<Job>& job : engine.ListJobs()) {
+    SaveOne(*job, checkpoint_directory, report);
+  }
+  return report;
+}
+
+}  // namespace ballast::server

@@ -1,0 +1,25 @@
+// What a service does before it stops.
+#ifndef BALLAST_SERVER_BALLASTD_DRAIN_H_
+#define BALLAST_SERVER_BALLASTD_DRAIN_H_
+
+#include <string>
+#include <vector>
+
+#include "cpu_optimizer_service/engine.h"
+
+namespace ballast::server {
+
+struct DrainReport {
+  std::vector<std::string> aborted;  // One line per job whose step did not end in time.
+  std::vector<std::string> saved;    // One line per job.
+  std::vector<std::string> lost;     // One line per job, with the reason.
+};
+
+// Refuses new steps, lets those in progress end within `seconds`, aborts what is undecided by then,
+// and saves every job that has weights to CHECKPOINT_DIRECTORY/JOB. No step commits after its job's
+// save. An empty directory: nothing is saved, and all jobs are lost.
+DrainReport DrainAndSave(Engine& engine, double seconds, const std::string& checkpoint_directory);
+
+}  // namespace ballast::server
+
+#endif  // BALLAST_SERVER_BALLASTD_DRAIN_H_

@@ -1,0 +1,229 @@
+#include "server/jobs/job_message.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "cpu_optimizer_service/job/job.h"
+#include "proto/convert.h"
+
+namespace ballast::server {
+namespace {
+
+v1::JobPhase ToMessage(JobPhase phase) {
+  switch (phase) {
+    case JobPhase::kAwaitingWeights:
+      return v1::AWAITING_WEIGHTS;
+    case JobPhase::kReady:
+      return v1::READY;
+    case JobPhase::kOpen:
+      return v1::OPEN;
+    case JobPhase::kSealed:
+      return v1::SEALED;
+    case JobPhase::kUpdating:
+      return v1::UPDATING;
+    case JobPhase::kClosed:
+      return v1::CLOSED;
+  }
+  return v1::JOB_PHASE_UNSPECIFIED;
+}
+
+v1::StepRecord ToMessage(const StepRecord& record) {
+  v1::StepRecord message;
+  message.set_step(record.outcome.step);
+  message.set_applied(record.outcome.decision.apply);
+  message.set_norm(record.outcome.decision.norm);
+  message.set_clip_coefficient(record.outcome.decision.clip_coefficient);
+  message.set_skip_reason(record.outcome.skip_reason);
+  message.set_micro_steps(record.micro_steps);
+  message.set_loss_scale(record.loss_scale);
+  message.set_speculated_chunks(record.speculation.speculated);
+  message.set_published_chunks(record.speculation.published);
+  message.set_redone_chunks(record.speculation.redone);
+  const std::vector<std::string>& unused = record.outcome.unused_parameters;
+  message.mutable_unused_parameters()->Add(unused.begin(), unused.end());
+  for (const HyperParameters& values : record.hyper_parameters) {
+    *message.add_hyper_parameters() = proto::ToProto(values);
+  }
+  return message;
+}
+
+void AddMemory(const JobStatus& status, v1::MemoryUse& memory) {
+  memory.set_total_bytes(status.memory.total_bytes());
+  memory.set_state_bytes(status.memory.state_bytes);
+  memory.set_gradient_bytes(status.memory.gradient_bytes);
+  memory.set_accumulator_bytes(status.memory.accumulator_bytes);
+  memory.set_accumulators_in_use(status.accumulators_in_use);
+  memory.set_speculation_bytes(status.memory.speculation_bytes);
+  memory.set_shared_bytes(status.rank_memory_bytes);
+}
+
+void AddSpeculation(const JobStatus& status, v1::Speculation& speculation) {
+  speculation.set_unavailable(status.speculation_refused);
+  speculation.set_speculated_chunks(status.speculation.speculated);
+  speculation.set_published_chunks(status.speculation.published);
+  speculation.set_redone_chunks(status.speculation.redone);
+  speculation.set_paused_chunks(status.speculation_paused);
+}
+
+void AddRanks(const JobStatus& status, v1::Job& message) {
+  for (size_t rank = 0; rank < status.ranks.size(); ++rank) {
+    const RankProgress& from = status.ranks[rank];
+    v1::RankProgress& to = *message.add_ranks();
+    to.set_rank(static_cast<int32_t>(rank));
+    to.set_attached(from.attached);
+    to.set_process_id(from.process_id);
+    to.set_begun(from.begun);
+    to.set_micro_steps_ended(from.micro_steps_ended);
+    to.set_sealed(from.sealed);
+    to.set_chunks(from.chunks);
+    to.set_chunks_complete(from.chunks_complete);
+    to.set_furthest_micro_step(from.furthest_micro_step);
+    to.mutable_missing_parameters()->Add(from.missing_parameters.begin(),
+                                         from.missing_parameters.end());
+    to.set_shared_memory(from.shared_memory);
+  }
+}
+
+void AddGroups(const Job& job, const JobStatus& status, v1::Job& message) {
+  for (int group = 0; group < message.groups_size(); ++group) {
+    v1::ParamGroup& to = *message.mutable_groups(group);
+    *to.mutable_hyper_parameters() = proto::ToProto(status.hyper_parameters[group]);
+    to.set_flat_elements(job.layout().flat_elements(group));
+  }
+  const std::vector<ParameterSpec>& parameters = job.spec().layout.parameters;
+  for (size_t p = 0; p < parameters.size(); ++p) {
+    v1::ParamGroup& to = *message.mutable_groups(parameters[p].group);
+    to.set_parameter_count(to.parameter_count() + 1);
+    if (!parameters[p].trainable) continue;
+    to.set_trainable_elements(to.trainable_elements() +
+                              job.layout().place(static_cast<int>(p)).elements);
+  }
+}
+
+// The description as created; without parameters and partitions, which may be many, unless asked
+// for.
+v1::Job Description(const JobSpec& spec, bool with_parameters) {
+  if (with_parameters) return proto::ToProto(spec);
+  JobSpec brief;
+  brief.name = spec.name;
+  brief.groups = spec.groups;
+  brief.layout.world_size = spec.layout.world_size;
+  brief.layout.group_count = spec.layout.group_count;
+  brief.layout.chunk_elements = spec.layout.chunk_elements;
+  brief.max_norm = spec.max_norm;
+  brief.unused_policy = spec.unused_policy;
+  brief.max_micro_steps = spec.max_micro_steps;
+  brief.update_mode = spec.update_mode;
+  return proto::ToProto(brief);
+}
+
+// A negative number has the longest varint.
+constexpr int kLongest = -1;
+constexpr double kAnyDouble = 1;  // Doubles that are not 0 are all the same size.
+
+size_t LongestName(const JobSpec& spec) {
+  size_t bytes = 0;
+  for (const ParameterSpec& parameter : spec.layout.parameters) {
+    bytes = std::max(bytes, parameter.name.size());
+  }
+  return bytes;
+}
+
+v1::RankProgress LargestRank(size_t name_bytes) {
+  v1::RankProgress rank;
+  rank.set_rank(kLongest);
+  rank.set_attached(true);
+  rank.set_process_id(std::string(kMaxProcessIdBytes, 'p'));
+  rank.set_begun(true);
+  rank.set_micro_steps_ended(std::numeric_limits<uint32_t>::max());
+  rank.set_sealed(true);
+  rank.set_chunks(kLongest);
+  rank.set_chunks_complete(kLongest);
+  rank.set_furthest_micro_step(std::numeric_limits<uint32_t>::max());
+  rank.set_shared_memory(true);
+  for (size_t i = 0; i < kMissingNames; ++i) {
+    rank.add_missing_parameters(std::string(name_bytes, 'p'));
+  }
+  return rank;
+}
+
+v1::StepRecord LargestRecord(const JobSpec& spec) {
+  constexpr size_t kReasonBytes = 256;  // Besides the name of a parameter.
+  const size_t name_bytes = LongestName(spec);
+  v1::StepRecord record;
+  record.set_step(std::numeric_limits<uint64_t>::max());
+  record.set_applied(true);
+  record.set_norm(kAnyDouble);
+  record.set_clip_coefficient(kAnyDouble);
+  record.set_micro_steps(std::numeric_limits<uint32_t>::max());
+  record.set_loss_scale(kAnyDouble);
+  record.set_skip_reason(std::string(name_bytes + kReasonBytes, 'r'));
+  record.set_speculated_chunks(kLongest);
+  record.set_published_chunks(kLongest);
+  record.set_redone_chunks(kLongest);
+  for (size_t i = 0; i < kRecordedNames; ++i) {
+    record.add_unused_parameters(std::string(name_bytes, 'p'));
+  }
+  for (const GroupSpec& group : spec.groups) {
+    *record.add_hyper_parameters() = proto::ToProto(group.hyper_parameters);
+  }
+  return record;
+}
+
+}  // namespace
+
+size_t LargestMessageBytes(const JobSpec& spec) {
+  constexpr size_t kEntryBytes = 8;      // Tag and length of an entry of a list.
+  constexpr size_t kOthersBytes = 1024;  // Ids, counts, memory, and an AttachWorkerResponse around.
+  v1::Job message = proto::ToProto(spec);
+  for (v1::Parameter& parameter : *message.mutable_parameters()) {
+    parameter.set_offset(kLongest);
+    parameter.set_update_count(kLongest);
+  }
+  for (v1::ParamGroup& group : *message.mutable_groups()) {
+    group.set_flat_elements(kLongest);
+    group.set_parameter_count(kLongest);
+    group.set_trainable_elements(kLongest);
+  }
+  const size_t ranks = std::clamp(spec.layout.world_size, 0, kMaxWorldSize);
+  const size_t rank_bytes = LargestRank(LongestName(spec)).ByteSizeLong() + kEntryBytes;
+  const size_t record_bytes = LargestRecord(spec).ByteSizeLong() + kEntryBytes;
+  return message.ByteSizeLong() + ranks * rank_bytes + kRecentSteps * record_bytes +
+         kMaxTrainerStateBytes + kOthersBytes;
+}
+
+v1::Job ToMessage(const Engine& engine, const Job& job, bool with_parameters) {
+  const JobStatus status = job.Status();
+  v1::Job message = Description(job.spec(), with_parameters);
+  message.set_uid(job.uid());
+  message.set_instance_id(engine.instance_id());
+  message.set_generation(status.generation);
+  message.set_committed_step(status.committed_step);
+  message.set_phase(ToMessage(status.phase));
+  message.set_applied_steps(status.applied_steps);
+  message.set_skipped_steps(status.skipped_steps);
+  message.set_coverage_complete_steps(status.coverage_complete_steps);
+  message.set_trainer_state(status.trainer_state);
+  AddMemory(status, *message.mutable_memory());
+  AddSpeculation(status, *message.mutable_speculation());
+  AddRanks(status, message);
+  AddGroups(job, status, message);
+  for (const StepRecord& record : status.recent_steps) {
+    *message.add_recent_steps() = ToMessage(record);
+  }
+  for (int p = 0; p < message.parameters_size(); ++p) {
+    message.mutable_parameters(p)->set_offset(job.layout().place(p).offset);
+    message.mutable_parameters(p)->set_update_count(status.update_counts[p]);
+  }
+  return message;
+}
+
+v1::ParamGroup ToMessage(const Job& job, int group, const HyperParameters& values) {
+  v1::Job message = Description(job.spec(), /*with_parameters=*/false);
+  AddGroups(job, job.Status(), message);
+  v1::ParamGroup result = std::move(*message.mutable_groups(group));
+  *result.mutable_hyper_parameters() = proto::ToProto(values);
+  return result;
+}
+
+}  // namespace ballast::server

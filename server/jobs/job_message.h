@@ -1,0 +1,24 @@
+// The engine's picture of a job as its message.
+#ifndef BALLAST_SERVER_JOBS_JOB_MESSAGE_H_
+#define BALLAST_SERVER_JOBS_JOB_MESSAGE_H_
+
+#include <cstddef>
+
+#include "ballast/v1/ballast.pb.h"
+#include "cpu_optimizer_service/engine.h"
+#include "cpu_optimizer_service/job/job.h"
+
+namespace ballast::server {
+
+v1::Job ToMessage(const Engine& engine, const Job& job, bool with_parameters);
+
+// The most bytes that such a message of a job with this description can take, with parameters and
+// at any time of its life; the other fields of a reply included.
+size_t LargestMessageBytes(const JobSpec& spec);
+
+// One group of a job, with `values` as its hyper-parameters.
+v1::ParamGroup ToMessage(const Job& job, int group, const HyperParameters& values);
+
+}  // namespace ballast::server
+
+#endif  // BALLAST_SERVER_JOBS_JOB_MESSAGE_H_

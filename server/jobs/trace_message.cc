@@ -1,0 +1,59 @@
+#include "server/jobs/trace_message.h"
+
+#include <algorithm>
+
+#include "absl/types/span.h"
+
+namespace ballast::server {
+namespace {
+
+v1::TraceEventKind ToProto(TraceEventKind kind) {
+  switch (kind) {
+    case TraceEventKind::kArrived:
+      return v1::ARRIVED;
+    case TraceEventKind::kSummed:
+      return v1::SUMMED;
+    case TraceEventKind::kGuessed:
+      return v1::GUESSED;
+    case TraceEventKind::kDecided:
+      return v1::DECIDED;
+    case TraceEventKind::kUpdated:
+      return v1::UPDATED;
+    case TraceEventKind::kSent:
+      return v1::SENT;
+    case TraceEventKind::kCommitted:
+      return v1::COMMITTED;
+    case TraceEventKind::kBegun:
+      return v1::BEGUN;
+  }
+  return v1::TRACE_EVENT_KIND_UNSPECIFIED;
+}
+
+void FillEvent(const Job& job, const TraceEvent& event, v1::TraceEvent& to) {
+  to.set_kind(ToProto(event.kind));
+  to.set_step(event.step);
+  to.set_chunk(event.chunk);
+  to.set_rank(event.chunk == -1 ? -1 : job.layout().chunks()[event.chunk].rank);
+  to.set_thread(event.thread);
+  to.set_begin_ns(event.begin_ns);
+  to.set_end_ns(event.end_ns);
+}
+
+}  // namespace
+
+bool ForEachMessage(const Job& job, const Trace& trace,
+                    absl::FunctionRef<bool(const v1::TraceJobResponse&)> send) {
+  absl::Span<const TraceEvent> left = trace.events;
+  do {
+    v1::TraceJobResponse message;
+    for (const TraceEvent& event : left.first(std::min(left.size(), kTraceEventsPerMessage))) {
+      FillEvent(job, event, *message.add_events());
+    }
+    left.remove_prefix(message.events_size());
+    if (left.empty()) message.set_dropped_events(trace.dropped_events);
+    if (!send(message)) return false;
+  } while (!left.empty());
+  return true;
+}
+
+}  // namespace ballast::server

@@ -1,0 +1,55 @@
+// The service's end of memory shared with a rank's process on the same host: a memory file, sealed
+// against growing and shrinking, so that no access to its mapping is beyond its end.
+//
+// No seal keeps the other side from punching holes, which read as zeros and are filled again at the
+// next write. Only a system that never overcommits memory (vm.overcommit_memory is 2) and has none
+// left could refuse that page, and end this process.
+#ifndef BALLAST_SERVER_SHARED_MEMORY_SHARED_MEMORY_H_
+#define BALLAST_SERVER_SHARED_MEMORY_SHARED_MEMORY_H_
+
+#include <atomic>
+#include <cstddef>
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "cpu_optimizer_service/common/rank_memory_layout.h"
+#include "cpu_optimizer_service/gradients/rank_memory.h"
+#include "cpu_optimizer_service/host/memory_budget.h"
+
+namespace ballast::server {
+
+class SharedMemory final : public RankMemory {
+ public:
+  // Zeroed and backed by pages. RESOURCE_EXHAUSTED if the system has no room; INVALID_ARGUMENT if
+  // `places` are none. Keeps `reservation`.
+  static absl::StatusOr<std::shared_ptr<SharedMemory>> Create(
+      RankMemoryLayout places, MemoryBudget::Reservation reservation);
+  ~SharedMemory() override;
+  SharedMemory(const SharedMemory&) = delete;
+  SharedMemory& operator=(const SharedMemory&) = delete;
+
+  absl::Span<const std::byte> gradient(int chunk) const override;
+  absl::Span<std::byte> weights(int chunk) const override;
+
+  int file_descriptor() const { return file_descriptor_; }  // To hand over; still ours.
+
+  // The other process has said that it is done with the memory. At the end its pages are given back
+  // to the system even if it has kept a mapping; what it writes there afterwards takes pages that
+  // are its own affair.
+  void PeerIsDone() const { peer_is_done_ = true; }
+
+ private:
+  SharedMemory(RankMemoryLayout places, MemoryBudget::Reservation reservation, int file_descriptor,
+               std::byte* memory);
+
+  const RankMemoryLayout places_;
+  const MemoryBudget::Reservation reservation_;
+  const int file_descriptor_;
+  std::byte* const memory_;
+  mutable std::atomic<bool> peer_is_done_ = false;
+};
+
+}  // namespace ballast::server
+
+#endif  // BALLAST_SERVER_SHARED_MEMORY_SHARED_MEMORY_H_

@@ -1,0 +1,433 @@
+#include "server/shared_memory/shared_memory_server.h"
+
+#include <poll.h>
+#include <spdlog/spdlog.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <map>
+#include <random>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "cpu_optimizer_service/common/mutex.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/host/helper_threads.h"
+#include "server/shared_memory/shared_memory.h"
+#include "server/shared_memory/shared_memory_offers.h"
+#include "server/shared_memory/shared_memory_socket.h"
+
+namespace ballast::server {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Making, clearing and unmapping memory takes seconds for large ranks, so it is done by helpers.
+// Those that take it back are others, since what waits for room waits for them.
+constexpr size_t kMakers = 4;
+constexpr size_t kTakers = 2;
+// How long nobody is let in after the process has run out of descriptors.
+constexpr auto kPauseWithoutRoom = std::chrono::seconds(1);
+
+// Memory in a rank's hands.
+struct Grant {
+  SharedMemoryOffers::Claim claim;
+  std::shared_ptr<SharedMemory> memory;
+};
+
+bool OfSameRank(const SharedMemoryOffers::Claim& a, const SharedMemoryOffers::Claim& b) {
+  return !a.job.owner_before(b.job) && !b.job.owner_before(a.job) && a.holder.rank == b.holder.rank;
+}
+
+// Before memory is made, which takes long and is counted; giving it checks again.
+absl::Status CheckHolder(const Job& job, const RankHolder& holder) {
+  const JobStatus status = job.Status();
+  const RankProgress& rank = status.ranks[holder.rank];
+  if (status.generation != holder.generation || rank.process_id != holder.process_id) {
+    return absl::AbortedError(absl::StrCat("rank ", holder.rank, " of job ", job.spec().name,
+                                           " is not held by this process; attach again"));
+  }
+  if (rank.begun) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "rank ", holder.rank, " of job ", job.spec().name, " is in the middle of a step"));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Grant> MakeGrant(SharedMemoryOffers::Claim claim) {
+  const std::shared_ptr<Job> job = claim.job.lock();
+  if (job == nullptr) return absl::NotFoundError("the job has been closed");
+  const int rank = claim.holder.rank;
+  BALLAST_RETURN_IF_ERROR(CheckHolder(*job, claim.holder));
+  BALLAST_ASSIGN_OR_RETURN(MemoryBudget::Reservation reservation, job->ReserveRankMemory(rank));
+  BALLAST_ASSIGN_OR_RETURN(
+      std::shared_ptr<SharedMemory> memory,
+      SharedMemory::Create(RankMemoryLayout(job->layout(), job->spec().groups, rank),
+                           std::move(reservation)));
+  BALLAST_RETURN_IF_ERROR(job->GiveRankMemory(claim.holder, memory));
+  return Grant{.claim = std::move(claim), .memory = std::move(memory)};
+}
+
+void TakeBack(Grant grant) {
+  grant.memory->PeerIsDone();
+  if (const std::shared_ptr<Job> job = grant.claim.job.lock()) {
+    job->DropRankMemory(grant.claim.holder.rank, grant.memory.get());
+  }
+}
+
+// What a helper has done for a peer: made its memory, or taken it back (kNone).
+struct Done {
+  uint64_t peer = 0;
+  absl::StatusOr<Grant> grant = absl::CancelledError("");
+};
+
+// What helpers tell the server's thread. Thread-safe.
+class Mailbox {
+ public:
+  explicit Mailbox(FileDescriptor event) : event_(std::move(event)) {}  // An eventfd.
+  const FileDescriptor& event() const { return event_; }  // Readable when there is something.
+
+  void Put(Done done) {
+    {
+      MutexLock lock(mutex_);
+      done_.push_back(std::move(done));
+    }
+    Wake();
+  }
+  void Stop() {
+    {
+      MutexLock lock(mutex_);
+      stopped_ = true;
+    }
+    Wake();
+  }
+  // False: the server is to be closed.
+  bool Take(std::vector<Done>& done) {
+    uint64_t count = 0;
+    while (read(event_.number(), &count, sizeof(count)) < 0 && errno == EINTR) continue;
+    MutexLock lock(mutex_);
+    done.swap(done_);
+    return !stopped_;
+  }
+
+ private:
+  void Wake() {
+    const uint64_t one = 1;
+    while (write(event_.number(), &one, sizeof(one)) < 0 && errno == EINTR) continue;
+  }
+
+  const FileDescriptor event_;
+  Mutex mutex_;
+  bool stopped_ ABSL_GUARDED_BY(mutex_) = false;
+  std::vector<Done> done_ ABSL_GUARDED_BY(mutex_);
+};
+
+// The connections. Belongs to the server's thread.
+class Reception {
+ public:
+  Reception(const SharedMemoryServerLimits& limits, const FileDescriptor& listener,
+            SharedMemoryOffers& offers, Mailbox& mailbox, HelperThreads& makers,
+            HelperThreads& takers)
+      : limits_(limits),
+        listener_(listener),
+        offers_(offers),
+        mailbox_(mailbox),
+        makers_(makers),
+        takers_(takers) {}
+
+  // Until the mailbox says stop.
+  void Run();
+
+ private:
+  struct Peer {
+    enum class State : uint8_t {
+      kSilent,   // Has shown no token.
+      kParked,   // Waits until nobody else has, gets or gives back memory of its rank.
+      kWaiting,  // A helper makes its memory.
+      kServed,   // Has it.
+      kLeaving,  // Is gone; a helper takes its memory back.
+    };
+    State state = State::kSilent;
+    FileDescriptor connection;
+    int process = 0;
+    Clock::time_point silent_until;
+    SharedMemoryOffers::Claim claim;  // Unless kSilent.
+    std::optional<Grant> grant;       // kServed.
+  };
+  using Peers = std::map<uint64_t, Peer>;  // By number, which is the order of arrival.
+
+  int PollTimeoutMs(Clock::time_point now) const;
+  void Accept();
+  void MakeRoomForSilent();
+  void OnReadable(uint64_t number);
+  void Serve(uint64_t number, const std::string& token);
+  std::vector<uint64_t> OthersOfRank(uint64_t number) const;
+  void MakeIfAlone(uint64_t number);
+  void MakeForParked(const SharedMemoryOffers::Claim& claim);
+  void Refuse(uint64_t number, absl::string_view why);
+  void Leave(uint64_t number);
+  void Finish(Done done);
+  void DropSilent(Clock::time_point now);
+
+  const SharedMemoryServerLimits limits_;
+  const FileDescriptor& listener_;
+  SharedMemoryOffers& offers_;
+  Mailbox& mailbox_;
+  HelperThreads& makers_;
+  HelperThreads& takers_;
+  Peers peers_;
+  uint64_t last_peer_ = 0;
+  size_t silent_ = 0;
+  Clock::time_point closed_until_;
+  bool told_of_no_room_ = false;
+};
+
+void Reception::Run() {
+  std::vector<Done> done;
+  while (mailbox_.Take(done)) {
+    for (Done& one : done) Finish(std::move(one));
+    done.clear();
+    const Clock::time_point now = Clock::now();
+    DropSilent(now);
+    std::vector<pollfd> waits = {{.fd = mailbox_.event().number(), .events = POLLIN, .revents = 0}};
+    std::vector<uint64_t> numbers = {0};
+    if (now >= closed_until_) {
+      waits.push_back({.fd = listener_.number(), .events = POLLIN, .revents = 0});
+      numbers.push_back(0);
+    }
+    for (const auto& [number, peer] : peers_) {
+      if (peer.state != Peer::State::kSilent && peer.state != Peer::State::kServed) continue;
+      waits.push_back({.fd = peer.connection.number(), .events = POLLIN, .revents = 0});
+      numbers.push_back(number);
+    }
+    if (poll(waits.data(), waits.size(), PollTimeoutMs(now)) < 0) continue;
+    for (size_t i = 0; i < waits.size(); ++i) {
+      if (waits[i].revents == 0) continue;
+      if (numbers[i] != 0) OnReadable(numbers[i]);
+      if (waits[i].fd == listener_.number()) Accept();
+    }
+  }
+}
+
+// Until the next silent peer's time is over, or new ones are let in again.
+int Reception::PollTimeoutMs(Clock::time_point now) const {
+  Clock::time_point next = Clock::time_point::max();
+  if (closed_until_ > now) next = closed_until_;
+  for (const auto& [number, peer] : peers_) {
+    if (peer.state == Peer::State::kSilent) next = std::min(next, peer.silent_until);
+  }
+  if (next == Clock::time_point::max()) return -1;
+  const auto wait = std::chrono::ceil<std::chrono::milliseconds>(next - now);
+  return static_cast<int>(std::clamp<int64_t>(wait.count(), 0, 60'000));
+}
+
+void Reception::Accept() {
+  constexpr int kAtOnce = 64;  // So that those who are in are heard too.
+  for (int i = 0; i < kAtOnce; ++i) {
+    FileDescriptor connection;
+    const AcceptResult result = AcceptPeer(listener_, connection);
+    if (result == AcceptResult::kNoRoom) {
+      if (!std::exchange(told_of_no_room_, true)) {
+        spdlog::warn("no file descriptor for a worker that asks for shared memory");
+      }
+      closed_until_ = Clock::now() + kPauseWithoutRoom;
+    }
+    if (result != AcceptResult::kAccepted) return;
+    told_of_no_room_ = false;
+    MakeRoomForSilent();
+    if (peers_.size() >= limits_.peers) {
+      SayRefused(connection, "too many connections");
+      continue;
+    }
+    const uint64_t number = ++last_peer_;
+    const int process = ProcessOf(connection);
+    peers_.emplace(number, Peer{.connection = std::move(connection),
+                                .process = process,
+                                .silent_until = Clock::now() + limits_.silence,
+                                .claim = {},
+                                .grant = {}});
+    ++silent_;
+    OnReadable(number);  // Those who mean well have shown their token by now.
+  }
+}
+
+void Reception::MakeRoomForSilent() {
+  if (silent_ < limits_.silent_peers) return;
+  for (const auto& [number, peer] : peers_) {
+    if (peer.state == Peer::State::kSilent) return Refuse(number, "too many connections");
+  }
+}
+
+void Reception::OnReadable(uint64_t number) {
+  const auto found = peers_.find(number);
+  if (found == peers_.end()) return;  // Dropped in this round.
+  const Peer::State state = found->second.state;
+  if (state != Peer::State::kSilent && state != Peer::State::kServed)
+    return;  // Also in this round.
+  std::string token;
+  const Heard heard = HearToken(found->second.connection, token);
+  if (heard == Heard::kNothing) return;
+  // One that has been served has nothing more to say.
+  if (state == Peer::State::kServed) return Leave(number);
+  if (heard == Heard::kToken) return Serve(number, token);
+  Refuse(number, heard == Heard::kEnd ? "no token was shown" : "not a token");
+}
+
+void Reception::Serve(uint64_t number, const std::string& token) {
+  std::optional<SharedMemoryOffers::Claim> claim = offers_.Take(token, Clock::now());
+  if (!claim) {
+    return Refuse(number, "no offer has this token: it was used, or replaced, or is too old");
+  }
+  Peer& peer = peers_.at(number);
+  peer.state = Peer::State::kParked;
+  peer.claim = *std::move(claim);
+  --silent_;
+  for (const uint64_t other : OthersOfRank(number)) {
+    if (peers_.at(other).state == Peer::State::kParked) Refuse(other, "a later worker came");
+  }
+  MakeIfAlone(number);
+}
+
+std::vector<uint64_t> Reception::OthersOfRank(uint64_t number) const {
+  const SharedMemoryOffers::Claim& claim = peers_.at(number).claim;
+  std::vector<uint64_t> others;
+  for (const auto& [other, peer] : peers_) {
+    if (other == number || peer.state == Peer::State::kSilent) continue;
+    if (OfSameRank(peer.claim, claim)) others.push_back(other);
+  }
+  return others;
+}
+
+// A rank has one memory at a time, so that a budget with room for one is enough. Whoever had it
+// before has been replaced by the attachment that the new claim comes from.
+void Reception::MakeIfAlone(uint64_t number) {
+  const std::vector<uint64_t> others = OthersOfRank(number);
+  for (const uint64_t other : others) {
+    if (peers_.at(other).state == Peer::State::kServed) Leave(other);
+  }
+  if (!others.empty()) return;
+  Peer& peer = peers_.at(number);
+  peer.state = Peer::State::kWaiting;
+  makers_.Run([&mailbox = mailbox_, number, claim = peer.claim] {
+    mailbox.Put({.peer = number, .grant = MakeGrant(claim)});
+  });
+}
+
+void Reception::MakeForParked(const SharedMemoryOffers::Claim& claim) {
+  for (const auto& [number, peer] : peers_) {  // There is one at most.
+    if (peer.state == Peer::State::kParked && OfSameRank(peer.claim, claim)) {
+      return MakeIfAlone(number);
+    }
+  }
+}
+
+// Of a peer that has no memory.
+void Reception::Refuse(uint64_t number, absl::string_view why) {
+  const auto found = peers_.find(number);
+  spdlog::debug("no shared memory for process {}: {}", found->second.process, std::string(why));
+  SayRefused(found->second.connection, why);
+  if (found->second.state == Peer::State::kSilent) --silent_;
+  peers_.erase(found);
+}
+
+void Reception::Leave(uint64_t number) {
+  Peer& peer = peers_.at(number);
+  spdlog::debug("process {} has let go of its shared memory", peer.process);
+  peer.state = Peer::State::kLeaving;
+  peer.connection = FileDescriptor();
+  takers_.Run(
+      [&mailbox = mailbox_, number, grant = *std::exchange(peer.grant, std::nullopt)]() mutable {
+        TakeBack(std::move(grant));
+        mailbox.Put({.peer = number});
+      });
+}
+
+void Reception::Finish(Done done) {
+  Peer& peer = peers_.at(done.peer);
+  const SharedMemoryOffers::Claim claim = peer.claim;
+  if (peer.state == Peer::State::kLeaving) {
+    peers_.erase(done.peer);
+  } else if (!done.grant.ok()) {
+    const std::string why(done.grant.status().message());
+    spdlog::warn("no shared memory for rank {}, process {}: {}", claim.holder.rank, peer.process,
+                 why);
+    Refuse(done.peer, why);
+  } else {
+    peer.state = Peer::State::kServed;
+    peer.grant = *std::move(done.grant);
+    spdlog::debug("process {} shares memory for rank {}", peer.process, claim.holder.rank);
+    if (!SayGranted(peer.connection, peer.grant->memory->file_descriptor())) Leave(done.peer);
+  }
+  MakeForParked(claim);
+}
+
+void Reception::DropSilent(Clock::time_point now) {
+  std::vector<uint64_t> late;
+  for (const auto& [number, peer] : peers_) {
+    if (peer.state == Peer::State::kSilent && peer.silent_until <= now) late.push_back(number);
+  }
+  for (const uint64_t number : late) Refuse(number, "no token was shown in time");
+}
+
+}  // namespace
+
+struct SharedMemoryServer::Impl {
+  Impl(const SharedMemoryServerLimits& limits, std::string name, FileDescriptor socket,
+       FileDescriptor event)
+      : socket_name(std::move(name)),
+        listener(std::move(socket)),
+        offers(limits.offers, limits.offer),
+        mailbox(std::move(event)),
+        makers(kMakers),
+        takers(kTakers),
+        thread([this, limits] {
+          Reception(limits, listener, offers, mailbox, makers, takers).Run();
+        }) {}
+  ~Impl() {
+    mailbox.Stop();
+    thread.join();
+  }
+
+  const std::string socket_name;
+  const FileDescriptor listener;
+  SharedMemoryOffers offers;
+  Mailbox mailbox;
+  HelperThreads makers;  // These and the next end before the mailbox does.
+  HelperThreads takers;
+  std::thread thread;
+};
+
+absl::StatusOr<std::unique_ptr<SharedMemoryServer>> SharedMemoryServer::Open(
+    const std::string& instance_id, const SharedMemoryServerLimits& limits) {
+  // An engine may have several servers.
+  std::random_device random;
+  const std::string name = absl::StrCat("ballast-", instance_id, "-", absl::Hex(random()));
+  BALLAST_ASSIGN_OR_RETURN(FileDescriptor listener, ListenOnAbstractSocket(name));
+  FileDescriptor event(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
+  if (!event) return absl::UnavailableError(absl::StrCat("eventfd: ", std::strerror(errno)));
+  return std::unique_ptr<SharedMemoryServer>(new SharedMemoryServer(
+      std::make_unique<Impl>(limits, name, std::move(listener), std::move(event))));
+}
+
+SharedMemoryServer::SharedMemoryServer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+SharedMemoryServer::~SharedMemoryServer() = default;
+
+std::optional<v1::SharedMemoryOffer> SharedMemoryServer::Offer(const std::shared_ptr<Job>& job,
+                                                               RankHolder holder) {
+  if (job->layout().chunks_of_rank(holder.rank).empty()) return std::nullopt;
+  std::optional<std::string> token = impl_->offers.Add(job, std::move(holder), Clock::now());
+  if (!token) return std::nullopt;
+  v1::SharedMemoryOffer offer;
+  offer.set_socket(impl_->socket_name);
+  offer.set_token(*std::move(token));
+  return offer;
+}
+
+}  // namespace ballast::server

@@ -1,0 +1,59 @@
+// Where workers on the same host fetch the memory that they share with the service: an abstract
+// unix socket, served by one thread.
+//
+// AttachWorker asks for an offer for the rank that it has just given to a process. Whoever connects
+// and shows the offer's token, once and soon, gets memory made for that rank and its file
+// descriptor. The connection then stays: when it ends, because the session or its process has, the
+// rank's memory is dropped. The protocol is in proto/shared_memory_protocol.h.
+//
+// A rank has one memory at a time: a new claim ends the connection of whoever had it before, and
+// waits until that memory is given back, its pages too. A process that keeps its mapping although
+// its connection has ended can fault pages in again, which nobody counts.
+//
+// Thread-safe. Connections, tokens and the time that a silent peer may take are bounded.
+#ifndef BALLAST_SERVER_SHARED_MEMORY_SHARED_MEMORY_SERVER_H_
+#define BALLAST_SERVER_SHARED_MEMORY_SHARED_MEMORY_SERVER_H_
+
+#include <chrono>
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "ballast/v1/ballast.pb.h"
+#include "cpu_optimizer_service/job/job.h"
+
+namespace ballast::server {
+
+// Tests shorten them.
+struct SharedMemoryServerLimits {
+  std::chrono::milliseconds silence{5000};  // How long a peer may take to show its token.
+  std::chrono::milliseconds offer{60000};   // How long a token is good.
+  size_t offers = 4096;
+  size_t peers = 1024;        // Connections; one that comes when all are taken is ended at once.
+  size_t silent_peers = 128;  // Of them, those that have shown no token; the oldest makes room.
+};
+
+class SharedMemoryServer {
+ public:
+  // Listens on a socket named after `instance_id`. UNAVAILABLE if that cannot be had.
+  static absl::StatusOr<std::unique_ptr<SharedMemoryServer>> Open(
+      const std::string& instance_id, const SharedMemoryServerLimits& limits = {});
+  // Ends all connections. The memory stays as long as jobs use it.
+  ~SharedMemoryServer();
+
+  // An offer for this holder of a rank of `job`; nullopt when too many are open, or the rank has
+  // nothing to share. It is forgotten when it is used or the rank's next offer is made, or with the
+  // job.
+  std::optional<v1::SharedMemoryOffer> Offer(const std::shared_ptr<Job>& job, RankHolder holder);
+
+ private:
+  struct Impl;
+  explicit SharedMemoryServer(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace ballast::server
+
+#endif  // BALLAST_SERVER_SHARED_MEMORY_SHARED_MEMORY_SERVER_H_

@@ -1,0 +1,351 @@
+#include "server/train/rank_outbox.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "proto/frame.h"
+#include "server/train/weight_message.h"
+
+namespace ballast::server {
+namespace {
+
+// Beyond one step's weights: decisions, refusals, reminders.
+constexpr size_t kQueueSlack = 64;
+// A message costs both ends tens of microseconds, a good part of a chunk's update. So weights in
+// place are told in about this many messages a step,
+constexpr size_t kSharedMessages = 32;
+// and in more, so that the worker's copies to its device keep pace, where there are many chunks.
+constexpr size_t kLargestSharedBatch = 32;
+
+absl::StatusOr<grpc::ByteBuffer> SerializeWeights(const Job& job, uint64_t generation,
+                                                  const v1::WeightHeader& header,
+                                                  WeightBuffer shard) {
+  if (shard) {
+    // The pool gets its buffer back when gRPC lets go of the bytes.
+    const auto kept = std::make_shared<WeightBuffer>(std::move(shard));
+    return proto::SerializeTrainWeights(header, kept->bytes(), [kept] {});
+  }
+  absl::StatusOr<OwnedShard> read =
+      ReadShard(job, generation, header.step(), static_cast<int>(header.chunk()));
+  if (!read.ok()) return read.status();
+  return proto::SerializeTrainWeights(header, read->bytes(), [memory = read->memory] {});
+}
+
+}  // namespace
+
+void RankOutbox::MessageBegins() {
+  MutexLock lock(mutex_);
+  ++messages_in_hand_;
+}
+
+void RankOutbox::MessageDone(uint64_t messages) {
+  RankWire* reader = nullptr;
+  {
+    MutexLock lock(mutex_);
+    messages_held_ += messages;
+    if (!end_) {
+      reading_paused_ = !HasRoom();
+      if (!reading_paused_) reader = wire_;
+    }
+  }
+  // The message in hand keeps the wire.
+  if (reader != nullptr) reader->Read();
+  {
+    MutexLock lock(mutex_);
+    --messages_in_hand_;
+  }
+  Advance();
+}
+
+void RankOutbox::MessageFailed(const absl::Status& status) {
+  {
+    MutexLock lock(mutex_);
+    --messages_in_hand_;
+  }
+  EndWith(status);
+}
+
+void RankOutbox::NoMoreMessages() {
+  {
+    MutexLock lock(mutex_);
+    --messages_in_hand_;
+    if (!end_) {
+      end_ = absl::OkStatus();
+      draining_ = job_ != nullptr;
+    }
+  }
+  Advance();
+}
+
+void RankOutbox::Opened(std::shared_ptr<const Job> job, int rank, const RankPosition& position) {
+  auto message = std::make_unique<v1::TrainResponse>();
+  v1::Opened& opened = *message->mutable_opened();
+  opened.set_committed_step(position.committed_step);
+  opened.set_open_step(position.open_step);
+  opened.set_micro_steps_ended(position.micro_steps_ended);
+  for (const ChunkProgress& progress : position.delivered) {
+    v1::ChunkCount& count = *opened.add_delivered();
+    count.set_chunk(static_cast<uint32_t>(progress.chunk));
+    count.set_next_micro_step(progress.next_micro_step);
+  }
+  {
+    MutexLock lock(mutex_);
+    const size_t chunks = job->layout().chunks_of_rank(rank).size();
+    queue_bound_ = chunks + kQueueSlack;
+    shared_batch_ = std::clamp<size_t>(chunks / kSharedMessages, 1, kLargestSharedBatch);
+    if (wire_ != nullptr) job_ = std::move(job);
+    generation_ = position.generation;
+    queue_.emplace_front(std::move(message));  // The engine may have spoken already.
+  }
+  Advance();
+}
+
+void RankOutbox::WriteDone(bool ok) {
+  // While `writing_` stands nobody else touches the buffer.
+  write_buffer_.Clear();
+  if (ok) RecordSent();
+  {
+    MutexLock lock(mutex_);
+    writing_ = false;
+  }
+  if (ok) {
+    Advance();
+  } else {
+    EndWith(absl::CancelledError("the worker is gone"));
+  }
+}
+
+void RankOutbox::RecordSent() {
+  const int64_t since_ns = std::exchange(sending_since_ns_, 0);
+  if (since_ns == 0) return;
+  std::shared_ptr<const Job> job;
+  {
+    MutexLock lock(mutex_);
+    job = job_;
+  }
+  if (job == nullptr) return;
+  for (const int chunk : sending_chunks_) {
+    job->trace().Record(TraceEventKind::kSent, sending_step_, chunk, since_ns);
+  }
+}
+
+void RankOutbox::Cancelled() { EndWith(absl::CancelledError("the worker is gone")); }
+
+void RankOutbox::Close() {
+  std::shared_ptr<const Job> job;
+  MutexLock lock(mutex_);
+  job = std::move(job_);
+}
+
+void RankOutbox::OnWaiting(uint64_t step, const std::vector<int>& ranks) {
+  v1::TrainResponse message;
+  message.mutable_waiting()->set_step(step);
+  message.mutable_waiting()->mutable_ranks()->Add(ranks.begin(), ranks.end());
+  {
+    MutexLock lock(mutex_);
+    std::erase_if(queue_, IsWaiting);  // The last one says it all.
+  }
+  Push(std::move(message));
+}
+
+void RankOutbox::Sealing(uint64_t step) {
+  {
+    MutexLock lock(mutex_);
+    sealing_step_ = step;
+  }
+  Advance();
+}
+
+void RankOutbox::OnSealRefused(uint64_t step, const SealRefusal& refusal) {
+  {
+    MutexLock lock(mutex_);
+    sealing_step_ = 0;
+  }
+  v1::TrainResponse message;
+  v1::SealRefused& refused = *message.mutable_seal_refused();
+  refused.set_step(step);
+  refused.set_message(std::string(refusal.status.message()));
+  for (const MissingContribution& missing : refusal.missing) {
+    v1::Missing& to = *refused.add_missing();
+    to.set_rank(missing.rank);
+    to.set_micro_step(missing.micro_step);
+    to.mutable_parameters()->Add(missing.parameters.begin(), missing.parameters.end());
+  }
+  Push(std::move(message));
+}
+
+void RankOutbox::OnProvisionalWeights(uint64_t step, int chunk, WeightBuffer shard) {
+  Push(Item(Weights{.step = step, .chunk = chunk, .provisional = true, .shard = std::move(shard)}));
+}
+
+void RankOutbox::OnDecision(const StepOutcome& outcome, absl::Span<const int> dropped_chunks) {
+  v1::TrainResponse message;
+  v1::StepDecision& decision = *message.mutable_decision();
+  decision.set_step(outcome.step);
+  decision.set_applied(outcome.decision.apply);
+  decision.set_norm(outcome.decision.norm);
+  decision.set_clip_coefficient(outcome.decision.clip_coefficient);
+  decision.set_skip_reason(outcome.skip_reason);
+  decision.mutable_unused_parameters()->Add(outcome.unused_parameters.begin(),
+                                            outcome.unused_parameters.end());
+  decision.mutable_dropped_chunks()->Add(dropped_chunks.begin(), dropped_chunks.end());
+  Push(std::move(message));
+}
+
+void RankOutbox::OnWeights(uint64_t step, int chunk, WeightBuffer shard) {
+  Push(
+      Item(Weights{.step = step, .chunk = chunk, .provisional = false, .shard = std::move(shard)}));
+}
+
+void RankOutbox::OnCommitted(uint64_t step, double update_seconds) {
+  v1::TrainResponse message;
+  message.mutable_committed()->set_step(step);
+  message.mutable_committed()->set_update_seconds(update_seconds);
+  Push(std::move(message));
+}
+
+void RankOutbox::OnDetached(const absl::Status& status) { EndWith(status); }
+
+bool RankOutbox::IsWaiting(const Item& item) {
+  const auto* message = std::get_if<std::unique_ptr<v1::TrainResponse>>(&item);
+  return message != nullptr && (*message)->has_waiting();
+}
+
+void RankOutbox::Push(v1::TrainResponse message) {
+  Push(Item(std::make_unique<v1::TrainResponse>(std::move(message))));
+}
+
+void RankOutbox::Push(Item item) {
+  {
+    MutexLock lock(mutex_);
+    if (end_) return;  // `item` goes after the lock.
+    const auto* weights = std::get_if<Weights>(&item);
+    if (weights != nullptr && job_ != nullptr) job_->trace().WillSend(weights->step);
+    queue_.push_back(std::move(item));
+  }
+  Advance();
+}
+
+void RankOutbox::EndWith(const absl::Status& status) {
+  std::deque<Item> dropped;  // Its buffers go back to their pool without our lock.
+  {
+    MutexLock lock(mutex_);
+    dropped.swap(queue_);
+    if (!end_ || draining_) end_ = status;
+    draining_ = false;
+  }
+  Advance();
+}
+
+bool RankOutbox::HasRoom() const { return job_ == nullptr || queue_.size() < queue_bound_; }
+
+size_t RankOutbox::SharedRun(size_t most) const {
+  const auto* first = queue_.empty() ? nullptr : std::get_if<Weights>(&queue_.front());
+  size_t run = 0;
+  while (first != nullptr && run < std::min(most, queue_.size())) {
+    const auto* weights = std::get_if<Weights>(&queue_[run]);
+    if (weights == nullptr || !weights->GoesWith(*first)) break;
+    ++run;
+  }
+  return run;
+}
+
+bool RankOutbox::HasItem() const {
+  if (queue_.empty()) return false;
+  const auto* first = std::get_if<Weights>(&queue_.front());
+  const bool awaited = first != nullptr && first->provisional && first->step == sealing_step_;
+  const bool enough = queue_.size() >= shared_batch_ || draining_ || awaited;
+  return enough || SharedRun(shared_batch_) < queue_.size();
+}
+
+void RankOutbox::TakeItem(Move& move) {
+  const size_t count = std::max<size_t>(SharedRun(/*most=*/std::numeric_limits<size_t>::max()), 1);
+  for (size_t i = 0; i < count; ++i) {
+    if (auto* weights = std::get_if<Weights>(&queue_.front())) {
+      move.weights.push_back(std::move(*weights));
+    } else {
+      move.message = std::move(std::get<std::unique_ptr<v1::TrainResponse>>(queue_.front()));
+    }
+    queue_.pop_front();
+  }
+}
+
+RankOutbox::Move RankOutbox::NextMove() {
+  Move move;
+  if (wire_ == nullptr || writing_) return move;
+  const bool acknowledge = messages_acknowledged_ < messages_held_;
+  const bool item = HasItem();
+  const bool sending = job_ != nullptr && (!end_ || draining_) && (acknowledge || item);
+  if (!sending) {
+    if (!end_ || messages_in_hand_ > 0) return move;
+    move.finish = true;
+    move.status = *end_;
+    move.wire = std::exchange(wire_, nullptr);
+    return move;
+  }
+  writing_ = true;
+  move.wire = wire_;
+  move.job = job_;
+  move.generation = generation_;
+  // Opened goes before everything; then acknowledgements and the queue take turns.
+  if (acknowledge && opened_sent_ && !(acknowledged_last_ && item)) {
+    acknowledged_last_ = true;
+    move.message = std::make_unique<v1::TrainResponse>();
+    move.message->mutable_acknowledged()->set_messages(messages_held_);
+    messages_acknowledged_ = messages_held_;
+    return move;
+  }
+  opened_sent_ = true;
+  acknowledged_last_ = false;
+  TakeItem(move);
+  if (reading_paused_ && HasRoom() && !end_) {
+    reading_paused_ = false;
+    move.read = true;
+  }
+  return move;
+}
+
+absl::StatusOr<grpc::ByteBuffer> RankOutbox::Serialize(Move& move) {
+  if (move.weights.empty()) return proto::SerializeControl(*move.message);
+  Weights& first = move.weights.front();
+  sending_step_ = first.step;
+  sending_chunks_.clear();
+  for (const Weights& weights : move.weights) sending_chunks_.push_back(weights.chunk);
+  sending_since_ns_ = move.job->trace().Begin(first.step);
+  if (!first.shard.in_place()) {
+    return SerializeWeights(*move.job, move.generation,
+                            MakeWeightHeader(first.step, first.chunk, first.provisional),
+                            std::move(first.shard));
+  }
+  v1::TrainResponse message;
+  v1::SharedWeights& shared = *message.mutable_shared_weights();
+  shared.set_step(first.step);
+  shared.set_provisional(first.provisional);
+  shared.mutable_chunks()->Add(sending_chunks_.begin(), sending_chunks_.end());
+  return proto::SerializeControl(message);
+}
+
+void RankOutbox::Advance() {
+  Move move;
+  {
+    MutexLock lock(mutex_);
+    move = NextMove();
+  }
+  if (move.wire == nullptr) return;
+  if (move.finish) return move.wire->Finish(move.status);
+  // While writing_ is set nobody else can end the stream, so the wire stays.
+  if (move.read) move.wire->Read();
+  absl::StatusOr<grpc::ByteBuffer> bytes = Serialize(move);
+  if (bytes.ok()) {
+    write_buffer_ = *std::move(bytes);
+    return move.wire->Write(write_buffer_);
+  }
+  {
+    MutexLock lock(mutex_);
+    writing_ = false;
+  }
+  EndWith(bytes.status());
+}
+
+}  // namespace ballast::server

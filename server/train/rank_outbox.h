@@ -1,0 +1,151 @@
+// What one Train stream has to tell its worker, in order, and when the stream may end.
+//
+//   gRPC thread:    Begin, then Opened or a refusal, MessageDone, End, WriteDone
+//   engine threads: the RankListener calls
+//
+// One message is on its way at a time; the others wait in a queue. Weights wait as pool buffers,
+// or, if the pool was empty, as chunk numbers alone, and are converted when their turn comes. When
+// the queue is full no further message is read until it has drained, so a worker that does not read
+// does not make the service grow. Reminders come unasked: a new one replaces one that still waits.
+// Acknowledgements are a count: one message tells all that are due.
+//
+// Weights that the rank sees already, in shared memory, are only told, and one message tells many:
+// those that come one after the other are held back until there are enough of them, until something
+// follows them, or, while they are provisional, until the rank seals.
+//
+// The engine may keep the outbox for longer than the stream lives; after the stream's end its calls
+// are dropped. The wire is called with no lock held, and not at all after Finish. Thread-safe.
+#ifndef BALLAST_SERVER_TRAIN_RANK_OUTBOX_H_
+#define BALLAST_SERVER_TRAIN_RANK_OUTBOX_H_
+
+#include <grpcpp/support/byte_buffer.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <variant>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "ballast/v1/ballast.pb.h"
+#include "cpu_optimizer_service/common/mutex.h"
+#include "cpu_optimizer_service/job/job.h"
+
+namespace ballast::server {
+
+// The gRPC stream as the outbox sees it. Each call starts an operation and returns at once.
+class RankWire {
+ public:
+  virtual ~RankWire() = default;
+  virtual void Read() = 0;
+  // `bytes` stay until WriteDone.
+  virtual void Write(const grpc::ByteBuffer& bytes) = 0;
+  virtual void Finish(const absl::Status& status) = 0;  // Once, and last.
+};
+
+class RankOutbox final : public RankListener {
+ public:
+  // The wire lives at least until its Finish is called.
+  explicit RankOutbox(RankWire& wire) : wire_(&wire) {}
+
+  // A message has come and is being handled; holds back the end of the stream until one of:
+  void MessageBegins();
+  void MessageDone(uint64_t messages = 1);  // It is held and counts as so many: acknowledge it and
+                                            // read the next.
+  void MessageFailed(const absl::Status& status);  // The stream ends with `status`.
+  void NoMoreMessages();  // The worker has closed its side: send what is queued, end.
+
+  // The first message has opened the stream. Nothing is sent before.
+  void Opened(std::shared_ptr<const Job> job, int rank, const RankPosition& position);
+
+  void WriteDone(bool ok);
+  void Cancelled();
+  // After the stream's end: lets go of the job.
+  void Close();
+
+  // The worker seals `step`. From then on, unless the seal is refused, it only waits: nothing of
+  // the step's provisional weights is held back.
+  void Sealing(uint64_t step);
+
+  void OnWaiting(uint64_t step, const std::vector<int>& ranks) override;
+  void OnSealRefused(uint64_t step, const SealRefusal& refusal) override;
+  void OnProvisionalWeights(uint64_t step, int chunk, WeightBuffer shard) override;
+  void OnDecision(const StepOutcome& outcome, absl::Span<const int> dropped_chunks) override;
+  void OnWeights(uint64_t step, int chunk, WeightBuffer shard) override;
+  void OnCommitted(uint64_t step, double update_seconds) override;
+  void OnDetached(const absl::Status& status) override;
+
+ private:
+  struct Weights {
+    uint64_t step = 0;
+    int chunk = 0;
+    bool provisional = false;
+    WeightBuffer shard;  // Null, if not provisional: to be read from the job.
+
+    bool GoesWith(const Weights& other) const {  // In one message.
+      return shard.in_place() && other.shard.in_place() && step == other.step &&
+             provisional == other.provisional;
+    }
+  };
+  // unique_ptr: a message that is not weights is large and rare, and weights are many.
+  using Item = std::variant<Weights, std::unique_ptr<v1::TrainResponse>>;
+
+  static bool IsWaiting(const Item& item);
+  void Push(v1::TrainResponse message);
+  void Push(Item item);
+  void EndWith(const absl::Status& status);
+  // Takes the next step that is possible: a write, or the end.
+  void Advance();
+  struct Move {
+    RankWire* wire = nullptr;  // Null: nothing to do.
+    bool finish = false;
+    bool read = false;
+    std::vector<Weights> weights;                // Several only if they are in place,
+    std::unique_ptr<v1::TrainResponse> message;  // or none and this.
+    std::shared_ptr<const Job> job;
+    uint64_t generation = 0;
+    absl::Status status;
+  };
+  Move NextMove() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // How many entries at the queue's head are weights in place that go in one message; at most
+  // `most`.
+  size_t SharedRun(size_t most) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Whether the queue has something to send now.
+  bool HasItem() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void TakeItem(Move& move) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Of whoever has set writing_.
+  absl::StatusOr<grpc::ByteBuffer> Serialize(Move& move);
+  void RecordSent();
+  bool HasRoom() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  Mutex mutex_;
+  RankWire* wire_ ABSL_GUARDED_BY(mutex_);                  // Null after Finish.
+  std::shared_ptr<const Job> job_ ABSL_GUARDED_BY(mutex_);  // Null before Opened.
+  uint64_t generation_ ABSL_GUARDED_BY(mutex_) = 0;         // The stream's.
+  std::deque<Item> queue_ ABSL_GUARDED_BY(mutex_);
+  size_t queue_bound_ ABSL_GUARDED_BY(mutex_) = 0;
+  size_t shared_batch_ ABSL_GUARDED_BY(mutex_) = 1;  // Weights in place that are enough to be told.
+  uint64_t sealing_step_ ABSL_GUARDED_BY(mutex_) = 0;  // 0: none.
+  uint64_t messages_held_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t messages_acknowledged_ ABSL_GUARDED_BY(mutex_) = 0;
+  int messages_in_hand_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool opened_sent_ ABSL_GUARDED_BY(mutex_) = false;
+  bool acknowledged_last_ ABSL_GUARDED_BY(mutex_) = false;
+  bool writing_ ABSL_GUARDED_BY(mutex_) = false;
+  bool reading_paused_ ABSL_GUARDED_BY(mutex_) = false;
+  bool draining_ ABSL_GUARDED_BY(mutex_) = false;
+  std::optional<absl::Status> end_ ABSL_GUARDED_BY(mutex_);
+
+  grpc::ByteBuffer write_buffer_;  // Belongs to whoever has set writing_.
+  // So do these: the weights that are being sent, for a trace.
+  uint64_t sending_step_ = 0;
+  std::vector<int> sending_chunks_;
+  int64_t sending_since_ns_ = 0;  // 0: none, or not traced.
+};
+
+}  // namespace ballast::server
+
+#endif  // BALLAST_SERVER_TRAIN_RANK_OUTBOX_H_

@@ -1,0 +1,25 @@
+// What a worker says in a step, from its messages to the engine's terms.
+#ifndef BALLAST_SERVER_TRAIN_STEP_MESSAGE_H_
+#define BALLAST_SERVER_TRAIN_STEP_MESSAGE_H_
+
+#include <cstddef>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "ballast/v1/ballast.pb.h"
+#include "cpu_optimizer_service/job/job.h"
+
+namespace ballast::server {
+
+// INVALID_ARGUMENT naming the group, if overrides change what cannot change.
+absl::StatusOr<StepSettings> FromMessage(const v1::BeginStep& message);
+
+// Borrows the payload.
+Contribution FromMessage(const v1::GradientHeader& header,
+                         absl::Span<const absl::Span<const std::byte>> payload);
+
+UsedParameters FromMessage(const v1::EndMicroStep& message);
+
+}  // namespace ballast::server
+
+#endif  // BALLAST_SERVER_TRAIN_STEP_MESSAGE_H_

@@ -1,0 +1,32 @@
+// TrainService: the data path. Its messages come and go as bytes, so that payloads stay where they
+// are.
+#ifndef BALLAST_SERVER_TRAIN_TRAIN_SERVICE_H_
+#define BALLAST_SERVER_TRAIN_TRAIN_SERVICE_H_
+
+#include "ballast/v1/ballast.grpc.pb.h"
+#include "cpu_optimizer_service/engine.h"
+
+namespace ballast::server {
+
+// Thread-safe. The engine outlives it.
+class TrainService final
+    : public v1::TrainService::WithRawCallbackMethod_Train<
+          v1::TrainService::WithRawCallbackMethod_UploadWeights<
+              v1::TrainService::WithRawCallbackMethod_ReadWeights<v1::TrainService::Service>>> {
+ public:
+  explicit TrainService(const Engine& engine) : engine_(engine) {}
+
+  grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* Train(
+      grpc::CallbackServerContext*) override;
+  grpc::ServerReadReactor<grpc::ByteBuffer>* UploadWeights(grpc::CallbackServerContext*,
+                                                           grpc::ByteBuffer* response) override;
+  grpc::ServerWriteReactor<grpc::ByteBuffer>* ReadWeights(grpc::CallbackServerContext*,
+                                                          const grpc::ByteBuffer* request) override;
+
+ private:
+  const Engine& engine_;
+};
+
+}  // namespace ballast::server
+
+#endif  // BALLAST_SERVER_TRAIN_TRAIN_SERVICE_H_

@@ -1,0 +1,136 @@
+#include "server/train/train_stream.h"
+
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "proto/convert.h"
+#include "proto/status.h"
+#include "server/find_job.h"
+#include "server/train/step_message.h"
+
+namespace ballast::server {
+
+namespace {
+
+// For how many messages it counts in acknowledgements.
+uint64_t MessagesIn(const v1::TrainRequest& message) {
+  return message.has_shared_gradients() ? message.shared_gradients().chunks_size() : 1;
+}
+
+}  // namespace
+
+TrainStream::TrainStream(const Engine& engine)
+    : engine_(engine), outbox_(std::make_shared<RankOutbox>(static_cast<RankWire&>(*this))) {
+  Read();
+}
+
+void TrainStream::OnReadDone(bool ok) {
+  outbox_->MessageBegins();
+  if (!ok) return outbox_->NoMoreMessages();
+  absl::StatusOr<proto::Frame<v1::TrainRequest>> frame = proto::ParseTrainRequest(read_buffer_);
+  read_buffer_.Clear();  // The frame keeps what it needs.
+  const uint64_t messages = frame.ok() ? MessagesIn(frame->message) : 0;
+  const absl::Status handled = frame.ok() ? Handle(*frame) : frame.status();
+  frame = absl::UnknownError("handled");  // Frees the payload before the next one is read.
+  if (handled.ok()) {
+    outbox_->MessageDone(messages);
+  } else {
+    outbox_->MessageFailed(handled);
+  }
+}
+
+void TrainStream::OnDone() {
+  rank_stream_.reset();  // Detaches the outbox.
+  outbox_->Close();
+  delete this;
+}
+
+void TrainStream::Finish(const absl::Status& status) {
+  ServerBidiReactor::Finish(proto::ToGrpc(status));
+}
+
+absl::Status TrainStream::Handle(const proto::Frame<v1::TrainRequest>& frame) {
+  const v1::TrainRequest& message = frame.message;
+  if (message.kind_case() == v1::TrainRequest::KIND_NOT_SET) {
+    return absl::InvalidArgumentError(
+        "a message without kind, or of a kind that this service does not know");
+  }
+  if (message.has_open() != (rank_stream_ == nullptr)) {
+    return absl::InvalidArgumentError("open must be the first message of a stream, and only that");
+  }
+  switch (message.kind_case()) {
+    case v1::TrainRequest::kOpen:
+      return Open(message.open());
+    case v1::TrainRequest::kBeginStep:
+      return BeginStep(message.begin_step());
+    case v1::TrainRequest::kGradient:
+      return Contribute(message.gradient().header(), frame.payload);
+    case v1::TrainRequest::kSharedGradients:
+      return Contribute(message.shared_gradients());
+    case v1::TrainRequest::kEndMicroStep:
+      return EndMicroStep(message.end_micro_step());
+    case v1::TrainRequest::kSeal:
+      return Seal(message.seal());
+    case v1::TrainRequest::KIND_NOT_SET:
+      break;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status TrainStream::Open(const v1::OpenTrain& request) {
+  BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job,
+                           FindJob(engine_, request.name(), request.uid()));
+  BALLAST_ASSIGN_OR_RETURN(const UpdateMode update_mode, proto::FromProto(request.update_mode()));
+  BALLAST_ASSIGN_OR_RETURN(rank_stream_,
+                           job->OpenStream({.uid = request.uid(),
+                                            .rank = request.rank(),
+                                            .process_id = request.process_id(),
+                                            .generation = request.generation(),
+                                            .update_mode = update_mode,
+                                            .weights_in_place = request.weights_in_shared_memory()},
+                                           outbox_));
+  rank_chunks_ = job->layout().chunks_of_rank(request.rank()).size();
+  outbox_->Opened(job, request.rank(), rank_stream_->position());
+  return absl::OkStatus();
+}
+
+absl::Status TrainStream::BeginStep(const v1::BeginStep& request) {
+  BALLAST_ASSIGN_OR_RETURN(const StepSettings settings, FromMessage(request));
+  return rank_stream_->BeginStep(request.step(), settings);
+}
+
+absl::Status TrainStream::Contribute(const v1::GradientHeader& header,
+                                     const proto::Payload& payload) {
+  return rank_stream_->Contribute(FromMessage(header, payload.pieces())).status();
+}
+
+absl::Status TrainStream::Contribute(const v1::SharedGradients& request) {
+  const auto chunks = static_cast<size_t>(request.chunks_size());
+  if (chunks == 0 || chunks > rank_chunks_) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("shared gradients of ", chunks, " chunks, of a rank that has ", rank_chunks_));
+  }
+  Contribution contribution = {.step = request.step(),
+                               .micro_step_begin = request.micro_step_begin(),
+                               .micro_step_end = request.micro_step_end(),
+                               .final = request.final(),
+                               .in_place = true};
+  for (const uint32_t chunk : request.chunks()) {
+    contribution.chunk = chunk;
+    BALLAST_RETURN_IF_ERROR(rank_stream_->Contribute(contribution).status());
+  }
+  return absl::OkStatus();
+}
+
+absl::Status TrainStream::EndMicroStep(const v1::EndMicroStep& request) {
+  return rank_stream_->EndMicroStep(request.step(), request.micro_step(), FromMessage(request));
+}
+
+absl::Status TrainStream::Seal(const v1::Seal& request) {
+  outbox_->Sealing(request.step());  // Before a refusal can come.
+  BALLAST_ASSIGN_OR_RETURN(const std::optional<SealRefusal> refusal,
+                           rank_stream_->Seal(request.step(), request.micro_steps()));
+  if (refusal) outbox_->OnSealRefused(request.step(), *refusal);
+  return absl::OkStatus();
+}
+
+}  // namespace ballast::server

@@ -1,0 +1,88 @@
+#include "server/train/upload_stream.h"
+
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "proto/status.h"
+#include "server/find_job.h"
+
+namespace ballast::server {
+
+UploadStream::UploadStream(const Engine& engine, grpc::ByteBuffer& response)
+    : engine_(engine), response_(response) {
+  StartRead(&read_buffer_);
+}
+
+void UploadStream::OnReadDone(bool ok) {
+  if (!ok) {
+    if (job_ == nullptr) {
+      return Finish(proto::ToGrpc(absl::InvalidArgumentError("no open message came")));
+    }
+    v1::UploadWeightsResponse response;
+    response.set_chunks(chunks_);
+    response.set_job_ready(job_->Status().phase != JobPhase::kAwaitingWeights);
+    response_ = proto::SerializeControl(response);
+    return Finish(grpc::Status::OK);
+  }
+  absl::Status handled;
+  {
+    const absl::StatusOr<proto::Frame<v1::UploadWeightsRequest>> frame =
+        proto::ParseUploadWeightsRequest(read_buffer_);
+    read_buffer_.Clear();
+    handled = frame.ok() ? Handle(*frame) : frame.status();
+  }
+  if (!handled.ok()) return Finish(proto::ToGrpc(handled));
+  StartRead(&read_buffer_);
+}
+
+absl::Status UploadStream::Handle(const proto::Frame<v1::UploadWeightsRequest>& frame) {
+  if (frame.message.kind_case() == v1::UploadWeightsRequest::KIND_NOT_SET) {
+    return absl::InvalidArgumentError(
+        "a message without kind, or of a kind that this service does not know");
+  }
+  if (frame.message.has_open() != (job_ == nullptr)) {
+    return absl::InvalidArgumentError("open must be the first message of a stream, and only that");
+  }
+  if (frame.message.has_open()) return Open(frame.message.open());
+  return Write(frame.message.weights().header(), frame.payload);
+}
+
+absl::Status UploadStream::Open(const v1::OpenTrain& request) {
+  BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job,
+                           FindJob(engine_, request.name(), request.uid()));
+  if (request.rank() < 0 || request.rank() >= job->layout().world_size()) {
+    return absl::InvalidArgumentError(absl::StrCat("rank ", request.rank(), " of ", request.name(),
+                                                   ", which has world size ",
+                                                   job->layout().world_size()));
+  }
+  const JobStatus status = job->Status();
+  // A free rank is held by the empty process id, which is nobody's.
+  if (request.process_id().empty() || request.generation() != status.generation ||
+      request.process_id() != status.ranks[request.rank()].process_id) {
+    return absl::AbortedError(
+        absl::StrCat("rank ", request.rank(), " of ", request.name(), " is not held by process '",
+                     request.process_id(), "' in generation ", request.generation(),
+                     " (generation is ", status.generation, "); attach again"));
+  }
+  rank_ = request.rank();
+  uploader_ = {.generation = request.generation(), .process_id = request.process_id()};
+  job_ = job;
+  return absl::OkStatus();
+}
+
+absl::Status UploadStream::Write(const v1::WeightHeader& header, const proto::Payload& payload) {
+  if (header.step() != 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("first weights have step 0, not ", header.step()));
+  }
+  const absl::Span<const Chunk> chunks = job_->layout().chunks();
+  if (header.chunk() >= chunks.size() || chunks[header.chunk()].rank != rank_) {
+    return absl::InvalidArgumentError(absl::StrCat("chunk ", header.chunk(), " is not one of rank ",
+                                                   rank_, "'s, of ", chunks.size(), " in all"));
+  }
+  BALLAST_RETURN_IF_ERROR(
+      job_->WriteInitialWeights(header.chunk(), payload.pieces(), uploader_).status());
+  ++chunks_;
+  return absl::OkStatus();
+}
+
+}  // namespace ballast::server

@@ -1,0 +1,41 @@
+// One UploadWeights call: a rank's first weights.
+#ifndef BALLAST_SERVER_TRAIN_UPLOAD_STREAM_H_
+#define BALLAST_SERVER_TRAIN_UPLOAD_STREAM_H_
+
+#include <grpcpp/support/byte_buffer.h>
+#include <grpcpp/support/server_callback.h>
+
+#include <cstdint>
+#include <memory>
+
+#include "cpu_optimizer_service/engine.h"
+#include "proto/frame.h"
+
+namespace ballast::server {
+
+// Owns itself: gRPC calls OnDone last, which deletes it.
+class UploadStream final : public grpc::ServerReadReactor<grpc::ByteBuffer> {
+ public:
+  // The engine outlives it; `response` is gRPC's and stays until OnDone.
+  UploadStream(const Engine& engine, grpc::ByteBuffer& response);
+
+  void OnReadDone(bool ok) override;
+  void OnDone() override { delete this; }
+
+ private:
+  absl::Status Handle(const proto::Frame<v1::UploadWeightsRequest>& frame);
+  absl::Status Open(const v1::OpenTrain& request);
+  absl::Status Write(const v1::WeightHeader& header, const proto::Payload& payload);
+
+  const Engine& engine_;
+  grpc::ByteBuffer& response_;
+  grpc::ByteBuffer read_buffer_;
+  std::shared_ptr<Job> job_;  // Null before the first message.
+  int rank_ = 0;
+  Job::Uploader uploader_;
+  int64_t chunks_ = 0;
+};
+
+}  // namespace ballast::server
+
+#endif  // BALLAST_SERVER_TRAIN_UPLOAD_STREAM_H_

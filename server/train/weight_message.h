@@ -1,0 +1,34 @@
+// Weight chunks on their way out.
+#ifndef BALLAST_SERVER_TRAIN_WEIGHT_MESSAGE_H_
+#define BALLAST_SERVER_TRAIN_WEIGHT_MESSAGE_H_
+
+#include <cstdint>
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "ballast/v1/ballast.pb.h"
+#include "cpu_optimizer_service/job/job.h"
+
+namespace ballast::server {
+
+inline v1::WeightHeader MakeWeightHeader(uint64_t step, int chunk, bool provisional = false) {
+  v1::WeightHeader header;
+  header.set_step(step);
+  header.set_chunk(static_cast<uint32_t>(chunk));
+  header.set_provisional(provisional);
+  return header;
+}
+
+// A chunk's weights in a buffer of their own.
+struct OwnedShard {
+  std::shared_ptr<std::byte[]> memory;
+  size_t size_bytes = 0;
+  absl::Span<const std::byte> bytes() const { return {memory.get(), size_bytes}; }
+};
+// The errors of Job::ReadShard. The caller knows that the chunk exists.
+absl::StatusOr<OwnedShard> ReadShard(const Job& job, uint64_t generation, uint64_t step, int chunk);
+
+}  // namespace ballast::server
+
+#endif  // BALLAST_SERVER_TRAIN_WEIGHT_MESSAGE_H_

@@ -1,0 +1,74 @@
+#include "server/train/weights_reader.h"
+
+#include <numeric>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "proto/frame.h"
+#include "proto/status.h"
+#include "server/find_job.h"
+#include "server/train/weight_message.h"
+
+namespace ballast::server {
+
+WeightsReader::WeightsReader(const Engine& engine, const grpc::ByteBuffer& request) {
+  const absl::Status opened = Open(engine, request);
+  if (!opened.ok()) {
+    Finish(proto::ToGrpc(opened));
+    return;
+  }
+  v1::ReadWeightsResponse first;
+  first.set_step(step_);
+  write_buffer_ = proto::SerializeControl(first);
+  StartWrite(&write_buffer_);
+}
+
+void WeightsReader::OnWriteDone(bool ok) {
+  if (!ok) return Finish(proto::ToGrpc(absl::CancelledError("the reader is gone")));
+  if (next_ == chunks_.size()) return Finish(grpc::Status::OK);
+  absl::StatusOr<grpc::ByteBuffer> bytes = NextChunk();
+  if (!bytes.ok()) return Finish(proto::ToGrpc(bytes.status()));
+  write_buffer_ = *std::move(bytes);
+  StartWrite(&write_buffer_);
+}
+
+absl::Status WeightsReader::Open(const Engine& engine, const grpc::ByteBuffer& bytes) {
+  BALLAST_ASSIGN_OR_RETURN(const v1::ReadWeightsRequest request,
+                           proto::ParseControl<v1::ReadWeightsRequest>(bytes));
+  BALLAST_ASSIGN_OR_RETURN(job_, FindJob(engine, request.name(), request.uid()));
+  const JobStatus status = job_->Status();
+  if (status.phase == JobPhase::kAwaitingWeights) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(request.name(), " has no weights yet; upload them first"));
+  }
+  generation_ = status.generation;
+  step_ = status.committed_step;
+  if (request.has_step() && request.step() != step_) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        request.name(), " stands at step ", step_, ", not at ", request.step(), " as asked for"));
+  }
+  const size_t chunks_of_job = job_->layout().chunks().size();
+  if (request.chunks().empty()) {
+    chunks_.resize(chunks_of_job);
+    std::iota(chunks_.begin(), chunks_.end(), 0);
+    return absl::OkStatus();
+  }
+  chunks_.reserve(request.chunks_size());
+  for (const uint32_t chunk : request.chunks()) {
+    if (chunk >= chunks_of_job) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("chunk ", chunk, " of ", request.name(), ", which has ", chunks_of_job));
+    }
+    chunks_.push_back(static_cast<int>(chunk));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<grpc::ByteBuffer> WeightsReader::NextChunk() {
+  const int chunk = chunks_[next_++];
+  BALLAST_ASSIGN_OR_RETURN(const OwnedShard shard, ReadShard(*job_, generation_, step_, chunk));
+  return proto::SerializeReadWeights(MakeWeightHeader(step_, chunk), shard.bytes(),
+                                     [memory = shard.memory] {});
+}
+
+}  // namespace ballast::server

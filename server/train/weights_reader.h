@@ -1,0 +1,38 @@
+// One ReadWeights call: committed weights, chunk after chunk.
+#ifndef BALLAST_SERVER_TRAIN_WEIGHTS_READER_H_
+#define BALLAST_SERVER_TRAIN_WEIGHTS_READER_H_
+
+#include <grpcpp/support/byte_buffer.h>
+#include <grpcpp/support/server_callback.h>
+
+#include <memory>
+#include <vector>
+
+#include "cpu_optimizer_service/engine.h"
+
+namespace ballast::server {
+
+// Owns itself: gRPC calls OnDone last, which deletes it. One chunk is in memory at a time.
+class WeightsReader final : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
+ public:
+  // The engine outlives it.
+  WeightsReader(const Engine& engine, const grpc::ByteBuffer& request);
+
+  void OnWriteDone(bool ok) override;
+  void OnDone() override { delete this; }
+
+ private:
+  absl::Status Open(const Engine& engine, const grpc::ByteBuffer& request);
+  absl::StatusOr<grpc::ByteBuffer> NextChunk();
+
+  std::shared_ptr<Job> job_;
+  uint64_t generation_ = 0;  // A load while chunks are read must not go unnoticed.
+  uint64_t step_ = 0;
+  std::vector<int> chunks_;
+  size_t next_ = 0;
+  grpc::ByteBuffer write_buffer_;
+};
+
+}  // namespace ballast::server
+
+#endif  // BALLAST_SERVER_TRAIN_WEIGHTS_READER_H_

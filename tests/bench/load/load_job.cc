@@ -1,0 +1,120 @@
+#include "tests/bench/load/load_job.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <iterator>
+
+#include "absl/strings/str_cat.h"
+
+namespace ballast::bench {
+namespace {
+
+uint64_t Mixed(uint64_t x) {  // splitmix64.
+  x += 0x9e3779b97f4a7c15;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
+  return x ^ (x >> 31);
+}
+
+// A bf16 of either sign between 1/16 and 1/4 from 9 random bits.
+uint16_t GradientElement(uint64_t random) {
+  const auto sign = static_cast<uint16_t>((random & 0x100) << 7);
+  return static_cast<uint16_t>(sign | (0x3d80 + (random & 0xff)));
+}
+
+// Root of the mean square of those: mantissas are even over [1, 2), exponents over -4 and -3.
+const double kGradientRms = std::sqrt(7.0 / 3.0 * (1.0 / 256 + 1.0 / 64) / 2);
+
+// As large as gradients are: with a small one Adam's update is the same whatever they are scaled
+// by, and one that was counted twice in every step would not show in the weights.
+constexpr double kEps = 0.1;
+
+constexpr double kDivisors[] = {1, 1.5, 2.25};
+constexpr double kMostDivisor = 2.25;
+
+double MaxNorm(const LoadOptions& options) {
+  // Micro-steps add up, and nothing is divided.
+  const double norm = kGradientRms * static_cast<double>(options.micro_steps) *
+                      std::sqrt(static_cast<double>(options.parameters));
+  // Steps' divisors make the norm smaller, by no more than kMostDivisor.
+  switch (options.clipping) {
+    case Clipping::kNone:
+      return 0;
+    case Clipping::kNotFiring:
+      return 10 * norm;
+    case Clipping::kFiring:
+      return norm / kMostDivisor / 10;
+  }
+  return 0;
+}
+
+}  // namespace
+
+JobSpec MakeLoadJob(const LoadOptions& options, const std::string& name) {
+  JobSpec spec;
+  spec.name = name;
+  spec.max_norm = MaxNorm(options);
+  spec.max_micro_steps = static_cast<uint32_t>(options.micro_steps);
+  spec.update_mode = options.update;
+  for (int64_t i = 0; i < options.groups; ++i) {
+    spec.groups.push_back({.name = absl::StrCat("group", i)});
+    spec.groups.back().hyper_parameters.eps = kEps;
+  }
+  const int64_t each = options.parameters / options.tensors;
+  const int64_t rest = options.parameters % options.tensors;
+  for (int64_t i = 0; i < options.tensors; ++i) {
+    spec.layout.parameters.push_back({.name = absl::StrCat("tensor", i),
+                                      .shape = {each + (i < rest ? 1 : 0)},
+                                      .group = static_cast<int>(i % options.groups)});
+  }
+  const int ranks = static_cast<int>(options.ranks);
+  spec.layout.world_size = ranks;
+  spec.layout.group_count = static_cast<int>(options.groups);
+  // A rank's shard of a bucket is a whole chunk.
+  spec.layout.partitions =
+      PartitionsOf(MakeBuckets(FlatElements(spec.layout.parameters, spec.layout.group_count), ranks,
+                               kMaxChunkElements * ranks),
+                   ranks);
+  return spec;
+}
+
+GradientScale LoadScale(const JobSpec& spec, uint64_t step) {
+  const double divisor = kDivisors[step % std::size(kDivisors)];
+  return {.divisors = std::vector<double>(spec.groups.size(), divisor)};
+}
+
+LoadValues::LoadValues(const JobSpec& spec, uint64_t seed)
+    : group_elements_(spec.groups.size()), seed_(seed) {
+  for (const ParameterSpec& parameter : spec.layout.parameters) {
+    group_elements_[parameter.group] += parameter.shape[0];
+  }
+}
+
+void LoadValues::FillGradient(const Chunk& chunk, absl::Span<std::byte> out) const {
+  const int64_t count =
+      std::clamp<int64_t>(group_elements_[chunk.group] - chunk.begin, 0, chunk.elements);
+  std::memset(out.data(), 0, out.size());
+  const uint64_t start =
+      Mixed(Mixed(seed_ + static_cast<uint64_t>(chunk.group)) + static_cast<uint64_t>(chunk.begin));
+  for (int64_t i = 0; i < count; i += 4) {
+    const uint64_t random = Mixed(start + static_cast<uint64_t>(i));
+    uint16_t elements[4];
+    for (int k = 0; k < 4; ++k) elements[k] = GradientElement(random >> (16 * k));
+    const auto bytes = sizeof(uint16_t) * static_cast<size_t>(std::min<int64_t>(4, count - i));
+    std::memcpy(out.data() + sizeof(uint16_t) * static_cast<size_t>(i), elements, bytes);
+  }
+}
+
+void LoadValues::FillWeights(const Chunk& chunk, absl::Span<float> out) const {
+  const int64_t count =
+      std::clamp<int64_t>(group_elements_[chunk.group] - chunk.begin, 0, chunk.elements);
+  const uint64_t start = Mixed(Mixed(~seed_ + static_cast<uint64_t>(chunk.group)) +
+                               static_cast<uint64_t>(chunk.begin));
+  for (int64_t i = 0; i < chunk.elements; ++i) {
+    const auto random = static_cast<int64_t>(Mixed(start + static_cast<uint64_t>(i)));
+    out[i] = i < count ? static_cast<float>(random >> 40) * 0x1p-27f : 0.0f;
+  }
+}
+
+}  // namespace ballast::bench

@@ -1,0 +1,173 @@
+#include "tests/bench/load/load_service.h"
+
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "client/session.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/engine.h"
+#include "server/ballastd/memory_limit.h"
+#include "server/server.h"
+
+namespace ballast::bench {
+namespace {
+
+constexpr absl::Duration kStartLimit = absl::Seconds(60);
+constexpr absl::Duration kPoll = absl::Milliseconds(5);
+
+std::optional<int> PortOf(const std::string& address) {
+  int port = 0;
+  const size_t colon = address.rfind(':');
+  if (colon == std::string::npos || !absl::SimpleAtoi(address.substr(colon + 1), &port)) {
+    return std::nullopt;
+  }
+  return port;
+}
+
+class RunningService final : public LoadService {
+ public:
+  explicit RunningService(std::string address) : address_(std::move(address)) {}
+  absl::StatusOr<std::shared_ptr<grpc::Channel>> NewChannel() override {
+    return client::Connect(address_);
+  }
+  std::optional<int> tcp_port() const override { return PortOf(address_); }
+
+ private:
+  const std::string address_;
+};
+
+class ServiceInside final : public LoadService {
+ public:
+  static absl::StatusOr<std::unique_ptr<LoadService>> Start(const LoadOptions& options) {
+    auto self = std::make_unique<ServiceInside>(static_cast<int>(options.threads));
+    BALLAST_ASSIGN_OR_RETURN(self->server_, server::Server::Start(self->engine_, {.listen = {}}));
+    return self;
+  }
+  explicit ServiceInside(int threads)
+      : engine_({.memory_limit_bytes = server::DefaultMemoryLimitBytes(), .threads = threads}) {}
+  absl::StatusOr<std::shared_ptr<grpc::Channel>> NewChannel() override {
+    return server_->InProcessChannel();
+  }
+
+ private:
+  Engine engine_;
+  std::unique_ptr<server::Server> server_;
+};
+
+class OwnProcess final : public LoadService {
+ public:
+  static absl::StatusOr<std::unique_ptr<LoadService>> Start(const LoadOptions& options) {
+    std::string folder = (std::filesystem::temp_directory_path() / "ballast-bench.XXXXXX").string();
+    if (mkdtemp(folder.data()) == nullptr) {
+      return absl::ErrnoToStatus(errno, absl::StrCat("cannot make the folder ", folder));
+    }
+    std::unique_ptr<OwnProcess> self(new OwnProcess(folder));
+    BALLAST_RETURN_IF_ERROR(self->Run(options));
+    BALLAST_RETURN_IF_ERROR(self->AwaitAddress());
+    return self;
+  }
+
+  ~OwnProcess() override {
+    if (pid_ > 0) {
+      kill(pid_, SIGKILL);  // It holds nothing that anybody wants.
+      waitpid(pid_, nullptr, 0);
+    }
+    std::error_code ignored;
+    std::filesystem::remove_all(folder_, ignored);
+  }
+
+  absl::StatusOr<std::shared_ptr<grpc::Channel>> NewChannel() override {
+    return client::Connect(address_);
+  }
+  std::optional<pid_t> pid() const override { return pid_; }
+  std::optional<int> tcp_port() const override { return PortOf(address_); }
+
+ private:
+  explicit OwnProcess(std::string folder) : folder_(std::move(folder)) {}
+
+  absl::Status Run(const LoadOptions& options) {
+    std::error_code error;
+    const auto program = std::filesystem::read_symlink("/proc/self/exe", error);
+    // Memory in common is reached over TCP too, since the kernel counts the bytes there.
+    const std::string listen =
+        options.way == Way::kUnixSocket ? absl::StrCat("unix:", folder_, "/socket") : "127.0.0.1:0";
+    const std::vector<std::string> words = {
+        (program.parent_path() / "ballastd").string(),
+        absl::StrCat("--listen=", listen),
+        absl::StrCat("--threads=", options.threads),
+        absl::StrCat("--port-file=", folder_, "/address"),
+        absl::StrCat("--shared-memory=", options.way == Way::kSharedMemory ? "auto" : "never"),
+        "--startup-benchmark=false",
+        "--log-level=warning"};
+    std::vector<char*> arguments;
+    for (const std::string& word : words) arguments.push_back(const_cast<char*>(word.c_str()));
+    arguments.push_back(nullptr);
+    const std::string log = folder_ + "/log";
+
+    const pid_t parent = getpid();
+    pid_ = fork();
+    if (pid_ < 0) return absl::ErrnoToStatus(errno, "cannot start ballastd");
+    if (pid_ > 0) return absl::OkStatus();
+    // The child: it ends with its parent, however that ends.
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (getppid() != parent) _exit(127);
+    const int fd = open(log.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+    dup2(fd, STDOUT_FILENO);
+    dup2(fd, STDERR_FILENO);
+    execv(arguments[0], arguments.data());
+    _exit(127);
+  }
+
+  absl::Status AwaitAddress() {
+    const absl::Time deadline = absl::Now() + kStartLimit;
+    for (;;) {
+      std::ifstream(folder_ + "/address") >> address_;
+      if (!address_.empty()) return absl::OkStatus();
+      const bool ended = waitpid(pid_, nullptr, WNOHANG) == pid_;
+      if (ended) pid_ = -1;
+      if (ended || absl::Now() > deadline) {
+        return absl::UnavailableError(absl::StrCat("ballastd did not start: ", LastLine()));
+      }
+      absl::SleepFor(kPoll);
+    }
+  }
+
+  std::string LastLine() const {
+    std::ifstream file(folder_ + "/log");
+    std::string last = "it said nothing";
+    for (std::string line; std::getline(file, line);) {
+      if (!line.empty()) last = line;
+    }
+    return last;
+  }
+
+  const std::string folder_;
+  pid_t pid_ = -1;
+  std::string address_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<LoadService>> LoadService::Start(const LoadOptions& options) {
+  if (!options.service.empty()) return std::make_unique<RunningService>(options.service);
+  if (options.way == Way::kInProcess) return ServiceInside::Start(options);
+  return OwnProcess::Start(options);
+}
+
+}  // namespace ballast::bench

@@ -1,0 +1,299 @@
+// The `ballast` binary against the `ballastd` binary, as a person uses them.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+
+#include "tests/client/job_for_tests.h"
+#include "tests/client/processes_for_tests.h"
+#include "tests/client/session/rank_for_tests.h"
+
+namespace ballast::client {
+namespace {
+
+using json = nlohmann::ordered_json;  // As printed.
+using testing::AllOf;
+using testing::HasSubstr;
+
+const std::string kBin = BALLAST_BIN_DIR;
+
+class CliTest : public testing::Test {
+ protected:
+  CliTest() : directory_(testing::TempDir() + "cli_test." + std::to_string(getpid())) {
+    std::filesystem::remove_all(directory_);
+    std::filesystem::create_directories(directory_);
+  }
+  ~CliTest() override { std::filesystem::remove_all(directory_); }
+
+  void SetUp() override {
+    daemon_ = std::make_unique<DaemonForTests>(kBin, directory_);
+    ASSERT_NE(daemon_->address(), "") << ReadFile(directory_ + "/ballastd.err");
+    auto channel = Connect(daemon_->address());
+    ASSERT_TRUE(channel.ok()) << channel.status();
+    auto rank = RankForTests::Join(*channel, SmallJob("gpt", 1), 0);
+    ASSERT_TRUE(rank.ok()) << rank.status();
+    rank_ = *std::move(rank);
+    ASSERT_TRUE(rank_->Step(2, {}).ok());
+  }
+
+  ProcessResult Ballast(std::vector<std::string> words) {
+    words.insert(words.begin(), kBin + "/ballast");
+    words.push_back("--service=" + daemon_->address());
+    return RunProcess(words, directory_);
+  }
+  std::string Text(std::vector<std::string> words) {
+    const ProcessResult result = Ballast(std::move(words));
+    EXPECT_EQ(result.exit_code, 0) << result.error;
+    EXPECT_EQ(result.error, "");
+    return result.output;
+  }
+  json Json(std::vector<std::string> words) {
+    words.push_back("--json");
+    const std::string text = Text(std::move(words));
+    EXPECT_TRUE(json::accept(text)) << text;
+    return json::accept(text) ? json::parse(text) : json();
+  }
+  // The one line that it says when it fails.
+  std::string Failure(std::vector<std::string> words) {
+    const ProcessResult result = Ballast(std::move(words));
+    EXPECT_EQ(result.exit_code, 1);
+    EXPECT_EQ(result.output, "");
+    EXPECT_EQ(std::count(result.error.begin(), result.error.end(), '\n'), 1) << result.error;
+    return result.error;
+  }
+
+  const std::string directory_;
+  std::unique_ptr<DaemonForTests> daemon_;
+  std::unique_ptr<RankForTests> rank_;
+};
+
+TEST_F(CliTest, JobsAndJobShowTheRun) {
+  EXPECT_THAT(Text({"jobs"}), AllOf(HasSubstr("gpt"), HasSubstr("ready"), HasSubstr("MiB")));
+  EXPECT_EQ(Json({"jobs"})["jobs"][0]["name"], "gpt");
+  EXPECT_THAT(Text({"job", "gpt"}), AllOf(HasSubstr("1 committed"), HasSubstr("applied")));
+  const json job = Json({"job", "gpt"});
+  EXPECT_EQ(job["committed_step"], 1);
+  EXPECT_EQ(job["uid"], rank_->session().job_uid());
+  EXPECT_EQ(job["world_size"], 1);
+  EXPECT_GT(job["memory"]["total_bytes"], 0);
+  EXPECT_EQ(job["ranks"][0]["attached"], true);
+  EXPECT_EQ(job["ranks"][0]["chunks"], 5);
+  EXPECT_EQ(job["recent_steps"][0]["micro_steps"], 2);
+  EXPECT_GT(job["recent_steps"][0]["norm"], 0);
+}
+
+TEST_F(CliTest, GroupsShowAndSetGroupChanges) {
+  EXPECT_THAT(Text({"groups", "gpt"}), AllOf(HasSubstr("no_decay"), HasSubstr("0.02")));
+  const json groups = Json({"groups", "gpt"});
+  EXPECT_EQ(groups["groups"][0]["name"], "decay");
+  EXPECT_EQ(groups["groups"][0]["trainable_elements"], 940);
+  EXPECT_EQ(groups["groups"][1]["wire_dtype"], "fp32");
+  const json changed = Json({"set-group", "gpt", "no_decay", "--lr", "0.125", "--beta1=0.5"});
+  EXPECT_EQ(changed["hyper_parameters"]["lr"], 0.125);
+  EXPECT_EQ(changed["hyper_parameters"]["beta1"], 0.5);
+  EXPECT_EQ(changed["hyper_parameters"]["beta2"], 0.999);
+  // The next step uses it.
+  ReferenceRun reference(SmallJob("gpt", 1));
+  reference.Step(1, 2, {});
+  reference.hyper_parameters(1).lr = 0.125;
+  reference.hyper_parameters(1).beta1 = 0.5;
+  reference.Step(2, 1, {});
+  ASSERT_TRUE(rank_->Step(1, {}).ok());
+  EXPECT_EQ(rank_->Difference(reference), "");
+  EXPECT_THAT(Text({"set-group", "gpt", "decay", "--bias-correction", "false"}),
+              HasSubstr("no-bias-correction"));
+}
+
+TEST_F(CliTest, GroupsHistoryShowsWhatEachStepUsed) {
+  ASSERT_TRUE(rank_->Step(1, {}).ok());
+  Text({"set-group", "gpt", "no_decay", "--beta1", "0.5", "--maximize=true"});
+  ASSERT_TRUE(rank_->Step(1, {}).ok());
+  StepSettings settings;
+  settings.overrides[0].lr = 0.0625;
+  ASSERT_TRUE(rank_->Step(1, settings).ok());
+  const std::string text = Text({"groups", "gpt", "--history"});
+  EXPECT_THAT(text, HasSubstr("group decay\n"));
+  EXPECT_THAT(text, HasSubstr("\nsteps 1-3    0.01  0.9, 0.999"));
+  EXPECT_THAT(text, HasSubstr("\nstep 4     0.0625  0.9, 0.999"));
+  EXPECT_THAT(text, HasSubstr("\nsteps 1-2  0.02  0.9, 0.999  1e-08  0 decoupled"));
+  EXPECT_THAT(text, HasSubstr("\nsteps 3-4  0.02  0.5, 0.999  1e-08  0 decoupled   maximize\n"));
+  const json runs = Json({"groups", "gpt", "--history"})["groups"][1]["history"];
+  ASSERT_EQ(runs.size(), 2u);
+  EXPECT_EQ(runs[1]["first_step"], 3);
+  EXPECT_EQ(runs[1]["last_step"], 4);
+  EXPECT_EQ(runs[1]["hyper_parameters"]["beta1"], 0.5);
+}
+
+TEST_F(CliTest, JobShowsTheStepInProgress) {
+  ASSERT_TRUE(rank_->session().BeginStep({}).ok());
+  for (const int chunk : rank_->chunks()) ASSERT_TRUE(rank_->Push(chunk, 0).ok());
+  ASSERT_TRUE(rank_->session().EndMicroStep(0, {}).ok());
+  ASSERT_TRUE(rank_->Push(rank_->chunks()[0], 1).ok());
+  // The service has it all once it has the last chunk.
+  json rank;
+  while (rank["furthest_micro_step"] != 2) rank = Json({"job", "gpt"})["ranks"][0];
+  EXPECT_EQ(rank["micro_steps_ended"], 1);
+  EXPECT_EQ(rank["chunks_complete"], 1);
+  EXPECT_EQ(rank["missing_parameters"], json({"wte", "h.0.w", "h.0.b"}));
+  EXPECT_THAT(Text({"job", "gpt"}), AllOf(HasSubstr("open; step 2 waits for rank 0\n"),
+                                          HasSubstr("rank 0 is behind with: wte, h.0.w, h.0.b\n")));
+}
+
+TEST_F(CliTest, StateShowsPlanesAndWritesThemForNumPy) {
+  EXPECT_THAT(Text({"state", "gpt", "wte"}),
+              AllOf(HasSubstr("[40, 16] (640 elements)"), HasSubstr("exp_avg_sq: norm"),
+                    HasSubstr("####")));
+  const json summary = Json({"state", "gpt", "wte"});
+  EXPECT_EQ(summary["planes"].size(), 3u);
+  EXPECT_EQ(summary["update_count"], 1);
+  EXPECT_EQ(Json({"state", "gpt", "wte", "--plane=exp_avg"})["planes"].size(), 1u);
+
+  const std::string file = directory_ + "/w.npy";
+  const json written = Json({"state", "gpt", "h.0.b", "--out", file});
+  EXPECT_EQ(written["plane"], "master");
+  EXPECT_EQ(written["shape"], json({7}));
+  const std::string contents = ReadFile(file);
+  ASSERT_EQ(contents.size(), 128u + 28u);
+  // Group no_decay returns fp32, so its weights are its master weights.
+  EXPECT_EQ(contents.substr(128), rank_->memory().at(4).substr(0, 28));
+  EXPECT_THAT(Text({"state", "gpt", "wte", "--plane", "exp_avg", "--out", file}),
+              HasSubstr("wrote exp_avg of wte"));
+}
+
+TEST_F(CliTest, SaveLoadAndClose) {
+  const std::string checkpoint = directory_ + "/checkpoint";
+  const json saved = Json({"save", "gpt", checkpoint});
+  EXPECT_EQ(saved["step"], 1);
+  EXPECT_GT(saved["bytes"], 0);
+  ASSERT_TRUE(rank_->Step(1, {}).ok());
+  const json loaded = Json({"load", "gpt", checkpoint});
+  EXPECT_EQ(loaded["step"], 1);
+  EXPECT_GT(loaded["generation"], rank_->session().generation());
+  // The session belongs to the older generation.
+  EXPECT_FALSE(rank_->Step(1, {}).ok());
+  // Below a file there can be no directory.
+  EXPECT_THAT(Failure({"save", "gpt", directory_ + "/port/checkpoint"}), HasSubstr("/port"));
+  EXPECT_EQ(Json({"close", "gpt"})["closed"], true);
+  EXPECT_EQ(Json({"jobs"})["jobs"].size(), 0u);
+}
+
+TEST_F(CliTest, AbortStepClearsTheOpenStep) {
+  EXPECT_THAT(Failure({"abort-step", "gpt"}), HasSubstr("gpt"));
+  ASSERT_TRUE(rank_->session().BeginStep({}).ok());
+  ASSERT_TRUE(rank_->Push(rank_->chunks()[0], 0).ok());
+  // The step is open once the service has seen the stream's messages.
+  while (Json({"job", "gpt"})["phase"] != "open") std::this_thread::yield();
+  EXPECT_EQ(Json({"abort-step", "gpt"})["aborted_step"], 2);
+  EXPECT_EQ(Json({"job", "gpt"})["phase"], "ready");
+}
+
+// "a,b,c", in the order in which they are printed.
+std::string Fields(const json& object) {
+  std::string fields;
+  for (const auto& [name, value] : object.items()) fields += (fields.empty() ? "" : ",") + name;
+  return fields;
+}
+
+// Scripts read these.
+TEST_F(CliTest, JsonKeepsTheNamesOfItsFields) {
+  const std::string checkpoint = directory_ + "/checkpoint";
+  const std::string hyper_parameters =
+      "lr,beta1,beta2,eps,weight_decay,decoupled_weight_decay,bias_correction,amsgrad,maximize";
+  const std::string group =
+      "name,hyper_parameters,wire_dtype,return_dtype,parameter_count,trainable_elements,"
+      "flat_elements";
+  const std::string job_head =
+      "name,uid,phase,committed_step,generation,world_size,applied_steps,skipped_steps,memory";
+
+  const auto jobs = Json({"jobs"});
+  EXPECT_EQ(Fields(jobs), "instance_id,memory_used_bytes,memory_limit_bytes,jobs");
+  EXPECT_EQ(Fields(jobs["jobs"][0]), job_head);
+
+  const auto job = Json({"job", "gpt"});
+  EXPECT_EQ(Fields(job), job_head +
+                             ",instance_id,max_norm,unused_policy,max_micro_steps,chunk_elements,"
+                             "update_mode,speculation,coverage_complete_steps,ranks,recent_steps");
+  EXPECT_EQ(Fields(job["memory"]),
+            "total_bytes,state_bytes,gradient_bytes,accumulator_bytes,other_bytes,"
+            "accumulators_in_use,speculation_bytes,shared_bytes");
+  EXPECT_EQ(Fields(job["speculation"]),
+            "unavailable,speculated_chunks,published_chunks,redone_chunks,paused_chunks");
+  EXPECT_EQ(Fields(job["ranks"][0]),
+            "rank,attached,process_id,begun,micro_steps_ended,sealed,chunks,chunks_complete,"
+            "furthest_micro_step,missing_parameters,shared_memory");
+  EXPECT_EQ(Fields(job["recent_steps"][0]),
+            "step,applied,skip_reason,norm,clip_coefficient,micro_steps,loss_scale,"
+            "hyper_parameters,unused_parameters,speculated_chunks,published_chunks,redone_chunks");
+  EXPECT_EQ(Fields(job["recent_steps"][0]["hyper_parameters"][0]), hyper_parameters);
+
+  const auto groups = Json({"groups", "gpt"});
+  EXPECT_EQ(Fields(groups), "job,groups");
+  EXPECT_EQ(Fields(groups["groups"][0]), group);
+  EXPECT_EQ(Fields(Json({"set-group", "gpt", "decay", "--lr=0.5"})), group);
+  const auto history = Json({"groups", "gpt", "--history"});
+  EXPECT_EQ(Fields(history), "job,groups");
+  EXPECT_EQ(Fields(history["groups"][0]), "name,history");
+  EXPECT_EQ(Fields(history["groups"][0]["history"][0]), "first_step,last_step,hyper_parameters");
+  EXPECT_EQ(Fields(history["groups"][0]["history"][0]["hyper_parameters"]), hyper_parameters);
+
+  const auto state = Json({"state", "gpt", "wte"});
+  EXPECT_EQ(Fields(state), "parameter,step,shape,group,trainable,update_count,planes");
+  EXPECT_EQ(Fields(state["planes"][0]),
+            "plane,norm,mean,min,max,zeros,non_finite,magnitude_histogram");
+  EXPECT_EQ(Fields(Json({"state", "gpt", "wte", "--out", directory_ + "/w.npy"})),
+            "parameter,plane,step,shape,file,bytes");
+
+  ASSERT_TRUE(rank_->session().BeginStep({}).ok());
+  while (Json({"job", "gpt"})["phase"] != "open") std::this_thread::yield();
+  EXPECT_EQ(Fields(Json({"abort-step", "gpt"})), "job,aborted_step");
+  EXPECT_EQ(Fields(Json({"save", "gpt", checkpoint})), "job,directory,step,bytes");
+  EXPECT_EQ(Fields(Json({"load", "gpt", checkpoint})), "job,directory,step,generation");
+  EXPECT_EQ(Fields(Json({"close", "gpt"})), "job,closed");
+}
+
+TEST_F(CliTest, SuggestsNamesThatAreThere) {
+  EXPECT_THAT(Failure({"job", "gtp"}), HasSubstr("did you mean gpt?"));
+  EXPECT_THAT(Failure({"state", "gpt", "wtee"}), HasSubstr("did you mean wte?"));
+  EXPECT_THAT(Failure({"state", "gpt", "wtee", "--out", directory_ + "/w.npy"}),
+              HasSubstr("did you mean wte?"));
+  EXPECT_THAT(Failure({"set-group", "gpt", "nodecay", "--lr", "1"}),
+              HasSubstr("did you mean no_decay"));
+  EXPECT_THAT(Failure({"save", "gtp", "/nowhere"}), HasSubstr("did you mean gpt?"));
+  EXPECT_FALSE(std::filesystem::exists(directory_ + "/w.npy"));
+}
+
+TEST_F(CliTest, SaysInOneLineThatAFileCannotBeWritten) {
+  EXPECT_THAT(Failure({"state", "gpt", "wte", "--out", directory_ + "/none/w.npy"}),
+              HasSubstr("make its directory first"));
+}
+
+TEST_F(CliTest, SaysInOneLineThatNoServiceAnswers) {
+  const ProcessResult result =
+      RunProcess({kBin + "/ballast", "jobs", "--service=unix:" + directory_ + "/none"}, directory_);
+  EXPECT_EQ(result.exit_code, 1);
+  EXPECT_THAT(result.error, HasSubstr("start ballastd, or give its address with --service"));
+  EXPECT_EQ(std::count(result.error.begin(), result.error.end(), '\n'), 1) << result.error;
+}
+
+TEST_F(CliTest, WrongUsageExitsWithTwo) {
+  EXPECT_EQ(Ballast({"jbos"}).exit_code, 2);
+  EXPECT_EQ(RunProcess({kBin + "/ballast", "jobs", "--service="}, directory_).exit_code, 2);
+  EXPECT_EQ(Ballast({"job"}).exit_code, 2);
+  EXPECT_EQ(Ballast({"set-group", "gpt", "decay"}).exit_code, 2);
+  EXPECT_EQ(Ballast({"save", "gpt", "relative"}).exit_code, 2);
+  const ProcessResult help = RunProcess({kBin + "/ballast", "help"}, directory_);
+  EXPECT_EQ(help.exit_code, 0);
+  EXPECT_THAT(help.output, HasSubstr("set-group JOB GROUP"));
+}
+
+TEST_F(CliTest, TheExampleInTheReadmeRuns) {
+  const ProcessResult result =
+      RunProcess({kBin + "/ballast-example", daemon_->address()}, directory_);
+  EXPECT_EQ(result.exit_code, 0) << result.error;
+  EXPECT_THAT(result.output, HasSubstr("step 200: w[0] = 1.0"));
+}
+
+}  // namespace
+}  // namespace ballast::client

@@ -1,0 +1,208 @@
+// `ballast trace` against the `ballastd` binary, while a job of two ranks trains.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <string>
+#include <thread>
+
+#include "tests/client/eventually.h"
+#include "tests/client/job_for_tests.h"
+#include "tests/client/processes_for_tests.h"
+#include "tests/client/session/rank_for_tests.h"
+
+namespace ballast::client {
+namespace {
+
+using nlohmann::json;
+using testing::AllOf;
+using testing::HasSubstr;
+
+const std::string kBin = BALLAST_BIN_DIR;
+constexpr int kRanks = 2;
+constexpr int kChunks = 5;
+
+class CliTraceTest : public testing::Test {
+ protected:
+  CliTraceTest() : directory_(testing::TempDir() + "cli_trace_test." + std::to_string(getpid())) {
+    std::filesystem::remove_all(directory_);
+    std::filesystem::create_directories(directory_);
+  }
+  ~CliTraceTest() override {
+    Stop();
+    std::filesystem::remove_all(directory_);
+  }
+
+  // A job whose ranks are there and do nothing.
+  void Start(UpdateMode mode, SharedMemoryUse shared_memory = SharedMemoryUse::kAuto) {
+    daemon_ = std::make_unique<DaemonForTests>(kBin, directory_);
+    ASSERT_NE(daemon_->address(), "") << ReadFile(directory_ + "/ballastd.err");
+    JobSpec job = SmallJob("gpt", kRanks);
+    job.update_mode = mode;
+    job.max_norm = 0;
+    ForEachRank(kRanks, [&](int rank) {
+      auto channel = Connect(daemon_->address());
+      ASSERT_TRUE(channel.ok()) << channel.status();
+      auto joined = RankForTests::Join(*channel, job, rank, {.shared_memory = shared_memory});
+      ASSERT_TRUE(joined.ok()) << joined.status();
+      ranks_[rank] = *std::move(joined);
+    });
+  }
+  // From now on the ranks train, until Stop, with a pause after each step.
+  void Train(std::chrono::milliseconds pause = {}) {
+    training_ = std::thread([this, pause] {
+      while (!stop_) {
+        ForEachRank(kRanks, [&](int rank) { EXPECT_TRUE(ranks_[rank]->Step(2, {}).ok()); });
+        std::this_thread::sleep_for(pause);
+      }
+    });
+  }
+  void Stop() {
+    stop_ = true;
+    if (training_.joinable()) training_.join();
+  }
+
+  ProcessResult Ballast(std::vector<std::string> words) {
+    words.insert(words.begin(), kBin + "/ballast");
+    words.push_back("--service=" + daemon_->address());
+    return RunProcess(words, directory_);
+  }
+  // The one line that it says when it fails.
+  std::string Failure(std::vector<std::string> words, int exit_code = 1) {
+    const ProcessResult result = Ballast(std::move(words));
+    EXPECT_EQ(result.exit_code, exit_code);
+    EXPECT_EQ(result.output, "");
+    EXPECT_EQ(std::count(result.error.begin(), result.error.end(), '\n'), 1) << result.error;
+    return result.error;
+  }
+  std::string Path(const std::string& name) const { return directory_ + "/" + name; }
+
+  const std::string directory_;
+  std::unique_ptr<DaemonForTests> daemon_;
+  std::unique_ptr<RankForTests> ranks_[kRanks];
+  std::atomic<bool> stop_ = false;
+  std::thread training_;
+};
+
+// By step and kind, the chunks that have such an event.
+using ChunksOf = std::map<uint64_t, std::map<std::string, std::set<int>>>;
+
+ChunksOf ReadChunks(const json& trace) {
+  ChunksOf chunks;
+  for (const json& event : trace["traceEvents"]) {
+    if (event["ph"] != "X" || event["cat"] == "step") continue;
+    std::set<int>& found = chunks[event["args"]["step"]][event["cat"]];
+    found.insert(event["args"]["chunk"].get<int>());
+    for (const json& chunk : event["args"].value("chunks", json::array())) {
+      found.insert(chunk.get<int>());
+    }
+  }
+  return chunks;
+}
+
+TEST_F(CliTraceTest, WritesWhatHappenedToEveryChunk) {
+  ASSERT_NO_FATAL_FAILURE(Start(UpdateMode::kWait, SharedMemoryUse::kNever));
+  Train();
+  const std::string file = Path("trace.json");
+  const ProcessResult result = Ballast({"trace", "gpt", "--steps", "3", "--out", file});
+  ASSERT_EQ(result.exit_code, 0) << result.error;
+  EXPECT_THAT(result.output, AllOf(HasSubstr("events of job gpt to " + file),
+                                   HasSubstr("ui.perfetto.dev"), HasSubstr("updating")));
+  const std::string text = ReadFile(file);
+  ASSERT_TRUE(json::accept(text)) << text.substr(0, 1000);
+  const json trace = json::parse(text);
+  EXPECT_EQ(trace["otherData"]["dropped_events"], 0);
+  const ChunksOf chunks = ReadChunks(trace);
+  ASSERT_EQ(chunks.size(), 3u);
+  const std::set<int> all = {0, 1, 2, 3, 4};
+  for (const auto& [step, kinds] : chunks) {
+    for (const char* kind : {"arrived", "summed", "updated", "sent"}) {
+      EXPECT_EQ(kinds.count(kind) == 0 ? std::set<int>() : kinds.at(kind), all)
+          << kind << " in step " << step;
+    }
+    for (const char* instant : {"begun", "decided", "committed"}) {
+      const std::string name = "step " + std::to_string(step) + " " + instant;
+      EXPECT_THAT(text, HasSubstr("\"name\":\"" + name + "\"")) << name;
+    }
+  }
+}
+
+TEST_F(CliTraceTest, ShowsUpdatesAheadOfTheDecision) {
+  ASSERT_NO_FATAL_FAILURE(Start(UpdateMode::kSpeculate));
+  Train();
+  const std::string file = Path("trace.json");
+  const ProcessResult result =
+      Ballast({"trace", "gpt", "--steps=2", "--out=" + file, "--json", "--timeout=60"});
+  ASSERT_EQ(result.exit_code, 0) << result.error;
+  const json summary = json::parse(result.output);
+  EXPECT_EQ(summary.size(), 6u);
+  EXPECT_EQ(summary["job"], "gpt");
+  EXPECT_GT(summary["events"], 0);
+  EXPECT_EQ(summary["file"], file);
+  EXPECT_EQ(summary["dropped_events"], 0);
+  EXPECT_EQ(summary["unknown_events"], 0);
+  ASSERT_EQ(summary["steps"].size(), 2u);
+  EXPECT_GT(summary["steps"][0]["committed_ms"], 0);
+  for (const auto& [step, kinds] : ReadChunks(json::parse(ReadFile(file)))) {
+    std::set<int> updated;
+    for (const char* kind : {"guessed", "updated"}) {
+      if (kinds.count(kind) > 0) updated.insert(kinds.at(kind).begin(), kinds.at(kind).end());
+    }
+    EXPECT_EQ(updated.size(), static_cast<size_t>(kChunks)) << "step " << step;
+    EXPECT_EQ(kinds.at("sent").size(), static_cast<size_t>(kChunks)) << "step " << step;
+  }
+}
+
+TEST_F(CliTraceTest, SaysThatNoStepBegan) {
+  ASSERT_NO_FATAL_FAILURE(Start(UpdateMode::kWait));
+  ForEachRank(kRanks, [&](int rank) { EXPECT_TRUE(ranks_[rank]->Step(1, {}).ok()); });
+  EXPECT_THAT(Failure({"trace", "gpt", "--out", Path("t.json"), "--timeout", "2"}),
+              AllOf(HasSubstr("no step of job gpt began"), HasSubstr("it is ready, with 1 steps"),
+                    HasSubstr("nothing was written")));
+  EXPECT_FALSE(std::filesystem::exists(Path("t.json")));
+  // The one that is open does not count.
+  ASSERT_TRUE(ranks_[0]->session().BeginStep({}).ok());
+  ASSERT_TRUE(ranks_[0]->Push(ranks_[0]->chunks()[0], 0).ok());
+  EXPECT_TRUE(Eventually([&] {
+    return Ballast({"job", "gpt"}).output.find("phase         open") != std::string::npos;
+  }));
+  EXPECT_THAT(Failure({"trace", "gpt", "--out", Path("t.json"), "--timeout", "2"}),
+              HasSubstr("step 2 is open and was begun before the trace"));
+}
+
+TEST_F(CliTraceTest, WritesWhatThereIsWhenTimeIsUp) {
+  ASSERT_NO_FATAL_FAILURE(Start(UpdateMode::kWait));
+  Train(std::chrono::milliseconds(50));  // Far from 1000 steps in the time.
+  // Of which a tenth is left for what there is to come over, sanitizers and a busy machine
+  // included.
+  const ProcessResult result =
+      Ballast({"trace", "gpt", "--steps", "1000", "--out", Path("t.json"), "--timeout", "8"});
+  ASSERT_EQ(result.exit_code, 0) << result.error;
+  EXPECT_THAT(result.output, HasSubstr(" of 1000 steps were committed in this time\n"));
+  EXPECT_TRUE(json::accept(ReadFile(Path("t.json"))));
+}
+
+TEST_F(CliTraceTest, RefusesWhatCannotWorkInOneLine) {
+  ASSERT_NO_FATAL_FAILURE(Start(UpdateMode::kWait));
+  const std::string out = Path("t.json");
+  EXPECT_THAT(Failure({"trace", "gtp", "--out", out}), HasSubstr("did you mean gpt?"));
+  EXPECT_THAT(Failure({"trace", "gpt", "--out", Path("none/t.json")}),
+              HasSubstr("make its directory first"));
+  EXPECT_THAT(Failure({"trace", "gpt", "--out", directory_}), HasSubstr("not a regular file"));
+  EXPECT_THAT(Failure({"trace", "gpt"}, 2), HasSubstr("--out needs the name of a file"));
+  for (const char* steps : {"0", "1001", "1.5", "-1", "nan"}) {
+    EXPECT_THAT(Failure({"trace", "gpt", "--out", out, "--steps", steps}, 2),
+                HasSubstr("expected 1 to 1000"));
+  }
+  EXPECT_FALSE(std::filesystem::exists(out));
+}
+
+}  // namespace
+}  // namespace ballast::client

@@ -1,0 +1,164 @@
+// Connections to a real service are cut, again and again, at any byte: the state of the job is that
+// of the run that nobody disturbed.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <random>
+#include <string>
+#include <thread>
+#include <tuple>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "client/connect.h"
+#include "client/transport/grpc_transport.h"
+#include "tests/client/cutting_proxy.h"
+#include "tests/client/job_for_tests.h"
+#include "tests/client/service_for_tests.h"
+#include "tests/client/session/rank_for_tests.h"
+
+namespace ballast::client {
+namespace {
+
+constexpr int kWorldSize = 2;
+constexpr uint32_t kMicroSteps = 2;
+constexpr uint64_t kSteps = 6;
+
+class CutConnection : public testing::TestWithParam<std::tuple<UpdateMode, Traffic>> {
+ protected:
+  UpdateMode update_mode() const { return std::get<UpdateMode>(GetParam()); }
+  Traffic traffic() const { return std::get<Traffic>(GetParam()); }
+  int port() {
+    const std::string& address = service_.server().addresses().at(0);
+    int port = 0;
+    EXPECT_TRUE(absl::SimpleAtoi(address.substr(address.rfind(':') + 1), &port)) << address;
+    return port;
+  }
+  // Clipped at every other step, so that guesses are wrong there.
+  static StepSettings SettingsOf(uint64_t step) {
+    return {.scale = {.loss_scale = step % 2 == 0 ? 1.0 : 1e4}};
+  }
+  void TrainRank(std::shared_ptr<grpc::Channel> channel, const JobSpec& job, int rank) {
+    SessionOptions options;
+    options.seal_timeout = absl::Seconds(30);  // Should the other rank fail.
+    auto self = RankForTests::Join(std::move(channel), job, rank, options, traffic());
+    ASSERT_TRUE(self.ok()) << self.status();
+    ReferenceRun reference(job);
+    for (uint64_t step = 1; step <= kSteps; ++step) {
+      const auto decision = (*self)->Step(kMicroSteps, SettingsOf(step));
+      ASSERT_TRUE(decision.ok()) << decision.status();
+      const Decision expected = reference.Step(step, kMicroSteps, SettingsOf(step).scale);
+      EXPECT_EQ(decision->step, step);
+      EXPECT_EQ(decision->norm, expected.norm);
+      EXPECT_EQ((*self)->Difference(reference), "") << "at step " << step;
+    }
+  }
+  std::string StateHash(const std::string& name) {
+    return service_.engine().FindJob(name).value()->StateHash();
+  }
+
+  ServiceForTests service_{Way::kTcp};
+};
+
+TEST_P(CutConnection, LeavesTheStateOfAnUndisturbedRun) {
+  JobSpec job = SmallJob("undisturbed", kWorldSize);
+  job.update_mode = update_mode();
+  ForEachRank(kWorldSize, [&](int rank) { TrainRank(service_.Channel(), job, rank); });
+  const std::string undisturbed = StateHash(job.name);
+  // With memory shared, little more than what reopening takes goes through the connection; cuts in
+  // the middle of that are slow to heal.
+  const bool payloads = traffic() == Traffic::kPayloads;
+  const size_t range = payloads ? 4000 : 1000;
+  const size_t most_cuts = payloads ? 8 : 4;
+  int cuts = 0;
+  for (uint32_t seed = 0; seed < 10; ++seed) {
+    SCOPED_TRACE(absl::StrCat("seed ", seed));
+    job.name = absl::StrCat("cut-", seed);
+    ForEachRank(kWorldSize, [&](int rank) {
+      std::mt19937 random(seed * kWorldSize + static_cast<uint32_t>(rank));
+      std::deque<CuttingProxy::Budget> budgets = {{.bytes = 12000 + random() % range}};
+      while (budgets.size() < most_cuts) {
+        budgets.push_back({.bytes = 1000 + random() % range, .up = random() % 2 == 0});
+      }
+      CuttingProxy proxy(port(), budgets);
+      TrainRank(Connect(proxy.target()).value(), job, rank);
+      static Mutex mutex;
+      MutexLock lock(mutex);
+      cuts += proxy.cuts();
+    });
+    EXPECT_EQ(StateHash(job.name), undisturbed);
+    if (HasFailure()) return;
+  }
+  EXPECT_GE(cuts, payloads ? 40 : 30);
+}
+
+// At every stage of it: creating the job, attaching, opening the stream, uploading, reading.
+TEST_P(CutConnection, WhileJoiningIsNotNoticed) {
+  JobSpec job = SmallJob("x", 1);
+  job.update_mode = update_mode();
+  int cuts = 0;
+  for (size_t bytes = 100; bytes < 12000; bytes += bytes < 3000 ? 300 : 1500) {
+    for (const bool up : {true, false}) {
+      SCOPED_TRACE(absl::StrCat(bytes, up ? " bytes up" : " bytes down"));
+      job.name = absl::StrCat("join-", bytes, up ? "-up" : "-down");
+      // The second cut comes while the first is being mended. Connecting itself is not retried.
+      CuttingProxy proxy(port(), {{.bytes = bytes, .up = up}, {.bytes = bytes, .up = up}});
+      const auto channel = Connect(proxy.target());
+      if (!channel.ok()) continue;
+      auto rank = RankForTests::Join(*channel, job, 0, {}, traffic());
+      ASSERT_TRUE(rank.ok()) << rank.status();
+      EXPECT_EQ((*rank)->Difference(ReferenceRun(job)), "");
+      ASSERT_TRUE((*rank)->Step(1, {}).ok());
+      cuts += proxy.cuts();
+    }
+  }
+  EXPECT_GE(cuts, 20);
+}
+
+INSTANTIATE_TEST_SUITE_P(Modes, CutConnection,
+                         testing::Combine(testing::Values(UpdateMode::kWait,
+                                                          UpdateMode::kSpeculate),
+                                          testing::Values(Traffic::kPayloads, Traffic::kInPlace)),
+                         [](const auto& info) {
+                           return std::string(std::get<UpdateMode>(info.param) == UpdateMode::kWait
+                                                  ? "Wait"
+                                                  : "Speculate") +
+                                  Name(std::get<Traffic>(info.param));
+                         });
+
+// A service that takes connections and says nothing.
+TEST(GrpcTransport, CancelsCallsThatAreUnderWay) {
+  const int listener = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  ASSERT_EQ(bind(listener, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+  ASSERT_EQ(listen(listener, 4), 0);
+  socklen_t size = sizeof(address);
+  getsockname(listener, reinterpret_cast<sockaddr*>(&address), &size);
+  const auto transport = MakeGrpcTransport(
+      NewChannel(absl::StrCat("127.0.0.1:", ntohs(address.sin_port))), absl::Minutes(10));
+  absl::Status attached;
+  absl::Status read;
+  std::thread attacher(
+      [&] { attached = transport->AttachWorker({}, absl::InfiniteDuration()).status(); });
+  std::thread reader([&] {
+    read =
+        transport
+            ->ReadWeights({}, absl::InfiniteDuration(),
+                          [](const v1::WeightHeader&, PayloadPieces) { return absl::OkStatus(); })
+            .status();
+  });
+  close(accept(listener, nullptr, nullptr));  // The calls have begun.
+  transport->CancelCalls();
+  attacher.join();
+  reader.join();
+  EXPECT_FALSE(attached.ok());
+  EXPECT_FALSE(read.ok());
+  // So does every later one.
+  EXPECT_EQ(transport->GetJob({}).status().code(), absl::StatusCode::kCancelled);
+  close(listener);
+}
+
+}  // namespace
+}  // namespace ballast::client

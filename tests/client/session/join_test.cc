@@ -1,0 +1,114 @@
+#include "client/session/join.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "proto/convert.h"
+#include "tests/client/job_for_tests.h"
+#include "tests/client/session/fake_transport.h"
+
+namespace ballast::client {
+namespace {
+
+using testing::HasSubstr;
+
+class JoinTest : public testing::Test {
+ protected:
+  absl::StatusOr<v1::AttachWorkerResponse> JoinAs(int rank) {
+    options_.rank = rank;
+    return Join(fake_, clock_, options_, clock_.Now() + options_.join_timeout);
+  }
+
+  FakeTransport fake_;
+  FakeClock clock_;
+  SessionOptions options_{.job = SmallJob("gpt", 2), .process_id = "p"};
+};
+
+TEST_F(JoinTest, RankZeroCreatesAndAttaches) {
+  fake_.attachment.set_uid("u");
+  const auto attached = JoinAs(0);
+  ASSERT_TRUE(attached.ok()) << attached.status();
+  EXPECT_EQ(attached->uid(), "u");
+  EXPECT_EQ(fake_.creates, 1);
+  EXPECT_EQ(fake_.last_attach.name(), "jobs/gpt");
+  EXPECT_EQ(fake_.last_attach.process_id(), "p");
+  EXPECT_EQ(proto::FromProto(fake_.last_attach.job()).value(), options_.job);
+}
+
+TEST_F(JoinTest, RankZeroAttachesToAJobThatIsThere) {
+  fake_.create_results = {absl::AlreadyExistsError("there")};
+  EXPECT_TRUE(JoinAs(0).ok());
+  EXPECT_EQ(fake_.attaches, 1);
+}
+
+TEST_F(JoinTest, OtherErrorsEndItAtOnce) {
+  fake_.create_results = {absl::ResourceExhaustedError("does not fit")};
+  EXPECT_EQ(JoinAs(0).status().message(), "does not fit");
+  EXPECT_EQ(fake_.attaches, 0);
+  fake_.attach_results = {absl::FailedPreconditionError("world size 2, not 3")};
+  EXPECT_EQ(JoinAs(1).status().message(), "world size 2, not 3");
+  EXPECT_TRUE(clock_.sleeps.empty());
+}
+
+TEST_F(JoinTest, ACertainJobIsNeitherCreatedNorAwaited) {
+  options_.job_uid = "u";
+  options_.rejoin = true;
+  for (int rank : {0, 1}) {
+    fake_.attach_results = {absl::NotFoundError("no such job")};
+    EXPECT_EQ(JoinAs(rank).status().code(), absl::StatusCode::kNotFound);
+    EXPECT_EQ(fake_.last_attach.uid(), "u");
+  }
+  EXPECT_TRUE(JoinAs(0).ok());
+  EXPECT_EQ(fake_.creates, 0);
+  EXPECT_TRUE(clock_.sleeps.empty());
+}
+
+TEST_F(JoinTest, OtherRanksWaitForTheJobWithBoundedBackoff) {
+  fake_.attach_results.assign(8, absl::NotFoundError("no such job"));
+  EXPECT_TRUE(JoinAs(1).ok());
+  EXPECT_EQ(fake_.creates, 0);
+  EXPECT_EQ(fake_.attaches, 9);
+  ASSERT_EQ(clock_.sleeps.size(), 8u);
+  EXPECT_EQ(clock_.sleeps.front(), absl::Milliseconds(20));
+  EXPECT_EQ(clock_.sleeps.back(), absl::Seconds(1));
+}
+
+TEST_F(JoinTest, GivesUpAtTheTimeoutAndSaysWhy) {
+  fake_.attach_results.assign(1000, absl::NotFoundError("no such job"));
+  const absl::Time start = clock_.Now();
+  const absl::Status status = JoinAs(1).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("rank 0 has not created the job"));
+  EXPECT_EQ(clock_.Now() - start, options_.join_timeout);
+}
+
+TEST_F(JoinTest, FirstWeightsAreAwaitedUntilTheJobIsReady) {
+  v1::Job waiting;
+  waiting.set_phase(v1::AWAITING_WEIGHTS);
+  v1::Job ready;
+  ready.set_phase(v1::READY);
+  fake_.jobs = {waiting, waiting, ready};
+  EXPECT_TRUE(
+      AwaitFirstWeights([this] { return GetJob(fake_, "gpt", ""); }, clock_, options_).ok());
+  EXPECT_EQ(clock_.sleeps.size(), 2u);
+}
+
+TEST_F(JoinTest, FirstWeightsThatDoNotComeNameTheRanksThatAreAbsent) {
+  v1::Job waiting;
+  waiting.set_phase(v1::AWAITING_WEIGHTS);
+  waiting.add_ranks()->set_attached(true);
+  waiting.add_ranks()->set_rank(1);
+  fake_.jobs = {waiting};
+  const absl::Status status =
+      AwaitFirstWeights([this] { return GetJob(fake_, "gpt", ""); }, clock_, options_);
+  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("not attached: rank 1"));
+}
+
+TEST(DefaultProcessId, StaysTheSame) {
+  EXPECT_EQ(DefaultProcessId(), DefaultProcessId());
+  EXPECT_FALSE(DefaultProcessId().empty());
+}
+
+}  // namespace
+}  // namespace ballast::client

@@ -1,0 +1,45 @@
+// A rank's messages in words, so that tests can compare what was sent with what was expected.
+#ifndef BALLAST_TESTS_CLIENT_SESSION_MESSAGE_NAME_H_
+#define BALLAST_TESTS_CLIENT_SESSION_MESSAGE_NAME_H_
+
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "ballast/v1/ballast.pb.h"
+
+namespace ballast::client {
+
+inline std::string NameOf(const v1::GradientHeader& header) {
+  return absl::StrCat("gradient ", header.step(), " chunk ", header.chunk(), " [",
+                      header.micro_step_begin(), ", ", header.micro_step_end(), ")");
+}
+
+inline std::string NameOf(const v1::TrainRequest& message) {
+  switch (message.kind_case()) {
+    case v1::TrainRequest::kOpen:
+      return "open";
+    case v1::TrainRequest::kBeginStep:
+      return absl::StrCat("begin ", message.begin_step().step());
+    case v1::TrainRequest::kGradient:
+      return NameOf(message.gradient().header());
+    case v1::TrainRequest::kSharedGradients:
+      return absl::StrCat("shared gradients ", message.shared_gradients().step(), " chunks ",
+                          absl::StrJoin(message.shared_gradients().chunks(), " "), " [",
+                          message.shared_gradients().micro_step_begin(), ", ",
+                          message.shared_gradients().micro_step_end(), ")",
+                          message.shared_gradients().final() ? " final" : "");
+    case v1::TrainRequest::kEndMicroStep:
+      return absl::StrCat("end ", message.end_micro_step().step(), " micro-step ",
+                          message.end_micro_step().micro_step());
+    case v1::TrainRequest::kSeal:
+      return absl::StrCat("seal ", message.seal().step(), " of ", message.seal().micro_steps());
+    case v1::TrainRequest::KIND_NOT_SET:
+      break;
+  }
+  return "nothing";
+}
+
+}  // namespace ballast::client
+
+#endif  // BALLAST_TESTS_CLIENT_SESSION_MESSAGE_NAME_H_

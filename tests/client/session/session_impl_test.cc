@@ -1,0 +1,535 @@
+#include "client/session/session_impl.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <map>
+#include <thread>
+
+#include "tests/client/session/scripted_session.h"
+
+namespace ballast::client {
+namespace {
+
+using testing::AllOf;
+using testing::HasSubstr;
+
+class SessionImplTest : public ScriptedSession {
+ protected:
+  // What a broken stream does is stream_keeper_test.cc's.
+  SessionImplTest() { options_.reconnect_timeout = absl::ZeroDuration(); }
+};
+
+TEST_F(SessionImplTest, OpensWithTheAttachment) {
+  ASSERT_TRUE(Open().ok());
+  EXPECT_EQ(session_->job_uid(), "u");
+  EXPECT_EQ(session_->generation(), 3u);
+  EXPECT_EQ(session_->committed_step(), 4u);
+  const v1::OpenTrain open = fake_->sent().at(0).open();
+  EXPECT_EQ(open.name(), "jobs/gpt");
+  EXPECT_EQ(open.uid(), "u");
+  EXPECT_EQ(open.generation(), 3u);
+  EXPECT_EQ(open.process_id(), fake_->last_attach.process_id());
+}
+
+TEST_F(SessionImplTest, ReportsWhyItCouldNotOpen) {
+  fake_->open_error = absl::AbortedError("generation 3 is over");
+  EXPECT_THAT(Open(), IsError(absl::StatusCode::kAborted,
+                              AllOf(HasSubstr("gpt rank 0"), HasSubstr("generation 3 is over"))));
+}
+
+TEST_F(SessionImplTest, RefusesOptionsThatCannotWork) {
+  options_.rank = 1;
+  EXPECT_THAT(Open(), IsError(absl::StatusCode::kInvalidArgument, HasSubstr("world of size 1")));
+}
+
+TEST_F(SessionImplTest, AWholeStepPutsWeightsInPlace) {
+  OpenAndBegin();
+  for (int chunk = 0; chunk < 5; ++chunk) {
+    ASSERT_TRUE(PushChunk(chunk).ok());
+    Acknowledge(static_cast<uint64_t>(chunk) + 3);  // Open, begin, and so many gradients.
+  }
+  ASSERT_TRUE(session_->EndMicroStep(0, {.all = false, .parameters = {0, 2}}).ok());
+  std::thread service([&] {
+    ASSERT_TRUE(fake_->AwaitSent(9));  // Open, begin, five gradients, end and seal.
+    Decide(5, true);
+    for (int chunk = 4; chunk >= 0; --chunk) {
+      const std::string whole = WeightsOf(chunk);
+      SendWeights(5, chunk, {whole.substr(0, 3), whole.substr(3)});
+    }
+    Commit(5);
+  });
+  const absl::StatusOr<StepDecision> decision = session_->Seal(1);
+  service.join();
+  ASSERT_TRUE(decision.ok()) << decision.status();
+  EXPECT_EQ(decision->step, 5u);
+  EXPECT_TRUE(decision->applied);
+  EXPECT_EQ(decision->norm, 2.5);
+  EXPECT_EQ(session_->committed_step(), 4u);
+  ASSERT_TRUE(session_->ReceiveWeights().ok());
+  EXPECT_EQ(session_->committed_step(), 5u);
+  EXPECT_EQ(session_->update_seconds(), 0.25);
+  for (int chunk = 0; chunk < 5; ++chunk) {
+    EXPECT_EQ(memory_[chunk], std::string(chunk == 4 ? 1024 : 512, static_cast<char>('a' + chunk)));
+  }
+  const std::vector<v1::TrainRequest> sent = fake_->sent();
+  ASSERT_EQ(sent.size(), 4u);
+  EXPECT_EQ(sent[1].begin_step().step(), 5u);
+  EXPECT_EQ(sent[2].end_micro_step().used_parameters_size(), 2);
+  EXPECT_EQ(sent[3].seal().micro_steps(), 1u);
+  EXPECT_EQ(fake_->gradients().at(4).header.step(), 5u);
+  // Not copied.
+  EXPECT_EQ(fake_->gradients().at(4).payload.data(), gradient_.data());
+}
+
+TEST_F(SessionImplTest, PushBlocksWhileTheWindowIsFull) {
+  OpenAndBegin();
+  ASSERT_TRUE(PushChunk(0).ok());
+  ASSERT_TRUE(PushChunk(1).ok());
+  std::thread pusher([&] { EXPECT_TRUE(PushChunk(2).ok()); });
+  // Open, begin and two gradients; a push that does not block would be the fifth.
+  EXPECT_FALSE(fake_->AwaitSent(5, std::chrono::milliseconds(50)));
+  Acknowledge(3);
+  EXPECT_TRUE(fake_->AwaitSent(5));
+  pusher.join();
+}
+
+TEST_F(SessionImplTest, PushIntoAFullWindowNamesItsChunkWhenTheServiceIsSilent) {
+  options_.seal_timeout = absl::Milliseconds(20);
+  OpenAndBegin();
+  ASSERT_TRUE(PushChunk(0).ok());
+  ASSERT_TRUE(PushChunk(1).ok());
+  int released = 0;
+  EXPECT_THAT(PushChunk(2, [&] { ++released; }),
+              IsError(absl::StatusCode::kDeadlineExceeded,
+                      AllOf(HasSubstr("step 5: chunk 2 of micro-step 0"), HasSubstr("1024"))));
+  EXPECT_EQ(released, 1);
+  // The session is sound, and the chunk may be pushed again.
+  Acknowledge(3);
+  EXPECT_TRUE(PushChunk(2).ok());
+}
+
+TEST_F(SessionImplTest, ReleasesEveryPayloadOnceWhateverHappens) {
+  OpenAndBegin();
+  std::map<int, int> released;
+  ASSERT_TRUE(PushChunk(0, [&] { ++released[0]; }).ok());
+  ASSERT_TRUE(PushChunk(1, [&] { ++released[1]; }).ok());
+  EXPECT_FALSE(PushChunk(9, [&] { ++released[9]; }).ok());
+  EXPECT_EQ(released, (std::map<int, int>{{9, 1}}));
+  fake_->LetGo();
+  Acknowledge(3);
+  EXPECT_EQ(released, (std::map<int, int>{{0, 1}, {9, 1}}));
+  ASSERT_TRUE(PushChunk(2, [&] { ++released[2]; }).ok());
+  fake_->Break(absl::UnavailableError("connection lost"));
+  // The transport had let go of 1, not of 2.
+  EXPECT_EQ(released, (std::map<int, int>{{0, 1}, {1, 1}, {9, 1}}));
+  EXPECT_FALSE(PushChunk(3, [&] { ++released[3]; }).ok());
+  session_.reset();
+  EXPECT_EQ(released, (std::map<int, int>{{0, 1}, {1, 1}, {2, 1}, {3, 1}, {9, 1}}));
+}
+
+TEST_F(SessionImplTest, ChecksAPushBeforeSendingIt) {
+  OpenAndBegin();
+  EXPECT_THAT(PushChunk(5), IsError(absl::StatusCode::kInvalidArgument, HasSubstr("5 chunks")));
+  GradientPush push{.chunk = 4, .payload = absl::MakeConstSpan(gradient_).subspan(0, 512)};
+  EXPECT_THAT(session_->Push(push),
+              IsError(absl::StatusCode::kInvalidArgument,
+                      HasSubstr("512 bytes, expected 1024 (256 elements of fp32)")));
+  push.empty = true;
+  EXPECT_THAT(session_->Push(push),
+              IsError(absl::StatusCode::kInvalidArgument, HasSubstr("empty contribution")));
+  push.payload = {};
+  EXPECT_TRUE(session_->Push(push).ok());
+  EXPECT_EQ(fake_->gradients().size(), 1u);
+  EXPECT_TRUE(fake_->gradients()[0].header.empty());
+}
+
+TEST_F(SessionImplTest, ARefusedSealLeavesTheStepOpen) {
+  OpenAndBegin();
+  std::thread service([&] {
+    ASSERT_TRUE(fake_->AwaitSent(3));
+    Refuse(5, "rank 0 micro-step 0 misses wte");
+    ASSERT_TRUE(fake_->AwaitSent(5));
+    Decide(5, true);
+  });
+  EXPECT_THAT(session_->Seal(1).status(),
+              IsError(absl::StatusCode::kFailedPrecondition,
+                      AllOf(HasSubstr("step 5"), HasSubstr("rank 0 micro-step 0 misses wte"))));
+  EXPECT_TRUE(PushChunk(0).ok());
+  const absl::StatusOr<StepDecision> decision = session_->Seal(1);
+  service.join();
+  EXPECT_TRUE(decision.ok()) << decision.status();
+}
+
+TEST_F(SessionImplTest, ASealThatTimesOutNamesTheRanksAndMayBeAwaitedAgain) {
+  options_.seal_timeout = absl::Milliseconds(20);
+  OpenAndBegin();
+  v1::TrainResponse waiting;
+  waiting.mutable_waiting()->set_step(5);
+  waiting.mutable_waiting()->add_ranks(2);
+  fake_->Deliver(waiting);
+  waiting.mutable_waiting()->add_ranks(7);
+  fake_->Deliver(waiting);
+  EXPECT_THAT(session_->Seal(1).status(),
+              IsError(absl::StatusCode::kDeadlineExceeded, HasSubstr("not sealed: rank 2, 7")));
+  Decide(5, false);
+  const absl::StatusOr<StepDecision> decision = session_->Seal(1);
+  ASSERT_TRUE(decision.ok()) << decision.status();
+  EXPECT_EQ(decision->skip_reason, "wte is not finite");
+  // Open, begin and one seal.
+  EXPECT_EQ(fake_->sent().size(), 3u);
+  Commit(5);
+  EXPECT_TRUE(session_->ReceiveWeights().ok());
+}
+
+TEST_F(SessionImplTest, ASealThatTimesOutAsksForTheRanksIfItWasNotTold) {
+  options_.seal_timeout = absl::Milliseconds(20);
+  OpenAndBegin();
+  v1::Job job;
+  job.add_ranks()->set_sealed(true);
+  job.add_ranks()->set_rank(1);
+  fake_->jobs = {job};
+  EXPECT_THAT(session_->Seal(1).status(),
+              IsError(absl::StatusCode::kDeadlineExceeded, HasSubstr("not sealed: rank 1;")));
+}
+
+TEST_F(SessionImplTest, TheFirstErrorStays) {
+  OpenAndBegin();
+  ASSERT_TRUE(PushChunk(0).ok());
+  fake_->Break(absl::AbortedError("generation 4 has begun"));
+  const auto is_first =
+      IsError(absl::StatusCode::kAborted, "job gpt rank 0 step 5: generation 4 has begun");
+  EXPECT_THAT(PushChunk(1), is_first);
+  EXPECT_THAT(session_->EndMicroStep(0, {}), is_first);
+  EXPECT_THAT(session_->Seal(1).status(), is_first);
+  EXPECT_THAT(session_->ReceiveWeights(), is_first);
+  EXPECT_THAT(session_->ReadWeights(), is_first);
+  EXPECT_THAT(session_->SaveCheckpoint("/c"), is_first);
+}
+
+TEST_F(SessionImplTest, AnErrorWakesABlockedPushAndASeal) {
+  OpenAndBegin();
+  ASSERT_TRUE(PushChunk(0).ok());
+  ASSERT_TRUE(PushChunk(1).ok());
+  std::thread pusher([&] {
+    EXPECT_THAT(PushChunk(2), IsError(absl::StatusCode::kUnavailable, HasSubstr("gone")));
+  });
+  std::thread breaker([&] {
+    EXPECT_TRUE(fake_->AwaitSent(5));  // Open, begin, two gradients, seal.
+    fake_->Break(absl::UnavailableError("gone"));
+  });
+  EXPECT_THAT(session_->Seal(1).status(),
+              IsError(absl::StatusCode::kUnavailable, HasSubstr("gone")));
+  pusher.join();
+  breaker.join();
+}
+
+TEST_F(SessionImplTest, AStepThatWasCommittedBeforeTheStreamEndedIsReceived) {
+  OpenAndBegin();
+  Decide(5, false);
+  ASSERT_TRUE(session_->Seal(1).ok());
+  Commit(5);
+  fake_->Break(absl::UnavailableError("gone"));
+  EXPECT_TRUE(session_->ReceiveWeights().ok());
+  EXPECT_EQ(session_->committed_step(), 5u);
+  EXPECT_THAT(session_->BeginStep({}), IsError(absl::StatusCode::kUnavailable, HasSubstr("gone")));
+}
+
+TEST_F(SessionImplTest, AStepThatWasDecidedButNotCommittedIsNotReceived) {
+  OpenAndBegin();
+  Decide(5, false);
+  ASSERT_TRUE(session_->Seal(1).ok());
+  fake_->Break(absl::UnavailableError("gone"));
+  EXPECT_THAT(session_->ReceiveWeights(),
+              IsError(absl::StatusCode::kUnavailable, HasSubstr("gone")));
+  EXPECT_EQ(session_->committed_step(), 4u);
+}
+
+TEST_F(SessionImplTest, WarnsOnTheErrorOutputWhomTheServiceWaitsFor) {
+  OpenAndBegin();
+  v1::TrainResponse waiting;
+  waiting.mutable_waiting()->set_step(5);
+  waiting.mutable_waiting()->add_ranks(2);
+  testing::internal::CaptureStdout();
+  testing::internal::CaptureStderr();
+  fake_->Deliver(waiting);
+  EXPECT_EQ(testing::internal::GetCapturedStdout(), "");
+  EXPECT_THAT(testing::internal::GetCapturedStderr(),
+              HasSubstr("step 5: sealed; the service waits for rank 2"));
+}
+
+TEST_F(SessionImplTest, AnEndOfTheStreamWithoutErrorIsOne) {
+  OpenAndBegin();
+  fake_->Break(absl::OkStatus());
+  EXPECT_THAT(PushChunk(0), IsError(absl::StatusCode::kUnavailable, HasSubstr("ended the stream")));
+}
+
+TEST_F(SessionImplTest, WeightsThatWereNotDecidedAreRefused) {
+  OpenAndBegin();
+  SendWeights(5, 0, {std::string(512, 'x')});
+  EXPECT_TRUE(memory_.empty());
+  EXPECT_THAT(PushChunk(0), IsError(absl::StatusCode::kInternal, HasSubstr("weights of step 5")));
+}
+
+TEST_F(SessionImplTest, WeightsOfASkippedStepAreRefused) {
+  OpenAndBegin();
+  Decide(5, false);
+  SendWeights(5, 0, {std::string(512, 'x')});
+  EXPECT_TRUE(memory_.empty());
+  EXPECT_THAT(session_->ReceiveWeights(),
+              IsError(absl::StatusCode::kInternal, HasSubstr("not said to apply")));
+}
+
+TEST_F(SessionImplTest, ACommittedStepWithoutAllWeightsIsDataLoss) {
+  OpenAndBegin();
+  Decide(5, true);
+  SendWeights(5, 0, {std::string(512, 'x')});
+  Commit(5);
+  EXPECT_THAT(session_->ReceiveWeights(),
+              IsError(absl::StatusCode::kDataLoss, HasSubstr("4 chunks")));
+}
+
+TEST_F(SessionImplTest, AcknowledgementOfMoreThanWasSentIsAnError) {
+  OpenAndBegin();
+  Acknowledge(3);
+  EXPECT_THAT(PushChunk(0), IsError(absl::StatusCode::kInternal, HasSubstr("acknowledged 3")));
+}
+
+TEST_F(SessionImplTest, CallsOutOfOrderAreRefusedAndHarmless) {
+  ASSERT_TRUE(Open().ok());
+  EXPECT_THAT(PushChunk(0), IsError(absl::StatusCode::kFailedPrecondition, HasSubstr("BeginStep")));
+  EXPECT_FALSE(session_->Seal(1).ok());
+  EXPECT_FALSE(session_->ReceiveWeights().ok());
+  ASSERT_TRUE(session_->BeginStep({}).ok());
+  EXPECT_THAT(session_->BeginStep({}),
+              IsError(absl::StatusCode::kFailedPrecondition, HasSubstr("middle of a step")));
+  EXPECT_THAT(session_->ReceiveWeights(),
+              IsError(absl::StatusCode::kFailedPrecondition, HasSubstr("before Seal")));
+  EXPECT_TRUE(PushChunk(0).ok());
+}
+
+TEST_F(SessionImplTest, ReadWeightsNeedsEveryChunk) {
+  v1::Job ready;
+  ready.set_phase(v1::READY);
+  fake_->jobs = {ready};
+  fake_->read_step = 6;
+  for (uint32_t chunk = 0; chunk < 4; ++chunk) {
+    fake_->stored_weights.emplace_back(chunk, std::string(512, static_cast<char>('a' + chunk)));
+  }
+  ASSERT_TRUE(Open().ok());
+  EXPECT_THAT(session_->ReadWeights(), IsError(absl::StatusCode::kDataLoss, HasSubstr("1 chunks")));
+  fake_->stored_weights.emplace_back(4, std::string(1024, 'e'));
+  ASSERT_TRUE(session_->ReadWeights().ok());
+  EXPECT_EQ(session_->committed_step(), 6u);
+  EXPECT_EQ(memory_[4], std::string(1024, 'e'));
+}
+
+TEST_F(SessionImplTest, ReadWeightsGoesOnWhereAnUnavailableServiceBrokeOff) {
+  options_.reconnect_timeout = absl::Seconds(5);
+  v1::Job ready;
+  ready.set_phase(v1::READY);
+  fake_->jobs = {ready};
+  fake_->read_step = 6;
+  std::map<int, int> calls;
+  options_.on_weights = [&](int chunk) { ++calls[chunk]; };
+  for (int chunk = 0; chunk < 5; ++chunk) {
+    fake_->stored_weights.emplace_back(chunk, WeightsOf(chunk));
+  }
+  fake_->read_failures = {{0, absl::UnavailableError("not yet")},
+                          {2, absl::UnavailableError("gone")}};
+  ASSERT_TRUE(Open().ok());
+  ASSERT_TRUE(session_->ReadWeights().ok());
+  for (int chunk = 0; chunk < 5; ++chunk) EXPECT_EQ(memory_[chunk], WeightsOf(chunk));
+  EXPECT_EQ(calls, (std::map<int, int>{{0, 1}, {1, 1}, {2, 1}, {3, 1}, {4, 1}}));
+  ASSERT_EQ(fake_->reads.size(), 3u);
+  EXPECT_FALSE(fake_->reads[1].has_step());
+  // The rest must be of the step that has begun to come.
+  EXPECT_EQ(fake_->reads[2].step(), 6u);
+  EXPECT_EQ(fake_->reads[2].chunks_size(), 3);
+}
+
+TEST_F(SessionImplTest, ReadWeightsGivesUpAfterTheReconnectTimeoutAndAtOnceOtherwise) {
+  options_.reconnect_timeout = absl::Seconds(5);
+  v1::Job ready;
+  ready.set_phase(v1::READY);
+  fake_->jobs = {ready};
+  ASSERT_TRUE(Open().ok());
+  fake_->read_failures.assign(100, {0, absl::UnavailableError("gone")});
+  const absl::Time start = clock_.Now();
+  EXPECT_THAT(session_->ReadWeights(),
+              IsError(absl::StatusCode::kUnavailable, HasSubstr("reading weights: gone")));
+  EXPECT_EQ(clock_.Now() - start, absl::Seconds(5));
+  fake_->read_failures = {{0, absl::AbortedError("generation 4")}};
+  EXPECT_THAT(session_->ReadWeights(),
+              IsError(absl::StatusCode::kAborted, HasSubstr("generation 4")));
+}
+
+TEST_F(SessionImplTest, UploadsEveryChunkOfTheRank) {
+  fake_->attachment.set_awaiting_weights(true);
+  ASSERT_TRUE(Open().ok());
+  EXPECT_TRUE(session_->awaiting_weights());
+  ASSERT_TRUE(session_
+                  ->UploadWeights([](int chunk, absl::Span<float> out) {
+                    std::fill(out.begin(), out.end(), static_cast<float>(chunk));
+                  })
+                  .ok());
+  ASSERT_EQ(fake_->uploaded.size(), 5u);
+  EXPECT_EQ(fake_->uploaded[3].second, std::vector<float>(256, 3.0f));
+}
+
+TEST_F(SessionImplTest, UploadIsRepeatedUntilTheServiceHasTheWeights) {
+  options_.reconnect_timeout = absl::Seconds(5);
+  fake_->attachment.set_awaiting_weights(true);
+  v1::Job job;
+  job.set_phase(v1::READY);
+  fake_->jobs = {job};
+  ASSERT_TRUE(Open().ok());
+  const auto upload = [&] {
+    fake_->uploaded.clear();
+    return session_->UploadWeights([](int, absl::Span<float>) {});
+  };
+  fake_->upload_results = {absl::UnavailableError("socket closed"),
+                           absl::AbortedError("rank 0 is not held by this process")};
+  EXPECT_TRUE(upload().ok());
+  EXPECT_EQ(fake_->uploaded.size(), 5u);
+  // The answer was lost, and the job has its weights.
+  fake_->upload_results = {absl::UnavailableError("socket closed"),
+                           absl::FailedPreconditionError("job gpt has its weights")};
+  EXPECT_TRUE(upload().ok());
+  EXPECT_TRUE(fake_->uploaded.empty());
+  // Not so.
+  job.set_phase(v1::AWAITING_WEIGHTS);
+  fake_->jobs = {job};
+  fake_->upload_results = {absl::UnavailableError("socket closed"),
+                           absl::FailedPreconditionError("something else")};
+  EXPECT_THAT(upload(), IsError(absl::StatusCode::kFailedPrecondition, HasSubstr("else")));
+  // It had them before.
+  job.set_phase(v1::READY);
+  fake_->jobs = {job};
+  fake_->upload_results = {absl::FailedPreconditionError("job gpt has its weights")};
+  EXPECT_EQ(upload().code(), absl::StatusCode::kFailedPrecondition);
+}
+
+TEST_F(SessionImplTest, CallsBetweenStepsAreRepeatedWhileTheServiceIsUnavailable) {
+  options_.reconnect_timeout = absl::Seconds(5);
+  v1::Job waiting;
+  waiting.set_phase(v1::AWAITING_WEIGHTS);
+  v1::Job ready;
+  ready.set_phase(v1::READY);
+  ready.set_applied_steps(7);
+  fake_->jobs = {waiting, ready};
+  for (int chunk = 0; chunk < 5; ++chunk) {
+    fake_->stored_weights.emplace_back(chunk, WeightsOf(chunk));
+  }
+  ASSERT_TRUE(Open().ok());
+  fake_->get_results = {absl::UnavailableError("gone"), absl::OkStatus(),
+                        absl::UnavailableError("gone")};
+  EXPECT_TRUE(session_->ReadWeights().ok());
+  fake_->get_results = {absl::UnavailableError("gone")};
+  EXPECT_EQ(session_->ReadCounts()->applied_steps, 7u);
+  fake_->get_results.assign(1000, absl::UnavailableError("gone"));
+  const absl::Time start = clock_.Now();
+  EXPECT_THAT(session_->ReadCounts().status(), IsError(absl::StatusCode::kUnavailable, "gone"));
+  EXPECT_EQ(clock_.Now() - start, options_.reconnect_timeout);
+}
+
+TEST_F(SessionImplTest, AnotherJobOfTheNameIsNotCounted) {
+  ASSERT_TRUE(Open().ok());
+  v1::Job other;
+  other.set_uid("another");
+  fake_->jobs = {other};
+  EXPECT_THAT(session_->ReadCounts().status(),
+              IsError(absl::StatusCode::kNotFound, HasSubstr("has uid another, not u")));
+}
+
+TEST_F(SessionImplTest, ASessionThatEndedAsksNothing) {
+  ASSERT_TRUE(Open().ok());
+  fake_->jobs = {v1::Job()};
+  EXPECT_TRUE(session_->ReadCounts().ok());
+  fake_->Break(absl::AbortedError("generation 4 has begun"));
+  EXPECT_THAT(session_->ReadCounts().status(),
+              IsError(absl::StatusCode::kAborted, HasSubstr("generation 4")));
+}
+
+TEST_F(SessionImplTest, DestructionWaitsForAPushThatItWakes) {
+  OpenAndBegin();
+  ASSERT_TRUE(PushChunk(0).ok());
+  ASSERT_TRUE(PushChunk(1).ok());
+  std::atomic<bool> begun = false;
+  std::thread pusher([&, session = session_.get()] {
+    GradientPush push;
+    push.chunk = 2;
+    push.payload = absl::MakeConstSpan(gradient_).subspan(0, 512);
+    begun = true;
+    EXPECT_THAT(session->Push(push),
+                IsError(absl::StatusCode::kCancelled, HasSubstr("the session was closed")));
+  });
+  while (!begun) std::this_thread::yield();
+  // Nothing shows that a push waits, but that it sends nothing for so long. What this test finds, a
+  // push that returns into a session that is gone, needs a sanitizer to be seen.
+  EXPECT_FALSE(fake_->AwaitSent(5, std::chrono::milliseconds(300)));
+  fake_->LetGo();
+  session_.reset();
+  pusher.join();
+}
+
+TEST_F(SessionImplTest, OpeningGoesOnWhenAStreamBreaksOrTheRankIsSetFree) {
+  options_.reconnect_timeout = absl::Seconds(5);
+  fake_->attachment.set_instance_id("first run");
+  for (const absl::Status& status :
+       {absl::UnavailableError("gone"), absl::AbortedError("rank 0 is not held by this process")}) {
+    session_.reset();
+    auto transport = std::make_unique<FakeTransport>();
+    fake_ = transport.get();
+    transport_ = std::move(transport);
+    fake_->attachment.set_uid("u");
+    fake_->open_error = status;
+    fake_->on_stream = [&] {
+      if (fake_->streams() == 1) fake_->open_error = absl::OkStatus();
+    };
+    ASSERT_TRUE(Open().ok()) << status;
+    EXPECT_EQ(fake_->attaches, 2);
+    EXPECT_EQ(fake_->creates, 1);
+    // It was this job, and this process has held the rank.
+    EXPECT_EQ(fake_->last_attach.uid(), "u");
+    EXPECT_TRUE(fake_->last_attach.rejoin());
+  }
+}
+
+TEST_F(SessionImplTest, AStepCommittedBetweenAttachingAndOpeningIsSeen) {
+  options_.reconnect_timeout = absl::Seconds(5);
+  v1::Opened opened;
+  opened.set_committed_step(5);
+  fake_->opened = {opened};
+  fake_->on_stream = [&] { fake_->attachment.set_committed_step(5); };
+  ASSERT_TRUE(Open().ok());
+  EXPECT_EQ(session_->committed_step(), 5u);
+  EXPECT_EQ(fake_->attaches, 2);
+}
+
+TEST_F(SessionImplTest, AfterALoadTheSessionIsOver) {
+  ASSERT_TRUE(Open().ok());
+  fake_->load_result = absl::NotFoundError("no checkpoint there");
+  EXPECT_THAT(session_->LoadCheckpoint("/c"),
+              IsError(absl::StatusCode::kNotFound, HasSubstr("loading /c")));
+  fake_->load_result = absl::OkStatus();
+  EXPECT_TRUE(session_->LoadCheckpoint("/c").ok());
+  EXPECT_THAT(session_->BeginStep({}),
+              IsError(absl::StatusCode::kAborted, HasSubstr("open the session again")));
+}
+
+TEST_F(SessionImplTest, OverridesAndScaleTravelWithBeginStep) {
+  ASSERT_TRUE(Open().ok());
+  StepSettings settings;
+  settings.scale = {.loss_scale = 1024, .divisors = {8, 4}};
+  settings.overrides[1].lr = 0.5;
+  ASSERT_TRUE(session_->BeginStep(settings).ok());
+  const v1::BeginStep begin = fake_->sent().at(1).begin_step();
+  EXPECT_EQ(begin.loss_scale(), 1024);
+  EXPECT_EQ(begin.divisors(1), 4);
+  EXPECT_EQ(begin.overrides().at(1).lr(), 0.5);
+  EXPECT_FALSE(begin.overrides().at(1).has_beta1());
+}
+
+}  // namespace
+}  // namespace ballast::client

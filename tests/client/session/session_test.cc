@@ -1,0 +1,340 @@
+// One suite for the session on every transport, against a real service.
+#include "client/session.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cmath>
+#include <filesystem>
+#include <limits>
+#include <string>
+#include <tuple>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "client/connect.h"
+#include "tests/client/job_for_tests.h"
+#include "tests/client/service_for_tests.h"
+#include "tests/client/session/rank_for_tests.h"
+#include "tests/client/session/reference_run.h"
+
+namespace ballast::client {
+namespace {
+
+using testing::AllOf;
+using testing::HasSubstr;
+
+std::string NameOf(const std::tuple<Way, Traffic>& way) {
+  return Name(std::get<Way>(way)) + Name(std::get<Traffic>(way));
+}
+
+class SessionTest : public testing::TestWithParam<std::tuple<Way, Traffic>> {
+ protected:
+  // Ranks in threads; each is joined once before `body` is called.
+  void Train(const JobSpec& job, const std::function<void(RankForTests&, int rank)>& body) {
+    ForEachRank(job.layout.world_size, [&](int rank) {
+      auto self = Join(job, rank);
+      ASSERT_TRUE(self.ok()) << self.status();
+      body(**self, rank);
+    });
+  }
+
+  absl::StatusOr<std::unique_ptr<RankForTests>> Join(const JobSpec& job, int rank,
+                                                     SessionOptions options = {}) {
+    return RankForTests::Join(service_.Channel(), job, rank, std::move(options),
+                              std::get<Traffic>(GetParam()));
+  }
+
+  ServiceForTests service_{std::get<Way>(GetParam())};
+};
+
+TEST_P(SessionTest, WeightsAreThoseOfTheReferenceForEveryWorldSize) {
+  constexpr uint32_t kMicroSteps = 2;
+  constexpr uint64_t kSteps = 3;
+  for (int world_size : {1, 2, 3}) {
+    const JobSpec job = SmallJob("world-" + std::to_string(world_size), world_size);
+    const StepSettings settings{.scale = {.loss_scale = 4, .divisors = {8, 16}}};
+    Train(job, [&](RankForTests& self, int rank) {
+      ReferenceRun reference(job);
+      EXPECT_EQ(self.Difference(reference), "");  // The first weights.
+      for (uint64_t step = 1; step <= kSteps; ++step) {
+        const auto decision = self.Step(kMicroSteps, settings);
+        ASSERT_TRUE(decision.ok()) << decision.status();
+        const Decision expected = reference.Step(step, kMicroSteps, settings.scale);
+        EXPECT_EQ(decision->step, step);
+        EXPECT_TRUE(decision->applied);
+        EXPECT_EQ(decision->norm, expected.norm);
+        EXPECT_EQ(decision->clip_coefficient, expected.clip_coefficient);
+        EXPECT_EQ(self.Difference(reference), "") << "at step " << step;
+        EXPECT_EQ(self.session().committed_step(), step);
+      }
+      const std::map<int, std::string> received = self.memory();
+      EXPECT_TRUE(self.session().ReadWeights().ok());
+      EXPECT_EQ(self.memory(), received);
+    });
+  }
+}
+
+TEST_P(SessionTest, OverridesCountFromTheirStepOn) {
+  const JobSpec job = SmallJob("overrides", 2);
+  Train(job, [&](RankForTests& self, int rank) {
+    ReferenceRun reference(job);
+    for (uint64_t step = 1; step <= 3; ++step) {
+      StepSettings settings;
+      if (step == 2) {
+        settings.overrides[0].lr = 0.5;
+        settings.overrides[1].beta1 = 0.25;
+        reference.hyper_parameters(0).lr = 0.5;
+        reference.hyper_parameters(1).beta1 = 0.25;
+      }
+      ASSERT_TRUE(self.Step(1, settings).ok());
+      reference.Step(step, 1, {});
+      EXPECT_EQ(self.Difference(reference), "") << "at step " << step;
+    }
+  });
+}
+
+TEST_P(SessionTest, ARefusedSealNamesWhatIsMissingAndCanBeMadeGood) {
+  const JobSpec job = SmallJob("refused", 2);
+  std::atomic<int> refusals = 0;
+  Train(job, [&](RankForTests& self, int rank) {
+    ReferenceRun reference(job);
+    ASSERT_TRUE(self.session().BeginStep({}).ok());
+    const int withheld = self.chunks()[0];
+    ASSERT_TRUE(
+        self.PushAll(
+                2, [&](int chunk, uint32_t m) { return rank != 1 || m != 1 || chunk != withheld; })
+            .ok());
+    absl::StatusOr<StepDecision> decision = self.session().Seal(2);
+    while (absl::IsFailedPrecondition(decision.status())) {
+      EXPECT_THAT(std::string(decision.status().message()),
+                  AllOf(HasSubstr("rank 1"), HasSubstr("wte")));
+      if (rank == 1 && refusals++ == 0) ASSERT_TRUE(self.Push(withheld, 1).ok());
+      decision = self.session().Seal(2);
+    }
+    ASSERT_TRUE(decision.ok()) << decision.status();
+    ASSERT_TRUE(self.session().ReceiveWeights().ok());
+    reference.Step(1, 2, {});
+    EXPECT_EQ(self.Difference(reference), "");
+  });
+  EXPECT_EQ(refusals, 1);
+}
+
+TEST_P(SessionTest, ANonFiniteGradientSkipsTheStepAndChangesNothing) {
+  JobSpec job = SmallJob("nan", 2);
+  Train(job, [&](RankForTests& self, int rank) {
+    ASSERT_TRUE(self.session().BeginStep({}).ok());
+    // The last chunk holds h.0.b, in fp32.
+    std::vector<float> bad(kBlockElements, 0.0f);
+    bad[3] = std::numeric_limits<float>::quiet_NaN();
+    ASSERT_TRUE(self.PushAll(1, [](int chunk, uint32_t) { return chunk != 4; }).ok());
+    if (self.session().layout().chunks()[4].rank == rank) {
+      GradientPush push;
+      push.chunk = 4;
+      push.payload = {reinterpret_cast<const std::byte*>(bad.data()), bad.size() * sizeof(float)};
+      ASSERT_TRUE(self.session().Push(std::move(push)).ok());
+    }
+    const auto decision = self.session().Seal(1);
+    ASSERT_TRUE(decision.ok()) << decision.status();
+    EXPECT_FALSE(decision->applied);
+    EXPECT_THAT(decision->skip_reason, HasSubstr("h.0.b"));
+    ASSERT_TRUE(self.session().ReceiveWeights().ok());
+    EXPECT_EQ(self.session().committed_step(), 1u);
+    EXPECT_TRUE(self.session().ReadWeights().ok());
+    EXPECT_EQ(self.Difference(ReferenceRun(job)), "");
+  });
+}
+
+TEST_P(SessionTest, SavedStateGoesOnWithAnotherWorldSize) {
+  const std::string directory =
+      absl::StrCat(testing::TempDir(), "session_test.", NameOf(GetParam()), ".", getpid());
+  const JobSpec two = SmallJob("two", 2);
+  ReferenceRun reference(two);
+  for (uint64_t step = 1; step <= 3; ++step) reference.Step(step, 1, {});
+  Train(two, [&](RankForTests& self, int rank) {
+    ASSERT_TRUE(self.Step(1, {}).ok());
+    ASSERT_TRUE(self.Step(1, {}).ok());
+    if (rank != 0) return;
+    const absl::Status saved = self.session().SaveCheckpoint(directory);
+    ASSERT_TRUE(saved.ok()) << saved;
+  });
+  const JobSpec three = SmallJob("three", 3);
+  Train(three, [&](RankForTests& self, int rank) {});
+  {
+    auto loader = Join(three, 0);
+    ASSERT_TRUE(loader.ok()) << loader.status();
+    const absl::Status loaded = (*loader)->session().LoadCheckpoint(directory);
+    ASSERT_TRUE(loaded.ok()) << loaded;
+    EXPECT_FALSE((*loader)->session().BeginStep({}).ok());
+  }
+  Train(three, [&](RankForTests& self, int rank) {
+    EXPECT_EQ(self.session().committed_step(), 2u);
+    ASSERT_TRUE(self.Step(1, {}).ok());
+    EXPECT_EQ(self.Difference(reference), "");
+  });
+  std::filesystem::remove_all(directory);
+}
+
+TEST_P(SessionTest, AJobDescribedOtherwiseIsRefused) {
+  auto self = Join(SmallJob("same", 1), 0);
+  ASSERT_TRUE(self.ok()) << self.status();
+  JobSpec other = SmallJob("same", 1);
+  other.layout.parameters[1].name = "h.0.renamed";
+  const absl::Status status = Join(other, 0).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+  EXPECT_THAT(std::string(status.message()), AllOf(HasSubstr("h.0.w"), HasSubstr("h.0.renamed")));
+}
+
+TEST_P(SessionTest, AJobThatDoesNotFitIsRefused) {
+  JobSpec job = SmallJob("large", 1);
+  job.layout.parameters[0].shape = {1 << 28};
+  job.layout.chunk_elements = kMaxChunkElements;
+  job.layout.partitions =
+      PartitionsOf(MakeBuckets(FlatElements(job.layout.parameters, 2), 1, 1 << 20), 1);
+  const absl::Status status = Join(job, 0).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
+}
+
+TEST_P(SessionTest, ASealThatWaitsTooLongNamesTheRankThatIsMissing) {
+  const JobSpec job = SmallJob("slow", 2);
+  SessionOptions options;
+  options.seal_timeout = absl::Milliseconds(300);
+  std::vector<std::unique_ptr<RankForTests>> ranks(2);
+  ForEachRank(2, [&](int rank) {
+    ranks[rank] = Join(job, rank, options).value();
+    ASSERT_TRUE(ranks[rank]->session().BeginStep({}).ok());
+    ASSERT_TRUE(ranks[rank]->PushAll(1, [](int, uint32_t) { return true; }).ok());
+  });
+  // On a busy machine the service may not have read rank 0's own seal by then.
+  absl::Status status;
+  do {
+    status = ranks[0]->session().Seal(1).status();
+    ASSERT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+  } while (absl::StrContains(status.message(), "not sealed: rank 0"));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("not sealed: rank 1"));
+  ForEachRank(2, [&](int rank) {
+    Session& session = ranks[rank]->session();
+    absl::Status sealed;
+    do {
+      sealed = session.Seal(1).status();
+    } while (absl::IsDeadlineExceeded(sealed));
+    EXPECT_TRUE(sealed.ok()) << sealed;
+    absl::Status received;
+    do {
+      received = session.ReceiveWeights();
+    } while (absl::IsDeadlineExceeded(received));
+    EXPECT_TRUE(received.ok()) << received;
+  });
+}
+
+TEST_P(SessionTest, AnEmptyJobDoesNotPassForTheOneThatWasJoined) {
+  const JobSpec job = SmallJob("came-back-empty", 1);
+  SessionOptions options;
+  options.process_id = "p";
+  auto rank = Join(job, 0, options).value();
+  ASSERT_TRUE(rank->Step(1, {}).ok());
+  options.rejoin = true;
+  options.job_uid = rank->session().job_uid();
+  rank.reset();
+  rank = Join(job, 0, options).value();
+  EXPECT_EQ(rank->session().committed_step(), 1u);
+  rank.reset();
+  ASSERT_TRUE(service_.engine().CloseJob(job.name).ok());
+  EXPECT_EQ(Join(job, 0, options).status().code(), absl::StatusCode::kNotFound);
+  EXPECT_FALSE(service_.engine().FindJob(job.name).ok());
+  // Nor does another of its name.
+  rank = Join(job, 0).value();
+  EXPECT_EQ(Join(job, 0, options).status().code(), absl::StatusCode::kNotFound);
+}
+
+TEST_P(SessionTest, AServiceThatGoesAwayEndsTheSessionAndReleasesEveryPayload) {
+  const JobSpec job = SmallJob("gone", 2);
+  SessionOptions options;
+  options.reconnect_timeout = absl::Milliseconds(200);  // It does not come back.
+  std::vector<std::unique_ptr<RankForTests>> ranks(2);
+  ForEachRank(2, [&](int rank) { ranks[rank] = Join(job, rank, options).value(); });
+  std::atomic<int> released = 0;
+  const std::vector<std::byte> payload(512);
+  ASSERT_TRUE(ranks[0]->session().BeginStep({}).ok());
+  const int first = ranks[0]->chunks()[0];
+  ASSERT_TRUE(ranks[0]->PushAll(1, [&](int chunk, uint32_t) { return chunk != first; }).ok());
+  GradientPush push;
+  push.chunk = first;
+  push.payload = payload;
+  push.released = [&] { ++released; };
+  ASSERT_TRUE(ranks[0]->session().Push(push).ok());
+  std::thread stopper([&] { service_.server().Shutdown(0); });
+  // Rank 1 never seals.
+  const absl::Status status = ranks[0]->session().Seal(1).status();
+  stopper.join();
+  EXPECT_FALSE(status.ok());
+  EXPECT_FALSE(absl::IsDeadlineExceeded(status)) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("job gone rank 0 step 1"));
+  EXPECT_EQ(ranks[0]->session().Seal(1).status(), status);
+  // Over a channel within the process, a call to a service that is gone would crash.
+  EXPECT_EQ(ranks[0]->session().ReadCounts().status(), status);
+  ranks.clear();
+  EXPECT_EQ(released, 1);
+}
+
+// Over payloads and over shared memory, in waiting and in guessing: one state.
+TEST_P(SessionTest, TheStateIsThatOfEveryOtherTransport) {
+  for (const UpdateMode mode : {UpdateMode::kWait, UpdateMode::kSpeculate}) {
+    for (const uint32_t micro_steps : {1u, 3u}) {
+      JobSpec job = SmallJob("hash", 2);
+      job.update_mode = mode;
+      job.max_micro_steps = micro_steps;
+      std::string of_payloads;
+      for (const Traffic traffic : {Traffic::kPayloads, std::get<Traffic>(GetParam())}) {
+        job.name = absl::StrCat("hash-", Name(traffic), "-", micro_steps, "-",
+                                mode == UpdateMode::kWait ? "wait" : "speculate");
+        if (service_.engine().FindJob(job.name).ok()) continue;
+        ForEachRank(2, [&](int rank) {
+          auto self = RankForTests::Join(service_.Channel(), job, rank, {}, traffic).value();
+          ReferenceRun reference(job);
+          for (uint64_t step = 1; step <= 4; ++step) {
+            // Clipped at every other step, so that guesses are wrong there.
+            const StepSettings settings{.scale = {.loss_scale = step % 2 == 0 ? 1.0 : 1e4}};
+            const auto decision = self->Step(micro_steps, settings);
+            ASSERT_TRUE(decision.ok()) << decision.status();
+            EXPECT_EQ(decision->norm, reference.Step(step, micro_steps, settings.scale).norm);
+            EXPECT_EQ(self->Difference(reference), "") << "at step " << step;
+          }
+        });
+        const std::string hash = service_.engine().FindJob(job.name).value()->StateHash();
+        if (of_payloads.empty()) of_payloads = hash;
+        EXPECT_EQ(hash, of_payloads) << job.name;
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Ways, SessionTest,
+    testing::Combine(testing::Values(Way::kTcp, Way::kUnixSocket, Way::kInProcess),
+                     testing::Values(Traffic::kPayloads, Traffic::kInPlace, Traffic::kCopied)),
+    [](const auto& info) { return NameOf(info.param); });
+
+TEST(Connect, RefusesAtOnceWhatIsNoAddress) {
+  for (const char* address : {"", "host", "host:", ":7070", "host:port", "host:70000", "host:0",
+                              "::1:7070", "unix:", "unix:relative"}) {
+    const absl::Status status = Connect(address, absl::InfiniteDuration()).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << address;
+    EXPECT_THAT(std::string(status.message()),
+                HasSubstr("'" + std::string(address) + "' is not the address of a service"));
+  }
+  for (const char* address : {"localhost:7070", "[::1]:7070", "unix:/run/ballast.sock"}) {
+    EXPECT_TRUE(CheckAddress(address).ok()) << address;
+  }
+}
+
+TEST(Connect, SaysThatNothingAnswers) {
+  const auto channel = Connect("unix:/nonexistent/ballast.sock", absl::Milliseconds(100));
+  EXPECT_EQ(channel.status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(std::string(channel.status().message()), HasSubstr("/nonexistent/ballast.sock"));
+}
+
+}  // namespace
+}  // namespace ballast::client

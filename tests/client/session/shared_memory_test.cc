@@ -1,0 +1,246 @@
+#include "client/session/shared_memory.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+
+#include <algorithm>
+#include <filesystem>
+
+#include "tests/client/eventually.h"
+#include "tests/client/job_for_tests.h"
+#include "tests/client/session/scripted_session.h"
+#include "tests/client/shared_memory_server_for_tests.h"
+
+namespace ballast::client {
+namespace {
+
+using testing::AllOf;
+using testing::HasSubstr;
+
+constexpr int kSealed = F_SEAL_SHRINK | F_SEAL_GROW;
+
+RankMemoryLayout Places() {
+  const JobSpec job = SmallJob("j", 2);
+  return {Layout::Create(job.layout).value(), job.groups, 0};
+}
+
+size_t OpenDescriptors() {
+  return static_cast<size_t>(
+      std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {}));
+}
+
+absl::StatusOr<std::unique_ptr<SharedMemory>> ConnectTo(const v1::SharedMemoryOffer& offer,
+                                                        absl::Duration limit = absl::Seconds(20)) {
+  return SharedMemory::Connect(offer, Places(), limit);
+}
+
+// What Connect says to a server that answers so; nothing that it was handed stays open.
+absl::Status Refusal(std::function<void(int connection)> answer) {
+  SharedMemoryServerForTests server(std::move(answer));
+  const size_t before = OpenDescriptors();
+  const absl::Status status = ConnectTo(server.offer()).status();
+  // The server has an end of the connection too.
+  EXPECT_TRUE(Eventually([&] { return server.hangups() == 1; }));
+  EXPECT_EQ(OpenDescriptors(), before);
+  return status;
+}
+
+TEST(SharedMemory, IsSeenByBothEnds) {
+  MemoryFile file(Places());
+  file.WriteWeights(0, std::string(512, 'w'));
+  SharedMemoryServerForTests server([&](int connection) { Hand(connection, "G", {file.file()}); });
+  const auto shared = ConnectTo(server.offer());
+  ASSERT_TRUE(shared.ok()) << shared.status();
+  const absl::Span<std::byte> gradient = (*shared)->gradient(0);
+  ASSERT_EQ(gradient.size(), 512u);
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(gradient.data()) % 64, 0u);
+  std::fill(gradient.begin(), gradient.end(), std::byte{'g'});
+  EXPECT_EQ(file.gradient(0), std::string(512, 'g'));
+  const absl::Span<std::byte> weights = (*shared)->weights(0);
+  EXPECT_EQ(std::string(reinterpret_cast<const char*>(weights.data()), weights.size()),
+            std::string(512, 'w'));
+}
+
+TEST(SharedMemory, HasNoPlaceForChunksOfOtherRanks) {
+  MemoryFile file(Places());
+  SharedMemoryServerForTests server([&](int connection) { Hand(connection, "G", {file.file()}); });
+  const auto shared = ConnectTo(server.offer());
+  ASSERT_TRUE(shared.ok()) << shared.status();
+  const Layout layout = Layout::Create(SmallJob("j", 2).layout).value();
+  for (int chunk : layout.chunks_of_rank(1)) {
+    EXPECT_TRUE((*shared)->gradient(chunk).empty());
+    EXPECT_TRUE((*shared)->weights(chunk).empty());
+  }
+}
+
+TEST(SharedMemory, HoldsItsConnectionForAsLongAsItLives) {
+  MemoryFile file(Places());
+  SharedMemoryServerForTests server([&](int connection) { Hand(connection, "G", {file.file()}); });
+  const size_t before = OpenDescriptors();
+  auto shared = ConnectTo(server.offer());
+  ASSERT_TRUE(shared.ok()) << shared.status();
+  // Both ends of the connection; not the file.
+  EXPECT_EQ(OpenDescriptors(), before + 2);
+  EXPECT_EQ(server.hangups(), 0);
+  shared->reset();
+  EXPECT_TRUE(Eventually([&] { return server.hangups() == 1; }));
+  EXPECT_EQ(OpenDescriptors(), before);
+}
+
+TEST(SharedMemory, IsNotForAForkedProcessThatOutlivesIt) {
+  MemoryFile file(Places());
+  SharedMemoryServerForTests server([&](int connection) { Hand(connection, "G", {file.file()}); });
+  auto shared = ConnectTo(server.offer());
+  ASSERT_TRUE(shared.ok()) << shared.status();
+  const auto page_bytes = static_cast<uintptr_t>(sysconf(_SC_PAGE_SIZE));
+  const uintptr_t page =
+      reinterpret_cast<uintptr_t>((*shared)->gradient(0).data()) / page_bytes * page_bytes;
+  const auto is_mapped = [page] {
+    unsigned char resident;
+    return mincore(reinterpret_cast<void*>(page), 1, &resident) == 0;
+  };
+  ASSERT_TRUE(is_mapped());
+  int ends[2];
+  ASSERT_EQ(pipe(ends), 0);
+  const pid_t child = fork();
+  if (child == 0) {
+    close(ends[1]);
+    const bool mapped = is_mapped();
+    char nothing;
+    _exit(read(ends[0], &nothing, 1) == 0 && !mapped ? 0 : 1);
+  }
+  ASSERT_GT(child, 0);
+  shared->reset();
+  EXPECT_TRUE(Eventually([&] { return server.hangups() == 1; })) << "while the child lives";
+  close(ends[1]);
+  close(ends[0]);
+  int status = 0;
+  EXPECT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+}
+
+TEST(SharedMemory, RefusesAFileThatCouldShrinkOrGrow) {
+  for (const int seals : {0, F_SEAL_SHRINK, F_SEAL_GROW}) {
+    MemoryFile file(Places().size_bytes(), seals, Places());
+    EXPECT_THAT(Refusal([&](int connection) { Hand(connection, "G", {file.file()}); }),
+                IsError(absl::StatusCode::kFailedPrecondition, HasSubstr("not sealed")))
+        << seals;
+  }
+}
+
+TEST(SharedMemory, RefusesAFileOfAnotherSize) {
+  for (const int64_t more : {-4096, -1, 1, 4096}) {
+    MemoryFile file(Places().size_bytes() + more, kSealed, Places());
+    EXPECT_THAT(Refusal([&](int connection) { Hand(connection, "G", {file.file()}); }),
+                IsError(absl::StatusCode::kFailedPrecondition,
+                        HasSubstr(absl::StrCat("expected ", Places().size_bytes()))))
+        << more;
+  }
+}
+
+TEST(SharedMemory, RefusesWhatIsNoMemoryFile) {
+  const int file = open("/dev/null", O_RDWR | O_CLOEXEC);
+  EXPECT_THAT(Refusal([&](int connection) { Hand(connection, "G", {file}); }),
+              IsError(absl::StatusCode::kFailedPrecondition, testing::_));
+  close(file);
+}
+
+TEST(SharedMemory, RefusesAFileOfReservedHugePages) {
+  const int file = memfd_create("ballast-test", MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_HUGETLB);
+  if (file < 0) GTEST_SKIP() << "this system has no such files";
+  EXPECT_EQ(fcntl(file, F_ADD_SEALS, kSealed), 0);
+  EXPECT_THAT(Refusal([&](int connection) { Hand(connection, "G", {file}); }),
+              IsError(absl::StatusCode::kFailedPrecondition, HasSubstr("not ordinary shared")));
+  close(file);
+}
+
+TEST(SharedMemory, RefusesAFileThatCannotBeWritten) {
+  MemoryFile file(Places());
+  const int readable =
+      open(absl::StrCat("/proc/self/fd/", file.file()).c_str(), O_RDONLY | O_CLOEXEC);
+  ASSERT_GE(readable, 0);
+  EXPECT_THAT(Refusal([&](int connection) { Hand(connection, "G", {readable}); }),
+              IsError(absl::StatusCode::kFailedPrecondition, HasSubstr("mapping")));
+  close(readable);
+}
+
+TEST(SharedMemory, RefusesAnswersOfAnotherForm) {
+  MemoryFile file(Places());
+  const int fd = file.file();
+  const auto is_refused = IsError(absl::StatusCode::kFailedPrecondition, testing::_);
+  EXPECT_THAT(Refusal([](int connection) { Hand(connection, "G", {}); }), is_refused);
+  EXPECT_THAT(Refusal([&](int connection) { Hand(connection, "G", {fd, fd}); }), is_refused);
+  EXPECT_THAT(Refusal([&](int connection) {
+                Hand(connection, "G", {fd, fd, fd, fd, fd, fd, fd, fd, fd, fd, fd, fd});
+              }),
+              is_refused);
+  EXPECT_THAT(Refusal([&](int connection) { Hand(connection, "GG", {fd}); }), is_refused);
+  EXPECT_THAT(Refusal([&](int connection) { Hand(connection, "x", {fd}); }), is_refused);
+  EXPECT_THAT(Refusal([&](int connection) { Hand(connection, std::string(600, 'R'), {}); }),
+              is_refused);
+}
+
+TEST(SharedMemory, SaysWhyItWasRefused) {
+  MemoryFile file(Places());
+  EXPECT_THAT(
+      Refusal([&](int connection) { Hand(connection, "Rthe token is spent\x1b", {file.file()}); }),
+      IsError(absl::StatusCode::kFailedPrecondition,
+              AllOf(HasSubstr("refused: the token is spent"), HasSubstr("\\x1b"))));
+}
+
+TEST(SharedMemory, IsUnavailableWhereTheServiceHangsUp) {
+  EXPECT_THAT(Refusal([](int connection) { shutdown(connection, SHUT_RDWR); }),
+              IsError(absl::StatusCode::kUnavailable, HasSubstr("closed")));
+}
+
+TEST(SharedMemory, IsUnavailableWhereTheServiceIsSilent) {
+  SharedMemoryServerForTests server([](int) {});
+  const absl::Time start = absl::Now();
+  EXPECT_THAT(ConnectTo(server.offer(), absl::Milliseconds(30)).status(),
+              IsError(absl::StatusCode::kUnavailable, HasSubstr("in time, 30ms")));
+  EXPECT_GE(absl::Now() - start, absl::Milliseconds(30));
+}
+
+TEST(SharedMemory, IsUnavailableWhereNobodyTakesConnections) {
+  v1::SharedMemoryOffer offer;
+  offer.set_token(std::string(32, 't'));
+  offer.set_socket(absl::StrCat("ballast-test-full-", getpid()));
+  const int listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  std::memcpy(address.sun_path + 1, offer.socket().data(), offer.socket().size());
+  const auto size =
+      static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + offer.socket().size());
+  ASSERT_EQ(bind(listener, reinterpret_cast<const sockaddr*>(&address), size), 0);
+  ASSERT_EQ(listen(listener, 0), 0);
+  // The first fills the queue, the later ones wait for room in it.
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_THAT(ConnectTo(offer, absl::Milliseconds(30)).status(),
+                IsError(absl::StatusCode::kUnavailable, HasSubstr("in time")));
+  }
+  close(listener);
+}
+
+TEST(SharedMemory, IsNotFoundWhereNobodyListens) {
+  v1::SharedMemoryOffer offer;
+  offer.set_token(std::string(32, 't'));
+  offer.set_socket("ballast-test-nobody");
+  EXPECT_THAT(ConnectTo(offer).status(), IsError(absl::StatusCode::kNotFound, HasSubstr("no way")));
+}
+
+TEST(SharedMemory, RefusesOffersThatCannotBe) {
+  v1::SharedMemoryOffer offer;
+  offer.set_token(std::string(31, 't'));
+  offer.set_socket("ballast-test-nobody");
+  const auto is_refused = IsError(absl::StatusCode::kFailedPrecondition, testing::_);
+  EXPECT_THAT(ConnectTo(offer).status(), is_refused);
+  offer.set_token(std::string(32, 't'));
+  offer.set_socket("");
+  EXPECT_THAT(ConnectTo(offer).status(), is_refused);
+  offer.set_socket(std::string(108, 's'));
+  EXPECT_THAT(ConnectTo(offer).status(), is_refused);
+}
+
+}  // namespace
+}  // namespace ballast::client

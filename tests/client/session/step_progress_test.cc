@@ -1,0 +1,83 @@
+#include "client/session/step_progress.h"
+
+#include <gtest/gtest.h>
+
+#include <thread>
+
+namespace ballast::client {
+namespace {
+
+StepDecision DecisionOf(uint64_t step) {
+  StepDecision decision;
+  decision.step = step;
+  decision.applied = true;
+  return decision;
+}
+
+TEST(StepProgress, RefusesMessagesOfOtherSteps) {
+  StepProgress progress;
+  progress.Begin(3);
+  EXPECT_EQ(progress.Decided(DecisionOf(2)).code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(progress.Refused(4, "no").code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(progress.Committed(4, 0).code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(progress.Committed(3, 0).code(), absl::StatusCode::kInternal);  // Not decided.
+  EXPECT_TRUE(progress.Decided(DecisionOf(3)).ok());
+  EXPECT_TRUE(progress.Committed(3, 0.5).ok());
+  EXPECT_EQ(progress.AwaitCommitted(absl::InfiniteDuration()).value(), 0.5);
+}
+
+TEST(StepProgress, OverdueNewsOfAwaitedRanksCountsForNothing) {
+  StepProgress progress;
+  progress.Begin(3);
+  progress.Waiting(2, {1});
+  EXPECT_TRUE(progress.awaited_ranks().empty());
+  progress.Waiting(3, {1});
+  EXPECT_EQ(progress.awaited_ranks(), std::vector<int>{1});
+  progress.Begin(4);
+  EXPECT_TRUE(progress.awaited_ranks().empty());
+}
+
+TEST(StepProgress, OneSealIsOutAtATime) {
+  StepProgress progress;
+  progress.Begin(3);
+  EXPECT_TRUE(progress.StartSeal());
+  EXPECT_FALSE(progress.StartSeal());
+  EXPECT_TRUE(progress.Refused(3, "no").ok());
+  EXPECT_EQ(progress.AwaitDecision(absl::Seconds(60)).status().message(), "no");
+  EXPECT_TRUE(progress.StartSeal());
+  EXPECT_EQ(progress.AwaitDecision(absl::ZeroDuration()).status().code(),
+            absl::StatusCode::kDeadlineExceeded);
+  // A decision needs no seal any more, whatever was refused before.
+  EXPECT_TRUE(progress.Refused(3, "no").ok());
+  EXPECT_TRUE(progress.Decided(DecisionOf(3)).ok());
+  EXPECT_FALSE(progress.StartSeal());
+}
+
+TEST(StepProgress, ARefusedSealAwaitsNobody) {
+  StepProgress progress;
+  progress.Begin(3);
+  progress.Waiting(3, {1});
+  EXPECT_TRUE(progress.Refused(3, "no").ok());
+  EXPECT_TRUE(progress.awaited_ranks().empty());
+}
+
+TEST(StepProgress, WhatCameBeforeAFailureCounts) {
+  StepProgress progress;
+  progress.Begin(3);
+  ASSERT_TRUE(progress.Decided(DecisionOf(3)).ok());
+  progress.Fail(absl::UnavailableError("gone"));
+  progress.Fail(absl::UnavailableError("later"));
+  EXPECT_TRUE(progress.AwaitDecision(absl::Seconds(60)).ok());
+  EXPECT_EQ(progress.AwaitCommitted(absl::Seconds(60)).status().message(), "gone");
+}
+
+TEST(StepProgress, ADecisionWakesTheWaiter) {
+  StepProgress progress;
+  progress.Begin(3);
+  std::thread service([&] { EXPECT_TRUE(progress.Decided(DecisionOf(3)).ok()); });
+  EXPECT_EQ(progress.AwaitDecision(absl::Seconds(60)).value().step, 3u);
+  service.join();
+}
+
+}  // namespace
+}  // namespace ballast::client

@@ -1,0 +1,553 @@
+// A session whose stream breaks.
+#include "client/session/stream_keeper.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <thread>
+
+#include "tests/client/session/scripted_session.h"
+
+namespace ballast::client {
+namespace {
+
+using testing::AllOf;
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::Not;
+
+class StreamKeeperTest : public ScriptedSession {
+ protected:
+  StreamKeeperTest() {
+    options_.window_bytes = 1 << 20;
+    fake_->attachment.set_instance_id("first run");
+    fake_->read_step = 5;
+    for (int chunk = 0; chunk < 5; ++chunk) {
+      fake_->stored_weights.emplace_back(chunk, WeightsOf(chunk));
+    }
+  }
+
+  void SetUp() override { testing::internal::CaptureStderr(); }
+  void TearDown() override {
+    session_.reset();
+    // A test that read the log has ended the capture.
+    if (!log_was_read_) testing::internal::GetCapturedStderr();
+  }
+  std::string Log() {
+    log_was_read_ = true;
+    return testing::internal::GetCapturedStderr();
+  }
+
+  // The next attachments say that the service has committed step 5.
+  void CommitStep5Unheard(bool applied) {
+    fake_->attachment.set_committed_step(5);
+    for (uint64_t step : {4, 5}) {
+      v1::StepRecord& record = *fake_->attachment.mutable_job()->add_recent_steps();
+      record.set_step(step);
+      record.set_applied(step == 4 || applied);
+      record.set_norm(step == 4 ? -1 : 7.5);
+      record.set_clip_coefficient(0.5);
+      record.set_skip_reason(applied ? "" : "wte is not finite");
+      record.add_unused_parameters("h.0.b");
+    }
+  }
+  static v1::Opened Delivered(uint32_t micro_steps_ended,
+                              std::vector<std::pair<uint32_t, uint32_t>> chunks) {
+    v1::Opened opened;
+    opened.set_committed_step(4);
+    opened.set_open_step(5);
+    opened.set_micro_steps_ended(micro_steps_ended);
+    for (const auto& [chunk, next] : chunks) {
+      v1::ChunkCount& count = *opened.add_delivered();
+      count.set_chunk(chunk);
+      count.set_next_micro_step(next);
+    }
+    return opened;
+  }
+  // Seals, and calls `service` when the seal has been sent.
+  absl::StatusOr<StepDecision> Seal(const std::function<void()>& service) {
+    std::thread answer([&] {
+      while (fake_->names(1).back() != "seal 5 of 1") std::this_thread::yield();
+      service();
+    });
+    absl::StatusOr<StepDecision> decision = session_->Seal(1);
+    answer.join();
+    return decision;
+  }
+  void BreakIt() { fake_->Break(absl::UnavailableError("connection lost")); }
+  // The error that every call returns in the end.
+  absl::Status AwaitFailure() { return session_->Seal(1).status(); }
+  void ExpectStep5InPlace() {
+    for (int chunk = 0; chunk < 5; ++chunk) EXPECT_EQ(memory_[chunk], WeightsOf(chunk)) << chunk;
+    EXPECT_EQ(session_->committed_step(), 5u);
+  }
+
+  bool log_was_read_ = false;
+};
+
+TEST_F(StreamKeeperTest, SendsWhatWasNotAcknowledgedOnAnotherStream) {
+  OpenAndBegin();
+  std::map<int, int> released;
+  ASSERT_TRUE(PushChunk(0, [&] { ++released[0]; }).ok());
+  ASSERT_TRUE(PushChunk(1, [&] { ++released[1]; }).ok());
+  Acknowledge(3);  // Open, begin and chunk 0.
+  const v1::OpenTrain first_open = fake_->sent().at(0).open();
+  BreakIt();
+  ASSERT_TRUE(fake_->AwaitStream(2, 2));
+  EXPECT_THAT(fake_->names(2), ElementsAre("open", "gradient 5 chunk 1 [0, 1)"));
+  EXPECT_EQ(fake_->attaches, 2);
+  EXPECT_EQ(fake_->last_attach.uid(), "u");
+  EXPECT_EQ(fake_->last_attach.generation(), 3u);
+  EXPECT_TRUE(fake_->last_attach.rejoin());
+  EXPECT_EQ(fake_->last_attach.process_id(), first_open.process_id());
+  EXPECT_EQ(fake_->sent().at(2).open().SerializeAsString(), first_open.SerializeAsString());
+  // The trainer goes on as if nothing had happened.
+  ASSERT_TRUE(PushChunk(2, [&] { ++released[2]; }).ok());
+  EXPECT_THAT(fake_->names(2),
+              ElementsAre("open", "gradient 5 chunk 1 [0, 1)", "gradient 5 chunk 2 [0, 1)"));
+  fake_->LetGo();
+  EXPECT_EQ(released, (std::map<int, int>{{0, 1}}));
+  Acknowledge(3);  // The new stream's numbers.
+  EXPECT_EQ(released, (std::map<int, int>{{0, 1}, {1, 1}, {2, 1}}));
+  session_.reset();
+  EXPECT_THAT(Log(), AllOf(HasSubstr("[warning] job gpt rank 0 step 5: the stream broke, and is "
+                                     "reopened: UNAVAILABLE: connection lost"),
+                           HasSubstr("[info] job gpt rank 0 step 5: the stream is back: 1 messages "
+                                     "sent again, 0 were held already")));
+}
+
+TEST_F(StreamKeeperTest, GivesBackWhatTheServiceHeldWithoutHavingSaidSo) {
+  OpenAndBegin();
+  std::atomic<int> released[3] = {};
+  for (int chunk : {0, 1, 2}) {
+    ASSERT_TRUE(PushChunk(chunk, [&released, chunk] { ++released[chunk]; }).ok());
+  }
+  fake_->opened = {Delivered(0, {{0, 1}, {1, 1}})};
+  BreakIt();
+  ASSERT_TRUE(fake_->AwaitStream(2, 2));
+  EXPECT_THAT(fake_->names(2), ElementsAre("open", "gradient 5 chunk 2 [0, 1)"));
+  while (released[1] == 0) std::this_thread::yield();
+  EXPECT_EQ(released[0], 1);
+  fake_->LetGo();
+  EXPECT_EQ(released[2], 0);
+  Acknowledge(2);
+  session_.reset();
+  for (const std::atomic<int>& count : released) EXPECT_EQ(count, 1);
+  EXPECT_THAT(Log(), HasSubstr("1 messages sent again, 3 were held already"));
+}
+
+TEST_F(StreamKeeperTest, OnlyTheServiceSWordEndsASessionAtOnce) {
+  OpenAndBegin();
+  size_t stream = 1;
+  for (const absl::Status& status :
+       {absl::UnavailableError("x"), absl::CancelledError("x"), absl::UnknownError("x"),
+        absl::InternalError("x"), absl::DeadlineExceededError("x"), absl::OkStatus()}) {
+    fake_->Break(status);
+    ASSERT_TRUE(fake_->AwaitStream(++stream, 2)) << status;  // Open and begin.
+  }
+  EXPECT_TRUE(PushChunk(0).ok());
+  for (const absl::Status& status :
+       {absl::InvalidArgumentError("x"), absl::FailedPreconditionError("x"),
+        absl::NotFoundError("x"), absl::AbortedError("x"), absl::DataLossError("x"),
+        absl::ResourceExhaustedError("x")}) {
+    session_.reset();
+    auto transport = std::make_unique<FakeTransport>();
+    fake_ = transport.get();
+    transport_ = std::move(transport);
+    ASSERT_TRUE(Open().ok());
+    ASSERT_TRUE(session_->BeginStep({}).ok());
+    fake_->Break(status);
+    EXPECT_THAT(PushChunk(0), IsError(status.code(), "job gpt rank 0 step 1: x"));
+    EXPECT_EQ(fake_->attaches, 1);
+    EXPECT_EQ(fake_->streams(), 1u);
+  }
+}
+
+TEST_F(StreamKeeperTest, WhatTheSessionFindsWrongItselfEndsItAtOnce) {
+  std::atomic<int> streams = 0;
+  fake_->on_stream = [&] { ++streams; };
+  OpenAndBegin();
+  Acknowledge(9);
+  EXPECT_THAT(PushChunk(0), IsError(absl::StatusCode::kInternal, HasSubstr("acknowledged 9")));
+  fake_->Break(absl::UnavailableError("gone"));
+  session_.reset();
+  EXPECT_EQ(streams, 1);
+}
+
+TEST_F(StreamKeeperTest, ReopensBetweenStepsToo) {
+  ASSERT_TRUE(Open().ok());
+  for (size_t stream = 2; stream < 5; ++stream) {
+    BreakIt();
+    ASSERT_TRUE(fake_->AwaitStream(stream, 1));
+  }
+  ASSERT_TRUE(session_->BeginStep({}).ok());
+  ASSERT_TRUE(fake_->AwaitStream(4, 2));
+  EXPECT_THAT(fake_->names(4), ElementsAre("open", "begin 5"));
+}
+
+TEST_F(StreamKeeperTest, APushIntoAFullWindowWaitsForTheStreamToBeBack) {
+  options_.window_bytes = 512;
+  OpenAndBegin();
+  ASSERT_TRUE(PushChunk(0).ok());
+  fake_->attach_hangs = true;
+  BreakIt();
+  ASSERT_TRUE(fake_->AwaitAttaches(2));
+  std::thread pusher([&] { EXPECT_TRUE(PushChunk(1).ok()); });
+  EXPECT_FALSE(fake_->AwaitStream(2, 1, std::chrono::milliseconds(50)));
+  fake_->opened = {Delivered(0, {{0, 1}})};
+  fake_->LetAttach();
+  pusher.join();
+  ASSERT_TRUE(fake_->AwaitStream(2, 2));
+  EXPECT_THAT(fake_->names(2), ElementsAre("open", "gradient 5 chunk 1 [0, 1)"));
+}
+
+// ---------------------------------------------------------------- seals and decisions
+
+TEST_F(StreamKeeperTest, ASealIsSaidAgainUntilItsAnswerHasCome) {
+  OpenAndBegin();
+  const absl::StatusOr<StepDecision> refused = Seal([&] {
+    Acknowledge(3);  // Held, and refused; but the refusal is lost.
+    fake_->opened = {Delivered(0, {}), Delivered(0, {})};
+    BreakIt();
+    ASSERT_TRUE(fake_->AwaitStream(2, 2));
+    EXPECT_THAT(fake_->names(2), ElementsAre("open", "seal 5 of 1"));
+    Refuse(5, "rank 0 misses wte");
+  });
+  EXPECT_THAT(refused.status(),
+              IsError(absl::StatusCode::kFailedPrecondition, HasSubstr("misses wte")));
+  BreakIt();
+  ASSERT_TRUE(fake_->AwaitStream(3, 1));
+  ASSERT_TRUE(PushChunk(0).ok());
+  EXPECT_TRUE(fake_->AwaitStream(3, 2));
+  EXPECT_THAT(fake_->names(3), ElementsAre("open", "gradient 5 chunk 0 [0, 1)"));
+}
+
+TEST_F(StreamKeeperTest, ADecisionThatWasLostIsTakenFromTheRecordAndItsWeightsAreRead) {
+  std::map<int, int> on_weights;
+  options_.on_weights = [&](int chunk) { ++on_weights[chunk]; };
+  OpenAndBegin();
+  int released = 0;
+  ASSERT_TRUE(PushChunk(0, [&] { ++released; }).ok());
+  const absl::StatusOr<StepDecision> decision = Seal([&] {
+    CommitStep5Unheard(/*applied=*/true);
+    BreakIt();
+  });
+  ASSERT_TRUE(decision.ok()) << decision.status();
+  EXPECT_EQ(decision->step, 5u);
+  EXPECT_TRUE(decision->applied);
+  EXPECT_EQ(decision->norm, 7.5);
+  EXPECT_EQ(decision->clip_coefficient, 0.5);
+  EXPECT_EQ(decision->unused_parameters, std::vector<std::string>{"h.0.b"});
+  ASSERT_TRUE(session_->ReceiveWeights().ok());
+  ExpectStep5InPlace();
+  EXPECT_EQ(on_weights, (std::map<int, int>{{0, 1}, {1, 1}, {2, 1}, {3, 1}, {4, 1}}));
+  ASSERT_EQ(fake_->reads.size(), 1u);
+  EXPECT_EQ(fake_->reads[0].step(), 5u);
+  EXPECT_EQ(fake_->reads[0].uid(), "u");
+  EXPECT_EQ(released, 1);
+  // The next step, and nothing of the one before.
+  ASSERT_TRUE(session_->BeginStep({}).ok());
+  ASSERT_TRUE(fake_->AwaitStream(2, 2));
+  EXPECT_THAT(fake_->names(2), ElementsAre("open", "begin 6"));
+}
+
+TEST_F(StreamKeeperTest, ALostDecisionToSkipReadsNothing) {
+  OpenAndBegin();
+  const absl::StatusOr<StepDecision> decision = Seal([&] {
+    CommitStep5Unheard(/*applied=*/false);
+    BreakIt();
+  });
+  ASSERT_TRUE(decision.ok()) << decision.status();
+  EXPECT_FALSE(decision->applied);
+  EXPECT_EQ(decision->skip_reason, "wte is not finite");
+  ASSERT_TRUE(session_->ReceiveWeights().ok());
+  EXPECT_EQ(session_->committed_step(), 5u);
+  EXPECT_TRUE(fake_->reads.empty());
+  EXPECT_TRUE(memory_.empty());
+}
+
+TEST_F(StreamKeeperTest, WeightsThatHadNotComeAreRead) {
+  std::map<int, int> on_weights;
+  options_.on_weights = [&](int chunk) { ++on_weights[chunk]; };
+  OpenAndBegin();
+  // The decision is known, so no record of it is needed. Reading fails after one chunk, and then
+  // for another reason that time heals.
+  fake_->read_failures = {{1, absl::UnavailableError("gone again")},
+                          {0, absl::DeadlineExceededError("slow")}};
+  const absl::StatusOr<StepDecision> decision = Seal([&] {
+    Decide(5, true);
+    SendWeights(5, 1, {WeightsOf(1)});
+    SendWeights(5, 3, {WeightsOf(3)});
+    fake_->attachment.set_committed_step(5);
+    BreakIt();
+  });
+  ASSERT_TRUE(decision.ok()) << decision.status();
+  ASSERT_TRUE(session_->ReceiveWeights().ok());
+  ExpectStep5InPlace();
+  EXPECT_EQ(on_weights, (std::map<int, int>{{0, 1}, {1, 1}, {2, 1}, {3, 1}, {4, 1}}));
+  ASSERT_EQ(fake_->reads.size(), 3u);
+  EXPECT_THAT(fake_->reads[0].chunks(), ElementsAre(0u, 2u, 4u));
+  EXPECT_THAT(fake_->reads[2].chunks(), ElementsAre(2u, 4u));
+}
+
+TEST_F(StreamKeeperTest, AStepWhoseWeightsHaveAllComeOnlyMissesItsEnd) {
+  OpenAndBegin();
+  const absl::StatusOr<StepDecision> decision = Seal([&] {
+    Decide(5, true);
+    for (int chunk = 0; chunk < 5; ++chunk) SendWeights(5, chunk, {WeightsOf(chunk)});
+    fake_->attachment.set_committed_step(5);
+    BreakIt();
+  });
+  ASSERT_TRUE(decision.ok()) << decision.status();
+  ASSERT_TRUE(session_->ReceiveWeights().ok());
+  ExpectStep5InPlace();
+  EXPECT_TRUE(fake_->reads.empty());
+}
+
+TEST_F(StreamKeeperTest, AStepThatWasReceivedBeforeTheBreakIsOver) {
+  OpenAndBegin();
+  const absl::StatusOr<StepDecision> decision = Seal([&] {
+    Decide(5, false);
+    Commit(5);
+    fake_->attachment.set_committed_step(5);
+    BreakIt();
+  });
+  ASSERT_TRUE(decision.ok()) << decision.status();
+  ASSERT_TRUE(fake_->AwaitStream(2, 1));
+  ASSERT_TRUE(session_->ReceiveWeights().ok());
+  EXPECT_EQ(session_->update_seconds(), 0.25);
+  ASSERT_TRUE(session_->BeginStep({}).ok());
+  ASSERT_TRUE(fake_->AwaitStream(2, 2));
+  EXPECT_THAT(fake_->names(2), ElementsAre("open", "begin 6"));
+}
+
+TEST_F(StreamKeeperTest, AStepCommittedBetweenAttachingAndOpeningIsFoundByAttachingAgain) {
+  OpenAndBegin();
+  const absl::StatusOr<StepDecision> decision = Seal([&] {
+    v1::Opened opened;
+    opened.set_committed_step(5);
+    fake_->opened = {opened, opened};
+    fake_->on_stream = [&] { CommitStep5Unheard(/*applied=*/true); };
+    BreakIt();
+  });
+  ASSERT_TRUE(decision.ok()) << decision.status();
+  ASSERT_TRUE(session_->ReceiveWeights().ok());
+  ExpectStep5InPlace();
+  EXPECT_EQ(fake_->attaches, 3);
+  EXPECT_THAT(fake_->names(2), ElementsAre("open"));
+}
+
+TEST_F(StreamKeeperTest, ACommittedStepWithoutARecordIsAnError) {
+  OpenAndBegin();
+  fake_->attachment.set_committed_step(5);
+  BreakIt();
+  EXPECT_THAT(AwaitFailure(), IsError(absl::StatusCode::kDataLoss, HasSubstr("no record")));
+}
+
+TEST_F(StreamKeeperTest, AServiceAtAnotherStepIsAnError) {
+  for (uint64_t step : {uint64_t{3}, uint64_t{6}}) {
+    session_.reset();
+    auto transport = std::make_unique<FakeTransport>();
+    fake_ = transport.get();
+    transport_ = std::move(transport);
+    fake_->attachment.set_committed_step(4);
+    OpenAndBegin();
+    fake_->attachment.set_committed_step(step);
+    BreakIt();
+    EXPECT_THAT(AwaitFailure(),
+                IsError(absl::StatusCode::kFailedPrecondition,
+                        HasSubstr("the service stands at step " + std::to_string(step) +
+                                  " where this rank is in step 5")));
+  }
+}
+
+TEST_F(StreamKeeperTest, AServiceThatTookItsDecisionBackIsAnError) {
+  OpenAndBegin();
+  const absl::StatusOr<StepDecision> decision = Seal([&] {
+    Decide(5, true);
+    BreakIt();
+  });
+  ASSERT_TRUE(decision.ok()) << decision.status();
+  EXPECT_THAT(session_->ReceiveWeights(),
+              IsError(absl::StatusCode::kFailedPrecondition, HasSubstr("has the decision of 5")));
+}
+
+// ---------------------------------------------------------------- the end
+
+TEST_F(StreamKeeperTest, GivesUpAfterTheReconnectTimeout) {
+  options_.reconnect_timeout = absl::Seconds(10);
+  OpenAndBegin();
+  int released = 0;
+  ASSERT_TRUE(PushChunk(0, [&] { ++released; }).ok());
+  fake_->attach_results.assign(1000, absl::UnavailableError("connection refused"));
+  const absl::Time start = clock_.Now();
+  BreakIt();
+  const absl::Status failure = AwaitFailure();
+  EXPECT_THAT(failure,
+              IsError(absl::StatusCode::kUnavailable,
+                      AllOf(HasSubstr("job gpt rank 0 step 5"), HasSubstr("connection lost"),
+                            HasSubstr("within 10s"), HasSubstr("connection refused"),
+                            HasSubstr("open the session again"))));
+  EXPECT_EQ(PushChunk(1), failure);
+  EXPECT_EQ(clock_.Now() - start, absl::Seconds(10));
+  // 20 ms, doubled up to 1 s: 6 waits of 1.26 s together, then 8 of a second and the rest.
+  EXPECT_EQ(clock_.sleeps.size(), 15u);
+  EXPECT_EQ(clock_.sleeps[0], absl::Milliseconds(20));
+  EXPECT_EQ(clock_.sleeps[1], absl::Milliseconds(40));
+  EXPECT_EQ(fake_->attaches, 1 + 15);
+  session_.reset();
+  EXPECT_EQ(released, 1);
+  EXPECT_THAT(Log(), Not(HasSubstr("is back")));
+}
+
+TEST_F(StreamKeeperTest, AStreamThatIsBackAfterSomeAttemptsHasTheWholeTimeoutAgain) {
+  options_.reconnect_timeout = absl::Seconds(2);
+  OpenAndBegin();
+  for (size_t stream = 2; stream < 6; ++stream) {
+    fake_->attach_results.assign(5, absl::UnavailableError("connection refused"));
+    BreakIt();
+    ASSERT_TRUE(fake_->AwaitStream(stream, 2)) << stream;
+    Acknowledge(1);  // Of the open message, which says nothing,
+    Acknowledge(2);  // and of something that was sent again.
+    ASSERT_TRUE(session_->EndMicroStep(static_cast<uint32_t>(stream), {}).ok());
+  }
+  EXPECT_GT(clock_.Now() - absl::FromUnixSeconds(1000), absl::Seconds(2));
+  EXPECT_TRUE(PushChunk(0).ok());
+}
+
+TEST_F(StreamKeeperTest, AMessageThatBreaksEveryStreamIsNotSentForEver) {
+  options_.reconnect_timeout = absl::Seconds(5);
+  OpenAndBegin();
+  // Every stream can be opened, and ends at its first message.
+  const auto is_sound = [&] { return absl::IsFailedPrecondition(session_->ReadWeights()); };
+  for (size_t stream = 1; is_sound();) {
+    if (!fake_->AwaitStream(stream, 2, std::chrono::milliseconds(20))) continue;
+    ASSERT_LT(stream, 100u);
+    Acknowledge(1);
+    fake_->Break(absl::InternalError("a bug"));
+    ++stream;
+  }
+  EXPECT_THAT(AwaitFailure(), IsError(absl::StatusCode::kUnavailable, HasSubstr("a bug")));
+}
+
+TEST_F(StreamKeeperTest, StreamsThatBreakAtOnceAreNotReopenedForEver) {
+  options_.reconnect_timeout = absl::Seconds(5);
+  ASSERT_TRUE(Open().ok());
+  // Nothing has to be sent again, and nothing is acknowledged.
+  const auto is_sound = [&] {
+    return absl::IsFailedPrecondition(session_->EndMicroStep(0, {}));  // No step is open.
+  };
+  for (size_t stream = 1; is_sound();) {
+    if (!fake_->AwaitStream(stream, 1, std::chrono::milliseconds(20))) continue;
+    ASSERT_LT(++stream, 100u);
+    fake_->Break(absl::UnavailableError("flap"));
+  }
+  EXPECT_THAT(session_->BeginStep({}), IsError(absl::StatusCode::kUnavailable, HasSubstr("flap")));
+  EXPECT_EQ(clock_.Now(), absl::FromUnixSeconds(1005));
+  // 20 ms, doubled up to 1 s: 6 waits of 1.26 s together, then 3 of a second and the rest.
+  EXPECT_EQ(clock_.sleeps.size(), 10u);
+}
+
+TEST_F(StreamKeeperTest, AStreamThatStoodForAWhileHasTheWholeTimeoutAgain) {
+  options_.reconnect_timeout = absl::Seconds(2);
+  ASSERT_TRUE(Open().ok());
+  for (size_t stream = 2; stream < 6; ++stream) {
+    fake_->attach_results.assign(5, absl::UnavailableError("connection refused"));
+    BreakIt();
+    ASSERT_TRUE(fake_->AwaitStream(stream, 1)) << stream;
+    if (stream == 2) ASSERT_TRUE(session_->BeginStep({}).ok());
+    ASSERT_TRUE(fake_->AwaitStream(stream, 2)) << stream;
+    clock_.SleepFor(absl::Seconds(1));
+  }
+  EXPECT_TRUE(PushChunk(0).ok());
+}
+
+TEST_F(StreamKeeperTest, ARankThatAnotherProcessHasTakenIsLeftToIt) {
+  OpenAndBegin();
+  fake_->attach_results = {absl::UnavailableError("not yet"),
+                           absl::AbortedError("another process has taken rank 0")};
+  BreakIt();
+  EXPECT_THAT(AwaitFailure(), IsError(absl::StatusCode::kAborted, HasSubstr("another process")));
+  EXPECT_EQ(fake_->streams(), 1u);
+}
+
+TEST_F(StreamKeeperTest, ANewGenerationIsAnEndEvenIfTheServiceDoesNotCheckIt) {
+  OpenAndBegin();
+  fake_->attachment.set_generation(4);
+  BreakIt();
+  EXPECT_THAT(AwaitFailure(), IsError(absl::StatusCode::kAborted, HasSubstr("generation 4")));
+  EXPECT_EQ(fake_->streams(), 1u);
+}
+
+TEST_F(StreamKeeperTest, AnotherInstanceOfTheServiceDoesNotHaveTheStep) {
+  OpenAndBegin();
+  fake_->attachment.set_instance_id("second run");
+  BreakIt();
+  EXPECT_THAT(AwaitFailure(), IsError(absl::StatusCode::kNotFound,
+                                      AllOf(HasSubstr("second run"), HasSubstr("undecided step"))));
+  EXPECT_EQ(fake_->streams(), 1u);
+}
+
+TEST_F(StreamKeeperTest, AStreamRefusedOnOpeningAgainIsTheEnd) {
+  OpenAndBegin();
+  fake_->open_error = absl::NotFoundError("no such job");
+  BreakIt();
+  EXPECT_THAT(AwaitFailure(), IsError(absl::StatusCode::kNotFound, HasSubstr("no such job")));
+}
+
+// The service may notice only then that the old stream ended, and set the rank free.
+TEST_F(StreamKeeperTest, ARankSetFreeBetweenAttachingAndOpeningIsTakenAgain) {
+  OpenAndBegin();
+  fake_->open_error = absl::AbortedError("rank 0 is not held by this process");
+  fake_->on_stream = [&] {
+    if (fake_->streams() == 2) fake_->open_error = absl::OkStatus();
+  };
+  BreakIt();
+  ASSERT_TRUE(fake_->AwaitStream(3, 2));
+  EXPECT_EQ(fake_->attaches, 3);
+  EXPECT_TRUE(PushChunk(0).ok());
+  // Attaching says so if it is lost.
+  fake_->attach_results = {absl::AbortedError("another process has taken rank 0")};
+  BreakIt();
+  EXPECT_THAT(AwaitFailure(), IsError(absl::StatusCode::kAborted, HasSubstr("another process")));
+}
+
+// ---------------------------------------------------------------- destruction
+
+TEST_F(StreamKeeperTest, DestructionWakesAWaitForTheNextAttempt) {
+  OpenAndBegin();
+  int released = 0;
+  ASSERT_TRUE(PushChunk(0, [&] { ++released; }).ok());
+  clock_.stands_still = true;
+  BreakIt();
+  clock_.AwaitWaiter();
+  fake_->LetGo();
+  session_.reset();
+  EXPECT_EQ(released, 1);
+}
+
+TEST_F(StreamKeeperTest, DestructionEndsACallUnderWay) {
+  OpenAndBegin();
+  fake_->attach_hangs = true;
+  BreakIt();
+  ASSERT_TRUE(fake_->AwaitAttaches(2));
+  session_.reset();
+}
+
+TEST_F(StreamKeeperTest, AStreamThatEndsAsSoonAsItIsOpenSaysWhy) {
+  fake_->ends_at_once = absl::AbortedError("a new process has taken rank 0");
+  const absl::Status status = Open();
+  EXPECT_EQ(status.code(), absl::StatusCode::kAborted) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("a new process has taken rank 0"));
+}
+
+TEST_F(StreamKeeperTest, DestructionEndsTheOpeningOfAStream) {
+  OpenAndBegin();
+  fake_->open_hangs = true;
+  BreakIt();
+  ASSERT_TRUE(fake_->AwaitStream(2, 1));
+  session_.reset();
+}
+
+}  // namespace
+}  // namespace ballast::client

@@ -1,0 +1,39 @@
+#include "cpu_optimizer_service/host/memory_budget.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <string>
+#include <utility>
+
+namespace ballast {
+namespace {
+
+using ::testing::HasSubstr;
+
+TEST(MemoryBudget, P9RefusesWhatDoesNotFitWithTheSizes) {
+  MemoryBudget budget(100);
+  auto first = budget.Reserve(60, "job a").value();
+  const auto second = budget.Reserve(41, "job b");
+  EXPECT_EQ(second.status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(second.status().message()),
+              HasSubstr("job b does not fit: needed 41 bytes, used 60 bytes, limit 100 bytes"));
+  EXPECT_TRUE(budget.Reserve(40, "job c").ok());
+}
+
+TEST(MemoryBudget, ReservationsGiveBackOnce) {
+  MemoryBudget budget(100);
+  {
+    auto first = budget.Reserve(60, "a").value();
+    MemoryBudget::Reservation moved = std::move(first);
+    EXPECT_EQ(budget.used_bytes(), 60);
+    auto second = budget.Reserve(30, "b").value();
+    moved = std::move(second);
+    EXPECT_EQ(budget.used_bytes(), 30);
+    EXPECT_EQ(moved.bytes(), 30);
+  }
+  EXPECT_EQ(budget.used_bytes(), 0);
+}
+
+}  // namespace
+}  // namespace ballast

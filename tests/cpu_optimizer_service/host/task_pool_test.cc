@@ -1,0 +1,150 @@
+#include "cpu_optimizer_service/host/task_pool.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "cpu_optimizer_service/common/mutex.h"
+#include "tests/cpu_optimizer_service/host/topology_for_tests.h"
+
+namespace ballast {
+namespace {
+
+TEST(TaskPool, ForEachRunsEveryIndexOnceAndWaits) {
+  TaskPool pool(4);
+  std::vector<int> runs(10000, 0);  // Plain memory: the wait is the only order there is.
+  pool.ForEach(10000, [&](int64_t i) { ++runs[i]; });
+  EXPECT_EQ(runs, std::vector<int>(10000, 1));
+  pool.ForEach(0, [&](int64_t) { FAIL(); });
+}
+
+TEST(TaskPool, StartedTasksSeeWhatCameBeforeAndMayForEach) {
+  std::vector<int> values(1000, 0);
+  Mutex mutex;
+  CondVar changed;
+  bool done = false;
+  TaskPool pool(2);
+  values[0] = 7;
+  pool.Start([&] {
+    EXPECT_EQ(values[0], 7);
+    pool.ForEach(1000, [&](int64_t i) { values[i] = static_cast<int>(i); });
+    MutexLock lock(mutex);
+    done = true;
+    changed.NotifyAll();
+  });
+  MutexLock lock(mutex);
+  while (!done) changed.Wait(mutex);
+  EXPECT_EQ(values[999], 999);
+}
+
+TEST(TaskPool, TheDestructorWaitsForStartedTasks) {
+  std::atomic<int> done = 0;
+  {
+    TaskPool pool(2);
+    for (int i = 0; i < 100; ++i) pool.Start([&] { ++done; });
+  }
+  EXPECT_EQ(done, 100);
+}
+
+TEST(TaskPool, WhatATaskOwnsIsGoneBeforeThePoolIs) {
+  struct Owned {
+    explicit Owned(std::atomic<int>& alive) : alive(alive) { ++alive; }
+    ~Owned() { --alive; }
+    std::atomic<int>& alive;
+  };
+  for (int round = 0; round < 100; ++round) {
+    std::atomic<int> alive = 0;
+    {
+      TaskPool pool(2);
+      auto owned = std::make_shared<Owned>(alive);
+      pool.Start([owned] {});
+      owned.reset();
+    }
+    ASSERT_EQ(alive, 0);
+  }
+}
+
+TEST(TaskPool, OneThreadIsOnOneNode) {
+  const TaskPool pool(1, SeveralNodesInOne(3));
+  EXPECT_EQ(pool.nodes(), 1);
+  EXPECT_EQ(pool.NodeOf(9, 10), 0);
+}
+
+TEST(TaskPool, ANodesShareIsThatOfItsThreads) {
+  Topology topology = SeveralNodesInOne(2);
+  topology.nodes[0].processors.assign(3, topology.nodes[0].processors.front());
+  topology.nodes[1].processors.assign(1, topology.nodes[0].processors.front());
+  const TaskPool pool(4, topology);
+  ASSERT_EQ(pool.nodes(), 2);
+  for (int i = 0; i < 1000; ++i) EXPECT_EQ(pool.NodeOf(i, 1000), i < 750 ? 0 : 1) << i;
+}
+
+TEST(TaskPool, EachIndexRunsOnceOnTheNodeThatItBelongsTo) {
+  for (const int nodes : {2, 3}) {
+    TaskPool pool(2 * nodes, SeveralNodesInOne(nodes));
+    ASSERT_EQ(pool.nodes(), nodes);
+    EXPECT_EQ(pool.CurrentNode(), -1);
+    for (const int64_t count : {1, 2, 5, 1000}) {
+      std::vector<int> runs(count, 0);
+      std::vector<int> ran_on(count, -1);
+      pool.ForEach(count, [&](int64_t i) {
+        ++runs[i];
+        ran_on[i] = pool.CurrentNode();
+      });
+      EXPECT_EQ(runs, std::vector<int>(count, 1));
+      for (int64_t i = 0; i < count; ++i) {
+        EXPECT_EQ(ran_on[i], pool.NodeOf(i, count)) << i << " of " << count;
+        EXPECT_EQ(ran_on[i], i * nodes / count);
+      }
+    }
+    EXPECT_TRUE(pool.bound());
+  }
+}
+
+TEST(TaskPool, StartedTasksRunOnTheirNode) {
+  std::atomic<int> wrong = 0;
+  {
+    TaskPool pool(4, SeveralNodesInOne(2));
+    for (int i = 0; i < 100; ++i) {
+      pool.Start([&, i] { wrong += pool.CurrentNode() != i % 2; }, i % 2);
+    }
+  }
+  EXPECT_EQ(wrong, 0);
+}
+
+// As with decisions of several jobs: each waits for work on a node whose only worker waits too.
+TEST(TaskPool, TasksThatWaitForEachOthersNodesAllEnd) {
+  for (int round = 0; round < 200; ++round) {
+    std::atomic<int64_t> ran = 0;
+    {
+      TaskPool pool(2, SeveralNodesInOne(2));
+      for (int task = 0; task < 4; ++task) {
+        pool.Start([&] { pool.ForEach(100, [&](int64_t) { ++ran; }); });
+      }
+      pool.ForEach(100, [&](int64_t) { ++ran; });
+    }
+    ASSERT_EQ(ran, 500);
+  }
+}
+
+TEST(TaskPool, ForEachOverNodesMayBeNested) {
+  TaskPool pool(3, SeveralNodesInOne(3));
+  std::atomic<int64_t> ran = 0;
+  pool.ForEach(9, [&](int64_t) { pool.ForEach(9, [&](int64_t) { ++ran; }); });
+  EXPECT_EQ(ran, 81);
+}
+
+TEST(TaskPool, ThreadsThatCannotBeBoundAreTold) {
+  Topology topology = SeveralNodesInOne(2);
+  for (NumaNode& node : topology.nodes) node.processors = {100000};
+  TaskPool pool(2, topology);
+  std::atomic<int64_t> ran = 0;
+  pool.ForEach(100, [&](int64_t) { ++ran; });
+  EXPECT_EQ(ran, 100);
+  EXPECT_FALSE(pool.bound());
+}
+
+}  // namespace
+}  // namespace ballast

@@ -1,0 +1,126 @@
+#include "cpu_optimizer_service/job/chunk_update.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "cpu_optimizer_service/common/float_format.h"
+#include "cpu_optimizer_service/host/task_pool.h"
+#include "tests/cpu_optimizer_service/host/topology_for_tests.h"
+#include "tests/cpu_optimizer_service/job/job_driver.h"
+
+namespace ballast {
+namespace {
+
+constexpr int64_t kElements = 2048;
+
+// One chunk of parameters of these sizes, updated from TestValue, with counts by parameter.
+struct Updated {
+  std::vector<float> planes[3];
+  std::vector<uint16_t> shard = std::vector<uint16_t>(kElements, 0xdead);
+};
+Updated Update(const std::vector<int64_t>& sizes, const std::vector<int64_t>& counts,
+               bool in_place) {
+  const JobSpec spec = MakeJobSpec({.group_sizes = {sizes}, .bucket_elements = kElements});
+  const Layout layout = Layout::Create(spec.layout).value();
+  EXPECT_EQ(layout.chunks().size(), 1u);
+  const int64_t elements = layout.chunks()[0].elements;
+  Updated result;
+  std::vector<float> from[3];
+  Slot source, destination;
+  for (int plane = 0; plane < 3; ++plane) {
+    for (int64_t i = 0; i < elements; ++i) {
+      const float value = layout.ParameterAt(0, i) == -1 ? 0.0f : TestValue(plane + 1, 0, i);
+      from[plane].push_back(plane == 2 ? value * value : value);
+    }
+    result.planes[plane] = in_place ? from[plane] : std::vector<float>(elements, -1.0f);
+    source.planes[plane] = in_place ? result.planes[plane].data() : from[plane].data();
+    destination.planes[plane] = result.planes[plane].data();
+  }
+  std::vector<float> gradient(elements, 0.0f);
+  for (int64_t i = 0; i < elements; ++i) {
+    if (layout.ParameterAt(0, i) != -1) gradient[i] = TestValue(9, 0, i);
+  }
+  const HyperParameters values;
+  UpdateChunk({.layout = &layout,
+               .chunk = 0,
+               .gradient = {gradient.data(), DType::kFloat32},
+               .from = source,
+               .to = destination,
+               .hyper_parameters = &values,
+               .multiplier = 0.5f,
+               .shard = result.shard.data()},
+              [&](int parameter) { return counts[parameter]; });
+  return result;
+}
+
+TEST(ChunkUpdate, ManySmallParametersGiveTheBitsOfOneLargeOne) {
+  const Updated one = Update({2048}, {5}, true);
+  const Updated many = Update({1, 7, 0, 500, 1000, 540}, {5, 5, 5, 5, 5, 5}, true);
+  for (int plane = 0; plane < 3; ++plane) EXPECT_EQ(one.planes[plane], many.planes[plane]);
+  EXPECT_EQ(one.shard, many.shard);
+}
+
+TEST(ChunkUpdate, InPlaceAndIntoAFreshSlotGiveTheSame) {
+  const Updated in_place = Update({300, 700, 900}, {1, 0, 3}, true);
+  const Updated fresh = Update({300, 700, 900}, {1, 0, 3}, false);
+  for (int plane = 0; plane < 3; ++plane) EXPECT_EQ(in_place.planes[plane], fresh.planes[plane]);
+  EXPECT_EQ(in_place.shard, fresh.shard);
+}
+
+TEST(ChunkUpdate, ParametersAreUpdatedWithTheirOwnCountAndSkippedOnesKept) {
+  const Updated mixed = Update({300, 700, 900}, {1, 0, 3}, false);
+  const Updated first = Update({300, 700, 900}, {1, 1, 1}, false);
+  const Updated third = Update({300, 700, 900}, {3, 3, 3}, false);
+  for (int64_t i = 0; i < 2048; ++i) {
+    const float got = mixed.planes[0][i];
+    if (i < 300) EXPECT_EQ(got, first.planes[0][i]);
+    if (i >= 300 && i < 1000) EXPECT_EQ(got, TestValue(1, 0, i));
+    if (i >= 1000 && i < 1900) EXPECT_EQ(got, third.planes[0][i]);
+    if (i >= 1900) EXPECT_EQ(got, 0.0f);
+    EXPECT_EQ(mixed.shard[i], FloatToBFloat16(got));
+  }
+  EXPECT_NE(first.planes[0], third.planes[0]);
+}
+
+// P7: nor on nodes.
+TEST(ChunkUpdate, BitsDependNeitherOnThreadsNorOnNodes) {
+  const JobSpec spec = MakeJobSpec(
+      {.group_sizes = {{5000, 30, 70000}}, .bucket_elements = 1 << 20, .chunk_elements = 1024});
+  const Layout layout = Layout::Create(spec.layout).value();
+  const int64_t elements = layout.flat_elements(0);
+  const HyperParameters values;
+  const auto update_with = [&](TaskPool& pool) {
+    std::vector<float> gradient, planes[3];
+    for (int64_t i = 0; i < elements; ++i) {
+      gradient.push_back(TestValue(9, 0, i));
+      for (int plane = 0; plane < 3; ++plane) {
+        planes[plane].push_back(std::fabs(TestValue(plane + 1, 0, i)));
+      }
+    }
+    pool.ForEach(static_cast<int64_t>(layout.chunks().size()), [&](int64_t chunk) {
+      const int64_t begin = layout.chunks()[chunk].begin;
+      Slot slot;
+      for (int plane = 0; plane < 3; ++plane) slot.planes[plane] = planes[plane].data() + begin;
+      UpdateChunk({.layout = &layout,
+                   .chunk = static_cast<int>(chunk),
+                   .gradient = {gradient.data() + begin, DType::kFloat32},
+                   .from = slot,
+                   .to = slot,
+                   .hyper_parameters = &values},
+                  [](int parameter) { return parameter + 1; });
+    });
+    return std::vector<std::vector<float>>{planes[0], planes[1], planes[2]};
+  };
+  TaskPool one(1);
+  const auto expected = update_with(one);
+  for (const int nodes : {1, 2, 3}) {
+    TaskPool pool(4, SeveralNodesInOne(nodes));
+    EXPECT_EQ(update_with(pool), expected) << nodes;
+  }
+}
+
+}  // namespace
+}  // namespace ballast

@@ -1,0 +1,336 @@
+// Who has sent what: backwards that reached nothing, final contributions, reports of workers that
+// check, and what is shown of a step in progress.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "cpu_optimizer_service/job/job.h"
+#include "tests/cpu_optimizer_service/job/job_driver.h"
+
+namespace ballast {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Not;
+
+using JobCoverageTest = JobDriverTest;
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+const UsedParameters kNothing = {.all = false, .parameters = {}};
+
+// ------------------------------------------------------------- backwards that reached nothing
+
+TEST_F(JobCoverageTest, P1ABackwardThatReachedNothingIsRefusedThoughEveryChunkHasCome) {
+  JobDriver driver = Make(MakeJobSpec({.group_sizes = {{1000, 24, 3000}}, .world_size = 2}));
+  const std::string before = driver.job().StateHash();
+  driver.BeginAll();
+  for (const uint32_t m : {0u, 1u, 2u}) {
+    driver.SendAll(5 + m, m);
+    ASSERT_TRUE(driver.stream(0).EndMicroStep(1, m, {}).ok());
+    ASSERT_TRUE(driver.stream(1).EndMicroStep(1, m, m == 0 ? UsedParameters{} : kNothing).ok());
+  }
+  EXPECT_FALSE(driver.stream(0).Seal(1, 3).value().has_value());
+  const auto refusal = driver.stream(1).Seal(1, 3).value();
+  ASSERT_TRUE(refusal.has_value());
+  EXPECT_EQ(refusal->status.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(refusal->status.message()),
+              AllOf(HasSubstr("rank 1, micro-step 1: backward reached none of its 3 parameters "
+                              "(p0, p1, p2); "),
+                    HasSubstr("unused_policy skip or zero")));
+  ASSERT_EQ(refusal->missing.size(), 1u);
+  EXPECT_EQ(refusal->missing[0].rank, 1);
+  EXPECT_EQ(refusal->missing[0].micro_step, 1u);
+  EXPECT_THAT(refusal->missing[0].parameters, ElementsAre("p0", "p1", "p2"));
+  // It stays refused: what backward did not do cannot be sent later.
+  EXPECT_TRUE(driver.stream(1).EndMicroStep(1, 1, {}).ok());
+  EXPECT_TRUE(driver.stream(1).Seal(1, 3).value().has_value());
+  EXPECT_EQ(driver.job().StateHash(), before);
+  ASSERT_TRUE(driver.job().AbortStep().ok());
+  driver.AttachAll();
+  driver.Step(5, 3);  // Nothing of it is left.
+  EXPECT_EQ(driver.job().Status().committed_step, 1u);
+}
+
+TEST_F(JobCoverageTest, P1OnlyTrainableParametersWithElementsCountAsReached) {
+  JobSpec spec = MakeJobSpec({.group_sizes = {{300, 0, 40}}});
+  spec.layout.parameters[2].trainable = false;
+  spec.layout.partitions = {{.rank = 0, .group = 0, .begin = 0, .end = 512}};
+  JobDriver driver = Make(spec);
+  driver.BeginAll();
+  driver.SendAll(1, 0);
+  driver.EndMicroStepAll(0, {.all = false, .parameters = {1}});  // The one of no elements.
+  const auto refusal = driver.stream(0).Seal(1, 1).value();
+  ASSERT_TRUE(refusal.has_value());
+  EXPECT_THAT(std::string(refusal->status.message()), HasSubstr("none of its 1 parameters (p0);"));
+
+  JobSpec empty = MakeJobSpec({.group_sizes = {{0}}}, "empty");
+  JobDriver nothing_to_reach = Make(empty);
+  nothing_to_reach.BeginAll();
+  nothing_to_reach.EndMicroStepAll(0, kNothing);
+  nothing_to_reach.SealAll(1);
+  EXPECT_EQ(nothing_to_reach.job().Status().committed_step, 1u);
+}
+
+TEST_F(JobCoverageTest, ABackwardThatReachedNothingIsNamedShortInALargeJob) {
+  JobDriver driver = Make(MakeJobSpec({.group_sizes = {std::vector<int64_t>(100, 8)}}));
+  driver.BeginAll();
+  driver.EndMicroStepAll(0, kNothing);  // Nothing was sent either: the cause is named, not that.
+  const auto refusal = driver.stream(0).Seal(1, 1).value();
+  ASSERT_TRUE(refusal.has_value());
+  EXPECT_THAT(std::string(refusal->status.message()),
+              AllOf(HasSubstr("none of its 100 parameters (p0, p1, "), HasSubstr(", p15, ...);"),
+                    Not(HasSubstr("p16"))));
+  EXPECT_EQ(refusal->missing[0].parameters.size(), kMissingNames);
+}
+
+TEST_F(JobCoverageTest, WorkersMayDeclareAllUnusedWhereThePolicyAllowsIt) {
+  for (const UnusedPolicy policy : {UnusedPolicy::kSkip, UnusedPolicy::kZero}) {
+    JobSpec spec =
+        MakeJobSpec({.world_size = 2}, "policy" + std::to_string(static_cast<int>(policy)));
+    spec.unused_policy = policy;
+    JobDriver driver = Make(spec);
+    driver.BeginAll();
+    for (int c = 0; c < static_cast<int>(driver.layout().chunks().size()); ++c) {
+      ASSERT_TRUE(driver.stream(driver.layout().chunks()[c].rank)
+                      .Contribute({.step = 1, .chunk = c, .empty = true})
+                      .ok());
+    }
+    driver.EndMicroStepAll(0, kNothing);
+    driver.SealAll(1);
+    EXPECT_THAT(driver.listener(0).outcomes().back().unused_parameters,
+                ElementsAre("p0", "p1", "p2"));
+    const int64_t updated = policy == UnusedPolicy::kZero ? 1 : 0;
+    EXPECT_THAT(driver.job().Status().update_counts, ElementsAre(updated, updated, updated));
+  }
+}
+
+// ------------------------------------------------------------- final contributions
+
+TEST_F(JobCoverageTest, AfterAFinalContributionThereAreOnlyRepeats) {
+  const JobSpec spec = MakeJobSpec({.group_sizes = {{512}}, .chunk_elements = 256});
+  JobDriver driver = Make(spec);
+  driver.BeginAll();
+  ASSERT_TRUE(driver.Send(0, driver.Values(0, 1), 0, /*final=*/true).ok());
+  ASSERT_TRUE(driver.Send(1, driver.Values(1, 1), 0).ok());
+  EXPECT_EQ(driver.Send(0, driver.Values(0, 9), 0, /*final=*/true).value(),
+            ContributionResult::kRepeat);
+  EXPECT_EQ(driver.Send(0, driver.Values(0, 9), 0).value(), ContributionResult::kRepeat);
+  const absl::Status late = driver.Send(0, driver.Values(0, 9), 1).status();
+  EXPECT_EQ(late.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(late.message()), HasSubstr("chunk 0: micro-steps [1, 2) came after a "
+                                                     "final contribution"));
+  EXPECT_TRUE(driver.Send(1, driver.Values(1, 2), 1).ok());  // The other chunk is open.
+  // A rank that goes on all the same is told that sending cannot help.
+  driver.EndMicroStepAll(0);
+  driver.EndMicroStepAll(1);
+  EXPECT_THAT(std::string(driver.stream(0).Seal(1, 2).value()->status.message()),
+              AllOf(HasSubstr("has not sent micro-step 1 of p0"),
+                    HasSubstr("chunk 0 was closed by a final contribution"),
+                    Not(HasSubstr("send it and seal again"))));
+  ASSERT_TRUE(driver.job().AbortStep().ok());
+
+  driver.AttachAll();
+  driver.Step(1, 2);  // An abort opens the chunks again, and so does a commit.
+  driver.Step(3, 2);
+  JobSpec other = spec;
+  other.name = "undisturbed";
+  JobDriver undisturbed = Make(other);
+  undisturbed.Step(1, 2);
+  undisturbed.Step(3, 2);
+  EXPECT_EQ(driver.job().StateHash(), undisturbed.job().StateHash());
+}
+
+// ------------------------------------------------------------- workers that check
+
+TEST_F(JobCoverageTest, P10ASkippedStepNamesTheWorkerThatFoundTheElementBeforeReducing) {
+  JobDriver driver = Make(MakeJobSpec({.group_sizes = {{1000, 24, 3000}}, .world_size = 3}));
+  const std::string before = driver.job().StateHash();
+  driver.BeginAll();
+  driver.SendAll(1, 0);
+  driver.EndMicroStepAll(0);
+  driver.SendAllWith(NAN, 0, 1005, 2, 1);
+  ASSERT_TRUE(driver.stream(0).EndMicroStep(1, 1, {}).ok());
+  for (const int rank : {2, 1}) {
+    const UsedParameters used = {
+        .non_finite = {{.parameter = 1, .element = 5 + rank, .value = -kInfinity}}};
+    ASSERT_TRUE(driver.stream(rank).EndMicroStep(1, 1, used).ok());
+  }
+  driver.SealAll(2);
+  const StepOutcome outcome = driver.listener(0).outcomes().back();
+  EXPECT_FALSE(outcome.decision.apply);
+  EXPECT_EQ(outcome.skip_reason,
+            "gradient of p1 is -inf at element 6, found on rank 1 in micro-step 1 before reducing");
+  EXPECT_EQ(driver.job().Status().recent_steps.back().outcome.skip_reason, outcome.skip_reason);
+  EXPECT_EQ(driver.job().StateHash(), before);
+  // The next step knows nothing of it.
+  driver.BeginAll();
+  driver.SendAllWith(NAN, 0, 1005, 2, 0);
+  driver.EndMicroStepAll(0);
+  driver.SealAll(1);
+  EXPECT_THAT(driver.listener(0).outcomes().back().skip_reason,
+              AllOf(HasSubstr("gradient of p1 is nan at element 5, from rank"),
+                    Not(HasSubstr("before reducing"))));
+}
+
+TEST_F(JobCoverageTest, P1AMicroStepThatUsedAParameterCannotBeSentAsEmpty) {
+  JobDriver driver = Make(MakeJobSpec({.world_size = 2}));
+  const auto send_empty = [&](uint32_t micro_step) {
+    for (int chunk = 0; chunk < static_cast<int>(driver.layout().chunks().size()); ++chunk) {
+      ASSERT_TRUE(driver.stream(driver.layout().chunks()[chunk].rank)
+                      .Contribute({.step = driver.next_step(),
+                                   .chunk = chunk,
+                                   .micro_step_begin = micro_step,
+                                   .micro_step_end = micro_step + 1,
+                                   .empty = true})
+                      .ok());
+    }
+  };
+  driver.BeginAll();
+  driver.SendAll(1, 0);
+  driver.EndMicroStepAll(0);
+  send_empty(1);
+  // Another rank than the owner of its chunks used p1.
+  ASSERT_TRUE(driver.stream(0).EndMicroStep(1, 1, {.all = false, .parameters = {1}}).ok());
+  ASSERT_TRUE(driver.stream(1).EndMicroStep(1, 1, {.all = false, .parameters = {1}}).ok());
+  ASSERT_FALSE(driver.stream(0).Seal(1, 2).value().has_value());
+  const auto refusal = driver.stream(1).Seal(1, 2).value();
+  ASSERT_TRUE(refusal.has_value());
+  EXPECT_THAT(std::string(refusal->status.message()),
+              HasSubstr("parameter p1 received a gradient in micro-step 1, but was sent as empty"));
+  ASSERT_EQ(refusal->missing.size(), 1u);
+  EXPECT_EQ(refusal->missing[0].micro_step, 1u);
+
+  ASSERT_TRUE(driver.job().AbortStep().ok());
+  driver.AttachAll();
+  driver.BeginAll();
+  driver.SendAll(1, 0);
+  driver.EndMicroStepAll(0);
+  driver.SealAll(1);
+}
+
+TEST_F(JobCoverageTest, AReportAloneDoesNotSkipAStep) {
+  JobSpec spec = MakeJobSpec({.group_sizes = {{256}}});
+  spec.groups[0].wire_dtype = DType::kFloat32;
+  spec.max_norm = 1e-3;
+  JobDriver driver = Make(spec);
+  const UsedParameters used = {
+      .non_finite = {{.parameter = 0, .element = 255, .value = kInfinity}}};
+  driver.BeginAll();
+  driver.SendAll(1, 0);
+  driver.EndMicroStepAll(0, used);
+  driver.SealAll(1);
+  EXPECT_TRUE(driver.listener(0).outcomes().back().decision.apply);
+  // A skip for another reason gives that reason.
+  driver.BeginAll();
+  ASSERT_TRUE(driver.Send(0, std::vector<float>(256, 1e37f), 0).ok());
+  driver.EndMicroStepAll(0, used);
+  driver.SealAll(1);
+  EXPECT_FALSE(driver.listener(0).outcomes().back().decision.apply);
+  EXPECT_THAT(driver.listener(0).outcomes().back().skip_reason, HasSubstr("no fp32 multiplier"));
+}
+
+TEST_F(JobCoverageTest, ReportsThatCannotBeAreRefused) {
+  JobSpec spec = MakeJobSpec({.group_sizes = {{300, 0, 40}}});
+  spec.layout.parameters[2].trainable = false;
+  spec.layout.partitions = {{.rank = 0, .group = 0, .begin = 0, .end = 512}};
+  JobDriver driver = Make(spec);
+  driver.BeginAll();
+  const auto code = [&](const UsedParameters::NonFinite& report) {
+    return driver.stream(0).EndMicroStep(1, 0, {.non_finite = report}).code();
+  };
+  for (const UsedParameters::NonFinite& report : std::vector<UsedParameters::NonFinite>{
+           {.parameter = -1, .element = 0, .value = NAN},
+           {.parameter = 3, .element = 0, .value = NAN},
+           {.parameter = 2, .element = 0, .value = NAN},  // Frozen.
+           {.parameter = 1, .element = 0, .value = NAN},  // Of no elements.
+           {.parameter = 0, .element = -1, .value = NAN},
+           {.parameter = 0, .element = 300, .value = NAN},
+           {.parameter = 0, .element = 0, .value = 1.0f}}) {
+    EXPECT_EQ(code(report), absl::StatusCode::kInvalidArgument)
+        << report.parameter << " " << report.element;
+  }
+  EXPECT_EQ(driver.job().Status().ranks[0].micro_steps_ended, 0u);
+  EXPECT_EQ(code({.parameter = 0, .element = 299, .value = kInfinity}), absl::StatusCode::kOk);
+}
+
+// ------------------------------------------------------------- what is shown
+
+TEST_F(JobCoverageTest, ProgressNamesTheParametersOfChunksThatStandBehind) {
+  // Rank 0: chunks 0 (p0, p1) and 2 (p2 on); rank 1: chunks 1 (p1, p2) and 3 (p2, p3, padding).
+  JobSpec spec = MakeJobSpec({.group_sizes = {{100, 300, 500, 100}}, .chunk_elements = 256});
+  spec.layout.world_size = 2;
+  spec.layout.partitions.clear();
+  for (int block = 0; block < 4; ++block) {
+    spec.layout.partitions.push_back(
+        {.rank = block % 2, .group = 0, .begin = 256 * block, .end = 256 * (block + 1)});
+  }
+  JobDriver driver = Make(spec);
+  const auto rank = [&](int r) { return driver.job().Status().ranks[r]; };
+  EXPECT_EQ(rank(0).furthest_micro_step, 0u);
+  driver.BeginAll();
+  EXPECT_THAT(rank(0).missing_parameters, IsEmpty());
+  ASSERT_TRUE(driver.Send(0, driver.Values(0, 1), 0).ok());
+  EXPECT_EQ(rank(0).furthest_micro_step, 1u);
+  EXPECT_EQ(rank(0).chunks_complete, 1);
+  EXPECT_THAT(rank(0).missing_parameters, ElementsAre("p2"));
+  EXPECT_THAT(rank(1).missing_parameters, IsEmpty());  // It is not behind its own.
+  ASSERT_TRUE(driver.Send(2, driver.Values(2, 1), 0).ok());
+  EXPECT_EQ(rank(0).chunks_complete, 2);
+  EXPECT_THAT(rank(0).missing_parameters, IsEmpty());
+  ASSERT_TRUE(driver.Send(2, driver.Values(2, 1), 1).ok());
+  EXPECT_EQ(rank(0).furthest_micro_step, 2u);
+  EXPECT_THAT(rank(0).missing_parameters, ElementsAre("p0", "p1"));
+  ASSERT_TRUE(driver.Send(1, driver.Values(1, 1), 0).ok());
+  EXPECT_THAT(rank(1).missing_parameters, ElementsAre("p2", "p3"));
+  ASSERT_TRUE(driver.Send(3, driver.Values(3, 1), 0).ok());
+  ASSERT_TRUE(driver.Send(3, driver.Values(3, 1), 1).ok());
+  EXPECT_THAT(rank(1).missing_parameters, ElementsAre("p1", "p2"));
+  ASSERT_TRUE(driver.job().AbortStep().ok());
+  EXPECT_EQ(rank(0).furthest_micro_step, 0u);
+  EXPECT_THAT(rank(0).missing_parameters, IsEmpty());
+}
+
+TEST_F(JobCoverageTest, ProgressNamesAFewOfManyParameters) {
+  // Two groups, and chunks that hold many parameters or a part of one.
+  JobDriver driver = Make(MakeJobSpec({.group_sizes = {{1000}, std::vector<int64_t>(5000, 1)},
+                                       .bucket_elements = 256,
+                                       .chunk_elements = 256}));
+  driver.BeginAll();
+  const int last = static_cast<int>(driver.layout().chunks().size()) - 1;
+  ASSERT_TRUE(driver.Send(last, driver.Values(last, 1), 0).ok());
+  const RankProgress progress = driver.job().Status().ranks[0];
+  EXPECT_EQ(progress.chunks, 4 + 20);
+  EXPECT_EQ(progress.chunks_complete, 1);
+  ASSERT_EQ(progress.missing_parameters.size(), kMissingNames);
+  EXPECT_EQ(progress.missing_parameters[0], "p0");  // Once, though four chunks hold it.
+  EXPECT_EQ(progress.missing_parameters[1], "p1");
+  EXPECT_EQ(progress.missing_parameters.back(), "p15");
+}
+
+TEST_F(JobCoverageTest, EveryDecidedStepWasWhole) {
+  JobDriver driver = Make(MakeJobSpec({.world_size = 2}));
+  driver.Step(1, 3);
+  driver.BeginAll();
+  driver.SendAllWith(NAN, 0, 7, 2, 0);
+  driver.EndMicroStepAll(0);
+  driver.SealAll(1);
+  driver.BeginAll();
+  driver.SendAll(3, 0);
+  ASSERT_TRUE(driver.job().AbortStep().ok());
+  driver.AttachAll();
+  driver.Step(3);
+  const JobStatus status = driver.job().Status();
+  EXPECT_EQ(status.skipped_steps, 1u);
+  EXPECT_EQ(status.applied_steps, 2u);
+  EXPECT_EQ(status.coverage_complete_steps, 3u);
+}
+
+}  // namespace
+}  // namespace ballast

@@ -1,0 +1,357 @@
+// Drives jobs without any transport, so that tests read as short stories.
+#ifndef BALLAST_TESTS_CPU_OPTIMIZER_SERVICE_JOB_JOB_DRIVER_H_
+#define BALLAST_TESTS_CPU_OPTIMIZER_SERVICE_JOB_JOB_DRIVER_H_
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cpu_optimizer_service/common/float_format.h"
+#include "cpu_optimizer_service/common/mutex.h"
+#include "cpu_optimizer_service/engine.h"
+#include "cpu_optimizer_service/job/job.h"
+#include "tests/cpu_optimizer_service/job/heap_rank_memory.h"
+
+namespace ballast {
+
+// A job whose groups hold the named sizes, cut into buckets among `world_size` ranks.
+struct JobShape {
+  std::vector<std::vector<int64_t>> group_sizes = {{1000, 24, 3000}};  // Elements by group.
+  int world_size = 1;
+  int64_t bucket_elements = 1024;
+  int64_t chunk_elements = kMaxChunkElements;
+};
+
+inline JobSpec MakeJobSpec(const JobShape& shape, const std::string& name = "job") {
+  JobSpec spec;
+  spec.name = name;
+  spec.layout.world_size = shape.world_size;
+  spec.layout.group_count = static_cast<int>(shape.group_sizes.size());
+  spec.layout.chunk_elements = shape.chunk_elements;
+  for (int group = 0; group < spec.layout.group_count; ++group) {
+    spec.groups.push_back({.name = "group" + std::to_string(group)});
+    for (const int64_t size : shape.group_sizes[group]) {
+      const std::string index = std::to_string(spec.layout.parameters.size());
+      spec.layout.parameters.push_back({.name = "p" + index, .shape = {size}, .group = group});
+    }
+  }
+  const auto flat = FlatElements(spec.layout.parameters, spec.layout.group_count);
+  spec.layout.partitions =
+      PartitionsOf(MakeBuckets(flat, shape.world_size, shape.bucket_elements), shape.world_size);
+  return spec;
+}
+
+// A value that depends on what it belongs to and not on who asks: the same for any layout.
+inline float TestValue(uint64_t seed, int group, int64_t element) {
+  uint64_t x = seed * 0x9e3779b97f4a7c15u + static_cast<uint64_t>(group) * 0xbf58476d1ce4e5b9u +
+               static_cast<uint64_t>(element);
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  x ^= x >> 31;
+  return static_cast<float>(static_cast<int64_t>(x >> 40) - (1 << 23)) / (1 << 23);
+}
+
+// Remembers what a rank was told, and lets a test wait for it.
+class RecordingListener : public RankListener {
+ public:
+  void OnWaiting(uint64_t step, const std::vector<int>& ranks) override {
+    MutexLock lock(mutex_);
+    waiting_ = ranks;
+  }
+  void OnSealRefused(uint64_t step, const SealRefusal& refusal) override {
+    MutexLock lock(mutex_);
+    refusals_.push_back(refusal.status);
+  }
+  void OnProvisionalWeights(uint64_t step, int chunk, WeightBuffer shard) override {
+    MutexLock lock(mutex_);
+    in_place_ += shard.in_place() ? 1 : 0;
+    auto& bytes = provisional_[chunk];
+    bytes.reset();
+    if (shard) bytes.emplace(shard.bytes().begin(), shard.bytes().end());
+    changed_.NotifyAll();
+  }
+  // Provisional weights that stay become the rank's, as they do in a worker.
+  void OnDecision(const StepOutcome& outcome, absl::Span<const int> dropped_chunks) override {
+    MutexLock lock(mutex_);
+    outcomes_.push_back(outcome);
+    for (const int chunk : dropped_chunks) provisional_.erase(chunk);
+    if (outcome.decision.apply) {
+      for (auto& [chunk, bytes] : provisional_) shards_[chunk] = std::move(bytes);
+    }
+    provisional_.clear();
+  }
+  void OnWeights(uint64_t step, int chunk, WeightBuffer shard) override {
+    MutexLock lock(mutex_);
+    in_place_ += shard.in_place() ? 1 : 0;
+    auto& bytes = shards_[chunk];
+    bytes.reset();
+    if (shard) bytes.emplace(shard.bytes().begin(), shard.bytes().end());
+  }
+  void OnCommitted(uint64_t step, double update_seconds) override {
+    MutexLock lock(mutex_);
+    committed_ = step;
+    changed_.NotifyAll();
+  }
+  void OnDetached(const absl::Status& status) override {
+    MutexLock lock(mutex_);
+    detached_ = status;
+    changed_.NotifyAll();
+  }
+
+  void WaitForCommit(uint64_t step) {
+    MutexLock lock(mutex_);
+    while (committed_ < step) changed_.Wait(mutex_);
+  }
+  void WaitForProvisional(size_t chunks) {
+    MutexLock lock(mutex_);
+    while (provisional_.size() < chunks) changed_.Wait(mutex_);
+  }
+  void WaitForCommitOrDetach(uint64_t step) {
+    MutexLock lock(mutex_);
+    while (committed_ < step && detached_.ok()) changed_.Wait(mutex_);
+  }
+  std::vector<StepOutcome> outcomes() const {
+    MutexLock lock(mutex_);
+    return outcomes_;
+  }
+  std::vector<absl::Status> refusals() const {
+    MutexLock lock(mutex_);
+    return refusals_;
+  }
+  std::vector<int> waiting() const {
+    MutexLock lock(mutex_);
+    return waiting_;
+  }
+  absl::Status detached() const {
+    MutexLock lock(mutex_);
+    return detached_;
+  }
+  // By chunk; nullopt where the pool was empty.
+  std::map<int, std::optional<std::vector<std::byte>>> shards() const {
+    MutexLock lock(mutex_);
+    return shards_;
+  }
+  // How many shards were said to lie in the rank's memory.
+  int in_place() const {
+    MutexLock lock(mutex_);
+    return in_place_;
+  }
+
+ private:
+  mutable Mutex mutex_;
+  CondVar changed_;
+  int in_place_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::vector<int> waiting_ ABSL_GUARDED_BY(mutex_);
+  std::vector<absl::Status> refusals_ ABSL_GUARDED_BY(mutex_);
+  std::vector<StepOutcome> outcomes_ ABSL_GUARDED_BY(mutex_);
+  // By chunk; nullopt where a test's listener kept the buffer.
+  std::map<int, std::optional<std::vector<std::byte>>> provisional_ ABSL_GUARDED_BY(mutex_);
+  std::map<int, std::optional<std::vector<std::byte>>> shards_ ABSL_GUARDED_BY(mutex_);
+  uint64_t committed_ ABSL_GUARDED_BY(mutex_) = 0;
+  absl::Status detached_ ABSL_GUARDED_BY(mutex_);
+};
+
+// How gradients go to a job: all as payloads; all in shared memory, where weights come back too; or
+// now this way, now that.
+enum class Sending : uint8_t { kPayload, kInPlace, kMixed };
+
+// All ranks of one job.
+class JobDriver {
+ public:
+  JobDriver(Engine& engine, JobSpec spec) : job_(engine.CreateJob(std::move(spec)).value()) {}
+  explicit JobDriver(std::shared_ptr<Job> job) : job_(std::move(job)) {}
+
+  Job& job() { return *job_; }
+  const Layout& layout() const { return job_->layout(); }
+  RankStream& stream(int rank) { return *streams_[rank]; }
+  RecordingListener& listener(int rank) { return *listeners_[rank]; }
+  uint64_t next_step() const { return job_->Status().committed_step + 1; }
+
+  // Weights from TestValue, zeros in the padding.
+  void UploadWeights(uint64_t seed = 1) {
+    for (int c = 0; c < static_cast<int>(layout().chunks().size()); ++c) {
+      const std::vector<float> weights = Values(c, seed);
+      const auto piece = AsPiece(weights);
+      (void)job_->WriteInitialWeights(c, {piece}).value();
+    }
+  }
+
+  void AttachAll() {
+    for (int rank = 0; rank < layout().world_size(); ++rank) Attach(rank);
+  }
+  // From the next Attach on, which gives the rank memory.
+  void SetSending(Sending sending) { sending_ = sending; }
+  const HeapRankMemory& memory(int rank) const { return *memories_.at(rank); }
+  // Nobody but the job keeps it.
+  std::weak_ptr<const HeapRankMemory> TakeMemory(int rank) {
+    const std::weak_ptr<const HeapRankMemory> memory = memories_.at(rank);
+    memories_.erase(rank);
+    return memory;
+  }
+  absl::Status GiveMemory(int rank, const std::string& process_id, uint64_t generation) {
+    auto memory = std::make_shared<const HeapRankMemory>(layout(), job_->spec(), rank);
+    const absl::Status status = job_->GiveRankMemory(
+        {.rank = rank, .process_id = process_id, .generation = generation}, memory);
+    if (status.ok()) memories_[rank] = std::move(memory);
+    return status;
+  }
+
+  void Attach(int rank, const std::string& process = "") {
+    Attach(rank, process, job_->spec().update_mode);
+  }
+  void Attach(int rank, const std::string& process, UpdateMode mode,
+              std::shared_ptr<RecordingListener> listener = nullptr,
+              std::optional<uint64_t> generation = std::nullopt) {
+    if (listener == nullptr) listener = std::make_shared<RecordingListener>();
+    const std::string process_id = process.empty() ? "process" + std::to_string(rank) : process;
+    const auto attachment =
+        job_->Attach({.rank = rank, .process_id = process_id, .generation = generation}).value();
+    if (sending_ != Sending::kPayload && !generation.has_value()) {
+      Check(GiveMemory(rank, process_id, attachment.generation));
+    }
+    listeners_[rank] = std::move(listener);
+    streams_[rank] = job_->OpenStream({.uid = job_->uid(),
+                                       .rank = rank,
+                                       .process_id = process_id,
+                                       .generation = attachment.generation,
+                                       .update_mode = mode,
+                                       .weights_in_place = sending_ != Sending::kPayload},
+                                      listeners_[rank])
+                         .value();
+  }
+
+  // The rank's process opens its broken stream again.
+  void Reopen(int rank) {
+    Attach(rank, "", job_->spec().update_mode, nullptr, job_->Status().generation);
+  }
+
+  void BeginAll(const StepSettings& settings = {}) {
+    for (auto& [rank, stream] : streams_) Check(stream->BeginStep(next_step(), settings));
+  }
+
+  // The chunk's part of TestValue(seed), zeros in the padding.
+  std::vector<float> Values(int chunk, uint64_t seed) const {
+    const Chunk& place = layout().chunks()[chunk];
+    std::vector<float> values(place.elements, 0.0f);
+    for (const ChunkPiece& piece : layout().Pieces(chunk)) {
+      for (int64_t i = 0; i < piece.elements; ++i) {
+        const int64_t at = piece.chunk_offset + i;
+        values[at] = TestValue(seed, place.group, place.begin + at);
+      }
+    }
+    return values;
+  }
+
+  std::vector<std::byte> Encode(int chunk, const std::vector<float>& values) const {
+    const DType dtype = job_->spec().groups[layout().chunks()[chunk].group].wire_dtype;
+    std::vector<std::byte> bytes(values.size() * SizeBytes(dtype));
+    for (size_t i = 0; i < values.size(); ++i) StoreElement(bytes.data(), dtype, i, values[i]);
+    return bytes;
+  }
+
+  absl::StatusOr<ContributionResult> Send(int chunk, const std::vector<float>& values,
+                                          uint32_t micro_step, bool final = false) {
+    const std::vector<std::byte> bytes = Encode(chunk, values);
+    const absl::Span<const std::byte> piece(bytes);
+    const int rank = layout().chunks()[chunk].rank;
+    const bool in_place = sending_ == Sending::kInPlace ||
+                          (sending_ == Sending::kMixed && (chunk + micro_step) % 2 == 0);
+    if (in_place) {
+      if (memories_.contains(rank)) memory(rank).WriteGradient(chunk, bytes);
+      return stream(rank).Contribute({.step = next_step(),
+                                      .chunk = chunk,
+                                      .micro_step_begin = micro_step,
+                                      .micro_step_end = micro_step + 1,
+                                      .final = final,
+                                      .in_place = true});
+    }
+    return stream(rank).Contribute({.step = next_step(),
+                                    .chunk = chunk,
+                                    .micro_step_begin = micro_step,
+                                    .micro_step_end = micro_step + 1,
+                                    .final = final,
+                                    .payload = {&piece, 1}});
+  }
+  // Every chunk's part of TestValue(seed).
+  void SendAll(uint64_t seed, uint32_t micro_step, bool final = false) {
+    for (int c = 0; c < static_cast<int>(layout().chunks().size()); ++c) {
+      Check(Send(c, Values(c, seed), micro_step, final).status());
+    }
+  }
+  // The same, but for `value` at one element of a group's flat space.
+  void SendAllWith(float value, int group, int64_t element, uint64_t seed, uint32_t micro_step) {
+    for (int c = 0; c < static_cast<int>(layout().chunks().size()); ++c) {
+      const Chunk& chunk = layout().chunks()[c];
+      std::vector<float> values = Values(c, seed);
+      const bool here =
+          chunk.group == group && chunk.begin <= element && element < chunk.begin + chunk.elements;
+      if (here) values[element - chunk.begin] = value;
+      Check(Send(c, values, micro_step).status());
+    }
+  }
+  void EndMicroStepAll(uint32_t micro_step, const UsedParameters& used = {}) {
+    for (auto& [rank, stream] : streams_) {
+      Check(stream->EndMicroStep(next_step(), micro_step, used));
+    }
+  }
+  void SealAll(uint32_t micro_steps) {
+    const uint64_t step = next_step();
+    for (auto& [rank, stream] : streams_) {
+      const auto refusal = stream->Seal(step, micro_steps).value();
+      if (refusal.has_value()) Check(refusal->status);
+    }
+    for (auto& [rank, listener] : listeners_) listener->WaitForCommit(step);
+  }
+  // A whole step with gradients TestValue(seed + micro-step).
+  StepOutcome Step(uint64_t seed, uint32_t micro_steps = 1, const StepSettings& settings = {}) {
+    BeginAll(settings);
+    for (uint32_t m = 0; m < micro_steps; ++m) {
+      SendAll(seed + m, m, m + 1 == micro_steps);
+      EndMicroStepAll(m);
+    }
+    SealAll(micro_steps);
+    return listener(0).outcomes().back();
+  }
+
+  void DetachAll() { streams_.clear(); }
+  void Detach(int rank) { streams_.erase(rank); }
+
+ private:
+  static absl::Span<const std::byte> AsPiece(const std::vector<float>& values) {
+    return absl::MakeConstSpan(reinterpret_cast<const std::byte*>(values.data()),
+                               values.size() * sizeof(float));
+  }
+  static void Check(const absl::Status& status) {
+    if (!status.ok())
+      throw std::runtime_error(status.ToString());  // Fails the test, with its text.
+  }
+
+  std::shared_ptr<Job> job_;
+  std::map<int, std::shared_ptr<RecordingListener>> listeners_;
+  std::map<int, std::unique_ptr<RankStream>> streams_;
+  Sending sending_ = Sending::kPayload;
+  std::map<int, std::shared_ptr<const HeapRankMemory>> memories_;
+};
+
+// An engine, and jobs on it whose ranks are all attached.
+class JobDriverTest : public testing::Test {
+ protected:
+  JobDriver Make(const JobSpec& spec) {
+    JobDriver driver(engine_, spec);
+    driver.UploadWeights();
+    driver.AttachAll();
+    return driver;
+  }
+
+  Engine engine_{{.memory_limit_bytes = int64_t{256} << 20, .threads = 2}};
+};
+
+}  // namespace ballast
+
+#endif  // BALLAST_TESTS_CPU_OPTIMIZER_SERVICE_JOB_JOB_DRIVER_H_

@@ -1,0 +1,144 @@
+#include "cpu_optimizer_service/job/step.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace ballast {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
+
+// The moves that must not exist.
+static_assert(!std::is_constructible_v<SealedStep, OpenStep>);
+static_assert(!std::is_constructible_v<DecidedStep, SealedStep, StepOutcome>);
+static_assert(!std::is_constructible_v<OpenStep, DecidedStep>);
+static_assert(!std::is_constructible_v<SealedStep, DecidedStep>);
+// A move needs a state to give up: an lvalue does not do.
+template <typename T>
+concept ClosesAnLvalue = requires(T& step) {
+  step.Close();
+};
+static_assert(!ClosesAnLvalue<OpenStep>);
+template <typename T>
+concept Decides = requires(T step) {
+  std::move(step).Decide(StepOutcome());
+};
+static_assert(Decides<SealedStep> && !Decides<OpenStep> && !Decides<DecidedStep>);
+
+OpenStep Open(int ranks) { return OpenStep({.step = 4, .hyper_parameters = {{}}}, ranks, 3); }
+
+TEST(OpenStep, RanksBeginThenEndMicroStepsInOrder) {
+  OpenStep step = Open(2);
+  EXPECT_EQ(step.EndMicroStep(0, 0, {}).code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(step.CheckMayContribute(0).code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_TRUE(step.Begin(0, {}).ok());
+  EXPECT_TRUE(step.CheckMayContribute(0).ok());
+  EXPECT_EQ(step.EndMicroStep(0, 1, {}).code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_TRUE(step.EndMicroStep(0, 0, {}).ok());
+  EXPECT_TRUE(step.EndMicroStep(0, 0, {}).ok());
+  EXPECT_EQ(step.ranks()[0].micro_steps_ended, 1u);
+}
+
+TEST(OpenStep, UsedParametersAreUnitedOverRanksAndMicroSteps) {
+  OpenStep step = Open(2);
+  ASSERT_TRUE(step.Begin(0, {}).ok());
+  ASSERT_TRUE(step.Begin(1, {}).ok());
+  ASSERT_TRUE(step.EndMicroStep(0, 0, {.all = false, .parameters = {0}}).ok());
+  ASSERT_TRUE(step.EndMicroStep(1, 0, {.all = false, .parameters = {}}).ok());
+  ASSERT_TRUE(step.EndMicroStep(1, 1, {.all = false, .parameters = {2}}).ok());
+  EXPECT_TRUE(step.used(0));
+  EXPECT_FALSE(step.used(1));
+  EXPECT_TRUE(step.used(2));
+}
+
+TEST(OpenStep, RemembersTheFirstMicroStepOfEachRankThatReachedNothing) {
+  OpenStep step = Open(3);
+  for (const int rank : {0, 1, 2}) ASSERT_TRUE(step.Begin(rank, {}).ok());
+  for (const uint32_t m : {0u, 1u, 2u}) {
+    ASSERT_TRUE(step.EndMicroStep(0, m, {}).ok());
+    ASSERT_TRUE(step.EndMicroStep(1, m, {.all = false, .parameters = {}}).ok());
+    const bool last = m == 2;
+    ASSERT_TRUE(
+        step.EndMicroStep(
+                2, m, {.all = false, .parameters = last ? std::vector<int>{} : std::vector<int>{1}})
+            .ok());
+  }
+  EXPECT_FALSE(step.ranks()[0].reached_nothing.has_value());
+  EXPECT_EQ(step.ranks()[1].reached_nothing, 0u);
+  EXPECT_EQ(step.ranks()[2].reached_nothing, 2u);
+}
+
+TEST(OpenStep, KeepsTheNonFiniteReportOfTheLowestMicroStepAndRank) {
+  OpenStep step = Open(4);
+  for (const int rank : {0, 1, 2, 3}) ASSERT_TRUE(step.Begin(rank, {}).ok());
+  EXPECT_FALSE(step.non_finite().has_value());
+  const auto end = [&](int rank, uint32_t micro_step, int64_t element) {
+    const UsedParameters used = {.non_finite = {{.parameter = 1, .element = element}}};
+    ASSERT_TRUE(step.EndMicroStep(rank, micro_step, used).ok());
+  };
+  ASSERT_TRUE(step.EndMicroStep(0, 0, {}).ok());
+  end(0, 1, 10);
+  EXPECT_EQ(step.non_finite()->found.element, 10);
+  end(3, 0, 11);  // An earlier micro-step.
+  EXPECT_EQ(step.non_finite()->found.element, 11);
+  end(1, 0, 12);  // A lower rank.
+  end(2, 0, 13);
+  end(1, 0, 14);  // A repeat.
+  end(1, 1, 15);
+  EXPECT_EQ(step.non_finite()->found.element, 12);
+  EXPECT_EQ(step.non_finite()->rank, 1);
+  EXPECT_EQ(step.non_finite()->micro_step, 0u);
+}
+
+TEST(OpenStep, SettingsMustAgree) {
+  OpenStep step({.step = 1,
+                 .settings = {.scale = {.divisors = {2}}, .overrides = {{0, {.lr = 0.1}}}},
+                 .hyper_parameters = {{}}},
+                2, 1);
+  EXPECT_TRUE(step.Begin(0, {.scale = {.divisors = {2}}, .overrides = {{0, {.lr = 0.1}}}}).ok());
+  for (const StepSettings& other :
+       {StepSettings{.scale = {.divisors = {3}}, .overrides = {{0, {.lr = 0.1}}}},
+        StepSettings{.scale = {.divisors = {2}}, .overrides = {{0, {.lr = 0.2}}}},
+        StepSettings{.scale = {.divisors = {2}}}, StepSettings{.overrides = {{0, {.lr = 0.1}}}},
+        StepSettings{.scale = {.divisors = {2}}, .overrides = {{1, {.lr = 0.1}}}},
+        StepSettings{
+            .scale = {.divisors = {2}}, .overrides = {{0, {.lr = 0.1}}}, .trainer_state = "x"}}) {
+    EXPECT_EQ(step.Begin(1, other).code(), absl::StatusCode::kFailedPrecondition);
+  }
+}
+
+TEST(Step, IsDecidedWhenAllHaveSealed) {
+  OpenStep open = Open(2);
+  for (const int rank : {0, 1}) {
+    ASSERT_TRUE(open.Begin(rank, {}).ok());
+    EXPECT_EQ(open.Seal(rank, 1).code(), absl::StatusCode::kFailedPrecondition);
+    ASSERT_TRUE(open.EndMicroStep(rank, 0, {}).ok());
+  }
+  EXPECT_FALSE(open.SecondsSinceFirstSeal().has_value());
+  ASSERT_TRUE(open.Seal(1, 1).ok());
+  EXPECT_TRUE(open.SecondsSinceFirstSeal().has_value());
+  EXPECT_THAT(open.UnsealedRanks(), ElementsAre(0));
+  EXPECT_EQ(open.CheckMayContribute(1).code(), absl::StatusCode::kFailedPrecondition);
+  ASSERT_TRUE(open.Seal(0, 1).ok());
+  EXPECT_EQ(open.RankThatDisagrees(0), -1);
+  open.UnsealAll();
+  EXPECT_THAT(open.UnsealedRanks(), ElementsAre(0, 1));
+  EXPECT_FALSE(open.SecondsSinceFirstSeal().has_value());
+  EXPECT_TRUE(open.CheckMayContribute(1).ok());
+  ASSERT_TRUE(open.Seal(0, 1).ok());
+  ASSERT_TRUE(open.Seal(1, 1).ok());
+  EXPECT_THAT(open.UnsealedRanks(), IsEmpty());
+  SealedStep sealed = std::move(open).Close();
+  EXPECT_EQ(sealed.micro_steps(), 1u);
+  const DecidedStep decided = std::move(sealed).Decide({.step = 4, .skip_reason = "why"});
+  EXPECT_EQ(decided.outcome().skip_reason, "why");
+  EXPECT_EQ(decided.terms().step, 4u);
+}
+
+}  // namespace
+}  // namespace ballast

@@ -1,0 +1,586 @@
+#include "cpu_optimizer_service/kernels/kernels.h"
+
+#include <array>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <initializer_list>
+#include <iterator>
+#include <limits>
+#include <optional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/adam.h"
+#include "cpu_optimizer_service/common/float_format.h"
+#include "cpu_optimizer_service/common/floating_point_mode.h"
+#include "cpu_optimizer_service/common/gradient_norm.h"
+#include "cpu_optimizer_service/common/layout.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "tests/cpu_optimizer_service/kernels/guarded_array.h"
+
+namespace ballast {
+namespace {
+
+constexpr std::array kDTypes = {DType::kBFloat16, DType::kFloat16, DType::kFloat32};
+
+class KernelTest : public testing::TestWithParam<std::string> {
+ protected:
+  void SetUp() override { ASSERT_TRUE(SetKernelTargetForTest(GetParam())); }
+  void TearDown() override { ASSERT_TRUE(SetKernelTargetForTest("")); }
+};
+
+INSTANTIATE_TEST_SUITE_P(Targets, KernelTest, testing::ValuesIn(SupportedKernelTargets()),
+                         [](const auto& param_info) { return param_info.param; });
+
+// Around the ends of vectors, of turns of the loop and of blocks.
+std::vector<int64_t> Sizes() {
+  std::vector<int64_t> sizes;
+  for (int64_t size = 0; size <= 33; ++size) sizes.push_back(size);
+  for (const int64_t size : {47, 63, 64, 65, 95, 129, 255, 256, 257}) sizes.push_back(size);
+  return sizes;
+}
+
+// Ordinary values of many magnitudes, among them what is special to fp32 or to the update.
+class Values {
+ public:
+  // One in `special_every` is special.
+  explicit Values(uint32_t seed, uint32_t special_every = 4)
+      : random_(seed), special_every_(special_every) {}
+
+  float Next() {
+    if (random_() % special_every_ == 0) {
+      const float special = kSpecial[random_() % kSpecial.size()];
+      return random_() % 2 == 0 ? special : -special;
+    }
+    const float mantissa = static_cast<float>(static_cast<int32_t>(random_())) * 0x1p-31f;
+    return std::ldexp(mantissa, static_cast<int>(random_() % 40) - 30);
+  }
+
+  void Fill(GuardedArray& array, bool not_negative = false) {
+    for (int64_t i = 0; i < array.elements(); ++i) {
+      const float value = Next();
+      array.Set(i, not_negative ? std::fabs(value) : value);
+    }
+  }
+
+ private:
+  static constexpr std::array kSpecial = {0.0f,
+                                          1.0f,
+                                          0x1p-149f,
+                                          0x1.fffffcp-127f,
+                                          0x1p-126f,
+                                          0x1.000002p-126f,
+                                          0x1.8p-126f,
+                                          0x1p-125f,
+                                          0x1p-124f,
+                                          0x1.fffffep-64f,
+                                          0x1p-63f,
+                                          0x1.000002p-63f,
+                                          0x1p-24f,
+                                          0x1p-25f,
+                                          65504.0f,
+                                          65520.0f,
+                                          3.3895314e38f,
+                                          3.4028235e38f,
+                                          std::numeric_limits<float>::infinity(),
+                                          std::numeric_limits<float>::quiet_NaN()};
+
+  std::mt19937 random_;
+  const uint32_t special_every_;
+};
+
+// Bit for bit, but for the payload of a NaN.
+testing::AssertionResult Same(const GuardedArray& actual, const GuardedArray& expected) {
+  if (!actual.GuardsAreWhole()) return testing::AssertionFailure() << "wrote beyond its array";
+  for (int64_t i = 0; i < expected.elements(); ++i) {
+    const float a = actual.Get(i);
+    const float e = expected.Get(i);
+    if (std::isnan(a) && std::isnan(e)) continue;
+    if (std::bit_cast<uint32_t>(a) != std::bit_cast<uint32_t>(e)) {
+      return testing::AssertionFailure() << "element " << i << ": " << a << ", not " << e;
+    }
+  }
+  return testing::AssertionSuccess();
+}
+
+// --- The Adam update ---
+
+struct UpdateCase {
+  HyperParameters values;
+  DType gradient_dtype;
+  std::optional<DType> shard_dtype;
+  int64_t elements;
+  int64_t shift;  // Of every array, in elements, from an aligned address.
+  bool in_place;
+};
+
+std::string Describe(const UpdateCase& c) {
+  return absl::StrCat(ToString(c.values), " gradient ", int{static_cast<uint8_t>(c.gradient_dtype)},
+                      " shard ", c.shard_dtype ? int{static_cast<uint8_t>(*c.shard_dtype)} : -1,
+                      " elements ", c.elements, " shift ", c.shift, " in place ", c.in_place);
+}
+
+// Sources and destinations of one update, for the reference and the kernel alike.
+struct Planes {
+  Planes(const UpdateCase& c, uint32_t seed, uint32_t special_every = 4)
+      : gradient(c.gradient_dtype, c.elements, c.shift),
+        old_state(MakeState(c)),
+        new_state(MakeState(c)),
+        shard(c.shard_dtype.value_or(DType::kFloat32), c.elements, c.shift) {
+    Values values(seed, special_every);
+    values.Fill(gradient);
+    for (size_t plane = 0; plane < old_state.size(); ++plane) {
+      values.Fill(old_state[plane], /*not_negative=*/plane >= 2);
+    }
+  }
+
+  AdamRun Run(const UpdateCase& c, const AdamScalars& scalars) {
+    std::vector<GuardedArray>& to = c.in_place ? old_state : new_state;
+    const bool amsgrad = c.values.amsgrad;
+    return {.elements = c.elements,
+            .gradient = gradient.data(),
+            .gradient_dtype = c.gradient_dtype,
+            .master = old_state[0].floats(),
+            .exp_avg = old_state[1].floats(),
+            .exp_avg_sq = old_state[2].floats(),
+            .max_exp_avg_sq = amsgrad ? old_state[3].floats() : nullptr,
+            .new_master = to[0].floats(),
+            .new_exp_avg = to[1].floats(),
+            .new_exp_avg_sq = to[2].floats(),
+            .new_max_exp_avg_sq = amsgrad ? to[3].floats() : nullptr,
+            .shard = c.shard_dtype ? shard.data() : nullptr,
+            .shard_dtype = c.shard_dtype.value_or(DType::kFloat32),
+            .scalars = scalars};
+  }
+
+  static std::vector<GuardedArray> MakeState(const UpdateCase& c) {
+    std::vector<GuardedArray> planes;
+    // Different shifts, so that no two planes are aligned alike.
+    for (int64_t plane = 0; plane < 4; ++plane) {
+      planes.emplace_back(DType::kFloat32, c.elements, c.shift == 0 ? 0 : c.shift + plane);
+    }
+    return planes;
+  }
+
+  GuardedArray gradient;
+  std::vector<GuardedArray> old_state;
+  std::vector<GuardedArray> new_state;
+  GuardedArray shard;
+};
+
+void ExpectKernelEqualsReference(const UpdateCase& c, const AdamScalars& scalars, uint32_t seed,
+                                 uint32_t special_every = 4) {
+  Planes expected(c, seed, special_every);
+  Planes actual(c, seed, special_every);
+  UpdateAdamReference(expected.Run(c, scalars));
+  UpdateAdam(actual.Run(c, scalars));
+  for (size_t plane = 0; plane < 4; ++plane) {
+    ASSERT_TRUE(Same(actual.old_state[plane], expected.old_state[plane])) << plane << Describe(c);
+    ASSERT_TRUE(Same(actual.new_state[plane], expected.new_state[plane])) << plane << Describe(c);
+  }
+  ASSERT_TRUE(Same(actual.gradient, expected.gradient)) << Describe(c);
+  ASSERT_TRUE(Same(actual.shard, expected.shard)) << Describe(c);
+}
+
+void ExpectKernelEqualsReference(const UpdateCase& c, uint32_t seed) {
+  ExpectKernelEqualsReference(c, MakeAdamScalars(c.values, 1 + seed % 50, 0.75f), seed);
+}
+
+std::vector<HyperParameters> EveryOption() {
+  std::vector<HyperParameters> all;
+  for (const double weight_decay : {0.0, 0.1}) {
+    for (const int flags : {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}) {
+      const bool decoupled = (flags & 1) != 0;
+      if (weight_decay == 0 && decoupled) continue;
+      all.push_back({.lr = 0.01,
+                     .beta1 = 0.9,
+                     .beta2 = 0.95,
+                     .eps = (flags & 6) == 6 ? 0.0 : 1e-8,
+                     .weight_decay = weight_decay,
+                     .decoupled_weight_decay = decoupled,
+                     .bias_correction = (flags & 2) != 0,
+                     .amsgrad = (flags & 4) != 0,
+                     .maximize = (flags & 8) != 0});
+    }
+  }
+  return all;
+}
+
+TEST_P(KernelTest, UpdateEqualsTheReferenceForEveryOptionFormatAndSize) {
+  uint32_t seed = 0;
+  for (const HyperParameters& values : EveryOption()) {
+    for (const DType gradient_dtype : kDTypes) {
+      for (const std::optional<DType> shard_dtype :
+           {std::optional<DType>(), std::optional(DType::kBFloat16), std::optional(DType::kFloat16),
+            std::optional(DType::kFloat32)}) {
+        for (const int64_t elements : Sizes()) {
+          ++seed;
+          const UpdateCase c = {.values = values,
+                                .gradient_dtype = gradient_dtype,
+                                .shard_dtype = shard_dtype,
+                                .elements = elements,
+                                .shift = seed % 2 == 0 ? 0 : seed % 37,
+                                .in_place = seed % 4 < 2};
+          ExpectKernelEqualsReference(c, seed);
+          if (HasFatalFailure()) return;
+        }
+      }
+    }
+  }
+}
+
+TEST_P(KernelTest, UpdateEqualsTheReferenceAtEveryAlignment) {
+  for (int64_t shift = 0; shift < 64; ++shift) {
+    for (const DType shard_dtype : kDTypes) {
+      for (const bool in_place : {false, true}) {
+        const UpdateCase c = {.values = {.amsgrad = true},
+                              .gradient_dtype = DType::kBFloat16,
+                              .shard_dtype = shard_dtype,
+                              .elements = 150,
+                              .shift = shift,
+                              .in_place = in_place};
+        ExpectKernelEqualsReference(c, static_cast<uint32_t>(shift));
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+TEST_P(KernelTest, UpdateMayLeaveTheShardWhereTheGradientWas) {
+  uint32_t seed = 0;
+  for (const DType dtype : kDTypes) {
+    for (const int64_t elements : Sizes()) {
+      for (const bool amsgrad : {false, true}) {
+        ++seed;
+        const UpdateCase c = {.values = {.amsgrad = amsgrad},
+                              .gradient_dtype = dtype,
+                              .shard_dtype = dtype,
+                              .elements = elements,
+                              .shift = seed % 3 == 0 ? seed % 37 : 0,
+                              .in_place = true};
+        const AdamScalars scalars = MakeAdamScalars(c.values, 3, 0.75f);
+        Planes expected(c, seed);
+        Planes actual(c, seed);
+        UpdateAdamReference(expected.Run(c, scalars));
+        AdamRun run = actual.Run(c, scalars);
+        run.shard = actual.gradient.data();
+        UpdateAdam(run);
+        ASSERT_TRUE(Same(actual.gradient, expected.shard)) << Describe(c);
+        ASSERT_TRUE(Same(actual.old_state[0], expected.old_state[0])) << Describe(c);
+      }
+    }
+  }
+}
+
+TEST_P(KernelTest, UpdateEqualsTheReferenceAroundTheEndOfAChunk) {
+  for (const int64_t elements : {kMaxChunkElements - 1, kMaxChunkElements, kMaxChunkElements + 1}) {
+    for (const int64_t shift : {0, 5}) {
+      const UpdateCase c = {.values = {},
+                            .gradient_dtype = DType::kBFloat16,
+                            .shard_dtype = DType::kBFloat16,
+                            .elements = elements,
+                            .shift = shift,
+                            .in_place = shift == 0};
+      ExpectKernelEqualsReference(c, static_cast<uint32_t>(shift));
+    }
+  }
+}
+
+// Factors that carry products and quotients exactly onto 2^-126, just past it, and back.
+TEST_P(KernelTest, UpdateEqualsTheReferenceAtTheFlushingBoundary) {
+  std::mt19937 random(3);
+  const auto pick = [&random](std::initializer_list<float> values) {
+    return std::data(values)[random() % values.size()];
+  };
+  const auto at_most_one = [&] { return pick({0.0f, 0x1p-53f, 0x1p-10f, 0.5f, 0.9f, 1.0f}); };
+  for (uint32_t seed = 0; seed < 600; ++seed) {
+    const AdamScalars scalars = {
+        .weight_decay_kind = static_cast<WeightDecay>(seed % 3),
+        .multiplier = pick({1.0f, -1.0f, 0.5f, 2.0f, 0x1p-63f, 0x1p20f, -3.0f}),
+        .weight_decay = pick({0.5f, 1.0f, 2.0f, 0.1f}),
+        .decay = pick({0.5f, 1.0f, 0x1.fffffep-1f, -2.0f}),
+        .beta1 = at_most_one(),
+        .one_minus_beta1 = at_most_one(),
+        .beta2 = at_most_one(),
+        .one_minus_beta2 = at_most_one(),
+        .inverse_sqrt_bias_correction2 = pick({1.0f, 2.0f, 31.6f}),
+        .eps = pick({0.0f, 1e-8f, 0.5f, 1.0f, 4.0f}),
+        .step_size = pick({0.0f, 0.5f, 1.0f, 0x1.000002p0f, 2.0f, 8.0f})};
+    const UpdateCase c = {.values = {.amsgrad = seed % 2 == 0},
+                          .gradient_dtype = seed % 4 < 2 ? DType::kFloat32 : DType::kBFloat16,
+                          .shard_dtype = DType::kBFloat16,
+                          .elements = 500,
+                          .shift = 0,
+                          .in_place = true};
+    ExpectKernelEqualsReference(c, scalars, seed, /*special_every=*/1);
+    if (HasFatalFailure()) return;
+  }
+}
+
+// Operands of 2^-126 and about it, beside operands so large that they cannot show, and sums that
+// nearly cancel, each as small as the kernel's quick way takes; and one element that it must not
+// take.
+class NearlyTiny {
+ public:
+  explicit NearlyTiny(uint32_t seed) : random_(seed), must_not_at_(300 + seed * 37) {}
+
+  // The scalars are made for it: products of 2^-126 exactly, and with `large_steps` such quotients
+  // too, that the step size makes large.
+  static AdamScalars Scalars(WeightDecay decay, bool large_steps) {
+    return {.weight_decay_kind = decay,
+            .multiplier = 1,
+            .weight_decay = 0.5f,
+            .decay = 0.5f,
+            .beta1 = 0.5f,
+            .one_minus_beta1 = 0.5f,
+            .beta2 = 0.75f,
+            .one_minus_beta2 = 0.25f,
+            .inverse_sqrt_bias_correction2 = 1,
+            .eps = large_steps ? 0x1p31f : 1.0f,
+            .step_size = large_steps ? 0x1p40f : 0.5f};
+  }
+
+  // `state`: master, exp_avg, exp_avg_sq.
+  void Fill(GuardedArray& gradient, std::vector<GuardedArray>& state) {
+    for (int64_t i = 0; i < gradient.elements(); ++i) {
+      const bool must_not = i == must_not_at_;
+      const int kind = must_not ? 3 : static_cast<int>(random_() % 3);
+      const float about = Sign() * std::ldexp(1 + 0x1p-23f * (random_() % 4), -94);
+      float g = kind == 0 ? Sign() * 0x1p-20f : Tiny();
+      float m = kind == 0 || must_not ? Tiny() : about;
+      if (kind == 2) g = -m * (1 + 0x1p-23f * static_cast<float>(random_() % 3));
+      gradient.Set(i, g);
+      state[1].Set(i, m);
+      state[2].Set(i, kind == 0 || must_not ? std::fabs(Tiny()) : std::fabs(about));
+      state[0].Set(i, kind == 0 ? Tiny() : must_not && random_() % 2 == 0 ? Tiny() : about);
+    }
+  }
+
+ private:
+  float Sign() { return random_() % 2 == 0 ? 1.0f : -1.0f; }
+  float Tiny() {
+    constexpr std::array kTiny = {0.0f,      0x1p-149f,        0x1p-127f,
+                                  0x1p-126f, 0x1.8p-126f,      0x1p-125f,
+                                  0x1p-124f, 0x1.000002p-125f, 0x1.555556p-126f};
+    return Sign() * kTiny[random_() % kTiny.size()];
+  }
+
+  std::mt19937 random_;
+  const int64_t must_not_at_;
+};
+
+TEST_P(KernelTest, UpdateEqualsTheReferenceWhereTinyOperandsMeetLargerOnes) {
+  for (uint32_t seed = 0; seed < 60; ++seed) {
+    const UpdateCase c = {.values = {.amsgrad = seed % 4 == 3},
+                          .gradient_dtype = DType::kFloat32,
+                          .shard_dtype = DType::kBFloat16,
+                          .elements = 5000,
+                          .shift = 0,
+                          .in_place = true};
+    const AdamScalars scalars =
+        NearlyTiny::Scalars(static_cast<WeightDecay>(seed % 3), seed % 5 == 0);
+    Planes expected(c, seed);
+    NearlyTiny(seed).Fill(expected.gradient, expected.old_state);
+    Planes actual(c, seed);
+    NearlyTiny(seed).Fill(actual.gradient, actual.old_state);
+    UpdateAdamReference(expected.Run(c, scalars));
+    UpdateAdam(actual.Run(c, scalars));
+    for (size_t plane = 0; plane < 4; ++plane) {
+      ASSERT_TRUE(Same(actual.old_state[plane], expected.old_state[plane])) << plane << " " << seed;
+    }
+    ASSERT_TRUE(Same(actual.shard, expected.shard)) << seed;
+  }
+}
+
+TEST_P(KernelTest, UpdateEqualsTheReferenceOverOrdinaryValuesWithFewSpecialOnes) {
+  for (uint32_t seed = 0; seed < 30; ++seed) {
+    const UpdateCase c = {.values = {.amsgrad = seed % 2 == 1},
+                          .gradient_dtype = kDTypes[seed % 3],
+                          .shard_dtype = DType::kBFloat16,
+                          .elements = 20000,
+                          .shift = seed % 5,
+                          .in_place = true};
+    ExpectKernelEqualsReference(c, MakeAdamScalars(c.values, 1 + seed, 0.75f), seed,
+                                /*special_every=*/3000);
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST_P(KernelTest, UpdateDoesNotSeeTheCallersRoundingMode) {
+  const UpdateCase c = {.values = {},
+                        .gradient_dtype = DType::kFloat32,
+                        .shard_dtype = DType::kBFloat16,
+                        .elements = 257,
+                        .shift = 0,
+                        .in_place = true};
+  const AdamScalars scalars = MakeAdamScalars(c.values, 3, 1);
+  Planes expected(c, 1);
+  Planes actual(c, 1);
+  UpdateAdam(expected.Run(c, scalars));
+  {
+    const ScopedFloatingPointMode restore_afterwards(Denormals::kKeep);
+#if defined(__x86_64__)
+    _mm_setcsr(0x1f80u | 0x6000u);  // Towards zero.
+#endif
+    UpdateAdam(actual.Run(c, scalars));
+  }
+  for (size_t plane = 0; plane < 3; ++plane) {
+    EXPECT_TRUE(Same(actual.old_state[plane], expected.old_state[plane])) << plane;
+  }
+  EXPECT_TRUE(Same(actual.shard, expected.shard));
+}
+
+// --- Sums of squares ---
+
+TEST_P(KernelTest, BlockSumsEqualTheReference) {
+  for (const DType dtype : kDTypes) {
+    for (const int64_t blocks : {0, 1, 2, 7}) {
+      for (const int64_t shift : {0, 1, 13}) {
+        GuardedArray gradient(dtype, blocks * kBlockElements, shift);
+        Values values(static_cast<uint32_t>(blocks + shift));
+        for (int64_t i = 0; i < gradient.elements(); ++i) {
+          float value = values.Next();
+          // Block 1 and 3 keep what is not finite.
+          if (!std::isfinite(value) && i / kBlockElements % 2 == 0) value = 0x1p-149f;
+          gradient.Set(i, value);
+        }
+        std::vector<double> sums(static_cast<size_t>(blocks));
+        {
+          const ScopedFloatingPointMode callers(shift == 1 ? Denormals::kFlush : Denormals::kKeep);
+          BlockSumsOfSquares(gradient.data(), dtype, absl::MakeSpan(sums));
+        }
+        for (int64_t b = 0; b < blocks; ++b) {
+          const double expected = BlockSumOfSquaresReference(
+              gradient.data() + b * kBlockElements * SizeBytes(dtype), dtype);
+          const double actual = sums[static_cast<size_t>(b)];
+          if (std::isnan(expected)) {
+            EXPECT_TRUE(std::isnan(actual));
+          } else {
+            EXPECT_EQ(std::bit_cast<uint64_t>(actual), std::bit_cast<uint64_t>(expected)) << b;
+          }
+        }
+      }
+    }
+  }
+}
+
+// --- Sums of gradients, conversions ---
+
+TEST_P(KernelTest, AddingAGradientEqualsScalarAdditionAndKeepsDenormals) {
+  for (const DType dtype : kDTypes) {
+    for (const int64_t elements : Sizes()) {
+      for (const int64_t shift : {0, 3}) {
+        Values values(static_cast<uint32_t>(elements));
+        GuardedArray gradient(dtype, elements, shift);
+        GuardedArray accumulator(DType::kFloat32, elements, shift);
+        GuardedArray expected(DType::kFloat32, elements, 0);
+        values.Fill(gradient);
+        values.Fill(accumulator);
+        for (int64_t i = 0; i < elements; ++i) {
+          expected.Set(i, accumulator.Get(i) + gradient.Get(i));
+        }
+        {
+          const ScopedFloatingPointMode callers(Denormals::kFlush);
+          AddGradient(accumulator.floats(), gradient.data(), dtype, elements);
+        }
+        ASSERT_TRUE(Same(accumulator, expected)) << Name(dtype) << " " << elements;
+      }
+    }
+  }
+}
+
+TEST_P(KernelTest, SummingTwoGradientsEqualsScalarAdditionAndKeepsDenormals) {
+  for (const DType dtype : kDTypes) {
+    for (const int64_t elements : Sizes()) {
+      for (const int64_t shift : {0, 3}) {
+        Values values(static_cast<uint32_t>(elements + 1000));
+        GuardedArray first(dtype, elements, shift);
+        GuardedArray second(dtype, elements, 2 * shift);
+        GuardedArray accumulator(DType::kFloat32, elements, shift);
+        GuardedArray expected(DType::kFloat32, elements, 0);
+        values.Fill(first);
+        values.Fill(second);
+        for (int64_t i = 0; i < elements; ++i) expected.Set(i, first.Get(i) + second.Get(i));
+        {
+          const ScopedFloatingPointMode callers(Denormals::kFlush);
+          SumGradients(accumulator.floats(), first.data(), second.data(), dtype, elements);
+        }
+        ASSERT_TRUE(Same(accumulator, expected)) << Name(dtype) << " " << elements;
+      }
+    }
+  }
+}
+
+TEST_P(KernelTest, ConversionToFloatEqualsTheScalarOneForEveryValue) {
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+    GuardedArray from(dtype, 0x10000 + 3, 1);
+    for (int64_t i = 0; i < from.elements(); ++i) {
+      const auto bits = static_cast<uint16_t>(i);
+      std::memcpy(from.data() + 2 * i, &bits, sizeof(bits));
+    }
+    GuardedArray to(DType::kFloat32, from.elements(), 1);
+    ConvertToFloat(from.data(), dtype, to.floats(), from.elements());
+    ASSERT_TRUE(Same(to, from)) << Name(dtype);
+  }
+}
+
+TEST_P(KernelTest, ConversionFromFloatEqualsTheScalarOne) {
+  // Every upper half with lower halves around the ties of both formats.
+  constexpr std::array<uint32_t, 12> kLowerHalves = {
+      0, 1, 0x0fff, 0x1000, 0x1001, 0x2fff, 0x3000, 0x7fff, 0x8000, 0x8001, 0xf000, 0xffff};
+  for (const DType dtype : kDTypes) {
+    for (const uint32_t lower : kLowerHalves) {
+      GuardedArray from(DType::kFloat32, 0x10000, 1);
+      GuardedArray expected(dtype, 0x10000, 0);
+      for (int64_t i = 0; i < from.elements(); ++i) {
+        const float value = std::bit_cast<float>(static_cast<uint32_t>(i) << 16 | lower);
+        from.Set(i, value);
+        expected.Set(i, value);
+      }
+      GuardedArray to(dtype, 0x10000, 1);
+      ConvertFromFloat(from.floats(), to.data(), dtype, from.elements());
+      ASSERT_TRUE(Same(to, expected)) << Name(dtype) << " " << lower;
+    }
+  }
+}
+
+TEST_P(KernelTest, ConversionsTakeEverySizeAndStayInTheirArray) {
+  for (const DType dtype : kDTypes) {
+    for (const int64_t elements : Sizes()) {
+      Values values(static_cast<uint32_t>(elements));
+      GuardedArray from(DType::kFloat32, elements, 1);
+      values.Fill(from);
+      GuardedArray expected(dtype, elements, 0);
+      for (int64_t i = 0; i < elements; ++i) expected.Set(i, from.Get(i));
+      GuardedArray to(dtype, elements, 5);
+      ConvertFromFloat(from.floats(), to.data(), dtype, elements);
+      ASSERT_TRUE(Same(to, expected)) << Name(dtype) << " " << elements;
+      GuardedArray back(DType::kFloat32, elements, 7);
+      ConvertToFloat(to.data(), dtype, back.floats(), elements);
+      ASSERT_TRUE(Same(back, expected)) << Name(dtype) << " " << elements;
+    }
+  }
+}
+
+// --- Dispatch ---
+
+TEST_P(KernelTest, UsesTheTargetThatTheTestAskedFor) { EXPECT_EQ(KernelTarget(), GetParam()); }
+
+TEST(KernelTarget, IsTheBestUnlessATestAsksForAnother) {
+  const std::vector<std::string> targets = SupportedKernelTargets();
+  ASSERT_FALSE(targets.empty());
+  EXPECT_EQ(KernelTarget(), targets.front());
+  ASSERT_TRUE(SetKernelTargetForTest(targets.back()));
+  EXPECT_FALSE(SetKernelTargetForTest("Z80"));
+  EXPECT_EQ(KernelTarget(), targets.back());
+  EXPECT_EQ(SupportedKernelTargets(), targets);
+  ASSERT_TRUE(SetKernelTargetForTest(""));
+  EXPECT_EQ(KernelTarget(), targets.front());
+}
+
+}  // namespace
+}  // namespace ballast

@@ -1,0 +1,203 @@
+#include "cpu_optimizer_service/state/chunk_store.h"
+
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace ballast {
+namespace {
+
+class ChunkStoreTest : public testing::Test {
+ protected:
+  ChunkStoreTest() {
+    LayoutSpec spec;
+    spec.group_count = 2;
+    spec.chunk_elements = 512;
+    spec.parameters = {{.name = "a", .shape = {1280}, .group = 0},
+                       {.name = "b", .shape = {256}, .group = 1}};
+    spec.partitions = {{.rank = 0, .group = 0, .begin = 0, .end = 1280},
+                       {.rank = 0, .group = 1, .begin = 0, .end = 256}};
+    layout_ = std::make_unique<Layout>(Layout::Create(spec).value());
+    store_ = ChunkStore::Create(*layout_, {.planes = {3, 4}, .budget = &budget_, .owner = "test"},
+                                *arenas_)
+                 .value();
+  }
+
+  // Writes `value` into every plane of a new version.
+  void Write(int chunk, float value, uint64_t step,
+             Destination destination = Destination::kInPlaceIfFree) {
+    const auto write = store_->BeginWrite(chunk, destination).value();
+    Fill(write, value);
+    store_->Publish(write, step);
+  }
+  void Fill(const ChunkStore::Write& write, float value) {
+    for (float* plane : write.to.planes) {
+      if (plane != nullptr) std::fill_n(plane, layout_->chunks()[write.chunk].elements, value);
+    }
+  }
+
+  MemoryBudget budget_{512 * 4 * 3 * 2};  // Room for two more slots of a whole chunk.
+  std::unique_ptr<ArenaFactory> arenas_ = MakeAnonymousArenaFactory();
+  std::unique_ptr<Layout> layout_;
+  std::unique_ptr<ChunkStore> store_;
+};
+
+TEST_F(ChunkStoreTest, SlotsHaveThePlanesOfTheirGroupAndDoNotOverlap) {
+  EXPECT_EQ(store_->Published(0)[Plane::kMaxExpAvgSq], nullptr);
+  EXPECT_NE(store_->Published(3)[Plane::kMaxExpAvgSq], nullptr);
+  for (int chunk = 0; chunk < 4; ++chunk) Write(chunk, static_cast<float>(chunk + 1), 1);
+  for (int chunk = 0; chunk < 4; ++chunk) {
+    for (const float* plane : store_->Published(chunk).planes) {
+      if (plane == nullptr) continue;
+      EXPECT_EQ(plane[0], chunk + 1);
+      EXPECT_EQ(plane[layout_->chunks()[chunk].elements - 1], chunk + 1);
+    }
+    EXPECT_EQ(store_->step(chunk), 1u);
+  }
+}
+
+// Places in an arena are near to the threads of the chunks whose places they are.
+TEST(ChunkStore, ChunksKeepToTheirOwnTwoSlots) {
+  constexpr int kChunks = 8;
+  LayoutSpec spec;
+  spec.chunk_elements = 256;
+  spec.parameters = {{.name = "a", .shape = {kChunks * 256}, .group = 0}};
+  spec.partitions = {{.rank = 0, .group = 0, .begin = 0, .end = kChunks * 256}};
+  const Layout layout = Layout::Create(spec).value();
+  const std::unique_ptr<ArenaFactory> arenas = MakeAnonymousArenaFactory();
+  const auto store =
+      ChunkStore::Create(layout, {.planes = {3}, .second_versions = true, .owner = "test"}, *arenas)
+          .value();
+  for (uint64_t step = 1; step <= 5; ++step) {
+    std::vector<ChunkStore::Write> writes;
+    for (int i = 0; i < kChunks; ++i) {
+      const int chunk = static_cast<int>((i * 3 + step) % kChunks);
+      writes.push_back(store->BeginWrite(chunk, Destination::kFresh).value());
+    }
+    for (const ChunkStore::Write& write : writes) store->Publish(write, step);
+    for (int chunk = 1; chunk < kChunks; ++chunk) {
+      EXPECT_EQ(store->Published(chunk)[Plane::kMaster] - store->Published(0)[Plane::kMaster],
+                chunk * 3 * 256)
+          << step;
+    }
+  }
+}
+
+TEST_F(ChunkStoreTest, WritesPublishedTogetherAreAsIfOneByOne) {
+  const std::vector<ChunkPin> pins = store_->Pin({0}).value();
+  std::vector<ChunkStore::Write> writes;
+  writes.push_back(store_->BeginWrite(0, Destination::kInPlaceIfFree).value());
+  writes.push_back(store_->BeginWrite(2, Destination::kInPlaceIfFree).value());
+  Fill(writes[0], 1);
+  Fill(writes[1], 2);
+  EXPECT_EQ(store_->Published(0)[Plane::kMaster][0], 0);
+  store_->Publish(writes, 5);
+  EXPECT_EQ(pins[0].slot()[Plane::kMaster][0], 0);
+  EXPECT_EQ(store_->Published(0)[Plane::kMaster][0], 1);
+  EXPECT_EQ(store_->Published(2)[Plane::kMaster][0], 2);
+  EXPECT_EQ(store_->step(0), 5u);
+  EXPECT_EQ(store_->step(1), 0u);
+  EXPECT_EQ(store_->step(2), 5u);
+}
+
+TEST_F(ChunkStoreTest, WritesInPlaceWhenNobodyNeedsTheOldVersion) {
+  const Slot before = store_->Published(0);
+  const auto write = store_->BeginWrite(0, Destination::kInPlaceIfFree).value();
+  EXPECT_TRUE(write.in_place);
+  EXPECT_EQ(write.from.planes, write.to.planes);
+  store_->Publish(write, 1);
+  EXPECT_EQ(store_->Published(0).planes, before.planes);
+  EXPECT_EQ(budget_.used_bytes(), 0);
+}
+
+TEST_F(ChunkStoreTest, APinnedVersionStaysAndTheNextIsWrittenBesideIt) {
+  Write(0, 1, 1);
+  auto pins = store_->Pin({0}).value();
+  Write(0, 2, 2);
+  Write(0, 3, 3);
+  EXPECT_EQ(pins[0].slot()[Plane::kMaster][511], 1);
+  EXPECT_EQ(store_->Published(0)[Plane::kMaster][511], 3);
+  EXPECT_EQ(store_->step(0), 3u);
+  pins.clear();
+  // The next write goes back to the chunk's first slot, and what was beyond one per chunk is given
+  // back.
+  Write(0, 4, 4);
+  EXPECT_EQ(store_->Published(0)[Plane::kExpAvgSq][0], 4);
+  EXPECT_EQ(budget_.used_bytes(), 0);
+  EXPECT_TRUE(store_->BeginWrite(0, Destination::kInPlaceIfFree).value().in_place);
+}
+
+TEST_F(ChunkStoreTest, APinThatNobodyWroteUnderGivesItsSpareBack) {
+  auto pins = store_->Pin({0, 1, 0}).value();
+  EXPECT_EQ(pins.size(), 3u);
+  EXPECT_EQ(budget_.used_bytes(), 2 * 512 * 4 * 3);
+  pins.clear();
+  EXPECT_EQ(budget_.used_bytes(), 0);
+}
+
+TEST_F(ChunkStoreTest, PinningBeyondTheBudgetIsRefusedWholly) {
+  const auto pins = store_->Pin({0, 1, 2});
+  EXPECT_EQ(pins.status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(budget_.used_bytes(), 0);
+  EXPECT_TRUE(store_->BeginWrite(0, Destination::kInPlaceIfFree).value().in_place);
+}
+
+TEST_F(ChunkStoreTest, SecondVersionsNeedNoFurtherMemory) {
+  MemoryBudget none(0);
+  const auto store =
+      ChunkStore::Create(
+          *layout_, {.planes = {3, 4}, .second_versions = true, .budget = &none, .owner = "test"},
+          *arenas_)
+          .value();
+  for (uint64_t step = 1; step < 4; ++step) {
+    std::vector<ChunkStore::Write> writes;
+    for (int chunk = 0; chunk < 4; ++chunk) {
+      writes.push_back(store->BeginWrite(chunk, Destination::kFresh).value());
+      EXPECT_NE(writes.back().to[Plane::kMaster], store->Published(chunk)[Plane::kMaster]);
+      Fill(writes.back(), static_cast<float>(10 * step + chunk));
+    }
+    EXPECT_EQ(store->BeginWrite(0, Destination::kFresh).status().code(),
+              absl::StatusCode::kResourceExhausted);
+    for (const ChunkStore::Write& write : writes) {
+      if (write.chunk == 2) {
+        store->Drop(write);
+      } else {
+        store->Publish(write, step);
+      }
+    }
+    for (const int chunk : {0, 1, 3}) {
+      EXPECT_EQ(store->Published(chunk)[Plane::kExpAvgSq][255], 10 * step + chunk);
+    }
+    EXPECT_EQ(store->Published(2)[Plane::kMaster][0], 0);
+  }
+}
+
+TEST_F(ChunkStoreTest, ADroppedVersionLeavesAPlaceForTheWriterOfAPinnedChunk) {
+  const auto pins = store_->Pin({0, 1}).value();  // The budget is used up.
+  store_->Drop(store_->BeginWrite(0, Destination::kFresh).value());
+  EXPECT_FALSE(store_->Pin({2}).ok());
+  Write(0, 7, 1);
+  EXPECT_EQ(store_->Published(0)[Plane::kMaster][0], 7);
+  EXPECT_EQ(pins[0].slot()[Plane::kMaster][0], 0);
+}
+
+TEST_F(ChunkStoreTest, AFreshVersionIsPublishedOrDropped) {
+  Write(0, 1, 1);
+  auto write = store_->BeginWrite(0, Destination::kFresh).value();
+  EXPECT_FALSE(write.in_place);
+  Fill(write, 2);
+  EXPECT_EQ(store_->Published(0)[Plane::kMaster][0], 1);
+  store_->Drop(write);
+  EXPECT_EQ(store_->Published(0)[Plane::kMaster][0], 1);
+  EXPECT_EQ(budget_.used_bytes(), 0);
+  write = store_->BeginWrite(0, Destination::kFresh).value();
+  Fill(write, 3);
+  store_->Publish(write, 2);
+  EXPECT_EQ(store_->Published(0)[Plane::kMaster][0], 3);
+  EXPECT_EQ(store_->step(0), 2u);
+}
+
+}  // namespace
+}  // namespace ballast

@@ -1,0 +1,55 @@
+#include "gpu_worker/collective/launch.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <map>
+
+namespace ballast::worker {
+namespace {
+
+using testing::HasSubstr;
+
+absl::StatusOr<Launch> Read(const std::map<std::string, std::string>& environment) {
+  return ReadLaunch([&](const std::string& name) -> std::optional<std::string> {
+    const auto found = environment.find(name);
+    if (found == environment.end()) return std::nullopt;
+    return found->second;
+  });
+}
+
+TEST(Launch, IsAWorldOfOneWhenNothingIsSet) {
+  const Launch launch = Read({}).value();
+  EXPECT_EQ(launch.rank, 0);
+  EXPECT_EQ(launch.world_size, 1);
+}
+
+TEST(Launch, TakesTheVariablesOfTorchrun) {
+  const Launch launch =
+      Read({{"RANK", "2"}, {"WORLD_SIZE", "4"}, {"MASTER_ADDR", "node-0"}, {"MASTER_PORT", "1234"}})
+          .value();
+  EXPECT_EQ(launch.rank, 2);
+  EXPECT_EQ(launch.world_size, 4);
+  EXPECT_EQ(launch.master_host, "node-0");
+  EXPECT_EQ(launch.master_port, 1234);
+}
+
+TEST(Launch, TakesTheLocalRankFromTheRankWhereItIsNotSet) {
+  EXPECT_EQ(Read({{"RANK", "3"}, {"WORLD_SIZE", "4"}})->local_rank, 3);
+  EXPECT_EQ(Read({{"RANK", "3"}, {"WORLD_SIZE", "4"}, {"LOCAL_RANK", "1"}})->local_rank, 1);
+}
+
+TEST(Launch, NamesTheVariableThatIsWrong) {
+  const auto message = [](const std::map<std::string, std::string>& environment) {
+    return std::string(Read(environment).status().message());
+  };
+  EXPECT_THAT(message({{"RANK", "one"}}), HasSubstr("RANK=one must be a number"));
+  EXPECT_THAT(message({{"WORLD_SIZE", "0"}}), HasSubstr("WORLD_SIZE=0"));
+  EXPECT_THAT(message({{"RANK", "2"}, {"WORLD_SIZE", "2"}}),
+              HasSubstr("RANK=2 must be less than WORLD_SIZE=2"));
+  EXPECT_THAT(message({{"LOCAL_RANK", "-1"}}), HasSubstr("LOCAL_RANK=-1"));
+  EXPECT_THAT(message({{"MASTER_PORT", "70000"}}), HasSubstr("MASTER_PORT=70000"));
+}
+
+}  // namespace
+}  // namespace ballast::worker

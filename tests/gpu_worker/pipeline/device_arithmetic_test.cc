@@ -1,0 +1,270 @@
+// The optimizer's arithmetic on the device against the scalar references, on random layouts.
+#include "gpu_worker/pipeline/device_arithmetic.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/float_format.h"
+#include "cpu_optimizer_service/common/gradient_norm.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "gpu_worker/training/scalar_arithmetic.h"
+#include "gpu_worker/training/training_job.h"
+#include "tests/gpu_emulator/fake_device.h"
+
+namespace ballast::worker {
+namespace {
+
+using testing::HasSubstr;
+
+// A job of a few parameters of any size, in two groups and any world.
+TrainingJob RandomJob(std::mt19937_64& random, DType wire_dtype, DType weights_dtype) {
+  std::vector<ModelParameter> parameters;
+  const int count = 1 + random() % 9;
+  for (int p = 0; p < count; ++p) {
+    parameters.push_back({.name = absl::StrCat("p", p),
+                          .shape = {static_cast<int64_t>(1 + random() % 1500)},
+                          .decay = random() % 2 == 0});
+  }
+  return MakeTrainingJob(parameters,
+                         {.world_size = static_cast<int>(1 + random() % 3),
+                          .wire_dtype = wire_dtype,
+                          .weights_dtype = weights_dtype,
+                          .bucket_elements = static_cast<int64_t>(256 * (1 + random() % 5)),
+                          .chunk_elements = static_cast<int64_t>(256 * (1 + random() % 3))})
+      .value();
+}
+
+// Mostly ordinary values, and some that rounding, flushing and overflow are about.
+float AnyValue(std::mt19937_64& random) {
+  switch (random() % 16) {
+    case 0:
+      return 0.0f;
+    case 1:
+      return -0.0f;
+    case 2:
+      return std::numeric_limits<float>::denorm_min() * (random() % 1000);
+    case 3:
+      return std::ldexp(1.0f, -126);
+    case 4:
+      return std::ldexp(1.0f + (random() % 256) / 256.0f, static_cast<int>(random() % 80) - 40);
+    default:
+      return std::uniform_real_distribution<float>(-2, 2)(random);
+  }
+}
+
+// Both arithmetics side by side; the device's payloads and weights are memory of the device.
+class Pair {
+ public:
+  Pair(const TrainingJob& job, FakeDeviceOptions device)
+      : job_(job),
+        device_(std::move(device)),
+        stream_(device_.CreateStream("test").value()),
+        scalar_weights_(job.layout.chunks().size()),
+        scalar_(job.spec.groups, job.layout,
+                [this](int chunk) { return absl::MakeSpan(scalar_weights_[chunk]); }) {
+    device_weights_.resize(job.layout.chunks().size());
+    for (const int chunk : chunks()) {
+      const size_t bytes = elements(chunk) * SizeBytes(group(chunk).return_dtype);
+      scalar_weights_[chunk].resize(bytes);
+      device_weights_[chunk] = device_.Allocate(bytes, "weights").value();
+    }
+  }
+  absl::Status Create() {
+    BALLAST_ASSIGN_OR_RETURN(
+        arithmetic_, MakeDeviceArithmetic(device_, job_.layout, job_.spec.groups, 0, [this](int c) {
+          return absl::Span<std::byte>(device_weights_[c]->data(),
+                                       device_weights_[c]->size_bytes());
+        }));
+    return absl::OkStatus();
+  }
+
+  absl::Span<const int> chunks() const { return job_.layout.chunks_of_rank(0); }
+  int64_t elements(int chunk) const { return job_.layout.chunks()[chunk].elements; }
+  const GroupSpec& group(int chunk) const {
+    return job_.spec.groups[job_.layout.chunks()[chunk].group];
+  }
+
+  absl::Status SetFirstWeights(std::mt19937_64& random) {
+    for (const int chunk : chunks()) {
+      std::vector<float> values(elements(chunk));
+      for (float& value : values) value = AnyValue(random);
+      BALLAST_RETURN_IF_ERROR(scalar_.SetFirstWeights(chunk, values));
+      BALLAST_RETURN_IF_ERROR(arithmetic_->SetFirstWeights(chunk, values));
+    }
+    return arithmetic_->Finish();
+  }
+  // The payload's memory is overwritten as soon as it is released.
+  absl::Status AddGradient(int chunk, bool first, std::mt19937_64& random) {
+    std::vector<std::byte> payload(elements(chunk) * SizeBytes(group(chunk).wire_dtype));
+    for (int64_t i = 0; i < elements(chunk); ++i) {
+      StoreElement(payload.data(), group(chunk).wire_dtype, i, AnyValue(random));
+    }
+    BALLAST_RETURN_IF_ERROR(scalar_.AddGradient(chunk, first, payload, nullptr));
+    BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<DeviceMemory> memory,
+                             device_.Allocate(payload.size(), "a payload"));
+    BALLAST_RETURN_IF_ERROR(stream_->CopyToDevice(memory->data(), payload));
+    BALLAST_RETURN_IF_ERROR(stream_->Synchronize());
+    ++out_;
+    const absl::Span<const std::byte> there(memory->data(), memory->size_bytes());
+    return arithmetic_->AddGradient(chunk, first, there, [this, memory]() mutable {
+      memory.reset();
+      --out_;
+    });
+  }
+  void ExpectSameSums() {
+    std::vector<std::vector<double>> expected, got;
+    for (const int chunk : chunks()) {
+      expected.emplace_back(elements(chunk) / kBlockElements, -1.0);
+      got.emplace_back(elements(chunk) / kBlockElements, -2.0);
+      ASSERT_TRUE(scalar_.BlockSums(chunk, absl::MakeSpan(expected.back())).ok());
+      ASSERT_TRUE(arithmetic_->BlockSums(chunk, absl::MakeSpan(got.back())).ok());
+    }
+    ASSERT_TRUE(arithmetic_->Finish().ok());
+    for (size_t c = 0; c < got.size(); ++c) {
+      EXPECT_EQ(std::memcmp(expected[c].data(), got[c].data(), got[c].size() * sizeof(double)), 0);
+    }
+  }
+  absl::Status Update(int64_t step, float multiplier) {
+    for (const int chunk : chunks()) {
+      for (const ChunkPiece& piece : job_.layout.Pieces(chunk)) {
+        const AdamScalars scalars =
+            MakeAdamScalars(group(chunk).hyper_parameters, step + piece.parameter % 2, multiplier);
+        BALLAST_RETURN_IF_ERROR(scalar_.Update(chunk, piece.chunk_offset, piece.elements, scalars));
+        BALLAST_RETURN_IF_ERROR(
+            arithmetic_->Update(chunk, piece.chunk_offset, piece.elements, scalars));
+      }
+    }
+    return arithmetic_->Finish();
+  }
+  void ExpectSameWeights() {
+    for (const int chunk : chunks()) {
+      std::vector<std::byte> weights(device_weights_[chunk]->size_bytes());
+      ASSERT_TRUE(
+          stream_->CopyToHost(absl::MakeSpan(weights), device_weights_[chunk]->data()).ok());
+      ASSERT_TRUE(stream_->Synchronize().ok());
+      EXPECT_TRUE(weights == scalar_weights_[chunk]) << "chunk " << chunk;
+    }
+  }
+  LocalArithmetic& arithmetic() { return *arithmetic_; }
+  LocalArithmetic& scalar() { return scalar_; }
+  void Destroy() { arithmetic_.reset(); }
+  int out() const { return out_; }
+
+ private:
+  const TrainingJob& job_;
+  FakeDevice device_;
+  std::unique_ptr<DeviceStream> stream_;
+  std::vector<std::vector<std::byte>> scalar_weights_;
+  ScalarArithmetic scalar_;
+  std::vector<std::unique_ptr<DeviceMemory>> device_weights_;
+  std::atomic<int> out_ = 0;
+  std::unique_ptr<LocalArithmetic> arithmetic_;
+};
+
+TEST(DeviceArithmetic, HasTheBitsOfTheScalarOneOverSeveralStepsOfAnyLayout) {
+  const DType wires[] = {DType::kBFloat16, DType::kFloat16, DType::kFloat32};
+  for (uint64_t seed = 0; seed < 24; ++seed) {
+    SCOPED_TRACE(testing::Message() << "seed " << seed);
+    std::mt19937_64 random(seed);
+    const TrainingJob job = RandomJob(random, wires[seed % 3], wires[seed / 3 % 3]);
+    Pair pair(job, {.seed = seed});
+    ASSERT_TRUE(pair.Create().ok());
+    ASSERT_TRUE(pair.SetFirstWeights(random).ok());
+    pair.ExpectSameWeights();
+    for (int64_t step = 1; step <= 4; ++step) {
+      for (int micro_step = 0; micro_step < 1 + step % 3; ++micro_step) {
+        for (const int chunk : pair.chunks()) {
+          ASSERT_TRUE(pair.AddGradient(chunk, /*first=*/micro_step == 0, random).ok());
+        }
+      }
+      if (step == 3 && !pair.chunks().empty()) {  // One that no micro-step had a gradient for.
+        ASSERT_TRUE(pair.scalar().ZeroGradient(pair.chunks()[0]).ok());
+        ASSERT_TRUE(pair.arithmetic().ZeroGradient(pair.chunks()[0]).ok());
+      }
+      pair.ExpectSameSums();
+      ASSERT_TRUE(pair.Update(step, 0.37f).ok());
+      pair.ExpectSameWeights();
+    }
+    pair.Destroy();
+    EXPECT_EQ(pair.out(), 0);
+  }
+}
+
+// Nothing else is called: whoever waits for the payload must not wait for the next one.
+TEST(DeviceArithmetic, ReleasesAPayloadWithoutBeingCalledAgain) {
+  for (uint64_t seed = 0; seed < 8; ++seed) {
+    std::mt19937_64 random(seed);
+    const TrainingJob job = RandomJob(random, DType::kBFloat16, DType::kBFloat16);
+    if (job.layout.chunks_of_rank(0).empty()) continue;
+    Pair pair(job, {.seed = seed});
+    ASSERT_TRUE(pair.Create().ok());
+    ASSERT_TRUE(pair.AddGradient(pair.chunks()[0], true, random).ok());
+    while (pair.out() > 0) std::this_thread::yield();
+  }
+}
+
+TEST(DeviceArithmetic, ReleasesPayloadsAndSaysSoWhenTheDeviceIsLost) {
+  // Operation `failing` (from 0) loses the device; an error is said if it came before the end.
+  const auto run = [](int failing, int* operations) {
+    std::mt19937_64 random(3);
+    const TrainingJob job = RandomJob(random, DType::kBFloat16, DType::kBFloat16);
+    std::atomic<int> asked = 0;
+    std::atomic<bool> armed = false;
+    absl::Status status;
+    {
+      Pair pair(job, {.seed = 2, .fail = [&](absl::string_view operation, absl::string_view what) {
+                        // The test's own stream is left alone.
+                        if (!armed || what == "test" || what == "a payload")
+                          return absl::OkStatus();
+                        return asked++ == failing ? absl::UnavailableError("GPU 0 is lost")
+                                                  : absl::OkStatus();
+                      }});
+      armed = true;
+      const auto steps = [&]() -> absl::Status {
+        BALLAST_RETURN_IF_ERROR(pair.Create());
+        BALLAST_RETURN_IF_ERROR(pair.SetFirstWeights(random));
+        for (const int chunk : pair.chunks()) {
+          BALLAST_RETURN_IF_ERROR(pair.AddGradient(chunk, true, random));
+        }
+        BALLAST_RETURN_IF_ERROR(pair.arithmetic().Finish());
+        while (pair.out() > 0) std::this_thread::yield();
+        return pair.Update(1, 1.0f);
+      };
+      status = steps();
+      EXPECT_EQ(status.ok(), failing < 0 || asked <= failing) << "operation " << failing;
+      pair.Destroy();
+      EXPECT_EQ(pair.out(), 0) << "operation " << failing;
+    }
+    *operations = asked;
+    return status;
+  };
+  int operations = 0;
+  ASSERT_TRUE(run(-1, &operations).ok());
+  ASSERT_GT(operations, 20);
+  for (int failing = 0; failing < operations; ++failing) {
+    int asked = 0;
+    const absl::Status status = run(failing, &asked);
+    if (!status.ok()) EXPECT_THAT(status.message(), HasSubstr("GPU 0 is lost"));
+  }
+}
+
+TEST(DeviceArithmetic, SaysWhatMemoryItWanted) {
+  std::mt19937_64 random(1);
+  const TrainingJob job = RandomJob(random, DType::kBFloat16, DType::kBFloat16);
+  FakeDevice device({.memory_bytes = 512});
+  const absl::Status status =
+      MakeDeviceArithmetic(device, job.layout, job.spec.groups, 0, nullptr).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(status.message(), HasSubstr("optimizer"));
+}
+
+}  // namespace
+}  // namespace ballast::worker

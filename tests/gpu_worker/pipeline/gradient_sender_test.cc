@@ -1,0 +1,114 @@
+#include "gpu_worker/pipeline/gradient_sender.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "tests/gpu_emulator/fake_device.h"
+
+namespace ballast::worker {
+namespace {
+
+using testing::ElementsAre;
+using testing::HasSubstr;
+
+class GradientSenderTest : public testing::Test {
+ protected:
+  void Open(uint64_t seed) {
+    device_ = std::make_unique<FakeDevice>(FakeDeviceOptions{
+        .seed = seed, .fail = [this](absl::string_view, absl::string_view) {
+          return lost_ ? absl::UnavailableError("GPU 0 is lost") : absl::OkStatus();
+        }});
+    stream_ = device_->CreateStream("copy_out").value();
+    sender_ = std::make_unique<GradientSender>(*device_, errors_, nullptr);
+    sender_->Start({.push =
+                        [this](client::GradientPush push) {
+                          told_.push_back(absl::StrCat("push ", push.chunk, " of ",
+                                                       static_cast<int>(push.payload[0])));
+                          push.released();
+                          return push.chunk == refused_ ? absl::InternalError("refused")
+                                                        : absl::OkStatus();
+                        },
+                    .end_micro_step =
+                        [this](uint32_t micro_step, const UsedParameters&) {
+                          told_.push_back(absl::StrCat("end ", micro_step));
+                          return absl::OkStatus();
+                        }});
+  }
+  // The payload gets its value by work of the stream.
+  absl::Status Push(int chunk, uint32_t micro_step) {
+    std::byte& value = payload_[chunk];
+    BALLAST_RETURN_IF_ERROR(
+        GiveToFakeStream(*stream_, "copy", [&value, chunk] { value = std::byte(10 + chunk); }));
+    return sender_->Push(*stream_, 7,
+                         {.chunk = chunk,
+                          .micro_step_begin = micro_step,
+                          .micro_step_end = micro_step + 1,
+                          .payload = absl::MakeConstSpan(&value, 1),
+                          .released = [this] { ++released_; }});
+  }
+
+  std::atomic<bool> lost_ = false;
+  std::byte payload_[8] = {};
+  PipelineErrors errors_{[] {}};
+  int refused_ = -1;
+  std::atomic<int> released_ = 0;
+  std::vector<std::string> told_;  // The sender's thread's, until it is idle.
+  std::unique_ptr<FakeDevice> device_;
+  std::unique_ptr<DeviceStream> stream_;
+  std::unique_ptr<GradientSender> sender_;
+};
+
+TEST_F(GradientSenderTest, HandsOverWhatIsThereInOrderAndThenTheEndOfTheMicroStep) {
+  for (uint64_t seed = 0; seed < 8; ++seed) {
+    Open(seed);
+    told_.clear();
+    for (const int chunk : {3, 0, 2}) ASSERT_TRUE(Push(chunk, 0).ok());
+    sender_->EndMicroStep(7, 0, {});
+    ASSERT_TRUE(Push(1, 1).ok());
+    sender_->WaitIdle();
+    EXPECT_THAT(told_, ElementsAre("push 3 of 13", "push 0 of 10", "push 2 of 12", "end 0",
+                                   "push 1 of 11"));
+    sender_.reset();
+    stream_.reset();
+  }
+  EXPECT_EQ(released_, 8 * 4);
+}
+
+TEST_F(GradientSenderTest, AfterARefusalHandsOverNothingAndReleasesAll) {
+  Open(0);
+  refused_ = 2;
+  for (const int chunk : {1, 2, 3}) ASSERT_TRUE(Push(chunk, 4).ok());
+  sender_->EndMicroStep(7, 4, {});
+  sender_->WaitIdle();
+  EXPECT_THAT(told_, ElementsAre("push 1 of 11", "push 2 of 12"));
+  EXPECT_EQ(released_, 3);
+  EXPECT_TRUE(errors_.failure().ok());
+  EXPECT_THAT(errors_.FinishStep().message(),
+              HasSubstr("step 7: chunk 2 of micro-step 4: refused"));
+  // The next step's are handed over again.
+  refused_ = -1;
+  ASSERT_TRUE(Push(2, 0).ok());
+  sender_->WaitIdle();
+  EXPECT_EQ(told_.back(), "push 2 of 12");
+}
+
+TEST_F(GradientSenderTest, WhatALostDeviceDidNotCopyIsReleasedAndNotHandedOver) {
+  Open(0);
+  ASSERT_TRUE(Push(1, 0).ok());
+  sender_->WaitIdle();
+  told_.clear();
+  ASSERT_TRUE(Push(2, 0).ok());
+  lost_ = true;
+  EXPECT_FALSE(stream_->Synchronize().ok());
+  sender_->WaitIdle();
+  EXPECT_EQ(released_, 2);
+  // It may have been there just in time.
+  if (told_.empty()) EXPECT_THAT(errors_.failure().message(), HasSubstr("GPU 0 is lost"));
+}
+
+}  // namespace
+}  // namespace ballast::worker

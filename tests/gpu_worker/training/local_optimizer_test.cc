@@ -1,0 +1,247 @@
+#include "gpu_worker/training/local_optimizer.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+
+#include "cpu_optimizer_service/common/float_format.h"
+#include "gpu_worker/base/random.h"
+#include "gpu_worker/buckets/gradient_staging.h"
+#include "gpu_worker/collective/single_collective.h"
+#include "gpu_worker/training/scalar_arithmetic.h"
+#include "tests/gpu_worker/collective/ranks.h"
+
+namespace ballast::worker {
+namespace {
+
+using testing::HasSubstr;
+
+constexpr int64_t kElements = 2048;  // Of each of two groups.
+
+struct World {
+  int world_size = 1;
+  int64_t chunk_elements = 1024;
+  DType wire_dtype = DType::kBFloat16;
+  double max_norm = 1.0;
+};
+
+JobSpec MakeJob(const World& world) {
+  JobSpec job;
+  job.name = "test";
+  job.max_norm = world.max_norm;
+  job.layout.world_size = world.world_size;
+  job.layout.group_count = 2;
+  job.layout.chunk_elements = world.chunk_elements;
+  for (int group = 0; group < 2; ++group) {
+    job.groups.push_back({.name = "g" + std::to_string(group), .wire_dtype = world.wire_dtype});
+    job.groups.back().hyper_parameters.weight_decay = 0.1 * group;
+    job.layout.parameters.push_back(
+        {.name = "p" + std::to_string(group), .shape = {kElements - 10}, .group = group});
+  }
+  const std::vector<Bucket> buckets =
+      MakeBuckets(FlatElements(job.layout.parameters, 2), world.world_size, kElements / 2);
+  job.layout.partitions = PartitionsOf(buckets, world.world_size);
+  return job;
+}
+
+// One rank that holds its share of weights and pushes gradients that are functions of their place.
+class Rank {
+ public:
+  Rank(const World& world, Collective& collective)
+      : job_(MakeJob(world)),
+        layout_(Layout::Create(job_.layout).value()),
+        weights_(2 * kElements),
+        collective_(collective),
+        staging_(layout_, {world.wire_dtype, world.wire_dtype}, collective.rank(),
+                 absl::Seconds(60)),
+        optimizer_(job_, layout_, collective,
+                   std::make_unique<ScalarArithmetic>(
+                       job_.groups, layout_, [this](int chunk) { return WeightsOf(chunk); })) {
+    EXPECT_TRUE(optimizer_
+                    .Join([this](int chunk, absl::Span<float> values) {
+                      for (size_t i = 0; i < values.size(); ++i) {
+                        values[i] = RandomNormal(1, layout_.chunks()[chunk].group,
+                                                 layout_.chunks()[chunk].begin + i);
+                      }
+                    })
+                    .ok());
+  }
+
+  void Begin() {
+    ASSERT_TRUE(optimizer_.BeginStep({.scale = {.divisors = {4, 8}}, .overrides = {}}).ok());
+  }
+  absl::Status Push(int chunk_index, uint64_t step, uint32_t micro_step, float factor = 1) {
+    const Chunk& chunk = layout_.chunks()[chunk_index];
+    std::vector<float> values(chunk.elements);
+    for (int64_t i = 0; i < chunk.elements; ++i) {
+      values[i] = factor * RandomNormal(2 + step, 10 * micro_step + chunk.group, chunk.begin + i);
+    }
+    const GradientStaging::Payload payload = staging_.Fill(chunk_index, micro_step, values).value();
+    return optimizer_.Push({.chunk = chunk_index,
+                            .micro_step_begin = micro_step,
+                            .micro_step_end = micro_step + 1,
+                            .payload = payload.bytes,
+                            .released = payload.released});
+  }
+  void PushAll(uint64_t step, uint32_t micro_step, float factor = 1) {
+    for (const int chunk : layout_.chunks_of_rank(collective_.rank())) {
+      ASSERT_TRUE(Push(chunk, step, micro_step, factor).ok());
+    }
+  }
+  client::StepDecision Step(uint64_t step, uint32_t micro_steps) {
+    Begin();
+    for (uint32_t m = 0; m < micro_steps; ++m) PushAll(step, m);
+    const client::StepDecision decision = Seal({}, micro_steps).value();
+    EXPECT_TRUE(optimizer_.ReceiveWeights().ok());
+    return decision;
+  }
+
+  absl::StatusOr<client::StepDecision> Seal(const UsedParameters& used = {},
+                                            uint32_t micro_steps = 1) {
+    for (uint32_t m = 0; m < micro_steps; ++m) {
+      EXPECT_TRUE(optimizer_.EndMicroStep(m, used).ok());
+    }
+    return optimizer_.Seal(micro_steps);
+  }
+
+  LocalOptimizer& optimizer() { return optimizer_; }
+  int my_chunk() const { return layout_.chunks_of_rank(collective_.rank())[0]; }
+  // By element of the flat spaces, group after group; other ranks' are zero.
+  const std::vector<uint16_t>& weights() const { return weights_; }
+
+ private:
+  absl::Span<std::byte> WeightsOf(int index) {
+    const Chunk& chunk = layout_.chunks()[index];
+    uint16_t* first = weights_.data() + chunk.group * kElements + chunk.begin;
+    return {reinterpret_cast<std::byte*>(first), static_cast<size_t>(2 * chunk.elements)};
+  }
+
+  const JobSpec job_;
+  const Layout layout_;
+  std::vector<uint16_t> weights_;
+  Collective& collective_;
+  GradientStaging staging_;
+  LocalOptimizer optimizer_;
+};
+
+std::vector<uint16_t> Train(const World& world, uint32_t micro_steps) {
+  std::vector<std::vector<uint16_t>> of_rank(world.world_size);
+  RunRanks(world.world_size, [&](Collective& collective) {
+    Rank rank(world, collective);
+    for (uint64_t step = 1; step <= 4; ++step) rank.Step(step, micro_steps);
+    of_rank[collective.rank()] = rank.weights();
+  });
+  for (int rank = 1; rank < world.world_size; ++rank) {
+    for (size_t i = 0; i < of_rank[0].size(); ++i) of_rank[0][i] |= of_rank[rank][i];
+  }
+  return of_rank[0];
+}
+
+TEST(LocalOptimizer, SameBitsForAnyWorldAndChunkSize) {
+  for (const DType wire_dtype : {DType::kBFloat16, DType::kFloat32}) {
+    for (const uint32_t micro_steps : {1u, 3u}) {
+      const std::vector<uint16_t> expected = Train({.wire_dtype = wire_dtype}, micro_steps);
+      for (const int world_size : {1, 2, 3}) {
+        for (const int64_t chunk_elements : {256, 512, 1024}) {
+          EXPECT_EQ(Train({.world_size = world_size,
+                           .chunk_elements = chunk_elements,
+                           .wire_dtype = wire_dtype},
+                          micro_steps),
+                    expected)
+              << world_size << " ranks, chunks of " << chunk_elements;
+        }
+      }
+    }
+  }
+}
+
+// AdamW in double, one element, to see that the pieces are put together as torch puts them.
+TEST(LocalOptimizer, TakesTheStepsOfAdamW) {
+  SingleCollective collective;
+  Rank rank({.wire_dtype = DType::kFloat32, .max_norm = 0}, collective);
+  constexpr int kElement = 100;  // Of group 1.
+  double w = RandomNormal(1, 1, kElement), m = 0, v = 0;
+  for (uint64_t step = 1; step <= 3; ++step) {
+    rank.Step(step, 2);
+    const double g = (static_cast<double>(RandomNormal(2 + step, 1, kElement)) +
+                      RandomNormal(2 + step, 11, kElement)) /
+                     8;
+    m = 0.9 * m + 0.1 * g;
+    v = 0.999 * v + 0.001 * g * g;
+    w -= 1e-3 * 0.1 * w;
+    w -= 1e-3 * (m / (1 - std::pow(0.9, step))) /
+         (std::sqrt(v / (1 - std::pow(0.999, step))) + 1e-8);
+    EXPECT_NEAR(BFloat16ToFloat(rank.weights()[kElements + kElement]), w, std::abs(w) / 256);
+  }
+}
+
+TEST(LocalOptimizer, ClipsByTheGlobalNorm) {
+  SingleCollective collective;
+  Rank rank({.max_norm = 0.5}, collective);
+  const client::StepDecision decision = rank.Step(1, 1);
+  EXPECT_TRUE(decision.applied);
+  // Of two groups of about unit-normal gradients divided by 4 and by 8.
+  EXPECT_NEAR(decision.norm, std::sqrt(2048 / 16.0 + 2048 / 64.0), 0.5);
+  EXPECT_NEAR(decision.clip_coefficient, 0.5 / decision.norm, 1e-6);
+}
+
+TEST(LocalOptimizer, RefusesToSealWithAChunkMissing) {
+  SingleCollective collective;
+  Rank rank({}, collective);
+  rank.Begin();
+  rank.PushAll(1, 0);
+  const absl::Status status = rank.Seal({}, 2).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(status.message(), HasSubstr("rank 0 sent 1 of 2 micro-steps"));
+  rank.PushAll(1, 1);
+  EXPECT_TRUE(rank.Seal({}, 2).ok());
+}
+
+TEST(LocalOptimizer, RefusesAContributionTwice) {
+  SingleCollective collective;
+  Rank rank({}, collective);
+  rank.Begin();
+  ASSERT_TRUE(rank.Push(rank.my_chunk(), 1, 0).ok());
+  EXPECT_EQ(rank.Push(rank.my_chunk(), 1, 0).code(), absl::StatusCode::kFailedPrecondition);
+}
+
+TEST(LocalOptimizer, RefusesAStepInWhichNoRankUsedAParameter) {
+  RunRanks(2, [](Collective& collective) {
+    Rank rank({.world_size = 2}, collective);
+    // Used by one rank is enough; by none is not.
+    for (const bool used_by_rank_1 : {true, false}) {
+      rank.Begin();
+      rank.PushAll(1, 0);
+      const bool all = used_by_rank_1 && collective.rank() == 1;
+      const absl::StatusOr<client::StepDecision> decision =
+          rank.Seal({.all = all, .parameters = {0}});
+      EXPECT_EQ(decision.ok(), used_by_rank_1);
+      if (!decision.ok()) EXPECT_THAT(decision.status().message(), HasSubstr("parameter p1"));
+    }
+  });
+}
+
+TEST(LocalOptimizer, ANonFiniteGradientSkipsTheStepAndChangesNothing) {
+  SingleCollective collective;
+  Rank rank({}, collective), spared({}, collective);
+  rank.Step(1, 1);
+  spared.Step(1, 1);
+  const std::vector<uint16_t> before = rank.weights();
+  rank.Begin();
+  rank.PushAll(2, 0, std::numeric_limits<float>::infinity());
+  const client::StepDecision decision = rank.Seal().value();
+  EXPECT_FALSE(decision.applied);
+  EXPECT_THAT(decision.skip_reason, HasSubstr("not finite"));
+  ASSERT_TRUE(rank.optimizer().ReceiveWeights().ok());
+  EXPECT_EQ(rank.weights(), before);
+  EXPECT_EQ(rank.optimizer().committed_step(), 2);
+  // The next step is as if the skipped one had not been: same moments, same update count.
+  rank.Step(3, 1);
+  spared.Step(3, 1);
+  EXPECT_EQ(rank.weights(), spared.weights());
+}
+
+}  // namespace
+}  // namespace ballast::worker

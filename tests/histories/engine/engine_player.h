@@ -1,0 +1,121 @@
+// Plays a history on the engine itself: the calls of all ranks from one thread, in the order that
+// the history gives them.
+#ifndef BALLAST_TESTS_HISTORIES_ENGINE_ENGINE_PLAYER_H_
+#define BALLAST_TESTS_HISTORIES_ENGINE_ENGINE_PLAYER_H_
+
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "tests/cpu_optimizer_service/job/heap_rank_memory.h"
+#include "tests/histories/engine/job_under_test.h"
+#include "tests/histories/engine/recording_listener.h"
+#include "tests/histories/history.h"
+#include "tests/histories/script.h"
+
+namespace ballast::histories {
+
+class EnginePlayer {
+ public:
+  EnginePlayer(Engines& engines, const History& history);
+  // OK, or the first difference from what the model says.
+  absl::Status Play();
+
+ private:
+  struct Rank {
+    std::string process_id;
+    uint64_t generation = 0;
+    std::unique_ptr<RankStream> stream;
+    std::shared_ptr<RecordingListener> ear;
+    bool away = false;
+    // What it shares with the engine, if anything, and whether its stream takes weights there.
+    std::shared_ptr<const HeapRankMemory> memory;
+    bool weights_in_place = false;
+    // In the attempt in progress:
+    bool begun = false;
+    bool sealed = false;
+    uint32_t micro_steps_ended = 0;
+  };
+  struct OpenSnapshot {
+    Snapshot snapshot;
+    ModelState state;
+  };
+
+  // engine_player.cc: an attempt from end to end.
+  absl::Status PlayAttempt(const Attempt& attempt);
+  absl::Status PlayCalls();
+  absl::Status Finish();
+  absl::Status FinishCommit();
+  absl::Status FinishRefused();
+  absl::Status BreakOff(End end);
+  absl::Status AbortNow(bool at_decision);
+  absl::Status TakeRank(bool restart);
+  absl::Status StartOver();
+  absl::Status LeaveAttempt();
+  // Takes the rank again and opens a stream; `over`: while the old one lives.
+  absl::Status Open(int rank, bool over);
+
+  // engine_memory.cc: memory in common. Whatever the engine must not read any more is poisoned, so
+  // that reading it all the same shows in the state.
+  bool Shares(int rank) const;
+  absl::Status GiveMemory(int rank);
+  // The rank's process has died, or another attempt begins without it: nobody reads it from now on.
+  void LoseMemory(int rank);
+  // Its process lets go of it in mid-step: what the step has taken there stays until that is over.
+  void DropMemory(int rank);
+  // The step is over: gradients are nobody's any more.
+  absl::Status PoisonGradients();
+  absl::Status CheckWeightsInPlace(int rank);
+  bool GoesInPlace(const Call& call) const;
+
+  // engine_calls.cc: one call, and what it should say.
+  absl::Status Make(const Call& call);
+  absl::Status Begin(const Call& call);
+  absl::Status Contribute(const Call& call);
+  absl::Status EndMicroStep(const Call& call);
+  absl::Status Seal(const Call& call, uint32_t micro_steps);
+  absl::Status Repeat(const Call& call);
+  absl::Status ExpectAborted(RankStream& stream, int rank);
+  Contribution MakeContribution(const Call& call);
+  std::optional<std::string> WhatIsMissing(int rank, uint32_t micro_steps) const;
+  bool AllSealed() const;
+
+  // engine_events.cc
+  absl::Status Happen(const Event& event, size_t next_call);
+  absl::Status Cut(const Event& event);
+  absl::Status SendWrong(const Event& event);
+  absl::Status TellWaiting();
+  absl::Status CheckPosition(int rank) const;
+
+  const History& history_;
+  JobUnderTest stage_;
+  std::vector<Rank> ranks_;
+  std::deque<std::unique_ptr<RankStream>> ghosts_;  // Streams of older generations.
+  std::vector<OpenSnapshot> snapshots_;
+  std::vector<std::shared_ptr<const HeapRankMemory>> dropped_;  // In this attempt.
+  std::deque<std::shared_ptr<const HeapRankMemory>> lost_;      // Poisoned.
+  int processes_ = 0;
+  uint64_t generation_ = 1;
+
+  // Of the attempt in progress.
+  const Attempt* attempt_ = nullptr;
+  std::unique_ptr<Script> script_;
+  uint64_t step_ = 0;
+  bool open_ = false;      // Some rank has begun it.
+  bool whole_ = false;     // The last seal has been taken.
+  bool refused_ = false;   // A seal has been refused for good: the last one,
+  bool hopeless_ = false;  // or that of a rank which will never have one taken.
+  std::vector<Call> calls_;
+  std::vector<uint32_t> next_micro_step_;  // By chunk, as the ledger should have it.
+  std::vector<int> payloads_;              // By chunk, taken in this attempt.
+  std::vector<std::pair<size_t, Call>> repeats_;
+  std::vector<std::pair<size_t, int>> returns_;
+};
+
+}  // namespace ballast::histories
+
+#endif  // BALLAST_TESTS_HISTORIES_ENGINE_ENGINE_PLAYER_H_

@@ -1,0 +1,52 @@
+// A client's transport straight to an engine in the same process. What a stream says to its worker
+// goes through the service's own outbox and codec; only the network is missing.
+#ifndef BALLAST_TESTS_HISTORIES_ENGINE_ENGINE_TRANSPORT_H_
+#define BALLAST_TESTS_HISTORIES_ENGINE_ENGINE_TRANSPORT_H_
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "client/transport/transport.h"
+#include "cpu_optimizer_service/engine.h"
+#include "tests/histories/session/wires.h"
+
+namespace ballast::histories {
+
+// Of one rank. Thread-safe; engine and wires outlive it.
+class EngineTransport final : public client::Transport {
+ public:
+  EngineTransport(Engine& engine, Wires& wires, int rank)
+      : engine_(engine), wires_(wires), rank_(rank) {}
+
+  absl::StatusOr<v1::Job> CreateJob(const v1::CreateJobRequest& request,
+                                    absl::Duration limit) override;
+  absl::StatusOr<v1::Job> GetJob(const v1::GetJobRequest& request) override;
+  absl::StatusOr<v1::AttachWorkerResponse> AttachWorker(const v1::AttachWorkerRequest& request,
+                                                        absl::Duration limit) override;
+  absl::StatusOr<v1::SaveJobResponse> SaveJob(const v1::SaveJobRequest& request) override;
+  absl::StatusOr<v1::LoadJobResponse> LoadJob(const v1::LoadJobRequest& request) override;
+  absl::StatusOr<v1::UploadWeightsResponse> UploadWeights(
+      const v1::OpenTrain& open, absl::Span<const int> chunks,
+      const std::function<std::vector<float>(int chunk)>& fill) override;
+  absl::StatusOr<uint64_t> ReadWeights(
+      const v1::ReadWeightsRequest& request, absl::Duration limit,
+      const std::function<absl::Status(const v1::WeightHeader& header,
+                                       client::PayloadPieces payload)>& place) override;
+  std::unique_ptr<client::TrainStream> OpenTrainStream(client::TrainListener& listener) override;
+  bool CanReconnect() override { return true; }  // The engine does not go.
+  void CancelCalls() override { cancelled_ = true; }
+
+ private:
+  absl::StatusOr<std::shared_ptr<Job>> Find(const std::string& name) const;
+
+  Engine& engine_;
+  Wires& wires_;
+  const int rank_;
+  std::atomic<bool> cancelled_ = false;
+};
+
+}  // namespace ballast::histories
+
+#endif  // BALLAST_TESTS_HISTORIES_ENGINE_ENGINE_TRANSPORT_H_

@@ -1,0 +1,126 @@
+#include "tests/histories/engine/recording_listener.h"
+
+#include <chrono>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace ballast::histories {
+
+void RecordingListener::Complain(const std::string& what) {
+  if (fault_.ok()) fault_ = absl::InternalError(what);
+}
+
+void RecordingListener::OnWaiting(uint64_t step, const std::vector<int>& ranks) {
+  MutexLock lock(mutex_);
+  waiting_ = ranks;
+}
+
+void RecordingListener::OnSealRefused(uint64_t step, const SealRefusal& refusal) {
+  MutexLock lock(mutex_);
+  if (step <= decided_step_) Complain(absl::StrCat("a seal of decided step ", step, " refused"));
+  ++refusals_;
+}
+
+void RecordingListener::OnProvisionalWeights(uint64_t step, int chunk, WeightBuffer shard) {
+  MutexLock lock(mutex_);
+  if (!speculates_) Complain("provisional weights on a stream that takes none");
+  if (step <= decided_step_) {
+    Complain(absl::StrCat("provisional weights of step ", step, " after its decision"));
+  }
+  if (!shard) return Complain(absl::StrCat("provisional weights of chunk ", chunk, " are null"));
+  const bool is_first =
+      provisional_.try_emplace(chunk, shard.bytes().begin(), shard.bytes().end()).second;
+  if (!is_first) Complain(absl::StrCat("provisional weights of chunk ", chunk, " came twice"));
+}
+
+void RecordingListener::OnDecision(const StepOutcome& outcome,
+                                   absl::Span<const int> dropped_chunks) {
+  MutexLock lock(mutex_);
+  if (outcome.step <= decided_step_)
+    Complain(absl::StrCat("step ", outcome.step, " decided twice"));
+  decided_step_ = outcome.step;
+  outcomes_.push_back(outcome);
+  for (const int chunk : dropped_chunks) {
+    if (provisional_.erase(chunk) == 0) {
+      Complain(absl::StrCat("chunk ", chunk, " dropped that was not provisional"));
+    }
+  }
+  if (outcome.decision.apply) {
+    shards_ = std::move(provisional_);
+    unread_.clear();
+  }
+  provisional_.clear();
+}
+
+void RecordingListener::OnWeights(uint64_t step, int chunk, WeightBuffer shard) {
+  MutexLock lock(mutex_);
+  if (step != decided_step_ || !outcomes_.back().decision.apply) {
+    return Complain(absl::StrCat("weights of step ", step, ", which is not decided to apply"));
+  }
+  if (shards_.contains(chunk) || unread_.contains(chunk)) {
+    Complain(absl::StrCat("weights of chunk ", chunk, " came twice"));
+  }
+  if (shard) {
+    shards_[chunk].assign(shard.bytes().begin(), shard.bytes().end());
+  } else {
+    unread_.insert(chunk);
+  }
+}
+
+void RecordingListener::OnCommitted(uint64_t step, double update_seconds) {
+  MutexLock lock(mutex_);
+  if (step != decided_step_) Complain(absl::StrCat("step ", step, " committed but not decided"));
+  committed_step_ = step;
+  changed_.NotifyAll();
+}
+
+void RecordingListener::OnDetached(const absl::Status& status) {
+  MutexLock lock(mutex_);
+  detached_ = status;
+  changed_.NotifyAll();
+}
+
+bool RecordingListener::AwaitCommit(uint64_t step) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::minutes(1);
+  MutexLock lock(mutex_);
+  while (committed_step_ < step && detached_.ok()) {
+    if (!changed_.WaitUntil(mutex_, deadline)) break;
+  }
+  return committed_step_ >= step;
+}
+
+absl::Status RecordingListener::fault() const {
+  MutexLock lock(mutex_);
+  return fault_;
+}
+uint64_t RecordingListener::committed_step() const {
+  MutexLock lock(mutex_);
+  return committed_step_;
+}
+int64_t RecordingListener::refusals() const {
+  MutexLock lock(mutex_);
+  return refusals_;
+}
+std::vector<int> RecordingListener::waiting() const {
+  MutexLock lock(mutex_);
+  return waiting_;
+}
+absl::Status RecordingListener::detached() const {
+  MutexLock lock(mutex_);
+  return detached_;
+}
+std::vector<StepOutcome> RecordingListener::outcomes() const {
+  MutexLock lock(mutex_);
+  return outcomes_;
+}
+std::map<int, std::vector<std::byte>> RecordingListener::shards() const {
+  MutexLock lock(mutex_);
+  return shards_;
+}
+std::set<int> RecordingListener::unread_chunks() const {
+  MutexLock lock(mutex_);
+  return unread_;
+}
+
+}  // namespace ballast::histories

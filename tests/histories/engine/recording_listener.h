@@ -1,0 +1,66 @@
+// What a rank hears from the engine, checked for order as it comes.
+#ifndef BALLAST_TESTS_HISTORIES_ENGINE_RECORDING_LISTENER_H_
+#define BALLAST_TESTS_HISTORIES_ENGINE_RECORDING_LISTENER_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "cpu_optimizer_service/common/mutex.h"
+#include "cpu_optimizer_service/job/job.h"
+
+namespace ballast::histories {
+
+// Thread-safe.
+class RecordingListener final : public RankListener {
+ public:
+  // Whether its stream may be given provisional weights.
+  explicit RecordingListener(bool speculates) : speculates_(speculates) {}
+
+  void OnWaiting(uint64_t step, const std::vector<int>& ranks) override;
+  void OnSealRefused(uint64_t step, const SealRefusal& refusal) override;
+  void OnProvisionalWeights(uint64_t step, int chunk, WeightBuffer shard) override;
+  void OnDecision(const StepOutcome& outcome, absl::Span<const int> dropped_chunks) override;
+  void OnWeights(uint64_t step, int chunk, WeightBuffer shard) override;
+  void OnCommitted(uint64_t step, double update_seconds) override;
+  void OnDetached(const absl::Status& status) override;
+
+  // False if it has not come within a minute: something hangs.
+  bool AwaitCommit(uint64_t step);
+
+  // What was wrong with what came, or OK.
+  absl::Status fault() const;
+  uint64_t committed_step() const;
+  int64_t refusals() const;
+  std::vector<int> waiting() const;
+  absl::Status detached() const;
+  std::vector<StepOutcome> outcomes() const;
+  // Of the last applied step. Chunks that came without their bytes are to be read.
+  std::map<int, std::vector<std::byte>> shards() const;
+  std::set<int> unread_chunks() const;
+
+ private:
+  void Complain(const std::string& what) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  const bool speculates_;
+  mutable Mutex mutex_;
+  CondVar changed_;
+  absl::Status fault_ ABSL_GUARDED_BY(mutex_);
+  uint64_t decided_step_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t committed_step_ ABSL_GUARDED_BY(mutex_) = 0;
+  int64_t refusals_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::vector<int> waiting_ ABSL_GUARDED_BY(mutex_);
+  absl::Status detached_ ABSL_GUARDED_BY(mutex_);
+  std::vector<StepOutcome> outcomes_ ABSL_GUARDED_BY(mutex_);
+  std::map<int, std::vector<std::byte>> provisional_ ABSL_GUARDED_BY(mutex_);
+  std::map<int, std::vector<std::byte>> shards_ ABSL_GUARDED_BY(mutex_);
+  std::set<int> unread_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace ballast::histories
+
+#endif  // BALLAST_TESTS_HISTORIES_ENGINE_RECORDING_LISTENER_H_

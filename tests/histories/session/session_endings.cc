@@ -1,0 +1,196 @@
+// How an attempt ends for its sessions: from the seals to the commit, or broken off.
+#include <algorithm>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "tests/histories/session/session_player.h"
+
+namespace ballast::histories {
+
+bool SessionPlayer::NeverWhole() const {
+  if (stage_.model().Refusal(*attempt_).has_value()) return true;
+  for (int rank = 0; rank < history_.job.world_size; ++rank) {
+    if (stage_.model().Refusal(*attempt_, rank, attempt_->micro_steps).has_value()) return true;
+  }
+  return false;
+}
+
+SessionPlayer::Ending SessionPlayer::PlayTail(int rank) {
+  Rank& side = ranks_[rank];
+  for (size_t i = 0; i < side.tail.size(); ++i) {
+    if (side.tail[i].kind != CallKind::kSeal) {
+      if (const absl::Status status = Make(side.tail[i]); !status.ok()) return {status, {}};
+      continue;
+    }
+    const absl::StatusOr<client::StepDecision> decision = side.session->Seal(attempt_->micro_steps);
+    const bool last = i + 1 == side.tail.size();
+    if (absl::IsFailedPrecondition(decision.status()) && !last) continue;
+    if (!decision.ok()) return {decision.status(), {}};
+    if (!last) return {Wrong("a seal was taken before all was sent"), {}};
+    return {side.session->ReceiveWeights(), *decision};
+  }
+  return {Wrong("no seal"), {}};
+}
+
+absl::Status SessionPlayer::PlaySeals() {
+  // Nobody has sealed, so nothing is decided, and what came ahead is nobody's weights.
+  for (int rank = 0; rank < history_.job.world_size; ++rank) {
+    BALLAST_RETURN_IF_ERROR(CheckWeights(rank));
+  }
+  const bool never_whole = NeverWhole();
+  // Payloads are made here: the script is not for several threads.
+  for (const Rank& side : ranks_) {
+    for (const Call& call : side.tail) {
+      if (call.kind == CallKind::kContribute) script_->Payload(call.chunk, call.segment);
+    }
+  }
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < history_.job.world_size; ++rank) {
+    threads.emplace_back([this, rank, never_whole] {
+      Rank& side = ranks_[rank];
+      side.ending = PlayTail(rank);
+      // The others would wait for this one for ever.
+      if (never_whole) stage_.job().AbortStep().IgnoreError();
+      wires_.Release();
+    });
+  }
+  absl::Status late;
+  for (int rank = 0; rank < history_.job.world_size; ++rank) {
+    if (late_[rank] || wires_.AwaitSealHandled(rank)) continue;
+    late = Wrong("the seal of rank ", rank, " has not come");
+  }
+  wires_.Release();
+  bool aborted = false;
+  if (attempt_->end == End::kAbortAtDecision) {
+    const absl::Status status = stage_.job().AbortStep().status();
+    aborted = status.ok();
+    if (!aborted) late.Update(ExpectCode(absl::StatusCode::kFailedPrecondition, status, "abort"));
+  }
+  for (std::thread& thread : threads) thread.join();
+  BALLAST_RETURN_IF_ERROR(late);
+  return Judge(aborted);
+}
+
+absl::Status SessionPlayer::Judge(bool aborted) {
+  if (!aborted && !NeverWhole()) return CheckCommitted();
+  ++(NeverWhole() ? stage_.tally().spoilt : stage_.tally().aborted_at_decision);
+  for (int rank = 0; rank < history_.job.world_size; ++rank) {
+    const absl::Status& status = ranks_[rank].ending.status;
+    const bool refused = NeverWhole() && absl::IsFailedPrecondition(status);
+    if (refused || absl::IsAborted(status)) continue;
+    return Wrong("the step came to nothing, and rank ", rank, " ended it with ", status.ToString());
+  }
+  return StartOver();
+}
+
+absl::Status SessionPlayer::CheckCommitted() {
+  const ModelOutcome expected = stage_.model().Commit(*attempt_);
+  for (int rank = 0; rank < history_.job.world_size; ++rank) {
+    const Rank& side = ranks_[rank];
+    BALLAST_RETURN_IF_ERROR(Annotate(side.ending.status, absl::StrCat("rank ", rank)));
+    if (!side.lending->AwaitAllBack()) {
+      return Wrong("the step is committed, and ", side.lending->lent(),
+                   " payloads are not released");
+    }
+    const client::StepDecision& came = *side.ending.decision;
+    StepOutcome outcome = {.step = came.step,
+                           .decision = {.apply = came.applied,
+                                        .norm = came.norm,
+                                        .clip_coefficient = came.clip_coefficient,
+                                        .multipliers = expected.decision.multipliers},
+                           .skip_reason = came.skip_reason,
+                           .unused_parameters = came.unused_parameters};
+    BALLAST_RETURN_IF_ERROR(stage_.CheckOutcome(outcome, expected, *attempt_));
+    if (side.session->committed_step() != stage_.model().state().committed_step) {
+      return Wrong("rank ", rank, " stands at step ", side.session->committed_step());
+    }
+    BALLAST_RETURN_IF_ERROR(CheckWeights(rank));
+  }
+  int64_t summed = 0;
+  for (int chunk = 0; chunk < static_cast<int>(stage_.layout().chunks().size()); ++chunk) {
+    int payloads = 0;
+    for (int segment = 0; segment < script_->SegmentCount(chunk); ++segment) {
+      payloads += !script_->IsEmpty(chunk, segment);
+    }
+    summed += payloads > 1;
+  }
+  return stage_.CheckCommit(*attempt_, expected, summed);
+}
+
+// ---------------------------------------------------------------- attempts that come to nothing
+
+bool SessionPlayer::AnyBegun() const {
+  return std::any_of(ranks_.begin(), ranks_.end(), [](const Rank& side) { return side.begun; });
+}
+
+absl::Status SessionPlayer::BreakOff() {
+  wires_.Release();
+  for (int rank = 0; rank < history_.job.world_size; ++rank) {
+    if (ranks_[rank].begun && !wires_.AwaitBegun(rank)) {
+      return Wrong("rank ", rank, " has not begun");
+    }
+  }
+  if (attempt_->end == End::kLoad) {
+    BALLAST_ASSIGN_OR_RETURN(const std::optional<CheckpointInfo> info, stage_.Load());
+    if (!info.has_value()) return AbortNow();
+    for (int rank = 0; rank < history_.job.world_size; ++rank) {
+      BALLAST_RETURN_IF_ERROR(ExpectEnded(rank));
+    }
+    return StartOver();
+  }
+  if (attempt_->end == End::kAbort) return AbortNow();
+  return TakeRank(attempt_->end == End::kRestart);
+}
+
+absl::Status SessionPlayer::AbortNow() {
+  const absl::Status aborted = stage_.job().AbortStep().status();
+  if (!AnyBegun()) {
+    return ExpectCode(absl::StatusCode::kFailedPrecondition, aborted, "abort-step");
+  }
+  BALLAST_RETURN_IF_ERROR(aborted);
+  ++stage_.tally().aborted;
+  for (int rank = 0; rank < history_.job.world_size; ++rank) {
+    BALLAST_RETURN_IF_ERROR(ExpectEnded(rank));
+  }
+  return StartOver();
+}
+
+// The session does not go on, whatever is tried.
+absl::Status SessionPlayer::ExpectEnded(int rank) {
+  Rank& side = ranks_[rank];
+  if (side.session == nullptr) return absl::OkStatus();
+  const absl::Status begun = side.begun ? absl::OkStatus() : side.session->BeginStep({});
+  const absl::Status status =
+      begun.ok() ? side.session->Seal(attempt_->micro_steps).status() : begun;
+  return ExpectCode(absl::StatusCode::kAborted, status,
+                    absl::StrCat("the old session of rank ", rank));
+}
+
+absl::Status SessionPlayer::TakeRank(bool restart) {
+  Rank& side = ranks_[attempt_->end_rank];
+  if (restart) side.session.reset();
+  const uint64_t generation = stage_.job().Status().generation;
+  side.process_id = absl::StrCat("process", ++processes_);
+  BALLAST_RETURN_IF_ERROR(
+      stage_.job().Attach({.rank = attempt_->end_rank, .process_id = side.process_id}).status());
+  ++stage_.tally().replaced;
+  // A rank that had no part in the step and whose stream was broken just now was free.
+  const bool raised = stage_.job().Status().generation != generation;
+  if (side.begun && !raised) {
+    return Wrong("a new process of rank ", attempt_->end_rank,
+                 raised ? " raised" : " did not raise", " the generation");
+  }
+  BALLAST_RETURN_IF_ERROR(ExpectEnded(attempt_->end_rank));
+  if (raised) {
+    for (int rank = 0; rank < history_.job.world_size; ++rank) {
+      BALLAST_RETURN_IF_ERROR(ExpectEnded(rank));
+    }
+  } else if (AnyBegun()) {
+    BALLAST_RETURN_IF_ERROR(stage_.job().AbortStep().status());
+  }
+  return StartOver();
+}
+
+}  // namespace ballast::histories

@@ -1,0 +1,120 @@
+// Plays a history through client sessions over EngineTransport: streams break, and no trainer may
+// notice.
+//
+// Gradients are pushed from one thread, in the history's order; what a rank does from its first
+// seal on, which blocks, is done by a thread of its own.
+#ifndef BALLAST_TESTS_HISTORIES_SESSION_SESSION_PLAYER_H_
+#define BALLAST_TESTS_HISTORIES_SESSION_SESSION_PLAYER_H_
+
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "client/session/session_impl.h"
+#include "tests/histories/engine/job_under_test.h"
+#include "tests/histories/history.h"
+#include "tests/histories/script.h"
+#include "tests/histories/session/wires.h"
+
+namespace ballast::histories {
+
+// Waiting takes no time.
+class InstantClock final : public client::Clock {
+ public:
+  absl::Time Now() override;
+  void SleepFor(absl::Duration duration) override;
+  void WaitFor(Mutex& mutex, CondVar& changed, absl::Duration duration) override;
+
+ private:
+  Mutex mutex_;
+  absl::Time now_ ABSL_GUARDED_BY(mutex_) = absl::FromUnixSeconds(1000);
+};
+
+// Counts the payloads that a session has not given back. Thread-safe.
+class Lending {
+ public:
+  void Lend();
+  void GiveBack();
+  int lent() const;
+  // False if that has not come within a minute. A payload may come back a little after the step.
+  bool AwaitAllBack();
+
+ private:
+  mutable Mutex mutex_;
+  CondVar changed_;
+  int lent_ ABSL_GUARDED_BY(mutex_) = 0;
+};
+
+class SessionPlayer {
+ public:
+  SessionPlayer(Engines& engines, const History& history);
+  ~SessionPlayer();
+  // OK, or the first difference from what the model says.
+  absl::Status Play();
+
+ private:
+  // How the step ended for a rank.
+  struct Ending {
+    absl::Status status;
+    std::optional<client::StepDecision> decision;  // Committed, if status is OK.
+  };
+  struct Rank {
+    std::string process_id;
+    std::unique_ptr<client::SessionImpl> session;
+    std::map<int, std::vector<std::byte>> weights;  // By chunk; the trainer's memory.
+    std::shared_ptr<Lending> lending = std::make_shared<Lending>();
+    // In the attempt in progress:
+    bool begun = false;
+    std::vector<std::shared_ptr<std::vector<std::byte>>> buffers;
+    std::vector<Call> tail;  // From the first seal on.
+    Ending ending;
+  };
+
+  absl::Status OpenSession(int rank);
+  absl::Status StartOver();
+  absl::Status CheckWeights(int rank) const;
+
+  // session_player.cc: an attempt up to the seals.
+  absl::Status PlayAttempt(const Attempt& attempt);
+  std::vector<RankFaults> PlanFaults() const;
+  absl::Status PlayUpToSeals();
+  absl::Status Make(const Call& call);
+  absl::Status Happen(const Event& event);
+
+  // session_endings.cc
+  absl::Status PlaySeals();
+  Ending PlayTail(int rank);
+  absl::Status Judge(bool aborted);
+  absl::Status CheckCommitted();
+  bool NeverWhole() const;
+
+  absl::Status BreakOff();
+  absl::Status AbortNow();
+  absl::Status TakeRank(bool restart);
+  absl::Status ExpectEnded(int rank);
+  bool AnyBegun() const;
+
+  const History& history_;
+  const bool small_window_;
+  JobUnderTest stage_;
+  InstantClock clock_;
+  Wires wires_;
+  std::vector<Rank> ranks_;
+  std::vector<std::pair<Snapshot, ModelState>> snapshots_;
+  int processes_ = 0;
+
+  // Of the attempt in progress.
+  const Attempt* attempt_ = nullptr;
+  std::unique_ptr<Script> script_;
+  std::vector<Call> calls_;
+  std::vector<bool> late_;
+  bool broken_off_ = false;
+};
+
+}  // namespace ballast::histories
+
+#endif  // BALLAST_TESTS_HISTORIES_SESSION_SESSION_PLAYER_H_

@@ -1,0 +1,258 @@
+// What malformed and impossible unary requests get: a named status, one line, and a service that
+// runs on.
+#include "tests/server/jobs/malformed_input.h"
+
+#include <gmock/gmock.h>
+
+#include <functional>
+#include <limits>
+#include <string>
+#include <utility>
+
+#include "server/jobs/job_message.h"
+#include "server/transport_settings.h"
+
+namespace ballast::server {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+constexpr int64_t kHuge = std::numeric_limits<int64_t>::max();
+
+struct BadJob {
+  const char* what;
+  std::function<void(v1::Job&)> spoil;
+};
+
+TEST_F(MalformedInput, CreateJobRefusesWhatCanNeverWork) {
+  const BadJob kBadJobs[] = {
+      {"no name", [](v1::Job& job) { job.clear_name(); }},
+      {"a name that leads out of a directory", [](v1::Job& job) { job.set_name("jobs/../x"); }},
+      {"no ranks", [](v1::Job& job) { job.set_world_size(0); }},
+      {"negative ranks", [](v1::Job& job) { job.set_world_size(-1); }},
+      {"two billion ranks", [](v1::Job& job) { job.set_world_size(2000000000); }},
+      {"a gap", [](v1::Job& job) { job.mutable_partitions(1)->set_end(256 + 0); }},
+      {"a gap at the end", [](v1::Job& job) { job.mutable_partitions()->RemoveLast(); }},
+      {"an overlap", [](v1::Job& job) { job.mutable_partitions(1)->set_begin(0); }},
+      {"a range past the end", [](v1::Job& job) { job.mutable_partitions(2)->set_end(512); }},
+      {"half a block", [](v1::Job& job) { job.mutable_partitions(0)->set_end(255); }},
+      {"a range that ends before it begins",
+       [](v1::Job& job) { job.mutable_partitions(0)->set_end(-256); }},
+      {"an endless range", [](v1::Job& job) { job.mutable_partitions(0)->set_end(kHuge); }},
+      {"an unknown rank", [](v1::Job& job) { job.mutable_partitions(0)->set_rank(2); }},
+      {"an unknown group", [](v1::Job& job) { job.mutable_partitions(0)->set_group(-1); }},
+      {"a parameter of no group", [](v1::Job& job) { job.mutable_parameters(0)->set_group(7); }},
+      {"a negative shape", [](v1::Job& job) { job.mutable_parameters(0)->set_shape(0, -3); }},
+      {"a shape that overflows",
+       [](v1::Job& job) {
+         job.mutable_parameters(0)->set_shape(0, kHuge);
+         job.mutable_parameters(0)->add_shape(kHuge);
+       }},
+      {"the same name twice", [](v1::Job& job) { job.mutable_parameters(0)->set_name("b"); }},
+      {"no parameter name", [](v1::Job& job) { job.mutable_parameters(0)->clear_name(); }},
+      {"the same group twice", [](v1::Job& job) { job.mutable_groups(1)->set_name("decay"); }},
+      {"a missing lr",
+       [](v1::Job& job) { job.mutable_groups(0)->mutable_hyper_parameters()->clear_lr(); }},
+      {"beta of one",
+       [](v1::Job& job) { job.mutable_groups(0)->mutable_hyper_parameters()->set_beta1(1); }},
+      {"an lr that is no number",
+       [](v1::Job& job) { job.mutable_groups(0)->mutable_hyper_parameters()->set_lr(NAN); }},
+      {"an unknown dtype",
+       [](v1::Job& job) { job.mutable_groups(0)->set_wire_dtype(static_cast<v1::DType>(9)); }},
+      {"odd chunks", [](v1::Job& job) { job.set_chunk_elements(100); }},
+      {"negative chunks", [](v1::Job& job) { job.set_chunk_elements(-256); }},
+      {"huge chunks", [](v1::Job& job) { job.set_chunk_elements(kHuge); }},
+      {"a clipping norm that is no number", [](v1::Job& job) { job.set_max_norm(NAN); }},
+  };
+  for (const BadJob& bad : kBadJobs) {
+    v1::Job job = TinyJob("bad");
+    bad.spoil(job);
+    ExpectRefused(Create(job), grpc::StatusCode::INVALID_ARGUMENT, bad.what);
+  }
+  EXPECT_TRUE(service_.engine().ListJobs().empty());
+  EXPECT_EQ(service_.engine().memory().used_bytes(), 0);
+}
+
+TEST_F(MalformedInput, AJobThatDoesNotFitIsRefusedWithTheSizes) {
+  v1::Job job = TinyJob("large");
+  job.mutable_parameters(1)->set_shape(0, 84 + (int64_t{1} << 30));
+  job.mutable_partitions(1)->set_end(512 + (int64_t{1} << 30));
+  job.set_chunk_elements(0);
+  const grpc::Status status = Create(job);
+  ExpectRefused(status, grpc::StatusCode::RESOURCE_EXHAUSTED, "a large job");
+  EXPECT_THAT(status.error_message(),
+              AllOf(HasSubstr("large"), HasSubstr("need"), HasSubstr("used"), HasSubstr("limit")));
+  EXPECT_THAT(status.error_message(), HasSubstr(std::to_string(kTestMemoryBytes)));
+  EXPECT_EQ(service_.engine().memory().used_bytes(), 0);
+}
+
+// Frozen parameters: only the description is large.
+v1::Job JobOfManyParameters(int count) {
+  v1::Job job = TinyJob(std::string(128, 'j'));
+  for (int i = 0; i < count; ++i) {
+    v1::Parameter& parameter = *job.add_parameters();
+    parameter.set_name(std::to_string(i));
+    parameter.add_shape(1);
+  }
+  return job;
+}
+
+TEST_F(MalformedInput, AJobWhoseReplyWouldBeTooLargeIsRefusedBeforeItIsCreated) {
+  const v1::Job job = JobOfManyParameters(200000);
+  ASSERT_LT(job.ByteSizeLong(), kMaxMessageBytes / 4);
+  const grpc::Status status = Create(job);
+  ExpectRefused(status, grpc::StatusCode::INVALID_ARGUMENT, "a long description");
+  EXPECT_THAT(status.error_message(), HasSubstr(std::to_string(kMaxMessageBytes)));
+  EXPECT_TRUE(service_.engine().ListJobs().empty());
+}
+
+TEST_F(MalformedInput, AJobWhoseReplyIsLargeIsCreatedAndAnswersAttach) {
+  grpc::ChannelArguments arguments;
+  arguments.SetMaxReceiveMessageSize(-1);
+  service_.Use(grpc::CreateCustomChannel(service_.server().addresses()[0],
+                                         grpc::InsecureChannelCredentials(), arguments));
+  const grpc::Status status = Create(JobOfManyParameters(150000));
+  ASSERT_TRUE(status.ok()) << status.error_message();
+  TestWorker worker(service_, std::string(128, 'j'), 0, Codec::kGenerated);
+  const grpc::Status attached = worker.Attach();
+  ASSERT_TRUE(attached.ok()) << attached.error_message();
+  const size_t reply_bytes = worker.attachment().ByteSizeLong();
+  EXPECT_GT(reply_bytes, kMaxMessageBytes * 3 / 4);
+  EXPECT_LE(reply_bytes, LargestMessageBytes(service_.engine().ListJobs()[0]->spec()));
+}
+
+TEST_F(MalformedInput, UnaryCallsNameWhatIsWrong) {
+  CreateTinyJob(service_, "tiny");
+  ExpectRefused(Create(TinyJob("tiny")), grpc::StatusCode::ALREADY_EXISTS, "the job again");
+
+  const auto refuse = [&](grpc::StatusCode code, const std::string& what, const auto& call) {
+    grpc::ClientContext context;
+    ExpectRefused(call(&context), code, what);
+  };
+  using Code = grpc::StatusCode;
+  for (const auto& [name, code] :
+       {std::pair{"jobs/none", Code::NOT_FOUND}, std::pair{"tiny", Code::INVALID_ARGUMENT},
+        std::pair{"", Code::INVALID_ARGUMENT}}) {
+    refuse(code, std::string("GetJob ") + name, [&, name = name](grpc::ClientContext* context) {
+      v1::GetJobRequest request;
+      request.set_name(name);
+      v1::Job response;
+      return service_.jobs().GetJob(context, request, &response);
+    });
+    refuse(code, std::string("CloseJob ") + name, [&, name = name](grpc::ClientContext* context) {
+      v1::CloseJobRequest request;
+      request.set_name(name);
+      v1::CloseJobResponse response;
+      return service_.jobs().CloseJob(context, request, &response);
+    });
+    refuse(code, std::string("AbortStep ") + name, [&, name = name](grpc::ClientContext* context) {
+      v1::AbortStepRequest request;
+      request.set_name(name);
+      v1::AbortStepResponse response;
+      return service_.jobs().AbortStep(context, request, &response);
+    });
+  }
+  const auto update = [&](const std::string& name, const v1::HyperParameters& changes) {
+    return [&, name, changes](grpc::ClientContext* context) {
+      v1::UpdateGroupRequest request;
+      request.set_name(name);
+      *request.mutable_changes() = changes;
+      v1::ParamGroup response;
+      return service_.jobs().UpdateGroup(context, request, &response);
+    };
+  };
+  v1::HyperParameters negative, amsgrad;
+  negative.set_lr(-1);
+  amsgrad.set_amsgrad(true);
+  refuse(Code::NOT_FOUND, "an unknown group", update("jobs/tiny/groups/x", {}));
+  refuse(Code::INVALID_ARGUMENT, "a job as a group", update("jobs/tiny", {}));
+  refuse(Code::INVALID_ARGUMENT, "a negative lr", update("jobs/tiny/groups/decay", negative));
+  refuse(Code::INVALID_ARGUMENT, "amsgrad", update("jobs/tiny/groups/decay", amsgrad));
+
+  const auto attach = [&](int rank, const std::string& uid, int64_t step, bool other_job) {
+    return [&, rank, uid, step, other_job](grpc::ClientContext* context) {
+      v1::AttachWorkerRequest request;
+      request.set_name("jobs/tiny");
+      request.set_rank(rank);
+      request.set_process_id("p");
+      request.set_uid(uid);
+      if (step >= 0) request.set_expected_committed_step(step);
+      if (other_job) {
+        *request.mutable_job() = TinyJob("tiny");
+        request.mutable_job()->mutable_parameters(0)->set_shape(0, 301);
+      }
+      v1::AttachWorkerResponse response;
+      return service_.jobs().AttachWorker(context, request, &response);
+    };
+  };
+  refuse(Code::INVALID_ARGUMENT, "rank 2 of 2", attach(2, "", -1, false));
+  refuse(Code::INVALID_ARGUMENT, "rank -1", attach(-1, "", -1, false));
+  refuse(Code::NOT_FOUND, "another uid", attach(0, "x", -1, false));
+  refuse(Code::FAILED_PRECONDITION, "another step", attach(0, "", 4, false));
+  refuse(Code::FAILED_PRECONDITION, "another layout", attach(0, "", -1, true));
+  const auto reattach = [&](uint64_t generation) {
+    return [&, generation](grpc::ClientContext* context) {
+      v1::AttachWorkerRequest request;
+      request.set_name("jobs/tiny");
+      request.set_process_id("p");
+      request.set_generation(generation);
+      v1::AttachWorkerResponse response;
+      return service_.jobs().AttachWorker(context, request, &response);
+    };
+  };
+  refuse(Code::ABORTED, "an older generation", reattach(0));
+  refuse(Code::ABORTED, "a generation to come", reattach(99));
+}
+
+TEST_F(MalformedInput, StateCallsNameWhatIsWrong) {
+  CreateTinyJob(service_, "tiny");
+  using Code = grpc::StatusCode;
+  const auto read = [&](const std::string& name, v1::Plane plane) {
+    grpc::ClientContext context;
+    v1::ReadStateRequest request;
+    request.set_name(name);
+    request.set_plane(plane);
+    const auto reader = service_.state().ReadState(&context, request);
+    v1::ReadStateResponse response;
+    EXPECT_FALSE(reader->Read(&response));
+    return reader->Finish();
+  };
+  ExpectRefused(read("jobs/tiny/parameters/x", v1::MASTER), Code::NOT_FOUND, "no parameter");
+  ExpectRefused(read("jobs/x/parameters/w", v1::MASTER), Code::NOT_FOUND, "no job");
+  ExpectRefused(read("w", v1::MASTER), Code::INVALID_ARGUMENT, "a bare name");
+  ExpectRefused(read("jobs/tiny/parameters/w", v1::PLANE_UNSPECIFIED), Code::INVALID_ARGUMENT,
+                "no plane");
+  ExpectRefused(read("jobs/tiny/parameters/w", v1::MAX_EXP_AVG_SQ), Code::INVALID_ARGUMENT,
+                "a plane of amsgrad");
+  ExpectRefused(read("jobs/tiny/parameters/fixed", v1::MASTER), Code::INVALID_ARGUMENT, "frozen");
+  {
+    grpc::ClientContext context;
+    v1::SummarizeStateRequest request;
+    request.set_name("jobs/tiny/parameters/x");
+    v1::StateSummary response;
+    ExpectRefused(service_.state().SummarizeState(&context, request, &response), Code::NOT_FOUND,
+                  "summary of no parameter");
+  }
+  {
+    grpc::ClientContext context;
+    v1::SaveJobRequest request;
+    request.set_name("jobs/tiny");
+    request.set_directory("relative");
+    v1::SaveJobResponse response;
+    ExpectRefused(service_.state().SaveJob(&context, request, &response), Code::INVALID_ARGUMENT,
+                  "a relative directory");
+  }
+  {
+    grpc::ClientContext context;
+    v1::LoadJobRequest request;
+    request.set_name("jobs/tiny");
+    request.set_directory("/nonexistent/checkpoint");
+    v1::LoadJobResponse response;
+    ExpectRefused(service_.state().LoadJob(&context, request, &response), Code::NOT_FOUND,
+                  "no checkpoint");
+  }
+}
+
+}  // namespace
+}  // namespace ballast::server
