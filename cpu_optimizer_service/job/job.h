@@ -7,19 +7,16 @@
 //   auto job = engine.CreateJob(spec).value();
 //   for (each chunk) job->WriteInitialWeights(chunk, weights);
 //   auto stream = job->OpenStream({.uid = job->uid(), .rank = 0, ...}, listener).value();
-//   stream->BeginStep(1, {});  stream->Contribute(...);  stream->EndMicroStep(...); stream->Seal(1,
-//   1);
+//   stream->BeginStep(1, {});  stream->Contribute(...);  stream->EndMicroStep(...);  stream->Seal(1, 1);
 //   ... listener: OnDecision, OnWeights for each chunk of the rank, OnCommitted.
 //
-// Speculation is job_speculation.cc's: the rule by which chunks are guessed is in speculation_history.h.
-//
-// Threads: everything is thread-safe; the calls on one RankStream come one at a time. Contribute
-// adds the payload on the caller's thread; Save and Load do all their work on it; calls that need
-// the job to stand still (Attach, OpenStream, GiveRankMemory, TakeSnapshot, the first weights) wait
-// for a decision and update under way. Updates, and the sums of gradients in place, run on the
-// engine's threads. Listeners are called from any thread, with no lock held; they must not block,
-// and may call back only what does not wait: Status and ReadShard. A job is kept alive by
-// shared_ptr while a stream or a reader uses it.
+// Threads: everything is thread-safe; the calls on one RankStream come one at a time, and Contribute adds the
+// payload on the caller's thread. No call blocks, except for the lock and for what each says of itself:
+// calls that need the job to stand still (attaching, opening a stream, snapshots, saving, loading) take a
+// Done and wait in the job's gate, not on their thread (pending.h). Their short forms without a Done wait for
+// it, and are for tests and for threads that may block. Updates, sums of gradients in place, saving and
+// loading run on the engine's threads. Listeners and Dones are called from any thread, with no lock held;
+// they must not block. A job is kept alive by shared_ptr while a stream or a reader uses it.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_JOB_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_JOB_H_
 
@@ -40,6 +37,7 @@
 #include "cpu_optimizer_service/gradients/rank_memory.h"
 #include "cpu_optimizer_service/host/memory_budget.h"
 #include "cpu_optimizer_service/job/job_status.h"
+#include "cpu_optimizer_service/job/pending.h"
 #include "cpu_optimizer_service/job/rank_stream.h"
 #include "cpu_optimizer_service/job/trace.h"
 #include "cpu_optimizer_service/state/snapshot.h"
@@ -67,9 +65,6 @@ struct AttachRequest {
   std::optional<uint64_t> generation;
   // The process has held this rank before: FAILED_PRECONDITION if another has taken it since.
   bool rejoin = false;
-  // Attaching may wait for an update or a save. Asked afterwards, if given: CANCELLED, and nothing
-  // done, if nobody waits for the answer any more.
-  std::function<bool()> still_wanted;
 };
 struct Attachment {
   uint64_t generation = 0;
@@ -93,12 +88,15 @@ class Job : public std::enable_shared_from_this<Job> {
   virtual const std::string& uid() const = 0;
   virtual JobStatus Status() const = 0;
 
-  // Takes a rank; see AttachWorker in ballast.proto.
-  virtual absl::StatusOr<Attachment> Attach(const AttachRequest& request) = 0;
-  // NOT_FOUND: another uid. ABORTED: another generation or process. Replaces the rank's older
-  // stream.
-  virtual absl::StatusOr<std::unique_ptr<RankStream>> OpenStream(
-      const OpenStreamRequest& request, std::shared_ptr<RankListener> listener) = 0;
+  // Takes a rank; see AttachWorker in ballast.proto. Waits for a decision and update under way.
+  virtual Pending Attach(AttachRequest request, Done<Attachment> done) = 0;
+  absl::StatusOr<Attachment> Attach(const AttachRequest& request);
+  // NOT_FOUND: another uid. ABORTED: another generation or process, found before any waiting. Replaces the
+  // rank's older stream, and waits until what that one is adding has been added.
+  virtual Pending OpenStream(OpenStreamRequest request, std::shared_ptr<RankListener> listener,
+                             Done<std::unique_ptr<RankStream>> done) = 0;
+  absl::StatusOr<std::unique_ptr<RankStream>> OpenStream(const OpenStreamRequest& request,
+                                                         std::shared_ptr<RankListener> listener);
 
   // Memory that the rank's holder shares with this process: admitted first, then given. It is the
   // rank's until it is dropped, another process takes the rank, the generation rises or the job is
@@ -106,8 +104,8 @@ class Job : public std::enable_shared_from_this<Job> {
   // replaces what was given before.
   // RESOURCE_EXHAUSTED: the budget has no room.
   virtual absl::StatusOr<MemoryBudget::Reservation> ReserveRankMemory(int rank) = 0;
-  // ABORTED: somebody else holds the rank. FAILED_PRECONDITION: the rank is in the middle of a
-  // step.
+  // ABORTED: another process holds the rank. FAILED_PRECONDITION: the rank is in the middle of a step. Waits
+  // for a decision and update under way, on the caller's thread.
   virtual absl::Status GiveRankMemory(const RankHolder& holder,
                                       std::shared_ptr<const RankMemory> memory) = 0;
   // Its process has let go of it. Nothing, if the rank has another by now.
@@ -139,23 +137,27 @@ class Job : public std::enable_shared_from_this<Job> {
 
   // The aborted step. Raises the generation, so every rank attaches again and redoes the step.
   // FAILED_PRECONDITION if none has begun, or it is decided.
-  virtual absl::StatusOr<uint64_t> AbortStep() = 0;
+  virtual Pending AbortStep(Done<uint64_t> done) = 0;
+  absl::StatusOr<uint64_t> AbortStep();
   // From the next BeginStep on. Returns the values then in force.
   virtual absl::StatusOr<HyperParameters> UpdateGroup(int group,
                                                       const HyperParameterOverrides& changes) = 0;
 
   // A consistent view of some parameters' state at the committed step; see snapshot.h.
-  virtual absl::StatusOr<Snapshot> TakeSnapshot(absl::Span<const int> parameters) = 0;
+  virtual Pending TakeSnapshot(std::vector<int> parameters, Done<Snapshot> done) = 0;
+  absl::StatusOr<Snapshot> TakeSnapshot(absl::Span<const int> parameters);
 
-  // Writes a checkpoint directory (checkpoint.h), between steps: waits for an update that is
-  // running and holds back the next.
-  virtual absl::StatusOr<CheckpointInfo> Save(const std::string& directory) = 0;
-  // Replaces state, update counts, hyper-parameters, the trainer's state and the committed step by
-  // a checkpoint's. Of the recent steps only its last one is known then.
-  virtual absl::StatusOr<CheckpointInfo> Load(const std::string& directory) = 0;
+  // Writes a checkpoint directory (checkpoint.h), between steps: waits for an update that is running and holds
+  // back the next. Runs on a thread of the engine's.
+  virtual Pending Save(std::string directory, Done<CheckpointInfo> done) = 0;
+  absl::StatusOr<CheckpointInfo> Save(const std::string& directory);
+  // Replaces state, update counts, hyper-parameters, the trainer's state and the committed step by a
+  // checkpoint's. Of the recent steps only its last one is known then. Runs on a thread of the engine's.
+  virtual Pending Load(std::string directory, Done<CheckpointInfo> done) = 0;
+  absl::StatusOr<CheckpointInfo> Load(const std::string& directory);
   // Records a timeline of the next `steps` steps to begin (trace.h), and returns it when the last
   // of them is committed; with what there is when the job is closed, or once `still_wanted`, asked
-  // from time to time, says no. RESOURCE_EXHAUSTED if another is being taken.
+  // from time to time, says no. RESOURCE_EXHAUSTED if another is being taken. Blocks its thread.
   virtual absl::StatusOr<Trace> TraceSteps(uint32_t steps,
                                            const std::function<bool()>& still_wanted) = 0;
   // For whoever takes part in a step, to record what it does.

@@ -224,7 +224,7 @@ std::optional<double> JobImpl::SecondsSinceFirstSeal() const {
   return open == nullptr ? std::nullopt : open->SecondsSinceFirstSeal();
 }
 
-absl::StatusOr<uint64_t> JobImpl::AbortStep() {
+absl::StatusOr<uint64_t> JobImpl::AbortStepNow() {
   uint64_t step = 0;
   Detached detached;
   {

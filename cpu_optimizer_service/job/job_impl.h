@@ -62,9 +62,40 @@ class JobImpl : public Job {
   const Layout& layout() const override { return layout_; }
   const std::string& uid() const override { return uid_; }
   JobStatus Status() const override;
-  absl::StatusOr<Attachment> Attach(const AttachRequest& request) override;
-  absl::StatusOr<std::unique_ptr<RankStream>> OpenStream(
-      const OpenStreamRequest& request, std::shared_ptr<RankListener> listener) override;
+  using Job::AbortStep;
+  using Job::Attach;
+  using Job::Load;
+  using Job::OpenStream;
+  using Job::Save;
+  using Job::TakeSnapshot;
+  Pending Attach(AttachRequest request, Done<Attachment> done) override {
+    std::move(done)(AttachNow(request));
+    return {};
+  }
+  Pending OpenStream(OpenStreamRequest request, std::shared_ptr<RankListener> listener,
+                     Done<std::unique_ptr<RankStream>> done) override {
+    std::move(done)(OpenStreamNow(request, std::move(listener)));
+    return {};
+  }
+  Pending AbortStep(Done<uint64_t> done) override {
+    std::move(done)(AbortStepNow());
+    return {};
+  }
+  Pending TakeSnapshot(std::vector<int> parameters, Done<Snapshot> done) override {
+    std::move(done)(TakeSnapshotNow(parameters));
+    return {};
+  }
+  Pending Save(std::string directory, Done<CheckpointInfo> done) override {
+    std::move(done)(SaveNow(directory));
+    return {};
+  }
+  Pending Load(std::string directory, Done<CheckpointInfo> done) override {
+    std::move(done)(LoadNow(directory));
+    return {};
+  }
+  absl::StatusOr<Attachment> AttachNow(const AttachRequest& request);
+  absl::StatusOr<std::unique_ptr<RankStream>> OpenStreamNow(const OpenStreamRequest& request,
+                                                            std::shared_ptr<RankListener> listener);
   absl::StatusOr<bool> WriteInitialWeights(int64_t chunk,
                                            absl::Span<const absl::Span<const std::byte>> payload,
                                            const std::optional<Uploader>& uploader) override;
@@ -72,12 +103,12 @@ class JobImpl : public Job {
                          absl::Span<std::byte> out) const override;
   void TellWaiting() override;
   std::optional<double> SecondsSinceFirstSeal() const override;
-  absl::StatusOr<uint64_t> AbortStep() override;
+  absl::StatusOr<uint64_t> AbortStepNow();
   absl::StatusOr<HyperParameters> UpdateGroup(int group,
                                               const HyperParameterOverrides& changes) override;
-  absl::StatusOr<Snapshot> TakeSnapshot(absl::Span<const int> parameters) override;
-  absl::StatusOr<CheckpointInfo> Save(const std::string& directory) override;
-  absl::StatusOr<CheckpointInfo> Load(const std::string& directory) override;
+  absl::StatusOr<Snapshot> TakeSnapshotNow(absl::Span<const int> parameters);
+  absl::StatusOr<CheckpointInfo> SaveNow(const std::string& directory);
+  absl::StatusOr<CheckpointInfo> LoadNow(const std::string& directory);
   std::string StateHash() const override;
   absl::StatusOr<MemoryBudget::Reservation> ReserveRankMemory(int rank) override;
   absl::Status GiveRankMemory(const RankHolder& holder,

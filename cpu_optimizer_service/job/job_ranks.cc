@@ -136,7 +136,7 @@ absl::Status JobImpl::CheckMayAttach(const AttachRequest& request) const {
   return absl::OkStatus();
 }
 
-absl::StatusOr<Attachment> JobImpl::Attach(const AttachRequest& request) {
+absl::StatusOr<Attachment> JobImpl::AttachNow(const AttachRequest& request) {
   BALLAST_RETURN_IF_ERROR(CheckAttachRequest(request));
   Attachment attachment;
   Detached detached;
@@ -144,9 +144,6 @@ absl::StatusOr<Attachment> JobImpl::Attach(const AttachRequest& request) {
   {
     MutexLock lock(mutex_);
     BALLAST_RETURN_IF_ERROR(WaitUntilDecided());  // What is sealed and whole rolls forward first.
-    if (request.still_wanted && !request.still_wanted()) {
-      return absl::CancelledError("nobody waits for this attaching any more");
-    }
     BALLAST_RETURN_IF_ERROR(CheckMayAttach(request));
     Rank& rank = ranks_[request.rank];
     // Who comes anew in mid-step does the step anew: what was sent before must not meet what is
@@ -178,7 +175,7 @@ absl::StatusOr<Attachment> JobImpl::Attach(const AttachRequest& request) {
   return attachment;
 }
 
-absl::StatusOr<std::unique_ptr<RankStream>> JobImpl::OpenStream(
+absl::StatusOr<std::unique_ptr<RankStream>> JobImpl::OpenStreamNow(
     const OpenStreamRequest& request, std::shared_ptr<RankListener> listener) {
   if (request.uid != uid_) {
     return absl::NotFoundError(absl::StrCat("job ", spec_.name, " is not the one with uid '",

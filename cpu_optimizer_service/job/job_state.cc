@@ -74,7 +74,7 @@ absl::Status JobImpl::ReadShard(uint64_t generation, uint64_t step, int index,
   return absl::OkStatus();
 }
 
-absl::StatusOr<Snapshot> JobImpl::TakeSnapshot(absl::Span<const int> parameters) {
+absl::StatusOr<Snapshot> JobImpl::TakeSnapshotNow(absl::Span<const int> parameters) {
   Snapshot snapshot;
   snapshot.layout_ = &layout_;
   snapshot.keep_alive_ = shared_from_this();
@@ -141,7 +141,7 @@ CheckpointIndex JobImpl::MakeIndex() const {
   return index;
 }
 
-absl::StatusOr<CheckpointInfo> JobImpl::Save(const std::string& directory) {
+absl::StatusOr<CheckpointInfo> JobImpl::SaveNow(const std::string& directory) {
   const Hold hold(*this);
   CheckpointInfo info;
   {
@@ -261,7 +261,7 @@ StepRecord JobImpl::LastRecord(const CheckpointIndex& index) const {
   return record;
 }
 
-absl::StatusOr<CheckpointInfo> JobImpl::Load(const std::string& directory) {
+absl::StatusOr<CheckpointInfo> JobImpl::LoadNow(const std::string& directory) {
   BALLAST_ASSIGN_OR_RETURN(const Checkpoint checkpoint,
                            Checkpoint::Open(*environment_.file_system, directory));
   BALLAST_RETURN_IF_ERROR(CheckLoadable(checkpoint));

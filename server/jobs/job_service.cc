@@ -67,8 +67,7 @@ absl::Status Attach(Engine& engine, SharedMemoryServer* server, const grpc::Serv
                           .uid = request.uid(),
                           .expected_committed_step = {},
                           .spec = {},
-                          .generation = {},
-                          .still_wanted = [&context] { return !context.IsCancelled(); }};
+                          .generation = {}};
   if (request.has_generation()) attach.generation = request.generation();
   attach.rejoin = request.rejoin();
   if (request.has_expected_committed_step()) {

@@ -176,15 +176,6 @@ TEST_F(JobRanksTest, FirstWeightsOfTwoAttemptsDoNotMix) {
   EXPECT_TRUE(upload(1));
 }
 
-TEST_F(JobRanksTest, AnAttachingThatNobodyWaitsForDoesNothing) {
-  JobDriver driver = Make(MakeJobSpec({}));
-  const AttachRequest ghost = {
-      .rank = 0, .process_id = "ghost", .still_wanted = [] { return false; }};
-  EXPECT_EQ(driver.job().Attach(ghost).status().code(), absl::StatusCode::kCancelled);
-  EXPECT_EQ(driver.job().Status().ranks[0].process_id, "process0");
-  driver.Step(1);
-}
-
 TEST_F(JobRanksTest, TheEndOfABrokenStreamDoesNotTakeTheRankFromTheNextOne) {
   JobDriver driver = Make(MakeJobSpec({}));
   const uint64_t generation = driver.job().Status().generation;
