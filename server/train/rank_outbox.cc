@@ -18,7 +18,7 @@ constexpr size_t kSharedMessages = 32;
 // and in more, so that the worker's copies to its device keep pace, where there are many chunks.
 constexpr size_t kLargestSharedBatch = 32;
 
-absl::StatusOr<grpc::ByteBuffer> SerializeWeights(const Job& job, uint64_t generation,
+absl::StatusOr<grpc::ByteBuffer> SerializeWeights(Job& job, uint64_t generation,
                                                   const v1::WeightHeader& header,
                                                   WeightBuffer shard) {
   if (shard) {
@@ -78,7 +78,7 @@ void RankOutbox::NoMoreMessages() {
   Advance();
 }
 
-void RankOutbox::Opened(std::shared_ptr<const Job> job, int rank, const RankPosition& position) {
+void RankOutbox::Opened(std::shared_ptr<Job> job, int rank, const RankPosition& position) {
   auto message = std::make_unique<v1::TrainResponse>();
   v1::Opened& opened = *message->mutable_opened();
   opened.set_committed_step(position.committed_step);
@@ -119,7 +119,7 @@ void RankOutbox::WriteDone(bool ok) {
 void RankOutbox::RecordSent() {
   const int64_t since_ns = std::exchange(sending_since_ns_, 0);
   if (since_ns == 0) return;
-  std::shared_ptr<const Job> job;
+  std::shared_ptr<Job> job;
   {
     MutexLock lock(mutex_);
     job = job_;
@@ -133,7 +133,7 @@ void RankOutbox::RecordSent() {
 void RankOutbox::Cancelled() { EndWith(absl::CancelledError("the worker is gone")); }
 
 void RankOutbox::Close() {
-  std::shared_ptr<const Job> job;
+  std::shared_ptr<Job> job;
   MutexLock lock(mutex_);
   job = std::move(job_);
 }

@@ -59,7 +59,7 @@ class RankOutbox final : public RankListener {
   void NoMoreMessages();  // The worker has closed its side: send what is queued, end.
 
   // The first message has opened the stream. Nothing is sent before.
-  void Opened(std::shared_ptr<const Job> job, int rank, const RankPosition& position);
+  void Opened(std::shared_ptr<Job> job, int rank, const RankPosition& position);
 
   void WriteDone(bool ok);
   void Cancelled();
@@ -105,7 +105,7 @@ class RankOutbox final : public RankListener {
     bool read = false;
     std::vector<Weights> weights;                // Several only if they are in place,
     std::unique_ptr<v1::TrainResponse> message;  // or none and this.
-    std::shared_ptr<const Job> job;
+    std::shared_ptr<Job> job;
     uint64_t generation = 0;
     absl::Status status;
   };
@@ -123,7 +123,7 @@ class RankOutbox final : public RankListener {
 
   Mutex mutex_;
   RankWire* wire_ ABSL_GUARDED_BY(mutex_);                  // Null after Finish.
-  std::shared_ptr<const Job> job_ ABSL_GUARDED_BY(mutex_);  // Null before Opened.
+  std::shared_ptr<Job> job_ ABSL_GUARDED_BY(mutex_);  // Null before Opened.
   uint64_t generation_ ABSL_GUARDED_BY(mutex_) = 0;         // The stream's.
   std::deque<Item> queue_ ABSL_GUARDED_BY(mutex_);
   size_t queue_bound_ ABSL_GUARDED_BY(mutex_) = 0;

@@ -4,8 +4,7 @@
 
 namespace ballast::server {
 
-absl::StatusOr<OwnedShard> ReadShard(const Job& job, uint64_t generation, uint64_t step,
-                                     int chunk) {
+absl::StatusOr<OwnedShard> ReadShard(Job& job, uint64_t generation, uint64_t step, int chunk) {
   const Chunk& place = job.layout().chunks()[chunk];
   const size_t size_bytes = place.elements * SizeBytes(job.spec().groups[place.group].return_dtype);
   OwnedShard shard = {.memory = std::shared_ptr<std::byte[]>(new std::byte[size_bytes]),

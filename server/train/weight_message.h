@@ -27,7 +27,7 @@ struct OwnedShard {
   absl::Span<const std::byte> bytes() const { return {memory.get(), size_bytes}; }
 };
 // The errors of Job::ReadShard. The caller knows that the chunk exists.
-absl::StatusOr<OwnedShard> ReadShard(const Job& job, uint64_t generation, uint64_t step, int chunk);
+absl::StatusOr<OwnedShard> ReadShard(Job& job, uint64_t generation, uint64_t step, int chunk);
 
 }  // namespace ballast::server
 
