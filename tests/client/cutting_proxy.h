@@ -1,4 +1,5 @@
-// A TCP proxy that cuts its connections after so many bytes up or down.
+// A TCP proxy that cuts its connections after so many bytes up or down. It runs in the test's own process,
+// which says where each cut comes; tests/kill/cutting_proxy.py draws instants for whole processes.
 #ifndef BALLAST_TESTS_CLIENT_CUTTING_PROXY_H_
 #define BALLAST_TESTS_CLIENT_CUTTING_PROXY_H_
 
