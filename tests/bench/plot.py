@@ -92,7 +92,7 @@ def draw_step(bench: dict) -> str:
         picture.line(x + width / 2, axes.y(median), x + width / 2, axes.y(p99), INK, 1.6)
         picture.line(x + width / 2 - 8, axes.y(p99), x + width / 2 + 8, axes.y(p99), INK, 1.6)
         if bound is not None:
-            picture.line(x - 14, axes.y(1e3 * bound), x + width + 14, axes.y(1e3 * bound), COLOURS[1], 2.6, "6 4")
+            picture.line(x - 14, axes.y(1e3 * bound), x + width + 14, axes.y(1e3 * bound), COLOURS[1], 2.6, "4 6")
         picture.text(x + width + 6, axes.y(median) + 14, f"{median:.0f} ms", 13, weight="600")
         picture.text(x + width / 2, axes.bottom + 22, name.replace("_", " "), 14, INK, "middle")
     picture.text(axes.left, 466, "bar: median; whisker: 99th percentile; dashed: the bound by arithmetic", 12,

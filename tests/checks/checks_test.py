@@ -158,7 +158,7 @@ class TopLevel(Tree):
         for name in REQUIRED:
             self.write(name if "." in name or name == "LICENSE" else f"{name}/README.md")
 
-    def test_pass_on_what_the_design_names(self):
+    def test_pass_on_the_entries_that_it_names(self):
         self.write(".gitignore")
         self.write("build/release/CMakeCache.txt")
         self.assertEqual(top_level_faults(self.root), [])
