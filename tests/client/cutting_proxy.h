@@ -1,5 +1,4 @@
-// A TCP proxy that cuts its connections after so many bytes up or down. It runs in the test's own process,
-// which says where each cut comes; tests/kill/cutting_proxy.py draws instants for whole processes.
+// A TCP proxy that cuts its connections after so many bytes up or down.
 #ifndef BALLAST_TESTS_CLIENT_CUTTING_PROXY_H_
 #define BALLAST_TESTS_CLIENT_CUTTING_PROXY_H_
 
@@ -22,6 +21,8 @@
 
 namespace ballast::client {
 
+// In the test's own process, which says where each cut comes. tests/kill/cutting_proxy.py is for whole
+// processes, and draws the instants of its cuts.
 class CuttingProxy {
  public:
   struct Budget {

@@ -40,8 +40,9 @@ std::string Name(Way way) {
 ServiceForTests::ServiceForTests(Way way, server::ServerOptions options)
     : ServiceForTests(ListenIn(way, std::move(options))) {}
 
-ServiceForTests::ServiceForTests(const server::ServerOptions& options)
-    : server_(server::Server::Start(engine_, options).value()) {
+ServiceForTests::ServiceForTests(const server::ServerOptions& options, FileSystem* file_system)
+    : engine_({.memory_limit_bytes = kTestMemoryBytes, .threads = 2, .file_system = file_system}),
+      server_(server::Server::Start(engine_, options).value()) {
   Use(NewChannel());
 }
 

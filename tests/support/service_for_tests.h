@@ -13,6 +13,7 @@
 
 #include "ballast/v1/ballast.grpc.pb.h"
 #include "cpu_optimizer_service/engine.h"
+#include "cpu_optimizer_service/host/file_system.h"
 #include "server/server.h"
 
 namespace ballast {
@@ -24,7 +25,9 @@ std::string Name(Way way);
 
 class ServiceForTests {
  public:
-  explicit ServiceForTests(const server::ServerOptions& options = {.listen = {"127.0.0.1:0"}});
+  // `file_system` outlives it; null: the system's files.
+  explicit ServiceForTests(const server::ServerOptions& options = {.listen = {"127.0.0.1:0"}},
+                           FileSystem* file_system = nullptr);
   // Reachable in this way; `options.listen` is not used.
   explicit ServiceForTests(Way way, server::ServerOptions options = {});
 
@@ -43,7 +46,7 @@ class ServiceForTests {
   std::string StateHash(const std::string& job);
 
  private:
-  Engine engine_{{.memory_limit_bytes = kTestMemoryBytes, .threads = 2}};
+  Engine engine_;
   std::unique_ptr<server::Server> server_;
   std::shared_ptr<grpc::Channel> channel_;
   std::unique_ptr<v1::JobService::Stub> jobs_;
