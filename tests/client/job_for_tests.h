@@ -4,6 +4,7 @@
 
 #include <string>
 
+#include "cpu_optimizer_service/common/buckets.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/layout.h"
 

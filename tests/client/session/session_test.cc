@@ -15,6 +15,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "client/connect.h"
+#include "cpu_optimizer_service/common/buckets.h"
 #include "tests/client/job_for_tests.h"
 #include "tests/client/session/rank_for_tests.h"
 #include "tests/client/session/reference_run.h"

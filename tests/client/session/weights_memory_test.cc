@@ -8,6 +8,7 @@
 #include <fstream>
 
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/buckets.h"
 #include "tests/client/session/scripted_session.h"
 
 namespace ballast::client {
