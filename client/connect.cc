@@ -12,7 +12,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
-#include "client/session.h"
 #include "cpu_optimizer_service/common/status.h"
 
 namespace ballast::client {

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <vector>
 
+#include "client/connect.h"
 #include "client/session.h"
 
 namespace client = ballast::client;

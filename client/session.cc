@@ -4,6 +4,7 @@
 
 #include "client/connect.h"
 #include "client/session/session_impl.h"
+#include "client/transport/clock.h"
 #include "client/transport/grpc_transport.h"
 
 namespace ballast::client {

@@ -4,14 +4,14 @@
 #include <string>
 #include <vector>
 
-#include "client/cli/atomic_file.h"
 #include "client/cli/cli_command.h"
+#include "cpu_optimizer_service/common/atomic_file.h"
 
 namespace {
 
 // Ends as the signal does by default, without leaving half a file.
 void EndBySignal(int signal) {
-  ballast::client::cli::RemoveUnfinishedFile();
+  ballast::RemoveUnfinishedFile();
   std::signal(signal, SIG_DFL);
   std::raise(signal);
 }

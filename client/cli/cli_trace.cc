@@ -10,12 +10,12 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
-#include "client/cli/atomic_file.h"
 #include "client/cli/chrome_trace.h"
 #include "client/cli/cli_command.h"
 #include "client/cli/cli_json.h"
 #include "client/cli/cli_service.h"
 #include "client/cli/cli_text.h"
+#include "client/cli/output_file.h"
 #include "client/cli/trace_summary.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
@@ -37,7 +37,7 @@ class Download {
  public:
   // All outlive it.
   Download(const JobSpec& spec, const Layout& layout, std::vector<bool> shares_memory,
-           WholeFile& file)
+           AtomicFile& file)
       : layout_(layout),
         chrome_(spec.name, layout),
         summary_(spec, layout, std::move(shares_memory)),
@@ -72,7 +72,7 @@ class Download {
   const Layout& layout_;
   ChromeTrace chrome_;
   TraceSummary summary_;
-  WholeFile& file_;
+  AtomicFile& file_;
   bool started_ = false;
   uint64_t dropped_events_ = 0;
   int64_t unknown_events_ = 0;  // Of kinds that only a newer client can show.
@@ -124,7 +124,7 @@ absl::StatusOr<std::string> Trace(Service& service, const TraceRequest& request,
   BALLAST_ASSIGN_OR_RETURN(const Layout layout, Layout::Create(spec.layout));
   std::vector<bool> shares_memory;
   for (const v1::RankProgress& rank : job.ranks()) shares_memory.push_back(rank.shared_memory());
-  BALLAST_ASSIGN_OR_RETURN(const std::unique_ptr<WholeFile> file, WholeFile::Create(request.out));
+  BALLAST_ASSIGN_OR_RETURN(const std::unique_ptr<AtomicFile> file, CreateOutputFile(request.out));
   Download download(spec, layout, std::move(shares_memory), *file);
   v1::TraceJobRequest message;
   message.set_name(proto::JobName(request.job));

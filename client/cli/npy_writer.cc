@@ -28,7 +28,7 @@ absl::StatusOr<std::unique_ptr<NpyWriter>> NpyWriter::Create(std::string path,
                                                              absl::Span<const int64_t> shape) {
   int64_t data_bytes = sizeof(float);
   for (int64_t extent : shape) data_bytes *= extent;
-  BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<WholeFile> file, WholeFile::Create(std::move(path)));
+  BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<AtomicFile> file, CreateOutputFile(std::move(path)));
   BALLAST_RETURN_IF_ERROR(file->Append(NpyHeader(shape)));
   return std::unique_ptr<NpyWriter>(new NpyWriter(std::move(file), data_bytes));
 }

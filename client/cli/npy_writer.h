@@ -15,7 +15,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "client/cli/atomic_file.h"
+#include "client/cli/output_file.h"
 
 namespace ballast::client::cli {
 
@@ -35,10 +35,10 @@ class NpyWriter {
   absl::Status Commit();
 
  private:
-  NpyWriter(std::unique_ptr<WholeFile> file, int64_t data_bytes)
+  NpyWriter(std::unique_ptr<AtomicFile> file, int64_t data_bytes)
       : file_(std::move(file)), data_bytes_(data_bytes) {}
 
-  const std::unique_ptr<WholeFile> file_;
+  const std::unique_ptr<AtomicFile> file_;
   const int64_t data_bytes_;
   int64_t appended_bytes_ = 0;
 };

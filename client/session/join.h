@@ -10,6 +10,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "client/session.h"
+#include "client/transport/clock.h"
 #include "client/transport/transport.h"
 
 namespace ballast::client {

@@ -6,7 +6,7 @@
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
-#include "client/transport/transport.h"
+#include "client/transport/clock.h"
 
 namespace ballast::client {
 

@@ -184,7 +184,7 @@ void SendLog::Detach() {
   for (Entry& entry : entries_) entry.number = 0;
 }
 
-SendLog::Resumed SendLog::Resume(TrainStream& stream, const v1::Opened& opened) {
+SendLog::Resumed SendLog::Resume(TrainCall& stream, const v1::Opened& opened) {
   const HeldByService held(opened);
   std::deque<Entry> before;  // What is held is destroyed after the lock.
   Resumed resumed;

@@ -67,7 +67,7 @@ class SendLog {
     int64_t sent = 0;
     int64_t held = 0;  // Forgotten, and their payloads given back.
   };
-  Resumed Resume(TrainStream& stream, const v1::Opened& opened);
+  Resumed Resume(TrainCall& stream, const v1::Opened& opened);
 
   // Wakes and refuses all senders with `status`, and waits for no more acknowledgements. The first
   // status stays.
@@ -94,7 +94,7 @@ class SendLog {
   const std::shared_ptr<Lent> lent_;
   mutable Mutex mutex_;
   CondVar room_;
-  TrainStream* stream_ ABSL_GUARDED_BY(mutex_) = nullptr;
+  TrainCall* stream_ ABSL_GUARDED_BY(mutex_) = nullptr;
   uint64_t sent_ ABSL_GUARDED_BY(mutex_) = 1;  // On the stream, the open message included.
   int64_t unacknowledged_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   std::deque<Entry> entries_ ABSL_GUARDED_BY(mutex_);

@@ -115,7 +115,7 @@ void SessionImpl::ShareMemory(const v1::SharedMemoryOffer& offer, absl::Time dea
   // Time is left for the stream; a service that listens at all answers soon.
   const absl::Duration limit =
       std::clamp((deadline - clock_.Now()) / 2, absl::Seconds(1), kLongestWaitForSharedMemory);
-  absl::StatusOr<std::unique_ptr<SharedMemory>> shared = SharedMemory::Connect(
+  absl::StatusOr<std::unique_ptr<SharedMapping>> shared = SharedMapping::Connect(
       offer, RankMemoryLayout(layout_, options_.job.groups, options_.rank), limit);
   if (shared.ok()) {
     shared_memory_ = *std::move(shared);

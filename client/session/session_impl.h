@@ -12,11 +12,12 @@
 #include "client/session/callers.h"
 #include "client/session/gradient_places.h"
 #include "client/session/send_log.h"
-#include "client/session/shared_memory.h"
+#include "client/session/shared_mapping.h"
 #include "client/session/step_progress.h"
 #include "client/session/stream_keeper.h"
 #include "client/session/weight_sink.h"
 #include "client/session/weights_memory.h"
+#include "client/transport/clock.h"
 #include "client/transport/transport.h"
 
 namespace ballast::client {
@@ -115,8 +116,8 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   const Layout layout_;
 
   // Constant once open.
-  v1::AttachWorkerResponse attached_;            // Without its job.
-  std::unique_ptr<SharedMemory> shared_memory_;  // Null: everything goes through the stream.
+  v1::AttachWorkerResponse attached_;             // Without its job.
+  std::unique_ptr<SharedMapping> shared_memory_;  // Null: everything goes through the stream.
   std::string trainer_state_;
   bool last_step_applied_ = true;
 

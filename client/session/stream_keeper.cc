@@ -123,7 +123,7 @@ absl::Status StreamKeeper::Open(absl::Duration limit) {
 }
 
 absl::StatusOr<v1::Opened> StreamKeeper::OpenStream(absl::Duration limit) {
-  stream_ = transport_.OpenTrainStream(*this);
+  stream_ = transport_.OpenTrainCall(*this);
   v1::TrainRequest request;
   *request.mutable_open() = settings_.open;
   stream_->Send(request);

@@ -22,6 +22,7 @@
 #include "absl/time/time.h"
 #include "client/session/retry.h"
 #include "client/session/send_log.h"
+#include "client/transport/clock.h"
 #include "client/transport/transport.h"
 #include "cpu_optimizer_service/common/mutex.h"
 
@@ -87,7 +88,7 @@ class StreamKeeper final : private TrainListener {
   const Settings settings_;
 
   // Of whoever opens: the owner's thread at first, then the keeper's.
-  std::unique_ptr<TrainStream> stream_;
+  std::unique_ptr<TrainCall> stream_;
   // One outage lasts until the service has taken something on a new stream, or that has stood for a
   // while, so that what breaks every stream is not tried for ever.
   std::optional<Backoff> outage_;

@@ -37,7 +37,7 @@ absl::StatusOr<WeightsMemory> WeightsMemory::Reserve(const Layout& layout,
   return self;
 }
 
-WeightsMemory WeightsMemory::In(const SharedMemory& shared, const Layout& layout, int rank) {
+WeightsMemory WeightsMemory::In(const SharedMapping& shared, const Layout& layout, int rank) {
   WeightsMemory self(layout.chunks().size());
   for (int chunk : layout.chunks_of_rank(rank)) self.places_[chunk] = shared.weights(chunk);
   return self;

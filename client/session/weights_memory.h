@@ -17,7 +17,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "client/session/available_memory.h"
-#include "client/session/shared_memory.h"
+#include "client/session/shared_mapping.h"
 #include "client/transport/transport.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/layout.h"
@@ -33,7 +33,7 @@ class WeightsMemory {
                                                const std::vector<GroupSpec>& groups, int rank,
                                                int64_t available_bytes = AvailableMemoryBytes());
   // The places in `shared`, which is borrowed.
-  static WeightsMemory In(const SharedMemory& shared, const Layout& layout, int rank);
+  static WeightsMemory In(const SharedMapping& shared, const Layout& layout, int rank);
 
   // Empty for what is no chunk of the rank.
   absl::Span<std::byte> at(size_t chunk) const {

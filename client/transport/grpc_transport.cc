@@ -10,7 +10,7 @@
 #include "ballast/v1/ballast.grpc.pb.h"
 #include "client/transport/blocking_call.h"
 #include "client/transport/calls_under_way.h"
-#include "client/transport/train_stream.h"
+#include "client/transport/train_call.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/frame.h"
 #include "proto/status.h"
@@ -120,8 +120,8 @@ class GrpcTransport final : public Transport {
     return step;
   }
 
-  std::unique_ptr<TrainStream> OpenTrainStream(TrainListener& listener) override {
-    return OpenGrpcTrainStream(channel_, listener);
+  std::unique_ptr<TrainCall> OpenTrainCall(TrainListener& listener) override {
+    return OpenGrpcTrainCall(channel_, listener);
   }
 
   // gRPC says SHUTDOWN of every channel within the process, and crashes when a call is begun on one

@@ -9,13 +9,11 @@
 #include <memory>
 #include <vector>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "ballast/v1/ballast.pb.h"
-#include "cpu_optimizer_service/common/mutex.h"
 
 namespace ballast::client {
 
@@ -35,9 +33,9 @@ class TrainListener {
 // The sending side of a rank's stream. Thread-safe; first in, first out. Sending neither blocks nor
 // calls back on the caller's thread, so it may be done under a lock. What is sent after the end of
 // the stream is dropped.
-class TrainStream {
+class TrainCall {
  public:
-  virtual ~TrainStream() =
+  virtual ~TrainCall() =
       default;  // Ends the stream; no listener call is running or comes after it.
   virtual void Send(const v1::TrainRequest& message) = 0;
   // The payload is borrowed, not copied. `let_go` runs once, on any thread, when the transport does
@@ -74,7 +72,7 @@ class Transport {
           place) = 0;
 
   // The listener outlives the stream.
-  virtual std::unique_ptr<TrainStream> OpenTrainStream(TrainListener& listener) = 0;
+  virtual std::unique_ptr<TrainCall> OpenTrainCall(TrainListener& listener) = 0;
 
   // False if a stream that breaks means that the service is gone for good, because both are in one
   // process. No call may be made then.
@@ -83,18 +81,6 @@ class Transport {
   // Ends all calls above that are under way in other threads, and every later one, with CANCELLED;
   // streams stay. For a session that is being destroyed.
   virtual void CancelCalls() = 0;
-};
-
-// Time, passed in so that a test decides how much of it passes.
-class Clock {
- public:
-  virtual ~Clock() = default;
-  virtual absl::Time Now() = 0;
-  virtual void SleepFor(absl::Duration duration) = 0;
-  // Returns when `changed` is notified or `duration` has passed, or sooner.
-  virtual void WaitFor(Mutex& mutex, CondVar& changed, absl::Duration duration)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) = 0;
-  static Clock& Real();
 };
 
 }  // namespace ballast::client

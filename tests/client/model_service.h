@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "client/transport/train_stream.h"
+#include "client/transport/train_call.h"
 #include "client/transport/transport.h"
 #include "cpu_optimizer_service/common/mutex.h"
 #include "tests/client/session/fake_transport.h"
@@ -336,7 +336,7 @@ class ModelTransport final : public Transport {
     }
     return step;
   }
-  std::unique_ptr<TrainStream> OpenTrainStream(TrainListener& listener) override {
+  std::unique_ptr<TrainCall> OpenTrainCall(TrainListener& listener) override {
     return std::make_unique<Stream>(service_, listener);
   }
   bool CanReconnect() override { return true; }
@@ -345,7 +345,7 @@ class ModelTransport final : public Transport {
  private:
   // One thread takes the messages in order and answers them, and lets go of each payload before it
   // takes it or, every other time, after the stream.
-  class Stream final : public TrainStream {
+  class Stream final : public TrainCall {
    public:
     Stream(ModelService& service, TrainListener& listener)
         : merges_(service.merges),

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "client/transport/clock.h"
 #include "client/transport/transport.h"
 #include "cpu_optimizer_service/common/mutex.h"
 #include "tests/client/session/message_name.h"
@@ -303,7 +304,7 @@ class FakeTransport final : public Transport {
     if (failure.has_value()) return failure->status;
     return read_step;
   }
-  std::unique_ptr<TrainStream> OpenTrainStream(TrainListener& listener) override {
+  std::unique_ptr<TrainCall> OpenTrainCall(TrainListener& listener) override {
     if (on_stream) on_stream();
     auto wire = std::make_shared<Wire>(listener);
     MutexLock lock(mutex_);
@@ -325,7 +326,7 @@ class FakeTransport final : public Transport {
     TrainListener& listener;
     TaskThread thread;
   };
-  class Stream final : public TrainStream {
+  class Stream final : public TrainCall {
    public:
     Stream(FakeTransport& fake, std::shared_ptr<Wire> wire, size_t index)
         : fake_(fake), wire_(std::move(wire)), index_(index) {}

@@ -19,7 +19,7 @@ namespace {
 using testing::ElementsAre;
 
 // Keeps what is sent, and borrows every payload until told otherwise.
-class RecordingStream final : public TrainStream {
+class RecordingStream final : public TrainCall {
  public:
   void Send(const v1::TrainRequest& message) override { names.push_back(NameOf(message)); }
   void SendGradient(const v1::GradientHeader& header, absl::Span<const std::byte> payload,

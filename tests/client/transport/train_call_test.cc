@@ -1,5 +1,5 @@
 // What goes over the wire of a rank's stream, as a service sees it.
-#include "client/transport/train_stream.h"
+#include "client/transport/train_call.h"
 
 #include <gmock/gmock.h>
 #include <grpcpp/server.h>
@@ -88,7 +88,7 @@ v1::TrainRequest End(uint32_t micro_step) {
   return end;
 }
 
-TEST(GrpcTrainStream, SharedGradientsThatWaitTogetherGoInOneMessageInOrder) {
+TEST(GrpcTrainCall, SharedGradientsThatWaitTogetherGoInOneMessageInOrder) {
   SlowService service;
   grpc::ServerBuilder builder;
   builder.RegisterService(&service);
@@ -96,7 +96,7 @@ TEST(GrpcTrainStream, SharedGradientsThatWaitTogetherGoInOneMessageInOrder) {
   DeafListener listener;
   {
     const auto stream =
-        OpenGrpcTrainStream(server->InProcessChannel(ServiceChannelArguments()), listener);
+        OpenGrpcTrainCall(server->InProcessChannel(ServiceChannelArguments()), listener);
     // So large that it cannot leave before the service reads; all others wait behind it.
     const std::vector<std::byte> payload(size_t{3} << 20);
     stream->SendGradient(Header(9, 0, false), payload, [] {});

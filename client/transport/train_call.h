@@ -2,8 +2,8 @@
 //
 // That thread does all sending and receiving, so a sender only queues, and the listener needs no
 // lock against itself. The queue of unsent buffers is bounded by its user (send_log.h).
-#ifndef BALLAST_CLIENT_TRANSPORT_TRAIN_STREAM_H_
-#define BALLAST_CLIENT_TRANSPORT_TRAIN_STREAM_H_
+#ifndef BALLAST_CLIENT_TRANSPORT_TRAIN_CALL_H_
+#define BALLAST_CLIENT_TRANSPORT_TRAIN_CALL_H_
 
 #include <grpcpp/channel.h>
 
@@ -16,9 +16,9 @@ namespace ballast::client {
 // The message of one gradient in shared memory, to which more chunks can be added.
 v1::TrainRequest SharedGradientRequest(const v1::GradientHeader& header);
 
-std::unique_ptr<TrainStream> OpenGrpcTrainStream(std::shared_ptr<grpc::Channel> channel,
-                                                 TrainListener& listener);
+std::unique_ptr<TrainCall> OpenGrpcTrainCall(std::shared_ptr<grpc::Channel> channel,
+                                             TrainListener& listener);
 
 }  // namespace ballast::client
 
-#endif  // BALLAST_CLIENT_TRANSPORT_TRAIN_STREAM_H_
+#endif  // BALLAST_CLIENT_TRANSPORT_TRAIN_CALL_H_

@@ -1,4 +1,4 @@
-#include "client/session/shared_memory.h"
+#include "client/session/shared_mapping.h"
 
 #include <fcntl.h>
 #include <linux/magic.h>
@@ -201,7 +201,7 @@ absl::StatusOr<std::byte*> Map(int file, size_t bytes) {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::Connect(
+absl::StatusOr<std::unique_ptr<SharedMapping>> SharedMapping::Connect(
     const v1::SharedMemoryOffer& offer, RankMemoryLayout places, absl::Duration limit) {
   const std::string& token = offer.token();
   if (token.size() != proto::kSharedMemoryTokenBytes || places.size_bytes() <= 0) {
@@ -221,27 +221,27 @@ absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::Connect(
   BALLAST_RETURN_IF_ERROR(CheckFile(file.number(), places.size_bytes()));
   BALLAST_ASSIGN_OR_RETURN(std::byte* const memory,
                            Map(file.number(), static_cast<size_t>(places.size_bytes())));
-  return std::unique_ptr<SharedMemory>(
-      new SharedMemory(std::move(places), std::move(connection), memory));
+  return std::unique_ptr<SharedMapping>(
+      new SharedMapping(std::move(places), std::move(connection), memory));
 }
 
-SharedMemory::SharedMemory(RankMemoryLayout places, FileDescriptor connection, std::byte* memory)
+SharedMapping::SharedMapping(RankMemoryLayout places, FileDescriptor connection, std::byte* memory)
     : places_(std::move(places)), connection_(std::move(connection)), memory_(memory) {}
 
-SharedMemory::~SharedMemory() {
+SharedMapping::~SharedMapping() {
   munmap(memory_, static_cast<size_t>(places_.size_bytes()));
   shutdown(connection_.number(), SHUT_RDWR);  // A forked process may hold the descriptor too.
 }
 
-absl::Span<std::byte> SharedMemory::At(const RankMemoryLayout::Place& place) const {
+absl::Span<std::byte> SharedMapping::At(const RankMemoryLayout::Place& place) const {
   if (place.offset_bytes < 0) return {};
   return {memory_ + place.offset_bytes, static_cast<size_t>(place.bytes)};
 }
 
-absl::Span<std::byte> SharedMemory::gradient(int chunk) const {
+absl::Span<std::byte> SharedMapping::gradient(int chunk) const {
   return At(places_.gradient(chunk));
 }
 
-absl::Span<std::byte> SharedMemory::weights(int chunk) const { return At(places_.weights(chunk)); }
+absl::Span<std::byte> SharedMapping::weights(int chunk) const { return At(places_.weights(chunk)); }
 
 }  // namespace ballast::client

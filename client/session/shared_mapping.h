@@ -11,8 +11,8 @@
 //
 // A process forked from this one does not have the mapping. The connection is closed at exec only,
 // so it is shut down here: the service hears of the end even while such a child holds it.
-#ifndef BALLAST_CLIENT_SESSION_SHARED_MEMORY_H_
-#define BALLAST_CLIENT_SESSION_SHARED_MEMORY_H_
+#ifndef BALLAST_CLIENT_SESSION_SHARED_MAPPING_H_
+#define BALLAST_CLIENT_SESSION_SHARED_MAPPING_H_
 
 #include <cstddef>
 #include <memory>
@@ -27,25 +27,25 @@
 
 namespace ballast::client {
 
-class SharedMemory {
+class SharedMapping {
  public:
   // NOT_FOUND: nobody listens there (another host, another network namespace). UNAVAILABLE: no
   // answer came within `limit`, which the message names, or the connection broke.
   // FAILED_PRECONDITION: the service refused, or what it handed over is not a sealed file, in
   // ordinary shared memory, of the size that `places` says.
-  static absl::StatusOr<std::unique_ptr<SharedMemory>> Connect(const v1::SharedMemoryOffer& offer,
-                                                               RankMemoryLayout places,
-                                                               absl::Duration limit);
-  ~SharedMemory();
-  SharedMemory(const SharedMemory&) = delete;
-  SharedMemory& operator=(const SharedMemory&) = delete;
+  static absl::StatusOr<std::unique_ptr<SharedMapping>> Connect(const v1::SharedMemoryOffer& offer,
+                                                                RankMemoryLayout places,
+                                                                absl::Duration limit);
+  ~SharedMapping();
+  SharedMapping(const SharedMapping&) = delete;
+  SharedMapping& operator=(const SharedMapping&) = delete;
 
   // The places of a chunk of the job; empty if it is not the rank's.
   absl::Span<std::byte> gradient(int chunk) const;
   absl::Span<std::byte> weights(int chunk) const;
 
  private:
-  SharedMemory(RankMemoryLayout places, FileDescriptor connection, std::byte* memory);
+  SharedMapping(RankMemoryLayout places, FileDescriptor connection, std::byte* memory);
   absl::Span<std::byte> At(const RankMemoryLayout::Place& place) const;
 
   const RankMemoryLayout places_;
@@ -55,4 +55,4 @@ class SharedMemory {
 
 }  // namespace ballast::client
 
-#endif  // BALLAST_CLIENT_SESSION_SHARED_MEMORY_H_
+#endif  // BALLAST_CLIENT_SESSION_SHARED_MAPPING_H_

@@ -1,4 +1,4 @@
-#include "client/transport/train_stream.h"
+#include "client/transport/train_call.h"
 
 #include <grpc/support/time.h>
 #include <grpcpp/alarm.h>
@@ -21,16 +21,16 @@
 namespace ballast::client {
 namespace {
 
-class GrpcTrainStream final : public TrainStream {
+class GrpcTrainCall final : public TrainCall {
  public:
-  GrpcTrainStream(std::shared_ptr<grpc::Channel> channel, TrainListener& listener)
+  GrpcTrainCall(std::shared_ptr<grpc::Channel> channel, TrainListener& listener)
       : listener_(listener), stub_(std::move(channel)) {
     call_ = stub_.PrepareCall(&context_, "/ballast.v1.TrainService/Train", &queue_);
     call_->StartCall(&start_);
     thread_ = std::thread([this] { Run(); });
   }
 
-  ~GrpcTrainStream() override {
+  ~GrpcTrainCall() override {
     context_.TryCancel();
     thread_.join();
   }
@@ -208,9 +208,9 @@ v1::TrainRequest SharedGradientRequest(const v1::GradientHeader& header) {
   return message;
 }
 
-std::unique_ptr<TrainStream> OpenGrpcTrainStream(std::shared_ptr<grpc::Channel> channel,
-                                                 TrainListener& listener) {
-  return std::make_unique<GrpcTrainStream>(std::move(channel), listener);
+std::unique_ptr<TrainCall> OpenGrpcTrainCall(std::shared_ptr<grpc::Channel> channel,
+                                             TrainListener& listener) {
+  return std::make_unique<GrpcTrainCall>(std::move(channel), listener);
 }
 
 }  // namespace ballast::client
