@@ -11,7 +11,7 @@ namespace ballast::client {
 
 absl::StatusOr<std::unique_ptr<Session>> Session::Open(std::shared_ptr<grpc::Channel> channel,
                                                        SessionOptions options) {
-  KeepHeapWarm();  // Also for channels that Connect has not made, such as in-process ones.
+  KeepHeapWarm();  // Also for channels that Connect did not make, such as in-process ones.
   std::unique_ptr<Transport> transport =
       MakeGrpcTransport(std::move(channel), options.join_timeout);
   return SessionImpl::Open(std::move(transport), Clock::Real(), std::move(options));

@@ -35,15 +35,15 @@ absl::StatusOr<v1::AttachWorkerResponse> Join(Transport& transport, Clock& clock
   attach.set_uid(options.job_uid);
   attach.set_shared_memory(options.shared_memory == SharedMemoryUse::kAuto);
   *attach.mutable_job() = proto::ToProto(options.job);
-  // The last call, at the deadline, has time enough to say what is wrong.
+  // The last call, at the deadline, has enough time to return a reason.
   const auto left = [&] { return std::max(deadline - clock.Now(), absl::Seconds(1)); };
-  // Where a certain job is wanted, an empty one must not pass for it.
+  // If a certain job is wanted, a new and empty one must not take its place.
   const bool creates = options.rank == 0 && options.job_uid.empty();
   if (creates) {
     v1::CreateJobRequest create;
     *create.mutable_job() = attach.job();
     const absl::Status created = transport.CreateJob(create, left()).status();
-    // If it is there, attaching compares the descriptions.
+    // If the job exists, attaching compares the descriptions.
     if (!created.ok() && !absl::IsAlreadyExists(created)) return created;
   }
   Backoff backoff(clock, deadline);

@@ -37,7 +37,7 @@ absl::Status Failed(absl::string_view what) {
 std::chrono::milliseconds Left(Deadline deadline) {
   const auto left =
       std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
-  // At least one, since 0 means no limit to a socket; no more than poll takes.
+  // At least 1, because 0 means no limit for a socket; at most what poll accepts.
   return std::clamp(left, std::chrono::milliseconds(1), std::chrono::milliseconds(1 << 30));
 }
 
@@ -46,7 +46,7 @@ bool Passed(Deadline deadline) { return std::chrono::steady_clock::now() >= dead
 absl::StatusOr<FileDescriptor> Dial(const std::string& name, Deadline deadline) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
-  // An abstract name begins with a zero byte and is as long as it is said to be.
+  // An abstract name begins with a zero byte, and its length is given, not found by a final zero.
   if (name.empty() || name.size() >= sizeof(address.sun_path)) {
     return absl::FailedPreconditionError(
         absl::StrCat("the service named a socket of ", name.size(), " characters"));
@@ -58,7 +58,7 @@ absl::StatusOr<FileDescriptor> Dial(const std::string& name, Deadline deadline) 
   const std::chrono::milliseconds left = Left(deadline);
   const timeval limit = {.tv_sec = static_cast<time_t>(left.count() / 1000),
                          .tv_usec = static_cast<suseconds_t>(left.count() % 1000 * 1000)};
-  // Bounds connecting too: where the other side's queue of connections is full, it waits.
+  // The limit also bounds connect, which waits while the other side's queue of connections is full.
   if (setsockopt(connection.number(), SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof(limit)) != 0) {
     return Failed("a limit on the socket for shared memory");
   }
@@ -91,14 +91,14 @@ absl::Status AwaitAnswer(int connection, Deadline deadline, absl::Duration limit
   }
 }
 
-// What the service said, and the files that came with it.
+// The service's answer, and the files that it carried.
 struct Answer {
   std::string text;
   std::vector<FileDescriptor> files;
 };
 
 absl::StatusOr<Answer> ReadAnswer(int connection) {
-  // Room for more than is expected, so that it can be closed.
+  // Room for more files than expected, so that unexpected ones are received and closed.
   constexpr size_t kMostFiles = 8;
   std::array<char, 1 + proto::kMaxSharedMemoryRefusalBytes> text;
   alignas(cmsghdr) std::array<char, CMSG_SPACE(kMostFiles * sizeof(int))> control;
@@ -148,9 +148,9 @@ absl::StatusOr<FileDescriptor> TakeFile(Answer answer) {
   return std::move(answer.files[0]);
 }
 
-// After this, the file is as large as it is for ever, so a mapping of it has no end that moves.
+// Checks that the file's size is fixed, so that no access to a mapping of it can be beyond its end.
 absl::Status CheckFile(int file, int64_t size_bytes) {
-  // In a file of reserved huge pages, an access fails where none is left.
+  // In a file of reserved huge pages, an access fails if no such page is left.
   struct statfs system;
   if (fstatfs(file, &system) != 0) return Failed("the service's memory file");
   if (system.f_type != TMPFS_MAGIC) {
@@ -180,15 +180,15 @@ absl::StatusOr<std::byte*> Map(int file, size_t bytes) {
     return absl::FailedPreconditionError(
         absl::StrCat("mapping the service's memory file: ", std::strerror(errno)));
   }
-  madvise(memory, bytes, MADV_HUGEPAGE);  // Nothing is lost where they are not to be had.
-  // A forked child that still ran the trainer's code would write into the parent's gradients.
+  madvise(memory, bytes, MADV_HUGEPAGE);  // Only a hint: a failure costs some speed.
+  // A forked child that continued the trainer's code would write into the parent's gradients.
   if (madvise(memory, bytes, MADV_DONTFORK) != 0) {
     const absl::Status failed = Failed("keeping shared memory from forked processes");
     munmap(memory, bytes);
     return failed;
   }
 #ifdef MADV_POPULATE_WRITE
-  // Now rather than page by page in the first step. Kernels before 5.14 do not know it.
+  // Allocates the pages now rather than one by one in the first step. EINVAL: a kernel before 5.14.
   if (madvise(memory, bytes, MADV_POPULATE_WRITE) != 0 && errno != EINVAL) {
     const absl::Status failed = absl::FailedPreconditionError(
         absl::StrCat("the service's memory file has holes: ", std::strerror(errno)));
@@ -230,7 +230,7 @@ SharedMapping::SharedMapping(RankMemoryLayout places, FileDescriptor connection,
 
 SharedMapping::~SharedMapping() {
   munmap(memory_, static_cast<size_t>(places_.size_bytes()));
-  shutdown(connection_.number(), SHUT_RDWR);  // A forked process may hold the descriptor too.
+  shutdown(connection_.number(), SHUT_RDWR);  // A forked process may have the descriptor too.
 }
 
 absl::Span<std::byte> SharedMapping::At(const RankMemoryLayout::Place& place) const {

@@ -1,16 +1,19 @@
 // The worker's end of memory shared with a service on the same host.
 //
-// The service makes a memory file, sealed against growing and shrinking, and hands it over an
-// abstract unix socket to whoever shows the token that AttachWorker gave this rank. The connection
-// stays open for as long as this lives: its end tells the service that the memory is not needed.
-// Nothing of the service is trusted: kind, seals and size are checked before the file is mapped, so
-// that no access to the mapping can lie beyond the file's end. Its pages are taken when it is
-// mapped. Seals do not keep the service from punching holes into the file; a page that is gone so
-// comes back as zeros at the next access, and only where the system has no memory left for it does
-// that access fail, as with any other memory.
+// The service makes a memory file, sealed against growing and shrinking, and hands it over through
+// an abstract unix socket to the process that sends the token which AttachWorker gave this rank.
+// The connection stays open while this object lives; its end tells the service that the memory is
+// no longer needed.
 //
-// A process forked from this one does not have the mapping. The connection is closed at exec only,
-// so it is shut down here: the service hears of the end even while such a child holds it.
+// The service is not trusted: kind, seals and size are checked before the file is mapped, so that
+// no access to the mapping can be beyond the file's end. The pages are allocated when the file is
+// mapped. Seals do not prevent the service from punching holes into the file. A page that is gone
+// reads as zeros at the next access; that access fails only if the system has no memory left for
+// the page, as with any other memory.
+//
+// A process forked from this one does not have the mapping. It does have the connection's
+// descriptor, which is closed only at exec, so the destructor shuts the connection down: the
+// service is notified even while such a child has the descriptor.
 #ifndef BALLAST_CLIENT_SESSION_SHARED_MAPPING_H_
 #define BALLAST_CLIENT_SESSION_SHARED_MAPPING_H_
 
@@ -29,10 +32,10 @@ namespace ballast::client {
 
 class SharedMapping {
  public:
-  // NOT_FOUND: nobody listens there (another host, another network namespace). UNAVAILABLE: no
-  // answer came within `limit`, which the message names, or the connection broke.
-  // FAILED_PRECONDITION: the service refused, or what it handed over is not a sealed file, in
-  // ordinary shared memory, of the size that `places` says.
+  // NOT_FOUND: no process listens there (another host, another network namespace). UNAVAILABLE: no
+  // answer arrived within `limit`, which the message names, or the connection broke.
+  // FAILED_PRECONDITION: the service refused, or what it handed over is not a sealed file in
+  // ordinary shared memory, of the size of `places`.
   static absl::StatusOr<std::unique_ptr<SharedMapping>> Connect(const v1::SharedMemoryOffer& offer,
                                                                 RankMemoryLayout places,
                                                                 absl::Duration limit);
@@ -40,7 +43,7 @@ class SharedMapping {
   SharedMapping(const SharedMapping&) = delete;
   SharedMapping& operator=(const SharedMapping&) = delete;
 
-  // The places of a chunk of the job; empty if it is not the rank's.
+  // The places of a chunk of the job; empty if the chunk is not the rank's.
   absl::Span<std::byte> gradient(int chunk) const;
   absl::Span<std::byte> weights(int chunk) const;
 

@@ -97,7 +97,7 @@ absl::StatusOr<StepDecision> StepProgress::AwaitDecision(absl::Duration limit) {
   MutexLock lock(mutex_);
   bool in_time = true;
   for (;;) {
-    // What came counts, even if the stream failed after it.
+    // A decision that arrived is valid even if the stream failed later.
     if (decision_.has_value()) return *decision_;
     if (!failure_.ok()) return failure_;
     if (refusal_.has_value()) return absl::FailedPreconditionError(*refusal_);

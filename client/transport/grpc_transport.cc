@@ -18,6 +18,7 @@
 namespace ballast::client {
 namespace {
 
+// For calls that allocate or move the state of a whole job.
 constexpr absl::Duration kLongLimit = absl::Hours(1);
 
 template <typename Stub, typename Request, typename Response>
@@ -34,7 +35,7 @@ absl::StatusOr<Response> Call(CallsUnderWay& calls, Stub& stub,
   return response;
 }
 
-// Sends chunk after chunk until all are sent or the service has ended the call.
+// Sends the chunks one by one until all are sent or the service has ended the call.
 void SendWeights(BlockingCall& call, absl::Span<const int> chunks,
                  const std::function<std::vector<float>(int chunk)>& fill) {
   for (int chunk : chunks) {
@@ -83,6 +84,7 @@ class GrpcTransport final : public Transport {
     BlockingCall call(channel_, "/ballast.v1.TrainService/UploadWeights", kLongLimit, calls_);
     v1::UploadWeightsRequest first;
     *first.mutable_open() = open;
+    // If a write fails, the service has ended the call, and Finish returns its reason.
     if (call.Write(proto::SerializeControl(first))) SendWeights(call, chunks, fill);
     grpc::ByteBuffer answer;
     const bool answered = call.Read(&answer);
@@ -124,8 +126,8 @@ class GrpcTransport final : public Transport {
     return OpenGrpcTrainCall(channel_, listener);
   }
 
-  // gRPC says SHUTDOWN of every channel within the process, and crashes when a call is begun on one
-  // whose server is gone.
+  // gRPC returns SHUTDOWN for every in-process channel, and crashes when a call begins on one whose
+  // server is gone.
   bool CanReconnect() override { return channel_->GetState(false) != GRPC_CHANNEL_SHUTDOWN; }
 
   void CancelCalls() override { calls_.Cancel(); }
