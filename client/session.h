@@ -127,7 +127,7 @@ struct GradientPush {
   absl::Span<const std::byte> payload;
   // Called exactly once, from any thread, possibly the caller's before Push returns; so the caller
   // must not have a lock that `released` takes. Nullable. It is called
-  // - when the service holds the payload, or the session has failed, and gRPC no longer uses it;
+  // - when the service has the payload, or the session has failed, and gRPC no longer uses it;
   // - when Push returns an error;
   // - at once, if memory is shared and the payload was copied there. It is not copied if the
   //   trainer has asked for the chunk's place, or if the chunk's previous push is still in use.

@@ -89,7 +89,7 @@ std::string SummaryText(const v1::StateSummary& summary) {
       FormatField("group", BareName(summary.group())),
       FormatField("step", absl::StrCat(FormatCount(summary.step()), " committed, updated ",
                                        FormatCount(summary.update_count()), " times")));
-  if (!summary.trainable()) absl::StrAppend(&text, "frozen: the service holds no state for it\n");
+  if (!summary.trainable()) absl::StrAppend(&text, "frozen: the service has no state for it\n");
   for (const v1::PlaneSummary& plane : summary.planes()) {
     absl::StrAppend(&text, "\n", Name(plane.plane()), ": norm ", FormatNumber(plane.norm()),
                     ", mean ", FormatNumber(plane.mean()), ", min ", FormatNumber(plane.min()),

@@ -18,7 +18,7 @@ constexpr int kWrongUsage = 2;
 std::string OverviewText(const std::vector<Command>& commands) {
   std::string text =
       "usage: ballast COMMAND [arguments] [flags]\n\n"
-      "Looks at, and works on, the jobs of a Ballast service.\n\ncommands:\n";
+      "Shows and changes the jobs of a Ballast service.\n\ncommands:\n";
   for (const Command& command : commands) {
     std::string left = command.spec.name;
     for (const std::string& positional : command.spec.positionals) {

@@ -20,8 +20,8 @@ namespace {
 struct StateRequest {
   std::string job;
   std::string parameter;
-  v1::Plane plane = v1::PLANE_UNSPECIFIED;  // All.
-  std::string out;                          // Empty: print.
+  v1::Plane plane = v1::PLANE_UNSPECIFIED;  // All planes.
+  std::string out;                          // Empty: print a summary.
 };
 
 absl::Status SuggestParameter(Service& service, const absl::Status& status,
@@ -58,7 +58,7 @@ absl::StatusOr<std::string> Summarize(Service& service, const StateRequest& requ
   return json ? Dump(ToJson(*summary)) : SummaryText(*summary);
 }
 
-// One plane on its way into a file.
+// Writes one plane to a file as its parts arrive.
 class Download {
  public:
   explicit Download(const std::string& path) : path_(path) {}

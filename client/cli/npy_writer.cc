@@ -14,7 +14,7 @@ std::string NpyHeader(absl::Span<const int64_t> shape) {
                     shape.size() == 1 || i + 1 < shape.size() ? "," : "");
   }
   absl::StrAppend(&dictionary, "), }");
-  constexpr size_t kPrefixBytes = 10;
+  constexpr size_t kPrefixBytes = 10;  // Magic, version and length.
   const size_t unpadded = kPrefixBytes + dictionary.size() + 1;
   dictionary.append((64 - unpadded % 64) % 64, ' ');
   dictionary.push_back('\n');

@@ -2,7 +2,7 @@
 //
 // The trainer itself writes to a place that it has asked for. The other places are the session's:
 // it copies pushes of other memory there. Such a place is free until the session copies a push
-// there, and again when the service holds that push; after a final push, from the next step on,
+// there, and again when the service has that push; after a final push, from the next step on,
 // because the service reads a final gradient in place.
 //
 //   kFree -- GiveToTrainer --> kTrainers (for the session's lifetime)

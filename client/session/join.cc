@@ -84,7 +84,7 @@ absl::Status AwaitFirstWeights(const std::function<absl::StatusOr<v1::Job>()>& g
       if (!rank.attached()) absent.push_back(rank.rank());
     }
     return absl::DeadlineExceededError(absl::StrCat(
-        "not all first weights have come within ", absl::FormatDuration(options.join_timeout), "; ",
+        "not all first weights arrived within ", absl::FormatDuration(options.join_timeout), "; ",
         absent.empty() ? "all ranks are attached, and one has not uploaded its weights"
                        : absl::StrCat("not attached: rank ", absl::StrJoin(absent, ", "))));
   }

@@ -10,10 +10,10 @@
 namespace ballast::client {
 namespace {
 
-// What the service holds of the step that the rank has begun, as a new stream's answer shows it.
-class HeldByService {
+// What the service has of the step that the rank has begun, as a new stream's answer shows it.
+class ArrivedAtService {
  public:
-  explicit HeldByService(const v1::Opened& opened)
+  explicit ArrivedAtService(const v1::Opened& opened)
       : step_(opened.open_step()), micro_steps_ended_(opened.micro_steps_ended()) {
     for (const v1::ChunkCount& count : opened.delivered()) {
       next_micro_step_[count.chunk()] = count.next_micro_step();
@@ -170,9 +170,9 @@ void SendLog::SealRefused() {
 }
 
 void SendLog::StepDecided() {
-  std::deque<Entry> held;  // Destroyed without the lock.
+  std::deque<Entry> done;  // Destroyed without the lock.
   MutexLock lock(mutex_);
-  held.swap(entries_);
+  done.swap(entries_);
   seal_.reset();
   unacknowledged_bytes_ = 0;
   room_.NotifyAll();
@@ -186,7 +186,7 @@ void SendLog::Detach() {
 }
 
 SendLog::Resumed SendLog::Resume(TrainCall& stream, const v1::Opened& opened) {
-  const HeldByService held(opened);
+  const ArrivedAtService arrived(opened);
   std::deque<Entry> before;  // Destroyed without the lock.
   Resumed resumed;
   MutexLock lock(mutex_);
@@ -195,8 +195,8 @@ SendLog::Resumed SendLog::Resume(TrainCall& stream, const v1::Opened& opened) {
   before.swap(entries_);
   for (Entry& entry : before) {
     if (entry.message.has_seal()) continue;  // The last seal is sent below.
-    if (held.Has(entry.message)) {
-      ++resumed.held;
+    if (arrived.Has(entry.message)) {
+      ++resumed.arrived;
       unacknowledged_bytes_ -= static_cast<int64_t>(entry.payload.size());
     } else {
       ++resumed.sent;

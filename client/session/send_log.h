@@ -1,9 +1,9 @@
 // The log of what a rank has sent in a step and the service has not acknowledged: control messages
 // and gradients, in order. It numbers the messages of a stream (each gradient counts as one, also
 // if one message carries several), bounds the unacknowledged payload bytes, and sends again on a
-// new stream what the service does not hold.
+// new stream what the service does not have.
 //
-// Each payload is borrowed twice: until the service holds it, and until the transport no longer
+// Each payload is borrowed twice: until the service has it, and until the transport no longer
 // uses it. `released` runs when both have ended, or at once if nothing was logged; exactly once in
 // every case, however often the payload was sent, and with no lock held.
 //
@@ -50,13 +50,13 @@ class SendLog {
   // borrows. Never blocks.
   absl::Status SendSharedGradient(const v1::GradientHeader& header, std::function<void()> released);
 
-  // The service holds the first `messages` messages of the stream, including the open message.
+  // The service has the first `messages` messages of the stream, including the open message.
   // INTERNAL if the stream carried fewer.
   absl::Status Acknowledge(uint64_t messages);
   // A seal is kept after its acknowledgement, because its answer may be lost with the stream. It is
   // kept until it is refused or the step is decided.
   void SealRefused();
-  // The service holds everything that was logged, acknowledged or not, because it has accepted
+  // The service has everything that was logged, acknowledged or not, because it has accepted
   // every rank's seal.
   void StepDecided();
 
@@ -64,10 +64,10 @@ class SendLog {
   // stream.
   void Detach();
   // Uses `stream`, which has carried its open message, from now on. Sends again every logged
-  // message that the answer, `opened`, does not show to be held. `stream` lives until Detach.
+  // message that the answer, `opened`, does not show to have arrived. `stream` lives until Detach.
   struct Resumed {
     int64_t sent = 0;
-    int64_t held = 0;  // Removed from the log, and their payloads returned.
+    int64_t arrived = 0;  // Removed from the log, and their payloads returned.
   };
   Resumed Resume(TrainCall& stream, const v1::Opened& opened);
 

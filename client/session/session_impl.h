@@ -70,7 +70,7 @@ class SessionImpl final : public Session, private StreamKeeper::User {
     return options_.job.update_mode == UpdateMode::kSpeculate && weights_memory_.has_value();
   }
   // Whether the gradient is at its chunk's place in shared memory, after copying it there if
-  // possible. Then the log releases `push` once the service holds it.
+  // possible. Then the log releases `push` once the service has it.
   bool PushInPlace(GradientPush& push);
 
   // session_stream.cc: messages of the service.

@@ -54,25 +54,26 @@ absl::StatusOr<FileDescriptor> Dial(const std::string& name, Deadline deadline) 
   std::memcpy(address.sun_path + 1, name.data(), name.size());
   const auto size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
   FileDescriptor connection(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-  if (connection.number() < 0) return Failed("no socket for shared memory");
+  if (connection.number() < 0) return Failed("cannot make a socket for shared memory");
   const std::chrono::milliseconds left = Left(deadline);
   const timeval limit = {.tv_sec = static_cast<time_t>(left.count() / 1000),
                          .tv_usec = static_cast<suseconds_t>(left.count() % 1000 * 1000)};
   // The limit also bounds connect, which waits while the other side's queue of connections is full.
   if (setsockopt(connection.number(), SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof(limit)) != 0) {
-    return Failed("a limit on the socket for shared memory");
+    return Failed("cannot limit the socket for shared memory");
   }
   while (connect(connection.number(), reinterpret_cast<const sockaddr*>(&address), size) != 0) {
     if (errno == EINTR && !Passed(deadline)) continue;
-    constexpr absl::string_view kNoWay = "no way to the service's shared memory";
+    constexpr absl::string_view kUnreachable = "cannot reach the service's shared memory";
     if (errno == EAGAIN) {
-      return absl::UnavailableError(absl::StrCat(kNoWay, ": it took no connection in time"));
+      return absl::UnavailableError(
+          absl::StrCat(kUnreachable, ": it accepted no connection in time"));
     }
     if (errno == ECONNREFUSED) {
-      return absl::NotFoundError(
-          absl::StrCat(kNoWay, ": nobody listens for it on this host; it is for the same host"));
+      return absl::NotFoundError(absl::StrCat(
+          kUnreachable, ": no process listens on this host; memory is shared only on one host"));
     }
-    return Failed(kNoWay);
+    return Failed(kUnreachable);
   }
   return connection;
 }
@@ -108,11 +109,11 @@ absl::StatusOr<Answer> ReadAnswer(int connection) {
   message.msg_iovlen = 1;
   message.msg_control = control.data();
   message.msg_controllen = control.size();
-  ssize_t came;
+  ssize_t received;
   do {
-    came = recvmsg(connection, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
-  } while (came < 0 && errno == EINTR);
-  if (came < 0) return Failed("receiving shared memory");
+    received = recvmsg(connection, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+  } while (received < 0 && errno == EINTR);
+  if (received < 0) return Failed("receiving shared memory");
   Answer answer;
   for (cmsghdr* part = CMSG_FIRSTHDR(&message); part != nullptr;
        part = CMSG_NXTHDR(&message, part)) {
@@ -127,7 +128,7 @@ absl::StatusOr<Answer> ReadAnswer(int connection) {
   if ((message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0) {
     return absl::FailedPreconditionError("the service sent more than the shared memory's file");
   }
-  answer.text.assign(text.data(), static_cast<size_t>(came));
+  answer.text.assign(text.data(), static_cast<size_t>(received));
   return answer;
 }
 
@@ -213,7 +214,7 @@ absl::StatusOr<std::unique_ptr<SharedMapping>> SharedMapping::Connect(
   BALLAST_ASSIGN_OR_RETURN(FileDescriptor connection, Dial(offer.socket(), deadline));
   if (send(connection.number(), token.data(), token.size(), MSG_NOSIGNAL) !=
       static_cast<ssize_t>(token.size())) {
-    return Failed("showing the token for shared memory");
+    return Failed("sending the token for shared memory");
   }
   BALLAST_RETURN_IF_ERROR(AwaitAnswer(connection.number(), deadline, limit));
   BALLAST_ASSIGN_OR_RETURN(Answer answer, ReadAnswer(connection.number()));

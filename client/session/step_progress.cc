@@ -10,7 +10,7 @@ namespace {
 
 absl::Status TimedOut(const char* awaited, absl::Duration limit) {
   return absl::DeadlineExceededError(
-      absl::StrCat(awaited, " did not come within ", absl::FormatDuration(limit)));
+      absl::StrCat(awaited, " did not arrive within ", absl::FormatDuration(limit)));
 }
 
 }  // namespace
@@ -74,7 +74,7 @@ absl::Status StepProgress::Committed(uint64_t step, double update_seconds) {
   if (absl::Status status = CheckStep("the end", step); !status.ok()) return status;
   if (!decision_.has_value()) {
     return absl::InternalError(
-        absl::StrCat("the service committed step ", step, " without having said its decision"));
+        absl::StrCat("the service committed step ", step, " before its decision"));
   }
   update_seconds_ = update_seconds;
   changed_.NotifyAll();

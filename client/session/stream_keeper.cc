@@ -136,7 +136,7 @@ absl::StatusOr<v1::Opened> StreamKeeper::OpenStream(absl::Duration limit) {
     if (closed_.has_value()) return WhyItEnded(*closed_);
     if (!in_time) {
       return absl::DeadlineExceededError(
-          absl::StrCat("the answer to the opening of the stream did not come within ",
+          absl::StrCat("the answer to the opening of the stream did not arrive within ",
                        absl::FormatDuration(limit)));
     }
     in_time = changed_.WaitUntil(mutex_, deadline);
@@ -196,7 +196,7 @@ void StreamKeeper::Reopen() {
   End(absl::UnavailableError(absl::StrCat(
       "the stream broke (", broke.ToString(), ") and could not be reopened within ",
       absl::FormatDuration(settings_.reconnect_timeout), "; the last attempt: ", last.ToString(),
-      "; see that the service runs and can be reached, then open the session again")));
+      "; check that the service runs and can be reached, then open the session again")));
 }
 
 absl::Status StreamKeeper::TryToReopen(absl::Duration limit) {
@@ -219,8 +219,8 @@ absl::Status StreamKeeper::TryToReopen(absl::Duration limit) {
   }
   open_since_ = clock_.Now();
   const SendLog::Resumed resumed = log_.Resume(*stream_, *opened);
-  Log().info("{}: the stream is back: {} messages sent again, {} were held already",
-             user_.Context(), resumed.sent, resumed.held);
+  Log().info("{}: the stream is back: {} messages sent again, {} had arrived", user_.Context(),
+             resumed.sent, resumed.arrived);
   return absl::OkStatus();
 }
 

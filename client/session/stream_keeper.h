@@ -1,5 +1,5 @@
 // Keeps a rank's stream with the service. When the stream breaks, the keeper takes the rank again,
-// opens another stream and sends again what the service does not hold. Its user sees one stream.
+// opens another stream and sends again what the service does not have. Its user sees one stream.
 //
 // A stream broke if it ended with a status that a problem on the way to the service can explain
 // (UNAVAILABLE, CANCELLED, UNKNOWN, INTERNAL, DEADLINE_EXCEEDED, or OK). Any other status is the

@@ -81,8 +81,8 @@ class GrpcTrainCall final : public TrainCall {
     if (ended_ || Merge(message)) return;
     unsent_.push_back(std::move(message));
     if (busy_) return;
-    // A write here would run gRPC's work, and the release of other payloads, while the caller holds
-    // a lock. The alarm lets the stream's thread write.
+    // A write here would run gRPC's work, and the release of other payloads, under the caller's
+    // lock. The alarm lets the stream's thread write.
     busy_ = true;
     wake_.Set(&queue_, gpr_inf_past(GPR_CLOCK_REALTIME), &woken_);
   }

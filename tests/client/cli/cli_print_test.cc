@@ -105,14 +105,14 @@ TEST(JobText, ShowsRanksAndDecisions) {
   EXPECT_THAT(text, HasSubstr("coverage      complete in 12 of 12 decided steps\n"));
   EXPECT_THAT(text, HasSubstr("memory        5.00 MiB: state 1.00 MiB, gradients 0 B, accumulators "
                               "1.00 MiB,\n    second versions 2.00 MiB, other 1.00 MiB\n"
-                              "shared        3.00 MiB with rank 0, beside that\n"));
+                              "shared        3.00 MiB with rank 0, in addition\n"));
   EXPECT_THAT(text,
               HasSubstr("   0  host:1:ff     yes              1         2           4/9  no\n"));
   EXPECT_THAT(text,
               HasSubstr("   1  not attached  no               -         -           0/0  no\n"));
   EXPECT_THAT(text, HasSubstr("rank 0 is behind with: wte, h.0.b\n"));
-  EXPECT_THAT(text, HasSubstr("  11  skipped    nan     0            0  65536      0       0  -"));
-  EXPECT_THAT(text, HasSubstr("  12  applied      2   0.5            4      1     18       7  "
+  EXPECT_THAT(text, HasSubstr("  11  skipped    nan     0            0  65536           0       0  -"));
+  EXPECT_THAT(text, HasSubstr("  12  applied      2   0.5            4      1          18       7  "
                               "0.001 to 0.002"));
   EXPECT_THAT(text, HasSubstr("step 11 was skipped: wte has a NaN\n"));
   EXPECT_THAT(text, HasSubstr("step 12 had no gradient for: head.b\n"));
@@ -135,7 +135,7 @@ TEST(JobText, SaysWhomTheStepWaitsFor) {
 
 TEST(JobText, SaysHowChunksAreUpdated) {
   v1::Job job = ExampleJob();
-  EXPECT_THAT(JobText(job), HasSubstr("update        speculate; chunks updated ahead: 1,200 (1,100 "
+  EXPECT_THAT(JobText(job), HasSubstr("update        speculate; speculated chunks: 1,200 (1,100 "
                                       "published, 90 redone), paused now: 3\n"));
   job.mutable_speculation()->set_unavailable("needs 3 GiB more");
   EXPECT_THAT(JobText(job), HasSubstr("wait, though asked to speculate: needs 3 GiB more\n"));

@@ -54,11 +54,11 @@ TEST_F(TraceSummaryTest, SumsUpEveryStep) {
                             {"arrived_bytes", 1024},
                             {"sent_bytes", 512}}));
   EXPECT_EQ(summary.Text(),
-            "step  decided  committed  arriving  summing  guessing  deciding  updating  sending  "
+            "step  decided  committed  arriving  summing  speculating  deciding  updating  sending  "
             "MB/s in  MB/s out\n"
-            "  13      4.0        9.0       2.0      1.0       0.0       2.0       3.0      1.0  "
+            "  13      4.0        9.0       2.0      1.0          0.0       2.0       3.0      1.0  "
             "      1         1\n"
-            "  14      4.0        9.0       2.0      1.0       0.0       2.0       3.0      1.0  "
+            "  14      4.0        9.0       2.0      1.0          0.0       2.0       3.0      1.0  "
             "      1         1\n");
 }
 

@@ -293,7 +293,7 @@ TEST_F(SendLogTest, SendsWhatWasNotAcknowledgedAgainInOrderAndInPlace) {
   RecordingStream second;
   const SendLog::Resumed resumed = log.Resume(second, {});
   EXPECT_EQ(resumed.sent, 3);
-  EXPECT_EQ(resumed.held, 0);
+  EXPECT_EQ(resumed.arrived, 0);
   EXPECT_THAT(second.names, ElementsAre("gradient 5 chunk 1 [0, 1)", "gradient 5 chunk 2 [0, 1)",
                                         "end 5 micro-step 0"));
   EXPECT_THAT(second.payloads, ElementsAre(memory_.data(), memory_.data()));
@@ -327,7 +327,7 @@ TEST_F(SendLogTest, GivesBackWhatTheServiceHoldsInsteadOfSendingIt) {
   EXPECT_EQ(held, 0);
   RecordingStream second;
   const SendLog::Resumed resumed = log.Resume(second, Delivered(5, 1, {{0, 2}, {1, 1}}));
-  EXPECT_EQ(resumed.held, 5);
+  EXPECT_EQ(resumed.arrived, 5);
   EXPECT_EQ(resumed.sent, 3);
   EXPECT_THAT(second.names,
               ElementsAre("gradient 5 chunk 1 [1, 2)", "end 5 micro-step 1", "seal 5 of 2"));

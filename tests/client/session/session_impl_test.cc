@@ -277,7 +277,7 @@ TEST_F(SessionImplTest, WeightsOfASkippedStepAreRefused) {
   SendWeights(5, 0, {std::string(512, 'x')});
   EXPECT_TRUE(memory_.empty());
   EXPECT_THAT(session_->ReceiveWeights(),
-              IsError(absl::StatusCode::kInternal, HasSubstr("not said to apply")));
+              IsError(absl::StatusCode::kInternal, HasSubstr("which has no decision that applies it")));
 }
 
 TEST_F(SessionImplTest, ACommittedStepWithoutAllWeightsIsDataLoss) {

@@ -226,7 +226,7 @@ TEST(SharedMapping, IsNotFoundWhereNobodyListens) {
   v1::SharedMemoryOffer offer;
   offer.set_token(std::string(32, 't'));
   offer.set_socket("ballast-test-nobody");
-  EXPECT_THAT(ConnectTo(offer).status(), IsError(absl::StatusCode::kNotFound, HasSubstr("no way")));
+  EXPECT_THAT(ConnectTo(offer).status(), IsError(absl::StatusCode::kNotFound, HasSubstr("cannot reach the service's shared memory")));
 }
 
 TEST(SharedMapping, RefusesOffersThatCannotBe) {

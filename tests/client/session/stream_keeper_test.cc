@@ -113,7 +113,7 @@ TEST_F(StreamKeeperTest, SendsWhatWasNotAcknowledgedOnAnotherStream) {
   EXPECT_THAT(Log(), AllOf(HasSubstr("[warning] job gpt rank 0 step 5: the stream broke, and is "
                                      "reopened: UNAVAILABLE: connection lost"),
                            HasSubstr("[info] job gpt rank 0 step 5: the stream is back: 1 messages "
-                                     "sent again, 0 were held already")));
+                                     "sent again, 0 had arrived")));
 }
 
 TEST_F(StreamKeeperTest, GivesBackWhatTheServiceHeldWithoutHavingSaidSo) {
@@ -133,7 +133,7 @@ TEST_F(StreamKeeperTest, GivesBackWhatTheServiceHeldWithoutHavingSaidSo) {
   Acknowledge(2);
   session_.reset();
   for (const std::atomic<int>& count : released) EXPECT_EQ(count, 1);
-  EXPECT_THAT(Log(), HasSubstr("1 messages sent again, 3 were held already"));
+  EXPECT_THAT(Log(), HasSubstr("1 messages sent again, 3 had arrived"));
 }
 
 TEST_F(StreamKeeperTest, OnlyTheServiceSWordEndsASessionAtOnce) {
@@ -356,7 +356,7 @@ TEST_F(StreamKeeperTest, AServiceAtAnotherStepIsAnError) {
     BreakIt();
     EXPECT_THAT(AwaitFailure(),
                 IsError(absl::StatusCode::kFailedPrecondition,
-                        HasSubstr("the service stands at step " + std::to_string(step) +
+                        HasSubstr("the service is at step " + std::to_string(step) +
                                   " where this rank is in step 5")));
   }
 }

@@ -79,7 +79,7 @@ TEST_F(WeightsInPlaceTest, OfADroppedChunkThatDoesNotFollowAreMissing) {
   DecideWithDropped(true, {1});
   Commit(5);
   EXPECT_THAT(session_->ReceiveWeights(),
-              IsError(absl::StatusCode::kDataLoss, HasSubstr("1 chunks of weights have not come")));
+              IsError(absl::StatusCode::kDataLoss, HasSubstr("1 chunks of weights have not arrived")));
 }
 
 TEST_F(WeightsInPlaceTest, OfASkippedStepAreNobodys) {

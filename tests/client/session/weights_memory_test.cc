@@ -89,7 +89,7 @@ TEST_F(ProvisionalWeightsTest, ADroppedChunkThatDoesNotFollowIsMissing) {
   DecideWithDropped(true, {1, 2});
   Commit(5);
   EXPECT_THAT(session_->ReceiveWeights(),
-              IsError(absl::StatusCode::kDataLoss, HasSubstr("2 chunks of weights have not come")));
+              IsError(absl::StatusCode::kDataLoss, HasSubstr("2 chunks of weights have not arrived")));
 }
 
 TEST_F(ProvisionalWeightsTest, AWeightThatStayedDoesNotComeAgain) {
@@ -131,7 +131,7 @@ TEST_F(ProvisionalWeightsTest, OfAnotherSizeAreDataLoss) {
   OpenAndBegin();
   Provisional(4, std::string(512, 'x'));
   EXPECT_THAT(PushChunk(0), IsError(absl::StatusCode::kDataLoss,
-                                    HasSubstr("chunk 4 came with 512 bytes, expected 1024")));
+                                    HasSubstr("chunk 4 have 512 bytes, expected 1024")));
 }
 
 TEST_F(ProvisionalWeightsTest, OfNoChunkOfTheRankAreDataLoss) {
