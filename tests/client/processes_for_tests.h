@@ -1,4 +1,4 @@
-// Starting the project's binaries and reading what they say.
+// Starts the project's binaries and reads their output.
 #ifndef BALLAST_TESTS_CLIENT_PROCESSES_FOR_TESTS_H_
 #define BALLAST_TESTS_CLIENT_PROCESSES_FOR_TESTS_H_
 
@@ -88,7 +88,7 @@ class DaemonForTests {
     kill(pid_, SIGKILL);
     AwaitProcess(pid_);
   }
-  const std::string& address() const { return address_; }  // Empty: it did not start.
+  const std::string& address() const { return address_; }  // Empty if it did not start.
 
  private:
   pid_t pid_ = -1;

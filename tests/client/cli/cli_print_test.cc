@@ -33,7 +33,7 @@ v1::HyperParameters Rates(double lr) {
   return values;
 }
 
-// Step 13 is open: rank 0 has two of its nine chunks at micro-step 2, rank 1 is not there.
+// Step 13 is open: rank 0 has two of its nine chunks at micro-step 2, rank 1 is not attached.
 v1::Job ExampleJob() {
   v1::Job job;
   job.set_name("jobs/gpt");
@@ -111,7 +111,8 @@ TEST(JobText, ShowsRanksAndDecisions) {
   EXPECT_THAT(text,
               HasSubstr("   1  not attached  no               -         -           0/0  no\n"));
   EXPECT_THAT(text, HasSubstr("rank 0 is behind with: wte, h.0.b\n"));
-  EXPECT_THAT(text, HasSubstr("  11  skipped    nan     0            0  65536           0       0  -"));
+  EXPECT_THAT(text,
+              HasSubstr("  11  skipped    nan     0            0  65536           0       0  -"));
   EXPECT_THAT(text, HasSubstr("  12  applied      2   0.5            4      1          18       7  "
                               "0.001 to 0.002"));
   EXPECT_THAT(text, HasSubstr("step 11 was skipped: wte has a NaN\n"));

@@ -35,12 +35,12 @@ absl::StatusOr<std::unique_ptr<SharedMapping>> ConnectTo(const v1::SharedMemoryO
   return SharedMapping::Connect(offer, Places(), limit);
 }
 
-// What Connect says to a server that answers so; nothing that it was handed stays open.
+// Connect's result if the server answers this way. No descriptor that it received stays open.
 absl::Status Refusal(std::function<void(int connection)> answer) {
   SharedMemoryServerForTests server(std::move(answer));
   const size_t before = OpenDescriptors();
   const absl::Status status = ConnectTo(server.offer()).status();
-  // The server has an end of the connection too.
+  // The server has the other end of the connection.
   EXPECT_TRUE(Eventually([&] { return server.hangups() == 1; }));
   EXPECT_EQ(OpenDescriptors(), before);
   return status;
@@ -74,13 +74,13 @@ TEST(SharedMapping, HasNoPlaceForChunksOfOtherRanks) {
   }
 }
 
-TEST(SharedMapping, HoldsItsConnectionForAsLongAsItLives) {
+TEST(SharedMapping, KeepsItsConnectionOpenWhileItLives) {
   MemoryFile file(Places());
   SharedMemoryServerForTests server([&](int connection) { Hand(connection, "G", {file.file()}); });
   const size_t before = OpenDescriptors();
   auto shared = ConnectTo(server.offer());
   ASSERT_TRUE(shared.ok()) << shared.status();
-  // Both ends of the connection; not the file.
+  // Both ends of the connection, and not the file.
   EXPECT_EQ(OpenDescriptors(), before + 2);
   EXPECT_EQ(server.hangups(), 0);
   shared->reset();
@@ -202,7 +202,7 @@ TEST(SharedMapping, IsUnavailableWhereTheServiceIsSilent) {
   EXPECT_GE(absl::Now() - start, absl::Milliseconds(30));
 }
 
-TEST(SharedMapping, IsUnavailableWhereNobodyTakesConnections) {
+TEST(SharedMapping, IsUnavailableIfNoConnectionIsAccepted) {
   v1::SharedMemoryOffer offer;
   offer.set_token(std::string(32, 't'));
   offer.set_socket(absl::StrCat("ballast-test-full-", getpid()));
@@ -222,17 +222,19 @@ TEST(SharedMapping, IsUnavailableWhereNobodyTakesConnections) {
   close(listener);
 }
 
-TEST(SharedMapping, IsNotFoundWhereNobodyListens) {
+TEST(SharedMapping, IsNotFoundIfNoProcessListens) {
   v1::SharedMemoryOffer offer;
   offer.set_token(std::string(32, 't'));
-  offer.set_socket("ballast-test-nobody");
-  EXPECT_THAT(ConnectTo(offer).status(), IsError(absl::StatusCode::kNotFound, HasSubstr("cannot reach the service's shared memory")));
+  offer.set_socket("ballast-test-no-listener");
+  EXPECT_THAT(
+      ConnectTo(offer).status(),
+      IsError(absl::StatusCode::kNotFound, HasSubstr("cannot reach the service's shared memory")));
 }
 
 TEST(SharedMapping, RefusesOffersThatCannotBe) {
   v1::SharedMemoryOffer offer;
   offer.set_token(std::string(31, 't'));
-  offer.set_socket("ballast-test-nobody");
+  offer.set_socket("ballast-test-no-listener");
   const auto is_refused = IsError(absl::StatusCode::kFailedPrecondition, testing::_);
   EXPECT_THAT(ConnectTo(offer).status(), is_refused);
   offer.set_token(std::string(32, 't'));

@@ -17,7 +17,7 @@ class SharedSession : public ScriptedSession {
     options_.weights = nullptr;
     options_.on_weights = [this](int chunk) { complete_.push_back(chunk); };
   }
-  ~SharedSession() override { session_.reset(); }  // Before the door, which waits for it.
+  ~SharedSession() override { session_.reset(); }  // Before the server, which waits for it.
 
   void SendSharedWeights(uint64_t step, const std::vector<uint32_t>& chunks,
                          bool provisional = false) {
@@ -41,7 +41,7 @@ class SharedSession : public ScriptedSession {
   MemoryFile file_{Places()};
   SharedMemoryServerForTests door_{
       [this](int connection) { Hand(connection, "G", {file_.file()}); }};
-  std::vector<int> complete_;  // As on_weights said.
+  std::vector<int> complete_;  // Chunks, in the order of on_weights.
 };
 
 }  // namespace ballast::client
