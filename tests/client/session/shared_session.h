@@ -13,7 +13,7 @@ namespace ballast::client {
 class SharedSession : public ScriptedSession {
  protected:
   SharedSession() {
-    *fake_->attachment.mutable_shared_memory() = door_.offer();
+    *fake_->attachment.mutable_shared_memory() = server_.offer();
     options_.weights = nullptr;
     options_.on_weights = [this](int chunk) { complete_.push_back(chunk); };
   }
@@ -39,7 +39,7 @@ class SharedSession : public ScriptedSession {
   }
 
   MemoryFile file_{Places()};
-  SharedMemoryServerForTests door_{
+  SharedMemoryServerForTests server_{
       [this](int connection) { Hand(connection, "G", {file_.file()}); }};
   std::vector<int> complete_;  // Chunks, in the order of on_weights.
 };
