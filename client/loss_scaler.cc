@@ -89,6 +89,7 @@ void DynamicLossScaler::Update(bool overflow) {
     return;
   }
   if (options_.consecutive_hysteresis) hysteresis_left_ = options_.hysteresis;
+  // As DeepSpeed counts: not at the first step, so the first doubling is at step window + 1.
   if (steps_since_overflow_ > 0 && steps_since_overflow_ % options_.window == 0) {
     hysteresis_left_ = options_.hysteresis;
     scale_ = std::min(scale_ * kFactor, kMaxScale);

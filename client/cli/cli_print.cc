@@ -38,7 +38,7 @@ std::string JobsText(const v1::ListJobsResponse& response) {
 }
 
 std::vector<std::string> HyperParameterCells(const v1::HyperParameters& values) {
-  std::vector<std::string> options;
+  std::vector<std::string> options;  // Those that differ from Adam's defaults.
   if (!values.bias_correction()) options.push_back("no-bias-correction");
   if (values.amsgrad()) options.push_back("amsgrad");
   if (values.maximize()) options.push_back("maximize");
@@ -73,6 +73,7 @@ std::string GroupsText(const v1::Job& job) {
 }
 
 std::string GroupText(const v1::ParamGroup& group) {
+  // A table with one row.
   v1::Job job;
   *job.add_groups() = group;
   return GroupsText(job);

@@ -69,6 +69,7 @@ class Download {
       shape_.assign(part.shape().begin(), part.shape().end());
       BALLAST_ASSIGN_OR_RETURN(writer_, NpyWriter::Create(path_, shape_));
     }
+    // The file is written in one pass, so a gap or a repeated part would be wrong data.
     if (part.offset() * static_cast<int64_t>(sizeof(float)) != bytes_) {
       return absl::DataLossError(absl::StrCat("the service sent elements from ", part.offset(),
                                               " on, expected from ", bytes_ / sizeof(float)));

@@ -55,6 +55,8 @@ TracedStep& TraceSummary::StepOf(const v1::TraceEvent& event) {
   const auto latest = std::find_if(steps_.rbegin(), steps_.rend(), [&](const TracedStep& step) {
     return step.step == event.step();
   });
+  // A step that begins again was aborted: its next attempt has the same number and a row of its
+  // own.
   if (event.kind() != v1::BEGUN && latest != steps_.rend()) return *latest;
   return steps_.emplace_back(TracedStep{.step = event.step()});
 }

@@ -49,6 +49,7 @@ absl::StatusOr<v1::AttachWorkerResponse> Join(Transport& transport, Clock& clock
   Backoff backoff(clock, deadline);
   for (;;) {
     absl::StatusOr<v1::AttachWorkerResponse> attached = transport.AttachWorker(attach, left());
+    // Only a rank that waits for rank 0 expects NOT_FOUND.
     if (creates || !options.job_uid.empty() || !absl::IsNotFound(attached.status())) {
       return attached;
     }

@@ -151,10 +151,12 @@ absl::Status SendLog::SendSharedGradient(const v1::GradientHeader& header,
 absl::Status SendLog::Acknowledge(uint64_t messages) {
   std::vector<Entry> done;  // Destroyed without the lock: `released` may call back.
   MutexLock lock(mutex_);
+  // A count beyond this would release payloads that the service does not have.
   if (messages > sent_) {
     return absl::InternalError(absl::StrCat("the service acknowledged ", messages,
                                             " messages of a stream that carried ", sent_));
   }
+  // Entries with number 0 were not sent on this stream, so the count does not include them.
   while (!entries_.empty() && entries_.front().number != 0 && entries_.front().number <= messages) {
     unacknowledged_bytes_ -= static_cast<int64_t>(entries_.front().payload.size());
     done.push_back(std::move(entries_.front()));
@@ -170,6 +172,7 @@ void SendLog::SealRefused() {
 }
 
 void SendLog::StepDecided() {
+  // Also for entries that were not acknowledged: the service decides only when it has all of them.
   std::deque<Entry> done;  // Destroyed without the lock.
   MutexLock lock(mutex_);
   done.swap(entries_);

@@ -85,6 +85,8 @@ absl::Status SessionImpl::Start(absl::Time deadline) {
 absl::Status SessionImpl::TryToStart(SessionOptions& options, absl::Time deadline) {
   keeper_.reset();
   BALLAST_ASSIGN_OR_RETURN(attached_, Join(*transport_, clock_, options, deadline));
+  // This process has the rank now. Another attempt must get the same job, and must not take the
+  // rank from a process that has replaced this one.
   options.job_uid = attached_.uid();
   options.rejoin = true;
   trainer_state_ = attached_.job().trainer_state();
@@ -92,7 +94,7 @@ absl::Status SessionImpl::TryToStart(SessionOptions& options, absl::Time deadlin
   if (const auto& records = attached_.job().recent_steps(); !records.empty()) {
     last_step_applied_ = records.rbegin()->applied();
   }
-  attached_.clear_job();
+  attached_.clear_job();  // A job's description can be large, and is no longer needed.
   awaiting_weights_ = attached_.awaiting_weights();
   committed_step_ = attached_.committed_step();
   ShareMemory(attached_.shared_memory(), deadline);
@@ -135,6 +137,7 @@ absl::Status SessionImpl::TakeWeightsMemory() {
     return absl::OkStatus();
   }
   if (weights_memory_.has_value()) return absl::OkStatus();  // From another attempt.
+  // With `weights`, memory is needed only for provisional weights.
   if (options_.weights && options_.job.update_mode != UpdateMode::kSpeculate) {
     return absl::OkStatus();
   }
@@ -144,6 +147,7 @@ absl::Status SessionImpl::TakeWeightsMemory() {
     weights_memory_ = *std::move(reserved);
     return absl::OkStatus();
   }
+  // Without provisional weights the session still works, if the trainer has memory for the others.
   if (!options_.weights) return reserved.status();
   Log().warn("{}: {}; this rank's chunks wait for the decision", Context(),
              std::string(reserved.status().message()));
@@ -180,6 +184,7 @@ std::string SessionImpl::Context() const {
 }
 
 void SessionImpl::OnEnded(const absl::Status& status) {
+  // The failure first: a sender that the log wakes returns it.
   progress_.Fail(Annotate(status, Context()));
   log_.Close(progress_.failure());
 }
@@ -259,7 +264,7 @@ bool SessionImpl::PushInPlace(GradientPush& push) {
 }
 
 absl::Status SessionImpl::Push(GradientPush push) {
-  const Callers::Entry entry(pushes_);
+  const Callers::Entry entry(pushes_);  // The destructor waits for this call.
   if (absl::Status status = CheckPush(push); !status.ok()) {
     if (push.released) push.released();
     return status;
@@ -275,6 +280,7 @@ absl::Status SessionImpl::Push(GradientPush push) {
                                 ? log_.SendSharedGradient(header, std::move(push.released))
                                 : log_.SendGradient(header, push.payload, std::move(push.released));
   if (sent.ok()) return sent;
+  // If the session has failed, its failure is the cause.
   BALLAST_RETURN_IF_ERROR(progress_.failure());
   return Annotate(sent, absl::StrCat(Context(), ": chunk ", push.chunk, " of micro-step ",
                                      push.micro_step_begin));

@@ -64,6 +64,7 @@ void SessionImpl::OnWaiting(const v1::Waiting& waiting) {
 }
 
 absl::Status SessionImpl::Decide(StepDecision decision) {
+  // Before the trainer is notified, who may begin the next step at once.
   log_.StepDecided();
   if (decision.applied) sink_.Begin();
   return progress_.Decided(std::move(decision));
@@ -105,6 +106,7 @@ absl::Status SessionImpl::PublishProvisionalWeights(const v1::StepDecision& deci
     if (!kept || dropped.contains(static_cast<uint32_t>(chunk))) continue;
     header.set_chunk(static_cast<uint32_t>(chunk));
     weights_memory_->Publish(chunk);
+    // Through the sink, which counts the chunk and notifies the trainer like any other.
     BALLAST_RETURN_IF_ERROR(sink_.Place(header, {weights_memory_->at(chunk)}));
   }
   return absl::OkStatus();
@@ -162,10 +164,13 @@ absl::Status SessionImpl::OnAttachedAgain(const v1::AttachWorkerResponse& attach
   DropProvisionalWeights();
   const StepProgress::Standing standing = progress_.standing();
   const uint64_t service = attached.committed_step();
+  // Between steps, and nothing happened meanwhile.
   if (standing.step == 0 && service == committed_step_) return absl::OkStatus();
+  // The step was committed while the stream was broken.
   if (standing.step != 0 && service == standing.step) {
     return FinishStep(standing, attached.job(), limit);
   }
+  // The step is still open: the log sends what the service does not have.
   if (standing.step != 0 && service + 1 == standing.step && !standing.decided) {
     return absl::OkStatus();
   }
@@ -196,6 +201,7 @@ absl::Status SessionImpl::FinishStep(const StepProgress::Standing& standing, con
     std::optional<uint64_t> step = standing.step;
     BALLAST_RETURN_IF_ERROR(Annotate(FetchWeights(sink_, step, limit), "reading weights"));
   }
+  // The record does not have the seconds.
   return progress_.Committed(standing.step, /*update_seconds=*/0);
 }
 

@@ -34,6 +34,7 @@ void StepProgress::End() { Begin(0); }
 
 bool StepProgress::StartSeal() {
   MutexLock lock(mutex_);
+  // One seal at a time: a later Seal waits for the answer to the one that was sent.
   if (seal_is_out_ || decision_.has_value()) return false;
   seal_is_out_ = true;
   refusal_.reset();
@@ -83,7 +84,7 @@ absl::Status StepProgress::Committed(uint64_t step, double update_seconds) {
 
 void StepProgress::Fail(const absl::Status& status) {
   MutexLock lock(mutex_);
-  if (failure_.ok()) failure_ = status;
+  if (failure_.ok()) failure_ = status;  // Later ones are consequences of the first.
   changed_.NotifyAll();
 }
 

@@ -32,7 +32,7 @@ StreamKeeper::StreamKeeper(Transport& transport, Clock& clock, SendLog& log, Use
 StreamKeeper::~StreamKeeper() {
   Stop();
   if (thread_.joinable()) {
-    transport_.CancelCalls();
+    transport_.CancelCalls();  // The thread may be in a call that a silent service does not answer.
     thread_.join();
   }
   stream_.reset();
@@ -51,7 +51,7 @@ void StreamKeeper::End(const absl::Status& status) {
     why_stopping_ = status;
     changed_.NotifyAll();
   }
-  user_.OnEnded(status);
+  user_.OnEnded(status);  // Without the lock: the user may call back, or wake threads that do.
 }
 
 bool StreamKeeper::MayHeal(const absl::Status& status) const {
@@ -144,7 +144,7 @@ absl::StatusOr<v1::Opened> StreamKeeper::OpenStream(absl::Duration limit) {
 }
 
 void StreamKeeper::DropStream() {
-  log_.Detach();
+  log_.Detach();  // First, because the log sends on the stream.
   stream_.reset();
   MutexLock lock(mutex_);
   opened_.reset();
@@ -182,7 +182,7 @@ void StreamKeeper::Reopen() {
   if (clock_.Now() - open_since_ >= kSound) outage_.reset();
   Log().warn("{}: the stream broke, and is reopened: {}", user_.Context(), broke.ToString());
   if (!outage_.has_value()) outage_.emplace(clock_, clock_.Now() + settings_.reconnect_timeout);
-  absl::Status last = broke;
+  absl::Status last = broke;  // If there is no time for an attempt.
   for (;;) {
     // It also waits before the first attempt, so that no cause can make this loop spin.
     const absl::Duration wait = outage_->Next();

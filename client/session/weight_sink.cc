@@ -38,6 +38,7 @@ absl::Status WeightSink::Place(const v1::WeightHeader& header, PayloadPieces pay
     return absl::DataLossError(
         absl::StrCat("weights of chunk ", chunk, " have ", bytes, " bytes, expected ", wanted));
   }
+  // Everything about the message is checked before the trainer's memory is touched.
   const absl::Span<std::byte> memory = weights_(static_cast<int>(chunk));
   if (memory.size() != wanted) {
     return absl::InvalidArgumentError(absl::StrCat("SessionOptions::weights gave ", memory.size(),

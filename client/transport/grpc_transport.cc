@@ -28,6 +28,8 @@ absl::StatusOr<Response> Call(CallsUnderWay& calls, Stub& stub,
                               const Request& request, absl::Duration limit) {
   grpc::ClientContext context;
   const CallsUnderWay::Entry entry(calls, context);
+  // The call does not wait for a connection: if the service cannot be reached it fails at once, and
+  // the session decides whether to repeat it.
   context.set_deadline(std::chrono::system_clock::now() + absl::ToChronoMilliseconds(limit));
   Response response;
   const grpc::Status status = (stub.*method)(&context, request, &response);
