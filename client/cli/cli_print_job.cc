@@ -152,7 +152,7 @@ std::string StepsText(const v1::Job& job) {
                {"clip", kRight},
                {"micro-steps", kRight},
                {"scale", kRight},
-               {"speculated", kRight},
+               {"spec.", kRight},
                {"redone", kRight},
                {"lr"}});
   std::string skips;
