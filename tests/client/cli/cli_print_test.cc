@@ -111,8 +111,7 @@ TEST(JobText, ShowsRanksAndDecisions) {
   EXPECT_THAT(text,
               HasSubstr("   1  not attached  no               -         -           0/0  no\n"));
   EXPECT_THAT(text, HasSubstr("rank 0 is behind with: wte, h.0.b\n"));
-  EXPECT_THAT(text,
-              HasSubstr("  11  skipped    nan     0            0  65536      0       0  -"));
+  EXPECT_THAT(text, HasSubstr("  11  skipped    nan     0            0  65536      0       0  -"));
   EXPECT_THAT(text, HasSubstr("  12  applied      2   0.5            4      1     18       7  "
                               "0.001 to 0.002"));
   EXPECT_THAT(text, HasSubstr("step 11 was skipped: wte has a NaN\n"));
