@@ -7,6 +7,7 @@
 #include <memory>
 #include <string>
 
+#include "client/connect.h"
 #include "client/session.h"
 #include "cpu_optimizer_service/engine.h"
 #include "server/server.h"

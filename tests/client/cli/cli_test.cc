@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
+#include "client/connect.h"
 #include "tests/client/job_for_tests.h"
 #include "tests/client/processes_for_tests.h"
 #include "tests/client/session/rank_for_tests.h"

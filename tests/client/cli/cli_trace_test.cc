@@ -13,6 +13,7 @@
 #include <string>
 #include <thread>
 
+#include "client/connect.h"
 #include "tests/client/eventually.h"
 #include "tests/client/job_for_tests.h"
 #include "tests/client/processes_for_tests.h"
