@@ -16,8 +16,8 @@
 namespace ballast {
 namespace {
 
-// Not an AtomicFile: a checkpoint becomes whole by one exchange of directories, so its files are not
-// renamed one by one.
+// Not an AtomicFile: a checkpoint becomes whole by one exchange of directories, so its files are
+// not renamed one by one.
 class PosixWritableFile : public WritableFile {
  public:
   PosixWritableFile(int descriptor, std::string path)

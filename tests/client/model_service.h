@@ -27,11 +27,11 @@ namespace ballast::client {
 // Where a stream breaks. Messages are counted in this stream, without the open message and Opened.
 struct BreakPoint {
   static constexpr size_t kNever = ~size_t{0};
-  size_t up = kNever;    // At this message to the service, from 1.
-  bool held = false;     // The service accepts that message.
-  bool acked = false;    // The service acknowledges it, too.
-  int chunks = 0;        // The service accepts only these many of its shared gradients.
-  size_t down = kNever;  // Before this message of the service, from 1, without acknowledgements.
+  size_t up = kNever;     // At this message to the service, from 1.
+  bool accepted = false;  // The service accepts that message.
+  bool acked = false;     // The service acknowledges it, too.
+  int chunks = 0;         // The service accepts only these many of its shared gradients.
+  size_t down = kNever;   // Before this message of the service, from 1, without acknowledgements.
 };
 
 // The state that the transport and the streams share.
@@ -96,21 +96,21 @@ class ModelService {
         v1::TrainResponse opened;
         service_.Position(*opened.mutable_opened());
         listener_.OnMessage(opened, {});
-        ++held_;
+        ++accepted_;
         return;
       }
       const bool last = ++taken_ == break_.up;
-      if (last && !break_.held && message.has_shared_gradients()) {
+      if (last && !break_.accepted && message.has_shared_gradients()) {
         v1::TrainRequest part = message;
         auto& chunks = *part.mutable_shared_gradients()->mutable_chunks();
         chunks.Truncate(std::min(break_.chunks, chunks.size()));
         service_.Handle(part, values);
       }
-      if (!last || break_.held) {
+      if (!last || break_.accepted) {
         std::vector<v1::TrainResponse> answers = service_.Handle(message, values);
-        const size_t before = held_;
-        held_ += message.has_shared_gradients() ? message.shared_gradients().chunks_size() : 1;
-        const bool due = before / service_.ack_every_ != held_ / service_.ack_every_;
+        const size_t before = accepted_;
+        accepted_ += message.has_shared_gradients() ? message.shared_gradients().chunks_size() : 1;
+        const bool due = before / service_.ack_every_ != accepted_ / service_.ack_every_;
         if (last ? break_.acked : due) Acknowledge();
         for (const v1::TrainResponse& answer : answers) Say(answer);
       }
@@ -120,7 +120,7 @@ class ModelService {
    private:
     void Acknowledge() {
       v1::TrainResponse response;
-      response.mutable_acknowledged()->set_messages(held_);
+      response.mutable_acknowledged()->set_messages(accepted_);
       listener_.OnMessage(response, {});
     }
     void Say(const v1::TrainResponse& message) {
@@ -149,7 +149,7 @@ class ModelService {
     BreakPoint break_;
     bool broken_ = false;
     size_t taken_ = 0;
-    size_t held_ = 0;
+    size_t accepted_ = 0;
     size_t said_ = 0;
   };
 

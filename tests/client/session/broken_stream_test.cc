@@ -192,12 +192,12 @@ TEST_P(BrokenStream, AtAnyMessageUp) {
   for (size_t ack_every : {size_t{1}, size_t{3}, kNeverAcknowledges}) {
     for (size_t up = 1; up <= 2 * messages_up_; ++up) {
       for (const BreakPoint& point : {BreakPoint{.up = up}, BreakPoint{.up = up, .chunks = 2},
-                                      BreakPoint{.up = up, .held = true},
-                                      BreakPoint{.up = up, .held = true, .acked = true}}) {
+                                      BreakPoint{.up = up, .accepted = true},
+                                      BreakPoint{.up = up, .accepted = true, .acked = true}}) {
         SCOPED_TRACE(absl::StrCat("acks every ", ack_every, ", breaks at message ", up,
                                   point.acked        ? ", acknowledged"
-                                  : point.held       ? ", held"
-                                  : point.chunks > 0 ? ", held in part"
+                                  : point.accepted   ? ", accepted"
+                                  : point.chunks > 0 ? ", accepted in part"
                                                      : ", lost"));
         const size_t streams = Train(ack_every, {point});
         // After the last seal and its answers there may be no time for another stream.
@@ -224,7 +224,8 @@ TEST_P(BrokenStream, AtAnyMessageDown) {
 
 TEST_P(BrokenStream, AfterEveryMessage) {
   for (bool acked : {true, false}) {
-    const std::vector<BreakPoint> points(2 * messages_up_, {.up = 1, .held = true, .acked = acked});
+    const std::vector<BreakPoint> points(2 * messages_up_,
+                                         {.up = 1, .accepted = true, .acked = acked});
     EXPECT_GE(Train(1, points), 2 * messages_up_);
   }
 }
@@ -237,8 +238,8 @@ TEST_P(BrokenStream, AtRandomPointsAgainAndAgain) {
     for (BreakPoint& point : points) {
       if (random() % 3 != 0) point.up = 1 + random() % 10;
       if (random() % 3 == 0) point.down = 1 + random() % 8;
-      point.held = random() % 2 == 0;
-      point.acked = point.held && random() % 2 == 0;
+      point.accepted = random() % 2 == 0;
+      point.acked = point.accepted && random() % 2 == 0;
       point.chunks = static_cast<int>(random() % kChunks);
     }
     Train(random() % 2 == 0 ? 1 + random() % 5 : kNeverAcknowledges, points, random() % 4 != 0);
