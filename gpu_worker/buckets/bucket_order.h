@@ -26,7 +26,7 @@ BucketOrder MakeBucketOrder(const Layout& layout, absl::Span<const Bucket> bucke
 
 // A rank's shard of a bucket, cut at the bucket's end, so possibly empty.
 struct RankShard {
-  int64_t begin = 0;  // Of its first element in the group's flat space.
+  int64_t begin = 0;  // Its first element in the group's flat space.
   int64_t elements = 0;
   std::vector<int> chunks;  // They tile it, in order.
 };

@@ -97,7 +97,7 @@ absl::StatusOr<ReducedMicroStep> BucketReducer::FinishMicroStep() {
       result.used_parameters.push_back(p);
       continue;
     }
-    // Its buckets are filling until Complete, so nobody reads them yet. An accumulator takes
+    // Its buckets are filling until Complete, so no thread reads them yet. An accumulator takes
     // nothing from it.
     result.all_used = false;
     if (!sums_here(micro_step_.of)) ZeroUnused(p);
@@ -220,7 +220,7 @@ absl::Status BucketReducer::Reduce(int index, const MicroStep& micro_step) {
     states_[index].Seal();
     accumulated = states_[index].accumulates();
   }
-  // From here to the release nobody writes to it.
+  // From here to the release no thread writes to it.
   const absl::Span<const float> sealed =
       (accumulated ? absl::MakeConstSpan(accumulators_[bucket.group])
                    : absl::Span<const float>(gradients_[bucket.group]))

@@ -43,7 +43,7 @@ struct ReducerOptions {
   // By group, what gradients travel as: this rank's own are searched for elements that are not
   // finite in it, before a bucket is reduced. Empty: they are not.
   std::vector<DType> checked_as;
-  // On the thread of the reducer: a reduce-scatter has ended, and took so long. May be null.
+  // Called on the reducer's thread after each reduce-scatter, with its duration. Nullable.
   std::function<void(int bucket, double seconds)> on_reduced;
 };
 
@@ -53,7 +53,7 @@ struct ReducedShard {
   int bucket = 0;
   uint32_t micro_step_begin = 0;  // Summed over micro-steps [begin, end).
   uint32_t micro_step_end = 1;
-  bool final = false;  // No micro-step of the step comes after these.
+  bool final = false;  // These include the step's last micro-step.
   absl::Span<const float> values;
 };
 
@@ -79,7 +79,7 @@ class BucketReducer {
                 Collective& collective, Consumer consumer, ReducerOptions options = {});
   ~BucketReducer();
 
-  // Micro-steps of a step come in order, all with the same `micro_steps`.
+  // Called for the micro-steps of a step in order, always with the same `micro_steps`.
   void StartMicroStep(uint32_t micro_step, uint32_t micro_steps);
   void GradientReady(int parameter);
   // The first error of the collective, kept for all later calls. Where backward reached no
@@ -126,7 +126,7 @@ class BucketReducer {
   Collective& collective_;
   const BucketOrder order_;
 
-  // Of the communication thread, or of StartMicroStep while it has nothing to do.
+  // Used by the reducer's thread, or by StartMicroStep while that is idle.
   std::vector<float> shard_;
   std::vector<std::vector<float>> accumulators_;  // By group, as `gradients_`; empty: none.
 

@@ -8,6 +8,7 @@
 #include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/base/stopwatch.h"
 #include "gpu_worker/buckets/bucket_order.h"
+#include "gpu_worker/buckets/non_finite.h"
 
 namespace ballast::worker {
 namespace {
@@ -82,16 +83,17 @@ absl::Status CpuBackend::MicroStep(const MicroStepInput& input) {
 
 // Used is what backward reached, whatever its gradients were. A rank without tokens is no
 // exception: a pass over none reaches what any pass of its model does, with zeros, as torch's
-// backward of an empty sum. The service unites the ranks' sets, so all of them beside the others'
-// all add nothing; an empty set would be taken for a backward whose hooks did not fire, and the
+// backward of an empty sum. The service unites the ranks' sets, so the full set adds nothing to the
+// others' full sets; an empty set would be taken for a backward whose hooks did not fire, and the
 // seal refused.
 absl::Status CpuBackend::EndMicroStep(uint32_t micro_step, ReducedMicroStep reduced) {
   if (reduced.reached_nothing()) {
     return NoParameterReached(job_.layout, collective_.rank(), micro_step);
   }
-  return sink_.end_micro_step(micro_step, {.all = reduced.all_used,
-                                           .parameters = std::move(reduced.used_parameters),
-                                           .non_finite = reduced.non_finite});
+  LogNonFinite(job_.layout, collective_.rank(), step_number_, micro_step, reduced.non_finite);
+  return sink_->EndMicroStep(micro_step, {.all = reduced.all_used,
+                                          .parameters = std::move(reduced.used_parameters),
+                                          .non_finite = reduced.non_finite});
 }
 
 absl::StatusOr<FinishedStep> CpuBackend::FinishStep() {
@@ -117,13 +119,13 @@ absl::Status CpuBackend::PushChunks(const ReducedShard& shard) {
         GradientStaging::Payload payload,
         staging_.Fill(index, shard.micro_step_end - 1,
                       shard.values.subspan(chunk.begin - place.begin, chunk.elements)));
-    BALLAST_RETURN_IF_ERROR(sink_.push({.chunk = index,
-                                        .micro_step_begin = shard.micro_step_begin,
-                                        .micro_step_end = shard.micro_step_end,
-                                        .final = shard.final,
-                                        .empty = false,
-                                        .payload = payload.bytes,
-                                        .released = std::move(payload.released)}));
+    BALLAST_RETURN_IF_ERROR(sink_->Push({.chunk = index,
+                                         .micro_step_begin = shard.micro_step_begin,
+                                         .micro_step_end = shard.micro_step_end,
+                                         .final = shard.final,
+                                         .empty = false,
+                                         .payload = payload.bytes,
+                                         .released = std::move(payload.released)}));
   }
   return absl::OkStatus();
 }
@@ -147,7 +149,7 @@ absl::Span<std::byte> CpuBackend::weights(int chunk_index) {
   return WeightBytes(chunk.group, chunk.begin, chunk.elements);
 }
 
-// This rank's shards are in place already; the others' arrive beside them.
+// This rank's shards are in place already; the others' arrive next to them.
 absl::Status CpuBackend::GatherWeights() {
   for (size_t i = 0; i < job_.buckets.size(); ++i) {
     const Bucket& bucket = job_.buckets[i];

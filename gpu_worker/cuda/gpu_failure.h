@@ -23,7 +23,7 @@ class GpuFailure {
   absl::Status Enter();
 
   // What became of a call, `what` for short: "stream copies: copy to host". One line that names the
-  // GPU and says what to do:
+  // GPU and the remedy:
   //   RESOURCE_EXHAUSTED   the call wanted memory that the GPU does not have
   //   FAILED_PRECONDITION  a kernel is not compiled for this GPU
   //   INTERNAL             the call was refused: we asked for what cannot be

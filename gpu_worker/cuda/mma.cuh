@@ -50,9 +50,10 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-// Four 8 x 8 matrices of 16-bit elements in shared memory: lane 8 i + r says where row r of matrix
-// i begins, at tile[element], 16-byte aligned, and gets elements [g][2t, 2t+1] of matrix i in x[i].
-// (An address in two parts, so that the constants of unrolled loops go into the instruction.)
+// Four 8 x 8 matrices of 16-bit elements in shared memory: lane 8 i + r has the address of row r of
+// matrix i begins, at tile[element], 16-byte aligned, and gets elements [g][2t, 2t+1] of matrix i
+// in x[i]. (An address in two parts, so that the constants of unrolled loops go into the
+// instruction.)
 struct Matrices {
   uint32_t x[4];
 };

@@ -37,7 +37,7 @@ absl::Status Validate(const GptConfig& config);
 
 struct ModelParameter {
   std::string name;            // As GPT-2 names it, for example "h.0.attn.c_attn.weight".
-  std::vector<int64_t> shape;  // Of matrices: out, in.
+  std::vector<int64_t> shape;  // A matrix: out, in.
   bool decay = true;           // Matrices and embeddings decay; biases and layer norms do not.
 
   int64_t elements() const;

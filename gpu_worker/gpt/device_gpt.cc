@@ -27,7 +27,7 @@ bool IsAligned(const void* pointer) {
 
 // What Backward goes on from.
 struct Begun {
-  cuda::EmbeddingShape shape;  // Of no sequences: an empty batch.
+  cuda::EmbeddingShape shape;  // No sequences: an empty batch.
   TokensOnDevice tokens;
 };
 

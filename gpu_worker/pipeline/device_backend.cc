@@ -36,8 +36,8 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/check.h"
+#include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/base/stopwatch.h"
 #include "gpu_worker/device/stream_seconds.h"
 #include "gpu_worker/pipeline/device_buckets.h"
@@ -63,7 +63,7 @@ class DeviceBackend final : public TrainingBackend {
   absl::Status Init(absl::Span<const int> backward_order, const MakeDeviceModel& make_model);
   ~DeviceBackend() override;
 
-  void Start(StepSink sink) override { gradient_path_->Start(std::move(sink)); }
+  void Start(GradientSink& sink) override { gradient_path_->Start(sink); }
   absl::Status UseGradientMemory(
       const std::function<absl::Span<std::byte>(int chunk)>& memory) override {
     return gradient_path_->UseGradientMemory(memory);

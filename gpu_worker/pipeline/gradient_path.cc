@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "gpu_worker/buckets/non_finite.h"
 
 namespace ballast::worker {
 
@@ -150,6 +151,7 @@ absl::Status GradientPath::Communicate(const Pass& pass) {
   std::optional<UsedParameters> used = WaitForPassEnd();
   if (!used.has_value()) return absl::OkStatus();
   used->non_finite = parts_.reduction.TakeNonFinite();
+  LogNonFinite(parts_.job.layout, options_.rank, pass.step, pass.micro_step, used->non_finite);
   sender_->EndMicroStep(pass.step, pass.micro_step, *std::move(used));
   return absl::OkStatus();
 }

@@ -67,7 +67,7 @@ class GradientPath {
   ~GradientPath();
 
   // Before the first pass.
-  void Start(StepSink sink) { sender_->Start(std::move(sink)); }
+  void Start(GradientSink& sink) { sender_->Start(sink); }
   absl::Status UseGradientMemory(const std::function<absl::Span<std::byte>(int chunk)>& memory) {
     return places_->Use(memory);
   }

@@ -1,7 +1,7 @@
 // Hands shards to the optimizer, on a thread of its own: each once its event has come, and nothing
 // earlier, in the order in which they were given.
 //
-// After an error it hands over nothing more (StepSink), but still waits for each event before it
+// After an error it hands over nothing more (GradientSink), but still waits for each event before it
 // releases the payload: memory stays until the copies that write it are done.
 //
 // Threads: Push and EndMicroStep from one, WaitIdle from any. The queue is bounded by the places
@@ -29,7 +29,7 @@ class GradientSender {
       : errors_(errors), timeline_(timeline), completions_(device) {}
 
   // Before anything is pushed.
-  void Start(StepSink sink) { sink_ = std::move(sink); }
+  void Start(GradientSink& sink) { sink_ = &sink; }
 
   // The payload is there when what `stream` has been given so far is done. An error is the
   // device's, and the payload is not released.
@@ -44,7 +44,7 @@ class GradientSender {
 
   PipelineErrors& errors_;
   Timeline* const timeline_;
-  StepSink sink_;
+  GradientSink* sink_ = nullptr;
   Completions completions_;  // Last: its thread uses the others.
 };
 

@@ -1,4 +1,5 @@
 // ballast-worker: one rank of a training run. Wiring, nothing else.
+#include <grpc/support/log.h>
 #include <malloc.h>
 #include <signal.h>
 #include <spdlog/sinks/stdout_sinks.h>
@@ -175,6 +176,8 @@ int main(int argc, char** argv) {
   // are to fail with an error that says which, not to end the process without a word.
   signal(SIGPIPE, SIG_IGN);
   signal(SIGXFSZ, SIG_IGN);
+  // gRPC's own lines name its source files; an error's one line is for the user.
+  gpr_set_log_function([](gpr_log_func_args* line) { spdlog::debug("grpc: {}", line->message); });
   // What a service in this process has to log: standard output is for the run's progress.
   spdlog::set_default_logger(spdlog::stderr_logger_mt("ballastd"));
   absl::SetProgramUsageMessage(

@@ -9,8 +9,6 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "absl/strings/string_view.h"
-#include "absl/types/span.h"
 #include "client/session.h"
 #include "gpu_worker/training/backend.h"
 #include "gpu_worker/training/trainer.h"
@@ -31,8 +29,6 @@ struct RunFacts {
   std::optional<client::JobCounts> counts;  // Where a service counts.
 };
 
-// The SHA-256 of what these have one after another.
-std::string Sha256Hex(absl::Span<const absl::string_view> parts);
 std::string WorkerJson(const RunFacts& facts, const TrainingJob& job,
                        const std::string& weights_sha256);
 

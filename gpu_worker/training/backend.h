@@ -1,7 +1,7 @@
 // Where a rank's passes run and where its weights and gradients lie: the CPU (cpu_backend.h) or a
 // GPU (device/device_backend.h). The trainer's loop is the same on both.
 //
-//   backend.Start({.push = ..., .end_micro_step = ...});
+//   backend.Start(optimizer);
 //   for each step:
 //     for each micro-step: backend.MicroStep(...)    // gradients leave while backward goes on
 //     FinishedStep finished = backend.FinishStep().value();   // every sink call has been made
@@ -34,15 +34,18 @@
 
 namespace ballast::worker {
 
-// Where this rank's shards of reduced gradients go. An error ends the step: the backend goes on
-// taking part in the step's collectives, so that no other rank waits for it, calls no sink any
-// more, and returns the error from MicroStep or FinishStep.
-struct StepSink {
+// Where this rank's reduced gradients go: the optimizer. An error ends the step: the backend goes on
+// taking part in the step's collectives, so that no other rank waits for it, calls the sink no more,
+// and returns the error from FinishStep.
+class GradientSink {
+ public:
+  virtual ~GradientSink() = default;
+
   // A chunk of this rank, in the wire dtype; `released` is called exactly once, whatever is
   // returned.
-  std::function<absl::Status(client::GradientPush push)> push;
+  virtual absl::Status Push(client::GradientPush push) = 0;
   // After the pushes of that micro-step, and before those of the next.
-  std::function<absl::Status(uint32_t micro_step, const UsedParameters& used)> end_micro_step;
+  virtual absl::Status EndMicroStep(uint32_t micro_step, const UsedParameters& used) = 0;
 };
 
 struct MicroStepInput {
@@ -71,8 +74,8 @@ class TrainingBackend {
  public:
   virtual ~TrainingBackend() = default;
 
-  // Once, before all else. The sink is kept.
-  virtual void Start(StepSink sink) = 0;
+  // Once, before all else. `sink` is borrowed, and not called after the last FinishStep.
+  virtual void Start(GradientSink& sink) = 0;
 
   // From now on chunks are handed over in `memory(chunk)`, which stays until the next call; where
   // it is empty, in memory of the backend's own. A device's backend has it pinned: before it goes

@@ -18,6 +18,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "client/session.h"
+#include "gpu_worker/training/backend.h"
 
 namespace ballast::worker {
 
@@ -26,10 +27,8 @@ using FillChunk = std::function<void(int chunk, absl::Span<float> values)>;
 // Where the weights of a chunk of this rank go, in the group's return dtype.
 using WeightsAt = std::function<absl::Span<std::byte>(int chunk)>;
 
-class StepOptimizer {
+class StepOptimizer : public GradientSink {
  public:
-  virtual ~StepOptimizer() = default;
-
   // Joins the job, for the first time or again after ABORTED; nothing of an unfinished step stays.
   // Gives the optimizer the first weights, if it has none yet, and puts the current ones of this
   // rank's chunks in place. May say ABORTED itself: join again.
@@ -54,9 +53,8 @@ class StepOptimizer {
   // How gradients and weights travel, in words; empty where they do not.
   virtual std::string transport() const { return {}; }
 
+  // Push and EndMicroStep come between these two.
   virtual absl::Status BeginStep(const StepSettings& settings) = 0;
-  virtual absl::Status Push(client::GradientPush push) = 0;
-  virtual absl::Status EndMicroStep(uint32_t micro_step, const UsedParameters& used) = 0;
   virtual absl::StatusOr<client::StepDecision> Seal(uint32_t micro_steps) = 0;
   virtual absl::Status ReceiveWeights() = 0;
   // Of the last step: from the decision to the last chunk updated.

@@ -1,10 +1,11 @@
 #include "gpu_worker/training/service_optimizer.h"
 
+#include <functional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/check.h"
+#include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/base/log.h"
 
 namespace ballast::worker {
@@ -121,13 +122,13 @@ absl::StatusOr<std::unique_ptr<StepOptimizer>> MakeServiceOptimizer(
   session_options.rank = collective.rank();
   TrainingBackend& backend = options.backend;
   if (!backend.gathers_ahead()) {
-    session_options.weights = [&backend](int chunk) { return backend.weights(chunk); };
+    session_options.weights = std::bind_front(&TrainingBackend::weights, &backend);
   }
-  session_options.on_weights = [&backend](int chunk) { backend.OnWeights(chunk); };
-  session_options.on_provisional_weights = [&backend](int chunk) {
-    backend.OnProvisionalWeights(chunk);
-  };
-  session_options.on_dropped_weights = [&backend](int chunk) { backend.OnDroppedWeights(chunk); };
+  session_options.on_weights = std::bind_front(&TrainingBackend::OnWeights, &backend);
+  session_options.on_provisional_weights =
+      std::bind_front(&TrainingBackend::OnProvisionalWeights, &backend);
+  session_options.on_dropped_weights =
+      std::bind_front(&TrainingBackend::OnDroppedWeights, &backend);
   session_options.seal_timeout = options.seal_timeout;
   session_options.reconnect_timeout = options.reconnect_timeout;
   session_options.shared_memory = options.shared_memory;

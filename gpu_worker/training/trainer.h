@@ -9,8 +9,8 @@
 // step's collectives, so that none waits for it; before the seal and after the decision the ranks
 // tell each other, and if one lost the step all join again and go on from the committed step.
 //
-// Threads: one caller. Everything in TrainerParts is borrowed until destruction. The backend's sink
-// may be called from a thread of its own while a step's passes go on.
+// Threads: one caller. Everything in TrainerParts is borrowed until destruction. The backend calls
+// the optimizer from its own threads while a step's passes are in progress.
 #ifndef BALLAST_GPU_WORKER_TRAINING_TRAINER_H_
 #define BALLAST_GPU_WORKER_TRAINING_TRAINER_H_
 
@@ -24,7 +24,6 @@
 #include "absl/strings/string_view.h"
 #include "client/loss_scaler.h"
 #include "client/session.h"
-#include "cpu_optimizer_service/common/mutex.h"
 #include "gpu_worker/base/data.h"
 #include "gpu_worker/base/timeline.h"
 #include "gpu_worker/collective/collective.h"
@@ -132,8 +131,6 @@ class Trainer {
   absl::Status MicroStep(uint32_t micro_step);
   Batch BatchOf(uint64_t step, uint32_t micro_step) const;
   void NoteReceiving(double seconds);
-  absl::Status Push(client::GradientPush push);
-  absl::Status EndMicroStep(uint32_t micro_step, const UsedParameters& used);
   absl::Status SumLoss();
   absl::Status Seal();
   absl::Status Receive();
@@ -151,8 +148,6 @@ class Trainer {
   absl::Status RestoreScaler();
   absl::Status UnlessLost(const absl::Status& status);
   void Lose(absl::string_view because);
-  bool lost() const;
-  std::string lost_because() const;
   uint32_t MicroStepsOf(uint64_t step) const;
   StepSettings Settings() const;
   double loss_scale() const { return scaler_.has_value() ? scaler_->scale() : 1.0; }
@@ -172,10 +167,9 @@ class Trainer {
   bool forward_ahead_ = false;  // The next step's began under the weights of the last.
   std::string transport_;       // As the last Join found it.
 
-  mutable Mutex mutex_;  // The backend's sink, on its thread, may be who hears of it.
   // The optimizer has taken the step in progress back: on this rank, then on any.
-  bool lost_ ABSL_GUARDED_BY(mutex_) = false;
-  std::string lost_because_ ABSL_GUARDED_BY(mutex_);  // As this rank was told last, if it was.
+  bool lost_ = false;
+  std::string lost_because_;  // The last error that notified this rank; empty: another rank's.
 };
 
 }  // namespace ballast::worker

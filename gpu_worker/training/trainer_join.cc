@@ -20,24 +20,13 @@ absl::Status Trainer::UnlessLost(const absl::Status& status) {
 }
 
 void Trainer::Lose(absl::string_view because) {
-  MutexLock lock(mutex_);
   lost_ = true;
   if (!because.empty()) lost_because_ = std::string(because);
 }
 
-bool Trainer::lost() const {
-  MutexLock lock(mutex_);
-  return lost_;
-}
-
-std::string Trainer::lost_because() const {
-  MutexLock lock(mutex_);
-  return lost_because_.empty() ? "another rank was told so" : lost_because_;
-}
-
 absl::Status Trainer::JoinAgain() {
   const uint64_t step = attempt_.report.step;
-  const std::string why = lost_because();
+  const std::string why = lost_because_.empty() ? "another rank was notified" : lost_because_;
   if (++attempts_in_a_row_ >= kMaxAttempts) {
     return absl::AbortedError(absl::StrCat(
         "step ", step, " was aborted ", attempts_in_a_row_, " times in a row, last because: ", why,

@@ -22,7 +22,7 @@ namespace {
 
 struct BackwardArgs {
   AttentionShape shape;
-  float scale = 0;  // Of scores.
+  float scale = 0;  // Multiplies the scores.
   const BFloat16Bits* qkv = nullptr;
   const BFloat16Bits* out = nullptr;
   const float* logsumexp = nullptr;

@@ -16,7 +16,7 @@ namespace {
 
 struct ForwardArgs {
   AttentionShape shape;
-  float scale = 0;  // Of scores.
+  float scale = 0;  // Multiplies the scores.
   const BFloat16Bits* qkv = nullptr;
   BFloat16Bits* out = nullptr;
   float* logsumexp = nullptr;

@@ -80,8 +80,8 @@ struct Settings {
   float spoilt = 0;
 };
 
-// One rank: its backend, and a sink that keeps what comes and says what it was told to.
-class Rank {
+// One rank: its backend, and the sink, which keeps what arrives and returns what it was given.
+class Rank final : public GradientSink {
  public:
   explicit Rank(Collective& collective, const Settings& settings = {})
       : job_(JobOf(collective.world_size())),
@@ -89,20 +89,20 @@ class Rank {
         backend_(settings.options,
                  std::make_unique<PlainModel>(collective.rank(), settings.reaches, settings.spoilt),
                  job_, collective) {
-    backend_.Start({.push =
-                        [this](client::GradientPush push) {
-                          ++calls_;
-                          Keep(push);
-                          push.released();
-                          return answer_to_push_;
-                        },
-                    .end_micro_step =
-                        [this](uint32_t micro_step, const UsedParameters& used) {
-                          ++calls_;
-                          ended_after_[micro_step] = pushed_.size();
-                          used_ = used;
-                          return answer_to_end_;
-                        }});
+    backend_.Start(*this);
+  }
+
+  absl::Status Push(client::GradientPush push) override {
+    ++calls_;
+    Keep(push);
+    push.released();
+    return answer_to_push_;
+  }
+  absl::Status EndMicroStep(uint32_t micro_step, const UsedParameters& used) override {
+    ++calls_;
+    ended_after_[micro_step] = pushed_.size();
+    used_ = used;
+    return answer_to_end_;
   }
 
   absl::Status MicroStep(uint32_t micro_step, uint32_t of) {

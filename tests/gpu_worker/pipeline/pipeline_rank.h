@@ -73,7 +73,7 @@ struct OptimizersMemory {
   std::vector<std::byte> memory;
 };
 
-class PipelineRank {
+class PipelineRank final : public GradientSink {
  public:
   // `host` may be null: a world of one.
   explicit PipelineRank(RankOptions options, Collective* host = nullptr)
@@ -100,20 +100,19 @@ class PipelineRank {
             [this](const DeviceGptParts& parts) -> absl::StatusOr<std::unique_ptr<DeviceGpt>> {
               return std::make_unique<ScriptedPasses>(parts, options_.script, passes_);
             }));
-    backend_->Start({.push =
-                         [this](client::GradientPush push) {
-                           if (options_.push) return options_.push(std::move(push));
-                           Note(push);
-                           push.released();
-                           return absl::OkStatus();
-                         },
-                     .end_micro_step =
-                         [this](uint32_t micro_step, const UsedParameters& used) {
-                           MutexLock lock(mutex_);
-                           ended_.push_back({step_, micro_step, pushed_.size(), used});
-                           return absl::OkStatus();
-                         }});
+    backend_->Start(*this);
     return UseWeightsMemory();
+  }
+  absl::Status Push(client::GradientPush push) override {
+    if (options_.push) return options_.push(std::move(push));
+    Note(push);
+    push.released();
+    return absl::OkStatus();
+  }
+  absl::Status EndMicroStep(uint32_t micro_step, const UsedParameters& used) override {
+    MutexLock lock(mutex_);
+    ended_.push_back({step_, micro_step, pushed_.size(), used});
+    return absl::OkStatus();
   }
   void ForgetWeightsMemory() { weights_.memory = {}; }
   // As after a session that was lost.

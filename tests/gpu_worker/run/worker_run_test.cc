@@ -89,7 +89,7 @@ class WatchedBackend final : public TrainingBackend {
   WatchedBackend(std::unique_ptr<TrainingBackend> real, int chunks)
       : real_(std::move(real)), told_(chunks, 0) {}
 
-  void Start(StepSink sink) override { real_->Start(std::move(sink)); }
+  void Start(GradientSink& sink) override { real_->Start(sink); }
   absl::Status UseGradientMemory(
       const std::function<absl::Span<std::byte>(int chunk)>& memory) override {
     return real_->UseGradientMemory(memory);

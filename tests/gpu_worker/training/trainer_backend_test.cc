@@ -34,7 +34,7 @@ class ThreadedBackend final : public TrainingBackend {
  public:
   ~ThreadedBackend() override { Join(); }
 
-  void Start(StepSink sink) override { sink_ = std::move(sink); }
+  void Start(GradientSink& sink) override { sink_ = &sink; }
   absl::Status UseGradientMemory(
       const std::function<absl::Span<std::byte>(int chunk)>& memory) override {
     EXPECT_EQ(out_, 0) << "a payload is out";
@@ -48,14 +48,14 @@ class ThreadedBackend final : public TrainingBackend {
     thread_ = std::thread([this, m = input.micro_step, of = input.micro_steps] {
       for (int chunk = 0; chunk < kChunks && status_.ok(); ++chunk) {
         ++out_;
-        status_ = sink_.push({.chunk = chunk,
-                              .micro_step_begin = m,
-                              .micro_step_end = m + 1,
-                              .final = m + 1 == of,
-                              .payload = {},
-                              .released = [this] { --out_; }});
+        status_ = sink_->Push({.chunk = chunk,
+                               .micro_step_begin = m,
+                               .micro_step_end = m + 1,
+                               .final = m + 1 == of,
+                               .payload = {},
+                               .released = [this] { --out_; }});
       }
-      if (status_.ok()) status_ = sink_.end_micro_step(m, {});
+      if (status_.ok()) status_ = sink_->EndMicroStep(m, {});
     });
     return absl::OkStatus();
   }
@@ -123,7 +123,7 @@ class ThreadedBackend final : public TrainingBackend {
   std::mutex mutex_;
   std::vector<std::string> asked_;
 
-  StepSink sink_;
+  GradientSink* sink_ = nullptr;
   std::thread thread_;
   absl::Status status_;  // The thread's while it runs.
   std::atomic<int> out_{0};
