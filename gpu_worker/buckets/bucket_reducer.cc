@@ -4,8 +4,8 @@
 #include <new>
 #include <utility>
 
-#include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/check.h"
+#include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/base/stopwatch.h"
 
 namespace ballast::worker {
@@ -267,7 +267,7 @@ void BucketReducer::FindNonFinite(int index, absl::Span<const float> sealed) {
     if (ComesFirst(p, element, non_finite_)) {
       non_finite_ = {.parameter = p, .element = element, .value = found->value};
     }
-    return;  // The bucket's parameters come in order.
+    return;  // The bucket's parameters are in order.
   }
 }
 

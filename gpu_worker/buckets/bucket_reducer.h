@@ -2,7 +2,7 @@
 //
 //   reducer.StartMicroStep(m, micro_steps);
 //   model.ForwardBackward(batch, 1, [&](int p) { reducer.GradientReady(p); });
-//   ReducedMicroStep done = reducer.FinishMicroStep().value();   // every shard is handed over
+//   ReducedMicroStep done = reducer.FinishMicroStep().value();   // every gradient is handed over
 //
 // Accumulation in the service reduces every micro-step. Accumulation on the worker adds each
 // micro-step's gradient, as the buckets become ready, to fp32 accumulators, and reduces those in
@@ -12,7 +12,7 @@
 // which a rank's own become ready: the ranks' collectives must match. A parameter that backward
 // left out counts as zeros, and is not in the set of used parameters.
 //
-// Threads: the calls above come from one thread. Between StartMicroStep and the return of
+// Threads: one thread makes the calls above. Between StartMicroStep and the return of
 // FinishMicroStep the collective belongs to the reducer's thread, which also calls the consumer.
 // The queue is the buckets themselves, so it is bounded.
 #ifndef BALLAST_GPU_WORKER_BUCKETS_BUCKET_REDUCER_H_
@@ -47,9 +47,9 @@ struct ReducerOptions {
   std::function<void(int bucket, double seconds)> on_reduced;
 };
 
-// This rank's shard of a bucket: its part of the flat space, cut at the bucket's end, so possibly
-// empty. The memory is the reducer's and valid during the call.
-struct ReducedShard {
+// This rank's part of a reduced bucket, cut at the bucket's end, so possibly empty. The memory is
+// the reducer's and valid during the call.
+struct ReducedGradient {
   int bucket = 0;
   uint32_t micro_step_begin = 0;  // Summed over micro-steps [begin, end).
   uint32_t micro_step_end = 1;
@@ -69,8 +69,8 @@ struct ReducedMicroStep {
 
 class BucketReducer {
  public:
-  // Has no error to return: whatever becomes of a shard, the other ranks wait for the rest.
-  using Consumer = std::function<void(const ReducedShard& shard)>;
+  // Returns no error: even after an error the other ranks wait for the rest.
+  using Consumer = std::function<void(const ReducedGradient& gradient)>;
 
   // `gradients[group]` is the flat space that the model writes, as long as the buckets reach.
   // Everything is borrowed until destruction.

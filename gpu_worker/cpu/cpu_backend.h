@@ -1,6 +1,6 @@
 // The CPU as a TrainingBackend: the model in this process, its buckets reduced over the host's
-// collective on a thread of their own while backward goes on, and this rank's shards staged in the
-// wire dtype, in the optimizer's memory where it gives some.
+// collective on a thread of their own while backward goes on, and this rank's gradients staged in
+// the wire dtype, in the optimizer's memory where it gives some.
 //
 //   CpuBackend backend({.accumulation = ..., .timeout = ...}, MakeCpuGpt(config), job, collective);
 //
@@ -55,8 +55,8 @@ class CpuBackend final : public TrainingBackend {
   absl::Status ReadWeights(int group, absl::Span<std::byte> to) override;
 
  private:
-  void HandOver(const ReducedShard& shard);
-  absl::Status PushChunks(const ReducedShard& shard);
+  void HandOver(const ReducedGradient& gradient);
+  absl::Status PushChunks(const ReducedGradient& gradient);
   absl::Status EndMicroStep(uint32_t micro_step, ReducedMicroStep reduced);
   void NoteReduced(int bucket, double seconds);
   absl::Span<std::byte> WeightBytes(int group, int64_t begin, int64_t elements);

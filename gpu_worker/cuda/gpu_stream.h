@@ -24,8 +24,8 @@ class GpuStream : public DeviceStream {
   virtual absl::StatusOr<cudaStream_t> Enter() = 0;
   // What became of a call that gave work to the stream: GpuFailure::Check, with the stream's name.
   virtual absl::Status Check(cudaError_t error, absl::string_view what) = 0;
-  // The GPU's failure, if there is one by now, reported as that of `what`: for libraries, which say
-  // of a lost GPU no more than that they failed. Waits for nothing.
+  // The GPU's failure, if there is one by now, reported as that of `what`: for libraries, which
+  // return for a lost GPU no more than that they failed. Waits for nothing.
   virtual absl::Status CheckGpu(absl::string_view what) = 0;
 };
 

@@ -13,8 +13,8 @@
 //
 // So the accumulators of columns n and n + 8, rounded, are the FragmentA of these 16 columns.
 //
-// The tests have the same calls on the CPU (tests/gpu_emulator/cuda_on_cpu/mma_on_cpu.h), which take
-// the place of these by the include guard.
+// The tests have the same calls on the CPU (tests/gpu_emulator/cuda_on_cpu/mma_on_cpu.h), which
+// replace these by the include guard.
 #ifndef BALLAST_GPU_WORKER_CUDA_MMA_CUH_
 #define BALLAST_GPU_WORKER_CUDA_MMA_CUH_
 

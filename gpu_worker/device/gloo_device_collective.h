@@ -2,8 +2,8 @@
 // where there are several ranks) -> stream. For several ranks on one GPU, which NCCL refuses, and
 // for tests.
 //
-// A call returns when its sum or its shards are on their way back to the device; sums are taken in
-// order of rank.
+// A call returns when its results are being copied back to the device; sums are taken in order of
+// rank.
 #ifndef BALLAST_GPU_WORKER_DEVICE_GLOO_DEVICE_COLLECTIVE_H_
 #define BALLAST_GPU_WORKER_DEVICE_GLOO_DEVICE_COLLECTIVE_H_
 

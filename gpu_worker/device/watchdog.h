@@ -1,5 +1,5 @@
-// Watches what ranks do together on their devices, so that a rank that waits for another in vain
-// ends with an error that names the operation instead of hanging.
+// Watches what ranks do together on their devices, so that a rank whose peer does not respond ends
+// with an error that names the operation instead of hanging.
 //
 //   Watchdog watchdog({.rank = 1, .timeout = ..., .library_error = ..., .abort = ...});
 //   ... a reduce-scatter is given to a stream, and `done` recorded there ...

@@ -32,7 +32,8 @@ struct GptConfig {
 // "bytes" (the demo's), "gpt2-124M", "gpt2-350M", "gpt2-774M", "gpt2-1.5B". INVALID_ARGUMENT naming
 // all of them.
 absl::StatusOr<GptConfig> FindGptConfig(absl::string_view name);
-// INVALID_ARGUMENT unless all are positive, within what int indices hold, and heads divide width.
+// INVALID_ARGUMENT unless all are positive, within the range of int indices, and heads divide
+// width.
 absl::Status Validate(const GptConfig& config);
 
 struct ModelParameter {

@@ -61,7 +61,7 @@ void Completions::Run() {
       busy_ = true;
     }
     owed.then(owed.event != nullptr ? owed.event->Synchronize() : absl::OkStatus());
-    owed.then = nullptr;  // What it holds goes before anybody is told that all is done.
+    owed.then = nullptr;  // Destroyed before a waiting thread is notified.
     MutexLock lock(mutex_);
     if (owed.event != nullptr) events_.push_back(std::move(owed.event));
     busy_ = false;

@@ -50,7 +50,7 @@ void GradientPath::End() {
   sender_.reset();
 }
 
-// After a failure a copy may be on its way to the optimizer's memory that no event tells of.
+// After a failure a copy to the optimizer's memory may be in progress that no event follows.
 void GradientPath::WaitForStreams() {
   // What the streams still have may wait for a rank that has gone: here that is given up.
   parts_.collective.Finish().IgnoreError();
@@ -137,15 +137,15 @@ void GradientPath::Run() {
 absl::Status GradientPath::Communicate(const Pass& pass) {
   for (const int bucket : parts_.buckets.order().reduction) {
     BALLAST_RETURN_IF_ERROR(parts_.buckets.WaitReady(parts_.communicate, bucket));
-    const float* shard = nullptr;
+    const float* gradient = nullptr;
     absl::Status status = parts_.trace.Around(
         parts_.communicate, Track::kReduce,
         {.step = pass.step, .micro_step = static_cast<int>(pass.micro_step), .bucket = bucket},
         [&]() -> absl::Status {
-          BALLAST_ASSIGN_OR_RETURN(shard, SumOrReduce(bucket, pass));
+          BALLAST_ASSIGN_OR_RETURN(gradient, SumOrReduce(bucket, pass));
           return absl::OkStatus();
         });
-    if (status.ok() && shard != nullptr) status = SendShard(bucket, pass, shard);
+    if (status.ok() && gradient != nullptr) status = SendGradient(bucket, pass, gradient);
     BALLAST_RETURN_IF_ERROR(Annotate(status, absl::StrCat("bucket ", bucket)));
   }
   std::optional<UsedParameters> used = WaitForPassEnd();
@@ -164,22 +164,22 @@ absl::StatusOr<const float*> GradientPath::SumOrReduce(int bucket, const Pass& p
     if (!pass.last()) return nullptr;
   }
   buckets.StartReducing(bucket);
-  BALLAST_ASSIGN_OR_RETURN(const float* shard,
+  BALLAST_ASSIGN_OR_RETURN(const float* gradient,
                            parts_.reduction.Reduce(bucket, pass.sums_here, pass.step));
-  if (shards_[bucket].elements > 0 && parts_.errors.current().ok()) return shard;
+  if (shards_[bucket].elements > 0 && parts_.errors.current().ok()) return gradient;
   BALLAST_RETURN_IF_ERROR(buckets.Release(parts_.communicate, bucket));
   return nullptr;
 }
 
-absl::Status GradientPath::SendShard(int bucket, const Pass& pass, const float* shard) {
+absl::Status GradientPath::SendGradient(int bucket, const Pass& pass, const float* gradient) {
   if (options_.on_device) {
-    BALLAST_RETURN_IF_ERROR(RoundToPlaces(bucket, pass, shard));
+    BALLAST_RETURN_IF_ERROR(RoundToPlaces(bucket, pass, gradient));
     return parts_.buckets.Release(parts_.communicate, bucket);
   }
   const WireBuffer& wire = wire_[std::exchange(next_wire_, (next_wire_ + 1) % wire_.size())];
   BALLAST_RETURN_IF_ERROR(parts_.communicate.Wait(*wire.copied_out));
   BALLAST_RETURN_IF_ERROR(
-      parts_.reduction.Round(bucket, shards_[bucket].elements, shard, wire.memory->data()));
+      parts_.reduction.Round(bucket, shards_[bucket].elements, gradient, wire.memory->data()));
   BALLAST_RETURN_IF_ERROR(parts_.buckets.Release(parts_.communicate, bucket));
   return CopyOut(bucket, pass, wire);
 }
@@ -204,14 +204,15 @@ absl::Status GradientPath::CopyOut(int bucket, const Pass& pass, const WireBuffe
   return parts_.copy_out.Record(*wire.copied_out);
 }
 
-absl::Status GradientPath::RoundToPlaces(int bucket, const Pass& pass, const float* shard) {
+absl::Status GradientPath::RoundToPlaces(int bucket, const Pass& pass, const float* gradient) {
   for (const int chunk : shards_[bucket].chunks) {
     const int64_t elements = parts_.job.layout.chunks()[chunk].elements;
     std::optional<GradientSlots::Place> place = TakePlace(chunk, pass);
     if (!place.has_value()) break;
-    BALLAST_RETURN_IF_ERROR(parts_.reduction.Round(bucket, elements, shard, place->bytes.data()));
+    BALLAST_RETURN_IF_ERROR(
+        parts_.reduction.Round(bucket, elements, gradient, place->bytes.data()));
     BALLAST_RETURN_IF_ERROR(GiveToSender(chunk, pass, *std::move(place), parts_.communicate));
-    shard += elements;
+    gradient += elements;
   }
   return absl::OkStatus();
 }

@@ -5,9 +5,9 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/check.h"
 #include "cpu_optimizer_service/common/mutex.h"
 #include "cpu_optimizer_service/common/status.h"
-#include "cpu_optimizer_service/common/check.h"
 #include "gpu_worker/base/stopwatch.h"
 #include "gpu_worker/pipeline/pinned_spans.h"
 
@@ -53,8 +53,7 @@ absl::StatusOr<std::unique_ptr<GradientSlots>> GradientSlots::Create(
         StagingRing::Create(device, options.staging_slots, largest, options.timeout));
     return places;
   }
-  BALLAST_ASSIGN_OR_RETURN(places->on_device_,
-                           device.Allocate(all, "gradients on their way to the optimizer"));
+  BALLAST_ASSIGN_OR_RETURN(places->on_device_, device.Allocate(all, "gradients for the optimizer"));
   std::byte* next = places->on_device_->data();
   for (const int index : layout.chunks_of_rank(options.rank)) {
     places->own_[index] = {next, places->size_bytes_[index]};

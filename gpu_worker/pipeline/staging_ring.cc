@@ -6,8 +6,8 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
-#include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/check.h"
+#include "cpu_optimizer_service/common/status.h"
 
 namespace ballast::worker {
 namespace {
@@ -71,7 +71,7 @@ absl::StatusOr<StagingRing::Slot> StagingRing::Take() {
   }
   const bool mine = !free_.empty() && queue_.front() == number;
   queue_.erase(std::find(queue_.begin(), queue_.end(), number));
-  changed_.NotifyAll();  // Another's turn has come.
+  changed_.NotifyAll();  // It is another call's turn.
   if (cancelled_) return absl::CancelledError("the staging buffers are not needed any more");
   if (!mine) {
     return absl::DeadlineExceededError(absl::StrCat(

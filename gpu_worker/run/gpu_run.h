@@ -25,8 +25,8 @@ struct GpuRunOptions {
   Timeline* timeline = nullptr;  // Borrowed as long as the run; null: there is none.
 };
 
-// Outlives the run, and is outlived by the run's collective. Errors are one line that says what to
-// do, as of CudaDevice::Open and MakeCublasLtMatmul.
+// Must outlive the run; the run's collective must outlive it. Errors are one line with what to do,
+// as of CudaDevice::Open and MakeCublasLtMatmul.
 class GpuRun {
  public:
   static absl::StatusOr<std::unique_ptr<GpuRun>> Open(const GpuRunOptions& options);

@@ -84,7 +84,7 @@ std::string WorkerJson(const RunFacts& facts, const TrainingJob& job,
     exposed_seconds += report.times.exposed();
   }
   int64_t elements = 0;
-  // Where each parameter stands in weights.bin, so that a difference between two runs has a name.
+  // Where each parameter is in weights.bin, so that a difference between two runs has a name.
   nlohmann::ordered_json tensors = nlohmann::ordered_json::array();
   for (size_t p = 0; p < job.layout.spec().parameters.size(); ++p) {
     const int64_t size = job.layout.place(p).elements;

@@ -16,9 +16,9 @@ class ServiceOptimizer final : public StepOptimizer {
   ServiceOptimizer(std::shared_ptr<grpc::Channel> channel, client::SessionOptions options)
       : channel_(std::move(channel)), options_(std::move(options)) {}
 
-  // While the job awaits first weights, a generation that rises makes the service forget what has
-  // come of them. The others may be waiting for this rank's there, not in a collective, so they are
-  // given again right away.
+  // While the job awaits first weights, a rising generation makes the service forget those that
+  // arrived. The other ranks may wait for this rank's there, not in a collective, so they are given
+  // again at once.
   absl::Status Join(const FillChunk& first_weights) override {
     constexpr int kMostAttempts = 100;
     bool awaited = false;
@@ -38,7 +38,7 @@ class ServiceOptimizer final : public StepOptimizer {
   absl::Span<std::byte> gradient_memory(int chunk) override {
     return session().gradient_memory(chunk);
   }
-  // Nobody writes there but the session; a device that copies from it has it pinned.
+  // Only the session writes there. Not const, because a device pins it.
   absl::Span<std::byte> weights_memory(int chunk) override {
     const absl::Span<const std::byte> memory = session().weights_memory(chunk);
     return {const_cast<std::byte*>(memory.data()), memory.size()};
@@ -66,7 +66,7 @@ class ServiceOptimizer final : public StepOptimizer {
 
  private:
   absl::Status TryToJoin(const FillChunk& first_weights) {
-    session_.reset();  // Waits until nobody reads the payloads any more.
+    session_.reset();  // Waits until no thread reads the payloads.
     absl::StatusOr<std::unique_ptr<client::Session>> session =
         client::Session::Open(channel_, options_);
     if (!options_.job_uid.empty() && absl::IsNotFound(session.status())) return Closed();

@@ -48,7 +48,7 @@ absl::Status Trainer::Step(uint64_t step, const TrainerEvents& events) {
   StartAttempt(step);
   BALLAST_RETURN_IF_ERROR(UnlessLost(optimizer_.BeginStep(Settings())));
   BALLAST_RETURN_IF_ERROR(Annotate(Passes(), absl::StrCat("step ", step)));
-  // No rank seals before all have come so far: one that failed is noticed here at the latest.
+  // No rank seals before all are here: a rank that failed is noticed here at the latest.
   BALLAST_RETURN_IF_ERROR(SumLoss());
   if (!lost_) {
     attempt_.sealing = true;
@@ -109,7 +109,7 @@ absl::Status Trainer::Passes() {
   for (uint32_t micro_step = 0; micro_step < attempt_.micro_steps && status.ok(); ++micro_step) {
     status = MicroStep(micro_step);
   }
-  // After an error too: the optimizer is not called any more then.
+  // After an error too: afterwards the backend does not call the optimizer.
   const absl::StatusOr<FinishedStep> finished = backend_.FinishStep();
   if (status.ok()) status = finished.status();
   if (!status.ok()) return UnlessLost(status);
@@ -170,7 +170,7 @@ absl::Status Trainer::Seal() {
   return absl::OkStatus();
 }
 
-// Nothing else goes on meanwhile: all of it is exposed.
+// No pass runs meanwhile: all of it is exposed.
 absl::Status Trainer::Receive() {
   forward_ahead_ = false;
   if (lost_) return absl::OkStatus();
@@ -202,9 +202,9 @@ absl::Status Trainer::ReceiveWeights() {
   return absl::OkStatus();
 }
 
-// The ranks know that all have the decision; weights are gathered as they come, and the next step's
-// first forward pass begins with those that are there. What it waits for them is told by the
-// backend when that step is finished; from its start on nothing here is exposed.
+// All ranks know the decision; weights are gathered as they arrive, and the next step's first
+// forward pass begins with those that have arrived. The backend reports that pass's waits when its
+// step is finished; from its start on nothing here is exposed.
 absl::Status Trainer::ReceiveUnderNextForward() {
   BALLAST_RETURN_IF_ERROR(ShareDecision());
   if (lost_ || !attempt_.report.applied) return Receive();
@@ -218,7 +218,7 @@ absl::Status Trainer::ReceiveUnderNextForward() {
   });
   const absl::Status forward = StartNextForward();
   if (!forward.ok()) {
-    Log().error("{}; the service's word on the step is awaited", std::string(forward.message()));
+    Log().error("{}; waiting for the service to end the step", std::string(forward.message()));
   }
   receiver.join();
   BALLAST_RETURN_IF_ERROR(forward);
@@ -240,9 +240,9 @@ absl::Status Trainer::StartNextForward() {
                                 .loss_scale = 0});
 }
 
-// Whether all ranks saw the end of the step; if not, what became of it, from one that knows.
+// Whether all ranks saw the end of the step; if not, its outcome from one that did.
 absl::Status Trainer::ShareDecision() {
-  struct Ending {  // Of one size throughout: padding would send what the stack held.
+  struct Ending {  // No padding: that would send what is on the stack.
     uint64_t lost;
     uint64_t decided;
     uint64_t applied;

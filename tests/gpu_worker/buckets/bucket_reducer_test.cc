@@ -52,7 +52,7 @@ struct Consumed {
 // Collects what the reducer hands over; read after FinishMicroStep.
 struct Sink {
   BucketReducer::Consumer Consumer() {
-    return [this](const ReducedShard& shard) {
+    return [this](const ReducedGradient& shard) {
       consumed.push_back({.bucket = shard.bucket,
                           .micro_step_begin = shard.micro_step_begin,
                           .micro_step_end = shard.micro_step_end,
@@ -100,7 +100,8 @@ TEST(BucketReducer, ReducesABucketBeforeBackwardEnds) {
   CondVar changed;
   int handed_over = 0;
   BucketReducer reducer(*fixture.layout, fixture.buckets, fixture.backward_order,
-                        {absl::MakeSpan(fixture.gradients)}, collective, [&](const ReducedShard&) {
+                        {absl::MakeSpan(fixture.gradients)}, collective,
+                        [&](const ReducedGradient&) {
                           MutexLock lock(mutex);
                           ++handed_over;
                           changed.NotifyAll();

@@ -246,7 +246,7 @@ TEST(GlooCollective, APeerThatNeverArrivesGivesAnErrorThatNamesIt) {
   const absl::Status status =
       ConnectGloo({.rank = 0, .world_size = 2, .connect_timeout = kTimeout}, store).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
-  EXPECT_THAT(status.message(), HasSubstr("rank_1"));  // Gloo's key.
+  EXPECT_THAT(status.message(), HasSubstr("key(s): 1"));  // A rank's number.
   EXPECT_THAT(status.message(), HasSubstr("start 2 workers"));
 }
 

@@ -47,7 +47,7 @@ TEST(WorkerFlags, TakeAModelByItsNameOrItsSizesAndNotBoth) {
   EXPECT_EQ(Read({"--width=64", "--heads=2"})->options.model.width, 64);
   for (const std::string size : {"--layers=2", "--width=64", "--heads=2", "--context=64"}) {
     EXPECT_THAT(Refusal({"--model=gpt2-124M", size}),
-                HasSubstr(size.substr(0, size.find('=')) + " is said by --model"));
+                HasSubstr(size.substr(0, size.find('=')) + " is part of --model"));
   }
   EXPECT_THAT(Refusal({"--model=gpt5"}), HasSubstr("gpt2-124M"));
 }

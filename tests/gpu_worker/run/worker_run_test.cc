@@ -65,7 +65,7 @@ TEST(WorkerRun, TokensThatTheModelDoesNotKnowAreRefused) {
   };
   const absl::Status status = run();
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_THAT(status.message(), HasSubstr("has tokens of a vocabulary of 50257, the model knows"));
+  EXPECT_THAT(status.message(), HasSubstr("has tokens of a vocabulary of 50257, the model has"));
   options.model.vocabulary = kGpt2Vocabulary;
   EXPECT_TRUE(run().ok());
 }
@@ -150,7 +150,7 @@ TEST(WorkerRun, ARankThatCannotBeginEndsTheOthersBeforeTheyWaitForIt) {
       return absl::ResourceExhaustedError("the GPU is full");
     };
   });
-  EXPECT_EQ(told[0], "rank 1 could not begin; see what it says");
+  EXPECT_EQ(told[0], "rank 1 could not begin; see its error");
   EXPECT_EQ(told[1], "the GPU is full");
 }
 
