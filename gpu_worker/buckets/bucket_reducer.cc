@@ -48,6 +48,7 @@ void BucketReducer::StartMicroStep(uint32_t micro_step, uint32_t micro_steps) {
   if (!status_.ok()) return;
   Check(next_ == order_.reduction.size(), "the last micro-step is finished before the next starts");
   if (micro_step == 0) first_reached_.assign(first_reached_.size(), std::nullopt);
+  // Allocated by the first step that has something to sum: the number of micro-steps may vary.
   if (sums_here(micro_steps) && accumulators_.empty()) {
     for (const absl::Span<float> space : gradients_) accumulators_.emplace_back(space.size(), 0.0f);
   }
@@ -108,6 +109,7 @@ absl::StatusOr<ReducedMicroStep> BucketReducer::FinishMicroStep() {
   while (status_.ok() && next_ < order_.reduction.size()) changed_.Wait(mutex_);
   if (!status_.ok()) return status_;
   result.non_finite = non_finite_;
+  // The wait was for the reducer's thread, so it is divided by what that did meanwhile.
   const double waited = waiting.Lap();
   const double reducing = work_.reduce_seconds - before.reduce_seconds;
   const double consuming = work_.consume_seconds - before.consume_seconds;
@@ -136,6 +138,7 @@ void BucketReducer::Run() {
     }
     absl::Status status;
     try {
+      // This thread has no caller that could catch an exception.
       status = Process(bucket, micro_step);
     } catch (const std::bad_alloc&) {
       status = absl::ResourceExhaustedError(

@@ -60,6 +60,7 @@ void Completions::Run() {
       queue_.pop_front();
       busy_ = true;
     }
+    // Without the lock, because `then` may ask for further calls.
     owed.then(owed.event != nullptr ? owed.event->Synchronize() : absl::OkStatus());
     owed.then = nullptr;  // Destroyed before a waiting thread is notified.
     MutexLock lock(mutex_);

@@ -28,6 +28,7 @@ absl::Status GradientPath::Init() {
   BALLAST_ASSIGN_OR_RETURN(
       places_, GradientSlots::Create(parts_.device, job.layout, job.spec.groups, options_));
   if (!options_.on_device && largest_bytes > 0) {
+    // Two: while one is copied to the host, the next bucket is rounded into the other.
     for (WireBuffer& wire : wire_) {
       BALLAST_ASSIGN_OR_RETURN(wire.memory, parts_.device.Allocate(largest_bytes, "a wire buffer"));
       BALLAST_ASSIGN_OR_RETURN(wire.copied_out, parts_.device.CreateEvent());
@@ -45,6 +46,7 @@ void GradientPath::End() {
   Stop();
   parts_.buckets.Stop();
   thread_.join();
+  // With an error the sender releases what it has and pushes nothing.
   parts_.errors.FailStep(absl::CancelledError("the backend has stopped"));
   WaitForStreams();
   sender_.reset();
@@ -73,6 +75,7 @@ void GradientPath::Give(std::function<void()> work) {
 
 void GradientPath::WaitGiven() {
   MutexLock lock(mutex_);
+  // After Stop the thread may still be in its last work.
   while ((stopped_ || !given_.empty()) && !left_) changed_.Wait(mutex_);
 }
 
@@ -122,6 +125,7 @@ void GradientPath::Run() {
       MutexLock lock(mutex_);
       while (given_.empty() && !stopped_) changed_.Wait(mutex_);
       if (stopped_) break;
+      // It stays in the queue until it is done, because WaitGiven waits for that.
       work = given_.front();
     }
     work();
@@ -166,6 +170,7 @@ absl::StatusOr<const float*> GradientPath::SumOrReduce(int bucket, const Pass& p
   buckets.StartReducing(bucket);
   BALLAST_ASSIGN_OR_RETURN(const float* gradient,
                            parts_.reduction.Reduce(bucket, pass.sums_here, pass.step));
+  // If nothing is sent, the bucket is free at once.
   if (shards_[bucket].elements > 0 && parts_.errors.current().ok()) return gradient;
   BALLAST_RETURN_IF_ERROR(buckets.Release(parts_.communicate, bucket));
   return nullptr;
@@ -180,6 +185,7 @@ absl::Status GradientPath::SendGradient(int bucket, const Pass& pass, const floa
   BALLAST_RETURN_IF_ERROR(parts_.communicate.Wait(*wire.copied_out));
   BALLAST_RETURN_IF_ERROR(
       parts_.reduction.Round(bucket, shards_[bucket].elements, gradient, wire.memory->data()));
+  // The next micro-step may write the bucket while the wire buffer is copied.
   BALLAST_RETURN_IF_ERROR(parts_.buckets.Release(parts_.communicate, bucket));
   return CopyOut(bucket, pass, wire);
 }
@@ -201,6 +207,7 @@ absl::Status GradientPath::CopyOut(int bucket, const Pass& pass, const WireBuffe
     BALLAST_RETURN_IF_ERROR(GiveToSender(chunk, pass, *std::move(place), parts_.copy_out));
     from += to.size();
   }
+  // After an error too: the next user of the wire buffer waits for this event.
   return parts_.copy_out.Record(*wire.copied_out);
 }
 

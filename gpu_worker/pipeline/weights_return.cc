@@ -92,6 +92,7 @@ absl::Span<std::byte> WeightsReturn::at(int chunk) const {
 absl::Status WeightsReturn::Use(const std::function<absl::Span<std::byte>(int chunk)>& memory) {
   if (options_.on_device) return absl::OkStatus();
   MutexLock lock(mutex_);
+  // Copies from the old memory end before it is unpinned.
   const absl::Status copied = WaitForCopies();
   pins_.clear();
   std::fill(copied_.begin(), copied_.end(), false);
@@ -185,6 +186,7 @@ absl::Status WeightsReturn::CopyRest(PerBucket& bucket) {
   if (stopped_) return Stopped();
   BALLAST_RETURN_IF_ERROR(copy_status_);
   for (const int chunk : bucket.shard.chunks) {
+    // Weights that arrived without a notice, for example in a Join.
     if (!copied_[chunk] && !abandoned_) {
       Check(!places_[chunk].empty(), "an optimizer on the host has memory for weights");
       BALLAST_RETURN_IF_ERROR(CopyIn(chunk));
@@ -195,6 +197,7 @@ absl::Status WeightsReturn::CopyRest(PerBucket& bucket) {
 }
 
 absl::Status WeightsReturn::Gather(DeviceStream& communicate, DeviceCollective& collective) {
+  // Forward needs the buckets in the reverse of backward's order.
   for (auto b = order_.reduction.rbegin(); b != order_.reduction.rend(); ++b) {
     BALLAST_RETURN_IF_ERROR(GatherBucket(communicate, collective, *b));
   }

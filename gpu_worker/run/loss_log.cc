@@ -168,6 +168,7 @@ absl::Status LossLog::Append(const StepReport& report) {
     reports_.push_back(report);
     return WriteAll(descriptor_, path_, LineOf(report));
   }
+  // A checkpoint of an earlier step was loaded, and this step is done again.
   while (!reports_.empty() && reports_.back().step >= report.step) reports_.pop_back();
   reports_.push_back(report);
   return Rewrite();

@@ -144,6 +144,7 @@ Batch Trainer::BatchOf(uint64_t step, uint32_t micro_step) const {
 
 absl::Status Trainer::SumLoss() {
   Stopwatch stopwatch;
+  // One all-reduce for both: the loss, and whether a rank lost the step.
   double sums[] = {attempt_.report.loss, lost_ ? 1.0 : 0.0};
   BALLAST_RETURN_IF_ERROR(collective_.AllReduceSum(absl::MakeSpan(sums)));
   attempt_.report.loss = sums[0] / tokens_per_step();
@@ -212,6 +213,7 @@ absl::Status Trainer::ReceiveUnderNextForward() {
   attempt_.gathered = true;
   Stopwatch stopwatch;
   absl::Status received;
+  // StartForward waits for weights on the host, so another thread must receive them.
   std::thread receiver([&] {
     received = ReceiveWeights();
     if (!received.ok() || lost_) backend_.AbandonWeights();

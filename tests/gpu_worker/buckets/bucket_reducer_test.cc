@@ -125,7 +125,7 @@ TEST(BucketReducer, AParameterWithoutAGradientCountsAsZerosAndIsNotUsed) {
   Sink sink;
   BucketReducer reducer(*fixture.layout, fixture.buckets, fixture.backward_order,
                         {absl::MakeSpan(fixture.gradients)}, collective, sink.Consumer());
-  for (int p = 0; p < 4; ++p) fixture.Write(p, 7.0f);  // Of an earlier micro-step.
+  for (int p = 0; p < 4; ++p) fixture.Write(p, 7.0f);  // An earlier micro-step's.
   reducer.StartMicroStep(0, 1);
   for (const int p : {3, 0}) reducer.GradientReady(p);
   const ReducedMicroStep reduced = reducer.FinishMicroStep().value();
@@ -246,7 +246,7 @@ TEST(BucketReducer, AMicroStepAddsNothingForWhatItsBackwardDidNotReach) {
   }
 }
 
-// A world of one that fails where it is told to, and notes where what it reduced lay.
+// A world of one that fails where a test asks for it, and notes the memory that it reduced.
 class NotingCollective final : public Collective {
  public:
   int rank() const override { return 0; }

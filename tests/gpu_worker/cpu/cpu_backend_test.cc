@@ -233,7 +233,7 @@ TEST(CpuBackend, ASecondStepBeginsItsLossAndTimesAnew) {
 TEST(CpuBackend, GradientsLieInTheOptimizersMemoryWhereItGivesSome) {
   RunRanks(1, [](Collective& collective) {
     Rank rank(collective);
-    std::map<int, std::vector<std::byte>> memory;  // Of chunks with an even index.
+    std::map<int, std::vector<std::byte>> memory;  // For chunks with an even index.
     for (int chunk = 0; chunk < static_cast<int>(rank.my_chunks().size()); chunk += 2) {
       memory[chunk].resize(rank.job().layout.chunks()[chunk].elements * sizeof(uint16_t));
     }
@@ -296,7 +296,7 @@ TEST(CpuBackend, AnErrorOfTheSinkEndsTheStepOnOneRankAndNoCollectiveOfTheOthers)
         const absl::StatusOr<FinishedStep> finished = rank.backend().FinishStep();
         if (fails) {
           EXPECT_EQ(finished.status(), gone);
-          // Not once after its error, which came in the first micro-step, or with the sums of all.
+          // Not after its error, in the first micro-step or with the sums of all.
           const bool sums = accumulation == Accumulation::kWorker;
           const int before = at_end && !sums   ? static_cast<int>(rank.my_chunks().size())
                              : !at_end && sums ? 2

@@ -36,13 +36,13 @@ struct Pushed {
 struct Ended {
   uint64_t step = 0;
   uint32_t micro_step = 0;
-  size_t pushes = 0;  // That came before, of all steps.
+  size_t pushes = 0;  // Earlier ones, of all steps.
   UsedParameters used;
 };
 
 struct RankOptions {
   DType wire_dtype = DType::kBFloat16;
-  uint32_t micro_steps = 1;  // Of each step.
+  uint32_t micro_steps = 1;  // In each step.
   UpdateMode update_mode = UpdateMode::kWait;
   DeviceBackendOptions backend = {};
   FakeDeviceOptions device = {};
@@ -75,7 +75,7 @@ struct OptimizersMemory {
 
 class PipelineRank final : public GradientSink {
  public:
-  // `host` may be null: a world of one.
+  // `host` is nullable: then a world of one.
   explicit PipelineRank(RankOptions options, Collective* host = nullptr)
       : options_(std::move(options)),
         world_size_(host == nullptr ? 1 : host->world_size()),
@@ -151,7 +151,7 @@ class PipelineRank final : public GradientSink {
     return finished;
   }
 
-  // Puts the weights of a step into this rank's chunks, in an order of the seed's, and says so of
+  // Puts the weights of a step into this rank's chunks, in an order of the seed's, and announces
   // some; then gathers.
   absl::Status GiveWeights(uint64_t step, uint64_t seed) {
     std::mt19937_64 random(seed);
@@ -179,7 +179,7 @@ class PipelineRank final : public GradientSink {
                                    .batch = batch,
                                    .loss_scale = 0});
   }
-  // A chunk's weights of `step` are there, and told.
+  // A chunk's weights of `step` are there, and announced.
   void TellWeights(uint64_t step, int chunk) {
     WriteWeights(step, chunk);
     backend_->OnWeights(chunk);
@@ -201,7 +201,7 @@ class PipelineRank final : public GradientSink {
     }
   }
 
-  // --- What must have come.
+  // --- What must have arrived.
 
   // A chunk's gradient summed over all ranks and micro-steps [begin, end), in the wire dtype.
   std::vector<std::byte> Expected(uint64_t step, int index, uint32_t begin, uint32_t end) const {
@@ -296,7 +296,7 @@ class PipelineRank final : public GradientSink {
   FakeDevice device_;
   const std::unique_ptr<DeviceMatmul> matmul_;
   const std::unique_ptr<DeviceCollective> collective_;
-  std::vector<WeightsRead> passes_;  // Of the device's thread until the step is finished.
+  std::vector<WeightsRead> passes_;  // The device's thread's until the step is finished.
 
   mutable Mutex mutex_;
   uint64_t step_ ABSL_GUARDED_BY(mutex_) = 0;

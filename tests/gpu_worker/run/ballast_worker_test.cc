@@ -195,7 +195,7 @@ TEST(BallastWorker, AFullFileSystemLeavesNothing) {
   const TempPath out("worker_out");
   EXPECT_THAT(FailureOf({.flags = {"--out=" + out.str()}, .file_bytes = 4096}),
               AllOf(HasSubstr("cannot write"), HasSubstr("File too large")));
-  // The steps that were done are recorded; nothing says that the run is over, nothing is torn.
+  // The steps that were done are recorded; no file marks the run as over, and none is torn.
   EXPECT_TRUE(std::filesystem::exists(out.str() + "/losses.csv"));
   for (const char* name : {"weights.bin", "worker.json"}) {
     EXPECT_FALSE(std::filesystem::exists(out.str() + "/" + name));

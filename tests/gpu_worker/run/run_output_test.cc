@@ -99,7 +99,7 @@ TEST(RunOutput, ARunLeavesItsThreeFiles) {
   EXPECT_EQ(json["weights_sha256"], Sha256Of(weights));
   EXPECT_EQ(json["steps"], 3);
   EXPECT_EQ(json["weights_dtype"], "bf16");
-  EXPECT_FALSE(json.contains("speculated_chunks"));  // The service counts, nobody else.
+  EXPECT_FALSE(json.contains("speculated_chunks"));  // Only the service counts.
   EXPECT_EQ(json["groups"], 2);
   EXPECT_EQ(json["workers"], 1);
   EXPECT_EQ(json["micro_steps"], 2);

@@ -77,7 +77,7 @@ class ThreadedBackend final : public TrainingBackend {
     return absl::OkStatus();
   }
   absl::Status ReadWeights(int group, absl::Span<std::byte> to) override {
-    return absl::UnimplementedError("nobody reads them");
+    return absl::UnimplementedError("not read here");
   }
 
   // Where it gathers ahead: what was asked of it, as "expect", "forward 2", "abandon", "gather".
@@ -134,8 +134,8 @@ class ThreadedBackend final : public TrainingBackend {
   int gathers_ = 0;
 };
 
-// Commits what it is given, but for the pushes that it is to answer otherwise, once each. Like a
-// session, it says what it said first until it is joined again.
+// Commits what it is given, except for the pushes that a test answers otherwise, once each. Like a
+// session, it returns its first error until it is joined again.
 class ScriptedOptimizer final : public StepOptimizer {
  public:
   explicit ScriptedOptimizer(const ThreadedBackend& backend) : backend_(backend) {}
@@ -204,7 +204,7 @@ class ScriptedOptimizer final : public StepOptimizer {
   }
   double update_seconds() const override { return 0.125; }
   absl::StatusOr<client::JobCounts> ReadCounts() override {
-    return absl::UnimplementedError("nobody counts");
+    return absl::UnimplementedError("not counted here");
   }
   absl::Status SaveCheckpoint(const std::string& directory) override {
     return absl::UnimplementedError("nothing to save");
@@ -334,7 +334,7 @@ TEST(TrainerOverABackendAhead, TellsWaitsForWeightsInTheStepThatReadsThem) {
   Training run;
   run.backend.GatherAhead();
   ASSERT_TRUE(run.Train().ok());
-  // Nothing of the optimizer's was waited for but what the backend says.
+  // The only waits for the optimizer are those that the backend reports.
   EXPECT_EQ(run.reports[0].times.update, 0);
   EXPECT_EQ(run.reports[1].times.update, 0.125);
   EXPECT_GE(run.reports[1].times.receive, 0.375);
@@ -352,7 +352,7 @@ TEST(TrainerOverABackendAhead, TellsAllOfTheLastStepsWaitInIt) {
     }
   });
   ASSERT_TRUE(run.Train().ok());
-  // Beside what the backend says of the weights of step 2: 0.5.
+  // Without what the backend reports of the weights of step 2: 0.5.
   EXPECT_GE(run.reports[2].times.update + run.reports[2].times.receive, 0.530);
 }
 
