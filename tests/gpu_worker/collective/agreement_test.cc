@@ -105,7 +105,7 @@ TEST(Agreement, AnErrorOfTheCollectiveIsPassedOn) {
 TEST(AgreementDeathTest, MoreSettingsThanAMessageHoldsAbort) {
   SingleCollective collective;
   const std::vector<AgreedSetting> settings(kMaxAgreedSettings + 1, {"--width", "64"});
-  EXPECT_DEATH(CheckAgreement(settings, collective).IgnoreError(), "the message holds all");
+  EXPECT_DEATH(CheckAgreement(settings, collective).IgnoreError(), "the message has room for all");
 }
 
 }  // namespace
