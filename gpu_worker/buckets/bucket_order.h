@@ -1,4 +1,4 @@
-// Which parameters lie in which gradient buckets, in what order the buckets are reduced, and which
+// Which parameters are in which gradient buckets, in what order the buckets are reduced, and which
 // chunks of a rank a bucket's shard is made of. Pure arithmetic, the same on every rank.
 #ifndef BALLAST_GPU_WORKER_BUCKETS_BUCKET_ORDER_H_
 #define BALLAST_GPU_WORKER_BUCKETS_BUCKET_ORDER_H_
@@ -16,8 +16,8 @@ struct BucketOrder {
   std::vector<std::vector<int>> buckets_of_parameter;
   std::vector<std::vector<int>> parameters_of_bucket;  // In increasing order.
   // Indices of buckets in the order of reduction: that in which a backward pass, going through
-  // `backward_order`, completes them. The same on all ranks, whatever a rank's own becomes ready
-  // first.
+  // `backward_order`, completes them. The same on all ranks, even if a rank's own become ready in
+  // another order.
   std::vector<int> reduction;
 };
 

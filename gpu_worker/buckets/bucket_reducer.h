@@ -8,9 +8,9 @@
 // micro-step's gradient, as the buckets become ready, to fp32 accumulators, and reduces those in
 // the last one; with one micro-step there is nothing to add, and no accumulator.
 //
-// Buckets are reduced in one order, that in which backward completes them, whatever the order in
-// which a rank's own become ready: the ranks' collectives must match. A parameter that backward
-// left out counts as zeros, and is not in the set of used parameters.
+// Buckets are reduced in one order, that in which backward completes them, even if a rank's own
+// become ready in another: the ranks' collectives must match. A parameter that backward left out
+// counts as zeros, and is not in the set of used parameters.
 //
 // Threads: one thread makes the calls above. Between StartMicroStep and the return of
 // FinishMicroStep the collective belongs to the reducer's thread, which also calls the consumer.

@@ -26,8 +26,8 @@ class GradientStaging {
   GradientStaging(const Layout& layout, std::vector<DType> wire_dtypes, int rank,
                   absl::Duration timeout);
 
-  // From now on a chunk's payloads lie in `memory(chunk)`, which stays until the next Use, or where
-  // that is empty in memory of this object's own. No payload may be out.
+  // From now on a chunk's payloads are in `memory(chunk)`, which stays until the next Use, or where
+  // that is empty in this object's own memory. All payloads must be released.
   void Use(const std::function<absl::Span<std::byte>(int chunk)>& memory);
 
   struct Payload {

@@ -29,7 +29,7 @@ class NcclCommunicator {
   // An error that the library detected on its own, for example that another rank is gone. OK while
   // there is none.
   absl::Status AsyncError();
-  // Makes the GPU let go of all work, and every later call fail. Once; later ones do nothing.
+  // Makes the GPU drop all work, and every later call fail. A second call does nothing.
   void Abort();
 
  private:

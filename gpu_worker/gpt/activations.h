@@ -16,9 +16,9 @@
 namespace ballast::worker {
 
 struct NormActivations {
-  BFloat16Bits* in = nullptr;   // width; the residual stream, as it is there.
+  BFloat16Bits* in = nullptr;   // width; the residual stream at this point.
   BFloat16Bits* out = nullptr;  // width
-  float* mean = nullptr;        // One a row, as rstd.
+  float* mean = nullptr;        // One a row, like rstd.
   float* rstd = nullptr;
 };
 

@@ -1,4 +1,4 @@
-// Where a chunk's gradient lies between the reduction and the optimizer, in the wire dtype: the
+// Where a chunk's gradient is between the reduction and the optimizer, in the wire dtype: the
 // optimizer's memory on the host, pinned; a slot of the staging ring; or, where the optimizer is on
 // the device too, device memory as large as the partition.
 //
