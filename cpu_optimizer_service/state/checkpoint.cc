@@ -12,9 +12,9 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "cpu_optimizer_service/common/sha256.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/step_settings.h"
-#include "cpu_optimizer_service/host/sha256.h"
 
 namespace ballast {
 namespace {
@@ -44,9 +44,8 @@ bool HasAmsgrad(const CheckpointIndex& index, const std::string& group) {
 // back the same.
 std::string Digest(json index) {
   index.erase("sha256");
-  const std::string dump = index.dump(-1, ' ', false, json::error_handler_t::replace);
   Sha256 sha256;
-  sha256.Add(absl::MakeConstSpan(reinterpret_cast<const std::byte*>(dump.data()), dump.size()));
+  sha256.Add(index.dump(-1, ' ', false, json::error_handler_t::replace));
   return sha256.Hex();
 }
 

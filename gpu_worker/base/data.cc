@@ -60,6 +60,7 @@ absl::Status AppendText(const std::string& path, std::vector<uint16_t>& tokens) 
   std::ifstream file(path, std::ios::binary);
   if (error || !file) return Unreadable(path);
   BALLAST_ASSIGN_OR_RETURN(uint16_t * to, Append(path, size_bytes, tokens));
+  // In pieces, so that a large text is not in memory twice.
   std::array<char, 1 << 16> bytes;
   for (uint64_t left = size_bytes; left > 0;) {
     const uint64_t now = std::min<uint64_t>(left, bytes.size());
@@ -106,6 +107,7 @@ absl::Status AppendTokens(const std::string& path, std::vector<uint16_t>& tokens
 // The plain files of a directory, links resolved, so that GPL -> GPL-3 does not count twice.
 absl::StatusOr<std::set<std::string>> FilesOf(const std::string& directory) {
   std::error_code error;
+  // Sorted, so that all ranks read them in one order.
   std::set<std::string> files;
   fs::directory_iterator entries(directory, error);
   if (error) return Unreadable(directory);
@@ -173,8 +175,11 @@ uint64_t TokenData::Fingerprint() const {
 Batch TokenData::Slice(const BatchPosition& position, int global_sequences, int rank,
                        int world_size) const {
   Batch batch{.sequences = 0, .context = context_, .inputs = {}, .targets = {}};
+  // A sample has one token more than the context, because targets are shifted by one.
   const uint64_t starts = tokens_.size() - context_;
   const uint64_t stream = RandomBits(position.step, position.micro_step, 0);
+  // A sample is a function of its index in the global batch, so the batch does not depend on the
+  // world size.
   for (int sample = rank; sample < global_sequences; sample += world_size) {
     const uint16_t* first = tokens_.data() + RandomBits(position.seed, stream, sample) % starts;
     batch.inputs.insert(batch.inputs.end(), first, first + context_);

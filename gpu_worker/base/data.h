@@ -56,7 +56,7 @@ class TokenData {
 
   // Tokens are less than this: kByteTokens or kGpt2Tokens.
   int vocabulary() const { return vocabulary_; }
-  // Of the tokens, for whoever asks whether two processes read the same. Reads them all.
+  // A hash of all tokens, to compare what two processes read. Reads them all.
   uint64_t Fingerprint() const;
 
   // This rank's slice of the global batch of `global_sequences` samples; may be empty.

@@ -1,5 +1,5 @@
-// The hash FNV-1a, 64 bits: the same in every process, for comparing what two of them have. Nobody
-// here wants to deceive it.
+// The hash FNV-1a, 64 bits: the same in every process, to compare what two of them have.
+// Not for adversarial input.
 #ifndef BALLAST_GPU_WORKER_BASE_FNV1A_H_
 #define BALLAST_GPU_WORKER_BASE_FNV1A_H_
 
@@ -9,7 +9,7 @@ namespace ballast::worker {
 
 class Fnv1a {
  public:
-  // Of bytes, as the hash is defined; tokens may take their place.
+  // Adds bytes, as the hash is defined, or tokens in their place.
   void Add(uint64_t value) { hash_ = (hash_ ^ value) * 0x100000001b3; }
   uint64_t hash() const { return hash_; }
 

@@ -19,7 +19,7 @@ uint64_t RandomBits(uint64_t seed, uint64_t stream, uint64_t index) {
 }
 
 float RandomNormal(uint64_t seed, uint64_t stream, uint64_t index) {
-  int64_t sum = 0;  // Of twelve 16-bit numbers; their mean is 12 * 65535 / 2.
+  int64_t sum = 0;  // The sum of twelve 16-bit numbers; its mean is 12 * 65535 / 2.
   for (uint64_t draw = 0; draw < 3; ++draw) {
     const uint64_t bits = RandomBits(seed, stream, 3 * index + draw);
     for (int shift = 0; shift < 64; shift += 16) sum += (bits >> shift) & 0xffff;

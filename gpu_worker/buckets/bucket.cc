@@ -18,7 +18,7 @@ void GradientBucket::StartFilling(uint32_t micro_step, uint32_t micro_steps) {
     summed_ = 0;
   }
   Check(micro_steps >= 1 && micro_steps == micro_steps_ && micro_step == summed_ && !whole(),
-        "a reduction's micro-steps come once each and in order");
+        "a reduction's micro-steps are added once each and in order");
   missing_ = parameters_;
   Move(first ? BucketState::kReleased : BucketState::kAccumulated,
        missing_ == 0 ? BucketState::kReady : BucketState::kFilling);

@@ -23,7 +23,8 @@
 // a bucket that sums several is sealed from `accumulated` alone, so what is reduced has the last
 // micro-step's gradient in it. Between sealed and released there is no move that writes.
 //
-// The states say nothing of where the memory is; on a device the moves are made in stream order.
+// The states are independent of where the memory is; on a device the moves are made in stream
+// order.
 #ifndef BALLAST_GPU_WORKER_BUCKETS_BUCKET_H_
 #define BALLAST_GPU_WORKER_BUCKETS_BUCKET_H_
 
@@ -70,8 +71,8 @@ class GradientBucket {
 
   const int parameters_;
   int missing_ = 0;
-  uint32_t micro_steps_ = 1;  // Of the reduction.
-  uint32_t summed_ = 0;       // Of those, how many are in.
+  uint32_t micro_steps_ = 1;  // That the reduction sums.
+  uint32_t summed_ = 0;       // How many of them are in.
   BucketState state_ = BucketState::kReleased;
 };
 

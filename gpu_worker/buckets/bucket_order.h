@@ -1,4 +1,4 @@
-// Which parameters lie in which gradient buckets, in what order the buckets are reduced, and which
+// Which parameters are in which gradient buckets, in what order the buckets are reduced, and which
 // chunks of a rank a bucket's shard is made of. Pure arithmetic, the same on every rank.
 #ifndef BALLAST_GPU_WORKER_BUCKETS_BUCKET_ORDER_H_
 #define BALLAST_GPU_WORKER_BUCKETS_BUCKET_ORDER_H_
@@ -17,8 +17,8 @@ struct BucketOrder {
   std::vector<std::vector<int>> buckets_of_parameter;
   std::vector<std::vector<int>> parameters_of_bucket;  // In increasing order.
   // Indices of buckets in the order of reduction: that in which a backward pass, going through
-  // `backward_order`, completes them. The same on all ranks, whatever a rank's own becomes ready
-  // first.
+  // `backward_order`, completes them. The same on all ranks, even if a rank's own become ready in
+  // another order.
   std::vector<int> reduction;
 };
 
@@ -27,7 +27,7 @@ BucketOrder MakeBucketOrder(const Layout& layout, absl::Span<const Bucket> bucke
 
 // A rank's shard of a bucket, cut at the bucket's end, so possibly empty.
 struct RankShard {
-  int64_t begin = 0;  // Of its first element in the group's flat space.
+  int64_t begin = 0;  // Its first element in the group's flat space.
   int64_t elements = 0;
   std::vector<int> chunks;  // They tile it, in order.
 };

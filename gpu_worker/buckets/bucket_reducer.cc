@@ -4,8 +4,8 @@
 #include <new>
 #include <utility>
 
-#include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/check.h"
+#include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/base/stopwatch.h"
 
 namespace ballast::worker {
@@ -48,6 +48,7 @@ void BucketReducer::StartMicroStep(uint32_t micro_step, uint32_t micro_steps) {
   if (!status_.ok()) return;
   Check(next_ == order_.reduction.size(), "the last micro-step is finished before the next starts");
   if (micro_step == 0) first_reached_.assign(first_reached_.size(), std::nullopt);
+  // Allocated by the first step that has something to sum: the number of micro-steps may vary.
   if (sums_here(micro_steps) && accumulators_.empty()) {
     for (const absl::Span<float> space : gradients_) accumulators_.emplace_back(space.size(), 0.0f);
   }
@@ -97,7 +98,7 @@ absl::StatusOr<ReducedMicroStep> BucketReducer::FinishMicroStep() {
       result.used_parameters.push_back(p);
       continue;
     }
-    // Its buckets are filling until Complete, so nobody reads them yet. An accumulator takes
+    // Its buckets are filling until Complete, so no thread reads them yet. An accumulator takes
     // nothing from it.
     result.all_used = false;
     if (!sums_here(micro_step_.of)) ZeroUnused(p);
@@ -108,6 +109,7 @@ absl::StatusOr<ReducedMicroStep> BucketReducer::FinishMicroStep() {
   while (status_.ok() && next_ < order_.reduction.size()) changed_.Wait(mutex_);
   if (!status_.ok()) return status_;
   result.non_finite = non_finite_;
+  // The wait was for the reducer's thread, so it is divided by what that did meanwhile.
   const double waited = waiting.Lap();
   const double reducing = work_.reduce_seconds - before.reduce_seconds;
   const double consuming = work_.consume_seconds - before.consume_seconds;
@@ -136,6 +138,7 @@ void BucketReducer::Run() {
     }
     absl::Status status;
     try {
+      // This thread has no caller that could catch an exception.
       status = Process(bucket, micro_step);
     } catch (const std::bad_alloc&) {
       status = absl::ResourceExhaustedError(
@@ -220,7 +223,7 @@ absl::Status BucketReducer::Reduce(int index, const MicroStep& micro_step) {
     states_[index].Seal();
     accumulated = states_[index].accumulates();
   }
-  // From here to the release nobody writes to it.
+  // From here to the release no thread writes to it.
   const absl::Span<const float> sealed =
       (accumulated ? absl::MakeConstSpan(accumulators_[bucket.group])
                    : absl::Span<const float>(gradients_[bucket.group]))
@@ -267,7 +270,7 @@ void BucketReducer::FindNonFinite(int index, absl::Span<const float> sealed) {
     if (ComesFirst(p, element, non_finite_)) {
       non_finite_ = {.parameter = p, .element = element, .value = found->value};
     }
-    return;  // The bucket's parameters come in order.
+    return;  // The bucket's parameters are in order.
   }
 }
 

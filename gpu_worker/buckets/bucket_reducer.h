@@ -2,17 +2,17 @@
 //
 //   reducer.StartMicroStep(m, micro_steps);
 //   model.ForwardBackward(batch, 1, [&](int p) { reducer.GradientReady(p); });
-//   ReducedMicroStep done = reducer.FinishMicroStep().value();   // every shard is handed over
+//   ReducedMicroStep done = reducer.FinishMicroStep().value();   // every gradient is handed over
 //
 // Accumulation in the service reduces every micro-step. Accumulation on the worker adds each
 // micro-step's gradient, as the buckets become ready, to fp32 accumulators, and reduces those in
 // the last one; with one micro-step there is nothing to add, and no accumulator.
 //
-// Buckets are reduced in one order, that in which backward completes them, whatever the order in
-// which a rank's own become ready: the ranks' collectives must match. A parameter that backward
-// left out counts as zeros, and is not in the set of used parameters.
+// Buckets are reduced in one order, that in which backward completes them, even if a rank's own
+// become ready in another: the ranks' collectives must match. A parameter that backward left out
+// counts as zeros, and is not in the set of used parameters.
 //
-// Threads: the calls above come from one thread. Between StartMicroStep and the return of
+// Threads: one thread makes the calls above. Between StartMicroStep and the return of
 // FinishMicroStep the collective belongs to the reducer's thread, which also calls the consumer.
 // The queue is the buckets themselves, so it is bounded.
 #ifndef BALLAST_GPU_WORKER_BUCKETS_BUCKET_REDUCER_H_
@@ -44,17 +44,17 @@ struct ReducerOptions {
   // By group, what gradients travel as: this rank's own are searched for elements that are not
   // finite in it, before a bucket is reduced. Empty: they are not.
   std::vector<DType> checked_as;
-  // On the thread of the reducer: a reduce-scatter has ended, and took so long. May be null.
+  // Called on the reducer's thread after each reduce-scatter, with its duration. Nullable.
   std::function<void(int bucket, double seconds)> on_reduced;
 };
 
-// This rank's shard of a bucket: its part of the flat space, cut at the bucket's end, so possibly
-// empty. The memory is the reducer's and valid during the call.
-struct ReducedShard {
+// This rank's part of a reduced bucket, cut at the bucket's end, so possibly empty. The memory is
+// the reducer's and valid during the call.
+struct ReducedGradient {
   int bucket = 0;
   uint32_t micro_step_begin = 0;  // Summed over micro-steps [begin, end).
   uint32_t micro_step_end = 1;
-  bool final = false;  // No micro-step of the step comes after these.
+  bool final = false;  // These include the step's last micro-step.
   absl::Span<const float> values;
 };
 
@@ -70,8 +70,8 @@ struct ReducedMicroStep {
 
 class BucketReducer {
  public:
-  // Has no error to return: whatever becomes of a shard, the other ranks wait for the rest.
-  using Consumer = std::function<void(const ReducedShard& shard)>;
+  // Returns no error: even after an error the other ranks wait for the rest.
+  using Consumer = std::function<void(const ReducedGradient& gradient)>;
 
   // `gradients[group]` is the flat space that the model writes, as long as the buckets reach.
   // Everything is borrowed until destruction.
@@ -80,7 +80,7 @@ class BucketReducer {
                 Collective& collective, Consumer consumer, ReducerOptions options = {});
   ~BucketReducer();
 
-  // Micro-steps of a step come in order, all with the same `micro_steps`.
+  // Called for the micro-steps of a step in order, always with the same `micro_steps`.
   void StartMicroStep(uint32_t micro_step, uint32_t micro_steps);
   void GradientReady(int parameter);
   // The first error of the collective, kept for all later calls. Where backward reached no
@@ -127,7 +127,7 @@ class BucketReducer {
   Collective& collective_;
   const BucketOrder order_;
 
-  // Of the communication thread, or of StartMicroStep while it has nothing to do.
+  // Used by the reducer's thread, or by StartMicroStep while that is idle.
   std::vector<float> shard_;
   std::vector<std::vector<float>> accumulators_;  // By group, as `gradients_`; empty: none.
 

@@ -4,8 +4,8 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
-#include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/common/check.h"
+#include "cpu_optimizer_service/common/float_format.h"
 
 namespace ballast::worker {
 
@@ -45,6 +45,7 @@ absl::StatusOr<GradientStaging::Payload> GradientStaging::Fill(int chunk, uint32
     }
     slot.taken = true;
   }
+  // Without the lock: the slot belongs to this call until it is released.
   if (slot.optimizers.empty()) slot.own.resize(slot.size_bytes);
   const absl::Span<std::byte> bytes =
       slot.optimizers.empty() ? absl::MakeSpan(slot.own) : slot.optimizers;

@@ -1,7 +1,7 @@
 // Memory in which this rank's reduced gradients wait, in the wire dtype, until the optimizer has
-// them: one slot for each chunk of the rank, so the memory is bounded by the partition, and a
-// chunk's next micro-step waits until its last one is held elsewhere. The memory is the
-// optimizer's, where it has some.
+// copied them: one slot for each chunk of the rank, so the memory is bounded by the partition, and
+// a chunk's next micro-step waits until its last one is released. The memory is the optimizer's,
+// where it has some.
 #ifndef BALLAST_GPU_WORKER_BUCKETS_GRADIENT_STAGING_H_
 #define BALLAST_GPU_WORKER_BUCKETS_GRADIENT_STAGING_H_
 
@@ -19,15 +19,15 @@
 
 namespace ballast::worker {
 
-// Thread-safe, but for Use. Must outlive the optimizer that payloads are pushed to.
+// Thread-safe except for Use. Must outlive the optimizer that payloads are pushed to.
 class GradientStaging {
  public:
   // `wire_dtypes`: one per group. `timeout`: how long Fill waits for a slot.
   GradientStaging(const Layout& layout, std::vector<DType> wire_dtypes, int rank,
                   absl::Duration timeout);
 
-  // From now on a chunk's payloads lie in `memory(chunk)`, which stays until the next Use, or where
-  // that is empty in memory of this object's own. No payload may be out.
+  // From now on a chunk's payloads are in `memory(chunk)`, which stays until the next Use, or where
+  // that is empty in this object's own memory. All payloads must be released.
   void Use(const std::function<absl::Span<std::byte>(int chunk)>& memory);
 
   struct Payload {
@@ -52,8 +52,8 @@ class GradientStaging {
   const absl::Duration timeout_;
   Mutex mutex_;
   CondVar freed_;
-  // By chunk; empty for chunks of other ranks. The mutex guards `taken`; whoever took a slot has
-  // its bytes to itself.
+  // By chunk; empty for chunks of other ranks. The mutex guards `taken`; the thread that took a
+  // slot has exclusive use of its bytes.
   std::vector<Slot> slots_;
 };
 

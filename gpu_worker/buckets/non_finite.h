@@ -11,6 +11,7 @@
 #include "client/session.h"
 #include "cpu_optimizer_service/common/dtype.h"
 #include "cpu_optimizer_service/common/float_format.h"
+#include "cpu_optimizer_service/common/layout.h"
 
 namespace ballast::worker {
 
@@ -37,12 +38,16 @@ inline std::optional<NonFiniteElement> FirstNonFinite(absl::Span<const float> va
   return std::nullopt;
 }
 
-// Whether an element comes before the first one known, by parameter and element: buckets are
-// searched in another order, and the same one is to be named whatever that is.
+// Whether an element is before the first one known, by parameter and element: buckets are searched
+// in another order, and the reported element must not depend on it.
 inline bool ComesFirst(int parameter, int64_t element, const std::optional<NonFinite>& first) {
   return !first.has_value() ||
          std::pair(parameter, element) < std::pair(first->parameter, first->element);
 }
+
+// Warns of what --check-gradients found in a micro-step of this rank, if anything.
+void LogNonFinite(const Layout& layout, int rank, uint64_t step, uint32_t micro_step,
+                  const std::optional<NonFinite>& found);
 
 }  // namespace ballast::worker
 

@@ -5,8 +5,8 @@
 #include <cstdint>
 
 #include "absl/strings/str_cat.h"
-#include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/check.h"
+#include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/base/fnv1a.h"
 #include "gpu_worker/collective/share.h"
 
@@ -24,7 +24,7 @@ uint64_t Hash(const std::string& bytes) {
 }  // namespace
 
 absl::Status CheckAgreement(const std::vector<AgreedSetting>& settings, Collective& collective) {
-  Check(settings.size() <= kMaxAgreedSettings, "the message holds all settings");
+  Check(settings.size() <= kMaxAgreedSettings, "the message has room for all settings");
   Hashes mine{};
   for (size_t i = 0; i < settings.size(); ++i) {
     mine[i] = Hash(absl::StrCat(settings[i].name, "=", settings[i].value));

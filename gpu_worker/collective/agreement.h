@@ -16,7 +16,7 @@ struct AgreedSetting {
   std::string value;
 };
 
-// At most so many settings: a message has one size, whatever the ranks' versions.
+// At most so many settings: a message has one size in every version.
 inline constexpr int kMaxAgreedSettings = 32;
 
 // FAILED_PRECONDITION, on every rank, naming the first rank and the first setting that differ from

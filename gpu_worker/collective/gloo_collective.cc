@@ -13,41 +13,11 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/check.h"
+#include "cpu_optimizer_service/common/status.h"
 
 namespace ballast::worker {
 namespace {
-
-// Gloo's view of the store. Gloo reports by exception; ConnectGloo catches them all.
-class StoreForGloo final : public gloo::rendezvous::Store {
- public:
-  explicit StoreForGloo(TcpStore& store) : store_(store) {}
-
-  void set(const std::string& key, const std::vector<char>& data) override {
-    Throw(store_.Set(key, std::string(data.begin(), data.end())), key);
-  }
-  std::vector<char> get(const std::string& key) override {
-    const absl::StatusOr<std::string> value = store_.Get(key);
-    Throw(value.status(), key);
-    return {value->begin(), value->end()};
-  }
-  void wait(const std::vector<std::string>& keys) override {
-    for (const std::string& key : keys) Throw(store_.Get(key).status(), key);
-  }
-  void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds&) override {
-    wait(keys);  // The store has a timeout of its own.
-  }
-
- private:
-  // Gloo's keys are the numbers of the ranks.
-  static void Throw(const absl::Status& status, const std::string& key) {
-    if (status.ok()) return;
-    throw std::runtime_error(absl::StrCat("rank ", key, " did not come (", status.message(), ")"));
-  }
-
-  TcpStore& store_;
-};
 
 absl::Span<const std::byte> AsBytes(absl::Span<const float> values) {
   return {reinterpret_cast<const std::byte*>(values.data()), values.size() * sizeof(float)};
@@ -142,7 +112,7 @@ class GlooCollective final : public Collective {
   }
 
  private:
-  // What goes to and comes from one peer in one operation; empty: nothing.
+  // What is sent to and received from one peer in one operation; empty: nothing.
   struct Transfer {
     int peer;
     absl::Span<const std::byte> send;
@@ -188,7 +158,7 @@ class GlooCollective final : public Collective {
       }
     } catch (const std::exception& error) {
       failed_ = Failure(operation, peer, deadline, error.what());
-      links_.clear();  // Nothing that still comes is written to the caller's memory.
+      links_.clear();  // Nothing that still arrives is written to the caller's memory.
     }
     return failed_;
   }
@@ -239,9 +209,10 @@ class GlooCollective final : public Collective {
 
   const std::shared_ptr<gloo::rendezvous::Context> context_;
   std::chrono::milliseconds timeout_;
-  // By peer; null for this rank. When a connection ends, Gloo tells the buffers that wait for a
-  // message to begin, and forgets those in the middle of one. So each peer has one buffer for
-  // everything, and on it a receive of something that is never sent: it hears of every end.
+  // By peer; null for this rank. When a connection ends, Gloo notifies the buffers that wait for a
+  // message to begin, but not those in the middle of one. So each peer has one buffer for
+  // everything, with a receive of something that is never sent on it: that is notified of every
+  // end.
   std::vector<std::unique_ptr<gloo::transport::UnboundBuffer>> links_;
   std::byte never_sent_{};
   static constexpr uint64_t kSilentSlot = 0;
@@ -253,15 +224,14 @@ class GlooCollective final : public Collective {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Collective>> ConnectGloo(const GlooOptions& options,
-                                                        TcpStore& store) {
+                                                        gloo::rendezvous::Store& store) {
   try {
     gloo::transport::tcp::attr attributes(options.host.c_str());
     std::shared_ptr<gloo::transport::Device> device =
         gloo::transport::tcp::CreateDevice(attributes);
     auto context = std::make_shared<gloo::rendezvous::Context>(options.rank, options.world_size);
     context->setTimeout(options.connect_timeout);
-    StoreForGloo store_for_gloo(store);
-    context->connectFullMesh(store_for_gloo, device);
+    context->connectFullMesh(store, device);
     auto collective = std::make_unique<GlooCollective>(std::move(context), options.connect_timeout);
     // A rank that went on, and ended, while another still connects to it would look lost to it.
     BALLAST_RETURN_IF_ERROR(collective->Barrier());

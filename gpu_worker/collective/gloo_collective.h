@@ -9,7 +9,10 @@
 
 #include "absl/status/statusor.h"
 #include "gpu_worker/collective/collective.h"
-#include "gpu_worker/collective/tcp_store.h"
+
+namespace gloo::rendezvous {
+class Store;
+}
 
 namespace ballast::worker {
 
@@ -17,14 +20,14 @@ struct GlooOptions {
   int rank = 0;
   int world_size = 1;
   std::string host = "127.0.0.1";  // This rank's own address, which the other ranks can reach.
-  std::chrono::milliseconds connect_timeout{60000};  // Of finding all ranks.
-  std::chrono::milliseconds timeout{60000};          // Of each operation.
+  std::chrono::milliseconds connect_timeout{60000};  // For connecting to all ranks.
+  std::chrono::milliseconds timeout{60000};          // For each operation.
 };
 
-// Connects to all other ranks, which must do the same with the same store; the error names one that
-// did not come. When it returns, no rank needs the store any more.
+// Connects to all other ranks, which must do the same with the same store. When it returns, no rank
+// needs the store any more.
 absl::StatusOr<std::unique_ptr<Collective>> ConnectGloo(const GlooOptions& options,
-                                                        TcpStore& store);
+                                                        gloo::rendezvous::Store& store);
 
 }  // namespace ballast::worker
 

@@ -1,17 +1,46 @@
 #include "gpu_worker/collective/launch.h"
 
+#include <gloo/rendezvous/hash_store.h>
+
 #include <cstdlib>
+#include <stdexcept>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/layout.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/collective/gloo_collective.h"
+#include "gpu_worker/collective/rendezvous.h"
 #include "gpu_worker/collective/single_collective.h"
-#include "gpu_worker/collective/tcp_store.h"
 
 namespace ballast::worker {
+namespace {
+
+// A store with the keys of all ranks. Each rank sets the same number of keys, and one set is one
+// round of the rendezvous. Gloo reports errors by exception; ConnectGloo catches them.
+class ExchangedStore final : public gloo::rendezvous::HashStore {
+ public:
+  explicit ExchangedStore(Rendezvous& rendezvous) : rendezvous_(rendezvous) {}
+
+  void set(const std::string& key, const std::vector<char>& data) override {
+    const absl::StatusOr<std::vector<std::string>> all =
+        rendezvous_.Exchange(absl::StrCat(key, "\n", absl::string_view(data.data(), data.size())));
+    if (!all.ok()) throw std::runtime_error(std::string(all.status().message()));
+    for (const std::string& pair : *all) {
+      const size_t end = pair.find('\n');
+      HashStore::set(pair.substr(0, end), {pair.begin() + end + 1, pair.end()});
+    }
+  }
+
+ private:
+  Rendezvous& rendezvous_;
+};
+
+}  // namespace
+
 absl::StatusOr<Launch> ReadLaunch(
     const std::function<std::optional<std::string>(const std::string&)>& variable) {
   Launch launch;
@@ -56,19 +85,20 @@ absl::StatusOr<Launch> ReadLaunch() {
 absl::StatusOr<std::unique_ptr<Collective>> ConnectWorkers(const Launch& launch,
                                                            std::chrono::milliseconds timeout) {
   if (launch.world_size == 1) return std::make_unique<SingleCollective>();
-  BALLAST_ASSIGN_OR_RETURN(const std::unique_ptr<TcpStore> store,
-                           TcpStore::Open({.rank = launch.rank,
-                                           .world_size = launch.world_size,
-                                           .host = launch.master_host,
-                                           .port = launch.master_port,
-                                           .timeout = timeout}));
-  BALLAST_ASSIGN_OR_RETURN(std::string own_host, store->OwnHost());
+  BALLAST_ASSIGN_OR_RETURN(const std::unique_ptr<Rendezvous> rendezvous,
+                           Rendezvous::Open({.rank = launch.rank,
+                                             .world_size = launch.world_size,
+                                             .host = launch.master_host,
+                                             .port = launch.master_port,
+                                             .timeout = timeout}));
+  BALLAST_ASSIGN_OR_RETURN(std::string own_host, rendezvous->OwnHost());
+  ExchangedStore store(*rendezvous);
   return ConnectGloo({.rank = launch.rank,
                       .world_size = launch.world_size,
                       .host = std::move(own_host),
                       .connect_timeout = timeout,
                       .timeout = timeout},
-                     *store);
+                     store);
 }
 
 }  // namespace ballast::worker

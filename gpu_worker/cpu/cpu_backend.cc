@@ -8,6 +8,7 @@
 #include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/base/stopwatch.h"
 #include "gpu_worker/buckets/bucket_order.h"
+#include "gpu_worker/buckets/non_finite.h"
 
 namespace ballast::worker {
 namespace {
@@ -43,7 +44,7 @@ CpuBackend::CpuBackend(const CpuBackendOptions& options, std::unique_ptr<Model> 
       timeline_(options.timeline),
       reducer_(
           job.layout, job.buckets, model_->backward_order(), GradientsOf(*model_, job), collective,
-          [this](const ReducedShard& shard) { HandOver(shard); },
+          [this](const ReducedGradient& gradient) { HandOver(gradient); },
           {.accumulation = options.accumulation,
            .checked_as = options.check_gradients ? WireDTypes(job) : std::vector<DType>{},
            .on_reduced = [this](int bucket, double seconds) { NoteReduced(bucket, seconds); }}) {}
@@ -80,18 +81,19 @@ absl::Status CpuBackend::MicroStep(const MicroStepInput& input) {
   return absl::OkStatus();  // An error of the step waits for its end: others wait for this rank.
 }
 
-// Used is what backward reached, whatever its gradients were. A rank without tokens is no
+// A parameter is used if backward reached it, even with zeros. A rank without tokens is no
 // exception: a pass over none reaches what any pass of its model does, with zeros, as torch's
-// backward of an empty sum. The service unites the ranks' sets, so all of them beside the others'
-// all add nothing; an empty set would be taken for a backward whose hooks did not fire, and the
+// backward of an empty sum. The service unites the ranks' sets, so the full set adds nothing to the
+// others' full sets; an empty set would be taken for a backward whose hooks did not fire, and the
 // seal refused.
 absl::Status CpuBackend::EndMicroStep(uint32_t micro_step, ReducedMicroStep reduced) {
   if (reduced.reached_nothing()) {
     return NoParameterReached(job_.layout, collective_.rank(), micro_step);
   }
-  return sink_.end_micro_step(micro_step, {.all = reduced.all_used,
-                                           .parameters = std::move(reduced.used_parameters),
-                                           .non_finite = reduced.non_finite});
+  LogNonFinite(job_.layout, collective_.rank(), step_number_, micro_step, reduced.non_finite);
+  return sink_->EndMicroStep(micro_step, {.all = reduced.all_used,
+                                          .parameters = std::move(reduced.used_parameters),
+                                          .non_finite = reduced.non_finite});
 }
 
 absl::StatusOr<FinishedStep> CpuBackend::FinishStep() {
@@ -102,28 +104,28 @@ absl::StatusOr<FinishedStep> CpuBackend::FinishStep() {
   return finished;
 }
 
-// On the reducer's thread: this rank's shard of a bucket.
-void CpuBackend::HandOver(const ReducedShard& shard) {
+// On the reducer's thread: this rank's part of a reduced bucket.
+void CpuBackend::HandOver(const ReducedGradient& gradient) {
   const TimelineScope scope(timeline_, Track::kSend,
-                            {.step = step_number_, .bucket = shard.bucket});
-  if (step_error_.ok()) step_error_ = PushChunks(shard);
+                            {.step = step_number_, .bucket = gradient.bucket});
+  if (step_error_.ok()) step_error_ = PushChunks(gradient);
 }
 
-absl::Status CpuBackend::PushChunks(const ReducedShard& shard) {
-  const RankShard place = ShardOf(job_.layout, job_.buckets[shard.bucket], collective_.rank());
+absl::Status CpuBackend::PushChunks(const ReducedGradient& gradient) {
+  const RankShard place = ShardOf(job_.layout, job_.buckets[gradient.bucket], collective_.rank());
   for (const int index : place.chunks) {
     const Chunk& chunk = job_.layout.chunks()[index];
     BALLAST_ASSIGN_OR_RETURN(
         GradientStaging::Payload payload,
-        staging_.Fill(index, shard.micro_step_end - 1,
-                      shard.values.subspan(chunk.begin - place.begin, chunk.elements)));
-    BALLAST_RETURN_IF_ERROR(sink_.push({.chunk = index,
-                                        .micro_step_begin = shard.micro_step_begin,
-                                        .micro_step_end = shard.micro_step_end,
-                                        .final = shard.final,
-                                        .empty = false,
-                                        .payload = payload.bytes,
-                                        .released = std::move(payload.released)}));
+        staging_.Fill(index, gradient.micro_step_end - 1,
+                      gradient.values.subspan(chunk.begin - place.begin, chunk.elements)));
+    BALLAST_RETURN_IF_ERROR(sink_->Push({.chunk = index,
+                                         .micro_step_begin = gradient.micro_step_begin,
+                                         .micro_step_end = gradient.micro_step_end,
+                                         .final = gradient.final,
+                                         .empty = false,
+                                         .payload = payload.bytes,
+                                         .released = std::move(payload.released)}));
   }
   return absl::OkStatus();
 }
@@ -147,7 +149,7 @@ absl::Span<std::byte> CpuBackend::weights(int chunk_index) {
   return WeightBytes(chunk.group, chunk.begin, chunk.elements);
 }
 
-// This rank's shards are in place already; the others' arrive beside them.
+// This rank's shards are in place already; the others' arrive next to them.
 absl::Status CpuBackend::GatherWeights() {
   for (size_t i = 0; i < job_.buckets.size(); ++i) {
     const Bucket& bucket = job_.buckets[i];

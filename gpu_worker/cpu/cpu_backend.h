@@ -1,6 +1,6 @@
 // The CPU as a TrainingBackend: the model in this process, its buckets reduced over the host's
-// collective on a thread of their own while backward goes on, and this rank's shards staged in the
-// wire dtype, in the optimizer's memory where it gives some.
+// collective on a thread of their own while backward goes on, and this rank's gradients staged in
+// the wire dtype, in the optimizer's memory where it gives some.
 //
 //   CpuBackend backend({.accumulation = ..., .timeout = ...}, MakeCpuGpt(config), job, collective);
 //
@@ -33,9 +33,9 @@ struct CpuBackendOptions {
   Accumulation accumulation = Accumulation::kService;
   // Searches this rank's own gradients for elements that are not finite before they are reduced.
   bool check_gradients = false;
-  // How long a gradient waits for the optimizer to take the one before it.
+  // How long a gradient waits for the optimizer to release the one before it.
   absl::Duration timeout = absl::Minutes(10);
-  Timeline* timeline = nullptr;  // May be.
+  Timeline* timeline = nullptr;  // Nullable.
 };
 
 class CpuBackend final : public TrainingBackend {
@@ -45,7 +45,7 @@ class CpuBackend final : public TrainingBackend {
   CpuBackend(const CpuBackendOptions& options, std::unique_ptr<Model> model, const TrainingJob& job,
              Collective& collective);
 
-  void Start(StepSink sink) override { sink_ = std::move(sink); }
+  void Start(GradientSink& sink) override { sink_ = &sink; }
   absl::Status UseGradientMemory(
       const std::function<absl::Span<std::byte>(int chunk)>& memory) override;
   absl::Status MicroStep(const MicroStepInput& input) override;
@@ -55,8 +55,8 @@ class CpuBackend final : public TrainingBackend {
   absl::Status ReadWeights(int group, absl::Span<std::byte> to) override;
 
  private:
-  void HandOver(const ReducedShard& shard);
-  absl::Status PushChunks(const ReducedShard& shard);
+  void HandOver(const ReducedGradient& gradient);
+  absl::Status PushChunks(const ReducedGradient& gradient);
   absl::Status EndMicroStep(uint32_t micro_step, ReducedMicroStep reduced);
   void NoteReduced(int bucket, double seconds);
   absl::Span<std::byte> WeightBytes(int group, int64_t begin, int64_t elements);
@@ -65,12 +65,13 @@ class CpuBackend final : public TrainingBackend {
   Collective& collective_;
   const std::unique_ptr<Model> model_;
   GradientStaging staging_;
-  StepSink sink_;
-  // The sink's first error, or that nothing was reached: kept for FinishStep, and no sink is called
-  // after it. The reducer's thread has it during a micro-step, the caller's otherwise.
+  GradientSink* sink_ = nullptr;
+  // The sink's first error, or that backward reached nothing: kept for FinishStep, and the sink is
+  // not called after it. Used by the reducer's thread during a micro-step, by the caller's
+  // otherwise.
   absl::Status step_error_;
-  absl::Status failure_;  // The collective's: stays.
-  FinishedStep step_;     // As far as it has come.
+  absl::Status failure_;  // The collective's: permanent.
+  FinishedStep step_;     // In progress.
   Timeline* const timeline_;
   uint64_t step_number_ = 0;  // For the timeline.
   BucketReducer reducer_;     // Last: its thread uses the others.

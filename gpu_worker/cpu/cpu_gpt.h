@@ -68,7 +68,7 @@ class CpuGpt final : public Model {
   std::vector<std::vector<T>> working_weights_;    // The weights as T.
   std::vector<std::vector<T>> working_gradients_;  // Only where T is not the type of gradients.
 
-  int sequences_ = 0;  // Of the batch in progress.
+  int sequences_ = 0;  // In the batch in progress.
   int context_ = 0;
   int rows_ = 0;
   const std::function<void(int)>* gradient_ready_ = nullptr;

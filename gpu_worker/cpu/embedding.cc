@@ -31,7 +31,7 @@ template <typename T>
 void EmbeddingBackward(const EmbeddingShape& shape, const int32_t* inputs, const T* d_out,
                        T* d_tokens, T* d_positions) {
   const int width = shape.width;
-  // By columns: two rows may hold the same token, two columns never meet.
+  // By columns: two rows may have the same token, two columns never meet.
   ForEachTile(width, kTileColumns, [&](int begin, int end) {
     for (int t = 0; t < shape.context; ++t) {
       std::fill(d_positions + static_cast<int64_t>(t) * width + begin,

@@ -9,8 +9,10 @@ struct LayerNormShape {
   int width;
 };
 
-// mean[r] = mean of in[r],  rstd[r] = 1 / sqrt(variance of in[r] + 1e-5)
-// out[r][i] = (in[r][i] - mean[r]) * rstd[r] * weight[i] + bias[i]
+//   mean[r]   = mean of in[r]
+//   rstd[r]   = 1 / sqrt(variance of in[r] + 1e-5)
+//   out[r][i] = (in[r][i] - mean[r]) * rstd[r] * weight[i] + bias[i]
+//
 // `mean` and `rstd` have a value per row and are kept for the backward pass.
 template <typename T>
 void LayerNormForward(const LayerNormShape& shape, const T* in, const T* weight, const T* bias,

@@ -12,7 +12,7 @@ struct MatmulShape {
   int out;
 };
 
-// out[r][o] = sum_i in[r][i] * weight[o][i] + bias[o]; `bias` may be null.
+// out[r][o] = sum_i in[r][i] * weight[o][i] + bias[o]; `bias` is nullable.
 template <typename T>
 void MatmulForward(const MatmulShape& shape, const T* in, const T* weight, const T* bias, T* out);
 

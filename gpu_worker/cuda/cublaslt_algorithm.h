@@ -23,8 +23,8 @@ namespace ballast::worker {
 template <typename Handle>
 using OwnedByCublasLt = std::unique_ptr<std::remove_pointer_t<Handle>, cublasStatus_t (*)(Handle)>;
 
-// Of the library's calls, `what` for short. INVALID_ARGUMENT, saying what to change, where it has
-// no way to do it; RESOURCE_EXHAUSTED; else UNAVAILABLE.
+// The status of a call of the library; `what` describes it. INVALID_ARGUMENT, saying what to
+// change, where it has no way to do it; RESOURCE_EXHAUSTED; else UNAVAILABLE.
 absl::Status CheckCublasLt(const CublasLt& library, cublasStatus_t status, absl::string_view what);
 
 // A product as the library sees it, column-major, with what its operands' addresses are multiples

@@ -25,7 +25,7 @@ constexpr char kComputeStream[] = "compute";
 
 std::string Size(double bytes) { return absl::StrFormat("%.2f GiB", bytes / (1 << 30)); }
 
-// What all that came from a device shares with it.
+// What everything made by a device shares with it.
 struct Shared {
   Shared(int ordinal, std::string gpu) : failure(ordinal, std::move(gpu)) {}
   GpuFailure failure;
@@ -71,7 +71,7 @@ class CudaHostMemory final : public HostMemory {
 
  private:
   const std::shared_ptr<Shared> shared_;
-  const OwnedBytes owned_;  // Null: somebody else's.
+  const OwnedBytes owned_;  // Null: not owned.
   const absl::Span<std::byte> bytes_;
   const bool pinned_;
 };

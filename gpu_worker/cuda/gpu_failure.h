@@ -1,4 +1,4 @@
-// What a GPU's errors become, and that a lost GPU stays lost.
+// A GPU's errors as statuses; a lost GPU stays lost.
 #ifndef BALLAST_GPU_WORKER_CUDA_GPU_FAILURE_H_
 #define BALLAST_GPU_WORKER_CUDA_GPU_FAILURE_H_
 
@@ -22,12 +22,12 @@ class GpuFailure {
   // if there was one.
   absl::Status Enter();
 
-  // What became of a call, `what` for short: "stream copies: copy to host". One line that names the
-  // GPU and says what to do:
+  // The status of a call, which `what` describes: "stream copies: copy to host". One line that
+  // names the GPU and the remedy:
   //   RESOURCE_EXHAUSTED   the call wanted memory that the GPU does not have
   //   FAILED_PRECONDITION  a kernel is not compiled for this GPU
-  //   INTERNAL             the call was refused: we asked for what cannot be
-  //   UNAVAILABLE          anything else, and whatever CUDA may name tomorrow: the GPU is lost, and
+  //   INTERNAL             the call was refused: its arguments are wrong
+  //   UNAVAILABLE          anything else, unknown errors too: the GPU is lost, and
   //                        every later call gets the line of the first that noticed
   // After the first three the GPU goes on as if the call had not been made.
   absl::Status Check(cudaError_t error, absl::string_view what);

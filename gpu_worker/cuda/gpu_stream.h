@@ -1,5 +1,5 @@
-// A stream of CudaDevice's, as those see it that give it work by calls of CUDA's own: kernels
-// (launch.cuh) and libraries.
+// A stream of CudaDevice for code that gives it work by CUDA's own calls: kernels (launch.cuh) and
+// libraries.
 //
 //   auto& gpu = static_cast<GpuStream&>(stream);
 //   BALLAST_ASSIGN_OR_RETURN(const cudaStream_t native, gpu.Enter());
@@ -16,16 +16,16 @@
 
 namespace ballast::worker {
 
-// Every DeviceStream that a kernel or a library of gpu_worker/cuda is given is one.
+// Kernels and libraries in gpu_worker/cuda get no other DeviceStream.
 class GpuStream : public DeviceStream {
  public:
-  // Makes the stream's GPU the calling thread's. The GPU's failure, if it had one: then nothing may
-  // be given to it any more.
+  // Makes the stream's GPU the calling thread's. The GPU's failure, if it had one: then give it no
+  // more work.
   virtual absl::StatusOr<cudaStream_t> Enter() = 0;
-  // What became of a call that gave work to the stream: GpuFailure::Check, with the stream's name.
+  // The status of a call that gave work to the stream: GpuFailure::Check, with the stream's name.
   virtual absl::Status Check(cudaError_t error, absl::string_view what) = 0;
-  // The GPU's failure, if it has one by now, told as that of `what`: for libraries, which say of a
-  // lost GPU no more than that they failed. Waits for nothing.
+  // The GPU's failure, if there is one by now, reported as that of `what`: for libraries, which
+  // return for a lost GPU no more than that they failed. Waits for nothing.
   virtual absl::Status CheckGpu(absl::string_view what) = 0;
 };
 

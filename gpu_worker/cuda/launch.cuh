@@ -24,7 +24,7 @@ namespace ballast::worker::cuda {
 
 struct Grid {
   dim3 blocks = {1, 1, 1};
-  unsigned threads = 1;     // Of a block.
+  unsigned threads = 1;     // In a block.
   size_t shared_bytes = 0;  // Dynamic.
 };
 
@@ -49,7 +49,7 @@ absl::Status Launch(DeviceStream& stream, absl::string_view name, const Grid& gr
                                  static_cast<int>(grid.shared_bytes));
   }
   if (error == cudaSuccess) {
-    (void)cudaGetLastError();  // Of a destructor that could tell nobody, say.
+    (void)cudaGetLastError();  // From a destructor, for example, which returns no error.
     kernel<<<grid.blocks, grid.threads, grid.shared_bytes, native>>>(Parameters(arguments)...);
     error = cudaGetLastError();
   }

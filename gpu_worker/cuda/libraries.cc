@@ -36,7 +36,7 @@ class Library {
                      "); install it, and put its folder into LD_LIBRARY_PATH"));
   }
 
-  // Of the type of `function`, which is set.
+  // Sets `function`, whose type the symbol has.
   template <typename Function>
   absl::Status Find(const char* symbol, Function& function) const {
     function = reinterpret_cast<Function>(dlsym(handle_, symbol));

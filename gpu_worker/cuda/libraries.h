@@ -1,4 +1,4 @@
-// cuBLASLt and NCCL, found when a GPU is asked for and not when the program starts: they come from
+// cuBLASLt and NCCL, loaded when a GPU is asked for and not when the program starts: they belong to
 // the machine, and one binary runs on machines with and without them. The names are the libraries'
 // own, without their prefix.
 //

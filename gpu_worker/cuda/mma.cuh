@@ -13,8 +13,8 @@
 //
 // So the accumulators of columns n and n + 8, rounded, are the FragmentA of these 16 columns.
 //
-// The tests have the same calls on the CPU (tests/gpu_emulator/cuda_on_cpu/mma_on_cpu.h), which take
-// the place of these by the include guard.
+// The tests have the same calls on the CPU (tests/gpu_emulator/cuda_on_cpu/mma_on_cpu.h), which
+// replace these by the include guard.
 #ifndef BALLAST_GPU_WORKER_CUDA_MMA_CUH_
 #define BALLAST_GPU_WORKER_CUDA_MMA_CUH_
 
@@ -50,9 +50,10 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-// Four 8 x 8 matrices of 16-bit elements in shared memory: lane 8 i + r says where row r of matrix
-// i begins, at tile[element], 16-byte aligned, and gets elements [g][2t, 2t+1] of matrix i in x[i].
-// (An address in two parts, so that the constants of unrolled loops go into the instruction.)
+// Four 8 x 8 matrices of 16-bit elements in shared memory: lane 8 i + r has the address of row r of
+// matrix i begins, at tile[element], 16-byte aligned, and gets elements [g][2t, 2t+1] of matrix i
+// in x[i]. (An address in two parts, so that the constants of unrolled loops go into the
+// instruction.)
 struct Matrices {
   uint32_t x[4];
 };

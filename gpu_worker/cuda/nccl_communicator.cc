@@ -81,7 +81,7 @@ void NcclCommunicator::Abort() {
 absl::Status NcclCommunicator::ToStatus(ncclResult_t result) const {
   return absl::UnavailableError(absl::StrCat("NCCL: ", nccl_.GetErrorString(result), " (",
                                              nccl_.GetLastError(communicator_),
-                                             "); NCCL_DEBUG=INFO says more"));
+                                             "); set NCCL_DEBUG=INFO for more"));
 }
 
 absl::Status NcclCommunicator::AwaitProgress() {

@@ -26,9 +26,10 @@ class NcclCommunicator {
 
   // Makes a call of the library's, and waits until it has given its work to the stream.
   absl::Status Do(const std::function<ncclResult_t(const Nccl&, ncclComm_t)>& call);
-  // What the library found out on its own: that another rank is gone, say. OK while all is well.
+  // An error that the library detected on its own, for example that another rank is gone. OK while
+  // there is none.
   absl::Status AsyncError();
-  // Makes the GPU let go of all work, and every later call fail. Once; later ones do nothing.
+  // Makes the GPU drop all work, and every later call fail. A second call does nothing.
   void Abort();
 
  private:

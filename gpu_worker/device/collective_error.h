@@ -12,7 +12,7 @@
 namespace ballast::worker {
 
 // "rank 1: reduce-scatter of bucket 3, step 7: <the error>". An error of the host's Collective
-// begins with the rank and the operation already, which are not said twice.
+// already begins with the rank and the operation; they are not repeated.
 inline absl::Status CollectiveError(int rank, absl::string_view operation, const Purpose& purpose,
                                     const absl::Status& error) {
   absl::string_view reason = error.message();

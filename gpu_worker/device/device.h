@@ -1,6 +1,6 @@
 // A GPU as the worker uses it: memory, streams, events, copies. cuda/cuda_device.h is the real one;
-// the tests' own (tests/gpu_emulator/fake_device.h) runs everything on the CPU, as late and in as odd
-// an order as streams and events allow, and fails where it is told to.
+// the tests' own (tests/gpu_emulator/fake_device.h) runs everything on the CPU, as late and in as
+// odd an order as streams and events allow, and fails where a test asks for it.
 //
 //   std::unique_ptr<DeviceStream> compute = device.CreateStream("compute").value();
 //   std::unique_ptr<DeviceEvent> ready = device.CreateEvent().value();
@@ -10,17 +10,17 @@
 //   copies->CopyToHost(bytes, from);
 //
 // A stream does what it is given in order; two streams in any order that events leave open. Nothing
-// waits for the device but the calls named Synchronize. Memory that a stream was given to read or
-// write belongs to it until an event after that has come, host memory too.
+// waits for the device except the calls named Synchronize. Memory that a stream was given to read
+// or write belongs to it until an event after that is done, host memory too.
 //
 // Errors: RESOURCE_EXHAUSTED, memory that cannot be had, with the sizes and what it was for;
-// UNAVAILABLE, the GPU is lost or has failed in work given before: it comes from whichever call
-// notices first, and from all later ones, and only a new process mends it; FAILED_PRECONDITION, the
+// UNAVAILABLE, the GPU is lost or has failed in work given before: the call that notices it first
+// returns it, and so do all later ones; only a new process mends it; FAILED_PRECONDITION, the
 // binary has nothing for this GPU; INTERNAL, the driver refuses a call, and the GPU goes on.
 // Messages name the GPU and the stream.
 //
 // Threads: Device is thread-safe. A stream is used by one thread at a time, an event recorded by
-// one; anyone may wait for it.
+// one; any thread may wait for it.
 #ifndef BALLAST_GPU_WORKER_DEVICE_DEVICE_H_
 #define BALLAST_GPU_WORKER_DEVICE_DEVICE_H_
 
@@ -36,8 +36,8 @@
 
 namespace ballast::worker {
 
-// Of the device; the host never reads or writes it. 256-byte aligned. Freed by its destructor,
-// which may wait for the device.
+// Memory of the device; the host never reads or writes it. 256-byte aligned. Freed by its
+// destructor, which may wait for the device.
 class DeviceMemory {
  public:
   virtual ~DeviceMemory() = default;
@@ -51,7 +51,7 @@ class DeviceMemory {
   }
 };
 
-// Of the host, for copies from and to the device. 4096-byte aligned.
+// Memory of the host, for copies from and to the device. 4096-byte aligned.
 class HostMemory {
  public:
   virtual ~HostMemory() = default;
@@ -78,7 +78,8 @@ class DeviceStream {
   virtual const std::string& name() const = 0;
 
   virtual absl::Status Record(DeviceEvent& event) = 0;
-  // Of `event` as it was recorded last before this call; one never recorded holds up nothing.
+  // For the last Record of `event` before this call; an event that was never recorded delays
+  // nothing.
   virtual absl::Status Wait(const DeviceEvent& event) = 0;
 
   virtual absl::Status CopyToHost(absl::Span<std::byte> to, const void* from) = 0;
@@ -97,7 +98,7 @@ class Device {
  public:
   virtual ~Device() = default;
   virtual const std::string& name() const = 0;  // As in "GPU 0 (NVIDIA H200)".
-  // As the driver counts: 80 or 90, say.
+  // As the driver counts, for example 80 or 90.
   virtual int compute_capability() const = 0;
   virtual int64_t memory_bytes() const = 0;
   virtual int64_t allocated_bytes() const = 0;  // Now, by Allocate.
@@ -108,8 +109,8 @@ class Device {
   // Pinned if that can be had, and if not a warning in the log.
   virtual absl::StatusOr<std::unique_ptr<HostMemory>> AllocateHost(size_t size_bytes,
                                                                    absl::string_view what) = 0;
-  // Pins memory that somebody else owns, until the result is destroyed, which is before the memory
-  // is. Its bytes() are `bytes`; as AllocateHost where pinning fails.
+  // Pins memory that the caller owns until the result is destroyed, which must precede the end of
+  // the memory. Its bytes() are `bytes`; as AllocateHost where pinning fails.
   virtual absl::StatusOr<std::unique_ptr<HostMemory>> PinHost(absl::Span<std::byte> bytes,
                                                               absl::string_view what) = 0;
   virtual absl::StatusOr<std::unique_ptr<DeviceStream>> CreateStream(absl::string_view name) = 0;

@@ -37,9 +37,9 @@ class DeviceCollective {
   virtual int rank() const = 0;
   virtual int world_size() const = 0;
 
-  // shard[i] = sum over ranks of input[rank() * shard_elements + i]. `input` has
-  // world_size() * shard_elements elements; nothing of it is written but `shard`, which is its own
-  // place in `input` or lies outside it.
+  // shard[i] = sum over ranks of input[rank() * shard_elements + i]. `input` has world_size() *
+  // shard_elements elements; nothing of it is written except `shard`, which is its own place in
+  // `input` or lies outside it.
   virtual absl::Status ReduceScatterSum(DeviceStream& stream, const float* input, float* shard,
                                         int64_t shard_elements, const Purpose& purpose) = 0;
   // all[r * shard_bytes + i] = shard[i] of rank r. `shard` may be its own place in `all`.

@@ -2,8 +2,8 @@
 // where there are several ranks) -> stream. For several ranks on one GPU, which NCCL refuses, and
 // for tests.
 //
-// A call returns when its sum or its shards are on their way back to the device; sums are taken in
-// order of rank.
+// A call returns when its results are being copied back to the device; sums are taken in order of
+// rank.
 #ifndef BALLAST_GPU_WORKER_DEVICE_GLOO_DEVICE_COLLECTIVE_H_
 #define BALLAST_GPU_WORKER_DEVICE_GLOO_DEVICE_COLLECTIVE_H_
 
@@ -15,8 +15,9 @@
 namespace ballast::worker {
 
 // Both outlive it. Besides the errors of every DeviceCollective: RESOURCE_EXHAUSTED, the host has
-// no memory for staging. `host` is used only in calls, and then by nobody else: like this object it
-// takes one call at a time. Host memory is allocated by the first call, and again by a larger one.
+// no memory for staging. `host` is used only in calls, and by no other thread then: like this
+// object it takes one call at a time. Host memory is allocated by the first call, and again by a
+// larger one.
 std::unique_ptr<DeviceCollective> MakeGlooDeviceCollective(Device& device, Collective& host);
 
 }  // namespace ballast::worker

@@ -10,7 +10,7 @@
 namespace ballast::worker {
 namespace {
 
-// Of whoever waits: an operation that is under way is done within tens of microseconds.
+// The interval of a waiting thread: an operation in progress is done within tens of microseconds.
 constexpr absl::Duration kWaitInterval = absl::Microseconds(200);
 
 std::chrono::steady_clock::time_point In(absl::Duration duration) {
@@ -66,7 +66,7 @@ absl::Status Watchdog::Fail(absl::string_view operation, const Purpose& purpose,
 }
 
 // The first operation stays where it is while it is examined, without the lock: one looker at a
-// time, and nobody else removes operations.
+// time, and no other thread removes operations.
 absl::Status Watchdog::Look() {
   while (true) {
     const Operation* first;
@@ -131,7 +131,7 @@ absl::Status Watchdog::End(const absl::Status& error) {
 
 void Watchdog::Run() {
   while (true) {
-    Look().IgnoreError();  // Kept, and said by the next call of the owner.
+    Look().IgnoreError();  // Kept, and returned by the owner's next call.
     MutexLock lock(mutex_);
     if (stopping_ || !status_.ok()) return;
     changed_.WaitUntil(mutex_, In(options_.interval));

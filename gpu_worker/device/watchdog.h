@@ -1,5 +1,5 @@
-// Watches what ranks do together on their devices, so that a rank that waits for another in vain
-// ends with an error that names the operation instead of hanging.
+// Watches what ranks do together on their devices, so that a rank whose peer does not respond ends
+// with an error that names the operation instead of hanging.
 //
 //   Watchdog watchdog({.rank = 1, .timeout = ..., .library_error = ..., .abort = ...});
 //   ... a reduce-scatter is given to a stream, and `done` recorded there ...
@@ -7,10 +7,10 @@
 //   watchdog.Wait();                              // all done, or the first error
 //
 // An operation's time runs from when it was given or from when the one before it was done,
-// whichever is later: operations come in the order of one stream. The first that is not done in
+// whichever is later: operations run in the order of one stream. The first that is not done in
 // time, whose event fails, or in whose time the library reports an error of its own, ends the
-// watch: `abort` is called, once, by whichever thread noticed, and must make the device let go of
-// what it hangs in.
+// watch: `abort` is called, once, by the thread that noticed, and must make the device leave what
+// it hangs in.
 //
 // Errors: DEADLINE_EXCEEDED for one that is late, else the library's or the event's, always as
 // "rank 1: reduce-scatter of bucket 3, step 7: ...". After an error every call returns it.
@@ -37,11 +37,12 @@ namespace ballast::worker {
 
 struct WatchdogOptions {
   int rank = 0;
-  absl::Duration timeout = absl::Minutes(5);  // Of one operation.
-  // Between two looks; infinite: there is no thread, and the owner calls Look.
+  absl::Duration timeout = absl::Minutes(5);  // For one operation.
+  // Between two calls of Look by the watchdog's thread; infinite: there is no thread, and the owner
+  // calls Look.
   absl::Duration interval = absl::Milliseconds(50);
   std::function<absl::Time()> now = absl::Now;
-  // What the library says of its own accord about all operations; null: nothing.
+  // Reports an error that the library detected on its own. Nullable.
   std::function<absl::Status()> library_error;
   std::function<void()> abort;
 };
@@ -51,7 +52,7 @@ class Watchdog {
   explicit Watchdog(WatchdogOptions options);
   ~Watchdog();  // Looks no more; what is not done is not waited for.
 
-  // `done` was recorded after the operation. `operation` is "all-gather", say.
+  // `done` was recorded after the operation. `operation` is, for example, "all-gather".
   absl::Status Watch(absl::string_view operation, const Purpose& purpose,
                      std::unique_ptr<DeviceEvent> done);
   // Until all that were given so far are done, or the first error.

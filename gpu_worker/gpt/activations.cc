@@ -13,8 +13,9 @@
 namespace ballast::worker {
 namespace {
 
-// Tensors are known before any is allocated, so that an error can say what all of them take. Each
-// has memory of its own: a kernel that leaves its tensor is caught by whoever watches memory.
+// Tensors are known before any is allocated, so that an error can report the size of all of them.
+// Each has memory of its own: a tool that checks memory then catches a kernel that leaves its
+// tensor.
 class Plan {
  public:
   explicit Plan(int64_t rows) : rows_(rows) {}

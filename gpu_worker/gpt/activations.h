@@ -16,9 +16,9 @@
 namespace ballast::worker {
 
 struct NormActivations {
-  BFloat16Bits* in = nullptr;   // width; the residual stream, as it is there.
+  BFloat16Bits* in = nullptr;   // width; the residual stream at this point.
   BFloat16Bits* out = nullptr;  // width
-  float* mean = nullptr;        // One a row, as rstd.
+  float* mean = nullptr;        // One a row, like rstd.
   float* rstd = nullptr;
 };
 
@@ -44,7 +44,7 @@ struct Activations {
   BFloat16Bits* branch = nullptr;
   BFloat16Bits* d_stream = nullptr;  // Gradient of the residual stream. width
   BFloat16Bits* d_wide = nullptr;    // Gradients of hidden, and of qkv. 4 width
-  float* scratch = nullptr;          // Of kernels, ScratchBytes of it.
+  float* scratch = nullptr;          // For kernels, ScratchBytes of it.
 
   int64_t bytes = 0;
   std::vector<std::unique_ptr<DeviceMemory>> memory;

@@ -25,8 +25,8 @@ constexpr NamedConfig kNamedConfigs[] = {
     {"gpt2-1.5B", {48, 25, 1600, kGpt2Context, kGpt2Vocabulary}},
 };
 
-constexpr float kInitialDeviation = 0.02f;          // Of matrices and token embeddings, as GPT-2.
-constexpr float kInitialPositionDeviation = 0.01f;  // Of position embeddings.
+constexpr float kInitialDeviation = 0.02f;          // Matrices and token embeddings, as GPT-2.
+constexpr float kInitialPositionDeviation = 0.01f;  // Position embeddings.
 
 // The square root by Newton's method in double: no math library enters the first weights.
 float InverseSquareRoot(int value) {
@@ -39,10 +39,10 @@ enum class FirstValues { kZeros, kOnes, kRandom };
 
 struct Kind {
   FirstValues values;
-  float deviation = 0;  // Of random ones.
+  float deviation = 0;  // For random values.
 };
 
-// Parameters of a block come in pairs of weight and bias; so does the last layer norm.
+// The parameters of a block are pairs of weight and bias; so is the last layer norm.
 Kind KindOf(const GptConfig& config, int parameter) {
   if (parameter == kTokenEmbedding) return {FirstValues::kRandom, kInitialDeviation};
   if (parameter == kPositionEmbedding) return {FirstValues::kRandom, kInitialPositionDeviation};
@@ -134,7 +134,7 @@ std::vector<ModelParameter> GptParameters(const GptConfig& config) {
   return parameters;
 }
 
-// Layers complete weight and bias together, last layer first; the embeddings come at the end.
+// Layers complete weight and bias together, last layer first; the embeddings are last.
 std::vector<int> GptBackwardOrder(const GptConfig& config) {
   std::vector<int> order;
   for (int weight = LastNormWeight(config); weight >= kFirstBlock; weight -= 2) {

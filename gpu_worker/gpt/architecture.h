@@ -32,12 +32,13 @@ struct GptConfig {
 // "bytes" (the demo's), "gpt2-124M", "gpt2-350M", "gpt2-774M", "gpt2-1.5B". INVALID_ARGUMENT naming
 // all of them.
 absl::StatusOr<GptConfig> FindGptConfig(absl::string_view name);
-// INVALID_ARGUMENT unless all are positive, within what int indices hold, and heads divide width.
+// INVALID_ARGUMENT unless all are positive, within the range of int indices, and heads divide
+// width.
 absl::Status Validate(const GptConfig& config);
 
 struct ModelParameter {
   std::string name;            // As GPT-2 names it, for example "h.0.attn.c_attn.weight".
-  std::vector<int64_t> shape;  // Of matrices: out, in.
+  std::vector<int64_t> shape;  // A matrix: out, in.
   bool decay = true;           // Matrices and embeddings decay; biases and layer norms do not.
 
   int64_t elements() const;

@@ -6,8 +6,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/check.h"
+#include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/cuda/kernels/attention.h"
 #include "gpu_worker/cuda/kernels/cross_entropy.h"
 #include "gpu_worker/cuda/kernels/embedding.h"
@@ -27,7 +27,7 @@ bool IsAligned(const void* pointer) {
 
 // What Backward goes on from.
 struct Begun {
-  cuda::EmbeddingShape shape;  // Of no sequences: an empty batch.
+  cuda::EmbeddingShape shape;  // No sequences: an empty batch.
   TokensOnDevice tokens;
 };
 
@@ -111,7 +111,7 @@ void DeviceGptImpl::Place(const Layout& layout, const DeviceFlatSpaces& spaces) 
                            .gradient = spaces.gradients[group] + place.offset,
                            .elements = place.elements});
     Check(IsAligned(parameters_.back().weight) && IsAligned(parameters_.back().gradient),
-          "parameters stand at multiples of 16 bytes");
+          "parameters are at multiples of 16 bytes");
   }
 }
 

@@ -1,7 +1,7 @@
 // GPT-2's passes on a device: bf16 weights and activations, fp32 accumulation, statistics and
 // gradients. It gives work to one stream and does not wait for it, except that a pass begins once
-// the tokens of the one before the last are on the device; what must come before or after a piece
-// of it is said by the callbacks.
+// the tokens of the one before the last are on the device; the callbacks order other work before or
+// after its pieces.
 //
 //   auto model = DeviceGpt::Create(config, {device, compute, matmul}, sequences).value();
 //   model->Place(layout, {.weights = ..., .gradients = ...});
@@ -33,17 +33,17 @@ struct DeviceGptParts {
   DeviceMatmul& matmul;
 };
 
-// By group, flat spaces on the device, as long as the layout says at least.
+// By group, flat spaces on the device, at least as long as the layout requires.
 struct DeviceFlatSpaces {
   std::vector<BFloat16Bits*> weights;
   std::vector<float*> gradients;
 };
 
-// Each may be null. An error ends the pass.
+// Each is nullable. An error ends the pass.
 struct DevicePassEvents {
   // The forward pass is about to give the stream work that reads the parameter for the first time
-  // in this pass: whoever still has to put it there makes the stream wait. In the order of the
-  // layers.
+  // in this pass: a callback that still has to bring the weights makes the stream wait. In the
+  // order of the layers.
   std::function<absl::Status(int parameter)> before_weights;
   // Backward is about to give the stream work that writes the parameter's gradient, for the first
   // time in this pass.
@@ -56,20 +56,20 @@ struct DevicePassEvents {
 class DeviceGpt {
  public:
   // Memory for passes of up to `sequences` sequences of the full context. RESOURCE_EXHAUSTED,
-  // saying what to make smaller; INVALID_ARGUMENT if the kernels cannot do the shape.
+  // naming what to make smaller; INVALID_ARGUMENT if the kernels do not support the shape.
   static absl::StatusOr<std::unique_ptr<DeviceGpt>> Create(const GptConfig& config,
                                                            const DeviceGptParts& parts,
                                                            int sequences);
-  // Waits for the passes given. The parts are still there then.
+  // Waits for the passes given. The parts outlive it.
   virtual ~DeviceGpt() = default;
 
   // Where weights are and gradients go. Called once, before any pass.
   virtual void Place(const Layout& layout, const DeviceFlatSpaces& spaces) = 0;
 
   // Gives the compute stream the batch's pass up to the logits. Another Forward takes the place of
-  // one that no Backward followed. An empty batch reads no weights. `batch` may go when the call
-  // returns. INVALID_ARGUMENT, and no work, for a batch beyond what Create was told, or with a
-  // token that the vocabulary has not; other errors are the device's and the callbacks'.
+  // one that no Backward followed. An empty batch reads no weights. `batch` is not used after the
+  // call. INVALID_ARGUMENT, and no work, for a batch with more sequences than Create was given, or
+  // with a token outside the vocabulary; other errors are the device's and the callbacks'.
   virtual absl::Status Forward(const Batch& batch, const DevicePassEvents& events) = 0;
   // The rest, once for each Forward: logits, loss, gradients. Gradients are of the loss summed over
   // the batch's tokens, times `loss_scale`; written, not added; zeros of an empty batch. The loss

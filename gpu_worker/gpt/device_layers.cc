@@ -6,7 +6,8 @@
 namespace ballast::worker {
 namespace {
 
-// Of a weight and its bias, which are read, or whose gradients are written, together.
+// Calls an event for a weight and its bias, which are read, or whose gradients are written,
+// together.
 absl::Status CallForBoth(const std::function<absl::Status(int)>& event, int weight) {
   BALLAST_RETURN_IF_ERROR(Call(event, weight));
   return Call(event, weight + 1);

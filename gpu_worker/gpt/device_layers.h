@@ -1,7 +1,8 @@
 // The layers with parameters that GPT-2 has many of, on the device: linear layers and layer norms,
 // forward and backward. A layer's parameters are its weight and, next after it, its bias.
 //
-// Events are called as device_gpt.h says. Errors: those of the matmul, the kernels and the events.
+// Events are called as device_gpt.h specifies. Errors: those of the matmul, the kernels and the
+// events.
 #ifndef BALLAST_GPU_WORKER_GPT_DEVICE_LAYERS_H_
 #define BALLAST_GPU_WORKER_GPT_DEVICE_LAYERS_H_
 
@@ -40,7 +41,7 @@ struct LayerPass {
   absl::Status Run(const Matmul& product, int parameter) const;
 };
 
-// An event that nobody asked for is OK.
+// A null event is OK.
 inline absl::Status Call(const std::function<absl::Status(int)>& event, int parameter) {
   return event == nullptr ? absl::OkStatus() : event(parameter);
 }
@@ -58,8 +59,8 @@ absl::Status LinearForward(const LayerPass& pass, const Linear& linear, const BF
 // d_weight[out][in] = d_out[rows][out]^T in[rows][in],  d_bias = sum over rows of d_out
 absl::Status LinearGradients(const LayerPass& pass, const Linear& linear, const BFloat16Bits* d_out,
                              const BFloat16Bits* in);
-// d_in[rows][in] = d_out[rows][out] weight[out][in]; back through gelu if the layer's input came
-// out of it, `before_gelu` having gone in.
+// d_in[rows][in] = d_out[rows][out] weight[out][in]; back through gelu if the layer's input is
+// gelu(`before_gelu`).
 absl::Status LinearInputGradient(const LayerPass& pass, const Linear& linear,
                                  const BFloat16Bits* d_out, BFloat16Bits* d_in,
                                  BFloat16Bits* before_gelu = nullptr);

@@ -15,7 +15,7 @@ int64_t Aligned(int64_t elements) {
   return (elements + kAlignElements - 1) / kAlignElements * kAlignElements;
 }
 
-// Inputs, targets, and the three arrays of cuda::TokenRows, which are longest where no token comes
+// Inputs, targets, and the three arrays of cuda::TokenRows, which are longest where no token occurs
 // twice.
 int64_t CapacityElements(int64_t rows) { return 4 * Aligned(rows) + Aligned(rows + 1); }
 
@@ -58,7 +58,7 @@ absl::StatusOr<TokensOnDevice> TokenUpload::Upload(DeviceStream& stream, const B
                                      .begins = add(rows.begins),
                                      .rows = add(rows.rows),
                                  }};
-  // The stream still reads what it was given last; what it is given now comes after.
+  // The stream still reads the last tokens; work given to it now runs after that.
   BALLAST_RETURN_IF_ERROR(stream.CopyToDevice(device, bytes.subspan(0, used * sizeof(int32_t))));
   BALLAST_RETURN_IF_ERROR(stream.Record(*half.copied));
   return tokens;

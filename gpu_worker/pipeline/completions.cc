@@ -60,8 +60,9 @@ void Completions::Run() {
       queue_.pop_front();
       busy_ = true;
     }
+    // Without the lock, because `then` may ask for further calls.
     owed.then(owed.event != nullptr ? owed.event->Synchronize() : absl::OkStatus());
-    owed.then = nullptr;  // What it holds goes before anybody is told that all is done.
+    owed.then = nullptr;  // Destroyed before a waiting thread is notified.
     MutexLock lock(mutex_);
     if (owed.event != nullptr) events_.push_back(std::move(owed.event));
     busy_ = false;

@@ -1,11 +1,11 @@
-// A thread that waits for work of the device and calls what comes after it.
+// A thread that waits for work of the device and then calls what was asked for.
 //
 //   completions.After(copies, [](const absl::Status& status) { ... the copy is done ... });
 //
-// Calls come one at a time, in the order in which they were asked for.
+// Calls are made one at a time, in the order in which they were asked for.
 //
-// Thread-safe. Destruction makes all calls that are still owed; on a device that is lost they come
-// with its error.
+// Thread-safe. Destruction makes all calls that are still owed; on a device that is lost, with its
+// error.
 #ifndef BALLAST_GPU_WORKER_PIPELINE_COMPLETIONS_H_
 #define BALLAST_GPU_WORKER_PIPELINE_COMPLETIONS_H_
 

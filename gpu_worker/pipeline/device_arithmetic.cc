@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/check.h"
 #include "cpu_optimizer_service/common/gradient_norm.h"
 #include "cpu_optimizer_service/common/status.h"
-#include "cpu_optimizer_service/common/check.h"
 #include "gpu_worker/cuda/kernels/adam.h"
 #include "gpu_worker/cuda/kernels/gradient.h"
 #include "gpu_worker/pipeline/completions.h"
@@ -43,7 +43,7 @@ class DeviceArithmetic final : public LocalArithmetic {
 
   const Chunk& chunk(int index) const { return layout_.chunks()[index]; }
   const GroupSpec& group(int index) const { return groups_[chunk(index).group]; }
-  // Of the chunk's first element in the partition, which is what the planes hold.
+  // The chunk's first element in the partition, whose state the planes are.
   int64_t begin(int index) const {
     Check(begins_[index] >= 0, "a rank's arithmetic is on its own chunks");
     return begins_[index];
@@ -86,7 +86,7 @@ absl::Status DeviceArithmetic::Init(Device& device, int rank) {
 }
 
 DeviceArithmetic::~DeviceArithmetic() {
-  // What it still has goes before its memory does; a device that is lost has nothing.
+  // Work in progress ends before its memory does; a lost device has none.
   if (stream_ != nullptr) stream_->Synchronize().IgnoreError();
 }
 

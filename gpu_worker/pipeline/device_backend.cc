@@ -1,7 +1,7 @@
 // Which stream each piece of a step runs on, and which event lets it begin. Everything on a stream
-// comes after what that stream was given before. Host threads: the caller's gives `compute`, the
-// communication thread (gradient_path.h) `communicate` and `copy_out`, whoever hears of weights
-// `copy_in`; the sender (gradient_sender.h) waits for events alone.
+// begins after what that stream was given before. Host threads: the caller's gives work to
+// `compute`, the communication thread (gradient_path.h) to `communicate` and `copy_out`, the thread
+// that is notified of weights to `copy_in`; the sender (gradient_sender.h) only waits for events.
 //
 //   work                            stream        begins after                      event after it
 //   ------------------------------  ------------  --------------------------------  --------------
@@ -18,9 +18,9 @@
 //   handing a chunk over            the sender    there
 //   the loss to the host            compute                                         done
 //   ------------------------------  ------------  --------------------------------  --------------
-//   copying a chunk's new weights   copy_in       the host's word; gathered, of
-//   to their place, or ahead of the               the weights before                copied in
-//   decision to a buffer
+//   copying a chunk's new weights   copy_in       the host's notice; gathered, of
+//   to their place, or, while they                the weights before                copied in
+//   are provisional, to a buffer
 //   all-gather of a bucket from     communicate   copied in; on the host, that
 //   there                                         the step is decided               gathered
 //   the next step's first forward,  compute       gathered, of its buckets
@@ -36,8 +36,8 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/check.h"
+#include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/base/stopwatch.h"
 #include "gpu_worker/device/stream_seconds.h"
 #include "gpu_worker/pipeline/device_buckets.h"
@@ -63,7 +63,7 @@ class DeviceBackend final : public TrainingBackend {
   absl::Status Init(absl::Span<const int> backward_order, const MakeDeviceModel& make_model);
   ~DeviceBackend() override;
 
-  void Start(StepSink sink) override { gradient_path_->Start(std::move(sink)); }
+  void Start(GradientSink& sink) override { gradient_path_->Start(sink); }
   absl::Status UseGradientMemory(
       const std::function<absl::Span<std::byte>(int chunk)>& memory) override {
     return gradient_path_->UseGradientMemory(memory);
@@ -119,7 +119,7 @@ class DeviceBackend final : public TrainingBackend {
   std::unique_ptr<DeviceGpt> model_;
   std::unique_ptr<GradientPath> gradient_path_;
 
-  // Of the caller.
+  // Used by the caller's thread.
   uint64_t step_ = 0;
   bool gathering_ = false;      // Given since the last GatherWeights.
   bool forward_given_ = false;  // By StartForward, and no MicroStep has gone on from it.
@@ -127,7 +127,7 @@ class DeviceBackend final : public TrainingBackend {
   FinishedStep finished_;
   double places_waited_ = 0;  // As read last.
 
-  // Of `compute`: in passes, and how much of that waiting for weights.
+  // Seconds of `compute`: in passes, and how much of that waiting for weights.
   StreamSeconds passing_;
   StreamSeconds lacking_weights_;
 };
@@ -140,8 +140,8 @@ absl::Status DeviceBackend::MicroStep(const MicroStepInput& input) {
   return Fail(GivePass(input), absl::StrCat("step ", input.step, " micro-step ", input.micro_step));
 }
 
-// Backward's buckets go on their way while it gives the rest of its work, and the pass ends here
-// before the device has begun with most of it.
+// Backward's buckets are sent while it gives the rest of its work, and the pass ends here before
+// the device has begun with most of it.
 absl::Status DeviceBackend::GivePass(const MicroStepInput& input) {
   const bool sums_here = !spaces_.sums.empty() && input.micro_steps > 1;
   gradient_path_->BeginPass({.step = input.step,
@@ -255,7 +255,8 @@ absl::Status DeviceBackend::ReadTimes() {
   return absl::OkStatus();
 }
 
-// Reductions wait behind an optimizer that holds all places: that much of a wait for them is its.
+// Reductions wait while the optimizer occupies all places: that part of a wait for them counts as
+// sending.
 void DeviceBackend::NoteReduceWait(double seconds) {
   const double places_waited = gradient_path_->places_waited_seconds();
   const double sending =
@@ -281,7 +282,8 @@ void DeviceBackend::GiveGather(bool all_there) {
   });
 }
 
-// The pass begins here; from the end of this part until MicroStep goes on it lacks the optimizer.
+// The pass begins here; from the end of this part until MicroStep continues it, it waits for the
+// optimizer.
 absl::Status DeviceBackend::StartForward(const MicroStepInput& input) {
   BALLAST_RETURN_IF_ERROR(errors_.failure());
   ForgetForward();
@@ -337,7 +339,7 @@ absl::Status DeviceBackend::Fail(const absl::Status& status, absl::string_view w
   return errors_.current();
 }
 
-// By the first failure, or when all ends: every thread that waits for another goes on.
+// Called by the first failure and by the destructor: every thread that waits for another goes on.
 void DeviceBackend::Stop() {
   buckets_->Stop();
   weights_->Stop();
@@ -363,7 +365,7 @@ absl::Status DeviceBackend::Init(absl::Span<const int> backward_order,
   BALLAST_ASSIGN_OR_RETURN(host_loss_sum_, device.AllocateHost(sizeof(double), "the loss"));
   const DeviceNeeds needs{
       .sums = options_.accumulation == Accumulation::kWorker && job_.spec.max_micro_steps != 1,
-      .weights_ahead = !options_.on_device && job_.spec.update_mode == UpdateMode::kSpeculate,
+      .provisional_weights = !options_.on_device && job_.spec.update_mode == UpdateMode::kSpeculate,
       .world_size = parts_.collective.world_size()};
   BALLAST_ASSIGN_OR_RETURN(spaces_, AllocateSpaces(device, job_, needs));
 
@@ -377,7 +379,8 @@ absl::Status DeviceBackend::Init(absl::Span<const int> backward_order,
                               options_.check_gradients));
   absl::StatusOr<std::unique_ptr<WeightsReturn>> weights = WeightsReturn::Create(
       device, job_, buckets_->order(), spaces_.WeightBytes(),
-      {.rank = rank, .on_device = options_.on_device, .provisional = needs.weights_ahead}, *trace_);
+      {.rank = rank, .on_device = options_.on_device, .provisional = needs.provisional_weights},
+      *trace_);
   BALLAST_RETURN_IF_ERROR(ExplainMemory(weights.status(), device, job_, needs));
   weights_ = *std::move(weights);
   BALLAST_ASSIGN_OR_RETURN(model_, make_model({device, *compute_, parts_.matmul}));

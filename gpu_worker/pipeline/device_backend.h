@@ -1,6 +1,5 @@
-// A rank's passes on a GPU, and the way of its gradients and weights. device_backend.cc reads top
-// to bottom as a step goes (DESIGN.md, section 3, steps 2, 3 and 8), and its head has the table of
-// streams and events.
+// A rank's passes on a GPU, and the way of its gradients and weights. device_backend.cc follows a
+// step from top to bottom; the table of streams and events is at its head.
 //
 // Owns its threads: one that gives reductions and copies to their streams, in the order of the
 // buckets, and one that waits for the copies and calls the sink. Nothing in it synchronises the
@@ -35,7 +34,7 @@ struct DeviceBackendOptions {
   // and weights(chunk) is where the passes read them.
   bool on_device = false;
   int staging_slots = 32;
-  // How long a gradient waits for the optimizer to take one before it.
+  // How long a gradient waits for the optimizer to release one before it.
   absl::Duration timeout = absl::Minutes(10);
 };
 
@@ -48,14 +47,14 @@ struct DeviceBackendParts {
   Timeline* timeline = nullptr;
 };
 
-// What was pushed is released before the backend is destroyed: the optimizer goes first.
+// What was pushed is released before the backend is destroyed: destroy the optimizer first.
 //
-// INVALID_ARGUMENT unless weights come back in bf16; RESOURCE_EXHAUSTED, saying what to make
-// smaller, if the GPU's memory does not do.
+// INVALID_ARGUMENT unless weights return in bf16; RESOURCE_EXHAUSTED, naming what to make smaller,
+// if the GPU's memory is too small.
 absl::StatusOr<std::unique_ptr<TrainingBackend>> MakeDeviceBackend(
     const DeviceBackendOptions& options, const DeviceBackendParts& parts);
 
-// The same around other passes, for tests. `options.model` and `options.sequences` say nothing.
+// The same around other passes, for tests. `options.model` and `options.sequences` are not used.
 using MakeDeviceModel =
     std::function<absl::StatusOr<std::unique_ptr<DeviceGpt>>(const DeviceGptParts& parts)>;
 absl::StatusOr<std::unique_ptr<TrainingBackend>> MakeDeviceBackendOf(

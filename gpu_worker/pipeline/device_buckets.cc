@@ -42,7 +42,7 @@ absl::Status DeviceBuckets::StartPass(DeviceStream& compute, uint32_t micro_step
   micro_steps_ = micro_steps;
   started_.assign(started_.size(), false);
   for (size_t b = 0; b < events_.size(); ++b) {
-    if (!order_.parameters_of_bucket[b].empty()) continue;  // No gradient will say so.
+    if (!order_.parameters_of_bucket[b].empty()) continue;  // No gradient will make it ready.
     BALLAST_RETURN_IF_ERROR(StartFilling(compute, b));
     BALLAST_RETURN_IF_ERROR(RecordReady(compute, b));
   }

@@ -1,4 +1,4 @@
-// The gradient buckets of a device: the life of each (gpu_worker/buckets/bucket.h), and the two events that
+// The gradient buckets of a device: the life of each (buckets/bucket.h), and the two events that
 // order the streams around it.
 //
 //   ready      recorded on `compute` when backward has given it the bucket's last gradient;
@@ -7,7 +7,7 @@
 //              bucket; `compute` waits for it before the next micro-step writes there
 //
 // A stream can wait only for what was recorded, so each side first waits, on the host, until the
-// other has given its work: that bounds how far the passes run ahead of the reductions.
+// other has given its work: that bounds the distance between passes and reductions.
 //
 // Threads: two, the one that gives the passes and the one that gives the reductions; Stop by any.
 #ifndef BALLAST_GPU_WORKER_PIPELINE_DEVICE_BUCKETS_H_
@@ -39,7 +39,7 @@ class DeviceBuckets {
 
   const BucketOrder& order() const { return order_; }
 
-  // --- Of the thread that gives passes to `compute`. CANCELLED once stopped.
+  // --- For the thread that gives passes to `compute`. CANCELLED once stopped.
 
   // A pass begins: micro-step `micro_step` of the `micro_steps` that the next reduction sums.
   absl::Status StartPass(DeviceStream& compute, uint32_t micro_step, uint32_t micro_steps);
@@ -53,7 +53,7 @@ class DeviceBuckets {
   absl::StatusOr<double> TakeWaitedSeconds() { return waited_.Take(); }
   void ForgetWaitedSeconds() { waited_.Clear(); }
 
-  // --- Of the thread that gives reductions to `communicate`.
+  // --- For the thread that gives reductions to `communicate`.
 
   // Waits until the bucket is ready on the host, and makes the stream wait for its event.
   absl::Status WaitReady(DeviceStream& communicate, int bucket);
@@ -85,7 +85,7 @@ class DeviceBuckets {
   const BucketOrder order_;
   const std::vector<Events> events_;
 
-  // Of the passes' thread.
+  // Used by the passes' thread.
   uint32_t micro_step_ = 0;
   uint32_t micro_steps_ = 1;
   std::vector<bool> started_;  // By bucket, in this pass.

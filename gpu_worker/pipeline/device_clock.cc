@@ -14,11 +14,11 @@ using Seconds = std::chrono::duration<double>;
 // What crystals of usual quality differ by, some tens of microseconds a second, is as much as one
 // reading may be wrong by.
 constexpr Duration kReadAgainAfter = std::chrono::seconds(1);
-// The most that clocks go apart in a second: what the kernel slews its own by.
+// The most that clocks drift apart in a second: the kernel's maximal slew.
 constexpr double kMostDrift = 500e-6;
 constexpr int kReadings = 8;
 
-// Whichever came first: what a device says of events in the other order is nowhere promised.
+// In either order: what a device returns for events in the wrong order is not specified.
 absl::StatusOr<Duration> FromTo(const DeviceEvent& from, const DeviceEvent& to) {
   BALLAST_ASSIGN_OR_RETURN(double seconds, to.SecondsSince(from));
   if (seconds <= 0) {
@@ -41,7 +41,8 @@ absl::StatusOr<std::unique_ptr<DeviceClock>> DeviceClock::Create(Device& device,
 absl::StatusOr<DeviceClock::Times> DeviceClock::Between(const DeviceEvent& begin,
                                                         const DeviceEvent& end) {
   if (now_() - last_read_ >= kReadAgainAfter) {
-    // A device that cannot be read now has the older reading, and says itself that it is lost.
+    // If the device cannot be read now, the older reading stays; other calls report that the device
+    // is lost.
     (void)Renew();
     last_read_ = now_();
   }
@@ -50,8 +51,8 @@ absl::StatusOr<DeviceClock::Times> DeviceClock::Between(const DeviceEvent& begin
   return Times{.begin = zero_.time + began, .end = zero_.time + ended};
 }
 
-// The event comes between the two readings of the host's clock. Of several the closest pair is
-// taken, and its first reading, so that nothing is ever said to have ended later than it did.
+// The event is between the two readings of the host's clock. The closest of several pairs is taken,
+// and its first reading, so that no reported end is later than the real one.
 absl::StatusOr<DeviceClock::Zero> DeviceClock::Read() {
   Zero closest;
   for (int i = 0; i < kReadings; ++i) {

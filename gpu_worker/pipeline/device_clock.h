@@ -1,10 +1,10 @@
 // The device's clock on the host's: when a stream did what lies between two events, in time points
 // of the timeline.
 //
-// A device tells only how long after another an event came, in milliseconds as a float: near a
-// minute to microseconds, after some hours no better than to half a millisecond. And two clocks go
-// apart, by what the one's crystal is off and the other is slewed. So both are read together again
-// and again, on a stream of the clock's own: no other stream is waited for, none waits.
+// A device returns only the time between two events, in milliseconds as a float: over a minute
+// accurate to microseconds, over hours only to half a millisecond. And two clocks drift apart, by
+// the error of the one's crystal and the slew of the other. So both are read together again and
+// again, on a stream of the clock's own: no other stream is waited for, none waits.
 //
 // Used by one thread at a time.
 #ifndef BALLAST_GPU_WORKER_PIPELINE_DEVICE_CLOCK_H_
@@ -33,8 +33,8 @@ class DeviceClock {
     Timeline::Clock::time_point begin;
     Timeline::Clock::time_point end;
   };
-  // Of two events that are done, recorded with timing long ago or just now. May wait for the device
-  // to read the clocks, which never fails this: what was read before goes on to count.
+  // For two events that are done. May wait for the device to read the clocks; if that fails, the
+  // last reading is used.
   absl::StatusOr<Times> Between(const DeviceEvent& begin, const DeviceEvent& end);
 
  private:
@@ -42,7 +42,7 @@ class DeviceClock {
   struct Zero {
     std::unique_ptr<DeviceEvent> event;
     Timeline::Clock::time_point time;  // On the host, and not after it.
-    // By so much it may have been before.
+    // It may be early by so much.
     Timeline::Clock::duration wrong_by = Timeline::Clock::duration::max();
   };
 

@@ -14,6 +14,8 @@ absl::StatusOr<std::unique_ptr<DeviceReduction>> DeviceReduction::Create(const P
                                                                          bool check) {
   std::unique_ptr<DeviceReduction> self(new DeviceReduction(parts, std::move(spaces)));
   if (!check) return self;
+  // Positions count the elements of all parameters, so that one number has the order of (parameter,
+  // element).
   uint64_t before = 0;
   for (size_t p = 0; p < parts.job.layout.spec().parameters.size(); ++p) {
     self->elements_before_.push_back(before);

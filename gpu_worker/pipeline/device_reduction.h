@@ -1,6 +1,6 @@
 // What `communicate` is given for a gradient bucket: adding it to the sum of several micro-steps,
-// the search for elements that are not finite, the reduce-scatter, and rounding for the wire. Gives
-// work, and knows nothing of what it waits for.
+// the search for elements that are not finite, the reduce-scatter, and rounding for the wire. It
+// gives work; ordering the work is for its callers.
 //
 // Threads: one caller at a time.
 #ifndef BALLAST_GPU_WORKER_PIPELINE_DEVICE_REDUCTION_H_
@@ -45,12 +45,12 @@ class DeviceReduction {
 
   // The sum becomes the gradient if `first`, or that is added to it.
   absl::Status Accumulate(int bucket, bool first);
-  // Of the sum if `accumulated`, else of the gradient: this rank's shard, of the whole shard's
-  // size, in its own place there.
+  // Reduce-scatters the sum if `accumulated`, else the gradient. Returns this rank's shard, of the
+  // whole shard's size, in its own place there.
   absl::StatusOr<const float*> Reduce(int bucket, bool accumulated, uint64_t step);
   absl::Status Round(int bucket, int64_t elements, const float* from, std::byte* to);
 
-  // The first, by parameter and element, that was found since the last call.
+  // The first one found since the last call, by parameter and element.
   std::optional<NonFinite> TakeNonFinite();
 
  private:
@@ -72,7 +72,7 @@ class DeviceReduction {
 
   const Parts parts_;
   const Spaces spaces_;
-  // Below: only where it is checked. Elements of all parameters before each, in order of index.
+  // The rest is used with `check` only. Elements of all parameters before each, in order of index.
   std::vector<uint64_t> elements_before_;
   std::unique_ptr<DeviceMemory> first_;  // A uint64_t.
   std::unique_ptr<HostMemory> host_;     // A Found.

@@ -54,18 +54,18 @@ absl::Status ExplainMemory(const absl::Status& status, const Device& device, con
   }
   int64_t elements = 0;
   for (const int64_t of_group : job.group_elements) elements += of_group;
-  std::string told = absl::StrCat(Gib(elements * kWeightBytes), " for weights, ",
-                                  Gib(elements * kGradientBytes), " for gradients");
+  std::string sizes = absl::StrCat(Gib(elements * kWeightBytes), " for weights, ",
+                                   Gib(elements * kGradientBytes), " for gradients");
   if (needs.sums) {
-    absl::StrAppend(&told, ", ", Gib(elements * kGradientBytes),
+    absl::StrAppend(&sizes, ", ", Gib(elements * kGradientBytes),
                     " for sums of micro-steps (none with --accumulate=service)");
   }
-  if (needs.weights_ahead) {
-    absl::StrAppend(&told, ", ", Gib(elements * kWeightBytes / needs.world_size),
-                    " for weights ahead of their decision (none with --update=wait)");
+  if (needs.provisional_weights) {
+    absl::StrAppend(&sizes, ", ", Gib(elements * kWeightBytes / needs.world_size),
+                    " for provisional weights (none with --update=wait)");
   }
   return absl::ResourceExhaustedError(
-      absl::StrCat(status.message(), "; besides the activations the model needs ", told,
+      absl::StrCat(status.message(), "; besides the activations the model needs ", sizes,
                    "; give micro-steps fewer sequences, or choose a smaller model or another GPU"));
 }
 

@@ -31,12 +31,12 @@ struct DeviceSpaces {
 
 // What a rank's backend needs of the device besides activations.
 struct DeviceNeeds {
-  bool sums = false;           // Sums of micro-steps.
-  bool weights_ahead = false;  // Weights of its partition, ahead of their decision.
+  bool sums = false;                 // Sums of micro-steps.
+  bool provisional_weights = false;  // Provisional weights of its partition.
   int world_size = 1;
 };
 
-// The spaces, of what `needs` says. Errors are Device::Allocate's, explained.
+// Allocates the spaces for `needs`. Errors are Device::Allocate's, explained.
 absl::StatusOr<DeviceSpaces> AllocateSpaces(Device& device, const TrainingJob& job,
                                             const DeviceNeeds& needs);
 

@@ -38,7 +38,7 @@ absl::StatusOr<std::shared_ptr<DeviceTrace::Ends>> DeviceTrace::TakeEnds() {
 absl::Status DeviceTrace::Around(DeviceStream& stream, Track track, const SpanOf& of,
                                  absl::FunctionRef<absl::Status()> give) {
   if (clock_ == nullptr) {
-    const TimelineScope range(timeline_, track, of);  // For a profiler, which knows the device.
+    const TimelineScope range(timeline_, track, of);  // For a profiler, which times devices itself.
     return give();
   }
   BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Ends> ends, TakeEnds());
@@ -46,7 +46,7 @@ absl::Status DeviceTrace::Around(DeviceStream& stream, Track track, const SpanOf
   BALLAST_RETURN_IF_ERROR(give());
   BALLAST_RETURN_IF_ERROR(stream.Record(*ends->end));
   completions_->AfterThose([this, track, of, ends](const absl::Status&) {
-    // A device that is lost has no times to tell, and says so to others.
+    // A device that is lost returns no times; other calls report that.
     if (!ends->end->Synchronize().ok()) return;
     const absl::StatusOr<DeviceClock::Times> times = clock_->Between(*ends->begin, *ends->end);
     if (times.ok()) timeline_->Add(track, of, times->begin, times->end);

@@ -1,8 +1,8 @@
 // When a device's streams did what, for a timeline on the host's clock: events around what a stream
-// is given, read once they are done. Without a timeline nothing is recorded, and nothing costs;
-// one that keeps no spans has ranges of the thread that gives the work, for a profiler.
+// is given, read once they are done. Without a timeline nothing is recorded, at no cost; one that
+// keeps no spans has ranges of the thread that gives the work, for a profiler.
 //
-// Thread-safe, but for what streams ask.
+// Thread-safe; each stream keeps the rule of its own.
 #ifndef BALLAST_GPU_WORKER_PIPELINE_DEVICE_TRACE_H_
 #define BALLAST_GPU_WORKER_PIPELINE_DEVICE_TRACE_H_
 
@@ -22,14 +22,14 @@ namespace ballast::worker {
 
 class DeviceTrace {
  public:
-  // `timeline` may be null. Where it keeps spans, waits once for the device, to set its clock
+  // `timeline` is nullable. Where it keeps spans, waits once for the device, to set its clock
   // against the host's. Borrows both until destruction, which waits for what is still to be read.
   static absl::StatusOr<std::unique_ptr<DeviceTrace>> Create(Device& device, Timeline* timeline,
                                                              HostClock now = Timeline::Clock::now);
 
   Timeline* timeline() const { return timeline_; }
 
-  // Calls `give`, and has the time between the work before it and its own end in the timeline.
+  // Calls `give`, and records the time from the end of the work before it to the end of its own.
   // Errors are those of `give` and of the device.
   absl::Status Around(DeviceStream& stream, Track track, const SpanOf& of,
                       absl::FunctionRef<absl::Status()> give);
@@ -42,14 +42,15 @@ class DeviceTrace {
 
   DeviceTrace(Device& device, Timeline* timeline) : device_(device), timeline_(timeline) {}
 
-  // Come back to the pool with the last who holds them.
+  // They return to the pool with the last reference.
   absl::StatusOr<std::shared_ptr<Ends>> TakeEnds();
 
   Device& device_;
   Timeline* const timeline_;
-  std::unique_ptr<DeviceClock> clock_;  // Null: nothing is recorded. Of the completions' thread.
+  // Null: nothing is recorded. Used by the completions' thread.
+  std::unique_ptr<DeviceClock> clock_;
   Mutex mutex_;
-  // As many as there were spans at once that were not read yet.
+  // As many as the most spans that waited to be read at one time.
   std::vector<std::unique_ptr<Ends>> pool_ ABSL_GUARDED_BY(mutex_);
   std::unique_ptr<Completions> completions_;  // Last: its calls use all of the above.
 };

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "gpu_worker/buckets/non_finite.h"
 
 namespace ballast::worker {
 
@@ -27,6 +28,7 @@ absl::Status GradientPath::Init() {
   BALLAST_ASSIGN_OR_RETURN(
       places_, GradientSlots::Create(parts_.device, job.layout, job.spec.groups, options_));
   if (!options_.on_device && largest_bytes > 0) {
+    // Two: while one is copied to the host, the next bucket is rounded into the other.
     for (WireBuffer& wire : wire_) {
       BALLAST_ASSIGN_OR_RETURN(wire.memory, parts_.device.Allocate(largest_bytes, "a wire buffer"));
       BALLAST_ASSIGN_OR_RETURN(wire.copied_out, parts_.device.CreateEvent());
@@ -44,12 +46,13 @@ void GradientPath::End() {
   Stop();
   parts_.buckets.Stop();
   thread_.join();
+  // With an error the sender releases what it has and pushes nothing.
   parts_.errors.FailStep(absl::CancelledError("the backend has stopped"));
   WaitForStreams();
   sender_.reset();
 }
 
-// After a failure a copy may be on its way to the optimizer's memory that no event tells of.
+// After a failure a copy to the optimizer's memory may be in progress that no event follows.
 void GradientPath::WaitForStreams() {
   // What the streams still have may wait for a rank that has gone: here that is given up.
   parts_.collective.Finish().IgnoreError();
@@ -72,6 +75,7 @@ void GradientPath::Give(std::function<void()> work) {
 
 void GradientPath::WaitGiven() {
   MutexLock lock(mutex_);
+  // After Stop the thread may still be in its last work.
   while ((stopped_ || !given_.empty()) && !left_) changed_.Wait(mutex_);
 }
 
@@ -121,6 +125,7 @@ void GradientPath::Run() {
       MutexLock lock(mutex_);
       while (given_.empty() && !stopped_) changed_.Wait(mutex_);
       if (stopped_) break;
+      // It stays in the queue until it is done, because WaitGiven waits for that.
       work = given_.front();
     }
     work();
@@ -136,20 +141,21 @@ void GradientPath::Run() {
 absl::Status GradientPath::Communicate(const Pass& pass) {
   for (const int bucket : parts_.buckets.order().reduction) {
     BALLAST_RETURN_IF_ERROR(parts_.buckets.WaitReady(parts_.communicate, bucket));
-    const float* shard = nullptr;
+    const float* gradient = nullptr;
     absl::Status status = parts_.trace.Around(
         parts_.communicate, Track::kReduce,
         {.step = pass.step, .micro_step = static_cast<int>(pass.micro_step), .bucket = bucket},
         [&]() -> absl::Status {
-          BALLAST_ASSIGN_OR_RETURN(shard, SumOrReduce(bucket, pass));
+          BALLAST_ASSIGN_OR_RETURN(gradient, SumOrReduce(bucket, pass));
           return absl::OkStatus();
         });
-    if (status.ok() && shard != nullptr) status = SendShard(bucket, pass, shard);
+    if (status.ok() && gradient != nullptr) status = SendGradient(bucket, pass, gradient);
     BALLAST_RETURN_IF_ERROR(Annotate(status, absl::StrCat("bucket ", bucket)));
   }
   std::optional<UsedParameters> used = WaitForPassEnd();
   if (!used.has_value()) return absl::OkStatus();
   used->non_finite = parts_.reduction.TakeNonFinite();
+  LogNonFinite(parts_.job.layout, options_.rank, pass.step, pass.micro_step, used->non_finite);
   sender_->EndMicroStep(pass.step, pass.micro_step, *std::move(used));
   return absl::OkStatus();
 }
@@ -162,22 +168,24 @@ absl::StatusOr<const float*> GradientPath::SumOrReduce(int bucket, const Pass& p
     if (!pass.last()) return nullptr;
   }
   buckets.StartReducing(bucket);
-  BALLAST_ASSIGN_OR_RETURN(const float* shard,
+  BALLAST_ASSIGN_OR_RETURN(const float* gradient,
                            parts_.reduction.Reduce(bucket, pass.sums_here, pass.step));
-  if (shards_[bucket].elements > 0 && parts_.errors.current().ok()) return shard;
+  // If nothing is sent, the bucket is free at once.
+  if (shards_[bucket].elements > 0 && parts_.errors.current().ok()) return gradient;
   BALLAST_RETURN_IF_ERROR(buckets.Release(parts_.communicate, bucket));
   return nullptr;
 }
 
-absl::Status GradientPath::SendShard(int bucket, const Pass& pass, const float* shard) {
+absl::Status GradientPath::SendGradient(int bucket, const Pass& pass, const float* gradient) {
   if (options_.on_device) {
-    BALLAST_RETURN_IF_ERROR(RoundToPlaces(bucket, pass, shard));
+    BALLAST_RETURN_IF_ERROR(RoundToPlaces(bucket, pass, gradient));
     return parts_.buckets.Release(parts_.communicate, bucket);
   }
   const WireBuffer& wire = wire_[std::exchange(next_wire_, (next_wire_ + 1) % wire_.size())];
   BALLAST_RETURN_IF_ERROR(parts_.communicate.Wait(*wire.copied_out));
   BALLAST_RETURN_IF_ERROR(
-      parts_.reduction.Round(bucket, shards_[bucket].elements, shard, wire.memory->data()));
+      parts_.reduction.Round(bucket, shards_[bucket].elements, gradient, wire.memory->data()));
+  // The next micro-step may write the bucket while the wire buffer is copied.
   BALLAST_RETURN_IF_ERROR(parts_.buckets.Release(parts_.communicate, bucket));
   return CopyOut(bucket, pass, wire);
 }
@@ -199,17 +207,19 @@ absl::Status GradientPath::CopyOut(int bucket, const Pass& pass, const WireBuffe
     BALLAST_RETURN_IF_ERROR(GiveToSender(chunk, pass, *std::move(place), parts_.copy_out));
     from += to.size();
   }
+  // After an error too: the next user of the wire buffer waits for this event.
   return parts_.copy_out.Record(*wire.copied_out);
 }
 
-absl::Status GradientPath::RoundToPlaces(int bucket, const Pass& pass, const float* shard) {
+absl::Status GradientPath::RoundToPlaces(int bucket, const Pass& pass, const float* gradient) {
   for (const int chunk : shards_[bucket].chunks) {
     const int64_t elements = parts_.job.layout.chunks()[chunk].elements;
     std::optional<GradientSlots::Place> place = TakePlace(chunk, pass);
     if (!place.has_value()) break;
-    BALLAST_RETURN_IF_ERROR(parts_.reduction.Round(bucket, elements, shard, place->bytes.data()));
+    BALLAST_RETURN_IF_ERROR(
+        parts_.reduction.Round(bucket, elements, gradient, place->bytes.data()));
     BALLAST_RETURN_IF_ERROR(GiveToSender(chunk, pass, *std::move(place), parts_.communicate));
-    shard += elements;
+    gradient += elements;
   }
   return absl::OkStatus();
 }

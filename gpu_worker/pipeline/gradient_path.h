@@ -1,11 +1,11 @@
-// From a bucket that backward has completed to the optimizer: the thread that gives reductions and
-// copies to their streams, in the one order of all ranks, and behind it the sender. The gathers of
-// weights are given by the same thread: so all collectives of a rank have one order.
+// The way of a bucket from backward to the optimizer: a thread that gives reductions and copies to
+// their streams, in the one order of all ranks, and after it the sender. The same thread gives the
+// gathers of weights, so that all collectives of a rank have one order.
 //
-// After an error of the optimizer's it goes on with the reductions alone, so that no rank waits for
+// After an error of the optimizer it goes on with the reductions alone, so that no rank waits for
 // this one; after a failure it stops.
 //
-// Threads: Give, BeginPass, EndPass, the waits and UseGradientMemory come from one, Stop from any.
+// Threads: one calls Give, BeginPass, EndPass, the waits and UseGradientMemory; any calls Stop.
 // `communicate`, `copy_out` and the collective are this thread's, until End.
 #ifndef BALLAST_GPU_WORKER_PIPELINE_GRADIENT_PATH_H_
 #define BALLAST_GPU_WORKER_PIPELINE_GRADIENT_PATH_H_
@@ -52,7 +52,7 @@ class GradientPath {
     DeviceTrace& trace;
     PipelineErrors& errors;
   };
-  // A micro-step on its way.
+  // A micro-step in progress.
   struct Pass {
     uint64_t step = 0;
     uint32_t micro_step = 0;
@@ -67,35 +67,35 @@ class GradientPath {
   ~GradientPath();
 
   // Before the first pass.
-  void Start(StepSink sink) { sender_->Start(std::move(sink)); }
+  void Start(GradientSink& sink) { sender_->Start(sink); }
   absl::Status UseGradientMemory(const std::function<absl::Span<std::byte>(int chunk)>& memory) {
     return places_->Use(memory);
   }
 
-  // Has the thread do `work` after what it was given before; not once it has left after a failure.
+  // The thread does `work` after what it was given before, unless it has ended after a failure.
   void Give(std::function<void()> work);
-  // Until all that was given is done, or the thread has left.
+  // Waits until all that was given is done, or the thread has ended.
   void WaitGiven();
 
   void BeginPass(const Pass& pass);
   // All of the pass's work was given.
   void EndPass(UsedParameters used);
 
-  // Until all passes given are reduced, or the thread has left after a failure.
+  // Waits until all passes given are reduced, or the thread has ended after a failure.
   void WaitReduced();
-  // After WaitReduced: until all their chunks are handed over, or released after an error and
-  // nothing writes to the optimizer's memory any more.
+  // After WaitReduced: waits until all their chunks are handed over, or, after an error, until they
+  // are released and nothing writes to the optimizer's memory.
   void WaitSent();
-  // Of the reductions, behind an optimizer that does not take what it has.
+  // Seconds that the reductions waited because the optimizer occupied all places.
   double places_waited_seconds() const { return places_->waited_seconds(); }
 
   void Stop();
-  // Joins the threads, and waits until the streams are done; hands over nothing more. Before
-  // destruction, and before the buckets go.
+  // Joins the threads, and waits until the streams are done; hands over nothing more. Called before
+  // destruction, and before the buckets' destruction.
   void End();
 
  private:
-  // The device's memory for a bucket on its way to the host, in the wire dtype.
+  // Device memory from which a bucket is copied to the host, in the wire dtype.
   struct WireBuffer {
     std::unique_ptr<DeviceMemory> memory;
     std::unique_ptr<DeviceEvent> copied_out;
@@ -107,10 +107,10 @@ class GradientPath {
   void Run();
   void WaitForStreams();
   absl::Status Communicate(const Pass& pass);
-  // This rank's shard, on `communicate`, or null where there is none yet, or none to send.
+  // This rank's part of the sum, on `communicate`; null where it is not reduced yet, or empty.
   absl::StatusOr<const float*> SumOrReduce(int bucket, const Pass& pass);
-  absl::Status SendShard(int bucket, const Pass& pass, const float* shard);
-  absl::Status RoundToPlaces(int bucket, const Pass& pass, const float* shard);
+  absl::Status SendGradient(int bucket, const Pass& pass, const float* gradient);
+  absl::Status RoundToPlaces(int bucket, const Pass& pass, const float* gradient);
   absl::Status CopyOut(int bucket, const Pass& pass, const WireBuffer& wire);
   std::optional<GradientSlots::Place> TakePlace(int chunk, const Pass& pass);
   absl::Status GiveToSender(int chunk, const Pass& pass, GradientSlots::Place place,
@@ -128,11 +128,12 @@ class GradientPath {
 
   Mutex mutex_;
   CondVar changed_;
-  std::deque<std::function<void()>> given_ ABSL_GUARDED_BY(mutex_);  // Few: the passes wait for it.
-  std::deque<UsedParameters> used_ ABSL_GUARDED_BY(mutex_);          // Of passes that have ended.
+  // Bounded: the passes wait for it.
+  std::deque<std::function<void()>> given_ ABSL_GUARDED_BY(mutex_);
+  std::deque<UsedParameters> used_ ABSL_GUARDED_BY(mutex_);  // For passes that ended.
   Pass newest_ ABSL_GUARDED_BY(mutex_);
   bool stopped_ ABSL_GUARDED_BY(mutex_) = false;
-  bool left_ ABSL_GUARDED_BY(mutex_) = false;  // The thread is gone.
+  bool left_ ABSL_GUARDED_BY(mutex_) = false;  // The thread has ended.
 
   std::unique_ptr<GradientSender> sender_;
   std::thread thread_;

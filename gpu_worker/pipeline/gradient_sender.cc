@@ -22,14 +22,14 @@ void GradientSender::HandOver(uint64_t step, client::GradientPush push, const ab
   const TimelineScope scope(
       timeline_, Track::kSend,
       {.step = step, .micro_step = static_cast<int>(push.micro_step_end) - 1, .chunk = push.chunk});
-  const absl::Status pushed = sink_.push(std::move(push));
+  const absl::Status pushed = sink_->Push(std::move(push));
   if (!pushed.ok()) errors_.FailStep(Annotate(pushed, what));
 }
 
 void GradientSender::EndMicroStep(uint64_t step, uint32_t micro_step, UsedParameters used) {
   completions_.AfterThose([this, step, micro_step, used = std::move(used)](const absl::Status&) {
     if (!errors_.current().ok()) return;
-    const absl::Status ended = sink_.end_micro_step(micro_step, used);
+    const absl::Status ended = sink_->EndMicroStep(micro_step, used);
     if (!ended.ok()) {
       errors_.FailStep(
           Annotate(ended, absl::StrCat("step ", step, ": end of micro-step ", micro_step)));

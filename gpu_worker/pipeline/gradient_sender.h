@@ -1,8 +1,8 @@
-// Hands shards to the optimizer, on a thread of its own: each once its event has come, and nothing
-// earlier, in the order in which they were given.
+// Hands this rank's gradients to the optimizer, on a thread of its own: each chunk after its event
+// is done, in the order in which they were given.
 //
-// After an error it hands over nothing more (StepSink), but still waits for each event before it
-// releases the payload: memory stays until the copies that write it are done.
+// After an error it hands over nothing more (GradientSink), but still waits for each event before
+// it releases the payload: memory stays until the copies to it are done.
 //
 // Threads: Push and EndMicroStep from one, WaitIdle from any. The queue is bounded by the places
 // (gradient_slots.h) and the buckets' micro-steps.
@@ -24,19 +24,19 @@ namespace ballast::worker {
 
 class GradientSender {
  public:
-  // Borrows until destruction. `timeline` may be null.
+  // Borrows until destruction. `timeline` is nullable.
   GradientSender(Device& device, PipelineErrors& errors, Timeline* timeline)
       : errors_(errors), timeline_(timeline), completions_(device) {}
 
   // Before anything is pushed.
-  void Start(StepSink sink) { sink_ = std::move(sink); }
+  void Start(GradientSink& sink) { sink_ = &sink; }
 
-  // The payload is there when what `stream` has been given so far is done. An error is the
+  // The payload is complete when the work that `stream` has so far is done. An error is the
   // device's, and the payload is not released.
   absl::Status Push(DeviceStream& stream, uint64_t step, client::GradientPush push);
   void EndMicroStep(uint64_t step, uint32_t micro_step, UsedParameters used);
 
-  // Until all that was given is handed over or released.
+  // Waits until all that was given is handed over or released.
   void WaitIdle() { completions_.WaitIdle(); }
 
  private:
@@ -44,7 +44,7 @@ class GradientSender {
 
   PipelineErrors& errors_;
   Timeline* const timeline_;
-  StepSink sink_;
+  GradientSink* sink_ = nullptr;
   Completions completions_;  // Last: its thread uses the others.
 };
 

@@ -5,9 +5,9 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/check.h"
 #include "cpu_optimizer_service/common/mutex.h"
 #include "cpu_optimizer_service/common/status.h"
-#include "cpu_optimizer_service/common/check.h"
 #include "gpu_worker/base/stopwatch.h"
 #include "gpu_worker/pipeline/pinned_spans.h"
 
@@ -43,6 +43,7 @@ absl::StatusOr<std::unique_ptr<GradientSlots>> GradientSlots::Create(
   for (const int index : layout.chunks_of_rank(options.rank)) {
     const Chunk& chunk = layout.chunks()[index];
     places->size_bytes_[index] = chunk.elements * SizeBytes(groups[chunk.group].wire_dtype);
+    // All slots have one size, so that any chunk fits any slot.
     largest = std::max(largest, places->size_bytes_[index]);
     all += places->size_bytes_[index];
   }
@@ -53,8 +54,7 @@ absl::StatusOr<std::unique_ptr<GradientSlots>> GradientSlots::Create(
         StagingRing::Create(device, options.staging_slots, largest, options.timeout));
     return places;
   }
-  BALLAST_ASSIGN_OR_RETURN(places->on_device_,
-                           device.Allocate(all, "gradients on their way to the optimizer"));
+  BALLAST_ASSIGN_OR_RETURN(places->on_device_, device.Allocate(all, "gradients for the optimizer"));
   std::byte* next = places->on_device_->data();
   for (const int index : layout.chunks_of_rank(options.rank)) {
     places->own_[index] = {next, places->size_bytes_[index]};
@@ -90,13 +90,13 @@ absl::StatusOr<GradientSlots::Place> GradientSlots::TakeSlot(int chunk, uint32_t
     return Annotate(slot.status(), absl::StrCat("chunk ", chunk, " of micro-step ", micro_step));
   }
   // A std::function is copied, a slot is not; the ring outlives it.
-  struct Held {
+  struct TakenSlot {
     std::shared_ptr<Shared> shared;
     StagingRing::Slot slot;
   };
-  const auto held = std::make_shared<Held>(Held{shared_, *std::move(slot)});
-  return Place{.bytes = held->slot.bytes().subspan(0, size_bytes_[chunk]),
-               .released = [held] { held->slot = StagingRing::Slot(); }};
+  const auto taken = std::make_shared<TakenSlot>(TakenSlot{shared_, *std::move(slot)});
+  return Place{.bytes = taken->slot.bytes().subspan(0, size_bytes_[chunk]),
+               .released = [taken] { taken->slot = StagingRing::Slot(); }};
 }
 
 absl::StatusOr<GradientSlots::Place> GradientSlots::Take(int chunk, uint32_t micro_step) {

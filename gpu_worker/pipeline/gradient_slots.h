@@ -1,11 +1,11 @@
-// Where a chunk's gradient lies between the reduction and the optimizer, in the wire dtype: memory
-// of the optimizer's on the host, pinned; a slot of the staging ring; or, where the optimizer is on
+// Where a chunk's gradient is between the reduction and the optimizer, in the wire dtype: the
+// optimizer's memory on the host, pinned; a slot of the staging ring; or, where the optimizer is on
 // the device too, device memory as large as the partition.
 //
 // A chunk's own place is taken by one micro-step at a time, a slot by one chunk; both wait. So the
-// memory is bounded, and an optimizer that is slow holds up the reductions.
+// memory is bounded, and a slow optimizer delays the reductions.
 //
-// Thread-safe, but for Use. What Take gave may be released after the places are gone.
+// Thread-safe except for Use. A place may be released after the destruction of this object.
 #ifndef BALLAST_GPU_WORKER_PIPELINE_GRADIENT_SLOTS_H_
 #define BALLAST_GPU_WORKER_PIPELINE_GRADIENT_SLOTS_H_
 
@@ -47,8 +47,8 @@ class GradientSlots {
     absl::Span<std::byte> bytes;     // As large as the chunk's payload.
     std::function<void()> released;  // To be called once, from any thread.
   };
-  // DEADLINE_EXCEEDED, naming the chunk and the micro-step, if the optimizer still has what was
-  // there before; CANCELLED once Cancel was called.
+  // DEADLINE_EXCEEDED, naming the chunk and the micro-step, if the optimizer still occupies the
+  // place; CANCELLED once Cancel was called.
   absl::StatusOr<Place> Take(int chunk, uint32_t micro_step);
   void Cancel();
 
@@ -56,7 +56,7 @@ class GradientSlots {
   double waited_seconds() const;
 
  private:
-  // Outlives the object where a place is still out.
+  // Outlives the object while a place is taken.
   struct Shared;
 
   GradientSlots(Device& device, const Layout& layout, const GradientSlotsOptions& options);
@@ -68,7 +68,7 @@ class GradientSlots {
   const std::shared_ptr<Shared> shared_;
   std::vector<size_t> size_bytes_;                 // By chunk; 0 for other ranks'.
   std::vector<absl::Span<std::byte>> own_;         // By chunk; empty: the ring.
-  std::vector<std::unique_ptr<HostMemory>> pins_;  // Of the optimizer's memory.
+  std::vector<std::unique_ptr<HostMemory>> pins_;  // Pin the optimizer's memory.
   std::unique_ptr<DeviceMemory> on_device_;
 };
 

@@ -1,10 +1,10 @@
 // What went wrong in a pipeline of several threads, the first of each kind. A step's error is the
-// optimizer's, and goes with the step: the pipeline goes on without handing over. A failure is the
-// device's or a collective's, and stays: everything stops.
+// optimizer's and ends with the step: the pipeline goes on without handing over. A failure is the
+// device's or a collective's and is permanent: everything stops.
 //
-// A failure outranks an error of the step, whichever came first: whoever asks is to know at once
-// that there is no next step. What the step had run into before is said with it, since it may be
-// the cause.
+// A failure outranks an error of the step, in either order: the caller must learn at once that
+// there is no next step. The failure's message contains an earlier error of the step, since that
+// may be the cause.
 //
 // Thread-safe.
 #ifndef BALLAST_GPU_WORKER_PIPELINE_PIPELINE_ERRORS_H_
@@ -50,7 +50,7 @@ class PipelineErrors {
     MutexLock lock(mutex_);
     return failure_.ok() ? step_error_ : failure_;
   }
-  // The same; the step's own error is forgotten.
+  // The same; the step's own error is cleared.
   absl::Status FinishStep() {
     MutexLock lock(mutex_);
     const absl::Status step_error = std::exchange(step_error_, absl::OkStatus());

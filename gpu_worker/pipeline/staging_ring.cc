@@ -6,8 +6,8 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
-#include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/check.h"
+#include "cpu_optimizer_service/common/status.h"
 
 namespace ballast::worker {
 namespace {
@@ -39,6 +39,7 @@ absl::StatusOr<std::unique_ptr<StagingRing>> StagingRing::Create(Device& device,
                                                                  absl::Duration timeout) {
   Check(slots > 0, "a staging ring has a slot");
   const std::string what = absl::StrCat(slots, " staging buffers of ", slot_bytes, " bytes");
+  // The product below must not overflow.
   if (slot_bytes > std::numeric_limits<size_t>::max() / slots - kPageBytes) {
     return absl::ResourceExhaustedError(absl::StrCat("no host has memory for ", what));
   }
@@ -69,9 +70,10 @@ absl::StatusOr<StagingRing::Slot> StagingRing::Take() {
   while (!cancelled_ && in_time && (free_.empty() || queue_.front() != number)) {
     in_time = changed_.WaitUntil(mutex_, deadline);
   }
+  // Also at the deadline: a slot may have become free at that moment.
   const bool mine = !free_.empty() && queue_.front() == number;
   queue_.erase(std::find(queue_.begin(), queue_.end(), number));
-  changed_.NotifyAll();  // Another's turn has come.
+  changed_.NotifyAll();  // It is another call's turn.
   if (cancelled_) return absl::CancelledError("the staging buffers are not needed any more");
   if (!mine) {
     return absl::DeadlineExceededError(absl::StrCat(

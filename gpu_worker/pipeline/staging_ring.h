@@ -3,7 +3,7 @@
 //
 //   StagingRing::Slot slot = ring->Take().value();        // waits for one
 //   copies->CopyToHost(slot.bytes().subspan(0, n), from);
-//   ...                                                   // given back when the slot goes
+//   ...                                                   // returned by the slot's destructor
 //
 // Thread-safe. A ring outlives its slots.
 #ifndef BALLAST_GPU_WORKER_PIPELINE_STAGING_RING_H_
@@ -51,14 +51,14 @@ class StagingRing {
                                                              absl::Duration timeout);
   ~StagingRing();
 
-  // Waits for a slot, in the order of the calls. DEADLINE_EXCEEDED after the timeout, saying who
-  // has them: the optimizer; CANCELLED once Cancel was called, whoever waits or calls later.
+  // Waits for a slot, in the order of the calls. DEADLINE_EXCEEDED after the timeout: the optimizer
+  // has them all; CANCELLED once Cancel was called, for waiting and later calls.
   absl::StatusOr<Slot> Take();
   void Cancel();
 
   bool pinned() const { return memory_->pinned(); }
   int slots() const { return slots_; }
-  int waiting() const;  // Calls of Take, for whoever looks for what holds up a step.
+  int waiting() const;  // Calls of Take that wait.
 
  private:
   StagingRing(std::unique_ptr<HostMemory> memory, int slots, size_t slot_bytes,

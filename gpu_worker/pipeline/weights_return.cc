@@ -4,8 +4,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/check.h"
+#include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/device/matmul.h"
 #include "gpu_worker/pipeline/pinned_spans.h"
 
@@ -29,7 +29,7 @@ WeightsReturn::WeightsReturn(const TrainingJob& job, const BucketOrder& order,
       targets_(job.layout.chunks().size(), nullptr),
       places_(job.layout.chunks().size()),
       copied_(job.layout.chunks().size(), false),
-      come_(job.layout.chunks().size(), false),
+      arrived_(job.layout.chunks().size(), false),
       awaited_(job.buckets.size(), false) {}
 
 absl::StatusOr<std::unique_ptr<WeightsReturn>> WeightsReturn::Create(
@@ -51,8 +51,7 @@ absl::Status WeightsReturn::Init(Device& device) {
   for (const Bucket& bucket : job_.buckets) buffer_bytes += bucket.shard_elements * kElementBytes;
   std::byte* next = nullptr;
   if (options_.provisional && !options_.on_device && buffer_bytes > 0) {
-    BALLAST_ASSIGN_OR_RETURN(buffer_,
-                             device.Allocate(buffer_bytes, "weights ahead of their decision"));
+    BALLAST_ASSIGN_OR_RETURN(buffer_, device.Allocate(buffer_bytes, "provisional weights"));
     next = buffer_->data();
   }
   for (const Bucket& bucket : job_.buckets) {
@@ -79,7 +78,7 @@ WeightsReturn::~WeightsReturn() {
   if (copies_ != nullptr) WaitForCopies().IgnoreError();
 }
 
-// ---------------------------------------------------------------- weights as they come
+// ---------------------------------------------------------------- weights as they arrive
 
 size_t WeightsReturn::SizeBytesOf(int chunk) const {
   return job_.layout.chunks()[chunk].elements * kElementBytes;
@@ -93,10 +92,11 @@ absl::Span<std::byte> WeightsReturn::at(int chunk) const {
 absl::Status WeightsReturn::Use(const std::function<absl::Span<std::byte>(int chunk)>& memory) {
   if (options_.on_device) return absl::OkStatus();
   MutexLock lock(mutex_);
+  // Copies from the old memory end before it is unpinned.
   const absl::Status copied = WaitForCopies();
   pins_.clear();
   std::fill(copied_.begin(), copied_.end(), false);
-  std::fill(come_.begin(), come_.end(), false);
+  std::fill(arrived_.begin(), arrived_.end(), false);
   std::vector<absl::Span<std::byte>> spans;
   for (const int chunk : job_.layout.chunks_of_rank(options_.rank)) {
     const absl::Span<std::byte> place = memory(chunk);
@@ -113,7 +113,7 @@ absl::Status WeightsReturn::Use(const std::function<absl::Span<std::byte>(int ch
 
 absl::Status WeightsReturn::WaitForCopies() {
   const absl::Status copied = marked_ ? copies_->Synchronize() : copy_in_->Synchronize();
-  // After an error they may be on their way all the same.
+  // After an error copies may still be in progress.
   if (!copied.ok()) copy_in_->Synchronize().IgnoreError();
   return copied;
 }
@@ -134,7 +134,7 @@ absl::Status WeightsReturn::CopyIn(int chunk) {
 
 void WeightsReturn::OnProvisional(int chunk) {
   MutexLock lock(mutex_);
-  if (buffer_ == nullptr || places_[chunk].empty()) return;  // They are copied when they are final.
+  if (buffer_ == nullptr || places_[chunk].empty()) return;  // Copied when they are final.
   copy_status_.Update(CopyIn(chunk));
 }
 
@@ -145,7 +145,7 @@ void WeightsReturn::OnDropped(int chunk) {
 
 void WeightsReturn::OnWeights(int chunk) {
   MutexLock lock(mutex_);
-  come_[chunk] = true;
+  arrived_[chunk] = true;
   if (!copied_[chunk] && !places_[chunk].empty()) copy_status_.Update(CopyIn(chunk));
   changed_.NotifyAll();
 }
@@ -173,29 +173,31 @@ void WeightsReturn::Stop() {
   changed_.NotifyAll();
 }
 
-bool WeightsReturn::HasCome(const PerBucket& bucket) const {
+bool WeightsReturn::HasArrived(const PerBucket& bucket) const {
   for (const int chunk : bucket.shard.chunks) {
-    if (!come_[chunk]) return false;
+    if (!arrived_[chunk]) return false;
   }
   return true;
 }
 
 absl::Status WeightsReturn::CopyRest(PerBucket& bucket) {
   MutexLock lock(mutex_);
-  while (!stopped_ && !abandoned_ && !all_there_ && !HasCome(bucket)) changed_.Wait(mutex_);
+  while (!stopped_ && !abandoned_ && !all_there_ && !HasArrived(bucket)) changed_.Wait(mutex_);
   if (stopped_) return Stopped();
   BALLAST_RETURN_IF_ERROR(copy_status_);
   for (const int chunk : bucket.shard.chunks) {
+    // Weights that arrived without a notice, for example in a Join.
     if (!copied_[chunk] && !abandoned_) {
       Check(!places_[chunk].empty(), "an optimizer on the host has memory for weights");
       BALLAST_RETURN_IF_ERROR(CopyIn(chunk));
     }
-    copied_[chunk] = come_[chunk] = false;  // The next weights are others.
+    copied_[chunk] = arrived_[chunk] = false;  // The next weights are others.
   }
   return copy_in_->Record(*bucket.copied);
 }
 
 absl::Status WeightsReturn::Gather(DeviceStream& communicate, DeviceCollective& collective) {
+  // Forward needs the buckets in the reverse of backward's order.
   for (auto b = order_.reduction.rbegin(); b != order_.reduction.rend(); ++b) {
     BALLAST_RETURN_IF_ERROR(GatherBucket(communicate, collective, *b));
   }

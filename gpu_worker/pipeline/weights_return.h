@@ -3,18 +3,17 @@
 //
 //   host memory    where the optimizer leaves this rank's: shared with the service or the
 //                  session's; pinned here
-//   copy_in        copies a chunk as soon as it is told of: to its own place in the live weights,
-//   or
-//                  where weights may come ahead of a decision, which no pass may see, to a buffer
-//                  of the partition's size
+//   copy_in        copies a chunk as soon as it is announced: to its own place in the live weights,
+//                  or, where weights may be provisional, which no pass may read, to a buffer of the
+//                  partition's size
 //   communicate    all-gathers bucket after bucket from there, in the order in which forward needs
-//                  them, each as soon as this rank's chunks of it have come
+//                  them, each as soon as this rank's chunks of it have arrived
 //   compute        waits, before a parameter is first read, for its buckets only
 //
 // Where the optimizer is on the device, it writes this rank's shards itself, and nothing is copied.
 //
-// Threads: what is said of weights, Abandon and Stop from any; Gather from one; the others from
-// one.
+// Threads: any calls OnProvisional, OnDropped, OnWeights, Abandon and Stop; one calls Gather; one
+// calls the others.
 #ifndef BALLAST_GPU_WORKER_PIPELINE_WEIGHTS_RETURN_H_
 #define BALLAST_GPU_WORKER_PIPELINE_WEIGHTS_RETURN_H_
 
@@ -39,8 +38,8 @@ namespace ballast::worker {
 
 struct WeightsReturnOptions {
   int rank = 0;
-  bool on_device = false;    // The optimizer is.
-  bool provisional = false;  // Weights may come ahead of a decision. Costs the buffer.
+  bool on_device = false;    // The optimizer is on the device.
+  bool provisional = false;  // Weights may be provisional. Takes the buffer.
 };
 
 class WeightsReturn {
@@ -59,23 +58,23 @@ class WeightsReturn {
   // TrainingBackend::UseWeightsMemory, for an optimizer on the host. Waits for copies from the old.
   absl::Status Use(const std::function<absl::Span<std::byte>(int chunk)>& memory);
 
-  // As TrainingBackend has them; until Use gives their place they count for nothing.
+  // As in TrainingBackend; ignored until Use gives their place.
   void OnProvisional(int chunk);
   void OnDropped(int chunk);
   void OnWeights(int chunk);
 
-  // A Gather follows, of step `step`'s: chunks that OnWeights tells, or, if `all_there`, what the
-  // memory has.
+  // A Gather of the weights of `step` follows: of the chunks that OnWeights announces, or, if
+  // `all_there`, of what is in the memory.
   void Expect(uint64_t step, bool all_there);
-  // The Gather that is expected waits for no chunk any more.
+  // The expected Gather waits for no more chunks.
   void Abandon();
   // Every wait, now and later, ends with CANCELLED.
   void Stop();
-  // Once for each Expect. Waits, on the host, for chunk after chunk to be told.
+  // Once for each Expect. Waits, on the host, until chunk after chunk is announced.
   absl::Status Gather(DeviceStream& communicate, DeviceCollective& collective);
 
-  // Makes `stream` wait for the weights that are expected, where it has not yet since; first waits,
-  // on the host, until Gather has given them. What the stream waits is added to `waited`.
+  // Makes `stream` wait for the expected weights, once for each Expect; first waits, on the host,
+  // until Gather has given their work. Adds the stream's wait to `waited`.
   absl::Status BeforeWeights(DeviceStream& stream, int parameter, StreamSeconds& waited);
   absl::Status BeforeGroup(DeviceStream& stream, int group, StreamSeconds& waited);
 
@@ -95,7 +94,7 @@ class WeightsReturn {
   size_t SizeBytesOf(int chunk) const;
   absl::Status WaitForCopies() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CopyIn(int chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  bool HasCome(const PerBucket& bucket) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool HasArrived(const PerBucket& bucket) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CopyRest(PerBucket& bucket);
   absl::Status GatherBucket(DeviceStream& communicate, DeviceCollective& collective, int index);
   absl::Status AwaitGiven(int bucket);
@@ -113,22 +112,24 @@ class WeightsReturn {
   std::vector<std::byte*> targets_;  // By chunk, on the device; null: another rank's.
   uint64_t step_ = 0;                // Expected last; not changed while that is gathered.
 
-  // Guards the stream too: a copy is given to it by whichever thread hears of the weights.
+  // Guards the stream too: the thread that is notified of weights gives it the copy.
   Mutex mutex_;
   CondVar changed_;
   std::vector<std::unique_ptr<HostMemory>> pins_ ABSL_GUARDED_BY(mutex_);
   std::vector<absl::Span<std::byte>> places_ ABSL_GUARDED_BY(mutex_);  // By chunk, on the host.
   std::unique_ptr<DeviceStream> copy_in_ ABSL_GUARDED_BY(mutex_);
   std::unique_ptr<DeviceEvent> copies_ ABSL_GUARDED_BY(mutex_);  // After the last on copy_in.
-  bool marked_ ABSL_GUARDED_BY(mutex_) = true;        // So it is, no error having come in between.
+  bool marked_ ABSL_GUARDED_BY(mutex_) = true;        // `copies_` is recorded after the last copy.
   std::vector<bool> copied_ ABSL_GUARDED_BY(mutex_);  // By chunk: given to copy_in, as it is now.
-  std::vector<bool> come_ ABSL_GUARDED_BY(mutex_);    // By chunk: OnWeights, since it was gathered.
-  std::vector<bool> awaited_ ABSL_GUARDED_BY(mutex_);  // By bucket: expected, and not yet given.
+  // By chunk: OnWeights since the last gather.
+  std::vector<bool> arrived_ ABSL_GUARDED_BY(mutex_);
+  // By bucket: expected, its gather not yet given.
+  std::vector<bool> awaited_ ABSL_GUARDED_BY(mutex_);
   bool all_there_ ABSL_GUARDED_BY(mutex_) = false;
   bool abandoned_ ABSL_GUARDED_BY(mutex_) = false;
   bool stopped_ ABSL_GUARDED_BY(mutex_) = false;
-  uint64_t copy_step_ ABSL_GUARDED_BY(mutex_) = 0;    // Of the weights that come, for the trace.
-  absl::Status copy_status_ ABSL_GUARDED_BY(mutex_);  // Of calls that cannot say it.
+  uint64_t copy_step_ ABSL_GUARDED_BY(mutex_) = 0;    // The arriving weights', for the trace.
+  absl::Status copy_status_ ABSL_GUARDED_BY(mutex_);  // Errors of calls that return none.
 };
 
 }  // namespace ballast::worker

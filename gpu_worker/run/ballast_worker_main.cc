@@ -1,4 +1,5 @@
 // ballast-worker: one rank of a training run. Wiring, nothing else.
+#include <grpc/support/log.h>
 #include <malloc.h>
 #include <signal.h>
 #include <spdlog/sinks/stdout_sinks.h>
@@ -58,7 +59,8 @@ class InProcessService {
   std::unique_ptr<server::Server> server_;
 };
 
-// The service of the flags: elsewhere, or kept alive by `in_process`.
+// The service that the flags name: another process, or one in this process, kept alive by
+// `in_process`.
 absl::StatusOr<std::shared_ptr<grpc::Channel>> ConnectService(
     const WorkerFlags& flags, const Launch& launch, std::unique_ptr<InProcessService>& in_process) {
   if (flags.service != "in-process") return client::Connect(flags.service);
@@ -109,7 +111,7 @@ absl::StatusOr<std::unique_ptr<GpuRun>> OpenGpu(const WorkerFlags&, const Launch
 }
 #endif
 
-// Null where nobody looks at it.
+// Null where neither --trace nor a profiler reads it.
 std::unique_ptr<Timeline> MakeTimeline(const WorkerFlags& flags, const Launch& launch) {
   TimelineOptions options{.rank = launch.rank};
   if (flags.device == DeviceKind::kCuda) options.profiler = NvtxRanges();
@@ -171,17 +173,18 @@ absl::Status MainWithinMemory(int argc, char** argv) {
 }  // namespace ballast::worker
 
 int main(int argc, char** argv) {
-  // A write to a lost peer (Gloo's and gRPC's sockets), and one beyond the limit on a file's size,
-  // are to fail with an error that says which, not to end the process without a word.
+  // A write to a lost peer (Gloo's and gRPC's sockets), or beyond the limit on a file's size, must
+  // return an error, not end the process without a message.
   signal(SIGPIPE, SIG_IGN);
   signal(SIGXFSZ, SIG_IGN);
-  // What a service in this process has to log: standard output is for the run's progress.
+  // gRPC's own lines name its source files; an error's one line is for the user.
+  gpr_set_log_function([](gpr_log_func_args* line) { spdlog::debug("grpc: {}", line->message); });
+  // The log of a service in this process: standard output is for the run's progress.
   spdlog::set_default_logger(spdlog::stderr_logger_mt("ballastd"));
   absl::SetProgramUsageMessage(
       "One rank of a training run. RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are "
       "taken from the environment, as torchrun sets them.");
-  // Received messages come and go in megabytes; a heap that is trimmed each time is faulted in
-  // again.
+  // Received messages take megabytes; a heap that is trimmed after each is faulted in again.
   mallopt(M_TRIM_THRESHOLD, 1 << 30);
   const absl::Status status = ballast::worker::MainWithinMemory(argc, argv);
   if (status.ok()) return 0;

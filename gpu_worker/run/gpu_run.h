@@ -1,4 +1,4 @@
-// What one rank's run on a GPU is made of, for worker_run.h: the device, its matrix products, its
+// The parts of one rank's run on a GPU, for worker_run.h: the device, its matrix products, its
 // collective.
 //
 //   GpuRun gpu = GpuRun::Open({.local_rank = 0, ...}).value();
@@ -22,11 +22,11 @@ struct GpuRunOptions {
   CollectiveKind collective = CollectiveKind::kAuto;
   OptimizerKind optimizer = OptimizerKind::kService;
   absl::Duration peer_timeout;
-  Timeline* timeline = nullptr;  // Borrowed as long as the run; null: there is none.
+  Timeline* timeline = nullptr;  // Nullable. Borrowed for the run.
 };
 
-// Outlives the run, and is outlived by the run's collective. Errors are one line that says what to
-// do, as of CudaDevice::Open and MakeCublasLtMatmul.
+// Must outlive the run; the run's collective must outlive it. Errors are those of CudaDevice::Open
+// and MakeCublasLtMatmul: one line with the remedy.
 class GpuRun {
  public:
   static absl::StatusOr<std::unique_ptr<GpuRun>> Open(const GpuRunOptions& options);

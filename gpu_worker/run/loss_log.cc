@@ -126,7 +126,7 @@ absl::StatusOr<std::unique_ptr<LossLog>> LossLog::Open(const std::string& direct
   if (!ParseLossesCsv(ReadAll(log->path_)).empty()) {
     Log().info("{} is of another job; it is begun anew", log->path_);
   }
-  // In this order: lines and a note of another job are never beside this one's name.
+  // In this order: lines and a note of another job are never next to this one's name.
   unlink(job_path.c_str());
   unlink(log->note_path_.c_str());
   BALLAST_RETURN_IF_ERROR(log->Rewrite());
@@ -156,7 +156,7 @@ absl::Status LossLog::Rewrite() {
 }
 
 absl::Status LossLog::Note(uint64_t step, double loss) {
-  // A torn one is of a step that is not sealed, so nobody misses it.
+  // A torn note belongs to a step that is not sealed, so it is not needed.
   const int note = open(note_path_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
   if (note < 0) return OutputError(FileError(errno, "write", note_path_));
   const absl::Status status =
@@ -170,6 +170,7 @@ absl::Status LossLog::Append(const StepReport& report) {
     reports_.push_back(report);
     return OutputError(WriteAll(descriptor_, path_, LineOf(report)));
   }
+  // A checkpoint of an earlier step was loaded, and this step is done again.
   while (!reports_.empty() && reports_.back().step >= report.step) reports_.pop_back();
   reports_.push_back(report);
   return Rewrite();

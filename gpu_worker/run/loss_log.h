@@ -1,9 +1,9 @@
-// losses.csv of a run, a line a step, over any number of starts of the worker.
+// A run's losses.csv, a line for each step, over any number of starts of the worker.
 //
 // Lines are appended as steps are committed. A worker may die between a step's commit and its line:
-// the step's loss is noted in another file before the seal, and stands in the line that the next
-// start appends, with what nobody knows any more as nan. A third file, .losses.csv.job, says of
-// which job the lines are.
+// the step's loss is noted in another file before the seal, and the next start appends the line
+// with it, with nan for what is not known any more. A third file, .losses.csv.job, names the job of
+// the lines.
 #ifndef BALLAST_GPU_WORKER_RUN_LOSS_LOG_H_
 #define BALLAST_GPU_WORKER_RUN_LOSS_LOG_H_
 
@@ -23,9 +23,9 @@ namespace ballast::worker {
 // Thread-compatible. Errors are UNAVAILABLE naming the file.
 class LossLog {
  public:
-  // `job_uid`: empty if no other start can have the same job.
-  // Takes over what an earlier start of the same job left in the directory: whole lines of steps up
-  // to the committed one. Everything else goes.
+  // `job_uid`: empty if no other start can have the same job. Takes over what an earlier start of
+  // the same job left in the directory: whole lines of steps up to the committed one. Removes
+  // everything else.
   static absl::StatusOr<std::unique_ptr<LossLog>> Open(const std::string& directory,
                                                        const std::string& job_uid,
                                                        uint64_t committed_step);
@@ -35,12 +35,12 @@ class LossLog {
 
   // Before the step is sealed.
   absl::Status Note(uint64_t step, double loss);
-  // Replaces the lines of this step and later ones, should there be any: a checkpoint was loaded.
+  // Replaces the lines of this step and later ones, if there are any: a checkpoint was loaded.
   absl::Status Append(const StepReport& report);
   // The run is over: nothing will have to be recovered.
   void Finish();
 
-  // All lines, in order of step. Of those of an earlier start only what a line holds.
+  // All lines, in order of step. Those of an earlier start have only the fields of a line.
   const std::vector<StepReport>& reports() const { return reports_; }
 
  private:
@@ -52,7 +52,7 @@ class LossLog {
 
   const std::string path_;
   const std::string note_path_;
-  int descriptor_ = -1;  // Of the file, for appending.
+  int descriptor_ = -1;  // The file's, for appending.
   std::vector<StepReport> reports_;
 };
 

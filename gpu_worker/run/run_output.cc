@@ -1,23 +1,20 @@
 #include "gpu_worker/run/run_output.h"
 
-#include <openssl/evp.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <cmath>
 #include <cstdlib>
 #include <filesystem>
-#include <memory>
 #include <nlohmann/json.hpp>
 #include <system_error>
 #include <utility>
 
-#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "cpu_optimizer_service/common/atomic_file.h"
+#include "cpu_optimizer_service/common/sha256.h"
 #include "cpu_optimizer_service/common/status.h"
 
 namespace ballast::worker {
@@ -80,19 +77,6 @@ absl::Status PrepareOutput(const std::string& directory) {
   return OutputError(status);
 }
 
-std::string Sha256Hex(absl::Span<const absl::string_view> parts) {
-  const std::unique_ptr<EVP_MD_CTX, void (*)(EVP_MD_CTX*)> context(EVP_MD_CTX_new(),
-                                                                   EVP_MD_CTX_free);
-  EVP_DigestInit_ex(context.get(), EVP_sha256(), nullptr);
-  for (const absl::string_view part : parts) {
-    EVP_DigestUpdate(context.get(), part.data(), part.size());
-  }
-  std::array<unsigned char, EVP_MAX_MD_SIZE> digest;
-  unsigned int size = 0;
-  EVP_DigestFinal_ex(context.get(), digest.data(), &size);
-  return absl::BytesToHexString({reinterpret_cast<const char*>(digest.data()), size});
-}
-
 std::string WorkerJson(const RunFacts& facts, const TrainingJob& job,
                        const std::string& weights_sha256) {
   std::vector<double> seconds;
@@ -105,7 +89,7 @@ std::string WorkerJson(const RunFacts& facts, const TrainingJob& job,
     exposed_seconds += report.times.exposed();
   }
   int64_t elements = 0;
-  // Where each parameter stands in weights.bin, so that a difference between two runs has a name.
+  // Where each parameter is in weights.bin, so that a difference between two runs has a name.
   nlohmann::ordered_json tensors = nlohmann::ordered_json::array();
   for (size_t p = 0; p < job.layout.spec().parameters.size(); ++p) {
     const int64_t size = job.layout.place(p).elements;
@@ -146,8 +130,9 @@ absl::Status WriteOutput(const std::string& directory, const RunFacts& facts,
   if (weights_file == WeightsFile::kWritten) {
     files.push_back({absl::StrCat(directory, "/weights.bin"), absl::StrJoin(parameters, "")});
   }
-  files.push_back(
-      {absl::StrCat(directory, "/worker.json"), WorkerJson(facts, job, Sha256Hex(parameters))});
+  Sha256 sha256;
+  for (const absl::string_view parameter : parameters) sha256.Add(parameter);
+  files.push_back({absl::StrCat(directory, "/worker.json"), WorkerJson(facts, job, sha256.Hex())});
   return OutputError(WriteAtomically(files));
 }
 

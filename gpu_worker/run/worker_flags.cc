@@ -59,14 +59,12 @@ ABSL_FLAG(int64_t, chunk_elements, ballast::kMaxChunkElements, "Elements of a me
 ABSL_FLAG(
     std::string, accumulate, "service",
     "Who sums a step's micro-steps: service, or worker, which then sends one gradient a step");
-ABSL_FLAG(
-    std::string, dtype, "bf16",
-    "Weights as they come back and the model computes with them, and gradients on their way to "
-    "the service: bf16, fp16 (with dynamic loss scaling) or fp32");
-ABSL_FLAG(
-    std::string, wire_dtype, "",
-    "Gradients on their way to the service, where they are not to be as --dtype: bf16, fp16 or "
-    "fp32");
+ABSL_FLAG(std::string, dtype, "bf16",
+          "Weights from the service, with which the model computes, and gradients to "
+          "the service: bf16, fp16 (with dynamic loss scaling) or fp32");
+ABSL_FLAG(std::string, wire_dtype, "",
+          "Gradients to the service, where they differ from --dtype: bf16, fp16 or "
+          "fp32");
 ABSL_FLAG(int, initial_scale_power, ballast::client::LossScalerOptions().initial_scale_power,
           "fp16 gradients: the first loss scale is 2 to this power");
 ABSL_FLAG(int64_t, loss_scale_window, ballast::client::LossScalerOptions().window,
@@ -94,18 +92,17 @@ ABSL_FLAG(
     "compared");
 ABSL_FLAG(
     std::string, trace, "",
-    "File for this worker's timeline, which ui.perfetto.dev shows; of rank N: FILE.N, but for "
-    "rank 0's");
+    "File for this worker's timeline, which ui.perfetto.dev shows; rank N except 0 writes FILE.N");
 ABSL_FLAG(std::string, resume, "",
           "A checkpoint on the service's host to load first, if the job is new");
 ABSL_FLAG(std::string, save, "", "Where on its host the service saves a checkpoint at the end");
 ABSL_FLAG(int, threads, 1, "Threads for this worker's arithmetic");
-// More than --seal-timeout, which bounds every wait for the service: a worker that the service
-// keeps waiting is waited for by the others, in a collective, and must be the first to give up. It
-// knows what is wrong; they would say only that it did not come.
+// More than --seal-timeout, which bounds every wait for the service: the others wait in a
+// collective for a worker that waits for the service, and it must give up first. It knows the
+// reason; they only notice that it is late.
 ABSL_FLAG(std::optional<absl::Duration>, peer_timeout, std::nullopt,
           "How long to wait for another worker before giving up; if it is not given, five minutes "
-          "more than --seal-timeout, so that a worker that waits for the service says so first");
+          "more than --seal-timeout, so that a worker that waits for the service fails first");
 ABSL_FLAG(absl::Duration, reconnect_timeout, ballast::client::SessionOptions().reconnect_timeout,
           "How long a broken connection to the service is tried again before giving up");
 ABSL_FLAG(
@@ -120,8 +117,8 @@ constexpr absl::Duration kMaxTimeout = absl::Hours(24 * 7);
 // How far apart workers may be when one begins to wait for the service and others for it.
 constexpr absl::Duration kPeersApart = absl::Minutes(5);
 
-// Flags are written with dashes, Abseil's names have underscores: "--micro-steps=2" is changed in
-// place to "--micro_steps=2".
+// Abseil parses the flags, once; it knows names with underscores only, so "--micro-steps=2" is
+// first changed in place to "--micro_steps=2".
 void NameFlagsAsAbseilDoes(absl::Span<char* const> arguments) {
   for (char* const argument : arguments) {
     if (!absl::StartsWith(argument, "--")) continue;
@@ -219,7 +216,7 @@ absl::StatusOr<GptConfig> ModelOfFlags() {
                      .context = absl::GetFlag(FLAGS_context)};
   }
   BALLAST_RETURN_IF_ERROR(CheckUnused({"layers", "heads", "width", "context"},
-                                      "is said by --model; leave out one of them"));
+                                      "is part of --model; leave out one of them"));
   return FindGptConfig(name);
 }
 

@@ -14,11 +14,11 @@ namespace ballast::worker {
 
 enum class DeviceKind : uint8_t { kCpu, kCuda };
 enum class OptimizerKind : uint8_t { kService, kLocal };
-// Of GPUs. kAuto: Gloo where two ranks share one, NCCL otherwise.
+// How GPUs exchange. kAuto: Gloo where two ranks share one, NCCL otherwise.
 enum class CollectiveKind : uint8_t { kAuto, kNccl, kGloo };
 
 struct WorkerFlags {
-  WorkerOptions options;  // But for what makes the backend.
+  WorkerOptions options;  // Without make_backend.
   DeviceKind device = DeviceKind::kCpu;
   CollectiveKind collective = CollectiveKind::kAuto;
   OptimizerKind optimizer = OptimizerKind::kService;
@@ -31,8 +31,8 @@ struct WorkerFlags {
   int threads = 1;
 };
 
-// INVALID_ARGUMENT, naming the flag and what it may be. Ends the process, having said why, for
-// flags that there are not, and for --help.
+// INVALID_ARGUMENT, naming the flag and its possible values. For unknown flags and for --help
+// Abseil prints the reason and ends the process.
 absl::StatusOr<WorkerFlags> ReadWorkerFlags(int argc, char** argv);
 
 }  // namespace ballast::worker

@@ -43,7 +43,7 @@ std::string SizeFlags(const WorkerOptions& options) {
                       " with --layers=", options.model.layers, " of --width=", options.model.width);
 }
 
-// Of the CPU's backend: indices of activations are ints.
+// The CPU's backend indexes activations with ints.
 absl::Status CheckIndices(const WorkerOptions& options, int world_size) {
   const GptConfig& model = options.model;
   const int64_t widest = std::max({4 * model.width, model.heads * model.context, model.vocabulary});
@@ -54,8 +54,8 @@ absl::Status CheckIndices(const WorkerOptions& options, int world_size) {
       absl::StrCat(SizeFlags(options), " is more than a rank can index; choose a smaller --batch"));
 }
 
-// Of the CPU's backend: what a rank keeps must fit its host. Roughly: weights and gradients, and
-// for each token of a micro-step the logits and what a block's backward pass needs.
+// The CPU's backend must fit its host. Roughly: weights and gradients, and for each token of a
+// micro-step the logits and what a block's backward pass needs.
 absl::Status CheckHostMemory(const WorkerOptions& options, int world_size) {
   const GptConfig& model = options.model;
   const double tokens = TokensOfARank(options, world_size);
@@ -75,7 +75,7 @@ absl::Status CheckVocabulary(const WorkerOptions& options, const TokenData& data
   if (data.vocabulary() <= options.model.vocabulary) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat(
       "--text=", options.text, " has tokens of a vocabulary of ", data.vocabulary(),
-      ", the model knows ", options.model.vocabulary, "; choose another --model, or a plain text"));
+      ", the model has ", options.model.vocabulary, "; choose another --model, or a plain text"));
 }
 
 // What all ranks must have been started with for their collectives to fit each other.
@@ -139,7 +139,8 @@ absl::Status LeaveOutput(const WorkerOptions& options, const Collective& collect
   return WriteOutput(options.out, facts, job, backend, options.weights_file);
 }
 
-// `mine`, or which other rank has an error there: nobody goes on to the service and waits for it.
+// `mine`, or which other rank has an error there, so that no rank goes on to the service and waits
+// for it.
 absl::Status OnAllRanks(const absl::Status& mine, Collective& collective) {
   const auto ready = Share(uint64_t{mine.ok()}, collective);
   BALLAST_RETURN_IF_ERROR(mine);
@@ -147,7 +148,7 @@ absl::Status OnAllRanks(const absl::Status& mine, Collective& collective) {
   const auto failed = std::find(ready->begin(), ready->end(), uint64_t{0});
   if (failed == ready->end()) return absl::OkStatus();
   return absl::FailedPreconditionError(
-      absl::StrCat("rank ", failed - ready->begin(), " could not begin; see what it says"));
+      absl::StrCat("rank ", failed - ready->begin(), " could not begin; see its error"));
 }
 
 // The options that follow from others, once those are known to work.
@@ -231,7 +232,7 @@ absl::Status RunWorker(WorkerOptions asked, Collective& collective,
   };
   BALLAST_RETURN_IF_ERROR(trainer.Run(events));
 
-  // Nobody leaves while another is still in its last collective.
+  // No rank leaves while another is still in its last collective.
   BALLAST_RETURN_IF_ERROR(collective.Barrier());
   // A failure of either leaves the other's result.
   absl::Status status;

@@ -26,40 +26,39 @@ namespace ballast::worker {
 
 struct WorkerOptions;
 
-// What it is given outlives the backend, but for the options.
+// `job` and `collective` outlive the backend; `options` need not.
 using MakeBackend = std::function<absl::StatusOr<std::unique_ptr<TrainingBackend>>(
     const WorkerOptions& options, const TrainingJob& job, Collective& collective)>;
 
 struct WorkerOptions {
   GptConfig model;
   TrainerOptions trainer;
-  TrainingJobOptions
-      job;  // world_size and micro_steps are taken from the collective and `trainer`.
-  MakeBackend make_backend;              // Null: the CPU's.
-  std::string backend_name = "cpu";      // As --device says it; the same on all ranks, as the next.
-  std::string collective_name = "auto";  // As --collective says it.
+  TrainingJobOptions job;  // world_size and micro_steps are those of the collective and `trainer`.
+  MakeBackend make_backend;  // Nullable: then the CPU's.
+  // The values of --device and --collective; the same on all ranks.
+  std::string backend_name = "cpu";
+  std::string collective_name = "auto";
   Accumulation accumulation = Accumulation::kService;
   // Searches this rank's own gradients for elements that are not finite before they are reduced.
   bool check_gradients = false;
   std::string text = kDefaultText;
-  // How long a gradient waits for the optimizer to take the one before it.
+  // How long a gradient waits for the optimizer to release the one before it.
   absl::Duration seal_timeout = client::SessionOptions().seal_timeout;
   std::string optimizer_name;  // For worker.json.
   bool resumes = false;        // The optimizer loads a checkpoint first; on all ranks or on none.
   std::string out;             // Directory for rank 0's files; empty: none.
   WeightsFile weights_file = WeightsFile::kWritten;
-  std::string
-      save_directory;  // The optimizer saves its state there at the end; empty: it does not.
-  Timeline* timeline = nullptr;  // Of what this rank does when; may be null. Borrowed.
+  std::string save_directory;    // The optimizer saves its state there at the end; empty: none.
+  Timeline* timeline = nullptr;  // Nullable. Borrowed.
 };
 
-// The optimizer puts weights where `backend` wants them. All that it is given outlives it.
+// The optimizer puts weights where `backend` asks. Its arguments outlive it.
 using MakeOptimizer = std::function<absl::StatusOr<std::unique_ptr<StepOptimizer>>(
     const TrainingJob& job, TrainingBackend& backend, Collective& collective)>;
 
-// Trains from where the job stands and leaves the output; a job that has had all its steps leaves
-// it again. `on_step` is called on every rank, after each step. Errors are one line that says what
-// to do.
+// Trains from the job's committed step on and writes the output; for a job at its last step, only
+// writes the output. `on_step` is called on every rank, after each step. Errors are one line with a
+// remedy.
 absl::Status RunWorker(WorkerOptions options, Collective& collective,
                        const MakeOptimizer& make_optimizer,
                        const std::function<void(const StepReport&)>& on_step);

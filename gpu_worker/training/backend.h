@@ -1,7 +1,7 @@
-// Where a rank's passes run and where its weights and gradients lie: the CPU (cpu_backend.h) or a
-// GPU (device/device_backend.h). The trainer's loop is the same on both.
+// Where a rank's passes run and where its weights and gradients are: the CPU (cpu/cpu_backend.h) or
+// a GPU (pipeline/device_backend.h). The trainer's loop is the same on both.
 //
-//   backend.Start({.push = ..., .end_micro_step = ...});
+//   backend.Start(optimizer);
 //   for each step:
 //     for each micro-step: backend.MicroStep(...)    // gradients leave while backward goes on
 //     FinishedStep finished = backend.FinishStep().value();   // every sink call has been made
@@ -9,16 +9,16 @@
 //     backend.GatherWeights();                       // and the next passes compute with them
 //
 // A backend that gathers ahead takes a step's weights where the optimizer leaves them, as they
-// come, and the next step's first forward pass begins under them:
+// arrive, and the next step's first forward pass begins meanwhile:
 //
 //     backend.ExpectWeights();                       // decided, on all ranks
 //     backend.StartForward(...);                     // of the next step's micro-step 0
-//     backend.GatherWeights();                       // all have come
+//     backend.GatherWeights();                       // all have arrived
 //
-// Threads: one caller, but for weights, AbandonWeights and what is said of weights as they come,
-// which any thread may call; weights and OnWeights while no passes are on their way: between
-// FinishStep, or Start, and GatherWeights. The sink is called from one thread at a time, the
-// caller's or the backend's own.
+// Threads: one caller, except for weights, OnWeights, OnProvisionalWeights, OnDroppedWeights and
+// AbandonWeights, which any thread may call; weights and OnWeights only while no passes are in
+// progress: between FinishStep, or Start, and GatherWeights. The sink is called from one thread at
+// a time, the caller's or the backend's own.
 #ifndef BALLAST_GPU_WORKER_TRAINING_BACKEND_H_
 #define BALLAST_GPU_WORKER_TRAINING_BACKEND_H_
 
@@ -34,33 +34,37 @@
 
 namespace ballast::worker {
 
-// Where this rank's shards of reduced gradients go. An error ends the step: the backend goes on
-// taking part in the step's collectives, so that no other rank waits for it, calls no sink any
-// more, and returns the error from MicroStep or FinishStep.
-struct StepSink {
+// Where this rank's reduced gradients go: the optimizer. An error ends the step: the backend goes
+// on taking part in the step's collectives, so that no other rank waits for it, calls the sink no
+// more, and returns the error from FinishStep.
+class GradientSink {
+ public:
+  virtual ~GradientSink() = default;
+
   // A chunk of this rank, in the wire dtype; `released` is called exactly once, whatever is
   // returned.
-  std::function<absl::Status(client::GradientPush push)> push;
+  virtual absl::Status Push(client::GradientPush push) = 0;
   // After the pushes of that micro-step, and before those of the next.
-  std::function<absl::Status(uint32_t micro_step, const UsedParameters& used)> end_micro_step;
+  virtual absl::Status EndMicroStep(uint32_t micro_step, const UsedParameters& used) = 0;
 };
 
 struct MicroStepInput {
   uint64_t step = 0;
   uint32_t micro_step = 0;
   uint32_t micro_steps = 1;
-  // This rank's slice, which may be empty: gradients are zeros then.
+  // This rank's slice; if it is empty, gradients are zeros.
   const Batch& batch;
   // Gradients are of the loss summed over the batch's tokens, times this.
   double loss_scale = 1;
 };
 
 struct FinishedStep {
-  double loss_sum = 0;  // In nats, of this rank's tokens of all micro-steps.
+  double loss_sum = 0;  // In nats, over this rank's tokens of all micro-steps.
   // Seconds of the step: in passes; waiting for reductions, in passes and after them; the same for
-  // shards to be handed over; and waiting, in passes, for weights of the step before. On a GPU the
-  // waits in passes are its own, by its clock, and not those of the thread that gives it work; a
-  // forward pass begun ahead lacks weights, too, from its end until MicroStep goes on from it.
+  // gradients to be handed over; and waiting, in passes, for weights of the step before. On a GPU
+  // the waits in passes are its own, by its clock, and not those of the thread that gives it work;
+  // the time from the end of a forward pass of StartForward to the MicroStep that continues it
+  // counts as waiting for weights.
   double compute_seconds = 0;
   double reduce_seconds = 0;
   double send_seconds = 0;
@@ -71,17 +75,17 @@ class TrainingBackend {
  public:
   virtual ~TrainingBackend() = default;
 
-  // Once, before all else. The sink is kept.
-  virtual void Start(StepSink sink) = 0;
+  // Once, before all else. `sink` is borrowed, and not called after the last FinishStep.
+  virtual void Start(GradientSink& sink) = 0;
 
   // From now on chunks are handed over in `memory(chunk)`, which stays until the next call; where
-  // it is empty, in memory of the backend's own. A device's backend has it pinned: before it goes
-  // this is called, with none if there is no other yet. No passes are on their way, and no payload
-  // is out, but for a call with none.
+  // it is empty, in the backend's own memory. A device's backend pins it: call this before the
+  // memory ends, with none if there is no other yet. No passes are in progress, and, except for a
+  // call with none, all payloads are released.
   virtual absl::Status UseGradientMemory(
       const std::function<absl::Span<std::byte>(int chunk)>& memory) = 0;
   // The same for weights, of a backend that gathers ahead: where the optimizer leaves those of a
-  // chunk of this rank. What was said of weights before counts no more.
+  // chunk of this rank. Forgets earlier notices of weights.
   virtual absl::Status UseWeightsMemory(
       const std::function<absl::Span<std::byte>(int chunk)>& memory) {
     return absl::OkStatus();
@@ -94,25 +98,25 @@ class TrainingBackend {
   // Where the optimizer puts the weights of a chunk of this rank, in the group's return dtype; not
   // for a backend that gathers ahead.
   virtual absl::Span<std::byte> weights(int chunk) = 0;
-  // They are there. Whoever cannot say so leaves it out: GatherWeights takes all. A chunk's may
-  // come again before that, as when a step is lost: the last count.
+  // They are complete. An optimizer that does not notice may omit this: GatherWeights takes all. A
+  // chunk's weights may arrive again before that, for example when a step is lost: the last count.
   virtual void OnWeights(int chunk) {}
   // All ranks' weights are in place before the next passes use them. A collective.
   virtual absl::Status GatherWeights() = 0;
 
-  // Whether it takes weights where the optimizer leaves them, and the calls below are made.
+  // Whether it takes weights where the optimizer leaves them. The calls below are for that case.
   virtual bool gathers_ahead() const { return false; }
-  // Weights came that may be the step's (client::SessionOptions); and they are not.
+  // Provisional weights of a chunk arrived (client::SessionOptions); they are void.
   virtual void OnProvisionalWeights(int chunk) {}
   virtual void OnDroppedWeights(int chunk) {}
   // A collective: OnWeights is called for each chunk of this rank, before or after this.
   virtual absl::Status ExpectWeights() { return absl::OkStatus(); }
-  // The forward pass that the next MicroStep, of the same step and batch, goes on from. Waits until
-  // the weights have come that it reads, or are abandoned; an error is the device's.
+  // The forward pass that the next MicroStep, of the same step and batch, continues. Waits until
+  // the weights that it reads have arrived, or are abandoned; an error is the device's.
   virtual absl::Status StartForward(const MicroStepInput& input) { return absl::OkStatus(); }
-  // The weights expected will not all come. What is on its way goes on with whatever there is, so
-  // that no rank waits for this one; GatherWeights is called, and counts for nothing, and so does
-  // the forward pass: the next GatherWeights brings other weights.
+  // Some of the expected weights will not arrive. The gathers go on with the contents of the
+  // memory, so that no rank waits for this one. The result of the next GatherWeights and of the
+  // forward pass is void; the GatherWeights after that brings other weights.
   virtual void AbandonWeights() {}
 
   // A group's flat space of weights as the passes use them, in the format of the model.

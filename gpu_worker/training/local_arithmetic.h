@@ -1,7 +1,7 @@
 // The state of one rank's partition under --optimizer=local, and the arithmetic on it. The local
 // optimizer (local_optimizer.h) keeps the ledger, decides, and calls these; the scalar references
 // do the work on the CPU (scalar_arithmetic.h), kernels with the same bits on a GPU
-// (device/device_arithmetic.h). Payloads and weights lie where the work is done.
+// (pipeline/device_arithmetic.h). Payloads and weights are where the work is done.
 //
 // Threads: one call at a time. Errors: those of the device.
 #ifndef BALLAST_GPU_WORKER_TRAINING_LOCAL_ARITHMETIC_H_
@@ -23,8 +23,9 @@ class LocalArithmetic {
 
   // Moments become zero, the master weights `values`, and the chunk's weights those rounded.
   virtual absl::Status SetFirstWeights(int chunk, absl::Span<const float> values) = 0;
-  // The chunk's gradient becomes the payload, or that is added to it. `released`, which may be
-  // null, is called once the payload is not needed any more, after an error too, from any thread.
+  // The chunk's gradient becomes the payload, or that is added to it. `released`, which is
+  // nullable, is called once the payload is not needed any more, after an error too, from any
+  // thread.
   virtual absl::Status AddGradient(int chunk, bool first, absl::Span<const std::byte> payload,
                                    std::function<void()> released) = 0;
   virtual absl::Status ZeroGradient(int chunk) = 0;

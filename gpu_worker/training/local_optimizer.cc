@@ -6,8 +6,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/adam.h"
-#include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/check.h"
+#include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/base/stopwatch.h"
 
 namespace ballast::worker {
@@ -52,6 +52,7 @@ absl::Status LocalOptimizer::BeginStep(const StepSettings& settings) {
 absl::Status LocalOptimizer::Push(client::GradientPush push) {
   Entry& entry = ledger_[push.chunk];
   Check(layout_.chunks()[push.chunk].rank == collective_.rank(), "a rank pushes its own chunks");
+  // The same order that the service's ledger requires.
   if (push.micro_step_begin != entry.next_micro_step) {
     if (push.released) push.released();
     return absl::FailedPreconditionError(
@@ -70,6 +71,7 @@ absl::Status LocalOptimizer::Push(client::GradientPush push) {
 }
 
 absl::Status LocalOptimizer::EndMicroStep(uint32_t micro_step, const UsedParameters& used) {
+  // Counts as doubles, so that FindUnused can add up the ranks with one all-reduce.
   if (used.all) {
     for (double& count : used_) ++count;
   } else {
@@ -109,6 +111,7 @@ absl::StatusOr<std::vector<std::vector<double>>> LocalOptimizer::GatherBlockSums
   for (int rank = 0; rank < world_size; ++rank) {
     most_blocks = std::max(most_blocks, layout_.partition_elements(rank) / kBlockElements);
   }
+  // An all-gather takes pieces of one size: that of the longest partition.
   std::vector<double> mine(most_blocks);
   absl::Span<double> next = absl::MakeSpan(mine);
   for (const int index : my_chunks()) {
@@ -123,6 +126,7 @@ absl::StatusOr<std::vector<std::vector<double>>> LocalOptimizer::GatherBlockSums
       {reinterpret_cast<const std::byte*>(mine.data()), mine.size() * sizeof(double)},
       {reinterpret_cast<std::byte*>(all.data()), all.size() * sizeof(double)}));
 
+  // Back in flat-space order, in which the service adds them: the same bits.
   std::vector<std::vector<double>> sums;
   for (int group = 0; group < layout_.group_count(); ++group) {
     sums.emplace_back(layout_.flat_blocks(group));

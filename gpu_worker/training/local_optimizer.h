@@ -61,8 +61,8 @@ class LocalOptimizer final : public StepOptimizer {
   const double max_norm_;
   const UnusedPolicy unused_policy_;
   std::vector<GroupSpec> groups_;  // Hyper-parameters as the last step's overrides left them.
-  std::vector<Entry> ledger_;      // By chunk; of this rank's.
-  GradientScale scale_;            // Of the open step, as the two below.
+  std::vector<Entry> ledger_;      // By chunk; only this rank's are used.
+  GradientScale scale_;            // In the open step, like the next two.
   std::vector<double> used_;       // By parameter: in how many micro-steps.
   Decision decision_;
   uint64_t committed_step_ = 0;

@@ -1,5 +1,5 @@
-// A model on the CPU as its backend (cpu_backend.h) sees it: weights in the format that they come
-// back in and fp32 gradients in flat spaces, and one call for a forward and backward pass.
+// A model on the CPU as its backend (cpu/cpu_backend.h) sees it: weights in the format in which
+// they return and fp32 gradients in flat spaces, and one call for a forward and backward pass.
 //
 //   std::unique_ptr<Model> model = MakeCpuGpt(config);
 //   Layout layout = ...;                      // from GptParameters(config)
@@ -32,7 +32,7 @@ class Model {
 
   // Gives each group `group_elements[group]` elements of memory for weights and as many for
   // gradients, all zeros; at least the group's flat space, more where buckets reach past its end.
-  // Parameters stand where `layout` places them. Called once, before any of the calls below.
+  // Parameters are where `layout` places them. Called once, before any of the calls below.
   virtual void Place(const Layout& layout, absl::Span<const int64_t> group_elements,
                      DType weights_dtype) = 0;
 

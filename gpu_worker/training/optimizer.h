@@ -1,11 +1,11 @@
 // Who applies the step: the service (service_optimizer.h), or this process (local_optimizer.h) with
 // the same bits. The verbs, their order and their types are those of client::Session.
 //
-// ABORTED from any verb says that the optimizer has gone on without this rank (an operator's abort
-// or load, another process in some rank): every verb says it from then on, until Join.
+// ABORTED from any verb means that the optimizer has gone on without this rank (an operator's abort
+// or load, another process in some rank); every verb returns it from then on, until Join.
 //
-// Threads: one call at a time; different threads may take turns (the trainer pushes from the
-// communication thread while its own computes).
+// Threads: one call at a time; different threads may take turns (the backend pushes from its
+// communication thread while the trainer's computes).
 #ifndef BALLAST_GPU_WORKER_TRAINING_OPTIMIZER_H_
 #define BALLAST_GPU_WORKER_TRAINING_OPTIMIZER_H_
 
@@ -18,6 +18,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "client/session.h"
+#include "gpu_worker/training/backend.h"
 
 namespace ballast::worker {
 
@@ -26,16 +27,14 @@ using FillChunk = std::function<void(int chunk, absl::Span<float> values)>;
 // Where the weights of a chunk of this rank go, in the group's return dtype.
 using WeightsAt = std::function<absl::Span<std::byte>(int chunk)>;
 
-class StepOptimizer {
+class StepOptimizer : public GradientSink {
  public:
-  virtual ~StepOptimizer() = default;
-
-  // Joins the job, for the first time or again after ABORTED; nothing of an unfinished step stays.
+  // Joins the job, for the first time or again after ABORTED; an unfinished step is discarded.
   // Gives the optimizer the first weights, if it has none yet, and puts the current ones of this
-  // rank's chunks in place. May say ABORTED itself: join again.
+  // rank's chunks in place. May return ABORTED itself: join again.
   virtual absl::Status Join(const FillChunk& first_weights) = 0;
-  // The service's name for this very job, which another of the same name does not have; empty where
-  // the job ends with the process.
+  // The service's id of this job, unique among jobs of the same name; empty where the job ends with
+  // the process.
   virtual std::string job_uid() const { return {}; }
   // All ranks of a step have the same.
   virtual uint64_t generation() const = 0;
@@ -48,18 +47,17 @@ class StepOptimizer {
   // Where a chunk's gradient is written best (client::Session::gradient_memory), until the next
   // Join; empty: anywhere.
   virtual absl::Span<std::byte> gradient_memory(int chunk) { return {}; }
-  // Where the weights of a chunk of this rank are left, until the next Join, if not where WeightsAt
-  // says; as client::Session::weights_memory.
+  // Where the optimizer leaves the weights of a chunk of this rank, until the next Join
+  // (client::Session::weights_memory); empty: it writes them to WeightsAt.
   virtual absl::Span<std::byte> weights_memory(int chunk) { return {}; }
-  // How gradients and weights travel, in words; empty where they do not.
+  // How gradients and weights travel, as text; empty where they do not.
   virtual std::string transport() const { return {}; }
 
+  // Push and EndMicroStep are called between these two.
   virtual absl::Status BeginStep(const StepSettings& settings) = 0;
-  virtual absl::Status Push(client::GradientPush push) = 0;
-  virtual absl::Status EndMicroStep(uint32_t micro_step, const UsedParameters& used) = 0;
   virtual absl::StatusOr<client::StepDecision> Seal(uint32_t micro_steps) = 0;
   virtual absl::Status ReceiveWeights() = 0;
-  // Of the last step: from the decision to the last chunk updated.
+  // Duration of the last step's update: from the decision to the last chunk updated.
   virtual double update_seconds() const = 0;
 
   // UNIMPLEMENTED where there is no service to do it.

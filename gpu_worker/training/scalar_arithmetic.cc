@@ -23,10 +23,10 @@ absl::Status ScalarArithmetic::SetFirstWeights(int index, absl::Span<const float
     plane->assign(values.size(), 0.0f);
   }
   state.master.assign(values.begin(), values.end());
-  const absl::Span<std::byte> shard = weights_(index);
+  const absl::Span<std::byte> weights = weights_(index);
   const DType weights_dtype = dtypes(index).weights;
   for (size_t i = 0; i < values.size(); ++i) {
-    StoreElement(shard.data(), weights_dtype, i, values[i]);
+    StoreElement(weights.data(), weights_dtype, i, values[i]);
   }
   return absl::OkStatus();
 }

@@ -19,7 +19,7 @@ namespace ballast::worker {
 
 class ScalarArithmetic final : public LocalArithmetic {
  public:
-  // Of the groups only the dtypes are used. `layout` is borrowed until destruction.
+  // Only the groups' dtypes are used. `layout` is borrowed until destruction.
   ScalarArithmetic(const std::vector<GroupSpec>& groups, const Layout& layout, WeightsAt weights);
 
   absl::Status SetFirstWeights(int chunk, absl::Span<const float> values) override;

@@ -1,10 +1,11 @@
 #include "gpu_worker/training/service_optimizer.h"
 
+#include <functional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/check.h"
+#include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/base/log.h"
 
 namespace ballast::worker {
@@ -15,9 +16,9 @@ class ServiceOptimizer final : public StepOptimizer {
   ServiceOptimizer(std::shared_ptr<grpc::Channel> channel, client::SessionOptions options)
       : channel_(std::move(channel)), options_(std::move(options)) {}
 
-  // While the job awaits first weights, a generation that rises makes the service forget what has
-  // come of them. The others may be waiting for this rank's there, not in a collective, so they are
-  // given again right away.
+  // While the job awaits first weights, a rising generation makes the service forget those that
+  // arrived. The other ranks may wait for this rank's there, not in a collective, so they are given
+  // again at once.
   absl::Status Join(const FillChunk& first_weights) override {
     constexpr int kMostAttempts = 100;
     bool awaited = false;
@@ -37,7 +38,7 @@ class ServiceOptimizer final : public StepOptimizer {
   absl::Span<std::byte> gradient_memory(int chunk) override {
     return session().gradient_memory(chunk);
   }
-  // Nobody writes there but the session; a device that copies from it has it pinned.
+  // Only the session writes there. Not const, because a device pins it.
   absl::Span<std::byte> weights_memory(int chunk) override {
     const absl::Span<const std::byte> memory = session().weights_memory(chunk);
     return {const_cast<std::byte*>(memory.data()), memory.size()};
@@ -65,7 +66,7 @@ class ServiceOptimizer final : public StepOptimizer {
 
  private:
   absl::Status TryToJoin(const FillChunk& first_weights) {
-    session_.reset();  // Waits until nobody reads the payloads any more.
+    session_.reset();  // Waits until no thread reads the payloads.
     absl::StatusOr<std::unique_ptr<client::Session>> session =
         client::Session::Open(channel_, options_);
     if (!options_.job_uid.empty() && absl::IsNotFound(session.status())) return Closed();
@@ -121,13 +122,13 @@ absl::StatusOr<std::unique_ptr<StepOptimizer>> MakeServiceOptimizer(
   session_options.rank = collective.rank();
   TrainingBackend& backend = options.backend;
   if (!backend.gathers_ahead()) {
-    session_options.weights = [&backend](int chunk) { return backend.weights(chunk); };
+    session_options.weights = std::bind_front(&TrainingBackend::weights, &backend);
   }
-  session_options.on_weights = [&backend](int chunk) { backend.OnWeights(chunk); };
-  session_options.on_provisional_weights = [&backend](int chunk) {
-    backend.OnProvisionalWeights(chunk);
-  };
-  session_options.on_dropped_weights = [&backend](int chunk) { backend.OnDroppedWeights(chunk); };
+  session_options.on_weights = std::bind_front(&TrainingBackend::OnWeights, &backend);
+  session_options.on_provisional_weights =
+      std::bind_front(&TrainingBackend::OnProvisionalWeights, &backend);
+  session_options.on_dropped_weights =
+      std::bind_front(&TrainingBackend::OnDroppedWeights, &backend);
   session_options.seal_timeout = options.seal_timeout;
   session_options.reconnect_timeout = options.reconnect_timeout;
   session_options.shared_memory = options.shared_memory;

@@ -16,8 +16,8 @@ namespace ballast::worker {
 
 struct ServiceOptimizerOptions {
   JobSpec job;
-  // Puts weights where it wants them, or, where it gathers ahead, leaves them in the session's
-  // memory; and tells it of each. Borrowed.
+  // Receives the weights, or, where it gathers ahead, takes them from the session's memory; is
+  // notified of each chunk. Borrowed.
   TrainingBackend& backend;
   // A checkpoint on the service's host for rank 0 to load into a job that has no weights yet. A job
   // that has some goes on from them: a restarted worker has the same flags. Empty: none.
@@ -28,8 +28,8 @@ struct ServiceOptimizerOptions {
 };
 
 // Loads the checkpoint, if one is to be loaded; Join opens this rank's session. Errors are those of
-// Session::Open and LoadCheckpoint; Join says FAILED_PRECONDITION if the job that it joined before
-// was closed.
+// Session::Open and LoadCheckpoint; Join returns FAILED_PRECONDITION if the job that it joined
+// before was closed.
 absl::StatusOr<std::unique_ptr<StepOptimizer>> MakeServiceOptimizer(
     const std::shared_ptr<grpc::Channel>& channel, ServiceOptimizerOptions options,
     Collective& collective);

@@ -30,11 +30,7 @@ Trainer::Trainer(const TrainerOptions& options, const TrainerParts& parts)
       collective_(parts.collective),
       optimizer_(parts.optimizer),
       timeline_(parts.timeline) {
-  backend_.Start({.push = [this](client::GradientPush push) { return Push(std::move(push)); },
-                  .end_micro_step =
-                      [this](uint32_t micro_step, const UsedParameters& used) {
-                        return EndMicroStep(micro_step, used);
-                      }});
+  backend_.Start(optimizer_);
 }
 
 Trainer::~Trainer() { LeaveOptimizersMemory().IgnoreError(); }
@@ -52,9 +48,9 @@ absl::Status Trainer::Step(uint64_t step, const TrainerEvents& events) {
   StartAttempt(step);
   BALLAST_RETURN_IF_ERROR(UnlessLost(optimizer_.BeginStep(Settings())));
   BALLAST_RETURN_IF_ERROR(Annotate(Passes(), absl::StrCat("step ", step)));
-  // No rank seals before all have come so far: one that failed is noticed here at the latest.
+  // No rank seals before all are here: a rank that failed is noticed here at the latest.
   BALLAST_RETURN_IF_ERROR(SumLoss());
-  if (!lost()) {
+  if (!lost_) {
     attempt_.sealing = true;
     if (events.on_sealing) {
       BALLAST_RETURN_IF_ERROR(events.on_sealing(step, attempt_.report.loss));
@@ -69,7 +65,7 @@ absl::Status Trainer::Step(uint64_t step, const TrainerEvents& events) {
   }
 
   StepReport& report = attempt_.report;
-  if (lost()) {
+  if (lost_) {
     BALLAST_RETURN_IF_ERROR(JoinAgain());
     // A step that only some ranks saw the end of is committed all the same. One that no rank sealed
     // is not: an operator loaded a checkpoint of that step.
@@ -90,7 +86,6 @@ absl::Status Trainer::Step(uint64_t step, const TrainerEvents& events) {
 void Trainer::StartAttempt(uint64_t step) {
   attempt_ = {.report = {.step = step, .loss_scale = loss_scale()},
               .micro_steps = MicroStepsOf(step)};
-  MutexLock lock(mutex_);
   lost_ = false;
   lost_because_.clear();
 }
@@ -114,10 +109,10 @@ absl::Status Trainer::Passes() {
   for (uint32_t micro_step = 0; micro_step < attempt_.micro_steps && status.ok(); ++micro_step) {
     status = MicroStep(micro_step);
   }
-  // After an error too: the sink is not called any more then.
+  // After an error too: afterwards the backend does not call the optimizer.
   const absl::StatusOr<FinishedStep> finished = backend_.FinishStep();
-  BALLAST_RETURN_IF_ERROR(status);
-  BALLAST_RETURN_IF_ERROR(finished.status());
+  if (status.ok()) status = finished.status();
+  if (!status.ok()) return UnlessLost(status);
   StepReport& report = attempt_.report;
   report.loss = finished->loss_sum;
   report.times.compute = finished->compute_seconds;
@@ -147,29 +142,10 @@ Batch Trainer::BatchOf(uint64_t step, uint32_t micro_step) const {
                      options_.batch, collective_.rank(), collective_.world_size());
 }
 
-// From the backend, maybe on a thread of its own: a chunk of this rank's shards. Of a lost step
-// nothing is sent any more.
-absl::Status Trainer::Push(client::GradientPush push) {
-  if (!lost()) return UnlessLost(optimizer_.Push(std::move(push)));
-  if (push.released) push.released();
-  return absl::OkStatus();
-}
-
-// As Push: the chunks of the micro-step have been pushed.
-absl::Status Trainer::EndMicroStep(uint32_t micro_step, const UsedParameters& used) {
-  if (used.non_finite.has_value()) {
-    Log().warn("step {} micro-step {}: rank {} has a gradient of {} at element {} of {}",
-               attempt_.report.step, micro_step, collective_.rank(), used.non_finite->value,
-               used.non_finite->element,
-               job_.layout.spec().parameters[used.non_finite->parameter].name);
-  }
-  if (lost()) return absl::OkStatus();
-  return UnlessLost(optimizer_.EndMicroStep(micro_step, used));
-}
-
 absl::Status Trainer::SumLoss() {
   Stopwatch stopwatch;
-  double sums[] = {attempt_.report.loss, lost() ? 1.0 : 0.0};
+  // One all-reduce for both: the loss, and whether a rank lost the step.
+  double sums[] = {attempt_.report.loss, lost_ ? 1.0 : 0.0};
   BALLAST_RETURN_IF_ERROR(collective_.AllReduceSum(absl::MakeSpan(sums)));
   attempt_.report.loss = sums[0] / tokens_per_step();
   if (sums[1] > 0) Lose("");
@@ -195,10 +171,10 @@ absl::Status Trainer::Seal() {
   return absl::OkStatus();
 }
 
-// Nothing else goes on meanwhile: all of it is exposed.
+// No pass runs meanwhile: all of it is exposed.
 absl::Status Trainer::Receive() {
   forward_ahead_ = false;
-  if (lost()) return absl::OkStatus();
+  if (lost_) return absl::OkStatus();
   Stopwatch stopwatch;
   BALLAST_RETURN_IF_ERROR(ReceiveWeights());
   NoteReceiving(stopwatch.Lap());
@@ -218,7 +194,7 @@ absl::Status Trainer::ReceiveWeights() {
     const TimelineScope scope(timeline_, Track::kReceive, {.step = step});
     BALLAST_RETURN_IF_ERROR(UnlessLost(optimizer_.ReceiveWeights()));
   }
-  if (timeline_ != nullptr && !lost()) {
+  if (timeline_ != nullptr && !lost_) {
     timeline_->Add(
         Track::kUpdate, {.step = step}, attempt_.decided_at,
         attempt_.decided_at + std::chrono::duration_cast<Timeline::Clock::duration>(
@@ -227,23 +203,24 @@ absl::Status Trainer::ReceiveWeights() {
   return absl::OkStatus();
 }
 
-// The ranks know that all have the decision; weights are gathered as they come, and the next step's
-// first forward pass begins with those that are there. What it waits for them is told by the
-// backend when that step is finished; from its start on nothing here is exposed.
+// All ranks know the decision; weights are gathered as they arrive, and the next step's first
+// forward pass begins with those that have arrived. The backend reports that pass's waits when its
+// step is finished; from its start on nothing here is exposed.
 absl::Status Trainer::ReceiveUnderNextForward() {
   BALLAST_RETURN_IF_ERROR(ShareDecision());
-  if (lost() || !attempt_.report.applied) return Receive();
+  if (lost_ || !attempt_.report.applied) return Receive();
   BALLAST_RETURN_IF_ERROR(backend_.ExpectWeights());
   attempt_.gathered = true;
   Stopwatch stopwatch;
   absl::Status received;
+  // StartForward waits for weights on the host, so another thread must receive them.
   std::thread receiver([&] {
     received = ReceiveWeights();
-    if (!received.ok() || lost()) backend_.AbandonWeights();
+    if (!received.ok() || lost_) backend_.AbandonWeights();
   });
   const absl::Status forward = StartNextForward();
   if (!forward.ok()) {
-    Log().error("{}; the service's word on the step is awaited", std::string(forward.message()));
+    Log().error("{}; waiting for the service to end the step", std::string(forward.message()));
   }
   receiver.join();
   BALLAST_RETURN_IF_ERROR(forward);
@@ -265,9 +242,9 @@ absl::Status Trainer::StartNextForward() {
                                 .loss_scale = 0});
 }
 
-// Whether all ranks saw the end of the step; if not, what became of it, from one that knows.
+// Whether all ranks saw the end of the step; if not, its outcome from one that did.
 absl::Status Trainer::ShareDecision() {
-  struct Ending {  // Of one size throughout: padding would send what the stack held.
+  struct Ending {  // No padding: that would send what is on the stack.
     uint64_t lost;
     uint64_t decided;
     uint64_t applied;
@@ -277,7 +254,7 @@ absl::Status Trainer::ShareDecision() {
   StepReport& report = attempt_.report;
   Stopwatch stopwatch;
   BALLAST_ASSIGN_OR_RETURN(const std::vector<Ending> endings,
-                           Share(Ending{.lost = lost(),
+                           Share(Ending{.lost = lost_,
                                         .decided = attempt_.decided,
                                         .applied = report.applied,
                                         .norm = report.norm,

@@ -1,16 +1,16 @@
-// The training loop of one rank, as DESIGN.md section 3 tells it: trainer.cc reads top to bottom.
+// The training loop of one rank; trainer.cc follows a step from top to bottom.
 //
 //   Trainer trainer(options, {.backend = ..., .data = ..., ...});
 //   trainer.Join();
 //   trainer.Run({.on_step = [](const StepReport& report) { ... }});
 //
 // A step that the optimizer takes back (ABORTED, on any rank: an operator's abort or load, another
-// process in some rank) is lost on all ranks. A rank that hears of it goes on taking part in the
+// process in some rank) is lost on all ranks. A rank that is notified goes on taking part in the
 // step's collectives, so that none waits for it; before the seal and after the decision the ranks
-// tell each other, and if one lost the step all join again and go on from the committed step.
+// share what they know, and if one lost the step all join again and go on from the committed step.
 //
-// Threads: one caller. Everything in TrainerParts is borrowed until destruction. The backend's sink
-// may be called from a thread of its own while a step's passes go on.
+// Threads: one caller. Everything in TrainerParts is borrowed until destruction. The backend calls
+// the optimizer from its own threads while a step's passes are in progress.
 #ifndef BALLAST_GPU_WORKER_TRAINING_TRAINER_H_
 #define BALLAST_GPU_WORKER_TRAINING_TRAINER_H_
 
@@ -24,7 +24,6 @@
 #include "absl/strings/string_view.h"
 #include "client/loss_scaler.h"
 #include "client/session.h"
-#include "cpu_optimizer_service/common/mutex.h"
 #include "gpu_worker/base/data.h"
 #include "gpu_worker/base/timeline.h"
 #include "gpu_worker/collective/collective.h"
@@ -38,7 +37,7 @@ namespace ballast::worker {
 struct TrainerOptions {
   uint64_t steps = 80;  // The last one.
   uint32_t micro_steps = 2;
-  // Where steps differ: the micro-steps of each; null: `micro_steps`. The same on all ranks.
+  // The micro-steps of each step, where steps differ. The same on all ranks. Nullable.
   std::function<uint32_t(uint64_t step)> micro_steps_of_step;
   int batch = 12;     // Sequences in a micro-step, of all ranks together.
   int context = 128;  // Tokens in a sequence.
@@ -48,33 +47,33 @@ struct TrainerOptions {
   std::optional<client::LossScalerOptions> loss_scaler;
 };
 
-// What a step took on this rank, in seconds: of the training thread, or, while passes of a GPU are
-// on their way, of that GPU. Reducing and sending happen while backward goes on; their entries are
-// only what was left to wait for.
+// The seconds of a step on this rank: of the training thread, or, while a GPU's passes run, of that
+// GPU. Reducing and sending happen while backward goes on; their entries are only the waits that
+// remain.
 struct StepTimes {
   double compute = 0;  // Forward and backward.
   double reduce = 0;   // Waiting for the last buckets' reduce-scatter.
-  double send = 0;     // Waiting for the last shards to be handed over, and for the decision.
+  double send = 0;     // Waiting for the last gradients to be handed over, and for the decision.
   double update = 0;   // The optimizer's arithmetic, from the decision on.
   double receive = 0;  // Waiting for new weights beyond that, and the all-gather. Where the next
-                       // step's passes begin under this and `update`, their waits are told there.
+                       // step's passes begin meanwhile, that step has these waits.
 
-  // While no pass ran: from the last one's end, and where earlier ones had to wait, until the next
-  // had its weights.
+  // Seconds in which no pass ran: from the end of the last one, and in waits of earlier ones, until
+  // the next one had its weights.
   double exposed() const { return reduce + send + update + receive; }
 };
 
 struct StepReport {
   uint64_t step = 0;
   double loss = 0;  // Mean over the step's tokens, of all ranks, in nats.
-  double norm =
-      0;  // This and the next are NaN where the step was committed and no rank heard of it.
+  // These two are NaN where the step was committed and no rank was notified.
+  double norm = 0;
   double clip_coefficient = 1;
   double loss_scale = 1;
   bool applied = false;
   std::string skip_reason;
   double seconds = 0;
-  double tokens_per_second = 0;  // Of all ranks.
+  double tokens_per_second = 0;  // All ranks together.
   StepTimes times;
 };
 
@@ -85,20 +84,20 @@ struct TrainerParts {
   InitialValues initial_values;
   Collective& collective;
   StepOptimizer& optimizer;
-  Timeline* timeline = nullptr;  // May be.
+  Timeline* timeline = nullptr;  // Nullable.
 };
 
-// May be null. An error ends the training.
+// Each is nullable. An error ends the training.
 struct TrainerEvents {
   // All ranks are through the step's backward passes; this one is about to seal.
   std::function<absl::Status(uint64_t step, double loss)> on_sealing;
-  // The step is committed. After a load of an older checkpoint, steps come again.
+  // The step is committed. After a load of an older checkpoint, steps are repeated.
   std::function<absl::Status(const StepReport& report)> on_step;
 };
 
 class Trainer {
  public:
-  // How often in a row a step is done again, and the ranks try to join, before it is an error.
+  // The most attempts in a row at a step, and at joining, before it is an error.
   static constexpr int kMaxAttempts = 100;
 
   // INVALID_ARGUMENT if the loss scaler's options cannot work.
@@ -106,10 +105,10 @@ class Trainer {
 
   // `options` are valid. Starts the backend.
   Trainer(const TrainerOptions& options, const TrainerParts& parts);
-  // The backend lets go of the optimizer's memory.
+  // The backend releases the optimizer's memory.
   ~Trainer();
 
-  // Joins the job; all ranks stand at the same committed step then, with its weights.
+  // Joins the job; afterwards all ranks are at the same committed step, with its weights.
   // FAILED_PRECONDITION if that is past the last step of the options.
   absl::Status Join();
   // From the step after the optimizer's last to the last of the options. The first error ends it.
@@ -122,7 +121,7 @@ class Trainer {
     uint32_t micro_steps = 1;
     bool sealing = false;                    // All ranks went on to seal it.
     bool decided = false;                    // A rank has its decision.
-    bool gathered = false;                   // Its weights were, as they came.
+    bool gathered = false;                   // Its weights were gathered as they arrived.
     Timeline::Clock::time_point decided_at;  // On this rank.
   };
 
@@ -132,8 +131,6 @@ class Trainer {
   absl::Status MicroStep(uint32_t micro_step);
   Batch BatchOf(uint64_t step, uint32_t micro_step) const;
   void NoteReceiving(double seconds);
-  absl::Status Push(client::GradientPush push);
-  absl::Status EndMicroStep(uint32_t micro_step, const UsedParameters& used);
   absl::Status SumLoss();
   absl::Status Seal();
   absl::Status Receive();
@@ -144,15 +141,12 @@ class Trainer {
   absl::Status JoinAgain();
   absl::Status UseOptimizersMemory();
   absl::Status LeaveOptimizersMemory();
-  // When it is new.
-  void LogTransport();
+  void LogTransportIfNew();
   absl::Status PastTheLastStep() const;
-  absl::StatusOr<bool> StandTogether(bool joined);
+  absl::StatusOr<bool> JoinedTogether(bool joined);
   absl::Status RestoreScaler();
   absl::Status UnlessLost(const absl::Status& status);
   void Lose(absl::string_view because);
-  bool lost() const;
-  std::string lost_because() const;
   uint32_t MicroStepsOf(uint64_t step) const;
   StepSettings Settings() const;
   double loss_scale() const { return scaler_.has_value() ? scaler_->scale() : 1.0; }
@@ -169,13 +163,12 @@ class Trainer {
   std::optional<client::DynamicLossScaler> scaler_;
   Attempt attempt_;
   int attempts_in_a_row_ = 0;
-  bool forward_ahead_ = false;  // The next step's began under the weights of the last.
-  std::string transport_;       // As the last Join found it.
+  bool forward_ahead_ = false;  // The next step's began while its weights arrived.
+  std::string transport_;       // At the last Join.
 
-  mutable Mutex mutex_;  // The backend's sink, on its thread, may be who hears of it.
   // The optimizer has taken the step in progress back: on this rank, then on any.
-  bool lost_ ABSL_GUARDED_BY(mutex_) = false;
-  std::string lost_because_ ABSL_GUARDED_BY(mutex_);  // As this rank was told last, if it was.
+  bool lost_ = false;
+  std::string lost_because_;  // The last error that notified this rank; empty: another rank's.
 };
 
 }  // namespace ballast::worker

@@ -1,5 +1,4 @@
-// How the ranks come to stand at one committed step, at the beginning and after a step that was
-// lost.
+// How the ranks reach the same committed step, at the beginning and after a step that was lost.
 #include <algorithm>
 #include <utility>
 #include <vector>
@@ -20,24 +19,13 @@ absl::Status Trainer::UnlessLost(const absl::Status& status) {
 }
 
 void Trainer::Lose(absl::string_view because) {
-  MutexLock lock(mutex_);
   lost_ = true;
   if (!because.empty()) lost_because_ = std::string(because);
 }
 
-bool Trainer::lost() const {
-  MutexLock lock(mutex_);
-  return lost_;
-}
-
-std::string Trainer::lost_because() const {
-  MutexLock lock(mutex_);
-  return lost_because_.empty() ? "another rank was told so" : lost_because_;
-}
-
 absl::Status Trainer::JoinAgain() {
   const uint64_t step = attempt_.report.step;
-  const std::string why = lost_because();
+  const std::string why = lost_because_.empty() ? "another rank was notified" : lost_because_;
   if (++attempts_in_a_row_ >= kMaxAttempts) {
     return absl::AbortedError(absl::StrCat(
         "step ", step, " was aborted ", attempts_in_a_row_, " times in a row, last because: ", why,
@@ -49,8 +37,8 @@ absl::Status Trainer::JoinAgain() {
   return absl::OkStatus();
 }
 
-// A rank that joins may end the sessions of those that joined before it, and a load between two may
-// leave them at different steps: all join until they stand together.
+// A rank that joins may end the sessions of those that joined before it, and a load between two
+// joins may leave them at different steps: all join until they are at the same one.
 absl::Status Trainer::Join() {
   forward_ahead_ = false;
   absl::Status status;
@@ -60,17 +48,17 @@ absl::Status Trainer::Join() {
       FillInitialValues(initial_values_, job_.layout, chunk, values);
     });
     if (!status.ok() && !absl::IsAborted(status)) return status;
-    BALLAST_ASSIGN_OR_RETURN(const bool together, StandTogether(status.ok()));
+    BALLAST_ASSIGN_OR_RETURN(const bool together, JoinedTogether(status.ok()));
     if (!together) continue;
     if (optimizer_.committed_step() > options_.steps) return PastTheLastStep();
-    LogTransport();
+    LogTransportIfNew();
     BALLAST_RETURN_IF_ERROR(UseOptimizersMemory());
     BALLAST_RETURN_IF_ERROR(RestoreScaler());
     return backend_.GatherWeights();
   }
   return absl::AbortedError(
       absl::StrCat("job ", job_.spec.name, ": the ranks joined ", kMaxAttempts,
-                   " times and never stood at the same step (", status.message(),
+                   " times and were never at the same step (", status.message(),
                    "); find out who takes a rank or loads checkpoints all the time"));
 }
 
@@ -80,7 +68,7 @@ absl::Status Trainer::UseOptimizersMemory() {
   return backend_.UseWeightsMemory([this](int chunk) { return optimizer_.weights_memory(chunk); });
 }
 
-// It goes with the optimizer's session, and the backend may have it pinned.
+// It ends with the optimizer's session, and the backend may have pinned it.
 absl::Status Trainer::LeaveOptimizersMemory() {
   const auto none = [](int) { return absl::Span<std::byte>(); };
   const absl::Status gradients = backend_.UseGradientMemory(none);
@@ -88,7 +76,7 @@ absl::Status Trainer::LeaveOptimizersMemory() {
   return gradients;
 }
 
-void Trainer::LogTransport() {
+void Trainer::LogTransportIfNew() {
   const std::string transport = optimizer_.transport();
   if (transport == transport_) return;
   Log().info("rank {}: gradients and weights travel through {}{}", collective_.rank(), transport,
@@ -102,7 +90,7 @@ absl::Status Trainer::PastTheLastStep() const {
                    " already; ask for more with --steps, or start another with --job"));
 }
 
-absl::StatusOr<bool> Trainer::StandTogether(bool joined) {
+absl::StatusOr<bool> Trainer::JoinedTogether(bool joined) {
   struct Place {
     uint64_t joined = 0;
     uint64_t generation = 0;

@@ -46,6 +46,8 @@ absl::StatusOr<TrainingJob> MakeTrainingJob(absl::Span<const ModelParameter> par
                                       .group = parameter.decay ? kDecayGroup : kNoDecayGroup,
                                       .trainable = true});
   }
+  // Partitions follow the buckets, so that a rank's part of each reduce-scatter is whole chunks of
+  // its own.
   std::vector<Bucket> buckets =
       MakeBuckets(FlatElements(spec.layout.parameters, spec.layout.group_count), options.world_size,
                   options.bucket_elements);

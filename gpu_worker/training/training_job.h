@@ -25,11 +25,11 @@ struct TrainingJobOptions {
   std::string name = "gpt";
   int world_size = 1;
   double lr = 1e-3;
-  double weight_decay = 0.1;  // Of the decay group.
+  double weight_decay = 0.1;  // The decay group's.
   double max_norm = 1.0;
-  uint32_t micro_steps = 1;                // The most that a step will have; 0: any number.
-  DType wire_dtype = DType::kBFloat16;     // Of gradients on their way to the service.
-  DType weights_dtype = DType::kBFloat16;  // Of weights on their way back, and in the passes.
+  uint32_t micro_steps = 1;                // The most that a step has; 0: any number.
+  DType wire_dtype = DType::kBFloat16;     // Gradients to the service.
+  DType weights_dtype = DType::kBFloat16;  // Weights from it, and in the passes.
   UpdateMode update_mode = UpdateMode::kSpeculate;
   UnusedPolicy unused_policy = UnusedPolicy::kError;
   int64_t bucket_elements = int64_t{1} << 19;

@@ -1,4 +1,4 @@
-// What is taken of cuBLASLt's proposals, with a library that proposes what the test says.
+// Which of cuBLASLt's proposals is taken, with a library that proposes what a test sets.
 #include "gpu_worker/cuda/cublaslt_algorithm.h"
 
 #include <gmock/gmock.h>
@@ -16,7 +16,7 @@ using testing::HasSubstr;
 
 constexpr size_t kWorkspaceBytes = 1000;
 
-// An algorithm as the library speaks of it: its state when proposed, and what checking it says.
+// An algorithm as the library describes it: its state when proposed, and the result of its check.
 struct Proposal {
   cublasStatus_t proposed = CUBLAS_STATUS_SUCCESS;
   cublasStatus_t check = CUBLAS_STATUS_SUCCESS;

@@ -197,7 +197,7 @@ TEST_F(CublasLtMatmulTest, MultipliesByTheGradientOfGelu) {
   }
 }
 
-// Parameters stand at multiples of 16 bytes in a flat space.
+// Parameters are at multiples of 16 bytes in a flat space.
 TEST_F(CublasLtMatmulTest, TakesOperandsThatAreAlignedTo16Bytes) {
   for (const Way& way : {kForward, kInputGradient}) {
     Matmul matmul = Operands(way, {64, 64, 64}, /*offset=*/8);

@@ -1,4 +1,4 @@
-// What becomes of CUDA's errors, which needs no GPU: each is said in one line, by whoever launches.
+// How CUDA's errors are reported, which needs no GPU: each in one line, by the code that launches.
 #include "gpu_worker/cuda/gpu_failure.h"
 
 #include <gmock/gmock.h>
@@ -59,11 +59,11 @@ TEST(GpuFailure, AnErrorThatStaysLosesTheGpuAndIsTheAnswerFromThenOn) {
   }
 }
 
-// Of a stream, what a launch uses; it has no GPU.
+// What a launch uses of a stream; it has no GPU.
 class StreamWithoutGpu final : public GpuStream {
  public:
   absl::Status entered;
-  std::string checked;  // What was said to have failed.
+  std::string checked;  // What was reported to have failed.
   cudaError_t error = cudaSuccess;
 
   absl::StatusOr<cudaStream_t> Enter() override {

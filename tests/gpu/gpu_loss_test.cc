@@ -1,4 +1,5 @@
-// A GPU that refuses a launch goes on; one whose kernel goes wrong is lost, and says so ever after.
+// A GPU that refuses a launch goes on; one whose kernel fails is lost, and every later call returns
+// that.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -23,7 +24,7 @@ class GpuLossTest : public KernelTest {
     EXPECT_EQ(Download(seven)[0], 7u);
   }
 
-  // Ends the process: with 0 if every call after the loss says what the first one said.
+  // Ends the process: with 0 if every call after the loss returns the error of the first.
   [[noreturn]] void LoseGpu() {
     const auto memory = device().Allocate(4, "a test").value();
     const absl::Status given = StoreSeven(stream(), nullptr);

@@ -2,8 +2,8 @@
 // matrix products is that of the library that the trainer uses, on random bf16 values, in
 // 8192-cubed products: what a share of the GPU's speed is measured against.
 //
-// Exits with 77, having said why, where there is no GPU or none that this program is made for; with
-// 1 if there is one that cannot be used.
+// Exits with 77 and a message where there is no GPU or none that this program is made for; with 1
+// if there is one that cannot be used.
 #include <algorithm>
 #include <array>
 #include <cstdio>
@@ -100,7 +100,7 @@ int main() {
     return fail(device.status(), ballast::worker::kNoGpu);
   }
   if (!device.ok()) return fail(device.status(), 1);
-  // From here on there is a GPU, and what does not work is an error: a missing cuBLASLt, say.
+  // From here on there is a GPU, and a failure, such as a missing cuBLASLt, is an error.
   const absl::Status status = ballast::worker::PrintRate(**device);
   return status.ok() ? 0 : fail(status, 1);
 }

@@ -11,7 +11,7 @@
 namespace ballast::worker::cuda {
 
 // *to = 7, by one thread of a block of `threads` with so much dynamic shared memory. Null: an
-// assertion fails on the GPU, which loses it as a bad address would, but for this process alone.
+// assertion fails on the GPU, which loses it as a bad address would, for this process only.
 absl::Status StoreSeven(DeviceStream& stream, uint32_t* to, unsigned threads = 1,
                         size_t shared_bytes = 0);
 

@@ -1,4 +1,4 @@
-// How a communicator waits for NCCL and ends, with a library that says what the test says.
+// How a communicator waits for NCCL and ends, with a library that returns what a test sets.
 #include "gpu_worker/cuda/nccl_communicator.h"
 
 #include <gmock/gmock.h>
@@ -16,7 +16,7 @@ using testing::HasSubstr;
 // The library's functions take no context, so what they know is one test's at a time.
 struct Library {
   std::atomic<int> in_progress = 0;                  // Answers of that kind before the state.
-  std::atomic<ncclResult_t> state = ncclSuccess;     // Of the communicator.
+  std::atomic<ncclResult_t> state = ncclSuccess;     // The communicator's.
   std::atomic<ncclResult_t> finalize = ncclSuccess;  // What the call returns.
   std::atomic<int> asked = 0;
   std::atomic<int> destroyed = 0;

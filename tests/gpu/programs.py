@@ -25,7 +25,7 @@ LEAST_SECONDS = 1  # Nothing is begun for less.
 
 
 class Failed(Exception):
-    """One line that says what to do about it."""
+    """One line with the remedy."""
 
 
 class OutOfTime(Exception):
@@ -62,7 +62,7 @@ def cores() -> int:
 
 
 class Running:
-    """A program that runs in a process group of its own, and keeps what it says in a log."""
+    """A program that runs in a process group of its own, with its output in a log."""
 
     def __init__(self, name: str, log: pathlib.Path, command: list, environment: dict, deadline: float):
         self.name, self.log, self.deadline = name, log, deadline
@@ -161,7 +161,7 @@ class Programs:
 
 class GpuMemory:
     """The most that the memory of a GPU was in use beyond what it was before, while this is entered.
-    One process of nvidia-smi's tells it all the time: to start one is far more work than to ask."""
+    One process of nvidia-smi reports it all the time: starting one costs far more than asking."""
 
     COMMAND = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
 

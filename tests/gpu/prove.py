@@ -56,7 +56,7 @@ MODELS = {  # Of the steps the first UNMEASURED_STEPS are not measured.
 }
 VOCABULARY = 50304
 UNMEASURED_STEPS = 2
-WAYS = {  # The two that say most are measured first, of every model.
+WAYS = {  # The two most telling are measured first, for every model.
     "local": ["--optimizer=local"],
     "speculate, shared memory": ["--update=speculate"],
     "wait, shared memory": ["--update=wait"],
@@ -82,7 +82,7 @@ OUTCOMES = {Failed: "failed", LeftOut: "left out", OutOfTime: "out of time"}
 
 
 def host() -> dict:
-    """The machine beside the GPU."""
+    """The machine without the GPU."""
     cpu = re.search(r"model name\s*:\s*(.*)", pathlib.Path("/proc/cpuinfo").read_text())
     return dict(cpu=cpu.group(1) if cpu else platform.machine(), cores=cores(),
                 memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
@@ -102,7 +102,7 @@ class Proof:
         self.sanitizers = {}
 
     def check(self, name: str, what, always=False):
-        """what() says in words what it saw, or raises one of OUTCOMES."""
+        """what() returns a description of what it saw, or raises one of OUTCOMES."""
         if self.only not in name and not always:
             return
         begun = time.monotonic()
@@ -208,7 +208,7 @@ class Proof:
     # ------------------------------------------------------------ training
 
     def train(self, name: str, flags: list, seconds: float, **more) -> dict:
-        """With the optimizer that the flags say, and a service for it where it is not local."""
+        """With the optimizer of the flags, and a service for it where it is not local."""
         if "--optimizer=local" in flags:
             return self.programs.train(name, flags, seconds, **more)
         with self.programs.service(f"{name}-service") as address:
@@ -263,12 +263,12 @@ class Proof:
         first = next(other for other in self.benchmark if other["model"] == model)
         if line["weights_sha256"] != first["weights_sha256"]:
             raise Failed(f"it ended with other weights than {first['way']}")
-        said = [f"{line['tokens_per_second']:.0f} tokens/s"]
+        parts = [f"{line['tokens_per_second']:.0f} tokens/s"]
         if line["of_matrix_rate"] is not None:
-            said.append(f"{line['of_matrix_rate']:.1%} of the matrix rate")
+            parts.append(f"{line['of_matrix_rate']:.1%} of the matrix rate")
         if line["of_local"] is not None:
-            said.append(f"{line['of_local']:.3f} of local")
-        return ", ".join([*said, f"{line['exposed_of_step']:.1%} of a step exposed"])
+            parts.append(f"{line['of_local']:.3f} of local")
+        return ", ".join([*parts, f"{line['exposed_of_step']:.1%} of a step exposed"])
 
     def line(self, model: str, way: str, result: dict, gpu_bytes: int | None) -> dict:
         shape = MODELS[model]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""run.sh with stand-ins for the programs: what it finds out, writes and says."""
+"""run.sh with stand-ins for the programs: its findings, files and output."""
 
 import json
 import os

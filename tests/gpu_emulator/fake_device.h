@@ -4,17 +4,17 @@
 //
 // Work that streams were given is done by a thread of the device's own, in an order that the seed
 // chooses among those that streams and events allow, and late: what no host call waits for yet may
-// wait for ever, or be done at once (seed % 4 says how likely that is: 0 never, 3 always). Host
-// memory is really read or written when the copy is done, so that a buffer reused too early shows
-// as wrong values; the same for device memory. Waiting for an event or a stream has the work done,
-// and so has asking an event again and again; freeing device memory waits for everything;
-// destroying a stream or an event waits for nothing.
+// wait for ever, or be done at once (with a probability that seed % 4 chooses: 0 never, 3 always).
+// Host memory is really read or written when the copy is done, so that a buffer reused too early
+// shows as wrong values; the same for device memory. Waiting for an event or a stream makes the
+// device do the work, and so does asking an event again and again; freeing device memory waits for
+// everything; destroying a stream or an event waits for nothing.
 //
-// Time between events is told as CUDA tells it, as milliseconds in a float; of two in the other
-// order, of which CUDA promises nothing, as none.
+// Time between events is returned as CUDA returns it, as milliseconds in a float; for two in the
+// wrong order, where CUDA specifies nothing, as zero.
 //
-// It aborts, saying why, where the rules of device.h are broken: two threads in one stream, copies
-// beyond memory of the device, pinned memory that goes while a copy still needs it.
+// It aborts with a message where the rules of device.h are broken: two threads in one stream,
+// copies beyond memory of the device, pinned memory that ends while a copy still needs it.
 #ifndef BALLAST_TESTS_GPU_EMULATOR_FAKE_DEVICE_H_
 #define BALLAST_TESTS_GPU_EMULATOR_FAKE_DEVICE_H_
 
@@ -35,20 +35,20 @@ struct FakeDeviceOptions {
   uint64_t seed = 0;
   int64_t memory_bytes = int64_t{1} << 32;
   bool can_pin = true;
-  // What events take their time from; null: the host's steady clock. Called by the device's thread.
+  // The clock of events; null: the host's steady clock. Called by the device's thread.
   std::function<std::chrono::nanoseconds()> clock;
   // Asked before each operation ("allocate", "allocate host", "pin", "create stream", "create
   // event", "record", "wait", "copy to host", "copy to device", "copy on device", "zero", "kernel",
-  // "synchronize", "query"), with the stream, the kernel, or what the memory is for. An error is
-  // what the operation says; UNAVAILABLE loses the device: all later operations say it too, and
-  // work not begun yet never is. Called from any thread.
+  // "synchronize", "query"), with the stream, the kernel, or what the memory is for. The operation
+  // returns the error; UNAVAILABLE loses the device: all later operations return it too, and work
+  // that has not begun never does. Called from any thread.
   std::function<absl::Status(absl::string_view operation, absl::string_view what)> fail;
 };
 
 class FakeDevice final : public Device {
  public:
   explicit FakeDevice(FakeDeviceOptions options = {});
-  ~FakeDevice() override;  // Aborts if memory or streams are left: somebody leaked them.
+  ~FakeDevice() override;  // Aborts if memory or streams are left: they leak.
 
   const std::string& name() const override;
   int compute_capability() const override { return 90; }

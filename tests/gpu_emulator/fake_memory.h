@@ -31,13 +31,13 @@ class FakeMemory {
   void Unpin(absl::Span<const std::byte> bytes);
   bool IsPinned(absl::Span<const std::byte> bytes) const;
 
-  // `use` says who asks, for the message.
+  // `use` names the access, for the message.
   void CheckOnDevice(const void* memory, size_t size_bytes, absl::string_view use) const;
   void CheckOnHost(absl::Span<const std::byte> bytes, absl::string_view use) const;
   void CheckNothingIsLeft() const;
 
-  // Under AddressSanitizer nobody may touch the device's memory while it is closed, as it is at
-  // first.
+  // Under AddressSanitizer an access to the device's memory is an error while it is closed, as it
+  // is at first.
   void Open();
   void Close();
 

@@ -11,7 +11,7 @@ void FakeDeviceAbort(const std::string& message) {
   std::abort();
 }
 
-// Guarded by the schedule's mutex, but for the name.
+// Guarded by the schedule's mutex, except the name.
 class FakeSchedule::Queue {
  public:
   explicit Queue(std::string name) : name(std::move(name)) {}

@@ -1,9 +1,9 @@
 // In what order, and when, the tests' device does what its streams were given (fake_device.h): one
 // thread, and a seed that chooses among all that streams and events allow.
 //
-// Work waits until somebody demands it, or something that comes after it. How much is done before
-// that is up to seed % 4: 0 nothing, 1 a little, 2 most, 3 everything as soon as it can be. With 0
-// and one thread of the host, a run is a function of the seed.
+// Work waits until it, or something after it, is demanded. How much is done before that depends on
+// seed % 4: 0 nothing, 1 a little, 2 most, 3 everything as soon as it can be. With 0 and one thread
+// of the host, a run is a function of the seed.
 //
 // Thread-safe.
 #ifndef BALLAST_TESTS_GPU_EMULATOR_FAKE_SCHEDULE_H_
@@ -82,7 +82,7 @@ class FakeSchedule {
   mutable Mutex mutex_;
   CondVar changed_;
   std::vector<std::shared_ptr<Queue>> queues_ ABSL_GUARDED_BY(mutex_);
-  // Two, so that what is done early does not depend on how far the thread has come.
+  // Two, so that what is done early does not depend on the thread's progress.
   std::mt19937_64 at_giving_ ABSL_GUARDED_BY(mutex_);
   std::mt19937_64 at_choosing_ ABSL_GUARDED_BY(mutex_);
   Queue* running_ ABSL_GUARDED_BY(mutex_) = nullptr;

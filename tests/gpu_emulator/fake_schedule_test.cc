@@ -29,7 +29,7 @@ TEST(FakeSchedule, CallsAroundEachPieceOfWork) {
   FakeSchedule schedule(0, [&](bool begins) { seen.push_back(begins ? "begins" : "ends"); });
   const auto queue = schedule.AddQueue("a");
   schedule.Give(queue, [&] { seen.push_back("work"); });
-  schedule.GiveWait(queue, schedule.End(queue));  // Nothing that anybody could see.
+  schedule.GiveWait(queue, schedule.End(queue));  // Has no effect.
   schedule.AwaitAll();
   EXPECT_THAT(seen, ElementsAre("begins", "work", "ends"));
 }

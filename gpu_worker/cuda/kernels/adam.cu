@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads) UpdateKernel(AdamRun run, bool packs
   for (int64_t i = begin; i < begin + kPack && i < run.elements; ++i) UpdateElements<1>(run, i);
 }
 
-constexpr int kLanes = 16;  // Of a block of gradients, as gradient_norm.h has them.
+constexpr int kLanes = 16;  // The lanes of a block of gradients, as in gradient_norm.h.
 
 __global__ void __launch_bounds__(kThreads)
     BlockSumsKernel(int64_t blocks, const float* __restrict__ gradient, double* __restrict__ sums) {

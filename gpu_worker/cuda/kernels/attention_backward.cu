@@ -22,7 +22,7 @@ namespace {
 
 struct BackwardArgs {
   AttentionShape shape;
-  float scale = 0;  // Of scores.
+  float scale = 0;  // Multiplies the scores.
   const BFloat16Bits* qkv = nullptr;
   const BFloat16Bits* out = nullptr;
   const float* logsumexp = nullptr;
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kThreads, 2) QueryGradientKernel(BackwardArgs 
   const int keys_end = KeysEnd<kWidth>(args.shape, block);
   for (int first_key = 0, stage = 0; first_key < keys_end; first_key += kTileRows, stage ^= 1) {
     WaitForCopies<0>();
-    __syncthreads();  // This tile is there, and nobody works on the one before any more.
+    __syncthreads();  // This tile has arrived, and no thread uses the one before.
     if (first_key + kTileRows < keys_end) keys_values.Copy(first_key + kTileRows, stage ^ 1);
     if (first_query >= context) continue;
 #pragma unroll 1
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kThreads, 2) KeyGradientKernel(BackwardArgs ar
   const TilePairs<kWidth> queries_d_out{RowsOfQkv(args.shape, block, args.qkv, 0),
                                         RowsOfOut(args.shape, block, args.d_out),
                                         DynamicShared<BFloat16Bits>()};
-  // Of two tiles.
+  // One set for each of two tiles.
   auto* const statistics = reinterpret_cast<QueryStatistics*>(queries_d_out.End());
   const auto copy = [&](int first_query, int stage) {
     CopyStatistics(args, block, first_query, statistics + stage);
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kThreads, 2) KeyGradientKernel(BackwardArgs ar
   for (int first_query = block.first_row, stage = 0; first_query < context;
        first_query += kTileRows, stage ^= 1) {
     WaitForCopies<0>();
-    __syncthreads();  // This tile is there, and nobody works on the one before any more.
+    __syncthreads();  // This tile has arrived, and no thread uses the one before.
     if (first_query + kTileRows < context) copy(first_query + kTileRows, stage ^ 1);
     if (first_key >= context) continue;
 #pragma unroll 1

@@ -16,7 +16,7 @@ namespace {
 
 struct ForwardArgs {
   AttentionShape shape;
-  float scale = 0;  // Of scores.
+  float scale = 0;  // Multiplies the scores.
   const BFloat16Bits* qkv = nullptr;
   BFloat16Bits* out = nullptr;
   float* logsumexp = nullptr;
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kThreads, 2) ForwardKernel(ForwardArgs args) {
   const int keys_end = KeysEnd<kWidth>(args.shape, block);
   for (int first_key = 0, stage = 0; first_key < keys_end; first_key += kTileRows, stage ^= 1) {
     WaitForCopies<0>();
-    __syncthreads();  // This tile is there, and nobody works on the one before any more.
+    __syncthreads();  // This tile has arrived, and no thread uses the one before.
     if (first_key + kTileRows < keys_end) keys_values.Copy(first_key + kTileRows, stage ^ 1);
     if (first_key > last_query || first_query >= args.shape.context) continue;
     Scores<kWidth> scores;

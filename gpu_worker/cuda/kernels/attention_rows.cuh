@@ -23,10 +23,10 @@ inline constexpr int kTileRows = 64;
 template <int kWidth>
 struct Sizes {
   static_assert(kWidth == 64 || kWidth == 128);
-  static constexpr int kRowTiles = 128 / kWidth;  // Of 16 rows, that a warp owns.
+  static constexpr int kRowTiles = 128 / kWidth;  // Tiles of 16 rows that a warp owns.
   static constexpr int kWarpRows = 16 * kRowTiles;
   static constexpr int kBlockRows = kWarps * kWarpRows;  // A multiple of kTileRows.
-  static constexpr int kDepthSteps = kWidth / 16;        // Of a product that sums over the width.
+  static constexpr int kDepthSteps = kWidth / 16;        // In a product that sums over the width.
   static constexpr int kColumnTiles = kWidth / 8;
   static constexpr int kTileElements = kTileRows * kWidth;
 };
@@ -35,7 +35,7 @@ struct Sizes {
 struct BlockOfHead {
   int sequence = 0;
   int head = 0;
-  int64_t index = 0;  // Of the head among all heads of all sequences.
+  int64_t index = 0;  // The head's, among all heads of all sequences.
   int first_row = 0;
 };
 
@@ -73,7 +73,7 @@ __device__ __forceinline__ int KeysEnd(const AttentionShape& shape, const BlockO
   return end < shape.context ? end : shape.context;
 }
 
-// Of shared memory: two tiles of each of two tensors.
+// Bytes of shared memory: two tiles of each of two tensors.
 template <int kWidth>
 size_t TilesBytes() {
   return 4 * Sizes<kWidth>::kTileElements * sizeof(BFloat16Bits);

@@ -160,7 +160,7 @@ __device__ __forceinline__ Part<kWidth> Products(const OwnedRows<kWidth>& owned,
 }
 
 // Scores of keys after the query become -infinity. That goes for keys past the context too: they
-// come after every query that is there.
+// follow every query of the sequence.
 enum class RowsAre { kQueries, kKeys };
 template <RowsAre kRowsAre, int kWidth>
 __device__ __forceinline__ void MaskLaterKeys(int first_row, int first_column,

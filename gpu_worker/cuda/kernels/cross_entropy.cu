@@ -11,7 +11,7 @@ constexpr int kPack = 8;
 // Less than any logit, and finite: it can be subtracted from itself.
 constexpr float kLowest = -3.40282347e38f;
 
-// Of some of a row's logits: sum = sum of exp(logit - largest).
+// For some of a row's logits: sum = sum of exp(logit - largest).
 struct Exponentials {
   float largest;
   float sum;
@@ -19,7 +19,7 @@ struct Exponentials {
 
 __device__ __forceinline__ Exponentials OfNoLogits() { return {kLowest, 0}; }
 
-// Not fused: the same bits whichever comes first, so that all lanes of a warp get the same.
+// Not fused: the same bits in either order, so that all lanes of a warp get the same.
 __device__ __forceinline__ Exponentials Combine(const Exponentials& a, const Exponentials& b) {
   const float largest = fmaxf(a.largest, b.largest);
   return {largest, __fadd_rn(__fmul_rn(a.sum, __expf(a.largest - largest)),
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   const int64_t row = blockIdx.x;
   BFloat16Bits* const logits = all_logits + row * vocabulary;
   const int target = targets[row];
-  // Before anybody overwrites it: that is after the barrier.
+  // Before another thread overwrites it, which is after the barrier.
   const float target_logit = FromBFloat16(logits[target]);
   const Exponentials all = CombineOverBlock(MyExponentials<kCount>(vocabulary, logits));
   if (threadIdx.x == 0) losses[row] = logf(all.sum) + (all.largest - target_logit);

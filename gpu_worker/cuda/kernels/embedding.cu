@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // A block has one token and some columns, a thread kCount of them. A token that the batch has often
-// is the longest chain of additions, so loads go ahead of them.
+// is the longest chain of additions, so loads are issued before them.
 template <int kCount>
 __global__ void __launch_bounds__(kTokenThreads)
     TokenGradientKernel(int width, TokenRowsOnDevice token_rows,

@@ -155,7 +155,7 @@ struct ColumnArgs {
   int columns = 0;
   int64_t part_rows = 0;
   const BFloat16Bits* d_out = nullptr;
-  // With them, sums of d_out times the normalised x come too.
+  // They also give the sums of d_out times the normalised x.
   const BFloat16Bits* x = nullptr;
   const float* mean = nullptr;
   const float* rstd = nullptr;

@@ -9,8 +9,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/v1/ballast.grpc.pb.h"
+#include "cpu_optimizer_service/common/sha256.h"
 #include "cpu_optimizer_service/common/status.h"
-#include "cpu_optimizer_service/host/sha256.h"
 #include "proto/status.h"
 #include "tests/bench/load/load_service.h"
 
@@ -160,8 +160,7 @@ class Load {
       result_.shared_memory = result_.shared_memory || outcome.shares_memory;
       for (const auto& [chunk, digest] : outcome.digests) {
         all.AddValue(chunk);
-        all.Add(
-            absl::MakeConstSpan(reinterpret_cast<const std::byte*>(digest.data()), digest.size()));
+        all.Add(digest);
       }
     }
     result_.weights_sha256 = all.Hex();

@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "cpu_optimizer_service/host/sha256.h"
+#include "cpu_optimizer_service/common/sha256.h"
 #include "tests/cpu_optimizer_service/job/job_driver.h"
 
 namespace ballast {
@@ -175,9 +175,8 @@ TEST_F(CheckpointTest, WhatTheIndexSaysOfTheLastStepIsCheckedAndMayBeAbsent) {
     nlohmann::json index = nlohmann::json::parse(in);
     change(index);
     index.erase("sha256");
-    const std::string dump = index.dump();
     Sha256 sha256;
-    sha256.Add(absl::MakeConstSpan(reinterpret_cast<const std::byte*>(dump.data()), dump.size()));
+    sha256.Add(index.dump());
     index["sha256"] = sha256.Hex();
     fs::remove_all(Path("changed"));
     fs::copy(Path("saved"), Path("changed"), fs::copy_options::recursive);

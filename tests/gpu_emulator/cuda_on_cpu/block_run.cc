@@ -42,7 +42,7 @@ class Shuffler {
 
 struct Thread {
   Fiber* fiber = nullptr;           // That it runs or is suspended in; null: not begun.
-  const char* waits_for = nullptr;  // What it came to last; null: nothing, or released since.
+  const char* waits_for = nullptr;  // What it reached last; null: nothing, or released since.
   bool returned = false;
 };
 
@@ -253,7 +253,7 @@ void BlockRunner::FailWaiting() const {
 // Static __shared__ arrays and `current` are there once for all OS threads.
 std::mutex running;
 Shuffler shuffler(0);           // Guarded by it, as is
-BlockRunner* runner = nullptr;  // whoever has it now.
+BlockRunner* runner = nullptr;  // The one in use now.
 
 }  // namespace
 

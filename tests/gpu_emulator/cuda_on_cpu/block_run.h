@@ -29,7 +29,7 @@ namespace ballast::worker::cuda {
 
 inline constexpr int kWarpThreads = 32;
 inline constexpr unsigned kMaxBlockThreads = 1024;
-inline constexpr size_t kMaxSharedBytes = 227 * 1024;  // Of compute capability 9.0.
+inline constexpr size_t kMaxSharedBytes = 227 * 1024;  // As compute capability 9.0 has.
 inline constexpr unsigned kMaxGridX = 2147483647;
 inline constexpr unsigned kMaxGridYZ = 65535;
 
@@ -55,7 +55,7 @@ struct CurrentThread {
 };
 inline constinit CurrentThread current;
 
-// Returns when all threads of the block have come to it.
+// Returns when all threads of the block have reached it.
 void MeetInBlock(const char* what);
 
 // What the lanes of a warp do together: each brings an argument, and the last to come computes for
@@ -63,7 +63,7 @@ void MeetInBlock(const char* what);
 using WarpArguments = std::array<void*, kWarpThreads>;
 using WarpExchange = void (*)(const WarpArguments& arguments);
 
-// Returns once `exchange` has run, which may be nullptr: lanes only meet.
+// Returns once `exchange` has run, which is nullable: then lanes only meet.
 void MeetInWarp(const char* what, WarpExchange exchange, void* argument);
 
 // Ends the process with `problem`, the kernel, the block and the thread.

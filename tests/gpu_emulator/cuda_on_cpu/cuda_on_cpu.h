@@ -1,8 +1,8 @@
 // In place of launch.cuh when a kernel file is compiled for the CPU, as plain C++: the same names,
 // and no others, so that a kernel which needs more of CUDA does not compile here. The file is
-// included before all else by -include. How threads run is said in block_run.h.
+// included before all else by -include. block_run.h describes how threads run.
 //
-// Loads and stores of vectors must be aligned, as on a GPU: the sanitizers say so where they are
+// Loads and stores of vectors must be aligned, as on a GPU: the sanitizers report it where they are
 // not.
 #ifndef BALLAST_TESTS_GPU_EMULATOR_CUDA_ON_CPU_CUDA_ON_CPU_H_
 #define BALLAST_TESTS_GPU_EMULATOR_CUDA_ON_CPU_CUDA_ON_CPU_H_
@@ -34,7 +34,7 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
-// Blocks run one at a time. The section is known by name to whoever poisons it.
+// Blocks run one at a time. The section has a name, so that it can be poisoned.
 #define __shared__ static __attribute__((section("ballast_shared")))
 
 inline constexpr const uint3& threadIdx = ballast::worker::cuda::current.thread;

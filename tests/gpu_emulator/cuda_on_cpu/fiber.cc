@@ -173,7 +173,7 @@ Fiber::~Fiber() {
   __tsan_destroy_fiber(tsan_fiber_);
 #endif
 #if defined(BALLAST_ASAN)
-  ASAN_UNPOISON_MEMORY_REGION(mapping_, mapping_bytes_);  // Whoever gets these pages next.
+  ASAN_UNPOISON_MEMORY_REGION(mapping_, mapping_bytes_);  // For the next user of these pages.
 #endif
   munmap(mapping_, mapping_bytes_);
 }
@@ -192,7 +192,7 @@ void Fiber::SwitchTo(Fiber& next) {
 
 void Fiber::AfterSwitch() {
 #if defined(BALLAST_ASAN)
-  // The OS thread's own stack is known only to the sanitizer, which says it here.
+  // Only the sanitizer knows the OS thread's own stack; it returns it here.
   const void* bottom = nullptr;
   size_t bytes = 0;
   __sanitizer_finish_switch_fiber(fake_stack_, &bottom, &bytes);

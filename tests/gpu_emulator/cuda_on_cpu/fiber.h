@@ -1,5 +1,5 @@
 // A thread of control with a stack of its own, that runs when another of the same OS thread
-// switches to it. Sanitizers are told of every switch.
+// switches to it. Sanitizers are notified of every switch.
 //
 // Threads: a fiber belongs to the OS thread that made it.
 #ifndef BALLAST_TESTS_GPU_EMULATOR_CUDA_ON_CPU_FIBER_H_

@@ -52,7 +52,7 @@ TEST(TokenData, ABatchIsAFunctionOfSeedStepAndMicroStep) {
   const auto inputs = [&](BatchPosition position) { return data.Slice(position, 4, 0, 1).inputs; };
   const BatchPosition position{.seed = 1, .step = 5, .micro_step = 1};
   const std::vector<int32_t> first = inputs(position);
-  inputs({.seed = 1, .step = 6, .micro_step = 0});  // What came between does not matter.
+  inputs({.seed = 1, .step = 6, .micro_step = 0});  // Earlier calls do not matter.
   EXPECT_EQ(inputs(position), first);
   EXPECT_EQ(SomeData().Slice(position, 4, 0, 1).inputs, first);
   EXPECT_NE(inputs({.seed = 2, .step = 5, .micro_step = 1}), first);
@@ -120,7 +120,7 @@ TEST(TokenData, ReadsTheFilesOfADirectoryInOrderAndLinksOnce) {
 
 TEST(TokenData, DefaultTextIsThere) { EXPECT_TRUE(TokenData::Read(kDefaultText, 100000).ok()); }
 
-// A directory for files, and what Read says about one.
+// A directory for files, and the error of Read for one.
 class Files {
  public:
   explicit Files(const std::string& name) : temp_(name) {

@@ -20,8 +20,8 @@
 #define __has_feature(feature) 0
 #endif
 
-// Of this thread, by any operator new of this program. ThreadSanitizer has operators of its own,
-// which cannot be replaced; nothing is counted there.
+// Allocations of this thread, by any operator new of this program. ThreadSanitizer has operators of
+// its own, which cannot be replaced; nothing is counted there.
 static thread_local uint64_t allocations = 0;
 
 #if !__has_feature(thread_sanitizer)

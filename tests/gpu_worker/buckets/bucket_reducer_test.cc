@@ -53,7 +53,7 @@ struct Consumed {
 // Collects what the reducer hands over; read after FinishMicroStep.
 struct Sink {
   BucketReducer::Consumer Consumer() {
-    return [this](const ReducedShard& shard) {
+    return [this](const ReducedGradient& shard) {
       consumed.push_back({.bucket = shard.bucket,
                           .micro_step_begin = shard.micro_step_begin,
                           .micro_step_end = shard.micro_step_end,
@@ -101,7 +101,8 @@ TEST(BucketReducer, ReducesABucketBeforeBackwardEnds) {
   CondVar changed;
   int handed_over = 0;
   BucketReducer reducer(*fixture.layout, fixture.buckets, fixture.backward_order,
-                        {absl::MakeSpan(fixture.gradients)}, collective, [&](const ReducedShard&) {
+                        {absl::MakeSpan(fixture.gradients)}, collective,
+                        [&](const ReducedGradient&) {
                           MutexLock lock(mutex);
                           ++handed_over;
                           changed.NotifyAll();
@@ -125,7 +126,7 @@ TEST(BucketReducer, AParameterWithoutAGradientCountsAsZerosAndIsNotUsed) {
   Sink sink;
   BucketReducer reducer(*fixture.layout, fixture.buckets, fixture.backward_order,
                         {absl::MakeSpan(fixture.gradients)}, collective, sink.Consumer());
-  for (int p = 0; p < 4; ++p) fixture.Write(p, 7.0f);  // Of an earlier micro-step.
+  for (int p = 0; p < 4; ++p) fixture.Write(p, 7.0f);  // An earlier micro-step's.
   reducer.StartMicroStep(0, 1);
   for (const int p : {3, 0}) reducer.GradientReady(p);
   const ReducedMicroStep reduced = reducer.FinishMicroStep().value();
@@ -246,7 +247,7 @@ TEST(BucketReducer, AMicroStepAddsNothingForWhatItsBackwardDidNotReach) {
   }
 }
 
-// A world of one that fails where it is told to, and notes where what it reduced lay.
+// A world of one that fails where a test asks for it, and notes the memory that it reduced.
 class NotingCollective final : public Collective {
  public:
   int rank() const override { return 0; }

@@ -79,7 +79,7 @@ TEST(GradientBucketDeathTest, WritingFromTheSealToTheReleaseAborts) {
          {BucketState::kSealed, BucketState::kReducing, BucketState::kReduced}) {
       GradientBucket bucket = BucketIn(state, micro_steps);
       EXPECT_DEATH(bucket.CompleteOne(), "filling bucket");
-      EXPECT_DEATH(bucket.StartFilling(0, micro_steps), "come once each|a bucket goes from");
+      EXPECT_DEATH(bucket.StartFilling(0, micro_steps), "are added once each|a bucket goes from");
       EXPECT_DEATH(bucket.StartAccumulating(), "several micro-steps|a bucket goes from");
       EXPECT_DEATH(bucket.FinishAccumulating(), "a bucket goes from");
     }
@@ -119,16 +119,16 @@ TEST(GradientBucketDeathTest, SealingBeforeTheLastMicroStepIsInTheAccumulatorAbo
   bucket.StartAccumulating();
   EXPECT_DEATH(bucket.Seal(), "last micro-step in the accumulator");
   bucket.FinishAccumulating();
-  EXPECT_DEATH(bucket.StartFilling(3, 3), "come once each");
+  EXPECT_DEATH(bucket.StartFilling(3, 3), "are added once each");
   bucket.Seal();
 }
 
 TEST(GradientBucketDeathTest, MicroStepsOutOfOrderAbort) {
-  EXPECT_DEATH(GradientBucket(1).StartFilling(1, 3), "come once each and in order");
+  EXPECT_DEATH(GradientBucket(1).StartFilling(1, 3), "are added once each and in order");
   GradientBucket bucket = BucketIn(BucketState::kAccumulated, 3);
-  EXPECT_DEATH(bucket.StartFilling(0, 3), "come once each and in order");
-  EXPECT_DEATH(bucket.StartFilling(2, 3), "come once each and in order");
-  EXPECT_DEATH(bucket.StartFilling(1, 2), "come once each and in order");
+  EXPECT_DEATH(bucket.StartFilling(0, 3), "are added once each and in order");
+  EXPECT_DEATH(bucket.StartFilling(2, 3), "are added once each and in order");
+  EXPECT_DEATH(bucket.StartFilling(1, 2), "are added once each and in order");
   bucket.StartFilling(1, 3);
 }
 

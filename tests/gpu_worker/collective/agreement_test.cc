@@ -18,14 +18,14 @@ using testing::Each;
 using testing::HasSubstr;
 using testing::StartsWith;
 
-// What each of three ranks is told.
+// What each of three ranks gets.
 std::vector<absl::Status> Told(
     const std::function<std::vector<AgreedSetting>(int rank)>& settings_of) {
-  std::vector<absl::Status> told(3);
+  std::vector<absl::Status> statuses(3);
   RunRanks(3, [&](Collective& collective) {
-    told[collective.rank()] = CheckAgreement(settings_of(collective.rank()), collective);
+    statuses[collective.rank()] = CheckAgreement(settings_of(collective.rank()), collective);
   });
-  return told;
+  return statuses;
 }
 
 std::vector<std::string> Refusals(
@@ -76,15 +76,15 @@ TEST(Agreement, OfSeveralDifferencesTheFirstRanksFirstIsNamed) {
 
 // Programs of different versions have different settings, and messages of one size all the same.
 TEST(Agreement, ASettingThatOnlyOneRankHasIsADifference) {
-  const std::vector<std::string> told = Refusals([](int rank) -> std::vector<AgreedSetting> {
+  const std::vector<std::string> statuses = Refusals([](int rank) -> std::vector<AgreedSetting> {
     std::vector<AgreedSetting> settings = {{"--width", "64"}};
     if (rank == 2) settings.push_back({"--depth", ""});
     return settings;
   });
-  EXPECT_THAT(told[0], StartsWith("rank 2 and rank 0 were started differently: they differ in "
-                                  "their versions;"));
-  EXPECT_EQ(told[1], told[0]);
-  EXPECT_THAT(told[2], HasSubstr("they differ in --depth;"));
+  EXPECT_THAT(statuses[0], StartsWith("rank 2 and rank 0 were started differently: they differ in "
+                                      "their versions;"));
+  EXPECT_EQ(statuses[1], statuses[0]);
+  EXPECT_THAT(statuses[2], HasSubstr("they differ in --depth;"));
 }
 
 TEST(Agreement, TheSameValueOfAnotherSettingIsADifference) {
@@ -96,7 +96,7 @@ TEST(Agreement, TheSameValueOfAnotherSettingIsADifference) {
 
 TEST(Agreement, AnErrorOfTheCollectiveIsPassedOn) {
   RunRanks(2, [](Collective& collective) {
-    if (collective.rank() == 1) return;  // Gone before it has said anything.
+    if (collective.rank() == 1) return;  // It ends before it has sent anything.
     const absl::Status status = CheckAgreement({{"--width", "64"}}, collective);
     EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
   });
@@ -105,7 +105,7 @@ TEST(Agreement, AnErrorOfTheCollectiveIsPassedOn) {
 TEST(AgreementDeathTest, MoreSettingsThanAMessageHoldsAbort) {
   SingleCollective collective;
   const std::vector<AgreedSetting> settings(kMaxAgreedSettings + 1, {"--width", "64"});
-  EXPECT_DEATH(CheckAgreement(settings, collective).IgnoreError(), "the message holds all");
+  EXPECT_DEATH(CheckAgreement(settings, collective).IgnoreError(), "the message has room for all");
 }
 
 }  // namespace

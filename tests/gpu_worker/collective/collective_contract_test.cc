@@ -1,4 +1,6 @@
 // What every Collective promises, run on each implementation and several world sizes.
+#include <gloo/rendezvous/file_store.h>
+#include <gloo/rendezvous/hash_store.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -9,6 +11,7 @@
 #include <array>
 #include <atomic>
 #include <cstring>
+#include <filesystem>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -17,6 +20,7 @@
 #include "gpu_worker/base/random.h"
 #include "gpu_worker/collective/collective.h"
 #include "tests/gpu_worker/collective/ranks.h"
+#include "tests/gpu_worker/temp_path.h"
 
 namespace ballast::worker {
 namespace {
@@ -206,24 +210,20 @@ TEST(GlooCollective, APeerThatIsGoneGivesAnErrorThatNamesIt) {
 TEST(GlooCollective, APeerThatIsKilledInMidMessageIsNamedAtOnce) {
   constexpr size_t kElements = 2 << 20;  // More than the kernel's buffers hold.
   for (int kill_after_ms = 0; kill_after_ms < 40; kill_after_ms += 4) {
-    std::array<int, 2> port_pipe;
-    ASSERT_EQ(pipe(port_pipe.data()), 0);
+    const TempPath directory("store");
+    std::filesystem::create_directory(directory.str());
     std::vector<float> input(2 * kElements), shard(kElements);
     const pid_t peer = fork();
     if (peer == 0) {
-      int port = 0;
-      if (read(port_pipe[0], &port, sizeof(port)) != sizeof(port)) _exit(1);
-      const auto store = TcpStore::Open({.rank = 1, .world_size = 2, .port = port}).value();
-      const auto collective = ConnectGloo({.rank = 1, .world_size = 2}, *store).value();
+      gloo::rendezvous::FileStore store(directory.str());
+      const auto collective = ConnectGloo({.rank = 1, .world_size = 2}, store).value();
       while (collective->ReduceScatterSum(input, absl::MakeSpan(shard)).ok()) {
       }
       _exit(1);
     }
-    const auto store = TcpStore::Open({.rank = 0, .world_size = 2}).value();
-    const int port = store->port();
-    ASSERT_EQ(write(port_pipe[1], &port, sizeof(port)), sizeof(port));
+    gloo::rendezvous::FileStore store(directory.str());
     const auto collective =
-        ConnectGloo({.rank = 0, .world_size = 2, .timeout = std::chrono::seconds(20)}, *store)
+        ConnectGloo({.rank = 0, .world_size = 2, .timeout = std::chrono::seconds(20)}, store)
             .value();
     std::thread killer([&] {
       // Not to wait for anything: any instant is as good, and one of several hits a message.
@@ -235,7 +235,6 @@ TEST(GlooCollective, APeerThatIsKilledInMidMessageIsNamedAtOnce) {
     }
     killer.join();
     waitpid(peer, nullptr, 0);
-    for (const int end : port_pipe) close(end);
     ASSERT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
     ASSERT_THAT(status.message(), HasSubstr("lost rank 1"));
   }
@@ -243,11 +242,11 @@ TEST(GlooCollective, APeerThatIsKilledInMidMessageIsNamedAtOnce) {
 
 TEST(GlooCollective, APeerThatNeverArrivesGivesAnErrorThatNamesIt) {
   constexpr std::chrono::milliseconds kTimeout{300};
-  const auto store = TcpStore::Open({.rank = 0, .world_size = 2, .timeout = kTimeout}).value();
+  gloo::rendezvous::HashStore store;
   const absl::Status status =
-      ConnectGloo({.rank = 0, .world_size = 2, .connect_timeout = kTimeout}, *store).status();
+      ConnectGloo({.rank = 0, .world_size = 2, .connect_timeout = kTimeout}, store).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
-  EXPECT_THAT(status.message(), HasSubstr("rank 1 did not come"));
+  EXPECT_THAT(status.message(), HasSubstr("key(s): 1"));  // A rank's number.
   EXPECT_THAT(status.message(), HasSubstr("start 2 workers"));
 }
 

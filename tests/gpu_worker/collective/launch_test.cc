@@ -4,6 +4,9 @@
 #include <gtest/gtest.h>
 
 #include <map>
+#include <thread>
+
+#include "tests/gpu_worker/held_port.h"
 
 namespace ballast::worker {
 namespace {
@@ -49,6 +52,35 @@ TEST(Launch, NamesTheVariableThatIsWrong) {
               HasSubstr("RANK=2 must be less than WORLD_SIZE=2"));
   EXPECT_THAT(message({{"LOCAL_RANK", "-1"}}), HasSubstr("LOCAL_RANK=-1"));
   EXPECT_THAT(message({{"MASTER_PORT", "70000"}}), HasSubstr("MASTER_PORT=70000"));
+}
+
+TEST(Launch, ConnectsTheWorkersOfOneMasterPort) {
+  const HeldPort held;
+  const auto sum_of_ranks = [&](int rank) {
+    const auto collective =
+        ConnectWorkers({.rank = rank, .world_size = 3, .master_port = held.port()},
+                       std::chrono::seconds(30))
+            .value();
+    double sum = collective->rank();
+    EXPECT_TRUE(collective->AllReduceSum({&sum, 1}).ok());
+    return sum;
+  };
+  std::thread other([&] { EXPECT_EQ(sum_of_ranks(1), 3); });
+  std::thread another([&] { EXPECT_EQ(sum_of_ranks(2), 3); });
+  EXPECT_EQ(sum_of_ranks(0), 3);
+  other.join();
+  another.join();
+}
+
+TEST(Launch, NamesTheWorkerThatDoesNotArrive) {
+  const HeldPort held;
+  const absl::Status status =
+      ConnectWorkers({.world_size = 2, .master_port = held.port()}, std::chrono::milliseconds(300))
+          .status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(status.message(),
+            "rank 0: rank 1 did not arrive in time; start 2 workers with the same MASTER_ADDR and "
+            "MASTER_PORT");
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 #ifndef BALLAST_TESTS_GPU_WORKER_COLLECTIVE_RANKS_H_
 #define BALLAST_TESTS_GPU_WORKER_COLLECTIVE_RANKS_H_
 
+#include <gloo/rendezvous/hash_store.h>
 #include <signal.h>
 
 #include <chrono>
@@ -13,14 +14,13 @@
 #include "gpu_worker/collective/collective.h"
 #include "gpu_worker/collective/gloo_collective.h"
 #include "gpu_worker/collective/single_collective.h"
-#include "gpu_worker/collective/tcp_store.h"
 
 namespace ballast::worker {
 
 enum class Backend { kSingle, kGloo };
 
-// Calls body(collective) on `world_size` threads and waits for all. Rank 0 takes any free port.
-// `timeout` is of each operation, not of connecting, which a busy machine may delay.
+// Calls body(collective) on `world_size` threads and waits for all. `timeout` is of each operation,
+// not of connecting, which a busy machine may delay.
 inline void RunRanks(Backend backend, int world_size, std::chrono::milliseconds timeout,
                      const std::function<void(Collective&)>& body) {
   if (backend == Backend::kSingle) {
@@ -29,20 +29,12 @@ inline void RunRanks(Backend backend, int world_size, std::chrono::milliseconds 
     return;
   }
   signal(SIGPIPE, SIG_IGN);  // As ballast-worker does: a lost peer is an error.
-  const std::unique_ptr<TcpStore> served =
-      TcpStore::Open({.rank = 0, .world_size = world_size}).value();
+  gloo::rendezvous::HashStore store;
   std::vector<std::thread> ranks;
   for (int rank = 0; rank < world_size; ++rank) {
     ranks.emplace_back([&, rank] {
-      std::unique_ptr<TcpStore> connected;
-      if (rank > 0) {
-        connected = TcpStore::Open({.rank = rank, .world_size = world_size, .port = served->port()})
-                        .value();
-      }
       const std::unique_ptr<Collective> collective =
-          ConnectGloo({.rank = rank, .world_size = world_size, .timeout = timeout},
-                      rank > 0 ? *connected : *served)
-              .value();
+          ConnectGloo({.rank = rank, .world_size = world_size, .timeout = timeout}, store).value();
       body(*collective);
     });
   }

@@ -48,7 +48,7 @@ std::vector<std::vector<float>> ReducedGradients(int world_size, double* loss_su
     }
     BucketReducer reducer(job.layout, job.buckets, model->backward_order(),
                           {model->gradients(0), model->gradients(1)}, collective,
-                          [&](const ReducedShard& shard) {
+                          [&](const ReducedGradient& shard) {
                             const Bucket& bucket = job.buckets[shard.bucket];
                             const std::lock_guard lock(mutex);
                             std::copy(shard.values.begin(), shard.values.end(),

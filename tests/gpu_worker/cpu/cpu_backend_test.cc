@@ -80,8 +80,8 @@ struct Settings {
   float spoilt = 0;
 };
 
-// One rank: its backend, and a sink that keeps what comes and says what it was told to.
-class Rank {
+// One rank: its backend, and the sink, which keeps what arrives and returns what it was given.
+class Rank final : public GradientSink {
  public:
   explicit Rank(Collective& collective, const Settings& settings = {})
       : job_(JobOf(collective.world_size())),
@@ -89,20 +89,20 @@ class Rank {
         backend_(settings.options,
                  std::make_unique<PlainModel>(collective.rank(), settings.reaches, settings.spoilt),
                  job_, collective) {
-    backend_.Start({.push =
-                        [this](client::GradientPush push) {
-                          ++calls_;
-                          Keep(push);
-                          push.released();
-                          return answer_to_push_;
-                        },
-                    .end_micro_step =
-                        [this](uint32_t micro_step, const UsedParameters& used) {
-                          ++calls_;
-                          ended_after_[micro_step] = pushed_.size();
-                          used_ = used;
-                          return answer_to_end_;
-                        }});
+    backend_.Start(*this);
+  }
+
+  absl::Status Push(client::GradientPush push) override {
+    ++calls_;
+    Keep(push);
+    push.released();
+    return answer_to_push_;
+  }
+  absl::Status EndMicroStep(uint32_t micro_step, const UsedParameters& used) override {
+    ++calls_;
+    ended_after_[micro_step] = pushed_.size();
+    used_ = used;
+    return answer_to_end_;
   }
 
   absl::Status MicroStep(uint32_t micro_step, uint32_t of) {
@@ -233,7 +233,7 @@ TEST(CpuBackend, ASecondStepBeginsItsLossAndTimesAnew) {
 TEST(CpuBackend, GradientsLieInTheOptimizersMemoryWhereItGivesSome) {
   RunRanks(1, [](Collective& collective) {
     Rank rank(collective);
-    std::map<int, std::vector<std::byte>> memory;  // Of chunks with an even index.
+    std::map<int, std::vector<std::byte>> memory;  // For chunks with an even index.
     for (int chunk = 0; chunk < static_cast<int>(rank.my_chunks().size()); chunk += 2) {
       memory[chunk].resize(rank.job().layout.chunks()[chunk].elements * sizeof(uint16_t));
     }
@@ -296,7 +296,7 @@ TEST(CpuBackend, AnErrorOfTheSinkEndsTheStepOnOneRankAndNoCollectiveOfTheOthers)
         const absl::StatusOr<FinishedStep> finished = rank.backend().FinishStep();
         if (fails) {
           EXPECT_EQ(finished.status(), gone);
-          // Not once after its error, which came in the first micro-step, or with the sums of all.
+          // Not after its error, in the first micro-step or with the sums of all.
           const bool sums = accumulation == Accumulation::kWorker;
           const int before = at_end && !sums   ? static_cast<int>(rank.my_chunks().size())
                              : !at_end && sums ? 2

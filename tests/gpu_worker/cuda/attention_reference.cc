@@ -71,7 +71,7 @@ class Head {
   const int context;
   const int width;
   const double scale;
-  const int64_t statistics;  // Of row 0 in logsumexp.
+  const int64_t statistics;  // Index of row 0 in logsumexp.
 
  private:
   const int total_width_;
@@ -137,7 +137,7 @@ AttentionForwardReference ReferenceForward(const AttentionShape& shape,
       reference.logsumexp.bounds[head.statistics + row] =
           scores.bound + kSum * (1 + std::fabs(logsumexp));
 
-      // Of a probability: its score's error, and that of all scores in what it is divided by.
+      // A probability has its score's error, and that of all scores in its divisor.
       const double relative = kRounding + 2 * scores.bound + 2 * kSum;
       std::vector<double> out(head.width), bounds(head.width);
       for (int j = 0; j <= row; ++j) {

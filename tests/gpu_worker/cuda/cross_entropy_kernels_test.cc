@@ -13,7 +13,7 @@ namespace {
 struct Case {
   int64_t rows;
   int vocabulary;
-  float spread = 3;  // Of the logits.
+  float spread = 3;  // The logits'.
 };
 
 const Case kCases[] = {
@@ -25,7 +25,7 @@ std::vector<int32_t> RandomTargets(const Case& c, uint64_t seed) {
   for (int64_t row = 0; row < c.rows; ++row) {
     targets[row] = static_cast<int32_t>(RandomBits(seed, 3, row) % c.vocabulary);
   }
-  targets[0] = c.vocabulary - 1;  // Whoever has the end of the row.
+  targets[0] = c.vocabulary - 1;  // The lane at the end of the row.
   return targets;
 }
 
@@ -114,8 +114,8 @@ TEST_F(CrossEntropyKernels, RepeatsToTheBit) {
 
 TEST_F(CrossEntropyKernels, LossesAreSummedInDouble) {
   for (const size_t rows : {1, 31, 1024, 5003}) {
-    const auto losses =
-        RandomFloats(rows, 6, 1.1f);  // Of 24 bits, so that no sum of fp32 is exact.
+    // Of 24 bits, so that no sum of fp32 is exact.
+    const auto losses = RandomFloats(rows, 6, 1.1f);
     double expected = 0;
     for (const float loss : losses) expected += loss;
     EXPECT_NEAR(SumOf(losses, /*add=*/false, NAN), expected, 1e-10) << rows;

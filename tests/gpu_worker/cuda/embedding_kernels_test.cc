@@ -21,7 +21,7 @@ std::vector<int32_t> RandomTokens(int64_t count, int vocabulary, uint64_t seed) 
 struct Case {
   EmbeddingShape shape;
   int vocabulary;
-  size_t offset = 0;  // Of the parameters, in elements: 1 keeps packs from being loaded.
+  size_t offset = 0;  // The parameters', in elements: 1 prevents loads of packs.
 };
 
 const Case kCases[] = {

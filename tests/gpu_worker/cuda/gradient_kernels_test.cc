@@ -81,7 +81,7 @@ TEST_F(GradientKernels, TheFirstNonFiniteElementIsFoundWhereverItIs) {
   for (const size_t at : {0, 1, 3, 4, 517, 1026, 1029}) {
     std::vector<float> values = RandomFloats(1030, 5);
     values[at] = at % 2 == 0 ? NAN : -INFINITY;
-    if (at < 1029) values[at + 1] = INFINITY;  // Of the same thread, as a rule.
+    if (at < 1029) values[at + 1] = INFINITY;  // Mostly the same thread's.
     EXPECT_EQ(FirstNonFinite(values, DType::kFloat32, 5000), 5000 + at);
   }
 }
@@ -95,7 +95,7 @@ TEST_F(GradientKernels, AnEarlierFindStays) {
 }
 
 TEST_F(GradientKernels, WhatRoundsToInfinityIsNotFinite) {
-  // Of each format: the last value that rounds to a finite one, and the first that does not.
+  // For each format: the last value that rounds to a finite one, and the first that does not.
   const std::vector<float> bf16 = {0x1.fefffep127f, 0x1.ffp127f};
   EXPECT_EQ(FirstNonFinite(bf16, DType::kBFloat16, 0), 1u);
   EXPECT_EQ(FirstNonFinite(bf16, DType::kFloat32, 0), kNoneNonFinite);

@@ -13,7 +13,7 @@ namespace {
 
 struct Case {
   LayerNormShape shape;
-  size_t offset = 0;  // Of the parameters, in elements: 1 keeps packs from being loaded.
+  size_t offset = 0;  // The parameters', in elements: 1 prevents loads of packs.
 
   size_t elements() const { return shape.rows * shape.width; }
   std::string name() const {

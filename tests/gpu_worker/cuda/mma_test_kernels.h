@@ -21,7 +21,7 @@ absl::Status LoadTiles(DeviceStream& stream, const BFloat16Bits* matrices, bool 
                        uint32_t* registers);
 
 // CopyAsync of each lane's 16 bytes, if the lane's bit of `present` is set, and of its 4 bytes, in
-// two groups. `first` is what is there once the first group has come, `both` once both have.
+// two groups. `first` is what is there once the first group has arrived, `both` once both have.
 inline constexpr int kCopiedBytes = 32 * (16 + 4);
 absl::Status CopyThroughShared(DeviceStream& stream, const std::byte* from, uint32_t present,
                                std::byte* first, std::byte* both);

@@ -31,7 +31,7 @@ class DeviceCollectiveContract : public testing::TestWithParam<DeviceWorld> {
 INSTANTIATE_TEST_SUITE_P(Worlds, DeviceCollectiveContract, testing::ValuesIn(DeviceWorlds()),
                          [](const auto& info) { return info.param.name; });
 
-// Elements on the device. Copies are given to a stream, and nobody waits for them but Read.
+// Elements on the device. Copies are given to a stream, and only Read waits for them.
 template <typename T>
 class OnDevice {
  public:

@@ -21,7 +21,7 @@ struct DeviceRank {
 struct DeviceWorld {
   std::string name;  // Letters and digits, for the tests' names.
   int world_size = 1;
-  std::string missing;  // Why it cannot be had on this machine; tests skip then, and say so.
+  std::string missing;  // Why this machine does not have it; tests then skip with this reason.
   // Calls `body` for each rank, on a thread of its own if there are several, and waits for all.
   std::function<void(const std::function<void(const DeviceRank& rank)>& body)> run;
 };

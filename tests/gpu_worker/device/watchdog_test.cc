@@ -26,7 +26,7 @@ struct Work {
 class WorkEvent final : public DeviceEvent {
  public:
   explicit WorkEvent(Work& work) : work_(work) {}
-  absl::Status Synchronize() override { return absl::UnimplementedError("nobody may wait here"); }
+  absl::Status Synchronize() override { return absl::UnimplementedError("not to be waited for"); }
   absl::StatusOr<bool> Done() override {
     if (!work_.error.ok()) return work_.error;
     return work_.done.load();
@@ -101,7 +101,7 @@ TEST_F(WatchdogOfOperations, CountsTheTimeOfEachFromTheEndOfTheOneBefore) {
   Pass(absl::Seconds(9));
   first.done = true;
   EXPECT_TRUE(Look().ok());
-  Pass(absl::Seconds(9));  // 18 s after it was given, 9 s after its turn came.
+  Pass(absl::Seconds(9));  // 18 s after it was given, 9 s after its turn.
   EXPECT_TRUE(Look().ok());
   Pass(absl::Seconds(1));
   EXPECT_EQ(Look().code(), absl::StatusCode::kDeadlineExceeded);
@@ -143,7 +143,7 @@ TEST_F(WatchdogOfOperations, GivesEventsBackOnceTheirOperationIsDone) {
   EXPECT_EQ(watchdog_.TakeEvent(), nullptr);
 }
 
-// With its own thread and the real time: nobody calls it, and it aborts all the same.
+// With its own thread and the real time: it aborts without a call.
 TEST(WatchdogThread, AbortsWhatNobodyWaitsFor) {
   Work work;
   absl::Notification aborted;

@@ -85,7 +85,7 @@ TEST(Activations, EachTensorHasMemoryOfItsOwnAndOfItsSize) {
 
 TEST(Activations, WhatDoesNotFitIsSaidWithItsSizesAndNothingIsKept) {
   constexpr GptConfig kLarge{.layers = 12, .heads = 12, .width = 768, .context = 1024};
-  // Of a token, in bytes: twelve blocks, the last layer norm, and what there is once.
+  // Bytes of a token: twelve blocks, the last layer norm, and what there is once.
   constexpr int64_t kNorm = 2 * 768 * 2 + 2 * 4;
   constexpr int64_t kBlock = 2 * kNorm + (3 + 1 + 4 + 4) * 768 * 2 + 12 * 4;
   constexpr int64_t kToken = 12 * kBlock + kNorm + 256 * 2 + 4 + (1 + 1 + 4) * 768 * 2;

@@ -101,7 +101,7 @@ TEST_P(DeviceGptOrder, EventsComeOnceAndInOrder) {
   EXPECT_THAT(written, testing::UnorderedElementsAreArray(all));
 }
 
-// Weights arrive only once the pass says that it is about to read them.
+// Weights arrive only once the pass announces that it is about to read them.
 TEST_P(DeviceGptOrder, ReadsNoWeightsBeforeItSaysSo) {
   const Batch batch = SomeBatch(kConfig, 2, 16);
   const PassResult expected = gpt_.Pass(batch);
@@ -208,7 +208,7 @@ TEST(DeviceGptMemory, SaysWhatToMakeSmallerWhereThereIsTooLittle) {
   EXPECT_EQ(device.allocated_bytes(), 0);
 }
 
-// Wherever the device fails, the pass says so and does not go on.
+// Wherever the device fails, the pass returns that and does not go on.
 TEST_P(DeviceGptOrder, AFailureOfTheDeviceIsThePasses) {
   const Batch batch = SomeBatch(kConfig, 2, 16);
   int operations = 0;

@@ -66,10 +66,10 @@ double Norm(const std::vector<float>& values) {
   return std::sqrt(squares);
 }
 
-// Of gradients, relative to the parameter's norm. Between a weight and its gradient stand some
-// tens of activations that were rounded to bf16, each off by 2^-9 of itself at most and by half of
-// that in the mean; such errors add up like the sides of a right triangle. A term that is missing
-// or wrong is off by far more.
+// The error of gradients, relative to the parameter's norm. Between a weight and its gradient are
+// some tens of activations that were rounded to bf16, each off by 2^-9 of itself at most and by
+// half of that in the mean; such errors add up like the sides of a right triangle. A term that is
+// missing or wrong is off by far more.
 constexpr double kGradientTolerance = 0.02;
 // The loss is a mean of many rows: their errors all but cancel.
 constexpr double kLossTolerance = 2e-3;

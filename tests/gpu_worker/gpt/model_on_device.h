@@ -70,7 +70,7 @@ struct PassResult {
   double loss = 0;
   std::vector<std::vector<float>> gradients;
 
-  // Of the same bits.
+  // From the same bits.
   bool operator==(const PassResult& other) const {
     if (std::memcmp(&loss, &other.loss, sizeof(loss)) != 0) return false;
     for (size_t p = 0; p < gradients.size(); ++p) {

@@ -80,7 +80,7 @@ TEST_P(TokenUploads, ABatchIsThereWithTheRowsOfEachToken) {
 }
 
 // The caller runs ahead: its batches are gone, and the memory that they were put into is used
-// again, before the device has come to them.
+// again, before the device has reached them.
 TEST_P(TokenUploads, UploadsOneAfterAnotherAreEachReadAsTheyWere) {
   constexpr int kUploads = 9;
   std::list<Found> found;
@@ -101,7 +101,7 @@ TEST_P(TokenUploads, UploadsOneAfterAnotherAreEachReadAsTheyWere) {
 }
 
 TEST(TokenUpload, WaitsForTheCopiesOfTheCallBeforeTheLastAlone) {
-  FakeDevice device({.seed = 0});  // Does nothing that nobody waits for.
+  FakeDevice device({.seed = 0});  // Does only what is waited for.
   const auto compute = device.CreateStream("compute").value();
   const auto upload = TokenUpload::Create(device, kRows).value();
   std::atomic<bool> begun = false;

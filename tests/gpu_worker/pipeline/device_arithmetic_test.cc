@@ -198,7 +198,7 @@ TEST(DeviceArithmetic, HasTheBitsOfTheScalarOneOverSeveralStepsOfAnyLayout) {
   }
 }
 
-// Nothing else is called: whoever waits for the payload must not wait for the next one.
+// Nothing else is called: a thread that waits for the payload must not wait for the next one.
 TEST(DeviceArithmetic, ReleasesAPayloadWithoutBeingCalledAgain) {
   for (uint64_t seed = 0; seed < 8; ++seed) {
     std::mt19937_64 random(seed);
@@ -212,7 +212,7 @@ TEST(DeviceArithmetic, ReleasesAPayloadWithoutBeingCalledAgain) {
 }
 
 TEST(DeviceArithmetic, ReleasesPayloadsAndSaysSoWhenTheDeviceIsLost) {
-  // Operation `failing` (from 0) loses the device; an error is said if it came before the end.
+  // Operation `failing` (from 0) loses the device; an error is returned if that is before the end.
   const auto run = [](int failing, int* operations) {
     std::mt19937_64 random(3);
     const TrainingJob job = RandomJob(random, DType::kBFloat16, DType::kBFloat16);

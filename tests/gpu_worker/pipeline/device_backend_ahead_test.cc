@@ -1,6 +1,6 @@
 // Weights on their way back, on a device that does its work as late and in as odd an order as
-// streams and events allow: told as they come, ahead of their decision, and while the next step's
-// first forward pass is given; and what of all that a step's times say.
+// streams and events allow: announced as they arrive, provisional, and while the next step's first
+// forward pass is given; and the times that a step reports of it.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -22,9 +22,10 @@ constexpr uint64_t kSeeds = 8;
 // Seeds that have the device do all at once.
 constexpr uint64_t kPromptSeed = 3;
 
-constexpr uint64_t kWrong = 1000;  // A step whose weights nobody may read.
+constexpr uint64_t kWrong = 1000;  // A step whose weights no pass may read.
 
-// Of the bucket that a forward pass needs first: the one that its first parameter, "a", is in.
+// Whether a chunk is in the bucket that a forward pass needs first, that of its first parameter,
+// "a".
 bool IsFirst(const PipelineRank& rank, int chunk) {
   const Layout& layout = rank.job().layout;
   return layout.chunks()[chunk].group == layout.spec().parameters[0].group &&
@@ -106,10 +107,10 @@ TEST_P(DeviceBackendAhead, TheForwardPassBeginsWithTheFirstBucketsWhileOtherWeig
   }
 }
 
-// ---------------------------------------------------------------- ahead of the decision
+// ---------------------------------------------------------------- provisional weights
 
 // Each as soon as the chunk's gradient is final, while the pass goes on. Some stand, some are
-// dropped and come again, some never came ahead.
+// dropped and arrive again, some are never provisional.
 TEST(DeviceBackendAhead, WeightsAheadOfTheDecisionAreReadIfTheyStandAndNeverIfNot) {
   for (uint64_t seed = 0; seed < kSeeds; ++seed) {
     PipelineRank* self = nullptr;
@@ -205,7 +206,7 @@ TEST(DeviceBackendAhead, AbandonedWeightsHoldUpNoRankAndTheNextOnesAreRead) {
   }
 }
 
-// Some have come, and the gather waits for the rest.
+// Some have arrived, and the gather waits for the rest.
 TEST(DeviceBackendAhead, ABackendThatGoesWaitsForNoWeights) {
   for (uint64_t seed = 0; seed < kSeeds; ++seed) {
     std::atomic<bool> expected = false;
@@ -253,8 +254,8 @@ TEST(DeviceBackendAhead, ADeviceThatFailsEndsAForwardPassThatWaitsForWeights) {
 
 // ---------------------------------------------------------------- weights
 
-// A step's weights came and were told of; then the session was lost, and the committed weights are
-// read into the same places by one that tells nothing.
+// A step's weights arrived and were announced; then the session was lost, and another, which
+// announces nothing, reads the committed weights into the same places.
 TEST(DeviceBackendAhead, WeightsThatAreWrittenAgainAfterTheyWereToldAreTheOnesGathered) {
   for (uint64_t seed = 0; seed < kSeeds; ++seed) {
     PipelineRank rank({.device = {.seed = seed}});

@@ -32,7 +32,7 @@ TEST(DeviceBackendErrors, AnErrorOfTheSinkEndsTheStepOnOneRankAndNoCollectiveOfT
         options.backend.accumulation = accumulation;
         options.push = [&](client::GradientPush push) {
           push.released();
-          if (failing && ++calls == 3) return absl::AbortedError("an operator said so");
+          if (failing && ++calls == 3) return absl::AbortedError("an operator's abort");
           self->Note(push);
           return absl::OkStatus();
         };
@@ -43,7 +43,7 @@ TEST(DeviceBackendErrors, AnErrorOfTheSinkEndsTheStepOnOneRankAndNoCollectiveOfT
         const absl::StatusOr<FinishedStep> finished = rank.Passes(1);
         if (host.rank() == 0) {
           EXPECT_EQ(finished.status().code(), absl::StatusCode::kAborted);
-          EXPECT_THAT(finished.status().message(), HasSubstr("an operator said so"));
+          EXPECT_THAT(finished.status().message(), HasSubstr("an operator's abort"));
           EXPECT_THAT(finished.status().message(), HasSubstr("step 1: chunk"));
           EXPECT_EQ(calls, 3) << "the sink was called after its error";
           EXPECT_EQ(rank.pushed().size(), 2);
@@ -124,7 +124,7 @@ TEST(DeviceBackendErrors, ABackwardThatReachesNothingIsAnErrorOfThisRankAlone) {
 struct Outcome {
   absl::Status status;
   int operations = 0;
-  bool failed = false;  // The operation came before the destruction.
+  bool failed = false;  // The operation was before the destruction.
 };
 
 // With the optimizer's memory its weights come ahead, and under the next forward pass.
@@ -144,7 +144,7 @@ absl::Status GiveWeightsAhead(PipelineRank& rank, uint64_t step, uint64_t seed) 
   });
 }
 
-// Two steps and their weights; operation `failing` (from 0) says `error`.
+// Two steps and their weights; operation `failing` (from 0) returns `error`.
 Outcome RunUntilItFails(uint64_t seed, Where where, int failing, const absl::Status& error) {
   const bool on_device = where == Where::kOnDevice;
   std::atomic<int> operations = 0;

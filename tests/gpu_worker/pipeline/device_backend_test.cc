@@ -330,7 +330,7 @@ TEST(DeviceBackend, TellsATimelineWhatItsStreamsDid) {
     ASSERT_TRUE(rank.Create().ok());
     ASSERT_TRUE(rank.GiveWeights(0, seed).ok());
     ASSERT_TRUE(rank.Passes(1).ok());
-    rank.Destroy();  // All that was given is told of then.
+    rank.Destroy();  // All that was given is announced then.
     const size_t buckets = rank.job().buckets.size();
     const size_t chunks = rank.job().layout.chunks_of_rank(0).size();
     std::map<std::string, size_t> spans;
@@ -341,7 +341,7 @@ TEST(DeviceBackend, TellsATimelineWhatItsStreamsDid) {
       using Microseconds = std::chrono::duration<double, std::micro>;
       const Microseconds began(event["ts"].get<double>());
       const Microseconds ended(event["ts"].get<double>() + event["dur"].get<double>());
-      // Of what is written a microsecond's fraction is lost.
+      // The file drops fractions of a microsecond.
       EXPECT_GE(began, before.time_since_epoch() - std::chrono::microseconds(1));
       EXPECT_LE(ended, Timeline::Clock::now().time_since_epoch() + std::chrono::microseconds(1));
       EXPECT_GE(event["dur"].get<double>(), 0);

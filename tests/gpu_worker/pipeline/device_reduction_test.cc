@@ -25,7 +25,7 @@ using testing::HasSubstr;
 
 constexpr int kWorldSize = 2;
 constexpr int kRank = 1;
-constexpr float kOthers = 1000.0f;  // Of each element, what the other rank has.
+constexpr float kOthers = 1000.0f;  // The other rank's part of each element.
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 

@@ -40,7 +40,7 @@ class Clocks {
 
  private:
   static constexpr int64_t kStart = 1'000'000'000'000;
-  const double rate_;  // Of the device's clock, in the host's seconds.
+  const double rate_;  // The device's seconds in one of the host's.
   std::atomic<int64_t> host_ = kStart;
 };
 
@@ -55,7 +55,7 @@ double Microseconds(nanoseconds time) {
   return std::chrono::duration<double, std::micro>(time).count();
 }
 
-// A device on two clocks, a stream, and what of it came into the timeline.
+// A device on two clocks, a stream, and its spans in the timeline.
 class Traced {
  public:
   explicit Traced(FakeDeviceOptions options = {}, double rate = 1)
@@ -228,7 +228,7 @@ TEST(DeviceTrace, KeepsToTheHostsClockForHours) {
         traced.clocks().Pass(pauses[i % 3]);
         Shown truth;
         ASSERT_TRUE(traced.Work(milliseconds(1), &truth).ok());
-        // A second's difference between the clocks, and a microsecond for what a float says.
+        // A second's difference between the clocks, and a microsecond for a float's precision.
         ExpectNear(traced.AwaitSpans(i + 1).back(), truth, microseconds(41));
       }
     }
@@ -306,7 +306,7 @@ TEST(DeviceTrace, KeepsItsOldReadingWhileNewOnesAreWorse) {
 
 TEST(DeviceTrace, ReadsTheClocksWithoutTheWorkOfOtherStreams) {
   std::atomic<bool> done = false;
-  Traced traced({.seed = 0});  // Does nothing that nobody waits for.
+  Traced traced({.seed = 0});  // Does only what is waited for.
   ASSERT_TRUE(traced.Create().ok());
   ASSERT_TRUE(GiveToFakeStream(traced.stream(), "long", [&] { done = true; }).ok());
   const auto other = traced.device().CreateStream("copy_out").value();

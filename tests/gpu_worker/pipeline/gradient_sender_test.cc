@@ -15,7 +15,7 @@ namespace {
 using testing::ElementsAre;
 using testing::HasSubstr;
 
-class GradientSenderTest : public testing::Test {
+class GradientSenderTest : public testing::Test, private GradientSink {
  protected:
   void Open(uint64_t seed) {
     device_ = std::make_unique<FakeDevice>(FakeDeviceOptions{
@@ -24,19 +24,16 @@ class GradientSenderTest : public testing::Test {
         }});
     stream_ = device_->CreateStream("copy_out").value();
     sender_ = std::make_unique<GradientSender>(*device_, errors_, nullptr);
-    sender_->Start({.push =
-                        [this](client::GradientPush push) {
-                          told_.push_back(absl::StrCat("push ", push.chunk, " of ",
-                                                       static_cast<int>(push.payload[0])));
-                          push.released();
-                          return push.chunk == refused_ ? absl::InternalError("refused")
-                                                        : absl::OkStatus();
-                        },
-                    .end_micro_step =
-                        [this](uint32_t micro_step, const UsedParameters&) {
-                          told_.push_back(absl::StrCat("end ", micro_step));
-                          return absl::OkStatus();
-                        }});
+    sender_->Start(*this);
+  }
+  absl::Status Push(client::GradientPush push) override {
+    told_.push_back(absl::StrCat("push ", push.chunk, " of ", static_cast<int>(push.payload[0])));
+    push.released();
+    return push.chunk == refused_ ? absl::InternalError("refused") : absl::OkStatus();
+  }
+  absl::Status EndMicroStep(uint32_t micro_step, const UsedParameters&) override {
+    told_.push_back(absl::StrCat("end ", micro_step));
+    return absl::OkStatus();
   }
   // The payload gets its value by work of the stream.
   absl::Status Push(int chunk, uint32_t micro_step) {

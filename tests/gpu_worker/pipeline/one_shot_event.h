@@ -1,4 +1,4 @@
-// A door that a thread waits at, and that says whether it was opened in time.
+// An event that a thread waits for, and that returns whether it was set in time.
 #ifndef BALLAST_TESTS_GPU_WORKER_PIPELINE_ONE_SHOT_EVENT_H_
 #define BALLAST_TESTS_GPU_WORKER_PIPELINE_ONE_SHOT_EVENT_H_
 

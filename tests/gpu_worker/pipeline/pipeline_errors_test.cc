@@ -38,7 +38,7 @@ TEST(PipelineErrors, AFailureIsTheFirstAndStays) {
   int calls = 0;
   PipelineErrors errors([&] { ++calls; });
   errors.Fail(kLost);
-  errors.Fail(absl::DeadlineExceededError("what came of it"));
+  errors.Fail(absl::DeadlineExceededError("what followed"));
   for (int step = 0; step < 2; ++step) {
     errors.FailStep(kGone);
     EXPECT_EQ(errors.current(), kLost);
@@ -48,15 +48,16 @@ TEST(PipelineErrors, AFailureIsTheFirstAndStays) {
   EXPECT_EQ(calls, 1);
 }
 
-// In the same step: a backend whose device is lost must not say that the next step may work.
+// In the same step: a backend whose device is lost must not report an error that the next step may
+// survive.
 TEST(PipelineErrors, AFailureOutranksAnErrorOfTheStepAndTellsIt) {
   PipelineErrors errors([] {});
   errors.FailStep(kGone);
   errors.Fail(kLost);
-  for (const absl::Status& told : {errors.current(), errors.failure(), errors.FinishStep(),
-                                   errors.current(), errors.FinishStep()}) {
-    EXPECT_EQ(told.code(), kLost.code());
-    EXPECT_EQ(told.message(), "chunk 3: the service took it back; then: GPU 0 is lost");
+  for (const absl::Status& status : {errors.current(), errors.failure(), errors.FinishStep(),
+                                     errors.current(), errors.FinishStep()}) {
+    EXPECT_EQ(status.code(), kLost.code());
+    EXPECT_EQ(status.message(), "chunk 3: the service took it back; then: GPU 0 is lost");
   }
 }
 
@@ -74,7 +75,7 @@ TEST(PipelineErrors, WhoIsCalledFindsTheFailureAndNoLock) {
   PipelineErrors errors([&] {
     found = self->failure();
     self->FailStep(kGone);
-    self->Fail(absl::InternalError("what came of stopping"));
+    self->Fail(absl::InternalError("what followed the stop"));
   });
   self = &errors;
   errors.Fail(kLost);
@@ -82,8 +83,8 @@ TEST(PipelineErrors, WhoIsCalledFindsTheFailureAndNoLock) {
   EXPECT_EQ(errors.current(), kLost);
 }
 
-// Threads that fail at once, and one that finishes step after step among them: one failure is told,
-// once, and from then on nobody is told anything else.
+// Threads that fail at once, and one that finishes step after step among them: one failure is
+// reported, once, and from then on every call returns it.
 TEST(PipelineErrors, ManyThreadsAgreeOnOneFailure) {
   constexpr int kThreads = 4;
   for (int round = 0; round < 50; ++round) {
@@ -95,13 +96,13 @@ TEST(PipelineErrors, ManyThreadsAgreeOnOneFailure) {
       while (ready <= kThreads) std::this_thread::yield();
     };
     std::vector<std::thread> threads;
-    std::vector<absl::Status> told(kThreads);
+    std::vector<absl::Status> returned(kThreads);
     for (int i = 0; i < kThreads; ++i) {
       threads.emplace_back([&, i] {
         all_ready();
         errors.FailStep(absl::AbortedError("a step's"));
         errors.Fail(absl::UnavailableError("thread " + std::to_string(i)));
-        told[i] = errors.current();
+        returned[i] = errors.current();
       });
     }
     all_ready();
@@ -114,7 +115,7 @@ TEST(PipelineErrors, ManyThreadsAgreeOnOneFailure) {
     for (std::thread& thread : threads) thread.join();
     EXPECT_EQ(calls, 1);
     EXPECT_THAT(last.message(), HasSubstr("thread "));
-    for (const absl::Status& status : told) EXPECT_EQ(status, last);
+    for (const absl::Status& status : returned) EXPECT_EQ(status, last);
     EXPECT_EQ(errors.FinishStep(), last);
   }
 }

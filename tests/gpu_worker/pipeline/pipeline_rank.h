@@ -36,13 +36,13 @@ struct Pushed {
 struct Ended {
   uint64_t step = 0;
   uint32_t micro_step = 0;
-  size_t pushes = 0;  // That came before, of all steps.
+  size_t pushes = 0;  // Earlier ones, of all steps.
   UsedParameters used;
 };
 
 struct RankOptions {
   DType wire_dtype = DType::kBFloat16;
-  uint32_t micro_steps = 1;  // Of each step.
+  uint32_t micro_steps = 1;  // In each step.
   UpdateMode update_mode = UpdateMode::kWait;
   DeviceBackendOptions backend = {};
   FakeDeviceOptions device = {};
@@ -73,9 +73,9 @@ struct OptimizersMemory {
   std::vector<std::byte> memory;
 };
 
-class PipelineRank {
+class PipelineRank final : public GradientSink {
  public:
-  // `host` may be null: a world of one.
+  // `host` is nullable: then a world of one.
   explicit PipelineRank(RankOptions options, Collective* host = nullptr)
       : options_(std::move(options)),
         world_size_(host == nullptr ? 1 : host->world_size()),
@@ -100,20 +100,19 @@ class PipelineRank {
             [this](const DeviceGptParts& parts) -> absl::StatusOr<std::unique_ptr<DeviceGpt>> {
               return std::make_unique<ScriptedPasses>(parts, options_.script, passes_);
             }));
-    backend_->Start({.push =
-                         [this](client::GradientPush push) {
-                           if (options_.push) return options_.push(std::move(push));
-                           Note(push);
-                           push.released();
-                           return absl::OkStatus();
-                         },
-                     .end_micro_step =
-                         [this](uint32_t micro_step, const UsedParameters& used) {
-                           MutexLock lock(mutex_);
-                           ended_.push_back({step_, micro_step, pushed_.size(), used});
-                           return absl::OkStatus();
-                         }});
+    backend_->Start(*this);
     return UseWeightsMemory();
+  }
+  absl::Status Push(client::GradientPush push) override {
+    if (options_.push) return options_.push(std::move(push));
+    Note(push);
+    push.released();
+    return absl::OkStatus();
+  }
+  absl::Status EndMicroStep(uint32_t micro_step, const UsedParameters& used) override {
+    MutexLock lock(mutex_);
+    ended_.push_back({step_, micro_step, pushed_.size(), used});
+    return absl::OkStatus();
   }
   void ForgetWeightsMemory() { weights_.memory = {}; }
   // As after a session that was lost.
@@ -152,7 +151,7 @@ class PipelineRank {
     return finished;
   }
 
-  // Puts the weights of a step into this rank's chunks, in an order of the seed's, and says so of
+  // Puts the weights of a step into this rank's chunks, in an order of the seed's, and announces
   // some; then gathers.
   absl::Status GiveWeights(uint64_t step, uint64_t seed) {
     std::mt19937_64 random(seed);
@@ -180,7 +179,7 @@ class PipelineRank {
                                    .batch = batch,
                                    .loss_scale = 0});
   }
-  // A chunk's weights of `step` are there, and told.
+  // A chunk's weights of `step` are there, and announced.
   void TellWeights(uint64_t step, int chunk) {
     WriteWeights(step, chunk);
     backend_->OnWeights(chunk);
@@ -202,7 +201,7 @@ class PipelineRank {
     }
   }
 
-  // --- What must have come.
+  // --- What must have arrived.
 
   // A chunk's gradient summed over all ranks and micro-steps [begin, end), in the wire dtype.
   std::vector<std::byte> Expected(uint64_t step, int index, uint32_t begin, uint32_t end) const {
@@ -297,7 +296,7 @@ class PipelineRank {
   FakeDevice device_;
   const std::unique_ptr<DeviceMatmul> matmul_;
   const std::unique_ptr<DeviceCollective> collective_;
-  std::vector<WeightsRead> passes_;  // Of the device's thread until the step is finished.
+  std::vector<WeightsRead> passes_;  // The device's thread's until the step is finished.
 
   mutable Mutex mutex_;
   uint64_t step_ ABSL_GUARDED_BY(mutex_) = 0;

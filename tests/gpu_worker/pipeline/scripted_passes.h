@@ -159,7 +159,7 @@ class ScriptedPasses final : public DeviceGpt {
   std::vector<WeightsRead>& passes_;
   const Layout* layout_ = nullptr;
   DeviceFlatSpaces spaces_;
-  PassPosition at_;  // Of the last Forward.
+  PassPosition at_;  // The last Forward's.
   std::shared_ptr<WeightsRead> read_;
 };
 

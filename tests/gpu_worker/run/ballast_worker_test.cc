@@ -2,10 +2,8 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <netinet/in.h>
 #include <signal.h>
 #include <sys/resource.h>
-#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -18,8 +16,9 @@
 #include <vector>
 
 #include "client/connect.h"
-#include "gpu_worker/collective/socket.h"
+#include "client/session.h"
 #include "gpu_worker/run/loss_log.h"
+#include "tests/gpu_worker/held_port.h"
 #include "tests/gpu_worker/temp_path.h"
 
 namespace ballast::worker {
@@ -122,23 +121,6 @@ std::string FailureOf(const Settings& settings) {
   return errors;
 }
 
-// A port on which nobody listens and that nobody else takes while `held` lives.
-int HoldPort(const Socket& held) {
-  sockaddr_in loopback{};
-  loopback.sin_family = AF_INET;
-  loopback.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  EXPECT_EQ(bind(held.descriptor(), reinterpret_cast<const sockaddr*>(&loopback), sizeof(loopback)),
-            0);
-  return held.port();
-}
-
-Socket NewSocket() {
-  Socket made(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  const int yes = 1;  // Rank 0 may listen where this one is only bound.
-  setsockopt(made.descriptor(), SOL_SOCKET, SO_REUSEADDR, &yes, sizeof(yes));
-  return made;
-}
-
 std::vector<Settings> World(int port, std::vector<std::string> flags_of_rank_1) {
   std::vector<Settings> world(2);
   for (int rank = 0; rank < 2; ++rank) {
@@ -196,17 +178,25 @@ TEST(BallastWorker, RefusesWrongFlagsInOneLine) {
 }
 
 TEST(BallastWorker, SaysThatNoServiceAnswers) {
-  const Socket held = NewSocket();
-  const std::string address = "127.0.0.1:" + std::to_string(HoldPort(held));
+  const HeldPort held;
+  const std::string address = "127.0.0.1:" + std::to_string(held.port());
   EXPECT_THAT(FailureOf({.flags = {"--optimizer=service", "--service=" + address}}),
               HasSubstr(address));
+}
+
+TEST(BallastWorker, NamesATakenMasterPortInOneLine) {
+  const HeldPort held;
+  held.Listen();
+  const std::string port = std::to_string(held.port());
+  EXPECT_THAT(FailureOf({.environment = {{"WORLD_SIZE", "2"}, {"MASTER_PORT", port}}}),
+              HasSubstr("rank 0: cannot listen on 127.0.0.1:" + port + "; choose another"));
 }
 
 TEST(BallastWorker, AFullFileSystemLeavesNothing) {
   const TempPath out("worker_out");
   EXPECT_THAT(FailureOf({.flags = {"--out=" + out.str()}, .file_bytes = 4096}),
               AllOf(HasSubstr("cannot write"), HasSubstr("File too large")));
-  // The steps that were done are recorded; nothing says that the run is over, nothing is torn.
+  // The steps that were done are recorded; no file marks the run as over, and none is torn.
   EXPECT_TRUE(std::filesystem::exists(out.str() + "/losses.csv"));
   for (const char* name : {"weights.bin", "worker.json"}) {
     EXPECT_FALSE(std::filesystem::exists(out.str() + "/" + name));
@@ -224,8 +214,8 @@ TEST(BallastWorker, TrainsWithAServiceOfItsOwn) {
 }
 
 TEST(BallastWorker, TwoOfOneJobTrainTogether) {
-  const Socket held = NewSocket();
-  const std::vector<Settings> world = World(HoldPort(held), {});
+  const HeldPort held;
+  const std::vector<Settings> world = World(held.port(), {});
   Worker rank_0(world[0]), rank_1(world[1]);
   EXPECT_EQ(rank_0.Wait(), 0) << rank_0.Errors();
   EXPECT_EQ(rank_1.Wait(), 0) << rank_1.Errors();
@@ -241,8 +231,8 @@ TEST(BallastWorker, OneThatWasStartedOtherwiseIsNamedByAll) {
       {"--dtype=fp32", "--wire-dtype"},
       {"--text=" + other_text.str(), "--text (its contents)"}};
   for (const auto& [flag, name] : flag_and_name) {
-    const Socket held = NewSocket();
-    const std::vector<Settings> world = World(HoldPort(held), {flag});
+    const HeldPort held;
+    const std::vector<Settings> world = World(held.port(), {flag});
     Worker rank_0(world[0]), rank_1(world[1]);
     for (Worker* worker : {&rank_0, &rank_1}) {
       EXPECT_EQ(worker->Wait(), 1);
@@ -268,8 +258,8 @@ TEST(BallastWorker, TrainsInEveryWayWithAServiceOfItsOwn) {
 }
 
 TEST(BallastWorker, ALostPeerIsNamedInOneLine) {
-  const Socket held = NewSocket();
-  std::vector<Settings> world = World(HoldPort(held), {});
+  const HeldPort held;
+  std::vector<Settings> world = World(held.port(), {});
   const TempPath out("worker_out");
   world[0].flags.insert(world[0].flags.end(),
                         {"--steps=1000000", "--peer-timeout=10s", "--out=" + out.str()});
@@ -299,8 +289,8 @@ int LinesOf(const std::string& path) {
 TEST(BallastWorker, KilledWorkersGoOnWhereTheServiceStands) {
   constexpr int kSteps = 60;
   const TempPath undisturbed("undisturbed"), out("out"), socket("service");
-  const Socket held = NewSocket();
-  const int port = HoldPort(held);
+  const HeldPort held;
+  const int port = held.port();
   const auto world = [&](std::vector<std::string> flags) {
     std::vector<Settings> settings = World(port, {});
     flags.push_back("--steps=" + std::to_string(kSteps));

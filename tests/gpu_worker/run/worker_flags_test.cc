@@ -47,7 +47,7 @@ TEST(WorkerFlags, TakeAModelByItsNameOrItsSizesAndNotBoth) {
   EXPECT_EQ(Read({"--width=64", "--heads=2"})->options.model.width, 64);
   for (const std::string size : {"--layers=2", "--width=64", "--heads=2", "--context=64"}) {
     EXPECT_THAT(Refusal({"--model=gpt2-124M", size}),
-                HasSubstr(size.substr(0, size.find('=')) + " is said by --model"));
+                HasSubstr(size.substr(0, size.find('=')) + " is part of --model"));
   }
   EXPECT_THAT(Refusal({"--model=gpt5"}), HasSubstr("gpt2-124M"));
 }
@@ -73,7 +73,7 @@ TEST(WorkerFlags, WhoWaitsForTheServiceGivesUpBeforeWhoWaitsForTheWorker) {
   const WorkerFlags patient = Read({"--seal-timeout=2h"}).value();
   EXPECT_EQ(patient.options.seal_timeout, absl::Hours(2));
   EXPECT_GT(patient.peer_timeout, patient.options.seal_timeout);
-  // Whoever says so may have it otherwise.
+  // An explicit flag overrides it.
   EXPECT_EQ(Read({"--peer-timeout=60s"})->peer_timeout, absl::Minutes(1));
   EXPECT_THAT(Refusal({"--peer-timeout=0s"}),
               HasSubstr("--peer-timeout=0 must be between 1ms and"));

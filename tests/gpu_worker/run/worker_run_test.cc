@@ -20,17 +20,17 @@ namespace {
 
 using testing::HasSubstr;
 
-// What each of two ranks is told; `change` is made to rank 1's options.
-std::vector<std::string> ToldWhere(const std::function<void(WorkerOptions&)>& change) {
-  std::vector<std::string> told(2);
+// The error of each of two ranks; `change` is made to rank 1's options.
+std::vector<std::string> ErrorsWhere(const std::function<void(WorkerOptions&)>& change) {
+  std::vector<std::string> errors(2);
   RunRanks(2, [&](Collective& collective) {
     WorkerOptions options = OptionsOf({.world_size = 2});
     if (collective.rank() == 1) change(options);
     const absl::Status status =
         RunWorker(options, collective, MakeLocalOptimizer, [](const StepReport&) {});
-    told[collective.rank()] = std::string(status.message());
+    errors[collective.rank()] = std::string(status.message());
   });
-  return told;
+  return errors;
 }
 
 TEST(WorkerRun, RanksThatDifferAreToldInWhat) {
@@ -43,7 +43,7 @@ TEST(WorkerRun, RanksThatDifferAreToldInWhat) {
       {[](WorkerOptions& options) { options.accumulation = Accumulation::kWorker; },
        "--accumulate"}};
   for (const auto& [change, setting] : cases) {
-    EXPECT_THAT(ToldWhere(change), testing::Each(HasSubstr("they differ in " + setting + ";")));
+    EXPECT_THAT(ErrorsWhere(change), testing::Each(HasSubstr("they differ in " + setting + ";")));
   }
 }
 
@@ -65,7 +65,7 @@ TEST(WorkerRun, TokensThatTheModelDoesNotKnowAreRefused) {
   };
   const absl::Status status = run();
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_THAT(status.message(), HasSubstr("has tokens of a vocabulary of 50257, the model knows"));
+  EXPECT_THAT(status.message(), HasSubstr("has tokens of a vocabulary of 50257, the model has"));
   options.model.vocabulary = kGpt2Vocabulary;
   EXPECT_TRUE(run().ok());
 }
@@ -83,13 +83,13 @@ TEST(WorkerRun, AModelThatNoHostHoldsIsRefusedBeforeItsLayoutIsMade) {
       HasSubstr("is more than a rank can index"));
 }
 
-// Notes what it is told of weights on the way to the real one.
+// Notes announcements of weights on their way to the real one.
 class WatchedBackend final : public TrainingBackend {
  public:
   WatchedBackend(std::unique_ptr<TrainingBackend> real, int chunks)
-      : real_(std::move(real)), told_(chunks, 0) {}
+      : real_(std::move(real)), notices_(chunks, 0) {}
 
-  void Start(StepSink sink) override { real_->Start(std::move(sink)); }
+  void Start(GradientSink& sink) override { real_->Start(sink); }
   absl::Status UseGradientMemory(
       const std::function<absl::Span<std::byte>(int chunk)>& memory) override {
     return real_->UseGradientMemory(memory);
@@ -99,13 +99,13 @@ class WatchedBackend final : public TrainingBackend {
   absl::Span<std::byte> weights(int chunk) override { return real_->weights(chunk); }
   void OnWeights(int chunk) override {
     const std::lock_guard lock(mutex_);
-    ++told_[chunk];
+    ++notices_[chunk];
   }
   absl::Status GatherWeights() override {
     {
       const std::lock_guard lock(mutex_);
-      EXPECT_THAT(told_, testing::Each(1)) << "before gather " << gathers_;
-      told_.assign(told_.size(), 0);
+      EXPECT_THAT(notices_, testing::Each(1)) << "before gather " << gathers_;
+      notices_.assign(notices_.size(), 0);
     }
     ++gathers_;
     return real_->GatherWeights();
@@ -118,7 +118,7 @@ class WatchedBackend final : public TrainingBackend {
   const std::unique_ptr<TrainingBackend> real_;
   int gathers_ = 0;
   std::mutex mutex_;
-  std::vector<int> told_;  // By chunk: how often its weights came.
+  std::vector<int> notices_;  // By chunk: how often its weights were announced.
 };
 
 TEST(WorkerRun, ABackendIsToldOfEveryChunksWeightsBeforeItGathersThem) {
@@ -144,14 +144,14 @@ TEST(WorkerRun, ABackendIsToldOfEveryChunksWeightsBeforeItGathersThem) {
 }
 
 TEST(WorkerRun, ARankThatCannotBeginEndsTheOthersBeforeTheyWaitForIt) {
-  const std::vector<std::string> told = ToldWhere([](WorkerOptions& options) {
+  const std::vector<std::string> errors = ErrorsWhere([](WorkerOptions& options) {
     options.make_backend = [](const WorkerOptions&, const TrainingJob&,
                               Collective&) -> absl::StatusOr<std::unique_ptr<TrainingBackend>> {
       return absl::ResourceExhaustedError("the GPU is full");
     };
   });
-  EXPECT_EQ(told[0], "rank 1 could not begin; see what it says");
-  EXPECT_EQ(told[1], "the GPU is full");
+  EXPECT_EQ(errors[0], "rank 1 could not begin; see its error");
+  EXPECT_EQ(errors[1], "the GPU is full");
 }
 
 TEST(WorkerRun, ABackendThatCannotBeMadeEndsItWithItsError) {

@@ -19,7 +19,7 @@ namespace {
 
 using testing::HasSubstr;
 
-constexpr int64_t kElements = 2048;  // Of each of two groups.
+constexpr int64_t kElements = 2048;  // In each of two groups.
 
 struct World {
   int world_size = 1;
@@ -162,7 +162,7 @@ TEST(LocalOptimizer, SameBitsForAnyWorldAndChunkSize) {
 TEST(LocalOptimizer, TakesTheStepsOfAdamW) {
   SingleCollective collective;
   Rank rank({.wire_dtype = DType::kFloat32, .max_norm = 0}, collective);
-  constexpr int kElement = 100;  // Of group 1.
+  constexpr int kElement = 100;  // In group 1.
   double w = RandomNormal(1, 1, kElement), m = 0, v = 0;
   for (uint64_t step = 1; step <= 3; ++step) {
     rank.Step(step, 2);
@@ -183,7 +183,7 @@ TEST(LocalOptimizer, ClipsByTheGlobalNorm) {
   Rank rank({.max_norm = 0.5}, collective);
   const client::StepDecision decision = rank.Step(1, 1);
   EXPECT_TRUE(decision.applied);
-  // Of two groups of about unit-normal gradients divided by 4 and by 8.
+  // The norm of two groups of about unit-normal gradients divided by 4 and by 8.
   EXPECT_NEAR(decision.norm, std::sqrt(2048 / 16.0 + 2048 / 64.0), 0.5);
   EXPECT_NEAR(decision.clip_coefficient, 0.5 / decision.norm, 1e-6);
 }

@@ -26,7 +26,7 @@ struct Instant {
   When when = When::kBefore;
   int rank = 0;
   uint64_t step = 1;  // The one after the committed step, also while that is being received.
-  int index = 0;      // Of pushes and micro-step ends: the how-manieth of the step.
+  int index = 0;      // Zero-based index of the push or micro-step end within the step.
 
   bool operator==(const Instant&) const = default;
 };

@@ -1,5 +1,5 @@
 // The part of a model without arithmetic: its memory, and a backward from the last parameter to the
-// first. A test's own says what backward writes.
+// first. A test defines what backward writes.
 #ifndef BALLAST_TESTS_GPU_WORKER_TRAINING_MODEL_IN_MEMORY_H_
 #define BALLAST_TESTS_GPU_WORKER_TRAINING_MODEL_IN_MEMORY_H_
 

@@ -17,30 +17,34 @@ namespace {
 constexpr GptConfig kTiny{.layers = 1, .heads = 1, .width = 16, .context = 4};
 
 // What a micro-step over `batch` hands over on this rank, by chunk.
+struct KeptGradients final : GradientSink {
+  absl::Status Push(client::GradientPush push) override {
+    std::vector<float>& values = gradients[push.chunk];
+    for (size_t e = 0; e < push.payload.size() / sizeof(uint16_t); ++e) {
+      values.push_back(LoadElement(push.payload.data(), DType::kBFloat16, e));
+    }
+    push.released();
+    return absl::OkStatus();
+  }
+  absl::Status EndMicroStep(uint32_t, const UsedParameters& used) override {
+    EXPECT_TRUE(used.all) << "the service would refuse the seal";
+    ++ended;
+    return absl::OkStatus();
+  }
+
+  std::map<int, std::vector<float>> gradients;
+  int ended = 0;
+};
+
 std::map<int, std::vector<float>> GradientsOfAPass(Collective& collective, const Batch& batch) {
   const TrainingJob job =
       MakeTrainingJob(
           GptParameters(kTiny),
           {.world_size = collective.world_size(), .bucket_elements = 1024, .chunk_elements = 256})
           .value();
-  std::map<int, std::vector<float>> gradients;
+  KeptGradients kept;
   CpuBackend backend({}, MakeCpuGpt(kTiny), job, collective);
-  int ended = 0;
-  backend.Start({.push =
-                     [&](client::GradientPush push) {
-                       std::vector<float>& values = gradients[push.chunk];
-                       for (size_t e = 0; e < push.payload.size() / sizeof(uint16_t); ++e) {
-                         values.push_back(LoadElement(push.payload.data(), DType::kBFloat16, e));
-                       }
-                       push.released();
-                       return absl::OkStatus();
-                     },
-                 .end_micro_step =
-                     [&](uint32_t, const UsedParameters& used) {
-                       EXPECT_TRUE(used.all) << "the service would refuse the seal";
-                       ++ended;
-                       return absl::OkStatus();
-                     }});
+  backend.Start(kept);
   const InitialValues first = [](int parameter, int64_t offset, absl::Span<float> values) {
     GptInitialValues(kTiny, 1, parameter, offset, values);
   };
@@ -54,8 +58,8 @@ std::map<int, std::vector<float>> GradientsOfAPass(Collective& collective, const
   EXPECT_TRUE(backend.GatherWeights().ok());
   EXPECT_TRUE(backend.MicroStep({.step = 1, .batch = batch}).ok());
   EXPECT_EQ(backend.FinishStep()->loss_sum > 0, batch.sequences > 0);
-  EXPECT_EQ(ended, 1);
-  return gradients;
+  EXPECT_EQ(kept.ended, 1);
+  return kept.gradients;
 }
 
 TEST(RankWithoutTokens, HasReachedAllWithZeros) {

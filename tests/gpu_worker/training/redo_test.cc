@@ -1,5 +1,5 @@
 // Steps that the service takes back in mid-run: all ranks do them again, and end with the bits of a
-// run that nobody disturbed.
+// undisturbed run.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -181,7 +181,7 @@ TEST(RedoneStep, AProcessWhoseRankWasTakenEndsAndSoDoItsPeers) {
   }
 }
 
-// A rank may hear nothing of a step's end although the step is committed.
+// A rank may not be notified of a step's end although the step is committed.
 TEST(RedoneStep, ACommittedStepIsNotDoneAgain) {
   for (const Verb verb : {Verb::kSeal, Verb::kReceive}) {
     for (const int rank : {0, 1}) {
@@ -326,7 +326,7 @@ TEST(RedoneStep, AJobThatWasClosedIsNotMadeAnew) {
       {.world_size = 2},
       Meddling(service.Optimizer(), OnceAt({.verb = Verb::kSeal, .rank = 1, .step = 2},
                                            [&] { return service.engine().CloseJob("gpt"); })));
-  // One says why; the other may be told by the loss of the first.
+  // One returns the reason; the other may only notice the loss of the first.
   EXPECT_TRUE(absl::IsFailedPrecondition(result.statuses[0]) ||
               absl::IsFailedPrecondition(result.statuses[1]));
   for (const absl::Status& status : result.statuses) {

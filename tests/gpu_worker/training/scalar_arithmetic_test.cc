@@ -35,7 +35,7 @@ class Chunked {
     EXPECT_TRUE(arithmetic_.AddGradient(0, first, payload, [&] { ++released; }).ok());
     EXPECT_EQ(released, 1);
   }
-  // Of the two blocks' gradients.
+  // The two blocks' gradients.
   std::vector<double> Sums() {
     std::vector<double> sums(2, -1);
     EXPECT_TRUE(arithmetic_.BlockSums(0, absl::MakeSpan(sums)).ok());

@@ -72,7 +72,7 @@ TEST(ServiceTraining, TheNumberOfMicroStepsIsWhatEachStepSeals) {
 }
 
 TEST(ServiceTraining, WaitingAndSpeculatingGiveTheSameBits) {
-  for (const double max_norm : {0.5, 1e6}) {  // All guesses fail, or none.
+  for (const double max_norm : {0.5, 1e6}) {  // All speculation fails, or none.
     Service waiting, speculating;
     Training training{.world_size = 2, .update_mode = UpdateMode::kWait, .max_norm = max_norm};
     const Result expected = Train(training, waiting.Optimizer());

@@ -34,7 +34,7 @@ class ThreadedBackend final : public TrainingBackend {
  public:
   ~ThreadedBackend() override { Join(); }
 
-  void Start(StepSink sink) override { sink_ = std::move(sink); }
+  void Start(GradientSink& sink) override { sink_ = &sink; }
   absl::Status UseGradientMemory(
       const std::function<absl::Span<std::byte>(int chunk)>& memory) override {
     EXPECT_EQ(out_, 0) << "a payload is out";
@@ -48,14 +48,14 @@ class ThreadedBackend final : public TrainingBackend {
     thread_ = std::thread([this, m = input.micro_step, of = input.micro_steps] {
       for (int chunk = 0; chunk < kChunks && status_.ok(); ++chunk) {
         ++out_;
-        status_ = sink_.push({.chunk = chunk,
-                              .micro_step_begin = m,
-                              .micro_step_end = m + 1,
-                              .final = m + 1 == of,
-                              .payload = {},
-                              .released = [this] { --out_; }});
+        status_ = sink_->Push({.chunk = chunk,
+                               .micro_step_begin = m,
+                               .micro_step_end = m + 1,
+                               .final = m + 1 == of,
+                               .payload = {},
+                               .released = [this] { --out_; }});
       }
-      if (status_.ok()) status_ = sink_.end_micro_step(m, {});
+      if (status_.ok()) status_ = sink_->EndMicroStep(m, {});
     });
     return absl::OkStatus();
   }
@@ -77,7 +77,7 @@ class ThreadedBackend final : public TrainingBackend {
     return absl::OkStatus();
   }
   absl::Status ReadWeights(int group, absl::Span<std::byte> to) override {
-    return absl::UnimplementedError("nobody reads them");
+    return absl::UnimplementedError("not read here");
   }
 
   // Where it gathers ahead: what was asked of it, as "expect", "forward 2", "abandon", "gather".
@@ -123,7 +123,7 @@ class ThreadedBackend final : public TrainingBackend {
   std::mutex mutex_;
   std::vector<std::string> asked_;
 
-  StepSink sink_;
+  GradientSink* sink_ = nullptr;
   std::thread thread_;
   absl::Status status_;  // The thread's while it runs.
   std::atomic<int> out_{0};
@@ -134,8 +134,8 @@ class ThreadedBackend final : public TrainingBackend {
   int gathers_ = 0;
 };
 
-// Commits what it is given, but for the pushes that it is to answer otherwise, once each. Like a
-// session, it says what it said first until it is joined again.
+// Commits what it is given, except for the pushes that a test answers otherwise, once each. Like a
+// session, it returns its first error until it is joined again.
 class ScriptedOptimizer final : public StepOptimizer {
  public:
   explicit ScriptedOptimizer(const ThreadedBackend& backend) : backend_(backend) {}
@@ -204,7 +204,7 @@ class ScriptedOptimizer final : public StepOptimizer {
   }
   double update_seconds() const override { return 0.125; }
   absl::StatusOr<client::JobCounts> ReadCounts() override {
-    return absl::UnimplementedError("nobody counts");
+    return absl::UnimplementedError("not counted here");
   }
   absl::Status SaveCheckpoint(const std::string& directory) override {
     return absl::UnimplementedError("nothing to save");
@@ -334,7 +334,7 @@ TEST(TrainerOverABackendAhead, TellsWaitsForWeightsInTheStepThatReadsThem) {
   Training run;
   run.backend.GatherAhead();
   ASSERT_TRUE(run.Train().ok());
-  // Nothing of the optimizer's was waited for but what the backend says.
+  // The only waits for the optimizer are those that the backend reports.
   EXPECT_EQ(run.reports[0].times.update, 0);
   EXPECT_EQ(run.reports[1].times.update, 0.125);
   EXPECT_GE(run.reports[1].times.receive, 0.375);
@@ -352,7 +352,7 @@ TEST(TrainerOverABackendAhead, TellsAllOfTheLastStepsWaitInIt) {
     }
   });
   ASSERT_TRUE(run.Train().ok());
-  // Beside what the backend says of the weights of step 2: 0.5.
+  // Without what the backend reports of the weights of step 2: 0.5.
   EXPECT_GE(run.reports[2].times.update + run.reports[2].times.receive, 0.530);
 }
 

@@ -38,7 +38,7 @@ float GradientAt(int parameter, int64_t element, const Pass& pass) {
 constexpr int kParameters = 8;
 constexpr int kZeroSized = 6;
 
-// Of two groups, a block and a half each, one without elements.
+// Two groups, a block and a half each, one without elements.
 std::vector<ModelParameter> Parameters() {
   std::vector<ModelParameter> parameters;
   for (int p = 0; p < kParameters; ++p) {
@@ -67,7 +67,7 @@ class ScriptedModel final : public ModelInMemory {
                          const std::function<void(int)>& gradient_ready) override {
     pass_.micro_steps = micro_steps_(pass_.step);
     pass_.rank = rank_;
-    // What is not reached keeps what an earlier pass, or nobody, wrote: it must not be read.
+    // What is not reached keeps the values of an earlier pass, if any: it must not be read.
     for (const int p : backward_order()) {
       if (!reach_(p, pass_)) continue;
       const absl::Span<float> gradient = GradientOf(p);

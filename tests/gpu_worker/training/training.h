@@ -47,7 +47,7 @@ class Service {
   Engine& engine() { return engine_; }
 
  private:
-  const client::SharedMemoryUse shared_memory_;  // Of its workers.
+  const client::SharedMemoryUse shared_memory_;  // Its workers'.
   Engine engine_{{.memory_limit_bytes = int64_t{1} << 30, .threads = 2}};
   std::unique_ptr<server::Server> server_;
 };
@@ -91,7 +91,7 @@ inline WorkerOptions OptionsOf(const Training& training) {
 }
 
 struct Result {
-  std::vector<StepReport> reports;  // Of rank 0, as they came.
+  std::vector<StepReport> reports;  // Rank 0's, in order.
   std::string weights;
   std::vector<absl::Status> statuses;  // By rank.
 };

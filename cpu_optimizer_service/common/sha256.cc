@@ -1,4 +1,4 @@
-#include "cpu_optimizer_service/host/sha256.h"
+#include "cpu_optimizer_service/common/sha256.h"
 
 #include <openssl/evp.h>
 
@@ -14,6 +14,8 @@ Sha256::~Sha256() { EVP_MD_CTX_free(context_); }
 void Sha256::Add(absl::Span<const std::byte> bytes) {
   EVP_DigestUpdate(context_, bytes.data(), bytes.size());
 }
+
+void Sha256::Add(absl::string_view text) { EVP_DigestUpdate(context_, text.data(), text.size()); }
 
 std::string Sha256::Hex() {
   unsigned char digest[EVP_MAX_MD_SIZE];

@@ -1,11 +1,11 @@
 // SHA-256 over pieces, from OpenSSL.
-#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_HOST_SHA256_H_
-#define BALLAST_CPU_OPTIMIZER_SERVICE_HOST_SHA256_H_
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SHA256_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SHA256_H_
 
 #include <cstddef>
-#include <memory>
 #include <string>
 
+#include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 
 struct evp_md_ctx_st;
@@ -16,7 +16,11 @@ class Sha256 {
  public:
   Sha256();
   ~Sha256();
+  Sha256(const Sha256&) = delete;
+  Sha256& operator=(const Sha256&) = delete;
+
   void Add(absl::Span<const std::byte> bytes);
+  void Add(absl::string_view text);
   template <typename T>
   void AddValue(const T& value) {
     Add(absl::MakeConstSpan(reinterpret_cast<const std::byte*>(&value), sizeof(value)));
@@ -29,4 +33,4 @@ class Sha256 {
 
 }  // namespace ballast
 
-#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_HOST_SHA256_H_
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SHA256_H_

@@ -1,0 +1,168 @@
+#include "gpu_worker/collective/rendezvous.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <array>
+#include <thread>
+
+#include "tests/gpu_worker/held_port.h"
+
+namespace ballast::worker {
+namespace {
+
+using testing::ElementsAre;
+using testing::HasSubstr;
+
+constexpr std::chrono::milliseconds kShort{300};
+constexpr std::chrono::milliseconds kLong{30'000};
+
+std::unique_ptr<Rendezvous> Serve(int world_size, std::chrono::milliseconds timeout = kLong) {
+  return Rendezvous::Open({.rank = 0, .world_size = world_size, .timeout = timeout}).value();
+}
+
+absl::StatusOr<std::unique_ptr<Rendezvous>> Join(const Rendezvous& served, int rank,
+                                                 int world_size) {
+  return Rendezvous::Open(
+      {.rank = rank, .world_size = world_size, .port = served.port(), .timeout = kLong});
+}
+
+TEST(Rendezvous, EveryRankGetsTheValuesOfAllInEachRound) {
+  const auto rank_0 = Serve(3);
+  const std::array<std::string, 3> values = {"", std::string("bytes\0and more", 14), "2"};
+  const auto exchange = [&](Rendezvous& rank, int index) {
+    EXPECT_THAT(rank.Exchange(values[index]).value(), testing::ElementsAreArray(values));
+    EXPECT_THAT(rank.Exchange(std::to_string(index)).value(), ElementsAre("0", "1", "2"));
+  };
+  std::thread other([&] { exchange(*Join(*rank_0, 1, 3).value(), 1); });
+  std::thread another([&] { exchange(*Join(*rank_0, 2, 3).value(), 2); });
+  exchange(*rank_0, 0);
+  other.join();
+  another.join();
+}
+
+TEST(Rendezvous, RoundsAreBounded) {
+  const auto rank_0 = Rendezvous::Open({.rank = 0, .world_size = 1}).value();
+  for (int round = 0; round < Rendezvous::kMaxRounds; ++round) {
+    EXPECT_TRUE(rank_0->Exchange("value").ok());
+  }
+  EXPECT_EQ(rank_0->Exchange("value").status().code(), absl::StatusCode::kResourceExhausted);
+}
+
+TEST(Rendezvous, ARankThatDoesNotArriveIsNamedInTimeAtEveryRank) {
+  const auto rank_0 = Serve(4, kShort);
+  const auto rank_1 = Join(*rank_0, 1, 4).value();
+  std::thread waiting([&] {
+    const absl::Status status = rank_1->Exchange("1").status();
+    EXPECT_THAT(status.message(), HasSubstr("more did not arrive in time; start 4 workers"));
+    EXPECT_THAT(status.message(), testing::StartsWith("rank 1: from rank 0: rank "));
+  });
+  const absl::Status status = rank_0->Exchange("0").status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_THAT(status.message(), HasSubstr("more did not arrive in time; start 4 workers"));
+  waiting.join();
+}
+
+TEST(Rendezvous, AnotherWorldSizeIsRefusedWithBothSizes) {
+  const auto rank_0 = Serve(2);
+  const absl::Status status = Join(*rank_0, 1, 3).status();
+  EXPECT_THAT(status.message(), HasSubstr("WORLD_SIZE=3 but rank 0 with 2"));
+  EXPECT_TRUE(Join(*rank_0, 1, 2).ok());  // The right one may still join.
+}
+
+TEST(Rendezvous, ATakenRankIsRefused) {
+  const auto rank_0 = Serve(3);
+  const auto first = Join(*rank_0, 1, 3).value();
+  EXPECT_THAT(Join(*rank_0, 1, 3).status().message(), HasSubstr("two workers"));
+  EXPECT_THAT(Join(*rank_0, 7, 3).status().message(), HasSubstr("RANK=7"));
+}
+
+TEST(Rendezvous, RankZeroNamesTheRanksThatAreMissingAndThoseThatWereRefused) {
+  const auto rank_0 = Serve(3, kShort);
+  EXPECT_FALSE(Join(*rank_0, 1, 2).ok());
+  const absl::Status status = rank_0->OwnHost().status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_THAT(status.message(), HasSubstr("rank 0: rank 1 and 1 more did not arrive in time"));
+  EXPECT_THAT(status.message(), HasSubstr("refused: rank 1 was started with WORLD_SIZE=2"));
+}
+
+TEST(Rendezvous, ARanksOwnHostIsTheOneItIsReachedAt) {
+  const auto rank_0 = Rendezvous::Open({.rank = 0, .world_size = 2, .host = "127.0.0.2"}).value();
+  std::thread other([&] {
+    const auto rank_1 =
+        Rendezvous::Open({.rank = 1, .world_size = 2, .host = "127.0.0.2", .port = rank_0->port()})
+            .value();
+    EXPECT_EQ(rank_1->OwnHost().value(), "127.0.0.2");
+  });
+  EXPECT_EQ(rank_0->OwnHost().value(), "127.0.0.2");
+  other.join();
+}
+
+TEST(Rendezvous, ATakenPortAsksForAnother) {
+  const auto first = Serve(2);
+  const absl::Status status =
+      Rendezvous::Open({.rank = 0, .world_size = 2, .port = first->port()}).status();
+  EXPECT_THAT(status.message(), HasSubstr("choose another MASTER_PORT"));
+}
+
+TEST(Rendezvous, AHostThatCannotBeResolvedIsAnErrorAtOnce) {
+  for (const int rank : {0, 1}) {
+    const absl::Status status =
+        Rendezvous::Open({.rank = rank, .world_size = 2, .host = "no host"}).status();
+    EXPECT_THAT(status.message(), HasSubstr("cannot resolve the host no host"));
+    EXPECT_THAT(status.message(), HasSubstr("check MASTER_ADDR"));
+  }
+}
+
+TEST(Rendezvous, AMissingRankZeroIsAnErrorInTime) {
+  const HeldPort held;
+  const absl::Status status =
+      Rendezvous::Open({.rank = 1, .world_size = 2, .port = held.port(), .timeout = kShort})
+          .status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_THAT(status.message(), HasSubstr("rank 1: cannot reach rank 0"));
+}
+
+TEST(Rendezvous, SurvivesAStrangerOnItsPort) {
+  const auto rank_0 = Serve(2);
+  const int stranger = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  const sockaddr_in address = Loopback(rank_0->port());
+  ASSERT_EQ(connect(stranger, reinterpret_cast<const sockaddr*>(&address), sizeof(address)), 0);
+  const std::string request = "GET / HTTP/1.1\r\nHost: here\r\n\r\n";
+  ASSERT_EQ(write(stranger, request.data(), request.size()), request.size());
+  std::array<char, 4096> answer;
+  while (read(stranger, answer.data(), answer.size()) > 0) {
+  }  // Until the server closes the connection.
+  close(stranger);
+  std::thread other([&] {
+    EXPECT_THAT(Join(*rank_0, 1, 2).value()->Exchange("1").value(), ElementsAre("0", "1"));
+  });
+  EXPECT_THAT(rank_0->Exchange("0").value(), ElementsAre("0", "1"));
+  other.join();
+}
+
+TEST(Rendezvous, ARankThatEndsEndsTheWaitOfTheOthers) {
+  const auto rank_0 = Serve(3);
+  auto rank_1 = Join(*rank_0, 1, 3).value();
+  const auto rank_2 = Join(*rank_0, 2, 3).value();
+  std::thread waiting(
+      [&] { EXPECT_THAT(rank_2->Exchange("2").status().message(), HasSubstr("rank 1 ended")); });
+  rank_1.reset();
+  EXPECT_THAT(rank_0->Exchange("0").status().message(), HasSubstr("rank 1 ended"));
+  waiting.join();
+}
+
+TEST(Rendezvous, TheEndOfRankZeroEndsTheWaitOfTheOthers) {
+  auto rank_0 = Serve(2);
+  const auto rank_1 = Join(*rank_0, 1, 2).value();
+  std::thread waiting([&] {
+    EXPECT_EQ(rank_1->Exchange("1").status().message(), "rank 1: from rank 0: rank 0 ended");
+  });
+  rank_0.reset();
+  waiting.join();
+}
+
+}  // namespace
+}  // namespace ballast::worker
