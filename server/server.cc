@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "server/address.h"
+#include "server/call_pool.h"
 #include "server/jobs/job_service.h"
 #include "server/jobs/state_service.h"
 #include "server/shared_memory/shared_memory_server.h"
@@ -65,13 +66,14 @@ std::unique_ptr<SharedMemoryServer> StartSharedMemoryServer(const Engine& engine
 struct Server::Impl {
   Impl(Engine& engine, std::unique_ptr<SharedMemoryServer> shared_memory)
       : shared_memory_server(std::move(shared_memory)),
-        job_service(engine, shared_memory_server.get()),
-        train_service(engine),
-        state_service(engine) {}
+        job_service(engine, pools, shared_memory_server.get()),
+        train_service(engine, pools),
+        state_service(engine, pools) {}
 
   absl::Status Listen(const std::vector<Address>& parsed);
 
   std::unique_ptr<SharedMemoryServer> shared_memory_server;  // Null: no memory is shared.
+  CallPools pools;
   JobService job_service;
   TrainService train_service;
   StateService state_service;

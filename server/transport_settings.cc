@@ -44,7 +44,7 @@ void ConfigureTransport(grpc::ServerBuilder& builder) {
   builder.SetMaxReceiveMessageSize(kMaxMessageBytes);
   builder.SetMaxSendMessageSize(kMaxMessageBytes);
   grpc::ResourceQuota quota("ballast");
-  quota.SetMaxThreads(kMaxCallThreads);
+  quota.SetMaxThreads(kMaxReflectionThreads);
   builder.SetResourceQuota(quota);
   // A port that another process listens on is an error, and not shared with it.
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);

@@ -2,8 +2,7 @@
 
 #include <spdlog/spdlog.h>
 
-#include <algorithm>
-#include <chrono>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -12,13 +11,11 @@
 #include "proto/status.h"
 #include "server/find_job.h"
 #include "server/jobs/job_message.h"
-#include "server/jobs/trace_message.h"
+#include "server/jobs/trace_call.h"
 #include "server/transport_settings.h"
 
 namespace ballast::server {
 namespace {
-
-constexpr uint32_t kMostTracedSteps = 1000;
 
 absl::Status Create(Engine& engine, const v1::CreateJobRequest& request, v1::Job& response) {
   BALLAST_ASSIGN_OR_RETURN(JobSpec spec, proto::FromProto(request.job()));
@@ -43,11 +40,6 @@ absl::Status Get(const Engine& engine, const v1::GetJobRequest& request, v1::Job
   return absl::OkStatus();
 }
 
-absl::Status Close(Engine& engine, const v1::CloseJobRequest& request) {
-  BALLAST_ASSIGN_OR_RETURN(const proto::ResourceName name, proto::ParseJobName(request.name()));
-  return engine.CloseJob(name.job);
-}
-
 // To the process that has just attached. One that reopens its stream has its memory already.
 void OfferSharedMemory(SharedMemoryServer& server, const std::shared_ptr<Job>& job,
                        const v1::AttachWorkerRequest& request, v1::AttachWorkerResponse& response) {
@@ -59,9 +51,7 @@ void OfferSharedMemory(SharedMemoryServer& server, const std::shared_ptr<Job>& j
   if (offer) *response.mutable_shared_memory() = *std::move(offer);
 }
 
-absl::Status Attach(Engine& engine, SharedMemoryServer* server, const grpc::ServerContext& context,
-                    const v1::AttachWorkerRequest& request, v1::AttachWorkerResponse& response) {
-  BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, FindJob(engine, request.name()));
+absl::StatusOr<AttachRequest> FromMessage(const v1::AttachWorkerRequest& request) {
   AttachRequest attach = {.rank = request.rank(),
                           .process_id = request.process_id(),
                           .uid = request.uid(),
@@ -76,23 +66,7 @@ absl::Status Attach(Engine& engine, SharedMemoryServer* server, const grpc::Serv
   if (request.has_job()) {
     BALLAST_ASSIGN_OR_RETURN(attach.spec, proto::FromProto(request.job()));
   }
-  BALLAST_ASSIGN_OR_RETURN(const Attachment attachment, job->Attach(attach));
-  response.set_uid(job->uid());
-  response.set_instance_id(engine.instance_id());
-  response.set_generation(attachment.generation);
-  response.set_committed_step(attachment.committed_step);
-  response.set_awaiting_weights(attachment.awaiting_weights);
-  if (server != nullptr) OfferSharedMemory(*server, job, request, response);
-  *response.mutable_job() = ToMessage(engine, *job, /*with_parameters=*/true);
-  return absl::OkStatus();
-}
-
-absl::Status Abort(const Engine& engine, const v1::AbortStepRequest& request,
-                   v1::AbortStepResponse& response) {
-  BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, FindJob(engine, request.name()));
-  BALLAST_ASSIGN_OR_RETURN(const uint64_t step, job->AbortStep());
-  response.set_aborted_step(step);
-  return absl::OkStatus();
+  return attach;
 }
 
 absl::Status Update(const Engine& engine, const v1::UpdateGroupRequest& request,
@@ -112,78 +86,107 @@ absl::Status Update(const Engine& engine, const v1::UpdateGroupRequest& request,
   return absl::NotFoundError(absl::StrCat("job ", name.job, " has no group '", name.child, "'"));
 }
 
-// When a trace must end for its answer to arrive in the caller's time.
-std::chrono::system_clock::time_point TraceEnd(const grpc::ServerContext& context) {
-  const auto now = std::chrono::system_clock::now();
-  const auto given = std::min<std::chrono::system_clock::duration>(context.deadline() - now,
-                                                                   std::chrono::hours(1));
-  return now + given - given / 10;
+void List(const Engine& engine, v1::ListJobsResponse& response) {
+  for (const std::shared_ptr<Job>& job : engine.ListJobs()) {
+    *response.add_jobs() = ToMessage(engine, *job, /*with_parameters=*/false);
+  }
+  response.set_instance_id(engine.instance_id());
+  response.set_memory_used_bytes(engine.memory().used_bytes());
+  response.set_memory_limit_bytes(engine.memory().limit_bytes());
 }
 
-absl::Status Trace(const Engine& engine, const grpc::ServerContext& context,
-                   const v1::TraceJobRequest& request,
-                   grpc::ServerWriter<v1::TraceJobResponse>& writer) {
-  if (request.steps() == 0 || request.steps() > kMostTracedSteps) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("a trace of ", request.steps(), " steps; ask for 1 to ", kMostTracedSteps));
-  }
-  BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, FindJob(engine, request.name()));
-  const auto end = TraceEnd(context);
-  BALLAST_ASSIGN_OR_RETURN(const ballast::Trace trace, job->TraceSteps(request.steps(), [&] {
-    return !context.IsCancelled() && std::chrono::system_clock::now() < end;
-  }));
-  const bool sent = ForEachMessage(
-      *job, trace, [&](const v1::TraceJobResponse& message) { return writer.Write(message); });
-  return sent ? absl::OkStatus() : absl::CancelledError("the reader is gone");
+absl::Status Close(Engine& engine, const v1::CloseJobRequest& request) {
+  BALLAST_ASSIGN_OR_RETURN(const proto::ResourceName name, proto::ParseJobName(request.name()));
+  return engine.CloseJob(name.job);
 }
 
 }  // namespace
 
-grpc::Status JobService::CreateJob(grpc::ServerContext*, const v1::CreateJobRequest* request,
-                                   v1::Job* response) {
-  return proto::ToGrpc(Create(engine_, *request, *response));
+grpc::ServerUnaryReactor* JobService::CreateJob(grpc::CallbackServerContext*,
+                                                const v1::CreateJobRequest* request,
+                                                v1::Job* response) {
+  return UnaryCall::Run(pools_.creation,
+                        [=, this] { return Create(engine_, *request, *response); });
 }
 
-grpc::Status JobService::GetJob(grpc::ServerContext*, const v1::GetJobRequest* request,
-                                v1::Job* response) {
-  return proto::ToGrpc(Get(engine_, *request, *response));
+grpc::ServerUnaryReactor* JobService::GetJob(grpc::CallbackServerContext*,
+                                             const v1::GetJobRequest* request, v1::Job* response) {
+  return UnaryCall::Run(pools_.control, [=, this] { return Get(engine_, *request, *response); });
 }
 
-grpc::Status JobService::ListJobs(grpc::ServerContext*, const v1::ListJobsRequest*,
-                                  v1::ListJobsResponse* response) {
-  for (const std::shared_ptr<Job>& job : engine_.ListJobs()) {
-    *response->add_jobs() = ToMessage(engine_, *job, /*with_parameters=*/false);
-  }
-  response->set_instance_id(engine_.instance_id());
-  response->set_memory_used_bytes(engine_.memory().used_bytes());
-  response->set_memory_limit_bytes(engine_.memory().limit_bytes());
-  return grpc::Status::OK;
+grpc::ServerUnaryReactor* JobService::ListJobs(grpc::CallbackServerContext*,
+                                               const v1::ListJobsRequest*,
+                                               v1::ListJobsResponse* response) {
+  return UnaryCall::Run(pools_.control, [=, this] {
+    List(engine_, *response);
+    return absl::OkStatus();
+  });
 }
 
-grpc::Status JobService::CloseJob(grpc::ServerContext*, const v1::CloseJobRequest* request,
-                                  v1::CloseJobResponse*) {
-  return proto::ToGrpc(Close(engine_, *request));
+grpc::ServerUnaryReactor* JobService::CloseJob(grpc::CallbackServerContext*,
+                                               const v1::CloseJobRequest* request,
+                                               v1::CloseJobResponse*) {
+  // Engine::CloseJob blocks its thread, for an update or a load in progress: hence not in `control`.
+  return UnaryCall::Run(pools_.creation, [=, this] { return Close(engine_, *request); });
 }
 
-grpc::Status JobService::AttachWorker(grpc::ServerContext* context,
-                                      const v1::AttachWorkerRequest* request,
-                                      v1::AttachWorkerResponse* response) {
-  return proto::ToGrpc(Attach(engine_, shared_memory_server_, *context, *request, *response));
+grpc::ServerUnaryReactor* JobService::AttachWorker(grpc::CallbackServerContext*,
+                                                   const v1::AttachWorkerRequest* request,
+                                                   v1::AttachWorkerResponse* response) {
+  return UnaryCall::Start(pools_.control,
+                          [=, this](UnaryCall& call) { Attach(call, *request, *response); });
 }
 
-grpc::Status JobService::AbortStep(grpc::ServerContext*, const v1::AbortStepRequest* request,
-                                   v1::AbortStepResponse* response) {
-  return proto::ToGrpc(Abort(engine_, *request, *response));
+void JobService::Attach(UnaryCall& call, const v1::AttachWorkerRequest& request,
+                        v1::AttachWorkerResponse& response) {
+  const absl::StatusOr<std::shared_ptr<Job>> found = FindJob(engine_, request.name());
+  if (!found.ok()) return call.End(found.status());
+  absl::StatusOr<AttachRequest> attach = FromMessage(request);
+  if (!attach.ok()) return call.End(attach.status());
+  const std::shared_ptr<Job> job = *found;
+  call.Await<Attachment>(
+      [&](Done<Attachment> done) { return job->Attach(*std::move(attach), std::move(done)); },
+      [this, job, &request, &response](const Attachment& attachment) {
+        response.set_uid(job->uid());
+        response.set_instance_id(engine_.instance_id());
+        response.set_generation(attachment.generation);
+        response.set_committed_step(attachment.committed_step);
+        response.set_awaiting_weights(attachment.awaiting_weights);
+        if (shared_memory_server_ != nullptr) {
+          OfferSharedMemory(*shared_memory_server_, job, request, response);
+        }
+        *response.mutable_job() = ToMessage(engine_, *job, /*with_parameters=*/true);
+        return absl::OkStatus();
+      });
 }
 
-grpc::Status JobService::UpdateGroup(grpc::ServerContext*, const v1::UpdateGroupRequest* request,
-                                     v1::ParamGroup* response) {
-  return proto::ToGrpc(Update(engine_, *request, *response));
+grpc::ServerUnaryReactor* JobService::AbortStep(grpc::CallbackServerContext*,
+                                                const v1::AbortStepRequest* request,
+                                                v1::AbortStepResponse* response) {
+  return UnaryCall::Start(pools_.control,
+                          [=, this](UnaryCall& call) { Abort(call, *request, *response); });
 }
 
-grpc::Status JobService::TraceJob(grpc::ServerContext* context, const v1::TraceJobRequest* request,
-                                  grpc::ServerWriter<v1::TraceJobResponse>* writer) {
-  return proto::ToGrpc(Trace(engine_, *context, *request, *writer));
+void JobService::Abort(UnaryCall& call, const v1::AbortStepRequest& request,
+                       v1::AbortStepResponse& response) {
+  const absl::StatusOr<std::shared_ptr<Job>> job = FindJob(engine_, request.name());
+  if (!job.ok()) return call.End(job.status());
+  call.Await<uint64_t>([&](Done<uint64_t> done) { return (*job)->AbortStep(std::move(done)); },
+                       [&response](uint64_t step) {
+                         response.set_aborted_step(step);
+                         return absl::OkStatus();
+                       });
+}
+
+grpc::ServerUnaryReactor* JobService::UpdateGroup(grpc::CallbackServerContext*,
+                                                  const v1::UpdateGroupRequest* request,
+                                                  v1::ParamGroup* response) {
+  return UnaryCall::Run(pools_.control, [=, this] { return Update(engine_, *request, *response); });
+}
+
+grpc::ServerWriteReactor<v1::TraceJobResponse>* JobService::TraceJob(
+    grpc::CallbackServerContext* context, const v1::TraceJobRequest* request) {
+  return new TraceCall(engine_, pools_, *request, context->deadline());
 }
 
 }  // namespace ballast::server

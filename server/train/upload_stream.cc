@@ -1,5 +1,7 @@
 #include "server/train/upload_stream.h"
 
+#include <utility>
+
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/status.h"
@@ -7,9 +9,14 @@
 
 namespace ballast::server {
 
-UploadStream::UploadStream(const Engine& engine, grpc::ByteBuffer& response)
-    : engine_(engine), response_(response) {
+UploadStream::UploadStream(const Engine& engine, CallPools& pools, grpc::ByteBuffer& response)
+    : engine_(engine), pools_(pools), response_(response) {
   StartRead(&read_buffer_);
+}
+
+void UploadStream::OnDone() {
+  pools_.LetGo(std::move(job_));
+  delete this;
 }
 
 void UploadStream::OnReadDone(bool ok) {

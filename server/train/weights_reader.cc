@@ -1,6 +1,7 @@
 #include "server/train/weights_reader.h"
 
 #include <numeric>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
@@ -11,7 +12,9 @@
 
 namespace ballast::server {
 
-WeightsReader::WeightsReader(const Engine& engine, const grpc::ByteBuffer& request) {
+WeightsReader::WeightsReader(const Engine& engine, CallPools& pools,
+                             const grpc::ByteBuffer& request)
+    : pools_(pools) {
   const absl::Status opened = Open(engine, request);
   if (!opened.ok()) {
     Finish(proto::ToGrpc(opened));
@@ -30,6 +33,11 @@ void WeightsReader::OnWriteDone(bool ok) {
   if (!bytes.ok()) return Finish(proto::ToGrpc(bytes.status()));
   write_buffer_ = *std::move(bytes);
   StartWrite(&write_buffer_);
+}
+
+void WeightsReader::OnDone() {
+  pools_.LetGo(std::move(job_));
+  delete this;
 }
 
 absl::Status WeightsReader::Open(const Engine& engine, const grpc::ByteBuffer& bytes) {

@@ -28,7 +28,8 @@ v1::Job TinyJob(const std::string& name, int world_size = 2);
 // An engine with a server around it, and stubs for the server.
 class ServiceForTests {
  public:
-  explicit ServiceForTests(const ServerOptions& options = {.listen = {"127.0.0.1:0"}});
+  explicit ServiceForTests(const ServerOptions& options = {.listen = {"127.0.0.1:0"}},
+                           FileSystem* file_system = nullptr);
 
   Engine& engine() { return engine_; }
   Server& server() { return *server_; }
@@ -45,7 +46,7 @@ class ServiceForTests {
   }
 
  private:
-  Engine engine_{{.memory_limit_bytes = kTestMemoryBytes, .threads = 2}};
+  Engine engine_;
   std::unique_ptr<Server> server_;
   std::shared_ptr<grpc::Channel> channel_;
   std::unique_ptr<v1::JobService::Stub> jobs_;
@@ -132,7 +133,8 @@ class TestWorker {
   std::map<int, std::string> weights_;
 };
 
-// Creates the job and gives it weights. The job may differ from TinyJob, but not in its layout.
+// Creates the job and gives it weights, from all its ranks. The job may differ from TinyJob, but each
+// partition range must be one chunk of 256 elements.
 void CreateTinyJob(ServiceForTests& service, const std::string& name,
                    const std::optional<v1::Job>& job = std::nullopt);
 // All workers' whole step of two micro-steps, seals included.
