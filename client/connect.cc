@@ -2,7 +2,6 @@
 
 #include <grpcpp/create_channel.h>
 #include <grpcpp/security/credentials.h>
-#include <malloc.h>
 
 #include <chrono>
 
@@ -13,6 +12,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "client/session.h"
+#include "cpu_optimizer_service/common/heap_settings.h"
 #include "cpu_optimizer_service/common/status.h"
 
 namespace ballast::client {
@@ -44,19 +44,6 @@ absl::Status CheckAddress(const std::string& address) {
       absl::StrCat("'", address,
                    "' is not the address of a service; expected "
                    "host:port, such as 127.0.0.1:7070, or unix:/path"));
-}
-
-void KeepHeapWarm() {
-  // gRPC receives into slices from malloc. With the default thresholds the heap is trimmed after
-  // every few messages and faulted in again, which halves the throughput (2.2 against 4.0 GB/s on
-  // loopback). Setting one threshold freezes the other at 128 KiB, hence both; 32 MiB is the most
-  // mmap's takes.
-  static const bool done = [] {
-    mallopt(M_TRIM_THRESHOLD, 1 << 30);
-    mallopt(M_MMAP_THRESHOLD, 32 << 20);
-    return true;
-  }();
-  static_cast<void>(done);
 }
 
 grpc::ChannelArguments ServiceChannelArguments() {

@@ -27,10 +27,6 @@ absl::Status CheckAddress(const std::string& address);
 // A channel that connects when it is first used. Calls on it fail at once if nothing answers.
 std::shared_ptr<grpc::Channel> NewChannel(const std::string& target);
 
-// Keeps freed memory in the heap instead of giving it back to the system. Done once, for the
-// process.
-void KeepHeapWarm();
-
 }  // namespace ballast::client
 
 #endif  // BALLAST_CLIENT_CONNECT_H_

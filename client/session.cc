@@ -5,6 +5,7 @@
 #include "client/connect.h"
 #include "client/session/session_impl.h"
 #include "client/transport/grpc_transport.h"
+#include "cpu_optimizer_service/common/heap_settings.h"
 
 namespace ballast::client {
 

@@ -228,6 +228,7 @@ void TestWorker::OpenStream() {
   *request.mutable_open() = OpenMessage();
   ASSERT_TRUE(Write(request));
   written_ = 1;
+  acknowledged_ = 0;
   const v1::TrainResponse response = Next();
   ASSERT_TRUE(response.has_opened()) << response.DebugString();
 }
