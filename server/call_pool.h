@@ -1,9 +1,9 @@
 // Threads for the calls of one kind, and a bound on how many of them are in progress.
 //
-// gRPC's own threads are few (two on a small host) and serve every stream and call, so nothing waits and
-// nothing heavy runs on them. A call that has work to do takes a place in a pool and does it there; a call
-// that waits for the engine keeps its place, but no thread. The pools are apart from one another, so that no
-// kind of call queues behind a slower kind.
+// gRPC's own threads are few (two on a small host) and serve every stream and call, so nothing
+// waits and nothing heavy runs on them. A call that has work to do takes a place in a pool and does
+// it there; a call that waits for the engine keeps its place, but no thread. The pools are apart
+// from one another, so that no kind of call queues behind a slower kind.
 #ifndef BALLAST_SERVER_CALL_POOL_H_
 #define BALLAST_SERVER_CALL_POOL_H_
 
@@ -19,8 +19,8 @@
 
 namespace ballast::server {
 
-// Thread-safe. Outlives its places, and every task that it has been given runs before it ends: the server is
-// shut down first.
+// Thread-safe. The server is shut down before its pools end, so that no call waits for a task then:
+// tasks that have not begun are dropped.
 class CallPool {
  public:
   // `kind` follows a number in a message: "256 calls that read state".
@@ -35,7 +35,7 @@ class CallPool {
   // RESOURCE_EXHAUSTED: as many calls as the pool admits are in progress.
   absl::StatusOr<Place> Enter();
 
-  // Runs `task` on one of the pool's threads, after those that came before it.
+  // Runs `task` on one of the pool's threads, in the order of these calls.
   void Run(std::function<void()> task) { threads_.Run(std::move(task)); }
 
  private:
@@ -45,8 +45,8 @@ class CallPool {
   HelperThreads threads_;
 };
 
-// Every control call keeps its request in memory while it waits, so their number has a bound; this one has
-// room for the ranks of a large job that attach at once.
+// Every control call keeps its request in memory while it waits, so their number has a bound; this
+// one has room for the ranks of a large job that attach at once.
 inline constexpr size_t kMaxControlCalls = 1024;
 // A call that reads state pins the parameter's chunks for as long as its reader takes.
 inline constexpr size_t kMaxReaders = 256;
@@ -55,20 +55,20 @@ inline constexpr size_t kMaxTraces = 32;
 
 // A server's pools.
 struct CallPools {
-  // Attaching, aborting, saving, loading, changing groups, and descriptions of jobs. Each task takes
-  // microseconds, or some ten milliseconds where a job has 100,000 parameters to describe; four threads
-  // keep a few of those from holding up the others.
+  // Attaching, aborting, saving, loading, changing groups, and descriptions of jobs. Each task
+  // takes microseconds, or some ten milliseconds where a job has 100,000 parameters to describe;
+  // four threads keep a few of those from holding up the others.
   CallPool control{"calls that control jobs", 4, kMaxControlCalls};
-  // Creating allocates and touches a job's memory, seconds for a large one, with the processors that
-  // updates need: more at once would not be faster.
+  // Creating allocates and touches a job's memory, seconds for a large one, with the processors
+  // that updates need: more at once would not be faster.
   CallPool creation{"calls that create or close jobs", 4, kMaxControlCalls};
   CallPool traces{"calls that trace jobs", kMaxTraces, kMaxTraces};
-  // Summaries and planes are bound by the memory that updates need too, so a few threads are enough. A
-  // reader that does not read takes none.
+  // Summaries and planes are bound by the memory that updates need too, so a few threads are
+  // enough. A reader that does not read takes none.
   CallPool readers{"calls that read state", 4, kMaxReaders};
 
-  // Gives up a job on a thread of `creation`: the last to do so frees the job's memory, which takes
-  // as long as touching it did.
+  // Gives up a job on a thread of `creation`: the last reference frees the job's memory, which takes
+  // about as long as touching it did.
   void LetGo(std::shared_ptr<const void> job) {
     if (job != nullptr) creation.Run([job = std::move(job)] {});
   }

@@ -14,7 +14,7 @@ namespace ballast::server {
 // By "jobs/JOB". INVALID_ARGUMENT: another form. NOT_FOUND.
 absl::StatusOr<std::shared_ptr<Job>> FindJob(const Engine& engine, const std::string& name);
 
-// The same, and NOT_FOUND if the job's unique id is not `uid`: the name has been taken anew.
+// The same, and NOT_FOUND if the job's unique id is not `uid`: another job has the name now.
 absl::StatusOr<std::shared_ptr<Job>> FindJob(const Engine& engine, const std::string& name,
                                              const std::string& uid);
 

@@ -1,6 +1,6 @@
 // The engine's call that an RPC waits for: it is cancelled with the RPC.
 //
-//   const std::shared_ptr<PendingCall> pending = pending_;  // The Done may end the RPC, and delete `this`.
+//   const std::shared_ptr<PendingCall> pending = pending_;  // The Done may delete `this`.
 //   pending->Await(job->Save(directory, [this](absl::StatusOr<CheckpointInfo> saved) { ... }));
 //   ... in OnCancel:
 //   pending_->Cancel();
@@ -17,7 +17,8 @@ namespace ballast::server {
 // Thread-safe.
 class PendingCall {
  public:
-  // Cancels `pending` at once if the RPC has been cancelled by now. It may have called its Done already.
+  // Cancels `pending` at once if the RPC has been cancelled by now. It may have called its Done
+  // already.
   void Await(Pending pending) {
     {
       MutexLock lock(mutex_);

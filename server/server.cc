@@ -72,7 +72,7 @@ struct Server::Impl {
 
   absl::Status Listen(const std::vector<Address>& parsed);
 
-  std::unique_ptr<SharedMemoryServer> shared_memory_server;  // Null: no memory is shared.
+  std::unique_ptr<SharedMemoryServer> shared_memory_server;  // Nullable.
   CallPools pools;
   JobService job_service;
   TrainService train_service;

@@ -17,11 +17,12 @@ constexpr int kReadChunkBytes = 4 << 20;
 constexpr int kMinReadChunkBytes = 1 << 20;
 constexpr int kMaxReadChunkBytes = 16 << 20;
 
-// Clients ping a silent connection every 20 seconds (client/connect.cc), to find out a service that
-// is gone. Without this, gRPC ends a connection that is pinged more than every five minutes.
+// Clients ping a silent connection every 20 seconds (client/connect.cc), to detect a service that
+// has ended. Without this, gRPC ends a connection that is pinged more often than every five
+// minutes.
 constexpr int kMinPingIntervalMs = 10'000;
 
-// gRPC's own log lines name its source files; ours say what an operator can do.
+// gRPC's own log lines name its source files; the service's say what an operator can do.
 void LogAtDebug(gpr_log_func_args* line) { spdlog::debug("grpc: {}", line->message); }
 
 }  // namespace

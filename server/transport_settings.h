@@ -1,4 +1,4 @@
-// What is set once for the process and for every channel, because measurements asked for it.
+// Settings of the process and of every channel, most of them because of measurements.
 #ifndef BALLAST_SERVER_TRANSPORT_SETTINGS_H_
 #define BALLAST_SERVER_TRANSPORT_SETTINGS_H_
 
@@ -16,10 +16,10 @@ inline constexpr int kMaxMessageBytes = 32 << 20;
 // one here; our own calls block none (call_pool.h). Calls beyond this get RESOURCE_EXHAUSTED.
 inline constexpr int kMaxReflectionThreads = 16;
 
-// Heap and logging of the process; the first call counts.
+// Sets heap and logging of the process; only the first call has an effect.
 void ConfigureProcessForTransport();
 
-// Message sizes, threads and channel arguments.
+// Sets message sizes, threads and channel arguments.
 void ConfigureTransport(grpc::ServerBuilder& builder);
 
 }  // namespace ballast::server

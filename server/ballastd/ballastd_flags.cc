@@ -28,7 +28,7 @@ ABSL_FLAG(
 ABSL_FLAG(int, threads, 0, "Threads for updates; 0: one per core.");
 ABSL_FLAG(std::string, log_level, "info", "debug, info, warning, error or off.");
 ABSL_FLAG(double, seal_deadline_seconds, 60,
-          "When a step's first seal is this old, sealed ranks are told whom they wait for.");
+          "When a step's first seal is this old, sealed ranks are told which ranks they wait for.");
 ABSL_FLAG(std::string, checkpoint_dir, "", "Where jobs are saved on SIGTERM, each in DIR/JOB.");
 ABSL_FLAG(double, drain_seconds, 30, "On SIGTERM, how long steps in progress may take to end.");
 ABSL_FLAG(std::string, shared_memory, "auto",

@@ -19,7 +19,8 @@ namespace {
 
 absl::Status Create(Engine& engine, const v1::CreateJobRequest& request, v1::Job& response) {
   BALLAST_ASSIGN_OR_RETURN(JobSpec spec, proto::FromProto(request.job()));
-  // A reply names parameters in full, so it may be larger than the request, and grows in training.
+  // A reply names parameters in full, so it may be larger than the request, and training makes it
+  // grow.
   const size_t reply_bytes = LargestMessageBytes(spec);
   if (reply_bytes > size_t{kMaxMessageBytes}) {
     return absl::InvalidArgumentError(absl::StrCat(
@@ -29,7 +30,8 @@ absl::Status Create(Engine& engine, const v1::CreateJobRequest& request, v1::Job
   BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, engine.CreateJob(std::move(spec)));
   response = ToMessage(engine, *job, /*with_parameters=*/true);
   if (const std::string& why = response.speculation().unavailable(); !why.empty()) {
-    spdlog::warn("job {} updates after each decision, not ahead of it: {}", job->spec().name, why);
+    spdlog::warn("job {} does not speculate, and updates after each decision: {}", job->spec().name,
+                 why);
   }
   return absl::OkStatus();
 }
@@ -40,7 +42,7 @@ absl::Status Get(const Engine& engine, const v1::GetJobRequest& request, v1::Job
   return absl::OkStatus();
 }
 
-// To the process that has just attached. One that reopens its stream has its memory already.
+// Offers memory to a process that has just attached. One that reopens its stream has it already.
 void OfferSharedMemory(SharedMemoryServer& server, const std::shared_ptr<Job>& job,
                        const v1::AttachWorkerRequest& request, v1::AttachWorkerResponse& response) {
   if (!request.shared_memory() || request.has_generation()) return;
@@ -126,7 +128,8 @@ grpc::ServerUnaryReactor* JobService::ListJobs(grpc::CallbackServerContext*,
 grpc::ServerUnaryReactor* JobService::CloseJob(grpc::CallbackServerContext*,
                                                const v1::CloseJobRequest* request,
                                                v1::CloseJobResponse*) {
-  // Engine::CloseJob blocks its thread, for an update or a load in progress: hence not in `control`.
+  // Engine::CloseJob blocks its thread, for an update or a load in progress: hence not in
+  // `control`.
   return UnaryCall::Run(pools_.creation, [=, this] { return Close(engine_, *request); });
 }
 

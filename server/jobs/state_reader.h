@@ -31,7 +31,7 @@ class StateReader final : public StreamedAnswer<v1::ReadStateResponse> {
   Plane plane_ = Plane::kMaster;
   Snapshot snapshot_;
   bool begun_ = false;
-  int64_t offset_ = 0;  // Of the next piece, in elements of the parameter.
+  int64_t offset_ = 0;  // The next piece begins at this element of the parameter.
   std::vector<float> piece_;
 };
 

@@ -32,7 +32,7 @@ class StreamedAnswer : public grpc::ServerWriteReactor<Message> {
   }
 
  protected:
-  // Fills an empty message with what comes next; false at the end.
+  // Fills an empty message with the next part of the answer; false at the end.
   virtual bool Fill(Message& message) = 0;
 
   // Sends the messages, and ends the call with OK after the last one.

@@ -17,7 +17,7 @@ UnaryCall* UnaryCall::Start(CallPool& pool, std::function<void(UnaryCall&)> work
   }
   call->place_ = *std::move(place);
   pool.Run([call, work = std::move(work)] {
-    // A caller that is gone before its turn has come changes nothing.
+    // A call that was cancelled while it was queued changes nothing.
     if (call->pending_->cancelled()) return call->End(absl::CancelledError("the caller is gone"));
     work(*call);
   });

@@ -35,9 +35,9 @@ class UnaryCall final : public grpc::ServerUnaryReactor {
   // The call may be gone when it returns.
   void End(const absl::Status& status);
 
-  // Starts a call of the engine that may wait: `start` takes its Done and returns its Pending, which
-  // is cancelled if the RPC is. Ends with its error, or with what `then` returns for its result;
-  // `then` runs in the pool, because the Done must not hold up the engine's thread.
+  // Starts a call of the engine that may wait: `start` takes its Done and returns its Pending,
+  // which is cancelled if the RPC is. Ends with its error, or with what `then` returns for its
+  // result; `then` runs in the pool, because the Done must not delay the engine's thread.
   template <typename T, typename Starter, typename Then>
   void Await(Starter&& start, Then then) {
     const std::shared_ptr<PendingCall> pending = pending_;  // The Done may end this call.

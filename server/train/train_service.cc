@@ -6,7 +6,7 @@
 
 namespace ballast::server {
 
-// The reactors own themselves, as gRPC's callback API has it.
+// gRPC's callback API has the reactors own themselves.
 
 grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* TrainService::Train(
     grpc::CallbackServerContext*) {

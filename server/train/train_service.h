@@ -1,5 +1,5 @@
-// TrainService: the data path. Its messages come and go as bytes, so that payloads stay where they
-// are.
+// TrainService: the data path. Its messages are received and sent as bytes, so that payloads are
+// not copied into messages.
 #ifndef BALLAST_SERVER_TRAIN_TRAIN_SERVICE_H_
 #define BALLAST_SERVER_TRAIN_TRAIN_SERVICE_H_
 

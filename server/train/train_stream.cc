@@ -12,7 +12,7 @@
 namespace ballast::server {
 namespace {
 
-// For how many messages it counts in acknowledgements.
+// Acknowledgements count a message of several chunks as one for each.
 uint64_t MessagesIn(const v1::TrainRequest& message) {
   return message.has_shared_gradients() ? message.shared_gradients().chunks_size() : 1;
 }
@@ -110,7 +110,8 @@ absl::Status TrainStream::StartOpening(const v1::OpenTrain& request) {
   return absl::OkStatus();
 }
 
-// The open message is in the outbox's hand until the end of this, so the stream cannot end before.
+// The outbox counts the open message as being handled until the end of this, so that the stream
+// cannot end, nor be deleted, before.
 void TrainStream::Opened(int rank, absl::StatusOr<std::unique_ptr<RankStream>> stream) {
   if (!stream.ok()) return outbox_->MessageFailed(stream.status());
   rank_stream_ = *std::move(stream);
@@ -152,7 +153,7 @@ absl::Status TrainStream::EndMicroStep(const v1::EndMicroStep& request) {
 }
 
 absl::Status TrainStream::Seal(const v1::Seal& request) {
-  outbox_->Sealing(request.step());  // Before a refusal can come.
+  outbox_->Sealing(request.step());  // Before a refusal can arrive.
   BALLAST_ASSIGN_OR_RETURN(const std::optional<SealRefusal> refusal,
                            rank_stream_->Seal(request.step(), request.micro_steps()));
   if (refusal) outbox_->OnSealRefused(request.step(), *refusal);

@@ -53,7 +53,7 @@ class TrainStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc:
   // Touched only while a message is handled, and by OnDone.
   std::shared_ptr<Job> job_;  // Null before the first message.
   std::unique_ptr<RankStream> rank_stream_;
-  size_t rank_chunks_ = 0;  // Of its partition.
+  size_t rank_chunks_ = 0;  // The number of chunks in the rank's partition.
 };
 
 }  // namespace ballast::server

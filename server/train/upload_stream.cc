@@ -22,7 +22,7 @@ void UploadStream::OnDone() {
 void UploadStream::OnReadDone(bool ok) {
   if (!ok) {
     if (job_ == nullptr) {
-      return Finish(proto::ToGrpc(absl::InvalidArgumentError("no open message came")));
+      return Finish(proto::ToGrpc(absl::InvalidArgumentError("no open message arrived")));
     }
     v1::UploadWeightsResponse response;
     response.set_chunks(chunks_);
@@ -62,7 +62,7 @@ absl::Status UploadStream::Open(const v1::OpenTrain& request) {
                                                    job->layout().world_size()));
   }
   const JobStatus status = job->Status();
-  // A free rank is held by the empty process id, which is nobody's.
+  // A free rank has the empty process id, which no process may have.
   if (request.process_id().empty() || request.generation() != status.generation ||
       request.process_id() != status.ranks[request.rank()].process_id) {
     return absl::AbortedError(

@@ -53,7 +53,7 @@ absl::Status WeightsReader::Open(const Engine& engine, const grpc::ByteBuffer& b
   step_ = status.committed_step;
   if (request.has_step() && request.step() != step_) {
     return absl::FailedPreconditionError(absl::StrCat(
-        request.name(), " stands at step ", step_, ", not at ", request.step(), " as asked for"));
+        request.name(), " is at step ", step_, ", not at ", request.step(), " as requested"));
   }
   const size_t chunks_of_job = job_->layout().chunks().size();
   if (request.chunks().empty()) {
@@ -74,9 +74,10 @@ absl::Status WeightsReader::Open(const Engine& engine, const grpc::ByteBuffer& b
 
 absl::StatusOr<grpc::ByteBuffer> WeightsReader::NextChunk() {
   const int chunk = chunks_[next_++];
-  BALLAST_ASSIGN_OR_RETURN(const OwnedShard shard, ReadShard(*job_, generation_, step_, chunk));
-  return proto::SerializeReadWeights(MakeWeightHeader(step_, chunk), shard.bytes(),
-                                     [memory = shard.memory] {});
+  BALLAST_ASSIGN_OR_RETURN(const OwnedWeights weights,
+                           ReadWeights(*job_, generation_, step_, chunk));
+  return proto::SerializeReadWeights(MakeWeightHeader(step_, chunk), weights.bytes(),
+                                     [memory = weights.memory] {});
 }
 
 }  // namespace ballast::server

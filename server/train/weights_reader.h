@@ -28,7 +28,7 @@ class WeightsReader final : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
 
   CallPools& pools_;
   std::shared_ptr<Job> job_;
-  uint64_t generation_ = 0;  // A load while chunks are read must not go unnoticed.
+  uint64_t generation_ = 0;  // A load while chunks are read ends the call.
   uint64_t step_ = 0;
   std::vector<int> chunks_;
   size_t next_ = 0;

@@ -19,7 +19,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-TEST(Server, SaysWhichPortTheSystemChose) {
+TEST(Server, ReportsThePortThatTheSystemChose) {
   Engine engine({.memory_limit_bytes = kTestMemoryBytes, .threads = 1});
   const std::string socket = "unix:" + testing::TempDir() + "ballast_s_" + std::to_string(getpid());
   const auto server = Server::Start(engine, {.listen = {"127.0.0.1:0", socket}});
@@ -107,11 +107,11 @@ TEST(Server, ListsItsServicesByReflection) {
 
 TEST(Server, BoundsReadersThatDoNotReadAndAnswersOtherCallsMeanwhile) {
   ServiceForTests service;
-  grpc::ChannelArguments arguments;  // What nobody reads stays with the service.
+  grpc::ChannelArguments arguments;  // What is not read stays with the service.
   arguments.SetInt(GRPC_ARG_HTTP2_BDP_PROBE, 0);
   service.Use(grpc::CreateCustomChannel(service.server().addresses()[0],
                                         grpc::InsecureChannelCredentials(), arguments));
-  constexpr int64_t kElements = 1 << 20;  // More than a stream holds that nobody reads.
+  constexpr int64_t kElements = 1 << 20;  // More than fits into a stream that is not read.
   v1::CreateJobRequest create;
   *create.mutable_job() = TinyJob("large", /*world_size=*/1);
   create.mutable_job()->clear_chunk_elements();

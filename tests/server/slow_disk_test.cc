@@ -1,8 +1,8 @@
 // A disk that hangs in one job's save or load holds up that job, and nothing else: no call that
 // arrives on a gRPC thread waits there.
 //
-// gRPC brings callbacks on 16 threads at most, on small hosts on two. Each test lets more calls wait
-// than that, so a single kind of call that blocked its thread would stop the service.
+// gRPC brings callbacks on 16 threads at most, on small hosts on two. Each test lets more calls
+// wait than that, so a single kind of call that blocked its thread would stop the service.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <unistd.h>

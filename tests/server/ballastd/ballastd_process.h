@@ -1,4 +1,4 @@
-// The binary as a child process. BALLASTD_PATH says where it is.
+// The binary, BALLASTD_PATH, as a child process.
 #ifndef BALLAST_TESTS_SERVER_BALLASTD_BALLASTD_PROCESS_H_
 #define BALLAST_TESTS_SERVER_BALLASTD_BALLASTD_PROCESS_H_
 
