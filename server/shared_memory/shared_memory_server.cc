@@ -289,8 +289,9 @@ void Reception::Serve(uint64_t number, const std::string& token) {
   peer.claim = *std::move(claim);
   --silent_;
   for (const uint64_t other : OthersOfRank(number)) {
-    if (peers_.at(other).state == Peer::State::kParked)
+    if (peers_.at(other).state == Peer::State::kParked) {
       Refuse(other, "a later worker has attached");
+    }
   }
   MakeIfAlone(number);
 }
