@@ -67,8 +67,8 @@ struct CallPools {
   // enough. A reader that does not read takes none.
   CallPool readers{"calls that read state", 4, kMaxReaders};
 
-  // Gives up a job on a thread of `creation`: the last reference frees the job's memory, which takes
-  // about as long as touching it did.
+  // Gives up a job on a thread of `creation`: the last reference frees the job's memory, which
+  // takes about as long as touching it did.
   void LetGo(std::shared_ptr<const void> job) {
     if (job != nullptr) creation.Run([job = std::move(job)] {});
   }

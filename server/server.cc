@@ -38,6 +38,7 @@ absl::StatusOr<std::vector<Address>> ParseAddresses(const ServerOptions& options
   return addresses;
 }
 
+// gRPC's plugins belong to the process, and are added to the servers that are built after this.
 void EnablePlugins() {
   static std::once_flag once;
   std::call_once(once, [] {
@@ -94,6 +95,7 @@ absl::Status Server::Impl::Listen(const std::vector<Address>& parsed) {
   builder.RegisterService(&train_service);
   builder.RegisterService(&state_service);
   grpc_server = builder.BuildAndStart();
+  // gRPC reports an address that it cannot listen on by its port alone.
   for (size_t i = 0; i < parsed.size(); ++i) {
     if (ports[i] == 0) {
       return absl::UnavailableError(absl::StrCat("cannot listen on ", parsed[i].text,
@@ -133,11 +135,11 @@ void Server::SetNotServing() {
 
 void Server::Shutdown(double grace_seconds) {
   std::call_once(impl_->shut_down, [&] {
-    impl_->seal_watch.reset();
+    impl_->seal_watch.reset();  // No reminders to streams that are being cancelled.
     impl_->grpc_server->Shutdown(
         std::chrono::system_clock::now() +
         std::chrono::milliseconds(static_cast<int64_t>(1000 * grace_seconds)));
-    impl_->grpc_server->Wait();
+    impl_->grpc_server->Wait();  // For every call; those that are queued in a pool still run.
     impl_->shared_memory_server.reset();  // No call asks for offers any more.
   });
 }

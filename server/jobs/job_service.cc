@@ -128,8 +128,8 @@ grpc::ServerUnaryReactor* JobService::ListJobs(grpc::CallbackServerContext*,
 grpc::ServerUnaryReactor* JobService::CloseJob(grpc::CallbackServerContext*,
                                                const v1::CloseJobRequest* request,
                                                v1::CloseJobResponse*) {
-  // Engine::CloseJob blocks its thread, for an update or a load in progress: hence not in
-  // `control`.
+  // This form of Engine::CloseJob blocks its thread until an update or a load in progress has
+  // ended, so it must not run in `control`. With a Done it belongs there.
   return UnaryCall::Run(pools_.creation, [=, this] { return Close(engine_, *request); });
 }
 
@@ -140,6 +140,7 @@ grpc::ServerUnaryReactor* JobService::AttachWorker(grpc::CallbackServerContext*,
                           [=, this](UnaryCall& call) { Attach(call, *request, *response); });
 }
 
+// The description may be large, so it is parsed, and later made, in the pool.
 void JobService::Attach(UnaryCall& call, const v1::AttachWorkerRequest& request,
                         v1::AttachWorkerResponse& response) {
   const absl::StatusOr<std::shared_ptr<Job>> found = FindJob(engine_, request.name());

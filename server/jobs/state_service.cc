@@ -76,6 +76,7 @@ grpc::ServerWriteReactor<v1::ReadStateResponse>* StateService::ReadState(
   return new StateReader(engine_, pools_, *request);
 }
 
+// Only the snapshot waits for training, and it copies nothing; its planes are read in the pool.
 grpc::ServerUnaryReactor* StateService::SummarizeState(grpc::CallbackServerContext*,
                                                        const v1::SummarizeStateRequest* request,
                                                        v1::StateSummary* response) {

@@ -44,6 +44,8 @@ absl::Status TraceCall::Start(const Engine& engine, CallPools& pools,
   return absl::OkStatus();
 }
 
+// Runs on a thread of `traces`, which it blocks until the steps are committed or the caller is
+// gone.
 void TraceCall::Trace(const std::shared_ptr<Job>& job, uint32_t steps, Clock::time_point end) {
   absl::StatusOr<ballast::Trace> trace =
       job->TraceSteps(steps, [&] { return !pending()->cancelled() && Clock::now() < end; });

@@ -1,4 +1,4 @@
-// A trace on its way to its caller.
+// A trace as messages.
 #ifndef BALLAST_SERVER_JOBS_TRACE_MESSAGE_H_
 #define BALLAST_SERVER_JOBS_TRACE_MESSAGE_H_
 

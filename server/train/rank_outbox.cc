@@ -144,7 +144,7 @@ void RankOutbox::OnWaiting(uint64_t step, const std::vector<int>& ranks) {
   message.mutable_waiting()->mutable_ranks()->Add(ranks.begin(), ranks.end());
   {
     MutexLock lock(mutex_);
-    std::erase_if(queue_, IsWaiting);  // The last one is complete.
+    std::erase_if(queue_, IsWaiting);  // The newest one is complete.
   }
   Push(std::move(message));
 }

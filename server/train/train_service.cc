@@ -6,7 +6,7 @@
 
 namespace ballast::server {
 
-// gRPC's callback API has the reactors own themselves.
+// In gRPC's callback API the reactors own themselves.
 
 grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* TrainService::Train(
     grpc::CallbackServerContext*) {

@@ -20,7 +20,7 @@ void UploadStream::OnDone() {
 }
 
 void UploadStream::OnReadDone(bool ok) {
-  if (!ok) {
+  if (!ok) {  // The worker has closed its side.
     if (job_ == nullptr) {
       return Finish(proto::ToGrpc(absl::InvalidArgumentError("no open message arrived")));
     }

@@ -26,6 +26,7 @@ WeightsReader::WeightsReader(const Engine& engine, CallPools& pools,
   StartWrite(&write_buffer_);
 }
 
+// The next chunk is converted when the last one has been taken, so a slow reader needs no memory.
 void WeightsReader::OnWriteDone(bool ok) {
   if (!ok) return Finish(proto::ToGrpc(absl::CancelledError("the reader is gone")));
   if (next_ == chunks_.size()) return Finish(grpc::Status::OK);
