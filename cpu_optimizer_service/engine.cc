@@ -16,6 +16,9 @@
 namespace ballast {
 namespace {
 
+// Saves and loads at once, of all jobs; further ones queue. A disk that hangs holds up these threads only.
+constexpr size_t kDiskThreads = 4;
+
 std::string MakeInstanceId() {
   std::random_device random;
   return absl::StrFormat("%08x%08x", random(), random());
@@ -30,6 +33,7 @@ struct Engine::Impl {
         tasks(options.threads),
         environment{.budget = &budget,
                     .tasks = &tasks,
+                    .disk_threads = &disk_threads,
                     .arenas = options.arenas != nullptr ? options.arenas : own_arenas.get(),
                     .file_system =
                         options.file_system != nullptr ? options.file_system : &PosixFileSystem(),
@@ -42,6 +46,7 @@ struct Engine::Impl {
   std::unique_ptr<ArenaFactory> own_arenas;
   std::atomic<bool> draining = false;
   TaskPool tasks;
+  HelperThreads disk_threads{kDiskThreads};
   const JobEnvironment environment;
   mutable Mutex mutex;
   // Null while the job is being created.
@@ -51,7 +56,7 @@ struct Engine::Impl {
 Engine::Engine(const EngineOptions& options) : impl_(std::make_unique<Impl>(options)) {}
 
 Engine::~Engine() {
-  for (const std::shared_ptr<Job>& job : ListJobs()) static_cast<JobImpl&>(*job).Close();
+  for (const std::shared_ptr<Job>& job : ListJobs()) CloseJob(job->spec().name).IgnoreError();
 }
 
 absl::StatusOr<std::shared_ptr<Job>> Engine::CreateJob(JobSpec spec) {
@@ -67,7 +72,7 @@ absl::StatusOr<std::shared_ptr<Job>> Engine::CreateJob(JobSpec spec) {
     }
   }
   absl::StatusOr<std::shared_ptr<JobImpl>> job =
-      JobImpl::Create(std::move(spec), impl_->environment);
+      JobImpl::Create({.uid = MakeJobUid(), .spec = std::move(spec)}, impl_->environment);
   MutexLock lock(impl_->mutex);
   if (!job.ok()) {
     impl_->jobs.erase(name);
@@ -95,13 +100,27 @@ std::vector<std::shared_ptr<Job>> Engine::ListJobs() const {
   return jobs;
 }
 
+Pending Engine::CloseJob(const std::string& name, Done<bool> done) {
+  absl::StatusOr<std::shared_ptr<Job>> job = FindJob(name);
+  if (!job.ok()) {
+    std::move(done)(job.status());
+    return {};
+  }
+  auto& closing = static_cast<JobImpl&>(**job);
+  return closing.Close([this, name, job = *std::move(job),
+                        done = std::move(done)](absl::StatusOr<bool> closed) mutable {
+    if (closed.ok()) {
+      MutexLock lock(impl_->mutex);
+      const auto found = impl_->jobs.find(name);
+      if (found != impl_->jobs.end() && found->second == job) impl_->jobs.erase(found);
+    }
+    job.reset();  // Its memory is free when the caller is told, unless a reader has it.
+    std::move(done)(std::move(closed));
+  });
+}
+
 absl::Status Engine::CloseJob(const std::string& name) {
-  BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, FindJob(name));
-  static_cast<JobImpl&>(*job).Close();
-  MutexLock lock(impl_->mutex);
-  const auto found = impl_->jobs.find(name);
-  if (found != impl_->jobs.end() && found->second == job) impl_->jobs.erase(found);
-  return absl::OkStatus();
+  return Await<bool>([&](Done<bool> done) { CloseJob(name, std::move(done)); }).status();
 }
 
 bool Engine::Drain(double seconds) {

@@ -64,7 +64,7 @@ version=$(sed -n 's/^project(ballast VERSION \([0-9.]*\).*/\1/p' CMakeLists.txt)
 name=ballast-$version-linux-x86_64
 scratch=$(mktemp -d "${TMPDIR:-/tmp}/ballast-bundle-XXXXXX")
 tree=$scratch/$name
-mkdir -p "$tree"/{bin,lib,deploy,licenses,tests/gpu}
+mkdir -p "$tree"/{bin,lib,deploy,licenses,tests/{gpu,support}}
 
 programs=(bin/ballastd bin/ballast bin/ballast-worker)
 if [[ -e $build/tests/gpu_tests ]]; then
@@ -78,6 +78,7 @@ for program in "${programs[@]}"; do
 done
 cp deploy/run_workers.py deploy/compare_runs.py "$tree/deploy/"
 cp tests/gpu/{run.sh,prove.py,programs.py} "$tree/tests/gpu/"
+cp tests/support/processes.py "$tree/tests/support/"
 cp LICENSE "$tree/"
 
 # Every library that a program needs, and those that these need, by the name that they ask for.

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/check.h"
+#include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/common/gradient_norm.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/kernels/kernels.h"
@@ -224,6 +225,33 @@ double GradientStore::CombineSums(int group) {
     spans.sums[span] = SumInOrder(BlocksOfSpan(group, span));
   }
   return SumInOrder(spans.sums);
+}
+
+bool GradientStore::HasNonZero(int index, int64_t begin, int64_t end, bool sums_current) const {
+  if (is_zero(index)) return false;
+  const Chunk& chunk = layout_.chunks()[index];
+  const absl::Span<const double> sums = block_sums_[chunk.group];
+  const GradientView gradient = view(index);
+  for (int64_t i = begin; i < end;) {
+    // No square of a gradient that is not zero is lost in a double. Parameters may be large, and
+    // the job is locked meanwhile, so whole blocks are looked at by their sums.
+    if (i % kBlockElements == 0 && end - i >= kBlockElements) {
+      double sum = 0;
+      if (sums_current) {
+        sum = sums[i / kBlockElements];
+      } else {
+        const auto* data = static_cast<const std::byte*>(gradient.data) +
+                           (i - chunk.begin) * SizeBytes(gradient.dtype);
+        BlockSumsOfSquares(data, gradient.dtype, {&sum, 1});
+      }
+      if (sum != 0) return true;
+      i += kBlockElements;
+      continue;
+    }
+    if (LoadElement(gradient.data, gradient.dtype, i - chunk.begin) != 0) return true;
+    ++i;
+  }
+  return false;
 }
 
 }  // namespace ballast

@@ -61,6 +61,10 @@ class GradientStore {
   // already, or does not have the size.
   WeightBuffer LendPlace(int chunk, int64_t size_bytes);
 
+  // Whether an element of [begin, end) of the chunk's flat space, which lie in the chunk, is not zero.
+  // `sums_current`: block_sums has this step's sums of the chunk.
+  bool HasNonZero(int chunk, int64_t begin, int64_t end, bool sums_current) const;
+
   // Computes the sums of squares of what has been added to a chunk.
   void ComputeSums(int chunk);
   // Of a group's blocks in flat-space order, as of when ComputeSums ran for their chunks.

@@ -3,7 +3,7 @@
 #define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_CHUNK_UPDATE_H_
 
 #include <cstdint>
-#include <functional>
+#include <vector>
 
 #include "absl/functional/function_ref.h"
 #include "absl/types/span.h"
@@ -16,6 +16,14 @@
 
 namespace ballast {
 
+// What the update of any chunk in a step needs, besides its gradient.
+struct StepUpdate {
+  uint64_t step = 0;
+  std::vector<HyperParameters> hyper_parameters;  // By group.
+  std::vector<float> multipliers;                 // By group.
+  std::vector<int64_t> update_counts;  // By parameter, of this update; 0: it is left as it is.
+};
+
 struct ChunkUpdate {
   const Layout* layout = nullptr;
   int chunk = 0;
@@ -24,7 +32,7 @@ struct ChunkUpdate {
   Slot to;
   const HyperParameters* hyper_parameters = nullptr;
   float multiplier = 1;
-  void* shard = nullptr;  // chunk.elements elements of shard_dtype; nullptr: not wanted.
+  void* shard = nullptr;  // chunk.elements elements of shard_dtype. Nullable: not wanted.
   DType shard_dtype = DType::kBFloat16;
 };
 

@@ -127,7 +127,7 @@ class Job : public std::enable_shared_from_this<Job> {
   // `out`. ABORTED: another generation. UNAVAILABLE: the chunk is being updated.
   // FAILED_PRECONDITION: the chunk stands at another step.
   virtual absl::Status ReadShard(uint64_t generation, uint64_t step, int chunk,
-                                 absl::Span<std::byte> out) const = 0;
+                                 absl::Span<std::byte> out) = 0;
 
   // Tells every sealed rank of an open step, through OnWaiting, which ranks it waits for. The
   // server calls it when the seal deadline has passed, and then again and again.
@@ -161,10 +161,11 @@ class Job : public std::enable_shared_from_this<Job> {
   virtual absl::StatusOr<Trace> TraceSteps(uint32_t steps,
                                            const std::function<bool()>& still_wanted) = 0;
   // For whoever takes part in a step, to record what it does.
-  virtual TraceRecorder& trace() const = 0;
+  virtual TraceRecorder& trace() = 0;
   // SHA-256 in hex over the update counts and every element of every plane, by parameter: the same
   // for any world size, and unmoved by a skipped step.
-  virtual std::string StateHash() const = 0;
+  // Waits for a decision and update under way, on the caller's thread. Empty if the job is closed or torn.
+  virtual std::string StateHash() = 0;
 };
 
 }  // namespace ballast

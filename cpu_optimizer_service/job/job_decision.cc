@@ -1,7 +1,8 @@
-// From the last seal to the commit. Runs on the engine's threads; `deciding_` keeps everyone else
-// away from gradients and state meanwhile.
+// From the last seal to the commit, on the engine's threads, and the provisional updates before it.
+//
+// The gate keeps everything else away from gradients and state meanwhile. The decision is the commit point:
+// before it nothing of the step shows, after it the step only rolls forward.
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <utility>
 
@@ -14,37 +15,47 @@
 
 namespace ballast {
 
-void JobImpl::StartDecisionIfDue() const {
-  if (deciding_ || holds_ > 0 || !std::holds_alternative<SealedStep>(step_)) return;
-  deciding_ = true;
-  // const_cast: a reader's hold ends in a const call, and may be what the decision waited for.
-  auto self = std::static_pointer_cast<JobImpl>(const_cast<JobImpl*>(this)->shared_from_this());
-  environment_.tasks->Start([self] { self->RunDecision(); });
+// ---------------------------------------------------------------- the decision
+
+void JobImpl::StartDecisionIfDue() {
+  if (gate_.Ask(Admission::kDecide) != Answer::kGranted) return;
+  gate_.StartDeciding();
+  RunAfter([self = Self()]() mutable {
+    TaskPool& tasks = *self->environment_.tasks;
+    tasks.Start([self = std::move(self)] { self->RunDecision(); });
+  });
 }
 
 void JobImpl::RunDecision() {
-  FinishSums();
-  UpdatePlan plan;
+  const auto chunks = static_cast<int64_t>(layout_.chunks().size());
+  std::vector<bool> claimed;
+  uint64_t step = 0;
   {
     MutexLock lock(mutex_);
-    FinishGuesses();
-    const auto* sealed = std::get_if<SealedStep>(&step_);
-    if (sealed == nullptr) {  // Aborted meanwhile.
-      deciding_ = false;
-      changed_.NotifyAll();
-      return;
-    }
-    plan = Decide(MakeOutcome(*sealed));
-    trace_.Record(TraceEventKind::kDecided, plan.terms.step, /*chunk=*/-1, sealed_ns_);
+    step = record_.committed_step + 1;
+    claimed = sums_.ClaimAll();
   }
-  for (size_t rank = 0; rank < plan.listeners.size(); ++rank) {
-    if (plan.listeners[rank] == nullptr) continue;
-    plan.listeners[rank]->OnDecision(
-        plan.outcome, plan.dropped.empty() ? absl::Span<const int>() : plan.dropped[rank]);
+  if (std::find(claimed.begin(), claimed.end(), true) != claimed.end()) {
+    environment_.tasks->ForEach(chunks, [&](int64_t chunk) {
+      if (claimed[chunk]) ComputeSums(step, static_cast<int>(chunk), nullptr);
+    });
   }
-  if (plan.outcome.decision.apply) UpdateChunks(plan);
-  plan.weights_in_place.clear();
-  Commit(plan);
+  // What other tasks still compute is waited for in the gate. The last of them gives the turn, so this goes on
+  // on a thread of the engine's.
+  Section section(*this);
+  // Only now, so that provisional updates that were queued before the decision's task have had their turn.
+  speculation_.Stop();
+  EnterHere(
+      Admission::kUpdate, -1,
+      [this, self = Self()](absl::Status admitted) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
+        if (!admitted.ok()) return gate_.EndDeciding();  // Aborted meanwhile.
+        sums_.FinishAll();
+        UpdatePlan plan = Decide(MakeOutcome(std::get<SealedStep>(step_)));
+        trace_.Record(TraceEventKind::kDecided, plan.terms.step, /*chunk=*/-1, sealed_ns_);
+        RunAfter([self = std::move(self), plan = std::move(plan)]() mutable {
+          self->CarryOut(std::move(plan));
+        });
+      });
 }
 
 StepOutcome JobImpl::MakeOutcome(const SealedStep& sealed) {
@@ -55,7 +66,7 @@ StepOutcome JobImpl::MakeOutcome(const SealedStep& sealed) {
   }
   StepOutcome outcome;
   outcome.step = terms.step;
-  outcome.decision = ballast::Decide(group_sums, terms.settings.scale, spec_.max_norm);
+  outcome.decision = ballast::Decide(group_sums, terms.settings.scale, spec().max_norm);
   if (!outcome.decision.apply) outcome.skip_reason = DescribeNonFinite(sealed.non_finite());
   return outcome;
 }
@@ -72,14 +83,14 @@ std::string JobImpl::DescribeNonFinite(const std::optional<NonFiniteReport>& rep
         const float value = LoadElement(gradient.data, gradient.dtype, i - chunk.begin);
         if (std::isfinite(value)) continue;
         if (report.has_value()) {  // Nearer to the cause than what has been summed over ranks.
-          return absl::StrCat("gradient of ", spec_.layout.parameters[report->found.parameter].name,
-                              " is ", report->found.value, " at element ", report->found.element,
-                              ", found on rank ", report->rank, " in micro-step ",
-                              report->micro_step, " before reducing");
+          return absl::StrCat(
+              "gradient of ", spec().layout.parameters[report->found.parameter].name, " is ",
+              report->found.value, " at element ", report->found.element, ", found on rank ",
+              report->rank, " in micro-step ", report->micro_step, " before reducing");
         }
         const int parameter = layout_.ParameterAt(chunk.group, i);
         if (parameter == -1) return absl::StrCat("gradient is ", value, " in the padding");
-        return absl::StrCat("gradient of ", spec_.layout.parameters[parameter].name, " is ", value,
+        return absl::StrCat("gradient of ", spec().layout.parameters[parameter].name, " is ", value,
                             " at element ", i - layout_.place(parameter).offset, ", from rank ",
                             chunk.rank);
       }
@@ -93,37 +104,60 @@ JobImpl::UpdatePlan JobImpl::Decide(StepOutcome outcome) {
   UpdatePlan plan;
   plan.terms = sealed.terms();
   plan.micro_steps = sealed.micro_steps();
-  if (ledger_.IsWhole(plan.micro_steps)) ++coverage_complete_steps_;
+  plan.coverage_complete = ledger_.IsWhole(plan.micro_steps);
   plan.update = {.step = plan.terms.step,
                  .hyper_parameters = plan.terms.hyper_parameters,
                  .multipliers = outcome.decision.multipliers,
                  .update_counts = {}};
-  plan.update.update_counts.reserve(update_counts_.size());
-  for (int p = 0; p < static_cast<int>(update_counts_.size()); ++p) {
-    const ParameterSpec& parameter = spec_.layout.parameters[p];
+  plan.update.update_counts.reserve(record_.update_counts.size());
+  for (int p = 0; p < static_cast<int>(record_.update_counts.size()); ++p) {
+    const ParameterSpec& parameter = spec().layout.parameters[p];
     const bool unused = parameter.trainable && layout_.place(p).elements > 0 && !sealed.used(p);
     if (unused) outcome.unused_parameters.push_back(parameter.name);
     const bool updated =
-        parameter.trainable && !(unused && spec_.unused_policy == UnusedPolicy::kSkip);
-    plan.update.update_counts.push_back(updated ? update_counts_[p] + 1 : 0);
+        parameter.trainable && !(unused && spec().unused_policy == UnusedPolicy::kSkip);
+    plan.update.update_counts.push_back(updated ? record_.update_counts[p] + 1 : 0);
   }
-  for (const Rank& rank : ranks_) {
-    plan.listeners.push_back(rank.listener);
-    plan.weights_in_place.push_back(rank.weights_in_place ? rank.memory : nullptr);
-  }
+  plan.listeners = ranks_.ByRank();
+  plan.weights_in_place = ranks_.WeightsMemories();
   plan.outcome = outcome;
-  SettleGuesses(plan);
+  if (CanSpeculate()) {
+    plan.speculation = speculation_.Settle(
+        *store_, ChunksAsSpeculated(layout_, plan.outcome, plan.terms.settings.scale, plan.update),
+        plan.outcome.decision.apply,
+        [&](int rank, uint64_t stream) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+          return ranks_.IsCurrent({.rank = rank, .stream = stream});
+        },
+        ranks_.size());
+  } else {
+    plan.speculation.chunks_left = static_cast<int64_t>(layout_.chunks().size());
+  }
+  gate_.Decide();
   step_ = std::move(sealed).Decide(std::move(outcome));  // The commit point.
   return plan;
 }
 
-int64_t JobImpl::ShardBytes(int index) const {
-  const Chunk& chunk = layout_.chunks()[index];
-  return chunk.elements * SizeBytes(spec_.groups[chunk.group].return_dtype);
+// ---------------------------------------------------------------- the update
+
+void JobImpl::CarryOut(UpdatePlan plan) {
+  for (size_t rank = 0; rank < plan.listeners.size(); ++rank) {
+    if (plan.listeners[rank] == nullptr) continue;
+    plan.listeners[rank]->OnDecision(plan.outcome, plan.speculation.dropped.empty()
+                                                       ? absl::Span<const int>()
+                                                       : plan.speculation.dropped[rank]);
+  }
+  if (plan.outcome.decision.apply) UpdateChunks(plan);
+  plan.weights_in_place.clear();
+  Commit(std::move(plan));
 }
 
-void JobImpl::UpdateTo(const Update& update, int index, const ChunkStore::Write& write,
-                       const WeightBuffer& shard) {
+int64_t JobImpl::WeightBytes(int index) const {
+  const Chunk& chunk = layout_.chunks()[index];
+  return chunk.elements * SizeBytes(spec().groups[chunk.group].return_dtype);
+}
+
+void JobImpl::UpdateTo(const StepUpdate& update, int index, const ChunkStore::Write& write,
+                       const WeightBuffer& weights) {
   const int group = layout_.chunks()[index].group;
   UpdateChunk({.layout = &layout_,
                .chunk = index,
@@ -132,123 +166,222 @@ void JobImpl::UpdateTo(const Update& update, int index, const ChunkStore::Write&
                .to = write.to,
                .hyper_parameters = &update.hyper_parameters[group],
                .multiplier = update.multipliers[group],
-               .shard = shard.data(),
-               .shard_dtype = spec_.groups[group].return_dtype},
+               .shard = weights.data(),
+               .shard_dtype = spec().groups[group].return_dtype},
               [&](int parameter) { return update.update_counts[parameter]; });
 }
 
-WeightBuffer JobImpl::ShardFor(const UpdatePlan& plan, int index) {
+WeightBuffer JobImpl::BufferFor(const UpdatePlan& plan, int index) {
   const auto& memory = plan.weights_in_place[layout_.chunks()[index].rank];
   if (memory != nullptr) return WeightBuffer::InPlace(memory, index);
   // The decision is made, so nothing but this update reads the gradient any more.
-  WeightBuffer place = gradients_->LendPlace(index, ShardBytes(index));
-  return place ? std::move(place) : weight_buffers_->TryTake(ShardBytes(index));
+  WeightBuffer place = gradients_->LendPlace(index, WeightBytes(index));
+  return place ? std::move(place) : weight_buffers_->TryTake(WeightBytes(index));
 }
 
 void JobImpl::UpdateChunks(const UpdatePlan& plan) {
-  store_->Publish(plan.holds, plan.update.step);
-  if (plan.chunks_left == 0) return;
+  using Left = Speculation::Settled::Left;
+  store_->Publish(plan.speculation.published, plan.update.step);
+  if (plan.speculation.chunks_left == 0) return;
   // Ascending: backward ends with the first layers, so the first chunks' gradients are those that
-  // caches may still hold; and a chunk's index is what leads it to its NUMA node.
+  // caches may still have; and a chunk's index is what leads it to its NUMA node.
   environment_.tasks->ForEach(static_cast<int64_t>(layout_.chunks().size()), [&](int64_t index) {
     const int chunk = static_cast<int>(index);
-    switch (plan.left.empty() ? UpdatePlan::Left::kUpdate : plan.left[chunk]) {
-      case UpdatePlan::Left::kUpdate:
+    switch (plan.speculation.left.empty() ? Left::kUpdate : plan.speculation.left[chunk]) {
+      case Left::kUpdate:
         return ApplyToChunk(plan, chunk);
-      case UpdatePlan::Left::kTell:
-        return TellGuessedWeights(plan, chunk);
-      case UpdatePlan::Left::kNothing:
+      case Left::kSend:
+        return SendPublishedWeights(plan, chunk);
+      case Left::kNothing:
         return;
     }
   });
 }
 
-void JobImpl::TellGuessedWeights(const UpdatePlan& plan, int index) {
+void JobImpl::SendPublishedWeights(const UpdatePlan& plan, int index) {
   const Chunk& chunk = layout_.chunks()[index];
   const std::shared_ptr<RankListener>& listener = plan.listeners[chunk.rank];
   if (listener == nullptr) return;
-  WeightBuffer shard;  // Another stream was told, so it is rare enough to be converted again.
+  // Null: the listener reads the weights again. Another stream has been sent them, which is rare.
+  WeightBuffer weights;
   if (plan.weights_in_place[chunk.rank] != nullptr) {
-    shard = WeightBuffer::InPlace(plan.weights_in_place[chunk.rank], index);
-    ConvertFromFloat(store_->Published(index)[Plane::kMaster], shard.data(),
-                     spec_.groups[chunk.group].return_dtype, chunk.elements);
+    weights = WeightBuffer::InPlace(plan.weights_in_place[chunk.rank], index);
+    ConvertFromFloat(store_->Published(index)[Plane::kMaster], weights.data(),
+                     spec().groups[chunk.group].return_dtype, chunk.elements);
   }
-  listener->OnWeights(plan.update.step, index, std::move(shard));
+  listener->OnWeights(plan.update.step, index, std::move(weights));
 }
 
 void JobImpl::ApplyToChunk(const UpdatePlan& plan, int index) {
   const Chunk& chunk = layout_.chunks()[index];
   const std::shared_ptr<RankListener>& listener = plan.listeners[chunk.rank];
-  WeightBuffer shard;
-  if (listener != nullptr) shard = ShardFor(plan, index);
+  WeightBuffer weights;
+  if (listener != nullptr) weights = BufferFor(plan, index);
   auto write = store_->BeginWrite(index, Destination::kInPlaceIfFree);
   // A pinned chunk has a slot reserved, so there is always a place.
   Check(write.ok(), "a decided chunk has a place to be written to");
   {
     const TraceSpan span(trace_, TraceEventKind::kUpdated, plan.update.step, index);
-    UpdateTo(plan.update, index, *write, shard);
+    UpdateTo(plan.update, index, *write, weights);
   }
   store_->Publish(*write, plan.update.step);
-  if (listener != nullptr) listener->OnWeights(plan.update.step, index, std::move(shard));
+  if (listener != nullptr) listener->OnWeights(plan.update.step, index, std::move(weights));
 }
 
-void JobImpl::Commit(UpdatePlan& plan) {
-  double update_seconds = 0;
-  RankMemories lenders;  // Let go of last: unmapping takes long, and ranks wait for the commit.
+void JobImpl::Commit(UpdatePlan plan) {
+  Section section(*this);
+  const auto* decided = std::get_if<DecidedStep>(&step_);
+  Check(decided != nullptr, "only a decided step is committed");
+  const double update_seconds = decided->SecondsSinceDecision();
+  last_accumulators_in_use_ = gradients_->accumulators_in_use();
+  for (int chunk = 0; chunk < static_cast<int>(layout_.chunks().size()); ++chunk) {
+    gradients_->Clear(chunk);
+  }
+  ledger_.Clear();
+  sums_.Clear();
+  speculation_.Recycle(std::move(plan.speculation.published));
+  ++attempt_;
+  if (plan.outcome.decision.apply) {
+    for (size_t p = 0; p < record_.update_counts.size(); ++p) {
+      if (plan.update.update_counts[p] > 0) record_.update_counts[p] = plan.update.update_counts[p];
+    }
+  } else {
+    store_->SetStep(plan.terms.step);
+  }
+  for (const auto& [group, overrides] : plan.terms.settings.overrides) {
+    record_.hyper_parameters[group] = Apply(record_.hyper_parameters[group], overrides);
+  }
+  for (int group = 0; group < layout_.group_count(); ++group) {
+    record_.hyper_parameters[group] = Apply(record_.hyper_parameters[group], later_changes_[group]);
+    later_changes_[group] = {};
+  }
+  trace_.Mark(TraceEventKind::kCommitted, plan.terms.step);
+  record_.committed_step = plan.terms.step;
+  record_.trainer_state = plan.terms.settings.trainer_state;
+  record_.history.Add({.outcome = std::move(plan.outcome),
+                       .speculation = plan.speculation.counts,
+                       .micro_steps = plan.micro_steps,
+                       .loss_scale = plan.terms.settings.scale.loss_scale,
+                       .hyper_parameters = std::move(plan.terms.hyper_parameters)},
+                      plan.coverage_complete);
+  ranks_.FreeLeft();
+  step_ = std::monostate();
+  gate_.Commit();
+  step_over_.NotifyAll();
+  // Memories are unmapped last: that takes long, and ranks wait for the commit.
+  RunAfter([listeners = std::move(plan.listeners), lenders = ranks_.TakeLenders(),
+            step = plan.terms.step, update_seconds]() mutable {
+    for (const auto& listener : listeners) {
+      if (listener != nullptr) listener->OnCommitted(step, update_seconds);
+    }
+  });
+}
+
+// ---------------------------------------------------------------- provisional updates
+
+double JobImpl::SquaredNormOf(int index, const StepUpdate& update) const {
+  const Chunk& chunk = layout_.chunks()[index];
+  const double unscale = update.multipliers[chunk.group];
+  double sum = 0;
+  for (const double block :
+       gradients_->block_sums(chunk.group)
+           .subspan(chunk.begin / kBlockElements, chunk.elements / kBlockElements)) {
+    sum += block;
+  }
+  return unscale * unscale * sum;
+}
+
+std::optional<Speculation::Task> JobImpl::SpeculateIfWorthwhile(int index, double squared_norm) {
+  if (speculation_.update() == nullptr) return std::nullopt;
+  speculation_.AddSquaredNorm(squared_norm);
+  // A chunk of zeros alone is most likely unused, and will be skipped.
+  if (spec().unused_policy == UnusedPolicy::kSkip && gradients_->is_zero(index)) {
+    return std::nullopt;
+  }
+  const RankEntry& rank = ranks_[layout_.chunks()[index].rank];
+  if (rank.update_mode != UpdateMode::kSpeculate || !speculation_.Queue(index)) {
+    return std::nullopt;
+  }
+  if (auto memory = rank.WeightsMemory(); memory != nullptr) {
+    return speculation_.MakeTask(index, WeightBuffer::InPlace(std::move(memory), index));
+  }
+  speculation_.Park(index);
+  return NextParked();
+}
+
+std::optional<Speculation::Task> JobImpl::NextParked() {
+  const std::optional<int> chunk = speculation_.first_parked();
+  if (!chunk.has_value()) return std::nullopt;
+  WeightBuffer weights = weight_buffers_->TryTakeOrTell(WeightBytes(*chunk));
+  if (!weights) return std::nullopt;
+  speculation_.Unpark();
+  return speculation_.MakeTask(*chunk, std::move(weights));
+}
+
+// Until the pool is empty again, so that the next buffer to be given back is announced for what is parked then.
+void JobImpl::StartParked() {
+  for (;;) {
+    std::optional<Speculation::Task> task;
+    {
+      MutexLock lock(mutex_);
+      task = NextParked();
+    }
+    if (!task.has_value()) return;
+    StartProvisional(*std::move(task));
+  }
+}
+
+void JobImpl::StartProvisional(Speculation::Task task) {
+  const int chunk = task.chunk;
+  // Shared, since std::function requires that it can be copied.
+  auto shared = std::make_shared<Speculation::Task>(std::move(task));
+  StartOfChunk(chunk, [self = Self(), shared = std::move(shared)] {
+    self->RunProvisional(std::move(*shared));
+  });
+}
+
+bool JobImpl::AcceptsProvisional(const RankEntry& rank, const WeightBuffer& weights) {
+  if (!weights || rank.listener == nullptr || rank.update_mode != UpdateMode::kSpeculate) {
+    return false;
+  }
+  // The stream may be another than when the update began, and take its weights elsewhere.
+  return weights.in_place() == (rank.WeightsMemory() != nullptr);
+}
+
+void JobImpl::RunProvisional(Speculation::Task task) {
+  const int index = task.chunk;
+  const std::shared_ptr<const StepUpdate>& update = task.update;
+  const int owner = layout_.chunks()[index].rank;
   {
     MutexLock lock(mutex_);
-    const auto* decided = std::get_if<DecidedStep>(&step_);
-    Check(decided != nullptr, "only a decided step is committed");
-    update_seconds = decided->SecondsSinceDecision();
-    last_accumulators_in_use_ = gradients_->accumulators_in_use();
-    for (int chunk = 0; chunk < static_cast<int>(layout_.chunks().size()); ++chunk) {
-      gradients_->Clear(chunk);
-    }
-    ledger_.Clear();
-    sums_.assign(sums_.size(), SumsState::kNone);
-    plan.holds.clear();
-    guess_writes_.swap(plan.holds);  // For its memory.
-    ++attempt_;
-    if (plan.outcome.decision.apply) {
-      for (size_t p = 0; p < update_counts_.size(); ++p) {
-        if (plan.update.update_counts[p] > 0) update_counts_[p] = plan.update.update_counts[p];
-      }
-      ++applied_steps_;
-    } else {
-      store_->SetStep(plan.terms.step);
-      ++skipped_steps_;
-    }
-    for (const auto& [group, overrides] : plan.terms.settings.overrides) {
-      hyper_parameters_[group] = Apply(hyper_parameters_[group], overrides);
-    }
-    for (int group = 0; group < layout_.group_count(); ++group) {
-      hyper_parameters_[group] = Apply(hyper_parameters_[group], later_changes_[group]);
-      later_changes_[group] = {};
-    }
-    trace_.Mark(TraceEventKind::kCommitted, plan.terms.step);
-    committed_step_ = plan.terms.step;
-    trainer_state_ = plan.terms.settings.trainer_state;
-    recent_steps_.push_back({.outcome = plan.outcome,
-                             .speculation = plan.speculation,
-                             .micro_steps = plan.micro_steps,
-                             .loss_scale = plan.terms.settings.scale.loss_scale,
-                             .hyper_parameters = plan.terms.hyper_parameters});
-    std::vector<std::string>& names = recent_steps_.back().outcome.unused_parameters;
-    names.resize(std::min(names.size(), kRecordedNames));
-    if (recent_steps_.size() > kRecentSteps) recent_steps_.pop_front();
-    for (Rank& rank : ranks_) {
-      if (rank.lender != rank.memory) lenders.push_back(std::move(rank.lender));
-      rank.lender = nullptr;
-      FreeIfLeft(rank);
-    }
-    step_ = std::monostate();
-    deciding_ = false;
-    changed_.NotifyAll();
-    step_over_.NotifyAll();
+    if (!speculation_.Run(task)) return;
+    gate_.StartComputing();
   }
-  for (const auto& listener : plan.listeners) {
-    if (listener != nullptr) listener->OnCommitted(plan.terms.step, update_seconds);
+  absl::StatusOr<ChunkStore::Write> write = store_->BeginWrite(index, Destination::kFresh);
+  if (write.ok()) {
+    const TraceSpan span(trace_, TraceEventKind::kGuessed, update->step, index);
+    UpdateTo(*update, index, *write, task.weights);
   }
+  std::shared_ptr<RankListener> listener;
+  {
+    MutexLock lock(mutex_);
+    const RankEntry& rank = ranks_[owner];
+    if (write.ok() && AcceptsProvisional(rank, task.weights)) {
+      listener = rank.listener;
+      speculation_.Sent(index, rank.stream);
+    }
+  }
+  if (listener != nullptr) {
+    listener->OnProvisionalWeights(update->step, index, std::move(task.weights));
+  }
+  Section section(*this);
+  if (write.ok()) {
+    speculation_.Finish(*write);
+    ++record_.history.speculation.speculated;
+  } else {
+    speculation_.Fail(index);
+  }
+  gate_.StopComputing();
 }
 
 }  // namespace ballast

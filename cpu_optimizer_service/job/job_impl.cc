@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <random>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -14,7 +13,7 @@ namespace ballast {
 namespace {
 
 // Updated weights on their way out: enough to keep a connection busy while the update goes on.
-constexpr int64_t kShardBuffers = 32;
+constexpr int64_t kWeightBuffers = 32;
 
 std::vector<int> PlanesByGroup(const JobSpec& spec) {
   std::vector<int> planes;
@@ -52,12 +51,7 @@ int64_t SumBytes(const Layout& layout) {
 }
 
 int64_t WeightBufferCount(const Layout& layout) {
-  return std::min<int64_t>(kShardBuffers, static_cast<int64_t>(layout.chunks().size()));
-}
-
-std::string MakeUid() {
-  std::random_device random;
-  return absl::StrFormat("%08x%08x%08x%08x", random(), random(), random(), random());
+  return std::min<int64_t>(kWeightBuffers, static_cast<int64_t>(layout.chunks().size()));
 }
 
 }  // namespace
@@ -68,7 +62,8 @@ MemoryNeed NeedOf(const JobSpec& spec, const Layout& layout) {
   need.gradient_bytes = GradientStore::GradientBytes(spec, layout);
   need.accumulator_bytes = GradientStore::AccumulatorBytes(spec, layout);
   if (spec.update_mode == UpdateMode::kSpeculate) {
-    constexpr int64_t kTableBytesOfChunk = 384;  // The guess, its task, its second version.
+    constexpr int64_t kTableBytesOfChunk =
+        384;  // The provisional update, its task, its second version.
     need.speculation_bytes =
         need.state_bytes + kTableBytesOfChunk * static_cast<int64_t>(layout.chunks().size());
   }
@@ -77,34 +72,36 @@ MemoryNeed NeedOf(const JobSpec& spec, const Layout& layout) {
   return need;
 }
 
-absl::StatusOr<std::shared_ptr<JobImpl>> JobImpl::Create(JobSpec spec,
+absl::StatusOr<std::shared_ptr<JobImpl>> JobImpl::Create(JobIdentity identity,
                                                          const JobEnvironment& environment) {
-  BALLAST_RETURN_IF_ERROR(Validate(spec));
-  BALLAST_ASSIGN_OR_RETURN(Layout layout, Layout::Create(spec.layout));
-  std::shared_ptr<JobImpl> job(new JobImpl(std::move(spec), std::move(layout), environment));
+  BALLAST_RETURN_IF_ERROR(Validate(identity.spec));
+  BALLAST_ASSIGN_OR_RETURN(Layout layout, Layout::Create(identity.spec.layout));
+  std::shared_ptr<JobImpl> job(new JobImpl(std::move(identity), std::move(layout), environment));
   BALLAST_RETURN_IF_ERROR(job->Allocate());
   return job;
 }
 
-JobImpl::JobImpl(JobSpec spec, Layout layout, const JobEnvironment& environment)
-    : spec_(std::move(spec)),
+JobImpl::JobImpl(JobIdentity identity, Layout layout, const JobEnvironment& environment)
+    : identity_(std::move(identity)),
       layout_(std::move(layout)),
       environment_(environment),
-      uid_(MakeUid()),
-      need_(NeedOf(spec_, layout_)),
+      need_(NeedOf(identity_.spec, layout_)),
+      gate_(layout_.world_size()),
       ranks_(layout_.world_size()),
+      first_weights_(static_cast<int64_t>(layout_.chunks().size())),
       ledger_(static_cast<int64_t>(layout_.chunks().size())),
-      sums_(layout_.chunks().size(), SumsState::kNone),
-      guesses_(layout_.chunks().size()),
-      weights_arrived_(layout_.chunks().size(), false),
-      weights_missing_(static_cast<int64_t>(layout_.chunks().size())),
-      later_changes_(spec_.groups.size()),
-      update_counts_(spec_.layout.parameters.size(), 0) {
-  for (const GroupSpec& group : spec_.groups) hyper_parameters_.push_back(group.hyper_parameters);
+      sums_(static_cast<int64_t>(layout_.chunks().size())),
+      speculation_(layout_, identity_.spec.max_norm),
+      later_changes_(identity_.spec.groups.size()) {
+  record_.generation = identity_.generation;
+  record_.update_counts.assign(identity_.spec.layout.parameters.size(), 0);
+  for (const GroupSpec& group : identity_.spec.groups) {
+    record_.hyper_parameters.push_back(group.hyper_parameters);
+  }
 }
 
 absl::Status JobImpl::Allocate() {
-  const std::string owner = absl::StrCat("job ", spec_.name);
+  const std::string owner = absl::StrCat("job ", spec().name);
   absl::StatusOr<MemoryBudget::Reservation> reservation =
       environment_.budget->Reserve(need_.total_bytes(), owner);
   if (!reservation.ok() && need_.speculation_bytes > 0) {
@@ -116,31 +113,93 @@ absl::Status JobImpl::Allocate() {
   reservation_ = *std::move(reservation);
   BALLAST_ASSIGN_OR_RETURN(store_,
                            ChunkStore::Create(layout_,
-                                              {.planes = PlanesByGroup(spec_),
+                                              {.planes = PlanesByGroup(spec()),
                                                .second_versions = need_.speculation_bytes > 0,
                                                .budget = environment_.budget,
                                                .owner = owner},
                                               *environment_.arenas));
-  BALLAST_ASSIGN_OR_RETURN(gradients_, GradientStore::Create(spec_, layout_, *environment_.arenas));
+  BALLAST_ASSIGN_OR_RETURN(gradients_,
+                           GradientStore::Create(spec(), layout_, *environment_.arenas));
   // A task, because a buffer may come back anywhere, under whatever lock.
   const auto start_parked = [weak = weak_from_this()] {
     auto self = std::static_pointer_cast<JobImpl>(weak.lock());
     if (self == nullptr) return;
     TaskPool& tasks = *self->environment_.tasks;
-    tasks.Start([self = std::move(self)] { self->StartParkedGuesses(); });
+    tasks.Start([self = std::move(self)] { self->StartParked(); });
   };
-  weight_buffers_ = WeightBufferPool::Create(WeightBufferBytes(spec_, layout_),
+  weight_buffers_ = WeightBufferPool::Create(WeightBufferBytes(spec(), layout_),
                                              WeightBufferCount(layout_), start_parked);
   return absl::OkStatus();
 }
 
-absl::Status JobImpl::CheckUsable() const {
-  if (closed_) return absl::NotFoundError(absl::StrCat("job ", spec_.name, " has been closed"));
-  if (loading_) {
-    return absl::UnavailableError(
-        absl::StrCat("job ", spec_.name, " is loading a checkpoint; try again when it has"));
+// ---------------------------------------------------------------- the gate
+
+JobImpl::Section::Section(JobImpl& job) : job_(job) { job_.mutex_.Lock(); }
+
+JobImpl::Section::~Section() {
+  job_.gate_.GiveTurns();
+  std::vector<After> after = std::exchange(job_.after_, {});
+  job_.mutex_.Unlock();
+  for (After& run : after) std::move(run)();
+}
+
+absl::Status JobImpl::StatusOf(std::optional<Answer> answer) const {
+  const std::string job = absl::StrCat("job ", spec().name);
+  if (!answer.has_value()) return absl::CancelledError("the caller has given up waiting");
+  switch (*answer) {
+    case Answer::kGranted:
+    case Answer::kWaits:
+      return absl::OkStatus();
+    case Answer::kClosed:
+      return absl::NotFoundError(absl::StrCat(job, " has been closed"));
+    case Answer::kLoading:
+      return absl::UnavailableError(
+          absl::StrCat(job, " is loading a checkpoint; try again when it has"));
+    case Answer::kTorn:
+      return absl::FailedPreconditionError(absl::StrCat("the state of ", job, " is torn: loading ",
+                                                        torn_by_,
+                                                        " did not end; load a whole checkpoint"));
+    case Answer::kChanging:
+      return absl::UnavailableError(absl::StrCat(job, " is about to change; read again"));
+    case Answer::kNoStep:
+    case Answer::kAborted:
+      return absl::FailedPreconditionError(
+          absl::StrCat(job, " is between steps, at step ", record_.committed_step));
+    case Answer::kDecided:
+      return absl::FailedPreconditionError(absl::StrCat("step ", record_.committed_step + 1, " of ",
+                                                        job, " is decided and can only go on"));
   }
-  return broken_;
+  return absl::InternalError("the gate gave an answer that has no status");
+}
+
+uint64_t JobImpl::EnterHere(Admission admission, int rank, Turn turn) {
+  // The job outlives what waits in its gate: the gate is a member, and a call that waits has the job.
+  return gate_.Enter(
+      admission, rank,
+      [this, turn = std::move(turn)](std::optional<Answer> answer)
+          ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable { std::move(turn)(StatusOf(answer)); });
+}
+
+Pending JobImpl::Enter(Admission admission, int rank, Turn turn, std::shared_ptr<uint64_t> number) {
+  {
+    Section section(*this);
+    const uint64_t waits = EnterHere(admission, rank, std::move(turn));
+    if (waits != 0) *number = waits;
+    if (*number == 0) return {};
+  }
+  return Pending([weak = weak_from_this(), number = std::move(number)] {
+    const auto self = std::static_pointer_cast<JobImpl>(weak.lock());
+    if (self == nullptr) return;
+    Section section(*self);
+    self->gate_.Cancel(*number);
+  });
+}
+
+absl::Status JobImpl::CheckUsable() const {
+  const GateState& state = gate_.state();
+  if (state.phase == Phase::kClosed) return StatusOf(Answer::kClosed);
+  if (state.phase == Phase::kLoading) return StatusOf(Answer::kLoading);
+  return state.torn ? StatusOf(Answer::kTorn) : absl::OkStatus();
 }
 
 // ---------------------------------------------------------------- first weights
@@ -149,7 +208,7 @@ absl::StatusOr<bool> JobImpl::WriteInitialWeights(
     int64_t index, absl::Span<const absl::Span<const std::byte>> payload,
     const std::optional<Uploader>& uploader) {
   if (index < 0 || index >= static_cast<int64_t>(layout_.chunks().size())) {
-    return absl::InvalidArgumentError(absl::StrCat("chunk ", index, " is not in job ", spec_.name,
+    return absl::InvalidArgumentError(absl::StrCat("chunk ", index, " is not in job ", spec().name,
                                                    ", which has ", layout_.chunks().size()));
   }
   const Chunk& chunk = layout_.chunks()[index];
@@ -174,27 +233,24 @@ absl::StatusOr<bool> JobImpl::WriteInitialWeights(
                                                      "; padding must be zero"));
     }
   }
+  // Nothing is waited for. While a load or a clearing is under way, the generation has risen and an uploader
+  // of the older one is refused; a clearing itself touches no weights, and nothing reads them before all are
+  // there.
   MutexLock lock(mutex_);
-  while (clearing_ || loading_ || holds_ > 0) changed_.Wait(mutex_);
-  BALLAST_RETURN_IF_ERROR(CheckUsable());
+  if (gate_.phase() == Phase::kClosed) return CheckUsable();
   if (uploader.has_value()) {
     BALLAST_RETURN_IF_ERROR(CheckGeneration(uploader->generation));
-    if (ranks_[chunk.rank].process_id != uploader->process_id) {
-      return absl::AbortedError(absl::StrCat("rank ", chunk.rank, " of job ", spec_.name,
-                                             " is not held by this process; attach again"));
-    }
+    BALLAST_RETURN_IF_ERROR(CheckHolder(chunk.rank, uploader->process_id));
   }
-  if (weights_missing_ == 0) {
+  BALLAST_RETURN_IF_ERROR(CheckUsable());
+  if (first_weights_.complete()) {
     return absl::FailedPreconditionError(
-        absl::StrCat("job ", spec_.name, " has its weights; load a checkpoint to replace them"));
+        absl::StrCat("job ", spec().name, " has its weights; load a checkpoint to replace them"));
   }
   std::copy(weights.begin(), weights.end(),
             store_->Published(static_cast<int>(index))[Plane::kMaster]);
-  if (!weights_arrived_[index]) {
-    weights_arrived_[index] = true;
-    --weights_missing_;
-  }
-  return weights_missing_ == 0;
+  first_weights_.Arrive(index);
+  return first_weights_.complete();
 }
 
 // ---------------------------------------------------------------- control
@@ -224,30 +280,20 @@ std::optional<double> JobImpl::SecondsSinceFirstSeal() const {
   return open == nullptr ? std::nullopt : open->SecondsSinceFirstSeal();
 }
 
-absl::StatusOr<uint64_t> JobImpl::AbortStepNow() {
-  uint64_t step = 0;
-  Detached detached;
-  {
-    MutexLock lock(mutex_);
-    BALLAST_RETURN_IF_ERROR(CheckUsable());
-    if (const auto* open = std::get_if<OpenStep>(&step_)) {
-      step = open->terms().step;
-    } else if (const auto* sealed = std::get_if<SealedStep>(&step_)) {
-      step = sealed->terms().step;
-    } else if (const auto* decided = std::get_if<DecidedStep>(&step_)) {
-      return absl::FailedPreconditionError(absl::StrCat("step ", decided->terms().step, " of job ",
-                                                        spec_.name,
-                                                        " is decided and can only go on"));
-    } else {
-      return absl::FailedPreconditionError(
-          absl::StrCat("job ", spec_.name, " is between steps, at step ", committed_step_));
-    }
-    detached = RaiseGeneration();  // What is still on its way must not meet the next attempt.
-  }
-  Detach(detached.listeners,
-         absl::AbortedError(absl::StrCat("step ", step, " of job ", spec_.name,
-                                         " was aborted; attach again and redo it")));
-  return step;
+Pending JobImpl::AbortStep(Done<uint64_t> done) {
+  return Enter(Admission::kAbort, -1,
+               [this, self = shared_from_this(), done = std::move(done)](absl::Status admitted)
+                   ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
+                     if (!admitted.ok()) return Reply<uint64_t>(std::move(done), admitted);
+                     const uint64_t step = record_.committed_step + 1;
+                     // What is still on its way must not meet the next attempt.
+                     RaiseGeneration(absl::StrCat("step ", step, " of job ", spec().name,
+                                                  " was aborted; attach again and redo it"),
+                                     [this, self, step, done = std::move(done)]()
+                                         ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
+                                           Reply<uint64_t>(std::move(done), step);
+                                         });
+                   });
 }
 
 absl::StatusOr<HyperParameters> JobImpl::UpdateGroup(int group,
@@ -255,10 +301,10 @@ absl::StatusOr<HyperParameters> JobImpl::UpdateGroup(int group,
   Check(group >= 0 && group < layout_.group_count(), "the group is one of the job's");
   MutexLock lock(mutex_);
   BALLAST_RETURN_IF_ERROR(CheckUsable());
-  const HyperParameters changed = Apply(hyper_parameters_[group], changes);
+  const HyperParameters changed = Apply(record_.hyper_parameters[group], changes);
   BALLAST_RETURN_IF_ERROR(
-      Annotate(Validate(changed), absl::StrCat("group ", spec_.groups[group].name)));
-  hyper_parameters_[group] = changed;
+      Annotate(Validate(changed), absl::StrCat("group ", spec().groups[group].name)));
+  record_.hyper_parameters[group] = changed;
   if (!std::holds_alternative<std::monostate>(step_)) {
     later_changes_[group] = Merge(later_changes_[group], changes);
   }
@@ -267,21 +313,28 @@ absl::StatusOr<HyperParameters> JobImpl::UpdateGroup(int group,
 
 bool JobImpl::IsBetweenSteps() const {
   MutexLock lock(mutex_);
-  return std::holds_alternative<std::monostate>(step_) && !deciding_ && !clearing_;
+  const Phase phase = gate_.phase();
+  return phase == Phase::kIdle || phase == Phase::kLoading || phase == Phase::kClosed;
 }
 
-void JobImpl::Close() {
-  Detached detached;
-  {
-    MutexLock lock(mutex_);
-    WaitUntilSettled();
-    if (closed_) return;
-    closed_ = true;
-    step_over_.NotifyAll();
-    detached = RaiseGeneration();
-  }
-  Detach(detached.listeners,
-         absl::AbortedError(absl::StrCat("job ", spec_.name, " has been closed")));
+Pending JobImpl::Close(Done<bool> done) {
+  return Enter(Admission::kClose, -1,
+               [this, self = shared_from_this(), done = std::move(done)](absl::Status admitted)
+                   ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
+                     if (absl::IsNotFound(admitted)) admitted = absl::OkStatus();
+                     if (gate_.phase() == Phase::kClosed || !admitted.ok()) {
+                       return Reply<bool>(std::move(done), admitted.ok()
+                                                               ? absl::StatusOr<bool>(true)
+                                                               : absl::StatusOr<bool>(admitted));
+                     }
+                     RaiseGeneration(absl::StrCat("job ", spec().name, " has been closed"),
+                                     [this, self, done = std::move(done)]()
+                                         ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
+                                           gate_.Close();
+                                           step_over_.NotifyAll();
+                                           Reply<bool>(std::move(done), true);
+                                         });
+                   });
 }
 
 // ---------------------------------------------------------------- status
@@ -289,31 +342,26 @@ void JobImpl::Close() {
 JobStatus JobImpl::Status() const {
   MutexLock lock(mutex_);
   JobStatus status;
-  status.generation = generation_;
-  status.committed_step = committed_step_;
-  status.applied_steps = applied_steps_;
-  status.skipped_steps = skipped_steps_;
-  status.coverage_complete_steps = coverage_complete_steps_;
-  status.trainer_state = trainer_state_;
+  status.generation = record_.generation;
+  status.committed_step = record_.committed_step;
+  status.applied_steps = record_.history.applied_steps;
+  status.skipped_steps = record_.history.skipped_steps;
+  status.coverage_complete_steps = record_.history.coverage_complete_steps;
+  status.speculation = record_.history.speculation;
+  status.recent_steps.assign(record_.history.recent_steps.begin(),
+                             record_.history.recent_steps.end());
+  status.trainer_state = record_.trainer_state;
+  status.hyper_parameters = record_.hyper_parameters;
+  status.update_counts = record_.update_counts;
   status.memory = need_;
-  status.speculation = speculation_;
   status.speculation_refused = speculation_refused_;
-  status.speculation_paused =
-      CanSpeculate() ? std::count_if(guesses_.begin(), guesses_.end(),
-                                     [](const Guess& guess) { return guess.history.paused(); })
-                     : 0;
-  status.hyper_parameters = hyper_parameters_;
-  status.update_counts = update_counts_;
-  status.recent_steps.assign(recent_steps_.begin(), recent_steps_.end());
+  status.speculation_paused = CanSpeculate() ? speculation_.paused() : 0;
   status.accumulators_in_use = std::holds_alternative<std::monostate>(step_)
                                    ? last_accumulators_in_use_
                                    : gradients_->accumulators_in_use();
   const std::vector<RankInStep>* in_step = nullptr;
-  if (closed_) {
-    status.phase = JobPhase::kClosed;
-  } else if (weights_missing_ > 0) {
-    status.phase = JobPhase::kAwaitingWeights;
-  } else if (const auto* open = std::get_if<OpenStep>(&step_)) {
+  status.phase = JobPhase::kReady;
+  if (const auto* open = std::get_if<OpenStep>(&step_)) {
     status.phase = JobPhase::kOpen;
     in_step = &open->ranks();
   } else if (const auto* sealed = std::get_if<SealedStep>(&step_)) {
@@ -322,10 +370,10 @@ JobStatus JobImpl::Status() const {
   } else if (const auto* decided = std::get_if<DecidedStep>(&step_)) {
     status.phase = JobPhase::kUpdating;
     in_step = &decided->ranks();
-  } else {
-    status.phase = JobPhase::kReady;
   }
-  for (int rank = 0; rank < layout_.world_size(); ++rank) {
+  if (!first_weights_.complete()) status.phase = JobPhase::kAwaitingWeights;
+  if (gate_.phase() == Phase::kClosed) status.phase = JobPhase::kClosed;
+  for (int rank = 0; rank < ranks_.size(); ++rank) {
     if (ranks_[rank].memory != nullptr) status.rank_memory_bytes += ranks_[rank].memory_bytes;
     status.ranks.push_back(ProgressOf(rank, in_step == nullptr ? nullptr : &(*in_step)[rank]));
   }

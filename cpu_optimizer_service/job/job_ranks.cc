@@ -1,265 +1,252 @@
-// Who holds which rank: attaching, streams, generations.
-#include <algorithm>
+// Which process has which rank: attaching, streams, shared memory, generations.
+#include <latch>
 #include <type_traits>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/rank_memory_layout.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/job/job_impl.h"
-#include "cpu_optimizer_service/job/job_stream.h"
 
 namespace ballast {
-bool JobImpl::IsCurrent(const StreamKey& key) const {
-  return ranks_[key.rank].stream == key.stream;
+
+// A rank's stream: passes everything on to the job with its own key.
+class JobImpl::Stream : public RankStream {
+ public:
+  Stream(std::shared_ptr<JobImpl> job, StreamKey key, RankPosition position)
+      : job_(std::move(job)), key_(key), position_(std::move(position)) {}
+  ~Stream() override { job_->CloseStream(key_); }
+
+  const RankPosition& position() const override { return position_; }
+  absl::Status BeginStep(uint64_t step, const StepSettings& settings) override {
+    return job_->BeginStep(key_, step, settings);
+  }
+  absl::StatusOr<ContributionResult> Contribute(const Contribution& contribution) override {
+    return job_->Contribute(key_, contribution);
+  }
+  absl::Status EndMicroStep(uint64_t step, uint32_t micro_step,
+                            const UsedParameters& used) override {
+    return job_->EndMicroStep(key_, step, micro_step, used);
+  }
+  absl::StatusOr<std::optional<SealRefusal>> Seal(uint64_t step, uint32_t micro_steps) override {
+    return job_->Seal(key_, step, micro_steps);
+  }
+
+ private:
+  const std::shared_ptr<JobImpl> job_;
+  const StreamKey key_;
+  const RankPosition position_;
+};
+
+// ---------------------------------------------------------------- checks
+
+absl::Status JobImpl::CheckGeneration(uint64_t generation) const {
+  if (generation == record_.generation) return absl::OkStatus();
+  return absl::AbortedError(absl::StrCat("job ", spec().name, " is at generation ",
+                                         record_.generation, ", not ", generation,
+                                         "; attach again"));
 }
 
 absl::Status JobImpl::CheckCurrent(const StreamKey& key) const {
-  if (IsCurrent(key)) return CheckUsable();
-  return absl::AbortedError(absl::StrCat("this stream of rank ", key.rank, " of job ", spec_.name,
+  if (ranks_.IsCurrent(key)) return CheckUsable();
+  return absl::AbortedError(absl::StrCat("this stream of rank ", key.rank, " of job ", spec().name,
                                          " is no longer its stream; attach again"));
 }
 
-absl::Status JobImpl::CheckGeneration(uint64_t generation) const {
-  if (generation == generation_) return absl::OkStatus();
-  return absl::AbortedError(absl::StrCat("job ", spec_.name, " is at generation ", generation_,
-                                         ", not ", generation, "; attach again"));
-}
-
-void JobImpl::WaitUntilSettled() const {
-  while (deciding_ || clearing_ || loading_) changed_.Wait(mutex_);
-}
-
-absl::Status JobImpl::WaitUntilDecided() const {
-  while (!loading_ && (deciding_ || clearing_ || std::holds_alternative<SealedStep>(step_))) {
-    changed_.Wait(mutex_);
-  }
-  return loading_ ? CheckUsable() : absl::OkStatus();
-}
-
-void JobImpl::FreeIfLeft(Rank& rank) {
-  if (rank.left) rank.process_id.clear();
-  rank.left = false;
-}
-
-void JobImpl::ClearStep() {
-  step_ = std::monostate();  // Nothing new can be added from here on.
-  clearing_ = true;
-  ++attempt_;
-  const auto busy = [](const Rank& rank) { return rank.in_flight > 0; };
-  while (deciding_ || sums_running_ > 0 || std::any_of(ranks_.begin(), ranks_.end(), busy)) {
-    changed_.Wait(mutex_);
-  }
-  FinishGuesses();
-  DropGuesses();
-  ledger_.Clear();
-  // The next attempt begins after an operator's changes, so its overrides come last again.
-  later_changes_.assign(later_changes_.size(), {});
-  for (int chunk = 0; chunk < static_cast<int>(layout_.chunks().size()); ++chunk) {
-    gradients_->Clear(chunk);
-  }
-  sums_.assign(sums_.size(), SumsState::kNone);
-  clearing_ = false;
-  changed_.NotifyAll();
-}
-
-JobImpl::Detached JobImpl::RaiseGeneration() {
-  ++generation_;
-  Detached detached;
-  for (int rank = 0; rank < layout_.world_size(); ++rank) {
-    TakeListener(ranks_[rank], detached.listeners);
-    ranks_[rank].process_id.clear();
-    ranks_[rank].left = false;
-    detached.memories.push_back(std::move(ranks_[rank].memory));
-    ForgetFirstWeights(rank);
-  }
-  ClearStep();
-  // A process of the old generation may go on writing there: from here on nobody reads it.
-  for (Rank& rank : ranks_) detached.memories.push_back(std::move(rank.lender));
-  return detached;
-}
-
-void JobImpl::Detach(const Listeners& listeners, const absl::Status& status) {
-  for (const auto& listener : listeners) listener->OnDetached(status);
+absl::Status JobImpl::CheckHolder(int rank, const std::string& process_id) const {
+  if (ranks_.IsHeldBy(rank, process_id)) return absl::OkStatus();
+  return absl::AbortedError(absl::StrCat("rank ", rank, " of job ", spec().name,
+                                         " is not held by this process; attach again"));
 }
 
 absl::Status JobImpl::CheckAttachRequest(const AttachRequest& request) const {
   if (request.rank < 0 || request.rank >= layout_.world_size()) {
     return absl::InvalidArgumentError(absl::StrCat("rank ", request.rank, " is not in job ",
-                                                   spec_.name, ", whose world size is ",
+                                                   spec().name, ", whose world size is ",
                                                    layout_.world_size()));
   }
   if (request.process_id.empty() || request.process_id.size() > kMaxProcessIdBytes) {
     return absl::InvalidArgumentError(
         absl::StrCat("process_id must have 1 to ", kMaxProcessIdBytes, " bytes"));
   }
-  if (!request.uid.empty() && request.uid != uid_) {
-    return absl::NotFoundError(absl::StrCat("job ", spec_.name, " is not the one with uid ",
+  if (!request.uid.empty() && request.uid != uid()) {
+    return absl::NotFoundError(absl::StrCat("job ", spec().name, " is not the one with uid ",
                                             request.uid, "; it was created anew"));
   }
   if (request.spec.has_value()) {
-    if (const std::string difference = FirstDifference(spec_, *request.spec); !difference.empty()) {
+    if (const std::string difference = FirstDifference(spec(), *request.spec);
+        !difference.empty()) {
       return absl::FailedPreconditionError(absl::StrCat(
-          "rank ", request.rank, " describes job ", spec_.name, " otherwise: ", difference,
+          "rank ", request.rank, " describes job ", spec().name, " otherwise: ", difference,
           " (here: the service's job); close the job or train with the same description"));
     }
   }
   return absl::OkStatus();
 }
 
-bool JobImpl::IsTaken(const AttachRequest& request) const {
-  const Rank& rank = ranks_[request.rank];
-  return !rank.process_id.empty() && rank.process_id != request.process_id;
-}
-
 absl::Status JobImpl::CheckMayAttach(const AttachRequest& request) const {
-  BALLAST_RETURN_IF_ERROR(closed_ ? CheckUsable() : absl::OkStatus());
   if (request.generation.has_value()) {
     BALLAST_RETURN_IF_ERROR(CheckGeneration(*request.generation));
-    if (IsTaken(request)) {
+    if (ranks_.IsTakenFrom(request.rank, request.process_id)) {
       return absl::AbortedError(absl::StrCat("another process has taken rank ", request.rank,
-                                             " of job ", spec_.name, " in generation ",
-                                             generation_));
+                                             " of job ", spec().name, " in generation ",
+                                             record_.generation));
     }
   }
   const std::string& last = ranks_[request.rank].last_process_id;
   if (request.rejoin && !last.empty() && last != request.process_id) {
     return absl::FailedPreconditionError(absl::StrCat("another process has taken rank ",
-                                                      request.rank, " of job ", spec_.name, ": ",
+                                                      request.rank, " of job ", spec().name, ": ",
                                                       last, "; this one was replaced"));
   }
   if (request.expected_committed_step.has_value() &&
-      *request.expected_committed_step != committed_step_) {
+      *request.expected_committed_step != record_.committed_step) {
     return absl::FailedPreconditionError(
-        absl::StrCat("job ", spec_.name, " stands at step ", committed_step_, ", rank ",
+        absl::StrCat("job ", spec().name, " stands at step ", record_.committed_step, ", rank ",
                      request.rank, " expected ", *request.expected_committed_step));
   }
   return absl::OkStatus();
 }
 
-absl::StatusOr<Attachment> JobImpl::AttachNow(const AttachRequest& request) {
-  BALLAST_RETURN_IF_ERROR(CheckAttachRequest(request));
-  Attachment attachment;
-  Detached detached;
-  std::string reason;
-  {
-    MutexLock lock(mutex_);
-    BALLAST_RETURN_IF_ERROR(WaitUntilDecided());  // What is sealed and whole rolls forward first.
-    BALLAST_RETURN_IF_ERROR(CheckMayAttach(request));
-    Rank& rank = ranks_[request.rank];
-    // Who comes anew in mid-step does the step anew: what was sent before must not meet what is
-    // sent now.
-    const bool taken = IsTaken(request);
-    if (taken || (!request.generation.has_value() && HasBegun(request.rank))) {
-      detached = RaiseGeneration();
-      reason = absl::StrCat(taken ? "a new process" : "a new session of its process",
-                            " has taken rank ", request.rank, " of job ", spec_.name,
-                            "; the generation is now ", generation_, "; attach again");
-    } else {
-      // An older stream may be broken, though nobody here has noticed: when that ends it must not
-      // take the rank away again.
-      TakeListener(rank, detached.listeners);
-      reason = absl::StrCat("rank ", request.rank, " has attached again");
-      if (rank.last_process_id != request.process_id) {
-        ForgetFirstWeights(request.rank);
-        detached.memories.push_back(std::move(rank.memory));
-      }
-    }
-    rank.process_id = request.process_id;
-    rank.last_process_id = request.process_id;
-    rank.left = false;
-    attachment = {.generation = generation_,
-                  .committed_step = committed_step_,
-                  .awaiting_weights = weights_missing_ > 0};
+absl::Status JobImpl::CheckMayOpen(const OpenStreamRequest& request) const {
+  if (gate_.phase() == Phase::kClosed) return CheckUsable();
+  BALLAST_RETURN_IF_ERROR(CheckGeneration(request.generation));
+  BALLAST_RETURN_IF_ERROR(CheckUsable());
+  BALLAST_RETURN_IF_ERROR(CheckHolder(request.rank, request.process_id));
+  if (request.weights_in_place && ranks_[request.rank].memory == nullptr) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("rank ", request.rank, " wants its weights in shared memory, but job ",
+                     spec().name, " shares none with it"));
   }
-  Detach(detached.listeners, absl::AbortedError(reason));
-  return attachment;
+  return absl::OkStatus();
 }
 
-absl::StatusOr<std::unique_ptr<RankStream>> JobImpl::OpenStreamNow(
-    const OpenStreamRequest& request, std::shared_ptr<RankListener> listener) {
-  if (request.uid != uid_) {
-    return absl::NotFoundError(absl::StrCat("job ", spec_.name, " is not the one with uid '",
-                                            request.uid, "'; attach first"));
+// ---------------------------------------------------------------- attaching
+
+Pending JobImpl::Attach(AttachRequest request, Done<Attachment> done) {
+  if (absl::Status status = CheckAttachRequest(request); !status.ok()) {
+    std::move(done)(std::move(status));
+    return {};
   }
-  if (request.rank < 0 || request.rank >= layout_.world_size()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("rank ", request.rank, " is not in job ", spec_.name));
+  const int rank = request.rank;
+  // What is sealed and whole rolls forward first, so an update under way is waited for.
+  return Enter(Admission::kAttach, rank,
+               [this, self = shared_from_this(), request = std::move(request),
+                done = std::move(done)](absl::Status admitted)
+                   ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
+                     if (admitted.ok()) admitted = CheckMayAttach(request);
+                     if (!admitted.ok()) return Reply<Attachment>(std::move(done), admitted);
+                     AttachNow(request, std::move(done));
+                   });
+}
+
+void JobImpl::AttachNow(const AttachRequest& request, Done<Attachment> done) {
+  const bool taken = ranks_.IsTakenFrom(request.rank, request.process_id);
+  const auto take = [this, self = shared_from_this(), rank = request.rank,
+                     process_id = request.process_id]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    Detached detached;
+    if (ranks_[rank].last_process_id != process_id) {
+      first_weights_.Forget(layout_.chunks_of_rank(rank));
+    }
+    ranks_.Take(rank, process_id, detached);
+    return detached;
+  };
+  const auto attachment = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    return Attachment{.generation = record_.generation,
+                      .committed_step = record_.committed_step,
+                      .awaiting_weights = !first_weights_.complete()};
+  };
+  // A process that attaches anew in mid-step does the step anew: what was sent before must not meet what is
+  // sent now.
+  if (taken || (!request.generation.has_value() && HasBegun(request.rank))) {
+    RaiseGeneration(
+        absl::StrCat(taken ? "a new process" : "a new session of its process", " has taken rank ",
+                     request.rank, " of job ", spec().name, "; the generation is now ",
+                     record_.generation + 1, "; attach again"),
+        [this, take, attachment, done = std::move(done)]()
+            ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
+              Detach(take(), absl::OkStatus());
+              Reply<Attachment>(std::move(done), attachment());
+            });
+    return;
   }
-  Listeners replaced;
+  // An older stream may be broken, though nothing here has noticed: when that ends it must not take the rank
+  // away again.
+  Detached detached = take();
+  ranks_.TakeListener(request.rank, detached.listeners);
+  Detach(std::move(detached),
+         absl::AbortedError(absl::StrCat("rank ", request.rank, " has attached again")));
+  Reply<Attachment>(std::move(done), attachment());
+}
+
+// ---------------------------------------------------------------- streams
+
+Pending JobImpl::OpenStream(OpenStreamRequest request, std::shared_ptr<RankListener> listener,
+                            Done<std::unique_ptr<RankStream>> done) {
   absl::Status status;
-  std::unique_ptr<RankStream> stream;
-  {
+  if (request.uid != uid()) {
+    status = absl::NotFoundError(absl::StrCat("job ", spec().name, " is not the one with uid '",
+                                              request.uid, "'; attach first"));
+  } else if (request.rank < 0 || request.rank >= layout_.world_size()) {
+    status = absl::InvalidArgumentError(
+        absl::StrCat("rank ", request.rank, " is not in job ", spec().name));
+  } else {
+    // A stream of an older generation, or of a process that has not the rank, does not wait to be refused.
     MutexLock lock(mutex_);
-    status = AwaitClaim(request, replaced);
-    if (status.ok()) {
-      const StreamKey key = {.rank = request.rank, .stream = ++last_stream_};
-      Rank& rank = ranks_[request.rank];
-      rank.listener = std::move(listener);
-      rank.stream = key.stream;
-      rank.update_mode = request.update_mode;
-      rank.weights_in_place = request.weights_in_place;
-      rank.left = false;
-      stream = std::make_unique<Stream>(std::static_pointer_cast<JobImpl>(shared_from_this()), key,
-                                        PositionOf(request.rank));
-    }
+    status = CheckMayOpen(request);
   }
-  Detach(replaced, absl::AbortedError(absl::StrCat("a newer stream has replaced this one of rank ",
-                                                   request.rank)));
-  if (!status.ok()) return status;
-  return stream;
+  if (!status.ok()) {
+    std::move(done)(std::move(status));
+    return {};
+  }
+  // The older stream is detached as soon as no update is under way; then what it is adding is waited for.
+  // Meanwhile the step may be decided, so the second admission waits for an update again.
+  const int rank = request.rank;
+  const auto number = std::make_shared<uint64_t>(0);
+  return Enter(
+      Admission::kOpenStream, rank,
+      [this, self = shared_from_this(), rank, number, request = std::move(request),
+       listener = std::move(listener), done = std::move(done)](
+          absl::Status admitted) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
+        if (admitted.ok()) admitted = CheckMayOpen(request);
+        if (!admitted.ok()) {
+          return Reply<std::unique_ptr<RankStream>>(std::move(done), admitted);
+        }
+        Detached replaced;
+        ranks_.TakeListener(rank, replaced.listeners);
+        Detach(std::move(replaced), absl::AbortedError(absl::StrCat(
+                                        "a newer stream has replaced this one of rank ", rank)));
+        *number =
+            EnterHere(Admission::kQuietRank, rank,
+                      [this, self, request = std::move(request), listener = std::move(listener),
+                       done = std::move(done)](absl::Status quiet)
+                          ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
+                            if (quiet.ok()) quiet = CheckMayOpen(request);
+                            if (!quiet.ok()) {
+                              return Reply<std::unique_ptr<RankStream>>(std::move(done), quiet);
+                            }
+                            Reply(std::move(done), OpenNow(request, std::move(listener)));
+                          });
+      },
+      number);
 }
 
-// What the older stream is adding ends first; meanwhile the step may be decided, and then its
-// update ends first, too.
-absl::Status JobImpl::AwaitClaim(const OpenStreamRequest& request, Listeners& replaced) {
-  Rank& rank = ranks_[request.rank];
-  for (;;) {
-    BALLAST_RETURN_IF_ERROR(WaitUntilDecided());
-    if (closed_) return CheckUsable();
-    BALLAST_RETURN_IF_ERROR(CheckGeneration(request.generation));
-    BALLAST_RETURN_IF_ERROR(CheckUsable());
-    if (rank.process_id.empty() || rank.process_id != request.process_id) {
-      return absl::AbortedError(absl::StrCat("rank ", request.rank, " of job ", spec_.name,
-                                             " is not held by this process; attach again"));
-    }
-    if (request.weights_in_place && rank.memory == nullptr) {
-      return absl::FailedPreconditionError(
-          absl::StrCat("rank ", request.rank, " wants its weights in shared memory, but job ",
-                       spec_.name, " shares none with it"));
-    }
-    TakeListener(rank, replaced);
-    if (rank.in_flight == 0) return absl::OkStatus();
-    changed_.Wait(mutex_);
-  }
-}
-
-void JobImpl::TakeListener(Rank& rank, Listeners& taken) {
-  if (rank.listener != nullptr) taken.push_back(std::move(rank.listener));
-  rank.listener = nullptr;
-  rank.stream = 0;
-}
-
-// The weights of two attempts do not mix.
-void JobImpl::ForgetFirstWeights(int rank) {
-  if (weights_missing_ == 0) return;
-  for (const int chunk : layout_.chunks_of_rank(rank)) {
-    weights_missing_ += weights_arrived_[chunk] ? 1 : 0;
-    weights_arrived_[chunk] = false;
-  }
+absl::StatusOr<std::unique_ptr<RankStream>> JobImpl::OpenNow(
+    const OpenStreamRequest& request, std::shared_ptr<RankListener> listener) {
+  Detached replaced;  // Another stream may have been opened while this one waited.
+  ranks_.TakeListener(request.rank, replaced.listeners);
+  Detach(std::move(replaced), absl::AbortedError(absl::StrCat(
+                                  "a newer stream has replaced this one of rank ", request.rank)));
+  const StreamKey key = ranks_.OpenStream(request.rank, std::move(listener), request.update_mode,
+                                          request.weights_in_place);
+  return std::make_unique<Stream>(Self(), key, PositionOf(request.rank));
 }
 
 void JobImpl::CloseStream(const StreamKey& key) {
   std::shared_ptr<RankListener> listener;  // Destroyed outside the lock.
   MutexLock lock(mutex_);
-  Rank& rank = ranks_[key.rank];
-  if (!IsCurrent(key)) return;
-  listener = std::move(rank.listener);
-  rank.listener = nullptr;
-  rank.stream = 0;
-  // A rank that has no part in the step in progress is free again, and the others are when it is
-  // over, so that a restart between steps disturbs nobody.
-  rank.left = true;
-  if (!HasBegun(key.rank)) FreeIfLeft(rank);
+  if (!ranks_.IsCurrent(key)) return;
+  listener = ranks_.CloseStream(key.rank, HasBegun(key.rank));
 }
 
 bool JobImpl::HasBegun(int rank) const {
@@ -275,8 +262,8 @@ bool JobImpl::HasBegun(int rank) const {
 
 RankPosition JobImpl::PositionOf(int rank) const {
   RankPosition position;
-  position.generation = generation_;
-  position.committed_step = committed_step_;
+  position.generation = record_.generation;
+  position.committed_step = record_.committed_step;
   const auto* open = std::get_if<OpenStep>(&step_);
   if (open == nullptr || !open->ranks()[rank].begun) return position;
   position.open_step = open->terms().step;
@@ -287,6 +274,96 @@ RankPosition JobImpl::PositionOf(int rank) const {
     }
   }
   return position;
+}
+
+// ---------------------------------------------------------------- generations
+
+void JobImpl::Detach(Detached detached, absl::Status reason) {
+  if (detached.listeners.empty() && detached.memories.empty()) return;
+  RunAfter([detached = std::move(detached), reason = std::move(reason)]() mutable {
+    for (const auto& listener : detached.listeners) listener->OnDetached(reason);
+    detached.memories.clear();
+  });
+}
+
+void JobImpl::RaiseGeneration(std::string reason, absl::AnyInvocable<void() &&> then) {
+  ++record_.generation;
+  Detached detached = ranks_.FreeAll();
+  for (int rank = 0; rank < ranks_.size(); ++rank) {
+    first_weights_.Forget(layout_.chunks_of_rank(rank));
+  }
+  step_ = std::monostate();  // Nothing new can be added from here on.
+  ++attempt_;
+  speculation_.Stop();
+  gate_.StartClearing();
+  EnterHere(Admission::kFinishClear, -1,
+            [this, self = shared_from_this(), detached = std::move(detached),
+             reason = std::move(reason), then = std::move(then)](absl::Status)
+                ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
+                  FinishClearing();
+                  // A process of the old generation may go on writing there: from here on nothing reads it.
+                  for (auto& lender : ranks_.TakeLenders()) {
+                    detached.memories.push_back(std::move(lender));
+                  }
+                  Detach(std::move(detached), absl::AbortedError(reason));
+                  std::move(then)();
+                });
+}
+
+void JobImpl::FinishClearing() {
+  speculation_.Drop(*store_);
+  ledger_.Clear();
+  sums_.Clear();
+  // The next attempt begins after an operator's changes, so its overrides come last again.
+  later_changes_.assign(later_changes_.size(), {});
+  for (int chunk = 0; chunk < static_cast<int>(layout_.chunks().size()); ++chunk) {
+    gradients_->Clear(chunk);
+  }
+  gate_.FinishClearing();
+}
+
+// ---------------------------------------------------------------- shared memory
+
+int64_t JobImpl::RankMemoryBytes(int rank) const {
+  return RankMemoryLayout(layout_, spec().groups, rank).size_bytes();
+}
+
+absl::StatusOr<MemoryBudget::Reservation> JobImpl::ReserveRankMemory(int rank) {
+  return environment_.budget->Reserve(
+      RankMemoryBytes(rank),
+      absl::StrCat("memory shared with rank ", rank, " of job ", spec().name));
+}
+
+absl::Status JobImpl::GiveRankMemory(const RankHolder& holder,
+                                     std::shared_ptr<const RankMemory> memory) {
+  const int64_t size_bytes = RankMemoryBytes(holder.rank);
+  const auto give = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) -> absl::StatusOr<bool> {
+    BALLAST_RETURN_IF_ERROR(CheckGeneration(holder.generation));
+    BALLAST_RETURN_IF_ERROR(CheckHolder(holder.rank, holder.process_id));
+    if (HasBegun(holder.rank)) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          "rank ", holder.rank, " of job ", spec().name, " is in the middle of a step"));
+    }
+    Detached replaced;
+    replaced.memories.push_back(ranks_.GiveMemory(holder.rank, std::move(memory), size_bytes));
+    Detach(std::move(replaced), absl::OkStatus());
+    return true;
+  };
+  return Await<bool>([&](Done<bool> done) {
+           Enter(Admission::kRankMemory, holder.rank,
+                 [this, give, done = std::move(done)](absl::Status admitted)
+                     ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
+                       Reply<bool>(std::move(done),
+                                   admitted.ok() ? give() : absl::StatusOr<bool>(admitted));
+                     });
+         })
+      .status();
+}
+
+void JobImpl::DropRankMemory(int rank, const RankMemory* memory) {
+  std::shared_ptr<const RankMemory> dropped;  // Unmapped after the lock.
+  MutexLock lock(mutex_);
+  dropped = ranks_.DropMemory(rank, memory);
 }
 
 }  // namespace ballast

@@ -1,5 +1,6 @@
-// Looking at state, saving it and loading it.
+// Looking at state, saving it, loading it; timelines.
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <utility>
 
@@ -12,97 +13,98 @@
 #include "cpu_optimizer_service/kernels/kernels.h"
 
 namespace ballast {
+namespace {
 
-// Keeps the next decision from starting, so that committed state can be read where it lies.
-class JobImpl::Hold {
- public:
-  // Waits for a decision that is running.
-  explicit Hold(const JobImpl& job) : job_(job) {
-    MutexLock lock(job_.mutex_);
-    // Readers that come after a seal let its decision pass, or they could hold it back for ever.
-    const auto held_back = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_.mutex_) {
-      return job_.holds_ > 0 && std::holds_alternative<SealedStep>(job_.step_);
-    };
-    while (job_.deciding_ || job_.clearing_ || job_.loading_ || held_back()) {
-      job_.changed_.Wait(job_.mutex_);
-    }
-    ++job_.holds_;
-  }
-  // Takes over a hold that the caller has counted.
-  struct Adopt {};
-  Hold(const JobImpl& job, Adopt) : job_(job) {}
-  ~Hold() {
-    MutexLock lock(job_.mutex_);
-    if (--job_.holds_ == 0) job_.StartDecisionIfDue();
-    job_.changed_.NotifyAll();
-  }
-  Hold(const Hold&) = delete;
-  Hold& operator=(const Hold&) = delete;
+using Clock = std::chrono::steady_clock;
 
- private:
-  const JobImpl& job_;
-};
+constexpr int64_t kMostEvents = 4'000'000;
+// As they are recorded, in tables that double, and as they are put together and sorted.
+constexpr int64_t kBytesPerEvent = 4 * sizeof(TraceEvent);
+// Accepted for jobs that may have any number, and the most that is reckoned with.
+constexpr int64_t kMicroSteps = 16;
+constexpr int64_t kMostMicroSteps = 64;
+// How often a caller is asked whether it still waits.
+constexpr std::chrono::milliseconds kPoll(50);
+// After the last commit its weights are still on their way; so long is waited for the slowest rank.
+constexpr std::chrono::seconds kSendingTime(5);
+constexpr std::chrono::milliseconds kSendingPoll(2);
+
+}  // namespace
+
+// ---------------------------------------------------------------- reading
+
+void JobImpl::StopReading() {
+  Section section(*this);
+  gate_.StopReading();
+  StartDecisionIfDue();
+}
 
 absl::Status JobImpl::ReadShard(uint64_t generation, uint64_t step, int index,
-                                absl::Span<std::byte> out) const {
+                                absl::Span<std::byte> out) {
   {
     MutexLock lock(mutex_);
-    if (closed_) return CheckUsable();
+    if (gate_.phase() == Phase::kClosed) return CheckUsable();
     BALLAST_RETURN_IF_ERROR(CheckGeneration(generation));
     BALLAST_RETURN_IF_ERROR(CheckUsable());
-    if (weights_missing_ > 0) {
-      return absl::FailedPreconditionError(absl::StrCat("job ", spec_.name, " has no weights yet"));
+    if (!first_weights_.complete()) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("job ", spec().name, " has no weights yet"));
     }
     // While an update runs, the chunks that it has finished stay as they are, and only they.
-    const bool updating = std::holds_alternative<DecidedStep>(step_);
-    if (clearing_ || loading_ || std::holds_alternative<SealedStep>(step_) ||
-        (updating && step == committed_step_)) {
-      return absl::UnavailableError(
-          absl::StrCat("job ", spec_.name, " is about to change; read again"));
-    }
-    if (step != committed_step_ + (updating ? 1 : 0) || store_->step(index) != step) {
-      return absl::FailedPreconditionError(absl::StrCat("chunk ", index, " of job ", spec_.name,
-                                                        " stands at step ", store_->step(index),
+    const bool updating = gate_.phase() == Phase::kUpdating;
+    Answer answer = gate_.Ask(Admission::kReadNow);
+    if (updating && step == record_.committed_step) answer = Answer::kChanging;
+    if (answer != Answer::kGranted) return StatusOf(answer);
+    if (step != record_.committed_step + (updating ? 1 : 0) || store_->step(index) != step) {
+      return absl::FailedPreconditionError(absl::StrCat("chunk ", index, " of job ", spec().name,
+                                                        " is at step ", store_->step(index),
                                                         ", not ", step));
     }
-    ++holds_;
+    gate_.StartReading();
   }
-  const Hold hold(*this, Hold::Adopt());
   const Chunk& chunk = layout_.chunks()[index];
   ConvertFromFloat(store_->Published(index)[Plane::kMaster], out.data(),
-                   spec_.groups[chunk.group].return_dtype, chunk.elements);
+                   spec().groups[chunk.group].return_dtype, chunk.elements);
+  StopReading();
   return absl::OkStatus();
 }
 
-absl::StatusOr<Snapshot> JobImpl::TakeSnapshotNow(absl::Span<const int> parameters) {
-  Snapshot snapshot;
-  snapshot.layout_ = &layout_;
-  snapshot.keep_alive_ = shared_from_this();
-  for (const GroupSpec& group : spec_.groups) {
-    snapshot.amsgrad_.push_back(group.hyper_parameters.amsgrad);
-  }
+Pending JobImpl::TakeSnapshot(std::vector<int> parameters, Done<Snapshot> done) {
   absl::flat_hash_set<int> needed;
   for (const int parameter : parameters) {
     const auto [first, last] = layout_.ChunksOfParameter(parameter);
     for (int chunk = first; chunk < last; ++chunk) needed.insert(chunk);
   }
-  const std::vector<int> chunks(needed.begin(), needed.end());
-  MutexLock lock(mutex_);
-  WaitUntilSettled();
-  BALLAST_RETURN_IF_ERROR(CheckUsable());
-  if (weights_missing_ > 0) {
-    return absl::FailedPreconditionError(absl::StrCat("job ", spec_.name, " has no weights yet"));
-  }
-  BALLAST_ASSIGN_OR_RETURN(std::vector<ChunkPin> pins, store_->Pin(chunks));
-  for (size_t i = 0; i < chunks.size(); ++i) snapshot.pins_.emplace(chunks[i], std::move(pins[i]));
-  for (const int parameter : parameters) {
-    snapshot.update_counts_[parameter] = update_counts_[parameter];
-  }
-  snapshot.step_ = committed_step_;
-  return snapshot;
+  const auto take = [this, parameters = std::move(parameters),
+                     chunks = std::vector<int>(needed.begin(), needed.end())]()
+                        ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) -> absl::StatusOr<Snapshot> {
+    if (!first_weights_.complete()) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("job ", spec().name, " has no weights yet"));
+    }
+    Snapshot snapshot;
+    snapshot.layout_ = &layout_;
+    snapshot.keep_alive_ = Self();
+    for (const GroupSpec& group : spec().groups) {
+      snapshot.amsgrad_.push_back(group.hyper_parameters.amsgrad);
+    }
+    BALLAST_ASSIGN_OR_RETURN(std::vector<ChunkPin> pins, store_->Pin(chunks));
+    for (size_t i = 0; i < chunks.size(); ++i) {
+      snapshot.pins_.emplace(chunks[i], std::move(pins[i]));
+    }
+    for (const int parameter : parameters) {
+      snapshot.update_counts_[parameter] = record_.update_counts[parameter];
+    }
+    snapshot.step_ = record_.committed_step;
+    return snapshot;
+  };
+  return Enter(Admission::kSnapshot, -1,
+               [this, self = shared_from_this(), take, done = std::move(done)](
+                   absl::Status admitted) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
+                 Reply<Snapshot>(std::move(done),
+                                 admitted.ok() ? take() : absl::StatusOr<Snapshot>(admitted));
+               });
 }
-
-// ---------------------------------------------------------------- save
 
 void JobImpl::ReadCommitted(int parameter, Plane plane, int64_t offset,
                             absl::Span<float> out) const {
@@ -120,60 +122,37 @@ void JobImpl::ReadCommitted(int parameter, Plane plane, int64_t offset,
 }
 
 CheckpointIndex JobImpl::MakeIndex() const {
-  CheckpointIndex index = {.job = spec_.name, .uid = uid_};
+  CheckpointIndex index = {.job = spec().name, .uid = uid()};
   MutexLock lock(mutex_);
-  index.step = committed_step_;
-  index.trainer_state = trainer_state_;
-  if (!recent_steps_.empty()) index.last_step = recent_steps_.back();
+  index.step = record_.committed_step;
+  index.trainer_state = record_.trainer_state;
+  if (const auto& steps = record_.history.recent_steps; !steps.empty()) {
+    index.last_step = steps.back();
+  }
   for (int group = 0; group < layout_.group_count(); ++group) {
     index.groups.push_back(
-        {.name = spec_.groups[group].name, .hyper_parameters = hyper_parameters_[group]});
+        {.name = spec().groups[group].name, .hyper_parameters = record_.hyper_parameters[group]});
   }
-  for (int p = 0; p < static_cast<int>(spec_.layout.parameters.size()); ++p) {
-    const ParameterSpec& parameter = spec_.layout.parameters[p];
+  for (int p = 0; p < static_cast<int>(spec().layout.parameters.size()); ++p) {
+    const ParameterSpec& parameter = spec().layout.parameters[p];
     if (!parameter.trainable) continue;
     index.parameters.push_back({.name = parameter.name,
                                 .shape = parameter.shape,
-                                .group = spec_.groups[parameter.group].name,
+                                .group = spec().groups[parameter.group].name,
                                 .elements = layout_.place(p).elements,
-                                .update_count = update_counts_[p]});
+                                .update_count = record_.update_counts[p]});
   }
   return index;
 }
 
-absl::StatusOr<CheckpointInfo> JobImpl::SaveNow(const std::string& directory) {
-  const Hold hold(*this);
-  CheckpointInfo info;
-  {
-    MutexLock lock(mutex_);
-    BALLAST_RETURN_IF_ERROR(CheckUsable());
-    if (weights_missing_ > 0) {
-      return absl::FailedPreconditionError(
-          absl::StrCat("job ", spec_.name, " has no weights yet; there is nothing to save"));
-    }
-    info.generation = generation_;
-  }
-  const CheckpointIndex index = MakeIndex();
-  info.step = index.step;
-  BALLAST_ASSIGN_OR_RETURN(
-      info.size_bytes,
-      WriteCheckpoint(*environment_.file_system, directory, index,
-                      [&](int parameter, Plane plane, int64_t offset, absl::Span<float> out) {
-                        const int p = layout_.FindParameter(index.parameters[parameter].name);
-                        ReadCommitted(p, plane, offset, out);
-                      }));
-  return info;
-}
-
-std::string JobImpl::StateHash() const {
-  const Hold hold(*this);
+std::string JobImpl::HashState() const {
   const CheckpointIndex index = MakeIndex();
   Sha256 sha256;
   std::vector<float> buffer(1 << 16);
   for (const CheckpointIndex::Parameter& parameter : index.parameters) {
     sha256.AddValue(parameter.update_count);
     const int p = layout_.FindParameter(parameter.name);
-    const bool amsgrad = spec_.groups[spec_.layout.parameters[p].group].hyper_parameters.amsgrad;
+    const bool amsgrad = spec().groups[spec().layout.parameters[p].group].hyper_parameters.amsgrad;
     for (int plane = 0; plane < (amsgrad ? 4 : 3); ++plane) {
       for (int64_t offset = 0; offset < parameter.elements;
            offset += static_cast<int64_t>(buffer.size())) {
@@ -188,35 +167,94 @@ std::string JobImpl::StateHash() const {
   return sha256.Hex();
 }
 
+std::string JobImpl::StateHash() {
+  return Await<std::string>([&](Done<std::string> done) {
+           Enter(Admission::kRead, -1,
+                 [this, done = std::move(done)](absl::Status admitted)
+                     ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
+                       if (!admitted.ok()) return Reply<std::string>(std::move(done), admitted);
+                       gate_.StartReading();
+                       RunAfter([this, done = std::move(done)]() mutable {
+                         std::string hash = HashState();
+                         StopReading();
+                         std::move(done)(std::move(hash));
+                       });
+                     });
+         })
+      .value_or("");
+}
+
+// ---------------------------------------------------------------- save
+
+Pending JobImpl::Save(std::string directory, Done<CheckpointInfo> done) {
+  return Enter(Admission::kRead, -1,
+               [this, self = Self(), directory = std::move(directory), done = std::move(done)](
+                   absl::Status admitted) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
+                 if (admitted.ok() && !first_weights_.complete()) {
+                   admitted = absl::FailedPreconditionError(absl::StrCat(
+                       "job ", spec().name, " has no weights yet; there is nothing to save"));
+                 }
+                 if (!admitted.ok()) return Reply<CheckpointInfo>(std::move(done), admitted);
+                 gate_.StartReading();
+                 const CheckpointInfo info = {.generation = record_.generation};
+                 // A disk may be slow or hang, so neither this thread nor the engine's wait for it.
+                 auto save = std::make_shared<Done<CheckpointInfo>>(std::move(done));
+                 RunAfter([this, self = std::move(self), directory = std::move(directory), info,
+                           save = std::move(save)]() mutable {
+                   environment_.disk_threads->Run([this, self = std::move(self),
+                                                   directory = std::move(directory), info,
+                                                   save = std::move(save)] {
+                     absl::StatusOr<CheckpointInfo> saved = WriteState(directory, info);
+                     StopReading();
+                     std::move (*save)(std::move(saved));
+                   });
+                 });
+               });
+}
+
+absl::StatusOr<CheckpointInfo> JobImpl::WriteState(const std::string& directory,
+                                                   CheckpointInfo info) {
+  const CheckpointIndex index = MakeIndex();
+  info.step = index.step;
+  BALLAST_ASSIGN_OR_RETURN(
+      info.size_bytes,
+      WriteCheckpoint(*environment_.file_system, directory, index,
+                      [&](int parameter, Plane plane, int64_t offset, absl::Span<float> out) {
+                        const int p = layout_.FindParameter(index.parameters[parameter].name);
+                        ReadCommitted(p, plane, offset, out);
+                      }));
+  return info;
+}
+
 // ---------------------------------------------------------------- load
 
 absl::Status JobImpl::CheckLoadable(const Checkpoint& checkpoint) const {
   const CheckpointIndex& index = checkpoint.index();
   const auto refuse = [&](const auto&... what) {
     return absl::FailedPreconditionError(absl::StrCat(
-        "the checkpoint of job ", index.job, " does not fit job ", spec_.name, ": ", what...));
+        "the checkpoint of job ", index.job, " does not fit job ", spec().name, ": ", what...));
   };
   absl::flat_hash_set<std::string> seen;
   for (const CheckpointIndex::Parameter& saved : index.parameters) {
     const int p = layout_.FindParameter(saved.name);
     if (p == -1) return refuse("it has a parameter ", saved.name, " that the job has not");
-    const ParameterSpec& parameter = spec_.layout.parameters[p];
+    const ParameterSpec& parameter = spec().layout.parameters[p];
     if (!parameter.trainable) return refuse(saved.name, " is frozen in the job");
     if (parameter.shape != saved.shape) {
       return refuse(saved.name, " has shape [", absl::StrJoin(saved.shape, ", "), "] there and [",
                     absl::StrJoin(parameter.shape, ", "), "] in the job");
     }
-    if (const std::string& group = spec_.groups[parameter.group].name; group != saved.group) {
+    if (const std::string& group = spec().groups[parameter.group].name; group != saved.group) {
       return refuse(saved.name, " is in group ", saved.group, " there and ", group, " in the job");
     }
     seen.insert(saved.name);
   }
-  for (const ParameterSpec& parameter : spec_.layout.parameters) {
+  for (const ParameterSpec& parameter : spec().layout.parameters) {
     if (parameter.trainable && !seen.contains(parameter.name)) {
       return refuse("it has no parameter ", parameter.name);
     }
   }
-  for (const GroupSpec& group : spec_.groups) {
+  for (const GroupSpec& group : spec().groups) {
     const auto saved =
         std::find_if(index.groups.begin(), index.groups.end(),
                      [&](const CheckpointIndex::Group& g) { return g.name == group.name; });
@@ -239,7 +277,7 @@ absl::Status JobImpl::LoadChunk(const Checkpoint& checkpoint, int index) {
     std::fill_n(to, chunk.elements, 0.0f);
     for (const ChunkPiece& piece : layout_.Pieces(index)) {
       if (!status.ok()) break;
-      status = checkpoint.Read(spec_.layout.parameters[piece.parameter].name,
+      status = checkpoint.Read(spec().layout.parameters[piece.parameter].name,
                                static_cast<Plane>(plane), piece.parameter_offset,
                                absl::MakeSpan(to + piece.chunk_offset, piece.elements));
     }
@@ -254,61 +292,139 @@ StepRecord JobImpl::LastRecord(const CheckpointIndex& index) const {
   record.hyper_parameters.resize(layout_.group_count());
   for (int group = 0; group < layout_.group_count(); ++group) {
     for (size_t saved = 0; saved < index.groups.size(); ++saved) {
-      if (index.groups[saved].name != spec_.groups[group].name) continue;
+      if (index.groups[saved].name != spec().groups[group].name) continue;
       record.hyper_parameters[group] = index.last_step->hyper_parameters[saved];
     }
   }
   return record;
 }
 
-absl::StatusOr<CheckpointInfo> JobImpl::LoadNow(const std::string& directory) {
-  BALLAST_ASSIGN_OR_RETURN(const Checkpoint checkpoint,
-                           Checkpoint::Open(*environment_.file_system, directory));
-  BALLAST_RETURN_IF_ERROR(CheckLoadable(checkpoint));
-  Detached detached;
-  {
-    MutexLock lock(mutex_);
-    WaitUntilSettled();
-    if (closed_) return CheckUsable();
-    loading_ = true;
-    detached = RaiseGeneration();
-    while (holds_ > 0) changed_.Wait(mutex_);
-  }
-  Detach(detached.listeners,
-         absl::AbortedError(
-             absl::StrCat("job ", spec_.name, " was loaded from a checkpoint; attach again")));
-  detached.memories.clear();
+// Verified on a disk thread; then, in the gate, the step is cleared and readers are waited for; then read on a
+// disk thread again.
+Pending JobImpl::Load(std::string directory, Done<CheckpointInfo> done) {
+  const auto number = std::make_shared<uint64_t>(0);
+  auto shared_done = std::make_shared<Done<CheckpointInfo>>(std::move(done));
+  environment_.disk_threads->Run([this, self = Self(), directory, shared_done, number] {
+    absl::StatusOr<Checkpoint> opened = Checkpoint::Open(*environment_.file_system, directory);
+    absl::Status status = opened.ok() ? CheckLoadable(*opened) : opened.status();
+    if (!status.ok()) return std::move(*shared_done)(std::move(status));
+    auto checkpoint = std::make_shared<const Checkpoint>(*std::move(opened));
+    const auto start = [this, self, directory, shared_done,
+                        checkpoint]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+      gate_.StartLoading();
+      EnterHere(
+          Admission::kReplaceState, -1,
+          [this, self, directory, shared_done, checkpoint](absl::Status)
+              ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+                RunAfter([this, self, directory, shared_done, checkpoint] {
+                  environment_.disk_threads->Run([this, self, directory, shared_done, checkpoint] {
+                    ReplaceState(directory, *checkpoint, std::move(*shared_done));
+                  });
+                });
+              });
+    };
+    Enter(
+        Admission::kLoad, -1,
+        [this, start, shared_done](absl::Status admitted) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+          if (!admitted.ok()) {
+            return Reply<CheckpointInfo>(std::move(*shared_done), admitted);
+          }
+          RaiseGeneration(
+              absl::StrCat("job ", spec().name, " was loaded from a checkpoint; attach again"),
+              start);
+        },
+        number);
+  });
+  return Pending([weak = weak_from_this(), number] {
+    const auto self = std::static_pointer_cast<JobImpl>(weak.lock());
+    if (self == nullptr) return;
+    Section section(*self);
+    if (*number != 0) self->gate_.Cancel(*number);
+  });
+}
+
+void JobImpl::ReplaceState(const std::string& directory, const Checkpoint& checkpoint,
+                           Done<CheckpointInfo> done) {
   absl::Status status;
   for (int chunk = 0; chunk < static_cast<int>(layout_.chunks().size()) && status.ok(); ++chunk) {
     status = LoadChunk(checkpoint, chunk);
   }
-  MutexLock lock(mutex_);
-  loading_ = false;
-  changed_.NotifyAll();
+  Section section(*this);
+  gate_.FinishLoading(/*torn=*/!status.ok());
   if (!status.ok()) {
-    broken_ = absl::FailedPreconditionError(absl::StrCat("the state of job ", spec_.name,
-                                                         " is torn: loading ", directory,
-                                                         " did not end; load a whole checkpoint"));
-    return status;
+    torn_by_ = directory;
+    return Reply<CheckpointInfo>(std::move(done), status);
   }
-  broken_ = absl::OkStatus();
   const CheckpointIndex& index = checkpoint.index();
-  committed_step_ = index.step;
-  trainer_state_ = index.trainer_state;
-  recent_steps_.clear();  // Of steps that this state has not seen.
-  if (index.last_step.has_value()) recent_steps_.push_back(LastRecord(index));
+  record_.committed_step = index.step;
+  record_.trainer_state = index.trainer_state;
+  if (index.last_step.has_value()) {
+    const StepRecord last = LastRecord(index);
+    record_.history.Replace(&last);
+  } else {
+    record_.history.Replace(nullptr);
+  }
   store_->SetStep(index.step);
   for (const CheckpointIndex::Parameter& saved : index.parameters) {
-    update_counts_[layout_.FindParameter(saved.name)] = saved.update_count;
+    record_.update_counts[layout_.FindParameter(saved.name)] = saved.update_count;
   }
   for (int group = 0; group < layout_.group_count(); ++group) {
     for (const CheckpointIndex::Group& saved : index.groups) {
-      if (saved.name == spec_.groups[group].name) hyper_parameters_[group] = saved.hyper_parameters;
+      if (saved.name == spec().groups[group].name) {
+        record_.hyper_parameters[group] = saved.hyper_parameters;
+      }
     }
   }
-  weights_arrived_.assign(weights_arrived_.size(), true);
-  weights_missing_ = 0;
-  return CheckpointInfo{.step = committed_step_, .generation = generation_};
+  first_weights_.CompleteAll();
+  Reply<CheckpointInfo>(std::move(done), CheckpointInfo{.step = record_.committed_step,
+                                                        .generation = record_.generation});
+}
+
+// ---------------------------------------------------------------- timelines
+
+int64_t JobImpl::MostTraceEvents(uint32_t steps) const {
+  const auto chunks = static_cast<int64_t>(layout_.chunks().size());
+  const int64_t micro_steps = spec().max_micro_steps == 0
+                                  ? kMicroSteps
+                                  : std::min<int64_t>(spec().max_micro_steps, kMostMicroSteps);
+  constexpr int64_t kOthersOfChunk = 6;  // Sums and sending perhaps twice, a guess, an update.
+  constexpr int64_t kOfStep = 3;
+  const int64_t of_step = chunks * (micro_steps + kOthersOfChunk) + kOfStep;
+  // Twice: a step may be aborted and done again.
+  return of_step > kMostEvents ? kMostEvents : std::min(2 * int64_t{steps} * of_step, kMostEvents);
+}
+
+absl::StatusOr<Trace> JobImpl::TraceSteps(uint32_t steps,
+                                          const std::function<bool()>& still_wanted) {
+  const int64_t max_events = MostTraceEvents(steps);
+  BALLAST_ASSIGN_OR_RETURN(MemoryBudget::Reservation memory,
+                           environment_.budget->Reserve(
+                               max_events * kBytesPerEvent,
+                               absl::StrCat("a trace of ", steps, " steps of job ", spec().name)));
+  uint64_t last_step = 0;
+  {
+    MutexLock lock(mutex_);
+    BALLAST_RETURN_IF_ERROR(CheckUsable());
+    const uint64_t first_step =
+        record_.committed_step + (std::holds_alternative<std::monostate>(step_) ? 1 : 2);
+    last_step = first_step + steps - 1;
+    BALLAST_RETURN_IF_ERROR(trace_.Start(first_step, steps, max_events));
+  }
+  std::optional<Clock::time_point> committed;
+  while (still_wanted()) {
+    MutexLock lock(mutex_);
+    if (gate_.phase() == Phase::kClosed || record_.committed_step > last_step) break;
+    if (record_.committed_step == last_step) {
+      if (!committed.has_value()) committed = Clock::now();
+      if (trace_.all_sent() || Clock::now() > *committed + kSendingTime) break;
+    }
+    step_over_.WaitUntil(mutex_, Clock::now() + (committed.has_value() ? kSendingPoll : kPoll));
+  }
+  Trace trace = trace_.Stop();
+  // A reader may take its time.
+  memory.ShrinkTo(static_cast<int64_t>(trace.events.capacity() * sizeof(TraceEvent)));
+  trace.memory = std::move(memory);
+  return trace;
 }
 
 }  // namespace ballast

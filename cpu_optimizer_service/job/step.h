@@ -22,7 +22,8 @@
 #include "absl/status/statusor.h"
 #include "cpu_optimizer_service/common/gradient_norm.h"
 #include "cpu_optimizer_service/common/hyper_parameters.h"
-#include "cpu_optimizer_service/job/job.h"
+#include "cpu_optimizer_service/common/step_record.h"
+#include "cpu_optimizer_service/common/step_settings.h"
 
 namespace ballast {
 

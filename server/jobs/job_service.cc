@@ -97,11 +97,6 @@ void List(const Engine& engine, v1::ListJobsResponse& response) {
   response.set_memory_limit_bytes(engine.memory().limit_bytes());
 }
 
-absl::Status Close(Engine& engine, const v1::CloseJobRequest& request) {
-  BALLAST_ASSIGN_OR_RETURN(const proto::ResourceName name, proto::ParseJobName(request.name()));
-  return engine.CloseJob(name.job);
-}
-
 }  // namespace
 
 grpc::ServerUnaryReactor* JobService::CreateJob(grpc::CallbackServerContext*,
@@ -128,9 +123,14 @@ grpc::ServerUnaryReactor* JobService::ListJobs(grpc::CallbackServerContext*,
 grpc::ServerUnaryReactor* JobService::CloseJob(grpc::CallbackServerContext*,
                                                const v1::CloseJobRequest* request,
                                                v1::CloseJobResponse*) {
-  // This form of Engine::CloseJob blocks its thread until an update or a load in progress has
-  // ended, so it must not run in `control`. With a Done it belongs there.
-  return UnaryCall::Run(pools_.creation, [=, this] { return Close(engine_, *request); });
+  return UnaryCall::Start(pools_.control, [=, this](UnaryCall& call) { Close(call, *request); });
+}
+
+void JobService::Close(UnaryCall& call, const v1::CloseJobRequest& request) {
+  const absl::StatusOr<proto::ResourceName> name = proto::ParseJobName(request.name());
+  if (!name.ok()) return call.End(name.status());
+  call.Await<bool>([&](Done<bool> done) { return engine_.CloseJob(name->job, std::move(done)); },
+                   [](bool) { return absl::OkStatus(); });
 }
 
 grpc::ServerUnaryReactor* JobService::AttachWorker(grpc::CallbackServerContext*,

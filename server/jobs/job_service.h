@@ -44,6 +44,7 @@ class JobService final : public v1::JobService::CallbackService {
       grpc::CallbackServerContext* context, const v1::TraceJobRequest* request) override;
 
  private:
+  void Close(UnaryCall& call, const v1::CloseJobRequest& request);
   void Attach(UnaryCall& call, const v1::AttachWorkerRequest& request,
               v1::AttachWorkerResponse& response);
   void Abort(UnaryCall& call, const v1::AbortStepRequest& request, v1::AbortStepResponse& response);

@@ -12,6 +12,10 @@ import tempfile
 import unittest
 
 HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "support"))
+
+from processes import Service  # noqa: E402
+
 BIN = pathlib.Path(os.environ["BALLAST_BIN_DIR"])
 TRANSPORTS = ("in-process", "shared-memory", "unix", "tcp")
 TIMES = {"total_seconds", "exposed_seconds", "pace_seconds", "place_seconds", "push_seconds",
@@ -114,27 +118,16 @@ class Bench(unittest.TestCase):
         self.assertGreater(run["info"]["published_chunks"], 0)
 
     def test_running_service_is_used_and_left_clean(self):
-        address = self.dir / "address"
-        daemon = subprocess.Popen([BIN / "ballastd", "--listen=127.0.0.1:0", f"--port-file={address}",
-                                   "--startup-benchmark=false", "--log-level=off"])
+        service = Service(BIN / "ballastd", self.dir, "--log-level=off")
         try:
-            for _ in range(3000):
-                if address.exists() or daemon.poll() is not None:
-                    break
-                try:
-                    daemon.wait(0.01)
-                except subprocess.TimeoutExpired:
-                    pass
-            target = address.read_text().strip()
-            done = self.start(BIN / "ballast-bench", "worker", "--service", target, "--parameters", 1000,
+            done = self.start(BIN / "ballast-bench", "worker", "--service", service.address, "--parameters", 1000,
                               "--tensors", 3, "--steps", 2)
             self.assertEqual(done.returncode, 0, done.stderr)
-            listed = self.start(BIN / "ballast", "jobs", "--service", target)
+            listed = self.start(BIN / "ballast", "jobs", "--service", service.address)
             self.assertEqual(listed.returncode, 0, listed.stderr)
             self.assertNotIn("ballast-bench", listed.stdout)
         finally:
-            daemon.kill()
-            daemon.wait()
+            service.stop()
 
     def test_bad_input_gets_one_line(self):
         for words, code, expected in (

@@ -7,17 +7,17 @@ Needs nothing beyond the standard library.
 """
 
 import argparse
-import html
 import json
 import math
-import os
 import pathlib
 import sys
 
 from report import Missing, Ratios
 
-INK, MUTED, GRID = "#1f2933", "#66717d", "#e6e9ed"
-FONT = "'Inter', 'Helvetica Neue', 'Liberation Sans', Arial, sans-serif"
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "deploy"))
+
+from svg import INK, MUTED, Axes, Picture, nice_ticks, write_whole  # noqa: E402
+
 COLOURS = ("#1d5fbf", "#e07b1a")
 LINE_COLOURS = {"speculate": "#1d5fbf", "speculate, clipping on": "#2a9d6f", "wait": "#e07b1a",
                 "wait, clipping on": "#a23b72"}
@@ -25,102 +25,43 @@ LEFT, RIGHT, TOP, BOTTOM = 66, 18, 46, 52  # Margins of a panel.
 HEAD = 92  # Of a picture, for its title.
 
 
-class Picture:
-    def __init__(self, width: int, height: int, title: str, subtitle: str):
-        self.width, self.height = width, height
-        self.parts: list[str] = []
-        self.text(30, 40, title, 22, weight="600")
-        self.text(30, 66, subtitle, 14, MUTED)
-
-    def text(self, x, y, content, size=13, fill=INK, anchor="start", weight="400", extra=""):
-        self.parts.append(
-            f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{fill}" text-anchor="{anchor}" '
-            f'font-weight="{weight}"{extra}>{html.escape(content)}</text>')
-
-    def line(self, x1, y1, x2, y2, stroke, width=1.0, dash=""):
-        dashes = f' stroke-dasharray="{dash}"' if dash else ""
-        self.parts.append(f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" '
-                          f'stroke="{stroke}" stroke-width="{width}"{dashes}/>')
-
-    def rectangle(self, x, y, width, height, fill):
-        self.parts.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" '
-                          f'height="{max(0, height):.1f}" fill="{fill}"/>')
-
-    def svg(self) -> str:
-        return "\n".join([
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
-            f'width="{self.width}" height="{self.height}" font-family="{FONT}">',
-            f'<rect width="{self.width}" height="{self.height}" fill="#ffffff"/>', *self.parts,
-            "</svg>", ""])
+def titled(width: int, height: int, title: str, subtitle: str) -> Picture:
+    picture = Picture(width, height)
+    picture.text(30, 40, title, 22, weight="600")
+    picture.text(30, 66, subtitle, 14, MUTED)
+    return picture
 
 
-def nice_ticks(high: float, count: int = 5) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten from 0 to `high` or just above it."""
-    high = max(high, 1e-9)
-    magnitude = 10.0 ** math.floor(math.log10(high / count))
-    gap = next(m * magnitude for m in (1, 2, 5, 10) if high / (m * magnitude) <= count)
-    return [i * gap for i in range(math.ceil(high / gap - 1e-9) + 1)]
+def ticks_from_zero(high: float) -> list[float]:
+    return nice_ticks(0, max(high, 1e-3), count=5)
 
 
-class Panel:
-    """Lines over x, from 0 up, in a part of a picture. With `log_x`, equal ratios are equally wide."""
-
-    def __init__(self, picture: Picture, place: tuple, title: str, x_label: str, y_label: str,
-                 series: dict[str, list[tuple]], log_x: bool = True):
-        self.picture, self.log_x = picture, log_x
-        self.left, self.top, width, height = place
-        self.right, self.bottom = self.left + width - RIGHT, self.top + height - BOTTOM
-        self.left, self.top = self.left + LEFT, self.top + TOP
-        points = [point for line in series.values() for point in line]
-        self.xs = sorted({x for x, _ in points})
-        self.y_ticks = nice_ticks(max(y for _, y in points))
-        picture.text(self.left - 34, self.top - 20, title, 15, weight="600")
-        self.axes(x_label, y_label)
-        for index, (label, line) in enumerate(series.items()):
-            self.curve(label, sorted(line), LINE_COLOURS.get(label, COLOURS[0]), index,
-                       named=len(series) > 1)
-
-    def x(self, value: float) -> float:
-        low, high = self.xs[0], self.xs[-1]
-        if low == high:
-            return (self.left + self.right) / 2
-        if self.log_x:
-            low, high, value = math.log(low), math.log(high), math.log(value)
-        return self.left + 12 + (value - low) / (high - low) * (self.right - self.left - 24)
-
-    def y(self, value: float) -> float:
-        return self.bottom - value / self.y_ticks[-1] * (self.bottom - self.top)
-
-    def axes(self, x_label: str, y_label: str):
-        gap = self.y_ticks[1]
-        digits = max(0, -math.floor(math.log10(gap) + 1e-9))
-        for tick in self.y_ticks:
-            self.picture.line(self.left, self.y(tick), self.right, self.y(tick), GRID)
-            self.picture.text(self.left - 8, self.y(tick) + 4, f"{tick:.{digits}f}", 12, MUTED, "end")
-        last = -math.inf
-        for value in self.xs:
-            if self.x(value) - last < 30:
-                continue
-            last = self.x(value)
-            self.picture.text(last, self.bottom + 18, f"{value:g}", 12, MUTED, "middle")
-        self.picture.line(self.left, self.bottom, self.right, self.bottom, MUTED, 1.2)
-        self.picture.text((self.left + self.right) / 2, self.bottom + 38, x_label, 12, MUTED, "middle")
-        middle = (self.top + self.bottom) / 2
-        x = self.left - 46
-        self.picture.text(x, middle, y_label, 12, MUTED, "middle",
-                          extra=f' transform="rotate(-90 {x:.1f} {middle:.1f})"')
-
-    def curve(self, label: str, line: list[tuple], colour: str, index: int, named: bool):
-        path = " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in line)
-        self.picture.parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" '
-                                  'stroke-width="2.4" stroke-linejoin="round"/>')
-        for x, y in line:
-            self.picture.parts.append(f'<circle cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="3.4" '
-                                      f'fill="{colour}" stroke="#ffffff"/>')
-        if named:
-            y = self.top + 6 + 17 * index
-            self.picture.line(self.left + 14, y, self.left + 34, y, colour, 3)
-            self.picture.text(self.left + 40, y + 4, label, 12)
+def draw_panel(picture: Picture, place: tuple, title: str, x_label: str, y_label: str,
+               series: dict[str, list[tuple]], log_x: bool = True):
+    """Lines over x, from 0 up, in a part of a picture."""
+    left, top, width, height = place
+    points = [point for line in series.values() for point in line]
+    xs = sorted({x for x, _ in points})
+    axes = Axes(picture, left + LEFT, top + TOP, left + width - RIGHT, top + height - BOTTOM,
+                (xs[0], xs[-1]), ticks_from_zero(max(y for _, y in points)), log_x, inset=12)
+    picture.text(axes.left - 34, axes.top - 20, title, 15, weight="600")
+    axes.grid(12, 8)
+    axes.names(x_label, y_label, 12, 38, 46)
+    last = -math.inf
+    for value in xs:
+        if axes.x(value) - last >= 30:
+            last = axes.x(value)
+            picture.text(last, axes.bottom + 18, f"{value:g}", 12, MUTED, "middle")
+    for index, (label, line) in enumerate(series.items()):
+        colour = LINE_COLOURS.get(label, COLOURS[0])
+        drawn = axes.points(sorted(line))
+        picture.curve(drawn, colour, 2.4)
+        for x, y in drawn:
+            picture.dot(x, y, colour, 3.4)
+        if len(series) > 1:
+            y = axes.top + 6 + 17 * index
+            picture.line(axes.left + 14, y, axes.left + 34, y, colour, 3)
+            picture.text(axes.left + 40, y + 4, label, 12)
 
 
 def machine_line(bench: dict) -> str:
@@ -139,29 +80,22 @@ def draw_step(bench: dict) -> str:
     bars = [(name, step["figures"].get(f"step_{name}_{millions}m_seconds"), bound_of(ratios, name))
             for name in ("in_process", "shared_memory", "unix", "tcp")]
     bars = [bar for bar in bars if bar[1] is not None]
-    picture = Picture(860, 480, f"A step of {millions} million parameters", machine_line(bench))
-    left, right, top, bottom = 84, 830, HEAD + 20, 420
-    ticks = nice_ticks(max(1e3 * max(bar[1]["p99"], bar[2] or 0) for bar in bars))
-
-    def y(ms: float) -> float:
-        return bottom - ms / ticks[-1] * (bottom - top)
-
-    for tick in ticks:
-        picture.line(left, y(tick), right, y(tick), GRID)
-        picture.text(left - 10, y(tick) + 4, f"{tick:g} ms", 12, MUTED, "end")
-    slot = (right - left) / len(bars)
+    picture = titled(860, 480, f"A step of {millions} million parameters", machine_line(bench))
+    axes = Axes(picture, 84, HEAD + 20, 830, 420, (0, len(bars)),
+                ticks_from_zero(max(1e3 * max(bar[1]["p99"], bar[2] or 0) for bar in bars)))
+    axes.grid(12, 10, " ms")
+    slot = axes.x(1) - axes.x(0)
     for index, (name, figure, bound) in enumerate(bars):
-        x, width = left + slot * (index + 0.25), slot * 0.5
+        x, width = axes.x(index + 0.25), slot * 0.5
         median, p99 = 1e3 * figure["median"], 1e3 * figure["p99"]
-        picture.rectangle(x, y(median), width, bottom - y(median), COLOURS[0])
-        picture.line(x + width / 2, y(median), x + width / 2, y(p99), INK, 1.6)
-        picture.line(x + width / 2 - 8, y(p99), x + width / 2 + 8, y(p99), INK, 1.6)
+        picture.rectangle(x, axes.y(median), width, axes.bottom - axes.y(median), COLOURS[0])
+        picture.line(x + width / 2, axes.y(median), x + width / 2, axes.y(p99), INK, 1.6)
+        picture.line(x + width / 2 - 8, axes.y(p99), x + width / 2 + 8, axes.y(p99), INK, 1.6)
         if bound is not None:
-            picture.line(x - 14, y(1e3 * bound), x + width + 14, y(1e3 * bound), COLOURS[1], 2.6, "6 4")
-        picture.text(x + width + 6, y(median) + 14, f"{median:.0f} ms", 13, weight="600")
-        picture.text(x + width / 2, bottom + 22, name.replace("_", " "), 14, INK, "middle")
-    picture.line(left, bottom, right, bottom, MUTED, 1.2)
-    picture.text(left, 466, "bar: median; whisker: 99th percentile; dashed: the bound by arithmetic", 12,
+            picture.line(x - 14, axes.y(1e3 * bound), x + width + 14, axes.y(1e3 * bound), COLOURS[1], 2.6, "4 6")
+        picture.text(x + width + 6, axes.y(median) + 14, f"{median:.0f} ms", 13, weight="600")
+        picture.text(x + width / 2, axes.bottom + 22, name.replace("_", " "), 14, INK, "middle")
+    picture.text(axes.left, 466, "bar: median; whisker: 99th percentile; dashed: the bound by arithmetic", 12,
                  MUTED)
     return picture.svg()
 
@@ -176,8 +110,8 @@ def bound_of(ratios: Ratios, name: str) -> float | None:
 def draw_overlap(bench: dict) -> str:
     info = bench["raw"]["overlap"]["info"]
     transports = list(info["capacity"])
-    picture = Picture(1080, HEAD + 360 * len(transports), "Exposed time", "From the last gradient to "
-                      "the last shard in the worker's memory; medians. " + machine_line(bench))
+    picture = titled(1080, HEAD + 360 * len(transports), "Exposed time", "From the last gradient to "
+                     "the last shard in the worker's memory; medians. " + machine_line(bench))
     for row, transport in enumerate(transports):
         sizes: dict[str, list] = {}
         for entry in info["against_size"]:
@@ -192,18 +126,18 @@ def draw_overlap(bench: dict) -> str:
                     (entry["pace_fraction"], 1e3 * entry["exposed_seconds"]["median"]))
         top = HEAD + 360 * row
         if sizes:
-            Panel(picture, (0, top, 560, 350), f"{transport}: at half the pace that the service takes",
-                  "million parameters", "exposed, ms", sizes)
+            draw_panel(picture, (0, top, 560, 350), f"{transport}: at half the pace that the service takes",
+                       "million parameters", "exposed, ms", sizes)
         if paces:
-            Panel(picture, (560, top, 500, 350), f"{transport}: against pace",
-                  f"pace, of {info['capacity'][transport] / 1e9:.2f} Gparam/s", "exposed, ms", paces,
-                  log_x=False)
+            draw_panel(picture, (560, top, 500, 350), f"{transport}: against pace",
+                       f"pace, of {info['capacity'][transport] / 1e9:.2f} Gparam/s", "exposed, ms", paces,
+                       log_x=False)
     return picture.svg()
 
 
 def draw_growth(bench: dict) -> str:
-    picture = Picture(1080, HEAD + 2 * 300, "How a step grows", "Medians; one job of the same size "
-                      "everywhere but in the first panel, half as large with jobs. " + machine_line(bench))
+    picture = titled(1080, HEAD + 2 * 300, "How a step grows", "Medians; one job of the same size "
+                     "everywhere but in the first panel, half as large with jobs. " + machine_line(bench))
     axes = ("parameters", "tensors", "groups", "ranks", "jobs")
     growth = bench["raw"]["growth"]["info"]["growth"]
     for index, axis in enumerate(axes):
@@ -211,9 +145,9 @@ def draw_growth(bench: dict) -> str:
         line = [(scale * entry["value"], 1e3 * entry["total_seconds"]["median"])
                 for entry in growth if entry["axis"] == axis]
         if line:
-            Panel(picture, (360 * (index % 3), HEAD + 300 * (index // 3), 350, 290),
-                  f"against {axis}", "million parameters" if axis == "parameters" else axis,
-                  "step, ms", {axis: line})
+            draw_panel(picture, (360 * (index % 3), HEAD + 300 * (index // 3), 350, 290),
+                       f"against {axis}", "million parameters" if axis == "parameters" else axis,
+                       "step, ms", {axis: line})
     draw_memory(picture, bench["raw"]["growth"]["info"].get("memory", {}))
     return picture.svg()
 
@@ -239,9 +173,7 @@ def main() -> int:
     try:
         bench = json.loads((flags.out / "bench.json").read_text())
         for name, draw in PICTURES.items():
-            temporary = flags.out / f"{name}.svg.tmp"
-            temporary.write_text(draw(bench))
-            os.replace(temporary, flags.out / f"{name}.svg")
+            write_whole(flags.out / f"{name}.svg", draw(bench))
     except (OSError, KeyError, TypeError, ValueError) as error:
         print(f"plot.py: {type(error).__name__}: {error}", file=sys.stderr)
         return 1

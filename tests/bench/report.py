@@ -295,7 +295,7 @@ def table(machine: dict, ratios: Ratios, values: dict, reasons: dict, compared: 
         f"{machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB, Linux "
         f"{machine['kernel']}, transparent huge pages {machine['transparent_huge_pages']}. "
         f"{compared} runs that trained the same ended with the same weights to the bit.", "",
-        "| part | figure | median | min to max | unit | to reach |", "|---|---|---|---|---|---|"]
+        "| part | figure | median | min to max | unit | target |", "|---|---|---|---|---|---|"]
     for name in RATIOS:
         shown = f"**{values[name]:.3f}**" if values[name] is not None else "not measured"
         lines.append(f"| ratio | {name} | {shown} | {reasons.get(name, '')} | | {GOALS[name]} |")

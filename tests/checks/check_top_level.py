@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Fails when the top level of the tree has anything but what the design gives it."""
+"""Fails when the top level of the tree has anything but the entries named here."""
 
 import pathlib
 

@@ -5,6 +5,7 @@ import pathlib
 import tempfile
 import unittest
 
+from check_folders import MOST_FILES, MOST_FILES_IN_TESTS, MOST_SOURCES_WITHOUT_README, folder_faults
 from check_includes import wrong_includes
 from check_tests_registered import unregistered_tests
 from check_top_level import REQUIRED, top_level_faults
@@ -157,7 +158,7 @@ class TopLevel(Tree):
         for name in REQUIRED:
             self.write(name if "." in name or name == "LICENSE" else f"{name}/README.md")
 
-    def test_pass_on_what_the_design_names(self):
+    def test_pass_on_the_entries_that_it_names(self):
         self.write(".gitignore")
         self.write("build/release/CMakeCache.txt")
         self.assertEqual(top_level_faults(self.root), [])
@@ -169,6 +170,35 @@ class TopLevel(Tree):
     def test_fail_on_a_missing_entry(self):
         (self.root / "LICENSE").unlink()
         self.assertRegex(top_level_faults(self.root)[0], "^LICENSE: ")
+
+
+class Folders(Tree):
+    def fill(self, folder: str, count: int, ending: str = ".h") -> None:
+        for i in range(count):
+            self.write(f"{folder}/file_{i}{ending}")
+
+    def test_pass_at_the_limit_whatever_else_describes_the_folder(self):
+        self.fill("server", MOST_FILES)
+        self.fill("server/deep", MOST_SOURCES_WITHOUT_README)
+        self.fill("tests/server", MOST_FILES_IN_TESTS)
+        self.write("server/README.md")
+        self.write("server/CMakeLists.txt")
+        self.assertEqual(folder_faults(self.root), [])
+
+    def test_fail_on_one_file_more(self):
+        self.fill("server", MOST_FILES + 1)
+        self.write("server/README.md")
+        self.assertRegex(folder_faults(self.root)[0], f"^server: holds {MOST_FILES + 1} files")
+        self.fill("tests/server", MOST_FILES_IN_TESTS + 1, ".txt")
+        self.assertRegex(folder_faults(self.root)[1], "^tests/server: holds ")
+
+    def test_fail_on_many_sources_without_a_readme(self):
+        self.fill("client/cli", MOST_SOURCES_WITHOUT_README + 1)
+        self.assertRegex(folder_faults(self.root)[0], "^client/cli: .* no README.md")
+        self.write("client/README.md")  # Its parent's is not enough.
+        self.assertEqual(len(folder_faults(self.root)), 1)
+        self.write("client/cli/README.md")
+        self.assertEqual(folder_faults(self.root), [])
 
 
 if __name__ == "__main__":

@@ -12,10 +12,13 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import time
 import unittest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests/support"))
+
+from processes import Service  # noqa: E402
+
 BUILD = pathlib.Path(sys.argv.pop())
 LIMIT_BYTES = 60 << 20
 # What every Linux has: the C library's family and the kernel's own page.
@@ -69,21 +72,16 @@ class Bundle(unittest.TestCase):
         self.assertTrue((self.dir / "run/worker.json").exists())
 
     def test_serves_and_answers(self):
-        port_file = self.dir / "port"
-        service = subprocess.Popen(
-            [self.tree / "bin/ballastd", "--listen=127.0.0.1:0", f"--port-file={port_file}",
-             "--log-level=warning", "--nostartup-benchmark"], cwd="/", env={})
-        self.addCleanup(service.wait)
-        self.addCleanup(service.kill)
-        deadline = time.monotonic() + 60
-        while not (port_file.exists() and port_file.read_text().strip()):
-            self.assertIsNone(service.poll(), "ballastd ended")
-            self.assertLess(time.monotonic(), deadline)
-            time.sleep(0.02)
-        done = self.run_in_bundle("bin/ballast", "jobs", "--service", port_file.read_text().split()[0])
+        service = Service(self.tree / "bin/ballastd", self.dir, "--log-level=warning",
+                          environment={"LD_LIBRARY_PATH": ""})
+        self.addCleanup(service.stop)
+        done = self.run_in_bundle("bin/ballast", "jobs", "--service", service.address)
         self.assertEqual(done.returncode, 0, done.stderr)
-        service.send_signal(signal.SIGTERM)
-        self.assertEqual(service.wait(timeout=60), 0)
+        self.assertEqual(service.stop(signal.SIGTERM), 0)
+
+    def test_proof_for_a_gpu_finds_all_its_parts(self):
+        done = self.run_in_bundle("tests/gpu/run.sh", "--help", PATH=os.environ["PATH"])
+        self.assertEqual(done.returncode, 0, done.stderr)
 
     def test_says_what_this_machine_lacks_for_a_gpu(self):
         done = self.run_in_bundle("bin/ballast-worker", "--device=cuda", "--optimizer=local",

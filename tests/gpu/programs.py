@@ -9,15 +9,17 @@ import math
 import os
 import pathlib
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import sysconfig
 import threading
 import time
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "support"))
+
+import processes  # noqa: E402
+from processes import ROOT, last_line  # noqa: E402
+
 SERVICE_START_SECONDS = 30
 LEAST_SECONDS = 1  # Nothing is begun for less.
 
@@ -28,11 +30,6 @@ class Failed(Exception):
 
 class OutOfTime(Exception):
     """What was not done, or not to its end, because all the time is over."""
-
-
-def last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "no output"
 
 
 def package_folders(pattern: str) -> list[str]:
@@ -71,21 +68,17 @@ class Running:
         self.name, self.log, self.deadline = name, log, deadline
         if self.left() < LEAST_SECONDS:
             raise OutOfTime(f"{name} was not begun")
-        with open(log, "wb") as file:
-            self.process = subprocess.Popen([str(word) for word in command], stdout=file,
-                                            stderr=subprocess.STDOUT, env=environment,
-                                            start_new_session=True)
+        log.unlink(missing_ok=True)
+        self.process = processes.start(command, log, environment=environment, group=True)
 
     def left(self) -> float:
         return self.deadline - time.monotonic()
 
     def end(self):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        processes.end_group(self.process)
 
     def output(self) -> str:
-        return self.log.read_text(encoding="utf-8", errors="replace")
+        return processes.read(self.log)
 
     def wait(self, seconds: float) -> int:
         """Its exit code. What takes longer than these seconds hangs; the deadline may come before."""
@@ -112,7 +105,7 @@ class Programs:
         self.logs = logs
         self.deadline = deadline
         self.service_flags = [f"--threads={cores()}"]
-        self.environment = os.environ | {"LD_LIBRARY_PATH": library_path()}
+        self.environment = {"LD_LIBRARY_PATH": library_path()}
 
     def path(self, name: str) -> pathlib.Path:
         for folder in self.folders:
@@ -133,30 +126,30 @@ class Programs:
     @contextlib.contextmanager
     def service(self, name: str):
         """A service of its own, for one run; its address."""
-        port_file = self.logs / f"{name}.address"
-        port_file.unlink(missing_ok=True)
-        service = self.start(name, [
-            self.path("ballastd"), "--listen=127.0.0.1:0", f"--port-file={port_file}",
-            "--log-level=warning", "--nostartup-benchmark", "--drain-seconds=1", *self.service_flags])
+        folder = self.logs / name
+        folder.mkdir()
         try:
-            deadline = time.monotonic() + SERVICE_START_SECONDS
-            while not (port_file.exists() and port_file.read_text().strip()):
-                if service.process.poll() is not None or time.monotonic() > deadline:
-                    raise Failed(f"ballastd did not start: {last_line(service.output())}")
-                time.sleep(0.02)
-            yield port_file.read_text().split()[0]
+            service = processes.Service(
+                self.path("ballastd"), folder, "--log-level=warning", "--drain-seconds=1",
+                *self.service_flags, environment=self.environment, seconds=SERVICE_START_SECONDS)
+        except AssertionError:
+            said = last_line(processes.read(folder / "ballastd.log"))
+            raise Failed(f"ballastd did not start: {said}") from None
+        try:
+            yield service.address
         finally:
-            service.end()
+            service.stop()
 
     def train(self, name: str, flags: list, seconds: float, ranks: int = 1) -> dict:
         """A training run; its worker.json, with the rows of losses.csv under "rows"."""
         out = self.logs / name
         command = [self.path("ballast-worker"), "--device=cuda", f"--out={out}", "--nowrite-weights",
                    f"--text={ROOT / 'LICENSE'}", *flags]
-        if ranks == 1:
-            done = self.run(name, command, seconds)
-        else:
-            done = self._run_ranks(name, command, seconds, ranks)
+        environment = {}
+        if ranks > 1:
+            command = [sys.executable, processes.RUN_WORKERS, ranks, self.logs / f"{name}-ranks", *command]
+            environment["MASTER_PORT"] = ""  # It chooses one that is free.
+        done = self.run(name, command, seconds, **environment)
         if done.returncode != 0:
             raise Failed(f"{name}: {last_line(done.stdout)}")
         result = json.loads((out / "worker.json").read_text())
@@ -164,15 +157,6 @@ class Programs:
         names = header.split(",")
         result["rows"] = [dict(zip(names, map(float, row.split(",")))) for row in rows]
         return result
-
-    def _run_ranks(self, name: str, command: list, seconds: float, ranks: int):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        shell = 'pids=(); for r in $(seq 0 $((RANKS - 1))); do RANK=$r LOCAL_RANK=$r "$@" & pids+=($!); done; ' \
-                'code=0; for p in "${pids[@]}"; do wait "$p" || code=1; done; exit $code'
-        return self.run(name, ["bash", "-c", shell, "ranks", *command], seconds, RANKS=str(ranks),
-                        WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
 
 class GpuMemory:

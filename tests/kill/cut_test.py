@@ -10,7 +10,7 @@ import sys
 
 from cutting_proxy import CuttingProxy
 from kill_test import TRAINING, run_all
-from processes import TRANSPORTS, Run, difference, result_of
+from runs import TRANSPORTS, Run, difference, result_of
 
 CUTS = 8  # At most, of both workers' connections together.
 # Before a cut, at most: a few steps' worth, of which shared memory leaves only small messages.

@@ -1,5 +1,8 @@
 """A TCP proxy that delays what passes through it and cuts connections after a random number of bytes or
-a random time: with a reset or in order, on both sides at once or on one first."""
+a random time: with a reset or in order, on both sides at once or on one first.
+
+tests/client/cutting_proxy.h is not this: there a test in C++ says at which byte of which connection each
+cut comes, in its own process."""
 
 import asyncio
 import collections

@@ -16,7 +16,7 @@ import tempfile
 import time
 import traceback
 
-from processes import TRANSPORTS, Run, Service, Training, await_, difference, result_of, undisturbed_result
+from runs import TRANSPORTS, Run, Service, Training, await_, difference, result_of, undisturbed_result
 
 TRAINING = Training()
 AT_ONCE = 2

@@ -10,7 +10,7 @@ import tempfile
 import time
 import unittest
 
-from processes import RANKS, TRANSPORTS, Run, Service, Training, await_, difference, read, result_of, state_of, undisturbed_result
+from runs import RANKS, TRANSPORTS, Run, Service, Training, await_, difference, read, result_of, state_of, undisturbed_result
 
 TRAINING = Training(steps=400)  # Enough to find the instant that a test waits for.
 TOGETHER = ("weights", "state", "decisions")

@@ -9,7 +9,7 @@
 #include <filesystem>
 
 #include "server/call_pool.h"
-#include "tests/server/service_for_tests.h"
+#include "tests/server/tiny_job.h"
 
 namespace ballast::server {
 namespace {

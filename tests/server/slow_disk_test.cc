@@ -21,7 +21,7 @@
 #include "absl/types/span.h"
 #include "cpu_optimizer_service/common/mutex.h"
 #include "cpu_optimizer_service/host/file_system.h"
-#include "tests/server/service_for_tests.h"
+#include "tests/server/tiny_job.h"
 
 namespace ballast::server {
 namespace {

@@ -6,9 +6,9 @@
 #include <stdexcept>
 #include <utility>
 
-#include "tests/client/service_for_tests.h"
 #include "tests/client/session/rank_for_tests.h"
 #include "tests/cpu_optimizer_service/job/job_driver.h"
+#include "tests/support/service_for_tests.h"
 
 namespace ballast {
 namespace {
@@ -176,13 +176,13 @@ class ClientRun : public OffloadedRun {
       options.rank = rank;
       options.seal_timeout = absl::Seconds(30);  // A test that goes wrong ends, and says why.
       options.weights = [this](int chunk) { return absl::MakeSpan(memory_.at(chunk)); };
-      sessions_.push_back(client::Session::Open(service_.Channel(), std::move(options)).value());
+      sessions_.push_back(client::Session::Open(service_.NewChannel(), std::move(options)).value());
     }
     job_ = service_.engine().FindJob(spec_.name).value();
   }
 
   const JobSpec spec_;
-  client::ServiceForTests service_{client::Way::kInProcess};
+  ServiceForTests service_{Way::kInProcess};
   std::shared_ptr<Job> job_;
   std::map<int, std::vector<std::byte>> memory_;            // By chunk.
   std::deque<std::vector<std::byte>> payloads_;             // Lent to the sessions.

@@ -10,7 +10,7 @@
 #include <fstream>
 #include <string>
 
-#include "tests/client/processes_for_tests.h"
+#include "tests/support/processes.h"
 
 namespace ballast::client::cli {
 namespace {

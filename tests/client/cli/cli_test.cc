@@ -7,8 +7,8 @@
 #include <nlohmann/json.hpp>
 
 #include "tests/client/job_for_tests.h"
-#include "tests/client/processes_for_tests.h"
 #include "tests/client/session/rank_for_tests.h"
+#include "tests/support/processes.h"
 
 namespace ballast::client {
 namespace {
@@ -28,9 +28,11 @@ class CliTest : public testing::Test {
   ~CliTest() override { std::filesystem::remove_all(directory_); }
 
   void SetUp() override {
-    daemon_ = std::make_unique<DaemonForTests>(kBin, directory_);
-    ASSERT_NE(daemon_->address(), "") << ReadFile(directory_ + "/ballastd.err");
-    auto channel = Connect(daemon_->address());
+    daemon_ = std::make_unique<Ballastd>(
+        kBin + "/ballastd",
+        std::vector<std::string>{"--listen=127.0.0.1:0", "--memory-limit=512MiB"});
+    ASSERT_NE(daemon_->Address(), "") << daemon_->Errors();
+    auto channel = Connect(daemon_->Address());
     ASSERT_TRUE(channel.ok()) << channel.status();
     auto rank = RankForTests::Join(*channel, SmallJob("gpt", 1), 0);
     ASSERT_TRUE(rank.ok()) << rank.status();
@@ -40,7 +42,7 @@ class CliTest : public testing::Test {
 
   ProcessResult Ballast(std::vector<std::string> words) {
     words.insert(words.begin(), kBin + "/ballast");
-    words.push_back("--service=" + daemon_->address());
+    words.push_back("--service=" + daemon_->Address());
     return RunProcess(words, directory_);
   }
   std::string Text(std::vector<std::string> words) {
@@ -65,7 +67,7 @@ class CliTest : public testing::Test {
   }
 
   const std::string directory_;
-  std::unique_ptr<DaemonForTests> daemon_;
+  std::unique_ptr<Ballastd> daemon_;
   std::unique_ptr<RankForTests> rank_;
 };
 
@@ -174,7 +176,7 @@ TEST_F(CliTest, SaveLoadAndClose) {
   // The session belongs to the older generation.
   EXPECT_FALSE(rank_->Step(1, {}).ok());
   // Below a file there can be no directory.
-  EXPECT_THAT(Failure({"save", "gpt", directory_ + "/port/checkpoint"}), HasSubstr("/port"));
+  EXPECT_THAT(Failure({"save", "gpt", checkpoint + "/index.json/below"}), HasSubstr("/index.json"));
   EXPECT_EQ(Json({"close", "gpt"})["closed"], true);
   EXPECT_EQ(Json({"jobs"})["jobs"].size(), 0u);
 }
@@ -290,7 +292,7 @@ TEST_F(CliTest, WrongUsageExitsWithTwo) {
 
 TEST_F(CliTest, TheExampleInTheReadmeRuns) {
   const ProcessResult result =
-      RunProcess({kBin + "/ballast-example", daemon_->address()}, directory_);
+      RunProcess({kBin + "/ballast-example", daemon_->Address()}, directory_);
   EXPECT_EQ(result.exit_code, 0) << result.error;
   EXPECT_THAT(result.output, HasSubstr("step 200: w[0] = 1.0"));
 }

@@ -15,8 +15,8 @@
 
 #include "tests/client/eventually.h"
 #include "tests/client/job_for_tests.h"
-#include "tests/client/processes_for_tests.h"
 #include "tests/client/session/rank_for_tests.h"
+#include "tests/support/processes.h"
 
 namespace ballast::client {
 namespace {
@@ -42,13 +42,15 @@ class CliTraceTest : public testing::Test {
 
   // A job whose ranks are there and do nothing.
   void Start(UpdateMode mode, SharedMemoryUse shared_memory = SharedMemoryUse::kAuto) {
-    daemon_ = std::make_unique<DaemonForTests>(kBin, directory_);
-    ASSERT_NE(daemon_->address(), "") << ReadFile(directory_ + "/ballastd.err");
+    daemon_ = std::make_unique<Ballastd>(
+        kBin + "/ballastd",
+        std::vector<std::string>{"--listen=127.0.0.1:0", "--memory-limit=512MiB"});
+    ASSERT_NE(daemon_->Address(), "") << daemon_->Errors();
     JobSpec job = SmallJob("gpt", kRanks);
     job.update_mode = mode;
     job.max_norm = 0;
     ForEachRank(kRanks, [&](int rank) {
-      auto channel = Connect(daemon_->address());
+      auto channel = Connect(daemon_->Address());
       ASSERT_TRUE(channel.ok()) << channel.status();
       auto joined = RankForTests::Join(*channel, job, rank, {.shared_memory = shared_memory});
       ASSERT_TRUE(joined.ok()) << joined.status();
@@ -71,7 +73,7 @@ class CliTraceTest : public testing::Test {
 
   ProcessResult Ballast(std::vector<std::string> words) {
     words.insert(words.begin(), kBin + "/ballast");
-    words.push_back("--service=" + daemon_->address());
+    words.push_back("--service=" + daemon_->Address());
     return RunProcess(words, directory_);
   }
   // The one line that it says when it fails.
@@ -85,7 +87,7 @@ class CliTraceTest : public testing::Test {
   std::string Path(const std::string& name) const { return directory_ + "/" + name; }
 
   const std::string directory_;
-  std::unique_ptr<DaemonForTests> daemon_;
+  std::unique_ptr<Ballastd> daemon_;
   std::unique_ptr<RankForTests> ranks_[kRanks];
   std::atomic<bool> stop_ = false;
   std::thread training_;

@@ -14,8 +14,8 @@
 #include "client/transport/grpc_transport.h"
 #include "tests/client/cutting_proxy.h"
 #include "tests/client/job_for_tests.h"
-#include "tests/client/service_for_tests.h"
 #include "tests/client/session/rank_for_tests.h"
+#include "tests/support/service_for_tests.h"
 
 namespace ballast::client {
 namespace {
@@ -57,13 +57,14 @@ class CutConnection : public testing::TestWithParam<std::tuple<UpdateMode, Traff
     return service_.engine().FindJob(name).value()->StateHash();
   }
 
-  ServiceForTests service_{Way::kTcp};
+  ServiceForTests service_{Way::kTcp,
+                           {.seal_deadline_seconds = 0.05, .seal_reminder_seconds = 0.05}};
 };
 
 TEST_P(CutConnection, LeavesTheStateOfAnUndisturbedRun) {
   JobSpec job = SmallJob("undisturbed", kWorldSize);
   job.update_mode = update_mode();
-  ForEachRank(kWorldSize, [&](int rank) { TrainRank(service_.Channel(), job, rank); });
+  ForEachRank(kWorldSize, [&](int rank) { TrainRank(service_.NewChannel(), job, rank); });
   const std::string undisturbed = StateHash(job.name);
   // With memory shared, little more than what reopening takes goes through the connection; cuts in
   // the middle of that are slow to heal.

@@ -16,9 +16,9 @@
 #include "absl/strings/str_cat.h"
 #include "client/connect.h"
 #include "tests/client/job_for_tests.h"
-#include "tests/client/service_for_tests.h"
 #include "tests/client/session/rank_for_tests.h"
 #include "tests/client/session/reference_run.h"
+#include "tests/support/service_for_tests.h"
 
 namespace ballast::client {
 namespace {
@@ -43,11 +43,12 @@ class SessionTest : public testing::TestWithParam<std::tuple<Way, Traffic>> {
 
   absl::StatusOr<std::unique_ptr<RankForTests>> Join(const JobSpec& job, int rank,
                                                      SessionOptions options = {}) {
-    return RankForTests::Join(service_.Channel(), job, rank, std::move(options),
+    return RankForTests::Join(service_.NewChannel(), job, rank, std::move(options),
                               std::get<Traffic>(GetParam()));
   }
 
-  ServiceForTests service_{std::get<Way>(GetParam())};
+  ServiceForTests service_{std::get<Way>(GetParam()),
+                           {.seal_deadline_seconds = 0.05, .seal_reminder_seconds = 0.05}};
 };
 
 TEST_P(SessionTest, WeightsAreThoseOfTheReferenceForEveryWorldSize) {
@@ -292,7 +293,7 @@ TEST_P(SessionTest, TheStateIsThatOfEveryOtherTransport) {
                                 mode == UpdateMode::kWait ? "wait" : "speculate");
         if (service_.engine().FindJob(job.name).ok()) continue;
         ForEachRank(2, [&](int rank) {
-          auto self = RankForTests::Join(service_.Channel(), job, rank, {}, traffic).value();
+          auto self = RankForTests::Join(service_.NewChannel(), job, rank, {}, traffic).value();
           ReferenceRun reference(job);
           for (uint64_t step = 1; step <= 4; ++step) {
             // Clipped at every other step, so that guesses are wrong there.

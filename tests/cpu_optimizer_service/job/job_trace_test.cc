@@ -27,7 +27,7 @@ class TraceInTheBackground {
   ~TraceInTheBackground() { wanted_ = false; }
 
   // The first steps that begin after this are traced.
-  void AwaitStart(const Job& job, uint64_t first_step) {
+  void AwaitStart(Job& job, uint64_t first_step) {
     const int64_t limit_ns = TraceNow() + int64_t{30} * 1'000'000'000;
     while (!job.trace().wants(first_step) && TraceNow() < limit_ns) std::this_thread::yield();
     ASSERT_TRUE(job.trace().wants(first_step));

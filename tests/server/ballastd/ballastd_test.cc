@@ -12,8 +12,8 @@
 #include <thread>
 
 #include "proto/convert.h"
-#include "tests/server/ballastd/ballastd_process.h"
-#include "tests/server/service_for_tests.h"
+#include "tests/server/tiny_job.h"
+#include "tests/support/processes.h"
 
 namespace ballast::server {
 namespace {
@@ -65,7 +65,7 @@ void CreateJob(const std::string& address, const std::string& name) {
 }
 
 TEST(Ballastd, ExitsWithZeroOnSigtermWithoutJobs) {
-  Ballastd service({"--listen=127.0.0.1:0"});
+  Ballastd service(BALLASTD_PATH, {"--listen=127.0.0.1:0"});
   ASSERT_NE(service.Address(), "") << service.Errors();
   service.Signal(SIGTERM);
   EXPECT_EQ(service.ExitCode(), 0) << service.Errors();
@@ -74,7 +74,7 @@ TEST(Ballastd, ExitsWithZeroOnSigtermWithoutJobs) {
 
 TEST(Ballastd, SavesEveryJobOnSigterm) {
   const std::string checkpoints = testing::TempDir() + "ballastd_save_" + std::to_string(getpid());
-  Ballastd service({"--listen=127.0.0.1:0", "--checkpoint-dir=" + checkpoints});
+  Ballastd service(BALLASTD_PATH, {"--listen=127.0.0.1:0", "--checkpoint-dir=" + checkpoints});
   CreateJob(service.Address(), "one");
   CreateJob(service.Address(), "two");
   service.Signal(SIGTERM);
@@ -85,7 +85,7 @@ TEST(Ballastd, SavesEveryJobOnSigterm) {
 }
 
 TEST(Ballastd, ReportsWhatIsLostOnSigtermWithoutACheckpointDirectory) {
-  Ballastd service({"--listen=127.0.0.1:0"});
+  Ballastd service(BALLASTD_PATH, {"--listen=127.0.0.1:0"});
   CreateJob(service.Address(), "one");
   CreateJob(service.Address(), "two");
   service.Signal(SIGTERM);
@@ -95,7 +95,7 @@ TEST(Ballastd, ReportsWhatIsLostOnSigtermWithoutACheckpointDirectory) {
 }
 
 TEST(Ballastd, ReportsWhyASaveOnSigtermFailed) {
-  Ballastd service({"--listen=127.0.0.1:0", "--checkpoint-dir=/proc/nowhere"});
+  Ballastd service(BALLASTD_PATH, {"--listen=127.0.0.1:0", "--checkpoint-dir=/proc/nowhere"});
   CreateJob(service.Address(), "one");
   service.Signal(SIGTERM);
   EXPECT_EQ(service.ExitCode(), 1);
@@ -188,8 +188,8 @@ void WaitUntilItDrains(const std::string& address) {
 
 TEST(Ballastd, LetsAStepInProgressEndAndSavesItOnSigterm) {
   const std::string checkpoints = testing::TempDir() + "ballastd_end_" + std::to_string(getpid());
-  Ballastd service(
-      {"--listen=127.0.0.1:0", "--drain-seconds=100000", "--checkpoint-dir=" + checkpoints});
+  Ballastd service(BALLASTD_PATH, {"--listen=127.0.0.1:0", "--drain-seconds=100000",
+                                   "--checkpoint-dir=" + checkpoints});
   const std::string address = service.Address();
   CreateJob(address, "one");
   CreateJob(address, "two");
@@ -213,8 +213,8 @@ TEST(Ballastd, LetsAStepInProgressEndAndSavesItOnSigterm) {
 
 TEST(Ballastd, AbortsAStepThatDoesNotEndInTimeAndSavesTheOneBeforeOnSigterm) {
   const std::string checkpoints = testing::TempDir() + "ballastd_abort_" + std::to_string(getpid());
-  Ballastd service(
-      {"--listen=127.0.0.1:0", "--drain-seconds=0.1", "--checkpoint-dir=" + checkpoints});
+  Ballastd service(BALLASTD_PATH, {"--listen=127.0.0.1:0", "--drain-seconds=0.1",
+                                   "--checkpoint-dir=" + checkpoints});
   const std::string address = service.Address();
   CreateJob(address, "one");
   Worker one(address, "one");
@@ -232,7 +232,7 @@ TEST(Ballastd, AbortsAStepThatDoesNotEndInTimeAndSavesTheOneBeforeOnSigterm) {
 }
 
 TEST(Ballastd, ExitsAtOnceOnASecondSignal) {
-  Ballastd service({"--listen=127.0.0.1:0", "--drain-seconds=100000"});
+  Ballastd service(BALLASTD_PATH, {"--listen=127.0.0.1:0", "--drain-seconds=100000"});
   const std::string address = service.Address();
   CreateJob(address, "one");
   Worker worker(address, "one");
@@ -249,7 +249,7 @@ TEST(Ballastd, TellsInOneLineWhatIsWrongWithItsFlags) {
        {"--no-such-flag", "--threads=many", "--threads=-1", "stray", "--memory-limit=20XB",
         "--log-level=loud", "--drain-seconds=-1", "--seal-deadline-seconds=nan",
         "--listen=", "--flagfile=x", "--shared-memory=yes"}) {
-    Ballastd service({flag});
+    Ballastd service(BALLASTD_PATH, {flag});
     EXPECT_EQ(service.Address(), "") << flag;
     EXPECT_EQ(service.ExitCode(), 2) << flag;
     const std::string errors = service.Errors();
@@ -282,7 +282,8 @@ TEST(Ballastd, MeasuresItsHostAndExits) {
 }
 
 TEST(Ballastd, LogsWhatItsHostCanDoWhenItStarts) {
-  Ballastd service({"--listen=127.0.0.1:0", "--memory-limit=64MiB", "--startup-benchmark=true"});
+  Ballastd service(BALLASTD_PATH,
+                   {"--listen=127.0.0.1:0", "--memory-limit=64MiB", "--startup-benchmark=true"});
   ASSERT_NE(service.Address(), "") << service.Errors();
   service.Signal(SIGTERM);
   EXPECT_EQ(service.ExitCode(), 0);
@@ -290,10 +291,10 @@ TEST(Ballastd, LogsWhatItsHostCanDoWhenItStarts) {
 }
 
 TEST(Ballastd, TellsInOneLineWhyItCannotListen) {
-  Ballastd first({"--listen=127.0.0.1:0"});
+  Ballastd first(BALLASTD_PATH, {"--listen=127.0.0.1:0"});
   const std::string taken = first.Address();
   for (const std::string& address : {taken, std::string("0.0.0.0:0"), std::string("nonsense")}) {
-    Ballastd second({"--listen=" + address});
+    Ballastd second(BALLASTD_PATH, {"--listen=" + address});
     EXPECT_EQ(second.Address(), "") << address;
     EXPECT_EQ(second.ExitCode(), 1) << address;
     const std::string errors = second.Errors();

@@ -5,7 +5,7 @@
 
 #include <filesystem>
 
-#include "tests/server/service_for_tests.h"
+#include "tests/server/tiny_job.h"
 
 namespace ballast::server {
 namespace {

@@ -7,7 +7,7 @@
 #include <string>
 
 #include "google/rpc/status.pb.h"
-#include "tests/server/service_for_tests.h"
+#include "tests/server/tiny_job.h"
 
 namespace ballast::server {
 

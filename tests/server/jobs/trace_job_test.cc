@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "tests/server/service_for_tests.h"
+#include "tests/server/tiny_job.h"
 
 namespace ballast::server {
 namespace {

@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "cpu_optimizer_service/common/rank_memory_layout.h"
-#include "tests/server/service_for_tests.h"
 #include "tests/server/shared_memory/shared_memory_peer.h"
+#include "tests/server/tiny_job.h"
 
 namespace ballast::server {
 
@@ -74,7 +74,7 @@ class SharingWorker : public TestWorker {
     return request;
   }
 
-  // What SendStep of service_for_tests.h sends as payloads, seal included.
+  // What SendStep of tiny_job.h sends as payloads, seal included.
   void SendStepInPlace(uint64_t step, uint32_t micro_steps) {
     Begin(step);
     for (uint32_t micro_step = 0; micro_step < micro_steps; ++micro_step) {

@@ -10,7 +10,7 @@
 
 #include "ballast/v1/ballast.grpc.pb.h"
 #include "proto/convert.h"
-#include "tests/server/ballastd/ballastd_process.h"
+#include "tests/support/processes.h"
 
 namespace ballast::server {
 namespace {
@@ -150,9 +150,9 @@ struct SmallQuarantine {
 class StalledClient : public testing::Test {
  protected:
   StalledClient()
-      : daemon_(
-            {"--listen=unix:" + testing::TempDir() + "ballast_stalled_" + std::to_string(getpid()),
-             "--log-level=warning"}) {}
+      : daemon_(BALLASTD_PATH, {"--listen=unix:" + testing::TempDir() + "ballast_stalled_" +
+                                    std::to_string(getpid()),
+                                "--log-level=warning"}) {}
 
   void SetUp() override { address_ = daemon_.Address(); }
 

@@ -1,32 +1,17 @@
 // Whole jobs through the wire: what the service promises of a step.
 #include <gmock/gmock.h>
-#include <unistd.h>
 
 #include <cmath>
 #include <filesystem>
 #include <limits>
 
-#include "tests/server/service_for_tests.h"
+#include "tests/server/tiny_job.h"
 
 namespace ballast::server {
 namespace {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-
-enum class Link { kTcp, kUnixSocket, kInProcess };
-
-ServerOptions OptionsFor(Link link) {
-  switch (link) {
-    case Link::kTcp:
-      return {.listen = {"127.0.0.1:0"}};
-    case Link::kUnixSocket:
-      return {.listen = {"unix:" + testing::TempDir() + "ballast_" + std::to_string(getpid())}};
-    case Link::kInProcess:
-      return {.listen = {}};
-  }
-  return {};
-}
 
 struct Trained {
   std::string state_hash;
@@ -57,8 +42,8 @@ std::map<int, std::string> ReadWeights(ServiceForTests& service, const TestWorke
   return weights;
 }
 
-Trained TrainTwoSteps(Link link, Codec codec) {
-  ServiceForTests service(OptionsFor(link));
+Trained TrainTwoSteps(Way way, Codec codec) {
+  ServiceForTests service(way);
   CreateTinyJob(service, "tiny");
   TestWorker first(service, "tiny", 0, codec), second(service, "tiny", 1, codec);
   for (TestWorker* worker : {&first, &second}) {
@@ -85,14 +70,14 @@ Trained TrainTwoSteps(Link link, Codec codec) {
 }
 
 TEST(TrainService, GivesTheSameAnswersToGeneratedClassesAndFramesOnEveryLink) {
-  const Trained expected = TrainTwoSteps(Link::kTcp, Codec::kGenerated);
+  const Trained expected = TrainTwoSteps(Way::kTcp, Codec::kGenerated);
   EXPECT_EQ(expected.weights.size(), 3);
   EXPECT_EQ(expected.read, expected.weights);
   EXPECT_EQ(expected.weights.at(0).size(), 512);
-  EXPECT_EQ(TrainTwoSteps(Link::kTcp, Codec::kFrames), expected);
-  EXPECT_EQ(TrainTwoSteps(Link::kUnixSocket, Codec::kFrames), expected);
-  EXPECT_EQ(TrainTwoSteps(Link::kInProcess, Codec::kFrames), expected);
-  EXPECT_EQ(TrainTwoSteps(Link::kInProcess, Codec::kGenerated), expected);
+  EXPECT_EQ(TrainTwoSteps(Way::kTcp, Codec::kFrames), expected);
+  EXPECT_EQ(TrainTwoSteps(Way::kUnixSocket, Codec::kFrames), expected);
+  EXPECT_EQ(TrainTwoSteps(Way::kInProcess, Codec::kFrames), expected);
+  EXPECT_EQ(TrainTwoSteps(Way::kInProcess, Codec::kGenerated), expected);
 }
 
 class TrainServiceStep : public TinyJobTest {

@@ -1,4 +1,4 @@
-#include "tests/server/service_for_tests.h"
+#include "tests/server/tiny_job.h"
 
 #include <grpcpp/generic/generic_stub.h>
 
@@ -143,23 +143,6 @@ v1::Job TinyJob(const std::string& name, int world_size) {
   AddRange(job, world_size - 1, 0, 256, 512);
   AddRange(job, world_size - 1, 1, 0, 256);
   return job;
-}
-
-ServiceForTests::ServiceForTests(const ServerOptions& options, FileSystem* file_system)
-    : engine_({.memory_limit_bytes = kTestMemoryBytes, .threads = 2, .file_system = file_system}) {
-  auto server = Server::Start(engine_, options);
-  EXPECT_TRUE(server.ok()) << server.status();
-  server_ = *std::move(server);
-  Use(options.listen.empty()
-          ? server_->InProcessChannel()
-          : grpc::CreateChannel(server_->addresses()[0], grpc::InsecureChannelCredentials()));
-}
-
-void ServiceForTests::Use(std::shared_ptr<grpc::Channel> channel) {
-  channel_ = std::move(channel);
-  jobs_ = v1::JobService::NewStub(channel_);
-  train_ = v1::TrainService::NewStub(channel_);
-  state_ = v1::StateService::NewStub(channel_);
 }
 
 TestWorker::TestWorker(ServiceForTests& service, const std::string& job, int rank, Codec codec,

@@ -1,5 +1,5 @@
-"""The project's binaries as real processes, for tests that kill, stop and cut them: a service, and
-training runs under deploy/run_workers.py whose results can be compared to the bit.
+"""A service and training runs under deploy/run_workers.py, as real processes, for tests that kill, stop
+and cut them, and then compare the results to the bit.
 
 Nothing outlives the test: every process is stopped by its id when the test ends, however it ends,
 and the kernel stops those whose test was killed.
@@ -7,7 +7,6 @@ and the kernel stops those whose test was killed.
 
 import contextlib
 import csv
-import ctypes
 import dataclasses
 import hashlib
 import json
@@ -15,14 +14,17 @@ import os
 import pathlib
 import signal
 import subprocess
+import sys
 import tempfile
-import time
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "support"))
+
+import processes  # noqa: E402
+from processes import PATIENCE, ROOT, Hangs, await_, read, start, state_of, stop, tail  # noqa: E402
+
 BIN = pathlib.Path(os.environ.get("BALLAST_BIN_DIR", ROOT / "build/release/bin"))
 TEXT = ROOT / "LICENSE"
 RANKS = 2
-PATIENCE = 120  # Seconds. Whatever takes longer hangs: a whole run takes less than one.
 
 # Writes its process id where the test finds it, then becomes the worker.
 TELLS_ITS_PID = 'echo $$ >"$0/pid-$TORCHELASTIC_RESTART_COUNT-$RANK.new"; ' \
@@ -34,81 +36,13 @@ TELLS_ITS_PID = 'echo $$ >"$0/pid-$TORCHELASTIC_RESTART_COUNT-$RANK.new"; ' \
 TRANSPORTS = {"auto": "shared memory", "never": "the connection"}
 
 
-class Hangs(AssertionError):
-    pass
-
-
-def await_(what, condition, process=None, seconds=PATIENCE):
-    """The first value of `condition()` that counts as true. Fails if `process` ends before, or after
-    `seconds`."""
-    begin = time.monotonic()
-    while True:
-        over = process is not None and process.poll() is not None  # Asked first: its last words count.
-        value = condition()
-        if value:
-            return value
-        if over:
-            raise AssertionError(f"process {process.pid} ended with code {process.returncode} before {what}")
-        waited = time.monotonic() - begin
-        if waited > seconds:
-            raise Hangs(f"{what} did not come within {seconds} seconds")
-        time.sleep(0.001 if waited < 1 else 0.02)
-
-
-def read(path):
-    try:
-        return path.read_text(errors="replace")
-    except FileNotFoundError:
-        return ""
-
-
-def tail(path, lines=12):
-    text = read(path).splitlines()[-lines:]
-    return "".join(f"\n      {line}" for line in text) if text else " (empty)"
-
-
-def start(words, output, error, environment=None, at_parents_death=signal.SIGKILL):
-    libc = ctypes.CDLL(None)
-    pr_set_pdeathsig = 1
-    with open(output, "ab") as out, open(error, "ab") as err:
-        return subprocess.Popen(
-            [str(word) for word in words], stdin=subprocess.DEVNULL, stdout=out, stderr=err,
-            env=os.environ | (environment or {}),
-            preexec_fn=lambda: libc.prctl(pr_set_pdeathsig, int(at_parents_death)))
-
-
-def stop(process, number=signal.SIGKILL):
-    """Ends a process that was started here and waits for it."""
-    if process.poll() is None:
-        process.send_signal(number)
-    return process.wait(PATIENCE)
-
-
-def state_of(pid):
-    """Its letter in /proc ("T" is stopped); empty if it is gone."""
-    stat = read(pathlib.Path("/proc", str(pid), "stat"))
-    return stat.rpartition(")")[2].split()[0] if stat else ""
-
-
-class Service:
+class Service(processes.Service):
     """A ballastd and what the CLI says of it."""
 
     def __init__(self, folder, *flags, listen="127.0.0.1:0"):
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="service-", dir=folder))
-        self.log = self.folder / "ballastd.err"
-        self.process = start(
-            [BIN / "ballastd", "--listen", listen, "--port-file", self.folder / "port",
-             "--memory-limit", "1GiB", "--threads", "2", "--startup-benchmark=false", *flags],
-            self.folder / "ballastd.out", self.log)
-        try:
-            await_("the service's address", lambda: read(self.folder / "port").strip(), self.process)
-        except AssertionError as error:
-            self.stop()
-            raise AssertionError(f"{error}; it said:{tail(self.log)}") from error
-        self.address = read(self.folder / "port").strip()
-
-    def stop(self):
-        return stop(self.process)
+        super().__init__(BIN / "ballastd", self.folder, "--memory-limit=1GiB", "--threads=2", *flags,
+                         listen=listen)
 
     def ask(self, *words):
         done = subprocess.run(
@@ -154,7 +88,7 @@ class Run:
         self.progress_file = self.folder / "progress"
         self.errors = self.folder / "errors"
         self.process = start(
-            [ROOT / "deploy/run_workers.py", f"--max-restarts={max_restarts}", RANKS, self.folder,
+            [processes.RUN_WORKERS, f"--max-restarts={max_restarts}", RANKS, self.folder,
              "sh", "-c", TELLS_ITS_PID, self.folder, BIN / "ballast-worker", "--service",
              service_address, "--job", job, "--out", self.out, *training.words(), *flags],
             self.progress_file, self.errors, {"OMP_NUM_THREADS": "1", "MASTER_PORT": ""},

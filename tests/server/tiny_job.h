@@ -1,6 +1,6 @@
-// A service and the workers of a small job that speak to it, for tests.
-#ifndef BALLAST_TESTS_SERVER_SERVICE_FOR_TESTS_H_
-#define BALLAST_TESTS_SERVER_SERVICE_FOR_TESTS_H_
+// A small job, and workers of it that speak to a service in messages.
+#ifndef BALLAST_TESTS_SERVER_TINY_JOB_H_
+#define BALLAST_TESTS_SERVER_TINY_JOB_H_
 
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
@@ -12,47 +12,15 @@
 #include <vector>
 
 #include "ballast/v1/ballast.grpc.pb.h"
-#include "cpu_optimizer_service/engine.h"
-#include "server/server.h"
+#include "tests/support/service_for_tests.h"
 
 namespace ballast::server {
-
-inline constexpr int64_t kTestMemoryBytes = int64_t{256} << 20;
 
 // Two ranks, two groups, chunks of one block:
 //   decay     w[300] b[40], 512 elements: chunk 0 of rank 0, chunk 1 of rank 1
 //   no_decay  scale[10],    256 elements: chunk 2 of rank 1
 // and a frozen parameter, "fixed". With a world size of 1, rank 0 has all three chunks.
 v1::Job TinyJob(const std::string& name, int world_size = 2);
-
-// An engine with a server around it, and stubs for the server.
-class ServiceForTests {
- public:
-  explicit ServiceForTests(const ServerOptions& options = {.listen = {"127.0.0.1:0"}},
-                           FileSystem* file_system = nullptr);
-
-  Engine& engine() { return engine_; }
-  Server& server() { return *server_; }
-  std::shared_ptr<grpc::Channel> channel() { return channel_; }
-  v1::JobService::Stub& jobs() { return *jobs_; }
-  v1::TrainService::Stub& train() { return *train_; }
-  v1::StateService::Stub& state() { return *state_; }
-
-  // From now on the stubs use this channel.
-  void Use(std::shared_ptr<grpc::Channel> channel);
-
-  std::string StateHash(const std::string& job) {
-    return engine_.FindJob(job).value()->StateHash();
-  }
-
- private:
-  Engine engine_;
-  std::unique_ptr<Server> server_;
-  std::shared_ptr<grpc::Channel> channel_;
-  std::unique_ptr<v1::JobService::Stub> jobs_;
-  std::unique_ptr<v1::TrainService::Stub> train_;
-  std::unique_ptr<v1::StateService::Stub> state_;
-};
 
 // A Train stream as messages, whatever makes bytes of them.
 class TrainTransport {
@@ -168,4 +136,4 @@ class TinyJobTest : public testing::Test {
 
 }  // namespace ballast::server
 
-#endif  // BALLAST_TESTS_SERVER_SERVICE_FOR_TESTS_H_
+#endif  // BALLAST_TESTS_SERVER_TINY_JOB_H_

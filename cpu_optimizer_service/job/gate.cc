@@ -1,0 +1,195 @@
+#include "cpu_optimizer_service/job/gate.h"
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "cpu_optimizer_service/common/check.h"
+
+namespace ballast {
+namespace {
+
+// A row per admission, a column per phase. What the counts add to it is in Ask().
+constexpr Answer kGrant = Answer::kGranted;
+constexpr Answer kWait = Answer::kWaits;
+constexpr Answer kClos = Answer::kClosed;
+constexpr Answer kLoad = Answer::kLoading;
+constexpr Answer kBusy = Answer::kChanging;
+constexpr Answer kNone = Answer::kNoStep;
+constexpr Answer kLate = Answer::kDecided;
+constexpr Answer kGone = Answer::kAborted;
+
+constexpr std::array<std::array<Answer, kPhases>, kAdmissions> kTable = {{
+    // idle    open    sealed  deciding updating clearing loading closed
+    {kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},   // kAttach
+    {kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},   // kOpenStream
+    {kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},   // kQuietRank
+    {kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},   // kRankMemory
+    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},  // kSnapshot
+    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},  // kRead
+    {kGrant, kGrant, kBusy, kBusy, kGrant, kBusy, kLoad, kClos},  // kReadNow
+    {kNone, kGrant, kGrant, kGrant, kLate, kNone, kLoad, kClos},  // kAbort
+    {kGone, kGone, kGrant, kGone, kGone, kGone, kGone, kClos},    // kDecide
+    {kGone, kGone, kGone, kGrant, kGone, kGone, kGone, kClos},    // kUpdate
+    {kGone, kGone, kGone, kGone, kGone, kGrant, kGone, kClos},    // kFinishClear
+    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},  // kLoad
+    {kGone, kGone, kGone, kGone, kGone, kGone, kGrant, kClos},    // kReplaceState
+    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},  // kClose
+}};
+
+// Torn state can be closed, and replaced by a load; everything else would use it.
+bool NeedsWholeState(Admission admission) {
+  switch (admission) {
+    case Admission::kOpenStream:
+    case Admission::kQuietRank:
+    case Admission::kRankMemory:
+    case Admission::kSnapshot:
+    case Admission::kRead:
+    case Admission::kReadNow:
+      return true;
+    default:
+      return false;
+  }
+}
+
+}  // namespace
+
+std::string_view Name(Phase phase) {
+  constexpr std::array<std::string_view, kPhases> kNames = {
+      "idle", "open", "sealed", "deciding", "updating", "clearing", "loading", "closed"};
+  return kNames[static_cast<int>(phase)];
+}
+
+std::string_view Name(Admission admission) {
+  constexpr std::array<std::string_view, kAdmissions> kNames = {
+      "attach",       "open stream", "quiet rank",    "rank memory", "snapshot",
+      "read",         "read now",    "abort",         "decide",      "update",
+      "finish clear", "load",        "replace state", "close"};
+  return kNames[static_cast<int>(admission)];
+}
+
+Answer Ask(Admission admission, const GateState& state, int64_t rank_adding) {
+  const Answer answer = kTable[static_cast<int>(admission)][static_cast<int>(state.phase)];
+  if (answer != Answer::kGranted) return answer;
+  if (state.torn && NeedsWholeState(admission)) return Answer::kTorn;
+  bool waits = false;
+  switch (admission) {
+    case Admission::kQuietRank:
+      waits = rank_adding > 0;
+      break;
+    case Admission::kRead:
+      // Readers that come after the seal let its decision pass, or they could hold it back for ever.
+      waits = state.phase == Phase::kSealed && state.readers > 0;
+      break;
+    case Admission::kDecide:
+    case Admission::kReplaceState:
+      waits = state.readers > 0;
+      break;
+    case Admission::kUpdate:
+      waits = state.computing > 0;
+      break;
+    case Admission::kFinishClear:
+      waits = state.deciding || state.adding > 0 || state.computing > 0;
+      break;
+    default:
+      break;
+  }
+  return waits ? Answer::kWaits : Answer::kGranted;
+}
+
+uint64_t Gate::Enter(Admission admission, int rank, Turn turn) {
+  if (const Answer answer = Ask(admission, rank); answer != Answer::kWaits) {
+    std::move(turn)(answer);
+    return 0;
+  }
+  waiting_.push_back({++last_number_, admission, rank, std::move(turn)});
+  return last_number_;
+}
+
+void Gate::Cancel(uint64_t number) {
+  const auto found = std::find_if(waiting_.begin(), waiting_.end(),
+                                  [&](const Waiting& waiting) { return waiting.number == number; });
+  if (found == waiting_.end()) return;
+  Turn turn = std::move(found->turn);
+  waiting_.erase(found);
+  std::move(turn)(std::nullopt);
+}
+
+void Gate::GiveTurns() {
+  // From the front again after each turn: it may have changed the answers of those before it.
+  for (size_t i = 0; i < waiting_.size();) {
+    const Answer answer = Ask(waiting_[i].admission, waiting_[i].rank);
+    if (answer == Answer::kWaits) {
+      ++i;
+      continue;
+    }
+    Turn turn = std::move(waiting_[i].turn);
+    waiting_.erase(waiting_.begin() + static_cast<ptrdiff_t>(i));
+    std::move(turn)(answer);
+    i = 0;
+  }
+}
+
+void Gate::Move(Phase from, Phase to) {
+  Check(state_.phase == from, "a job moves only from the phase before");
+  state_.phase = to;
+}
+
+void Gate::BeginStep() { Move(Phase::kIdle, Phase::kOpen); }
+void Gate::Seal() { Move(Phase::kOpen, Phase::kSealed); }
+
+void Gate::StartDeciding() {
+  Move(Phase::kSealed, Phase::kDeciding);
+  state_.deciding = true;
+}
+
+void Gate::Decide() { Move(Phase::kDeciding, Phase::kUpdating); }
+
+void Gate::Commit() {
+  Move(Phase::kUpdating, Phase::kIdle);
+  state_.deciding = false;
+}
+
+void Gate::EndDeciding() {
+  Check(state_.phase == Phase::kClearing && state_.deciding,
+        "a decision ends without its commit only when its step is cleared");
+  state_.deciding = false;
+}
+
+void Gate::StartClearing() {
+  Check(state_.phase <= Phase::kDeciding, "only an undecided step is cleared");
+  state_.phase = Phase::kClearing;
+}
+
+void Gate::FinishClearing() { Move(Phase::kClearing, Phase::kIdle); }
+void Gate::StartLoading() { Move(Phase::kIdle, Phase::kLoading); }
+
+void Gate::FinishLoading(bool torn) {
+  Move(Phase::kLoading, Phase::kIdle);
+  state_.torn = torn;
+}
+
+void Gate::Close() { Move(Phase::kIdle, Phase::kClosed); }
+
+void Gate::StopReading() {
+  Check(state_.readers > 0, "a reader stops once");
+  --state_.readers;
+}
+
+void Gate::StartAdding(int rank) {
+  ++rank_adding_[rank];
+  ++state_.adding;
+}
+
+void Gate::StopAdding(int rank) {
+  Check(rank_adding_[rank] > 0, "a contribution is added once");
+  --rank_adding_[rank];
+  --state_.adding;
+}
+
+void Gate::StopComputing(int64_t count) {
+  Check(state_.computing >= count, "what is computed ends once");
+  state_.computing -= count;
+}
+
+}  // namespace ballast

@@ -1,0 +1,32 @@
+#include "cpu_optimizer_service/job/job_record.h"
+
+#include <algorithm>
+#include <random>
+#include <utility>
+
+#include "absl/strings/str_format.h"
+
+namespace ballast {
+
+std::string MakeJobUid() {
+  std::random_device random;
+  return absl::StrFormat("%08x%08x%08x%08x", random(), random(), random(), random());
+}
+
+void StepHistory::Add(StepRecord record, bool coverage_complete) {
+  ++(record.outcome.decision.apply ? applied_steps : skipped_steps);
+  if (coverage_complete) ++coverage_complete_steps;
+  speculation.published += record.speculation.published;
+  speculation.redone += record.speculation.redone;
+  std::vector<std::string>& names = record.outcome.unused_parameters;
+  names.resize(std::min(names.size(), kRecordedNames));
+  recent_steps.push_back(std::move(record));
+  if (recent_steps.size() > kRecentSteps) recent_steps.pop_front();
+}
+
+void StepHistory::Replace(const StepRecord* last) {
+  recent_steps.clear();
+  if (last != nullptr) recent_steps.push_back(*last);
+}
+
+}  // namespace ballast

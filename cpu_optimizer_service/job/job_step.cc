@@ -1,0 +1,342 @@
+// What a rank gives a step, up to the last seal: settings, gradients, ends of micro-steps, seals.
+//
+// A payload is added by the thread that brings it, while it is in that thread's cache, and its sums of squares
+// are computed there, too. What lies in memory that is shared with the rank costs the transport's thread
+// nothing but the ledger: it stays where it is, and a task computes its sums.
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/job/job_impl.h"
+
+namespace ballast {
+
+absl::StatusOr<OpenStep*> JobImpl::FindOpenStep(uint64_t step) {
+  auto* open = std::get_if<OpenStep>(&step_);
+  if (open == nullptr) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("step ", step, " of job ", spec().name,
+                     " is not open; the job stands at step ", record_.committed_step,
+                     step == record_.committed_step + 1 ? "; it has not begun, or is sealed" : ""));
+  }
+  if (open->terms().step != step) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "step ", step, " of job ", spec().name, " is not open; step ", open->terms().step, " is"));
+  }
+  return open;
+}
+
+absl::StatusOr<StepTerms> JobImpl::MakeTerms(uint64_t step, const StepSettings& settings) const {
+  StepTerms terms = {
+      .step = step, .settings = settings, .hyper_parameters = record_.hyper_parameters};
+  BALLAST_RETURN_IF_ERROR(CheckScale(settings.scale, layout_.group_count()));
+  for (const auto& [group, overrides] : settings.overrides) {
+    if (group < 0 || group >= layout_.group_count()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("overrides name group ", group, " of ", layout_.group_count()));
+    }
+    terms.hyper_parameters[group] = Apply(terms.hyper_parameters[group], overrides);
+    BALLAST_RETURN_IF_ERROR(Annotate(Validate(terms.hyper_parameters[group]),
+                                     absl::StrCat("group ", spec().groups[group].name)));
+  }
+  return terms;
+}
+
+absl::Status JobImpl::BeginStep(const StreamKey& key, uint64_t step, const StepSettings& settings) {
+  // No turn is waited for: while a step is cleared no stream is current.
+  MutexLock lock(mutex_);
+  BALLAST_RETURN_IF_ERROR(CheckCurrent(key));
+  if (settings.trainer_state.size() > kMaxTrainerStateBytes) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "rank ", key.rank, " begins step ", step, " with a trainer_state of ",
+        settings.trainer_state.size(), " bytes, of ", kMaxTrainerStateBytes, " at most"));
+  }
+  if (!first_weights_.complete()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("job ", spec().name, " has no weights yet: ", first_weights_.missing(), " of ",
+                     layout_.chunks().size(), " chunks have not been uploaded"));
+  }
+  if (step != record_.committed_step + 1 || std::holds_alternative<SealedStep>(step_) ||
+      std::holds_alternative<DecidedStep>(step_)) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "rank ", key.rank, " begins step ", step, " but job ", spec().name, " stands at step ",
+        record_.committed_step, gate_.state().deciding ? " and is updating" : ""));
+  }
+  if (std::holds_alternative<std::monostate>(step_)) {
+    if (environment_.draining->load()) {
+      return absl::UnavailableError("the service is stopping and begins no new steps");
+    }
+    BALLAST_ASSIGN_OR_RETURN(StepTerms terms, MakeTerms(step, settings));
+    speculation_.Begin(CanSpeculate() ? MakeProvisionalUpdate(spec(), terms, record_.update_counts)
+                                      : nullptr);
+    gate_.BeginStep();
+    step_ = OpenStep(std::move(terms), layout_.world_size(),
+                     static_cast<int64_t>(spec().layout.parameters.size()));
+    trace_.Mark(TraceEventKind::kBegun, step);
+  }
+  return std::get<OpenStep>(step_).Begin(key.rank, settings);
+}
+
+absl::Status JobImpl::EndMicroStep(const StreamKey& key, uint64_t step, uint32_t micro_step,
+                                   UsedParameters used) {
+  BALLAST_RETURN_IF_ERROR(CheckUsed(spec(), layout_, key.rank, used));
+  // Of no elements: backward may name them or not, and has not reached anything by that.
+  std::erase_if(used.parameters,
+                [&](int parameter) { return layout_.place(parameter).elements == 0; });
+  MutexLock lock(mutex_);
+  BALLAST_RETURN_IF_ERROR(CheckCurrent(key));
+  BALLAST_ASSIGN_OR_RETURN(OpenStep * open, FindOpenStep(step));
+  return open->EndMicroStep(key.rank, micro_step, used);
+}
+
+// ---------------------------------------------------------------- gradients
+
+absl::Status JobImpl::CheckContribution(int rank, const Contribution& given) const {
+  if (given.chunk < 0 || given.chunk >= static_cast<int64_t>(layout_.chunks().size())) {
+    return absl::InvalidArgumentError(absl::StrCat("chunk ", given.chunk, " is not in job ",
+                                                   spec().name, ", which has ",
+                                                   layout_.chunks().size()));
+  }
+  const Chunk& chunk = layout_.chunks()[given.chunk];
+  if (chunk.rank != rank) {
+    return absl::InvalidArgumentError(absl::StrCat("chunk ", given.chunk, " belongs to rank ",
+                                                   chunk.rank, ", not to rank ", rank));
+  }
+  if (given.in_place && given.empty) {
+    return absl::InvalidArgumentError(absl::StrCat("chunk ", given.chunk, " from rank ", rank,
+                                                   " lies in shared memory and is empty"));
+  }
+  size_t size_bytes = 0;
+  for (const auto& piece : given.payload) size_bytes += piece.size();
+  const DType dtype = spec().groups[chunk.group].wire_dtype;
+  const bool has_payload = !given.empty && !given.in_place;
+  const size_t expected =
+      has_payload ? static_cast<size_t>(chunk.elements * SizeBytes(dtype)) : size_t{0};
+  if (size_bytes != expected) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "chunk ", given.chunk, " from rank ", rank, " has ", size_bytes, " bytes, expected ",
+        expected,
+        given.empty      ? " as it is empty"
+        : given.in_place ? " as it lies in shared memory"
+                         : absl::StrCat(": ", chunk.elements, " elements of ", Name(dtype))));
+  }
+  if (spec().max_micro_steps > 0 && given.micro_step_end > spec().max_micro_steps) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "chunk ", given.chunk, " covers micro-steps up to ", given.micro_step_end, " but job ",
+        spec().name, " was created with max_micro_steps ", spec().max_micro_steps));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<JobImpl::Accepted> JobImpl::Accept(const StreamKey& key, const Contribution& given) {
+  const int chunk = static_cast<int>(given.chunk);
+  BALLAST_RETURN_IF_ERROR(CheckCurrent(key));
+  BALLAST_RETURN_IF_ERROR(CheckContribution(key.rank, given));
+  BALLAST_ASSIGN_OR_RETURN(OpenStep * open, FindOpenStep(given.step));
+  BALLAST_ASSIGN_OR_RETURN(
+      const Ledger::Verdict verdict,
+      ledger_.Check(given.chunk, given.micro_step_begin, given.micro_step_end));
+  if (verdict == Ledger::Verdict::kRepeat) return Accepted{.repeat = true};
+  BALLAST_RETURN_IF_ERROR(open->CheckMayContribute(key.rank));
+  const RankEntry& rank = ranks_[key.rank];
+  Accepted accepted = {.provisional = speculation_.update(), .attempt = attempt_};
+  if (given.in_place) {
+    if (rank.memory == nullptr) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("chunk ", given.chunk, " from rank ", key.rank,
+                       " is said to lie in shared memory, but job ", spec().name,
+                       " shares none with that rank"));
+    }
+    accepted.memory = rank.memory;
+    accepted.borrowed = given.final && ledger_.next_micro_step(given.chunk) == 0;
+  }
+  if (accepted.borrowed) {
+    ranks_.Lend(key.rank);
+    gradients_->Borrow(chunk, rank.memory->gradient(chunk).data());
+    ledger_.Advance(given.chunk, given.micro_step_end, given.final);
+  } else {
+    gate_.StartAdding(key.rank);
+  }
+  if (given.empty) open->RecordEmpty(chunk, given.micro_step_begin, given.micro_step_end);
+  return accepted;
+}
+
+absl::StatusOr<ContributionResult> JobImpl::Contribute(const StreamKey& key,
+                                                       const Contribution& given) {
+  const int64_t arrived_ns = trace_.Begin(given.step);
+  const int chunk = static_cast<int>(given.chunk);
+  Accepted accepted;
+  {
+    MutexLock lock(mutex_);
+    BALLAST_ASSIGN_OR_RETURN(accepted, Accept(key, given));
+  }
+  if (accepted.repeat) return ContributionResult::kRepeat;
+  if (accepted.borrowed) {
+    trace_.Record(TraceEventKind::kArrived, given.step, chunk, arrived_ns);
+    StartSums(given.step, chunk, accepted.attempt);
+    return ContributionResult::kAdded;
+  }
+  // This rank's calls come one at a time and nobody else owns the chunk.
+  AddToGradient(given, accepted.memory.get());
+  trace_.Record(TraceEventKind::kArrived, given.step, chunk, arrived_ns);
+  const bool sums_here = given.final && !given.in_place;
+  const double squared_norm =
+      sums_here ? ComputeSums(given.step, chunk, accepted.provisional.get()) : 0;
+  std::optional<Speculation::Task> provisional;
+  {
+    Section section(*this);
+    ledger_.Advance(given.chunk, given.micro_step_end, given.final);
+    gate_.StopAdding(key.rank);
+    if (sums_here) {
+      sums_.Finish(chunk);
+      provisional = SpeculateIfWorthwhile(chunk, squared_norm);
+    }
+  }
+  if (provisional.has_value()) StartProvisional(*std::move(provisional));
+  if (given.final && !sums_here) StartSums(given.step, chunk, accepted.attempt);
+  return ContributionResult::kAdded;
+}
+
+void JobImpl::AddToGradient(const Contribution& given, const RankMemory* memory) {
+  const int chunk = static_cast<int>(given.chunk);
+  if (given.empty) {
+    gradients_->AddZeros(chunk);
+  } else if (memory != nullptr) {
+    const absl::Span<const std::byte> place = memory->gradient(chunk);
+    gradients_->Add(chunk, {&place, 1});
+  } else {
+    gradients_->Add(chunk, given.payload);
+  }
+}
+
+// ---------------------------------------------------------------- sums of squares
+
+double JobImpl::ComputeSums(uint64_t step, int chunk, const StepUpdate* provisional) {
+  const TraceSpan span(trace_, TraceEventKind::kSummed, step, chunk);
+  gradients_->ComputeSums(chunk);
+  return provisional == nullptr ? 0 : SquaredNormOf(chunk, *provisional);
+}
+
+void JobImpl::StartOfChunk(int chunk, std::function<void()> task) {
+  const int node = environment_.tasks->NodeOf(chunk, static_cast<int64_t>(layout_.chunks().size()));
+  environment_.tasks->Start(std::move(task), node);
+}
+
+void JobImpl::StartSums(uint64_t step, int chunk, uint64_t attempt) {
+  StartOfChunk(chunk,
+               [self = Self(), step, chunk, attempt] { self->RunSums(step, chunk, attempt); });
+}
+
+void JobImpl::RunSums(uint64_t step, int chunk, uint64_t attempt) {
+  std::shared_ptr<const StepUpdate> update;
+  {
+    MutexLock lock(mutex_);
+    // The step is over or forgotten, or its decision was first. What the chunk holds now may be another
+    // attempt's, which has tasks of its own.
+    if (attempt != attempt_ || !sums_.Claim(chunk)) return;
+    gate_.StartComputing();
+    update = speculation_.update();
+  }
+  const double squared_norm = ComputeSums(step, chunk, update.get());
+  std::optional<Speculation::Task> provisional;
+  {
+    Section section(*this);
+    sums_.Finish(chunk);
+    gate_.StopComputing();
+    provisional = SpeculateIfWorthwhile(chunk, squared_norm);
+  }
+  // Here and now, since the gradient is in this thread's cache.
+  if (provisional.has_value()) RunProvisional(*std::move(provisional));
+}
+
+// ---------------------------------------------------------------- sealing
+
+// A reopened stream carries the last seal again, of which its client does not know that it was
+// accepted. By the time it is read, the other ranks may have sealed, the step been committed, and the
+// next begun.
+bool JobImpl::HasAcceptedSeal(uint64_t step, uint32_t micro_steps) const {
+  if (step == record_.committed_step) {
+    return !record_.history.recent_steps.empty() &&
+           record_.history.recent_steps.back().outcome.step == step &&
+           record_.history.recent_steps.back().micro_steps == micro_steps;
+  }
+  const auto is_it = [&](const auto& sealed) {
+    return sealed != nullptr && sealed->terms().step == step &&
+           sealed->micro_steps() == micro_steps;
+  };
+  return is_it(std::get_if<SealedStep>(&step_)) || is_it(std::get_if<DecidedStep>(&step_));
+}
+
+absl::StatusOr<std::optional<SealRefusal>> JobImpl::Seal(const StreamKey& key, uint64_t step,
+                                                         uint32_t micro_steps) {
+  if (micro_steps == 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("rank ", key.rank, " seals step ", step, " with no micro-steps"));
+  }
+  Listeners others;
+  SealRefusal refusal;
+  {
+    Section section(*this);
+    BALLAST_RETURN_IF_ERROR(CheckCurrent(key));
+    if (HasAcceptedSeal(step, micro_steps)) return std::nullopt;
+    BALLAST_ASSIGN_OR_RETURN(OpenStep * open, FindOpenStep(step));
+    if (open->ranks()[key.rank].sealed == micro_steps) return std::nullopt;
+    open->Unseal(key.rank);  // Its last word counts; until it is taken the rank has not sealed.
+    if (auto refused = CheckRank(Given(*open), key.rank, micro_steps)) return refused;
+    if (absl::Status status = open->Seal(key.rank, micro_steps); !status.ok()) {
+      return SealRefusal{status, {}};
+    }
+    if (!open->UnsealedRanks().empty()) return std::nullopt;
+    auto refused =
+        CheckStep(Given(*open), key.rank,
+                  [&](int chunk, int64_t from, int64_t to) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+                    return gradients_->HasNonZero(chunk, from, to, sums_.current(chunk));
+                  });
+    if (!refused.has_value()) {
+      SealedStep sealed = std::move(*open).Close();
+      step_ = std::move(sealed);
+      gate_.Seal();
+      sealed_ns_ = trace_.Begin(step);
+      StartDecisionIfDue();
+      return std::nullopt;
+    }
+    refusal = *std::move(refused);
+    open->UnsealAll();
+    for (int rank = 0; rank < layout_.world_size(); ++rank) {
+      if (rank != key.rank && ranks_[rank].listener != nullptr) {
+        others.push_back(ranks_[rank].listener);
+      }
+    }
+  }
+  for (const auto& listener : others) listener->OnSealRefused(step, refusal);
+  return refusal;
+}
+
+RankProgress JobImpl::ProgressOf(int rank, const RankInStep* state) const {
+  const absl::Span<const int> chunks = layout_.chunks_of_rank(rank);
+  RankProgress progress;
+  progress.attached = !ranks_[rank].process_id.empty();
+  progress.process_id = ranks_[rank].process_id;
+  progress.shared_memory = ranks_[rank].memory != nullptr;
+  progress.chunks = static_cast<int64_t>(chunks.size());
+  if (state == nullptr) return progress;
+  progress.begun = state->begun;
+  progress.micro_steps_ended = state->micro_steps_ended;
+  progress.sealed = state->sealed.has_value();
+  progress.furthest_micro_step = state->sealed.value_or(0);
+  for (const int chunk : chunks) {
+    progress.furthest_micro_step =
+        std::max(progress.furthest_micro_step, ledger_.next_micro_step(chunk));
+  }
+  if (progress.furthest_micro_step == 0) return progress;  // Nothing has come, nothing is behind.
+  progress.chunks_complete = std::count_if(
+      chunks.begin(), chunks.end(), [&](int chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+        return ledger_.next_micro_step(chunk) == progress.furthest_micro_step;
+      });
+  progress.missing_parameters =
+      NamesBehind(spec(), layout_, ledger_, rank, progress.furthest_micro_step);
+  return progress;
+}
+
+}  // namespace ballast

@@ -1,0 +1,257 @@
+#include "cpu_optimizer_service/job/seal_check.h"
+
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <map>
+#include <utility>
+
+#include "absl/container/flat_hash_set.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+
+namespace ballast {
+namespace {
+
+// Names are listed up to this many; the rest is counted.
+constexpr size_t kMaxNames = 16;
+
+std::string ListNames(const std::vector<std::string>& names) {
+  const size_t shown = std::min(names.size(), kMaxNames);
+  std::string text = absl::StrJoin(names.begin(), names.begin() + shown, ", ");
+  if (shown < names.size()) absl::StrAppend(&text, " and ", names.size() - shown, " more");
+  return text;
+}
+
+std::optional<SealRefusal> CheckBackwardReached(const StepGiven& given, int rank) {
+  const std::optional<uint32_t> micro_step = given.step.ranks()[rank].reached_nothing;
+  // The other policies let a worker declare that it used none.
+  if (!micro_step.has_value() || given.spec.unused_policy != UnusedPolicy::kError)
+    return std::nullopt;
+  int64_t count = 0;
+  MissingContribution missing = {.rank = rank, .micro_step = *micro_step, .parameters = {}};
+  for (int p = 0; p < static_cast<int>(given.spec.layout.parameters.size()); ++p) {
+    const ParameterSpec& parameter = given.spec.layout.parameters[p];
+    if (!parameter.trainable || given.layout.place(p).elements == 0) continue;
+    if (++count <= static_cast<int64_t>(kMissingNames))
+      missing.parameters.push_back(parameter.name);
+  }
+  if (count == 0) return std::nullopt;
+  const bool more = count > static_cast<int64_t>(missing.parameters.size());
+  absl::Status status = absl::FailedPreconditionError(absl::StrCat(
+      "step ", given.step.terms().step, ": rank ", rank, ", micro-step ", *micro_step,
+      ": backward reached none of its ", count, " parameters (",
+      absl::StrJoin(missing.parameters, ", "), more ? ", ..." : "",
+      "); see why its hooks did not fire, abort the step and redo it; if it is meant, create the "
+      "job with unused_policy skip or zero"));
+  return SealRefusal{std::move(status), {std::move(missing)}};
+}
+
+std::optional<SealRefusal> CheckRankIsWhole(const StepGiven& given, int rank,
+                                            uint32_t micro_steps) {
+  const uint64_t step = given.step.terms().step;
+  std::map<uint32_t, absl::flat_hash_set<int>> missing;  // Parameters by first missing micro-step.
+  int closed = -1;                                       // A chunk that can be sent no more.
+  for (const int chunk : given.layout.chunks_of_rank(rank)) {
+    const uint32_t next = given.ledger.next_micro_step(chunk);
+    if (next > micro_steps) {
+      return SealRefusal{absl::FailedPreconditionError(absl::StrCat(
+                             "rank ", rank, " seals ", micro_steps, " micro-steps of step ", step,
+                             " but has sent chunk ", chunk, " up to micro-step ", next)),
+                         {}};
+    }
+    if (next == micro_steps) continue;
+    if (given.ledger.closed(chunk)) closed = chunk;
+    auto& parameters = missing[next];
+    for (const ChunkPiece& piece : given.layout.Pieces(chunk)) parameters.insert(piece.parameter);
+  }
+  if (missing.empty()) return std::nullopt;
+  SealRefusal refusal;
+  for (const auto& [micro_step, parameters] : missing) {
+    MissingContribution& entry = refusal.missing.emplace_back();
+    entry.rank = rank;
+    entry.micro_step = micro_step;
+    std::vector<int> sorted(parameters.begin(), parameters.end());
+    std::sort(sorted.begin(), sorted.end());
+    for (const int parameter : sorted) {
+      entry.parameters.push_back(given.spec.layout.parameters[parameter].name);
+    }
+  }
+  const MissingContribution& first = refusal.missing.front();
+  refusal.status = absl::FailedPreconditionError(
+      absl::StrCat("step ", step, " is not whole: rank ", rank, " has not sent micro-step ",
+                   first.micro_step, " of ", ListNames(first.parameters),
+                   closed == -1 ? "; send it and seal again"
+                                : absl::StrCat("; chunk ", closed,
+                                               " was closed by a final contribution, so "
+                                               "abort the step and redo it")));
+  return refusal;
+}
+
+// A chunk that has a non-zero gradient in elements [begin, end) of a flat space, or -1.
+int ChunkWithGradient(const StepGiven& given, int group, int64_t begin, int64_t end,
+                      HasGradient has_gradient) {
+  for (int64_t at = begin; at < end;) {
+    const int index = given.layout.ChunkAt(group, at);
+    const Chunk& chunk = given.layout.chunks()[index];
+    const int64_t chunk_end = std::min(end, chunk.begin + chunk.elements);
+    if (has_gradient(index, at, chunk_end)) return index;
+    at = chunk_end;
+  }
+  return -1;
+}
+
+// A chunk that came as empty for a micro-step in which one of its parameters was used.
+std::optional<SealRefusal> CheckEmpties(const StepGiven& given) {
+  for (const auto& [chunk, empties] : given.step.empties()) {
+    for (const ChunkPiece& piece : given.layout.Pieces(chunk)) {
+      for (const auto& [begin, end] : empties) {
+        const std::optional<uint32_t> micro_step = given.step.FirstUse(piece.parameter, begin, end);
+        if (!micro_step.has_value()) continue;
+        const std::string& name = given.spec.layout.parameters[piece.parameter].name;
+        const int owner = given.layout.chunks()[chunk].rank;
+        return SealRefusal{absl::FailedPreconditionError(
+                               absl::StrCat("step ", given.step.terms().step, ": parameter ", name,
+                                            " received a gradient in micro-step ", *micro_step,
+                                            ", but was sent as empty (chunk ", chunk, " from rank ",
+                                            owner, "); abort the step and redo it")),
+                           {{.rank = owner, .micro_step = *micro_step, .parameters = {name}}}};
+      }
+    }
+  }
+  return std::nullopt;
+}
+
+std::optional<SealRefusal> CheckParameters(const StepGiven& given, int last_rank,
+                                           HasGradient has_gradient) {
+  const uint64_t step = given.step.terms().step;
+  std::vector<std::string> unused;
+  for (int p = 0; p < static_cast<int>(given.spec.layout.parameters.size()); ++p) {
+    const ParameterSpec& parameter = given.spec.layout.parameters[p];
+    const ParameterPlace& place = given.layout.place(p);
+    if (!parameter.trainable || place.elements == 0) continue;
+    if (given.step.used(p)) continue;
+    unused.push_back(parameter.name);
+    const int chunk = ChunkWithGradient(given, parameter.group, place.offset,
+                                        place.offset + place.elements, has_gradient);
+    if (chunk == -1) continue;
+    const int owner = given.layout.chunks()[chunk].rank;
+    return SealRefusal{absl::FailedPreconditionError(absl::StrCat(
+                           "step ", step, ": parameter ", parameter.name,
+                           " was declared unused by all ranks, but has a gradient (chunk ", chunk,
+                           " from rank ", owner, "); abort the step and redo it")),
+                       {{.rank = owner, .micro_step = 0, .parameters = {parameter.name}}}};
+  }
+  if (unused.empty() || given.spec.unused_policy != UnusedPolicy::kError) return std::nullopt;
+  return SealRefusal{
+      absl::FailedPreconditionError(absl::StrCat(
+          "step ", step, ": no rank gave a gradient to ", ListNames(unused),
+          " in any micro-step; abort the step; if that is meant, create the job with unused_policy "
+          "skip or zero")),
+      {{.rank = last_rank, .micro_step = 0, .parameters = unused}}};
+}
+
+}  // namespace
+
+std::optional<SealRefusal> CheckRank(const StepGiven& given, int rank, uint32_t micro_steps) {
+  if (auto refused = CheckBackwardReached(given, rank)) return refused;
+  return CheckRankIsWhole(given, rank, micro_steps);
+}
+
+std::optional<SealRefusal> CheckStep(const StepGiven& given, int last_rank,
+                                     HasGradient has_gradient) {
+  const uint64_t step = given.step.terms().step;
+  if (const int other = given.step.RankThatDisagrees(last_rank); other != -1) {
+    return SealRefusal{
+        absl::FailedPreconditionError(absl::StrCat(
+            "step ", step, ": rank ", last_rank, " sealed ", *given.step.ranks()[last_rank].sealed,
+            " micro-steps and rank ", other, " ", *given.step.ranks()[other].sealed,
+            "; all ranks must seal the same number")),
+        {}};
+  }
+  for (int group = 0; group < given.layout.group_count(); ++group) {
+    const int64_t end = given.layout.flat_elements(group);
+    int64_t padding = end;
+    while (padding > 0 && given.layout.ParameterAt(group, padding - 1) == -1) --padding;
+    if (const int chunk = ChunkWithGradient(given, group, padding, end, has_gradient);
+        chunk != -1) {
+      return SealRefusal{
+          absl::FailedPreconditionError(absl::StrCat(
+              "step ", step, ": rank ", given.layout.chunks()[chunk].rank, " sent chunk ", chunk,
+              " with a gradient in the padding of group ", given.spec.groups[group].name,
+              "; padding must be zero; abort the step and redo it")),
+          {}};
+    }
+  }
+  if (auto refused = CheckEmpties(given)) return refused;
+  return CheckParameters(given, last_rank, has_gradient);
+}
+
+std::vector<std::string> NamesBehind(const JobSpec& spec, const Layout& layout,
+                                     const Ledger& ledger, int rank, uint32_t micro_step) {
+  std::vector<std::string> names;
+  int group = -1;
+  int64_t named_end = 0;  // The parameters before this element of the group have been looked at.
+  // Goes from parameter to parameter, since a chunk may hold a quarter of a million of them.
+  for (const int index : layout.chunks_of_rank(rank)) {
+    if (ledger.next_micro_step(index) == micro_step) continue;
+    const Chunk& chunk = layout.chunks()[index];
+    if (chunk.group != group) named_end = 0;
+    group = chunk.group;
+    const int64_t end = chunk.begin + chunk.elements;
+    for (int64_t at = std::max(named_end, chunk.begin); at < end; at = named_end) {
+      const int parameter = layout.ParameterAt(group, at);
+      if (parameter == -1) break;  // Padding.
+      names.push_back(spec.layout.parameters[parameter].name);
+      if (names.size() == kMissingNames) return names;
+      named_end = layout.place(parameter).offset + layout.place(parameter).elements;
+    }
+  }
+  return names;
+}
+
+absl::Status CheckScale(const GradientScale& scale, int group_count) {
+  if (!std::isfinite(scale.loss_scale) || scale.loss_scale <= 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("loss_scale is ", scale.loss_scale, ", must be finite and positive"));
+  }
+  if (!scale.divisors.empty() && static_cast<int>(scale.divisors.size()) != group_count) {
+    return absl::InvalidArgumentError(absl::StrCat("there are ", scale.divisors.size(),
+                                                   " divisors, expected one for each of ",
+                                                   group_count, " groups, or none"));
+  }
+  for (int group = 0; group < group_count; ++group) {
+    const double divisor = scale.divisors.empty() ? 1.0 : scale.divisors[group];
+    const double multiplier = 1.0 / (scale.loss_scale * divisor);
+    if (!(divisor > 0) || !(multiplier >= FLT_MIN) || !(multiplier <= FLT_MAX)) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "divisor ", divisor, " of group ", group,
+          " is not positive, or leaves no fp32 multiplier with loss_scale ", scale.loss_scale));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckUsed(const JobSpec& spec, const Layout& layout, int rank,
+                       const UsedParameters& used) {
+  const auto is_trainable = [&](int parameter) {
+    return parameter >= 0 && parameter < static_cast<int>(spec.layout.parameters.size()) &&
+           spec.layout.parameters[parameter].trainable;
+  };
+  for (const int parameter : used.parameters) {
+    if (is_trainable(parameter)) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("rank ", rank, " names parameter ", parameter,
+                     " as used, which is not a trainable parameter of job ", spec.name));
+  }
+  if (!used.non_finite.has_value()) return absl::OkStatus();
+  const auto [parameter, element, value] = *used.non_finite;
+  const bool is_one = is_trainable(parameter) && element >= 0 &&
+                      element < layout.place(parameter).elements && !std::isfinite(value);
+  if (is_one) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("rank ", rank, " reports a non-finite gradient that is none: ", value,
+                   " at element ", element, " of parameter ", parameter, " of job ", spec.name));
+}
+
+}  // namespace ballast

@@ -1,0 +1,58 @@
+// Whether a step is whole: pure functions over what the ranks gave. No lock, no clock, no memory of gradients;
+// what a gradient holds is asked through HasGradient.
+//
+// A refusal leaves the step open. It names the rank, the micro-step and the parameters that are missing, and
+// whether to send and seal again, or to abort the step and redo it.
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_SEAL_CHECK_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_SEAL_CHECK_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "cpu_optimizer_service/common/job_spec.h"
+#include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/common/step_settings.h"
+#include "cpu_optimizer_service/job/job_status.h"
+#include "cpu_optimizer_service/job/ledger.h"
+#include "cpu_optimizer_service/job/rank_stream.h"
+#include "cpu_optimizer_service/job/step.h"
+
+namespace ballast {
+
+// What the checks look at. All of it outlives them.
+struct StepGiven {
+  const JobSpec& spec;
+  const Layout& layout;
+  const Ledger& ledger;
+  const OpenStep& step;
+};
+
+// Whether a chunk has a non-zero gradient in elements [begin, end) of its flat space, which lie in it.
+using HasGradient = absl::FunctionRef<bool(int chunk, int64_t begin, int64_t end)>;
+
+// At a rank's seal: its backward reached some parameter in every micro-step, where it must, and the ledger has
+// all `micro_steps` of each of its chunks.
+std::optional<SealRefusal> CheckRank(const StepGiven& given, int rank, uint32_t micro_steps);
+
+// At the last seal: ranks sealed the same number; padding is zero; no parameter that received a gradient came
+// as empty; a parameter that no rank used has no gradient and is allowed to have none.
+std::optional<SealRefusal> CheckStep(const StepGiven& given, int last_rank,
+                                     HasGradient has_gradient);
+
+// Parameters with elements in chunks of the rank that are not at `micro_step`; the first kMissingNames.
+std::vector<std::string> NamesBehind(const JobSpec& spec, const Layout& layout,
+                                     const Ledger& ledger, int rank, uint32_t micro_step);
+
+// INVALID_ARGUMENT if a loss scale, a divisor or both together leave no positive normal fp32 multiplier.
+absl::Status CheckScale(const GradientScale& scale, int group_count);
+// INVALID_ARGUMENT if a parameter is not a trainable one of the job, or a reported value is finite.
+absl::Status CheckUsed(const JobSpec& spec, const Layout& layout, int rank,
+                       const UsedParameters& used);
+
+}  // namespace ballast
+
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_JOB_SEAL_CHECK_H_

@@ -1,0 +1,129 @@
+// Updates that are computed before their decision, into second versions of the chunks, and what the decision
+// makes of them.
+//
+// A chunk's provisional update goes none -> queued -> running -> ready under the job's lock; its arithmetic
+// happens outside, in a version that nothing else reads. A decision and a clearing cancel what is queued, wait
+// for what is running, and publish or drop what is ready.
+//
+// An update whose weights need a buffer is parked: queued without a task, until there is a buffer. Computed
+// without one, its weights could go only after the decision: where the wire is slower than the update that
+// would be most of a large model, while an update that waits goes as fast as the wire does. A rank that does
+// not read thereby stops the speculation on its job's chunks, and nothing else: the decision cancels what is
+// parked.
+//
+// Thread-compatible: the job's lock guards it.
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_SPECULATION_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_SPECULATION_H_
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "cpu_optimizer_service/common/job_spec.h"
+#include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/common/step_record.h"
+#include "cpu_optimizer_service/gradients/weight_buffer.h"
+#include "cpu_optimizer_service/job/chunk_update.h"
+#include "cpu_optimizer_service/job/speculation_history.h"
+#include "cpu_optimizer_service/job/step.h"
+#include "cpu_optimizer_service/state/chunk_store.h"
+
+namespace ballast {
+
+// What the step's update will be if nothing is clipped and every parameter is used; null if no provisional
+// update can become the state.
+std::shared_ptr<const StepUpdate> MakeProvisionalUpdate(const JobSpec& spec, const StepTerms& terms,
+                                                        const std::vector<int64_t>& update_counts);
+
+// By chunk: whether a provisional update of it is the decided one, made or not.
+std::vector<bool> ChunksAsSpeculated(const Layout& layout, const StepOutcome& outcome,
+                                     const GradientScale& scale, const StepUpdate& decided);
+
+class Speculation {
+ public:
+  // A provisional update that can run: it has a place for the weights.
+  struct Task {
+    int chunk = 0;
+    std::shared_ptr<const StepUpdate> update;
+    WeightBuffer weights;
+  };
+  // What a decision makes of a step's provisional updates. All empty for a job that waits.
+  struct Settled {
+    // What is left to do for a chunk: all of it; to send the weights of a published update, which the rank's
+    // stream does not have; nothing.
+    enum class Left : uint8_t { kUpdate, kSend, kNothing };
+    std::vector<Left> left;                    // By chunk.
+    std::vector<ChunkStore::Write> published;  // Updates that become the state.
+    std::vector<std::vector<int>>
+        dropped;              // By rank: chunks whose sent weights are not the step's.
+    int64_t chunks_left = 0;  // Whose `left` is not kNothing.
+    SpeculationCounts counts;
+  };
+
+  // max_norm: of the job; 0: nothing is clipped.
+  Speculation(const Layout& layout, double max_norm);
+
+  // A step begins. `update`: of MakeProvisionalUpdate, or null if no chunk is to be updated ahead of the
+  // decision.
+  void Begin(std::shared_ptr<const StepUpdate> update);
+  // Of the step in progress; null: no more provisional updates in it.
+  const std::shared_ptr<const StepUpdate>& update() const { return update_; }
+  // The squared norm of a chunk whose gradient is whole, about, as it will be unscaled and divided. What has
+  // come so far may decide already that no provisional update of this step can become the state.
+  void AddSquaredNorm(double squared_norm);
+
+  // True: the chunk's update is queued; the caller runs it (MakeTask) or parks it.
+  bool Queue(int chunk);
+  Task MakeTask(int chunk, WeightBuffer weights);
+  void Park(int chunk) { parked_.push_back(chunk); }
+  // The chunk that was parked first.
+  std::optional<int> first_parked() const;
+  void Unpark() { parked_.pop_front(); }
+  // False: it was cancelled, and the chunk may have been queued again, by a later step, for another task.
+  bool Run(const Task& task);
+  // The rank's stream has the weights.
+  void Sent(int chunk, uint64_t stream) { chunks_[chunk].sent_stream = stream; }
+  void Finish(const ChunkStore::Write& write);
+  // The chunk's spare version was being read: it is updated after the decision.
+  void Fail(int chunk) { chunks_[chunk].state = State::kNone; }
+
+  // Cancels what is queued or parked; nothing more starts in this step.
+  void Stop();
+  // Drops what is ready. Precondition: stopped, and nothing is running.
+  void Drop(ChunkStore& store);
+  // Splits what is ready by `as_speculated`, and drops from `store` what is not the step's. `is_current(rank,
+  // stream)`: whether the rank still has that stream. Precondition: as of Drop.
+  Settled Settle(ChunkStore& store, const std::vector<bool>& as_speculated, bool apply,
+                 absl::FunctionRef<bool(int rank, uint64_t stream)> is_current, int world_size);
+  // Takes back the memory of `published`, for the next step.
+  void Recycle(std::vector<ChunkStore::Write> published);
+
+  // Chunks whose provisional updates failed too often of late.
+  int64_t paused() const;
+
+ private:
+  enum class State : uint8_t { kNone, kQueued, kRunning, kReady };
+  struct Chunk {
+    State state = State::kNone;
+    std::shared_ptr<const StepUpdate> update;  // Of the one that is queued or running.
+    uint64_t sent_stream = 0;                  // The stream that has its weights; 0: none.
+    SpeculationHistory history;
+
+    void Reset() { *this = Chunk{.history = history}; }
+  };
+
+  const Layout& layout_;
+  const double max_norm_;
+  std::vector<Chunk> chunks_;
+  std::vector<ChunkStore::Write> ready_;
+  std::deque<int> parked_;
+  std::shared_ptr<const StepUpdate> update_;
+  double squared_norm_ = 0;  // Of whole gradients, about.
+};
+
+}  // namespace ballast
+
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_JOB_SPECULATION_H_
