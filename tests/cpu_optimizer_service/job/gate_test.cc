@@ -16,9 +16,10 @@ using testing::ElementsAre;
 using testing::IsEmpty;
 
 constexpr Admission kAllAdmissions[] = {
-    Admission::kAttach,   Admission::kOpenStream, Admission::kQuietRank,   Admission::kRankMemory,
-    Admission::kSnapshot, Admission::kRead,       Admission::kReadNow,     Admission::kAbort,
-    Admission::kDecide,   Admission::kUpdate,     Admission::kFinishClear, Admission::kLoad,
+    Admission::kAttach,       Admission::kOpenStream,  Admission::kQuietRank,
+    Admission::kRankMemory,   Admission::kSnapshot,    Admission::kRead,
+    Admission::kReadNow,      Admission::kAbort,       Admission::kDecide,
+    Admission::kUpdate,       Admission::kFinishClear, Admission::kLoad,
     Admission::kReplaceState, Admission::kClose};
 constexpr Phase kAllPhases[] = {Phase::kIdle,     Phase::kOpen,     Phase::kSealed,
                                 Phase::kDeciding, Phase::kUpdating, Phase::kClearing,
@@ -29,9 +30,10 @@ static_assert(std::size(kAllAdmissions) == kAdmissions && std::size(kAllPhases) 
 // conditions on the state.
 Answer Expected(Admission admission, const GateState& state, int64_t rank_adding) {
   const Phase phase = state.phase;
-  const bool undecided = phase == Phase::kOpen || phase == Phase::kSealed || phase == Phase::kDeciding;
-  const bool moves_by_itself = phase == Phase::kDeciding || phase == Phase::kUpdating ||
-                               phase == Phase::kClearing;
+  const bool undecided =
+      phase == Phase::kOpen || phase == Phase::kSealed || phase == Phase::kDeciding;
+  const bool moves_by_itself =
+      phase == Phase::kDeciding || phase == Phase::kUpdating || phase == Phase::kClearing;
   const auto wait_if = [](bool waits) { return waits ? Answer::kWaits : Answer::kGranted; };
   if (phase == Phase::kClosed) return Answer::kClosed;
   switch (admission) {
@@ -250,11 +252,11 @@ using GateDeathTest = testing::Test;
 
 TEST_F(GateDeathTest, AMoveFromTheWrongPhaseEndsTheProcess) {
   const std::vector<std::function<void(Gate&)>> wrong = {
-      [](Gate& gate) { gate.Seal(); },           [](Gate& gate) { gate.StartDeciding(); },
-      [](Gate& gate) { gate.Decide(); },         [](Gate& gate) { gate.Commit(); },
-      [](Gate& gate) { gate.EndDeciding(); },    [](Gate& gate) { gate.FinishClearing(); },
-      [](Gate& gate) { gate.StopReading(); },    [](Gate& gate) { gate.StopAdding(0); },
-      [](Gate& gate) { gate.StopComputing(); },  [](Gate& gate) { gate.FinishLoading(false); }};
+      [](Gate& gate) { gate.Seal(); },          [](Gate& gate) { gate.StartDeciding(); },
+      [](Gate& gate) { gate.Decide(); },        [](Gate& gate) { gate.Commit(); },
+      [](Gate& gate) { gate.EndDeciding(); },   [](Gate& gate) { gate.FinishClearing(); },
+      [](Gate& gate) { gate.StopReading(); },   [](Gate& gate) { gate.StopAdding(0); },
+      [](Gate& gate) { gate.StopComputing(); }, [](Gate& gate) { gate.FinishLoading(false); }};
   for (const auto& move : wrong) {
     EXPECT_DEATH(
         {

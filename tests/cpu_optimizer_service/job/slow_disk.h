@@ -1,0 +1,67 @@
+// A file system in memory that can be held up: while it is, writing and reading block their threads.
+#ifndef BALLAST_TESTS_CPU_OPTIMIZER_SERVICE_JOB_SLOW_DISK_H_
+#define BALLAST_TESTS_CPU_OPTIMIZER_SERVICE_JOB_SLOW_DISK_H_
+
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "cpu_optimizer_service/common/mutex.h"
+#include "tests/histories/memory_file_system.h"
+
+namespace ballast {
+
+// Thread-safe.
+class SlowDisk final : public FileSystem {
+ public:
+  void HoldUp() {
+    MutexLock lock(mutex_);
+    held_up_ = true;
+  }
+  void Release() {
+    MutexLock lock(mutex_);
+    held_up_ = false;
+    changed_.NotifyAll();
+  }
+  // Returns when `threads` threads are held up.
+  void AwaitHeldUp(int threads = 1) {
+    MutexLock lock(mutex_);
+    while (waiting_ < threads) changed_.Wait(mutex_);
+  }
+
+  absl::StatusOr<std::unique_ptr<WritableFile>> Create(const std::string& path) override {
+    Pass();
+    return memory_.Create(path);
+  }
+  absl::StatusOr<std::unique_ptr<ReadableFile>> Open(const std::string& path) override {
+    Pass();
+    return memory_.Open(path);
+  }
+  bool Exists(const std::string& path) override { return memory_.Exists(path); }
+  absl::Status CreateDirectory(const std::string& path) override {
+    return memory_.CreateDirectory(path);
+  }
+  absl::Status Exchange(const std::string& from, const std::string& to) override {
+    return memory_.Exchange(from, to);
+  }
+  absl::Status RemoveAll(const std::string& path) override { return memory_.RemoveAll(path); }
+
+ private:
+  void Pass() {
+    MutexLock lock(mutex_);
+    ++waiting_;
+    changed_.NotifyAll();
+    while (held_up_) changed_.Wait(mutex_);
+    --waiting_;
+  }
+
+  histories::MemoryFileSystem memory_;
+  Mutex mutex_;
+  CondVar changed_;
+  bool held_up_ ABSL_GUARDED_BY(mutex_) = false;
+  int waiting_ ABSL_GUARDED_BY(mutex_) = 0;
+};
+
+}  // namespace ballast
+
+#endif  // BALLAST_TESTS_CPU_OPTIMIZER_SERVICE_JOB_SLOW_DISK_H_
