@@ -5,10 +5,8 @@
 // wait than that, so a single kind of call that blocked its thread would stop the service.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <chrono>
-#include <filesystem>
 #include <functional>
 #include <future>
 #include <memory>
@@ -17,10 +15,8 @@
 #include <utility>
 #include <vector>
 
-#include "absl/strings/match.h"
 #include "absl/types/span.h"
-#include "cpu_optimizer_service/common/mutex.h"
-#include "cpu_optimizer_service/host/file_system.h"
+#include "tests/cpu_optimizer_service/job/slow_disk.h"
 #include "tests/server/tiny_job.h"
 
 namespace ballast::server {
@@ -30,100 +26,6 @@ using testing::AnyOf;
 
 constexpr int kRanks = 32;
 constexpr int kStepsMeanwhile = 20;
-
-// Lets every thread through or, while it is closed, none.
-class Barrier {
- public:
-  void Close() {
-    MutexLock lock(mutex_);
-    closed_ = true;
-    waiting_ = 0;
-  }
-  void Open() {
-    {
-      MutexLock lock(mutex_);
-      closed_ = false;
-    }
-    changed_.NotifyAll();
-  }
-  void Pass() {
-    MutexLock lock(mutex_);
-    ++waiting_;
-    changed_.NotifyAll();
-    while (closed_) changed_.Wait(mutex_);
-  }
-  void AwaitArrival() {
-    MutexLock lock(mutex_);
-    while (waiting_ == 0) changed_.Wait(mutex_);
-  }
-
- private:
-  Mutex mutex_;
-  CondVar changed_;
-  bool closed_ ABSL_GUARDED_BY(mutex_) = false;
-  int waiting_ ABSL_GUARDED_BY(mutex_) = 0;
-};
-
-// The system's files, whose planes are written and read through a barrier.
-class SlowDisk final : public FileSystem {
- public:
-  Barrier& barrier() { return barrier_; }
-
-  absl::StatusOr<std::unique_ptr<WritableFile>> Create(const std::string& path) override {
-    auto file = files_.Create(path);
-    if (!file.ok() || !IsPlane(path)) return file;
-    return std::make_unique<SlowWriter>(barrier_, *std::move(file));
-  }
-  absl::StatusOr<std::unique_ptr<ReadableFile>> Open(const std::string& path) override {
-    auto file = files_.Open(path);
-    if (!file.ok() || !IsPlane(path)) return file;
-    return std::make_unique<SlowReader>(barrier_, *std::move(file));
-  }
-  bool Exists(const std::string& path) override { return files_.Exists(path); }
-  absl::Status CreateDirectory(const std::string& path) override {
-    return files_.CreateDirectory(path);
-  }
-  absl::Status Exchange(const std::string& from, const std::string& to) override {
-    return files_.Exchange(from, to);
-  }
-  absl::Status RemoveAll(const std::string& path) override { return files_.RemoveAll(path); }
-
- private:
-  class SlowWriter final : public WritableFile {
-   public:
-    SlowWriter(Barrier& barrier, std::unique_ptr<WritableFile> file)
-        : barrier_(barrier), file_(std::move(file)) {}
-    absl::Status Append(absl::Span<const std::byte> bytes) override {
-      barrier_.Pass();
-      return file_->Append(bytes);
-    }
-    absl::Status Close() override { return file_->Close(); }
-
-   private:
-    Barrier& barrier_;
-    const std::unique_ptr<WritableFile> file_;
-  };
-  class SlowReader final : public ReadableFile {
-   public:
-    SlowReader(Barrier& barrier, std::unique_ptr<ReadableFile> file)
-        : barrier_(barrier), file_(std::move(file)) {}
-    int64_t size_bytes() const override { return file_->size_bytes(); }
-    absl::Status Read(int64_t offset, absl::Span<std::byte> out) const override {
-      barrier_.Pass();
-      return file_->Read(offset, out);
-    }
-
-   private:
-    Barrier& barrier_;
-    const std::unique_ptr<ReadableFile> file_;
-  };
-
-  // The index may be read before the job is held up, so only what comes after it hangs.
-  static bool IsPlane(const std::string& path) { return absl::EndsWith(path, ".safetensors"); }
-
-  Barrier barrier_;
-  FileSystem& files_ = PosixFileSystem();
-};
 
 // A chunk for each of 32 ranks; the last one's is of the second group.
 v1::Job WideJob(const std::string& name) {
@@ -161,7 +63,7 @@ void ExpectAllOk(absl::Span<Call> calls) {
   }
 }
 
-class SlowDiskTest : public testing::Test {
+class HangingDiskTest : public testing::Test {
  protected:
   void SetUp() override {
     CreateTinyJob(service_, "slow", WideJob("slow"));
@@ -175,9 +77,8 @@ class SlowDiskTest : public testing::Test {
       ranks_.push_back(std::make_unique<TestWorker>(service_, "slow", rank, Codec::kGenerated));
     }
   }
-  void TearDown() override { std::filesystem::remove_all(directory_); }
+  ~HangingDiskTest() override { disk_.Release(); }
 
-  Barrier& disk() { return disk_.barrier(); }
   Job& slow() { return *slow_; }
 
   // A call for each rank, on a thread of its own.
@@ -212,7 +113,7 @@ class SlowDiskTest : public testing::Test {
       grpc::ClientContext context;
       v1::SaveJobRequest request;
       request.set_name("jobs/slow");
-      request.set_directory(directory_);
+      request.set_directory("/checkpoint");
       v1::SaveJobResponse response;
       return service_.state().SaveJob(&context, request, &response);
     });
@@ -222,7 +123,7 @@ class SlowDiskTest : public testing::Test {
       grpc::ClientContext context;
       v1::LoadJobRequest request;
       request.set_name("jobs/slow");
-      request.set_directory(directory_);
+      request.set_directory("/checkpoint");
       v1::LoadJobResponse response;
       return service_.state().LoadJob(&context, request, &response);
     });
@@ -284,12 +185,8 @@ class SlowDiskTest : public testing::Test {
     EXPECT_TRUE(again.Attach().ok());
   }
 
-  const std::string directory_ =
-      testing::TempDir() + "ballast_slow_disk_" + std::to_string(getpid());
   SlowDisk disk_;
-  ServiceForTests service_{
-      {.listen = {"unix:" + testing::TempDir() + "ballast_slow_" + std::to_string(getpid())}},
-      &disk_};
+  ServiceForTests service_{{.listen = {"127.0.0.1:0"}}, &disk_};
   TestWorker first_{service_, "other", 0, Codec::kFrames};
   TestWorker second_{service_, "other", 1, Codec::kGenerated};
   uint64_t other_step_ = 0;
@@ -297,11 +194,11 @@ class SlowDiskTest : public testing::Test {
   std::shared_ptr<Job> slow_;
 };
 
-TEST_F(SlowDiskTest, ASaveThatHangsHoldsUpItsStepOnly) {
+TEST_F(HangingDiskTest, ASaveThatHangsHoldsUpItsStepOnly) {
   AttachAndOpenAll();
-  disk().Close();
+  disk_.HoldUp();
   Call save = Save();
-  disk().AwaitArrival();
+  disk_.AwaitHeldUp();
   std::vector<Call> steps = Train(1);
   AwaitPhase(JobPhase::kSealed);  // By all ranks; the save holds back the decision.
   std::vector<Call> summaries = ForEachRank([this](TestWorker&) { return Summarize(); });
@@ -309,32 +206,32 @@ TEST_F(SlowDiskTest, ASaveThatHangsHoldsUpItsStepOnly) {
   EXPECT_FALSE(HasEnded(save));
   for (const Call& step : steps) EXPECT_FALSE(HasEnded(step));
 
-  disk().Open();
+  disk_.Release();
   ExpectAllOk({&save, 1});
   ExpectAllOk(absl::MakeSpan(steps));
   ExpectAllOk(absl::MakeSpan(summaries));
   EXPECT_EQ(slow().Status().committed_step, 1);
 }
 
-TEST_F(SlowDiskTest, AJobIsClosedWhileItsSaveHangs) {
-  disk().Close();
+TEST_F(HangingDiskTest, AJobIsClosedWhileItsSaveHangs) {
+  disk_.HoldUp();
   Call save = Save();
-  disk().AwaitArrival();
+  disk_.AwaitHeldUp();
   Call close = Close();
   ASSERT_NO_FATAL_FAILURE(TrainOther(kStepsMeanwhile));
   EXPECT_FALSE(HasEnded(save));
 
-  disk().Open();
+  disk_.Release();
   save.wait();
   ExpectAllOk({&close, 1});
   EXPECT_EQ(Summarize().error_code(), grpc::StatusCode::NOT_FOUND);
 }
 
-TEST_F(SlowDiskTest, CallsThatWaitForTheStepOfAHangingSaveAreAnsweredAfterIt) {
+TEST_F(HangingDiskTest, CallsThatWaitForTheStepOfAHangingSaveAreAnsweredAfterIt) {
   AttachAndOpenAll();
-  disk().Close();
+  disk_.HoldUp();
   Call save = Save();
-  disk().AwaitArrival();
+  disk_.AwaitHeldUp();
   std::vector<Call> streams = ForEachRank([](TestWorker& worker) {
     SendStep({&worker}, 1);
     return worker.ReadUntilEnd();
@@ -365,7 +262,7 @@ TEST_F(SlowDiskTest, CallsThatWaitForTheStepOfAHangingSaveAreAnsweredAfterIt) {
   for (const Call& attach : attaches) EXPECT_FALSE(HasEnded(attach));
   for (const Call& stream : streams) EXPECT_FALSE(HasEnded(stream));
 
-  disk().Open();
+  disk_.Release();
   ExpectAllOk({&save, 1});
   ExpectAllOk(absl::MakeSpan(attaches));
   // The session of a process that attaches again replaces the older one's stream.
@@ -377,14 +274,14 @@ TEST_F(SlowDiskTest, CallsThatWaitForTheStepOfAHangingSaveAreAnsweredAfterIt) {
   ExpectAllOk(absl::MakeSpan(steps));
 }
 
-TEST_F(SlowDiskTest, ALoadThatHangsHoldsUpItsJobOnly) {
+TEST_F(HangingDiskTest, ALoadThatHangsHoldsUpItsJobOnly) {
   AttachAndOpenAll();
   std::vector<Call> steps = Train(1);
   ExpectAllOk(absl::MakeSpan(steps));
   ASSERT_TRUE(Save().get().ok());
-  disk().Close();
+  disk_.HoldUp();
   Call load = Load();
-  disk().AwaitArrival();
+  disk_.AwaitHeldUp();
   std::vector<Call> calls = AttachEachAgain();
   for (const auto& call : std::vector<std::function<grpc::Status(TestWorker&)>>{
            [](TestWorker& worker) { return worker.Upload(); },
@@ -395,7 +292,7 @@ TEST_F(SlowDiskTest, ALoadThatHangsHoldsUpItsJobOnly) {
   ASSERT_NO_FATAL_FAILURE(TrainOther(kStepsMeanwhile));
   EXPECT_FALSE(HasEnded(load));
 
-  disk().Open();
+  disk_.Release();
   ExpectAllOk({&load, 1});
   for (Call& call : calls) {  // Answered after the load, or refused because of it.
     const grpc::Status status = call.get();
