@@ -55,13 +55,13 @@ inline constexpr size_t kMaxTraces = 32;
 
 // A server's pools.
 struct CallPools {
-  // Attaching, aborting, saving, loading, closing, changing groups, and descriptions of jobs. Each
+  // Attaching, aborting, saving, loading, changing groups, and descriptions of jobs. Each
   // task takes microseconds, or some ten milliseconds where a job has 100,000 parameters to
   // describe; four threads keep a few of those from holding up the others.
   CallPool control{"calls that control jobs", 4, kMaxControlCalls};
-  // Creating allocates and touches a job's memory, seconds for a large one, with the processors
-  // that updates need: more at once would not be faster.
-  CallPool creation{"calls that create jobs", 4, kMaxControlCalls};
+  // Creating a job allocates and touches its memory, and closing it frees that: seconds for a large
+  // one, with the processors that updates need, so more at once would not be faster.
+  CallPool creation{"calls that create or close jobs", 4, kMaxControlCalls};
   CallPool traces{"calls that trace jobs", kMaxTraces, kMaxTraces};
   // Summaries and planes are bound by the memory that updates need too, so a few threads are
   // enough. A reader that does not read takes none.

@@ -123,7 +123,8 @@ grpc::ServerUnaryReactor* JobService::ListJobs(grpc::CallbackServerContext*,
 grpc::ServerUnaryReactor* JobService::CloseJob(grpc::CallbackServerContext*,
                                                const v1::CloseJobRequest* request,
                                                v1::CloseJobResponse*) {
-  return UnaryCall::Start(pools_.control, [=, this](UnaryCall& call) { Close(call, *request); });
+  // In `creation`, because the engine frees the job's memory before it answers.
+  return UnaryCall::Start(pools_.creation, [=, this](UnaryCall& call) { Close(call, *request); });
 }
 
 void JobService::Close(UnaryCall& call, const v1::CloseJobRequest& request) {
