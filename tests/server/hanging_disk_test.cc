@@ -181,8 +181,8 @@ class HangingDiskTest : public testing::Test {
     v1::Job job;
     ASSERT_TRUE(service_.jobs().GetJob(&context, request, &job).ok());
     EXPECT_EQ(job.committed_step(), other_step_);
-    TestWorker again(service_, "other", 1, Codec::kGenerated);  // The same process: not replaced.
-    EXPECT_TRUE(again.Attach().ok());
+    ASSERT_TRUE(second_.Attach().ok());
+    second_.OpenStream();
   }
 
   SlowDisk disk_;
