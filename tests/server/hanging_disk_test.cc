@@ -253,6 +253,8 @@ TEST_F(HangingDiskTest, CallsThatWaitForTheStepOfAHangingSaveAreAnsweredAfterIt)
     }));
   }
   std::vector<Call> attaches = AttachEachAgain();
+  std::vector<Call> opens =
+      ForEachRank([this](TestWorker& worker) { return OpenAndClose(worker); });
   ASSERT_NO_FATAL_FAILURE(TrainOther(1));
   for (const Call& call : lost) EXPECT_FALSE(HasEnded(call));
   for (const auto& context : given_up) context->TryCancel();
@@ -260,11 +262,15 @@ TEST_F(HangingDiskTest, CallsThatWaitForTheStepOfAHangingSaveAreAnsweredAfterIt)
   ASSERT_NO_FATAL_FAILURE(TrainOther(kStepsMeanwhile));
   EXPECT_FALSE(HasEnded(save));
   for (const Call& attach : attaches) EXPECT_FALSE(HasEnded(attach));
+  for (const Call& open : opens) EXPECT_FALSE(HasEnded(open));
   for (const Call& stream : streams) EXPECT_FALSE(HasEnded(stream));
 
   disk_.Release();
   ExpectAllOk({&save, 1});
   ExpectAllOk(absl::MakeSpan(attaches));
+  for (Call& open : opens) {  // An attachment after it ends the stream.
+    EXPECT_THAT(open.get().error_code(), AnyOf(grpc::StatusCode::OK, grpc::StatusCode::ABORTED));
+  }
   // The session of a process that attaches again replaces the older one's stream.
   for (Call& stream : streams) EXPECT_EQ(stream.get().error_code(), grpc::StatusCode::ABORTED);
   EXPECT_EQ(slow().Status().committed_step, 1);
