@@ -1,10 +1,11 @@
-// Channels to a service: their addresses and arguments, and the heap setting that both need, in one
-// place.
+// Channels to a service: their addresses and arguments, and the heap setting that they need.
+//
+//   auto channel = client::Connect("127.0.0.1:7070").value();  // Or "unix:/run/ballast.sock".
 //
 // A service that no longer answers (a dead host, a stopped process) ends the calls of its channel
 // with UNAVAILABLE after at most 40 seconds: 20 without a byte from it, then 20 for a ping. One
-// exception: a write that a stopped process leaves in the kernel. Over TCP the kernel drops it in
-// the same time; over a unix socket it stays until the process goes on or dies.
+// exception is a write that a stopped process leaves in the kernel. Over TCP the kernel drops it
+// after the same time; over a unix socket it stays until the process continues or dies.
 #ifndef BALLAST_CLIENT_CONNECT_H_
 #define BALLAST_CLIENT_CONNECT_H_
 
@@ -15,16 +16,23 @@
 #include <string>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
 
 namespace ballast::client {
+
+// A channel to "host:port" or "unix:/path". INVALID_ARGUMENT at once if `target` is neither;
+// UNAVAILABLE if nothing answers within `timeout`.
+absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(const std::string& target,
+                                                       absl::Duration timeout = absl::Seconds(10));
 
 // For every channel to a service, in-process ones included.
 grpc::ChannelArguments ServiceChannelArguments();
 
-// INVALID_ARGUMENT unless it is "host:port", "[IPv6]:port" or "unix:/path".
+// INVALID_ARGUMENT unless `address` is "host:port", "[IPv6]:port" or "unix:/path".
 absl::Status CheckAddress(const std::string& address);
 
-// A channel that connects when it is first used. Calls on it fail at once if nothing answers.
+// A channel that connects when it is first used. Calls on it fail at once if no service answers.
 std::shared_ptr<grpc::Channel> NewChannel(const std::string& target);
 
 }  // namespace ballast::client

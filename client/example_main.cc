@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <vector>
 
+#include "client/connect.h"
 #include "client/session.h"
 
 namespace client = ballast::client;
@@ -33,7 +34,7 @@ int main(int argc, char** argv) {
   };
   auto channel = client::Connect(argc > 1 ? argv[1] : "127.0.0.1:7070");
   Check(channel.status());
-  // All of w is one chunk, number 0. Its weights arrive in w itself.
+  // All of w is one chunk, number 0. Its weights are written to w itself.
   auto opened = client::Session::Open(
       *channel, {.job = job, .rank = 0, .weights = [&](int chunk) { return bytes(w); }});
   Check(opened.status());
@@ -43,12 +44,12 @@ int main(int argc, char** argv) {
   Check(session.ReadWeights());
 
   for (int step = 0; step < 200; ++step) {
-    for (int i = 0; i < kElements; ++i) gradient[i] = w[i] - 1.0f;  // Of (w - 1)^2 / 2.
+    for (int i = 0; i < kElements; ++i) gradient[i] = w[i] - 1.0f;  // d/dw (w - 1)^2 / 2.
     Check(session.BeginStep({}));
     Check(session.Push({.chunk = 0, .payload = bytes(gradient)}));
     Check(session.EndMicroStep(0, {}));
     Check(session.Seal(/*micro_steps=*/1).status());  // Waits for all ranks.
-    Check(session.ReceiveWeights());                  // Now w is at the next step.
+    Check(session.ReceiveWeights());                  // Now w has the step's weights.
   }
   std::printf("step %llu: w[0] = %.4f, w[511] = %.4f\n",
               static_cast<unsigned long long>(session.committed_step()), w[0], w[511]);

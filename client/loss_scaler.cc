@@ -67,14 +67,14 @@ absl::StatusOr<DynamicLossScaler> DynamicLossScaler::Deserialize(absl::string_vi
     return absl::InvalidArgumentError(absl::StrCat("'", absl::string_view(state).substr(0, 64),
                                                    "' is not the state of a loss scaler"));
   }
-  // The options may be others than before.
+  // The options may have changed since the state was saved.
   scaler.hysteresis_left_ = std::min(scaler.hysteresis_left_, options.hysteresis);
   scaler.scale_ = std::max(scaler.scale_, options.min_scale);
   return scaler;
 }
 
 std::string DynamicLossScaler::Serialize() const {
-  // Nine digits bring back every float.
+  // Nine digits are enough to read back every float exactly.
   return absl::StrFormat("%s %.9g %d %d", kFormat, scale_, hysteresis_left_, steps_since_overflow_);
 }
 
@@ -89,6 +89,7 @@ void DynamicLossScaler::Update(bool overflow) {
     return;
   }
   if (options_.consecutive_hysteresis) hysteresis_left_ = options_.hysteresis;
+  // As DeepSpeed counts: not at the first step, so the first doubling is at step window + 1.
   if (steps_since_overflow_ > 0 && steps_since_overflow_ % options_.window == 0) {
     hysteresis_left_ = options_.hysteresis;
     scale_ = std::min(scale_ * kFactor, kMaxScale);

@@ -1,5 +1,5 @@
-// Dynamic loss scaling for fp16 gradients, with the knobs and the arithmetic of DeepSpeed's
-// (runtime/fp16/loss_scaler.py), in doubled and halved powers.
+// Dynamic loss scaling for fp16 gradients, with the options and the arithmetic of DeepSpeed's
+// (runtime/fp16/loss_scaler.py). The scale is only doubled and halved.
 //
 //   auto scaler = client::DynamicLossScaler::Create({}).value();
 //   if (!session->trainer_state().empty()) {  // A restart: the state before that step's outcome.
@@ -13,7 +13,8 @@
 //     scaler.Update(!session->Seal(micro_steps)->applied);
 //   }
 //
-// All ranks see the same decisions, so their scalers agree without a word. Thread-compatible.
+// All ranks see the same decisions, so their scalers agree without communication.
+// Thread-compatible.
 #ifndef BALLAST_CLIENT_LOSS_SCALER_H_
 #define BALLAST_CLIENT_LOSS_SCALER_H_
 
@@ -31,30 +32,30 @@ struct LossScalerOptions {
   // Steps without overflow before the scale doubles: counted from the second step after the start
   // or after an overflow, so the first doubling comes with step window + 1, then every `window`.
   int64_t window = 1000;
-  // Overflows that it takes to halve the scale. Each of the first hysteresis - 1 only uses one up;
-  // when they are used up, every overflow halves. A doubling gives them back.
+  // The number of overflows that halve the scale. The first hysteresis - 1 overflows only use up
+  // this allowance; when it is used up, every overflow halves. A doubling restores the allowance.
   int hysteresis = 2;
-  // Every step without overflow gives them back too, so that only overflows in a row count.
+  // Every step without overflow restores it too, so that only consecutive overflows count.
   bool consecutive_hysteresis = false;
-  // The scale is never halved below this; there it stays (DeepSpeed ends the run).
+  // The scale never goes below this; it stays there (DeepSpeed ends the run).
   float min_scale = 1;
 };
 
 class DynamicLossScaler {
  public:
-  // No scale is larger, however long nothing overflows: 2^64 leaves an fp32 multiplier for any
+  // No scale is larger, however long nothing overflows. 2^64 leaves an fp32 multiplier for every
   // divisor that a job can have.
   static constexpr float kMaxScale = 18446744073709551616.0F;
 
-  // INVALID_ARGUMENT names the option that cannot work.
+  // INVALID_ARGUMENT names an option that cannot work.
   static absl::StatusOr<DynamicLossScaler> Create(const LossScalerOptions& options);
-  // As `Serialize` left it, under these options. INVALID_ARGUMENT for anything else.
+  // A state that `Serialize` returned, with these options. INVALID_ARGUMENT for any other text.
   static absl::StatusOr<DynamicLossScaler> Deserialize(absl::string_view state,
                                                        const LossScalerOptions& options);
   std::string Serialize() const;
 
   float scale() const { return scale_; }
-  // Once for every step that was decided; `overflow`: it was skipped.
+  // Call once for every decided step. `overflow`: the step was skipped.
   void Update(bool overflow);
 
  private:

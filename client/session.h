@@ -1,6 +1,6 @@
 // What a trainer links to: one rank's session with its job on a Ballast service.
 //
-//   auto channel = client::Connect("unix:/run/ballast.sock").value();
+//   auto channel = client::Connect("unix:/run/ballast.sock").value();  // client/connect.h
 //   client::SessionOptions options{.job = spec, .rank = rank, .weights = where_chunks_go};
 //   auto session = client::Session::Open(channel, std::move(options)).value();
 //   if (session->awaiting_weights()) session->UploadWeights(first_weights);
@@ -9,29 +9,30 @@
 //     session->BeginStep({.scale = {.divisors = {...}}});
 //     for (uint32_t m = 0; m < micro_steps; ++m) {
 //       ... backward; for each of my chunks, as soon as it is reduced:
-//       session->Push({.chunk = c, .micro_step_begin = m, .micro_step_end = m + 1, .payload =
-//       bytes}); session->EndMicroStep(m, used);
+//       session->Push(
+//           {.chunk = c, .micro_step_begin = m, .micro_step_end = m + 1, .payload = bytes});
+//       session->EndMicroStep(m, used);
 //     }
-//     client::StepDecision decision = session->Seal(micro_steps).value();  // blocks for all ranks
-//     session->ReceiveWeights();  // returns when all my chunks of the step are in my memory
+//     client::StepDecision decision = session->Seal(micro_steps).value();  // Waits for all ranks.
+//     session->ReceiveWeights();  // Returns when all my chunks of the step are in my memory.
 //   }
 //
 // Threads: Push may be called from any thread; the other calls come from one thread at a time, in
-// the order above. The session owns one stream and two threads; it borrows payloads until they are
-// released (at the latest when it is destroyed, which waits for that) and the memory that `weights`
-// returns until it is destroyed. Destroying it wakes a Push that waits, which says CANCELLED, and
-// waits until it has returned; no other call may be running, and none may begin. Callbacks must not
-// call into the session.
+// the order above. The session owns one stream and two threads. It borrows payloads until they are
+// released (at the latest when it is destroyed, which waits for that), and the memory that
+// `weights` returns until it is destroyed. Destroying it wakes a waiting Push, which returns
+// CANCELLED, and waits for its return; no other call may be running, and none may begin. Callbacks
+// must not call into the session.
 //
 // Errors: a stream that breaks is reopened, and no call notices. Open, UploadWeights, ReadWeights
-// and ReadCounts are tried again while they say UNAVAILABLE, up to reconnect_timeout; saving and
-// loading a checkpoint, which is not the same when done twice, are not. The first error that cannot
-// be mended so is kept and returned by every later call; then open another session. Between
-// steps that disturbs nobody; in a step that the rank has begun it raises the generation, so that
-// what was sent before is forgotten. Whatever raises it (that, an aborted step, a loaded
-// checkpoint, another process taking a rank) ends the sessions of all ranks: every call returns
-// ABORTED from then on, and every rank opens its session again, which says at what step the job
-// stands.
+// and ReadCounts are tried again while they return UNAVAILABLE, for at most reconnect_timeout.
+// Saving and loading a checkpoint are not, because doing them twice is not the same as once. The
+// first error that this cannot mend is kept, and every later call returns it; then open another
+// session. Between steps that does not affect other ranks. In a step that the rank has begun it
+// raises the generation, so that what was sent before is forgotten. Each raise (that, an aborted
+// step, a loaded checkpoint, another process that takes a rank) ends the sessions of all ranks:
+// every call returns ABORTED from then on, and every rank opens its session again, which returns
+// the job's committed step.
 //
 // A service that no longer answers breaks the stream within 40 seconds over TCP; over a unix socket
 // only its death does.
@@ -62,61 +63,57 @@ class Channel;
 
 namespace ballast::client {
 
-// A channel to "host:port" or "unix:/path". INVALID_ARGUMENT at once if it is neither; UNAVAILABLE
-// if nothing answers within `timeout`.
-absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(const std::string& target,
-                                                       absl::Duration timeout = absl::Seconds(10));
-
 enum class SharedMemoryUse : uint8_t { kAuto, kNever };
 
 struct SessionOptions {
   JobSpec job;
   int rank = 0;
-  // Unique to this process and the same for all its sessions; empty: made from host, pid and random
-  // bits.
+  // Unique to this process and the same for all its sessions. Empty: made from the host's name, the
+  // process id and random bits.
   std::string process_id;
   // This process had a session of this rank before: FAILED_PRECONDITION if another process has
-  // taken the rank since. Otherwise the rank is taken from whoever holds it.
+  // taken the rank since. Otherwise the rank is taken from the process that has it.
   bool rejoin = false;
-  // Of the job that this process joined before: NOT_FOUND if the service does not have it, be there
-  // another of its name or none, and nothing is created. Empty: any job of this name, or a new one.
+  // The job that this process joined before. NOT_FOUND, and nothing is created, if the service does
+  // not have it, whether or not another job has its name. Empty: any job of this name, or a new
+  // one.
   std::string job_uid;
-  // Rank 0 creates the job if it is not there; other ranks wait for it. Both this long.
+  // How long rank 0 tries to create the job, and the other ranks wait for it.
   absl::Duration join_timeout = absl::Seconds(60);
   // Where the weights of a chunk of this rank go: chunk.elements elements of the group's return
-  // dtype. Called from a thread of the session and written there between Seal and the return of
-  // ReceiveWeights; in ReadWeights, from the caller's. Null: they are read where they are,
+  // dtype. Called from a thread of the session, which writes there between Seal and the return of
+  // ReceiveWeights; in ReadWeights, from the caller's thread. Null: weights are read in place, from
   // Session::weights_memory, and nothing is copied.
   std::function<absl::Span<std::byte>(int chunk)> weights;
-  // Called from the same thread when a chunk's weights are complete; may be null.
+  // Called from the same thread when a chunk's weights are complete. Nullable.
   std::function<void(int chunk)> on_weights;
-  // With `weights` null, from a thread of the session, never two calls at once, on_weights
-  // included; may be null. The first: weights of the chunk that came ahead of the decision lie in
-  // Session::weights_memory. They are the step's once on_weights says so, and void once the second
-  // does: others will be written there.
+  // For `weights` null. Called from a thread of the session, never two calls at once, on_weights
+  // included. Nullable. on_provisional_weights: the chunk's provisional weights are in
+  // Session::weights_memory, before the decision. They become the step's when on_weights is called,
+  // and void when on_dropped_weights is called: then other weights will be written there.
   std::function<void(int chunk)> on_provisional_weights;
   std::function<void(int chunk)> on_dropped_weights;
-  // Payload bytes on their way, not acknowledged, before Push blocks.
+  // Payload bytes that may be unacknowledged before Push blocks.
   int64_t window_bytes = int64_t{64} << 20;
   // How long Push waits for room in the window, Seal for the decision, and ReceiveWeights for the
   // end of the step. The error of Seal names the ranks that have not sealed.
   absl::Duration seal_timeout = absl::Minutes(10);
-  // A stream that breaks is reopened, and goes on where the service's acknowledgements stop,
-  // without the trainer noticing. How long that is tried before the session fails with UNAVAILABLE;
-  // streams that break within a second, with nothing acknowledged, count as one outage.
+  // How long the session tries to reopen a stream that broke before it fails with UNAVAILABLE. A
+  // reopened stream goes on where the service's acknowledgements stop; the trainer does not notice.
+  // Streams that break within a second, with nothing acknowledged, count as one outage.
   absl::Duration reconnect_timeout = absl::Seconds(60);
-  // Memory in common with a service on the same host: gradients written to Session::gradient_memory
+  // Memory shared with a service on the same host: gradients written to Session::gradient_memory
   // and weights read from Session::weights_memory are then not copied, and only small messages go
-  // through the channel. kAuto: where service and system allow it; otherwise all goes through the
-  // channel, with the same bits.
+  // through the channel. kAuto: if service and system allow it; otherwise everything goes through
+  // the channel, with the same bits.
   SharedMemoryUse shared_memory = SharedMemoryUse::kAuto;
-  // False: the session is for weights to upload, for counts and checkpoints only. No memory is
-  // shared or set aside for it, and ReadWeights and BeginStep say FAILED_PRECONDITION.
+  // False: the session is only for uploading weights, for counts and for checkpoints. No memory is
+  // shared or set aside for it, and ReadWeights and BeginStep return FAILED_PRECONDITION.
   bool takes_steps = true;
-  // With `weights` null, or job.update_mode kSpeculate, and no memory in common, the session sets
-  // aside memory as large as this rank's partition in its return dtypes. Where it cannot be had,
-  // RESOURCE_EXHAUSTED without `weights`; with it, a line in the log says so and this rank's chunks
-  // wait for the decision.
+  // Without shared memory, if `weights` is null or job.update_mode is kSpeculate, the session sets
+  // aside memory for this rank's partition in its return dtypes. If there is not enough: without
+  // `weights` Open returns RESOURCE_EXHAUSTED; with it, a line in the log says so and this rank's
+  // chunks wait for the decision.
 };
 
 // The sum over ranks and over micro-steps [micro_step_begin, micro_step_end) of a chunk's gradient.
@@ -126,13 +123,14 @@ struct GradientPush {
   uint32_t micro_step_end = 1;
   bool final = false;  // Nothing more comes for this chunk in this step.
   bool empty = false;  // No gradient for any of its elements; no payload.
-  // chunk.elements elements of the group's wire dtype; gradient_memory(chunk) itself, or any other.
+  // chunk.elements elements of the group's wire dtype, in gradient_memory(chunk) or anywhere else.
   absl::Span<const std::byte> payload;
-  // Called exactly once, from any thread, the caller's included before Push returns, so under no
-  // lock that it takes itself: when the service holds the payload and gRPC has let go of it, or the
-  // session has failed and gRPC has let go, or Push returns an error; where memory is shared, a
-  // payload that lies elsewhere is copied there and released at once, unless the trainer has asked
-  // for the chunk's place or what was pushed for the chunk before is still in use. May be null.
+  // Called exactly once, from any thread, possibly the caller's before Push returns; so the caller
+  // must not have a lock that `released` takes. Nullable. It is called
+  // - when the service has the payload, or the session has failed, and gRPC no longer uses it;
+  // - when Push returns an error;
+  // - at once, if memory is shared and the payload was copied there. It is not copied if the
+  //   trainer has asked for the chunk's place, or if the chunk's previous push is still in use.
   std::function<void()> released;
 };
 
@@ -142,7 +140,7 @@ struct StepDecision {
   double norm = 0;
   double clip_coefficient = 1;
   std::string skip_reason;
-  std::vector<std::string> unused_parameters;  // The first 64 where the stream broke.
+  std::vector<std::string> unused_parameters;  // Only the first 64 if the stream broke.
 };
 
 // What the service has counted since the job was created.
@@ -155,17 +153,18 @@ struct JobCounts {
   int64_t redone_chunks = 0;
 };
 
-// After ABORTED (an abort, a new process in another rank, a load) a session is of no more use: the
-// trainer destroys it, opens another with the same process_id, reads the committed weights and does
-// the step again.
+// After ABORTED (an abort, a new process in another rank, a load) a session cannot be used further:
+// the trainer destroys it, opens another with the same process_id, reads the committed weights and
+// repeats the step.
 class Session {
  public:
-  // Creates or joins the job, takes the rank, opens the stream. ALREADY_EXISTS never;
-  // FAILED_PRECONDITION if the job there is described otherwise (first difference named); NOT_FOUND
-  // if it is not the one of job_uid;
-  // RESOURCE_EXHAUSTED if it does not fit; UNAVAILABLE; DEADLINE_EXCEEDED if another rank never
-  // created it.
-  // A channel within the process is good only while its server is: gRPC crashes in a call after it.
+  // Creates or joins the job, takes the rank, opens the stream. Errors, never ALREADY_EXISTS:
+  //   FAILED_PRECONDITION  the job has another description; the first difference is named
+  //   NOT_FOUND            the job is not the one of job_uid
+  //   RESOURCE_EXHAUSTED   the job does not fit
+  //   UNAVAILABLE          the service does not answer
+  //   DEADLINE_EXCEEDED    rank 0 did not create the job in time
+  // An in-process channel may be used only while its server exists: gRPC crashes in a later call.
   static absl::StatusOr<std::unique_ptr<Session>> Open(std::shared_ptr<grpc::Channel> channel,
                                                        SessionOptions options);
   virtual ~Session() = default;  // Closes the stream; the job stays.
@@ -175,40 +174,41 @@ class Session {
   virtual uint64_t committed_step() const = 0;
   virtual uint64_t generation() const = 0;
   virtual const std::string& job_uid() const = 0;
-  // Of the step that was committed last when the session was opened: the trainer's state, and
-  // whether it was applied (true also where no step has been).
+  // For the step that was the last committed one when the session was opened: the trainer's state,
+  // and whether it was applied (true also if there was no step).
   virtual const std::string& trainer_state() const = 0;
   virtual bool last_step_applied() const = 0;
   // NOT_FOUND if another job has its name now.
   virtual absl::StatusOr<JobCounts> ReadCounts() = 0;
 
-  // Whether this process and the service have memory in common.
+  // Whether this process and the service share memory.
   virtual bool shares_memory() const = 0;
-  // Where a chunk's gradient may be written so that Push of just these bytes copies nothing: its
+  // Where a chunk's gradient may be written so that Push of exactly these bytes copies nothing: its
   // elements in the wire dtype, 64-byte aligned. Empty if no memory is shared, and while an earlier
-  // push of other memory still lies there: any memory will do then. From any thread. A place once
-  // asked for stays the trainer's for the session: pushes of other memory for the chunk go through
-  // the channel. Its bytes belong to the trainer until they are pushed, and again once that push is
-  // released; after a final push not before the next BeginStep. They live as long as the session.
+  // push of other memory is still there; use any other memory then. May be called from any thread.
+  // Once the trainer has asked for a place, the place is the trainer's for the session: pushes of
+  // other memory for the chunk go through the channel. The bytes belong to the trainer until they
+  // are pushed, and again once that push is released; after a final push only from the next
+  // BeginStep on. They live as long as the session.
   virtual absl::Span<std::byte> gradient_memory(int chunk) = 0;
-  // With SessionOptions::weights null: a chunk's weights in the return dtype, valid from on_weights
-  // (or the return of ReceiveWeights or ReadWeights) until the next BeginStep, and beyond that
-  // until the chunk's final push in that step, after which other weights may be written there; so
-  // after a skipped step they are not valid. Empty otherwise, and for another rank's chunk. From
-  // any thread; the places stay for the session.
+  // With SessionOptions::weights null: a chunk's weights in the return dtype. They are valid from
+  // on_weights (or the return of ReceiveWeights or ReadWeights) until the next BeginStep, and after
+  // that until the chunk's final push in that step, when other weights may be written there; so
+  // after a skipped step they are not valid. Empty otherwise, and for another rank's chunk. May be
+  // called from any thread; the places stay the same for the session.
   virtual absl::Span<const std::byte> weights_memory(int chunk) const = 0;
 
   // Sends the first weights of this rank's chunks: `fill(chunk, out)` writes chunk.elements fp32
-  // values, zeros in the padding; the same ones if it is called again for a chunk, after a
-  // connection broke. Returns when the service has them all.
+  // values, with zeros in the padding. It must write the same values if it is called again for a
+  // chunk, which happens after a connection broke. Returns when the service has them all.
   virtual absl::Status UploadWeights(
       const std::function<void(int chunk, absl::Span<float> out)>& fill) = 0;
   // Reads the committed weights of this rank's chunks into place. Waits, up to join_timeout, for
   // other ranks' first weights.
   virtual absl::Status ReadWeights() = 0;
   // The service saves to, or loads from, a directory on its host. A load ends the sessions of all
-  // ranks, this one included: their later calls say ABORTED, and all open again. After UNAVAILABLE
-  // either may have been done or not.
+  // ranks, this one included: their later calls return ABORTED, and every rank opens its session
+  // again. After UNAVAILABLE the service may or may not have done it.
   virtual absl::Status LoadCheckpoint(const std::string& directory) = 0;
   virtual absl::Status SaveCheckpoint(const std::string& directory) = 0;
 
@@ -218,15 +218,15 @@ class Session {
   // not sent, and may be pushed again.
   virtual absl::Status Push(GradientPush push) = 0;
   virtual absl::Status EndMicroStep(uint32_t micro_step, const UsedParameters& used) = 0;
-  // FAILED_PRECONDITION: refused, the step is still open; the message names worker, micro-step and
-  // parameters; send what is missing and seal again. DEADLINE_EXCEEDED names the awaited ranks; the
-  // seal stands, and another Seal waits on.
+  // FAILED_PRECONDITION: the seal was refused and the step is still open; the message names worker,
+  // micro-step and parameters. Send what is missing and seal again. DEADLINE_EXCEEDED names the
+  // ranks that have not sealed; this rank's seal stays, and another Seal waits further.
   virtual absl::StatusOr<StepDecision> Seal(uint32_t micro_steps) = 0;
-  // Returns when this rank's chunks of the decided step are in place and all ranks' chunks stand at
+  // Returns when this rank's chunks of the decided step are in place and all ranks' chunks are at
   // it. After a skipped step it returns as soon as the step is committed.
   virtual absl::Status ReceiveWeights() = 0;
-  // From decision to last chunk updated, as the service measured it, for the last step received; 0
-  // if the stream broke before it said so.
+  // From decision to last chunk updated, as the service measured it, for the last step received. 0
+  // if the stream broke before this arrived.
   virtual double update_seconds() const = 0;
 };
 

@@ -13,7 +13,7 @@ constexpr absl::string_view kJobs = "jobs/";
 constexpr absl::string_view kGroups = "/groups/";
 constexpr absl::string_view kParameters = "/parameters/";
 
-// `name` without `prefix` if it begins so, else `name`.
+// `name` without `prefix` if it begins with it, otherwise `name`.
 std::string WithoutPrefix(absl::string_view name, absl::string_view prefix) {
   return std::string(absl::StartsWith(name, prefix) ? name.substr(prefix.size()) : name);
 }
@@ -98,6 +98,8 @@ void AddLayout(const JobSpec& spec, v1::Job& job) {
   }
 }
 
+// A job's name if `collection` is empty, otherwise the name of its child in the collection. A
+// child's name may have slashes, a job's may not.
 absl::StatusOr<ResourceName> ParseChild(absl::string_view name, absl::string_view collection,
                                         absl::string_view form) {
   const auto malformed = [&] {
@@ -179,6 +181,7 @@ v1::HyperParameters ToProto(const HyperParameterOverrides& values) {
 }
 
 absl::StatusOr<HyperParameters> FullFromProto(const v1::HyperParameters& values) {
+  // By reflection, so that a field that is added later is not forgotten here.
   const google::protobuf::Descriptor& fields = *v1::HyperParameters::descriptor();
   for (int i = 0; i < fields.field_count(); ++i) {
     if (!values.GetReflection()->HasField(values, fields.field(i))) {

@@ -1,4 +1,4 @@
-// Plain types to and from their messages, for both ends of the wire.
+// Converts plain types to and from their messages, for both ends of the wire.
 #ifndef BALLAST_PROTO_CONVERT_H_
 #define BALLAST_PROTO_CONVERT_H_
 
@@ -14,22 +14,22 @@ namespace ballast::proto {
 // The input fields of a job, parameters and partitions included. Names become resource names.
 v1::Job ToProto(const JobSpec& spec);
 // INVALID_ARGUMENT for unset or unknown values that have no default. Sizes and names are checked
-// where the job is created. Resource names and bare names are both understood.
+// when the job is created. Accepts resource names and bare names.
 absl::StatusOr<JobSpec> FromProto(const v1::Job& job);
 
 v1::HyperParameters ToProto(const HyperParameters& values);
 v1::HyperParameters ToProto(const HyperParameterOverrides& values);
-// INVALID_ARGUMENT naming a field that is absent.
+// INVALID_ARGUMENT names a field that is absent.
 absl::StatusOr<HyperParameters> FullFromProto(const v1::HyperParameters& values);
 // INVALID_ARGUMENT if amsgrad is set, which cannot change.
 absl::StatusOr<HyperParameterOverrides> OverridesFromProto(const v1::HyperParameters& values);
 
 v1::DType ToProto(DType dtype);
 v1::UpdateMode ToProto(UpdateMode mode);
-// INVALID_ARGUMENT for a mode that is not known.
+// INVALID_ARGUMENT for an unknown mode.
 absl::StatusOr<UpdateMode> FromProto(v1::UpdateMode mode);
 
-// Resource names: "jobs/J", "jobs/J/groups/G", "jobs/J/parameters/P" (P may hold slashes).
+// Resource names: "jobs/J", "jobs/J/groups/G", "jobs/J/parameters/P" (P may have slashes).
 std::string JobName(absl::string_view job);
 std::string GroupName(absl::string_view job, absl::string_view group);
 std::string ParameterName(absl::string_view job, absl::string_view parameter);
@@ -37,7 +37,7 @@ struct ResourceName {
   std::string job;
   std::string child;  // Group or parameter; empty for a job.
 };
-// INVALID_ARGUMENT if `name` is not of that form.
+// INVALID_ARGUMENT if `name` does not have that form.
 absl::StatusOr<ResourceName> ParseJobName(absl::string_view name);
 absl::StatusOr<ResourceName> ParseGroupName(absl::string_view name);
 absl::StatusOr<ResourceName> ParseParameterName(absl::string_view name);

@@ -24,9 +24,9 @@ enum WireType : uint8_t {
 };
 constexpr int kMaxTagBytes = 5;
 constexpr int kMaxVarintBytes = 10;
-// Our headers take some 30 bytes; the rest is room for fields of later versions.
+// Today's headers have about 30 bytes; the rest is room for fields of later versions.
 constexpr size_t kMaxHeaderBytes = 64 << 10;
-// Groups only occur as unknown fields of some other schema. The generated code refuses 100.
+// Groups occur only as unknown fields. The generated code refuses 100 levels.
 constexpr size_t kMaxGroupDepth = 32;
 
 constexpr int kHeaderField = v1::GradientChunk::kHeaderFieldNumber;
@@ -34,7 +34,7 @@ constexpr int kPayloadField = v1::GradientChunk::kPayloadFieldNumber;
 static_assert(kHeaderField == v1::WeightChunk::kHeaderFieldNumber);
 static_assert(kPayloadField == v1::WeightChunk::kPayloadFieldNumber);
 
-// A position in a range of bytes that lies across slices. Copying it is cheap.
+// A position in a range of bytes that spans slices. Cheap to copy.
 class Cursor {
  public:
   explicit Cursor(absl::Span<const grpc::Slice> slices) : slices_(slices) {
@@ -54,7 +54,7 @@ class Cursor {
     return byte;
   }
 
-  // The next `bytes` bytes as a range of their own; `this` moves past them. nullopt: there are
+  // The next `bytes` bytes as a range of their own; `this` moves past them. nullopt if there are
   // fewer.
   std::optional<Cursor> Take(uint64_t bytes) {
     if (bytes > remaining_) return std::nullopt;
@@ -110,7 +110,7 @@ absl::Status Malformed(absl::string_view what, const Cursor& at) {
   return absl::InvalidArgumentError(absl::StrCat(what, " at byte ", at.position()));
 }
 
-// A varint of at most `max_bytes`; what overflows 64 bits is dropped, as the generated code does.
+// A varint of at most `max_bytes`. Bits beyond 64 are dropped, as in the generated code.
 absl::StatusOr<uint64_t> ReadVarint(Cursor& cursor, int max_bytes) {
   uint64_t value = 0;
   for (int i = 0; i < max_bytes; ++i) {
@@ -194,7 +194,7 @@ absl::Status MergeChunk(Cursor range, Chunk& chunk, Payload& payload) {
     BALLAST_ASSIGN_OR_RETURN(const uint64_t bytes, ReadVarint(range, kMaxTagBytes));
     BALLAST_ASSIGN_OR_RETURN(const Cursor content, TakeBytes(range, bytes));
     if (tag.field == kPayloadField) {
-      payload = Payload();
+      payload = Payload();  // The last payload is in force.
       content.AppendTo(payload);
       continue;
     }
@@ -232,9 +232,9 @@ struct Bulk<v1::ReadWeightsResponse> {
   static v1::WeightChunk& Mutable(v1::ReadWeightsResponse& m) { return *m.mutable_weights(); }
 };
 
-// Fields are taken in the order of the wire, as the generated parser does: a message that comes
-// twice is merged, and another member of the oneof takes the place of the one before. Runs of
-// fields that are not the bulk one go through the generated parser together.
+// Fields are parsed in the order of the wire, as in the generated parser: a message that occurs
+// twice is merged, and another member of the oneof replaces the previous one. Consecutive fields
+// that are not the bulk one go through the generated parser together.
 template <typename Message>
 class FrameParser {
  public:
@@ -311,7 +311,7 @@ void RunAndDelete(void* released) {
 grpc::ByteBuffer SerializeBulk(int field, const google::protobuf::MessageLite& header,
                                absl::Span<const std::byte> payload,
                                std::function<void()> released) {
-  std::string chunk;  // All of it except the payload's bytes.
+  std::string chunk;  // The serialized GradientChunk or WeightChunk, without the payload's bytes.
   AppendLengthDelimitedTag(kHeaderField, header.ByteSizeLong(), chunk);
   header.AppendToString(&chunk);
   if (!payload.empty()) AppendLengthDelimitedTag(kPayloadField, payload.size(), chunk);
@@ -326,7 +326,7 @@ grpc::ByteBuffer SerializeBulk(int field, const google::protobuf::MessageLite& h
   }
   const grpc::Slice slices[] = {
       grpc::Slice(front),
-      // gRPC only reads it.
+      // gRPC only reads the payload, although its type is not const.
       grpc::Slice(const_cast<std::byte*>(payload.data()), payload.size(), RunAndDelete,
                   std::make_unique<std::function<void()>>(std::move(released)).release()),
   };

@@ -3,8 +3,11 @@
 // A frame is an ordinary serialized TrainRequest, TrainResponse, UploadWeightsRequest or
 // ReadWeightsResponse. If its kind is the bulk one (gradient, weights), the payload stays in the
 // grpc::ByteBuffer's slices and only the header is parsed; every other kind is parsed whole. Any
-// legal protobuf encoding is understood: fields in any order, unknown fields skipped, the last
-// value of a repeated field winning, the last oneof member winning.
+// legal protobuf encoding is accepted: fields in any order, unknown fields skipped, the last value
+// of a repeated field and the last oneof member in force.
+//
+//   field tag, length | header tag, length, header | payload tag, length | payload
+//   `---------------------------- one slice ----------------------------' `-another-'
 //
 // Thread-compatible. Nothing here is copied through a protobuf string.
 #ifndef BALLAST_PROTO_FRAME_H_
@@ -24,7 +27,7 @@
 
 namespace ballast::proto {
 
-// Payload bytes, in pieces cut anywhere, that live as long as this does.
+// Payload bytes, in pieces cut anywhere, that live as long as this object.
 class Payload {
  public:
   Payload() = default;
@@ -35,7 +38,7 @@ class Payload {
   size_t size_bytes() const { return size_bytes_; }
   // Adds bytes [begin, end) of `slice`.
   void Append(const grpc::Slice& slice, size_t begin, size_t end);
-  // Copies everything to `out`, which has size_bytes() bytes.
+  // Copies all pieces to `out`, which has size_bytes() bytes.
   void CopyTo(std::byte* out) const;
 
  private:
@@ -46,8 +49,8 @@ class Payload {
   size_t size_bytes_ = 0;
 };
 
-// `message` holds the frame without the payload: for the bulk kind, its header with the payload
-// field left empty.
+// `message` is the frame without the payload: for the bulk kind, the header with an empty payload
+// field.
 template <typename Message>
 struct Frame {
   Message message;
@@ -62,15 +65,15 @@ absl::StatusOr<Frame<v1::UploadWeightsRequest>> ParseUploadWeightsRequest(
 absl::StatusOr<Frame<v1::ReadWeightsResponse>> ParseReadWeightsResponse(
     const grpc::ByteBuffer& bytes);
 
-// The message itself, which is not a bulk one.
+// For a message that is not a bulk one.
 template <typename Message>
 grpc::ByteBuffer SerializeControl(const Message& message);
 // INVALID_ARGUMENT if the bytes are not a serialized `Message`, which has no bulk kind.
 template <typename Message>
 absl::StatusOr<Message> ParseControl(const grpc::ByteBuffer& bytes);
 
-// The bulk kind, sending `payload` from where it lies. `released` runs once, on any thread, when
-// gRPC no longer needs the bytes. An empty payload is left out.
+// For the bulk kind: sends `payload` without copying it. `released` runs once, on any thread, when
+// gRPC no longer needs the bytes. An empty payload is omitted.
 grpc::ByteBuffer SerializeGradient(const v1::GradientHeader& header,
                                    absl::Span<const std::byte> payload,
                                    std::function<void()> released);

@@ -1,12 +1,12 @@
-// What is said over the unix socket on which a worker fetches the memory that it shares with the
+// The messages on the unix socket over which a worker gets the memory that it shares with the
 // service. SOCK_SEQPACKET, one message each way:
 //
 //   worker   the offer's token, kSharedMemoryTokenBytes bytes
 //   service  one byte kSharedMemoryGranted with the memory file's descriptor (SCM_RIGHTS), or one
-//            byte kSharedMemoryRefused, a line of at most kMaxSharedMemoryRefusalBytes that says why,
-//            and the end of the connection
+//            byte kSharedMemoryRefused and a reason, one line of at most
+//            kMaxSharedMemoryRefusalBytes; then it closes the connection
 //
-// Then the connection stays open, silent, for as long as the worker uses the memory.
+// After a grant the connection stays open, without messages, while the worker uses the memory.
 #ifndef BALLAST_PROTO_SHARED_MEMORY_PROTOCOL_H_
 #define BALLAST_PROTO_SHARED_MEMORY_PROTOCOL_H_
 

@@ -9,16 +9,16 @@ namespace ballast::proto {
 namespace {
 
 constexpr char kDomain[] = "ballast";
-// Messages and details travel in trailers, of which peers take 8 KiB in all by default, and bytes
-// that are not printable ASCII take three each. A message cut short arrives; one too long loses the
-// code too.
+// Messages and details are sent in trailers, of which peers accept 8 KiB in all by default, and a
+// byte that is not printable ASCII takes three there. A shortened message arrives; one that is too
+// long would lose the code too.
 constexpr size_t kMaxMessageBytes = 1024;
 
 std::string Shortened(absl::string_view message) {
   if (message.size() <= kMaxMessageBytes) return std::string(message);
   size_t end = kMaxMessageBytes;
   while (end > 0 && (static_cast<uint8_t>(message[end]) & 0xc0) == 0x80)
-    --end;  // Whole characters.
+    --end;  // Does not cut a UTF-8 character.
   return std::string(message.substr(0, end)) + "...";
 }
 

@@ -1,4 +1,4 @@
-// absl::Status and grpc::Status meet here and nowhere else.
+// The only conversions between absl::Status and grpc::Status.
 #ifndef BALLAST_PROTO_STATUS_H_
 #define BALLAST_PROTO_STATUS_H_
 

@@ -4,14 +4,14 @@
 #include <string>
 #include <vector>
 
-#include "client/cli/atomic_file.h"
 #include "client/cli/cli_command.h"
+#include "cpu_optimizer_service/common/atomic_file.h"
 
 namespace {
 
-// Ends as the signal does by default, without leaving half a file.
+// Ends the process as the signal does by default, but leaves no unfinished file.
 void EndBySignal(int signal) {
-  ballast::client::cli::RemoveUnfinishedFile();
+  ballast::RemoveUnfinishedFile();
   std::signal(signal, SIG_DFL);
   std::raise(signal);
 }
@@ -19,7 +19,7 @@ void EndBySignal(int signal) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  // A closed pipe and a file that grows too large are errors of a write, not deaths.
+  // A closed pipe and a file that is too large make the write fail; they do not end the process.
   std::signal(SIGPIPE, SIG_IGN);
   std::signal(SIGXFSZ, SIG_IGN);
   std::signal(SIGINT, EndBySignal);

@@ -1,6 +1,5 @@
 #include "client/cli/chrome_trace.h"
 
-#include <nlohmann/json.hpp>
 #include <utility>
 
 #include "absl/status/status.h"
@@ -28,11 +27,6 @@ std::string ChunkNames(const std::vector<v1::TraceEvent>& events) {
     }
   }
   return absl::StrCat("chunks ", first, " to ", events.back().chunk());
-}
-
-// Names that are not UTF-8 are replaced.
-std::string OneLine(const nlohmann::ordered_json& json) {
-  return json.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
 }
 
 }  // namespace
@@ -65,15 +59,9 @@ bool SentTogether(const v1::TraceEvent& a, const v1::TraceEvent& b, const Layout
 }
 
 ChromeTrace::ChromeTrace(std::string job, const Layout& layout)
-    : job_(std::move(job)), layout_(layout) {}
-
-std::string ChromeTrace::Head() const {
-  const Json process = {{"name", "process_name"},
-                        {"ph", "M"},
-                        {"pid", kProcess},
-                        {"args", {{"name", absl::StrCat("ballast job ", job_)}}}};
-  return absl::StrCat("{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n", OneLine(process));
-}
+    : job_(std::move(job)),
+      layout_(layout),
+      writer_(kProcess, absl::StrCat("ballast job ", job_)) {}
 
 std::string ChromeTrace::Add(const v1::TraceEvent& event) {
   std::string text;
@@ -93,105 +81,79 @@ std::string ChromeTrace::Add(const v1::TraceEvent& event) {
 std::string ChromeTrace::Tail(uint64_t dropped_events) {
   std::string text;
   AppendSent(text);
-  return absl::StrCat(text, "\n],\"otherData\":",
-                      OneLine({{"job", job_}, {"dropped_events", dropped_events}}), "}\n");
+  return text + ChromeTraceWriter::Tail({{"job", job_}, {"dropped_events", dropped_events}});
 }
 
-void ChromeTrace::AppendOn(const Track& track, Json event, std::string& text) {
+int ChromeTrace::TrackNumber(const Track& track, std::string& text) {
   int& number = tracks_[track];
   if (number == 0) {
     number = static_cast<int>(tracks_.size());
-    const auto describe = [&](const char* what, Json args) {
-      const Json line = {{"name", what},
-                         {"ph", "M"},
-                         {"pid", kProcess},
-                         {"tid", number},
-                         {"args", std::move(args)}};
-      absl::StrAppend(&text, ",\n", OneLine(line));
-    };
     const std::string name = track.first == TrackKind::kSteps ? "steps"
                              : track.first == TrackKind::kThread
                                  ? absl::StrCat("service thread ", track.second)
                                  : absl::StrCat("sending to rank ", track.second);
-    describe("thread_name", {{"name", name}});
-    describe("thread_sort_index", {{"sort_index", static_cast<int>(track.first)}});
+    text += writer_.Track(number, name, static_cast<int>(track.first));
   }
-  event["pid"] = kProcess;
-  event["tid"] = number;
-  absl::StrAppend(&text, ",\n", OneLine(event));
-}
-
-void ChromeTrace::AppendInstant(const v1::TraceEvent& event, const std::string& what, int64_t at_ns,
-                                std::string& text) {
-  AppendOn({TrackKind::kSteps, 0},
-           {{"name", absl::StrCat("step ", event.step(), " ", what)},
-            {"cat", what},
-            {"ph", "i"},
-            {"s", "p"},  // A line through the whole process.
-            {"ts", Microseconds(at_ns)},
-            {"args", {{"step", event.step()}}}},
-           text);
+  return number;
 }
 
 void ChromeTrace::AppendStep(const v1::TraceEvent& event, std::string& text) {
+  const int track = TrackNumber({TrackKind::kSteps, 0}, text);
+  const Json arguments = {{"step", event.step()}};
   const auto slice = [&](const std::string& name, int64_t begin_ns) {
-    AppendOn({TrackKind::kSteps, 0},
-             {{"name", name},
-              {"cat", "step"},
-              {"ph", "X"},
-              {"ts", Microseconds(begin_ns)},
-              {"dur", Microseconds(event.end_ns() - begin_ns)},
-              {"args", {{"step", event.step()}}}},
-             text);
+    text += writer_.Slice(track, {.name = name,
+                                  .category = "step",
+                                  .begin_us = Microseconds(begin_ns),
+                                  .duration_us = Microseconds(event.end_ns() - begin_ns),
+                                  .arguments = arguments});
   };
   if (event.kind() == v1::BEGUN) begun_ = event;
   if (event.kind() == v1::DECIDED) {
     slice(absl::StrCat("deciding step ", event.step()), event.begin_ns());
   }
-  // An attempt that was aborted has no end, and the next has a beginning of its own.
+  // An attempt that was aborted has no end, and the next attempt has a beginning of its own.
   const bool whole = begun_.kind() == v1::BEGUN && begun_.step() == event.step();
   if (event.kind() == v1::COMMITTED && whole) {
     slice(absl::StrCat("step ", event.step()), begun_.begin_ns());
   }
-  AppendInstant(event, Name(event.kind()), event.end_ns(), text);
+  const std::string what = Name(event.kind());
+  text += writer_.Instant(track, {.name = absl::StrCat("step ", event.step(), " ", what),
+                                  .category = what,
+                                  .begin_us = Microseconds(event.end_ns()),
+                                  .arguments = arguments});
 }
 
 void ChromeTrace::AppendChunk(const v1::TraceEvent& event, std::string& text) {
-  AppendOn({TrackKind::kThread, event.thread()},
-           {{"name", absl::StrCat(Name(event.kind()), " chunk ", event.chunk())},
-            {"cat", Name(event.kind())},
-            {"ph", "X"},
-            {"ts", Microseconds(event.begin_ns())},
-            {"dur", Microseconds(event.end_ns() - event.begin_ns())},
-            {"args",
-             {{"step", event.step()},
-              {"chunk", event.chunk()},
-              {"rank", layout_.chunks()[event.chunk()].rank},
-              {"parameter", FirstParameter(event.chunk())}}}},
-           text);
+  const int track = TrackNumber({TrackKind::kThread, event.thread()}, text);
+  text += writer_.Slice(track, {.name = absl::StrCat(Name(event.kind()), " chunk ", event.chunk()),
+                                .category = Name(event.kind()),
+                                .begin_us = Microseconds(event.begin_ns()),
+                                .duration_us = Microseconds(event.end_ns() - event.begin_ns()),
+                                .arguments = {{"step", event.step()},
+                                              {"chunk", event.chunk()},
+                                              {"rank", layout_.chunks()[event.chunk()].rank},
+                                              {"parameter", FirstParameter(event.chunk())}}});
 }
 
 void ChromeTrace::AppendSent(std::string& text) {
   if (sent_.empty()) return;
   const v1::TraceEvent& first = sent_.front();
   const int rank = layout_.chunks()[first.chunk()].rank;
-  Json args = {{"step", first.step()},
-               {"chunk", first.chunk()},
-               {"rank", rank},
-               {"parameter", FirstParameter(first.chunk())},
-               {"thread", first.thread()}};
+  Json arguments = {{"step", first.step()},
+                    {"chunk", first.chunk()},
+                    {"rank", rank},
+                    {"parameter", FirstParameter(first.chunk())},
+                    {"thread", first.thread()}};
   if (sent_.size() > 1) {
-    Json& chunks = args["chunks"] = Json::array();
+    Json& chunks = arguments["chunks"] = Json::array();
     for (const v1::TraceEvent& event : sent_) chunks.push_back(event.chunk());
   }
-  AppendOn({TrackKind::kRank, rank},
-           {{"name", absl::StrCat("sent ", ChunkNames(sent_))},
-            {"cat", "sent"},
-            {"ph", "X"},
-            {"ts", Microseconds(first.begin_ns())},
-            {"dur", Microseconds(first.end_ns() - first.begin_ns())},
-            {"args", std::move(args)}},
-           text);
+  const int track = TrackNumber({TrackKind::kRank, rank}, text);
+  text += writer_.Slice(track, {.name = absl::StrCat("sent ", ChunkNames(sent_)),
+                                .category = "sent",
+                                .begin_us = Microseconds(first.begin_ns()),
+                                .duration_us = Microseconds(first.end_ns() - first.begin_ns()),
+                                .arguments = std::move(arguments)});
   sent_.clear();
 }
 

@@ -14,6 +14,7 @@ absl::StatusOr<Arguments> Arguments::Parse(const CommandSpec& spec,
   Arguments arguments;
   for (size_t i = 0; i < words.size(); ++i) {
     const std::string& word = words[i];
+    // A single dash does not begin a flag: there are no short ones.
     if (!absl::StartsWith(word, "--") || word.size() == 2) {
       arguments.positionals_.push_back(word);
       continue;

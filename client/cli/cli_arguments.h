@@ -1,4 +1,7 @@
 // The command line of one subcommand: positional arguments, --flag VALUE, --flag=VALUE, --switch.
+//
+// Not Abseil's flags: those belong to the process, not to a subcommand (`--out` has two meanings
+// here), and their parser ends the process on an error instead of returning it.
 #ifndef BALLAST_CLIENT_CLI_CLI_ARGUMENTS_H_
 #define BALLAST_CLIENT_CLI_CLI_ARGUMENTS_H_
 
@@ -14,7 +17,7 @@ namespace ballast::client::cli {
 
 struct FlagSpec {
   std::string name;   // Without the dashes.
-  std::string value;  // What its value is called; empty: a switch.
+  std::string value;  // The name of its value in the help; empty: a switch.
   std::string help;
 };
 
@@ -22,21 +25,21 @@ struct CommandSpec {
   std::string name;
   std::vector<std::string> positionals;  // All required.
   std::string summary;                   // One line.
-  std::string details;                   // For its own help; may be empty.
+  std::string details;                   // For the command's own help; empty: none.
   std::vector<FlagSpec> flags;
 };
 
 class Arguments {
  public:
-  // INVALID_ARGUMENT for an unknown flag, a value that is missing, too few or too many positionals.
+  // INVALID_ARGUMENT for an unknown flag, a missing value, too few or too many positionals.
   static absl::StatusOr<Arguments> Parse(const CommandSpec& spec,
                                          absl::Span<const std::string> words);
 
   const std::string& positional(size_t index) const { return positionals_[index]; }
   bool Has(const std::string& flag) const { return flags_.count(flag) > 0; }
   std::string Get(const std::string& flag, const std::string& otherwise) const;
-  // INVALID_ARGUMENT if the value is not a number, or not true or false. nullopt: the flag is not
-  // there.
+  // INVALID_ARGUMENT if the value is not a number, or not true or false. nullopt if the flag is not
+  // given.
   absl::StatusOr<std::optional<double>> Number(const std::string& flag) const;
   absl::StatusOr<std::optional<bool>> Bool(const std::string& flag) const;
 

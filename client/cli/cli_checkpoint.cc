@@ -15,7 +15,7 @@ namespace {
 
 constexpr double kTimeoutSeconds = 3600;
 
-// The service has another current directory than the person who types.
+// The service's current directory is not the user's, so a relative path would be misunderstood.
 absl::Status CheckDirectory(const std::string& directory) {
   if (absl::StartsWith(directory, "/")) return absl::OkStatus();
   return absl::InvalidArgumentError(
@@ -57,7 +57,7 @@ absl::StatusOr<Action> PrepareLoad(const Arguments& arguments) {
                    {"step", response->step()},
                    {"generation", response->generation()}});
     }
-    return absl::StrCat("job ", job, " stands at step ", response->step(), " of ", directory,
+    return absl::StrCat("job ", job, " is at step ", response->step(), " of ", directory,
                         ", generation ", response->generation(), "; ", kRanksMustReturn);
   };
 }

@@ -1,4 +1,4 @@
-// A subcommand of `ballast`: what it takes, and how its arguments become something to do.
+// A subcommand of `ballast`: its arguments, and the action that it makes of them.
 #ifndef BALLAST_CLIENT_CLI_CLI_COMMAND_H_
 #define BALLAST_CLIENT_CLI_CLI_COMMAND_H_
 
@@ -14,10 +14,10 @@ namespace ballast::client::cli {
 
 class Service;
 
-// Does it and returns what to print.
+// Does the work and returns the text to print.
 using Action = std::function<absl::StatusOr<std::string>(Service& service, bool json)>;
 
-// What abort-step and load do to the trainers, for their help and for what they print.
+// What abort-step and load do to the trainers, for their help and their output.
 inline constexpr char kGenerationRises[] =
     "The job's generation rises: the streams of all workers end with ABORTED. Start "
     "ballast-worker\n"
@@ -30,7 +30,7 @@ struct Command {
   CommandSpec spec;
   // How long one call to the service may take, in seconds, unless --timeout says otherwise.
   double timeout_seconds = 10;
-  // Errors are wrong usage; nothing has been asked of the service yet.
+  // Errors mean wrong usage. The service has not been called yet.
   absl::StatusOr<Action> (*prepare)(const Arguments& arguments);
 };
 
@@ -45,11 +45,11 @@ Command TraceCommand();
 Command SaveCommand();
 Command LoadCommand();
 
-// All of them, in the order of the help.
+// All commands, in the order of the help.
 std::vector<Command> AllCommands();
 
-// Runs `ballast` with these words (without the program's name): 0 done, 1 failed, 2 wrong usage.
-// Errors are one line in `error`.
+// Runs `ballast` with these words (without the program's name). Returns 0 if it is done, 1 if it
+// failed, 2 for wrong usage. An error is one line in `error`.
 int Run(const std::vector<std::string>& words, std::string& output, std::string& error);
 
 }  // namespace ballast::client::cli

@@ -38,7 +38,7 @@ absl::StatusOr<HyperParameterOverrides> ChangesOf(const Arguments& arguments) {
   if (changes == HyperParameterOverrides()) {
     return absl::InvalidArgumentError("nothing to change: give at least one of --lr, --beta1, ...");
   }
-  // The defaults are valid, so what is wrong is one of the changes.
+  // The defaults are valid, so an error is about one of the changes.
   BALLAST_RETURN_IF_ERROR(Validate(Apply(HyperParameters(), changes)));
   return changes;
 }
@@ -73,19 +73,21 @@ absl::StatusOr<Action> PrepareSetGroup(const Arguments& arguments) {
 }  // namespace
 
 Command GroupsCommand() {
-  return {.spec = {.name = "groups",
-                   .positionals = {"JOB"},
-                   .summary = "the param groups and their hyper-parameters",
-                   .details = "",
-                   .flags = {{"history", "", "as the last 64 steps used them, newest last"}}},
-          .prepare = PrepareGroups};
+  return {
+      .spec = {.name = "groups",
+               .positionals = {"JOB"},
+               .summary = "the param groups and their hyper-parameters",
+               .details = "",
+               .flags = {{"history", "", "the values that the last 64 steps used, newest last"}}},
+      .prepare = PrepareGroups};
 }
 
 Command SetGroupCommand() {
   return {.spec = {.name = "set-group",
                    .positionals = {"JOB", "GROUP"},
                    .summary = "changes hyper-parameters from the next step on",
-                   .details = "What is not named stays. amsgrad is fixed when a job is created.",
+                   .details =
+                       "A value that is not named stays. amsgrad is fixed when a job is created.",
                    .flags = {{"lr", "NUMBER", "learning rate"},
                              {"beta1", "NUMBER", "decay of exp_avg"},
                              {"beta2", "NUMBER", "decay of exp_avg_sq"},

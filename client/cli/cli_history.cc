@@ -51,7 +51,8 @@ std::vector<std::vector<HyperParameterRun>> HistoryOf(const v1::Job& job) {
          ++group) {
       std::vector<HyperParameterRun>& runs = history[group];
       const v1::HyperParameters& values = record.hyper_parameters(group);
-      // After a load the numbers start again, at a step that was there before.
+      // After a load the step numbers start again at an earlier one, so only consecutive steps
+      // join a run.
       if (!runs.empty() && runs.back().last_step + 1 == record.step() &&
           Equal(runs.back().values, values)) {
         runs.back().last_step = record.step();

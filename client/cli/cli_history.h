@@ -1,4 +1,4 @@
-// Which hyper-parameters each group was stepped with, as the job's recorded steps say.
+// The hyper-parameters that each group's steps used, from the job's recorded steps.
 #ifndef BALLAST_CLIENT_CLI_CLI_HISTORY_H_
 #define BALLAST_CLIENT_CLI_CLI_HISTORY_H_
 
@@ -18,7 +18,7 @@ struct HyperParameterRun {
   v1::HyperParameters values;
 };
 
-// For each group of the job, in order, its runs in the order of the decisions, newest last.
+// For each group of the job, in order: its runs in the order of the decisions, newest last.
 std::vector<std::vector<HyperParameterRun>> HistoryOf(const v1::Job& job);
 
 std::string HistoryText(const v1::Job& job);

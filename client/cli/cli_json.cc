@@ -73,7 +73,7 @@ Json StepToJson(const v1::StepRecord& step) {
           {"redone_chunks", step.redone_chunks()}};
 }
 
-// What both the list and a single job show.
+// The fields that both the list and a single job show.
 Json JobHeadToJson(const v1::Job& job) {
   return {{"name", BareName(job.name())},         {"uid", job.uid()},
           {"phase", Name(job.phase())},           {"committed_step", job.committed_step()},
@@ -173,7 +173,7 @@ std::string Name(v1::UnusedPolicy policy) {
   return absl::AsciiStrToLower(v1::UnusedPolicy_Name(policy));
 }
 std::string Name(v1::UpdateMode mode) {
-  // The service takes one that is not given as WAIT.
+  // A mode that is not set means WAIT.
   return mode == v1::SPECULATE ? "speculate" : "wait";
 }
 std::string Name(v1::Plane plane) { return absl::AsciiStrToLower(v1::Plane_Name(plane)); }

@@ -1,4 +1,5 @@
-// What --json prints. Field names are snake_case and stay; numbers that are not finite become null.
+// The output of --json. Field names are snake_case and do not change; numbers that are not finite
+// are null.
 #ifndef BALLAST_CLIENT_CLI_CLI_JSON_H_
 #define BALLAST_CLIENT_CLI_CLI_JSON_H_
 
@@ -16,7 +17,7 @@ nlohmann::ordered_json ToJson(const v1::ParamGroup& group);
 nlohmann::ordered_json ToJson(const v1::StateSummary& summary);
 nlohmann::ordered_json GroupsToJson(const v1::Job& job);
 
-// What total_bytes counts beside the four parts that MemoryUse names.
+// The part of total_bytes that is in none of the parts that MemoryUse names.
 int64_t OtherBytes(const v1::MemoryUse& memory);
 
 // With indentation and a newline. Bytes that are not UTF-8 are replaced.

@@ -38,7 +38,7 @@ std::string JobsText(const v1::ListJobsResponse& response) {
 }
 
 std::vector<std::string> HyperParameterCells(const v1::HyperParameters& values) {
-  std::vector<std::string> options;
+  std::vector<std::string> options;  // Those that differ from Adam's defaults.
   if (!values.bias_correction()) options.push_back("no-bias-correction");
   if (values.amsgrad()) options.push_back("amsgrad");
   if (values.maximize()) options.push_back("maximize");
@@ -73,6 +73,7 @@ std::string GroupsText(const v1::Job& job) {
 }
 
 std::string GroupText(const v1::ParamGroup& group) {
+  // A table with one row.
   v1::Job job;
   *job.add_groups() = group;
   return GroupsText(job);
@@ -89,7 +90,7 @@ std::string SummaryText(const v1::StateSummary& summary) {
       FormatField("group", BareName(summary.group())),
       FormatField("step", absl::StrCat(FormatCount(summary.step()), " committed, updated ",
                                        FormatCount(summary.update_count()), " times")));
-  if (!summary.trainable()) absl::StrAppend(&text, "frozen: the service holds no state for it\n");
+  if (!summary.trainable()) absl::StrAppend(&text, "frozen: the service has no state for it\n");
   for (const v1::PlaneSummary& plane : summary.planes()) {
     absl::StrAppend(&text, "\n", Name(plane.plane()), ": norm ", FormatNumber(plane.norm()),
                     ", mean ", FormatNumber(plane.mean()), ", min ", FormatNumber(plane.min()),

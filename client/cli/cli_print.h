@@ -1,4 +1,4 @@
-// What the CLI prints for people.
+// The tables and texts that the CLI prints for people.
 #ifndef BALLAST_CLIENT_CLI_CLI_PRINT_H_
 #define BALLAST_CLIENT_CLI_CLI_PRINT_H_
 
@@ -15,8 +15,8 @@ std::string GroupsText(const v1::Job& job);
 std::string GroupText(const v1::ParamGroup& group);
 std::string SummaryText(const v1::StateSummary& summary);
 
-// "lr", "betas", "eps", "weight decay", "options": cells of a table, digits that read back the
-// same.
+// The cells "lr", "betas", "eps", "weight decay" and "options" of a table. The digits read back to
+// the same numbers.
 std::vector<std::string> HyperParameterCells(const v1::HyperParameters& values);
 
 }  // namespace ballast::client::cli

@@ -1,4 +1,4 @@
-// What `ballast job` prints: the job, the step in progress rank by rank, the last decisions.
+// The output of `ballast job`: the job, the step in progress rank by rank, the last decisions.
 #include <algorithm>
 #include <cstdint>
 #include <vector>
@@ -33,7 +33,7 @@ std::string RanksNamed(const std::vector<int32_t>& ranks) {
   return text;
 }
 
-// What the step in progress waits for, if there is one.
+// The phase, and what the step in progress waits for.
 std::string PhaseText(const v1::Job& job) {
   const std::string step = absl::StrCat("step ", job.committed_step() + 1);
   std::vector<int32_t> unsealed;
@@ -56,8 +56,8 @@ std::string UpdateText(const v1::Job& job) {
   }
   if (job.update_mode() != v1::SPECULATE) return Name(job.update_mode());
   return absl::StrCat(Name(job.update_mode()),
-                      "; chunks updated ahead: ", FormatCount(speculation.speculated_chunks()),
-                      " (", FormatCount(speculation.published_chunks()), " published, ",
+                      "; speculated chunks: ", FormatCount(speculation.speculated_chunks()), " (",
+                      FormatCount(speculation.published_chunks()), " published, ",
                       FormatCount(speculation.redone_chunks()),
                       " redone), paused now: ", FormatCount(speculation.paused_chunks()));
 }
@@ -74,7 +74,8 @@ std::string MemoryText(const v1::MemoryUse& memory) {
   return FormatNames(absl::StrCat("memory        ", FormatBytes(memory.total_bytes())), parts);
 }
 
-// Beside the job's own: what gradients and weights of workers on this host go through.
+// Memory shared with workers on the service's host, for their gradients and weights. It is not part
+// of the job's total.
 std::string SharedMemoryText(const v1::Job& job) {
   std::vector<int32_t> ranks;
   for (const v1::RankProgress& rank : job.ranks()) {
@@ -82,11 +83,11 @@ std::string SharedMemoryText(const v1::Job& job) {
   }
   if (ranks.empty()) return "";
   return FormatField("shared", absl::StrCat(FormatBytes(job.memory().shared_bytes()), " with ",
-                                            RanksNamed(ranks), ", beside that"));
+                                            RanksNamed(ranks), ", in addition"));
 }
 
-// Who has sent what. "Furthest" is how many micro-steps any chunk of the rank has, or the number
-// sealed.
+// What each rank has sent. "furthest" is the largest number of micro-steps that any chunk of the
+// rank has, or the sealed number.
 std::string RanksText(const v1::Job& job) {
   Table table({{"rank", kRight},
                {"process"},
@@ -112,7 +113,7 @@ std::string RanksText(const v1::Job& job) {
   return absl::StrCat(table.ToString(), behind);
 }
 
-// One rate if the groups agree.
+// One learning rate if the groups have the same, otherwise the least and the greatest.
 std::string RatesText(const v1::StepRecord& step) {
   if (step.hyper_parameters().empty()) return "-";
   const auto [least, most] = std::minmax_element(
@@ -122,8 +123,8 @@ std::string RatesText(const v1::StepRecord& step) {
   return absl::StrCat(FormatNumber(least->lr()), " to ", FormatNumber(most->lr()));
 }
 
-// The parameters that the steps recorded from index `first` on did without; one line for a run of
-// steps that lacked the same.
+// The parameters without a gradient in the recorded steps from index `first` on: one line for a run
+// of steps that lacked the same ones.
 std::string UnusedText(const v1::Job& job, int first) {
   std::string text;
   for (int i = first, next; i < job.recent_steps_size(); i = next) {
@@ -151,7 +152,7 @@ std::string StepsText(const v1::Job& job) {
                {"clip", kRight},
                {"micro-steps", kRight},
                {"scale", kRight},
-               {"ahead", kRight},
+               {"spec.", kRight},
                {"redone", kRight},
                {"lr"}});
   std::string skips;

@@ -18,7 +18,7 @@ constexpr int kWrongUsage = 2;
 std::string OverviewText(const std::vector<Command>& commands) {
   std::string text =
       "usage: ballast COMMAND [arguments] [flags]\n\n"
-      "Looks at, and works on, the jobs of a Ballast service.\n\ncommands:\n";
+      "Shows and changes the jobs of a Ballast service.\n\ncommands:\n";
   for (const Command& command : commands) {
     std::string left = command.spec.name;
     for (const std::string& positional : command.spec.positionals) {
@@ -43,6 +43,7 @@ void AddCommonFlags(Command& command) {
   command.spec.flags.push_back({"help", "", "print this text"});
 }
 
+// An error is one line, whatever a service's message has.
 int Fail(int code, const absl::Status& status, const std::string& help, std::string& error) {
   error =
       absl::StrCat("ballast: ", absl::StrReplaceAll(status.message(), {{"\n", " "}}), help, "\n");
@@ -58,12 +59,14 @@ int RunCommand(const Command& command, const Arguments& arguments, std::string& 
   if (!(seconds > 0)) {
     return Fail(kWrongUsage, absl::InvalidArgumentError("--timeout must be positive"), see, error);
   }
+  // Wrong usage is found before the service is called.
   absl::StatusOr<Action> action = command.prepare(arguments);
   if (!action.ok()) return Fail(kWrongUsage, action.status(), see, error);
   const std::string address = arguments.Get("service", "127.0.0.1:7070");
   if (const absl::Status status = CheckAddress(address); !status.ok()) {
     return Fail(kWrongUsage, status, see, error);
   }
+  // Bounded: an infinite timeout would overflow the clock.
   Service service(address, NewChannel(address), absl::Seconds(std::min(seconds, 1e9)));
   absl::StatusOr<std::string> text = (*action)(service, arguments.Has("json"));
   if (!text.ok()) return Fail(kFailed, text.status(), "", error);

@@ -24,11 +24,11 @@ absl::Status Service::Explain(const grpc::Status& status) const {
         absl::StrCat("the service at ", address_, " did not answer within ",
                      absl::FormatDuration(timeout_), "; give it longer with --timeout"));
   }
-  // gRPC's own errors have no details; a service that is stopping sends them.
+  // gRPC's own errors have no details. UNAVAILABLE with details is from a service that is stopping.
   if (absl::IsUnavailable(error) && status.error_details().empty()) {
     return absl::UnavailableError(absl::StrCat(
         "no service answers at ", address_,
-        "; start ballastd, or give its address with --service (gRPC says: ", status.error_message(),
+        "; start ballastd, or give its address with --service (gRPC: ", status.error_message(),
         ")"));
   }
   return error;
@@ -51,7 +51,7 @@ absl::Status Service::SuggestJob(const absl::Status& status, const std::string& 
   std::vector<std::string> names;
   for (const v1::Job& there : response->jobs()) {
     names.push_back(BareName(there.name()));
-    if (names.back() == job) return status;  // The job is there; something else is missing.
+    if (names.back() == job) return status;  // The job exists; something else is missing.
   }
   return absl::NotFoundError(
       absl::StrCat("no job ", job, " at ", address_, Suggestion(job, names)));

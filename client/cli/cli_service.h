@@ -1,4 +1,4 @@
-// The service that the CLI talks to: one call at a time, errors in words for a person.
+// The service that the CLI calls: one call at a time, with error messages for people.
 #ifndef BALLAST_CLIENT_CLI_CLI_SERVICE_H_
 #define BALLAST_CLIENT_CLI_CLI_SERVICE_H_
 
@@ -43,7 +43,7 @@ class Service {
   // The same for the parts of a trace.
   absl::Status ReadTrace(const v1::TraceJobRequest& request,
                          const std::function<absl::Status(const v1::TraceJobResponse&)>& receive);
-  // The error, and if it says that something is not there, what may have been meant.
+  // The error. If it is NOT_FOUND and there is no such job, it names jobs with similar names.
   absl::Status SuggestJob(const absl::Status& status, const std::string& job);
 
   v1::JobService::Stub& jobs() { return jobs_; }
@@ -62,7 +62,7 @@ class Service {
   v1::StateService::Stub state_;
 };
 
-// What follows the last slash-separated kind: the job of "jobs/J", the group of "jobs/J/groups/G".
+// The last part of a resource name: J of "jobs/J", G of "jobs/J/groups/G".
 std::string BareName(const std::string& resource_name);
 
 }  // namespace ballast::client::cli

@@ -20,8 +20,8 @@ namespace {
 struct StateRequest {
   std::string job;
   std::string parameter;
-  v1::Plane plane = v1::PLANE_UNSPECIFIED;  // All.
-  std::string out;                          // Empty: print.
+  v1::Plane plane = v1::PLANE_UNSPECIFIED;  // All planes.
+  std::string out;                          // Empty: print a summary.
 };
 
 absl::Status SuggestParameter(Service& service, const absl::Status& status,
@@ -58,7 +58,7 @@ absl::StatusOr<std::string> Summarize(Service& service, const StateRequest& requ
   return json ? Dump(ToJson(*summary)) : SummaryText(*summary);
 }
 
-// One plane on its way into a file.
+// Writes one plane to a file as its parts arrive.
 class Download {
  public:
   explicit Download(const std::string& path) : path_(path) {}
@@ -69,6 +69,7 @@ class Download {
       shape_.assign(part.shape().begin(), part.shape().end());
       BALLAST_ASSIGN_OR_RETURN(writer_, NpyWriter::Create(path_, shape_));
     }
+    // The file is written in one pass, so a gap or a repeated part would be wrong data.
     if (part.offset() * static_cast<int64_t>(sizeof(float)) != bytes_) {
       return absl::DataLossError(absl::StrCat("the service sent elements from ", part.offset(),
                                               " on, expected from ", bytes_ / sizeof(float)));

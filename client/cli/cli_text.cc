@@ -111,7 +111,7 @@ std::string FormatMagnitudes(absl::Span<const int64_t> counts) {
   std::string text;
   for (size_t i = first; i <= last && i < counts.size(); ++i) {
     const int exponent = MagnitudeExponent(i);
-    // The outer decades hold all that lies beyond them, too.
+    // The first and the last decade also count everything beyond them.
     const std::string from = i == 0 ? "0" : absl::StrFormat("1e%+03d", exponent);
     const std::string to =
         i + 1 == counts.size() ? "inf" : absl::StrFormat("1e%+03d", exponent + 1);

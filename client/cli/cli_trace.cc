@@ -10,12 +10,12 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
-#include "client/cli/atomic_file.h"
 #include "client/cli/chrome_trace.h"
 #include "client/cli/cli_command.h"
 #include "client/cli/cli_json.h"
 #include "client/cli/cli_service.h"
 #include "client/cli/cli_text.h"
+#include "client/cli/output_file.h"
 #include "client/cli/trace_summary.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
@@ -32,12 +32,12 @@ struct TraceRequest {
   std::string out;
 };
 
-// A trace on its way into a file.
+// Writes a trace to a file as its events arrive.
 class Download {
  public:
-  // All outlive it.
+  // All arguments outlive it.
   Download(const JobSpec& spec, const Layout& layout, std::vector<bool> shares_memory,
-           WholeFile& file)
+           AtomicFile& file)
       : layout_(layout),
         chrome_(spec.name, layout),
         summary_(spec, layout, std::move(shares_memory)),
@@ -72,13 +72,13 @@ class Download {
   const Layout& layout_;
   ChromeTrace chrome_;
   TraceSummary summary_;
-  WholeFile& file_;
+  AtomicFile& file_;
   bool started_ = false;
   uint64_t dropped_events_ = 0;
-  int64_t unknown_events_ = 0;  // Of kinds that only a newer client can show.
+  int64_t unknown_events_ = 0;  // Events of kinds that only a newer client can show.
 };
 
-// What there is instead of a step.
+// The error if no step began: it names what the job did instead.
 absl::Status NothingBegun(Service& service, const TraceRequest& request, absl::Duration waited) {
   BALLAST_ASSIGN_OR_RETURN(const v1::Job job, service.GetJob(request.job, false));
   const bool in_step =
@@ -100,19 +100,21 @@ std::string Describe(const TraceRequest& request, const Download& trace) {
       absl::StrCat("wrote ", FormatCount(summary.events()), " events of job ", request.job, " to ",
                    request.out, "; open it in https://ui.perfetto.dev or chrome://tracing\n");
   if (trace.dropped_events() > 0) {
-    absl::StrAppend(&text, FormatCount(static_cast<int64_t>(trace.dropped_events())),
-                    " more events found no room in the service; trace fewer steps\n");
+    absl::StrAppend(
+        &text, FormatCount(static_cast<int64_t>(trace.dropped_events())),
+        " more events did not fit in the service's memory for them; trace fewer steps\n");
   }
   if (trace.unknown_events() > 0) {
     absl::StrAppend(
         &text, FormatCount(trace.unknown_events()),
-        " more events are of kinds that this client does not know; use the service's\n");
+        " more events are of kinds that this client does not know; use the service's version\n");
   }
   if (summary.committed() < request.steps) {
     absl::StrAppend(&text, "only ", summary.committed(), " of ", request.steps,
                     " steps were committed in this time\n");
   }
-  absl::StrAppend(&text, "milliseconds: from the step's begin, and busy in all threads together\n",
+  absl::StrAppend(&text,
+                  "milliseconds: since the step's begin, then busy time summed over all threads\n",
                   summary.Text());
   return text;
 }
@@ -124,7 +126,7 @@ absl::StatusOr<std::string> Trace(Service& service, const TraceRequest& request,
   BALLAST_ASSIGN_OR_RETURN(const Layout layout, Layout::Create(spec.layout));
   std::vector<bool> shares_memory;
   for (const v1::RankProgress& rank : job.ranks()) shares_memory.push_back(rank.shared_memory());
-  BALLAST_ASSIGN_OR_RETURN(const std::unique_ptr<WholeFile> file, WholeFile::Create(request.out));
+  BALLAST_ASSIGN_OR_RETURN(const std::unique_ptr<AtomicFile> file, CreateOutputFile(request.out));
   Download download(spec, layout, std::move(shares_memory), *file);
   v1::TraceJobRequest message;
   message.set_name(proto::JobName(request.job));
@@ -169,11 +171,11 @@ Command TraceCommand() {
            .summary = "a timeline of the next steps, chunk by chunk",
            .details =
                "Waits until the steps that begin next are committed, and writes when each chunk "
-               "arrived,\nwas summed, updated (or guessed ahead of the decision) and sent, and "
+               "arrived,\nwas summed, updated (or speculated, before the decision) and sent, and "
                "on which thread of the\nservice, for https://ui.perfetto.dev or "
-               "chrome://tracing. A step that is aborted and done\nagain is shown each time. "
-               "What there is after nine tenths of --timeout is written. MB/s:\nof gradients "
-               "and weights that go through the channel, over the time busy with them.",
+               "chrome://tracing. A step that is aborted and repeated\nis shown each time. "
+               "After nine tenths of --timeout the events so far are written. MB/s: the\n"
+               "gradients and weights that go through the channel, over the time busy with them.",
            .flags = {{"steps", "N", "how many steps, 1 to 1000 (default 3)"},
                      {"out", "FILE.json", "write the timeline to this file"}}},
       .timeout_seconds = 600,

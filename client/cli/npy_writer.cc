@@ -14,7 +14,7 @@ std::string NpyHeader(absl::Span<const int64_t> shape) {
                     shape.size() == 1 || i + 1 < shape.size() ? "," : "");
   }
   absl::StrAppend(&dictionary, "), }");
-  constexpr size_t kPrefixBytes = 10;
+  constexpr size_t kPrefixBytes = 10;  // Magic, version and length.
   const size_t unpadded = kPrefixBytes + dictionary.size() + 1;
   dictionary.append((64 - unpadded % 64) % 64, ' ');
   dictionary.push_back('\n');
@@ -28,7 +28,7 @@ absl::StatusOr<std::unique_ptr<NpyWriter>> NpyWriter::Create(std::string path,
                                                              absl::Span<const int64_t> shape) {
   int64_t data_bytes = sizeof(float);
   for (int64_t extent : shape) data_bytes *= extent;
-  BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<WholeFile> file, WholeFile::Create(std::move(path)));
+  BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<AtomicFile> file, CreateOutputFile(std::move(path)));
   BALLAST_RETURN_IF_ERROR(file->Append(NpyHeader(shape)));
   return std::unique_ptr<NpyWriter>(new NpyWriter(std::move(file), data_bytes));
 }

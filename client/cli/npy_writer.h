@@ -1,8 +1,8 @@
 // Writes an array of fp32 as a .npy file (NumPy format 1.0), whole or not at all.
 //
 //   auto writer = NpyWriter::Create("w.npy", {768, 3072}).value();
-//   writer->Append(bytes);  // in C order, as often as needed
-//   writer->Commit();       // now w.npy is there
+//   writer->Append(bytes);  // In C order, as often as needed.
+//   writer->Commit();       // Now w.npy exists.
 #ifndef BALLAST_CLIENT_CLI_NPY_WRITER_H_
 #define BALLAST_CLIENT_CLI_NPY_WRITER_H_
 
@@ -15,7 +15,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "client/cli/atomic_file.h"
+#include "client/cli/output_file.h"
 
 namespace ballast::client::cli {
 
@@ -25,20 +25,20 @@ std::string NpyHeader(absl::Span<const int64_t> shape);
 // One at a time.
 class NpyWriter {
  public:
-  // One line that names the file and what is wrong with it, here and below.
+  // Errors, here and below, are one line that names the file and the reason.
   static absl::StatusOr<std::unique_ptr<NpyWriter>> Create(std::string path,
                                                            absl::Span<const int64_t> shape);
 
   // Little-endian fp32.
   absl::Status Append(std::string_view bytes);
-  // DATA_LOSS if what was appended is not what the shape needs.
+  // DATA_LOSS if the appended bytes are not as many as the shape needs.
   absl::Status Commit();
 
  private:
-  NpyWriter(std::unique_ptr<WholeFile> file, int64_t data_bytes)
+  NpyWriter(std::unique_ptr<AtomicFile> file, int64_t data_bytes)
       : file_(std::move(file)), data_bytes_(data_bytes) {}
 
-  const std::unique_ptr<WholeFile> file_;
+  const std::unique_ptr<AtomicFile> file_;
   const int64_t data_bytes_;
   int64_t appended_bytes_ = 0;
 };

@@ -10,6 +10,8 @@
 namespace ballast::client::cli {
 
 int EditDistance(std::string_view a, std::string_view b) {
+  // Levenshtein's distance, row by row: row[j] is the distance from a's first i bytes to b's first
+  // j.
   std::vector<int> row(b.size() + 1);
   std::iota(row.begin(), row.end(), 0);
   for (size_t i = 0; i < a.size(); ++i) {

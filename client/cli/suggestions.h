@@ -1,4 +1,4 @@
-// Guesses what somebody meant by a name that is not there.
+// Suggests known names for a name that does not exist.
 #ifndef BALLAST_CLIENT_CLI_SUGGESTIONS_H_
 #define BALLAST_CLIENT_CLI_SUGGESTIONS_H_
 
@@ -10,13 +10,13 @@
 
 namespace ballast::client::cli {
 
-// Insertions, deletions and replacements of single bytes that make `b` of `a`.
+// The number of insertions, deletions and replacements of single bytes that turn `a` into `b`.
 int EditDistance(std::string_view a, std::string_view b);
 
-// At most three of `names`, nearest first: those a few edits away, or that contain `wanted`.
+// At most three of `names`, nearest first: those a few edits away, and those that contain `wanted`.
 std::vector<std::string> Suggestions(std::string_view wanted, absl::Span<const std::string> names);
 
-// "; did you mean a or b?", or what there is if that is little, or empty.
+// "; did you mean a or b?". If no name is near: all names if they are few, otherwise their number.
 std::string Suggestion(std::string_view wanted, absl::Span<const std::string> names);
 
 }  // namespace ballast::client::cli

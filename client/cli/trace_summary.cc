@@ -33,16 +33,17 @@ std::string Cell(double value, int decimals) {
   return absl::StrFormat("%.*f", decimals, value);
 }
 
-// What the columns of the table are called, and in JSON.
+// The names of the busy times, in the table and in JSON. GUESSED is the proto's name for a
+// speculated update; the JSON field keeps its name.
 struct BusyKind {
   v1::TraceEventKind kind;
   const char* title;
   const char* field;
 };
 constexpr BusyKind kBusyKinds[] = {
-    {v1::ARRIVED, "arriving", "arriving_ms"}, {v1::SUMMED, "summing", "summing_ms"},
-    {v1::GUESSED, "guessing", "guessing_ms"}, {v1::DECIDED, "deciding", "deciding_ms"},
-    {v1::UPDATED, "updating", "updating_ms"}, {v1::SENT, "sending", "sending_ms"}};
+    {v1::ARRIVED, "arriving", "arriving_ms"},    {v1::SUMMED, "summing", "summing_ms"},
+    {v1::GUESSED, "speculating", "guessing_ms"}, {v1::DECIDED, "deciding", "deciding_ms"},
+    {v1::UPDATED, "updating", "updating_ms"},    {v1::SENT, "sending", "sending_ms"}};
 
 }  // namespace
 
@@ -54,6 +55,8 @@ TracedStep& TraceSummary::StepOf(const v1::TraceEvent& event) {
   const auto latest = std::find_if(steps_.rbegin(), steps_.rend(), [&](const TracedStep& step) {
     return step.step == event.step();
   });
+  // A step that begins again was aborted: its next attempt has the same number and a row of its
+  // own.
   if (event.kind() != v1::BEGUN && latest != steps_.rend()) return *latest;
   return steps_.emplace_back(TracedStep{.step = event.step()});
 }

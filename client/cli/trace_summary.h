@@ -1,5 +1,5 @@
-// A trace in a few lines: when each step was decided and committed, and how long the service's
-// threads were busy with what.
+// A trace in a few lines: when each step was decided and committed, and for how long the service's
+// threads were busy with each kind of work.
 #ifndef BALLAST_CLIENT_CLI_TRACE_SUMMARY_H_
 #define BALLAST_CLIENT_CLI_TRACE_SUMMARY_H_
 
@@ -16,38 +16,38 @@
 
 namespace ballast::client::cli {
 
-// One attempt at a step; one that was aborted has a row of its own.
+// One attempt at a step. An aborted attempt has a row of its own.
 struct TracedStep {
   uint64_t step = 0;
-  int64_t begun_ns = 0;  // 0: not seen, as in the others.
+  int64_t begun_ns = 0;  // 0, here and below: not seen.
   int64_t decided_ns = 0;
   int64_t committed_ns = 0;
-  std::array<int64_t, v1::TraceEventKind_ARRAYSIZE> busy_ns = {};  // By kind, over all threads.
-  // Through the channel, empty contributions counted as if they were not.
+  std::array<int64_t, v1::TraceEventKind_ARRAYSIZE> busy_ns = {};  // By kind, summed over threads.
+  // Bytes through the channel. Empty contributions are counted as if they were full.
   int64_t arrived_bytes = 0;
   int64_t sent_bytes = 0;
 };
 
 class TraceSummary {
  public:
-  // `layout` is the job's; both outlive it. Nothing goes through the channel for ranks in
-  // `shares_memory`.
+  // `layout` is the job's; both outlive the summary. For a rank whose `shares_memory` is true,
+  // nothing goes through the channel.
   TraceSummary(const JobSpec& spec, const Layout& layout, std::vector<bool> shares_memory)
       : spec_(spec), layout_(layout), shares_memory_(std::move(shares_memory)) {}
 
-  // In order of begin_ns; has passed CheckEvent (chrome_trace.h).
+  // Call in order of begin_ns, after CheckEvent (chrome_trace.h).
   void Add(const v1::TraceEvent& event);
 
   int64_t events() const { return events_; }
-  int64_t begun() const;      // How many attempts.
-  int64_t committed() const;  // How many of them.
+  int64_t begun() const;      // The number of attempts.
+  int64_t committed() const;  // The number of committed ones.
 
-  std::string Text() const;               // A table, without words around it.
+  std::string Text() const;               // A table.
   nlohmann::ordered_json ToJson() const;  // An array with an object for each attempt.
 
  private:
   TracedStep& StepOf(const v1::TraceEvent& event);
-  // Whether the chunk went with the one before: the time of a message counts once.
+  // Whether the chunk was in the same message as the previous one: a message's time counts once.
   bool InLastMessage(const v1::TraceEvent& sent) const;
   bool ThroughChannel(int rank) const;
 

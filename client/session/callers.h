@@ -1,4 +1,4 @@
-// The threads that are inside an object's calls, so that its destructor can wait for them.
+// Counts the threads inside an object's calls, so that its destructor can wait for them.
 //
 // Thread-safe.
 #ifndef BALLAST_CLIENT_SESSION_CALLERS_H_

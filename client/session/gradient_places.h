@@ -1,9 +1,12 @@
 // Who may write to the places for gradients in shared memory.
 //
-// A trainer that asks for a chunk's place writes there itself. The other places are the session's,
-// to copy pushes of other memory to: such a place is free until a push lies there, again when the
-// service holds that push, and after a final push not before the next step, because the service
-// then reads it where it is.
+// The trainer itself writes to a place that it has asked for. The other places are the session's:
+// it copies pushes of other memory there. Such a place is free until the session copies a push
+// there, and again when the service has that push; after a final push, from the next step on,
+// because the service reads a final gradient in place.
+//
+//   kFree -- GiveToTrainer --> kTrainers (for the session's lifetime)
+//   kFree -- Take --> kTaken -- Free, or the next step --> kFree
 //
 // Thread-safe.
 #ifndef BALLAST_CLIENT_SESSION_GRADIENT_PLACES_H_
@@ -22,15 +25,15 @@ class GradientPlaces {
  public:
   explicit GradientPlaces(size_t chunks) : states_(chunks, State::kFree) {}
 
-  // Whether the trainer may write there; then only the trainer does, from now on. Not while a push
-  // that the session copied there is in use.
+  // Whether the trainer may write to the chunk's place; then only the trainer does from now on.
+  // False while a push that the session copied there is in use.
   bool GiveToTrainer(int chunk) {
     MutexLock lock(mutex_);
     if (states_[chunk] == State::kTaken) return false;
     states_[chunk] = State::kTrainers;
     return true;
   }
-  // Whether the session may write there now; then it is not free any more.
+  // Whether the session may write to the place now; then it is no longer free.
   bool Take(int chunk) {
     MutexLock lock(mutex_);
     if (states_[chunk] != State::kFree) return false;
@@ -41,7 +44,7 @@ class GradientPlaces {
     MutexLock lock(mutex_);
     if (states_[chunk] == State::kTaken) states_[chunk] = State::kFree;
   }
-  // A step begins: the service reads no gradient of the one before.
+  // A step begins: the service no longer reads gradients of the previous step.
   void FreeAll() {
     MutexLock lock(mutex_);
     for (State& state : states_) {

@@ -35,20 +35,21 @@ absl::StatusOr<v1::AttachWorkerResponse> Join(Transport& transport, Clock& clock
   attach.set_uid(options.job_uid);
   attach.set_shared_memory(options.shared_memory == SharedMemoryUse::kAuto);
   *attach.mutable_job() = proto::ToProto(options.job);
-  // The last call, at the deadline, has time enough to say what is wrong.
+  // The last call, at the deadline, has enough time to return a reason.
   const auto left = [&] { return std::max(deadline - clock.Now(), absl::Seconds(1)); };
-  // Where a certain job is wanted, an empty one must not pass for it.
+  // If a certain job is wanted, a new and empty one must not take its place.
   const bool creates = options.rank == 0 && options.job_uid.empty();
   if (creates) {
     v1::CreateJobRequest create;
     *create.mutable_job() = attach.job();
     const absl::Status created = transport.CreateJob(create, left()).status();
-    // If it is there, attaching compares the descriptions.
+    // If the job exists, attaching compares the descriptions.
     if (!created.ok() && !absl::IsAlreadyExists(created)) return created;
   }
   Backoff backoff(clock, deadline);
   for (;;) {
     absl::StatusOr<v1::AttachWorkerResponse> attached = transport.AttachWorker(attach, left());
+    // Only a rank that waits for rank 0 expects NOT_FOUND.
     if (creates || !options.job_uid.empty() || !absl::IsNotFound(attached.status())) {
       return attached;
     }
@@ -84,7 +85,7 @@ absl::Status AwaitFirstWeights(const std::function<absl::StatusOr<v1::Job>()>& g
       if (!rank.attached()) absent.push_back(rank.rank());
     }
     return absl::DeadlineExceededError(absl::StrCat(
-        "not all first weights have come within ", absl::FormatDuration(options.join_timeout), "; ",
+        "not all first weights arrived within ", absl::FormatDuration(options.join_timeout), "; ",
         absent.empty() ? "all ranks are attached, and one has not uploaded its weights"
                        : absl::StrCat("not attached: rank ", absl::StrJoin(absent, ", "))));
   }

@@ -1,4 +1,4 @@
-// How a rank finds its job: rank 0 creates it, the others wait until it is there, all take their
+// How a rank finds its job: rank 0 creates it, the others wait until it exists, and each takes its
 // rank.
 #ifndef BALLAST_CLIENT_SESSION_JOIN_H_
 #define BALLAST_CLIENT_SESSION_JOIN_H_
@@ -10,12 +10,13 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "client/session.h"
+#include "client/transport/clock.h"
 #include "client/transport/transport.h"
 
 namespace ballast::client {
 
-// One process id for all sessions of this process, so that a session opened again does not look
-// like another process: host, pid and random bits.
+// One id for all sessions of this process, so that a session opened again does not look like
+// another process: the host's name, the process id and random bits.
 const std::string& DefaultProcessId();
 
 // Creates the job if this is rank 0 and options.job_uid is empty, and attaches; errors as in
@@ -23,12 +24,12 @@ const std::string& DefaultProcessId();
 absl::StatusOr<v1::AttachWorkerResponse> Join(Transport& transport, Clock& clock,
                                               const SessionOptions& options, absl::Time deadline);
 
-// The job with this uid; NOT_FOUND if there is none, or another has its name.
+// The job with this uid. NOT_FOUND if no job, or another one, has its name.
 absl::StatusOr<v1::Job> GetJob(Transport& transport, const std::string& name,
                                const std::string& uid);
 
-// Returns when every rank's first weights have come. DEADLINE_EXCEEDED names the ranks not
-// attached. Reads the job with `get_job`.
+// Returns when every rank's first weights have arrived. DEADLINE_EXCEEDED names the ranks that are
+// not attached. Reads the job with `get_job`.
 absl::Status AwaitFirstWeights(const std::function<absl::StatusOr<v1::Job>()>& get_job,
                                Clock& clock, const SessionOptions& options);
 

@@ -1,4 +1,4 @@
-// Where the client's log lines go: the error output, because the standard output is the trainer's.
+// The client's log. It writes to the error output, because the standard output is the trainer's.
 #ifndef BALLAST_CLIENT_SESSION_LOG_H_
 #define BALLAST_CLIENT_SESSION_LOG_H_
 

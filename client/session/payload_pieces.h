@@ -1,4 +1,4 @@
-// A payload in the pieces that it came in, and putting it together.
+// A payload in the pieces in which it arrived: their size, and copying them together.
 #ifndef BALLAST_CLIENT_SESSION_PAYLOAD_PIECES_H_
 #define BALLAST_CLIENT_SESSION_PAYLOAD_PIECES_H_
 
@@ -15,7 +15,7 @@ inline size_t TotalBytes(PayloadPieces pieces) {
   return bytes;
 }
 
-// `out` has room for them all. A piece that lies there already is left alone.
+// `out` has room for all pieces. A piece that is already in place is not copied.
 inline void CopyPieces(PayloadPieces pieces, std::byte* out) {
   for (absl::Span<const std::byte> piece : pieces) {
     if (!piece.empty() && piece.data() != out) std::memcpy(out, piece.data(), piece.size());

@@ -6,6 +6,7 @@ namespace ballast::client {
 
 absl::Duration Backoff::Next() {
   const absl::Duration wait = std::max(absl::ZeroDuration(), std::min(next_, left()));
+  // A service that restarts is found soon after, and an absent one is not flooded with calls.
   next_ = std::min(2 * next_, absl::Seconds(1));
   return wait;
 }

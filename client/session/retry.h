@@ -1,4 +1,4 @@
-// Trying again, with growing waits, what the way to the service made fail.
+// Repeats calls that failed because the service could not be reached, with growing waits.
 #ifndef BALLAST_CLIENT_SESSION_RETRY_H_
 #define BALLAST_CLIENT_SESSION_RETRY_H_
 
@@ -6,7 +6,7 @@
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
-#include "client/transport/transport.h"
+#include "client/transport/clock.h"
 
 namespace ballast::client {
 
@@ -16,7 +16,7 @@ class Backoff {
   Backoff(Clock& clock, absl::Time deadline) : clock_(clock), deadline_(deadline) {}
   // False, without waiting, if the deadline has passed.
   bool Wait();
-  // The same for those who wait in their own way: how long; zero if the deadline has passed.
+  // How long to wait, for callers that wait themselves. Zero if the deadline has passed.
   absl::Duration Next();
   absl::Duration left() const { return deadline_ - clock_.Now(); }
 
@@ -26,8 +26,8 @@ class Backoff {
   absl::Duration next_ = absl::Milliseconds(20);
 };
 
-// Calls `call`, which may be done twice, until its status is one that `may_heal` does not hold for,
-// or `limit` has passed; returns the last status.
+// Calls `call`, which may be done twice, until `may_heal` returns false for its status or `limit`
+// has passed. Returns the last status.
 absl::Status Retry(Clock& clock, absl::Duration limit, const std::function<absl::Status()>& call,
                    const std::function<bool(const absl::Status&)>& may_heal = absl::IsUnavailable);
 

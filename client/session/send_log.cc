@@ -10,10 +10,10 @@
 namespace ballast::client {
 namespace {
 
-// What a new stream's answer shows of the step that its rank has begun.
-class HeldByService {
+// What the service has of the step that the rank has begun, as a new stream's answer shows it.
+class ArrivedAtService {
  public:
-  explicit HeldByService(const v1::Opened& opened)
+  explicit ArrivedAtService(const v1::Opened& opened)
       : step_(opened.open_step()), micro_steps_ended_(opened.micro_steps_ended()) {
     for (const v1::ChunkCount& count : opened.delivered()) {
       next_micro_step_[count.chunk()] = count.next_micro_step();
@@ -95,7 +95,8 @@ void SendLog::SendOnStream(Entry& entry) {
 }
 
 void SendLog::LogAndSend(Entry entry) {
-  // Logged first, so that the log's share of the payload outlives a stream that drops it at once.
+  // Logged before it is sent: a stream that drops the payload at once must not be its last owner,
+  // because `released` may not run while the lock is held.
   entries_.push_back(std::move(entry));
   if (stream_ != nullptr) SendOnStream(entries_.back());
 }
@@ -111,13 +112,13 @@ absl::Status SendLog::Send(v1::TrainRequest message) {
 absl::Status SendLog::SendGradient(const v1::GradientHeader& header,
                                    absl::Span<const std::byte> payload,
                                    std::function<void()> released) {
-  // Before the lock, so that it is destroyed after it.
+  // Constructed before the lock is taken, so that it is destroyed after the lock is released.
   auto borrowed = std::make_shared<Borrowed>(lent_, std::move(released));
   const auto bytes = static_cast<int64_t>(payload.size());
   const auto deadline = SteadyDeadline(send_timeout_);
   MutexLock lock(mutex_);
   bool in_time = true;
-  // A payload larger than the whole window passes alone.
+  // A payload larger than the whole window is sent alone.
   while (closed_.ok() && unacknowledged_bytes_ > 0 &&
          unacknowledged_bytes_ + bytes > limit_bytes_) {
     if (!in_time) {
@@ -137,7 +138,7 @@ absl::Status SendLog::SendGradient(const v1::GradientHeader& header,
 
 absl::Status SendLog::SendSharedGradient(const v1::GradientHeader& header,
                                          std::function<void()> released) {
-  // Before the lock, so that it is destroyed after it.
+  // Constructed before the lock is taken, so that it is destroyed after the lock is released.
   auto borrowed = std::make_shared<Borrowed>(lent_, std::move(released));
   MutexLock lock(mutex_);
   if (!closed_.ok()) return closed_;
@@ -148,12 +149,14 @@ absl::Status SendLog::SendSharedGradient(const v1::GradientHeader& header,
 }
 
 absl::Status SendLog::Acknowledge(uint64_t messages) {
-  std::vector<Entry> done;  // Destroyed after the lock: `released` may call back.
+  std::vector<Entry> done;  // Destroyed without the lock: `released` may call back.
   MutexLock lock(mutex_);
+  // A count beyond this would release payloads that the service does not have.
   if (messages > sent_) {
     return absl::InternalError(absl::StrCat("the service acknowledged ", messages,
                                             " messages of a stream that carried ", sent_));
   }
+  // Entries with number 0 were not sent on this stream, so the count does not include them.
   while (!entries_.empty() && entries_.front().number != 0 && entries_.front().number <= messages) {
     unacknowledged_bytes_ -= static_cast<int64_t>(entries_.front().payload.size());
     done.push_back(std::move(entries_.front()));
@@ -169,9 +172,10 @@ void SendLog::SealRefused() {
 }
 
 void SendLog::StepDecided() {
-  std::deque<Entry> held;  // Destroyed after the lock.
+  // Also for entries that were not acknowledged: the service decides only when it has all of them.
+  std::deque<Entry> done;  // Destroyed without the lock.
   MutexLock lock(mutex_);
-  held.swap(entries_);
+  done.swap(entries_);
   seal_.reset();
   unacknowledged_bytes_ = 0;
   room_.NotifyAll();
@@ -180,29 +184,29 @@ void SendLog::StepDecided() {
 void SendLog::Detach() {
   MutexLock lock(mutex_);
   stream_ = nullptr;
-  sent_ = 1;
+  sent_ = 1;  // The open message of the next stream, which does not go through the log.
   for (Entry& entry : entries_) entry.number = 0;
 }
 
-SendLog::Resumed SendLog::Resume(TrainStream& stream, const v1::Opened& opened) {
-  const HeldByService held(opened);
-  std::deque<Entry> before;  // What is held is destroyed after the lock.
+SendLog::Resumed SendLog::Resume(TrainCall& stream, const v1::Opened& opened) {
+  const ArrivedAtService arrived(opened);
+  std::deque<Entry> before;  // Destroyed without the lock.
   Resumed resumed;
   MutexLock lock(mutex_);
   if (!closed_.ok()) return resumed;
   stream_ = &stream;
   before.swap(entries_);
   for (Entry& entry : before) {
-    if (entry.message.has_seal()) continue;  // The one that counts comes last.
-    if (held.Has(entry.message)) {
-      ++resumed.held;
+    if (entry.message.has_seal()) continue;  // The last seal is sent below.
+    if (arrived.Has(entry.message)) {
+      ++resumed.arrived;
       unacknowledged_bytes_ -= static_cast<int64_t>(entry.payload.size());
     } else {
       ++resumed.sent;
       LogAndSend(std::move(entry));
     }
   }
-  // Not that of a step that is over.
+  // A seal of a step that is over is not sent again.
   if (seal_.has_value() && seal_->seal().step() > opened.committed_step()) {
     ++resumed.sent;
     LogAndSend({.message = *seal_});
@@ -212,7 +216,7 @@ SendLog::Resumed SendLog::Resume(TrainStream& stream, const v1::Opened& opened) 
 }
 
 void SendLog::Close(const absl::Status& status) {
-  std::deque<Entry> dropped;  // Destroyed after the lock.
+  std::deque<Entry> dropped;  // Destroyed without the lock.
   MutexLock lock(mutex_);
   if (!closed_.ok()) return;
   closed_ = status;

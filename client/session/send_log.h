@@ -1,11 +1,11 @@
 // The log of what a rank has sent in a step and the service has not acknowledged: control messages
 // and gradients, in order. It numbers the messages of a stream (each gradient counts as one, also
-// where several go in one), bounds the payload bytes that are unacknowledged, and sends again on a
-// new stream what the service does not hold.
+// if one message carries several), bounds the unacknowledged payload bytes, and sends again on a
+// new stream what the service does not have.
 //
-// Each payload is borrowed twice: by the service until it holds it, and by the transport until it
-// lets go. `released` runs when both have ended, or at once when nothing was logged; exactly once
-// in every case, however often the payload was sent, and with no lock held.
+// Each payload is borrowed twice: until the service has it, and until the transport no longer
+// uses it. `released` runs when both have ended, or at once if nothing was logged; exactly once in
+// every case, however often the payload was sent, and with no lock held.
 //
 // Thread-safe.
 #ifndef BALLAST_CLIENT_SESSION_SEND_LOG_H_
@@ -32,55 +32,57 @@ class SendLog {
  public:
   // `send_timeout` bounds how long SendGradient waits for room.
   explicit SendLog(int64_t limit_bytes, absl::Duration send_timeout = absl::InfiniteDuration());
-  // Waits until the transport has let go of every payload: their owner may go away after this.
-  // Without a limit of its own, because memory that the kernel still reads cannot be taken back:
-  // the owner ends the stream first, which drops all but the bytes of a write in progress, and the
-  // connection's keepalive ends that one (connect.h says when).
+  // Waits until the transport no longer uses any payload; after that their owner may be destroyed.
+  // The wait has no limit of its own, because memory that the kernel still reads cannot be taken
+  // back. The owner ends the stream first, which drops everything except the bytes of a write in
+  // progress, and the connection's keepalive ends that write (client/connect.h).
   ~SendLog();
 
-  // Logs a message, and sends it if there is a stream. Never blocks. The status given to Close, if
-  // it was closed.
+  // Logs a message, and sends it if there is a stream. Never blocks. After Close: the status that
+  // was given to Close.
   absl::Status Send(v1::TrainRequest message);
-  // The same for a gradient. Blocks while other bytes are unacknowledged and these would pass the
-  // limit; DEADLINE_EXCEEDED, and nothing logged, if that lasts.
+  // The same for a gradient. Blocks while other bytes are unacknowledged and these would exceed the
+  // limit. DEADLINE_EXCEEDED, and nothing is logged, if that lasts for `send_timeout`.
   absl::Status SendGradient(const v1::GradientHeader& header, absl::Span<const std::byte> payload,
                             std::function<void()> released);
 
-  // The same for a gradient in shared memory, which takes no room and is lent to the service alone.
-  // Never blocks.
+  // The same for a gradient in shared memory, which needs no room and which only the service
+  // borrows. Never blocks.
   absl::Status SendSharedGradient(const v1::GradientHeader& header, std::function<void()> released);
 
-  // The service holds the first `messages` messages of the stream, whose open message is the first.
-  // INTERNAL if there were not so many.
+  // The service has the first `messages` messages of the stream, including the open message.
+  // INTERNAL if the stream carried fewer.
   absl::Status Acknowledge(uint64_t messages);
-  // A seal is kept beyond its acknowledgement, because its answer may be lost with the stream:
-  // until it was refused, or the step decided.
+  // A seal is kept after its acknowledgement, because its answer may be lost with the stream. It is
+  // kept until it is refused or the step is decided.
   void SealRefused();
-  // The service holds all that was logged, acknowledged or not: every rank's seal was taken.
+  // The service has everything that was logged, acknowledged or not, because it has accepted
+  // every rank's seal.
   void StepDecided();
 
-  // From now on messages are only logged. No acknowledgement of the old stream comes after this.
+  // From now on messages are only logged. The caller passes on no later acknowledgement of the old
+  // stream.
   void Detach();
-  // Sends again, on a stream that has carried its open message, what its answer does not show to be
-  // held, and all later messages on it. `stream` lives until Detach.
+  // Uses `stream`, which has carried its open message, from now on. Sends again every logged
+  // message that the answer, `opened`, does not show to have arrived. `stream` lives until Detach.
   struct Resumed {
     int64_t sent = 0;
-    int64_t held = 0;  // Forgotten, and their payloads given back.
+    int64_t arrived = 0;  // Removed from the log, and their payloads returned.
   };
-  Resumed Resume(TrainStream& stream, const v1::Opened& opened);
+  Resumed Resume(TrainCall& stream, const v1::Opened& opened);
 
-  // Wakes and refuses all senders with `status`, and waits for no more acknowledgements. The first
+  // Wakes all senders and refuses them with `status`; expects no more acknowledgements. The first
   // status stays.
   void Close(const absl::Status& status);
 
   int64_t unacknowledged_bytes() const;
 
  private:
-  class Borrowed;  // Runs `released` when its last owner lets go.
-  struct Lent;     // Counts payloads that somebody borrows.
+  class Borrowed;  // Runs `released` when its last owner is gone.
+  struct Lent;     // Counts the payloads that are borrowed.
   struct Entry {
-    uint64_t number = 0;       // On the stream; 0: not sent on it.
-    v1::TrainRequest message;  // Of a gradient, the header.
+    uint64_t number = 0;       // In the stream; 0: not sent on it.
+    v1::TrainRequest message;  // For a gradient, only its header.
     absl::Span<const std::byte> payload;
     std::shared_ptr<Borrowed> borrowed;  // Null for a control message.
     bool shared = false;                 // A gradient in shared memory.
@@ -94,11 +96,11 @@ class SendLog {
   const std::shared_ptr<Lent> lent_;
   mutable Mutex mutex_;
   CondVar room_;
-  TrainStream* stream_ ABSL_GUARDED_BY(mutex_) = nullptr;
-  uint64_t sent_ ABSL_GUARDED_BY(mutex_) = 1;  // On the stream, the open message included.
+  TrainCall* stream_ ABSL_GUARDED_BY(mutex_) = nullptr;
+  uint64_t sent_ ABSL_GUARDED_BY(mutex_) = 1;  // On the stream, with the open message.
   int64_t unacknowledged_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   std::deque<Entry> entries_ ABSL_GUARDED_BY(mutex_);
-  std::optional<v1::TrainRequest> seal_ ABSL_GUARDED_BY(mutex_);  // The last one, not answered.
+  std::optional<v1::TrainRequest> seal_ ABSL_GUARDED_BY(mutex_);  // The last, unanswered.
   absl::Status closed_ ABSL_GUARDED_BY(mutex_);
 };
 

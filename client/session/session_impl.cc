@@ -49,7 +49,7 @@ SessionImpl::SessionImpl(std::unique_ptr<Transport> transport, Clock& clock, Ses
 
 SessionImpl::~SessionImpl() {
   log_.Close(absl::CancelledError("the session was closed"));
-  pushes_.AwaitNone();  // It has woken them.
+  pushes_.AwaitNone();  // Close has woken them.
   keeper_.reset();
 }
 
@@ -75,9 +75,9 @@ absl::Status SessionImpl::Start(absl::Time deadline) {
   return Retry(
       clock_, limit, [&] { return TryToStart(options, deadline); },
       [&](const absl::Status& status) {
-        // Once attached: the service has set the rank free, because only now it notices the end of
-        // an older stream, or the generation has risen. Attaching once more says whether the rank
-        // is lost.
+        // ABORTED after attaching: the service noticed the end of an older stream only now and
+        // detached the rank, or the generation has risen. Attaching once more shows whether the
+        // rank is lost.
         return absl::IsUnavailable(status) || (absl::IsAborted(status) && options.rejoin);
       });
 }
@@ -85,6 +85,8 @@ absl::Status SessionImpl::Start(absl::Time deadline) {
 absl::Status SessionImpl::TryToStart(SessionOptions& options, absl::Time deadline) {
   keeper_.reset();
   BALLAST_ASSIGN_OR_RETURN(attached_, Join(*transport_, clock_, options, deadline));
+  // This process has the rank now. Another attempt must get the same job, and must not take the
+  // rank from a process that has replaced this one.
   options.job_uid = attached_.uid();
   options.rejoin = true;
   trainer_state_ = attached_.job().trainer_state();
@@ -92,7 +94,7 @@ absl::Status SessionImpl::TryToStart(SessionOptions& options, absl::Time deadlin
   if (const auto& records = attached_.job().recent_steps(); !records.empty()) {
     last_step_applied_ = records.rbegin()->applied();
   }
-  attached_.clear_job();
+  attached_.clear_job();  // A job's description can be large, and is no longer needed.
   awaiting_weights_ = attached_.awaiting_weights();
   committed_step_ = attached_.committed_step();
   ShareMemory(attached_.shared_memory(), deadline);
@@ -103,28 +105,28 @@ absl::Status SessionImpl::TryToStart(SessionOptions& options, absl::Time deadlin
                              .instance_id = attached_.instance_id(),
                              .committed_step = attached_.committed_step(),
                              .reconnect_timeout = options_.reconnect_timeout});
-  // At the deadline there is time enough to hear what is wrong.
+  // At the deadline there is still time for a reason to arrive.
   return keeper_->Open(std::max(deadline - clock_.Now(), absl::Seconds(1)));
 }
 
-// Each attachment has an offer of its own. Whatever goes wrong, the stream carries everything.
+// Each attachment has its own offer. If anything fails, the stream carries everything.
 void SessionImpl::ShareMemory(const v1::SharedMemoryOffer& offer, absl::Time deadline) {
   if (shared_memory_ != nullptr) weights_memory_.reset();
   shared_memory_ = nullptr;
   if (!attached_.has_shared_memory()) return;
-  // Time is left for the stream; a service that listens at all answers soon.
+  // Leaves time to open the stream; a service that listens answers soon.
   const absl::Duration limit =
       std::clamp((deadline - clock_.Now()) / 2, absl::Seconds(1), kLongestWaitForSharedMemory);
-  absl::StatusOr<std::unique_ptr<SharedMemory>> shared = SharedMemory::Connect(
+  absl::StatusOr<std::unique_ptr<SharedMapping>> shared = SharedMapping::Connect(
       offer, RankMemoryLayout(layout_, options_.job.groups, options_.rank), limit);
   if (shared.ok()) {
     shared_memory_ = *std::move(shared);
     return;
   }
-  // Nobody listens: the service is on another host, or in another network namespace.
+  // NOT_FOUND: the service is on another host, or in another network namespace.
   const bool elsewhere = absl::IsNotFound(shared.status());
   Log().log(elsewhere ? spdlog::level::info : spdlog::level::warn,
-            "{}: gradients and weights travel through the connection, no memory is shared: {}",
+            "{}: no memory is shared, so gradients and weights go through the connection: {}",
             Context(), std::string(shared.status().message()));
 }
 
@@ -134,7 +136,8 @@ absl::Status SessionImpl::TakeWeightsMemory() {
     weights_memory_ = WeightsMemory::In(*shared_memory_, layout_, options_.rank);
     return absl::OkStatus();
   }
-  if (weights_memory_.has_value()) return absl::OkStatus();  // Of another attempt.
+  if (weights_memory_.has_value()) return absl::OkStatus();  // From another attempt.
+  // With `weights`, memory is needed only for provisional weights.
   if (options_.weights && options_.job.update_mode != UpdateMode::kSpeculate) {
     return absl::OkStatus();
   }
@@ -144,6 +147,7 @@ absl::Status SessionImpl::TakeWeightsMemory() {
     weights_memory_ = *std::move(reserved);
     return absl::OkStatus();
   }
+  // Without provisional weights the session still works, if the trainer has memory for the others.
   if (!options_.weights) return reserved.status();
   Log().warn("{}: {}; this rank's chunks wait for the decision", Context(),
              std::string(reserved.status().message()));
@@ -180,6 +184,7 @@ std::string SessionImpl::Context() const {
 }
 
 void SessionImpl::OnEnded(const absl::Status& status) {
+  // The failure first: a sender that the log wakes returns it.
   progress_.Fail(Annotate(status, Context()));
   log_.Close(progress_.failure());
 }
@@ -219,7 +224,7 @@ absl::Status SessionImpl::BeginStep(const StepSettings& settings) {
     (*begin.mutable_overrides())[group] = proto::ToProto(overrides);
   }
   progress_.Begin(step);
-  places_.FreeAll();
+  places_.FreeAll();  // The previous step is over, so the service reads none of its gradients.
   return log_.Send(std::move(request));
 }
 
@@ -245,8 +250,6 @@ absl::Status SessionImpl::CheckPush(const GradientPush& push) const {
   return absl::OkStatus();
 }
 
-// Whether the gradient lies at its chunk's place in shared memory, brought there if need be; then
-// `push` is released once the service holds it.
 bool SessionImpl::PushInPlace(GradientPush& push) {
   if (shared_memory_ == nullptr || push.empty) return false;
   const absl::Span<std::byte> place = shared_memory_->gradient(push.chunk);
@@ -254,13 +257,14 @@ bool SessionImpl::PushInPlace(GradientPush& push) {
   if (!places_.Take(push.chunk)) return false;
   std::memcpy(place.data(), push.payload.data(), place.size());
   if (push.released) push.released();
+  // A final gradient stays at its place until the next step (FreeAll): the service reads it there.
   push.released = nullptr;
   if (!push.final) push.released = [this, chunk = push.chunk] { places_.Free(chunk); };
   return true;
 }
 
 absl::Status SessionImpl::Push(GradientPush push) {
-  const Callers::Entry entry(pushes_);
+  const Callers::Entry entry(pushes_);  // The destructor waits for this call.
   if (absl::Status status = CheckPush(push); !status.ok()) {
     if (push.released) push.released();
     return status;
@@ -276,6 +280,7 @@ absl::Status SessionImpl::Push(GradientPush push) {
                                 ? log_.SendSharedGradient(header, std::move(push.released))
                                 : log_.SendGradient(header, push.payload, std::move(push.released));
   if (sent.ok()) return sent;
+  // If the session has failed, its failure is the cause.
   BALLAST_RETURN_IF_ERROR(progress_.failure());
   return Annotate(sent, absl::StrCat(Context(), ": chunk ", push.chunk, " of micro-step ",
                                      push.micro_step_begin));
@@ -318,7 +323,7 @@ absl::Status SessionImpl::ExplainSeal(const absl::Status& status) const {
   if (!absl::IsDeadlineExceeded(status)) return Annotate(status, Context());
   std::vector<int> ranks = progress_.awaited_ranks();
   if (ranks.empty()) {
-    // The service's own deadline has not passed yet; ask.
+    // The service names the ranks only after its own deadline, which has not passed yet.
     if (const absl::StatusOr<v1::Job> job =
             client::GetJob(*transport_, options_.job.name, attached_.uid());
         job.ok()) {
@@ -329,14 +334,14 @@ absl::Status SessionImpl::ExplainSeal(const absl::Status& status) const {
   }
   return Annotate(absl::DeadlineExceededError(absl::StrCat(
                       status.message(), "; not sealed: ",
-                      ranks.empty() ? "no rank that the service knows of"
+                      ranks.empty() ? "no rank that the service names"
                                     : absl::StrCat("rank ", absl::StrJoin(ranks, ", ")),
                       "; wait with another Seal, or abort the step")),
                   Context());
 }
 
 absl::Status SessionImpl::ReceiveWeights() {
-  // A step whose end has come counts, even if the stream failed after it.
+  // A decided step can be received even if the stream failed later.
   if (!progress_.decision().has_value()) {
     BALLAST_RETURN_IF_ERROR(CheckInStep("ReceiveWeights"));
     return absl::FailedPreconditionError(

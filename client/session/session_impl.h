@@ -12,11 +12,12 @@
 #include "client/session/callers.h"
 #include "client/session/gradient_places.h"
 #include "client/session/send_log.h"
-#include "client/session/shared_memory.h"
+#include "client/session/shared_mapping.h"
 #include "client/session/step_progress.h"
 #include "client/session/stream_keeper.h"
 #include "client/session/weight_sink.h"
 #include "client/session/weights_memory.h"
+#include "client/transport/clock.h"
 #include "client/transport/transport.h"
 
 namespace ballast::client {
@@ -58,18 +59,21 @@ class SessionImpl final : public Session, private StreamKeeper::User {
               Layout layout);
 
   absl::Status Start(absl::Time deadline);
-  // Attaches and opens the stream. What it learns goes into `options`, for another attempt.
+  // Attaches and opens the stream. Stores in `options` what another attempt needs: the job's uid,
+  // and that this process has the rank.
   absl::Status TryToStart(SessionOptions& options, absl::Time deadline);
   v1::OpenTrain OpenMessage() const;
   void ShareMemory(const v1::SharedMemoryOffer& offer, absl::Time deadline);
-  // RESOURCE_EXHAUSTED if there is none, and the session cannot do without.
+  // RESOURCE_EXHAUSTED if there is not enough memory and the session cannot work without it.
   absl::Status TakeWeightsMemory();
   bool may_speculate() const {
     return options_.job.update_mode == UpdateMode::kSpeculate && weights_memory_.has_value();
   }
+  // Whether the gradient is at its chunk's place in shared memory, after copying it there if
+  // possible. Then the log releases `push` once the service has it.
   bool PushInPlace(GradientPush& push);
 
-  // session_stream.cc: what the service says.
+  // session_stream.cc: messages of the service.
   absl::Status OnMessage(const v1::TrainResponse& message, PayloadPieces payload) override;
   absl::Status OnAttachedAgain(const v1::AttachWorkerResponse& attached,
                                absl::Duration limit) override;
@@ -87,16 +91,17 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   absl::Status FinishStep(const StepProgress::Standing& standing, const v1::Job& job,
                           absl::Duration limit);
 
-  // Reads what `sink` misses, at `step` if it is given, which is set to the step that came.
+  // Reads the chunks that `sink` misses, at `step` if that has a value. Sets `step` to the step of
+  // the weights that arrived.
   absl::Status FetchWeights(WeightSink& sink, std::optional<uint64_t>& step, absl::Duration limit);
   absl::StatusOr<v1::Job> GetJob() const;
-  // Tries again, up to reconnect_timeout, what may be done twice, while the session lives. What
-  // ended it is the error then.
+  // Tries `call`, which may be done twice, again for at most reconnect_timeout. If the session ends
+  // meanwhile, the error is the one that ended it.
   absl::Status RetryBetweenSteps(
       const std::function<absl::Status()>& call,
       const std::function<bool(const absl::Status&)>& may_heal = absl::IsUnavailable) const;
 
-  // "job J rank R" and, during one, "step S".
+  // "job J rank R", and "step S" during a step.
   std::string Context() const override;
   // OK if a step is open and the stream is sound.
   absl::Status CheckInStep(const char* call) const;
@@ -115,28 +120,29 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   const Layout layout_;
 
   // Constant once open.
-  v1::AttachWorkerResponse attached_;            // Without its job.
-  std::unique_ptr<SharedMemory> shared_memory_;  // Null: everything goes through the stream.
+  v1::AttachWorkerResponse attached_;             // Without its job.
+  std::unique_ptr<SharedMapping> shared_memory_;  // Null: everything goes through the stream.
   std::string trainer_state_;
   bool last_step_applied_ = true;
 
-  // Of the trainer's thread.
+  // Used by the trainer's thread only.
   bool awaiting_weights_ = false;
   double update_seconds_ = 0;
 
   GradientPlaces places_;
 
-  // Where the weights of a chunk go: to the trainer, or where they are read in place.
+  // Where the weights of a chunk go: to the trainer's memory, or to where the trainer reads them in
+  // place.
   const std::function<absl::Span<std::byte>(int chunk)> weights_at_;
-  // Of the stream's thread, and of the keeper's while there is no stream.
+  // Used by the stream's thread, and by the keeper's while there is no stream.
   WeightSink sink_;
-  // Where it is, is constant once open; provisional are those of the stream and of the step in
-  // progress.
+  // Its address is constant once open. Weights in it are provisional only on this stream and for
+  // the step in progress.
   std::optional<WeightsMemory> weights_memory_;
 
   std::atomic<uint64_t> committed_step_ = 0;
   StepProgress progress_;
-  // Destroyed after the stream, when the transport lets go of the last payloads.
+  // Destroyed after the stream, because the transport may use payloads until then.
   SendLog log_;
   std::unique_ptr<StreamKeeper> keeper_;
 };

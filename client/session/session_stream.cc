@@ -1,4 +1,4 @@
-// What the service says to a session, on its streams and when a broken one is reopened.
+// The service's messages to a session, on its streams and when a broken one is reopened.
 #include <optional>
 #include <utility>
 
@@ -12,7 +12,7 @@
 namespace ballast::client {
 namespace {
 
-// Of a decision, or of the record of one: they call the same things the same.
+// From a decision or from its record: both have these fields.
 template <typename Message>
 StepDecision ToDecision(const Message& message) {
   StepDecision decision;
@@ -45,14 +45,14 @@ absl::Status SessionImpl::OnMessage(const v1::TrainResponse& message, PayloadPie
       return OnSharedWeights(message.shared_weights());
     case v1::TrainResponse::kOpened:        // The keeper's.
     case v1::TrainResponse::kAcknowledged:  // The keeper's.
-    case v1::TrainResponse::KIND_NOT_SET:   // A kind that a newer service knows.
+    case v1::TrainResponse::KIND_NOT_SET:   // A kind of a newer service.
       return absl::OkStatus();
   }
   return absl::OkStatus();
 }
 
 absl::Status SessionImpl::OnSealRefused(const v1::SealRefused& refused) {
-  // Before the trainer hears of it, and seals again.
+  // Before the trainer is notified, and seals again.
   log_.SealRefused();
   return progress_.Refused(refused.step(), refused.message());
 }
@@ -64,6 +64,7 @@ void SessionImpl::OnWaiting(const v1::Waiting& waiting) {
 }
 
 absl::Status SessionImpl::Decide(StepDecision decision) {
+  // Before the trainer is notified, who may begin the next step at once.
   log_.StepDecided();
   if (decision.applied) sink_.Begin();
   return progress_.Decided(std::move(decision));
@@ -105,12 +106,13 @@ absl::Status SessionImpl::PublishProvisionalWeights(const v1::StepDecision& deci
     if (!kept || dropped.contains(static_cast<uint32_t>(chunk))) continue;
     header.set_chunk(static_cast<uint32_t>(chunk));
     weights_memory_->Publish(chunk);
+    // Through the sink, which counts the chunk and notifies the trainer like any other.
     BALLAST_RETURN_IF_ERROR(sink_.Place(header, {weights_memory_->at(chunk)}));
   }
   return absl::OkStatus();
 }
 
-// All that are left.
+// Drops all that are left.
 void SessionImpl::DropProvisionalWeights() {
   if (!weights_memory_.has_value()) return;
   for (int chunk : layout_.chunks_of_rank(options_.rank)) {
@@ -125,7 +127,7 @@ absl::Status SessionImpl::OnWeights(const v1::WeightHeader& header, PayloadPiece
   const std::optional<StepDecision> decision = progress_.decision();
   if (!decision.has_value() || !decision->applied || decision->step != header.step()) {
     return absl::InternalError(absl::StrCat("the service sent weights of step ", header.step(),
-                                            ", which it has not said to apply"));
+                                            ", which has no decision that applies it"));
   }
   return sink_.Place(header, payload);
 }
@@ -149,7 +151,7 @@ absl::Status SessionImpl::OnCommitted(const v1::StepCommitted& committed) {
   if (decision.has_value() && decision->applied && sink_.missing_chunks() > 0) {
     return absl::DataLossError(absl::StrCat("step ", committed.step(), " was committed, but ",
                                             sink_.missing_chunks(),
-                                            " chunks of weights have not come"));
+                                            " chunks of weights have not arrived"));
   }
   return progress_.Committed(committed.step(), committed.update_seconds());
 }
@@ -158,21 +160,24 @@ absl::Status SessionImpl::OnCommitted(const v1::StepCommitted& committed) {
 
 absl::Status SessionImpl::OnAttachedAgain(const v1::AttachWorkerResponse& attached,
                                           absl::Duration limit) {
-  // What the old stream brought ahead of a decision counts for nothing on the new one.
+  // Provisional weights of the old stream are void: the new stream sends its own.
   DropProvisionalWeights();
   const StepProgress::Standing standing = progress_.standing();
   const uint64_t service = attached.committed_step();
+  // Between steps, and nothing happened meanwhile.
   if (standing.step == 0 && service == committed_step_) return absl::OkStatus();
+  // The step was committed while the stream was broken.
   if (standing.step != 0 && service == standing.step) {
     return FinishStep(standing, attached.job(), limit);
   }
+  // The step is still open: the log sends what the service does not have.
   if (standing.step != 0 && service + 1 == standing.step && !standing.decided) {
     return absl::OkStatus();
   }
   return absl::FailedPreconditionError(absl::StrCat(
-      "the stream broke, and the service stands at step ", service, " where this rank ",
+      "the stream broke, and the service is at step ", service, " where this rank ",
       standing.step == 0
-          ? absl::StrCat("stands at ", committed_step_.load())
+          ? absl::StrCat("is at ", committed_step_.load())
           : absl::StrCat(standing.decided ? "has the decision of " : "is in step ", standing.step),
       "; open the session again"));
 }
@@ -196,6 +201,7 @@ absl::Status SessionImpl::FinishStep(const StepProgress::Standing& standing, con
     std::optional<uint64_t> step = standing.step;
     BALLAST_RETURN_IF_ERROR(Annotate(FetchWeights(sink_, step, limit), "reading weights"));
   }
+  // The record does not have the seconds.
   return progress_.Committed(standing.step, /*update_seconds=*/0);
 }
 

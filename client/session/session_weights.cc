@@ -44,12 +44,12 @@ absl::Status SessionImpl::UploadWeights(
         return response.status();
       },
       [](const absl::Status& status) {
-        // ABORTED: a broken stream has set the rank free; reopening takes it again, or ends the
-        // session.
+        // ABORTED: the service detached the rank when a stream broke. Reopening takes the rank
+        // again, or ends the session.
         return absl::IsUnavailable(status) || absl::IsAborted(status);
       });
   if (attempts > 1 && absl::IsFailedPrecondition(sent)) {
-    // The job has its weights, and the answer that said so was lost.
+    // An earlier attempt succeeded and only its answer was lost, if the job has its weights.
     BALLAST_ASSIGN_OR_RETURN(const v1::Job job, GetJob());
     if (job.phase() != v1::AWAITING_WEIGHTS) return absl::OkStatus();
   }
@@ -65,7 +65,8 @@ absl::Status SessionImpl::ReadWeights() {
   BALLAST_RETURN_IF_ERROR(CheckBetweenSteps("ReadWeights"));
   BALLAST_RETURN_IF_ERROR(CheckTakesSteps("ReadWeights"));
   const std::string context = absl::StrCat(Context(), ": reading weights");
-  // A session that has ended waits in vain: this rank's weights may be forgotten.
+  // A session that has ended does not wait further: the service may have forgotten this rank's
+  // weights.
   const auto get_job = [this]() -> absl::StatusOr<v1::Job> {
     BALLAST_RETURN_IF_ERROR(progress_.failure());
     return GetJob();
@@ -92,7 +93,8 @@ absl::Status SessionImpl::ReadWeights() {
 
 absl::Status SessionImpl::FetchWeights(WeightSink& sink, std::optional<uint64_t>& step,
                                        absl::Duration limit) {
-  // An earlier call brought all and broke before its end. An empty list would mean all chunks.
+  // An earlier call delivered all chunks and broke before its end. An empty list would mean all
+  // chunks.
   if (step.has_value() && sink.missing_chunks() == 0) return absl::OkStatus();
   v1::ReadWeightsRequest request;
   request.set_name(proto::JobName(options_.job.name));
@@ -102,13 +104,12 @@ absl::Status SessionImpl::FetchWeights(WeightSink& sink, std::optional<uint64_t>
   BALLAST_ASSIGN_OR_RETURN(
       step, transport_->ReadWeights(request, limit,
                                     [&](const v1::WeightHeader& header, PayloadPieces payload) {
-                                      // Should the call fail now, the rest must be of the same
-                                      // step.
+                                      // If the call fails now, the rest must be of the same step.
                                       step = header.step();
                                       return sink.Place(header, payload);
                                     }));
   if (sink.missing_chunks() == 0) return absl::OkStatus();
-  return absl::DataLossError(absl::StrCat(sink.missing_chunks(), " chunks did not come"));
+  return absl::DataLossError(absl::StrCat(sink.missing_chunks(), " chunks did not arrive"));
 }
 
 absl::StatusOr<v1::Job> SessionImpl::GetJob() const {
@@ -147,7 +148,7 @@ absl::Status SessionImpl::LoadCheckpoint(const std::string& directory) {
   request.set_directory(directory);
   const absl::Status loaded = transport_->LoadJob(request).status();
   if (!loaded.ok()) return Annotate(loaded, absl::StrCat(Context(), ": loading ", directory));
-  // The generation has risen: no rank's stream is good any more, this one's included.
+  // The generation has risen, which ends the streams of all ranks, this one included.
   keeper_->Stop();
   OnEnded(absl::AbortedError("a checkpoint was loaded; open the session again"));
   return absl::OkStatus();

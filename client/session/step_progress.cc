@@ -10,7 +10,7 @@ namespace {
 
 absl::Status TimedOut(const char* awaited, absl::Duration limit) {
   return absl::DeadlineExceededError(
-      absl::StrCat(awaited, " did not come within ", absl::FormatDuration(limit)));
+      absl::StrCat(awaited, " did not arrive within ", absl::FormatDuration(limit)));
 }
 
 }  // namespace
@@ -34,6 +34,7 @@ void StepProgress::End() { Begin(0); }
 
 bool StepProgress::StartSeal() {
   MutexLock lock(mutex_);
+  // One seal at a time: a later Seal waits for the answer to the one that was sent.
   if (seal_is_out_ || decision_.has_value()) return false;
   seal_is_out_ = true;
   refusal_.reset();
@@ -74,7 +75,7 @@ absl::Status StepProgress::Committed(uint64_t step, double update_seconds) {
   if (absl::Status status = CheckStep("the end", step); !status.ok()) return status;
   if (!decision_.has_value()) {
     return absl::InternalError(
-        absl::StrCat("the service committed step ", step, " without having said its decision"));
+        absl::StrCat("the service committed step ", step, " before its decision"));
   }
   update_seconds_ = update_seconds;
   changed_.NotifyAll();
@@ -83,7 +84,7 @@ absl::Status StepProgress::Committed(uint64_t step, double update_seconds) {
 
 void StepProgress::Fail(const absl::Status& status) {
   MutexLock lock(mutex_);
-  if (failure_.ok()) failure_ = status;
+  if (failure_.ok()) failure_ = status;  // Later ones are consequences of the first.
   changed_.NotifyAll();
 }
 
@@ -97,7 +98,7 @@ absl::StatusOr<StepDecision> StepProgress::AwaitDecision(absl::Duration limit) {
   MutexLock lock(mutex_);
   bool in_time = true;
   for (;;) {
-    // What came counts, even if the stream failed after it.
+    // A decision that arrived is valid even if the stream failed later.
     if (decision_.has_value()) return *decision_;
     if (!failure_.ok()) return failure_;
     if (refusal_.has_value()) return absl::FailedPreconditionError(*refusal_);

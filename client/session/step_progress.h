@@ -1,5 +1,5 @@
-// What the service has said of the step in progress, and waiting for it to say more. The stream's
-// thread writes, the trainer's thread waits.
+// What the service has answered about the step in progress, and the waits for its next answer. The
+// stream's thread writes, the trainer's thread waits.
 //
 // Thread-safe.
 #ifndef BALLAST_CLIENT_SESSION_STEP_PROGRESS_H_
@@ -21,35 +21,35 @@ namespace ballast::client {
 
 class StepProgress {
  public:
-  // Forgets the step before.
+  // Forgets the previous step.
   void Begin(uint64_t step);
   uint64_t step() const;  // 0: none is open.
-  // The step is over, for this rank too.
+  // The step is over on this rank.
   void End();
 
-  // True, once, if a seal has to be sent: there is no decision, and none is out or the last was
-  // refused.
+  // True, once, if a seal has to be sent: there is no decision, and no seal was sent or the last
+  // one was refused.
   bool StartSeal();
 
-  // From the stream. INTERNAL if it is not of the step in progress, or comes out of order.
+  // From the stream. INTERNAL if the message is not of the step in progress, or is out of order.
   absl::Status Refused(uint64_t step, std::string message);
   absl::Status Decided(StepDecision decision);
   absl::Status Committed(uint64_t step, double update_seconds);
-  // May be overtaken by the decision and the end of its step, and counts for nothing then.
+  // It may arrive after the decision and the end of its step; then it is ignored.
   void Waiting(uint64_t step, std::vector<int> ranks);
-  // Ends all waiting, for good; the first failure stays.
+  // Ends all waits, current and later ones. The first failure stays.
   void Fail(const absl::Status& status);
 
   absl::Status failure() const;
-  // The decision, which is not taken away; FAILED_PRECONDITION with the message of a refusal;
+  // Waits for the decision, which stays. FAILED_PRECONDITION with the message of a refusal;
   // DEADLINE_EXCEEDED.
   absl::StatusOr<StepDecision> AwaitDecision(absl::Duration limit);
-  // Update seconds.
+  // Waits for the end of the step. Returns the update seconds.
   absl::StatusOr<double> AwaitCommitted(absl::Duration limit);
 
-  // What the service last said that the seal waits for; empty: nothing.
+  // The ranks that the seal waits for, by the service's last message. Empty: none were named.
   std::vector<int> awaited_ranks() const;
-  // The decision, if it has come.
+  // The decision, if it has arrived.
   std::optional<StepDecision> decision() const;
 
   // How far the step is, at one instant.

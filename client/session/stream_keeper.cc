@@ -11,12 +11,12 @@
 namespace ballast::client {
 namespace {
 
-// What a user is told of a stream that ended.
+// The error for the user of a stream that ended.
 absl::Status WhyItEnded(const absl::Status& status) {
   return status.ok() ? absl::UnavailableError("the service ended the stream") : status;
 }
 
-// A stream that stood so long was sound.
+// A stream that lasted this long was sound.
 constexpr absl::Duration kSound = absl::Seconds(1);
 
 }  // namespace
@@ -32,7 +32,7 @@ StreamKeeper::StreamKeeper(Transport& transport, Clock& clock, SendLog& log, Use
 StreamKeeper::~StreamKeeper() {
   Stop();
   if (thread_.joinable()) {
-    transport_.CancelCalls();
+    transport_.CancelCalls();  // The thread may be in a call that a silent service does not answer.
     thread_.join();
   }
   stream_.reset();
@@ -51,7 +51,7 @@ void StreamKeeper::End(const absl::Status& status) {
     why_stopping_ = status;
     changed_.NotifyAll();
   }
-  user_.OnEnded(status);
+  user_.OnEnded(status);  // Without the lock: the user may call back, or wake threads that do.
 }
 
 bool StreamKeeper::MayHeal(const absl::Status& status) const {
@@ -74,14 +74,14 @@ bool StreamKeeper::MayHeal(const absl::Status& status) const {
 void StreamKeeper::OnMessage(const v1::TrainResponse& message, PayloadPieces payload) {
   {
     MutexLock lock(mutex_);
-    // After an error, what else comes must not touch the trainer's memory.
+    // After an error, later messages must not touch the trainer's memory.
     if (stopping_) return;
     if (message.has_opened()) {
       opened_ = message.opened();
       changed_.NotifyAll();
       return;
     }
-    // The open message's own shows only that a stream can be opened.
+    // The acknowledgement of the open message shows only that a stream can be opened.
     if (message.has_acknowledged() && message.acknowledged().messages() > 1) {
       outage_is_over_ = true;
     }
@@ -98,7 +98,7 @@ void StreamKeeper::OnClosed(const absl::Status& status) {
     MutexLock lock(mutex_);
     if (stopping_) return;
     if (!opened_.has_value() || may_heal) {
-      // Whoever opens, or reopens, takes it from here.
+      // The thread that opens or reopens the stream handles this.
       closed_ = status;
       changed_.NotifyAll();
       return;
@@ -123,7 +123,7 @@ absl::Status StreamKeeper::Open(absl::Duration limit) {
 }
 
 absl::StatusOr<v1::Opened> StreamKeeper::OpenStream(absl::Duration limit) {
-  stream_ = transport_.OpenTrainStream(*this);
+  stream_ = transport_.OpenTrainCall(*this);
   v1::TrainRequest request;
   *request.mutable_open() = settings_.open;
   stream_->Send(request);
@@ -136,7 +136,7 @@ absl::StatusOr<v1::Opened> StreamKeeper::OpenStream(absl::Duration limit) {
     if (closed_.has_value()) return WhyItEnded(*closed_);
     if (!in_time) {
       return absl::DeadlineExceededError(
-          absl::StrCat("the answer to the opening of the stream did not come within ",
+          absl::StrCat("the answer to the opening of the stream did not arrive within ",
                        absl::FormatDuration(limit)));
     }
     in_time = changed_.WaitUntil(mutex_, deadline);
@@ -144,7 +144,7 @@ absl::StatusOr<v1::Opened> StreamKeeper::OpenStream(absl::Duration limit) {
 }
 
 void StreamKeeper::DropStream() {
-  log_.Detach();
+  log_.Detach();  // First, because the log sends on the stream.
   stream_.reset();
   MutexLock lock(mutex_);
   opened_.reset();
@@ -182,13 +182,13 @@ void StreamKeeper::Reopen() {
   if (clock_.Now() - open_since_ >= kSound) outage_.reset();
   Log().warn("{}: the stream broke, and is reopened: {}", user_.Context(), broke.ToString());
   if (!outage_.has_value()) outage_.emplace(clock_, clock_.Now() + settings_.reconnect_timeout);
-  absl::Status last = broke;
+  absl::Status last = broke;  // If there is no time for an attempt.
   for (;;) {
-    // Also before the first attempt, so that nothing can make it spin.
+    // It also waits before the first attempt, so that no cause can make this loop spin.
     const absl::Duration wait = outage_->Next();
     if (wait == absl::ZeroDuration()) break;
     if (!Sleep(wait)) return;
-    // The last attempt, at the deadline, has time enough to say what is wrong.
+    // The last attempt, at the deadline, has enough time to return a reason.
     last = TryToReopen(std::max(outage_->left(), absl::Seconds(1)));
     if (last.ok()) return;
     if (!MayHeal(last)) return End(last);
@@ -196,7 +196,7 @@ void StreamKeeper::Reopen() {
   End(absl::UnavailableError(absl::StrCat(
       "the stream broke (", broke.ToString(), ") and could not be reopened within ",
       absl::FormatDuration(settings_.reconnect_timeout), "; the last attempt: ", last.ToString(),
-      "; see that the service runs and can be reached, then open the session again")));
+      "; check that the service runs and can be reached, then open the session again")));
 }
 
 absl::Status StreamKeeper::TryToReopen(absl::Duration limit) {
@@ -207,19 +207,20 @@ absl::Status StreamKeeper::TryToReopen(absl::Duration limit) {
   BALLAST_RETURN_IF_ERROR(user_.OnAttachedAgain(attached, left()));
   const absl::StatusOr<v1::Opened> opened = OpenStream(left());
   if (absl::IsAborted(opened.status())) {
-    // A service that only now notices the end of the old stream sets the rank free. Attaching once
-    // more says whether it is lost.
+    // The service has only now noticed the end of the old stream and detached the rank. Attaching
+    // once more shows whether the rank is lost.
     return absl::UnavailableError(opened.status().message());
   }
   BALLAST_RETURN_IF_ERROR(opened.status());
   if (opened->committed_step() != attached.committed_step()) {
-    // Other ranks sealed meanwhile, this one had: the step is over, and attaching tells of it.
+    // This rank had sealed, and the others have sealed since: the step is over. Attaching once more
+    // returns its record.
     return absl::UnavailableError("the step was committed while the stream was being reopened");
   }
   open_since_ = clock_.Now();
   const SendLog::Resumed resumed = log_.Resume(*stream_, *opened);
-  Log().info("{}: the stream is back: {} messages sent again, {} were held already",
-             user_.Context(), resumed.sent, resumed.held);
+  Log().info("{}: the stream is back: {} messages sent again, {} had arrived", user_.Context(),
+             resumed.sent, resumed.arrived);
   return absl::OkStatus();
 }
 

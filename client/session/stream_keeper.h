@@ -1,13 +1,13 @@
-// Keeps a rank's stream with the service: when it breaks, takes the rank again, opens another
-// stream and sends again what the service does not hold, so that above here there is one stream.
+// Keeps a rank's stream with the service. When the stream breaks, the keeper takes the rank again,
+// opens another stream and sends again what the service does not have. Its user sees one stream.
 //
-// A stream that ends with a status that only the way to the service can explain (UNAVAILABLE,
-// CANCELLED, UNKNOWN, INTERNAL, DEADLINE_EXCEEDED, or OK) broke. Any other status is the service's
-// word, and the end. So is a rank that another process has taken, a generation that rose, and
-// another instance of the service, which does not have the undecided step.
+// A stream broke if it ended with a status that a problem on the way to the service can explain
+// (UNAVAILABLE, CANCELLED, UNKNOWN, INTERNAL, DEADLINE_EXCEEDED, or OK). Any other status is the
+// service's own and ends the session. So do a rank that another process has taken, a generation
+// that rose, and another instance of the service, which does not have the undecided step.
 //
-// Threads: the stream's own thread brings what the service says; a thread of the keeper reopens.
-// Of these one at a time calls the user, except for OnEnded.
+// Threads: the stream's own thread delivers messages; a thread of the keeper reopens. Only one of
+// the two calls the user at a time, except for OnEnded.
 #ifndef BALLAST_CLIENT_SESSION_STREAM_KEEPER_H_
 #define BALLAST_CLIENT_SESSION_STREAM_KEEPER_H_
 
@@ -22,6 +22,7 @@
 #include "absl/time/time.h"
 #include "client/session/retry.h"
 #include "client/session/send_log.h"
+#include "client/transport/clock.h"
 #include "client/transport/transport.h"
 #include "cpu_optimizer_service/common/mutex.h"
 
@@ -32,41 +33,41 @@ class StreamKeeper final : private TrainListener {
   class User {
    public:
     virtual ~User() = default;
-    // What the service says, besides Opened and acknowledgements. An error is the end.
+    // A message of the service other than Opened and acknowledgements. An error ends the session.
     virtual absl::Status OnMessage(const v1::TrainResponse& message, PayloadPieces payload) = 0;
-    // The stream broke, and the rank is attached again. Nothing more comes of what the old stream
-    // has not brought. Returns within `limit`. An error with one of the statuses above is tried
-    // again; any other is the end.
+    // The stream broke, and the rank is attached again. Messages that the old stream has not
+    // delivered are lost. Returns within `limit`. After an error with one of the statuses above it
+    // is called again; any other error ends the session.
     virtual absl::Status OnAttachedAgain(const v1::AttachWorkerResponse& attached,
                                          absl::Duration limit) = 0;
-    // The end, once: nothing comes any more. From any thread of the keeper.
+    // The end: called once, and no message is delivered after it. From any thread of the keeper.
     virtual void OnEnded(const absl::Status& status) = 0;
     virtual std::string Context() const = 0;  // For lines in the log.
   };
 
   struct Settings {
     v1::OpenTrain open;
-    std::string instance_id;      // Of the service that the rank attached to,
-    uint64_t committed_step = 0;  // which stood there.
+    std::string instance_id;      // The instance of the service that the rank attached to.
+    uint64_t committed_step = 0;  // The committed step at that time.
     absl::Duration reconnect_timeout;
   };
 
   // Borrows everything.
   StreamKeeper(Transport& transport, Clock& clock, SendLog& log, User& user, Settings settings);
-  // Ends the stream, and the transport's calls, so that it waits for nobody. The user may still
-  // hear something before this returns, not after it.
+  // Ends the stream and the transport's calls, so that it does not wait for the service. The user
+  // may still be called before this returns, but not after it.
   ~StreamKeeper() override;
 
-  // The first time. An error is final, and OnEnded is not called. UNAVAILABLE also if the service
-  // has left the step at which it stood.
+  // Opens the first stream. An error is final, and OnEnded is not called. UNAVAILABLE also if the
+  // service is no longer at the committed step of the settings.
   absl::Status Open(absl::Duration limit);
-  // Reopens nothing any more, and passes no message on. Does not wait.
+  // From now on no stream is reopened and no message is delivered. Does not wait.
   void Stop();
 
  private:
   void OnMessage(const v1::TrainResponse& message, PayloadPieces payload) override;
   void OnClosed(const absl::Status& status) override;
-  // True if it is to be tried again.
+  // True if another attempt may succeed.
   bool MayHeal(const absl::Status& status) const;
   void End(const absl::Status& status);
 
@@ -77,7 +78,7 @@ class StreamKeeper final : private TrainListener {
   absl::StatusOr<v1::AttachWorkerResponse> AttachAgain(absl::Duration limit);
   absl::StatusOr<v1::Opened> OpenStream(absl::Duration limit);
   void DropStream();
-  // False if the keeper was stopped meanwhile.
+  // False if the keeper was stopped during the sleep.
   bool Sleep(absl::Duration duration);
 
   Transport& transport_;
@@ -86,21 +87,21 @@ class StreamKeeper final : private TrainListener {
   User& user_;
   const Settings settings_;
 
-  // Of whoever opens: the owner's thread at first, then the keeper's.
-  std::unique_ptr<TrainStream> stream_;
-  // One outage lasts until the service has taken something on a new stream, or that has stood for a
-  // while, so that what breaks every stream is not tried for ever.
+  // Used by the thread that opens streams: first the owner's, then the keeper's.
+  std::unique_ptr<TrainCall> stream_;
+  // An outage lasts until the service has acknowledged something on a new stream, or that stream
+  // has lasted for a while. So a cause that breaks every stream is not retried for ever.
   std::optional<Backoff> outage_;
-  absl::Time open_since_;  // The stream.
+  absl::Time open_since_;  // When the stream was opened.
 
   Mutex mutex_;
   CondVar changed_;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   absl::Status why_stopping_ ABSL_GUARDED_BY(mutex_) =
-      absl::CancelledError("the session was closed");  // Unless the stream ended.
+      absl::CancelledError("the session was closed");  // Unless it ended.
   bool outage_is_over_ ABSL_GUARDED_BY(mutex_) = true;
-  std::optional<v1::Opened> opened_ ABSL_GUARDED_BY(mutex_);    // Of the stream.
-  std::optional<absl::Status> closed_ ABSL_GUARDED_BY(mutex_);  // How it ended.
+  std::optional<v1::Opened> opened_ ABSL_GUARDED_BY(mutex_);    // The stream's.
+  std::optional<absl::Status> closed_ ABSL_GUARDED_BY(mutex_);  // The stream's end.
 
   std::thread thread_;
 };

@@ -28,16 +28,17 @@ absl::Status WeightSink::Place(const v1::WeightHeader& header, PayloadPieces pay
   const size_t chunk = header.chunk();
   if (chunk >= expected_.size() || !expected_[chunk]) {
     return absl::DataLossError(absl::StrCat("weights of chunk ", chunk,
-                                            " came, which this rank does not expect",
-                                            " (not its own, or it came twice)"));
+                                            " arrived, which this rank does not expect",
+                                            " (the chunk is not its own, or they arrived twice)"));
   }
   const Chunk& place = layout_.chunks()[chunk];
   const size_t wanted = place.elements * SizeBytes(groups_[place.group].return_dtype);
-  const size_t came = TotalBytes(payload);
-  if (came != wanted) {
+  const size_t bytes = TotalBytes(payload);
+  if (bytes != wanted) {
     return absl::DataLossError(
-        absl::StrCat("weights of chunk ", chunk, " came with ", came, " bytes, expected ", wanted));
+        absl::StrCat("weights of chunk ", chunk, " have ", bytes, " bytes, expected ", wanted));
   }
+  // Everything about the message is checked before the trainer's memory is touched.
   const absl::Span<std::byte> memory = weights_(static_cast<int>(chunk));
   if (memory.size() != wanted) {
     return absl::InvalidArgumentError(absl::StrCat("SessionOptions::weights gave ", memory.size(),

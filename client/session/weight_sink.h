@@ -1,5 +1,5 @@
-// Writes the weights of a rank's chunks from the pieces they arrive in to where the trainer wants
-// them.
+// Copies the weights of a rank's chunks from the pieces in which they arrive to where the trainer
+// wants them.
 //
 // Used from one thread at a time.
 #ifndef BALLAST_CLIENT_SESSION_WEIGHT_SINK_H_
@@ -25,10 +25,10 @@ class WeightSink {
 
   // From now on every chunk of the rank is expected once.
   void Begin();
-  // DATA_LOSS, before anything is written, for a chunk that is not the rank's, has come before, or
-  // is of another size. INVALID_ARGUMENT if the trainer's memory for it is of another size.
+  // DATA_LOSS, before anything is written, if the chunk is not the rank's, has arrived before, or
+  // has another size. INVALID_ARGUMENT if the trainer's memory for it has another size.
   absl::Status Place(const v1::WeightHeader& header, PayloadPieces payload);
-  // Chunks that have not come.
+  // Chunks that have not arrived.
   int64_t missing_chunks() const { return missing_chunks_; }
   std::vector<int> ListMissing() const;
 

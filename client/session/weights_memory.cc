@@ -19,16 +19,16 @@ absl::StatusOr<WeightsMemory> WeightsMemory::Reserve(const Layout& layout,
   for (int chunk : layout.chunks_of_rank(rank)) total_bytes += bytes_of(chunk);
   if (static_cast<int64_t>(total_bytes) > available_bytes) {
     return absl::ResourceExhaustedError(absl::StrCat("there is no memory for ", total_bytes,
-                                                     " bytes of weights on their way, ",
-                                                     available_bytes, " are available"));
+                                                     " bytes of weights; ", available_bytes,
+                                                     " are available"));
   }
   WeightsMemory self(layout.chunks().size());
   self.memory_.reset(new (std::nothrow) std::byte[total_bytes]);
   if (self.memory_ == nullptr) {
     return absl::ResourceExhaustedError(
-        absl::StrCat("there is no memory for ", total_bytes, " bytes of weights on their way"));
+        absl::StrCat("there is no memory for ", total_bytes, " bytes of weights"));
   }
-  std::memset(self.memory_.get(), 0, total_bytes);
+  std::memset(self.memory_.get(), 0, total_bytes);  // Touches every page.
   std::byte* place = self.memory_.get();
   for (int chunk : layout.chunks_of_rank(rank)) {
     self.places_[chunk] = {place, bytes_of(chunk)};
@@ -37,7 +37,7 @@ absl::StatusOr<WeightsMemory> WeightsMemory::Reserve(const Layout& layout,
   return self;
 }
 
-WeightsMemory WeightsMemory::In(const SharedMemory& shared, const Layout& layout, int rank) {
+WeightsMemory WeightsMemory::In(const SharedMapping& shared, const Layout& layout, int rank) {
   WeightsMemory self(layout.chunks().size());
   for (int chunk : layout.chunks_of_rank(rank)) self.places_[chunk] = shared.weights(chunk);
   return self;
@@ -48,12 +48,12 @@ absl::Status WeightsMemory::KeepProvisional(const v1::WeightHeader& header, Payl
   const absl::Span<std::byte> place = at(chunk);
   if (place.empty() || kept_[chunk]) {
     return absl::DataLossError(absl::StrCat("provisional weights of chunk ", chunk,
-                                            " came, which this rank does not expect",
-                                            " (not its own, or they came twice)"));
+                                            " arrived, which this rank does not expect",
+                                            " (the chunk is not its own, or they arrived twice)"));
   }
-  if (const size_t came = TotalBytes(payload); came != place.size()) {
-    return absl::DataLossError(absl::StrCat("provisional weights of chunk ", chunk, " came with ",
-                                            came, " bytes, expected ", place.size()));
+  if (const size_t bytes = TotalBytes(payload); bytes != place.size()) {
+    return absl::DataLossError(absl::StrCat("provisional weights of chunk ", chunk, " have ", bytes,
+                                            " bytes, expected ", place.size()));
   }
   CopyPieces(payload, place.data());
   kept_[chunk] = true;

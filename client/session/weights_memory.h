@@ -1,10 +1,10 @@
-// Where a rank's weights lie before, or instead of, being given to the trainer: its part of the
+// Where a rank's weights are before, or instead of, being copied to the trainer: its part of the
 // memory shared with the service, or memory of the session's own.
 //
-// Weights that come ahead of a step's decision are provisional: they are kept here and are nobody's
-// weights yet. The decision says which of them are the step's.
+// Weights that arrive before a step's decision are provisional: they are kept here and are not the
+// step's weights yet. The decision publishes or drops them.
 //
-// at() may be called from any thread, the rest from one at a time.
+// at() may be called from any thread, the rest from one thread at a time.
 #ifndef BALLAST_CLIENT_SESSION_WEIGHTS_MEMORY_H_
 #define BALLAST_CLIENT_SESSION_WEIGHTS_MEMORY_H_
 
@@ -16,7 +16,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "client/session/shared_memory.h"
+#include "client/session/shared_mapping.h"
 #include "client/transport/transport.h"
 #include "cpu_optimizer_service/common/available_memory.h"
 #include "cpu_optimizer_service/common/job_spec.h"
@@ -26,35 +26,35 @@ namespace ballast::client {
 
 class WeightsMemory {
  public:
-  // Own memory: room for every chunk of the rank in its return dtype, touched, so that it is there
-  // when it is needed. RESOURCE_EXHAUSTED says how much could not be had; so much is not touched
-  // that a control group would kill for it.
+  // Memory of its own: room for every chunk of the rank in its return dtype. All pages are touched,
+  // so that they exist when they are needed. RESOURCE_EXHAUSTED names the bytes that are not
+  // available; then none are touched, because a control group kills a process for that.
   static absl::StatusOr<WeightsMemory> Reserve(const Layout& layout,
                                                const std::vector<GroupSpec>& groups, int rank,
                                                int64_t available_bytes = AvailableMemoryBytes());
   // The places in `shared`, which is borrowed.
-  static WeightsMemory In(const SharedMemory& shared, const Layout& layout, int rank);
+  static WeightsMemory In(const SharedMapping& shared, const Layout& layout, int rank);
 
-  // Empty for what is no chunk of the rank.
+  // Empty if the chunk is not the rank's.
   absl::Span<std::byte> at(size_t chunk) const {
     return chunk < places_.size() ? places_[chunk] : absl::Span<std::byte>();
   }
 
-  // Copies the payload here, unless it lies here already. DATA_LOSS, and nothing kept, for a chunk
-  // that is not the rank's, is kept already, or is of another size.
+  // Copies the payload here, unless it is already in place. DATA_LOSS, and nothing is kept, if the
+  // chunk is not the rank's, is already kept, or has another size.
   absl::Status KeepProvisional(const v1::WeightHeader& header, PayloadPieces payload);
   bool has_provisional(int chunk) const { return kept_[chunk]; }
-  // The chunk's are the step's: provisional no longer.
+  // The chunk's weights are the step's, and no longer provisional.
   void Publish(int chunk) { kept_[chunk] = false; }
-  // From now on nothing is kept.
+  // Drops all provisional weights.
   void ForgetProvisional();
 
  private:
   explicit WeightsMemory(size_t chunks) : places_(chunks), kept_(chunks, false) {}
 
-  std::vector<absl::Span<std::byte>> places_;  // By chunk of the job; empty: another rank's.
-  std::vector<bool> kept_;                     // The same.
-  std::unique_ptr<std::byte[]> memory_;        // Null where it is shared.
+  std::vector<absl::Span<std::byte>> places_;  // By chunk of the job; empty: not the rank's.
+  std::vector<bool> kept_;                     // By chunk: provisional weights are kept.
+  std::unique_ptr<std::byte[]> memory_;        // Null if the memory is shared.
 };
 
 }  // namespace ballast::client

@@ -13,7 +13,7 @@ BlockingCall::BlockingCall(std::shared_ptr<grpc::Channel> channel, const std::st
   context_.set_deadline(std::chrono::system_clock::now() + absl::ToChronoMilliseconds(limit));
   call_ = stub_.PrepareCall(&context_, method, &queue_);
   call_->StartCall(this);
-  Wait();  // If the call is dead already, the next operation says so.
+  Wait();  // If the call has already failed, the next operation returns false.
 }
 
 BlockingCall::~BlockingCall() {
@@ -21,6 +21,7 @@ BlockingCall::~BlockingCall() {
     context_.TryCancel();
     Finish().IgnoreError();
   }
+  // gRPC requires an empty queue before it is destroyed.
   queue_.Shutdown();
   void* tag = nullptr;
   bool ok = false;

@@ -19,19 +19,19 @@ namespace ballast::client {
 
 class BlockingCall {
  public:
-  // `method` as in "/package.Service/Method". The whole call is given up with DEADLINE_EXCEEDED
-  // after `limit`, and with CANCELLED when `calls` are cancelled.
+  // `method` as in "/package.Service/Method". The whole call ends with DEADLINE_EXCEEDED after
+  // `limit`, and with CANCELLED when `calls` are cancelled.
   BlockingCall(std::shared_ptr<grpc::Channel> channel, const std::string& method,
                absl::Duration limit, CallsUnderWay& calls);
   ~BlockingCall();  // Cancels what is not finished.
   BlockingCall(const BlockingCall&) = delete;
   BlockingCall& operator=(const BlockingCall&) = delete;
 
-  // False when the call is over; Finish says why.
+  // False when the call is over; Finish returns the reason.
   bool Write(const grpc::ByteBuffer& message);
   bool WritesDone();
   bool Read(grpc::ByteBuffer* message);
-  // Call once, after a false or after the last Read.
+  // Call once, after one of the above returned false or after the last Read.
   absl::Status Finish();
 
  private:

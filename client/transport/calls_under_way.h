@@ -1,4 +1,4 @@
-// The calls that are under way on a transport, so that they can be cancelled from another thread.
+// The calls under way on a transport, so that another thread can cancel them.
 //
 // Thread-safe.
 #ifndef BALLAST_CLIENT_TRANSPORT_CALLS_UNDER_WAY_H_
@@ -37,7 +37,7 @@ class CallsUnderWay {
     grpc::ClientContext& context_;
   };
 
-  // Cancels all, and every later one.
+  // Cancels all calls, and every later one.
   void Cancel() {
     MutexLock lock(mutex_);
     cancelled_ = true;

@@ -1,7 +1,7 @@
-#include "absl/time/clock.h"
+#include "client/transport/clock.h"
 
+#include "absl/time/clock.h"
 #include "client/transport/steady_deadline.h"
-#include "client/transport/transport.h"
 
 namespace ballast::client {
 namespace {

@@ -10,7 +10,7 @@
 #include "ballast/v1/ballast.grpc.pb.h"
 #include "client/transport/blocking_call.h"
 #include "client/transport/calls_under_way.h"
-#include "client/transport/train_stream.h"
+#include "client/transport/train_call.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/frame.h"
 #include "proto/status.h"
@@ -18,6 +18,7 @@
 namespace ballast::client {
 namespace {
 
+// For calls that allocate or move the state of a whole job.
 constexpr absl::Duration kLongLimit = absl::Hours(1);
 
 template <typename Stub, typename Request, typename Response>
@@ -27,6 +28,8 @@ absl::StatusOr<Response> Call(CallsUnderWay& calls, Stub& stub,
                               const Request& request, absl::Duration limit) {
   grpc::ClientContext context;
   const CallsUnderWay::Entry entry(calls, context);
+  // The call does not wait for a connection: if the service cannot be reached it fails at once, and
+  // the session decides whether to repeat it.
   context.set_deadline(std::chrono::system_clock::now() + absl::ToChronoMilliseconds(limit));
   Response response;
   const grpc::Status status = (stub.*method)(&context, request, &response);
@@ -34,7 +37,7 @@ absl::StatusOr<Response> Call(CallsUnderWay& calls, Stub& stub,
   return response;
 }
 
-// Sends chunk after chunk until all are sent or the service has ended the call.
+// Sends the chunks one by one until all are sent or the service has ended the call.
 void SendWeights(BlockingCall& call, absl::Span<const int> chunks,
                  const std::function<std::vector<float>(int chunk)>& fill) {
   for (int chunk : chunks) {
@@ -83,6 +86,7 @@ class GrpcTransport final : public Transport {
     BlockingCall call(channel_, "/ballast.v1.TrainService/UploadWeights", kLongLimit, calls_);
     v1::UploadWeightsRequest first;
     *first.mutable_open() = open;
+    // If a write fails, the service has ended the call, and Finish returns its reason.
     if (call.Write(proto::SerializeControl(first))) SendWeights(call, chunks, fill);
     grpc::ByteBuffer answer;
     const bool answered = call.Read(&answer);
@@ -120,12 +124,12 @@ class GrpcTransport final : public Transport {
     return step;
   }
 
-  std::unique_ptr<TrainStream> OpenTrainStream(TrainListener& listener) override {
-    return OpenGrpcTrainStream(channel_, listener);
+  std::unique_ptr<TrainCall> OpenTrainCall(TrainListener& listener) override {
+    return OpenGrpcTrainCall(channel_, listener);
   }
 
-  // gRPC says SHUTDOWN of every channel within the process, and crashes when a call is begun on one
-  // whose server is gone.
+  // gRPC returns SHUTDOWN for every in-process channel, and crashes when a call begins on one whose
+  // server is gone.
   bool CanReconnect() override { return channel_->GetState(false) != GRPC_CHANNEL_SHUTDOWN; }
 
   void CancelCalls() override { calls_.Cancel(); }

@@ -11,8 +11,8 @@
 
 namespace ballast::client {
 
-// Calls that only look things up or change a little are given up with DEADLINE_EXCEEDED after
-// `short_limit`; those that allocate or move the state of a whole job after an hour.
+// Calls end with DEADLINE_EXCEEDED after `short_limit` if they only read or change a little, and
+// after an hour if they allocate or move the state of a whole job.
 std::unique_ptr<Transport> MakeGrpcTransport(std::shared_ptr<grpc::Channel> channel,
                                              absl::Duration short_limit);
 

@@ -1,4 +1,4 @@
-// When a wait that begins now has taken too long.
+// The time at which a wait that begins now has taken too long.
 #ifndef BALLAST_CLIENT_TRANSPORT_STEADY_DEADLINE_H_
 #define BALLAST_CLIENT_TRANSPORT_STEADY_DEADLINE_H_
 

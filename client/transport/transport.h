@@ -1,5 +1,5 @@
-// What a session needs of the wire, behind an interface, so that its logic can be tested without
-// gRPC and with faults. grpc_transport.h is the real one.
+// What a session needs from the wire, as an interface, so that its logic can be tested without gRPC
+// and with faults. grpc_transport.h is the real implementation.
 #ifndef BALLAST_CLIENT_TRANSPORT_TRANSPORT_H_
 #define BALLAST_CLIENT_TRANSPORT_TRANSPORT_H_
 
@@ -9,43 +9,41 @@
 #include <memory>
 #include <vector>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "ballast/v1/ballast.pb.h"
-#include "cpu_optimizer_service/common/mutex.h"
 
 namespace ballast::client {
 
-// Payload bytes in pieces cut anywhere, valid during the call that hands them over.
+// Payload bytes in pieces cut anywhere, valid only during the call that passes them.
 using PayloadPieces = absl::Span<const absl::Span<const std::byte>>;
 
-// Hears what comes down a rank's stream, from the stream's one thread, with no lock held.
+// Receives what arrives on a rank's stream, from the stream's one thread, with no lock held.
 class TrainListener {
  public:
   virtual ~TrainListener() = default;
-  // For the bulk kind `message` holds the header only.
+  // For the bulk kind `message` has only the header.
   virtual void OnMessage(const v1::TrainResponse& message, PayloadPieces payload) = 0;
-  // The stream has ended, for whatever reason; the last call.
+  // The stream has ended, for any reason; this is the last call.
   virtual void OnClosed(const absl::Status& status) = 0;
 };
 
-// The sending side of a rank's stream. Thread-safe; first in, first out. Sending neither blocks nor
-// calls back on the caller's thread, so it may be done under a lock. What is sent after the end of
-// the stream is dropped.
-class TrainStream {
+// The sending side of a rank's stream: one Train call. Thread-safe; first in, first out. Sending
+// neither blocks nor calls back on the caller's thread, so the caller may hold a lock. What is sent
+// after the end of the stream is dropped.
+class TrainCall {
  public:
-  virtual ~TrainStream() =
-      default;  // Ends the stream; no listener call is running or comes after it.
+  // Ends the stream; no listener call is running or comes after it.
+  virtual ~TrainCall() = default;
   virtual void Send(const v1::TrainRequest& message) = 0;
-  // The payload is borrowed, not copied. `let_go` runs once, on any thread, when the transport does
-  // not need it any more; that may be after the stream is destroyed.
+  // The payload is borrowed, not copied. `let_go` runs once, on any thread, when the transport no
+  // longer needs it; that may be after the stream is destroyed.
   virtual void SendGradient(const v1::GradientHeader& header, absl::Span<const std::byte> payload,
                             std::function<void()> let_go) = 0;
-  // A gradient that lies at its place in shared memory. Those that wait together and differ in
-  // nothing but the chunk go in one message, which the service counts as one for each of them.
+  // A gradient at its place in shared memory. Those that wait together and differ only in the chunk
+  // go in one message, which the service counts as one message for each of them.
   virtual void SendSharedGradient(const v1::GradientHeader& header) = 0;
 };
 
@@ -53,7 +51,7 @@ class Transport {
  public:
   virtual ~Transport() = default;
 
-  // With a limit: DEADLINE_EXCEEDED after it, or after the transport's own.
+  // DEADLINE_EXCEEDED after `limit`, if there is one, or after the transport's own limit.
   virtual absl::StatusOr<v1::Job> CreateJob(const v1::CreateJobRequest& request,
                                             absl::Duration limit) = 0;
   virtual absl::StatusOr<v1::Job> GetJob(const v1::GetJobRequest& request) = 0;
@@ -66,35 +64,23 @@ class Transport {
   virtual absl::StatusOr<v1::UploadWeightsResponse> UploadWeights(
       const v1::OpenTrain& open, absl::Span<const int> chunks,
       const std::function<std::vector<float>(int chunk)>& fill) = 0;
-  // Calls `place` for each chunk that comes; its first error ends the call and is returned. Returns
-  // the step at which the weights stand.
+  // Calls `place` for each chunk that arrives; its first error ends the call and is returned.
+  // Returns the step of the weights.
   virtual absl::StatusOr<uint64_t> ReadWeights(
       const v1::ReadWeightsRequest& request, absl::Duration limit,
       const std::function<absl::Status(const v1::WeightHeader& header, PayloadPieces payload)>&
           place) = 0;
 
   // The listener outlives the stream.
-  virtual std::unique_ptr<TrainStream> OpenTrainStream(TrainListener& listener) = 0;
+  virtual std::unique_ptr<TrainCall> OpenTrainCall(TrainListener& listener) = 0;
 
-  // False if a stream that breaks means that the service is gone for good, because both are in one
+  // False if a broken stream means that the service is gone for good, because both are in one
   // process. No call may be made then.
   virtual bool CanReconnect() = 0;
 
-  // Ends all calls above that are under way in other threads, and every later one, with CANCELLED;
-  // streams stay. For a session that is being destroyed.
+  // Ends all calls above that other threads have under way, and every later one, with CANCELLED.
+  // Streams stay. For a session that is being destroyed.
   virtual void CancelCalls() = 0;
-};
-
-// Time, passed in so that a test decides how much of it passes.
-class Clock {
- public:
-  virtual ~Clock() = default;
-  virtual absl::Time Now() = 0;
-  virtual void SleepFor(absl::Duration duration) = 0;
-  // Returns when `changed` is notified or `duration` has passed, or sooner.
-  virtual void WaitFor(Mutex& mutex, CondVar& changed, absl::Duration duration)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) = 0;
-  static Clock& Real();
 };
 
 }  // namespace ballast::client

@@ -12,7 +12,7 @@
 namespace ballast {
 namespace {
 
-// The number after `name`, or the first one if that is empty.
+// The number after `name`, or the file's first word if `name` is empty.
 std::optional<int64_t> ReadNumber(const std::string& path, const std::string& name) {
   std::ifstream file(path);
   std::string word;
@@ -22,7 +22,7 @@ std::optional<int64_t> ReadNumber(const std::string& path, const std::string& na
       file >> word;
     }
     int64_t number = 0;
-    if (!absl::SimpleAtoi(word, &number)) return std::nullopt;  // "max": there is no limit.
+    if (!absl::SimpleAtoi(word, &number)) return std::nullopt;  // "max": no limit.
     return number;
   }
   return std::nullopt;

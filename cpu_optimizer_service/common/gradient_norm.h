@@ -21,7 +21,7 @@ namespace ballast {
 double BlockSumOfSquaresReference(const void* gradient, DType dtype);
 
 // Sum of squares of a group, from its block sums in flat-space order. In two levels, so that little
-// is left to add once the last gradient has come:
+// is left to add once the last gradient has arrived:
 //   span      = kSpanBlocks consecutive blocks, the first of them a multiple of kSpanBlocks; the
 //               last span of a flat space may be shorter
 //   span sum  = SumInOrder of its block sums

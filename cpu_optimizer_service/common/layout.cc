@@ -301,34 +301,4 @@ std::vector<int64_t> FlatElements(absl::Span<const ParameterSpec> parameters, in
   return flat_elements;
 }
 
-std::vector<Bucket> MakeBuckets(absl::Span<const int64_t> flat_elements, int world_size,
-                                int64_t bucket_elements) {
-  const int64_t row = world_size * kBlockElements;  // One block for each rank.
-  const int64_t step = std::max<int64_t>(1, (bucket_elements + row - 1) / row) * row;
-  std::vector<Bucket> buckets;
-  for (int group = 0; group < static_cast<int>(flat_elements.size()); ++group) {
-    for (int64_t begin = 0; begin < flat_elements[group]; begin += step) {
-      const int64_t end = std::min(begin + step, flat_elements[group]);
-      const int64_t rows = (end - begin + row - 1) / row;
-      buckets.push_back(
-          {.group = group, .begin = begin, .end = end, .shard_elements = rows * kBlockElements});
-    }
-  }
-  return buckets;
-}
-
-std::vector<PartitionRange> PartitionsOf(absl::Span<const Bucket> buckets, int world_size) {
-  std::vector<PartitionRange> ranges;
-  for (const Bucket& bucket : buckets) {
-    for (int rank = 0; rank < world_size; ++rank) {
-      const int64_t begin = bucket.begin + rank * bucket.shard_elements;
-      const int64_t end = std::min(begin + bucket.shard_elements, bucket.end);
-      if (begin < end) {
-        ranges.push_back({.rank = rank, .group = bucket.group, .begin = begin, .end = end});
-      }
-    }
-  }
-  return ranges;
-}
-
 }  // namespace ballast

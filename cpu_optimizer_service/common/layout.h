@@ -1,15 +1,12 @@
-// Where every element of a job lives: parameters in the flat spaces of their groups, blocks,
-// partitions and chunks. Pure arithmetic; both ends of the wire compute it from the same
-// description and compare fingerprints.
+// Where every element of a job lives: parameters in the flat spaces of their groups, blocks, partitions and
+// chunks. Pure arithmetic; both ends of the wire compute it from the same description.
 //
-//   group 0   |-- wte --|-- h.0.attn.w --|-- ... --|pad|     flat space, padded to whole blocks
-//             | bucket 0        | bucket 1     | ...         each split among the ranks at block
-//             edges | r0  | r1  | r2  | r0 | r1 | r2 | ...         a rank's partition: its ranges,
-//             all groups | c0  | c1  | c2  | c3 | c4 | c5 | ...         chunks: ranges cut at
-//             chunk_elements
+//   group 0    |-- wte --|-- h.0.attn.w --|-- ... --|pad|   flat space, padded to whole blocks
+//              | bucket 0        | bucket 1       | ...     each split among the ranks at block edges
+//              | r0  | r1  | r2  | r0  | r1  | r2 | ...     a rank's partition: its ranges, all groups
+//              | c0  | c1  | c2  | c3  | c4  | c5 | ...     chunks: ranges cut at chunk_elements
 //
-// The offset of a parameter does not depend on the world size or on buckets, so neither do block
-// sums.
+// The offset of a parameter depends neither on the world size nor on buckets, so block sums do not, either.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_LAYOUT_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_LAYOUT_H_
 
@@ -162,23 +159,6 @@ void Layout::VisitPieces(int chunk_index, Visit&& visit) const {
 
 // Sizes of the flat spaces that `parameters` make, padded to whole blocks.
 std::vector<int64_t> FlatElements(absl::Span<const ParameterSpec> parameters, int group_count);
-
-// The unit of reduce-scatter: elements [begin, end) of a group's flat space. Rank r owns
-// [begin + r * shard_elements, begin + (r + 1) * shard_elements) cut at `end`; a collective works
-// on world_size * shard_elements elements, of which those past `end` are zeros that nobody sends.
-struct Bucket {
-  int group = 0;
-  int64_t begin = 0;
-  int64_t end = 0;
-  int64_t shard_elements = 0;  // Whole blocks.
-};
-
-// Cuts each flat space into buckets of about `bucket_elements` (rounded up to world_size blocks),
-// in order of (group, begin).
-std::vector<Bucket> MakeBuckets(absl::Span<const int64_t> flat_elements, int world_size,
-                                int64_t bucket_elements);
-// The partitions that reduce-scattering those buckets makes; empty shards left out.
-std::vector<PartitionRange> PartitionsOf(absl::Span<const Bucket> buckets, int world_size);
 
 }  // namespace ballast
 

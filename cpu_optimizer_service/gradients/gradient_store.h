@@ -1,4 +1,4 @@
-// The gradients of the step in progress: per chunk what has come, summed, and its sums of squares.
+// The gradients of the step in progress: per chunk what has arrived, summed, and its sums of squares.
 //
 // The first contribution is kept in the wire format as it came, or read where it lies; with one
 // micro-step there is never an accumulator. The second makes an fp32 sum, to which later ones are

@@ -6,32 +6,18 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <cstring>
 #include <filesystem>
 #include <system_error>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/atomic_file.h"
 
 namespace ballast {
 namespace {
 
-absl::Status ErrnoStatus(int error, absl::string_view doing, const std::string& path) {
-  const std::string message = absl::StrCat("cannot ", doing, " ", path, ": ", std::strerror(error));
-  switch (error) {
-    case ENOSPC:
-    case EDQUOT:
-      return absl::ResourceExhaustedError(absl::StrCat(message, "; make room and try again"));
-    case ENOENT:
-      return absl::NotFoundError(message);
-    case EACCES:
-    case EPERM:
-    case EROFS:
-      return absl::PermissionDeniedError(message);
-    default:
-      return absl::UnknownError(message);
-  }
-}
-
+// Not an AtomicFile: a checkpoint becomes whole by one exchange of directories, so its files are
+// not renamed one by one.
 class PosixWritableFile : public WritableFile {
  public:
   PosixWritableFile(int descriptor, std::string path)
@@ -41,21 +27,16 @@ class PosixWritableFile : public WritableFile {
   }
 
   absl::Status Append(absl::Span<const std::byte> bytes) override {
-    while (!bytes.empty()) {
-      const ssize_t written = write(descriptor_, bytes.data(), bytes.size());
-      if (written < 0 && errno == EINTR) continue;
-      if (written < 0) return ErrnoStatus(errno, "write", path_);
-      bytes.remove_prefix(static_cast<size_t>(written));
-    }
-    return absl::OkStatus();
+    return WriteAll(descriptor_, path_,
+                    {reinterpret_cast<const char*>(bytes.data()), bytes.size()});
   }
 
   absl::Status Close() override {
     const int descriptor = std::exchange(descriptor_, -1);
     const bool synced = fsync(descriptor) == 0;
     const int error = errno;
-    if (close(descriptor) != 0 && synced) return ErrnoStatus(errno, "close", path_);
-    return synced ? absl::OkStatus() : ErrnoStatus(error, "flush", path_);
+    if (close(descriptor) != 0 && synced) return FileError(errno, "close", path_);
+    return synced ? absl::OkStatus() : FileError(error, "flush", path_);
   }
 
  private:
@@ -75,7 +56,7 @@ class PosixReadableFile : public ReadableFile {
     while (!out.empty()) {
       const ssize_t got = pread(descriptor_, out.data(), out.size(), offset);
       if (got < 0 && errno == EINTR) continue;
-      if (got < 0) return ErrnoStatus(errno, "read", path_);
+      if (got < 0) return FileError(errno, "read", path_);
       if (got == 0) {
         return absl::DataLossError(
             absl::StrCat(path_, " ends at byte ", offset, ", more was expected"));
@@ -94,24 +75,24 @@ class PosixReadableFile : public ReadableFile {
 
 absl::Status SyncDirectory(const std::string& path) {
   const int descriptor = open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (descriptor < 0) return ErrnoStatus(errno, "open", path);
+  if (descriptor < 0) return FileError(errno, "open", path);
   const bool synced = fsync(descriptor) == 0;
   const int error = errno;
   close(descriptor);
-  return synced ? absl::OkStatus() : ErrnoStatus(error, "flush", path);
+  return synced ? absl::OkStatus() : FileError(error, "flush", path);
 }
 
 class PosixFileSystemImpl : public FileSystem {
  public:
   absl::StatusOr<std::unique_ptr<WritableFile>> Create(const std::string& path) override {
     const int descriptor = open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
-    if (descriptor < 0) return ErrnoStatus(errno, "create", path);
+    if (descriptor < 0) return FileError(errno, "create", path);
     return std::make_unique<PosixWritableFile>(descriptor, path);
   }
 
   absl::StatusOr<std::unique_ptr<ReadableFile>> Open(const std::string& path) override {
     const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-    if (descriptor < 0) return ErrnoStatus(errno, "open", path);
+    if (descriptor < 0) return FileError(errno, "open", path);
     struct stat status;
     if (fstat(descriptor, &status) != 0 || !S_ISREG(status.st_mode)) {
       close(descriptor);
@@ -125,7 +106,7 @@ class PosixFileSystemImpl : public FileSystem {
   absl::Status CreateDirectory(const std::string& path) override {
     std::error_code error;
     std::filesystem::create_directories(path, error);
-    return error ? ErrnoStatus(error.value(), "create directory", path) : absl::OkStatus();
+    return error ? FileError(error.value(), "create directory", path) : absl::OkStatus();
   }
 
   absl::Status Exchange(const std::string& from, const std::string& to) override {
@@ -134,7 +115,7 @@ class PosixFileSystemImpl : public FileSystem {
     if (absl::Status status = SyncDirectory(from); !status.ok()) return status;
     const unsigned flags = Exists(to) ? RENAME_EXCHANGE : RENAME_NOREPLACE;
     if (renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), flags) != 0) {
-      return ErrnoStatus(errno, "move into place", to);
+      return FileError(errno, "move into place", to);
     }
     const std::string parent = std::filesystem::path(to).parent_path().string();
     return SyncDirectory(parent.empty() ? "." : parent);
@@ -143,7 +124,7 @@ class PosixFileSystemImpl : public FileSystem {
   absl::Status RemoveAll(const std::string& path) override {
     std::error_code error;
     std::filesystem::remove_all(path, error);
-    return error ? ErrnoStatus(error.value(), "remove", path) : absl::OkStatus();
+    return error ? FileError(error.value(), "remove", path) : absl::OkStatus();
   }
 };
 

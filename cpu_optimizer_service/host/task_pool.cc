@@ -87,7 +87,7 @@ struct NodeLoop {
       begin = ends[node];
     }
   }
-  ~NodeLoop() { edge.Acquire(); }  // Whoever is last frees what all have used.
+  ~NodeLoop() { edge.Acquire(); }  // The last one frees what all have used.
 
   // False if no index is left.
   bool RunOne(Share& share) {
@@ -102,7 +102,7 @@ struct NodeLoop {
     share.begun.store(true, std::memory_order_relaxed);
     while (RunOne(share)) continue;
   }
-  // What nobody has begun, so that no task waits for a worker that waits for this task.
+  // What no thread has begun, so that no task waits for a worker that waits for this task.
   void RunUntilBegun(Share& share) {
     while (!share.begun.load(std::memory_order_relaxed) && RunOne(share)) continue;
   }
@@ -182,7 +182,7 @@ void TaskPool::Start(std::function<void()> task, int node) {
     ++impl_->running;
   }
   struct Started {
-    ~Started() { edge.Acquire(); }  // Whoever of the two is last frees what both have used.
+    ~Started() { edge.Acquire(); }  // The later of the two frees what both have used.
     std::function<void()> task;
     TsanEdge edge;
   };

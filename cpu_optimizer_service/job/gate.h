@@ -60,7 +60,7 @@ enum class Admission : uint8_t {
   kUpdate,        // The decision is made: nothing is being computed any more.
   kFinishClear,   // A clearing ends: nothing of the step is under way any more.
   kLoad,          // A load clears the step.
-  kReplaceState,  // A load writes: nobody reads any more.
+  kReplaceState,  // A load writes: nothing is read any more.
   kClose,
 };
 inline constexpr int kAdmissions = 14;

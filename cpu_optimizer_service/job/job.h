@@ -112,8 +112,8 @@ class Job : public std::enable_shared_from_this<Job> {
   virtual void DropRankMemory(int rank, const RankMemory* memory) = 0;
 
   // First weights of one chunk: chunk.elements fp32 values in pieces cut anywhere. The job is ready
-  // when every chunk has come; true then. Padding must be zero.
-  // ABORTED if an uploader is given that does not hold the chunk's rank. What has come of a rank is
+  // when every chunk has arrived; true then. Padding must be zero.
+  // ABORTED if an uploader is given that does not have the chunk's rank. What has arrived of a rank is
   // forgotten when another process takes it, and of all ranks when the generation rises.
   struct Uploader {
     uint64_t generation = 0;
@@ -125,7 +125,7 @@ class Job : public std::enable_shared_from_this<Job> {
 
   // The weights of a chunk at `step` in its group's return dtype, into chunk.elements elements at
   // `out`. ABORTED: another generation. UNAVAILABLE: the chunk is being updated.
-  // FAILED_PRECONDITION: the chunk stands at another step.
+  // FAILED_PRECONDITION: the chunk is at another step.
   virtual absl::Status ReadShard(uint64_t generation, uint64_t step, int chunk,
                                  absl::Span<std::byte> out) = 0;
 
@@ -160,7 +160,7 @@ class Job : public std::enable_shared_from_this<Job> {
   // from time to time, says no. RESOURCE_EXHAUSTED if another is being taken. Blocks its thread.
   virtual absl::StatusOr<Trace> TraceSteps(uint32_t steps,
                                            const std::function<bool()>& still_wanted) = 0;
-  // For whoever takes part in a step, to record what it does.
+  // For all that takes part in a step, to record what it does.
   virtual TraceRecorder& trace() = 0;
   // SHA-256 in hex over the update counts and every element of every plane, by parameter: the same
   // for any world size, and unmoved by a skipped step.

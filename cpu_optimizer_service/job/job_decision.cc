@@ -359,7 +359,7 @@ void JobImpl::RunProvisional(Speculation::Task task) {
   }
   absl::StatusOr<ChunkStore::Write> write = store_->BeginWrite(index, Destination::kFresh);
   if (write.ok()) {
-    const TraceSpan span(trace_, TraceEventKind::kGuessed, update->step, index);
+    const TraceSpan span(trace_, TraceEventKind::kSpeculated, update->step, index);
     UpdateTo(*update, index, *write, task.weights);
   }
   std::shared_ptr<RankListener> listener;

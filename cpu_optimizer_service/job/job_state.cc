@@ -387,7 +387,8 @@ int64_t JobImpl::MostTraceEvents(uint32_t steps) const {
   const int64_t micro_steps = spec().max_micro_steps == 0
                                   ? kMicroSteps
                                   : std::min<int64_t>(spec().max_micro_steps, kMostMicroSteps);
-  constexpr int64_t kOthersOfChunk = 6;  // Sums and sending perhaps twice, a guess, an update.
+  constexpr int64_t kOthersOfChunk =
+      6;  // Sums and sending perhaps twice, a provisional update, an update.
   constexpr int64_t kOfStep = 3;
   const int64_t of_step = chunks * (micro_steps + kOthersOfChunk) + kOfStep;
   // Twice: a step may be aborted and done again.

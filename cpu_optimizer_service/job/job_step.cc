@@ -177,7 +177,7 @@ absl::StatusOr<ContributionResult> JobImpl::Contribute(const StreamKey& key,
     StartSums(given.step, chunk, accepted.attempt);
     return ContributionResult::kAdded;
   }
-  // This rank's calls come one at a time and nobody else owns the chunk.
+  // This rank's calls come one at a time, and no other rank owns the chunk.
   AddToGradient(given, accepted.memory.get());
   trace_.Record(TraceEventKind::kArrived, given.step, chunk, arrived_ns);
   const bool sums_here = given.final && !given.in_place;
@@ -329,7 +329,8 @@ RankProgress JobImpl::ProgressOf(int rank, const RankInStep* state) const {
     progress.furthest_micro_step =
         std::max(progress.furthest_micro_step, ledger_.next_micro_step(chunk));
   }
-  if (progress.furthest_micro_step == 0) return progress;  // Nothing has come, nothing is behind.
+  if (progress.furthest_micro_step == 0)
+    return progress;  // Nothing has arrived, so nothing is behind.
   progress.chunks_complete = std::count_if(
       chunks.begin(), chunks.end(), [&](int chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
         return ledger_.next_micro_step(chunk) == progress.furthest_micro_step;

@@ -27,7 +27,7 @@ class Ledger {
 
   uint32_t next_micro_step(int64_t chunk) const { return entries_[chunk].next_micro_step; }
   bool closed(int64_t chunk) const { return entries_[chunk].closed; }
-  // Whether every chunk stands at `micro_steps`.
+  // Whether every chunk is at `micro_steps`.
   bool IsWhole(uint32_t micro_steps) const;
   void Clear() { entries_.assign(entries_.size(), {}); }
 

@@ -59,7 +59,7 @@ class RankListener {
   // is skipped. OnWaiting alone may come late.
   virtual void OnWaiting(uint64_t step, const std::vector<int>& ranks) = 0;
   // A seal of this rank that was taken at first has been undone, because at the last rank's seal
-  // the step was not whole. The step is open; whoever has to send something does so, and all seal
+  // the step was not whole. The step is open; each rank sends what is missing, and all seal
   // again.
   virtual void OnSealRefused(uint64_t step, const SealRefusal& refusal) = 0;
   // Weights of the next step, should it be applied without clipping, as guessed: before OnDecision,

@@ -7,7 +7,7 @@
 // A DecidedStep has no way back: after the decision there is only roll-forward. Dropping an open or
 // sealed step is the abort; nothing of it has shown.
 //
-// Thread-compatible; the job guards it. No memory, no arithmetic: only who has said what.
+// Thread-compatible; the job guards it. No memory, no arithmetic: only what each rank has said.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_STEP_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_STEP_H_
 
@@ -66,7 +66,7 @@ class OpenStep {
   absl::Status EndMicroStep(int rank, uint32_t micro_step, const UsedParameters& used);
   // Whether this rank may add gradients now: it has begun and not sealed.
   absl::Status CheckMayContribute(int rank) const;
-  // `chunk` has come as empty for micro-steps [begin, end).
+  // `chunk` was sent as empty for micro-steps [begin, end).
   void RecordEmpty(int chunk, uint32_t begin, uint32_t end);
 
   // Records the rank's seal. FAILED_PRECONDITION if its micro-steps have not all ended.

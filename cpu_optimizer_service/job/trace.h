@@ -1,5 +1,5 @@
 // A timeline of some steps of a job: what happened to each chunk, when, and on which thread. Off
-// unless somebody asks for it; then each event costs two readings of the clock and a slot in a
+// unless it is asked for; then each event costs two readings of the clock and a slot in a
 // table of bounded size. The clock is CLOCK_MONOTONIC, so that a worker on the same host can lay
 // its own timeline beside it.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_TRACE_H_
@@ -17,14 +17,14 @@
 namespace ballast {
 
 enum class TraceEventKind : uint8_t {
-  kArrived,    // A contribution, from its coming to its being held (and added).
-  kSummed,     // The sums of squares of a chunk.
-  kGuessed,    // An update ahead of the decision.
-  kDecided,    // From the last seal to the decision; no chunk.
-  kUpdated,    // An update after the decision.
-  kSent,       // A chunk's weights, from their turn until the transport has taken them.
-  kCommitted,  // An instant; no chunk.
-  kBegun,      // An instant, when the first rank began the step; no chunk.
+  kArrived,     // A contribution, from its coming to its being held (and added).
+  kSummed,      // The sums of squares of a chunk.
+  kSpeculated,  // A provisional update, before the decision.
+  kDecided,     // From the last seal to the decision; no chunk.
+  kUpdated,     // An update after the decision.
+  kSent,        // A chunk's weights, from their turn until the transport has taken them.
+  kCommitted,   // An instant; no chunk.
+  kBegun,       // An instant, when the first rank began the step; no chunk.
 };
 
 struct TraceEvent {

@@ -43,7 +43,7 @@ HWY_INLINE FloatVec P(FloatVec x) {
 // stay what they are. Where some sum is not so large, the turn is computed again, carefully, and
 // the next ones too.
 //
-// Not looked at is P(m / d), which is left out in both ways but for step sizes above 1.
+// Not looked at is P(m / d), which is left out in both ways except for step sizes above 1.
 constexpr size_t kCarefulElements = 8192;
 
 using LargeMask = hn::Mask<hn::RebindToSigned<FloatTag>>;

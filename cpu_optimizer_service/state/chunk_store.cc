@@ -51,7 +51,7 @@ struct ChunkStore::Impl {
   // The free version nearest to a chunk's own, if there is one of its size.
   Version* TakeFree(int chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
   void Publish(const Write& write, uint64_t step) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
-  // A version that nobody needs: kept for reuse if it lies in the store's arenas, else freed.
+  // A version that is not needed: kept for reuse if it lies in the store's arenas, else freed.
   void Retire(Version* version) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
   int64_t& FreeLike(int chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
     return free_count[size_class[chunk]];

@@ -2,18 +2,16 @@
 
 #include <algorithm>
 #include <charconv>
-#include <filesystem>
-#include <nlohmann/json.hpp>
-#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
-#include "gpu_worker/base/output_file.h"
+#include "cpu_optimizer_service/common/atomic_file.h"
+#include "cpu_optimizer_service/common/chrome_trace_writer.h"
 
 namespace ballast::worker {
 namespace {
 
-using Json = nlohmann::ordered_json;
+using Json = ChromeTraceWriter::Json;
 
 constexpr Track kTracks[] = {Track::kStep,    Track::kCompute, Track::kReduce,
                              Track::kCopy,    Track::kSend,    Track::kUpdate,
@@ -98,42 +96,26 @@ void Timeline::Add(Track track, const SpanOf& of, Clock::time_point begin, Clock
 }
 
 std::string Timeline::ToJson() const {
-  const auto describe = [&](const char* what, int track, Json arguments) {
-    return Json{{"name", what},
-                {"ph", "M"},
-                {"pid", options_.rank},
-                {"tid", track},
-                {"args", std::move(arguments)}}
-        .dump();
-  };
-  std::string text = absl::StrCat(
-      "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n",
-      describe("process_name", 0, {{"name", absl::StrCat("ballast-worker rank ", options_.rank)}}));
-  for (const Track track : kTracks) {
-    absl::StrAppend(&text, ",\n", describe("thread_name", Number(track), {{"name", Name(track)}}),
-                    ",\n",
-                    describe("thread_sort_index", Number(track), {{"sort_index", Number(track)}}));
-  }
+  const ChromeTraceWriter writer(options_.rank,
+                                 absl::StrCat("ballast-worker rank ", options_.rank));
+  std::string text = writer.Head();
+  for (const Track track : kTracks) text += writer.Track(Number(track), Name(track), Number(track));
   MutexLock lock(mutex_);
   for (const Span& span : spans_) {
-    const Json event = {{"name", SpanName(span.track, span.of).c_str()},
-                        {"cat", Name(span.track)},
-                        {"ph", "X"},
-                        {"pid", options_.rank},
-                        {"tid", Number(span.track)},
-                        {"ts", Microseconds(span.begin.time_since_epoch())},
-                        {"dur", Microseconds(span.end - span.begin)},
-                        {"args", Arguments(span.of)}};
-    absl::StrAppend(&text, ",\n", event.dump());
+    text +=
+        writer.Slice(Number(span.track), {.name = SpanName(span.track, span.of).c_str(),
+                                          .category = Name(span.track),
+                                          .begin_us = Microseconds(span.begin.time_since_epoch()),
+                                          .duration_us = Microseconds(span.end - span.begin),
+                                          .arguments = Arguments(span.of)});
   }
-  return absl::StrCat(text, "\n],\"otherData\":{\"rank\":", options_.rank,
-                      ",\"dropped_spans\":", dropped_, "}}\n");
+  return text + ChromeTraceWriter::Tail({{"rank", options_.rank}, {"dropped_spans", dropped_}});
 }
 
 absl::Status Timeline::Write(const std::string& path) const {
-  const std::filesystem::path file(path);
-  const std::string folder = file.parent_path().string();
-  return WriteFiles(folder.empty() ? "." : folder, {{file.filename().string(), ToJson()}});
+  const absl::Status written = WriteAtomically({{path, ToJson()}});
+  if (written.ok()) return written;
+  return absl::UnavailableError(absl::StrCat(written.message(), " (--trace names the file)"));
 }
 
 void TimelineScope::Begin() {

@@ -8,6 +8,7 @@
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
+#include "cpu_optimizer_service/common/buckets.h"
 #include "cpu_optimizer_service/common/layout.h"
 
 namespace ballast::worker {

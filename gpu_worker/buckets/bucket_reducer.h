@@ -27,6 +27,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "cpu_optimizer_service/common/buckets.h"
 #include "cpu_optimizer_service/common/layout.h"
 #include "cpu_optimizer_service/common/mutex.h"
 #include "gpu_worker/buckets/bucket.h"

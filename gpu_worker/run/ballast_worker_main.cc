@@ -17,7 +17,7 @@
 #include "absl/flags/usage.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
-#include "client/session.h"
+#include "client/connect.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/engine.h"
 #include "gpu_worker/base/timeline.h"

@@ -15,9 +15,10 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
+#include "cpu_optimizer_service/common/atomic_file.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/base/log.h"
-#include "gpu_worker/base/output_file.h"
+#include "gpu_worker/run/run_output.h"
 
 namespace ballast::worker {
 namespace {
@@ -106,9 +107,7 @@ std::vector<StepReport> ParseLossesCsv(absl::string_view csv) {
 }
 
 LossLog::LossLog(const std::string& directory)
-    : directory_(directory),
-      path_(absl::StrCat(directory, "/", kFile)),
-      note_path_(absl::StrCat(directory, "/", kNote)) {}
+    : path_(absl::StrCat(directory, "/", kFile)), note_path_(absl::StrCat(directory, "/", kNote)) {}
 
 LossLog::~LossLog() {
   if (descriptor_ >= 0) close(descriptor_);
@@ -131,7 +130,9 @@ absl::StatusOr<std::unique_ptr<LossLog>> LossLog::Open(const std::string& direct
   unlink(job_path.c_str());
   unlink(log->note_path_.c_str());
   BALLAST_RETURN_IF_ERROR(log->Rewrite());
-  if (!job_uid.empty()) BALLAST_RETURN_IF_ERROR(WriteFiles(directory, {{kJob, job_uid}}));
+  if (!job_uid.empty()) {
+    BALLAST_RETURN_IF_ERROR(OutputError(WriteAtomically({{job_path, job_uid}})));
+  }
   return log;
 }
 
@@ -147,26 +148,27 @@ void LossLog::TakeOver(uint64_t committed_step) {
 }
 
 absl::Status LossLog::Rewrite() {
-  BALLAST_RETURN_IF_ERROR(WriteFiles(directory_, {{kFile, LossesCsv(reports_)}}));
+  BALLAST_RETURN_IF_ERROR(OutputError(WriteAtomically({{path_, LossesCsv(reports_)}})));
   if (descriptor_ >= 0) close(descriptor_);
   descriptor_ = open(path_.c_str(), O_WRONLY | O_APPEND | O_CLOEXEC);
-  return descriptor_ >= 0 ? absl::OkStatus() : CannotWrite(path_, errno);
+  if (descriptor_ >= 0) return absl::OkStatus();
+  return OutputError(FileError(errno, "write", path_));
 }
 
 absl::Status LossLog::Note(uint64_t step, double loss) {
   // A torn one is of a step that is not sealed, so nobody misses it.
   const int note = open(note_path_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
-  if (note < 0) return CannotWrite(note_path_, errno);
+  if (note < 0) return OutputError(FileError(errno, "write", note_path_));
   const absl::Status status =
       WriteAll(note, note_path_, absl::StrFormat("%d %.9g\n", step, Plain(loss)));
   close(note);
-  return status;
+  return OutputError(status);
 }
 
 absl::Status LossLog::Append(const StepReport& report) {
   if (reports_.empty() || reports_.back().step < report.step) {
     reports_.push_back(report);
-    return WriteAll(descriptor_, path_, LineOf(report));
+    return OutputError(WriteAll(descriptor_, path_, LineOf(report)));
   }
   while (!reports_.empty() && reports_.back().step >= report.step) reports_.pop_back();
   reports_.push_back(report);

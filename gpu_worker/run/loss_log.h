@@ -50,7 +50,6 @@ class LossLog {
   void TakeOver(uint64_t committed_step);
   absl::Status Rewrite();
 
-  const std::string directory_;
   const std::string path_;
   const std::string note_path_;
   int descriptor_ = -1;  // Of the file, for appending.

@@ -17,8 +17,8 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "cpu_optimizer_service/common/atomic_file.h"
 #include "cpu_optimizer_service/common/status.h"
-#include "gpu_worker/base/output_file.h"
 
 namespace ballast::worker {
 namespace {
@@ -59,6 +59,11 @@ std::vector<absl::string_view> ParametersIn(const std::vector<std::string>& spac
 
 }  // namespace
 
+absl::Status OutputError(const absl::Status& status) {
+  if (status.ok()) return status;
+  return absl::UnavailableError(absl::StrCat(status.message(), " (--out chooses the directory)"));
+}
+
 absl::Status PrepareOutput(const std::string& directory) {
   std::error_code error;
   std::filesystem::create_directories(directory, error);
@@ -68,11 +73,11 @@ absl::Status PrepareOutput(const std::string& directory) {
   }
   std::string probe = absl::StrCat(directory, "/.probe-XXXXXX");
   const int descriptor = mkstemp(probe.data());  // A name that no file of the user has.
-  if (descriptor < 0) return CannotWrite(directory, errno);
+  if (descriptor < 0) return OutputError(FileError(errno, "write", directory));
   const absl::Status status = WriteAll(descriptor, directory, "writable");
   close(descriptor);
   unlink(probe.c_str());
-  return status;
+  return OutputError(status);
 }
 
 std::string Sha256Hex(absl::Span<const absl::string_view> parts) {
@@ -137,12 +142,13 @@ absl::Status WriteOutput(const std::string& directory, const RunFacts& facts,
                          WeightsFile weights_file) {
   BALLAST_ASSIGN_OR_RETURN(const std::vector<std::string> spaces, ReadSpaces(backend, job));
   const std::vector<absl::string_view> parameters = ParametersIn(spaces, job);
-  std::vector<OutputFile> files;
+  std::vector<FileContents> files;
   if (weights_file == WeightsFile::kWritten) {
-    files.push_back({"weights.bin", absl::StrJoin(parameters, "")});
+    files.push_back({absl::StrCat(directory, "/weights.bin"), absl::StrJoin(parameters, "")});
   }
-  files.push_back({"worker.json", WorkerJson(facts, job, Sha256Hex(parameters))});
-  return WriteFiles(directory, files);
+  files.push_back(
+      {absl::StrCat(directory, "/worker.json"), WorkerJson(facts, job, Sha256Hex(parameters))});
+  return OutputError(WriteAtomically(files));
 }
 
 }  // namespace ballast::worker

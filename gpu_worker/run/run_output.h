@@ -18,6 +18,9 @@
 
 namespace ballast::worker {
 
+// The error of a file under --out, as UNAVAILABLE, which also names the flag. OK stays OK.
+absl::Status OutputError(const absl::Status& status);
+
 // Creates the directory, and finds out now whether it can be written.
 absl::Status PrepareOutput(const std::string& directory);
 

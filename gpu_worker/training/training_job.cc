@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/buckets.h"
 #include "cpu_optimizer_service/common/status.h"
 
 namespace ballast::worker {

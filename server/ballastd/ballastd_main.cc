@@ -8,12 +8,12 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <fstream>
 #include <string>
 #include <thread>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "cpu_optimizer_service/common/atomic_file.h"
 #include "cpu_optimizer_service/engine.h"
 #include "cpu_optimizer_service/host/topology.h"
 #include "cpu_optimizer_service/kernels/kernels.h"
@@ -49,14 +49,8 @@ int WaitForSignal(const sigset_t& signals) {
 
 // A reader finds the whole file, or no file.
 absl::Status WritePortFile(const std::string& path, const std::vector<std::string>& addresses) {
-  const std::string partial = absl::StrCat(path, ".partial");
-  std::ofstream file(partial, std::ios::trunc);
-  for (const std::string& address : addresses) file << address << "\n";
-  file.close();
-  if (!file || std::rename(partial.c_str(), path.c_str()) != 0) {
-    return absl::UnavailableError(absl::StrCat("cannot write --port-file ", path));
-  }
-  return absl::OkStatus();
+  return ballast::WriteAtomically(
+      {{.path = path, .contents = absl::StrCat(absl::StrJoin(addresses, "\n"), "\n")}});
 }
 
 // Returns the exit code.

@@ -11,7 +11,7 @@ v1::TraceEventKind ToProto(TraceEventKind kind) {
       return v1::ARRIVED;
     case TraceEventKind::kSummed:
       return v1::SUMMED;
-    case TraceEventKind::kGuessed:
+    case TraceEventKind::kSpeculated:
       return v1::GUESSED;
     case TraceEventKind::kDecided:
       return v1::DECIDED;

@@ -1,4 +1,4 @@
-// A TCP proxy that cuts its connections after so many bytes up or down.
+// A TCP proxy that cuts its connections after a given number of bytes in one direction.
 #ifndef BALLAST_TESTS_CLIENT_CUTTING_PROXY_H_
 #define BALLAST_TESTS_CLIENT_CUTTING_PROXY_H_
 
@@ -27,11 +27,11 @@ class CuttingProxy {
  public:
   struct Budget {
     size_t bytes = 0;
-    bool up = true;  // Counted from the client to the service, or else the other way.
+    bool up = true;  // Counts bytes from the client to the service; false: the other way.
   };
 
-  // In front of 127.0.0.1:`port`. Each connection is cut, both ways, when its budget is used up;
-  // those beyond the list are not.
+  // In front of 127.0.0.1:`port`. Each connection is cut, both ways, when its budget is used up.
+  // Connections after the end of the list are not cut.
   CuttingProxy(int port, std::deque<Budget> budgets) : port_(port), budgets_(std::move(budgets)) {
     listener_ = socket(AF_INET, SOCK_STREAM, 0);
     sockaddr_in address = Loopback(0);
@@ -127,7 +127,7 @@ class CuttingProxy {
   const int port_;
   int listener_ = -1;
   std::string target_;
-  // Of the acceptor's thread, and of the destructor after it.
+  // Used by the acceptor's thread, and by the destructor after it.
   std::deque<Budget> budgets_;
   std::vector<std::shared_ptr<Connection>> connections_;
   std::vector<std::thread> pumps_;

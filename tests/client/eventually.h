@@ -1,4 +1,4 @@
-// Waiting in a test for what another thread does, but not for ever.
+// Waiting in a test for the work of another thread, with a limit.
 #ifndef BALLAST_TESTS_CLIENT_EVENTUALLY_H_
 #define BALLAST_TESTS_CLIENT_EVENTUALLY_H_
 

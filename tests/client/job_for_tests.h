@@ -4,13 +4,14 @@
 
 #include <string>
 
+#include "cpu_optimizer_service/common/buckets.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/layout.h"
 
 namespace ballast::client {
 
 // Group "decay": wte [40, 16] and h.0.w [300], bf16 both ways; group "no_decay": h.0.b [7], fp32
-// both ways. Flat spaces: 4 blocks and 1 block. Rank r owns a share of each bucket.
+// both ways. Flat spaces: 4 blocks and 1 block. Each rank owns a part of every bucket.
 inline JobSpec SmallJob(const std::string& name, int world_size) {
   JobSpec job;
   job.name = name;

@@ -56,7 +56,7 @@ TEST(DynamicLossScaler, HalvesOnceTheHysteresisIsUsedUpAndThenEveryTime) {
   EXPECT_EQ(scaler.scale(), 16.0f);
   scaler.Update(true);
   EXPECT_EQ(scaler.scale(), 8.0f);
-  // Steps without overflow give nothing back before the scale has doubled.
+  // Steps without overflow do not restore the allowance before the scale has doubled.
   UpdateTimes(scaler, 10, false);
   scaler.Update(true);
   EXPECT_EQ(scaler.scale(), 4.0f);
@@ -109,13 +109,14 @@ TEST(DynamicLossScaler, NeverGrowsBeyondWhatFp32Multiplies) {
   UpdateTimes(scaler, 500, false);
   EXPECT_EQ(scaler.scale(), DynamicLossScaler::kMaxScale);
   EXPECT_EQ(scaler.scale(), std::ldexp(1.0f, 64));
-  // Down from there as from anywhere.
+  // An overflow halves it as at any other scale.
   UpdateTimes(scaler, 2, true);
   EXPECT_EQ(scaler.scale(), std::ldexp(1.0f, 63));
 }
 
-// What a trainer does: the state goes with begin_step, and after a restart the outcome of that step
-// comes on top of it. At every point of a history the restored one must go on as the old one does.
+// As a trainer does it: the state is sent with begin_step, and after a restart the outcome of that
+// step is added to it. At every point of a history the restored scaler must continue like the old
+// one.
 TEST(DynamicLossScaler, GoesOnWhereItsStateWasTaken) {
   const LossScalerOptions options = {
       .initial_scale_power = 5, .window = 3, .hysteresis = 2, .min_scale = 0.3f};

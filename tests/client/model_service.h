@@ -1,6 +1,6 @@
 // A service in a few lines, for one rank of a job: it keeps the ledger, decides at the seal, and
-// commits. Its streams break where the test says, up or down, and every contribution that it took
-// is on record, with what it was made of. It may share memory with its worker.
+// commits. Its streams break where the test wants, in either direction. It records every
+// contribution that it accepted, with its values. It may share memory with its worker.
 #ifndef BALLAST_TESTS_CLIENT_MODEL_SERVICE_H_
 #define BALLAST_TESTS_CLIENT_MODEL_SERVICE_H_
 
@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "client/transport/train_stream.h"
+#include "client/transport/train_call.h"
 #include "client/transport/transport.h"
 #include "cpu_optimizer_service/common/mutex.h"
 #include "tests/client/session/fake_transport.h"
@@ -24,17 +24,17 @@
 
 namespace ballast::client {
 
-// Where a stream breaks; counts are of this stream, the open message and Opened not included.
+// Where a stream breaks. Messages are counted in this stream, without the open message and Opened.
 struct BreakPoint {
   static constexpr size_t kNever = ~size_t{0};
-  size_t up = kNever;    // At this message up, from 1:
-  bool held = false;     // the service takes it
-  bool acked = false;    // and acknowledges it.
-  int chunks = 0;        // Or only so many chunks of it, if it is of shared gradients.
-  size_t down = kNever;  // Before this message down, from 1; acknowledgements are not counted.
+  size_t up = kNever;     // At this message to the service, from 1.
+  bool accepted = false;  // The service accepts that message.
+  bool acked = false;     // The service acknowledges it, too.
+  int chunks = 0;         // The service accepts only these many of its shared gradients.
+  size_t down = kNever;   // Before this message of the service, from 1, without acknowledgements.
 };
 
-// What the transport and the streams share.
+// The state that the transport and the streams share.
 class ModelService {
  public:
   // `weight_bytes`: by chunk. Acknowledges after each `ack_every` messages.
@@ -43,7 +43,7 @@ class ModelService {
         ack_every_(ack_every),
         next_(weight_bytes_.size(), 0) {}
 
-  // The weights of a chunk after a step; each piece of memory is unlike every other.
+  // The weights of a chunk after a step, different for each chunk and step.
   std::string Weights(uint64_t step, int chunk) const {
     return std::string(weight_bytes_[chunk], static_cast<char>(' ' + step * 10 + chunk));
   }
@@ -55,19 +55,19 @@ class ModelService {
   }
 
   // ---- what the test sets
-  MemoryFile* memory = nullptr;    // Shared with the worker, who was offered it.
+  MemoryFile* memory = nullptr;    // Shared with the worker by `offer`.
   v1::SharedMemoryOffer offer;     // If there is memory.
-  std::vector<BreakPoint> breaks;  // Of the first streams; the later ones do not break.
-  bool applies = true;             // What it decides.
+  std::vector<BreakPoint> breaks;  // For the first streams; later ones do not break.
+  bool applies = true;             // Its decision.
   bool merges = false;  // Streams send consecutive shared gradients in one message, once another
                         // message follows.
 
   // ---- what the test sees
-  std::vector<std::string> taken() const {  // Every message that changed something, in words.
+  std::vector<std::string> taken() const {  // Every message that changed the state, in words.
     MutexLock lock(mutex_);
     return taken_;
   }
-  std::vector<std::string> repeats() const {  // Every gradient that it held already.
+  std::vector<std::string> repeats() const {  // Every gradient that had arrived before.
     MutexLock lock(mutex_);
     return repeats_;
   }
@@ -75,7 +75,7 @@ class ModelService {
     MutexLock lock(mutex_);
     return streams_;
   }
-  size_t shared() const {  // Gradients that came through shared memory.
+  size_t shared() const {  // Gradients that arrived through shared memory.
     MutexLock lock(mutex_);
     return shared_;
   }
@@ -89,28 +89,28 @@ class ModelService {
       const size_t index = service_.streams_++;
       if (index < service_.breaks.size()) break_ = service_.breaks[index];
     }
-    // `values`: of a gradient that is sent as a payload.
+    // `values`: the values of a gradient that is sent as a payload.
     void Take(const v1::TrainRequest& message, const std::string& values = "") {
       if (broken_) return;
       if (message.has_open()) {
         v1::TrainResponse opened;
         service_.Position(*opened.mutable_opened());
         listener_.OnMessage(opened, {});
-        ++held_;
+        ++accepted_;
         return;
       }
       const bool last = ++taken_ == break_.up;
-      if (last && !break_.held && message.has_shared_gradients()) {
+      if (last && !break_.accepted && message.has_shared_gradients()) {
         v1::TrainRequest part = message;
         auto& chunks = *part.mutable_shared_gradients()->mutable_chunks();
         chunks.Truncate(std::min(break_.chunks, chunks.size()));
         service_.Handle(part, values);
       }
-      if (!last || break_.held) {
+      if (!last || break_.accepted) {
         std::vector<v1::TrainResponse> answers = service_.Handle(message, values);
-        const size_t before = held_;
-        held_ += message.has_shared_gradients() ? message.shared_gradients().chunks_size() : 1;
-        const bool due = before / service_.ack_every_ != held_ / service_.ack_every_;
+        const size_t before = accepted_;
+        accepted_ += message.has_shared_gradients() ? message.shared_gradients().chunks_size() : 1;
+        const bool due = before / service_.ack_every_ != accepted_ / service_.ack_every_;
         if (last ? break_.acked : due) Acknowledge();
         for (const v1::TrainResponse& answer : answers) Say(answer);
       }
@@ -120,7 +120,7 @@ class ModelService {
    private:
     void Acknowledge() {
       v1::TrainResponse response;
-      response.mutable_acknowledged()->set_messages(held_);
+      response.mutable_acknowledged()->set_messages(accepted_);
       listener_.OnMessage(response, {});
     }
     void Say(const v1::TrainResponse& message) {
@@ -149,7 +149,7 @@ class ModelService {
     BreakPoint break_;
     bool broken_ = false;
     size_t taken_ = 0;
-    size_t held_ = 0;
+    size_t accepted_ = 0;
     size_t said_ = 0;
   };
 
@@ -228,7 +228,7 @@ class ModelService {
     return Gradient(header.step(), static_cast<int>(header.chunk()), header.micro_step_begin());
   }
 
-  // Without values it lies in shared memory.
+  // A gradient without values is in shared memory.
   void HandleGradient(const v1::GradientHeader& header, std::optional<std::string> values)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     const std::string name = NameOf(header);
@@ -241,7 +241,7 @@ class ModelService {
     if (!values.has_value()) {
       ++shared_;
       good = good && memory != nullptr;
-      // What is final and the chunk's first is looked at when the step is decided.
+      // A final gradient that is the chunk's first is read in place when the step is decided.
       if (good && header.final() && next == 0) in_place_.push_back(header);
       if (good) values = memory->gradient(static_cast<int>(header.chunk()));
     }
@@ -289,7 +289,7 @@ class ModelService {
   std::vector<uint32_t> next_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::string> taken_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::string> repeats_ ABSL_GUARDED_BY(mutex_);
-  std::vector<v1::GradientHeader> in_place_ ABSL_GUARDED_BY(mutex_);  // Of the open step.
+  std::vector<v1::GradientHeader> in_place_ ABSL_GUARDED_BY(mutex_);  // The open step's.
   size_t streams_ ABSL_GUARDED_BY(mutex_) = 0;
   size_t shared_ ABSL_GUARDED_BY(mutex_) = 0;
 };
@@ -336,16 +336,16 @@ class ModelTransport final : public Transport {
     }
     return step;
   }
-  std::unique_ptr<TrainStream> OpenTrainStream(TrainListener& listener) override {
+  std::unique_ptr<TrainCall> OpenTrainCall(TrainListener& listener) override {
     return std::make_unique<Stream>(service_, listener);
   }
   bool CanReconnect() override { return true; }
   void CancelCalls() override {}
 
  private:
-  // One thread takes the messages in order and answers them, and lets go of each payload before it
-  // takes it or, every other time, after the stream.
-  class Stream final : public TrainStream {
+  // One thread accepts the messages in order and answers them. It releases each payload before it
+  // accepts the message or, every other time, after the end of the stream.
+  class Stream final : public TrainCall {
    public:
     Stream(ModelService& service, TrainListener& listener)
         : merges_(service.merges),
@@ -398,10 +398,10 @@ class ModelTransport final : public Transport {
     }
 
     const bool merges_;
-    // Of the senders, which the send log's lock keeps apart.
+    // Used by the senders, one at a time by the send log's lock.
     std::optional<v1::TrainRequest> waiting_;
     const std::unique_ptr<ModelService::Stream> end_;
-    std::vector<std::function<void()>> late_;  // Of the thread, and of the destructor after it.
+    std::vector<std::function<void()>> late_;  // The thread's, then the destructor's.
     TaskThread thread_;
   };
 

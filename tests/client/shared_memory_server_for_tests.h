@@ -1,5 +1,5 @@
-// The service's side of shared memory, as a test wants it: a listening abstract socket, and
-// whatever the test answers to whoever shows the token.
+// The service's side of shared memory for a test: a listening abstract socket, and any answer to
+// the process that sends the token.
 #ifndef BALLAST_TESTS_CLIENT_SHARED_MEMORY_SERVER_FOR_TESTS_H_
 #define BALLAST_TESTS_CLIENT_SHARED_MEMORY_SERVER_FOR_TESTS_H_
 
@@ -25,7 +25,7 @@
 
 namespace ballast::client {
 
-// A memory file as a service makes it, mapped here too.
+// A memory file like a service's, mapped here too.
 class MemoryFile {
  public:
   explicit MemoryFile(RankMemoryLayout places)
@@ -67,7 +67,7 @@ class MemoryFile {
   std::byte* memory_;
 };
 
-// Says `text`, and hands over `files`.
+// Sends `text` and hands over `files`.
 inline void Hand(int connection, const std::string& text, const std::vector<int>& files) {
   alignas(cmsghdr) std::array<char, CMSG_SPACE(16 * sizeof(int))> control{};
   iovec piece = {.iov_base = const_cast<char*>(text.data()), .iov_len = text.size()};
@@ -89,12 +89,12 @@ inline void Hand(int connection, const std::string& text, const std::vector<int>
 
 class SharedMemoryServerForTests {
  public:
-  // `answer` is called on the door's thread once the token has come; then the connection is held
-  // until the worker hangs up.
+  // `answer` is called on the server's thread when the token has arrived; then the connection stays
+  // open until the worker hangs up.
   explicit SharedMemoryServerForTests(std::function<void(int connection)> answer)
       : answer_(std::move(answer)) {
-    static std::atomic<int> doors = 0;
-    offer_.set_socket("ballast-test-" + std::to_string(getpid()) + "-" + std::to_string(doors++));
+    static std::atomic<int> servers = 0;
+    offer_.set_socket("ballast-test-" + std::to_string(getpid()) + "-" + std::to_string(servers++));
     offer_.set_token(std::string(32, 't'));
     listener_ = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
     sockaddr_un address{};

@@ -1,7 +1,7 @@
-// Any bytes, cut into slices anywhere: the frame parser and the generated one must agree on what is
-// a message and on what it says, except for the bounds that frame.cc sets itself.
+// Any bytes, cut into slices anywhere: the frame parser and the generated one must agree on whether
+// they are a message and on its contents, except for the bounds that frame.cc sets itself.
 //
-// The first byte of an input chooses the message type, the second where the slices are cut.
+// The first byte of an input selects the message type, the second the cuts between slices.
 #include <google/protobuf/io/coded_stream.h>
 #include <google/protobuf/io/zero_copy_stream_impl_lite.h>
 #include <google/protobuf/stubs/logging.h>

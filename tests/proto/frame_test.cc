@@ -70,7 +70,7 @@ v1::TrainRequest GradientMessage(const std::string& payload) {
   return message;
 }
 
-// What the generated parser makes of `bytes`, without unknown fields; nullopt if it refuses them.
+// The generated parser's message of `bytes`, without unknown fields; nullopt if it refuses them.
 std::optional<v1::TrainRequest> Generated(const std::string& bytes) {
   v1::TrainRequest message;
   if (!message.ParseFromString(bytes)) return std::nullopt;
@@ -78,7 +78,7 @@ std::optional<v1::TrainRequest> Generated(const std::string& bytes) {
   return message;
 }
 
-// The frame as one message, payload put back.
+// The frame as one message, with its payload.
 v1::TrainRequest Whole(Frame<v1::TrainRequest> frame) {
   EXPECT_TRUE(!frame.message.has_gradient() || frame.message.gradient().payload().empty());
   if (frame.payload.size_bytes() > 0) {
@@ -268,7 +268,7 @@ TEST(Frame, FieldsInAnyOrderReadTheSame) {
   const std::string payload = Field(2, message.gradient().payload());
   ExpectReadAsGenerated(Field(3, payload + header));
   ExpectReadAsGenerated(Field(3, payload) + Field(3, header));
-  // The last payload and the last value of a header's field win.
+  // The last payload and the last value of a header's field are in force.
   v1::GradientHeader other;
   other.set_step(4);
   const std::string other_header = Field(1, other.SerializeAsString());
@@ -314,13 +314,13 @@ TEST(Frame, HostileBytesAreInvalid) {
       std::string("\x1a\x02\x12\x05", 4) + "hello",        // A payload past its chunk.
       std::string("\x00\x01", 2),                          // Field number 0.
       std::string("\x02\x00", 2),
-      std::string("\x1c", 1),                  // A group ends that did not begin.
+      std::string("\x1c", 1),                  // An end of a group that did not begin.
       std::string("\x1e\x00", 2),              // Wire type 6.
-      std::string("\x1b\x24", 2),              // A group ends as another one.
+      std::string("\x1b\x24", 2),              // The end of another group.
       std::string("\x80\x80\x80\x80\x80", 5),  // A tag without end.
       std::string("\x1a\x03\x0a\x01\x08", 5),  // A header cut short.
       std::string("\x0a\x03\x0a\x01\xff", 5),  // A job name that is not UTF-8.
-      std::string(1000, '\x0b'),               // Groups in groups in groups.
+      std::string(1000, '\x0b'),               // Nested groups, too deep.
   };
   for (const std::string& bytes : hostile) {
     EXPECT_EQ(ParseTrainRequest(OneSlice(bytes)).status().code(),

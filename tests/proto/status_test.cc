@@ -43,7 +43,8 @@ TEST(Status, LongMessageIsCutBetweenCharactersSoThatItFitsInTrailers) {
     EXPECT_LT(sent.error_message().size(), 1100);
     EXPECT_LT(3 * sent.error_message().size() + sent.error_details().size() * 4 / 3, 8000);
     google::rpc::Status details;
-    EXPECT_TRUE(details.ParseFromString(sent.error_details()));  // Refuses what is not UTF-8.
+    EXPECT_TRUE(
+        details.ParseFromString(sent.error_details()));  // Fails for bytes that are not UTF-8.
   }
 }
 

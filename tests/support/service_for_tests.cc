@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "client/connect.h"
+#include "client/connect.h"
 #include "client/session.h"
 
 namespace ballast {

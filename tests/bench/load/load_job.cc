@@ -6,6 +6,7 @@
 #include <iterator>
 
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/buckets.h"
 
 namespace ballast::bench {
 namespace {

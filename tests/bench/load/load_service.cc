@@ -19,7 +19,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
-#include "client/session.h"
+#include "client/connect.h"
 #include "cpu_optimizer_service/common/available_memory.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/engine.h"

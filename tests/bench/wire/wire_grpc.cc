@@ -6,9 +6,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
-#include "client/session.h"
+#include "client/connect.h"
 #include "client/session/payload_pieces.h"
-#include "client/transport/train_stream.h"
+#include "client/transport/train_call.h"
 #include "cpu_optimizer_service/common/mutex.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "tests/bench/wire/wire.h"
@@ -66,7 +66,7 @@ class Counter final : public client::TrainListener {
 class GrpcWire final : public Wire {
  public:
   GrpcWire(std::shared_ptr<grpc::Channel> channel, const SendMemory& memory)
-      : memory_(memory), stream_(client::OpenGrpcTrainStream(std::move(channel), counter_)) {}
+      : memory_(memory), stream_(client::OpenGrpcTrainCall(std::move(channel), counter_)) {}
 
   absl::Status Transfer(int64_t up, int64_t down) override {
     v1::TrainRequest first;
@@ -88,7 +88,7 @@ class GrpcWire final : public Wire {
  private:
   const SendMemory& memory_;
   Counter counter_;
-  const std::unique_ptr<client::TrainStream> stream_;  // Last: it calls the counter.
+  const std::unique_ptr<client::TrainCall> stream_;  // Last: it calls the counter.
 };
 
 }  // namespace

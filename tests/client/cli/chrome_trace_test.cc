@@ -78,7 +78,7 @@ TEST_F(ChromeTraceTest, ShowsAStepFromBeginToCommit) {
   }
 }
 
-// An aborted attempt has no end, and the next one its own beginning.
+// An aborted attempt has no end, and the next attempt has its own beginning.
 TEST_F(ChromeTraceTest, ShowsAStepThatIsDoneAgainFromItsLastBegin) {
   const json trace =
       Parse({StepEvent(v1::BEGUN, 13, 1000, 1000), StepEvent(v1::BEGUN, 13, 4000, 4000),

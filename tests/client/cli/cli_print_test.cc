@@ -33,7 +33,7 @@ v1::HyperParameters Rates(double lr) {
   return values;
 }
 
-// Step 13 is open: rank 0 has two of its nine chunks at micro-step 2, rank 1 is not there.
+// Step 13 is open: rank 0 has two of its nine chunks at micro-step 2, rank 1 is not attached.
 v1::Job ExampleJob() {
   v1::Job job;
   job.set_name("jobs/gpt");
@@ -105,7 +105,7 @@ TEST(JobText, ShowsRanksAndDecisions) {
   EXPECT_THAT(text, HasSubstr("coverage      complete in 12 of 12 decided steps\n"));
   EXPECT_THAT(text, HasSubstr("memory        5.00 MiB: state 1.00 MiB, gradients 0 B, accumulators "
                               "1.00 MiB,\n    second versions 2.00 MiB, other 1.00 MiB\n"
-                              "shared        3.00 MiB with rank 0, beside that\n"));
+                              "shared        3.00 MiB with rank 0, in addition\n"));
   EXPECT_THAT(text,
               HasSubstr("   0  host:1:ff     yes              1         2           4/9  no\n"));
   EXPECT_THAT(text,
@@ -135,7 +135,7 @@ TEST(JobText, SaysWhomTheStepWaitsFor) {
 
 TEST(JobText, SaysHowChunksAreUpdated) {
   v1::Job job = ExampleJob();
-  EXPECT_THAT(JobText(job), HasSubstr("update        speculate; chunks updated ahead: 1,200 (1,100 "
+  EXPECT_THAT(JobText(job), HasSubstr("update        speculate; speculated chunks: 1,200 (1,100 "
                                       "published, 90 redone), paused now: 3\n"));
   job.mutable_speculation()->set_unavailable("needs 3 GiB more");
   EXPECT_THAT(JobText(job), HasSubstr("wait, though asked to speculate: needs 3 GiB more\n"));

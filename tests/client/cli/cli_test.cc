@@ -1,4 +1,4 @@
-// The `ballast` binary against the `ballastd` binary, as a person uses them.
+// The `ballast` binary with the `ballastd` binary, as a user runs them.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
+#include "client/connect.h"
 #include "tests/client/job_for_tests.h"
 #include "tests/client/session/rank_for_tests.h"
 #include "tests/support/processes.h"
@@ -57,7 +58,7 @@ class CliTest : public testing::Test {
     EXPECT_TRUE(json::accept(text)) << text;
     return json::accept(text) ? json::parse(text) : json();
   }
-  // The one line that it says when it fails.
+  // The one line that it prints when it fails.
   std::string Failure(std::vector<std::string> words) {
     const ProcessResult result = Ballast(std::move(words));
     EXPECT_EQ(result.exit_code, 1);
@@ -133,7 +134,7 @@ TEST_F(CliTest, JobShowsTheStepInProgress) {
   for (const int chunk : rank_->chunks()) ASSERT_TRUE(rank_->Push(chunk, 0).ok());
   ASSERT_TRUE(rank_->session().EndMicroStep(0, {}).ok());
   ASSERT_TRUE(rank_->Push(rank_->chunks()[0], 1).ok());
-  // The service has it all once it has the last chunk.
+  // The service has everything when it has the last chunk.
   json rank;
   while (rank["furthest_micro_step"] != 2) rank = Json({"job", "gpt"})["ranks"][0];
   EXPECT_EQ(rank["micro_steps_ended"], 1);
@@ -175,7 +176,7 @@ TEST_F(CliTest, SaveLoadAndClose) {
   EXPECT_GT(loaded["generation"], rank_->session().generation());
   // The session belongs to the older generation.
   EXPECT_FALSE(rank_->Step(1, {}).ok());
-  // Below a file there can be no directory.
+  // A file cannot contain a directory.
   EXPECT_THAT(Failure({"save", "gpt", checkpoint + "/index.json/below"}), HasSubstr("/index.json"));
   EXPECT_EQ(Json({"close", "gpt"})["closed"], true);
   EXPECT_EQ(Json({"jobs"})["jobs"].size(), 0u);

@@ -69,7 +69,7 @@ TEST(Format, MagnitudesShowTheDecadesBetweenTheFirstAndTheLast) {
             "    1e-03 .. 1e-02           4,000  ########################################\n"
             "    1e-02 .. 1e-01               0\n"
             "    1e-01 .. 1e+00             100  #\n");
-  // The outer decades hold what lies beyond them.
+  // The first and the last decade also count everything beyond them.
   counts.assign(16, 0);
   counts[0] = 1;
   EXPECT_EQ(FormatMagnitudes(counts).substr(0, 18), "        0 .. 1e-11");

@@ -1,4 +1,4 @@
-// `ballast trace` against the `ballastd` binary, while a job of two ranks trains.
+// `ballast trace` with the `ballastd` binary, while a job of two ranks trains.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -13,6 +13,7 @@
 #include <string>
 #include <thread>
 
+#include "client/connect.h"
 #include "tests/client/eventually.h"
 #include "tests/client/job_for_tests.h"
 #include "tests/client/session/rank_for_tests.h"
@@ -40,7 +41,7 @@ class CliTraceTest : public testing::Test {
     std::filesystem::remove_all(directory_);
   }
 
-  // A job whose ranks are there and do nothing.
+  // A job whose ranks are attached and do nothing.
   void Start(UpdateMode mode, SharedMemoryUse shared_memory = SharedMemoryUse::kAuto) {
     daemon_ = std::make_unique<Ballastd>(
         kBin + "/ballastd",
@@ -76,7 +77,7 @@ class CliTraceTest : public testing::Test {
     words.push_back("--service=" + daemon_->Address());
     return RunProcess(words, directory_);
   }
-  // The one line that it says when it fails.
+  // The one line that it prints when it fails.
   std::string Failure(std::vector<std::string> words, int exit_code = 1) {
     const ProcessResult result = Ballast(std::move(words));
     EXPECT_EQ(result.exit_code, exit_code);
@@ -93,7 +94,7 @@ class CliTraceTest : public testing::Test {
   std::thread training_;
 };
 
-// By step and kind, the chunks that have such an event.
+// The chunks that have such an event, by step and kind.
 using ChunksOf = std::map<uint64_t, std::map<std::string, std::set<int>>>;
 
 ChunksOf ReadChunks(const json& trace) {
@@ -136,7 +137,7 @@ TEST_F(CliTraceTest, WritesWhatHappenedToEveryChunk) {
   }
 }
 
-TEST_F(CliTraceTest, ShowsUpdatesAheadOfTheDecision) {
+TEST_F(CliTraceTest, ShowsSpeculatedUpdates) {
   ASSERT_NO_FATAL_FAILURE(Start(UpdateMode::kSpeculate));
   Train();
   const std::string file = Path("trace.json");
@@ -169,7 +170,7 @@ TEST_F(CliTraceTest, SaysThatNoStepBegan) {
               AllOf(HasSubstr("no step of job gpt began"), HasSubstr("it is ready, with 1 steps"),
                     HasSubstr("nothing was written")));
   EXPECT_FALSE(std::filesystem::exists(Path("t.json")));
-  // The one that is open does not count.
+  // The open step does not count.
   ASSERT_TRUE(ranks_[0]->session().BeginStep({}).ok());
   ASSERT_TRUE(ranks_[0]->Push(ranks_[0]->chunks()[0], 0).ok());
   EXPECT_TRUE(Eventually([&] {
@@ -182,8 +183,8 @@ TEST_F(CliTraceTest, SaysThatNoStepBegan) {
 TEST_F(CliTraceTest, WritesWhatThereIsWhenTimeIsUp) {
   ASSERT_NO_FATAL_FAILURE(Start(UpdateMode::kWait));
   Train(std::chrono::milliseconds(50));  // Far from 1000 steps in the time.
-  // Of which a tenth is left for what there is to come over, sanitizers and a busy machine
-  // included.
+  // A tenth of it is left for the transfer of the events, also with sanitizers and on a busy
+  // machine.
   const ProcessResult result =
       Ballast({"trace", "gpt", "--steps", "1000", "--out", Path("t.json"), "--timeout", "8"});
   ASSERT_EQ(result.exit_code, 0) << result.error;

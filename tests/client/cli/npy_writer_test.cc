@@ -59,7 +59,7 @@ TEST_F(NpyWriterTest, LeavesNothingWhenASignalEndsTheProcess) {
   RemoveUnfinishedFile();
   EXPECT_EQ(Files(), 0u);
   writer.reset();
-  // A file that is whole stays.
+  // A committed file stays.
   writer = NpyWriter::Create(Path("w.npy"), {1}).value();
   ASSERT_TRUE(writer->Append(Bytes({1})).ok());
   ASSERT_TRUE(writer->Commit().ok());

@@ -1,4 +1,4 @@
-// Events of a trace, as a service tells them.
+// Events of a trace, as a service sends them.
 #ifndef BALLAST_TESTS_CLIENT_CLI_TRACE_FOR_TESTS_H_
 #define BALLAST_TESTS_CLIENT_CLI_TRACE_FOR_TESTS_H_
 

@@ -53,13 +53,14 @@ TEST_F(TraceSummaryTest, SumsUpEveryStep) {
                             {"sending_ms", 1.0},
                             {"arrived_bytes", 1024},
                             {"sent_bytes", 512}}));
-  EXPECT_EQ(summary.Text(),
-            "step  decided  committed  arriving  summing  guessing  deciding  updating  sending  "
-            "MB/s in  MB/s out\n"
-            "  13      4.0        9.0       2.0      1.0       0.0       2.0       3.0      1.0  "
-            "      1         1\n"
-            "  14      4.0        9.0       2.0      1.0       0.0       2.0       3.0      1.0  "
-            "      1         1\n");
+  EXPECT_EQ(
+      summary.Text(),
+      "step  decided  committed  arriving  summing  speculating  deciding  updating  sending  "
+      "MB/s in  MB/s out\n"
+      "  13      4.0        9.0       2.0      1.0          0.0       2.0       3.0      1.0  "
+      "      1         1\n"
+      "  14      4.0        9.0       2.0      1.0          0.0       2.0       3.0      1.0  "
+      "      1         1\n");
 }
 
 TEST_F(TraceSummaryTest, CountsNoBytesOfRanksThatShareMemory) {

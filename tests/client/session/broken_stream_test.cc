@@ -1,6 +1,6 @@
-// A session's stream breaks at every point of a step, and nobody can tell: every contribution
-// arrives once and in order, with its values, every payload comes back once, every weight is in
-// place. So it is whether all goes through the stream or through shared memory.
+// A session's stream breaks at every point of a step, and the trainer does not notice: every
+// contribution arrives once and in order, with its values, every payload is released once, every
+// weight is in place. This is true through the stream and through shared memory.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -26,7 +26,7 @@ constexpr int kChunks = 5;
 constexpr size_t kNeverAcknowledges = size_t{1} << 40;
 constexpr size_t kMessagesDown = 1 + kChunks + 1;  // Decision, weights, end.
 
-// Everything that a service should have taken in so many steps, in order.
+// All messages that a service should have accepted in this many steps, in order.
 std::vector<std::string> WholeSteps(uint64_t steps, uint32_t micro_steps) {
   std::vector<std::string> messages;
   for (uint64_t step = 1; step <= steps; ++step) {
@@ -43,7 +43,7 @@ std::vector<std::string> WholeSteps(uint64_t steps, uint32_t micro_steps) {
   return messages;
 }
 
-// How gradients and weights travel.
+// How gradients and weights are transported.
 enum class How {
   kPayloads,
   kInPlace,  // The trainer writes to the shared memory and reads there.
@@ -67,7 +67,7 @@ class BrokenStream : public testing::TestWithParam<Case> {
   void SetUp() override { testing::internal::CaptureStderr(); }
   void TearDown() override { testing::internal::GetCapturedStderr(); }
 
-  // Trains, while streams break as said; the streams that it took.
+  // Trains while streams break at `points`. Returns the number of streams.
   size_t Train(size_t ack_every, std::vector<BreakPoint> breaks, bool applies = true) {
     ModelService service(std::vector<size_t>(weight_bytes_.begin(), weight_bytes_.end()),
                          ack_every);
@@ -148,7 +148,7 @@ class BrokenStream : public testing::TestWithParam<Case> {
         push.payload = {reinterpret_cast<const std::byte*>(pushed.values.data()),
                         pushed.values.size()};
         push.released = [&pushed] { ++pushed.released; };
-        // Where the service does not acknowledge, the place stays with the push before.
+        // If the service does not acknowledge, the place is still used by the previous push.
         if (in_place_ && (last[chunk] == nullptr || last[chunk]->released > 0)) {
           const absl::Span<std::byte> place = session.gradient_memory(chunk);
           std::memcpy(place.data(), pushed.values.data(), place.size());
@@ -192,15 +192,15 @@ TEST_P(BrokenStream, AtAnyMessageUp) {
   for (size_t ack_every : {size_t{1}, size_t{3}, kNeverAcknowledges}) {
     for (size_t up = 1; up <= 2 * messages_up_; ++up) {
       for (const BreakPoint& point : {BreakPoint{.up = up}, BreakPoint{.up = up, .chunks = 2},
-                                      BreakPoint{.up = up, .held = true},
-                                      BreakPoint{.up = up, .held = true, .acked = true}}) {
+                                      BreakPoint{.up = up, .accepted = true},
+                                      BreakPoint{.up = up, .accepted = true, .acked = true}}) {
         SCOPED_TRACE(absl::StrCat("acks every ", ack_every, ", breaks at message ", up,
                                   point.acked        ? ", acknowledged"
-                                  : point.held       ? ", held"
-                                  : point.chunks > 0 ? ", held in part"
+                                  : point.accepted   ? ", accepted"
+                                  : point.chunks > 0 ? ", accepted in part"
                                                      : ", lost"));
         const size_t streams = Train(ack_every, {point});
-        // After the last seal and its answers there may be no time for another.
+        // After the last seal and its answers there may be no time for another stream.
         if (up < 2 * messages_up_) EXPECT_EQ(streams, 2u);
         if (HasFailure()) return;
       }
@@ -224,7 +224,8 @@ TEST_P(BrokenStream, AtAnyMessageDown) {
 
 TEST_P(BrokenStream, AfterEveryMessage) {
   for (bool acked : {true, false}) {
-    const std::vector<BreakPoint> points(2 * messages_up_, {.up = 1, .held = true, .acked = acked});
+    const std::vector<BreakPoint> points(2 * messages_up_,
+                                         {.up = 1, .accepted = true, .acked = acked});
     EXPECT_GE(Train(1, points), 2 * messages_up_);
   }
 }
@@ -237,8 +238,8 @@ TEST_P(BrokenStream, AtRandomPointsAgainAndAgain) {
     for (BreakPoint& point : points) {
       if (random() % 3 != 0) point.up = 1 + random() % 10;
       if (random() % 3 == 0) point.down = 1 + random() % 8;
-      point.held = random() % 2 == 0;
-      point.acked = point.held && random() % 2 == 0;
+      point.accepted = random() % 2 == 0;
+      point.acked = point.accepted && random() % 2 == 0;
       point.chunks = static_cast<int>(random() % kChunks);
     }
     Train(random() % 2 == 0 ? 1 + random() % 5 : kNeverAcknowledges, points, random() % 4 != 0);

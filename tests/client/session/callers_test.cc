@@ -11,7 +11,7 @@ namespace {
 
 TEST(Callers, AreAwaitedUntilTheLastHasLeft) {
   Callers callers;
-  callers.AwaitNone();  // There is none.
+  callers.AwaitNone();  // No thread is inside.
   std::optional<Callers::Entry> first(callers);
   std::optional<Callers::Entry> second(callers);
   std::atomic<int> left = 0;

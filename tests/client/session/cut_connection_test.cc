@@ -1,5 +1,5 @@
-// Connections to a real service are cut, again and again, at any byte: the state of the job is that
-// of the run that nobody disturbed.
+// Connections to a real service are cut repeatedly, at any byte: the job ends with the same state
+// as an undisturbed run.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -34,13 +34,13 @@ class CutConnection : public testing::TestWithParam<std::tuple<UpdateMode, Traff
     EXPECT_TRUE(absl::SimpleAtoi(address.substr(address.rfind(':') + 1), &port)) << address;
     return port;
   }
-  // Clipped at every other step, so that guesses are wrong there.
+  // Clipped at every other step, so that speculated updates are dropped there.
   static StepSettings SettingsOf(uint64_t step) {
     return {.scale = {.loss_scale = step % 2 == 0 ? 1.0 : 1e4}};
   }
   void TrainRank(std::shared_ptr<grpc::Channel> channel, const JobSpec& job, int rank) {
     SessionOptions options;
-    options.seal_timeout = absl::Seconds(30);  // Should the other rank fail.
+    options.seal_timeout = absl::Seconds(30);  // In case the other rank fails.
     auto self = RankForTests::Join(std::move(channel), job, rank, options, traffic());
     ASSERT_TRUE(self.ok()) << self.status();
     ReferenceRun reference(job);
@@ -66,8 +66,8 @@ TEST_P(CutConnection, LeavesTheStateOfAnUndisturbedRun) {
   job.update_mode = update_mode();
   ForEachRank(kWorldSize, [&](int rank) { TrainRank(service_.NewChannel(), job, rank); });
   const std::string undisturbed = StateHash(job.name);
-  // With memory shared, little more than what reopening takes goes through the connection; cuts in
-  // the middle of that are slow to heal.
+  // With shared memory, little more than the messages for reopening goes through the connection;
+  // recovery from cuts in the middle of those is slow.
   const bool payloads = traffic() == Traffic::kPayloads;
   const size_t range = payloads ? 4000 : 1000;
   const size_t most_cuts = payloads ? 8 : 4;
@@ -93,7 +93,7 @@ TEST_P(CutConnection, LeavesTheStateOfAnUndisturbedRun) {
   EXPECT_GE(cuts, payloads ? 40 : 30);
 }
 
-// At every stage of it: creating the job, attaching, opening the stream, uploading, reading.
+// At every stage of joining: creating the job, attaching, opening the stream, uploading, reading.
 TEST_P(CutConnection, WhileJoiningIsNotNoticed) {
   JobSpec job = SmallJob("x", 1);
   job.update_mode = update_mode();
@@ -102,7 +102,7 @@ TEST_P(CutConnection, WhileJoiningIsNotNoticed) {
     for (const bool up : {true, false}) {
       SCOPED_TRACE(absl::StrCat(bytes, up ? " bytes up" : " bytes down"));
       job.name = absl::StrCat("join-", bytes, up ? "-up" : "-down");
-      // The second cut comes while the first is being mended. Connecting itself is not retried.
+      // The second cut comes while the session recovers from the first. Connect does not retry.
       CuttingProxy proxy(port(), {{.bytes = bytes, .up = up}, {.bytes = bytes, .up = up}});
       const auto channel = Connect(proxy.target());
       if (!channel.ok()) continue;
@@ -127,7 +127,7 @@ INSTANTIATE_TEST_SUITE_P(Modes, CutConnection,
                                   Name(std::get<Traffic>(info.param));
                          });
 
-// A service that takes connections and says nothing.
+// A service that accepts connections and sends nothing.
 TEST(GrpcTransport, CancelsCallsThatAreUnderWay) {
   const int listener = socket(AF_INET, SOCK_STREAM, 0);
   sockaddr_in address{};
@@ -156,7 +156,7 @@ TEST(GrpcTransport, CancelsCallsThatAreUnderWay) {
   reader.join();
   EXPECT_FALSE(attached.ok());
   EXPECT_FALSE(read.ok());
-  // So does every later one.
+  // Every later call ends, too.
   EXPECT_EQ(transport->GetJob({}).status().code(), absl::StatusCode::kCancelled);
   close(listener);
 }

@@ -1,4 +1,4 @@
-// A service made of a script: the test says what comes down, and sees what went up.
+// A scripted service: the test sends its messages, and sees the messages of the session.
 #ifndef BALLAST_TESTS_CLIENT_SESSION_FAKE_TRANSPORT_H_
 #define BALLAST_TESTS_CLIENT_SESSION_FAKE_TRANSPORT_H_
 
@@ -15,13 +15,14 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "client/transport/clock.h"
 #include "client/transport/transport.h"
 #include "cpu_optimizer_service/common/mutex.h"
 #include "tests/client/session/message_name.h"
 
 namespace ballast::client {
 
-// Time passes only when somebody sleeps, from any thread.
+// Time passes only in sleeps, of any thread.
 class FakeClock final : public Clock {
  public:
   absl::Time Now() override {
@@ -47,12 +48,12 @@ class FakeClock final : public Clock {
     sleeps.push_back(duration);
     now_ += duration;
   }
-  // Returns when somebody waits on a clock that stands still.
+  // Returns when a thread waits on a clock that stands still.
   void AwaitWaiter() {
     MutexLock lock(mutex_);
     while (waiting_ == 0) waits_.Wait(mutex_);
   }
-  std::vector<absl::Duration> sleeps;      // To be read when nobody sleeps.
+  std::vector<absl::Duration> sleeps;      // Read it when no thread sleeps.
   std::atomic<bool> stands_still = false;  // A wait ends only when it is woken.
 
  private:
@@ -62,12 +63,12 @@ class FakeClock final : public Clock {
   absl::Time now_ ABSL_GUARDED_BY(mutex_) = absl::FromUnixSeconds(1000);
 };
 
-// Runs tasks in order on one thread, as a stream calls its listener.
+// Runs tasks in order on one thread, like a stream that calls its listener.
 class TaskThread {
  public:
   TaskThread() : thread_([this] { Run(); }) {}
   ~TaskThread() { Stop(); }
-  // Tasks posted after it are dropped.
+  // Tasks that are posted later are dropped.
   void Stop() {
     Post(nullptr);
     if (thread_.joinable()) thread_.join();
@@ -79,7 +80,7 @@ class TaskThread {
     tasks_.push_back(std::move(task));
     changed_.NotifyAll();
   }
-  // Returns when everything posted so far has run, or been dropped.
+  // Returns when all tasks posted so far have run or been dropped.
   void Drain() {
     MutexLock lock(mutex_);
     const uint64_t wanted = run_ + tasks_.size();
@@ -123,7 +124,8 @@ class FakeTransport final : public Transport {
   // ---- what the test sets before opening a session
   std::vector<absl::Status> create_results;  // Taken one by one; OK when there is none.
   std::vector<absl::Status> attach_results;
-  // What GetJob says, one by one; the last one again and again. Of the attachment's uid if without.
+  // GetJob's results, one by one; the last one is repeated. A job without a uid gets the
+  // attachment's.
   std::vector<v1::Job> jobs;
   std::vector<absl::Status> get_results;
   std::vector<absl::Status> upload_results;
@@ -138,15 +140,16 @@ class FakeTransport final : public Transport {
   };
   std::vector<ReadFailure> read_failures;  // Taken one by one.
   absl::Status load_result;
-  // ---- and before the stream breaks: what the next ones say on opening, one by one; nothing
-  // delivered, at the step of the attachment, when there is none.
+  // ---- and before the stream breaks: the answers of the next streams when they open, one by one.
+  // Without one: nothing delivered, at the step of the attachment.
   std::vector<v1::Opened> opened;
-  // AttachWorker does not return before its call is cancelled, or LetAttach called.
+  // AttachWorker does not return before its call is cancelled or LetAttach is called.
   std::atomic<bool> attach_hangs = false;
   std::atomic<bool> open_hangs = false;  // The opening of a stream is not answered.
-  // How a stream ends right after its answer, before whoever opens it has looked; OK: it goes on.
+  // How a stream ends right after its answer, before the thread that opens it looks. OK: it does
+  // not end.
   absl::Status ends_at_once;
-  std::function<void()> on_stream;  // Called when a stream is opened; may be null.
+  std::function<void()> on_stream;  // Called when a stream is opened. Nullable.
 
   // ---- what the test sees
   int creates = 0;
@@ -155,7 +158,7 @@ class FakeTransport final : public Transport {
   std::vector<v1::ReadWeightsRequest> reads;
   std::vector<std::pair<int, std::vector<float>>> uploaded;
 
-  // Sends a message down the latest stream and waits until the session has taken it.
+  // Sends a message on the latest stream and waits until the session has handled it.
   void Deliver(const v1::TrainResponse& message, std::vector<std::string> pieces = {}) {
     const std::shared_ptr<Wire> wire = Latest();
     wire->thread.Post([wire, message, pieces] {
@@ -172,7 +175,7 @@ class FakeTransport final : public Transport {
     wire->thread.Post([wire, status] { wire->listener.OnClosed(status); });
     wire->thread.Drain();
   }
-  // The transport has no more use for the payloads sent so far.
+  // The transport no longer uses the payloads sent so far.
   void LetGo() {
     std::vector<std::function<void()>> borrowed;
     {
@@ -190,7 +193,8 @@ class FakeTransport final : public Transport {
     MutexLock lock(mutex_);
     return gradients_;
   }
-  // Waits until so many messages, gradients included, have been sent; false if that takes too long.
+  // Waits until this many messages, gradients included, have been sent. False if that takes too
+  // long.
   bool AwaitSent(size_t messages, std::chrono::milliseconds limit = std::chrono::seconds(20)) {
     const auto deadline = std::chrono::steady_clock::now() + limit;
     MutexLock lock(mutex_);
@@ -205,7 +209,7 @@ class FakeTransport final : public Transport {
     attach_hangs = false;
     changed_.NotifyAll();
   }
-  // Waits until the stream of this number, from 1, has carried so many messages; false if that
+  // Waits until the stream of this number, from 1, has carried this many messages. False if that
   // takes too long.
   bool AwaitStream(size_t number, size_t messages,
                    std::chrono::milliseconds limit = std::chrono::seconds(20)) {
@@ -228,7 +232,7 @@ class FakeTransport final : public Transport {
     MutexLock lock(mutex_);
     return streams_.size();
   }
-  // What the stream of this number, from 1, has carried, in words.
+  // The messages that the stream of this number, from 1, has carried, in words.
   std::vector<std::string> names(size_t number) const {
     MutexLock lock(mutex_);
     return streams_.at(number - 1);
@@ -303,7 +307,7 @@ class FakeTransport final : public Transport {
     if (failure.has_value()) return failure->status;
     return read_step;
   }
-  std::unique_ptr<TrainStream> OpenTrainStream(TrainListener& listener) override {
+  std::unique_ptr<TrainCall> OpenTrainCall(TrainListener& listener) override {
     if (on_stream) on_stream();
     auto wire = std::make_shared<Wire>(listener);
     MutexLock lock(mutex_);
@@ -319,13 +323,13 @@ class FakeTransport final : public Transport {
   }
 
  private:
-  // The way down.
+  // From the service to the session.
   struct Wire {
     explicit Wire(TrainListener& listener) : listener(listener) {}
     TrainListener& listener;
     TaskThread thread;
   };
-  class Stream final : public TrainStream {
+  class Stream final : public TrainCall {
    public:
     Stream(FakeTransport& fake, std::shared_ptr<Wire> wire, size_t index)
         : fake_(fake), wire_(std::move(wire)), index_(index) {}

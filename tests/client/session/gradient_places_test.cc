@@ -49,9 +49,9 @@ TEST(GradientPlaces, InUseAreNotGivenToTheTrainer) {
 
 class SharedGradientsTest : public SharedSession {
  protected:
-  ~SharedGradientsTest() override { session_.reset(); }  // It counts releases to its end.
+  ~SharedGradientsTest() override { session_.reset(); }  // It releases payloads until its end.
 
-  // Of memory of its own, all of one letter.
+  // Pushes memory of the test's own, all one letter.
   absl::Status PushElsewhere(int chunk, char letter, uint32_t micro_step = 0, bool final = false) {
     std::memset(gradient_.data(), letter, gradient_.size());
     GradientPush push;
@@ -113,7 +113,7 @@ TEST_F(SharedGradientsTest, OfOtherMemoryGoAsPayloadsWhileTheirPlaceIsInUse) {
   EXPECT_FALSE(shared(1));
   EXPECT_EQ(file_.gradient(1), std::string(512, 'b'));
   EXPECT_EQ(released_, 1);
-  // The service holds both: the place is free again.
+  // The service has both: the place is free again.
   Acknowledge(4);
   ASSERT_TRUE(PushElsewhere(1, 'd', 2).ok());
   EXPECT_TRUE(shared(2));
@@ -197,11 +197,11 @@ TEST_F(SharedGradientsTest, AreSentAgainByChunkOnANewStream) {
   ASSERT_TRUE(fake_->AwaitStream(2, 3));
   EXPECT_EQ(fake_->names(2), (std::vector<std::string>{"open", "shared gradient 5 chunk 1 [0, 1)",
                                                        "shared gradient 5 chunk 4 [0, 1)"}));
-  // The memory is the rank's still: no other is asked for, and weights come there.
+  // The memory is still the rank's: no other is requested, and weights arrive there.
   EXPECT_FALSE(fake_->last_attach.shared_memory());
   EXPECT_EQ(server_.hangups(), 0);
   EXPECT_TRUE(fake_->sent().back().open().weights_in_shared_memory());
-  // What was held is given back after the rest was sent.
+  // Payloads that had arrived are released after the rest was sent.
   EXPECT_TRUE(Eventually([&] { return released_ >= 3; }));
   Acknowledge(2);
   EXPECT_EQ(released_, 4);
@@ -236,7 +236,7 @@ TEST_F(SharedGradientsTest, AreNotAskedForAgainstTheTrainersWill) {
 }
 
 TEST_F(SharedGradientsTest, GoThroughTheStreamWhereNoMemoryIsHandedOver) {
-  fake_->attachment.mutable_shared_memory()->set_socket("ballast-test-nobody");
+  fake_->attachment.mutable_shared_memory()->set_socket("ballast-test-no-listener");
   testing::internal::CaptureStderr();
   OpenAndBegin();
   EXPECT_THAT(testing::internal::GetCapturedStderr(),

@@ -1,4 +1,4 @@
-// A rank's messages in words, so that tests can compare what was sent with what was expected.
+// A rank's messages in words, so that tests can compare sent and expected ones.
 #ifndef BALLAST_TESTS_CLIENT_SESSION_MESSAGE_NAME_H_
 #define BALLAST_TESTS_CLIENT_SESSION_MESSAGE_NAME_H_
 

@@ -21,7 +21,7 @@
 
 namespace ballast::client {
 
-// How a rank's gradients and weights travel.
+// How a rank's gradients and weights are transported.
 enum class Traffic {
   kPayloads,
   kInPlace,  // It writes to memory shared with the service, and reads there.
@@ -37,7 +37,7 @@ inline std::string Name(Traffic traffic) {
 class RankForTests {
  public:
   // Opens a session, uploads the first weights if the job has none, and reads the weights.
-  // FAILED_PRECONDITION if the service does not share memory as `traffic` says.
+  // FAILED_PRECONDITION if the service does not share memory as `traffic` wants.
   static absl::StatusOr<std::unique_ptr<RankForTests>> Join(std::shared_ptr<grpc::Channel> channel,
                                                             const JobSpec& job, int rank,
                                                             SessionOptions options = {},
@@ -66,7 +66,7 @@ class RankForTests {
     BALLAST_RETURN_IF_ERROR(self->session_->ReadWeights());
     return self;
   }
-  ~RankForTests() { session_.reset(); }  // Before the memory that it borrows.
+  ~RankForTests() { session_.reset(); }  // Destroyed before the memory that it borrows.
 
   Session& session() { return *session_; }
   absl::Span<const int> chunks() const { return layout_.chunks_of_rank(rank_); }
@@ -85,7 +85,7 @@ class RankForTests {
     push.final = final;
     push.payload = {reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()};
     push.released = [&pushed] { pushed.released = true; };
-    // What the service may still read must not be written; then any memory will do.
+    // Memory that the service may still read must not be written; then other memory is used.
     Pushed*& in_place = in_place_[chunk];
     if (traffic_ == Traffic::kInPlace && (in_place == nullptr || in_place->released)) {
       const absl::Span<std::byte> memory = session_->gradient_memory(chunk);
@@ -95,7 +95,7 @@ class RankForTests {
     }
     return session_->Push(std::move(push));
   }
-  // Sends every chunk of every micro-step for which `wanted` says so.
+  // Sends every chunk of every micro-step for which `wanted` returns true.
   absl::Status PushAll(uint32_t micro_steps,
                        const std::function<bool(int chunk, uint32_t micro_step)>& wanted) {
     for (uint32_t m = 0; m < micro_steps; ++m) {
@@ -114,7 +114,8 @@ class RankForTests {
     return decision;
   }
 
-  // Empty if this rank's weights are those of the reference, else the first chunk that differs.
+  // Empty if this rank's weights are those of the reference, otherwise the first chunk that
+  // differs.
   std::string Difference(const ReferenceRun& reference) {
     for (int chunk : chunks()) {
       if (memory().at(chunk) != reference.Weights(layout_.chunks()[chunk])) {
@@ -123,7 +124,7 @@ class RankForTests {
     }
     return "";
   }
-  // The weights, where the session says that they are valid.
+  // The weights, at the place where they are valid.
   const std::map<int, std::string>& memory() {
     if (traffic_ != Traffic::kInPlace) return memory_;
     for (int chunk : chunks()) {

@@ -1,4 +1,4 @@
-// A session over a fake transport, with verbs for what the service says.
+// A session over a fake transport, with verbs for the service's messages.
 #ifndef BALLAST_TESTS_CLIENT_SESSION_SCRIPTED_SESSION_H_
 #define BALLAST_TESTS_CLIENT_SESSION_SCRIPTED_SESSION_H_
 
@@ -23,8 +23,8 @@ MATCHER_P2(IsError, code, message, "") {
          testing::ExplainMatchResult(message, std::string(arg.message()), result_listener);
 }
 
-// A session of the small job's one rank, which stands at step 4, and a service that says what the
-// test tells it to.
+// A session of the small job's one rank, which is at step 4, and a service whose messages come from
+// the test.
 class ScriptedSession : public testing::Test {
  protected:
   ScriptedSession() {

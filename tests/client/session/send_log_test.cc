@@ -18,8 +18,8 @@ namespace {
 
 using testing::ElementsAre;
 
-// Keeps what is sent, and borrows every payload until told otherwise.
-class RecordingStream final : public TrainStream {
+// Keeps the sent messages, and borrows every payload until LetGo.
+class RecordingStream final : public TrainCall {
  public:
   void Send(const v1::TrainRequest& message) override { names.push_back(NameOf(message)); }
   void SendGradient(const v1::GradientHeader& header, absl::Span<const std::byte> payload,
@@ -61,7 +61,7 @@ class SendLogTest : public testing::Test {
     message.mutable_seal()->set_micro_steps(micro_steps);
     return message;
   }
-  // A contribution of `bytes` bytes; `released` is counted.
+  // Sends a contribution of `bytes` bytes and counts calls of `released`.
   absl::Status Push(SendLog& log, size_t bytes, std::atomic<int>* released = nullptr,
                     uint32_t chunk = 0, uint32_t micro_step = 0, uint64_t step = 5) {
     v1::GradientHeader header;
@@ -73,7 +73,7 @@ class SendLogTest : public testing::Test {
       if (released != nullptr) ++*released;
     });
   }
-  // Chunks 0 to 2 of step 5; `released` is counted by chunk.
+  // Sends chunks 0 to 2 of step 5 and counts calls of `released` by chunk.
   static void PushThreeShared(SendLog& log, std::vector<int>& released) {
     for (uint32_t chunk = 0; chunk < 3; ++chunk) {
       v1::GradientHeader header;
@@ -115,7 +115,7 @@ TEST_F(SendLogTest, ReleasesOnceAfterAcknowledgementAndLettingGo) {
   EXPECT_EQ(first, 0);
   stream_.LetGo();
   EXPECT_EQ(first, 1);
-  // The transport has let go, but the service has not acknowledged.
+  // The transport no longer uses it, but the service has not acknowledged.
   EXPECT_EQ(second, 0);
   ASSERT_TRUE(log.Acknowledge(3).ok());
   EXPECT_EQ(second, 1);
@@ -141,7 +141,7 @@ TEST_F(SendLogTest, SharedGradientsTakeNoRoomAndAreReleasedByAcknowledgementAlon
   EXPECT_EQ(log.SendSharedGradient({}, [&released] { ++released[0]; }).code(),
             absl::StatusCode::kCancelled);
   EXPECT_THAT(released, ElementsAre(2, 1, 1));
-  stream_.LetGo();  // Or the log would wait for it.
+  stream_.LetGo();  // Otherwise the log would wait for it.
 }
 
 TEST_F(SendLogTest, SharedGradientsAreSentAgainIfTheServiceDoesNotHoldThem) {
@@ -167,7 +167,7 @@ TEST_F(SendLogTest, BlocksUntilAcknowledgedWhenFull) {
     EXPECT_TRUE(acknowledged);
     sent = true;
   });
-  // Gives a window that does not block the time to show it; one that does cannot fail here.
+  // A window that does not block has time to show it here; one that blocks cannot fail here.
   const auto limit = std::chrono::steady_clock::now() + std::chrono::milliseconds(50);
   while (!sent && std::chrono::steady_clock::now() < limit) std::this_thread::yield();
   EXPECT_FALSE(sent);
@@ -234,7 +234,7 @@ TEST_F(SendLogTest, ReleasesAndRefusesWhenClosed) {
   log.Close(absl::UnavailableError("later"));
   sender.join();
   EXPECT_EQ(stream_.borrowed.size(), 1u);
-  EXPECT_EQ(released, 1);  // The refused one; the transport holds the other.
+  EXPECT_EQ(released, 1);  // The refused one; the transport still uses the other.
   stream_.LetGo();
   EXPECT_EQ(released, 2);
   EXPECT_EQ(log.Send(Begin(5)).message(), "broken");
@@ -293,15 +293,15 @@ TEST_F(SendLogTest, SendsWhatWasNotAcknowledgedAgainInOrderAndInPlace) {
   RecordingStream second;
   const SendLog::Resumed resumed = log.Resume(second, {});
   EXPECT_EQ(resumed.sent, 3);
-  EXPECT_EQ(resumed.held, 0);
+  EXPECT_EQ(resumed.arrived, 0);
   EXPECT_THAT(second.names, ElementsAre("gradient 5 chunk 1 [0, 1)", "gradient 5 chunk 2 [0, 1)",
                                         "end 5 micro-step 0"));
   EXPECT_THAT(second.payloads, ElementsAre(memory_.data(), memory_.data()));
   EXPECT_EQ(log.unacknowledged_bytes(), 50);
-  // Numbered anew: the open message, and the two gradients.
+  // Numbers start again: the open message, and the two gradients.
   ASSERT_TRUE(log.Acknowledge(3).ok());
   EXPECT_EQ(log.unacknowledged_bytes(), 0);
-  EXPECT_EQ(released[1], 0);  // The transport has it.
+  EXPECT_EQ(released[1], 0);  // The transport still uses it.
   second.LetGo();
   EXPECT_EQ(released[0], 1);
   EXPECT_EQ(released[1], 1);
@@ -327,7 +327,7 @@ TEST_F(SendLogTest, GivesBackWhatTheServiceHoldsInsteadOfSendingIt) {
   EXPECT_EQ(held, 0);
   RecordingStream second;
   const SendLog::Resumed resumed = log.Resume(second, Delivered(5, 1, {{0, 2}, {1, 1}}));
-  EXPECT_EQ(resumed.held, 5);
+  EXPECT_EQ(resumed.arrived, 5);
   EXPECT_EQ(resumed.sent, 3);
   EXPECT_THAT(second.names,
               ElementsAre("gradient 5 chunk 1 [1, 2)", "end 5 micro-step 1", "seal 5 of 2"));
@@ -401,7 +401,7 @@ TEST_F(SendLogTest, NothingOfADecidedStepIsSentAgain) {
   EXPECT_EQ(released, 0);
   log.StepDecided();
   EXPECT_EQ(released, 1);
-  // The window is empty, and late acknowledgements count for nothing.
+  // The window is empty, and late acknowledgements have no effect.
   ASSERT_TRUE(log.Send(Begin(6)).ok());
   ASSERT_TRUE(Push(log, 100, &released, 0, 0, 6).ok());
   ASSERT_TRUE(log.Acknowledge(4).ok());

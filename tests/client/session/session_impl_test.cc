@@ -16,7 +16,7 @@ using testing::HasSubstr;
 
 class SessionImplTest : public ScriptedSession {
  protected:
-  // What a broken stream does is stream_keeper_test.cc's.
+  // Broken streams are tested in stream_keeper_test.cc.
   SessionImplTest() { options_.reconnect_timeout = absl::ZeroDuration(); }
 };
 
@@ -47,7 +47,7 @@ TEST_F(SessionImplTest, AWholeStepPutsWeightsInPlace) {
   OpenAndBegin();
   for (int chunk = 0; chunk < 5; ++chunk) {
     ASSERT_TRUE(PushChunk(chunk).ok());
-    Acknowledge(static_cast<uint64_t>(chunk) + 3);  // Open, begin, and so many gradients.
+    Acknowledge(static_cast<uint64_t>(chunk) + 3);  // Open, begin, and the gradients.
   }
   ASSERT_TRUE(session_->EndMicroStep(0, {.all = false, .parameters = {0, 2}}).ok());
   std::thread service([&] {
@@ -121,7 +121,7 @@ TEST_F(SessionImplTest, ReleasesEveryPayloadOnceWhateverHappens) {
   EXPECT_EQ(released, (std::map<int, int>{{0, 1}, {9, 1}}));
   ASSERT_TRUE(PushChunk(2, [&] { ++released[2]; }).ok());
   fake_->Break(absl::UnavailableError("connection lost"));
-  // The transport had let go of 1, not of 2.
+  // The transport no longer used 1, but still used 2.
   EXPECT_EQ(released, (std::map<int, int>{{0, 1}, {1, 1}, {9, 1}}));
   EXPECT_FALSE(PushChunk(3, [&] { ++released[3]; }).ok());
   session_.reset();
@@ -276,8 +276,9 @@ TEST_F(SessionImplTest, WeightsOfASkippedStepAreRefused) {
   Decide(5, false);
   SendWeights(5, 0, {std::string(512, 'x')});
   EXPECT_TRUE(memory_.empty());
-  EXPECT_THAT(session_->ReceiveWeights(),
-              IsError(absl::StatusCode::kInternal, HasSubstr("not said to apply")));
+  EXPECT_THAT(
+      session_->ReceiveWeights(),
+      IsError(absl::StatusCode::kInternal, HasSubstr("which has no decision that applies it")));
 }
 
 TEST_F(SessionImplTest, ACommittedStepWithoutAllWeightsIsDataLoss) {
@@ -343,7 +344,7 @@ TEST_F(SessionImplTest, ReadWeightsGoesOnWhereAnUnavailableServiceBrokeOff) {
   EXPECT_EQ(calls, (std::map<int, int>{{0, 1}, {1, 1}, {2, 1}, {3, 1}, {4, 1}}));
   ASSERT_EQ(fake_->reads.size(), 3u);
   EXPECT_FALSE(fake_->reads[1].has_step());
-  // The rest must be of the step that has begun to come.
+  // The rest must be of the same step as the first weights.
   EXPECT_EQ(fake_->reads[2].step(), 6u);
   EXPECT_EQ(fake_->reads[2].chunks_size(), 3);
 }
@@ -397,13 +398,13 @@ TEST_F(SessionImplTest, UploadIsRepeatedUntilTheServiceHasTheWeights) {
                            absl::FailedPreconditionError("job gpt has its weights")};
   EXPECT_TRUE(upload().ok());
   EXPECT_TRUE(fake_->uploaded.empty());
-  // Not so.
+  // The job does not have its weights.
   job.set_phase(v1::AWAITING_WEIGHTS);
   fake_->jobs = {job};
   fake_->upload_results = {absl::UnavailableError("socket closed"),
                            absl::FailedPreconditionError("something else")};
   EXPECT_THAT(upload(), IsError(absl::StatusCode::kFailedPrecondition, HasSubstr("else")));
-  // It had them before.
+  // The job had its weights before the first attempt.
   job.set_phase(v1::READY);
   fake_->jobs = {job};
   fake_->upload_results = {absl::FailedPreconditionError("job gpt has its weights")};
@@ -465,8 +466,8 @@ TEST_F(SessionImplTest, DestructionWaitsForAPushThatItWakes) {
                 IsError(absl::StatusCode::kCancelled, HasSubstr("the session was closed")));
   });
   while (!begun) std::this_thread::yield();
-  // Nothing shows that a push waits, but that it sends nothing for so long. What this test finds, a
-  // push that returns into a session that is gone, needs a sanitizer to be seen.
+  // Only its silence shows that a push waits. The error that this test finds, a push that returns
+  // into a destroyed session, needs a sanitizer to be seen.
   EXPECT_FALSE(fake_->AwaitSent(5, std::chrono::milliseconds(300)));
   fake_->LetGo();
   session_.reset();
@@ -490,7 +491,7 @@ TEST_F(SessionImplTest, OpeningGoesOnWhenAStreamBreaksOrTheRankIsSetFree) {
     ASSERT_TRUE(Open().ok()) << status;
     EXPECT_EQ(fake_->attaches, 2);
     EXPECT_EQ(fake_->creates, 1);
-    // It was this job, and this process has held the rank.
+    // The process joined this job before, and had the rank.
     EXPECT_EQ(fake_->last_attach.uid(), "u");
     EXPECT_TRUE(fake_->last_attach.rejoin());
   }

@@ -15,6 +15,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "client/connect.h"
+#include "cpu_optimizer_service/common/buckets.h"
 #include "tests/client/job_for_tests.h"
 #include "tests/client/session/rank_for_tests.h"
 #include "tests/client/session/reference_run.h"
@@ -127,7 +128,7 @@ TEST_P(SessionTest, ANonFiniteGradientSkipsTheStepAndChangesNothing) {
   JobSpec job = SmallJob("nan", 2);
   Train(job, [&](RankForTests& self, int rank) {
     ASSERT_TRUE(self.session().BeginStep({}).ok());
-    // The last chunk holds h.0.b, in fp32.
+    // The last chunk has h.0.b, in fp32.
     std::vector<float> bad(kBlockElements, 0.0f);
     bad[3] = std::numeric_limits<float>::quiet_NaN();
     ASSERT_TRUE(self.PushAll(1, [](int chunk, uint32_t) { return chunk != 4; }).ok());
@@ -245,7 +246,7 @@ TEST_P(SessionTest, AnEmptyJobDoesNotPassForTheOneThatWasJoined) {
   ASSERT_TRUE(service_.engine().CloseJob(job.name).ok());
   EXPECT_EQ(Join(job, 0, options).status().code(), absl::StatusCode::kNotFound);
   EXPECT_FALSE(service_.engine().FindJob(job.name).ok());
-  // Nor does another of its name.
+  // Another job of its name is not joined either.
   rank = Join(job, 0).value();
   EXPECT_EQ(Join(job, 0, options).status().code(), absl::StatusCode::kNotFound);
 }
@@ -253,7 +254,7 @@ TEST_P(SessionTest, AnEmptyJobDoesNotPassForTheOneThatWasJoined) {
 TEST_P(SessionTest, AServiceThatGoesAwayEndsTheSessionAndReleasesEveryPayload) {
   const JobSpec job = SmallJob("gone", 2);
   SessionOptions options;
-  options.reconnect_timeout = absl::Milliseconds(200);  // It does not come back.
+  options.reconnect_timeout = absl::Milliseconds(200);  // The service does not come back.
   std::vector<std::unique_ptr<RankForTests>> ranks(2);
   ForEachRank(2, [&](int rank) { ranks[rank] = Join(job, rank, options).value(); });
   std::atomic<int> released = 0;
@@ -274,13 +275,13 @@ TEST_P(SessionTest, AServiceThatGoesAwayEndsTheSessionAndReleasesEveryPayload) {
   EXPECT_FALSE(absl::IsDeadlineExceeded(status)) << status;
   EXPECT_THAT(std::string(status.message()), HasSubstr("job gone rank 0 step 1"));
   EXPECT_EQ(ranks[0]->session().Seal(1).status(), status);
-  // Over a channel within the process, a call to a service that is gone would crash.
+  // Over an in-process channel, a call to a destroyed service would crash.
   EXPECT_EQ(ranks[0]->session().ReadCounts().status(), status);
   ranks.clear();
   EXPECT_EQ(released, 1);
 }
 
-// Over payloads and over shared memory, in waiting and in guessing: one state.
+// Over payloads and over shared memory, in both update modes: one state.
 TEST_P(SessionTest, TheStateIsThatOfEveryOtherTransport) {
   for (const UpdateMode mode : {UpdateMode::kWait, UpdateMode::kSpeculate}) {
     for (const uint32_t micro_steps : {1u, 3u}) {
@@ -296,7 +297,7 @@ TEST_P(SessionTest, TheStateIsThatOfEveryOtherTransport) {
           auto self = RankForTests::Join(service_.NewChannel(), job, rank, {}, traffic).value();
           ReferenceRun reference(job);
           for (uint64_t step = 1; step <= 4; ++step) {
-            // Clipped at every other step, so that guesses are wrong there.
+            // Clipped at every other step, so that speculated updates are dropped there.
             const StepSettings settings{.scale = {.loss_scale = step % 2 == 0 ? 1.0 : 1e4}};
             const auto decision = self->Step(micro_steps, settings);
             ASSERT_TRUE(decision.ok()) << decision.status();

@@ -13,11 +13,11 @@ namespace ballast::client {
 class SharedSession : public ScriptedSession {
  protected:
   SharedSession() {
-    *fake_->attachment.mutable_shared_memory() = door_.offer();
+    *fake_->attachment.mutable_shared_memory() = server_.offer();
     options_.weights = nullptr;
     options_.on_weights = [this](int chunk) { complete_.push_back(chunk); };
   }
-  ~SharedSession() override { session_.reset(); }  // Before the door, which waits for it.
+  ~SharedSession() override { session_.reset(); }  // Before the server, which waits for it.
 
   void SendSharedWeights(uint64_t step, const std::vector<uint32_t>& chunks,
                          bool provisional = false) {
@@ -39,9 +39,9 @@ class SharedSession : public ScriptedSession {
   }
 
   MemoryFile file_{Places()};
-  SharedMemoryServerForTests door_{
+  SharedMemoryServerForTests server_{
       [this](int connection) { Hand(connection, "G", {file_.file()}); }};
-  std::vector<int> complete_;  // As on_weights said.
+  std::vector<int> complete_;  // Chunks, in the order of on_weights.
 };
 
 }  // namespace ballast::client

@@ -47,7 +47,7 @@ TEST(StepProgress, OneSealIsOutAtATime) {
   EXPECT_TRUE(progress.StartSeal());
   EXPECT_EQ(progress.AwaitDecision(absl::ZeroDuration()).status().code(),
             absl::StatusCode::kDeadlineExceeded);
-  // A decision needs no seal any more, whatever was refused before.
+  // After a decision no seal is needed, whatever was refused before.
   EXPECT_TRUE(progress.Refused(3, "no").ok());
   EXPECT_TRUE(progress.Decided(DecisionOf(3)).ok());
   EXPECT_FALSE(progress.StartSeal());

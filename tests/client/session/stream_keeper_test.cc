@@ -38,7 +38,7 @@ class StreamKeeperTest : public ScriptedSession {
     return testing::internal::GetCapturedStderr();
   }
 
-  // The next attachments say that the service has committed step 5.
+  // From the next attachment on, the service has committed step 5.
   void CommitStep5Unheard(bool applied) {
     fake_->attachment.set_committed_step(5);
     for (uint64_t step : {4, 5}) {
@@ -75,7 +75,7 @@ class StreamKeeperTest : public ScriptedSession {
     return decision;
   }
   void BreakIt() { fake_->Break(absl::UnavailableError("connection lost")); }
-  // The error that every call returns in the end.
+  // The error that every call finally returns.
   absl::Status AwaitFailure() { return session_->Seal(1).status(); }
   void ExpectStep5InPlace() {
     for (int chunk = 0; chunk < 5; ++chunk) EXPECT_EQ(memory_[chunk], WeightsOf(chunk)) << chunk;
@@ -113,10 +113,10 @@ TEST_F(StreamKeeperTest, SendsWhatWasNotAcknowledgedOnAnotherStream) {
   EXPECT_THAT(Log(), AllOf(HasSubstr("[warning] job gpt rank 0 step 5: the stream broke, and is "
                                      "reopened: UNAVAILABLE: connection lost"),
                            HasSubstr("[info] job gpt rank 0 step 5: the stream is back: 1 messages "
-                                     "sent again, 0 were held already")));
+                                     "sent again, 0 had arrived")));
 }
 
-TEST_F(StreamKeeperTest, GivesBackWhatTheServiceHeldWithoutHavingSaidSo) {
+TEST_F(StreamKeeperTest, ReleasesWhatArrivedWithoutBeingAcknowledged) {
   OpenAndBegin();
   std::atomic<int> released[3] = {};
   for (int chunk : {0, 1, 2}) {
@@ -133,7 +133,7 @@ TEST_F(StreamKeeperTest, GivesBackWhatTheServiceHeldWithoutHavingSaidSo) {
   Acknowledge(2);
   session_.reset();
   for (const std::atomic<int>& count : released) EXPECT_EQ(count, 1);
-  EXPECT_THAT(Log(), HasSubstr("1 messages sent again, 3 were held already"));
+  EXPECT_THAT(Log(), HasSubstr("1 messages sent again, 3 had arrived"));
 }
 
 TEST_F(StreamKeeperTest, OnlyTheServiceSWordEndsASessionAtOnce) {
@@ -206,7 +206,7 @@ TEST_F(StreamKeeperTest, APushIntoAFullWindowWaitsForTheStreamToBeBack) {
 TEST_F(StreamKeeperTest, ASealIsSaidAgainUntilItsAnswerHasCome) {
   OpenAndBegin();
   const absl::StatusOr<StepDecision> refused = Seal([&] {
-    Acknowledge(3);  // Held, and refused; but the refusal is lost.
+    Acknowledge(3);  // The seal arrived and was refused, but the refusal is lost.
     fake_->opened = {Delivered(0, {}), Delivered(0, {})};
     BreakIt();
     ASSERT_TRUE(fake_->AwaitStream(2, 2));
@@ -245,7 +245,7 @@ TEST_F(StreamKeeperTest, ADecisionThatWasLostIsTakenFromTheRecordAndItsWeightsAr
   EXPECT_EQ(fake_->reads[0].step(), 5u);
   EXPECT_EQ(fake_->reads[0].uid(), "u");
   EXPECT_EQ(released, 1);
-  // The next step, and nothing of the one before.
+  // The next step, and nothing of the previous one.
   ASSERT_TRUE(session_->BeginStep({}).ok());
   ASSERT_TRUE(fake_->AwaitStream(2, 2));
   EXPECT_THAT(fake_->names(2), ElementsAre("open", "begin 6"));
@@ -271,7 +271,7 @@ TEST_F(StreamKeeperTest, WeightsThatHadNotComeAreRead) {
   options_.on_weights = [&](int chunk) { ++on_weights[chunk]; };
   OpenAndBegin();
   // The decision is known, so no record of it is needed. Reading fails after one chunk, and then
-  // for another reason that time heals.
+  // for another temporary reason.
   fake_->read_failures = {{1, absl::UnavailableError("gone again")},
                           {0, absl::DeadlineExceededError("slow")}};
   const absl::StatusOr<StepDecision> decision = Seal([&] {
@@ -354,10 +354,9 @@ TEST_F(StreamKeeperTest, AServiceAtAnotherStepIsAnError) {
     OpenAndBegin();
     fake_->attachment.set_committed_step(step);
     BreakIt();
-    EXPECT_THAT(AwaitFailure(),
-                IsError(absl::StatusCode::kFailedPrecondition,
-                        HasSubstr("the service stands at step " + std::to_string(step) +
-                                  " where this rank is in step 5")));
+    EXPECT_THAT(AwaitFailure(), IsError(absl::StatusCode::kFailedPrecondition,
+                                        HasSubstr("the service is at step " + std::to_string(step) +
+                                                  " where this rank is in step 5")));
   }
 }
 
@@ -407,8 +406,8 @@ TEST_F(StreamKeeperTest, AStreamThatIsBackAfterSomeAttemptsHasTheWholeTimeoutAga
     fake_->attach_results.assign(5, absl::UnavailableError("connection refused"));
     BreakIt();
     ASSERT_TRUE(fake_->AwaitStream(stream, 2)) << stream;
-    Acknowledge(1);  // Of the open message, which says nothing,
-    Acknowledge(2);  // and of something that was sent again.
+    Acknowledge(1);  // The open message, which does not end the outage.
+    Acknowledge(2);  // A message that was sent again, which does.
     ASSERT_TRUE(session_->EndMicroStep(static_cast<uint32_t>(stream), {}).ok());
   }
   EXPECT_GT(clock_.Now() - absl::FromUnixSeconds(1000), absl::Seconds(2));
@@ -433,7 +432,7 @@ TEST_F(StreamKeeperTest, AMessageThatBreaksEveryStreamIsNotSentForEver) {
 TEST_F(StreamKeeperTest, StreamsThatBreakAtOnceAreNotReopenedForEver) {
   options_.reconnect_timeout = absl::Seconds(5);
   ASSERT_TRUE(Open().ok());
-  // Nothing has to be sent again, and nothing is acknowledged.
+  // There is nothing to send again, so nothing is acknowledged.
   const auto is_sound = [&] {
     return absl::IsFailedPrecondition(session_->EndMicroStep(0, {}));  // No step is open.
   };
@@ -495,7 +494,7 @@ TEST_F(StreamKeeperTest, AStreamRefusedOnOpeningAgainIsTheEnd) {
   EXPECT_THAT(AwaitFailure(), IsError(absl::StatusCode::kNotFound, HasSubstr("no such job")));
 }
 
-// The service may notice only then that the old stream ended, and set the rank free.
+// The service may notice only then that the old stream ended, and detach the rank.
 TEST_F(StreamKeeperTest, ARankSetFreeBetweenAttachingAndOpeningIsTakenAgain) {
   OpenAndBegin();
   fake_->open_error = absl::AbortedError("rank 0 is not held by this process");
@@ -506,7 +505,7 @@ TEST_F(StreamKeeperTest, ARankSetFreeBetweenAttachingAndOpeningIsTakenAgain) {
   ASSERT_TRUE(fake_->AwaitStream(3, 2));
   EXPECT_EQ(fake_->attaches, 3);
   EXPECT_TRUE(PushChunk(0).ok());
-  // Attaching says so if it is lost.
+  // Attaching shows whether it is lost.
   fake_->attach_results = {absl::AbortedError("another process has taken rank 0")};
   BreakIt();
   EXPECT_THAT(AwaitFailure(), IsError(absl::StatusCode::kAborted, HasSubstr("another process")));

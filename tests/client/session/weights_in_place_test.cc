@@ -20,7 +20,7 @@ class WeightsInPlaceTest : public SharedSession {
  protected:
   WeightsInPlaceTest() {
     options_.job.update_mode = UpdateMode::kSpeculate;
-    options_.seal_timeout = absl::Seconds(5);  // Should a session not end that is to.
+    options_.seal_timeout = absl::Seconds(5);  // In case a session does not end.
   }
 
   void Provisional(int chunk, const std::string& bytes) {
@@ -78,8 +78,9 @@ TEST_F(WeightsInPlaceTest, OfADroppedChunkThatDoesNotFollowAreMissing) {
   SendSharedWeights(5, {0, 1, 2, 3, 4}, /*provisional=*/true);
   DecideWithDropped(true, {1});
   Commit(5);
-  EXPECT_THAT(session_->ReceiveWeights(),
-              IsError(absl::StatusCode::kDataLoss, HasSubstr("1 chunks of weights have not come")));
+  EXPECT_THAT(
+      session_->ReceiveWeights(),
+      IsError(absl::StatusCode::kDataLoss, HasSubstr("1 chunks of weights have not arrived")));
 }
 
 TEST_F(WeightsInPlaceTest, OfASkippedStepAreNobodys) {

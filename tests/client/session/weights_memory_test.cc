@@ -1,4 +1,4 @@
-// Weights that come before the decision: the memory for them, and a session that uses it.
+// Weights that arrive before the decision: the memory for them, and a session that uses it.
 #include "client/session/weights_memory.h"
 
 #include <gmock/gmock.h>
@@ -8,6 +8,7 @@
 #include <fstream>
 
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/buckets.h"
 #include "tests/client/session/scripted_session.h"
 
 namespace ballast::client {
@@ -88,8 +89,9 @@ TEST_F(ProvisionalWeightsTest, ADroppedChunkThatDoesNotFollowIsMissing) {
   for (int chunk = 0; chunk < 5; ++chunk) Provisional(chunk, WeightsOf(chunk));
   DecideWithDropped(true, {1, 2});
   Commit(5);
-  EXPECT_THAT(session_->ReceiveWeights(),
-              IsError(absl::StatusCode::kDataLoss, HasSubstr("2 chunks of weights have not come")));
+  EXPECT_THAT(
+      session_->ReceiveWeights(),
+      IsError(absl::StatusCode::kDataLoss, HasSubstr("2 chunks of weights have not arrived")));
 }
 
 TEST_F(ProvisionalWeightsTest, AWeightThatStayedDoesNotComeAgain) {
@@ -111,7 +113,7 @@ TEST_F(ProvisionalWeightsTest, OfASkippedStepAreForgotten) {
   ASSERT_TRUE(session_->ReceiveWeights().ok());
   EXPECT_TRUE(memory_.empty());
   EXPECT_TRUE(on_weights_.empty());
-  // The next step begins with none: what comes is new, and what does not come is missing.
+  // The next step begins without any: arriving weights are new, and the others are missing.
   ASSERT_TRUE(session_->BeginStep({}).ok());
   Provisional(0, std::string(512, 'Y'), 6);
   DecideWithDropped(true, {}, 6);
@@ -131,7 +133,7 @@ TEST_F(ProvisionalWeightsTest, OfAnotherSizeAreDataLoss) {
   OpenAndBegin();
   Provisional(4, std::string(512, 'x'));
   EXPECT_THAT(PushChunk(0), IsError(absl::StatusCode::kDataLoss,
-                                    HasSubstr("chunk 4 came with 512 bytes, expected 1024")));
+                                    HasSubstr("chunk 4 have 512 bytes, expected 1024")));
 }
 
 TEST_F(ProvisionalWeightsTest, OfNoChunkOfTheRankAreDataLoss) {
@@ -205,7 +207,7 @@ TEST_F(ProvisionalWeightsTest, OfABrokenStreamAreReadWhenTheDecisionWasMadeMeanw
   testing::internal::GetCapturedStderr();
 }
 
-// A trainer that reads weights where they lie hears of each as it comes, in this order.
+// A trainer that reads weights in place is notified of each arrival, in this order.
 class ToldWeightsTest : public ProvisionalWeightsTest {
  protected:
   ToldWeightsTest() {
@@ -279,7 +281,7 @@ TEST_F(ToldWeightsTest, AreNotToldAsProvisionalToATrainerWithMemoryOfItsOwn) {
 
 class TightMemoryTest : public ProvisionalWeightsTest {
  protected:
-  // Opens a session with 4 GiB of weights to come back, where the process may have 1 GiB more.
+  // Opens a session with 4 GiB of weights in a process that may use 1 GiB more.
   absl::Status OpenWithTooLittle() {
     options_.job.layout.parameters[0].shape = {int64_t{1} << 31};
     options_.job.layout.chunk_elements = kMaxChunkElements;

@@ -6,6 +6,8 @@
 #include <limits>
 #include <string>
 
+#include "cpu_optimizer_service/common/buckets.h"
+
 namespace ballast {
 namespace {
 

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu_optimizer_service/common/buckets.h"
 #include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/common/mutex.h"
 #include "cpu_optimizer_service/engine.h"

@@ -85,21 +85,22 @@ TEST_F(RankMemoryTest, P7GradientsAndWeightsInPlaceGiveTheSameBits) {
 }
 
 TEST_F(RankMemoryTest, ProvisionalWeightsAreInPlaceToo) {
-  JobDriver guessing = Start("guessing", Sending::kInPlace, UpdateMode::kSpeculate);
+  JobDriver speculating = Start("speculating", Sending::kInPlace, UpdateMode::kSpeculate);
   for (uint64_t step = 0; step < 2; ++step) {
-    guessing.BeginAll();
-    guessing.SendAll(step, 0, /*final=*/true);
+    speculating.BeginAll();
+    speculating.SendAll(step, 0, /*final=*/true);
     for (const int rank : {0, 1}) {
-      guessing.listener(rank).WaitForProvisional(guessing.layout().chunks_of_rank(rank).size());
+      speculating.listener(rank).WaitForProvisional(
+          speculating.layout().chunks_of_rank(rank).size());
     }
-    guessing.EndMicroStepAll(0);
-    guessing.SealAll(1);
+    speculating.EndMicroStepAll(0);
+    speculating.SealAll(1);
     plain_.Step(step);
-    EXPECT_EQ(guessing.job().StateHash(), plain_.job().StateHash());
-    ExpectWeightsInPlace(guessing);
+    EXPECT_EQ(speculating.job().StateHash(), plain_.job().StateHash());
+    ExpectWeightsInPlace(speculating);
   }
-  EXPECT_EQ(guessing.job().Status().speculation.published, 8);
-  EXPECT_EQ(guessing.listener(0).in_place(), 4);
+  EXPECT_EQ(speculating.job().Status().speculation.published, 8);
+  EXPECT_EQ(speculating.listener(0).in_place(), 4);
 }
 
 TEST_F(RankMemoryTest, AFinalFirstContributionIsReadWhereItLies) {
@@ -277,35 +278,35 @@ TEST_F(RankMemoryTest, AnotherProcessOfAFreeRankDoesNotInheritIt) {
 }
 
 TEST_F(RankMemoryTest, AStreamOpenedAgainHasItStillAndIsToldInPlace) {
-  JobDriver guessing = Start("guessing", Sending::kInPlace, UpdateMode::kSpeculate);
-  guessing.BeginAll();
-  guessing.SendAll(5, 0, /*final=*/true);
-  for (const int rank : {0, 1}) guessing.listener(rank).WaitForProvisional(2);
-  guessing.Reopen(0);
-  guessing.EndMicroStepAll(0);
-  guessing.SealAll(1);
+  JobDriver speculating = Start("speculating", Sending::kInPlace, UpdateMode::kSpeculate);
+  speculating.BeginAll();
+  speculating.SendAll(5, 0, /*final=*/true);
+  for (const int rank : {0, 1}) speculating.listener(rank).WaitForProvisional(2);
+  speculating.Reopen(0);
+  speculating.EndMicroStepAll(0);
+  speculating.SealAll(1);
   plain_.Step(5);
-  EXPECT_EQ(guessing.job().StateHash(), plain_.job().StateHash());
-  EXPECT_EQ(guessing.job().Status().speculation.published, 4);
-  EXPECT_EQ(guessing.listener(0).in_place(), 2);
-  ExpectWeightsInPlace(guessing);
+  EXPECT_EQ(speculating.job().StateHash(), plain_.job().StateHash());
+  EXPECT_EQ(speculating.job().Status().speculation.published, 4);
+  EXPECT_EQ(speculating.listener(0).in_place(), 2);
+  ExpectWeightsInPlace(speculating);
 }
 
 TEST_F(RankMemoryTest, WhatAnotherStreamWasToldElsewhereIsInPlaceAfterTheDecision) {
-  JobDriver guessing = Start("guessing", Sending::kPayload, UpdateMode::kSpeculate);
+  JobDriver speculating = Start("speculating", Sending::kPayload, UpdateMode::kSpeculate);
   for (const int rank : {0, 1}) {
-    ASSERT_TRUE(guessing.GiveMemory(rank, "process" + std::to_string(rank), 1).ok());
+    ASSERT_TRUE(speculating.GiveMemory(rank, "process" + std::to_string(rank), 1).ok());
   }
-  guessing.BeginAll();
-  guessing.SendAll(5, 0, /*final=*/true);
-  for (const int rank : {0, 1}) guessing.listener(rank).WaitForProvisional(2);
-  guessing.SetSending(Sending::kInPlace);
-  for (const int rank : {0, 1}) guessing.Reopen(rank);
-  guessing.EndMicroStepAll(0);
-  guessing.SealAll(1);
-  EXPECT_EQ(guessing.job().Status().speculation.published, 4);
-  for (const int rank : {0, 1}) EXPECT_EQ(guessing.listener(rank).in_place(), 2);
-  ExpectWeightsInPlace(guessing);
+  speculating.BeginAll();
+  speculating.SendAll(5, 0, /*final=*/true);
+  for (const int rank : {0, 1}) speculating.listener(rank).WaitForProvisional(2);
+  speculating.SetSending(Sending::kInPlace);
+  for (const int rank : {0, 1}) speculating.Reopen(rank);
+  speculating.EndMicroStepAll(0);
+  speculating.SealAll(1);
+  EXPECT_EQ(speculating.job().Status().speculation.published, 4);
+  for (const int rank : {0, 1}) EXPECT_EQ(speculating.listener(rank).in_place(), 2);
+  ExpectWeightsInPlace(speculating);
 }
 
 TEST_F(RankMemoryTest, ClosingTheJobLetsGoOfIt) {

@@ -104,7 +104,7 @@ TEST_P(JobTraceTest, ShowsWhatHappensToEveryChunkOfTheNextSteps) {
       EXPECT_EQ(counts[TraceEventKind::kArrived][chunk], 2) << "chunk " << chunk;
       EXPECT_EQ(counts[TraceEventKind::kSummed][chunk], 1) << "chunk " << chunk;
       const bool ahead = GetParam() == UpdateMode::kSpeculate;
-      EXPECT_EQ(counts[TraceEventKind::kGuessed][chunk], ahead ? 1 : 0) << "chunk " << chunk;
+      EXPECT_EQ(counts[TraceEventKind::kSpeculated][chunk], ahead ? 1 : 0) << "chunk " << chunk;
       EXPECT_EQ(counts[TraceEventKind::kUpdated][chunk], ahead ? 0 : 1) << "chunk " << chunk;
     }
     for (const TraceEvent& event : trace.events) {
@@ -112,7 +112,7 @@ TEST_P(JobTraceTest, ShowsWhatHappensToEveryChunkOfTheNextSteps) {
       EXPECT_LE(begun_ns, event.begin_ns);
       EXPECT_LE(event.begin_ns, event.end_ns);
       EXPECT_LE(event.end_ns, committed_ns);
-      if (event.kind == TraceEventKind::kGuessed) EXPECT_LE(event.end_ns, decided_ns);
+      if (event.kind == TraceEventKind::kSpeculated) EXPECT_LE(event.end_ns, decided_ns);
       if (event.kind == TraceEventKind::kUpdated) EXPECT_GE(event.begin_ns, decided_ns);
     }
   }

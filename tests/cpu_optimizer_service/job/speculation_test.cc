@@ -30,13 +30,13 @@ class SpeculationTest : public JobDriverTest {
   }
   // The same job twice: one that speculates, and what it has to equal.
   std::pair<JobDriver, JobDriver> MakePair(const std::function<void(JobSpec&)>& change = {}) {
-    JobSpec guessing = Spec(UpdateMode::kSpeculate, "guessing");
+    JobSpec speculating = Spec(UpdateMode::kSpeculate, "speculating");
     JobSpec waiting = Spec(UpdateMode::kWait, "waiting");
     if (change) {
-      change(guessing);
+      change(speculating);
       change(waiting);
     }
-    return {Make(guessing), Make(waiting)};
+    return {Make(speculating), Make(waiting)};
   }
   static std::vector<std::byte> Committed(JobDriver& driver, int chunk) {
     const JobStatus status = driver.job().Status();
@@ -68,81 +68,81 @@ class SpeculationTest : public JobDriverTest {
 };
 
 TEST_F(SpeculationTest, UpdatesBeforeTheSealAndShowsNothingOfIt) {
-  auto [guessing, waiting] = MakePair();
-  const std::string before = guessing.job().StateHash();
-  guessing.BeginAll();
-  guessing.SendAll(5, 0, /*final=*/true);
-  guessing.listener(0).WaitForProvisional(4);
-  EXPECT_EQ(guessing.job().StateHash(), before);
+  auto [speculating, waiting] = MakePair();
+  const std::string before = speculating.job().StateHash();
+  speculating.BeginAll();
+  speculating.SendAll(5, 0, /*final=*/true);
+  speculating.listener(0).WaitForProvisional(4);
+  EXPECT_EQ(speculating.job().StateHash(), before);
   for (int chunk = 0; chunk < 4; ++chunk) {
-    EXPECT_EQ(Committed(guessing, chunk), Committed(waiting, chunk));
+    EXPECT_EQ(Committed(speculating, chunk), Committed(waiting, chunk));
   }
-  EXPECT_THAT(guessing.listener(0).shards(), IsEmpty());
-  guessing.EndMicroStepAll(0);
-  guessing.SealAll(1);
+  EXPECT_THAT(speculating.listener(0).shards(), IsEmpty());
+  speculating.EndMicroStepAll(0);
+  speculating.SealAll(1);
   waiting.Step(5);
-  EXPECT_EQ(guessing.job().StateHash(), waiting.job().StateHash());
-  ExpectToldAll(guessing);
-  const SpeculationCounts counts = Counts(guessing);
+  EXPECT_EQ(speculating.job().StateHash(), waiting.job().StateHash());
+  ExpectToldAll(speculating);
+  const SpeculationCounts counts = Counts(speculating);
   EXPECT_EQ(counts.speculated, 4);
   EXPECT_EQ(counts.published, 4);
   EXPECT_EQ(counts.redone, 0);
-  EXPECT_EQ(guessing.job().Status().recent_steps.back().speculation.published, 4);
+  EXPECT_EQ(speculating.job().Status().recent_steps.back().speculation.published, 4);
   EXPECT_EQ(Counts(waiting).speculated, 0);
 }
 
 TEST_F(SpeculationTest, GuessesWithClippingOnAndNormsBelowIt) {
-  auto [guessing, waiting] = MakePair([](JobSpec& spec) { spec.max_norm = 1000; });
+  auto [speculating, waiting] = MakePair([](JobSpec& spec) { spec.max_norm = 1000; });
   for (uint64_t step = 0; step < 3; ++step) {
-    guessing.BeginAll();
-    guessing.SendAll(step, 0, /*final=*/true);
-    guessing.listener(0).WaitForProvisional(4);
-    guessing.EndMicroStepAll(0);
-    guessing.SealAll(1);
-    const Decision decision = guessing.listener(0).outcomes().back().decision;
+    speculating.BeginAll();
+    speculating.SendAll(step, 0, /*final=*/true);
+    speculating.listener(0).WaitForProvisional(4);
+    speculating.EndMicroStepAll(0);
+    speculating.SealAll(1);
+    const Decision decision = speculating.listener(0).outcomes().back().decision;
     EXPECT_EQ(decision.clip_coefficient, 1.0);
     EXPECT_EQ(decision, waiting.Step(step).decision);
   }
-  EXPECT_EQ(guessing.job().StateHash(), waiting.job().StateHash());
-  EXPECT_EQ(Counts(guessing).published, 12);
-  EXPECT_EQ(Counts(guessing).redone, 0);
+  EXPECT_EQ(speculating.job().StateHash(), waiting.job().StateHash());
+  EXPECT_EQ(Counts(speculating).published, 12);
+  EXPECT_EQ(Counts(speculating).redone, 0);
 }
 
 TEST_F(SpeculationTest, ComputesAgainWhenAStepIsClipped) {
-  auto [guessing, waiting] = MakePair([](JobSpec& spec) { spec.max_norm = 100; });
-  for (JobDriver* driver : {&guessing, &waiting}) {
+  auto [speculating, waiting] = MakePair([](JobSpec& spec) { spec.max_norm = 100; });
+  for (JobDriver* driver : {&speculating, &waiting}) {
     driver->Step(1);
     driver->BeginAll();
     for (int chunk = 0; chunk < 3; ++chunk) {
       ASSERT_TRUE(driver->Send(chunk, driver->Values(chunk, 7), 0, true).ok());
     }
-    if (driver == &guessing) driver->listener(0).WaitForProvisional(3);
+    if (driver == &speculating) driver->listener(0).WaitForProvisional(3);
     ASSERT_TRUE(driver->Send(3, Large(*driver, 3, 50), 0, true).ok());
     driver->EndMicroStepAll(0);
     driver->SealAll(1);
     EXPECT_LT(driver->listener(0).outcomes().back().decision.clip_coefficient, 1.0);
   }
-  EXPECT_EQ(guessing.job().StateHash(), waiting.job().StateHash());
-  ExpectToldAll(guessing);
-  const SpeculationCounts step = guessing.job().Status().recent_steps.back().speculation;
+  EXPECT_EQ(speculating.job().StateHash(), waiting.job().StateHash());
+  ExpectToldAll(speculating);
+  const SpeculationCounts step = speculating.job().Status().recent_steps.back().speculation;
   EXPECT_EQ(step.speculated, 3);  // The fourth showed that the step would be clipped.
   EXPECT_EQ(step.published, 0);
   EXPECT_EQ(step.redone, 3);
   // The gradient is kept until then, and gone after: another step equals again.
-  EXPECT_EQ(guessing.Step(9).decision, waiting.Step(9).decision);
-  EXPECT_EQ(guessing.job().StateHash(), waiting.job().StateHash());
+  EXPECT_EQ(speculating.Step(9).decision, waiting.Step(9).decision);
+  EXPECT_EQ(speculating.job().StateHash(), waiting.job().StateHash());
 }
 
 TEST_F(SpeculationTest, DropsAllWhenAStepIsSkipped) {
-  auto [guessing, waiting] = MakePair();
-  for (JobDriver* driver : {&guessing, &waiting}) {
+  auto [speculating, waiting] = MakePair();
+  for (JobDriver* driver : {&speculating, &waiting}) {
     driver->Step(1);
     const std::string before = driver->job().StateHash();
     driver->BeginAll();
     for (int chunk = 0; chunk < 3; ++chunk) {
       ASSERT_TRUE(driver->Send(chunk, driver->Values(chunk, 7), 0, true).ok());
     }
-    if (driver == &guessing) driver->listener(0).WaitForProvisional(3);
+    if (driver == &speculating) driver->listener(0).WaitForProvisional(3);
     ASSERT_TRUE(driver->Send(3, Large(*driver, 3, INFINITY), 0, true).ok());
     driver->EndMicroStepAll(0);
     driver->SealAll(1);
@@ -150,19 +150,19 @@ TEST_F(SpeculationTest, DropsAllWhenAStepIsSkipped) {
     EXPECT_EQ(driver->job().StateHash(), before);
     EXPECT_THAT(driver->job().Status().update_counts, testing::Each(1));
   }
-  const SpeculationCounts step = guessing.job().Status().recent_steps.back().speculation;
+  const SpeculationCounts step = speculating.job().Status().recent_steps.back().speculation;
   EXPECT_EQ(step.speculated, 3);
   EXPECT_EQ(step.published + step.redone, 0);
-  guessing.Step(9);
+  speculating.Step(9);
   waiting.Step(9);
-  EXPECT_EQ(guessing.job().StateHash(), waiting.job().StateHash());
-  ExpectToldAll(guessing);
+  EXPECT_EQ(speculating.job().StateHash(), waiting.job().StateHash());
+  ExpectToldAll(speculating);
 }
 
 TEST_F(SpeculationTest, ComputesAgainOnlyTheChunksOfAnUnusedParameter) {
-  auto [guessing, waiting] =
+  auto [speculating, waiting] =
       MakePair([](JobSpec& spec) { spec.unused_policy = UnusedPolicy::kSkip; });
-  for (JobDriver* driver : {&guessing, &waiting}) {
+  for (JobDriver* driver : {&speculating, &waiting}) {
     driver->Step(1);
     driver->BeginAll();
     // p1 is chunk 1. Zeros with a payload: nothing shows yet that it is unused.
@@ -170,14 +170,14 @@ TEST_F(SpeculationTest, ComputesAgainOnlyTheChunksOfAnUnusedParameter) {
       const auto values = chunk == 1 ? Large(*driver, 1, 0) : driver->Values(chunk, 3);
       ASSERT_TRUE(driver->Send(chunk, values, 0, true).ok());
     }
-    if (driver == &guessing) driver->listener(0).WaitForProvisional(4);
+    if (driver == &speculating) driver->listener(0).WaitForProvisional(4);
     driver->EndMicroStepAll(0, {.all = false, .parameters = {0, 2}});
     driver->SealAll(1);
     EXPECT_THAT(driver->job().Status().update_counts, testing::ElementsAre(2, 1, 2));
   }
-  EXPECT_EQ(guessing.job().StateHash(), waiting.job().StateHash());
-  ExpectToldAll(guessing);
-  const SpeculationCounts step = guessing.job().Status().recent_steps.back().speculation;
+  EXPECT_EQ(speculating.job().StateHash(), waiting.job().StateHash());
+  ExpectToldAll(speculating);
+  const SpeculationCounts step = speculating.job().Status().recent_steps.back().speculation;
   EXPECT_EQ(step.published, 3);
   EXPECT_EQ(step.redone, 1);
 }
@@ -200,47 +200,47 @@ TEST_F(SpeculationTest, AnEmptyChunkIsNotGuessedUnderSkip) {
 }
 
 TEST_F(SpeculationTest, SumsOfSeveralMicroStepsAreGuessedWhenTheLastIsIn) {
-  auto [guessing, waiting] = MakePair();
-  guessing.BeginAll();
-  guessing.SendAll(1, 0, /*final=*/false);
-  guessing.EndMicroStepAll(0);
-  EXPECT_EQ(Counts(guessing).speculated, 0);
-  guessing.SendAll(2, 1, /*final=*/true);
-  guessing.listener(0).WaitForProvisional(4);
-  guessing.EndMicroStepAll(1);
-  guessing.SealAll(2);
+  auto [speculating, waiting] = MakePair();
+  speculating.BeginAll();
+  speculating.SendAll(1, 0, /*final=*/false);
+  speculating.EndMicroStepAll(0);
+  EXPECT_EQ(Counts(speculating).speculated, 0);
+  speculating.SendAll(2, 1, /*final=*/true);
+  speculating.listener(0).WaitForProvisional(4);
+  speculating.EndMicroStepAll(1);
+  speculating.SealAll(2);
   waiting.Step(1, 2);
-  EXPECT_EQ(guessing.job().StateHash(), waiting.job().StateHash());
+  EXPECT_EQ(speculating.job().StateHash(), waiting.job().StateHash());
 }
 
 TEST_F(SpeculationTest, AnAbortedStepLeavesNothing) {
-  auto [guessing, waiting] = MakePair();
-  const std::string before = guessing.job().StateHash();
-  guessing.BeginAll();
-  guessing.SendAll(5, 0, /*final=*/true);
-  guessing.listener(0).WaitForProvisional(4);
-  ASSERT_TRUE(guessing.job().AbortStep().ok());
-  EXPECT_EQ(guessing.job().StateHash(), before);
-  guessing.AttachAll();
-  guessing.Step(6);
+  auto [speculating, waiting] = MakePair();
+  const std::string before = speculating.job().StateHash();
+  speculating.BeginAll();
+  speculating.SendAll(5, 0, /*final=*/true);
+  speculating.listener(0).WaitForProvisional(4);
+  ASSERT_TRUE(speculating.job().AbortStep().ok());
+  EXPECT_EQ(speculating.job().StateHash(), before);
+  speculating.AttachAll();
+  speculating.Step(6);
   waiting.Step(6);
-  EXPECT_EQ(guessing.job().StateHash(), waiting.job().StateHash());
-  ExpectToldAll(guessing);
+  EXPECT_EQ(speculating.job().StateHash(), waiting.job().StateHash());
+  ExpectToldAll(speculating);
 }
 
 TEST_F(SpeculationTest, AStreamOpenedInMidStepIsToldAllAfterTheDecision) {
-  auto [guessing, waiting] = MakePair();
-  guessing.BeginAll();
-  guessing.SendAll(5, 0, /*final=*/true);
-  guessing.listener(0).WaitForProvisional(4);
-  guessing.Reopen(0);  // The same process: what the old stream was told may be lost.
-  guessing.EndMicroStepAll(0);
-  guessing.SealAll(1);
+  auto [speculating, waiting] = MakePair();
+  speculating.BeginAll();
+  speculating.SendAll(5, 0, /*final=*/true);
+  speculating.listener(0).WaitForProvisional(4);
+  speculating.Reopen(0);  // The same process: what the old stream was told may be lost.
+  speculating.EndMicroStepAll(0);
+  speculating.SealAll(1);
   waiting.Step(5);
-  EXPECT_EQ(guessing.job().StateHash(), waiting.job().StateHash());
-  EXPECT_EQ(Counts(guessing).published, 4);
-  EXPECT_EQ(guessing.listener(0).shards().size(), 4u);
-  ExpectToldAll(guessing);
+  EXPECT_EQ(speculating.job().StateHash(), waiting.job().StateHash());
+  EXPECT_EQ(Counts(speculating).published, 4);
+  EXPECT_EQ(speculating.listener(0).shards().size(), 4u);
+  ExpectToldAll(speculating);
 }
 
 TEST_F(SpeculationTest, AStreamThatWaitsIsToldNothingEarly) {
@@ -287,8 +287,9 @@ constexpr int kShardBuffers = 32;
 class ParkedGuessTest : public SpeculationTest {
  protected:
   ParkedGuessTest() {
-    JobSpec spec = MakeJobSpec(
-        {.group_sizes = {{kManyChunks * 256}}, .world_size = 1, .chunk_elements = 256}, "guessing");
+    JobSpec spec =
+        MakeJobSpec({.group_sizes = {{kManyChunks * 256}}, .world_size = 1, .chunk_elements = 256},
+                    "speculating");
     JobSpec waiting_spec = spec;
     waiting_spec.name = "waiting";
     spec.update_mode = UpdateMode::kSpeculate;
@@ -320,7 +321,7 @@ class ParkedGuessTest : public SpeculationTest {
 
 TEST_F(ParkedGuessTest, AReaderThatStallsStopsGuessingAndNothingElse) {
   BeginAndSendAll();
-  // Another job goes on guessing.
+  // Another job goes on speculating.
   JobDriver other = Make(Spec(UpdateMode::kSpeculate, "other"));
   other.BeginAll();
   other.SendAll(5, 0, /*final=*/true);
@@ -420,43 +421,43 @@ TEST_F(SpeculationTest, GuessesStillQueuedWhenTheirStepIsAbortedDoNothing) {
   ASSERT_TRUE(other.Send(0, other.Values(0, 1), 0, true).ok());
   blocking->WaitUntilTold();
 
-  JobDriver guessing(engine, Spec(UpdateMode::kSpeculate, "guessing"));
-  guessing.UploadWeights();
-  guessing.AttachAll();
-  guessing.BeginAll();
-  guessing.SendAll(5, 0, /*final=*/true);
-  ASSERT_TRUE(guessing.job().AbortStep().ok());
-  guessing.AttachAll();
+  JobDriver speculating(engine, Spec(UpdateMode::kSpeculate, "speculating"));
+  speculating.UploadWeights();
+  speculating.AttachAll();
+  speculating.BeginAll();
+  speculating.SendAll(5, 0, /*final=*/true);
+  ASSERT_TRUE(speculating.job().AbortStep().ok());
+  speculating.AttachAll();
   const StepSettings settings = {.scale = {}, .overrides = {{0, {.lr = 0.5}}}, .trainer_state = ""};
-  guessing.BeginAll(settings);
-  guessing.SendAll(6, 0, /*final=*/true);
+  speculating.BeginAll(settings);
+  speculating.SendAll(6, 0, /*final=*/true);
   blocking->LetGo();
-  guessing.listener(0).WaitForProvisional(4);
-  guessing.EndMicroStepAll(0);
-  guessing.SealAll(1);
-  EXPECT_EQ(Counts(guessing).speculated, 4);
+  speculating.listener(0).WaitForProvisional(4);
+  speculating.EndMicroStepAll(0);
+  speculating.SealAll(1);
+  EXPECT_EQ(Counts(speculating).speculated, 4);
 
   JobDriver waiting = Make(Spec(UpdateMode::kWait, "waiting"));
   waiting.Step(6, 1, settings);
-  EXPECT_EQ(guessing.job().StateHash(), waiting.job().StateHash());
+  EXPECT_EQ(speculating.job().StateHash(), waiting.job().StateHash());
 }
 
 TEST_F(SpeculationTest, ARunningGuessHoldsBackTheEndOfItsStep) {
-  JobDriver guessing(engine_, Spec(UpdateMode::kSpeculate, "guessing"));
-  guessing.UploadWeights();
+  JobDriver speculating(engine_, Spec(UpdateMode::kSpeculate, "speculating"));
+  speculating.UploadWeights();
   const auto blocking = std::make_shared<Blocking>();
-  guessing.Attach(0, "process0", UpdateMode::kSpeculate, blocking);
-  guessing.BeginAll();
-  guessing.SendAll(5, 0, /*final=*/true);
+  speculating.Attach(0, "process0", UpdateMode::kSpeculate, blocking);
+  speculating.BeginAll();
+  speculating.SendAll(5, 0, /*final=*/true);
   blocking->WaitUntilTold();
-  std::thread abort([&] { EXPECT_TRUE(guessing.job().AbortStep().ok()); });
+  std::thread abort([&] { EXPECT_TRUE(speculating.job().AbortStep().ok()); });
   blocking->LetGo();
   abort.join();
-  guessing.AttachAll();
-  guessing.Step(6);
+  speculating.AttachAll();
+  speculating.Step(6);
   JobDriver waiting = Make(Spec(UpdateMode::kWait, "waiting"));
   waiting.Step(6);
-  EXPECT_EQ(guessing.job().StateHash(), waiting.job().StateHash());
+  EXPECT_EQ(speculating.job().StateHash(), waiting.job().StateHash());
 }
 
 TEST_F(SpeculationTest, AJobThatDoesNotFitTwiceWaits) {
@@ -511,20 +512,20 @@ TEST_F(SpeculationTest, FailedGuessesGiveTheirMemoryBack) {
 }
 
 TEST_F(SpeculationTest, ASnapshotKeepsItsVersionWhateverBecomesOfTheGuess) {
-  auto [guessing, waiting] = MakePair([](JobSpec& spec) { spec.max_norm = 100; });
-  guessing.Step(1);
+  auto [speculating, waiting] = MakePair([](JobSpec& spec) { spec.max_norm = 100; });
+  speculating.Step(1);
   waiting.Step(1);
   for (const bool clipped : {false, true}) {
-    const auto taken = guessing.job().TakeSnapshot({0, 1, 2});
+    const auto taken = speculating.job().TakeSnapshot({0, 1, 2});
     ASSERT_TRUE(taken.ok()) << taken.status();
     std::vector<float> before(1024);
     taken->Read(0, Plane::kMaster, 0, absl::MakeSpan(before));
-    for (JobDriver* driver : {&guessing, &waiting}) {
+    for (JobDriver* driver : {&speculating, &waiting}) {
       driver->BeginAll();
       for (int chunk = 0; chunk < 3; ++chunk) {
         ASSERT_TRUE(driver->Send(chunk, driver->Values(chunk, 7), 0, true).ok());
       }
-      if (driver == &guessing) driver->listener(0).WaitForProvisional(3);
+      if (driver == &speculating) driver->listener(0).WaitForProvisional(3);
       ASSERT_TRUE(driver->Send(3, Large(*driver, 3, clipped ? 50 : 0.5), 0, true).ok());
       driver->EndMicroStepAll(0);
       driver->SealAll(1);
@@ -532,7 +533,7 @@ TEST_F(SpeculationTest, ASnapshotKeepsItsVersionWhateverBecomesOfTheGuess) {
     std::vector<float> after(1024);
     taken->Read(0, Plane::kMaster, 0, absl::MakeSpan(after));
     EXPECT_EQ(before, after);
-    EXPECT_EQ(guessing.job().StateHash(), waiting.job().StateHash());
+    EXPECT_EQ(speculating.job().StateHash(), waiting.job().StateHash());
   }
 }
 
@@ -555,26 +556,26 @@ TEST(SpeculationHistory, PausesAtFourFailuresAndResumesWhenTheyAreRare) {
 }
 
 TEST_F(SpeculationTest, StopsGuessingWhileEveryStepIsClippedAndGoesOnAfterwards) {
-  auto [guessing, waiting] = MakePair([](JobSpec& spec) { spec.max_norm = 0.001; });
-  const auto step = [&guessing = guessing, &waiting = waiting](double divisor) {
+  auto [speculating, waiting] = MakePair([](JobSpec& spec) { spec.max_norm = 0.001; });
+  const auto step = [&speculating = speculating, &waiting = waiting](double divisor) {
     const StepSettings settings = {.scale = {.divisors = {divisor}}};
-    EXPECT_EQ(guessing.Step(1, 1, settings).decision, waiting.Step(1, 1, settings).decision);
+    EXPECT_EQ(speculating.Step(1, 1, settings).decision, waiting.Step(1, 1, settings).decision);
   };
   for (int i = 0; i < SpeculationHistory::kPauseAt; ++i) step(1);
-  EXPECT_EQ(guessing.job().Status().speculation_paused, 4);
-  const int64_t before = Counts(guessing).speculated;
+  EXPECT_EQ(speculating.job().Status().speculation_paused, 4);
+  const int64_t before = Counts(speculating).speculated;
   for (int i = 0; i < SpeculationHistory::kSteps - 1; ++i) step(1e9);
-  EXPECT_EQ(Counts(guessing).speculated, before);
-  EXPECT_EQ(guessing.job().Status().speculation_paused, 0);
-  guessing.BeginAll({.scale = {.divisors = {1e9}}});
-  guessing.SendAll(1, 0, true);
-  guessing.listener(0).WaitForProvisional(4);
-  guessing.EndMicroStepAll(0);
-  guessing.SealAll(1);
+  EXPECT_EQ(Counts(speculating).speculated, before);
+  EXPECT_EQ(speculating.job().Status().speculation_paused, 0);
+  speculating.BeginAll({.scale = {.divisors = {1e9}}});
+  speculating.SendAll(1, 0, true);
+  speculating.listener(0).WaitForProvisional(4);
+  speculating.EndMicroStepAll(0);
+  speculating.SealAll(1);
   step(1e9);
   waiting.Step(1, 1, {.scale = {.divisors = {1e9}}});
-  EXPECT_EQ(guessing.job().StateHash(), waiting.job().StateHash());
-  EXPECT_GT(Counts(guessing).speculated, before);
+  EXPECT_EQ(speculating.job().StateHash(), waiting.job().StateHash());
+  EXPECT_GT(Counts(speculating).speculated, before);
 }
 
 }  // namespace

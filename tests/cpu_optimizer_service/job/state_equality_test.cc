@@ -102,7 +102,7 @@ TEST(State, IsTheSameWhereGradientsAndWeightsStayInPlace) {
                     Expected())
               << threads << " threads, chunks of " << chunk_elements << ", "
               << (sending == Sending::kMixed ? "mixed" : "in place") << ", "
-              << (mode == UpdateMode::kWait ? "waiting" : "guessing");
+              << (mode == UpdateMode::kWait ? "waiting" : "speculating");
         }
       }
     }

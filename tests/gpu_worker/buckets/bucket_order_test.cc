@@ -6,6 +6,7 @@
 #include <random>
 #include <string>
 
+#include "cpu_optimizer_service/common/buckets.h"
 #include "gpu_worker/training/training_job.h"
 
 namespace ballast::worker {

@@ -8,6 +8,7 @@
 #include <limits>
 #include <mutex>
 
+#include "cpu_optimizer_service/common/buckets.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/collective/single_collective.h"
 #include "tests/gpu_worker/collective/ranks.h"

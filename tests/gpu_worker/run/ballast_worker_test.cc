@@ -17,7 +17,7 @@
 #include <string>
 #include <vector>
 
-#include "client/session.h"
+#include "client/connect.h"
 #include "gpu_worker/collective/socket.h"
 #include "gpu_worker/run/loss_log.h"
 #include "tests/gpu_worker/temp_path.h"

@@ -2,14 +2,15 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
+#include <csignal>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <limits>
 #include <nlohmann/json.hpp>
 
-#include "gpu_worker/base/output_file.h"
 #include "gpu_worker/collective/single_collective.h"
 #include "gpu_worker/gpt/architecture.h"
 #include "gpu_worker/run/progress.h"
@@ -125,25 +126,25 @@ TEST(RunOutput, WeightsThatAreOnlyHashedLeaveNoFileAndTheSameHash) {
 }
 
 TEST(RunOutput, AFullDiskLeavesNothingHalfWritten) {
-  if (!std::filesystem::exists("/dev/full")) GTEST_SKIP() << "no /dev/full here";
-  const TempPath temp("full_disk");
-  const std::string& directory = temp.str();
-  std::filesystem::create_directories(directory);
-  std::filesystem::create_symlink("/dev/full", directory + "/second.partial");
-  const absl::Status status =
-      WriteFiles(directory, {{"first", "contents"}, {"second", "contents"}});
-  EXPECT_THAT(status.message(), HasSubstr("No space left on device"));
+  const TempPath out("full_disk");
+  const WorkerOptions options = TinyRun("");
+  SingleCollective collective;
+  const TrainingJob job = MakeTrainingJob(GptParameters(options.model), {}).value();
+  const auto backend = MakeCpuBackend(options, job, collective).value();
+  ASSERT_TRUE(PrepareOutput(out.str()).ok());
+  // A limit on file sizes stands for the full disk.
+  std::signal(SIGXFSZ, SIG_IGN);
+  rlimit before;
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
+  rlimit small = before;
+  small.rlim_cur = WorkerJson({}, job, std::string(64, '0')).size() - 1;
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
+  const absl::Status status = WriteOutput(out.str(), {}, job, *backend, WeightsFile::kHashedOnly);
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(status.message(), HasSubstr("worker.json: File too large"));
   EXPECT_THAT(status.message(), HasSubstr("--out"));
-  EXPECT_TRUE(std::filesystem::is_empty(directory));
-}
-
-TEST(RunOutput, AFileThatCannotTakeItsPlaceTakesTheOthersAway) {
-  const TempPath temp("no_place");
-  const std::string& directory = temp.str();
-  std::filesystem::create_directories(directory + "/second/is a folder");
-  EXPECT_FALSE(WriteFiles(directory, {{"first", "contents"}, {"second", "contents"}}).ok());
-  EXPECT_FALSE(std::filesystem::exists(directory + "/first"));
-  EXPECT_FALSE(std::filesystem::exists(directory + "/second.partial"));
+  EXPECT_TRUE(std::filesystem::is_empty(out.str()));
 }
 
 TEST(RunOutput, LookingWhetherItCanWriteLeavesTheUsersFilesAlone) {

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 
+#include "cpu_optimizer_service/common/buckets.h"
 #include "cpu_optimizer_service/common/float_format.h"
 #include "gpu_worker/base/random.h"
 #include "gpu_worker/buckets/gradient_staging.h"

@@ -17,7 +17,7 @@
 
 namespace ballast::histories {
 
-class EngineStream final : public client::TrainStream, private server::RankWire {
+class EngineStream final : public client::TrainCall, private server::RankWire {
  public:
   EngineStream(Engine& engine, Wires& wires, int rank, client::TrainListener& listener);
   ~EngineStream() override;

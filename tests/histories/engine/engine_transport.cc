@@ -99,8 +99,7 @@ absl::StatusOr<uint64_t> EngineTransport::ReadWeights(
   return step;
 }
 
-std::unique_ptr<client::TrainStream> EngineTransport::OpenTrainStream(
-    client::TrainListener& listener) {
+std::unique_ptr<client::TrainCall> EngineTransport::OpenTrainCall(client::TrainListener& listener) {
   return std::make_unique<EngineStream>(engine_, wires_, rank_, listener);
 }
 

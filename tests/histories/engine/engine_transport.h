@@ -34,7 +34,7 @@ class EngineTransport final : public client::Transport {
       const v1::ReadWeightsRequest& request, absl::Duration limit,
       const std::function<absl::Status(const v1::WeightHeader& header,
                                        client::PayloadPieces payload)>& place) override;
-  std::unique_ptr<client::TrainStream> OpenTrainStream(client::TrainListener& listener) override;
+  std::unique_ptr<client::TrainCall> OpenTrainCall(client::TrainListener& listener) override;
   bool CanReconnect() override { return true; }  // The engine does not go.
   void CancelCalls() override { cancelled_ = true; }
 

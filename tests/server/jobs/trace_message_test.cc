@@ -75,7 +75,7 @@ TEST_F(TraceMessageTest, TellsEveryEventInOrder) {
 TEST_F(TraceMessageTest, NamesEveryKind) {
   const std::vector<std::pair<TraceEventKind, v1::TraceEventKind>> kinds = {
       {TraceEventKind::kArrived, v1::ARRIVED},     {TraceEventKind::kSummed, v1::SUMMED},
-      {TraceEventKind::kGuessed, v1::GUESSED},     {TraceEventKind::kDecided, v1::DECIDED},
+      {TraceEventKind::kSpeculated, v1::GUESSED},  {TraceEventKind::kDecided, v1::DECIDED},
       {TraceEventKind::kUpdated, v1::UPDATED},     {TraceEventKind::kSent, v1::SENT},
       {TraceEventKind::kCommitted, v1::COMMITTED}, {TraceEventKind::kBegun, v1::BEGUN}};
   for (const auto& [kind, expected] : kinds) {

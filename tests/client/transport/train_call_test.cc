@@ -1,5 +1,5 @@
-// What goes over the wire of a rank's stream, as a service sees it.
-#include "client/transport/train_stream.h"
+// The messages of a rank's stream, as a service receives them.
+#include "client/transport/train_call.h"
 
 #include <gmock/gmock.h>
 #include <grpcpp/server.h>
@@ -21,7 +21,7 @@ namespace {
 
 constexpr absl::Duration kLongest = absl::Seconds(30);
 
-// Reads nothing until it is told to, then everything.
+// Reads nothing until Read is called, then everything.
 class SlowService final : public v1::TrainService::Service {
  public:
   grpc::Status Train(
@@ -41,7 +41,7 @@ class SlowService final : public v1::TrainService::Service {
     told_ = true;
     changed_.NotifyAll();
   }
-  // What it has read, once the last is called so, or when that has taken too long.
+  // The messages read so far, when the last one has this name or after a limit.
   std::vector<std::string> AwaitMessage(const std::string& name) {
     MutexLock lock(mutex_);
     const auto deadline = SteadyDeadline(kLongest);
@@ -88,7 +88,7 @@ v1::TrainRequest End(uint32_t micro_step) {
   return end;
 }
 
-TEST(GrpcTrainStream, SharedGradientsThatWaitTogetherGoInOneMessageInOrder) {
+TEST(GrpcTrainCall, SharedGradientsThatWaitTogetherGoInOneMessageInOrder) {
   SlowService service;
   grpc::ServerBuilder builder;
   builder.RegisterService(&service);
@@ -96,8 +96,8 @@ TEST(GrpcTrainStream, SharedGradientsThatWaitTogetherGoInOneMessageInOrder) {
   DeafListener listener;
   {
     const auto stream =
-        OpenGrpcTrainStream(server->InProcessChannel(ServiceChannelArguments()), listener);
-    // So large that it cannot leave before the service reads; all others wait behind it.
+        OpenGrpcTrainCall(server->InProcessChannel(ServiceChannelArguments()), listener);
+    // So large that it cannot be sent before the service reads; all others wait behind it.
     const std::vector<std::byte> payload(size_t{3} << 20);
     stream->SendGradient(Header(9, 0, false), payload, [] {});
     std::string chunks;

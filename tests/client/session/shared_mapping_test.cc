@@ -1,4 +1,4 @@
-#include "client/session/shared_memory.h"
+#include "client/session/shared_mapping.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -30,23 +30,23 @@ size_t OpenDescriptors() {
       std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {}));
 }
 
-absl::StatusOr<std::unique_ptr<SharedMemory>> ConnectTo(const v1::SharedMemoryOffer& offer,
-                                                        absl::Duration limit = absl::Seconds(20)) {
-  return SharedMemory::Connect(offer, Places(), limit);
+absl::StatusOr<std::unique_ptr<SharedMapping>> ConnectTo(const v1::SharedMemoryOffer& offer,
+                                                         absl::Duration limit = absl::Seconds(20)) {
+  return SharedMapping::Connect(offer, Places(), limit);
 }
 
-// What Connect says to a server that answers so; nothing that it was handed stays open.
+// Connect's result if the server answers this way. No descriptor that it received stays open.
 absl::Status Refusal(std::function<void(int connection)> answer) {
   SharedMemoryServerForTests server(std::move(answer));
   const size_t before = OpenDescriptors();
   const absl::Status status = ConnectTo(server.offer()).status();
-  // The server has an end of the connection too.
+  // The server has the other end of the connection.
   EXPECT_TRUE(Eventually([&] { return server.hangups() == 1; }));
   EXPECT_EQ(OpenDescriptors(), before);
   return status;
 }
 
-TEST(SharedMemory, IsSeenByBothEnds) {
+TEST(SharedMapping, IsSeenByBothEnds) {
   MemoryFile file(Places());
   file.WriteWeights(0, std::string(512, 'w'));
   SharedMemoryServerForTests server([&](int connection) { Hand(connection, "G", {file.file()}); });
@@ -62,7 +62,7 @@ TEST(SharedMemory, IsSeenByBothEnds) {
             std::string(512, 'w'));
 }
 
-TEST(SharedMemory, HasNoPlaceForChunksOfOtherRanks) {
+TEST(SharedMapping, HasNoPlaceForChunksOfOtherRanks) {
   MemoryFile file(Places());
   SharedMemoryServerForTests server([&](int connection) { Hand(connection, "G", {file.file()}); });
   const auto shared = ConnectTo(server.offer());
@@ -74,13 +74,13 @@ TEST(SharedMemory, HasNoPlaceForChunksOfOtherRanks) {
   }
 }
 
-TEST(SharedMemory, HoldsItsConnectionForAsLongAsItLives) {
+TEST(SharedMapping, KeepsItsConnectionOpenWhileItLives) {
   MemoryFile file(Places());
   SharedMemoryServerForTests server([&](int connection) { Hand(connection, "G", {file.file()}); });
   const size_t before = OpenDescriptors();
   auto shared = ConnectTo(server.offer());
   ASSERT_TRUE(shared.ok()) << shared.status();
-  // Both ends of the connection; not the file.
+  // Both ends of the connection, and not the file.
   EXPECT_EQ(OpenDescriptors(), before + 2);
   EXPECT_EQ(server.hangups(), 0);
   shared->reset();
@@ -88,7 +88,7 @@ TEST(SharedMemory, HoldsItsConnectionForAsLongAsItLives) {
   EXPECT_EQ(OpenDescriptors(), before);
 }
 
-TEST(SharedMemory, IsNotForAForkedProcessThatOutlivesIt) {
+TEST(SharedMapping, IsNotForAForkedProcessThatOutlivesIt) {
   MemoryFile file(Places());
   SharedMemoryServerForTests server([&](int connection) { Hand(connection, "G", {file.file()}); });
   auto shared = ConnectTo(server.offer());
@@ -120,7 +120,7 @@ TEST(SharedMemory, IsNotForAForkedProcessThatOutlivesIt) {
   EXPECT_EQ(status, 0);
 }
 
-TEST(SharedMemory, RefusesAFileThatCouldShrinkOrGrow) {
+TEST(SharedMapping, RefusesAFileThatCouldShrinkOrGrow) {
   for (const int seals : {0, F_SEAL_SHRINK, F_SEAL_GROW}) {
     MemoryFile file(Places().size_bytes(), seals, Places());
     EXPECT_THAT(Refusal([&](int connection) { Hand(connection, "G", {file.file()}); }),
@@ -129,7 +129,7 @@ TEST(SharedMemory, RefusesAFileThatCouldShrinkOrGrow) {
   }
 }
 
-TEST(SharedMemory, RefusesAFileOfAnotherSize) {
+TEST(SharedMapping, RefusesAFileOfAnotherSize) {
   for (const int64_t more : {-4096, -1, 1, 4096}) {
     MemoryFile file(Places().size_bytes() + more, kSealed, Places());
     EXPECT_THAT(Refusal([&](int connection) { Hand(connection, "G", {file.file()}); }),
@@ -139,14 +139,14 @@ TEST(SharedMemory, RefusesAFileOfAnotherSize) {
   }
 }
 
-TEST(SharedMemory, RefusesWhatIsNoMemoryFile) {
+TEST(SharedMapping, RefusesWhatIsNoMemoryFile) {
   const int file = open("/dev/null", O_RDWR | O_CLOEXEC);
   EXPECT_THAT(Refusal([&](int connection) { Hand(connection, "G", {file}); }),
               IsError(absl::StatusCode::kFailedPrecondition, testing::_));
   close(file);
 }
 
-TEST(SharedMemory, RefusesAFileOfReservedHugePages) {
+TEST(SharedMapping, RefusesAFileOfReservedHugePages) {
   const int file = memfd_create("ballast-test", MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_HUGETLB);
   if (file < 0) GTEST_SKIP() << "this system has no such files";
   EXPECT_EQ(fcntl(file, F_ADD_SEALS, kSealed), 0);
@@ -155,7 +155,7 @@ TEST(SharedMemory, RefusesAFileOfReservedHugePages) {
   close(file);
 }
 
-TEST(SharedMemory, RefusesAFileThatCannotBeWritten) {
+TEST(SharedMapping, RefusesAFileThatCannotBeWritten) {
   MemoryFile file(Places());
   const int readable =
       open(absl::StrCat("/proc/self/fd/", file.file()).c_str(), O_RDONLY | O_CLOEXEC);
@@ -165,7 +165,7 @@ TEST(SharedMemory, RefusesAFileThatCannotBeWritten) {
   close(readable);
 }
 
-TEST(SharedMemory, RefusesAnswersOfAnotherForm) {
+TEST(SharedMapping, RefusesAnswersOfAnotherForm) {
   MemoryFile file(Places());
   const int fd = file.file();
   const auto is_refused = IsError(absl::StatusCode::kFailedPrecondition, testing::_);
@@ -181,7 +181,7 @@ TEST(SharedMemory, RefusesAnswersOfAnotherForm) {
               is_refused);
 }
 
-TEST(SharedMemory, SaysWhyItWasRefused) {
+TEST(SharedMapping, SaysWhyItWasRefused) {
   MemoryFile file(Places());
   EXPECT_THAT(
       Refusal([&](int connection) { Hand(connection, "Rthe token is spent\x1b", {file.file()}); }),
@@ -189,12 +189,12 @@ TEST(SharedMemory, SaysWhyItWasRefused) {
               AllOf(HasSubstr("refused: the token is spent"), HasSubstr("\\x1b"))));
 }
 
-TEST(SharedMemory, IsUnavailableWhereTheServiceHangsUp) {
+TEST(SharedMapping, IsUnavailableWhereTheServiceHangsUp) {
   EXPECT_THAT(Refusal([](int connection) { shutdown(connection, SHUT_RDWR); }),
               IsError(absl::StatusCode::kUnavailable, HasSubstr("closed")));
 }
 
-TEST(SharedMemory, IsUnavailableWhereTheServiceIsSilent) {
+TEST(SharedMapping, IsUnavailableWhereTheServiceIsSilent) {
   SharedMemoryServerForTests server([](int) {});
   const absl::Time start = absl::Now();
   EXPECT_THAT(ConnectTo(server.offer(), absl::Milliseconds(30)).status(),
@@ -202,7 +202,7 @@ TEST(SharedMemory, IsUnavailableWhereTheServiceIsSilent) {
   EXPECT_GE(absl::Now() - start, absl::Milliseconds(30));
 }
 
-TEST(SharedMemory, IsUnavailableWhereNobodyTakesConnections) {
+TEST(SharedMapping, IsUnavailableIfNoConnectionIsAccepted) {
   v1::SharedMemoryOffer offer;
   offer.set_token(std::string(32, 't'));
   offer.set_socket(absl::StrCat("ballast-test-full-", getpid()));
@@ -222,17 +222,19 @@ TEST(SharedMemory, IsUnavailableWhereNobodyTakesConnections) {
   close(listener);
 }
 
-TEST(SharedMemory, IsNotFoundWhereNobodyListens) {
+TEST(SharedMapping, IsNotFoundIfNoProcessListens) {
   v1::SharedMemoryOffer offer;
   offer.set_token(std::string(32, 't'));
-  offer.set_socket("ballast-test-nobody");
-  EXPECT_THAT(ConnectTo(offer).status(), IsError(absl::StatusCode::kNotFound, HasSubstr("no way")));
+  offer.set_socket("ballast-test-no-listener");
+  EXPECT_THAT(
+      ConnectTo(offer).status(),
+      IsError(absl::StatusCode::kNotFound, HasSubstr("cannot reach the service's shared memory")));
 }
 
-TEST(SharedMemory, RefusesOffersThatCannotBe) {
+TEST(SharedMapping, RefusesOffersThatCannotBe) {
   v1::SharedMemoryOffer offer;
   offer.set_token(std::string(31, 't'));
-  offer.set_socket("ballast-test-nobody");
+  offer.set_socket("ballast-test-no-listener");
   const auto is_refused = IsError(absl::StatusCode::kFailedPrecondition, testing::_);
   EXPECT_THAT(ConnectTo(offer).status(), is_refused);
   offer.set_token(std::string(32, 't'));

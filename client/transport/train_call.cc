@@ -1,4 +1,4 @@
-#include "client/transport/train_stream.h"
+#include "client/transport/train_call.h"
 
 #include <grpc/support/time.h>
 #include <grpcpp/alarm.h>
@@ -21,16 +21,16 @@
 namespace ballast::client {
 namespace {
 
-class GrpcTrainStream final : public TrainStream {
+class GrpcTrainCall final : public TrainCall {
  public:
-  GrpcTrainStream(std::shared_ptr<grpc::Channel> channel, TrainListener& listener)
+  GrpcTrainCall(std::shared_ptr<grpc::Channel> channel, TrainListener& listener)
       : listener_(listener), stub_(std::move(channel)) {
     call_ = stub_.PrepareCall(&context_, "/ballast.v1.TrainService/Train", &queue_);
     call_->StartCall(&start_);
     thread_ = std::thread([this] { Run(); });
   }
 
-  ~GrpcTrainStream() override {
+  ~GrpcTrainCall() override {
     context_.TryCancel();
     thread_.join();
   }
@@ -49,28 +49,28 @@ class GrpcTrainStream final : public TrainStream {
   }
 
  private:
-  // A message that waits for its turn: ready to go, or one that may still grow.
+  // A message that waits to be sent: a finished one, or one that may still get more chunks.
   struct Unsent {
-    grpc::ByteBuffer bytes;
-    std::optional<v1::TrainRequest> shared;
-    absl::flat_hash_set<uint32_t> chunks;  // Of `shared`.
+    grpc::ByteBuffer bytes;                  // Not set if `shared` is.
+    std::optional<v1::TrainRequest> shared;  // Gradients in shared memory.
+    absl::flat_hash_set<uint32_t> chunks;    // The chunks in `shared`.
   };
   enum class Event : int { kStarted, kRead, kWritten, kWoken, kFinished };
 
-  static bool SameButForTheChunks(const v1::SharedGradients& a, const v1::SharedGradients& b) {
+  static bool SameExceptChunks(const v1::SharedGradients& a, const v1::SharedGradients& b) {
     return a.step() == b.step() && a.micro_step_begin() == b.micro_step_begin() &&
            a.micro_step_end() == b.micro_step_end() && a.final() == b.final();
   }
 
-  // Whether it went into the last message that waits. A message names each chunk once at most, so
-  // it is never longer than the rank's chunks are many, which is what a service takes.
+  // Whether `message` became part of the last waiting message. A message names each chunk at most
+  // once, so it has at most as many chunks as the rank, which is what a service accepts.
   bool Merge(const Unsent& message) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     if (!message.shared.has_value() || unsent_.empty()) return false;
     Unsent& last = unsent_.back();
     if (!last.shared.has_value()) return false;
     v1::SharedGradients& waiting = *last.shared->mutable_shared_gradients();
     const v1::SharedGradients& more = message.shared->shared_gradients();
-    if (!SameButForTheChunks(waiting, more)) return false;
+    if (!SameExceptChunks(waiting, more)) return false;
     if (!last.chunks.insert(more.chunks(0)).second) return false;
     waiting.add_chunks(more.chunks(0));
     return true;
@@ -81,8 +81,8 @@ class GrpcTrainStream final : public TrainStream {
     if (ended_ || Merge(message)) return;
     unsent_.push_back(std::move(message));
     if (busy_) return;
-    // Writing here would run gRPC's work, and the release of other payloads, under the caller's
-    // lock.
+    // A write here would run gRPC's work, and the release of other payloads, under the caller's
+    // lock. The alarm lets the stream's thread write.
     busy_ = true;
     wake_.Set(&queue_, gpr_inf_past(GPR_CLOCK_REALTIME), &woken_);
   }
@@ -119,7 +119,8 @@ class GrpcTrainStream final : public TrainStream {
         queue_.Shutdown();
         return;
     }
-    // A finished read is the end of the stream; a failed write only announces it.
+    // Only a failed read is the end of the stream: after a failed write, messages that the service
+    // has sent can still arrive.
     if (!reading_ && !finishing_ && StopSending()) {
       finishing_ = true;
       call_->Finish(&status_, &finished_);
@@ -127,7 +128,7 @@ class GrpcTrainStream final : public TrainStream {
   }
 
   void Deliver() {
-    if (!malformed_.ok()) return;  // Cancelled: what is still on its way is not for the listener.
+    if (!malformed_.ok()) return;  // The call is cancelled; the listener gets no later message.
     absl::StatusOr<proto::Frame<v1::TrainResponse>> frame = proto::ParseTrainResponse(incoming_);
     incoming_.Clear();
     if (frame.ok()) {
@@ -138,9 +139,9 @@ class GrpcTrainStream final : public TrainStream {
     }
   }
 
-  // Called when nothing is being written or woken. Starts the next write, if there is one.
+  // Called when no write and no wake-up is under way. Starts the next write, if there is one.
   void WriteNext(bool ok) {
-    std::deque<Unsent> dropped;  // Destroyed after the lock: payloads are released.
+    std::deque<Unsent> dropped;  // Destroyed after the lock is released: that releases payloads.
     Unsent next;
     {
       MutexLock lock(mutex_);
@@ -157,7 +158,7 @@ class GrpcTrainStream final : public TrainStream {
     call_->Write(next.bytes, &written_);
   }
 
-  // True if nothing is being written or woken; nothing will be from then on.
+  // True if no write and no wake-up is under way; none begins from then on.
   bool StopSending() {
     std::deque<Unsent> dropped;  // As above.
     MutexLock lock(mutex_);
@@ -173,14 +174,14 @@ class GrpcTrainStream final : public TrainStream {
   std::unique_ptr<grpc::GenericClientAsyncReaderWriter> call_;
   grpc::Alarm wake_;
 
-  // The tags.
+  // gRPC's tags: their addresses name the operations that have finished.
   Event start_ = Event::kStarted;
   Event read_ = Event::kRead;
   Event written_ = Event::kWritten;
   Event woken_ = Event::kWoken;
   Event finished_ = Event::kFinished;
 
-  // Of the stream's thread.
+  // Used by the stream's thread only.
   grpc::ByteBuffer incoming_;
   grpc::Status status_;
   absl::Status malformed_;
@@ -189,7 +190,7 @@ class GrpcTrainStream final : public TrainStream {
 
   Mutex mutex_;
   std::deque<Unsent> unsent_ ABSL_GUARDED_BY(mutex_);
-  bool busy_ ABSL_GUARDED_BY(mutex_) = true;  // Starting, being woken, or writing.
+  bool busy_ ABSL_GUARDED_BY(mutex_) = true;  // Starting, waking up, or writing.
   bool ended_ ABSL_GUARDED_BY(mutex_) = false;
 
   std::thread thread_;
@@ -208,9 +209,9 @@ v1::TrainRequest SharedGradientRequest(const v1::GradientHeader& header) {
   return message;
 }
 
-std::unique_ptr<TrainStream> OpenGrpcTrainStream(std::shared_ptr<grpc::Channel> channel,
-                                                 TrainListener& listener) {
-  return std::make_unique<GrpcTrainStream>(std::move(channel), listener);
+std::unique_ptr<TrainCall> OpenGrpcTrainCall(std::shared_ptr<grpc::Channel> channel,
+                                             TrainListener& listener) {
+  return std::make_unique<GrpcTrainCall>(std::move(channel), listener);
 }
 
 }  // namespace ballast::client

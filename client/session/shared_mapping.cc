@@ -1,4 +1,4 @@
-#include "client/session/shared_memory.h"
+#include "client/session/shared_mapping.h"
 
 #include <fcntl.h>
 #include <linux/magic.h>
@@ -37,7 +37,7 @@ absl::Status Failed(absl::string_view what) {
 std::chrono::milliseconds Left(Deadline deadline) {
   const auto left =
       std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
-  // At least one, since 0 means no limit to a socket; no more than poll takes.
+  // At least 1, because 0 means no limit for a socket; at most what poll accepts.
   return std::clamp(left, std::chrono::milliseconds(1), std::chrono::milliseconds(1 << 30));
 }
 
@@ -46,7 +46,7 @@ bool Passed(Deadline deadline) { return std::chrono::steady_clock::now() >= dead
 absl::StatusOr<FileDescriptor> Dial(const std::string& name, Deadline deadline) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
-  // An abstract name begins with a zero byte and is as long as it is said to be.
+  // An abstract name begins with a zero byte, and its length is given, not found by a final zero.
   if (name.empty() || name.size() >= sizeof(address.sun_path)) {
     return absl::FailedPreconditionError(
         absl::StrCat("the service named a socket of ", name.size(), " characters"));
@@ -54,25 +54,26 @@ absl::StatusOr<FileDescriptor> Dial(const std::string& name, Deadline deadline) 
   std::memcpy(address.sun_path + 1, name.data(), name.size());
   const auto size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
   FileDescriptor connection(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-  if (connection.number() < 0) return Failed("no socket for shared memory");
+  if (connection.number() < 0) return Failed("cannot make a socket for shared memory");
   const std::chrono::milliseconds left = Left(deadline);
   const timeval limit = {.tv_sec = static_cast<time_t>(left.count() / 1000),
                          .tv_usec = static_cast<suseconds_t>(left.count() % 1000 * 1000)};
-  // Bounds connecting too: where the other side's queue of connections is full, it waits.
+  // The limit also bounds connect, which waits while the other side's queue of connections is full.
   if (setsockopt(connection.number(), SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof(limit)) != 0) {
-    return Failed("a limit on the socket for shared memory");
+    return Failed("cannot limit the socket for shared memory");
   }
   while (connect(connection.number(), reinterpret_cast<const sockaddr*>(&address), size) != 0) {
     if (errno == EINTR && !Passed(deadline)) continue;
-    constexpr absl::string_view kNoWay = "no way to the service's shared memory";
+    constexpr absl::string_view kUnreachable = "cannot reach the service's shared memory";
     if (errno == EAGAIN) {
-      return absl::UnavailableError(absl::StrCat(kNoWay, ": it took no connection in time"));
+      return absl::UnavailableError(
+          absl::StrCat(kUnreachable, ": it accepted no connection in time"));
     }
     if (errno == ECONNREFUSED) {
-      return absl::NotFoundError(
-          absl::StrCat(kNoWay, ": nobody listens for it on this host; it is for the same host"));
+      return absl::NotFoundError(absl::StrCat(
+          kUnreachable, ": no process listens on this host; memory is shared only on one host"));
     }
-    return Failed(kNoWay);
+    return Failed(kUnreachable);
   }
   return connection;
 }
@@ -91,14 +92,14 @@ absl::Status AwaitAnswer(int connection, Deadline deadline, absl::Duration limit
   }
 }
 
-// What the service said, and the files that came with it.
+// The service's answer, and the files that it carried.
 struct Answer {
   std::string text;
   std::vector<FileDescriptor> files;
 };
 
 absl::StatusOr<Answer> ReadAnswer(int connection) {
-  // Room for more than is expected, so that it can be closed.
+  // Room for more files than expected, so that unexpected ones are received and closed.
   constexpr size_t kMostFiles = 8;
   std::array<char, 1 + proto::kMaxSharedMemoryRefusalBytes> text;
   alignas(cmsghdr) std::array<char, CMSG_SPACE(kMostFiles * sizeof(int))> control;
@@ -108,11 +109,11 @@ absl::StatusOr<Answer> ReadAnswer(int connection) {
   message.msg_iovlen = 1;
   message.msg_control = control.data();
   message.msg_controllen = control.size();
-  ssize_t came;
+  ssize_t received;
   do {
-    came = recvmsg(connection, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
-  } while (came < 0 && errno == EINTR);
-  if (came < 0) return Failed("receiving shared memory");
+    received = recvmsg(connection, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+  } while (received < 0 && errno == EINTR);
+  if (received < 0) return Failed("receiving shared memory");
   Answer answer;
   for (cmsghdr* part = CMSG_FIRSTHDR(&message); part != nullptr;
        part = CMSG_NXTHDR(&message, part)) {
@@ -127,7 +128,7 @@ absl::StatusOr<Answer> ReadAnswer(int connection) {
   if ((message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0) {
     return absl::FailedPreconditionError("the service sent more than the shared memory's file");
   }
-  answer.text.assign(text.data(), static_cast<size_t>(came));
+  answer.text.assign(text.data(), static_cast<size_t>(received));
   return answer;
 }
 
@@ -148,9 +149,9 @@ absl::StatusOr<FileDescriptor> TakeFile(Answer answer) {
   return std::move(answer.files[0]);
 }
 
-// After this, the file is as large as it is for ever, so a mapping of it has no end that moves.
+// Checks that the file's size is fixed, so that no access to a mapping of it can be beyond its end.
 absl::Status CheckFile(int file, int64_t size_bytes) {
-  // In a file of reserved huge pages, an access fails where none is left.
+  // In a file of reserved huge pages, an access fails if no such page is left.
   struct statfs system;
   if (fstatfs(file, &system) != 0) return Failed("the service's memory file");
   if (system.f_type != TMPFS_MAGIC) {
@@ -180,15 +181,15 @@ absl::StatusOr<std::byte*> Map(int file, size_t bytes) {
     return absl::FailedPreconditionError(
         absl::StrCat("mapping the service's memory file: ", std::strerror(errno)));
   }
-  madvise(memory, bytes, MADV_HUGEPAGE);  // Nothing is lost where they are not to be had.
-  // A forked child that still ran the trainer's code would write into the parent's gradients.
+  madvise(memory, bytes, MADV_HUGEPAGE);  // Only a hint: a failure costs some speed.
+  // A forked child that continued the trainer's code would write into the parent's gradients.
   if (madvise(memory, bytes, MADV_DONTFORK) != 0) {
     const absl::Status failed = Failed("keeping shared memory from forked processes");
     munmap(memory, bytes);
     return failed;
   }
 #ifdef MADV_POPULATE_WRITE
-  // Now rather than page by page in the first step. Kernels before 5.14 do not know it.
+  // Allocates the pages now rather than one by one in the first step. EINVAL: a kernel before 5.14.
   if (madvise(memory, bytes, MADV_POPULATE_WRITE) != 0 && errno != EINVAL) {
     const absl::Status failed = absl::FailedPreconditionError(
         absl::StrCat("the service's memory file has holes: ", std::strerror(errno)));
@@ -201,7 +202,7 @@ absl::StatusOr<std::byte*> Map(int file, size_t bytes) {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::Connect(
+absl::StatusOr<std::unique_ptr<SharedMapping>> SharedMapping::Connect(
     const v1::SharedMemoryOffer& offer, RankMemoryLayout places, absl::Duration limit) {
   const std::string& token = offer.token();
   if (token.size() != proto::kSharedMemoryTokenBytes || places.size_bytes() <= 0) {
@@ -213,7 +214,7 @@ absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::Connect(
   BALLAST_ASSIGN_OR_RETURN(FileDescriptor connection, Dial(offer.socket(), deadline));
   if (send(connection.number(), token.data(), token.size(), MSG_NOSIGNAL) !=
       static_cast<ssize_t>(token.size())) {
-    return Failed("showing the token for shared memory");
+    return Failed("sending the token for shared memory");
   }
   BALLAST_RETURN_IF_ERROR(AwaitAnswer(connection.number(), deadline, limit));
   BALLAST_ASSIGN_OR_RETURN(Answer answer, ReadAnswer(connection.number()));
@@ -221,27 +222,27 @@ absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::Connect(
   BALLAST_RETURN_IF_ERROR(CheckFile(file.number(), places.size_bytes()));
   BALLAST_ASSIGN_OR_RETURN(std::byte* const memory,
                            Map(file.number(), static_cast<size_t>(places.size_bytes())));
-  return std::unique_ptr<SharedMemory>(
-      new SharedMemory(std::move(places), std::move(connection), memory));
+  return std::unique_ptr<SharedMapping>(
+      new SharedMapping(std::move(places), std::move(connection), memory));
 }
 
-SharedMemory::SharedMemory(RankMemoryLayout places, FileDescriptor connection, std::byte* memory)
+SharedMapping::SharedMapping(RankMemoryLayout places, FileDescriptor connection, std::byte* memory)
     : places_(std::move(places)), connection_(std::move(connection)), memory_(memory) {}
 
-SharedMemory::~SharedMemory() {
+SharedMapping::~SharedMapping() {
   munmap(memory_, static_cast<size_t>(places_.size_bytes()));
-  shutdown(connection_.number(), SHUT_RDWR);  // A forked process may hold the descriptor too.
+  shutdown(connection_.number(), SHUT_RDWR);  // A forked process may have the descriptor too.
 }
 
-absl::Span<std::byte> SharedMemory::At(const RankMemoryLayout::Place& place) const {
+absl::Span<std::byte> SharedMapping::At(const RankMemoryLayout::Place& place) const {
   if (place.offset_bytes < 0) return {};
   return {memory_ + place.offset_bytes, static_cast<size_t>(place.bytes)};
 }
 
-absl::Span<std::byte> SharedMemory::gradient(int chunk) const {
+absl::Span<std::byte> SharedMapping::gradient(int chunk) const {
   return At(places_.gradient(chunk));
 }
 
-absl::Span<std::byte> SharedMemory::weights(int chunk) const { return At(places_.weights(chunk)); }
+absl::Span<std::byte> SharedMapping::weights(int chunk) const { return At(places_.weights(chunk)); }
 
 }  // namespace ballast::client

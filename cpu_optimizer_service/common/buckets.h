@@ -1,0 +1,32 @@
+// Buckets of gradients, and the partitions that reduce-scattering them makes.
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_BUCKETS_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_BUCKETS_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/types/span.h"
+#include "cpu_optimizer_service/common/layout.h"
+
+namespace ballast {
+
+// The unit of reduce-scatter: elements [begin, end) of a group's flat space. Rank r owns
+// [begin + r * shard_elements, begin + (r + 1) * shard_elements) cut at `end`; a collective works
+// on world_size * shard_elements elements, of which those past `end` are zeros that are not sent.
+struct Bucket {
+  int group = 0;
+  int64_t begin = 0;
+  int64_t end = 0;
+  int64_t shard_elements = 0;  // Whole blocks.
+};
+
+// Cuts each flat space into buckets of about `bucket_elements` (rounded up to world_size blocks),
+// in order of (group, begin).
+std::vector<Bucket> MakeBuckets(absl::Span<const int64_t> flat_elements, int world_size,
+                                int64_t bucket_elements);
+// The partitions that reduce-scattering those buckets makes; empty shards left out.
+std::vector<PartitionRange> PartitionsOf(absl::Span<const Bucket> buckets, int world_size);
+
+}  // namespace ballast
+
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_BUCKETS_H_

@@ -1,0 +1,68 @@
+#include "cpu_optimizer_service/job/job_record.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+
+namespace ballast {
+namespace {
+
+StepRecord Record(uint64_t step, bool apply) {
+  StepRecord record;
+  record.outcome.step = step;
+  record.outcome.decision.apply = apply;
+  return record;
+}
+
+TEST(JobUid, IsNewEachTime) {
+  const std::string uid = MakeJobUid();
+  EXPECT_EQ(uid.size(), 32u);
+  EXPECT_EQ(uid.find_first_not_of("0123456789abcdef"), std::string::npos);
+  EXPECT_NE(uid, MakeJobUid());
+}
+
+TEST(StepHistory, CountsAllStepsAndRemembersTheLatest) {
+  StepHistory history;
+  for (uint64_t step = 1; step <= kRecentSteps + 10; ++step) {
+    history.Add(Record(step, step % 5 != 0), /*coverage_complete=*/step != 3);
+  }
+  EXPECT_EQ(history.applied_steps + history.skipped_steps, kRecentSteps + 10);
+  EXPECT_EQ(history.skipped_steps, (kRecentSteps + 10) / 5);
+  EXPECT_EQ(history.coverage_complete_steps, kRecentSteps + 9);
+  ASSERT_EQ(history.recent_steps.size(), kRecentSteps);
+  EXPECT_EQ(history.recent_steps.front().outcome.step, 11u);
+  EXPECT_EQ(history.recent_steps.back().outcome.step, kRecentSteps + 10);
+}
+
+TEST(StepHistory, AddsWhatWasSpeculated) {
+  StepHistory history;
+  StepRecord record = Record(1, true);
+  record.speculation = {.speculated = 7, .published = 4, .redone = 3};
+  history.Add(record, true);
+  history.Add(record, true);
+  EXPECT_EQ(history.speculation.published, 8);
+  EXPECT_EQ(history.speculation.redone, 6);
+}
+
+TEST(StepHistory, BoundsTheNamesOfUnusedParameters) {
+  StepHistory history;
+  StepRecord record = Record(1, true);
+  record.outcome.unused_parameters.assign(kRecordedNames + 5, "p");
+  history.Add(record, true);
+  EXPECT_EQ(history.recent_steps.back().outcome.unused_parameters.size(), kRecordedNames);
+}
+
+TEST(StepHistory, OfLoadedStateKnowsItsLastStepOnly) {
+  StepHistory history;
+  for (uint64_t step = 1; step < 5; ++step) history.Add(Record(step, true), true);
+  const StepRecord last = Record(2, true);
+  history.Replace(&last);
+  ASSERT_EQ(history.recent_steps.size(), 1u);
+  EXPECT_EQ(history.recent_steps.back().outcome.step, 2u);
+  EXPECT_EQ(history.applied_steps, 4u) << "counts since creation stay";
+  history.Replace(nullptr);
+  EXPECT_TRUE(history.recent_steps.empty());
+}
+
+}  // namespace
+}  // namespace ballast
