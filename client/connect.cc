@@ -2,7 +2,6 @@
 
 #include <grpcpp/create_channel.h>
 #include <grpcpp/security/credentials.h>
-#include <malloc.h>
 
 #include <chrono>
 
@@ -12,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
+#include "cpu_optimizer_service/common/heap_settings.h"
 #include "cpu_optimizer_service/common/status.h"
 
 namespace ballast::client {
@@ -43,19 +43,6 @@ absl::Status CheckAddress(const std::string& address) {
       absl::StrCat("'", address,
                    "' is not the address of a service; expected "
                    "host:port, such as 127.0.0.1:7070, or unix:/path"));
-}
-
-void KeepHeapWarm() {
-  // gRPC receives into slices from malloc. With the default thresholds the heap is trimmed after
-  // every few messages and faulted in again, which halves the throughput (2.2 instead of 4.0 GB/s
-  // on loopback). Both thresholds are set because setting one freezes the other at 128 KiB. 32 MiB
-  // is the largest value that M_MMAP_THRESHOLD accepts.
-  static const bool done = [] {
-    mallopt(M_TRIM_THRESHOLD, 1 << 30);
-    mallopt(M_MMAP_THRESHOLD, 32 << 20);
-    return true;
-  }();
-  static_cast<void>(done);
 }
 
 grpc::ChannelArguments ServiceChannelArguments() {

@@ -35,9 +35,6 @@ absl::Status CheckAddress(const std::string& address);
 // A channel that connects when it is first used. Calls on it fail at once if no service answers.
 std::shared_ptr<grpc::Channel> NewChannel(const std::string& target);
 
-// Keeps freed memory in the heap instead of returning it to the system. Done once per process.
-void KeepHeapWarm();
-
 }  // namespace ballast::client
 
 #endif  // BALLAST_CLIENT_CONNECT_H_

@@ -66,6 +66,7 @@ absl::Status CheckUnixSocketIsFree(const Address& address) {
     return absl::UnavailableError(
         absl::StrCat("cannot listen on ", address.text, ": ", std::strerror(errno)));
   }
+  // A socket that no process listens on is left over from one that has ended; gRPC replaces it.
   const bool answered =
       connect(socket_fd, reinterpret_cast<const sockaddr*>(&name), sizeof(name)) == 0;
   close(socket_fd);

@@ -10,8 +10,7 @@
 namespace ballast::server {
 
 struct Address {
-  // As gRPC takes it.
-  std::string text;
+  std::string text;       // In gRPC's form.
   std::string host;       // Empty for a unix socket.
   int port = 0;           // 0: the system chooses.
   std::string unix_path;  // Empty for TCP.

@@ -1,5 +1,7 @@
 #include "server/find_job.h"
 
+#include <utility>
+
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
@@ -19,6 +21,17 @@ absl::StatusOr<std::shared_ptr<Job>> FindJob(const Engine& engine, const std::st
                                             "': it was created anew; attach to it again"));
   }
   return job;
+}
+
+absl::StatusOr<FoundParameter> FindParameter(const Engine& engine, const std::string& name) {
+  BALLAST_ASSIGN_OR_RETURN(const proto::ResourceName parsed, proto::ParseParameterName(name));
+  BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<Job> job, engine.FindJob(parsed.job));
+  const int index = job->layout().FindParameter(parsed.child);
+  if (index < 0) {
+    return absl::NotFoundError(
+        absl::StrCat("job ", parsed.job, " has no parameter '", parsed.child, "'"));
+  }
+  return FoundParameter{.job = std::move(job), .index = index};
 }
 
 }  // namespace ballast::server

@@ -1,7 +1,8 @@
-// From resource names to jobs.
+// From resource names to jobs and parameters.
 #ifndef BALLAST_SERVER_FIND_JOB_H_
 #define BALLAST_SERVER_FIND_JOB_H_
 
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -13,9 +14,18 @@ namespace ballast::server {
 // By "jobs/JOB". INVALID_ARGUMENT: another form. NOT_FOUND.
 absl::StatusOr<std::shared_ptr<Job>> FindJob(const Engine& engine, const std::string& name);
 
-// The same, and NOT_FOUND if the job's unique id is not `uid`: the name has been taken anew.
+// The same, and NOT_FOUND if the job's unique id is not `uid`: another job has the name now.
 absl::StatusOr<std::shared_ptr<Job>> FindJob(const Engine& engine, const std::string& name,
                                              const std::string& uid);
+
+struct FoundParameter {
+  std::shared_ptr<Job> job;
+  int index = 0;
+  const ParameterSpec& spec() const { return job->spec().layout.parameters[index]; }
+  int64_t elements() const { return job->layout().place(index).elements; }
+};
+// By "jobs/JOB/parameters/PARAMETER". INVALID_ARGUMENT: another form. NOT_FOUND.
+absl::StatusOr<FoundParameter> FindParameter(const Engine& engine, const std::string& name);
 
 }  // namespace ballast::server
 

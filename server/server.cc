@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "server/address.h"
+#include "server/call_pool.h"
 #include "server/jobs/job_service.h"
 #include "server/jobs/state_service.h"
 #include "server/shared_memory/shared_memory_server.h"
@@ -37,6 +38,7 @@ absl::StatusOr<std::vector<Address>> ParseAddresses(const ServerOptions& options
   return addresses;
 }
 
+// gRPC's plugins belong to the process, and are added to the servers that are built after this.
 void EnablePlugins() {
   static std::once_flag once;
   std::call_once(once, [] {
@@ -65,13 +67,14 @@ std::unique_ptr<SharedMemoryServer> StartSharedMemoryServer(const Engine& engine
 struct Server::Impl {
   Impl(Engine& engine, std::unique_ptr<SharedMemoryServer> shared_memory)
       : shared_memory_server(std::move(shared_memory)),
-        job_service(engine, shared_memory_server.get()),
-        train_service(engine),
-        state_service(engine) {}
+        job_service(engine, pools, shared_memory_server.get()),
+        train_service(engine, pools),
+        state_service(engine, pools) {}
 
   absl::Status Listen(const std::vector<Address>& parsed);
 
-  std::unique_ptr<SharedMemoryServer> shared_memory_server;  // Null: no memory is shared.
+  std::unique_ptr<SharedMemoryServer> shared_memory_server;  // Nullable.
+  CallPools pools;
   JobService job_service;
   TrainService train_service;
   StateService state_service;
@@ -92,6 +95,7 @@ absl::Status Server::Impl::Listen(const std::vector<Address>& parsed) {
   builder.RegisterService(&train_service);
   builder.RegisterService(&state_service);
   grpc_server = builder.BuildAndStart();
+  // gRPC reports an address that it cannot listen on by its port alone.
   for (size_t i = 0; i < parsed.size(); ++i) {
     if (ports[i] == 0) {
       return absl::UnavailableError(absl::StrCat("cannot listen on ", parsed[i].text,
@@ -131,11 +135,11 @@ void Server::SetNotServing() {
 
 void Server::Shutdown(double grace_seconds) {
   std::call_once(impl_->shut_down, [&] {
-    impl_->seal_watch.reset();
+    impl_->seal_watch.reset();  // No reminders to streams that are being cancelled.
     impl_->grpc_server->Shutdown(
         std::chrono::system_clock::now() +
         std::chrono::milliseconds(static_cast<int64_t>(1000 * grace_seconds)));
-    impl_->grpc_server->Wait();
+    impl_->grpc_server->Wait();  // For every call; those that are queued in a pool still run.
     impl_->shared_memory_server.reset();  // No call asks for offers any more.
   });
 }

@@ -23,18 +23,19 @@ class Channel;
 namespace ballast::server {
 
 struct ServerOptions {
-  // "HOST:PORT" (port 0: the system chooses) or "unix:/path". None: reachable through
-  // InProcessChannel only.
+  // "HOST:PORT" (port 0: the system chooses) or "unix:/path". If empty, the server is reachable
+  // through InProcessChannel only.
   std::vector<std::string> listen = {"127.0.0.1:7070"};
   // Nothing here is encrypted or authenticated, so addresses that other hosts can reach are refused
   // unless this is set.
   bool insecure = false;
-  // Once a step's first seal is this old, sealed ranks are told whom they wait for, every
-  // `seal_reminder_seconds`.
+  // Once a step's first seal is this old, sealed ranks are told which ranks they wait for,
+  // every `seal_reminder_seconds`.
   double seal_deadline_seconds = 60;
   double seal_reminder_seconds = 5;
-  // Workers on the same host are offered memory in common with the service (shared_memory_server.h).
-  // Where the system has none to give, a line in the log says so and all goes through messages.
+  // Workers on the same host are offered memory in common with the service
+  // (shared_memory_server.h). If the system has none to give, a line in the log reports it, and
+  // everything is sent in messages.
   bool shared_memory = true;
 };
 
@@ -46,15 +47,16 @@ class Server {
                                                        const ServerOptions& options);
   ~Server();
 
-  // Where it listens, as options.listen says, with the port that the system chose.
+  // The addresses of options.listen, with the ports that the system chose.
   const std::vector<std::string>& addresses() const;
 
   // A channel without a socket to this server. It ends with the server.
   std::shared_ptr<grpc::Channel> InProcessChannel();
 
-  // The health service says NOT_SERVING from now on; calls are still answered.
+  // The health service reports NOT_SERVING from now on; calls are still answered.
   void SetNotServing();
-  // Ends all calls: at once refuses new ones, after `grace_seconds` cancels those that still run.
+  // Refuses new calls at once, cancels those that still run after `grace_seconds`, and waits for
+  // their end.
   void Shutdown(double grace_seconds);
 
  private:

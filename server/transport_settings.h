@@ -1,4 +1,4 @@
-// What is set once for the process and for every channel, because measurements asked for it.
+// Settings of the process and of every channel, most of them because of measurements.
 #ifndef BALLAST_SERVER_TRANSPORT_SETTINGS_H_
 #define BALLAST_SERVER_TRANSPORT_SETTINGS_H_
 
@@ -12,16 +12,14 @@ namespace ballast::server {
 // larger: 100,000 parameters with long names and their partitions stay below this.
 inline constexpr int kMaxMessageBytes = 32 << 20;
 
-// The unary calls, ReadState and TraceJob block a thread each while they wait for a lock, a slow
-// reader or the steps to trace (one trace for each job), and gRPC starts threads as calls come,
-// without end. Calls beyond this get RESOURCE_EXHAUSTED. It leaves room for all ranks of a job that
-// attach at once; the streams of training block no thread.
-inline constexpr int kMaxCallThreads = 256;
+// gRPC starts threads without end for services that block them. Its reflection service is the only
+// one here; our own calls block none (call_pool.h). Calls beyond this get RESOURCE_EXHAUSTED.
+inline constexpr int kMaxReflectionThreads = 16;
 
-// Heap and logging of the process; the first call counts.
+// Sets heap and logging of the process; only the first call has an effect.
 void ConfigureProcessForTransport();
 
-// Message sizes, threads and channel arguments.
+// Sets message sizes, threads and channel arguments.
 void ConfigureTransport(grpc::ServerBuilder& builder);
 
 }  // namespace ballast::server

@@ -16,9 +16,9 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "client/session/available_memory.h"
 #include "client/session/shared_mapping.h"
 #include "client/transport/transport.h"
+#include "cpu_optimizer_service/common/available_memory.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/layout.h"
 

@@ -12,8 +12,8 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
+#include "cpu_optimizer_service/common/available_memory.h"
 #include "cpu_optimizer_service/common/status.h"
-#include "server/ballastd/memory_limit.h"
 
 ABSL_FLAG(
     std::vector<std::string>, listen, {"127.0.0.1:7070"},
@@ -28,7 +28,7 @@ ABSL_FLAG(
 ABSL_FLAG(int, threads, 0, "Threads for updates; 0: one per core.");
 ABSL_FLAG(std::string, log_level, "info", "debug, info, warning, error or off.");
 ABSL_FLAG(double, seal_deadline_seconds, 60,
-          "When a step's first seal is this old, sealed ranks are told whom they wait for.");
+          "When a step's first seal is this old, sealed ranks are told which ranks they wait for.");
 ABSL_FLAG(std::string, checkpoint_dir, "", "Where jobs are saved on SIGTERM, each in DIR/JOB.");
 ABSL_FLAG(double, drain_seconds, 30, "On SIGTERM, how long steps in progress may take to end.");
 ABSL_FLAG(std::string, shared_memory, "auto",
@@ -53,29 +53,55 @@ std::string WithUnderscores(absl::string_view argument) {
   return text;
 }
 
-// Abseil's own parser ends the process with several lines; this finds the same mistakes first.
-absl::Status CheckArguments(const std::vector<std::string>& arguments) {
+constexpr char kThisFile[] = "ballastd_flags.cc";
+
+// The flags of this file; null if `name` is none of them.
+absl::CommandLineFlag* FindFlag(absl::string_view name) {
+  absl::CommandLineFlag* flag = absl::FindCommandLineFlag(name);
+  return flag != nullptr && absl::EndsWith(flag->Filename(), kThisFile) ? flag : nullptr;
+}
+
+// Abseil prints the text, of this file's flags and not those of libraries, and ends the process.
+void PrintHelpAndExit(std::string program, std::string help) {
+  absl::SetProgramUsageMessage("The Ballast optimizer service.");
+  absl::FlagsUsageConfig usage;
+  usage.contains_help_flags = [](absl::string_view file) {
+    return absl::EndsWith(file, kThisFile);
+  };
+  absl::SetFlagsUsageConfig(usage);
+  char* arguments[] = {program.data(), help.data()};
+  absl::ParseCommandLine(2, arguments);
+}
+
+// Abseil's own parser ends the process with several lines at the first mistake, so the arguments
+// are read here, and set Abseil's flags.
+absl::Status SetFlags(const std::vector<std::string>& arguments) {
   for (size_t i = 1; i < arguments.size(); ++i) {
     absl::string_view name = arguments[i];
     if (!absl::ConsumePrefix(&name, "--") || name.empty()) {
       return absl::InvalidArgumentError(
           absl::StrCat("unexpected argument '", arguments[i], "'; see --help"));
     }
+    if (name == "help" || name == "helpfull") PrintHelpAndExit(arguments[0], arguments[i]);
     const size_t equals = name.find('=');
     bool has_value = equals != absl::string_view::npos;
     std::string value(has_value ? name.substr(equals + 1) : "");
     name = name.substr(0, equals);
-    if (name == "help" || name == "helpfull") continue;  // Abseil's own, which it does not list.
-    absl::CommandLineFlag* flag = absl::FindCommandLineFlag(name);
+    absl::CommandLineFlag* flag = FindFlag(name);
+    if (flag != nullptr && !has_value && flag->IsOfType<bool>()) {
+      value = "true";
+      has_value = true;
+    }
     if (flag == nullptr && !has_value && absl::ConsumePrefix(&name, "no")) {
-      flag = absl::FindCommandLineFlag(name);
+      flag = FindFlag(name);
       if (flag != nullptr && !flag->IsOfType<bool>()) flag = nullptr;
+      value = "false";
+      has_value = true;
     }
     if (flag == nullptr) {
       return absl::InvalidArgumentError(
           absl::StrCat("unknown flag '", arguments[i], "'; see --help"));
     }
-    if (!has_value && flag->IsOfType<bool>()) continue;
     if (!has_value && ++i < arguments.size()) {
       value = arguments[i];
       has_value = true;
@@ -135,16 +161,7 @@ absl::Status CheckLogLevel(const std::string& level) {
 absl::StatusOr<BallastdFlags> ParseBallastdFlags(int argc, char** argv) {
   std::vector<std::string> arguments;
   for (int i = 0; i < argc; ++i) arguments.push_back(WithUnderscores(argv[i]));
-  BALLAST_RETURN_IF_ERROR(CheckArguments(arguments));
-  std::vector<char*> pointers;
-  for (std::string& argument : arguments) pointers.push_back(argument.data());
-  absl::SetProgramUsageMessage("The Ballast optimizer service.");
-  absl::FlagsUsageConfig usage;  // --help lists the flags of this file, not those of libraries.
-  usage.contains_help_flags = [](absl::string_view file) {
-    return absl::EndsWith(file, "ballastd_flags.cc");
-  };
-  absl::SetFlagsUsageConfig(usage);
-  absl::ParseCommandLine(static_cast<int>(pointers.size()), pointers.data());
+  BALLAST_RETURN_IF_ERROR(SetFlags(arguments));
 
   BallastdFlags flags;
   flags.server.listen = absl::GetFlag(FLAGS_listen);

@@ -8,12 +8,12 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <fstream>
 #include <string>
 #include <thread>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "cpu_optimizer_service/common/atomic_file.h"
 #include "cpu_optimizer_service/engine.h"
 #include "cpu_optimizer_service/host/topology.h"
 #include "cpu_optimizer_service/kernels/kernels.h"
@@ -31,7 +31,7 @@ int Fail(const absl::Status& status, int exit_code) {
   return exit_code;
 }
 
-// Blocked in every thread started from here on, so that only WaitForSignal sees them.
+// Threads that are started from here on inherit the block, so only WaitForSignal gets the signals.
 sigset_t BlockStopSignals() {
   sigset_t signals;
   sigemptyset(&signals);
@@ -47,19 +47,13 @@ int WaitForSignal(const sigset_t& signals) {
   return signal;
 }
 
-// A reader finds the whole file or none.
+// A reader finds the whole file, or no file.
 absl::Status WritePortFile(const std::string& path, const std::vector<std::string>& addresses) {
-  const std::string partial = absl::StrCat(path, ".partial");
-  std::ofstream file(partial, std::ios::trunc);
-  for (const std::string& address : addresses) file << address << "\n";
-  file.close();
-  if (!file || std::rename(partial.c_str(), path.c_str()) != 0) {
-    return absl::UnavailableError(absl::StrCat("cannot write --port-file ", path));
-  }
-  return absl::OkStatus();
+  return ballast::WriteAtomically(
+      {{.path = path, .contents = absl::StrCat(absl::StrJoin(addresses, "\n"), "\n")}});
 }
 
-// The exit code.
+// Returns the exit code.
 int PrintSelfBenchmark(const BallastdFlags& flags) {
   ballast::SelfBenchmarkOptions options{.threads = flags.threads};
   options.memory_bytes = std::min(options.memory_bytes, flags.memory_limit_bytes);
@@ -69,7 +63,7 @@ int PrintSelfBenchmark(const BallastdFlags& flags) {
   return 0;
 }
 
-// A service whose host cannot be measured still serves.
+// A service whose host cannot be measured still starts.
 void LogSelfBenchmark(const BallastdFlags& flags) {
   const auto result = ballast::RunSelfBenchmark(
       ballast::BriefSelfBenchmark(flags.threads, flags.memory_limit_bytes));
@@ -83,7 +77,7 @@ void LogSelfBenchmark(const BallastdFlags& flags) {
   }
 }
 
-// The exit code.
+// Returns the exit code.
 int DrainAndReport(ballast::Engine& engine, ballast::server::Server& server,
                    const BallastdFlags& flags) {
   server.SetNotServing();
@@ -129,7 +123,7 @@ int main(int argc, char** argv) {
   const int exit_code = DrainAndReport(engine, **server, *flags);
   spdlog::shutdown();
   std::fflush(nullptr);
-  // All is saved and every call has ended. Taking gRPC's library down would now and then wait ten
-  // seconds for a poller of its own.
+  // Every job is saved and every call has ended. Shutting gRPC's library down would sometimes wait
+  // ten seconds for one of its pollers.
   _exit(exit_code);
 }

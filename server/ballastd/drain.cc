@@ -5,12 +5,12 @@
 namespace ballast::server {
 namespace {
 
-// A step left open could still be finished by its workers, after the save.
+// The workers could still finish a step that is left open, after the save.
 void AbortUndecided(Job& job, double seconds, DrainReport& report) {
-  // What all ranks have sealed is decided as soon as nobody holds it back, before the save.
+  // A step that all ranks have sealed is decided before the save.
   if (job.Status().phase == JobPhase::kSealed) return;
   const absl::StatusOr<uint64_t> step = job.AbortStep();
-  if (!step.ok()) return;  // Between steps; or decided, and then the save waits for the update.
+  if (!step.ok()) return;  // Between steps, or decided: then the save waits for the update.
   report.aborted.push_back(absl::StrCat("job ", job.spec().name, ": step ", *step,
                                         " had not been sealed by all ranks after ", seconds, " s"));
 }
@@ -24,7 +24,7 @@ void SaveOne(Job& job, const std::string& checkpoint_directory, DrainReport& rep
     report.lost.push_back(absl::StrCat(at_step(status.committed_step), ": no --checkpoint-dir"));
     return;
   }
-  if (status.phase == JobPhase::kAwaitingWeights) return;  // Nothing has been put into it.
+  if (status.phase == JobPhase::kAwaitingWeights) return;  // It has no state yet.
   const std::string directory = absl::StrCat(checkpoint_directory, "/", job.spec().name);
   const absl::StatusOr<CheckpointInfo> saved = job.Save(directory);
   if (saved.ok()) {

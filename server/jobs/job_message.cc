@@ -100,8 +100,8 @@ void AddGroups(const Job& job, const JobStatus& status, v1::Job& message) {
   }
 }
 
-// The description as created; without parameters and partitions, which may be many, unless asked
-// for.
+// The description as created. Parameters and partitions may be many, and are left out unless they
+// are requested.
 v1::Job Description(const JobSpec& spec, bool with_parameters) {
   if (with_parameters) return proto::ToProto(spec);
   JobSpec brief;
@@ -148,7 +148,7 @@ v1::RankProgress LargestRank(size_t name_bytes) {
 }
 
 v1::StepRecord LargestRecord(const JobSpec& spec) {
-  constexpr size_t kReasonBytes = 256;  // Besides the name of a parameter.
+  constexpr size_t kReasonBytes = 256;  // In addition to the name of a parameter.
   const size_t name_bytes = LongestName(spec);
   v1::StepRecord record;
   record.set_step(std::numeric_limits<uint64_t>::max());
@@ -173,8 +173,9 @@ v1::StepRecord LargestRecord(const JobSpec& spec) {
 }  // namespace
 
 size_t LargestMessageBytes(const JobSpec& spec) {
-  constexpr size_t kEntryBytes = 8;      // Tag and length of an entry of a list.
-  constexpr size_t kOthersBytes = 1024;  // Ids, counts, memory, and an AttachWorkerResponse around.
+  constexpr size_t kEntryBytes = 8;  // Tag and length of an entry of a list.
+  constexpr size_t kOthersBytes =
+      1024;  // Ids, counts, memory, and the rest of an AttachWorkerResponse.
   v1::Job message = proto::ToProto(spec);
   for (v1::Parameter& parameter : *message.mutable_parameters()) {
     parameter.set_offset(kLongest);

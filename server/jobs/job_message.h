@@ -1,4 +1,4 @@
-// The engine's picture of a job as its message.
+// A job's status and description as messages.
 #ifndef BALLAST_SERVER_JOBS_JOB_MESSAGE_H_
 #define BALLAST_SERVER_JOBS_JOB_MESSAGE_H_
 

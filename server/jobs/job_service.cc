@@ -2,8 +2,7 @@
 
 #include <spdlog/spdlog.h>
 
-#include <algorithm>
-#include <chrono>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -12,17 +11,16 @@
 #include "proto/status.h"
 #include "server/find_job.h"
 #include "server/jobs/job_message.h"
-#include "server/jobs/trace_message.h"
+#include "server/jobs/trace_call.h"
 #include "server/transport_settings.h"
 
 namespace ballast::server {
 namespace {
 
-constexpr uint32_t kMostTracedSteps = 1000;
-
 absl::Status Create(Engine& engine, const v1::CreateJobRequest& request, v1::Job& response) {
   BALLAST_ASSIGN_OR_RETURN(JobSpec spec, proto::FromProto(request.job()));
-  // A reply names parameters in full, so it may be larger than the request, and grows in training.
+  // A reply names parameters in full, so it may be larger than the request, and training makes it
+  // grow.
   const size_t reply_bytes = LargestMessageBytes(spec);
   if (reply_bytes > size_t{kMaxMessageBytes}) {
     return absl::InvalidArgumentError(absl::StrCat(
@@ -32,7 +30,8 @@ absl::Status Create(Engine& engine, const v1::CreateJobRequest& request, v1::Job
   BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, engine.CreateJob(std::move(spec)));
   response = ToMessage(engine, *job, /*with_parameters=*/true);
   if (const std::string& why = response.speculation().unavailable(); !why.empty()) {
-    spdlog::warn("job {} updates after each decision, not ahead of it: {}", job->spec().name, why);
+    spdlog::warn("job {} does not speculate, and updates after each decision: {}", job->spec().name,
+                 why);
   }
   return absl::OkStatus();
 }
@@ -43,12 +42,7 @@ absl::Status Get(const Engine& engine, const v1::GetJobRequest& request, v1::Job
   return absl::OkStatus();
 }
 
-absl::Status Close(Engine& engine, const v1::CloseJobRequest& request) {
-  BALLAST_ASSIGN_OR_RETURN(const proto::ResourceName name, proto::ParseJobName(request.name()));
-  return engine.CloseJob(name.job);
-}
-
-// To the process that has just attached. One that reopens its stream has its memory already.
+// Offers memory to a process that has just attached. One that reopens its stream has it already.
 void OfferSharedMemory(SharedMemoryServer& server, const std::shared_ptr<Job>& job,
                        const v1::AttachWorkerRequest& request, v1::AttachWorkerResponse& response) {
   if (!request.shared_memory() || request.has_generation()) return;
@@ -59,9 +53,7 @@ void OfferSharedMemory(SharedMemoryServer& server, const std::shared_ptr<Job>& j
   if (offer) *response.mutable_shared_memory() = *std::move(offer);
 }
 
-absl::Status Attach(Engine& engine, SharedMemoryServer* server, const grpc::ServerContext& context,
-                    const v1::AttachWorkerRequest& request, v1::AttachWorkerResponse& response) {
-  BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, FindJob(engine, request.name()));
+absl::StatusOr<AttachRequest> FromMessage(const v1::AttachWorkerRequest& request) {
   AttachRequest attach = {.rank = request.rank(),
                           .process_id = request.process_id(),
                           .uid = request.uid(),
@@ -76,23 +68,7 @@ absl::Status Attach(Engine& engine, SharedMemoryServer* server, const grpc::Serv
   if (request.has_job()) {
     BALLAST_ASSIGN_OR_RETURN(attach.spec, proto::FromProto(request.job()));
   }
-  BALLAST_ASSIGN_OR_RETURN(const Attachment attachment, job->Attach(attach));
-  response.set_uid(job->uid());
-  response.set_instance_id(engine.instance_id());
-  response.set_generation(attachment.generation);
-  response.set_committed_step(attachment.committed_step);
-  response.set_awaiting_weights(attachment.awaiting_weights);
-  if (server != nullptr) OfferSharedMemory(*server, job, request, response);
-  *response.mutable_job() = ToMessage(engine, *job, /*with_parameters=*/true);
-  return absl::OkStatus();
-}
-
-absl::Status Abort(const Engine& engine, const v1::AbortStepRequest& request,
-                   v1::AbortStepResponse& response) {
-  BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, FindJob(engine, request.name()));
-  BALLAST_ASSIGN_OR_RETURN(const uint64_t step, job->AbortStep());
-  response.set_aborted_step(step);
-  return absl::OkStatus();
+  return attach;
 }
 
 absl::Status Update(const Engine& engine, const v1::UpdateGroupRequest& request,
@@ -112,78 +88,110 @@ absl::Status Update(const Engine& engine, const v1::UpdateGroupRequest& request,
   return absl::NotFoundError(absl::StrCat("job ", name.job, " has no group '", name.child, "'"));
 }
 
-// When a trace must end for its answer to arrive in the caller's time.
-std::chrono::system_clock::time_point TraceEnd(const grpc::ServerContext& context) {
-  const auto now = std::chrono::system_clock::now();
-  const auto given = std::min<std::chrono::system_clock::duration>(context.deadline() - now,
-                                                                   std::chrono::hours(1));
-  return now + given - given / 10;
-}
-
-absl::Status Trace(const Engine& engine, const grpc::ServerContext& context,
-                   const v1::TraceJobRequest& request,
-                   grpc::ServerWriter<v1::TraceJobResponse>& writer) {
-  if (request.steps() == 0 || request.steps() > kMostTracedSteps) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("a trace of ", request.steps(), " steps; ask for 1 to ", kMostTracedSteps));
+void List(const Engine& engine, v1::ListJobsResponse& response) {
+  for (const std::shared_ptr<Job>& job : engine.ListJobs()) {
+    *response.add_jobs() = ToMessage(engine, *job, /*with_parameters=*/false);
   }
-  BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, FindJob(engine, request.name()));
-  const auto end = TraceEnd(context);
-  BALLAST_ASSIGN_OR_RETURN(const ballast::Trace trace, job->TraceSteps(request.steps(), [&] {
-    return !context.IsCancelled() && std::chrono::system_clock::now() < end;
-  }));
-  const bool sent = ForEachMessage(
-      *job, trace, [&](const v1::TraceJobResponse& message) { return writer.Write(message); });
-  return sent ? absl::OkStatus() : absl::CancelledError("the reader is gone");
+  response.set_instance_id(engine.instance_id());
+  response.set_memory_used_bytes(engine.memory().used_bytes());
+  response.set_memory_limit_bytes(engine.memory().limit_bytes());
 }
 
 }  // namespace
 
-grpc::Status JobService::CreateJob(grpc::ServerContext*, const v1::CreateJobRequest* request,
-                                   v1::Job* response) {
-  return proto::ToGrpc(Create(engine_, *request, *response));
+grpc::ServerUnaryReactor* JobService::CreateJob(grpc::CallbackServerContext*,
+                                                const v1::CreateJobRequest* request,
+                                                v1::Job* response) {
+  return UnaryCall::Run(pools_.creation,
+                        [=, this] { return Create(engine_, *request, *response); });
 }
 
-grpc::Status JobService::GetJob(grpc::ServerContext*, const v1::GetJobRequest* request,
-                                v1::Job* response) {
-  return proto::ToGrpc(Get(engine_, *request, *response));
+grpc::ServerUnaryReactor* JobService::GetJob(grpc::CallbackServerContext*,
+                                             const v1::GetJobRequest* request, v1::Job* response) {
+  return UnaryCall::Run(pools_.control, [=, this] { return Get(engine_, *request, *response); });
 }
 
-grpc::Status JobService::ListJobs(grpc::ServerContext*, const v1::ListJobsRequest*,
-                                  v1::ListJobsResponse* response) {
-  for (const std::shared_ptr<Job>& job : engine_.ListJobs()) {
-    *response->add_jobs() = ToMessage(engine_, *job, /*with_parameters=*/false);
-  }
-  response->set_instance_id(engine_.instance_id());
-  response->set_memory_used_bytes(engine_.memory().used_bytes());
-  response->set_memory_limit_bytes(engine_.memory().limit_bytes());
-  return grpc::Status::OK;
+grpc::ServerUnaryReactor* JobService::ListJobs(grpc::CallbackServerContext*,
+                                               const v1::ListJobsRequest*,
+                                               v1::ListJobsResponse* response) {
+  return UnaryCall::Run(pools_.control, [=, this] {
+    List(engine_, *response);
+    return absl::OkStatus();
+  });
 }
 
-grpc::Status JobService::CloseJob(grpc::ServerContext*, const v1::CloseJobRequest* request,
-                                  v1::CloseJobResponse*) {
-  return proto::ToGrpc(Close(engine_, *request));
+grpc::ServerUnaryReactor* JobService::CloseJob(grpc::CallbackServerContext*,
+                                               const v1::CloseJobRequest* request,
+                                               v1::CloseJobResponse*) {
+  // In `creation`, because the engine frees the job's memory before it answers.
+  return UnaryCall::Start(pools_.creation, [=, this](UnaryCall& call) { Close(call, *request); });
 }
 
-grpc::Status JobService::AttachWorker(grpc::ServerContext* context,
-                                      const v1::AttachWorkerRequest* request,
-                                      v1::AttachWorkerResponse* response) {
-  return proto::ToGrpc(Attach(engine_, shared_memory_server_, *context, *request, *response));
+void JobService::Close(UnaryCall& call, const v1::CloseJobRequest& request) {
+  const absl::StatusOr<proto::ResourceName> name = proto::ParseJobName(request.name());
+  if (!name.ok()) return call.End(name.status());
+  call.Await<bool>([&](Done<bool> done) { return engine_.CloseJob(name->job, std::move(done)); },
+                   [](bool) { return absl::OkStatus(); });
 }
 
-grpc::Status JobService::AbortStep(grpc::ServerContext*, const v1::AbortStepRequest* request,
-                                   v1::AbortStepResponse* response) {
-  return proto::ToGrpc(Abort(engine_, *request, *response));
+grpc::ServerUnaryReactor* JobService::AttachWorker(grpc::CallbackServerContext*,
+                                                   const v1::AttachWorkerRequest* request,
+                                                   v1::AttachWorkerResponse* response) {
+  return UnaryCall::Start(pools_.control,
+                          [=, this](UnaryCall& call) { Attach(call, *request, *response); });
 }
 
-grpc::Status JobService::UpdateGroup(grpc::ServerContext*, const v1::UpdateGroupRequest* request,
-                                     v1::ParamGroup* response) {
-  return proto::ToGrpc(Update(engine_, *request, *response));
+// The description may be large, so it is parsed, and later made, in the pool.
+void JobService::Attach(UnaryCall& call, const v1::AttachWorkerRequest& request,
+                        v1::AttachWorkerResponse& response) {
+  const absl::StatusOr<std::shared_ptr<Job>> found = FindJob(engine_, request.name());
+  if (!found.ok()) return call.End(found.status());
+  absl::StatusOr<AttachRequest> attach = FromMessage(request);
+  if (!attach.ok()) return call.End(attach.status());
+  const std::shared_ptr<Job> job = *found;
+  call.Await<Attachment>(
+      [&](Done<Attachment> done) { return job->Attach(*std::move(attach), std::move(done)); },
+      [this, job, &request, &response](const Attachment& attachment) {
+        response.set_uid(job->uid());
+        response.set_instance_id(engine_.instance_id());
+        response.set_generation(attachment.generation);
+        response.set_committed_step(attachment.committed_step);
+        response.set_awaiting_weights(attachment.awaiting_weights);
+        if (shared_memory_server_ != nullptr) {
+          OfferSharedMemory(*shared_memory_server_, job, request, response);
+        }
+        *response.mutable_job() = ToMessage(engine_, *job, /*with_parameters=*/true);
+        return absl::OkStatus();
+      });
 }
 
-grpc::Status JobService::TraceJob(grpc::ServerContext* context, const v1::TraceJobRequest* request,
-                                  grpc::ServerWriter<v1::TraceJobResponse>* writer) {
-  return proto::ToGrpc(Trace(engine_, *context, *request, *writer));
+grpc::ServerUnaryReactor* JobService::AbortStep(grpc::CallbackServerContext*,
+                                                const v1::AbortStepRequest* request,
+                                                v1::AbortStepResponse* response) {
+  return UnaryCall::Start(pools_.control,
+                          [=, this](UnaryCall& call) { Abort(call, *request, *response); });
+}
+
+void JobService::Abort(UnaryCall& call, const v1::AbortStepRequest& request,
+                       v1::AbortStepResponse& response) {
+  const absl::StatusOr<std::shared_ptr<Job>> job = FindJob(engine_, request.name());
+  if (!job.ok()) return call.End(job.status());
+  call.Await<uint64_t>([&](Done<uint64_t> done) { return (*job)->AbortStep(std::move(done)); },
+                       [&response](uint64_t step) {
+                         response.set_aborted_step(step);
+                         return absl::OkStatus();
+                       });
+}
+
+grpc::ServerUnaryReactor* JobService::UpdateGroup(grpc::CallbackServerContext*,
+                                                  const v1::UpdateGroupRequest* request,
+                                                  v1::ParamGroup* response) {
+  return UnaryCall::Run(pools_.control, [=, this] { return Update(engine_, *request, *response); });
+}
+
+grpc::ServerWriteReactor<v1::TraceJobResponse>* JobService::TraceJob(
+    grpc::CallbackServerContext* context, const v1::TraceJobRequest* request) {
+  return new TraceCall(engine_, pools_, *request, context->deadline());
 }
 
 }  // namespace ballast::server

@@ -4,25 +4,35 @@
 
 #include "ballast/v1/ballast.grpc.pb.h"
 #include "cpu_optimizer_service/engine.h"
+#include "server/call_pool.h"
+#include "server/jobs/unary_call.h"
 
 namespace ballast::server {
 
-// Thread-safe. The engine outlives it.
-class StateService final : public v1::StateService::Service {
+// Thread-safe. The engine and the pools outlive its calls. The methods only start a call; its work
+// is done in a pool.
+class StateService final : public v1::StateService::CallbackService {
  public:
-  explicit StateService(Engine& engine) : engine_(engine) {}
+  StateService(Engine& engine, CallPools& pools) : engine_(engine), pools_(pools) {}
 
-  grpc::Status ReadState(grpc::ServerContext*, const v1::ReadStateRequest* request,
-                         grpc::ServerWriter<v1::ReadStateResponse>* writer) override;
-  grpc::Status SummarizeState(grpc::ServerContext*, const v1::SummarizeStateRequest* request,
-                              v1::StateSummary* response) override;
-  grpc::Status SaveJob(grpc::ServerContext*, const v1::SaveJobRequest* request,
-                       v1::SaveJobResponse* response) override;
-  grpc::Status LoadJob(grpc::ServerContext*, const v1::LoadJobRequest* request,
-                       v1::LoadJobResponse* response) override;
+  grpc::ServerWriteReactor<v1::ReadStateResponse>* ReadState(
+      grpc::CallbackServerContext*, const v1::ReadStateRequest* request) override;
+  grpc::ServerUnaryReactor* SummarizeState(grpc::CallbackServerContext*,
+                                           const v1::SummarizeStateRequest* request,
+                                           v1::StateSummary* response) override;
+  grpc::ServerUnaryReactor* SaveJob(grpc::CallbackServerContext*, const v1::SaveJobRequest* request,
+                                    v1::SaveJobResponse* response) override;
+  grpc::ServerUnaryReactor* LoadJob(grpc::CallbackServerContext*, const v1::LoadJobRequest* request,
+                                    v1::LoadJobResponse* response) override;
 
  private:
+  void Summarize(UnaryCall& call, const v1::SummarizeStateRequest& request,
+                 v1::StateSummary& response);
+  void Save(UnaryCall& call, const v1::SaveJobRequest& request, v1::SaveJobResponse& response);
+  void Load(UnaryCall& call, const v1::LoadJobRequest& request, v1::LoadJobResponse& response);
+
   Engine& engine_;
+  CallPools& pools_;
 };
 
 }  // namespace ballast::server

@@ -1,7 +1,5 @@
 #include "server/jobs/trace_message.h"
 
-#include <algorithm>
-
 #include "absl/types/span.h"
 
 namespace ballast::server {
@@ -41,18 +39,14 @@ void FillEvent(const Job& job, const TraceEvent& event, v1::TraceEvent& to) {
 
 }  // namespace
 
-bool ForEachMessage(const Job& job, const Trace& trace,
-                    absl::FunctionRef<bool(const v1::TraceJobResponse&)> send) {
-  absl::Span<const TraceEvent> left = trace.events;
-  do {
-    v1::TraceJobResponse message;
-    for (const TraceEvent& event : left.first(std::min(left.size(), kTraceEventsPerMessage))) {
-      FillEvent(job, event, *message.add_events());
-    }
-    left.remove_prefix(message.events_size());
-    if (left.empty()) message.set_dropped_events(trace.dropped_events);
-    if (!send(message)) return false;
-  } while (!left.empty());
+bool TraceMessages::Next(v1::TraceJobResponse& message) {
+  if (ended_) return false;
+  const absl::Span<const TraceEvent> left =
+      absl::MakeConstSpan(trace_.events).subspan(sent_events_, kTraceEventsPerMessage);
+  for (const TraceEvent& event : left) FillEvent(*job_, event, *message.add_events());
+  sent_events_ += left.size();
+  ended_ = sent_events_ == trace_.events.size();
+  if (ended_) message.set_dropped_events(trace_.dropped_events);
   return true;
 }
 

@@ -37,12 +37,12 @@ bool HugePagesAreGiven() {
          !absl::StrContains(setting, "[deny]");
 }
 
-// Backs every page. Populating comes first because only a fault through a mapping gets huge pages;
-// allocating then makes sure, with an error instead of a signal, that no page is missing.
+// Backs every page. Populating is done first, because only a fault through a mapping gets huge
+// pages. Allocating then makes sure that no page is missing: it fails with an error, a later fault
+// with a signal.
 absl::Status Back(int file_descriptor, std::byte* memory, int64_t bytes) {
   if (madvise(memory, bytes, MADV_HUGEPAGE) != 0 || !HugePagesAreGiven()) {
-    spdlog::debug("{} bytes of shared memory without huge pages; {} says whether there are any",
-                  bytes, kHugePageSetting);
+    spdlog::debug("{} bytes of shared memory without huge pages; see {}", bytes, kHugePageSetting);
   }
   const bool populated = madvise(memory, bytes, MADV_POPULATE_WRITE) == 0;
   int failed = 0;

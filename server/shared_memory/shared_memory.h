@@ -22,7 +22,7 @@ namespace ballast::server {
 class SharedMemory final : public RankMemory {
  public:
   // Zeroed and backed by pages. RESOURCE_EXHAUSTED if the system has no room; INVALID_ARGUMENT if
-  // `places` are none. Keeps `reservation`.
+  // `places` is empty. Keeps `reservation`.
   static absl::StatusOr<std::shared_ptr<SharedMemory>> Create(
       RankMemoryLayout places, MemoryBudget::Reservation reservation);
   ~SharedMemory() override;
@@ -32,11 +32,11 @@ class SharedMemory final : public RankMemory {
   absl::Span<const std::byte> gradient(int chunk) const override;
   absl::Span<std::byte> weights(int chunk) const override;
 
-  int file_descriptor() const { return file_descriptor_; }  // To hand over; still ours.
+  int file_descriptor() const { return file_descriptor_; }  // This object still closes it.
 
-  // The other process has said that it is done with the memory. At the end its pages are given back
-  // to the system even if it has kept a mapping; what it writes there afterwards takes pages that
-  // are its own affair.
+  // The other process no longer uses the memory. The destructor then gives the pages back to the
+  // system, even if that process has kept a mapping; pages that it touches afterwards are not
+  // counted here.
   void PeerIsDone() const { peer_is_done_ = true; }
 
  private:

@@ -5,7 +5,8 @@
 namespace ballast::server {
 namespace {
 
-// Takes as long wherever the first difference is, so that timing tells nothing about a token.
+// Takes the same time wherever the first difference is, so that timing reveals nothing about a
+// token.
 bool Equal(absl::string_view shown, const uint8_t* token, size_t bytes) {
   if (shown.size() != bytes) return false;
   uint8_t difference = 0;
@@ -27,7 +28,7 @@ std::optional<std::string> SharedMemoryOffers::Add(const std::shared_ptr<Job>& j
   DropDead(now);
   const auto found = open_.find(key);
   if (found == open_.end() && open_.size() >= most_) return std::nullopt;
-  // Two calls of AttachWorker may get here in either order.
+  // Two calls of AttachWorker may arrive here in either order.
   if (found != open_.end() && found->second.claim.holder.generation > holder.generation) {
     return std::nullopt;
   }

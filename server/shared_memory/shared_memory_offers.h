@@ -1,5 +1,6 @@
-// Tokens that AttachWorker has given out, each for one holder of a rank: who shows one gets the
-// rank's shared memory. A token is good once, for a while, and until the rank's next offer.
+// Tokens that AttachWorker has given out, each to one holder of a rank: the process that shows one
+// gets the rank's shared memory. A token is valid once, for a limited time, and until the rank's
+// next offer.
 #ifndef BALLAST_SERVER_SHARED_MEMORY_SHARED_MEMORY_OFFERS_H_
 #define BALLAST_SERVER_SHARED_MEMORY_SHARED_MEMORY_OFFERS_H_
 
@@ -19,7 +20,7 @@
 
 namespace ballast::server {
 
-// Thread-safe. A job may go while its offers are open.
+// Thread-safe. A job may be closed while its offers are open.
 class SharedMemoryOffers {
  public:
   using Clock = std::chrono::steady_clock;
@@ -34,7 +35,8 @@ class SharedMemoryOffers {
   // are open, or if the system has no random bytes.
   std::optional<std::string> Add(const std::shared_ptr<Job>& job, RankHolder holder,
                                  Clock::time_point now);
-  // Whose the token is; the offer is gone then. nullopt: nobody's, or no longer.
+  // Ends the offer that has this token, and returns its holder. nullopt: there is no such offer, or
+  // it has expired.
   std::optional<Claim> Take(absl::string_view token, Clock::time_point now);
 
  private:
@@ -49,7 +51,7 @@ class SharedMemoryOffers {
   const size_t most_;
   const Clock::duration lifetime_;
   Mutex mutex_;
-  // By the job's uid and the rank.
+  // Keyed by the job's uid and the rank.
   std::map<std::pair<std::string, int>, Offer> open_ ABSL_GUARDED_BY(mutex_);
 };
 

@@ -28,14 +28,14 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Making, clearing and unmapping memory takes seconds for large ranks, so it is done by helpers.
-// Those that take it back are others, since what waits for room waits for them.
+// Making, clearing and unmapping memory takes seconds for large ranks, so helper threads do it.
+// Memory is taken back by threads of its own, because making more may wait for that.
 constexpr size_t kMakers = 4;
 constexpr size_t kTakers = 2;
-// How long nobody is let in after the process has run out of descriptors.
+// How long no peer is accepted after the process has run out of descriptors.
 constexpr auto kPauseWithoutRoom = std::chrono::seconds(1);
 
-// Memory in a rank's hands.
+// Memory that a rank has.
 struct Grant {
   SharedMemoryOffers::Claim claim;
   std::shared_ptr<SharedMemory> memory;
@@ -45,7 +45,7 @@ bool OfSameRank(const SharedMemoryOffers::Claim& a, const SharedMemoryOffers::Cl
   return !a.job.owner_before(b.job) && !b.job.owner_before(a.job) && a.holder.rank == b.holder.rank;
 }
 
-// Before memory is made, which takes long and is counted; giving it checks again.
+// Checked before memory is made, which takes long and is counted; GiveRankMemory checks again.
 absl::Status CheckHolder(const Job& job, const RankHolder& holder) {
   const JobStatus status = job.Status();
   const RankProgress& rank = status.ranks[holder.rank];
@@ -81,19 +81,19 @@ void TakeBack(Grant grant) {
   }
 }
 
-// What a helper has done for a peer: made its memory, or taken it back (kNone).
-struct Done {
+// What a helper has done for a peer: made its memory, or taken it back (an error).
+struct Finished {
   uint64_t peer = 0;
   absl::StatusOr<Grant> grant = absl::CancelledError("");
 };
 
-// What helpers tell the server's thread. Thread-safe.
+// From the helpers to the server's thread. Thread-safe.
 class Mailbox {
  public:
   explicit Mailbox(FileDescriptor event) : event_(std::move(event)) {}  // An eventfd.
-  const FileDescriptor& event() const { return event_; }  // Readable when there is something.
+  const FileDescriptor& event() const { return event_; }  // Readable when something was put in.
 
-  void Put(Done done) {
+  void Put(Finished done) {
     {
       MutexLock lock(mutex_);
       done_.push_back(std::move(done));
@@ -108,7 +108,7 @@ class Mailbox {
     Wake();
   }
   // False: the server is to be closed.
-  bool Take(std::vector<Done>& done) {
+  bool Take(std::vector<Finished>& done) {
     uint64_t count = 0;
     while (read(event_.number(), &count, sizeof(count)) < 0 && errno == EINTR) continue;
     MutexLock lock(mutex_);
@@ -125,10 +125,10 @@ class Mailbox {
   const FileDescriptor event_;
   Mutex mutex_;
   bool stopped_ ABSL_GUARDED_BY(mutex_) = false;
-  std::vector<Done> done_ ABSL_GUARDED_BY(mutex_);
+  std::vector<Finished> done_ ABSL_GUARDED_BY(mutex_);
 };
 
-// The connections. Belongs to the server's thread.
+// The connections. Used by the server's thread alone.
 class Reception {
  public:
   Reception(const SharedMemoryServerLimits& limits, const FileDescriptor& listener,
@@ -141,17 +141,17 @@ class Reception {
         makers_(makers),
         takers_(takers) {}
 
-  // Until the mailbox says stop.
+  // Returns when the mailbox is stopped.
   void Run();
 
  private:
   struct Peer {
     enum class State : uint8_t {
-      kSilent,   // Has shown no token.
-      kParked,   // Waits until nobody else has, gets or gives back memory of its rank.
+      kSilent,   // It has shown no token.
+      kParked,   // It waits until no other peer has, gets or gives back memory of its rank.
       kWaiting,  // A helper makes its memory.
-      kServed,   // Has it.
-      kLeaving,  // Is gone; a helper takes its memory back.
+      kServed,   // It has its memory.
+      kLeaving,  // It has disconnected; a helper takes its memory back.
     };
     State state = State::kSilent;
     FileDescriptor connection;
@@ -172,7 +172,7 @@ class Reception {
   void MakeForParked(const SharedMemoryOffers::Claim& claim);
   void Refuse(uint64_t number, absl::string_view why);
   void Leave(uint64_t number);
-  void Finish(Done done);
+  void Finish(Finished done);
   void DropSilent(Clock::time_point now);
 
   const SharedMemoryServerLimits limits_;
@@ -185,13 +185,13 @@ class Reception {
   uint64_t last_peer_ = 0;
   size_t silent_ = 0;
   Clock::time_point closed_until_;
-  bool told_of_no_room_ = false;
+  bool warned_of_no_room_ = false;
 };
 
 void Reception::Run() {
-  std::vector<Done> done;
+  std::vector<Finished> done;
   while (mailbox_.Take(done)) {
-    for (Done& one : done) Finish(std::move(one));
+    for (Finished& one : done) Finish(std::move(one));
     done.clear();
     const Clock::time_point now = Clock::now();
     DropSilent(now);
@@ -215,7 +215,7 @@ void Reception::Run() {
   }
 }
 
-// Until the next silent peer's time is over, or new ones are let in again.
+// The time until the next silent peer is dropped, or new peers are accepted again.
 int Reception::PollTimeoutMs(Clock::time_point now) const {
   Clock::time_point next = Clock::time_point::max();
   if (closed_until_ > now) next = closed_until_;
@@ -228,21 +228,21 @@ int Reception::PollTimeoutMs(Clock::time_point now) const {
 }
 
 void Reception::Accept() {
-  constexpr int kAtOnce = 64;  // So that those who are in are heard too.
+  constexpr int kAtOnce = 64;  // So that accepted peers are served too.
   for (int i = 0; i < kAtOnce; ++i) {
     FileDescriptor connection;
     const AcceptResult result = AcceptPeer(listener_, connection);
     if (result == AcceptResult::kNoRoom) {
-      if (!std::exchange(told_of_no_room_, true)) {
+      if (!std::exchange(warned_of_no_room_, true)) {
         spdlog::warn("no file descriptor for a worker that asks for shared memory");
       }
       closed_until_ = Clock::now() + kPauseWithoutRoom;
     }
     if (result != AcceptResult::kAccepted) return;
-    told_of_no_room_ = false;
+    warned_of_no_room_ = false;
     MakeRoomForSilent();
     if (peers_.size() >= limits_.peers) {
-      SayRefused(connection, "too many connections");
+      SendRefusal(connection, "too many connections");
       continue;
     }
     const uint64_t number = ++last_peer_;
@@ -253,7 +253,7 @@ void Reception::Accept() {
                                 .claim = {},
                                 .grant = {}});
     ++silent_;
-    OnReadable(number);  // Those who mean well have shown their token by now.
+    OnReadable(number);  // A correct client has sent its token by now.
   }
 }
 
@@ -268,15 +268,15 @@ void Reception::OnReadable(uint64_t number) {
   const auto found = peers_.find(number);
   if (found == peers_.end()) return;  // Dropped in this round.
   const Peer::State state = found->second.state;
-  if (state != Peer::State::kSilent && state != Peer::State::kServed)
-    return;  // Also in this round.
+  // The same round may also have changed its state.
+  if (state != Peer::State::kSilent && state != Peer::State::kServed) return;
   std::string token;
-  const Heard heard = HearToken(found->second.connection, token);
-  if (heard == Heard::kNothing) return;
-  // One that has been served has nothing more to say.
+  const Received received = ReceiveToken(found->second.connection, token);
+  if (received == Received::kNothing) return;
+  // A peer that has its memory sends nothing more: it has disconnected, or broken the protocol.
   if (state == Peer::State::kServed) return Leave(number);
-  if (heard == Heard::kToken) return Serve(number, token);
-  Refuse(number, heard == Heard::kEnd ? "no token was shown" : "not a token");
+  if (received == Received::kToken) return Serve(number, token);
+  Refuse(number, received == Received::kEnd ? "no token was shown" : "not a token");
 }
 
 void Reception::Serve(uint64_t number, const std::string& token) {
@@ -289,7 +289,9 @@ void Reception::Serve(uint64_t number, const std::string& token) {
   peer.claim = *std::move(claim);
   --silent_;
   for (const uint64_t other : OthersOfRank(number)) {
-    if (peers_.at(other).state == Peer::State::kParked) Refuse(other, "a later worker came");
+    if (peers_.at(other).state == Peer::State::kParked) {
+      Refuse(other, "a later worker has attached");
+    }
   }
   MakeIfAlone(number);
 }
@@ -304,8 +306,8 @@ std::vector<uint64_t> Reception::OthersOfRank(uint64_t number) const {
   return others;
 }
 
-// A rank has one memory at a time, so that a budget with room for one is enough. Whoever had it
-// before has been replaced by the attachment that the new claim comes from.
+// A rank has one memory at a time, so that a budget with room for one is enough. The new claim's
+// attachment has replaced the holders before it.
 void Reception::MakeIfAlone(uint64_t number) {
   const std::vector<uint64_t> others = OthersOfRank(number);
   for (const uint64_t other : others) {
@@ -320,25 +322,25 @@ void Reception::MakeIfAlone(uint64_t number) {
 }
 
 void Reception::MakeForParked(const SharedMemoryOffers::Claim& claim) {
-  for (const auto& [number, peer] : peers_) {  // There is one at most.
+  for (const auto& [number, peer] : peers_) {  // At most one is parked.
     if (peer.state == Peer::State::kParked && OfSameRank(peer.claim, claim)) {
       return MakeIfAlone(number);
     }
   }
 }
 
-// Of a peer that has no memory.
+// For a peer that has no memory.
 void Reception::Refuse(uint64_t number, absl::string_view why) {
   const auto found = peers_.find(number);
   spdlog::debug("no shared memory for process {}: {}", found->second.process, std::string(why));
-  SayRefused(found->second.connection, why);
+  SendRefusal(found->second.connection, why);
   if (found->second.state == Peer::State::kSilent) --silent_;
   peers_.erase(found);
 }
 
 void Reception::Leave(uint64_t number) {
   Peer& peer = peers_.at(number);
-  spdlog::debug("process {} has let go of its shared memory", peer.process);
+  spdlog::debug("process {} has given up its shared memory", peer.process);
   peer.state = Peer::State::kLeaving;
   peer.connection = FileDescriptor();
   takers_.Run(
@@ -348,7 +350,7 @@ void Reception::Leave(uint64_t number) {
       });
 }
 
-void Reception::Finish(Done done) {
+void Reception::Finish(Finished done) {
   Peer& peer = peers_.at(done.peer);
   const SharedMemoryOffers::Claim claim = peer.claim;
   if (peer.state == Peer::State::kLeaving) {
@@ -362,7 +364,7 @@ void Reception::Finish(Done done) {
     peer.state = Peer::State::kServed;
     peer.grant = *std::move(done.grant);
     spdlog::debug("process {} shares memory for rank {}", peer.process, claim.holder.rank);
-    if (!SayGranted(peer.connection, peer.grant->memory->file_descriptor())) Leave(done.peer);
+    if (!SendGrant(peer.connection, peer.grant->memory->file_descriptor())) Leave(done.peer);
   }
   MakeForParked(claim);
 }
@@ -398,7 +400,7 @@ struct SharedMemoryServer::Impl {
   const FileDescriptor listener;
   SharedMemoryOffers offers;
   Mailbox mailbox;
-  HelperThreads makers;  // These and the next end before the mailbox does.
+  HelperThreads makers;  // Both sets of threads end before the mailbox does.
   HelperThreads takers;
   std::thread thread;
 };

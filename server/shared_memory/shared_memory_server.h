@@ -1,14 +1,15 @@
-// Where workers on the same host fetch the memory that they share with the service: an abstract
-// unix socket, served by one thread.
+// Workers on the same host fetch the memory that they share with the service here: over an abstract
+// unix socket, which one thread serves.
 //
-// AttachWorker asks for an offer for the rank that it has just given to a process. Whoever connects
-// and shows the offer's token, once and soon, gets memory made for that rank and its file
-// descriptor. The connection then stays: when it ends, because the session or its process has, the
-// rank's memory is dropped. The protocol is in proto/shared_memory_protocol.h.
+// AttachWorker asks for an offer for the rank that it has just given to a process. A process that
+// connects and shows the offer's token, once and in time, gets the file descriptor of memory that
+// is made for that rank. The connection then stays open: when it ends, because the session or its
+// process has ended, the rank's memory is dropped. The protocol is in
+// proto/shared_memory_protocol.h.
 //
-// A rank has one memory at a time: a new claim ends the connection of whoever had it before, and
-// waits until that memory is given back, its pages too. A process that keeps its mapping although
-// its connection has ended can fault pages in again, which nobody counts.
+// A rank has one memory at a time: a new claim ends the connection of the rank's last holder, and
+// waits until that memory and its pages are given back. A process that keeps its mapping although
+// its connection has ended can fault pages in again; these are not counted.
 //
 // Thread-safe. Connections, tokens and the time that a silent peer may take are bounded.
 #ifndef BALLAST_SERVER_SHARED_MEMORY_SHARED_MEMORY_SERVER_H_
@@ -29,22 +30,22 @@ namespace ballast::server {
 // Tests shorten them.
 struct SharedMemoryServerLimits {
   std::chrono::milliseconds silence{5000};  // How long a peer may take to show its token.
-  std::chrono::milliseconds offer{60000};   // How long a token is good.
+  std::chrono::milliseconds offer{60000};   // How long a token is valid.
   size_t offers = 4096;
-  size_t peers = 1024;        // Connections; one that comes when all are taken is ended at once.
-  size_t silent_peers = 128;  // Of them, those that have shown no token; the oldest makes room.
+  size_t peers = 1024;        // Connections; one more is ended at once.
+  size_t silent_peers = 128;  // Connections without a token; one more replaces the oldest.
 };
 
 class SharedMemoryServer {
  public:
-  // Listens on a socket named after `instance_id`. UNAVAILABLE if that cannot be had.
+  // Listens on a socket named after `instance_id`. UNAVAILABLE if the system refuses it.
   static absl::StatusOr<std::unique_ptr<SharedMemoryServer>> Open(
       const std::string& instance_id, const SharedMemoryServerLimits& limits = {});
   // Ends all connections. The memory stays as long as jobs use it.
   ~SharedMemoryServer();
 
-  // An offer for this holder of a rank of `job`; nullopt when too many are open, or the rank has
-  // nothing to share. It is forgotten when it is used or the rank's next offer is made, or with the
+  // An offer for this holder of a rank of `job`; nullopt if too many are open, or the rank has
+  // nothing to share. It ends when it is used, when the rank's next offer is made, and with the
   // job.
   std::optional<v1::SharedMemoryOffer> Offer(const std::shared_ptr<Job>& job, RankHolder holder);
 

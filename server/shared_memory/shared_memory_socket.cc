@@ -17,7 +17,7 @@ namespace {
 
 constexpr int kBacklog = 128;
 
-// The address's size on success, 0 if the name does not fit.
+// Returns the address's size, or 0 if the name does not fit.
 socklen_t MakeAbstractAddress(const std::string& name, sockaddr_un& address) {
   address = {};
   address.sun_family = AF_UNIX;
@@ -51,7 +51,7 @@ AcceptResult AcceptPeer(const FileDescriptor& listener, FileDescriptor& peer) {
     return AcceptResult::kAccepted;
   }
   const bool no_room = error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM;
-  return no_room ? AcceptResult::kNoRoom : AcceptResult::kNobody;
+  return no_room ? AcceptResult::kNoRoom : AcceptResult::kNoPeer;
 }
 
 int ProcessOf(const FileDescriptor& peer) {
@@ -61,26 +61,27 @@ int ProcessOf(const FileDescriptor& peer) {
   return credentials.pid;
 }
 
-Heard HearToken(const FileDescriptor& peer, std::string& token) {
+Received ReceiveToken(const FileDescriptor& peer, std::string& token) {
   char bytes[proto::kSharedMemoryTokenBytes];
   iovec place = {.iov_base = bytes, .iov_len = sizeof(bytes)};
-  msghdr message = {};  // Without room for control data the system drops descriptors that come.
+  msghdr message = {};  // Without room for control data the system drops descriptors that arrive.
   message.msg_iov = &place;
   message.msg_iovlen = 1;
   ssize_t size = 0;
   do {
     size = recvmsg(peer.number(), &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
   } while (size < 0 && errno == EINTR);
-  if (size < 0) return errno == EAGAIN || errno == EWOULDBLOCK ? Heard::kNothing : Heard::kEnd;
+  if (size < 0)
+    return errno == EAGAIN || errno == EWOULDBLOCK ? Received::kNothing : Received::kEnd;
   const bool whole = (message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) == 0;
-  if (!whole) return Heard::kJunk;
-  if (size == 0) return Heard::kEnd;
-  if (size != sizeof(bytes)) return Heard::kJunk;
+  if (!whole) return Received::kJunk;
+  if (size == 0) return Received::kEnd;
+  if (size != sizeof(bytes)) return Received::kJunk;
   token.assign(bytes, sizeof(bytes));
-  return Heard::kToken;
+  return Received::kToken;
 }
 
-bool SayGranted(const FileDescriptor& peer, int memory_file) {
+bool SendGrant(const FileDescriptor& peer, int memory_file) {
   char granted = proto::kSharedMemoryGranted;
   iovec place = {.iov_base = &granted, .iov_len = sizeof(granted)};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
@@ -101,11 +102,12 @@ bool SayGranted(const FileDescriptor& peer, int memory_file) {
   return sent == sizeof(granted);
 }
 
-void SayRefused(const FileDescriptor& peer, absl::string_view why) {
+void SendRefusal(const FileDescriptor& peer, absl::string_view why) {
   std::string refusal(1, proto::kSharedMemoryRefused);
   absl::StrAppend(&refusal,
                   why.substr(0, std::min(why.find('\n'), proto::kMaxSharedMemoryRefusalBytes)));
-  // Nothing has been sent before, so it fits; a peer that is gone does not need it.
+  // Nothing has been sent before, so it fits into the socket. A peer that has disconnected does not
+  // need it.
   send(peer.number(), refusal.data(), refusal.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 

@@ -1,4 +1,4 @@
-// The system calls of the shared memory's side socket, and what its peers may say
+// The system calls of the shared memory's side socket, and the messages of its protocol
 // (proto/shared_memory_protocol.h). Nothing here blocks.
 #ifndef BALLAST_SERVER_SHARED_MEMORY_SHARED_MEMORY_SOCKET_H_
 #define BALLAST_SERVER_SHARED_MEMORY_SHARED_MEMORY_SOCKET_H_
@@ -15,20 +15,25 @@ namespace ballast::server {
 // Listens on the abstract name `name`. UNAVAILABLE if it is taken, or too long.
 absl::StatusOr<FileDescriptor> ListenOnAbstractSocket(const std::string& name);
 
-enum class AcceptResult : uint8_t { kAccepted, kNobody, kNoRoom };  // kNoRoom: of descriptors.
+enum class AcceptResult : uint8_t {
+  kAccepted,
+  kNoPeer,
+  kNoRoom
+};  // kNoRoom: no descriptor is left.
 AcceptResult AcceptPeer(const FileDescriptor& listener, FileDescriptor& peer);
 
-int ProcessOf(const FileDescriptor& peer);  // Its id when it connected; 0: not known.
+// The process that connected, by its id; 0 if the system does not know it.
+int ProcessOf(const FileDescriptor& peer);
 
-// What a peer has said: a token; nothing so far; that it is gone; something else.
-enum class Heard : uint8_t { kToken, kNothing, kEnd, kJunk };
-// Descriptors that come along are never taken.
-Heard HearToken(const FileDescriptor& peer, std::string& token);
+// What a peer has sent: a token; nothing so far; the end of its connection; something else.
+enum class Received : uint8_t { kToken, kNothing, kEnd, kJunk };
+// Descriptors that arrive with it are never taken.
+Received ReceiveToken(const FileDescriptor& peer, std::string& token);
 
-// False if the peer is gone.
-bool SayGranted(const FileDescriptor& peer, int memory_file);
-// `why` is cut to one line of the bytes that fit.
-void SayRefused(const FileDescriptor& peer, absl::string_view why);
+// False if the peer has disconnected.
+bool SendGrant(const FileDescriptor& peer, int memory_file);
+// Sends the first line of `why`, as far as it fits.
+void SendRefusal(const FileDescriptor& peer, absl::string_view why);
 
 }  // namespace ballast::server
 

@@ -12,22 +12,22 @@ namespace {
 
 // Beyond one step's weights: decisions, refusals, reminders.
 constexpr size_t kQueueSlack = 64;
-// A message costs both ends tens of microseconds, a good part of a chunk's update. So weights in
-// place are told in about this many messages a step,
+// A message costs both ends tens of microseconds, a good part of a chunk's update. So a step's
+// weights in place are announced in about this many messages.
 constexpr size_t kSharedMessages = 32;
-// and in more, so that the worker's copies to its device keep pace, where there are many chunks.
+// A rank of many chunks gets more messages, so that the worker's copies to its device keep pace.
 constexpr size_t kLargestSharedBatch = 32;
 
 absl::StatusOr<grpc::ByteBuffer> SerializeWeights(Job& job, uint64_t generation,
                                                   const v1::WeightHeader& header,
-                                                  WeightBuffer shard) {
-  if (shard) {
-    // The pool gets its buffer back when gRPC lets go of the bytes.
-    const auto kept = std::make_shared<WeightBuffer>(std::move(shard));
+                                                  WeightBuffer buffer) {
+  if (buffer) {
+    // The pool gets its buffer back when gRPC no longer needs the bytes.
+    const auto kept = std::make_shared<WeightBuffer>(std::move(buffer));
     return proto::SerializeTrainWeights(header, kept->bytes(), [kept] {});
   }
-  absl::StatusOr<OwnedShard> read =
-      ReadShard(job, generation, header.step(), static_cast<int>(header.chunk()));
+  absl::StatusOr<OwnedWeights> read =
+      ReadWeights(job, generation, header.step(), static_cast<int>(header.chunk()));
   if (!read.ok()) return read.status();
   return proto::SerializeTrainWeights(header, read->bytes(), [memory = read->memory] {});
 }
@@ -36,24 +36,24 @@ absl::StatusOr<grpc::ByteBuffer> SerializeWeights(Job& job, uint64_t generation,
 
 void RankOutbox::MessageBegins() {
   MutexLock lock(mutex_);
-  ++messages_in_hand_;
+  ++messages_in_progress_;
 }
 
 void RankOutbox::MessageDone(uint64_t messages) {
   RankWire* reader = nullptr;
   {
     MutexLock lock(mutex_);
-    messages_held_ += messages;
+    messages_done_ += messages;
     if (!end_) {
       reading_paused_ = !HasRoom();
       if (!reading_paused_) reader = wire_;
     }
   }
-  // The message in hand keeps the wire.
+  // The message in progress keeps the stream, and so the wire, alive.
   if (reader != nullptr) reader->Read();
   {
     MutexLock lock(mutex_);
-    --messages_in_hand_;
+    --messages_in_progress_;
   }
   Advance();
 }
@@ -61,7 +61,7 @@ void RankOutbox::MessageDone(uint64_t messages) {
 void RankOutbox::MessageFailed(const absl::Status& status) {
   {
     MutexLock lock(mutex_);
-    --messages_in_hand_;
+    --messages_in_progress_;
   }
   EndWith(status);
 }
@@ -69,7 +69,7 @@ void RankOutbox::MessageFailed(const absl::Status& status) {
 void RankOutbox::NoMoreMessages() {
   {
     MutexLock lock(mutex_);
-    --messages_in_hand_;
+    --messages_in_progress_;
     if (!end_) {
       end_ = absl::OkStatus();
       draining_ = job_ != nullptr;
@@ -96,13 +96,13 @@ void RankOutbox::Opened(std::shared_ptr<Job> job, int rank, const RankPosition& 
     shared_batch_ = std::clamp<size_t>(chunks / kSharedMessages, 1, kLargestSharedBatch);
     if (wire_ != nullptr) job_ = std::move(job);
     generation_ = position.generation;
-    queue_.emplace_front(std::move(message));  // The engine may have spoken already.
+    queue_.emplace_front(std::move(message));  // The engine may have called the listener already.
   }
   Advance();
 }
 
 void RankOutbox::WriteDone(bool ok) {
-  // While `writing_` stands nobody else touches the buffer.
+  // While `writing_` is set no other thread touches the buffer.
   write_buffer_.Clear();
   if (ok) RecordSent();
   {
@@ -144,7 +144,7 @@ void RankOutbox::OnWaiting(uint64_t step, const std::vector<int>& ranks) {
   message.mutable_waiting()->mutable_ranks()->Add(ranks.begin(), ranks.end());
   {
     MutexLock lock(mutex_);
-    std::erase_if(queue_, IsWaiting);  // The last one says it all.
+    std::erase_if(queue_, IsWaiting);  // The newest one is complete.
   }
   Push(std::move(message));
 }
@@ -175,8 +175,9 @@ void RankOutbox::OnSealRefused(uint64_t step, const SealRefusal& refusal) {
   Push(std::move(message));
 }
 
-void RankOutbox::OnProvisionalWeights(uint64_t step, int chunk, WeightBuffer shard) {
-  Push(Item(Weights{.step = step, .chunk = chunk, .provisional = true, .shard = std::move(shard)}));
+void RankOutbox::OnProvisionalWeights(uint64_t step, int chunk, WeightBuffer buffer) {
+  Push(Item(
+      Weights{.step = step, .chunk = chunk, .provisional = true, .buffer = std::move(buffer)}));
 }
 
 void RankOutbox::OnDecision(const StepOutcome& outcome, absl::Span<const int> dropped_chunks) {
@@ -193,9 +194,9 @@ void RankOutbox::OnDecision(const StepOutcome& outcome, absl::Span<const int> dr
   Push(std::move(message));
 }
 
-void RankOutbox::OnWeights(uint64_t step, int chunk, WeightBuffer shard) {
-  Push(
-      Item(Weights{.step = step, .chunk = chunk, .provisional = false, .shard = std::move(shard)}));
+void RankOutbox::OnWeights(uint64_t step, int chunk, WeightBuffer buffer) {
+  Push(Item(
+      Weights{.step = step, .chunk = chunk, .provisional = false, .buffer = std::move(buffer)}));
 }
 
 void RankOutbox::OnCommitted(uint64_t step, double update_seconds) {
@@ -219,7 +220,7 @@ void RankOutbox::Push(v1::TrainResponse message) {
 void RankOutbox::Push(Item item) {
   {
     MutexLock lock(mutex_);
-    if (end_) return;  // `item` goes after the lock.
+    if (end_) return;  // `item` is destroyed after the lock is released.
     const auto* weights = std::get_if<Weights>(&item);
     if (weights != nullptr && job_ != nullptr) job_->trace().WillSend(weights->step);
     queue_.push_back(std::move(item));
@@ -228,7 +229,7 @@ void RankOutbox::Push(Item item) {
 }
 
 void RankOutbox::EndWith(const absl::Status& status) {
-  std::deque<Item> dropped;  // Its buffers go back to their pool without our lock.
+  std::deque<Item> dropped;  // Its buffers return to their pool without the lock.
   {
     MutexLock lock(mutex_);
     dropped.swap(queue_);
@@ -274,11 +275,11 @@ void RankOutbox::TakeItem(Move& move) {
 RankOutbox::Move RankOutbox::NextMove() {
   Move move;
   if (wire_ == nullptr || writing_) return move;
-  const bool acknowledge = messages_acknowledged_ < messages_held_;
+  const bool acknowledge = messages_acknowledged_ < messages_done_;
   const bool item = HasItem();
   const bool sending = job_ != nullptr && (!end_ || draining_) && (acknowledge || item);
   if (!sending) {
-    if (!end_ || messages_in_hand_ > 0) return move;
+    if (!end_ || messages_in_progress_ > 0) return move;
     move.finish = true;
     move.status = *end_;
     move.wire = std::exchange(wire_, nullptr);
@@ -288,12 +289,13 @@ RankOutbox::Move RankOutbox::NextMove() {
   move.wire = wire_;
   move.job = job_;
   move.generation = generation_;
-  // Opened goes before everything; then acknowledgements and the queue take turns.
+  // Opened is sent first; then acknowledgements and the queue take turns, so that neither waits for
+  // long.
   if (acknowledge && opened_sent_ && !(acknowledged_last_ && item)) {
     acknowledged_last_ = true;
     move.message = std::make_unique<v1::TrainResponse>();
-    move.message->mutable_acknowledged()->set_messages(messages_held_);
-    messages_acknowledged_ = messages_held_;
+    move.message->mutable_acknowledged()->set_messages(messages_done_);
+    messages_acknowledged_ = messages_done_;
     return move;
   }
   opened_sent_ = true;
@@ -313,10 +315,10 @@ absl::StatusOr<grpc::ByteBuffer> RankOutbox::Serialize(Move& move) {
   sending_chunks_.clear();
   for (const Weights& weights : move.weights) sending_chunks_.push_back(weights.chunk);
   sending_since_ns_ = move.job->trace().Begin(first.step);
-  if (!first.shard.in_place()) {
+  if (!first.buffer.in_place()) {
     return SerializeWeights(*move.job, move.generation,
                             MakeWeightHeader(first.step, first.chunk, first.provisional),
-                            std::move(first.shard));
+                            std::move(first.buffer));
   }
   v1::TrainResponse message;
   v1::SharedWeights& shared = *message.mutable_shared_weights();
@@ -334,7 +336,7 @@ void RankOutbox::Advance() {
   }
   if (move.wire == nullptr) return;
   if (move.finish) return move.wire->Finish(move.status);
-  // While writing_ is set nobody else can end the stream, so the wire stays.
+  // While writing_ is set no other thread can end the stream, so the wire stays.
   if (move.read) move.wire->Read();
   absl::StatusOr<grpc::ByteBuffer> bytes = Serialize(move);
   if (bytes.ok()) {

@@ -1,20 +1,22 @@
-// What one Train stream has to tell its worker, in order, and when the stream may end.
+// The messages from one Train stream to its worker, in order, and the decision when the stream
+// ends.
 //
-//   gRPC thread:    Begin, then Opened or a refusal, MessageDone, End, WriteDone
-//   engine threads: the RankListener calls
+//   gRPC's threads:    MessageBegins, MessageDone, MessageFailed, NoMoreMessages, WriteDone
+//   any thread:        Opened, or MessageFailed if opening is refused
+//   engine's threads:  the RankListener calls
 //
-// One message is on its way at a time; the others wait in a queue. Weights wait as pool buffers,
-// or, if the pool was empty, as chunk numbers alone, and are converted when their turn comes. When
-// the queue is full no further message is read until it has drained, so a worker that does not read
-// does not make the service grow. Reminders come unasked: a new one replaces one that still waits.
-// Acknowledgements are a count: one message tells all that are due.
+// One message is being sent at a time; the others wait in a queue. Weights wait as pool buffers or,
+// if the pool was empty, as chunk numbers alone, and are then converted just before they are sent.
+// While the queue is full no further message is read, so a worker that does not read does not make
+// the service's memory grow. Reminders are not answers to messages, so a new one replaces one that
+// still waits. Acknowledgements are a count: one message acknowledges all that are due.
 //
-// Weights that the rank sees already, in shared memory, are only told, and one message tells many:
-// those that come one after the other are held back until there are enough of them, until something
-// follows them, or, while they are provisional, until the rank seals.
+// Weights that the rank can already read in shared memory are only announced, many in one message:
+// consecutive ones wait until there are enough of them, until something follows them, or, while
+// they are provisional, until the rank seals.
 //
 // The engine may keep the outbox for longer than the stream lives; after the stream's end its calls
-// are dropped. The wire is called with no lock held, and not at all after Finish. Thread-safe.
+// have no effect. The wire is called without a lock, and not at all after Finish. Thread-safe.
 #ifndef BALLAST_SERVER_TRAIN_RANK_OUTBOX_H_
 #define BALLAST_SERVER_TRAIN_RANK_OUTBOX_H_
 
@@ -41,40 +43,42 @@ class RankWire {
  public:
   virtual ~RankWire() = default;
   virtual void Read() = 0;
-  // `bytes` stay until WriteDone.
+  // `bytes` must stay until WriteDone.
   virtual void Write(const grpc::ByteBuffer& bytes) = 0;
   virtual void Finish(const absl::Status& status) = 0;  // Once, and last.
 };
 
 class RankOutbox final : public RankListener {
  public:
-  // The wire lives at least until its Finish is called.
+  // The wire must live until its Finish is called.
   explicit RankOutbox(RankWire& wire) : wire_(&wire) {}
 
-  // A message has come and is being handled; holds back the end of the stream until one of:
+  // A message has arrived and is being handled. The stream does not end before one of the next
+  // three:
   void MessageBegins();
-  void MessageDone(uint64_t messages = 1);  // It is held and counts as so many: acknowledge it and
-                                            // read the next.
+  // It is in the engine, and counts as so many in acknowledgements. The next message is read.
+  void MessageDone(uint64_t messages = 1);
   void MessageFailed(const absl::Status& status);  // The stream ends with `status`.
-  void NoMoreMessages();  // The worker has closed its side: send what is queued, end.
+  // There was no message: the worker has closed its side. The queue is sent, and the stream ends.
+  void NoMoreMessages();
 
-  // The first message has opened the stream. Nothing is sent before.
+  // The stream is open. Nothing is sent before.
   void Opened(std::shared_ptr<Job> job, int rank, const RankPosition& position);
 
   void WriteDone(bool ok);
   void Cancelled();
-  // After the stream's end: lets go of the job.
+  // After the stream's end: gives up the job.
   void Close();
 
-  // The worker seals `step`. From then on, unless the seal is refused, it only waits: nothing of
-  // the step's provisional weights is held back.
+  // The worker seals `step`. From then on, unless the seal is refused, it only waits, so the step's
+  // provisional weights are announced at once.
   void Sealing(uint64_t step);
 
   void OnWaiting(uint64_t step, const std::vector<int>& ranks) override;
   void OnSealRefused(uint64_t step, const SealRefusal& refusal) override;
-  void OnProvisionalWeights(uint64_t step, int chunk, WeightBuffer shard) override;
+  void OnProvisionalWeights(uint64_t step, int chunk, WeightBuffer buffer) override;
   void OnDecision(const StepOutcome& outcome, absl::Span<const int> dropped_chunks) override;
-  void OnWeights(uint64_t step, int chunk, WeightBuffer shard) override;
+  void OnWeights(uint64_t step, int chunk, WeightBuffer buffer) override;
   void OnCommitted(uint64_t step, double update_seconds) override;
   void OnDetached(const absl::Status& status) override;
 
@@ -83,10 +87,11 @@ class RankOutbox final : public RankListener {
     uint64_t step = 0;
     int chunk = 0;
     bool provisional = false;
-    WeightBuffer shard;  // Null, if not provisional: to be read from the job.
+    WeightBuffer buffer;  // Null, if not provisional: read from the job when they are sent.
 
-    bool GoesWith(const Weights& other) const {  // In one message.
-      return shard.in_place() && other.shard.in_place() && step == other.step &&
+    // Whether one message can announce both.
+    bool GoesWith(const Weights& other) const {
+      return buffer.in_place() && other.buffer.in_place() && step == other.step &&
              provisional == other.provisional;
     }
   };
@@ -97,41 +102,40 @@ class RankOutbox final : public RankListener {
   void Push(v1::TrainResponse message);
   void Push(Item item);
   void EndWith(const absl::Status& status);
-  // Takes the next step that is possible: a write, or the end.
+  // Starts the next write, or ends the stream, if that is possible now.
   void Advance();
   struct Move {
     RankWire* wire = nullptr;  // Null: nothing to do.
     bool finish = false;
     bool read = false;
-    std::vector<Weights> weights;                // Several only if they are in place,
-    std::unique_ptr<v1::TrainResponse> message;  // or none and this.
+    std::vector<Weights> weights;                // More than one only if they are in place.
+    std::unique_ptr<v1::TrainResponse> message;  // If there are no weights.
     std::shared_ptr<Job> job;
     uint64_t generation = 0;
     absl::Status status;
   };
   Move NextMove() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // How many entries at the queue's head are weights in place that go in one message; at most
-  // `most`.
+  // The number of entries at the queue's head, at most `most`, that one message can announce.
   size_t SharedRun(size_t most) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Whether the queue has something to send now.
   bool HasItem() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void TakeItem(Move& move) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Of whoever has set writing_.
+  // Called by the thread that has set writing_.
   absl::StatusOr<grpc::ByteBuffer> Serialize(Move& move);
   void RecordSent();
   bool HasRoom() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   Mutex mutex_;
-  RankWire* wire_ ABSL_GUARDED_BY(mutex_);                  // Null after Finish.
+  RankWire* wire_ ABSL_GUARDED_BY(mutex_);            // Null after Finish.
   std::shared_ptr<Job> job_ ABSL_GUARDED_BY(mutex_);  // Null before Opened.
-  uint64_t generation_ ABSL_GUARDED_BY(mutex_) = 0;         // The stream's.
+  uint64_t generation_ ABSL_GUARDED_BY(mutex_) = 0;   // The stream's.
   std::deque<Item> queue_ ABSL_GUARDED_BY(mutex_);
   size_t queue_bound_ ABSL_GUARDED_BY(mutex_) = 0;
-  size_t shared_batch_ ABSL_GUARDED_BY(mutex_) = 1;  // Weights in place that are enough to be told.
+  size_t shared_batch_ ABSL_GUARDED_BY(mutex_) = 1;    // So many are announced at once.
   uint64_t sealing_step_ ABSL_GUARDED_BY(mutex_) = 0;  // 0: none.
-  uint64_t messages_held_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t messages_done_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t messages_acknowledged_ ABSL_GUARDED_BY(mutex_) = 0;
-  int messages_in_hand_ ABSL_GUARDED_BY(mutex_) = 0;
+  int messages_in_progress_ ABSL_GUARDED_BY(mutex_) = 0;
   bool opened_sent_ ABSL_GUARDED_BY(mutex_) = false;
   bool acknowledged_last_ ABSL_GUARDED_BY(mutex_) = false;
   bool writing_ ABSL_GUARDED_BY(mutex_) = false;
@@ -139,8 +143,9 @@ class RankOutbox final : public RankListener {
   bool draining_ ABSL_GUARDED_BY(mutex_) = false;
   std::optional<absl::Status> end_ ABSL_GUARDED_BY(mutex_);
 
-  grpc::ByteBuffer write_buffer_;  // Belongs to whoever has set writing_.
-  // So do these: the weights that are being sent, for a trace.
+  // These belong to the thread that has set writing_.
+  grpc::ByteBuffer write_buffer_;
+  // The weights that are being sent, for a trace.
   uint64_t sending_step_ = 0;
   std::vector<int> sending_chunks_;
   int64_t sending_since_ns_ = 0;  // 0: none, or not traced.

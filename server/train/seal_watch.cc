@@ -30,6 +30,7 @@ void SealWatch::Run() {
       while (!stopped_ && stopped_changed_.WaitUntil(mutex_, next)) continue;
       if (stopped_) return;
     }
+    // Without the lock: the calls reach the streams' outboxes.
     for (const std::shared_ptr<Job>& job : engine_.ListJobs()) {
       const std::optional<double> seconds = job->SecondsSinceFirstSeal();
       if (seconds && *seconds >= deadline_seconds_) job->TellWaiting();

@@ -1,4 +1,5 @@
-// Tells sealed ranks whom they wait for, again and again, once a step's seal deadline has passed.
+// Reminds sealed ranks of the ranks that they wait for, repeatedly, once a step's seal deadline has
+// passed.
 #ifndef BALLAST_SERVER_TRAIN_SEAL_WATCH_H_
 #define BALLAST_SERVER_TRAIN_SEAL_WATCH_H_
 

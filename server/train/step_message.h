@@ -1,4 +1,4 @@
-// What a worker says in a step, from its messages to the engine's terms.
+// A worker's messages in a step, as the engine's types.
 #ifndef BALLAST_SERVER_TRAIN_STEP_MESSAGE_H_
 #define BALLAST_SERVER_TRAIN_STEP_MESSAGE_H_
 
@@ -11,7 +11,7 @@
 
 namespace ballast::server {
 
-// INVALID_ARGUMENT naming the group, if overrides change what cannot change.
+// INVALID_ARGUMENT, with the name of the group, if overrides change what cannot change.
 absl::StatusOr<StepSettings> FromMessage(const v1::BeginStep& message);
 
 // Borrows the payload.

@@ -6,21 +6,21 @@
 
 namespace ballast::server {
 
-// The reactors own themselves, as gRPC's callback API has it.
+// In gRPC's callback API the reactors own themselves.
 
 grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* TrainService::Train(
     grpc::CallbackServerContext*) {
-  return new TrainStream(engine_);
+  return new TrainStream(engine_, pools_);
 }
 
 grpc::ServerReadReactor<grpc::ByteBuffer>* TrainService::UploadWeights(grpc::CallbackServerContext*,
                                                                        grpc::ByteBuffer* response) {
-  return new UploadStream(engine_, *response);
+  return new UploadStream(engine_, pools_, *response);
 }
 
 grpc::ServerWriteReactor<grpc::ByteBuffer>* TrainService::ReadWeights(
     grpc::CallbackServerContext*, const grpc::ByteBuffer* request) {
-  return new WeightsReader(engine_, *request);
+  return new WeightsReader(engine_, pools_, *request);
 }
 
 }  // namespace ballast::server

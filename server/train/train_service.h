@@ -1,20 +1,21 @@
-// TrainService: the data path. Its messages come and go as bytes, so that payloads stay where they
-// are.
+// TrainService: the data path. Its messages are received and sent as bytes, so that payloads are
+// not copied into messages.
 #ifndef BALLAST_SERVER_TRAIN_TRAIN_SERVICE_H_
 #define BALLAST_SERVER_TRAIN_TRAIN_SERVICE_H_
 
 #include "ballast/v1/ballast.grpc.pb.h"
 #include "cpu_optimizer_service/engine.h"
+#include "server/call_pool.h"
 
 namespace ballast::server {
 
-// Thread-safe. The engine outlives it.
+// Thread-safe. The engine and the pools outlive its calls.
 class TrainService final
     : public v1::TrainService::WithRawCallbackMethod_Train<
           v1::TrainService::WithRawCallbackMethod_UploadWeights<
               v1::TrainService::WithRawCallbackMethod_ReadWeights<v1::TrainService::Service>>> {
  public:
-  explicit TrainService(const Engine& engine) : engine_(engine) {}
+  TrainService(const Engine& engine, CallPools& pools) : engine_(engine), pools_(pools) {}
 
   grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* Train(
       grpc::CallbackServerContext*) override;
@@ -25,6 +26,7 @@ class TrainService final
 
  private:
   const Engine& engine_;
+  CallPools& pools_;
 };
 
 }  // namespace ballast::server

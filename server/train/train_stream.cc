@@ -1,5 +1,7 @@
 #include "server/train/train_stream.h"
 
+#include <utility>
+
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
@@ -8,18 +10,19 @@
 #include "server/train/step_message.h"
 
 namespace ballast::server {
-
 namespace {
 
-// For how many messages it counts in acknowledgements.
+// Acknowledgements count a message of several chunks as one for each.
 uint64_t MessagesIn(const v1::TrainRequest& message) {
   return message.has_shared_gradients() ? message.shared_gradients().chunks_size() : 1;
 }
 
 }  // namespace
 
-TrainStream::TrainStream(const Engine& engine)
-    : engine_(engine), outbox_(std::make_shared<RankOutbox>(static_cast<RankWire&>(*this))) {
+TrainStream::TrainStream(const Engine& engine, CallPools& pools)
+    : engine_(engine),
+      pools_(pools),
+      outbox_(std::make_shared<RankOutbox>(static_cast<RankWire&>(*this))) {
   Read();
 }
 
@@ -29,6 +32,9 @@ void TrainStream::OnReadDone(bool ok) {
   absl::StatusOr<proto::Frame<v1::TrainRequest>> frame = proto::ParseTrainRequest(read_buffer_);
   read_buffer_.Clear();  // The frame keeps what it needs.
   const uint64_t messages = frame.ok() ? MessagesIn(frame->message) : 0;
+  if (frame.ok() && frame->message.has_open() && job_ == nullptr) {
+    return Open(frame->message.open());
+  }
   const absl::Status handled = frame.ok() ? Handle(*frame) : frame.status();
   frame = absl::UnknownError("handled");  // Frees the payload before the next one is read.
   if (handled.ok()) {
@@ -38,9 +44,15 @@ void TrainStream::OnReadDone(bool ok) {
   }
 }
 
+void TrainStream::OnCancel() {
+  outbox_->Cancelled();
+  pending_->Cancel();
+}
+
 void TrainStream::OnDone() {
   rank_stream_.reset();  // Detaches the outbox.
   outbox_->Close();
+  pools_.LetGo(std::move(job_));
   delete this;
 }
 
@@ -54,12 +66,10 @@ absl::Status TrainStream::Handle(const proto::Frame<v1::TrainRequest>& frame) {
     return absl::InvalidArgumentError(
         "a message without kind, or of a kind that this service does not know");
   }
-  if (message.has_open() != (rank_stream_ == nullptr)) {
+  if (message.has_open() || rank_stream_ == nullptr) {
     return absl::InvalidArgumentError("open must be the first message of a stream, and only that");
   }
   switch (message.kind_case()) {
-    case v1::TrainRequest::kOpen:
-      return Open(message.open());
     case v1::TrainRequest::kBeginStep:
       return BeginStep(message.begin_step());
     case v1::TrainRequest::kGradient:
@@ -70,27 +80,44 @@ absl::Status TrainStream::Handle(const proto::Frame<v1::TrainRequest>& frame) {
       return EndMicroStep(message.end_micro_step());
     case v1::TrainRequest::kSeal:
       return Seal(message.seal());
+    case v1::TrainRequest::kOpen:  // Refused above, like the next one.
     case v1::TrainRequest::KIND_NOT_SET:
       break;
   }
   return absl::OkStatus();
 }
 
-absl::Status TrainStream::Open(const v1::OpenTrain& request) {
-  BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job,
-                           FindJob(engine_, request.name(), request.uid()));
+void TrainStream::Open(const v1::OpenTrain& request) {
+  const absl::Status started = StartOpening(request);
+  if (!started.ok()) outbox_->MessageFailed(started);
+}
+
+absl::Status TrainStream::StartOpening(const v1::OpenTrain& request) {
+  BALLAST_ASSIGN_OR_RETURN(job_, FindJob(engine_, request.name(), request.uid()));
   BALLAST_ASSIGN_OR_RETURN(const UpdateMode update_mode, proto::FromProto(request.update_mode()));
-  BALLAST_ASSIGN_OR_RETURN(rank_stream_,
-                           job->OpenStream({.uid = request.uid(),
-                                            .rank = request.rank(),
-                                            .process_id = request.process_id(),
-                                            .generation = request.generation(),
-                                            .update_mode = update_mode,
-                                            .weights_in_place = request.weights_in_shared_memory()},
-                                           outbox_));
-  rank_chunks_ = job->layout().chunks_of_rank(request.rank()).size();
-  outbox_->Opened(job, request.rank(), rank_stream_->position());
+  const std::shared_ptr<PendingCall> pending = pending_;  // The Done may end this stream.
+  const std::shared_ptr<Job> job = job_;
+  pending->Await(job->OpenStream(
+      {.uid = request.uid(),
+       .rank = request.rank(),
+       .process_id = request.process_id(),
+       .generation = request.generation(),
+       .update_mode = update_mode,
+       .weights_in_place = request.weights_in_shared_memory()},
+      outbox_, [this, rank = request.rank()](absl::StatusOr<std::unique_ptr<RankStream>> stream) {
+        Opened(rank, std::move(stream));
+      }));
   return absl::OkStatus();
+}
+
+// The outbox counts the open message as being handled until the end of this, so that the stream
+// cannot end, nor be deleted, before.
+void TrainStream::Opened(int rank, absl::StatusOr<std::unique_ptr<RankStream>> stream) {
+  if (!stream.ok()) return outbox_->MessageFailed(stream.status());
+  rank_stream_ = *std::move(stream);
+  rank_chunks_ = job_->layout().chunks_of_rank(rank).size();
+  outbox_->Opened(job_, rank, rank_stream_->position());
+  outbox_->MessageDone();  // Reads the next message.
 }
 
 absl::Status TrainStream::BeginStep(const v1::BeginStep& request) {
@@ -126,7 +153,7 @@ absl::Status TrainStream::EndMicroStep(const v1::EndMicroStep& request) {
 }
 
 absl::Status TrainStream::Seal(const v1::Seal& request) {
-  outbox_->Sealing(request.step());  // Before a refusal can come.
+  outbox_->Sealing(request.step());  // Before a refusal can arrive.
   BALLAST_ASSIGN_OR_RETURN(const std::optional<SealRefusal> refusal,
                            rank_stream_->Seal(request.step(), request.micro_steps()));
   if (refusal) outbox_->OnSealRefused(request.step(), *refusal);

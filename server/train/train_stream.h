@@ -7,23 +7,27 @@
 
 #include <memory>
 
+#include "absl/status/statusor.h"
 #include "cpu_optimizer_service/engine.h"
 #include "proto/frame.h"
+#include "server/call_pool.h"
+#include "server/pending_call.h"
 #include "server/train/rank_outbox.h"
 
 namespace ballast::server {
 
 // Owns itself: gRPC calls OnDone last, which deletes it. Messages are verified and added on the
-// thread that gRPC brings them on.
+// thread that gRPC brings them on. Only opening may wait, in the engine and on no thread; the next
+// message is read when the stream is open.
 class TrainStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
                           private RankWire {
  public:
-  // The engine outlives it.
-  explicit TrainStream(const Engine& engine);
+  // The engine and the pools outlive it.
+  TrainStream(const Engine& engine, CallPools& pools);
 
   void OnReadDone(bool ok) override;
   void OnWriteDone(bool ok) override { outbox_->WriteDone(ok); }
-  void OnCancel() override { outbox_->Cancelled(); }
+  void OnCancel() override;
   void OnDone() override;
 
  private:
@@ -32,7 +36,9 @@ class TrainStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc:
   void Finish(const absl::Status& status) override;
 
   absl::Status Handle(const proto::Frame<v1::TrainRequest>& frame);
-  absl::Status Open(const v1::OpenTrain& request);
+  void Open(const v1::OpenTrain& request);
+  absl::Status StartOpening(const v1::OpenTrain& request);
+  void Opened(int rank, absl::StatusOr<std::unique_ptr<RankStream>> stream);
   absl::Status BeginStep(const v1::BeginStep& request);
   absl::Status Contribute(const v1::GradientHeader& header, const proto::Payload& payload);
   absl::Status Contribute(const v1::SharedGradients& request);
@@ -40,11 +46,14 @@ class TrainStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc:
   absl::Status Seal(const v1::Seal& request);
 
   const Engine& engine_;
+  CallPools& pools_;
   const std::shared_ptr<RankOutbox> outbox_;
   grpc::ByteBuffer read_buffer_;
+  const std::shared_ptr<PendingCall> pending_ = std::make_shared<PendingCall>();  // Opening.
   // Touched only while a message is handled, and by OnDone.
+  std::shared_ptr<Job> job_;  // Null before the first message.
   std::unique_ptr<RankStream> rank_stream_;
-  size_t rank_chunks_ = 0;  // Of its partition.
+  size_t rank_chunks_ = 0;  // The number of chunks in the rank's partition.
 };
 
 }  // namespace ballast::server

@@ -1,5 +1,7 @@
 #include "server/train/upload_stream.h"
 
+#include <utility>
+
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/status.h"
@@ -7,15 +9,20 @@
 
 namespace ballast::server {
 
-UploadStream::UploadStream(const Engine& engine, grpc::ByteBuffer& response)
-    : engine_(engine), response_(response) {
+UploadStream::UploadStream(const Engine& engine, CallPools& pools, grpc::ByteBuffer& response)
+    : engine_(engine), pools_(pools), response_(response) {
   StartRead(&read_buffer_);
 }
 
+void UploadStream::OnDone() {
+  pools_.LetGo(std::move(job_));
+  delete this;
+}
+
 void UploadStream::OnReadDone(bool ok) {
-  if (!ok) {
+  if (!ok) {  // The worker has closed its side.
     if (job_ == nullptr) {
-      return Finish(proto::ToGrpc(absl::InvalidArgumentError("no open message came")));
+      return Finish(proto::ToGrpc(absl::InvalidArgumentError("no open message arrived")));
     }
     v1::UploadWeightsResponse response;
     response.set_chunks(chunks_);
@@ -55,7 +62,7 @@ absl::Status UploadStream::Open(const v1::OpenTrain& request) {
                                                    job->layout().world_size()));
   }
   const JobStatus status = job->Status();
-  // A free rank is held by the empty process id, which is nobody's.
+  // A free rank has the empty process id, which no process may have.
   if (request.process_id().empty() || request.generation() != status.generation ||
       request.process_id() != status.ranks[request.rank()].process_id) {
     return absl::AbortedError(

@@ -10,17 +10,18 @@
 
 #include "cpu_optimizer_service/engine.h"
 #include "proto/frame.h"
+#include "server/call_pool.h"
 
 namespace ballast::server {
 
 // Owns itself: gRPC calls OnDone last, which deletes it.
 class UploadStream final : public grpc::ServerReadReactor<grpc::ByteBuffer> {
  public:
-  // The engine outlives it; `response` is gRPC's and stays until OnDone.
-  UploadStream(const Engine& engine, grpc::ByteBuffer& response);
+  // The engine and the pools outlive it; gRPC keeps `response` until OnDone.
+  UploadStream(const Engine& engine, CallPools& pools, grpc::ByteBuffer& response);
 
   void OnReadDone(bool ok) override;
-  void OnDone() override { delete this; }
+  void OnDone() override;
 
  private:
   absl::Status Handle(const proto::Frame<v1::UploadWeightsRequest>& frame);
@@ -28,6 +29,7 @@ class UploadStream final : public grpc::ServerReadReactor<grpc::ByteBuffer> {
   absl::Status Write(const v1::WeightHeader& header, const proto::Payload& payload);
 
   const Engine& engine_;
+  CallPools& pools_;
   grpc::ByteBuffer& response_;
   grpc::ByteBuffer read_buffer_;
   std::shared_ptr<Job> job_;  // Null before the first message.

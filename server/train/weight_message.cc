@@ -4,14 +4,14 @@
 
 namespace ballast::server {
 
-absl::StatusOr<OwnedShard> ReadShard(Job& job, uint64_t generation, uint64_t step, int chunk) {
+absl::StatusOr<OwnedWeights> ReadWeights(Job& job, uint64_t generation, uint64_t step, int chunk) {
   const Chunk& place = job.layout().chunks()[chunk];
   const size_t size_bytes = place.elements * SizeBytes(job.spec().groups[place.group].return_dtype);
-  OwnedShard shard = {.memory = std::shared_ptr<std::byte[]>(new std::byte[size_bytes]),
-                      .size_bytes = size_bytes};
+  OwnedWeights weights = {.memory = std::shared_ptr<std::byte[]>(new std::byte[size_bytes]),
+                          .size_bytes = size_bytes};
   BALLAST_RETURN_IF_ERROR(
-      job.ReadShard(generation, step, chunk, absl::MakeSpan(shard.memory.get(), size_bytes)));
-  return shard;
+      job.ReadShard(generation, step, chunk, absl::MakeSpan(weights.memory.get(), size_bytes)));
+  return weights;
 }
 
 }  // namespace ballast::server

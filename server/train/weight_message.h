@@ -1,4 +1,4 @@
-// Weight chunks on their way out.
+// Weights of a chunk, as they are sent.
 #ifndef BALLAST_SERVER_TRAIN_WEIGHT_MESSAGE_H_
 #define BALLAST_SERVER_TRAIN_WEIGHT_MESSAGE_H_
 
@@ -20,14 +20,14 @@ inline v1::WeightHeader MakeWeightHeader(uint64_t step, int chunk, bool provisio
   return header;
 }
 
-// A chunk's weights in a buffer of their own.
-struct OwnedShard {
+// A chunk's weights in memory of their own.
+struct OwnedWeights {
   std::shared_ptr<std::byte[]> memory;
   size_t size_bytes = 0;
   absl::Span<const std::byte> bytes() const { return {memory.get(), size_bytes}; }
 };
-// The errors of Job::ReadShard. The caller knows that the chunk exists.
-absl::StatusOr<OwnedShard> ReadShard(Job& job, uint64_t generation, uint64_t step, int chunk);
+// Returns the errors of Job::ReadShard. The chunk must exist.
+absl::StatusOr<OwnedWeights> ReadWeights(Job& job, uint64_t generation, uint64_t step, int chunk);
 
 }  // namespace ballast::server
 

@@ -1,6 +1,7 @@
 #include "server/train/weights_reader.h"
 
 #include <numeric>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
@@ -11,7 +12,9 @@
 
 namespace ballast::server {
 
-WeightsReader::WeightsReader(const Engine& engine, const grpc::ByteBuffer& request) {
+WeightsReader::WeightsReader(const Engine& engine, CallPools& pools,
+                             const grpc::ByteBuffer& request)
+    : pools_(pools) {
   const absl::Status opened = Open(engine, request);
   if (!opened.ok()) {
     Finish(proto::ToGrpc(opened));
@@ -23,6 +26,7 @@ WeightsReader::WeightsReader(const Engine& engine, const grpc::ByteBuffer& reque
   StartWrite(&write_buffer_);
 }
 
+// The next chunk is converted when the last one has been taken, so a slow reader needs no memory.
 void WeightsReader::OnWriteDone(bool ok) {
   if (!ok) return Finish(proto::ToGrpc(absl::CancelledError("the reader is gone")));
   if (next_ == chunks_.size()) return Finish(grpc::Status::OK);
@@ -30,6 +34,11 @@ void WeightsReader::OnWriteDone(bool ok) {
   if (!bytes.ok()) return Finish(proto::ToGrpc(bytes.status()));
   write_buffer_ = *std::move(bytes);
   StartWrite(&write_buffer_);
+}
+
+void WeightsReader::OnDone() {
+  pools_.LetGo(std::move(job_));
+  delete this;
 }
 
 absl::Status WeightsReader::Open(const Engine& engine, const grpc::ByteBuffer& bytes) {
@@ -45,7 +54,7 @@ absl::Status WeightsReader::Open(const Engine& engine, const grpc::ByteBuffer& b
   step_ = status.committed_step;
   if (request.has_step() && request.step() != step_) {
     return absl::FailedPreconditionError(absl::StrCat(
-        request.name(), " stands at step ", step_, ", not at ", request.step(), " as asked for"));
+        request.name(), " is at step ", step_, ", not at ", request.step(), " as requested"));
   }
   const size_t chunks_of_job = job_->layout().chunks().size();
   if (request.chunks().empty()) {
@@ -66,9 +75,10 @@ absl::Status WeightsReader::Open(const Engine& engine, const grpc::ByteBuffer& b
 
 absl::StatusOr<grpc::ByteBuffer> WeightsReader::NextChunk() {
   const int chunk = chunks_[next_++];
-  BALLAST_ASSIGN_OR_RETURN(const OwnedShard shard, ReadShard(*job_, generation_, step_, chunk));
-  return proto::SerializeReadWeights(MakeWeightHeader(step_, chunk), shard.bytes(),
-                                     [memory = shard.memory] {});
+  BALLAST_ASSIGN_OR_RETURN(const OwnedWeights weights,
+                           ReadWeights(*job_, generation_, step_, chunk));
+  return proto::SerializeReadWeights(MakeWeightHeader(step_, chunk), weights.bytes(),
+                                     [memory = weights.memory] {});
 }
 
 }  // namespace ballast::server

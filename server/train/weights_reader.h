@@ -9,24 +9,26 @@
 #include <vector>
 
 #include "cpu_optimizer_service/engine.h"
+#include "server/call_pool.h"
 
 namespace ballast::server {
 
 // Owns itself: gRPC calls OnDone last, which deletes it. One chunk is in memory at a time.
 class WeightsReader final : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
  public:
-  // The engine outlives it.
-  WeightsReader(const Engine& engine, const grpc::ByteBuffer& request);
+  // The engine and the pools outlive it.
+  WeightsReader(const Engine& engine, CallPools& pools, const grpc::ByteBuffer& request);
 
   void OnWriteDone(bool ok) override;
-  void OnDone() override { delete this; }
+  void OnDone() override;
 
  private:
   absl::Status Open(const Engine& engine, const grpc::ByteBuffer& request);
   absl::StatusOr<grpc::ByteBuffer> NextChunk();
 
+  CallPools& pools_;
   std::shared_ptr<Job> job_;
-  uint64_t generation_ = 0;  // A load while chunks are read must not go unnoticed.
+  uint64_t generation_ = 0;  // A load while chunks are read ends the call.
   uint64_t step_ = 0;
   std::vector<int> chunks_;
   size_t next_ = 0;

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <filesystem>
 
-#include "server/transport_settings.h"
+#include "server/call_pool.h"
 #include "tests/server/tiny_job.h"
 
 namespace ballast::server {
@@ -19,7 +19,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-TEST(Server, SaysWhichPortTheSystemChose) {
+TEST(Server, ReportsThePortThatTheSystemChose) {
   Engine engine({.memory_limit_bytes = kTestMemoryBytes, .threads = 1});
   const std::string socket = "unix:" + testing::TempDir() + "ballast_s_" + std::to_string(getpid());
   const auto server = Server::Start(engine, {.listen = {"127.0.0.1:0", socket}});
@@ -105,13 +105,13 @@ TEST(Server, ListsItsServicesByReflection) {
   }
 }
 
-TEST(Server, BoundsTheCallsThatBlockAThreadAndRefusesTheOthers) {
+TEST(Server, BoundsReadersThatDoNotReadAndAnswersOtherCallsMeanwhile) {
   ServiceForTests service;
-  grpc::ChannelArguments arguments;  // What nobody reads stays with the service.
+  grpc::ChannelArguments arguments;  // What is not read stays with the service.
   arguments.SetInt(GRPC_ARG_HTTP2_BDP_PROBE, 0);
   service.Use(grpc::CreateCustomChannel(service.server().addresses()[0],
                                         grpc::InsecureChannelCredentials(), arguments));
-  constexpr int64_t kElements = 1 << 20;  // More than a stream holds that nobody reads.
+  constexpr int64_t kElements = 1 << 20;  // More than fits into a stream that is not read.
   v1::CreateJobRequest create;
   *create.mutable_job() = TinyJob("large", /*world_size=*/1);
   create.mutable_job()->clear_chunk_elements();
@@ -134,27 +134,35 @@ TEST(Server, BoundsTheCallsThatBlockAThreadAndRefusesTheOthers) {
   std::vector<std::unique_ptr<grpc::ClientContext>> contexts;
   std::vector<std::unique_ptr<grpc::ClientReader<v1::ReadStateResponse>>> stuck;
   int refused = 0;
-  for (int i = 0; i < kMaxCallThreads + 20; ++i) {
+  for (size_t i = 0; i < kMaxReaders + 20; ++i) {
     contexts.push_back(std::make_unique<grpc::ClientContext>());
     auto reader = service.state().ReadState(contexts.back().get(), request);
     v1::ReadStateResponse first;
     if (reader->Read(&first)) {
       stuck.push_back(std::move(reader));
     } else {
-      EXPECT_EQ(reader->Finish().error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+      const grpc::Status status = reader->Finish();
+      EXPECT_EQ(status.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+      EXPECT_THAT(status.error_message(), HasSubstr("256 calls that read state in progress"));
       ++refused;
     }
   }
-  EXPECT_GT(stuck.size(), kMaxCallThreads / 2);
-  EXPECT_GE(refused, 20);
+  EXPECT_EQ(stuck.size(), kMaxReaders);
+  EXPECT_EQ(refused, 20);
+  grpc::ClientContext list_context;
+  v1::ListJobsResponse list;
+  EXPECT_TRUE(service.jobs().ListJobs(&list_context, {}, &list).ok());
+  EXPECT_EQ(list.jobs_size(), 1);
 
   for (const auto& context : contexts) context->TryCancel();
   for (const auto& reader : stuck) EXPECT_FALSE(reader->Finish().ok());
   grpc::Status status;
-  do {  // Until the first of them has given its thread back.
+  do {  // Until the first of them has left.
     grpc::ClientContext context;
-    v1::ListJobsResponse response;
-    status = service.jobs().ListJobs(&context, {}, &response);
+    v1::SummarizeStateRequest summarize;
+    summarize.set_name(request.name());
+    v1::StateSummary summary;
+    status = service.state().SummarizeState(&context, summarize, &summary);
   } while (status.error_code() == grpc::StatusCode::RESOURCE_EXHAUSTED);
   EXPECT_TRUE(status.ok()) << status.error_message();
 }

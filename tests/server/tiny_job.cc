@@ -164,10 +164,10 @@ grpc::Status TestWorker::Attach(std::optional<uint64_t> generation) {
   if (generation.has_value()) request.set_generation(*generation);
   request.set_shared_memory(asks_for_shared_memory_);
   const grpc::Status status = service_.jobs().AttachWorker(&context, request, &attachment_);
-  const int world_size = attachment_.job().world_size();
   chunks_.clear();
-  if (rank_ == 0) chunks_ = {0};
-  if (rank_ == world_size - 1) chunks_.insert(chunks_.end(), {1, 2});
+  for (int chunk = 0; chunk < attachment_.job().partitions_size(); ++chunk) {
+    if (attachment_.job().partitions(chunk).rank() == rank_) chunks_.push_back(chunk);
+  }
   return status;
 }
 
@@ -211,6 +211,7 @@ void TestWorker::OpenStream() {
   *request.mutable_open() = OpenMessage();
   ASSERT_TRUE(Write(request));
   written_ = 1;
+  acknowledged_ = 0;
   const v1::TrainResponse response = Next();
   ASSERT_TRUE(response.has_opened()) << response.DebugString();
 }
@@ -296,7 +297,7 @@ grpc::Status TestWorker::ReadUntilEnd() {
 
 int64_t TestWorker::UsedElements(int chunk) const {
   constexpr int64_t kUsed[] = {256, 84, 10};
-  return kUsed[chunk];
+  return chunk < 3 ? kUsed[chunk] : 256;
 }
 
 std::string TestWorker::Payload(int chunk, float value) const {
@@ -316,7 +317,7 @@ void CreateTinyJob(ServiceForTests& service, const std::string& name,
   v1::Job job;
   const grpc::Status created = service.jobs().CreateJob(&context, request, &job);
   ASSERT_TRUE(created.ok()) << created.error_message();
-  for (const int rank : {0, 1}) {
+  for (int rank = 0; rank < job.world_size(); ++rank) {
     TestWorker worker(service, name, rank, Codec::kGenerated);
     ASSERT_TRUE(worker.Attach().ok());
     const grpc::Status uploaded = worker.Upload();

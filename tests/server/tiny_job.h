@@ -101,7 +101,8 @@ class TestWorker {
   std::map<int, std::string> weights_;
 };
 
-// Creates the job and gives it weights. The job may differ from TinyJob, but not in its layout.
+// Creates the job and gives it weights, from all its ranks. The job may differ from TinyJob, but
+// each partition range must be one chunk of 256 elements.
 void CreateTinyJob(ServiceForTests& service, const std::string& name,
                    const std::optional<v1::Job>& job = std::nullopt);
 // All workers' whole step of two micro-steps, seals included.

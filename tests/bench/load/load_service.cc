@@ -20,9 +20,9 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "client/connect.h"
+#include "cpu_optimizer_service/common/available_memory.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/engine.h"
-#include "server/ballastd/memory_limit.h"
 #include "server/server.h"
 
 namespace ballast::bench {
@@ -60,7 +60,7 @@ class ServiceInside final : public LoadService {
     return self;
   }
   explicit ServiceInside(int threads)
-      : engine_({.memory_limit_bytes = server::DefaultMemoryLimitBytes(), .threads = threads}) {}
+      : engine_({.memory_limit_bytes = DefaultMemoryLimitBytes(), .threads = threads}) {}
   absl::StatusOr<std::shared_ptr<grpc::Channel>> NewChannel() override {
     return server_->InProcessChannel();
   }

@@ -22,6 +22,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/connect.h"
 #include "client/session.h"
+#include "cpu_optimizer_service/common/heap_settings.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "tests/bench/figures.h"
 #include "tests/bench/load/process_usage.h"
@@ -115,7 +116,7 @@ constexpr Size kShort = {.rounds = 1, .messages = 8};
 absl::Status Run(const Size& size, const std::string& json_path) {
   ExchangeServers servers;
   BALLAST_RETURN_IF_ERROR(servers.Start());
-  client::KeepHeapWarm();
+  KeepHeapWarm();
   const SendMemory memory;
   std::map<std::string, std::shared_ptr<grpc::Channel>> channels;
   std::map<std::string, std::vector<double>> samples;

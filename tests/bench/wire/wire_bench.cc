@@ -20,7 +20,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
-#include "client/connect.h"
+#include "cpu_optimizer_service/common/heap_settings.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "tests/bench/figures.h"
 #include "tests/bench/load/process_usage.h"
@@ -177,7 +177,7 @@ class WireBench {
 };
 
 absl::Status RunWireBench(const WirePeer& peer, Size size, const std::string& json_path) {
-  client::KeepHeapWarm();
+  KeepHeapWarm();
   WireBench bench(peer, size);
   BALLAST_RETURN_IF_ERROR(bench.Open());
   BALLAST_RETURN_IF_ERROR(bench.Run());

@@ -91,10 +91,10 @@ absl::StatusOr<uint64_t> EngineTransport::ReadWeights(
   }
   for (const uint32_t chunk : request.chunks()) {
     BALLAST_ASSIGN_OR_RETURN(
-        const server::OwnedShard shard,
-        server::ReadShard(*job, status.generation, step, static_cast<int>(chunk)));
+        const server::OwnedWeights weights,
+        server::ReadWeights(*job, status.generation, step, static_cast<int>(chunk)));
     BALLAST_RETURN_IF_ERROR(
-        place(server::MakeWeightHeader(step, static_cast<int>(chunk)), {shard.bytes()}));
+        place(server::MakeWeightHeader(step, static_cast<int>(chunk)), {weights.bytes()}));
   }
   return step;
 }

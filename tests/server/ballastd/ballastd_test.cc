@@ -22,7 +22,7 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-// Of a checkpoint.
+// The step of a saved checkpoint.
 int SavedStep(const std::string& directory) {
   return nlohmann::json::parse(ReadFile(directory + "/index.json")).at("step");
 }
@@ -84,7 +84,7 @@ TEST(Ballastd, SavesEveryJobOnSigterm) {
   std::filesystem::remove_all(checkpoints);
 }
 
-TEST(Ballastd, SaysWhatIsLostOnSigtermWithoutACheckpointDirectory) {
+TEST(Ballastd, ReportsWhatIsLostOnSigtermWithoutACheckpointDirectory) {
   Ballastd service(BALLASTD_PATH, {"--listen=127.0.0.1:0"});
   CreateJob(service.Address(), "one");
   CreateJob(service.Address(), "two");
@@ -94,7 +94,7 @@ TEST(Ballastd, SaysWhatIsLostOnSigtermWithoutACheckpointDirectory) {
               AllOf(HasSubstr("lost job one at step 0"), HasSubstr("lost job two at step 0")));
 }
 
-TEST(Ballastd, SaysWhyASaveOnSigtermFailed) {
+TEST(Ballastd, ReportsWhyASaveOnSigtermFailed) {
   Ballastd service(BALLASTD_PATH, {"--listen=127.0.0.1:0", "--checkpoint-dir=/proc/nowhere"});
   CreateJob(service.Address(), "one");
   service.Signal(SIGTERM);
@@ -245,9 +245,10 @@ TEST(Ballastd, ExitsAtOnceOnASecondSignal) {
 }
 
 TEST(Ballastd, TellsInOneLineWhatIsWrongWithItsFlags) {
-  for (const char* flag : {"--no-such-flag", "--threads=many", "--threads=-1", "stray",
-                           "--memory-limit=20XB", "--log-level=loud", "--drain-seconds=-1",
-                           "--seal-deadline-seconds=nan", "--listen=", "--shared-memory=yes"}) {
+  for (const char* flag :
+       {"--no-such-flag", "--threads=many", "--threads=-1", "stray", "--memory-limit=20XB",
+        "--log-level=loud", "--drain-seconds=-1", "--seal-deadline-seconds=nan",
+        "--listen=", "--flagfile=x", "--shared-memory=yes"}) {
     Ballastd service(BALLASTD_PATH, {flag});
     EXPECT_EQ(service.Address(), "") << flag;
     EXPECT_EQ(service.ExitCode(), 2) << flag;

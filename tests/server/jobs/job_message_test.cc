@@ -73,7 +73,7 @@ TEST(JobMessage, StaysWithinItsBoundWhateverTheRunRecords) {
   JobDriver driver(engine, spec);
   driver.UploadWeights();
   for (size_t step = 1; step <= kRecentSteps + 1; ++step) {
-    AttachAll(driver);  // With listeners that have not kept what they were told before.
+    AttachAll(driver);  // With new listeners, which have recorded nothing.
     SkipAStep(driver);
   }
   // A part of a step, so that every rank is behind.

@@ -1,4 +1,4 @@
-// The other end of the shared memory's side socket, by plain system calls, so that a test can say
+// The other end of the shared memory's side socket, by plain system calls, so that a test can send
 // anything there. Safe in a forked child.
 #ifndef BALLAST_TESTS_SERVER_SHARED_MEMORY_SHARED_MEMORY_PEER_H_
 #define BALLAST_TESTS_SERVER_SHARED_MEMORY_SHARED_MEMORY_PEER_H_
@@ -25,7 +25,7 @@ class SharedMemoryPeer {
  public:
   static constexpr int kPatienceMs = 30'000;
 
-  // Connects; ok() says whether that worked.
+  // Connects; ok() returns whether that succeeded.
   explicit SharedMemoryPeer(absl::string_view name)
       : socket_(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)) {
     sockaddr_un address = {};
@@ -47,7 +47,7 @@ class SharedMemoryPeer {
     socket_ = -1;
   }
 
-  // One message, with `descriptors` beside it.
+  // Sends one message, with `descriptors`.
   bool Say(absl::string_view bytes, absl::Span<const int> descriptors = {}) {
     iovec place = {.iov_base = const_cast<char*>(bytes.data()), .iov_len = bytes.size()};
     alignas(cmsghdr) char control[CMSG_SPACE(16 * sizeof(int))] = {};
@@ -67,7 +67,7 @@ class SharedMemoryPeer {
   }
 
   // The next message; empty: the connection has ended. Nothing if none of that happens in time. A
-  // descriptor that comes along is kept.
+  // descriptor that arrives with it is kept.
   std::optional<std::string> Reply() {
     pollfd wait = {.fd = socket_, .events = POLLIN, .revents = 0};
     if (poll(&wait, 1, kPatienceMs) != 1) return std::nullopt;
@@ -80,7 +80,7 @@ class SharedMemoryPeer {
     message.msg_control = control;
     message.msg_controllen = sizeof(control);
     const ssize_t size = recvmsg(socket_, &message, MSG_CMSG_CLOEXEC);
-    if (size < 0) return errno == ECONNRESET ? Reply() : "";  // Junk that nobody read comes first.
+    if (size < 0) return errno == ECONNRESET ? Reply() : "";  // Unread bytes arrive first.
     const cmsghdr* header = CMSG_FIRSTHDR(&message);
     if (header != nullptr && header->cmsg_type == SCM_RIGHTS) {
       std::memcpy(&memory_file_, CMSG_DATA(header), sizeof(int));
@@ -88,7 +88,7 @@ class SharedMemoryPeer {
     return std::string(bytes, static_cast<size_t>(size));
   }
 
-  int memory_file() const { return memory_file_; }  // -1: none has come.
+  int memory_file() const { return memory_file_; }  // -1: none has arrived.
   int64_t memory_bytes() const {
     struct stat file = {};
     return fstat(memory_file_, &file) == 0 ? file.st_size : -1;

@@ -87,7 +87,7 @@ class SharedMemoryServerTest : public testing::Test {
   int64_t RankBytes(int rank) const {
     return RankMemoryLayout(job_->layout(), job_->spec().groups, rank).size_bytes();
   }
-  // Whoever says this instead of a token is refused, and nothing is left of it.
+  // A peer that sends this instead of a token is refused, and leaves nothing behind.
   void ExpectRefused(absl::string_view said, absl::Span<const int> descriptors,
                      const std::string& why) {
     SharedMemoryPeer peer(Offer(0).socket());
@@ -105,7 +105,7 @@ class SharedMemoryServerTest : public testing::Test {
   int64_t used_bytes_ = 0;
 };
 
-TEST_F(SharedMemoryServerTest, HandsMemoryToWhoeverShowsTheTokenAndDropsItAtTheConnectionsEnd) {
+TEST_F(SharedMemoryServerTest, GivesMemoryToThePeerWithTheTokenAndDropsItAtTheConnectionsEnd) {
   const v1::SharedMemoryOffer offer = Offer(3);
   {
     SharedMemoryPeer peer(offer.socket());
@@ -117,7 +117,7 @@ TEST_F(SharedMemoryServerTest, HandsMemoryToWhoeverShowsTheTokenAndDropsItAtTheC
     EXPECT_FALSE(Shares(2));
     EXPECT_EQ(AddedBytes(), RankBytes(3));
     EXPECT_EQ(job_->Status().rank_memory_bytes, RankBytes(3));
-    // The peer's mapping is good for as long as it likes, whatever becomes of the rest.
+    // The peer's mapping stays valid, also after the connection and the job have ended.
     peer.Close();
     EXPECT_TRUE(Eventually([&] { return !Shares(3) && AddedBytes() == 0; }));
     peer.memory()[0] = std::byte{1};
@@ -156,12 +156,12 @@ TEST_F(SharedMemoryServerTest, RefusesJunkAndKeepsNoDescriptorThatComesWithIt) {
   ExpectRefused(std::string(100'000, 'x'), {}, "not a token");
   ExpectRefused("", {}, "no token");
   ExpectRefused("x", {0, 1, 2}, "not a token");
-  // A good token does not excuse what comes with it.
+  // Descriptors that arrive with a valid token are refused all the same.
   ExpectRefused(Offer(1).token(), {0, 1, 2, 0, 1, 2}, "not a token");
   EXPECT_TRUE(Eventually([&] { return OpenDescriptors() == descriptors; }));
 }
 
-TEST_F(SharedMemoryServerTest, TakesMemoryBackFromWhoeverSaysMore) {
+TEST_F(SharedMemoryServerTest, TakesMemoryBackFromAPeerThatSendsMore) {
   for (const bool at_once : {false, true}) {
     const v1::SharedMemoryOffer offer = Offer(2);
     SharedMemoryPeer peer(offer.socket());
@@ -174,7 +174,7 @@ TEST_F(SharedMemoryServerTest, TakesMemoryBackFromWhoeverSaysMore) {
   }
 }
 
-TEST_F(SharedMemoryServerTest, DropsWhoeverStaysSilent) {
+TEST_F(SharedMemoryServerTest, DropsPeersThatStaySilent) {
   Open({.silence = std::chrono::milliseconds(20)});
   SharedMemoryPeer silent(Offer(0).socket());
   EXPECT_THAT(silent.Reply(), testing::Optional(HasSubstr("in time")));
@@ -287,7 +287,8 @@ TEST_F(SharedMemoryServerTest, LooksWhoHoldsTheRankBeforeItMakesMemory) {
   const RankHolder holder = Attach(0);
   const v1::SharedMemoryOffer offer = door_->Offer(job_, holder).value();
   Attach(0, "another");
-  std::vector<MemoryBudget::Reservation> taken;  // So that making it would be told otherwise.
+  std::vector<MemoryBudget::Reservation>
+      taken;  // So that making it would fail with another message.
   while (engine_.memory().limit_bytes() - engine_.memory().used_bytes() >= RankBytes(0)) {
     taken.push_back(job_->ReserveRankMemory(0).value());
   }

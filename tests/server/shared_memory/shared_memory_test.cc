@@ -97,7 +97,7 @@ TEST_F(SharedMemoryTest, CannotBeMadeSmallerOrLargerByThePeerNorUnsealed) {
   // Nor could writing be sealed off, which would make our next write fail.
   EXPECT_EQ(fcntl(descriptor_, F_ADD_SEALS, F_SEAL_WRITE), -1);
   EXPECT_EQ(errno, EPERM);
-  // A hole is filled again by whoever writes there: the values are lost, and nothing else.
+  // A write fills a hole again: the values are lost, and nothing else.
   memory_->weights(0)[0] = std::byte{1};
   EXPECT_EQ(
       fallocate(descriptor_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, places_.size_bytes()),

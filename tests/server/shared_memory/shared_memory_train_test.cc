@@ -87,7 +87,7 @@ v1::AttachWorkerResponse Attach(ServiceForTests& service, const v1::AttachWorker
   return response;
 }
 
-TEST(SharedMemoryTrain, IsOfferedToWhoeverTakesARankAndAsks) {
+TEST(SharedMemoryTrain, IsOfferedToAProcessThatTakesARankAndAsks) {
   for (const bool allowed : {true, false}) {
     ServiceForTests service({.listen = {"127.0.0.1:0"}, .shared_memory = allowed});
     CreateTinyJob(service, "tiny");
@@ -251,17 +251,17 @@ TEST(SharedMemoryTrain, TellsTheWeightsOfManyChunksInFewMessages) {
   worker.EndMicroStep(1, 0);
   worker.Seal(1, 1);
   int messages = 0;
-  std::vector<int> told;
+  std::vector<int> announced;
   while (true) {
     const v1::TrainResponse message = worker.Next();
     ASSERT_NE(message.kind_case(), v1::TrainResponse::KIND_NOT_SET);
     if (message.has_committed()) break;
     messages += message.has_shared_weights();
     const auto& in_message = message.shared_weights().chunks();
-    told.insert(told.end(), in_message.begin(), in_message.end());
+    announced.insert(announced.end(), in_message.begin(), in_message.end());
   }
   EXPECT_LE(messages, 34);
-  EXPECT_THAT(told, testing::UnorderedElementsAreArray(chunks));
+  EXPECT_THAT(announced, testing::UnorderedElementsAreArray(chunks));
 }
 
 // ---------------------------------------------------------------- hostile workers
@@ -390,7 +390,7 @@ TEST_F(HostileSharedMemory, ThatChangesAllTheTimeHarmsOnlyItsOwnJob) {
   constexpr uint64_t kManySteps = 40;
   OpenVictim();
   for (const bool speculate : {false, true}) {
-    const std::string name = speculate ? "guessing" : "waiting";
+    const std::string name = speculate ? "speculating" : "waiting";
     CreateTinyJob(service_, name, speculate ? SpeculatingJob(name) : TinyJob(name));
     SharingWorker first(service_, name, 0), second(service_, name, 1);
     for (SharingWorker* worker : {&first, &second}) {
@@ -431,7 +431,7 @@ pid_t StartScribbler(const v1::SharedMemoryOffer& offer, int ready) {
   _exit(1);
 }
 
-TEST_F(HostileSharedMemory, OfAProcessThatIsKilledInMidWriteHarmsNobody) {
+TEST_F(HostileSharedMemory, OfAProcessThatIsKilledInMidWriteHarmsNoOtherProcess) {
   OpenVictim();
   CreateTinyJob(service_, "killed");
   uint64_t step = 0;

@@ -55,7 +55,7 @@ class SharingWorker : public TestWorker {
     }
     return places;
   }
-  void LetGo() { peer_->Close(); }  // Of the memory; our mapping stays.
+  void LetGo() { peer_->Close(); }  // Gives up the memory; its mapping stays.
 
   // All elements of the chunk, padding excepted.
   void Fill(int chunk, float value) {
@@ -89,7 +89,7 @@ class SharingWorker : public TestWorker {
   // The weights of an applied step by chunk, from where they lie; empty if it was skipped.
   std::map<int, std::string> ReadStepInPlace() {
     std::map<int, std::string> weights;
-    std::vector<int> told;
+    std::vector<int> announced;
     bool applied = false;
     while (true) {
       const v1::TrainResponse message = Next();
@@ -101,15 +101,16 @@ class SharingWorker : public TestWorker {
       EXPECT_FALSE(message.has_weights()) << "sent, though it could be seen";
       if (message.has_decision()) applied = message.decision().applied();
       for (const uint32_t chunk : message.decision().dropped_chunks()) {
-        std::erase(told, static_cast<int>(chunk));
+        std::erase(announced, static_cast<int>(chunk));
       }
       const auto& chunks = message.shared_weights().chunks();
-      told.insert(told.end(), chunks.begin(), chunks.end());
+      announced.insert(announced.end(), chunks.begin(), chunks.end());
       if (message.has_committed()) break;
     }
     if (!applied) return {};
-    for (const int chunk : told) {
-      EXPECT_TRUE(weights.emplace(chunk, weights_there(chunk)).second) << "told twice: " << chunk;
+    for (const int chunk : announced) {
+      EXPECT_TRUE(weights.emplace(chunk, weights_there(chunk)).second)
+          << "announced twice: " << chunk;
     }
     return weights;
   }

@@ -14,7 +14,7 @@ namespace ballast::server {
 namespace {
 
 constexpr int kChunks = 10;
-constexpr int kManyChunks = 96;  // Of which three in place make a message.
+constexpr int kManyChunks = 96;  // Three of them, in place, make a message.
 
 // Keeps what was started; the test decides when it is done.
 class FakeWire : public RankWire {
@@ -188,7 +188,7 @@ TEST_F(RankOutboxTest, ReadsWeightsThatFoundNoBufferWhenTheirTurnComes) {
   EXPECT_THAT(sent, testing::Each(0x3f80));  // 1.0 in bf16.
 }
 
-TEST_F(RankOutboxTest, MarksProvisionalWeightsAndSaysWhichOfThemAreDropped) {
+TEST_F(RankOutboxTest, MarksProvisionalWeightsAndNamesThoseThatAreDropped) {
   Open();
   const auto pool = WeightBufferPool::Create(2 * kBlockElements, 2);
   for (const int chunk : {7, 3}) {
@@ -329,7 +329,7 @@ TEST_F(RankOutboxTest, HoldsWeightsInPlaceBackUntilTheyAreEnoughOrSomethingFollo
   WriteDone();
   EXPECT_TRUE(wire_.last.message.has_committed());
   WriteDone();
-  // Of two kinds, neither enough: the first is not waited for any more.
+  // Two kinds, and too few of each for a message: the first is sent, because no more of it can follow.
   TellProvisionalInPlace(5, 1);
   EXPECT_EQ(wire_.writes, writes + 4);
   TellProvisionalInPlace(6, 1);

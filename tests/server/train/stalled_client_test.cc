@@ -44,7 +44,7 @@ int64_t StatusBytes(pid_t pid, const std::string& field) {
   return at == std::string::npos ? -1 : 1024 * std::stoll(text.substr(at + field.size() + 1));
 }
 
-// One rank's stream, as a client that does exactly what the test says.
+// One rank's stream, as a client that does only what the test calls.
 class Rank {
  public:
   Rank(std::shared_ptr<grpc::Channel> channel, const std::string& job, int rank)
@@ -86,7 +86,7 @@ class Rank {
     EXPECT_TRUE(stream_->Write(request));
     gradient_.mutable_gradient()->set_payload(std::string(kMessageBytes, '\1'));
   }
-  // The rest may be called after Cancel, and then says false.
+  // The other calls may follow Cancel, and then return false.
   void Cancel() { context_.TryCancel(); }
 
   bool Begin(uint64_t step) {
@@ -214,7 +214,7 @@ TEST_F(StalledClient, ThatNeverReadsItsAcknowledgementsMakesNothingGrow) {
   for (int i = 0; i < kMessages; ++i) ASSERT_TRUE(ranks[0]->Gradient(2, 0)) << i;  // Repeats.
   EXPECT_LE(GrowthBytes(), kGrowthBytes);
   static_assert(kMessages * kMessageBytes > 10 * kGrowthBytes);
-  // All of them were held: the stream's first step took one for opening, the step's and two more.
+  // All of them were accepted: the stream's first step took one for opening, the step's and two more.
   EXPECT_TRUE(ranks[0]->ReadUntilAcknowledged(1 + (1 + kChunksOfRank + 2) + 1 + kMessages));
 }
 
@@ -222,14 +222,14 @@ TEST_F(StalledClient, ThatReadsNoWeightsMakesNothingGrowWhileOthersGoOn) {
   const auto stalled = OpenJob("stalled"), other = OpenJob("other");
   StartWatching();
   // Rank 0 learns that steps are committed from rank 1, and reads nothing itself.
-  std::atomic<uint64_t> steps_beside_it = 0;
+  std::atomic<uint64_t> steps_meanwhile = 0;
   std::thread stalled_job([&] {
     for (uint64_t step = 2;; ++step) {
       if (!stalled[0]->SendStep(step) || !stalled[1]->SendStep(step) ||
           !stalled[1]->ReadUntilCommitted(step)) {
         return;
       }
-      ++steps_beside_it;
+      ++steps_meanwhile;
     }
   });
   constexpr uint64_t kSteps = 50;
@@ -240,7 +240,7 @@ TEST_F(StalledClient, ThatReadsNoWeightsMakesNothingGrowWhileOthersGoOn) {
   EXPECT_LE(GrowthBytes(), kGrowthBytes);
   for (const auto& rank : stalled) rank->Cancel();
   stalled_job.join();
-  EXPECT_GE(steps_beside_it, 1);
+  EXPECT_GE(steps_meanwhile, 1);
   EXPECT_TRUE(TrainStep(other, done + 1));
 }
 

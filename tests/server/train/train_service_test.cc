@@ -134,7 +134,7 @@ TEST_F(TrainServiceStep, CountsARepeatedContributionOnce) {
   }
   first.Begin(1);
   first.Gradient(1, 0, 0, 0.25f);
-  first.Gradient(1, 0, 0, 99);  // The same micro-step again: dropped, whatever it holds.
+  first.Gradient(1, 0, 0, 99);  // The same micro-step again: dropped, whatever its values are.
   first.Begin(1);
   first.ReadUntilAcknowledged();
   SendStep(first, second, 1);

@@ -1,4 +1,6 @@
-#include "client/session/available_memory.h"
+#include "cpu_optimizer_service/common/available_memory.h"
+
+#include <unistd.h>
 
 #include <algorithm>
 #include <fstream>
@@ -7,7 +9,7 @@
 
 #include "absl/strings/numbers.h"
 
-namespace ballast::client {
+namespace ballast {
 namespace {
 
 // The number after `name`, or the file's first word if `name` is empty.
@@ -42,4 +44,15 @@ int64_t AvailableMemoryBytes(const std::string& meminfo_path, const std::string&
   return available_bytes;
 }
 
-}  // namespace ballast::client
+int64_t PhysicalMemoryBytes() {
+  return static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
+}
+
+int64_t DefaultMemoryLimitBytes(int64_t physical_bytes, const std::string& cgroup_folder) {
+  int64_t usable_bytes = physical_bytes;
+  const auto limit = ReadNumber(cgroup_folder + "/memory.max", "");
+  if (limit.has_value() && *limit > 0) usable_bytes = std::min(usable_bytes, *limit);
+  return static_cast<int64_t>(0.8 * static_cast<double>(usable_bytes));
+}
+
+}  // namespace ballast

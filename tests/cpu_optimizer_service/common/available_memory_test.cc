@@ -1,4 +1,4 @@
-#include "client/session/available_memory.h"
+#include "cpu_optimizer_service/common/available_memory.h"
 
 #include <gtest/gtest.h>
 
@@ -6,7 +6,7 @@
 #include <fstream>
 #include <limits>
 
-namespace ballast::client {
+namespace ballast {
 namespace {
 
 class AvailableMemoryTest : public testing::Test {
@@ -49,5 +49,29 @@ TEST_F(AvailableMemoryTest, IsWhatIsLeftUnderTheControlGroupSLimitIfThatIsLess) 
 
 TEST(AvailableMemory, OfThisMachineIsSomething) { EXPECT_GT(AvailableMemoryBytes(), 0); }
 
+class MemoryLimitTest : public AvailableMemoryTest {
+ protected:
+  int64_t LimitOf10000BytesIn(const std::string& cgroup_limit) {
+    Write("memory.max", cgroup_limit + "\n");
+    return DefaultMemoryLimitBytes(10000, folder_);
+  }
+};
+
+TEST_F(MemoryLimitTest, IsMostOfThePhysicalMemoryWithoutAControlGroup) {
+  EXPECT_EQ(DefaultMemoryLimitBytes(10000, "/nonexistent"), 8000);
+  EXPECT_GT(PhysicalMemoryBytes(), 1 << 20);
+}
+
+TEST_F(MemoryLimitTest, IsMostOfTheControlGroupsIfThatIsLess) {
+  EXPECT_EQ(LimitOf10000BytesIn("5000"), 4000);
+  EXPECT_EQ(LimitOf10000BytesIn("20000"), 8000);
+}
+
+TEST_F(MemoryLimitTest, IgnoresAControlGroupWithoutANumber) {
+  for (const char* text : {"max", "", "-1", "0", "99999999999999999999"}) {
+    EXPECT_EQ(LimitOf10000BytesIn(text), 8000) << text;
+  }
+}
+
 }  // namespace
-}  // namespace ballast::client
+}  // namespace ballast

@@ -1,0 +1,30 @@
+#include "cpu_optimizer_service/common/heap_settings.h"
+
+#include <malloc.h>
+
+namespace ballast {
+namespace {
+
+// gRPC receives into slices from malloc. With glibc's own thresholds the top of the heap, and every
+// block above the mmap threshold, goes back to the system as soon as it is free, and is faulted in
+// again for the next message: 2.2 instead of 4.0 GB/s over loopback, measured.
+//
+// Beyond this much free memory the heap is still trimmed, so that a burst is not kept for ever.
+constexpr int kTrimThresholdBytes = 512 << 20;
+// Setting one threshold stops glibc from adapting the other, which then stays at 128 KiB, below a
+// message. This is the most that it accepts, on 64-bit systems; messages and the slices of their
+// payloads are smaller, the engine's arenas are mapped by themselves.
+constexpr int kMmapThresholdBytes = 32 << 20;
+
+}  // namespace
+
+void KeepHeapWarm() {
+  static const bool done = [] {
+    mallopt(M_TRIM_THRESHOLD, kTrimThresholdBytes);
+    mallopt(M_MMAP_THRESHOLD, kMmapThresholdBytes);
+    return true;
+  }();
+  static_cast<void>(done);
+}
+
+}  // namespace ballast

@@ -1,0 +1,14 @@
+#include "server/call_pool.h"
+
+#include "absl/strings/str_cat.h"
+
+namespace ballast::server {
+
+absl::StatusOr<CallPool::Place> CallPool::Enter() {
+  if (calls_.fetch_add(1) < most_calls_) return Place(this);
+  --calls_;
+  return absl::ResourceExhaustedError(
+      absl::StrCat("the service has ", most_calls_, " ", kind_, " in progress; try again later"));
+}
+
+}  // namespace ballast::server

@@ -1,0 +1,88 @@
+#include "server/jobs/state_reader.h"
+
+#include <algorithm>
+#include <bit>
+#include <memory>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/status.h"
+
+namespace ballast::server {
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "payloads are little-endian");
+
+constexpr int64_t kElementsPerMessage = 64 << 10;
+
+absl::StatusOr<Plane> FromProto(v1::Plane plane) {
+  switch (plane) {
+    case v1::MASTER:
+      return Plane::kMaster;
+    case v1::EXP_AVG:
+      return Plane::kExpAvg;
+    case v1::EXP_AVG_SQ:
+      return Plane::kExpAvgSq;
+    case v1::MAX_EXP_AVG_SQ:
+      return Plane::kMaxExpAvgSq;
+    default:
+      return absl::InvalidArgumentError(
+          absl::StrCat("plane is ", static_cast<int>(plane),
+                       ", which is none of MASTER, EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ"));
+  }
+}
+
+}  // namespace
+
+StateReader::StateReader(const Engine& engine, CallPools& pools,
+                         const v1::ReadStateRequest& request)
+    : StreamedAnswer(pools.readers), request_(request) {
+  const absl::Status started = Start(engine, pools);
+  if (!started.ok()) End(started);
+}
+
+absl::Status StateReader::Start(const Engine& engine, CallPools& pools) {
+  BALLAST_ASSIGN_OR_RETURN(CallPool::Place place, pools.readers.Enter());
+  Keep(std::move(place));
+  BALLAST_ASSIGN_OR_RETURN(plane_, FromProto(request_.plane()));
+  BALLAST_ASSIGN_OR_RETURN(parameter_, FindParameter(engine, request_.name()));
+  if (!parameter_.spec().trainable) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(request_.name(), " is frozen and has no state here"));
+  }
+  const std::shared_ptr<PendingCall> pending = this->pending();  // The Done may end this call.
+  const std::shared_ptr<Job> job = parameter_.job;
+  pending->Await(job->TakeSnapshot({parameter_.index}, [this](absl::StatusOr<Snapshot> snapshot) {
+    Opened(std::move(snapshot));
+  }));
+  return absl::OkStatus();
+}
+
+void StateReader::Opened(absl::StatusOr<Snapshot> snapshot) {
+  if (!snapshot.ok()) return End(snapshot.status());
+  if (!snapshot->has_plane(parameter_.index, plane_)) {
+    return End(absl::InvalidArgumentError(absl::StrCat(
+        request_.name(), " has no plane ", Name(plane_), ": its group does not use amsgrad")));
+  }
+  snapshot_ = *std::move(snapshot);
+  Begin();
+}
+
+bool StateReader::Fill(v1::ReadStateResponse& message) {
+  const int64_t elements = parameter_.elements();
+  // A parameter of no elements still has a first message.
+  if (begun_ && offset_ == elements) return false;
+  if (!std::exchange(begun_, true)) {
+    message.set_step(snapshot_.step());
+    message.set_update_count(snapshot_.update_count(parameter_.index));
+    message.mutable_shape()->Add(parameter_.spec().shape.begin(), parameter_.spec().shape.end());
+  }
+  piece_.resize(std::min(kElementsPerMessage, elements - offset_));
+  snapshot_.Read(parameter_.index, plane_, offset_, absl::MakeSpan(piece_));
+  message.set_offset(offset_);
+  message.set_data(piece_.data(), piece_.size() * sizeof(float));
+  offset_ += static_cast<int64_t>(piece_.size());
+  return true;
+}
+
+}  // namespace ballast::server

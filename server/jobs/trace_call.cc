@@ -1,0 +1,57 @@
+#include "server/jobs/trace_call.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "server/find_job.h"
+
+namespace ballast::server {
+namespace {
+
+constexpr uint32_t kMostTracedSteps = 1000;
+
+// When a trace must end for its answer to arrive in the caller's time.
+std::chrono::system_clock::time_point TraceEnd(std::chrono::system_clock::time_point deadline) {
+  const auto now = std::chrono::system_clock::now();
+  const auto given =
+      std::min<std::chrono::system_clock::duration>(deadline - now, std::chrono::hours(1));
+  return now + given - given / 10;
+}
+
+}  // namespace
+
+TraceCall::TraceCall(const Engine& engine, CallPools& pools, const v1::TraceJobRequest& request,
+                     std::chrono::system_clock::time_point deadline)
+    : StreamedAnswer(pools.readers) {
+  const absl::Status started = Start(engine, pools, request, deadline);
+  if (!started.ok()) End(started);
+}
+
+absl::Status TraceCall::Start(const Engine& engine, CallPools& pools,
+                              const v1::TraceJobRequest& request, Clock::time_point deadline) {
+  const uint32_t steps = request.steps();
+  if (steps == 0 || steps > kMostTracedSteps) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("a trace of ", steps, " steps; ask for 1 to ", kMostTracedSteps));
+  }
+  BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, FindJob(engine, request.name()));
+  BALLAST_ASSIGN_OR_RETURN(CallPool::Place place, pools.traces.Enter());
+  Keep(std::move(place));
+  const Clock::time_point end = TraceEnd(deadline);
+  pools.traces.Run([this, job, steps, end] { Trace(job, steps, end); });
+  return absl::OkStatus();
+}
+
+// Runs on a thread of `traces`, which it blocks until the steps are committed or the caller is
+// gone.
+void TraceCall::Trace(const std::shared_ptr<Job>& job, uint32_t steps, Clock::time_point end) {
+  absl::StatusOr<ballast::Trace> trace =
+      job->TraceSteps(steps, [&] { return !pending()->cancelled() && Clock::now() < end; });
+  if (!trace.ok()) return End(trace.status());
+  messages_.emplace(job, *std::move(trace));
+  Begin();
+}
+
+}  // namespace ballast::server

@@ -1,0 +1,37 @@
+// One TraceJob call.
+#ifndef BALLAST_SERVER_JOBS_TRACE_CALL_H_
+#define BALLAST_SERVER_JOBS_TRACE_CALL_H_
+
+#include <chrono>
+#include <memory>
+#include <optional>
+
+#include "absl/status/status.h"
+#include "ballast/v1/ballast.pb.h"
+#include "cpu_optimizer_service/engine.h"
+#include "server/call_pool.h"
+#include "server/jobs/streamed_answer.h"
+#include "server/jobs/trace_message.h"
+
+namespace ballast::server {
+
+class TraceCall final : public StreamedAnswer<v1::TraceJobResponse> {
+ public:
+  // The engine and the pools outlive it.
+  TraceCall(const Engine& engine, CallPools& pools, const v1::TraceJobRequest& request,
+            std::chrono::system_clock::time_point deadline);
+
+ private:
+  using Clock = std::chrono::system_clock;
+
+  absl::Status Start(const Engine& engine, CallPools& pools, const v1::TraceJobRequest& request,
+                     Clock::time_point deadline);
+  void Trace(const std::shared_ptr<Job>& job, uint32_t steps, Clock::time_point end);
+  bool Fill(v1::TraceJobResponse& message) override { return messages_->Next(message); }
+
+  std::optional<TraceMessages> messages_;  // Once the trace has been taken.
+};
+
+}  // namespace ballast::server
+
+#endif  // BALLAST_SERVER_JOBS_TRACE_CALL_H_

@@ -1,0 +1,39 @@
+#include "server/call_pool.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <latch>
+#include <string>
+#include <vector>
+
+namespace ballast::server {
+namespace {
+
+using testing::HasSubstr;
+
+TEST(CallPool, AdmitsSoManyCallsAndNamesTheBoundToTheOthers) {
+  CallPool pool("calls that test", /*threads=*/1, /*most_calls=*/2);
+  std::vector<CallPool::Place> places;
+  for (int i = 0; i < 2; ++i) places.push_back(pool.Enter().value());
+  const absl::StatusOr<CallPool::Place> refused = pool.Enter();
+  EXPECT_EQ(refused.status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(refused.status().message()), HasSubstr("2 calls that test in progress"));
+  places.pop_back();
+  EXPECT_TRUE(pool.Enter().ok());
+}
+
+TEST(CallPools, BusyPoolsDoNotDelayTheOthers) {
+  std::latch release(1);
+  std::latch done(1);
+  CallPools pools;  // Ends before what its tasks use.
+  for (CallPool* busy : {&pools.creation, &pools.traces, &pools.readers}) {
+    for (size_t i = 0; i < 2 * kMaxTraces; ++i) busy->Run([&] { release.wait(); });
+  }
+  pools.control.Run([&] { done.count_down(); });
+  done.wait();
+  release.count_down();
+}
+
+}  // namespace
+}  // namespace ballast::server
