@@ -6,7 +6,7 @@
 #include "client/session/session_impl.h"
 #include "client/transport/clock.h"
 #include "client/transport/grpc_transport.h"
-#include "cpu_optimizer_service/common/heap_settings.h"
+#include "cpu_optimizer_service/common/system/heap_settings.h"
 
 namespace ballast::client {
 

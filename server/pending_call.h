@@ -9,7 +9,7 @@
 
 #include <utility>
 
-#include "cpu_optimizer_service/common/mutex.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
 #include "cpu_optimizer_service/job/pending.h"
 
 namespace ballast::server {

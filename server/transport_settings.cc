@@ -7,7 +7,7 @@
 
 #include <mutex>
 
-#include "cpu_optimizer_service/common/heap_settings.h"
+#include "cpu_optimizer_service/common/system/heap_settings.h"
 
 namespace ballast::server {
 namespace {

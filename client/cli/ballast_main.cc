@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "client/cli/cli_command.h"
-#include "cpu_optimizer_service/common/atomic_file.h"
+#include "cpu_optimizer_service/common/system/atomic_file.h"
 
 namespace {
 

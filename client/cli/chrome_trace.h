@@ -17,8 +17,8 @@
 
 #include "absl/status/status.h"
 #include "ballast/v1/ballast.pb.h"
-#include "cpu_optimizer_service/common/chrome_trace_writer.h"
 #include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/common/system/chrome_trace_writer.h"
 
 namespace ballast::client::cli {
 

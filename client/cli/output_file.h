@@ -10,7 +10,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
-#include "cpu_optimizer_service/common/atomic_file.h"
+#include "cpu_optimizer_service/common/system/atomic_file.h"
 
 namespace ballast::client::cli {
 

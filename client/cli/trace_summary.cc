@@ -33,17 +33,16 @@ std::string Cell(double value, int decimals) {
   return absl::StrFormat("%.*f", decimals, value);
 }
 
-// The names of the busy times, in the table and in JSON. GUESSED is the proto's name for a
-// speculated update; the JSON field keeps its name.
+// The names of the busy times, in the table and in JSON.
 struct BusyKind {
   v1::TraceEventKind kind;
   const char* title;
   const char* field;
 };
 constexpr BusyKind kBusyKinds[] = {
-    {v1::ARRIVED, "arriving", "arriving_ms"},    {v1::SUMMED, "summing", "summing_ms"},
-    {v1::GUESSED, "speculating", "guessing_ms"}, {v1::DECIDED, "deciding", "deciding_ms"},
-    {v1::UPDATED, "updating", "updating_ms"},    {v1::SENT, "sending", "sending_ms"}};
+    {v1::ARRIVED, "arriving", "arriving_ms"},          {v1::SUMMED, "summing", "summing_ms"},
+    {v1::SPECULATED, "speculating", "speculating_ms"}, {v1::DECIDED, "deciding", "deciding_ms"},
+    {v1::UPDATED, "updating", "updating_ms"},          {v1::SENT, "sending", "sending_ms"}};
 
 }  // namespace
 

@@ -5,7 +5,7 @@
 #define BALLAST_CLIENT_SESSION_CALLERS_H_
 
 #include "absl/base/thread_annotations.h"
-#include "cpu_optimizer_service/common/mutex.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
 
 namespace ballast::client {
 

@@ -24,7 +24,7 @@
 #include "absl/types/span.h"
 #include "ballast/v1/ballast.pb.h"
 #include "client/transport/transport.h"
-#include "cpu_optimizer_service/common/mutex.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
 
 namespace ballast::client {
 

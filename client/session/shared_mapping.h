@@ -25,8 +25,8 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "ballast/v1/ballast.pb.h"
-#include "cpu_optimizer_service/common/file_descriptor.h"
 #include "cpu_optimizer_service/common/rank_memory_layout.h"
+#include "cpu_optimizer_service/common/system/file_descriptor.h"
 
 namespace ballast::client {
 

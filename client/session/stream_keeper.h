@@ -24,7 +24,7 @@
 #include "client/session/send_log.h"
 #include "client/transport/clock.h"
 #include "client/transport/transport.h"
-#include "cpu_optimizer_service/common/mutex.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
 
 namespace ballast::client {
 

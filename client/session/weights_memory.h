@@ -18,9 +18,9 @@
 #include "absl/types/span.h"
 #include "client/session/shared_mapping.h"
 #include "client/transport/transport.h"
-#include "cpu_optimizer_service/common/available_memory.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/common/system/available_memory.h"
 
 namespace ballast::client {
 

@@ -56,8 +56,8 @@ struct Decision {
 // value: it would turn gradients into zeros or infinities. `max_norm` <= 0 means no clipping.
 Decision Decide(absl::Span<const double> group_sums, const GradientScale& scale, double max_norm);
 
-// The multiplier of a group in a decision that does not clip, bit for bit: what speculation
-// guesses. Not a normal fp32 value where such a decision would skip.
+// The multiplier of a group in a decision that does not clip, bit for bit: what a
+// provisional update uses. Not a normal fp32 value where such a decision would skip.
 float UnclippedMultiplier(const GradientScale& scale, int group);
 
 }  // namespace ballast

@@ -11,7 +11,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "cpu_optimizer_service/common/atomic_file.h"
+#include "cpu_optimizer_service/common/system/atomic_file.h"
 
 namespace ballast {
 namespace {

@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "cpu_optimizer_service/common/mutex.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
 
 namespace ballast {
 

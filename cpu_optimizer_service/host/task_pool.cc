@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "cpu_optimizer_service/common/mutex.h"
-#include "cpu_optimizer_service/common/parallel_for.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
+#include "cpu_optimizer_service/common/system/parallel_for.h"
 
 namespace ballast {
 namespace {

@@ -36,10 +36,10 @@
 #include "cpu_optimizer_service/common/layout.h"
 #include "cpu_optimizer_service/gradients/rank_memory.h"
 #include "cpu_optimizer_service/host/memory_budget.h"
+#include "cpu_optimizer_service/host/trace.h"
 #include "cpu_optimizer_service/job/job_status.h"
 #include "cpu_optimizer_service/job/pending.h"
 #include "cpu_optimizer_service/job/rank_stream.h"
-#include "cpu_optimizer_service/job/trace.h"
 #include "cpu_optimizer_service/state/snapshot.h"
 
 namespace ballast {

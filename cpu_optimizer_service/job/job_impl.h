@@ -20,7 +20,7 @@
 #include <variant>
 #include <vector>
 
-#include "cpu_optimizer_service/common/mutex.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
 #include "cpu_optimizer_service/gradients/gradient_store.h"
 #include "cpu_optimizer_service/host/file_system.h"
 #include "cpu_optimizer_service/host/helper_threads.h"

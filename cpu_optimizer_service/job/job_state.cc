@@ -7,8 +7,8 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "cpu_optimizer_service/common/sha256.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/sha256.h"
 #include "cpu_optimizer_service/job/job_impl.h"
 #include "cpu_optimizer_service/kernels/kernels.h"
 

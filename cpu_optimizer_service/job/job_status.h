@@ -53,7 +53,7 @@ struct JobStatus {
   // Decided steps of which the ledger held every micro-step of every chunk: all, or a bug.
   uint64_t coverage_complete_steps = 0;
   SpeculationCounts speculation;    // Since creation.
-  int64_t speculation_paused = 0;   // Chunks whose guesses failed too often of late.
+  int64_t speculation_paused = 0;   // Chunks whose provisional updates failed too often of late.
   std::string speculation_refused;  // Why a job that was to speculate waits; empty: it does not.
   std::string trainer_state;        // As the last committed step's begin gave it.
   MemoryNeed memory;

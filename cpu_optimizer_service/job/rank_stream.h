@@ -62,7 +62,7 @@ class RankListener {
   // the step was not whole. The step is open; each rank sends what is missing, and all seal
   // again.
   virtual void OnSealRefused(uint64_t step, const SealRefusal& refusal) = 0;
-  // Weights of the next step, should it be applied without clipping, as guessed: before OnDecision,
+  // Weights of the next step, should it be applied without clipping: before OnDecision,
   // at most once for each chunk. Only if the stream was opened to speculate.
   virtual void OnProvisionalWeights(uint64_t step, int chunk, WeightBuffer shard) = 0;
   // Of the provisional weights told to this listener, those of `dropped_chunks` are not the step's

@@ -12,9 +12,9 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "cpu_optimizer_service/common/sha256.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/step_settings.h"
+#include "cpu_optimizer_service/common/system/sha256.h"
 
 namespace ballast {
 namespace {

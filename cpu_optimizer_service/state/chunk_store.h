@@ -18,7 +18,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "cpu_optimizer_service/common/layout.h"
-#include "cpu_optimizer_service/common/mutex.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
 #include "cpu_optimizer_service/host/arena.h"
 #include "cpu_optimizer_service/host/memory_budget.h"
 

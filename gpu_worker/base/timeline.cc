@@ -5,8 +5,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
-#include "cpu_optimizer_service/common/atomic_file.h"
-#include "cpu_optimizer_service/common/chrome_trace_writer.h"
+#include "cpu_optimizer_service/common/system/atomic_file.h"
+#include "cpu_optimizer_service/common/system/chrome_trace_writer.h"
 
 namespace ballast::worker {
 namespace {

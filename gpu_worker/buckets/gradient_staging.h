@@ -15,7 +15,7 @@
 #include "absl/types/span.h"
 #include "cpu_optimizer_service/common/dtype.h"
 #include "cpu_optimizer_service/common/layout.h"
-#include "cpu_optimizer_service/common/mutex.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
 
 namespace ballast::worker {
 

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "cpu_optimizer_service/common/parallel_for.h"
+#include "cpu_optimizer_service/common/system/parallel_for.h"
 
 namespace ballast::worker::cpu {
 

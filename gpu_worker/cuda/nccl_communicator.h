@@ -9,7 +9,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
-#include "cpu_optimizer_service/common/mutex.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
 #include "gpu_worker/cuda/libraries.h"
 
 namespace ballast::worker {

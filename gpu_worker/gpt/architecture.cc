@@ -5,7 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "cpu_optimizer_service/common/parallel_for.h"
+#include "cpu_optimizer_service/common/system/parallel_for.h"
 #include "gpu_worker/base/random.h"
 
 namespace ballast::worker {

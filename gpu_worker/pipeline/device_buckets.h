@@ -22,7 +22,7 @@
 #include "absl/types/span.h"
 #include "cpu_optimizer_service/common/buckets.h"
 #include "cpu_optimizer_service/common/layout.h"
-#include "cpu_optimizer_service/common/mutex.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
 #include "gpu_worker/buckets/bucket.h"
 #include "gpu_worker/buckets/bucket_order.h"
 #include "gpu_worker/device/device.h"

@@ -12,7 +12,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "cpu_optimizer_service/common/mutex.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
 #include "gpu_worker/base/timeline.h"
 #include "gpu_worker/device/device.h"
 #include "gpu_worker/pipeline/completions.h"

@@ -24,7 +24,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "client/session.h"
-#include "cpu_optimizer_service/common/mutex.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
 #include "gpu_worker/buckets/bucket_order.h"
 #include "gpu_worker/device/device.h"
 #include "gpu_worker/device/device_collective.h"

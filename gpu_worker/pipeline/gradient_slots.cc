@@ -6,8 +6,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/check.h"
-#include "cpu_optimizer_service/common/mutex.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
 #include "gpu_worker/base/stopwatch.h"
 #include "gpu_worker/pipeline/pinned_spans.h"
 

@@ -15,8 +15,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
-#include "cpu_optimizer_service/common/atomic_file.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/atomic_file.h"
 #include "gpu_worker/base/log.h"
 #include "gpu_worker/run/run_output.h"
 

@@ -13,9 +13,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "cpu_optimizer_service/common/atomic_file.h"
-#include "cpu_optimizer_service/common/sha256.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/atomic_file.h"
+#include "cpu_optimizer_service/common/system/sha256.h"
 
 namespace ballast::worker {
 namespace {

@@ -12,8 +12,8 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
-#include "cpu_optimizer_service/common/available_memory.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/available_memory.h"
 
 ABSL_FLAG(
     std::vector<std::string>, listen, {"127.0.0.1:7070"},

@@ -13,7 +13,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "cpu_optimizer_service/common/atomic_file.h"
+#include "cpu_optimizer_service/common/system/atomic_file.h"
 #include "cpu_optimizer_service/engine.h"
 #include "cpu_optimizer_service/host/topology.h"
 #include "cpu_optimizer_service/kernels/kernels.h"

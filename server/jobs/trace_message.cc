@@ -12,7 +12,7 @@ v1::TraceEventKind ToProto(TraceEventKind kind) {
     case TraceEventKind::kSummed:
       return v1::SUMMED;
     case TraceEventKind::kSpeculated:
-      return v1::GUESSED;
+      return v1::SPECULATED;
     case TraceEventKind::kDecided:
       return v1::DECIDED;
     case TraceEventKind::kUpdated:

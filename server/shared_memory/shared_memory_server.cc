@@ -16,8 +16,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "cpu_optimizer_service/common/mutex.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
 #include "cpu_optimizer_service/host/helper_threads.h"
 #include "server/shared_memory/shared_memory.h"
 #include "server/shared_memory/shared_memory_offers.h"

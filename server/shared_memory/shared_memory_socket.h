@@ -8,7 +8,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "cpu_optimizer_service/common/file_descriptor.h"
+#include "cpu_optimizer_service/common/system/file_descriptor.h"
 
 namespace ballast::server {
 

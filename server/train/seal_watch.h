@@ -5,7 +5,7 @@
 
 #include <thread>
 
-#include "cpu_optimizer_service/common/mutex.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
 #include "cpu_optimizer_service/engine.h"
 
 namespace ballast::server {

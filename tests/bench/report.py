@@ -20,7 +20,7 @@
                         are the same with a raw socket in gRPC's place in the bound
   exposed_flatness      largest / smallest median exposed time over the model sizes, 10M to 400M: speculating,
                         clipping on and not firing, shared memory, at half the pace that the service takes;
-                        not measured if a size is missing or any guess failed
+                        not measured if a size is missing or any provisional update failed
   grpc_to_raw_tcp       GB/s through gRPC / through a raw socket over TCP: the least of up, down and both
   bytes_per_parameter   what a parameter adds to the service's resident memory, waiting, one micro-step,
                         gradients through a socket: the difference of two model sizes
@@ -224,7 +224,7 @@ class Ratios:
         for size, entry in sorted(entries.items()):
             if entry["redone_chunks"] > 0 or entry["speculation_unavailable"] \
                     or entry["speculated_chunks"] == 0:
-                raise Missing(f"with {size} parameters {entry['speculated_chunks']} chunks were guessed, "
+                raise Missing(f"with {size} parameters {entry['speculated_chunks']} chunks were speculated, "
                               f"{entry['redone_chunks']} done again: {entry['speculation_unavailable']}")
         exposed = [entry["exposed_seconds"]["median"] for entry in entries.values()]
         if min(exposed) <= 0:

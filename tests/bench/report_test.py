@@ -164,7 +164,7 @@ class Report(unittest.TestCase):
         self.assertEqual(bench["rounds_not_used"], {"shared_memory": 0, "unix": 1, "tcp": 3})
         self.assertIn("1 over unix, 3 over tcp", (self.out / "report.md").read_text())
 
-    def test_flatness_needs_every_size_and_every_guess(self):
+    def test_flatness_needs_every_size_and_every_provisional_update(self):
         def without(size):
             info = self.parts["overlap"]["info"]
             info["against_size"] = [entry for entry in info["against_size"] if entry["parameters"] != size]

@@ -28,7 +28,7 @@ ALLOWED = {
 
 # The rooms of a module, top first. "front" is the headers at its root; the sources there are above all.
 ROOMS = {
-    "cpu_optimizer_service": ("front", "job", "state", "gradients", "kernels", "host", "common"),
+    "cpu_optimizer_service": ("front", "job", "state", "gradients", "kernels", "host", "common/system", "common"),
     "server": ("ballastd", "jobs", "train", "shared_memory", "front"),
     "client": ("cli", "session", "transport", "front"),
     "gpu_worker": ("run", "pipeline", "cpu", "training", "buckets", "gpt", "cuda/kernels", "cuda", "device",

@@ -17,7 +17,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/transport/train_call.h"
 #include "client/transport/transport.h"
-#include "cpu_optimizer_service/common/mutex.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
 #include "tests/client/session/fake_transport.h"
 #include "tests/client/session/message_name.h"
 #include "tests/client/shared_memory_server_for_tests.h"

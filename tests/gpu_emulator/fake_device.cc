@@ -9,8 +9,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "cpu_optimizer_service/common/mutex.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
 #include "tests/gpu_emulator/fake_memory.h"
 #include "tests/gpu_emulator/fake_schedule.h"
 

@@ -12,7 +12,7 @@
 
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
-#include "cpu_optimizer_service/common/mutex.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
 
 namespace ballast::worker {
 

@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "absl/types/span.h"
-#include "cpu_optimizer_service/common/mutex.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
 
 namespace ballast::worker {
 

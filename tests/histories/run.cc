@@ -8,7 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "client/session/log.h"
-#include "cpu_optimizer_service/common/mutex.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
 #include "tests/histories/engine/engine_player.h"
 #include "tests/histories/generate.h"
 #include "tests/histories/session/session_player.h"

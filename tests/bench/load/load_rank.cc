@@ -8,8 +8,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
-#include "cpu_optimizer_service/common/sha256.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/sha256.h"
 
 namespace ballast::bench {
 namespace {

@@ -16,7 +16,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "client/session.h"
-#include "cpu_optimizer_service/common/mutex.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
 #include "tests/bench/load/load_job.h"
 #include "tests/bench/load/load_options.h"
 

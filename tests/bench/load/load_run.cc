@@ -9,8 +9,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/v1/ballast.grpc.pb.h"
-#include "cpu_optimizer_service/common/sha256.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/sha256.h"
 #include "proto/status.h"
 #include "tests/bench/load/load_service.h"
 

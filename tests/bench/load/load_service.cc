@@ -20,8 +20,8 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "client/connect.h"
-#include "cpu_optimizer_service/common/available_memory.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/available_memory.h"
 #include "cpu_optimizer_service/engine.h"
 #include "server/server.h"
 

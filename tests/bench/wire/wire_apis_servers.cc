@@ -18,7 +18,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
-#include "cpu_optimizer_service/common/mutex.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
 #include "server/transport_settings.h"
 
 namespace ballast::bench {

@@ -20,8 +20,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
-#include "cpu_optimizer_service/common/heap_settings.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/heap_settings.h"
 #include "tests/bench/figures.h"
 #include "tests/bench/load/process_usage.h"
 #include "tests/bench/wire/wire.h"

@@ -9,8 +9,8 @@
 #include "client/connect.h"
 #include "client/session/payload_pieces.h"
 #include "client/transport/train_call.h"
-#include "cpu_optimizer_service/common/mutex.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
 #include "tests/bench/wire/wire.h"
 
 namespace ballast::bench {

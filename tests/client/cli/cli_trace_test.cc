@@ -155,7 +155,7 @@ TEST_F(CliTraceTest, ShowsSpeculatedUpdates) {
   EXPECT_GT(summary["steps"][0]["committed_ms"], 0);
   for (const auto& [step, kinds] : ReadChunks(json::parse(ReadFile(file)))) {
     std::set<int> updated;
-    for (const char* kind : {"guessed", "updated"}) {
+    for (const char* kind : {"speculated", "updated"}) {
       if (kinds.count(kind) > 0) updated.insert(kinds.at(kind).begin(), kinds.at(kind).end());
     }
     EXPECT_EQ(updated.size(), static_cast<size_t>(kChunks)) << "step " << step;

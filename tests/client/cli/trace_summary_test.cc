@@ -47,7 +47,7 @@ TEST_F(TraceSummaryTest, SumsUpEveryStep) {
                             {"committed_ms", 9.0},
                             {"arriving_ms", 2.0},
                             {"summing_ms", 1.0},
-                            {"guessing_ms", 0.0},
+                            {"speculating_ms", 0.0},
                             {"deciding_ms", 2.0},
                             {"updating_ms", 3.0},
                             {"sending_ms", 1.0},

@@ -17,7 +17,7 @@
 #include "absl/base/thread_annotations.h"
 #include "client/transport/clock.h"
 #include "client/transport/transport.h"
-#include "cpu_optimizer_service/common/mutex.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
 #include "tests/client/session/message_name.h"
 
 namespace ballast::client {

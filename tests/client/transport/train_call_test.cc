@@ -13,7 +13,7 @@
 #include "ballast/v1/ballast.grpc.pb.h"
 #include "client/connect.h"
 #include "client/transport/steady_deadline.h"
-#include "cpu_optimizer_service/common/mutex.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
 #include "tests/client/session/message_name.h"
 
 namespace ballast::client {

@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "cpu_optimizer_service/common/mutex.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
 #include "tests/cpu_optimizer_service/host/topology_for_tests.h"
 
 namespace ballast {

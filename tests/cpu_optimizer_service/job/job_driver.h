@@ -14,7 +14,7 @@
 
 #include "cpu_optimizer_service/common/buckets.h"
 #include "cpu_optimizer_service/common/float_format.h"
-#include "cpu_optimizer_service/common/mutex.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
 #include "cpu_optimizer_service/engine.h"
 #include "cpu_optimizer_service/job/job.h"
 #include "tests/cpu_optimizer_service/job/heap_rank_memory.h"

@@ -6,7 +6,7 @@
 #include <string>
 #include <utility>
 
-#include "cpu_optimizer_service/common/mutex.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
 #include "tests/histories/memory_file_system.h"
 
 namespace ballast {

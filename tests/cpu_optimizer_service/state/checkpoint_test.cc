@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "cpu_optimizer_service/common/sha256.h"
+#include "cpu_optimizer_service/common/system/sha256.h"
 #include "tests/cpu_optimizer_service/job/job_driver.h"
 
 namespace ballast {

@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "cpu_optimizer_service/common/mutex.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
 #include "gpu_worker/device/gloo_device_collective.h"
 #include "gpu_worker/device/single_device_collective.h"
 #include "gpu_worker/pipeline/device_backend.h"

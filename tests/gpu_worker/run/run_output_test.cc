@@ -11,7 +11,7 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 
-#include "cpu_optimizer_service/common/sha256.h"
+#include "cpu_optimizer_service/common/system/sha256.h"
 #include "gpu_worker/collective/single_collective.h"
 #include "gpu_worker/gpt/architecture.h"
 #include "gpu_worker/run/progress.h"

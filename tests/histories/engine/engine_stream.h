@@ -10,7 +10,7 @@
 #include <thread>
 
 #include "client/transport/transport.h"
-#include "cpu_optimizer_service/common/mutex.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
 #include "cpu_optimizer_service/engine.h"
 #include "server/train/rank_outbox.h"
 #include "tests/histories/session/wires.h"

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "ballast/v1/ballast.pb.h"
-#include "cpu_optimizer_service/common/mutex.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
 #include "cpu_optimizer_service/job/job.h"
 
 namespace ballast::histories {

@@ -74,10 +74,10 @@ TEST_F(TraceMessageTest, TellsEveryEventInOrder) {
 
 TEST_F(TraceMessageTest, NamesEveryKind) {
   const std::vector<std::pair<TraceEventKind, v1::TraceEventKind>> kinds = {
-      {TraceEventKind::kArrived, v1::ARRIVED},     {TraceEventKind::kSummed, v1::SUMMED},
-      {TraceEventKind::kSpeculated, v1::GUESSED},  {TraceEventKind::kDecided, v1::DECIDED},
-      {TraceEventKind::kUpdated, v1::UPDATED},     {TraceEventKind::kSent, v1::SENT},
-      {TraceEventKind::kCommitted, v1::COMMITTED}, {TraceEventKind::kBegun, v1::BEGUN}};
+      {TraceEventKind::kArrived, v1::ARRIVED},       {TraceEventKind::kSummed, v1::SUMMED},
+      {TraceEventKind::kSpeculated, v1::SPECULATED}, {TraceEventKind::kDecided, v1::DECIDED},
+      {TraceEventKind::kUpdated, v1::UPDATED},       {TraceEventKind::kSent, v1::SENT},
+      {TraceEventKind::kCommitted, v1::COMMITTED},   {TraceEventKind::kBegun, v1::BEGUN}};
   for (const auto& [kind, expected] : kinds) {
     Trace trace;
     trace.events = {{.kind = kind}};

@@ -1,7 +1,7 @@
 // How much memory the machine and the process's control group give. A process that takes more is
 // killed, not refused.
-#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_AVAILABLE_MEMORY_H_
-#define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_AVAILABLE_MEMORY_H_
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_AVAILABLE_MEMORY_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_AVAILABLE_MEMORY_H_
 
 #include <cstdint>
 #include <string>
@@ -23,4 +23,4 @@ int64_t DefaultMemoryLimitBytes(int64_t physical_bytes = PhysicalMemoryBytes(),
 
 }  // namespace ballast
 
-#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_AVAILABLE_MEMORY_H_
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_AVAILABLE_MEMORY_H_

@@ -1,6 +1,6 @@
 // This file and task_pool.cc alone are compiled without ThreadSanitizer's instrumentation: TBB's
 // templates are instantiated here, and what its binary does to order them cannot be seen.
-#include "cpu_optimizer_service/common/parallel_for.h"
+#include "cpu_optimizer_service/common/system/parallel_for.h"
 
 #include <tbb/blocked_range.h>
 #include <tbb/parallel_for.h>

@@ -1,6 +1,6 @@
 // How glibc's heap treats memory that is free again, set once for a process that receives messages.
-#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_HEAP_SETTINGS_H_
-#define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_HEAP_SETTINGS_H_
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_HEAP_SETTINGS_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_HEAP_SETTINGS_H_
 
 namespace ballast {
 
@@ -10,4 +10,4 @@ void KeepHeapWarm();
 
 }  // namespace ballast
 
-#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_HEAP_SETTINGS_H_
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_HEAP_SETTINGS_H_

@@ -2,8 +2,8 @@
 // unless it is asked for; then each event costs two readings of the clock and a slot in a
 // table of bounded size. The clock is CLOCK_MONOTONIC, so that a worker on the same host can lay
 // its own timeline beside it.
-#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_TRACE_H_
-#define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_TRACE_H_
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_HOST_TRACE_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_HOST_TRACE_H_
 
 #include <array>
 #include <atomic>
@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "cpu_optimizer_service/common/mutex.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
 #include "cpu_optimizer_service/host/memory_budget.h"
 
 namespace ballast {
@@ -119,4 +119,4 @@ class TraceSpan {
 
 }  // namespace ballast
 
-#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_JOB_TRACE_H_
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_HOST_TRACE_H_

@@ -1,4 +1,4 @@
-#include "cpu_optimizer_service/common/atomic_file.h"
+#include "cpu_optimizer_service/common/system/atomic_file.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-#include "cpu_optimizer_service/job/trace.h"
+#include "cpu_optimizer_service/host/trace.h"
 
 #include <algorithm>
 #include <ctime>

@@ -1,4 +1,4 @@
-#include "cpu_optimizer_service/common/available_memory.h"
+#include "cpu_optimizer_service/common/system/available_memory.h"
 
 #include <unistd.h>
 

@@ -1,4 +1,4 @@
-#include "cpu_optimizer_service/common/chrome_trace_writer.h"
+#include "cpu_optimizer_service/common/system/chrome_trace_writer.h"
 
 #include <gtest/gtest.h>
 

@@ -8,8 +8,8 @@
 //   text += ChromeTraceWriter::Tail({{"rank", 0}});
 //
 // A track is described before its first event. Bytes that are not UTF-8 are replaced. Thread-safe.
-#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_CHROME_TRACE_WRITER_H_
-#define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_CHROME_TRACE_WRITER_H_
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_CHROME_TRACE_WRITER_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_CHROME_TRACE_WRITER_H_
 
 #include <nlohmann/json.hpp>
 #include <string>
@@ -48,4 +48,4 @@ class ChromeTraceWriter {
 
 }  // namespace ballast
 
-#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_CHROME_TRACE_WRITER_H_
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_CHROME_TRACE_WRITER_H_

@@ -1,7 +1,7 @@
 // The one wrapper around oneTBB's loops. It tells ThreadSanitizer the edges between the caller and
 // the tasks, which the distribution's uninstrumented TBB hides.
-#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_PARALLEL_FOR_H_
-#define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_PARALLEL_FOR_H_
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_PARALLEL_FOR_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_PARALLEL_FOR_H_
 
 #include <cstdint>
 
@@ -26,4 +26,4 @@ class TsanEdge {
 
 }  // namespace ballast
 
-#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_PARALLEL_FOR_H_
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_PARALLEL_FOR_H_

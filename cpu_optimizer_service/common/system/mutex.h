@@ -1,8 +1,8 @@
 // A mutex and a condition variable that clang's thread-safety analysis and ThreadSanitizer both
 // understand. absl::Mutex is not used for our own locks: the distribution's build of it is
 // invisible to ThreadSanitizer, which then reports races that are not there.
-#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_MUTEX_H_
-#define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_MUTEX_H_
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_MUTEX_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_MUTEX_H_
 
 #include <chrono>
 #include <condition_variable>
@@ -60,4 +60,4 @@ class CondVar {
 
 }  // namespace ballast
 
-#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_MUTEX_H_
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_MUTEX_H_

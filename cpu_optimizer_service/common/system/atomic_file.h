@@ -7,8 +7,8 @@
 //
 // Errors are one line that names the file and the system's reason: RESOURCE_EXHAUSTED for a full
 // disk, NOT_FOUND, PERMISSION_DENIED, otherwise UNKNOWN. Thread-compatible.
-#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_ATOMIC_FILE_H_
-#define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_ATOMIC_FILE_H_
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_ATOMIC_FILE_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_ATOMIC_FILE_H_
 
 #include <memory>
 #include <string>
@@ -18,7 +18,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
-#include "cpu_optimizer_service/common/file_descriptor.h"
+#include "cpu_optimizer_service/common/system/file_descriptor.h"
 
 namespace ballast {
 
@@ -78,4 +78,4 @@ absl::Status WriteAtomically(absl::Span<const FileContents> files);
 
 }  // namespace ballast
 
-#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_ATOMIC_FILE_H_
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_ATOMIC_FILE_H_

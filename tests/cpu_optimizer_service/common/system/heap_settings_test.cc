@@ -1,4 +1,4 @@
-#include "cpu_optimizer_service/common/heap_settings.h"
+#include "cpu_optimizer_service/common/system/heap_settings.h"
 
 #include <gtest/gtest.h>
 #include <malloc.h>

@@ -1,4 +1,4 @@
-#include "cpu_optimizer_service/common/sha256.h"
+#include "cpu_optimizer_service/common/system/sha256.h"
 
 #include <openssl/evp.h>
 
