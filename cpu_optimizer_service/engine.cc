@@ -16,7 +16,8 @@
 namespace ballast {
 namespace {
 
-// Saves and loads at once, of all jobs; further ones queue. A disk that hangs holds up these threads only.
+// Saves and loads at once, of all jobs; further ones queue. A disk that hangs holds up these
+// threads only.
 constexpr size_t kDiskThreads = 4;
 
 std::string MakeInstanceId() {

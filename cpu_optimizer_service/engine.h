@@ -42,7 +42,8 @@ class Engine {
   absl::StatusOr<std::shared_ptr<Job>> CreateJob(JobSpec spec);
   absl::StatusOr<std::shared_ptr<Job>> FindJob(const std::string& name) const;  // NOT_FOUND
   std::vector<std::shared_ptr<Job>> ListJobs() const;                           // By name.
-  // NOT_FOUND. Waits for a decision and update under way (pending.h); the short form on the caller's thread.
+  // NOT_FOUND. Waits for a decision and update under way (pending.h); the short form on the
+  // caller's thread.
   Pending CloseJob(const std::string& name, Done<bool> done);
   absl::Status CloseJob(const std::string& name);
 

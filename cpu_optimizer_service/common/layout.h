@@ -1,12 +1,14 @@
-// Where every element of a job lives: parameters in the flat spaces of their groups, blocks, partitions and
-// chunks. Pure arithmetic; both ends of the wire compute it from the same description.
+// Where every element of a job lives: parameters in the flat spaces of their groups, blocks,
+// partitions and chunks. Pure arithmetic; both ends of the wire compute it from the same
+// description.
 //
 //   group 0    |-- wte --|-- h.0.attn.w --|-- ... --|pad|   flat space, padded to whole blocks
-//              | bucket 0        | bucket 1       | ...     each split among the ranks at block edges
-//              | r0  | r1  | r2  | r0  | r1  | r2 | ...     a rank's partition: its ranges, all groups
+//              | bucket 0        | bucket 1       | ...     each split among the ranks, at blocks
+//              | r0  | r1  | r2  | r0  | r1  | r2 | ...     a partition: its ranges, all groups
 //              | c0  | c1  | c2  | c3  | c4  | c5 | ...     chunks: ranges cut at chunk_elements
 //
-// The offset of a parameter depends neither on the world size nor on buckets, so block sums do not, either.
+// The offset of a parameter depends neither on the world size nor on buckets, so block sums do not,
+// either.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_LAYOUT_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_LAYOUT_H_
 

@@ -1,4 +1,5 @@
-// The gradients of the step in progress: per chunk what has arrived, summed, and its sums of squares.
+// The gradients of the step in progress: per chunk what has arrived, summed, and its sums of
+// squares.
 //
 // The first contribution is kept in the wire format as it came, or read where it lies; with one
 // micro-step there is never an accumulator. The second makes an fp32 sum, to which later ones are
@@ -61,8 +62,8 @@ class GradientStore {
   // already, or does not have the size.
   WeightBuffer LendPlace(int chunk, int64_t size_bytes);
 
-  // Whether an element of [begin, end) of the chunk's flat space, which lie in the chunk, is not zero.
-  // `sums_current`: block_sums has this step's sums of the chunk.
+  // Whether an element of [begin, end) of the chunk's flat space, which lie in the chunk, is not
+  // zero. `sums_current`: block_sums has this step's sums of the chunk.
   bool HasNonZero(int chunk, int64_t begin, int64_t end, bool sums_current) const;
 
   // Computes the sums of squares of what has been added to a chunk.

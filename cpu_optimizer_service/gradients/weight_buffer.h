@@ -1,6 +1,6 @@
 // Where updated weights lie on their way out: the chunk's place in the memory that its rank shares
-// with this process; or the place of the gradient that they were made of, which is not needed
-// any more (gradient_store.h); or, where neither can be, a buffer from a pool of fixed size. An empty
+// with this process; or the place of the gradient that they were made of, which is not needed any
+// more (gradient_store.h); or, where neither can be, a buffer from a pool of fixed size. An empty
 // pool never blocks an update after the decision: the weights are then converted again when they
 // can be sent. A provisional update waits for a buffer instead (speculation.h).
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_GRADIENTS_WEIGHT_BUFFER_H_
@@ -53,8 +53,8 @@ class WeightBuffer {
 
 class WeightBufferPool : public std::enable_shared_from_this<WeightBufferPool> {
  public:
-  // `came_back` (nullable) is called once for each time that TryTakeOrTell was in vain, or
-  // several, by the thread that gives the next buffer back, with no lock of the pool held. It may be called
+  // `came_back` (nullable) is called once for each time that TryTakeOrTell was in vain, or several,
+  // by the thread that gives the next buffer back, with no lock of the pool held. It may be called
   // from within anything that can end a buffer's life, so it must neither block nor take a lock
   // under which buffers are given back.
   static std::shared_ptr<WeightBufferPool> Create(int64_t buffer_bytes, int64_t count,

@@ -23,8 +23,8 @@ class FirstWeights {
     arrived_.assign(arrived_.size(), true);
     missing_ = 0;
   }
-  // The weights of two attempts do not mix: until all are there, those of a rank that is taken anew count as
-  // missing.
+  // The weights of two attempts do not mix: until all are there, those of a rank that is taken anew
+  // count as missing.
   void Forget(absl::Span<const int> chunks) {
     if (complete()) return;
     for (const int chunk : chunks) {

@@ -78,7 +78,8 @@ Answer Ask(Admission admission, const GateState& state, int64_t rank_adding) {
       waits = rank_adding > 0;
       break;
     case Admission::kRead:
-      // Readers that come after the seal let its decision pass, or they could hold it back for ever.
+      // Readers that come after the seal let its decision pass, or they could hold it back for
+      // ever.
       waits = state.phase == Phase::kSealed && state.readers > 0;
       break;
     case Admission::kDecide:

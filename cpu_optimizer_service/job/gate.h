@@ -11,13 +11,13 @@
 //        +---- cleared ---------------- clearing ---> loading --loaded--> idle
 //                                         +---------> closed
 //
-// Beside the phase, the gate counts what is under way outside the job's lock: readers of committed state,
-// which hold back a decision and a load; ranks that add gradients, sums and provisional updates that are
-// computed, which a decision or a clearing waits for.
+// Beside the phase, the gate counts what is under way outside the job's lock: readers of committed
+// state, which hold back a decision and a load; ranks that add gradients, sums and provisional
+// updates that are computed, which a decision or a clearing waits for.
 //
-// A call that needs the job in a certain condition asks for an Admission. It is granted, refused with a
-// reason, or waits: then its Turn is kept and called when the answer is another one. Turns come in the order
-// of asking. The table of answers is Answer(), a pure function.
+// A call that needs the job in a certain condition asks for an Admission. It is granted, refused
+// with a reason, or waits: then its Turn is kept and called when the answer is another one. Turns
+// come in the order of asking. The table of answers is Ask(), a pure function.
 //
 // Thread-compatible: the job's lock guards it. Nothing here blocks.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_GATE_H_
@@ -97,8 +97,8 @@ class Gate {
  public:
   explicit Gate(int world_size) : rank_adding_(world_size, 0) {}
 
-  // Called once, under the job's lock: with kGranted, with the reason of a refusal, or with nullopt if the
-  // caller has cancelled.
+  // Called once, under the job's lock: with kGranted, with the reason of a refusal, or with nullopt
+  // if the caller has cancelled.
   using Turn = absl::AnyInvocable<void(std::optional<Answer>) &&>;
 
   const GateState& state() const { return state_; }
@@ -107,13 +107,13 @@ class Gate {
     return ballast::Ask(admission, state_, rank < 0 ? 0 : rank_adding_[rank]);
   }
 
-  // Calls the turn now, or keeps it until its answer is not kWaits; then returns a number for Cancel, which
-  // is never 0.
+  // Calls the turn now, or keeps it until its answer is not kWaits; then returns a number for
+  // Cancel, which is never 0.
   uint64_t Enter(Admission admission, int rank, Turn turn);
   // Gives a call its turn that still waits.
   void Cancel(uint64_t number);
-  // Gives their turn to all whose answer has changed, in the order in which they came; repeats this until no
-  // answer changes. The job calls it before it gives up its lock.
+  // Gives their turn to all whose answer has changed, in the order in which they came; repeats this
+  // until no answer changes. The job calls it before it gives up its lock.
   void GiveTurns();
 
   // The moves. Each checks its precondition.

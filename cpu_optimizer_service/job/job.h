@@ -7,16 +7,18 @@
 //   auto job = engine.CreateJob(spec).value();
 //   for (each chunk) job->WriteInitialWeights(chunk, weights);
 //   auto stream = job->OpenStream({.uid = job->uid(), .rank = 0, ...}, listener).value();
-//   stream->BeginStep(1, {});  stream->Contribute(...);  stream->EndMicroStep(...);  stream->Seal(1, 1);
+//   stream->BeginStep(1, {});
+//   stream->Contribute(...);  stream->EndMicroStep(...);  stream->Seal(1, 1);
 //   ... listener: OnDecision, OnWeights for each chunk of the rank, OnCommitted.
 //
-// Threads: everything is thread-safe; the calls on one RankStream come one at a time, and Contribute adds the
-// payload on the caller's thread. No call blocks, except for the lock and for what each says of itself:
-// calls that need the job to stand still (attaching, opening a stream, snapshots, saving, loading) take a
-// Done and wait in the job's gate, not on their thread (pending.h). Their short forms without a Done wait for
-// it, and are for tests and for threads that may block. Updates, sums of gradients in place, saving and
-// loading run on the engine's threads. Listeners and Dones are called from any thread, with no lock held;
-// they must not block. A job is kept alive by shared_ptr while a stream or a reader uses it.
+// Threads: everything is thread-safe; the calls on one RankStream come one at a time, and
+// Contribute adds the payload on the caller's thread. No call blocks, except for the lock and for
+// what each says of itself: calls that need the job to stand still (attaching, opening a stream,
+// snapshots, saving, loading) take a Done and wait in the job's gate, not on their thread
+// (pending.h). Their short forms without a Done wait for it, and are for tests and for threads that
+// may block. Updates, sums of gradients in place, saving and loading run on the engine's threads.
+// Listeners and Dones are called from any thread, with no lock held; they must not block. A job is
+// kept alive by shared_ptr while a stream or a reader uses it.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_JOB_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_JOB_H_
 
@@ -91,8 +93,8 @@ class Job : public std::enable_shared_from_this<Job> {
   // Takes a rank; see AttachWorker in ballast.proto. Waits for a decision and update under way.
   virtual Pending Attach(AttachRequest request, Done<Attachment> done) = 0;
   absl::StatusOr<Attachment> Attach(const AttachRequest& request);
-  // NOT_FOUND: another uid. ABORTED: another generation or process, found before any waiting. Replaces the
-  // rank's older stream, and waits until what that one is adding has been added.
+  // NOT_FOUND: another uid. ABORTED: another generation or process, found before any waiting.
+  // Replaces the rank's older stream, and waits until what that one is adding has been added.
   virtual Pending OpenStream(OpenStreamRequest request, std::shared_ptr<RankListener> listener,
                              Done<std::unique_ptr<RankStream>> done) = 0;
   absl::StatusOr<std::unique_ptr<RankStream>> OpenStream(const OpenStreamRequest& request,
@@ -104,17 +106,17 @@ class Job : public std::enable_shared_from_this<Job> {
   // replaces what was given before.
   // RESOURCE_EXHAUSTED: the budget has no room.
   virtual absl::StatusOr<MemoryBudget::Reservation> ReserveRankMemory(int rank) = 0;
-  // ABORTED: another process holds the rank. FAILED_PRECONDITION: the rank is in the middle of a step. Waits
-  // for a decision and update under way, on the caller's thread.
+  // ABORTED: another process holds the rank. FAILED_PRECONDITION: the rank is in the middle of a
+  // step. Waits for a decision and update under way, on the caller's thread.
   virtual absl::Status GiveRankMemory(const RankHolder& holder,
                                       std::shared_ptr<const RankMemory> memory) = 0;
   // Its process has let go of it. Nothing, if the rank has another by now.
   virtual void DropRankMemory(int rank, const RankMemory* memory) = 0;
 
   // First weights of one chunk: chunk.elements fp32 values in pieces cut anywhere. The job is ready
-  // when every chunk has arrived; true then. Padding must be zero.
-  // ABORTED if an uploader is given that does not have the chunk's rank. What has arrived of a rank is
-  // forgotten when another process takes it, and of all ranks when the generation rises.
+  // when every chunk has arrived; true then. Padding must be zero. ABORTED if an uploader is given
+  // that does not have the chunk's rank. What has arrived of a rank is forgotten when another
+  // process takes it, and of all ranks when the generation rises.
   struct Uploader {
     uint64_t generation = 0;
     std::string process_id;
@@ -147,12 +149,13 @@ class Job : public std::enable_shared_from_this<Job> {
   virtual Pending TakeSnapshot(std::vector<int> parameters, Done<Snapshot> done) = 0;
   absl::StatusOr<Snapshot> TakeSnapshot(absl::Span<const int> parameters);
 
-  // Writes a checkpoint directory (checkpoint.h), between steps: waits for an update that is running and holds
-  // back the next. Runs on a thread of the engine's.
+  // Writes a checkpoint directory (checkpoint.h), between steps: waits for an update that is
+  // running and holds back the next. Runs on a thread of the engine's.
   virtual Pending Save(std::string directory, Done<CheckpointInfo> done) = 0;
   absl::StatusOr<CheckpointInfo> Save(const std::string& directory);
-  // Replaces state, update counts, hyper-parameters, the trainer's state and the committed step by a
-  // checkpoint's. Of the recent steps only its last one is known then. Runs on a thread of the engine's.
+  // Replaces state, update counts, hyper-parameters, the trainer's state and the committed step by
+  // a checkpoint's. Of the recent steps only its last one is known then. Runs on a thread of the
+  // engine's.
   virtual Pending Load(std::string directory, Done<CheckpointInfo> done) = 0;
   absl::StatusOr<CheckpointInfo> Load(const std::string& directory);
   // Records a timeline of the next `steps` steps to begin (trace.h), and returns it when the last
@@ -163,8 +166,8 @@ class Job : public std::enable_shared_from_this<Job> {
   // For all that takes part in a step, to record what it does.
   virtual TraceRecorder& trace() = 0;
   // SHA-256 in hex over the update counts and every element of every plane, by parameter: the same
-  // for any world size, and unmoved by a skipped step.
-  // Waits for a decision and update under way, on the caller's thread. Empty if the job is closed or torn.
+  // for any world size, and unmoved by a skipped step. Waits for a decision and update under way,
+  // on the caller's thread. Empty if the job is closed or torn.
   virtual std::string StateHash() = 0;
 };
 

@@ -1,7 +1,7 @@
 // From the last seal to the commit, on the engine's threads, and the provisional updates before it.
 //
-// The gate keeps everything else away from gradients and state meanwhile. The decision is the commit point:
-// before it nothing of the step shows, after it the step only rolls forward.
+// The gate keeps everything else away from gradients and state meanwhile. The decision is the
+// commit point: before it nothing of the step shows, after it the step only rolls forward.
 #include <algorithm>
 #include <cmath>
 #include <utility>
@@ -40,10 +40,11 @@ void JobImpl::RunDecision() {
       if (claimed[chunk]) ComputeSums(step, static_cast<int>(chunk), nullptr);
     });
   }
-  // What other tasks still compute is waited for in the gate. The last of them gives the turn, so this goes on
-  // on a thread of the engine's.
+  // What other tasks still compute is waited for in the gate. The last of them gives the turn, so
+  // this goes on on a thread of the engine's.
   Section section(*this);
-  // Only now, so that provisional updates that were queued before the decision's task have had their turn.
+  // Only now, so that provisional updates that were queued before the decision's task have had
+  // their turn.
   speculation_.Stop();
   EnterHere(
       Admission::kUpdate, -1,
@@ -318,7 +319,8 @@ std::optional<Speculation::Task> JobImpl::NextParked() {
   return speculation_.MakeTask(*chunk, std::move(weights));
 }
 
-// Until the pool is empty again, so that the next buffer to be given back is announced for what is parked then.
+// Until the pool is empty again, so that the next buffer to be given back is announced for what is
+// parked then.
 void JobImpl::StartParked() {
   for (;;) {
     std::optional<Speculation::Task> task;

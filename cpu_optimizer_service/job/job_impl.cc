@@ -173,7 +173,8 @@ absl::Status JobImpl::StatusOf(std::optional<Answer> answer) const {
 }
 
 uint64_t JobImpl::EnterHere(Admission admission, int rank, Turn turn) {
-  // The job outlives what waits in its gate: the gate is a member, and a call that waits has the job.
+  // The job outlives what waits in its gate: the gate is a member, and a call that waits has the
+  // job.
   return gate_.Enter(
       admission, rank,
       [this, turn = std::move(turn)](std::optional<Answer> answer)
@@ -233,9 +234,9 @@ absl::StatusOr<bool> JobImpl::WriteInitialWeights(
                                                      "; padding must be zero"));
     }
   }
-  // Nothing is waited for. While a load or a clearing is under way, the generation has risen and an uploader
-  // of the older one is refused; a clearing itself touches no weights, and nothing reads them before all are
-  // there.
+  // Nothing is waited for. While a load or a clearing is under way, the generation has risen and an
+  // uploader of the older one is refused; a clearing itself touches no weights, and nothing reads
+  // them before all are there.
   MutexLock lock(mutex_);
   if (gate_.phase() == Phase::kClosed) return CheckUsable();
   if (uploader.has_value()) {

@@ -1,5 +1,5 @@
-// Job as it is built: the gate says what may happen, the parts below have the state, and the functions here
-// put them together. They are spread by subject:
+// Job as it is built: the gate says what may happen, the parts below have the state, and the
+// functions here put them together. They are spread by subject:
 //
 //   job_impl.cc      creation, first weights, control, status
 //   job_ranks.cc     attaching, streams, memory that ranks share, generations
@@ -7,9 +7,10 @@
 //   job_decision.cc  from the last seal to the commit; provisional updates
 //   job_state.cc     looking at state, saving, loading, timelines
 //
-// One mutex guards all that the ranks say; arithmetic, listeners, disks and unmapping happen outside it. Code
-// that changes what the gate answers takes the mutex by a Section: when that ends, calls that waited get their
-// turn, and then what they and the section left for afterwards runs without the lock.
+// One mutex guards all that the ranks say; arithmetic, listeners, disks and unmapping happen
+// outside it. Code that changes what the gate answers takes the mutex by a Section: when that ends,
+// calls that waited get their turn, and then what they and the section left for afterwards runs
+// without the lock.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_JOB_IMPL_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_JOB_IMPL_H_
 
@@ -141,9 +142,9 @@ class JobImpl : public Job {
       std::move(done)(std::move(result));
     });
   }
-  // Asks the gate. `turn` is called under the lock, now or later, with OK or with why it was refused. The
-  // Pending cancels it while it waits. A turn that waits once more, for another admission, leaves that one's
-  // number in `number` for the Pending.
+  // Asks the gate. `turn` is called under the lock, now or later, with OK or with why it was
+  // refused. The Pending cancels it while it waits. A turn that waits once more, for another
+  // admission, leaves that one's number in `number` for the Pending.
   using Turn = absl::AnyInvocable<void(absl::Status) &&>;
   Pending Enter(Admission admission, int rank, Turn turn,
                 std::shared_ptr<uint64_t> number = std::make_shared<uint64_t>(0))
@@ -173,8 +174,9 @@ class JobImpl : public Job {
   // Whether the rank has a part in the step in progress.
   bool HasBegun(int rank) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   RankPosition PositionOf(int rank) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Clears the undecided step and frees all ranks, which share no memory with us any more; tells their
-  // listeners `reason`. `then` runs under the lock once all of it is cleared, before any other call's turn.
+  // Clears the undecided step and frees all ranks, which share no memory with us any more; tells
+  // their listeners `reason`. `then` runs under the lock once all of it is cleared, before any
+  // other call's turn.
   void RaiseGeneration(std::string reason, absl::AnyInvocable<void() &&> then)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void FinishClearing() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -211,7 +213,8 @@ class JobImpl : public Job {
   absl::StatusOr<Accepted> Accept(const StreamKey& key, const Contribution& given)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void AddToGradient(const Contribution& given, const RankMemory* memory);
-  // Computes the chunk's sums; returns about what they add to the squared norm of the provisional update.
+  // Computes the chunk's sums; returns about what they add to the squared norm of the provisional
+  // update.
   double ComputeSums(uint64_t step, int chunk, const StepUpdate* provisional);
   // Has the sums of a chunk computed by a task, unless it comes too late for `attempt`.
   void StartSums(uint64_t step, int chunk, uint64_t attempt);
@@ -221,7 +224,8 @@ class JobImpl : public Job {
 
   // ---- job_decision.cc
   void StartDecisionIfDue() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // On a thread of the engine's: finishes the sums, and waits in the gate for what else is being computed.
+  // On a thread of the engine's: finishes the sums, and waits in the gate for what else is being
+  // computed.
   void RunDecision();
   StepOutcome MakeOutcome(const SealedStep& sealed) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Why a step is skipped; `report` is what a worker found before reducing.
@@ -240,8 +244,8 @@ class JobImpl : public Job {
   bool CanSpeculate() const { return need_.speculation_bytes > 0; }
   // Of a chunk whose sums are current, unscaled and divided; only provisional updates depend on it.
   double SquaredNormOf(int chunk, const StepUpdate& update) const;
-  // The chunk's final contribution is in, and its sums are current. A provisional update that can run now, of
-  // whichever chunk, is the caller's to run or start, outside the lock.
+  // The chunk's final contribution is in, and its sums are current. A provisional update that can
+  // run now, of whichever chunk, is the caller's to run or start, outside the lock.
   std::optional<Speculation::Task> SpeculateIfWorthwhile(int chunk, double squared_norm)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // The one that waited longest for a buffer, if there is a buffer for it.

@@ -156,8 +156,8 @@ void JobImpl::AttachNow(const AttachRequest& request, Done<Attachment> done) {
                       .committed_step = record_.committed_step,
                       .awaiting_weights = !first_weights_.complete()};
   };
-  // A process that attaches anew in mid-step does the step anew: what was sent before must not meet what is
-  // sent now.
+  // A process that attaches anew in mid-step does the step anew: what was sent before must not meet
+  // what is sent now.
   if (taken || (!request.generation.has_value() && HasBegun(request.rank))) {
     RaiseGeneration(
         absl::StrCat(taken ? "a new process" : "a new session of its process", " has taken rank ",
@@ -170,8 +170,8 @@ void JobImpl::AttachNow(const AttachRequest& request, Done<Attachment> done) {
             });
     return;
   }
-  // An older stream may be broken, though nothing here has noticed: when that ends it must not take the rank
-  // away again.
+  // An older stream may be broken, though nothing here has noticed: when that ends it must not take
+  // the rank away again.
   Detached detached = take();
   ranks_.TakeListener(request.rank, detached.listeners);
   Detach(std::move(detached),
@@ -191,7 +191,8 @@ Pending JobImpl::OpenStream(OpenStreamRequest request, std::shared_ptr<RankListe
     status = absl::InvalidArgumentError(
         absl::StrCat("rank ", request.rank, " is not in job ", spec().name));
   } else {
-    // A stream of an older generation, or of a process that has not the rank, does not wait to be refused.
+    // A stream of an older generation, or of a process that has not the rank, does not wait to be
+    // refused.
     MutexLock lock(mutex_);
     status = CheckMayOpen(request);
   }
@@ -199,8 +200,9 @@ Pending JobImpl::OpenStream(OpenStreamRequest request, std::shared_ptr<RankListe
     std::move(done)(std::move(status));
     return {};
   }
-  // The older stream is detached as soon as no update is under way; then what it is adding is waited for.
-  // Meanwhile the step may be decided, so the second admission waits for an update again.
+  // The older stream is detached as soon as no update is under way; then what it is adding is
+  // waited for. Meanwhile the step may be decided, so the second admission waits for an update
+  // again.
   const int rank = request.rank;
   const auto number = std::make_shared<uint64_t>(0);
   return Enter(
@@ -301,7 +303,8 @@ void JobImpl::RaiseGeneration(std::string reason, absl::AnyInvocable<void() &&> 
              reason = std::move(reason), then = std::move(then)](absl::Status)
                 ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
                   FinishClearing();
-                  // A process of the old generation may go on writing there: from here on nothing reads it.
+                  // A process of the old generation may go on writing there: from here on nothing
+                  // reads it.
                   for (auto& lender : ranks_.TakeLenders()) {
                     detached.memories.push_back(std::move(lender));
                   }

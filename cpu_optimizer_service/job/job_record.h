@@ -1,5 +1,5 @@
-// Who a job is, and its small state: plain values, with all that a restart would need besides chunks and
-// gradients.
+// Who a job is, and its small state: plain values, with all that a restart would need besides
+// chunks and gradients.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_JOB_RECORD_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_JOB_RECORD_H_
 
@@ -35,7 +35,8 @@ struct StepHistory {
 
   // Counts the step and remembers its record, with at most kRecordedNames names.
   void Add(StepRecord record, bool coverage_complete);
-  // Of steps that the state has not seen: forgets the records, keeps the counts. `last` may be null.
+  // Of steps that the state has not seen: forgets the records, keeps the counts. `last` may be
+  // null.
   void Replace(const StepRecord* last);
 };
 

@@ -299,8 +299,8 @@ StepRecord JobImpl::LastRecord(const CheckpointIndex& index) const {
   return record;
 }
 
-// Verified on a disk thread; then, in the gate, the step is cleared and readers are waited for; then read on a
-// disk thread again.
+// Verified on a disk thread; then, in the gate, the step is cleared and readers are waited for;
+// then read on a disk thread again.
 Pending JobImpl::Load(std::string directory, Done<CheckpointInfo> done) {
   const auto number = std::make_shared<uint64_t>(0);
   auto shared_done = std::make_shared<Done<CheckpointInfo>>(std::move(done));

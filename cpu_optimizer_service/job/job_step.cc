@@ -1,8 +1,8 @@
 // What a rank gives a step, up to the last seal: settings, gradients, ends of micro-steps, seals.
 //
-// A payload is added by the thread that brings it, while it is in that thread's cache, and its sums of squares
-// are computed there, too. What lies in memory that is shared with the rank costs the transport's thread
-// nothing but the ledger: it stays where it is, and a task computes its sums.
+// A payload is added by the thread that brings it, while it is in that thread's cache, and its sums
+// of squares are computed there, too. What lies in memory that is shared with the rank costs the
+// transport's thread nothing but the ledger: it stays where it is, and a task computes its sums.
 #include <algorithm>
 #include <utility>
 
@@ -232,8 +232,8 @@ void JobImpl::RunSums(uint64_t step, int chunk, uint64_t attempt) {
   std::shared_ptr<const StepUpdate> update;
   {
     MutexLock lock(mutex_);
-    // The step is over or forgotten, or its decision was first. What the chunk holds now may be another
-    // attempt's, which has tasks of its own.
+    // The step is over or forgotten, or its decision was first. What the chunk holds now may be
+    // another attempt's, which has tasks of its own.
     if (attempt != attempt_ || !sums_.Claim(chunk)) return;
     gate_.StartComputing();
     update = speculation_.update();
@@ -253,8 +253,8 @@ void JobImpl::RunSums(uint64_t step, int chunk, uint64_t attempt) {
 // ---------------------------------------------------------------- sealing
 
 // A reopened stream carries the last seal again, of which its client does not know that it was
-// accepted. By the time it is read, the other ranks may have sealed, the step been committed, and the
-// next begun.
+// accepted. By the time it is read, the other ranks may have sealed, the step been committed, and
+// the next begun.
 bool JobImpl::HasAcceptedSeal(uint64_t step, uint32_t micro_steps) const {
   if (step == record_.committed_step) {
     return !record_.history.recent_steps.empty() &&

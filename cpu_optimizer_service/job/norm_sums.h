@@ -1,7 +1,8 @@
 // How far the sums of squares of a step's gradients are, chunk by chunk.
 //
-// The sums of a chunk go none -> running -> current under the job's lock. The thread that makes them running
-// computes them: a task, or, so that it never waits for what is only queued, the decision.
+// The sums of a chunk go none -> running -> current under the job's lock. The thread that makes
+// them running computes them: a task, or, so that it never waits for what is only queued, the
+// decision.
 //
 // Thread-compatible: the job's lock guards it.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_NORM_SUMS_H_

@@ -1,12 +1,13 @@
-// A call of a job that may have to wait for its turn: for a decision and update to end, for a step to be
-// cleared, for a load. Such a call takes a Done and returns a Pending, and never blocks its thread.
+// A call of a job that may have to wait for its turn: for a decision and update to end, for a step
+// to be cleared, for a load. Such a call takes a Done and returns a Pending, and never blocks its
+// thread.
 //
 //   Pending pending = job->Attach(request, [](absl::StatusOr<Attachment> attachment) { ... });
 //   ... the caller is gone:
 //   pending.Cancel();
 //
-// The Done is called exactly once, with no lock held: before the call returns if nothing is in the way,
-// otherwise later, from any thread. It must not block.
+// The Done is called exactly once, with no lock held: before the call returns if nothing is in the
+// way, otherwise later, from any thread. It must not block.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_PENDING_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_PENDING_H_
 
@@ -29,8 +30,8 @@ class Pending {
   Pending() = default;
   explicit Pending(std::function<void()> cancel) : cancel_(std::move(cancel)) {}
 
-  // If the call still waits for its turn, it is given up: its Done is called with CANCELLED, on this
-  // thread, and nothing of it happens. Otherwise does nothing. Thread-safe; may be repeated.
+  // If the call still waits for its turn, it is given up: its Done is called with CANCELLED, on
+  // this thread, and nothing of it happens. Otherwise does nothing. Thread-safe; may be repeated.
   void Cancel() const {
     if (cancel_) cancel_();
   }

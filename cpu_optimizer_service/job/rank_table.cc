@@ -47,8 +47,8 @@ StreamKey RankTable::OpenStream(int index, std::shared_ptr<RankListener> listene
 std::shared_ptr<RankListener> RankTable::CloseStream(int index, bool in_step) {
   RankEntry& rank = ranks_[index];
   rank.stream = 0;
-  // A rank that has no part in the step in progress is free at once, so that a restart between steps
-  // disturbs no other rank.
+  // A rank that has no part in the step in progress is free at once, so that a restart between
+  // steps disturbs no other rank.
   if (!in_step) rank.process_id.clear();
   rank.left = in_step;
   return std::exchange(rank.listener, nullptr);

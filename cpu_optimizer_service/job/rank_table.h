@@ -1,10 +1,10 @@
 // Who has which rank of a job: the process, its stream, the memory that it shares.
 //
-// A process takes a rank by attaching and keeps it until its stream has ended and no step in progress needs
-// it, until another process takes it, or until the generation rises.
+// A process takes a rank by attaching and keeps it until its stream has ended and no step in
+// progress needs it, until another process takes it, or until the generation rises.
 //
-// Thread-compatible: the job's lock guards it. Nothing here calls a listener or unmaps memory: what a move
-// lets go of is returned, for the caller to deal with outside the lock.
+// Thread-compatible: the job's lock guards it. Nothing here calls a listener or unmaps memory: what
+// a move lets go of is returned, for the caller to deal with outside the lock.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_RANK_TABLE_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_RANK_TABLE_H_
 
@@ -44,7 +44,8 @@ struct RankEntry {
   bool left = false;  // Its stream ended in mid-step; free once the step is over.
   std::shared_ptr<const RankMemory> memory;  // Shared with its process. Nullable.
   int64_t memory_bytes = 0;
-  // The memory in which the step in progress reads gradients: the same one, unless that has been dropped.
+  // The memory in which the step in progress reads gradients: the same one, unless that has been
+  // dropped.
   std::shared_ptr<const RankMemory> lender;
 
   // Where updated weights are written; null if they go through the stream.
@@ -86,7 +87,8 @@ class RankTable {
   std::shared_ptr<const RankMemory> DropMemory(int rank, const RankMemory* memory);
   void Lend(int rank) { ranks_[rank].lender = ranks_[rank].memory; }
 
-  // All ranks are free, without streams and without memory; what lends to the step stays for TakeLenders.
+  // All ranks are free, without streams and without memory; what lends to the step stays for
+  // TakeLenders.
   Detached FreeAll();
   // The step is over: ranks whose stream has ended are free, and nothing lends any more.
   RankMemories TakeLenders();

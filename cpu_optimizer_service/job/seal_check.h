@@ -1,8 +1,8 @@
-// Whether a step is whole: pure functions over what the ranks gave. No lock, no clock, no memory of gradients;
-// what a gradient holds is asked through HasGradient.
+// Whether a step is whole: pure functions over what the ranks gave. No lock, no clock, no memory of
+// gradients; what a gradient holds is asked through HasGradient.
 //
-// A refusal leaves the step open. It names the rank, the micro-step and the parameters that are missing, and
-// whether to send and seal again, or to abort the step and redo it.
+// A refusal leaves the step open. It names the rank, the micro-step and the parameters that are
+// missing, and whether to send and seal again, or to abort the step and redo it.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_SEAL_CHECK_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_SEAL_CHECK_H_
 
@@ -31,23 +31,27 @@ struct StepGiven {
   const OpenStep& step;
 };
 
-// Whether a chunk has a non-zero gradient in elements [begin, end) of its flat space, which lie in it.
+// Whether a chunk has a non-zero gradient in elements [begin, end) of its flat space, which lie in
+// it.
 using HasGradient = absl::FunctionRef<bool(int chunk, int64_t begin, int64_t end)>;
 
-// At a rank's seal: its backward reached some parameter in every micro-step, where it must, and the ledger has
-// all `micro_steps` of each of its chunks.
+// At a rank's seal: its backward reached some parameter in every micro-step, where it must, and the
+// ledger has all `micro_steps` of each of its chunks.
 std::optional<SealRefusal> CheckRank(const StepGiven& given, int rank, uint32_t micro_steps);
 
-// At the last seal: ranks sealed the same number; padding is zero; no parameter that received a gradient came
-// as empty; a parameter that no rank used has no gradient and is allowed to have none.
+// At the last seal: ranks sealed the same number; padding is zero; no parameter that received a
+// gradient came as empty; a parameter that no rank used has no gradient and is allowed to have
+// none.
 std::optional<SealRefusal> CheckStep(const StepGiven& given, int last_rank,
                                      HasGradient has_gradient);
 
-// Parameters with elements in chunks of the rank that are not at `micro_step`; the first kMissingNames.
+// Parameters with elements in chunks of the rank that are not at `micro_step`; the first
+// kMissingNames.
 std::vector<std::string> NamesBehind(const JobSpec& spec, const Layout& layout,
                                      const Ledger& ledger, int rank, uint32_t micro_step);
 
-// INVALID_ARGUMENT if a loss scale, a divisor or both together leave no positive normal fp32 multiplier.
+// INVALID_ARGUMENT if a loss scale, a divisor or both together leave no positive normal fp32
+// multiplier.
 absl::Status CheckScale(const GradientScale& scale, int group_count);
 // INVALID_ARGUMENT if a parameter is not a trainable one of the job, or a reported value is finite.
 absl::Status CheckUsed(const JobSpec& spec, const Layout& layout, int rank,

@@ -38,7 +38,8 @@ std::vector<bool> ChunksAsSpeculated(const Layout& layout, const StepOutcome& ou
   chunks.reserve(layout.chunks().size());
   for (int index = 0; index < static_cast<int>(layout.chunks().size()); ++index) {
     chunks.push_back(groups[layout.chunks()[index].group]);
-    // Only unused parameters can be left out, so the pieces need not be looked at where there are none.
+    // Only unused parameters can be left out, so the pieces need not be looked at where there are
+    // none.
     if (!chunks.back() || outcome.unused_parameters.empty()) continue;
     const std::vector<ChunkPiece> pieces = layout.Pieces(index);
     chunks.back() = std::all_of(pieces.begin(), pieces.end(), is_updated);
@@ -105,8 +106,8 @@ void Speculation::Drop(ChunkStore& store) {
   for (Chunk& chunk : chunks_) chunk.Reset();
 }
 
-// All ranks wait meanwhile, so a chunk whose provisional update becomes the state, as nearly all do, costs no
-// more than a few bytes here.
+// All ranks wait meanwhile, so a chunk whose provisional update becomes the state, as nearly all
+// do, costs no more than a few bytes here.
 Speculation::Settled Speculation::Settle(
     ChunkStore& store, const std::vector<bool>& as_speculated, bool apply,
     absl::FunctionRef<bool(int rank, uint64_t stream)> is_current, int world_size) {

@@ -1,15 +1,15 @@
-// Updates that are computed before their decision, into second versions of the chunks, and what the decision
-// makes of them.
+// Updates that are computed before their decision, into second versions of the chunks, and what the
+// decision makes of them.
 //
-// A chunk's provisional update goes none -> queued -> running -> ready under the job's lock; its arithmetic
-// happens outside, in a version that nothing else reads. A decision and a clearing cancel what is queued, wait
-// for what is running, and publish or drop what is ready.
+// A chunk's provisional update goes none -> queued -> running -> ready under the job's lock; its
+// arithmetic happens outside, in a version that nothing else reads. A decision and a clearing
+// cancel what is queued, wait for what is running, and publish or drop what is ready.
 //
-// An update whose weights need a buffer is parked: queued without a task, until there is a buffer. Computed
-// without one, its weights could go only after the decision: where the wire is slower than the update that
-// would be most of a large model, while an update that waits goes as fast as the wire does. A rank that does
-// not read thereby stops the speculation on its job's chunks, and nothing else: the decision cancels what is
-// parked.
+// An update whose weights need a buffer is parked: queued without a task, until there is a buffer.
+// Computed without one, its weights could go only after the decision: where the wire is slower than
+// the update that would be most of a large model, while an update that waits goes as fast as the
+// wire does. A rank that does not read thereby stops the speculation on its job's chunks, and
+// nothing else: the decision cancels what is parked.
 //
 // Thread-compatible: the job's lock guards it.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_SPECULATION_H_
@@ -33,8 +33,8 @@
 
 namespace ballast {
 
-// What the step's update will be if nothing is clipped and every parameter is used; null if no provisional
-// update can become the state.
+// What the step's update will be if nothing is clipped and every parameter is used; null if no
+// provisional update can become the state.
 std::shared_ptr<const StepUpdate> MakeProvisionalUpdate(const JobSpec& spec, const StepTerms& terms,
                                                         const std::vector<int64_t>& update_counts);
 
@@ -52,8 +52,8 @@ class Speculation {
   };
   // What a decision makes of a step's provisional updates. All empty for a job that waits.
   struct Settled {
-    // What is left to do for a chunk: all of it; to send the weights of a published update, which the rank's
-    // stream does not have; nothing.
+    // What is left to do for a chunk: all of it; to send the weights of a published update, which
+    // the rank's stream does not have; nothing.
     enum class Left : uint8_t { kUpdate, kSend, kNothing };
     std::vector<Left> left;                    // By chunk.
     std::vector<ChunkStore::Write> published;  // Updates that become the state.
@@ -66,13 +66,14 @@ class Speculation {
   // max_norm: of the job; 0: nothing is clipped.
   Speculation(const Layout& layout, double max_norm);
 
-  // A step begins. `update`: of MakeProvisionalUpdate, or null if no chunk is to be updated ahead of the
-  // decision.
+  // A step begins. `update`: of MakeProvisionalUpdate, or null if no chunk is to be updated ahead
+  // of the decision.
   void Begin(std::shared_ptr<const StepUpdate> update);
   // Of the step in progress; null: no more provisional updates in it.
   const std::shared_ptr<const StepUpdate>& update() const { return update_; }
-  // The squared norm of a chunk whose gradient is whole, about, as it will be unscaled and divided. What has
-  // come so far may decide already that no provisional update of this step can become the state.
+  // The squared norm of a chunk whose gradient is whole, about, as it will be unscaled and divided.
+  // What has come so far may decide already that no provisional update of this step can become the
+  // state.
   void AddSquaredNorm(double squared_norm);
 
   // True: the chunk's update is queued; the caller runs it (MakeTask) or parks it.
@@ -82,7 +83,8 @@ class Speculation {
   // The chunk that was parked first.
   std::optional<int> first_parked() const;
   void Unpark() { parked_.pop_front(); }
-  // False: it was cancelled, and the chunk may have been queued again, by a later step, for another task.
+  // False: it was cancelled, and the chunk may have been queued again, by a later step, for another
+  // task.
   bool Run(const Task& task);
   // The rank's stream has the weights.
   void Sent(int chunk, uint64_t stream) { chunks_[chunk].sent_stream = stream; }
@@ -94,8 +96,8 @@ class Speculation {
   void Stop();
   // Drops what is ready. Precondition: stopped, and nothing is running.
   void Drop(ChunkStore& store);
-  // Splits what is ready by `as_speculated`, and drops from `store` what is not the step's. `is_current(rank,
-  // stream)`: whether the rank still has that stream. Precondition: as of Drop.
+  // Splits what is ready by `as_speculated`, and drops from `store` what is not the step's.
+  // `is_current(rank, stream)`: whether the rank still has that stream. Precondition: as of Drop.
   Settled Settle(ChunkStore& store, const std::vector<bool>& as_speculated, bool apply,
                  absl::FunctionRef<bool(int rank, uint64_t stream)> is_current, int world_size);
   // Takes back the memory of `published`, for the next step.

@@ -63,8 +63,8 @@ struct ChunkStore::Impl {
   std::unique_ptr<Arena> arena;
   std::unique_ptr<Arena> second_arena;  // Null: one slot per chunk.
   mutable Mutex mutex;
-  // What all chunks do in a decision that publishes their provisional updates lies side by side, and neither
-  // allocates nor searches: ranks wait meanwhile.
+  // What all chunks do in a decision that publishes their provisional updates lies side by side,
+  // and neither allocates nor searches: ranks wait meanwhile.
   std::vector<Version*> table ABSL_GUARDED_BY(mutex);  // By chunk: the published one.
   std::vector<Version> first ABSL_GUARDED_BY(mutex);   // By home, as the next; in the arenas.
   std::vector<Version> second ABSL_GUARDED_BY(mutex);  // Empty without second versions.

@@ -1,6 +1,5 @@
 // ballast-worker: one rank of a training run. Wiring, nothing else.
 #include <grpc/support/log.h>
-#include <malloc.h>
 #include <signal.h>
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
@@ -20,6 +19,7 @@
 #include "absl/time/time.h"
 #include "client/connect.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/heap_settings.h"
 #include "cpu_optimizer_service/engine.h"
 #include "gpu_worker/base/timeline.h"
 #include "gpu_worker/collective/launch.h"
@@ -184,8 +184,7 @@ int main(int argc, char** argv) {
   absl::SetProgramUsageMessage(
       "One rank of a training run. RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are "
       "taken from the environment, as torchrun sets them.");
-  // Received messages take megabytes; a heap that is trimmed after each is faulted in again.
-  mallopt(M_TRIM_THRESHOLD, 1 << 30);
+  KeepHeapWarm();  // Before the first big allocation; the client would do it only when it connects.
   const absl::Status status = ballast::worker::MainWithinMemory(argc, argv);
   if (status.ok()) return 0;
   std::fprintf(stderr, "ballast-worker: %s\n", std::string(status.message()).c_str());

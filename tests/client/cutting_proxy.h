@@ -21,8 +21,8 @@
 
 namespace ballast::client {
 
-// In the test's own process, which says where each cut comes. tests/kill/cutting_proxy.py is for whole
-// processes, and draws the instants of its cuts.
+// In the test's own process, which says where each cut comes. tests/kill/cutting_proxy.py is for
+// whole processes, and draws the instants of its cuts.
 class CuttingProxy {
  public:
   struct Budget {

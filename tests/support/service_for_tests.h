@@ -33,7 +33,8 @@ class ServiceForTests {
 
   Engine& engine() { return engine_; }
   server::Server& server() { return *server_; }
-  // To the first address, or without a socket if there is none. A channel of its own, as a process has.
+  // To the first address, or without a socket if there is none. A channel of its own, as a process
+  // has.
   std::shared_ptr<grpc::Channel> NewChannel();
 
   v1::JobService::Stub& jobs() { return *jobs_; }

@@ -13,8 +13,8 @@ namespace ballast {
 // in, and waits for them. `body` does not throw.
 void ParallelFor(int64_t count, absl::FunctionRef<void(int64_t)> body);
 
-// A happens-before edge: everything before Release is seen by the thread that calls Acquire after it. Only
-// for what TBB orders in truth; without ThreadSanitizer it is nothing.
+// A happens-before edge: everything before Release is seen by the thread that calls Acquire after
+// it. Only for what TBB orders in truth; without ThreadSanitizer it is nothing.
 class TsanEdge {
  public:
   void Release();

@@ -26,8 +26,8 @@ constexpr Phase kAllPhases[] = {Phase::kIdle,     Phase::kOpen,     Phase::kSeal
                                 Phase::kLoading,  Phase::kClosed};
 static_assert(std::size(kAllAdmissions) == kAdmissions && std::size(kAllPhases) == kPhases);
 
-// What a person would say of an admission, written down once more and by other means than the table: as
-// conditions on the state.
+// What a person would say of an admission, written down once more and by other means than the
+// table: as conditions on the state.
 Answer Expected(Admission admission, const GateState& state, int64_t rank_adding) {
   const Phase phase = state.phase;
   const bool undecided =

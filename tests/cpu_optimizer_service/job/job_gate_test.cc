@@ -1,5 +1,5 @@
-// What waits in a job's gate waits without a thread: every call below is made from the test's own thread while
-// a disk hangs, so a call that blocked would end the test by its time limit.
+// What waits in a job's gate waits without a thread: every call below is made from the test's own
+// thread while a disk hangs, so a call that blocked would end the test by its time limit.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

@@ -17,7 +17,8 @@ using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::IsEmpty;
 
-// Two ranks, three parameters p0 (1,000 elements), p1 (24), p2 (3,000), in chunks of 512: no engine, no memory.
+// Two ranks, three parameters p0 (1,000 elements), p1 (24), p2 (3,000), in chunks of 512: no
+// engine, no memory.
 class SealCheckTest : public testing::Test {
  protected:
   explicit SealCheckTest(UnusedPolicy policy = UnusedPolicy::kError) {

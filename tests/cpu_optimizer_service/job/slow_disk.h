@@ -1,4 +1,5 @@
-// A file system in memory that can be held up: while it is, writing and reading block their threads.
+// A file system in memory that can be held up: while it is, writing and reading block their
+// threads.
 #ifndef BALLAST_TESTS_CPU_OPTIMIZER_SERVICE_JOB_SLOW_DISK_H_
 #define BALLAST_TESTS_CPU_OPTIMIZER_SERVICE_JOB_SLOW_DISK_H_
 

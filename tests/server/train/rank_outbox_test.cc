@@ -329,7 +329,8 @@ TEST_F(RankOutboxTest, HoldsWeightsInPlaceBackUntilTheyAreEnoughOrSomethingFollo
   WriteDone();
   EXPECT_TRUE(wire_.last.message.has_committed());
   WriteDone();
-  // Two kinds, and too few of each for a message: the first is sent, because no more of it can follow.
+  // Two kinds, and too few of each for a message: the first is sent, because no more of it can
+  // follow.
   TellProvisionalInPlace(5, 1);
   EXPECT_EQ(wire_.writes, writes + 4);
   TellProvisionalInPlace(6, 1);

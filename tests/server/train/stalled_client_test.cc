@@ -214,7 +214,8 @@ TEST_F(StalledClient, ThatNeverReadsItsAcknowledgementsMakesNothingGrow) {
   for (int i = 0; i < kMessages; ++i) ASSERT_TRUE(ranks[0]->Gradient(2, 0)) << i;  // Repeats.
   EXPECT_LE(GrowthBytes(), kGrowthBytes);
   static_assert(kMessages * kMessageBytes > 10 * kGrowthBytes);
-  // All of them were accepted: the stream's first step took one for opening, the step's and two more.
+  // All of them were accepted: the stream's first step took one for opening, the step's and two
+  // more.
   EXPECT_TRUE(ranks[0]->ReadUntilAcknowledged(1 + (1 + kChunksOfRank + 2) + 1 + kMessages));
 }
 
