@@ -6,7 +6,10 @@
 // because the service reads a final gradient in place.
 //
 //   kFree -- GiveToTrainer --> kTrainers (for the session's lifetime)
-//   kFree -- Take --> kTaken -- Free, or the next step --> kFree
+//   kFree -- Take --> kTaken -- Free of that use, or the next step --> kFree
+//
+// A push may be released late, on another thread, when the next step has begun and the place is in
+// use again. So each use has a number, and Free ends only the use that it names.
 //
 // Thread-safe.
 #ifndef BALLAST_CLIENT_SESSION_GRADIENT_PLACES_H_
@@ -23,40 +26,50 @@ namespace ballast::client {
 
 class GradientPlaces {
  public:
-  explicit GradientPlaces(size_t chunks) : states_(chunks, State::kFree) {}
+  explicit GradientPlaces(size_t chunks) : places_(chunks) {}
 
   // Whether the trainer may write to the chunk's place; then only the trainer does from now on.
   // False while a push that the session copied there is in use.
   bool GiveToTrainer(int chunk) {
     MutexLock lock(mutex_);
-    if (states_[chunk] == State::kTaken) return false;
-    states_[chunk] = State::kTrainers;
+    Place& place = places_[chunk];
+    if (place.state == State::kTaken) return false;
+    place.state = State::kTrainers;
     return true;
   }
-  // Whether the session may write to the place now; then it is no longer free.
-  bool Take(int chunk) {
+  // The number of this use if the session may write to the place now, and then it is no longer free;
+  // otherwise 0.
+  uint64_t Take(int chunk) {
     MutexLock lock(mutex_);
-    if (states_[chunk] != State::kFree) return false;
-    states_[chunk] = State::kTaken;
-    return true;
+    Place& place = places_[chunk];
+    if (place.state != State::kFree) return 0;
+    place.state = State::kTaken;
+    return place.use = ++last_use_;
   }
-  void Free(int chunk) {
+  // Nothing if another use has begun since.
+  void Free(int chunk, uint64_t use) {
     MutexLock lock(mutex_);
-    if (states_[chunk] == State::kTaken) states_[chunk] = State::kFree;
+    Place& place = places_[chunk];
+    if (place.state == State::kTaken && place.use == use) place.state = State::kFree;
   }
   // A step begins: the service no longer reads gradients of the previous step.
   void FreeAll() {
     MutexLock lock(mutex_);
-    for (State& state : states_) {
-      if (state == State::kTaken) state = State::kFree;
+    for (Place& place : places_) {
+      if (place.state == State::kTaken) place.state = State::kFree;
     }
   }
 
  private:
   enum class State : uint8_t { kFree, kTaken, kTrainers };
+  struct Place {
+    State state = State::kFree;
+    uint64_t use = 0;  // The last one.
+  };
 
   Mutex mutex_;
-  std::vector<State> states_ ABSL_GUARDED_BY(mutex_);  // By chunk of the job.
+  std::vector<Place> places_ ABSL_GUARDED_BY(mutex_);  // By chunk of the job.
+  uint64_t last_use_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace ballast::client

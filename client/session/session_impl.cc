@@ -254,12 +254,15 @@ bool SessionImpl::PushInPlace(GradientPush& push) {
   if (shared_memory_ == nullptr || push.empty) return false;
   const absl::Span<std::byte> place = shared_memory_->gradient(push.chunk);
   if (push.payload.data() == place.data()) return true;
-  if (!places_.Take(push.chunk)) return false;
+  const uint64_t use = places_.Take(push.chunk);
+  if (use == 0) return false;
   std::memcpy(place.data(), push.payload.data(), place.size());
   if (push.released) push.released();
   // A final gradient stays at its place until the next step (FreeAll): the service reads it there.
   push.released = nullptr;
-  if (!push.final) push.released = [this, chunk = push.chunk] { places_.Free(chunk); };
+  if (!push.final) {
+    push.released = [this, chunk = push.chunk, use] { places_.Free(chunk, use); };
+  }
   return true;
 }
 

@@ -18,33 +18,48 @@ using testing::HasSubstr;
 
 TEST(GradientPlaces, AreTakenOnceUntilTheyAreFree) {
   GradientPlaces places(2);
-  EXPECT_TRUE(places.Take(0));
-  EXPECT_FALSE(places.Take(0));
-  EXPECT_TRUE(places.Take(1));
-  places.Free(0);
-  EXPECT_TRUE(places.Take(0));
+  const uint64_t use = places.Take(0);
+  EXPECT_NE(use, 0u);
+  EXPECT_EQ(places.Take(0), 0u);
+  EXPECT_NE(places.Take(1), 0u);
+  places.Free(0, use);
+  EXPECT_NE(places.Take(0), 0u);
   places.FreeAll();
-  EXPECT_TRUE(places.Take(0));
-  EXPECT_TRUE(places.Take(1));
+  EXPECT_NE(places.Take(0), 0u);
+  EXPECT_NE(places.Take(1), 0u);
+}
+
+// A push of step 1 may be released when step 2 has taken the place again. If that freed the place, the
+// next micro-step's gradient would overwrite one that the service has not read.
+TEST(GradientPlaces, AreNotFreedByALateReleaseOfAnEarlierUse) {
+  GradientPlaces places(1);
+  const uint64_t earlier = places.Take(0);
+  places.FreeAll();
+  const uint64_t current = places.Take(0);
+  EXPECT_NE(current, earlier);
+  places.Free(0, earlier);
+  EXPECT_EQ(places.Take(0), 0u);
+  places.Free(0, current);
+  EXPECT_NE(places.Take(0), 0u);
 }
 
 TEST(GradientPlaces, OfTheTrainerAreNeverTaken) {
   GradientPlaces places(1);
   EXPECT_TRUE(places.GiveToTrainer(0));
   EXPECT_TRUE(places.GiveToTrainer(0));
-  EXPECT_FALSE(places.Take(0));
-  places.Free(0);
+  EXPECT_EQ(places.Take(0), 0u);
+  places.Free(0, 0);
   places.FreeAll();
-  EXPECT_FALSE(places.Take(0));
+  EXPECT_EQ(places.Take(0), 0u);
 }
 
 TEST(GradientPlaces, InUseAreNotGivenToTheTrainer) {
   GradientPlaces places(1);
-  EXPECT_TRUE(places.Take(0));
+  const uint64_t use = places.Take(0);
   EXPECT_FALSE(places.GiveToTrainer(0));
-  places.Free(0);
+  places.Free(0, use);
   EXPECT_TRUE(places.GiveToTrainer(0));
-  EXPECT_FALSE(places.Take(0));
+  EXPECT_EQ(places.Take(0), 0u);
 }
 
 class SharedGradientsTest : public SharedSession {
