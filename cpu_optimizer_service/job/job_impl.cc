@@ -188,11 +188,15 @@ Pending JobImpl::Enter(Admission admission, int rank, Turn turn, std::shared_ptr
     if (waits != 0) *number = waits;
     if (*number == 0) return {};
   }
+  return PendingOf(std::move(number));
+}
+
+Pending JobImpl::PendingOf(std::shared_ptr<uint64_t> number) {
   return Pending([weak = weak_from_this(), number = std::move(number)] {
     const auto self = std::static_pointer_cast<JobImpl>(weak.lock());
     if (self == nullptr) return;
     Section section(*self);
-    self->gate_.Cancel(*number);
+    self->gate_.Cancel(*number);  // No call has number 0.
   });
 }
 

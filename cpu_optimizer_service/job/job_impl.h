@@ -149,7 +149,9 @@ class JobImpl : public Job {
   Pending Enter(Admission admission, int rank, Turn turn,
                 std::shared_ptr<uint64_t> number = std::make_shared<uint64_t>(0))
       ABSL_LOCKS_EXCLUDED(mutex_);
-  // The same, in a section.
+  // Cancels the call whose number in the gate `number` has by then; 0: none.
+  Pending PendingOf(std::shared_ptr<uint64_t> number);
+  // As Enter, in a section.
   uint64_t EnterHere(Admission admission, int rank, Turn turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status StatusOf(std::optional<Answer> answer) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

@@ -75,9 +75,9 @@ Pending JobImpl::TakeSnapshot(std::vector<int> parameters, Done<Snapshot> done) 
     const auto [first, last] = layout_.ChunksOfParameter(parameter);
     for (int chunk = first; chunk < last; ++chunk) needed.insert(chunk);
   }
-  const auto take = [this, parameters = std::move(parameters),
-                     chunks = std::vector<int>(needed.begin(), needed.end())]()
-                        ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) -> absl::StatusOr<Snapshot> {
+  auto take = [this, parameters = std::move(parameters),
+               chunks = std::vector<int>(needed.begin(), needed.end())]()
+                  ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) -> absl::StatusOr<Snapshot> {
     if (!first_weights_.complete()) {
       return absl::FailedPreconditionError(
           absl::StrCat("job ", spec().name, " has no weights yet"));
@@ -99,7 +99,7 @@ Pending JobImpl::TakeSnapshot(std::vector<int> parameters, Done<Snapshot> done) 
     return snapshot;
   };
   return Enter(Admission::kSnapshot, -1,
-               [this, self = shared_from_this(), take, done = std::move(done)](
+               [this, self = shared_from_this(), take = std::move(take), done = std::move(done)](
                    absl::Status admitted) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
                  Reply<Snapshot>(std::move(done),
                                  admitted.ok() ? take() : absl::StatusOr<Snapshot>(admitted));
@@ -335,12 +335,7 @@ Pending JobImpl::Load(std::string directory, Done<CheckpointInfo> done) {
         },
         number);
   });
-  return Pending([weak = weak_from_this(), number] {
-    const auto self = std::static_pointer_cast<JobImpl>(weak.lock());
-    if (self == nullptr) return;
-    Section section(*self);
-    if (*number != 0) self->gate_.Cancel(*number);
-  });
+  return PendingOf(number);
 }
 
 void JobImpl::ReplaceState(const std::string& directory, const Checkpoint& checkpoint,
