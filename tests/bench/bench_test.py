@@ -178,8 +178,12 @@ class Bench(unittest.TestCase):
             self.assertEqual(done.returncode, 0, done.stderr)
         bench = json.loads((self.dir / "bench.json").read_text())
         measured = {name for name, value in bench["ratios"].items() if value is not None}
-        self.assertEqual(measured, {"step_shared_memory", "step_unix", "step_tcp", "exposed_flatness",
-                                    "bytes_per_parameter"}, bench["not_measured"])
+        # On a busy machine every round over a transport may be disturbed, which the report then says.
+        disturbed = {name for name, reason in bench["not_measured"].items() if "faster than its bound" in reason}
+        steps = {"step_shared_memory", "step_unix", "step_tcp"}
+        self.assertLessEqual(disturbed, steps)
+        self.assertEqual(measured | disturbed, steps | {"exposed_flatness", "bytes_per_parameter"},
+                         bench["not_measured"])
 
     def test_sweep_fails_in_one_line_when_its_program_does(self):
         done = self.start(sys.executable, "-B", HERE / "sweeps.py", "growth", "--tiny", "--bin", self.dir,
