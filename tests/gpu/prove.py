@@ -7,12 +7,17 @@
 A check is {"name", "outcome", "seconds", "detail"}; its outcome is "passed", "failed", "left out" (the
 machine has not what it takes) or "out of time". "passed": none failed; "complete": each was made. A
 line of the benchmark is one training run; "of_local" is its rate as a share of the local optimizer's
-in this same run.
+in this same run. A run counts only if transport and mode were those of its name: its worker.json says
+what was in force.
+
+Beside gpu.json there are logs.tar.gz, with all that the programs wrote, and the timelines
+trace-*.json.gz.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
 import pathlib
@@ -22,6 +27,7 @@ import shutil
 import signal
 import statistics
 import sys
+import tarfile
 import time
 
 from programs import ROOT, Failed, GpuMemory, OutOfTime, Programs, cores, find_tool, last_line
@@ -64,6 +70,11 @@ WAYS = {  # The two most telling are measured first, for every model.
     "wait, TCP": ["--update=wait", "--shared-memory=never"],
 }
 FIRST_WAYS = list(WAYS)[:2]
+TRACED_WAYS = [way for way in WAYS if "shared memory" in way]
+# The norm of a fresh model's gradient is 4 to 14. Speculation is right while nothing is clipped, and
+# pauses after it was wrong: with a norm of 1 every run would wait, whatever its name.
+NEVER_CLIPS = "--max-norm=1e30"
+ALWAYS_CLIPS = "--max-norm=0.01"
 
 
 def operations_per_token(layers: int, width: int, context: int) -> float:
@@ -214,16 +225,44 @@ class Proof:
         with self.programs.service(f"{name}-service") as address:
             return self.programs.train(name, [*flags, f"--service={address}"], seconds, **more)
 
-    def service_equals_local(self) -> str:
-        wanted = self.train("small-local", SMALL + WAYS["local"], 60)["weights_sha256"]
+    def in_force(self, way: str, result: dict, clips=False) -> dict:
+        """`result`, if it is of a run that did what `way` says; clips: every step was to be clipped."""
+        def expect(right: bool, fault: str):
+            if not right:
+                raise Failed(f"{way}: {fault}")
+
+        clipped = sum(row["clip"] < 1 for row in result["rows"])
+        steps = len(result["rows"])
+        expect(steps > 0, "no step was written down")
+        expect(clipped == (steps if clips else 0), f"{clipped} of {steps} steps were clipped")
+        if way == "local":
+            expect("transport" not in result, f"it went through {result.get('transport')}")
+            return result
+        missing = [key for key in ("transport", "speculated_chunks", "redone_chunks") if key not in result]
+        expect(not missing, f"worker.json does not say {', '.join(missing)}")
+        transport = "shared memory" if "shared memory" in way else "the connection"
+        expect(result["transport"] == transport, f"it went through {result['transport']}")
+        if "speculate" in way:
+            expect(result["speculated_chunks"] > 0, "nothing was speculated")
+            redone = result["redone_chunks"]
+            expect(redone > 0 if clips else redone == 0, f"{redone} chunks were updated again")
+        else:
+            expect(result["speculated_chunks"] == 0, f"{result['speculated_chunks']} chunks were speculated")
+        return result
+
+    def service_equals_local(self, name: str, norm: str) -> str:
+        clips = norm == ALWAYS_CLIPS
+        small = [*SMALL, norm]
+        local = self.train(f"{name}-local", small + WAYS["local"], 60)
+        wanted = self.in_force("local", local, clips)["weights_sha256"]
         wrong = []
         for way, flags in WAYS.items():
             if way == "local":
                 continue
             try:
-                result = self.train(f"small-{slug(way)}", SMALL + flags, 60)
+                result = self.in_force(way, self.train(f"{name}-{slug(way)}", small + flags, 60), clips)
             except Failed as failure:  # One way's, and the others are still worth knowing.
-                wrong.append(f"{way}: {failure}")
+                wrong.append(str(failure) if str(failure).startswith(way) else f"{way}: {failure}")
                 continue
             except OutOfTime:
                 if not wrong:
@@ -236,8 +275,9 @@ class Proof:
         return f"the same weights to the bit in {len(WAYS)} runs"
 
     def two_ranks_on_one_gpu(self) -> str:
-        one = self.train("one-rank", [*SMALL, "--optimizer=local"], 60)
-        two = self.train("two-ranks", [*SMALL, "--optimizer=local", "--collective=gloo"], 60, ranks=2)
+        one = self.train("one-rank", [*SMALL, NEVER_CLIPS, "--optimizer=local"], 60)
+        two = self.train("two-ranks", [*SMALL, NEVER_CLIPS, "--optimizer=local", "--collective=gloo"], 60,
+                         ranks=2)
         worst = max(abs(a["loss"] - b["loss"]) / b["loss"] for a, b in zip(two["rows"], one["rows"]))
         if len(two["rows"]) != len(one["rows"]) or not worst <= RANKS_TOLERANCE:
             raise Failed(f"losses differ by {worst:.2%}, {RANKS_TOLERANCE:.0%} is allowed")
@@ -253,10 +293,10 @@ class Proof:
             raise OutOfTime(f"not begun: {max(left, 0):.0f} s were left, it may take {expected:.0f}")
         flags = [f"--model={model}", f"--batch={shape['batch']}", f"--micro-steps={shape['micro_steps']}",
                  f"--steps={shape['steps']}", "--accumulate=worker", "--bucket-elements=8388608",
-                 f"--threads={cores()}", *WAYS[way]]
+                 f"--threads={cores()}", NEVER_CLIPS, *WAYS[way]]
         begun = time.monotonic()
         with GpuMemory(self.gpu.get("uuid", "0")) as memory:
-            result = self.train(f"{model}-{slug(way)}", flags, 150)
+            result = self.in_force(way, self.train(f"{model}-{slug(way)}", flags, 150))
         self.longest[model] = max(self.longest.get(model, 0), time.monotonic() - begun)
         line = self.line(model, way, result, memory.bytes)
         self.benchmark.append(line)
@@ -298,18 +338,43 @@ class Proof:
     def all(self):
         for name in TESTS:
             self.check(name, lambda n=name: self.gpu_tests(n))
-        self.check("service equals local", self.service_equals_local)
+        self.check("service equals local", lambda: self.service_equals_local("small", NEVER_CLIPS))
+        self.check("service equals local when clipped",
+                   lambda: self.service_equals_local("clipped", ALWAYS_CLIPS))
         self.check("two ranks on one GPU", self.two_ranks_on_one_gpu)
         for ways in (FIRST_WAYS, [way for way in WAYS if way not in FIRST_WAYS]):
             for model in MODELS:
                 for way in ways:
                     self.check(f"benchmark {model}, {way}", lambda m=model, w=way: self.measure(m, w))
+        for way in TRACED_WAYS:
+            self.check(f"timeline, {way}", lambda w=way: self.timeline(w))
         for tool in SANITIZERS:
             self.check(tool, lambda t=tool: self.sanitizer(t))
+
+    def timeline(self, way: str) -> str:
+        """Of a short run of its own: what is measured has no timeline to write."""
+        name = f"timeline-{slug(way)}"
+        file = self.programs.logs / f"{name}.json"
+        shape = MODELS["gpt2-124M"]
+        self.in_force(way, self.train(name, [
+            "--model=gpt2-124M", f"--batch={shape['batch']}", "--micro-steps=2", "--steps=3",
+            "--accumulate=worker", "--bucket-elements=8388608", f"--threads={cores()}", NEVER_CLIPS,
+            f"--trace={file}", *WAYS[way]], 60))
+        if not file.exists():
+            raise Failed("the worker wrote no timeline")
+        packed = self.file.parent / f"trace-{slug(way)}.json.gz"
+        packed.write_bytes(gzip.compress(file.read_bytes()))
+        file.unlink()
+        return packed.name
 
     def end(self):
         for running in self.sanitizers.values():
             running.end()
+
+    def pack_logs(self):
+        """One file, because many come back slowly from a machine that was lent."""
+        with tarfile.open(self.file.parent / "logs.tar.gz", "w:gz") as archive:
+            archive.add(self.programs.logs, "logs")
 
 
 def slug(way: str) -> str:
@@ -322,7 +387,9 @@ def prove(arguments) -> int:
         if logs.exists():
             shutil.rmtree(logs)
         logs.mkdir(parents=True)
-        (arguments.out / "gpu.json").unlink(missing_ok=True)
+        for old in [arguments.out / "gpu.json", arguments.out / "logs.tar.gz",
+                    *arguments.out.glob("trace-*.json.gz")]:
+            old.unlink(missing_ok=True)
     except OSError as error:
         print(f"run.sh: {arguments.out}: {error.strerror}; choose another --out", file=sys.stderr)
         return 1
@@ -342,6 +409,7 @@ def prove(arguments) -> int:
         return 1
     finally:
         proof.end()
+        proof.pack_logs()
     if all(arguments.only not in check["name"] for check in proof.checks):
         print(f"run.sh: no check is named {arguments.only}; see tests/gpu/prove.py", file=sys.stderr)
         return 1

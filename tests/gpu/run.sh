@@ -7,7 +7,8 @@
 #   tests/gpu/run.sh [--bin DIR] [--out DIR] [--only NAME] [--memory-limit SIZE]
 #
 # --bin: the folder of the programs, or the build folder above it (default: bin beside this tree's
-# tests, as in the bundle, or build/release). --out: where gpu.json and the logs go (default: out/gpu).
+# tests, as in the bundle, or build/release). --out: where gpu.json, logs.tar.gz and two timelines go
+# (default: out/gpu).
 # --only: the checks with NAME in their name, "memcheck" say. --memory-limit: what the service may take,
 # 100GiB say, where the machine tells less than it has; gpt2-1.5B takes about 50 to speculate.
 # Needs Python 3 and nothing of ours; looks for cuBLASLt, NCCL and compute-sanitizer in

@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 import unittest
@@ -91,11 +92,22 @@ rate = 1000 if local else 800
 steps = int(flags["steps"])
 (out / "begun").write_bytes(b"")
 time.sleep(float(os.environ.get("TRAINING_SECONDS", 0)))
-(out / "worker.json").write_text(json.dumps(dict(
-    weights_sha256="other" if wrong else "same", steps=steps, parameters=10, transport="memory")))
+clipped = float(flags["max-norm"]) < 4 and not os.environ.get("NEVER_CLIPS")
+speculates = flags.get("update") == "speculate" and not os.environ.get("NEVER_SPECULATES")
+facts = dict(weights_sha256="other" if wrong else "same", steps=steps, parameters=10)
+if not local:
+    shared = "shared-memory" not in flags and not os.environ.get("NEVER_SHARES")
+    facts |= dict(transport="shared memory" if shared else "the connection",
+                  speculated_chunks=5 * speculates,
+                  redone_chunks=5 * bool(speculates and (clipped or os.environ.get("GUESSES_WRONG"))))
+facts.pop(os.environ.get("SILENT_ABOUT"), None)
+(out / "worker.json").write_text(json.dumps(facts))
+if "trace" in flags and not os.environ.get("NO_TRACE"):
+    pathlib.Path(flags["trace"]).write_text("[]")
+clip = 0.5 if clipped or os.environ.get("CLIPS") else 1
 (out / "losses.csv").write_text("\\n".join(
     ["step,loss,norm,clip,tokens_per_second,seconds,compute,reduce,send,update,receive"]
-    + [f"{s + 1},{loss},1,1,{rate if s > 1 else 1},2,1,0.1,0.2,0.3,0.4" for s in range(steps)]) + "\\n")
+    + [f"{s + 1},{loss},1,{clip},{rate if s > 1 else 1},2,1,0.1,0.2,0.3,0.4" for s in range(steps)]) + "\\n")
 """
 
 
@@ -154,13 +166,19 @@ class Run(unittest.TestCase):
         result = self.result()
         self.assertTrue(result["passed"] and result["complete"])
         names = [check["name"] for check in result["checks"]]
-        self.assertEqual(names[:8], [
+        self.assertEqual(names[:9], [
             "matrix rate", "kernels", "matrix products", "model gradients", "device and collectives",
-            "NCCL", "service equals local", "two ranks on one GPU"])
-        self.assertEqual(names[8:12], [
+            "NCCL", "service equals local", "service equals local when clipped", "two ranks on one GPU"])
+        self.assertEqual(names[9:13], [
             "benchmark gpt2-124M, local", "benchmark gpt2-124M, speculate, shared memory",
             "benchmark gpt2-1.5B, local", "benchmark gpt2-1.5B, speculate, shared memory"])
-        self.assertEqual(names[-2:], ["memcheck", "racecheck"])
+        self.assertEqual(names[-4:], ["timeline, speculate, shared memory", "timeline, wait, shared memory",
+                                      "memcheck", "racecheck"])
+        with tarfile.open(self.out / "logs.tar.gz") as logs:
+            self.assertIn("logs/gpt2-1.5B-wait-TCP/worker.json", logs.getnames())
+        beside = {path.name for path in self.out.iterdir() if path.is_file()}
+        self.assertEqual(beside, {"gpu.json", "logs.tar.gz", "trace-speculate-shared-memory.json.gz",
+                                  "trace-wait-shared-memory.json.gz"})
         self.assertGreaterEqual(result["host"]["cores"], 1)
         self.expect_nothing_left(5)  # No service, and no worker.
 
@@ -202,11 +220,46 @@ class Run(unittest.TestCase):
     def test_names_the_way_whose_weights_differ(self):
         self.assertEqual(self.prove(DIVERGE="wait").returncode, 1)
         self.assertEqual(self.having("failed"), [
-            "service equals local", "benchmark gpt2-124M, wait, shared memory",
-            "benchmark gpt2-124M, wait, TCP", "benchmark gpt2-1.5B, wait, shared memory",
-            "benchmark gpt2-1.5B, wait, TCP"])
+            "service equals local", "service equals local when clipped",
+            "benchmark gpt2-124M, wait, shared memory", "benchmark gpt2-124M, wait, TCP",
+            "benchmark gpt2-1.5B, wait, shared memory", "benchmark gpt2-1.5B, wait, TCP"])
         self.assertIn("wait, TCP", self.detail("service equals local"))
         self.assertNotIn("speculate", self.detail("service equals local"))
+
+    def expect_mislabelled(self, only: str, fault: str, ways: list[str], **environment):
+        """Every run of these ways is refused with this fault, and none of the others."""
+        self.assertEqual(self.prove(f"--only={only}", **environment).returncode, 1)
+        failed = self.having("failed")
+        self.assertEqual(failed, [name for name in self.outcomes() if any(way in name for way in ways)])
+        self.assertTrue(failed)
+        for name in failed:
+            self.assertIn(fault, self.detail(name))
+        for line in self.result()["benchmark"]:  # What a run was not is not measured as that.
+            self.assertNotIn(line["way"], ways)
+
+    def test_a_run_that_did_not_speculate_is_none_that_speculates(self):
+        self.expect_mislabelled("gpt2-124M", "nothing was speculated", ["speculate, shared memory", "speculate, TCP"],
+                                NEVER_SPECULATES="1")
+        self.expect_mislabelled("gpt2-124M", "5 chunks were updated again",
+                                ["speculate, shared memory", "speculate, TCP"], GUESSES_WRONG="1")
+
+    def test_a_run_that_fell_back_to_the_connection_is_none_over_shared_memory(self):
+        self.expect_mislabelled("gpt2-124M", "it went through the connection",
+                                ["speculate, shared memory", "wait, shared memory"], NEVER_SHARES="1")
+
+    def test_a_run_that_was_clipped_measures_nothing(self):
+        self.expect_mislabelled("gpt2-124M", "steps were clipped",
+                                ["local", "speculate", "wait"], CLIPS="1")
+
+    def test_a_run_that_was_to_be_clipped_and_was_not_proves_nothing(self):
+        self.expect_mislabelled("equals", "0 of 6 steps were clipped", ["when clipped"], NEVER_CLIPS="1")
+
+    def test_a_result_that_is_not_told_is_not_taken_for_right(self):
+        for key in ("transport", "speculated_chunks", "redone_chunks"):
+            self.expect_mislabelled("TCP", f"worker.json does not say {key}", ["TCP"], SILENT_ABOUT=key)
+
+    def test_a_timeline_that_was_not_written_fails(self):
+        self.expect_mislabelled("timeline", "wrote no timeline", ["timeline"], NO_TRACE="1")
 
     def test_fails_where_two_ranks_learn_something_else(self):
         self.assertEqual(self.prove("--only=ranks", RANKS_DIFFER="1").returncode, 1)
@@ -242,7 +295,8 @@ class Run(unittest.TestCase):
     def test_one_way_that_fails_leaves_the_others(self):
         self.assertEqual(self.prove(WORKER_FAILS="wait-TCP").returncode, 1)
         self.assertEqual(self.having("failed"), [
-            "service equals local", "benchmark gpt2-124M, wait, TCP", "benchmark gpt2-1.5B, wait, TCP"])
+            "service equals local", "service equals local when clipped", "benchmark gpt2-124M, wait, TCP",
+            "benchmark gpt2-1.5B, wait, TCP"])
         self.assertIn("no 9.00 GiB for activations", self.detail("benchmark gpt2-124M, wait, TCP"))
 
     def test_ends_what_hangs_and_says_so(self):
@@ -276,7 +330,7 @@ class Run(unittest.TestCase):
         self.assertEqual(self.having("failed"), [])
         self.assertEqual(self.outcomes()["kernels"], "out of time")
         self.assertIn("was not done when the time was over", self.detail("kernels"))
-        self.assertEqual(len(self.outcomes()), 20)
+        self.assertEqual(len(self.outcomes()), 23)
         for name in ("service equals local", "benchmark gpt2-124M, local", "memcheck"):
             self.assertEqual(self.outcomes()[name], "out of time")
 
