@@ -1,0 +1,253 @@
+/* Ballast for every language: a plain C interface to one rank's session with its job on a service.
+ *
+ *   ballast_session* session;
+ *   if (ballast_open(&options, &session) != BALLAST_OK) return fail(ballast_message());
+ *   ballast_upload_weights(session, weights, count);    if ballast_info says awaiting_weights
+ *   ballast_read_weights(session);
+ *   for (;;) {
+ *     ballast_begin_step(session, &step);
+ *     ballast_push_gradients(session, 0, gradients, count);       one backward: one micro-step
+ *     while ((status = ballast_seal(session, 1, &decision)) == BALLAST_DEADLINE_EXCEEDED) ...
+ *     while ((status = ballast_receive_weights(session)) == BALLAST_DEADLINE_EXCEEDED) ...
+ *   }
+ *   ballast_close(session);
+ *
+ * Every function that can fail returns a status; ballast_message then gives one line that says what to
+ * do, for the calling thread, until its next call. No exception and no signal leaves the library.
+ *
+ * Threads: one session's calls come one at a time, from any thread; ballast_gradient_memory,
+ * ballast_weights_memory and ballast_push may run beside the others. Sessions are independent. After
+ * fork() the child may not use the parent's sessions: every call returns BALLAST_FAILED_PRECONDITION there,
+ * and ballast_close only forgets the session.
+ *
+ * Waits: ballast_seal and ballast_receive_weights return BALLAST_DEADLINE_EXCEEDED after wait_seconds at
+ * most, and are then called again to wait on; so a program can look at signals meanwhile.
+ *
+ * Structures begin with their size, which the caller sets to sizeof. A library that is newer than the
+ * program reads what the program knows, and takes zero for the rest. Strings are UTF-8, end with a zero byte,
+ * and are copied. client/session.h documents the same session in C++, with the meaning of every error.
+ */
+#ifndef BALLAST_CLIENT_BALLAST_H_
+#define BALLAST_CLIENT_BALLAST_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define BALLAST_API_VERSION 1
+
+/* The numbers are gRPC's. */
+typedef enum ballast_status {
+  BALLAST_OK = 0,
+  BALLAST_CANCELLED = 1,
+  BALLAST_UNKNOWN = 2,
+  BALLAST_INVALID_ARGUMENT = 3,
+  BALLAST_DEADLINE_EXCEEDED = 4,
+  BALLAST_NOT_FOUND = 5,
+  BALLAST_ALREADY_EXISTS = 6,
+  BALLAST_PERMISSION_DENIED = 7,
+  BALLAST_RESOURCE_EXHAUSTED = 8,
+  BALLAST_FAILED_PRECONDITION = 9,
+  BALLAST_ABORTED = 10,
+  BALLAST_OUT_OF_RANGE = 11,
+  BALLAST_UNIMPLEMENTED = 12,
+  BALLAST_INTERNAL = 13,
+  BALLAST_UNAVAILABLE = 14,
+  BALLAST_DATA_LOSS = 15,
+  BALLAST_UNAUTHENTICATED = 16
+} ballast_status;
+
+typedef enum ballast_dtype {
+  BALLAST_FLOAT32 = 0,
+  BALLAST_BFLOAT16 = 1,
+  BALLAST_FLOAT16 = 2
+} ballast_dtype;
+
+/* What happens to a parameter that no rank gave a gradient in a step. */
+typedef enum ballast_unused_policy {
+  BALLAST_UNUSED_ERROR = 0,
+  BALLAST_UNUSED_SKIP = 1, /* Its state and update count stay, as in torch. */
+  BALLAST_UNUSED_ZERO = 2
+} ballast_unused_policy;
+
+typedef enum ballast_update_mode {
+  BALLAST_UPDATE_WAIT = 0,
+  BALLAST_UPDATE_SPECULATE = 1
+} ballast_update_mode;
+
+/* Of a param group, named as in torch.optim.AdamW. */
+typedef struct ballast_hyper_parameters {
+  double lr;
+  double beta1;
+  double beta2;
+  double eps;
+  double weight_decay;
+  int32_t decoupled_weight_decay; /* 1: AdamW. 0: Adam, weight_decay is L2 regularisation. */
+  int32_t bias_correction;
+  int32_t amsgrad; /* Fixed when the job is created. */
+  int32_t maximize;
+} ballast_hyper_parameters;
+
+typedef struct ballast_group {
+  size_t size;
+  const char* name; /* Unique in the job, not empty. */
+  ballast_hyper_parameters hyper_parameters;
+  int32_t wire_dtype;   /* ballast_dtype of gradients on their way to the service. */
+  int32_t return_dtype; /* ballast_dtype of weights on their way back. */
+} ballast_group;
+
+typedef struct ballast_parameter {
+  size_t size;
+  const char* name;     /* Unique in the job, not empty. */
+  const int64_t* shape; /* dimensions extents. */
+  int32_t dimensions;   /* 0: a scalar. */
+  int32_t group;        /* Index into the groups. */
+  int32_t frozen;       /* 1: never updated, and its gradient and weight pointers are not read. */
+} ballast_parameter;
+
+/* The flat space of each group is cut into buckets, and each bucket among the ranks, in order. */
+typedef struct ballast_job {
+  size_t size;
+  const char* name; /* [A-Za-z0-9._-]{1,128}, not beginning with '.'. */
+  const ballast_group* groups;
+  size_t group_count;
+  const ballast_parameter* parameters;
+  size_t parameter_count;
+  int32_t world_size;
+  int64_t bucket_elements; /* 0: one bucket for each group. */
+  int64_t chunk_elements;  /* A multiple of 256, at most 262144; 0: 262144. */
+  double max_norm;         /* Clipping by global norm; 0: none. */
+  int32_t unused_policy;   /* ballast_unused_policy */
+  int32_t update_mode;     /* ballast_update_mode */
+  uint32_t max_micro_steps; /* 0: any number. */
+} ballast_job;
+
+typedef struct ballast_options {
+  size_t size;
+  const char* service; /* "host:port" or "unix:/path". */
+  const ballast_job* job;
+  int32_t rank;
+  const char* process_id; /* Null: made from host, process and random bits. */
+  const char* job_uid;    /* Null: any job of this name, or a new one. */
+  int32_t rejoin;         /* 1: this process had the rank before, and does not take it from another. */
+  int32_t never_share_memory;
+  double join_timeout_seconds;      /* 0: 60. */
+  double reconnect_timeout_seconds; /* 0: 60. */
+  double wait_seconds; /* The longest single wait for other ranks or for the service; 0: 600. */
+  /* parameter_count pointers, of which those of frozen parameters may be null: where the weights of
+   * each parameter are written, its elements in the group's return dtype, row-major, as
+   * ballast_read_weights and ballast_receive_weights get them. Only elements that this rank owns are
+   * written. A library thread writes between ballast_seal and the return of ballast_receive_weights. Null: read
+   * them from ballast_weights_memory. */
+  void* const* weights;
+} ballast_options;
+
+typedef struct ballast_session ballast_session;
+
+typedef struct ballast_info {
+  size_t size;
+  uint64_t committed_step;
+  uint64_t generation;
+  int32_t awaiting_weights; /* 1: the job has no weights yet; upload them. */
+  int32_t shares_memory;    /* 1: with the service, by memory of this host. */
+  int32_t last_step_applied;
+  const char* job_uid; /* Valid until ballast_close. */
+} ballast_info;
+
+/* Elements [begin, begin + elements) of the flat space of `group`. */
+typedef struct ballast_chunk {
+  int32_t index;
+  int32_t group;
+  int64_t begin;
+  int64_t elements;
+} ballast_chunk;
+
+typedef struct ballast_step {
+  size_t size;
+  double loss_scale; /* 0: 1. Gradients are this many times too large. */
+  const double* divisors; /* One for each group: what gradients were summed over. Null: all 1. */
+  /* One for each group, in force from this step on; amsgrad is not read. Null: as they are. */
+  const ballast_hyper_parameters* hyper_parameters;
+  const void* trainer_state; /* Kept with the step once it is committed. */
+  size_t trainer_state_bytes; /* At most 4096. */
+} ballast_step;
+
+typedef struct ballast_decision {
+  size_t size;
+  uint64_t step;
+  int32_t applied; /* 0: skipped; nothing has changed, and ballast_message says why. */
+  double norm;     /* Of the unscaled, divided gradient over all groups. */
+  double clip_coefficient;
+} ballast_decision;
+
+/* BALLAST_API_VERSION of the library. */
+int32_t ballast_api_version(void);
+/* Of the calling thread's last call that did not return BALLAST_OK. Never null. */
+const char* ballast_message(void);
+
+/* Creates or joins the job, takes the rank, opens its stream. INVALID_ARGUMENT, FAILED_PRECONDITION
+ * (another description, the first difference is named; or another process has taken the rank and
+ * rejoin was given), NOT_FOUND (job_uid), RESOURCE_EXHAUSTED, UNAVAILABLE, DEADLINE_EXCEEDED. */
+int32_t ballast_open(const ballast_options* options, ballast_session** session);
+/* Ends the session; the job stays. Null is ignored. No other call of the session may be running. */
+void ballast_close(ballast_session* session);
+
+int32_t ballast_get_info(const ballast_session* session, ballast_info* info);
+/* The trainer's state of the last committed step: its size, and as much as `capacity` takes. */
+int32_t ballast_trainer_state(const ballast_session* session, void* out, size_t capacity,
+                              size_t* bytes);
+/* A rank's chunks in order: their number, and as many as `capacity` takes. */
+int32_t ballast_chunks(const ballast_session* session, int32_t rank, ballast_chunk* out,
+                       size_t capacity, size_t* count);
+/* Where a parameter begins in its group's flat space (-1: frozen), and the elements of that space. */
+int32_t ballast_place(const ballast_session* session, size_t parameter, int64_t* offset,
+                      int64_t* flat_elements);
+
+/* The first weights: `parameters` are parameter_count pointers to fp32, row-major; of frozen ones, null.
+ * Only elements that this rank owns are read. */
+int32_t ballast_upload_weights(ballast_session* session, const float* const* parameters,
+                               size_t count);
+/* The committed weights of this rank, to options.weights or ballast_weights_memory. */
+int32_t ballast_read_weights(ballast_session* session);
+
+/* Begins step committed_step + 1. */
+int32_t ballast_begin_step(ballast_session* session, const ballast_step* step);
+/* Gives a micro-step as a whole: count (parameter_count) pointers to gradients in the groups' wire
+ * dtypes, row-major; null: the parameter got none. Reads the elements that this rank owns, and no more
+ * once it has returned; then ends the micro-step. */
+int32_t ballast_push_gradients(ballast_session* session, uint32_t micro_step,
+                               const void* const* gradients, size_t count);
+
+/* The same chunk by chunk. Where a chunk's gradient may be written so that ballast_push copies nothing; `data`
+ * is null if no memory is shared. */
+int32_t ballast_gradient_memory(ballast_session* session, int32_t chunk, void** data,
+                                size_t* bytes);
+int32_t ballast_weights_memory(ballast_session* session, int32_t chunk, const void** data,
+                               size_t* bytes);
+/* The sum over ranks of a chunk's gradient in micro-steps [begin, end). `released`, which may be null, is called
+ * exactly once, from any thread, when `data` may be written again. data null: the chunk has no gradient. */
+int32_t ballast_push(ballast_session* session, int32_t chunk, uint32_t micro_step_begin,
+                     uint32_t micro_step_end, int32_t final, const void* data,
+                     void (*released)(void* context), void* context);
+/* used: one byte for each parameter, not 0 where this rank gave it a gradient; null: all. */
+int32_t ballast_end_micro_step(ballast_session* session, uint32_t micro_step, const uint8_t* used,
+                               size_t count);
+
+/* Nothing more comes for this step from this rank; waits for all ranks. FAILED_PRECONDITION: the step is not
+ * whole, and open; DEADLINE_EXCEEDED: call again to wait on; ABORTED: close, open again, redo the step. */
+int32_t ballast_seal(ballast_session* session, uint32_t micro_steps, ballast_decision* decision);
+/* Returns when this rank's weights of the decided step are in place. */
+int32_t ballast_receive_weights(ballast_session* session);
+
+/* A directory on the service's host. A load ends the sessions of all ranks, this one included. */
+int32_t ballast_save(ballast_session* session, const char* directory);
+int32_t ballast_load(ballast_session* session, const char* directory);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* BALLAST_CLIENT_BALLAST_H_ */

@@ -1,0 +1,22 @@
+// A session's options as C gives them, and as C++ takes them.
+#ifndef BALLAST_CLIENT_C_API_C_OPTIONS_H_
+#define BALLAST_CLIENT_C_API_C_OPTIONS_H_
+
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "client/ballast.h"
+#include "client/session.h"
+#include "cpu_optimizer_service/common/step_settings.h"
+
+namespace ballast::client {
+
+// INVALID_ARGUMENT for what C++ cannot express: null strings, unknown numbers. The rest is checked by
+// Session::Open.
+absl::StatusOr<SessionOptions> ReadOptions(const ballast_options& options);
+// INVALID_ARGUMENT as above.
+absl::StatusOr<StepSettings> ReadStep(const ballast_step& step, int group_count);
+
+}  // namespace ballast::client
+
+#endif  // BALLAST_CLIENT_C_API_C_OPTIONS_H_

@@ -1,0 +1,494 @@
+// client/ballast.h over client::Session.
+#include <unistd.h>
+
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "client/ballast.h"
+#include "client/c_api/c_call.h"
+#include "client/c_api/c_options.h"
+#include "client/connect.h"
+#include "client/session.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
+
+namespace ballast::client {
+namespace {
+
+using GradientPointers = const void* const*;
+using WeightPointers = void* const*;
+
+// Whose turn a chunk's gradient memory is, shared or of our own: the caller may not write there while its
+// last push is on its way.
+class GradientBuffers {
+ public:
+  explicit GradientBuffers(size_t chunks) : buffers_(chunks) {}
+
+  // Waits until the chunk's last push has been released, and begins the next.
+  absl::Status Take(int chunk, absl::Duration limit) {
+    const auto deadline = std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(limit);
+    MutexLock lock(mutex_);
+    while (buffers_[chunk].in_use) {
+      if (!released_.WaitUntil(mutex_, deadline)) {
+        return absl::DeadlineExceededError(
+            absl::StrCat("the last gradient of chunk ", chunk, " has not left yet"));
+      }
+    }
+    buffers_[chunk].in_use = true;
+    return absl::OkStatus();
+  }
+  // For a chunk that has been taken: memory for gradients that travel through the connection.
+  absl::Span<std::byte> Memory(int chunk, size_t bytes) {
+    MutexLock lock(mutex_);
+    buffers_[chunk].bytes.resize(bytes);
+    return absl::MakeSpan(buffers_[chunk].bytes);
+  }
+  void Release(int chunk) {
+    MutexLock lock(mutex_);
+    buffers_[chunk].in_use = false;
+    released_.NotifyAll();
+  }
+
+ private:
+  struct Buffer {
+    std::vector<std::byte> bytes;
+    bool in_use = false;
+  };
+  Mutex mutex_;
+  CondVar released_;
+  std::vector<Buffer> buffers_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace
+}  // namespace ballast::client
+
+using ballast::client::CCall;
+
+struct ballast_session {
+  const pid_t process = getpid();
+  ballast::client::SessionOptions options;
+  std::vector<void*> weights;  // By parameter. Empty: the caller reads weights_memory.
+  std::unique_ptr<ballast::client::GradientBuffers> buffers;
+  // Of push_gradients: the micro-step, and its next chunk, after a wait that was not long enough.
+  uint32_t pushing_micro_step = 0;
+  size_t next_push = 0;
+  // Last, so that it goes first: its threads use what is above.
+  std::unique_ptr<ballast::client::Session> session;
+};
+
+namespace ballast::client {
+namespace {
+
+absl::Status CheckSession(const ballast_session* session) {
+  BALLAST_RETURN_IF_ERROR(CheckGiven(session, "ballast_session"));
+  if (session->process == getpid()) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      "this session belongs to the process that opened it, and this one is its fork; open another "
+      "session here");
+}
+
+absl::Span<const int> OwnChunks(const ballast_session& session) {
+  return session.session->layout().chunks_of_rank(session.options.rank);
+}
+
+absl::StatusOr<Chunk> FindOwnChunk(const ballast_session& session, int32_t chunk) {
+  const absl::Span<const Chunk> chunks = session.session->layout().chunks();
+  if (chunk < 0 || chunk >= static_cast<int64_t>(chunks.size()) ||
+      chunks[chunk].rank != session.options.rank) {
+    return absl::InvalidArgumentError(absl::StrCat("chunk ", chunk, " is not one of rank ",
+                                                   session.options.rank,
+                                                   "; ballast_chunks lists them"));
+  }
+  return chunks[chunk];
+}
+
+absl::Status CheckCount(const ballast_session& session, size_t count) {
+  const size_t parameters = session.options.job.layout.parameters.size();
+  if (count == parameters) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat(count, " pointers were given for ", parameters, " parameters"));
+}
+
+// The chunk's part of each parameter, copied from `from` to `to`, both by pointers of elements' bytes.
+void CopyWeights(const ballast_session& session, int chunk, const std::byte* shard) {
+  const Layout& layout = session.session->layout();
+  const int64_t size =
+      SizeBytes(session.options.job.groups[layout.chunks()[chunk].group].return_dtype);
+  layout.VisitPieces(chunk, [&](const ChunkPiece& piece) {
+    auto* to = static_cast<std::byte*>(session.weights[piece.parameter]);
+    std::memcpy(to + piece.parameter_offset * size, shard + piece.chunk_offset * size,
+                piece.elements * size);
+  });
+}
+
+// Zeros where a parameter has no gradient, and in the padding.
+void GatherGradient(const ballast_session& session, int chunk, GradientPointers gradients,
+                    absl::Span<std::byte> out) {
+  const Layout& layout = session.session->layout();
+  const int64_t size =
+      SizeBytes(session.options.job.groups[layout.chunks()[chunk].group].wire_dtype);
+  int64_t written = 0;
+  const auto zero_to = [&](int64_t end) {
+    std::memset(out.data() + written * size, 0, (end - written) * size);
+  };
+  layout.VisitPieces(chunk, [&](const ChunkPiece& piece) {
+    const auto* from = static_cast<const std::byte*>(gradients[piece.parameter]);
+    if (from == nullptr) return;
+    zero_to(piece.chunk_offset);
+    std::memcpy(out.data() + piece.chunk_offset * size, from + piece.parameter_offset * size,
+                piece.elements * size);
+    written = piece.chunk_offset + piece.elements;
+  });
+  zero_to(static_cast<int64_t>(out.size()) / size);
+}
+
+bool HasGradient(const ballast_session& session, int chunk, GradientPointers gradients) {
+  bool any = false;
+  session.session->layout().VisitPieces(
+      chunk, [&](const ChunkPiece& piece) { any |= gradients[piece.parameter] != nullptr; });
+  return any;
+}
+
+absl::Status PushChunk(ballast_session& session, int chunk, uint32_t micro_step,
+                       GradientPointers gradients) {
+  GradientPush push = {.chunk = chunk,
+                       .micro_step_begin = micro_step,
+                       .micro_step_end = micro_step + 1,
+                       // Then it is borrowed where it is, and its sums are computed at once.
+                       .final = session.options.job.max_micro_steps == 1};
+  if (!HasGradient(session, chunk, gradients)) {
+    push.empty = true;
+    return session.session->Push(std::move(push));
+  }
+  BALLAST_RETURN_IF_ERROR(session.buffers->Take(chunk, session.options.seal_timeout));
+  push.released = [buffers = session.buffers.get(), chunk] { buffers->Release(chunk); };
+  absl::Span<std::byte> place = session.session->gradient_memory(chunk);
+  if (place.empty()) {
+    const Chunk& where = session.session->layout().chunks()[chunk];
+    const DType dtype = session.options.job.groups[where.group].wire_dtype;
+    place = session.buffers->Memory(chunk, where.elements * SizeBytes(dtype));
+  }
+  GatherGradient(session, chunk, gradients, place);
+  push.payload = place;
+  return session.session->Push(std::move(push));
+}
+
+absl::Status EndMicroStep(ballast_session& session, uint32_t micro_step,
+                          absl::FunctionRef<bool(size_t)> used) {
+  UsedParameters named = {.all = false};
+  const auto& parameters = session.options.job.layout.parameters;
+  bool all = true;
+  for (size_t p = 0; p < parameters.size(); ++p) {
+    if (!parameters[p].trainable) continue;
+    if (used(p)) {
+      named.parameters.push_back(static_cast<int>(p));
+    } else {
+      all = false;
+    }
+  }
+  return session.session->EndMicroStep(micro_step, all ? UsedParameters{} : named);
+}
+
+}  // namespace
+}  // namespace ballast::client
+
+using namespace ballast::client;  // The functions below are all that this file exports.
+
+extern "C" {
+
+int32_t ballast_api_version(void) { return BALLAST_API_VERSION; }
+
+const char* ballast_message(void) { return CMessage().c_str(); }
+
+int32_t ballast_open(const ballast_options* options, ballast_session** out) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckStructure(options, "ballast_options"));
+    BALLAST_RETURN_IF_ERROR(CheckGiven(out, "session"));
+    *out = nullptr;
+    const ballast_options given = CRead(options);
+    BALLAST_RETURN_IF_ERROR(CheckGiven(given.service, "ballast_options.service"));
+    auto session = std::make_unique<ballast_session>();
+    BALLAST_ASSIGN_OR_RETURN(session->options, ReadOptions(given));
+    const auto& parameters = session->options.job.layout.parameters;
+    if (given.weights != nullptr) {
+      session->weights.assign(given.weights, given.weights + parameters.size());
+      for (size_t p = 0; p < parameters.size(); ++p) {
+        if (parameters[p].trainable && session->weights[p] == nullptr) {
+          return absl::InvalidArgumentError(absl::StrCat(
+              "ballast_options.weights has no place for parameter ", parameters[p].name));
+        }
+      }
+      session->options.on_weights = [raw = session.get()](int chunk) {
+        CopyWeights(*raw, chunk, raw->session->weights_memory(chunk).data());
+      };
+    }
+    BALLAST_ASSIGN_OR_RETURN(
+        std::shared_ptr<grpc::Channel> channel,
+        Connect(given.service, std::min(absl::Seconds(10), session->options.join_timeout)));
+    BALLAST_ASSIGN_OR_RETURN(session->session, Session::Open(channel, session->options));
+    session->buffers =
+        std::make_unique<GradientBuffers>(session->session->layout().chunks().size());
+    *out = session.release();
+    return absl::OkStatus();
+  });
+}
+
+void ballast_close(ballast_session* session) {
+  // The threads of a parent's session do not exist in its fork: nothing there could end them.
+  if (session == nullptr || session->process != getpid()) return;
+  CCall([&] {
+    delete session;
+    return absl::OkStatus();
+  });
+}
+
+int32_t ballast_get_info(const ballast_session* session, ballast_info* info) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckSession(session));
+    BALLAST_RETURN_IF_ERROR(CheckStructure(info, "ballast_info"));
+    const Session& given = *session->session;
+    CWrite(ballast_info{.size = 0,
+                        .committed_step = given.committed_step(),
+                        .generation = given.generation(),
+                        .awaiting_weights = given.awaiting_weights(),
+                        .shares_memory = given.shares_memory(),
+                        .last_step_applied = given.last_step_applied(),
+                        .job_uid = given.job_uid().c_str()},
+           info);
+    return absl::OkStatus();
+  });
+}
+
+int32_t ballast_trainer_state(const ballast_session* session, void* out, size_t capacity,
+                              size_t* bytes) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckSession(session));
+    BALLAST_RETURN_IF_ERROR(CheckGiven(bytes, "bytes"));
+    const std::string& state = session->session->trainer_state();
+    *bytes = state.size();
+    if (out != nullptr) std::memcpy(out, state.data(), std::min(capacity, state.size()));
+    return absl::OkStatus();
+  });
+}
+
+int32_t ballast_chunks(const ballast_session* session, int32_t rank, ballast_chunk* out,
+                       size_t capacity, size_t* count) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckSession(session));
+    BALLAST_RETURN_IF_ERROR(CheckGiven(count, "count"));
+    const ballast::Layout& layout = session->session->layout();
+    if (rank < 0 || rank >= layout.world_size()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("rank ", rank, " of ", layout.world_size(), " does not exist"));
+    }
+    const absl::Span<const int> chunks = layout.chunks_of_rank(rank);
+    *count = chunks.size();
+    for (size_t i = 0; out != nullptr && i < std::min(capacity, chunks.size()); ++i) {
+      const ballast::Chunk& chunk = layout.chunks()[chunks[i]];
+      out[i] = {.index = chunks[i],
+                .group = chunk.group,
+                .begin = chunk.begin,
+                .elements = chunk.elements};
+    }
+    return absl::OkStatus();
+  });
+}
+
+int32_t ballast_place(const ballast_session* session, size_t parameter, int64_t* offset,
+                      int64_t* flat_elements) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckSession(session));
+    BALLAST_RETURN_IF_ERROR(CheckGiven(offset, "offset"));
+    BALLAST_RETURN_IF_ERROR(CheckGiven(flat_elements, "flat_elements"));
+    const auto& parameters = session->options.job.layout.parameters;
+    if (parameter >= parameters.size()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("parameter ", parameter, " of ", parameters.size(), " does not exist"));
+    }
+    const ballast::Layout& layout = session->session->layout();
+    *offset = layout.place(static_cast<int>(parameter)).offset;
+    *flat_elements = layout.flat_elements(parameters[parameter].group);
+    return absl::OkStatus();
+  });
+}
+
+int32_t ballast_upload_weights(ballast_session* session, const float* const* parameters,
+                               size_t count) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckSession(session));
+    BALLAST_RETURN_IF_ERROR(CheckGiven(parameters, "parameters"));
+    BALLAST_RETURN_IF_ERROR(CheckCount(*session, count));
+    const auto& specs = session->options.job.layout.parameters;
+    for (size_t p = 0; p < count; ++p) {
+      if (specs[p].trainable && parameters[p] == nullptr) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("there are no weights of parameter ", specs[p].name));
+      }
+    }
+    const ballast::Layout& layout = session->session->layout();
+    return session->session->UploadWeights([&](int chunk, absl::Span<float> out) {
+      std::fill(out.begin(), out.end(), 0.0f);
+      layout.VisitPieces(chunk, [&](const ballast::ChunkPiece& piece) {
+        std::memcpy(out.data() + piece.chunk_offset,
+                    parameters[piece.parameter] + piece.parameter_offset,
+                    piece.elements * sizeof(float));
+      });
+    });
+  });
+}
+
+int32_t ballast_read_weights(ballast_session* session) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckSession(session));
+    return session->session->ReadWeights();
+  });
+}
+
+int32_t ballast_begin_step(ballast_session* session, const ballast_step* step) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckSession(session));
+    BALLAST_RETURN_IF_ERROR(CheckStructure(step, "ballast_step"));
+    BALLAST_ASSIGN_OR_RETURN(
+        const ballast::StepSettings settings,
+        ReadStep(CRead(step), static_cast<int>(session->options.job.groups.size())));
+    session->next_push = 0;
+    return session->session->BeginStep(settings);
+  });
+}
+
+int32_t ballast_push_gradients(ballast_session* session, uint32_t micro_step,
+                               const void* const* gradients, size_t count) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckSession(session));
+    BALLAST_RETURN_IF_ERROR(CheckGiven(gradients, "gradients"));
+    BALLAST_RETURN_IF_ERROR(CheckCount(*session, count));
+    if (session->pushing_micro_step != micro_step) session->next_push = 0;
+    session->pushing_micro_step = micro_step;
+    const absl::Span<const int> chunks = OwnChunks(*session);
+    for (; session->next_push < chunks.size(); ++session->next_push) {
+      BALLAST_RETURN_IF_ERROR(
+          PushChunk(*session, chunks[session->next_push], micro_step, gradients));
+    }
+    BALLAST_RETURN_IF_ERROR(
+        EndMicroStep(*session, micro_step, [&](size_t p) { return gradients[p] != nullptr; }));
+    session->next_push = 0;
+    return absl::OkStatus();
+  });
+}
+
+int32_t ballast_gradient_memory(ballast_session* session, int32_t chunk, void** data,
+                                size_t* bytes) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckSession(session));
+    BALLAST_RETURN_IF_ERROR(CheckGiven(data, "data"));
+    BALLAST_RETURN_IF_ERROR(CheckGiven(bytes, "bytes"));
+    BALLAST_RETURN_IF_ERROR(FindOwnChunk(*session, chunk).status());
+    const absl::Span<std::byte> memory = session->session->gradient_memory(chunk);
+    *data = memory.data();
+    *bytes = memory.size();
+    return absl::OkStatus();
+  });
+}
+
+int32_t ballast_weights_memory(ballast_session* session, int32_t chunk, const void** data,
+                               size_t* bytes) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckSession(session));
+    BALLAST_RETURN_IF_ERROR(CheckGiven(data, "data"));
+    BALLAST_RETURN_IF_ERROR(CheckGiven(bytes, "bytes"));
+    BALLAST_RETURN_IF_ERROR(FindOwnChunk(*session, chunk).status());
+    const absl::Span<const std::byte> memory = session->session->weights_memory(chunk);
+    *data = memory.data();
+    *bytes = memory.size();
+    return absl::OkStatus();
+  });
+}
+
+int32_t ballast_push(ballast_session* session, int32_t chunk, uint32_t micro_step_begin,
+                     uint32_t micro_step_end, int32_t final, const void* data,
+                     void (*released)(void* context), void* context) {
+  return CCall([&]() -> absl::Status {
+    std::function<void()> tell;
+    if (released != nullptr) tell = [released, context] { released(context); };
+    const auto check = [&]() -> absl::StatusOr<ballast::Chunk> {
+      BALLAST_RETURN_IF_ERROR(CheckSession(session));
+      return FindOwnChunk(*session, chunk);
+    };
+    const absl::StatusOr<ballast::Chunk> where = check();
+    if (!where.ok()) {  // It is called exactly once, also then.
+      if (tell) tell();
+      return where.status();
+    }
+    const ballast::DType dtype = session->options.job.groups[where->group].wire_dtype;
+    const size_t bytes = data == nullptr ? 0 : where->elements * SizeBytes(dtype);
+    return session->session->Push({.chunk = chunk,
+                                   .micro_step_begin = micro_step_begin,
+                                   .micro_step_end = micro_step_end,
+                                   .final = final != 0,
+                                   .empty = data == nullptr,
+                                   .payload = {static_cast<const std::byte*>(data), bytes},
+                                   .released = std::move(tell)});
+  });
+}
+
+int32_t ballast_end_micro_step(ballast_session* session, uint32_t micro_step, const uint8_t* used,
+                               size_t count) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckSession(session));
+    if (used != nullptr) BALLAST_RETURN_IF_ERROR(CheckCount(*session, count));
+    return EndMicroStep(*session, micro_step,
+                        [&](size_t p) { return used == nullptr || used[p] != 0; });
+  });
+}
+
+int32_t ballast_seal(ballast_session* session, uint32_t micro_steps, ballast_decision* decision) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckSession(session));
+    BALLAST_RETURN_IF_ERROR(CheckStructure(decision, "ballast_decision"));
+    BALLAST_ASSIGN_OR_RETURN(const StepDecision taken, session->session->Seal(micro_steps));
+    CWrite(ballast_decision{.size = 0,
+                            .step = taken.step,
+                            .applied = taken.applied,
+                            .norm = taken.norm,
+                            .clip_coefficient = taken.clip_coefficient},
+           decision);
+    if (!taken.applied) CMessage() = taken.skip_reason;
+    return absl::OkStatus();
+  });
+}
+
+int32_t ballast_receive_weights(ballast_session* session) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckSession(session));
+    return session->session->ReceiveWeights();
+  });
+}
+
+int32_t ballast_save(ballast_session* session, const char* directory) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckSession(session));
+    BALLAST_RETURN_IF_ERROR(CheckGiven(directory, "directory"));
+    return session->session->SaveCheckpoint(directory);
+  });
+}
+
+int32_t ballast_load(ballast_session* session, const char* directory) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckSession(session));
+    BALLAST_RETURN_IF_ERROR(CheckGiven(directory, "directory"));
+    return session->session->LoadCheckpoint(directory);
+  });
+}
+
+}  // extern "C"

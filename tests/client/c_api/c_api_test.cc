@@ -1,0 +1,484 @@
+// client/ballast.h as a program in another language uses it: only its functions are called here.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "client/ballast.h"
+#include "tests/support/service_for_tests.h"
+
+namespace ballast::client {
+namespace {
+
+using testing::HasSubstr;
+
+constexpr int kParameters = 4;
+// Elements of each: one is longer than a chunk, one is frozen, one is alone in its group.
+constexpr int64_t kShapes[kParameters][2] = {{30, 20}, {7, 1}, {5, 1}, {300, 1}};
+constexpr int kGroups[kParameters] = {0, 0, 0, 1};
+constexpr int kFrozen = 2;
+
+int64_t Elements(int parameter) { return kShapes[parameter][0] * kShapes[parameter][1]; }
+
+float FirstWeight(int parameter, int64_t element) {
+  return 0.01f * static_cast<float>((parameter * 31 + element * 7) % 101 - 50);
+}
+float Gradient(uint64_t step, int parameter, int64_t element) {
+  return 0.03f * static_cast<float>((step * 13 + parameter * 17 + element * 5) % 89 - 44);
+}
+
+// A rank with everything in fp32, and its own copy of each parameter.
+class CRank {
+ public:
+  CRank(const std::string& job, const std::string& service, int rank = 0, int world_size = 1) {
+    names_.reserve(kParameters);  // Their bytes must not move.
+    for (int p = 0; p < kParameters; ++p) {
+      weights_.emplace_back(Elements(p), std::numeric_limits<float>::quiet_NaN());
+      gradients_.emplace_back(Elements(p));
+      names_.push_back(absl::StrCat("p", p));
+      parameters_.push_back({.size = sizeof(ballast_parameter),
+                             .name = names_[p].c_str(),
+                             .shape = kShapes[p],
+                             .dimensions = 2,
+                             .group = kGroups[p],
+                             .frozen = p == kFrozen});
+      places_.push_back(p == kFrozen ? nullptr : weights_[p].data());
+    }
+    for (int g = 0; g < 2; ++g) {
+      groups_[g] = {.size = sizeof(ballast_group),
+                    .name = g == 0 ? "decay" : "no_decay",
+                    .hyper_parameters = hyper_parameters_[g],
+                    .wire_dtype = BALLAST_FLOAT32,
+                    .return_dtype = BALLAST_FLOAT32};
+    }
+    job_name_ = job;
+    service_ = service;
+    job_ = {.size = sizeof(ballast_job),
+            .name = job_name_.c_str(),
+            .groups = groups_,
+            .group_count = 2,
+            .parameters = parameters_.data(),
+            .parameter_count = kParameters,
+            .world_size = world_size,
+            .chunk_elements = 256};
+    options_ = {.size = sizeof(ballast_options),
+                .service = service_.c_str(),
+                .job = &job_,
+                .rank = rank,
+                .wait_seconds = 20,
+                .weights = places_.data()};
+  }
+  ~CRank() { ballast_close(session_); }
+  CRank(const CRank&) = delete;
+  CRank& operator=(const CRank&) = delete;
+
+  ballast_job& job() { return job_; }
+  ballast_options& options() { return options_; }
+  ballast_session* session() { return session_; }
+  std::vector<std::vector<float>>& weights() { return weights_; }
+
+  int32_t Open() { return ballast_open(&options_, &session_); }
+  ballast_info Info() {
+    ballast_info info = {.size = sizeof(info)};
+    EXPECT_EQ(ballast_get_info(session_, &info), BALLAST_OK) << ballast_message();
+    return info;
+  }
+  int32_t Upload() {
+    std::vector<const float*> first;
+    for (int p = 0; p < kParameters; ++p) {
+      for (int64_t i = 0; i < Elements(p); ++i) gradients_[p][i] = FirstWeight(p, i);
+      first.push_back(p == kFrozen ? nullptr : gradients_[p].data());
+    }
+    return ballast_upload_weights(session_, first.data(), first.size());
+  }
+  void OpenWithWeights() {
+    ASSERT_EQ(Open(), BALLAST_OK) << ballast_message();
+    if (Info().awaiting_weights) ASSERT_EQ(Upload(), BALLAST_OK) << ballast_message();
+    ASSERT_EQ(ballast_read_weights(session_), BALLAST_OK) << ballast_message();
+  }
+
+  int32_t Begin() {
+    const ballast_step step = {.size = sizeof(step), .hyper_parameters = hyper_parameters_};
+    return ballast_begin_step(session_, &step);
+  }
+  // `scale` / 4 in each of 4 micro-steps is the same gradient.
+  int32_t PushAll(uint64_t step, uint32_t micro_step = 0, float scale = 1, int unused = kFrozen) {
+    std::vector<const void*> pointers;
+    for (int p = 0; p < kParameters; ++p) {
+      for (int64_t i = 0; i < Elements(p); ++i) gradients_[p][i] = scale * Gradient(step, p, i);
+      pointers.push_back(p == kFrozen || p == unused ? nullptr : gradients_[p].data());
+    }
+    return ballast_push_gradients(session_, micro_step, pointers.data(), pointers.size());
+  }
+  void Step(uint64_t step, uint32_t micro_steps = 1) {
+    ASSERT_EQ(Begin(), BALLAST_OK) << ballast_message();
+    for (uint32_t m = 0; m < micro_steps; ++m) {
+      ASSERT_EQ(PushAll(step, m, 1.0f / micro_steps), BALLAST_OK) << ballast_message();
+    }
+    ASSERT_EQ(ballast_seal(session_, micro_steps, &decision), BALLAST_OK) << ballast_message();
+    ASSERT_TRUE(decision.applied) << ballast_message();
+    ASSERT_EQ(ballast_receive_weights(session_), BALLAST_OK) << ballast_message();
+  }
+
+  ballast_decision decision = {.size = sizeof(ballast_decision)};
+
+ private:
+  ballast_hyper_parameters hyper_parameters_[2] = {{.lr = 0.01,
+                                                    .beta1 = 0.9,
+                                                    .beta2 = 0.95,
+                                                    .eps = 1e-8,
+                                                    .weight_decay = 0.1,
+                                                    .decoupled_weight_decay = 1,
+                                                    .bias_correction = 1},
+                                                   {.lr = 0.02,
+                                                    .beta1 = 0.8,
+                                                    .beta2 = 0.99,
+                                                    .eps = 1e-7,
+                                                    .weight_decay = 0,
+                                                    .decoupled_weight_decay = 1,
+                                                    .bias_correction = 1}};
+  std::string job_name_, service_;
+  std::vector<std::string> names_;
+  std::vector<ballast_parameter> parameters_;
+  ballast_group groups_[2];
+  ballast_job job_;
+  ballast_options options_;
+  std::vector<std::vector<float>> weights_, gradients_;
+  std::vector<void*> places_;
+  ballast_session* session_ = nullptr;
+};
+
+// AdamW in double, from its definition.
+std::vector<double> Expected(int parameter, uint64_t steps) {
+  const bool decay = kGroups[parameter] == 0;
+  const double lr = decay ? 0.01 : 0.02, b1 = decay ? 0.9 : 0.8, b2 = decay ? 0.95 : 0.99;
+  const double eps = decay ? 1e-8 : 1e-7, weight_decay = decay ? 0.1 : 0;
+  std::vector<double> weights;
+  for (int64_t i = 0; i < Elements(parameter); ++i) {
+    double w = FirstWeight(parameter, i), m = 0, v = 0;
+    for (uint64_t step = 1; step <= steps; ++step) {
+      const double g = Gradient(step, parameter, i);
+      w -= lr * weight_decay * w;
+      m = b1 * m + (1 - b1) * g;
+      v = b2 * v + (1 - b2) * g * g;
+      const double unbiased_m = m / (1 - std::pow(b1, step));
+      const double unbiased_v = v / (1 - std::pow(b2, step));
+      w -= lr * unbiased_m / (std::sqrt(unbiased_v) + eps);
+    }
+    weights.push_back(w);
+  }
+  return weights;
+}
+
+void ExpectTrained(CRank& rank, uint64_t steps, int64_t& compared) {
+  for (int p = 0; p < kParameters; ++p) {
+    const std::vector<double> expected = Expected(p, steps);
+    for (int64_t i = 0; i < Elements(p); ++i) {
+      const float weight = rank.weights()[p][i];
+      if (std::isnan(weight)) continue;  // Never written: another rank's, or frozen.
+      ASSERT_NEAR(weight, expected[i], 2e-6) << "parameter " << p << " element " << i;
+      ++compared;
+    }
+  }
+}
+
+class CApi : public testing::Test {
+ protected:
+  std::string service() { return service_.server().addresses()[0]; }
+  ServiceForTests service_;
+};
+
+TEST_F(CApi, TrainsAsAdamWIsDefined) {
+  for (const bool shares : {true, false}) {
+    for (const uint32_t max_micro_steps : {0u, 1u}) {
+      CRank rank(absl::StrCat("one", shares, max_micro_steps), service());
+      rank.options().never_share_memory = !shares;
+      rank.job().max_micro_steps = max_micro_steps;
+      rank.OpenWithWeights();
+      EXPECT_EQ(rank.Info().shares_memory, shares);
+      for (uint64_t step = 1; step <= 5; ++step) rank.Step(step);
+      EXPECT_EQ(rank.Info().committed_step, 5);
+      int64_t compared = 0;
+      ExpectTrained(rank, 5, compared);
+      EXPECT_EQ(compared, 600 + 7 + 300);
+    }
+  }
+}
+
+TEST_F(CApi, MicroStepsAddUpAlsoWhereTheirGradientsShareOnePlace) {
+  for (const bool shares : {true, false}) {
+    CRank rank(absl::StrCat("micro", shares), service());
+    rank.options().never_share_memory = !shares;
+    rank.OpenWithWeights();
+    for (uint64_t step = 1; step <= 3; ++step) rank.Step(step, 4);
+    int64_t compared = 0;
+    ExpectTrained(rank, 3, compared);
+    EXPECT_EQ(compared, 600 + 7 + 300);
+  }
+}
+
+TEST_F(CApi, EachRankGivesAndGetsWhatItOwns) {
+  constexpr int kRanks = 3;
+  std::atomic<int64_t> compared = 0;
+  std::vector<std::thread> ranks;
+  for (int r = 0; r < kRanks; ++r) {
+    ranks.emplace_back([&, r] {
+      CRank rank("three", service(), r, kRanks);
+      rank.OpenWithWeights();
+      for (uint64_t step = 1; step <= 3; ++step) rank.Step(step);
+      int64_t own = 0;
+      ExpectTrained(rank, 3, own);
+      compared += own;
+      size_t chunks = 0;
+      EXPECT_EQ(ballast_chunks(rank.session(), r, nullptr, 0, &chunks), BALLAST_OK);
+      std::vector<ballast_chunk> list(chunks);
+      EXPECT_EQ(ballast_chunks(rank.session(), r, list.data(), chunks, &chunks), BALLAST_OK);
+      int64_t elements = 0;
+      for (const ballast_chunk& chunk : list) elements += chunk.elements;
+      EXPECT_GE(elements, own);
+    });
+  }
+  for (std::thread& rank : ranks) rank.join();
+  EXPECT_EQ(compared, 600 + 7 + 300) << "each element has one owner";
+}
+
+TEST_F(CApi, AShortWaitForOtherRanksIsTakenUpAgain) {
+  CRank first("late", service(), 0, 2);
+  first.options().wait_seconds = 0.02;
+  std::atomic<bool> second_may_seal = false;
+  std::thread late([&] {
+    CRank second("late", service(), 1, 2);
+    second.OpenWithWeights();
+    EXPECT_EQ(second.Begin(), BALLAST_OK) << ballast_message();
+    EXPECT_EQ(second.PushAll(1), BALLAST_OK) << ballast_message();
+    while (!second_may_seal) std::this_thread::yield();
+    EXPECT_EQ(ballast_seal(second.session(), 1, &second.decision), BALLAST_OK);
+    EXPECT_EQ(ballast_receive_weights(second.session()), BALLAST_OK) << ballast_message();
+  });
+  const auto until_done = [](auto call) {
+    int32_t status = BALLAST_DEADLINE_EXCEEDED;
+    while (status == BALLAST_DEADLINE_EXCEEDED) status = call();
+    EXPECT_EQ(status, BALLAST_OK) << ballast_message();
+  };
+  first.OpenWithWeights();
+  EXPECT_EQ(first.Begin(), BALLAST_OK) << ballast_message();
+  until_done([&] { return first.PushAll(1); });
+  EXPECT_EQ(ballast_seal(first.session(), 1, &first.decision), BALLAST_DEADLINE_EXCEEDED);
+  EXPECT_THAT(ballast_message(), HasSubstr("late"));
+  second_may_seal = true;
+  until_done([&] { return ballast_seal(first.session(), 1, &first.decision); });
+  until_done([&] { return ballast_receive_weights(first.session()); });
+  late.join();
+  int64_t compared = 0;
+  ExpectTrained(first, 1, compared);
+  EXPECT_GT(compared, 0);
+}
+
+TEST_F(CApi, ASkippedStepSaysWhy) {
+  CRank rank("skipped", service());
+  rank.OpenWithWeights();
+  const std::vector<std::vector<float>> before = rank.weights();
+  ASSERT_EQ(rank.Begin(), BALLAST_OK);
+  ASSERT_EQ(rank.PushAll(1, 0, std::numeric_limits<float>::infinity()), BALLAST_OK);
+  ASSERT_EQ(ballast_seal(rank.session(), 1, &rank.decision), BALLAST_OK) << ballast_message();
+  EXPECT_FALSE(rank.decision.applied);
+  EXPECT_THAT(ballast_message(), HasSubstr("p0"));
+  ASSERT_EQ(ballast_receive_weights(rank.session()), BALLAST_OK);
+  EXPECT_EQ(std::memcmp(rank.weights()[0].data(), before[0].data(), 600 * sizeof(float)), 0);
+}
+
+TEST_F(CApi, AParameterWithoutGradientFollowsThePolicy) {
+  CRank strict("strict", service());
+  strict.OpenWithWeights();
+  ASSERT_EQ(strict.Begin(), BALLAST_OK);
+  ASSERT_EQ(strict.PushAll(1, 0, 1, /*unused=*/3), BALLAST_OK);
+  EXPECT_EQ(ballast_seal(strict.session(), 1, &strict.decision), BALLAST_FAILED_PRECONDITION);
+  EXPECT_THAT(ballast_message(), HasSubstr("p3"));
+
+  CRank torch("torch", service());
+  torch.job().unused_policy = BALLAST_UNUSED_SKIP;
+  torch.OpenWithWeights();
+  ASSERT_EQ(torch.Begin(), BALLAST_OK);
+  ASSERT_EQ(torch.PushAll(1, 0, 1, /*unused=*/3), BALLAST_OK) << ballast_message();
+  ASSERT_EQ(ballast_seal(torch.session(), 1, &torch.decision), BALLAST_OK) << ballast_message();
+  ASSERT_EQ(ballast_receive_weights(torch.session()), BALLAST_OK);
+  EXPECT_EQ(torch.weights()[3][0], FirstWeight(3, 0));
+  EXPECT_NE(torch.weights()[0][0], FirstWeight(0, 0));
+}
+
+TEST_F(CApi, ChunksCanBePushedOneByOneAndAreReleasedOnce) {
+  CRank rank("chunks", service());
+  rank.OpenWithWeights();
+  ASSERT_EQ(rank.Begin(), BALLAST_OK);
+  size_t count = 0;
+  ASSERT_EQ(ballast_chunks(rank.session(), 0, nullptr, 0, &count), BALLAST_OK);
+  std::vector<ballast_chunk> chunks(count);
+  ASSERT_EQ(ballast_chunks(rank.session(), 0, chunks.data(), count, &count), BALLAST_OK);
+  std::atomic<int> released = 0;
+  const auto release = [](void* context) { ++*static_cast<std::atomic<int>*>(context); };
+  for (const ballast_chunk& chunk : chunks) {
+    void* data = nullptr;
+    size_t bytes = 0;
+    ASSERT_EQ(ballast_gradient_memory(rank.session(), chunk.index, &data, &bytes), BALLAST_OK);
+    ASSERT_EQ(bytes, chunk.elements * sizeof(float));
+    std::memset(data, 0, bytes);
+    ASSERT_EQ(ballast_push(rank.session(), chunk.index, 0, 1, 1, data, release, &released),
+              BALLAST_OK)
+        << ballast_message();
+  }
+  // Of another rank, and pushed twice: an error, and released all the same.
+  EXPECT_EQ(ballast_push(rank.session(), 99, 0, 1, 1, nullptr, release, &released),
+            BALLAST_INVALID_ARGUMENT);
+  EXPECT_THAT(ballast_message(), HasSubstr("ballast_chunks lists them"));
+  ASSERT_EQ(ballast_end_micro_step(rank.session(), 0, nullptr, 0), BALLAST_OK);
+  ASSERT_EQ(ballast_seal(rank.session(), 1, &rank.decision), BALLAST_OK) << ballast_message();
+  ASSERT_EQ(ballast_receive_weights(rank.session()), BALLAST_OK);
+  ballast_close(rank.session());  // Waits until all are released.
+  EXPECT_EQ(released, static_cast<int>(count) + 1);
+  ASSERT_EQ(rank.Open(), BALLAST_OK) << ballast_message();  // ~CRank closes this one.
+}
+
+TEST_F(CApi, TheTrainersStateComesBack) {
+  CRank rank("state", service());
+  rank.OpenWithWeights();
+  const std::string state("a\0b", 3);
+  const ballast_step step = {
+      .size = sizeof(step), .trainer_state = state.data(), .trainer_state_bytes = state.size()};
+  ASSERT_EQ(ballast_begin_step(rank.session(), &step), BALLAST_OK) << ballast_message();
+  ASSERT_EQ(rank.PushAll(1), BALLAST_OK);
+  ASSERT_EQ(ballast_seal(rank.session(), 1, &rank.decision), BALLAST_OK);
+  ASSERT_EQ(ballast_receive_weights(rank.session()), BALLAST_OK);
+  CRank again("state", service());
+  ASSERT_EQ(again.Open(), BALLAST_OK) << ballast_message();
+  char found[8];
+  size_t bytes = 0;
+  ASSERT_EQ(ballast_trainer_state(again.session(), found, sizeof(found), &bytes), BALLAST_OK);
+  EXPECT_EQ(std::string(found, bytes), state);
+  EXPECT_FALSE(again.Info().awaiting_weights);
+}
+
+// ---------------------------------------------------------------- bad input
+
+TEST_F(CApi, RefusesWhatCannotBe) {
+  EXPECT_EQ(ballast_api_version(), BALLAST_API_VERSION);
+  ballast_session* session = nullptr;
+  EXPECT_EQ(ballast_open(nullptr, &session), BALLAST_INVALID_ARGUMENT);
+  EXPECT_THAT(ballast_message(), HasSubstr("ballast_options is null"));
+  const auto refused = [&](auto change, const char* message) {
+    CRank rank("refused", service());
+    change(rank);
+    EXPECT_EQ(rank.Open(), BALLAST_INVALID_ARGUMENT) << message;
+    EXPECT_THAT(ballast_message(), HasSubstr(message));
+    EXPECT_EQ(rank.session(), nullptr);
+  };
+  refused([](CRank& r) { r.options().size = 0; }, "set it to sizeof(ballast_options)");
+  refused([](CRank& r) { r.options().service = nullptr; }, "ballast_options.service is null");
+  refused([](CRank& r) { r.options().service = "nowhere"; }, "host:port");
+  refused([](CRank& r) { r.options().job = nullptr; }, "ballast_job is null");
+  refused([](CRank& r) { r.options().wait_seconds = -1; }, "wait_seconds is -1");
+  refused([](CRank& r) { r.options().join_timeout_seconds = NAN; }, "join_timeout_seconds is nan");
+  refused([](CRank& r) { r.job().name = "a/b"; }, "a/b");
+  refused([](CRank& r) { r.job().world_size = 0; }, "world_size is 0");
+  refused([](CRank& r) { r.job().unused_policy = 3; }, "unused_policy is 3");
+  refused([](CRank& r) { r.job().update_mode = 2; }, "update_mode is 2");
+  refused([](CRank& r) { r.job().parameter_count = size_t{1} << 40; }, "at most");
+  refused([](CRank& r) { r.job().group_count = 1; }, "is in group 1 of 1");
+  refused([](CRank& r) { r.job().chunk_elements = 100; }, "100");
+  const auto with_parameter = [&](auto change, const char* message) {
+    refused([&](CRank& r) { change(const_cast<ballast_parameter*>(r.job().parameters)[0]); },
+            message);
+  };
+  with_parameter([](ballast_parameter& p) { p.name = nullptr; }, "ballast_parameter.name is null");
+  with_parameter([](ballast_parameter& p) { p.dimensions = -1; }, "-1 dimensions");
+  with_parameter([](ballast_parameter& p) { p.shape = nullptr; }, "2 dimensions");
+  const int64_t negative[] = {2, -3}, huge[] = {int64_t{1} << 40, 8};
+  with_parameter([&](ballast_parameter& p) { p.shape = negative; }, "an extent of -3");
+  with_parameter([&](ballast_parameter& p) { p.shape = huge; }, "an extent of 8");
+  refused([](CRank& r) { const_cast<ballast_group*>(r.job().groups)[1].wire_dtype = 7; },
+          "group no_decay has dtype 7");
+  refused([](CRank& r) { const_cast<void**>(r.options().weights)[1] = nullptr; },
+          "no place for parameter p1");
+}
+
+TEST_F(CApi, RefusesCallsOutOfTurnAndGoesOn) {
+  CRank rank("turns", service());
+  EXPECT_EQ(ballast_read_weights(nullptr), BALLAST_INVALID_ARGUMENT);
+  ballast_close(nullptr);
+  rank.OpenWithWeights();
+  EXPECT_EQ(rank.PushAll(1), BALLAST_FAILED_PRECONDITION);
+  EXPECT_THAT(ballast_message(), HasSubstr("before BeginStep"));
+  EXPECT_EQ(ballast_push_gradients(rank.session(), 0, nullptr, 4), BALLAST_INVALID_ARGUMENT);
+  const void* one[1] = {nullptr};
+  EXPECT_EQ(ballast_push_gradients(rank.session(), 0, one, 1), BALLAST_INVALID_ARGUMENT);
+  EXPECT_THAT(ballast_message(), HasSubstr("1 pointers were given for 4 parameters"));
+  const float* none[kParameters] = {};
+  EXPECT_EQ(ballast_upload_weights(rank.session(), none, kParameters), BALLAST_INVALID_ARGUMENT);
+  EXPECT_THAT(ballast_message(), HasSubstr("no weights of parameter p0"));
+  ballast_info none_of_size = {};
+  EXPECT_EQ(ballast_get_info(rank.session(), &none_of_size), BALLAST_INVALID_ARGUMENT);
+  int64_t offset = 0, elements = 0;
+  EXPECT_EQ(ballast_place(rank.session(), 9, &offset, &elements), BALLAST_INVALID_ARGUMENT);
+  ASSERT_EQ(ballast_place(rank.session(), 1, &offset, &elements), BALLAST_OK);
+  EXPECT_EQ(offset, 600);
+  EXPECT_EQ(elements, 768);  // 607, in whole blocks.
+  rank.Step(1);
+}
+
+TEST_F(CApi, AnotherDescriptionOfTheJobIsNamed) {
+  CRank rank("described", service());
+  rank.OpenWithWeights();
+  CRank other("described", service());
+  other.job().max_norm = 2;
+  EXPECT_EQ(other.Open(), BALLAST_FAILED_PRECONDITION);
+  EXPECT_THAT(ballast_message(), HasSubstr("max_norm"));
+}
+
+TEST_F(CApi, AServiceThatIsNotThereIsUnavailable) {
+  CRank rank("nowhere", "unix:/no/such/socket");
+  rank.options().join_timeout_seconds = 0.2;
+  EXPECT_EQ(rank.Open(), BALLAST_UNAVAILABLE);
+  EXPECT_THAT(ballast_message(), HasSubstr("/no/such/socket"));
+}
+
+TEST_F(CApi, TakesAStructureOfAnOlderHeader) {
+  CRank rank("older", service());
+  // As if the last member had not existed: it counts as zero, whatever lies there.
+  rank.options().size = offsetof(ballast_options, weights);
+  ASSERT_EQ(rank.Open(), BALLAST_OK) << ballast_message();
+  ASSERT_EQ(rank.Upload(), BALLAST_OK) << ballast_message();
+  ASSERT_EQ(ballast_read_weights(rank.session()), BALLAST_OK);
+  EXPECT_TRUE(std::isnan(rank.weights()[0][0]));
+  const void* data = nullptr;
+  size_t bytes = 0;
+  ASSERT_EQ(ballast_weights_memory(rank.session(), 0, &data, &bytes), BALLAST_OK);
+  ASSERT_EQ(bytes, 256 * sizeof(float));
+  EXPECT_EQ(static_cast<const float*>(data)[3], FirstWeight(0, 3));
+}
+
+TEST_F(CApi, AForkDoesNotTouchItsParentsSession) {
+  CRank rank("forked", service());
+  rank.OpenWithWeights();
+  const pid_t child = fork();
+  ASSERT_NE(child, -1);
+  if (child == 0) {
+    const bool right = ballast_read_weights(rank.session()) == BALLAST_FAILED_PRECONDITION;
+    ballast_close(rank.session());
+    _exit(right ? 0 : 1);
+  }
+  int status = -1;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  rank.Step(1);
+}
+
+}  // namespace
+}  // namespace ballast::client
