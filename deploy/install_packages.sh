@@ -13,8 +13,8 @@ packages=(
   libabsl-dev libc-ares-dev libre2-dev libssl-dev zlib1g-dev
   libtbb-dev libhwloc-dev libhwy-dev libspdlog-dev nlohmann-json3-dev
   libgloo-dev libopenblas-pthread-dev
-  # To test: the goldens of the parity tests are in the tree, so PyTorch is not among them.
-  libgtest-dev libgmock-dev libbenchmark-dev python3 python3-numpy
+  # To test. PyTorch is not among them: tests/run.sh puts it into an environment of its own.
+  libgtest-dev libgmock-dev libbenchmark-dev python3 python3-numpy python3-venv
 )
 
 die() {

@@ -12,9 +12,18 @@ if [[ ${BALLAST_SKIP_INSTALL:-0} != 1 ]]; then
   deploy/install_packages.sh
 fi
 
+# While the compilers run. What could not be installed is told, and what it was for is not tested.
+torch=
+if [[ ${BALLAST_SKIP_INSTALL:-0} != 1 ]]; then
+  /usr/bin/python3 -B tests/client/python/torch_environment.py --make &
+  torch=$!
+fi
+
 jobs=$(nproc)
 cmake --preset release --log-level=WARNING
 cmake --build --preset release --parallel "$jobs"
+
+[[ -z $torch ]] || wait "$torch" || true
 
 parallel=(--parallel "$jobs")
 for argument in "$@"; do

@@ -30,7 +30,7 @@ ALLOWED = {
 ROOMS = {
     "cpu_optimizer_service": ("front", "job", "state", "gradients", "kernels", "host", "common/system", "common"),
     "server": ("ballastd", "jobs", "train", "shared_memory", "front"),
-    "client": ("cli", "session", "transport", "front"),
+    "client": ("cli", "c_api", "session", "transport", "front"),
     "gpu_worker": ("run", "pipeline", "cpu", "training", "buckets", "gpt", "cuda/kernels", "cuda", "device",
                    "collective", "base"),
 }

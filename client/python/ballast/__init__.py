@@ -1,0 +1,43 @@
+"""Ballast: the optimizer of a training run as a service on CPUs.
+
+>>> import ballast.torch
+>>> optimizer = ballast.torch.AdamW(model.named_parameters(), lr=3e-4)
+
+`ballast.torch` has the optimizers for PyTorch. `Service` starts a service for a script or a test,
+`connect` looks at the jobs and the optimizer state of a service that is running.
+"""
+
+from .client import Client, connect
+from .errors import (
+    AbortedError,
+    BallastError,
+    DeadlineError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from .service import Service
+from .session import Decision, Group, HyperParameters, Job, Parameter, Session
+
+__all__ = [
+    "AbortedError",
+    "BallastError",
+    "Client",
+    "DeadlineError",
+    "Decision",
+    "FailedPreconditionError",
+    "Group",
+    "HyperParameters",
+    "InvalidArgumentError",
+    "Job",
+    "NotFoundError",
+    "Parameter",
+    "ResourceExhaustedError",
+    "Service",
+    "Session",
+    "UnavailableError",
+    "connect",
+]
+__version__ = "0.1.0"

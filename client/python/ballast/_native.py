@@ -1,0 +1,118 @@
+"""client/ballast.h by ctypes, which lets go of the GIL during each call."""
+
+from __future__ import annotations
+
+import ctypes as c
+import functools
+
+from . import _files
+from .errors import BallastError, error_of
+
+API_VERSION = 1
+OK = 0
+DEADLINE_EXCEEDED = 4
+
+
+class HyperParameters(c.Structure):
+    _fields_ = [("lr", c.c_double), ("beta1", c.c_double), ("beta2", c.c_double), ("eps", c.c_double),
+                ("weight_decay", c.c_double), ("decoupled_weight_decay", c.c_int32),
+                ("bias_correction", c.c_int32), ("amsgrad", c.c_int32), ("maximize", c.c_int32)]
+
+
+class Group(c.Structure):
+    _fields_ = [("size", c.c_size_t), ("name", c.c_char_p), ("hyper_parameters", HyperParameters),
+                ("wire_dtype", c.c_int32), ("return_dtype", c.c_int32)]
+
+
+class Parameter(c.Structure):
+    _fields_ = [("size", c.c_size_t), ("name", c.c_char_p), ("shape", c.POINTER(c.c_int64)),
+                ("dimensions", c.c_int32), ("group", c.c_int32), ("frozen", c.c_int32)]
+
+
+class Job(c.Structure):
+    _fields_ = [("size", c.c_size_t), ("name", c.c_char_p), ("groups", c.POINTER(Group)),
+                ("group_count", c.c_size_t), ("parameters", c.POINTER(Parameter)),
+                ("parameter_count", c.c_size_t), ("world_size", c.c_int32),
+                ("bucket_elements", c.c_int64), ("chunk_elements", c.c_int64), ("max_norm", c.c_double),
+                ("unused_policy", c.c_int32), ("update_mode", c.c_int32), ("max_micro_steps", c.c_uint32)]
+
+
+class Options(c.Structure):
+    _fields_ = [("size", c.c_size_t), ("service", c.c_char_p), ("job", c.POINTER(Job)), ("rank", c.c_int32),
+                ("process_id", c.c_char_p), ("job_uid", c.c_char_p), ("rejoin", c.c_int32),
+                ("never_share_memory", c.c_int32), ("join_timeout_seconds", c.c_double),
+                ("reconnect_timeout_seconds", c.c_double), ("wait_seconds", c.c_double),
+                ("weights", c.POINTER(c.c_void_p))]
+
+
+class Info(c.Structure):
+    _fields_ = [("size", c.c_size_t), ("committed_step", c.c_uint64), ("generation", c.c_uint64),
+                ("awaiting_weights", c.c_int32), ("shares_memory", c.c_int32),
+                ("last_step_applied", c.c_int32), ("job_uid", c.c_char_p)]
+
+
+class Step(c.Structure):
+    _fields_ = [("size", c.c_size_t), ("loss_scale", c.c_double), ("divisors", c.POINTER(c.c_double)),
+                ("hyper_parameters", c.POINTER(HyperParameters)), ("trainer_state", c.c_char_p),
+                ("trainer_state_bytes", c.c_size_t)]
+
+
+class Decision(c.Structure):
+    _fields_ = [("size", c.c_size_t), ("step", c.c_uint64), ("applied", c.c_int32), ("norm", c.c_double),
+                ("clip_coefficient", c.c_double)]
+
+
+_POINTERS = c.POINTER(c.c_void_p)
+_FUNCTIONS = {
+    "ballast_open": [c.POINTER(Options), _POINTERS],
+    "ballast_get_info": [c.c_void_p, c.POINTER(Info)],
+    "ballast_trainer_state": [c.c_void_p, c.c_char_p, c.c_size_t, c.POINTER(c.c_size_t)],
+    "ballast_place": [c.c_void_p, c.c_size_t, c.POINTER(c.c_int64), c.POINTER(c.c_int64)],
+    "ballast_upload_weights": [c.c_void_p, _POINTERS, c.c_size_t],
+    "ballast_read_weights": [c.c_void_p],
+    "ballast_begin_step": [c.c_void_p, c.POINTER(Step)],
+    "ballast_push_gradients": [c.c_void_p, c.c_uint32, _POINTERS, c.c_size_t],
+    "ballast_seal": [c.c_void_p, c.c_uint32, c.POINTER(Decision)],
+    "ballast_receive_weights": [c.c_void_p],
+    "ballast_save": [c.c_void_p, c.c_char_p],
+    "ballast_load": [c.c_void_p, c.c_char_p],
+}
+
+
+def sized(structure, **values):
+    """A structure with its size and these values."""
+    return structure(size=c.sizeof(structure), **values)
+
+
+def pointers(addresses: list[int | None]):
+    """An array of pointers; 0 and None are null."""
+    return (c.c_void_p * len(addresses))(*addresses)
+
+
+@functools.lru_cache(maxsize=None)
+def library() -> c.CDLL:
+    path = _files.library()
+    loaded = c.CDLL(path)
+    version = loaded.ballast_api_version()
+    if version != API_VERSION:
+        raise BallastError(f"{path} speaks version {version} of the interface, this package version "
+                           f"{API_VERSION}; install both from the same release")
+    loaded.ballast_message.restype = c.c_char_p
+    loaded.ballast_close.argtypes = [c.c_void_p]
+    loaded.ballast_close.restype = None
+    for name, arguments in _FUNCTIONS.items():
+        getattr(loaded, name).argtypes = arguments
+        getattr(loaded, name).restype = c.c_int32
+    return loaded
+
+
+def message() -> str:
+    """Of this thread's last call that had one."""
+    return library().ballast_message().decode(errors="replace")
+
+
+def call(name: str, *arguments) -> None:
+    """Raises what the function returned, if it is not OK."""
+    status = getattr(library(), name)(*arguments)
+    if status != OK:
+        raise error_of(status, message())

@@ -1,0 +1,256 @@
+#!/usr/bin/env python3
+"""The package `ballast` without PyTorch: a service as a child, sessions on arrays, state as arrays."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+import unittest
+
+import numpy as np
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "client/python"))
+
+import ballast  # noqa: E402
+
+SHAPES = {"w": (30, 20), "b": (7,), "scalar": ()}
+
+
+def job(name, world_size=1, **more):
+    groups = [ballast.Group("all", ballast.HyperParameters(lr=0.01, weight_decay=0.1))]
+    parameters = [ballast.Parameter(key, shape) for key, shape in SHAPES.items()]
+    return ballast.Job(name, groups, parameters, world_size=world_size, **more)
+
+
+class Rank:
+    """Three arrays, whose gradient is that of (w - 1)^2 / 2."""
+
+    def __init__(self, service, name, rank=0, world_size=1, options=None, **more):
+        self.arrays = [np.full(shape, 0.5, np.float32) for shape in SHAPES.values()]
+        self.session = ballast.Session(service, job(name, world_size, **more), self.addresses(), rank=rank,
+                                       **(options or {}))
+
+    def addresses(self):
+        return [array.ctypes.data for array in self.arrays]
+
+    def start(self):
+        if self.session.awaiting_weights:
+            self.session.upload_weights(self.addresses())
+        self.session.read_weights()
+
+    def step(self, **settings):
+        self.session.begin_step(**settings)
+        gradients = [np.asarray(array - 1, np.float32) for array in self.arrays]
+        self.session.push_gradients([gradient.ctypes.data for gradient in gradients])
+        decision = self.session.seal()
+        self.session.receive_weights()
+        return decision
+
+
+def adamw(steps):
+    """A weight of the ranks above after these steps, in double and from the definition."""
+    weight, first, second = 0.5, 0.0, 0.0
+    for step in range(1, steps + 1):
+        gradient = weight - 1
+        first = 0.9 * first + 0.1 * gradient
+        second = 0.999 * second + 0.001 * gradient ** 2
+        weight *= 1 - 0.01 * 0.1
+        weight -= 0.01 * first / (1 - 0.9 ** step) / ((second / (1 - 0.999 ** step)) ** 0.5 + 1e-8)
+    return weight
+
+
+class Package(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.service = ballast.Service(memory_limit="1GiB")
+        cls.addClassCleanup(cls.service.stop)
+
+    def rank(self, name, **more):
+        rank = Rank(self.service.address, name, **more)
+        self.addCleanup(rank.session.close)
+        return rank
+
+    def test_trains_and_shows_its_state(self):
+        rank = self.rank("trains")
+        rank.start()
+        for step in range(1, 51):
+            decision = rank.step()
+            self.assertEqual((decision.step, decision.applied, decision.skip_reason), (step, True, ""))
+            self.assertGreater(decision.norm, 0)
+        for array in rank.arrays:
+            np.testing.assert_allclose(array, adamw(50), rtol=0, atol=2e-6)
+        client = ballast.connect(self.service.address)
+        found = {entry["name"]: entry for entry in client.jobs()}["trains"]
+        self.assertEqual(found["committed_step"], 50)
+        self.assertEqual(found["uid"], rank.session.job_uid)
+        for name, array in zip(SHAPES, rank.arrays):
+            state = client.state("trains", name)
+            self.assertEqual(state.shape, array.shape)
+            np.testing.assert_array_equal(state, array)
+        self.assertGreater(client.state("trains", "w", "exp_avg_sq").min(), 0)
+        self.assertIn("w", str(client.summary("trains", "w")))
+        self.assertEqual(client.job("trains")["committed_step"], 50)
+
+    def test_settings_of_a_step_count_from_that_step_on(self):
+        rank = self.rank("settings", max_norm=1e-3)
+        rank.start()
+        before = [array.copy() for array in rank.arrays]
+        frozen = [ballast.HyperParameters(lr=0.0, weight_decay=0.0)]
+        decision = rank.step(hyper_parameters=frozen, loss_scale=2.0, divisors=[4.0], trainer_state=b"a\0b")
+        for array, old in zip(rank.arrays, before):
+            np.testing.assert_array_equal(array, old)
+        elements = sum(array.size for array in rank.arrays)
+        self.assertAlmostEqual(decision.norm, 0.5 * elements ** 0.5 / 8, places=5)
+        self.assertLess(decision.clip_coefficient, 0.01)
+        again = self.rank("settings", max_norm=1e-3)
+        self.assertEqual(again.session.trainer_state, b"a\0b")
+        self.assertEqual(again.session.committed_step, 1)
+
+    def test_a_step_that_is_not_finite_is_skipped_and_says_why(self):
+        rank = self.rank("skipped")
+        rank.start()
+        rank.arrays[1][3] = np.nan
+        decision = rank.step()
+        self.assertFalse(decision.applied)
+        self.assertIn("b", decision.skip_reason)
+        self.assertIn("nan", decision.skip_reason.lower())
+
+    def test_two_ranks_share_the_work(self):
+        results, errors = {}, []
+
+        def run(number):
+            try:
+                rank = Rank(self.service.address, "two", number, 2)
+                rank.start()
+                for _ in range(3):
+                    rank.step()
+                results[number] = rank.arrays
+                rank.session.close()
+            except Exception as error:  # Told by the main thread.
+                errors.append(error)
+
+        threads = [threading.Thread(target=run, args=[number]) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        self.assertEqual(errors, [])
+        # Each element was written on exactly one of them: the others kept 0.5.
+        moved = [np.concatenate([array.ravel() != 0.5 for array in results[number]]) for number in range(2)]
+        self.assertTrue((moved[0] ^ moved[1]).all())
+
+    def test_errors_are_pythons_kinds_with_one_line(self):
+        rank = self.rank("errors")
+        rank.start()
+        cases = (
+            (ValueError, "errors", lambda: ballast.Session(self.service.address, job("a/b"), rank.addresses())),
+            (ValueError, "unused_policy", lambda: self.rank("errors", unused_policy="perhaps")),
+            (ValueError, "2 addresses", lambda: ballast.Session(self.service.address, job("x"), [1, 2])),
+            (RuntimeError, "max_norm", lambda: self.rank("errors", max_norm=3.0)),
+            (LookupError, "nothing", lambda: self.rank("errors", options=dict(job_uid="nothing"))),
+            (RuntimeError, "BeginStep", lambda: rank.session.seal()),
+            (ValueError, "divisors", lambda: rank.session.begin_step(divisors=[1.0, 2.0])),
+            (ConnectionError, "/no/such", lambda: ballast.connect("unix:/no/such", timeout=1)),
+            (ConnectionError, "/no/such", lambda: Rank("unix:/no/such", "x", options=dict(join_timeout=0.2))),
+            (ballast.BallastError, "nowhere", lambda: ballast.connect(self.service.address).state("nowhere", "w")),
+            (ValueError, "plane", lambda: ballast.connect(self.service.address).state("errors", "w", "color")),
+        )
+        for kind, expected, act in cases:
+            with self.subTest(expected=expected):
+                with self.assertRaises(kind) as raised:
+                    act()
+                self.assertNotIn("\n", str(raised.exception))
+                if kind is not ValueError or expected != "errors":
+                    self.assertIn(expected, str(raised.exception))
+        rank.session.close()
+        rank.session.close()
+        with self.assertRaisesRegex(RuntimeError, "the session is closed"):
+            rank.step()
+
+    def test_a_wait_ends_by_its_timeout_and_by_ctrl_c(self):
+        def first_of_two(name, **options):
+            rank = self.rank(name, world_size=2, options=options)
+            # The other rank uploads what it owns, and then makes no step.
+            with ballast.Session(self.service.address, job(name, 2), rank.addresses(), rank=1) as other:
+                other.upload_weights(rank.addresses())
+                rank.start()
+            return rank
+
+        rank = first_of_two("timeout", timeout=0.3)
+        with self.assertRaises(TimeoutError) as raised:
+            rank.step()
+        self.assertIn("rank", str(raised.exception))
+        rank = first_of_two("interrupt")
+        begun = time.monotonic()
+        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with self.assertRaises(KeyboardInterrupt):
+            rank.step()
+        self.assertLess(time.monotonic() - begun, 30)
+
+    def test_a_service_ends_with_the_process_that_started_it(self):
+        for way in ("sys.exit(0)", "os.kill(os.getpid(), 9)"):
+            script = ("import os, sys, ballast\n"
+                      "service = ballast.Service()\n"
+                      "print(service.pid, flush=True)\n" + way)
+            done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=False,
+                                  env=os.environ | {"PYTHONPATH": str(ROOT / "client/python")}, timeout=60)
+            pid = int(done.stdout)
+            deadline = time.monotonic() + 30
+            while pathlib.Path("/proc", str(pid)).exists() and state_of(pid) != "Z":
+                self.assertLess(time.monotonic(), deadline, f"after {way} the service still runs")
+                time.sleep(0.01)
+
+    def test_a_service_that_cannot_start_says_why(self):
+        with self.assertRaisesRegex(ConnectionError, "ballastd did not start: .*memory.limit"):
+            ballast.Service(memory_limit="much")
+
+    def test_a_fork_leaves_session_and_service_alone(self):
+        rank = self.rank("forked")
+        rank.start()
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                rank.session.read_weights()
+            except RuntimeError as error:
+                code = 0 if "fork" in str(error) else 2
+            rank.session.close()
+            self.service.stop()
+            os._exit(code)
+        self.assertEqual(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), 0)
+        self.assertTrue(rank.step().applied)
+
+    def test_sessions_leave_nothing_behind(self):
+        def used():
+            return len(os.listdir("/proc/self/fd")), threading.active_count(), len(os.listdir("/proc/self/task"))
+
+        def once():
+            rank = Rank(self.service.address, "leaves")
+            rank.start()
+            rank.step()
+            rank.session.close()
+
+        for _ in range(3):
+            once()
+        before = used()
+        for _ in range(20):
+            once()
+        after = used()
+        self.assertLessEqual(after[0], before[0] + 2)
+        self.assertLessEqual(after[2], before[2] + 2)
+
+
+def state_of(pid):
+    try:
+        return pathlib.Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "Z"
+
+
+if __name__ == "__main__":
+    unittest.main()

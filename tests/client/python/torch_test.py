@@ -1,0 +1,549 @@
+#!/usr/bin/env python3
+"""ballast.torch against torch.optim: the same trajectory, the same habits, the same kinds of errors."""
+
+import contextlib
+import copy
+import gc
+import os
+import pathlib
+import signal
+import sys
+import tempfile
+import time
+import unittest
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch.nn import functional
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "client/python"))
+
+import ballast  # noqa: E402
+import ballast.torch  # noqa: E402
+
+# Of fp32 weights after some steps with the same gradients, as a share of a parameter's largest: both round, in
+# another order.
+TOLERANCE = 1e-6
+
+
+class Model(torch.nn.Module):
+    """Odd shapes, a tied weight, a frozen one and one that is used only now and then."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(1)
+        self.embedding = torch.nn.Embedding(31, 20)
+        self.inner = torch.nn.Linear(20, 20)
+        self.norm = torch.nn.LayerNorm(20)
+        self.seldom = torch.nn.Parameter(torch.randn(5))
+        self.frozen = torch.nn.Parameter(torch.randn(7), requires_grad=False)
+        self.scalar = torch.nn.Parameter(torch.tensor(0.5))
+        self.head = torch.nn.Linear(20, 31, bias=False)
+        self.head.weight = self.embedding.weight
+        self.to(dtype)
+
+    def forward(self, tokens, seldom=False):
+        x = self.norm(functional.gelu(self.inner(self.embedding(tokens)))) * self.scalar
+        return self.head(x + functional.pad(self.seldom, (0, 15)) if seldom else x)
+
+
+def batch(step, rank=0):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(31, (8, 12), generator=generator)
+
+
+def loss_of(model, tokens, seldom=False):
+    logits = model(tokens[:, :-1], seldom)
+    return functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def names(model):
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def furthest(a, b):
+    """The largest difference, as a share of the largest magnitude of its parameter."""
+    return max(((p.double() - q.double()).abs().max() / q.double().abs().max()).item()
+               for p, q in zip(a.parameters(), b.parameters()))
+
+
+class TorchTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        torch.set_num_threads(1)
+        cls.service = ballast.Service(memory_limit="1GiB")
+        cls.addClassCleanup(cls.service.stop)
+
+    def optimizer(self, model, kind="AdamW", **options):
+        options = {"service": self.service.address, "job": self.id().rpartition(".")[2]} | options
+        parameters = options.pop("params", None) or names(model)
+        optimizer = getattr(ballast.torch, kind)(parameters, **options)
+        self.addCleanup(optimizer.close)
+        return optimizer
+
+    def train(self, model, optimizer, steps, begin=0, **more):
+        losses = []
+        for step in range(begin, begin + steps):
+            optimizer.zero_grad()
+            loss = loss_of(model, batch(step), **more)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    def train_both(self, ours, mine, theirs, reference, steps, begin=0, **more):
+        """Both with the gradients of theirs: what they differ in is the optimizer's."""
+        for step in range(begin, begin + steps):
+            theirs.zero_grad()
+            loss_of(theirs, batch(step), **more).backward()
+            for (_, p), (_, q) in zip(names(ours), names(theirs)):
+                p.grad = None if q.grad is None else q.grad.clone()
+            mine.step()
+            reference.step()
+
+    # ------------------------------------------------------------ the same trajectory
+
+    def test_equals_torch_with_every_option(self):
+        cases = [("AdamW", {}), ("AdamW", dict(lr=0.02, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.3)),
+                 ("AdamW", dict(amsgrad=True, lr=0.01)), ("AdamW", dict(maximize=True)),
+                 ("AdamW", dict(lr=torch.tensor(0.004))), ("Adam", dict(lr=0.01)),
+                 ("Adam", dict(weight_decay=0.2, amsgrad=True)), ("AdamW", dict(weight_decay=0.0))]
+        for index, (kind, options) in enumerate(cases):
+            with self.subTest(kind=kind, **options):
+                ours, theirs = Model(), Model()
+                mine = self.optimizer(ours, kind, job=f"options{index}", **options)
+                reference = getattr(torch.optim, kind)(names(theirs), **options)
+                self.train_both(ours, mine, theirs, reference, 10, seldom=True)
+                self.assertLess(furthest(ours, theirs), TOLERANCE)
+
+    def test_a_run_of_its_own_has_torchs_losses(self):
+        ours, theirs = Model(), Model()
+        mine = self.train(ours, self.optimizer(ours, lr=0.01), 30)
+        reference = self.train(theirs, torch.optim.AdamW(names(theirs), lr=0.01), 30)
+        self.assertLess(reference[-1], reference[0])
+        for a, b in zip(mine, reference):
+            self.assertAlmostEqual(a, b, places=4)
+
+    def test_speculation_gives_the_same_bits(self):
+        results = []
+        for update in ("wait", "speculate"):
+            model = Model()
+            self.train(model, self.optimizer(model, job=update, update=update), 8)
+            results.append(model)
+        for p, q in zip(results[0].parameters(), results[1].parameters()):
+            self.assertTrue(torch.equal(p, q))
+
+    def test_bf16_parameters_have_fp32_masters(self):
+        ours, theirs = Model(torch.bfloat16), Model(torch.bfloat16)
+        mine = self.optimizer(ours, lr=1e-3)
+        # What a careful trainer writes by hand: fp32 copies that are updated, and rounded back.
+        masters = [p.detach().float().requires_grad_() for _, p in names(theirs)]
+        reference = torch.optim.AdamW(masters, lr=1e-3)
+        for step in range(20):
+            for model in (ours, theirs):
+                model.zero_grad()
+                loss_of(model, batch(step)).backward()
+            mine.step()
+            for master, (_, p) in zip(masters, names(theirs)):
+                master.grad = None if p.grad is None else p.grad.float()
+            reference.step()
+            with torch.no_grad():
+                for master, (_, p) in zip(masters, names(theirs)):
+                    p.copy_(master)
+        # One in a thousand may round the other way, by one step of bf16.
+        for (name, p), (_, q) in zip(names(ours), names(theirs)):
+            different = (p != q).float().mean().item()
+            self.assertLess(different, 0.02, name)
+            self.assertLess((p.double() - q.double()).abs().max().item(), 2 ** -7 * q.double().abs().max().item())
+        client = ballast.connect(self.service.address)
+        name = names(ours)[0][0]
+        master = torch.from_numpy(client.state(mine._settings["job"], name))
+        self.assertLess((master - masters[0].detach()).abs().max().item(), 1e-5)
+        self.assertTrue(torch.equal(master.bfloat16(), names(ours)[0][1]))
+
+    def test_groups_schedulers_and_mixed_dtypes(self):
+        ours, theirs = Model(), Model()
+        for model in (ours, theirs):
+            model.inner.to(torch.bfloat16)
+            model.forward = lambda tokens, seldom=False, m=model: m.head(
+                m.inner(m.embedding(tokens).bfloat16()).float() * m.scalar)
+        mine = self.optimizer(ours, params=ballast.torch.groups(ours, weight_decay=0.2), lr=0.01)
+        self.assertEqual([group["weight_decay"] for group in mine.param_groups], [0.2, 0.0])
+        self.assertEqual(sorted(name for group in mine.param_groups for name in group["param_names"]),
+                         sorted(name for name, _ in names(ours)))
+        reference = torch.optim.AdamW(ballast.torch.groups(theirs, weight_decay=0.2), lr=0.01)
+        schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(o, 10) for o in (mine, reference)]
+        for step in range(10):
+            for model, optimizer, schedule in ((ours, mine, schedules[0]), (theirs, reference, schedules[1])):
+                self.train(model, optimizer, 1, step)
+                schedule.step()
+        self.assertLess(furthest(ours.embedding, theirs.embedding), 2e-2)  # Behind a layer in bf16.
+        self.assertLess(furthest(ours.inner, theirs.inner), 2e-2)
+        groups = ballast.connect(self.service.address).groups(mine._settings["job"])
+        self.assertEqual([group["name"] for group in groups["groups"]],
+                         ["0.float32", "0.bfloat16", "1.float32", "1.bfloat16"])
+
+    def test_accumulation_and_gradients_that_are_missing_now_and_then(self):
+        ours, theirs = Model(), Model()
+        mine = self.optimizer(ours, weight_decay=0.1)
+        reference = torch.optim.AdamW(names(theirs), weight_decay=0.1)
+        for step in range(8):
+            for optimizer in (mine, reference):
+                optimizer.zero_grad(set_to_none=step % 2 == 0)
+            for micro_step in range(3):
+                loss_of(theirs, batch(10 * step + micro_step), seldom=step in (2, 5)).backward()
+            for (_, p), (_, q) in zip(names(ours), names(theirs)):
+                if q.grad is not None:  # Ours accumulates, where zero_grad left zeros.
+                    p.grad = q.grad.clone() if p.grad is None else p.grad.add_(q.grad)
+            mine.step()
+            reference.step()
+        self.assertLess(furthest(ours, theirs), TOLERANCE)
+        self.assertTrue(torch.equal(ours.frozen, theirs.frozen))
+
+    def test_closure(self):
+        ours, theirs = Model(), Model()
+        results = []
+        for model, optimizer in ((ours, self.optimizer(ours)), (theirs, torch.optim.AdamW(names(theirs)))):
+            def closure():
+                optimizer.zero_grad()
+                loss = loss_of(model, batch(0))
+                loss.backward()
+                return loss
+
+            results.append([optimizer.step(closure).item() for _ in range(3)])
+        for a, b in zip(*results):
+            self.assertAlmostEqual(a, b, places=5)
+
+    # ------------------------------------------------------------ clipping and scaling
+
+    def test_clips_like_clip_grad_norm(self):
+        for inside in (True, False):
+            ours, theirs = Model(), Model()
+            mine = self.optimizer(ours, job=f"clips{inside}", lr=0.1, **({"max_norm": 0.05} if inside else {}))
+            reference = torch.optim.AdamW(names(theirs), lr=0.1)
+            for step in range(6):
+                theirs.zero_grad()
+                loss_of(theirs, batch(step)).backward()
+                for (_, p), (_, q) in zip(names(ours), names(theirs)):
+                    p.grad = None if q.grad is None else q.grad.clone()
+                if not inside:
+                    torch.nn.utils.clip_grad_norm_(ours.parameters(), 0.05)
+                norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.05).item()
+                mine.step()
+                reference.step()
+                if inside:
+                    self.assertAlmostEqual(mine.grad_norm, norm, places=5)
+                    self.assertAlmostEqual(mine.clip_coefficient, min(1, 0.05 / (norm + 1e-6)), places=5)
+                if step == 0:
+                    self.assertGreater(norm, 0.05)
+            self.assertLess(furthest(ours, theirs), 2 * TOLERANCE)
+
+    def test_a_step_that_is_not_finite_changes_nothing_and_says_why(self):
+        model = Model()
+        optimizer = self.optimizer(model)
+        self.train(model, optimizer, 2)
+        self.assertIsNone(optimizer.skipped)
+        before = copy.deepcopy(model.state_dict())
+        loss_of(model, batch(2)).backward()
+        model.inner.weight.grad[3, 4] = torch.inf
+        optimizer.step()
+        self.assertIn("inner.weight", optimizer.skipped)
+        for name, value in model.state_dict().items():
+            self.assertTrue(torch.equal(value, before[name]), name)
+        self.train(model, optimizer, 1)
+        self.assertIsNone(optimizer.skipped)
+
+    def test_grad_scaler_hands_over_its_scale(self):
+        ours, theirs = Model(), Model()
+        mine, reference = self.optimizer(ours), torch.optim.AdamW(names(theirs))
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+        for step in range(8):
+            mine.zero_grad()
+            scaler.scale(loss_of(ours, batch(step))).backward()
+            if step == 4:
+                ours.scalar.grad.fill_(torch.inf)
+            scaler.step(mine)
+            scaler.update()
+            self.assertEqual(mine.skipped is None, step != 4)
+            if step != 4:
+                self.train(theirs, reference, 1, step)
+        self.assertEqual(scaler.get_scale(), 1024.0 * 2 / 2 * 2)  # Grown, halved, grown.
+        self.assertLess(furthest(ours, theirs), TOLERANCE)
+
+    # ------------------------------------------------------------ state
+
+    def test_goes_on_in_another_process_where_it_stopped(self):
+        whole = Model()
+        self.train(whole, self.optimizer(whole, job="whole"), 6)
+        first = Model()
+        optimizer = self.optimizer(first, job="parts")
+        self.train(first, optimizer, 3)
+        with tempfile.TemporaryDirectory() as folder:
+            torch.save(optimizer.state_dict(), f"{folder}/optimizer.pt")
+            optimizer.close()
+            state = torch.load(f"{folder}/optimizer.pt", weights_only=True)
+        self.assertEqual(state["ballast"]["step"], 3)
+        second = Model()  # With other weights: those of the job are taken.
+        again = self.optimizer(second, job="parts", lr=0.5)
+        again.load_state_dict(state)
+        self.assertEqual(again.param_groups[0]["lr"], 1e-3)
+        self.assertEqual(furthest(second, first), 0)
+        self.assertEqual(again.state[second.scalar]["step"], 3)
+        self.train(second, again, 3, begin=3)
+        self.assertEqual(furthest(second, whole), 0)
+
+    def test_attach_takes_the_jobs_weights(self):
+        first = Model()
+        self.train(first, self.optimizer(first, job="attach"), 2)
+        second = Model()
+        with self.assertRaisesRegex(RuntimeError, r"already at step 2: call attach\(\)"):
+            self.train(second, self.optimizer(second, job="attach"), 1)
+        optimizer = self.optimizer(second, job="attach")
+        optimizer.attach()
+        self.assertEqual(furthest(second, first), 0)
+        self.train(second, optimizer, 1, begin=2)
+        with self.assertRaisesRegex(RuntimeError, "has no weights yet"):
+            self.optimizer(Model(), job="unknown").attach()
+
+    def test_state_of_another_job_or_step_is_refused(self):
+        model = Model()
+        optimizer = self.optimizer(model, job="mine")
+        self.train(model, optimizer, 1)
+        state = optimizer.state_dict()
+        self.train(model, optimizer, 1)
+        with self.assertRaisesRegex(RuntimeError, "is at step 2, the state that was loaded at step 1"):
+            self.optimizer(Model(), job="mine").load_state_dict(state)
+        with self.assertRaises(LookupError):
+            self.optimizer(Model(), job="other").load_state_dict(state)
+        with self.assertRaisesRegex(RuntimeError, "already made steps"):
+            optimizer.load_state_dict(state)
+
+    # ------------------------------------------------------------ bad input
+
+    def test_arguments_are_refused_as_torch_refuses_them(self):
+        model = Model()
+        for options in (dict(lr=-1.0), dict(eps=-1.0), dict(betas=(1.0, 0.9)), dict(betas=(0.9, -0.1)),
+                        dict(weight_decay=-0.1)):
+            with self.subTest(**options):
+                with self.assertRaises(ValueError) as theirs:
+                    torch.optim.AdamW(names(model), **options)
+                with self.assertRaises(ValueError) as ours:
+                    ballast.torch.AdamW(names(model), **options)
+                self.assertEqual(str(ours.exception), str(theirs.exception))
+        for parameters, message in (
+                (model.parameters(), "named_parameters"), ([], "empty parameter list"),
+                ([("z", torch.zeros(2, dtype=torch.complex64, requires_grad=True))], "complex"),
+                ([("z", torch.zeros(2, dtype=torch.float64, requires_grad=True))], "float64"),
+                ([dict(params=[("a", model.scalar)]), dict(params=[("b", model.scalar)])], "more than one parameter")):
+            with self.assertRaisesRegex(ValueError, message):
+                ballast.torch.AdamW(parameters)
+        for options, message in ((dict(capturable=True), "capturable"), (dict(max_norm=0.0), "max_norm"),
+                                 (dict(update="later"), "update"), (dict(service="x:1"), "job=")):
+            with self.assertRaisesRegex(ValueError, message):
+                ballast.torch.AdamW(names(model), **options)
+
+    def test_what_changes_behind_its_back_is_told(self):
+        def trained(job):
+            model = Model()
+            optimizer = self.optimizer(model, job=job)
+            self.train(model, optimizer, 2)
+            return model, optimizer
+
+        model, optimizer = trained("behind")
+        with torch.no_grad():
+            model.scalar.mul_(2)
+        with self.assertRaisesRegex(RuntimeError, "parameter scalar was changed"):
+            self.train(model, optimizer, 1)
+        model, optimizer = trained("frozen-later")
+        model.scalar.grad = torch.ones(())
+        model.scalar.requires_grad_(False)
+        with self.assertRaisesRegex(RuntimeError, "scalar was trainable"):
+            optimizer.step()
+        model, optimizer = trained("added")
+        with self.assertRaisesRegex(RuntimeError, "cannot be added after the first step"):
+            optimizer.add_param_group(dict(params=[("new", torch.nn.Parameter(torch.zeros(3)))]))
+        model, optimizer = trained("sparse")
+        model.seldom.grad = torch.sparse_coo_tensor([[0]], [1.0], (5,))
+        with self.assertRaisesRegex(RuntimeError, "seldom is sparse"):
+            optimizer.step()
+
+    def test_no_service_is_one_line_and_no_hang(self):
+        model = Model()
+        optimizer = self.optimizer(model, service="127.0.0.1:1", job="x")
+        loss_of(model, batch(0)).backward()
+        begun = time.monotonic()
+        with self.assertRaises(ConnectionError) as raised:
+            optimizer.step()
+        self.assertLess(time.monotonic() - begun, 60)
+        self.assertNotIn("\n", str(raised.exception))
+        self.assertIn("127.0.0.1:1", str(raised.exception))
+
+    # ------------------------------------------------------------ around it
+
+    def test_starts_a_service_of_its_own(self):
+        ours, theirs = Model(), Model()
+        optimizer = self.optimizer(ours, service=None, job=None)
+        self.train(ours, optimizer, 3)
+        self.train(theirs, torch.optim.AdamW(names(theirs)), 3)
+        self.assertLess(furthest(ours, theirs), TOLERANCE)
+        self.assertTrue(optimizer._binding.session.shares_memory)
+        pid = optimizer._binding.owned_service.pid
+        optimizer.close()
+        self.assertFalse(pathlib.Path("/proc", str(pid)).exists())
+
+    def test_two_optimizers_beside_each_other_and_data_loaders(self):
+        models = [Model(), Model()]
+        optimizers = [self.optimizer(model, job=f"beside{i}") for i, model in enumerate(models)]
+        data = [batch(step)[0] for step in range(16)]
+        loader = torch.utils.data.DataLoader(data, batch_size=4, num_workers=2)
+        for tokens in loader:  # Its processes are forks of this one.
+            for model, optimizer in zip(models, optimizers):
+                optimizer.zero_grad()
+                loss_of(model, tokens).backward()
+                optimizer.step()
+        self.assertEqual(furthest(*models), 0)
+
+    def test_many_steps_leave_nothing_behind(self):
+        model = torch.nn.Linear(3, 2)
+        optimizer = self.optimizer(model)
+
+        def steps(count):
+            for _ in range(count):
+                optimizer.zero_grad()
+                model(torch.ones(1, 3)).sum().backward()
+                optimizer.step()
+            gc.collect()
+
+        def used():
+            pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+            return pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/fd"))
+
+        steps(300)
+        before = used()
+        steps(2000)
+        after = used()
+        self.assertEqual(after[1], before[1])
+        self.assertLess(after[0] - before[0], 4 << 20)
+
+    # ------------------------------------------------------------ several ranks
+
+    def test_ddp_equals_one_process(self):
+        for world_size, service in ((2, None), (3, self.service.address)):
+            with self.subTest(world_size=world_size, service=service):
+                results = spawn(ddp_rank, world_size, dict(service=service, job=f"ddp{world_size}"))
+                theirs = Model()
+                reference = torch.optim.AdamW(names(theirs), lr=0.01)
+                for step in range(5):
+                    reference.zero_grad()
+                    loss = sum(loss_of(theirs, batch(step, rank)) for rank in range(world_size)) / world_size
+                    loss.backward()
+                    reference.step()
+                for state in results:
+                    for name, value in theirs.state_dict().items():
+                        self.assertTrue(torch.equal(state[name], results[0][name]), name)
+                        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=2e-6)
+
+    def test_ranks_that_disagree_are_told_the_first_difference(self):
+        errors = spawn(disagreeing_rank, 2, {"service": self.service.address, "job": "disagree"})
+        self.assertTrue(any("max_norm" in error for error in errors), errors)
+        for error in errors:
+            self.assertNotIn("\n", error)
+
+    def test_ctrl_c_in_a_wait_for_other_ranks(self):
+        begun = time.monotonic()
+        results = spawn(interrupted_rank, 2, {"service": self.service.address, "job": "interrupted"})
+        self.assertEqual(results, ["KeyboardInterrupt", "did no step"])
+        self.assertLess(time.monotonic() - begun, 60)
+
+
+# ---------------------------------------------------------------- the ranks' processes
+
+
+def spawn(target, world_size, options):
+    """What target(rank, world_size, options) returns on each rank."""
+    context = torch.multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [context.Process(target=run_rank, args=(target, rank, world_size, options, folder))
+                 for rank in range(world_size)]
+        for process in ranks:
+            process.start()
+        deadline = time.monotonic() + 120
+        for process in ranks:
+            process.join(max(deadline - time.monotonic(), 0))
+        late = [process for process in ranks if process.exitcode is None]
+        for process in late:
+            process.kill()
+            process.join()
+        if late:
+            raise AssertionError(f"{len(late)} of {world_size} ranks did not end")
+        if any(process.exitcode for process in ranks):
+            raise AssertionError(f"the ranks ended with {[process.exitcode for process in ranks]}")
+        return [torch.load(f"{folder}/{rank}.pt", weights_only=True) for rank in range(world_size)]
+
+
+def run_rank(target, rank, world_size, options, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
+    result = target(rank, world_size, options)
+    torch.save(result, f"{folder}/{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def ddp_rank(rank, world_size, options):
+    model = Model()
+    parallel = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = ballast.torch.AdamW(names(model), lr=0.01, **options)
+    for step in range(5):
+        optimizer.zero_grad()
+        tokens = batch(step, rank)
+        logits = parallel(tokens[:, :-1])
+        functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+    if options["service"] is None:
+        dist.barrier()  # Rank 0's service serves all.
+    optimizer.close()
+    return model.state_dict()
+
+
+def disagreeing_rank(rank, world_size, options):
+    model = Model()
+    optimizer = ballast.torch.AdamW(names(model), max_norm=1.0 + rank, **options)
+    loss_of(model, batch(0)).backward()
+    try:
+        with interrupt_after(20):
+            optimizer.step()
+    except (RuntimeError, KeyboardInterrupt) as error:
+        return str(error) or "interrupted"
+    return "no error"
+
+
+def interrupted_rank(rank, world_size, options):
+    model = Model()
+    optimizer = ballast.torch.AdamW(names(model), **options)
+    optimizer._bound(new=True)
+    if rank == 1:
+        return "did no step"
+    loss_of(model, batch(0)).backward()
+    with interrupt_after(0.5):
+        try:
+            optimizer.step()
+        except KeyboardInterrupt:
+            return "KeyboardInterrupt"
+    return "no interrupt"
+
+
+@contextlib.contextmanager
+def interrupt_after(seconds):
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+if __name__ == "__main__":
+    unittest.main()
