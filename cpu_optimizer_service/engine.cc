@@ -129,18 +129,21 @@ bool Engine::Drain(double seconds) {
   const auto deadline = std::chrono::steady_clock::now() +
                         std::chrono::duration_cast<std::chrono::steady_clock::duration>(
                             std::chrono::duration<double>(seconds));
-  const auto all_between_steps = [&] {
+  for (;;) {
+    bool between_steps = true;
+    bool waits = false;
     for (const std::shared_ptr<Job>& job : ListJobs()) {
-      if (!static_cast<const JobImpl&>(*job).IsBetweenSteps()) return false;
+      const auto& draining = static_cast<const JobImpl&>(*job);
+      if (draining.IsBetweenSteps()) continue;
+      between_steps = false;
+      if (!draining.IsAbandoned()) waits = true;
     }
-    return true;
-  };
-  while (!all_between_steps()) {
-    if (std::chrono::steady_clock::now() >= deadline) return false;
+    if (!waits || std::chrono::steady_clock::now() >= deadline) return between_steps;
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
-  return true;
 }
+
+void Engine::EndDrain() { impl_->draining.store(false); }
 
 const std::string& Engine::instance_id() const { return impl_->instance_id; }
 const MemoryBudget& Engine::memory() const { return impl_->budget; }

@@ -47,9 +47,11 @@ class Engine {
   Pending CloseJob(const std::string& name, Done<bool> done);
   absl::Status CloseJob(const std::string& name);
 
-  // From now on BeginStep and CreateJob say UNAVAILABLE. Waits until no job has a step in progress,
-  // at most `seconds`; true if that was reached.
+  // From now on BeginStep and CreateJob say UNAVAILABLE. Waits until no job has a step in progress
+  // that somebody is there to finish, at most `seconds`; true if no job has any step in progress.
   bool Drain(double seconds);
+  // Takes steps and jobs again, after a drain whose service does not stop.
+  void EndDrain();
 
   const std::string& instance_id() const;
   const MemoryBudget& memory() const;

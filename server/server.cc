@@ -129,8 +129,8 @@ std::shared_ptr<grpc::Channel> Server::InProcessChannel() {
   return impl_->grpc_server->InProcessChannel(grpc::ChannelArguments());
 }
 
-void Server::SetNotServing() {
-  if (auto* health = impl_->grpc_server->GetHealthCheckService()) health->SetServingStatus(false);
+void Server::SetServing(bool serving) {
+  if (auto* health = impl_->grpc_server->GetHealthCheckService()) health->SetServingStatus(serving);
 }
 
 void Server::Shutdown(double grace_seconds) {

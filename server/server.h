@@ -53,8 +53,8 @@ class Server {
   // A channel without a socket to this server. It ends with the server.
   std::shared_ptr<grpc::Channel> InProcessChannel();
 
-  // The health service reports NOT_SERVING from now on; calls are still answered.
-  void SetNotServing();
+  // What the health service reports from now on; calls are answered either way.
+  void SetServing(bool serving);
   // Refuses new calls at once, cancels those that still run after `grace_seconds`, and waits for
   // their end.
   void Shutdown(double grace_seconds);

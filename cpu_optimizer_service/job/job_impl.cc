@@ -322,6 +322,15 @@ bool JobImpl::IsBetweenSteps() const {
   return phase == Phase::kIdle || phase == Phase::kLoading || phase == Phase::kClosed;
 }
 
+bool JobImpl::IsAbandoned() const {
+  MutexLock lock(mutex_);
+  if (gate_.phase() != Phase::kOpen) return false;
+  for (int rank = 0; rank < ranks_.size(); ++rank) {
+    if (ranks_[rank].listener != nullptr) return false;
+  }
+  return true;
+}
+
 Pending JobImpl::Close(Done<bool> done) {
   return Enter(Admission::kClose, -1,
                [this, self = shared_from_this(), done = std::move(done)](absl::Status admitted)

@@ -95,6 +95,8 @@ class JobImpl : public Job {
 
   // No step has begun or is being decided.
   bool IsBetweenSteps() const;
+  // A step has begun that no rank with a stream is there to finish.
+  bool IsAbandoned() const;
   // Waits for a running update, then clears the step and detaches all streams. Closing again is OK.
   Pending Close(Done<bool> done);
 

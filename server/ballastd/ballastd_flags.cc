@@ -30,7 +30,10 @@ ABSL_FLAG(std::string, log_level, "info", "debug, info, warning, error or off.")
 ABSL_FLAG(double, seal_deadline_seconds, 60,
           "When a step's first seal is this old, sealed ranks are told which ranks they wait for.");
 ABSL_FLAG(std::string, checkpoint_dir, "", "Where jobs are saved on SIGTERM, each in DIR/JOB.");
-ABSL_FLAG(double, drain_seconds, 30, "On SIGTERM, how long steps in progress may take to end.");
+// Under the ten seconds after which container runtimes kill, with room for a save.
+ABSL_FLAG(double, drain_seconds, 5,
+          "On SIGTERM, SIGINT or SIGHUP, how long steps in progress may take to end. Saving comes "
+          "after that, and is not bounded.");
 ABSL_FLAG(std::string, shared_memory, "auto",
           "auto: workers on this host share memory with the service where they ask for it; never.");
 ABSL_FLAG(std::string, port_file, "",

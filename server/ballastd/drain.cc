@@ -1,18 +1,19 @@
 #include "server/ballastd/drain.h"
 
+#include <chrono>
+
 #include "absl/strings/str_cat.h"
 
 namespace ballast::server {
 namespace {
 
 // The workers could still finish a step that is left open, after the save.
-void AbortUndecided(Job& job, double seconds, DrainReport& report) {
+void AbortUndecided(Job& job, const std::string& why, DrainReport& report) {
   // A step that all ranks have sealed is decided before the save.
   if (job.Status().phase == JobPhase::kSealed) return;
   const absl::StatusOr<uint64_t> step = job.AbortStep();
   if (!step.ok()) return;  // Between steps, or decided: then the save waits for the update.
-  report.aborted.push_back(absl::StrCat("job ", job.spec().name, ": step ", *step,
-                                        " had not been sealed by all ranks after ", seconds, " s"));
+  report.aborted.push_back(absl::StrCat("job ", job.spec().name, ": step ", *step, " ", why));
 }
 
 void SaveOne(Job& job, const std::string& checkpoint_directory, DrainReport& report) {
@@ -31,7 +32,7 @@ void SaveOne(Job& job, const std::string& checkpoint_directory, DrainReport& rep
     report.saved.push_back(
         absl::StrCat(at_step(saved->step), ": ", saved->size_bytes, " bytes in ", directory));
   } else {
-    report.lost.push_back(
+    report.failed.push_back(
         absl::StrCat(at_step(status.committed_step), ": ", saved.status().message()));
   }
 }
@@ -40,8 +41,15 @@ void SaveOne(Job& job, const std::string& checkpoint_directory, DrainReport& rep
 
 DrainReport DrainAndSave(Engine& engine, double seconds, const std::string& checkpoint_directory) {
   DrainReport report;
+  using Clock = std::chrono::steady_clock;
+  const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                           std::chrono::duration<double>(seconds));
   if (!engine.Drain(seconds)) {
-    for (const std::shared_ptr<Job>& job : engine.ListJobs()) AbortUndecided(*job, seconds, report);
+    const std::string why =
+        Clock::now() < deadline
+            ? "had begun, and no worker is there to finish it"
+            : absl::StrCat("had not been sealed by all ranks after ", seconds, " s");
+    for (const std::shared_ptr<Job>& job : engine.ListJobs()) AbortUndecided(*job, why, report);
   }
   for (const std::shared_ptr<Job>& job : engine.ListJobs()) {
     SaveOne(*job, checkpoint_directory, report);
