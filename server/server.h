@@ -37,6 +37,9 @@ struct ServerOptions {
   // (shared_memory_server.h). If the system has none to give, a line in the log reports it, and
   // everything is sent in messages.
   bool shared_memory = true;
+  // Anybody who reaches the server may name paths of its host to save to and load from
+  // (checkpoint_paths.h).
+  bool allow_paths = false;
 };
 
 class Server {

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
+#include <memory>
 #include <optional>
 #include <string>
 #include <thread>
@@ -16,11 +17,13 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/atomic_file.h"
 #include "cpu_optimizer_service/engine.h"
 #include "cpu_optimizer_service/host/topology.h"
 #include "cpu_optimizer_service/kernels/kernels.h"
 #include "cpu_optimizer_service/self_benchmark.h"
+#include "cpu_optimizer_service/state/checkpoint_directory.h"
 #include "server/ballastd/ballastd_flags.h"
 #include "server/ballastd/drain.h"
 #include "server/server.h"
@@ -76,6 +79,27 @@ int PrintSelfBenchmark(const BallastdFlags& flags) {
   if (!result.ok()) return Fail(result.status(), 1);
   std::fputs(ballast::ToTable(*result).c_str(), stdout);
   return 0;
+}
+
+// Null without --checkpoint-dir. What cannot be saved to is found now, not when it is needed.
+absl::StatusOr<std::unique_ptr<ballast::CheckpointDirectory>> OpenCheckpoints(
+    const BallastdFlags& flags) {
+  if (flags.checkpoint_directory.empty()) return nullptr;
+  auto opened =
+      ballast::CheckpointDirectory::Open(ballast::PosixFileSystem(), flags.checkpoint_directory);
+  if (opened.ok()) return opened;
+  return ballast::Annotate(opened.status(), "flag --checkpoint-dir=" + flags.checkpoint_directory);
+}
+
+void LogCheckpoints(const ballast::CheckpointDirectory* checkpoints) {
+  if (checkpoints == nullptr) {
+    spdlog::warn("no --checkpoint-dir: all jobs are lost when the service is told to stop");
+    return;
+  }
+  for (const ballast::CheckpointFacts& found : checkpoints->All()) {
+    spdlog::info("found a checkpoint of {}; nothing loads it by itself: {}",
+                 ballast::ToString(found), ballast::HowToResume(found.job));
+  }
 }
 
 // A service whose host cannot be measured still starts.
@@ -157,11 +181,15 @@ int main(int argc, char** argv) {
   spdlog::set_level(spdlog::level::from_str(flags->log_level));
   const sigset_t signals = BlockStopSignals();
 
+  const auto checkpoints = OpenCheckpoints(*flags);
+  if (!checkpoints.ok()) return Fail(checkpoints.status(), 1);
   ballast::Engine engine({.memory_limit_bytes = flags->memory_limit_bytes,
                           .threads = flags->threads,
-                          .warn = [](const std::string& line) { spdlog::warn("{}", line); }});
+                          .warn = [](const std::string& line) { spdlog::warn("{}", line); },
+                          .checkpoints = checkpoints->get()});
   auto server = ballast::server::Server::Start(engine, flags->server);
   if (!server.ok()) return Fail(server.status(), 1);
+  LogCheckpoints(engine.checkpoints());
   if (flags->startup_benchmark) LogSelfBenchmark(*flags);
   if (!flags->port_file.empty()) {
     const absl::Status written = WritePortFile(flags->port_file, (*server)->addresses());

@@ -1,6 +1,8 @@
 #include "server/ballastd/drain.h"
 
+#include <algorithm>
 #include <chrono>
+#include <thread>
 
 #include "absl/strings/str_cat.h"
 
@@ -16,7 +18,21 @@ void AbortUndecided(Job& job, const std::string& why, DrainReport& report) {
   report.aborted.push_back(absl::StrCat("job ", job.spec().name, ": step ", *step, " ", why));
 }
 
-void SaveOne(Job& job, const std::string& checkpoint_directory, DrainReport& report) {
+// Returns when no save to `directory` is under way that somebody else began, or when it has written
+// nothing for `seconds`.
+void AwaitSave(const Job& job, const std::string& directory, double seconds) {
+  for (;;) {
+    const std::vector<SaveProgress> saves = job.Status().saves;
+    const auto same = std::find_if(saves.begin(), saves.end(), [&](const SaveProgress& save) {
+      return save.directory == directory;
+    });
+    if (same == saves.end() || same->seconds_since_progress > seconds) return;
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+}
+
+void SaveOne(Job& job, const std::string& checkpoint_directory, double seconds,
+             DrainReport& report) {
   const JobStatus status = job.Status();
   const auto at_step = [&](uint64_t step) {
     return absl::StrCat("job ", job.spec().name, " at step ", step);
@@ -27,6 +43,7 @@ void SaveOne(Job& job, const std::string& checkpoint_directory, DrainReport& rep
   }
   if (status.phase == JobPhase::kAwaitingWeights) return;  // It has no state yet.
   const std::string directory = absl::StrCat(checkpoint_directory, "/", job.spec().name);
+  AwaitSave(job, directory, seconds);
   const absl::StatusOr<CheckpointInfo> saved = job.Save(directory);
   if (saved.ok()) {
     report.saved.push_back(
@@ -52,7 +69,7 @@ DrainReport DrainAndSave(Engine& engine, double seconds, const std::string& chec
     for (const std::shared_ptr<Job>& job : engine.ListJobs()) AbortUndecided(*job, why, report);
   }
   for (const std::shared_ptr<Job>& job : engine.ListJobs()) {
-    SaveOne(*job, checkpoint_directory, report);
+    SaveOne(*job, checkpoint_directory, seconds, report);
   }
   return report;
 }

@@ -207,6 +207,68 @@ TEST(Ballastd, GoesOnAfterASaveOnSigtermThatFailed) {
   std::filesystem::remove_all(checkpoints);
 }
 
+TEST(Ballastd, FindsOutAtItsStartThatItCannotSave) {
+  for (const std::string directory : {"/proc/nowhere", "/dev/null/below"}) {
+    Ballastd service(BALLASTD_PATH, {"--listen=127.0.0.1:0", "--checkpoint-dir=" + directory});
+    EXPECT_EQ(service.Address(), "");
+    EXPECT_EQ(service.ExitCode(), 1);
+    const std::string errors = service.Errors();
+    EXPECT_THAT(errors,
+                HasSubstr("flag --checkpoint-dir=" + directory + ": no job could be saved"));
+    EXPECT_EQ(std::count(errors.begin(), errors.end(), '\n'), 1) << errors;
+  }
+}
+
+TEST(Ballastd, NeverReplacesAnEarlierJobsCheckpointByANewOnes) {
+  const std::string checkpoints = testing::TempDir() + "ballastd_young_" + std::to_string(getpid());
+  const std::vector<std::string> flags = {"--listen=127.0.0.1:0",
+                                          "--checkpoint-dir=" + checkpoints};
+  {
+    Ballastd service(BALLASTD_PATH, flags);
+    const std::string address = service.Address();
+    CreateJob(address, "one");
+    Worker one(address, "one");
+    one.BeginAndWait(1);
+    one.EndStep(1);
+    service.Signal(SIGTERM);
+    EXPECT_EQ(service.ExitCode(), 0) << service.Errors();
+  }
+  Ballastd service(BALLASTD_PATH, flags);
+  const std::string address = service.Address();
+  EXPECT_THAT(service.Errors(),
+              AllOf(HasSubstr("found a checkpoint of job one at step 1 in " + checkpoints + "/one"),
+                    HasSubstr("--resume=one")));
+  const auto state =
+      v1::StateService::NewStub(grpc::CreateChannel(address, grpc::InsecureChannelCredentials()));
+  v1::LoadJobRequest load;
+  load.set_name("jobs/one");
+  load.set_directory("one");
+  v1::LoadJobResponse loaded;
+  grpc::ClientContext too_early;
+  EXPECT_THAT(
+      state->LoadJob(&too_early, load, &loaded).error_message(),
+      AllOf(HasSubstr("there is no job one; this service began "),
+            HasSubstr("saved was step 1, in " + checkpoints + "/one"), HasSubstr("--resume=one")));
+  CreateJob(address, "one");  // Anew, as supervised workers would.
+  EXPECT_THAT(service.Errors(),
+              HasSubstr("job one is new; to go on from the checkpoint at step 1"));
+  service.Signal(SIGTERM);
+  while (service.Errors().find("does not stop") == std::string::npos) {
+    ASSERT_TRUE(service.IsRunning()) << service.Errors();
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  EXPECT_THAT(service.Errors(), HasSubstr("has a checkpoint of another job"));
+  EXPECT_EQ(SavedStep(checkpoints + "/one"), 1);
+
+  grpc::ClientContext context;
+  ASSERT_TRUE(state->LoadJob(&context, load, &loaded).ok());
+  EXPECT_EQ(loaded.step(), 1);
+  service.Signal(SIGTERM);
+  EXPECT_EQ(service.ExitCode(), 0) << service.Errors();
+  EXPECT_EQ(SavedStep(checkpoints + "/one"), 1);
+  std::filesystem::remove_all(checkpoints);
+}
+
 // As in `ballastd 2>&1 | tee log` and Ctrl-C, which ends tee too.
 TEST(Ballastd, SavesThoughNobodyReadsItsLogAnyMore) {
   const std::string directory = testing::TempDir() + "ballastd_pipe_" + std::to_string(getpid());
