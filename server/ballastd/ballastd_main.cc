@@ -120,8 +120,9 @@ void LogSelfBenchmark(const BallastdFlags& flags) {
 std::optional<int> DrainAndReport(ballast::Engine& engine, ballast::server::Server& server,
                                   const BallastdFlags& flags) {
   server.SetServing(false);
-  const ballast::server::DrainReport report =
-      ballast::server::DrainAndSave(engine, flags.drain_seconds, flags.checkpoint_directory);
+  const ballast::server::DrainReport report = ballast::server::DrainAndSave(
+      engine, flags.drain_seconds,
+      engine.checkpoints() == nullptr ? std::string() : engine.checkpoints()->path());
   for (const std::string& line : report.aborted) spdlog::warn("aborted {}", line);
   for (const std::string& line : report.saved) spdlog::info("saved {}", line);
   for (const std::string& line : report.lost) spdlog::error("lost {}", line);
