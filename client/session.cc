@@ -1,12 +1,18 @@
 #include "client/session.h"
 
+#include <grpcpp/client_context.h>
+
+#include <chrono>
 #include <utility>
 
+#include "ballast/v1/ballast.grpc.pb.h"
 #include "client/connect.h"
 #include "client/session/session_impl.h"
 #include "client/transport/clock.h"
 #include "client/transport/grpc_transport.h"
 #include "cpu_optimizer_service/common/system/heap_settings.h"
+#include "proto/convert.h"
+#include "proto/status.h"
 
 namespace ballast::client {
 
@@ -16,6 +22,18 @@ absl::StatusOr<std::unique_ptr<Session>> Session::Open(std::shared_ptr<grpc::Cha
   std::unique_ptr<Transport> transport =
       MakeGrpcTransport(std::move(channel), options.join_timeout);
   return SessionImpl::Open(std::move(transport), Clock::Real(), std::move(options));
+}
+
+absl::Status Session::CloseJob(const std::shared_ptr<grpc::Channel>& channel,
+                               const std::string& job, const std::string& uid) {
+  constexpr std::chrono::seconds kLimit(10);
+  grpc::ClientContext context;
+  context.set_deadline(std::chrono::system_clock::now() + kLimit);
+  v1::CloseJobRequest request;
+  request.set_name(proto::JobName(job));
+  request.set_uid(uid);
+  v1::CloseJobResponse response;
+  return proto::FromGrpc(v1::JobService::NewStub(channel)->CloseJob(&context, request, &response));
 }
 
 }  // namespace ballast::client

@@ -168,6 +168,9 @@ class Session {
   static absl::StatusOr<std::unique_ptr<Session>> Open(std::shared_ptr<grpc::Channel> channel,
                                                        SessionOptions options);
   virtual ~Session() = default;  // Closes the stream; the job stays.
+  // Closes the job of this uid, which forgets all its state. NOT_FOUND if another has its name.
+  static absl::Status CloseJob(const std::shared_ptr<grpc::Channel>& channel,
+                               const std::string& job, const std::string& uid);
 
   virtual const Layout& layout() const = 0;
   virtual bool awaiting_weights() const = 0;
@@ -206,9 +209,11 @@ class Session {
   // Reads the committed weights of this rank's chunks into place. Waits, up to join_timeout, for
   // other ranks' first weights.
   virtual absl::Status ReadWeights() = 0;
-  // The service saves to, or loads from, a directory on its host. A load ends the sessions of all
-  // ranks, this one included: their later calls return ABORTED, and every rank opens its session
-  // again. After UNAVAILABLE the service may or may not have done it.
+  // The service saves to, or loads from, a directory: a name under its --checkpoint-dir, or, if it
+  // takes paths from this caller, an absolute path on its host. A save replaces older checkpoints of
+  // the job only. A load ends the sessions of all ranks, this one included: their later calls return
+  // ABORTED, and every rank opens its session again. After UNAVAILABLE the service may or may not
+  // have done it.
   virtual absl::Status LoadCheckpoint(const std::string& directory) = 0;
   virtual absl::Status SaveCheckpoint(const std::string& directory) = 0;
 

@@ -3,12 +3,14 @@
 #include <atomic>
 #include <chrono>
 #include <map>
+#include <optional>
 #include <random>
 #include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/time/time.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
 #include "cpu_optimizer_service/job/job_impl.h"
@@ -16,9 +18,9 @@
 namespace ballast {
 namespace {
 
-// Saves and loads at once, of all jobs; further ones queue. A disk that hangs holds up these
-// threads only.
-constexpr size_t kDiskThreads = 4;
+// Planes that are saved and jobs that are loaded at once; further ones queue. A disk that hangs
+// holds up these threads only.
+constexpr size_t kDiskThreads = 16;
 
 std::string MakeInstanceId() {
   std::random_device random;
@@ -38,8 +40,24 @@ struct Engine::Impl {
                     .arenas = options.arenas != nullptr ? options.arenas : own_arenas.get(),
                     .file_system =
                         options.file_system != nullptr ? options.file_system : &PosixFileSystem(),
+                    .checkpoints = options.checkpoints,
                     .draining = &draining} {}
 
+  // For the message that there is no such job.
+  std::string WhatBecameOf(const std::string& name) const {
+    const auto age = std::chrono::duration_cast<std::chrono::seconds>(Clock::now() - began);
+    const std::string since =
+        absl::StrCat("; this service began ", absl::FormatDuration(absl::FromChrono(age)),
+                     " ago, and what an earlier one had not saved is lost");
+    if (environment.checkpoints == nullptr) return since;
+    const std::optional<CheckpointFacts> saved = environment.checkpoints->Find(name);
+    if (!saved.has_value()) return since;
+    return absl::StrCat(since, "; saved was step ", saved->step, ", in ", saved->directory, ": ",
+                        HowToResume(name));
+  }
+
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point began = Clock::now();
   const std::string instance_id = MakeInstanceId();
   MemoryBudget budget;
   // Ends after the last task, which may still ask for memory, and until then only keeps the address
@@ -87,7 +105,7 @@ absl::StatusOr<std::shared_ptr<Job>> Engine::FindJob(const std::string& name) co
   MutexLock lock(impl_->mutex);
   const auto found = impl_->jobs.find(name);
   if (found == impl_->jobs.end() || found->second == nullptr) {
-    return absl::NotFoundError(absl::StrCat("there is no job ", name));
+    return absl::NotFoundError(absl::StrCat("there is no job ", name, impl_->WhatBecameOf(name)));
   }
   return found->second;
 }
@@ -129,20 +147,24 @@ bool Engine::Drain(double seconds) {
   const auto deadline = std::chrono::steady_clock::now() +
                         std::chrono::duration_cast<std::chrono::steady_clock::duration>(
                             std::chrono::duration<double>(seconds));
-  const auto all_between_steps = [&] {
+  for (;;) {
+    bool between_steps = true;
+    bool waits = false;
     for (const std::shared_ptr<Job>& job : ListJobs()) {
-      if (!static_cast<const JobImpl&>(*job).IsBetweenSteps()) return false;
+      const auto& draining = static_cast<const JobImpl&>(*job);
+      if (draining.IsBetweenSteps()) continue;
+      between_steps = false;
+      if (!draining.IsAbandoned()) waits = true;
     }
-    return true;
-  };
-  while (!all_between_steps()) {
-    if (std::chrono::steady_clock::now() >= deadline) return false;
+    if (!waits || std::chrono::steady_clock::now() >= deadline) return between_steps;
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
-  return true;
 }
+
+void Engine::EndDrain() { impl_->draining.store(false); }
 
 const std::string& Engine::instance_id() const { return impl_->instance_id; }
 const MemoryBudget& Engine::memory() const { return impl_->budget; }
+const CheckpointDirectory* Engine::checkpoints() const { return impl_->environment.checkpoints; }
 
 }  // namespace ballast

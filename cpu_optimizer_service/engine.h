@@ -19,6 +19,7 @@
 #include "cpu_optimizer_service/host/file_system.h"
 #include "cpu_optimizer_service/host/memory_budget.h"
 #include "cpu_optimizer_service/job/job.h"
+#include "cpu_optimizer_service/state/checkpoint_directory.h"
 
 namespace ballast {
 
@@ -30,6 +31,8 @@ struct EngineOptions {
   // Outlive the engine; null: anonymous memory, the system's files.
   ArenaFactory* arenas = nullptr;
   FileSystem* file_system = nullptr;
+  // Where jobs are saved by name, which outlives the engine too; null: nowhere.
+  CheckpointDirectory* checkpoints = nullptr;
 };
 
 class Engine {
@@ -40,19 +43,23 @@ class Engine {
   // ALREADY_EXISTS, INVALID_ARGUMENT, RESOURCE_EXHAUSTED (with needed, used and limit, before
   // anything is allocated), UNAVAILABLE while draining.
   absl::StatusOr<std::shared_ptr<Job>> CreateJob(JobSpec spec);
-  absl::StatusOr<std::shared_ptr<Job>> FindJob(const std::string& name) const;  // NOT_FOUND
-  std::vector<std::shared_ptr<Job>> ListJobs() const;                           // By name.
+  // NOT_FOUND, which says how a job of that name goes on that was saved.
+  absl::StatusOr<std::shared_ptr<Job>> FindJob(const std::string& name) const;
+  std::vector<std::shared_ptr<Job>> ListJobs() const;  // By name.
   // NOT_FOUND. Waits for a decision and update under way (pending.h); the short form on the
   // caller's thread.
   Pending CloseJob(const std::string& name, Done<bool> done);
   absl::Status CloseJob(const std::string& name);
 
-  // From now on BeginStep and CreateJob say UNAVAILABLE. Waits until no job has a step in progress,
-  // at most `seconds`; true if that was reached.
+  // From now on BeginStep and CreateJob say UNAVAILABLE. Waits until no job has a step in progress
+  // that somebody is there to finish, at most `seconds`; true if no job has any step in progress.
   bool Drain(double seconds);
+  // Takes steps and jobs again, after a drain whose service does not stop.
+  void EndDrain();
 
   const std::string& instance_id() const;
   const MemoryBudget& memory() const;
+  const CheckpointDirectory* checkpoints() const;  // Nullable.
 
  private:
   struct Impl;

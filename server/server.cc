@@ -13,6 +13,7 @@
 #include "cpu_optimizer_service/common/status.h"
 #include "server/address.h"
 #include "server/call_pool.h"
+#include "server/checkpoint_paths.h"
 #include "server/jobs/job_service.h"
 #include "server/jobs/state_service.h"
 #include "server/shared_memory/shared_memory_server.h"
@@ -65,14 +66,16 @@ std::unique_ptr<SharedMemoryServer> StartSharedMemoryServer(const Engine& engine
 }  // namespace
 
 struct Server::Impl {
-  Impl(Engine& engine, std::unique_ptr<SharedMemoryServer> shared_memory)
-      : shared_memory_server(std::move(shared_memory)),
+  Impl(Engine& engine, std::unique_ptr<SharedMemoryServer> shared_memory, CheckpointPaths paths)
+      : checkpoint_paths(std::move(paths)),
+        shared_memory_server(std::move(shared_memory)),
         job_service(engine, pools, shared_memory_server.get()),
         train_service(engine, pools),
-        state_service(engine, pools) {}
+        state_service(engine, pools, checkpoint_paths) {}
 
   absl::Status Listen(const std::vector<Address>& parsed);
 
+  const CheckpointPaths checkpoint_paths;
   std::unique_ptr<SharedMemoryServer> shared_memory_server;  // Nullable.
   CallPools pools;
   JobService job_service;
@@ -113,7 +116,15 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(Engine& engine,
   ConfigureProcessForTransport();
   EnablePlugins();
   BALLAST_ASSIGN_OR_RETURN(const std::vector<Address> addresses, ParseAddresses(options));
-  auto impl = std::make_unique<Impl>(engine, StartSharedMemoryServer(engine, options));
+  std::vector<std::string> unix_sockets;
+  for (const Address& address : addresses) {
+    if (!address.unix_path.empty()) unix_sockets.push_back(address.unix_path);
+  }
+  auto impl = std::make_unique<Impl>(
+      engine, StartSharedMemoryServer(engine, options),
+      // Without an address, only this process itself reaches the server.
+      CheckpointPaths(engine.checkpoints(), options.allow_paths || addresses.empty(),
+                      std::move(unix_sockets)));
   BALLAST_RETURN_IF_ERROR(impl->Listen(addresses));
   impl->seal_watch.emplace(engine, options.seal_deadline_seconds, options.seal_reminder_seconds);
   return std::unique_ptr<Server>(new Server(std::move(impl)));
@@ -129,8 +140,8 @@ std::shared_ptr<grpc::Channel> Server::InProcessChannel() {
   return impl_->grpc_server->InProcessChannel(grpc::ChannelArguments());
 }
 
-void Server::SetNotServing() {
-  if (auto* health = impl_->grpc_server->GetHealthCheckService()) health->SetServingStatus(false);
+void Server::SetServing(bool serving) {
+  if (auto* health = impl_->grpc_server->GetHealthCheckService()) health->SetServingStatus(serving);
 }
 
 void Server::Shutdown(double grace_seconds) {

@@ -37,6 +37,9 @@ struct ServerOptions {
   // (shared_memory_server.h). If the system has none to give, a line in the log reports it, and
   // everything is sent in messages.
   bool shared_memory = true;
+  // Anybody who reaches the server may name paths of its host to save to and load from
+  // (checkpoint_paths.h).
+  bool allow_paths = false;
 };
 
 class Server {
@@ -53,8 +56,8 @@ class Server {
   // A channel without a socket to this server. It ends with the server.
   std::shared_ptr<grpc::Channel> InProcessChannel();
 
-  // The health service reports NOT_SERVING from now on; calls are still answered.
-  void SetNotServing();
+  // What the health service reports from now on; calls are answered either way.
+  void SetServing(bool serving);
   // Refuses new calls at once, cancels those that still run after `grace_seconds`, and waits for
   // their end.
   void Shutdown(double grace_seconds);

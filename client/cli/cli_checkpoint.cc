@@ -7,6 +7,7 @@
 #include "client/cli/cli_json.h"
 #include "client/cli/cli_service.h"
 #include "client/cli/cli_text.h"
+#include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
 
@@ -15,22 +16,42 @@ namespace {
 
 constexpr double kTimeoutSeconds = 3600;
 
+constexpr char kDirectory[] =
+    "DIR is a name under the service's --checkpoint-dir, or, where the service takes paths from "
+    "you (over a unix socket of its own user, or with ballastd --allow-paths), an absolute path on "
+    "its host. ";
+
 // The service's current directory is not the user's, so a relative path would be misunderstood.
 absl::Status CheckDirectory(const std::string& directory) {
-  if (absl::StartsWith(directory, "/")) return absl::OkStatus();
+  if (absl::StartsWith(directory, "/") || IsJobName(directory)) return absl::OkStatus();
   return absl::InvalidArgumentError(
-      absl::StrCat("'", directory, "' is not an absolute path; it is one on the service's host"));
+      absl::StrCat("'", directory,
+                   "' is neither a name under the service's --checkpoint-dir nor an "
+                   "absolute path on its host"));
+}
+
+// What becomes of a save whose answer does not come.
+absl::Status ExplainSave(const absl::Status& status, const std::string& job) {
+  if (!absl::IsUnavailable(status) && !absl::IsDeadlineExceeded(status)) return status;
+  return Annotate(status,
+                  absl::StrCat("whether the save has ended is not known: the service goes on "
+                               "with it by itself, and `ballast job ",
+                               job, "` shows it while it does"));
 }
 
 absl::StatusOr<Action> PrepareSave(const Arguments& arguments) {
   BALLAST_RETURN_IF_ERROR(CheckDirectory(arguments.positional(1)));
-  return [job = arguments.positional(0), directory = arguments.positional(1)](
-             Service& service, bool json) -> absl::StatusOr<std::string> {
+  return [job = arguments.positional(0), directory = arguments.positional(1),
+          force = arguments.Has("force")](Service& service,
+                                          bool json) -> absl::StatusOr<std::string> {
+    // Whether a service answers at all is known then.
+    BALLAST_RETURN_IF_ERROR(service.GetJob(job, /*with_parameters=*/false).status());
     v1::SaveJobRequest request;
     request.set_name(proto::JobName(job));
     request.set_directory(directory);
+    request.set_replace_any(force);
     const auto response = service.Call(service.state(), &v1::StateService::Stub::SaveJob, request);
-    if (!response.ok()) return service.SuggestJob(response.status(), job);
+    if (!response.ok()) return ExplainSave(service.SuggestJob(response.status(), job), job);
     if (json) {
       return Dump({{"job", job},
                    {"directory", response->directory()},
@@ -65,24 +86,26 @@ absl::StatusOr<Action> PrepareLoad(const Arguments& arguments) {
 }  // namespace
 
 Command SaveCommand() {
-  return {.spec = {.name = "save",
-                   .positionals = {"JOB", "DIR"},
-                   .summary = "saves all state, between steps, as safetensors",
-                   .details = "DIR is an absolute path on the service's host. It appears whole or "
-                              "not at all.",
-                   .flags = {}},
-          .timeout_seconds = kTimeoutSeconds,
-          .prepare = PrepareSave};
+  return {
+      .spec = {.name = "save",
+               .positionals = {"JOB", "DIR"},
+               .summary = "saves all state as safetensors, while training goes on",
+               .details = absl::StrCat(kDirectory,
+                                       "It appears whole or not at all. An older checkpoint of "
+                                       "the job there is replaced."),
+               .flags = {{"force", "",
+                          "replace whatever checkpoint is there, also another job's or one of a "
+                          "later step"}}},
+      .timeout_seconds = kTimeoutSeconds,
+      .prepare = PrepareSave};
 }
 
 Command LoadCommand() {
   return {.spec = {.name = "load",
                    .positionals = {"JOB", "DIR"},
                    .summary = "replaces the job's state by a saved one, by parameter name",
-                   .details = absl::StrCat(
-                       "DIR is an absolute path on the service's host. An undecided step "
-                       "is cleared.\n\n",
-                       kGenerationRises),
+                   .details = absl::StrCat(kDirectory, "An undecided step is cleared.\n\n",
+                                           kGenerationRises),
                    .flags = {}},
           .timeout_seconds = kTimeoutSeconds,
           .prepare = PrepareLoad};

@@ -58,6 +58,16 @@ Json RankToJson(const v1::RankProgress& rank) {
           {"shared_memory", rank.shared_memory()}};
 }
 
+Json SaveToJson(const v1::SaveProgress& save) {
+  return {{"directory", save.directory()},
+          {"step", save.step()},
+          {"seconds", save.seconds()},
+          {"seconds_since_progress", save.seconds_since_progress()},
+          {"written_bytes", save.written_bytes()},
+          {"size_bytes", save.size_bytes()},
+          {"holds_back_decisions", save.holds_back_decisions()}};
+}
+
 Json StepToJson(const v1::StepRecord& step) {
   return {{"step", step.step()},
           {"applied", step.applied()},
@@ -131,6 +141,7 @@ Json ToJson(const v1::Job& job) {
   json["coverage_complete_steps"] = job.coverage_complete_steps();
   json["ranks"] = ArrayOfMessages(job.ranks(), RankToJson);
   json["recent_steps"] = ArrayOfMessages(job.recent_steps(), StepToJson);
+  json["saves"] = ArrayOfMessages(job.saves(), SaveToJson);
   return json;
 }
 

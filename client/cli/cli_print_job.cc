@@ -1,5 +1,6 @@
 // The output of `ballast job`: the job, the step in progress rank by rank, the last decisions.
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -44,7 +45,13 @@ std::string PhaseText(const v1::Job& job) {
   if (job.phase() == v1::AWAITING_WEIGHTS) more = "first weights are being uploaded";
   if (job.phase() == v1::READY) more = "between steps";
   if (job.phase() == v1::OPEN) more = absl::StrCat(step, " waits for ", RanksNamed(unsealed));
-  if (job.phase() == v1::SEALED) more = absl::StrCat(step, " is being decided");
+  if (job.phase() == v1::SEALED) {
+    const auto waits_for = absl::c_find_if(
+        job.saves(), [](const v1::SaveProgress& save) { return save.holds_back_decisions(); });
+    more = waits_for == job.saves().end()
+               ? absl::StrCat(step, " is being decided")
+               : absl::StrCat(step, " waits for the save to ", waits_for->directory());
+  }
   if (job.phase() == v1::UPDATING) more = absl::StrCat("chunks are moving to ", step);
   return absl::StrCat(Name(job.phase()), more.empty() ? "" : "; ", more);
 }
@@ -84,6 +91,28 @@ std::string SharedMemoryText(const v1::Job& job) {
   if (ranks.empty()) return "";
   return FormatField("shared", absl::StrCat(FormatBytes(job.memory().shared_bytes()), " with ",
                                             RanksNamed(ranks), ", in addition"));
+}
+
+// Saves that are under way. A disk that hangs is called one: nothing else takes so long.
+std::string SavesText(const v1::Job& job) {
+  constexpr double kLongSeconds = 10;
+  std::string text;
+  for (const v1::SaveProgress& save : job.saves()) {
+    std::string line =
+        absl::StrCat("step ", FormatCount(save.step()), " to ", save.directory(), " for ",
+                     FormatNumber(std::round(save.seconds())), " s, ",
+                     FormatBytes(save.written_bytes()), " of ", FormatBytes(save.size_bytes()));
+    if (save.seconds_since_progress() > kLongSeconds) {
+      absl::StrAppend(&line, "; nothing was written for ",
+                      FormatNumber(std::round(save.seconds_since_progress())),
+                      " s: its disk is very slow, or hangs");
+    }
+    if (save.holds_back_decisions()) {
+      absl::StrAppend(&line, "; steps wait for it, because there is no memory for second versions");
+    }
+    text += FormatField("saving", line);
+  }
+  return text;
 }
 
 // What each rank has sent. "furthest" is the largest number of micro-steps that any chunk of the
@@ -189,6 +218,7 @@ std::string JobText(const v1::Job& job) {
   absl::StrAppend(
       &text, FormatField("generation", absl::StrCat(job.generation())),
       FormatField("update", UpdateText(job)), MemoryText(job.memory()), SharedMemoryText(job),
+      SavesText(job),
       FormatField("clipping", job.max_norm() > 0 ? FormatNumber(job.max_norm()) : "none"),
       FormatField("unused", Name(job.unused_policy())), "\n", RanksText(job), "\n");
   absl::StrAppend(&text,

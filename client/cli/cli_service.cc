@@ -25,6 +25,11 @@ absl::Status Service::Explain(const grpc::Status& status) const {
                      absl::FormatDuration(timeout_), "; give it longer with --timeout"));
   }
   // gRPC's own errors have no details. UNAVAILABLE with details is from a service that is stopping.
+  if (absl::IsUnavailable(error) && status.error_details().empty() && answered_) {
+    return absl::UnavailableError(
+        absl::StrCat("the connection to the service at ", address_,
+                     " broke before it had answered (gRPC: ", status.error_message(), ")"));
+  }
   if (absl::IsUnavailable(error) && status.error_details().empty()) {
     return absl::UnavailableError(absl::StrCat(
         "no service answers at ", address_,
@@ -54,7 +59,7 @@ absl::Status Service::SuggestJob(const absl::Status& status, const std::string& 
     if (names.back() == job) return status;  // The job exists; something else is missing.
   }
   return absl::NotFoundError(
-      absl::StrCat("no job ", job, " at ", address_, Suggestion(job, names)));
+      absl::StrCat(status.message(), "; asked at ", address_, Suggestion(job, names)));
 }
 
 absl::Status Service::ReadState(

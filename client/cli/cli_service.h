@@ -32,6 +32,7 @@ class Service {
     SetDeadline(context);
     Response response;
     const grpc::Status status = (stub.*method)(&context, request, &response);
+    if (status.ok() || !status.error_details().empty()) answered_ = true;
     if (!status.ok()) return Explain(status);
     return response;
   }
@@ -58,6 +59,7 @@ class Service {
 
   const std::string address_;
   const absl::Duration timeout_;
+  bool answered_ = false;  // A call, so there is a service.
   v1::JobService::Stub jobs_;
   v1::StateService::Stub state_;
 };

@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "client/session/log.h"
 #include "client/session/retry.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
@@ -42,9 +43,17 @@ absl::StatusOr<v1::AttachWorkerResponse> Join(Transport& transport, Clock& clock
   if (creates) {
     v1::CreateJobRequest create;
     *create.mutable_job() = attach.job();
-    const absl::Status created = transport.CreateJob(create, left()).status();
+    const absl::StatusOr<v1::Job> created = transport.CreateJob(create, left());
     // If the job exists, attaching compares the descriptions.
-    if (!created.ok() && !absl::IsAlreadyExists(created)) return created;
+    if (!created.ok() && !absl::IsAlreadyExists(created.status())) return created.status();
+    // A session that takes no steps may be about to load it.
+    if (created.ok() && created->has_found_checkpoint() && options.takes_steps) {
+      Log().warn(
+          "job {} begins anew; the service has a checkpoint of an earlier one at step {}, in {}, "
+          "which `ballast load {} {}` loads",
+          options.job.name, created->found_checkpoint().step(),
+          created->found_checkpoint().directory(), options.job.name, options.job.name);
+    }
   }
   Backoff backoff(clock, deadline);
   for (;;) {

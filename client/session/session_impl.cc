@@ -333,6 +333,16 @@ absl::Status SessionImpl::ExplainSeal(const absl::Status& status) const {
       for (const v1::RankProgress& rank : job->ranks()) {
         if (!rank.sealed()) ranks.push_back(rank.rank());
       }
+      for (const v1::SaveProgress& save : job->saves()) {
+        if (!ranks.empty() || !save.holds_back_decisions()) continue;
+        return Annotate(
+            absl::DeadlineExceededError(absl::StrCat(
+                status.message(), "; all ranks have sealed, and the decision waits for a save to ",
+                save.directory(), ", which has written nothing for ",
+                std::lround(save.seconds_since_progress()),
+                " s: look at the service's disk, or wait with another Seal")),
+            Context());
+      }
     }
   }
   return Annotate(absl::DeadlineExceededError(absl::StrCat(

@@ -23,6 +23,8 @@ absl::string_view Name(UnusedPolicy policy) {
   return "unknown";
 }
 
+}  // namespace
+
 bool IsJobName(absl::string_view name) {
   const auto allowed = [](unsigned char c) {
     return std::isalnum(c) || c == '.' || c == '_' || c == '-';
@@ -30,8 +32,6 @@ bool IsJobName(absl::string_view name) {
   return !name.empty() && name.size() <= 128 && name[0] != '.' &&
          std::all_of(name.begin(), name.end(), allowed);
 }
-
-}  // namespace
 
 absl::Status Validate(const JobSpec& spec) {
   if (!IsJobName(spec.name)) {

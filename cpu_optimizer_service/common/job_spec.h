@@ -49,6 +49,9 @@ struct JobSpec {
   bool operator==(const JobSpec&) const = default;
 };
 
+// 1 to 128 letters, digits, '.', '_' or '-', beginning without '.': so it can also name a folder.
+bool IsJobName(absl::string_view name);
+
 // INVALID_ARGUMENT for what Layout::Create does not check: names, hyper-parameters, max_norm.
 absl::Status Validate(const JobSpec& spec);
 

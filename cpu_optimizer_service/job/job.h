@@ -42,6 +42,7 @@
 #include "cpu_optimizer_service/job/job_status.h"
 #include "cpu_optimizer_service/job/pending.h"
 #include "cpu_optimizer_service/job/rank_stream.h"
+#include "cpu_optimizer_service/state/checkpoint_writer.h"
 #include "cpu_optimizer_service/state/snapshot.h"
 
 namespace ballast {
@@ -149,10 +150,20 @@ class Job : public std::enable_shared_from_this<Job> {
   virtual Pending TakeSnapshot(std::vector<int> parameters, Done<Snapshot> done) = 0;
   absl::StatusOr<Snapshot> TakeSnapshot(absl::Span<const int> parameters);
 
-  // Writes a checkpoint directory (checkpoint.h), between steps: waits for an update that is
-  // running and holds back the next. Runs on a thread of the engine's.
-  virtual Pending Save(std::string directory, Done<CheckpointInfo> done) = 0;
-  absl::StatusOr<CheckpointInfo> Save(const std::string& directory);
+  // Writes a checkpoint directory (checkpoint.h) of the committed step, on threads of the engine's,
+  // while steps and everything else go on: chunks that are updated meanwhile go to second versions.
+  // If the budget has no room for those, the next decision waits for the save. Waits for an update
+  // that is running. Cancelled while it waits, or before its first byte, it frees what it has;
+  // later it goes on to its end.
+  // FAILED_PRECONDITION: what is there may not be replaced, or another save of the job to there is
+  // under way. RESOURCE_EXHAUSTED: kMostSaves of the job are under way.
+  struct SaveRequest {
+    std::string directory;
+    Replace replace = Replace::kOlder;
+  };
+  virtual Pending Save(SaveRequest request, Done<CheckpointInfo> done) = 0;
+  absl::StatusOr<CheckpointInfo> Save(const std::string& directory,
+                                      Replace replace = Replace::kOlder);
   // Replaces state, update counts, hyper-parameters, the trainer's state and the committed step by
   // a checkpoint's. Of the recent steps only its last one is known then. Runs on a thread of the
   // engine's.

@@ -322,6 +322,15 @@ bool JobImpl::IsBetweenSteps() const {
   return phase == Phase::kIdle || phase == Phase::kLoading || phase == Phase::kClosed;
 }
 
+bool JobImpl::IsAbandoned() const {
+  MutexLock lock(mutex_);
+  if (gate_.phase() != Phase::kOpen) return false;
+  for (int rank = 0; rank < ranks_.size(); ++rank) {
+    if (ranks_[rank].listener != nullptr) return false;
+  }
+  return true;
+}
+
 Pending JobImpl::Close(Done<bool> done) {
   return Enter(Admission::kClose, -1,
                [this, self = shared_from_this(), done = std::move(done)](absl::Status admitted)
@@ -382,7 +391,42 @@ JobStatus JobImpl::Status() const {
     if (ranks_[rank].memory != nullptr) status.rank_memory_bytes += ranks_[rank].memory_bytes;
     status.ranks.push_back(ProgressOf(rank, in_step == nullptr ? nullptr : &(*in_step)[rank]));
   }
+  status.saves = SavesUnderWay();
   return status;
+}
+
+// ---------------------------------------------------------------- Job's short forms
+
+absl::StatusOr<Attachment> Job::Attach(const AttachRequest& request) {
+  return Await<Attachment>([&](Done<Attachment> done) { Attach(request, std::move(done)); });
+}
+
+absl::StatusOr<std::unique_ptr<RankStream>> Job::OpenStream(
+    const OpenStreamRequest& request, std::shared_ptr<RankListener> listener) {
+  return Await<std::unique_ptr<RankStream>>([&](Done<std::unique_ptr<RankStream>> done) {
+    OpenStream(request, std::move(listener), std::move(done));
+  });
+}
+
+absl::StatusOr<uint64_t> Job::AbortStep() {
+  return Await<uint64_t>([&](Done<uint64_t> done) { AbortStep(std::move(done)); });
+}
+
+absl::StatusOr<Snapshot> Job::TakeSnapshot(absl::Span<const int> parameters) {
+  return Await<Snapshot>([&](Done<Snapshot> done) {
+    TakeSnapshot(std::vector<int>(parameters.begin(), parameters.end()), std::move(done));
+  });
+}
+
+absl::StatusOr<CheckpointInfo> Job::Save(const std::string& directory, Replace replace) {
+  return Await<CheckpointInfo>([&](Done<CheckpointInfo> done) {
+    Save({.directory = directory, .replace = replace}, std::move(done));
+  });
+}
+
+absl::StatusOr<CheckpointInfo> Job::Load(const std::string& directory) {
+  return Await<CheckpointInfo>(
+      [&](Done<CheckpointInfo> done) { Load(directory, std::move(done)); });
 }
 
 }  // namespace ballast

@@ -5,7 +5,8 @@
 //   job_ranks.cc     attaching, streams, memory that ranks share, generations
 //   job_step.cc      what a rank gives a step, up to the last seal
 //   job_decision.cc  from the last seal to the commit; provisional updates
-//   job_state.cc     looking at state, saving, loading, timelines
+//   job_state.cc     looking at state, loading, timelines
+//   job_save.cc      saving
 //
 // One mutex guards all that the ranks say; arithmetic, listeners, disks and unmapping happen
 // outside it. Code that changes what the gate answers takes the mutex by a Section: when that ends,
@@ -38,6 +39,8 @@
 #include "cpu_optimizer_service/job/speculation.h"
 #include "cpu_optimizer_service/job/step.h"
 #include "cpu_optimizer_service/state/checkpoint.h"
+#include "cpu_optimizer_service/state/checkpoint_directory.h"
+#include "cpu_optimizer_service/state/checkpoint_writer.h"
 #include "cpu_optimizer_service/state/chunk_store.h"
 
 namespace ballast {
@@ -49,6 +52,7 @@ struct JobEnvironment {
   HelperThreads* disk_threads = nullptr;  // Saving and loading.
   ArenaFactory* arenas = nullptr;
   FileSystem* file_system = nullptr;
+  CheckpointDirectory* checkpoints = nullptr;  // Nullable.
   const std::atomic<bool>* draining = nullptr;
 };
 
@@ -82,7 +86,7 @@ class JobImpl : public Job {
   absl::StatusOr<HyperParameters> UpdateGroup(int group,
                                               const HyperParameterOverrides& changes) override;
   Pending TakeSnapshot(std::vector<int> parameters, Done<Snapshot> done) override;
-  Pending Save(std::string directory, Done<CheckpointInfo> done) override;
+  Pending Save(SaveRequest request, Done<CheckpointInfo> done) override;
   Pending Load(std::string directory, Done<CheckpointInfo> done) override;
   std::string StateHash() override;
   absl::StatusOr<MemoryBudget::Reservation> ReserveRankMemory(int rank) override;
@@ -95,6 +99,8 @@ class JobImpl : public Job {
 
   // No step has begun or is being decided.
   bool IsBetweenSteps() const;
+  // A step has begun that no rank with a stream is there to finish.
+  bool IsAbandoned() const;
   // Waits for a running update, then clears the step and detaches all streams. Closing again is OK.
   Pending Close(Done<bool> done);
 
@@ -262,10 +268,13 @@ class JobImpl : public Job {
   // ---- job_state.cc
   // Committed state, while the caller reads (Gate::StartReading).
   void StopReading();
-  CheckpointIndex MakeIndex() const;
+  absl::StatusOr<Snapshot> SnapshotOf(absl::Span<const int> parameters,
+                                      absl::Span<const int> chunks)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // `record`: the job's, or a copy of it.
+  CheckpointIndex MakeIndex(const JobRecord& record) const;
   void ReadCommitted(int parameter, Plane plane, int64_t offset, absl::Span<float> out) const;
-  std::string HashState() const;
-  absl::StatusOr<CheckpointInfo> WriteState(const std::string& directory, CheckpointInfo info);
+  std::string HashState(const CheckpointIndex& index) const;
   absl::Status CheckLoadable(const Checkpoint& checkpoint) const;
   absl::Status LoadChunk(const Checkpoint& checkpoint, int chunk);
   // The record of the checkpoint's last step, with the groups in this job's order.
@@ -273,6 +282,22 @@ class JobImpl : public Job {
   void ReplaceState(const std::string& directory, const Checkpoint& checkpoint,
                     Done<CheckpointInfo> done);
   int64_t MostTraceEvents(uint32_t steps) const;
+
+  // ---- job_save.cc
+  struct Saving;
+  absl::Status CheckMaySave(const std::string& directory) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void SaveNow(const SaveRequest& request, std::shared_ptr<Saving> saving,
+               std::shared_ptr<uint64_t> number) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void StartSaving(std::shared_ptr<Saving> saving) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // On a disk thread each; the last plane's ends it.
+  void BeginSaving(const std::shared_ptr<Saving>& saving);
+  void SavePlane(const std::shared_ptr<Saving>& saving, Plane plane);
+  void EndSaving(const std::shared_ptr<Saving>& saving, const absl::Status& status);
+  // Gives up one that has not begun to write.
+  void CancelSaving(const std::shared_ptr<Saving>& saving) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void ForgetSaving(const std::shared_ptr<Saving>& saving) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  std::vector<SaveProgress> SavesUnderWay() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const JobIdentity identity_;
   const Layout layout_;
@@ -294,6 +319,7 @@ class JobImpl : public Job {
   JobRecord record_ ABSL_GUARDED_BY(mutex_);
   RankTable ranks_ ABSL_GUARDED_BY(mutex_);
   FirstWeights first_weights_ ABSL_GUARDED_BY(mutex_);
+  std::vector<std::shared_ptr<Saving>> saves_ ABSL_GUARDED_BY(mutex_);  // Oldest first.
   std::string torn_by_ ABSL_GUARDED_BY(mutex_);  // The load that did not end; see GateState::torn.
 
   // The step in progress.

@@ -47,6 +47,7 @@ struct JobRecord {
   std::vector<int64_t> update_counts;             // By parameter; 0 for a frozen one.
   std::string trainer_state;                      // As the last committed step's begin gave it.
   StepHistory history;
+  std::string resumed_uid;  // Of the job whose checkpoint was loaded last; empty: none.
 };
 
 }  // namespace ballast

@@ -1,5 +1,6 @@
-// Looking at state, saving it, loading it; timelines.
+// Looking at state, loading it; timelines.
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <utility>
@@ -28,6 +29,7 @@ constexpr std::chrono::milliseconds kPoll(50);
 // After the last commit its weights are still on their way; so long is waited for the slowest rank.
 constexpr std::chrono::seconds kSendingTime(5);
 constexpr std::chrono::milliseconds kSendingPoll(2);
+constexpr char kGivenUp[] = "the caller has given up waiting";
 
 }  // namespace
 
@@ -69,40 +71,41 @@ absl::Status JobImpl::ReadShard(uint64_t generation, uint64_t step, int index,
   return absl::OkStatus();
 }
 
+absl::StatusOr<Snapshot> JobImpl::SnapshotOf(absl::Span<const int> parameters,
+                                             absl::Span<const int> chunks) {
+  if (!first_weights_.complete()) {
+    return absl::FailedPreconditionError(absl::StrCat("job ", spec().name, " has no weights yet"));
+  }
+  Snapshot snapshot;
+  snapshot.layout_ = &layout_;
+  snapshot.keep_alive_ = Self();
+  for (const GroupSpec& group : spec().groups) {
+    snapshot.amsgrad_.push_back(group.hyper_parameters.amsgrad);
+  }
+  BALLAST_ASSIGN_OR_RETURN(std::vector<ChunkPin> pins, store_->Pin(chunks));
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    snapshot.pins_.emplace(chunks[i], std::move(pins[i]));
+  }
+  for (const int parameter : parameters) {
+    snapshot.update_counts_[parameter] = record_.update_counts[parameter];
+  }
+  snapshot.step_ = record_.committed_step;
+  return snapshot;
+}
+
 Pending JobImpl::TakeSnapshot(std::vector<int> parameters, Done<Snapshot> done) {
   absl::flat_hash_set<int> needed;
   for (const int parameter : parameters) {
     const auto [first, last] = layout_.ChunksOfParameter(parameter);
     for (int chunk = first; chunk < last; ++chunk) needed.insert(chunk);
   }
-  auto take = [this, parameters = std::move(parameters),
-               chunks = std::vector<int>(needed.begin(), needed.end())]()
-                  ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) -> absl::StatusOr<Snapshot> {
-    if (!first_weights_.complete()) {
-      return absl::FailedPreconditionError(
-          absl::StrCat("job ", spec().name, " has no weights yet"));
-    }
-    Snapshot snapshot;
-    snapshot.layout_ = &layout_;
-    snapshot.keep_alive_ = Self();
-    for (const GroupSpec& group : spec().groups) {
-      snapshot.amsgrad_.push_back(group.hyper_parameters.amsgrad);
-    }
-    BALLAST_ASSIGN_OR_RETURN(std::vector<ChunkPin> pins, store_->Pin(chunks));
-    for (size_t i = 0; i < chunks.size(); ++i) {
-      snapshot.pins_.emplace(chunks[i], std::move(pins[i]));
-    }
-    for (const int parameter : parameters) {
-      snapshot.update_counts_[parameter] = record_.update_counts[parameter];
-    }
-    snapshot.step_ = record_.committed_step;
-    return snapshot;
-  };
   return Enter(Admission::kSnapshot, -1,
-               [this, self = shared_from_this(), take = std::move(take), done = std::move(done)](
+               [this, self = shared_from_this(), parameters = std::move(parameters),
+                chunks = std::vector<int>(needed.begin(), needed.end()), done = std::move(done)](
                    absl::Status admitted) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
-                 Reply<Snapshot>(std::move(done),
-                                 admitted.ok() ? take() : absl::StatusOr<Snapshot>(admitted));
+                 Reply<Snapshot>(std::move(done), admitted.ok()
+                                                      ? SnapshotOf(parameters, chunks)
+                                                      : absl::StatusOr<Snapshot>(admitted));
                });
 }
 
@@ -121,17 +124,16 @@ void JobImpl::ReadCommitted(int parameter, Plane plane, int64_t offset,
   }
 }
 
-CheckpointIndex JobImpl::MakeIndex() const {
+CheckpointIndex JobImpl::MakeIndex(const JobRecord& record) const {
   CheckpointIndex index = {.job = spec().name, .uid = uid()};
-  MutexLock lock(mutex_);
-  index.step = record_.committed_step;
-  index.trainer_state = record_.trainer_state;
-  if (const auto& steps = record_.history.recent_steps; !steps.empty()) {
+  index.step = record.committed_step;
+  index.trainer_state = record.trainer_state;
+  if (const auto& steps = record.history.recent_steps; !steps.empty()) {
     index.last_step = steps.back();
   }
   for (int group = 0; group < layout_.group_count(); ++group) {
     index.groups.push_back(
-        {.name = spec().groups[group].name, .hyper_parameters = record_.hyper_parameters[group]});
+        {.name = spec().groups[group].name, .hyper_parameters = record.hyper_parameters[group]});
   }
   for (int p = 0; p < static_cast<int>(spec().layout.parameters.size()); ++p) {
     const ParameterSpec& parameter = spec().layout.parameters[p];
@@ -140,13 +142,12 @@ CheckpointIndex JobImpl::MakeIndex() const {
                                 .shape = parameter.shape,
                                 .group = spec().groups[parameter.group].name,
                                 .elements = layout_.place(p).elements,
-                                .update_count = record_.update_counts[p]});
+                                .update_count = record.update_counts[p]});
   }
   return index;
 }
 
-std::string JobImpl::HashState() const {
-  const CheckpointIndex index = MakeIndex();
+std::string JobImpl::HashState(const CheckpointIndex& index) const {
   Sha256 sha256;
   std::vector<float> buffer(1 << 16);
   for (const CheckpointIndex::Parameter& parameter : index.parameters) {
@@ -170,60 +171,18 @@ std::string JobImpl::HashState() const {
 std::string JobImpl::StateHash() {
   return Await<std::string>([&](Done<std::string> done) {
            Enter(Admission::kRead, -1,
-                 [this, done = std::move(done)](absl::Status admitted)
-                     ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
-                       if (!admitted.ok()) return Reply<std::string>(std::move(done), admitted);
-                       gate_.StartReading();
-                       RunAfter([this, done = std::move(done)]() mutable {
-                         std::string hash = HashState();
-                         StopReading();
-                         std::move(done)(std::move(hash));
-                       });
-                     });
-         })
-      .value_or("");
-}
-
-// ---------------------------------------------------------------- save
-
-Pending JobImpl::Save(std::string directory, Done<CheckpointInfo> done) {
-  return Enter(Admission::kRead, -1,
-               [this, self = Self(), directory = std::move(directory), done = std::move(done)](
-                   absl::Status admitted) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
-                 if (admitted.ok() && !first_weights_.complete()) {
-                   admitted = absl::FailedPreconditionError(absl::StrCat(
-                       "job ", spec().name, " has no weights yet; there is nothing to save"));
-                 }
-                 if (!admitted.ok()) return Reply<CheckpointInfo>(std::move(done), admitted);
-                 gate_.StartReading();
-                 const CheckpointInfo info = {.generation = record_.generation};
-                 // A disk may be slow or hang, so neither this thread nor the engine's wait for it.
-                 auto save = std::make_shared<Done<CheckpointInfo>>(std::move(done));
-                 RunAfter([this, self = std::move(self), directory = std::move(directory), info,
-                           save = std::move(save)]() mutable {
-                   environment_.disk_threads->Run([this, self = std::move(self),
-                                                   directory = std::move(directory), info,
-                                                   save = std::move(save)] {
-                     absl::StatusOr<CheckpointInfo> saved = WriteState(directory, info);
+                 [this, done = std::move(done)](
+                     absl::Status admitted) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
+                   if (!admitted.ok()) return Reply<std::string>(std::move(done), admitted);
+                   gate_.StartReading();
+                   RunAfter([this, index = MakeIndex(record_), done = std::move(done)]() mutable {
+                     std::string hash = HashState(index);
                      StopReading();
-                     std::move (*save)(std::move(saved));
+                     std::move(done)(std::move(hash));
                    });
                  });
-               });
-}
-
-absl::StatusOr<CheckpointInfo> JobImpl::WriteState(const std::string& directory,
-                                                   CheckpointInfo info) {
-  const CheckpointIndex index = MakeIndex();
-  info.step = index.step;
-  BALLAST_ASSIGN_OR_RETURN(
-      info.size_bytes,
-      WriteCheckpoint(*environment_.file_system, directory, index,
-                      [&](int parameter, Plane plane, int64_t offset, absl::Span<float> out) {
-                        const int p = layout_.FindParameter(index.parameters[parameter].name);
-                        ReadCommitted(p, plane, offset, out);
-                      }));
-  return info;
+         })
+      .value_or("");
 }
 
 // ---------------------------------------------------------------- load
@@ -247,7 +206,7 @@ absl::Status JobImpl::CheckLoadable(const Checkpoint& checkpoint) const {
     if (const std::string& group = spec().groups[parameter.group].name; group != saved.group) {
       return refuse(saved.name, " is in group ", saved.group, " there and ", group, " in the job");
     }
-    seen.insert(saved.name);
+    if (!seen.insert(saved.name).second) return refuse("it has ", saved.name, " twice");
   }
   for (const ParameterSpec& parameter : spec().layout.parameters) {
     if (parameter.trainable && !seen.contains(parameter.name)) {
@@ -299,14 +258,45 @@ StepRecord JobImpl::LastRecord(const CheckpointIndex& index) const {
   return record;
 }
 
+namespace {
+
+// How far a load has come that its caller may give up.
+class LoadCall {
+ public:
+  // For the disk thread. False: the caller has gone.
+  bool Begin() { return Move(State::kBegun); }
+  // True: it had not begun, and does not any more; the caller of this calls the Done.
+  bool Cancel() {
+    cancelled_ = true;
+    return Move(State::kGivenUp);
+  }
+  bool cancelled() const { return cancelled_; }
+
+ private:
+  enum class State : uint8_t { kQueued, kBegun, kGivenUp };
+  bool Move(State to) {
+    State queued = State::kQueued;
+    return state_.compare_exchange_strong(queued, to);
+  }
+
+  std::atomic<State> state_ = State::kQueued;
+  std::atomic<bool> cancelled_ = false;
+};
+
+}  // namespace
+
 // Verified on a disk thread; then, in the gate, the step is cleared and readers are waited for;
 // then read on a disk thread again.
 Pending JobImpl::Load(std::string directory, Done<CheckpointInfo> done) {
   const auto number = std::make_shared<uint64_t>(0);
   auto shared_done = std::make_shared<Done<CheckpointInfo>>(std::move(done));
-  environment_.disk_threads->Run([this, self = Self(), directory, shared_done, number] {
-    absl::StatusOr<Checkpoint> opened = Checkpoint::Open(*environment_.file_system, directory);
+  const auto call = std::make_shared<LoadCall>();
+  environment_.disk_threads->Run([this, self = Self(), directory, shared_done, number, call] {
+    if (!call->Begin()) return;
+    absl::StatusOr<Checkpoint> opened =
+        Checkpoint::Open(*environment_.file_system, directory, MostIndexBytes(spec()));
     absl::Status status = opened.ok() ? CheckLoadable(*opened) : opened.status();
+    if (status.ok() && call->cancelled()) status = absl::CancelledError(kGivenUp);
     if (!status.ok()) return std::move(*shared_done)(std::move(status));
     auto checkpoint = std::make_shared<const Checkpoint>(*std::move(opened));
     const auto start = [this, self, directory, shared_done,
@@ -335,7 +325,10 @@ Pending JobImpl::Load(std::string directory, Done<CheckpointInfo> done) {
         },
         number);
   });
-  return PendingOf(number);
+  return Pending([in_gate = PendingOf(number), call, shared_done] {
+    if (call->Cancel()) return std::move(*shared_done)(absl::CancelledError(kGivenUp));
+    in_gate.Cancel();
+  });
 }
 
 void JobImpl::ReplaceState(const std::string& directory, const Checkpoint& checkpoint,
@@ -352,6 +345,7 @@ void JobImpl::ReplaceState(const std::string& directory, const Checkpoint& check
   }
   const CheckpointIndex& index = checkpoint.index();
   record_.committed_step = index.step;
+  record_.resumed_uid = index.uid;
   record_.trainer_state = index.trainer_state;
   if (index.last_step.has_value()) {
     const StepRecord last = LastRecord(index);

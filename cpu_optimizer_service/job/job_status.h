@@ -43,6 +43,18 @@ struct RankProgress {
 };
 inline constexpr size_t kMissingNames = 16;
 
+// A save that is under way.
+struct SaveProgress {
+  std::string directory;
+  uint64_t step = 0;
+  double seconds = 0;                 // Since it began.
+  double seconds_since_progress = 0;  // Since anything was written: a disk that hangs shows here.
+  int64_t written_bytes = 0;
+  int64_t size_bytes = 0;
+  bool holds_back_decisions = false;  // There was no room for second versions.
+};
+inline constexpr size_t kMostSaves = 4;  // Of a job at once.
+
 // A consistent picture of a job.
 struct JobStatus {
   uint64_t generation = 0;
@@ -60,6 +72,7 @@ struct JobStatus {
   int64_t accumulators_in_use = 0;
   int64_t rank_memory_bytes = 0;  // Given to ranks, now; beside `memory`.
   std::vector<RankProgress> ranks;
+  std::vector<SaveProgress> saves;                // Oldest first.
   std::vector<StepRecord> recent_steps;           // Oldest first, a bounded number.
   std::vector<HyperParameters> hyper_parameters;  // One per group, now in force.
   std::vector<int64_t> update_counts;             // By parameter; 0 for a frozen one.

@@ -50,9 +50,13 @@ struct ChunkStore::Impl {
   absl::StatusOr<Version*> TakeFresh(int chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
   // The free version nearest to a chunk's own, if there is one of its size.
   Version* TakeFree(int chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
-  void Publish(const Write& write, uint64_t step) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
+  // Versions with memory of their own that are over: destroyed without the lock, because unmapping
+  // takes long.
+  using Freed = std::vector<std::unique_ptr<Version>>;
+  void Publish(const Write& write, uint64_t step, Freed& freed)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
   // A version that is not needed: kept for reuse if it lies in the store's arenas, else freed.
-  void Retire(Version* version) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
+  void Retire(Version* version, Freed& freed) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
   int64_t& FreeLike(int chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
     return free_count[size_class[chunk]];
   }
@@ -131,10 +135,12 @@ ChunkPin::Version* ChunkStore::Impl::TakeFree(int chunk) {
   return nullptr;
 }
 
-void ChunkStore::Impl::Retire(Version* version) {
-  if (version->spare != nullptr) Retire(std::exchange(version->spare, nullptr));
+void ChunkStore::Impl::Retire(Version* version, Freed& freed) {
+  if (version->spare != nullptr) Retire(std::exchange(version->spare, nullptr), freed);
   if (version->arena != nullptr) {
-    others.erase(version);
+    const auto found = others.find(version);
+    freed.push_back(std::move(found->second));
+    others.erase(found);
     return;
   }
   std::array<Version*, 2>& places = free[version->home];
@@ -179,13 +185,14 @@ void ChunkPin::Release() {
   if (store_ == nullptr) return;
   ChunkStore::Impl& impl = *store_->impl_;
   store_ = nullptr;
+  ChunkStore::Impl::Freed freed;
   MutexLock lock(impl.mutex);
   if (--version_->pins > 0) return;
   if (version_->published) {
-    if (version_->spare != nullptr) impl.Retire(std::exchange(version_->spare, nullptr));
+    if (version_->spare != nullptr) impl.Retire(std::exchange(version_->spare, nullptr), freed);
     return;
   }
-  impl.Retire(version_);
+  impl.Retire(version_, freed);
 }
 
 int64_t ChunkStore::StateBytes(const Layout& layout, absl::Span<const int> planes) {
@@ -227,7 +234,8 @@ absl::StatusOr<std::unique_ptr<ChunkStore>> ChunkStore::Create(const Layout& lay
                       ArenaFactory::Touch::kNow));
     MutexLock lock(impl->mutex);
     impl->AddVersions(impl->second_arena->data(), impl->second);
-    for (ChunkPin::Version& version : impl->second) impl->Retire(&version);
+    Impl::Freed none;
+    for (ChunkPin::Version& version : impl->second) impl->Retire(&version, none);
   }
   return std::unique_ptr<ChunkStore>(new ChunkStore(std::move(impl)));
 }
@@ -235,13 +243,14 @@ absl::StatusOr<std::unique_ptr<ChunkStore>> ChunkStore::Create(const Layout& lay
 absl::StatusOr<std::vector<ChunkPin>> ChunkStore::Pin(absl::Span<const int> chunks) {
   std::vector<ChunkPin> pins;  // On an error these release what was pinned, after the lock is gone.
   pins.reserve(chunks.size());
+  Impl::Freed freed;
   MutexLock lock(impl_->mutex);
   absl::flat_hash_map<int, ChunkPin::Version*> spares;
   for (const int chunk : chunks) {
     if (impl_->table[chunk]->spare != nullptr || spares.contains(chunk)) continue;
     auto spare = impl_->TakeFresh(chunk);
     if (!spare.ok()) {
-      for (auto& [owner, taken] : spares) impl_->Retire(taken);
+      for (auto& [owner, taken] : spares) impl_->Retire(taken, freed);
       return spare.status();
     }
     spares.emplace(chunk, *spare);
@@ -291,29 +300,31 @@ absl::StatusOr<ChunkStore::Write> ChunkStore::BeginWrite(int chunk, Destination 
   return write;
 }
 
-void ChunkStore::Impl::Publish(const Write& write, uint64_t step) {
+void ChunkStore::Impl::Publish(const Write& write, uint64_t step, Freed& freed) {
   write.target->step = step;
   if (write.in_place) return;
   Version* const old = std::exchange(table[write.chunk], write.target);
   write.target->published = true;
   old->published = false;
-  if (old->pins == 0) Retire(old);
+  if (old->pins == 0) Retire(old, freed);
 }
 
 void ChunkStore::Publish(absl::Span<const Write> writes, uint64_t step) {
+  Impl::Freed freed;
   MutexLock lock(impl_->mutex);
-  for (const Write& write : writes) impl_->Publish(write, step);
+  for (const Write& write : writes) impl_->Publish(write, step, freed);
 }
 
 void ChunkStore::Drop(const Write& write) {
   Check(!write.in_place, "only a write into a fresh version can be dropped");
+  Impl::Freed freed;
   MutexLock lock(impl_->mutex);
   // The write may have used the place that a pinned version keeps for its writer.
   ChunkPin::Version& current = *impl_->table[write.chunk];
   if (current.pins > 0 && current.spare == nullptr) {
     current.spare = write.target;
   } else {
-    impl_->Retire(write.target);
+    impl_->Retire(write.target, freed);
   }
 }
 

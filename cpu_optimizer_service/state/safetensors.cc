@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <iterator>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <utility>
 
@@ -73,7 +75,8 @@ absl::StatusOr<WrittenFile> WriteSafetensors(
 }
 
 absl::StatusOr<SafetensorsFile> SafetensorsFile::Open(FileSystem& file_system,
-                                                      const std::string& path) {
+                                                      const std::string& path,
+                                                      int64_t most_header_bytes) {
   SafetensorsFile result;
   BALLAST_ASSIGN_OR_RETURN(result.file_, file_system.Open(path));
   const auto damaged = [&](absl::string_view what) {
@@ -87,6 +90,10 @@ absl::StatusOr<SafetensorsFile> SafetensorsFile::Open(FileSystem& file_system,
   if (header_bytes > static_cast<uint64_t>(std::min(kMaxHeaderBytes, file_bytes - 8))) {
     return damaged("its header is longer than the file");
   }
+  if (header_bytes > static_cast<uint64_t>(most_header_bytes)) {
+    return damaged(absl::StrCat("its header has ", header_bytes, " bytes, where at most ",
+                                most_header_bytes, " are expected"));
+  }
   std::string text(header_bytes, '\0');
   BALLAST_RETURN_IF_ERROR(result.file_->Read(
       8, absl::MakeSpan(reinterpret_cast<std::byte*>(text.data()), text.size())));
@@ -94,6 +101,7 @@ absl::StatusOr<SafetensorsFile> SafetensorsFile::Open(FileSystem& file_system,
   if (!header.is_object()) return damaged("its header is no JSON object");
 
   const int64_t data_begin = 8 + static_cast<int64_t>(header_bytes);
+  result.data_begin_ = data_begin;
   const auto is_size = [](const json& value) {
     return value.is_number_unsigned() && value.get<uint64_t>() <= (uint64_t{1} << 62);
   };
@@ -118,7 +126,7 @@ absl::StatusOr<SafetensorsFile> SafetensorsFile::Open(FileSystem& file_system,
     }
     const int64_t begin = offsets[0].get<int64_t>();
     const int64_t end = offsets[1].get<int64_t>();
-    if (begin > end || end > file_bytes - data_begin || (end - begin) % 4 != 0 ||
+    if (begin > end || end > file_bytes - data_begin || begin % 4 != 0 || end % 4 != 0 ||
         (end - begin) / 4 != place.entry.elements) {
       return damaged(absl::StrCat("the offsets of tensor ", name, " do not fit"));
     }
@@ -146,17 +154,52 @@ absl::Status SafetensorsFile::Read(const std::string& name, int64_t offset,
       absl::MakeSpan(reinterpret_cast<std::byte*>(out.data()), out.size() * sizeof(float)));
 }
 
-absl::StatusOr<std::string> SafetensorsFile::Sha256() const {
-  class Sha256 sha256;
-  std::vector<std::byte> buffer(1 << 20);
+std::vector<const SafetensorsFile::Place*> SafetensorsFile::InOrder() const {
+  std::vector<const Place*> places;
+  for (const auto& [name, place] : tensors_) places.push_back(&place);
+  std::sort(places.begin(), places.end(), [](const Place* a, const Place* b) {
+    return std::pair(a->begin, a->entry.elements) < std::pair(b->begin, b->entry.elements);
+  });
+  return places;
+}
+
+absl::StatusOr<SafetensorsFile::Contents> SafetensorsFile::Examine(bool negative_is_bad) const {
+  Contents contents;
+  Sha256 sha256;
+  const float least = negative_is_bad ? 0.0f : -std::numeric_limits<float>::max();
+  const auto is_good = [least](float value) {
+    return value >= least && value <= std::numeric_limits<float>::max();
+  };
+  std::vector<const Place*> places;  // Only where something is bad.
+  std::vector<float> buffer(kBufferElements);
+  const auto buffer_bytes = static_cast<int64_t>(buffer.size() * sizeof(float));
   for (int64_t offset = 0; offset < file_->size_bytes();) {
-    const auto piece = absl::MakeSpan(buffer).first(
-        std::min<int64_t>(static_cast<int64_t>(buffer.size()), file_->size_bytes() - offset));
+    // The header by itself, so that elements lie in the buffer as they are aligned in the data.
+    const int64_t end = offset < data_begin_ ? data_begin_ : file_->size_bytes();
+    const int64_t bytes = std::min(buffer_bytes, end - offset);
+    const auto piece = absl::MakeSpan(reinterpret_cast<std::byte*>(buffer.data()), bytes);
     BALLAST_RETURN_IF_ERROR(file_->Read(offset, piece));
     sha256.Add(piece);
-    offset += static_cast<int64_t>(piece.size());
+    const auto elements = absl::MakeConstSpan(buffer).first(bytes / sizeof(float));
+    bool all_good = true;
+    for (const float value : elements) all_good &= is_good(value);
+    for (size_t i = 0; i < elements.size() && offset >= data_begin_ && !all_good; ++i) {
+      if (is_good(elements[i]) || contents.bad.has_value()) continue;
+      if (places.empty()) places = InOrder();
+      const int64_t byte = offset + static_cast<int64_t>(i * sizeof(float));
+      // The last tensor that begins here or before; empty ones stand before it.
+      const auto next = std::upper_bound(places.begin(), places.end(), byte,
+                                         [](int64_t at, const Place* p) { return at < p->begin; });
+      if (next == places.begin()) continue;
+      const Place& place = **std::prev(next);
+      const int64_t element = (byte - place.begin) / static_cast<int64_t>(sizeof(float));
+      if (element >= place.entry.elements) continue;  // Of no tensor.
+      contents.bad = Element{.tensor = place.entry.name, .element = element, .value = elements[i]};
+    }
+    offset += bytes;
   }
-  return sha256.Hex();
+  contents.sha256 = sha256.Hex();
+  return contents;
 }
 
 }  // namespace ballast

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -37,21 +38,36 @@ absl::StatusOr<WrittenFile> WriteSafetensors(
 
 class SafetensorsFile {
  public:
-  // DATA_LOSS if the header or any offset does not fit the file.
-  static absl::StatusOr<SafetensorsFile> Open(FileSystem& file_system, const std::string& path);
+  // DATA_LOSS if the header or any offset does not fit the file, or the header has more than
+  // `most_header_bytes`.
+  static absl::StatusOr<SafetensorsFile> Open(FileSystem& file_system, const std::string& path,
+                                              int64_t most_header_bytes);
 
   // nullptr: no such tensor.
   const TensorEntry* Find(const std::string& name) const;
   absl::Status Read(const std::string& name, int64_t offset, absl::Span<float> out) const;
-  // SHA-256 of the whole file, in hex.
-  absl::StatusOr<std::string> Sha256() const;
+
+  struct Element {
+    std::string tensor;
+    int64_t element = 0;
+    float value = 0;
+  };
+  struct Contents {
+    std::string sha256;  // Of the whole file, in hex.
+    // The first element of a tensor that is not finite, or negative where that is bad.
+    std::optional<Element> bad;
+  };
+  // Reads the whole file, once.
+  absl::StatusOr<Contents> Examine(bool negative_is_bad) const;
 
  private:
   struct Place {
     TensorEntry entry;
     int64_t begin = 0;  // Byte of the file.
   };
+  std::vector<const Place*> InOrder() const;
   std::unique_ptr<ReadableFile> file_;
+  int64_t data_begin_ = 0;  // Byte of the file.
   absl::flat_hash_map<std::string, Place> tensors_;
 };
 

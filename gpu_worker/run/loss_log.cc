@@ -115,7 +115,7 @@ LossLog::~LossLog() {
 
 absl::StatusOr<std::unique_ptr<LossLog>> LossLog::Open(const std::string& directory,
                                                        const std::string& job_uid,
-                                                       uint64_t committed_step) {
+                                                       uint64_t committed_step, bool resumes) {
   std::unique_ptr<LossLog> log(new LossLog(directory));
   const std::string job_path = absl::StrCat(directory, "/", kJob);
   if (!job_uid.empty() && ReadAll(job_path) == job_uid) {
@@ -123,7 +123,12 @@ absl::StatusOr<std::unique_ptr<LossLog>> LossLog::Open(const std::string& direct
     BALLAST_RETURN_IF_ERROR(log->Rewrite());
     return log;
   }
-  if (!ParseLossesCsv(ReadAll(log->path_)).empty()) {
+  if (resumes && committed_step > 0) {
+    // Without the note, which may be of a step that was done again.
+    unlink(log->note_path_.c_str());
+    log->TakeOver(committed_step);
+  }
+  if (log->reports_.empty() && !ParseLossesCsv(ReadAll(log->path_)).empty()) {
     Log().info("{} is of another job; it is begun anew", log->path_);
   }
   // In this order: lines and a note of another job are never next to this one's name.

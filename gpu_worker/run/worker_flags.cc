@@ -15,6 +15,7 @@
 #include "absl/strings/str_replace.h"
 #include "absl/types/span.h"
 #include "client/loss_scaler.h"
+#include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/gpt/architecture.h"
 
@@ -94,8 +95,11 @@ ABSL_FLAG(
     std::string, trace, "",
     "File for this worker's timeline, which ui.perfetto.dev shows; rank N except 0 writes FILE.N");
 ABSL_FLAG(std::string, resume, "",
-          "A checkpoint on the service's host to load first, if the job is new");
-ABSL_FLAG(std::string, save, "", "Where on its host the service saves a checkpoint at the end");
+          "A checkpoint to load first, if the job is new and there is one: a name under the "
+          "service's --checkpoint-dir, or an absolute path on its host, if it takes paths. It may "
+          "stand here from the first start on");
+ABSL_FLAG(std::string, save, "",
+          "Where the service saves a checkpoint at the end: a name or a path, as for --resume");
 ABSL_FLAG(int, threads, 1, "Threads for this worker's arithmetic");
 // More than --seal-timeout, which bounds every wait for the service: the others wait in a
 // collective for a worker that waits for the service, and it must give up first. It knows the
@@ -156,9 +160,11 @@ absl::Status CheckTimeout(absl::string_view flag, absl::Duration timeout) {
 
 // The service reads and writes checkpoints; its working directory is not this worker's.
 absl::Status CheckCheckpointPath(absl::string_view flag, absl::string_view path) {
-  if (path.empty() || absl::StartsWith(path, "/")) return absl::OkStatus();
+  if (path.empty() || absl::StartsWith(path, "/") || IsJobName(path)) return absl::OkStatus();
   return absl::InvalidArgumentError(
-      absl::StrCat("--", flag, "=", path, " must be an absolute path on the service's host"));
+      absl::StrCat("--", flag, "=", path,
+                   " must be a name under the service's --checkpoint-dir, or "
+                   "an absolute path on its host"));
 }
 
 // `flags`, by their names in Abseil, are at their defaults, or `error`.

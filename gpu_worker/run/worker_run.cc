@@ -222,8 +222,8 @@ absl::Status RunWorker(WorkerOptions asked, Collective& collective,
   std::unique_ptr<LossLog> losses;
   TrainerEvents events;
   if (writes_output) {
-    BALLAST_ASSIGN_OR_RETURN(
-        losses, LossLog::Open(options.out, optimizer->job_uid(), optimizer->committed_step()));
+    BALLAST_ASSIGN_OR_RETURN(losses, LossLog::Open(options.out, optimizer->job_uid(),
+                                                   optimizer->committed_step(), options.resumes));
     events.on_sealing = [&](uint64_t step, double loss) { return losses->Note(step, loss); };
   }
   events.on_step = [&](const StepReport& report) {

@@ -105,11 +105,15 @@ absl::Status LoadCheckpoint(const std::shared_ptr<grpc::Channel>& channel,
                options.job.name, session->committed_step(), directory);
     return absl::OkStatus();
   }
-  return Annotate(session->LoadCheckpoint(directory),
-                  absl::StrCat("resuming job ", options.job.name,
-                               ", which waits for weights until it "
-                               "is closed or resumed, from ",
-                               directory, " on the service's host"));
+  const absl::Status loaded = session->LoadCheckpoint(directory);
+  if (loaded.ok()) return absl::OkStatus();
+  if (absl::IsNotFound(loaded)) {
+    Log().warn("job {} begins anew: {}", options.job.name, std::string(loaded.message()));
+    return absl::OkStatus();
+  }
+  // A job without weights is nobody's loss, and would be in the way of the next start.
+  client::Session::CloseJob(channel, options.job.name, session->job_uid()).IgnoreError();
+  return Annotate(loaded, absl::StrCat("resuming job ", options.job.name, " from ", directory));
 }
 
 }  // namespace

@@ -19,8 +19,9 @@ struct ServiceOptimizerOptions {
   // Receives the weights, or, where it gathers ahead, takes them from the session's memory; is
   // notified of each chunk. Borrowed.
   TrainingBackend& backend;
-  // A checkpoint on the service's host for rank 0 to load into a job that has no weights yet. A job
-  // that has some goes on from them: a restarted worker has the same flags. Empty: none.
+  // A checkpoint for rank 0 to load into a job that has no weights yet, if there is one: a name
+  // under the service's --checkpoint-dir, or a path on its host. A job that has weights goes on from
+  // them: a restarted worker has the same flags. Empty: none.
   std::string resume_directory;
   absl::Duration seal_timeout = client::SessionOptions().seal_timeout;
   absl::Duration reconnect_timeout = client::SessionOptions().reconnect_timeout;
@@ -28,7 +29,8 @@ struct ServiceOptimizerOptions {
 };
 
 // Loads the checkpoint, if one is to be loaded; Join opens this rank's session. Errors are those of
-// Session::Open and LoadCheckpoint; Join returns FAILED_PRECONDITION if the job that it joined
+// Session::Open and LoadCheckpoint; after one of the latter the job is closed, so that no empty one
+// is left. Join returns FAILED_PRECONDITION if the job that it joined
 // before was closed.
 absl::StatusOr<std::unique_ptr<StepOptimizer>> MakeServiceOptimizer(
     const std::shared_ptr<grpc::Channel>& channel, ServiceOptimizerOptions options,

@@ -29,8 +29,16 @@ ABSL_FLAG(int, threads, 0, "Threads for updates; 0: one per core.");
 ABSL_FLAG(std::string, log_level, "info", "debug, info, warning, error or off.");
 ABSL_FLAG(double, seal_deadline_seconds, 60,
           "When a step's first seal is this old, sealed ranks are told which ranks they wait for.");
-ABSL_FLAG(std::string, checkpoint_dir, "", "Where jobs are saved on SIGTERM, each in DIR/JOB.");
-ABSL_FLAG(double, drain_seconds, 30, "On SIGTERM, how long steps in progress may take to end.");
+ABSL_FLAG(std::string, checkpoint_dir, "",
+          "Where jobs are saved when the service is told to stop, each in DIR/JOB, and where names "
+          "lead that SaveJob and LoadJob are given.");
+ABSL_FLAG(bool, allow_paths, false,
+          "Take absolute paths in SaveJob and LoadJob from anybody who reaches an address. Without "
+          "it, only over a unix socket that nobody but this user can connect to.");
+// Under the ten seconds after which container runtimes kill, with room for a save.
+ABSL_FLAG(double, drain_seconds, 5,
+          "On SIGTERM, SIGINT or SIGHUP, how long steps in progress may take to end. Saving comes "
+          "after that, and is not bounded.");
 ABSL_FLAG(std::string, shared_memory, "auto",
           "auto: workers on this host share memory with the service where they ask for it; never.");
 ABSL_FLAG(std::string, port_file, "",
@@ -170,6 +178,7 @@ absl::StatusOr<BallastdFlags> ParseBallastdFlags(int argc, char** argv) {
   flags.threads = absl::GetFlag(FLAGS_threads);
   flags.log_level = absl::GetFlag(FLAGS_log_level);
   flags.checkpoint_directory = absl::GetFlag(FLAGS_checkpoint_dir);
+  flags.server.allow_paths = absl::GetFlag(FLAGS_allow_paths);
   flags.drain_seconds = absl::GetFlag(FLAGS_drain_seconds);
   flags.port_file = absl::GetFlag(FLAGS_port_file);
   flags.self_benchmark = absl::GetFlag(FLAGS_self_benchmark);

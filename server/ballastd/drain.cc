@@ -1,21 +1,38 @@
 #include "server/ballastd/drain.h"
 
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
 #include "absl/strings/str_cat.h"
 
 namespace ballast::server {
 namespace {
 
 // The workers could still finish a step that is left open, after the save.
-void AbortUndecided(Job& job, double seconds, DrainReport& report) {
+void AbortUndecided(Job& job, const std::string& why, DrainReport& report) {
   // A step that all ranks have sealed is decided before the save.
   if (job.Status().phase == JobPhase::kSealed) return;
   const absl::StatusOr<uint64_t> step = job.AbortStep();
   if (!step.ok()) return;  // Between steps, or decided: then the save waits for the update.
-  report.aborted.push_back(absl::StrCat("job ", job.spec().name, ": step ", *step,
-                                        " had not been sealed by all ranks after ", seconds, " s"));
+  report.aborted.push_back(absl::StrCat("job ", job.spec().name, ": step ", *step, " ", why));
 }
 
-void SaveOne(Job& job, const std::string& checkpoint_directory, DrainReport& report) {
+// Returns when no save to `directory` is under way that somebody else began, or when it has written
+// nothing for `seconds`.
+void AwaitSave(const Job& job, const std::string& directory, double seconds) {
+  for (;;) {
+    const std::vector<SaveProgress> saves = job.Status().saves;
+    const auto same = std::find_if(saves.begin(), saves.end(), [&](const SaveProgress& save) {
+      return save.directory == directory;
+    });
+    if (same == saves.end() || same->seconds_since_progress > seconds) return;
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+}
+
+void SaveOne(Job& job, const std::string& checkpoint_directory, double seconds,
+             DrainReport& report) {
   const JobStatus status = job.Status();
   const auto at_step = [&](uint64_t step) {
     return absl::StrCat("job ", job.spec().name, " at step ", step);
@@ -26,12 +43,13 @@ void SaveOne(Job& job, const std::string& checkpoint_directory, DrainReport& rep
   }
   if (status.phase == JobPhase::kAwaitingWeights) return;  // It has no state yet.
   const std::string directory = absl::StrCat(checkpoint_directory, "/", job.spec().name);
+  AwaitSave(job, directory, seconds);
   const absl::StatusOr<CheckpointInfo> saved = job.Save(directory);
   if (saved.ok()) {
     report.saved.push_back(
         absl::StrCat(at_step(saved->step), ": ", saved->size_bytes, " bytes in ", directory));
   } else {
-    report.lost.push_back(
+    report.failed.push_back(
         absl::StrCat(at_step(status.committed_step), ": ", saved.status().message()));
   }
 }
@@ -40,11 +58,18 @@ void SaveOne(Job& job, const std::string& checkpoint_directory, DrainReport& rep
 
 DrainReport DrainAndSave(Engine& engine, double seconds, const std::string& checkpoint_directory) {
   DrainReport report;
+  using Clock = std::chrono::steady_clock;
+  const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                           std::chrono::duration<double>(seconds));
   if (!engine.Drain(seconds)) {
-    for (const std::shared_ptr<Job>& job : engine.ListJobs()) AbortUndecided(*job, seconds, report);
+    const std::string why =
+        Clock::now() < deadline
+            ? "had begun, and no worker is there to finish it"
+            : absl::StrCat("had not been sealed by all ranks after ", seconds, " s");
+    for (const std::shared_ptr<Job>& job : engine.ListJobs()) AbortUndecided(*job, why, report);
   }
   for (const std::shared_ptr<Job>& job : engine.ListJobs()) {
-    SaveOne(*job, checkpoint_directory, report);
+    SaveOne(*job, checkpoint_directory, seconds, report);
   }
   return report;
 }

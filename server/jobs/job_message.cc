@@ -84,6 +84,19 @@ void AddRanks(const JobStatus& status, v1::Job& message) {
   }
 }
 
+void AddSaves(const JobStatus& status, v1::Job& message) {
+  for (const SaveProgress& from : status.saves) {
+    v1::SaveProgress& to = *message.add_saves();
+    to.set_directory(from.directory);
+    to.set_step(from.step);
+    to.set_seconds(from.seconds);
+    to.set_seconds_since_progress(from.seconds_since_progress);
+    to.set_written_bytes(from.written_bytes);
+    to.set_size_bytes(from.size_bytes);
+    to.set_holds_back_decisions(from.holds_back_decisions);
+  }
+}
+
 void AddGroups(const Job& job, const JobStatus& status, v1::Job& message) {
   for (int group = 0; group < message.groups_size(); ++group) {
     v1::ParamGroup& to = *message.mutable_groups(group);
@@ -174,8 +187,11 @@ v1::StepRecord LargestRecord(const JobSpec& spec) {
 
 size_t LargestMessageBytes(const JobSpec& spec) {
   constexpr size_t kEntryBytes = 8;  // Tag and length of an entry of a list.
-  constexpr size_t kOthersBytes =
-      1024;  // Ids, counts, memory, and the rest of an AttachWorkerResponse.
+  // Ids, counts, memory, and the rest of an AttachWorkerResponse.
+  constexpr size_t kOthersBytes = 1024;
+  // Of saves that are under way, and of a checkpoint that was found: the path of a directory has at
+  // most 4096 bytes.
+  constexpr size_t kSavesBytes = (kMostSaves + 1) * (4096 + 128);
   v1::Job message = proto::ToProto(spec);
   for (v1::Parameter& parameter : *message.mutable_parameters()) {
     parameter.set_offset(kLongest);
@@ -190,7 +206,7 @@ size_t LargestMessageBytes(const JobSpec& spec) {
   const size_t rank_bytes = LargestRank(LongestName(spec)).ByteSizeLong() + kEntryBytes;
   const size_t record_bytes = LargestRecord(spec).ByteSizeLong() + kEntryBytes;
   return message.ByteSizeLong() + ranks * rank_bytes + kRecentSteps * record_bytes +
-         kMaxTrainerStateBytes + kOthersBytes;
+         kMaxTrainerStateBytes + kSavesBytes + kOthersBytes;
 }
 
 v1::Job ToMessage(const Engine& engine, const Job& job, bool with_parameters) {
@@ -208,6 +224,7 @@ v1::Job ToMessage(const Engine& engine, const Job& job, bool with_parameters) {
   AddMemory(status, *message.mutable_memory());
   AddSpeculation(status, *message.mutable_speculation());
   AddRanks(status, message);
+  AddSaves(status, message);
   AddGroups(job, status, message);
   for (const StepRecord& record : status.recent_steps) {
     *message.add_recent_steps() = ToMessage(record);

@@ -17,6 +17,19 @@
 namespace ballast::server {
 namespace {
 
+// A checkpoint of the new job's name is of an earlier job, which somebody may have meant to go on
+// with.
+void TellOfCheckpoint(const Engine& engine, const Job& job, v1::Job& response) {
+  if (engine.checkpoints() == nullptr) return;
+  const std::optional<CheckpointFacts> found = engine.checkpoints()->Find(job.spec().name);
+  if (!found.has_value()) return;
+  response.mutable_found_checkpoint()->set_directory(found->directory);
+  response.mutable_found_checkpoint()->set_step(found->step);
+  response.mutable_found_checkpoint()->set_uid(found->uid);
+  spdlog::warn("job {} is new; to go on from the checkpoint at step {} in {}: {}", found->job,
+               found->step, found->directory, HowToResume(found->job));
+}
+
 absl::Status Create(Engine& engine, const v1::CreateJobRequest& request, v1::Job& response) {
   BALLAST_ASSIGN_OR_RETURN(JobSpec spec, proto::FromProto(request.job()));
   // A reply names parameters in full, so it may be larger than the request, and training makes it
@@ -29,6 +42,7 @@ absl::Status Create(Engine& engine, const v1::CreateJobRequest& request, v1::Job
   }
   BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, engine.CreateJob(std::move(spec)));
   response = ToMessage(engine, *job, /*with_parameters=*/true);
+  TellOfCheckpoint(engine, *job, response);
   if (const std::string& why = response.speculation().unavailable(); !why.empty()) {
     spdlog::warn("job {} does not speculate, and updates after each decision: {}", job->spec().name,
                  why);
@@ -130,6 +144,10 @@ grpc::ServerUnaryReactor* JobService::CloseJob(grpc::CallbackServerContext*,
 void JobService::Close(UnaryCall& call, const v1::CloseJobRequest& request) {
   const absl::StatusOr<proto::ResourceName> name = proto::ParseJobName(request.name());
   if (!name.ok()) return call.End(name.status());
+  if (!request.uid().empty()) {
+    const absl::Status same = FindJob(engine_, request.name(), request.uid()).status();
+    if (!same.ok()) return call.End(same);
+  }
   call.Await<bool>([&](Done<bool> done) { return engine_.CloseJob(name->job, std::move(done)); },
                    [](bool) { return absl::OkStatus(); });
 }

@@ -56,19 +56,6 @@ void FillSummary(const FoundParameter& parameter, const Snapshot& snapshot,
   }
 }
 
-absl::Status CheckDirectory(const std::string& directory) {
-  if (!directory.empty() && directory.front() == '/') return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat("directory is '", directory, "'; give an absolute path on the service's host"));
-}
-
-// The job whose state is saved to the request's directory, or loaded from it.
-template <typename Request>
-absl::StatusOr<std::shared_ptr<Job>> FindJobOf(const Engine& engine, const Request& request) {
-  BALLAST_RETURN_IF_ERROR(CheckDirectory(request.directory()));
-  return FindJob(engine, request.name());
-}
-
 }  // namespace
 
 grpc::ServerWriteReactor<v1::ReadStateResponse>* StateService::ReadState(
@@ -98,40 +85,50 @@ void StateService::Summarize(UnaryCall& call, const v1::SummarizeStateRequest& r
       });
 }
 
-grpc::ServerUnaryReactor* StateService::SaveJob(grpc::CallbackServerContext*,
+grpc::ServerUnaryReactor* StateService::SaveJob(grpc::CallbackServerContext* context,
                                                 const v1::SaveJobRequest* request,
                                                 v1::SaveJobResponse* response) {
-  return UnaryCall::Start(pools_.control,
-                          [=, this](UnaryCall& call) { Save(call, *request, *response); });
+  return UnaryCall::Start(pools_.control, [=, this, peer = context->peer()](UnaryCall& call) {
+    Save(call, peer, *request, *response);
+  });
 }
 
-void StateService::Save(UnaryCall& call, const v1::SaveJobRequest& request,
+void StateService::Save(UnaryCall& call, const std::string& peer, const v1::SaveJobRequest& request,
                         v1::SaveJobResponse& response) {
-  const absl::StatusOr<std::shared_ptr<Job>> job = FindJobOf(engine_, request);
+  const absl::StatusOr<std::string> directory = paths_.Resolve(request.directory(), peer);
+  if (!directory.ok()) return call.End(directory.status());
+  const absl::StatusOr<std::shared_ptr<Job>> job = FindJob(engine_, request.name());
   if (!job.ok()) return call.End(job.status());
   call.Await<CheckpointInfo>(
-      [&](Done<CheckpointInfo> done) { return (*job)->Save(request.directory(), std::move(done)); },
-      [&request, &response](const CheckpointInfo& saved) {
-        response.set_directory(request.directory());
+      [&](Done<CheckpointInfo> done) {
+        return (*job)->Save({.directory = *directory,
+                             .replace = request.replace_any() ? Replace::kAny : Replace::kOlder},
+                            std::move(done));
+      },
+      [directory = *directory, &response](const CheckpointInfo& saved) {
+        response.set_directory(directory);
         response.set_step(saved.step);
         response.set_bytes(saved.size_bytes);
         return absl::OkStatus();
       });
 }
 
-grpc::ServerUnaryReactor* StateService::LoadJob(grpc::CallbackServerContext*,
+grpc::ServerUnaryReactor* StateService::LoadJob(grpc::CallbackServerContext* context,
                                                 const v1::LoadJobRequest* request,
                                                 v1::LoadJobResponse* response) {
-  return UnaryCall::Start(pools_.control,
-                          [=, this](UnaryCall& call) { Load(call, *request, *response); });
+  return UnaryCall::Start(pools_.control, [=, this, peer = context->peer()](UnaryCall& call) {
+    Load(call, peer, *request, *response);
+  });
 }
 
-void StateService::Load(UnaryCall& call, const v1::LoadJobRequest& request,
+void StateService::Load(UnaryCall& call, const std::string& peer, const v1::LoadJobRequest& request,
                         v1::LoadJobResponse& response) {
-  const absl::StatusOr<std::shared_ptr<Job>> job = FindJobOf(engine_, request);
+  const absl::StatusOr<std::string> directory = paths_.Resolve(request.directory(), peer);
+  if (!directory.ok()) return call.End(directory.status());
+  const absl::StatusOr<std::shared_ptr<Job>> job = FindJob(engine_, request.name());
   if (!job.ok()) return call.End(job.status());
   call.Await<CheckpointInfo>(
-      [&](Done<CheckpointInfo> done) { return (*job)->Load(request.directory(), std::move(done)); },
+      [&](Done<CheckpointInfo> done) { return (*job)->Load(*directory, std::move(done)); },
       [&response](const CheckpointInfo& loaded) {
         response.set_step(loaded.step);
         response.set_generation(loaded.generation);

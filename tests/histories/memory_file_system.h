@@ -5,6 +5,7 @@
 #include <cstring>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -51,6 +52,16 @@ class MemoryFileSystem final : public FileSystem {
     for (const std::string& file : Inside(path)) files_.erase(file);
     return absl::OkStatus();
   }
+  absl::StatusOr<std::vector<std::string>> List(const std::string& directory) override {
+    MutexLock lock(mutex_);
+    std::set<std::string> names;
+    const size_t prefix = directory.size() + 1;
+    for (const std::string& path : Inside(directory)) {
+      if (path.size() > prefix) names.insert(path.substr(prefix, path.find('/', prefix) - prefix));
+    }
+    return std::vector<std::string>(names.begin(), names.end());
+  }
+  std::shared_ptr<const void> TryLock(const std::string& directory) override { return nullptr; }
 
  private:
   using Bytes = std::vector<std::byte>;

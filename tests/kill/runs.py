@@ -41,7 +41,8 @@ class Service(processes.Service):
 
     def __init__(self, folder, *flags, listen="127.0.0.1:0"):
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="service-", dir=folder))
-        super().__init__(BIN / "ballastd", self.folder, "--memory-limit=1GiB", "--threads=2", *flags,
+        super().__init__(BIN / "ballastd", self.folder, "--memory-limit=1GiB", "--threads=2",
+                         "--allow-paths", *flags,
                          listen=listen)
 
     def ask(self, *words):

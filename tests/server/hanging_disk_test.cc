@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "absl/types/span.h"
+#include "proto/convert.h"
 #include "tests/cpu_optimizer_service/job/slow_disk.h"
 #include "tests/server/tiny_job.h"
 
@@ -63,8 +64,21 @@ void ExpectAllOk(absl::Span<Call> calls) {
   }
 }
 
+// What the two jobs take, and room for the versions that summaries of "w" pin, but not for those
+// that a save pins, so that the save holds back the decision.
+int64_t LittleMemory() {
+  constexpr int64_t kVersionBytes = 3 * 256 * sizeof(float);
+  Engine engine({.memory_limit_bytes = kTestMemoryBytes, .threads = 1});
+  for (const v1::Job& job : {WideJob("slow"), TinyJob("other")}) {
+    EXPECT_TRUE(engine.CreateJob(proto::FromProto(job).value()).ok());
+  }
+  return engine.memory().used_bytes() + (kRanks - 1) * kVersionBytes;
+}
+
 class HangingDiskTest : public testing::Test {
  protected:
+  explicit HangingDiskTest(int64_t memory_bytes = LittleMemory())
+      : service_({.listen = {"127.0.0.1:0"}}, &disk_, memory_bytes) {}
   void SetUp() override {
     CreateTinyJob(service_, "slow", WideJob("slow"));
     CreateTinyJob(service_, "other");
@@ -186,13 +200,45 @@ class HangingDiskTest : public testing::Test {
   }
 
   SlowDisk disk_;
-  ServiceForTests service_{{.listen = {"127.0.0.1:0"}}, &disk_};
+  ServiceForTests service_;
   TestWorker first_{service_, "other", 0, Codec::kFrames};
   TestWorker second_{service_, "other", 1, Codec::kGenerated};
   uint64_t other_step_ = 0;
   std::vector<std::unique_ptr<TestWorker>> ranks_;
   std::shared_ptr<Job> slow_;
 };
+
+class HangingDiskWithMemoryTest : public HangingDiskTest {
+ protected:
+  HangingDiskWithMemoryTest() : HangingDiskTest(kTestMemoryBytes) {}
+};
+
+TEST_F(HangingDiskWithMemoryTest, ASaveThatHangsHoldsUpNothingAndIsShown) {
+  AttachAndOpenAll();
+  disk_.HoldUp();
+  Call save = Save();
+  disk_.AwaitHeldUp();
+  for (const uint64_t step : {1, 2}) {
+    std::vector<Call> steps = Train(step);
+    ExpectAllOk(absl::MakeSpan(steps));
+  }
+  std::vector<Call> attaches = AttachEachAgain();
+  ExpectAllOk(absl::MakeSpan(attaches));
+  EXPECT_TRUE(Summarize().ok());
+  grpc::ClientContext context;
+  v1::GetJobRequest request;
+  request.set_name("jobs/slow");
+  v1::Job job;
+  ASSERT_TRUE(service_.jobs().GetJob(&context, request, &job).ok());
+  ASSERT_EQ(job.saves_size(), 1);
+  EXPECT_EQ(job.saves(0).directory(), "/checkpoint");
+  EXPECT_EQ(job.saves(0).step(), 0);
+  EXPECT_GT(job.saves(0).seconds(), 0);
+  EXPECT_FALSE(job.saves(0).holds_back_decisions());
+  EXPECT_FALSE(HasEnded(save));
+  disk_.Release();
+  ExpectAllOk({&save, 1});
+}
 
 TEST_F(HangingDiskTest, ASaveThatHangsHoldsUpItsStepOnly) {
   AttachAndOpenAll();

@@ -89,7 +89,7 @@ std::string CheckHealth(ServiceForTests& service) {
 TEST(Server, AnswersHealthChecksUntilItDrains) {
   ServiceForTests service;
   EXPECT_EQ(CheckHealth(service), "\x08\x01");
-  service.server().SetNotServing();
+  service.server().SetServing(false);
   EXPECT_EQ(CheckHealth(service), "\x08\x02");
 }
 

@@ -100,16 +100,17 @@ class Ballastd {
   // Where it listens. Waits until it does; empty if it ends instead.
   std::string Address() const {
     while (!std::filesystem::exists(PortFile())) {
-      siginfo_t info = {};
-      if (waitid(P_PID, pid_, &info, WEXITED | WNOHANG | WNOWAIT) != 0 || info.si_pid != 0) {
-        return "";
-      }
+      if (!IsRunning()) return "";
       std::this_thread::sleep_for(std::chrono::milliseconds(5));
     }
     const std::string address = ReadFile(PortFile());
     return address.substr(0, address.find('\n'));
   }
   pid_t pid() const { return pid_; }
+  bool IsRunning() const {
+    siginfo_t info = {};
+    return waitid(P_PID, pid_, &info, WEXITED | WNOHANG | WNOWAIT) == 0 && info.si_pid == 0;
+  }
   void Signal(int signal) { kill(pid_, signal); }
   // As AwaitProcess; the process is gone then.
   int ExitCode() { return AwaitProcess(std::exchange(pid_, -1)); }

@@ -7,7 +7,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "client/connect.h"
-#include "client/connect.h"
 #include "client/session.h"
 
 namespace ballast {
@@ -21,6 +20,12 @@ server::ServerOptions ListenIn(Way way, server::ServerOptions options) {
   if (way == Way::kUnixSocket) {
     options.listen = {absl::StrCat("unix:/tmp/ballast_test.", getpid(), ".", ++sockets)};
   }
+  return options;
+}
+
+// Tests save where they like.
+server::ServerOptions WithPaths(server::ServerOptions options) {
+  options.allow_paths = true;
   return options;
 }
 
@@ -41,9 +46,10 @@ std::string Name(Way way) {
 ServiceForTests::ServiceForTests(Way way, server::ServerOptions options)
     : ServiceForTests(ListenIn(way, std::move(options))) {}
 
-ServiceForTests::ServiceForTests(const server::ServerOptions& options, FileSystem* file_system)
-    : engine_({.memory_limit_bytes = kTestMemoryBytes, .threads = 2, .file_system = file_system}),
-      server_(server::Server::Start(engine_, options).value()) {
+ServiceForTests::ServiceForTests(const server::ServerOptions& options, FileSystem* file_system,
+                                 int64_t memory_bytes)
+    : engine_({.memory_limit_bytes = memory_bytes, .threads = 2, .file_system = file_system}),
+      server_(server::Server::Start(engine_, WithPaths(options)).value()) {
   Use(NewChannel());
 }
 

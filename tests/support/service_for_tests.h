@@ -27,7 +27,8 @@ class ServiceForTests {
  public:
   // `file_system` outlives it; null: the system's files.
   explicit ServiceForTests(const server::ServerOptions& options = {.listen = {"127.0.0.1:0"}},
-                           FileSystem* file_system = nullptr);
+                           FileSystem* file_system = nullptr,
+                           int64_t memory_bytes = kTestMemoryBytes);
   // Reachable in this way; `options.listen` is not used.
   explicit ServiceForTests(Way way, server::ServerOptions options = {});
 

@@ -308,5 +308,30 @@ TEST(Dump, SurvivesBytesThatAreNotText) {
   EXPECT_TRUE(nlohmann::json::accept(Dump(ToJson(job))));
 }
 
+TEST(JobText, ADiskThatHangsIsSaidToHang) {
+  v1::Job job = ExampleJob();
+  job.set_phase(v1::SEALED);
+  EXPECT_THAT(JobText(job), HasSubstr("sealed; step 13 is being decided"));
+  v1::SaveProgress& save = *job.add_saves();
+  save.set_directory("/saved/gpt");
+  save.set_step(12);
+  save.set_seconds(83.4);
+  save.set_seconds_since_progress(2);
+  save.set_written_bytes(1 << 30);
+  save.set_size_bytes(int64_t{3} << 30);
+  EXPECT_THAT(JobText(job),
+              testing::AllOf(HasSubstr("step 12 to /saved/gpt for 83 s, 1.00 GiB of 3.00 GiB\n"),
+                             HasSubstr("sealed; step 13 is being decided")));
+  save.set_seconds_since_progress(61);
+  save.set_holds_back_decisions(true);
+  EXPECT_THAT(
+      JobText(job),
+      testing::AllOf(HasSubstr("nothing was written for 61 s: its disk is very slow, or hangs"),
+                     HasSubstr("steps wait for it"),
+                     HasSubstr("sealed; step 13 waits for the save to /saved/gpt"),
+                     Not(HasSubstr("being decided"))));
+  EXPECT_EQ(ToJson(job)["saves"][0]["seconds_since_progress"], 61);
+}
+
 }  // namespace
 }  // namespace ballast::client::cli

@@ -31,7 +31,7 @@ class CliTest : public testing::Test {
   void SetUp() override {
     daemon_ = std::make_unique<Ballastd>(
         kBin + "/ballastd",
-        std::vector<std::string>{"--listen=127.0.0.1:0", "--memory-limit=512MiB"});
+        std::vector<std::string>{"--listen=127.0.0.1:0", "--memory-limit=512MiB", "--allow-paths"});
     ASSERT_NE(daemon_->Address(), "") << daemon_->Errors();
     auto channel = Connect(daemon_->Address());
     ASSERT_TRUE(channel.ok()) << channel.status();
@@ -217,7 +217,8 @@ TEST_F(CliTest, JsonKeepsTheNamesOfItsFields) {
   const auto job = Json({"job", "gpt"});
   EXPECT_EQ(Fields(job), job_head +
                              ",instance_id,max_norm,unused_policy,max_micro_steps,chunk_elements,"
-                             "update_mode,speculation,coverage_complete_steps,ranks,recent_steps");
+                             "update_mode,speculation,coverage_complete_steps,ranks,recent_steps,"
+                             "saves");
   EXPECT_EQ(Fields(job["memory"]),
             "total_bytes,state_bytes,gradient_bytes,accumulator_bytes,other_bytes,"
             "accumulators_in_use,speculation_bytes,shared_bytes");
@@ -285,7 +286,7 @@ TEST_F(CliTest, WrongUsageExitsWithTwo) {
   EXPECT_EQ(RunProcess({kBin + "/ballast", "jobs", "--service="}, directory_).exit_code, 2);
   EXPECT_EQ(Ballast({"job"}).exit_code, 2);
   EXPECT_EQ(Ballast({"set-group", "gpt", "decay"}).exit_code, 2);
-  EXPECT_EQ(Ballast({"save", "gpt", "relative"}).exit_code, 2);
+  EXPECT_EQ(Ballast({"save", "gpt", "relative/path"}).exit_code, 2);
   const ProcessResult help = RunProcess({kBin + "/ballast", "help"}, directory_);
   EXPECT_EQ(help.exit_code, 0);
   EXPECT_THAT(help.output, HasSubstr("set-group JOB GROUP"));

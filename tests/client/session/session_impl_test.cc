@@ -193,6 +193,22 @@ TEST_F(SessionImplTest, ASealThatTimesOutAsksForTheRanksIfItWasNotTold) {
               IsError(absl::StatusCode::kDeadlineExceeded, HasSubstr("not sealed: rank 1;")));
 }
 
+TEST_F(SessionImplTest, ASealThatTimesOutSaysThatTheServicesDiskIsWhatItWaitsFor) {
+  options_.seal_timeout = absl::Milliseconds(20);
+  OpenAndBegin();
+  v1::Job job;
+  job.add_ranks()->set_sealed(true);
+  job.add_saves()->set_directory("/saved/gpt");
+  job.mutable_saves(0)->set_seconds_since_progress(61);
+  job.mutable_saves(0)->set_holds_back_decisions(true);
+  fake_->jobs = {job};
+  EXPECT_THAT(session_->Seal(1).status(),
+              IsError(absl::StatusCode::kDeadlineExceeded,
+                      testing::AllOf(HasSubstr("waits for a save to /saved/gpt, which has written "
+                                               "nothing for 61 s"),
+                                     testing::Not(HasSubstr("abort the step")))));
+}
+
 TEST_F(SessionImplTest, TheFirstErrorStays) {
   OpenAndBegin();
   ASSERT_TRUE(PushChunk(0).ok());

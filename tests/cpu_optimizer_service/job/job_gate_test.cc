@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "tests/cpu_optimizer_service/job/job_driver.h"
 #include "tests/cpu_optimizer_service/job/slow_disk.h"
 
@@ -36,27 +37,31 @@ class Outcome {
   std::future<absl::StatusOr<T>> future_ = promise_.get_future();
 };
 
-class JobGateTest : public testing::Test {
+class SlowDiskTest : public testing::Test {
  protected:
-  JobGateTest() : driver_(engine_, Spec("slow")), other_(engine_, Spec("other")) {
+  explicit SlowDiskTest(int64_t memory_bytes)
+      : engine_({.memory_limit_bytes = memory_bytes, .threads = 2, .file_system = &disk_}),
+        driver_(engine_, Spec("slow")),
+        other_(engine_, Spec("other")) {
     for (JobDriver* driver : {&driver_, &other_}) {
       driver->UploadWeights();
       driver->AttachAll();
       driver->Step(1);
     }
   }
-  ~JobGateTest() override { disk_.Release(); }
+  ~SlowDiskTest() override { disk_.Release(); }
 
   static JobSpec Spec(const std::string& name) {
     return MakeJobSpec({.group_sizes = {{3000}}, .world_size = 2, .chunk_elements = 512}, name);
   }
+  static constexpr int kPlanes = 3;
   // A save that hangs until the disk is released.
   void StartSave() {
     disk_.HoldUp();
-    driver_.job().Save("/checkpoint", saved_.done());
-    disk_.AwaitHeldUp();
+    driver_.job().Save({.directory = "/checkpoint"}, saved_.done());
+    disk_.AwaitHeldUp(kPlanes);
   }
-  // The next step, sealed by all ranks; its decision waits for the save.
+  // The next step, sealed by all ranks.
   void SealNextStep() {
     const uint64_t step = driver_.next_step();
     driver_.BeginAll();
@@ -72,10 +77,124 @@ class JobGateTest : public testing::Test {
 
   Outcome<CheckpointInfo> saved_;
   SlowDisk disk_;
-  Engine engine_{{.memory_limit_bytes = int64_t{1} << 30, .threads = 2, .file_system = &disk_}};
+  Engine engine_;
   JobDriver driver_;
   JobDriver other_;
 };
+
+// Without memory for second versions, a save holds back the decision.
+class JobGateTest : public SlowDiskTest {
+ protected:
+  JobGateTest() : SlowDiskTest(2 * BytesOf(Spec("slow"))) {}
+
+  static int64_t BytesOf(const JobSpec& spec) {
+    return NeedOf(spec, Layout::Create(spec.layout).value()).total_bytes();
+  }
+};
+
+// With it, it holds back nothing.
+class JobSaveTest : public SlowDiskTest {
+ protected:
+  JobSaveTest() : SlowDiskTest(int64_t{1} << 30) {}
+};
+
+TEST_F(JobSaveTest, TheJobGoesOnWhileItIsSavedAndTheStepOfTheSaveIsWritten) {
+  const std::string hash = driver_.job().StateHash();
+  const int64_t used_bytes = engine_.memory().used_bytes();
+  StartSave();
+  SealNextStep();
+  driver_.listener(0).WaitForCommit(2);
+  driver_.Step(3);
+  EXPECT_EQ(driver_.job().Attach(AttachAs("another")).value().committed_step, 3u);
+  const JobStatus status = driver_.job().Status();
+  ASSERT_EQ(status.saves.size(), 1u);
+  EXPECT_EQ(status.saves[0].directory, "/checkpoint");
+  EXPECT_EQ(status.saves[0].step, 1u);
+  EXPECT_EQ(status.saves[0].size_bytes, 3 * 3000 * 4);
+  EXPECT_FALSE(status.saves[0].holds_back_decisions);
+  EXPECT_GT(status.saves[0].seconds_since_progress, 0);
+  EXPECT_FALSE(saved_.ready());
+
+  disk_.Release();
+  EXPECT_EQ(saved_.Get().value().step, 1u);
+  EXPECT_TRUE(driver_.job().Status().saves.empty());
+  driver_.DetachAll();
+  driver_.AttachAll();
+  driver_.Step(4);  // Chunks go back to where they were.
+  EXPECT_EQ(engine_.memory().used_bytes(), used_bytes);
+  ASSERT_TRUE(driver_.job().Load("/checkpoint").ok());
+  EXPECT_EQ(driver_.job().StateHash(), hash);
+}
+
+TEST_F(JobSaveTest, OneSaveOfAJobToADirectoryAndFewAtOnce) {
+  StartSave();
+  const absl::Status same = driver_.job().Save("/checkpoint").status();
+  EXPECT_EQ(same.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(same.message(), HasSubstr("is being saved to /checkpoint already"));
+  std::vector<Outcome<CheckpointInfo>> others(kMostSaves);
+  for (size_t i = 0; i < kMostSaves; ++i) {
+    driver_.job().Save({.directory = absl::StrCat("/", i)}, others[i].done());
+  }
+  ASSERT_TRUE(others.back().ready());
+  EXPECT_EQ(others.back().Get().status().code(), absl::StatusCode::kResourceExhausted);
+  disk_.Release();
+  for (size_t i = 0; i + 1 < kMostSaves; ++i) EXPECT_TRUE(others[i].Get().ok()) << i;
+}
+
+TEST_F(JobSaveTest, CallersThatGiveUpBeforeTheDiskHasTimeForThemFreeWhatTheyHave) {
+  ASSERT_TRUE(other_.job().Save("/loadable").ok());
+  StartSave();
+  std::vector<Outcome<CheckpointInfo>> others(kMostSaves + 1);
+  size_t saves = 0;
+  for (; saves + 1 < kMostSaves; ++saves) {
+    driver_.job().Save({.directory = absl::StrCat("/", saves)}, others[saves].done());
+  }
+  for (; saves < others.size(); ++saves) {
+    other_.job().Save({.directory = absl::StrCat("/", saves)}, others[saves].done());
+  }
+  constexpr int kDiskThreads = 16;
+  disk_.AwaitHeldUp(kDiskThreads);  // All.
+  const int64_t used_bytes = engine_.memory().used_bytes();
+  const size_t under_way = other_.job().Status().saves.size();
+
+  other_.Step(2);  // The next save pins other versions.
+  Outcome<CheckpointInfo> save, load;
+  const Pending pending_save = other_.job().Save({.directory = "/late"}, save.done());
+  const Pending pending_load = other_.job().Load("/loadable", load.done());
+  EXPECT_EQ(other_.job().Status().saves.size(), under_way + 1);
+  EXPECT_GT(engine_.memory().used_bytes(), used_bytes);
+  ASSERT_FALSE(save.ready() || load.ready());
+  pending_save.Cancel();
+  pending_load.Cancel();
+  ASSERT_TRUE(save.ready() && load.ready());
+  EXPECT_EQ(save.Get().status().code(), absl::StatusCode::kCancelled);
+  EXPECT_EQ(load.Get().status().code(), absl::StatusCode::kCancelled);
+  EXPECT_EQ(other_.job().Status().saves.size(), under_way);
+  EXPECT_EQ(engine_.memory().used_bytes(), used_bytes);
+  disk_.Release();
+  for (Outcome<CheckpointInfo>& other : others) EXPECT_TRUE(other.Get().ok());
+  EXPECT_EQ(other_.job().Status().generation, 1u);
+}
+
+TEST_F(JobGateTest, ASaveWithoutMemoryForSecondVersionsSaysThatItHoldsBackDecisions) {
+  StartSave();
+  ASSERT_EQ(driver_.job().Status().saves.size(), 1u);
+  EXPECT_TRUE(driver_.job().Status().saves[0].holds_back_decisions);
+}
+
+TEST_F(JobGateTest, ACancelledSaveThatWaitsForADecisionDoesNothing) {
+  StartSave();
+  SealNextStep();
+  Outcome<CheckpointInfo> second;
+  const Pending pending = driver_.job().Save({.directory = "/second"}, second.done());
+  ASSERT_FALSE(second.ready());
+  pending.Cancel();
+  ASSERT_TRUE(second.ready());
+  EXPECT_EQ(second.Get().status().code(), absl::StatusCode::kCancelled);
+  disk_.Release();
+  driver_.listener(0).WaitForCommit(2);
+  EXPECT_FALSE(disk_.Exists("/second"));
+}
 
 TEST_F(JobGateTest, AnotherJobTrainsWhileADiskHangs) {
   StartSave();
@@ -170,7 +289,7 @@ TEST_F(JobGateTest, ASealedStepIsAbortedWhileTheJobIsSaved) {
   driver_.Step(2);
 }
 
-TEST_F(JobGateTest, SnapshotsAndShardsAreReadWhileTheJobIsSaved) {
+TEST_F(JobSaveTest, SnapshotsAndShardsAreReadWhileTheJobIsSaved) {
   StartSave();
   EXPECT_TRUE(driver_.job().TakeSnapshot(std::vector<int>{0}).ok());
   std::vector<std::byte> shard(512 * 2);
@@ -205,7 +324,7 @@ TEST_F(JobGateTest, AJobIsClosedWhileItIsSaved) {
   EXPECT_TRUE(saved_.Get().ok());
 }
 
-TEST_F(JobGateTest, FirstWeightsOfAnOlderGenerationAreRefusedAtOnce) {
+TEST_F(JobSaveTest, FirstWeightsOfAnOlderGenerationAreRefusedAtOnce) {
   JobDriver young(engine_, Spec("young"));
   const uint64_t generation = young.job().Attach({.rank = 0, .process_id = "old"})->generation;
   ASSERT_TRUE(young.job().Attach({.rank = 0, .process_id = "new"}).ok());

@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "cpu_optimizer_service/common/system/mutex.h"
 #include "tests/histories/memory_file_system.h"
@@ -46,6 +47,12 @@ class SlowDisk final : public FileSystem {
     return memory_.Exchange(from, to);
   }
   absl::Status RemoveAll(const std::string& path) override { return memory_.RemoveAll(path); }
+  absl::StatusOr<std::vector<std::string>> List(const std::string& directory) override {
+    return memory_.List(directory);
+  }
+  std::shared_ptr<const void> TryLock(const std::string& directory) override {
+    return memory_.TryLock(directory);
+  }
 
  private:
   void Pass() {

@@ -2,14 +2,19 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
+#include <cerrno>
 #include <cmath>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <functional>
 #include <iterator>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -58,6 +63,12 @@ class FillingFileSystem : public FileSystem {
   }
   absl::Status RemoveAll(const std::string& path) override {
     return PosixFileSystem().RemoveAll(path);
+  }
+  absl::StatusOr<std::vector<std::string>> List(const std::string& directory) override {
+    return PosixFileSystem().List(directory);
+  }
+  std::shared_ptr<const void> TryLock(const std::string& directory) override {
+    return PosixFileSystem().TryLock(directory);
   }
 
   int64_t bytes_left = 0;
@@ -258,6 +269,275 @@ TEST_F(CheckpointTest, NeverReplacesWhatIsNotACheckpoint) {
             absl::StatusCode::kFailedPrecondition);
   EXPECT_TRUE(fs::exists(Path("precious") + "/notes.txt"));
   EXPECT_EQ(driver.job().Save("").status().code(), absl::StatusCode::kInvalidArgument);
+}
+
+TEST_F(CheckpointTest, OnlyAnOlderCheckpointOfTheSameRunIsReplacedUnlessForced) {
+  JobDriver driver(engine_, Spec(1));
+  driver.UploadWeights();
+  driver.AttachAll();
+  driver.Step(1);
+  ASSERT_TRUE(driver.job().Save(Path("first")).ok());
+  driver.Step(2);
+  ASSERT_TRUE(driver.job().Save(Path("saved")).ok());
+  ASSERT_TRUE(driver.job().Save(Path("saved")).ok());  // The same step, again.
+
+  // The job itself, at an earlier step.
+  ASSERT_TRUE(driver.job().Load(Path("first")).ok());
+  const absl::Status earlier = driver.job().Save(Path("saved")).status();
+  EXPECT_EQ(earlier.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(earlier.message()),
+              testing::AllOf(HasSubstr(Path("saved")), HasSubstr("a later step"),
+                             HasSubstr("at step 2"), HasSubstr("at step 1"), HasSubstr("--force")));
+
+  // Another job of the same description and a later step.
+  Engine engine({.memory_limit_bytes = int64_t{64} << 20, .threads = 2});
+  JobDriver young(engine, Spec(1));
+  young.UploadWeights();
+  young.AttachAll();
+  for (const uint64_t step : {1, 2, 3}) young.Step(step);
+  const absl::Status another = young.job().Save(Path("saved")).status();
+  EXPECT_EQ(another.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(another.message()), HasSubstr("a checkpoint of another job"));
+  EXPECT_EQ(driver.job().Load(Path("saved"))->step, 2u);  // It stands.
+
+  // One that goes on from it may replace it, and nobody else's.
+  JobSpec spec = Spec(1);
+  spec.name = "resumed";
+  JobDriver resumed(engine, spec);
+  ASSERT_TRUE(resumed.job().Load(Path("saved")).ok());
+  resumed.AttachAll();
+  resumed.Step(3);
+  EXPECT_TRUE(resumed.job().Save(Path("saved")).ok());
+  EXPECT_FALSE(young.job().Save(Path("saved")).ok());
+  EXPECT_TRUE(young.job().Save(Path("saved"), Replace::kAny).ok());
+  EXPECT_EQ(driver.job().Load(Path("saved"))->step, 3u);
+}
+
+TEST_F(CheckpointTest, ASaveRemovesWhatKilledOnesLeftAndNothingThatIsInUse) {
+  JobDriver driver(engine_, Spec(1));
+  driver.UploadWeights();
+  for (const char* name : {"saved.partial-dead", "saved.partial-live", "saved2.partial-dead"}) {
+    fs::create_directories(Path(name));
+    std::ofstream(Path(name) + "/master.safetensors") << "half";
+  }
+  const std::shared_ptr<const void> lock = PosixFileSystem().TryLock(Path("saved.partial-live"));
+  ASSERT_NE(lock, nullptr);
+  ASSERT_TRUE(driver.job().Save(Path("saved")).ok());
+  EXPECT_FALSE(fs::exists(Path("saved.partial-dead")));
+  EXPECT_TRUE(fs::exists(Path("saved.partial-live")));
+  EXPECT_TRUE(fs::exists(Path("saved2.partial-dead")));  // Another's.
+}
+
+// As of NFS, Lustre and CephFS.
+int TakesNoFlags(const char*, const char*, unsigned) {
+  errno = EINVAL;
+  return -1;
+}
+
+TEST_F(CheckpointTest, IsReplacedWhereRenamesTakeNoFlags) {
+  const std::unique_ptr<FileSystem> files = MakePosixFileSystem(TakesNoFlags);
+  Engine engine(
+      {.memory_limit_bytes = int64_t{64} << 20, .threads = 2, .file_system = files.get()});
+  JobDriver driver(engine, Spec(1));
+  driver.UploadWeights();
+  driver.AttachAll();
+  ASSERT_TRUE(driver.job().Save(Path("saved")).ok());
+  driver.Step(1);
+  ASSERT_TRUE(driver.job().Save(Path("saved")).ok());
+  EXPECT_EQ(std::distance(fs::directory_iterator(root_), fs::directory_iterator()), 1);
+  EXPECT_EQ(driver.job().Load(Path("saved"))->step, 1u);
+
+  // Killed between its two moves, a save leaves the older checkpoint aside.
+  fs::rename(Path("saved"), AsideOf(Path("saved")));
+  EXPECT_EQ(driver.job().Load(Path("saved"))->step, 1u);
+  JobDriver young(engine_, Spec(1));
+  young.UploadWeights();
+  EXPECT_EQ(young.job().Save(Path("saved")).status().code(),
+            absl::StatusCode::kFailedPrecondition);  // It is still in the way.
+  driver.AttachAll();
+  driver.Step(2);
+  ASSERT_TRUE(driver.job().Save(Path("saved")).ok());
+  EXPECT_EQ(std::distance(fs::directory_iterator(root_), fs::directory_iterator()), 1);
+  EXPECT_EQ(driver.job().Load(Path("saved"))->step, 2u);
+}
+
+TEST_F(CheckpointTest, WhatIsNoRegularFileIsRefusedAtOnce) {
+  JobDriver driver(engine_, Spec(1));
+  driver.UploadWeights();
+  ASSERT_TRUE(driver.job().Save(Path("saved")).ok());
+  for (const char* file : {"index.json", "exp_avg.safetensors"}) {
+    fs::remove_all(Path("pipe"));
+    fs::copy(Path("saved"), Path("pipe"), fs::copy_options::recursive);
+    fs::remove(Path("pipe") + "/" + file);
+    ASSERT_EQ(mkfifo((Path("pipe") + "/" + file).c_str(), 0600), 0);
+    const absl::Status status = driver.job().Load(Path("pipe")).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("is not a regular file"));
+  }
+}
+
+// Replaces the checksum of an index by the right one.
+void Sign(nlohmann::json& index) {
+  index.erase("sha256");
+  Sha256 sha256;
+  sha256.Add(index.dump());
+  index["sha256"] = sha256.Hex();
+}
+
+nlohmann::json ReadJson(const std::string& path) {
+  std::ifstream in(path);
+  return nlohmann::json::parse(in);
+}
+
+TEST_F(CheckpointTest, AnIndexOfMoreThanTheJobCanHaveIsNotParsed) {
+  JobDriver driver(engine_, Spec(1));
+  driver.UploadWeights();
+  ASSERT_TRUE(driver.job().Save(Path("saved")).ok());
+  nlohmann::json index = ReadJson(Path("saved") + "/index.json");
+  const nlohmann::json extra = index["parameters"][0];
+  // Small enough: then the first of them is named.
+  index["parameters"].push_back(extra);
+  Sign(index);
+  std::ofstream(Path("saved") + "/index.json") << index;
+  EXPECT_THAT(std::string(driver.job().Load(Path("saved")).status().message()),
+              HasSubstr("it has p0 twice"));
+  for (int i = 0; i < 50'000; ++i) index["parameters"].push_back(extra);
+  Sign(index);
+  std::ofstream(Path("saved") + "/index.json") << index;
+  const absl::Status status = driver.job().Load(Path("saved")).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("bytes, where at most"));
+}
+
+TEST_F(CheckpointTest, ValuesThatNoUpdateLeavesAreRefusedByName) {
+  JobDriver driver(engine_, Spec(1));
+  driver.UploadWeights();
+  driver.AttachAll();
+  driver.Step(1);
+  ASSERT_TRUE(driver.job().Save(Path("saved")).ok());
+  const std::string hash = driver.job().StateHash();
+  // A checkpoint with one value of p2, the third parameter, changed, and all checksums right.
+  const auto load_with = [&](const std::string& plane, float value) {
+    fs::remove_all(Path("changed"));
+    fs::copy(Path("saved"), Path("changed"), fs::copy_options::recursive);
+    const std::string path = Path("changed") + "/" + plane + ".safetensors";
+    std::ifstream in(path, std::ios::binary);
+    std::string bytes((std::istreambuf_iterator<char>(in)), std::istreambuf_iterator<char>());
+    uint64_t header_bytes = 0;
+    std::memcpy(&header_bytes, bytes.data(), sizeof(header_bytes));
+    const auto header = nlohmann::json::parse(bytes.substr(8, header_bytes));
+    const size_t begin = 8 + header_bytes + header["p2"]["data_offsets"][0].get<size_t>();
+    std::memcpy(bytes.data() + begin + 5 * sizeof(float), &value, sizeof(value));
+    std::ofstream(path, std::ios::binary) << bytes;
+    nlohmann::json index = ReadJson(Path("changed") + "/index.json");
+    Sha256 sha256;
+    sha256.Add(bytes);
+    index["files"][plane]["sha256"] = sha256.Hex();
+    Sign(index);
+    std::ofstream(Path("changed") + "/index.json") << index;
+    return driver.job().Load(Path("changed")).status();
+  };
+  const float infinity = std::numeric_limits<float>::infinity();
+  for (const auto& [plane, value, text] :
+       std::vector<std::tuple<std::string, float, std::string>>{{"master", NAN, "nan"},
+                                                                {"exp_avg", -infinity, "-inf"},
+                                                                {"exp_avg_sq", NAN, "nan"},
+                                                                {"exp_avg_sq", -1e-30f, "-1e-30"},
+                                                                {"exp_avg_sq", infinity, "inf"}}) {
+    const absl::Status status = load_with(plane, value);
+    EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << plane;
+    EXPECT_THAT(std::string(status.message()),
+                HasSubstr(plane + " of p2 is " + text + " at element 5"));
+    EXPECT_EQ(driver.job().StateHash(), hash);
+  }
+  EXPECT_TRUE(load_with("exp_avg", -1e-30f).ok());
+  EXPECT_TRUE(load_with("exp_avg_sq", 0).ok());
+}
+
+// Does something whenever a file of exp_avg is to be opened.
+class InterruptedFileSystem : public FillingFileSystem {
+ public:
+  InterruptedFileSystem() { bytes_left = int64_t{1} << 30; }
+  absl::StatusOr<std::unique_ptr<ReadableFile>> Open(const std::string& path) override {
+    if (interrupt && path.ends_with("/exp_avg.safetensors")) interrupt();
+    return FillingFileSystem::Open(path);
+  }
+  std::function<void()> interrupt;
+};
+
+TEST_F(CheckpointTest, ALoadThatASaveOvertakesReadsTheNewerOneOrSaysWhatHappened) {
+  InterruptedFileSystem files;
+  Engine engine({.memory_limit_bytes = int64_t{64} << 20, .threads = 2, .file_system = &files});
+  JobDriver driver(engine, Spec(1));
+  driver.UploadWeights();
+  driver.AttachAll();
+  ASSERT_TRUE(driver.job().Save(Path("saved")).ok());
+  driver.Step(1);
+  const std::string hash = driver.job().StateHash();
+  int interrupts = 0;
+  files.interrupt = [&] {
+    if (++interrupts == 1) EXPECT_TRUE(driver.job().Save(Path("saved")).ok());
+  };
+  EXPECT_EQ(driver.job().Load(Path("saved")).value().step, 1u);
+  EXPECT_EQ(interrupts, 2);
+  EXPECT_EQ(driver.job().StateHash(), hash);
+
+  files.interrupt = [&] {
+    ++interrupts;
+    EXPECT_TRUE(driver.job().UpdateGroup(0, {.lr = 1e-3 * interrupts}).ok());  // Another index.
+    EXPECT_TRUE(driver.job().Save(Path("saved")).ok());
+    // Another file, too.
+    fs::resize_file(Path("saved") + "/exp_avg.safetensors", 8);
+  };
+  const absl::Status status = driver.job().Load(Path("saved")).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("was replaced by a save each time"));
+  EXPECT_EQ(driver.job().StateHash(), hash);
+}
+
+TEST_F(CheckpointTest, ADirectoryOfCheckpointsIsTriedAtOnceAndKnowsWhatItHas) {
+  for (const bool flags : {true, false}) {
+    const auto files = flags ? nullptr : MakePosixFileSystem(TakesNoFlags);
+    FileSystem& file_system = flags ? PosixFileSystem() : *files;
+    const std::string path = Path(flags ? "new/one" : "new/two");
+    const auto directory = CheckpointDirectory::Open(file_system, path);
+    ASSERT_TRUE(directory.ok()) << directory.status();
+    EXPECT_TRUE(fs::is_empty(path));
+    EXPECT_TRUE((*directory)->All().empty());
+  }
+  std::ofstream(Path("file")) << "in the way";
+  const absl::Status status = CheckpointDirectory::Open(PosixFileSystem(), Path("file")).status();
+  EXPECT_THAT(std::string(status.message()), HasSubstr("no job could be saved: cannot create"));
+  FillingFileSystem full;
+  EXPECT_EQ(CheckpointDirectory::Open(full, Path("full")).status().code(),
+            absl::StatusCode::kResourceExhausted);
+
+  auto directory = CheckpointDirectory::Open(PosixFileSystem(), root_.string()).value();
+  Engine engine(
+      {.memory_limit_bytes = int64_t{64} << 20, .threads = 2, .checkpoints = directory.get()});
+  const auto said = [&] { return std::string(engine.FindJob("job").status().message()); };
+  EXPECT_THAT(said(), testing::AllOf(HasSubstr("there is no job job; this service began "),
+                                     HasSubstr("had not saved is lost")));
+  {
+    JobDriver driver(engine, Spec(1));
+    driver.UploadWeights();
+    driver.AttachAll();
+    driver.Step(1);
+    ASSERT_TRUE(driver.job().Save(directory->PathOf("job")).ok());
+    ASSERT_TRUE(driver.job().Save(Path("elsewhere")).ok());
+  }
+  ASSERT_TRUE(engine.CloseJob("job").ok());
+  fs::create_directories(Path("nothing"));
+  fs::create_directories(Path("job.partial-dead"));
+  for (const auto& found :
+       {directory->All(),
+        CheckpointDirectory::Open(PosixFileSystem(), root_.string()).value()->All()}) {
+    ASSERT_GE(found.size(), 1u);
+    const CheckpointFacts& facts = found[found.size() == 1 ? 0 : 1];
+    EXPECT_EQ(ToString(facts), "job job at step 1 in " + Path("job"));
+  }
+  EXPECT_THAT(said(), testing::AllOf(HasSubstr("saved was step 1, in " + Path("job")),
+                                     HasSubstr("--resume=job"), HasSubstr("ballast load job job")));
 }
 
 TEST_F(CheckpointTest, DamageIsDataLossAndChangesNothing) {

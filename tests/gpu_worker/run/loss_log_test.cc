@@ -119,6 +119,19 @@ TEST(LossLog, ALineOfAStepThatIsNotCommittedGoes) {
   EXPECT_EQ(directory.Csv(), directory.Lines({1, 2, 3}));
 }
 
+TEST(LossLog, KeepsTheLinesOfTheJobThatItResumes) {
+  Directory directory;
+  directory.DoSteps(1, 5);
+  EXPECT_THAT(StepsOf(*LossLog::Open(directory.path(), "resumed", 3, /*resumes=*/true).value()),
+              ElementsAre(1, 2, 3));
+  EXPECT_EQ(directory.Csv(), directory.Lines({1, 2, 3}));
+  // Its next start is an ordinary one.
+  EXPECT_THAT(StepsOf(*directory.Open(3, "resumed")), ElementsAre(1, 2, 3));
+  // Nothing was resumed: the job is new, whatever its worker's command says.
+  EXPECT_THAT(StepsOf(*LossLog::Open(directory.path(), "new", 0, /*resumes=*/true).value()),
+              IsEmpty());
+}
+
 TEST(LossLog, ATornLineGoes) {
   Directory directory;
   directory.Open(0);

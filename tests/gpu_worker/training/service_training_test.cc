@@ -100,6 +100,43 @@ TEST(ServiceTraining, ResumedFromACheckpointGivesTheBitsOfNeverHavingStopped) {
   }
 }
 
+TEST(ServiceTraining, ToResumeMayStandInTheCommandFromTheFirstStartOn) {
+  const TempPath checkpoint("checkpoint");
+  const TempPath out("out");
+  Service whole;
+  const Result expected = Train({}, whole.Optimizer());
+  // No checkpoint: a new job. A later service has none either, and then one.
+  for (const uint64_t steps : {2, 4}) {
+    Service service;
+    const Result part =
+        Train({.steps = steps, .save = checkpoint.str(), .out = out.str(), .resumes = true},
+              service.Optimizer(checkpoint.str()));
+    EXPECT_EQ(part.reports.size(), 2u);
+    EXPECT_EQ(service.job()->Status().committed_step, steps);
+  }
+  Service last;
+  const Result rest = Train({.out = out.str(), .resumes = true}, last.Optimizer(checkpoint.str()));
+  EXPECT_TRUE(rest.weights == expected.weights);
+  // All steps' lines, over all services.
+  const std::vector<StepReport> lines = ParseLossesCsv(ReadAll(out.str() + "/losses.csv"));
+  ASSERT_EQ(lines.size(), expected.reports.size());
+  for (size_t i = 0; i < lines.size(); ++i) {
+    EXPECT_EQ(lines[i].step, i + 1);
+    EXPECT_NEAR(lines[i].loss, expected.reports[i].loss, 1e-6);
+  }
+}
+
+TEST(ServiceTraining, ACheckpointThatCannotBeLoadedLeavesNoEmptyJob) {
+  Service first, second;
+  const TempPath checkpoint("checkpoint");
+  Train({.steps = 2, .save = checkpoint.str()}, first.Optimizer());
+  std::ofstream(checkpoint.str() + "/master.safetensors") << "damaged";
+  const Result failed = TrainUntilItEnds({.world_size = 2}, second.Optimizer(checkpoint.str()));
+  EXPECT_EQ(failed.statuses[0].code(), absl::StatusCode::kDataLoss) << failed.statuses[0];
+  EXPECT_FALSE(failed.statuses[1].ok());
+  EXPECT_TRUE(second.engine().ListJobs().empty());
+}
+
 TEST(ServiceTraining, ACheckpointResumesInAnotherWorld) {
   Service whole, first, second;
   const TempPath checkpoint("checkpoint");

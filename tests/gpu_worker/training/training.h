@@ -66,6 +66,7 @@ struct Training {
   bool check_gradients = false;
   std::function<uint32_t(uint64_t step)> micro_steps_of_step = {};
   std::string out = {};  // Empty: a directory that goes.
+  bool resumes = false;
 };
 
 inline WorkerOptions OptionsOf(const Training& training) {
@@ -87,6 +88,7 @@ inline WorkerOptions OptionsOf(const Training& training) {
   options.job.update_mode = training.update_mode;
   options.job.max_norm = training.max_norm;
   options.save_directory = training.save;
+  options.resumes = training.resumes;
   return options;
 }
 

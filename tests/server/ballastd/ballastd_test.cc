@@ -1,6 +1,8 @@
 // The binary: its flags, its one-line errors, and what SIGTERM makes it do.
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <signal.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -62,44 +64,6 @@ void CreateJob(const std::string& address, const std::string& name) {
   upload->WritesDone();
   ASSERT_TRUE(upload->Finish().ok());
   ASSERT_TRUE(response.job_ready());
-}
-
-TEST(Ballastd, ExitsWithZeroOnSigtermWithoutJobs) {
-  Ballastd service(BALLASTD_PATH, {"--listen=127.0.0.1:0"});
-  ASSERT_NE(service.Address(), "") << service.Errors();
-  service.Signal(SIGTERM);
-  EXPECT_EQ(service.ExitCode(), 0) << service.Errors();
-  EXPECT_THAT(service.Errors(), HasSubstr("ballastd listening on 127.0.0.1:"));
-}
-
-TEST(Ballastd, SavesEveryJobOnSigterm) {
-  const std::string checkpoints = testing::TempDir() + "ballastd_save_" + std::to_string(getpid());
-  Ballastd service(BALLASTD_PATH, {"--listen=127.0.0.1:0", "--checkpoint-dir=" + checkpoints});
-  CreateJob(service.Address(), "one");
-  CreateJob(service.Address(), "two");
-  service.Signal(SIGTERM);
-  EXPECT_EQ(service.ExitCode(), 0) << service.Errors();
-  EXPECT_TRUE(std::filesystem::exists(checkpoints + "/one/index.json"));
-  EXPECT_TRUE(std::filesystem::exists(checkpoints + "/two/master.safetensors"));
-  std::filesystem::remove_all(checkpoints);
-}
-
-TEST(Ballastd, ReportsWhatIsLostOnSigtermWithoutACheckpointDirectory) {
-  Ballastd service(BALLASTD_PATH, {"--listen=127.0.0.1:0"});
-  CreateJob(service.Address(), "one");
-  CreateJob(service.Address(), "two");
-  service.Signal(SIGTERM);
-  EXPECT_EQ(service.ExitCode(), 1);
-  EXPECT_THAT(service.Errors(),
-              AllOf(HasSubstr("lost job one at step 0"), HasSubstr("lost job two at step 0")));
-}
-
-TEST(Ballastd, ReportsWhyASaveOnSigtermFailed) {
-  Ballastd service(BALLASTD_PATH, {"--listen=127.0.0.1:0", "--checkpoint-dir=/proc/nowhere"});
-  CreateJob(service.Address(), "one");
-  service.Signal(SIGTERM);
-  EXPECT_EQ(service.ExitCode(), 1);
-  EXPECT_THAT(service.Errors(), AllOf(HasSubstr("lost job one"), HasSubstr("/proc/nowhere")));
 }
 
 // The rank of such a job, with its stream open.
@@ -184,6 +148,187 @@ void WaitUntilItDrains(const std::string& address) {
     status = jobs->CreateJob(&context, request, &job);
   } while (status.ok() || status.error_code() == grpc::StatusCode::ALREADY_EXISTS);
   EXPECT_EQ(status.error_code(), grpc::StatusCode::UNAVAILABLE) << status.error_message();
+}
+
+TEST(Ballastd, ExitsWithZeroOnSigtermWithoutJobs) {
+  Ballastd service(BALLASTD_PATH, {"--listen=127.0.0.1:0"});
+  ASSERT_NE(service.Address(), "") << service.Errors();
+  service.Signal(SIGTERM);
+  EXPECT_EQ(service.ExitCode(), 0) << service.Errors();
+  EXPECT_THAT(service.Errors(), HasSubstr("ballastd listening on 127.0.0.1:"));
+}
+
+TEST(Ballastd, SavesEveryJobOnSigterm) {
+  const std::string checkpoints = testing::TempDir() + "ballastd_save_" + std::to_string(getpid());
+  Ballastd service(BALLASTD_PATH, {"--listen=127.0.0.1:0", "--checkpoint-dir=" + checkpoints});
+  CreateJob(service.Address(), "one");
+  CreateJob(service.Address(), "two");
+  service.Signal(SIGTERM);
+  EXPECT_EQ(service.ExitCode(), 0) << service.Errors();
+  EXPECT_TRUE(std::filesystem::exists(checkpoints + "/one/index.json"));
+  EXPECT_TRUE(std::filesystem::exists(checkpoints + "/two/master.safetensors"));
+  std::filesystem::remove_all(checkpoints);
+}
+
+TEST(Ballastd, ReportsWhatIsLostOnSigtermWithoutACheckpointDirectory) {
+  Ballastd service(BALLASTD_PATH, {"--listen=127.0.0.1:0"});
+  CreateJob(service.Address(), "one");
+  CreateJob(service.Address(), "two");
+  service.Signal(SIGTERM);
+  EXPECT_EQ(service.ExitCode(), 1);
+  EXPECT_THAT(service.Errors(),
+              AllOf(HasSubstr("lost job one at step 0"), HasSubstr("lost job two at step 0")));
+}
+
+TEST(Ballastd, GoesOnAfterASaveOnSigtermThatFailed) {
+  const std::string checkpoints = testing::TempDir() + "ballastd_fail_" + std::to_string(getpid());
+  std::filesystem::remove_all(checkpoints);
+  Ballastd service(BALLASTD_PATH, {"--listen=127.0.0.1:0", "--checkpoint-dir=" + checkpoints});
+  const std::string address = service.Address();
+  CreateJob(address, "one");
+  std::filesystem::remove_all(checkpoints);
+  std::ofstream(checkpoints) << "in the way";
+  service.Signal(SIGTERM);
+  while (service.Errors().find("does not stop") == std::string::npos) {
+    ASSERT_TRUE(service.IsRunning()) << service.Errors();
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  EXPECT_THAT(service.Errors(),
+              AllOf(HasSubstr("not saved job one at step 0: "), HasSubstr(checkpoints)));
+  CreateJob(address, "two");  // It takes jobs and steps again.
+  Worker one(address, "one");
+  one.BeginAndWait(1);
+  one.EndStep(1);
+  std::filesystem::remove(checkpoints);
+  service.Signal(SIGTERM);
+  EXPECT_EQ(service.ExitCode(), 0) << service.Errors();
+  EXPECT_EQ(SavedStep(checkpoints + "/one"), 1);
+  EXPECT_EQ(SavedStep(checkpoints + "/two"), 0);
+  std::filesystem::remove_all(checkpoints);
+}
+
+TEST(Ballastd, FindsOutAtItsStartThatItCannotSave) {
+  for (const std::string directory : {"/proc/nowhere", "/dev/null/below"}) {
+    Ballastd service(BALLASTD_PATH, {"--listen=127.0.0.1:0", "--checkpoint-dir=" + directory});
+    EXPECT_EQ(service.Address(), "");
+    EXPECT_EQ(service.ExitCode(), 1);
+    const std::string errors = service.Errors();
+    EXPECT_THAT(errors,
+                HasSubstr("flag --checkpoint-dir=" + directory + ": no job could be saved"));
+    EXPECT_EQ(std::count(errors.begin(), errors.end(), '\n'), 1) << errors;
+  }
+}
+
+TEST(Ballastd, NeverReplacesAnEarlierJobsCheckpointByANewOnes) {
+  const std::string checkpoints = testing::TempDir() + "ballastd_young_" + std::to_string(getpid());
+  const std::vector<std::string> flags = {"--listen=127.0.0.1:0",
+                                          "--checkpoint-dir=" + checkpoints};
+  {
+    Ballastd service(BALLASTD_PATH, flags);
+    const std::string address = service.Address();
+    CreateJob(address, "one");
+    Worker one(address, "one");
+    one.BeginAndWait(1);
+    one.EndStep(1);
+    service.Signal(SIGTERM);
+    EXPECT_EQ(service.ExitCode(), 0) << service.Errors();
+  }
+  Ballastd service(BALLASTD_PATH, flags);
+  const std::string address = service.Address();
+  EXPECT_THAT(service.Errors(),
+              AllOf(HasSubstr("found a checkpoint of job one at step 1 in " + checkpoints + "/one"),
+                    HasSubstr("--resume=one")));
+  const auto state =
+      v1::StateService::NewStub(grpc::CreateChannel(address, grpc::InsecureChannelCredentials()));
+  v1::LoadJobRequest load;
+  load.set_name("jobs/one");
+  load.set_directory("one");
+  v1::LoadJobResponse loaded;
+  grpc::ClientContext too_early;
+  EXPECT_THAT(
+      state->LoadJob(&too_early, load, &loaded).error_message(),
+      AllOf(HasSubstr("there is no job one; this service began "),
+            HasSubstr("saved was step 1, in " + checkpoints + "/one"), HasSubstr("--resume=one")));
+  CreateJob(address, "one");  // Anew, as supervised workers would.
+  EXPECT_THAT(service.Errors(),
+              HasSubstr("job one is new; to go on from the checkpoint at step 1"));
+  service.Signal(SIGTERM);
+  while (service.Errors().find("does not stop") == std::string::npos) {
+    ASSERT_TRUE(service.IsRunning()) << service.Errors();
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  EXPECT_THAT(service.Errors(), HasSubstr("has a checkpoint of another job"));
+  EXPECT_EQ(SavedStep(checkpoints + "/one"), 1);
+
+  grpc::ClientContext context;
+  ASSERT_TRUE(state->LoadJob(&context, load, &loaded).ok());
+  EXPECT_EQ(loaded.step(), 1);
+  service.Signal(SIGTERM);
+  EXPECT_EQ(service.ExitCode(), 0) << service.Errors();
+  EXPECT_EQ(SavedStep(checkpoints + "/one"), 1);
+  std::filesystem::remove_all(checkpoints);
+}
+
+// As in `ballastd 2>&1 | tee log` and Ctrl-C, which ends tee too.
+TEST(Ballastd, SavesThoughNobodyReadsItsLogAnyMore) {
+  const std::string directory = testing::TempDir() + "ballastd_pipe_" + std::to_string(getpid());
+  std::filesystem::remove_all(directory);
+  std::filesystem::create_directories(directory);
+  const std::string pipe = directory + "/pipe";
+  ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
+  const int reader = open(pipe.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+  ASSERT_GE(reader, 0);
+  const pid_t pid = StartProcess(
+      {BALLASTD_PATH, "--listen=127.0.0.1:0", "--startup-benchmark=false",
+       "--port-file=" + directory + "/port", "--checkpoint-dir=" + directory + "/saved"},
+      directory + "/output", pipe);
+  ASSERT_GT(pid, 0);
+  std::string address;
+  while (address.empty()) {
+    address = ReadFile(directory + "/port");
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  CreateJob(address.substr(0, address.find('\n')), "one");
+  close(reader);
+  kill(pid, SIGINT);
+  EXPECT_EQ(AwaitProcess(pid), 0);
+  EXPECT_EQ(SavedStep(directory + "/saved/one"), 0);
+  std::filesystem::remove_all(directory);
+}
+
+TEST(Ballastd, DrainsWhenItsTerminalCloses) {
+  const std::string checkpoints = testing::TempDir() + "ballastd_hup_" + std::to_string(getpid());
+  Ballastd service(BALLASTD_PATH, {"--listen=127.0.0.1:0", "--drain-seconds=100000",
+                                   "--checkpoint-dir=" + checkpoints});
+  const std::string address = service.Address();
+  CreateJob(address, "one");
+  Worker one(address, "one");
+  one.BeginAndWait(1);
+  service.Signal(SIGHUP);
+  WaitUntilItDrains(address);
+  service.Signal(SIGHUP);  // The shell's, after the terminal's.
+  one.EndStep(1);
+  EXPECT_EQ(service.ExitCode(), 0) << service.Errors();
+  EXPECT_EQ(SavedStep(checkpoints + "/one"), 1);
+  std::filesystem::remove_all(checkpoints);
+}
+
+TEST(Ballastd, DoesNotWaitForAStepThatNobodyIsThereToFinish) {
+  const std::string checkpoints = testing::TempDir() + "ballastd_gone_" + std::to_string(getpid());
+  Ballastd service(BALLASTD_PATH, {"--listen=127.0.0.1:0", "--drain-seconds=100000",
+                                   "--checkpoint-dir=" + checkpoints});
+  const std::string address = service.Address();
+  CreateJob(address, "one");
+  {
+    Worker one(address, "one");
+    one.BeginAndWait(1);
+  }
+  service.Signal(SIGTERM);
+  EXPECT_EQ(service.ExitCode(), 0) << service.Errors();
+  EXPECT_THAT(service.Errors(),
+              AllOf(HasSubstr("aborted job one: step 1 had begun, and no worker is there"),
+                    HasSubstr("saved job one at step 0:")));
+  std::filesystem::remove_all(checkpoints);
 }
 
 TEST(Ballastd, LetsAStepInProgressEndAndSavesItOnSigterm) {
@@ -272,6 +417,8 @@ TEST(Ballastd, ListsItsFlags) {
   const std::string output = OutputOf(std::string(BALLASTD_PATH) + " --help");
   EXPECT_THAT(output, AllOf(HasSubstr("--listen"), HasSubstr("--shared_memory"),
                             HasSubstr("--self_benchmark")));
+  // Container runtimes kill after ten seconds.
+  EXPECT_THAT(output, testing::ContainsRegex("bounded\\.\\);[ \n]*default: [0-9];"));
 }
 
 TEST(Ballastd, MeasuresItsHostAndExits) {

@@ -238,7 +238,7 @@ TEST_F(MalformedInput, StateCallsNameWhatIsWrong) {
     grpc::ClientContext context;
     v1::SaveJobRequest request;
     request.set_name("jobs/tiny");
-    request.set_directory("relative");
+    request.set_directory("relative/path");
     v1::SaveJobResponse response;
     ExpectRefused(service_.state().SaveJob(&context, request, &response), Code::INVALID_ARGUMENT,
                   "a relative directory");

@@ -1,0 +1,337 @@
+#include "cpu_optimizer_service/state/checkpoint_index.h"
+
+#include <algorithm>
+#include <cmath>
+#include <nlohmann/json.hpp>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/escaping.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/step_settings.h"
+#include "cpu_optimizer_service/common/system/sha256.h"
+
+namespace ballast {
+namespace {
+
+using nlohmann::json;
+
+constexpr char kFormat[] = "ballast-checkpoint";
+constexpr int kVersion = 1;
+
+bool HasAmsgrad(const CheckpointIndex& index, const std::string& group) {
+  for (const CheckpointIndex::Group& candidate : index.groups) {
+    if (candidate.name == group) return candidate.hyper_parameters.amsgrad;
+  }
+  return false;
+}
+
+// SHA-256 over the index without its own checksum, as it is dumped: keys are sorted, numbers read
+// back the same.
+std::string Digest(json index) {
+  index.erase("sha256");
+  Sha256 sha256;
+  sha256.Add(index.dump(-1, ' ', false, json::error_handler_t::replace));
+  return sha256.Hex();
+}
+
+json ToJson(const HyperParameters& values) {
+  return {{"lr", values.lr},
+          {"beta1", values.beta1},
+          {"beta2", values.beta2},
+          {"eps", values.eps},
+          {"weight_decay", values.weight_decay},
+          {"decoupled_weight_decay", values.decoupled_weight_decay},
+          {"bias_correction", values.bias_correction},
+          {"amsgrad", values.amsgrad},
+          {"maximize", values.maximize}};
+}
+
+// JSON has no word for what is not finite.
+json DoubleToJson(double value) {
+  return std::isfinite(value) ? json(value) : json(absl::StrCat(value));
+}
+
+double DoubleFromJson(const json& value) {
+  double result = 0;
+  if (value.is_string() && absl::SimpleAtod(value.get<std::string>(), &result)) return result;
+  return value.get<double>();  // Throws for any other string.
+}
+
+json ToJson(const std::optional<StepRecord>& record) {
+  if (!record.has_value()) return nullptr;
+  json groups = json::array();
+  for (const HyperParameters& values : record->hyper_parameters) groups.push_back(ToJson(values));
+  const StepOutcome& outcome = record->outcome;
+  return {{"applied", outcome.decision.apply},
+          {"norm", DoubleToJson(outcome.decision.norm)},
+          {"clip_coefficient", DoubleToJson(outcome.decision.clip_coefficient)},
+          {"skip_reason", outcome.skip_reason},
+          {"unused_parameters", outcome.unused_parameters},
+          {"micro_steps", record->micro_steps},
+          {"loss_scale", record->loss_scale},
+          {"hyper_parameters", groups}};
+}
+
+HyperParameters HyperParametersFromJson(const json& values) {
+  HyperParameters result;
+  values.at("lr").get_to(result.lr);
+  values.at("beta1").get_to(result.beta1);
+  values.at("beta2").get_to(result.beta2);
+  values.at("eps").get_to(result.eps);
+  values.at("weight_decay").get_to(result.weight_decay);
+  values.at("decoupled_weight_decay").get_to(result.decoupled_weight_decay);
+  values.at("bias_correction").get_to(result.bias_correction);
+  values.at("amsgrad").get_to(result.amsgrad);
+  values.at("maximize").get_to(result.maximize);
+  return result;
+}
+
+std::optional<StepRecord> RecordFromJson(const json& text, uint64_t step) {
+  if (text.is_null()) return std::nullopt;
+  StepRecord record;
+  record.outcome.step = step;
+  text.at("applied").get_to(record.outcome.decision.apply);
+  record.outcome.decision.norm = DoubleFromJson(text.at("norm"));
+  record.outcome.decision.clip_coefficient = DoubleFromJson(text.at("clip_coefficient"));
+  text.at("skip_reason").get_to(record.outcome.skip_reason);
+  text.at("unused_parameters").get_to(record.outcome.unused_parameters);
+  text.at("micro_steps").get_to(record.micro_steps);
+  text.at("loss_scale").get_to(record.loss_scale);
+  for (const json& values : text.at("hyper_parameters")) {
+    record.hyper_parameters.push_back(HyperParametersFromJson(values));
+  }
+  return record;
+}
+
+bool TrainerStateIsSane(const std::string& hex) {
+  return hex.size() % 2 == 0 && hex.size() / 2 <= kMaxTrainerStateBytes &&
+         std::all_of(hex.begin(), hex.end(), absl::ascii_isxdigit);
+}
+
+bool LastStepIsSane(const CheckpointIndex& index) {
+  return !index.last_step.has_value() ||
+         (index.last_step->hyper_parameters.size() == index.groups.size() &&
+          index.last_step->outcome.unused_parameters.size() <= kRecordedNames);
+}
+
+// A count that a run could have reached, or -1.
+int64_t Count(const json& value) {
+  constexpr uint64_t kMax = uint64_t{1} << 53;
+  const bool sane = value.is_number_unsigned() && value.get<uint64_t>() <= kMax;
+  return sane ? value.get<int64_t>() : -1;
+}
+
+bool CountsAreSane(const CheckpointIndex& index) {
+  bool sane = index.step <= uint64_t{1} << 53;
+  for (const CheckpointIndex::Parameter& parameter : index.parameters) {
+    sane = sane && parameter.elements >= 0 && parameter.update_count >= 0;
+  }
+  return sane;
+}
+
+json ToJson(const CheckpointIndex& index) {
+  json groups = json::array();
+  for (const CheckpointIndex::Group& group : index.groups) {
+    groups.push_back({{"name", group.name}, {"hyper_parameters", ToJson(group.hyper_parameters)}});
+  }
+  json parameters = json::array();
+  for (const CheckpointIndex::Parameter& parameter : index.parameters) {
+    parameters.push_back({{"name", parameter.name},
+                          {"shape", parameter.shape},
+                          {"group", parameter.group},
+                          {"elements", parameter.elements},
+                          {"update_count", parameter.update_count}});
+  }
+  json files = json::object();
+  for (const auto& [plane, file] : index.files) {
+    files[std::string(Name(plane))] = {{"size_bytes", file.size_bytes}, {"sha256", file.sha256}};
+  }
+  return {{"format", kFormat},
+          {"version", kVersion},
+          {"job", index.job},
+          {"uid", index.uid},
+          {"step", index.step},
+          {"trainer_state", absl::BytesToHexString(index.trainer_state)},
+          {"last_step", ToJson(index.last_step)},
+          {"groups", groups},
+          {"files", files},
+          {"parameters", parameters}};
+}
+
+// Throws json::exception where a field is absent or of another type.
+CheckpointIndex IndexFromJson(const json& text) {
+  CheckpointIndex index;
+  text.at("job").get_to(index.job);
+  text.at("uid").get_to(index.uid);
+  index.step = static_cast<uint64_t>(Count(text.at("step")));
+  index.trainer_state = absl::HexStringToBytes(text.value("trainer_state", ""));
+  index.last_step = RecordFromJson(text.value("last_step", json()), index.step);
+  for (const json& group : text.at("groups")) {
+    index.groups.push_back(
+        {.name = group.at("name"),
+         .hyper_parameters = HyperParametersFromJson(group.at("hyper_parameters"))});
+  }
+  for (const json& parameter : text.at("parameters")) {
+    index.parameters.push_back({.name = parameter.at("name"),
+                                .shape = parameter.at("shape"),
+                                .group = parameter.at("group"),
+                                .elements = Count(parameter.at("elements")),
+                                .update_count = Count(parameter.at("update_count"))});
+  }
+  for (const Plane plane : PlanesOf(index)) {
+    const json& file = text.at("files").at(std::string(Name(plane)));
+    index.files[plane] = {.size_bytes = Count(file.at("size_bytes")), .sha256 = file.at("sha256")};
+  }
+  index.sha256 = text.at("sha256");
+  return index;
+}
+
+absl::StatusOr<std::string> ReadText(FileSystem& file_system, const std::string& directory,
+                                     int64_t most_bytes) {
+  const std::string path = IndexPath(directory);
+  if (!file_system.Exists(path)) {
+    return absl::NotFoundError(
+        absl::StrCat("there is no checkpoint in ", directory, ": it has no index.json"));
+  }
+  BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<ReadableFile> file, file_system.Open(path));
+  if (file->size_bytes() > most_bytes) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(path, " has ", file->size_bytes(), " bytes, where at most ", most_bytes,
+                     " are expected: it is of another job, or no index"));
+  }
+  std::string text(file->size_bytes(), '\0');
+  BALLAST_RETURN_IF_ERROR(
+      file->Read(0, absl::MakeSpan(reinterpret_cast<std::byte*>(text.data()), text.size())));
+  return text;
+}
+
+absl::Status CheckFormat(const json& index, const std::string& path) {
+  if (!index.is_object() || index.value("format", json()) != kFormat) {
+    return absl::DataLossError(absl::StrCat(path, " is not the index of a Ballast checkpoint"));
+  }
+  if (index.value("version", json()) != kVersion) {
+    return absl::FailedPreconditionError(absl::StrCat(path, " has format version ",
+                                                      index.value("version", json()).dump(),
+                                                      ", this service reads ", kVersion));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+std::string IndexPath(const std::string& directory) {
+  return absl::StrCat(directory, "/index.json");
+}
+
+std::string PlanePath(const std::string& directory, Plane plane) {
+  return absl::StrCat(directory, "/", Name(plane), ".safetensors");
+}
+
+// The parameters, by index, that have this plane.
+std::vector<int> ParametersWith(const CheckpointIndex& index, Plane plane) {
+  std::vector<int> parameters;
+  for (int i = 0; i < static_cast<int>(index.parameters.size()); ++i) {
+    if (plane != Plane::kMaxExpAvgSq || HasAmsgrad(index, index.parameters[i].group)) {
+      parameters.push_back(i);
+    }
+  }
+  return parameters;
+}
+
+std::vector<Plane> PlanesOf(const CheckpointIndex& index) {
+  std::vector<Plane> planes = {Plane::kMaster, Plane::kExpAvg, Plane::kExpAvgSq};
+  for (const CheckpointIndex::Group& group : index.groups) {
+    if (group.hyper_parameters.amsgrad) {
+      planes.push_back(Plane::kMaxExpAvgSq);
+      break;
+    }
+  }
+  return planes;
+}
+
+int64_t MostIndexBytes(const JobSpec& spec) {
+  constexpr int64_t kEscaped = 6;  // JSON writes a byte in up to as many.
+  constexpr int64_t kOfParameter = 256;
+  constexpr int64_t kOfDimension = 24;
+  constexpr int64_t kOfGroup = 2048;  // Its hyper-parameters, twice.
+  constexpr int64_t kOthers = int64_t{2} << 20;
+  int64_t longest = 0;
+  int64_t bytes = kOthers;
+  for (const GroupSpec& group : spec.groups) {
+    bytes += kOfGroup + kEscaped * static_cast<int64_t>(group.name.size());
+  }
+  for (const ParameterSpec& parameter : spec.layout.parameters) {
+    const auto name = static_cast<int64_t>(parameter.name.size());
+    longest = std::max(longest, name);
+    bytes += kOfParameter + kEscaped * name +
+             kOfDimension * static_cast<int64_t>(parameter.shape.size());
+    if (parameter.group >= 0 && parameter.group < static_cast<int>(spec.groups.size())) {
+      bytes += kEscaped * static_cast<int64_t>(spec.groups[parameter.group].name.size());
+    }
+  }
+  return bytes + static_cast<int64_t>(kRecordedNames + 1) * kEscaped * longest;
+}
+
+std::string ToText(const CheckpointIndex& index) {
+  json text = ToJson(index);
+  text["sha256"] = Digest(text);
+  return text.dump(1, ' ', false, json::error_handler_t::replace);
+}
+
+absl::StatusOr<CheckpointIndex> ReadIndex(FileSystem& file_system, const std::string& directory,
+                                          int64_t most_bytes) {
+  BALLAST_ASSIGN_OR_RETURN(const std::string text, ReadText(file_system, directory, most_bytes));
+  const std::string path = IndexPath(directory);
+  const json parsed = json::parse(text, nullptr, /*allow_exceptions=*/false);
+  BALLAST_RETURN_IF_ERROR(CheckFormat(parsed, path));
+  if (parsed.value("sha256", json()) != Digest(parsed)) {
+    return absl::DataLossError(
+        absl::StrCat(path, " does not match its own checksum; use another checkpoint"));
+  }
+  CheckpointIndex index;
+  try {
+    index = IndexFromJson(parsed);
+    if (!LastStepIsSane(index) || !TrainerStateIsSane(parsed.value("trainer_state", ""))) {
+      return absl::DataLossError(
+          absl::StrCat(path, " is damaged: what it says of its last step is not what one leaves"));
+    }
+  } catch (const json::exception&) {
+    return absl::DataLossError(
+        absl::StrCat(path, " is damaged: a field is absent or of another kind"));
+  }
+  if (!CountsAreSane(index)) {
+    return absl::DataLossError(absl::StrCat(path, " is damaged: a count is negative or absurd"));
+  }
+  for (const CheckpointIndex::Group& group : index.groups) {
+    BALLAST_RETURN_IF_ERROR(
+        Annotate(Validate(group.hyper_parameters), absl::StrCat(path, ", group ", group.name)));
+  }
+  return index;
+}
+
+absl::StatusOr<CheckpointFacts> ReadCheckpointFacts(FileSystem& file_system,
+                                                    const std::string& directory,
+                                                    int64_t most_bytes) {
+  BALLAST_ASSIGN_OR_RETURN(const std::string text, ReadText(file_system, directory, most_bytes));
+  const std::string path = IndexPath(directory);
+  // Lists and objects within the index, which are nearly all of it, are not kept.
+  const json::parser_callback_t keep = [](int depth, json::parse_event_t event, json&) {
+    const bool begins =
+        event == json::parse_event_t::object_start || event == json::parse_event_t::array_start;
+    return !begins || depth == 0;
+  };
+  const json parsed = json::parse(text, keep, /*allow_exceptions=*/false);
+  BALLAST_RETURN_IF_ERROR(CheckFormat(parsed, path));
+  const json job = parsed.value("job", json());
+  const json uid = parsed.value("uid", json());
+  const int64_t step = Count(parsed.value("step", json()));
+  if (!job.is_string() || !uid.is_string() || step < 0) {
+    return absl::DataLossError(absl::StrCat(path, " is damaged: it does not say whose it is"));
+  }
+  return CheckpointFacts{
+      .directory = directory, .job = job, .uid = uid, .step = static_cast<uint64_t>(step)};
+}
+
+}  // namespace ballast

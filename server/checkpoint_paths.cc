@@ -1,0 +1,57 @@
+#include "server/checkpoint_paths.h"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/job_spec.h"
+
+namespace ballast::server {
+namespace {
+
+// With room for the names of the files in it.
+constexpr size_t kMostPathBytes = 3500;
+
+// Connecting needs the right to write to the socket's file, and root may do anything.
+bool OnlyThisUserConnects(const std::string& socket) {
+  struct stat status;
+  return stat(socket.c_str(), &status) == 0 && status.st_uid == geteuid() &&
+         (status.st_mode & (S_IWGRP | S_IWOTH)) == 0;
+}
+
+}  // namespace
+
+bool CheckpointPaths::MayNamePaths(const std::string& peer) const {
+  if (allow_paths_) return true;
+  return absl::StartsWith(peer, "unix:") && !unix_sockets_.empty() &&
+         std::all_of(unix_sockets_.begin(), unix_sockets_.end(), OnlyThisUserConnects);
+}
+
+absl::StatusOr<std::string> CheckpointPaths::Resolve(const std::string& directory,
+                                                     const std::string& peer) const {
+  if (IsJobName(directory)) {
+    if (names_ != nullptr) return names_->PathOf(directory);
+    return absl::FailedPreconditionError(
+        absl::StrCat("'", directory,
+                     "' is a name under the service's --checkpoint-dir, and it has none; start "
+                     "ballastd with one, or give an absolute path on its host"));
+  }
+  if (!absl::StartsWith(directory, "/") || directory.size() > kMostPathBytes ||
+      directory.find('\0') != std::string::npos) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "directory is '", absl::Utf8SafeCEscape(directory.substr(0, 128)),
+        "'; give a name under the service's --checkpoint-dir (1 to 128 letters, digits, '.', '_' "
+        "or '-', beginning without '.'), or an absolute path on its host"));
+  }
+  if (MayNamePaths(peer)) return directory;
+  return absl::PermissionDeniedError(absl::StrCat(
+      "paths such as '", absl::Utf8SafeCEscape(directory.substr(0, 128)),
+      "' are taken only over a unix socket that nobody but the service's user can connect to, or "
+      "with ballastd --allow-paths; give a name under its --checkpoint-dir"));
+}
+
+}  // namespace ballast::server

@@ -1,0 +1,79 @@
+// `ballast save` against a service whose disk hangs, over a connection that is cut.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <future>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "absl/strings/numbers.h"
+#include "client/cli/cli_command.h"
+#include "tests/client/cutting_proxy.h"
+#include "tests/cpu_optimizer_service/job/slow_disk.h"
+#include "tests/server/tiny_job.h"
+
+namespace ballast::client::cli {
+namespace {
+
+using testing::AllOf;
+using testing::HasSubstr;
+using testing::Not;
+
+struct Said {
+  int exit_code = 0;
+  std::string output;
+  std::string error;
+};
+
+Said Ballast(std::vector<std::string> words, const std::string& service) {
+  words.push_back("--service=" + service);
+  Said said;
+  said.exit_code = Run(words, said.output, said.error);
+  return said;
+}
+
+TEST(CliSave, ACutConnectionIsSaidToBeOneAndTheSaveGoesOn) {
+  SlowDisk disk;
+  ServiceForTests service({.listen = {"127.0.0.1:0"}}, &disk);
+  server::CreateTinyJob(service, "tiny");
+  const std::string address = service.server().addresses()[0];
+  int port = 0;
+  ASSERT_TRUE(absl::SimpleAtoi(address.substr(address.rfind(':') + 1), &port));
+  auto proxy = std::make_unique<CuttingProxy>(port, std::deque<CuttingProxy::Budget>());
+  disk.HoldUp();
+  std::future<Said> save = std::async(std::launch::async, [target = proxy->target()] {
+    return Ballast({"save", "tiny", "/checkpoint"}, target);
+  });
+  disk.AwaitHeldUp();
+  proxy.reset();
+  const Said said = save.get();
+  EXPECT_EQ(said.exit_code, 1);
+  EXPECT_THAT(
+      said.error,
+      AllOf(HasSubstr("broke before it had answered"), HasSubstr("the service goes on with it"),
+            HasSubstr("`ballast job tiny`"), Not(HasSubstr("no service answers"))));
+
+  EXPECT_THAT(Ballast({"job", "tiny"}, address).output,
+              AllOf(HasSubstr("saving"), HasSubstr("step 0 to /checkpoint for ")));
+  disk.Release();
+  const std::shared_ptr<Job> job = service.engine().FindJob("tiny").value();
+  while (!job->Status().saves.empty()) std::this_thread::yield();
+  EXPECT_TRUE(disk.Exists("/checkpoint/index.json"));
+  EXPECT_THAT(Ballast({"job", "tiny"}, address).output, Not(HasSubstr("saving")));
+}
+
+TEST(CliSave, WithForceItReplacesAnotherJobsCheckpoint) {
+  SlowDisk disk;
+  ServiceForTests service({.listen = {"127.0.0.1:0"}}, &disk);
+  const std::string address = service.server().addresses()[0];
+  for (const char* name : {"one", "two"}) server::CreateTinyJob(service, name);
+  EXPECT_EQ(Ballast({"save", "one", "/checkpoint"}, address).exit_code, 0);
+  const Said refused = Ballast({"save", "two", "/checkpoint"}, address);
+  EXPECT_EQ(refused.exit_code, 1);
+  EXPECT_THAT(refused.error, HasSubstr("replace it with ballast save --force"));
+  EXPECT_EQ(Ballast({"save", "two", "/checkpoint", "--force"}, address).exit_code, 0);
+}
+
+}  // namespace
+}  // namespace ballast::client::cli
