@@ -14,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "cpu_optimizer_service/common/system/atomic_file.h"
+#include "cpu_optimizer_service/common/system/heap_settings.h"
 #include "cpu_optimizer_service/engine.h"
 #include "cpu_optimizer_service/host/topology.h"
 #include "cpu_optimizer_service/kernels/kernels.h"
@@ -93,6 +94,7 @@ int DrainAndReport(ballast::Engine& engine, ballast::server::Server& server,
 }  // namespace
 
 int main(int argc, char** argv) {
+  ballast::KeepHeapInOneArena();
   const absl::StatusOr<BallastdFlags> flags = ballast::server::ParseBallastdFlags(argc, argv);
   if (!flags.ok()) return Fail(flags.status(), 2);
   if (flags->self_benchmark) return PrintSelfBenchmark(*flags);
