@@ -7,6 +7,7 @@
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_ENGINE_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_ENGINE_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -15,6 +16,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "cpu_optimizer_service/host/arena.h"
 #include "cpu_optimizer_service/host/file_system.h"
 #include "cpu_optimizer_service/host/memory_budget.h"
@@ -32,16 +34,24 @@ struct EngineOptions {
   FileSystem* file_system = nullptr;
 };
 
+// A job of no parameters costs memory too, that no limit counts.
+inline constexpr size_t kMaxJobs = 1024;
+
 class Engine {
  public:
   explicit Engine(const EngineOptions& options);
   ~Engine();  // Waits for running updates; detaches all streams.
 
-  // ALREADY_EXISTS, INVALID_ARGUMENT, RESOURCE_EXHAUSTED (with needed, used and limit, before
-  // anything is allocated), UNAVAILABLE while draining.
+  // ALREADY_EXISTS, INVALID_ARGUMENT, RESOURCE_EXHAUSTED (kMaxJobs exist; or with needed, used and
+  // limit, before anything is allocated), UNAVAILABLE while draining. Allocates and touches the
+  // job's memory on the caller's thread. Asked for again with the same description while that goes
+  // on, which may take longer than a caller waits, it says what the first one says, and `done` is
+  // called by that one's thread; later it is ALREADY_EXISTS.
+  void CreateJob(JobSpec spec, Done<std::shared_ptr<Job>> done);
   absl::StatusOr<std::shared_ptr<Job>> CreateJob(JobSpec spec);
-  absl::StatusOr<std::shared_ptr<Job>> FindJob(const std::string& name) const;  // NOT_FOUND
-  std::vector<std::shared_ptr<Job>> ListJobs() const;                           // By name.
+  // NOT_FOUND. UNAVAILABLE: it is being created.
+  absl::StatusOr<std::shared_ptr<Job>> FindJob(const std::string& name) const;
+  std::vector<std::shared_ptr<Job>> ListJobs() const;  // By name.
   // NOT_FOUND. Waits for a decision and update under way (pending.h); the short form on the
   // caller's thread.
   Pending CloseJob(const std::string& name, Done<bool> done);
@@ -50,6 +60,9 @@ class Engine {
   // From now on BeginStep and CreateJob say UNAVAILABLE. Waits until no job has a step in progress,
   // at most `seconds`; true if that was reached.
   bool Drain(double seconds);
+
+  // Room for what a transport needs for a while. RESOURCE_EXHAUSTED. `what` names it: "job gpt2".
+  absl::StatusOr<MemoryBudget::Reservation> Reserve(int64_t bytes, absl::string_view what);
 
   const std::string& instance_id() const;
   const MemoryBudget& memory() const;
