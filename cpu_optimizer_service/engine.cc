@@ -3,10 +3,12 @@
 #include <atomic>
 #include <chrono>
 #include <map>
+#include <new>
 #include <optional>
 #include <random>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -21,6 +23,12 @@ namespace {
 // Planes that are saved and jobs that are loaded at once; further ones queue. A disk that hangs
 // holds up these threads only.
 constexpr size_t kDiskThreads = 16;
+
+absl::Status OutOfMemory(const std::string& job) {
+  return absl::ResourceExhaustedError(
+      absl::StrCat("the system has no memory for the tables of job ", job,
+                   "; see the limits of the service's process (ulimit -v)"));
+}
 
 std::string MakeInstanceId() {
   std::random_device random;
@@ -67,9 +75,20 @@ struct Engine::Impl {
   TaskPool tasks;
   HelperThreads disk_threads{kDiskThreads};
   const JobEnvironment environment;
+  struct Entry {
+    std::shared_ptr<JobImpl> job;
+    bool ready = false;  // It has its memory.
+    // Until then: who else wants it.
+    std::vector<Done<std::shared_ptr<Job>>> waiting;
+  };
+  // Enters a job that is not ready, or says why not. One of the same description that is being
+  // created takes `done` to tell it.
+  enum class Entered : uint8_t { kIsNew, kWaits };
+  absl::StatusOr<Entered> Enter(const std::shared_ptr<JobImpl>& job,
+                                Done<std::shared_ptr<Job>>& done);
+
   mutable Mutex mutex;
-  // Null while the job is being created.
-  std::map<std::string, std::shared_ptr<JobImpl>> jobs ABSL_GUARDED_BY(mutex);
+  std::map<std::string, Entry> jobs ABSL_GUARDED_BY(mutex);
 };
 
 Engine::Engine(const EngineOptions& options) : impl_(std::make_unique<Impl>(options)) {}
@@ -78,43 +97,93 @@ Engine::~Engine() {
   for (const std::shared_ptr<Job>& job : ListJobs()) CloseJob(job->spec().name).IgnoreError();
 }
 
-absl::StatusOr<std::shared_ptr<Job>> Engine::CreateJob(JobSpec spec) {
+absl::StatusOr<Engine::Impl::Entered> Engine::Impl::Enter(const std::shared_ptr<JobImpl>& job,
+                                                          Done<std::shared_ptr<Job>>& done) {
+  const std::string& name = job->spec().name;
+  MutexLock lock(mutex);
+  const auto found = jobs.find(name);
+  if (found == jobs.end()) {
+    if (jobs.size() >= kMaxJobs) {
+      return absl::ResourceExhaustedError(
+          absl::StrCat("the service has ", jobs.size(), " jobs, as many as it takes; close one"));
+    }
+    jobs[name].job = job;
+    return Entered::kIsNew;
+  }
+  if (found->second.ready) {
+    return absl::AlreadyExistsError(
+        absl::StrCat("job ", name, " exists; attach to it, close it, or choose another name"));
+  }
+  if (!(found->second.job->spec() == job->spec())) {
+    return absl::AlreadyExistsError(
+        absl::StrCat("job ", name,
+                     " is being created with another description; close it when it "
+                     "exists, or choose another name"));
+  }
+  found->second.waiting.push_back(std::move(done));
+  return Entered::kWaits;
+}
+
+void Engine::CreateJob(JobSpec spec, Done<std::shared_ptr<Job>> done) {
   if (impl_->draining.load()) {
-    return absl::UnavailableError("the service is stopping and takes no new jobs");
+    return std::move(done)(absl::UnavailableError("the service is stopping and takes no new jobs"));
   }
   const std::string name = spec.name;
+  auto job = [&]() -> absl::StatusOr<std::shared_ptr<JobImpl>> {
+    try {
+      return JobImpl::Describe({.uid = MakeJobUid(), .spec = std::move(spec)}, impl_->environment);
+    } catch (const std::bad_alloc&) {
+      return OutOfMemory(name);
+    }
+  }();
+  if (!job.ok()) return std::move(done)(job.status());
+  const absl::StatusOr<Impl::Entered> entered = impl_->Enter(*job, done);
+  if (!entered.ok()) return std::move(done)(entered.status());
+  if (*entered == Impl::Entered::kWaits) return;
+  const absl::Status status = [&] {
+    try {
+      return (*job)->Allocate();
+    } catch (const std::bad_alloc&) {
+      return OutOfMemory(name);
+    }
+  }();
+  std::vector<Done<std::shared_ptr<Job>>> waiting;
   {
     MutexLock lock(impl_->mutex);
-    if (!impl_->jobs.emplace(name, nullptr).second) {
-      return absl::AlreadyExistsError(
-          absl::StrCat("job ", name, " exists; attach to it, close it, or choose another name"));
-    }
+    const auto entry = impl_->jobs.find(name);
+    waiting.swap(entry->second.waiting);
+    entry->second.ready = status.ok();
+    if (!status.ok()) impl_->jobs.erase(entry);
   }
-  absl::StatusOr<std::shared_ptr<JobImpl>> job =
-      JobImpl::Create({.uid = MakeJobUid(), .spec = std::move(spec)}, impl_->environment);
-  MutexLock lock(impl_->mutex);
-  if (!job.ok()) {
-    impl_->jobs.erase(name);
-    return job.status();
+  waiting.push_back(std::move(done));
+  for (auto& tell : waiting) {
+    std::move(tell)(status.ok() ? absl::StatusOr<std::shared_ptr<Job>>(*job) : status);
   }
-  impl_->jobs[name] = *job;
-  return *job;
+}
+
+absl::StatusOr<std::shared_ptr<Job>> Engine::CreateJob(JobSpec spec) {
+  return Await<std::shared_ptr<Job>>(
+      [&](Done<std::shared_ptr<Job>> done) { CreateJob(std::move(spec), std::move(done)); });
 }
 
 absl::StatusOr<std::shared_ptr<Job>> Engine::FindJob(const std::string& name) const {
   MutexLock lock(impl_->mutex);
   const auto found = impl_->jobs.find(name);
-  if (found == impl_->jobs.end() || found->second == nullptr) {
+  if (found == impl_->jobs.end()) {
     return absl::NotFoundError(absl::StrCat("there is no job ", name, impl_->WhatBecameOf(name)));
   }
-  return found->second;
+  if (!found->second.ready) {
+    return absl::UnavailableError(
+        absl::StrCat("job ", name, " is being created; try again when it has its memory"));
+  }
+  return found->second.job;
 }
 
 std::vector<std::shared_ptr<Job>> Engine::ListJobs() const {
   std::vector<std::shared_ptr<Job>> jobs;
   MutexLock lock(impl_->mutex);
-  for (const auto& [name, job] : impl_->jobs) {
-    if (job != nullptr) jobs.push_back(job);
+  for (const auto& [name, entry] : impl_->jobs) {
+    if (entry.ready) jobs.push_back(entry.job);
   }
   return jobs;
 }
@@ -131,7 +200,7 @@ Pending Engine::CloseJob(const std::string& name, Done<bool> done) {
     if (closed.ok()) {
       MutexLock lock(impl_->mutex);
       const auto found = impl_->jobs.find(name);
-      if (found != impl_->jobs.end() && found->second == job) impl_->jobs.erase(found);
+      if (found != impl_->jobs.end() && found->second.job == job) impl_->jobs.erase(found);
     }
     job.reset();  // Its memory is free when the caller is told, unless a reader has it.
     std::move(done)(std::move(closed));
@@ -162,6 +231,10 @@ bool Engine::Drain(double seconds) {
 }
 
 void Engine::EndDrain() { impl_->draining.store(false); }
+
+absl::StatusOr<MemoryBudget::Reservation> Engine::Reserve(int64_t bytes, absl::string_view what) {
+  return impl_->budget.Reserve(bytes, what);
+}
 
 const std::string& Engine::instance_id() const { return impl_->instance_id; }
 const MemoryBudget& Engine::memory() const { return impl_->budget; }

@@ -7,6 +7,7 @@
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_ENGINE_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_ENGINE_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -15,6 +16,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "cpu_optimizer_service/host/arena.h"
 #include "cpu_optimizer_service/host/file_system.h"
 #include "cpu_optimizer_service/host/memory_budget.h"
@@ -35,15 +37,23 @@ struct EngineOptions {
   CheckpointDirectory* checkpoints = nullptr;
 };
 
+// A job of no parameters costs memory too, that no limit counts.
+inline constexpr size_t kMaxJobs = 1024;
+
 class Engine {
  public:
   explicit Engine(const EngineOptions& options);
   ~Engine();  // Waits for running updates; detaches all streams.
 
-  // ALREADY_EXISTS, INVALID_ARGUMENT, RESOURCE_EXHAUSTED (with needed, used and limit, before
-  // anything is allocated), UNAVAILABLE while draining.
+  // ALREADY_EXISTS, INVALID_ARGUMENT, RESOURCE_EXHAUSTED (kMaxJobs exist; or with needed, used and
+  // limit, before anything is allocated), UNAVAILABLE while draining. Allocates and touches the
+  // job's memory on the caller's thread. Asked for again with the same description while that goes
+  // on, which may take longer than a caller waits, it says what the first one says, and `done` is
+  // called by that one's thread; later it is ALREADY_EXISTS.
+  void CreateJob(JobSpec spec, Done<std::shared_ptr<Job>> done);
   absl::StatusOr<std::shared_ptr<Job>> CreateJob(JobSpec spec);
-  // NOT_FOUND, which says how a job of that name goes on that was saved.
+  // NOT_FOUND, which says how a job of that name goes on that was saved. UNAVAILABLE: it is being
+  // created.
   absl::StatusOr<std::shared_ptr<Job>> FindJob(const std::string& name) const;
   std::vector<std::shared_ptr<Job>> ListJobs() const;  // By name.
   // NOT_FOUND. Waits for a decision and update under way (pending.h); the short form on the
@@ -56,6 +66,9 @@ class Engine {
   bool Drain(double seconds);
   // Takes steps and jobs again, after a drain whose service does not stop.
   void EndDrain();
+
+  // Room for what a transport needs for a while. RESOURCE_EXHAUSTED. `what` names it: "job gpt2".
+  absl::StatusOr<MemoryBudget::Reservation> Reserve(int64_t bytes, absl::string_view what);
 
   const std::string& instance_id() const;
   const MemoryBudget& memory() const;

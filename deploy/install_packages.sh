@@ -14,7 +14,7 @@ packages=(
   libtbb-dev libhwloc-dev libhwy-dev libspdlog-dev nlohmann-json3-dev
   libgloo-dev libopenblas-pthread-dev
   # To test. PyTorch is not among them: tests/run.sh puts it into an environment of its own.
-  libgtest-dev libgmock-dev libbenchmark-dev python3 python3-numpy python3-venv
+  libgtest-dev libgmock-dev libbenchmark-dev python3 python3-numpy python3-venv python3-grpcio
 )
 
 die() {

@@ -388,6 +388,10 @@ template grpc::ByteBuffer SerializeControl(const v1::UploadWeightsRequest&);
 template grpc::ByteBuffer SerializeControl(const v1::UploadWeightsResponse&);
 template grpc::ByteBuffer SerializeControl(const v1::ReadWeightsRequest&);
 template grpc::ByteBuffer SerializeControl(const v1::ReadWeightsResponse&);
+template grpc::ByteBuffer SerializeControl(const v1::Job&);
+template grpc::ByteBuffer SerializeControl(const v1::AttachWorkerResponse&);
+template absl::StatusOr<v1::CreateJobRequest> ParseControl(const grpc::ByteBuffer&);
+template absl::StatusOr<v1::AttachWorkerRequest> ParseControl(const grpc::ByteBuffer&);
 template absl::StatusOr<v1::ReadWeightsRequest> ParseControl(const grpc::ByteBuffer&);
 template absl::StatusOr<v1::UploadWeightsResponse> ParseControl(const grpc::ByteBuffer&);
 

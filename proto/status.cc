@@ -1,8 +1,11 @@
 #include "proto/status.h"
 
+#include <google/protobuf/stubs/common.h>
+
 #include <string>
 
 #include "absl/strings/cord.h"
+#include "absl/strings/str_cat.h"
 #include "google/rpc/status.pb.h"
 
 namespace ballast::proto {
@@ -22,11 +25,28 @@ std::string Shortened(absl::string_view message) {
   return std::string(message.substr(0, end)) + "...";
 }
 
+// Without line ends, terminal sequences and the like, which names that are quoted may have; and as
+// UTF-8, as protobuf wants it.
+std::string OneLine(absl::string_view message) {
+  const bool is_utf8 = google::protobuf::internal::IsStructurallyValidUTF8(
+      message.data(), static_cast<int>(message.size()));
+  std::string line;
+  line.reserve(message.size());
+  for (const unsigned char c : message) {
+    if (c < 0x20 || c == 0x7f || (c >= 0x80 && !is_utf8)) {
+      absl::StrAppend(&line, "\\x", absl::Hex(c, absl::kZeroPad2));
+    } else {
+      line.push_back(static_cast<char>(c));
+    }
+  }
+  return line;
+}
+
 }  // namespace
 
 grpc::Status ToGrpc(const absl::Status& status) {
   if (status.ok()) return grpc::Status::OK;
-  const std::string message = Shortened(status.message());
+  const std::string message = Shortened(OneLine(status.message()));
   google::rpc::ErrorInfo info;
   info.set_reason(absl::StatusCodeToString(status.code()));
   info.set_domain(kDomain);

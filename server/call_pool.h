@@ -15,7 +15,9 @@
 #include <utility>
 
 #include "absl/status/statusor.h"
+#include "cpu_optimizer_service/common/system/heap_settings.h"
 #include "cpu_optimizer_service/host/helper_threads.h"
+#include "server/call_watch.h"
 
 namespace ballast::server {
 
@@ -53,6 +55,10 @@ inline constexpr size_t kMaxReaders = 256;
 // A trace blocks a thread until its steps are committed, and a job has one at a time.
 inline constexpr size_t kMaxTraces = 32;
 
+// Streams of training, uploads and readers of weights: room for every rank of large jobs. They have
+// no threads here; what one costs is gRPC's memory for it.
+inline constexpr size_t kMaxStreams = 8192;
+
 // A server's pools.
 struct CallPools {
   // Attaching, aborting, saving, loading, changing groups, and descriptions of jobs. Each
@@ -66,6 +72,9 @@ struct CallPools {
   // Summaries and planes are bound by the memory that updates need too, so a few threads are
   // enough. A reader that does not read takes none.
   CallPool readers{"calls that read state", 4, kMaxReaders};
+  CallPool streams{"streams of gradients and weights", 1, kMaxStreams};
+  // Of the calls that write answer after answer, those above among them.
+  CallWatch watch{[trimmer = std::make_shared<HeapTrimmer>()] { trimmer->Tick(); }};
 
   // Gives up a job on a thread of `creation`: the last reference frees the job's memory, which
   // takes about as long as touching it did.

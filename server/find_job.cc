@@ -23,6 +23,13 @@ absl::StatusOr<std::shared_ptr<Job>> FindJob(const Engine& engine, const std::st
   return job;
 }
 
+std::function<bool()> IsGone(const Engine& engine, const Job& job) {
+  return [&engine, name = job.spec().name, uid = job.uid()] {
+    const absl::StatusOr<std::shared_ptr<Job>> found = engine.FindJob(name);
+    return !found.ok() || (*found)->uid() != uid;
+  };
+}
+
 absl::StatusOr<FoundParameter> FindParameter(const Engine& engine, const std::string& name) {
   BALLAST_ASSIGN_OR_RETURN(const proto::ResourceName parsed, proto::ParseParameterName(name));
   BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<Job> job, engine.FindJob(parsed.job));

@@ -3,6 +3,7 @@
 #define BALLAST_SERVER_FIND_JOB_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -17,6 +18,9 @@ absl::StatusOr<std::shared_ptr<Job>> FindJob(const Engine& engine, const std::st
 // The same, and NOT_FOUND if the job's unique id is not `uid`: another job has the name now.
 absl::StatusOr<std::shared_ptr<Job>> FindJob(const Engine& engine, const std::string& name,
                                              const std::string& uid);
+
+// Whether the job has been closed by now. Cheap; keeps nothing of the job. The engine outlives it.
+std::function<bool()> IsGone(const Engine& engine, const Job& job);
 
 struct FoundParameter {
   std::shared_ptr<Job> job;

@@ -16,6 +16,7 @@
 #include "server/checkpoint_paths.h"
 #include "server/jobs/job_service.h"
 #include "server/jobs/state_service.h"
+#include "server/listener.h"
 #include "server/shared_memory/shared_memory_server.h"
 #include "server/train/seal_watch.h"
 #include "server/train/train_service.h"
@@ -48,11 +49,6 @@ void EnablePlugins() {
   });
 }
 
-std::string BoundText(const Address& address, int port) {
-  if (!address.unix_path.empty() || address.port != 0) return address.text;
-  return absl::StrCat(address.text.substr(0, address.text.rfind(':')), ":", port);
-}
-
 std::unique_ptr<SharedMemoryServer> StartSharedMemoryServer(const Engine& engine,
                                                             const ServerOptions& options) {
   if (!options.shared_memory) return nullptr;
@@ -73,7 +69,7 @@ struct Server::Impl {
         train_service(engine, pools),
         state_service(engine, pools, checkpoint_paths) {}
 
-  absl::Status Listen(const std::vector<Address>& parsed);
+  absl::Status Listen(const std::vector<Address>& parsed, int64_t memory_limit_bytes);
 
   const CheckpointPaths checkpoint_paths;
   std::unique_ptr<SharedMemoryServer> shared_memory_server;  // Nullable.
@@ -83,32 +79,33 @@ struct Server::Impl {
   StateService state_service;
   std::vector<std::string> addresses;
   std::unique_ptr<grpc::Server> grpc_server;
+  std::unique_ptr<Listener> listener;
   std::optional<SealWatch> seal_watch;
   std::once_flag shut_down;
 };
 
-absl::Status Server::Impl::Listen(const std::vector<Address>& parsed) {
+absl::Status Server::Impl::Listen(const std::vector<Address>& parsed, int64_t memory_limit_bytes) {
   grpc::ServerBuilder builder;
-  ConfigureTransport(builder);
-  std::vector<int> ports(parsed.size(), 0);
-  for (size_t i = 0; i < parsed.size(); ++i) {
-    builder.AddListeningPort(parsed[i].text, grpc::InsecureServerCredentials(), &ports[i]);
-  }
+  ConfigureTransport(builder, memory_limit_bytes);
+  auto acceptor = builder.experimental().AddExternalConnectionAcceptor(
+      grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD,
+      grpc::InsecureServerCredentials());
   builder.RegisterService(&job_service);
   builder.RegisterService(&train_service);
   builder.RegisterService(&state_service);
-  grpc_server = builder.BuildAndStart();
-  // gRPC reports an address that it cannot listen on by its port alone.
-  for (size_t i = 0; i < parsed.size(); ++i) {
-    if (ports[i] == 0) {
-      return absl::UnavailableError(absl::StrCat("cannot listen on ", parsed[i].text,
-                                                 ": it is taken, or not an address of this host; "
-                                                 "stop the other process or choose another"));
-    }
-    addresses.push_back(BoundText(parsed[i], ports[i]));
+  listener = std::make_unique<Listener>();
+  for (const Address& address : parsed) {
+    BALLAST_ASSIGN_OR_RETURN(addresses.emplace_back(), listener->Add(address));
   }
+  grpc_server = builder.BuildAndStart();
   if (grpc_server == nullptr) return absl::InternalError("gRPC could not start a server");
-  return absl::OkStatus();
+  return listener->Start(
+      [acceptor = std::shared_ptr(std::move(acceptor))](int connection) {
+        grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters parameters;
+        parameters.fd = connection;
+        acceptor->HandleNewConnection(&parameters);
+      },
+      [](const std::string& line) { spdlog::warn("{}", line); });
 }
 
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(Engine& engine,
@@ -125,7 +122,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(Engine& engine,
       // Without an address, only this process itself reaches the server.
       CheckpointPaths(engine.checkpoints(), options.allow_paths || addresses.empty(),
                       std::move(unix_sockets)));
-  BALLAST_RETURN_IF_ERROR(impl->Listen(addresses));
+  BALLAST_RETURN_IF_ERROR(impl->Listen(addresses, engine.memory().limit_bytes()));
   impl->seal_watch.emplace(engine, options.seal_deadline_seconds, options.seal_reminder_seconds);
   return std::unique_ptr<Server>(new Server(std::move(impl)));
 }
@@ -146,6 +143,7 @@ void Server::SetServing(bool serving) {
 
 void Server::Shutdown(double grace_seconds) {
   std::call_once(impl_->shut_down, [&] {
+    impl_->listener.reset();
     impl_->seal_watch.reset();  // No reminders to streams that are being cancelled.
     impl_->grpc_server->Shutdown(
         std::chrono::system_clock::now() +

@@ -5,6 +5,7 @@
 #include <grpcpp/server_builder.h>
 #include <spdlog/spdlog.h>
 
+#include <algorithm>
 #include <mutex>
 
 #include "cpu_optimizer_service/common/system/heap_settings.h"
@@ -22,6 +23,11 @@ constexpr int kMaxReadChunkBytes = 16 << 20;
 // minutes.
 constexpr int kMinPingIntervalMs = 10'000;
 
+// The service pings a silent connection too: a peer that is gone, or stopped, or reads nothing at
+// all is noticed within the two times together, and what its calls hold is freed.
+constexpr int kKeepaliveMs = 20'000;
+constexpr int kKeepaliveTimeoutMs = 20'000;
+
 // gRPC's own log lines name its source files; the service's say what an operator can do.
 void LogAtDebug(gpr_log_func_args* line) { spdlog::debug("grpc: {}", line->message); }
 
@@ -35,12 +41,27 @@ void ConfigureProcessForTransport() {
   });
 }
 
-void ConfigureTransport(grpc::ServerBuilder& builder) {
+int64_t MostBufferedBytes(int64_t memory_limit_bytes) {
+  return std::clamp(memory_limit_bytes / 8, int64_t{512} << 20, int64_t{8} << 30);
+}
+
+void ConfigureTransport(grpc::ServerBuilder& builder, int64_t memory_limit_bytes) {
   builder.SetMaxReceiveMessageSize(kMaxMessageBytes);
   builder.SetMaxSendMessageSize(kMaxMessageBytes);
   grpc::ResourceQuota quota("ballast");
   quota.SetMaxThreads(kMaxReflectionThreads);
+  quota.Resize(static_cast<size_t>(MostBufferedBytes(memory_limit_bytes)));
   builder.SetResourceQuota(quota);
+  // A compressed message has no bound: a MiB may become a GiB. Training data does not compress. A
+  // call that says that it compresses is refused, and should another bring such a message all the
+  // same, nothing inflates it.
+  builder.SetCompressionAlgorithmSupportStatus(GRPC_COMPRESS_GZIP, false);
+  builder.SetCompressionAlgorithmSupportStatus(GRPC_COMPRESS_DEFLATE, false);
+  builder.AddChannelArgument(GRPC_ARG_ENABLE_PER_MESSAGE_DECOMPRESSION, 0);
+  builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, kMaxStreamsOfConnection);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, kKeepaliveMs);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kKeepaliveTimeoutMs);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   // A port that another process listens on is an error, and not shared with it.
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS,

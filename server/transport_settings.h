@@ -2,6 +2,8 @@
 #ifndef BALLAST_SERVER_TRANSPORT_SETTINGS_H_
 #define BALLAST_SERVER_TRANSPORT_SETTINGS_H_
 
+#include <cstdint>
+
 namespace grpc {
 class ServerBuilder;
 }
@@ -19,8 +21,16 @@ inline constexpr int kMaxReflectionThreads = 16;
 // Sets heap and logging of the process; only the first call has an effect.
 void ConfigureProcessForTransport();
 
-// Sets message sizes, threads and channel arguments.
-void ConfigureTransport(grpc::ServerBuilder& builder);
+// What all connections together may hold in messages that have not been handled, of a service with
+// this memory limit for jobs. gRPC checks a message's size when it has it whole, and one may say
+// that it has 4 GiB: beyond this it first slows the senders down, then ends streams.
+int64_t MostBufferedBytes(int64_t memory_limit_bytes);
+
+// The streams that one connection may have. A client's further calls wait in the client.
+inline constexpr int kMaxStreamsOfConnection = 1024;
+
+// Sets message sizes, what is buffered, threads and channel arguments.
+void ConfigureTransport(grpc::ServerBuilder& builder, int64_t memory_limit_bytes);
 
 }  // namespace ballast::server
 

@@ -14,9 +14,7 @@ namespace {
 
 absl::StatusOr<Action> PrepareJobs(const Arguments& arguments) {
   return [](Service& service, bool json) -> absl::StatusOr<std::string> {
-    BALLAST_ASSIGN_OR_RETURN(
-        const v1::ListJobsResponse response,
-        service.Call(service.jobs(), &v1::JobService::Stub::ListJobs, v1::ListJobsRequest()));
+    BALLAST_ASSIGN_OR_RETURN(const v1::ListJobsResponse response, service.ListJobs());
     return json ? Dump(ToJson(response)) : JobsText(response);
   };
 }

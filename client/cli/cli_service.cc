@@ -48,10 +48,28 @@ absl::StatusOr<v1::Job> Service::GetJob(const std::string& job, bool with_parame
   return response;
 }
 
+absl::StatusOr<v1::ListJobsResponse> Service::ListJobs() {
+  v1::ListJobsRequest request;
+  v1::ListJobsResponse all;
+  do {
+    absl::StatusOr<v1::ListJobsResponse> page =
+        Call(jobs_, &v1::JobService::Stub::ListJobs, request);
+    if (!page.ok()) return page.status();
+    // Tokens rise with the names, so this ends.
+    if (!page->next_page_token().empty() && page->next_page_token() <= request.page_token()) {
+      return absl::InternalError(
+          "the service lists its jobs without an end; use the same versions");
+    }
+    request.set_page_token(page->next_page_token());
+    all.MergeFrom(*page);
+    all.set_next_page_token("");
+  } while (!request.page_token().empty());
+  return all;
+}
+
 absl::Status Service::SuggestJob(const absl::Status& status, const std::string& job) {
   if (!absl::IsNotFound(status)) return status;
-  const absl::StatusOr<v1::ListJobsResponse> response =
-      Call(jobs_, &v1::JobService::Stub::ListJobs, v1::ListJobsRequest());
+  const absl::StatusOr<v1::ListJobsResponse> response = ListJobs();
   if (!response.ok()) return status;
   std::vector<std::string> names;
   for (const v1::Job& there : response->jobs()) {

@@ -37,6 +37,8 @@ class Service {
     return response;
   }
 
+  // All of its pages.
+  absl::StatusOr<v1::ListJobsResponse> ListJobs();
   absl::StatusOr<v1::Job> GetJob(const std::string& job, bool with_parameters);
   // Calls `receive` for each part of a plane, in order; its first error ends the call.
   absl::Status ReadState(const v1::ReadStateRequest& request,

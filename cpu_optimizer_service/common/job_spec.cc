@@ -51,8 +51,13 @@ absl::Status Validate(const JobSpec& spec) {
   absl::flat_hash_set<absl::string_view> names;
   for (const GroupSpec& group : spec.groups) {
     if (group.name.empty() || group.name.find('/') != std::string::npos) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "group name '", group.name.substr(0, kMaxGroupNameBytes), "' is empty or holds a '/'"));
+    }
+    if (group.name.size() > kMaxGroupNameBytes) {
       return absl::InvalidArgumentError(
-          absl::StrCat("group name '", group.name, "' is empty or holds a '/'"));
+          absl::StrCat("group name '", group.name.substr(0, 64), "...' has ", group.name.size(),
+                       " bytes, of ", kMaxGroupNameBytes, " at most; give it a shorter one"));
     }
     if (!names.insert(group.name).second) {
       return absl::InvalidArgumentError(

@@ -2,6 +2,8 @@
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_JOB_SPEC_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_JOB_SPEC_H_
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -11,6 +13,10 @@
 #include "cpu_optimizer_service/common/layout.h"
 
 namespace ballast {
+
+// The most micro-steps that any step may have, whatever the job allows.
+inline constexpr uint32_t kMaxMicroSteps = 1 << 16;
+inline constexpr size_t kMaxGroupNameBytes = 256;
 
 // What happens to a parameter that no rank gave a gradient in any micro-step of a step.
 enum class UnusedPolicy : uint8_t {
@@ -41,12 +47,17 @@ struct JobSpec {
   LayoutSpec layout;      // group_count equals groups.size().
   double max_norm = 0.0;  // Clipping by global norm; 0: none.
   UnusedPolicy unused_policy = UnusedPolicy::kError;
-  // The most micro-steps that a step may have; 0: any number. With 1 no accumulators are allocated.
+  // The most micro-steps that a step may have; 0: kMaxMicroSteps. With 1 no accumulators are
+  // allocated.
   uint32_t max_micro_steps = 0;
   // kSpeculate asks for memory for second versions; where there is none, the job waits.
   UpdateMode update_mode = UpdateMode::kWait;
 
   bool operator==(const JobSpec&) const = default;
+
+  uint32_t most_micro_steps() const {
+    return max_micro_steps == 0 ? kMaxMicroSteps : std::min(max_micro_steps, kMaxMicroSteps);
+  }
 };
 
 // 1 to 128 letters, digits, '.', '_' or '-', beginning without '.': so it can also name a folder.

@@ -58,6 +58,20 @@ absl::Status CheckBounds(const LayoutSpec& spec) {
   return absl::OkStatus();
 }
 
+absl::Status CheckSizes(const ParameterSpec& parameter, int index) {
+  if (parameter.name.size() > kMaxParameterNameBytes) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "the name of parameter ", index, ", '", parameter.name.substr(0, 64), "...', has ",
+        parameter.name.size(), " bytes, of ", kMaxParameterNameBytes, " at most"));
+  }
+  if (parameter.shape.size() > kMaxDimensions) {
+    return absl::InvalidArgumentError(absl::StrCat("parameter ", parameter.name, " has ",
+                                                   parameter.shape.size(), " dimensions, of ",
+                                                   kMaxDimensions, " at most"));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status CheckRange(const PartitionRange& range, int world_size,
                         absl::Span<const int64_t> flat_elements) {
   const std::string where = absl::StrCat("partition range [", range.begin, ", ", range.end,
@@ -123,6 +137,7 @@ absl::StatusOr<Layout> Layout::Create(LayoutSpec spec) {
     if (parameter.name.empty()) {
       return absl::InvalidArgumentError(absl::StrCat("parameter ", index, " has no name"));
     }
+    BALLAST_RETURN_IF_ERROR(CheckSizes(parameter, index));
     if (parameter.name == "__metadata__") {  // Checkpoints could not hold it.
       return absl::InvalidArgumentError(
           absl::StrCat("parameter ", index, " is named __metadata__, which safetensors reserves"));

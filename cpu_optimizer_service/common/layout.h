@@ -13,6 +13,7 @@
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_LAYOUT_H_
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -33,6 +34,8 @@ inline constexpr int64_t kMaxFlatElements = int64_t{1} << 42;
 inline constexpr int64_t kMaxChunks = int64_t{1} << 20;
 inline constexpr int kMaxGroups = 4096;
 inline constexpr int64_t kMaxParameters = int64_t{1} << 20;
+inline constexpr size_t kMaxParameterNameBytes = 1024;
+inline constexpr size_t kMaxDimensions = 64;
 
 struct ParameterSpec {
   std::string name;            // Unique in the job, not empty.

@@ -16,7 +16,7 @@
 namespace ballast {
 namespace {
 
-// The pool of several nodes, and its node, that the calling thread works for now.
+// The pool, and its node, that the calling thread works for now.
 struct Place {
   const void* pool = nullptr;
   int node = -1;
@@ -70,16 +70,16 @@ class Binding : public tbb::task_scheduler_observer {
   std::atomic<bool>& failed_;
 };
 
-// One ForEach over several nodes. Each node's workers take the indices of its share one by one.
-struct NodeLoop {
+// One ForEach. Each node's workers take the indices of its share one by one.
+struct Loop {
   struct Share {
     std::atomic<int64_t> next = 0;
     int64_t end = 0;
-    std::atomic<bool> begun = false;  // By a worker of the node, which will go on to the end.
   };
 
-  NodeLoop(absl::FunctionRef<void(int64_t)> body, int64_t count, const std::vector<int64_t>& ends)
-      : body(body), shares(ends.size()), remaining(count) {
+  Loop(std::function<void(int64_t)> body, std::function<void()> then, int64_t count,
+       const std::vector<int64_t>& ends)
+      : body(std::move(body)), then(std::move(then)), shares(ends.size()), remaining(count) {
     int64_t begin = 0;
     for (size_t node = 0; node < ends.size(); ++node) {
       shares[node].next = begin;
@@ -87,36 +87,37 @@ struct NodeLoop {
       begin = ends[node];
     }
   }
-  ~NodeLoop() { edge.Acquire(); }  // The last one frees what all have used.
+  ~Loop() { edge.Acquire(); }  // The last one frees what all have used.
 
   // False if no index is left.
   bool RunOne(Share& share) {
     const int64_t index = share.next.fetch_add(1, std::memory_order_relaxed);
     if (index >= share.end) return false;
     body(index);
-    MutexLock lock(mutex);
-    if (--remaining == 0) done.NotifyAll();
-    return true;
+    edge.Release();
+    if (remaining.fetch_sub(1, std::memory_order_acq_rel) > 1) return true;
+    edge.Acquire();
+    body = nullptr;  // What it keeps alive goes first.
+    std::exchange(then, nullptr)();
+    return false;
   }
   void RunAll(Share& share) {
-    share.begun.store(true, std::memory_order_relaxed);
     while (RunOne(share)) continue;
   }
-  // What no thread has begun, so that no task waits for a worker that waits for this task.
-  void RunUntilBegun(Share& share) {
-    while (!share.begun.load(std::memory_order_relaxed) && RunOne(share)) continue;
-  }
-  void Wait() {
-    MutexLock lock(mutex);
-    while (remaining > 0) done.Wait(mutex);
+  // False if no index is left.
+  bool RunSlice(Share& share) {
+    const auto end = std::chrono::steady_clock::now() + TaskPool::kSlice;
+    while (RunOne(share)) {
+      if (std::chrono::steady_clock::now() >= end) return true;
+    }
+    return false;
   }
 
-  const absl::FunctionRef<void(int64_t)> body;  // Not called once all indices are taken.
+  std::function<void(int64_t)> body;  // Not called once all indices are taken, nor is the next.
+  std::function<void()> then;
   std::vector<Share> shares;
+  std::atomic<int64_t> remaining;  // Not done yet.
   TsanEdge edge;
-  Mutex mutex;
-  CondVar done;
-  int64_t remaining ABSL_GUARDED_BY(mutex);
 };
 
 }  // namespace
@@ -141,8 +142,10 @@ struct TaskPool::Impl {
     }
   }
 
-  // The place of a task that runs on `node`.
-  Place PlaceOf(int node) const { return nodes.size() == 1 ? Place() : Place{this, node}; }
+  // Queues a loop's worker.
+  void Work(TaskPool& pool, std::shared_ptr<Loop> loop, int node);
+  std::shared_ptr<Loop> StartLoop(TaskPool& pool, int64_t count, std::function<void(int64_t)> body,
+                                  std::function<void()> then);
   // The first of `count` indices that does not belong to `node` or one before it.
   int64_t EndOf(size_t node, int64_t count) const {
     return (count * threads_up_to[node] + threads_up_to.back() - 1) / threads_up_to.back();
@@ -170,6 +173,8 @@ TaskPool::~TaskPool() {
 
 int TaskPool::nodes() const { return static_cast<int>(impl_->nodes.size()); }
 
+int TaskPool::threads_of(int node) const { return impl_->nodes[node]->threads; }
+
 int TaskPool::NodeOf(int64_t index, int64_t count) const {
   int node = 0;
   while (index >= impl_->EndOf(node, count)) ++node;
@@ -193,7 +198,7 @@ void TaskPool::Start(std::function<void()> task, int node) {
     node = static_cast<int>(impl_->next_node.fetch_add(1) % impl_->nodes.size());
   }
   impl_->nodes[node]->arena.enqueue([impl = impl_.get(), started, node] {
-    const ScopedPlace place(impl->PlaceOf(node));
+    const ScopedPlace place({impl, node});
     started->edge.Acquire();
     started->task();
     started->task = nullptr;  // What it owns goes before the pool may: TBB keeps the lambda longer.
@@ -203,40 +208,68 @@ void TaskPool::Start(std::function<void()> task, int node) {
   });
 }
 
-void TaskPool::ForEach(int64_t count, absl::FunctionRef<void(int64_t)> body) {
-  if (count <= 0) return;
-  if (nodes() == 1) {
-    impl_->nodes[0]->arena.execute([&] { ParallelFor(count, body); });
-    return;
-  }
-  std::vector<int64_t> ends;
-  for (size_t node = 0; node < impl_->nodes.size(); ++node) {
-    ends.push_back(impl_->EndOf(node, count));
-  }
-  auto loop = std::make_shared<NodeLoop>(body, count, ends);
-  for (int node = 0; node < nodes(); ++node) {
-    NodeLoop::Share& share = loop->shares[node];
-    const int64_t elements = share.end - share.next.load(std::memory_order_relaxed);
-    const int64_t workers = std::min<int64_t>(impl_->nodes[node]->threads, elements);
-    for (int64_t worker = 0; worker < workers; ++worker) {
-      // Counted as running: the pool must not end before TBB has let go of them.
-      Start(
-          [loop, node] {
-            loop->RunAll(loop->shares[node]);
-            loop->edge.Release();
-          },
-          node);
-    }
-  }
-  if (const Place here = this_place; impl_->IsOurs(here)) {
-    loop->RunAll(loop->shares[here.node]);
-    for (NodeLoop::Share& share : loop->shares) loop->RunUntilBegun(share);
-  }
-  loop->Wait();
-  loop->edge.Release();
+void TaskPool::Impl::Work(TaskPool& pool, std::shared_ptr<Loop> loop, int node) {
+  pool.Start(
+      [this, &pool, loop = std::move(loop), node] {
+        const bool more = loop->RunSlice(loop->shares[node]);
+        loop->edge.Release();
+        // Counted as running before this one ends: the pool cannot be gone.
+        if (more) Work(pool, loop, node);
+      },
+      node);
 }
 
-int TaskPool::CurrentNode() const { return impl_->IsOurs(this_place) ? this_place.node : -1; }
+std::shared_ptr<Loop> TaskPool::Impl::StartLoop(TaskPool& pool, int64_t count,
+                                                std::function<void(int64_t)> body,
+                                                std::function<void()> then) {
+  std::vector<int64_t> ends;
+  for (size_t node = 0; node < nodes.size(); ++node) ends.push_back(EndOf(node, count));
+  auto loop = std::make_shared<Loop>(std::move(body), std::move(then), count, ends);
+  for (int node = 0; node < static_cast<int>(nodes.size()); ++node) {
+    const int64_t indices = ends[node] - (node == 0 ? 0 : ends[node - 1]);
+    const int64_t workers = std::min<int64_t>(nodes[node]->threads, indices);
+    for (int64_t worker = 0; worker < workers; ++worker) Work(pool, loop, node);
+  }
+  return loop;
+}
+
+void TaskPool::ForEach(int64_t count, std::function<void(int64_t)> body,
+                       std::function<void()> then) {
+  if (count <= 0) return Start(std::move(then));
+  impl_->StartLoop(*this, count, std::move(body), std::move(then));
+}
+
+void TaskPool::ForEach(int64_t count, absl::FunctionRef<void(int64_t)> body) {
+  if (count <= 0) return;
+  // Shared with the worker that ends it, which may still hold it when this one goes on.
+  struct End {
+    TsanEdge edge;
+    Mutex mutex;
+    CondVar changed;
+    bool reached ABSL_GUARDED_BY(mutex) = false;
+  };
+  auto end = std::make_shared<End>();
+  const std::shared_ptr<Loop> loop = impl_->StartLoop(
+      *this, count, [body](int64_t index) { body(index); },
+      [end] {
+        end->edge.Release();
+        MutexLock lock(end->mutex);
+        end->reached = true;
+        end->changed.NotifyAll();
+      });
+  if (const Place here = this_place; impl_->IsOurs(here)) {
+    loop->RunAll(loop->shares[here.node]);
+    for (Loop::Share& share : loop->shares) loop->RunAll(share);
+    loop->edge.Release();
+  }
+  MutexLock lock(end->mutex);
+  while (!end->reached) end->changed.Wait(end->mutex);
+  end->edge.Acquire();
+}
+
+int TaskPool::CurrentNode() const {
+  return nodes() > 1 && impl_->IsOurs(this_place) ? this_place.node : -1;
+}
 
 bool TaskPool::bound() const { return !impl_->binding_failed.load(std::memory_order_relaxed); }
 

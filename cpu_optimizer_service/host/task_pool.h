@@ -3,6 +3,7 @@
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_HOST_TASK_POOL_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_HOST_TASK_POOL_H_
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -14,12 +15,19 @@ namespace ballast {
 
 // Thread-safe. Tasks do not throw.
 //
+// Every task gets its turn soon, whatever else there is: tasks begin in the order of Start, and a
+// loop over many indices gives up its threads after a slice of some milliseconds and queues again
+// behind what has come meanwhile.
+//
 // Where there are several nodes each thread is bound to one of them, and index i of `count` belongs
 // to node NodeOf(i, count): each node's share is that of its threads. Memory that is touched and
 // worked on by the same indices is so always near to the threads that use it.
 class TaskPool {
  public:
   static constexpr int kAnyNode = -1;
+  // So long a worker works for one loop or queue (task_queue.h) before others have their turn: a
+  // few chunks.
+  static constexpr std::chrono::milliseconds kSlice{2};
 
   // `threads` workers; 0: one per processor that this process may use.
   explicit TaskPool(int threads, const Topology& topology = MachineTopology());
@@ -27,13 +35,16 @@ class TaskPool {
 
   int threads() const { return threads_; }
   int nodes() const;
+  int threads_of(int node) const;
   int NodeOf(int64_t index, int64_t count) const;
 
   // Runs `task` on a worker, of `node` if that is given, soon; does not wait.
   void Start(std::function<void()> task, int node = kAnyNode);
-  // Runs body(0) ... body(count - 1), spread over the workers, and waits for them. May be called
-  // from within a task; only then, and only where another node has no worker free to begin, does
-  // that task's own thread run what belongs there, so that tasks never wait for one another.
+  // Runs body(0) ... body(count - 1), spread over the workers, and then `then`, on one of them;
+  // does not wait. For tasks, which must not block their thread.
+  void ForEach(int64_t count, std::function<void(int64_t)> body, std::function<void()> then);
+  // The same, and waits. Called from within a task, that task's own thread runs what no other has
+  // begun, whichever node it belongs to, so that tasks never wait for one another.
   void ForEach(int64_t count, absl::FunctionRef<void(int64_t)> body);
 
   // With several nodes: the one whose worker calls; -1 for a thread that is none of ours, and with

@@ -21,7 +21,7 @@ void JobImpl::StartDecisionIfDue() {
   if (gate_.Ask(Admission::kDecide) != Answer::kGranted) return;
   gate_.StartDeciding();
   RunAfter([self = Self()]() mutable {
-    TaskPool& tasks = *self->environment_.tasks;
+    TaskQueue& tasks = self->tasks_;
     tasks.Start([self = std::move(self)] { self->RunDecision(); });
   });
 }
@@ -36,10 +36,18 @@ void JobImpl::RunDecision() {
     claimed = sums_.ClaimAll();
   }
   if (std::find(claimed.begin(), claimed.end(), true) != claimed.end()) {
-    environment_.tasks->ForEach(chunks, [&](int64_t chunk) {
-      if (claimed[chunk]) ComputeSums(step, static_cast<int>(chunk), nullptr);
-    });
+    environment_.tasks->ForEach(
+        chunks,
+        [self = Self(), step, claimed = std::move(claimed)](int64_t chunk) {
+          if (claimed[chunk]) self->ComputeSums(step, static_cast<int>(chunk), nullptr);
+        },
+        [self = Self()] { self->DecideWhenComputed(); });
+    return;
   }
+  DecideWhenComputed();
+}
+
+void JobImpl::DecideWhenComputed() {
   // What other tasks still compute is waited for in the gate. The last of them gives the turn, so
   // this goes on on a thread of the engine's.
   Section section(*this);
@@ -147,9 +155,18 @@ void JobImpl::CarryOut(UpdatePlan plan) {
                                                        ? absl::Span<const int>()
                                                        : plan.speculation.dropped[rank]);
   }
-  if (plan.outcome.decision.apply) UpdateChunks(plan);
-  plan.weights_in_place.clear();
-  Commit(std::move(plan));
+  if (!plan.outcome.decision.apply) return Commit(std::move(plan));
+  store_->Publish(plan.speculation.published, plan.update.step);
+  if (plan.speculation.chunks_left == 0) return Commit(std::move(plan));
+  // Ascending: backward ends with the first layers, so the first chunks' gradients are those that
+  // caches may still have; and a chunk's index is what leads it to its NUMA node.
+  const auto shared = std::make_shared<UpdatePlan>(std::move(plan));
+  environment_.tasks->ForEach(
+      static_cast<int64_t>(layout_.chunks().size()),
+      [self = Self(), shared](int64_t chunk) {
+        self->CarryOutChunk(*shared, static_cast<int>(chunk));
+      },
+      [self = Self(), shared] { self->Commit(std::move(*shared)); });
 }
 
 int64_t JobImpl::WeightBytes(int index) const {
@@ -180,23 +197,16 @@ WeightBuffer JobImpl::BufferFor(const UpdatePlan& plan, int index) {
   return place ? std::move(place) : weight_buffers_->TryTake(WeightBytes(index));
 }
 
-void JobImpl::UpdateChunks(const UpdatePlan& plan) {
+void JobImpl::CarryOutChunk(const UpdatePlan& plan, int chunk) {
   using Left = Speculation::Settled::Left;
-  store_->Publish(plan.speculation.published, plan.update.step);
-  if (plan.speculation.chunks_left == 0) return;
-  // Ascending: backward ends with the first layers, so the first chunks' gradients are those that
-  // caches may still have; and a chunk's index is what leads it to its NUMA node.
-  environment_.tasks->ForEach(static_cast<int64_t>(layout_.chunks().size()), [&](int64_t index) {
-    const int chunk = static_cast<int>(index);
-    switch (plan.speculation.left.empty() ? Left::kUpdate : plan.speculation.left[chunk]) {
-      case Left::kUpdate:
-        return ApplyToChunk(plan, chunk);
-      case Left::kSend:
-        return SendPublishedWeights(plan, chunk);
-      case Left::kNothing:
-        return;
-    }
-  });
+  switch (plan.speculation.left.empty() ? Left::kUpdate : plan.speculation.left[chunk]) {
+    case Left::kUpdate:
+      return ApplyToChunk(plan, chunk);
+    case Left::kSend:
+      return SendPublishedWeights(plan, chunk);
+    case Left::kNothing:
+      return;
+  }
 }
 
 void JobImpl::SendPublishedWeights(const UpdatePlan& plan, int index) {
@@ -230,6 +240,7 @@ void JobImpl::ApplyToChunk(const UpdatePlan& plan, int index) {
 }
 
 void JobImpl::Commit(UpdatePlan plan) {
+  plan.weights_in_place.clear();
   Section section(*this);
   const auto* decided = std::get_if<DecidedStep>(&step_);
   Check(decided != nullptr, "only a decided step is committed");

@@ -35,7 +35,8 @@ int64_t TableBytes(const JobSpec& spec, const Layout& layout) {
   int64_t bytes = 384 * static_cast<int64_t>(layout.chunks().size()) + 512 * layout.world_size();
   bytes += static_cast<int64_t>(kRecentSteps * sizeof(HyperParameters) * spec.groups.size());
   for (const ParameterSpec& parameter : spec.layout.parameters) {
-    bytes += 512 + 3 * static_cast<int64_t>(parameter.name.size() + 8 * parameter.shape.size());
+    bytes += 512 + static_cast<int64_t>(kMaxUsedSets / 8) +
+             3 * static_cast<int64_t>(parameter.name.size() + 8 * parameter.shape.size());
   }
   return bytes;
 }
@@ -72,13 +73,11 @@ MemoryNeed NeedOf(const JobSpec& spec, const Layout& layout) {
   return need;
 }
 
-absl::StatusOr<std::shared_ptr<JobImpl>> JobImpl::Create(JobIdentity identity,
-                                                         const JobEnvironment& environment) {
+absl::StatusOr<std::shared_ptr<JobImpl>> JobImpl::Describe(JobIdentity identity,
+                                                           const JobEnvironment& environment) {
   BALLAST_RETURN_IF_ERROR(Validate(identity.spec));
   BALLAST_ASSIGN_OR_RETURN(Layout layout, Layout::Create(identity.spec.layout));
-  std::shared_ptr<JobImpl> job(new JobImpl(std::move(identity), std::move(layout), environment));
-  BALLAST_RETURN_IF_ERROR(job->Allocate());
-  return job;
+  return std::shared_ptr<JobImpl>(new JobImpl(std::move(identity), std::move(layout), environment));
 }
 
 JobImpl::JobImpl(JobIdentity identity, Layout layout, const JobEnvironment& environment)
@@ -86,6 +85,7 @@ JobImpl::JobImpl(JobIdentity identity, Layout layout, const JobEnvironment& envi
       layout_(std::move(layout)),
       environment_(environment),
       need_(NeedOf(identity_.spec, layout_)),
+      tasks_(*environment_.tasks),
       gate_(layout_.world_size()),
       ranks_(layout_.world_size()),
       first_weights_(static_cast<int64_t>(layout_.chunks().size())),
@@ -101,16 +101,33 @@ JobImpl::JobImpl(JobIdentity identity, Layout layout, const JobEnvironment& envi
 }
 
 absl::Status JobImpl::Allocate() {
-  const std::string owner = absl::StrCat("job ", spec().name);
-  absl::StatusOr<MemoryBudget::Reservation> reservation =
-      environment_.budget->Reserve(need_.total_bytes(), owner);
-  if (!reservation.ok() && need_.speculation_bytes > 0) {
-    speculation_refused_ = std::string(reservation.status().message());
+  absl::Status status = AllocateParts();
+  if (absl::IsResourceExhausted(status) && need_.speculation_bytes > 0) {
+    // Without second versions, then. Also where the budget has room and the system has none: it
+    // limits the process's address space (ulimit -v), say.
+    speculation_refused_ = std::string(status.message());
     need_.speculation_bytes = 0;
-    reservation = environment_.budget->Reserve(need_.total_bytes(), owner);
+    status = AllocateParts();
   }
-  if (!reservation.ok()) return reservation.status();
-  reservation_ = *std::move(reservation);
+  BALLAST_RETURN_IF_ERROR(status);
+  // A task, because a buffer may come back anywhere, under whatever lock.
+  const auto start_parked = [weak = weak_from_this()] {
+    auto self = std::static_pointer_cast<JobImpl>(weak.lock());
+    if (self == nullptr) return;
+    TaskQueue& tasks = self->tasks_;
+    tasks.Start([self = std::move(self)] { self->StartParked(); });
+  };
+  weight_buffers_ = WeightBufferPool::Create(WeightBufferBytes(spec(), layout_),
+                                             WeightBufferCount(layout_), start_parked);
+  return absl::OkStatus();
+}
+
+absl::Status JobImpl::AllocateParts() {
+  const std::string owner = absl::StrCat("job ", spec().name);
+  gradients_.reset();
+  store_.reset();
+  reservation_ = {};
+  BALLAST_ASSIGN_OR_RETURN(reservation_, environment_.budget->Reserve(need_.total_bytes(), owner));
   BALLAST_ASSIGN_OR_RETURN(store_,
                            ChunkStore::Create(layout_,
                                               {.planes = PlanesByGroup(spec()),
@@ -120,15 +137,6 @@ absl::Status JobImpl::Allocate() {
                                               *environment_.arenas));
   BALLAST_ASSIGN_OR_RETURN(gradients_,
                            GradientStore::Create(spec(), layout_, *environment_.arenas));
-  // A task, because a buffer may come back anywhere, under whatever lock.
-  const auto start_parked = [weak = weak_from_this()] {
-    auto self = std::static_pointer_cast<JobImpl>(weak.lock());
-    if (self == nullptr) return;
-    TaskPool& tasks = *self->environment_.tasks;
-    tasks.Start([self = std::move(self)] { self->StartParked(); });
-  };
-  weight_buffers_ = WeightBufferPool::Create(WeightBufferBytes(spec(), layout_),
-                                             WeightBufferCount(layout_), start_parked);
   return absl::OkStatus();
 }
 

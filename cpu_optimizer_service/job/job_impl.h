@@ -28,6 +28,7 @@
 #include "cpu_optimizer_service/host/helper_threads.h"
 #include "cpu_optimizer_service/host/memory_budget.h"
 #include "cpu_optimizer_service/host/task_pool.h"
+#include "cpu_optimizer_service/host/task_queue.h"
 #include "cpu_optimizer_service/job/first_weights.h"
 #include "cpu_optimizer_service/job/gate.h"
 #include "cpu_optimizer_service/job/job.h"
@@ -58,8 +59,11 @@ struct JobEnvironment {
 
 class JobImpl : public Job {
  public:
-  static absl::StatusOr<std::shared_ptr<JobImpl>> Create(JobIdentity identity,
-                                                         const JobEnvironment& environment);
+  // A job without its memory: INVALID_ARGUMENT says why there can be none. Nothing is called but
+  // spec() and layout() before Allocate.
+  static absl::StatusOr<std::shared_ptr<JobImpl>> Describe(JobIdentity identity,
+                                                           const JobEnvironment& environment);
+  absl::Status Allocate();
 
   using Job::AbortStep;
   using Job::Attach;
@@ -133,10 +137,11 @@ class JobImpl : public Job {
   };
 
   JobImpl(JobIdentity identity, Layout layout, const JobEnvironment& environment);
-  absl::Status Allocate();
   std::shared_ptr<JobImpl> Self() { return std::static_pointer_cast<JobImpl>(shared_from_this()); }
 
   // ---- job_impl.cc
+  // What need_ says: its share of the budget, then the memory.
+  absl::Status AllocateParts();
   // Runs when the section that has the lock has ended.
   void RunAfter(After after) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     after_.push_back(std::move(after));
@@ -209,6 +214,8 @@ class JobImpl : public Job {
   RankProgress ProgressOf(int rank, const RankInStep* state) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::StatusOr<ContributionResult> Contribute(const StreamKey& key, const Contribution& given);
+  // `end` counts the micro-steps up to one that `what` names.
+  absl::Status CheckMicroSteps(absl::string_view what, int64_t end) const;
   absl::Status CheckContribution(int rank, const Contribution& given) const;
   // A contribution that the ledger wants: what is still to be done with it, outside the lock.
   struct Accepted {
@@ -235,6 +242,7 @@ class JobImpl : public Job {
   // On a thread of the engine's: finishes the sums, and waits in the gate for what else is being
   // computed.
   void RunDecision();
+  void DecideWhenComputed();
   StepOutcome MakeOutcome(const SealedStep& sealed) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Why a step is skipped; `report` is what a worker found before reducing.
   std::string DescribeNonFinite(const std::optional<NonFiniteReport>& report) const;
@@ -244,7 +252,7 @@ class JobImpl : public Job {
                 const WeightBuffer& weights);
   int64_t WeightBytes(int chunk) const;
   WeightBuffer BufferFor(const UpdatePlan& plan, int chunk);
-  void UpdateChunks(const UpdatePlan& plan);
+  void CarryOutChunk(const UpdatePlan& plan, int chunk);
   void ApplyToChunk(const UpdatePlan& plan, int chunk);
   void SendPublishedWeights(const UpdatePlan& plan, int chunk);
   void Commit(UpdatePlan plan);
@@ -310,6 +318,7 @@ class JobImpl : public Job {
   std::unique_ptr<ChunkStore> store_;
   std::shared_ptr<WeightBufferPool> weight_buffers_;
   TraceRecorder trace_;
+  TaskQueue tasks_;  // All of the job's own.
 
   mutable Mutex mutex_;
   CondVar

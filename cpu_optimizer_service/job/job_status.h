@@ -11,6 +11,7 @@
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/layout.h"
 #include "cpu_optimizer_service/common/step_record.h"
+#include "cpu_optimizer_service/job/rank_stream.h"
 
 namespace ballast {
 
@@ -41,7 +42,6 @@ struct RankProgress {
   uint32_t furthest_micro_step = 0;             // the sealed number, or that of the furthest chunk.
   std::vector<std::string> missing_parameters;  // With chunks that do not; the first kMissingNames.
 };
-inline constexpr size_t kMissingNames = 16;
 
 // A save that is under way.
 struct SaveProgress {

@@ -78,12 +78,23 @@ absl::Status JobImpl::BeginStep(const StreamKey& key, uint64_t step, const StepS
   return std::get<OpenStep>(step_).Begin(key.rank, settings);
 }
 
+absl::Status JobImpl::CheckMicroSteps(absl::string_view what, int64_t end) const {
+  if (end <= spec().most_micro_steps()) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat(
+      what, " micro-steps up to ", end, " but job ", spec().name,
+      " was created with max_micro_steps ", spec().max_micro_steps,
+      spec().max_micro_steps == 0 ? absl::StrCat(", which allows ", kMaxMicroSteps) : "",
+      "; have fewer in a step, or create the job with more"));
+}
+
 absl::Status JobImpl::EndMicroStep(const StreamKey& key, uint64_t step, uint32_t micro_step,
                                    UsedParameters used) {
   BALLAST_RETURN_IF_ERROR(CheckUsed(spec(), layout_, key.rank, used));
   // Of no elements: backward may name them or not, and has not reached anything by that.
   std::erase_if(used.parameters,
                 [&](int parameter) { return layout_.place(parameter).elements == 0; });
+  BALLAST_RETURN_IF_ERROR(
+      CheckMicroSteps(absl::StrCat("rank ", key.rank, " ends"), int64_t{micro_step} + 1));
   MutexLock lock(mutex_);
   BALLAST_RETURN_IF_ERROR(CheckCurrent(key));
   BALLAST_ASSIGN_OR_RETURN(OpenStep * open, FindOpenStep(step));
@@ -121,12 +132,7 @@ absl::Status JobImpl::CheckContribution(int rank, const Contribution& given) con
         : given.in_place ? " as it lies in shared memory"
                          : absl::StrCat(": ", chunk.elements, " elements of ", Name(dtype))));
   }
-  if (spec().max_micro_steps > 0 && given.micro_step_end > spec().max_micro_steps) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        "chunk ", given.chunk, " covers micro-steps up to ", given.micro_step_end, " but job ",
-        spec().name, " was created with max_micro_steps ", spec().max_micro_steps));
-  }
-  return absl::OkStatus();
+  return CheckMicroSteps(absl::StrCat("chunk ", given.chunk, " covers"), given.micro_step_end);
 }
 
 absl::StatusOr<JobImpl::Accepted> JobImpl::Accept(const StreamKey& key, const Contribution& given) {
@@ -220,7 +226,7 @@ double JobImpl::ComputeSums(uint64_t step, int chunk, const StepUpdate* provisio
 
 void JobImpl::StartOfChunk(int chunk, std::function<void()> task) {
   const int node = environment_.tasks->NodeOf(chunk, static_cast<int64_t>(layout_.chunks().size()));
-  environment_.tasks->Start(std::move(task), node);
+  tasks_.Start(std::move(task), node);
 }
 
 void JobImpl::StartSums(uint64_t step, int chunk, uint64_t attempt) {

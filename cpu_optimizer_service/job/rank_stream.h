@@ -38,17 +38,21 @@ struct Contribution {
 };
 enum class ContributionResult : uint8_t { kAdded, kRepeat };
 
+inline constexpr size_t kMissingNames = 16;    // Parameters that one entry names.
+inline constexpr size_t kMissingEntries = 16;  // Entries of a refusal: the first micro-steps.
+
 struct MissingContribution {
   int rank = 0;
   uint32_t micro_step = 0;
-  std::vector<std::string> parameters;
+  std::vector<std::string> parameters;  // The first kMissingNames,
+  int64_t more_parameters = 0;          // and how many others.
 };
 
 // Why a seal did not take. status is FAILED_PRECONDITION and its message names the first of
 // `missing`.
 struct SealRefusal {
   absl::Status status;
-  std::vector<MissingContribution> missing;
+  std::vector<MissingContribution> missing;  // At most kMissingEntries.
 };
 
 class RankListener {

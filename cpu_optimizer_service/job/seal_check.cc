@@ -13,13 +13,19 @@
 namespace ballast {
 namespace {
 
-// Names are listed up to this many; the rest is counted.
-constexpr size_t kMaxNames = 16;
+void AddName(MissingContribution& to, const std::string& name) {
+  if (to.parameters.size() < kMissingNames) {
+    to.parameters.push_back(name);
+  } else {
+    ++to.more_parameters;
+  }
+}
 
-std::string ListNames(const std::vector<std::string>& names) {
-  const size_t shown = std::min(names.size(), kMaxNames);
-  std::string text = absl::StrJoin(names.begin(), names.begin() + shown, ", ");
-  if (shown < names.size()) absl::StrAppend(&text, " and ", names.size() - shown, " more");
+std::string ListNames(const MissingContribution& missing) {
+  std::string text = absl::StrJoin(missing.parameters, ", ");
+  if (missing.more_parameters > 0) {
+    absl::StrAppend(&text, " and ", missing.more_parameters, " more");
+  }
   return text;
 }
 
@@ -28,16 +34,15 @@ std::optional<SealRefusal> CheckBackwardReached(const StepGiven& given, int rank
   // The other policies let a worker declare that it used none.
   if (!micro_step.has_value() || given.spec.unused_policy != UnusedPolicy::kError)
     return std::nullopt;
-  int64_t count = 0;
   MissingContribution missing = {.rank = rank, .micro_step = *micro_step, .parameters = {}};
   for (int p = 0; p < static_cast<int>(given.spec.layout.parameters.size()); ++p) {
     const ParameterSpec& parameter = given.spec.layout.parameters[p];
     if (!parameter.trainable || given.layout.place(p).elements == 0) continue;
-    if (++count <= static_cast<int64_t>(kMissingNames))
-      missing.parameters.push_back(parameter.name);
+    AddName(missing, parameter.name);
   }
-  if (count == 0) return std::nullopt;
-  const bool more = count > static_cast<int64_t>(missing.parameters.size());
+  if (missing.parameters.empty()) return std::nullopt;
+  const int64_t count = static_cast<int64_t>(missing.parameters.size()) + missing.more_parameters;
+  const bool more = missing.more_parameters > 0;
   absl::Status status = absl::FailedPreconditionError(absl::StrCat(
       "step ", given.step.terms().step, ": rank ", rank, ", micro-step ", *micro_step,
       ": backward reached none of its ", count, " parameters (",
@@ -68,19 +73,20 @@ std::optional<SealRefusal> CheckRankIsWhole(const StepGiven& given, int rank,
   if (missing.empty()) return std::nullopt;
   SealRefusal refusal;
   for (const auto& [micro_step, parameters] : missing) {
+    if (refusal.missing.size() == kMissingEntries) break;
     MissingContribution& entry = refusal.missing.emplace_back();
     entry.rank = rank;
     entry.micro_step = micro_step;
     std::vector<int> sorted(parameters.begin(), parameters.end());
     std::sort(sorted.begin(), sorted.end());
     for (const int parameter : sorted) {
-      entry.parameters.push_back(given.spec.layout.parameters[parameter].name);
+      AddName(entry, given.spec.layout.parameters[parameter].name);
     }
   }
   const MissingContribution& first = refusal.missing.front();
   refusal.status = absl::FailedPreconditionError(
       absl::StrCat("step ", step, " is not whole: rank ", rank, " has not sent micro-step ",
-                   first.micro_step, " of ", ListNames(first.parameters),
+                   first.micro_step, " of ", ListNames(first),
                    closed == -1 ? "; send it and seal again"
                                 : absl::StrCat("; chunk ", closed,
                                                " was closed by a final contribution, so "
@@ -125,13 +131,13 @@ std::optional<SealRefusal> CheckEmpties(const StepGiven& given) {
 std::optional<SealRefusal> CheckParameters(const StepGiven& given, int last_rank,
                                            HasGradient has_gradient) {
   const uint64_t step = given.step.terms().step;
-  std::vector<std::string> unused;
+  MissingContribution unused = {.rank = last_rank, .micro_step = 0, .parameters = {}};
   for (int p = 0; p < static_cast<int>(given.spec.layout.parameters.size()); ++p) {
     const ParameterSpec& parameter = given.spec.layout.parameters[p];
     const ParameterPlace& place = given.layout.place(p);
     if (!parameter.trainable || place.elements == 0) continue;
     if (given.step.used(p)) continue;
-    unused.push_back(parameter.name);
+    AddName(unused, parameter.name);
     const int chunk = ChunkWithGradient(given, parameter.group, place.offset,
                                         place.offset + place.elements, has_gradient);
     if (chunk == -1) continue;
@@ -142,13 +148,14 @@ std::optional<SealRefusal> CheckParameters(const StepGiven& given, int last_rank
                            " from rank ", owner, "); abort the step and redo it")),
                        {{.rank = owner, .micro_step = 0, .parameters = {parameter.name}}}};
   }
-  if (unused.empty() || given.spec.unused_policy != UnusedPolicy::kError) return std::nullopt;
+  if (unused.parameters.empty() || given.spec.unused_policy != UnusedPolicy::kError)
+    return std::nullopt;
   return SealRefusal{
       absl::FailedPreconditionError(absl::StrCat(
           "step ", step, ": no rank gave a gradient to ", ListNames(unused),
           " in any micro-step; abort the step; if that is meant, create the job with unused_policy "
           "skip or zero")),
-      {{.rank = last_rank, .micro_step = 0, .parameters = unused}}};
+      {std::move(unused)}};
 }
 
 }  // namespace

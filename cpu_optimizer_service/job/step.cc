@@ -90,21 +90,23 @@ absl::Status OpenStep::EndMicroStep(int rank, uint32_t micro_step, const UsedPar
         absl::StrCat("rank ", rank, " ends micro-step ", micro_step, " of step ", terms_.step,
                      " where ", state.micro_steps_ended, " is the next"));
   }
-  ++state.micro_steps_ended;
   if (uses_.size() <= micro_step) uses_.resize(micro_step + 1);
-  Uses& uses = uses_[micro_step];
   if (used.all) {
     used_.assign(used_.size(), true);
-    uses = {.all = true, .some = {}};
+    used_sets_ -= uses_[micro_step].some.use_count() == 1 ? 1 : 0;
+    uses_[micro_step] = {.all = true, .some = nullptr};
   } else {
-    if (!uses.all) uses.some.resize(used_.size(), false);
-    for (const int parameter : used.parameters) {
-      used_[parameter] = true;
-      if (!uses.all) uses.some[parameter] = true;
+    if (!AddUses(micro_step, used.parameters)) {
+      return absl::ResourceExhaustedError(absl::StrCat(
+          "rank ", rank, " ends micro-step ", micro_step, " of step ", terms_.step, ", of which ",
+          kMaxUsedSets, " micro-steps used other parameters than the ones before;",
+          " say all_used, and send zeros for what was not used, or have fewer micro-steps"));
     }
+    for (const int parameter : used.parameters) used_[parameter] = true;
     const bool nothing = used.parameters.empty();
     if (nothing && !state.reached_nothing.has_value()) state.reached_nothing = micro_step;
   }
+  ++state.micro_steps_ended;
   if (used.non_finite.has_value()) {
     const bool first =
         !non_finite_.has_value() ||
@@ -112,6 +114,25 @@ absl::Status OpenStep::EndMicroStep(int rank, uint32_t micro_step, const UsedPar
     if (first) non_finite_ = {.rank = rank, .micro_step = micro_step, .found = *used.non_finite};
   }
   return absl::OkStatus();
+}
+
+bool OpenStep::AddUses(uint32_t micro_step, const std::vector<int>& parameters) {
+  Uses& uses = uses_[micro_step];
+  if (uses.all || parameters.empty()) return true;
+  std::vector<bool> some = uses.some != nullptr ? *uses.some : std::vector<bool>(used_.size());
+  for (const int parameter : parameters) some[parameter] = true;
+  if (uses.some != nullptr && *uses.some == some) return true;
+  const size_t freed = uses.some.use_count() == 1 ? 1 : 0;
+  const UsedSet before = micro_step > 0 ? uses_[micro_step - 1].some : nullptr;
+  if (before != nullptr && *before == some) {
+    used_sets_ -= freed;
+    uses.some = before;
+    return true;
+  }
+  if (used_sets_ - freed >= kMaxUsedSets) return false;
+  used_sets_ += 1 - freed;
+  uses.some = std::make_shared<const std::vector<bool>>(std::move(some));
+  return true;
 }
 
 void OpenStep::RecordEmpty(int chunk, uint32_t begin, uint32_t end) {
@@ -125,7 +146,7 @@ void OpenStep::RecordEmpty(int chunk, uint32_t begin, uint32_t end) {
 
 std::optional<uint32_t> OpenStep::FirstUse(int parameter, uint32_t begin, uint32_t end) const {
   for (uint32_t m = begin; m < std::min<size_t>(end, uses_.size()); ++m) {
-    if (uses_[m].all || (!uses_[m].some.empty() && uses_[m].some[parameter])) return m;
+    if (uses_[m].all || (uses_[m].some != nullptr && (*uses_[m].some)[parameter])) return m;
   }
   return std::nullopt;
 }

@@ -12,8 +12,10 @@
 #define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_STEP_H_
 
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -26,6 +28,10 @@
 #include "cpu_optimizer_service/common/step_settings.h"
 
 namespace ballast {
+
+// The most different sets of used parameters that a step keeps, each of a bit for every parameter.
+// Micro-steps that are alike share one.
+inline constexpr size_t kMaxUsedSets = 512;
 
 // What all ranks agreed on at begin_step, with the hyper-parameters that follow from it.
 struct StepTerms {
@@ -63,6 +69,7 @@ class OpenStep {
   // FAILED_PRECONDITION naming the first setting that differs from the ranks before.
   absl::Status Begin(int rank, const StepSettings& settings);
   // In order, each once; a repeat is OK and does nothing. FAILED_PRECONDITION otherwise.
+  // RESOURCE_EXHAUSTED: the micro-steps have too many different sets of used parameters.
   absl::Status EndMicroStep(int rank, uint32_t micro_step, const UsedParameters& used);
   // Whether this rank may add gradients now: it has begun and not sealed.
   absl::Status CheckMayContribute(int rank) const;
@@ -97,11 +104,16 @@ class OpenStep {
   StepTerms terms_;
   std::vector<RankInStep> ranks_;
   std::vector<bool> used_;  // By parameter: some rank gave it a gradient in some micro-step.
+  // By parameter. Micro-steps beside each other that used the same ones share it.
+  using UsedSet = std::shared_ptr<const std::vector<bool>>;
   struct Uses {
-    bool all = false;        // Then the next is not kept.
-    std::vector<bool> some;  // By parameter.
+    bool all = false;  // Then the next is not kept.
+    UsedSet some;      // Null: none.
   };
+  // `micro_step` used these too. False if there would be too many sets.
+  bool AddUses(uint32_t micro_step, const std::vector<int>& parameters);
   std::vector<Uses> uses_;  // By micro-step, of all ranks together.
+  size_t used_sets_ = 0;    // Different ones, alive.
   std::map<int, std::vector<MicroSteps>> empties_;
   std::optional<NonFiniteReport> non_finite_;
   std::optional<std::chrono::steady_clock::time_point> first_seal_;

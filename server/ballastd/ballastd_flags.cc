@@ -24,7 +24,7 @@ ABSL_FLAG(bool, insecure, false,
 ABSL_FLAG(
     std::string, memory_limit, "",
     "Memory for all jobs together: bytes, or a number with KiB, MiB, GiB or TiB. Default: 80% of "
-    "the machine's, or of the control group's if that is less.");
+    "what the machine has left at start, or the process's control groups if that is less.");
 ABSL_FLAG(int, threads, 0, "Threads for updates; 0: one per core.");
 ABSL_FLAG(std::string, log_level, "info", "debug, info, warning, error or off.");
 ABSL_FLAG(double, seal_deadline_seconds, 60,

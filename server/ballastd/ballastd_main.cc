@@ -19,6 +19,7 @@
 #include "absl/strings/str_join.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/atomic_file.h"
+#include "cpu_optimizer_service/common/system/heap_settings.h"
 #include "cpu_optimizer_service/engine.h"
 #include "cpu_optimizer_service/host/topology.h"
 #include "cpu_optimizer_service/kernels/kernels.h"
@@ -175,6 +176,7 @@ void LogDrain(int signal, const ballast::Engine& engine, const BallastdFlags& fl
 }  // namespace
 
 int main(int argc, char** argv) {
+  ballast::KeepHeapInOneArena();
   const absl::StatusOr<BallastdFlags> flags = ballast::server::ParseBallastdFlags(argc, argv);
   if (!flags.ok()) return Fail(flags.status(), 2);
   if (flags->self_benchmark) return PrintSelfBenchmark(*flags);

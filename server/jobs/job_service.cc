@@ -2,14 +2,18 @@
 
 #include <spdlog/spdlog.h>
 
+#include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
+#include "proto/frame.h"
 #include "proto/status.h"
 #include "server/find_job.h"
+#include "server/jobs/job_description.h"
 #include "server/jobs/job_message.h"
 #include "server/jobs/trace_call.h"
 #include "server/transport_settings.h"
@@ -30,7 +34,8 @@ void TellOfCheckpoint(const Engine& engine, const Job& job, v1::Job& response) {
                found->step, found->directory, HowToResume(found->job));
 }
 
-absl::Status Create(Engine& engine, const v1::CreateJobRequest& request, v1::Job& response) {
+absl::StatusOr<JobSpec> SpecOf(const grpc::ByteBuffer& bytes) {
+  BALLAST_ASSIGN_OR_RETURN(const auto request, proto::ParseControl<v1::CreateJobRequest>(bytes));
   BALLAST_ASSIGN_OR_RETURN(JobSpec spec, proto::FromProto(request.job()));
   // A reply names parameters in full, so it may be larger than the request, and training makes it
   // grow.
@@ -40,14 +45,17 @@ absl::Status Create(Engine& engine, const v1::CreateJobRequest& request, v1::Job
         "the description of job ", spec.name, " may take ", reply_bytes, " bytes in a reply, of ",
         kMaxMessageBytes, " at most; give the job and its parameters shorter names"));
   }
-  BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, engine.CreateJob(std::move(spec)));
-  response = ToMessage(engine, *job, /*with_parameters=*/true);
-  TellOfCheckpoint(engine, *job, response);
-  if (const std::string& why = response.speculation().unavailable(); !why.empty()) {
-    spdlog::warn("job {} does not speculate, and updates after each decision: {}", job->spec().name,
+  return spec;
+}
+
+v1::Job CreatedMessage(const Engine& engine, const Job& job) {
+  v1::Job message = ToMessage(engine, job, /*with_parameters=*/true);
+  TellOfCheckpoint(engine, job, message);
+  if (const std::string& why = message.speculation().unavailable(); !why.empty()) {
+    spdlog::warn("job {} does not speculate, and updates after each decision: {}", job.spec().name,
                  why);
   }
-  return absl::OkStatus();
+  return message;
 }
 
 absl::Status Get(const Engine& engine, const v1::GetJobRequest& request, v1::Job& response) {
@@ -102,22 +110,52 @@ absl::Status Update(const Engine& engine, const v1::UpdateGroupRequest& request,
   return absl::NotFoundError(absl::StrCat("job ", name.job, " has no group '", name.child, "'"));
 }
 
-void List(const Engine& engine, v1::ListJobsResponse& response) {
-  for (const std::shared_ptr<Job>& job : engine.ListJobs()) {
-    *response.add_jobs() = ToMessage(engine, *job, /*with_parameters=*/false);
-  }
+// A page is smaller than what clients accept that do not say how much they do, 4 MiB.
+constexpr size_t kPageBytes = size_t{3} << 20;
+
+void List(const Engine& engine, const std::string& after, v1::ListJobsResponse& response) {
   response.set_instance_id(engine.instance_id());
   response.set_memory_used_bytes(engine.memory().used_bytes());
   response.set_memory_limit_bytes(engine.memory().limit_bytes());
+  size_t page_bytes = 0;
+  for (const std::shared_ptr<Job>& job : engine.ListJobs()) {
+    if (!after.empty() && job->spec().name <= after) continue;
+    v1::Job message = ToMessage(engine, *job, /*with_parameters=*/false);
+    page_bytes += message.ByteSizeLong();
+    if (page_bytes > kPageBytes && response.jobs_size() > 0) {
+      const std::string& last = response.jobs(response.jobs_size() - 1).name();
+      response.set_next_page_token(last.substr(last.rfind('/') + 1));
+      return;
+    }
+    *response.add_jobs() = std::move(message);
+  }
 }
 
 }  // namespace
 
 grpc::ServerUnaryReactor* JobService::CreateJob(grpc::CallbackServerContext*,
-                                                const v1::CreateJobRequest* request,
-                                                v1::Job* response) {
-  return UnaryCall::Run(pools_.creation,
-                        [=, this] { return Create(engine_, *request, *response); });
+                                                const grpc::ByteBuffer* request,
+                                                grpc::ByteBuffer* response) {
+  return UnaryCall::Start(pools_.creation,
+                          [=, this](UnaryCall& call) { Create(call, *request, *response); });
+}
+
+void JobService::Create(UnaryCall& call, const grpc::ByteBuffer& request,
+                        grpc::ByteBuffer& response) {
+  absl::StatusOr<JobSpec> spec = [&]() -> absl::StatusOr<JobSpec> {
+    BALLAST_ASSIGN_OR_RETURN(const auto room, RoomToRead(engine_, request));
+    return SpecOf(request);
+  }();
+  if (!spec.ok()) return call.End(spec.status());
+  call.Await<std::shared_ptr<Job>>(
+      [&](Done<std::shared_ptr<Job>> done) {
+        engine_.CreateJob(*std::move(spec), std::move(done));
+        return Pending();  // What has been begun is made, whether somebody waits for it or not.
+      },
+      [this, &response](const std::shared_ptr<Job>& job) {
+        response = proto::SerializeControl(CreatedMessage(engine_, *job));
+        return absl::OkStatus();
+      });
 }
 
 grpc::ServerUnaryReactor* JobService::GetJob(grpc::CallbackServerContext*,
@@ -126,10 +164,10 @@ grpc::ServerUnaryReactor* JobService::GetJob(grpc::CallbackServerContext*,
 }
 
 grpc::ServerUnaryReactor* JobService::ListJobs(grpc::CallbackServerContext*,
-                                               const v1::ListJobsRequest*,
+                                               const v1::ListJobsRequest* request,
                                                v1::ListJobsResponse* response) {
   return UnaryCall::Run(pools_.control, [=, this] {
-    List(engine_, *response);
+    List(engine_, request->page_token(), *response);
     return absl::OkStatus();
   });
 }
@@ -153,32 +191,48 @@ void JobService::Close(UnaryCall& call, const v1::CloseJobRequest& request) {
 }
 
 grpc::ServerUnaryReactor* JobService::AttachWorker(grpc::CallbackServerContext*,
-                                                   const v1::AttachWorkerRequest* request,
-                                                   v1::AttachWorkerResponse* response) {
+                                                   const grpc::ByteBuffer* request,
+                                                   grpc::ByteBuffer* response) {
   return UnaryCall::Start(pools_.control,
                           [=, this](UnaryCall& call) { Attach(call, *request, *response); });
 }
 
 // The description may be large, so it is parsed, and later made, in the pool.
-void JobService::Attach(UnaryCall& call, const v1::AttachWorkerRequest& request,
-                        v1::AttachWorkerResponse& response) {
-  const absl::StatusOr<std::shared_ptr<Job>> found = FindJob(engine_, request.name());
-  if (!found.ok()) return call.End(found.status());
-  absl::StatusOr<AttachRequest> attach = FromMessage(request);
-  if (!attach.ok()) return call.End(attach.status());
-  const std::shared_ptr<Job> job = *found;
+void JobService::Attach(UnaryCall& call, const grpc::ByteBuffer& bytes,
+                        grpc::ByteBuffer& response) {
+  struct Parsed {
+    std::shared_ptr<Job> job;
+    v1::AttachWorkerRequest request;
+    AttachRequest attach;
+  };
+  absl::StatusOr<Parsed> parsed = [&]() -> absl::StatusOr<Parsed> {
+    BALLAST_ASSIGN_OR_RETURN(const std::string name, NameOfJobToAttach(bytes));
+    Parsed all;
+    BALLAST_ASSIGN_OR_RETURN(all.job, FindJob(engine_, name));
+    BALLAST_RETURN_IF_ERROR(CheckAsLargeAs(*all.job, bytes));
+    BALLAST_ASSIGN_OR_RETURN(all.request, proto::ParseControl<v1::AttachWorkerRequest>(bytes));
+    BALLAST_ASSIGN_OR_RETURN(all.attach, FromMessage(all.request));
+    all.request.clear_job();
+    return all;
+  }();
+  if (!parsed.ok()) return call.End(parsed.status());
+  const std::shared_ptr<Job> job = parsed->job;
   call.Await<Attachment>(
-      [&](Done<Attachment> done) { return job->Attach(*std::move(attach), std::move(done)); },
-      [this, job, &request, &response](const Attachment& attachment) {
-        response.set_uid(job->uid());
-        response.set_instance_id(engine_.instance_id());
-        response.set_generation(attachment.generation);
-        response.set_committed_step(attachment.committed_step);
-        response.set_awaiting_weights(attachment.awaiting_weights);
+      [&](Done<Attachment> done) {
+        return job->Attach(std::move(parsed->attach), std::move(done));
+      },
+      [this, job, request = std::move(parsed->request), &response](const Attachment& attachment) {
+        v1::AttachWorkerResponse message;
+        message.set_uid(job->uid());
+        message.set_instance_id(engine_.instance_id());
+        message.set_generation(attachment.generation);
+        message.set_committed_step(attachment.committed_step);
+        message.set_awaiting_weights(attachment.awaiting_weights);
         if (shared_memory_server_ != nullptr) {
-          OfferSharedMemory(*shared_memory_server_, job, request, response);
+          OfferSharedMemory(*shared_memory_server_, job, request, message);
         }
-        *response.mutable_job() = ToMessage(engine_, *job, /*with_parameters=*/true);
+        *message.mutable_job() = ToMessage(engine_, *job, /*with_parameters=*/true);
+        response = proto::SerializeControl(message);
         return absl::OkStatus();
       });
 }
@@ -209,7 +263,7 @@ grpc::ServerUnaryReactor* JobService::UpdateGroup(grpc::CallbackServerContext*,
 
 grpc::ServerWriteReactor<v1::TraceJobResponse>* JobService::TraceJob(
     grpc::CallbackServerContext* context, const v1::TraceJobRequest* request) {
-  return new TraceCall(engine_, pools_, *request, context->deadline());
+  return new TraceCall(engine_, pools_, *context, *request);
 }
 
 }  // namespace ballast::server

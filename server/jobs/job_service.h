@@ -10,17 +10,25 @@
 
 namespace ballast::server {
 
+// Calls with a description come as bytes: it takes many times its bytes when it is parsed, so that
+// is done when there is a thread for it, and room (job_description.h).
+using JobServiceBase = v1::JobService::WithRawCallbackMethod_CreateJob<
+    v1::JobService::WithRawCallbackMethod_AttachWorker<v1::JobService::WithCallbackMethod_GetJob<
+        v1::JobService::WithCallbackMethod_ListJobs<v1::JobService::WithCallbackMethod_CloseJob<
+            v1::JobService::WithCallbackMethod_AbortStep<
+                v1::JobService::WithCallbackMethod_UpdateGroup<
+                    v1::JobService::WithCallbackMethod_TraceJob<v1::JobService::Service>>>>>>>>;
+
 // Thread-safe. The engine, the pools and the server of shared memory outlive its calls. The methods
 // only start a call (unary_call.h); its work is done in a pool.
-class JobService final : public v1::JobService::CallbackService {
+class JobService final : public JobServiceBase {
  public:
   // `shared_memory_server` is null if no memory is shared with workers.
   JobService(Engine& engine, CallPools& pools, SharedMemoryServer* shared_memory_server)
       : engine_(engine), pools_(pools), shared_memory_server_(shared_memory_server) {}
 
-  grpc::ServerUnaryReactor* CreateJob(grpc::CallbackServerContext*,
-                                      const v1::CreateJobRequest* request,
-                                      v1::Job* response) override;
+  grpc::ServerUnaryReactor* CreateJob(grpc::CallbackServerContext*, const grpc::ByteBuffer* request,
+                                      grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* GetJob(grpc::CallbackServerContext*, const v1::GetJobRequest* request,
                                    v1::Job* response) override;
   grpc::ServerUnaryReactor* ListJobs(grpc::CallbackServerContext*,
@@ -30,8 +38,8 @@ class JobService final : public v1::JobService::CallbackService {
                                      const v1::CloseJobRequest* request,
                                      v1::CloseJobResponse* response) override;
   grpc::ServerUnaryReactor* AttachWorker(grpc::CallbackServerContext*,
-                                         const v1::AttachWorkerRequest* request,
-                                         v1::AttachWorkerResponse* response) override;
+                                         const grpc::ByteBuffer* request,
+                                         grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* AbortStep(grpc::CallbackServerContext*,
                                       const v1::AbortStepRequest* request,
                                       v1::AbortStepResponse* response) override;
@@ -44,9 +52,9 @@ class JobService final : public v1::JobService::CallbackService {
       grpc::CallbackServerContext* context, const v1::TraceJobRequest* request) override;
 
  private:
+  void Create(UnaryCall& call, const grpc::ByteBuffer& request, grpc::ByteBuffer& response);
   void Close(UnaryCall& call, const v1::CloseJobRequest& request);
-  void Attach(UnaryCall& call, const v1::AttachWorkerRequest& request,
-              v1::AttachWorkerResponse& response);
+  void Attach(UnaryCall& call, const grpc::ByteBuffer& request, grpc::ByteBuffer& response);
   void Abort(UnaryCall& call, const v1::AbortStepRequest& request, v1::AbortStepResponse& response);
 
   Engine& engine_;

@@ -35,8 +35,8 @@ absl::StatusOr<Plane> FromProto(v1::Plane plane) {
 }  // namespace
 
 StateReader::StateReader(const Engine& engine, CallPools& pools,
-                         const v1::ReadStateRequest& request)
-    : StreamedAnswer(pools.readers), request_(request) {
+                         grpc::CallbackServerContext& context, const v1::ReadStateRequest& request)
+    : StreamedAnswer(pools, context), request_(request) {
   const absl::Status started = Start(engine, pools);
   if (!started.ok()) End(started);
 }
@@ -52,6 +52,7 @@ absl::Status StateReader::Start(const Engine& engine, CallPools& pools) {
   }
   const std::shared_ptr<PendingCall> pending = this->pending();  // The Done may end this call.
   const std::shared_ptr<Job> job = parameter_.job;
+  EndsWith(engine, *job);
   pending->Await(job->TakeSnapshot({parameter_.index}, [this](absl::StatusOr<Snapshot> snapshot) {
     Opened(std::move(snapshot));
   }));

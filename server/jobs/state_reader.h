@@ -19,7 +19,8 @@ namespace ballast::server {
 class StateReader final : public StreamedAnswer<v1::ReadStateResponse> {
  public:
   // The engine and the pools outlive it; gRPC keeps the request until OnDone.
-  StateReader(const Engine& engine, CallPools& pools, const v1::ReadStateRequest& request);
+  StateReader(const Engine& engine, CallPools& pools, grpc::CallbackServerContext& context,
+              const v1::ReadStateRequest& request);
 
  private:
   absl::Status Start(const Engine& engine, CallPools& pools);

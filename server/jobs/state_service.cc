@@ -59,8 +59,8 @@ void FillSummary(const FoundParameter& parameter, const Snapshot& snapshot,
 }  // namespace
 
 grpc::ServerWriteReactor<v1::ReadStateResponse>* StateService::ReadState(
-    grpc::CallbackServerContext*, const v1::ReadStateRequest* request) {
-  return new StateReader(engine_, pools_, *request);
+    grpc::CallbackServerContext* context, const v1::ReadStateRequest* request) {
+  return new StateReader(engine_, pools_, *context, *request);
 }
 
 // Only the snapshot waits for training, and it copies nothing; its planes are read in the pool.

@@ -2,6 +2,7 @@
 #ifndef BALLAST_SERVER_JOBS_STREAMED_ANSWER_H_
 #define BALLAST_SERVER_JOBS_STREAMED_ANSWER_H_
 
+#include <grpcpp/server_context.h>
 #include <grpcpp/support/server_callback.h>
 
 #include <memory>
@@ -9,6 +10,7 @@
 #include "absl/status/status.h"
 #include "proto/status.h"
 #include "server/call_pool.h"
+#include "server/find_job.h"
 #include "server/pending_call.h"
 
 namespace ballast::server {
@@ -18,16 +20,23 @@ namespace ballast::server {
 template <typename Message>
 class StreamedAnswer : public grpc::ServerWriteReactor<Message> {
  public:
-  // Messages are made in `pool`, which outlives the call.
-  explicit StreamedAnswer(CallPool& pool) : pool_(pool) {}
+  // A reader that takes nothing for so long is cancelled: its place in the pool is others'.
+  static constexpr double kPatienceSeconds = 60;
+
+  // Messages are made in the pool of readers. The pools outlive the call.
+  StreamedAnswer(CallPools& pools, grpc::CallbackServerContext& context)
+      : pool_(pools.readers),
+        watched_(pools.watch.Watch([&context] { context.TryCancel(); }, kPatienceSeconds)) {}
 
   void OnWriteDone(bool ok) final {
+    watched_->WriteEnded();
     if (!ok) return End(absl::CancelledError("the reader is gone"));
     Begin();
   }
   void OnCancel() final { pending_->Cancel(); }
   // Not on gRPC's thread: what a subclass keeps may be the last of a job.
   void OnDone() final {
+    watched_->Ended();
     pool_.Run([self = std::shared_ptr<StreamedAnswer>(this)] {});
   }
 
@@ -40,6 +49,7 @@ class StreamedAnswer : public grpc::ServerWriteReactor<Message> {
     pool_.Run([this] {
       message_.Clear();
       if (!Fill(message_)) return End(absl::OkStatus());
+      watched_->WriteBegins();
       this->StartWrite(&message_);
     });
   }
@@ -48,9 +58,12 @@ class StreamedAnswer : public grpc::ServerWriteReactor<Message> {
   // Kept by what may end the call before it has returned.
   std::shared_ptr<PendingCall> pending() const { return pending_; }
   void Keep(CallPool::Place place) { place_ = std::move(place); }
+  // Once the job is closed the call is cancelled, so that it does not keep its memory.
+  void EndsWith(const Engine& engine, const Job& job) { watched_->IsOverIf(IsGone(engine, job)); }
 
  private:
   CallPool& pool_;
+  const std::shared_ptr<WatchedCall> watched_;
   CallPool::Place place_;
   const std::shared_ptr<PendingCall> pending_ = std::make_shared<PendingCall>();
   Message message_;

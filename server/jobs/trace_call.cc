@@ -22,10 +22,10 @@ std::chrono::system_clock::time_point TraceEnd(std::chrono::system_clock::time_p
 
 }  // namespace
 
-TraceCall::TraceCall(const Engine& engine, CallPools& pools, const v1::TraceJobRequest& request,
-                     std::chrono::system_clock::time_point deadline)
-    : StreamedAnswer(pools.readers) {
-  const absl::Status started = Start(engine, pools, request, deadline);
+TraceCall::TraceCall(const Engine& engine, CallPools& pools, grpc::CallbackServerContext& context,
+                     const v1::TraceJobRequest& request)
+    : StreamedAnswer(pools, context) {
+  const absl::Status started = Start(engine, pools, request, context.deadline());
   if (!started.ok()) End(started);
 }
 
@@ -39,6 +39,7 @@ absl::Status TraceCall::Start(const Engine& engine, CallPools& pools,
   BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, FindJob(engine, request.name()));
   BALLAST_ASSIGN_OR_RETURN(CallPool::Place place, pools.traces.Enter());
   Keep(std::move(place));
+  EndsWith(engine, *job);
   const Clock::time_point end = TraceEnd(deadline);
   pools.traces.Run([this, job, steps, end] { Trace(job, steps, end); });
   return absl::OkStatus();

@@ -18,8 +18,8 @@ namespace ballast::server {
 class TraceCall final : public StreamedAnswer<v1::TraceJobResponse> {
  public:
   // The engine and the pools outlive it.
-  TraceCall(const Engine& engine, CallPools& pools, const v1::TraceJobRequest& request,
-            std::chrono::system_clock::time_point deadline);
+  TraceCall(const Engine& engine, CallPools& pools, grpc::CallbackServerContext& context,
+            const v1::TraceJobRequest& request);
 
  private:
   using Clock = std::chrono::system_clock;

@@ -12,6 +12,9 @@ namespace {
 
 // Beyond one step's weights: decisions, refusals, reminders.
 constexpr size_t kQueueSlack = 64;
+// Of such messages, which may name parameters. A queue with more takes what the engine gives, but
+// the stream is not read.
+constexpr size_t kQueueBytes = size_t{1} << 20;
 // A message costs both ends tens of microseconds, a good part of a chunk's update. So a step's
 // weights in place are announced in about this many messages.
 constexpr size_t kSharedMessages = 32;
@@ -96,6 +99,7 @@ void RankOutbox::Opened(std::shared_ptr<Job> job, int rank, const RankPosition& 
     shared_batch_ = std::clamp<size_t>(chunks / kSharedMessages, 1, kLargestSharedBatch);
     if (wire_ != nullptr) job_ = std::move(job);
     generation_ = position.generation;
+    queue_bytes_ += message->ByteSizeLong();
     queue_.emplace_front(std::move(message));  // The engine may have called the listener already.
   }
   Advance();
@@ -144,7 +148,11 @@ void RankOutbox::OnWaiting(uint64_t step, const std::vector<int>& ranks) {
   message.mutable_waiting()->mutable_ranks()->Add(ranks.begin(), ranks.end());
   {
     MutexLock lock(mutex_);
-    std::erase_if(queue_, IsWaiting);  // The newest one is complete.
+    std::erase_if(queue_, [&](const Item& item) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+      if (!IsWaiting(item)) return false;  // The newest one is complete.
+      queue_bytes_ -= BytesOf(item);
+      return true;
+    });
   }
   Push(std::move(message));
 }
@@ -171,6 +179,7 @@ void RankOutbox::OnSealRefused(uint64_t step, const SealRefusal& refusal) {
     to.set_rank(missing.rank);
     to.set_micro_step(missing.micro_step);
     to.mutable_parameters()->Add(missing.parameters.begin(), missing.parameters.end());
+    to.set_more_parameters(missing.more_parameters);
   }
   Push(std::move(message));
 }
@@ -188,8 +197,10 @@ void RankOutbox::OnDecision(const StepOutcome& outcome, absl::Span<const int> dr
   decision.set_norm(outcome.decision.norm);
   decision.set_clip_coefficient(outcome.decision.clip_coefficient);
   decision.set_skip_reason(outcome.skip_reason);
-  decision.mutable_unused_parameters()->Add(outcome.unused_parameters.begin(),
-                                            outcome.unused_parameters.end());
+  const std::vector<std::string>& unused = outcome.unused_parameters;
+  const size_t named = std::min(unused.size(), kRecordedNames);
+  decision.mutable_unused_parameters()->Add(unused.begin(), unused.begin() + named);
+  decision.set_more_unused_parameters(static_cast<int64_t>(unused.size() - named));
   decision.mutable_dropped_chunks()->Add(dropped_chunks.begin(), dropped_chunks.end());
   Push(std::move(message));
 }
@@ -208,6 +219,11 @@ void RankOutbox::OnCommitted(uint64_t step, double update_seconds) {
 
 void RankOutbox::OnDetached(const absl::Status& status) { EndWith(status); }
 
+size_t RankOutbox::BytesOf(const Item& item) {
+  const auto* message = std::get_if<std::unique_ptr<v1::TrainResponse>>(&item);
+  return message == nullptr ? 0 : (*message)->ByteSizeLong();
+}
+
 bool RankOutbox::IsWaiting(const Item& item) {
   const auto* message = std::get_if<std::unique_ptr<v1::TrainResponse>>(&item);
   return message != nullptr && (*message)->has_waiting();
@@ -223,6 +239,7 @@ void RankOutbox::Push(Item item) {
     if (end_) return;  // `item` is destroyed after the lock is released.
     const auto* weights = std::get_if<Weights>(&item);
     if (weights != nullptr && job_ != nullptr) job_->trace().WillSend(weights->step);
+    queue_bytes_ += BytesOf(item);
     queue_.push_back(std::move(item));
   }
   Advance();
@@ -233,13 +250,17 @@ void RankOutbox::EndWith(const absl::Status& status) {
   {
     MutexLock lock(mutex_);
     dropped.swap(queue_);
+    queue_bytes_ = 0;
     if (!end_ || draining_) end_ = status;
     draining_ = false;
   }
+  if (watched_ != nullptr) watched_->IsOver();
   Advance();
 }
 
-bool RankOutbox::HasRoom() const { return job_ == nullptr || queue_.size() < queue_bound_; }
+bool RankOutbox::HasRoom() const {
+  return job_ == nullptr || (queue_.size() < queue_bound_ && queue_bytes_ < kQueueBytes);
+}
 
 size_t RankOutbox::SharedRun(size_t most) const {
   const auto* first = queue_.empty() ? nullptr : std::get_if<Weights>(&queue_.front());
@@ -263,6 +284,7 @@ bool RankOutbox::HasItem() const {
 void RankOutbox::TakeItem(Move& move) {
   const size_t count = std::max<size_t>(SharedRun(/*most=*/std::numeric_limits<size_t>::max()), 1);
   for (size_t i = 0; i < count; ++i) {
+    queue_bytes_ -= BytesOf(queue_.front());
     if (auto* weights = std::get_if<Weights>(&queue_.front())) {
       move.weights.push_back(std::move(*weights));
     } else {

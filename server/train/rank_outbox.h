@@ -7,9 +7,10 @@
 //
 // One message is being sent at a time; the others wait in a queue. Weights wait as pool buffers or,
 // if the pool was empty, as chunk numbers alone, and are then converted just before they are sent.
-// While the queue is full no further message is read, so a worker that does not read does not make
-// the service's memory grow. Reminders are not answers to messages, so a new one replaces one that
-// still waits. Acknowledgements are a count: one message acknowledges all that are due.
+// While the queue is full, by entries or by bytes, no further message is read, so a worker that
+// does not read does not make the service's memory grow. Reminders are not answers to messages, so
+// a new one replaces one that still waits. Acknowledgements are a count: one message acknowledges
+// all that are due.
 //
 // Weights that the rank can already read in shared memory are only announced, many in one message:
 // consecutive ones wait until there are enough of them, until something follows them, or, while
@@ -35,6 +36,7 @@
 #include "ballast/v1/ballast.pb.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
 #include "cpu_optimizer_service/job/job.h"
+#include "server/call_watch.h"
 
 namespace ballast::server {
 
@@ -50,8 +52,10 @@ class RankWire {
 
 class RankOutbox final : public RankListener {
  public:
-  // The wire must live until its Finish is called.
-  explicit RankOutbox(RankWire& wire) : wire_(&wire) {}
+  // The wire must live until its Finish is called. `watched`, which may be null, is told when the
+  // stream only waits for its last write.
+  explicit RankOutbox(RankWire& wire, std::shared_ptr<WatchedCall> watched = nullptr)
+      : watched_(std::move(watched)), wire_(&wire) {}
 
   // A message has arrived and is being handled. The stream does not end before one of the next
   // three:
@@ -99,6 +103,7 @@ class RankOutbox final : public RankListener {
   using Item = std::variant<Weights, std::unique_ptr<v1::TrainResponse>>;
 
   static bool IsWaiting(const Item& item);
+  static size_t BytesOf(const Item& item);  // 0: weights.
   void Push(v1::TrainResponse message);
   void Push(Item item);
   void EndWith(const absl::Status& status);
@@ -125,12 +130,14 @@ class RankOutbox final : public RankListener {
   void RecordSent();
   bool HasRoom() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
+  const std::shared_ptr<WatchedCall> watched_;
   Mutex mutex_;
   RankWire* wire_ ABSL_GUARDED_BY(mutex_);            // Null after Finish.
   std::shared_ptr<Job> job_ ABSL_GUARDED_BY(mutex_);  // Null before Opened.
   uint64_t generation_ ABSL_GUARDED_BY(mutex_) = 0;   // The stream's.
   std::deque<Item> queue_ ABSL_GUARDED_BY(mutex_);
   size_t queue_bound_ ABSL_GUARDED_BY(mutex_) = 0;
+  size_t queue_bytes_ ABSL_GUARDED_BY(mutex_) = 0;     // Of messages that are not weights.
   size_t shared_batch_ ABSL_GUARDED_BY(mutex_) = 1;    // So many are announced at once.
   uint64_t sealing_step_ ABSL_GUARDED_BY(mutex_) = 0;  // 0: none.
   uint64_t messages_done_ ABSL_GUARDED_BY(mutex_) = 0;

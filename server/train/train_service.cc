@@ -9,18 +9,18 @@ namespace ballast::server {
 // In gRPC's callback API the reactors own themselves.
 
 grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* TrainService::Train(
-    grpc::CallbackServerContext*) {
-  return new TrainStream(engine_, pools_);
+    grpc::CallbackServerContext* context) {
+  return new TrainStream(engine_, pools_, *context);
 }
 
-grpc::ServerReadReactor<grpc::ByteBuffer>* TrainService::UploadWeights(grpc::CallbackServerContext*,
-                                                                       grpc::ByteBuffer* response) {
-  return new UploadStream(engine_, pools_, *response);
+grpc::ServerReadReactor<grpc::ByteBuffer>* TrainService::UploadWeights(
+    grpc::CallbackServerContext* context, grpc::ByteBuffer* response) {
+  return new UploadStream(engine_, pools_, *context, *response);
 }
 
 grpc::ServerWriteReactor<grpc::ByteBuffer>* TrainService::ReadWeights(
-    grpc::CallbackServerContext*, const grpc::ByteBuffer* request) {
-  return new WeightsReader(engine_, pools_, *request);
+    grpc::CallbackServerContext* context, const grpc::ByteBuffer* request) {
+  return new WeightsReader(engine_, pools_, *context, *request);
 }
 
 }  // namespace ballast::server

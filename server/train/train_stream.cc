@@ -1,5 +1,7 @@
 #include "server/train/train_stream.h"
 
+#include <grpcpp/server_context.h>
+
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -19,10 +21,20 @@ uint64_t MessagesIn(const v1::TrainRequest& message) {
 
 }  // namespace
 
-TrainStream::TrainStream(const Engine& engine, CallPools& pools)
+TrainStream::TrainStream(const Engine& engine, CallPools& pools,
+                         grpc::CallbackServerContext& context)
     : engine_(engine),
       pools_(pools),
-      outbox_(std::make_shared<RankOutbox>(static_cast<RankWire&>(*this))) {
+      // As long as it is the rank's stream it may be slow.
+      watched_(pools.watch.Watch([&context] { context.TryCancel(); }, WatchedCall::kForEver)),
+      outbox_(std::make_shared<RankOutbox>(static_cast<RankWire&>(*this), watched_)) {
+  absl::StatusOr<CallPool::Place> place = pools.streams.Enter();
+  if (!place.ok()) {
+    outbox_->MessageBegins();
+    outbox_->MessageFailed(place.status());
+    return;
+  }
+  place_ = *std::move(place);
   Read();
 }
 
@@ -50,6 +62,7 @@ void TrainStream::OnCancel() {
 }
 
 void TrainStream::OnDone() {
+  watched_->Ended();
   rank_stream_.reset();  // Detaches the outbox.
   outbox_->Close();
   pools_.LetGo(std::move(job_));

@@ -23,7 +23,7 @@ class TrainStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc:
                           private RankWire {
  public:
   // The engine and the pools outlive it.
-  TrainStream(const Engine& engine, CallPools& pools);
+  TrainStream(const Engine& engine, CallPools& pools, grpc::CallbackServerContext& context);
 
   void OnReadDone(bool ok) override;
   void OnWriteDone(bool ok) override { outbox_->WriteDone(ok); }
@@ -47,6 +47,8 @@ class TrainStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc:
 
   const Engine& engine_;
   CallPools& pools_;
+  CallPool::Place place_;
+  const std::shared_ptr<WatchedCall> watched_;
   const std::shared_ptr<RankOutbox> outbox_;
   grpc::ByteBuffer read_buffer_;
   const std::shared_ptr<PendingCall> pending_ = std::make_shared<PendingCall>();  // Opening.

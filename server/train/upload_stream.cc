@@ -1,5 +1,7 @@
 #include "server/train/upload_stream.h"
 
+#include <grpcpp/server_context.h>
+
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -9,12 +11,23 @@
 
 namespace ballast::server {
 
-UploadStream::UploadStream(const Engine& engine, CallPools& pools, grpc::ByteBuffer& response)
-    : engine_(engine), pools_(pools), response_(response) {
+UploadStream::UploadStream(const Engine& engine, CallPools& pools,
+                           grpc::CallbackServerContext& context, grpc::ByteBuffer& response)
+    : engine_(engine),
+      pools_(pools),
+      response_(response),
+      watched_(pools.watch.Watch([&context] { context.TryCancel(); }, WatchedCall::kForEver)) {
+  absl::StatusOr<CallPool::Place> place = pools.streams.Enter();
+  if (!place.ok()) {
+    Finish(proto::ToGrpc(place.status()));
+    return;
+  }
+  place_ = *std::move(place);
   StartRead(&read_buffer_);
 }
 
 void UploadStream::OnDone() {
+  watched_->Ended();
   pools_.LetGo(std::move(job_));
   delete this;
 }
@@ -73,6 +86,7 @@ absl::Status UploadStream::Open(const v1::OpenTrain& request) {
   rank_ = request.rank();
   uploader_ = {.generation = request.generation(), .process_id = request.process_id()};
   job_ = job;
+  watched_->IsOverIf(IsGone(engine_, *job));
   return absl::OkStatus();
 }
 

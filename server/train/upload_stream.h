@@ -18,7 +18,8 @@ namespace ballast::server {
 class UploadStream final : public grpc::ServerReadReactor<grpc::ByteBuffer> {
  public:
   // The engine and the pools outlive it; gRPC keeps `response` until OnDone.
-  UploadStream(const Engine& engine, CallPools& pools, grpc::ByteBuffer& response);
+  UploadStream(const Engine& engine, CallPools& pools, grpc::CallbackServerContext& context,
+               grpc::ByteBuffer& response);
 
   void OnReadDone(bool ok) override;
   void OnDone() override;
@@ -31,6 +32,8 @@ class UploadStream final : public grpc::ServerReadReactor<grpc::ByteBuffer> {
   const Engine& engine_;
   CallPools& pools_;
   grpc::ByteBuffer& response_;
+  CallPool::Place place_;
+  const std::shared_ptr<WatchedCall> watched_;
   grpc::ByteBuffer read_buffer_;
   std::shared_ptr<Job> job_;  // Null before the first message.
   int rank_ = 0;

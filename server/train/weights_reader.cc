@@ -1,5 +1,7 @@
 #include "server/train/weights_reader.h"
 
+#include <grpcpp/server_context.h>
+
 #include <numeric>
 #include <utility>
 
@@ -12,9 +14,17 @@
 
 namespace ballast::server {
 
+namespace {
+
+// A reader that takes nothing for so long is cancelled.
+constexpr double kPatienceSeconds = 60;
+
+}  // namespace
+
 WeightsReader::WeightsReader(const Engine& engine, CallPools& pools,
-                             const grpc::ByteBuffer& request)
-    : pools_(pools) {
+                             grpc::CallbackServerContext& context, const grpc::ByteBuffer& request)
+    : pools_(pools),
+      watched_(pools.watch.Watch([&context] { context.TryCancel(); }, kPatienceSeconds)) {
   const absl::Status opened = Open(engine, request);
   if (!opened.ok()) {
     Finish(proto::ToGrpc(opened));
@@ -22,29 +32,37 @@ WeightsReader::WeightsReader(const Engine& engine, CallPools& pools,
   }
   v1::ReadWeightsResponse first;
   first.set_step(step_);
-  write_buffer_ = proto::SerializeControl(first);
+  Write(proto::SerializeControl(first));
+}
+
+void WeightsReader::Write(grpc::ByteBuffer bytes) {
+  write_buffer_ = std::move(bytes);
+  watched_->WriteBegins();
   StartWrite(&write_buffer_);
 }
 
 // The next chunk is converted when the last one has been taken, so a slow reader needs no memory.
 void WeightsReader::OnWriteDone(bool ok) {
+  watched_->WriteEnded();
   if (!ok) return Finish(proto::ToGrpc(absl::CancelledError("the reader is gone")));
   if (next_ == chunks_.size()) return Finish(grpc::Status::OK);
   absl::StatusOr<grpc::ByteBuffer> bytes = NextChunk();
   if (!bytes.ok()) return Finish(proto::ToGrpc(bytes.status()));
-  write_buffer_ = *std::move(bytes);
-  StartWrite(&write_buffer_);
+  Write(*std::move(bytes));
 }
 
 void WeightsReader::OnDone() {
+  watched_->Ended();
   pools_.LetGo(std::move(job_));
   delete this;
 }
 
 absl::Status WeightsReader::Open(const Engine& engine, const grpc::ByteBuffer& bytes) {
+  BALLAST_ASSIGN_OR_RETURN(place_, pools_.streams.Enter());
   BALLAST_ASSIGN_OR_RETURN(const v1::ReadWeightsRequest request,
                            proto::ParseControl<v1::ReadWeightsRequest>(bytes));
   BALLAST_ASSIGN_OR_RETURN(job_, FindJob(engine, request.name(), request.uid()));
+  watched_->IsOverIf(IsGone(engine, *job_));
   const JobStatus status = job_->Status();
   if (status.phase == JobPhase::kAwaitingWeights) {
     return absl::FailedPreconditionError(
@@ -56,18 +74,27 @@ absl::Status WeightsReader::Open(const Engine& engine, const grpc::ByteBuffer& b
     return absl::FailedPreconditionError(absl::StrCat(
         request.name(), " is at step ", step_, ", not at ", request.step(), " as requested"));
   }
+  return ChooseChunks(request);
+}
+
+absl::Status WeightsReader::ChooseChunks(const v1::ReadWeightsRequest& request) {
   const size_t chunks_of_job = job_->layout().chunks().size();
   if (request.chunks().empty()) {
     chunks_.resize(chunks_of_job);
     std::iota(chunks_.begin(), chunks_.end(), 0);
     return absl::OkStatus();
   }
-  chunks_.reserve(request.chunks_size());
+  std::vector<bool> chosen(chunks_of_job, false);
   for (const uint32_t chunk : request.chunks()) {
     if (chunk >= chunks_of_job) {
       return absl::InvalidArgumentError(
           absl::StrCat("chunk ", chunk, " of ", request.name(), ", which has ", chunks_of_job));
     }
+    if (chosen[chunk]) {
+      return absl::InvalidArgumentError(absl::StrCat("chunk ", chunk, " of ", request.name(),
+                                                     " is asked for twice; name each once"));
+    }
+    chosen[chunk] = true;
     chunks_.push_back(static_cast<int>(chunk));
   }
   return absl::OkStatus();

@@ -8,6 +8,7 @@
 #include <memory>
 #include <vector>
 
+#include "ballast/v1/ballast.pb.h"
 #include "cpu_optimizer_service/engine.h"
 #include "server/call_pool.h"
 
@@ -17,16 +18,21 @@ namespace ballast::server {
 class WeightsReader final : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
  public:
   // The engine and the pools outlive it.
-  WeightsReader(const Engine& engine, CallPools& pools, const grpc::ByteBuffer& request);
+  WeightsReader(const Engine& engine, CallPools& pools, grpc::CallbackServerContext& context,
+                const grpc::ByteBuffer& request);
 
   void OnWriteDone(bool ok) override;
   void OnDone() override;
 
  private:
   absl::Status Open(const Engine& engine, const grpc::ByteBuffer& request);
+  absl::Status ChooseChunks(const v1::ReadWeightsRequest& request);
   absl::StatusOr<grpc::ByteBuffer> NextChunk();
+  void Write(grpc::ByteBuffer bytes);
 
   CallPools& pools_;
+  CallPool::Place place_;
+  const std::shared_ptr<WatchedCall> watched_;
   std::shared_ptr<Job> job_;
   uint64_t generation_ = 0;  // A load while chunks are read ends the call.
   uint64_t step_ = 0;

@@ -3,8 +3,13 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <latch>
 #include <string>
+#include <thread>
+#include <vector>
 
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
 #include "tests/cpu_optimizer_service/job/job_driver.h"
 
 namespace ballast {
@@ -85,6 +90,99 @@ TEST(Engine, NamesAreUniqueAndJobsAreListedByName) {
   EXPECT_EQ(engine.ListJobs()[0]->spec().name, "a");
   EXPECT_NE(engine.ListJobs()[0]->uid(), engine.ListJobs()[1]->uid());
   EXPECT_EQ(engine.CloseJob("c").code(), absl::StatusCode::kNotFound);
+}
+
+// Holds up the touching of a job's memory until the test lets it go on.
+class SlowArenas : public CountingArenas {
+ public:
+  absl::StatusOr<std::unique_ptr<Arena>> Create(int64_t bytes, absl::string_view label,
+                                                Touch touch) override {
+    asked.count_down();
+    goes_on.wait();
+    return CountingArenas::Create(bytes, label, touch);
+  }
+  std::latch asked{1};
+  std::latch goes_on{1};
+};
+
+// A caller whose time was too short for the touching asks again.
+TEST(Engine, AJobThatIsBeingCreatedIsWaitedForByWhoWantsTheSame) {
+  SlowArenas arenas;
+  Engine engine({.memory_limit_bytes = int64_t{64} << 20, .threads = 1, .arenas = &arenas});
+  absl::StatusOr<std::shared_ptr<Job>> first;
+  std::thread creates([&] { first = engine.CreateJob(MakeJobSpec({}, "a")); });
+  std::vector<absl::StatusOr<std::shared_ptr<Job>>> again;
+  const auto ask_again = [&](JobSpec spec) {
+    engine.CreateJob(std::move(spec), [&](auto result) { again.push_back(std::move(result)); });
+  };
+  while (!arenas.asked.try_wait()) std::this_thread::yield();
+  EXPECT_EQ(engine.FindJob("a").status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_TRUE(engine.ListJobs().empty());
+  ask_again(MakeJobSpec({}, "a"));
+  EXPECT_TRUE(again.empty());
+  ask_again(MakeJobSpec({.chunk_elements = 512}, "a"));
+  ASSERT_EQ(again.size(), 1u);
+  EXPECT_EQ(again[0].status().code(), absl::StatusCode::kAlreadyExists);
+  arenas.goes_on.count_down();
+  creates.join();
+  ASSERT_EQ(again.size(), 2u);
+  ASSERT_TRUE(first.ok() && again[1].ok());
+  EXPECT_EQ(*first, *again[1]);
+  EXPECT_EQ(engine.CreateJob(MakeJobSpec({}, "a")).status().code(),
+            absl::StatusCode::kAlreadyExists);
+}
+
+TEST(Engine, WhoWaitsForAJobThatCannotBeCreatedIsToldWhy) {
+  SlowArenas arenas;
+  arenas.fail = true;
+  Engine engine({.memory_limit_bytes = int64_t{64} << 20, .threads = 1, .arenas = &arenas});
+  std::thread creates([&] { EXPECT_FALSE(engine.CreateJob(MakeJobSpec({}, "a")).ok()); });
+  while (!arenas.asked.try_wait()) std::this_thread::yield();
+  absl::Status told;
+  engine.CreateJob(MakeJobSpec({}, "a"), [&](auto result) { told = result.status(); });
+  arenas.goes_on.count_down();
+  creates.join();
+  EXPECT_EQ(told.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(engine.FindJob("a").status().code(), absl::StatusCode::kNotFound);
+}
+
+TEST(Engine, HasABoundedNumberOfJobs) {
+  Engine engine({.memory_limit_bytes = int64_t{64} << 20, .threads = 1});
+  JobSpec spec = MakeJobSpec({.group_sizes = {{0}}});
+  for (size_t i = 0; i < kMaxJobs; ++i) {
+    spec.name = absl::StrCat("job", i);
+    ASSERT_TRUE(engine.CreateJob(spec).ok()) << i;
+  }
+  spec.name = "another";
+  const absl::Status refused = engine.CreateJob(spec).status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("close one"));
+  ASSERT_TRUE(engine.CloseJob("job7").ok());
+  EXPECT_TRUE(engine.CreateJob(spec).ok());
+}
+
+// As under ulimit -v, where the budget has room and the system has none.
+TEST(Engine, AJobWaitsIfTheSystemHasNoMemoryForSecondVersions) {
+  class NoSecondVersions : public CountingArenas {
+   public:
+    absl::StatusOr<std::unique_ptr<Arena>> Create(int64_t bytes, absl::string_view label,
+                                                  Touch touch) override {
+      if (absl::StrContains(label, "second versions")) {
+        return absl::ResourceExhaustedError("cannot map");
+      }
+      return CountingArenas::Create(bytes, label, touch);
+    }
+  };
+  NoSecondVersions arenas;
+  Engine engine({.memory_limit_bytes = int64_t{64} << 20, .threads = 1, .arenas = &arenas});
+  JobSpec spec = MakeJobSpec({});
+  spec.update_mode = UpdateMode::kSpeculate;
+  const auto job = engine.CreateJob(spec);
+  ASSERT_TRUE(job.ok()) << job.status();
+  const JobStatus status = (*job)->Status();
+  EXPECT_EQ(status.speculation_refused, "cannot map");
+  EXPECT_EQ(status.memory.speculation_bytes, 0);
+  EXPECT_EQ(engine.memory().used_bytes(), status.memory.total_bytes());
 }
 
 TEST(Engine, DrainingLetsTheStepInProgressEndAndBeginsNoOther) {

@@ -29,6 +29,15 @@ TEST(Status, OfEveryCodeCrossesTheWireWithErrorInfo) {
   }
 }
 
+// Messages quote names, which a peer has chosen.
+TEST(Status, MessageIsOneLineOfText) {
+  EXPECT_EQ(ToGrpc(absl::NotFoundError(std::string("no job 'a\n\0\x1b[31m'", 16))).error_message(),
+            "no job 'a\\x0a\\x00\\x1b[31m");
+  EXPECT_EQ(ToGrpc(absl::NotFoundError("\xff is no UTF-8, \u00e4")).error_message(),
+            "\\xff is no UTF-8, \\xc3\\xa4");
+  EXPECT_EQ(ToGrpc(absl::NotFoundError("it's \"\u00e4\"")).error_message(), "it's \"\u00e4\"");
+}
+
 TEST(Status, OkHasNoDetails) {
   EXPECT_TRUE(ToGrpc(absl::OkStatus()).ok());
   EXPECT_TRUE(ToGrpc(absl::OkStatus()).error_details().empty());

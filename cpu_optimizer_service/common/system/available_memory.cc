@@ -1,13 +1,17 @@
 #include "cpu_optimizer_service/common/system/available_memory.h"
 
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <fstream>
 #include <limits>
 #include <optional>
+#include <vector>
 
 #include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 
 namespace ballast {
 namespace {
@@ -28,31 +32,90 @@ std::optional<int64_t> ReadNumber(const std::string& path, const std::string& na
   return std::nullopt;
 }
 
+// What the two versions of control groups call the same things.
+struct GroupFiles {
+  const char* limit;
+  const char* used;
+  const char* cached;  // In memory.stat.
+};
+constexpr GroupFiles kVersion1 = {"/memory.limit_in_bytes", "/memory.usage_in_bytes",
+                                  "total_inactive_file"};
+constexpr GroupFiles kVersion2 = {"/memory.max", "/memory.current", "inactive_file"};
+// Version 1 says nearly 2^63 where there is no limit.
+constexpr int64_t kNoLimitBytes = int64_t{1} << 60;
+
+int64_t LeftInGroup(const std::string& folder, const GroupFiles& names) {
+  const auto limit = ReadNumber(folder + names.limit, "");
+  const auto used = ReadNumber(folder + names.used, "");
+  if (!limit.has_value() || !used.has_value() || *limit <= 0 || *limit >= kNoLimitBytes) {
+    return std::numeric_limits<int64_t>::max();
+  }
+  const int64_t cached = ReadNumber(folder + "/memory.stat", names.cached).value_or(0);
+  return std::max<int64_t>(0, *limit - *used + cached);
+}
+
+// Of the group at `path` in the hierarchy that is mounted at `mount`, and of all above it. In a
+// container the path may be the host's, of which the mount shows only the lower end: then the
+// mount itself is the group.
+int64_t LeftInGroups(const std::string& mount, absl::string_view path, const GroupFiles& names) {
+  int64_t left_bytes = LeftInGroup(mount, names);
+  std::string folder = mount;
+  for (const absl::string_view part : absl::StrSplit(path, '/', absl::SkipEmpty())) {
+    absl::StrAppend(&folder, "/", part);
+    left_bytes = std::min(left_bytes, LeftInGroup(folder, names));
+  }
+  return left_bytes;
+}
+
+// Lines of /proc/self/cgroup: "4:memory:/path" of version 1, "0::/path" of version 2.
+int64_t LeftInControlGroups(const MemoryFiles& files) {
+  int64_t left_bytes = LeftInGroups(files.groups, "", kVersion2);
+  std::ifstream lines(files.groups_of_process);
+  std::string line;
+  while (std::getline(lines, line)) {
+    const std::vector<std::string> fields = absl::StrSplit(line, absl::MaxSplits(':', 2));
+    if (fields.size() != 3) continue;
+    const std::vector<std::string> controllers = absl::StrSplit(fields[1], ',');
+    if (std::find(controllers.begin(), controllers.end(), "memory") != controllers.end()) {
+      left_bytes =
+          std::min(left_bytes, LeftInGroups(files.groups + "/memory", fields[2], kVersion1));
+    }
+    if (!fields[1].empty()) continue;
+    // Beside hierarchies of version 1 it has a folder of its own.
+    for (const char* mount : {"", "/unified"}) {
+      left_bytes = std::min(left_bytes, LeftInGroups(files.groups + mount, fields[2], kVersion2));
+    }
+  }
+  return left_bytes;
+}
+
+int64_t LeftInAddressSpace() {
+  rlimit limit = {};
+  int64_t pages = 0;
+  if (getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY ||
+      !(std::ifstream("/proc/self/statm") >> pages)) {
+    return std::numeric_limits<int64_t>::max();
+  }
+  return std::max<int64_t>(0, static_cast<int64_t>(limit.rlim_cur) - pages * sysconf(_SC_PAGESIZE));
+}
+
 }  // namespace
 
-int64_t AvailableMemoryBytes(const std::string& meminfo_path, const std::string& cgroup_folder) {
+int64_t AvailableMemoryBytes(const MemoryFiles& files) {
   int64_t available_bytes = std::numeric_limits<int64_t>::max();
-  if (const auto kibibytes = ReadNumber(meminfo_path, "MemAvailable:"); kibibytes.has_value()) {
+  if (const auto kibibytes = ReadNumber(files.meminfo, "MemAvailable:"); kibibytes.has_value()) {
     available_bytes = *kibibytes * 1024;
   }
-  const auto limit = ReadNumber(cgroup_folder + "/memory.max", "");
-  const auto used = ReadNumber(cgroup_folder + "/memory.current", "");
-  if (limit.has_value() && used.has_value()) {
-    const int64_t cached = ReadNumber(cgroup_folder + "/memory.stat", "inactive_file").value_or(0);
-    available_bytes = std::min(available_bytes, std::max<int64_t>(0, *limit - *used + cached));
-  }
-  return available_bytes;
+  return std::min({available_bytes, LeftInControlGroups(files), LeftInAddressSpace()});
 }
 
 int64_t PhysicalMemoryBytes() {
   return static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
 }
 
-int64_t DefaultMemoryLimitBytes(int64_t physical_bytes, const std::string& cgroup_folder) {
-  int64_t usable_bytes = physical_bytes;
-  const auto limit = ReadNumber(cgroup_folder + "/memory.max", "");
-  if (limit.has_value() && *limit > 0) usable_bytes = std::min(usable_bytes, *limit);
-  return static_cast<int64_t>(0.8 * static_cast<double>(usable_bytes));
+int64_t DefaultMemoryLimitBytes(const MemoryFiles& files, int64_t most_bytes) {
+  return static_cast<int64_t>(
+      0.8 * static_cast<double>(std::min(most_bytes, AvailableMemoryBytes(files))));
 }
 
 }  // namespace ballast

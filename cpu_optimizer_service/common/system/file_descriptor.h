@@ -21,6 +21,8 @@ class FileDescriptor {
     if (number_ >= 0) close(number_);
   }
   int number() const { return number_; }
+  // Whoever gets the number closes it.
+  int Release() { return std::exchange(number_, -1); }
   explicit operator bool() const { return number_ >= 0; }
 
  private:

@@ -2,6 +2,8 @@
 
 #include <malloc.h>
 
+#include <algorithm>
+
 namespace ballast {
 namespace {
 
@@ -25,6 +27,25 @@ void KeepHeapWarm() {
     return true;
   }();
   static_cast<void>(done);
+}
+
+void KeepHeapInOneArena() { mallopt(M_ARENA_MAX, 1); }
+
+HeapTrimmer::HeapTrimmer()
+    : HeapTrimmer([] { return mallinfo2().fordblks; }, [] { malloc_trim(0); }) {}
+
+void HeapTrimmer::Tick() {
+  always_free_bytes_ = std::min(always_free_bytes_, free_bytes_());
+  if (++ticks_ < wait_) return;
+  if (always_free_bytes_ > kKeptBytes) {
+    trim_();
+    // Should it be free again by the next time, then because it is used and freed all the time.
+    wait_ = std::min(2 * wait_, kLongestWait);
+  } else {
+    wait_ = kShortestWait;
+  }
+  ticks_ = 0;
+  always_free_bytes_ = static_cast<size_t>(-1);
 }
 
 }  // namespace ballast

@@ -231,7 +231,7 @@ int RunServers(const std::string& folder, int fd) {
   std::string line;
   for (const std::string api : kApis) {
     grpc::ServerBuilder builder;
-    server::ConfigureTransport(builder);
+    server::ConfigureTransport(builder, int64_t{8} << 30);
     const std::string path = absl::StrCat("unix:", folder, "/", api);
     int port = 0;
     builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port);

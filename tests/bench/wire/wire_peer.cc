@@ -72,7 +72,7 @@ absl::Status RunPeer(const std::string& folder, int fd) {
   const std::string raw_unix = absl::StrCat("unix:", folder, "/raw");
   int port = 0;
   grpc::ServerBuilder builder;
-  server::ConfigureTransport(builder);
+  server::ConfigureTransport(builder, int64_t{8} << 30);
   builder.RegisterService(&service);
   builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port);
   builder.AddListeningPort(grpc_unix, grpc::InsecureServerCredentials());

@@ -2,11 +2,15 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
+#include <latch>
 #include <memory>
+#include <thread>
 #include <vector>
 
 #include "cpu_optimizer_service/common/system/mutex.h"
+#include "cpu_optimizer_service/host/task_queue.h"
 #include "tests/cpu_optimizer_service/host/topology_for_tests.h"
 
 namespace ballast {
@@ -134,6 +138,95 @@ TEST(TaskPool, ForEachOverNodesMayBeNested) {
   std::atomic<int64_t> ran = 0;
   pool.ForEach(9, [&](int64_t) { pool.ForEach(9, [&](int64_t) { ++ran; }); });
   EXPECT_EQ(ran, 81);
+}
+
+TEST(TaskPool, ALoopThatNobodyWaitsForEndsWithItsLastWord) {
+  for (const int nodes : {1, 3}) {
+    std::vector<int> runs(1000, 0);
+    std::latch over(2);
+    TaskPool pool(3, SeveralNodesInOne(nodes));
+    auto owned = std::make_shared<int>(0);
+    pool.ForEach(
+        1000, [&, owned](int64_t i) { ++runs[i]; },
+        [&, weak = std::weak_ptr(owned)] {
+          EXPECT_EQ(runs, std::vector<int>(1000, 1));
+          EXPECT_EQ(weak.use_count(), 1) << "what the loop owned is gone";
+          over.count_down();
+        });
+    pool.ForEach(
+        0, [](int64_t) { FAIL(); }, [&] { over.count_down(); });
+    over.wait();
+  }
+}
+
+// As when one job touches 100 GB, or updates 100,000 chunks, and another has a step to decide.
+TEST(TaskPool, ATaskThatComesLaterHasItsTurnInTheMiddleOfALongLoop) {
+  TaskPool pool(2);
+  constexpr int64_t kIndices = 100;
+  std::atomic<int64_t> ran = 0;
+  std::atomic<int64_t> ran_at_turn = kIndices;
+  std::latch over(2);
+  pool.ForEach(
+      kIndices,
+      [&](int64_t i) {
+        if (i == 0) {
+          pool.Start([&] {
+            ran_at_turn = ran.load();
+            over.count_down();
+          });
+        }
+        // As long as a slice: a turn is due after each.
+        std::this_thread::sleep_for(TaskPool::kSlice);
+        ++ran;
+      },
+      [&] { over.count_down(); });
+  over.wait();
+  EXPECT_LT(ran_at_turn, kIndices / 2);
+}
+
+TEST(TaskQueue, ManyTasksOfOneDoNotHoldUpThoseOfAnother) {
+  TaskPool pool(2);
+  TaskQueue many(pool);
+  TaskQueue few(pool);
+  constexpr int64_t kTasks = 100;
+  std::atomic<int64_t> ran = 0;
+  std::atomic<int64_t> ran_at_turn = kTasks;
+  std::latch over(kTasks + 1);
+  for (int64_t i = 0; i < kTasks; ++i) {
+    many.Start([&] {
+      std::this_thread::sleep_for(TaskPool::kSlice);
+      ++ran;
+      over.count_down();
+    });
+  }
+  few.Start([&] {
+    ran_at_turn = ran.load();
+    over.count_down();
+  });
+  over.wait();
+  EXPECT_LT(ran_at_turn, kTasks / 2);
+}
+
+TEST(TaskQueue, RunsItsTasksInOrderAndOnTheirNodeAlsoWhenItIsGone) {
+  std::vector<int> order;
+  std::atomic<int> wrong = 0;
+  {
+    TaskPool pool(2, SeveralNodesInOne(2));
+    {
+      TaskQueue queue(pool);
+      for (int i = 0; i < 1000; ++i) {
+        queue.Start(
+            [&, i] {
+              wrong += pool.CurrentNode() != 1;
+              order.push_back(i);  // The node has one thread.
+            },
+            1);
+      }
+    }
+  }
+  ASSERT_EQ(order.size(), 1000u);
+  EXPECT_TRUE(std::is_sorted(order.begin(), order.end()));
+  EXPECT_EQ(wrong, 0);
 }
 
 TEST(TaskPool, ThreadsThatCannotBeBoundAreTold) {

@@ -255,6 +255,24 @@ TEST_F(JobTest, OneMicroStepAllocatesNoAccumulator) {
   EXPECT_THAT(std::string(second.status().message()), HasSubstr("max_micro_steps 1"));
 }
 
+TEST_F(JobTest, NoMicroStepEndsBeyondTheMost) {
+  JobSpec spec = MakeJobSpec({});
+  spec.max_micro_steps = 2;
+  JobDriver driver = Make(spec);
+  driver.BeginAll();
+  driver.EndMicroStepAll(0);
+  driver.EndMicroStepAll(1);
+  const absl::Status third = driver.stream(0).EndMicroStep(1, 2, {});
+  EXPECT_EQ(third.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(third.message()), HasSubstr("max_micro_steps 2"));
+  spec.name = "unlimited";
+  spec.max_micro_steps = 0;
+  JobDriver other = Make(spec);
+  other.BeginAll();
+  EXPECT_THAT(std::string(other.stream(0).EndMicroStep(1, kMaxMicroSteps, {}).message()),
+              HasSubstr("allows 65536"));
+}
+
 TEST_F(JobTest, ContributionsAreVerifiedBeforeAnythingIsTouched) {
   JobDriver driver = Make(MakeJobSpec({.world_size = 2}));
   driver.BeginAll();

@@ -99,6 +99,27 @@ TEST_F(SealCheckTest, NamesTheFirstMicroStepAndAllParametersThatAreMissing) {
             names);
 }
 
+// A refusal is sent, and kept until it is, for as often as a rank seals.
+TEST(SealCheck, NamesTheFirstOfManyAndCountsTheOthers) {
+  constexpr int kParameters = 100;
+  const JobSpec spec = MakeJobSpec({.group_sizes = {std::vector<int64_t>(kParameters, 256)},
+                                    .world_size = 1,
+                                    .chunk_elements = 256});
+  const Layout layout = Layout::Create(spec.layout).value();
+  Ledger ledger(kParameters);
+  OpenStep step({.step = 4, .hyper_parameters = {{}}}, 1, kParameters);
+  ASSERT_TRUE(step.Begin(0, {}).ok());
+  for (int chunk = 0; chunk < 40; ++chunk) ledger.Advance(chunk, 1 + chunk);
+  const auto refusal = CheckRank({spec, layout, ledger, step}, 0, 90);
+  ASSERT_TRUE(refusal.has_value());
+  EXPECT_EQ(refusal->missing.size(), kMissingEntries);
+  EXPECT_EQ(refusal->missing[0].micro_step, 0u);
+  EXPECT_EQ(refusal->missing[0].parameters.size(), kMissingNames);
+  EXPECT_EQ(refusal->missing[0].more_parameters, 60 - static_cast<int64_t>(kMissingNames));
+  EXPECT_EQ(refusal->missing[1].more_parameters, 0);
+  EXPECT_THAT(std::string(refusal->status.message()), HasSubstr(" and 44 more"));
+}
+
 TEST_F(SealCheckTest, SaysWhenAClosedChunkCanBeSentNoMore) {
   GiveAll(2);
   EndMicroStep(0, 0);

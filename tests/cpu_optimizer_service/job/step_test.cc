@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <optional>
+#include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -11,6 +13,7 @@ namespace ballast {
 namespace {
 
 using ::testing::ElementsAre;
+using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
 // The moves that must not exist.
@@ -54,6 +57,47 @@ TEST(OpenStep, UsedParametersAreUnitedOverRanksAndMicroSteps) {
   EXPECT_TRUE(step.used(0));
   EXPECT_FALSE(step.used(1));
   EXPECT_TRUE(step.used(2));
+}
+
+TEST(OpenStep, KnowsTheFirstUseOfAParameterInARangeOfMicroSteps) {
+  OpenStep step = Open(2);
+  ASSERT_TRUE(step.Begin(0, {}).ok());
+  ASSERT_TRUE(step.Begin(1, {}).ok());
+  for (const uint32_t micro_step : {0, 1, 2}) {
+    ASSERT_TRUE(step.EndMicroStep(0, micro_step, {.all = false, .parameters = {0}}).ok());
+  }
+  ASSERT_TRUE(step.EndMicroStep(1, 0, {.all = false, .parameters = {0}}).ok());
+  ASSERT_TRUE(step.EndMicroStep(1, 1, {.all = false, .parameters = {1, 0}}).ok());
+  ASSERT_TRUE(step.EndMicroStep(1, 2, {}).ok());
+  EXPECT_EQ(step.FirstUse(0, 0, 3), 0u);
+  EXPECT_EQ(step.FirstUse(1, 0, 3), 1u);
+  EXPECT_EQ(step.FirstUse(1, 0, 1), std::nullopt);
+  EXPECT_EQ(step.FirstUse(2, 0, 2), std::nullopt);
+  EXPECT_EQ(step.FirstUse(2, 0, 3), 2u);
+}
+
+// Each set has a bit for every parameter: so many are admitted with the job, and no more.
+TEST(OpenStep, KeepsABoundedNumberOfDifferentSetsOfUsedParameters) {
+  constexpr uint32_t kMost = kMaxUsedSets;
+  OpenStep step({.step = 4, .hyper_parameters = {{}}}, 2, 3);
+  ASSERT_TRUE(step.Begin(0, {}).ok());
+  ASSERT_TRUE(step.Begin(1, {}).ok());
+  const auto end = [&](int rank, uint32_t micro_step, int parameter) {
+    return step.EndMicroStep(rank, micro_step, {.all = false, .parameters = {parameter}});
+  };
+  uint32_t next = 0;
+  for (; next < 3 * kMost; ++next) ASSERT_TRUE(end(0, next, 0).ok()) << "alike: one set";
+  for (; next < 4 * kMost - 1; ++next) ASSERT_TRUE(end(0, next, 1 + next % 2).ok()) << next;
+  const absl::Status refused = end(0, next, 1 + next % 2);
+  EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("all_used"));
+  EXPECT_EQ(step.ranks()[0].micro_steps_ended, next) << "it may still be ended otherwise";
+  // The other rank frees one by using all in its micro-step.
+  for (uint32_t micro_step = 0; micro_step < 4 * kMost - 1; ++micro_step) {
+    ASSERT_TRUE(step.EndMicroStep(1, micro_step, {}).ok());
+  }
+  EXPECT_TRUE(end(0, next, 1 + next % 2).ok());
+  EXPECT_EQ(step.FirstUse(1 + next % 2, next, next + 1), next);
 }
 
 TEST(OpenStep, RemembersTheFirstMicroStepOfEachRankThatReachedNothing) {

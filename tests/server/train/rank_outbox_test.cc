@@ -178,6 +178,24 @@ TEST_F(RankOutboxTest, ReadsNoMoreWhileItsQueueIsFull) {
   EXPECT_EQ(wire_.reads, paused_at + 1);
 }
 
+// Few messages may be large: they name parameters.
+TEST_F(RankOutboxTest, ReadsNoMoreWhileItsQueueHasManyBytes) {
+  Open();
+  const SealRefusal refusal = {
+      .status = absl::FailedPreconditionError("missing"),
+      .missing = {{.rank = 0, .micro_step = 0, .parameters = {std::string(200'000, 'p')}}}};
+  Receive();  // Its acknowledgement is being written, and stays.
+  const int reads = wire_.reads;
+  int taken = 0;
+  for (; wire_.reads == reads + taken && taken < 100; ++taken) {
+    outbox_.OnSealRefused(4, refusal);
+    Receive();
+  }
+  EXPECT_EQ(taken, 6) << "a MiB, of 200 KB each";
+  for (int message = 0; message < taken + 1; ++message) WriteDone();
+  EXPECT_EQ(wire_.reads, reads + taken);
+}
+
 TEST_F(RankOutboxTest, ReadsWeightsThatFoundNoBufferWhenTheirTurnComes) {
   Open();
   outbox_.OnWeights(0, 7, WeightBuffer());

@@ -1,0 +1,104 @@
+#include "server/call_watch.h"
+
+#include <gtest/gtest.h>
+
+#include <latch>
+#include <memory>
+#include <thread>
+
+namespace ballast::server {
+namespace {
+
+using std::chrono::seconds;
+
+// Looks at one call at the times that the test says.
+class WatchedCallTest : public testing::Test {
+ protected:
+  void Look(int after_seconds) { call_.Look(WatchedCall::Clock::now() + seconds(after_seconds)); }
+
+  int cancelled_ = 0;
+  WatchedCall call_{[this] { ++cancelled_; }, /*patience_seconds=*/60};
+};
+
+TEST_F(WatchedCallTest, IsCancelledOnceWhenAWriteTakesTooLong) {
+  Look(1000);
+  EXPECT_EQ(cancelled_, 0) << "it does not write";
+  call_.WriteBegins();
+  Look(59);
+  EXPECT_EQ(cancelled_, 0);
+  call_.WriteEnded();
+  call_.WriteBegins();
+  Look(61);
+  Look(1000);
+  EXPECT_EQ(cancelled_, 1);
+}
+
+TEST_F(WatchedCallTest, HasLittleTimeForItsLastWriteWhenItIsOver) {
+  call_.WriteBegins();
+  call_.IsOver();
+  Look(1);
+  EXPECT_EQ(cancelled_, 0);
+  Look(10);
+  EXPECT_EQ(cancelled_, 1);
+}
+
+TEST_F(WatchedCallTest, IsOverOnceItsJobIs) {
+  bool closed = false;
+  call_.IsOverIf([&] { return closed; });
+  Look(0);
+  closed = true;
+  Look(5);
+  EXPECT_EQ(cancelled_, 0);
+  Look(15);
+  EXPECT_EQ(cancelled_, 1);
+}
+
+TEST_F(WatchedCallTest, KeepsNothingAndCancelsNothingOnceItHasEnded) {
+  auto job = std::make_shared<int>(1);
+  call_.IsOverIf([job] { return true; });
+  call_.IsOver();
+  call_.Ended();
+  EXPECT_EQ(job.use_count(), 1);
+  Look(1000);
+  EXPECT_EQ(cancelled_, 0);
+}
+
+TEST(WatchedCall, MayEndWithinItsCancelling) {
+  std::shared_ptr<WatchedCall> call;
+  call = std::make_shared<WatchedCall>([&] { call->Ended(); }, 0);
+  call->IsOver();
+  call->Look(WatchedCall::Clock::now() + seconds(10));
+}
+
+TEST(WatchedCall, IsNotGoneBeforeItsCancellingElsewhereIs) {
+  std::latch cancelling(1);
+  std::latch goes_on(1);
+  bool cancelled = false;
+  WatchedCall call(
+      [&] {
+        cancelling.count_down();
+        goes_on.wait();
+        cancelled = true;
+      },
+      0);
+  call.IsOver();
+  std::thread watch([&] { call.Look(WatchedCall::Clock::now() + seconds(10)); });
+  cancelling.wait();
+  std::thread lets_go_on([&] { goes_on.count_down(); });
+  call.Ended();
+  EXPECT_TRUE(cancelled);
+  watch.join();
+  lets_go_on.join();
+}
+
+TEST(CallWatch, CancelsTheCallsThatItWatches) {
+  std::latch cancelled(1);
+  CallWatch watch;
+  const auto call = watch.Watch([&] { cancelled.count_down(); }, /*patience_seconds=*/0);
+  call->WriteBegins();
+  cancelled.wait();
+  call->Ended();
+}
+
+}  // namespace
+}  // namespace ballast::server
