@@ -1,6 +1,8 @@
 #include "cpu_optimizer_service/state/checkpoint_directory.h"
 
+#include <filesystem>
 #include <random>
+#include <system_error>
 
 #include "absl/algorithm/container.h"
 #include "absl/strings/match.h"
@@ -33,7 +35,12 @@ absl::Status TryIn(FileSystem& files, const std::string& probe) {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<CheckpointDirectory>> CheckpointDirectory::Open(
-    FileSystem& file_system, const std::string& path) {
+    FileSystem& file_system, const std::string& given) {
+  // Absolute, and without a final slash: it is told to people, and compared.
+  std::error_code error;
+  std::string path = std::filesystem::absolute(given, error).lexically_normal().string();
+  if (error) path = given;
+  if (path.size() > 1 && path.back() == '/') path.pop_back();
   std::unique_ptr<CheckpointDirectory> directory(new CheckpointDirectory(path));
   std::random_device random;
   const std::string probe = absl::StrFormat("%s/.try-%08x%08x", path, random(), random());

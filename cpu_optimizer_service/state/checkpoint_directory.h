@@ -23,9 +23,9 @@ class CheckpointDirectory {
   // Makes the directory if need be, and tries there all that a save does, so that it is known now
   // and not at the save. Looks which checkpoints there are. Errors are one line.
   static absl::StatusOr<std::unique_ptr<CheckpointDirectory>> Open(FileSystem& file_system,
-                                                                   const std::string& path);
+                                                                   const std::string& given);
 
-  const std::string& path() const { return path_; }
+  const std::string& path() const { return path_; }  // Absolute.
   std::string PathOf(const std::string& job) const;
 
   // What there was at the start, or has been saved since.

@@ -401,7 +401,7 @@ TEST_F(CheckpointTest, AnIndexOfMoreThanTheJobCanHaveIsNotParsed) {
   std::ofstream(Path("saved") + "/index.json") << index;
   EXPECT_THAT(std::string(driver.job().Load(Path("saved")).status().message()),
               HasSubstr("it has p0 twice"));
-  for (int i = 0; i < 50'000; ++i) index["parameters"].push_back(extra);
+  for (int i = 0; i < 35'000; ++i) index["parameters"].push_back(extra);
   Sign(index);
   std::ofstream(Path("saved") + "/index.json") << index;
   const absl::Status status = driver.job().Load(Path("saved")).status();

@@ -143,8 +143,8 @@ TEST(BallastWorker, RefusesWhatItCannotTrainOnInOneLine) {
 TEST(BallastWorker, RefusesWrongFlagsInOneLine) {
   EXPECT_THAT(FailureOf({.flags = {"stray"}}), HasSubstr("unexpected argument 'stray'"));
   EXPECT_THAT(FailureOf({.flags = {"--peer-timeout=0s"}}), HasSubstr("--peer-timeout=0"));
-  EXPECT_THAT(FailureOf({.flags = {"--optimizer=service", "--save=relative"}}),
-              HasSubstr("--save=relative must be an absolute path"));
+  EXPECT_THAT(FailureOf({.flags = {"--optimizer=service", "--save=relative/path"}}),
+              HasSubstr("--save=relative/path must be a name under the service"));
   EXPECT_THAT(FailureOf({.environment = {{"WORLD_SIZE", "2"}, {"RANK", "2"}}}),
               HasSubstr("RANK=2 must be less than WORLD_SIZE=2"));
   EXPECT_THAT(FailureOf({.flags = {"--accumulate=nowhere"}}),

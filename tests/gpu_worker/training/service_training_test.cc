@@ -7,6 +7,7 @@
 #include <tuple>
 #include <utility>
 
+#include "gpu_worker/run/loss_log.h"
 #include "tests/gpu_worker/collective/every_world.h"
 #include "tests/gpu_worker/training/training.h"
 
