@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
 #include "cpu_optimizer_service/job/job_impl.h"
@@ -62,7 +63,8 @@ Engine::~Engine() {
 
 absl::StatusOr<std::shared_ptr<Job>> Engine::CreateJob(JobSpec spec) {
   if (impl_->draining.load()) {
-    return absl::UnavailableError("the service is stopping and takes no new jobs");
+    return WithReason(absl::UnavailableError("the service is stopping and takes no new jobs"),
+                      reason::kStopping);
   }
   const std::string name = spec.name;
   {
@@ -87,7 +89,8 @@ absl::StatusOr<std::shared_ptr<Job>> Engine::FindJob(const std::string& name) co
   MutexLock lock(impl_->mutex);
   const auto found = impl_->jobs.find(name);
   if (found == impl_->jobs.end() || found->second == nullptr) {
-    return absl::NotFoundError(absl::StrCat("there is no job ", name));
+    return WithReason(absl::NotFoundError(absl::StrCat("there is no job ", name)),
+                      reason::kNoSuchJob);
   }
   return found->second;
 }

@@ -57,6 +57,10 @@ void FillSummary(const FoundParameter& parameter, const Snapshot& snapshot,
 }
 
 absl::Status CheckDirectory(const std::string& directory) {
+  // A file system would take the part before it.
+  if (directory.find('\0') != std::string::npos) {
+    return absl::InvalidArgumentError("directory has a zero byte; give the path alone");
+  }
   if (!directory.empty() && directory.front() == '/') return absl::OkStatus();
   return absl::InvalidArgumentError(
       absl::StrCat("directory is '", directory, "'; give an absolute path on the service's host"));
