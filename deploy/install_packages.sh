@@ -14,7 +14,7 @@ packages=(
   libtbb-dev libhwloc-dev libhwy-dev libspdlog-dev nlohmann-json3-dev
   libgloo-dev libopenblas-pthread-dev
   # To test: the goldens of the parity tests are in the tree, so PyTorch is not among them.
-  libgtest-dev libgmock-dev libbenchmark-dev python3 python3-numpy
+  libgtest-dev libgmock-dev libbenchmark-dev python3 python3-numpy python3-grpcio
 )
 
 die() {
