@@ -3,7 +3,7 @@
 #include <grpcpp/create_channel.h>
 #include <grpcpp/security/credentials.h>
 
-#include <chrono>
+#include <algorithm>
 
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
@@ -13,6 +13,7 @@
 #include "absl/strings/strip.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/heap_settings.h"
+#include "proto/deadline.h"
 
 namespace ballast::client {
 namespace {
@@ -21,6 +22,9 @@ constexpr int kKeepaliveIntervalMs = 20'000;
 constexpr int kKeepaliveTimeoutMs = 20'000;
 constexpr int kFirstReconnectMs = 100;
 constexpr int kLastReconnectMs = 1'000;
+// Connecting is waited for in pieces of this length, so that time in which this process did not
+// run, on a machine that was paused, counts as one of them, and does not use up the limit.
+constexpr absl::Duration kConnectWait = absl::Milliseconds(500);
 
 bool IsHostAndPort(absl::string_view address) {
   const size_t colon = address.rfind(':');
@@ -80,13 +84,15 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(const std::string& target
                                                        absl::Duration timeout) {
   BALLAST_RETURN_IF_ERROR(CheckAddress(target));
   std::shared_ptr<grpc::Channel> channel = NewChannel(target);
-  const auto deadline = std::chrono::system_clock::now() + absl::ToChronoMilliseconds(timeout);
-  if (!channel->WaitForConnected(deadline)) {
-    return absl::UnavailableError(absl::StrCat("no service answered at ", target, " within ",
-                                               absl::FormatDuration(timeout),
-                                               "; start ballastd there or correct the address"));
-  }
-  return channel;
+  absl::Duration left = timeout;
+  do {
+    const absl::Duration wait = std::min(left, kConnectWait);
+    if (channel->WaitForConnected(proto::Deadline(wait))) return channel;
+    left -= wait;
+  } while (left > absl::ZeroDuration());
+  return absl::UnavailableError(absl::StrCat("no service answered at ", target, " within ",
+                                             absl::FormatDuration(timeout),
+                                             "; start ballastd there or correct the address"));
 }
 
 }  // namespace ballast::client

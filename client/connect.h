@@ -22,7 +22,8 @@
 namespace ballast::client {
 
 // A channel to "host:port" or "unix:/path". INVALID_ARGUMENT at once if `target` is neither;
-// UNAVAILABLE if nothing answers within `timeout`.
+// UNAVAILABLE if nothing answers within `timeout`, of which half a second at most passes while this
+// process does not run.
 absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(const std::string& target,
                                                        absl::Duration timeout = absl::Seconds(10));
 

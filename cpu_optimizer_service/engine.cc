@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/time/time.h"
+#include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
 #include "cpu_optimizer_service/job/job_impl.h"
@@ -126,7 +127,9 @@ absl::StatusOr<Engine::Impl::Entered> Engine::Impl::Enter(const std::shared_ptr<
 
 void Engine::CreateJob(JobSpec spec, Done<std::shared_ptr<Job>> done) {
   if (impl_->draining.load()) {
-    return std::move(done)(absl::UnavailableError("the service is stopping and takes no new jobs"));
+    return std::move(done)(
+        WithReason(absl::UnavailableError("the service is stopping and takes no new jobs"),
+                   reason::kStopping));
   }
   const std::string name = spec.name;
   auto job = [&]() -> absl::StatusOr<std::shared_ptr<JobImpl>> {
@@ -170,7 +173,9 @@ absl::StatusOr<std::shared_ptr<Job>> Engine::FindJob(const std::string& name) co
   MutexLock lock(impl_->mutex);
   const auto found = impl_->jobs.find(name);
   if (found == impl_->jobs.end()) {
-    return absl::NotFoundError(absl::StrCat("there is no job ", name, impl_->WhatBecameOf(name)));
+    return WithReason(
+        absl::NotFoundError(absl::StrCat("there is no job ", name, impl_->WhatBecameOf(name))),
+        reason::kNoSuchJob);
   }
   if (!found->second.ready) {
     return absl::UnavailableError(

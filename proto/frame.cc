@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/status.h"
 
 namespace ballast::proto {
@@ -289,7 +290,9 @@ template <typename Message>
 absl::StatusOr<Frame<Message>> ParseFrame(const grpc::ByteBuffer& bytes) {
   BALLAST_ASSIGN_OR_RETURN(const std::vector<grpc::Slice> slices, SlicesOf<Message>(bytes));
   absl::StatusOr<Frame<Message>> frame = FrameParser<Message>().Parse(Cursor(slices));
-  if (!frame.ok()) return Annotate(frame.status(), NotA(Message()));
+  if (!frame.ok()) {
+    return WithReason(Annotate(frame.status(), NotA(Message())), reason::kMalformedMessage);
+  }
   return frame;
 }
 
@@ -371,7 +374,9 @@ absl::StatusOr<Message> ParseControl(const grpc::ByteBuffer& bytes) {
   std::string flat;
   Cursor(slices).AppendTo(flat);
   Message message;
-  if (!message.ParseFromString(flat)) return absl::InvalidArgumentError(NotA(message));
+  if (!message.ParseFromString(flat)) {
+    return WithReason(absl::InvalidArgumentError(NotA(message)), reason::kMalformedMessage);
+  }
   return message;
 }
 

@@ -8,9 +8,11 @@
 
 namespace ballast::proto {
 
-// Same code and message, with google.rpc.ErrorInfo {domain "ballast", reason the code's name} in
-// the details.
+// Same code and message, with google.rpc.ErrorInfo {domain "ballast", reason} in the details: the
+// status's reason (common/reason.h), or the code's name if it has none.
 grpc::Status ToGrpc(const absl::Status& status);
+// And back, with the reason. gRPC's own error for a service that cannot be reached becomes one that
+// says where it was looked for and what to do.
 absl::Status FromGrpc(const grpc::Status& status);
 
 }  // namespace ballast::proto

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
 
@@ -16,9 +17,16 @@ absl::StatusOr<std::shared_ptr<Job>> FindJob(const Engine& engine, const std::st
 absl::StatusOr<std::shared_ptr<Job>> FindJob(const Engine& engine, const std::string& name,
                                              const std::string& uid) {
   BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<Job> job, FindJob(engine, name));
+  if (uid.empty()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("no uid of ", name,
+                     "; give the one that attaching returned, so that no other job is meant"));
+  }
   if (job->uid() != uid) {
-    return absl::NotFoundError(absl::StrCat(name, " has uid ", job->uid(), ", not '", uid,
-                                            "': it was created anew; attach to it again"));
+    return WithReason(
+        absl::NotFoundError(absl::StrCat(name, " has uid ", job->uid(), ", not '", uid,
+                                         "': it was created anew; attach to it again")),
+        reason::kOtherJob);
   }
   return job;
 }

@@ -5,18 +5,19 @@
 #include <grpcpp/health_check_service_interface.h>
 #include <spdlog/spdlog.h>
 
-#include <chrono>
 #include <mutex>
 #include <optional>
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "proto/deadline.h"
 #include "server/address.h"
 #include "server/call_pool.h"
 #include "server/checkpoint_paths.h"
 #include "server/jobs/job_service.h"
 #include "server/jobs/state_service.h"
 #include "server/listener.h"
+#include "server/malformed_requests.h"
 #include "server/shared_memory/shared_memory_server.h"
 #include "server/train/seal_watch.h"
 #include "server/train/train_service.h"
@@ -87,6 +88,7 @@ struct Server::Impl {
 absl::Status Server::Impl::Listen(const std::vector<Address>& parsed, int64_t memory_limit_bytes) {
   grpc::ServerBuilder builder;
   ConfigureTransport(builder, memory_limit_bytes);
+  ExplainMalformedRequests(builder);
   auto acceptor = builder.experimental().AddExternalConnectionAcceptor(
       grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD,
       grpc::InsecureServerCredentials());
@@ -145,9 +147,7 @@ void Server::Shutdown(double grace_seconds) {
   std::call_once(impl_->shut_down, [&] {
     impl_->listener.reset();
     impl_->seal_watch.reset();  // No reminders to streams that are being cancelled.
-    impl_->grpc_server->Shutdown(
-        std::chrono::system_clock::now() +
-        std::chrono::milliseconds(static_cast<int64_t>(1000 * grace_seconds)));
+    impl_->grpc_server->Shutdown(proto::Deadline(absl::Seconds(grace_seconds)));
     impl_->grpc_server->Wait();  // For every call; those that are queued in a pool still run.
     impl_->shared_memory_server.reset();  // No call asks for offers any more.
   });

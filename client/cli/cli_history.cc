@@ -69,8 +69,8 @@ std::string HistoryText(const v1::Job& job) {
   const std::vector<std::vector<HyperParameterRun>> history = HistoryOf(job);
   std::string text;
   for (int group = 0; group < job.groups_size(); ++group) {
-    absl::StrAppend(&text, group == 0 ? "" : "\n", "group ", BareName(job.groups(group).name()),
-                    "\n", RunsText(history[group]));
+    absl::StrAppend(&text, group == 0 ? "" : "\n", "group ",
+                    Printable(BareName(job.groups(group).name())), "\n", RunsText(history[group]));
   }
   return text;
 }

@@ -175,7 +175,7 @@ int64_t OtherBytes(const v1::MemoryUse& memory) {
 }
 
 std::string Dump(const Json& json) {
-  return json.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
+  return json.dump(2, ' ', /*ensure_ascii=*/true, Json::error_handler_t::replace) + "\n";
 }
 
 std::string Name(v1::JobPhase phase) { return absl::AsciiStrToLower(v1::JobPhase_Name(phase)); }

@@ -20,7 +20,8 @@ nlohmann::ordered_json GroupsToJson(const v1::Job& job);
 // The part of total_bytes that is in none of the parts that MemoryUse names.
 int64_t OtherBytes(const v1::MemoryUse& memory);
 
-// With indentation and a newline. Bytes that are not UTF-8 are replaced.
+// With indentation and a newline, in ASCII, so that no text in it acts on a terminal. Bytes that
+// are not UTF-8 are replaced.
 std::string Dump(const nlohmann::ordered_json& json);
 
 // Lower-case names of enumerators, the same for people and in JSON.

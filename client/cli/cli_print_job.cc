@@ -194,7 +194,8 @@ std::string StepsText(const v1::Job& job) {
                FormatCount(step.speculated_chunks()), FormatCount(step.redone_chunks()),
                RatesText(step)});
     if (!step.applied()) {
-      absl::StrAppend(&skips, "step ", step.step(), " was skipped: ", step.skip_reason(), "\n");
+      absl::StrAppend(&skips, "step ", step.step(), " was skipped: ", Printable(step.skip_reason()),
+                      "\n");
     }
   }
   const std::string older =

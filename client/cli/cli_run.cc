@@ -5,6 +5,7 @@
 #include "absl/strings/str_replace.h"
 #include "client/cli/cli_command.h"
 #include "client/cli/cli_service.h"
+#include "client/cli/cli_text.h"
 #include "client/cli/suggestions.h"
 #include "client/connect.h"
 
@@ -45,8 +46,8 @@ void AddCommonFlags(Command& command) {
 
 // An error is one line, whatever a service's message has.
 int Fail(int code, const absl::Status& status, const std::string& help, std::string& error) {
-  error =
-      absl::StrCat("ballast: ", absl::StrReplaceAll(status.message(), {{"\n", " "}}), help, "\n");
+  error = absl::StrCat("ballast: ", Printable(absl::StrReplaceAll(status.message(), {{"\n", " "}})),
+                       Printable(help), "\n");
   return code;
 }
 
@@ -70,7 +71,7 @@ int RunCommand(const Command& command, const Arguments& arguments, std::string& 
   Service service(address, NewChannel(address), absl::Seconds(std::min(seconds, 1e9)));
   absl::StatusOr<std::string> text = (*action)(service, arguments.Has("json"));
   if (!text.ok()) return Fail(kFailed, text.status(), "", error);
-  output = *std::move(text);
+  output = arguments.Has("json") ? *std::move(text) : Printable(*text, Newlines::kKeep);
   return kDone;
 }
 

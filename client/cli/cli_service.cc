@@ -5,6 +5,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/cli/suggestions.h"
 #include "proto/convert.h"
+#include "proto/deadline.h"
 #include "proto/status.h"
 
 namespace ballast::client::cli {
@@ -14,7 +15,7 @@ Service::Service(std::string address, std::shared_ptr<grpc::Channel> channel,
     : address_(std::move(address)), timeout_(timeout), jobs_(channel), state_(channel) {}
 
 void Service::SetDeadline(grpc::ClientContext& context) const {
-  context.set_deadline(std::chrono::system_clock::now() + absl::ToChronoMilliseconds(timeout_));
+  context.set_deadline(proto::Deadline(timeout_));
 }
 
 absl::Status Service::Explain(const grpc::Status& status) const {

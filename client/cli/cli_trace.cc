@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "client/cli/chrome_trace.h"
 #include "client/cli/cli_command.h"
@@ -18,6 +17,7 @@
 #include "client/cli/output_file.h"
 #include "client/cli/trace_summary.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/steady_time.h"
 #include "proto/convert.h"
 
 namespace ballast::client::cli {
@@ -120,7 +120,7 @@ std::string Describe(const TraceRequest& request, const Download& trace) {
 }
 
 absl::StatusOr<std::string> Trace(Service& service, const TraceRequest& request, bool json) {
-  const absl::Time start = absl::Now();
+  const absl::Time start = SteadyNow();
   BALLAST_ASSIGN_OR_RETURN(const v1::Job job, service.GetJob(request.job, true));
   BALLAST_ASSIGN_OR_RETURN(const JobSpec spec, proto::FromProto(job));
   BALLAST_ASSIGN_OR_RETURN(const Layout layout, Layout::Create(spec.layout));
@@ -134,7 +134,7 @@ absl::StatusOr<std::string> Trace(Service& service, const TraceRequest& request,
   const absl::Status read = service.ReadTrace(
       message, [&](const v1::TraceJobResponse& part) { return download.Receive(part); });
   if (!read.ok()) return service.SuggestJob(read, request.job);
-  if (download.summary().begun() == 0) return NothingBegun(service, request, absl::Now() - start);
+  if (download.summary().begun() == 0) return NothingBegun(service, request, SteadyNow() - start);
   BALLAST_RETURN_IF_ERROR(download.Finish());
   if (!json) return Describe(request, download);
   return Dump({{"job", request.job},

@@ -11,6 +11,7 @@
 #include "client/session/join.h"
 #include "client/session/log.h"
 #include "client/session/retry.h"
+#include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
 
@@ -78,7 +79,8 @@ absl::Status SessionImpl::Start(absl::Time deadline) {
         // ABORTED after attaching: the service noticed the end of an older stream only now and
         // detached the rank, or the generation has risen. Attaching once more shows whether the
         // rank is lost.
-        return absl::IsUnavailable(status) || (absl::IsAborted(status) && options.rejoin);
+        return absl::IsUnavailable(status) || (absl::IsAborted(status) && options.rejoin &&
+                                               ReasonOf(status) != reason::kRankReplaced);
       });
 }
 

@@ -7,6 +7,7 @@
 #include "absl/strings/str_join.h"
 #include "client/session/log.h"
 #include "client/session/session_impl.h"
+#include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/status.h"
 
 namespace ballast::client {
@@ -54,7 +55,11 @@ absl::Status SessionImpl::OnMessage(const v1::TrainResponse& message, PayloadPie
 absl::Status SessionImpl::OnSealRefused(const v1::SealRefused& refused) {
   // Before the trainer is notified, and seals again.
   log_.SealRefused();
-  return progress_.Refused(refused.step(), refused.message());
+  absl::Status why = absl::FailedPreconditionError(refused.message());
+  if (refused.reason() != v1::ERROR_REASON_UNSPECIFIED) {
+    why = WithReason(std::move(why), v1::ErrorReason_Name(refused.reason()));
+  }
+  return progress_.Refused(refused.step(), std::move(why));
 }
 
 void SessionImpl::OnWaiting(const v1::Waiting& waiting) {

@@ -47,10 +47,10 @@ absl::Status StepProgress::CheckStep(const char* what, uint64_t step) const {
                                           " while this rank is at step ", step_));
 }
 
-absl::Status StepProgress::Refused(uint64_t step, std::string message) {
+absl::Status StepProgress::Refused(uint64_t step, absl::Status why) {
   MutexLock lock(mutex_);
   if (absl::Status status = CheckStep("the refusal of a seal", step); !status.ok()) return status;
-  refusal_ = std::move(message);
+  refusal_ = std::move(why);
   seal_is_out_ = false;
   awaited_ranks_.clear();  // They were awaited by the seal that was refused.
   changed_.NotifyAll();
@@ -101,7 +101,7 @@ absl::StatusOr<StepDecision> StepProgress::AwaitDecision(absl::Duration limit) {
     // A decision that arrived is valid even if the stream failed later.
     if (decision_.has_value()) return *decision_;
     if (!failure_.ok()) return failure_;
-    if (refusal_.has_value()) return absl::FailedPreconditionError(*refusal_);
+    if (refusal_.has_value()) return *refusal_;
     if (!in_time) return TimedOut("the decision", limit);
     in_time = changed_.WaitUntil(mutex_, deadline);
   }

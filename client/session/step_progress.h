@@ -32,7 +32,7 @@ class StepProgress {
   bool StartSeal();
 
   // From the stream. INTERNAL if the message is not of the step in progress, or is out of order.
-  absl::Status Refused(uint64_t step, std::string message);
+  absl::Status Refused(uint64_t step, absl::Status why);
   absl::Status Decided(StepDecision decision);
   absl::Status Committed(uint64_t step, double update_seconds);
   // It may arrive after the decision and the end of its step; then it is ignored.
@@ -69,7 +69,7 @@ class StepProgress {
   absl::Status failure_ ABSL_GUARDED_BY(mutex_);
   uint64_t step_ ABSL_GUARDED_BY(mutex_) = 0;
   bool seal_is_out_ ABSL_GUARDED_BY(mutex_) = false;
-  std::optional<std::string> refusal_ ABSL_GUARDED_BY(mutex_);
+  std::optional<absl::Status> refusal_ ABSL_GUARDED_BY(mutex_);
   std::vector<int> awaited_ranks_ ABSL_GUARDED_BY(mutex_);
   std::optional<StepDecision> decision_ ABSL_GUARDED_BY(mutex_);
   std::optional<double> update_seconds_ ABSL_GUARDED_BY(mutex_);

@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/session/log.h"
 #include "client/transport/steady_deadline.h"
+#include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/status.h"
 
 namespace ballast::client {
@@ -206,7 +207,7 @@ absl::Status StreamKeeper::TryToReopen(absl::Duration limit) {
   BALLAST_ASSIGN_OR_RETURN(const v1::AttachWorkerResponse attached, AttachAgain(left()));
   BALLAST_RETURN_IF_ERROR(user_.OnAttachedAgain(attached, left()));
   const absl::StatusOr<v1::Opened> opened = OpenStream(left());
-  if (absl::IsAborted(opened.status())) {
+  if (absl::IsAborted(opened.status()) && ReasonOf(opened.status()) != reason::kRankReplaced) {
     // The service has only now noticed the end of the old stream and detached the rank. Attaching
     // once more shows whether the rank is lost.
     return absl::UnavailableError(opened.status().message());

@@ -1,8 +1,8 @@
 #include "client/transport/blocking_call.h"
 
-#include <chrono>
 #include <utility>
 
+#include "proto/deadline.h"
 #include "proto/status.h"
 
 namespace ballast::client {
@@ -10,7 +10,7 @@ namespace ballast::client {
 BlockingCall::BlockingCall(std::shared_ptr<grpc::Channel> channel, const std::string& method,
                            absl::Duration limit, CallsUnderWay& calls)
     : entry_(calls, context_), stub_(std::move(channel)) {
-  context_.set_deadline(std::chrono::system_clock::now() + absl::ToChronoMilliseconds(limit));
+  context_.set_deadline(proto::Deadline(limit));
   call_ = stub_.PrepareCall(&context_, method, &queue_);
   call_->StartCall(this);
   Wait();  // If the call has already failed, the next operation returns false.

@@ -11,12 +11,13 @@ namespace ballast::client {
 class Clock {
  public:
   virtual ~Clock() = default;
+  // Only differences mean something: setting the host's clock does not change it.
   virtual absl::Time Now() = 0;
   virtual void SleepFor(absl::Duration duration) = 0;
   // Returns when `changed` is notified or `duration` has passed, or sooner.
   virtual void WaitFor(Mutex& mutex, CondVar& changed, absl::Duration duration)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) = 0;
-  // The time of this host.
+  // The steady time of this host.
   static Clock& Real();
 };
 

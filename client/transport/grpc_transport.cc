@@ -3,7 +3,6 @@
 #include <grpcpp/client_context.h>
 
 #include <algorithm>
-#include <chrono>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -12,6 +11,7 @@
 #include "client/transport/calls_under_way.h"
 #include "client/transport/train_call.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "proto/deadline.h"
 #include "proto/frame.h"
 #include "proto/status.h"
 
@@ -30,7 +30,7 @@ absl::StatusOr<Response> Call(CallsUnderWay& calls, Stub& stub,
   const CallsUnderWay::Entry entry(calls, context);
   // The call does not wait for a connection: if the service cannot be reached it fails at once, and
   // the session decides whether to repeat it.
-  context.set_deadline(std::chrono::system_clock::now() + absl::ToChronoMilliseconds(limit));
+  context.set_deadline(proto::Deadline(limit));
   Response response;
   const grpc::Status status = (stub.*method)(&context, request, &response);
   if (!status.ok()) return proto::FromGrpc(status);

@@ -1,5 +1,6 @@
 #include "cpu_optimizer_service/common/hyper_parameters.h"
 
+#include <cfloat>
 #include <charconv>
 #include <cmath>
 
@@ -20,9 +21,15 @@ std::string Digits(double value) {
 absl::string_view Digits(bool value) { return value ? "true" : "false"; }
 
 absl::Status ValidateNotNegative(absl::string_view name, double value) {
-  if (std::isfinite(value) && value >= 0) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat(name, " must be finite and not negative, got ", Digits(value)));
+  if (!std::isfinite(value) || value < 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(name, " must be finite and not negative, got ", Digits(value)));
+  }
+  if (value > FLT_MAX) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        name, " must be within fp32, in which updates are computed, got ", Digits(value)));
+  }
+  return absl::OkStatus();
 }
 
 absl::Status ValidateBeta(absl::string_view name, double value) {
@@ -58,6 +65,15 @@ absl::Status Validate(const HyperParameters& values) {
   BALLAST_RETURN_IF_ERROR(ValidateBeta("beta2", values.beta2));
   BALLAST_RETURN_IF_ERROR(ValidateNotNegative("eps", values.eps));
   BALLAST_RETURN_IF_ERROR(ValidateNotNegative("weight_decay", values.weight_decay));
+  // The scalars of common/adam.h that are computed of several.
+  if (values.decoupled_weight_decay) {
+    BALLAST_RETURN_IF_ERROR(
+        ValidateNotNegative("lr * weight_decay", values.lr * values.weight_decay));
+  }
+  if (values.bias_correction) {
+    BALLAST_RETURN_IF_ERROR(
+        ValidateNotNegative("lr / (1 - beta1)", values.lr / (1 - values.beta1)));
+  }
   return absl::OkStatus();
 }
 

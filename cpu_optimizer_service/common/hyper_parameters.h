@@ -41,8 +41,9 @@ struct HyperParameterOverrides {
   bool operator==(const HyperParameterOverrides&) const = default;
 };
 
-// INVALID_ARGUMENT naming the first value that torch would refuse too: lr, eps and weight_decay
-// finite and not negative, betas in [0, 1).
+// INVALID_ARGUMENT naming the first value that torch would refuse too (lr, eps and weight_decay
+// finite and not negative, betas in [0, 1)), or that does not fit fp32: one of these three, the
+// product lr * weight_decay if decoupled, the first step size lr / (1 - beta1) if bias-corrected.
 absl::Status Validate(const HyperParameters& values);
 
 HyperParameters Apply(HyperParameters base, const HyperParameterOverrides& overrides);

@@ -1,7 +1,12 @@
 #include "cpu_optimizer_service/job/chunk_update.h"
 
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
 #include <cstddef>
 #include <cstring>
+#include <limits>
 
 #include "cpu_optimizer_service/kernels/kernels.h"
 
@@ -15,22 +20,24 @@ void* Advance(void* data, DType dtype, int64_t elements) {
   return data == nullptr ? nullptr : static_cast<std::byte*>(data) + elements * SizeBytes(dtype);
 }
 
-void UpdateRun(const ChunkUpdate& update, int64_t begin, int64_t elements, int64_t update_count) {
-  const auto at = [&](const Slot& slot, Plane plane) -> float* {
-    return slot[plane] == nullptr ? nullptr : slot[plane] + begin;
+// Elements [begin, begin + elements), the new state from element `to_begin` of `update.to` on.
+void UpdateRun(const ChunkUpdate& update, int64_t begin, int64_t elements, int64_t update_count,
+               int64_t to_begin) {
+  const auto at = [](const Slot& slot, Plane plane, int64_t element) -> float* {
+    return slot[plane] == nullptr ? nullptr : slot[plane] + element;
   };
   UpdateAdam({
       .elements = elements,
       .gradient = Advance(update.gradient.data, update.gradient.dtype, begin),
       .gradient_dtype = update.gradient.dtype,
-      .master = at(update.from, Plane::kMaster),
-      .exp_avg = at(update.from, Plane::kExpAvg),
-      .exp_avg_sq = at(update.from, Plane::kExpAvgSq),
-      .max_exp_avg_sq = at(update.from, Plane::kMaxExpAvgSq),
-      .new_master = at(update.to, Plane::kMaster),
-      .new_exp_avg = at(update.to, Plane::kExpAvg),
-      .new_exp_avg_sq = at(update.to, Plane::kExpAvgSq),
-      .new_max_exp_avg_sq = at(update.to, Plane::kMaxExpAvgSq),
+      .master = at(update.from, Plane::kMaster, begin),
+      .exp_avg = at(update.from, Plane::kExpAvg, begin),
+      .exp_avg_sq = at(update.from, Plane::kExpAvgSq, begin),
+      .max_exp_avg_sq = at(update.from, Plane::kMaxExpAvgSq, begin),
+      .new_master = at(update.to, Plane::kMaster, to_begin),
+      .new_exp_avg = at(update.to, Plane::kExpAvg, to_begin),
+      .new_exp_avg_sq = at(update.to, Plane::kExpAvgSq, to_begin),
+      .new_max_exp_avg_sq = at(update.to, Plane::kMaxExpAvgSq, to_begin),
       .shard = Advance(update.shard, update.shard_dtype, begin),
       .shard_dtype = update.shard_dtype,
       .scalars = MakeAdamScalars(*update.hyper_parameters, update_count, update.multiplier),
@@ -51,24 +58,19 @@ void KeepRun(const ChunkUpdate& update, int64_t begin, int64_t elements) {
   }
 }
 
-}  // namespace
-
-void UpdateChunk(const ChunkUpdate& update,
-                 absl::FunctionRef<int64_t(int parameter)> update_count_of) {
+// Calls visit(begin, elements, update_count) for runs of elements that tile the chunk; the count is
+// 0 for elements that are left as they are. Adjacent parameters with equal counts merge, so
+// thousands of small ones cost what one large one does.
+template <typename Visit>
+void VisitRuns(const ChunkUpdate& update, absl::FunctionRef<int64_t(int)> update_count_of,
+               const Visit& visit) {
   int64_t run_begin = 0;
   int64_t run_end = 0;
   int64_t run_count = 0;
   const auto finish_run = [&] {
-    if (run_begin == run_end) return;
-    if (run_count == 0) {
-      KeepRun(update, run_begin, run_end - run_begin);
-    } else {
-      UpdateRun(update, run_begin, run_end - run_begin, run_count);
-    }
+    if (run_begin < run_end) visit(run_begin, run_end - run_begin, run_count);
     run_begin = run_end;
   };
-  // Adjacent parameters with equal counts merge, so thousands of small ones cost what one large one
-  // does.
   update.layout->VisitPieces(update.chunk, [&](const ChunkPiece& piece) {
     const int64_t count = update_count_of(piece.parameter);
     if (count != run_count) finish_run();
@@ -77,7 +79,81 @@ void UpdateChunk(const ChunkUpdate& update,
   });
   finish_run();
   const int64_t elements = update.layout->chunks()[update.chunk].elements;
-  if (run_end < elements) KeepRun(update, run_end, elements - run_end);
+  if (run_end < elements) visit(run_end, elements - run_end, int64_t{0});
+}
+
+constexpr int64_t kTrialElements = 2048;  // Their new state stays in the cache.
+
+// The largest magnitude as an integer, in whose order NaN and infinity come last.
+uint32_t LargestBits(const float* values, int64_t elements) {
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < elements; ++i) {
+    largest = std::max(largest, std::bit_cast<uint32_t>(values[i]) & 0x7fffffffu);
+  }
+  return largest;
+}
+
+constexpr uint32_t kInfinityBits = 0x7f800000;
+// The moments before the weight, which is not finite wherever one of them is not.
+constexpr int kFromCauseToEffect[] = {
+    static_cast<int>(Plane::kExpAvg), static_cast<int>(Plane::kExpAvgSq),
+    static_cast<int>(Plane::kMaxExpAvgSq), static_cast<int>(Plane::kMaster)};
+
+}  // namespace
+
+void UpdateChunk(const ChunkUpdate& update,
+                 absl::FunctionRef<int64_t(int parameter)> update_count_of) {
+  VisitRuns(update, update_count_of, [&](int64_t begin, int64_t elements, int64_t update_count) {
+    if (update_count == 0) return KeepRun(update, begin, elements);
+    UpdateRun(update, begin, elements, update_count, begin);
+  });
+}
+
+TrialUpdate TryUpdateChunk(const ChunkUpdate& update,
+                           absl::FunctionRef<int64_t(int parameter)> update_count_of) {
+  std::array<uint32_t, kMaxPlanes> largest = {};
+  TrialUpdate trial;
+  // The planes of elements [begin, begin + elements), of which `slot` has the first at `offset`.
+  const auto look = [&](const Slot& slot, int64_t offset, int64_t begin, int64_t elements) {
+    for (const int plane : kFromCauseToEffect) {
+      if (slot.planes[plane] == nullptr) continue;
+      const float* const values = slot.planes[plane] + offset;
+      largest[plane] = std::max(largest[plane], LargestBits(values, elements));
+      if (largest[plane] < kInfinityBits || trial.non_finite.has_value()) continue;
+      const float* const found =
+          std::find_if(values, values + elements, [](float x) { return !std::isfinite(x); });
+      trial.non_finite = {
+          .plane = static_cast<Plane>(plane), .element = begin + (found - values), .value = *found};
+    }
+  };
+  std::array<std::array<float, kTrialElements>, kMaxPlanes> scratch;
+  ChunkUpdate piece = update;
+  piece.shard = nullptr;
+  VisitRuns(update, update_count_of, [&](int64_t begin, int64_t elements, int64_t update_count) {
+    const int64_t end = begin + elements;
+    for (; begin < end && !trial.non_finite.has_value(); begin += kTrialElements) {
+      const int64_t count = std::min(kTrialElements, end - begin);
+      if (update_count == 0) {
+        look(update.from, begin, begin, count);
+        continue;
+      }
+      for (int plane = 0; plane < kMaxPlanes; ++plane) {
+        const float* const from = update.from.planes[plane];
+        piece.to.planes[plane] = from == nullptr ? nullptr : scratch[plane].data();
+      }
+      UpdateRun(piece, begin, count, update_count, /*to_begin=*/0);
+      look(piece.to, 0, begin, count);
+    }
+  });
+  const auto magnitude = [&](Plane plane) -> double {
+    return std::bit_cast<float>(largest[static_cast<int>(plane)]);
+  };
+  if (trial.non_finite.has_value()) return trial;
+  trial.largest = {
+      .master = magnitude(Plane::kMaster),
+      .exp_avg = magnitude(Plane::kExpAvg),
+      .exp_avg_sq = std::max(magnitude(Plane::kExpAvgSq), magnitude(Plane::kMaxExpAvgSq))};
+  return trial;
 }
 
 }  // namespace ballast

@@ -3,6 +3,7 @@
 #define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_CHUNK_UPDATE_H_
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
@@ -11,6 +12,7 @@
 #include "cpu_optimizer_service/common/dtype.h"
 #include "cpu_optimizer_service/common/hyper_parameters.h"
 #include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/common/state_bounds.h"
 #include "cpu_optimizer_service/gradients/gradient_store.h"
 #include "cpu_optimizer_service/state/chunk_store.h"
 
@@ -40,6 +42,19 @@ struct ChunkUpdate {
 // leaves it as it is (it is only copied, and returned). Padding is never updated.
 void UpdateChunk(const ChunkUpdate& update,
                  absl::FunctionRef<int64_t(int parameter)> update_count_of);
+
+// What UpdateChunk would leave in the chunk. Nothing is written: `to` and `shard` are not looked at.
+struct TrialUpdate {
+  StateBounds largest;  // Of each plane, exactly, if all of it is finite.
+  struct NonFinite {
+    Plane plane = Plane::kMaster;
+    int64_t element = 0;  // Of the chunk.
+    float value = 0;
+  };
+  std::optional<NonFinite> non_finite;  // One in the first stretch of elements that has any.
+};
+TrialUpdate TryUpdateChunk(const ChunkUpdate& update,
+                           absl::FunctionRef<int64_t(int parameter)> update_count_of);
 
 }  // namespace ballast
 

@@ -54,30 +54,113 @@ void JobImpl::DecideWhenComputed() {
   // Only now, so that provisional updates that were queued before the decision's task have had
   // their turn.
   speculation_.Stop();
-  EnterHere(
-      Admission::kUpdate, -1,
-      [this, self = Self()](absl::Status admitted) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
-        if (!admitted.ok()) return gate_.EndDeciding();  // Aborted meanwhile.
-        sums_.FinishAll();
-        UpdatePlan plan = Decide(MakeOutcome(std::get<SealedStep>(step_)));
-        trace_.Record(TraceEventKind::kDecided, plan.terms.step, /*chunk=*/-1, sealed_ns_);
-        RunAfter([self = std::move(self), plan = std::move(plan)]() mutable {
-          self->CarryOut(std::move(plan));
-        });
-      });
+  EnterHere(Admission::kUpdate, -1,
+            [this, self = Self()](absl::Status admitted)
+                ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
+                  if (!admitted.ok()) return gate_.EndDeciding();  // Aborted meanwhile.
+                  sums_.FinishAll();
+                  DecideOrTry(MakeDraft(std::get<SealedStep>(step_)));
+                });
 }
 
-StepOutcome JobImpl::MakeOutcome(const SealedStep& sealed) {
+void JobImpl::DecideOrTry(Draft draft) {
+  const auto is_finite = [](const StateBounds& bounds) { return bounds.finite(); };
+  if (!draft.outcome.decision.apply ||
+      std::all_of(draft.bounds.begin(), draft.bounds.end(), is_finite)) {
+    UpdatePlan plan = Decide(std::move(draft));
+    trace_.Record(TraceEventKind::kDecided, plan.terms.step, /*chunk=*/-1, sealed_ns_);
+    return RunAfter(
+        [self = Self(), plan = std::move(plan)]() mutable { self->CarryOut(std::move(plan)); });
+  }
+  gate_.StartComputing();
+  RunAfter([this, self = Self(), draft = std::move(draft)]() mutable {
+    TryUpdate(draft);
+    Section section(*this);
+    gate_.StopComputing();
+    EnterHere(Admission::kUpdate, -1,
+              [this, self, draft = std::move(draft)](absl::Status admitted)
+                  ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
+                    if (!admitted.ok()) return gate_.EndDeciding();  // Aborted meanwhile.
+                    DecideOrTry(std::move(draft));
+                  });
+  });
+}
+
+void JobImpl::TryUpdate(Draft& draft) {
+  const auto chunks = static_cast<int64_t>(layout_.chunks().size());
+  std::vector<TrialUpdate> trials(chunks);
+  environment_.tasks->ForEach(chunks, [&](int64_t index) {
+    const int chunk = static_cast<int>(index);
+    if (draft.bounds[layout_.chunks()[chunk].group].finite()) return;
+    trials[chunk] =
+        TryUpdateChunk(UpdateOf(draft.update, chunk, store_->Published(chunk)),
+                       [&](int parameter) { return draft.update.update_counts[parameter]; });
+  });
+  for (StateBounds& bounds : draft.bounds) {
+    if (!bounds.finite()) bounds = {.master = 0, .exp_avg = 0, .exp_avg_sq = 0};
+  }
+  for (int chunk = 0; chunk < static_cast<int>(chunks); ++chunk) {
+    const TrialUpdate& trial = trials[chunk];
+    if (trial.non_finite.has_value()) {
+      draft.outcome.decision.apply = false;
+      draft.outcome.decision.multipliers.clear();
+      draft.outcome.skip_reason = DescribeOverflow(draft, chunk, *trial.non_finite);
+      return;
+    }
+    if (!trial.largest.finite()) continue;  // It was not tried.
+    StateBounds& bounds = draft.bounds[layout_.chunks()[chunk].group];
+    bounds.master = std::max(bounds.master, trial.largest.master);
+    bounds.exp_avg = std::max(bounds.exp_avg, trial.largest.exp_avg);
+    bounds.exp_avg_sq = std::max(bounds.exp_avg_sq, trial.largest.exp_avg_sq);
+  }
+}
+
+std::string JobImpl::DescribeOverflow(const Draft& draft, int index,
+                                      const TrialUpdate::NonFinite& found) const {
+  const Chunk& chunk = layout_.chunks()[index];
+  const GradientView gradient = gradients_->view(index);
+  const int parameter = layout_.ParameterAt(chunk.group, chunk.begin + found.element);
+  return absl::StrCat("the update would leave ", Name(found.plane), " of ",
+                      spec().layout.parameters[parameter].name, " ", found.value, " at element ",
+                      chunk.begin + found.element - layout_.place(parameter).offset,
+                      ", where the gradient from rank ", chunk.rank, " is ",
+                      LoadElement(gradient.data, gradient.dtype, found.element), " times ",
+                      draft.update.multipliers[chunk.group],
+                      "; see to the divisor, the clipping and lr");
+}
+
+JobImpl::Draft JobImpl::MakeDraft(const SealedStep& sealed) {
   const StepTerms& terms = sealed.terms();
   std::vector<double> group_sums;
   for (int group = 0; group < layout_.group_count(); ++group) {
     group_sums.push_back(gradients_->CombineSums(group));
   }
-  StepOutcome outcome;
+  Draft draft;
+  StepOutcome& outcome = draft.outcome;
   outcome.step = terms.step;
   outcome.decision = ballast::Decide(group_sums, terms.settings.scale, spec().max_norm);
   if (!outcome.decision.apply) outcome.skip_reason = DescribeNonFinite(sealed.non_finite());
-  return outcome;
+  draft.update = {.step = terms.step,
+                  .hyper_parameters = terms.hyper_parameters,
+                  .multipliers = outcome.decision.multipliers,
+                  .update_counts = {}};
+  draft.update.update_counts.reserve(record_.update_counts.size());
+  for (int p = 0; p < static_cast<int>(record_.update_counts.size()); ++p) {
+    const ParameterSpec& parameter = spec().layout.parameters[p];
+    const bool unused = parameter.trainable && layout_.place(p).elements > 0 && !sealed.used(p);
+    if (unused) outcome.unused_parameters.push_back(parameter.name);
+    const bool updated =
+        parameter.trainable && !(unused && spec().unused_policy == UnusedPolicy::kSkip);
+    draft.update.update_counts.push_back(updated ? record_.update_counts[p] + 1 : 0);
+  }
+  if (!outcome.decision.apply) return draft;
+  for (int group = 0; group < layout_.group_count(); ++group) {
+    const bool known = bounds_generation_ == record_.generation && !bounds_.empty();
+    draft.bounds.push_back(BoundsAfter(known ? bounds_[group] : StateBounds(),
+                                       terms.hyper_parameters[group], group_sums[group],
+                                       outcome.decision.multipliers[group]));
+  }
+  return draft;
 }
 
 std::string JobImpl::DescribeNonFinite(const std::optional<NonFiniteReport>& report) const {
@@ -108,28 +191,20 @@ std::string JobImpl::DescribeNonFinite(const std::optional<NonFiniteReport>& rep
   return "the gradients' norm with the loss scale and clipping leaves no fp32 multiplier";
 }
 
-JobImpl::UpdatePlan JobImpl::Decide(StepOutcome outcome) {
+JobImpl::UpdatePlan JobImpl::Decide(Draft draft) {
   SealedStep sealed = std::move(std::get<SealedStep>(step_));
   UpdatePlan plan;
   plan.terms = sealed.terms();
   plan.micro_steps = sealed.micro_steps();
   plan.coverage_complete = ledger_.IsWhole(plan.micro_steps);
-  plan.update = {.step = plan.terms.step,
-                 .hyper_parameters = plan.terms.hyper_parameters,
-                 .multipliers = outcome.decision.multipliers,
-                 .update_counts = {}};
-  plan.update.update_counts.reserve(record_.update_counts.size());
-  for (int p = 0; p < static_cast<int>(record_.update_counts.size()); ++p) {
-    const ParameterSpec& parameter = spec().layout.parameters[p];
-    const bool unused = parameter.trainable && layout_.place(p).elements > 0 && !sealed.used(p);
-    if (unused) outcome.unused_parameters.push_back(parameter.name);
-    const bool updated =
-        parameter.trainable && !(unused && spec().unused_policy == UnusedPolicy::kSkip);
-    plan.update.update_counts.push_back(updated ? record_.update_counts[p] + 1 : 0);
+  plan.update = std::move(draft.update);
+  if (draft.outcome.decision.apply) {
+    bounds_ = std::move(draft.bounds);
+    bounds_generation_ = record_.generation;
   }
   plan.listeners = ranks_.ByRank();
   plan.weights_in_place = ranks_.WeightsMemories();
-  plan.outcome = outcome;
+  plan.outcome = draft.outcome;
   if (CanSpeculate()) {
     plan.speculation = speculation_.Settle(
         *store_, ChunksAsSpeculated(layout_, plan.outcome, plan.terms.settings.scale, plan.update),
@@ -142,7 +217,7 @@ JobImpl::UpdatePlan JobImpl::Decide(StepOutcome outcome) {
     plan.speculation.chunks_left = static_cast<int64_t>(layout_.chunks().size());
   }
   gate_.Decide();
-  step_ = std::move(sealed).Decide(std::move(outcome));  // The commit point.
+  step_ = std::move(sealed).Decide(std::move(draft.outcome));  // The commit point.
   return plan;
 }
 
@@ -174,19 +249,25 @@ int64_t JobImpl::WeightBytes(int index) const {
   return chunk.elements * SizeBytes(spec().groups[chunk.group].return_dtype);
 }
 
+ChunkUpdate JobImpl::UpdateOf(const StepUpdate& update, int index, const Slot& from) const {
+  const int group = layout_.chunks()[index].group;
+  return {.layout = &layout_,
+          .chunk = index,
+          .gradient = gradients_->view(index),
+          .from = from,
+          .to = {},
+          .hyper_parameters = &update.hyper_parameters[group],
+          .multiplier = update.multipliers[group],
+          .shard = nullptr,
+          .shard_dtype = spec().groups[group].return_dtype};
+}
+
 void JobImpl::UpdateTo(const StepUpdate& update, int index, const ChunkStore::Write& write,
                        const WeightBuffer& weights) {
-  const int group = layout_.chunks()[index].group;
-  UpdateChunk({.layout = &layout_,
-               .chunk = index,
-               .gradient = gradients_->view(index),
-               .from = write.from,
-               .to = write.to,
-               .hyper_parameters = &update.hyper_parameters[group],
-               .multiplier = update.multipliers[group],
-               .shard = weights.data(),
-               .shard_dtype = spec().groups[group].return_dtype},
-              [&](int parameter) { return update.update_counts[parameter]; });
+  ChunkUpdate chunk = UpdateOf(update, index, write.from);
+  chunk.to = write.to;
+  chunk.shard = weights.data();
+  UpdateChunk(chunk, [&](int parameter) { return update.update_counts[parameter]; });
 }
 
 WeightBuffer JobImpl::BufferFor(const UpdatePlan& plan, int index) {

@@ -1,12 +1,14 @@
 #include "cpu_optimizer_service/job/job_impl.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "cpu_optimizer_service/common/check.h"
+#include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/status.h"
 
 namespace ballast {
@@ -159,7 +161,8 @@ absl::Status JobImpl::StatusOf(std::optional<Answer> answer) const {
     case Answer::kWaits:
       return absl::OkStatus();
     case Answer::kClosed:
-      return absl::NotFoundError(absl::StrCat(job, " has been closed"));
+      return WithReason(absl::NotFoundError(absl::StrCat(job, " has been closed")),
+                        reason::kNoSuchJob);
     case Answer::kLoading:
       return absl::UnavailableError(
           absl::StrCat(job, " is loading a checkpoint; try again when it has"));
@@ -238,6 +241,19 @@ absl::StatusOr<bool> JobImpl::WriteInitialWeights(
     if (!piece.empty()) std::memcpy(out, piece.data(), piece.size());
     out += piece.size();
   }
+  const auto finite = [](float weight) { return std::isfinite(weight); };
+  const auto bad = std::find_if_not(weights.begin(), weights.end(), finite);
+  if (bad != weights.end()) {
+    const int64_t at = chunk.begin + (bad - weights.begin());
+    const int parameter = layout_.ParameterAt(chunk.group, at);
+    return absl::InvalidArgumentError(
+        parameter == -1
+            ? absl::StrCat("first weights of chunk ", index, " have ", *bad,
+                           " in the padding; padding must be zero")
+            : absl::StrCat("the first weight of ", spec().layout.parameters[parameter].name, " is ",
+                           *bad, " at element ", at - layout_.place(parameter).offset,
+                           "; weights must be finite"));
+  }
   for (int64_t i = chunk.elements - 1; i >= 0; --i) {
     if (layout_.ParameterAt(chunk.group, chunk.begin + i) != -1) break;
     if (weights[i] != 0) {
@@ -257,8 +273,10 @@ absl::StatusOr<bool> JobImpl::WriteInitialWeights(
   }
   BALLAST_RETURN_IF_ERROR(CheckUsable());
   if (first_weights_.complete()) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("job ", spec().name, " has its weights; load a checkpoint to replace them"));
+    return WithReason(
+        absl::FailedPreconditionError(absl::StrCat(
+            "job ", spec().name, " has its weights; load a checkpoint to replace them")),
+        reason::kHasWeights);
   }
   std::copy(weights.begin(), weights.end(),
             store_->Published(static_cast<int>(index))[Plane::kMaster]);

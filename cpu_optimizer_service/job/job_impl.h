@@ -29,6 +29,7 @@
 #include "cpu_optimizer_service/host/memory_budget.h"
 #include "cpu_optimizer_service/host/task_pool.h"
 #include "cpu_optimizer_service/host/task_queue.h"
+#include "cpu_optimizer_service/job/chunk_update.h"
 #include "cpu_optimizer_service/job/first_weights.h"
 #include "cpu_optimizer_service/job/gate.h"
 #include "cpu_optimizer_service/job/job.h"
@@ -243,11 +244,27 @@ class JobImpl : public Job {
   // computed.
   void RunDecision();
   void DecideWhenComputed();
-  StepOutcome MakeOutcome(const SealedStep& sealed) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // What is to be decided, while it can still become a skip.
+  struct Draft {
+    StepOutcome outcome;
+    StepUpdate update;
+    std::vector<StateBounds> bounds;  // By group, of the state that the update leaves.
+  };
+  Draft MakeDraft(const SealedStep& sealed) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Why a step is skipped; `report` is what a worker found before reducing.
   std::string DescribeNonFinite(const std::optional<NonFiniteReport>& report) const;
-  UpdatePlan Decide(StepOutcome outcome) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // P10: computes, without the lock and without a trace of it, the update of the groups of which
+  // the bounds do not tell that their state stays finite. The draft has their bounds then, or is a
+  // skip.
+  void TryUpdate(Draft& draft);
+  std::string DescribeOverflow(const Draft& draft, int chunk,
+                               const TrialUpdate::NonFinite& found) const;
+  // Computes the draft's trial, if it needs one, then waits in the gate once more and decides.
+  void DecideOrTry(Draft draft) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  UpdatePlan Decide(Draft draft) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void CarryOut(UpdatePlan plan);
+  // Of the chunk in state `from`; what is written, and where, is left to the caller.
+  ChunkUpdate UpdateOf(const StepUpdate& update, int chunk, const Slot& from) const;
   void UpdateTo(const StepUpdate& update, int chunk, const ChunkStore::Write& write,
                 const WeightBuffer& weights);
   int64_t WeightBytes(int chunk) const;
@@ -341,6 +358,9 @@ class JobImpl : public Job {
   // By group: what UpdateGroup changed while a step was in progress; follows its overrides.
   std::vector<HyperParameterOverrides> later_changes_ ABSL_GUARDED_BY(mutex_);
   int64_t sealed_ns_ ABSL_GUARDED_BY(mutex_) = 0;  // Of a step that is traced.
+  // By group, of the committed state; of another generation they say nothing.
+  std::vector<StateBounds> bounds_ ABSL_GUARDED_BY(mutex_);
+  uint64_t bounds_generation_ ABSL_GUARDED_BY(mutex_) = 0;
   int64_t last_accumulators_in_use_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/rank_memory_layout.h"
+#include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/job/job_impl.h"
 
@@ -42,21 +43,26 @@ class JobImpl::Stream : public RankStream {
 
 absl::Status JobImpl::CheckGeneration(uint64_t generation) const {
   if (generation == record_.generation) return absl::OkStatus();
-  return absl::AbortedError(absl::StrCat("job ", spec().name, " is at generation ",
-                                         record_.generation, ", not ", generation,
-                                         "; attach again"));
+  return WithReason(
+      absl::AbortedError(absl::StrCat("job ", spec().name, " is at generation ", record_.generation,
+                                      ", not ", generation, "; attach again")),
+      reason::kOlderGeneration);
 }
 
 absl::Status JobImpl::CheckCurrent(const StreamKey& key) const {
   if (ranks_.IsCurrent(key)) return CheckUsable();
-  return absl::AbortedError(absl::StrCat("this stream of rank ", key.rank, " of job ", spec().name,
-                                         " is no longer its stream; attach again"));
+  return WithReason(
+      absl::AbortedError(absl::StrCat("this stream of rank ", key.rank, " of job ", spec().name,
+                                      " is no longer its stream; attach again")),
+      reason::kStreamReplaced);
 }
 
 absl::Status JobImpl::CheckHolder(int rank, const std::string& process_id) const {
   if (ranks_.IsHeldBy(rank, process_id)) return absl::OkStatus();
-  return absl::AbortedError(absl::StrCat("rank ", rank, " of job ", spec().name,
-                                         " is not held by this process; attach again"));
+  return WithReason(
+      absl::AbortedError(absl::StrCat("rank ", rank, " of job ", spec().name,
+                                      " is not held by this process; attach again")),
+      ranks_.IsTakenFrom(rank, process_id) ? reason::kRankReplaced : reason::kRankNotHeld);
 }
 
 absl::Status JobImpl::CheckAttachRequest(const AttachRequest& request) const {
@@ -70,15 +76,19 @@ absl::Status JobImpl::CheckAttachRequest(const AttachRequest& request) const {
         absl::StrCat("process_id must have 1 to ", kMaxProcessIdBytes, " bytes"));
   }
   if (!request.uid.empty() && request.uid != uid()) {
-    return absl::NotFoundError(absl::StrCat("job ", spec().name, " is not the one with uid ",
-                                            request.uid, "; it was created anew"));
+    return WithReason(
+        absl::NotFoundError(absl::StrCat("job ", spec().name, " is not the one with uid ",
+                                         request.uid, "; it was created anew")),
+        reason::kOtherJob);
   }
   if (request.spec.has_value()) {
     if (const std::string difference = FirstDifference(spec(), *request.spec);
         !difference.empty()) {
-      return absl::FailedPreconditionError(absl::StrCat(
-          "rank ", request.rank, " describes job ", spec().name, " otherwise: ", difference,
-          " (here: the service's job); close the job or train with the same description"));
+      return WithReason(
+          absl::FailedPreconditionError(absl::StrCat(
+              "rank ", request.rank, " describes job ", spec().name, " otherwise: ", difference,
+              " (here: the service's job); close the job or train with the same description")),
+          reason::kOtherDescription);
     }
   }
   return absl::OkStatus();
@@ -88,22 +98,25 @@ absl::Status JobImpl::CheckMayAttach(const AttachRequest& request) const {
   if (request.generation.has_value()) {
     BALLAST_RETURN_IF_ERROR(CheckGeneration(*request.generation));
     if (ranks_.IsTakenFrom(request.rank, request.process_id)) {
-      return absl::AbortedError(absl::StrCat("another process has taken rank ", request.rank,
-                                             " of job ", spec().name, " in generation ",
-                                             record_.generation));
+      return WithReason(absl::AbortedError(absl::StrCat("another process has taken rank ",
+                                                        request.rank, " of job ", spec().name,
+                                                        " in generation ", record_.generation)),
+                        reason::kRankReplaced);
     }
   }
   const std::string& last = ranks_[request.rank].last_process_id;
   if (request.rejoin && !last.empty() && last != request.process_id) {
-    return absl::FailedPreconditionError(absl::StrCat("another process has taken rank ",
-                                                      request.rank, " of job ", spec().name, ": ",
-                                                      last, "; this one was replaced"));
+    return WithReason(absl::FailedPreconditionError(
+                          absl::StrCat("another process has taken rank ", request.rank, " of job ",
+                                       spec().name, ": ", last, "; this one was replaced")),
+                      reason::kRankReplaced);
   }
   if (request.expected_committed_step.has_value() &&
       *request.expected_committed_step != record_.committed_step) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("job ", spec().name, " stands at step ", record_.committed_step, ", rank ",
-                     request.rank, " expected ", *request.expected_committed_step));
+    return WithReason(absl::FailedPreconditionError(absl::StrCat(
+                          "job ", spec().name, " stands at step ", record_.committed_step,
+                          ", rank ", request.rank, " expected ", *request.expected_committed_step)),
+                      reason::kOtherStep);
   }
   return absl::OkStatus();
 }
@@ -175,7 +188,8 @@ void JobImpl::AttachNow(const AttachRequest& request, Done<Attachment> done) {
   Detached detached = take();
   ranks_.TakeListener(request.rank, detached.listeners);
   Detach(std::move(detached),
-         absl::AbortedError(absl::StrCat("rank ", request.rank, " has attached again")));
+         WithReason(absl::AbortedError(absl::StrCat("rank ", request.rank, " has attached again")),
+                    reason::kStreamReplaced));
   Reply<Attachment>(std::move(done), attachment());
 }
 
@@ -184,9 +198,14 @@ void JobImpl::AttachNow(const AttachRequest& request, Done<Attachment> done) {
 Pending JobImpl::OpenStream(OpenStreamRequest request, std::shared_ptr<RankListener> listener,
                             Done<std::unique_ptr<RankStream>> done) {
   absl::Status status;
-  if (request.uid != uid()) {
-    status = absl::NotFoundError(absl::StrCat("job ", spec().name, " is not the one with uid '",
-                                              request.uid, "'; attach first"));
+  if (request.uid.empty()) {
+    status = absl::InvalidArgumentError(
+        "no uid; give the one that attaching returned, so that no other job is meant");
+  } else if (request.uid != uid()) {
+    status = WithReason(
+        absl::NotFoundError(absl::StrCat("job ", spec().name, " is not the one with uid '",
+                                         request.uid, "'; attach first")),
+        reason::kOtherJob);
   } else if (request.rank < 0 || request.rank >= layout_.world_size()) {
     status = absl::InvalidArgumentError(
         absl::StrCat("rank ", request.rank, " is not in job ", spec().name));
@@ -208,28 +227,30 @@ Pending JobImpl::OpenStream(OpenStreamRequest request, std::shared_ptr<RankListe
   return Enter(
       Admission::kOpenStream, rank,
       [this, self = shared_from_this(), rank, number, request = std::move(request),
-       listener = std::move(listener), done = std::move(done)](
-          absl::Status admitted) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
-        if (admitted.ok()) admitted = CheckMayOpen(request);
-        if (!admitted.ok()) {
-          return Reply<std::unique_ptr<RankStream>>(std::move(done), admitted);
-        }
-        Detached replaced;
-        ranks_.TakeListener(rank, replaced.listeners);
-        Detach(std::move(replaced), absl::AbortedError(absl::StrCat(
-                                        "a newer stream has replaced this one of rank ", rank)));
-        *number =
-            EnterHere(Admission::kQuietRank, rank,
-                      [this, self, request = std::move(request), listener = std::move(listener),
-                       done = std::move(done)](absl::Status quiet)
-                          ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
-                            if (quiet.ok()) quiet = CheckMayOpen(request);
-                            if (!quiet.ok()) {
-                              return Reply<std::unique_ptr<RankStream>>(std::move(done), quiet);
-                            }
-                            Reply(std::move(done), OpenNow(request, std::move(listener)));
-                          });
-      },
+       listener = std::move(listener), done = std::move(done)](absl::Status admitted)
+          ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
+            if (admitted.ok()) admitted = CheckMayOpen(request);
+            if (!admitted.ok()) {
+              return Reply<std::unique_ptr<RankStream>>(std::move(done), admitted);
+            }
+            Detached replaced;
+            ranks_.TakeListener(rank, replaced.listeners);
+            Detach(std::move(replaced),
+                   WithReason(absl::AbortedError(absl::StrCat(
+                                  "a newer stream has replaced this one of rank ", rank)),
+                              reason::kStreamReplaced));
+            *number =
+                EnterHere(Admission::kQuietRank, rank,
+                          [this, self, request = std::move(request), listener = std::move(listener),
+                           done = std::move(done)](absl::Status quiet)
+                              ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
+                                if (quiet.ok()) quiet = CheckMayOpen(request);
+                                if (!quiet.ok()) {
+                                  return Reply<std::unique_ptr<RankStream>>(std::move(done), quiet);
+                                }
+                                Reply(std::move(done), OpenNow(request, std::move(listener)));
+                              });
+          },
       number);
 }
 
@@ -237,8 +258,10 @@ absl::StatusOr<std::unique_ptr<RankStream>> JobImpl::OpenNow(
     const OpenStreamRequest& request, std::shared_ptr<RankListener> listener) {
   Detached replaced;  // Another stream may have been opened while this one waited.
   ranks_.TakeListener(request.rank, replaced.listeners);
-  Detach(std::move(replaced), absl::AbortedError(absl::StrCat(
-                                  "a newer stream has replaced this one of rank ", request.rank)));
+  Detach(std::move(replaced),
+         WithReason(absl::AbortedError(absl::StrCat("a newer stream has replaced this one of rank ",
+                                                    request.rank)),
+                    reason::kStreamReplaced));
   const StreamKey key = ranks_.OpenStream(request.rank, std::move(listener), request.update_mode,
                                           request.weights_in_place);
   return std::make_unique<Stream>(Self(), key, PositionOf(request.rank));
@@ -280,15 +303,15 @@ RankPosition JobImpl::PositionOf(int rank) const {
 
 // ---------------------------------------------------------------- generations
 
-void JobImpl::Detach(Detached detached, absl::Status reason) {
+void JobImpl::Detach(Detached detached, absl::Status why) {
   if (detached.listeners.empty() && detached.memories.empty()) return;
-  RunAfter([detached = std::move(detached), reason = std::move(reason)]() mutable {
-    for (const auto& listener : detached.listeners) listener->OnDetached(reason);
+  RunAfter([detached = std::move(detached), why = std::move(why)]() mutable {
+    for (const auto& listener : detached.listeners) listener->OnDetached(why);
     detached.memories.clear();
   });
 }
 
-void JobImpl::RaiseGeneration(std::string reason, absl::AnyInvocable<void() &&> then) {
+void JobImpl::RaiseGeneration(std::string why, absl::AnyInvocable<void() &&> then) {
   ++record_.generation;
   Detached detached = ranks_.FreeAll();
   for (int rank = 0; rank < ranks_.size(); ++rank) {
@@ -299,18 +322,18 @@ void JobImpl::RaiseGeneration(std::string reason, absl::AnyInvocable<void() &&> 
   speculation_.Stop();
   gate_.StartClearing();
   EnterHere(Admission::kFinishClear, -1,
-            [this, self = shared_from_this(), detached = std::move(detached),
-             reason = std::move(reason), then = std::move(then)](absl::Status)
-                ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
-                  FinishClearing();
-                  // A process of the old generation may go on writing there: from here on nothing
-                  // reads it.
-                  for (auto& lender : ranks_.TakeLenders()) {
-                    detached.memories.push_back(std::move(lender));
-                  }
-                  Detach(std::move(detached), absl::AbortedError(reason));
-                  std::move(then)();
-                });
+            [this, self = shared_from_this(), detached = std::move(detached), why = std::move(why),
+             then = std::move(then)](absl::Status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
+              FinishClearing();
+              // A process of the old generation may go on writing there: from here on nothing
+              // reads it.
+              for (auto& lender : ranks_.TakeLenders()) {
+                detached.memories.push_back(std::move(lender));
+              }
+              Detach(std::move(detached),
+                     WithReason(absl::AbortedError(why), reason::kOlderGeneration));
+              std::move(then)();
+            });
 }
 
 void JobImpl::FinishClearing() {

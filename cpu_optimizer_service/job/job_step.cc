@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/job/job_impl.h"
 
@@ -15,14 +16,18 @@ namespace ballast {
 absl::StatusOr<OpenStep*> JobImpl::FindOpenStep(uint64_t step) {
   auto* open = std::get_if<OpenStep>(&step_);
   if (open == nullptr) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("step ", step, " of job ", spec().name,
-                     " is not open; the job stands at step ", record_.committed_step,
-                     step == record_.committed_step + 1 ? "; it has not begun, or is sealed" : ""));
+    return WithReason(
+        absl::FailedPreconditionError(absl::StrCat(
+            "step ", step, " of job ", spec().name, " is not open; the job stands at step ",
+            record_.committed_step,
+            step == record_.committed_step + 1 ? "; it has not begun, or is sealed" : "")),
+        reason::kOtherStep);
   }
   if (open->terms().step != step) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        "step ", step, " of job ", spec().name, " is not open; step ", open->terms().step, " is"));
+    return WithReason(absl::FailedPreconditionError(absl::StrCat("step ", step, " of job ",
+                                                                 spec().name, " is not open; step ",
+                                                                 open->terms().step, " is")),
+                      reason::kOtherStep);
   }
   return open;
 }
@@ -53,19 +58,23 @@ absl::Status JobImpl::BeginStep(const StreamKey& key, uint64_t step, const StepS
         settings.trainer_state.size(), " bytes, of ", kMaxTrainerStateBytes, " at most"));
   }
   if (!first_weights_.complete()) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("job ", spec().name, " has no weights yet: ", first_weights_.missing(), " of ",
-                     layout_.chunks().size(), " chunks have not been uploaded"));
+    return WithReason(absl::FailedPreconditionError(absl::StrCat(
+                          "job ", spec().name, " has no weights yet: ", first_weights_.missing(),
+                          " of ", layout_.chunks().size(), " chunks have not been uploaded")),
+                      reason::kNoWeightsYet);
   }
   if (step != record_.committed_step + 1 || std::holds_alternative<SealedStep>(step_) ||
       std::holds_alternative<DecidedStep>(step_)) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        "rank ", key.rank, " begins step ", step, " but job ", spec().name, " stands at step ",
-        record_.committed_step, gate_.state().deciding ? " and is updating" : ""));
+    return WithReason(
+        absl::FailedPreconditionError(absl::StrCat(
+            "rank ", key.rank, " begins step ", step, " but job ", spec().name, " stands at step ",
+            record_.committed_step, gate_.state().deciding ? " and is updating" : "")),
+        reason::kOtherStep);
   }
   if (std::holds_alternative<std::monostate>(step_)) {
     if (environment_.draining->load()) {
-      return absl::UnavailableError("the service is stopping and begins no new steps");
+      return WithReason(absl::UnavailableError("the service is stopping and begins no new steps"),
+                        reason::kStopping);
     }
     BALLAST_ASSIGN_OR_RETURN(StepTerms terms, MakeTerms(step, settings));
     speculation_.Begin(CanSpeculate() ? MakeProvisionalUpdate(spec(), terms, record_.update_counts)
@@ -291,7 +300,7 @@ absl::StatusOr<std::optional<SealRefusal>> JobImpl::Seal(const StreamKey& key, u
     open->Unseal(key.rank);  // Its last word counts; until it is taken the rank has not sealed.
     if (auto refused = CheckRank(Given(*open), key.rank, micro_steps)) return refused;
     if (absl::Status status = open->Seal(key.rank, micro_steps); !status.ok()) {
-      return SealRefusal{status, {}};
+      return SealRefusal{WithReason(std::move(status), reason::kSendAndSealAgain), {}};
     }
     if (!open->UnsealedRanks().empty()) return std::nullopt;
     auto refused =

@@ -9,6 +9,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "cpu_optimizer_service/common/reason.h"
 
 namespace ballast {
 namespace {
@@ -27,6 +28,12 @@ std::string ListNames(const MissingContribution& missing) {
     absl::StrAppend(&text, " and ", missing.more_parameters, " more");
   }
   return text;
+}
+
+// A refusal, if it is one, with its reason.
+std::optional<SealRefusal> Because(absl::string_view reason, std::optional<SealRefusal> refusal) {
+  if (refusal.has_value()) refusal->status = WithReason(std::move(refusal->status), reason);
+  return refusal;
 }
 
 std::optional<SealRefusal> CheckBackwardReached(const StepGiven& given, int rank) {
@@ -60,10 +67,12 @@ std::optional<SealRefusal> CheckRankIsWhole(const StepGiven& given, int rank,
   for (const int chunk : given.layout.chunks_of_rank(rank)) {
     const uint32_t next = given.ledger.next_micro_step(chunk);
     if (next > micro_steps) {
-      return SealRefusal{absl::FailedPreconditionError(absl::StrCat(
-                             "rank ", rank, " seals ", micro_steps, " micro-steps of step ", step,
-                             " but has sent chunk ", chunk, " up to micro-step ", next)),
-                         {}};
+      return Because(
+          reason::kSendAndSealAgain,
+          SealRefusal{absl::FailedPreconditionError(absl::StrCat(
+                          "rank ", rank, " seals ", micro_steps, " micro-steps of step ", step,
+                          " but has sent chunk ", chunk, " up to micro-step ", next)),
+                      {}});
     }
     if (next == micro_steps) continue;
     if (given.ledger.closed(chunk)) closed = chunk;
@@ -91,7 +100,8 @@ std::optional<SealRefusal> CheckRankIsWhole(const StepGiven& given, int rank,
                                 : absl::StrCat("; chunk ", closed,
                                                " was closed by a final contribution, so "
                                                "abort the step and redo it")));
-  return refusal;
+  return Because(closed == -1 ? reason::kSendAndSealAgain : reason::kAbortAndRedo,
+                 std::move(refusal));
 }
 
 // A chunk that has a non-zero gradient in elements [begin, end) of a flat space, or -1.
@@ -161,7 +171,9 @@ std::optional<SealRefusal> CheckParameters(const StepGiven& given, int last_rank
 }  // namespace
 
 std::optional<SealRefusal> CheckRank(const StepGiven& given, int rank, uint32_t micro_steps) {
-  if (auto refused = CheckBackwardReached(given, rank)) return refused;
+  if (auto refused = CheckBackwardReached(given, rank)) {
+    return Because(reason::kAbortAndRedo, std::move(refused));
+  }
   return CheckRankIsWhole(given, rank, micro_steps);
 }
 
@@ -169,12 +181,13 @@ std::optional<SealRefusal> CheckStep(const StepGiven& given, int last_rank,
                                      HasGradient has_gradient) {
   const uint64_t step = given.step.terms().step;
   if (const int other = given.step.RankThatDisagrees(last_rank); other != -1) {
-    return SealRefusal{
-        absl::FailedPreconditionError(absl::StrCat(
-            "step ", step, ": rank ", last_rank, " sealed ", *given.step.ranks()[last_rank].sealed,
-            " micro-steps and rank ", other, " ", *given.step.ranks()[other].sealed,
-            "; all ranks must seal the same number")),
-        {}};
+    return Because(reason::kSendAndSealAgain,
+                   SealRefusal{absl::FailedPreconditionError(absl::StrCat(
+                                   "step ", step, ": rank ", last_rank, " sealed ",
+                                   *given.step.ranks()[last_rank].sealed, " micro-steps and rank ",
+                                   other, " ", *given.step.ranks()[other].sealed,
+                                   "; all ranks must seal the same number")),
+                               {}});
   }
   for (int group = 0; group < given.layout.group_count(); ++group) {
     const int64_t end = given.layout.flat_elements(group);
@@ -182,16 +195,19 @@ std::optional<SealRefusal> CheckStep(const StepGiven& given, int last_rank,
     while (padding > 0 && given.layout.ParameterAt(group, padding - 1) == -1) --padding;
     if (const int chunk = ChunkWithGradient(given, group, padding, end, has_gradient);
         chunk != -1) {
-      return SealRefusal{
-          absl::FailedPreconditionError(absl::StrCat(
-              "step ", step, ": rank ", given.layout.chunks()[chunk].rank, " sent chunk ", chunk,
-              " with a gradient in the padding of group ", given.spec.groups[group].name,
-              "; padding must be zero; abort the step and redo it")),
-          {}};
+      return Because(
+          reason::kAbortAndRedo,
+          SealRefusal{
+              absl::FailedPreconditionError(absl::StrCat(
+                  "step ", step, ": rank ", given.layout.chunks()[chunk].rank, " sent chunk ",
+                  chunk, " with a gradient in the padding of group ", given.spec.groups[group].name,
+                  "; padding must be zero; abort the step and redo it")),
+              {}});
     }
   }
-  if (auto refused = CheckEmpties(given)) return refused;
-  return CheckParameters(given, last_rank, has_gradient);
+  auto refused = CheckEmpties(given);
+  if (!refused.has_value()) refused = CheckParameters(given, last_rank, has_gradient);
+  return Because(reason::kAbortAndRedo, std::move(refused));
 }
 
 std::vector<std::string> NamesBehind(const JobSpec& spec, const Layout& layout,

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/check.h"
+#include "cpu_optimizer_service/common/reason.h"
 
 namespace ballast {
 namespace {
@@ -61,9 +62,10 @@ OpenStep::OpenStep(StepTerms terms, int world_size, int64_t parameters)
 absl::Status OpenStep::Begin(int rank, const StepSettings& settings) {
   if (const std::string difference = FirstDifference(terms_.settings, settings);
       !difference.empty()) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("rank ", rank, " begins step ", terms_.step, " with ", difference,
-                     "; all ranks must begin a step with the same settings"));
+    return WithReason(absl::FailedPreconditionError(absl::StrCat(
+                          "rank ", rank, " begins step ", terms_.step, " with ", difference,
+                          "; all ranks must begin a step with the same settings")),
+                      reason::kOtherSettings);
   }
   ranks_[rank].begun = true;
   return absl::OkStatus();

@@ -15,9 +15,11 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
 #include "gpu_worker/collective/rendezvous.grpc.pb.h"
+#include "proto/deadline.h"
 #include "proto/status.h"
 
 namespace ballast::worker {
@@ -174,7 +176,7 @@ class ServedRendezvous final : public Rendezvous, private v1::Rendezvous::Servic
     meeting_.Close();
     // The grace is for answers that are on their way.
     if (server_ != nullptr) {
-      server_->Shutdown(std::chrono::system_clock::now() + std::chrono::seconds(1));
+      server_->Shutdown(proto::Deadline(absl::Seconds(1)));
     }
   }
 
@@ -252,7 +254,7 @@ class JoinedRendezvous final : public Rendezvous {
   absl::Status Join() {
     BALLAST_RETURN_IF_ERROR(Connect());
     // Longer than rank 0 waits for the others, so that its reason arrives.
-    context_.set_deadline(std::chrono::system_clock::now() + options_.timeout + kForTheAnswer);
+    context_.set_deadline(proto::Deadline(absl::FromChrono(options_.timeout + kForTheAnswer)));
     stub_ = v1::Rendezvous::NewStub(channel_);
     stream_ = stub_->Meet(&context_);
     absl::StatusOr<v1::MeetReply> welcome = Ask({});
@@ -281,16 +283,17 @@ class JoinedRendezvous final : public Rendezvous {
     arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
     channel_ = grpc::CreateCustomChannel(HostAndPort(connected_to_, options_.port),
                                          grpc::InsecureChannelCredentials(), arguments);
-    const auto start = std::chrono::system_clock::now();
-    if (channel_->WaitForConnected(start +
-                                   std::min<Clock::duration>(kPatience, options_.timeout))) {
+    const auto connected_within = [&](Clock::duration limit) {
+      return channel_->WaitForConnected(proto::Deadline(absl::FromChrono(limit)));
+    };
+    if (connected_within(std::min<Clock::duration>(kPatience, options_.timeout))) {
       return absl::OkStatus();
     }
     const std::string address = HostAndPort(options_.host, options_.port);
     if (options_.timeout > kPatience) {
       std::fprintf(stderr, "ballast-worker: rank %d: waiting for rank 0 at %s\n", options_.rank,
                    address.c_str());
-      if (channel_->WaitForConnected(start + options_.timeout)) return absl::OkStatus();
+      if (connected_within(options_.timeout - kPatience)) return absl::OkStatus();
     }
     return absl::DeadlineExceededError(
         absl::StrCat("cannot reach rank 0 at ", address,

@@ -27,9 +27,9 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
+#include "cpu_optimizer_service/common/system/steady_time.h"
 #include "gpu_worker/device/device.h"
 #include "gpu_worker/device/device_collective.h"
 
@@ -41,7 +41,7 @@ struct WatchdogOptions {
   // Between two calls of Look by the watchdog's thread; infinite: there is no thread, and the owner
   // calls Look.
   absl::Duration interval = absl::Milliseconds(50);
-  std::function<absl::Time()> now = absl::Now;
+  std::function<absl::Time()> now = SteadyNow;
   // Reports an error that the library detected on its own. Nullable.
   std::function<absl::Status()> library_error;
   std::function<void()> abort;

@@ -13,11 +13,10 @@ namespace {
 constexpr uint32_t kMostTracedSteps = 1000;
 
 // When a trace must end for its answer to arrive in the caller's time.
-std::chrono::system_clock::time_point TraceEnd(std::chrono::system_clock::time_point deadline) {
-  const auto now = std::chrono::system_clock::now();
-  const auto given =
-      std::min<std::chrono::system_clock::duration>(deadline - now, std::chrono::hours(1));
-  return now + given - given / 10;
+std::chrono::steady_clock::time_point TraceEnd(std::chrono::system_clock::time_point deadline) {
+  const auto given = std::min<std::chrono::system_clock::duration>(
+      deadline - std::chrono::system_clock::now(), std::chrono::hours(1));
+  return std::chrono::steady_clock::now() + given - given / 10;
 }
 
 }  // namespace
@@ -30,7 +29,8 @@ TraceCall::TraceCall(const Engine& engine, CallPools& pools, grpc::CallbackServe
 }
 
 absl::Status TraceCall::Start(const Engine& engine, CallPools& pools,
-                              const v1::TraceJobRequest& request, Clock::time_point deadline) {
+                              const v1::TraceJobRequest& request,
+                              std::chrono::system_clock::time_point deadline) {
   const uint32_t steps = request.steps();
   if (steps == 0 || steps > kMostTracedSteps) {
     return absl::InvalidArgumentError(

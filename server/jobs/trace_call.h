@@ -22,10 +22,10 @@ class TraceCall final : public StreamedAnswer<v1::TraceJobResponse> {
             const v1::TraceJobRequest& request);
 
  private:
-  using Clock = std::chrono::system_clock;
+  using Clock = std::chrono::steady_clock;
 
   absl::Status Start(const Engine& engine, CallPools& pools, const v1::TraceJobRequest& request,
-                     Clock::time_point deadline);
+                     std::chrono::system_clock::time_point deadline);
   void Trace(const std::shared_ptr<Job>& job, uint32_t steps, Clock::time_point end);
   bool Fill(v1::TraceJobResponse& message) override { return messages_->Next(message); }
 

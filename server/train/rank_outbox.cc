@@ -4,6 +4,7 @@
 #include <limits>
 #include <utility>
 
+#include "cpu_optimizer_service/common/reason.h"
 #include "proto/frame.h"
 #include "server/train/weight_message.h"
 
@@ -174,6 +175,8 @@ void RankOutbox::OnSealRefused(uint64_t step, const SealRefusal& refusal) {
   v1::SealRefused& refused = *message.mutable_seal_refused();
   refused.set_step(step);
   refused.set_message(std::string(refusal.status.message()));
+  v1::ErrorReason reason = v1::ERROR_REASON_UNSPECIFIED;
+  if (v1::ErrorReason_Parse(ReasonOf(refusal.status), &reason)) refused.set_reason(reason);
   for (const MissingContribution& missing : refusal.missing) {
     v1::Missing& to = *refused.add_missing();
     to.set_rank(missing.rank);

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/status.h"
 #include "server/find_job.h"
@@ -38,7 +39,7 @@ void UploadStream::OnReadDone(bool ok) {
       return Finish(proto::ToGrpc(absl::InvalidArgumentError("no open message arrived")));
     }
     v1::UploadWeightsResponse response;
-    response.set_chunks(chunks_);
+    response.set_chunks(static_cast<int64_t>(chunks_.size()));
     response.set_job_ready(job_->Status().phase != JobPhase::kAwaitingWeights);
     response_ = proto::SerializeControl(response);
     return Finish(grpc::Status::OK);
@@ -78,10 +79,13 @@ absl::Status UploadStream::Open(const v1::OpenTrain& request) {
   // A free rank has the empty process id, which no process may have.
   if (request.process_id().empty() || request.generation() != status.generation ||
       request.process_id() != status.ranks[request.rank()].process_id) {
-    return absl::AbortedError(
-        absl::StrCat("rank ", request.rank(), " of ", request.name(), " is not held by process '",
-                     request.process_id(), "' in generation ", request.generation(),
-                     " (generation is ", status.generation, "); attach again"));
+    return WithReason(
+        absl::AbortedError(absl::StrCat("rank ", request.rank(), " of ", request.name(),
+                                        " is not held by process '", request.process_id(),
+                                        "' in generation ", request.generation(),
+                                        " (generation is ", status.generation, "); attach again")),
+        request.generation() != status.generation ? reason::kOlderGeneration
+                                                  : reason::kRankNotHeld);
   }
   rank_ = request.rank();
   uploader_ = {.generation = request.generation(), .process_id = request.process_id()};
@@ -102,7 +106,7 @@ absl::Status UploadStream::Write(const v1::WeightHeader& header, const proto::Pa
   }
   BALLAST_RETURN_IF_ERROR(
       job_->WriteInitialWeights(header.chunk(), payload.pieces(), uploader_).status());
-  ++chunks_;
+  chunks_.insert(header.chunk());
   return absl::OkStatus();
 }
 

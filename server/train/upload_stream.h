@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "absl/container/flat_hash_set.h"
 #include "cpu_optimizer_service/engine.h"
 #include "proto/frame.h"
 #include "server/call_pool.h"
@@ -38,7 +39,7 @@ class UploadStream final : public grpc::ServerReadReactor<grpc::ByteBuffer> {
   std::shared_ptr<Job> job_;  // Null before the first message.
   int rank_ = 0;
   Job::Uploader uploader_;
-  int64_t chunks_ = 0;
+  absl::flat_hash_set<uint32_t> chunks_;  // That have arrived on this stream.
 };
 
 }  // namespace ballast::server

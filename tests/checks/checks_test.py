@@ -5,6 +5,7 @@ import pathlib
 import tempfile
 import unittest
 
+from check_build_paths import binaries_with, main as check_build_paths
 from check_folders import MOST_FILES, MOST_FILES_IN_TESTS, MOST_SOURCES_WITHOUT_README, folder_faults
 from check_includes import wrong_includes
 from check_tests_registered import unregistered_tests
@@ -199,6 +200,18 @@ class Folders(Tree):
         self.assertEqual(len(folder_faults(self.root)), 1)
         self.write("client/cli/README.md")
         self.assertEqual(folder_faults(self.root), [])
+
+
+class BuildPaths(Tree):
+    def test_pass_without_the_path_and_fail_with_it_or_without_the_binaries(self):
+        source = pathlib.Path("/home/somebody/ballast")
+        self.write("bin/ballast", "server/main.cc")
+        self.assertEqual(check_build_paths(source, self.root / "bin"), 1)
+        self.write("bin/ballastd", "server/main.cc")
+        self.assertEqual(check_build_paths(source, self.root / "bin"), 0)
+        self.write("bin/ballastd", f"Flags from {source}/server/main.cc")
+        self.assertEqual(binaries_with(str(source).encode(), self.root / "bin"), ["ballastd"])
+        self.assertEqual(check_build_paths(source, self.root / "bin"), 1)
 
 
 if __name__ == "__main__":

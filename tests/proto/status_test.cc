@@ -2,8 +2,13 @@
 
 #include <gtest/gtest.h>
 
+#include <iterator>
+#include <set>
 #include <string>
 
+#include "ballast/v1/ballast.pb.h"
+#include "cpu_optimizer_service/common/reason.h"
+#include "cpu_optimizer_service/common/status.h"
 #include "google/rpc/status.pb.h"
 
 namespace ballast::proto {
@@ -36,6 +41,45 @@ TEST(Status, MessageIsOneLineOfText) {
   EXPECT_EQ(ToGrpc(absl::NotFoundError("\xff is no UTF-8, \u00e4")).error_message(),
             "\\xff is no UTF-8, \\xc3\\xa4");
   EXPECT_EQ(ToGrpc(absl::NotFoundError("it's \"\u00e4\"")).error_message(), "it's \"\u00e4\"");
+}
+
+TEST(Status, ItsReasonCrossesTheWire) {
+  const grpc::Status sent =
+      ToGrpc(Annotate(WithReason(absl::AbortedError("why"), reason::kOlderGeneration), "rank 1"));
+  google::rpc::Status details;
+  google::rpc::ErrorInfo info;
+  ASSERT_TRUE(details.ParseFromString(sent.error_details()));
+  ASSERT_TRUE(details.details(0).UnpackTo(&info));
+  EXPECT_EQ(info.reason(), "OLDER_GENERATION");
+  EXPECT_EQ(ReasonOf(FromGrpc(sent)), "OLDER_GENERATION");
+  EXPECT_EQ(FromGrpc(sent).message(), "rank 1: why");
+  EXPECT_EQ(ReasonOf(FromGrpc(ToGrpc(absl::AbortedError("why")))), "");
+}
+
+TEST(Status, EveryReasonIsOneOfTheProtocolAndTheOtherWayRound) {
+  std::set<std::string> of_protocol;
+  const google::protobuf::EnumDescriptor& reasons = *v1::ErrorReason_descriptor();
+  for (int i = 1; i < reasons.value_count(); ++i) of_protocol.insert(reasons.value(i)->name());
+  EXPECT_EQ(of_protocol, std::set<std::string>(std::begin(reason::kAll), std::end(reason::kAll)));
+}
+
+TEST(Status, AServiceThatCannotBeReachedIsNamedWithWhatToDo) {
+  const auto message = [](const std::string& text) {
+    return std::string(FromGrpc(grpc::Status(grpc::StatusCode::UNAVAILABLE, text)).message());
+  };
+  const std::string all = "failed to connect to all addresses";
+  EXPECT_EQ(message(all + "; last error: UNKNOWN: ipv4:127.0.0.1:7070: Failed to connect to remote "
+                          "host: Connection refused"),
+            "no service answers at 127.0.0.1:7070 (Connection refused); start ballastd there, or "
+            "correct the address");
+  EXPECT_EQ(
+      message(all + "; last error: UNAVAILABLE: unix:/run/b.sock: Failed to connect to remote "
+                    "host: No such file or directory"),
+      "no service answers at unix:/run/b.sock (No such file or directory); start ballastd "
+      "there, or correct the address");
+  EXPECT_EQ(message(all),
+            "no service answers (" + all + "); start ballastd, or correct its address");
+  EXPECT_EQ(message("Socket closed"), "Socket closed");
 }
 
 TEST(Status, OkHasNoDetails) {

@@ -18,7 +18,8 @@ TEST(StepProgress, RefusesMessagesOfOtherSteps) {
   StepProgress progress;
   progress.Begin(3);
   EXPECT_EQ(progress.Decided(DecisionOf(2)).code(), absl::StatusCode::kInternal);
-  EXPECT_EQ(progress.Refused(4, "no").code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(progress.Refused(4, absl::FailedPreconditionError("no")).code(),
+            absl::StatusCode::kInternal);
   EXPECT_EQ(progress.Committed(4, 0).code(), absl::StatusCode::kInternal);
   EXPECT_EQ(progress.Committed(3, 0).code(), absl::StatusCode::kInternal);  // Not decided.
   EXPECT_TRUE(progress.Decided(DecisionOf(3)).ok());
@@ -42,13 +43,13 @@ TEST(StepProgress, OneSealIsOutAtATime) {
   progress.Begin(3);
   EXPECT_TRUE(progress.StartSeal());
   EXPECT_FALSE(progress.StartSeal());
-  EXPECT_TRUE(progress.Refused(3, "no").ok());
+  EXPECT_TRUE(progress.Refused(3, absl::FailedPreconditionError("no")).ok());
   EXPECT_EQ(progress.AwaitDecision(absl::Seconds(60)).status().message(), "no");
   EXPECT_TRUE(progress.StartSeal());
   EXPECT_EQ(progress.AwaitDecision(absl::ZeroDuration()).status().code(),
             absl::StatusCode::kDeadlineExceeded);
   // After a decision no seal is needed, whatever was refused before.
-  EXPECT_TRUE(progress.Refused(3, "no").ok());
+  EXPECT_TRUE(progress.Refused(3, absl::FailedPreconditionError("no")).ok());
   EXPECT_TRUE(progress.Decided(DecisionOf(3)).ok());
   EXPECT_FALSE(progress.StartSeal());
 }
@@ -57,7 +58,7 @@ TEST(StepProgress, ARefusedSealAwaitsNobody) {
   StepProgress progress;
   progress.Begin(3);
   progress.Waiting(3, {1});
-  EXPECT_TRUE(progress.Refused(3, "no").ok());
+  EXPECT_TRUE(progress.Refused(3, absl::FailedPreconditionError("no")).ok());
   EXPECT_TRUE(progress.awaited_ranks().empty());
 }
 

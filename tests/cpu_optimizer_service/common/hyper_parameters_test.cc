@@ -15,6 +15,8 @@ TEST(HyperParameters, AreValidByDefaultAndAtTheirBounds) {
   EXPECT_TRUE(Validate({}).ok());
   EXPECT_TRUE(Validate({.lr = 0, .beta1 = 0, .beta2 = 0, .eps = 0, .weight_decay = 0}).ok());
   EXPECT_TRUE(Validate({.beta1 = 0.99999999, .beta2 = 0.99999999}).ok());
+  EXPECT_TRUE(Validate({.lr = 3e38, .weight_decay = 0, .bias_correction = false}).ok());
+  EXPECT_TRUE(Validate({.lr = 1e20, .weight_decay = 1e20, .decoupled_weight_decay = false}).ok());
 }
 
 TEST(HyperParameters, AreRefusedByNameWithTheValueThatCame) {
@@ -35,6 +37,12 @@ TEST(HyperParameters, AreRefusedByNameWithTheValueThatCame) {
     expect_refused({.eps = bad}, "eps", got);
     expect_refused({.weight_decay = bad}, "weight_decay", got);
   }
+  // Finite, but not in fp32.
+  expect_refused({.lr = 1e39}, "lr", "1e+39");
+  expect_refused({.eps = 1e308}, "eps", "1e+308");
+  expect_refused({.weight_decay = 1e308}, "weight_decay", "1e+308");
+  expect_refused({.lr = 1e20, .weight_decay = 1e20}, "lr * weight_decay", "1e+40");
+  expect_refused({.lr = 1e38, .weight_decay = 0}, "lr / (1 - beta1)", "1.0000000000000002e+39");
   expect_refused({.beta1 = 1}, "beta1", "1");
   expect_refused({.beta2 = 1}, "beta2", "1");
 }

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <string>
 #include <vector>
@@ -83,6 +84,85 @@ TEST(ChunkUpdate, ParametersAreUpdatedWithTheirOwnCountAndSkippedOnesKept) {
     EXPECT_EQ(mixed.shard[i], FloatToBFloat16(got));
   }
   EXPECT_NE(first.planes[0], third.planes[0]);
+}
+
+// The state that an update is tried on: two parameters, of which the second is left as it is.
+struct Tried {
+  Tried() : spec(MakeJobSpec({.group_sizes = {{3000, 1000}}, .bucket_elements = 4096})) {
+    for (int plane = 0; plane < 4; ++plane) {
+      for (int64_t i = 0; i < 4096; ++i) {
+        const float value = layout.ParameterAt(0, i) == -1 ? 0.0f : TestValue(plane + 1, 0, i);
+        planes[plane].push_back(plane >= 2 ? value * value : value);
+      }
+      slot.planes[plane] = planes[plane].data();
+    }
+    for (int64_t i = 0; i < 4096; ++i) gradient.push_back(TestValue(9, 0, i));
+  }
+  ChunkUpdate Update() {
+    return {.layout = &layout,
+            .chunk = 0,
+            .gradient = {gradient.data(), DType::kFloat32},
+            .from = slot,
+            .to = {},
+            .hyper_parameters = &values};
+  }
+  static int64_t CountOf(int parameter) { return parameter == 0 ? 3 : 0; }
+
+  JobSpec spec;
+  Layout layout = Layout::Create(spec.layout).value();
+  HyperParameters values = {.amsgrad = true};
+  std::vector<float> gradient, planes[4];
+  Slot slot;
+};
+
+TEST(TryUpdateChunk, KnowsTheLargestMagnitudesOfTheUpdateAndWritesNothing) {
+  Tried tried;
+  tried.planes[0][3500] = -7;    // Left as it is, and the largest.
+  tried.planes[3][17] = 5;       // The largest of the two second moments.
+  tried.gradient[2500] = -1e4f;  // Makes the largest exp_avg, in the second stretch of elements.
+  const std::vector<float> before[] = {tried.planes[0], tried.planes[1], tried.planes[2],
+                                       tried.planes[3]};
+  const TrialUpdate trial = TryUpdateChunk(tried.Update(), Tried::CountOf);
+  for (int plane = 0; plane < 4; ++plane) EXPECT_EQ(tried.planes[plane], before[plane]);
+  ASSERT_FALSE(trial.non_finite.has_value());
+
+  ChunkUpdate update = tried.Update();
+  update.to = tried.slot;
+  UpdateChunk(update, Tried::CountOf);
+  double largest[4] = {};
+  for (int plane = 0; plane < 4; ++plane) {
+    for (const float x : tried.planes[plane]) {
+      largest[plane] = std::max<double>(largest[plane], std::fabs(x));
+    }
+  }
+  EXPECT_EQ(trial.largest.master, 7);
+  EXPECT_EQ(trial.largest.master, largest[0]);
+  EXPECT_EQ(trial.largest.exp_avg, largest[1]);
+  EXPECT_GT(trial.largest.exp_avg, 900);
+  EXPECT_EQ(trial.largest.exp_avg_sq, std::max(largest[2], largest[3]));
+}
+
+TEST(TryUpdateChunk, FindsWhereTheStateWouldNotBeFinite) {
+  const auto expect_found = [](Tried& tried, Plane plane, int64_t element) {
+    const TrialUpdate trial = TryUpdateChunk(tried.Update(), Tried::CountOf);
+    ASSERT_TRUE(trial.non_finite.has_value());
+    EXPECT_EQ(trial.non_finite->plane, plane);
+    EXPECT_EQ(trial.non_finite->element, element);
+    EXPECT_FALSE(std::isfinite(trial.non_finite->value));
+  };
+  Tried large;
+  large.gradient[2999] = 1e21f;  // Its square times 1 - beta2 is 1e39.
+  expect_found(large, Plane::kExpAvgSq, 2999);
+  large.gradient[2999] = 1e20f;
+  EXPECT_FALSE(TryUpdateChunk(large.Update(), Tried::CountOf).non_finite.has_value());
+  Tried no_denominator;
+  no_denominator.values.eps = 0;
+  for (const int plane : {2, 3}) no_denominator.planes[plane][2048] = 0;
+  no_denominator.gradient[2048] = 0;
+  expect_found(no_denominator, Plane::kMaster, 2048);
+  Tried left_alone;
+  left_alone.gradient[3500] = 3e38f;
+  EXPECT_FALSE(TryUpdateChunk(left_alone.Update(), Tried::CountOf).non_finite.has_value());
 }
 
 // P7: nor on nodes.

@@ -2,10 +2,12 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/job/job.h"
 #include "tests/cpu_optimizer_service/job/job_driver.h"
 
@@ -25,6 +27,7 @@ TEST_F(JobRanksTest, ANewProcessRaisesTheGenerationInMidStepAndNotBetweenSteps) 
   const auto attachment = driver.job().Attach({.rank = 1, .process_id = "newcomer"}).value();
   EXPECT_EQ(attachment.generation, generation + 1);
   EXPECT_EQ(driver.listener(0).detached().code(), absl::StatusCode::kAborted);
+  EXPECT_EQ(ReasonOf(driver.listener(0).detached()), reason::kOlderGeneration);
   EXPECT_EQ(driver.listener(1).detached().code(), absl::StatusCode::kAborted);
   EXPECT_EQ(driver.stream(0).EndMicroStep(1, 0, {}).code(), absl::StatusCode::kAborted);
   EXPECT_EQ(driver.Send(0, driver.Values(0, 9), 1).status().code(), absl::StatusCode::kAborted);
@@ -104,6 +107,14 @@ TEST_F(JobRanksTest, UploadingWeightsChecksSizePaddingAndState) {
   weights[100] = 1;
   EXPECT_EQ(upload(0, 256), absl::StatusCode::kInvalidArgument);
   weights[100] = 0;
+  for (const float bad : {std::nanf(""), HUGE_VALF, -HUGE_VALF}) {
+    weights[7] = bad;
+    EXPECT_EQ(upload(0, 256), absl::StatusCode::kInvalidArgument) << bad;
+  }
+  const auto piece = absl::MakeConstSpan(reinterpret_cast<const std::byte*>(weights.data()), 1024);
+  EXPECT_THAT(std::string(driver.job().WriteInitialWeights(0, {piece}).status().message()),
+              HasSubstr("the first weight of p0 is -inf at element 7"));
+  weights[7] = 0;
   EXPECT_EQ(upload(0, 256), absl::StatusCode::kOk);
   EXPECT_EQ(upload(0, 256), absl::StatusCode::kFailedPrecondition);
 }
@@ -280,6 +291,7 @@ TEST_F(JobRanksTest, AProcessThatWasReplacedDoesNotTakeItsRankBack) {
   const absl::Status replaced = rejoin(1, "old1");
   EXPECT_EQ(replaced.code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_THAT(std::string(replaced.message()), HasSubstr("another process has taken rank 1"));
+  EXPECT_EQ(ReasonOf(replaced), reason::kRankReplaced);
   EXPECT_EQ(driver.job().Status().ranks[1].process_id, "new1");
   EXPECT_EQ(driver.job().Status().generation, generation);
   // Nobody has replaced it yet. Who replaces it then is not evicted by the other rank's return.

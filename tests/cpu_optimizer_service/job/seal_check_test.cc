@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu_optimizer_service/common/reason.h"
 #include "tests/cpu_optimizer_service/job/job_driver.h"
 
 namespace ballast {
@@ -91,6 +92,7 @@ TEST_F(SealCheckTest, NamesTheFirstMicroStepAndAllParametersThatAreMissing) {
   EXPECT_THAT(refusal->status.message(),
               HasSubstr("step 4 is not whole: rank 1 has not sent micro-step 1 of "));
   EXPECT_THAT(refusal->status.message(), HasSubstr("send it and seal again"));
+  EXPECT_EQ(ReasonOf(refusal->status), reason::kSendAndSealAgain);
   ASSERT_EQ(refusal->missing.size(), 1u);
   EXPECT_EQ(refusal->missing[0].rank, 1);
   EXPECT_EQ(refusal->missing[0].micro_step, 1u);
@@ -175,6 +177,7 @@ TEST_F(SealCheckTest, RefusesAnEmptyContributionOfAUsedParameter) {
   const auto refusal = Step();
   ASSERT_TRUE(refusal.has_value());
   EXPECT_THAT(refusal->status.message(), HasSubstr("but was sent as empty"));
+  EXPECT_EQ(ReasonOf(refusal->status), reason::kAbortAndRedo);
   EXPECT_EQ(refusal->missing[0].rank, 0);
 }
 
@@ -185,6 +188,7 @@ TEST_F(SealCheckTest, RefusesAParameterThatNoRankUsed) {
   const auto refusal = Step();
   ASSERT_TRUE(refusal.has_value());
   EXPECT_THAT(refusal->status.message(), HasSubstr("no rank gave a gradient to p1"));
+  EXPECT_EQ(ReasonOf(refusal->status), reason::kAbortAndRedo);
   EXPECT_THAT(refusal->missing[0].parameters, ElementsAre("p1"));
 }
 

@@ -3,12 +3,15 @@
 #include "tests/server/jobs/malformed_input.h"
 
 #include <gmock/gmock.h>
+#include <grpcpp/generic/generic_stub.h>
 
 #include <functional>
 #include <limits>
 #include <string>
 #include <utility>
 
+#include "cpu_optimizer_service/common/reason.h"
+#include "proto/status.h"
 #include "server/jobs/job_message.h"
 #include "server/transport_settings.h"
 
@@ -205,6 +208,48 @@ TEST_F(MalformedInput, UnaryCallsNameWhatIsWrong) {
   refuse(Code::ABORTED, "a generation to come", reattach(99));
 }
 
+// Each method that takes one request, of each service, gets bytes that are no message.
+TEST_F(MalformedInput, BytesThatAreNoMessageAreRefusedByTheNameOfTheMessage) {
+  grpc::GenericStub stub(service_.channel());
+  int methods = 0;
+  const google::protobuf::FileDescriptor& file = *v1::Job::descriptor()->file();
+  for (int s = 0; s < file.service_count(); ++s) {
+    for (int m = 0; m < file.service(s)->method_count(); ++m) {
+      const google::protobuf::MethodDescriptor& method = *file.service(s)->method(m);
+      if (method.client_streaming()) continue;
+      ++methods;
+      const std::string path = "/" + method.service()->full_name() + "/" + method.name();
+      for (const std::string& bytes : {std::string("\xff\xff\xff"), std::string("\x0a\x7fx")}) {
+        grpc::ClientContext context;
+        grpc::CompletionQueue queue;
+        const grpc::Slice slice(bytes);
+        const auto call = stub.PrepareCall(&context, path, &queue);
+        const auto next = [&] {
+          void* tag = nullptr;
+          bool ok = false;
+          queue.Next(&tag, &ok);
+          return ok;
+        };
+        call->StartCall(nullptr);
+        next();
+        call->WriteLast(grpc::ByteBuffer(&slice, 1), grpc::WriteOptions(), nullptr);
+        next();
+        grpc::ByteBuffer answer;
+        call->Read(&answer, nullptr);
+        EXPECT_FALSE(next()) << path;
+        grpc::Status status;
+        call->Finish(&status, nullptr);
+        next();
+        ExpectRefused(status, grpc::StatusCode::INVALID_ARGUMENT, path);
+        EXPECT_THAT(status.error_message(),
+                    testing::HasSubstr("not a " + method.input_type()->full_name()));
+        EXPECT_EQ(ReasonOf(proto::FromGrpc(status)), reason::kMalformedMessage) << path;
+      }
+    }
+  }
+  EXPECT_GE(methods, 13);
+}
+
 TEST_F(MalformedInput, StateCallsNameWhatIsWrong) {
   CreateTinyJob(service_, "tiny");
   using Code = grpc::StatusCode;
@@ -242,6 +287,15 @@ TEST_F(MalformedInput, StateCallsNameWhatIsWrong) {
     v1::SaveJobResponse response;
     ExpectRefused(service_.state().SaveJob(&context, request, &response), Code::INVALID_ARGUMENT,
                   "a relative directory");
+  }
+  {
+    grpc::ClientContext context;
+    v1::SaveJobRequest request;
+    request.set_name("jobs/tiny");
+    request.set_directory(std::string("/tmp/a\0b", 8));
+    v1::SaveJobResponse response;
+    ExpectRefused(service_.state().SaveJob(&context, request, &response), Code::INVALID_ARGUMENT,
+                  "a directory that a file system would cut");
   }
   {
     grpc::ClientContext context;

@@ -139,6 +139,7 @@ TEST_F(MalformedTrain, StreamsThatDoNotOpenRightAreRefused) {
       {"no job", Code::NOT_FOUND, [](v1::OpenTrain& open) { open.set_name("jobs/x"); }},
       {"no name", Code::INVALID_ARGUMENT, [](v1::OpenTrain& open) { open.clear_name(); }},
       {"another uid", Code::NOT_FOUND, [](v1::OpenTrain& open) { open.set_uid("x"); }},
+      {"no uid", Code::INVALID_ARGUMENT, [](v1::OpenTrain& open) { open.clear_uid(); }},
       {"rank 9", Code::INVALID_ARGUMENT, [](v1::OpenTrain& open) { open.set_rank(9); }},
       {"another process", Code::ABORTED, [](v1::OpenTrain& open) { open.set_process_id("x"); }},
       {"another generation", Code::ABORTED, [](v1::OpenTrain& open) { open.set_generation(99); }},
@@ -212,6 +213,21 @@ TEST_F(MalformedTrain, UploadsThatDoNotFitAreRefused) {
   ExpectRefused(upload(0, 77, 1024, true), Code::INVALID_ARGUMENT, "an unknown chunk");
   ExpectRefused(upload(3, 0, 1024, true), Code::INVALID_ARGUMENT, "a step");
   ExpectRefused(upload(0, 0, 1024, false), Code::INVALID_ARGUMENT, "weights before open");
+  v1::UploadWeightsResponse twice;
+  const auto upload_twice = [&] {
+    grpc::ClientContext context;
+    const auto stream = service_.train().UploadWeights(&context, &twice);
+    v1::UploadWeightsRequest request;
+    *request.mutable_open() = worker.OpenMessage();
+    stream->Write(request);
+    request.mutable_weights()->set_payload(std::string(1024, '\0'));
+    stream->Write(request);
+    stream->Write(request);
+    stream->WritesDone();
+    return stream->Finish();
+  };
+  EXPECT_TRUE(upload_twice().ok());
+  EXPECT_EQ(twice.chunks(), 1) << "a chunk that is sent twice has arrived once";
   const grpc::Status again = worker_.Upload();
   ExpectRefused(again, Code::FAILED_PRECONDITION, "weights for a job that has some");
 }

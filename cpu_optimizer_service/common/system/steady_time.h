@@ -1,0 +1,18 @@
+// The time by which waits are measured: nobody sets it, unlike the time of day.
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_STEADY_TIME_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_STEADY_TIME_H_
+
+#include <chrono>
+
+#include "absl/time/time.h"
+
+namespace ballast {
+
+// Since a moment that is the same for all of this process, and means nothing else.
+inline absl::Time SteadyNow() {
+  return absl::UnixEpoch() + absl::FromChrono(std::chrono::steady_clock::now().time_since_epoch());
+}
+
+}  // namespace ballast
+
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_STEADY_TIME_H_

@@ -1,0 +1,221 @@
+"""A rank of a Ballast job in Python: plain grpcio, and what proto/ballast/v1/ballast.proto says.
+
+Nothing of Ballast's own client is used here, so this is also the proof that the protocol's page is enough.
+The modules ballast_pb2 and ballast_pb2_grpc are protoc's (foreign_test.py makes them).
+"""
+
+import array
+import mmap
+import os
+import queue
+import socket
+
+import grpc
+import numpy as np
+
+from ballast.v1 import ballast_pb2 as pb
+from ballast.v1 import ballast_pb2_grpc as rpc
+from google.rpc import status_pb2
+
+SECONDS = 30  # For any one answer.
+DTYPES = {pb.BF16: np.dtype("<u2"), pb.FP16: np.dtype("<f2"), pb.FP32: np.dtype("<f4")}
+
+
+def reason_of(error):
+    """ErrorInfo.reason of an RpcError; empty if the error is gRPC's own."""
+    for key, value in error.trailing_metadata() or ():
+        if key == "grpc-status-details-bin":
+            for detail in status_pb2.Status.FromString(value).details:
+                info = status_pb2.ErrorInfo()
+                if detail.Unpack(info):
+                    return info.reason
+    return ""
+
+
+class Chunk:
+    def __init__(self, group, begin, end, rank):
+        self.group, self.begin, self.end, self.rank = group, begin, end, rank
+        self.elements = end - begin
+
+
+def chunks_of(job):
+    """All chunks of the job, in the order of their indices."""
+    chunks = []
+    for piece in sorted(job.partitions, key=lambda p: (p.group, p.begin)):
+        for begin in range(piece.begin, piece.end, job.chunk_elements):
+            chunks.append(Chunk(piece.group, begin, min(begin + job.chunk_elements, piece.end), piece.rank))
+    return chunks
+
+
+def round_up(size, unit):
+    return (size + unit - 1) // unit * unit
+
+
+class SharedMemory:
+    """The rank's memory file, mapped; `gradients` and `weights` are arrays by chunk."""
+
+    def __init__(self, offer, job, chunks, rank):
+        self.connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.connection.settimeout(SECONDS)
+        self.connection.connect("\0" + offer.socket)
+        self.connection.send(offer.token)
+        answer, control, _, _ = self.connection.recvmsg(513, socket.CMSG_SPACE(4))
+        if answer[:1] != b"G":
+            raise RuntimeError(f"no shared memory: {answer[1:].decode()}")
+        files = array.array("i")
+        files.frombytes(control[0][2][:4])
+        self.memory = mmap.mmap(files[0], os.fstat(files[0]).st_size)
+        os.close(files[0])
+        self.gradients, self.weights = {}, {}
+        end = 0
+        for arrays, dtype in ((self.gradients, "wire_dtype"), (self.weights, "return_dtype")):
+            for index, chunk in enumerate(chunks):
+                if chunk.rank != rank:
+                    continue
+                of = DTYPES[getattr(job.groups[chunk.group], dtype)]
+                arrays[index] = np.frombuffer(self.memory, of, chunk.elements, end)
+                end = round_up(end + arrays[index].nbytes, 64)
+            end = round_up(end, 4096)
+        if end != len(self.memory):
+            raise RuntimeError(f"the memory has {len(self.memory)} bytes, not {end}")
+
+
+class Rank:
+    """One rank in one process. Calls come in the order attach, upload (if awaiting weights), open, steps."""
+
+    def __init__(self, channel, name, rank, process_id):
+        self.jobs, self.train = rpc.JobServiceStub(channel), rpc.TrainServiceStub(channel)
+        self.name, self.rank, self.process_id = name, rank, process_id
+        self.shared = None
+        self.uid = ""
+        self.guesses = 0  # Provisional weights that became the step's.
+        self.requests = None
+
+    def attach(self, speculate=False, shared=False):
+        request = pb.AttachWorkerRequest(
+            name=self.name, rank=self.rank, process_id=self.process_id, uid=self.uid, rejoin=self.uid != "",
+            shared_memory=shared)
+        self.attached = self.jobs.AttachWorker(request, timeout=SECONDS)
+        self.uid, self.job = self.attached.uid, self.attached.job
+        self.committed_step = self.attached.committed_step
+        self.mode = pb.SPECULATE if speculate else pb.WAIT
+        self.chunks = chunks_of(self.job)
+        self.mine = [index for index, chunk in enumerate(self.chunks) if chunk.rank == self.rank]
+        self.shared = None
+        if shared and self.attached.HasField("shared_memory"):
+            self.shared = SharedMemory(self.attached.shared_memory, self.job, self.chunks, self.rank)
+        return self.attached
+
+    def _open_message(self):
+        return pb.OpenTrain(name=self.name, uid=self.uid, rank=self.rank, process_id=self.process_id,
+                            generation=self.attached.generation)
+
+    def upload(self, weights):
+        """First weights: `weights(chunk)` is an fp32 array of the chunk's elements."""
+
+        def messages():
+            yield pb.UploadWeightsRequest(open=self._open_message())
+            for index in self.mine:
+                payload = weights(self.chunks[index]).astype("<f4").tobytes()
+                yield pb.UploadWeightsRequest(
+                    weights=pb.WeightChunk(header=pb.WeightHeader(chunk=index), payload=payload))
+
+        answer = self.train.UploadWeights(messages(), timeout=SECONDS)
+        if answer.chunks != len(self.mine):
+            raise RuntimeError(f"the service took {answer.chunks} of {len(self.mine)} chunks")
+
+    def open(self):
+        self.requests = queue.SimpleQueue()
+        message = self._open_message()
+        message.update_mode = self.mode
+        message.weights_in_shared_memory = self.shared is not None
+        self.sent = self.acknowledged = 0
+        self._send(open=message)
+        self.responses = self.train.Train(iter(self.requests.get, None), timeout=10 * SECONDS)
+        self.weights = {}
+        self.provisional = {}
+        opened = self._next("opened")
+        if opened.committed_step != self.committed_step:
+            raise RuntimeError(f"the job went on to step {opened.committed_step}")
+        self.read_weights()
+
+    def close(self):
+        if self.requests is not None:
+            self.requests.put(None)
+            for _ in self.responses:  # What is queued; then the stream ends.
+                pass
+            self.requests = None
+
+    def _send(self, **kind):
+        self.sent += 1  # Of shared gradients, each chunk counts; here a message has one.
+        self.requests.put(pb.TrainRequest(**kind))
+
+    def _next(self, wanted):
+        """The next message of this kind; what comes before it is taken in."""
+        for message in self.responses:
+            kind = message.WhichOneof("kind")
+            value = getattr(message, kind)
+            if kind == "acknowledged":
+                self.acknowledged = value.messages
+            elif kind == "weights":
+                self._take(value.header.chunk, value.payload, value.header.provisional)
+            elif kind == "shared_weights":
+                for chunk in value.chunks:
+                    self._take(chunk, self.shared.weights[chunk].tobytes(), value.provisional)
+            if kind == wanted or kind == "seal_refused":
+                return value
+        raise RuntimeError("the stream ended")
+
+    def _take(self, chunk, payload, provisional):
+        dtype = DTYPES[self.job.groups[self.chunks[chunk].group].return_dtype]
+        (self.provisional if provisional else self.weights)[chunk] = np.frombuffer(payload, dtype)
+
+    def read_weights(self):
+        """The committed weights of this rank's chunks."""
+        if not self.mine:
+            return
+        request = pb.ReadWeightsRequest(name=self.name, uid=self.uid, chunks=self.mine)
+        for message in self.train.ReadWeights(request, timeout=SECONDS):
+            if message.WhichOneof("kind") == "weights":
+                self._take(message.weights.header.chunk, message.weights.payload, False)
+
+    def begin(self, **settings):
+        self.provisional = {}
+        self._send(begin_step=pb.BeginStep(step=self.committed_step + 1, **settings))
+
+    def gradient(self, chunk, values, micro_step, final):
+        """`values`: the chunk's sum over ranks in the wire dtype; None: no gradient."""
+        header = pb.GradientHeader(step=self.committed_step + 1, chunk=chunk, micro_step_begin=micro_step,
+                                   micro_step_end=micro_step + 1, final=final, empty=values is None)
+        if self.shared is None or values is None:
+            payload = b"" if values is None else values.tobytes()
+            self._send(gradient=pb.GradientChunk(header=header, payload=payload))
+        else:
+            self.shared.gradients[chunk][:] = values
+            self._send(shared_gradients=pb.SharedGradients(
+                step=header.step, micro_step_begin=micro_step, micro_step_end=micro_step + 1, final=final,
+                chunks=[chunk]))
+            self.await_acknowledgement()  # A place may be written again only then.
+
+    def await_acknowledgement(self):
+        while self.acknowledged < self.sent:
+            self._next("acknowledged")
+
+    def end_micro_step(self, micro_step, used=None):
+        self._send(end_micro_step=pb.EndMicroStep(
+            step=self.committed_step + 1, micro_step=micro_step, all_used=used is None, used_parameters=used or ()))
+
+    def seal(self, micro_steps):
+        self._send(seal=pb.Seal(step=self.committed_step + 1, micro_steps=micro_steps))
+
+    def decision(self):
+        """The decision, or the refusal of the seal."""
+        decision = self._next("decision")
+        if isinstance(decision, pb.StepDecision) and decision.applied:
+            kept = set(self.provisional) - set(decision.dropped_chunks)
+            self.guesses += len(kept)
+            self.weights.update({chunk: self.provisional[chunk] for chunk in kept})
+        return decision
+
+    def await_commit(self):
+        self.committed_step = self._next("committed").step

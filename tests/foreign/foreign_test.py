@@ -1,0 +1,304 @@
+"""Random jobs of a client in another language, held to a NumPy model bit for bit.
+
+    foreign_test.py BALLASTD PROTO_FOLDER [JOBS [SEED]]
+
+/usr/bin/python3 with Debian's python3-grpcio and python3-numpy; protoc and grpc_python_plugin from
+protobuf-compiler and protobuf-compiler-grpc. (python3-grpc-tools of Debian 12 has a protoc that does not know
+`optional` yet.)
+"""
+
+import collections
+import math
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+
+try:
+    import grpc
+    import numpy as np
+except ImportError as error:
+    sys.exit(f"{error.name} is missing: install python3-grpcio and python3-numpy")
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent / "cpu_optimizer_service/parity"))
+import numpy_adam  # noqa: E402
+
+BLOCK = 256
+PLANES = ("MASTER", "EXP_AVG", "EXP_AVG_SQ", "MAX_EXP_AVG_SQ")
+
+
+def generate(proto, out):
+    """Makes the modules of the protocol and puts them where import finds them."""
+    subprocess.run(
+        ["protoc", f"-I{proto}", f"--python_out={out}", f"--grpc_out={out}",
+         "--plugin=protoc-gen-grpc=/usr/bin/grpc_python_plugin",
+         str(proto / "ballast/v1/ballast.proto"), str(proto / "google/rpc/status.proto")], check=True)
+    sys.path.insert(0, out)
+    import google
+
+    google.__path__ = list(google.__path__) + [f"{out}/google"]
+
+
+def encode(values, dtype):
+    """fp32 values in a wire dtype, as the client sends them."""
+    if dtype == pb.BF16:
+        return numpy_adam.to_bfloat16(values)
+    return values.astype(np.float16) if dtype == pb.FP16 else values
+
+
+def decode(values, dtype):
+    return numpy_adam.from_bfloat16(values) if dtype == pb.BF16 else values.astype(np.float32)
+
+
+def bits(values):
+    return np.ascontiguousarray(values).view(f"u{values.itemsize}")
+
+
+def expect(condition, what):
+    if not condition:
+        raise AssertionError(what)
+
+
+def random_values(random, elements, size):
+    return (random.standard_normal(elements) * size).astype(np.float32)
+
+
+SEEN = collections.Counter()  # Of what the jobs are to have among them.
+
+
+class Group:
+    """A group's flat space in the model."""
+
+    def __init__(self, message, parameters):
+        h = message.hyper_parameters
+        self.h = {field.name: getattr(h, field.name) for field in h.DESCRIPTOR.fields}
+        self.wire, self.returned = message.wire_dtype, message.return_dtype
+        self.parameters = parameters
+        self.elements = message.flat_elements
+        self.planes = [np.zeros(self.elements, np.float32) for _ in range(4)]
+        self.counts = {p.name: 0 for p in parameters}
+
+    def update(self, gradient, multiplier, h, kept):
+        for p in self.parameters:
+            size = math.prod(p.shape)
+            if p.name in kept or size == 0:
+                continue
+            self.counts[p.name] += 1
+            at = slice(p.offset, p.offset + size)
+            planes = [plane[at] for plane in self.planes]
+            new = numpy_adam.update(h, self.counts[p.name], multiplier, gradient[at], *planes[:3],
+                                    planes[3] if h["amsgrad"] else None)
+            for plane, values in zip(self.planes, new):
+                plane[at] = values
+
+
+class Game:
+    """One job: what it is, its ranks, and the model."""
+
+    def __init__(self, channel, random, number):
+        self.channel, self.random, self.name = channel, random, f"foreign{number}"
+        self.world = int(random.integers(1, 4))
+        self.speculate, self.shared = bool(random.integers(2)), bool(random.integers(2))
+        self.policy = random.choice([pb.SKIP, pb.ZERO])
+        self.jobs, self.state = rpc.JobServiceStub(channel), rpc.StateServiceStub(channel)
+        self.job = self.jobs.CreateJob(pb.CreateJobRequest(job=self.describe()), timeout=30)
+        trainable = [p for p in self.job.parameters if p.trainable]
+        self.groups = [Group(group, [p for p in trainable if p.group == g])
+                       for g, group in enumerate(self.job.groups)]
+        self.ranks = [client.Rank(channel, f"jobs/{self.name}", rank, f"python-{number}-{rank}")
+                      for rank in range(self.world)]
+
+    def describe(self):
+        random = self.random
+        job = pb.Job(name=self.name, world_size=self.world, unused_policy=self.policy,
+                     chunk_elements=BLOCK * int(random.choice([1, 2, 1024])),
+                     max_norm=float(random.choice([0, 0, 0.5])),
+                     update_mode=pb.SPECULATE if self.speculate else pb.WAIT)
+        for g in range(int(random.integers(1, 3))):
+            h = pb.HyperParameters(
+                lr=float(random.choice([1e-3, 0.1])), beta1=float(random.choice([0.9, 0.0])), beta2=0.99, eps=1e-8,
+                weight_decay=float(random.choice([0, 0.1])), decoupled_weight_decay=bool(random.integers(2)),
+                bias_correction=bool(random.integers(2)), amsgrad=bool(random.integers(2)),
+                maximize=bool(random.integers(2)))
+            dtypes = [pb.BF16, pb.FP16, pb.FP32]
+            job.groups.add(name=f"g{g}", hyper_parameters=h, wire_dtype=random.choice(dtypes),
+                           return_dtype=random.choice(dtypes))
+            flat = 0
+            for p in range(int(random.integers(1, 4))):
+                shape = [int(n) for n in random.integers(1, 20, int(random.integers(0, 3)))]
+                trainable = p == 0 or random.random() < 0.8
+                job.parameters.add(name=f"g{g}.p{p}", shape=shape, group=g, trainable=trainable)
+                flat += math.prod(shape) if trainable else 0
+            # Blocks of the flat space, dealt to ranks.
+            for begin in range(0, client.round_up(flat, BLOCK), BLOCK):
+                job.partitions.add(rank=int(random.integers(self.world)), group=g, begin=begin, end=begin + BLOCK)
+        return job
+
+    def padded(self, group, make):
+        """An array of the group's flat space: `make(size)` for each parameter, zeros in the padding."""
+        values = np.zeros(group.elements, np.float32)
+        for p in group.parameters:
+            size = math.prod(p.shape)
+            values[p.offset:p.offset + size] = make(p, size)
+        return values
+
+    def start(self):
+        for group in self.groups:
+            group.planes[0] = self.padded(group, lambda p, size: random_values(self.random, size, 1))
+        for rank in self.ranks:
+            rank.attach(self.speculate, self.shared)
+        for rank in self.ranks:
+            rank.upload(lambda chunk: self.groups[chunk.group].planes[0][chunk.begin:chunk.end])
+        for rank in self.ranks:
+            rank.open()
+            expect(not self.shared or rank.shared is not None or not rank.mine, "memory is shared")
+
+    def send(self, micro_steps, spoil, divisor, overrides):
+        """Sends a step up to the seals; returns the gradients by group and the names of unused parameters."""
+        random = self.random
+        trainable = [p for group in self.groups for p in group.parameters if math.prod(p.shape) > 0]
+        unused = {p.name for p in trainable if random.random() < 0.15}
+        indices = {p.name: i for i, p in enumerate(self.job.parameters)}
+        used = [indices[p.name] for p in trainable if p.name not in unused]
+        sums = [None] * len(self.groups)
+        for rank in self.ranks:
+            rank.begin(loss_scale=8.0, divisors=[divisor] * len(self.groups), overrides=overrides)
+        for m in range(micro_steps):
+            final = m + 1 == micro_steps
+            for g, group in enumerate(self.groups):
+                made = self.padded(group, lambda p, size: 0 if p.name in unused else random_values(random, size, 8))
+                if spoil and final and g == 0 and group.parameters[0].name not in unused:
+                    made[group.parameters[0].offset] = np.inf
+                wire = encode(made, group.wire)
+                sums[g] = decode(wire, group.wire) if m == 0 else sums[g] + decode(wire, group.wire)
+                for rank in self.ranks:
+                    for index in rank.mine:
+                        chunk = rank.chunks[index]
+                        if chunk.group == g:
+                            part = wire[chunk.begin:chunk.end]
+                            empty = not part.any() and not set(used) & set(self.parameters_in(chunk))
+                            rank.gradient(index, None if empty else part, m, final)
+            for rank in self.ranks:
+                rank.end_micro_step(m, used if unused else None)
+        return sums, unused
+
+    def parameters_in(self, chunk):
+        return [i for i, p in enumerate(self.job.parameters)
+                if p.trainable and p.group == chunk.group and p.offset < chunk.end
+                and p.offset + math.prod(p.shape) > chunk.begin]
+
+    def step(self):
+        random = self.random
+        micro_steps, spoil = int(random.integers(1, 4)), random.random() < 0.15
+        divisor, lr = float(micro_steps), float(random.choice([1e-3, 1e-2]))
+        overrides = {0: pb.HyperParameters(lr=lr)} if random.random() < 0.3 else {}
+        if random.random() < 0.1:  # An attempt that is aborted leaves no trace, its overrides included.
+            self.send(micro_steps, False, divisor, {0: pb.HyperParameters(lr=77.0)})
+            self.abort()
+            SEEN["aborted"] += 1
+        sums, unused = self.send(micro_steps, spoil, divisor, overrides)
+        for rank in self.ranks:
+            rank.seal(micro_steps)
+        decisions = [rank.decision() for rank in self.ranks]
+        for rank in self.ranks:
+            rank.await_commit()
+        decision = decisions[0]
+        expect(all(d.applied == decision.applied for d in decisions), "ranks were told different things")
+        if overrides:  # They stay in force, also after a step that is skipped.
+            self.groups[0].h["lr"] = lr
+        finite = all(np.isfinite(s).all() for s in sums)
+        SEEN.update(applied=decision.applied, skipped=not decision.applied, clipped=decision.clip_coefficient < 1,
+                    unused=bool(unused), sums_of_micro_steps=micro_steps > 1)
+        expect(decision.applied == finite, f"applied {decision.applied}: {decision.skip_reason}")
+        if not finite:
+            expect(self.groups[0].parameters[0].name.split("/")[-1] in decision.skip_reason, decision.skip_reason)
+            return
+        scale = 8.0 * divisor
+        norm = math.sqrt(math.fsum((float(x) / scale) ** 2 for s in sums for x in s))
+        expect(math.isclose(decision.norm, norm, rel_tol=1e-12, abs_tol=1e-300), f"norm {decision.norm}, not {norm}")
+        coefficient = min(1.0, self.job.max_norm / (decision.norm + 1e-6)) if self.job.max_norm > 0 else 1.0
+        expect(decision.clip_coefficient == coefficient, "clip_coefficient")
+        kept = unused if self.policy == pb.SKIP else set()
+        for group, gradient in zip(self.groups, sums):
+            group.update(gradient, np.float32(coefficient / scale), group.h, kept)
+
+    def abort(self):
+        for rank in self.ranks:
+            rank.await_acknowledgement()  # So that the step has begun.
+        self.jobs.AbortStep(pb.AbortStepRequest(name=f"jobs/{self.name}"), timeout=30)
+        for rank in self.ranks:
+            try:
+                rank.close()
+                raise AssertionError("an aborted step leaves no stream")
+            except grpc.RpcError as error:
+                expect(error.code() == grpc.StatusCode.ABORTED, str(error))
+                expect(client.reason_of(error) == "OLDER_GENERATION", client.reason_of(error))
+        for rank in self.ranks:
+            rank.attach(self.speculate, self.shared)
+        for rank in self.ranks:
+            rank.open()
+
+    def check(self):
+        """Every plane of every parameter, and every rank's weights, bit for bit."""
+        for group in self.groups:
+            for p in group.parameters:
+                at = slice(p.offset, p.offset + math.prod(p.shape))
+                for plane in range(4 if group.h["amsgrad"] else 3):
+                    request = pb.ReadStateRequest(name=p.name, plane=pb.Plane.Value(PLANES[plane]))
+                    data = b"".join(part.data for part in self.state.ReadState(request, timeout=30))
+                    same = np.array_equal(np.frombuffer(data, "<u4"), bits(group.planes[plane][at]))
+                    expect(same, f"{PLANES[plane]} of {p.name} differs")
+        for rank in self.ranks:
+            for index in rank.mine:
+                chunk = rank.chunks[index]
+                group = self.groups[chunk.group]
+                want = encode(group.planes[0][chunk.begin:chunk.end], group.returned)
+                expect(np.array_equal(bits(rank.weights[index]), bits(want)), f"weights of chunk {index} differ")
+
+    def play(self):
+        self.start()
+        for _ in range(int(self.random.integers(1, 4))):
+            self.step()
+        self.check()
+        for rank in self.ranks:
+            SEEN.update(guesses=rank.guesses, shared_memory=rank.shared is not None)
+            rank.close()
+        self.jobs.CloseJob(pb.CloseJobRequest(name=f"jobs/{self.name}"), timeout=30)
+
+
+def main(ballastd, proto, jobs=200, seed=1):
+    global pb, rpc, client
+    np.seterr(all="ignore")  # Infinities are part of it.
+    with tempfile.TemporaryDirectory() as folder:
+        generate(pathlib.Path(proto), folder)
+        import ballast_client as client
+        pb, rpc = client.pb, client.rpc
+        socket, port_file = f"unix:{folder}/ballast.sock", pathlib.Path(folder, "port")
+        service = subprocess.Popen([ballastd, f"--listen={socket}", f"--port_file={port_file}", "--log_level=error",
+                                    "--memory_limit=1GiB", "--nostartup_benchmark", "--drain_seconds=1"])
+        try:
+            deadline = time.monotonic() + 60
+            while not port_file.exists():
+                expect(service.poll() is None and time.monotonic() < deadline, "ballastd does not start")
+                time.sleep(0.01)
+            # Descriptions of jobs and lists of them may have up to 32 MiB; the default is 4.
+            options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+            with grpc.insecure_channel(socket, options) as channel:
+                for number in range(jobs):
+                    try:
+                        Game(channel, np.random.default_rng([seed, number]), number).play()
+                    except Exception:
+                        print(f"job {number} of seed {seed}", file=sys.stderr)
+                        raise
+        finally:
+            service.terminate()
+            service.wait(30)
+    absent = [what for what, count in SEEN.items() if count == 0]
+    expect(jobs < 100 or not absent, f"no job had {absent}")
+    print(f"{jobs} jobs, every bit as in the model: {dict(SEEN)}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))
