@@ -210,10 +210,10 @@ class Session {
   // other ranks' first weights.
   virtual absl::Status ReadWeights() = 0;
   // The service saves to, or loads from, a directory: a name under its --checkpoint-dir, or, if it
-  // takes paths from this caller, an absolute path on its host. A save replaces older checkpoints of
-  // the job only. A load ends the sessions of all ranks, this one included: their later calls return
-  // ABORTED, and every rank opens its session again. After UNAVAILABLE the service may or may not
-  // have done it.
+  // takes paths from this caller, an absolute path on its host. A save replaces older checkpoints
+  // of the job only. A load ends the sessions of all ranks, this one included: their later calls
+  // return ABORTED, and every rank opens its session again. After UNAVAILABLE the service may or
+  // may not have done it.
   virtual absl::Status LoadCheckpoint(const std::string& directory) = 0;
   virtual absl::Status SaveCheckpoint(const std::string& directory) = 0;
 

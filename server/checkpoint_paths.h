@@ -23,8 +23,8 @@ class CheckpointPaths {
 
   // The directory that a request of `peer` (gRPC's name of it) means. INVALID_ARGUMENT: neither a
   // name nor an absolute path. FAILED_PRECONDITION: a name, without a --checkpoint-dir.
-  // PERMISSION_DENIED: a path, from a peer that is not on a unix socket that only this process's user
-  // can connect to.
+  // PERMISSION_DENIED: a path, from a peer that is not on a unix socket that only this process's
+  // user can connect to.
   absl::StatusOr<std::string> Resolve(const std::string& directory, const std::string& peer) const;
 
  private:

@@ -1,5 +1,5 @@
-// Saving: a checkpoint is written from pinned chunks on disk threads, a plane on each, while the job
-// goes on.
+// Saving: a checkpoint is written from pinned chunks on disk threads, a plane on each, while the
+// job goes on.
 #include <algorithm>
 #include <chrono>
 #include <memory>

@@ -23,10 +23,10 @@ namespace ballast {
 
 class Checkpoint {
  public:
-  // Reads the index and checks every file against it: checksums, and that every value is one that
-  // training leaves, finite and in exp_avg_sq not negative. `most_bytes`: of the index, and of each
-  // file's header (MostIndexBytes). NOT_FOUND: no checkpoint there. DATA_LOSS: damaged.
-  // UNAVAILABLE: saves replaced it while it was read, again and again.
+  // Reads the index and checks every file against it: checksums, and that no value is a NaN and
+  // none of exp_avg_sq negative. `most_bytes`: of the index, and of each file's header
+  // (MostIndexBytes). NOT_FOUND: no checkpoint there. DATA_LOSS: damaged. UNAVAILABLE: saves
+  // replaced it while it was read, again and again.
   static absl::StatusOr<Checkpoint> Open(FileSystem& file_system, const std::string& directory,
                                          int64_t most_bytes);
 

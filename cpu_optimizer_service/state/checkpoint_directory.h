@@ -1,5 +1,5 @@
-// The directory in which a service keeps the checkpoints of its jobs, each under the job's name, and
-// what is known to be there.
+// The directory in which a service keeps the checkpoints of its jobs, each under the job's name,
+// and what is known to be there.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_STATE_CHECKPOINT_DIRECTORY_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_STATE_CHECKPOINT_DIRECTORY_H_
 

@@ -7,8 +7,8 @@
 //   ... then, once:
 //   writer.Finish(status)  // The first error of all of them.
 //
-// Files are written to a directory beside the checkpoint's, DIRECTORY.partial-RANDOM, which is moved
-// into its place. One that a killed process left is removed by the next save there.
+// Files are written to a directory beside the checkpoint's, DIRECTORY.partial-RANDOM, which is
+// moved into its place. One that a killed process left is removed by the next save there.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_STATE_CHECKPOINT_WRITER_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_STATE_CHECKPOINT_WRITER_H_
 

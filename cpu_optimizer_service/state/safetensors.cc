@@ -166,10 +166,8 @@ std::vector<const SafetensorsFile::Place*> SafetensorsFile::InOrder() const {
 absl::StatusOr<SafetensorsFile::Contents> SafetensorsFile::Examine(bool negative_is_bad) const {
   Contents contents;
   Sha256 sha256;
-  const float least = negative_is_bad ? 0.0f : -std::numeric_limits<float>::max();
-  const auto is_good = [least](float value) {
-    return value >= least && value <= std::numeric_limits<float>::max();
-  };
+  const float least = negative_is_bad ? 0.0f : -std::numeric_limits<float>::infinity();
+  const auto is_good = [least](float value) { return value >= least; };  // No NaN is.
   std::vector<const Place*> places;  // Only where something is bad.
   std::vector<float> buffer(kBufferElements);
   const auto buffer_bytes = static_cast<int64_t>(buffer.size() * sizeof(float));

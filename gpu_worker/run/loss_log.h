@@ -25,8 +25,8 @@ class LossLog {
  public:
   // `job_uid`: empty if no other start can have the same job. Takes over what an earlier start of
   // the same job left in the directory: whole lines of steps up to the committed one. Removes
-  // everything else. `resumes`: the job may go on from a checkpoint, so also another job's lines are
-  // of the same run.
+  // everything else. `resumes`: the job may go on from a checkpoint, so also another job's lines
+  // are of the same run.
   static absl::StatusOr<std::unique_ptr<LossLog>> Open(const std::string& directory,
                                                        const std::string& job_uid,
                                                        uint64_t committed_step,

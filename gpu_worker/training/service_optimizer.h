@@ -20,8 +20,8 @@ struct ServiceOptimizerOptions {
   // notified of each chunk. Borrowed.
   TrainingBackend& backend;
   // A checkpoint for rank 0 to load into a job that has no weights yet, if there is one: a name
-  // under the service's --checkpoint-dir, or a path on its host. A job that has weights goes on from
-  // them: a restarted worker has the same flags. Empty: none.
+  // under the service's --checkpoint-dir, or a path on its host. A job that has weights goes on
+  // from them: a restarted worker has the same flags. Empty: none.
   std::string resume_directory;
   absl::Duration seal_timeout = client::SessionOptions().seal_timeout;
   absl::Duration reconnect_timeout = client::SessionOptions().reconnect_timeout;

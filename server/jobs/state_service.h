@@ -12,8 +12,8 @@
 
 namespace ballast::server {
 
-// Thread-safe. The engine, the pools and the paths outlive its calls. The methods only start a call; its work
-// is done in a pool.
+// Thread-safe. The engine, the pools and the paths outlive its calls. The methods only start a
+// call; its work is done in a pool.
 class StateService final : public v1::StateService::CallbackService {
  public:
   StateService(Engine& engine, CallPools& pools, const CheckpointPaths& paths)
