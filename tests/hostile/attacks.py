@@ -338,17 +338,17 @@ def gzip_stream(target):
 
 
 def size_family():
-    for mebi in (8, 31, 33, 64, 200):
+    for mebi in (8, 31, 33, 64, 120):
         yield f"a message of {mebi} MiB", lambda target, mebi=mebi: large_message(target, mebi * MEBI)
     yield "a message of 64 MiB to create a job", lambda target: large_message(target, 64 * MEBI, JOBS + "CreateJob")
     for connections in (1, 8):
         yield f"a message of 4 GiB that goes on, {connections} of them", \
-            lambda target, connections=connections: unfinished_messages(target, connections, 200 * MEBI // connections)
-    for mebi in (1, 30, 100):
+            lambda target, connections=connections: unfinished_messages(target, connections, 100 * MEBI // connections)
+    for mebi in (1, 30, 60):
         yield f"a gzip of {mebi} MiB of zeros", \
             lambda target, mebi=mebi: gzip_bomb(target, JOBS + "GetJob", mebi * MEBI)
-    yield "a gzip bomb to create a job", lambda target: gzip_bomb(target, JOBS + "CreateJob", 50 * MEBI)
-    yield "8 gzip bombs at once", lambda target: gzip_bomb(target, JOBS + "GetJob", 20 * MEBI, 8)
+    yield "a gzip bomb to create a job", lambda target: gzip_bomb(target, JOBS + "CreateJob", 30 * MEBI)
+    yield "8 gzip bombs at once", lambda target: gzip_bomb(target, JOBS + "GetJob", 10 * MEBI, 8)
     yield "a stream that compresses", gzip_stream
 
 
@@ -370,14 +370,14 @@ def seals_without_reading(target):
     """A seal that is refused with the names of all parameters, again and again, and nobody reads."""
     with target.job(elements=256, chunk_elements=256, parameters=2000) as (name, uid, generation):
         with contextlib.closing(channel(target.address, ("grpc.http2.lookahead_bytes", 0))) as connection:
-            call, sent = target.open_stream(name, uid, generation, connection, seconds=4)
+            call, sent = target.open_stream(name, uid, generation, connection, seconds=2)
             sent.put(train("begin", (1, 1)))
             sent.put(train("end", (1, 1), (3, 1)))
             for _ in range(3000):
                 sent.put(train("seal", (1, 1), (2, 1)))
             sent.put(None)
             with contextlib.suppress(grpc.RpcError):
-                call.result(4)
+                call.result(2)
             call.cancel()
     return []
 

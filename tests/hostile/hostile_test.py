@@ -100,7 +100,7 @@ class Suite:
         self.target = attacks.Target(self.service.address)
         self.target.kept = []
         self.honest = Honest(self.service.address, folder, *([] if words.pace else ["--pause=0.1"]))
-        self.honest.await_progress("before all attacks", 20)
+        self.honest.await_progress("before all attacks", 10)
         self.before = resident_bytes(self.service.process.pid)
         self.attacked = 0
 

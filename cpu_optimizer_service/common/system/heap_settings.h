@@ -21,12 +21,12 @@ void KeepHeapInOneArena();
 
 // Gives back to the system what has been free for a while, wherever it lies in the heap: after a
 // burst of connections or of large requests free memory lies between used memory, where no
-// threshold reaches it. What is taken again at once costs its faults at most once a minute.
+// threshold reaches it. What is taken again at once costs its faults four times a minute at most.
 class HeapTrimmer {
  public:
   static constexpr size_t kKeptBytes = size_t{32} << 20;  // Less is not worth it.
   static constexpr int kShortestWait = 3;                 // In ticks.
-  static constexpr int kLongestWait = 60;
+  static constexpr int kLongestWait = 15;
 
   // Of this process.
   HeapTrimmer();

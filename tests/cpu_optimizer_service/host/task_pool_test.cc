@@ -193,16 +193,18 @@ TEST(TaskQueue, ManyTasksOfOneDoNotHoldUpThoseOfAnother) {
   std::atomic<int64_t> ran_at_turn = kTasks;
   std::latch over(kTasks + 1);
   for (int64_t i = 0; i < kTasks; ++i) {
-    many.Start([&] {
+    many.Start([&, i] {
+      if (i == 10) {  // All threads are at work for the one queue.
+        few.Start([&] {
+          ran_at_turn = ran.load();
+          over.count_down();
+        });
+      }
       std::this_thread::sleep_for(TaskPool::kSlice);
       ++ran;
       over.count_down();
     });
   }
-  few.Start([&] {
-    ran_at_turn = ran.load();
-    over.count_down();
-  });
   over.wait();
   EXPECT_LT(ran_at_turn, kTasks / 2);
 }
