@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/adam.h"
@@ -143,19 +144,45 @@ void Model::Update(ParameterState& state, const std::vector<float>& gradient,
                        .scalars = MakeAdamScalars(values, state.updates, multiplier)});
 }
 
+std::string Model::Overflowed(const std::vector<ParameterState>& parameters) const {
+  const auto finite = [](const std::vector<float>& plane) {
+    return std::all_of(plane.begin(), plane.end(), [](float x) { return std::isfinite(x); });
+  };
+  for (size_t group = 0; group < job_.groups.size(); ++group) {
+    for (size_t p = 0; p < parameters.size(); ++p) {
+      const ParameterState& state = parameters[p];
+      if (job_.parameters[p].group != static_cast<int>(group)) continue;
+      if (!finite(state.master) || !finite(state.exp_avg) || !finite(state.exp_avg_sq) ||
+          !finite(state.max_exp_avg_sq)) {
+        return NameOf(job_.parameters[p]);
+      }
+    }
+  }
+  return "";
+}
+
 ModelOutcome Model::Commit(const Attempt& attempt) {
   const std::vector<std::vector<float>> gradients = SumGradients(attempt);
   ModelOutcome outcome = {.decision = Decide(attempt, gradients), .hyper_parameters = terms_};
   if (!outcome.decision.apply) outcome.culprit = Culprit(gradients);
+  std::vector<ParameterState> updated = state_.parameters;
   for (int p = 0; p < static_cast<int>(job_.parameters.size()); ++p) {
     const ParameterPlan& parameter = job_.parameters[p];
     const bool unused = IsUnused(attempt, p);
     if (unused) outcome.unused_parameters.push_back(NameOf(parameter));
     if (!outcome.decision.apply || !parameter.trainable) continue;
     if (unused && job_.unused_policy == UnusedPolicy::kSkip) continue;
-    ++state_.parameters[p].updates;
-    Update(state_.parameters[p], gradients[p], terms_[parameter.group],
+    ++updated[p].updates;
+    Update(updated[p], gradients[p], terms_[parameter.group],
            outcome.decision.multipliers[parameter.group]);
+  }
+  // A step that would leave state that is not finite is a skip, although its gradients are.
+  if (const std::string overflowed = Overflowed(updated); !overflowed.empty()) {
+    outcome.decision.apply = false;
+    outcome.decision.multipliers.clear();
+    outcome.culprit = overflowed;
+  } else {
+    state_.parameters = std::move(updated);
   }
   ++(outcome.decision.apply ? applied_steps_ : skipped_steps_);
   ++state_.committed_step;

@@ -71,6 +71,8 @@ class Model {
   std::vector<std::vector<float>> SumGradients(const Attempt& attempt) const;
   Decision Decide(const Attempt& attempt, const std::vector<std::vector<float>>& gradients) const;
   std::string Culprit(const std::vector<std::vector<float>>& gradients) const;
+  // The first parameter with state that is not finite; empty: there is none.
+  std::string Overflowed(const std::vector<ParameterState>& parameters) const;
   void Update(ParameterState& state, const std::vector<float>& gradient,
               const HyperParameters& values, float multiplier) const;
 
