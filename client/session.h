@@ -140,7 +140,7 @@ struct StepDecision {
   double norm = 0;
   double clip_coefficient = 1;
   std::string skip_reason;
-  std::vector<std::string> unused_parameters;  // Only the first 64 if the stream broke.
+  std::vector<std::string> unused_parameters;  // The first 64.
 };
 
 // What the service has counted since the job was created.

@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/v1/ballast.pb.h"
+#include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/status.h"
 
 namespace ballast::server {
@@ -71,8 +72,10 @@ bool Measure(const grpc::ByteBuffer& bytes, int job_field, DescriptionSize& size
 }
 
 absl::Status NotA(absl::string_view message) {
-  return absl::InvalidArgumentError(
-      absl::StrCat("the request is not a serialized ", message, "; send one as in ballast.proto"));
+  return WithReason(absl::InvalidArgumentError(absl::StrCat("the request is not a ballast.v1.",
+                                                            message,
+                                                            "; send one as in ballast.proto")),
+                    reason::kMalformedMessage);
 }
 
 absl::Status TooMany(absl::string_view what, int64_t count, int64_t most) {

@@ -80,7 +80,8 @@ def main() -> int:
     if not ready():
         print("there is no environment with PyTorch; tests/run.sh makes it")
         return NOT_THERE
-    os.execv(folder() / "bin/python", ["python", "-B", *words[1:]])
+    python = str(folder() / "bin/python")  # By its path it finds its packages.
+    os.execv(python, [python, "-B", *words[1:]])
 
 
 if __name__ == "__main__":

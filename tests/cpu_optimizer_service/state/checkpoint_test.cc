@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "cpu_optimizer_service/common/system/sha256.h"
+#include "cpu_optimizer_service/state/snapshot.h"
 #include "tests/cpu_optimizer_service/job/job_driver.h"
 
 namespace ballast {
@@ -451,6 +452,11 @@ TEST_F(CheckpointTest, ValuesThatNoUpdateLeavesAreRefusedByName) {
   }
   EXPECT_TRUE(load_with("exp_avg", -1e-30f).ok());
   EXPECT_TRUE(load_with("exp_avg_sq", 0).ok());
+  // An earlier version may have left an infinity: it is loaded, and can be seen.
+  ASSERT_TRUE(load_with("master", std::numeric_limits<float>::infinity()).ok());
+  const int64_t elements = driver.job().layout().place(2).elements;
+  EXPECT_EQ(
+      Summarize(driver.job().TakeSnapshot({2}).value(), 2, elements, Plane::kMaster).non_finite, 1);
 }
 
 // Does something whenever a file of exp_avg is to be opened.
