@@ -25,7 +25,7 @@ cmake --build --preset release --parallel "$jobs"
 
 [[ -z $torch ]] || wait "$torch" || true
 
-parallel=(--parallel "$jobs")
+parallel=(--parallel "$((jobs + 1))")  # Many a test waits more than it computes.
 for argument in "$@"; do
   case $argument in
     -j* | --parallel | --parallel=*) parallel=() ;;

@@ -136,8 +136,7 @@ class Session:
         if running is None:
             _native.library().ballast_close(handle)
         else:  # After Ctrl-C: nobody waits for it any more, and no call may run when a session is closed.
-            threading.Thread(target=lambda: (running.join(), _native.library().ballast_close(handle)),
-                             daemon=True).start()
+            threading.Thread(target=lambda: (running.join(), _native.library().ballast_close(handle))).start()
 
     def __enter__(self) -> Session:
         return self
@@ -247,7 +246,9 @@ class Session:
         _native.call(name, self._open(), *arguments)
 
     def _patiently(self, name: str, *arguments) -> None:
-        """A call that may wait long, and not in slices: in a thread, beside which Python sees signals."""
+        """A call that may wait long, and not in slices: in a thread, beside which Python sees signals. The
+        interpreter does not end before the call, which its own time limit ends: the library must not be left
+        in the middle of a call."""
         errors = []
 
         def run():
@@ -256,7 +257,7 @@ class Session:
             except BallastError as error:
                 errors.append(error)
 
-        self._abandoned = threading.Thread(target=run, daemon=True)
+        self._abandoned = threading.Thread(target=run)
         self._abandoned.start()
         while self._abandoned.is_alive():
             self._abandoned.join(_SLICE_SECONDS)

@@ -69,7 +69,8 @@ class Binding:
         described = self._describe(param_groups, hyper_parameters, job, max_norm, update)
         places = self._places(described)
         self.session = Session(self._address(service), described, [place.data_ptr() for place in places],
-                               rank=self.rank, job_uid=resume and resume["job_uid"], timeout=timeout)
+                               rank=self.rank, job_uid=resume and resume["job_uid"],
+                               join_timeout=min(60.0, timeout), timeout=timeout)
         self._places_of_weights = places
         if self.session.awaiting_weights:
             if not new:
