@@ -20,9 +20,11 @@ _BLOCK_ELEMENTS = 256  # Of the service's layout: a rank owns whole blocks.
 
 
 class _Flat:
-    """A job's group in host memory: what is gathered from the ranks, and each parameter's view of it."""
+    """A group of the job in host memory: what is gathered from the ranks, and each parameter's view of it.
+    members: the indices of its parameters."""
 
-    def __init__(self, parameters: list[torch.Tensor], world_size: int):
+    def __init__(self, members: list[int], parameters: list[torch.Tensor], world_size: int):
+        self.members = members
         elements = sum(parameter.numel() for parameter in parameters)
         row = world_size * _BLOCK_ELEMENTS
         self.shard_elements = -(-elements // row) * _BLOCK_ELEMENTS
@@ -111,17 +113,12 @@ class Binding:
             return [parameter.detach() if _is_plain(parameter) else torch.empty(parameter.shape, dtype=parameter.dtype)
                     for parameter in self.parameters]
         self.flats = []
-        places: list[torch.Tensor | None] = [None] * len(self.parameters)
+        places = [parameter.detach() for parameter in self.parameters]  # The frozen ones stay there.
         for number in range(len(job.groups)):
             members = [i for i, p in enumerate(job.parameters) if p.group == number and not p.frozen]
-            frozen = [i for i, p in enumerate(job.parameters) if p.group == number and p.frozen]
-            for i in frozen:
-                places[i] = self.parameters[i].detach()
             if not members:
-                self.flats.append(None)
                 continue
-            flat = _Flat([self.parameters[i] for i in members], self.world_size)
-            flat.members = members
+            flat = _Flat(members, [self.parameters[i] for i in members], self.world_size)
             self.flats.append(flat)
             for i, view in zip(members, flat.views):
                 places[i] = view
@@ -196,8 +193,7 @@ class Binding:
                     torch.autograd.graph.increment_version(parameter)
         else:
             for flat in self.flats:
-                if flat is not None:
-                    self._gather(flat)
+                self._gather(flat)
         self._versions = [parameter._version for parameter in self.parameters]
 
     def _gather(self, flat: _Flat) -> None:
