@@ -241,30 +241,29 @@ void TaskPool::ForEach(int64_t count, std::function<void(int64_t)> body,
 
 void TaskPool::ForEach(int64_t count, absl::FunctionRef<void(int64_t)> body) {
   if (count <= 0) return;
-  // Shared with the worker that ends it, which may still hold it when this one goes on.
+  // The worker that ends it tells under the lock, and touches nothing of it after that.
   struct End {
     TsanEdge edge;
     Mutex mutex;
     CondVar changed;
     bool reached ABSL_GUARDED_BY(mutex) = false;
-  };
-  auto end = std::make_shared<End>();
+  } end;
   const std::shared_ptr<Loop> loop = impl_->StartLoop(
       *this, count, [body](int64_t index) { body(index); },
-      [end] {
-        end->edge.Release();
-        MutexLock lock(end->mutex);
-        end->reached = true;
-        end->changed.NotifyAll();
+      [&end] {
+        end.edge.Release();
+        MutexLock lock(end.mutex);
+        end.reached = true;
+        end.changed.NotifyAll();
       });
   if (const Place here = this_place; impl_->IsOurs(here)) {
     loop->RunAll(loop->shares[here.node]);
     for (Loop::Share& share : loop->shares) loop->RunAll(share);
     loop->edge.Release();
   }
-  MutexLock lock(end->mutex);
-  while (!end->reached) end->changed.Wait(end->mutex);
-  end->edge.Acquire();
+  MutexLock lock(end.mutex);
+  while (!end.reached) end.changed.Wait(end.mutex);
+  end.edge.Acquire();
 }
 
 int TaskPool::CurrentNode() const {

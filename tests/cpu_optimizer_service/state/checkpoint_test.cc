@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <sys/stat.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cmath>
 #include <cstring>
@@ -37,8 +38,8 @@ class FillingFileSystem : public FileSystem {
     File(FillingFileSystem& owner, std::unique_ptr<WritableFile> file)
         : owner_(owner), file_(std::move(file)) {}
     absl::Status Append(absl::Span<const std::byte> bytes) override {
-      owner_.bytes_left -= static_cast<int64_t>(bytes.size());
-      if (owner_.bytes_left < 0) return absl::ResourceExhaustedError("disk full");
+      const auto size = static_cast<int64_t>(bytes.size());  // Planes are written in parallel.
+      if (owner_.bytes_left.fetch_sub(size) < size) return absl::ResourceExhaustedError("disk full");
       return file_->Append(bytes);
     }
     absl::Status Close() override { return file_->Close(); }
@@ -72,7 +73,7 @@ class FillingFileSystem : public FileSystem {
     return PosixFileSystem().TryLock(directory);
   }
 
-  int64_t bytes_left = 0;
+  std::atomic<int64_t> bytes_left = 0;
 };
 
 class CheckpointTest : public testing::Test {
