@@ -27,7 +27,6 @@ namespace ballast::client {
 namespace {
 
 using GradientPointers = const void* const*;
-using WeightPointers = void* const*;
 
 // Whose turn a chunk's gradient memory is, shared or of our own: the caller may not write there while its
 // last push is on its way.
@@ -120,7 +119,7 @@ absl::Status CheckCount(const ballast_session& session, size_t count) {
       absl::StrCat(count, " pointers were given for ", parameters, " parameters"));
 }
 
-// The chunk's part of each parameter, copied from `from` to `to`, both by pointers of elements' bytes.
+// The chunk's weights, `shard`, to the places of the parameters that have a part in it.
 void CopyWeights(const ballast_session& session, int chunk, const std::byte* shard) {
   const Layout& layout = session.session->layout();
   const int64_t size =

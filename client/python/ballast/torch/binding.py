@@ -170,7 +170,7 @@ class Binding:
         gradient = parameter.grad
         if gradient is None:
             return None
-        if not self.session.job.parameters[index].frozen == (not parameter.requires_grad):
+        if self.session.job.parameters[index].frozen == parameter.requires_grad:
             raise RuntimeError(f"parameter {name} was {'frozen' if parameter.requires_grad else 'trainable'} when the job "
                                "was made, and is not now; create another optimizer and another job")
         if not parameter.requires_grad:
