@@ -181,6 +181,19 @@ absl::StatusOr<Layout> Layout::Create(LayoutSpec spec) {
                                 .rank = range.rank});
     }
   }
+  for (int group = 0; group < spec.group_count; ++group) {
+    const std::vector<int>& parameters = layout.group_parameters_[group];
+    if (parameters.empty()) continue;
+    const ParameterPlace& last = layout.places_[parameters.back()];
+    const int64_t begin = last.offset + last.elements;
+    const int64_t end = layout.flat_elements_[group];
+    if (begin == end) continue;
+    const int index = layout.ChunkAt(group, begin);  // Less than a block, so it lies in one.
+    layout.padding_.push_back({.chunk = index,
+                               .parameter = -1,
+                               .chunk_offset = begin - layout.chunks_[index].begin,
+                               .elements = end - begin});
+  }
   layout.spec_ = std::move(spec);
   return layout;
 }

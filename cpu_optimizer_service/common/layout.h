@@ -7,8 +7,7 @@
 //              | r0  | r1  | r2  | r0  | r1  | r2 | ...     a partition: its ranges, all groups
 //              | c0  | c1  | c2  | c3  | c4  | c5 | ...     chunks: ranges cut at chunk_elements
 //
-// The offset of a parameter depends neither on the world size nor on buckets, so block sums do not,
-// either.
+// The offset of a parameter depends neither on the world size nor on buckets.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_LAYOUT_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_LAYOUT_H_
 
@@ -78,9 +77,10 @@ struct Chunk {
   int rank = 0;          // Its owner.
 };
 
-// The part of a parameter that lies in a chunk.
+// Consecutive elements of a parameter that lie one after the other in a chunk.
 struct ChunkPiece {
-  int parameter = 0;
+  int chunk = 0;
+  int parameter = 0;             // -1: padding, which has no parameter_offset.
   int64_t parameter_offset = 0;  // First element of the piece, in the parameter.
   int64_t chunk_offset = 0;      // First element of the piece, in the chunk.
   int64_t elements = 0;
@@ -117,6 +117,13 @@ class Layout {
   // The same, given to visit(piece) one by one: no memory is allocated.
   template <class Visit>
   void VisitPieces(int chunk, Visit&& visit) const;
+  // Elements [begin, end) of a trainable parameter, given to visit(piece) in their order.
+  template <class Visit>
+  void VisitRange(int parameter, int64_t begin, int64_t end, Visit&& visit) const;
+  // All padding that chunks hold.
+  absl::Span<const ChunkPiece> padding() const { return padding_; }
+  // The trainable parameters of a group that have elements, in the order of declaration.
+  absl::Span<const int> parameters_of_group(int group) const { return group_parameters_[group]; }
   // The chunks that hold the elements of a trainable parameter, as an index range [first, last).
   std::pair<int, int> ChunksOfParameter(int parameter) const;
   // The chunk that holds `element` of `group`'s flat space.
@@ -138,6 +145,7 @@ class Layout {
   std::vector<std::vector<int>> group_parameters_;  // Per group: trainable, not empty, by offset.
   std::vector<Chunk> chunks_;
   std::vector<std::vector<int>> chunks_of_rank_;
+  std::vector<ChunkPiece> padding_;
   absl::flat_hash_map<std::string, int> by_name_;
 };
 
@@ -152,10 +160,28 @@ void Layout::VisitPieces(int chunk_index, Visit&& visit) const {
     const int64_t piece_begin = std::max(place.offset, chunk.begin);
     const int64_t piece_end = std::min(place.offset + place.elements, end);
     if (piece_begin >= piece_end) continue;
-    visit(ChunkPiece{.parameter = parameters[i],
+    visit(ChunkPiece{.chunk = chunk_index,
+                     .parameter = parameters[i],
                      .parameter_offset = piece_begin - place.offset,
                      .chunk_offset = piece_begin - chunk.begin,
                      .elements = piece_end - piece_begin});
+  }
+}
+
+template <class Visit>
+void Layout::VisitRange(int parameter, int64_t begin, int64_t end, Visit&& visit) const {
+  if (begin >= end) return;
+  const int64_t offset = places_[parameter].offset;
+  int index = ChunkAt(spec_.parameters[parameter].group, offset + begin);
+  for (int64_t at = begin; at < end; ++index) {
+    const Chunk& chunk = chunks_[index];
+    const int64_t piece_end = std::min(end, chunk.begin + chunk.elements - offset);
+    visit(ChunkPiece{.chunk = index,
+                     .parameter = parameter,
+                     .parameter_offset = at,
+                     .chunk_offset = offset + at - chunk.begin,
+                     .elements = piece_end - at});
+    at = piece_end;
   }
 }
 

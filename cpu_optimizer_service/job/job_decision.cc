@@ -46,25 +46,37 @@ void JobImpl::RunDecision() {
   // Only now, so that provisional updates that were queued before the decision's task have had
   // their turn.
   speculation_.Stop();
-  EnterHere(
-      Admission::kUpdate, -1,
-      [this, self = Self()](absl::Status admitted) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
-        if (!admitted.ok()) return gate_.EndDeciding();  // Aborted meanwhile.
-        sums_.FinishAll();
-        UpdatePlan plan = Decide(MakeOutcome(std::get<SealedStep>(step_)));
-        trace_.Record(TraceEventKind::kDecided, plan.terms.step, /*chunk=*/-1, sealed_ns_);
-        RunAfter([self = std::move(self), plan = std::move(plan)]() mutable {
-          self->CarryOut(std::move(plan));
-        });
-      });
+  EnterHere(Admission::kUpdate, -1,
+            [this, self = Self()](absl::Status admitted)
+                ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
+                  if (!admitted.ok()) return gate_.EndDeciding();  // Aborted meanwhile.
+                  sums_.FinishAll();
+                  // What is left to sum is not little where chunks cut many blocks. An abort waits for it.
+                  gate_.StartComputing();
+                  RunAfter([self = std::move(self)]() mutable { self->CombineAndDecide(); });
+                });
 }
 
-StepOutcome JobImpl::MakeOutcome(const SealedStep& sealed) {
+void JobImpl::CombineAndDecide() {
+  TaskPool& tasks = *environment_.tasks;
+  std::vector<double> group_sums = gradients_->CombineSums(
+      [&](int64_t count, absl::FunctionRef<void(int64_t)> body) { tasks.ForEach(count, body); });
+  Section section(*this);
+  gate_.StopComputing();
+  EnterHere(Admission::kUpdate, -1,
+            [this, self = Self(), group_sums = std::move(group_sums)](
+                absl::Status admitted) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
+              if (!admitted.ok()) return gate_.EndDeciding();  // Aborted meanwhile.
+              UpdatePlan plan = Decide(MakeOutcome(std::get<SealedStep>(step_), group_sums));
+              trace_.Record(TraceEventKind::kDecided, plan.terms.step, /*chunk=*/-1, sealed_ns_);
+              RunAfter([self = std::move(self), plan = std::move(plan)]() mutable {
+                self->CarryOut(std::move(plan));
+              });
+            });
+}
+
+StepOutcome JobImpl::MakeOutcome(const SealedStep& sealed, absl::Span<const double> group_sums) {
   const StepTerms& terms = sealed.terms();
-  std::vector<double> group_sums;
-  for (int group = 0; group < layout_.group_count(); ++group) {
-    group_sums.push_back(gradients_->CombineSums(group));
-  }
   StepOutcome outcome;
   outcome.step = terms.step;
   outcome.decision = ballast::Decide(group_sums, terms.settings.scale, spec().max_norm);
@@ -73,31 +85,21 @@ StepOutcome JobImpl::MakeOutcome(const SealedStep& sealed) {
 }
 
 std::string JobImpl::DescribeNonFinite(const std::optional<NonFiniteReport>& report) const {
-  for (int index = 0; index < static_cast<int>(layout_.chunks().size()); ++index) {
-    const Chunk& chunk = layout_.chunks()[index];
-    const absl::Span<const double> sums = gradients_->block_sums(chunk.group);
-    const int64_t end = chunk.begin + chunk.elements;
-    for (int64_t block = chunk.begin / kBlockElements; block < end / kBlockElements; ++block) {
-      if (std::isfinite(sums[block])) continue;
-      const GradientView gradient = gradients_->view(index);
-      for (int64_t i = block * kBlockElements; i < (block + 1) * kBlockElements; ++i) {
-        const float value = LoadElement(gradient.data, gradient.dtype, i - chunk.begin);
-        if (std::isfinite(value)) continue;
-        if (report.has_value()) {  // Nearer to the cause than what has been summed over ranks.
-          return absl::StrCat(
-              "gradient of ", spec().layout.parameters[report->found.parameter].name, " is ",
-              report->found.value, " at element ", report->found.element, ", found on rank ",
-              report->rank, " in micro-step ", report->micro_step, " before reducing");
-        }
-        const int parameter = layout_.ParameterAt(chunk.group, i);
-        if (parameter == -1) return absl::StrCat("gradient is ", value, " in the padding");
-        return absl::StrCat("gradient of ", spec().layout.parameters[parameter].name, " is ", value,
-                            " at element ", i - layout_.place(parameter).offset, ", from rank ",
-                            chunk.rank);
-      }
-    }
+  const std::optional<ChunkPiece> found = gradients_->FirstNonFinite();
+  if (!found.has_value()) {
+    return "the gradients' norm with the loss scale and clipping leaves no fp32 multiplier";
   }
-  return "the gradients' norm with the loss scale and clipping leaves no fp32 multiplier";
+  if (report.has_value()) {  // Nearer to the cause than what has been summed over ranks.
+    return absl::StrCat("gradient of ", spec().layout.parameters[report->found.parameter].name,
+                        " is ", report->found.value, " at element ", report->found.element,
+                        ", found on rank ", report->rank, " in micro-step ", report->micro_step,
+                        " before reducing");
+  }
+  const GradientView gradient = gradients_->view(found->chunk);
+  return absl::StrCat("gradient of ", spec().layout.parameters[found->parameter].name, " is ",
+                      LoadElement(gradient.data, gradient.dtype, found->chunk_offset),
+                      " at element ", found->parameter_offset, ", from rank ",
+                      layout_.chunks()[found->chunk].rank);
 }
 
 JobImpl::UpdatePlan JobImpl::Decide(StepOutcome outcome) {
@@ -279,18 +281,6 @@ void JobImpl::Commit(UpdatePlan plan) {
 }
 
 // ---------------------------------------------------------------- provisional updates
-
-double JobImpl::SquaredNormOf(int index, const StepUpdate& update) const {
-  const Chunk& chunk = layout_.chunks()[index];
-  const double unscale = update.multipliers[chunk.group];
-  double sum = 0;
-  for (const double block :
-       gradients_->block_sums(chunk.group)
-           .subspan(chunk.begin / kBlockElements, chunk.elements / kBlockElements)) {
-    sum += block;
-  }
-  return unscale * unscale * sum;
-}
 
 std::optional<Speculation::Task> JobImpl::SpeculateIfWorthwhile(int index, double squared_norm) {
   if (speculation_.update() == nullptr) return std::nullopt;

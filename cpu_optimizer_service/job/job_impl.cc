@@ -40,16 +40,6 @@ int64_t TableBytes(const JobSpec& spec, const Layout& layout) {
   return bytes;
 }
 
-// Sums of squares, by block and by span.
-int64_t SumBytes(const Layout& layout) {
-  int64_t sums = 0;
-  for (int group = 0; group < layout.group_count(); ++group) {
-    const int64_t blocks = layout.flat_blocks(group);
-    sums += blocks + (blocks + kSpanBlocks - 1) / kSpanBlocks;
-  }
-  return sums * int64_t{sizeof(double)};
-}
-
 int64_t WeightBufferCount(const Layout& layout) {
   return std::min<int64_t>(kWeightBuffers, static_cast<int64_t>(layout.chunks().size()));
 }
@@ -68,7 +58,7 @@ MemoryNeed NeedOf(const JobSpec& spec, const Layout& layout) {
         need.state_bytes + kTableBytesOfChunk * static_cast<int64_t>(layout.chunks().size());
   }
   need.other_bytes = WeightBufferBytes(spec, layout) * WeightBufferCount(layout) +
-                     SumBytes(layout) + TableBytes(spec, layout);
+                     SquareSums::Bytes(layout) + TableBytes(spec, layout);
   return need;
 }
 
@@ -230,9 +220,10 @@ absl::StatusOr<bool> JobImpl::WriteInitialWeights(
     if (!piece.empty()) std::memcpy(out, piece.data(), piece.size());
     out += piece.size();
   }
-  for (int64_t i = chunk.elements - 1; i >= 0; --i) {
-    if (layout_.ParameterAt(chunk.group, chunk.begin + i) != -1) break;
-    if (weights[i] != 0) {
+  for (const ChunkPiece& padding : layout_.padding()) {
+    if (padding.chunk != index) continue;
+    for (int64_t i = padding.chunk_offset; i < padding.chunk_offset + padding.elements; ++i) {
+      if (weights[i] == 0) continue;
       return absl::InvalidArgumentError(absl::StrCat("first weights of chunk ", index, " have ",
                                                      weights[i], " in the padding at element ", i,
                                                      "; padding must be zero"));

@@ -88,17 +88,14 @@ std::optional<SealRefusal> CheckRankIsWhole(const StepGiven& given, int rank,
   return refusal;
 }
 
-// A chunk that has a non-zero gradient in elements [begin, end) of a flat space, or -1.
-int ChunkWithGradient(const StepGiven& given, int group, int64_t begin, int64_t end,
-                      HasGradient has_gradient) {
-  for (int64_t at = begin; at < end;) {
-    const int index = given.layout.ChunkAt(group, at);
-    const Chunk& chunk = given.layout.chunks()[index];
-    const int64_t chunk_end = std::min(end, chunk.begin + chunk.elements);
-    if (has_gradient(index, at, chunk_end)) return index;
-    at = chunk_end;
-  }
-  return -1;
+// A chunk that has a non-zero gradient of the parameter, or -1.
+int ChunkWithGradient(const StepGiven& given, int parameter, HasGradient has_gradient) {
+  int found = -1;
+  given.layout.VisitRange(parameter, 0, given.layout.place(parameter).elements,
+                          [&](const ChunkPiece& piece) {
+                            if (found == -1 && has_gradient(piece)) found = piece.chunk;
+                          });
+  return found;
 }
 
 // A chunk that came as empty for a micro-step in which one of its parameters was used.
@@ -132,8 +129,7 @@ std::optional<SealRefusal> CheckParameters(const StepGiven& given, int last_rank
     if (!parameter.trainable || place.elements == 0) continue;
     if (given.step.used(p)) continue;
     unused.push_back(parameter.name);
-    const int chunk = ChunkWithGradient(given, parameter.group, place.offset,
-                                        place.offset + place.elements, has_gradient);
+    const int chunk = ChunkWithGradient(given, p, has_gradient);
     if (chunk == -1) continue;
     const int owner = given.layout.chunks()[chunk].rank;
     return SealRefusal{absl::FailedPreconditionError(absl::StrCat(
@@ -169,19 +165,15 @@ std::optional<SealRefusal> CheckStep(const StepGiven& given, int last_rank,
             "; all ranks must seal the same number")),
         {}};
   }
-  for (int group = 0; group < given.layout.group_count(); ++group) {
-    const int64_t end = given.layout.flat_elements(group);
-    int64_t padding = end;
-    while (padding > 0 && given.layout.ParameterAt(group, padding - 1) == -1) --padding;
-    if (const int chunk = ChunkWithGradient(given, group, padding, end, has_gradient);
-        chunk != -1) {
-      return SealRefusal{
-          absl::FailedPreconditionError(absl::StrCat(
-              "step ", step, ": rank ", given.layout.chunks()[chunk].rank, " sent chunk ", chunk,
-              " with a gradient in the padding of group ", given.spec.groups[group].name,
-              "; padding must be zero; abort the step and redo it")),
-          {}};
-    }
+  for (const ChunkPiece& padding : given.layout.padding()) {
+    if (!has_gradient(padding)) continue;
+    const Chunk& chunk = given.layout.chunks()[padding.chunk];
+    return SealRefusal{
+        absl::FailedPreconditionError(absl::StrCat(
+            "step ", step, ": rank ", chunk.rank, " sent chunk ", padding.chunk,
+            " with a gradient in the padding of group ", given.spec.groups[chunk.group].name,
+            "; padding must be zero; abort the step and redo it")),
+        {}};
   }
   if (auto refused = CheckEmpties(given)) return refused;
   return CheckParameters(given, last_rank, has_gradient);
