@@ -1,5 +1,7 @@
 #include "cpu_optimizer_service/common/norm_blocks.h"
 
+#include <limits>
+
 namespace ballast {
 namespace {
 
@@ -41,10 +43,12 @@ int64_t NormBlocks::CountOf(const Layout& layout, int64_t unit_elements) {
 }
 
 int64_t NormBlocks::Bytes(const Layout& layout) {
-  // Twice what is cut: tables grow by doubling.
-  const auto chunks = static_cast<int64_t>(layout.chunks().size());
-  const int64_t numbers = 2 * std::min(chunks, CountOf(layout, kBlockElements)) +
-                          2 * std::min(chunks, CountOf(layout, kSpanElements)) +
+  // Twice what is cut, since tables grow by doubling: in flat spaces one by each chunk at most,
+  // but columns may cut all.
+  const int64_t cuts = layout.has_mesh() ? std::numeric_limits<int64_t>::max()
+                                         : static_cast<int64_t>(layout.chunks().size());
+  const int64_t numbers = 2 * std::min(cuts, CountOf(layout, kBlockElements)) +
+                          2 * std::min(cuts, CountOf(layout, kSpanElements)) +
                           2 * (static_cast<int64_t>(layout.spec().parameters.size()) + 1);
   return numbers * int64_t{sizeof(int64_t)};
 }

@@ -1,6 +1,6 @@
 // Where the blocks and spans lie that the norm is summed by (gradient_norm.h).
 //
-//   parameter  |  block 0  |  block 1  |  block 2  |  3  |     256 elements each, the last one short
+//   parameter  |  block 0  |  block 1  |  block 2  |  3  |    256 elements each, the last is short
 //   chunks     |----- 4 -------|------------ 9 ----------|     block 1 is cut
 //
 // A block or span that lies whole in a chunk is summed with the chunk. What the edges of chunks cut

@@ -67,17 +67,24 @@ void UpdateChunk(const ChunkUpdate& update,
     }
     run_begin = run_end;
   };
+  const auto keep_padding_until = [&](int64_t offset) {
+    if (run_end == offset) return;
+    finish_run();
+    KeepRun(update, run_end, offset - run_end);
+    run_begin = run_end = offset;
+  };
   // Adjacent parameters with equal counts merge, so thousands of small ones cost what one large one
   // does.
-  update.layout->VisitPieces(update.chunk, [&](const ChunkPiece& piece) {
-    const int64_t count = update_count_of(piece.parameter);
+  update.layout->VisitParts(update.chunk, [&](const ChunkPart& part) {
+    keep_padding_until(part.chunk_offset);
+    const int64_t count = update_count_of(part.parameter);
     if (count != run_count) finish_run();
     run_count = count;
-    run_end = piece.chunk_offset + piece.elements;
+    run_end = part.chunk_offset + part.elements;
+    return true;
   });
+  keep_padding_until(update.layout->chunks()[update.chunk].elements);
   finish_run();
-  const int64_t elements = update.layout->chunks()[update.chunk].elements;
-  if (run_end < elements) KeepRun(update, run_end, elements - run_end);
 }
 
 }  // namespace ballast

@@ -51,7 +51,8 @@ void JobImpl::RunDecision() {
                 ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
                   if (!admitted.ok()) return gate_.EndDeciding();  // Aborted meanwhile.
                   sums_.FinishAll();
-                  // What is left to sum is not little where chunks cut many blocks. An abort waits for it.
+                  // What is left to sum is not little where chunks cut many blocks. An abort
+                  // waits for it.
                   gate_.StartComputing();
                   RunAfter([self = std::move(self)]() mutable { self->CombineAndDecide(); });
                 });

@@ -34,6 +34,14 @@ int64_t WeightBufferBytes(const JobSpec& spec, const Layout& layout) {
 int64_t TableBytes(const JobSpec& spec, const Layout& layout) {
   int64_t bytes = 384 * static_cast<int64_t>(layout.chunks().size()) + 512 * layout.world_size();
   bytes += static_cast<int64_t>(kRecentSteps * sizeof(HyperParameters) * spec.groups.size());
+  // Spaces, what lies in them, and padding.
+  constexpr int64_t kBytesOfSpace = 64;
+  constexpr int64_t kBytesOfShard = 96;
+  if (layout.has_mesh()) {
+    bytes +=
+        layout.world_size() * (kBytesOfSpace * layout.group_count() +
+                               kBytesOfShard * static_cast<int64_t>(spec.layout.parameters.size()));
+  }
   for (const ParameterSpec& parameter : spec.layout.parameters) {
     bytes += 512 + 3 * static_cast<int64_t>(parameter.name.size() + 8 * parameter.shape.size());
   }
@@ -220,8 +228,7 @@ absl::StatusOr<bool> JobImpl::WriteInitialWeights(
     if (!piece.empty()) std::memcpy(out, piece.data(), piece.size());
     out += piece.size();
   }
-  for (const ChunkPiece& padding : layout_.padding()) {
-    if (padding.chunk != index) continue;
+  for (const ChunkPiece& padding : layout_.padding_of(static_cast<int>(index))) {
     for (int64_t i = padding.chunk_offset; i < padding.chunk_offset + padding.elements; ++i) {
       if (weights[i] == 0) continue;
       return absl::InvalidArgumentError(absl::StrCat("first weights of chunk ", index, " have ",

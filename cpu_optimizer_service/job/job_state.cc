@@ -72,8 +72,7 @@ absl::Status JobImpl::ReadShard(uint64_t generation, uint64_t step, int index,
 Pending JobImpl::TakeSnapshot(std::vector<int> parameters, Done<Snapshot> done) {
   absl::flat_hash_set<int> needed;
   for (const int parameter : parameters) {
-    const auto [first, last] = layout_.ChunksOfParameter(parameter);
-    for (int chunk = first; chunk < last; ++chunk) needed.insert(chunk);
+    for (const int chunk : layout_.ChunksOfParameter(parameter)) needed.insert(chunk);
   }
   auto take = [this, parameters = std::move(parameters),
                chunks = std::vector<int>(needed.begin(), needed.end())]()

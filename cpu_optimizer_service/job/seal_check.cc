@@ -63,7 +63,10 @@ std::optional<SealRefusal> CheckRankIsWhole(const StepGiven& given, int rank,
     if (next == micro_steps) continue;
     if (given.ledger.closed(chunk)) closed = chunk;
     auto& parameters = missing[next];
-    for (const ChunkPiece& piece : given.layout.Pieces(chunk)) parameters.insert(piece.parameter);
+    given.layout.VisitParts(chunk, [&](const ChunkPart& part) {
+      parameters.insert(part.parameter);
+      return true;
+    });
   }
   if (missing.empty()) return std::nullopt;
   SealRefusal refusal;
@@ -100,23 +103,28 @@ int ChunkWithGradient(const StepGiven& given, int parameter, HasGradient has_gra
 
 // A chunk that came as empty for a micro-step in which one of its parameters was used.
 std::optional<SealRefusal> CheckEmpties(const StepGiven& given) {
-  for (const auto& [chunk, empties] : given.step.empties()) {
-    for (const ChunkPiece& piece : given.layout.Pieces(chunk)) {
-      for (const auto& [begin, end] : empties) {
-        const std::optional<uint32_t> micro_step = given.step.FirstUse(piece.parameter, begin, end);
+  std::optional<SealRefusal> refusal;
+  for (const auto& of_chunk : given.step.empties()) {
+    const int chunk = of_chunk.first;
+    given.layout.VisitParts(chunk, [&](const ChunkPart& part) {
+      for (const auto& [begin, end] : of_chunk.second) {
+        const std::optional<uint32_t> micro_step = given.step.FirstUse(part.parameter, begin, end);
         if (!micro_step.has_value()) continue;
-        const std::string& name = given.spec.layout.parameters[piece.parameter].name;
+        const std::string& name = given.spec.layout.parameters[part.parameter].name;
         const int owner = given.layout.chunks()[chunk].rank;
-        return SealRefusal{absl::FailedPreconditionError(
-                               absl::StrCat("step ", given.step.terms().step, ": parameter ", name,
-                                            " received a gradient in micro-step ", *micro_step,
-                                            ", but was sent as empty (chunk ", chunk, " from rank ",
-                                            owner, "); abort the step and redo it")),
-                           {{.rank = owner, .micro_step = *micro_step, .parameters = {name}}}};
+        refusal = SealRefusal{absl::FailedPreconditionError(absl::StrCat(
+                                  "step ", given.step.terms().step, ": parameter ", name,
+                                  " received a gradient in micro-step ", *micro_step,
+                                  ", but was sent as empty (chunk ", chunk, " from rank ", owner,
+                                  "); abort the step and redo it")),
+                              {{.rank = owner, .micro_step = *micro_step, .parameters = {name}}}};
+        return false;
       }
-    }
+      return true;
+    });
+    if (refusal.has_value()) break;
   }
-  return std::nullopt;
+  return refusal;
 }
 
 std::optional<SealRefusal> CheckParameters(const StepGiven& given, int last_rank,
@@ -182,22 +190,17 @@ std::optional<SealRefusal> CheckStep(const StepGiven& given, int last_rank,
 std::vector<std::string> NamesBehind(const JobSpec& spec, const Layout& layout,
                                      const Ledger& ledger, int rank, uint32_t micro_step) {
   std::vector<std::string> names;
-  int group = -1;
-  int64_t named_end = 0;  // The parameters before this element of the group have been looked at.
-  // Goes from parameter to parameter, since a chunk may hold a quarter of a million of them.
+  int last =
+      -1;  // The rank's chunks have parameters in their order, so only this one may come again.
   for (const int index : layout.chunks_of_rank(rank)) {
     if (ledger.next_micro_step(index) == micro_step) continue;
-    const Chunk& chunk = layout.chunks()[index];
-    if (chunk.group != group) named_end = 0;
-    group = chunk.group;
-    const int64_t end = chunk.begin + chunk.elements;
-    for (int64_t at = std::max(named_end, chunk.begin); at < end; at = named_end) {
-      const int parameter = layout.ParameterAt(group, at);
-      if (parameter == -1) break;  // Padding.
-      names.push_back(spec.layout.parameters[parameter].name);
-      if (names.size() == kMissingNames) return names;
-      named_end = layout.place(parameter).offset + layout.place(parameter).elements;
-    }
+    // No further than needed, since a chunk may hold a quarter of a million of them.
+    layout.VisitParts(index, [&](const ChunkPart& part) {
+      if (part.parameter != last) names.push_back(spec.layout.parameters[part.parameter].name);
+      last = part.parameter;
+      return names.size() < kMissingNames;
+    });
+    if (names.size() == kMissingNames) break;
   }
   return names;
 }
