@@ -169,6 +169,8 @@ class Session {
                                                        SessionOptions options);
   virtual ~Session() = default;  // Closes the stream; the job stays.
 
+  // Chunks are named by their index in it. Of a job with a mesh it has this rank's alone
+  // (Layout::CreateForRank).
   virtual const Layout& layout() const = 0;
   virtual bool awaiting_weights() const = 0;
   virtual uint64_t committed_step() const = 0;

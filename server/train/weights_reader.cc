@@ -56,19 +56,29 @@ absl::Status WeightsReader::Open(const Engine& engine, const grpc::ByteBuffer& b
     return absl::FailedPreconditionError(absl::StrCat(
         request.name(), " is at step ", step_, ", not at ", request.step(), " as requested"));
   }
-  const size_t chunks_of_job = job_->layout().chunks().size();
+  const Layout& layout = job_->layout();
+  size_t chunks = layout.chunks().size();
+  if (layout.has_mesh()) {
+    if (request.rank() < 0 || request.rank() >= layout.world_size()) {
+      return absl::InvalidArgumentError(absl::StrCat("rank ", request.rank(), " of ",
+                                                     request.name(), ", which has world size ",
+                                                     layout.world_size()));
+    }
+    chunks = layout.chunks_of_rank(request.rank()).size();
+    first_on_wire_ = layout.first_on_wire(request.rank());
+  }
   if (request.chunks().empty()) {
-    chunks_.resize(chunks_of_job);
-    std::iota(chunks_.begin(), chunks_.end(), 0);
+    chunks_.resize(chunks);
+    std::iota(chunks_.begin(), chunks_.end(), first_on_wire_);
     return absl::OkStatus();
   }
   chunks_.reserve(request.chunks_size());
   for (const uint32_t chunk : request.chunks()) {
-    if (chunk >= chunks_of_job) {
+    if (chunk >= chunks) {
       return absl::InvalidArgumentError(
-          absl::StrCat("chunk ", chunk, " of ", request.name(), ", which has ", chunks_of_job));
+          absl::StrCat("chunk ", chunk, " of ", request.name(), ", which has ", chunks));
     }
-    chunks_.push_back(static_cast<int>(chunk));
+    chunks_.push_back(first_on_wire_ + static_cast<int>(chunk));
   }
   return absl::OkStatus();
 }
@@ -77,8 +87,8 @@ absl::StatusOr<grpc::ByteBuffer> WeightsReader::NextChunk() {
   const int chunk = chunks_[next_++];
   BALLAST_ASSIGN_OR_RETURN(const OwnedWeights weights,
                            ReadWeights(*job_, generation_, step_, chunk));
-  return proto::SerializeReadWeights(MakeWeightHeader(step_, chunk), weights.bytes(),
-                                     [memory = weights.memory] {});
+  return proto::SerializeReadWeights(MakeWeightHeader(step_, chunk - first_on_wire_),
+                                     weights.bytes(), [memory = weights.memory] {});
 }
 
 }  // namespace ballast::server
