@@ -171,7 +171,7 @@ GradientView GradientStore::view(int index) const {
   return {kZeros, DType::kFloat32};
 }
 
-double GradientStore::ComputeSums(int index) {
+void GradientStore::ComputeSums(int index) {
   const Form form = chunks_[index].form;
   if (form == Form::kZero || form == Form::kNone) return sums_.ZeroChunk(index);
   return sums_.SumChunk(index, view(index));

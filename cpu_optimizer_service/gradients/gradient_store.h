@@ -62,9 +62,10 @@ class GradientStore {
   // has run for what the chunk holds.
   bool HasNonZero(const ChunkPiece& piece, bool sums_current) const;
 
-  // Computes the sums of squares of what has been added to a chunk; returns about what they add to
-  // its group's.
-  double ComputeSums(int chunk);
+  // Computes the sums of squares of what has been added to a chunk.
+  void ComputeSums(int chunk);
+  // About what they add to its group's.
+  double SumInChunk(int chunk) const { return sums_.SumInChunk(chunk); }
   // The sums of squares of the groups, once ComputeSums has run for all chunks. Most of it is
   // ComputeSums' work: left are an addition for each span, and what chunks share.
   std::vector<double> CombineSums(SquareSums::ForEach for_each);

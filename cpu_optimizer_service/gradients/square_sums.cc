@@ -57,8 +57,7 @@ double SquareSums::SumOfSpan(int64_t span) const {
       absl::MakeConstSpan(block_sums_).subspan(blocks.begin, blocks.end - blocks.begin));
 }
 
-double SquareSums::SumChunk(int chunk, const GradientView& gradient) {
-  double total = 0;
+void SquareSums::SumChunk(int chunk, const GradientView& gradient) {
   layout_.VisitPieces(chunk, [&](const ChunkPiece& piece) {
     const NormBlocks::WholeBlocks whole = blocks_.WholeIn(piece);
     const absl::Span<double> sums =
@@ -74,19 +73,25 @@ double SquareSums::SumChunk(int chunk, const GradientView& gradient) {
     for (int64_t span = whole.spans.begin; span < whole.spans.end; ++span) {
       span_sums_[span] = SumOfSpan(span);
     }
-    for (const double sum : sums) total += sum;
   });
-  return total;
 }
 
-double SquareSums::ZeroChunk(int chunk) {
+void SquareSums::ZeroChunk(int chunk) {
   layout_.VisitPieces(chunk, [&](const ChunkPiece& piece) {
     const NormBlocks::WholeBlocks whole = blocks_.WholeIn(piece);
     std::fill(block_sums_.begin() + whole.blocks.begin, block_sums_.begin() + whole.blocks.end,
               0.0);
     std::fill(span_sums_.begin() + whole.spans.begin, span_sums_.begin() + whole.spans.end, 0.0);
   });
-  return 0;
+}
+
+double SquareSums::SumInChunk(int chunk) const {
+  double total = 0;
+  layout_.VisitPieces(chunk, [&](const ChunkPiece& piece) {
+    const NormBlocks::Range blocks = blocks_.WholeIn(piece).blocks;
+    for (int64_t block = blocks.begin; block < blocks.end; ++block) total += block_sums_[block];
+  });
+  return total;
 }
 
 void SquareSums::SumCutBlock(int64_t block, ViewOf view) {

@@ -32,10 +32,11 @@ class SquareSums {
   // `layout` outlives it.
   explicit SquareSums(const Layout& layout);
 
-  // Returns the sum of what lies whole in the chunk: most of what it adds to the group's.
-  double SumChunk(int chunk, const GradientView& gradient);
+  void SumChunk(int chunk, const GradientView& gradient);
   // As of a chunk that holds only zeros.
-  double ZeroChunk(int chunk);
+  void ZeroChunk(int chunk);
+  // The sum of what lies whole in a chunk, in any order: most of what it adds to the group's.
+  double SumInChunk(int chunk) const;
 
   using ViewOf = absl::FunctionRef<GradientView(int chunk)>;
   // Runs body(0) ... body(count - 1), in any order, on any threads, and waits for them.

@@ -214,10 +214,10 @@ void JobImpl::AddToGradient(const Contribution& given, const RankMemory* memory)
 
 double JobImpl::ComputeSums(uint64_t step, int chunk, const StepUpdate* provisional) {
   const TraceSpan span(trace_, TraceEventKind::kSummed, step, chunk);
-  const double sum = gradients_->ComputeSums(chunk);
+  gradients_->ComputeSums(chunk);
   if (provisional == nullptr) return 0;
   const double unscale = provisional->multipliers[layout_.chunks()[chunk].group];
-  return unscale * unscale * sum;
+  return unscale * unscale * gradients_->SumInChunk(chunk);
 }
 
 void JobImpl::StartOfChunk(int chunk, std::function<void()> task) {
