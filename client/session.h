@@ -172,6 +172,8 @@ class Session {
   static absl::Status CloseJob(const std::shared_ptr<grpc::Channel>& channel,
                                const std::string& job, const std::string& uid);
 
+  // Chunks are named by their index in it. Of a job with a mesh it has this rank's alone
+  // (Layout::CreateForRank).
   virtual const Layout& layout() const = 0;
   virtual bool awaiting_weights() const = 0;
   virtual uint64_t committed_step() const = 0;

@@ -74,11 +74,18 @@ absl::StatusOr<GroupSpec> GroupFromProto(const v1::ParamGroup& group, const std:
   return spec;
 }
 
+std::vector<Placement> PlacementsFromProto(const v1::Parameter& parameter) {
+  std::vector<Placement> placements;
+  for (const int32_t dim : parameter.placements()) placements.push_back({.shard_dim = dim});
+  return placements;
+}
+
 ParameterSpec ParameterFromProto(const v1::Parameter& parameter, const std::string& prefix) {
   return {.name = WithoutPrefix(parameter.name(), prefix),
           .shape = {parameter.shape().begin(), parameter.shape().end()},
           .group = parameter.group(),
-          .trainable = parameter.trainable()};
+          .trainable = parameter.trainable(),
+          .placements = PlacementsFromProto(parameter)};
 }
 
 void AddLayout(const JobSpec& spec, v1::Job& job) {
@@ -88,6 +95,12 @@ void AddLayout(const JobSpec& spec, v1::Job& job) {
     to.mutable_shape()->Add(from.shape.begin(), from.shape.end());
     to.set_group(from.group);
     to.set_trainable(from.trainable);
+    for (const Placement& placement : from.placements) to.add_placements(placement.shard_dim);
+  }
+  for (const MeshDim& from : spec.layout.mesh) {
+    v1::MeshDim& to = *job.add_mesh();
+    to.set_name(from.name);
+    to.set_size(from.size);
   }
   for (const PartitionRange& from : spec.layout.partitions) {
     v1::PartitionRange& to = *job.add_partitions();
@@ -256,6 +269,9 @@ absl::StatusOr<JobSpec> FromProto(const v1::Job& job) {
   const std::string prefix = ParameterName(spec.name, "");
   for (const v1::Parameter& parameter : job.parameters()) {
     spec.layout.parameters.push_back(ParameterFromProto(parameter, prefix));
+  }
+  for (const v1::MeshDim& dim : job.mesh()) {
+    spec.layout.mesh.push_back({.name = dim.name(), .size = dim.size()});
   }
   for (const v1::PartitionRange& range : job.partitions()) {
     spec.layout.partitions.push_back(

@@ -60,7 +60,12 @@ absl::StatusOr<std::unique_ptr<SessionImpl>> SessionImpl::Open(std::unique_ptr<T
   BALLAST_RETURN_IF_ERROR(CheckOptions(options));
   if (options.process_id.empty()) options.process_id = DefaultProcessId();
   if (!options.takes_steps) options.shared_memory = SharedMemoryUse::kNever;
-  BALLAST_ASSIGN_OR_RETURN(Layout layout, Layout::Create(options.job.layout));
+  // However many ranks there are, only this one's chunks are needed. With buckets their numbers are
+  // the job's.
+  const bool has_mesh = !options.job.layout.mesh.empty();
+  BALLAST_ASSIGN_OR_RETURN(Layout layout,
+                           has_mesh ? Layout::CreateForRank(options.job.layout, options.rank)
+                                    : Layout::Create(options.job.layout));
   const absl::Time deadline = clock.Now() + options.join_timeout;
   std::unique_ptr<SessionImpl> session(
       new SessionImpl(std::move(transport), clock, std::move(options), std::move(layout)));

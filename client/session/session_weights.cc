@@ -99,6 +99,7 @@ absl::Status SessionImpl::FetchWeights(WeightSink& sink, std::optional<uint64_t>
   v1::ReadWeightsRequest request;
   request.set_name(proto::JobName(options_.job.name));
   request.set_uid(attached_.uid());
+  request.set_rank(options_.rank);
   if (step.has_value()) request.set_step(*step);
   for (int chunk : sink.ListMissing()) request.add_chunks(static_cast<uint32_t>(chunk));
   BALLAST_ASSIGN_OR_RETURN(

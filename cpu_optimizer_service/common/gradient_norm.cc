@@ -7,7 +7,6 @@
 #include "absl/base/attributes.h"
 #include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/common/floating_point_mode.h"
-#include "cpu_optimizer_service/common/layout.h"
 
 namespace ballast {
 namespace {
@@ -15,9 +14,9 @@ namespace {
 constexpr int64_t kLanes = 16;
 
 // Not inlined, so that all of it runs in the mode that its caller set.
-ABSL_ATTRIBUTE_NOINLINE double SumOfSquares(const void* gradient, DType dtype) {
+ABSL_ATTRIBUTE_NOINLINE double SumOfSquares(const void* gradient, DType dtype, int64_t elements) {
   std::array<double, kLanes> lanes = {};
-  for (int64_t i = 0; i < kBlockElements; ++i) {
+  for (int64_t i = 0; i < elements; ++i) {
     const double value = LoadElement(gradient, dtype, i);
     lanes[i % kLanes] += value * value;
   }
@@ -53,9 +52,9 @@ float Multiplier(double clip_coefficient, const GradientScale& scale, size_t gro
 
 }  // namespace
 
-double BlockSumOfSquaresReference(const void* gradient, DType dtype) {
+double BlockSumOfSquaresReference(const void* gradient, DType dtype, int64_t elements) {
   const ScopedFloatingPointMode mode(Denormals::kKeep);
-  return SumOfSquares(gradient, dtype);
+  return SumOfSquares(gradient, dtype, elements);
 }
 
 double SumInOrder(absl::Span<const double> values) {
@@ -63,7 +62,7 @@ double SumInOrder(absl::Span<const double> values) {
   return AddLeftToRight(values);
 }
 
-double GroupSum(absl::Span<const double> block_sums) {
+double ParameterSum(absl::Span<const double> block_sums) {
   std::vector<double> span_sums;
   for (size_t block = 0; block < block_sums.size(); block += kSpanBlocks) {
     span_sums.push_back(SumInOrder(block_sums.subspan(block, kSpanBlocks)));

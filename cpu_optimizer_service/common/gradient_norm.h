@@ -1,7 +1,15 @@
-// Sums of squares per block, the global norm, clipping, and the multiplier that a decision applies.
+// Sums of squares, the global norm, clipping, and the multiplier that a decision applies.
 //
-// Everything is in double and in one written order, so the result does not depend on threads, chunk
-// sizes, arrival or ownership. A block's sum is finite exactly when all its elements are: 256
+// Everything is in double and in one written order, that of each parameter's own elements, so the
+// result does not depend on threads, arrival, or how parameters are cut into chunks and shards:
+//   block         = kBlockElements (256) consecutive elements of a parameter, in row-major order,
+//                   the first of them a multiple of 256; the last block of a parameter may be short
+//   span          = kSpanBlocks (64) consecutive blocks of a parameter, the first of them a
+//                   multiple of 64; the last span of a parameter may be short
+//   span sum      = SumInOrder of its block sums
+//   parameter sum = SumInOrder of its span sums
+//   group sum     = SumInOrder of the sums of its trainable parameters, in order of declaration
+// norm_blocks.h says where they lie. A block's sum is finite exactly when all its elements are: 256
 // squares of fp32 values cannot overflow a double.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_GRADIENT_NORM_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_GRADIENT_NORM_H_
@@ -11,24 +19,22 @@
 
 #include "absl/types/span.h"
 #include "cpu_optimizer_service/common/dtype.h"
+#include "cpu_optimizer_service/common/layout.h"
 
 namespace ballast {
 
-// Sum of squares of the kBlockElements (256) elements at `gradient`, as they came (scaled, summed
+// Sum of squares of a block, the `elements` elements at `gradient`, as they came (scaled, summed
 // over ranks). Order: lane l of 16 adds the squares of elements l, l+16, l+32, ... in that order;
-// then lanes are added pairwise, l and l+8 for l < 8, then l and l+4, l and l+2, l and l+1.
-// Denormal elements count as they are: their squares are normal doubles.
-double BlockSumOfSquaresReference(const void* gradient, DType dtype);
+// then lanes are added pairwise, l and l+8 for l < 8, then l and l+4, l and l+2, l and l+1. Zeros
+// after the last element of a short block would change no bit. Denormal elements count as they are:
+// their squares are normal doubles.
+double BlockSumOfSquaresReference(const void* gradient, DType dtype,
+                                  int64_t elements = kBlockElements);
 
-// Sum of squares of a group, from its block sums in flat-space order. In two levels, so that little
-// is left to add once the last gradient has arrived:
-//   span      = kSpanBlocks consecutive blocks, the first of them a multiple of kSpanBlocks; the
-//               last span of a flat space may be shorter
-//   span sum  = SumInOrder of its block sums
-//   group sum = SumInOrder of its span sums
-// Spans are of flat space, so neither chunks nor partitions show in the result.
 inline constexpr int64_t kSpanBlocks = 64;
-double GroupSum(absl::Span<const double> block_sums);
+inline constexpr int64_t kSpanElements = kSpanBlocks * kBlockElements;
+// Sum of squares of a parameter, from the sums of its blocks.
+double ParameterSum(absl::Span<const double> block_sums);
 double SumInOrder(absl::Span<const double> values);  // Left to right.
 
 // What the workers said in begin_step of how their gradients are to be read.
@@ -49,7 +55,7 @@ struct Decision {
 };
 
 // Combines the groups' sums of squares:
-//   S_g  = GroupSum of the group, group_sums[g]
+//   S_g  = group_sums[g]
 //   u_g  = 1 / (loss_scale * divisor_g)
 //   norm = sqrt(sum over groups, in order, of u_g * u_g * S_g)
 // Skips, with no multipliers, when norm is not finite, and when a multiplier is not a normal fp32

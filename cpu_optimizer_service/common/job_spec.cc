@@ -100,8 +100,12 @@ std::string FirstDifference(const JobSpec& a, const JobSpec& b) {
   if (a.max_micro_steps != b.max_micro_steps) {
     return differ("max_micro_steps", a.max_micro_steps, b.max_micro_steps);
   }
-  const auto first = Layout::Create(a.layout);
-  const auto second = Layout::Create(b.layout);
+  // With a mesh all follows from the description, so one rank is enough, however many there are.
+  const auto layout_of = [](const LayoutSpec& layout) {
+    return layout.mesh.empty() ? Layout::Create(layout) : Layout::CreateForRank(layout, 0);
+  };
+  const auto first = layout_of(a.layout);
+  const auto second = layout_of(b.layout);
   if (!first.ok()) return absl::StrCat("here: ", first.status().message());
   if (!second.ok()) return absl::StrCat("there: ", second.status().message());
   return first->FirstDifference(*second);

@@ -10,8 +10,40 @@
 namespace ballast {
 namespace {
 
-int64_t RoundUpToBlocks(int64_t elements) {
-  return (elements + kBlockElements - 1) / kBlockElements * kBlockElements;
+int64_t RoundUp(int64_t elements, int64_t unit) { return (elements + unit - 1) / unit * unit; }
+
+int64_t ChunksOf(int64_t elements, int64_t chunk_elements) {
+  return (elements + chunk_elements - 1) / chunk_elements;
+}
+
+absl::Status CheckChunkCount(int64_t chunks) {
+  if (chunks <= kMaxChunks) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("the layout has ", chunks, " chunks, at most ", kMaxChunks,
+                   " are allowed; use larger chunks or fewer ranges"));
+}
+
+std::string Describe(absl::Span<const MeshDim> mesh) {
+  if (mesh.empty()) return "absent";
+  return absl::StrCat("[",
+                      absl::StrJoin(mesh, ", ",
+                                    [](std::string* out, const MeshDim& dim) {
+                                      absl::StrAppend(out, dim.name, " ", dim.size);
+                                    }),
+                      "]");
+}
+
+std::string Describe(absl::Span<const Placement> placements) {
+  return absl::StrCat("[",
+                      absl::StrJoin(placements, ", ",
+                                    [](std::string* out, const Placement& placement) {
+                                      if (placement.shard_dim == Placement::kReplicate) {
+                                        absl::StrAppend(out, "Replicate");
+                                      } else {
+                                        absl::StrAppend(out, "Shard(", placement.shard_dim, ")");
+                                      }
+                                    }),
+                      "]");
 }
 
 // Number of elements of a shape, or an error if it is negative or beyond kMaxFlatElements.
@@ -125,15 +157,41 @@ absl::Status CheckTiling(absl::Span<const PartitionRange> ranges,
 }  // namespace
 
 absl::StatusOr<Layout> Layout::Create(LayoutSpec spec) {
+  const int ranks = spec.world_size;
+  return CreateForRanks(std::move(spec), 0, ranks);
+}
+
+absl::StatusOr<Layout> Layout::CreateForRank(LayoutSpec spec, int rank) {
+  if (spec.mesh.empty()) {
+    return absl::InvalidArgumentError("only a job with a mesh is laid out for one rank alone");
+  }
+  if (rank < 0 || rank >= spec.world_size) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("rank ", rank, " is not in a world of ", spec.world_size));
+  }
+  return CreateForRanks(std::move(spec), rank, rank + 1);
+}
+
+absl::StatusOr<Layout> Layout::CreateForRanks(LayoutSpec spec, int first_rank, int last_rank) {
   BALLAST_RETURN_IF_ERROR(CheckBounds(spec));
   Layout layout;
-  layout.flat_elements_.assign(spec.group_count, 0);
-  layout.group_parameters_.resize(spec.group_count);
-  layout.places_.reserve(spec.parameters.size());
+  layout.spec_ = std::move(spec);
+  layout.first_rank_ = first_rank;
+  layout.last_rank_ = last_rank;
+  layout.chunks_of_rank_.resize(layout.world_size());
+  layout.flat_elements_.assign(layout.group_count(), 0);
+  layout.group_parameters_.resize(layout.group_count());
+  BALLAST_RETURN_IF_ERROR(layout.AddParameters());
+  BALLAST_RETURN_IF_ERROR(layout.has_mesh() ? layout.CutShards() : layout.CutFlatSpaces());
+  layout.FindPadding();
+  return layout;
+}
 
+absl::Status Layout::AddParameters() {
+  places_.reserve(spec_.parameters.size());
   int64_t all_elements = 0;
-  for (int index = 0; index < static_cast<int>(spec.parameters.size()); ++index) {
-    const ParameterSpec& parameter = spec.parameters[index];
+  for (int index = 0; index < static_cast<int>(spec_.parameters.size()); ++index) {
+    const ParameterSpec& parameter = spec_.parameters[index];
     if (parameter.name.empty()) {
       return absl::InvalidArgumentError(absl::StrCat("parameter ", index, " has no name"));
     }
@@ -142,14 +200,14 @@ absl::StatusOr<Layout> Layout::Create(LayoutSpec spec) {
       return absl::InvalidArgumentError(
           absl::StrCat("parameter ", index, " is named __metadata__, which safetensors reserves"));
     }
-    if (!layout.by_name_.emplace(parameter.name, index).second) {
+    if (!by_name_.emplace(parameter.name, index).second) {
       return absl::InvalidArgumentError(
           absl::StrCat("two parameters are named ", parameter.name, "; names must differ"));
     }
-    if (parameter.group < 0 || parameter.group >= spec.group_count) {
+    if (parameter.group < 0 || parameter.group >= group_count()) {
       return absl::InvalidArgumentError(absl::StrCat("parameter ", parameter.name, " is in group ",
                                                      parameter.group, " but there are only ",
-                                                     spec.group_count, " groups"));
+                                                     group_count(), " groups"));
     }
     ParameterPlace place;
     BALLAST_ASSIGN_OR_RETURN(place.elements, CountElements(parameter));
@@ -158,46 +216,138 @@ absl::StatusOr<Layout> Layout::Create(LayoutSpec spec) {
       return absl::InvalidArgumentError(
           absl::StrCat("the job has more than ", kMaxFlatElements, " elements"));
     }
-    if (parameter.trainable) {
-      place.offset = layout.flat_elements_[parameter.group];
-      layout.flat_elements_[parameter.group] += place.elements;
-      if (place.elements > 0) layout.group_parameters_[parameter.group].push_back(index);
+    if (parameter.trainable && place.elements > 0) {
+      group_parameters_[parameter.group].push_back(index);
     }
-    layout.places_.push_back(place);
+    places_.push_back(place);
   }
-  for (int64_t& elements : layout.flat_elements_) elements = RoundUpToBlocks(elements);
+  return absl::OkStatus();
+}
 
-  std::vector<PartitionRange> ranges = spec.partitions;
+absl::Status Layout::CutFlatSpaces() {
+  spaces_.resize(group_count());
+  for (int index = 0; index < static_cast<int>(spec_.parameters.size()); ++index) {
+    const ParameterSpec& parameter = spec_.parameters[index];
+    if (!parameter.placements.empty()) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "parameter ", parameter.name, " has placements, but the job describes no mesh"));
+    }
+    if (!parameter.trainable) continue;
+    ParameterPlace& place = places_[index];
+    Space& space = spaces_[parameter.group];
+    place.offset = space.elements;
+    if (place.elements == 0) continue;
+    space.parts.push_back(
+        {.parameter = index, .begin = space.elements, .elements = place.elements});
+    space.elements += place.elements;
+  }
+  for (int group = 0; group < group_count(); ++group) {
+    flat_elements_[group] = RoundUp(spaces_[group].elements, kBlockElements);
+  }
+
+  std::vector<PartitionRange> ranges = spec_.partitions;
   for (const PartitionRange& range : ranges) {
-    BALLAST_RETURN_IF_ERROR(CheckRange(range, spec.world_size, layout.flat_elements_));
+    BALLAST_RETURN_IF_ERROR(CheckRange(range, world_size(), flat_elements_));
   }
   std::sort(ranges.begin(), ranges.end(), [](const auto& a, const auto& b) {
     return std::pair(a.group, a.begin) < std::pair(b.group, b.begin);
   });
-  BALLAST_RETURN_IF_ERROR(CheckTiling(ranges, layout.flat_elements_));
-
+  BALLAST_RETURN_IF_ERROR(CheckTiling(ranges, flat_elements_));
   int64_t chunk_count = 0;
   for (const PartitionRange& range : ranges) {
-    chunk_count += (range.end - range.begin + spec.chunk_elements - 1) / spec.chunk_elements;
+    chunk_count += ChunksOf(range.end - range.begin, spec_.chunk_elements);
   }
-  if (chunk_count > kMaxChunks) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("the layout has ", chunk_count, " chunks, at most ", kMaxChunks,
-                     " are allowed; use larger chunks or fewer ranges"));
-  }
-  layout.chunks_.reserve(chunk_count);
-  layout.chunks_of_rank_.resize(spec.world_size);
+  BALLAST_RETURN_IF_ERROR(CheckChunkCount(chunk_count));
+  chunks_.reserve(chunk_count);
   for (const PartitionRange& range : ranges) {
-    for (int64_t begin = range.begin; begin < range.end; begin += spec.chunk_elements) {
-      layout.chunks_of_rank_[range.rank].push_back(static_cast<int>(layout.chunks_.size()));
-      layout.chunks_.push_back({.group = range.group,
-                                .begin = begin,
-                                .elements = std::min(spec.chunk_elements, range.end - begin),
-                                .rank = range.rank});
+    AddChunks(range.rank, range.group, range.begin, range.end);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Layout::CutShards() {
+  if (spec_.mesh.size() > kMaxDimensions) {
+    return absl::InvalidArgumentError(absl::StrCat("the mesh has ", spec_.mesh.size(),
+                                                   " dimensions, of ", kMaxDimensions, " at most"));
+  }
+  BALLAST_RETURN_IF_ERROR(CheckMesh(spec_.mesh, world_size()));
+  if (!spec_.partitions.empty()) {
+    return absl::InvalidArgumentError(
+        "the job describes both a mesh and partitions; parameters are sharded one way or the "
+        "other");
+  }
+  for (const ParameterSpec& parameter : spec_.parameters) {
+    if (!parameter.trainable && parameter.placements.empty()) continue;
+    BALLAST_RETURN_IF_ERROR(
+        Annotate(CheckPlacements(parameter.placements, spec_.mesh, parameter.shape),
+                 absl::StrCat("parameter ", parameter.name)));
+  }
+  const auto things = static_cast<int64_t>(spec_.parameters.size()) + group_count();
+  if (things * (last_rank_ - first_rank_) > kMaxShards) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        spec_.parameters.size(), " parameters in ", group_count(), " groups on ", world_size(),
+        " ranks are more than ", kMaxShards, " shards; merge parameters, or use fewer ranks"));
+  }
+  spaces_.resize(int64_t{last_rank_ - first_rank_} * group_count());
+  int64_t chunk_count = 0;
+  for (int rank = first_rank_; rank < last_rank_; ++rank) {
+    for (int group = 0; group < group_count(); ++group) {
+      Space& space = spaces_[(rank - first_rank_) * group_count() + group];
+      for (const int parameter : group_parameters_[group]) {
+        const int64_t elements = ShardsOf(parameter).OfRank(rank).elements();
+        if (elements == 0) continue;
+        space.parts.push_back(
+            {.parameter = parameter, .begin = space.elements, .elements = elements});
+        space.elements = RoundUp(space.elements + elements, kShardAlignmentElements);
+      }
+      space.first_chunk = static_cast<int>(chunk_count);
+      chunk_count += ChunksOf(space.elements, spec_.chunk_elements);
+      flat_elements_[group] += space.elements;
+      BALLAST_RETURN_IF_ERROR(CheckChunkCount(chunk_count));
     }
   }
-  layout.spec_ = std::move(spec);
-  return layout;
+  chunks_.reserve(chunk_count);
+  for (int rank = first_rank_; rank < last_rank_; ++rank) {
+    for (int group = 0; group < group_count(); ++group) {
+      AddChunks(rank, group, 0, SpaceOf(rank, group).elements);
+    }
+  }
+  return absl::OkStatus();
+}
+
+void Layout::AddChunks(int rank, int group, int64_t begin, int64_t end) {
+  for (; begin < end; begin += spec_.chunk_elements) {
+    chunks_of_rank_[rank].push_back(static_cast<int>(chunks_.size()));
+    chunks_.push_back({.group = group,
+                       .begin = begin,
+                       .elements = std::min(spec_.chunk_elements, end - begin),
+                       .rank = rank});
+  }
+}
+
+void Layout::FindPadding() {
+  for (int chunk = 0; chunk < static_cast<int>(chunks_.size()); ++chunk) {
+    int64_t covered = 0;
+    const auto add_until = [&](int64_t offset) {
+      if (covered == offset) return;
+      padding_.push_back(
+          {.chunk = chunk, .parameter = -1, .chunk_offset = covered, .elements = offset - covered});
+    };
+    VisitParts(chunk, [&](const ChunkPart& part) {
+      add_until(part.chunk_offset);
+      covered = part.chunk_offset + part.elements;
+      return true;
+    });
+    add_until(chunks_[chunk].elements);
+  }
+}
+
+absl::Span<const ChunkPiece> Layout::padding_of(int chunk) const {
+  const auto first = std::partition_point(padding_.begin(), padding_.end(),
+                                          [&](const ChunkPiece& p) { return p.chunk < chunk; });
+  const auto last = std::partition_point(first, padding_.end(),
+                                         [&](const ChunkPiece& p) { return p.chunk == chunk; });
+  return absl::MakeConstSpan(padding_).subspan(first - padding_.begin(), last - first);
 }
 
 int64_t Layout::total_flat_elements() const {
@@ -217,18 +367,34 @@ int64_t Layout::partition_elements(int rank) const {
   return total;
 }
 
-size_t Layout::FirstParameterOf(const Chunk& chunk) const {
-  const std::vector<int>& parameters = group_parameters_[chunk.group];
-  // The last parameter that begins at or before the chunk holds its first element.
-  const auto after = std::upper_bound(parameters.begin(), parameters.end(), chunk.begin,
-                                      [&](int64_t at, int p) { return at < places_[p].offset; });
-  return after == parameters.begin() ? 0 : after - parameters.begin() - 1;
+size_t Layout::FirstPartAt(const Space& space, int64_t begin) {
+  const auto first =
+      std::partition_point(space.parts.begin(), space.parts.end(),
+                           [&](const Part& part) { return part.begin + part.elements <= begin; });
+  return first - space.parts.begin();
+}
+
+int64_t Layout::BeginOfParameter(const Space& space, int parameter) {
+  return std::partition_point(space.parts.begin(), space.parts.end(),
+                              [&](const Part& part) { return part.parameter < parameter; })
+      ->begin;
 }
 
 std::vector<ChunkPiece> Layout::Pieces(int chunk) const {
   std::vector<ChunkPiece> pieces;
   VisitPieces(chunk, [&](const ChunkPiece& piece) { pieces.push_back(piece); });
   return pieces;
+}
+
+ChunkPiece Layout::PieceAt(int chunk, int64_t chunk_offset) const {
+  ChunkPiece found = {.chunk = chunk, .parameter = -1, .chunk_offset = chunk_offset, .elements = 1};
+  VisitPieces(chunk, [&](const ChunkPiece& piece) {
+    const int64_t at = chunk_offset - piece.chunk_offset;
+    if (at < 0 || at >= piece.elements) return;
+    found.parameter = piece.parameter;
+    found.parameter_offset = piece.parameter_offset + at;
+  });
+  return found;
 }
 
 int Layout::ChunkAt(int group, int64_t element) const {
@@ -238,21 +404,33 @@ int Layout::ChunkAt(int group, int64_t element) const {
   return static_cast<int>(after - chunks_.begin()) - 1;
 }
 
-std::pair<int, int> Layout::ChunksOfParameter(int parameter) const {
+std::vector<int> Layout::ChunksOfParameter(int parameter) const {
+  std::vector<int> chunks;
   const ParameterPlace& place = places_[parameter];
-  if (place.offset < 0 || place.elements == 0) return {0, 0};
-  const int group = spec_.parameters[parameter].group;
-  return {ChunkAt(group, place.offset), ChunkAt(group, place.offset + place.elements - 1) + 1};
+  const ParameterSpec& spec = spec_.parameters[parameter];
+  if (!spec.trainable || place.elements == 0) return chunks;
+  const auto add = [&](int first, int last) {
+    for (int chunk = first; chunk <= last; ++chunk) chunks.push_back(chunk);
+  };
+  if (!has_mesh()) {
+    add(ChunkAt(spec.group, place.offset), ChunkAt(spec.group, place.offset + place.elements - 1));
+    return chunks;
+  }
+  for (int rank = first_rank_; rank < last_rank_; ++rank) {
+    const int64_t elements = ShardsOf(parameter).OfRank(rank).elements();
+    if (elements == 0) continue;
+    const Space& space = SpaceOf(rank, spec.group);
+    const int64_t begin = BeginOfParameter(space, parameter);
+    add(space.first_chunk + static_cast<int>(begin / spec_.chunk_elements),
+        space.first_chunk + static_cast<int>((begin + elements - 1) / spec_.chunk_elements));
+  }
+  return chunks;
 }
 
 int Layout::ParameterAt(int group, int64_t element) const {
-  const std::vector<int>& parameters = group_parameters_[group];
-  const auto after = std::upper_bound(parameters.begin(), parameters.end(), element,
-                                      [&](int64_t at, int p) { return at < places_[p].offset; });
-  if (after == parameters.begin()) return -1;
-  const int parameter = *(after - 1);
-  const ParameterPlace& place = places_[parameter];
-  return element < place.offset + place.elements ? parameter : -1;
+  const Space& space = spaces_[group];
+  const size_t index = FirstPartAt(space, element);
+  return index < space.parts.size() ? space.parts[index].parameter : -1;
 }
 
 std::string Layout::FirstDifference(const Layout& other) const {
@@ -271,6 +449,7 @@ std::string Layout::FirstDifference(const Layout& other) const {
   if (a.parameters.size() != b.parameters.size()) {
     return differ("the number of parameters", a.parameters.size(), b.parameters.size());
   }
+  if (a.mesh != b.mesh) return differ("the mesh", Describe(a.mesh), Describe(b.mesh));
   for (size_t i = 0; i < a.parameters.size(); ++i) {
     const ParameterSpec& p = a.parameters[i];
     const ParameterSpec& q = b.parameters[i];
@@ -286,6 +465,10 @@ std::string Layout::FirstDifference(const Layout& other) const {
     if (p.trainable != q.trainable) {
       return differ(absl::StrCat("parameter ", p.name), p.trainable ? "trainable" : "frozen",
                     q.trainable ? "trainable" : "frozen");
+    }
+    if (p.trainable && p.placements != q.placements) {
+      return differ(absl::StrCat("the placement of parameter ", p.name), Describe(p.placements),
+                    Describe(q.placements));
     }
   }
   if (chunks_.size() != other.chunks_.size()) {
@@ -312,7 +495,7 @@ std::vector<int64_t> FlatElements(absl::Span<const ParameterSpec> parameters, in
     for (const int64_t size : parameter.shape) elements *= size;
     flat_elements[parameter.group] += elements;
   }
-  for (int64_t& elements : flat_elements) elements = RoundUpToBlocks(elements);
+  for (int64_t& elements : flat_elements) elements = RoundUp(elements, kBlockElements);
   return flat_elements;
 }
 

@@ -1,14 +1,21 @@
-// Where every element of a job lives: parameters in the flat spaces of their groups, blocks,
-// partitions and chunks. Pure arithmetic; both ends of the wire compute it from the same
+// Where every element of a job lies: parameters, or their shards, one after the other in spaces,
+// and the spaces cut into chunks. Pure arithmetic; both ends of the wire compute it from the same
 // description.
+//
+// With buckets, a group has one flat space, and partitions of that are given to ranks:
 //
 //   group 0    |-- wte --|-- h.0.attn.w --|-- ... --|pad|   flat space, padded to whole blocks
 //              | bucket 0        | bucket 1       | ...     each split among the ranks, at blocks
 //              | r0  | r1  | r2  | r0  | r1  | r2 | ...     a partition: its ranges, all groups
 //              | c0  | c1  | c2  | c3  | c4  | c5 | ...     chunks: ranges cut at chunk_elements
 //
-// The offset of a parameter depends neither on the world size nor on buckets, so block sums do not,
-// either.
+// With a mesh, every rank has a space of its own for each group, and in it the shards that it owns
+// (sharding.h), in the order of declaration:
+//
+//   rank 0, group 0   |-- wte[0:3] --|pad|-- h.0.attn.w[0:8] --|pad| ...   shards are aligned
+//                     | c0                | c1                 | c2 ...
+//   rank 1, group 0   |-- wte[3:5] --|pad|-- h.0.attn.w[8:16] -|pad| ...
+//                     | c7                | c8                 | ...
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_LAYOUT_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_LAYOUT_H_
 
@@ -16,17 +23,21 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "cpu_optimizer_service/common/sharding.h"
 
 namespace ballast {
 
 inline constexpr int64_t kBlockElements = 256;
 inline constexpr int64_t kMaxChunkElements = int64_t{1} << 18;
+// Shards begin at multiples of it: 64 bytes in the smallest format.
+inline constexpr int64_t kShardAlignmentElements = 32;
 
 // Bounds on what a description may ask for; beyond them Create says INVALID_ARGUMENT.
 inline constexpr int kMaxWorldSize = 65536;
@@ -36,12 +47,17 @@ inline constexpr int kMaxGroups = 4096;
 inline constexpr int64_t kMaxParameters = int64_t{1} << 20;
 inline constexpr size_t kMaxParameterNameBytes = 1024;
 inline constexpr size_t kMaxDimensions = 64;
+// Parameters times ranks, with a mesh.
+inline constexpr int64_t kMaxShards = int64_t{1} << 22;
 
 struct ParameterSpec {
   std::string name;            // Unique in the job, not empty.
   std::vector<int64_t> shape;  // Empty: a scalar. A zero anywhere: a parameter of no elements.
   int group = 0;
-  bool trainable = true;  // false: frozen, never in a flat space.
+  bool trainable = true;  // false: frozen, never in a space.
+  // With a mesh, one for each of its dimensions, in order; for a frozen parameter, or none. Without
+  // a mesh none.
+  std::vector<Placement> placements = {};
 
   bool operator==(const ParameterSpec&) const = default;
 };
@@ -60,15 +76,18 @@ struct LayoutSpec {
   int world_size = 1;
   int group_count = 1;
   std::vector<ParameterSpec> parameters;
-  std::vector<PartitionRange> partitions;  // Tile every flat space exactly; any order; empty ranges
-                                           // are INVALID_ARGUMENT, ranks without a range are fine.
+  // Empty: parameters lie in flat spaces. Else the ranks in row-major order, world_size of them.
+  std::vector<MeshDim> mesh = {};
+  // Without a mesh they tile every flat space exactly; any order; empty ranges are
+  // INVALID_ARGUMENT, ranks without a range are fine. With a mesh there are none.
+  std::vector<PartitionRange> partitions;
   int64_t chunk_elements =
       kMaxChunkElements;  // A multiple of kBlockElements, at most kMaxChunkElements.
 
   bool operator==(const LayoutSpec&) const = default;
 };
 
-// A parameter's place. Frozen parameters have offset -1.
+// A parameter's place. Frozen parameters, and those of a mesh, have offset -1.
 struct ParameterPlace {
   int64_t elements = 0;
   int64_t offset = -1;  // Of the parameter's first element in its group's flat space.
@@ -76,31 +95,49 @@ struct ParameterPlace {
 
 struct Chunk {
   int group = 0;
-  int64_t begin = 0;     // Of the chunk's first element in its group's flat space.
-  int64_t elements = 0;  // Whole blocks, padding of the flat space included.
+  int64_t begin =
+      0;  // Of the chunk's first element: in its group's flat space, or, with a mesh, in
+          // what its owner has of the group.
+  int64_t elements = 0;  // Padding included; whole blocks, or multiples of kShardAlignmentElements.
   int rank = 0;          // Its owner.
 };
 
-// The part of a parameter that lies in a chunk.
+// Consecutive elements of a parameter that lie one after the other in a chunk.
 struct ChunkPiece {
-  int parameter = 0;
+  int chunk = 0;
+  int parameter = 0;             // -1: padding, which has no parameter_offset.
   int64_t parameter_offset = 0;  // First element of the piece, in the parameter.
   int64_t chunk_offset = 0;      // First element of the piece, in the chunk.
+  int64_t elements = 0;
+};
+
+// All that a chunk has of a parameter: one piece or, of a shard that is no row of neighbours,
+// several.
+struct ChunkPart {
+  int parameter = 0;
+  int64_t part_offset = 0;  // First element, in the parameter, or in the owner's shard of it.
+  int64_t chunk_offset = 0;
   int64_t elements = 0;
 };
 
 class Layout {
  public:
   // INVALID_ARGUMENT naming what is wrong: duplicate or empty names, negative sizes, overflow,
-  // group or rank out of range, a gap or an overlap (with the group and the elements), bounds above
-  // exceeded.
+  // group or rank out of range, a gap or an overlap (with the group and the elements), a mesh or
+  // placements that do not fit, bounds above exceeded.
   static absl::StatusOr<Layout> Create(LayoutSpec spec);
+  // What one rank needs of a layout with a mesh, however many ranks there are: its own chunks and
+  // no others, numbered from 0, and VisitRange and ChunksOfParameter of what it owns.
+  // INVALID_ARGUMENT as above; and without a mesh.
+  static absl::StatusOr<Layout> CreateForRank(LayoutSpec spec, int rank);
 
   const LayoutSpec& spec() const { return spec_; }
   int world_size() const { return spec_.world_size; }
   int group_count() const { return spec_.group_count; }
+  bool has_mesh() const { return !spec_.mesh.empty(); }
 
-  // Size of a group's flat space in elements, padding included. Zero for an empty group.
+  // What a group's chunks have, in elements, padding included: without a mesh the size of its flat
+  // space. Zero for an empty group.
   int64_t flat_elements(int group) const { return flat_elements_[group]; }
   int64_t flat_blocks(int group) const { return flat_elements_[group] / kBlockElements; }
   int64_t total_flat_elements() const;
@@ -109,20 +146,40 @@ class Layout {
   // Index of the parameter of this name, or -1.
   int FindParameter(const std::string& name) const;
 
-  // All chunks in order of (group, begin); their index here is their number on the wire.
+  // All chunks, in order of (group, begin), or, with a mesh, of (rank, group, begin).
   absl::Span<const Chunk> chunks() const { return chunks_; }
+  // What is subtracted from a chunk's index here to get its number on the wire: with a mesh chunks
+  // are numbered within their rank, so that no rank needs to know of the others'.
+  int first_on_wire(int rank) const {
+    return has_mesh() && !chunks_of_rank_[rank].empty() ? chunks_of_rank_[rank].front() : 0;
+  }
   absl::Span<const int> chunks_of_rank(int rank) const { return chunks_of_rank_[rank]; }
   int64_t partition_elements(int rank) const;
 
-  // The parameters in a chunk in order of offset; padding belongs to none. Cost: logarithmic in the
-  // parameters of the group plus the pieces returned.
+  // The pieces in a chunk in order of chunk_offset; padding belongs to none. Cost: logarithmic in
+  // the parameters of the group plus the pieces returned.
   std::vector<ChunkPiece> Pieces(int chunk) const;
-  // The same, given to visit(piece) one by one: no memory is allocated.
+  // The same, given to visit(piece) one by one.
   template <class Visit>
   void VisitPieces(int chunk, Visit&& visit) const;
-  // The chunks that hold the elements of a trainable parameter, as an index range [first, last).
-  std::pair<int, int> ChunksOfParameter(int parameter) const;
-  // The chunk that holds `element` of `group`'s flat space.
+  // The piece of one element at `chunk_offset` of a chunk; padding has parameter -1.
+  ChunkPiece PieceAt(int chunk, int64_t chunk_offset) const;
+  // The parameters in a chunk, in the same order, given to visit(part) for as long as it returns
+  // true. No memory is allocated.
+  template <class Visit>
+  void VisitParts(int chunk, Visit&& visit) const;
+  // Elements [begin, end) of a trainable parameter, given to visit(piece) in their order.
+  template <class Visit>
+  void VisitRange(int parameter, int64_t begin, int64_t end, Visit&& visit) const;
+  // All padding that chunks hold, by chunk; and that of one.
+  absl::Span<const ChunkPiece> padding() const { return padding_; }
+  absl::Span<const ChunkPiece> padding_of(int chunk) const;
+  // The trainable parameters of a group that have elements, in the order of declaration.
+  absl::Span<const int> parameters_of_group(int group) const { return group_parameters_[group]; }
+  // The chunks that hold the elements of a trainable parameter, ascending.
+  std::vector<int> ChunksOfParameter(int parameter) const;
+
+  // Without a mesh. The chunk that holds `element` of `group`'s flat space.
   int ChunkAt(int group, int64_t element) const;
   // The parameter at `element` of `group`'s flat space, or -1 in the padding.
   int ParameterAt(int group, int64_t element) const;
@@ -131,34 +188,123 @@ class Layout {
   std::string FirstDifference(const Layout& other) const;
 
  private:
+  // What a space has of a parameter.
+  struct Part {
+    int parameter = 0;
+    int64_t begin = 0;  // Of its first element, in the space.
+    int64_t elements = 0;
+  };
+  struct Space {
+    std::vector<Part> parts;  // By begin, and so by parameter.
+    int64_t elements = 0;     // Padding included.
+    int first_chunk = 0;      // With a mesh: of the chunks that it is cut into.
+  };
+
   Layout() = default;
-  // Index in group_parameters_[chunk.group] of the first parameter that may lie in the chunk.
-  size_t FirstParameterOf(const Chunk& chunk) const;
+  static absl::StatusOr<Layout> CreateForRanks(LayoutSpec spec, int first_rank, int last_rank);
+  absl::Status AddParameters();
+  absl::Status CutFlatSpaces();
+  absl::Status CutShards();
+  void AddChunks(int rank, int group, int64_t begin, int64_t end);
+  void FindPadding();
+
+  const Space& SpaceOf(int rank, int group) const {
+    return spaces_[has_mesh() ? (rank - first_rank_) * group_count() + group : group];
+  }
+  ParameterShards ShardsOf(int parameter) const {
+    const ParameterSpec& spec = spec_.parameters[parameter];
+    return ParameterShards(spec.shape, spec.placements, spec_.mesh);
+  }
+  // Index of the first part that may have elements from `begin` on.
+  static size_t FirstPartAt(const Space& space, int64_t begin);
+  // Where what the space has of a parameter begins.
+  static int64_t BeginOfParameter(const Space& space, int parameter);
 
   LayoutSpec spec_;
   std::vector<ParameterPlace> places_;
   std::vector<int64_t> flat_elements_;
-  std::vector<std::vector<int>> group_parameters_;  // Per group: trainable, not empty, by offset.
+  std::vector<std::vector<int>> group_parameters_;  // Per group: trainable, not empty.
+  int first_rank_ = 0;                              // Those laid out: [first_rank_, last_rank_).
+  int last_rank_ = 0;
+  std::vector<Space> spaces_;  // By group; with a mesh by rank, then group.
   std::vector<Chunk> chunks_;
   std::vector<std::vector<int>> chunks_of_rank_;
+  std::vector<ChunkPiece> padding_;
   absl::flat_hash_map<std::string, int> by_name_;
 };
 
 template <class Visit>
-void Layout::VisitPieces(int chunk_index, Visit&& visit) const {
+void Layout::VisitParts(int chunk_index, Visit&& visit) const {
   const Chunk& chunk = chunks_[chunk_index];
   const int64_t end = chunk.begin + chunk.elements;
-  const std::vector<int>& parameters = group_parameters_[chunk.group];
-  for (size_t i = FirstParameterOf(chunk); i < parameters.size(); ++i) {
-    const ParameterPlace& place = places_[parameters[i]];
-    if (place.offset >= end) break;
-    const int64_t piece_begin = std::max(place.offset, chunk.begin);
-    const int64_t piece_end = std::min(place.offset + place.elements, end);
-    if (piece_begin >= piece_end) continue;
-    visit(ChunkPiece{.parameter = parameters[i],
-                     .parameter_offset = piece_begin - place.offset,
-                     .chunk_offset = piece_begin - chunk.begin,
-                     .elements = piece_end - piece_begin});
+  const Space& space = SpaceOf(chunk.rank, chunk.group);
+  for (size_t i = FirstPartAt(space, chunk.begin); i < space.parts.size(); ++i) {
+    const Part& part = space.parts[i];
+    if (part.begin >= end) break;
+    const int64_t part_begin = std::max(part.begin, chunk.begin);
+    const int64_t part_end = std::min(part.begin + part.elements, end);
+    if (part_begin >= part_end) continue;
+    const bool goes_on = visit(ChunkPart{.parameter = part.parameter,
+                                         .part_offset = part_begin - part.begin,
+                                         .chunk_offset = part_begin - chunk.begin,
+                                         .elements = part_end - part_begin});
+    if (!goes_on) return;
+  }
+}
+
+template <class Visit>
+void Layout::VisitPieces(int chunk, Visit&& visit) const {
+  VisitParts(chunk, [&](const ChunkPart& part) {
+    ChunkPiece piece = {.chunk = chunk,
+                        .parameter = part.parameter,
+                        .parameter_offset = part.part_offset,
+                        .chunk_offset = part.chunk_offset,
+                        .elements = part.elements};
+    if (!has_mesh()) {
+      visit(piece);
+      return true;
+    }
+    const Shard shard = ShardsOf(part.parameter).OfRank(chunks_[chunk].rank);
+    for (int64_t at = 0; at < part.elements; at += piece.elements) {
+      const int64_t local = part.part_offset + at;
+      piece.parameter_offset = shard.OffsetInParameter(local);
+      piece.chunk_offset = part.chunk_offset + at;
+      piece.elements =
+          std::min(part.elements - at, shard.run_elements() - local % shard.run_elements());
+      visit(piece);
+    }
+    return true;
+  });
+}
+
+template <class Visit>
+void Layout::VisitRange(int parameter, int64_t begin, int64_t end, Visit&& visit) const {
+  if (begin >= end) return;
+  const int group = spec_.parameters[parameter].group;
+  ChunkPiece piece = {.parameter = parameter};
+  if (has_mesh()) {
+    const ParameterShards shards = ShardsOf(parameter);
+    for (int64_t at = begin; at < end; at += piece.elements) {
+      const ParameterShards::Run run = shards.Find(at);
+      const Space& space = SpaceOf(run.rank, group);
+      const int64_t in_space = BeginOfParameter(space, parameter) + run.local;
+      piece.chunk = space.first_chunk + static_cast<int>(in_space / spec_.chunk_elements);
+      piece.parameter_offset = at;
+      piece.chunk_offset = in_space % spec_.chunk_elements;
+      piece.elements =
+          std::min({run.elements, end - at, spec_.chunk_elements - piece.chunk_offset});
+      visit(std::as_const(piece));
+    }
+    return;
+  }
+  const int64_t offset = places_[parameter].offset;
+  piece.chunk = ChunkAt(group, offset + begin);
+  for (int64_t at = begin; at < end; at += piece.elements, ++piece.chunk) {
+    const Chunk& chunk = chunks_[piece.chunk];
+    piece.parameter_offset = at;
+    piece.chunk_offset = offset + at - chunk.begin;
+    piece.elements = std::min(end, chunk.begin + chunk.elements - offset) - at;
+    visit(std::as_const(piece));
   }
 }
 

@@ -1,12 +1,12 @@
 #include "cpu_optimizer_service/gradients/gradient_store.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/check.h"
 #include "cpu_optimizer_service/common/float_format.h"
-#include "cpu_optimizer_service/common/gradient_norm.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/kernels/kernels.h"
 
@@ -51,38 +51,8 @@ int64_t GradientStore::AccumulatorBytes(const JobSpec& spec, const Layout& layou
 }
 
 GradientStore::GradientStore(const JobSpec& spec, const Layout& layout)
-    : layout_(layout), chunks_(layout.chunks().size()) {
+    : layout_(layout), chunks_(layout.chunks().size()), sums_(layout) {
   for (const GroupSpec& group : spec.groups) wire_dtypes_.push_back(group.wire_dtype);
-  for (int group = 0; group < layout.group_count(); ++group) {
-    const int64_t blocks = layout.flat_blocks(group);
-    const int64_t spans = (blocks + kSpanBlocks - 1) / kSpanBlocks;
-    block_sums_.emplace_back(blocks, 0.0);
-    span_sums_.push_back({.sums = std::vector<double>(spans, 0.0), .shared = {}});
-  }
-  std::vector<std::vector<bool>> whole;  // By group, by span.
-  for (const SpanSums& spans : span_sums_) whole.emplace_back(spans.sums.size(), false);
-  for (const Chunk& chunk : layout.chunks()) {
-    const SpanRange spans = WholeSpansOf(chunk);
-    for (int64_t s = spans.begin; s < spans.end; ++s) whole[chunk.group][s] = true;
-  }
-  for (size_t group = 0; group < whole.size(); ++group) {
-    for (size_t s = 0; s < whole[group].size(); ++s) {
-      if (!whole[group][s]) span_sums_[group].shared.push_back(static_cast<int64_t>(s));
-    }
-  }
-}
-
-GradientStore::SpanRange GradientStore::WholeSpansOf(const Chunk& chunk) const {
-  const int64_t begin = chunk.begin / kBlockElements;
-  const int64_t end = begin + chunk.elements / kBlockElements;
-  SpanRange spans = {.begin = (begin + kSpanBlocks - 1) / kSpanBlocks, .end = end / kSpanBlocks};
-  // The last one of the flat space may be shorter.
-  if (end == layout_.flat_blocks(chunk.group)) spans.end = (end + kSpanBlocks - 1) / kSpanBlocks;
-  return spans;
-}
-
-absl::Span<const double> GradientStore::BlocksOfSpan(int group, int64_t span) const {
-  return absl::MakeConstSpan(block_sums_[group]).subspan(span * kSpanBlocks, kSpanBlocks);
 }
 
 absl::StatusOr<std::unique_ptr<GradientStore>> GradientStore::Create(const JobSpec& spec,
@@ -202,56 +172,73 @@ GradientView GradientStore::view(int index) const {
 }
 
 void GradientStore::ComputeSums(int index) {
-  const ChunkGradient& chunk = chunks_[index];
-  const Chunk& place = layout_.chunks()[index];
-  const absl::Span<double> sums =
-      absl::MakeSpan(block_sums_[place.group])
-          .subspan(place.begin / kBlockElements, place.elements / kBlockElements);
-  if (chunk.form == Form::kZero || chunk.form == Form::kNone) {
-    std::fill(sums.begin(), sums.end(), 0.0);
-  } else {
-    const GradientView gradient = view(index);
-    BlockSumsOfSquares(gradient.data, gradient.dtype, sums);
-  }
-  const SpanRange spans = WholeSpansOf(place);
-  for (int64_t span = spans.begin; span < spans.end; ++span) {
-    span_sums_[place.group].sums[span] = SumInOrder(BlocksOfSpan(place.group, span));
-  }
+  const Form form = chunks_[index].form;
+  if (form == Form::kZero || form == Form::kNone) return sums_.ZeroChunk(index);
+  return sums_.SumChunk(index, view(index));
 }
 
-double GradientStore::CombineSums(int group) {
-  SpanSums& spans = span_sums_[group];
-  for (const int64_t span : spans.shared) {
-    spans.sums[span] = SumInOrder(BlocksOfSpan(group, span));
-  }
-  return SumInOrder(spans.sums);
+std::vector<double> GradientStore::CombineSums(SquareSums::ForEach for_each) {
+  return sums_.Combine([this](int chunk) { return view(chunk); }, for_each);
 }
 
-bool GradientStore::HasNonZero(int index, int64_t begin, int64_t end, bool sums_current) const {
-  if (is_zero(index)) return false;
-  const Chunk& chunk = layout_.chunks()[index];
-  const absl::Span<const double> sums = block_sums_[chunk.group];
-  const GradientView gradient = view(index);
-  for (int64_t i = begin; i < end;) {
-    // No square of a gradient that is not zero is lost in a double. Parameters may be large, and
-    // the job is locked meanwhile, so whole blocks are looked at by their sums.
-    if (i % kBlockElements == 0 && end - i >= kBlockElements) {
-      double sum = 0;
-      if (sums_current) {
-        sum = sums[i / kBlockElements];
-      } else {
-        const auto* data = static_cast<const std::byte*>(gradient.data) +
-                           (i - chunk.begin) * SizeBytes(gradient.dtype);
-        BlockSumsOfSquares(data, gradient.dtype, {&sum, 1});
-      }
-      if (sum != 0) return true;
-      i += kBlockElements;
-      continue;
+std::optional<ChunkPiece> GradientStore::FirstNonFiniteOf(const NormBlocks::Place& place) const {
+  std::optional<ChunkPiece> found;
+  layout_.VisitRange(place.parameter, place.begin, place.end, [&](ChunkPiece piece) {
+    const GradientView gradient = view(piece.chunk);
+    for (int64_t i = 0; i < piece.elements && !found.has_value(); ++i) {
+      if (std::isfinite(LoadElement(gradient.data, gradient.dtype, piece.chunk_offset + i)))
+        continue;
+      found = piece;
+      found->parameter_offset += i;
+      found->chunk_offset += i;
+      found->elements = 1;
     }
-    if (LoadElement(gradient.data, gradient.dtype, i - chunk.begin) != 0) return true;
-    ++i;
+  });
+  return found;
+}
+
+std::optional<ChunkPiece> GradientStore::FirstNonFinite() const {
+  for (int group = 0; group < layout_.group_count(); ++group) {
+    for (const int parameter : layout_.parameters_of_group(group)) {
+      const NormBlocks::Range blocks = sums_.blocks().BlocksOfParameter(parameter);
+      for (int64_t block = blocks.begin; block < blocks.end; ++block) {
+        if (std::isfinite(sums_.block_sum(block))) continue;
+        if (auto found = FirstNonFiniteOf(sums_.blocks().PlaceOfBlock(block))) return found;
+      }
+    }
   }
-  return false;
+  return std::nullopt;
+}
+
+bool GradientStore::HasNonZero(const ChunkPiece& piece, bool sums_current) const {
+  if (is_zero(piece.chunk)) return false;
+  const GradientView gradient = view(piece.chunk);
+  const auto any = [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      if (LoadElement(gradient.data, gradient.dtype, i) != 0) return true;
+    }
+    return false;
+  };
+  const int64_t end = piece.chunk_offset + piece.elements;
+  if (piece.parameter == -1) return any(piece.chunk_offset, end);
+  // No square of a gradient that is not zero is lost in a double. Parameters may be large, and the
+  // job is locked meanwhile, so whole blocks are looked at by their sums.
+  const NormBlocks::WholeBlocks whole = sums_.blocks().WholeIn(piece);
+  if (any(piece.chunk_offset, whole.chunk_offset)) return true;
+  const int64_t full = whole.elements / kBlockElements;
+  for (int64_t i = 0; i < full; ++i) {
+    double sum = 0;
+    if (sums_current) {
+      sum = sums_.block_sum(whole.blocks.begin + i);
+    } else {
+      const int64_t at = whole.chunk_offset + i * kBlockElements;
+      const auto* data =
+          static_cast<const std::byte*>(gradient.data) + at * SizeBytes(gradient.dtype);
+      BlockSumsOfSquares(data, gradient.dtype, {&sum, 1});
+    }
+    if (sum != 0) return true;
+  }
+  return any(whole.chunk_offset + full * kBlockElements, end);
 }
 
 }  // namespace ballast

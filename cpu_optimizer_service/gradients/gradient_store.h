@@ -13,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -20,16 +21,11 @@
 #include "cpu_optimizer_service/common/dtype.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/gradients/square_sums.h"
 #include "cpu_optimizer_service/gradients/weight_buffer.h"
 #include "cpu_optimizer_service/host/arena.h"
 
 namespace ballast {
-
-// The gradient of a chunk, to read.
-struct GradientView {
-  const void* data = nullptr;
-  DType dtype = DType::kFloat32;
-};
 
 class GradientStore {
  public:
@@ -62,17 +58,20 @@ class GradientStore {
   // already, or does not have the size.
   WeightBuffer LendPlace(int chunk, int64_t size_bytes);
 
-  // Whether an element of [begin, end) of the chunk's flat space, which lie in the chunk, is not
-  // zero. `sums_current`: block_sums has this step's sums of the chunk.
-  bool HasNonZero(int chunk, int64_t begin, int64_t end, bool sums_current) const;
+  // Whether an element of the piece, which may be padding, is not zero. `sums_current`: ComputeSums
+  // has run for what the chunk holds.
+  bool HasNonZero(const ChunkPiece& piece, bool sums_current) const;
 
   // Computes the sums of squares of what has been added to a chunk.
   void ComputeSums(int chunk);
-  // Of a group's blocks in flat-space order, as of when ComputeSums ran for their chunks.
-  absl::Span<const double> block_sums(int group) const { return block_sums_[group]; }
-  // GroupSum of a group's block sums, once all of them are there. Most of it is ComputeSums' work:
-  // left are an addition for each span, and for each block of a span that chunks share.
-  double CombineSums(int group);
+  // About what they add to its group's.
+  double SumInChunk(int chunk) const { return sums_.SumInChunk(chunk); }
+  // The sums of squares of the groups, once ComputeSums has run for all chunks. Most of it is
+  // ComputeSums' work: left are an addition for each span, and what chunks share.
+  std::vector<double> CombineSums(SquareSums::ForEach for_each);
+  // The first element, in the order of groups and of declaration, that is not finite, as of
+  // CombineSums; a piece of one element, or none.
+  std::optional<ChunkPiece> FirstNonFinite() const;
 
   // Chunks whose gradient lies in an accumulator now.
   int64_t accumulators_in_use() const { return accumulators_in_use_.load(); }
@@ -88,19 +87,9 @@ class GradientStore {
     std::unique_ptr<std::byte[]> elsewhere;  // In place of `wire`, while that is lent.
     float* sum = nullptr;                    // nullptr: the job has no accumulators.
   };
-  struct SpanSums {
-    std::vector<double> sums;     // By span.
-    std::vector<int64_t> shared;  // Spans that lie in several chunks.
-  };
-  struct SpanRange {
-    int64_t begin = 0;
-    int64_t end = 0;
-  };
 
   GradientStore(const JobSpec& spec, const Layout& layout);
-  // The spans that lie wholly in a chunk.
-  SpanRange WholeSpansOf(const Chunk& chunk) const;
-  absl::Span<const double> BlocksOfSpan(int group, int64_t span) const;
+  std::optional<ChunkPiece> FirstNonFiniteOf(const NormBlocks::Place& place) const;
 
   const Layout& layout_;
   std::vector<DType> wire_dtypes_;  // By group.
@@ -115,8 +104,7 @@ class GradientStore {
   std::shared_ptr<Places> places_ = std::make_shared<Places>();
   std::unique_ptr<Arena> sum_arena_;
   std::vector<ChunkGradient> chunks_;
-  std::vector<std::vector<double>> block_sums_;  // By group, as the next.
-  std::vector<SpanSums> span_sums_;
+  SquareSums sums_;
   std::atomic<int64_t> accumulators_in_use_ = 0;
 };
 

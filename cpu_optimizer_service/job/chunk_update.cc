@@ -71,15 +71,22 @@ void VisitRuns(const ChunkUpdate& update, absl::FunctionRef<int64_t(int)> update
     if (run_begin < run_end) visit(run_begin, run_end - run_begin, run_count);
     run_begin = run_end;
   };
-  update.layout->VisitPieces(update.chunk, [&](const ChunkPiece& piece) {
-    const int64_t count = update_count_of(piece.parameter);
+  const auto keep_padding_until = [&](int64_t offset) {
+    if (run_end == offset) return;
+    finish_run();
+    visit(run_end, offset - run_end, int64_t{0});
+    run_begin = run_end = offset;
+  };
+  update.layout->VisitParts(update.chunk, [&](const ChunkPart& part) {
+    keep_padding_until(part.chunk_offset);
+    const int64_t count = update_count_of(part.parameter);
     if (count != run_count) finish_run();
     run_count = count;
-    run_end = piece.chunk_offset + piece.elements;
+    run_end = part.chunk_offset + part.elements;
+    return true;
   });
+  keep_padding_until(update.layout->chunks()[update.chunk].elements);
   finish_run();
-  const int64_t elements = update.layout->chunks()[update.chunk].elements;
-  if (run_end < elements) visit(run_end, elements - run_end, int64_t{0});
 }
 
 constexpr int64_t kTrialElements = 2048;  // Their new state stays in the cache.
@@ -119,11 +126,13 @@ TrialUpdate TryUpdateChunk(const ChunkUpdate& update,
       if (slot.planes[plane] == nullptr) continue;
       const float* const values = slot.planes[plane] + offset;
       largest[plane] = std::max(largest[plane], LargestBits(values, elements));
-      if (largest[plane] < kInfinityBits || trial.non_finite.has_value()) continue;
+      if (largest[plane] < kInfinityBits) continue;
       const float* const found =
           std::find_if(values, values + elements, [](float x) { return !std::isfinite(x); });
-      trial.non_finite = {
-          .plane = static_cast<Plane>(plane), .element = begin + (found - values), .value = *found};
+      const int64_t element = begin + (found - values);
+      // The first element, so that the reason does not depend on how a parameter is cut.
+      if (trial.non_finite.has_value() && trial.non_finite->element <= element) continue;
+      trial.non_finite = {.plane = static_cast<Plane>(plane), .element = element, .value = *found};
     }
   };
   std::array<std::array<float, kTrialElements>, kMaxPlanes> scratch;

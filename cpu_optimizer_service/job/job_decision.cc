@@ -4,6 +4,8 @@
 // commit point: before it nothing of the step shows, after it the step only rolls forward.
 #include <algorithm>
 #include <cmath>
+#include <optional>
+#include <tuple>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -59,7 +61,24 @@ void JobImpl::DecideWhenComputed() {
                 ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
                   if (!admitted.ok()) return gate_.EndDeciding();  // Aborted meanwhile.
                   sums_.FinishAll();
-                  DecideOrTry(MakeDraft(std::get<SealedStep>(step_)));
+                  // What is left to sum is not little where chunks cut many blocks. An abort
+                  // waits for it.
+                  gate_.StartComputing();
+                  RunAfter([self = std::move(self)]() mutable { self->CombineAndDecide(); });
+                });
+}
+
+void JobImpl::CombineAndDecide() {
+  TaskPool& tasks = *environment_.tasks;
+  std::vector<double> group_sums = gradients_->CombineSums(
+      [&](int64_t count, absl::FunctionRef<void(int64_t)> body) { tasks.ForEach(count, body); });
+  Section section(*this);
+  gate_.StopComputing();
+  EnterHere(Admission::kUpdate, -1,
+            [this, self = Self(), group_sums = std::move(group_sums)](absl::Status admitted)
+                ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
+                  if (!admitted.ok()) return gate_.EndDeciding();  // Aborted meanwhile.
+                  DecideOrTry(MakeDraft(std::get<SealedStep>(step_), group_sums));
                 });
 }
 
@@ -99,13 +118,17 @@ void JobImpl::TryUpdate(Draft& draft) {
   for (StateBounds& bounds : draft.bounds) {
     if (!bounds.finite()) bounds = {.master = 0, .exp_avg = 0, .exp_avg_sq = 0};
   }
+  // The first in the order of groups and of declaration, whichever chunk has it.
+  std::optional<ChunkPiece> first;
+  const auto place = [&](const ChunkPiece& piece) {
+    return std::tuple(layout_.chunks()[piece.chunk].group, piece.parameter, piece.parameter_offset);
+  };
   for (int chunk = 0; chunk < static_cast<int>(chunks); ++chunk) {
     const TrialUpdate& trial = trials[chunk];
     if (trial.non_finite.has_value()) {
-      draft.outcome.decision.apply = false;
-      draft.outcome.decision.multipliers.clear();
-      draft.outcome.skip_reason = DescribeOverflow(draft, chunk, *trial.non_finite);
-      return;
+      const ChunkPiece found = layout_.PieceAt(chunk, trial.non_finite->element);
+      if (!first.has_value() || place(found) < place(*first)) first = found;
+      continue;
     }
     if (!trial.largest.finite()) continue;  // It was not tried.
     StateBounds& bounds = draft.bounds[layout_.chunks()[chunk].group];
@@ -113,28 +136,26 @@ void JobImpl::TryUpdate(Draft& draft) {
     bounds.exp_avg = std::max(bounds.exp_avg, trial.largest.exp_avg);
     bounds.exp_avg_sq = std::max(bounds.exp_avg_sq, trial.largest.exp_avg_sq);
   }
+  if (!first.has_value()) return;
+  draft.outcome.skip_reason = DescribeOverflow(draft, *first, *trials[first->chunk].non_finite);
+  draft.outcome.decision.apply = false;
+  draft.outcome.decision.multipliers.clear();
 }
 
-std::string JobImpl::DescribeOverflow(const Draft& draft, int index,
+std::string JobImpl::DescribeOverflow(const Draft& draft, const ChunkPiece& piece,
                                       const TrialUpdate::NonFinite& found) const {
-  const Chunk& chunk = layout_.chunks()[index];
-  const GradientView gradient = gradients_->view(index);
-  const int parameter = layout_.ParameterAt(chunk.group, chunk.begin + found.element);
+  const Chunk& chunk = layout_.chunks()[piece.chunk];
+  const GradientView gradient = gradients_->view(piece.chunk);
   return absl::StrCat("the update would leave ", Name(found.plane), " of ",
-                      spec().layout.parameters[parameter].name, " ", found.value, " at element ",
-                      chunk.begin + found.element - layout_.place(parameter).offset,
-                      ", where the gradient from rank ", chunk.rank, " is ",
-                      LoadElement(gradient.data, gradient.dtype, found.element), " times ",
-                      draft.update.multipliers[chunk.group],
+                      spec().layout.parameters[piece.parameter].name, " ", found.value,
+                      " at element ", piece.parameter_offset, ", where the gradient from rank ",
+                      chunk.rank, " is ", LoadElement(gradient.data, gradient.dtype, found.element),
+                      " times ", draft.update.multipliers[chunk.group],
                       "; see to the divisor, the clipping and lr");
 }
 
-JobImpl::Draft JobImpl::MakeDraft(const SealedStep& sealed) {
+JobImpl::Draft JobImpl::MakeDraft(const SealedStep& sealed, absl::Span<const double> group_sums) {
   const StepTerms& terms = sealed.terms();
-  std::vector<double> group_sums;
-  for (int group = 0; group < layout_.group_count(); ++group) {
-    group_sums.push_back(gradients_->CombineSums(group));
-  }
   Draft draft;
   StepOutcome& outcome = draft.outcome;
   outcome.step = terms.step;
@@ -164,31 +185,21 @@ JobImpl::Draft JobImpl::MakeDraft(const SealedStep& sealed) {
 }
 
 std::string JobImpl::DescribeNonFinite(const std::optional<NonFiniteReport>& report) const {
-  for (int index = 0; index < static_cast<int>(layout_.chunks().size()); ++index) {
-    const Chunk& chunk = layout_.chunks()[index];
-    const absl::Span<const double> sums = gradients_->block_sums(chunk.group);
-    const int64_t end = chunk.begin + chunk.elements;
-    for (int64_t block = chunk.begin / kBlockElements; block < end / kBlockElements; ++block) {
-      if (std::isfinite(sums[block])) continue;
-      const GradientView gradient = gradients_->view(index);
-      for (int64_t i = block * kBlockElements; i < (block + 1) * kBlockElements; ++i) {
-        const float value = LoadElement(gradient.data, gradient.dtype, i - chunk.begin);
-        if (std::isfinite(value)) continue;
-        if (report.has_value()) {  // Nearer to the cause than what has been summed over ranks.
-          return absl::StrCat(
-              "gradient of ", spec().layout.parameters[report->found.parameter].name, " is ",
-              report->found.value, " at element ", report->found.element, ", found on rank ",
-              report->rank, " in micro-step ", report->micro_step, " before reducing");
-        }
-        const int parameter = layout_.ParameterAt(chunk.group, i);
-        if (parameter == -1) return absl::StrCat("gradient is ", value, " in the padding");
-        return absl::StrCat("gradient of ", spec().layout.parameters[parameter].name, " is ", value,
-                            " at element ", i - layout_.place(parameter).offset, ", from rank ",
-                            chunk.rank);
-      }
-    }
+  const std::optional<ChunkPiece> found = gradients_->FirstNonFinite();
+  if (!found.has_value()) {
+    return "the gradients' norm with the loss scale and clipping leaves no fp32 multiplier";
   }
-  return "the gradients' norm with the loss scale and clipping leaves no fp32 multiplier";
+  if (report.has_value()) {  // Nearer to the cause than what has been summed over ranks.
+    return absl::StrCat("gradient of ", spec().layout.parameters[report->found.parameter].name,
+                        " is ", report->found.value, " at element ", report->found.element,
+                        ", found on rank ", report->rank, " in micro-step ", report->micro_step,
+                        " before reducing");
+  }
+  const GradientView gradient = gradients_->view(found->chunk);
+  return absl::StrCat("gradient of ", spec().layout.parameters[found->parameter].name, " is ",
+                      LoadElement(gradient.data, gradient.dtype, found->chunk_offset),
+                      " at element ", found->parameter_offset, ", from rank ",
+                      layout_.chunks()[found->chunk].rank);
 }
 
 JobImpl::UpdatePlan JobImpl::Decide(Draft draft) {
@@ -371,18 +382,6 @@ void JobImpl::Commit(UpdatePlan plan) {
 }
 
 // ---------------------------------------------------------------- provisional updates
-
-double JobImpl::SquaredNormOf(int index, const StepUpdate& update) const {
-  const Chunk& chunk = layout_.chunks()[index];
-  const double unscale = update.multipliers[chunk.group];
-  double sum = 0;
-  for (const double block :
-       gradients_->block_sums(chunk.group)
-           .subspan(chunk.begin / kBlockElements, chunk.elements / kBlockElements)) {
-    sum += block;
-  }
-  return unscale * unscale * sum;
-}
 
 std::optional<Speculation::Task> JobImpl::SpeculateIfWorthwhile(int index, double squared_norm) {
   if (speculation_.update() == nullptr) return std::nullopt;

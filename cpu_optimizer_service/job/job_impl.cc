@@ -32,25 +32,25 @@ int64_t WeightBufferBytes(const JobSpec& spec, const Layout& layout) {
   return bytes;
 }
 
+// Of a layout with a mesh: spaces, what lies in them, and padding.
+constexpr int64_t kBytesOfSpace = 64;
+constexpr int64_t kBytesOfShard = 96;
+int64_t ShardTableBytes(const LayoutSpec& layout) {
+  if (layout.mesh.empty()) return 0;
+  return layout.world_size * (kBytesOfSpace * layout.group_count +
+                              kBytesOfShard * static_cast<int64_t>(layout.parameters.size()));
+}
+
 // Descriptions, tables and records, by what they grow with; generous, since small beside the rest.
 int64_t TableBytes(const JobSpec& spec, const Layout& layout) {
   int64_t bytes = 384 * static_cast<int64_t>(layout.chunks().size()) + 512 * layout.world_size();
   bytes += static_cast<int64_t>(kRecentSteps * sizeof(HyperParameters) * spec.groups.size());
+  bytes += ShardTableBytes(spec.layout);
   for (const ParameterSpec& parameter : spec.layout.parameters) {
     bytes += 512 + static_cast<int64_t>(kMaxUsedSets / 8) +
              3 * static_cast<int64_t>(parameter.name.size() + 8 * parameter.shape.size());
   }
   return bytes;
-}
-
-// Sums of squares, by block and by span.
-int64_t SumBytes(const Layout& layout) {
-  int64_t sums = 0;
-  for (int group = 0; group < layout.group_count(); ++group) {
-    const int64_t blocks = layout.flat_blocks(group);
-    sums += blocks + (blocks + kSpanBlocks - 1) / kSpanBlocks;
-  }
-  return sums * int64_t{sizeof(double)};
 }
 
 int64_t WeightBufferCount(const Layout& layout) {
@@ -71,13 +71,19 @@ MemoryNeed NeedOf(const JobSpec& spec, const Layout& layout) {
         need.state_bytes + kTableBytesOfChunk * static_cast<int64_t>(layout.chunks().size());
   }
   need.other_bytes = WeightBufferBytes(spec, layout) * WeightBufferCount(layout) +
-                     SumBytes(layout) + TableBytes(spec, layout);
+                     SquareSums::Bytes(layout) + TableBytes(spec, layout);
   return need;
 }
 
 absl::StatusOr<std::shared_ptr<JobImpl>> JobImpl::Describe(JobIdentity identity,
                                                            const JobEnvironment& environment) {
   BALLAST_RETURN_IF_ERROR(Validate(identity.spec));
+  // A short description may have millions of shards. Of more than kMaxShards none is laid out.
+  MemoryBudget::Reservation room;
+  if (const int64_t bytes = ShardTableBytes(identity.spec.layout);
+      bytes > 0 && bytes <= kBytesOfShard * kMaxShards) {
+    BALLAST_ASSIGN_OR_RETURN(room, environment.budget->Reserve(bytes, "laying out a job's shards"));
+  }
   BALLAST_ASSIGN_OR_RETURN(Layout layout, Layout::Create(identity.spec.layout));
   return std::shared_ptr<JobImpl>(new JobImpl(std::move(identity), std::move(layout), environment));
 }
@@ -244,19 +250,18 @@ absl::StatusOr<bool> JobImpl::WriteInitialWeights(
   const auto finite = [](float weight) { return std::isfinite(weight); };
   const auto bad = std::find_if_not(weights.begin(), weights.end(), finite);
   if (bad != weights.end()) {
-    const int64_t at = chunk.begin + (bad - weights.begin());
-    const int parameter = layout_.ParameterAt(chunk.group, at);
+    const ChunkPiece at = layout_.PieceAt(static_cast<int>(index), bad - weights.begin());
     return absl::InvalidArgumentError(
-        parameter == -1
+        at.parameter == -1
             ? absl::StrCat("first weights of chunk ", index, " have ", *bad,
                            " in the padding; padding must be zero")
-            : absl::StrCat("the first weight of ", spec().layout.parameters[parameter].name, " is ",
-                           *bad, " at element ", at - layout_.place(parameter).offset,
+            : absl::StrCat("the first weight of ", spec().layout.parameters[at.parameter].name,
+                           " is ", *bad, " at element ", at.parameter_offset,
                            "; weights must be finite"));
   }
-  for (int64_t i = chunk.elements - 1; i >= 0; --i) {
-    if (layout_.ParameterAt(chunk.group, chunk.begin + i) != -1) break;
-    if (weights[i] != 0) {
+  for (const ChunkPiece& padding : layout_.padding_of(static_cast<int>(index))) {
+    for (int64_t i = padding.chunk_offset; i < padding.chunk_offset + padding.elements; ++i) {
+      if (weights[i] == 0) continue;
       return absl::InvalidArgumentError(absl::StrCat("first weights of chunk ", index, " have ",
                                                      weights[i], " in the padding at element ", i,
                                                      "; padding must be zero"));

@@ -229,8 +229,8 @@ class JobImpl : public Job {
   absl::StatusOr<Accepted> Accept(const StreamKey& key, const Contribution& given)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void AddToGradient(const Contribution& given, const RankMemory* memory);
-  // Computes the chunk's sums; returns about what they add to the squared norm of the provisional
-  // update.
+  // Computes the chunk's sums; returns about what they add to the squared norm, unscaled and
+  // divided. Only provisional updates depend on that.
   double ComputeSums(uint64_t step, int chunk, const StepUpdate* provisional);
   // Has the sums of a chunk computed by a task, unless it comes too late for `attempt`.
   void StartSums(uint64_t step, int chunk, uint64_t attempt);
@@ -240,24 +240,27 @@ class JobImpl : public Job {
 
   // ---- job_decision.cc
   void StartDecisionIfDue() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // On a thread of the engine's: finishes the sums, and waits in the gate for what else is being
-  // computed.
+  // On a thread of the engine's: finishes the chunks' sums, and waits in the gate for what else is
+  // being computed.
   void RunDecision();
   void DecideWhenComputed();
+  // Then, with nothing else under way: sums what chunks share, and decides.
+  void CombineAndDecide();
   // What is to be decided, while it can still become a skip.
   struct Draft {
     StepOutcome outcome;
     StepUpdate update;
     std::vector<StateBounds> bounds;  // By group, of the state that the update leaves.
   };
-  Draft MakeDraft(const SealedStep& sealed) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  Draft MakeDraft(const SealedStep& sealed, absl::Span<const double> group_sums)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Why a step is skipped; `report` is what a worker found before reducing.
   std::string DescribeNonFinite(const std::optional<NonFiniteReport>& report) const;
   // P10: computes, without the lock and without a trace of it, the update of the groups of which
   // the bounds do not tell that their state stays finite. The draft has their bounds then, or is a
   // skip.
   void TryUpdate(Draft& draft);
-  std::string DescribeOverflow(const Draft& draft, int chunk,
+  std::string DescribeOverflow(const Draft& draft, const ChunkPiece& piece,
                                const TrialUpdate::NonFinite& found) const;
   // Computes the draft's trial, if it needs one, then waits in the gate once more and decides.
   void DecideOrTry(Draft draft) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -275,8 +278,6 @@ class JobImpl : public Job {
   void Commit(UpdatePlan plan);
 
   bool CanSpeculate() const { return need_.speculation_bytes > 0; }
-  // Of a chunk whose sums are current, unscaled and divided; only provisional updates depend on it.
-  double SquaredNormOf(int chunk, const StepUpdate& update) const;
   // The chunk's final contribution is in, and its sums are current. A provisional update that can
   // run now, of whichever chunk, is the caller's to run or start, outside the lock.
   std::optional<Speculation::Task> SpeculateIfWorthwhile(int chunk, double squared_norm)

@@ -96,8 +96,7 @@ absl::StatusOr<Snapshot> JobImpl::SnapshotOf(absl::Span<const int> parameters,
 Pending JobImpl::TakeSnapshot(std::vector<int> parameters, Done<Snapshot> done) {
   absl::flat_hash_set<int> needed;
   for (const int parameter : parameters) {
-    const auto [first, last] = layout_.ChunksOfParameter(parameter);
-    for (int chunk = first; chunk < last; ++chunk) needed.insert(chunk);
+    for (const int chunk : layout_.ChunksOfParameter(parameter)) needed.insert(chunk);
   }
   return Enter(Admission::kSnapshot, -1,
                [this, self = shared_from_this(), parameters = std::move(parameters),
@@ -111,17 +110,12 @@ Pending JobImpl::TakeSnapshot(std::vector<int> parameters, Done<Snapshot> done) 
 
 void JobImpl::ReadCommitted(int parameter, Plane plane, int64_t offset,
                             absl::Span<float> out) const {
-  const int64_t begin = layout_.place(parameter).offset + offset;
-  const int64_t end = begin + static_cast<int64_t>(out.size());
-  const auto [first, last] = layout_.ChunksOfParameter(parameter);
-  for (int index = first; index < last; ++index) {
-    const Chunk& chunk = layout_.chunks()[index];
-    const int64_t from = std::max(begin, chunk.begin);
-    const int64_t to = std::min(end, chunk.begin + chunk.elements);
-    if (from >= to) continue;
-    std::memcpy(out.data() + (from - begin), store_->Published(index)[plane] + (from - chunk.begin),
-                (to - from) * sizeof(float));
-  }
+  const int64_t end = offset + static_cast<int64_t>(out.size());
+  layout_.VisitRange(parameter, offset, end, [&](const ChunkPiece& piece) {
+    std::memcpy(out.data() + (piece.parameter_offset - offset),
+                store_->Published(piece.chunk)[plane] + piece.chunk_offset,
+                piece.elements * sizeof(float));
+  });
 }
 
 CheckpointIndex JobImpl::MakeIndex(const JobRecord& record) const {

@@ -230,7 +230,9 @@ void JobImpl::AddToGradient(const Contribution& given, const RankMemory* memory)
 double JobImpl::ComputeSums(uint64_t step, int chunk, const StepUpdate* provisional) {
   const TraceSpan span(trace_, TraceEventKind::kSummed, step, chunk);
   gradients_->ComputeSums(chunk);
-  return provisional == nullptr ? 0 : SquaredNormOf(chunk, *provisional);
+  if (provisional == nullptr) return 0;
+  const double unscale = provisional->multipliers[layout_.chunks()[chunk].group];
+  return unscale * unscale * gradients_->SumInChunk(chunk);
 }
 
 void JobImpl::StartOfChunk(int chunk, std::function<void()> task) {
@@ -303,11 +305,10 @@ absl::StatusOr<std::optional<SealRefusal>> JobImpl::Seal(const StreamKey& key, u
       return SealRefusal{WithReason(std::move(status), reason::kSendAndSealAgain), {}};
     }
     if (!open->UnsealedRanks().empty()) return std::nullopt;
-    auto refused =
-        CheckStep(Given(*open), key.rank,
-                  [&](int chunk, int64_t from, int64_t to) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-                    return gradients_->HasNonZero(chunk, from, to, sums_.current(chunk));
-                  });
+    auto refused = CheckStep(Given(*open), key.rank,
+                             [&](const ChunkPiece& piece) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+                               return gradients_->HasNonZero(piece, sums_.current(piece.chunk));
+                             });
     if (!refused.has_value()) {
       SealedStep sealed = std::move(*open).Close();
       step_ = std::move(sealed);

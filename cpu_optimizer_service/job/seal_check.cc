@@ -77,7 +77,10 @@ std::optional<SealRefusal> CheckRankIsWhole(const StepGiven& given, int rank,
     if (next == micro_steps) continue;
     if (given.ledger.closed(chunk)) closed = chunk;
     auto& parameters = missing[next];
-    for (const ChunkPiece& piece : given.layout.Pieces(chunk)) parameters.insert(piece.parameter);
+    given.layout.VisitParts(chunk, [&](const ChunkPart& part) {
+      parameters.insert(part.parameter);
+      return true;
+    });
   }
   if (missing.empty()) return std::nullopt;
   SealRefusal refusal;
@@ -104,38 +107,40 @@ std::optional<SealRefusal> CheckRankIsWhole(const StepGiven& given, int rank,
                  std::move(refusal));
 }
 
-// A chunk that has a non-zero gradient in elements [begin, end) of a flat space, or -1.
-int ChunkWithGradient(const StepGiven& given, int group, int64_t begin, int64_t end,
-                      HasGradient has_gradient) {
-  for (int64_t at = begin; at < end;) {
-    const int index = given.layout.ChunkAt(group, at);
-    const Chunk& chunk = given.layout.chunks()[index];
-    const int64_t chunk_end = std::min(end, chunk.begin + chunk.elements);
-    if (has_gradient(index, at, chunk_end)) return index;
-    at = chunk_end;
-  }
-  return -1;
+// A chunk that has a non-zero gradient of the parameter, or -1.
+int ChunkWithGradient(const StepGiven& given, int parameter, HasGradient has_gradient) {
+  int found = -1;
+  given.layout.VisitRange(parameter, 0, given.layout.place(parameter).elements,
+                          [&](const ChunkPiece& piece) {
+                            if (found == -1 && has_gradient(piece)) found = piece.chunk;
+                          });
+  return found;
 }
 
 // A chunk that came as empty for a micro-step in which one of its parameters was used.
 std::optional<SealRefusal> CheckEmpties(const StepGiven& given) {
-  for (const auto& [chunk, empties] : given.step.empties()) {
-    for (const ChunkPiece& piece : given.layout.Pieces(chunk)) {
-      for (const auto& [begin, end] : empties) {
-        const std::optional<uint32_t> micro_step = given.step.FirstUse(piece.parameter, begin, end);
+  std::optional<SealRefusal> refusal;
+  for (const auto& of_chunk : given.step.empties()) {
+    const int chunk = of_chunk.first;
+    given.layout.VisitParts(chunk, [&](const ChunkPart& part) {
+      for (const auto& [begin, end] : of_chunk.second) {
+        const std::optional<uint32_t> micro_step = given.step.FirstUse(part.parameter, begin, end);
         if (!micro_step.has_value()) continue;
-        const std::string& name = given.spec.layout.parameters[piece.parameter].name;
+        const std::string& name = given.spec.layout.parameters[part.parameter].name;
         const int owner = given.layout.chunks()[chunk].rank;
-        return SealRefusal{absl::FailedPreconditionError(
-                               absl::StrCat("step ", given.step.terms().step, ": parameter ", name,
-                                            " received a gradient in micro-step ", *micro_step,
-                                            ", but was sent as empty (chunk ", chunk, " from rank ",
-                                            owner, "); abort the step and redo it")),
-                           {{.rank = owner, .micro_step = *micro_step, .parameters = {name}}}};
+        refusal = SealRefusal{absl::FailedPreconditionError(absl::StrCat(
+                                  "step ", given.step.terms().step, ": parameter ", name,
+                                  " received a gradient in micro-step ", *micro_step,
+                                  ", but was sent as empty (chunk ", chunk, " from rank ", owner,
+                                  "); abort the step and redo it")),
+                              {{.rank = owner, .micro_step = *micro_step, .parameters = {name}}}};
+        return false;
       }
-    }
+      return true;
+    });
+    if (refusal.has_value()) break;
   }
-  return std::nullopt;
+  return refusal;
 }
 
 std::optional<SealRefusal> CheckParameters(const StepGiven& given, int last_rank,
@@ -148,8 +153,7 @@ std::optional<SealRefusal> CheckParameters(const StepGiven& given, int last_rank
     if (!parameter.trainable || place.elements == 0) continue;
     if (given.step.used(p)) continue;
     AddName(unused, parameter.name);
-    const int chunk = ChunkWithGradient(given, parameter.group, place.offset,
-                                        place.offset + place.elements, has_gradient);
+    const int chunk = ChunkWithGradient(given, p, has_gradient);
     if (chunk == -1) continue;
     const int owner = given.layout.chunks()[chunk].rank;
     return SealRefusal{absl::FailedPreconditionError(absl::StrCat(
@@ -189,21 +193,16 @@ std::optional<SealRefusal> CheckStep(const StepGiven& given, int last_rank,
                                    "; all ranks must seal the same number")),
                                {}});
   }
-  for (int group = 0; group < given.layout.group_count(); ++group) {
-    const int64_t end = given.layout.flat_elements(group);
-    int64_t padding = end;
-    while (padding > 0 && given.layout.ParameterAt(group, padding - 1) == -1) --padding;
-    if (const int chunk = ChunkWithGradient(given, group, padding, end, has_gradient);
-        chunk != -1) {
-      return Because(
-          reason::kAbortAndRedo,
-          SealRefusal{
-              absl::FailedPreconditionError(absl::StrCat(
-                  "step ", step, ": rank ", given.layout.chunks()[chunk].rank, " sent chunk ",
-                  chunk, " with a gradient in the padding of group ", given.spec.groups[group].name,
-                  "; padding must be zero; abort the step and redo it")),
-              {}});
-    }
+  for (const ChunkPiece& padding : given.layout.padding()) {
+    if (!has_gradient(padding)) continue;
+    const Chunk& chunk = given.layout.chunks()[padding.chunk];
+    return Because(reason::kAbortAndRedo,
+                   SealRefusal{absl::FailedPreconditionError(absl::StrCat(
+                                   "step ", step, ": rank ", chunk.rank, " sent chunk ",
+                                   padding.chunk, " with a gradient in the padding of group ",
+                                   given.spec.groups[chunk.group].name,
+                                   "; padding must be zero; abort the step and redo it")),
+                               {}});
   }
   auto refused = CheckEmpties(given);
   if (!refused.has_value()) refused = CheckParameters(given, last_rank, has_gradient);
@@ -213,22 +212,17 @@ std::optional<SealRefusal> CheckStep(const StepGiven& given, int last_rank,
 std::vector<std::string> NamesBehind(const JobSpec& spec, const Layout& layout,
                                      const Ledger& ledger, int rank, uint32_t micro_step) {
   std::vector<std::string> names;
-  int group = -1;
-  int64_t named_end = 0;  // The parameters before this element of the group have been looked at.
-  // Goes from parameter to parameter, since a chunk may hold a quarter of a million of them.
+  int last =
+      -1;  // The rank's chunks have parameters in their order, so only this one may come again.
   for (const int index : layout.chunks_of_rank(rank)) {
     if (ledger.next_micro_step(index) == micro_step) continue;
-    const Chunk& chunk = layout.chunks()[index];
-    if (chunk.group != group) named_end = 0;
-    group = chunk.group;
-    const int64_t end = chunk.begin + chunk.elements;
-    for (int64_t at = std::max(named_end, chunk.begin); at < end; at = named_end) {
-      const int parameter = layout.ParameterAt(group, at);
-      if (parameter == -1) break;  // Padding.
-      names.push_back(spec.layout.parameters[parameter].name);
-      if (names.size() == kMissingNames) return names;
-      named_end = layout.place(parameter).offset + layout.place(parameter).elements;
-    }
+    // No further than needed, since a chunk may hold a quarter of a million of them.
+    layout.VisitParts(index, [&](const ChunkPart& part) {
+      if (part.parameter != last) names.push_back(spec.layout.parameters[part.parameter].name);
+      last = part.parameter;
+      return names.size() < kMissingNames;
+    });
+    if (names.size() == kMissingNames) break;
   }
   return names;
 }

@@ -31,9 +31,8 @@ struct StepGiven {
   const OpenStep& step;
 };
 
-// Whether a chunk has a non-zero gradient in elements [begin, end) of its flat space, which lie in
-// it.
-using HasGradient = absl::FunctionRef<bool(int chunk, int64_t begin, int64_t end)>;
+// Whether a piece, which may be padding, has a non-zero gradient.
+using HasGradient = absl::FunctionRef<bool(const ChunkPiece& piece)>;
 
 // At a rank's seal: its backward reached some parameter in every micro-step, where it must, and the
 // ledger has all `micro_steps` of each of its chunks.

@@ -31,9 +31,6 @@ std::vector<bool> ChunksAsSpeculated(const Layout& layout, const StepOutcome& ou
     groups.push_back(decision.apply &&
                      decision.multipliers[group] == UnclippedMultiplier(scale, group));
   }
-  const auto is_updated = [&](const ChunkPiece& piece) {
-    return decided.update_counts[piece.parameter] > 0;
-  };
   std::vector<bool> chunks;
   chunks.reserve(layout.chunks().size());
   for (int index = 0; index < static_cast<int>(layout.chunks().size()); ++index) {
@@ -41,8 +38,10 @@ std::vector<bool> ChunksAsSpeculated(const Layout& layout, const StepOutcome& ou
     // Only unused parameters can be left out, so the pieces need not be looked at where there are
     // none.
     if (!chunks.back() || outcome.unused_parameters.empty()) continue;
-    const std::vector<ChunkPiece> pieces = layout.Pieces(index);
-    chunks.back() = std::all_of(pieces.begin(), pieces.end(), is_updated);
+    layout.VisitParts(index, [&](const ChunkPart& part) {
+      chunks.back() = decided.update_counts[part.parameter] > 0;
+      return static_cast<bool>(chunks.back());
+    });
   }
   return chunks;
 }

@@ -14,17 +14,12 @@ bool Snapshot::has_plane(int parameter, Plane plane) const {
 }
 
 void Snapshot::Read(int parameter, Plane plane, int64_t offset, absl::Span<float> out) const {
-  const int64_t begin = layout_->place(parameter).offset + offset;  // In flat space.
-  const auto [first, last] = layout_->ChunksOfParameter(parameter);
-  for (int index = first; index < last; ++index) {
-    const Chunk& chunk = layout_->chunks()[index];
-    const int64_t from = std::max(begin, chunk.begin);
-    const int64_t to =
-        std::min(begin + static_cast<int64_t>(out.size()), chunk.begin + chunk.elements);
-    if (from >= to) continue;
-    std::memcpy(out.data() + (from - begin), pins_.at(index).slot()[plane] + (from - chunk.begin),
-                (to - from) * sizeof(float));
-  }
+  const int64_t end = offset + static_cast<int64_t>(out.size());
+  layout_->VisitRange(parameter, offset, end, [&](const ChunkPiece& piece) {
+    std::memcpy(out.data() + (piece.parameter_offset - offset),
+                pins_.at(piece.chunk).slot()[plane] + piece.chunk_offset,
+                piece.elements * sizeof(float));
+  });
 }
 
 namespace {

@@ -30,14 +30,15 @@ class DeviceArithmetic final : public LocalArithmetic {
   absl::Status AddGradient(int chunk, bool first, absl::Span<const std::byte> payload,
                            std::function<void()> released) override;
   absl::Status ZeroGradient(int chunk) override;
-  absl::Status BlockSums(int chunk, absl::Span<double> sums) override;
+  absl::Status BlockSums(int chunk, int64_t begin, absl::Span<double> sums) override;
+  absl::Status ReadGradient(int chunk, int64_t begin, absl::Span<float> values) override;
   absl::Status Update(int chunk, int64_t begin, int64_t elements,
                       const AdamScalars& scalars) override;
   absl::Status Finish() override;
 
  private:
   struct WantedSums {
-    int64_t first_block = 0;  // In the partition.
+    int64_t first = 0;  // In block_sums_.
     absl::Span<double> to;
   };
 
@@ -122,13 +123,25 @@ absl::Status DeviceArithmetic::ZeroGradient(int index) {
                        chunk(index).elements * sizeof(float));
 }
 
-absl::Status DeviceArithmetic::BlockSums(int index, absl::Span<double> sums) {
-  const int64_t blocks = chunk(index).elements / kBlockElements;
-  Check(static_cast<int64_t>(sums.size()) == blocks, "each block has a sum");
-  const int64_t first_block = begin(index) / kBlockElements;
-  wanted_sums_.push_back({.first_block = first_block, .to = sums});
-  return cuda::BlockSumsOfSquares(*stream_, blocks, gradient_->as<float>() + begin(index),
-                                  block_sums_->as<double>() + first_block);
+absl::Status DeviceArithmetic::BlockSums(int index, int64_t from, absl::Span<double> sums) {
+  if (sums.empty()) return absl::OkStatus();
+  const auto blocks = static_cast<int64_t>(sums.size());
+  const int64_t first =
+      wanted_sums_.empty()
+          ? 0
+          : wanted_sums_.back().first + static_cast<int64_t>(wanted_sums_.back().to.size());
+  Check(from + blocks * kBlockElements <= chunk(index).elements, "blocks lie in their chunk");
+  Check((first + blocks) * sizeof(double) <= block_sums_->size_bytes(), "a block is summed once");
+  wanted_sums_.push_back({.first = first, .to = sums});
+  return cuda::BlockSumsOfSquares(*stream_, blocks, gradient_->as<float>() + begin(index) + from,
+                                  block_sums_->as<double>() + first);
+}
+
+absl::Status DeviceArithmetic::ReadGradient(int index, int64_t from, absl::Span<float> values) {
+  if (values.empty()) return absl::OkStatus();
+  return stream_->CopyToHost(
+      {reinterpret_cast<std::byte*>(values.data()), values.size() * sizeof(float)},
+      gradient_->as<float>() + begin(index) + from);
 }
 
 absl::Status DeviceArithmetic::Update(int index, int64_t from, int64_t elements,
@@ -157,11 +170,11 @@ absl::Status DeviceArithmetic::Finish() {
   if (wanted_sums_.empty()) return Synchronize();
   const absl::Span<std::byte> host = host_block_sums_->bytes();
   const std::vector<WantedSums> wanted = std::exchange(wanted_sums_, {});
-  BALLAST_RETURN_IF_ERROR(
-      stream_->CopyToHost(host.subspan(0, block_sums_->size_bytes()), block_sums_->data()));
+  const size_t bytes = (wanted.back().first + wanted.back().to.size()) * sizeof(double);
+  BALLAST_RETURN_IF_ERROR(stream_->CopyToHost(host.subspan(0, bytes), block_sums_->data()));
   BALLAST_RETURN_IF_ERROR(Synchronize());
   for (const WantedSums& sums : wanted) {
-    std::memcpy(sums.to.data(), host.data() + sums.first_block * sizeof(double),
+    std::memcpy(sums.to.data(), host.data() + sums.first * sizeof(double),
                 sums.to.size() * sizeof(double));
   }
   return absl::OkStatus();

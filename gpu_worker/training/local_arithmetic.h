@@ -8,6 +8,7 @@
 #define BALLAST_GPU_WORKER_TRAINING_LOCAL_ARITHMETIC_H_
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 
 #include "absl/status/status.h"
@@ -29,9 +30,11 @@ class LocalArithmetic {
   virtual absl::Status AddGradient(int chunk, bool first, absl::Span<const std::byte> payload,
                                    std::function<void()> released) = 0;
   virtual absl::Status ZeroGradient(int chunk) = 0;
-  // BlockSumOfSquaresReference of each block of the chunk's gradient, in order; `sums` are there
-  // when Finish returns.
-  virtual absl::Status BlockSums(int chunk, absl::Span<double> sums) = 0;
+  // BlockSumOfSquaresReference of the whole blocks of the chunk's gradient from element `begin` on,
+  // in order; `sums` are there when Finish returns. No element is asked for twice before that.
+  virtual absl::Status BlockSums(int chunk, int64_t begin, absl::Span<double> sums) = 0;
+  // Elements of the chunk's gradient from `begin` on; they are there when Finish returns.
+  virtual absl::Status ReadGradient(int chunk, int64_t begin, absl::Span<float> values) = 0;
   // UpdateAdamReference of elements [begin, begin + elements) of the chunk, in place; the weights
   // follow.
   virtual absl::Status Update(int chunk, int64_t begin, int64_t elements,

@@ -21,10 +21,20 @@ LocalOptimizer::LocalOptimizer(const JobSpec& job, const Layout& layout, Collect
       unused_policy_(job.unused_policy),
       groups_(job.groups),
       ledger_(layout.chunks().size()),
+      blocks_(layout),
       used_(layout.spec().parameters.size()),
       update_counts_(layout.spec().parameters.size(), 0) {
   for (const GroupSpec& group : groups_) {
     Check(!group.hyper_parameters.amsgrad, "the local optimizer has no amsgrad");
+  }
+  std::vector<bool> full(blocks_.blocks(), false);
+  for (int rank = 0; rank < layout.world_size(); ++rank) {
+    VisitFullBlocks(rank, [&](int, int64_t, int64_t first_block, int64_t number) {
+      std::fill_n(full.begin() + first_block, number, true);
+    });
+  }
+  for (int64_t block = 0; block < blocks_.blocks(); ++block) {
+    if (!full[block]) other_blocks_.push_back(block);
   }
 }
 
@@ -105,50 +115,114 @@ absl::StatusOr<std::vector<int>> LocalOptimizer::FindUnused() {
   return unused;
 }
 
-absl::StatusOr<std::vector<std::vector<double>>> LocalOptimizer::GatherBlockSums() {
+template <class Visit>
+void LocalOptimizer::VisitFullBlocks(int rank, Visit&& visit) const {
+  for (const int index : layout_.chunks_of_rank(rank)) {
+    layout_.VisitPieces(index, [&](const ChunkPiece& piece) {
+      const NormBlocks::WholeBlocks whole = blocks_.WholeIn(piece);
+      const int64_t full = whole.elements / kBlockElements;
+      if (full > 0) visit(index, whole.chunk_offset, whole.blocks.begin, full);
+    });
+  }
+}
+
+absl::Status LocalOptimizer::GatherFullBlocks(absl::Span<double> block_sums) {
   const int world_size = collective_.world_size();
-  int64_t most_blocks = 0;
+  int64_t most = 0;
   for (int rank = 0; rank < world_size; ++rank) {
-    most_blocks = std::max(most_blocks, layout_.partition_elements(rank) / kBlockElements);
+    int64_t count = 0;
+    VisitFullBlocks(rank, [&](int, int64_t, int64_t, int64_t number) { count += number; });
+    most = std::max(most, count);
   }
-  // An all-gather takes pieces of one size: that of the longest partition.
-  std::vector<double> mine(most_blocks);
+  if (most == 0) return absl::OkStatus();
+  // An all-gather takes pieces of one size: that of the rank with the most.
+  std::vector<double> mine(most);
   absl::Span<double> next = absl::MakeSpan(mine);
-  for (const int index : my_chunks()) {
-    const int64_t blocks = layout_.chunks()[index].elements / kBlockElements;
-    if (!ledger_[index].has_gradient) BALLAST_RETURN_IF_ERROR(arithmetic_->ZeroGradient(index));
-    BALLAST_RETURN_IF_ERROR(arithmetic_->BlockSums(index, next.first(blocks)));
-    next.remove_prefix(blocks);
-  }
+  absl::Status status;
+  VisitFullBlocks(collective_.rank(), [&](int chunk, int64_t begin, int64_t, int64_t number) {
+    status.Update(arithmetic_->BlockSums(chunk, begin, next.first(number)));
+    next.remove_prefix(number);
+  });
+  BALLAST_RETURN_IF_ERROR(status);
   BALLAST_RETURN_IF_ERROR(arithmetic_->Finish());
-  std::vector<double> all(most_blocks * world_size);
+  std::vector<double> all(most * world_size);
   BALLAST_RETURN_IF_ERROR(collective_.AllGather(
       {reinterpret_cast<const std::byte*>(mine.data()), mine.size() * sizeof(double)},
       {reinterpret_cast<std::byte*>(all.data()), all.size() * sizeof(double)}));
-
-  // Back in flat-space order, in which the service adds them: the same bits.
-  std::vector<std::vector<double>> sums;
-  for (int group = 0; group < layout_.group_count(); ++group) {
-    sums.emplace_back(layout_.flat_blocks(group));
-  }
   for (int rank = 0; rank < world_size; ++rank) {
-    auto from = all.begin() + rank * most_blocks;
-    for (const int index : layout_.chunks_of_rank(rank)) {
-      const Chunk& chunk = layout_.chunks()[index];
-      const int64_t blocks = chunk.elements / kBlockElements;
-      std::copy(from, from + blocks, sums[chunk.group].begin() + chunk.begin / kBlockElements);
-      from += blocks;
-    }
+    auto from = all.begin() + rank * most;
+    VisitFullBlocks(rank, [&](int, int64_t, int64_t first_block, int64_t number) {
+      std::copy_n(from, number, block_sums.begin() + first_block);
+      from += number;
+    });
   }
-  return sums;
+  return absl::OkStatus();
+}
+
+absl::Status LocalOptimizer::GatherOtherBlocks(absl::Span<double> block_sums) {
+  const auto visit_pieces = [&](auto&& visit) {
+    for (const int64_t block : other_blocks_) {
+      const NormBlocks::Place place = blocks_.PlaceOfBlock(block);
+      layout_.VisitRange(place.parameter, place.begin, place.end, [&](const ChunkPiece& piece) {
+        visit(block, piece, layout_.chunks()[piece.chunk].rank);
+      });
+    }
+  };
+  const int world_size = collective_.world_size();
+  std::vector<int64_t> elements(world_size, 0);
+  visit_pieces(
+      [&](int64_t, const ChunkPiece& piece, int rank) { elements[rank] += piece.elements; });
+  const int64_t most = *std::max_element(elements.begin(), elements.end());
+  if (most == 0) return absl::OkStatus();
+  std::vector<float> mine(most);
+  absl::Span<float> next = absl::MakeSpan(mine);
+  absl::Status status;
+  visit_pieces([&](int64_t, const ChunkPiece& piece, int rank) {
+    if (rank != collective_.rank()) return;
+    status.Update(
+        arithmetic_->ReadGradient(piece.chunk, piece.chunk_offset, next.first(piece.elements)));
+    next.remove_prefix(piece.elements);
+  });
+  BALLAST_RETURN_IF_ERROR(status);
+  BALLAST_RETURN_IF_ERROR(arithmetic_->Finish());
+  std::vector<float> all(most * world_size);
+  BALLAST_RETURN_IF_ERROR(collective_.AllGather(
+      {reinterpret_cast<const std::byte*>(mine.data()), mine.size() * sizeof(float)},
+      {reinterpret_cast<std::byte*>(all.data()), all.size() * sizeof(float)}));
+  std::vector<float> values;  // Of one block.
+  std::vector<int64_t> taken(world_size, 0);
+  visit_pieces([&](int64_t block, const ChunkPiece& piece, int rank) {
+    const NormBlocks::Place place = blocks_.PlaceOfBlock(block);
+    if (piece.parameter_offset == place.begin) values.clear();
+    const auto from = all.begin() + rank * most + taken[rank];
+    values.insert(values.end(), from, from + piece.elements);
+    taken[rank] += piece.elements;
+    block_sums[block] = BlockSumOfSquaresReference(values.data(), DType::kFloat32,
+                                                   static_cast<int64_t>(values.size()));
+  });
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<double>> LocalOptimizer::GatherGroupSums() {
+  for (const int index : my_chunks()) {
+    if (!ledger_[index].has_gradient) BALLAST_RETURN_IF_ERROR(arithmetic_->ZeroGradient(index));
+  }
+  std::vector<double> block_sums(blocks_.blocks());
+  BALLAST_RETURN_IF_ERROR(GatherFullBlocks(absl::MakeSpan(block_sums)));
+  BALLAST_RETURN_IF_ERROR(GatherOtherBlocks(absl::MakeSpan(block_sums)));
+  std::vector<double> span_sums(blocks_.spans());
+  for (int64_t span = 0; span < blocks_.spans(); ++span) {
+    const NormBlocks::Range blocks = blocks_.BlocksOfSpan(span);
+    span_sums[span] = SumInOrder(
+        absl::MakeConstSpan(block_sums).subspan(blocks.begin, blocks.end - blocks.begin));
+  }
+  return blocks_.GroupSums(span_sums);
 }
 
 absl::StatusOr<client::StepDecision> LocalOptimizer::Seal(uint32_t micro_steps) {
   BALLAST_RETURN_IF_ERROR(CheckComplete(micro_steps));
   BALLAST_ASSIGN_OR_RETURN(const std::vector<int> unused, FindUnused());
-  BALLAST_ASSIGN_OR_RETURN(const std::vector<std::vector<double>> sums, GatherBlockSums());
-  std::vector<double> group_sums;
-  for (const std::vector<double>& block_sums : sums) group_sums.push_back(GroupSum(block_sums));
+  BALLAST_ASSIGN_OR_RETURN(const std::vector<double> group_sums, GatherGroupSums());
   decision_ = Decide(group_sums, scale_, max_norm_);
   client::StepDecision result;
   result.step = committed_step_ + 1;

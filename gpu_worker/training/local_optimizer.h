@@ -11,6 +11,7 @@
 
 #include "cpu_optimizer_service/common/gradient_norm.h"
 #include "cpu_optimizer_service/common/job_spec.h"
+#include "cpu_optimizer_service/common/norm_blocks.h"
 #include "gpu_worker/collective/collective.h"
 #include "gpu_worker/training/local_arithmetic.h"
 #include "gpu_worker/training/optimizer.h"
@@ -50,8 +51,15 @@ class LocalOptimizer final : public StepOptimizer {
   absl::Status CheckComplete(uint32_t micro_steps) const;
   // The parameters that no rank used in any micro-step, by index.
   absl::StatusOr<std::vector<int>> FindUnused();
-  // Sums of squares of all blocks of all groups, from all ranks, each group's in flat-space order.
-  absl::StatusOr<std::vector<std::vector<double>>> GatherBlockSums();
+  // Calls visit(chunk, first element in it, first block, number) for all full blocks that lie whole
+  // in a rank's chunks.
+  template <class Visit>
+  void VisitFullBlocks(int rank, Visit&& visit) const;
+  // Of all full blocks and of all others, from all ranks.
+  absl::Status GatherFullBlocks(absl::Span<double> block_sums);
+  absl::Status GatherOtherBlocks(absl::Span<double> block_sums);
+  // The sums of squares of the groups.
+  absl::StatusOr<std::vector<double>> GatherGroupSums();
   absl::Status Update(int chunk);
   absl::Span<const int> my_chunks() const { return layout_.chunks_of_rank(collective_.rank()); }
 
@@ -62,8 +70,10 @@ class LocalOptimizer final : public StepOptimizer {
   const UnusedPolicy unused_policy_;
   std::vector<GroupSpec> groups_;  // Hyper-parameters as the last step's overrides left them.
   std::vector<Entry> ledger_;      // By chunk; only this rank's are used.
-  GradientScale scale_;            // In the open step, like the next two.
-  std::vector<double> used_;       // By parameter: in how many micro-steps.
+  const NormBlocks blocks_;
+  std::vector<int64_t> other_blocks_;  // Cut, or short.
+  GradientScale scale_;                // In the open step, like the next two.
+  std::vector<double> used_;           // By parameter: in how many micro-steps.
   Decision decision_;
   uint64_t committed_step_ = 0;
   std::vector<int64_t> update_counts_;  // By parameter.

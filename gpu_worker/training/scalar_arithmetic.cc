@@ -50,12 +50,17 @@ absl::Status ScalarArithmetic::ZeroGradient(int index) {
   return absl::OkStatus();
 }
 
-absl::Status ScalarArithmetic::BlockSums(int index, absl::Span<double> sums) {
-  const float* block = chunks_[index].gradient.data();
+absl::Status ScalarArithmetic::BlockSums(int index, int64_t begin, absl::Span<double> sums) {
+  const float* block = chunks_[index].gradient.data() + begin;
   for (double& sum : sums) {
     sum = BlockSumOfSquaresReference(block, DType::kFloat32);
     block += kBlockElements;
   }
+  return absl::OkStatus();
+}
+
+absl::Status ScalarArithmetic::ReadGradient(int index, int64_t begin, absl::Span<float> values) {
+  std::copy_n(chunks_[index].gradient.begin() + begin, values.size(), values.begin());
   return absl::OkStatus();
 }
 

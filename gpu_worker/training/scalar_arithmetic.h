@@ -26,7 +26,8 @@ class ScalarArithmetic final : public LocalArithmetic {
   absl::Status AddGradient(int chunk, bool first, absl::Span<const std::byte> payload,
                            std::function<void()> released) override;
   absl::Status ZeroGradient(int chunk) override;
-  absl::Status BlockSums(int chunk, absl::Span<double> sums) override;
+  absl::Status BlockSums(int chunk, int64_t begin, absl::Span<double> sums) override;
+  absl::Status ReadGradient(int chunk, int64_t begin, absl::Span<float> values) override;
   absl::Status Update(int chunk, int64_t begin, int64_t elements,
                       const AdamScalars& scalars) override;
   absl::Status Finish() override { return absl::OkStatus(); }

@@ -23,6 +23,7 @@ struct DescriptionSize {
   int64_t groups = 0;
   int64_t parameters = 0;
   int64_t partitions = 0;
+  int64_t mesh_dims = 0;
   std::string name;  // The request's own field 1, where that is a string.
 };
 
@@ -41,6 +42,7 @@ bool MeasureJob(CodedInputStream& in, DescriptionSize& size) {
     size.groups += field == v1::Job::kGroupsFieldNumber ? 1 : 0;
     size.parameters += field == v1::Job::kParametersFieldNumber ? 1 : 0;
     size.partitions += field == v1::Job::kPartitionsFieldNumber ? 1 : 0;
+    size.mesh_dims += field == v1::Job::kMeshFieldNumber ? 1 : 0;
     if (!WireFormatLite::SkipField(&in, tag)) return false;
   }
   if (!in.ConsumedEntireMessage()) return false;
@@ -105,7 +107,11 @@ int64_t MostBytesDescribing(const Job& job) {
   }
   for (const ParameterSpec& parameter : spec.layout.parameters) {
     bytes += kFullName + 64 + static_cast<int64_t>(parameter.name.size()) +
-             11 * static_cast<int64_t>(parameter.shape.size());
+             11 * static_cast<int64_t>(parameter.shape.size()) +
+             5 * static_cast<int64_t>(parameter.placements.size());
+  }
+  for (const MeshDim& dim : spec.layout.mesh) {
+    bytes += kFullName + 64 + static_cast<int64_t>(dim.name.size());
   }
   return bytes + 64 * MostRangesDescribing(job);
 }
@@ -121,6 +127,10 @@ absl::StatusOr<MemoryBudget::Reservation> RoomToRead(Engine& engine,
   }
   if (size.groups > kMaxGroups) return TooMany("groups", size.groups, kMaxGroups);
   if (size.partitions > kMaxChunks) return TooMany("partitions", size.partitions, kMaxChunks);
+  if (size.mesh_dims > static_cast<int64_t>(kMaxDimensions)) {
+    return absl::InvalidArgumentError(absl::StrCat("the mesh has ", size.mesh_dims,
+                                                   " dimensions, of ", kMaxDimensions, " at most"));
+  }
   const int64_t bytes = MostBytesToRead(size);
   if (bytes <= kSmallDescriptionBytes) return MemoryBudget::Reservation();
   return engine.Reserve(bytes, "reading the description of a job");

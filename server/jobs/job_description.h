@@ -17,7 +17,8 @@ namespace ballast::server {
 inline constexpr int64_t kSmallDescriptionBytes = int64_t{4} << 20;
 
 // Room in the memory limit to parse a serialized CreateJobRequest; none for a small one.
-// INVALID_ARGUMENT: more parameters, groups or ranges than a job may have, or no such message.
+// INVALID_ARGUMENT: more parameters, groups, ranges or dimensions than a job may have, or no such
+// message.
 // RESOURCE_EXHAUSTED.
 absl::StatusOr<MemoryBudget::Reservation> RoomToRead(Engine& engine,
                                                      const grpc::ByteBuffer& create_request);

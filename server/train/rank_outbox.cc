@@ -22,7 +22,8 @@ constexpr size_t kSharedMessages = 32;
 // A rank of many chunks gets more messages, so that the worker's copies to its device keep pace.
 constexpr size_t kLargestSharedBatch = 32;
 
-absl::StatusOr<grpc::ByteBuffer> SerializeWeights(Job& job, uint64_t generation,
+// `chunk`: in the job; the header has its number on the wire.
+absl::StatusOr<grpc::ByteBuffer> SerializeWeights(Job& job, uint64_t generation, int chunk,
                                                   const v1::WeightHeader& header,
                                                   WeightBuffer buffer) {
   if (buffer) {
@@ -30,8 +31,7 @@ absl::StatusOr<grpc::ByteBuffer> SerializeWeights(Job& job, uint64_t generation,
     const auto kept = std::make_shared<WeightBuffer>(std::move(buffer));
     return proto::SerializeTrainWeights(header, kept->bytes(), [kept] {});
   }
-  absl::StatusOr<OwnedWeights> read =
-      ReadWeights(job, generation, header.step(), static_cast<int>(header.chunk()));
+  absl::StatusOr<OwnedWeights> read = ReadWeights(job, generation, header.step(), chunk);
   if (!read.ok()) return read.status();
   return proto::SerializeTrainWeights(header, read->bytes(), [memory = read->memory] {});
 }
@@ -88,9 +88,10 @@ void RankOutbox::Opened(std::shared_ptr<Job> job, int rank, const RankPosition& 
   opened.set_committed_step(position.committed_step);
   opened.set_open_step(position.open_step);
   opened.set_micro_steps_ended(position.micro_steps_ended);
+  const int first_on_wire = job->layout().first_on_wire(rank);
   for (const ChunkProgress& progress : position.delivered) {
     v1::ChunkCount& count = *opened.add_delivered();
-    count.set_chunk(static_cast<uint32_t>(progress.chunk));
+    count.set_chunk(static_cast<uint32_t>(progress.chunk - first_on_wire));
     count.set_next_micro_step(progress.next_micro_step);
   }
   {
@@ -101,6 +102,7 @@ void RankOutbox::Opened(std::shared_ptr<Job> job, int rank, const RankPosition& 
     if (wire_ != nullptr) job_ = std::move(job);
     generation_ = position.generation;
     queue_bytes_ += message->ByteSizeLong();
+    first_on_wire_ = first_on_wire;
     queue_.emplace_front(std::move(message));  // The engine may have called the listener already.
   }
   Advance();
@@ -204,7 +206,12 @@ void RankOutbox::OnDecision(const StepOutcome& outcome, absl::Span<const int> dr
   const size_t named = std::min(unused.size(), kRecordedNames);
   decision.mutable_unused_parameters()->Add(unused.begin(), unused.begin() + named);
   decision.set_more_unused_parameters(static_cast<int64_t>(unused.size() - named));
-  decision.mutable_dropped_chunks()->Add(dropped_chunks.begin(), dropped_chunks.end());
+  {
+    MutexLock lock(mutex_);
+    for (const int chunk : dropped_chunks) {
+      decision.add_dropped_chunks(static_cast<uint32_t>(chunk - first_on_wire_));
+    }
+  }
   Push(std::move(message));
 }
 
@@ -314,6 +321,7 @@ RankOutbox::Move RankOutbox::NextMove() {
   move.wire = wire_;
   move.job = job_;
   move.generation = generation_;
+  move.first_on_wire = first_on_wire_;
   // Opened is sent first; then acknowledgements and the queue take turns, so that neither waits for
   // long.
   if (acknowledge && opened_sent_ && !(acknowledged_last_ && item)) {
@@ -341,15 +349,18 @@ absl::StatusOr<grpc::ByteBuffer> RankOutbox::Serialize(Move& move) {
   for (const Weights& weights : move.weights) sending_chunks_.push_back(weights.chunk);
   sending_since_ns_ = move.job->trace().Begin(first.step);
   if (!first.buffer.in_place()) {
-    return SerializeWeights(*move.job, move.generation,
-                            MakeWeightHeader(first.step, first.chunk, first.provisional),
-                            std::move(first.buffer));
+    return SerializeWeights(
+        *move.job, move.generation, first.chunk,
+        MakeWeightHeader(first.step, first.chunk - move.first_on_wire, first.provisional),
+        std::move(first.buffer));
   }
   v1::TrainResponse message;
   v1::SharedWeights& shared = *message.mutable_shared_weights();
   shared.set_step(first.step);
   shared.set_provisional(first.provisional);
-  shared.mutable_chunks()->Add(sending_chunks_.begin(), sending_chunks_.end());
+  for (const int chunk : sending_chunks_) {
+    shared.add_chunks(static_cast<uint32_t>(chunk - move.first_on_wire));
+  }
   return proto::SerializeControl(message);
 }
 

@@ -117,6 +117,7 @@ class RankOutbox final : public RankListener {
     std::unique_ptr<v1::TrainResponse> message;  // If there are no weights.
     std::shared_ptr<Job> job;
     uint64_t generation = 0;
+    int first_on_wire = 0;
     absl::Status status;
   };
   Move NextMove() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -135,6 +136,7 @@ class RankOutbox final : public RankListener {
   RankWire* wire_ ABSL_GUARDED_BY(mutex_);            // Null after Finish.
   std::shared_ptr<Job> job_ ABSL_GUARDED_BY(mutex_);  // Null before Opened.
   uint64_t generation_ ABSL_GUARDED_BY(mutex_) = 0;   // The stream's.
+  int first_on_wire_ ABSL_GUARDED_BY(mutex_) = 0;     // Layout::first_on_wire of the rank.
   std::deque<Item> queue_ ABSL_GUARDED_BY(mutex_);
   size_t queue_bound_ ABSL_GUARDED_BY(mutex_) = 0;
   size_t queue_bytes_ ABSL_GUARDED_BY(mutex_) = 0;     // Of messages that are not weights.

@@ -129,6 +129,7 @@ void TrainStream::Opened(int rank, absl::StatusOr<std::unique_ptr<RankStream>> s
   if (!stream.ok()) return outbox_->MessageFailed(stream.status());
   rank_stream_ = *std::move(stream);
   rank_chunks_ = job_->layout().chunks_of_rank(rank).size();
+  first_on_wire_ = job_->layout().first_on_wire(rank);
   outbox_->Opened(job_, rank, rank_stream_->position());
   outbox_->MessageDone();  // Reads the next message.
 }
@@ -140,7 +141,9 @@ absl::Status TrainStream::BeginStep(const v1::BeginStep& request) {
 
 absl::Status TrainStream::Contribute(const v1::GradientHeader& header,
                                      const proto::Payload& payload) {
-  return rank_stream_->Contribute(FromMessage(header, payload.pieces())).status();
+  Contribution contribution = FromMessage(header, payload.pieces());
+  contribution.chunk += first_on_wire_;
+  return rank_stream_->Contribute(contribution).status();
 }
 
 absl::Status TrainStream::Contribute(const v1::SharedGradients& request) {
@@ -155,7 +158,7 @@ absl::Status TrainStream::Contribute(const v1::SharedGradients& request) {
                                .final = request.final(),
                                .in_place = true};
   for (const uint32_t chunk : request.chunks()) {
-    contribution.chunk = chunk;
+    contribution.chunk = int64_t{chunk} + first_on_wire_;
     BALLAST_RETURN_IF_ERROR(rank_stream_->Contribute(contribution).status());
   }
   return absl::OkStatus();

@@ -100,12 +100,12 @@ absl::Status UploadStream::Write(const v1::WeightHeader& header, const proto::Pa
         absl::StrCat("first weights have step 0, not ", header.step()));
   }
   const absl::Span<const Chunk> chunks = job_->layout().chunks();
-  if (header.chunk() >= chunks.size() || chunks[header.chunk()].rank != rank_) {
+  const int64_t chunk = int64_t{header.chunk()} + job_->layout().first_on_wire(rank_);
+  if (chunk >= static_cast<int64_t>(chunks.size()) || chunks[chunk].rank != rank_) {
     return absl::InvalidArgumentError(absl::StrCat("chunk ", header.chunk(), " is not one of rank ",
                                                    rank_, "'s, of ", chunks.size(), " in all"));
   }
-  BALLAST_RETURN_IF_ERROR(
-      job_->WriteInitialWeights(header.chunk(), payload.pieces(), uploader_).status());
+  BALLAST_RETURN_IF_ERROR(job_->WriteInitialWeights(chunk, payload.pieces(), uploader_).status());
   chunks_.insert(header.chunk());
   return absl::OkStatus();
 }

@@ -78,24 +78,34 @@ absl::Status WeightsReader::Open(const Engine& engine, const grpc::ByteBuffer& b
 }
 
 absl::Status WeightsReader::ChooseChunks(const v1::ReadWeightsRequest& request) {
-  const size_t chunks_of_job = job_->layout().chunks().size();
+  const Layout& layout = job_->layout();
+  size_t chunks = layout.chunks().size();
+  if (layout.has_mesh()) {
+    if (request.rank() < 0 || request.rank() >= layout.world_size()) {
+      return absl::InvalidArgumentError(absl::StrCat("rank ", request.rank(), " of ",
+                                                     request.name(), ", which has world size ",
+                                                     layout.world_size()));
+    }
+    chunks = layout.chunks_of_rank(request.rank()).size();
+    first_on_wire_ = layout.first_on_wire(request.rank());
+  }
   if (request.chunks().empty()) {
-    chunks_.resize(chunks_of_job);
-    std::iota(chunks_.begin(), chunks_.end(), 0);
+    chunks_.resize(chunks);
+    std::iota(chunks_.begin(), chunks_.end(), first_on_wire_);
     return absl::OkStatus();
   }
-  std::vector<bool> chosen(chunks_of_job, false);
+  std::vector<bool> chosen(chunks, false);
   for (const uint32_t chunk : request.chunks()) {
-    if (chunk >= chunks_of_job) {
+    if (chunk >= chunks) {
       return absl::InvalidArgumentError(
-          absl::StrCat("chunk ", chunk, " of ", request.name(), ", which has ", chunks_of_job));
+          absl::StrCat("chunk ", chunk, " of ", request.name(), ", which has ", chunks));
     }
     if (chosen[chunk]) {
       return absl::InvalidArgumentError(absl::StrCat("chunk ", chunk, " of ", request.name(),
                                                      " is asked for twice; name each once"));
     }
     chosen[chunk] = true;
-    chunks_.push_back(static_cast<int>(chunk));
+    chunks_.push_back(first_on_wire_ + static_cast<int>(chunk));
   }
   return absl::OkStatus();
 }
@@ -104,8 +114,8 @@ absl::StatusOr<grpc::ByteBuffer> WeightsReader::NextChunk() {
   const int chunk = chunks_[next_++];
   BALLAST_ASSIGN_OR_RETURN(const OwnedWeights weights,
                            ReadWeights(*job_, generation_, step_, chunk));
-  return proto::SerializeReadWeights(MakeWeightHeader(step_, chunk), weights.bytes(),
-                                     [memory = weights.memory] {});
+  return proto::SerializeReadWeights(MakeWeightHeader(step_, chunk - first_on_wire_),
+                                     weights.bytes(), [memory = weights.memory] {});
 }
 
 }  // namespace ballast::server

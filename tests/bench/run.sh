@@ -117,6 +117,16 @@ elif [[ -x $bin/wire_apis ]]; then
 else
   skip wire_apis "no $bin/wire_apis"
 fi
+if [[ -x $bin/layout_bench ]]; then
+  part layout "$bin/layout_bench" "${size[@]}" --json "$raw/layout.json"
+else
+  skip layout "no $bin/layout_bench"
+fi
+if [[ -x $bin/norm_bench ]]; then
+  part norm "$bin/norm_bench" "${size[@]}" --json "$raw/norm.json"
+else
+  skip norm "no $bin/norm_bench"
+fi
 if [[ -x $bin/trace_bench ]]; then
   part trace "$bin/trace_bench" "${size[@]}" --json "$raw/trace.json"
 else

@@ -86,11 +86,28 @@ std::string Text(const HyperParameterOverrides& changes) {
   return text.empty() ? "nothing" : text;
 }
 
+absl::string_view Text(ShardingPlan sharding) {
+  switch (sharding) {
+    case ShardingPlan::kBuckets:
+      return "buckets";
+    case ShardingPlan::kRows:
+      return "rows";
+    case ShardingPlan::kColumns:
+      return "columns";
+    case ShardingPlan::kReplicas:
+      return "replicas of rows";
+    case ShardingPlan::kRowsAndColumns:
+      return "rows and columns";
+  }
+  return "unknown";
+}
+
 std::string Text(const JobPlan& job) {
   std::string text = absl::StrCat(
-      "job: ", job.world_size, " ranks, ", job.threads, " threads, buckets of ",
-      job.bucket_elements, ", chunks of ", job.chunk_elements, ", max_norm ", job.max_norm,
-      ", unused ", Name(job.unused_policy), ", max_micro_steps ", job.max_micro_steps, ", ",
+      "job: ", job.world_size, " ranks, ", job.threads, " threads, ", Text(job.sharding),
+      job.sharding == ShardingPlan::kBuckets ? absl::StrCat(" of ", job.bucket_elements) : "",
+      ", chunks of ", job.chunk_elements, ", max_norm ", job.max_norm, ", unused ",
+      Name(job.unused_policy), ", max_micro_steps ", job.max_micro_steps, ", ",
       job.update_mode == UpdateMode::kSpeculate ? "speculate" : "wait", "\n");
   for (size_t group = 0; group < job.groups.size(); ++group) {
     absl::StrAppend(&text, "  group ", group, ": ", Name(job.groups[group].wire_dtype), " up, ",

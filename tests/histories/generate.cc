@@ -219,6 +219,9 @@ History Generate(uint64_t seed) {
   for (int attempts = random.Between(1, 6); attempts > 0; --attempts) {
     history.attempts.push_back(AnyAttempt(random, history.job, history.layer));
   }
+  if (random.OneIn(2)) {
+    history.job.sharding = static_cast<ShardingPlan>(random.Below(kShardingPlans));
+  }
   return history;
 }
 

@@ -16,6 +16,38 @@ float UnitValue(uint64_t bits) {
   return (static_cast<float>(static_cast<int64_t>(bits >> 40) - (1 << 23)) + 0.5f) / (1 << 23);
 }
 
+void ShardOverMesh(const JobPlan& job, LayoutSpec& layout) {
+  const int two = job.world_size % 2 == 0 ? 2 : 1;
+  constexpr Placement kReplicate;
+  constexpr Placement kRows = {.shard_dim = 0};
+  constexpr Placement kColumns = {.shard_dim = 1};
+  std::vector<Placement> placements;
+  switch (job.sharding) {
+    case ShardingPlan::kBuckets:
+      return;
+    case ShardingPlan::kRows:
+      placements = {kRows};
+      break;
+    case ShardingPlan::kColumns:
+      placements = {kColumns};
+      break;
+    case ShardingPlan::kReplicas:
+      placements = {kReplicate, kRows};
+      break;
+    case ShardingPlan::kRowsAndColumns:
+      placements = {kRows, kColumns};
+      break;
+  }
+  layout.mesh = {{"all", job.world_size}};
+  if (placements.size() == 2) layout.mesh = {{"outer", two}, {"inner", job.world_size / two}};
+  for (ParameterSpec& parameter : layout.parameters) {
+    int64_t columns = 16;
+    while (parameter.shape[0] % columns != 0) --columns;
+    parameter.shape = {parameter.shape[0] / columns, columns};
+    if (parameter.trainable) parameter.placements = placements;
+  }
+}
+
 }  // namespace
 
 std::string NameOf(const ParameterPlan& parameter) {
@@ -45,6 +77,10 @@ JobSpec SpecOf(const JobPlan& job, const std::string& name) {
                                  .shape = {parameter.elements},
                                  .group = parameter.group,
                                  .trainable = parameter.trainable});
+  }
+  if (job.sharding != ShardingPlan::kBuckets) {
+    ShardOverMesh(job, layout);
+    return spec;
   }
   const std::vector<int64_t> flat = FlatElements(layout.parameters, layout.group_count);
   layout.partitions =

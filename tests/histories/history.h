@@ -30,8 +30,20 @@ struct GroupPlan {
   DType return_dtype = DType::kBFloat16;
 };
 
+// How parameters are given to ranks. With a mesh they are matrices of as many columns as divide
+// their elements, 16 at most.
+enum class ShardingPlan : uint8_t {
+  kBuckets,
+  kRows,            // Shard(0).
+  kColumns,         // Shard(1).
+  kReplicas,        // Replicate over two, if the world is even, and Shard(0) over the others.
+  kRowsAndColumns,  // Shard(0) over two, if the world is even, and Shard(1) over the others.
+};
+inline constexpr int kShardingPlans = static_cast<int>(ShardingPlan::kRowsAndColumns) + 1;
+
 struct JobPlan {
   int world_size = 1;
+  ShardingPlan sharding = ShardingPlan::kBuckets;
   int threads = 1;  // Of the engine.
   int64_t bucket_elements = 1024;
   int64_t chunk_elements = 256;

@@ -98,17 +98,18 @@ Decision Model::Decide(const Attempt& attempt,
                        const std::vector<std::vector<float>>& gradients) const {
   std::vector<double> group_sums;
   for (size_t group = 0; group < job_.groups.size(); ++group) {
-    std::vector<float> flat;
+    std::vector<double> parameter_sums;
     for (size_t p = 0; p < job_.parameters.size(); ++p) {
       if (job_.parameters[p].group != static_cast<int>(group)) continue;
-      flat.insert(flat.end(), gradients[p].begin(), gradients[p].end());
+      const auto elements = static_cast<int64_t>(gradients[p].size());
+      std::vector<double> blocks;
+      for (int64_t at = 0; at < elements; at += kBlockElements) {
+        blocks.push_back(BlockSumOfSquaresReference(gradients[p].data() + at, DType::kFloat32,
+                                                    std::min(kBlockElements, elements - at)));
+      }
+      parameter_sums.push_back(ParameterSum(blocks));
     }
-    flat.resize((flat.size() + kBlockElements - 1) / kBlockElements * kBlockElements, 0.0f);
-    std::vector<double> blocks;
-    for (size_t block = 0; block < flat.size(); block += kBlockElements) {
-      blocks.push_back(BlockSumOfSquaresReference(flat.data() + block, DType::kFloat32));
-    }
-    group_sums.push_back(GroupSum(blocks));
+    group_sums.push_back(SumInOrder(parameter_sums));
   }
   return ballast::Decide(group_sums, attempt.scale, job_.max_norm);
 }

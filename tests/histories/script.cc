@@ -8,21 +8,9 @@
 #include "tests/histories/random.h"
 
 namespace ballast::histories {
-namespace {
-
-// The first group whose flat space ends in padding, or -1.
-int GroupWithPadding(const Layout& layout) {
-  for (int group = 0; group < layout.group_count(); ++group) {
-    const int64_t end = layout.flat_elements(group);
-    if (end > 0 && layout.ParameterAt(group, end - 1) == -1) return group;
-  }
-  return -1;
-}
-
-}  // namespace
 
 Attempt Normalize(const JobPlan& job, Attempt attempt, const Layout& layout) {
-  const bool applies = attempt.spoil == Spoil::kPadding ? GroupWithPadding(layout) != -1
+  const bool applies = attempt.spoil == Spoil::kPadding ? !layout.padding().empty()
                                                         : SpoiledParameter(job, attempt) != -1;
   // A tiny gradient may be zero on the wire, and is none then.
   const bool vanishes = attempt.spoil == Spoil::kUndeclared && attempt.gradient_size < 1;
@@ -114,13 +102,11 @@ StepSettings Script::Settings() const {
 
 bool Script::IsSpoiltWithPadding(int chunk) const {
   if (attempt_.spoil != Spoil::kPadding) return false;
-  const Chunk& place = layout_.chunks()[chunk];
-  const int group = GroupWithPadding(layout_);
-  return place.group == group && place.begin + place.elements == layout_.flat_elements(group);
+  return layout_.padding().front().chunk == chunk;
 }
 
 bool Script::IsEmpty(int chunk, int segment) const {
-  if (attempt_.spoil == Spoil::kSentEmpty && layout_.ChunksOfParameter(spoiled_).first == chunk) {
+  if (attempt_.spoil == Spoil::kSentEmpty && layout_.ChunksOfParameter(spoiled_).front() == chunk) {
     return true;
   }
   if (IsSpoiltWithPadding(chunk)) return false;
@@ -149,7 +135,10 @@ const std::vector<std::byte>& Script::Payload(int chunk, int segment) {
                    gradient->second[piece.parameter_offset + i]);
     }
   }
-  if (IsSpoiltWithPadding(chunk)) StoreElement(bytes.data(), dtype, place.elements - 1, 1.0f);
+  if (IsSpoiltWithPadding(chunk)) {
+    const ChunkPiece& padding = layout_.padding().front();
+    StoreElement(bytes.data(), dtype, padding.chunk_offset + padding.elements - 1, 1.0f);
+  }
   return bytes;
 }
 

@@ -64,6 +64,9 @@ void AddSmallerJobs(Histories& smaller, const History& history) {
     add([&](JobPlan& j) { j.parameters.erase(j.parameters.begin() + static_cast<int64_t>(p)); });
   }
   if (job.world_size > 1) add([](JobPlan& j) { --j.world_size; });
+  if (job.sharding != ShardingPlan::kBuckets) {
+    add([](JobPlan& j) { j.sharding = ShardingPlan::kBuckets; });
+  }
   if (job.threads > 1) add([](JobPlan& j) { j.threads = 1; });
   if (job.max_norm != 0) add([](JobPlan& j) { j.max_norm = 0; });
   if (job.update_mode != UpdateMode::kWait) {

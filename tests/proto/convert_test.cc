@@ -45,6 +45,18 @@ TEST(JobSpec, SurvivesTheWireInEveryField) {
   EXPECT_EQ(*read, SomeJob());
 }
 
+TEST(JobSpec, AMeshAndPlacementsSurviveTheWire) {
+  JobSpec spec = SomeJob();
+  spec.layout.partitions.clear();
+  spec.layout.mesh = {{"dp", 1}, {"tp", 2}};
+  spec.layout.parameters[0].placements = {{.shard_dim = 0}, {.shard_dim = 1}};
+  spec.layout.parameters[1].placements = {{}, {}};
+  const absl::StatusOr<JobSpec> read = FromProto(ToProto(spec));
+  ASSERT_TRUE(read.ok()) << read.status();
+  EXPECT_EQ(*read, spec);
+  EXPECT_EQ(ToProto(spec).parameters(1).placements(0), -1) << "Replicate, as the protocol has it";
+}
+
 TEST(JobSpec, UnderstandsBareNamesAndResourceNames) {
   v1::Job job = ToProto(SomeJob());
   EXPECT_EQ(job.name(), "jobs/gpt2");

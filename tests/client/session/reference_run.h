@@ -4,6 +4,7 @@
 #ifndef BALLAST_TESTS_CLIENT_SESSION_REFERENCE_RUN_H_
 #define BALLAST_TESTS_CLIENT_SESSION_REFERENCE_RUN_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -69,12 +70,18 @@ class ReferenceRun {
     std::vector<double> group_sums;
     for (int group = 0; group < layout_.group_count(); ++group) {
       sums.push_back(SumOfMicroSteps(step, micro_steps, group));
-      std::vector<double> blocks;
-      for (int64_t block = 0; block < layout_.flat_blocks(group); ++block) {
-        blocks.push_back(BlockSumOfSquaresReference(sums.back().data() + block * kBlockElements,
-                                                    DType::kFloat32));
+      std::vector<double> parameter_sums;
+      for (const int parameter : layout_.parameters_of_group(group)) {
+        const ParameterPlace& place = layout_.place(parameter);
+        std::vector<double> blocks;
+        for (int64_t at = 0; at < place.elements; at += kBlockElements) {
+          blocks.push_back(
+              BlockSumOfSquaresReference(sums.back().data() + place.offset + at, DType::kFloat32,
+                                         std::min(kBlockElements, place.elements - at)));
+        }
+        parameter_sums.push_back(ParameterSum(blocks));
       }
-      group_sums.push_back(GroupSum(blocks));
+      group_sums.push_back(SumInOrder(parameter_sums));
     }
     const Decision decision = Decide(group_sums, scale, job_.max_norm);
     if (!decision.apply) return decision;

@@ -57,6 +57,20 @@ TEST(BlockSumOfSquares, IsFiniteExactlyWhenAllElementsAre) {
   EXPECT_TRUE(std::isnan(SumOfSquares(block)));
 }
 
+TEST(BlockSumOfSquares, OfAShortBlockIsThatOfTheBlockWithZerosAfterIt) {
+  std::mt19937 random(7);
+  for (int64_t elements = 0; elements <= kBlockElements; ++elements) {
+    std::vector<float> block(elements);
+    for (float& value : block) {
+      value = std::ldexp(static_cast<float>(random() % 100000), static_cast<int>(random() % 60));
+    }
+    std::vector<float> padded = block;
+    padded.resize(kBlockElements, 0.0f);
+    ASSERT_EQ(BlockSumOfSquaresReference(block.data(), DType::kFloat32, elements),
+              SumOfSquares(padded));
+  }
+}
+
 TEST(BlockSumOfSquares, ReadsEveryFormat) {
   for (const DType dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat32}) {
     std::vector<float> bytes(kBlockElements);
@@ -68,7 +82,7 @@ TEST(BlockSumOfSquares, ReadsEveryFormat) {
 Decision DecideOn(const std::vector<std::vector<double>>& sums, const GradientScale& scale,
                   double max_norm) {
   std::vector<double> group_sums;
-  for (const std::vector<double>& block_sums : sums) group_sums.push_back(GroupSum(block_sums));
+  for (const std::vector<double>& block_sums : sums) group_sums.push_back(ParameterSum(block_sums));
   return Decide(group_sums, scale, max_norm);
 }
 
@@ -115,22 +129,22 @@ TEST(Decide, AddsBlocksLeftToRight) {
   EXPECT_GT(DecideOn({{256.0, 256.0, 0x1p60}}, {}, 0).norm, 0x1p30);
 }
 
-TEST(GroupSum, AddsSpansAfterTheBlocksOfEach) {
+TEST(ParameterSum, AddsSpansAfterTheBlocksOfEach) {
   // 2^60 swallows a single 1 but not the sum of a span of them.
   std::vector<double> sums(3 * kSpanBlocks, 1.0);
   sums[0] = 0x1p60;
   double expected = 0x1p60;                               // The first span's ones are lost,
   for (int span = 0; span < 2; ++span) expected += 64.0;  // as are two sums that follow,
-  EXPECT_EQ(GroupSum(sums), expected);
+  EXPECT_EQ(ParameterSum(sums), expected);
   sums[0] = 1.0;
   sums[2 * kSpanBlocks] = 0x1p59;
-  EXPECT_EQ(GroupSum(sums), 128.0 + 0x1p59);  // which count when they come first.
+  EXPECT_EQ(ParameterSum(sums), 128.0 + 0x1p59);  // which count when they come first.
   double left_to_right = 0;
   for (const double sum : sums) left_to_right += sum;
   EXPECT_EQ(left_to_right, 0x1p59 + 128.0);
 }
 
-TEST(GroupSum, EqualsTheWrittenOrderForAnyNumberOfBlocks) {
+TEST(ParameterSum, EqualsTheWrittenOrderForAnyNumberOfBlocks) {
   std::mt19937_64 random(7);
   int differ = 0;
   for (const int64_t blocks : {0, 1, 63, 64, 65, 128, 1000}) {
@@ -143,7 +157,7 @@ TEST(GroupSum, EqualsTheWrittenOrderForAnyNumberOfBlocks) {
         span += sums[block];
       expected += span;
     }
-    EXPECT_EQ(GroupSum(sums), expected) << blocks;
+    EXPECT_EQ(ParameterSum(sums), expected) << blocks;
     differ += expected != SumInOrder(sums) ? 1 : 0;
   }
   EXPECT_GT(differ, 0);  // The order shows.

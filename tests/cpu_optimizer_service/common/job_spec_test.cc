@@ -68,5 +68,27 @@ TEST(JobSpec, FirstDifferenceLooksPastHyperParametersThatMayChange) {
   EXPECT_THAT(FirstDifference(Spec(), other), HasSubstr("max_norm"));
 }
 
+TEST(JobSpec, WithAMeshDescriptionsAreComparedForOneRankHoweverManyThereAre) {
+  JobSpec spec = Spec();
+  spec.layout.partitions.clear();
+  spec.layout.world_size = 4;
+  spec.layout.mesh = {{"dp", 4}};
+  spec.layout.parameters[0].placements = {{.shard_dim = 0}};
+  EXPECT_EQ(FirstDifference(spec, spec), "");
+  EXPECT_THAT(FirstDifference(Spec(), spec), HasSubstr("world_size is 1 here and 4 there"));
+  JobSpec other = spec;
+  other.layout.parameters[0].placements = {{.shard_dim = 1}};
+  EXPECT_EQ(FirstDifference(spec, other),
+            "the placement of parameter w is [Shard(0)] here and [Shard(1)] there");
+  // For all of its ranks it would be more than may be laid out.
+  other.layout.world_size = kMaxWorldSize;
+  other.layout.mesh = {{"dp", kMaxWorldSize}};
+  for (int i = 0; i < 100; ++i) {
+    other.layout.parameters.push_back(
+        {.name = std::to_string(i), .shape = {1}, .placements = {{}}});
+  }
+  EXPECT_THAT(FirstDifference(spec, other), HasSubstr("world_size is 4 here and 65536 there"));
+}
+
 }  // namespace
 }  // namespace ballast

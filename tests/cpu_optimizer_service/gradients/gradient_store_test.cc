@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "cpu_optimizer_service/common/float_format.h"
@@ -40,6 +42,15 @@ class GradientStoreTest : public testing::TestWithParam<DType> {
     return LoadElement(view.data, view.dtype, element);
   }
 
+  double SumOf(int chunk) {
+    store_->ComputeSums(chunk);
+    return store_->CombineSums([](int64_t, absl::FunctionRef<void(int64_t)>) {})[0];
+  }
+  static double ExpectedSum(const std::byte* gradient, DType dtype) {
+    return BlockSumOfSquaresReference(gradient, dtype) +
+           BlockSumOfSquaresReference(gradient + 256 * SizeBytes(dtype), dtype);
+  }
+
   JobSpec spec_;
   std::unique_ptr<ArenaFactory> arenas_ = MakeAnonymousArenaFactory();
   std::unique_ptr<Layout> layout_;
@@ -66,36 +77,28 @@ TEST_P(GradientStoreTest, P3ClearForgetsEverything) {
   EXPECT_EQ(store_->accumulators_in_use(), 0);
   Add(0);
   EXPECT_EQ(At(3), 3.0f);
-  store_->ComputeSums(0);
   const GradientView view = store_->view(0);
-  EXPECT_EQ(
-      store_->block_sums(0)[1],
-      BlockSumOfSquaresReference(
-          static_cast<const std::byte*>(view.data) + 256 * SizeBytes(view.dtype), view.dtype));
+  EXPECT_EQ(SumOf(0), ExpectedSum(static_cast<const std::byte*>(view.data), view.dtype));
 }
 
 TEST_P(GradientStoreTest, ZerosCountAsZerosInAnyOrder) {
   store_->AddZeros(0);
   EXPECT_TRUE(store_->is_zero(0));
   EXPECT_EQ(At(7), 0.0f);
-  store_->ComputeSums(0);
-  EXPECT_EQ(store_->block_sums(0)[0], 0.0);
+  EXPECT_EQ(SumOf(0), 0.0);
   Add(0);
   EXPECT_FALSE(store_->is_zero(0));
   store_->AddZeros(0);
   EXPECT_EQ(At(7), 7.0f);
   EXPECT_EQ(store_->accumulators_in_use(), 0);
-  store_->ComputeSums(0);
-  EXPECT_GT(store_->block_sums(0)[0], 0.0);
+  EXPECT_GT(SumOf(0), 0.0);
 }
 
 TEST_P(GradientStoreTest, SumsFollowEveryAddition) {
   Add(0);
-  store_->ComputeSums(0);
-  const double first = store_->block_sums(0)[0];
+  const double first = SumOf(0);
   Add(0);
-  store_->ComputeSums(0);
-  EXPECT_EQ(store_->block_sums(0)[0], 4 * first);
+  EXPECT_EQ(SumOf(0), 4 * first);
 }
 
 TEST_P(GradientStoreTest, WhatIsBorrowedIsReadWhereItLiesUntilClear) {
@@ -104,9 +107,7 @@ TEST_P(GradientStoreTest, WhatIsBorrowedIsReadWhereItLiesUntilClear) {
   EXPECT_EQ(store_->view(0).data, lent.data());
   EXPECT_EQ(store_->view(0).dtype, GetParam());
   EXPECT_FALSE(store_->is_zero(0));
-  store_->ComputeSums(0);
-  EXPECT_EQ(store_->block_sums(0)[1],
-            BlockSumOfSquaresReference(lent.data() + 256 * SizeBytes(GetParam()), GetParam()));
+  EXPECT_EQ(SumOf(0), ExpectedSum(lent.data(), GetParam()));
   store_->Clear(0);
   EXPECT_EQ(At(7), 0.0f);
   Add(0);
@@ -155,41 +156,57 @@ TEST_P(GradientStoreTest, ALentPlaceOutlivesTheStore) {
 INSTANTIATE_TEST_SUITE_P(WireDtypes, GradientStoreTest,
                          testing::Values(DType::kBFloat16, DType::kFloat16, DType::kFloat32));
 
-// P7: how the flat space is cut shows in no bit.
-TEST(GradientStore, CombinesTheSumsOfAnyChunksToTheGroups) {
-  constexpr int64_t kBlocks = 5 * kSpanBlocks + 7;
+// 1.5 blocks in chunks of one, so that a block is cut.
+TEST(GradientStore, SaysWhetherAPieceHasAGradientAndWhichElementIsNotFinite) {
+  JobSpec spec;
+  spec.name = "job";
+  spec.groups = {{.name = "g", .wire_dtype = DType::kFloat32}};
+  spec.layout.parameters = {{.name = "first", .shape = {100}}, {.name = "p", .shape = {1000}}};
+  spec.layout.partitions = {{.rank = 0, .group = 0, .begin = 0, .end = 1280}};
+  spec.layout.chunk_elements = 512;
+  const Layout layout = Layout::Create(spec.layout).value();
   const auto arenas = MakeAnonymousArenaFactory();
-  for (const int64_t chunk_blocks : {1, 5, 63, 64, 65, 128, 1024}) {
-    for (const int64_t edge : {1, 64, 100, 256}) {  // Of a partition, in blocks.
-      JobSpec spec;
-      spec.name = "job";
-      spec.groups = {{.name = "g", .wire_dtype = DType::kFloat32}};
-      spec.layout.world_size = 2;
-      spec.layout.parameters = {{.name = "p", .shape = {kBlocks * kBlockElements}}};
-      spec.layout.partitions = {
-          {.rank = 0, .group = 0, .begin = 0, .end = edge * kBlockElements},
-          {.rank = 1, .begin = edge * kBlockElements, .end = kBlocks * kBlockElements}};
-      spec.layout.chunk_elements = chunk_blocks * kBlockElements;
-      const Layout layout = Layout::Create(spec.layout).value();
-      const auto store = GradientStore::Create(spec, layout, *arenas).value();
-      for (int turn = 1; turn <= 2; ++turn) {
-        for (int c = 0; c < static_cast<int>(layout.chunks().size()); ++c) {
-          const Chunk& chunk = layout.chunks()[c];
-          std::vector<float> values(chunk.elements);
-          for (int64_t i = 0; i < chunk.elements; ++i) {
-            values[i] = 1 / static_cast<float>(1 + (chunk.begin + i) * turn);
-          }
-          const absl::Span<const std::byte> piece(reinterpret_cast<const std::byte*>(values.data()),
-                                                  values.size() * sizeof(float));
-          store->Clear(c);
-          store->Add(c, {&piece, 1});
-          store->ComputeSums(c);
-        }
-        EXPECT_EQ(store->CombineSums(0), GroupSum(store->block_sums(0)))
-            << chunk_blocks << " blocks, edge at " << edge;
-        EXPECT_GT(store->CombineSums(0), 1.0);
-      }
+  const auto store = GradientStore::Create(spec, layout, *arenas).value();
+  std::vector<float> flat(1280, 0.0f);
+  const auto set = [&](float value, int64_t element) {
+    std::fill(flat.begin(), flat.end(), 0.0f);
+    flat[100 + element] = value;
+    for (int c = 0; c < 3; ++c) {
+      const Chunk& chunk = layout.chunks()[c];
+      const absl::Span<const std::byte> piece(
+          reinterpret_cast<const std::byte*>(flat.data() + chunk.begin), chunk.elements * 4);
+      store->Clear(c);
+      store->Add(c, {&piece, 1});
     }
+  };
+  const auto compute = [&] {
+    for (int c = 0; c < 3; ++c) store->ComputeSums(c);
+    return store->CombineSums([](int64_t count, absl::FunctionRef<void(int64_t)> body) {
+      for (int64_t i = 0; i < count; ++i) body(i);
+    })[0];
+  };
+  const auto has_gradient = [&](int parameter, bool sums_current) {
+    bool found = false;
+    layout.VisitRange(parameter, 0, layout.place(parameter).elements, [&](const ChunkPiece& piece) {
+      found = found || store->HasNonZero(piece, sums_current);
+    });
+    return found;
+  };
+  // In a whole block, on both sides of an edge, in the last, short block.
+  for (const int64_t element : {0, 255, 300, 411, 412, 511, 767, 768, 923, 924, 999}) {
+    set(0x1p-149f, element);
+    EXPECT_TRUE(has_gradient(1, /*sums_current=*/false)) << element;
+    EXPECT_EQ(compute(), 0x1p-298) << element;
+    EXPECT_TRUE(has_gradient(1, /*sums_current=*/true)) << element;
+    EXPECT_FALSE(has_gradient(0, /*sums_current=*/true)) << element;
+    EXPECT_EQ(store->FirstNonFinite(), std::nullopt) << element;
+    set(std::numeric_limits<float>::infinity(), element);
+    compute();
+    const std::optional<ChunkPiece> found = store->FirstNonFinite();
+    ASSERT_TRUE(found.has_value()) << element;
+    EXPECT_EQ(found->parameter, 1);
+    EXPECT_EQ(found->parameter_offset, element);
+    EXPECT_EQ(layout.chunks()[found->chunk].begin + found->chunk_offset, 100 + element);
   }
 }
 

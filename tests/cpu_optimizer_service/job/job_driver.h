@@ -49,6 +49,7 @@ inline JobSpec MakeJobSpec(const JobShape& shape, const std::string& name = "job
 }
 
 // A value that depends on what it belongs to and not on who asks: the same for any layout.
+// `element` is of the group's parameters one after another, whether they lie so or not.
 inline float TestValue(uint64_t seed, int group, int64_t element) {
   uint64_t x = seed * 0x9e3779b97f4a7c15u + static_cast<uint64_t>(group) * 0xbf58476d1ce4e5b9u +
                static_cast<uint64_t>(element);
@@ -165,8 +166,16 @@ enum class Sending : uint8_t { kPayload, kInPlace, kMixed };
 // All ranks of one job.
 class JobDriver {
  public:
-  JobDriver(Engine& engine, JobSpec spec) : job_(engine.CreateJob(std::move(spec)).value()) {}
-  explicit JobDriver(std::shared_ptr<Job> job) : job_(std::move(job)) {}
+  JobDriver(Engine& engine, JobSpec spec) : JobDriver(engine.CreateJob(std::move(spec)).value()) {}
+  explicit JobDriver(std::shared_ptr<Job> job) : job_(std::move(job)) {
+    std::vector<int64_t> elements(layout().group_count(), 0);  // By group, so far.
+    for (size_t p = 0; p < layout().spec().parameters.size(); ++p) {
+      const ParameterSpec& parameter = layout().spec().parameters[p];
+      first_elements_.push_back(elements[parameter.group]);
+      if (!parameter.trainable) continue;
+      elements[parameter.group] += layout().place(static_cast<int>(p)).elements;
+    }
+  }
 
   Job& job() { return *job_; }
   const Layout& layout() const { return job_->layout(); }
@@ -242,8 +251,7 @@ class JobDriver {
     std::vector<float> values(place.elements, 0.0f);
     for (const ChunkPiece& piece : layout().Pieces(chunk)) {
       for (int64_t i = 0; i < piece.elements; ++i) {
-        const int64_t at = piece.chunk_offset + i;
-        values[at] = TestValue(seed, place.group, place.begin + at);
+        values[piece.chunk_offset + i] = TestValue(seed, place.group, ElementOf(piece) + i);
       }
     }
     return values;
@@ -285,14 +293,15 @@ class JobDriver {
       Check(Send(c, Values(c, seed), micro_step, final).status());
     }
   }
-  // The same, but for `value` at one element of a group's flat space.
+  // The same, but for `value` at one element of a group's parameters.
   void SendAllWith(float value, int group, int64_t element, uint64_t seed, uint32_t micro_step) {
     for (int c = 0; c < static_cast<int>(layout().chunks().size()); ++c) {
-      const Chunk& chunk = layout().chunks()[c];
       std::vector<float> values = Values(c, seed);
-      const bool here =
-          chunk.group == group && chunk.begin <= element && element < chunk.begin + chunk.elements;
-      if (here) values[element - chunk.begin] = value;
+      for (const ChunkPiece& piece : layout().Pieces(c)) {
+        const int64_t at = element - ElementOf(piece);
+        const bool here = layout().chunks()[c].group == group && 0 <= at && at < piece.elements;
+        if (here) values[piece.chunk_offset + at] = value;
+      }
       Check(Send(c, values, micro_step).status());
     }
   }
@@ -324,6 +333,10 @@ class JobDriver {
   void Detach(int rank) { streams_.erase(rank); }
 
  private:
+  // The piece's first element, of its group's parameters.
+  int64_t ElementOf(const ChunkPiece& piece) const {
+    return first_elements_[piece.parameter] + piece.parameter_offset;
+  }
   static absl::Span<const std::byte> AsPiece(const std::vector<float>& values) {
     return absl::MakeConstSpan(reinterpret_cast<const std::byte*>(values.data()),
                                values.size() * sizeof(float));
@@ -334,6 +347,7 @@ class JobDriver {
   }
 
   std::shared_ptr<Job> job_;
+  std::vector<int64_t> first_elements_;  // By parameter: of its group's parameters.
   std::map<int, std::shared_ptr<RecordingListener>> listeners_;
   std::map<int, std::unique_ptr<RankStream>> streams_;
   Sending sending_ = Sending::kPayload;

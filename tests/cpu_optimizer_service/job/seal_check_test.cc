@@ -47,10 +47,10 @@ class SealCheckTest : public testing::Test {
   }
   // Chunks in `with_gradient` have one everywhere.
   std::optional<SealRefusal> Step(const std::set<int>& with_gradient = {}) {
-    return CheckStep(Given(), /*last_rank=*/1, [&](int chunk, int64_t begin, int64_t end) {
-      EXPECT_LE(layout_.chunks()[chunk].begin, begin);
-      EXPECT_LE(end, layout_.chunks()[chunk].begin + layout_.chunks()[chunk].elements);
-      return with_gradient.contains(chunk);
+    return CheckStep(Given(), /*last_rank=*/1, [&](const ChunkPiece& piece) {
+      EXPECT_LE(0, piece.chunk_offset);
+      EXPECT_LE(piece.chunk_offset + piece.elements, layout_.chunks()[piece.chunk].elements);
+      return with_gradient.contains(piece.chunk);
     });
   }
   StepGiven Given() const { return {spec_, layout_, ledger_, step_}; }

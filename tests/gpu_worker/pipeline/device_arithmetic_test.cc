@@ -120,16 +120,35 @@ class Pair {
     });
   }
   void ExpectSameSums() {
+    for (const int64_t from : {0, 7}) ExpectSameSumsFrom(from);
+  }
+  // Of the whole blocks that begin at an element, and what is left before and after them.
+  void ExpectSameSumsFrom(int64_t from) {
     std::vector<std::vector<double>> expected, got;
+    std::vector<std::vector<float>> expected_rest, got_rest;
     for (const int chunk : chunks()) {
-      expected.emplace_back(elements(chunk) / kBlockElements, -1.0);
-      got.emplace_back(elements(chunk) / kBlockElements, -2.0);
-      ASSERT_TRUE(scalar_.BlockSums(chunk, absl::MakeSpan(expected.back())).ok());
-      ASSERT_TRUE(arithmetic_->BlockSums(chunk, absl::MakeSpan(got.back())).ok());
+      const int64_t blocks = (elements(chunk) - from) / kBlockElements;
+      expected.emplace_back(blocks, -1.0);
+      got.emplace_back(blocks, -2.0);
+      ASSERT_TRUE(scalar_.BlockSums(chunk, from, absl::MakeSpan(expected.back())).ok());
+      ASSERT_TRUE(arithmetic_->BlockSums(chunk, from, absl::MakeSpan(got.back())).ok());
+      const int64_t end = from + blocks * kBlockElements;
+      for (const auto& [begin, count] :
+           {std::pair(int64_t{0}, from), {end, elements(chunk) - end}}) {
+        expected_rest.emplace_back(count, -1.0f);
+        got_rest.emplace_back(count, -2.0f);
+        ASSERT_TRUE(scalar_.ReadGradient(chunk, begin, absl::MakeSpan(expected_rest.back())).ok());
+        ASSERT_TRUE(arithmetic_->ReadGradient(chunk, begin, absl::MakeSpan(got_rest.back())).ok());
+      }
     }
     ASSERT_TRUE(arithmetic_->Finish().ok());
     for (size_t c = 0; c < got.size(); ++c) {
       EXPECT_EQ(std::memcmp(expected[c].data(), got[c].data(), got[c].size() * sizeof(double)), 0);
+    }
+    for (size_t r = 0; r < got_rest.size(); ++r) {
+      EXPECT_EQ(std::memcmp(expected_rest[r].data(), got_rest[r].data(),
+                            got_rest[r].size() * sizeof(float)),
+                0);
     }
   }
   absl::Status Update(int64_t step, float multiplier) {

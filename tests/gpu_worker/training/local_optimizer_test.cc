@@ -3,11 +3,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include "cpu_optimizer_service/common/buckets.h"
 #include "cpu_optimizer_service/common/float_format.h"
+#include "cpu_optimizer_service/common/gradient_norm.h"
 #include "gpu_worker/base/random.h"
 #include "gpu_worker/buckets/gradient_staging.h"
 #include "gpu_worker/collective/single_collective.h"
@@ -26,6 +29,7 @@ struct World {
   int64_t chunk_elements = 1024;
   DType wire_dtype = DType::kBFloat16;
   double max_norm = 1.0;
+  int64_t first_elements = 0;  // Of a parameter before the other in each group; 0: there is none.
 };
 
 JobSpec MakeJob(const World& world) {
@@ -38,8 +42,14 @@ JobSpec MakeJob(const World& world) {
   for (int group = 0; group < 2; ++group) {
     job.groups.push_back({.name = "g" + std::to_string(group), .wire_dtype = world.wire_dtype});
     job.groups.back().hyper_parameters.weight_decay = 0.1 * group;
-    job.layout.parameters.push_back(
-        {.name = "p" + std::to_string(group), .shape = {kElements - 10}, .group = group});
+    if (world.first_elements > 0) {
+      job.layout.parameters.push_back({.name = "first" + std::to_string(group),
+                                       .shape = {world.first_elements},
+                                       .group = group});
+    }
+    job.layout.parameters.push_back({.name = "p" + std::to_string(group),
+                                     .shape = {kElements - 10 - world.first_elements},
+                                     .group = group});
   }
   const std::vector<Bucket> buckets =
       MakeBuckets(FlatElements(job.layout.parameters, 2), world.world_size, kElements / 2);
@@ -186,6 +196,40 @@ TEST(LocalOptimizer, ClipsByTheGlobalNorm) {
   // The norm of two groups of about unit-normal gradients divided by 4 and by 8.
   EXPECT_NEAR(decision.norm, std::sqrt(2048 / 16.0 + 2048 / 64.0), 0.5);
   EXPECT_NEAR(decision.clip_coefficient, 0.5 / decision.norm, 1e-6);
+}
+
+TEST(LocalOptimizer, TheNormIsThatOfTheWrittenOrderWhereChunksAndRanksCutBlocks) {
+  constexpr int64_t kFirst = 333;
+  std::vector<double> group_sums;
+  for (int group = 0; group < 2; ++group) {
+    std::vector<double> parameter_sums;
+    for (const auto& [offset, elements] :
+         {std::pair(int64_t{0}, kFirst), {kFirst, kElements - 10 - kFirst}}) {
+      std::vector<float> values;
+      for (int64_t i = 0; i < elements; ++i) values.push_back(RandomNormal(3, group, offset + i));
+      std::vector<double> blocks;
+      for (int64_t at = 0; at < elements; at += kBlockElements) {
+        blocks.push_back(BlockSumOfSquaresReference(values.data() + at, DType::kFloat32,
+                                                    std::min(kBlockElements, elements - at)));
+      }
+      parameter_sums.push_back(ParameterSum(blocks));
+    }
+    group_sums.push_back(SumInOrder(parameter_sums));
+  }
+  const double expected = Decide(group_sums, {.divisors = {4, 8}}, 1.0).norm;
+  for (const int world_size : {1, 2, 3}) {
+    for (const int64_t chunk_elements : {256, 768, 1024}) {
+      RunRanks(world_size, [&](Collective& collective) {
+        Rank rank({.world_size = world_size,
+                   .chunk_elements = chunk_elements,
+                   .wire_dtype = DType::kFloat32,
+                   .first_elements = kFirst},
+                  collective);
+        EXPECT_EQ(rank.Step(1, 1).norm, expected)
+            << world_size << " ranks, chunks of " << chunk_elements;
+      });
+    }
+  }
 }
 
 TEST(LocalOptimizer, RefusesToSealWithAChunkMissing) {

@@ -38,7 +38,7 @@ class Chunked {
   // The two blocks' gradients.
   std::vector<double> Sums() {
     std::vector<double> sums(2, -1);
-    EXPECT_TRUE(arithmetic_.BlockSums(0, absl::MakeSpan(sums)).ok());
+    EXPECT_TRUE(arithmetic_.BlockSums(0, 0, absl::MakeSpan(sums)).ok());
     EXPECT_TRUE(arithmetic_.Finish().ok());
     return sums;
   }

@@ -191,6 +191,7 @@ absl::Status EngineStream::Open(const v1::OpenTrain& request) {
                                                           .generation = request.generation(),
                                                           .update_mode = update_mode},
                                                          outbox_));
+  first_on_wire_ = job->layout().first_on_wire(request.rank());
   outbox_->Opened(job, request.rank(), rank_stream_->position());
   return absl::OkStatus();
 }
@@ -201,9 +202,10 @@ absl::Status EngineStream::BeginStep(const v1::BeginStep& request) {
 }
 
 absl::Status EngineStream::Contribute(const Message& message) {
-  return rank_stream_
-      ->Contribute(server::FromMessage(message.message.gradient().header(), {&message.payload, 1}))
-      .status();
+  Contribution contribution =
+      server::FromMessage(message.message.gradient().header(), {&message.payload, 1});
+  contribution.chunk += first_on_wire_;
+  return rank_stream_->Contribute(contribution).status();
 }
 
 absl::Status EngineStream::EndMicroStep(const v1::EndMicroStep& request) {

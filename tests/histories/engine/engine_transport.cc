@@ -69,7 +69,8 @@ absl::StatusOr<v1::UploadWeightsResponse> EngineTransport::UploadWeights(
     const std::vector<float> values = fill(chunk);
     const absl::Span<const std::byte> piece(reinterpret_cast<const std::byte*>(values.data()),
                                             values.size() * sizeof(float));
-    BALLAST_RETURN_IF_ERROR(job->WriteInitialWeights(chunk, {piece},
+    const int64_t in_job = int64_t{chunk} + job->layout().first_on_wire(open.rank());
+    BALLAST_RETURN_IF_ERROR(job->WriteInitialWeights(in_job, {piece},
                                                      Job::Uploader{.generation = open.generation(),
                                                                    .process_id = open.process_id()})
                                 .status());
@@ -90,9 +91,9 @@ absl::StatusOr<uint64_t> EngineTransport::ReadWeights(
     return absl::FailedPreconditionError("the job stands at another step");
   }
   for (const uint32_t chunk : request.chunks()) {
-    BALLAST_ASSIGN_OR_RETURN(
-        const server::OwnedWeights weights,
-        server::ReadWeights(*job, status.generation, step, static_cast<int>(chunk)));
+    const int in_job = static_cast<int>(chunk) + job->layout().first_on_wire(request.rank());
+    BALLAST_ASSIGN_OR_RETURN(const server::OwnedWeights weights,
+                             server::ReadWeights(*job, status.generation, step, in_job));
     BALLAST_RETURN_IF_ERROR(
         place(server::MakeWeightHeader(step, static_cast<int>(chunk)), {weights.bytes()}));
   }

@@ -87,7 +87,10 @@ absl::Status SessionPlayer::OpenSession(int rank) {
                                     .rank = rank,
                                     .process_id = side.process_id,
                                     .join_timeout = absl::Seconds(60)};
-  options.weights = [&side](int chunk) { return absl::MakeSpan(side.weights.at(chunk)); };
+  const int first_on_wire = stage_.layout().first_on_wire(rank);
+  options.weights = [&side, first_on_wire](int chunk) {
+    return absl::MakeSpan(side.weights.at(first_on_wire + chunk));
+  };
   options.seal_timeout = absl::Seconds(60);
   // On a clock that does not wait, a minute is over before a checkpoint is loaded.
   options.reconnect_timeout = absl::Hours(1000);
@@ -240,7 +243,7 @@ absl::Status SessionPlayer::Make(const Call& call) {
     }
     case CallKind::kContribute: {
       const auto [begin, end] = script_->Range(call.chunk, call.segment);
-      client::GradientPush push = {.chunk = call.chunk,
+      client::GradientPush push = {.chunk = call.chunk - stage_.layout().first_on_wire(call.rank),
                                    .micro_step_begin = begin,
                                    .micro_step_end = end,
                                    .final = script_->IsFinal(call.chunk, call.segment),

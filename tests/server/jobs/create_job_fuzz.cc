@@ -22,7 +22,7 @@ void Demand(bool condition, const char* what) {
   std::abort();
 }
 
-std::string SeedInput() {
+std::string SeedInput(bool with_mesh) {
   JobSpec spec;
   spec.name = "a";
   spec.groups = {{.name = "g", .hyper_parameters = {}}, {.name = "h", .hyper_parameters = {}}};
@@ -34,6 +34,12 @@ std::string SeedInput() {
                             {.rank = 1, .group = 0, .begin = 256, .end = 512},
                             {.rank = 1, .group = 1, .begin = 0, .end = 256}};
   spec.layout.chunk_elements = 256;
+  if (with_mesh) {
+    spec.layout.partitions.clear();
+    spec.layout.mesh = {{"dp", 1}, {"tp", 2}};
+    spec.layout.parameters[0].placements = {{.shard_dim = 0}, {.shard_dim = 1}};
+    spec.layout.parameters[1].placements = {{}, {}};
+  }
   return proto::ToProto(spec).SerializeAsString();
 }
 
@@ -71,11 +77,11 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
 }
 
 extern "C" size_t LLVMFuzzerCustomMutator(uint8_t* data, size_t size, size_t max_size,
-                                          unsigned int /*seed*/) {
+                                          unsigned int seed) {
   if (size < 2) {
-    static const std::string& kSeed = *new std::string(ballast::SeedInput());
-    size = std::min(kSeed.size(), max_size);
-    std::copy_n(kSeed.begin(), size, data);
+    const std::string input = ballast::SeedInput(/*with_mesh=*/seed % 2 == 0);
+    size = std::min(input.size(), max_size);
+    std::copy_n(input.begin(), size, data);
   }
   return LLVMFuzzerMutate(data, size, max_size);
 }

@@ -1,0 +1,143 @@
+#include "cpu_optimizer_service/common/sharding.h"
+
+#include <algorithm>
+
+#include "absl/container/flat_hash_set.h"
+#include "absl/container/inlined_vector.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/string_view.h"
+
+namespace ballast {
+namespace {
+
+constexpr size_t kUsualDims = 8;  // Of parameters and meshes; more cost an allocation.
+
+// What is left of elements [begin, begin + size) of a dimension.
+struct Part {
+  int64_t begin = 0;
+  int64_t size = 0;
+};
+
+int64_t ShareOf(const Part& part, int ranks) { return (part.size + ranks - 1) / ranks; }
+
+Part CutFor(const Part& part, int ranks, int coordinate) {
+  const int64_t share = ShareOf(part, ranks);
+  const int64_t begin = std::min(coordinate * share, part.size);
+  return {part.begin + begin, std::min(share, part.size - begin)};
+}
+
+}  // namespace
+
+absl::Status CheckMesh(absl::Span<const MeshDim> mesh, int world_size) {
+  if (mesh.empty()) return absl::InvalidArgumentError("the mesh has no dimension");
+  int64_t ranks = 1;
+  absl::flat_hash_set<absl::string_view> names;
+  for (const MeshDim& dim : mesh) {
+    if (dim.name.empty() || !names.insert(dim.name).second) {
+      return absl::InvalidArgumentError(absl::StrCat("a dimension of the mesh is named '", dim.name,
+                                                     "'; names must not be empty, and differ"));
+    }
+    if (dim.size < 1 || dim.size > world_size) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("dimension ", dim.name, " of the mesh has size ", dim.size,
+                       ", must be between 1 and the world_size, ", world_size));
+    }
+    ranks = std::min<int64_t>(ranks * dim.size, int64_t{1} << 31);
+  }
+  if (ranks == world_size) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      "the mesh of ",
+      absl::StrJoin(mesh, " x ",
+                    [](std::string* out, const MeshDim& dim) { absl::StrAppend(out, dim.size); }),
+      " ranks does not have the world_size, ", world_size));
+}
+
+absl::Status CheckPlacements(absl::Span<const Placement> placements, absl::Span<const MeshDim> mesh,
+                             absl::Span<const int64_t> shape) {
+  if (placements.size() != mesh.size()) {
+    return absl::InvalidArgumentError(absl::StrCat(placements.size(),
+                                                   " placements, expected one for each of the ",
+                                                   mesh.size(), " dimensions of the mesh"));
+  }
+  for (size_t m = 0; m < mesh.size(); ++m) {
+    const int dim = placements[m].shard_dim;
+    if (dim == Placement::kReplicate) continue;
+    if (dim < 0 || dim >= static_cast<int>(shape.size())) {
+      return absl::InvalidArgumentError(absl::StrCat("Shard(", dim, ") over ", mesh[m].name,
+                                                     ", but its shape is [",
+                                                     absl::StrJoin(shape, ", "), "]"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+int64_t Shard::OffsetInParameter(int64_t local) const {
+  int64_t offset = local % run_elements_;
+  int64_t run = local / run_elements_;
+  for (size_t d = run_dim_; d < dims_.size(); ++d) offset += dims_[d].begin * dims_[d].stride;
+  for (size_t d = run_dim_; d-- > 0;) {
+    offset += (dims_[d].begin + run % dims_[d].size) * dims_[d].stride;
+    run /= dims_[d].size;
+  }
+  return offset;
+}
+
+Shard ParameterShards::OfRank(int rank) const {
+  absl::InlinedVector<Part, kUsualDims> parts(shape_.size());
+  for (size_t d = 0; d < shape_.size(); ++d) parts[d].size = shape_[d];
+  int ranks_after = 1;
+  for (const MeshDim& dim : mesh_) ranks_after *= dim.size;
+  bool owns = true;
+  for (size_t m = 0; m < mesh_.size(); ++m) {
+    ranks_after /= mesh_[m].size;
+    const int coordinate = rank / ranks_after % mesh_[m].size;
+    if (placements_[m].shard_dim == Placement::kReplicate) {
+      owns &= coordinate == 0;
+    } else {
+      Part& part = parts[placements_[m].shard_dim];
+      part = CutFor(part, mesh_[m].size, coordinate);
+    }
+  }
+  Shard shard;
+  shard.elements_ = owns ? 1 : 0;
+  shard.dims_.resize(shape_.size());
+  int64_t stride = 1;
+  for (size_t d = shape_.size(); d-- > 0;) {
+    shard.dims_[d] = {.begin = parts[d].begin, .size = parts[d].size, .stride = stride};
+    shard.elements_ *= parts[d].size;
+    stride *= shape_[d];
+    // Dimensions before the last one that is cut make further runs.
+    if (parts[d].size < shape_[d]) shard.run_dim_ = std::max(shard.run_dim_, d);
+  }
+  shard.run_elements_ = 1;
+  for (size_t d = shard.run_dim_; d < shape_.size(); ++d) shard.run_elements_ *= parts[d].size;
+  return shard;
+}
+
+ParameterShards::Run ParameterShards::Find(int64_t element) const {
+  Run run;
+  absl::InlinedVector<int, kUsualDims> coordinates(mesh_.size(), 0);
+  int64_t stride = 1;
+  int64_t local_stride = 1;
+  bool in_run = true;  // All dimensions after this one are whole.
+  for (size_t d = shape_.size(); d-- > 0;) {
+    const int64_t at = element / stride % shape_[d];
+    Part part = {.begin = 0, .size = shape_[d]};
+    for (size_t m = 0; m < mesh_.size(); ++m) {
+      if (placements_[m].shard_dim != static_cast<int>(d)) continue;
+      coordinates[m] = static_cast<int>((at - part.begin) / ShareOf(part, mesh_[m].size));
+      part = CutFor(part, mesh_[m].size, coordinates[m]);
+    }
+    run.local += (at - part.begin) * local_stride;
+    if (in_run) run.elements = (part.begin + part.size - at) * stride - element % stride;
+    in_run &= part.size == shape_[d];
+    stride *= shape_[d];
+    local_stride *= part.size;
+  }
+  if (shape_.empty()) run.elements = 1;
+  for (size_t m = 0; m < mesh_.size(); ++m) run.rank = run.rank * mesh_[m].size + coordinates[m];
+  return run;
+}
+
+}  // namespace ballast

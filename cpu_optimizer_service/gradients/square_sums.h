@@ -1,0 +1,63 @@
+// The sums of squares of a job's gradients, block by block, and from them the groups'
+// (common/gradient_norm.h).
+//
+// What lies whole in a chunk is summed with it, by the thread that has it in its cache. What the
+// edges of chunks cut is left for Combine, when all gradients are there.
+//
+// Thread-compatible per chunk: the caller lets one thread at a time work on a chunk.
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_GRADIENTS_SQUARE_SUMS_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_GRADIENTS_SQUARE_SUMS_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "cpu_optimizer_service/common/dtype.h"
+#include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/common/norm_blocks.h"
+
+namespace ballast {
+
+// The gradient of a chunk, to read.
+struct GradientView {
+  const void* data = nullptr;
+  DType dtype = DType::kFloat32;
+};
+
+class SquareSums {
+ public:
+  // Of the tables.
+  static int64_t Bytes(const Layout& layout);
+
+  // `layout` outlives it.
+  explicit SquareSums(const Layout& layout);
+
+  void SumChunk(int chunk, const GradientView& gradient);
+  // As of a chunk that holds only zeros.
+  void ZeroChunk(int chunk);
+  // The sum of what lies whole in a chunk, in any order: most of what it adds to the group's.
+  double SumInChunk(int chunk) const;
+
+  using ViewOf = absl::FunctionRef<GradientView(int chunk)>;
+  // Runs body(0) ... body(count - 1), in any order, on any threads, and waits for them.
+  using ForEach = absl::FunctionRef<void(int64_t count, absl::FunctionRef<void(int64_t)> body)>;
+  // The sums of the groups. Every chunk has been summed, and views are of the same gradients still.
+  std::vector<double> Combine(ViewOf view, ForEach for_each);
+
+  const NormBlocks& blocks() const { return blocks_; }
+  // As of when SumChunk ran for its chunk or, where it is cut, Combine.
+  double block_sum(int64_t block) const { return block_sums_[block]; }
+
+ private:
+  void SumCutBlock(int64_t block, ViewOf view);
+  double SumOfSpan(int64_t span) const;
+
+  const Layout& layout_;
+  const NormBlocks blocks_;
+  std::vector<double> block_sums_;
+  std::vector<double> span_sums_;
+};
+
+}  // namespace ballast
+
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_GRADIENTS_SQUARE_SUMS_H_

@@ -1,0 +1,191 @@
+#include "cpu_optimizer_service/common/sharding.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <map>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace ballast {
+namespace {
+
+using testing::ElementsAre;
+using testing::HasSubstr;
+
+constexpr Placement kReplicate;
+constexpr Placement kShard0 = {.shard_dim = 0};
+constexpr Placement kShard1 = {.shard_dim = 1};
+
+// torch.chunk of a list of indices: pieces of ceil(size / count), as many as there are; then, as
+// DTensor has it, empty ones for the other ranks.
+std::vector<std::vector<int64_t>> TorchChunk(const std::vector<int64_t>& indices, int count) {
+  std::vector<std::vector<int64_t>> pieces;
+  const int64_t size = static_cast<int64_t>(indices.size());
+  const int64_t split_size = (size + count - 1) / count;
+  for (int64_t at = 0; at < size; at += split_size) {
+    pieces.emplace_back(indices.begin() + at, indices.begin() + std::min(at + split_size, size));
+  }
+  pieces.resize(count);
+  return pieces;
+}
+
+// The elements that a rank has, as DTensor distributes a tensor: dimension after dimension of the
+// mesh, each cutting what the rank has by then.
+std::vector<int64_t> TorchElements(const std::vector<int64_t>& shape,
+                                   const std::vector<Placement>& placements,
+                                   const std::vector<MeshDim>& mesh, int rank) {
+  std::vector<std::vector<int64_t>> indices;  // By dimension of the parameter.
+  for (const int64_t size : shape) {
+    indices.emplace_back();
+    for (int64_t i = 0; i < size; ++i) indices.back().push_back(i);
+  }
+  std::vector<int> coordinates(mesh.size());
+  for (size_t m = mesh.size(); m-- > 0;) {
+    coordinates[m] = rank % mesh[m].size;
+    rank /= mesh[m].size;
+  }
+  for (size_t m = 0; m < mesh.size(); ++m) {
+    if (placements[m].shard_dim == Placement::kReplicate) {
+      if (coordinates[m] != 0) return {};  // The first replica is the owner.
+      continue;
+    }
+    std::vector<int64_t>& mine = indices[placements[m].shard_dim];
+    mine = TorchChunk(mine, mesh[m].size)[coordinates[m]];
+  }
+  std::vector<int64_t> elements = {0};
+  for (size_t d = 0; d < shape.size(); ++d) {
+    std::vector<int64_t> longer;
+    for (const int64_t element : elements) {
+      for (const int64_t i : indices[d]) longer.push_back(element * shape[d] + i);
+    }
+    elements = std::move(longer);
+  }
+  return elements;
+}
+
+void ExpectAsTorch(const std::vector<int64_t>& shape, const std::vector<Placement>& placements,
+                   const std::vector<MeshDim>& mesh) {
+  ASSERT_EQ(CheckPlacements(placements, mesh, shape), absl::OkStatus());
+  int world_size = 1;
+  for (const MeshDim& dim : mesh) world_size *= dim.size;
+  int64_t elements = 1;
+  for (const int64_t size : shape) elements *= size;
+  const ParameterShards shards(shape, placements, mesh);
+  std::map<int64_t, std::pair<int, int64_t>> owners;  // By element: rank, place in its shard.
+  for (int rank = 0; rank < world_size; ++rank) {
+    const std::vector<int64_t> expected = TorchElements(shape, placements, mesh, rank);
+    const Shard shard = shards.OfRank(rank);
+    ASSERT_EQ(shard.elements(), static_cast<int64_t>(expected.size())) << "rank " << rank;
+    for (int64_t local = 0; local < shard.elements(); ++local) {
+      ASSERT_EQ(shard.OffsetInParameter(local), expected[local]) << "rank " << rank;
+      if (local % shard.run_elements() != 0) {
+        ASSERT_EQ(expected[local], expected[local - 1] + 1);
+      }
+      ASSERT_TRUE(owners.emplace(expected[local], std::pair(rank, local)).second);
+    }
+  }
+  ASSERT_EQ(static_cast<int64_t>(owners.size()), elements) << "each element has one owner";
+  for (int64_t element = 0; element < elements; ++element) {
+    const ParameterShards::Run run = shards.Find(element);
+    ASSERT_GE(run.elements, 1);
+    for (int64_t i = 0; i < run.elements; ++i) {
+      ASSERT_EQ(owners[element + i], std::pair(run.rank, run.local + i)) << element << " + " << i;
+    }
+  }
+}
+
+TEST(ParameterShards, CutUnevenlyAsTorchDoes) {
+  // Five rows for four ranks: 2, 2, 1, 0.
+  const std::vector<int64_t> shape = {5, 3};
+  const std::vector<MeshDim> mesh = {{"dp", 4}};
+  const std::vector<Placement> placements = {kShard0};
+  const ParameterShards shards(shape, placements, mesh);
+  std::vector<int64_t> elements;
+  for (int rank = 0; rank < 4; ++rank) elements.push_back(shards.OfRank(rank).elements());
+  EXPECT_THAT(elements, ElementsAre(6, 6, 3, 0));
+  EXPECT_EQ(shards.OfRank(1).OffsetInParameter(0), 6);
+  EXPECT_EQ(shards.Find(14).rank, 2);
+  ExpectAsTorch(shape, placements, mesh);
+}
+
+TEST(ParameterShards, OfColumnsAreRunsOfEachRow) {
+  const std::vector<int64_t> shape = {4, 6};
+  const std::vector<MeshDim> mesh = {{"tp", 2}};
+  const std::vector<Placement> placements = {kShard1};
+  const Shard shard = ParameterShards(shape, placements, mesh).OfRank(1);
+  EXPECT_EQ(shard.elements(), 12);
+  EXPECT_EQ(shard.run_elements(), 3);
+  EXPECT_EQ(shard.OffsetInParameter(3), 9);
+  ExpectAsTorch(shape, placements, mesh);
+}
+
+TEST(ParameterShards, OfReplicasHaveOneOwner) {
+  ExpectAsTorch({7, 4}, {kReplicate, kShard0}, {{"replicate", 2}, {"shard", 3}});
+  ExpectAsTorch({7, 4}, {kShard0, kReplicate}, {{"shard", 3}, {"replicate", 2}});
+  ExpectAsTorch({7, 4}, {kReplicate}, {{"dp", 3}});
+  ExpectAsTorch({}, {kReplicate, kReplicate}, {{"dp", 3}, {"tp", 2}});
+  ExpectAsTorch({0, 4}, {kShard0}, {{"dp", 3}});
+}
+
+TEST(ParameterShards, CutTheSameDimensionOneAfterTheOther) {
+  // Ten rows: 5 and 5, each again into 2, 2, 1.
+  ExpectAsTorch({10, 2}, {kShard0, kShard0}, {{"dp", 2}, {"tp", 3}});
+  ExpectAsTorch({3}, {kShard0, kShard0}, {{"dp", 2}, {"tp", 4}});
+}
+
+TEST(ParameterShards, AreTorchsForAnyShapeMeshAndPlacements) {
+  std::mt19937 random(7);
+  for (int turn = 0; turn < 2000; ++turn) {
+    std::vector<int64_t> shape(random() % 4);
+    for (int64_t& size : shape) size = random() % 8;
+    std::vector<MeshDim> mesh(1 + random() % 3);
+    std::vector<Placement> placements(mesh.size());
+    for (size_t m = 0; m < mesh.size(); ++m) {
+      mesh[m] = {std::to_string(m), static_cast<int>(1 + random() % 4)};
+      if (!shape.empty() && random() % 3 != 0) {
+        placements[m].shard_dim = static_cast<int>(random() % shape.size());
+      }
+    }
+    ExpectAsTorch(shape, placements, mesh);
+  }
+}
+
+TEST(CheckMesh, RefusesWhatIsNotAMeshOfTheWorld) {
+  EXPECT_EQ(CheckMesh(std::vector<MeshDim>{{"dp", 2}, {"tp", 3}}, 6), absl::OkStatus());
+  const auto error = [](const std::vector<MeshDim>& mesh, int world_size) {
+    const absl::Status status = CheckMesh(mesh, world_size);
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+    return std::string(status.message());
+  };
+  EXPECT_THAT(error({}, 1), HasSubstr("no dimension"));
+  EXPECT_THAT(error({{"dp", 2}, {"tp", 3}}, 5), HasSubstr("2 x 3 ranks"));
+  EXPECT_THAT(error({{"dp", 2}, {"dp", 3}}, 6), HasSubstr("named 'dp'"));
+  EXPECT_THAT(error({{"", 2}}, 2), HasSubstr("named ''"));
+  EXPECT_THAT(error({{"dp", 0}}, 2), HasSubstr("has size 0"));
+  EXPECT_THAT(error({{"dp", -2}, {"tp", -3}}, 6), HasSubstr("has size -2"));
+  // No product overflows.
+  EXPECT_THAT(error({{"a", 65536}, {"", 65536}}, 65536), HasSubstr("named ''"));
+  std::vector<MeshDim> large;
+  for (int i = 0; i < 8; ++i) large.push_back({std::to_string(i), 65536});
+  EXPECT_THAT(error(large, 65536), HasSubstr("does not have the world_size"));
+}
+
+TEST(CheckPlacements, RefusesWhatDoesNotFitTheShape) {
+  const std::vector<MeshDim> mesh = {{"dp", 2}, {"tp", 3}};
+  const auto error = [&](const std::vector<Placement>& placements,
+                         const std::vector<int64_t>& shape) {
+    const absl::Status status = CheckPlacements(placements, mesh, shape);
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+    return std::string(status.message());
+  };
+  EXPECT_THAT(error({kShard0}, {4}), HasSubstr("1 placements"));
+  EXPECT_THAT(error({kShard0, kShard1}, {4}), HasSubstr("Shard(1) over tp"));
+  EXPECT_THAT(error({kShard0, kReplicate}, {}), HasSubstr("Shard(0) over dp"));
+  EXPECT_THAT(error({{.shard_dim = -2}, kReplicate}, {4}), HasSubstr("Shard(-2)"));
+}
+
+}  // namespace
+}  // namespace ballast
