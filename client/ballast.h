@@ -6,7 +6,7 @@
  *   ballast_read_weights(session);
  *   for (;;) {
  *     ballast_begin_step(session, &step);
- *     ballast_push_gradients(session, 0, gradients, count);       one backward: one micro-step
+ *     ballast_push_gradients(session, 0, gradients, count, 1);    one backward: one micro-step
  *     while ((status = ballast_seal(session, 1, &decision)) == BALLAST_DEADLINE_EXCEEDED) ...
  *     while ((status = ballast_receive_weights(session)) == BALLAST_DEADLINE_EXCEEDED) ...
  *   }
@@ -16,9 +16,9 @@
  * do, for the calling thread, until its next call. No exception and no signal leaves the library.
  *
  * Threads: one session's calls come one at a time, from any thread; ballast_gradient_memory,
- * ballast_weights_memory and ballast_push may run beside the others. Sessions are independent. After
- * fork() the child may not use the parent's sessions: every call returns BALLAST_FAILED_PRECONDITION there,
- * and ballast_close only forgets the session.
+ * ballast_weights_memory, ballast_push and the calls for single gradients may run beside the others. Sessions are
+ * independent. After fork() the child may not use the parent's sessions: every call returns
+ * BALLAST_FAILED_PRECONDITION there, and ballast_close only forgets the session.
  *
  * Waits: ballast_seal and ballast_receive_weights return BALLAST_DEADLINE_EXCEEDED after wait_seconds at
  * most, and are then called again to wait on; so a program can look at signals meanwhile.
@@ -217,9 +217,37 @@ int32_t ballast_read_weights(ballast_session* session);
 int32_t ballast_begin_step(ballast_session* session, const ballast_step* step);
 /* Gives a micro-step as a whole: count (parameter_count) pointers to gradients in the groups' wire
  * dtypes, row-major; null: the parameter got none. Reads the elements that this rank owns, and no more
- * once it has returned; then ends the micro-step. */
+ * once it has returned; then ends the micro-step. final: 1 if it is the step's last one; then the service
+ * begins its work before the seal. */
 int32_t ballast_push_gradients(ballast_session* session, uint32_t micro_step,
-                               const void* const* gradients, size_t count);
+                               const void* const* gradients, size_t count, int32_t final);
+
+/* The same parameter by parameter, as a backward pass comes to them: each chunk leaves when all its
+ * parameters are given. From any thread. `final` is the same in all calls of a micro-step. INVALID_ARGUMENT: the
+ * parameter is frozen, it was given in this micro-step, or another micro-step is open. DEADLINE_EXCEEDED: call
+ * again to go on. gradient null: it was written to its places. */
+int32_t ballast_give_gradient(ballast_session* session, uint32_t micro_step, size_t parameter,
+                              const void* gradient, int32_t final);
+/* Ends the micro-step. The parameters that were not given have no gradient in it. Waits for those that have
+ * places and are not written yet. */
+int32_t ballast_end_gradients(ballast_session* session, uint32_t micro_step, int32_t final);
+
+/* Elements [offset, offset + elements) of a parameter's gradient belong at `data`. */
+typedef struct ballast_gradient_place {
+  void* data;
+  int64_t offset;
+  int64_t elements;
+} ballast_gradient_place;
+
+/* Where a gradient that is elsewhere, as on a GPU, is copied to by the caller: the number of places, and as many
+ * as `capacity` takes. Then ballast_give_gradient without a gradient says that it is there; or, from a callback
+ * that may neither wait nor fail, as those of CUDA streams, ballast_gradient_written with this `attempt`: an error
+ * is that of ballast_end_gradients. All copies to one place are made in the order of these calls. */
+int32_t ballast_gradient_places(ballast_session* session, uint32_t micro_step, size_t parameter,
+                                ballast_gradient_place* out, size_t capacity, size_t* count,
+                                uint64_t* attempt);
+void ballast_gradient_written(ballast_session* session, size_t parameter, uint64_t attempt,
+                              int32_t final);
 
 /* The same chunk by chunk. Where a chunk's gradient may be written so that ballast_push copies nothing; `data`
  * is null if no memory is shared. */

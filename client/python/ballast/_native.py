@@ -62,6 +62,10 @@ class Decision(c.Structure):
                 ("clip_coefficient", c.c_double)]
 
 
+class GradientPlace(c.Structure):
+    _fields_ = [("data", c.c_void_p), ("offset", c.c_int64), ("elements", c.c_int64)]
+
+
 _POINTERS = c.POINTER(c.c_void_p)
 _FUNCTIONS = {
     "ballast_open": [c.POINTER(Options), _POINTERS],
@@ -71,7 +75,11 @@ _FUNCTIONS = {
     "ballast_upload_weights": [c.c_void_p, _POINTERS, c.c_size_t],
     "ballast_read_weights": [c.c_void_p],
     "ballast_begin_step": [c.c_void_p, c.POINTER(Step)],
-    "ballast_push_gradients": [c.c_void_p, c.c_uint32, _POINTERS, c.c_size_t],
+    "ballast_push_gradients": [c.c_void_p, c.c_uint32, _POINTERS, c.c_size_t, c.c_int32],
+    "ballast_give_gradient": [c.c_void_p, c.c_uint32, c.c_size_t, c.c_void_p, c.c_int32],
+    "ballast_end_gradients": [c.c_void_p, c.c_uint32, c.c_int32],
+    "ballast_gradient_places": [c.c_void_p, c.c_uint32, c.c_size_t, c.POINTER(GradientPlace), c.c_size_t,
+                                c.POINTER(c.c_size_t), c.POINTER(c.c_uint64)],
     "ballast_seal": [c.c_void_p, c.c_uint32, c.POINTER(Decision)],
     "ballast_receive_weights": [c.c_void_p],
     "ballast_save": [c.c_void_p, c.c_char_p],

@@ -207,10 +207,20 @@ class Session:
             step.divisors = (ctypes.c_double * groups)(*divisors)
         self._call("ballast_begin_step", ctypes.byref(step))
 
-    def push_gradients(self, addresses: Sequence[int | None], micro_step: int = 0) -> None:
+    def push_gradients(self, addresses: Sequence[int | None], micro_step: int = 0, *, final: bool = False) -> None:
         """A micro-step's gradients, row-major in the groups' wire dtypes; None: none for that parameter.
-        The memory may be used again when this returns."""
-        self._wait("ballast_push_gradients", micro_step, _native.pointers(list(addresses)), len(addresses))
+        The memory may be used again when this returns. final: it is the step's last micro-step; then the
+        service begins its work before the seal."""
+        self._wait("ballast_push_gradients", micro_step, _native.pointers(list(addresses)), len(addresses), final)
+
+    def give_gradient(self, parameter: int, address: int | None, micro_step: int = 0, *, final: bool = False) -> None:
+        """The same, one parameter at a time: what it completes leaves at once. `final` is the same in all calls of a
+        micro-step. None: it was written to its `gradient_places`. From any thread."""
+        self._wait("ballast_give_gradient", micro_step, parameter, address, final)
+
+    def end_gradients(self, micro_step: int = 0, *, final: bool = False) -> None:
+        """Ends the micro-step. Parameters that were not given have no gradient in it."""
+        self._wait("ballast_end_gradients", micro_step, final)
 
     def seal(self, micro_steps: int = 1) -> Decision:
         """Waits for all ranks."""

@@ -117,7 +117,7 @@ class CRank {
       for (int64_t i = 0; i < Elements(p); ++i) gradients_[p][i] = scale * Gradient(step, p, i);
       pointers.push_back(p == kFrozen || p == unused ? nullptr : gradients_[p].data());
     }
-    return ballast_push_gradients(session_, micro_step, pointers.data(), pointers.size());
+    return ballast_push_gradients(session_, micro_step, pointers.data(), pointers.size(), 0);
   }
   void Step(uint64_t step, uint32_t micro_steps = 1) {
     ASSERT_EQ(Begin(), BALLAST_OK) << ballast_message();
@@ -416,9 +416,9 @@ TEST_F(CApi, RefusesCallsOutOfTurnAndGoesOn) {
   rank.OpenWithWeights();
   EXPECT_EQ(rank.PushAll(1), BALLAST_FAILED_PRECONDITION);
   EXPECT_THAT(ballast_message(), HasSubstr("before BeginStep"));
-  EXPECT_EQ(ballast_push_gradients(rank.session(), 0, nullptr, 4), BALLAST_INVALID_ARGUMENT);
+  EXPECT_EQ(ballast_push_gradients(rank.session(), 0, nullptr, 4, 0), BALLAST_INVALID_ARGUMENT);
   const void* one[1] = {nullptr};
-  EXPECT_EQ(ballast_push_gradients(rank.session(), 0, one, 1), BALLAST_INVALID_ARGUMENT);
+  EXPECT_EQ(ballast_push_gradients(rank.session(), 0, one, 1, 0), BALLAST_INVALID_ARGUMENT);
   EXPECT_THAT(ballast_message(), HasSubstr("1 pointers were given for 4 parameters"));
   const float* none[kParameters] = {};
   EXPECT_EQ(ballast_upload_weights(rank.session(), none, kParameters), BALLAST_INVALID_ARGUMENT);
