@@ -240,14 +240,23 @@ typedef struct ballast_gradient_place {
 } ballast_gradient_place;
 
 /* Where a gradient that is elsewhere, as on a GPU, is copied to by the caller: the number of places, and as many
- * as `capacity` takes. Then ballast_give_gradient without a gradient says that it is there; or, from a callback
- * that may neither wait nor fail, as those of CUDA streams, ballast_gradient_written with this `attempt`: an error
- * is that of ballast_end_gradients. All copies to one place are made in the order of these calls. */
+ * as `capacity` takes. Then ballast_give_gradient without a gradient says that it is there. `attempt` rises when
+ * a step begins and when what was given is discarded. */
 int32_t ballast_gradient_places(ballast_session* session, uint32_t micro_step, size_t parameter,
                                 ballast_gradient_place* out, size_t capacity, size_t* count,
                                 uint64_t* attempt);
-void ballast_gradient_written(ballast_session* session, size_t parameter, uint64_t attempt,
-                              int32_t final);
+
+/* The same for a caller that may neither wait nor fail: ballast_gradient_written is a CUhostFn, for
+ * cuLaunchHostFunc behind the copy, and `ticket` a ballast_gradient_ticket that stays until it has been called. It
+ * does nothing if the attempt is over. An error is that of ballast_end_gradients. Before ballast_close all
+ * tickets have been used. */
+typedef struct ballast_gradient_ticket {
+  ballast_session* session;
+  size_t parameter;
+  uint64_t attempt;
+  int32_t final;
+} ballast_gradient_ticket;
+void ballast_gradient_written(void* ticket);
 
 /* The same chunk by chunk. Where a chunk's gradient may be written so that ballast_push copies nothing; `data`
  * is null if no memory is shared. */

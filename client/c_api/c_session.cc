@@ -299,11 +299,11 @@ int32_t ballast_gradient_places(ballast_session* session, uint32_t micro_step, s
   });
 }
 
-void ballast_gradient_written(ballast_session* session, size_t parameter, uint64_t attempt,
-                              int32_t final) {
-  if (!CheckSession(session).ok()) return;
+void ballast_gradient_written(void* ticket) {
+  const auto& given = *static_cast<const ballast_gradient_ticket*>(ticket);
+  if (!CheckSession(given.session).ok()) return;
   CCall([&] {
-    session->gradients->Written(parameter, attempt, final != 0);
+    given.session->gradients->Written(given.parameter, given.attempt, given.final != 0);
     return absl::OkStatus();
   });
 }
