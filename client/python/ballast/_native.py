@@ -66,6 +66,14 @@ class GradientPlace(c.Structure):
     _fields_ = [("data", c.c_void_p), ("offset", c.c_int64), ("elements", c.c_int64)]
 
 
+class GradientTicket(c.Structure):
+    _fields_ = [("session", c.c_void_p), ("parameter", c.c_size_t), ("attempt", c.c_uint64), ("final", c.c_int32)]
+
+
+class Chunk(c.Structure):
+    _fields_ = [("index", c.c_int32), ("group", c.c_int32), ("begin", c.c_int64), ("elements", c.c_int64)]
+
+
 _POINTERS = c.POINTER(c.c_void_p)
 _FUNCTIONS = {
     "ballast_open": [c.POINTER(Options), _POINTERS],
@@ -74,6 +82,8 @@ _FUNCTIONS = {
     "ballast_place": [c.c_void_p, c.c_size_t, c.POINTER(c.c_int64), c.POINTER(c.c_int64)],
     "ballast_upload_weights": [c.c_void_p, _POINTERS, c.c_size_t],
     "ballast_read_weights": [c.c_void_p],
+    "ballast_chunks": [c.c_void_p, c.c_int32, c.POINTER(Chunk), c.c_size_t, c.POINTER(c.c_size_t)],
+    "ballast_gradient_memory": [c.c_void_p, c.c_int32, _POINTERS, c.POINTER(c.c_size_t)],
     "ballast_begin_step": [c.c_void_p, c.POINTER(Step)],
     "ballast_push_gradients": [c.c_void_p, c.c_uint32, _POINTERS, c.c_size_t, c.c_int32],
     "ballast_give_gradient": [c.c_void_p, c.c_uint32, c.c_size_t, c.c_void_p, c.c_int32],
@@ -112,6 +122,11 @@ def library() -> c.CDLL:
         getattr(loaded, name).argtypes = arguments
         getattr(loaded, name).restype = c.c_int32
     return loaded
+
+
+def address_of(function: str) -> int:
+    """Of a function of the library, for who calls it without Python."""
+    return c.cast(getattr(library(), function), c.c_void_p).value
 
 
 def message() -> str:

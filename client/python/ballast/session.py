@@ -218,6 +218,37 @@ class Session:
         micro-step. None: it was written to its `gradient_places`. From any thread."""
         self._wait("ballast_give_gradient", micro_step, parameter, address, final)
 
+    def gradient_places(self, parameter: int, micro_step: int = 0) -> tuple[list[tuple[int, int, int]], int]:
+        """Where a gradient that is elsewhere, as on a GPU, is to be copied: (address, offset, elements) of each
+        part, in the group's wire dtype; and the attempt, for its ticket."""
+        count, attempt = ctypes.c_size_t(), ctypes.c_uint64()
+        places = (_native.GradientPlace * 8)()
+        while True:
+            self._wait("ballast_gradient_places", micro_step, parameter, places, len(places), ctypes.byref(count),
+                       ctypes.byref(attempt))
+            if count.value <= len(places):
+                return [(place.data, place.offset, place.elements) for place in places[:count.value]], attempt.value
+            places = (_native.GradientPlace * count.value)()
+
+    def gradient_ticket(self, parameter: int) -> _native.GradientTicket:
+        """For `ballast_gradient_written`, which a CUDA stream calls behind a copy to `gradient_places`. It must stay
+        until then."""
+        return _native.GradientTicket(session=self._open().value, parameter=parameter)
+
+    def gradient_memories(self) -> list[tuple[int, int]]:
+        """(address, bytes) of all memory for gradients that is shared with the service; empty if none is."""
+        count = ctypes.c_size_t()
+        self._call("ballast_chunks", self.rank, None, 0, ctypes.byref(count))
+        chunks = (_native.Chunk * count.value)()
+        self._call("ballast_chunks", self.rank, chunks, count.value, ctypes.byref(count))
+        memories = []
+        for chunk in chunks:
+            data, size = ctypes.c_void_p(), ctypes.c_size_t()
+            self._call("ballast_gradient_memory", chunk.index, ctypes.byref(data), ctypes.byref(size))
+            if data.value:
+                memories.append((data.value, size.value))
+        return memories
+
     def end_gradients(self, micro_step: int = 0, *, final: bool = False) -> None:
         """Ends the micro-step. Parameters that were not given have no gradient in it."""
         self._wait("ballast_end_gradients", micro_step, final)

@@ -41,6 +41,7 @@ class Binding:
 
     def __init__(self, param_groups: list[dict[str, Any]], hyper_parameters: list[HyperParameters], *,
                  service: str | None, job: str, max_norm: float, update: str, process_group, timeout: float,
+                 overlap: bool, accumulation_steps: int | None, module: torch.nn.Module | None,
                  resume: dict[str, Any] | None, new: bool):
         self.group_of_ranks = process_group
         distributed = dist.is_available() and dist.is_initialized()
@@ -54,6 +55,7 @@ class Binding:
         self.flats: list[_Flat] | None = None
         self._broken: str | None = None
         try:
+            self._max_micro_steps = (accumulation_steps or 0) if overlap else 1
             self._open(param_groups, hyper_parameters, service, job, max_norm, update, timeout, resume, new)
         except BaseException:
             self.close()
@@ -105,7 +107,7 @@ class Binding:
                 self.parameters.append(parameter)
                 self.names.append(name)
         return Job(job, groups, parameters, world_size=self.world_size, max_norm=max_norm, unused_policy="skip",
-                   update_mode=update, max_micro_steps=1)
+                   update_mode=update, max_micro_steps=self._max_micro_steps)
 
     def _places(self, job: Job) -> list[torch.Tensor]:
         """Where the session writes weights."""
