@@ -32,7 +32,7 @@ float Value(uint64_t step, uint32_t micro_step, int parameter, int64_t element) 
 class Rank {
  public:
   Rank(const std::string& job, const std::string& service, bool shares = true, int rank = 0,
-       int world_size = 1) {
+       int world_size = 1, double wait_seconds = 20) {
     for (int p = 0; p < kParameters; ++p) {
       weights_.emplace_back(kElements[p], 0.0f);
       gradients_.emplace_back(kElements[p]);
@@ -64,7 +64,7 @@ class Rank {
                                      .job = &described,
                                      .rank = rank,
                                      .never_share_memory = !shares,
-                                     .wait_seconds = 20,
+                                     .wait_seconds = wait_seconds,
                                      .weights = places.data()};
     EXPECT_EQ(ballast_open(&options, &session_), BALLAST_OK) << ballast_message();
     std::vector<const float*> first;
@@ -215,7 +215,7 @@ TEST_F(CGradients, WrittenToTheirPlacesByAnotherThreadGiveTheSameBits) {
 }
 
 TEST_F(CGradients, ATicketOfAnEarlierAttemptDoesNothing) {
-  Rank rank("tickets", service());
+  Rank rank("tickets", service(), true, 0, 1, /*wait_seconds=*/0.1);
   Rank at_once("no_tickets", service());
   rank.Begin();
   std::array<ballast_gradient_place, 8> places;
@@ -234,12 +234,16 @@ TEST_F(CGradients, ATicketOfAnEarlierAttemptDoesNothing) {
             BALLAST_OK);
   EXPECT_NE(now.attempt, old.attempt);
   ballast_gradient_written(&old);
+  EXPECT_EQ(ballast_end_gradients(rank.session(), 0, 0), BALLAST_DEADLINE_EXCEEDED);
+  EXPECT_THAT(ballast_message(), HasSubstr("not been written"));
   const auto* gradient = static_cast<const float*>(rank.Gradient(1, 0, 0));
   for (size_t i = 0; i < count; ++i) {
     std::memcpy(places[i].data, gradient + places[i].offset, places[i].elements * sizeof(float));
   }
   ballast_gradient_written(&now);
-  ASSERT_EQ(ballast_end_gradients(rank.session(), 0, 0), BALLAST_OK) << ballast_message();
+  int32_t ended = BALLAST_DEADLINE_EXCEEDED;
+  while (ended == BALLAST_DEADLINE_EXCEEDED) ended = ballast_end_gradients(rank.session(), 0, 0);
+  ASSERT_EQ(ended, BALLAST_OK) << ballast_message();
   rank.Decide(1);
   at_once.StepAtOnce(1, {{0}});
   ExpectSameBits(rank, at_once);
