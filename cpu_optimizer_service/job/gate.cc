@@ -21,20 +21,21 @@ constexpr Answer kGone = Answer::kAborted;
 
 constexpr std::array<std::array<Answer, kPhases>, kAdmissions> kTable = {{
     // idle    open    sealed  deciding updating clearing loading closed
-    {kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},   // kAttach
-    {kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},   // kOpenStream
-    {kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},   // kQuietRank
-    {kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},   // kRankMemory
-    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},  // kSnapshot
-    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},  // kRead
-    {kGrant, kGrant, kBusy, kBusy, kGrant, kBusy, kLoad, kClos},  // kReadNow
-    {kNone, kGrant, kGrant, kGrant, kLate, kNone, kLoad, kClos},  // kAbort
-    {kGone, kGone, kGrant, kGone, kGone, kGone, kGone, kClos},    // kDecide
-    {kGone, kGone, kGone, kGrant, kGone, kGone, kGone, kClos},    // kUpdate
-    {kGone, kGone, kGone, kGone, kGone, kGrant, kGone, kClos},    // kFinishClear
-    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},  // kLoad
-    {kGone, kGone, kGone, kGone, kGone, kGone, kGrant, kClos},    // kReplaceState
-    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},  // kClose
+    {kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},    // kAttach
+    {kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},    // kOpenStream
+    {kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},    // kQuietRank
+    {kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},    // kRankMemory
+    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},   // kSnapshot
+    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},   // kRead
+    {kGrant, kGrant, kBusy, kBusy, kGrant, kBusy, kLoad, kClos},   // kReadNow
+    {kGrant, kGrant, kWait, kWait, kGrant, kGrant, kLoad, kClos},  // kDiscard
+    {kNone, kGrant, kGrant, kGrant, kLate, kNone, kLoad, kClos},   // kAbort
+    {kGone, kGone, kGrant, kGone, kGone, kGone, kGone, kClos},     // kDecide
+    {kGone, kGone, kGone, kGrant, kGone, kGone, kGone, kClos},     // kUpdate
+    {kGone, kGone, kGone, kGone, kGone, kGrant, kGone, kClos},     // kFinishClear
+    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},   // kLoad
+    {kGone, kGone, kGone, kGone, kGone, kGone, kGrant, kClos},     // kReplaceState
+    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},   // kClose
 }};
 
 // Torn state can be closed, and replaced by a load; everything else would use it.
@@ -62,20 +63,24 @@ std::string_view Name(Phase phase) {
 
 std::string_view Name(Admission admission) {
   constexpr std::array<std::string_view, kAdmissions> kNames = {
-      "attach",       "open stream", "quiet rank",    "rank memory", "snapshot",
-      "read",         "read now",    "abort",         "decide",      "update",
-      "finish clear", "load",        "replace state", "close"};
+      "attach", "open stream",  "quiet rank", "rank memory",   "snapshot",
+      "read",   "read now",     "discard",    "abort",         "decide",
+      "update", "finish clear", "load",       "replace state", "close"};
   return kNames[static_cast<int>(admission)];
 }
 
-Answer Ask(Admission admission, const GateState& state, int64_t rank_adding) {
+Answer Ask(Admission admission, const GateState& state, const RankUnderWay& rank) {
   const Answer answer = kTable[static_cast<int>(admission)][static_cast<int>(state.phase)];
   if (answer != Answer::kGranted) return answer;
   if (state.torn && NeedsWholeState(admission)) return Answer::kTorn;
   bool waits = false;
   switch (admission) {
     case Admission::kQuietRank:
-      waits = rank_adding > 0;
+      waits = rank.adding > 0;
+      break;
+    case Admission::kDiscard:
+      // In other phases there is nothing to take back, which is the call's to say.
+      waits = state.phase == Phase::kOpen && (rank.adding > 0 || rank.computing > 0);
       break;
     case Admission::kRead:
       // Readers that come after the seal let its decision pass, or they could hold it back for
@@ -178,19 +183,26 @@ void Gate::StopReading() {
 }
 
 void Gate::StartAdding(int rank) {
-  ++rank_adding_[rank];
+  ++ranks_[rank].adding;
   ++state_.adding;
 }
 
 void Gate::StopAdding(int rank) {
-  Check(rank_adding_[rank] > 0, "a contribution is added once");
-  --rank_adding_[rank];
+  Check(ranks_[rank].adding > 0, "a contribution is added once");
+  --ranks_[rank].adding;
   --state_.adding;
 }
 
-void Gate::StopComputing(int64_t count) {
-  Check(state_.computing >= count, "what is computed ends once");
-  state_.computing -= count;
+void Gate::StartComputing(int rank) {
+  if (rank >= 0) ++ranks_[rank].computing;
+  ++state_.computing;
+}
+
+void Gate::StopComputing(int rank) {
+  Check(state_.computing > 0 && (rank < 0 || ranks_[rank].computing > 0),
+        "what is computed ends once");
+  if (rank >= 0) --ranks_[rank].computing;
+  --state_.computing;
 }
 
 }  // namespace ballast

@@ -344,7 +344,7 @@ void JobImpl::Commit(UpdatePlan plan) {
   ledger_.Clear();
   sums_.Clear();
   speculation_.Recycle(std::move(plan.speculation.published));
-  ++attempt_;
+  VoidAllTickets();
   if (plan.outcome.decision.apply) {
     for (size_t p = 0; p < record_.update_counts.size(); ++p) {
       if (plan.update.update_counts[p] > 0) record_.update_counts[p] = plan.update.update_counts[p];
@@ -385,12 +385,16 @@ void JobImpl::Commit(UpdatePlan plan) {
 
 std::optional<Speculation::Task> JobImpl::SpeculateIfWorthwhile(int index, double squared_norm) {
   if (speculation_.update() == nullptr) return std::nullopt;
+  const int owner = layout_.chunks()[index].rank;
+  // Of an attempt that can no longer be decided, nothing is worth it.
+  const auto* open = std::get_if<OpenStep>(&step_);
+  if (open != nullptr && !open->IsLive(owner)) return std::nullopt;
   speculation_.AddSquaredNorm(squared_norm);
   // A chunk of zeros alone is most likely unused, and will be skipped.
   if (spec().unused_policy == UnusedPolicy::kSkip && gradients_->is_zero(index)) {
     return std::nullopt;
   }
-  const RankEntry& rank = ranks_[layout_.chunks()[index].rank];
+  const RankEntry& rank = ranks_[owner];
   if (rank.update_mode != UpdateMode::kSpeculate || !speculation_.Queue(index)) {
     return std::nullopt;
   }
@@ -448,7 +452,7 @@ void JobImpl::RunProvisional(Speculation::Task task) {
   {
     MutexLock lock(mutex_);
     if (!speculation_.Run(task)) return;
-    gate_.StartComputing();
+    gate_.StartComputing(owner);
   }
   absl::StatusOr<ChunkStore::Write> write = store_->BeginWrite(index, Destination::kFresh);
   if (write.ok()) {
@@ -474,7 +478,7 @@ void JobImpl::RunProvisional(Speculation::Task task) {
   } else {
     speculation_.Fail(index);
   }
-  gate_.StopComputing();
+  gate_.StopComputing(owner);
 }
 
 }  // namespace ballast

@@ -100,6 +100,7 @@ JobImpl::JobImpl(JobIdentity identity, Layout layout, const JobEnvironment& envi
       ledger_(static_cast<int64_t>(layout_.chunks().size())),
       sums_(static_cast<int64_t>(layout_.chunks().size())),
       speculation_(layout_, identity_.spec.max_norm),
+      tickets_(layout_.world_size()),
       later_changes_(identity_.spec.groups.size()) {
   record_.generation = identity_.generation;
   record_.update_counts.assign(identity_.spec.layout.parameters.size(), 0);

@@ -19,18 +19,22 @@ class JobImpl::Stream : public RankStream {
   ~Stream() override { job_->CloseStream(key_); }
 
   const RankPosition& position() const override { return position_; }
-  absl::Status BeginStep(uint64_t step, const StepSettings& settings) override {
-    return job_->BeginStep(key_, step, settings);
+  absl::Status BeginStep(StepAttempt at, const StepSettings& settings) override {
+    return job_->BeginStep(key_, at, settings);
   }
   absl::StatusOr<ContributionResult> Contribute(const Contribution& contribution) override {
     return job_->Contribute(key_, contribution);
   }
-  absl::Status EndMicroStep(uint64_t step, uint32_t micro_step,
+  absl::Status EndMicroStep(StepAttempt at, uint32_t micro_step,
                             const UsedParameters& used) override {
-    return job_->EndMicroStep(key_, step, micro_step, used);
+    return job_->EndMicroStep(key_, at, micro_step, used);
   }
-  absl::StatusOr<std::optional<SealRefusal>> Seal(uint64_t step, uint32_t micro_steps) override {
-    return job_->Seal(key_, step, micro_steps);
+  absl::StatusOr<std::optional<SealRefusal>> Seal(StepAttempt at, uint32_t micro_steps) override {
+    return job_->Seal(key_, at, micro_steps);
+  }
+  Pending Discard(StepAttempt at, Done<bool> done) override {
+    const std::shared_ptr<JobImpl> job = job_;  // The Done may end this stream.
+    return job->Discard(key_, at, std::move(done));
   }
 
  private:
@@ -279,7 +283,7 @@ bool JobImpl::HasBegun(int rank) const {
     if constexpr (std::is_same_v<std::decay_t<decltype(step)>, std::monostate>) {
       return false;
     } else {
-      return step.ranks()[rank].begun;
+      return step.ranks()[rank].has_part();
     }
   };
   return std::visit(has_begun, step_);
@@ -290,7 +294,9 @@ RankPosition JobImpl::PositionOf(int rank) const {
   position.generation = record_.generation;
   position.committed_step = record_.committed_step;
   const auto* open = std::get_if<OpenStep>(&step_);
-  if (open == nullptr || !open->ranks()[rank].begun) return position;
+  if (open == nullptr) return position;
+  position.attempt = open->ranks()[rank].attempt;
+  if (!open->ranks()[rank].begun) return position;
   position.open_step = open->terms().step;
   position.micro_steps_ended = open->ranks()[rank].micro_steps_ended;
   for (const int chunk : layout_.chunks_of_rank(rank)) {
@@ -318,7 +324,7 @@ void JobImpl::RaiseGeneration(std::string why, absl::AnyInvocable<void() &&> the
     first_weights_.Forget(layout_.chunks_of_rank(rank));
   }
   step_ = std::monostate();  // Nothing new can be added from here on.
-  ++attempt_;
+  VoidAllTickets();
   speculation_.Stop();
   gate_.StartClearing();
   EnterHere(Admission::kFinishClear, -1,

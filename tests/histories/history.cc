@@ -88,6 +88,17 @@ JobSpec SpecOf(const JobPlan& job, const std::string& name) {
   return spec;
 }
 
+Attempt TryOf(const Attempt& attempt, uint32_t number) {
+  Attempt of = attempt;
+  if (number == 0) return of;
+  of.gradient_seed = Mix(attempt.gradient_seed + number);
+  if (number % 2 == 1) {
+    of.scale.loss_scale *= 2;
+    of.overrides.clear();
+  }
+  return of;
+}
+
 std::string TrainerState(const Attempt& attempt) {
   return absl::StrCat("state ", attempt.gradient_seed);
 }

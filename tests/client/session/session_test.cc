@@ -16,6 +16,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/connect.h"
 #include "cpu_optimizer_service/common/buckets.h"
+#include "cpu_optimizer_service/common/reason.h"
 #include "tests/client/job_for_tests.h"
 #include "tests/client/session/rank_for_tests.h"
 #include "tests/client/session/reference_run.h"
@@ -310,6 +311,42 @@ TEST_P(SessionTest, TheStateIsThatOfEveryOtherTransport) {
         EXPECT_EQ(hash, of_payloads) << job.name;
       }
     }
+  }
+}
+
+TEST_P(SessionTest, DiscardsEarlyAndLateLeaveTheStepsThatWouldHaveBeen) {
+  for (const UpdateMode mode : {UpdateMode::kWait, UpdateMode::kSpeculate}) {
+    JobSpec job = SmallJob(mode == UpdateMode::kWait ? "discards" : "discards-guesses", 2);
+    job.update_mode = mode;
+    Train(job, [&](RankForTests& self, int rank) {
+      Session& session = self.session();
+      ReferenceRun reference(job);
+      for (uint64_t step = 1; step <= 4; ++step) {
+        // Rank 0 early; rank 1 late, in every other step when its seal has been refused for that.
+        ASSERT_TRUE(session.BeginStep({.scale = {.loss_scale = 2}}).ok());
+        for (const int chunk : self.chunks()) {
+          if (rank == 0 && chunk % 2 == 0) continue;
+          ASSERT_TRUE(self.Push(chunk, 0, /*final=*/true, /*another=*/step + 100).ok());
+        }
+        if (rank == 1) {
+          ASSERT_TRUE(session.EndMicroStep(0, {}).ok());
+          if (step % 2 == 0) {
+            const absl::Status refused = session.Seal(1).status();
+            EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition) << refused;
+            EXPECT_EQ(ReasonOf(refused), reason::kDiscardAndRedo);
+            EXPECT_THAT(std::string(refused.message()), HasSubstr("rank 0 has discarded"));
+          }
+        }
+        const absl::Status discarded = session.Discard();
+        ASSERT_TRUE(discarded.ok()) << discarded;
+        const StepSettings settings{.scale = {.loss_scale = 4}};
+        const auto decision = self.Step(2, settings);
+        ASSERT_TRUE(decision.ok()) << decision.status();
+        EXPECT_EQ(decision->norm, reference.Step(step, 2, settings.scale).norm);
+        EXPECT_EQ(self.Difference(reference), "") << "at step " << step;
+      }
+      EXPECT_EQ(session.ReadCounts()->coverage_complete_steps, 4u);
+    });
   }
 }
 
