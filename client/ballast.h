@@ -37,7 +37,7 @@
 extern "C" {
 #endif
 
-#define BALLAST_API_VERSION 1
+#define BALLAST_API_VERSION 2
 
 /* The numbers are gRPC's. */
 typedef enum ballast_status {
@@ -239,6 +239,12 @@ int32_t ballast_end_micro_step(ballast_session* session, uint32_t micro_step, co
 /* Nothing more comes for this step from this rank; waits for all ranks. FAILED_PRECONDITION: the step is not
  * whole, and open; DEADLINE_EXCEEDED: call again to wait on; ABORTED: close, open again, redo the step. */
 int32_t ballast_seal(ballast_session* session, uint32_t micro_steps, ballast_decision* decision);
+/* Takes back what this rank has given in its attempt at the step; ballast_begin_step begins the next attempt, which
+ * may have other settings. Every rank has to discard as often, each when it likes, before any may seal: until then
+ * ballast_seal returns FAILED_PRECONDITION on the others. Also before ballast_begin_step, and after ballast_seal
+ * if that has returned no decision. FAILED_PRECONDITION: the step is decided, receive its weights;
+ * DEADLINE_EXCEEDED: call again to wait on. */
+int32_t ballast_discard(ballast_session* session);
 /* Returns when this rank's weights of the decided step are in place. */
 int32_t ballast_receive_weights(ballast_session* session);
 

@@ -467,6 +467,14 @@ int32_t ballast_seal(ballast_session* session, uint32_t micro_steps, ballast_dec
   });
 }
 
+int32_t ballast_discard(ballast_session* session) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckSession(session));
+    session->next_push = 0;
+    return session->session->Discard();
+  });
+}
+
 int32_t ballast_receive_weights(ballast_session* session) {
   return CCall([&]() -> absl::Status {
     BALLAST_RETURN_IF_ERROR(CheckSession(session));

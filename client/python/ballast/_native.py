@@ -8,7 +8,7 @@ import functools
 from . import _files
 from .errors import BallastError, error_of
 
-API_VERSION = 1
+API_VERSION = 2
 OK = 0
 DEADLINE_EXCEEDED = 4
 
@@ -73,6 +73,7 @@ _FUNCTIONS = {
     "ballast_begin_step": [c.c_void_p, c.POINTER(Step)],
     "ballast_push_gradients": [c.c_void_p, c.c_uint32, _POINTERS, c.c_size_t],
     "ballast_seal": [c.c_void_p, c.c_uint32, c.POINTER(Decision)],
+    "ballast_discard": [c.c_void_p],
     "ballast_receive_weights": [c.c_void_p],
     "ballast_save": [c.c_void_p, c.c_char_p],
     "ballast_load": [c.c_void_p, c.c_char_p],

@@ -221,6 +221,11 @@ class Session:
                         clip_coefficient=decision.clip_coefficient,
                         skip_reason="" if applied else _native.message())
 
+    def discard(self) -> None:
+        """Takes back what this rank has given in its attempt at the step; begin_step begins the next attempt. Every
+        rank has to discard as often, each when it likes, before any may seal."""
+        self._wait("ballast_discard")
+
     def receive_weights(self) -> None:
         """Returns when this rank's weights of the decided step are in place."""
         self._wait("ballast_receive_weights")

@@ -283,6 +283,33 @@ TEST_F(CApi, AShortWaitForOtherRanksIsTakenUpAgain) {
   EXPECT_GT(compared, 0);
 }
 
+TEST_F(CApi, ADiscardedAttemptIsAsIfItHadNotBeen) {
+  for (const bool shares : {false, true}) {
+    CRank rank(shares ? "discards-shared" : "discards", service());
+    rank.options().never_share_memory = !shares;
+    rank.OpenWithWeights();
+    for (uint64_t step = 1; step <= 3; ++step) {
+      ASSERT_EQ(rank.Begin(), BALLAST_OK) << ballast_message();
+      for (uint32_t m = 0; m < step; ++m) {
+        ASSERT_EQ(rank.PushAll(step + 50, m), BALLAST_OK) << ballast_message();
+      }
+      ASSERT_EQ(ballast_discard(rank.session()), BALLAST_OK) << ballast_message();
+      rank.Step(step, 4);
+    }
+    int64_t compared = 0;
+    ExpectTrained(rank, 3, compared);
+    EXPECT_EQ(compared, 600 + 7 + 300);
+    EXPECT_EQ(rank.decision.step, 3u);
+    ASSERT_EQ(rank.Begin(), BALLAST_OK);
+    ASSERT_EQ(rank.PushAll(4), BALLAST_OK);
+    ASSERT_EQ(ballast_seal(rank.session(), 1, &rank.decision), BALLAST_OK) << ballast_message();
+    EXPECT_EQ(ballast_discard(rank.session()), BALLAST_FAILED_PRECONDITION);
+    EXPECT_THAT(ballast_message(), HasSubstr("step 4 is decided"));
+    ASSERT_EQ(ballast_receive_weights(rank.session()), BALLAST_OK) << ballast_message();
+  }
+  EXPECT_EQ(ballast_discard(nullptr), BALLAST_INVALID_ARGUMENT);
+}
+
 TEST_F(CApi, ASkippedStepSaysWhy) {
   CRank rank("skipped", service());
   rank.OpenWithWeights();

@@ -110,6 +110,18 @@ class Package(unittest.TestCase):
         self.assertEqual(again.session.trainer_state, b"a\0b")
         self.assertEqual(again.session.committed_step, 1)
 
+    def test_a_discarded_attempt_is_as_if_it_had_not_been(self):
+        rank = self.rank("discards")
+        rank.start()
+        for _ in range(3):
+            gradients = [np.full_like(array, 7) for array in rank.arrays]
+            rank.session.begin_step(loss_scale=1024.0)
+            rank.session.push_gradients([gradient.ctypes.data for gradient in gradients])
+            rank.session.discard()
+            self.assertTrue(rank.step().applied)
+        for array in rank.arrays:
+            np.testing.assert_allclose(array, adamw(3), rtol=0, atol=2e-6)
+
     def test_a_step_that_is_not_finite_is_skipped_and_says_why(self):
         rank = self.rank("skipped")
         rank.start()
