@@ -144,7 +144,7 @@ def malformed_family():
 # ---------------------------------------------------------------- messages at the wrong moment
 
 MOMENTS = ("before open", "after open", "after begin", "after a micro-step", "after a refused seal",
-           "after the commit")
+           "after a discard", "after the commit")
 WRONG = {
     "no message": b"",
     "no kind": message((99, 1)),
@@ -173,6 +173,14 @@ WRONG = {
     "a seal of nothing": train("seal", (1, 1)),
     "a seal of step 3": train("seal", (1, 3), (2, 1)),
     "a seal of 4 billion micro-steps": train("seal", (1, 1), (2, 4_000_000_000)),
+    "a discard of nothing": train("discard"),
+    "a discard of step 3": train("discard", (1, 3)),
+    "a discard of attempt 9": train("discard", (1, 1), (2, 9)),
+    "a discard of the last attempt there is": train("discard", (1, 1), (2, 4_294_967_295)),
+    "a begin of attempt 9": train("begin", (1, 1), (6, 9)),
+    "an end in attempt 9": train("end", (1, 1), (3, 1), (6, 9)),
+    "a seal of attempt 9": train("seal", (1, 1), (2, 1), (3, 9)),
+    "a gradient of attempt 9": train("gradient", (1, message((1, 1), (4, 1), (7, 9))), (2, b"\x00" * 512)),
     "a message of 8 MiB": message((99, b"a" * 8 * MEBI)),
 }
 
@@ -186,6 +194,8 @@ def wrong_moment(target, moment, what):
             before = [opening, train("begin", (1, 1))]
             if moment in ("after a micro-step", "after a refused seal"):
                 before += [gradient(1, 0, b"\x00" * 512), train("end", (1, 1), (3, 1))]
+            if moment == "after a discard":
+                before += [gradient(1, 0, b"\x00" * 512), train("discard", (1, 1))]
             if moment == "after a refused seal":
                 before += [train("seal", (1, 1), (2, 1))]
             if moment == "after the commit":
@@ -382,6 +392,21 @@ def seals_without_reading(target):
     return []
 
 
+def discards_without_reading(target):
+    """One attempt after the other is begun and discarded, and nobody reads."""
+    with target.job() as (name, uid, generation):
+        with contextlib.closing(channel(target.address, ("grpc.http2.lookahead_bytes", 0))) as connection:
+            call, sent = target.open_stream(name, uid, generation, connection, seconds=2)
+            for attempt in range(3000):
+                sent.put(train("begin", (1, 1), (6, attempt)))
+                sent.put(train("discard", (1, 1), (2, attempt)))
+            sent.put(None)
+            with contextlib.suppress(grpc.RpcError):
+                call.result(2)
+            call.cancel()
+    return []
+
+
 def chunks_again(target):
     with target.job(elements=MEBI, chunk_elements=262144) as (name, uid, _):
         call = target.connection.unary_stream(TRAIN + "ReadWeights")(
@@ -442,6 +467,7 @@ def closed_under_readers(target):
 def taking_family():
     yield "2,000 micro-steps, each of which uses another parameter", micro_steps_without_end
     yield "3,000 refused seals and no reader", seals_without_reading
+    yield "3,000 discards and no reader", discards_without_reading
     yield "one chunk a million times", chunks_again
     yield "300 readers that do not read", readers_that_do_not_read
     yield "a job closed under readers that do not read", closed_under_readers

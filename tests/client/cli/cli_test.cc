@@ -224,9 +224,10 @@ TEST_F(CliTest, JsonKeepsTheNamesOfItsFields) {
             "accumulators_in_use,speculation_bytes,shared_bytes");
   EXPECT_EQ(Fields(job["speculation"]),
             "unavailable,speculated_chunks,published_chunks,redone_chunks,paused_chunks");
-  EXPECT_EQ(Fields(job["ranks"][0]),
-            "rank,attached,process_id,begun,micro_steps_ended,sealed,chunks,chunks_complete,"
-            "furthest_micro_step,missing_parameters,shared_memory");
+  EXPECT_EQ(
+      Fields(job["ranks"][0]),
+      "rank,attached,process_id,attempt,begun,micro_steps_ended,sealed,chunks,chunks_complete,"
+      "furthest_micro_step,missing_parameters,shared_memory");
   EXPECT_EQ(Fields(job["recent_steps"][0]),
             "step,applied,skip_reason,norm,clip_coefficient,micro_steps,loss_scale,"
             "hyper_parameters,unused_parameters,speculated_chunks,published_chunks,redone_chunks");
