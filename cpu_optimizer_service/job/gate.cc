@@ -21,21 +21,21 @@ constexpr Answer kGone = Answer::kAborted;
 
 constexpr std::array<std::array<Answer, kPhases>, kAdmissions> kTable = {{
     // idle    open    sealed  deciding updating clearing loading closed
-    {kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},    // kAttach
-    {kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},    // kOpenStream
-    {kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},    // kQuietRank
-    {kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},    // kRankMemory
-    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},   // kSnapshot
-    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},   // kRead
-    {kGrant, kGrant, kBusy, kBusy, kGrant, kBusy, kLoad, kClos},   // kReadNow
-    {kGrant, kGrant, kWait, kWait, kGrant, kGrant, kLoad, kClos},  // kDiscard
-    {kNone, kGrant, kGrant, kGrant, kLate, kNone, kLoad, kClos},   // kAbort
-    {kGone, kGone, kGrant, kGone, kGone, kGone, kGone, kClos},     // kDecide
-    {kGone, kGone, kGone, kGrant, kGone, kGone, kGone, kClos},     // kUpdate
-    {kGone, kGone, kGone, kGone, kGone, kGrant, kGone, kClos},     // kFinishClear
-    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},   // kLoad
-    {kGone, kGone, kGone, kGone, kGone, kGone, kGrant, kClos},     // kReplaceState
-    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},   // kClose
+    {kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},   // kAttach
+    {kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},   // kOpenStream
+    {kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},   // kQuietRank
+    {kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},   // kRankMemory
+    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},  // kSnapshot
+    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},  // kRead
+    {kGrant, kGrant, kBusy, kBusy, kGrant, kBusy, kLoad, kClos},  // kReadNow
+    {kGrant, kGrant, kWait, kWait, kGrant, kWait, kLoad, kClos},  // kDiscard
+    {kNone, kGrant, kGrant, kGrant, kLate, kNone, kLoad, kClos},  // kAbort
+    {kGone, kGone, kGrant, kGone, kGone, kGone, kGone, kClos},    // kDecide
+    {kGone, kGone, kGone, kGrant, kGone, kGone, kGone, kClos},    // kUpdate
+    {kGone, kGone, kGone, kGone, kGone, kGrant, kGone, kClos},    // kFinishClear
+    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},  // kLoad
+    {kGone, kGone, kGone, kGone, kGone, kGone, kGrant, kClos},    // kReplaceState
+    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},  // kClose
 }};
 
 // Torn state can be closed, and replaced by a load; everything else would use it.

@@ -58,7 +58,8 @@ Answer Expected(Admission admission, const GateState& state, const RankUnderWay&
     case Admission::kDiscard:
       if (phase == Phase::kLoading) return Answer::kLoading;
       if (phase == Phase::kOpen) return wait_if(rank.adding + rank.computing > 0);
-      return wait_if(phase == Phase::kSealed || phase == Phase::kDeciding);
+      return wait_if(phase == Phase::kSealed || phase == Phase::kDeciding ||
+                     phase == Phase::kClearing);
     case Admission::kAbort:
       if (phase == Phase::kLoading) return Answer::kLoading;
       if (phase == Phase::kUpdating) return Answer::kDecided;

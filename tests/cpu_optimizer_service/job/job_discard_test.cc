@@ -383,6 +383,7 @@ class DiscardDuringAGuess : public JobDiscardTest {
     holding_->AwaitHeld();
     pending_ = driver_.stream(0).Discard({1, 0}, [this](absl::StatusOr<bool> done) {
       MutexLock lock(mutex_);
+      detached_first_ = holding_->detached();
       done_ = std::move(done);
       changed_.NotifyAll();
     });
@@ -408,6 +409,7 @@ class DiscardDuringAGuess : public JobDiscardTest {
   Mutex mutex_;
   CondVar changed_;
   std::optional<absl::StatusOr<bool>> done_ ABSL_GUARDED_BY(mutex_);
+  absl::Status detached_first_;  // What the listener had been told when the Done came.
 };
 
 TEST_F(DiscardDuringAGuess, WaitsForItsEnd) {
@@ -445,10 +447,14 @@ TEST_F(DiscardDuringAGuess, IsNothingIfItsCallerGivesUpBefore) {
 }
 
 TEST_F(DiscardDuringAGuess, EndsWithTheGenerationIfThatRises) {
+  const uint64_t generation = driver_.job().Status().generation;
   std::thread abort([&] { EXPECT_TRUE(driver_.job().AbortStep().ok()); });
-  EXPECT_EQ(AwaitDone().status().code(), absl::StatusCode::kAborted);
+  while (driver_.job().Status().generation == generation) std::this_thread::yield();
   holding_->Release();
+  EXPECT_EQ(AwaitDone().status().code(), absl::StatusCode::kAborted);
   abort.join();
+  // The listener was told why before, or the stream would end without the reason.
+  EXPECT_EQ(ReasonOf(detached_first_), reason::kOlderGeneration);
 }
 
 // All ranks at once, each in its own time, discarding here and there.
