@@ -231,7 +231,9 @@ TEST_F(JobDiscardTest, TheNextAttemptHasItsOwnSettings) {
   ASSERT_TRUE(driver.Discard(0));
   driver.Begin(1, first);  // Of the first attempt, which nobody needs to agree on any more,
   ASSERT_TRUE(driver.Discard(1));
+  // An operator's change before the second attempt begins; that one's override comes after it.
   ASSERT_TRUE(driver.job().UpdateGroup(0, {.beta1 = 0.5}).ok());
+  ASSERT_TRUE(driver.job().UpdateGroup(1, {.lr = 0.75}).ok());
   Give(driver, 1, 3, 1, second);
   const absl::Status other = driver.stream(0).BeginStep(driver.at(0), first);
   EXPECT_EQ(ReasonOf(other), reason::kOtherSettings);  // and of the second, which they do.
@@ -247,11 +249,13 @@ TEST_F(JobDiscardTest, TheNextAttemptHasItsOwnSettings) {
   }
   driver.SealAll(1);
   ASSERT_TRUE(twin.job().UpdateGroup(0, {.beta1 = 0.5}).ok());
+  ASSERT_TRUE(twin.job().UpdateGroup(1, {.lr = 0.75}).ok());
   for (const int rank : {0, 1, 2}) Give(twin, rank, 3, 1, second);
   twin.SealAll(1);
   ExpectSameStep(driver, twin);
   EXPECT_EQ(driver.job().Status().trainer_state, "second");
   EXPECT_EQ(driver.job().Status().hyper_parameters, twin.job().Status().hyper_parameters);
+  EXPECT_EQ(driver.job().Status().hyper_parameters[1].lr, 0.25);
 }
 
 TEST_F(JobDiscardTest, WhatADiscardedAttemptSaidOfParametersIsForgotten) {
@@ -310,6 +314,16 @@ TEST_F(JobDiscardTest, OfAnAttemptThatIsNotBegunCounts) {
   driver.SealAll(1);
   twin.Step(3);
   ExpectSameStep(driver, twin);
+}
+
+TEST_F(JobDiscardTest, MemoryThatOnlyTheAttemptReadIsLetGoOf) {
+  JobDriver driver = MakeWith(Spec("lent"), Sending::kInPlace);
+  Give(driver, 0, 1, 1);
+  const std::weak_ptr<const HeapRankMemory> memory = driver.TakeMemory(0);
+  driver.job().DropRankMemory(0, memory.lock().get());
+  EXPECT_FALSE(memory.expired()) << "its gradients are read there";
+  ASSERT_TRUE(driver.Discard(0));
+  EXPECT_TRUE(memory.expired());
 }
 
 TEST_F(JobDiscardTest, AReopenedStreamIsToldTheAttempt) {
