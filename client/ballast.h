@@ -99,16 +99,33 @@ typedef struct ballast_group {
   int32_t return_dtype; /* ballast_dtype of weights on their way back. */
 } ballast_group;
 
+/* A placement: this dimension of the mesh does not cut the parameter. */
+#define BALLAST_REPLICATE (-1)
+
 typedef struct ballast_parameter {
   size_t size;
   const char* name;     /* Unique in the job, not empty. */
-  const int64_t* shape; /* dimensions extents. */
+  const int64_t* shape; /* dimensions extents. A zero among them: a parameter of no elements. */
   int32_t dimensions;   /* 0: a scalar. */
   int32_t group;        /* Index into the groups. */
   int32_t frozen;       /* 1: never updated, and its gradient and weight pointers are not read. */
+  /* With a mesh, one for each of its dimensions: the dimension of the parameter that is cut, by the rule of
+   * torch.chunk, or BALLAST_REPLICATE. Null without a mesh; may be null for a frozen parameter. */
+  const int32_t* placements;
 } ballast_parameter;
 
-/* The flat space of each group is cut into buckets, and each bucket among the ranks, in order. */
+/* As in torch.distributed.device_mesh. */
+typedef struct ballast_mesh_dim {
+  size_t size;
+  const char* name; /* Unique in the mesh, not empty. */
+  int32_t ranks;
+} ballast_mesh_dim;
+
+/* Without a mesh, the flat space of each group is cut into buckets, and each bucket among the ranks, in
+ * order; pointers are to whole parameters. With a mesh (torch's DTensor), each rank has a shard of every
+ * parameter, a box of it; all pointers are to this rank's shard, its elements row-major as in
+ * DTensor.to_local(). Of replicas of a shard the first one's rank is the owner; the pointers of the others are
+ * not read or written. */
 typedef struct ballast_job {
   size_t size;
   const char* name; /* [A-Za-z0-9._-]{1,128}, not beginning with '.'. */
@@ -117,12 +134,14 @@ typedef struct ballast_job {
   const ballast_parameter* parameters;
   size_t parameter_count;
   int32_t world_size;
-  int64_t bucket_elements; /* 0: one bucket for each group. */
+  int64_t bucket_elements; /* 0: one bucket for each group. With a mesh, 0. */
   int64_t chunk_elements;  /* A multiple of 256, at most 262144; 0: 262144. */
   double max_norm;         /* Clipping by global norm; 0: none. */
   int32_t unused_policy;   /* ballast_unused_policy */
   int32_t update_mode;     /* ballast_update_mode */
   uint32_t max_micro_steps; /* 0: any number. */
+  const ballast_mesh_dim* mesh; /* Of the ranks in row-major order. Null: no mesh. */
+  size_t mesh_dimensions;
 } ballast_job;
 
 typedef struct ballast_options {
@@ -137,10 +156,10 @@ typedef struct ballast_options {
   double join_timeout_seconds;      /* 0: 60. */
   double reconnect_timeout_seconds; /* 0: 60. */
   double wait_seconds; /* The longest single wait for other ranks or for the service; 0: 600. */
-  /* parameter_count pointers, of which those of frozen parameters may be null: where the weights of
-   * each parameter are written, its elements in the group's return dtype, row-major, as
-   * ballast_read_weights and ballast_receive_weights get them. Only elements that this rank owns are
-   * written. A library thread writes between ballast_seal and the return of ballast_receive_weights. Null: read
+  /* parameter_count pointers, of which those of frozen parameters, and of those of which this rank owns no
+   * element, may be null: where the weights of each parameter are written, its elements in the group's
+   * return dtype, row-major, as ballast_read_weights and ballast_receive_weights get them. Only elements
+   * that this rank owns are written. A library thread writes between ballast_seal and the return of ballast_receive_weights. Null: read
    * them from ballast_weights_memory. */
   void* const* weights;
 } ballast_options;
@@ -157,13 +176,21 @@ typedef struct ballast_info {
   const char* job_uid; /* Valid until ballast_close. */
 } ballast_info;
 
-/* Elements [begin, begin + elements) of the flat space of `group`. */
+/* Elements [begin, begin + elements) of the flat space of `group`; with a mesh, of what the rank owns of it. */
 typedef struct ballast_chunk {
   int32_t index;
   int32_t group;
   int64_t begin;
   int64_t elements;
 } ballast_chunk;
+
+/* Consecutive elements of a parameter, or, with a mesh, of this rank's shard of it. */
+typedef struct ballast_piece {
+  size_t parameter;
+  int64_t offset;       /* Of the first one, in the parameter or shard. */
+  int64_t chunk_offset; /* The same, in the chunk. */
+  int64_t elements;
+} ballast_piece;
 
 typedef struct ballast_step {
   size_t size;
@@ -199,15 +226,21 @@ int32_t ballast_get_info(const ballast_session* session, ballast_info* info);
 /* The trainer's state of the last committed step: its size, and as much as `capacity` takes. */
 int32_t ballast_trainer_state(const ballast_session* session, void* out, size_t capacity,
                               size_t* bytes);
-/* A rank's chunks in order: their number, and as many as `capacity` takes. */
+/* A rank's chunks in order: their number, and as many as `capacity` takes. With a mesh a session knows those
+ * of its own rank alone; others have none here. */
 int32_t ballast_chunks(const ballast_session* session, int32_t rank, ballast_chunk* out,
                        size_t capacity, size_t* count);
-/* Where a parameter begins in its group's flat space (-1: frozen), and the elements of that space. */
+/* What one of this rank's chunks holds, in order: the number of pieces, and as many as `capacity` takes. What
+ * is in none of them is padding: zeros in a gradient. */
+int32_t ballast_pieces(const ballast_session* session, int32_t chunk, ballast_piece* out,
+                       size_t capacity, size_t* count);
+/* Where a parameter begins in its group's flat space (-1: frozen, or there is a mesh), and the elements of
+ * that space. */
 int32_t ballast_place(const ballast_session* session, size_t parameter, int64_t* offset,
                       int64_t* flat_elements);
 
-/* The first weights: `parameters` are parameter_count pointers to fp32, row-major; of frozen ones, null.
- * Only elements that this rank owns are read. */
+/* The first weights: `parameters` are parameter_count pointers to fp32, row-major; of frozen ones, null, and
+ * of those of which this rank owns no element. Only elements that this rank owns are read. */
 int32_t ballast_upload_weights(ballast_session* session, const float* const* parameters,
                                size_t count);
 /* The committed weights of this rank, to options.weights or ballast_weights_memory. */
@@ -216,7 +249,7 @@ int32_t ballast_read_weights(ballast_session* session);
 /* Begins step committed_step + 1. */
 int32_t ballast_begin_step(ballast_session* session, const ballast_step* step);
 /* Gives a micro-step as a whole: count (parameter_count) pointers to gradients in the groups' wire
- * dtypes, row-major; null: the parameter got none. Reads the elements that this rank owns, and no more
+ * dtypes, row-major; null: the parameter got none. A gradient of no elements is any other pointer. Reads the elements that this rank owns, and no more
  * once it has returned; then ends the micro-step. */
 int32_t ballast_push_gradients(ballast_session* session, uint32_t micro_step,
                                const void* const* gradients, size_t count);

@@ -1,4 +1,6 @@
 // client/ballast.h over client::Session.
+#include "client/c_api/c_session.h"
+
 #include <unistd.h>
 
 #include <chrono>
@@ -24,9 +26,6 @@
 #include "cpu_optimizer_service/common/system/mutex.h"
 
 namespace ballast::client {
-namespace {
-
-using GradientPointers = const void* const*;
 
 // Whose turn a chunk's gradient memory is, shared or of our own: the caller may not write there while its
 // last push is on its way.
@@ -69,26 +68,6 @@ class GradientBuffers {
   std::vector<Buffer> buffers_ ABSL_GUARDED_BY(mutex_);
 };
 
-}  // namespace
-}  // namespace ballast::client
-
-using ballast::client::CCall;
-
-struct ballast_session {
-  const pid_t process = getpid();
-  ballast::client::SessionOptions options;
-  std::vector<void*> weights;  // By parameter. Empty: the caller reads weights_memory.
-  std::unique_ptr<ballast::client::GradientBuffers> buffers;
-  // Of push_gradients: the micro-step, and its next chunk, after a wait that was not long enough.
-  uint32_t pushing_micro_step = 0;
-  size_t next_push = 0;
-  // Last, so that it goes first: its threads use what is above.
-  std::unique_ptr<ballast::client::Session> session;
-};
-
-namespace ballast::client {
-namespace {
-
 absl::Status CheckSession(const ballast_session* session) {
   BALLAST_RETURN_IF_ERROR(CheckGiven(session, "ballast_session"));
   if (session->process == getpid()) return absl::OkStatus();
@@ -112,6 +91,10 @@ absl::StatusOr<Chunk> FindOwnChunk(const ballast_session& session, int32_t chunk
   return chunks[chunk];
 }
 
+namespace {
+
+using GradientPointers = const void* const*;
+
 absl::Status CheckCount(const ballast_session& session, size_t count) {
   const size_t parameters = session.options.job.layout.parameters.size();
   if (count == parameters) return absl::OkStatus();
@@ -124,10 +107,11 @@ void CopyWeights(const ballast_session& session, int chunk, const std::byte* sha
   const Layout& layout = session.session->layout();
   const int64_t size =
       SizeBytes(session.options.job.groups[layout.chunks()[chunk].group].return_dtype);
-  layout.VisitPieces(chunk, [&](const ChunkPiece& piece) {
-    auto* to = static_cast<std::byte*>(session.weights[piece.parameter]);
-    std::memcpy(to + piece.parameter_offset * size, shard + piece.chunk_offset * size,
-                piece.elements * size);
+  layout.VisitParts(chunk, [&](const ChunkPart& part) {
+    auto* to = static_cast<std::byte*>(session.weights[part.parameter]);
+    std::memcpy(to + part.part_offset * size, shard + part.chunk_offset * size,
+                part.elements * size);
+    return true;
   });
 }
 
@@ -141,21 +125,24 @@ void GatherGradient(const ballast_session& session, int chunk, GradientPointers 
   const auto zero_to = [&](int64_t end) {
     std::memset(out.data() + written * size, 0, (end - written) * size);
   };
-  layout.VisitPieces(chunk, [&](const ChunkPiece& piece) {
-    const auto* from = static_cast<const std::byte*>(gradients[piece.parameter]);
-    if (from == nullptr) return;
-    zero_to(piece.chunk_offset);
-    std::memcpy(out.data() + piece.chunk_offset * size, from + piece.parameter_offset * size,
-                piece.elements * size);
-    written = piece.chunk_offset + piece.elements;
+  layout.VisitParts(chunk, [&](const ChunkPart& part) {
+    const auto* from = static_cast<const std::byte*>(gradients[part.parameter]);
+    if (from == nullptr) return true;
+    zero_to(part.chunk_offset);
+    std::memcpy(out.data() + part.chunk_offset * size, from + part.part_offset * size,
+                part.elements * size);
+    written = part.chunk_offset + part.elements;
+    return true;
   });
   zero_to(static_cast<int64_t>(out.size()) / size);
 }
 
 bool HasGradient(const ballast_session& session, int chunk, GradientPointers gradients) {
   bool any = false;
-  session.session->layout().VisitPieces(
-      chunk, [&](const ChunkPiece& piece) { any |= gradients[piece.parameter] != nullptr; });
+  session.session->layout().VisitParts(chunk, [&](const ChunkPart& part) {
+    any = gradients[part.parameter] != nullptr;
+    return !any;
+  });
   return any;
 }
 
@@ -223,7 +210,7 @@ int32_t ballast_open(const ballast_options* options, ballast_session** out) {
     if (given.weights != nullptr) {
       session->weights.assign(given.weights, given.weights + parameters.size());
       for (size_t p = 0; p < parameters.size(); ++p) {
-        if (parameters[p].trainable && session->weights[p] == nullptr) {
+        if (session->weights[p] == nullptr && OwnsOf(session->options, p)) {
           return absl::InvalidArgumentError(absl::StrCat(
               "ballast_options.weights has no place for parameter ", parameters[p].name));
         }
@@ -281,47 +268,6 @@ int32_t ballast_trainer_state(const ballast_session* session, void* out, size_t 
   });
 }
 
-int32_t ballast_chunks(const ballast_session* session, int32_t rank, ballast_chunk* out,
-                       size_t capacity, size_t* count) {
-  return CCall([&]() -> absl::Status {
-    BALLAST_RETURN_IF_ERROR(CheckSession(session));
-    BALLAST_RETURN_IF_ERROR(CheckGiven(count, "count"));
-    const ballast::Layout& layout = session->session->layout();
-    if (rank < 0 || rank >= layout.world_size()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("rank ", rank, " of ", layout.world_size(), " does not exist"));
-    }
-    const absl::Span<const int> chunks = layout.chunks_of_rank(rank);
-    *count = chunks.size();
-    for (size_t i = 0; out != nullptr && i < std::min(capacity, chunks.size()); ++i) {
-      const ballast::Chunk& chunk = layout.chunks()[chunks[i]];
-      out[i] = {.index = chunks[i],
-                .group = chunk.group,
-                .begin = chunk.begin,
-                .elements = chunk.elements};
-    }
-    return absl::OkStatus();
-  });
-}
-
-int32_t ballast_place(const ballast_session* session, size_t parameter, int64_t* offset,
-                      int64_t* flat_elements) {
-  return CCall([&]() -> absl::Status {
-    BALLAST_RETURN_IF_ERROR(CheckSession(session));
-    BALLAST_RETURN_IF_ERROR(CheckGiven(offset, "offset"));
-    BALLAST_RETURN_IF_ERROR(CheckGiven(flat_elements, "flat_elements"));
-    const auto& parameters = session->options.job.layout.parameters;
-    if (parameter >= parameters.size()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("parameter ", parameter, " of ", parameters.size(), " does not exist"));
-    }
-    const ballast::Layout& layout = session->session->layout();
-    *offset = layout.place(static_cast<int>(parameter)).offset;
-    *flat_elements = layout.flat_elements(parameters[parameter].group);
-    return absl::OkStatus();
-  });
-}
-
 int32_t ballast_upload_weights(ballast_session* session, const float* const* parameters,
                                size_t count) {
   return CCall([&]() -> absl::Status {
@@ -330,7 +276,7 @@ int32_t ballast_upload_weights(ballast_session* session, const float* const* par
     BALLAST_RETURN_IF_ERROR(CheckCount(*session, count));
     const auto& specs = session->options.job.layout.parameters;
     for (size_t p = 0; p < count; ++p) {
-      if (specs[p].trainable && parameters[p] == nullptr) {
+      if (parameters[p] == nullptr && OwnsOf(session->options, p)) {
         return absl::InvalidArgumentError(
             absl::StrCat("there are no weights of parameter ", specs[p].name));
       }
@@ -338,10 +284,10 @@ int32_t ballast_upload_weights(ballast_session* session, const float* const* par
     const ballast::Layout& layout = session->session->layout();
     return session->session->UploadWeights([&](int chunk, absl::Span<float> out) {
       std::fill(out.begin(), out.end(), 0.0f);
-      layout.VisitPieces(chunk, [&](const ballast::ChunkPiece& piece) {
-        std::memcpy(out.data() + piece.chunk_offset,
-                    parameters[piece.parameter] + piece.parameter_offset,
-                    piece.elements * sizeof(float));
+      layout.VisitParts(chunk, [&](const ballast::ChunkPart& part) {
+        std::memcpy(out.data() + part.chunk_offset, parameters[part.parameter] + part.part_offset,
+                    part.elements * sizeof(float));
+        return true;
       });
     });
   });

@@ -315,6 +315,24 @@ TEST_F(CApi, AParameterWithoutGradientFollowsThePolicy) {
   EXPECT_NE(torch.weights()[0][0], FirstWeight(0, 0));
 }
 
+TEST_F(CApi, AParameterOfNoElementsNeedsNoMemory) {
+  CRank rank("empty", service());
+  const int64_t empty[] = {0, 4};
+  const_cast<ballast_parameter*>(rank.job().parameters)[1].shape = empty;
+  const_cast<void**>(rank.options().weights)[1] = nullptr;
+  ASSERT_EQ(rank.Open(), BALLAST_OK) << ballast_message();
+  std::vector<float> ones(600, 1.0f);
+  const float* first[kParameters] = {ones.data(), nullptr, nullptr, ones.data()};
+  ASSERT_EQ(ballast_upload_weights(rank.session(), first, kParameters), BALLAST_OK)
+      << ballast_message();
+  ASSERT_EQ(ballast_read_weights(rank.session()), BALLAST_OK) << ballast_message();
+  ASSERT_EQ(rank.Begin(), BALLAST_OK) << ballast_message();
+  ASSERT_EQ(rank.PushAll(1, 0, 1, /*unused=*/1), BALLAST_OK) << ballast_message();
+  ASSERT_EQ(ballast_seal(rank.session(), 1, &rank.decision), BALLAST_OK) << ballast_message();
+  ASSERT_EQ(ballast_receive_weights(rank.session()), BALLAST_OK) << ballast_message();
+  EXPECT_NE(rank.weights()[0][0], 1.0f);
+}
+
 TEST_F(CApi, ChunksCanBePushedOneByOneAndAreReleasedOnce) {
   CRank rank("chunks", service());
   rank.OpenWithWeights();
@@ -451,8 +469,10 @@ TEST_F(CApi, AServiceThatIsNotThereIsUnavailable) {
 
 TEST_F(CApi, TakesAStructureOfAnOlderHeader) {
   CRank rank("older", service());
-  // As if the last member had not existed: it counts as zero, whatever lies there.
+  // As if the last members had not existed: they count as zero, whatever lies there.
   rank.options().size = offsetof(ballast_options, weights);
+  rank.job().size = offsetof(ballast_job, mesh);
+  rank.job().mesh_dimensions = 7;
   ASSERT_EQ(rank.Open(), BALLAST_OK) << ballast_message();
   ASSERT_EQ(rank.Upload(), BALLAST_OK) << ballast_message();
   ASSERT_EQ(ballast_read_weights(rank.session()), BALLAST_OK);

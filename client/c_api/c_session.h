@@ -1,0 +1,45 @@
+// A session as C has it, and what the functions in several files ask of one.
+#ifndef BALLAST_CLIENT_C_API_C_SESSION_H_
+#define BALLAST_CLIENT_C_API_C_SESSION_H_
+
+#include <sys/types.h>
+#include <unistd.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "client/ballast.h"
+#include "client/session.h"
+
+namespace ballast::client {
+class GradientBuffers;  // c_session.cc
+}
+
+struct ballast_session {
+  const pid_t process = getpid();
+  ballast::client::SessionOptions options;
+  std::vector<void*> weights;  // By parameter. Empty: the caller reads weights_memory.
+  std::unique_ptr<ballast::client::GradientBuffers> buffers;
+  // Of push_gradients: the micro-step, and its next chunk, after a wait that was not long enough.
+  uint32_t pushing_micro_step = 0;
+  size_t next_push = 0;
+  // Last, so that it goes first: its threads use what is above.
+  std::unique_ptr<ballast::client::Session> session;
+};
+
+namespace ballast::client {
+
+// INVALID_ARGUMENT for null; FAILED_PRECONDITION in a fork of the process that opened it.
+absl::Status CheckSession(const ballast_session* session);
+absl::Span<const int> OwnChunks(const ballast_session& session);
+// INVALID_ARGUMENT if the chunk is not the session's rank's.
+absl::StatusOr<Chunk> FindOwnChunk(const ballast_session& session, int32_t chunk);
+
+}  // namespace ballast::client
+
+#endif  // BALLAST_CLIENT_C_API_C_SESSION_H_
