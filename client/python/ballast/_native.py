@@ -26,7 +26,12 @@ class Group(c.Structure):
 
 class Parameter(c.Structure):
     _fields_ = [("size", c.c_size_t), ("name", c.c_char_p), ("shape", c.POINTER(c.c_int64)),
-                ("dimensions", c.c_int32), ("group", c.c_int32), ("frozen", c.c_int32)]
+                ("dimensions", c.c_int32), ("group", c.c_int32), ("frozen", c.c_int32),
+                ("placements", c.POINTER(c.c_int32))]
+
+
+class MeshDim(c.Structure):
+    _fields_ = [("size", c.c_size_t), ("name", c.c_char_p), ("ranks", c.c_int32)]
 
 
 class Job(c.Structure):
@@ -34,7 +39,8 @@ class Job(c.Structure):
                 ("group_count", c.c_size_t), ("parameters", c.POINTER(Parameter)),
                 ("parameter_count", c.c_size_t), ("world_size", c.c_int32),
                 ("bucket_elements", c.c_int64), ("chunk_elements", c.c_int64), ("max_norm", c.c_double),
-                ("unused_policy", c.c_int32), ("update_mode", c.c_int32), ("max_micro_steps", c.c_uint32)]
+                ("unused_policy", c.c_int32), ("update_mode", c.c_int32), ("max_micro_steps", c.c_uint32),
+                ("mesh", c.POINTER(MeshDim)), ("mesh_dimensions", c.c_size_t)]
 
 
 class Options(c.Structure):
@@ -49,6 +55,15 @@ class Info(c.Structure):
     _fields_ = [("size", c.c_size_t), ("committed_step", c.c_uint64), ("generation", c.c_uint64),
                 ("awaiting_weights", c.c_int32), ("shares_memory", c.c_int32),
                 ("last_step_applied", c.c_int32), ("job_uid", c.c_char_p)]
+
+
+class Chunk(c.Structure):
+    _fields_ = [("index", c.c_int32), ("group", c.c_int32), ("begin", c.c_int64), ("elements", c.c_int64)]
+
+
+class Piece(c.Structure):
+    _fields_ = [("parameter", c.c_size_t), ("offset", c.c_int64), ("chunk_offset", c.c_int64),
+                ("elements", c.c_int64)]
 
 
 class Step(c.Structure):
@@ -67,6 +82,8 @@ _FUNCTIONS = {
     "ballast_open": [c.POINTER(Options), _POINTERS],
     "ballast_get_info": [c.c_void_p, c.POINTER(Info)],
     "ballast_trainer_state": [c.c_void_p, c.c_char_p, c.c_size_t, c.POINTER(c.c_size_t)],
+    "ballast_chunks": [c.c_void_p, c.c_int32, c.POINTER(Chunk), c.c_size_t, c.POINTER(c.c_size_t)],
+    "ballast_pieces": [c.c_void_p, c.c_int32, c.POINTER(Piece), c.c_size_t, c.POINTER(c.c_size_t)],
     "ballast_place": [c.c_void_p, c.c_size_t, c.POINTER(c.c_int64), c.POINTER(c.c_int64)],
     "ballast_upload_weights": [c.c_void_p, _POINTERS, c.c_size_t],
     "ballast_read_weights": [c.c_void_p],

@@ -6,7 +6,7 @@ import ctypes
 import dataclasses
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from . import _native
 from .errors import BallastError, DeadlineError, FailedPreconditionError
@@ -14,6 +14,7 @@ from .errors import BallastError, DeadlineError, FailedPreconditionError
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 UNUSED_POLICIES = {"error": 0, "skip": 1, "zero": 2}
 UPDATE_MODES = {"wait": 0, "speculate": 1}
+_REPLICATE = -1
 # A wait in the library lasts no longer, so that Python can handle signals.
 _SLICE_SECONDS = 0.1
 
@@ -51,18 +52,22 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """group: the index of its group in the job. A frozen one is never updated."""
+    """group: the index of its group in the job. A frozen one is never updated. placements, of a job with a mesh:
+    for each of its dimensions the dimension of the parameter that it cuts, or None; a frozen one has none."""
 
     name: str
     shape: tuple[int, ...]
     group: int = 0
     frozen: bool = False
+    placements: tuple[int | None, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
     """max_norm: clipping by global norm, 0 for none. unused_policy, for parameters that no rank gave a
-    gradient: "error", "skip" (as torch does) or "zero". update_mode: "wait" or "speculate"."""
+    gradient: "error", "skip" (as torch does) or "zero". update_mode: "wait" or "speculate". mesh: the names and
+    sizes of its dimensions, ranks in row-major order; then each rank has a shard of every parameter, and all
+    addresses are those of its shards."""
 
     name: str
     groups: Sequence[Group]
@@ -72,6 +77,7 @@ class Job:
     unused_policy: str = "skip"
     update_mode: str = "wait"
     max_micro_steps: int = 0
+    mesh: Sequence[tuple[str, int]] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,17 +97,22 @@ class Session:
     at which each parameter's weights are written, its elements row-major in the group's return dtype; the
     memory must stay until `close`. Only what this rank owns is written.
 
+    while_waiting is called about every 0.1 s while a call waits for other ranks or for the service; what it raises
+    ends the wait, and the session with it.
+
     Raises the errors of `ballast.errors`. Calls come one at a time, from any thread."""
 
     def __init__(self, service: str, job: Job, weights: Sequence[int | None], *, rank: int = 0,
                  job_uid: str | None = None, rejoin: bool = False, share_memory: bool = True,
-                 join_timeout: float = 60.0, reconnect_timeout: float = 60.0, timeout: float = 600.0):
+                 join_timeout: float = 60.0, reconnect_timeout: float = 60.0, timeout: float = 600.0,
+                 while_waiting: Callable[[], None] | None = None):
         if len(weights) != len(job.parameters):
             raise ValueError(f"{len(weights)} addresses were given for {len(job.parameters)} parameters")
         self.job, self.rank, self.timeout = job, rank, timeout
         self._handle = ctypes.c_void_p()
         self._lock = threading.Lock()
         self._abandoned: threading.Thread | None = None
+        self._while_waiting = while_waiting or (lambda: None)
         groups = (_native.Group * len(job.groups))(*[
             _native.sized(_native.Group, name=group.name.encode(), hyper_parameters=group.hyper_parameters._native(),
                           wire_dtype=_number(DTYPES, group.wire_dtype, "wire_dtype"),
@@ -110,14 +121,17 @@ class Session:
         parameters = (_native.Parameter * len(job.parameters))(*[
             _native.sized(_native.Parameter, name=parameter.name.encode(),
                           shape=(ctypes.c_int64 * len(parameter.shape))(*parameter.shape),
-                          dimensions=len(parameter.shape), group=parameter.group, frozen=parameter.frozen)
+                          dimensions=len(parameter.shape), group=parameter.group, frozen=parameter.frozen,
+                          placements=_native_placements(parameter, len(job.mesh)))
             for parameter in job.parameters])
+        mesh = (_native.MeshDim * len(job.mesh))(*[
+            _native.sized(_native.MeshDim, name=name.encode(), ranks=ranks) for name, ranks in job.mesh])
         native_job = _native.sized(
             _native.Job, name=job.name.encode(), groups=groups, group_count=len(job.groups),
             parameters=parameters, parameter_count=len(job.parameters), world_size=job.world_size,
             max_norm=job.max_norm, unused_policy=_number(UNUSED_POLICIES, job.unused_policy, "unused_policy"),
             update_mode=_number(UPDATE_MODES, job.update_mode, "update_mode"),
-            max_micro_steps=job.max_micro_steps)
+            max_micro_steps=job.max_micro_steps, mesh=mesh, mesh_dimensions=len(job.mesh))
         options = _native.sized(
             _native.Options, service=service.encode(), job=ctypes.pointer(native_job), rank=rank,
             job_uid=None if job_uid is None else job_uid.encode(), rejoin=rejoin,
@@ -181,6 +195,15 @@ class Session:
         offset, elements = ctypes.c_int64(), ctypes.c_int64()
         self._call("ballast_place", parameter, ctypes.byref(offset), ctypes.byref(elements))
         return offset.value, elements.value
+
+    def owned_elements(self) -> list[int]:
+        """How many elements of each parameter this rank owns: of those it gives the gradients and gets the
+        weights."""
+        owned = [0] * len(self.job.parameters)
+        for chunk in self._list(_native.Chunk, "ballast_chunks", self.rank):
+            for piece in self._list(_native.Piece, "ballast_pieces", chunk.index):
+                owned[piece.parameter] += piece.elements
+        return owned
 
     # ------------------------------------------------------------ what it does
 
@@ -259,8 +282,11 @@ class Session:
 
         self._abandoned = threading.Thread(target=run)
         self._abandoned.start()
-        while self._abandoned.is_alive():
+        while True:
             self._abandoned.join(_SLICE_SECONDS)
+            if not self._abandoned.is_alive():
+                break
+            self._while_waiting()
         self._abandoned = None
         if errors:
             raise errors[0]
@@ -274,11 +300,28 @@ class Session:
             except DeadlineError:
                 if time.monotonic() >= deadline:
                     raise
+                self._while_waiting()
+
+    def _list(self, kind, name: str, which: int):
+        count = ctypes.c_size_t()
+        self._call(name, which, None, 0, ctypes.byref(count))
+        entries = (kind * count.value)()
+        self._call(name, which, entries, count.value, ctypes.byref(count))
+        return entries
 
     def _info(self) -> _native.Info:
         info = _native.sized(_native.Info)
         self._call("ballast_get_info", ctypes.byref(info))
         return info
+
+
+def _native_placements(parameter: Parameter, dimensions: int):
+    if parameter.placements is None:
+        return None
+    if len(parameter.placements) != dimensions:
+        raise ValueError(f"parameter {parameter.name} has {len(parameter.placements)} placements, and the mesh "
+                         f"{dimensions} dimensions")
+    return (ctypes.c_int32 * dimensions)(*[_REPLICATE if dim is None else dim for dim in parameter.placements])
 
 
 def _number(names: dict[str, int], name: str, what: str) -> int:

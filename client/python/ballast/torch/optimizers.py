@@ -22,6 +22,13 @@ class _Remote(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     _decoupled_weight_decay = True
 
+    # Of the last step.
+    grad_norm: float | None = None
+    clip_coefficient: float | None = None
+    skipped: str | None = None
+    _binding: Binding | None = None
+    _settings: dict[str, Any] | None = None  # While it is made.
+
     def __init__(self, params, defaults: dict[str, Any], *, service: str | None, job: str | None,
                  max_norm: float | None, update: str, process_group, timeout: float):
         if max_norm is not None and not (math.isfinite(max_norm) and max_norm > 0):
@@ -30,14 +37,13 @@ class _Remote(torch.optim.Optimizer):
             raise ValueError(f"Invalid update value: {update!r}; expected 'wait' or 'speculate'")
         if service is not None and job is None:
             raise ValueError("a job of a service has a name: give job=")
-        self.grad_norm: float | None = None
-        self.clip_coefficient: float | None = None
-        self.skipped: str | None = None
-        self._binding: Binding | None = None
-        self._resume: dict[str, Any] | None = None
+        # Of the job that a state is of, and its step. In the param groups, so that torch.distributed.checkpoint
+        # takes them along.
+        super().__init__(params, defaults | dict(job_uid="", job_step=0))
+        for group in self.param_groups:
+            _check_group(group)
         self._settings = dict(service=service, job=job or "trainer", max_norm=max_norm or 0.0, update=update,
                               process_group=process_group, timeout=timeout)
-        super().__init__(params, defaults)
 
     # ------------------------------------------------------------ a step
 
@@ -51,19 +57,25 @@ class _Remote(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("step() talks with the service, which a CUDA graph cannot record; capture forward and "
+                               "backward only, and call step() after the replay")
         binding = self._bound(new=True)
         decision = binding.step([self._hyper_parameters(group) for group in self.param_groups], self._loss_scale())
         self.grad_norm = decision.norm
         self.clip_coefficient = decision.clip_coefficient
         self.skipped = None if decision.applied else decision.skip_reason
-        for parameter in binding.parameters:
-            self.state[parameter]["step"].fill_(binding.step_count)
+        self._tell_step()
         return loss
 
-    def attach(self) -> None:
+    @torch.no_grad()
+    def attach(self, create: bool = False) -> int:
         """Binds to the job as it is on the service, and puts its weights into the parameters: for a run that
-        goes on, before the first forward. FailedPreconditionError if the job has no weights yet."""
-        self._bound(new=False)
+        goes on, before the first forward. Returns the job's step.
+
+        create: if the job has no weights yet, it gets those of the parameters, and the step is 0; else that is a
+        FailedPreconditionError."""
+        return self._bound(new=create, attach=True).step_count
 
     def close(self) -> None:
         """Ends the session, and the service that was started for it. The weights stay in the parameters."""
@@ -71,14 +83,22 @@ class _Remote(torch.optim.Optimizer):
             self._binding.close()
             self._binding = None
 
-    def _bound(self, new: bool) -> Binding:
+    def _bound(self, new: bool, attach: bool = False) -> Binding:
         if self._binding is None:
+            group = self.param_groups[0]
+            resume = (group["job_uid"], int(group["job_step"])) if group["job_uid"] else None
             self._binding = Binding(
                 self.param_groups, [self._hyper_parameters(group) for group in self.param_groups],
-                resume=self._resume, new=new, **self._settings)
-            for parameter in self._binding.parameters:
-                self.state[parameter]["step"] = torch.tensor(float(self._binding.step_count))
+                resume=resume, new=new, attach=attach or resume is not None, **self._settings)
+            self._fill_state()
+            self._tell_step()
         return self._binding
+
+    def _tell_step(self) -> None:
+        for parameter in self._binding.parameters:
+            self.state[parameter]["step"].fill_(self._binding.step_count)
+        for group in self.param_groups:
+            group["job_uid"], group["job_step"] = self._binding.job_uid, self._binding.step_count
 
     def _loss_scale(self) -> float:
         scale = getattr(self, "grad_scale", None)  # Set by GradScaler around step.
@@ -92,32 +112,55 @@ class _Remote(torch.optim.Optimizer):
 
     # ------------------------------------------------------------ what torch asks of an optimizer
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, which is bound at its own first step."""
+        return super().__getstate__() | {"_settings": self._settings}
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if getattr(self, "_binding", None) is not None:
+        if self._binding is not None:
             raise RuntimeError("parameters cannot be added after the first step: the job on the service has the "
                                "parameters that it was created with. Close it and create another optimizer")
         super().add_param_group(param_group)
-        _check_group(self.param_groups[-1])
+        if self._settings is not None:
+            _check_group(self.param_groups[-1])
+        self._fill_state()
+
+    def _fill_state(self) -> None:
+        """A state for each parameter from the start: where there is none, torch.distributed.checkpoint calls
+        step() to get one."""
+        parameters = {parameter for group in self.param_groups for parameter in group["params"]}
+        for parameter in list(self.state):
+            if parameter not in parameters:  # Somebody, accelerate for one, has put others in its place.
+                del self.state[parameter]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("step", torch.tensor(0.0))
 
     def state_dict(self) -> dict[str, Any]:
         """Small: hyper-parameters, and which step of which job they belong to. The weights and moments are on
         the service, which saves them itself (`ballast save`)."""
-        state = super().state_dict()
-        if self._binding is not None:
-            state["ballast"] = dict(job=self._settings["job"], job_uid=self._binding.session.job_uid,
-                                    step=self._binding.step_count)
-        return state
+        self._fill_state()
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Then attaches to the job that the state is of: its weights come into the parameters. An error if the
         service has another job, or is at another step."""
-        state_dict = dict(state_dict)
-        resume = state_dict.pop("ballast", None)
-        if resume is not None and self._binding is not None:
+        for name in ("exp_avg", "exp_avg_sq"):
+            if any(name in values for values in state_dict["state"].values()):
+                raise ValueError(f"this state has {name} and is another optimizer's: moments are on the service, and "
+                                 "come from its checkpoints (`ballast load`)")
+        uid, step = (state_dict["param_groups"][0].get(name) for name in ("job_uid", "job_step"))
+        bound = self._binding
+        if bound is not None and uid and (uid, step) != (bound.job_uid, bound.step_count):
             raise FailedPreconditionError("this optimizer has already made steps; load the state into a new one")
         super().load_state_dict(state_dict)
-        if resume is not None:
-            self._resume = resume
+        for group in self.param_groups:
+            group.setdefault("job_uid", "")
+            group.setdefault("job_step", 0)
+        self._fill_state()
+        if bound is not None:
+            self._tell_step()
+        elif uid:
             self.attach()
 
 
@@ -133,8 +176,23 @@ def _check_group(group: dict[str, Any]) -> None:
             raise ValueError(f"parameter {name} is complex, which is not supported")
         if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"parameter {name} is {parameter.dtype}; expected float32, bfloat16 or float16")
-        if hasattr(parameter, "device_mesh"):
-            raise ValueError(f"parameter {name} is a DTensor: parameters sharded by FSDP2 are not supported yet")
+
+
+def _check_tensors(lr, betas, foreach: bool | None) -> None:
+    """As torch does, though here they could be anything."""
+    if torch.is_tensor(lr):
+        if foreach:
+            raise ValueError("lr as a Tensor is not supported for capturable=False and foreach=True")
+        if lr.numel() != 1:
+            raise ValueError("Tensor lr must be 1-element")
+    if not (all(isinstance(beta, float) for beta in betas) or all(torch.is_tensor(beta) for beta in betas)):
+        raise ValueError("betas must be either both floats or both Tensors")
+    for index, beta in enumerate(betas):
+        if torch.is_tensor(beta):
+            if foreach:
+                raise ValueError(f"betas[{index}] as a Tensor is not supported for capturable=False and foreach=True")
+            if beta.numel() != 1:
+                raise ValueError(f"Tensor betas[{index}] must be 1-element")
 
 
 class AdamW(_Remote):
@@ -157,6 +215,7 @@ class AdamW(_Remote):
                  capturable: bool = False, differentiable: bool = False, fused: bool | None = None,
                  service: str | None = None, job: str | None = None, max_norm: float | None = None,
                  update: str = "wait", process_group=None, timeout: float = 600.0):
+        _check_tensors(lr, betas, foreach)
         if not 0.0 <= float(lr):
             raise ValueError(f"Invalid learning rate: {lr}")
         if not 0.0 <= eps:
@@ -166,6 +225,7 @@ class AdamW(_Remote):
                 raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
         if not 0.0 <= weight_decay:
             raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+        betas = tuple(float(beta) for beta in betas)
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize,
                         foreach=foreach, capturable=capturable, differentiable=differentiable, fused=fused)
         super().__init__(params, defaults, service=service, job=job, max_norm=max_norm, update=update,

@@ -1,0 +1,201 @@
+"""What the ranks of fsdp_test.py do."""
+
+import hashlib
+
+import torch
+import torch._dynamo  # Which torch otherwise imports when the ranks are separate.
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import functional
+
+import ballast
+import ballast.torch
+
+TOLERANCE = 1e-6
+STEPS = 4
+
+
+class Model(torch.nn.Module):
+    """Dimensions of 1, 5 and 7, that most numbers of ranks do not divide; a tied weight, a frozen one, and a module
+    that is used now and then."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(1)
+        self.embedding = torch.nn.Embedding(7, 5)
+        self.layers = torch.nn.ModuleList(
+            [torch.nn.Linear(5, 7), torch.nn.Linear(7, 1), torch.nn.Linear(1, 5), torch.nn.Linear(5, 5)])
+        self.layers[3].weight.requires_grad_(False)
+        self.seldom = torch.nn.Linear(5, 5)
+        self.never = torch.nn.Linear(3, 2)
+        self.head = torch.nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        self.to(dtype)
+
+    def forward(self, tokens, seldom):
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x) if layer.in_features == layer.out_features else torch.tanh(layer(x))
+        if seldom:
+            x = self.seldom(x)
+        return self.head(x)
+
+
+def batch(step, rank):
+    return torch.randint(7, (6, 4), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def loss_of(model, tokens, seldom):
+    return functional.cross_entropy(model(tokens, seldom).float().flatten(0, 1), tokens.flatten())
+
+
+def used_seldom(step):
+    return step in (1, 3)
+
+
+def mesh_of(world_size, replicas):
+    if replicas == 1:
+        return init_device_mesh("cpu", (world_size,), mesh_dim_names=("shard",))
+    return init_device_mesh("cpu", (replicas, world_size // replicas), mesh_dim_names=("replicate", "shard"))
+
+
+def shard(model, mesh, **options):
+    for module in (*model.layers, model.seldom, model.never, model):
+        fully_shard(module, mesh=mesh, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # Gloo has no average: its reduce-scatter would sum, and say nothing.
+            module.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def named(model):
+    return list(model.named_parameters())
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def backward_of_all(model, step, world_size):
+    """The gradients of one process that has the batches of all ranks."""
+    sum(loss_of(model, batch(step, rank), used_seldom(step)) for rank in range(world_size)).div(world_size).backward()
+
+
+def take_gradients(model, sharded, bound=1e-5):
+    """Those of the sharded model, after a look whether they are the model's own, up to the order of sums."""
+    for (name, p), (_, q) in zip(named(model), named(sharded)):
+        if q.grad is None:
+            assert p.grad is None, name
+            continue
+        gradient = whole(q.grad)
+        assert (gradient - p.grad).abs().max() <= bound * max(p.grad.abs().max(), 0.1), (name, gradient, p.grad)
+        p.grad = gradient.clone()
+
+
+def assert_near(model, sharded, where):
+    for (name, p), (_, q) in zip(named(model), named(sharded)):
+        far = ((whole(q).double() - p.double()).abs().max() / p.double().abs().max()).item()
+        assert far <= TOLERANCE, (where, name, far)
+
+
+def trains_as_one_process(rank, world_size, service, job, replicas=1, max_norm=None, **options):
+    """The sharded model with ours beside a whole one with torch's, which gets the same gradients."""
+    sharded = shard(Model(), mesh_of(world_size, replicas), **options)
+    whole_model = Model()
+    ours = ballast.torch.AdamW(named(sharded), lr=0.02, weight_decay=0.1, service=service, job=job, max_norm=max_norm)
+    theirs = torch.optim.AdamW(named(whole_model), lr=0.02, weight_decay=0.1)
+    for step in range(STEPS):
+        for optimizer in (ours, theirs):
+            optimizer.zero_grad()
+        loss_of(sharded, batch(step, rank), used_seldom(step)).backward()
+        backward_of_all(whole_model, step, world_size)
+        take_gradients(whole_model, sharded)
+        norm = torch.nn.utils.clip_grad_norm_(whole_model.parameters(), max_norm or torch.inf).item()
+        ours.step()
+        theirs.step()
+        assert abs(ours.grad_norm - norm) <= 1e-5 * norm, (ours.grad_norm, norm)
+        if max_norm is not None:
+            assert ours.clip_coefficient < 1
+        assert_near(whole_model, sharded, (rank, world_size, step))
+    frozen = next(p for name, p in named(sharded) if name == "layers.3.weight")
+    assert torch.equal(whole(frozen), Model().layers[3].weight)
+    ours.close()
+    return ours.param_groups[0]["job_step"]
+
+
+def clips_with_torchs_function(rank, world_size, service, job):
+    sharded, whole_model = shard(Model(), mesh_of(world_size, 1)), Model()
+    ours = ballast.torch.AdamW(named(sharded), lr=0.02, service=service, job=job)
+    theirs = torch.optim.AdamW(named(whole_model), lr=0.02)
+    for step in range(STEPS):
+        for optimizer in (ours, theirs):
+            optimizer.zero_grad()
+        loss_of(sharded, batch(step, rank), used_seldom(step)).backward()
+        backward_of_all(whole_model, step, world_size)
+        take_gradients(whole_model, sharded)
+        norms = [whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)) for model in (sharded, whole_model)]
+        assert norms[0] > 0.1 and abs(norms[0] - norms[1]) <= 1e-5 * norms[1], norms
+        take_gradients(whole_model, sharded)
+        ours.step()
+        theirs.step()
+        assert abs(ours.grad_norm - 0.1) < 1e-4, ours.grad_norm  # Of what was clipped.
+        assert_near(whole_model, sharded, (rank, world_size, step))
+    ours.close()
+    return True
+
+
+def bf16_has_fp32_masters(rank, world_size, service, job):
+    """All in bf16 but one layer, against masters in fp32 as a careful trainer keeps them by hand."""
+    sharded, whole_model = Model(torch.bfloat16), Model(torch.bfloat16)
+    for model in (sharded, whole_model):
+        model.layers[1].float()
+        model.layers[1].register_forward_pre_hook(lambda _, inputs: (inputs[0].float(),))
+        model.layers[1].register_forward_hook(lambda _, inputs, output: output.bfloat16())
+    shard(sharded, mesh_of(world_size, 1))
+    ours = ballast.torch.AdamW(named(sharded), lr=1e-3, service=service, job=job)
+    masters = [p.detach().float().requires_grad_() for _, p in named(whole_model)]
+    theirs = torch.optim.AdamW(masters, lr=1e-3)
+    for step in range(8):
+        for optimizer in (ours, whole_model):
+            optimizer.zero_grad()
+        loss_of(sharded, batch(step, rank), used_seldom(step)).backward()
+        backward_of_all(whole_model, step, world_size)
+        take_gradients(whole_model, sharded, bound=0.05)
+        for master, (_, p) in zip(masters, named(whole_model)):
+            master.grad = None if p.grad is None else p.grad.float()
+        ours.step()
+        theirs.step()
+        with torch.no_grad():
+            for (name, p), (_, q), master in zip(named(sharded), named(whole_model), masters):
+                # What lies between two values of bf16 may go to the other one.
+                got = whole(p)
+                step_size = torch.finfo(got.dtype).eps if got.dtype == torch.bfloat16 else TOLERANCE
+                far = (got.float() - master).abs().max()
+                assert far <= step_size * master.abs().max(), (name, far)
+                q.copy_(got)
+    ours.close()
+    return True
+
+
+def digest_with_given_gradients(rank, world_size, service, job, replicas=1, kind="sharded"):
+    """Of all weights and norms after some steps with gradients that have the same bits everywhere."""
+    model = Model()
+    if kind == "sharded":
+        shard(model, mesh_of(world_size, replicas))
+    optimizer = ballast.torch.AdamW(named(model), lr=0.02, service=service, job=job, max_norm=0.5)
+    digest = hashlib.sha256()
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        for name, p in named(model):
+            gradient = torch.randn(p.shape, generator=generator)
+            if not p.requires_grad or name.startswith("never"):
+                continue
+            p.grad = distribute_tensor(gradient, p.device_mesh, p.placements) if isinstance(p, DTensor) else gradient
+        optimizer.step()
+        digest.update(f"{optimizer.grad_norm!r} {optimizer.clip_coefficient!r}".encode())
+        for _, p in named(model):
+            digest.update(whole(p).detach().numpy().tobytes())
+    optimizer.close()
+    return digest.hexdigest()
