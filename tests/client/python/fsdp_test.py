@@ -16,7 +16,8 @@ class FsdpTest(unittest.TestCase):
 
     def ranks(self, world_size, *cases):
         return run_ranks("fsdp_ranks", world_size, [
-            (function, {"service": self.service.address, "job": f"{self._testMethodName}-{world_size}-{number}"} | options)
+            (function, {"service": self.service.address, "job": f"{self.id().split('.')[-1]}-{world_size}-{number}",
+                        **options})
             for number, (function, options) in enumerate(cases)])
 
     def test_shards_train_as_one_process(self):

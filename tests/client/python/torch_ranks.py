@@ -94,6 +94,15 @@ def comes_alone(rank, world_size, service, job):
     return error_of(optimizer.step) if rank == 0 else None
 
 
+def agrees_at_last(rank, world_size, service, job):
+    """What was said in an earlier binding is not heard in the next."""
+    first = disagree(rank, world_size, service, job, "max_norm")
+    model = model_of()
+    optimizer = ballast.torch.AdamW(model.named_parameters(), service=service, job=job)
+    train(ddp(model), optimizer, rank, 2)
+    return [first[0], optimizer.param_groups[0]["job_step"]]
+
+
 def service_goes_away(rank, world_size, service, job, pid):
     model = model_of()
     parallel = ddp(model)

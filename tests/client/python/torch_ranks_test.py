@@ -17,7 +17,8 @@ class RanksTest(unittest.TestCase):
 
     def ranks(self, world_size, *cases):
         return run_ranks("torch_ranks", world_size, [
-            (function, {"service": self.service.address, "job": f"{self._testMethodName}-{world_size}-{number}"} | options)
+            (function, {"service": self.service.address, "job": f"{self.id().split('.')[-1]}-{world_size}-{number}",
+                        **options})
             for number, (function, options) in enumerate(cases)])
 
     def assert_one_line_on_every_rank(self, errors, text, limit=30.0):
@@ -43,7 +44,8 @@ class RanksTest(unittest.TestCase):
                  "frozen": "parameter 0.weight is (3, 4) group 0 frozen",
                  "groups": "this rank has group 1.float32 where rank 0 has parameter 0.weight",
                  "call": "the call is attach(), and on rank 0 step()"}
-        results = self.ranks(2, *[("disagree", {"about": about}) for about in texts])
+        later, *results = self.ranks(2, ("agrees_at_last", {}), *[("disagree", {"about": about}) for about in texts])
+        self.assertEqual(later, [["FailedPreconditionError", 2], ["ValueError", 2]])
         for (about, text), errors in zip(texts.items(), results):
             with self.subTest(about=about):
                 self.assert_one_line_on_every_rank(errors, text)
@@ -65,7 +67,7 @@ class RanksTest(unittest.TestCase):
     def test_waits_end(self):
         alone, interrupted = self.ranks(2, ("comes_alone", {}), ("is_interrupted", {}))
         self.assertEqual(alone[0][0], "DeadlineError")
-        self.assertIn("only 1 of 2 ranks came to the first step within 1 s", alone[0][1])
+        self.assertIn("only 1 of 2 ranks came to bind the optimizer within 1 s", alone[0][1])
         self.assertLess(alone[0][2], 30)
         self.assertEqual(interrupted, ["KeyboardInterrupt", "did no step"])
 

@@ -138,7 +138,7 @@ class Binding:
 
         self.session = open_session()
         if self.peers is not None:
-            self.peers.meet("the job")
+            self.peers.meet("joined")
         self._check_owned()
         for attempt in range(_JOIN_ATTEMPTS):
             try:
@@ -264,8 +264,9 @@ class Binding:
             raise RuntimeError(f"the gradient of parameter {name} is {gradient.dtype}, the parameter "
                                f"{parameter.dtype}")
         if isinstance(parameter, DTensor) and getattr(gradient, "placements", None) != parameter.placements:
-            raise RuntimeError(f"the gradient of parameter {name} is placed as {getattr(gradient, 'placements', None)}, "
-                               f"the parameter as {parameter.placements}; redistribute it")
+            raise RuntimeError(f"the gradient of parameter {name} is placed as "
+                               f"{getattr(gradient, 'placements', None)}, the parameter as {parameter.placements}; "
+                               "redistribute it")
         if not self.places.owned[index] or local(gradient).numel() == 0:
             return self._nothing  # It is read elsewhere.
         return local(gradient).to("cpu").contiguous()
