@@ -17,8 +17,8 @@
  *
  * Threads: one session's calls come one at a time, from any thread; ballast_gradient_memory,
  * ballast_weights_memory and ballast_push may run beside the others. Sessions are independent. After
- * fork() the child may not use the parent's sessions: every call returns BALLAST_FAILED_PRECONDITION there,
- * and ballast_close only forgets the session.
+ * fork() the child may not use the parent's sessions, nor open its own: every call returns
+ * BALLAST_FAILED_PRECONDITION there, and ballast_close only forgets the session.
  *
  * Waits: ballast_seal and ballast_receive_weights return BALLAST_DEADLINE_EXCEEDED after wait_seconds at
  * most, and are then called again to wait on; so a program can look at signals meanwhile.

@@ -3,6 +3,7 @@
 
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <functional>
@@ -72,8 +73,8 @@ absl::Status CheckSession(const ballast_session* session) {
   BALLAST_RETURN_IF_ERROR(CheckGiven(session, "ballast_session"));
   if (session->process == getpid()) return absl::OkStatus();
   return absl::FailedPreconditionError(
-      "this session belongs to the process that opened it, and this one is its fork; open another "
-      "session here");
+      "this session belongs to the process that opened it, and this one is its fork; start "
+      "processes that train by spawn or exec");
 }
 
 absl::Span<const int> OwnChunks(const ballast_session& session) {
@@ -92,6 +93,19 @@ absl::StatusOr<Chunk> FindOwnChunk(const ballast_session& session, int32_t chunk
 }
 
 namespace {
+
+// gRPC's threads do not exist in a fork, and what they wait with is shared with the parent, whom a
+// second session there would disturb.
+absl::Status CheckMayOpen() {
+  static std::atomic<pid_t> first_process = 0;
+  pid_t first = 0;
+  if (first_process.compare_exchange_strong(first, getpid()) || first == getpid()) {
+    return absl::OkStatus();
+  }
+  return absl::FailedPreconditionError(
+      "this process is a fork of one that has opened sessions, and cannot open any; start it by "
+      "spawn or exec");
+}
 
 using GradientPointers = const void* const*;
 
@@ -219,6 +233,7 @@ int32_t ballast_open(const ballast_options* options, ballast_session** out) {
         CopyWeights(*raw, chunk, raw->session->weights_memory(chunk).data());
       };
     }
+    BALLAST_RETURN_IF_ERROR(CheckMayOpen());
     BALLAST_ASSIGN_OR_RETURN(
         std::shared_ptr<grpc::Channel> channel,
         Connect(given.service, std::min(absl::Seconds(10), session->options.join_timeout)));

@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "client/ballast.h"
 #include "tests/support/service_for_tests.h"
@@ -490,7 +491,10 @@ TEST_F(CApi, AForkDoesNotTouchItsParentsSession) {
   const pid_t child = fork();
   ASSERT_NE(child, -1);
   if (child == 0) {
-    const bool right = ballast_read_weights(rank.session()) == BALLAST_FAILED_PRECONDITION;
+    bool right = ballast_read_weights(rank.session()) == BALLAST_FAILED_PRECONDITION;
+    ballast_session* another = nullptr;
+    right &= ballast_open(&rank.options(), &another) == BALLAST_FAILED_PRECONDITION;
+    right &= absl::StrContains(ballast_message(), "by spawn or exec");
     ballast_close(rank.session());
     _exit(right ? 0 : 1);
   }

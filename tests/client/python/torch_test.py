@@ -5,10 +5,13 @@ import copy
 import gc
 import os
 import pathlib
+import signal
 import sys
 import tempfile
+import threading
 import time
 import unittest
+from unittest import mock
 
 import torch
 from torch.nn import functional
@@ -363,9 +366,25 @@ class TorchTest(unittest.TestCase):
         model.scalar.requires_grad_(False)
         with self.assertRaisesRegex(RuntimeError, "scalar was trainable"):
             optimizer.step()
+        model = Model()
+        optimizer = self.optimizer(model, params=list(model.named_parameters()), job="thawed")
+        self.train(model, optimizer, 1)
+        model.frozen.requires_grad_(True).grad = torch.ones(7)
+        with self.assertRaisesRegex(RuntimeError, "frozen was frozen when the job was made.*another optimizer"):
+            optimizer.step()
         model, optimizer = trained("added")
         with self.assertRaisesRegex(RuntimeError, "cannot be added after the first step"):
             optimizer.add_param_group(dict(params=[("new", torch.nn.Parameter(torch.zeros(3)))]))
+        model, optimizer = trained("moved")
+        model.scalar.data = model.scalar.data * 3  # Autograd is not told of this one.
+        with self.assertRaisesRegex(RuntimeError, "parameter scalar was changed"):
+            self.train(model, optimizer, 1)
+        model, optimizer = trained("captured")
+        with mock.patch("torch.cuda.is_available", return_value=True), \
+                mock.patch("torch.cuda.is_current_stream_capturing", return_value=True):
+            with self.assertRaisesRegex(RuntimeError, "which a CUDA graph cannot record"):
+                optimizer.step()
+        self.train(model, optimizer, 1, begin=2)
         model, optimizer = trained("sparse")
         model.seldom.grad = torch.sparse_coo_tensor([[0]], [1.0], (5,))
         with self.assertRaisesRegex(RuntimeError, "seldom is sparse"):
@@ -406,6 +425,61 @@ class TorchTest(unittest.TestCase):
                 loss_of(model, tokens).backward()
                 optimizer.step()
         self.assertEqual(furthest(*models), 0)
+
+    def test_a_fork_leaves_its_parents_optimizer_alone(self):
+        model = Model()
+        optimizer = self.optimizer(model, service=None, job=None)
+        self.train(model, optimizer, 1)
+        child = os.fork()
+        if child == 0:
+            said = ""
+            try:
+                self.train(model, optimizer, 1, begin=1)
+            except RuntimeError as error:
+                said = str(error)
+            optimizer.close()
+            os._exit(0 if "is its fork" in said and "\n" not in said else 1)
+        self.assertEqual(os.waitpid(child, 0)[1], 0)
+        self.train(model, optimizer, 1, begin=1)
+        self.assertEqual(optimizer.param_groups[0]["job_step"], 2)
+
+    def test_a_fork_cannot_open_sessions_of_its_own(self):
+        model = Model()
+        self.train(model, self.optimizer(model, job="parent"), 1)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)  # It must not hang.
+            said = ""
+            try:
+                other = Model()
+                optimizer = ballast.torch.AdamW(names(other), service=self.service.address, job="child", timeout=5.0)
+                self.train(other, optimizer, 1)
+            except RuntimeError as error:
+                said = str(error)
+            os._exit(0 if "spawn" in said and "\n" not in said else 1)
+        self.assertEqual(os.waitpid(child, 0)[1], 0)
+
+    def test_threads_have_their_own_optimizers_and_may_hand_them_over(self):
+        models = [Model() for _ in range(3)]
+        optimizers = [self.optimizer(model, job=f"thread{i}") for i, model in enumerate(models)]
+        errors = []
+
+        def run(which, begin):
+            try:
+                self.train(models[which], optimizers[which], 4, begin=begin)
+            except BaseException as error:
+                errors.append(error)
+
+        for begin in (0, 4):  # The second time by other threads.
+            threads = [threading.Thread(target=run, args=(i, begin)) for i in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        self.assertEqual(errors, [])
+        self.assertEqual([o.param_groups[0]["job_step"] for o in optimizers], [8] * 3)
+        self.assertEqual(furthest(models[0], models[1]), 0)
+        self.assertEqual(furthest(models[0], models[2]), 0)
 
     def test_many_steps_leave_nothing_behind(self):
         model = torch.nn.Linear(3, 2)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import os
 import socket
 import weakref
 from typing import Any
@@ -44,6 +45,7 @@ class Binding:
         self.parameters: list[torch.Tensor] = []
         self.names: list[str] = []
         self.source: list[int] = []  # By group of the job: the param group that it is of.
+        self._process = os.getpid()
         self._broken: str | None = None
         self._nothing = torch.zeros(1)  # Where gradients of no elements are.
         groups, parameters = self._collect(param_groups, hyper_parameters)
@@ -63,6 +65,8 @@ class Binding:
             raise
 
     def close(self) -> None:
+        if os.getpid() != self._process:  # A fork, which has nothing of this.
+            return
         if self.session is not None:
             self.session.close()
         peers, self.peers = self.peers, None
