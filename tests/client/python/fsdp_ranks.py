@@ -6,8 +6,8 @@ import torch
 import torch._dynamo  # Which torch otherwise imports when the ranks are separate.
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
 import ballast
@@ -177,6 +177,123 @@ def bf16_has_fp32_masters(rank, world_size, service, job):
                 q.copy_(got)
     ours.close()
     return True
+
+
+class Columns(torch.nn.Module):
+    """Two layers that are cut by columns, and a scale that is whole on every rank."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4))
+        self.scale = torch.nn.Parameter(torch.ones(5))
+
+    def forward(self, x):
+        return self.layers(x).mean() * self.scale.sum()
+
+
+def columns_and_whole_parameters(rank, world_size, service, job):
+    """Shard(1), accumulated over two backwards of which the first is not reduced, and a plain parameter that FSDP is
+    told to leave alone."""
+    sharded, whole_model = Columns(), Columns()
+    fully_shard(sharded, mesh=mesh_of(world_size, 1), ignored_params={sharded.scale},
+                shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else Shard(0))
+    sharded.set_force_sum_reduction_for_comms(True)
+    assert sharded.layers[0].weight.placements == (Shard(1),)
+    ours = ballast.torch.Adam(named(sharded), lr=0.02, service=service, job=job)
+    theirs = torch.optim.Adam(named(whole_model), lr=0.02)
+    inputs = torch.arange(32.0).view(2, 4, 4).sin()
+    for step in range(STEPS):
+        for optimizer in (ours, theirs):
+            optimizer.zero_grad()
+        for part in range(2):  # All ranks have the same, so that the whole parameter's gradient is the same, too.
+            sharded.set_requires_gradient_sync(part == 1)
+            for model in (sharded, whole_model):
+                model(inputs[part] + step).backward()
+        take_gradients(whole_model, sharded)
+        ours.step()
+        theirs.step()
+        assert_near(whole_model, sharded, (rank, world_size, step))
+    ours.close()
+    return True
+
+
+def offloads_and_casts(rank, world_size, service, job):
+    """FSDP2's own policies: parameters in host memory, and bf16 for forward and backward."""
+    sharded = shard(Model(), mesh_of(world_size, 1), offload_policy=CPUOffloadPolicy(pin_memory=False),
+                    mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    whole_model = Model()
+    ours = ballast.torch.AdamW(named(sharded), lr=0.02, service=service, job=job)
+    theirs = torch.optim.AdamW(named(whole_model), lr=0.02)
+    for step in range(STEPS):
+        for optimizer in (ours, theirs):
+            optimizer.zero_grad()
+        loss_of(sharded, batch(step, rank), used_seldom(step)).backward()
+        for (_, p), (_, q) in zip(named(whole_model), named(sharded)):
+            p.grad = None if q.grad is None else whole(q.grad).clone()
+        ours.step()
+        theirs.step()
+        assert_near(whole_model, sharded, (rank, world_size, step))
+    ours.close()
+    return True
+
+
+def scaled_gradients(rank, world_size, service, job):
+    """GradScaler: an infinity in one rank's shard is skipped by all, and all scale the same afterwards."""
+    sharded = shard(Model(), mesh_of(world_size, 1))
+    ours = ballast.torch.AdamW(named(sharded), lr=0.02, service=service, job=job)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    skipped = []
+    for step in range(4):
+        ours.zero_grad()
+        scaler.scale(loss_of(sharded, batch(step, rank), used_seldom(step))).backward()
+        if step == 2 and rank == world_size - 1:
+            sharded.embedding.weight.grad._local_tensor[0, 0] = torch.inf
+        before = whole(sharded.layers[0].weight).clone()
+        scaler.step(ours)
+        scaler.update()
+        skipped.append(ours.skipped is not None)
+        assert torch.equal(before, whole(sharded.layers[0].weight)) == skipped[-1]
+    ours.close()
+    return [skipped, scaler.get_scale()]
+
+
+def refusals(rank, world_size, service, job):
+    """What cannot be, each with what is said about it."""
+    said = []
+
+    def refused(kind, make):
+        try:
+            make().step()
+        except kind as error:
+            said.append(str(error))
+        else:
+            said.append("nothing")
+
+    def optimizer(parameters, **options):
+        return ballast.torch.AdamW(parameters, service=service, job=f"{job}-{len(said)}", timeout=20.0, **options)
+
+    def parameter(mesh, placements, shape=(8, 4)):
+        p = torch.nn.Parameter(distribute_tensor(torch.ones(shape), mesh, placements))
+        p.grad = distribute_tensor(torch.ones(shape), mesh, placements)
+        return p
+
+    mesh, half = mesh_of(world_size, 1), mesh_of(world_size, 2)
+    p = parameter(mesh, [Shard(0)])
+    refused(ValueError, lambda: optimizer([("a", p), ("b", parameter(half, [Shard(0), Shard(1)]))]))
+    odd = torch.nn.Parameter(DTensor.from_local(torch.ones(2, 4), mesh, [Partial()]))
+    refused(NotImplementedError, lambda: optimizer([("odd", odd)]))
+    p.grad = distribute_tensor(torch.ones(8, 4), mesh, [Replicate()])
+    refused(RuntimeError, lambda: optimizer([("a", p)]))
+    pair = dist.new_group([0, 1])
+    refused(ValueError, lambda: optimizer([("a", p)], process_group=pair) if rank < 2 else optimizer(
+        [("a", p)], process_group=dist.new_group([2, 3], use_local_synchronization=True)))
+    q = parameter(half, [Shard(1), Shard(0)])  # Fine, and unlike what fully_shard makes.
+    good = optimizer([("a", q)], lr=0.5)
+    good.step()
+    assert whole(q).shape == (8, 4) and abs(whole(q).detach() - (1 - 0.5 * 0.01 - 0.5)).max() < 1e-6
+    good.close()
+    return said
 
 
 def digest_with_given_gradients(rank, world_size, service, job, replicas=1, kind="sharded"):

@@ -29,6 +29,19 @@ class FsdpTest(unittest.TestCase):
     def test_clipping_by_torch_and_fp32_masters_of_bf16(self):
         self.ranks(3, ("clips_with_torchs_function", {}), ("bf16_has_fp32_masters", {}))
 
+    def test_columns_policies_and_scaling(self):
+        *_, scaled = self.ranks(2, ("columns_and_whole_parameters", {}), ("offloads_and_casts", {}),
+                                ("scaled_gradients", {}))
+        self.assertEqual(scaled, [[[False, False, True, False], 128.0]] * 2)
+
+    def test_what_cannot_be_is_refused_on_every_rank(self):
+        for said in self.ranks(4, ("refusals", {}))[0]:
+            self.assertEqual(len(said), 4)
+            for text, expected in zip(said, ("give each mesh an optimizer", "which is not supported; shard it with Shard",
+                                             "redistribute it", "give process_group= the ranks of the mesh")):
+                self.assertIn(expected, text)
+                self.assertNotIn("\n", text)
+
     def test_replicas_of_shards(self):
         self.ranks(4, ("trains_as_one_process", {"replicas": 2, "max_norm": 0.05}),
                    ("trains_as_one_process", {"replicas": 4}))

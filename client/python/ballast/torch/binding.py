@@ -23,7 +23,7 @@ from ..errors import AbortedError, FailedPreconditionError
 from ..service import Service
 from ..session import Decision, Group, HyperParameters, Job, Parameter, Session
 from .peers import Peers
-from .places import Flats, Shards, local, mesh_of, placements_of, version
+from .places import Flats, Shards, local, mesh_of, placements_of, seen
 
 # Sessions that end while others take their ranks from processes that are no more.
 _JOIN_ATTEMPTS = 5
@@ -233,8 +233,8 @@ class Binding:
 
     def _check_untouched(self) -> None:
         """The service has the weights: what somebody else has written since would be lost."""
-        changed = [i for i, parameter in enumerate(self.parameters) if parameter.requires_grad and
-                   (version(parameter), local(parameter).data_ptr()) != self._seen[i]]
+        changed = [i for i, parameter in enumerate(self.parameters)
+                   if parameter.requires_grad and seen(parameter) != self._seen[i]]
         if not changed:
             return
         same = {i: self.places.same(i) for i in changed}
@@ -280,7 +280,7 @@ class Binding:
         self._remember()
 
     def _remember(self) -> None:
-        self._seen = [(version(parameter), local(parameter).data_ptr()) for parameter in self.parameters]
+        self._seen = [seen(parameter) for parameter in self.parameters]
 
 
 def _lines(job: Job) -> list[tuple[str, str]]:

@@ -14,9 +14,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def version(parameter: torch.Tensor) -> int:
-    """Rises when somebody writes the parameter in a way that autograd sees."""
-    return parameter._version + (parameter._local_tensor._version if isinstance(parameter, DTensor) else 0)
+def seen(parameter: torch.Tensor) -> tuple[int, int]:
+    """Changes when somebody writes the parameter in a way that autograd sees, or puts other memory in its place."""
+    if isinstance(parameter, DTensor):
+        return parameter._version + parameter._local_tensor._version, parameter._local_tensor.data_ptr()
+    return parameter._version, parameter.data_ptr()
 
 
 class Shards:
