@@ -78,6 +78,14 @@ typedef enum ballast_update_mode {
   BALLAST_UPDATE_SPECULATE = 1
 } ballast_update_mode;
 
+/* What the service keeps of each element, in fp32. */
+typedef enum ballast_plane {
+  BALLAST_MASTER = 1,
+  BALLAST_EXP_AVG = 2,
+  BALLAST_EXP_AVG_SQ = 3,
+  BALLAST_MAX_EXP_AVG_SQ = 4 /* With amsgrad. */
+} ballast_plane;
+
 /* Of a param group, named as in torch.optim.AdamW. */
 typedef struct ballast_hyper_parameters {
   double lr;
@@ -109,8 +117,9 @@ typedef struct ballast_parameter {
   int32_t dimensions;   /* 0: a scalar. */
   int32_t group;        /* Index into the groups. */
   int32_t frozen;       /* 1: never updated, and its gradient and weight pointers are not read. */
-  /* With a mesh, one for each of its dimensions: the dimension of the parameter that is cut, by the rule of
-   * torch.chunk, or BALLAST_REPLICATE. Null without a mesh; may be null for a frozen parameter. */
+  /* With a mesh, one for each of its dimensions: the dimension of the parameter that is cut, by
+   * the rule of torch.chunk, or BALLAST_REPLICATE. Null without a mesh; may be null for a frozen
+   * parameter. */
   const int32_t* placements;
 } ballast_parameter;
 
@@ -121,11 +130,11 @@ typedef struct ballast_mesh_dim {
   int32_t ranks;
 } ballast_mesh_dim;
 
-/* Without a mesh, the flat space of each group is cut into buckets, and each bucket among the ranks, in
- * order; pointers are to whole parameters. With a mesh (torch's DTensor), each rank has a shard of every
- * parameter, a box of it; all pointers are to this rank's shard, its elements row-major as in
- * DTensor.to_local(). Of replicas of a shard the first one's rank is the owner; the pointers of the others are
- * not read or written. */
+/* Without a mesh, the flat space of each group is cut into buckets, and each bucket among the
+ * ranks, in order; pointers are to whole parameters. With a mesh (torch's DTensor), each rank
+ * has a shard of every parameter, a box of it; all pointers are to this rank's shard, its
+ * elements row-major as in DTensor.to_local(). Of replicas of a shard the first one's rank is
+ * the owner; the pointers of the others are not read or written. */
 typedef struct ballast_job {
   size_t size;
   const char* name; /* [A-Za-z0-9._-]{1,128}, not beginning with '.'. */
@@ -156,10 +165,11 @@ typedef struct ballast_options {
   double join_timeout_seconds;      /* 0: 60. */
   double reconnect_timeout_seconds; /* 0: 60. */
   double wait_seconds; /* The longest single wait for other ranks or for the service; 0: 600. */
-  /* parameter_count pointers, of which those of frozen parameters, and of those of which this rank owns no
-   * element, may be null: where the weights of each parameter are written, its elements in the group's
-   * return dtype, row-major, as ballast_read_weights and ballast_receive_weights get them. Only elements
-   * that this rank owns are written. A library thread writes between ballast_seal and the return of ballast_receive_weights. Null: read
+  /* parameter_count pointers, of which those of frozen parameters, and of those of which this
+   * rank owns no element, may be null: where the weights of each parameter are written, its
+   * elements in the group's return dtype, row-major, as ballast_read_weights and
+   * ballast_receive_weights get them. Only elements that this rank owns are written. A library
+   * thread writes between ballast_seal and the return of ballast_receive_weights. Null: read
    * them from ballast_weights_memory. */
   void* const* weights;
 } ballast_options;
@@ -176,7 +186,8 @@ typedef struct ballast_info {
   const char* job_uid; /* Valid until ballast_close. */
 } ballast_info;
 
-/* Elements [begin, begin + elements) of the flat space of `group`; with a mesh, of what the rank owns of it. */
+/* Elements [begin, begin + elements) of the flat space of `group`; with a mesh, of what the rank
+ * owns of it. */
 typedef struct ballast_chunk {
   int32_t index;
   int32_t group;
@@ -226,21 +237,22 @@ int32_t ballast_get_info(const ballast_session* session, ballast_info* info);
 /* The trainer's state of the last committed step: its size, and as much as `capacity` takes. */
 int32_t ballast_trainer_state(const ballast_session* session, void* out, size_t capacity,
                               size_t* bytes);
-/* A rank's chunks in order: their number, and as many as `capacity` takes. With a mesh a session knows those
- * of its own rank alone; others have none here. */
+/* A rank's chunks in order: their number, and as many as `capacity` takes. With a mesh a session
+ * knows those of its own rank alone; others have none here. */
 int32_t ballast_chunks(const ballast_session* session, int32_t rank, ballast_chunk* out,
                        size_t capacity, size_t* count);
-/* What one of this rank's chunks holds, in order: the number of pieces, and as many as `capacity` takes. What
- * is in none of them is padding: zeros in a gradient. */
+/* What one of this rank's chunks holds, in order: the number of pieces, and as many as
+ * `capacity` takes. What is in none of them is padding: zeros in a gradient. */
 int32_t ballast_pieces(const ballast_session* session, int32_t chunk, ballast_piece* out,
                        size_t capacity, size_t* count);
-/* Where a parameter begins in its group's flat space (-1: frozen, or there is a mesh), and the elements of
- * that space. */
+/* Where a parameter begins in its group's flat space (-1: frozen, or there is a mesh), and the
+ * elements of that space. */
 int32_t ballast_place(const ballast_session* session, size_t parameter, int64_t* offset,
                       int64_t* flat_elements);
 
-/* The first weights: `parameters` are parameter_count pointers to fp32, row-major; of frozen ones, null, and
- * of those of which this rank owns no element. Only elements that this rank owns are read. */
+/* The first weights: `parameters` are parameter_count pointers to fp32, row-major; of frozen
+ * ones, null, and of those of which this rank owns no element. Only elements that this rank owns
+ * are read. */
 int32_t ballast_upload_weights(ballast_session* session, const float* const* parameters,
                                size_t count);
 /* The committed weights of this rank, to options.weights or ballast_weights_memory. */
@@ -248,20 +260,21 @@ int32_t ballast_read_weights(ballast_session* session);
 
 /* Begins step committed_step + 1. */
 int32_t ballast_begin_step(ballast_session* session, const ballast_step* step);
-/* Gives a micro-step as a whole: count (parameter_count) pointers to gradients in the groups' wire
- * dtypes, row-major; null: the parameter got none. A gradient of no elements is any other pointer. Reads the elements that this rank owns, and no more
- * once it has returned; then ends the micro-step. */
+/* Gives a micro-step as a whole: count (parameter_count) pointers to gradients in the groups'
+ * wire dtypes, row-major; null: the parameter got none, or this rank owns no element of it. Reads
+ * the elements that this rank owns, and no more once it has returned; then ends the micro-step. */
 int32_t ballast_push_gradients(ballast_session* session, uint32_t micro_step,
                                const void* const* gradients, size_t count);
 
-/* The same chunk by chunk. Where a chunk's gradient may be written so that ballast_push copies nothing; `data`
- * is null if no memory is shared. */
+/* The same chunk by chunk. Where a chunk's gradient may be written so that ballast_push copies
+ * nothing; `data` is null if no memory is shared. */
 int32_t ballast_gradient_memory(ballast_session* session, int32_t chunk, void** data,
                                 size_t* bytes);
 int32_t ballast_weights_memory(ballast_session* session, int32_t chunk, const void** data,
                                size_t* bytes);
-/* The sum over ranks of a chunk's gradient in micro-steps [begin, end). `released`, which may be null, is called
- * exactly once, from any thread, when `data` may be written again. data null: the chunk has no gradient. */
+/* The sum over ranks of a chunk's gradient in micro-steps [begin, end). `released`, which may be
+ * null, is called exactly once, from any thread, when `data` may be written again. data null:
+ * the chunk has no gradient. */
 int32_t ballast_push(ballast_session* session, int32_t chunk, uint32_t micro_step_begin,
                      uint32_t micro_step_end, int32_t final, const void* data,
                      void (*released)(void* context), void* context);
@@ -269,11 +282,18 @@ int32_t ballast_push(ballast_session* session, int32_t chunk, uint32_t micro_ste
 int32_t ballast_end_micro_step(ballast_session* session, uint32_t micro_step, const uint8_t* used,
                                size_t count);
 
-/* Nothing more comes for this step from this rank; waits for all ranks. FAILED_PRECONDITION: the step is not
- * whole, and open; DEADLINE_EXCEEDED: call again to wait on; ABORTED: close, open again, redo the step. */
+/* Nothing more comes for this step from this rank; waits for all ranks. FAILED_PRECONDITION: the
+ * step is not whole, and open; DEADLINE_EXCEEDED: call again to wait on; ABORTED: close, open
+ * again, redo the step. */
 int32_t ballast_seal(ballast_session* session, uint32_t micro_steps, ballast_decision* decision);
 /* Returns when this rank's weights of the decided step are in place. */
 int32_t ballast_receive_weights(ballast_session* session);
+
+/* A plane of a whole parameter at the committed step, whatever part of it this rank owns:
+ * `elements` is the parameter's number of them. update_count: how often it has been updated.
+ * INVALID_ARGUMENT: frozen, or no such plane. Takes at most reconnect_timeout_seconds. */
+int32_t ballast_read_state(const ballast_session* session, size_t parameter, int32_t plane,
+                           float* out, int64_t elements, uint64_t* step, int64_t* update_count);
 
 /* A directory on the service's host. A load ends the sessions of all ranks, this one included. */
 int32_t ballast_save(ballast_session* session, const char* directory);

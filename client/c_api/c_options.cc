@@ -68,7 +68,8 @@ absl::StatusOr<std::vector<MeshDim>> ReadMesh(const ballast_job& given) {
   return mesh;
 }
 
-// Of a parameter whose shape is read; checked, because pointers are checked by what the rank owns of it.
+// Of a parameter whose shape is read; checked, because pointers are checked by what the rank owns
+// of it.
 absl::Status ReadPlacements(const ballast_parameter& given, absl::Span<const MeshDim> mesh,
                             ParameterSpec& parameter) {
   if (given.placements == nullptr) {
@@ -106,8 +107,8 @@ absl::StatusOr<ParameterSpec> ReadParameter(const ballast_parameter& given,
   return parameter;
 }
 
-// Session::Open checks a layout, but only one that is whole, so what partitions, and what this rank owns, are
-// computed from is checked here.
+// Session::Open checks a layout, but only one that is whole, so what partitions, and what this rank
+// owns, are computed from is checked here.
 absl::Status CheckElements(const LayoutSpec& layout) {
   int64_t all = 0;
   for (const ParameterSpec& parameter : layout.parameters) {

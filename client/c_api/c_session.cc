@@ -28,8 +28,8 @@
 
 namespace ballast::client {
 
-// Whose turn a chunk's gradient memory is, shared or of our own: the caller may not write there while its
-// last push is on its way.
+// Whose turn a chunk's gradient memory is, shared or of our own: the caller may not write there
+// while its last push is on its way.
 class GradientBuffers {
  public:
   explicit GradientBuffers(size_t chunks) : buffers_(chunks) {}
@@ -237,6 +237,7 @@ int32_t ballast_open(const ballast_options* options, ballast_session** out) {
     BALLAST_ASSIGN_OR_RETURN(
         std::shared_ptr<grpc::Channel> channel,
         Connect(given.service, std::min(absl::Seconds(10), session->options.join_timeout)));
+    session->channel = channel;
     BALLAST_ASSIGN_OR_RETURN(session->session, Session::Open(channel, session->options));
     session->buffers =
         std::make_unique<GradientBuffers>(session->session->layout().chunks().size());

@@ -23,6 +23,7 @@ class GradientBuffers;  // c_session.cc
 struct ballast_session {
   const pid_t process = getpid();
   ballast::client::SessionOptions options;
+  std::shared_ptr<grpc::Channel> channel;
   std::vector<void*> weights;  // By parameter. Empty: the caller reads weights_memory.
   std::unique_ptr<ballast::client::GradientBuffers> buffers;
   // Of push_gradients: the micro-step, and its next chunk, after a wait that was not long enough.

@@ -91,6 +91,8 @@ _FUNCTIONS = {
     "ballast_push_gradients": [c.c_void_p, c.c_uint32, _POINTERS, c.c_size_t],
     "ballast_seal": [c.c_void_p, c.c_uint32, c.POINTER(Decision)],
     "ballast_receive_weights": [c.c_void_p],
+    "ballast_read_state": [c.c_void_p, c.c_size_t, c.c_int32, c.c_void_p, c.c_int64, c.POINTER(c.c_uint64),
+                           c.POINTER(c.c_int64)],
     "ballast_save": [c.c_void_p, c.c_char_p],
     "ballast_load": [c.c_void_p, c.c_char_p],
 }

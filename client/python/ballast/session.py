@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from .errors import BallastError, DeadlineError, FailedPreconditionError
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 UNUSED_POLICIES = {"error": 0, "skip": 1, "zero": 2}
 UPDATE_MODES = {"wait": 0, "speculate": 1}
+PLANES = {"master": 1, "exp_avg": 2, "exp_avg_sq": 3, "max_exp_avg_sq": 4}
 _REPLICATE = -1
 # A wait in the library lasts no longer, so that Python can handle signals.
 _SLICE_SECONDS = 0.1
@@ -255,6 +257,16 @@ class Session:
     def load(self, directory: str) -> None:
         """From such a directory. It ends the sessions of all ranks, this one included."""
         self._patiently("ballast_load", self._open(), directory.encode())
+
+    def read_state(self, parameter: int, plane: str, address: int) -> tuple[int, int]:
+        """Writes a plane of a whole parameter ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq") in fp32 to the
+        address, whatever part of it this rank owns. Returns the step that it is of, and how often the parameter
+        has been updated."""
+        step, updates = ctypes.c_uint64(), ctypes.c_int64()
+        elements = math.prod(self.job.parameters[parameter].shape)
+        self._patiently("ballast_read_state", self._open(), parameter, _number(PLANES, plane, "plane"), address,
+                        elements, ctypes.byref(step), ctypes.byref(updates))
+        return step.value, updates.value
 
     # ------------------------------------------------------------ inside
 

@@ -34,7 +34,8 @@ float FirstWeight(int parameter, int64_t element) {
   return 0.01f * static_cast<float>((parameter * 31 + element * 7) % 101 - 50);
 }
 float Gradient(uint64_t step, int parameter, int64_t element) {
-  return 0.03f * static_cast<float>((step * 13 + parameter * 17 + element * 5) % 89 - 44);
+  const auto number = static_cast<int64_t>((step * 13 + parameter * 17 + element * 5) % 89);
+  return 0.03f * static_cast<float>(number - 44);
 }
 
 // A rank with everything in fp32, and its own copy of each parameter.
@@ -364,6 +365,44 @@ TEST_F(CApi, ChunksCanBePushedOneByOneAndAreReleasedOnce) {
   ballast_close(rank.session());  // Waits until all are released.
   EXPECT_EQ(released, static_cast<int>(count) + 1);
   ASSERT_EQ(rank.Open(), BALLAST_OK) << ballast_message();  // ~CRank closes this one.
+}
+
+TEST_F(CApi, PlanesAreReadWhole) {
+  CRank rank("planes", service());
+  rank.job().unused_policy = BALLAST_UNUSED_SKIP;
+  rank.OpenWithWeights();
+  rank.Step(1);
+  ASSERT_EQ(rank.Begin(), BALLAST_OK);
+  ASSERT_EQ(rank.PushAll(2, 0, 1, /*unused=*/1), BALLAST_OK);
+  ASSERT_EQ(ballast_seal(rank.session(), 1, &rank.decision), BALLAST_OK) << ballast_message();
+  ASSERT_EQ(ballast_receive_weights(rank.session()), BALLAST_OK);
+  uint64_t step = 0;
+  int64_t updates = 0;
+  std::vector<float> plane(600);
+  const auto read = [&](size_t parameter, int32_t which) {
+    return ballast_read_state(rank.session(), parameter, which, plane.data(),
+                              static_cast<int64_t>(plane.size()), &step, &updates);
+  };
+  ASSERT_EQ(read(0, BALLAST_MASTER), BALLAST_OK) << ballast_message();
+  EXPECT_EQ(plane, rank.weights()[0]);
+  EXPECT_EQ(step, 2);
+  EXPECT_EQ(updates, 2);
+  ASSERT_EQ(read(0, BALLAST_EXP_AVG), BALLAST_OK) << ballast_message();
+  for (int64_t i = 0; i < 600; ++i) {
+    EXPECT_NEAR(plane[i], 0.1 * 0.9 * Gradient(1, 0, i) + 0.1 * Gradient(2, 0, i), 1e-6) << i;
+  }
+  plane.resize(7);
+  ASSERT_EQ(read(1, BALLAST_EXP_AVG_SQ), BALLAST_OK) << ballast_message();
+  EXPECT_EQ(step, 2);
+  EXPECT_EQ(updates, 1);
+  EXPECT_NEAR(plane[3], 0.05 * std::pow(Gradient(1, 1, 3), 2), 1e-6);
+
+  EXPECT_EQ(read(0, BALLAST_MASTER), BALLAST_INVALID_ARGUMENT);
+  EXPECT_THAT(ballast_message(), HasSubstr("room for 7 elements of parameter p0, which has 600"));
+  EXPECT_EQ(read(1, 5), BALLAST_INVALID_ARGUMENT);
+  EXPECT_EQ(read(9, BALLAST_MASTER), BALLAST_INVALID_ARGUMENT);
+  EXPECT_EQ(read(1, BALLAST_MAX_EXP_AVG_SQ), BALLAST_INVALID_ARGUMENT);
+  EXPECT_THAT(ballast_message(), HasSubstr("does not use amsgrad"));
 }
 
 TEST_F(CApi, TheTrainersStateComesBack) {

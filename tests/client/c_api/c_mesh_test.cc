@@ -1,4 +1,5 @@
-// Jobs with a mesh through client/ballast.h: each rank has its shards alone, as torch's DTensor has them.
+// Jobs with a mesh through client/ballast.h: each rank has its shards alone, as torch's DTensor has
+// them.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -28,14 +29,15 @@ struct Shape {
   std::array<int32_t, 2> placements;
   int64_t elements() const { return extents[0] * extents[1]; }
 };
-// By rows and columns; by rows, in two replicas; by rows twice, so that two ranks have nothing; on one rank;
-// of no elements; longer than a chunk.
+// By rows and columns; by rows, in two replicas; by rows twice, so that two ranks have nothing; on
+// one rank; of no elements; longer than a chunk.
 constexpr Shape kShapes[] = {{{7, 6}, {0, 1}},           {{5, 3}, {kWhole, 0}},
                              {{3, 4}, {0, 0}},           {{1, 9}, {kWhole, kWhole}},
                              {{3, 0}, {kWhole, kWhole}}, {{90, 20}, {0, kWhole}}};
 constexpr int kParameters = std::size(kShapes);
 
-// The elements of a rank's shard of a parameter, by their places in the whole, by torch.chunk's rule.
+// The elements of a rank's shard of a parameter, by their places in the whole, by torch.chunk's
+// rule.
 std::vector<int64_t> ElementsOfShard(const Shape& shape, int rank) {
   int64_t begin[2] = {0, 0}, end[2] = {shape.extents[0], shape.extents[1]};
   const int coordinates[2] = {rank / 2, rank % 2};
@@ -62,7 +64,8 @@ float FirstWeight(int parameter, int64_t element) {
   return 0.01f * static_cast<float>((parameter * 31 + element * 7) % 101 - 50);
 }
 float Gradient(uint64_t step, int parameter, int64_t element) {
-  return 0.03f * static_cast<float>((step * 13 + parameter * 17 + element * 5) % 89 - 44);
+  const auto number = static_cast<int64_t>((step * 13 + parameter * 17 + element * 5) % 89);
+  return 0.03f * static_cast<float>(number - 44);
 }
 
 // A rank with its shards in fp32. Pointers to what it does not own are null.

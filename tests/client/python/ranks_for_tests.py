@@ -18,10 +18,10 @@ for _folder in (ROOT / "client/python", pathlib.Path(__file__).resolve().parent)
 _SECONDS = 120
 
 
-def run_ranks(module, world_size, cases):
+def run_ranks(module, world_size, cases, may_die=()):
     """What module.function(rank, world_size, **options) returns on each rank, through JSON, for each (function,
     options) of the cases, one after the other: a list by case of lists by rank. AssertionError with what the first
-    rank that failed said; the module is imported by the ranks alone."""
+    rank that failed said; the module is imported by the ranks alone. Of the ranks that may die there is None."""
     context = multiprocessing.get_context("forkserver")
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # Of the process that the ranks are forks of.
     context.set_forkserver_preload([module])
@@ -44,6 +44,9 @@ def run_ranks(module, world_size, cases):
                 raise AssertionError(f"rank {rank} of {world_size}:\n{said.read_text()}")
             if process in late:
                 raise AssertionError(f"rank {rank} of {world_size} did not end")
+            if rank in may_die:
+                results.append([None] * len(cases))
+                continue
             results.append(json.loads(pathlib.Path(folder, f"{rank}.json").read_text()))
         return [list(of_case) for of_case in zip(*results)]
 

@@ -5,6 +5,8 @@ import hashlib
 import os
 import pathlib
 import signal
+import time
+from unittest import mock
 
 import torch
 import torch._dynamo  # Which torch otherwise imports when the ranks are separate.
@@ -20,7 +22,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 import ballast
 import ballast.torch
-from fsdp_ranks import Model, batch, loss_of, mesh_of, named, shard, used_seldom, whole
+from ballast.torch.binding import Binding
+from fsdp_ranks import Model, assert_near, batch, loss_of, mesh_of, named, shard, used_seldom, whole
 
 
 def new(job, service, world_size, seed=None, **options):
@@ -49,14 +52,15 @@ def digest(model):
     return bits.hexdigest()
 
 
-def goes_on_from_a_distributed_checkpoint(rank, world_size, service, job, folder, flatten=False, model_last=False):
+def goes_on_from_a_distributed_checkpoint(rank, world_size, service, job, folder, flatten=False, model_last=False,
+                                          full=False):
     """Three steps, a checkpoint by torch.distributed.checkpoint, three more in new objects: as six in one go."""
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
     straight, optimizer = new(f"{job}-straight", service, world_size)
     train(straight, optimizer, rank, 6)
     optimizer.close()
 
-    model, optimizer = new(job, service, world_size)
+    model, optimizer = new(job, service, world_size, full_state=full)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     train(model, optimizer, rank, 3)
     weights, state = get_state_dict(model, optimizer, options=options)
@@ -64,7 +68,7 @@ def goes_on_from_a_distributed_checkpoint(rank, world_size, service, job, folder
     small = sum(value.numel() for values in optimizer.state_dict()["state"].values() for value in values.values())
     optimizer.close()
 
-    model, optimizer = new(job, service, world_size, seed=7, lr=0.5)
+    model, optimizer = new(job, service, world_size, seed=7, lr=0.5, full_state=full)
     weights, state = get_state_dict(model, optimizer, options=options)
     assert optimizer._binding is None, "taking the state of a new optimizer makes no step"
     dcp.load({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/checkpoint")
@@ -81,6 +85,39 @@ def goes_on_from_a_distributed_checkpoint(rank, world_size, service, job, folder
     optimizer.close()
     assert digest(model) == digest(straight), "other bits than in one go"
     return small
+
+
+def torch_goes_on_with_the_full_state(rank, world_size, service, job):
+    """Three steps of ours, then two of torch's with the moments that ours had, beside ours."""
+    sharded, ours = new(job, service, world_size, full_state=True, amsgrad=True, weight_decay=0.1)
+    train(sharded, ours, rank, 3)
+    state = get_optimizer_state_dict(sharded, ours)["state"]
+    alone = Model()
+    with torch.no_grad():
+        for (_, p), (_, q) in zip(named(alone), named(sharded)):
+            p.copy_(whole(q))
+    theirs = torch.optim.AdamW(named(alone), lr=0.02, amsgrad=True, weight_decay=0.1)
+    whole_state = theirs.state_dict()
+    for index, (name, q) in enumerate(named(sharded)):
+        if q.requires_grad and state[name]["step"] > 0:
+            for plane in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+                assert state[name][plane].placements == q.placements
+            whole_state["state"][index] = {plane: whole(value) for plane, value in state[name].items()}
+    # Of a module that is used now and then there are fewer updates, and of one that never is there are none.
+    assert {name: int(state[name]["step"]) for name in ("layers.0.bias", "seldom.bias", "never.bias")} == {
+        "layers.0.bias": 3, "seldom.bias": 1, "never.bias": 0}
+    theirs.load_state_dict(whole_state)
+    for step in (3, 4):
+        ours.zero_grad()
+        theirs.zero_grad()
+        loss_of(sharded, batch(step, rank), used_seldom(step)).backward()
+        for (_, p), (_, q) in zip(named(alone), named(sharded)):
+            p.grad = None if q.grad is None else whole(q.grad).clone()
+        ours.step()
+        theirs.step()
+        assert_near(alone, sharded, step)
+    ours.close()
+    return True
 
 
 def state_of_a_new_optimizer(rank, world_size, service, job):
@@ -114,6 +151,41 @@ def written_weights_are_found(rank, world_size, service, job):
         assert digest(model) == changed, "an error has left the weights as they were"
         return str(error)
     return "no error"
+
+
+def until(service, job, rank, what):
+    """The service says that the rank has attached, or begun a step."""
+    deadline = time.monotonic() + 60
+    while not ballast.connect(service).job(job)["ranks"][rank][what]:
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+def dies_in_a_step(rank, world_size, service, job):
+    """Rank 1 ends in the middle of a step that rank 0 has not begun."""
+    model, optimizer = new(job, service, world_size)
+    train(model, optimizer, rank, 2)
+    dist.barrier()
+    if rank == 1:
+        optimizer._binding.session.begin_step()
+        until(service, job, 1, "begun")
+        os._exit(0)
+    optimizer.close()
+    os._exit(0)
+
+
+def takes_ranks_from_the_dead(rank, world_size, service, job):
+    """Rank 1 takes its rank from a process that was in a step, which ends the session that rank 0 has opened."""
+    model, optimizer = new(job, service, world_size, seed=5)
+    if rank == 1:
+        here = Binding._address
+        with mock.patch.object(Binding, "_address", lambda *given: until(service, job, 0, "attached") or here(*given)):
+            begin = optimizer.attach()
+    else:
+        begin = optimizer.attach()
+    train(model, optimizer, rank, 1, begin=begin)
+    optimizer.close()
+    return begin
 
 
 # ---------------------------------------------------------------- by torchrun

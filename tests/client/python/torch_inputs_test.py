@@ -195,6 +195,7 @@ class InputsTest(unittest.TestCase):
             ours.grad, theirs.grad = torch.full((3,), 0.5), torch.full((3,), 0.5)
             optimizer.step()
             reference.step()
+            self.assertAlmostEqual(optimizer.grad_norm, 0.5 * 3 ** 0.5, places=6)  # Of one, and not of two.
         self.assertLess((ours - theirs).abs().max().item(), TOLERANCE)
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""ballast.torch: state that goes through torch's checkpoints, trainers that die, and what is left behind by long runs."""
+"""ballast.torch: state that goes through torch's checkpoints, trainers that die, and what long runs leave behind."""
 
 import os
 import pathlib
@@ -32,11 +32,17 @@ class StateTest(RanksTest):
     def test_torch_distributed_checkpoint(self):
         for world_size in (1, 2):
             with tempfile.TemporaryDirectory() as folder:
+                kinds = [{}, {"flatten": True}, {"model_last": True}, {"full": True}]
                 cases = [("goes_on_from_a_distributed_checkpoint", {"folder": f"{folder}/{number}"} | options)
-                         for number, options in enumerate([{}, {"flatten": True}, {"model_last": True}])]
-                made, *sizes = self.ranks(world_size, ("state_of_a_new_optimizer", {}), *cases)
+                         for number, options in enumerate(kinds)]
+                made, *small, full = self.ranks(world_size, ("state_of_a_new_optimizer", {}), *cases)
                 self.assertEqual(made, [True] * world_size)
-                self.assertEqual({size for of_case in sizes for size in of_case}, {13})  # A number for a parameter.
+                # A number for a parameter.
+                self.assertEqual({size for of_case in small for size in of_case}, {13})
+                self.assertGreater(min(full), 13 + 200)
+
+    def test_torch_goes_on_with_the_full_state(self):
+        self.ranks(2, ("torch_goes_on_with_the_full_state", {}))
 
     def test_weights_that_were_written_meanwhile(self):
         for text in self.ranks(2, ("written_weights_are_found", {}))[0]:
@@ -44,6 +50,11 @@ class StateTest(RanksTest):
 
 
 class ElasticTest(RanksTest):
+    def test_ranks_are_taken_from_the_dead(self):
+        options = {"service": self.service.address, "job": "taken"}
+        run_ranks("state_ranks", 2, [("dies_in_a_step", options)], may_die=(0, 1))
+        self.assertEqual(run_ranks("state_ranks", 2, [("takes_ranks_from_the_dead", options)]), [[2, 2]])
+
     def test_a_rank_is_killed_under_torchrun(self):
         python, here = sys.executable, pathlib.Path(__file__).resolve().parent
         with tempfile.TemporaryDirectory() as folder:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..errors import AbortedError, FailedPreconditionError
 from ..service import Service
@@ -47,7 +47,6 @@ class Binding:
         self.source: list[int] = []  # By group of the job: the param group that it is of.
         self._process = os.getpid()
         self._broken: str | None = None
-        self._nothing = torch.zeros(1)  # Where gradients of no elements are.
         groups, parameters = self._collect(param_groups, hyper_parameters)
         self.mesh = mesh_of(self.names, self.parameters)
         ranks = self._ranks(process_group)
@@ -201,6 +200,16 @@ class Binding:
                                           "reach; start ballastd and give service=")
         return address
 
+    def read_state(self, parameter: torch.Tensor, plane: str) -> tuple[torch.Tensor, int]:
+        """A plane of a parameter in fp32, placed as the parameter is, and how often that has been updated."""
+        index = next(i for i, ours in enumerate(self.parameters) if ours is parameter)
+        whole = torch.empty(tuple(parameter.shape), dtype=torch.float32)
+        _, updates = self.session.read_state(index, plane, whole.data_ptr())
+        whole = whole.to(parameter.device)
+        if isinstance(parameter, DTensor):  # Each rank keeps its own part of what it has read.
+            whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        return whole, updates
+
     # ------------------------------------------------------------ a step
 
     def step(self, hyper_parameters: list[HyperParameters], loss_scale: float) -> Decision:
@@ -272,7 +281,7 @@ class Binding:
                                f"{getattr(gradient, 'placements', None)}, the parameter as {parameter.placements}; "
                                "redistribute it")
         if not self.places.owned[index] or local(gradient).numel() == 0:
-            return self._nothing  # It is read elsewhere.
+            return None  # Those who own elements of it tell that it was used.
         return local(gradient).to("cpu").contiguous()
 
     def _take_weights(self) -> None:

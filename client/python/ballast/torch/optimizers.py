@@ -28,9 +28,10 @@ class _Remote(torch.optim.Optimizer):
     skipped: str | None = None
     _binding: Binding | None = None
     _settings: dict[str, Any] | None = None  # While it is made.
+    _full_state = False
 
     def __init__(self, params, defaults: dict[str, Any], *, service: str | None, job: str | None,
-                 max_norm: float | None, update: str, process_group, timeout: float):
+                 max_norm: float | None, update: str, process_group, timeout: float, full_state: bool):
         if max_norm is not None and not (math.isfinite(max_norm) and max_norm > 0):
             raise ValueError(f"Invalid max_norm value: {max_norm}")
         if update not in ("wait", "speculate"):
@@ -42,6 +43,7 @@ class _Remote(torch.optim.Optimizer):
         super().__init__(params, defaults | dict(job_uid="", job_step=0))
         for group in self.param_groups:
             _check_group(group)
+        self._full_state = full_state
         self._settings = dict(service=service, job=job or "trainer", max_norm=max_norm or 0.0, update=update,
                               process_group=process_group, timeout=timeout)
 
@@ -114,7 +116,7 @@ class _Remote(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, which is bound at its own first step."""
-        return super().__getstate__() | {"_settings": self._settings}
+        return super().__getstate__() | {"_settings": self._settings, "_full_state": self._full_state}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._binding is not None:
@@ -138,17 +140,38 @@ class _Remote(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Small: hyper-parameters, and which step of which job they belong to. The weights and moments are on
-        the service, which saves them itself (`ballast save`)."""
+        the service, which saves them itself (`ballast save`).
+
+        With full_state also the moments, and the masters of parameters that are not fp32, in fp32, sharded as the
+        parameters: torch.optim goes on with them. Every rank reads them from the service, one parameter at a time;
+        load_state_dict has no use for them."""
         self._fill_state()
-        return super().state_dict()
+        state = super().state_dict()
+        if self._full_state:
+            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+            amsgrad = [group["amsgrad"] for group in self.param_groups for _ in group["params"]]
+            for index, values in state["state"].items():
+                if parameters[index].requires_grad:
+                    state["state"][index] = values | self._planes(parameters[index], amsgrad[index])
+        return state
+
+    def _planes(self, parameter: torch.Tensor, amsgrad: bool) -> dict[str, torch.Tensor]:
+        planes = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else []),
+                  *(["master"] if parameter.dtype != torch.float32 else [])]
+        if self._binding is None:  # As torch.distributed.checkpoint wants it: places to load to.
+            return {plane: torch.zeros_like(parameter, dtype=torch.float32) for plane in planes}
+        read, updates = {}, 0
+        for plane in planes:
+            read[plane], updates = self._binding.read_state(parameter, plane)
+        return read | {"step": torch.tensor(float(updates))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Then attaches to the job that the state is of: its weights come into the parameters. An error if the
         service has another job, or is at another step."""
-        for name in ("exp_avg", "exp_avg_sq"):
-            if any(name in values for values in state_dict["state"].values()):
-                raise ValueError(f"this state has {name} and is another optimizer's: moments are on the service, and "
-                                 "come from its checkpoints (`ballast load`)")
+        ours = "job_uid" in state_dict["param_groups"][0]
+        if not ours and any("exp_avg" in values for values in state_dict["state"].values()):
+            raise ValueError("this state has exp_avg and is another optimizer's: moments are on the service, and come "
+                             "from its checkpoints (`ballast load`)")
         uid, step = (state_dict["param_groups"][0].get(name) for name in ("job_uid", "job_step"))
         bound = self._binding
         if bound is not None and uid and (uid, step) != (bound.job_uid, bound.step_count):
@@ -157,6 +180,8 @@ class _Remote(torch.optim.Optimizer):
         for group in self.param_groups:
             group.setdefault("job_uid", "")
             group.setdefault("job_step", 0)
+        for parameter, values in self.state.items():
+            self.state[parameter] = {name: value for name, value in values.items() if name == "step"}
         self._fill_state()
         if bound is not None:
             self._tell_step()
@@ -205,6 +230,7 @@ class AdamW(_Remote):
     name there. max_norm: clips the gradient to this global norm, as torch.nn.utils.clip_grad_norm_ does, but
     on the service. update: "speculate" updates before the norm is known, with the same bits. process_group:
     the ranks that train together, by default all. timeout: the longest wait for other ranks, in seconds.
+    full_state: state_dict has the moments, too.
 
     The job is created, or joined, at the first step; then its weights are those of the parameters. The errors
     are those of torch for arguments, and `ballast.BallastError` for what the service refuses."""
@@ -214,7 +240,7 @@ class AdamW(_Remote):
                  amsgrad: bool = False, *, maximize: bool = False, foreach: bool | None = None,
                  capturable: bool = False, differentiable: bool = False, fused: bool | None = None,
                  service: str | None = None, job: str | None = None, max_norm: float | None = None,
-                 update: str = "wait", process_group=None, timeout: float = 600.0):
+                 update: str = "wait", process_group=None, timeout: float = 600.0, full_state: bool = False):
         _check_tensors(lr, betas, foreach)
         if not 0.0 <= float(lr):
             raise ValueError(f"Invalid learning rate: {lr}")
@@ -229,7 +255,7 @@ class AdamW(_Remote):
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize,
                         foreach=foreach, capturable=capturable, differentiable=differentiable, fused=fused)
         super().__init__(params, defaults, service=service, job=job, max_norm=max_norm, update=update,
-                         process_group=process_group, timeout=timeout)
+                         process_group=process_group, timeout=timeout, full_state=full_state)
 
 
 class Adam(AdamW):
