@@ -214,6 +214,8 @@ def columns_and_whole_parameters(rank, world_size, service, job):
         ours.step()
         theirs.step()
         assert_near(whole_model, sharded, (rank, world_size, step))
+    for name, p in named(sharded):  # The service has them in the order of the whole parameter.
+        assert torch.equal(torch.from_numpy(ballast.connect(service).state(job, name)), whole(p)), name
     ours.close()
     return True
 

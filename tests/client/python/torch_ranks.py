@@ -126,10 +126,17 @@ def service_goes_away(rank, world_size, service, job, pid):
 
 
 def leaves_early(rank, world_size):
-    """Rank 0 has the service, and closes while the others still need it."""
+    """Rank 0 has the service, and closes while the others still need it, though not their forks."""
     model = model_of()
     optimizer = ballast.torch.AdamW(model.named_parameters(), job="early")
     train(ddp(model), optimizer, rank, 1)
+    if rank > 0:
+        child = os.fork()
+        if child == 0:
+            optimizer.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+    dist.barrier()
     if rank == 0:
         service = optimizer._binding.owned_service
         optimizer.close()
