@@ -201,6 +201,17 @@ class TorchTest(unittest.TestCase):
         self.assertLess(furthest(ours, theirs), TOLERANCE)
         self.assertTrue(torch.equal(ours.frozen, theirs.frozen))
 
+    def test_autograd_is_told_that_weights_were_written(self):
+        model = Model()
+        optimizer = self.optimizer(model)
+        self.train(model, optimizer, 1)
+        loss = loss_of(model, batch(1))
+        before = model.inner.weight._version
+        optimizer.step()
+        self.assertGreater(model.inner.weight._version, before)
+        with self.assertRaisesRegex(RuntimeError, "modified by an inplace operation"):
+            loss.backward()
+
     def test_closure(self):
         ours, theirs = Model(), Model()
         results = []

@@ -145,7 +145,8 @@ class Binding:
         self._check_owned()
         for attempt in range(_JOIN_ATTEMPTS):
             try:
-                self._join(job.name, resume, new, attach)
+                # What this run itself has uploaded is no reason not to go on.
+                self._join(job.name, resume, new, attach or attempt > 0)
                 break
             except AbortedError:  # A rank has been taken from a process that has ended, which ends all sessions.
                 self.session.close()

@@ -60,7 +60,7 @@ class Shards:
     def _broadcast(self, dims: tuple[int, ...], members: list[int]) -> None:
         # After the last dimension all have the owner's: on the way ranks pass on what they have so far.
         here = [local(self.parameters[index]) for index in members]
-        flat = torch.cat([tensor.reshape(-1) for tensor in here])
+        flat = torch.cat([tensor.reshape(-1) for tensor in here]).to(self.mesh.device_type)
         for dim in dims:
             group = self.mesh.get_group(dim)
             dist.broadcast(flat, dist.get_global_rank(group, 0), group=group)
