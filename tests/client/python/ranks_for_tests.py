@@ -47,6 +47,8 @@ def run_ranks(module, world_size, cases, may_die=()):
             if rank in may_die:
                 results.append([None] * len(cases))
                 continue
+            if process.exitcode:
+                raise AssertionError(f"rank {rank} of {world_size} ended with {process.exitcode}")
             results.append(json.loads(pathlib.Path(folder, f"{rank}.json").read_text()))
         return [list(of_case) for of_case in zip(*results)]
 
