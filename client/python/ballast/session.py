@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import dataclasses
+import functools
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 
 from . import _native
@@ -102,6 +105,7 @@ class Session:
         self._handle = ctypes.c_void_p()
         self._lock = threading.Lock()
         self._abandoned: threading.Thread | None = None
+        self._calling = False
         groups = (_native.Group * len(job.groups))(*[
             _native.sized(_native.Group, name=group.name.encode(), hyper_parameters=group.hyper_parameters._native(),
                           wire_dtype=_number(DTYPES, group.wire_dtype, "wire_dtype"),
@@ -125,6 +129,9 @@ class Session:
             reconnect_timeout_seconds=reconnect_timeout, wait_seconds=_SLICE_SECONDS,
             weights=_native.pointers(list(weights)))
         self._patiently("ballast_open", ctypes.byref(options), ctypes.byref(self._handle))
+        # Before a service that this process started is stopped: it was registered earlier.
+        self._at_exit = functools.partial(_close_at_exit, weakref.ref(self))
+        atexit.register(self._at_exit)
 
     def close(self) -> None:
         """Ends the session; the job stays. Closing again does nothing."""
@@ -133,7 +140,8 @@ class Session:
             running = self._abandoned
         if not handle:
             return
-        if running is None:
+        atexit.unregister(self._at_exit)
+        if running is None or not running.is_alive():
             _native.library().ballast_close(handle)
         else:  # After Ctrl-C: nobody waits for it any more, and no call may run when a session is closed.
             threading.Thread(target=lambda: (running.join(), _native.library().ballast_close(handle))).start()
@@ -243,7 +251,11 @@ class Session:
         return self._handle
 
     def _call(self, name: str, *arguments) -> None:
-        _native.call(name, self._open(), *arguments)
+        self._calling = True
+        try:
+            _native.call(name, self._open(), *arguments)
+        finally:
+            self._calling = False
 
     def _patiently(self, name: str, *arguments) -> None:
         """A call that may wait long, and not in slices: in a thread, beside which Python sees signals. The
@@ -279,6 +291,12 @@ class Session:
         info = _native.sized(_native.Info)
         self._call("ballast_get_info", ctypes.byref(info))
         return info
+
+
+def _close_at_exit(reference: weakref.ref) -> None:
+    session = reference()
+    if session is not None and not session._calling:  # Else a daemon thread is in the middle of it.
+        session.close()
 
 
 def _number(names: dict[str, int], name: str, what: str) -> int:

@@ -205,6 +205,19 @@ class Package(unittest.TestCase):
                 self.assertLess(time.monotonic(), deadline, f"after {way} the service still runs")
                 time.sleep(0.01)
 
+    def test_a_script_that_closes_nothing_ends_silently(self):
+        script = ("import sys, numpy as np, ballast\n"
+                  "service = ballast.Service()\n"
+                  "weights = np.zeros(3, np.float32)\n"
+                  "job = ballast.Job('job', [ballast.Group('all', ballast.HyperParameters())],\n"
+                  "                  [ballast.Parameter('w', (3,))])\n"
+                  "session = ballast.Session(service.address, job, [weights.ctypes.data])\n"
+                  "session.upload_weights([weights.ctypes.data])\n"
+                  "print(session.committed_step)")
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False,
+                              env=os.environ | {"PYTHONPATH": str(ROOT / "client/python")}, timeout=60)
+        self.assertEqual((done.returncode, done.stdout, done.stderr), (0, "0\n", ""))
+
     def test_a_service_that_cannot_start_says_why(self):
         with self.assertRaisesRegex(ConnectionError, "ballastd did not start: .*memory.limit"):
             ballast.Service(memory_limit="much")
