@@ -299,5 +299,13 @@ TEST_F(CliTest, TheExampleInTheReadmeRuns) {
   EXPECT_THAT(result.output, HasSubstr("step 200: w[0] = 1.0"));
 }
 
+TEST_F(CliTest, TheExampleInCFindsThePlane) {
+  const ProcessResult result =
+      RunProcess({kBin + "/ballast-c-example", daemon_->Address()}, directory_);
+  EXPECT_EQ(result.exit_code, 0) << result.error;
+  EXPECT_EQ(result.error, "");
+  EXPECT_EQ(result.output, "step 400: loss 0.000000, w = 2.000 -3.000 0.500, b = 1.000\n");
+}
+
 }  // namespace
 }  // namespace ballast::client
