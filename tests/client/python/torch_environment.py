@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The Python environment with PyTorch in which the tests of ballast.torch run.
+"""The Python environment with PyTorch and its trainers in which the tests of ballast.torch run.
 
     torch_environment.py --make          makes it, where there is none; one line if that cannot be done
     torch_environment.py --run FILE ...  runs FILE in it; exits with 77 if there is none, and with
@@ -17,7 +17,8 @@ import subprocess
 import sys
 import time
 
-PINS = ("torch==2.11.0", "numpy==2.2.6")
+PINS = ("torch==2.11.0", "numpy==2.2.6", "transformers==5.23.0", "accelerate==1.15.0", "lightning==2.6.6",
+        "tqdm==4.70.1", "matplotlib==3.11.2")
 ATTEMPTS = 2
 ATTEMPT_SECONDS = 360
 NOT_THERE = 77
