@@ -12,9 +12,6 @@ caller=$PWD # Relative paths are meant from there.
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 limit_mib=${BALLAST_BUNDLE_MIB:-60}
-# What belongs to the machine that the bundle runs on.
-machines='^(linux-vdso|ld-linux.*|libc|libm|libdl|libpthread|librt|libresolv|libutil|libanl|libnss_.*|libcuda|libnvidia.*|libcublas.*|libcudart|libnccl)\.so'
-
 scratch="" partial=""
 fail() {
   echo "bundle.sh: $*" >&2
@@ -27,6 +24,7 @@ cleanup() {
 trap cleanup EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
+source deploy/libraries.sh
 
 from_caller() {
   if [[ $1 == /* ]]; then echo "$1"; else echo "$caller/$1"; fi
@@ -81,30 +79,14 @@ cp tests/gpu/{run.sh,prove.py,programs.py} "$tree/tests/gpu/"
 cp tests/support/processes.py "$tree/tests/support/"
 cp LICENSE "$tree/"
 
-# Every library that a program needs, and those that these need, by the name that they ask for.
-declare -A libraries=()
-patterns=()
-for program in "${programs[@]}"; do
-  while read -r library _ path _; do
-    [[ ! $library =~ $machines ]] || continue
-    [[ $path == /* ]] || fail "$program needs $library, which is not on this machine; install it"
-    libraries[$library]=$path
-  done < <(ldd "$build/$program" | grep '=>')
-done
+libraries_of "${programs[@]/#/$build/}"
 for library in "${!libraries[@]}"; do
   cp --dereference "${libraries[$library]}" "$tree/lib/$library"
 done
 chmod u+w "$tree"/lib/* "$tree"/bin/*
 strip --strip-unneeded "$tree"/lib/* "$tree"/bin/* || fail "strip failed; the lines above say why"
 
-# Under what terms those libraries may be passed on, where the system says it.
-for library in "${!libraries[@]}"; do
-  patterns+=("*/$(basename "$(readlink -f "${libraries[$library]}")")")
-done
-while read -r package; do
-  [[ ! -r /usr/share/doc/$package/copyright ]] ||
-    cp "/usr/share/doc/$package/copyright" "$tree/licenses/$package"
-done < <(dpkg-query --search "${patterns[@]}" 2>/dev/null | cut -d: -f1 | sort -u)
+licenses_to "$tree/licenses"
 
 archive=$out/$name.tar.gz
 partial=$out/.$name.partial

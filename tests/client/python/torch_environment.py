@@ -68,7 +68,7 @@ def make() -> int:
             (path / "complete").touch()
             return 0
     shutil.rmtree(path, ignore_errors=True)
-    print("tests/run.sh: PyTorch could not be installed, so ballast.torch is not tested: "
+    print("tests/run.sh: PyTorch could not be installed, so ballast.torch, its examples and its wheel are not tested: "
           f"{why}")
     return 1
 
