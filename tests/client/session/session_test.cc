@@ -332,6 +332,14 @@ TEST(Connect, RefusesAtOnceWhatIsNoAddress) {
   }
 }
 
+TEST(Connect, RefusesAPathThatNoSocketCanHave) {
+  const std::string longest = "unix:/" + std::string(106, 'p');
+  EXPECT_TRUE(CheckAddress(longest).ok());
+  const absl::Status status = CheckAddress(longest + "p");
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("108 bytes, where the system allows 107"));
+}
+
 TEST(Connect, SaysThatNothingAnswers) {
   const auto channel = Connect("unix:/nonexistent/ballast.sock", absl::Milliseconds(100));
   EXPECT_EQ(channel.status().code(), absl::StatusCode::kUnavailable);
