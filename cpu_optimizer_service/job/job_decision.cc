@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/check.h"
 #include "cpu_optimizer_service/common/float_format.h"
+#include "cpu_optimizer_service/common/overflow.h"
 #include "cpu_optimizer_service/job/chunk_update.h"
 #include "cpu_optimizer_service/job/job_impl.h"
 #include "cpu_optimizer_service/kernels/kernels.h"
@@ -146,12 +147,13 @@ std::string JobImpl::DescribeOverflow(const Draft& draft, const ChunkPiece& piec
                                       const TrialUpdate::NonFinite& found) const {
   const Chunk& chunk = layout_.chunks()[piece.chunk];
   const GradientView gradient = gradients_->view(piece.chunk);
-  return absl::StrCat("the update would leave ", Name(found.plane), " of ",
-                      spec().layout.parameters[piece.parameter].name, " ", found.value,
-                      " at element ", piece.parameter_offset, ", where the gradient from rank ",
-                      chunk.rank, " is ", LoadElement(gradient.data, gradient.dtype, found.element),
-                      " times ", draft.update.multipliers[chunk.group],
-                      "; see to the divisor, the clipping and lr");
+  return ToString(Overflow{.plane = Name(found.plane),
+                           .parameter = spec().layout.parameters[piece.parameter].name,
+                           .element = piece.parameter_offset,
+                           .value = found.value,
+                           .rank = chunk.rank,
+                           .gradient = LoadElement(gradient.data, gradient.dtype, found.element),
+                           .multiplier = draft.update.multipliers[chunk.group]});
 }
 
 JobImpl::Draft JobImpl::MakeDraft(const SealedStep& sealed, absl::Span<const double> group_sums) {

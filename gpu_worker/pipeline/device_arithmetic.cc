@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <utility>
 #include <vector>
 
@@ -18,12 +19,14 @@ namespace {
 
 class DeviceArithmetic final : public LocalArithmetic {
  public:
-  DeviceArithmetic(const Layout& layout, absl::Span<const GroupSpec> groups, WeightsAt weights)
-      : layout_(layout),
+  DeviceArithmetic(Device& device, const Layout& layout, absl::Span<const GroupSpec> groups,
+                   WeightsAt weights)
+      : device_(device),
+        layout_(layout),
         groups_(groups),
         weights_(std::move(weights)),
         begins_(layout.chunks().size(), -1) {}
-  absl::Status Init(Device& device, int rank);
+  absl::Status Init(int rank);
   ~DeviceArithmetic() override;
 
   absl::Status SetFirstWeights(int chunk, absl::Span<const float> values) override;
@@ -34,6 +37,8 @@ class DeviceArithmetic final : public LocalArithmetic {
   absl::Status ReadGradient(int chunk, int64_t begin, absl::Span<float> values) override;
   absl::Status Update(int chunk, int64_t begin, int64_t elements,
                       const AdamScalars& scalars) override;
+  absl::Status TryUpdate(int chunk, int64_t begin, int64_t elements, const AdamScalars* scalars,
+                         State& state) override;
   absl::Status Finish() override;
 
  private:
@@ -51,12 +56,14 @@ class DeviceArithmetic final : public LocalArithmetic {
   }
   absl::Status Synchronize();
 
+  Device& device_;
   const Layout& layout_;
   const absl::Span<const GroupSpec> groups_;
   const WeightsAt weights_;
   std::vector<int64_t> begins_;  // By chunk; -1 for other ranks'.
   std::unique_ptr<DeviceMemory> gradient_, master_, exp_avg_, exp_avg_sq_;  // Fp32 planes.
-  std::unique_ptr<DeviceMemory> block_sums_;                                // Doubles, as below.
+  std::unique_ptr<DeviceMemory> tried_;       // Of each plane what was tried last; usually null.
+  std::unique_ptr<DeviceMemory> block_sums_;  // Doubles, as below.
   std::unique_ptr<HostMemory> host_block_sums_;
   std::vector<WantedSums> wanted_sums_;  // Since the last Finish.
   std::unique_ptr<DeviceEvent> done_;
@@ -64,25 +71,25 @@ class DeviceArithmetic final : public LocalArithmetic {
   std::unique_ptr<Completions> releases_;  // Calls `released`.
 };
 
-absl::Status DeviceArithmetic::Init(Device& device, int rank) {
+absl::Status DeviceArithmetic::Init(int rank) {
   int64_t elements = 0;
   for (const int index : layout_.chunks_of_rank(rank)) {
     begins_[index] = elements;
     elements += chunk(index).elements;
   }
-  BALLAST_ASSIGN_OR_RETURN(stream_, device.CreateStream("optimizer"));
-  BALLAST_ASSIGN_OR_RETURN(done_, device.CreateEvent());
-  releases_ = std::make_unique<Completions>(device);
+  BALLAST_ASSIGN_OR_RETURN(stream_, device_.CreateStream("optimizer"));
+  BALLAST_ASSIGN_OR_RETURN(done_, device_.CreateEvent());
+  releases_ = std::make_unique<Completions>(device_);
   if (elements == 0) return absl::OkStatus();
   for (auto& [plane, what] : {std::pair(&gradient_, "the optimizer's gradients"),
                               std::pair(&master_, "the optimizer's master weights"),
                               std::pair(&exp_avg_, "the optimizer's first moments"),
                               std::pair(&exp_avg_sq_, "the optimizer's second moments")}) {
-    BALLAST_ASSIGN_OR_RETURN(*plane, device.Allocate(elements * sizeof(float), what));
+    BALLAST_ASSIGN_OR_RETURN(*plane, device_.Allocate(elements * sizeof(float), what));
   }
   const size_t sums_bytes = elements / kBlockElements * sizeof(double);
-  BALLAST_ASSIGN_OR_RETURN(block_sums_, device.Allocate(sums_bytes, "sums of squares"));
-  BALLAST_ASSIGN_OR_RETURN(host_block_sums_, device.AllocateHost(sums_bytes, "sums of squares"));
+  BALLAST_ASSIGN_OR_RETURN(block_sums_, device_.Allocate(sums_bytes, "sums of squares"));
+  BALLAST_ASSIGN_OR_RETURN(host_block_sums_, device_.AllocateHost(sums_bytes, "sums of squares"));
   return absl::OkStatus();
 }
 
@@ -165,6 +172,45 @@ absl::Status DeviceArithmetic::Update(int index, int64_t from, int64_t elements,
                            .scalars = scalars});
 }
 
+absl::Status DeviceArithmetic::TryUpdate(int index, int64_t from, int64_t elements,
+                                         const AdamScalars* scalars, State& state) {
+  const int64_t at = begin(index) + from;
+  const float* planes[] = {master_->as<float>() + at, exp_avg_->as<float>() + at,
+                           exp_avg_sq_->as<float>() + at};
+  if (scalars != nullptr) {
+    constexpr size_t kPlanes = std::size(planes);
+    const size_t bytes = kPlanes * static_cast<size_t>(elements) * sizeof(float);
+    if (tried_ == nullptr || tried_->size_bytes() < bytes) {
+      tried_ = nullptr;
+      BALLAST_ASSIGN_OR_RETURN(tried_, device_.Allocate(bytes, "a trial of an update"));
+    }
+    float* const tried = tried_->as<float>();
+    BALLAST_RETURN_IF_ERROR(cuda::UpdateAdam(*stream_, {.elements = elements,
+                                                        .gradient = gradient_->as<float>() + at,
+                                                        .gradient_dtype = DType::kFloat32,
+                                                        .master = planes[0],
+                                                        .exp_avg = planes[1],
+                                                        .exp_avg_sq = planes[2],
+                                                        .max_exp_avg_sq = nullptr,
+                                                        .new_master = tried,
+                                                        .new_exp_avg = tried + elements,
+                                                        .new_exp_avg_sq = tried + 2 * elements,
+                                                        .new_max_exp_avg_sq = nullptr,
+                                                        .shard = nullptr,
+                                                        .shard_dtype = group(index).return_dtype,
+                                                        .scalars = *scalars}));
+    for (size_t plane = 0; plane < kPlanes; ++plane) planes[plane] = tried + plane * elements;
+  }
+  std::vector<float>* const to[] = {&state.master, &state.exp_avg, &state.exp_avg_sq};
+  for (size_t plane = 0; plane < std::size(planes); ++plane) {
+    to[plane]->resize(elements);
+    BALLAST_RETURN_IF_ERROR(stream_->CopyToHost(
+        {reinterpret_cast<std::byte*>(to[plane]->data()), elements * sizeof(float)},
+        planes[plane]));
+  }
+  return Synchronize();
+}
+
 // All sums that were asked for leave in one copy.
 absl::Status DeviceArithmetic::Finish() {
   if (wanted_sums_.empty()) return Synchronize();
@@ -190,8 +236,8 @@ absl::Status DeviceArithmetic::Synchronize() {
 absl::StatusOr<std::unique_ptr<LocalArithmetic>> MakeDeviceArithmetic(
     Device& device, const Layout& layout, absl::Span<const GroupSpec> groups, int rank,
     WeightsAt weights) {
-  auto arithmetic = std::make_unique<DeviceArithmetic>(layout, groups, std::move(weights));
-  BALLAST_RETURN_IF_ERROR(arithmetic->Init(device, rank));
+  auto arithmetic = std::make_unique<DeviceArithmetic>(device, layout, groups, std::move(weights));
+  BALLAST_RETURN_IF_ERROR(arithmetic->Init(rank));
   return arithmetic;
 }
 

@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
@@ -39,6 +40,15 @@ class LocalArithmetic {
   // follow.
   virtual absl::Status Update(int chunk, int64_t begin, int64_t elements,
                               const AdamScalars& scalars) = 0;
+  // The state that Update would leave in these elements, or, without scalars, that they have. It is
+  // there when this returns; nothing is changed.
+  struct State {
+    std::vector<float> master;
+    std::vector<float> exp_avg;
+    std::vector<float> exp_avg_sq;
+  };
+  virtual absl::Status TryUpdate(int chunk, int64_t begin, int64_t elements,
+                                 const AdamScalars* scalars, State& state) = 0;
   // Waits until all of the above is done.
   virtual absl::Status Finish() = 0;
 };

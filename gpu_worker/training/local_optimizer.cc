@@ -1,16 +1,49 @@
 #include "gpu_worker/training/local_optimizer.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <tuple>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/adam.h"
 #include "cpu_optimizer_service/common/check.h"
+#include "cpu_optimizer_service/common/overflow.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/base/stopwatch.h"
 
 namespace ballast::worker {
+namespace {
+
+constexpr int64_t kTrialElements = 1 << 16;  // Tried and looked at together.
+// The moments before the weight, which is not finite wherever one of them is not.
+constexpr std::array<absl::string_view, 3> kPlanes = {"exp_avg", "exp_avg_sq", "master"};
+
+absl::Status GatherDoubles(Collective& collective, absl::Span<const double> mine,
+                           absl::Span<double> all) {
+  return collective.AllGather(
+      {reinterpret_cast<const std::byte*>(mine.data()), mine.size() * sizeof(double)},
+      {reinterpret_cast<std::byte*>(all.data()), all.size() * sizeof(double)});
+}
+
+}  // namespace
+
+// As doubles, so that ranks can give it to each other; all of it is exact in them.
+struct LocalOptimizer::Trial {
+  explicit Trial(int groups) : values(kLargest + kPlanes.size() * groups, 0.0) {
+    values[kGroup] = -1;
+  }
+  bool overflows() const { return values[kGroup] >= 0; }
+  // The order in which ranks and chunks agree on one.
+  auto place() const { return std::tuple(values[kGroup], values[kParameter], values[kElement]); }
+  double& largest(int group, size_t plane) {
+    return values[kLargest + kPlanes.size() * group + plane];
+  }
+
+  enum Field : uint8_t { kGroup, kParameter, kElement, kPlane, kValue, kGradient, kLargest };
+  std::vector<double> values;
+};
 
 LocalOptimizer::LocalOptimizer(const JobSpec& job, const Layout& layout, Collective& collective,
                                std::unique_ptr<LocalArithmetic> arithmetic)
@@ -40,10 +73,20 @@ LocalOptimizer::LocalOptimizer(const JobSpec& job, const Layout& layout, Collect
 
 absl::Status LocalOptimizer::Join(const FillChunk& first_weights) {
   std::vector<float> values;
+  std::vector<double> largest(groups_.size(), 0.0);
   for (const int index : my_chunks()) {
     values.resize(layout_.chunks()[index].elements);
     first_weights(index, absl::MakeSpan(values));
+    double& of_group = largest[layout_.chunks()[index].group];
+    for (const float value : values) of_group = std::max(of_group, std::fabs(double{value}));
     BALLAST_RETURN_IF_ERROR(arithmetic_->SetFirstWeights(index, values));
+  }
+  std::vector<double> all(largest.size() * collective_.world_size());
+  BALLAST_RETURN_IF_ERROR(GatherDoubles(collective_, largest, absl::MakeSpan(all)));
+  bounds_.assign(groups_.size(), {.master = 0, .exp_avg = 0, .exp_avg_sq = 0});
+  for (size_t i = 0; i < all.size(); ++i) {
+    double& master = bounds_[i % groups_.size()].master;
+    master = std::max(master, all[i]);
   }
   return arithmetic_->Finish();
 }
@@ -146,9 +189,7 @@ absl::Status LocalOptimizer::GatherFullBlocks(absl::Span<double> block_sums) {
   BALLAST_RETURN_IF_ERROR(status);
   BALLAST_RETURN_IF_ERROR(arithmetic_->Finish());
   std::vector<double> all(most * world_size);
-  BALLAST_RETURN_IF_ERROR(collective_.AllGather(
-      {reinterpret_cast<const std::byte*>(mine.data()), mine.size() * sizeof(double)},
-      {reinterpret_cast<std::byte*>(all.data()), all.size() * sizeof(double)}));
+  BALLAST_RETURN_IF_ERROR(GatherDoubles(collective_, mine, absl::MakeSpan(all)));
   for (int rank = 0; rank < world_size; ++rank) {
     auto from = all.begin() + rank * most;
     VisitFullBlocks(rank, [&](int, int64_t, int64_t first_block, int64_t number) {
@@ -225,6 +266,12 @@ absl::StatusOr<client::StepDecision> LocalOptimizer::Seal(uint32_t micro_steps) 
   BALLAST_ASSIGN_OR_RETURN(const std::vector<double> group_sums, GatherGroupSums());
   decision_ = Decide(group_sums, scale_, max_norm_);
   client::StepDecision result;
+  if (!decision_.apply) {
+    result.skip_reason = "the norm of the gradient is not finite";
+  } else {
+    BALLAST_ASSIGN_OR_RETURN(result.skip_reason, CheckUpdate(group_sums));
+    decision_.apply = result.skip_reason.empty();
+  }
   result.step = committed_step_ + 1;
   result.applied = decision_.apply;
   result.norm = decision_.norm;
@@ -232,8 +279,114 @@ absl::StatusOr<client::StepDecision> LocalOptimizer::Seal(uint32_t micro_steps) 
   for (const int p : unused) {
     result.unused_parameters.push_back(layout_.spec().parameters[p].name);
   }
-  if (!decision_.apply) result.skip_reason = "the norm of the gradient is not finite";
   return result;
+}
+
+absl::StatusOr<std::string> LocalOptimizer::CheckUpdate(absl::Span<const double> group_sums) {
+  std::vector<StateBounds> bounds;
+  for (size_t group = 0; group < groups_.size(); ++group) {
+    bounds.push_back(BoundsAfter(bounds_[group], groups_[group].hyper_parameters, group_sums[group],
+                                 decision_.multipliers[group]));
+  }
+  const auto is_finite = [](const StateBounds& of_group) { return of_group.finite(); };
+  if (!std::all_of(bounds.begin(), bounds.end(), is_finite)) {
+    BALLAST_ASSIGN_OR_RETURN(const std::string overflow, TryUpdate(absl::MakeSpan(bounds)));
+    if (!overflow.empty()) return overflow;
+  }
+  bounds_ = std::move(bounds);
+  return std::string();
+}
+
+absl::StatusOr<std::string> LocalOptimizer::TryUpdate(absl::Span<StateBounds> bounds) {
+  const auto groups = static_cast<int>(groups_.size());
+  Trial mine(groups);
+  for (const int index : my_chunks()) {
+    if (bounds[layout_.chunks()[index].group].finite()) continue;
+    Trial of_chunk(groups);
+    of_chunk.values = mine.values;  // The largest so far.
+    of_chunk.values[Trial::kGroup] = -1;
+    BALLAST_RETURN_IF_ERROR(TryChunk(index, of_chunk));
+    const bool first =
+        of_chunk.overflows() && (!mine.overflows() || of_chunk.place() < mine.place());
+    if (first || !mine.overflows()) mine = std::move(of_chunk);
+  }
+  const size_t fields = mine.values.size();
+  std::vector<double> all(fields * collective_.world_size());
+  BALLAST_RETURN_IF_ERROR(GatherDoubles(collective_, mine.values, absl::MakeSpan(all)));
+  for (StateBounds& of_group : bounds) {
+    if (!of_group.finite()) of_group = {.master = 0, .exp_avg = 0, .exp_avg_sq = 0};
+  }
+  Trial first(groups);
+  int first_rank = 0;
+  for (int rank = 0; rank < collective_.world_size(); ++rank) {
+    Trial trial(groups);
+    trial.values.assign(all.begin() + rank * fields, all.begin() + (rank + 1) * fields);
+    if (trial.overflows() && (!first.overflows() || trial.place() < first.place())) {
+      first.values = trial.values;
+      first_rank = rank;
+    }
+    for (int group = 0; group < groups; ++group) {  // 0 where none was tried.
+      StateBounds& of_group = bounds[group];
+      of_group.exp_avg = std::max(of_group.exp_avg, trial.largest(group, 0));
+      of_group.exp_avg_sq = std::max(of_group.exp_avg_sq, trial.largest(group, 1));
+      of_group.master = std::max(of_group.master, trial.largest(group, 2));
+    }
+  }
+  if (!first.overflows()) return std::string();
+  const auto value = [&](Trial::Field field) { return first.values[field]; };
+  return ToString(Overflow{
+      .plane = kPlanes[static_cast<size_t>(value(Trial::kPlane))],
+      .parameter = layout_.spec().parameters[static_cast<size_t>(value(Trial::kParameter))].name,
+      .element = static_cast<int64_t>(value(Trial::kElement)),
+      .value = static_cast<float>(value(Trial::kValue)),
+      .rank = first_rank,
+      .gradient = static_cast<float>(value(Trial::kGradient)),
+      .multiplier = decision_.multipliers[static_cast<size_t>(value(Trial::kGroup))]});
+}
+
+// Up to the first element of which something is not finite.
+absl::Status LocalOptimizer::TryChunk(int index, Trial& trial) {
+  const int group = layout_.chunks()[index].group;
+  LocalArithmetic::State state;
+  const std::array<const std::vector<float>*, kPlanes.size()> planes = {
+      &state.exp_avg, &state.exp_avg_sq, &state.master};
+  for (const ChunkPiece& piece : layout_.Pieces(index)) {
+    const std::optional<AdamScalars> scalars =
+        ScalarsOf(group, piece.parameter, update_counts_[piece.parameter] + 1);
+    for (int64_t done = 0; done < piece.elements; done += kTrialElements) {
+      const int64_t elements = std::min(kTrialElements, piece.elements - done);
+      const int64_t begin = piece.chunk_offset + done;
+      BALLAST_RETURN_IF_ERROR(arithmetic_->TryUpdate(
+          index, begin, elements, scalars.has_value() ? &*scalars : nullptr, state));
+      for (int64_t i = 0; i < elements; ++i) {
+        for (size_t plane = 0; plane < planes.size(); ++plane) {
+          const float value = (*planes[plane])[i];
+          double& largest = trial.largest(group, plane);
+          if (std::isfinite(value)) {
+            largest = std::max(largest, std::fabs(double{value}));
+            continue;
+          }
+          float gradient = 0;
+          BALLAST_RETURN_IF_ERROR(arithmetic_->ReadGradient(index, begin + i, {&gradient, 1}));
+          BALLAST_RETURN_IF_ERROR(arithmetic_->Finish());
+          trial.values[Trial::kGroup] = group;
+          trial.values[Trial::kParameter] = piece.parameter;
+          trial.values[Trial::kElement] = static_cast<double>(piece.parameter_offset + done + i);
+          trial.values[Trial::kPlane] = static_cast<double>(plane);
+          trial.values[Trial::kValue] = value;
+          trial.values[Trial::kGradient] = gradient;
+          return absl::OkStatus();
+        }
+      }
+    }
+  }
+  return absl::OkStatus();
+}
+
+std::optional<AdamScalars> LocalOptimizer::ScalarsOf(int group, int parameter,
+                                                     int64_t count) const {
+  if (unused_policy_ == UnusedPolicy::kSkip && used_[parameter] == 0) return std::nullopt;
+  return MakeAdamScalars(groups_[group].hyper_parameters, count, decision_.multipliers[group]);
 }
 
 // Parameter by parameter, because each has an update count of its own. The padding after the last
@@ -241,11 +394,11 @@ absl::StatusOr<client::StepDecision> LocalOptimizer::Seal(uint32_t micro_steps) 
 absl::Status LocalOptimizer::Update(int index) {
   const int group = layout_.chunks()[index].group;
   for (const ChunkPiece& piece : layout_.Pieces(index)) {
-    if (unused_policy_ == UnusedPolicy::kSkip && used_[piece.parameter] == 0) continue;
-    BALLAST_RETURN_IF_ERROR(arithmetic_->Update(
-        index, piece.chunk_offset, piece.elements,
-        MakeAdamScalars(groups_[group].hyper_parameters, update_counts_[piece.parameter],
-                        decision_.multipliers[group])));
+    const std::optional<AdamScalars> scalars =
+        ScalarsOf(group, piece.parameter, update_counts_[piece.parameter]);
+    if (!scalars.has_value()) continue;
+    BALLAST_RETURN_IF_ERROR(
+        arithmetic_->Update(index, piece.chunk_offset, piece.elements, *scalars));
   }
   return absl::OkStatus();
 }

@@ -1,17 +1,19 @@
 // The optimizer in this process: the ledger, the decision and the order of a step, what the service
-// must equal bit for bit. State and arithmetic are behind local_arithmetic.h. It has no
-// checkpoints.
+// must equal bit for bit. State and arithmetic are behind local_arithmetic.h. As in the service, a
+// step that would leave state that is not finite is a skip. It has no checkpoints.
 #ifndef BALLAST_GPU_WORKER_TRAINING_LOCAL_OPTIMIZER_H_
 #define BALLAST_GPU_WORKER_TRAINING_LOCAL_OPTIMIZER_H_
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "cpu_optimizer_service/common/gradient_norm.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/norm_blocks.h"
+#include "cpu_optimizer_service/common/state_bounds.h"
 #include "gpu_worker/collective/collective.h"
 #include "gpu_worker/training/local_arithmetic.h"
 #include "gpu_worker/training/optimizer.h"
@@ -60,6 +62,16 @@ class LocalOptimizer final : public StepOptimizer {
   absl::Status GatherOtherBlocks(absl::Span<double> block_sums);
   // The sums of squares of the groups.
   absl::StatusOr<std::vector<double>> GatherGroupSums();
+  // What the bounds of the state are after the update that is decided; or why it is a skip.
+  absl::StatusOr<std::string> CheckUpdate(absl::Span<const double> group_sums);
+  // The update of the groups whose bounds are not finite, without a trace of it. Sets those bounds,
+  // or returns why the step is a skip; the same on all ranks.
+  absl::StatusOr<std::string> TryUpdate(absl::Span<StateBounds> bounds);
+  // Of one rank.
+  struct Trial;
+  absl::Status TryChunk(int chunk, Trial& trial);
+  // Nullopt: the step leaves the parameter as it is. `count`: of updates, with this one.
+  std::optional<AdamScalars> ScalarsOf(int group, int parameter, int64_t count) const;
   absl::Status Update(int chunk);
   absl::Span<const int> my_chunks() const { return layout_.chunks_of_rank(collective_.rank()); }
 
@@ -77,6 +89,7 @@ class LocalOptimizer final : public StepOptimizer {
   Decision decision_;
   uint64_t committed_step_ = 0;
   std::vector<int64_t> update_counts_;  // By parameter.
+  std::vector<StateBounds> bounds_;     // By group, of all ranks' state.
   double update_seconds_ = 0;
 };
 

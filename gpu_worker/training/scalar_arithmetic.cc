@@ -85,4 +85,31 @@ absl::Status ScalarArithmetic::Update(int index, int64_t begin, int64_t elements
   return absl::OkStatus();
 }
 
+absl::Status ScalarArithmetic::TryUpdate(int index, int64_t begin, int64_t elements,
+                                         const AdamScalars* scalars, State& tried) {
+  const ChunkState& state = chunks_[index];
+  const auto copy = [&](const std::vector<float>& from, std::vector<float>& to) {
+    to.assign(from.begin() + begin, from.begin() + begin + elements);
+  };
+  copy(state.master, tried.master);
+  copy(state.exp_avg, tried.exp_avg);
+  copy(state.exp_avg_sq, tried.exp_avg_sq);
+  if (scalars == nullptr) return absl::OkStatus();
+  UpdateAdamReference({.elements = elements,
+                       .gradient = state.gradient.data() + begin,
+                       .gradient_dtype = DType::kFloat32,
+                       .master = tried.master.data(),
+                       .exp_avg = tried.exp_avg.data(),
+                       .exp_avg_sq = tried.exp_avg_sq.data(),
+                       .max_exp_avg_sq = nullptr,
+                       .new_master = tried.master.data(),
+                       .new_exp_avg = tried.exp_avg.data(),
+                       .new_exp_avg_sq = tried.exp_avg_sq.data(),
+                       .new_max_exp_avg_sq = nullptr,
+                       .shard = nullptr,
+                       .shard_dtype = dtypes(index).weights,
+                       .scalars = *scalars});
+  return absl::OkStatus();
+}
+
 }  // namespace ballast::worker

@@ -30,6 +30,8 @@ class ScalarArithmetic final : public LocalArithmetic {
   absl::Status ReadGradient(int chunk, int64_t begin, absl::Span<float> values) override;
   absl::Status Update(int chunk, int64_t begin, int64_t elements,
                       const AdamScalars& scalars) override;
+  absl::Status TryUpdate(int chunk, int64_t begin, int64_t elements, const AdamScalars* scalars,
+                         State& state) override;
   absl::Status Finish() override { return absl::OkStatus(); }
 
  private:

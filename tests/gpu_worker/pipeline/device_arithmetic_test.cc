@@ -10,6 +10,7 @@
 #include <limits>
 #include <random>
 #include <thread>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/float_format.h"
@@ -151,6 +152,28 @@ class Pair {
                 0);
     }
   }
+  // The state after an update that is not made, and that there is.
+  void ExpectSameTrials(int64_t step, float multiplier) {
+    for (const int chunk : chunks()) {
+      for (const ChunkPiece& piece : job_.layout.Pieces(chunk)) {
+        const AdamScalars scalars =
+            MakeAdamScalars(group(chunk).hyper_parameters, step, multiplier);
+        for (const AdamScalars* given : {&scalars, static_cast<const AdamScalars*>(nullptr)}) {
+          LocalArithmetic::State expected, got;
+          ASSERT_TRUE(
+              scalar_.TryUpdate(chunk, piece.chunk_offset, piece.elements, given, expected).ok());
+          ASSERT_TRUE(
+              arithmetic_->TryUpdate(chunk, piece.chunk_offset, piece.elements, given, got).ok());
+          for (const auto& [a, b] : {std::pair(&expected.master, &got.master),
+                                     {&expected.exp_avg, &got.exp_avg},
+                                     {&expected.exp_avg_sq, &got.exp_avg_sq}}) {
+            ASSERT_EQ(a->size(), b->size());
+            EXPECT_EQ(std::memcmp(a->data(), b->data(), a->size() * sizeof(float)), 0);
+          }
+        }
+      }
+    }
+  }
   absl::Status Update(int64_t step, float multiplier) {
     for (const int chunk : chunks()) {
       for (const ChunkPiece& piece : job_.layout.Pieces(chunk)) {
@@ -209,6 +232,7 @@ TEST(DeviceArithmetic, HasTheBitsOfTheScalarOneOverSeveralStepsOfAnyLayout) {
         ASSERT_TRUE(pair.arithmetic().ZeroGradient(pair.chunks()[0]).ok());
       }
       pair.ExpectSameSums();
+      pair.ExpectSameTrials(step, 0.37f);
       ASSERT_TRUE(pair.Update(step, 0.37f).ok());
       pair.ExpectSameWeights();
     }

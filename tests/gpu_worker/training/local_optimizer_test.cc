@@ -6,7 +6,10 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <memory>
+#include <optional>
 #include <utility>
+#include <vector>
 
 #include "cpu_optimizer_service/common/buckets.h"
 #include "cpu_optimizer_service/common/float_format.h"
@@ -15,6 +18,7 @@
 #include "gpu_worker/buckets/gradient_staging.h"
 #include "gpu_worker/collective/single_collective.h"
 #include "gpu_worker/training/scalar_arithmetic.h"
+#include "tests/cpu_optimizer_service/job/job_driver.h"
 #include "tests/gpu_worker/collective/ranks.h"
 
 namespace ballast::worker {
@@ -286,6 +290,138 @@ TEST(LocalOptimizer, ANonFiniteGradientSkipsTheStepAndChangesNothing) {
   rank.Step(3, 1);
   spared.Step(3, 1);
   EXPECT_EQ(rank.weights(), spared.weights());
+}
+
+// Steps that would leave state that is not finite, among others, in the service's engine and here.
+struct OverflowStep {
+  uint64_t seed = 0;
+  std::optional<float> value;  // Of one element of group 1.
+  int64_t element = 0;
+  double divisor = 1;
+  HyperParameterOverrides overrides = {};  // Of group 1, from this step on.
+};
+
+JobSpec OverflowJob(int world_size) {
+  JobSpec job = MakeJobSpec({.group_sizes = {{1000, 24}, {700, 3000}},
+                             .world_size = world_size,
+                             .bucket_elements = 1024,
+                             .chunk_elements = 512});
+  for (GroupSpec& group : job.groups) group.wire_dtype = DType::kFloat32;
+  job.unused_policy = UnusedPolicy::kSkip;
+  return job;
+}
+
+StepSettings SettingsOf(const OverflowStep& step) {
+  StepSettings settings = {.scale = {.divisors = {1, step.divisor}}, .overrides = {}};
+  settings.overrides[1] = step.overrides;
+  return settings;
+}
+
+std::vector<float> GradientOf(const OverflowStep& step, const Layout& layout, int chunk,
+                              std::vector<float> values) {
+  for (const ChunkPiece& piece : layout.Pieces(chunk)) {
+    const int64_t at = step.element - piece.parameter_offset;
+    if (step.value.has_value() && piece.parameter == 3 && 0 <= at && at < piece.elements) {
+      values[piece.chunk_offset + at] = *step.value;
+    }
+  }
+  return values;
+}
+
+TEST(LocalOptimizer, SkipsWhatWouldOverflowTheStateAsTheServiceDoesWithItsWordsAndItsBits) {
+  constexpr float kHuge = 3e38f;
+  const std::vector<OverflowStep> steps = {
+      {.seed = 11, .value = kHuge, .element = 2900, .divisor = 0.5},  // exp_avg; the first step.
+      {.seed = 12},
+      {.seed = 13, .value = 1e21f, .element = 100},  // exp_avg_sq alone.
+      {.seed = 14, .value = -kHuge, .element = 5, .divisor = 0.25},
+      {.seed = 15, .value = 1e20f, .element = 7},  // Large, and stays finite.
+      {.seed = 16, .value = 0, .element = 2000, .overrides = {.eps = 0.0}},
+      {.seed = 17, .value = 1.0f, .element = 3, .overrides = {.lr = 3e37, .beta1 = 0.0}},
+      {.seed = 18, .overrides = {.lr = 1e-3, .eps = 1e-8}},
+  };
+  for (const int world_size : {1, 2, 3}) {
+    const JobSpec job = OverflowJob(world_size);
+    const Layout layout = Layout::Create(job.layout).value();
+    Engine engine({.memory_limit_bytes = int64_t{256} << 20, .threads = 2});
+    JobDriver driver(engine, job);
+    driver.UploadWeights();
+    driver.AttachAll();
+    // Without parameter 0: its update count falls behind, and what a trial leaves as it is.
+    const UsedParameters used = {.all = false, .parameters = {1, 2, 3}};
+    for (const OverflowStep& step : steps) {
+      driver.BeginAll(SettingsOf(step));
+      for (int c = 0; c < static_cast<int>(layout.chunks().size()); ++c) {
+        std::vector<float> values = GradientOf(step, layout, c, driver.Values(c, step.seed));
+        for (const ChunkPiece& piece : layout.Pieces(c)) {
+          if (piece.parameter == 0) {
+            std::fill_n(values.begin() + piece.chunk_offset, piece.elements, 0.0f);
+          }
+        }
+        ASSERT_TRUE(driver.Send(c, values, 0, /*final=*/true).ok());
+      }
+      driver.EndMicroStepAll(0, used);
+      driver.SealAll(1);
+    }
+    const std::vector<StepOutcome> expected = driver.listener(0).outcomes();
+    ASSERT_EQ(expected.size(), steps.size());
+
+    RunRanks(world_size, [&](Collective& collective) {
+      std::vector<std::vector<std::byte>> weights(layout.chunks().size());
+      for (const int c : layout.chunks_of_rank(collective.rank())) {
+        weights[c].resize(layout.chunks()[c].elements *
+                          SizeBytes(job.groups[layout.chunks()[c].group].return_dtype));
+      }
+      LocalOptimizer optimizer(job, layout, collective,
+                               std::make_unique<ScalarArithmetic>(job.groups, layout, [&](int c) {
+                                 return absl::MakeSpan(weights[c]);
+                               }));
+      ASSERT_TRUE(optimizer
+                      .Join([&](int c, absl::Span<float> to) {
+                        const std::vector<float> first = driver.Values(c, 1);
+                        std::copy(first.begin(), first.end(), to.begin());
+                      })
+                      .ok());
+      for (size_t i = 0; i < steps.size(); ++i) {
+        SCOPED_TRACE(testing::Message() << "step " << i + 1 << " of rank " << collective.rank());
+        ASSERT_TRUE(optimizer.BeginStep(SettingsOf(steps[i])).ok());
+        for (const int c : layout.chunks_of_rank(collective.rank())) {
+          std::vector<float> values =
+              GradientOf(steps[i], layout, c, driver.Values(c, steps[i].seed));
+          for (const ChunkPiece& piece : layout.Pieces(c)) {
+            if (piece.parameter == 0) {
+              std::fill_n(values.begin() + piece.chunk_offset, piece.elements, 0.0f);
+            }
+          }
+          const std::vector<std::byte> payload = driver.Encode(c, values);
+          ASSERT_TRUE(optimizer
+                          .Push({.chunk = c,
+                                 .micro_step_begin = 0,
+                                 .micro_step_end = 1,
+                                 .payload = payload,
+                                 .released = nullptr})
+                          .ok());
+        }
+        ASSERT_TRUE(optimizer.EndMicroStep(0, used).ok());
+        const client::StepDecision decision = optimizer.Seal(1).value();
+        EXPECT_EQ(decision.applied, expected[i].decision.apply);
+        EXPECT_EQ(decision.skip_reason, expected[i].skip_reason);
+        EXPECT_EQ(decision.norm, expected[i].decision.norm);
+        ASSERT_TRUE(optimizer.ReceiveWeights().ok());
+      }
+      const auto shards = driver.listener(collective.rank()).shards();
+      for (const int c : layout.chunks_of_rank(collective.rank())) {
+        EXPECT_TRUE(weights[c] == shards.at(c)) << "chunk " << c << " of " << world_size;
+      }
+    });
+    // What the steps are there for.
+    EXPECT_THAT(expected[0].skip_reason,
+                HasSubstr("would leave exp_avg of p3 inf at element 2900"));
+    EXPECT_THAT(expected[2].skip_reason, HasSubstr("exp_avg_sq of p3 inf at element 100"));
+    EXPECT_TRUE(expected[4].decision.apply);
+    EXPECT_TRUE(expected[5].decision.apply);  // Without eps every step is tried.
+    EXPECT_TRUE(expected[7].decision.apply);
+  }
 }
 
 }  // namespace
