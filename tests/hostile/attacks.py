@@ -6,12 +6,17 @@ import itertools
 import queue
 import random
 import threading
+import time
 
 import grpc
 from wire import (HYPER_PARAMETERS, JOBS, MEBI, STATE, TRAIN, RawConnection, channel, fields_of, frame, gradient,
                   group, job, message, open_train, request_headers, train, unary, varint)
 
 CALL_SECONDS = 20
+# More than a service needs that is given little of a processor; below the time after which a connection
+# that answers no ping is closed.
+RESETS_SECONDS = 30
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
 
 class Target:
@@ -452,14 +457,44 @@ def taking_family():
 
 
 def resets(target, method, count):
-    """Streams that are opened and reset at once."""
+    """Streams that are opened and reset at once: the service closes the connection."""
     headers = request_headers(method)
+    end = time.monotonic() + RESETS_SECONDS
     with RawConnection(target.address) as raw:
-        raw.socket.settimeout(20)
-        with contextlib.suppress(OSError):
+        raw.socket.settimeout(RESETS_SECONDS)
+        with contextlib.suppress(ConnectionError):
             for first in range(1, 2 * count, 200):
                 raw.send(b"".join(frame(1, 5, stream, headers) + frame(3, 0, stream, b"\x00\x00\x00\x08")
                                   for stream in range(first, first + 200, 2)))
+            while raw.socket.recv(1 << 16):
+                if time.monotonic() > end:
+                    raise AssertionError("the connection is still there")
+    return []
+
+
+def honest_reconnecting(target, connections):
+    """A client that connects again and again, calls, and gives up what it has open; none is closed."""
+    for _ in range(connections):
+        with contextlib.closing(channel(target.address)) as connection:
+            given_up = [connection.unary_unary(JOBS + "ListJobs").future(b"", timeout=CALL_SECONDS)
+                        for _ in range(20)]
+            for call in given_up:
+                call.cancel()
+            if errors := target.errors(JOBS + "ListJobs", b"", connection=connection):
+                raise AssertionError(f"an honest client is refused: {errors}")
+    return []
+
+
+def honest_cancels(target, rounds, calls):
+    """As many calls as a connection may have, all given up, and then another."""
+    with contextlib.closing(channel(target.address)) as connection:
+        for _ in range(rounds):
+            given_up = [connection.unary_unary(JOBS + "ListJobs").future(b"", timeout=CALL_SECONDS)
+                        for _ in range(calls)]
+            for call in given_up:
+                call.cancel()
+            if errors := target.errors(JOBS + "ListJobs", b"", connection=connection):
+                raise AssertionError(f"an honest client is refused: {errors}")
     return []
 
 
@@ -500,13 +535,18 @@ def raw_frames(target, data):
 
 
 def reflection_streams(target, count):
-    """Streams of the reflection service, each of which has a thread; then one more."""
-    method = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+    """Streams of the reflection service, each of which has a thread: those that get none are told so."""
     calls = []
     try:
         for _ in range(count):
-            calls.append(target.connection.stream_stream(method)(iter(queue.SimpleQueue().get, None)))
-        return target.errors(JOBS + "ListJobs", b"")
+            calls.append(target.connection.stream_stream(REFLECTION)(iter(queue.SimpleQueue().get, None)))
+        end = time.monotonic() + CALL_SECONDS
+        while not any(call.done() for call in calls) and time.monotonic() < end:
+            time.sleep(0.01)
+        errors = [(call.code().name, call.details()) for call in calls if call.done()]
+        if not errors:
+            raise AssertionError(f"{count} streams of reflection have a thread each")
+        return errors[:3] + target.errors(JOBS + "ListJobs", b"")
     finally:
         for call in calls:
             call.cancel()
@@ -545,8 +585,11 @@ FRAMES = {
 def connections_family():
     for what, data in FRAMES.items():
         yield what, lambda target, data=data: raw_frames(target, data)
-    for method in (JOBS + "GetJob", TRAIN + "Train", STATE + "ReadState", "/no/method"):
+    for method in (JOBS + "GetJob", TRAIN + "Train", TRAIN + "UploadWeights", STATE + "ReadState", "/no/method",
+                   "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"):
         yield f"5,000 resets of {method}", lambda target, method=method: resets(target, method, 5000)
+    yield "an honest client that reconnects 100 times", lambda target: honest_reconnecting(target, 100)
+    yield "an honest client that gives up 900 calls", lambda target: honest_cancels(target, 3, 300)
     yield "300 connections 10 times", lambda target: connections_again(target, 300, 10)
     yield "500 silent connections", lambda target: idle_connections(target, 500, b"")
     yield "500 connections of HTTP/1", lambda target: idle_connections(target, 500, b"GET / HTTP/1.1\r\n\r\n")
