@@ -13,9 +13,10 @@ namespace ballast::server {
 // no thread with RESOURCE_EXHAUSTED. Streams and calls that take bytes parse them themselves
 // (proto/frame.h).
 //
-// Calls that their client gives up, or whose request is none, are told to `resets`, which outlives the server. Streams of
-// requests, and calls of other services than ours, are told when they begin: each message would come
-// by here otherwise, and an honest client opens few of them on a connection.
+// Calls that their client gives up, or whose request is none, are told to `resets`, which outlives
+// the server. Streams of requests, and calls of other services than ours, are told when they begin:
+// each message would come by here otherwise, and an honest client opens few of them on a
+// connection.
 void InterceptCalls(grpc::ServerBuilder& builder, ResetWatch& resets);
 
 }  // namespace ballast::server
