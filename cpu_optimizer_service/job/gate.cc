@@ -69,6 +69,9 @@ std::string_view Name(Admission admission) {
 }
 
 Answer Ask(Admission admission, const GateState& state, int64_t rank_adding) {
+  if (state.broken && state.phase != Phase::kClosed) {
+    return admission == Admission::kClose ? Answer::kGranted : Answer::kBroken;
+  }
   const Answer answer = kTable[static_cast<int>(admission)][static_cast<int>(state.phase)];
   if (answer != Answer::kGranted) return answer;
   if (state.torn && NeedsWholeState(admission)) return Answer::kTorn;
@@ -132,6 +135,7 @@ void Gate::GiveTurns() {
 }
 
 void Gate::Move(Phase from, Phase to) {
+  if (state_.broken) return;
   Check(state_.phase == from, "a job moves only from the phase before");
   state_.phase = to;
 }
@@ -152,12 +156,14 @@ void Gate::Commit() {
 }
 
 void Gate::EndDeciding() {
+  if (state_.broken) return;
   Check(state_.phase == Phase::kClearing && state_.deciding,
         "a decision ends without its commit only when its step is cleared");
   state_.deciding = false;
 }
 
 void Gate::StartClearing() {
+  if (state_.broken) return;
   Check(state_.phase <= Phase::kDeciding, "only an undecided step is cleared");
   state_.phase = Phase::kClearing;
 }
@@ -170,9 +176,13 @@ void Gate::FinishLoading(bool torn) {
   state_.torn = torn;
 }
 
-void Gate::Close() { Move(Phase::kIdle, Phase::kClosed); }
+void Gate::Close() {
+  Check(state_.broken || state_.phase == Phase::kIdle, "a job is closed between steps");
+  state_.phase = Phase::kClosed;
+}
 
 void Gate::StopReading() {
+  if (state_.broken) return;
   Check(state_.readers > 0, "a reader stops once");
   --state_.readers;
 }
@@ -183,12 +193,14 @@ void Gate::StartAdding(int rank) {
 }
 
 void Gate::StopAdding(int rank) {
+  if (state_.broken) return;
   Check(rank_adding_[rank] > 0, "a contribution is added once");
   --rank_adding_[rank];
   --state_.adding;
 }
 
 void Gate::StopComputing(int64_t count) {
+  if (state_.broken) return;
   Check(state_.computing >= count, "what is computed ends once");
   state_.computing -= count;
 }

@@ -11,6 +11,9 @@
 //        +---- cleared ---------------- clearing ---> loading --loaded--> idle
 //                                         +---------> closed
 //
+// A job for whose work there was no memory is broken, in whatever phase it was: it can be closed,
+// and nothing else. What was under way ends, and moves it no more.
+//
 // Beside the phase, the gate counts what is under way outside the job's lock: readers of committed
 // state, which hold back a decision and a load; ranks that add gradients, sums and provisional
 // updates that are computed, which a decision or a clearing waits for.
@@ -71,6 +74,7 @@ std::string_view Name(Admission admission);
 // All that an answer depends on.
 struct GateState {
   Phase phase = Phase::kIdle;
+  bool broken = false;
   bool torn = false;      // State is half loaded: only a load helps.
   bool deciding = false;  // A decision's task is under way; during kClearing it ends without one.
   int64_t readers = 0;
@@ -88,6 +92,7 @@ enum class Answer : uint8_t {
   kNoStep,    // Refused: no undecided step is in progress.
   kDecided,   // Refused: the step in progress is decided.
   kAborted,   // Refused: the step that was to be decided is gone.
+  kBroken,    // Refused: the job is broken.
 };
 
 // `rank_adding`: contributions of the rank in question that are being added.
@@ -116,7 +121,7 @@ class Gate {
   // until no answer changes. The job calls it before it gives up its lock.
   void GiveTurns();
 
-  // The moves. Each checks its precondition.
+  // The moves. Each checks its precondition, and does nothing to a broken job.
   void BeginStep();               // idle -> open
   void Seal();                    // open -> sealed
   void StartDeciding();           // sealed -> deciding
@@ -127,7 +132,8 @@ class Gate {
   void FinishClearing();          // clearing -> idle
   void StartLoading();            // idle -> loading
   void FinishLoading(bool torn);  // loading -> idle
-  void Close();                   // idle -> closed
+  void Close();                   // idle, or broken -> closed
+  void Break() { state_.broken = true; }
 
   void StartReading() { ++state_.readers; }
   void StopReading();

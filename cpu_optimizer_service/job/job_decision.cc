@@ -23,10 +23,7 @@ namespace ballast {
 void JobImpl::StartDecisionIfDue() {
   if (gate_.Ask(Admission::kDecide) != Answer::kGranted) return;
   gate_.StartDeciding();
-  RunAfter([self = Self()]() mutable {
-    TaskQueue& tasks = self->tasks_;
-    tasks.Start([self = std::move(self)] { self->RunDecision(); });
-  });
+  RunAfter([self = Self()] { self->StartTask([self] { self->RunDecision(); }); });
 }
 
 void JobImpl::RunDecision() {
@@ -42,9 +39,10 @@ void JobImpl::RunDecision() {
     environment_.tasks->ForEach(
         chunks,
         [self = Self(), step, claimed = std::move(claimed)](int64_t chunk) {
-          if (claimed[chunk]) self->ComputeSums(step, static_cast<int>(chunk), nullptr);
+          if (!claimed[chunk]) return;
+          self->Guarded([&] { self->ComputeSums(step, static_cast<int>(chunk), nullptr); });
         },
-        [self = Self()] { self->DecideWhenComputed(); });
+        [self = Self()] { self->Guarded([&] { self->DecideWhenComputed(); }); });
     return;
   }
   DecideWhenComputed();
@@ -54,6 +52,7 @@ void JobImpl::DecideWhenComputed() {
   // What other tasks still compute is waited for in the gate. The last of them gives the turn, so
   // this goes on on a thread of the engine's.
   Section section(*this);
+  if (broken()) return;
   // Only now, so that provisional updates that were queued before the decision's task have had
   // their turn.
   speculation_.Stop();
@@ -252,9 +251,9 @@ void JobImpl::CarryOut(UpdatePlan plan) {
   environment_.tasks->ForEach(
       static_cast<int64_t>(layout_.chunks().size()),
       [self = Self(), shared](int64_t chunk) {
-        self->CarryOutChunk(*shared, static_cast<int>(chunk));
+        self->Guarded([&] { self->CarryOutChunk(*shared, static_cast<int>(chunk)); });
       },
-      [self = Self(), shared] { self->Commit(std::move(*shared)); });
+      [self = Self(), shared] { self->Guarded([&] { self->Commit(std::move(*shared)); }); });
 }
 
 int64_t JobImpl::WeightBytes(int index) const {
@@ -336,6 +335,7 @@ void JobImpl::ApplyToChunk(const UpdatePlan& plan, int index) {
 void JobImpl::Commit(UpdatePlan plan) {
   plan.weights_in_place.clear();
   Section section(*this);
+  if (broken()) return;
   const auto* decided = std::get_if<DecidedStep>(&step_);
   Check(decided != nullptr, "only a decided step is committed");
   const double update_seconds = decided->SecondsSinceDecision();
@@ -419,7 +419,7 @@ void JobImpl::StartParked() {
     std::optional<Speculation::Task> task;
     {
       MutexLock lock(mutex_);
-      task = NextParked();
+      if (!broken()) task = NextParked();
     }
     if (!task.has_value()) return;
     StartProvisional(*std::move(task));
@@ -449,7 +449,7 @@ void JobImpl::RunProvisional(Speculation::Task task) {
   const int owner = layout_.chunks()[index].rank;
   {
     MutexLock lock(mutex_);
-    if (!speculation_.Run(task)) return;
+    if (broken() || !speculation_.Run(task)) return;
     gate_.StartComputing();
   }
   absl::StatusOr<ChunkStore::Write> write = store_->BeginWrite(index, Destination::kFresh);
@@ -461,7 +461,7 @@ void JobImpl::RunProvisional(Speculation::Task task) {
   {
     MutexLock lock(mutex_);
     const RankEntry& rank = ranks_[owner];
-    if (write.ok() && AcceptsProvisional(rank, task.weights)) {
+    if (!broken() && write.ok() && AcceptsProvisional(rank, task.weights)) {
       listener = rank.listener;
       speculation_.Sent(index, rank.stream);
     }
@@ -470,6 +470,7 @@ void JobImpl::RunProvisional(Speculation::Task task) {
     listener->OnProvisionalWeights(update->step, index, std::move(task.weights));
   }
   Section section(*this);
+  if (broken()) return;
   if (write.ok()) {
     speculation_.Finish(*write);
     ++record_.history.speculation.speculated;

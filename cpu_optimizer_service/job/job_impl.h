@@ -12,16 +12,21 @@
 // outside it. Code that changes what the gate answers takes the mutex by a Section: when that ends,
 // calls that waited get their turn, and then what they and the section left for afterwards runs
 // without the lock.
+//
+// Where memory runs out in the middle of it, in a stream's call, a task or what a section left, the
+// job is broken (Break): nothing of it can be relied on but what is read as it was committed.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_JOB_IMPL_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_JOB_IMPL_H_
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
 #include <variant>
 #include <vector>
 
+#include "cpu_optimizer_service/common/system/memory_guard.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
 #include "cpu_optimizer_service/gradients/gradient_store.h"
 #include "cpu_optimizer_service/host/file_system.h"
@@ -56,6 +61,7 @@ struct JobEnvironment {
   FileSystem* file_system = nullptr;
   CheckpointDirectory* checkpoints = nullptr;  // Nullable.
   const std::atomic<bool>* draining = nullptr;
+  std::function<void(const std::string&)> warn;  // In one line. Nullable.
 };
 
 class JobImpl : public Job {
@@ -141,6 +147,20 @@ class JobImpl : public Job {
   std::shared_ptr<JobImpl> Self() { return std::static_pointer_cast<JobImpl>(shared_from_this()); }
 
   // ---- job_impl.cc
+  // Runs a part of the job's work; breaks it if there is no memory for that.
+  template <typename Work>
+  void Guarded(Work&& work) noexcept {
+    if (!RunsInMemory(std::forward<Work>(work))) Break();
+  }
+  // The same for a stream's call, which has an answer.
+  template <typename Call>
+  auto Answered(Call&& call) -> decltype(std::forward<Call>(call)());
+  // The job does no more: its streams end with broken_, and so do calls that wait or come. Needs no
+  // memory itself.
+  void Break() noexcept ABSL_LOCKS_EXCLUDED(mutex_);
+  bool broken() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return gate_.state().broken; }
+  // A task of the job's own; guarded.
+  void StartTask(std::function<void()> work, int node = TaskPool::kAnyNode);
   // What need_ says: its share of the budget, then the memory.
   absl::Status AllocateParts();
   // Runs when the section that has the lock has ended.
@@ -330,6 +350,7 @@ class JobImpl : public Job {
   const JobEnvironment environment_;
   MemoryNeed need_;                  // Constant once allocated, as the next.
   std::string speculation_refused_;  // Why a job that was to speculate waits.
+  absl::Status broken_;              // What a broken job says; made before it is needed.
 
   MemoryBudget::Reservation reservation_;
   std::unique_ptr<GradientStore> gradients_;

@@ -201,6 +201,7 @@ absl::StatusOr<ContributionResult> JobImpl::Contribute(const StreamKey& key,
   std::optional<Speculation::Task> provisional;
   {
     Section section(*this);
+    if (broken()) return broken_;
     ledger_.Advance(given.chunk, given.micro_step_end, given.final);
     gate_.StopAdding(key.rank);
     if (sums_here) {
@@ -237,7 +238,7 @@ double JobImpl::ComputeSums(uint64_t step, int chunk, const StepUpdate* provisio
 
 void JobImpl::StartOfChunk(int chunk, std::function<void()> task) {
   const int node = environment_.tasks->NodeOf(chunk, static_cast<int64_t>(layout_.chunks().size()));
-  tasks_.Start(std::move(task), node);
+  StartTask(std::move(task), node);
 }
 
 void JobImpl::StartSums(uint64_t step, int chunk, uint64_t attempt) {
@@ -251,7 +252,7 @@ void JobImpl::RunSums(uint64_t step, int chunk, uint64_t attempt) {
     MutexLock lock(mutex_);
     // The step is over or forgotten, or its decision was first. What the chunk holds now may be
     // another attempt's, which has tasks of its own.
-    if (attempt != attempt_ || !sums_.Claim(chunk)) return;
+    if (broken() || attempt != attempt_ || !sums_.Claim(chunk)) return;
     gate_.StartComputing();
     update = speculation_.update();
   }
@@ -259,6 +260,7 @@ void JobImpl::RunSums(uint64_t step, int chunk, uint64_t attempt) {
   std::optional<Speculation::Task> provisional;
   {
     Section section(*this);
+    if (broken()) return;
     sums_.Finish(chunk);
     gate_.StopComputing();
     provisional = SpeculateIfWorthwhile(chunk, squared_norm);

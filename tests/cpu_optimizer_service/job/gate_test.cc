@@ -36,6 +36,9 @@ Answer Expected(Admission admission, const GateState& state, int64_t rank_adding
       phase == Phase::kDeciding || phase == Phase::kUpdating || phase == Phase::kClearing;
   const auto wait_if = [](bool waits) { return waits ? Answer::kWaits : Answer::kGranted; };
   if (phase == Phase::kClosed) return Answer::kClosed;
+  if (state.broken) {
+    return admission == Admission::kClose ? Answer::kGranted : Answer::kBroken;
+  }
   switch (admission) {
     case Admission::kAttach:
     case Admission::kOpenStream:
@@ -82,8 +85,9 @@ TEST(Gate, AnswersEveryAdmissionInEveryState) {
   std::map<Answer, int> answers;
   for (const Admission admission : kAllAdmissions) {
     for (const Phase phase : kAllPhases) {
-      for (int bits = 0; bits < 32; ++bits) {
+      for (int bits = 0; bits < 64; ++bits) {
         const GateState state = {.phase = phase,
+                                 .broken = (bits & 32) != 0,
                                  .torn = (bits & 1) != 0,
                                  .deciding = (bits & 2) != 0,
                                  .readers = (bits & 4) != 0 ? 2 : 0,
@@ -99,8 +103,8 @@ TEST(Gate, AnswersEveryAdmissionInEveryState) {
       }
     }
   }
-  EXPECT_EQ(cases, kAdmissions * kPhases * 64);
-  EXPECT_EQ(answers.size(), 9u) << "each answer is given somewhere";
+  EXPECT_EQ(cases, kAdmissions * kPhases * 128);
+  EXPECT_EQ(answers.size(), 10u) << "each answer is given somewhere";
 }
 
 TEST(Gate, NamesEachPhaseAndAdmissionOnce) {
