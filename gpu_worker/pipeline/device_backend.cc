@@ -6,11 +6,11 @@
 //   work                            stream        begins after                      event after it
 //   ------------------------------  ------------  --------------------------------  --------------
 //   forward of a layer              compute       gathered, of its buckets
-//   backward of a layer             compute       released, of the buckets that it
-//                                                 writes, by the micro-step before  ready
-//   adding to the sum               communicate   ready                             released
-//   search for infinities, reduce-
-//   scatter in place                communicate   ready, of the last micro-step
+//   backward of a layer, adding to
+//   what the micro-steps before     compute       released, of the buckets that it
+//   gave where those are summed                   writes, by the last reduction     ready
+//   search for infinities, reduce-                ready; of a sum's last
+//   scatter in place                communicate   micro-step only
 //   rounding to a wire buffer       communicate   copied out, of the bucket before
 //                                                 that used the buffer              released
 //   copying a chunk to the host     copy_out      released                          there
@@ -88,8 +88,9 @@ class DeviceBackend final : public TrainingBackend {
  private:
   absl::Status GivePass(const MicroStepInput& input);
   absl::Status GiveForward(const MicroStepInput& input);
-  absl::Status GiveBackward(const MicroStepInput& input);
-  absl::Status ZeroUnreached();
+  // `adds`: to the gradients of the micro-steps before.
+  absl::Status GiveBackward(const MicroStepInput& input, bool adds);
+  absl::Status CompleteUnreached(bool adds);
   void ForgetForward();
   absl::Status ReadLoss();
   absl::Status ReadTimes();
@@ -143,7 +144,8 @@ absl::Status DeviceBackend::MicroStep(const MicroStepInput& input) {
 // Backward's buckets are sent while it gives the rest of its work, and the pass ends here before
 // the device has begun with most of it.
 absl::Status DeviceBackend::GivePass(const MicroStepInput& input) {
-  const bool sums_here = !spaces_.sums.empty() && input.micro_steps > 1;
+  const bool sums_here = options_.accumulation == Accumulation::kWorker && input.micro_steps > 1;
+  const bool adds = sums_here && input.micro_step > 0;
   gradient_path_->BeginPass({.step = input.step,
                              .micro_step = input.micro_step,
                              .micro_steps = input.micro_steps,
@@ -160,7 +162,7 @@ absl::Status DeviceBackend::GivePass(const MicroStepInput& input) {
   const SpanOf of{.step = input.step, .micro_step = static_cast<int>(input.micro_step)};
   BALLAST_RETURN_IF_ERROR(trace_->Around(*compute_, Track::kCompute, of, [&]() -> absl::Status {
     if (!ahead) BALLAST_RETURN_IF_ERROR(GiveForward(input));
-    return GiveBackward(input);
+    return GiveBackward(input, adds);
   }));
 
   UsedParameters used;
@@ -169,7 +171,7 @@ absl::Status DeviceBackend::GivePass(const MicroStepInput& input) {
     if (reached_[p]) used.parameters.push_back(static_cast<int>(p));
     used.all &= reached_[p];
   }
-  BALLAST_RETURN_IF_ERROR(ZeroUnreached());
+  BALLAST_RETURN_IF_ERROR(CompleteUnreached(adds));
   BALLAST_RETURN_IF_ERROR(passing_.End(*compute_));
   // The others' collectives fit all the same; only this rank must not seal.
   if (used.parameters.empty() && !used.all) {
@@ -189,7 +191,7 @@ absl::Status DeviceBackend::GiveForward(const MicroStepInput& input) {
   return model_->Forward(input.batch, events);
 }
 
-absl::Status DeviceBackend::GiveBackward(const MicroStepInput& input) {
+absl::Status DeviceBackend::GiveBackward(const MicroStepInput& input, bool adds) {
   const DevicePassEvents events{
       .before_weights = nullptr,
       .before_gradient = [this](int p) { return buckets_->BeforeGradient(*compute_, p); },
@@ -199,18 +201,22 @@ absl::Status DeviceBackend::GiveBackward(const MicroStepInput& input) {
             reached_[p] = true;
             return buckets_->GradientReady(*compute_, p);
           }};
-  return model_->Backward(input.loss_scale, /*first=*/input.micro_step == 0,
-                          loss_sum_->as<double>(), events);
+  return model_->Backward(
+      {.loss_scale = input.loss_scale, .add_loss = input.micro_step > 0, .add_gradients = adds},
+      loss_sum_->as<double>(), events);
 }
 
-absl::Status DeviceBackend::ZeroUnreached() {
+// Their gradient is zero.
+absl::Status DeviceBackend::CompleteUnreached(bool adds) {
   for (size_t p = 0; p < reached_.size(); ++p) {
     const ParameterPlace& place = job_.layout.place(p);
     if (reached_[p] || place.offset < 0) continue;
     float* gradients = spaces_.gradients[job_.layout.spec().parameters[p].group]->as<float>();
     BALLAST_RETURN_IF_ERROR(buckets_->BeforeGradient(*compute_, p));
-    BALLAST_RETURN_IF_ERROR(
-        compute_->Zero(gradients + place.offset, place.elements * sizeof(float)));
+    if (!adds) {
+      BALLAST_RETURN_IF_ERROR(
+          compute_->Zero(gradients + place.offset, place.elements * sizeof(float)));
+    }
     BALLAST_RETURN_IF_ERROR(buckets_->GradientReady(*compute_, p));
   }
   return absl::OkStatus();
@@ -364,7 +370,6 @@ absl::Status DeviceBackend::Init(absl::Span<const int> backward_order,
   BALLAST_ASSIGN_OR_RETURN(loss_sum_, device.Allocate(sizeof(double), "the loss"));
   BALLAST_ASSIGN_OR_RETURN(host_loss_sum_, device.AllocateHost(sizeof(double), "the loss"));
   const DeviceNeeds needs{
-      .sums = options_.accumulation == Accumulation::kWorker && job_.spec.max_micro_steps != 1,
       .provisional_weights = !options_.on_device && job_.spec.update_mode == UpdateMode::kSpeculate,
       .world_size = parts_.collective.world_size()};
   BALLAST_ASSIGN_OR_RETURN(spaces_, AllocateSpaces(device, job_, needs));
@@ -374,8 +379,7 @@ absl::Status DeviceBackend::Init(absl::Span<const int> backward_order,
   BALLAST_ASSIGN_OR_RETURN(
       reduction_,
       DeviceReduction::Create({device, *communicate_, parts_.collective, job_, buckets_->order()},
-                              {.gradients = DeviceSpaces::PointersTo<float>(spaces_.gradients),
-                               .sums = DeviceSpaces::PointersTo<float>(spaces_.sums)},
+                              DeviceSpaces::PointersTo<float>(spaces_.gradients),
                               options_.check_gradients));
   absl::StatusOr<std::unique_ptr<WeightsReturn>> weights = WeightsReturn::Create(
       device, job_, buckets_->order(), spaces_.WeightBytes(),

@@ -139,18 +139,12 @@ void GradientPath::Run() {
 }
 
 absl::Status GradientPath::Communicate(const Pass& pass) {
-  for (const int bucket : parts_.buckets.order().reduction) {
-    BALLAST_RETURN_IF_ERROR(parts_.buckets.WaitReady(parts_.communicate, bucket));
-    const float* gradient = nullptr;
-    absl::Status status = parts_.trace.Around(
-        parts_.communicate, Track::kReduce,
-        {.step = pass.step, .micro_step = static_cast<int>(pass.micro_step), .bucket = bucket},
-        [&]() -> absl::Status {
-          BALLAST_ASSIGN_OR_RETURN(gradient, SumOrReduce(bucket, pass));
-          return absl::OkStatus();
-        });
-    if (status.ok() && gradient != nullptr) status = SendGradient(bucket, pass, gradient);
-    BALLAST_RETURN_IF_ERROR(Annotate(status, absl::StrCat("bucket ", bucket)));
+  if (!pass.sums_here || pass.last()) {
+    for (const int bucket : parts_.buckets.order().reduction) {
+      BALLAST_RETURN_IF_ERROR(parts_.buckets.WaitReady(parts_.communicate, bucket));
+      BALLAST_RETURN_IF_ERROR(
+          Annotate(ReduceAndSend(bucket, pass), absl::StrCat("bucket ", bucket)));
+    }
   }
   std::optional<UsedParameters> used = WaitForPassEnd();
   if (!used.has_value()) return absl::OkStatus();
@@ -160,19 +154,24 @@ absl::Status GradientPath::Communicate(const Pass& pass) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<const float*> GradientPath::SumOrReduce(int bucket, const Pass& pass) {
-  DeviceBuckets& buckets = parts_.buckets;
-  if (pass.sums_here) {
-    BALLAST_RETURN_IF_ERROR(parts_.reduction.Accumulate(bucket, /*first=*/pass.micro_step == 0));
-    BALLAST_RETURN_IF_ERROR(buckets.Summed(parts_.communicate, bucket));
-    if (!pass.last()) return nullptr;
-  }
-  buckets.StartReducing(bucket);
-  BALLAST_ASSIGN_OR_RETURN(const float* gradient,
-                           parts_.reduction.Reduce(bucket, pass.sums_here, pass.step));
+absl::Status GradientPath::ReduceAndSend(int bucket, const Pass& pass) {
+  const float* gradient = nullptr;
+  BALLAST_RETURN_IF_ERROR(parts_.trace.Around(
+      parts_.communicate, Track::kReduce,
+      {.step = pass.step, .micro_step = static_cast<int>(pass.micro_step), .bucket = bucket},
+      [&]() -> absl::Status {
+        BALLAST_ASSIGN_OR_RETURN(gradient, Reduce(bucket, pass));
+        return absl::OkStatus();
+      }));
+  return gradient == nullptr ? absl::OkStatus() : SendGradient(bucket, pass, gradient);
+}
+
+absl::StatusOr<const float*> GradientPath::Reduce(int bucket, const Pass& pass) {
+  parts_.buckets.StartReducing(bucket);
+  BALLAST_ASSIGN_OR_RETURN(const float* gradient, parts_.reduction.Reduce(bucket, pass.step));
   // If nothing is sent, the bucket is free at once.
   if (shards_[bucket].elements > 0 && parts_.errors.current().ok()) return gradient;
-  BALLAST_RETURN_IF_ERROR(buckets.Release(parts_.communicate, bucket));
+  BALLAST_RETURN_IF_ERROR(parts_.buckets.Release(parts_.communicate, bucket));
   return nullptr;
 }
 

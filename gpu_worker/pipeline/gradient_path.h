@@ -57,7 +57,8 @@ class GradientPath {
     uint64_t step = 0;
     uint32_t micro_step = 0;
     uint32_t micro_steps = 1;
-    bool sums_here = false;  // Reduced with the step's last micro-step.
+    // Backward adds up the step's micro-steps; what it sums is reduced with the last.
+    bool sums_here = false;
     bool last() const { return micro_step + 1 == micro_steps; }
   };
 
@@ -107,8 +108,9 @@ class GradientPath {
   void Run();
   void WaitForStreams();
   absl::Status Communicate(const Pass& pass);
-  // This rank's part of the sum, on `communicate`; null where it is not reduced yet, or empty.
-  absl::StatusOr<const float*> SumOrReduce(int bucket, const Pass& pass);
+  absl::Status ReduceAndSend(int bucket, const Pass& pass);
+  // This rank's part of the sum, on `communicate`; null where it is not to be sent.
+  absl::StatusOr<const float*> Reduce(int bucket, const Pass& pass);
   absl::Status SendGradient(int bucket, const Pass& pass, const float* gradient);
   absl::Status RoundToPlaces(int bucket, const Pass& pass, const float* gradient);
   absl::Status CopyOut(int bucket, const Pass& pass, const WireBuffer& wire);

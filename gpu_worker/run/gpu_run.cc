@@ -32,9 +32,11 @@ class OpenedGpuRun final : public GpuRun {
   MakeOptimizer make_local_optimizer() override {
     return [this](const TrainingJob& job, TrainingBackend& backend,
                   Collective& host) -> absl::StatusOr<std::unique_ptr<StepOptimizer>> {
+      const bool sums =
+          options_.accumulation == Accumulation::kService && job.spec.max_micro_steps != 1;
       BALLAST_ASSIGN_OR_RETURN(
           std::unique_ptr<LocalArithmetic> arithmetic,
-          MakeDeviceArithmetic(*device_, job.layout, job.spec.groups, host.rank(),
+          MakeDeviceArithmetic(*device_, job.layout, job.spec.groups, host.rank(), sums,
                                [&backend](int chunk) { return backend.weights(chunk); }));
       return std::make_unique<LocalOptimizer>(job.spec, job.layout, host, std::move(arithmetic));
     };

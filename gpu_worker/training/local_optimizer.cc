@@ -27,14 +27,18 @@ LocalOptimizer::LocalOptimizer(const JobSpec& job, const Layout& layout, Collect
   for (const GroupSpec& group : groups_) {
     Check(!group.hyper_parameters.amsgrad, "the local optimizer has no amsgrad");
   }
-  std::vector<bool> full(blocks_.blocks(), false);
+  std::vector<bool> whole(blocks_.blocks(), false);
   for (int rank = 0; rank < layout.world_size(); ++rank) {
-    VisitFullBlocks(rank, [&](int, int64_t, int64_t first_block, int64_t number) {
-      std::fill_n(full.begin() + first_block, number, true);
-    });
+    int64_t count = 0;
+    for (const WholeBlocks& run : whole_blocks_.emplace_back(FindWholeBlocks(rank))) {
+      std::fill_n(whole.begin() + run.first_block, run.place.blocks(), true);
+      if (rank == collective_.rank()) my_whole_blocks_.push_back(run.place);
+      count += run.place.blocks();
+    }
+    most_whole_blocks_ = std::max(most_whole_blocks_, count);
   }
   for (int64_t block = 0; block < blocks_.blocks(); ++block) {
-    if (!full[block]) other_blocks_.push_back(block);
+    if (!whole[block]) other_blocks_.push_back(block);
   }
 }
 
@@ -56,6 +60,7 @@ absl::Status LocalOptimizer::BeginStep(const StepSettings& settings) {
   }
   std::fill(used_.begin(), used_.end(), 0.0);
   for (const int index : my_chunks()) ledger_[index] = {};
+  arithmetic_->ForgetGradients();  // Of a step that was not finished.
   return absl::OkStatus();
 }
 
@@ -115,51 +120,75 @@ absl::StatusOr<std::vector<int>> LocalOptimizer::FindUnused() {
   return unused;
 }
 
-template <class Visit>
-void LocalOptimizer::VisitFullBlocks(int rank, Visit&& visit) const {
+// A parameter's elements that lie one after the other in chunks that do are one piece, however many
+// chunks it is cut into.
+std::vector<LocalOptimizer::WholeBlocks> LocalOptimizer::FindWholeBlocks(int rank) const {
+  std::vector<WholeBlocks> found;
+  ChunkPiece joined;
+  const auto end_piece = [&] {
+    if (joined.elements == 0) return;
+    const NormBlocks::WholeBlocks whole = blocks_.WholeIn(joined);
+    // Where blocks begin in the piece, and in which of its chunks that is.
+    BlocksInChunks place{
+        .chunk = joined.chunk, .begin = whole.chunk_offset, .elements = whole.elements};
+    if (whole.elements > 0) {
+      for (; place.begin >= layout_.chunks()[place.chunk].elements; ++place.chunk) {
+        place.begin -= layout_.chunks()[place.chunk].elements;
+      }
+      found.push_back({.place = place, .first_block = whole.blocks.begin});
+    }
+    joined.elements = 0;
+  };
+  int64_t end = -1;  // Of `joined` in the flat space.
   for (const int index : layout_.chunks_of_rank(rank)) {
+    const Chunk& chunk = layout_.chunks()[index];
     layout_.VisitPieces(index, [&](const ChunkPiece& piece) {
-      const NormBlocks::WholeBlocks whole = blocks_.WholeIn(piece);
-      const int64_t full = whole.elements / kBlockElements;
-      if (full > 0) visit(index, whole.chunk_offset, whole.blocks.begin, full);
+      const bool goes_on = joined.elements > 0 && joined.parameter == piece.parameter &&
+                           joined.parameter_offset + joined.elements == piece.parameter_offset &&
+                           end == chunk.begin + piece.chunk_offset;
+      if (goes_on) {
+        joined.elements += piece.elements;
+      } else {
+        end_piece();
+        joined = piece;
+      }
+      end = chunk.begin + piece.chunk_offset + piece.elements;
     });
   }
+  end_piece();
+  return found;
 }
 
-absl::Status LocalOptimizer::GatherFullBlocks(absl::Span<double> block_sums) {
+absl::Status LocalOptimizer::GatherWholeBlocks() {
+  if (most_whole_blocks_ == 0) return absl::OkStatus();
   const int world_size = collective_.world_size();
-  int64_t most = 0;
-  for (int rank = 0; rank < world_size; ++rank) {
-    int64_t count = 0;
-    VisitFullBlocks(rank, [&](int, int64_t, int64_t, int64_t number) { count += number; });
-    most = std::max(most, count);
-  }
-  if (most == 0) return absl::OkStatus();
   // An all-gather takes pieces of one size: that of the rank with the most.
-  std::vector<double> mine(most);
-  absl::Span<double> next = absl::MakeSpan(mine);
-  absl::Status status;
-  VisitFullBlocks(collective_.rank(), [&](int chunk, int64_t begin, int64_t, int64_t number) {
-    status.Update(arithmetic_->BlockSums(chunk, begin, next.first(number)));
-    next.remove_prefix(number);
-  });
-  BALLAST_RETURN_IF_ERROR(status);
+  sums_of_rank_.resize(most_whole_blocks_);
+  int64_t mine = 0;
+  for (const BlocksInChunks& run : my_whole_blocks_) mine += run.blocks();
+  BALLAST_RETURN_IF_ERROR(
+      arithmetic_->BlockSums(my_whole_blocks_, absl::MakeSpan(sums_of_rank_).first(mine)));
   BALLAST_RETURN_IF_ERROR(arithmetic_->Finish());
-  std::vector<double> all(most * world_size);
-  BALLAST_RETURN_IF_ERROR(collective_.AllGather(
-      {reinterpret_cast<const std::byte*>(mine.data()), mine.size() * sizeof(double)},
-      {reinterpret_cast<std::byte*>(all.data()), all.size() * sizeof(double)}));
+  if (world_size > 1) {
+    sums_of_ranks_.resize(most_whole_blocks_ * world_size);
+    BALLAST_RETURN_IF_ERROR(
+        collective_.AllGather({reinterpret_cast<const std::byte*>(sums_of_rank_.data()),
+                               sums_of_rank_.size() * sizeof(double)},
+                              {reinterpret_cast<std::byte*>(sums_of_ranks_.data()),
+                               sums_of_ranks_.size() * sizeof(double)}));
+  }
+  const std::vector<double>& all = world_size > 1 ? sums_of_ranks_ : sums_of_rank_;
   for (int rank = 0; rank < world_size; ++rank) {
-    auto from = all.begin() + rank * most;
-    VisitFullBlocks(rank, [&](int, int64_t, int64_t first_block, int64_t number) {
-      std::copy_n(from, number, block_sums.begin() + first_block);
-      from += number;
-    });
+    auto from = all.begin() + rank * most_whole_blocks_;
+    for (const WholeBlocks& run : whole_blocks_[rank]) {
+      std::copy_n(from, run.place.blocks(), block_sums_.begin() + run.first_block);
+      from += run.place.blocks();
+    }
   }
   return absl::OkStatus();
 }
 
-absl::Status LocalOptimizer::GatherOtherBlocks(absl::Span<double> block_sums) {
+absl::Status LocalOptimizer::GatherOtherBlocks() {
   const auto visit_pieces = [&](auto&& visit) {
     for (const int64_t block : other_blocks_) {
       const NormBlocks::Place place = blocks_.PlaceOfBlock(block);
@@ -197,8 +226,8 @@ absl::Status LocalOptimizer::GatherOtherBlocks(absl::Span<double> block_sums) {
     const auto from = all.begin() + rank * most + taken[rank];
     values.insert(values.end(), from, from + piece.elements);
     taken[rank] += piece.elements;
-    block_sums[block] = BlockSumOfSquaresReference(values.data(), DType::kFloat32,
-                                                   static_cast<int64_t>(values.size()));
+    block_sums_[block] = BlockSumOfSquaresReference(values.data(), DType::kFloat32,
+                                                    static_cast<int64_t>(values.size()));
   });
   return absl::OkStatus();
 }
@@ -207,14 +236,14 @@ absl::StatusOr<std::vector<double>> LocalOptimizer::GatherGroupSums() {
   for (const int index : my_chunks()) {
     if (!ledger_[index].has_gradient) BALLAST_RETURN_IF_ERROR(arithmetic_->ZeroGradient(index));
   }
-  std::vector<double> block_sums(blocks_.blocks());
-  BALLAST_RETURN_IF_ERROR(GatherFullBlocks(absl::MakeSpan(block_sums)));
-  BALLAST_RETURN_IF_ERROR(GatherOtherBlocks(absl::MakeSpan(block_sums)));
+  block_sums_.resize(blocks_.blocks());
+  BALLAST_RETURN_IF_ERROR(GatherWholeBlocks());
+  BALLAST_RETURN_IF_ERROR(GatherOtherBlocks());
   std::vector<double> span_sums(blocks_.spans());
   for (int64_t span = 0; span < blocks_.spans(); ++span) {
     const NormBlocks::Range blocks = blocks_.BlocksOfSpan(span);
     span_sums[span] = SumInOrder(
-        absl::MakeConstSpan(block_sums).subspan(blocks.begin, blocks.end - blocks.begin));
+        absl::MakeConstSpan(block_sums_).subspan(blocks.begin, blocks.end - blocks.begin));
   }
   return blocks_.GroupSums(span_sums);
 }
@@ -236,18 +265,47 @@ absl::StatusOr<client::StepDecision> LocalOptimizer::Seal(uint32_t micro_steps) 
   return result;
 }
 
-// Parameter by parameter, because each has an update count of its own. The padding after the last
-// one stays zero.
-absl::Status LocalOptimizer::Update(int index) {
-  const int group = layout_.chunks()[index].group;
-  for (const ChunkPiece& piece : layout_.Pieces(index)) {
-    if (unused_policy_ == UnusedPolicy::kSkip && used_[piece.parameter] == 0) continue;
-    BALLAST_RETURN_IF_ERROR(arithmetic_->Update(
-        index, piece.chunk_offset, piece.elements,
-        MakeAdamScalars(groups_[group].hyper_parameters, update_counts_[piece.parameter],
-                        decision_.multipliers[group])));
+// As one run as far as neighbours of a group have one update count: each parameter has its own. The
+// padding after the last one stays zero.
+absl::Status LocalOptimizer::Update() {
+  struct Run {
+    int chunk = 0;
+    int64_t begin = 0;  // In the chunk.
+    int64_t elements = 0;
+    int group = 0;
+    int64_t end = 0;  // In the group's flat space.
+    int64_t update_count = 0;
+  } run;
+  absl::Status status;
+  const auto end_run = [&] {
+    if (run.elements == 0 || !status.ok()) return;
+    status =
+        arithmetic_->Update(run.chunk, run.begin, run.elements,
+                            MakeAdamScalars(groups_[run.group].hyper_parameters, run.update_count,
+                                            decision_.multipliers[run.group]));
+    run.elements = 0;
+  };
+  for (const int index : my_chunks()) {
+    const Chunk& chunk = layout_.chunks()[index];
+    layout_.VisitPieces(index, [&](const ChunkPiece& piece) {
+      if (unused_policy_ == UnusedPolicy::kSkip && used_[piece.parameter] == 0) return;
+      const int64_t begin = chunk.begin + piece.chunk_offset;
+      const int64_t update_count = update_counts_[piece.parameter];
+      const bool goes_on = run.elements > 0 && run.group == chunk.group && run.end == begin &&
+                           run.update_count == update_count;
+      if (!goes_on) {
+        end_run();
+        run = {.chunk = index,
+               .begin = piece.chunk_offset,
+               .group = chunk.group,
+               .update_count = update_count};
+      }
+      run.elements += piece.elements;
+      run.end = begin + piece.elements;
+    });
   }
-  return absl::OkStatus();
+  end_run();
+  return status;
 }
 
 absl::Status LocalOptimizer::ReceiveWeights() {
@@ -257,9 +315,10 @@ absl::Status LocalOptimizer::ReceiveWeights() {
     for (size_t p = 0; p < used_.size(); ++p) {
       if (unused_policy_ != UnusedPolicy::kSkip || used_[p] > 0) ++update_counts_[p];
     }
-    for (const int index : my_chunks()) BALLAST_RETURN_IF_ERROR(Update(index));
+    BALLAST_RETURN_IF_ERROR(Update());
     BALLAST_RETURN_IF_ERROR(arithmetic_->Finish());
   }
+  arithmetic_->ForgetGradients();
   update_seconds_ = stopwatch.Lap();
   return absl::OkStatus();
 }

@@ -51,16 +51,18 @@ class LocalOptimizer final : public StepOptimizer {
   absl::Status CheckComplete(uint32_t micro_steps) const;
   // The parameters that no rank used in any micro-step, by index.
   absl::StatusOr<std::vector<int>> FindUnused();
-  // Calls visit(chunk, first element in it, first block, number) for all full blocks that lie whole
-  // in a rank's chunks.
-  template <class Visit>
-  void VisitFullBlocks(int rank, Visit&& visit) const;
-  // Of all full blocks and of all others, from all ranks.
-  absl::Status GatherFullBlocks(absl::Span<double> block_sums);
-  absl::Status GatherOtherBlocks(absl::Span<double> block_sums);
+  // Blocks of the norm that lie whole in a rank's chunks, where these follow one another.
+  struct WholeBlocks {
+    BlocksInChunks place;
+    int64_t first_block = 0;
+  };
+  std::vector<WholeBlocks> FindWholeBlocks(int rank) const;
+  // Of all whole blocks and of all others, from all ranks.
+  absl::Status GatherWholeBlocks();
+  absl::Status GatherOtherBlocks();
   // The sums of squares of the groups.
   absl::StatusOr<std::vector<double>> GatherGroupSums();
-  absl::Status Update(int chunk);
+  absl::Status Update();
   absl::Span<const int> my_chunks() const { return layout_.chunks_of_rank(collective_.rank()); }
 
   const Layout& layout_;
@@ -71,9 +73,16 @@ class LocalOptimizer final : public StepOptimizer {
   std::vector<GroupSpec> groups_;  // Hyper-parameters as the last step's overrides left them.
   std::vector<Entry> ledger_;      // By chunk; only this rank's are used.
   const NormBlocks blocks_;
-  std::vector<int64_t> other_blocks_;  // Cut, or short.
-  GradientScale scale_;                // In the open step, like the next two.
-  std::vector<double> used_;           // By parameter: in how many micro-steps.
+  std::vector<std::vector<WholeBlocks>> whole_blocks_;  // By rank.
+  std::vector<BlocksInChunks> my_whole_blocks_;         // The places of this rank's.
+  int64_t most_whole_blocks_ = 0;                       // Of any rank.
+  std::vector<int64_t> other_blocks_;
+  // Kept, because of a large model they are large: of the blocks, and on their way here.
+  std::vector<double> block_sums_;
+  std::vector<double> sums_of_rank_;
+  std::vector<double> sums_of_ranks_;
+  GradientScale scale_;       // In the open step, like the next two.
+  std::vector<double> used_;  // By parameter: in how many micro-steps.
   Decision decision_;
   uint64_t committed_step_ = 0;
   std::vector<int64_t> update_counts_;  // By parameter.

@@ -29,6 +29,7 @@ struct World {
   int64_t chunk_elements = 1024;
   DType wire_dtype = DType::kBFloat16;
   double max_norm = 1.0;
+  UnusedPolicy unused_policy = UnusedPolicy::kError;
   int64_t first_elements = 0;  // Of a parameter before the other in each group; 0: there is none.
 };
 
@@ -36,6 +37,7 @@ JobSpec MakeJob(const World& world) {
   JobSpec job;
   job.name = "test";
   job.max_norm = world.max_norm;
+  job.unused_policy = world.unused_policy;
   job.layout.world_size = world.world_size;
   job.layout.group_count = 2;
   job.layout.chunk_elements = world.chunk_elements;
@@ -57,6 +59,45 @@ JobSpec MakeJob(const World& world) {
   return job;
 }
 
+// Notes what the optimizer asks of it.
+class NotingArithmetic final : public LocalArithmetic {
+ public:
+  struct Notes {
+    std::vector<int64_t> updates;        // Elements of each.
+    std::vector<BlocksInChunks> blocks;  // The last.
+    int64_t elements_read = 0;
+  };
+  NotingArithmetic(std::unique_ptr<LocalArithmetic> wrapped, Notes& notes)
+      : wrapped_(std::move(wrapped)), notes_(notes) {}
+
+  absl::Status SetFirstWeights(int chunk, absl::Span<const float> values) override {
+    return wrapped_->SetFirstWeights(chunk, values);
+  }
+  absl::Status AddGradient(int chunk, bool first, absl::Span<const std::byte> payload,
+                           std::function<void()> released) override {
+    return wrapped_->AddGradient(chunk, first, payload, std::move(released));
+  }
+  absl::Status ZeroGradient(int chunk) override { return wrapped_->ZeroGradient(chunk); }
+  absl::Status BlockSums(absl::Span<const BlocksInChunks> runs, absl::Span<double> sums) override {
+    notes_.blocks.assign(runs.begin(), runs.end());
+    return wrapped_->BlockSums(runs, sums);
+  }
+  absl::Status ReadGradient(int chunk, int64_t begin, absl::Span<float> values) override {
+    notes_.elements_read += static_cast<int64_t>(values.size());
+    return wrapped_->ReadGradient(chunk, begin, values);
+  }
+  absl::Status Update(int chunk, int64_t begin, int64_t elements,
+                      const AdamScalars& scalars) override {
+    notes_.updates.push_back(elements);
+    return wrapped_->Update(chunk, begin, elements, scalars);
+  }
+  absl::Status Finish() override { return wrapped_->Finish(); }
+
+ private:
+  const std::unique_ptr<LocalArithmetic> wrapped_;
+  Notes& notes_;
+};
+
 // One rank that holds its share of weights and pushes gradients that are functions of their place.
 class Rank {
  public:
@@ -68,8 +109,10 @@ class Rank {
         staging_(layout_, {world.wire_dtype, world.wire_dtype}, collective.rank(),
                  absl::Seconds(60)),
         optimizer_(job_, layout_, collective,
-                   std::make_unique<ScalarArithmetic>(
-                       job_.groups, layout_, [this](int chunk) { return WeightsOf(chunk); })) {
+                   std::make_unique<NotingArithmetic>(
+                       std::make_unique<ScalarArithmetic>(
+                           job_.groups, layout_, [this](int chunk) { return WeightsOf(chunk); }),
+                       notes_)) {
     EXPECT_TRUE(optimizer_
                     .Join([this](int chunk, absl::Span<float> values) {
                       for (size_t i = 0; i < values.size(); ++i) {
@@ -118,6 +161,7 @@ class Rank {
   }
 
   LocalOptimizer& optimizer() { return optimizer_; }
+  const NotingArithmetic::Notes& notes() const { return notes_; }
   int my_chunk() const { return layout_.chunks_of_rank(collective_.rank())[0]; }
   // By element of the flat spaces, group after group; other ranks' are zero.
   const std::vector<uint16_t>& weights() const { return weights_; }
@@ -134,8 +178,38 @@ class Rank {
   std::vector<uint16_t> weights_;
   Collective& collective_;
   GradientStaging staging_;
+  NotingArithmetic::Notes notes_;
   LocalOptimizer optimizer_;
 };
+
+// On a GPU each is a launch, or a part of one.
+TEST(LocalOptimizer, AsksForNeighboursInOnePieceHoweverManyChunksTheyAre) {
+  using testing::ElementsAre;
+  RunRanks(1, [](Collective& collective) {
+    Rank rank({.chunk_elements = 256, .first_elements = 700}, collective);
+    rank.Step(1, 1);
+    EXPECT_THAT(rank.notes().updates, ElementsAre(kElements - 10, kElements - 10));
+    // By parameter, from its first block to the short last one.
+    EXPECT_EQ(rank.notes().elements_read, 0);
+    ASSERT_EQ(rank.notes().blocks.size(), 4);
+    const BlocksInChunks& second = rank.notes().blocks[1];
+    EXPECT_EQ(second.chunk, 2);
+    EXPECT_EQ(second.begin, 700 - 2 * 256);
+    EXPECT_EQ(second.elements, kElements - 10 - 700);
+  });
+  // The first parameter of a group has another update count once a step has not used it.
+  RunRanks(1, [](Collective& collective) {
+    Rank rank({.chunk_elements = 256, .unused_policy = UnusedPolicy::kSkip, .first_elements = 700},
+              collective);
+    rank.Begin();
+    rank.PushAll(1, 0);
+    ASSERT_TRUE(rank.Seal({.all = false, .parameters = {1, 2, 3}}).ok());
+    ASSERT_TRUE(rank.optimizer().ReceiveWeights().ok());
+    rank.Step(2, 1);
+    EXPECT_THAT(rank.notes().updates,
+                ElementsAre(kElements - 710, kElements - 10, 700, kElements - 710, kElements - 10));
+  });
+}
 
 std::vector<uint16_t> Train(const World& world, uint32_t micro_steps) {
   std::vector<std::vector<uint16_t>> of_rank(world.world_size);
