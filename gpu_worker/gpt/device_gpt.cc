@@ -57,6 +57,7 @@ class DeviceGptImpl final : public DeviceGpt {
   ~DeviceGptImpl() override { parts_.compute.Synchronize().IgnoreError(); }
 
   void Place(const Layout& layout, const DeviceFlatSpaces& spaces) override;
+  absl::Status Prepare(const Batch& batch) override;
   absl::Status Forward(const Batch& batch, const DevicePassEvents& events) override;
   absl::Status Backward(const BackwardOptions& options, double* loss_sum,
                         const DevicePassEvents& events) override;
@@ -149,6 +150,12 @@ Pass DeviceGptImpl::PassOf(const Begun& begun, const DevicePassEvents& events) c
 
 // ---------------------------------------------------------------- forward
 
+absl::Status DeviceGptImpl::Prepare(const Batch& batch) {
+  if (batch.sequences == 0) return absl::OkStatus();
+  if (!upload_->IsPrepared(batch)) BALLAST_RETURN_IF_ERROR(CheckBatch(batch));
+  return upload_->Prepare(batch);
+}
+
 absl::Status DeviceGptImpl::Forward(const Batch& batch, const DevicePassEvents& events) {
   Check(!parameters_.empty(), "a model is placed before it is used");
   begun_.reset();
@@ -156,7 +163,7 @@ absl::Status DeviceGptImpl::Forward(const Batch& batch, const DevicePassEvents& 
     begun_ = Begun{};
     return absl::OkStatus();
   }
-  BALLAST_RETURN_IF_ERROR(CheckBatch(batch));
+  BALLAST_RETURN_IF_ERROR(Prepare(batch));
   Check(ScratchBytes(config_, batch.sequences, batch.context) <= scratch_bytes_,
         "a smaller pass needs no more scratch");
   BALLAST_ASSIGN_OR_RETURN(const TokensOnDevice tokens, upload_->Upload(parts_.compute, batch));

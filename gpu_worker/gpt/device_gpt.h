@@ -74,6 +74,9 @@ class DeviceGpt {
   // Where weights are and gradients go. Called once, before any pass.
   virtual void Place(const Layout& layout, const DeviceFlatSpaces& spaces) = 0;
 
+  // The host's part of the next Forward, if it is of the same batch: for when the device is busy.
+  // `batch` is not used after the call. Errors as of Forward.
+  virtual absl::Status Prepare(const Batch& batch) = 0;
   // Gives the compute stream the batch's pass up to the logits. Another Forward takes the place of
   // one that no Backward followed. An empty batch reads no weights. `batch` is not used after the
   // call. INVALID_ARGUMENT, and no work, for a batch with more sequences than Create was given, or

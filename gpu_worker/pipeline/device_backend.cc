@@ -59,7 +59,8 @@ class DeviceBackend final : public TrainingBackend {
         job_(parts.job),
         errors_([this] { Stop(); }),
         passing_(parts.device),
-        lacking_weights_(parts.device) {}
+        lacking_weights_(parts.device),
+        idle_(parts.device) {}
   absl::Status Init(absl::Span<const int> backward_order, const MakeDeviceModel& make_model);
   ~DeviceBackend() override;
 
@@ -68,6 +69,7 @@ class DeviceBackend final : public TrainingBackend {
       const std::function<absl::Span<std::byte>(int chunk)>& memory) override {
     return gradient_path_->UseGradientMemory(memory);
   }
+  absl::Status PrepareBatch(const Batch& batch) override;
   absl::Status MicroStep(const MicroStepInput& input) override;
   absl::StatusOr<FinishedStep> FinishStep() override;
   absl::Span<std::byte> weights(int chunk) override { return weights_->at(chunk); }
@@ -87,6 +89,7 @@ class DeviceBackend final : public TrainingBackend {
 
  private:
   absl::Status GivePass(const MicroStepInput& input);
+  absl::Status BeginPass(const Batch& batch);
   absl::Status GiveForward(const MicroStepInput& input);
   // `adds`: to the gradients of the micro-steps before.
   absl::Status GiveBackward(const MicroStepInput& input, bool adds);
@@ -131,6 +134,8 @@ class DeviceBackend final : public TrainingBackend {
   // Seconds of `compute`: in passes, and how much of that waiting for weights.
   StreamSeconds passing_;
   StreamSeconds lacking_weights_;
+  StreamSeconds idle_;            // Between passes.
+  double waited_after_pass_ = 0;  // By the last FinishStep.
 };
 
 // ---------------------------------------------------------------- a step: passes
@@ -139,6 +144,18 @@ absl::Status DeviceBackend::MicroStep(const MicroStepInput& input) {
   BALLAST_RETURN_IF_ERROR(errors_.failure());
   step_ = input.step;
   return Fail(GivePass(input), absl::StrCat("step ", input.step, " micro-step ", input.micro_step));
+}
+
+absl::Status DeviceBackend::PrepareBatch(const Batch& batch) {
+  BALLAST_RETURN_IF_ERROR(errors_.failure());
+  return Fail(model_->Prepare(batch), absl::StrCat("after step ", step_, ": the next batch"));
+}
+
+// The host's part of the pass is none of the device's time.
+absl::Status DeviceBackend::BeginPass(const Batch& batch) {
+  BALLAST_RETURN_IF_ERROR(model_->Prepare(batch));
+  if (idle_.begun()) BALLAST_RETURN_IF_ERROR(idle_.End(*compute_));
+  return passing_.Begin(*compute_);
 }
 
 // Backward's buckets are sent while it gives the rest of its work, and the pass ends here before
@@ -155,7 +172,7 @@ absl::Status DeviceBackend::GivePass(const MicroStepInput& input) {
   if (ahead) {
     BALLAST_RETURN_IF_ERROR(lacking_weights_.End(*compute_));
   } else {
-    BALLAST_RETURN_IF_ERROR(passing_.Begin(*compute_));
+    BALLAST_RETURN_IF_ERROR(BeginPass(input.batch));
   }
   BALLAST_RETURN_IF_ERROR(buckets_->StartPass(*compute_, sums_here ? input.micro_step : 0,
                                               sums_here ? input.micro_steps : 1));
@@ -173,6 +190,7 @@ absl::Status DeviceBackend::GivePass(const MicroStepInput& input) {
   }
   BALLAST_RETURN_IF_ERROR(CompleteUnreached(adds));
   BALLAST_RETURN_IF_ERROR(passing_.End(*compute_));
+  if (input.micro_step + 1 < input.micro_steps) BALLAST_RETURN_IF_ERROR(idle_.Begin(*compute_));
   // The others' collectives fit all the same; only this rank must not seal.
   if (used.parameters.empty() && !used.all) {
     errors_.FailStep(NoParameterReached(job_.layout, parts_.collective.rank(), input.micro_step));
@@ -228,14 +246,20 @@ absl::StatusOr<FinishedStep> DeviceBackend::FinishStep() {
   absl::Status read = errors_.failure();
   if (read.ok()) read = ReadLoss();
   if (read.ok()) read = ReadTimes();
-  if (!read.ok()) ForgetForward();
+  if (!read.ok()) {
+    ForgetForward();
+    idle_.Clear();
+  }
   Fail(read, absl::StrCat("step ", step_)).IgnoreError();
 
   Stopwatch stopwatch;
   gradient_path_->WaitReduced();
-  NoteReduceWait(stopwatch.Lap());
+  const double reducing = stopwatch.Lap();
+  NoteReduceWait(reducing);
   gradient_path_->WaitSent();
-  finished_.send_seconds += stopwatch.Lap();
+  const double sending = stopwatch.Lap();
+  finished_.send_seconds += sending;
+  waited_after_pass_ = reducing + sending;
 
   const FinishedStep finished = std::exchange(finished_, {});
   BALLAST_RETURN_IF_ERROR(errors_.FinishStep());
@@ -258,7 +282,10 @@ absl::Status DeviceBackend::ReadTimes() {
   BALLAST_ASSIGN_OR_RETURN(finished_.weights_seconds, lacking_weights_.Take());
   finished_.compute_seconds = std::max(0.0, passing - for_buckets - finished_.weights_seconds);
   NoteReduceWait(for_buckets);
-  return absl::OkStatus();
+  if (idle_.begun()) idle_.Clear();  // The step has ended before its last pass.
+  BALLAST_ASSIGN_OR_RETURN(const double idle, idle_.Take());
+  finished_.idle_seconds = std::max(0.0, idle - std::exchange(waited_after_pass_, 0));
+  return idle_.Begin(*compute_);
 }
 
 // Reductions wait while the optimizer occupies all places: that part of a wait for them counts as
@@ -295,7 +322,7 @@ absl::Status DeviceBackend::StartForward(const MicroStepInput& input) {
   ForgetForward();
   const SpanOf of{.step = input.step, .micro_step = static_cast<int>(input.micro_step)};
   const auto give = [&]() -> absl::Status {
-    BALLAST_RETURN_IF_ERROR(passing_.Begin(*compute_));
+    BALLAST_RETURN_IF_ERROR(BeginPass(input.batch));
     BALLAST_RETURN_IF_ERROR(
         trace_->Around(*compute_, Track::kCompute, of, [&] { return GiveForward(input); }));
     forward_given_ = true;

@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <numeric>
 
 #include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/cuda/kernels/embedding.h"
@@ -132,16 +131,22 @@ absl::Status EmbeddingBackward(DeviceStream& stream, const EmbeddingShape& shape
 TokenRows GroupByToken(absl::Span<const int32_t> tokens) {
   TokenRows result;
   result.rows.resize(tokens.size());
-  std::iota(result.rows.begin(), result.rows.end(), 0);
-  std::stable_sort(result.rows.begin(), result.rows.end(),
-                   [&](int32_t a, int32_t b) { return tokens[a] < tokens[b]; });
-  for (size_t i = 0; i < result.rows.size(); ++i) {
-    const int32_t token = tokens[result.rows[i]];
-    if (!result.tokens.empty() && result.tokens.back() == token) continue;
+  const int32_t most = tokens.empty() ? -1 : *std::max_element(tokens.begin(), tokens.end());
+  std::vector<int32_t> places(most + 1, 0);  // By token: how many rows; then where the next goes.
+  for (const int32_t token : tokens) ++places[token];
+  int32_t begin = 0;
+  for (int32_t token = 0; token <= most; ++token) {
+    const int32_t count = places[token];
+    if (count == 0) continue;
     result.tokens.push_back(token);
-    result.begins.push_back(static_cast<int32_t>(i));
+    result.begins.push_back(begin);
+    places[token] = begin;
+    begin += count;
   }
-  result.begins.push_back(static_cast<int32_t>(tokens.size()));
+  result.begins.push_back(begin);
+  for (size_t row = 0; row < tokens.size(); ++row) {
+    result.rows[places[tokens[row]]++] = static_cast<int32_t>(row);
+  }
   return result;
 }
 

@@ -31,6 +31,7 @@ struct TokenRows {
   std::vector<int32_t> begins;  // tokens.size() + 1 of them.
   std::vector<int32_t> rows;
 };
+// By counting; tokens are not negative.
 TokenRows GroupByToken(absl::Span<const int32_t> tokens);
 
 // On the device.

@@ -119,6 +119,7 @@ class ScriptedPasses final : public DeviceGpt {
     return absl::OkStatus();
   }
 
+  absl::Status Prepare(const Batch&) override { return absl::OkStatus(); }
   absl::Status Backward(const BackwardOptions& options, double* loss_sum,
                         const DevicePassEvents& events) override {
     const PassPosition at = at_;
