@@ -20,6 +20,7 @@
 #include <thread>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
@@ -114,9 +115,11 @@ class GradientPath {
   absl::Status SendGradient(int bucket, const Pass& pass, const float* gradient);
   absl::Status RoundToPlaces(int bucket, const Pass& pass, const float* gradient);
   absl::Status CopyOut(int bucket, const Pass& pass, const WireBuffer& wire);
+  // Takes a bucket's places, and calls give(first element in the shard, chunk or -1 for several,
+  // place) for each row of neighbours: their memory is one place. What was given is then pushed.
+  absl::Status GiveRows(int bucket, const Pass& pass, DeviceStream& stream,
+                        absl::FunctionRef<absl::Status(int64_t, int, absl::Span<std::byte>)> give);
   std::optional<GradientSlots::Place> TakePlace(int chunk, const Pass& pass);
-  absl::Status GiveToSender(int chunk, const Pass& pass, GradientSlots::Place place,
-                            DeviceStream& stream);
   // Empty once stopped.
   std::optional<UsedParameters> WaitForPassEnd();
   void Fail(const absl::Status& status, const Pass& pass);

@@ -94,7 +94,8 @@ class Pair {
     for (const int chunk : chunks()) {
       device_weights_[chunk] = {weights, scalar_weights_[chunk].size()};
       weights += scalar_weights_[chunk].size();
-      payloads_[chunk] = {payload, elements(chunk) * SizeBytes(group(chunk).wire_dtype)};
+      const size_t bytes = elements(chunk) * SizeBytes(group(chunk).wire_dtype);
+      payloads_[chunk] = {payload, bytes};
       payload += payloads_[chunk].size();
     }
   }
