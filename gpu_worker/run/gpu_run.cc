@@ -10,6 +10,7 @@
 #include "gpu_worker/cuda/nccl_collective.h"
 #include "gpu_worker/device/gloo_device_collective.h"
 #include "gpu_worker/device/single_device_collective.h"
+#include "gpu_worker/gpt/matmul_with_gelu.h"
 #include "gpu_worker/pipeline/device_arithmetic.h"
 #include "gpu_worker/pipeline/device_backend.h"
 #include "gpu_worker/training/local_optimizer.h"
@@ -97,6 +98,7 @@ absl::StatusOr<std::unique_ptr<GpuRun>> GpuRun::Open(const GpuRunOptions& option
   BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<CudaDevice> device,
                            CudaDevice::Open(options.local_rank));
   BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<DeviceMatmul> matmul, MakeCublasLtMatmul(*device));
+  matmul = MakeMatmulWithGelu(*device, std::move(matmul));
   return std::make_unique<OpenedGpuRun>(options, std::move(device), std::move(matmul));
 }
 
