@@ -78,7 +78,7 @@ struct SessionOptions {
   // not have it, whether or not another job has its name. Empty: any job of this name, or a new
   // one.
   std::string job_uid;
-  // How long rank 0 tries to create the job, and the other ranks wait for it.
+  // How long rank 0 tries to create the job, and others wait; 1 s more for each 16 Mi elements.
   absl::Duration join_timeout = absl::Seconds(60);
   // Where the weights of a chunk of this rank go: chunk.elements elements of the group's return
   // dtype. Called from a thread of the session, which writes there between Seal and the return of

@@ -59,6 +59,7 @@ absl::StatusOr<std::unique_ptr<SessionImpl>> SessionImpl::Open(std::unique_ptr<T
                                                                SessionOptions options) {
   BALLAST_RETURN_IF_ERROR(CheckOptions(options));
   if (options.process_id.empty()) options.process_id = DefaultProcessId();
+  options.join_timeout += TimeForMemory(options.job);
   if (!options.takes_steps) options.shared_memory = SharedMemoryUse::kNever;
   // However many ranks there are, only this one's chunks are needed. With buckets their numbers are
   // the job's.
@@ -123,7 +124,8 @@ void SessionImpl::ShareMemory(const v1::SharedMemoryOffer& offer, absl::Time dea
   if (!attached_.has_shared_memory()) return;
   // Leaves time to open the stream; a service that listens answers soon.
   const absl::Duration limit =
-      std::clamp((deadline - clock_.Now()) / 2, absl::Seconds(1), kLongestWaitForSharedMemory);
+      std::clamp((deadline - clock_.Now()) / 2, absl::Seconds(1),
+                 kLongestWaitForSharedMemory + TimeForMemory(options_.job));
   absl::StatusOr<std::unique_ptr<SharedMapping>> shared = SharedMapping::Connect(
       offer, RankMemoryLayout(layout_, options_.job.groups, options_.rank), limit);
   if (shared.ok()) {
