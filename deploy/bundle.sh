@@ -3,10 +3,11 @@
 # none of our packages: x86-64 Linux with glibc 2.36 or newer. The GPU's driver, cuBLASLt and NCCL come
 # from there. Unpack it anywhere; bin/ finds lib/ beside it.
 #
-#   deploy/bundle.sh --out DIR [--build DIR]
+#   deploy/bundle.sh --out DIR [--build DIR] [--wheel FILE]
 #
 # Writes DIR/ballast-VERSION-linux-x86_64.tar.gz, of at most 60 MiB. --build: a build folder whose
-# programs are taken as they are; without it the release preset is built first.
+# programs are taken as they are; without it the release preset is built first. --wheel: the Python
+# package's, which tests/gpu/run.sh --torch installs from the bundle.
 set -euo pipefail
 caller=$PWD # Relative paths are meant from there.
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -32,17 +33,18 @@ from_caller() {
   if [[ $1 == /* ]]; then echo "$1"; else echo "$caller/$1"; fi
 }
 
-out="" build=""
+out="" build="" wheel=""
 while (($# > 0)); do
   case $1 in
-    --out | --build)
-      (($# > 1)) || fail "$1 needs a folder"
+    --out | --build | --wheel)
+      (($# > 1)) || fail "$1 needs a path"
       declare "${1#--}=$2"
       shift
       ;;
     --out=*) out=${1#--out=} ;;
     --build=*) build=${1#--build=} ;;
-    *) fail "unknown argument '$1'; expected --out DIR [--build DIR]" ;;
+    --wheel=*) wheel=${1#--wheel=} ;;
+    *) fail "unknown argument '$1'; expected --out DIR [--build DIR] [--wheel FILE]" ;;
   esac
   shift
 done
@@ -77,9 +79,15 @@ for program in "${programs[@]}"; do
   cp "$build/$program" "$tree/bin/"
 done
 cp deploy/run_workers.py deploy/compare_runs.py "$tree/deploy/"
-cp tests/gpu/{run.sh,prove.py,programs.py} "$tree/tests/gpu/"
+cp tests/gpu/{run.sh,checks.py,prove.py,prove_torch.py,programs.py,torch_training.py} "$tree/tests/gpu/"
 cp tests/support/processes.py "$tree/tests/support/"
 cp LICENSE "$tree/"
+if [[ -n $wheel ]]; then
+  wheel=$(from_caller "$wheel")
+  [[ -f $wheel && $wheel == *.whl ]] || fail "--wheel: there is no wheel $wheel; client/python makes one"
+  mkdir "$tree/wheel"
+  cp "$wheel" "$tree/wheel/"
+fi
 
 # Every library that a program needs, and those that these need, by the name that they ask for.
 declare -A libraries=()
