@@ -11,7 +11,7 @@
 namespace ballast::worker {
 
 // `device` is borrowed. A product that `matmul` refuses without gelu, too, is its first error. What
-// was refused is not asked for again. RESOURCE_EXHAUSTED if there is no memory for the fp32 product.
+// was refused is not asked for again. RESOURCE_EXHAUSTED if the fp32 product has no memory.
 std::unique_ptr<DeviceMatmul> MakeMatmulWithGelu(Device& device,
                                                  std::unique_ptr<DeviceMatmul> matmul);
 

@@ -1,7 +1,7 @@
 // What the host does for a micro-step and an update of a large model on a GPU, besides giving the
 // passes: with as many parameters, chunks and buckets as gpt2-1.5B has, each a thousandth as large,
-// on the device that runs on the CPU. Its calls cost about what a driver's do; its work is done on a
-// thread of its own, whose time is not counted.
+// on the device that runs on the CPU. Its calls cost about what a driver's do; its work is done on
+// a thread of its own, whose time is not counted.
 //
 //   host_bench [MICRO_STEPS]
 //

@@ -43,8 +43,10 @@ class Bundle(unittest.TestCase):
         wheel = cls.dir / "ballast-0.1.0-py3-none-any.whl"
         with zipfile.ZipFile(wheel, "w") as packed:
             packed.writestr("ballast/__init__.py", "")
-            packed.writestr("ballast-0.1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: ballast\nVersion: 0.1.0\n")
-            packed.writestr("ballast-0.1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            packed.writestr("ballast-0.1.0.dist-info/METADATA",
+                            "Metadata-Version: 2.1\nName: ballast\nVersion: 0.1.0\n")
+            packed.writestr("ballast-0.1.0.dist-info/WHEEL",
+                            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
             packed.writestr("ballast-0.1.0.dist-info/RECORD", "")
         done = bundle("--out", cls.dir / "made", "--build", BUILD, "--wheel", wheel)
         assert done.returncode == 0, done.stderr

@@ -126,7 +126,8 @@ class TorchRun(WithStandIns):
         self.assertEqual(done.returncode, 0, done.stdout)
         self.assertEqual([line["hooks"] for line in self.result()["benchmark"]], [None, "on", "off", None])
         self.assertEqual(self.prove("--only=tiny", HOOKS="1", FAULT="hooks").returncode, 1)
-        self.assertEqual(self.having("failed"), ["training tiny, ballast, hooks on", "training tiny, ballast, hooks off"])
+        self.assertEqual(self.having("failed"),
+                         ["training tiny, ballast, hooks on", "training tiny, ballast, hooks off"])
         self.assertIn("hooks were off", self.detail("training tiny, ballast, hooks on"))
 
     # ------------------------------------------------------------ what fails
