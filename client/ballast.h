@@ -6,7 +6,7 @@
  *   ballast_read_weights(session);
  *   for (;;) {
  *     ballast_begin_step(session, &step);
- *     ballast_push_gradients(session, 0, gradients, count);       one backward: one micro-step
+ *     ballast_push_gradients(session, 0, gradients, count, 1);    one backward: one micro-step
  *     while ((status = ballast_seal(session, 1, &decision)) == BALLAST_DEADLINE_EXCEEDED) ...
  *     while ((status = ballast_receive_weights(session)) == BALLAST_DEADLINE_EXCEEDED) ...
  *   }
@@ -16,9 +16,9 @@
  * do, for the calling thread, until its next call. No exception and no signal leaves the library.
  *
  * Threads: one session's calls come one at a time, from any thread; ballast_gradient_memory,
- * ballast_weights_memory and ballast_push may run beside the others. Sessions are independent. After
- * fork() the child may not use the parent's sessions: every call returns BALLAST_FAILED_PRECONDITION there,
- * and ballast_close only forgets the session.
+ * ballast_weights_memory, ballast_push and the calls for single gradients may run beside the others.
+ * Sessions are independent. After fork() the child may not use the parent's sessions, nor open its own: every call returns
+ * BALLAST_FAILED_PRECONDITION there, and ballast_close only forgets the session.
  *
  * Waits: ballast_seal and ballast_receive_weights return BALLAST_DEADLINE_EXCEEDED after wait_seconds at
  * most, and are then called again to wait on; so a program can look at signals meanwhile.
@@ -37,7 +37,7 @@
 extern "C" {
 #endif
 
-#define BALLAST_API_VERSION 1
+#define BALLAST_API_VERSION 2
 
 /* The numbers are gRPC's. */
 typedef enum ballast_status {
@@ -78,6 +78,14 @@ typedef enum ballast_update_mode {
   BALLAST_UPDATE_SPECULATE = 1
 } ballast_update_mode;
 
+/* What the service keeps of each element, in fp32. */
+typedef enum ballast_plane {
+  BALLAST_MASTER = 1,
+  BALLAST_EXP_AVG = 2,
+  BALLAST_EXP_AVG_SQ = 3,
+  BALLAST_MAX_EXP_AVG_SQ = 4 /* With amsgrad. */
+} ballast_plane;
+
 /* Of a param group, named as in torch.optim.AdamW. */
 typedef struct ballast_hyper_parameters {
   double lr;
@@ -99,16 +107,34 @@ typedef struct ballast_group {
   int32_t return_dtype; /* ballast_dtype of weights on their way back. */
 } ballast_group;
 
+/* A placement: this dimension of the mesh does not cut the parameter. */
+#define BALLAST_REPLICATE (-1)
+
 typedef struct ballast_parameter {
   size_t size;
   const char* name;     /* Unique in the job, not empty. */
-  const int64_t* shape; /* dimensions extents. */
+  const int64_t* shape; /* dimensions extents. A zero among them: a parameter of no elements. */
   int32_t dimensions;   /* 0: a scalar. */
   int32_t group;        /* Index into the groups. */
   int32_t frozen;       /* 1: never updated, and its gradient and weight pointers are not read. */
+  /* With a mesh, one for each of its dimensions: the dimension of the parameter that is cut, by
+   * the rule of torch.chunk, or BALLAST_REPLICATE. Null without a mesh; may be null for a frozen
+   * parameter. */
+  const int32_t* placements;
 } ballast_parameter;
 
-/* The flat space of each group is cut into buckets, and each bucket among the ranks, in order. */
+/* As in torch.distributed.device_mesh. */
+typedef struct ballast_mesh_dim {
+  size_t size;
+  const char* name; /* Unique in the mesh, not empty. */
+  int32_t ranks;
+} ballast_mesh_dim;
+
+/* Without a mesh, the flat space of each group is cut into buckets, and each bucket among the
+ * ranks, in order; pointers are to whole parameters. With a mesh (torch's DTensor), each rank
+ * has a shard of every parameter, a box of it; all pointers are to this rank's shard, its
+ * elements row-major as in DTensor.to_local(). Of replicas of a shard the first one's rank is
+ * the owner; the pointers of the others are not read or written. */
 typedef struct ballast_job {
   size_t size;
   const char* name; /* [A-Za-z0-9._-]{1,128}, not beginning with '.'. */
@@ -117,12 +143,14 @@ typedef struct ballast_job {
   const ballast_parameter* parameters;
   size_t parameter_count;
   int32_t world_size;
-  int64_t bucket_elements; /* 0: one bucket for each group. */
+  int64_t bucket_elements; /* 0: one bucket for each group. With a mesh, 0. */
   int64_t chunk_elements;  /* A multiple of 256, at most 262144; 0: 262144. */
   double max_norm;         /* Clipping by global norm; 0: none. */
   int32_t unused_policy;   /* ballast_unused_policy */
   int32_t update_mode;     /* ballast_update_mode */
   uint32_t max_micro_steps; /* 0: any number. */
+  const ballast_mesh_dim* mesh; /* Of the ranks in row-major order. Null: no mesh. */
+  size_t mesh_dimensions;
 } ballast_job;
 
 typedef struct ballast_options {
@@ -137,10 +165,11 @@ typedef struct ballast_options {
   double join_timeout_seconds;      /* 0: 60. */
   double reconnect_timeout_seconds; /* 0: 60. */
   double wait_seconds; /* The longest single wait for other ranks or for the service; 0: 600. */
-  /* parameter_count pointers, of which those of frozen parameters may be null: where the weights of
-   * each parameter are written, its elements in the group's return dtype, row-major, as
-   * ballast_read_weights and ballast_receive_weights get them. Only elements that this rank owns are
-   * written. A library thread writes between ballast_seal and the return of ballast_receive_weights. Null: read
+  /* parameter_count pointers, of which those of frozen parameters, and of those of which this
+   * rank owns no element, may be null: where the weights of each parameter are written, its
+   * elements in the group's return dtype, row-major, as ballast_read_weights and
+   * ballast_receive_weights get them. Only elements that this rank owns are written. A library
+   * thread writes between ballast_seal and the return of ballast_receive_weights. Null: read
    * them from ballast_weights_memory. */
   void* const* weights;
 } ballast_options;
@@ -157,13 +186,22 @@ typedef struct ballast_info {
   const char* job_uid; /* Valid until ballast_close. */
 } ballast_info;
 
-/* Elements [begin, begin + elements) of the flat space of `group`. */
+/* Elements [begin, begin + elements) of the flat space of `group`; with a mesh, of what the rank
+ * owns of it. */
 typedef struct ballast_chunk {
   int32_t index;
   int32_t group;
   int64_t begin;
   int64_t elements;
 } ballast_chunk;
+
+/* Consecutive elements of a parameter, or, with a mesh, of this rank's shard of it. */
+typedef struct ballast_piece {
+  size_t parameter;
+  int64_t offset;       /* Of the first one, in the parameter or shard. */
+  int64_t chunk_offset; /* The same, in the chunk. */
+  int64_t elements;
+} ballast_piece;
 
 typedef struct ballast_step {
   size_t size;
@@ -199,15 +237,22 @@ int32_t ballast_get_info(const ballast_session* session, ballast_info* info);
 /* The trainer's state of the last committed step: its size, and as much as `capacity` takes. */
 int32_t ballast_trainer_state(const ballast_session* session, void* out, size_t capacity,
                               size_t* bytes);
-/* A rank's chunks in order: their number, and as many as `capacity` takes. */
+/* A rank's chunks in order: their number, and as many as `capacity` takes. With a mesh a session
+ * knows those of its own rank alone; others have none here. */
 int32_t ballast_chunks(const ballast_session* session, int32_t rank, ballast_chunk* out,
                        size_t capacity, size_t* count);
-/* Where a parameter begins in its group's flat space (-1: frozen), and the elements of that space. */
+/* What one of this rank's chunks holds, in order: the number of pieces, and as many as
+ * `capacity` takes. What is in none of them is padding: zeros in a gradient. */
+int32_t ballast_pieces(const ballast_session* session, int32_t chunk, ballast_piece* out,
+                       size_t capacity, size_t* count);
+/* Where a parameter begins in its group's flat space (-1: frozen, or there is a mesh), and the
+ * elements of that space. */
 int32_t ballast_place(const ballast_session* session, size_t parameter, int64_t* offset,
                       int64_t* flat_elements);
 
-/* The first weights: `parameters` are parameter_count pointers to fp32, row-major; of frozen ones, null.
- * Only elements that this rank owns are read. */
+/* The first weights: `parameters` are parameter_count pointers to fp32, row-major; of frozen
+ * ones, null, and of those of which this rank owns no element. Only elements that this rank owns
+ * are read. */
 int32_t ballast_upload_weights(ballast_session* session, const float* const* parameters,
                                size_t count);
 /* The committed weights of this rank, to options.weights or ballast_weights_memory. */
@@ -215,20 +260,58 @@ int32_t ballast_read_weights(ballast_session* session);
 
 /* Begins step committed_step + 1. */
 int32_t ballast_begin_step(ballast_session* session, const ballast_step* step);
-/* Gives a micro-step as a whole: count (parameter_count) pointers to gradients in the groups' wire
- * dtypes, row-major; null: the parameter got none. Reads the elements that this rank owns, and no more
- * once it has returned; then ends the micro-step. */
+/* Gives a micro-step as a whole: count (parameter_count) pointers to gradients in the groups'
+ * wire dtypes, row-major; null: the parameter got none, or this rank owns no element of it. Reads
+ * the elements that this rank owns, and no more once it has returned; then ends the micro-step.
+ * final: 1 if it is the step's last one; then the service begins its work before the seal. */
 int32_t ballast_push_gradients(ballast_session* session, uint32_t micro_step,
-                               const void* const* gradients, size_t count);
+                               const void* const* gradients, size_t count, int32_t final);
 
-/* The same chunk by chunk. Where a chunk's gradient may be written so that ballast_push copies nothing; `data`
- * is null if no memory is shared. */
+/* The same parameter by parameter, as a backward pass comes to them: each chunk leaves when all its
+ * parameters are given. From any thread. `final` is the same in all calls of a micro-step. INVALID_ARGUMENT: the
+ * parameter is frozen, it was given in this micro-step, or another micro-step is open. DEADLINE_EXCEEDED: call
+ * again to go on. gradient null: it was written to its places. */
+int32_t ballast_give_gradient(ballast_session* session, uint32_t micro_step, size_t parameter,
+                              const void* gradient, int32_t final);
+/* Ends the micro-step. The parameters that were not given have no gradient in it. Waits for those that have
+ * places and are not written yet. */
+int32_t ballast_end_gradients(ballast_session* session, uint32_t micro_step, int32_t final);
+
+/* Elements [offset, offset + elements) of a parameter's gradient belong at `data`. */
+typedef struct ballast_gradient_place {
+  void* data;
+  int64_t offset;
+  int64_t elements;
+} ballast_gradient_place;
+
+/* Where a gradient that is elsewhere, as on a GPU, is copied to by the caller: the number of places, and as many
+ * as `capacity` takes. Then ballast_give_gradient without a gradient says that it is there. `attempt` rises when
+ * a step begins and when what was given is discarded. */
+int32_t ballast_gradient_places(ballast_session* session, uint32_t micro_step, size_t parameter,
+                                ballast_gradient_place* out, size_t capacity, size_t* count,
+                                uint64_t* attempt);
+
+/* The same for a caller that may neither wait nor fail: ballast_gradient_written is a CUhostFn, for
+ * cuLaunchHostFunc behind the copy, and `ticket` a ballast_gradient_ticket that stays until it has been called. It
+ * does nothing if the attempt is over. An error is that of ballast_end_gradients. Before ballast_close all
+ * tickets have been used. */
+typedef struct ballast_gradient_ticket {
+  ballast_session* session;
+  size_t parameter;
+  uint64_t attempt;
+  int32_t final;
+} ballast_gradient_ticket;
+void ballast_gradient_written(void* ticket);
+
+/* The same chunk by chunk. Where a chunk's gradient may be written so that ballast_push copies
+ * nothing; `data` is null if no memory is shared. */
 int32_t ballast_gradient_memory(ballast_session* session, int32_t chunk, void** data,
                                 size_t* bytes);
 int32_t ballast_weights_memory(ballast_session* session, int32_t chunk, const void** data,
                                size_t* bytes);
-/* The sum over ranks of a chunk's gradient in micro-steps [begin, end). `released`, which may be null, is called
- * exactly once, from any thread, when `data` may be written again. data null: the chunk has no gradient. */
+/* The sum over ranks of a chunk's gradient in micro-steps [begin, end). `released`, which may be
+ * null, is called exactly once, from any thread, when `data` may be written again. data null:
+ * the chunk has no gradient. */
 int32_t ballast_push(ballast_session* session, int32_t chunk, uint32_t micro_step_begin,
                      uint32_t micro_step_end, int32_t final, const void* data,
                      void (*released)(void* context), void* context);
@@ -236,11 +319,24 @@ int32_t ballast_push(ballast_session* session, int32_t chunk, uint32_t micro_ste
 int32_t ballast_end_micro_step(ballast_session* session, uint32_t micro_step, const uint8_t* used,
                                size_t count);
 
-/* Nothing more comes for this step from this rank; waits for all ranks. FAILED_PRECONDITION: the step is not
- * whole, and open; DEADLINE_EXCEEDED: call again to wait on; ABORTED: close, open again, redo the step. */
+/* Nothing more comes for this step from this rank; waits for all ranks. FAILED_PRECONDITION: the
+ * step is not whole, and open; DEADLINE_EXCEEDED: call again to wait on; ABORTED: close, open
+ * again, redo the step. */
 int32_t ballast_seal(ballast_session* session, uint32_t micro_steps, ballast_decision* decision);
+/* Takes back what this rank has given in its attempt at the step; ballast_begin_step begins the next attempt, which
+ * may have other settings. Every rank has to discard as often, each when it likes, before any may seal: until then
+ * ballast_seal returns FAILED_PRECONDITION on the others. Also before ballast_begin_step, and after ballast_seal
+ * if that has returned no decision. FAILED_PRECONDITION: the step is decided, receive its weights;
+ * DEADLINE_EXCEEDED: call again to wait on. */
+int32_t ballast_discard(ballast_session* session);
 /* Returns when this rank's weights of the decided step are in place. */
 int32_t ballast_receive_weights(ballast_session* session);
+
+/* A plane of a whole parameter at the committed step, whatever part of it this rank owns:
+ * `elements` is the parameter's number of them. update_count: how often it has been updated.
+ * INVALID_ARGUMENT: frozen, or no such plane. Takes at most reconnect_timeout_seconds. */
+int32_t ballast_read_state(const ballast_session* session, size_t parameter, int32_t plane,
+                           float* out, int64_t elements, uint64_t* step, int64_t* update_count);
 
 /* A directory on the service's host. A load ends the sessions of all ranks, this one included. */
 int32_t ballast_save(ballast_session* session, const char* directory);

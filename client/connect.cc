@@ -2,6 +2,7 @@
 
 #include <grpcpp/create_channel.h>
 #include <grpcpp/security/credentials.h>
+#include <sys/un.h>
 
 #include <algorithm>
 
@@ -25,6 +26,7 @@ constexpr int kLastReconnectMs = 1'000;
 // Connecting is waited for in pieces of this length, so that time in which this process did not
 // run, on a machine that was paused, counts as one of them, and does not use up the limit.
 constexpr absl::Duration kConnectWait = absl::Milliseconds(500);
+constexpr size_t kMaxPathBytes = sizeof(sockaddr_un::sun_path) - 1;
 
 bool IsHostAndPort(absl::string_view address) {
   const size_t colon = address.rfind(':');
@@ -40,9 +42,13 @@ bool IsHostAndPort(absl::string_view address) {
 
 absl::Status CheckAddress(const std::string& address) {
   absl::string_view path = address;
-  const bool good =
-      absl::ConsumePrefix(&path, "unix:") ? absl::StartsWith(path, "/") : IsHostAndPort(address);
-  if (good) return absl::OkStatus();
+  const bool is_path = absl::ConsumePrefix(&path, "unix:");
+  if (is_path && path.size() > kMaxPathBytes) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("'", address, "' cannot be a socket: its path has ", path.size(),
+                     " bytes, where the system allows ", kMaxPathBytes));
+  }
+  if (is_path ? absl::StartsWith(path, "/") : IsHostAndPort(address)) return absl::OkStatus();
   return absl::InvalidArgumentError(
       absl::StrCat("'", address,
                    "' is not the address of a service; expected "

@@ -7,6 +7,7 @@
 
 #include "ballast/v1/ballast.grpc.pb.h"
 #include "client/connect.h"
+#include "client/session/join.h"
 #include "client/session/session_impl.h"
 #include "client/transport/clock.h"
 #include "client/transport/grpc_transport.h"
@@ -20,7 +21,7 @@ absl::StatusOr<std::unique_ptr<Session>> Session::Open(std::shared_ptr<grpc::Cha
                                                        SessionOptions options) {
   KeepHeapWarm();  // Also for channels that Connect did not make, such as in-process ones.
   std::unique_ptr<Transport> transport =
-      MakeGrpcTransport(std::move(channel), options.join_timeout);
+      MakeGrpcTransport(std::move(channel), options.join_timeout + TimeForMemory(options.job));
   return SessionImpl::Open(std::move(transport), Clock::Real(), std::move(options));
 }
 

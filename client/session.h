@@ -17,6 +17,9 @@
 //     session->ReceiveWeights();  // Returns when all my chunks of the step are in my memory.
 //   }
 //
+// A step may be tried again: Discard takes back what this rank has given, and BeginStep begins the
+// next attempt. All ranks have to discard as often, each when it likes, before any may seal.
+//
 // Threads: Push may be called from any thread; the other calls come from one thread at a time, in
 // the order above. The session owns one stream and two threads. It borrows payloads until they are
 // released (at the latest when it is destroyed, which waits for that), and the memory that
@@ -78,7 +81,7 @@ struct SessionOptions {
   // not have it, whether or not another job has its name. Empty: any job of this name, or a new
   // one.
   std::string job_uid;
-  // How long rank 0 tries to create the job, and the other ranks wait for it.
+  // How long rank 0 tries to create the job, and others wait; 1 s more for each 16 Mi elements.
   absl::Duration join_timeout = absl::Seconds(60);
   // Where the weights of a chunk of this rank go: chunk.elements elements of the group's return
   // dtype. Called from a thread of the session, which writes there between Seal and the return of
@@ -219,7 +222,8 @@ class Session {
   virtual absl::Status LoadCheckpoint(const std::string& directory) = 0;
   virtual absl::Status SaveCheckpoint(const std::string& directory) = 0;
 
-  // Begins step committed_step() + 1.
+  // Begins step committed_step() + 1; after Discard, the next attempt at it, which may have other
+  // settings.
   virtual absl::Status BeginStep(const StepSettings& settings) = 0;
   // Blocks while the window is full. DEADLINE_EXCEEDED names the chunk and its micro-step: it was
   // not sent, and may be pushed again.
@@ -228,7 +232,18 @@ class Session {
   // FAILED_PRECONDITION: the seal was refused and the step is still open; the message names worker,
   // micro-step and parameters. Send what is missing and seal again. DEADLINE_EXCEEDED names the
   // ranks that have not sealed; this rank's seal stays, and another Seal waits further.
+  // FAILED_PRECONDITION with the reason DISCARD_AND_REDO (common/reason.h): the rank that the
+  // message names has discarded this attempt; Discard it too, and give the step again.
   virtual absl::StatusOr<StepDecision> Seal(uint32_t micro_steps) = 0;
+  // Takes back all that this rank has given in its attempt at the step, also after Seal has
+  // returned no decision; and counts where nothing has been begun yet, so that ranks that discard
+  // at the same place in their programs stay together. Returns when the service has forgotten it:
+  // gradients are released then, on_dropped_weights has been called, and no step is open until
+  // BeginStep. What other threads push meanwhile goes the same way. Weights that are read in place
+  // (`weights` null) are not valid after it if the job speculates; ReadWeights brings them back.
+  // FAILED_PRECONDITION: the step is decided; receive its weights. DEADLINE_EXCEEDED: the discard
+  // is on its way; another Discard waits further, and no other call of the step may come before.
+  virtual absl::Status Discard() = 0;
   // Returns when this rank's chunks of the decided step are in place and all ranks' chunks are at
   // it. After a skipped step it returns as soon as the step is committed.
   virtual absl::Status ReceiveWeights() = 0;

@@ -50,7 +50,8 @@ struct Engine::Impl {
                     .file_system =
                         options.file_system != nullptr ? options.file_system : &PosixFileSystem(),
                     .checkpoints = options.checkpoints,
-                    .draining = &draining} {}
+                    .draining = &draining,
+                    .warn = options.warn} {}
 
   // For the message that there is no such job.
   std::string WhatBecameOf(const std::string& name) const {

@@ -3,18 +3,16 @@
 # none of our packages: x86-64 Linux with glibc 2.36 or newer. The GPU's driver, cuBLASLt and NCCL come
 # from there. Unpack it anywhere; bin/ finds lib/ beside it.
 #
-#   deploy/bundle.sh --out DIR [--build DIR]
+#   deploy/bundle.sh --out DIR [--build DIR] [--wheel FILE]
 #
 # Writes DIR/ballast-VERSION-linux-x86_64.tar.gz, of at most 60 MiB. --build: a build folder whose
-# programs are taken as they are; without it the release preset is built first.
+# programs are taken as they are; without it the release preset is built first. --wheel: the Python
+# package's, which tests/gpu/run.sh --torch installs from the bundle.
 set -euo pipefail
 caller=$PWD # Relative paths are meant from there.
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 limit_mib=${BALLAST_BUNDLE_MIB:-60}
-# What belongs to the machine that the bundle runs on.
-machines='^(linux-vdso|ld-linux.*|libc|libm|libdl|libpthread|librt|libresolv|libutil|libanl|libnss_.*|libcuda|libnvidia.*|libcublas.*|libcudart|libnccl)\.so'
-
 scratch="" partial=""
 fail() {
   echo "bundle.sh: $*" >&2
@@ -27,22 +25,24 @@ cleanup() {
 trap cleanup EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
+source deploy/libraries.sh
 
 from_caller() {
   if [[ $1 == /* ]]; then echo "$1"; else echo "$caller/$1"; fi
 }
 
-out="" build=""
+out="" build="" wheel=""
 while (($# > 0)); do
   case $1 in
-    --out | --build)
-      (($# > 1)) || fail "$1 needs a folder"
+    --out | --build | --wheel)
+      (($# > 1)) || fail "$1 needs a path"
       declare "${1#--}=$2"
       shift
       ;;
     --out=*) out=${1#--out=} ;;
     --build=*) build=${1#--build=} ;;
-    *) fail "unknown argument '$1'; expected --out DIR [--build DIR]" ;;
+    --wheel=*) wheel=${1#--wheel=} ;;
+    *) fail "unknown argument '$1'; expected --out DIR [--build DIR] [--wheel FILE]" ;;
   esac
   shift
 done
@@ -77,34 +77,24 @@ for program in "${programs[@]}"; do
   cp "$build/$program" "$tree/bin/"
 done
 cp deploy/run_workers.py deploy/compare_runs.py "$tree/deploy/"
-cp tests/gpu/{run.sh,prove.py,programs.py} "$tree/tests/gpu/"
+cp tests/gpu/{run.sh,checks.py,prove.py,prove_torch.py,programs.py,torch_training.py} "$tree/tests/gpu/"
 cp tests/support/processes.py "$tree/tests/support/"
 cp LICENSE "$tree/"
+if [[ -n $wheel ]]; then
+  wheel=$(from_caller "$wheel")
+  [[ -f $wheel && $wheel == *.whl ]] || fail "--wheel: there is no wheel $wheel; client/python makes one"
+  mkdir "$tree/wheel"
+  cp "$wheel" "$tree/wheel/"
+fi
 
-# Every library that a program needs, and those that these need, by the name that they ask for.
-declare -A libraries=()
-patterns=()
-for program in "${programs[@]}"; do
-  while read -r library _ path _; do
-    [[ ! $library =~ $machines ]] || continue
-    [[ $path == /* ]] || fail "$program needs $library, which is not on this machine; install it"
-    libraries[$library]=$path
-  done < <(ldd "$build/$program" | grep '=>')
-done
+libraries_of "${programs[@]/#/$build/}"
 for library in "${!libraries[@]}"; do
   cp --dereference "${libraries[$library]}" "$tree/lib/$library"
 done
 chmod u+w "$tree"/lib/* "$tree"/bin/*
 strip --strip-unneeded "$tree"/lib/* "$tree"/bin/* || fail "strip failed; the lines above say why"
 
-# Under what terms those libraries may be passed on, where the system says it.
-for library in "${!libraries[@]}"; do
-  patterns+=("*/$(basename "$(readlink -f "${libraries[$library]}")")")
-done
-while read -r package; do
-  [[ ! -r /usr/share/doc/$package/copyright ]] ||
-    cp "/usr/share/doc/$package/copyright" "$tree/licenses/$package"
-done < <(dpkg-query --search "${patterns[@]}" 2>/dev/null | cut -d: -f1 | sort -u)
+licenses_to "$tree/licenses"
 
 archive=$out/$name.tar.gz
 partial=$out/.$name.partial

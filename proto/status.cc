@@ -7,6 +7,8 @@
 #include "absl/strings/cord.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
+#include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "cpu_optimizer_service/common/reason.h"
 #include "google/rpc/status.pb.h"
@@ -45,25 +47,65 @@ std::string OneLine(absl::string_view message) {
   return line;
 }
 
-// gRPC's "failed to connect to all addresses; last error: UNKNOWN: ADDRESS: Failed to connect to
-// remote host: WHY", as one line that says what to do; any other text as it is.
-std::string ExplainUnreachable(const std::string& message) {
+// What gRPC, or the system through it, says of a service that cannot be reached, and what it means.
+struct Cause {
+  absl::string_view said;
+  absl::string_view means;
+};
+constexpr Cause kCauses[] = {
+    {"Connection refused", "nothing listens there"},
+    {"No such file or directory", "there is no such socket"},
+    {"Permission denied", "this user may not connect to it"},
+    {"DNS resolution failed", "its name is not known"},
+    {"No route to host", "no network leads there"},
+    {"Network is unreachable", "no network leads there"},
+    {"before receiving SETTINGS",
+     "what listens there says nothing: no ballastd, or one that hangs"},
+    {"http1.x", "what listens there is no ballastd"},
+    {"Failed parsing HTTP/2", "what listens there is no ballastd"},
+    {"Received http2 header with status", "what listens there is no ballastd"},
+    {"timed out", "connecting took too long"},
+    {"Socket closed", "what listens there closed the connection"},
+    {"Connection reset", "what listens there closed the connection"},
+};
+
+constexpr absl::string_view kNotConnected = "failed to connect to all addresses";
+constexpr absl::string_view kNoName = "DNS resolution failed for ";
+
+// Of "...; last error: UNKNOWN: ADDRESS: WHY" and "DNS resolution failed for ADDRESS: WHY". Empty:
+// the message names none.
+std::string AddressIn(absl::string_view message) {
   constexpr absl::string_view kLast = "last error: ";
-  constexpr absl::string_view kBetween = ": Failed to connect to remote host: ";
-  if (!absl::StartsWith(message, "failed to connect to all addresses")) return message;
-  absl::string_view rest = message;
-  const size_t last = rest.find(kLast);
-  if (last != absl::string_view::npos) rest.remove_prefix(last + kLast.size());
-  if (!absl::ConsumePrefix(&rest, "UNKNOWN: ")) absl::ConsumePrefix(&rest, "UNAVAILABLE: ");
-  const size_t between = rest.find(kBetween);
-  if (between == absl::string_view::npos) {
-    return absl::StrCat("no service answers (", rest, "); start ballastd, or correct its address");
+  constexpr absl::string_view kEnd = ": ";
+  if (!absl::ConsumePrefix(&message, kNoName)) {
+    const size_t last = message.find(kLast);
+    if (last == absl::string_view::npos) return "";
+    message.remove_prefix(last + kLast.size());
+    const size_t code = message.find(kEnd);
+    if (code == absl::string_view::npos) return "";
+    message.remove_prefix(code + kEnd.size());
   }
-  absl::string_view address = rest.substr(0, between);
+  const size_t end = message.find(kEnd);
+  if (end == absl::string_view::npos) return "";
+  absl::string_view address = message.substr(0, end);
   if (!absl::ConsumePrefix(&address, "ipv4:")) absl::ConsumePrefix(&address, "ipv6:");
-  return absl::StrCat("no service answers at ", address, " (",
-                      rest.substr(between + kBetween.size()),
-                      "); start ballastd there, or correct the address");
+  return absl::StrReplaceAll(address, {{"%5B", "["}, {"%5D", "]"}});
+}
+
+// An error that gRPC itself made, in words of ours.
+std::string ExplainOwn(const grpc::Status& status) {
+  const std::string& message = status.error_message();
+  const std::string cause = CauseOfUnreachable(status);
+  if (cause.empty()) return message;
+  // A call on a connection that there was.
+  if (!absl::StartsWith(message, kNotConnected) && !absl::StartsWith(message, kNoName)) {
+    return absl::StartsWith(message, "Received http2 header")
+               ? absl::StrCat(cause, "; correct the address")
+               : std::string("the connection to the service broke");
+  }
+  const std::string address = AddressIn(message);
+  return absl::StrCat("no service answers", address.empty() ? "" : " at ", address, ": ", cause,
+                      "; start ballastd there, or correct the address");
 }
 
 }  // namespace
@@ -83,10 +125,18 @@ grpc::Status ToGrpc(const absl::Status& status) {
                       details.SerializeAsString());
 }
 
+std::string CauseOfUnreachable(const grpc::Status& status) {
+  // Ours have details.
+  if (!status.error_details().empty()) return "";
+  for (const Cause& cause : kCauses) {
+    if (absl::StrContains(status.error_message(), cause.said)) return std::string(cause.means);
+  }
+  return status.error_code() == grpc::StatusCode::UNAVAILABLE ? "the connection failed" : "";
+}
+
 absl::Status FromGrpc(const grpc::Status& status) {
   // The codes of the two are the same numbers.
-  absl::Status converted(static_cast<absl::StatusCode>(status.error_code()),
-                         ExplainUnreachable(status.error_message()));
+  absl::Status converted(static_cast<absl::StatusCode>(status.error_code()), ExplainOwn(status));
   google::rpc::Status details;
   if (converted.ok() || !details.ParseFromString(status.error_details())) return converted;
   for (const google::protobuf::Any& detail : details.details()) {

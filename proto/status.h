@@ -14,6 +14,9 @@ grpc::Status ToGrpc(const absl::Status& status);
 // And back, with the reason. gRPC's own error for a service that cannot be reached becomes one that
 // says where it was looked for and what to do.
 absl::Status FromGrpc(const grpc::Status& status);
+// Why no service was reached, or the connection to it broke: "nothing listens there". Empty: it is
+// not that. gRPC's own words, which such a status has, are for nobody.
+std::string CauseOfUnreachable(const grpc::Status& status);
 
 }  // namespace ballast::proto
 

@@ -1,5 +1,6 @@
 #include "server/listener.h"
 
+#include <arpa/inet.h>
 #include <fcntl.h>
 #include <netdb.h>
 #include <netinet/in.h>
@@ -15,9 +16,12 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
 #include <memory>
+#include <system_error>
 #include <utility>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
 
@@ -29,6 +33,9 @@ constexpr int64_t kMostDescriptors = int64_t{1} << 20;
 constexpr int64_t kKeptDescriptors = 32;
 constexpr int kKeptPart = 8;  // Of few descriptors, no more than this part is kept.
 constexpr std::chrono::seconds kWarnEvery(10);
+// Of a connection that is closed, together more than the system keeps of one.
+constexpr size_t kDiscardedBytes = size_t{1} << 20;
+constexpr int kMostDiscards = 64;
 // Where a connection can neither be accepted nor refused, it is tried again after so long.
 constexpr std::chrono::milliseconds kPause(50);
 
@@ -62,7 +69,51 @@ void RemoveSocketFile(const std::string& path) {
   if (lstat(path.c_str(), &found) == 0 && S_ISSOCK(found.st_mode)) unlink(path.c_str());
 }
 
+// As gRPC names the other end of a TCP connection; empty: it is none.
+std::string PeerOf(int socket) {
+  sockaddr_storage name = {};
+  socklen_t bytes = sizeof(name);
+  if (getpeername(socket, reinterpret_cast<sockaddr*>(&name), &bytes) != 0) return "";
+  char host[INET6_ADDRSTRLEN] = {};
+  if (name.ss_family == AF_INET) {
+    const auto& of = reinterpret_cast<const sockaddr_in&>(name);
+    inet_ntop(AF_INET, &of.sin_addr, host, sizeof(host));
+    return absl::StrCat("ipv4:", host, ":", ntohs(of.sin_port));
+  }
+  if (name.ss_family != AF_INET6) return "";
+  const auto& of = reinterpret_cast<const sockaddr_in6&>(name);
+  if (IN6_IS_ADDR_V4MAPPED(&of.sin6_addr)) {
+    constexpr size_t kMappedAt = 12;
+    inet_ntop(AF_INET, &of.sin6_addr.s6_addr[kMappedAt], host, sizeof(host));
+    return absl::StrCat("ipv4:", host, ":", ntohs(of.sin6_port));
+  }
+  inet_ntop(AF_INET6, &of.sin6_addr, host, sizeof(host));
+  return absl::StrCat("ipv6:%5B", host, "%5D:", ntohs(of.sin6_port));
+}
+
 }  // namespace
+
+int CloseConnectionsOf(const std::string& peer) {
+  if (peer.empty()) return 0;
+  std::error_code error;
+  int closed = 0;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd", error)) {
+    int number = -1;
+    if (!absl::SimpleAtoi(entry.path().filename().string(), &number)) continue;
+    if (PeerOf(number) != peer) continue;
+    // Its owner may have closed it by now, and the number may be another's: looked at again as a
+    // descriptor that is ours.
+    const FileDescriptor kept(fcntl(number, F_DUPFD_CLOEXEC, 0));
+    if (!kept || PeerOf(kept.number()) != peer) continue;
+    if (shutdown(kept.number(), SHUT_RDWR) == 0) ++closed;
+    // What has come and was not read yet would be, after the end too. Its sender may go on, so not
+    // without an end.
+    for (int i = 0; i < kMostDiscards; ++i) {
+      if (recv(kept.number(), nullptr, kDiscardedBytes, MSG_TRUNC | MSG_DONTWAIT) <= 0) break;
+    }
+  }
+  return closed;
+}
 
 int64_t RaiseDescriptorLimit() {
   rlimit limit = {};

@@ -25,6 +25,11 @@ namespace ballast::server {
 // each connection. Returns the limit.
 int64_t RaiseDescriptorLimit();
 
+// Ends the connections of this process from `peer`, as gRPC names it: "ipv4:127.0.0.1:50051",
+// "ipv6:%5B::1%5D:50051", with what they have sent and nobody has read. Whoever has one notices
+// that it has ended. Returns how many there were.
+int CloseConnectionsOf(const std::string& peer);
+
 // Not thread-safe.
 class Listener {
  public:

@@ -14,10 +14,11 @@
 #include "server/address.h"
 #include "server/call_pool.h"
 #include "server/checkpoint_paths.h"
+#include "server/interceptors.h"
 #include "server/jobs/job_service.h"
 #include "server/jobs/state_service.h"
 #include "server/listener.h"
-#include "server/malformed_requests.h"
+#include "server/reset_watch.h"
 #include "server/shared_memory/shared_memory_server.h"
 #include "server/train/seal_watch.h"
 #include "server/train/train_service.h"
@@ -75,6 +76,7 @@ struct Server::Impl {
   const CheckpointPaths checkpoint_paths;
   std::unique_ptr<SharedMemoryServer> shared_memory_server;  // Nullable.
   CallPools pools;
+  ResetWatch resets;
   JobService job_service;
   TrainService train_service;
   StateService state_service;
@@ -88,7 +90,7 @@ struct Server::Impl {
 absl::Status Server::Impl::Listen(const std::vector<Address>& parsed, int64_t memory_limit_bytes) {
   grpc::ServerBuilder builder;
   ConfigureTransport(builder, memory_limit_bytes);
-  ExplainMalformedRequests(builder);
+  InterceptCalls(builder, resets);
   auto acceptor = builder.experimental().AddExternalConnectionAcceptor(
       grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD,
       grpc::InsecureServerCredentials());

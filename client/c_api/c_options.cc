@@ -1,11 +1,17 @@
 #include "client/c_api/c_options.h"
 
+#include <algorithm>
 #include <cmath>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "client/c_api/c_call.h"
 #include "cpu_optimizer_service/common/buckets.h"
+#include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/common/sharding.h"
 #include "cpu_optimizer_service/common/status.h"
 
 namespace ballast::client {
@@ -45,7 +51,46 @@ absl::StatusOr<GroupSpec> ReadGroup(const ballast_group& given) {
   return group;
 }
 
-absl::StatusOr<ParameterSpec> ReadParameter(const ballast_parameter& given) {
+absl::StatusOr<std::vector<MeshDim>> ReadMesh(const ballast_job& given) {
+  std::vector<MeshDim> mesh;
+  if (given.mesh_dimensions == 0) return mesh;
+  BALLAST_RETURN_IF_ERROR(CheckStructure(given.mesh, "ballast_mesh_dim"));
+  if (given.mesh_dimensions > kMaxDimensions) {
+    return absl::InvalidArgumentError(absl::StrCat("the mesh has ", given.mesh_dimensions,
+                                                   " dimensions, of ", kMaxDimensions, " at most"));
+  }
+  for (size_t m = 0; m < given.mesh_dimensions; ++m) {
+    const ballast_mesh_dim dim = CReadAt(given.mesh, m);
+    BALLAST_RETURN_IF_ERROR(CheckGiven(dim.name, "ballast_mesh_dim.name"));
+    mesh.push_back({.name = dim.name, .size = dim.ranks});
+  }
+  BALLAST_RETURN_IF_ERROR(CheckMesh(mesh, given.world_size));
+  return mesh;
+}
+
+// Of a parameter whose shape is read; checked, because pointers are checked by what the rank owns
+// of it.
+absl::Status ReadPlacements(const ballast_parameter& given, absl::Span<const MeshDim> mesh,
+                            ParameterSpec& parameter) {
+  if (given.placements == nullptr) {
+    if (mesh.empty() || !parameter.trainable) return absl::OkStatus();
+    return absl::InvalidArgumentError(absl::StrCat("parameter ", parameter.name,
+                                                   " has no placements, one for each of the ",
+                                                   mesh.size(), " dimensions of the mesh"));
+  }
+  if (mesh.empty()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "parameter ", parameter.name, " has placements, but the job describes no mesh"));
+  }
+  for (size_t m = 0; m < mesh.size(); ++m) {
+    parameter.placements.push_back({.shard_dim = given.placements[m]});
+  }
+  return Annotate(CheckPlacements(parameter.placements, mesh, parameter.shape),
+                  absl::StrCat("parameter ", parameter.name));
+}
+
+absl::StatusOr<ParameterSpec> ReadParameter(const ballast_parameter& given,
+                                            absl::Span<const MeshDim> mesh) {
   BALLAST_RETURN_IF_ERROR(CheckGiven(given.name, "ballast_parameter.name"));
   constexpr int32_t kMaxDimensions = 64;
   if (given.dimensions < 0 || given.dimensions > kMaxDimensions ||
@@ -54,15 +99,17 @@ absl::StatusOr<ParameterSpec> ReadParameter(const ballast_parameter& given) {
                                                    given.dimensions, " dimensions; expected 0 to ",
                                                    kMaxDimensions, " and their extents"));
   }
-  return ParameterSpec{.name = given.name,
-                       .shape = {given.shape, given.shape + given.dimensions},
-                       .group = given.group,
-                       .trainable = given.frozen == 0};
+  ParameterSpec parameter = {.name = given.name,
+                             .shape = {given.shape, given.shape + given.dimensions},
+                             .group = given.group,
+                             .trainable = given.frozen == 0};
+  BALLAST_RETURN_IF_ERROR(ReadPlacements(given, mesh, parameter));
+  return parameter;
 }
 
-// Each group's flat space in buckets, each bucket cut among the ranks. Session::Open checks a layout, but
-// only one that has partitions, so what they are computed from is checked here.
-absl::Status AddPartitions(int64_t bucket_elements, LayoutSpec& layout) {
+// Session::Open checks a layout, but only one that is whole, so what partitions, and what this rank
+// owns, are computed from is checked here.
+absl::Status CheckElements(const LayoutSpec& layout) {
   int64_t all = 0;
   for (const ParameterSpec& parameter : layout.parameters) {
     if (parameter.group < 0 || parameter.group >= layout.group_count) {
@@ -84,11 +131,15 @@ absl::Status AddPartitions(int64_t bucket_elements, LayoutSpec& layout) {
           absl::StrCat("the job has more than ", kMaxFlatElements, " elements"));
     }
   }
+  return absl::OkStatus();
+}
+
+// Each group's flat space in buckets, each bucket cut among the ranks.
+void AddPartitions(int64_t bucket_elements, LayoutSpec& layout) {
   const int64_t most = bucket_elements > 0 ? bucket_elements : kMaxFlatElements;
   layout.partitions = PartitionsOf(
       MakeBuckets(FlatElements(layout.parameters, layout.group_count), layout.world_size, most),
       layout.world_size);
-  return absl::OkStatus();
 }
 
 absl::StatusOr<JobSpec> ReadJob(const ballast_job& given) {
@@ -116,13 +167,20 @@ absl::StatusOr<JobSpec> ReadJob(const ballast_job& given) {
   }
   job.layout.world_size = given.world_size;
   job.layout.group_count = static_cast<int>(given.group_count);
+  BALLAST_ASSIGN_OR_RETURN(job.layout.mesh, ReadMesh(given));
   job.layout.parameters.reserve(given.parameter_count);
   for (size_t p = 0; p < given.parameter_count; ++p) {
     BALLAST_ASSIGN_OR_RETURN(job.layout.parameters.emplace_back(),
-                             ReadParameter(CReadAt(given.parameters, p)));
+                             ReadParameter(CReadAt(given.parameters, p), job.layout.mesh));
   }
+  BALLAST_RETURN_IF_ERROR(CheckElements(job.layout));
   if (given.chunk_elements > 0) job.layout.chunk_elements = given.chunk_elements;
-  BALLAST_RETURN_IF_ERROR(AddPartitions(given.bucket_elements, job.layout));
+  if (job.layout.mesh.empty()) {
+    AddPartitions(given.bucket_elements, job.layout);
+  } else if (given.bucket_elements != 0) {
+    return absl::InvalidArgumentError(
+        "the job has bucket_elements and a mesh; parameters are sharded one way or the other");
+  }
   switch (given.unused_policy) {
     case BALLAST_UNUSED_ERROR:
       job.unused_policy = UnusedPolicy::kError;
@@ -174,6 +232,16 @@ absl::StatusOr<SessionOptions> ReadOptions(const ballast_options& given) {
                                       options.reconnect_timeout));
   BALLAST_RETURN_IF_ERROR(ReadSeconds(given.wait_seconds, "wait_seconds", options.seal_timeout));
   return options;
+}
+
+bool OwnsOf(const SessionOptions& options, size_t parameter) {
+  const LayoutSpec& layout = options.job.layout;
+  const ParameterSpec& spec = layout.parameters[parameter];
+  if (!spec.trainable || std::ranges::count(spec.shape, 0) > 0) return false;
+  // Of a rank that does not exist, Session::Open tells.
+  if (layout.mesh.empty() || options.rank < 0 || options.rank >= layout.world_size) return true;
+  return ParameterShards(spec.shape, spec.placements, layout.mesh).OfRank(options.rank).elements() >
+         0;
 }
 
 absl::StatusOr<StepSettings> ReadStep(const ballast_step& given, int group_count) {

@@ -11,9 +11,12 @@
 
 namespace ballast::client {
 
-// INVALID_ARGUMENT for what C++ cannot express: null strings, unknown numbers. The rest is checked by
-// Session::Open.
+// INVALID_ARGUMENT for what C++ cannot express: null strings, unknown numbers. The rest is checked
+// by Session::Open.
 absl::StatusOr<SessionOptions> ReadOptions(const ballast_options& options);
+// Whether options.rank has elements of a trainable parameter, so that pointers to it may not be
+// null. Without a mesh a parameter with elements counts as every rank's.
+bool OwnsOf(const SessionOptions& options, size_t parameter);
 // INVALID_ARGUMENT as above.
 absl::StatusOr<StepSettings> ReadStep(const ballast_step& step, int group_count);
 

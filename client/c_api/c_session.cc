@@ -1,14 +1,15 @@
 // client/ballast.h over client::Session.
+#include "client/c_api/c_session.h"
+
 #include <unistd.h>
 
-#include <chrono>
+#include <atomic>
 #include <cstring>
 #include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -18,87 +19,19 @@
 #include "client/ballast.h"
 #include "client/c_api/c_call.h"
 #include "client/c_api/c_options.h"
+#include "client/c_api/gradient_giver.h"
 #include "client/connect.h"
 #include "client/session.h"
 #include "cpu_optimizer_service/common/status.h"
-#include "cpu_optimizer_service/common/system/mutex.h"
 
 namespace ballast::client {
-namespace {
-
-using GradientPointers = const void* const*;
-
-// Whose turn a chunk's gradient memory is, shared or of our own: the caller may not write there while its
-// last push is on its way.
-class GradientBuffers {
- public:
-  explicit GradientBuffers(size_t chunks) : buffers_(chunks) {}
-
-  // Waits until the chunk's last push has been released, and begins the next.
-  absl::Status Take(int chunk, absl::Duration limit) {
-    const auto deadline = std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(limit);
-    MutexLock lock(mutex_);
-    while (buffers_[chunk].in_use) {
-      if (!released_.WaitUntil(mutex_, deadline)) {
-        return absl::DeadlineExceededError(
-            absl::StrCat("the last gradient of chunk ", chunk, " has not left yet"));
-      }
-    }
-    buffers_[chunk].in_use = true;
-    return absl::OkStatus();
-  }
-  // For a chunk that has been taken: memory for gradients that travel through the connection.
-  absl::Span<std::byte> Memory(int chunk, size_t bytes) {
-    MutexLock lock(mutex_);
-    buffers_[chunk].bytes.resize(bytes);
-    return absl::MakeSpan(buffers_[chunk].bytes);
-  }
-  void Release(int chunk) {
-    MutexLock lock(mutex_);
-    buffers_[chunk].in_use = false;
-    released_.NotifyAll();
-  }
-
- private:
-  struct Buffer {
-    std::vector<std::byte> bytes;
-    bool in_use = false;
-  };
-  Mutex mutex_;
-  CondVar released_;
-  std::vector<Buffer> buffers_ ABSL_GUARDED_BY(mutex_);
-};
-
-}  // namespace
-}  // namespace ballast::client
-
-using ballast::client::CCall;
-
-struct ballast_session {
-  const pid_t process = getpid();
-  ballast::client::SessionOptions options;
-  std::vector<void*> weights;  // By parameter. Empty: the caller reads weights_memory.
-  std::unique_ptr<ballast::client::GradientBuffers> buffers;
-  // Of push_gradients: the micro-step, and its next chunk, after a wait that was not long enough.
-  uint32_t pushing_micro_step = 0;
-  size_t next_push = 0;
-  // Last, so that it goes first: its threads use what is above.
-  std::unique_ptr<ballast::client::Session> session;
-};
-
-namespace ballast::client {
-namespace {
 
 absl::Status CheckSession(const ballast_session* session) {
   BALLAST_RETURN_IF_ERROR(CheckGiven(session, "ballast_session"));
   if (session->process == getpid()) return absl::OkStatus();
   return absl::FailedPreconditionError(
-      "this session belongs to the process that opened it, and this one is its fork; open another "
-      "session here");
-}
-
-absl::Span<const int> OwnChunks(const ballast_session& session) {
-  return session.session->layout().chunks_of_rank(session.options.rank);
+      "this session belongs to the process that opened it, and this one is its fork; start "
+      "processes that train by spawn or exec");
 }
 
 absl::StatusOr<Chunk> FindOwnChunk(const ballast_session& session, int32_t chunk) {
@@ -110,6 +43,21 @@ absl::StatusOr<Chunk> FindOwnChunk(const ballast_session& session, int32_t chunk
                                                    "; ballast_chunks lists them"));
   }
   return chunks[chunk];
+}
+
+namespace {
+
+// gRPC's threads do not exist in a fork, and what they wait with is shared with the parent, whom a
+// second session there would disturb.
+absl::Status CheckMayOpen() {
+  static std::atomic<pid_t> first_process = 0;
+  pid_t first = 0;
+  if (first_process.compare_exchange_strong(first, getpid()) || first == getpid()) {
+    return absl::OkStatus();
+  }
+  return absl::FailedPreconditionError(
+      "this process is a fork of one that has opened sessions, and cannot open any; start it by "
+      "spawn or exec");
 }
 
 absl::Status CheckCount(const ballast_session& session, size_t count) {
@@ -124,63 +72,12 @@ void CopyWeights(const ballast_session& session, int chunk, const std::byte* sha
   const Layout& layout = session.session->layout();
   const int64_t size =
       SizeBytes(session.options.job.groups[layout.chunks()[chunk].group].return_dtype);
-  layout.VisitPieces(chunk, [&](const ChunkPiece& piece) {
-    auto* to = static_cast<std::byte*>(session.weights[piece.parameter]);
-    std::memcpy(to + piece.parameter_offset * size, shard + piece.chunk_offset * size,
-                piece.elements * size);
+  layout.VisitParts(chunk, [&](const ChunkPart& part) {
+    auto* to = static_cast<std::byte*>(session.weights[part.parameter]);
+    std::memcpy(to + part.part_offset * size, shard + part.chunk_offset * size,
+                part.elements * size);
+    return true;
   });
-}
-
-// Zeros where a parameter has no gradient, and in the padding.
-void GatherGradient(const ballast_session& session, int chunk, GradientPointers gradients,
-                    absl::Span<std::byte> out) {
-  const Layout& layout = session.session->layout();
-  const int64_t size =
-      SizeBytes(session.options.job.groups[layout.chunks()[chunk].group].wire_dtype);
-  int64_t written = 0;
-  const auto zero_to = [&](int64_t end) {
-    std::memset(out.data() + written * size, 0, (end - written) * size);
-  };
-  layout.VisitPieces(chunk, [&](const ChunkPiece& piece) {
-    const auto* from = static_cast<const std::byte*>(gradients[piece.parameter]);
-    if (from == nullptr) return;
-    zero_to(piece.chunk_offset);
-    std::memcpy(out.data() + piece.chunk_offset * size, from + piece.parameter_offset * size,
-                piece.elements * size);
-    written = piece.chunk_offset + piece.elements;
-  });
-  zero_to(static_cast<int64_t>(out.size()) / size);
-}
-
-bool HasGradient(const ballast_session& session, int chunk, GradientPointers gradients) {
-  bool any = false;
-  session.session->layout().VisitPieces(
-      chunk, [&](const ChunkPiece& piece) { any |= gradients[piece.parameter] != nullptr; });
-  return any;
-}
-
-absl::Status PushChunk(ballast_session& session, int chunk, uint32_t micro_step,
-                       GradientPointers gradients) {
-  GradientPush push = {.chunk = chunk,
-                       .micro_step_begin = micro_step,
-                       .micro_step_end = micro_step + 1,
-                       // Then it is borrowed where it is, and its sums are computed at once.
-                       .final = session.options.job.max_micro_steps == 1};
-  if (!HasGradient(session, chunk, gradients)) {
-    push.empty = true;
-    return session.session->Push(std::move(push));
-  }
-  BALLAST_RETURN_IF_ERROR(session.buffers->Take(chunk, session.options.seal_timeout));
-  push.released = [buffers = session.buffers.get(), chunk] { buffers->Release(chunk); };
-  absl::Span<std::byte> place = session.session->gradient_memory(chunk);
-  if (place.empty()) {
-    const Chunk& where = session.session->layout().chunks()[chunk];
-    const DType dtype = session.options.job.groups[where.group].wire_dtype;
-    place = session.buffers->Memory(chunk, where.elements * SizeBytes(dtype));
-  }
-  GatherGradient(session, chunk, gradients, place);
-  push.payload = place;
-  return session.session->Push(std::move(push));
 }
 
 absl::Status EndMicroStep(ballast_session& session, uint32_t micro_step,
@@ -223,7 +120,7 @@ int32_t ballast_open(const ballast_options* options, ballast_session** out) {
     if (given.weights != nullptr) {
       session->weights.assign(given.weights, given.weights + parameters.size());
       for (size_t p = 0; p < parameters.size(); ++p) {
-        if (parameters[p].trainable && session->weights[p] == nullptr) {
+        if (session->weights[p] == nullptr && OwnsOf(session->options, p)) {
           return absl::InvalidArgumentError(absl::StrCat(
               "ballast_options.weights has no place for parameter ", parameters[p].name));
         }
@@ -232,12 +129,15 @@ int32_t ballast_open(const ballast_options* options, ballast_session** out) {
         CopyWeights(*raw, chunk, raw->session->weights_memory(chunk).data());
       };
     }
+    BALLAST_RETURN_IF_ERROR(CheckMayOpen());
     BALLAST_ASSIGN_OR_RETURN(
         std::shared_ptr<grpc::Channel> channel,
         Connect(given.service, std::min(absl::Seconds(10), session->options.join_timeout)));
+    session->channel = channel;
     BALLAST_ASSIGN_OR_RETURN(session->session, Session::Open(channel, session->options));
-    session->buffers =
-        std::make_unique<GradientBuffers>(session->session->layout().chunks().size());
+    session->gradients =
+        std::make_unique<GradientGiver>(*session->session, session->options.job,
+                                        session->options.rank, session->options.seal_timeout);
     *out = session.release();
     return absl::OkStatus();
   });
@@ -281,47 +181,6 @@ int32_t ballast_trainer_state(const ballast_session* session, void* out, size_t 
   });
 }
 
-int32_t ballast_chunks(const ballast_session* session, int32_t rank, ballast_chunk* out,
-                       size_t capacity, size_t* count) {
-  return CCall([&]() -> absl::Status {
-    BALLAST_RETURN_IF_ERROR(CheckSession(session));
-    BALLAST_RETURN_IF_ERROR(CheckGiven(count, "count"));
-    const ballast::Layout& layout = session->session->layout();
-    if (rank < 0 || rank >= layout.world_size()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("rank ", rank, " of ", layout.world_size(), " does not exist"));
-    }
-    const absl::Span<const int> chunks = layout.chunks_of_rank(rank);
-    *count = chunks.size();
-    for (size_t i = 0; out != nullptr && i < std::min(capacity, chunks.size()); ++i) {
-      const ballast::Chunk& chunk = layout.chunks()[chunks[i]];
-      out[i] = {.index = chunks[i],
-                .group = chunk.group,
-                .begin = chunk.begin,
-                .elements = chunk.elements};
-    }
-    return absl::OkStatus();
-  });
-}
-
-int32_t ballast_place(const ballast_session* session, size_t parameter, int64_t* offset,
-                      int64_t* flat_elements) {
-  return CCall([&]() -> absl::Status {
-    BALLAST_RETURN_IF_ERROR(CheckSession(session));
-    BALLAST_RETURN_IF_ERROR(CheckGiven(offset, "offset"));
-    BALLAST_RETURN_IF_ERROR(CheckGiven(flat_elements, "flat_elements"));
-    const auto& parameters = session->options.job.layout.parameters;
-    if (parameter >= parameters.size()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("parameter ", parameter, " of ", parameters.size(), " does not exist"));
-    }
-    const ballast::Layout& layout = session->session->layout();
-    *offset = layout.place(static_cast<int>(parameter)).offset;
-    *flat_elements = layout.flat_elements(parameters[parameter].group);
-    return absl::OkStatus();
-  });
-}
-
 int32_t ballast_upload_weights(ballast_session* session, const float* const* parameters,
                                size_t count) {
   return CCall([&]() -> absl::Status {
@@ -330,7 +189,7 @@ int32_t ballast_upload_weights(ballast_session* session, const float* const* par
     BALLAST_RETURN_IF_ERROR(CheckCount(*session, count));
     const auto& specs = session->options.job.layout.parameters;
     for (size_t p = 0; p < count; ++p) {
-      if (specs[p].trainable && parameters[p] == nullptr) {
+      if (parameters[p] == nullptr && OwnsOf(session->options, p)) {
         return absl::InvalidArgumentError(
             absl::StrCat("there are no weights of parameter ", specs[p].name));
       }
@@ -338,10 +197,10 @@ int32_t ballast_upload_weights(ballast_session* session, const float* const* par
     const ballast::Layout& layout = session->session->layout();
     return session->session->UploadWeights([&](int chunk, absl::Span<float> out) {
       std::fill(out.begin(), out.end(), 0.0f);
-      layout.VisitPieces(chunk, [&](const ballast::ChunkPiece& piece) {
-        std::memcpy(out.data() + piece.chunk_offset,
-                    parameters[piece.parameter] + piece.parameter_offset,
-                    piece.elements * sizeof(float));
+      layout.VisitParts(chunk, [&](const ballast::ChunkPart& part) {
+        std::memcpy(out.data() + part.chunk_offset, parameters[part.parameter] + part.part_offset,
+                    part.elements * sizeof(float));
+        return true;
       });
     });
   });
@@ -361,28 +220,62 @@ int32_t ballast_begin_step(ballast_session* session, const ballast_step* step) {
     BALLAST_ASSIGN_OR_RETURN(
         const ballast::StepSettings settings,
         ReadStep(CRead(step), static_cast<int>(session->options.job.groups.size())));
-    session->next_push = 0;
-    return session->session->BeginStep(settings);
+    BALLAST_RETURN_IF_ERROR(session->session->BeginStep(settings));
+    session->gradients->Reset();
+    return absl::OkStatus();
   });
 }
 
 int32_t ballast_push_gradients(ballast_session* session, uint32_t micro_step,
-                               const void* const* gradients, size_t count) {
+                               const void* const* gradients, size_t count, int32_t final) {
   return CCall([&]() -> absl::Status {
     BALLAST_RETURN_IF_ERROR(CheckSession(session));
     BALLAST_RETURN_IF_ERROR(CheckGiven(gradients, "gradients"));
     BALLAST_RETURN_IF_ERROR(CheckCount(*session, count));
-    if (session->pushing_micro_step != micro_step) session->next_push = 0;
-    session->pushing_micro_step = micro_step;
-    const absl::Span<const int> chunks = OwnChunks(*session);
-    for (; session->next_push < chunks.size(); ++session->next_push) {
-      BALLAST_RETURN_IF_ERROR(
-          PushChunk(*session, chunks[session->next_push], micro_step, gradients));
+    return session->gradients->GiveAll(micro_step, gradients, final != 0);
+  });
+}
+
+int32_t ballast_give_gradient(ballast_session* session, uint32_t micro_step, size_t parameter,
+                              const void* gradient, int32_t final) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckSession(session));
+    return session->gradients->Give(micro_step, parameter, gradient, final != 0);
+  });
+}
+
+int32_t ballast_gradient_places(ballast_session* session, uint32_t micro_step, size_t parameter,
+                                ballast_gradient_place* out, size_t capacity, size_t* count,
+                                uint64_t* attempt) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckSession(session));
+    BALLAST_RETURN_IF_ERROR(CheckGiven(count, "count"));
+    BALLAST_RETURN_IF_ERROR(CheckGiven(attempt, "attempt"));
+    BALLAST_ASSIGN_OR_RETURN(const GradientGiver::PlacesOfGradient places,
+                             session->gradients->Places(micro_step, parameter));
+    *count = places.places.size();
+    *attempt = places.attempt;
+    for (size_t i = 0; out != nullptr && i < std::min(capacity, *count); ++i) {
+      const GradientPlace& place = places.places[i];
+      out[i] = {.data = place.data, .offset = place.offset, .elements = place.elements};
     }
-    BALLAST_RETURN_IF_ERROR(
-        EndMicroStep(*session, micro_step, [&](size_t p) { return gradients[p] != nullptr; }));
-    session->next_push = 0;
     return absl::OkStatus();
+  });
+}
+
+void ballast_gradient_written(void* ticket) {
+  const auto& given = *static_cast<const ballast_gradient_ticket*>(ticket);
+  if (!CheckSession(given.session).ok()) return;
+  CCall([&] {
+    given.session->gradients->Written(given.parameter, given.attempt, given.final != 0);
+    return absl::OkStatus();
+  });
+}
+
+int32_t ballast_end_gradients(ballast_session* session, uint32_t micro_step, int32_t final) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckSession(session));
+    return session->gradients->End(micro_step, final != 0);
   });
 }
 
@@ -463,6 +356,15 @@ int32_t ballast_seal(ballast_session* session, uint32_t micro_steps, ballast_dec
                             .clip_coefficient = taken.clip_coefficient},
            decision);
     if (!taken.applied) CMessage() = taken.skip_reason;
+    return absl::OkStatus();
+  });
+}
+
+int32_t ballast_discard(ballast_session* session) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckSession(session));
+    BALLAST_RETURN_IF_ERROR(session->session->Discard());
+    session->gradients->Reset();
     return absl::OkStatus();
   });
 }

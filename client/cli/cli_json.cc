@@ -48,6 +48,7 @@ Json RankToJson(const v1::RankProgress& rank) {
   return {{"rank", rank.rank()},
           {"attached", rank.attached()},
           {"process_id", rank.process_id()},
+          {"attempt", rank.attempt()},
           {"begun", rank.begun()},
           {"micro_steps_ended", rank.micro_steps_ended()},
           {"sealed", rank.sealed()},

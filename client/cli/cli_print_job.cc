@@ -126,6 +126,8 @@ std::string RanksText(const v1::Job& job) {
                {"chunks there", kRight},
                {"sealed"}});
   std::string behind;
+  uint32_t attempt = 0;  // Those before it can no longer be decided.
+  for (const v1::RankProgress& rank : job.ranks()) attempt = std::max(attempt, rank.attempt());
   for (const v1::RankProgress& rank : job.ranks()) {
     const auto in_step = [&](uint32_t count) {
       return rank.begun() ? absl::StrCat(count) : std::string("-");
@@ -135,6 +137,10 @@ std::string RanksText(const v1::Job& job) {
                in_step(rank.furthest_micro_step()),
                absl::StrCat(rank.begun() ? rank.chunks_complete() : 0, "/", rank.chunks()),
                YesNo(rank.sealed())});
+    if (rank.attempt() < attempt) {
+      absl::StrAppend(&behind, "rank ", rank.rank(), " is in attempt ", rank.attempt(),
+                      ", which another rank has discarded; attempt ", attempt, " is the newest\n");
+    }
     if (rank.missing_parameters().empty()) continue;
     absl::StrAppend(&behind, FormatNames(absl::StrCat("rank ", rank.rank(), " is behind with"),
                                          Strings(rank.missing_parameters())));

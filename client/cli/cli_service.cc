@@ -25,17 +25,17 @@ absl::Status Service::Explain(const grpc::Status& status) const {
         absl::StrCat("the service at ", address_, " did not answer within ",
                      absl::FormatDuration(timeout_), "; give it longer with --timeout"));
   }
-  // gRPC's own errors have no details. UNAVAILABLE with details is from a service that is stopping.
-  if (absl::IsUnavailable(error) && status.error_details().empty() && answered_) {
+  if (const std::string cause = proto::CauseOfUnreachable(status); !cause.empty()) {
     return absl::UnavailableError(
-        absl::StrCat("the connection to the service at ", address_,
-                     " broke before it had answered (gRPC: ", status.error_message(), ")"));
+        answered_ ? absl::StrCat("the connection to the service at ", address_,
+                                 " broke before it had answered")
+                  : absl::StrCat("no service answers at ", address_, ": ", cause,
+                                 "; start ballastd, or give its address with --service"));
   }
-  if (absl::IsUnavailable(error) && status.error_details().empty()) {
-    return absl::UnavailableError(absl::StrCat(
-        "no service answers at ", address_,
-        "; start ballastd, or give its address with --service (gRPC: ", status.error_message(),
-        ")"));
+  if (absl::IsUnimplemented(error) && status.error_details().empty()) {
+    return absl::UnimplementedError(absl::StrCat("the service at ", address_,
+                                                 " does not know this call; use a ballast of the "
+                                                 "service's version"));
   }
   return error;
 }

@@ -26,6 +26,19 @@ const std::string& DefaultProcessId() {
   return id;
 }
 
+absl::Duration TimeForMemory(const JobSpec& job) {
+  // 16 bytes each, at a quarter of a GiB a second: a slow machine that does something else, too.
+  constexpr double kElementsPerSecond = 16 << 20;
+  constexpr double kMostSeconds = 3600;
+  double elements = 0;
+  for (const ParameterSpec& parameter : job.layout.parameters) {
+    double product = 1;
+    for (const int64_t size : parameter.shape) product *= static_cast<double>(size);
+    elements += std::max(product, 0.0);
+  }
+  return absl::Seconds(static_cast<int64_t>(std::min(elements / kElementsPerSecond, kMostSeconds)));
+}
+
 absl::StatusOr<v1::AttachWorkerResponse> Join(Transport& transport, Clock& clock,
                                               const SessionOptions& options, absl::Time deadline) {
   v1::AttachWorkerRequest attach;

@@ -24,6 +24,10 @@ const std::string& DefaultProcessId();
 absl::StatusOr<v1::AttachWorkerResponse> Join(Transport& transport, Clock& clock,
                                               const SessionOptions& options, absl::Time deadline);
 
+// How much longer than for a small job joining may take: the service makes the job's memory ready,
+// and the memory that it shares, and page after page is cleared. Whole seconds.
+absl::Duration TimeForMemory(const JobSpec& job);
+
 // The job with this uid. NOT_FOUND if no job, or another one, has its name.
 absl::StatusOr<v1::Job> GetJob(Transport& transport, const std::string& name,
                                const std::string& uid);

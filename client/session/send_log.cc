@@ -14,13 +14,16 @@ namespace {
 class ArrivedAtService {
  public:
   explicit ArrivedAtService(const v1::Opened& opened)
-      : step_(opened.open_step()), micro_steps_ended_(opened.micro_steps_ended()) {
+      : step_(opened.open_step()),
+        at_(opened.committed_step() + 1, opened.attempt()),
+        micro_steps_ended_(opened.micro_steps_ended()) {
     for (const v1::ChunkCount& count : opened.delivered()) {
       next_micro_step_[count.chunk()] = count.next_micro_step();
     }
   }
 
   bool Has(const v1::TrainRequest& message) const {
+    if (IsDiscarded(message)) return true;
     switch (message.kind_case()) {
       case v1::TrainRequest::kBeginStep:
         return message.begin_step().step() == step_;
@@ -39,7 +42,25 @@ class ArrivedAtService {
   }
 
  private:
-  const uint64_t step_;
+  template <typename Message>
+  bool IsDiscarded(const Message& message) const {
+    return message.step() == at_.step && message.attempt() < at_.attempt;
+  }
+  bool IsDiscarded(const v1::TrainRequest& message) const {
+    switch (message.kind_case()) {
+      case v1::TrainRequest::kBeginStep:
+        return IsDiscarded(message.begin_step());
+      case v1::TrainRequest::kGradient:
+        return IsDiscarded(message.gradient().header());
+      case v1::TrainRequest::kEndMicroStep:
+        return IsDiscarded(message.end_micro_step());
+      default:
+        return false;
+    }
+  }
+
+  const uint64_t step_;  // That the rank has begun in this attempt:
+  const StepAttempt at_;
   const uint32_t micro_steps_ended_;
   absl::flat_hash_map<uint32_t, uint32_t> next_micro_step_;  // By chunk.
 };
@@ -105,6 +126,10 @@ absl::Status SendLog::Send(v1::TrainRequest message) {
   MutexLock lock(mutex_);
   if (!closed_.ok()) return closed_;
   if (message.has_seal()) seal_ = message;
+  if (message.has_discard()) {
+    seal_.reset();  // Of what is discarded.
+    discard_ = message;
+  }
   LogAndSend({.message = std::move(message)});
   return absl::OkStatus();
 }
@@ -166,19 +191,32 @@ absl::Status SendLog::Acknowledge(uint64_t messages) {
   return absl::OkStatus();
 }
 
-void SendLog::SealRefused() {
+void SendLog::SealRefused(StepAttempt at) {
   MutexLock lock(mutex_);
+  if (!seal_.has_value()) return;
+  // The refusal of an older attempt's may come late.
+  if (StepAttempt(seal_->seal().step(), seal_->seal().attempt()) == at) seal_.reset();
+}
+
+std::deque<SendLog::Entry> SendLog::TakeAll() {
   seal_.reset();
+  discard_.reset();
+  unacknowledged_bytes_ = 0;
+  room_.NotifyAll();
+  return std::exchange(entries_, {});
+}
+
+void SendLog::Discarded() {
+  std::deque<Entry> done;  // Destroyed without the lock.
+  MutexLock lock(mutex_);
+  done = TakeAll();
 }
 
 void SendLog::StepDecided() {
   // Also for entries that were not acknowledged: the service decides only when it has all of them.
   std::deque<Entry> done;  // Destroyed without the lock.
   MutexLock lock(mutex_);
-  done.swap(entries_);
-  seal_.reset();
-  unacknowledged_bytes_ = 0;
-  room_.NotifyAll();
+  done = TakeAll();
 }
 
 void SendLog::Detach() {
@@ -197,7 +235,8 @@ SendLog::Resumed SendLog::Resume(TrainCall& stream, const v1::Opened& opened) {
   stream_ = &stream;
   before.swap(entries_);
   for (Entry& entry : before) {
-    if (entry.message.has_seal()) continue;  // The last seal is sent below.
+    // The last ones are sent below.
+    if (entry.message.has_seal() || entry.message.has_discard()) continue;
     if (arrived.Has(entry.message)) {
       ++resumed.arrived;
       unacknowledged_bytes_ -= static_cast<int64_t>(entry.payload.size());
@@ -210,6 +249,11 @@ SendLog::Resumed SendLog::Resume(TrainCall& stream, const v1::Opened& opened) {
   if (seal_.has_value() && seal_->seal().step() > opened.committed_step()) {
     ++resumed.sent;
     LogAndSend({.message = *seal_});
+  }
+  // Also if the service has it: the answer may be lost.
+  if (discard_.has_value() && discard_->discard().step() > opened.committed_step()) {
+    ++resumed.sent;
+    LogAndSend({.message = *discard_});
   }
   room_.NotifyAll();
   return resumed;

@@ -24,6 +24,7 @@
 #include "absl/types/span.h"
 #include "ballast/v1/ballast.pb.h"
 #include "client/transport/transport.h"
+#include "cpu_optimizer_service/common/step_settings.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
 
 namespace ballast::client {
@@ -54,8 +55,11 @@ class SendLog {
   // INTERNAL if the stream carried fewer.
   absl::Status Acknowledge(uint64_t messages);
   // A seal is kept after its acknowledgement, because its answer may be lost with the stream. It is
-  // kept until it is refused or the step is decided.
-  void SealRefused();
+  // kept until it is refused, discarded, or the step is decided. A discard is kept likewise.
+  void SealRefused(StepAttempt at);
+  // The answer to a discard: the service has handled everything that was logged before, and has
+  // forgotten it. The caller logs nothing of the next attempt before.
+  void Discarded();
   // The service has everything that was logged, acknowledged or not, because it has accepted
   // every rank's seal.
   void StepDecided();
@@ -90,6 +94,8 @@ class SendLog {
 
   void LogAndSend(Entry entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void SendOnStream(Entry& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // The service needs none of them any more. They are destroyed by the caller, without the lock.
+  std::deque<Entry> TakeAll() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const int64_t limit_bytes_;
   const absl::Duration send_timeout_;
@@ -100,7 +106,9 @@ class SendLog {
   uint64_t sent_ ABSL_GUARDED_BY(mutex_) = 1;  // On the stream, with the open message.
   int64_t unacknowledged_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   std::deque<Entry> entries_ ABSL_GUARDED_BY(mutex_);
-  std::optional<v1::TrainRequest> seal_ ABSL_GUARDED_BY(mutex_);  // The last, unanswered.
+  // The last ones, unanswered.
+  std::optional<v1::TrainRequest> seal_ ABSL_GUARDED_BY(mutex_);
+  std::optional<v1::TrainRequest> discard_ ABSL_GUARDED_BY(mutex_);
   absl::Status closed_ ABSL_GUARDED_BY(mutex_);
 };
 

@@ -59,6 +59,7 @@ absl::StatusOr<std::unique_ptr<SessionImpl>> SessionImpl::Open(std::unique_ptr<T
                                                                SessionOptions options) {
   BALLAST_RETURN_IF_ERROR(CheckOptions(options));
   if (options.process_id.empty()) options.process_id = DefaultProcessId();
+  options.join_timeout += TimeForMemory(options.job);
   if (!options.takes_steps) options.shared_memory = SharedMemoryUse::kNever;
   // However many ranks there are, only this one's chunks are needed. With buckets their numbers are
   // the job's.
@@ -123,7 +124,8 @@ void SessionImpl::ShareMemory(const v1::SharedMemoryOffer& offer, absl::Time dea
   if (!attached_.has_shared_memory()) return;
   // Leaves time to open the stream; a service that listens answers soon.
   const absl::Duration limit =
-      std::clamp((deadline - clock_.Now()) / 2, absl::Seconds(1), kLongestWaitForSharedMemory);
+      std::clamp((deadline - clock_.Now()) / 2, absl::Seconds(1),
+                 kLongestWaitForSharedMemory + TimeForMemory(options_.job));
   absl::StatusOr<std::unique_ptr<SharedMapping>> shared = SharedMapping::Connect(
       offer, RankMemoryLayout(layout_, options_.job.groups, options_.rank), limit);
   if (shared.ok()) {
@@ -198,14 +200,21 @@ void SessionImpl::OnEnded(const absl::Status& status) {
 
 // ---------------------------------------------------------------- the step
 
-absl::Status SessionImpl::CheckInStep(const char* call) const {
+absl::Status SessionImpl::CheckNotDiscarding(const char* call) const {
   BALLAST_RETURN_IF_ERROR(progress_.failure());
+  if (!progress_.discarding()) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat(
+      Context(), ": ", call, " while the step is being discarded; call Discard again"));
+}
+
+absl::Status SessionImpl::CheckInStep(const char* call) const {
+  BALLAST_RETURN_IF_ERROR(CheckNotDiscarding(call));
   if (progress_.step() != 0) return absl::OkStatus();
   return absl::FailedPreconditionError(absl::StrCat(Context(), ": ", call, " before BeginStep"));
 }
 
 absl::Status SessionImpl::CheckBetweenSteps(const char* call) const {
-  BALLAST_RETURN_IF_ERROR(progress_.failure());
+  BALLAST_RETURN_IF_ERROR(CheckNotDiscarding(call));
   if (progress_.step() == 0) return absl::OkStatus();
   return absl::FailedPreconditionError(absl::StrCat(
       Context(), ": ", call, " in the middle of a step; seal and receive its weights first"));
@@ -224,6 +233,7 @@ absl::Status SessionImpl::BeginStep(const StepSettings& settings) {
   v1::TrainRequest request;
   v1::BeginStep& begin = *request.mutable_begin_step();
   begin.set_step(step);
+  begin.set_attempt(progress_.at().attempt);
   begin.set_loss_scale(settings.scale.loss_scale);
   begin.set_trainer_state(settings.trainer_state);
   begin.mutable_divisors()->Add(settings.scale.divisors.begin(), settings.scale.divisors.end());
@@ -235,8 +245,11 @@ absl::Status SessionImpl::BeginStep(const StepSettings& settings) {
   return log_.Send(std::move(request));
 }
 
-absl::Status SessionImpl::CheckPush(const GradientPush& push) const {
-  BALLAST_RETURN_IF_ERROR(CheckInStep("Push"));
+absl::Status SessionImpl::CheckPush(const GradientPush& push, StepAttempt at) const {
+  BALLAST_RETURN_IF_ERROR(progress_.failure());
+  if (at.step == 0) {
+    return absl::FailedPreconditionError(absl::StrCat(Context(), ": Push before BeginStep"));
+  }
   const auto refuse = [&](const std::string& why) {
     return absl::InvalidArgumentError(absl::StrCat(Context(), ": chunk ", push.chunk, ": ", why));
   };
@@ -274,13 +287,15 @@ bool SessionImpl::PushInPlace(GradientPush& push) {
 }
 
 absl::Status SessionImpl::Push(GradientPush push) {
-  const Callers::Entry entry(pushes_);  // The destructor waits for this call.
-  if (absl::Status status = CheckPush(push); !status.ok()) {
+  const Callers::Entry entry(pushes_);    // The destructor waits for this call.
+  const StepAttempt at = progress_.at();  // Another thread may discard it.
+  if (absl::Status status = CheckPush(push, at); !status.ok()) {
     if (push.released) push.released();
     return status;
   }
   v1::GradientHeader header;
-  header.set_step(progress_.step());
+  header.set_step(at.step);
+  header.set_attempt(at.attempt);
   header.set_chunk(static_cast<uint32_t>(push.chunk));
   header.set_micro_step_begin(push.micro_step_begin);
   header.set_micro_step_end(push.micro_step_end);
@@ -300,7 +315,8 @@ absl::Status SessionImpl::EndMicroStep(uint32_t micro_step, const UsedParameters
   BALLAST_RETURN_IF_ERROR(CheckInStep("EndMicroStep"));
   v1::TrainRequest request;
   v1::EndMicroStep& end = *request.mutable_end_micro_step();
-  end.set_step(progress_.step());
+  end.set_step(progress_.at().step);
+  end.set_attempt(progress_.at().attempt);
   end.set_micro_step(micro_step);
   end.set_all_used(used.all);
   if (used.non_finite.has_value()) {
@@ -319,7 +335,8 @@ absl::StatusOr<StepDecision> SessionImpl::Seal(uint32_t micro_steps) {
   BALLAST_RETURN_IF_ERROR(CheckInStep("Seal"));
   if (progress_.StartSeal()) {
     v1::TrainRequest request;
-    request.mutable_seal()->set_step(progress_.step());
+    request.mutable_seal()->set_step(progress_.at().step);
+    request.mutable_seal()->set_attempt(progress_.at().attempt);
     request.mutable_seal()->set_micro_steps(micro_steps);
     BALLAST_RETURN_IF_ERROR(log_.Send(std::move(request)));
   }
@@ -358,6 +375,22 @@ absl::Status SessionImpl::ExplainSeal(const absl::Status& status) const {
                                     : absl::StrCat("rank ", absl::StrJoin(ranks, ", ")),
                       "; wait with another Seal, or abort the step")),
                   Context());
+}
+
+absl::Status SessionImpl::Discard() {
+  BALLAST_RETURN_IF_ERROR(progress_.failure());
+  BALLAST_RETURN_IF_ERROR(CheckTakesSteps("Discard"));
+  if (progress_.StartDiscard()) {
+    const StepAttempt at = progress_.at();
+    v1::TrainRequest request;
+    request.mutable_discard()->set_step(at.step != 0 ? at.step : committed_step_ + 1);
+    request.mutable_discard()->set_attempt(at.attempt);
+    BALLAST_RETURN_IF_ERROR(log_.Send(std::move(request)));
+  }
+  const absl::Status discarded = progress_.AwaitDiscarded(options_.seal_timeout);
+  if (discarded.ok()) return discarded;
+  BALLAST_RETURN_IF_ERROR(progress_.failure());
+  return Annotate(discarded, Context());
 }
 
 absl::Status SessionImpl::ReceiveWeights() {

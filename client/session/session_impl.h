@@ -51,6 +51,7 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   absl::Status Push(GradientPush push) override;
   absl::Status EndMicroStep(uint32_t micro_step, const UsedParameters& used) override;
   absl::StatusOr<StepDecision> Seal(uint32_t micro_steps) override;
+  absl::Status Discard() override;
   absl::Status ReceiveWeights() override;
   double update_seconds() const override { return update_seconds_; }
 
@@ -79,6 +80,7 @@ class SessionImpl final : public Session, private StreamKeeper::User {
                                absl::Duration limit) override;
   void OnEnded(const absl::Status& status) override;
   absl::Status OnSealRefused(const v1::SealRefused& refused);
+  absl::Status OnDiscarded(const v1::Discarded& discarded);
   void OnWaiting(const v1::Waiting& waiting);
   absl::Status OnDecision(const v1::StepDecision& message);
   absl::Status OnWeights(const v1::WeightHeader& header, PayloadPieces payload);
@@ -105,11 +107,13 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   std::string Context() const override;
   // OK if a step is open and the stream is sound.
   absl::Status CheckInStep(const char* call) const;
+  // OK if no discard is under way and the stream is sound.
+  absl::Status CheckNotDiscarding(const char* call) const;
   // OK if the session was opened for steps.
   absl::Status CheckTakesSteps(const char* call) const;
   // OK if no step is open and the stream is sound.
   absl::Status CheckBetweenSteps(const char* call) const;
-  absl::Status CheckPush(const GradientPush& push) const;
+  absl::Status CheckPush(const GradientPush& push, StepAttempt at) const;
   absl::Status ExplainSeal(const absl::Status& status) const;
 
   Callers pushes_;

@@ -44,6 +44,8 @@ absl::Status SessionImpl::OnMessage(const v1::TrainResponse& message, PayloadPie
       return OnCommitted(message.committed());
     case v1::TrainResponse::kSharedWeights:
       return OnSharedWeights(message.shared_weights());
+    case v1::TrainResponse::kDiscarded:
+      return OnDiscarded(message.discarded());
     case v1::TrainResponse::kOpened:        // The keeper's.
     case v1::TrainResponse::kAcknowledged:  // The keeper's.
     case v1::TrainResponse::KIND_NOT_SET:   // A kind of a newer service.
@@ -53,13 +55,25 @@ absl::Status SessionImpl::OnMessage(const v1::TrainResponse& message, PayloadPie
 }
 
 absl::Status SessionImpl::OnSealRefused(const v1::SealRefused& refused) {
+  const StepAttempt at = {refused.step(), refused.attempt()};
   // Before the trainer is notified, and seals again.
-  log_.SealRefused();
+  log_.SealRefused(at);
   absl::Status why = absl::FailedPreconditionError(refused.message());
   if (refused.reason() != v1::ERROR_REASON_UNSPECIFIED) {
     why = WithReason(std::move(why), v1::ErrorReason_Name(refused.reason()));
   }
-  return progress_.Refused(refused.step(), std::move(why));
+  return progress_.Refused(at, std::move(why));
+}
+
+absl::Status SessionImpl::OnDiscarded(const v1::Discarded& discarded) {
+  if (progress_.discarding()) {
+    // Before the trainer is notified, and begins again. What came ahead for the attempt is
+    // nobody's, and the service reads none of its gradients.
+    log_.Discarded();
+    DropProvisionalWeights();
+    places_.FreeAll();
+  }
+  return progress_.Discarded({discarded.step(), discarded.attempt()});
 }
 
 void SessionImpl::OnWaiting(const v1::Waiting& waiting) {

@@ -22,6 +22,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "client/transport/steady_deadline.h"
+#include "cpu_optimizer_service/common/system/populate_pages.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/shared_memory_protocol.h"
 
@@ -188,15 +189,13 @@ absl::StatusOr<std::byte*> Map(int file, size_t bytes) {
     munmap(memory, bytes);
     return failed;
   }
-#ifdef MADV_POPULATE_WRITE
-  // Allocates the pages now rather than one by one in the first step. EINVAL: a kernel before 5.14.
-  if (madvise(memory, bytes, MADV_POPULATE_WRITE) != 0 && errno != EINVAL) {
-    const absl::Status failed = absl::FailedPreconditionError(
-        absl::StrCat("the service's memory file has holes: ", std::strerror(errno)));
+  // Maps the pages now rather than one by one in the first step. EINVAL: a kernel before 5.14.
+  const int populated = PopulatePages(static_cast<std::byte*>(memory), bytes);
+  if (populated != 0 && populated != EINVAL) {
     munmap(memory, bytes);
-    return failed;
+    return absl::FailedPreconditionError(
+        absl::StrCat("the service's memory file has holes: ", std::strerror(populated)));
   }
-#endif
   return static_cast<std::byte*>(memory);
 }
 

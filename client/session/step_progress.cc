@@ -15,9 +15,9 @@ absl::Status TimedOut(const char* awaited, absl::Duration limit) {
 
 }  // namespace
 
-void StepProgress::Begin(uint64_t step) {
-  MutexLock lock(mutex_);
-  step_ = step;
+void StepProgress::Forget() {
+  step_ = 0;
+  discarding_ = false;
   seal_is_out_ = false;
   refusal_.reset();
   awaited_ranks_.clear();
@@ -25,12 +25,34 @@ void StepProgress::Begin(uint64_t step) {
   update_seconds_.reset();
 }
 
-uint64_t StepProgress::step() const {
+void StepProgress::Begin(uint64_t step) {
   MutexLock lock(mutex_);
-  return step_;
+  Forget();
+  step_ = step;
+  newest_ = {step, attempt_};
 }
 
-void StepProgress::End() { Begin(0); }
+StepAttempt StepProgress::at() const {
+  MutexLock lock(mutex_);
+  return {step_, attempt_};
+}
+
+void StepProgress::End() {
+  MutexLock lock(mutex_);
+  Forget();
+  attempt_ = 0;
+}
+
+bool StepProgress::StartDiscard() {
+  MutexLock lock(mutex_);
+  if (decision_.has_value()) return false;
+  return !std::exchange(discarding_, true);
+}
+
+bool StepProgress::discarding() const {
+  MutexLock lock(mutex_);
+  return discarding_;
+}
 
 bool StepProgress::StartSeal() {
   MutexLock lock(mutex_);
@@ -47,12 +69,29 @@ absl::Status StepProgress::CheckStep(const char* what, uint64_t step) const {
                                           " while this rank is at step ", step_));
 }
 
-absl::Status StepProgress::Refused(uint64_t step, absl::Status why) {
+absl::Status StepProgress::Refused(StepAttempt at, absl::Status why) {
   MutexLock lock(mutex_);
-  if (absl::Status status = CheckStep("the refusal of a seal", step); !status.ok()) return status;
+  if (at < newest_) return absl::OkStatus();
+  if (absl::Status status = CheckStep("the refusal of a seal", at.step); !status.ok()) {
+    return status;
+  }
   refusal_ = std::move(why);
   seal_is_out_ = false;
   awaited_ranks_.clear();  // They were awaited by the seal that was refused.
+  changed_.NotifyAll();
+  return absl::OkStatus();
+}
+
+absl::Status StepProgress::Discarded(StepAttempt at) {
+  MutexLock lock(mutex_);
+  if (!discarding_ || at.attempt != attempt_ + 1) {
+    return absl::InternalError(absl::StrCat("the service has discarded up to attempt ", at.attempt,
+                                            " of step ", at.step, discarding_ ? "" : ", unasked,",
+                                            " while this rank is in attempt ", attempt_));
+  }
+  Forget();
+  attempt_ = at.attempt;
+  newest_ = at;
   changed_.NotifyAll();
   return absl::OkStatus();
 }
@@ -66,6 +105,7 @@ absl::Status StepProgress::Decided(StepDecision decision) {
   MutexLock lock(mutex_);
   if (absl::Status status = CheckStep("the decision", decision.step); !status.ok()) return status;
   decision_ = std::move(decision);
+  discarding_ = false;  // It came too late, and this is the answer.
   changed_.NotifyAll();
   return absl::OkStatus();
 }
@@ -103,6 +143,24 @@ absl::StatusOr<StepDecision> StepProgress::AwaitDecision(absl::Duration limit) {
     if (!failure_.ok()) return failure_;
     if (refusal_.has_value()) return *refusal_;
     if (!in_time) return TimedOut("the decision", limit);
+    in_time = changed_.WaitUntil(mutex_, deadline);
+  }
+}
+
+absl::Status StepProgress::AwaitDiscarded(absl::Duration limit) {
+  const auto deadline = SteadyDeadline(limit);
+  MutexLock lock(mutex_);
+  bool in_time = true;
+  for (;;) {
+    if (decision_.has_value()) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("step ", step_,
+                       " is decided and can no longer be discarded; receive its "
+                       "weights"));
+    }
+    if (!discarding_) return absl::OkStatus();
+    if (!failure_.ok()) return failure_;
+    if (!in_time) return TimedOut("the answer to the discard", limit);
     in_time = changed_.WaitUntil(mutex_, deadline);
   }
 }

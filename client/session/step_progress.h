@@ -15,24 +15,34 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "client/session.h"
+#include "cpu_optimizer_service/common/step_settings.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
 
 namespace ballast::client {
 
 class StepProgress {
  public:
-  // Forgets the previous step.
+  // Forgets the previous step, or the attempt at this one that was discarded.
   void Begin(uint64_t step);
-  uint64_t step() const;  // 0: none is open.
+  uint64_t step() const { return at().step; }  // 0: none is open.
+  // The attempt too, which of a step that is not begun is the next.
+  StepAttempt at() const;
   // The step is over on this rank.
   void End();
 
   // True, once, if a seal has to be sent: there is no decision, and no seal was sent or the last
   // one was refused.
   bool StartSeal();
+  // True, once, if a discard has to be sent: there is no decision, and none was sent. From then on
+  // until its answer `discarding` is true.
+  bool StartDiscard();
+  bool discarding() const;
 
   // From the stream. INTERNAL if the message is not of the step in progress, or is out of order.
-  absl::Status Refused(uint64_t step, absl::Status why);
+  // Of an older attempt, a refusal means nothing.
+  absl::Status Refused(StepAttempt at, absl::Status why);
+  // The rank is in attempt `at` from now on, and has not begun it.
+  absl::Status Discarded(StepAttempt at);
   absl::Status Decided(StepDecision decision);
   absl::Status Committed(uint64_t step, double update_seconds);
   // It may arrive after the decision and the end of its step; then it is ignored.
@@ -44,6 +54,8 @@ class StepProgress {
   // Waits for the decision, which stays. FAILED_PRECONDITION with the message of a refusal;
   // DEADLINE_EXCEEDED.
   absl::StatusOr<StepDecision> AwaitDecision(absl::Duration limit);
+  // Waits for the answer to the discard that was sent. FAILED_PRECONDITION: the step is decided.
+  absl::Status AwaitDiscarded(absl::Duration limit);
   // Waits for the end of the step. Returns the update seconds.
   absl::StatusOr<double> AwaitCommitted(absl::Duration limit);
 
@@ -64,10 +76,15 @@ class StepProgress {
   absl::Status CheckStep(const char* what, uint64_t step) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
+  void Forget() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
   mutable Mutex mutex_;
   CondVar changed_;
   absl::Status failure_ ABSL_GUARDED_BY(mutex_);
   uint64_t step_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint32_t attempt_ ABSL_GUARDED_BY(mutex_) = 0;    // At the step, or at the next one.
+  StepAttempt newest_ ABSL_GUARDED_BY(mutex_) = 0;  // That was begun, or came after a discard.
+  bool discarding_ ABSL_GUARDED_BY(mutex_) = false;
   bool seal_is_out_ ABSL_GUARDED_BY(mutex_) = false;
   std::optional<absl::Status> refusal_ ABSL_GUARDED_BY(mutex_);
   std::vector<int> awaited_ranks_ ABSL_GUARDED_BY(mutex_);

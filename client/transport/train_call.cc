@@ -58,7 +58,8 @@ class GrpcTrainCall final : public TrainCall {
   enum class Event : int { kStarted, kRead, kWritten, kWoken, kFinished };
 
   static bool SameExceptChunks(const v1::SharedGradients& a, const v1::SharedGradients& b) {
-    return a.step() == b.step() && a.micro_step_begin() == b.micro_step_begin() &&
+    return a.step() == b.step() && a.attempt() == b.attempt() &&
+           a.micro_step_begin() == b.micro_step_begin() &&
            a.micro_step_end() == b.micro_step_end() && a.final() == b.final();
   }
 
@@ -202,6 +203,7 @@ v1::TrainRequest SharedGradientRequest(const v1::GradientHeader& header) {
   v1::TrainRequest message;
   v1::SharedGradients& gradients = *message.mutable_shared_gradients();
   gradients.set_step(header.step());
+  gradients.set_attempt(header.attempt());
   gradients.set_micro_step_begin(header.micro_step_begin());
   gradients.set_micro_step_end(header.micro_step_end());
   gradients.set_final(header.final());

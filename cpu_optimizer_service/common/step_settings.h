@@ -3,6 +3,7 @@
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_STEP_SETTINGS_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_STEP_SETTINGS_H_
 
+#include <compare>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -16,6 +17,16 @@
 namespace ballast {
 
 inline constexpr size_t kMaxTrainerStateBytes = 4096;
+
+// A step, and the how manyth try at it. Each rank counts its attempts at a step from 0, and goes on
+// to the next by discarding what it gave in this one.
+struct StepAttempt {
+  // Implicit: the first attempt is what a step is, where nothing is discarded.
+  StepAttempt(uint64_t step, uint32_t attempt = 0) : step(step), attempt(attempt) {}
+  uint64_t step = 0;
+  uint32_t attempt = 0;
+  auto operator<=>(const StepAttempt&) const = default;
+};
 
 // What begin_step says. All ranks say the same.
 struct StepSettings {

@@ -1,6 +1,10 @@
 #include "cpu_optimizer_service/host/helper_threads.h"
 
+#include <new>
+#include <system_error>
 #include <utility>
+
+#include "cpu_optimizer_service/common/system/memory_guard.h"
 
 namespace ballast {
 
@@ -23,7 +27,21 @@ void HelperThreads::Run(std::function<void()> task) {
     MutexLock lock(mutex_);
     if (stopped_) return;
     tasks_.push_back(std::move(task));
-    if (idle_ < tasks_.size() && threads_.size() < most_) threads_.emplace_back([this] { Help(); });
+    if (idle_ < tasks_.size() && threads_.size() < most_) {
+      try {
+        threads_.emplace_back([this] { Help(); });
+      } catch (const std::system_error&) {  // The system has no thread: those there are help.
+        if (threads_.empty()) {
+          tasks_.pop_back();
+          throw std::bad_alloc();
+        }
+      } catch (const std::bad_alloc&) {
+        if (threads_.empty()) {
+          tasks_.pop_back();
+          throw;
+        }
+      }
+    }
   }
   changed_.NotifyOne();
 }
@@ -40,7 +58,8 @@ void HelperThreads::Help() {
       task = std::move(tasks_.front());
       tasks_.pop_front();
     }
-    task();
+    // A task says by itself that it had no memory; one that did not is over.
+    (void)RunsInMemory(task);
   }
 }
 

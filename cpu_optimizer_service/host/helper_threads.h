@@ -12,7 +12,7 @@
 
 namespace ballast {
 
-// Thread-safe. The caller of Run bounds the number of tasks.
+// Thread-safe. The caller of Run bounds the number of tasks; it may get a std::bad_alloc.
 class HelperThreads {
  public:
   explicit HelperThreads(size_t most) : most_(most) {}

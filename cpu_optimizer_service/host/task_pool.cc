@@ -6,10 +6,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <exception>
 #include <optional>
 #include <utility>
 #include <vector>
 
+#include "cpu_optimizer_service/common/system/memory_guard.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
 #include "cpu_optimizer_service/common/system/parallel_for.h"
 
@@ -182,10 +184,6 @@ int TaskPool::NodeOf(int64_t index, int64_t count) const {
 }
 
 void TaskPool::Start(std::function<void()> task, int node) {
-  {
-    MutexLock lock(impl_->mutex);
-    ++impl_->running;
-  }
   struct Started {
     ~Started() { edge.Acquire(); }  // The later of the two frees what both have used.
     std::function<void()> task;
@@ -197,7 +195,7 @@ void TaskPool::Start(std::function<void()> task, int node) {
   if (node == kAnyNode) {
     node = static_cast<int>(impl_->next_node.fetch_add(1) % impl_->nodes.size());
   }
-  impl_->nodes[node]->arena.enqueue([impl = impl_.get(), started, node] {
+  const auto run = [impl = impl_.get(), started, node] {
     const ScopedPlace place({impl, node});
     started->edge.Acquire();
     started->task();
@@ -205,7 +203,18 @@ void TaskPool::Start(std::function<void()> task, int node) {
     started->edge.Release();
     MutexLock lock(impl->mutex);
     if (--impl->running == 0) impl->idle.NotifyAll();
-  });
+  };
+  {
+    MutexLock lock(impl_->mutex);
+    ++impl_->running;
+  }
+  try {
+    impl_->nodes[node]->arena.enqueue(run);
+  } catch (...) {  // It has not taken it.
+    MutexLock lock(impl_->mutex);
+    --impl_->running;
+    throw;
+  }
 }
 
 void TaskPool::Impl::Work(TaskPool& pool, std::shared_ptr<Loop> loop, int node) {
@@ -213,8 +222,11 @@ void TaskPool::Impl::Work(TaskPool& pool, std::shared_ptr<Loop> loop, int node) 
       [this, &pool, loop = std::move(loop), node] {
         const bool more = loop->RunSlice(loop->shares[node]);
         loop->edge.Release();
-        // Counted as running before this one ends: the pool cannot be gone.
-        if (more) Work(pool, loop, node);
+        if (!more) return;
+        // Counted as running before this one ends: the pool cannot be gone. Without memory to queue
+        // again, this thread goes on.
+        if (!RunsInMemory([&] { Work(pool, loop, node); })) loop->RunAll(loop->shares[node]);
+        loop->edge.Release();
       },
       node);
 }
@@ -228,7 +240,13 @@ std::shared_ptr<Loop> TaskPool::Impl::StartLoop(TaskPool& pool, int64_t count,
   for (int node = 0; node < static_cast<int>(nodes.size()); ++node) {
     const int64_t indices = ends[node] - (node == 0 ? 0 : ends[node - 1]);
     const int64_t workers = std::min<int64_t>(nodes[node]->threads, indices);
-    for (int64_t worker = 0; worker < workers; ++worker) Work(pool, loop, node);
+    for (int64_t worker = 0; worker < workers; ++worker) {
+      if (RunsInMemory([&] { Work(pool, loop, node); })) continue;
+      // From here on it ends, without memory too.
+      loop->RunAll(loop->shares[node]);
+      loop->edge.Release();
+      break;
+    }
   }
   return loop;
 }
@@ -247,9 +265,18 @@ void TaskPool::ForEach(int64_t count, absl::FunctionRef<void(int64_t)> body) {
     Mutex mutex;
     CondVar changed;
     bool reached ABSL_GUARDED_BY(mutex) = false;
+    std::exception_ptr thrown ABSL_GUARDED_BY(mutex);  // By a body, first.
   } end;
   const std::shared_ptr<Loop> loop = impl_->StartLoop(
-      *this, count, [body](int64_t index) { body(index); },
+      *this, count,
+      [body, &end](int64_t index) {
+        try {
+          body(index);
+        } catch (...) {
+          MutexLock lock(end.mutex);
+          if (end.thrown == nullptr) end.thrown = std::current_exception();
+        }
+      },
       [&end] {
         end.edge.Release();
         MutexLock lock(end.mutex);
@@ -264,6 +291,7 @@ void TaskPool::ForEach(int64_t count, absl::FunctionRef<void(int64_t)> body) {
   MutexLock lock(end.mutex);
   while (!end.reached) end.changed.Wait(end.mutex);
   end.edge.Acquire();
+  if (end.thrown != nullptr) std::rethrow_exception(end.thrown);
 }
 
 int TaskPool::CurrentNode() const {

@@ -38,13 +38,15 @@ class TaskPool {
   int threads_of(int node) const;
   int NodeOf(int64_t index, int64_t count) const;
 
-  // Runs `task` on a worker, of `node` if that is given, soon; does not wait.
+  // Runs `task`, which must not throw, on a worker, of `node` if given, soon; does not wait.
+  // Throws std::bad_alloc, and has done nothing then.
   void Start(std::function<void()> task, int node = kAnyNode);
   // Runs body(0) ... body(count - 1), spread over the workers, and then `then`, on one of them;
-  // does not wait. For tasks, which must not block their thread.
+  // does not wait. For tasks, which must not block their thread. Neither must throw. Throws
+  // std::bad_alloc before it has begun; after that, what no worker can be queued for runs here.
   void ForEach(int64_t count, std::function<void(int64_t)> body, std::function<void()> then);
-  // The same, and waits. Called from within a task, that task's own thread runs what no other has
-  // begun, whichever node it belongs to, so that tasks never wait for one another.
+  // The same, and waits; then throws a body's first exception. From within a task, that task's own
+  // thread runs what no other has begun, of any node, so that tasks never wait for one another.
   void ForEach(int64_t count, absl::FunctionRef<void(int64_t)> body);
 
   // With several nodes: the one whose worker calls; -1 for a thread that is none of ours, and with

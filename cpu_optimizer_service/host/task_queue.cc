@@ -2,9 +2,11 @@
 
 #include <chrono>
 #include <deque>
+#include <new>
 #include <utility>
 #include <vector>
 
+#include "cpu_optimizer_service/common/system/memory_guard.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
 
 namespace ballast {
@@ -20,10 +22,10 @@ struct TaskQueue::State : std::enable_shared_from_this<State> {
   void StartTaker(int node) {
     pool.Start([self = shared_from_this(), node] { self->Take(node); }, node);
   }
-  // Runs what waits for `node`, for a slice.
+  // Runs what waits for `node`, for a slice; without memory to queue for the next one, all of it.
   void Take(int node) {
-    const auto end = std::chrono::steady_clock::now() + TaskPool::kSlice;
-    do {
+    auto end = std::chrono::steady_clock::now() + TaskPool::kSlice;
+    while (true) {
       std::function<void()> task;
       {
         MutexLock lock(mutex);
@@ -36,8 +38,11 @@ struct TaskQueue::State : std::enable_shared_from_this<State> {
         of.tasks.pop_front();
       }
       task();
-    } while (std::chrono::steady_clock::now() < end);
-    StartTaker(node);
+      task = nullptr;
+      if (std::chrono::steady_clock::now() < end) continue;
+      if (RunsInMemory([&] { StartTaker(node); })) return;
+      end += TaskPool::kSlice;
+    }
   }
 
   TaskPool& pool;
@@ -61,7 +66,16 @@ void TaskQueue::Start(std::function<void()> task, int node) {
     if (of.takers == state->pool.threads_of(node)) return;
     ++of.takers;
   }
-  state->StartTaker(node);
+  if (RunsInMemory([&] { state->StartTaker(node); })) return;
+  std::function<void()> dropped;  // Destroyed without the lock.
+  {
+    MutexLock lock(state->mutex);
+    State::Node& of = state->nodes[node];
+    if (--of.takers > 0 || of.tasks.empty()) return;  // Those who are there take it, too.
+    dropped = std::move(of.tasks.back());
+    of.tasks.pop_back();
+  }
+  throw std::bad_alloc();
 }
 
 }  // namespace ballast

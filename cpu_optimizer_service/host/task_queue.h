@@ -18,7 +18,8 @@ class TaskQueue {
  public:
   explicit TaskQueue(TaskPool& pool);
 
-  // Runs `task` on a worker, of `node` if that is given, soon; does not wait.
+  // Runs `task`, which must not throw, on a worker, of `node` if given, soon; does not wait.
+  // Throws std::bad_alloc, and has done nothing then.
   void Start(std::function<void()> task, int node = TaskPool::kAnyNode);
 
  private:

@@ -28,6 +28,7 @@ constexpr std::array<std::array<Answer, kPhases>, kAdmissions> kTable = {{
     {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},  // kSnapshot
     {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},  // kRead
     {kGrant, kGrant, kBusy, kBusy, kGrant, kBusy, kLoad, kClos},  // kReadNow
+    {kGrant, kGrant, kWait, kWait, kGrant, kWait, kLoad, kClos},  // kDiscard
     {kNone, kGrant, kGrant, kGrant, kLate, kNone, kLoad, kClos},  // kAbort
     {kGone, kGone, kGrant, kGone, kGone, kGone, kGone, kClos},    // kDecide
     {kGone, kGone, kGone, kGrant, kGone, kGone, kGone, kClos},    // kUpdate
@@ -62,20 +63,27 @@ std::string_view Name(Phase phase) {
 
 std::string_view Name(Admission admission) {
   constexpr std::array<std::string_view, kAdmissions> kNames = {
-      "attach",       "open stream", "quiet rank",    "rank memory", "snapshot",
-      "read",         "read now",    "abort",         "decide",      "update",
-      "finish clear", "load",        "replace state", "close"};
+      "attach", "open stream",  "quiet rank", "rank memory",   "snapshot",
+      "read",   "read now",     "discard",    "abort",         "decide",
+      "update", "finish clear", "load",       "replace state", "close"};
   return kNames[static_cast<int>(admission)];
 }
 
-Answer Ask(Admission admission, const GateState& state, int64_t rank_adding) {
+Answer Ask(Admission admission, const GateState& state, const RankUnderWay& rank) {
+  if (state.broken && state.phase != Phase::kClosed) {
+    return admission == Admission::kClose ? Answer::kGranted : Answer::kBroken;
+  }
   const Answer answer = kTable[static_cast<int>(admission)][static_cast<int>(state.phase)];
   if (answer != Answer::kGranted) return answer;
   if (state.torn && NeedsWholeState(admission)) return Answer::kTorn;
   bool waits = false;
   switch (admission) {
     case Admission::kQuietRank:
-      waits = rank_adding > 0;
+      waits = rank.adding > 0;
+      break;
+    case Admission::kDiscard:
+      // In other phases there is nothing to take back, which is the call's to say.
+      waits = state.phase == Phase::kOpen && (rank.adding > 0 || rank.computing > 0);
       break;
     case Admission::kRead:
       // Readers that come after the seal let its decision pass, or they could hold it back for
@@ -132,6 +140,7 @@ void Gate::GiveTurns() {
 }
 
 void Gate::Move(Phase from, Phase to) {
+  if (state_.broken) return;
   Check(state_.phase == from, "a job moves only from the phase before");
   state_.phase = to;
 }
@@ -152,12 +161,14 @@ void Gate::Commit() {
 }
 
 void Gate::EndDeciding() {
+  if (state_.broken) return;
   Check(state_.phase == Phase::kClearing && state_.deciding,
         "a decision ends without its commit only when its step is cleared");
   state_.deciding = false;
 }
 
 void Gate::StartClearing() {
+  if (state_.broken) return;
   Check(state_.phase <= Phase::kDeciding, "only an undecided step is cleared");
   state_.phase = Phase::kClearing;
 }
@@ -170,27 +181,40 @@ void Gate::FinishLoading(bool torn) {
   state_.torn = torn;
 }
 
-void Gate::Close() { Move(Phase::kIdle, Phase::kClosed); }
+void Gate::Close() {
+  Check(state_.broken || state_.phase == Phase::kIdle, "a job is closed between steps");
+  state_.phase = Phase::kClosed;
+}
 
 void Gate::StopReading() {
+  if (state_.broken) return;
   Check(state_.readers > 0, "a reader stops once");
   --state_.readers;
 }
 
 void Gate::StartAdding(int rank) {
-  ++rank_adding_[rank];
+  ++ranks_[rank].adding;
   ++state_.adding;
 }
 
 void Gate::StopAdding(int rank) {
-  Check(rank_adding_[rank] > 0, "a contribution is added once");
-  --rank_adding_[rank];
+  if (state_.broken) return;
+  Check(ranks_[rank].adding > 0, "a contribution is added once");
+  --ranks_[rank].adding;
   --state_.adding;
 }
 
-void Gate::StopComputing(int64_t count) {
-  Check(state_.computing >= count, "what is computed ends once");
-  state_.computing -= count;
+void Gate::StartComputing(int rank) {
+  if (rank >= 0) ++ranks_[rank].computing;
+  ++state_.computing;
+}
+
+void Gate::StopComputing(int rank) {
+  if (state_.broken) return;
+  Check(state_.computing > 0 && (rank < 0 || ranks_[rank].computing > 0),
+        "what is computed ends once");
+  if (rank >= 0) --ranks_[rank].computing;
+  --state_.computing;
 }
 
 }  // namespace ballast

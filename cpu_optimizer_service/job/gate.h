@@ -11,6 +11,9 @@
 //        +---- cleared ---------------- clearing ---> loading --loaded--> idle
 //                                         +---------> closed
 //
+// A job for whose work there was no memory is broken, in whatever phase it was: it can be closed,
+// and nothing else. What was under way ends, and moves it no more.
+//
 // Beside the phase, the gate counts what is under way outside the job's lock: readers of committed
 // state, which hold back a decision and a load; ranks that add gradients, sums and provisional
 // updates that are computed, which a decision or a clearing waits for.
@@ -55,6 +58,7 @@ enum class Admission : uint8_t {
   kSnapshot,      // Chunks are pinned at the committed step.
   kRead,          // State is read where it lies.
   kReadNow,       // As kRead, for a chunk at the newest step; never waits.
+  kDiscard,       // A rank takes back what it gave; nothing is being computed from that any more.
   kAbort,         // An operator aborts the step; never waits.
   kDecide,        // A sealed step begins to be decided.
   kUpdate,        // The decision is made: nothing is being computed any more.
@@ -63,7 +67,7 @@ enum class Admission : uint8_t {
   kReplaceState,  // A load writes: nothing is read any more.
   kClose,
 };
-inline constexpr int kAdmissions = 14;
+inline constexpr int kAdmissions = 15;
 
 std::string_view Name(Phase phase);
 std::string_view Name(Admission admission);
@@ -71,6 +75,7 @@ std::string_view Name(Admission admission);
 // All that an answer depends on.
 struct GateState {
   Phase phase = Phase::kIdle;
+  bool broken = false;
   bool torn = false;      // State is half loaded: only a load helps.
   bool deciding = false;  // A decision's task is under way; during kClearing it ends without one.
   int64_t readers = 0;
@@ -88,14 +93,20 @@ enum class Answer : uint8_t {
   kNoStep,    // Refused: no undecided step is in progress.
   kDecided,   // Refused: the step in progress is decided.
   kAborted,   // Refused: the step that was to be decided is gone.
+  kBroken,    // Refused: the job is broken.
 };
 
-// `rank_adding`: contributions of the rank in question that are being added.
-Answer Ask(Admission admission, const GateState& state, int64_t rank_adding = 0);
+// Of the rank in question: contributions that are being added, and sums and provisional updates
+// that are computed from what it gave.
+struct RankUnderWay {
+  int64_t adding = 0;
+  int64_t computing = 0;
+};
+Answer Ask(Admission admission, const GateState& state, const RankUnderWay& rank = {});
 
 class Gate {
  public:
-  explicit Gate(int world_size) : rank_adding_(world_size, 0) {}
+  explicit Gate(int world_size) : ranks_(world_size) {}
 
   // Called once, under the job's lock: with kGranted, with the reason of a refusal, or with nullopt
   // if the caller has cancelled.
@@ -104,7 +115,7 @@ class Gate {
   const GateState& state() const { return state_; }
   Phase phase() const { return state_.phase; }
   Answer Ask(Admission admission, int rank = -1) const {
-    return ballast::Ask(admission, state_, rank < 0 ? 0 : rank_adding_[rank]);
+    return ballast::Ask(admission, state_, rank < 0 ? RankUnderWay() : ranks_[rank]);
   }
 
   // Calls the turn now, or keeps it until its answer is not kWaits; then returns a number for
@@ -116,7 +127,7 @@ class Gate {
   // until no answer changes. The job calls it before it gives up its lock.
   void GiveTurns();
 
-  // The moves. Each checks its precondition.
+  // The moves. Each checks its precondition, and does nothing to a broken job.
   void BeginStep();               // idle -> open
   void Seal();                    // open -> sealed
   void StartDeciding();           // sealed -> deciding
@@ -127,14 +138,16 @@ class Gate {
   void FinishClearing();          // clearing -> idle
   void StartLoading();            // idle -> loading
   void FinishLoading(bool torn);  // loading -> idle
-  void Close();                   // idle -> closed
+  void Close();                   // idle, or broken -> closed
+  void Break() { state_.broken = true; }
 
   void StartReading() { ++state_.readers; }
   void StopReading();
   void StartAdding(int rank);
   void StopAdding(int rank);
-  void StartComputing(int64_t count = 1) { state_.computing += count; }
-  void StopComputing(int64_t count = 1);
+  // -1: from what all ranks gave.
+  void StartComputing(int rank = -1);
+  void StopComputing(int rank = -1);
 
  private:
   struct Waiting {
@@ -147,7 +160,7 @@ class Gate {
   void Move(Phase from, Phase to);
 
   GateState state_;
-  std::vector<int64_t> rank_adding_;
+  std::vector<RankUnderWay> ranks_;
   uint64_t last_number_ = 0;
   std::deque<Waiting> waiting_;
 };

@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/check.h"
 #include "cpu_optimizer_service/common/float_format.h"
+#include "cpu_optimizer_service/common/overflow.h"
 #include "cpu_optimizer_service/job/chunk_update.h"
 #include "cpu_optimizer_service/job/job_impl.h"
 #include "cpu_optimizer_service/kernels/kernels.h"
@@ -22,10 +23,7 @@ namespace ballast {
 void JobImpl::StartDecisionIfDue() {
   if (gate_.Ask(Admission::kDecide) != Answer::kGranted) return;
   gate_.StartDeciding();
-  RunAfter([self = Self()]() mutable {
-    TaskQueue& tasks = self->tasks_;
-    tasks.Start([self = std::move(self)] { self->RunDecision(); });
-  });
+  RunAfter([self = Self()] { self->StartTask([self] { self->RunDecision(); }); });
 }
 
 void JobImpl::RunDecision() {
@@ -41,9 +39,10 @@ void JobImpl::RunDecision() {
     environment_.tasks->ForEach(
         chunks,
         [self = Self(), step, claimed = std::move(claimed)](int64_t chunk) {
-          if (claimed[chunk]) self->ComputeSums(step, static_cast<int>(chunk), nullptr);
+          if (!claimed[chunk]) return;
+          self->Guarded([&] { self->ComputeSums(step, static_cast<int>(chunk), nullptr); });
         },
-        [self = Self()] { self->DecideWhenComputed(); });
+        [self = Self()] { self->Guarded([&] { self->DecideWhenComputed(); }); });
     return;
   }
   DecideWhenComputed();
@@ -53,6 +52,7 @@ void JobImpl::DecideWhenComputed() {
   // What other tasks still compute is waited for in the gate. The last of them gives the turn, so
   // this goes on on a thread of the engine's.
   Section section(*this);
+  if (broken()) return;
   // Only now, so that provisional updates that were queued before the decision's task have had
   // their turn.
   speculation_.Stop();
@@ -146,12 +146,13 @@ std::string JobImpl::DescribeOverflow(const Draft& draft, const ChunkPiece& piec
                                       const TrialUpdate::NonFinite& found) const {
   const Chunk& chunk = layout_.chunks()[piece.chunk];
   const GradientView gradient = gradients_->view(piece.chunk);
-  return absl::StrCat("the update would leave ", Name(found.plane), " of ",
-                      spec().layout.parameters[piece.parameter].name, " ", found.value,
-                      " at element ", piece.parameter_offset, ", where the gradient from rank ",
-                      chunk.rank, " is ", LoadElement(gradient.data, gradient.dtype, found.element),
-                      " times ", draft.update.multipliers[chunk.group],
-                      "; see to the divisor, the clipping and lr");
+  return ToString(Overflow{.plane = Name(found.plane),
+                           .parameter = spec().layout.parameters[piece.parameter].name,
+                           .element = piece.parameter_offset,
+                           .value = found.value,
+                           .rank = chunk.rank,
+                           .gradient = LoadElement(gradient.data, gradient.dtype, found.element),
+                           .multiplier = draft.update.multipliers[chunk.group]});
 }
 
 JobImpl::Draft JobImpl::MakeDraft(const SealedStep& sealed, absl::Span<const double> group_sums) {
@@ -250,9 +251,9 @@ void JobImpl::CarryOut(UpdatePlan plan) {
   environment_.tasks->ForEach(
       static_cast<int64_t>(layout_.chunks().size()),
       [self = Self(), shared](int64_t chunk) {
-        self->CarryOutChunk(*shared, static_cast<int>(chunk));
+        self->Guarded([&] { self->CarryOutChunk(*shared, static_cast<int>(chunk)); });
       },
-      [self = Self(), shared] { self->Commit(std::move(*shared)); });
+      [self = Self(), shared] { self->Guarded([&] { self->Commit(std::move(*shared)); }); });
 }
 
 int64_t JobImpl::WeightBytes(int index) const {
@@ -334,6 +335,7 @@ void JobImpl::ApplyToChunk(const UpdatePlan& plan, int index) {
 void JobImpl::Commit(UpdatePlan plan) {
   plan.weights_in_place.clear();
   Section section(*this);
+  if (broken()) return;
   const auto* decided = std::get_if<DecidedStep>(&step_);
   Check(decided != nullptr, "only a decided step is committed");
   const double update_seconds = decided->SecondsSinceDecision();
@@ -344,7 +346,7 @@ void JobImpl::Commit(UpdatePlan plan) {
   ledger_.Clear();
   sums_.Clear();
   speculation_.Recycle(std::move(plan.speculation.published));
-  ++attempt_;
+  VoidAllTickets();
   if (plan.outcome.decision.apply) {
     for (size_t p = 0; p < record_.update_counts.size(); ++p) {
       if (plan.update.update_counts[p] > 0) record_.update_counts[p] = plan.update.update_counts[p];
@@ -385,12 +387,16 @@ void JobImpl::Commit(UpdatePlan plan) {
 
 std::optional<Speculation::Task> JobImpl::SpeculateIfWorthwhile(int index, double squared_norm) {
   if (speculation_.update() == nullptr) return std::nullopt;
+  const int owner = layout_.chunks()[index].rank;
+  // Of an attempt that can no longer be decided, nothing is worth it.
+  const auto* open = std::get_if<OpenStep>(&step_);
+  if (open != nullptr && !open->IsLive(owner)) return std::nullopt;
   speculation_.AddSquaredNorm(squared_norm);
   // A chunk of zeros alone is most likely unused, and will be skipped.
   if (spec().unused_policy == UnusedPolicy::kSkip && gradients_->is_zero(index)) {
     return std::nullopt;
   }
-  const RankEntry& rank = ranks_[layout_.chunks()[index].rank];
+  const RankEntry& rank = ranks_[owner];
   if (rank.update_mode != UpdateMode::kSpeculate || !speculation_.Queue(index)) {
     return std::nullopt;
   }
@@ -417,7 +423,7 @@ void JobImpl::StartParked() {
     std::optional<Speculation::Task> task;
     {
       MutexLock lock(mutex_);
-      task = NextParked();
+      if (!broken()) task = NextParked();
     }
     if (!task.has_value()) return;
     StartProvisional(*std::move(task));
@@ -447,8 +453,8 @@ void JobImpl::RunProvisional(Speculation::Task task) {
   const int owner = layout_.chunks()[index].rank;
   {
     MutexLock lock(mutex_);
-    if (!speculation_.Run(task)) return;
-    gate_.StartComputing();
+    if (broken() || !speculation_.Run(task)) return;
+    gate_.StartComputing(owner);
   }
   absl::StatusOr<ChunkStore::Write> write = store_->BeginWrite(index, Destination::kFresh);
   if (write.ok()) {
@@ -459,7 +465,7 @@ void JobImpl::RunProvisional(Speculation::Task task) {
   {
     MutexLock lock(mutex_);
     const RankEntry& rank = ranks_[owner];
-    if (write.ok() && AcceptsProvisional(rank, task.weights)) {
+    if (!broken() && write.ok() && AcceptsProvisional(rank, task.weights)) {
       listener = rank.listener;
       speculation_.Sent(index, rank.stream);
     }
@@ -468,13 +474,14 @@ void JobImpl::RunProvisional(Speculation::Task task) {
     listener->OnProvisionalWeights(update->step, index, std::move(task.weights));
   }
   Section section(*this);
+  if (broken()) return;
   if (write.ok()) {
     speculation_.Finish(*write);
     ++record_.history.speculation.speculated;
   } else {
     speculation_.Fail(index);
   }
-  gate_.StopComputing();
+  gate_.StopComputing(owner);
 }
 
 }  // namespace ballast

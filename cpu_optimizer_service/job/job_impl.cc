@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <new>
+#include <stdexcept>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -100,6 +102,7 @@ JobImpl::JobImpl(JobIdentity identity, Layout layout, const JobEnvironment& envi
       ledger_(static_cast<int64_t>(layout_.chunks().size())),
       sums_(static_cast<int64_t>(layout_.chunks().size())),
       speculation_(layout_, identity_.spec.max_norm),
+      tickets_(layout_.world_size()),
       later_changes_(identity_.spec.groups.size()) {
   record_.generation = identity_.generation;
   record_.update_counts.assign(identity_.spec.layout.parameters.size(), 0);
@@ -118,12 +121,17 @@ absl::Status JobImpl::Allocate() {
     status = AllocateParts();
   }
   BALLAST_RETURN_IF_ERROR(status);
-  // A task, because a buffer may come back anywhere, under whatever lock.
+  broken_ = absl::FailedPreconditionError(
+      absl::StrCat("job ", spec().name,
+                   " is broken: the service's process had no memory for a part of its work (see "
+                   "its limits, ulimit -v and the control group); close it (ballast close ",
+                   spec().name, "), and create it anew or go on from a checkpoint"));
+  // A task, because a buffer may come back anywhere, under whatever lock. Without memory for it the
+  // chunks that wait are updated after the decision.
   const auto start_parked = [weak = weak_from_this()] {
-    auto self = std::static_pointer_cast<JobImpl>(weak.lock());
+    const auto self = std::static_pointer_cast<JobImpl>(weak.lock());
     if (self == nullptr) return;
-    TaskQueue& tasks = self->tasks_;
-    tasks.Start([self = std::move(self)] { self->StartParked(); });
+    (void)RunsInMemory([&] { self->StartTask([self] { self->StartParked(); }); });
   };
   weight_buffers_ = WeightBufferPool::Create(WeightBufferBytes(spec(), layout_),
                                              WeightBufferCount(layout_), start_parked);
@@ -153,10 +161,47 @@ absl::Status JobImpl::AllocateParts() {
 JobImpl::Section::Section(JobImpl& job) : job_(job) { job_.mutex_.Lock(); }
 
 JobImpl::Section::~Section() {
-  job_.gate_.GiveTurns();
+  bool given = true;
+  try {
+    job_.gate_.GiveTurns();
+  } catch (const std::bad_alloc&) {
+    given = false;
+  } catch (const std::length_error&) {
+    given = false;
+  }
   std::vector<After> after = std::exchange(job_.after_, {});
   job_.mutex_.Unlock();
-  for (After& run : after) std::move(run)();
+  if (!given) job_.Break();
+  for (After& run : after) job_.Guarded(std::move(run));
+}
+
+void JobImpl::Break() noexcept {
+  int ranks = 0;
+  {
+    MutexLock lock(mutex_);
+    if (broken() || gate_.phase() == Phase::kClosed) return;
+    gate_.Break();
+    step_ = std::monostate();
+    ranks = ranks_.size();
+  }
+  step_over_.NotifyAll();
+  for (int rank = 0; rank < ranks; ++rank) {
+    std::shared_ptr<RankListener> listener;
+    {
+      MutexLock lock(mutex_);
+      listener = ranks_.CloseStream(rank, /*in_step=*/false);
+    }
+    // One that has no memory to say it either has ended its stream.
+    if (listener != nullptr) (void)RunsInMemory([&] { listener->OnDetached(broken_); });
+  }
+  { const Section section(*this); }  // Those who wait are told.
+  if (environment_.warn) {
+    (void)RunsInMemory([&] { environment_.warn(std::string(broken_.message())); });
+  }
+}
+
+void JobImpl::StartTask(std::function<void()> work, int node) {
+  tasks_.Start([self = Self(), work = std::move(work)] { self->Guarded(work); }, node);
 }
 
 absl::Status JobImpl::StatusOf(std::optional<Answer> answer) const {
@@ -166,6 +211,8 @@ absl::Status JobImpl::StatusOf(std::optional<Answer> answer) const {
     case Answer::kGranted:
     case Answer::kWaits:
       return absl::OkStatus();
+    case Answer::kBroken:
+      return broken_;
     case Answer::kClosed:
       return WithReason(absl::NotFoundError(absl::StrCat(job, " has been closed")),
                         reason::kNoSuchJob);
@@ -220,6 +267,7 @@ Pending JobImpl::PendingOf(std::shared_ptr<uint64_t> number) {
 absl::Status JobImpl::CheckUsable() const {
   const GateState& state = gate_.state();
   if (state.phase == Phase::kClosed) return StatusOf(Answer::kClosed);
+  if (state.broken) return broken_;
   if (state.phase == Phase::kLoading) return StatusOf(Answer::kLoading);
   return state.torn ? StatusOf(Answer::kTorn) : absl::OkStatus();
 }
@@ -350,7 +398,7 @@ absl::StatusOr<HyperParameters> JobImpl::UpdateGroup(int group,
 bool JobImpl::IsBetweenSteps() const {
   MutexLock lock(mutex_);
   const Phase phase = gate_.phase();
-  return phase == Phase::kIdle || phase == Phase::kLoading || phase == Phase::kClosed;
+  return broken() || phase == Phase::kIdle || phase == Phase::kLoading || phase == Phase::kClosed;
 }
 
 bool JobImpl::IsAbandoned() const {
@@ -367,6 +415,9 @@ Pending JobImpl::Close(Done<bool> done) {
                [this, self = shared_from_this(), done = std::move(done)](absl::Status admitted)
                    ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
                      if (absl::IsNotFound(admitted)) admitted = absl::OkStatus();
+                     // What still runs of a broken job keeps it until it has ended.
+                     if (admitted.ok() && broken() && gate_.phase() != Phase::kClosed)
+                       gate_.Close();
                      if (gate_.phase() == Phase::kClosed || !admitted.ok()) {
                        return Reply<bool>(std::move(done), admitted.ok()
                                                                ? absl::StatusOr<bool>(true)
@@ -417,7 +468,8 @@ JobStatus JobImpl::Status() const {
     in_step = &decided->ranks();
   }
   if (!first_weights_.complete()) status.phase = JobPhase::kAwaitingWeights;
-  if (gate_.phase() == Phase::kClosed) status.phase = JobPhase::kClosed;
+  // A broken job takes no more than a closed one does.
+  if (broken() || gate_.phase() == Phase::kClosed) status.phase = JobPhase::kClosed;
   for (int rank = 0; rank < ranks_.size(); ++rank) {
     if (ranks_[rank].memory != nullptr) status.rank_memory_bytes += ranks_[rank].memory_bytes;
     status.ranks.push_back(ProgressOf(rank, in_step == nullptr ? nullptr : &(*in_step)[rank]));

@@ -12,16 +12,21 @@
 // outside it. Code that changes what the gate answers takes the mutex by a Section: when that ends,
 // calls that waited get their turn, and then what they and the section left for afterwards runs
 // without the lock.
+//
+// Where memory runs out in the middle of it, in a stream's call, a task or what a section left, the
+// job is broken (Break): nothing of it can be relied on but what is read as it was committed.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_JOB_IMPL_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_JOB_IMPL_H_
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
 #include <variant>
 #include <vector>
 
+#include "cpu_optimizer_service/common/system/memory_guard.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
 #include "cpu_optimizer_service/gradients/gradient_store.h"
 #include "cpu_optimizer_service/host/file_system.h"
@@ -56,6 +61,7 @@ struct JobEnvironment {
   FileSystem* file_system = nullptr;
   CheckpointDirectory* checkpoints = nullptr;  // Nullable.
   const std::atomic<bool>* draining = nullptr;
+  std::function<void(const std::string&)> warn;  // In one line. Nullable.
 };
 
 class JobImpl : public Job {
@@ -141,6 +147,20 @@ class JobImpl : public Job {
   std::shared_ptr<JobImpl> Self() { return std::static_pointer_cast<JobImpl>(shared_from_this()); }
 
   // ---- job_impl.cc
+  // Runs a part of the job's work; breaks it if there is no memory for that.
+  template <typename Work>
+  void Guarded(Work&& work) noexcept {
+    if (!RunsInMemory(std::forward<Work>(work))) Break();
+  }
+  // The same for a stream's call, which has an answer.
+  template <typename Call>
+  auto Answered(Call&& call) -> decltype(std::forward<Call>(call)());
+  // The job does no more: its streams end with broken_, and so do calls that wait or come. Needs no
+  // memory itself.
+  void Break() noexcept ABSL_LOCKS_EXCLUDED(mutex_);
+  bool broken() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return gate_.state().broken; }
+  // A task of the job's own; guarded.
+  void StartTask(std::function<void()> work, int node = TaskPool::kAnyNode);
   // What need_ says: its share of the budget, then the memory.
   absl::Status AllocateParts();
   // Runs when the section that has the lock has ended.
@@ -199,11 +219,23 @@ class JobImpl : public Job {
   int64_t RankMemoryBytes(int rank) const;
 
   // ---- job_step.cc
-  absl::Status BeginStep(const StreamKey& key, uint64_t step, const StepSettings& settings);
-  absl::Status EndMicroStep(const StreamKey& key, uint64_t step, uint32_t micro_step,
+  absl::Status BeginStep(const StreamKey& key, StepAttempt at, const StepSettings& settings);
+  absl::Status EndMicroStep(const StreamKey& key, StepAttempt at, uint32_t micro_step,
                             UsedParameters used);
-  absl::StatusOr<std::optional<SealRefusal>> Seal(const StreamKey& key, uint64_t step,
+  absl::StatusOr<std::optional<SealRefusal>> Seal(const StreamKey& key, StepAttempt at,
                                                   uint32_t micro_steps);
+  Pending Discard(const StreamKey& key, StepAttempt at, Done<bool> done);
+  absl::StatusOr<bool> DiscardNow(const StreamKey& key, StepAttempt at)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // No step is open, and `step` is the next: opens it, unless the service is stopping.
+  absl::Status OpenNextStep(uint64_t step) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // FAILED_PRECONDITION if `step`, which the rank begins or discards (`does`), is not the one that
+  // is open or may be opened.
+  absl::Status CheckIsNext(int rank, absl::string_view does, uint64_t step) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // The rank's attempt at the open step is this one. FAILED_PRECONDITION also if the rank has
+  // discarded it.
+  absl::Status CheckInAttempt(const OpenStep& open, int rank, uint32_t attempt) const;
   absl::StatusOr<StepTerms> MakeTerms(uint64_t step, const StepSettings& settings) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::StatusOr<OpenStep*> FindOpenStep(uint64_t step) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -220,11 +252,12 @@ class JobImpl : public Job {
   absl::Status CheckContribution(int rank, const Contribution& given) const;
   // A contribution that the ledger wants: what is still to be done with it, outside the lock.
   struct Accepted {
-    bool repeat = false;                       // Nothing.
+    // kRepeat, kDiscarded: nothing.
+    ContributionResult result = ContributionResult::kAdded;
     bool borrowed = false;                     // It is in its place; only its sums are wanted.
     std::shared_ptr<const RankMemory> memory;  // Where it lies, if in place.
     std::shared_ptr<const StepUpdate> provisional;
-    uint64_t attempt = 0;
+    uint64_t ticket = 0;
   };
   absl::StatusOr<Accepted> Accept(const StreamKey& key, const Contribution& given)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -232,9 +265,16 @@ class JobImpl : public Job {
   // Computes the chunk's sums; returns about what they add to the squared norm, unscaled and
   // divided. Only provisional updates depend on that.
   double ComputeSums(uint64_t step, int chunk, const StepUpdate* provisional);
-  // Has the sums of a chunk computed by a task, unless it comes too late for `attempt`.
-  void StartSums(uint64_t step, int chunk, uint64_t attempt);
-  void RunSums(uint64_t step, int chunk, uint64_t attempt);
+  // Has the sums of a chunk computed by a task, unless the ticket is void by then.
+  void StartSums(uint64_t step, int chunk, uint64_t ticket);
+  void RunSums(uint64_t step, int chunk, uint64_t ticket);
+  // What is queued for the rank's chunks is void.
+  void VoidTickets(int rank) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    tickets_[rank] = ++last_ticket_;
+  }
+  void VoidAllTickets() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    for (int rank = 0; rank < ranks_.size(); ++rank) VoidTickets(rank);
+  }
   // Tasks of one chunk run near its memory.
   void StartOfChunk(int chunk, std::function<void()> task);
 
@@ -330,6 +370,7 @@ class JobImpl : public Job {
   const JobEnvironment environment_;
   MemoryNeed need_;                  // Constant once allocated, as the next.
   std::string speculation_refused_;  // Why a job that was to speculate waits.
+  absl::Status broken_;              // What a broken job says; made before it is needed.
 
   MemoryBudget::Reservation reservation_;
   std::unique_ptr<GradientStore> gradients_;
@@ -354,8 +395,10 @@ class JobImpl : public Job {
   Ledger ledger_ ABSL_GUARDED_BY(mutex_);
   NormSums sums_ ABSL_GUARDED_BY(mutex_);
   Speculation speculation_ ABSL_GUARDED_BY(mutex_);
-  // Rises when the step in progress is over or forgotten: what was queued for it is void then.
-  uint64_t attempt_ ABSL_GUARDED_BY(mutex_) = 0;
+  // By rank, for what is queued for its chunks: another one once what it has given is over or
+  // forgotten.
+  std::vector<uint64_t> tickets_ ABSL_GUARDED_BY(mutex_);
+  uint64_t last_ticket_ ABSL_GUARDED_BY(mutex_) = 0;
   // By group: what UpdateGroup changed while a step was in progress; follows its overrides.
   std::vector<HyperParameterOverrides> later_changes_ ABSL_GUARDED_BY(mutex_);
   int64_t sealed_ns_ ABSL_GUARDED_BY(mutex_) = 0;  // Of a step that is traced.

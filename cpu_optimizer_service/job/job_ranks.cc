@@ -1,5 +1,6 @@
 // Which process has which rank: attaching, streams, shared memory, generations.
 #include <latch>
+#include <optional>
 #include <type_traits>
 #include <utility>
 
@@ -11,6 +12,14 @@
 
 namespace ballast {
 
+template <typename Call>
+auto JobImpl::Answered(Call&& call) -> decltype(std::forward<Call>(call)()) {
+  std::optional<decltype(std::forward<Call>(call)())> answer;
+  if (RunsInMemory([&] { answer.emplace(std::forward<Call>(call)()); })) return *std::move(answer);
+  Break();
+  return broken_;
+}
+
 // A rank's stream: passes everything on to the job with its own key.
 class JobImpl::Stream : public RankStream {
  public:
@@ -19,18 +28,24 @@ class JobImpl::Stream : public RankStream {
   ~Stream() override { job_->CloseStream(key_); }
 
   const RankPosition& position() const override { return position_; }
-  absl::Status BeginStep(uint64_t step, const StepSettings& settings) override {
-    return job_->BeginStep(key_, step, settings);
+  absl::Status BeginStep(StepAttempt at, const StepSettings& settings) override {
+    return job_->Answered([&] { return job_->BeginStep(key_, at, settings); });
   }
   absl::StatusOr<ContributionResult> Contribute(const Contribution& contribution) override {
-    return job_->Contribute(key_, contribution);
+    return job_->Answered([&] { return job_->Contribute(key_, contribution); });
   }
-  absl::Status EndMicroStep(uint64_t step, uint32_t micro_step,
+  absl::Status EndMicroStep(StepAttempt at, uint32_t micro_step,
                             const UsedParameters& used) override {
-    return job_->EndMicroStep(key_, step, micro_step, used);
+    return job_->Answered([&] { return job_->EndMicroStep(key_, at, micro_step, used); });
   }
-  absl::StatusOr<std::optional<SealRefusal>> Seal(uint64_t step, uint32_t micro_steps) override {
-    return job_->Seal(key_, step, micro_steps);
+  absl::StatusOr<std::optional<SealRefusal>> Seal(StepAttempt at, uint32_t micro_steps) override {
+    return job_->Answered([&] { return job_->Seal(key_, at, micro_steps); });
+  }
+  Pending Discard(StepAttempt at, Done<bool> done) override {
+    const std::shared_ptr<JobImpl> job = job_;  // The Done may end this stream.
+    Pending pending;
+    job->Guarded([&] { pending = job->Discard(key_, at, std::move(done)); });
+    return pending;
   }
 
  private:
@@ -50,6 +65,7 @@ absl::Status JobImpl::CheckGeneration(uint64_t generation) const {
 }
 
 absl::Status JobImpl::CheckCurrent(const StreamKey& key) const {
+  if (broken()) return CheckUsable();
   if (ranks_.IsCurrent(key)) return CheckUsable();
   return WithReason(
       absl::AbortedError(absl::StrCat("this stream of rank ", key.rank, " of job ", spec().name,
@@ -279,7 +295,7 @@ bool JobImpl::HasBegun(int rank) const {
     if constexpr (std::is_same_v<std::decay_t<decltype(step)>, std::monostate>) {
       return false;
     } else {
-      return step.ranks()[rank].begun;
+      return step.ranks()[rank].has_part();
     }
   };
   return std::visit(has_begun, step_);
@@ -290,7 +306,9 @@ RankPosition JobImpl::PositionOf(int rank) const {
   position.generation = record_.generation;
   position.committed_step = record_.committed_step;
   const auto* open = std::get_if<OpenStep>(&step_);
-  if (open == nullptr || !open->ranks()[rank].begun) return position;
+  if (open == nullptr) return position;
+  position.attempt = open->ranks()[rank].attempt;
+  if (!open->ranks()[rank].begun) return position;
   position.open_step = open->terms().step;
   position.micro_steps_ended = open->ranks()[rank].micro_steps_ended;
   for (const int chunk : layout_.chunks_of_rank(rank)) {
@@ -318,22 +336,23 @@ void JobImpl::RaiseGeneration(std::string why, absl::AnyInvocable<void() &&> the
     first_weights_.Forget(layout_.chunks_of_rank(rank));
   }
   step_ = std::monostate();  // Nothing new can be added from here on.
-  ++attempt_;
+  VoidAllTickets();
   speculation_.Stop();
   gate_.StartClearing();
-  EnterHere(Admission::kFinishClear, -1,
-            [this, self = shared_from_this(), detached = std::move(detached), why = std::move(why),
-             then = std::move(then)](absl::Status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
-              FinishClearing();
-              // A process of the old generation may go on writing there: from here on nothing
-              // reads it.
-              for (auto& lender : ranks_.TakeLenders()) {
-                detached.memories.push_back(std::move(lender));
-              }
-              Detach(std::move(detached),
-                     WithReason(absl::AbortedError(why), reason::kOlderGeneration));
-              std::move(then)();
-            });
+  EnterHere(
+      Admission::kFinishClear, -1,
+      [this, self = shared_from_this(), detached = std::move(detached), why = std::move(why),
+       then = std::move(then)](absl::Status cleared) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
+        if (!cleared.ok()) return;  // Broken; streams have been told.
+        FinishClearing();
+        // A process of the old generation may go on writing there: from here on nothing
+        // reads it.
+        for (auto& lender : ranks_.TakeLenders()) {
+          detached.memories.push_back(std::move(lender));
+        }
+        Detach(std::move(detached), WithReason(absl::AbortedError(why), reason::kOlderGeneration));
+        std::move(then)();
+      });
 }
 
 void JobImpl::FinishClearing() {

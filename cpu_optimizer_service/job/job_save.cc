@@ -115,7 +115,7 @@ void JobImpl::SaveNow(const SaveRequest& request, std::shared_ptr<Saving> saving
 void JobImpl::StartSaving(std::shared_ptr<Saving> saving) {
   // A disk may be slow or hang, so neither this thread nor the engine's wait for it.
   RunAfter([this, self = Self(), saving = std::move(saving)] {
-    environment_.disk_threads->Run([this, self, saving] { BeginSaving(saving); });
+    environment_.disk_threads->Run([this, self, saving] { Guarded([&] { BeginSaving(saving); }); });
   });
 }
 
@@ -125,7 +125,7 @@ void JobImpl::BeginSaving(const std::shared_ptr<Saving>& saving) {
     if (saving->cancelled) return;
     saving->writes = true;
   }
-  const absl::Status begun = saving->writer->Begin();
+  const absl::Status begun = OrOutOfMemory([&] { return saving->writer->Begin(); });
   if (!begun.ok()) return EndSaving(saving, begun);
   const std::vector<Plane> planes = PlanesOf(saving->writer->index());
   {
@@ -134,21 +134,22 @@ void JobImpl::BeginSaving(const std::shared_ptr<Saving>& saving) {
   }
   for (const Plane plane : planes) {
     environment_.disk_threads->Run(
-        [this, self = Self(), saving, plane] { SavePlane(saving, plane); });
+        [this, self = Self(), saving, plane] { Guarded([&] { SavePlane(saving, plane); }); });
   }
 }
 
 void JobImpl::SavePlane(const std::shared_ptr<Saving>& saving, Plane plane) {
   const CheckpointIndex& index = saving->writer->index();
-  const absl::Status status = saving->writer->WritePlane(
-      plane, [&](int parameter, Plane of, int64_t offset, absl::Span<float> out) {
-        const int p = layout_.FindParameter(index.parameters[parameter].name);
-        if (saving->snapshot.has_value()) {
-          saving->snapshot->Read(p, of, offset, out);
-        } else {
-          ReadCommitted(p, of, offset, out);
-        }
-      });
+  const auto read = [&](int parameter, Plane of, int64_t offset, absl::Span<float> out) {
+    const int p = layout_.FindParameter(index.parameters[parameter].name);
+    if (saving->snapshot.has_value()) {
+      saving->snapshot->Read(p, of, offset, out);
+    } else {
+      ReadCommitted(p, of, offset, out);
+    }
+  };
+  const absl::Status status =
+      OrOutOfMemory([&] { return saving->writer->WritePlane(plane, read); });
   absl::Status first_error;
   {
     MutexLock lock(saving->mutex);
@@ -161,7 +162,8 @@ void JobImpl::SavePlane(const std::shared_ptr<Saving>& saving, Plane plane) {
 
 void JobImpl::EndSaving(const std::shared_ptr<Saving>& saving, const absl::Status& status) {
   absl::StatusOr<CheckpointInfo> result = saving->info;
-  const absl::StatusOr<int64_t> bytes = saving->writer->Finish(status);
+  const absl::StatusOr<int64_t> bytes =
+      OrOutOfMemory([&] { return saving->writer->Finish(status); });
   if (bytes.ok()) {
     result->size_bytes = *bytes;
     if (environment_.checkpoints != nullptr) {

@@ -285,10 +285,11 @@ Pending JobImpl::Load(std::string directory, Done<CheckpointInfo> done) {
   const auto number = std::make_shared<uint64_t>(0);
   auto shared_done = std::make_shared<Done<CheckpointInfo>>(std::move(done));
   const auto call = std::make_shared<LoadCall>();
-  environment_.disk_threads->Run([this, self = Self(), directory, shared_done, number, call] {
+  const auto load = [this, self = Self(), directory, shared_done, number, call] {
     if (!call->Begin()) return;
-    absl::StatusOr<Checkpoint> opened =
-        Checkpoint::Open(*environment_.file_system, directory, MostIndexBytes(spec()));
+    absl::StatusOr<Checkpoint> opened = OrOutOfMemory([&] {
+      return Checkpoint::Open(*environment_.file_system, directory, MostIndexBytes(spec()));
+    });
     absl::Status status = opened.ok() ? CheckLoadable(*opened) : opened.status();
     if (status.ok() && call->cancelled()) status = absl::CancelledError(kGivenUp);
     if (!status.ok()) return std::move(*shared_done)(std::move(status));
@@ -298,11 +299,14 @@ Pending JobImpl::Load(std::string directory, Done<CheckpointInfo> done) {
       gate_.StartLoading();
       EnterHere(
           Admission::kReplaceState, -1,
-          [this, self, directory, shared_done, checkpoint](absl::Status)
+          [this, self, directory, shared_done, checkpoint](absl::Status admitted)
               ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+                if (!admitted.ok()) {  // Broken.
+                  return Reply<CheckpointInfo>(std::move(*shared_done), admitted);
+                }
                 RunAfter([this, self, directory, shared_done, checkpoint] {
                   environment_.disk_threads->Run([this, self, directory, shared_done, checkpoint] {
-                    ReplaceState(directory, *checkpoint, std::move(*shared_done));
+                    Guarded([&] { ReplaceState(directory, *checkpoint, std::move(*shared_done)); });
                   });
                 });
               });
@@ -318,7 +322,8 @@ Pending JobImpl::Load(std::string directory, Done<CheckpointInfo> done) {
               start);
         },
         number);
-  });
+  };
+  environment_.disk_threads->Run([self = Self(), load] { self->Guarded(load); });
   return Pending([in_gate = PendingOf(number), call, shared_done] {
     if (call->Cancel()) return std::move(*shared_done)(absl::CancelledError(kGivenUp));
     in_gate.Cancel();
@@ -329,9 +334,10 @@ void JobImpl::ReplaceState(const std::string& directory, const Checkpoint& check
                            Done<CheckpointInfo> done) {
   absl::Status status;
   for (int chunk = 0; chunk < static_cast<int>(layout_.chunks().size()) && status.ok(); ++chunk) {
-    status = LoadChunk(checkpoint, chunk);
+    status = OrOutOfMemory([&] { return LoadChunk(checkpoint, chunk); });
   }
   Section section(*this);
+  if (broken()) return Reply<CheckpointInfo>(std::move(done), broken_);
   gate_.FinishLoading(/*torn=*/!status.ok());
   if (!status.ok()) {
     torn_by_ = directory;
@@ -397,7 +403,7 @@ absl::StatusOr<Trace> JobImpl::TraceSteps(uint32_t steps,
   std::optional<Clock::time_point> committed;
   while (still_wanted()) {
     MutexLock lock(mutex_);
-    if (gate_.phase() == Phase::kClosed || record_.committed_step > last_step) break;
+    if (broken() || gate_.phase() == Phase::kClosed || record_.committed_step > last_step) break;
     if (record_.committed_step == last_step) {
       if (!committed.has_value()) committed = Clock::now();
       if (trace_.all_sent() || Clock::now() > *committed + kSendingTime) break;

@@ -33,7 +33,8 @@ enum class JobPhase : uint8_t { kAwaitingWeights, kReady, kOpen, kSealed, kUpdat
 struct RankProgress {
   bool attached = false;
   std::string process_id;
-  bool begun = false;
+  uint32_t attempt = 0;  // At the next step; those before it are discarded.
+  bool begun = false;    // That attempt.
   uint32_t micro_steps_ended = 0;
   bool sealed = false;
   bool shared_memory = false;  // It has memory in common with this process.

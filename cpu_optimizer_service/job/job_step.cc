@@ -1,4 +1,5 @@
-// What a rank gives a step, up to the last seal: settings, gradients, ends of micro-steps, seals.
+// What a rank gives a step, up to the last seal, and takes back: settings, gradients, ends of
+// micro-steps, seals.
 //
 // A payload is added by the thread that brings it, while it is in that thread's cache, and its sums
 // of squares are computed there, too. What lies in memory that is shared with the rank costs the
@@ -48,15 +49,7 @@ absl::StatusOr<StepTerms> JobImpl::MakeTerms(uint64_t step, const StepSettings& 
   return terms;
 }
 
-absl::Status JobImpl::BeginStep(const StreamKey& key, uint64_t step, const StepSettings& settings) {
-  // No turn is waited for: while a step is cleared no stream is current.
-  MutexLock lock(mutex_);
-  BALLAST_RETURN_IF_ERROR(CheckCurrent(key));
-  if (settings.trainer_state.size() > kMaxTrainerStateBytes) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "rank ", key.rank, " begins step ", step, " with a trainer_state of ",
-        settings.trainer_state.size(), " bytes, of ", kMaxTrainerStateBytes, " at most"));
-  }
+absl::Status JobImpl::CheckIsNext(int rank, absl::string_view does, uint64_t step) const {
   if (!first_weights_.complete()) {
     return WithReason(absl::FailedPreconditionError(absl::StrCat(
                           "job ", spec().name, " has no weights yet: ", first_weights_.missing(),
@@ -67,24 +60,63 @@ absl::Status JobImpl::BeginStep(const StreamKey& key, uint64_t step, const StepS
       std::holds_alternative<DecidedStep>(step_)) {
     return WithReason(
         absl::FailedPreconditionError(absl::StrCat(
-            "rank ", key.rank, " begins step ", step, " but job ", spec().name, " stands at step ",
+            "rank ", rank, " ", does, " step ", step, " but job ", spec().name, " stands at step ",
             record_.committed_step, gate_.state().deciding ? " and is updating" : "")),
         reason::kOtherStep);
   }
-  if (std::holds_alternative<std::monostate>(step_)) {
-    if (environment_.draining->load()) {
-      return WithReason(absl::UnavailableError("the service is stopping and begins no new steps"),
-                        reason::kStopping);
-    }
-    BALLAST_ASSIGN_OR_RETURN(StepTerms terms, MakeTerms(step, settings));
+  return absl::OkStatus();
+}
+
+absl::Status JobImpl::OpenNextStep(uint64_t step) {
+  if (environment_.draining->load()) {
+    return WithReason(absl::UnavailableError("the service is stopping and begins no new steps"),
+                      reason::kStopping);
+  }
+  gate_.BeginStep();
+  step_ =
+      OpenStep(step, layout_.world_size(), static_cast<int64_t>(spec().layout.parameters.size()));
+  trace_.Mark(TraceEventKind::kBegun, step);
+  return absl::OkStatus();
+}
+
+absl::Status JobImpl::CheckInAttempt(const OpenStep& open, int rank, uint32_t attempt) const {
+  BALLAST_ASSIGN_OR_RETURN(const bool current, open.CheckAttempt(rank, attempt));
+  if (current) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrCat("rank ", rank, " has discarded attempt ", attempt, " at step ",
+                   open.terms().step, " and is in attempt ", open.ranks()[rank].attempt));
+}
+
+absl::Status JobImpl::BeginStep(const StreamKey& key, StepAttempt at,
+                                const StepSettings& settings) {
+  // No turn is waited for: while a step is cleared no stream is current.
+  MutexLock lock(mutex_);
+  BALLAST_RETURN_IF_ERROR(CheckCurrent(key));
+  if (settings.trainer_state.size() > kMaxTrainerStateBytes) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "rank ", key.rank, " begins step ", at.step, " with a trainer_state of ",
+        settings.trainer_state.size(), " bytes, of ", kMaxTrainerStateBytes, " at most"));
+  }
+  BALLAST_RETURN_IF_ERROR(CheckIsNext(key.rank, "begins", at.step));
+  auto* open = std::get_if<OpenStep>(&step_);
+  if (open != nullptr) BALLAST_RETURN_IF_ERROR(CheckInAttempt(*open, key.rank, at.attempt));
+  if (open == nullptr && at.attempt != 0) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("rank ", key.rank, " begins attempt ", at.attempt, " at step ", at.step,
+                     " of job ", spec().name, ", which no rank has begun; begin with attempt 0"));
+  }
+  const bool brings_terms = open == nullptr || (open->IsLive(key.rank) && open->lacks_terms());
+  if (brings_terms) {
+    BALLAST_ASSIGN_OR_RETURN(StepTerms terms, MakeTerms(at.step, settings));
+    if (open == nullptr) BALLAST_RETURN_IF_ERROR(OpenNextStep(at.step));
+    open = &std::get<OpenStep>(step_);
+    // Of an operator's changes those before this are in the terms, and its overrides come last.
+    later_changes_.assign(later_changes_.size(), {});
     speculation_.Begin(CanSpeculate() ? MakeProvisionalUpdate(spec(), terms, record_.update_counts)
                                       : nullptr);
-    gate_.BeginStep();
-    step_ = OpenStep(std::move(terms), layout_.world_size(),
-                     static_cast<int64_t>(spec().layout.parameters.size()));
-    trace_.Mark(TraceEventKind::kBegun, step);
+    open->SetTerms(std::move(terms));
   }
-  return std::get<OpenStep>(step_).Begin(key.rank, settings);
+  return open->Begin(key.rank, settings);
 }
 
 absl::Status JobImpl::CheckMicroSteps(absl::string_view what, int64_t end) const {
@@ -96,7 +128,7 @@ absl::Status JobImpl::CheckMicroSteps(absl::string_view what, int64_t end) const
       "; have fewer in a step, or create the job with more"));
 }
 
-absl::Status JobImpl::EndMicroStep(const StreamKey& key, uint64_t step, uint32_t micro_step,
+absl::Status JobImpl::EndMicroStep(const StreamKey& key, StepAttempt at, uint32_t micro_step,
                                    UsedParameters used) {
   BALLAST_RETURN_IF_ERROR(CheckUsed(spec(), layout_, key.rank, used));
   // Of no elements: backward may name them or not, and has not reached anything by that.
@@ -106,7 +138,8 @@ absl::Status JobImpl::EndMicroStep(const StreamKey& key, uint64_t step, uint32_t
       CheckMicroSteps(absl::StrCat("rank ", key.rank, " ends"), int64_t{micro_step} + 1));
   MutexLock lock(mutex_);
   BALLAST_RETURN_IF_ERROR(CheckCurrent(key));
-  BALLAST_ASSIGN_OR_RETURN(OpenStep * open, FindOpenStep(step));
+  BALLAST_ASSIGN_OR_RETURN(OpenStep * open, FindOpenStep(at.step));
+  BALLAST_RETURN_IF_ERROR(CheckInAttempt(*open, key.rank, at.attempt));
   return open->EndMicroStep(key.rank, micro_step, used);
 }
 
@@ -149,13 +182,16 @@ absl::StatusOr<JobImpl::Accepted> JobImpl::Accept(const StreamKey& key, const Co
   BALLAST_RETURN_IF_ERROR(CheckCurrent(key));
   BALLAST_RETURN_IF_ERROR(CheckContribution(key.rank, given));
   BALLAST_ASSIGN_OR_RETURN(OpenStep * open, FindOpenStep(given.step));
+  // A worker may push on one thread while it discards on another.
+  BALLAST_ASSIGN_OR_RETURN(const bool current, open->CheckAttempt(key.rank, given.attempt));
+  if (!current) return Accepted{.result = ContributionResult::kDiscarded};
   BALLAST_ASSIGN_OR_RETURN(
       const Ledger::Verdict verdict,
       ledger_.Check(given.chunk, given.micro_step_begin, given.micro_step_end));
-  if (verdict == Ledger::Verdict::kRepeat) return Accepted{.repeat = true};
+  if (verdict == Ledger::Verdict::kRepeat) return Accepted{.result = ContributionResult::kRepeat};
   BALLAST_RETURN_IF_ERROR(open->CheckMayContribute(key.rank));
   const RankEntry& rank = ranks_[key.rank];
-  Accepted accepted = {.provisional = speculation_.update(), .attempt = attempt_};
+  Accepted accepted = {.provisional = speculation_.update(), .ticket = tickets_[key.rank]};
   if (given.in_place) {
     if (rank.memory == nullptr) {
       return absl::FailedPreconditionError(
@@ -186,10 +222,10 @@ absl::StatusOr<ContributionResult> JobImpl::Contribute(const StreamKey& key,
     MutexLock lock(mutex_);
     BALLAST_ASSIGN_OR_RETURN(accepted, Accept(key, given));
   }
-  if (accepted.repeat) return ContributionResult::kRepeat;
+  if (accepted.result != ContributionResult::kAdded) return accepted.result;
   if (accepted.borrowed) {
     trace_.Record(TraceEventKind::kArrived, given.step, chunk, arrived_ns);
-    StartSums(given.step, chunk, accepted.attempt);
+    StartSums(given.step, chunk, accepted.ticket);
     return ContributionResult::kAdded;
   }
   // This rank's calls come one at a time, and no other rank owns the chunk.
@@ -201,6 +237,7 @@ absl::StatusOr<ContributionResult> JobImpl::Contribute(const StreamKey& key,
   std::optional<Speculation::Task> provisional;
   {
     Section section(*this);
+    if (broken()) return broken_;
     ledger_.Advance(given.chunk, given.micro_step_end, given.final);
     gate_.StopAdding(key.rank);
     if (sums_here) {
@@ -209,7 +246,7 @@ absl::StatusOr<ContributionResult> JobImpl::Contribute(const StreamKey& key,
     }
   }
   if (provisional.has_value()) StartProvisional(*std::move(provisional));
-  if (given.final && !sums_here) StartSums(given.step, chunk, accepted.attempt);
+  if (given.final && !sums_here) StartSums(given.step, chunk, accepted.ticket);
   return ContributionResult::kAdded;
 }
 
@@ -237,30 +274,31 @@ double JobImpl::ComputeSums(uint64_t step, int chunk, const StepUpdate* provisio
 
 void JobImpl::StartOfChunk(int chunk, std::function<void()> task) {
   const int node = environment_.tasks->NodeOf(chunk, static_cast<int64_t>(layout_.chunks().size()));
-  tasks_.Start(std::move(task), node);
+  StartTask(std::move(task), node);
 }
 
-void JobImpl::StartSums(uint64_t step, int chunk, uint64_t attempt) {
-  StartOfChunk(chunk,
-               [self = Self(), step, chunk, attempt] { self->RunSums(step, chunk, attempt); });
+void JobImpl::StartSums(uint64_t step, int chunk, uint64_t ticket) {
+  StartOfChunk(chunk, [self = Self(), step, chunk, ticket] { self->RunSums(step, chunk, ticket); });
 }
 
-void JobImpl::RunSums(uint64_t step, int chunk, uint64_t attempt) {
+void JobImpl::RunSums(uint64_t step, int chunk, uint64_t ticket) {
+  const int owner = layout_.chunks()[chunk].rank;
   std::shared_ptr<const StepUpdate> update;
   {
     MutexLock lock(mutex_);
     // The step is over or forgotten, or its decision was first. What the chunk holds now may be
     // another attempt's, which has tasks of its own.
-    if (attempt != attempt_ || !sums_.Claim(chunk)) return;
-    gate_.StartComputing();
+    if (broken() || ticket != tickets_[owner] || !sums_.Claim(chunk)) return;
+    gate_.StartComputing(owner);
     update = speculation_.update();
   }
   const double squared_norm = ComputeSums(step, chunk, update.get());
   std::optional<Speculation::Task> provisional;
   {
     Section section(*this);
+    if (broken()) return;
     sums_.Finish(chunk);
-    gate_.StopComputing();
+    gate_.StopComputing(owner);
     provisional = SpeculateIfWorthwhile(chunk, squared_norm);
   }
   // Here and now, since the gradient is in this thread's cache.
@@ -285,8 +323,9 @@ bool JobImpl::HasAcceptedSeal(uint64_t step, uint32_t micro_steps) const {
   return is_it(std::get_if<SealedStep>(&step_)) || is_it(std::get_if<DecidedStep>(&step_));
 }
 
-absl::StatusOr<std::optional<SealRefusal>> JobImpl::Seal(const StreamKey& key, uint64_t step,
+absl::StatusOr<std::optional<SealRefusal>> JobImpl::Seal(const StreamKey& key, StepAttempt at,
                                                          uint32_t micro_steps) {
+  const uint64_t step = at.step;
   if (micro_steps == 0) {
     return absl::InvalidArgumentError(
         absl::StrCat("rank ", key.rank, " seals step ", step, " with no micro-steps"));
@@ -298,11 +337,18 @@ absl::StatusOr<std::optional<SealRefusal>> JobImpl::Seal(const StreamKey& key, u
     BALLAST_RETURN_IF_ERROR(CheckCurrent(key));
     if (HasAcceptedSeal(step, micro_steps)) return std::nullopt;
     BALLAST_ASSIGN_OR_RETURN(OpenStep * open, FindOpenStep(step));
+    BALLAST_ASSIGN_OR_RETURN(const bool current, open->CheckAttempt(key.rank, at.attempt));
+    if (!current) return RefuseDiscarded(step, key.rank, at.attempt, key.rank);
     if (open->ranks()[key.rank].sealed == micro_steps) return std::nullopt;
     open->Unseal(key.rank);  // Its last word counts; until it is taken the rank has not sealed.
-    if (auto refused = CheckRank(Given(*open), key.rank, micro_steps)) return refused;
+    if (auto refused = CheckRank(Given(*open), key.rank, micro_steps)) {
+      refused->attempt = at.attempt;
+      return refused;
+    }
     if (absl::Status status = open->Seal(key.rank, micro_steps); !status.ok()) {
-      return SealRefusal{WithReason(std::move(status), reason::kSendAndSealAgain), {}};
+      return SealRefusal{.status = WithReason(std::move(status), reason::kSendAndSealAgain),
+                         .missing = {},
+                         .attempt = at.attempt};
     }
     if (!open->UnsealedRanks().empty()) return std::nullopt;
     auto refused = CheckStep(Given(*open), key.rank,
@@ -318,6 +364,7 @@ absl::StatusOr<std::optional<SealRefusal>> JobImpl::Seal(const StreamKey& key, u
       return std::nullopt;
     }
     refusal = *std::move(refused);
+    refusal.attempt = at.attempt;  // Of all: only equal attempts are sealed.
     open->UnsealAll();
     for (int rank = 0; rank < layout_.world_size(); ++rank) {
       if (rank != key.rank && ranks_[rank].listener != nullptr) {
@@ -329,6 +376,70 @@ absl::StatusOr<std::optional<SealRefusal>> JobImpl::Seal(const StreamKey& key, u
   return refusal;
 }
 
+// ---------------------------------------------------------------- discarding
+
+// All that is forgotten is forgotten in one turn, so a stream that breaks before it has discarded
+// nothing, and after it all.
+Pending JobImpl::Discard(const StreamKey& key, StepAttempt at, Done<bool> done) {
+  {
+    // What only waits to be computed need not be waited for.
+    MutexLock lock(mutex_);
+    const auto* open = std::get_if<OpenStep>(&step_);
+    if (ranks_.IsCurrent(key) && open != nullptr && open->terms().step == at.step &&
+        open->ranks()[key.rank].attempt == at.attempt) {
+      VoidTickets(key.rank);
+      speculation_.Cancel(key.rank);
+    }
+  }
+  return Enter(Admission::kDiscard, key.rank,
+               [this, self = Self(), key, at, done = std::move(done)](absl::Status admitted)
+                   ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
+                     Reply<bool>(std::move(done), admitted.ok() ? DiscardNow(key, at)
+                                                                : absl::StatusOr<bool>(admitted));
+                   });
+}
+
+absl::StatusOr<bool> JobImpl::DiscardNow(const StreamKey& key, StepAttempt at) {
+  const int rank = key.rank;
+  BALLAST_RETURN_IF_ERROR(CheckCurrent(key));
+  const bool decided = std::holds_alternative<DecidedStep>(step_);
+  if (at.step > 0 && at.step == record_.committed_step + (decided ? 1 : 0)) return false;
+  BALLAST_RETURN_IF_ERROR(CheckIsNext(rank, "discards", at.step));
+  if (std::holds_alternative<std::monostate>(step_)) {
+    if (at.attempt > 0) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("rank ", rank, " discards attempt ", at.attempt, " at step ", at.step,
+                       " of job ", spec().name, ", which no rank has begun"));
+    }
+    BALLAST_RETURN_IF_ERROR(OpenNextStep(at.step));
+  }
+  OpenStep& open = std::get<OpenStep>(step_);
+  BALLAST_ASSIGN_OR_RETURN(const bool current, open.CheckAttempt(rank, at.attempt));
+  if (!current) return true;
+  const absl::Span<const int> chunks = layout_.chunks_of_rank(rank);
+  const bool was_live = open.IsLive(rank);
+  const std::vector<int> undone = open.Discard(rank, chunks);
+  // No rank's provisional updates of the attempt that was live can become the state.
+  if (was_live) speculation_.Stop();
+  VoidTickets(rank);
+  speculation_.Cancel(rank);
+  speculation_.Drop(rank, *store_);
+  for (const int chunk : chunks) {
+    ledger_.Clear(chunk);
+    sums_.Clear(chunk);
+    gradients_->Clear(chunk);
+  }
+  RunAfter([lender = ranks_.TakeLender(rank)]() mutable { lender = nullptr; });
+  for (const int other : undone) {
+    if (ranks_[other].listener == nullptr) continue;
+    RunAfter([listener = ranks_[other].listener, step = at.step,
+              refusal = RefuseDiscarded(at.step, other, at.attempt, rank)] {
+      listener->OnSealRefused(step, refusal);
+    });
+  }
+  return true;
+}
+
 RankProgress JobImpl::ProgressOf(int rank, const RankInStep* state) const {
   const absl::Span<const int> chunks = layout_.chunks_of_rank(rank);
   RankProgress progress;
@@ -337,6 +448,7 @@ RankProgress JobImpl::ProgressOf(int rank, const RankInStep* state) const {
   progress.shared_memory = ranks_[rank].memory != nullptr;
   progress.chunks = static_cast<int64_t>(chunks.size());
   if (state == nullptr) return progress;
+  progress.attempt = state->attempt;
   progress.begun = state->begun;
   progress.micro_steps_ended = state->micro_steps_ended;
   progress.sealed = state->sealed.has_value();

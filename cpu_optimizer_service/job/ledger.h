@@ -30,6 +30,7 @@ class Ledger {
   // Whether every chunk is at `micro_steps`.
   bool IsWhole(uint32_t micro_steps) const;
   void Clear() { entries_.assign(entries_.size(), {}); }
+  void Clear(int64_t chunk) { entries_[chunk] = {}; }
 
  private:
   struct Entry {

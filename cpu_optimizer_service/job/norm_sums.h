@@ -35,6 +35,7 @@ class NormSums {
   void Finish(int64_t chunk) { states_[chunk] = State::kCurrent; }
   void FinishAll() { states_.assign(states_.size(), State::kCurrent); }
   void Clear() { states_.assign(states_.size(), State::kNone); }
+  void Clear(int64_t chunk) { states_[chunk] = State::kNone; }
 
  private:
   enum class State : uint8_t { kNone, kRunning, kCurrent };

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -15,6 +16,7 @@
 #include "cpu_optimizer_service/common/step_record.h"
 #include "cpu_optimizer_service/common/step_settings.h"
 #include "cpu_optimizer_service/gradients/weight_buffer.h"
+#include "cpu_optimizer_service/job/pending.h"
 
 namespace ballast {
 
@@ -28,6 +30,7 @@ namespace ballast {
 // not change; otherwise it has been read when Contribute returns.
 struct Contribution {
   uint64_t step = 0;
+  uint32_t attempt = 0;
   int64_t chunk = 0;
   uint32_t micro_step_begin = 0;
   uint32_t micro_step_end = 1;
@@ -36,7 +39,8 @@ struct Contribution {
   bool in_place = false;
   absl::Span<const absl::Span<const std::byte>> payload;
 };
-enum class ContributionResult : uint8_t { kAdded, kRepeat };
+// kDiscarded: it came late, of an attempt that its rank has discarded, and was dropped.
+enum class ContributionResult : uint8_t { kAdded, kRepeat, kDiscarded };
 
 inline constexpr size_t kMissingNames = 16;    // Parameters that one entry names.
 inline constexpr size_t kMissingEntries = 16;  // Entries of a refusal: the first micro-steps.
@@ -53,6 +57,7 @@ struct MissingContribution {
 struct SealRefusal {
   absl::Status status;
   std::vector<MissingContribution> missing;  // At most kMissingEntries.
+  uint32_t attempt = 0;                      // Whose seal it was.
 };
 
 class RankListener {
@@ -62,9 +67,10 @@ class RankListener {
   // partition that has not come provisionally and stayed, in no order, and not at all when the step
   // is skipped. OnWaiting alone may come late.
   virtual void OnWaiting(uint64_t step, const std::vector<int>& ranks) = 0;
-  // A seal of this rank that was taken at first has been undone, because at the last rank's seal
-  // the step was not whole. The step is open; each rank sends what is missing, and all seal
-  // again.
+  // A seal of this rank that was taken at first has been undone: at the last rank's seal the step
+  // was not whole, or another rank has discarded the attempt. The step is open; each rank sends
+  // what is missing, or discards too, and all seal again. Of an attempt that this rank has
+  // discarded since it may come late, and means nothing.
   virtual void OnSealRefused(uint64_t step, const SealRefusal& refusal) = 0;
   // Weights of the next step, should it be applied without clipping: before OnDecision,
   // at most once for each chunk. Only if the stream was opened to speculate.
@@ -90,7 +96,8 @@ struct ChunkProgress {
 struct RankPosition {
   uint64_t generation = 0;
   uint64_t committed_step = 0;
-  uint64_t open_step = 0;  // 0: the rank has not begun one.
+  uint32_t attempt = 0;    // Of the rank, at the next step; those before it are discarded.
+  uint64_t open_step = 0;  // 0: the rank has not begun that attempt.
   uint32_t micro_steps_ended = 0;
   std::vector<ChunkProgress> delivered;  // Chunks whose count is not 0.
 };
@@ -103,19 +110,31 @@ class RankStream {
   virtual ~RankStream() = default;
   virtual const RankPosition& position() const = 0;  // At opening.
 
-  // FAILED_PRECONDITION: wrong step, no weights yet, or other settings than the ranks before (the
-  // first difference named). Repeating it with the same settings is OK.
-  virtual absl::Status BeginStep(uint64_t step, const StepSettings& settings) = 0;
+  // FAILED_PRECONDITION: wrong step or attempt, no weights yet, or other settings than the ranks
+  // before (the first difference named). Repeating it with the same settings is OK. Ranks need the
+  // same settings in the same attempt; in the next one they may be others.
+  virtual absl::Status BeginStep(StepAttempt at, const StepSettings& settings) = 0;
   // Verifies all before touching anything. INVALID_ARGUMENT: unknown chunk, not this rank's, wrong
   // size. FAILED_PRECONDITION: wrong step, micro-steps that do not follow on, or beyond
   // max_micro_steps. When it returns OK the payload may be reused.
   virtual absl::StatusOr<ContributionResult> Contribute(const Contribution& contribution) = 0;
-  virtual absl::Status EndMicroStep(uint64_t step, uint32_t micro_step,
+  virtual absl::Status EndMicroStep(StepAttempt at, uint32_t micro_step,
                                     const UsedParameters& used) = 0;
   // nullopt: taken. The decision comes through the listener, perhaps before this returns. A refusal
   // leaves the step open, for this rank as if it had not sealed. An error is a request that can
   // never work (wrong step, zero micro-steps).
-  virtual absl::StatusOr<std::optional<SealRefusal>> Seal(uint64_t step, uint32_t micro_steps) = 0;
+  // An attempt that any rank has discarded is never decided: its seals are refused.
+  virtual absl::StatusOr<std::optional<SealRefusal>> Seal(StepAttempt at, uint32_t micro_steps) = 0;
+  // Forgets what this rank has given in its attempt at the step, its seal included, and nothing of
+  // another rank's; the rank may begin the next attempt. It need not have begun this one. True:
+  // done, now or by an earlier call. False: it comes too late, the step is decided.
+  // FAILED_PRECONDITION: wrong step, or an attempt that the rank has not come to. Waits for what is
+  // being computed from the rank's gradients, and for a decision that is being made; no other call
+  // of the stream may come before its Done.
+  virtual Pending Discard(StepAttempt at, Done<bool> done) = 0;
+  absl::StatusOr<bool> Discard(StepAttempt at) {
+    return Await<bool>([&](Done<bool> done) { Discard(at, std::move(done)); });
+  }
 };
 
 struct OpenStreamRequest {

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cpu_optimizer_service/common/job_spec.h"
@@ -86,6 +87,10 @@ class RankTable {
   // Null if the rank has another memory by now.
   std::shared_ptr<const RankMemory> DropMemory(int rank, const RankMemory* memory);
   void Lend(int rank) { ranks_[rank].lender = ranks_[rank].memory; }
+  // The step reads none of the rank's gradients any more. Nullable.
+  std::shared_ptr<const RankMemory> TakeLender(int rank) {
+    return std::exchange(ranks_[rank].lender, nullptr);
+  }
 
   // All ranks are free, without streams and without memory; what lends to the step stays for
   // TakeLenders.

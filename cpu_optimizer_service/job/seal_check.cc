@@ -174,7 +174,21 @@ std::optional<SealRefusal> CheckParameters(const StepGiven& given, int last_rank
 
 }  // namespace
 
+SealRefusal RefuseDiscarded(uint64_t step, int rank, uint32_t attempt, int by) {
+  return {.status = WithReason(
+              absl::FailedPreconditionError(absl::StrCat(
+                  "step ", step, ": rank ", rank, " seals attempt ", attempt, ", which rank ", by,
+                  " has discarded", by == rank ? "" : "; discard it too, and give the step again")),
+              reason::kDiscardAndRedo),
+          .missing = {},
+          .attempt = attempt};
+}
+
 std::optional<SealRefusal> CheckRank(const StepGiven& given, int rank, uint32_t micro_steps) {
+  if (!given.step.IsLive(rank)) {
+    return RefuseDiscarded(given.step.terms().step, rank, given.step.ranks()[rank].attempt,
+                           given.step.LiveRank());
+  }
   if (auto refused = CheckBackwardReached(given, rank)) {
     return Because(reason::kAbortAndRedo, std::move(refused));
   }

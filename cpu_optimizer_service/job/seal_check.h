@@ -34,8 +34,11 @@ struct StepGiven {
 // Whether a piece, which may be padding, has a non-zero gradient.
 using HasGradient = absl::FunctionRef<bool(const ChunkPiece& piece)>;
 
-// At a rank's seal: its backward reached some parameter in every micro-step, where it must, and the
-// ledger has all `micro_steps` of each of its chunks.
+// Of a seal of `attempt`, which the rank or another one, `by`, has discarded.
+SealRefusal RefuseDiscarded(uint64_t step, int rank, uint32_t attempt, int by);
+
+// At a rank's seal: its attempt can still be decided, its backward reached some parameter in every
+// micro-step, where it must, and the ledger has all `micro_steps` of each of its chunks.
 std::optional<SealRefusal> CheckRank(const StepGiven& given, int rank, uint32_t micro_steps);
 
 // At the last seal: ranks sealed the same number; padding is zero; no parameter that received a

@@ -99,6 +99,22 @@ void Speculation::Stop() {
   }
 }
 
+void Speculation::Cancel(int rank) {
+  std::erase_if(parked_, [&](int chunk) { return layout_.chunks()[chunk].rank == rank; });
+  for (const int chunk : layout_.chunks_of_rank(rank)) {
+    if (chunks_[chunk].state == State::kQueued) chunks_[chunk].state = State::kNone;
+  }
+}
+
+void Speculation::Drop(int rank, ChunkStore& store) {
+  std::erase_if(ready_, [&](const ChunkStore::Write& write) {
+    if (layout_.chunks()[write.chunk].rank != rank) return false;
+    store.Drop(write);
+    return true;
+  });
+  for (const int chunk : layout_.chunks_of_rank(rank)) chunks_[chunk].Reset();
+}
+
 void Speculation::Drop(ChunkStore& store) {
   for (const ChunkStore::Write& write : ready_) store.Drop(write);
   ready_.clear();

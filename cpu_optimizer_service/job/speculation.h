@@ -66,8 +66,8 @@ class Speculation {
   // max_norm: of the job; 0: nothing is clipped.
   Speculation(const Layout& layout, double max_norm);
 
-  // A step begins. `update`: of MakeProvisionalUpdate, or null if no chunk is to be updated ahead
-  // of the decision.
+  // An attempt at a step begins. `update`: of MakeProvisionalUpdate, or null if no chunk is to be
+  // updated ahead of the decision.
   void Begin(std::shared_ptr<const StepUpdate> update);
   // Of the step in progress; null: no more provisional updates in it.
   const std::shared_ptr<const StepUpdate>& update() const { return update_; }
@@ -92,10 +92,14 @@ class Speculation {
   // The chunk's spare version was being read: it is updated after the decision.
   void Fail(int chunk) { chunks_[chunk].state = State::kNone; }
 
-  // Cancels what is queued or parked; nothing more starts in this step.
+  // Cancels what is queued or parked; nothing more starts before the next Begin.
   void Stop();
+  // Cancels what is queued or parked of a rank's chunks.
+  void Cancel(int rank);
   // Drops what is ready. Precondition: stopped, and nothing is running.
   void Drop(ChunkStore& store);
+  // Drops what is ready of a rank's chunks. Precondition: cancelled, and none of them is running.
+  void Drop(int rank, ChunkStore& store);
   // Splits what is ready by `as_speculated`, and drops from `store` what is not the step's.
   // `is_current(rank, stream)`: whether the rank still has that stream. Precondition: as of Drop.
   Settled Settle(ChunkStore& store, const std::vector<bool>& as_speculated, bool apply,

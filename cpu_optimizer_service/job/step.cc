@@ -59,9 +59,35 @@ double SecondsSince(std::chrono::steady_clock::time_point start) {
 OpenStep::OpenStep(StepTerms terms, int world_size, int64_t parameters)
     : terms_(std::move(terms)), ranks_(world_size), used_(parameters, false) {}
 
+OpenStep::OpenStep(uint64_t step, int world_size, int64_t parameters)
+    : OpenStep(StepTerms{.step = step}, world_size, parameters) {
+  lacks_terms_ = true;
+}
+
+int OpenStep::LiveRank() const {
+  const auto is_live = [&](const RankInStep& rank) { return rank.attempt == attempt_; };
+  return static_cast<int>(std::find_if(ranks_.begin(), ranks_.end(), is_live) - ranks_.begin());
+}
+
+absl::StatusOr<bool> OpenStep::CheckAttempt(int rank, uint32_t attempt) const {
+  const uint32_t current = ranks_[rank].attempt;
+  if (attempt <= current) return attempt == current;
+  return absl::FailedPreconditionError(absl::StrCat("rank ", rank, " speaks of attempt ", attempt,
+                                                    " at step ", terms_.step, " and is in attempt ",
+                                                    current, "; discard that one first"));
+}
+
+void OpenStep::SetTerms(StepTerms terms) {
+  Check(lacks_terms_ && terms.step == terms_.step, "an attempt gets its step's terms once");
+  terms_ = std::move(terms);
+  lacks_terms_ = false;
+}
+
 absl::Status OpenStep::Begin(int rank, const StepSettings& settings) {
-  if (const std::string difference = FirstDifference(terms_.settings, settings);
-      !difference.empty()) {
+  Check(!IsLive(rank) || !lacks_terms_, "the first rank to begin an attempt brings its terms");
+  const std::string difference =
+      IsLive(rank) ? FirstDifference(terms_.settings, settings) : std::string();
+  if (!difference.empty()) {
     return WithReason(absl::FailedPreconditionError(absl::StrCat(
                           "rank ", rank, " begins step ", terms_.step, " with ", difference,
                           "; all ranks must begin a step with the same settings")),
@@ -69,6 +95,27 @@ absl::Status OpenStep::Begin(int rank, const StepSettings& settings) {
   }
   ranks_[rank].begun = true;
   return absl::OkStatus();
+}
+
+std::vector<int> OpenStep::Discard(int rank, absl::Span<const int> chunks) {
+  Unseal(rank);
+  ranks_[rank] = {.attempt = ranks_[rank].attempt + 1};
+  for (const int chunk : chunks) empties_.erase(chunk);
+  std::vector<int> undone;
+  if (ranks_[rank].attempt <= attempt_) return undone;
+  // What is known of the attempt that was live can no longer become a decision.
+  attempt_ = ranks_[rank].attempt;
+  lacks_terms_ = true;
+  used_.assign(used_.size(), false);
+  uses_.clear();
+  used_sets_ = 0;
+  non_finite_.reset();
+  for (int other = 0; other < static_cast<int>(ranks_.size()); ++other) {
+    if (!ranks_[other].sealed.has_value()) continue;
+    Unseal(other);
+    undone.push_back(other);
+  }
+  return undone;
 }
 
 absl::Status OpenStep::CheckMayContribute(int rank) const {
@@ -91,6 +138,10 @@ absl::Status OpenStep::EndMicroStep(int rank, uint32_t micro_step, const UsedPar
     return absl::FailedPreconditionError(
         absl::StrCat("rank ", rank, " ends micro-step ", micro_step, " of step ", terms_.step,
                      " where ", state.micro_steps_ended, " is the next"));
+  }
+  if (!IsLive(rank)) {  // It will be discarded.
+    ++state.micro_steps_ended;
+    return absl::OkStatus();
   }
   if (uses_.size() <= micro_step) uses_.resize(micro_step + 1);
   if (used.all) {

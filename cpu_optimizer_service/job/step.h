@@ -7,6 +7,11 @@
 // A DecidedStep has no way back: after the decision there is only roll-forward. Dropping an open or
 // sealed step is the abort; nothing of it has shown.
 //
+// Each rank numbers its attempts at the step, and may discard the one that it is in. A step is
+// decided of equal attempts, and attempts only rise, so of all that are in progress only the
+// highest can still be decided: the *live* one. Terms, used parameters and reports are kept of
+// that one alone, and seals are taken of it alone; a rank in a lower attempt has to discard.
+//
 // Thread-compatible; the job guards it. No memory, no arithmetic: only what each rank has said.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_STEP_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_STEP_H_
@@ -22,6 +27,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "cpu_optimizer_service/common/gradient_norm.h"
 #include "cpu_optimizer_service/common/hyper_parameters.h"
 #include "cpu_optimizer_service/common/step_record.h"
@@ -33,7 +39,8 @@ namespace ballast {
 // Micro-steps that are alike share one.
 inline constexpr size_t kMaxUsedSets = 512;
 
-// What all ranks agreed on at begin_step, with the hyper-parameters that follow from it.
+// What all ranks agreed on when they began the attempt, with the hyper-parameters that follow from
+// it.
 struct StepTerms {
   uint64_t step = 0;
   StepSettings settings;
@@ -42,10 +49,13 @@ struct StepTerms {
 
 // Where a rank stands in a step.
 struct RankInStep {
-  bool begun = false;
+  uint32_t attempt = 0;
+  bool begun = false;  // That attempt, as all that follows.
   uint32_t micro_steps_ended = 0;
   std::optional<uint32_t> sealed;           // The number of micro-steps that it sealed.
   std::optional<uint32_t> reached_nothing;  // The first one that ended with no parameter used.
+
+  bool has_part() const { return begun || attempt > 0; }
 };
 
 // What a worker found when it checked its gradient before reducing.
@@ -61,13 +71,32 @@ class DecidedStep;
 class OpenStep {
  public:
   // No rank has begun it yet.
+  OpenStep(uint64_t step, int world_size, int64_t parameters);
+  // The same, with the terms of its first attempt.
   OpenStep(StepTerms terms, int world_size, int64_t parameters);
 
+  // Until the live attempt has terms, only terms().step means anything.
   const StepTerms& terms() const { return terms_; }
   const std::vector<RankInStep>& ranks() const { return ranks_; }
+  // The live one.
+  uint32_t attempt() const { return attempt_; }
+  bool IsLive(int rank) const { return ranks_[rank].attempt == attempt_; }
+  // A rank that is in the live attempt.
+  int LiveRank() const;
 
-  // FAILED_PRECONDITION naming the first setting that differs from the ranks before.
+  // Whether `attempt` is the rank's; false: it is one that the rank has discarded.
+  // FAILED_PRECONDITION if the rank has not come to it.
+  absl::StatusOr<bool> CheckAttempt(int rank, uint32_t attempt) const;
+  // The live attempt has no terms: the next rank to begin it brings them.
+  bool lacks_terms() const { return lacks_terms_; }
+  void SetTerms(StepTerms terms);
+  // FAILED_PRECONDITION naming the first setting that differs from those of the ranks before, if
+  // the rank's attempt is the live one.
   absl::Status Begin(int rank, const StepSettings& settings);
+  // Forgets what the rank has given in its attempt, and begins the next. Of `chunks`, which are the
+  // rank's, nothing has come as empty any more. Returns the ranks whose seals are undone by that,
+  // since what they sealed can no longer be decided.
+  std::vector<int> Discard(int rank, absl::Span<const int> chunks);
   // In order, each once; a repeat is OK and does nothing. FAILED_PRECONDITION otherwise.
   // RESOURCE_EXHAUSTED: the micro-steps have too many different sets of used parameters.
   absl::Status EndMicroStep(int rank, uint32_t micro_step, const UsedParameters& used);
@@ -102,6 +131,8 @@ class OpenStep {
  private:
   friend class SealedStep;
   StepTerms terms_;
+  bool lacks_terms_ = false;
+  uint32_t attempt_ = 0;
   std::vector<RankInStep> ranks_;
   std::vector<bool> used_;  // By parameter: some rank gave it a gradient in some micro-step.
   // By parameter. Micro-steps beside each other that used the same ones share it.

@@ -23,7 +23,7 @@ namespace ballast {
 
 class Checkpoint {
  public:
-  // Reads the index and checks every file against it: checksums, and that no value is a NaN and
+  // Reads the index and checks every file against it: checksums, and that all values are finite and
   // none of exp_avg_sq negative. `most_bytes`: of the index, and of each file's header
   // (MostIndexBytes). NOT_FOUND: no checkpoint there. DATA_LOSS: damaged. UNAVAILABLE: saves
   // replaced it while it was read, again and again.

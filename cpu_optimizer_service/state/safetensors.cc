@@ -166,8 +166,9 @@ std::vector<const SafetensorsFile::Place*> SafetensorsFile::InOrder() const {
 absl::StatusOr<SafetensorsFile::Contents> SafetensorsFile::Examine(bool negative_is_bad) const {
   Contents contents;
   Sha256 sha256;
-  const float least = negative_is_bad ? 0.0f : -std::numeric_limits<float>::infinity();
-  const auto is_good = [least](float value) { return value >= least; };  // No NaN is.
+  constexpr float kLargest = std::numeric_limits<float>::max();
+  const float least = negative_is_bad ? 0.0f : -kLargest;
+  const auto is_good = [least](float value) { return value >= least && value <= kLargest; };
   std::vector<const Place*> places;  // Only where something is bad.
   std::vector<float> buffer(kBufferElements);
   const auto buffer_bytes = static_cast<int64_t>(buffer.size() * sizeof(float));
@@ -180,7 +181,7 @@ absl::StatusOr<SafetensorsFile::Contents> SafetensorsFile::Examine(bool negative
     sha256.Add(piece);
     const auto elements = absl::MakeConstSpan(buffer).first(bytes / sizeof(float));
     bool all_good = true;
-    for (const float value : elements) all_good &= is_good(value);
+    for (const float value : elements) all_good &= is_good(value);  // No NaN is.
     for (size_t i = 0; i < elements.size() && offset >= data_begin_ && !all_good; ++i) {
       if (is_good(elements[i]) || contents.bad.has_value()) continue;
       if (places.empty()) places = InOrder();

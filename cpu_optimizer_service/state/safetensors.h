@@ -54,7 +54,7 @@ class SafetensorsFile {
   };
   struct Contents {
     std::string sha256;  // Of the whole file, in hex.
-    // The first element of a tensor that is a NaN, or negative where that is bad.
+    // The first element of a tensor that is not finite, or negative where that is bad.
     std::optional<Element> bad;
   };
   // Reads the whole file, once.

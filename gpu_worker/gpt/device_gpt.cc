@@ -37,7 +37,7 @@ struct Pass {
   cuda::EmbeddingShape embedding;
   cuda::AttentionShape attention;
   TokensOnDevice tokens;
-  float loss_scale = 1;
+  BackwardOptions options = {};
 
   DeviceStream& compute() const { return layers.compute; }
 };
@@ -57,8 +57,9 @@ class DeviceGptImpl final : public DeviceGpt {
   ~DeviceGptImpl() override { parts_.compute.Synchronize().IgnoreError(); }
 
   void Place(const Layout& layout, const DeviceFlatSpaces& spaces) override;
+  absl::Status Prepare(const Batch& batch) override;
   absl::Status Forward(const Batch& batch, const DevicePassEvents& events) override;
-  absl::Status Backward(double loss_scale, bool first, double* loss_sum,
+  absl::Status Backward(const BackwardOptions& options, double* loss_sum,
                         const DevicePassEvents& events) override;
   int64_t activation_bytes() const override { return activations_.bytes + upload_->device_bytes(); }
   double FloatingPointOperations(int sequences) const override;
@@ -67,11 +68,11 @@ class DeviceGptImpl final : public DeviceGpt {
   absl::Status CheckBatch(const Batch& batch) const;
   Pass PassOf(const Begun& begun, const DevicePassEvents& events) const;
   absl::Status ForwardBlock(const Pass& pass, int layer) const;
-  absl::Status ForwardHead(const Pass& pass, bool first, double* loss_sum) const;
+  absl::Status ForwardHead(const Pass& pass, double* loss_sum) const;
   absl::Status BackwardHead(const Pass& pass) const;
   absl::Status BackwardBlock(const Pass& pass, int layer) const;
   absl::Status BackwardEmbedding(const Pass& pass) const;
-  absl::Status BackwardNothing(const DevicePassEvents& events) const;
+  absl::Status BackwardNothing(bool add_gradients, const DevicePassEvents& events) const;
 
   Linear Qkv(int layer) const {
     return {BlockParameter(layer, kQkvWeight), config_.width, 3 * config_.width};
@@ -149,6 +150,12 @@ Pass DeviceGptImpl::PassOf(const Begun& begun, const DevicePassEvents& events) c
 
 // ---------------------------------------------------------------- forward
 
+absl::Status DeviceGptImpl::Prepare(const Batch& batch) {
+  if (batch.sequences == 0) return absl::OkStatus();
+  if (!upload_->IsPrepared(batch)) BALLAST_RETURN_IF_ERROR(CheckBatch(batch));
+  return upload_->Prepare(batch);
+}
+
 absl::Status DeviceGptImpl::Forward(const Batch& batch, const DevicePassEvents& events) {
   Check(!parameters_.empty(), "a model is placed before it is used");
   begun_.reset();
@@ -156,7 +163,7 @@ absl::Status DeviceGptImpl::Forward(const Batch& batch, const DevicePassEvents& 
     begun_ = Begun{};
     return absl::OkStatus();
   }
-  BALLAST_RETURN_IF_ERROR(CheckBatch(batch));
+  BALLAST_RETURN_IF_ERROR(Prepare(batch));
   Check(ScratchBytes(config_, batch.sequences, batch.context) <= scratch_bytes_,
         "a smaller pass needs no more scratch");
   BALLAST_ASSIGN_OR_RETURN(const TokensOnDevice tokens, upload_->Upload(parts_.compute, batch));
@@ -204,7 +211,7 @@ absl::Status DeviceGptImpl::ForwardBlock(const Pass& pass, int layer) const {
 }
 
 // The logits, and in their place their gradient.
-absl::Status DeviceGptImpl::ForwardHead(const Pass& pass, bool first, double* loss_sum) const {
+absl::Status DeviceGptImpl::ForwardHead(const Pass& pass, double* loss_sum) const {
   const Activations& a = activations_;
   const LayerPass& layers = pass.layers;
   BALLAST_RETURN_IF_ERROR(layers.Run({.m = layers.rows,
@@ -215,25 +222,28 @@ absl::Status DeviceGptImpl::ForwardHead(const Pass& pass, bool first, double* lo
                                       .b = layers.weight(kTokenEmbedding),
                                       .out = a.logits},
                                      kTokenEmbedding));
-  BALLAST_RETURN_IF_ERROR(cuda::CrossEntropy(pass.compute(), layers.rows, config_.vocabulary,
-                                             pass.tokens.targets, pass.loss_scale, a.logits,
-                                             a.losses));
-  return cuda::SumLosses(pass.compute(), layers.rows, a.losses, !first, loss_sum);
+  BALLAST_RETURN_IF_ERROR(
+      cuda::CrossEntropy(pass.compute(), layers.rows, config_.vocabulary, pass.tokens.targets,
+                         static_cast<float>(pass.options.loss_scale), a.logits, a.losses));
+  return cuda::SumLosses(pass.compute(), layers.rows, a.losses, pass.options.add_loss, loss_sum);
 }
 
 // ---------------------------------------------------------------- backward
 
-absl::Status DeviceGptImpl::Backward(double loss_scale, bool first, double* loss_sum,
+absl::Status DeviceGptImpl::Backward(const BackwardOptions& options, double* loss_sum,
                                      const DevicePassEvents& events) {
   Check(begun_.has_value(), "a backward pass follows its forward pass");
   const Begun begun = *std::exchange(begun_, std::nullopt);
   if (begun.shape.sequences == 0) {
-    if (first) BALLAST_RETURN_IF_ERROR(parts_.compute.Zero(loss_sum, sizeof(*loss_sum)));
-    return BackwardNothing(events);
+    if (!options.add_loss) {
+      BALLAST_RETURN_IF_ERROR(parts_.compute.Zero(loss_sum, sizeof(*loss_sum)));
+    }
+    return BackwardNothing(options.add_gradients, events);
   }
   Pass pass = PassOf(begun, events);
-  pass.loss_scale = static_cast<float>(loss_scale);
-  BALLAST_RETURN_IF_ERROR(ForwardHead(pass, first, loss_sum));
+  pass.options = options;
+  pass.layers.add_gradients = options.add_gradients;
+  BALLAST_RETURN_IF_ERROR(ForwardHead(pass, loss_sum));
   BALLAST_RETURN_IF_ERROR(BackwardHead(pass));
   for (int layer = config_.layers - 1; layer >= 0; --layer) {
     BALLAST_RETURN_IF_ERROR(BackwardBlock(pass, layer));
@@ -253,7 +263,8 @@ absl::Status DeviceGptImpl::BackwardHead(const Pass& pass) const {
                                       .a = a.logits,
                                       .b = a.last_norm.out,
                                       .out = layers.gradient(kTokenEmbedding),
-                                      .out_is_fp32 = true},
+                                      .out_is_fp32 = true,
+                                      .accumulate = layers.add_gradients},
                                      kTokenEmbedding));
   BALLAST_RETURN_IF_ERROR(layers.Run({.m = layers.rows,
                                       .n = config_.width,
@@ -296,13 +307,13 @@ absl::Status DeviceGptImpl::BackwardEmbedding(const Pass& pass) const {
   const LayerPass& layers = pass.layers;
   float* const positions = layers.gradient(kPositionEmbedding);
   BALLAST_RETURN_IF_ERROR(Call(layers.events.before_gradient, kPositionEmbedding));
-  BALLAST_RETURN_IF_ERROR(cuda::EmbeddingBackward(pass.compute(), pass.embedding,
-                                                  pass.tokens.rows_of_inputs, activations_.d_stream,
-                                                  layers.gradient(kTokenEmbedding), positions));
+  BALLAST_RETURN_IF_ERROR(cuda::EmbeddingBackward(
+      pass.compute(), pass.embedding, pass.tokens.rows_of_inputs, activations_.d_stream,
+      layers.gradient(kTokenEmbedding), positions, layers.add_gradients));
   // Positions past the batch's context have no gradient.
   const int64_t written = int64_t{pass.embedding.context} * config_.width;
   const int64_t rest = parameters_[kPositionEmbedding].elements - written;
-  if (rest > 0) {
+  if (rest > 0 && !layers.add_gradients) {
     BALLAST_RETURN_IF_ERROR(pass.compute().Zero(positions + written, rest * sizeof(float)));
   }
   BALLAST_RETURN_IF_ERROR(Call(layers.events.gradient_ready, kPositionEmbedding));
@@ -310,11 +321,14 @@ absl::Status DeviceGptImpl::BackwardEmbedding(const Pass& pass) const {
 }
 
 // A rank without a sample still takes part in every reduction, with zeros.
-absl::Status DeviceGptImpl::BackwardNothing(const DevicePassEvents& events) const {
+absl::Status DeviceGptImpl::BackwardNothing(bool add_gradients,
+                                            const DevicePassEvents& events) const {
   for (const int parameter : backward_order_) {
     const ParameterOnDevice& place = parameters_[parameter];
     BALLAST_RETURN_IF_ERROR(Call(events.before_gradient, parameter));
-    BALLAST_RETURN_IF_ERROR(parts_.compute.Zero(place.gradient, place.elements * sizeof(float)));
+    if (!add_gradients) {
+      BALLAST_RETURN_IF_ERROR(parts_.compute.Zero(place.gradient, place.elements * sizeof(float)));
+    }
     BALLAST_RETURN_IF_ERROR(Call(events.gradient_ready, parameter));
   }
   return absl::OkStatus();
@@ -333,10 +347,10 @@ double DeviceGptImpl::FloatingPointOperations(int sequences) const {
 
 }  // namespace
 
-absl::Status DeviceGpt::ForwardBackward(const Batch& batch, double loss_scale, bool first,
+absl::Status DeviceGpt::ForwardBackward(const Batch& batch, const BackwardOptions& options,
                                         double* loss_sum, const DevicePassEvents& events) {
   BALLAST_RETURN_IF_ERROR(Forward(batch, events));
-  return Backward(loss_scale, first, loss_sum, events);
+  return Backward(options, loss_sum, events);
 }
 
 absl::StatusOr<std::unique_ptr<DeviceGpt>> DeviceGpt::Create(const GptConfig& config,

@@ -6,7 +6,7 @@
 //   auto model = DeviceGpt::Create(config, {device, compute, matmul}, sequences).value();
 //   model->Place(layout, {.weights = ..., .gradients = ...});
 //   model->Forward(batch, {.before_weights = ...});          // through the last norm
-//   model->Backward(loss_scale, first, loss_sum, {.gradient_ready = ...});   // the loss, and back
+//   model->Backward({}, loss_sum, {.gradient_ready = ...});  // the loss, and back
 //
 // Threads: one caller at a time.
 #ifndef BALLAST_GPU_WORKER_GPT_DEVICE_GPT_H_
@@ -53,6 +53,14 @@ struct DevicePassEvents {
   std::function<absl::Status(int parameter)> gradient_ready;
 };
 
+struct BackwardOptions {
+  double loss_scale = 1;  // Gradients are of the loss times this.
+  // Whether loss and gradients are added to what is there, as in the micro-steps of a sum after the
+  // first; else they are written.
+  bool add_loss = false;
+  bool add_gradients = false;
+};
+
 class DeviceGpt {
  public:
   // Memory for passes of up to `sequences` sequences of the full context. RESOURCE_EXHAUSTED,
@@ -66,18 +74,20 @@ class DeviceGpt {
   // Where weights are and gradients go. Called once, before any pass.
   virtual void Place(const Layout& layout, const DeviceFlatSpaces& spaces) = 0;
 
+  // The host's part of the next Forward, if it is of the same batch: for when the device is busy.
+  // `batch` is not used after the call. Errors as of Forward.
+  virtual absl::Status Prepare(const Batch& batch) = 0;
   // Gives the compute stream the batch's pass up to the logits. Another Forward takes the place of
   // one that no Backward followed. An empty batch reads no weights. `batch` is not used after the
   // call. INVALID_ARGUMENT, and no work, for a batch with more sequences than Create was given, or
   // with a token outside the vocabulary; other errors are the device's and the callbacks'.
   virtual absl::Status Forward(const Batch& batch, const DevicePassEvents& events) = 0;
   // The rest, once for each Forward: logits, loss, gradients. Gradients are of the loss summed over
-  // the batch's tokens, times `loss_scale`; written, not added; zeros of an empty batch. The loss
-  // is added to `*loss_sum`, a double on the device, or assigned if `first`.
-  virtual absl::Status Backward(double loss_scale, bool first, double* loss_sum,
+  // the batch's tokens, zeros of an empty batch. `*loss_sum` is a double on the device.
+  virtual absl::Status Backward(const BackwardOptions& options, double* loss_sum,
                                 const DevicePassEvents& events) = 0;
   // Both.
-  absl::Status ForwardBackward(const Batch& batch, double loss_scale, bool first, double* loss_sum,
+  absl::Status ForwardBackward(const Batch& batch, const BackwardOptions& options, double* loss_sum,
                                const DevicePassEvents& events);
 
   // Activations and scratch, on the device.

@@ -48,12 +48,14 @@ absl::Status LinearGradients(const LayerPass& pass, const Linear& linear, const 
                                     .a = d_out,
                                     .b = in,
                                     .out = pass.gradient(linear.weight),
-                                    .out_is_fp32 = true},
+                                    .out_is_fp32 = true,
+                                    .accumulate = pass.add_gradients},
                                    linear.weight));
   BALLAST_RETURN_IF_ERROR(Call(pass.events.gradient_ready, linear.weight));
   BALLAST_RETURN_IF_ERROR(Call(pass.events.before_gradient, bias));
   BALLAST_RETURN_IF_ERROR(cuda::ColumnSum(pass.compute, pass.rows, static_cast<int>(linear.out),
-                                          d_out, pass.gradient(bias), pass.scratch));
+                                          d_out, pass.gradient(bias), pass.add_gradients,
+                                          pass.scratch));
   return Call(pass.events.gradient_ready, bias);
 }
 
@@ -100,6 +102,7 @@ absl::Status NormBackward(const LayerPass& pass, int weight, int width, const BF
                                                    .assign = assign,
                                                    .weight_gradient = pass.gradient(weight),
                                                    .bias_gradient = pass.gradient(weight + 1),
+                                                   .add = pass.add_gradients,
                                                    .scratch = pass.scratch}));
   return CallForBoth(pass.events.gradient_ready, weight);
 }

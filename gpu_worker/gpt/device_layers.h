@@ -34,6 +34,7 @@ struct LayerPass {
   const DevicePassEvents& events;
   int64_t rows = 0;
   float* scratch = nullptr;
+  bool add_gradients = false;  // BackwardOptions.
 
   const BFloat16Bits* weight(int parameter) const { return parameters[parameter].weight; }
   float* gradient(int parameter) const { return parameters[parameter].gradient; }
@@ -56,7 +57,7 @@ struct Linear {
 // which keeps the sum.
 absl::Status LinearForward(const LayerPass& pass, const Linear& linear, const BFloat16Bits* in,
                            BFloat16Bits* out, BFloat16Bits* before_gelu = nullptr);
-// d_weight[out][in] = d_out[rows][out]^T in[rows][in],  d_bias = sum over rows of d_out
+// d_weight[out][in] = d_out[rows][out]^T in[rows][in],  d_bias = sum over rows of d_out; or += both
 absl::Status LinearGradients(const LayerPass& pass, const Linear& linear, const BFloat16Bits* d_out,
                              const BFloat16Bits* in);
 // d_in[rows][in] = d_out[rows][out] weight[out][in]; back through gelu if the layer's input is

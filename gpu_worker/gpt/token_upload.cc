@@ -1,9 +1,10 @@
 #include "gpu_worker/gpt/token_upload.h"
 
 #include <algorithm>
+#include <utility>
 
-#include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/check.h"
+#include "cpu_optimizer_service/common/status.h"
 
 namespace ballast::worker {
 namespace {
@@ -33,9 +34,15 @@ absl::StatusOr<std::unique_ptr<TokenUpload>> TokenUpload::Create(Device& device,
   return std::unique_ptr<TokenUpload>(new TokenUpload(std::move(on_device), std::move(halves)));
 }
 
-absl::StatusOr<TokensOnDevice> TokenUpload::Upload(DeviceStream& stream, const Batch& batch) {
+bool TokenUpload::IsPrepared(const Batch& batch) const {
+  return prepared_.has_value() && prepared_->inputs == absl::MakeConstSpan(batch.inputs) &&
+         prepared_->targets == absl::MakeConstSpan(batch.targets);
+}
+
+absl::Status TokenUpload::Prepare(const Batch& batch) {
+  if (IsPrepared(batch)) return absl::OkStatus();
+  prepared_.reset();
   Half& half = halves_[next_];
-  next_ = 1 - next_;
   BALLAST_RETURN_IF_ERROR(half.copied->Synchronize());
 
   const absl::Span<std::byte> bytes = half.memory->bytes();
@@ -58,10 +65,24 @@ absl::StatusOr<TokensOnDevice> TokenUpload::Upload(DeviceStream& stream, const B
                                      .begins = add(rows.begins),
                                      .rows = add(rows.rows),
                                  }};
+  prepared_ = Prepared{.tokens = tokens,
+                       .inputs = {host, batch.inputs.size()},
+                       .targets = {host + (tokens.targets - device), batch.targets.size()},
+                       .used_elements = used};
+  return absl::OkStatus();
+}
+
+absl::StatusOr<TokensOnDevice> TokenUpload::Upload(DeviceStream& stream, const Batch& batch) {
+  BALLAST_RETURN_IF_ERROR(Prepare(batch));
+  const Prepared prepared = *std::exchange(prepared_, std::nullopt);
+  Half& half = halves_[next_];
+  next_ = 1 - next_;
   // The stream still reads the last tokens; work given to it now runs after that.
-  BALLAST_RETURN_IF_ERROR(stream.CopyToDevice(device, bytes.subspan(0, used * sizeof(int32_t))));
+  BALLAST_RETURN_IF_ERROR(stream.CopyToDevice(
+      on_device_->data(),
+      half.memory->bytes().subspan(0, prepared.used_elements * sizeof(int32_t))));
   BALLAST_RETURN_IF_ERROR(stream.Record(*half.copied));
-  return tokens;
+  return prepared.tokens;
 }
 
 }  // namespace ballast::worker

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "absl/status/status.h"
@@ -30,8 +31,12 @@ class TokenUpload {
   // For batches of up to `rows` tokens. Errors: those of Device::Allocate and AllocateHost.
   static absl::StatusOr<std::unique_ptr<TokenUpload>> Create(Device& device, int64_t rows);
 
-  // `batch` may go when the call returns. Waits, if it must, for the copies of the call before the
-  // last. Every call is given the same stream.
+  // What the next Upload does on the host, if it is of the same batch: ahead of time, while the
+  // device is busy. `batch` may go when the call returns. Waits, if it must, for the copies of the
+  // Upload before the last.
+  absl::Status Prepare(const Batch& batch);
+  bool IsPrepared(const Batch& batch) const;
+  // Prepares the batch unless it is. Every call is given the same stream.
   absl::StatusOr<TokensOnDevice> Upload(DeviceStream& stream, const Batch& batch);
 
   int64_t device_bytes() const { return static_cast<int64_t>(on_device_->size_bytes()); }
@@ -41,12 +46,20 @@ class TokenUpload {
     std::unique_ptr<HostMemory> memory;
     std::unique_ptr<DeviceEvent> copied;
   };
+  // In the next half of the host's memory.
+  struct Prepared {
+    TokensOnDevice tokens;
+    absl::Span<const int32_t> inputs;
+    absl::Span<const int32_t> targets;
+    int64_t used_elements = 0;
+  };
   TokenUpload(std::unique_ptr<DeviceMemory> on_device, std::array<Half, 2> halves)
       : on_device_(std::move(on_device)), halves_(std::move(halves)) {}
 
   const std::unique_ptr<DeviceMemory> on_device_;
   std::array<Half, 2> halves_;
   size_t next_ = 0;
+  std::optional<Prepared> prepared_;
 };
 
 }  // namespace ballast::worker

@@ -2,11 +2,14 @@
 
 #include <algorithm>
 #include <cstring>
+#include <deque>
+#include <iterator>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/check.h"
+#include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/common/gradient_norm.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/cuda/kernels/adam.h"
@@ -18,28 +21,36 @@ namespace {
 
 class DeviceArithmetic final : public LocalArithmetic {
  public:
-  DeviceArithmetic(const Layout& layout, absl::Span<const GroupSpec> groups, WeightsAt weights)
-      : layout_(layout),
+  DeviceArithmetic(Device& device, const Layout& layout, absl::Span<const GroupSpec> groups,
+                   bool sums, WeightsAt weights)
+      : device_(device),
+        layout_(layout),
         groups_(groups),
+        sums_(sums),
         weights_(std::move(weights)),
-        begins_(layout.chunks().size(), -1) {}
-  absl::Status Init(Device& device, int rank);
+        begins_(layout.chunks().size(), -1),
+        gradients_(layout.chunks().size(), nullptr) {}
+  absl::Status Init(int rank);
   ~DeviceArithmetic() override;
 
   absl::Status SetFirstWeights(int chunk, absl::Span<const float> values) override;
   absl::Status AddGradient(int chunk, bool first, absl::Span<const std::byte> payload,
                            std::function<void()> released) override;
   absl::Status ZeroGradient(int chunk) override;
-  absl::Status BlockSums(int chunk, int64_t begin, absl::Span<double> sums) override;
+  absl::Status BlockSums(absl::Span<const BlocksInChunks> runs, absl::Span<double> sums) override;
   absl::Status ReadGradient(int chunk, int64_t begin, absl::Span<float> values) override;
   absl::Status Update(int chunk, int64_t begin, int64_t elements,
                       const AdamScalars& scalars) override;
+  absl::Status TryUpdate(int chunk, int64_t begin, int64_t elements, const AdamScalars* scalars,
+                         State& state) override;
   absl::Status Finish() override;
+  void ForgetGradients() override;
 
  private:
-  struct WantedSums {
-    int64_t first = 0;  // In block_sums_.
-    absl::Span<double> to;
+  struct WantedValues {
+    absl::Span<float> to;
+    DType dtype;
+    std::vector<std::byte> bytes;
   };
 
   const Chunk& chunk(int index) const { return layout_.chunks()[index]; }
@@ -50,45 +61,76 @@ class DeviceArithmetic final : public LocalArithmetic {
     return begins_[index];
   }
   absl::Status Synchronize();
+  // Where a chunk's gradient is read, and its format there.
+  DType gradient_dtype(int index) const {
+    return sums_ ? DType::kFloat32 : group(index).wire_dtype;
+  }
+  const std::byte* gradient(int index, int64_t from) const {
+    Check(gradients_[index] != nullptr, "a gradient is read once it is there");
+    return gradients_[index] + from * SizeBytes(gradient_dtype(index));
+  }
+  // That a run which goes on into the next chunks lies in one piece.
+  void CheckRun(int index, int64_t from, int64_t elements) const;
 
+  Device& device_;
   const Layout& layout_;
   const absl::Span<const GroupSpec> groups_;
+  const bool sums_;
   const WeightsAt weights_;
-  std::vector<int64_t> begins_;  // By chunk; -1 for other ranks'.
-  std::unique_ptr<DeviceMemory> gradient_, master_, exp_avg_, exp_avg_sq_;  // Fp32 planes.
-  std::unique_ptr<DeviceMemory> block_sums_;                                // Doubles, as below.
+  std::vector<int64_t> begins_;                  // By chunk; -1 for other ranks'.
+  std::vector<const std::byte*> gradients_;      // By chunk; null: none in this step.
+  std::vector<std::function<void()>> released_;  // Of the payloads that are the gradients.
+  std::unique_ptr<DeviceMemory> sum_;            // Fp32, where pushes are summed.
+  std::unique_ptr<DeviceMemory> master_, exp_avg_, exp_avg_sq_;  // Fp32 planes.
+  std::unique_ptr<DeviceMemory> tried_;       // Of each plane what was tried last; usually null.
+  std::unique_ptr<DeviceMemory> block_sums_;  // Doubles.
   std::unique_ptr<HostMemory> host_block_sums_;
-  std::vector<WantedSums> wanted_sums_;  // Since the last Finish.
+  std::unique_ptr<DeviceMemory> runs_;  // The BlockRuns of one BlockSums.
+  std::unique_ptr<HostMemory> host_runs_;
+  // Since the last Finish.
+  absl::Span<double> wanted_sums_;
+  std::deque<WantedValues> wanted_values_;
   std::unique_ptr<DeviceEvent> done_;
   std::unique_ptr<DeviceStream> stream_;
   std::unique_ptr<Completions> releases_;  // Calls `released`.
 };
 
-absl::Status DeviceArithmetic::Init(Device& device, int rank) {
+absl::Status DeviceArithmetic::Init(int rank) {
   int64_t elements = 0;
+  int64_t most_blocks =
+      0;  // A parameter's last block is short; there is one for each of its pieces.
   for (const int index : layout_.chunks_of_rank(rank)) {
     begins_[index] = elements;
     elements += chunk(index).elements;
+    most_blocks += chunk(index).elements / kBlockElements + 1;
+    layout_.VisitPieces(index, [&](const ChunkPiece&) { ++most_blocks; });
   }
-  BALLAST_ASSIGN_OR_RETURN(stream_, device.CreateStream("optimizer"));
-  BALLAST_ASSIGN_OR_RETURN(done_, device.CreateEvent());
-  releases_ = std::make_unique<Completions>(device);
+  BALLAST_ASSIGN_OR_RETURN(stream_, device_.CreateStream("optimizer"));
+  BALLAST_ASSIGN_OR_RETURN(done_, device_.CreateEvent());
+  releases_ = std::make_unique<Completions>(device_);
   if (elements == 0) return absl::OkStatus();
-  for (auto& [plane, what] : {std::pair(&gradient_, "the optimizer's gradients"),
-                              std::pair(&master_, "the optimizer's master weights"),
+  if (sums_) {
+    BALLAST_ASSIGN_OR_RETURN(
+        sum_, device_.Allocate(elements * sizeof(float), "the optimizer's sums of gradients"));
+    for (const int index : layout_.chunks_of_rank(rank)) {
+      gradients_[index] = reinterpret_cast<std::byte*>(sum_->as<float>() + begin(index));
+    }
+  }
+  for (auto& [plane, what] : {std::pair(&master_, "the optimizer's master weights"),
                               std::pair(&exp_avg_, "the optimizer's first moments"),
                               std::pair(&exp_avg_sq_, "the optimizer's second moments")}) {
-    BALLAST_ASSIGN_OR_RETURN(*plane, device.Allocate(elements * sizeof(float), what));
+    BALLAST_ASSIGN_OR_RETURN(*plane, device_.Allocate(elements * sizeof(float), what));
   }
-  const size_t sums_bytes = elements / kBlockElements * sizeof(double);
-  BALLAST_ASSIGN_OR_RETURN(block_sums_, device.Allocate(sums_bytes, "sums of squares"));
-  BALLAST_ASSIGN_OR_RETURN(host_block_sums_, device.AllocateHost(sums_bytes, "sums of squares"));
+  const size_t sums_bytes = most_blocks * sizeof(double);
+  BALLAST_ASSIGN_OR_RETURN(block_sums_, device_.Allocate(sums_bytes, "sums of squares"));
+  BALLAST_ASSIGN_OR_RETURN(host_block_sums_, device_.AllocateHost(sums_bytes, "sums of squares"));
   return absl::OkStatus();
 }
 
 DeviceArithmetic::~DeviceArithmetic() {
   // Work in progress ends before its memory does; a lost device has none.
   if (stream_ != nullptr) stream_->Synchronize().IgnoreError();
+  ForgetGradients();
 }
 
 absl::Status DeviceArithmetic::SetFirstWeights(int index, absl::Span<const float> values) {
@@ -107,9 +149,15 @@ absl::Status DeviceArithmetic::SetFirstWeights(int index, absl::Span<const float
 absl::Status DeviceArithmetic::AddGradient(int index, bool first,
                                            absl::Span<const std::byte> payload,
                                            std::function<void()> released) {
+  if (!sums_) {
+    Check(first, "a step has one push of a chunk where nothing is summed");
+    gradients_[index] = payload.data();
+    if (released != nullptr) released_.push_back(std::move(released));
+    return absl::OkStatus();
+  }
   absl::Status status = cuda::AddWireGradient(*stream_, chunk(index).elements, payload.data(),
                                               group(index).wire_dtype, /*assign=*/first,
-                                              gradient_->as<float>() + begin(index));
+                                              sum_->as<float>() + begin(index));
   if (released == nullptr) return status;
   if (status.ok()) {
     status = releases_->After(*stream_, [released](const absl::Status&) { released(); });
@@ -119,39 +167,72 @@ absl::Status DeviceArithmetic::AddGradient(int index, bool first,
 }
 
 absl::Status DeviceArithmetic::ZeroGradient(int index) {
-  return stream_->Zero(gradient_->as<float>() + begin(index),
-                       chunk(index).elements * sizeof(float));
+  if (!sums_) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("chunk ", index,
+                     " has no gradient; an optimizer on the device has a payload of "
+                     "every chunk in every step"));
+  }
+  return stream_->Zero(sum_->as<float>() + begin(index), chunk(index).elements * sizeof(float));
 }
 
-absl::Status DeviceArithmetic::BlockSums(int index, int64_t from, absl::Span<double> sums) {
-  if (sums.empty()) return absl::OkStatus();
-  const auto blocks = static_cast<int64_t>(sums.size());
-  const int64_t first =
-      wanted_sums_.empty()
-          ? 0
-          : wanted_sums_.back().first + static_cast<int64_t>(wanted_sums_.back().to.size());
-  Check(from + blocks * kBlockElements <= chunk(index).elements, "blocks lie in their chunk");
-  Check((first + blocks) * sizeof(double) <= block_sums_->size_bytes(), "a block is summed once");
-  wanted_sums_.push_back({.first = first, .to = sums});
-  return cuda::BlockSumsOfSquares(*stream_, blocks, gradient_->as<float>() + begin(index) + from,
-                                  block_sums_->as<double>() + first);
+// All in one launch, from a table on the device.
+absl::Status DeviceArithmetic::BlockSums(absl::Span<const BlocksInChunks> runs,
+                                         absl::Span<double> sums) {
+  if (runs.empty()) return absl::OkStatus();
+  Check(sums.size() * sizeof(double) <= block_sums_->size_bytes(), "a block is summed once");
+  const size_t bytes = runs.size() * sizeof(cuda::BlockRun);
+  if (runs_ == nullptr || runs_->size_bytes() < bytes) {
+    BALLAST_ASSIGN_OR_RETURN(runs_, device_.Allocate(bytes, "the optimizer's table of blocks"));
+    BALLAST_ASSIGN_OR_RETURN(host_runs_,
+                             device_.AllocateHost(bytes, "the optimizer's table of blocks"));
+  }
+  const absl::Span<std::byte> host = host_runs_->bytes().subspan(0, bytes);
+  auto* table = reinterpret_cast<cuda::BlockRun*>(host.data());
+  int64_t blocks = 0;
+  for (const BlocksInChunks& run : runs) {
+    CheckRun(run.chunk, run.begin, run.elements);
+    new (table++) cuda::BlockRun{.gradient = gradient(run.chunk, run.begin),
+                                 .elements = run.elements,
+                                 .first_block = blocks,
+                                 .dtype = gradient_dtype(run.chunk)};
+    blocks += run.blocks();
+  }
+  Check(blocks == static_cast<int64_t>(sums.size()), "there is a sum for each block");
+  wanted_sums_ = sums;
+  BALLAST_RETURN_IF_ERROR(stream_->CopyToDevice(runs_->data(), host));
+  return cuda::BlockSumsOfSquares(*stream_, static_cast<int>(runs.size()),
+                                  runs_->as<cuda::BlockRun>(), blocks, block_sums_->as<double>());
 }
 
 absl::Status DeviceArithmetic::ReadGradient(int index, int64_t from, absl::Span<float> values) {
   if (values.empty()) return absl::OkStatus();
-  return stream_->CopyToHost(
-      {reinterpret_cast<std::byte*>(values.data()), values.size() * sizeof(float)},
-      gradient_->as<float>() + begin(index) + from);
+  const DType dtype = gradient_dtype(index);
+  WantedValues& wanted = wanted_values_.emplace_back(
+      WantedValues{.to = values,
+                   .dtype = dtype,
+                   .bytes = std::vector<std::byte>(values.size() * SizeBytes(dtype))});
+  return stream_->CopyToHost(absl::MakeSpan(wanted.bytes), gradient(index, from));
+}
+
+void DeviceArithmetic::CheckRun(int index, int64_t from, int64_t elements) const {
+  for (int64_t left = elements - (chunk(index).elements - from); left > 0; ++index) {
+    Check(gradients_[index + 1] == gradient(index, chunk(index).elements) &&
+              weights_(index + 1).data() == weights_(index).end(),
+          "gradients and weights of neighbours lie one after the other");
+    left -= chunk(index + 1).elements;
+  }
 }
 
 absl::Status DeviceArithmetic::Update(int index, int64_t from, int64_t elements,
                                       const AdamScalars& scalars) {
+  CheckRun(index, from, elements);
   const int64_t at = begin(index) + from;
   const DType return_dtype = group(index).return_dtype;
   return cuda::UpdateAdam(*stream_,
                           {.elements = elements,
-                           .gradient = gradient_->as<float>() + at,
-                           .gradient_dtype = DType::kFloat32,
+                           .gradient = gradient(index, from),
+                           .gradient_dtype = gradient_dtype(index),
                            .master = master_->as<float>() + at,
                            .exp_avg = exp_avg_->as<float>() + at,
                            .exp_avg_sq = exp_avg_sq_->as<float>() + at,
@@ -165,19 +246,65 @@ absl::Status DeviceArithmetic::Update(int index, int64_t from, int64_t elements,
                            .scalars = scalars});
 }
 
-// All sums that were asked for leave in one copy.
+absl::Status DeviceArithmetic::TryUpdate(int index, int64_t from, int64_t elements,
+                                         const AdamScalars* scalars, State& state) {
+  const int64_t at = begin(index) + from;
+  const float* planes[] = {master_->as<float>() + at, exp_avg_->as<float>() + at,
+                           exp_avg_sq_->as<float>() + at};
+  if (scalars != nullptr) {
+    constexpr size_t kPlanes = std::size(planes);
+    const size_t bytes = kPlanes * static_cast<size_t>(elements) * sizeof(float);
+    if (tried_ == nullptr || tried_->size_bytes() < bytes) {
+      tried_ = nullptr;
+      BALLAST_ASSIGN_OR_RETURN(tried_, device_.Allocate(bytes, "a trial of an update"));
+    }
+    float* const tried = tried_->as<float>();
+    BALLAST_RETURN_IF_ERROR(cuda::UpdateAdam(*stream_, {.elements = elements,
+                                                        .gradient = gradient(index, from),
+                                                        .gradient_dtype = gradient_dtype(index),
+                                                        .master = planes[0],
+                                                        .exp_avg = planes[1],
+                                                        .exp_avg_sq = planes[2],
+                                                        .max_exp_avg_sq = nullptr,
+                                                        .new_master = tried,
+                                                        .new_exp_avg = tried + elements,
+                                                        .new_exp_avg_sq = tried + 2 * elements,
+                                                        .new_max_exp_avg_sq = nullptr,
+                                                        .shard = nullptr,
+                                                        .shard_dtype = group(index).return_dtype,
+                                                        .scalars = *scalars}));
+    for (size_t plane = 0; plane < kPlanes; ++plane) planes[plane] = tried + plane * elements;
+  }
+  std::vector<float>* const to[] = {&state.master, &state.exp_avg, &state.exp_avg_sq};
+  for (size_t plane = 0; plane < std::size(planes); ++plane) {
+    to[plane]->resize(elements);
+    BALLAST_RETURN_IF_ERROR(stream_->CopyToHost(
+        {reinterpret_cast<std::byte*>(to[plane]->data()), elements * sizeof(float)},
+        planes[plane]));
+  }
+  return Synchronize();
+}
+
 absl::Status DeviceArithmetic::Finish() {
-  if (wanted_sums_.empty()) return Synchronize();
-  const absl::Span<std::byte> host = host_block_sums_->bytes();
-  const std::vector<WantedSums> wanted = std::exchange(wanted_sums_, {});
-  const size_t bytes = (wanted.back().first + wanted.back().to.size()) * sizeof(double);
-  BALLAST_RETURN_IF_ERROR(stream_->CopyToHost(host.subspan(0, bytes), block_sums_->data()));
+  const absl::Span<double> wanted = std::exchange(wanted_sums_, {});
+  absl::Span<std::byte> host;
+  if (!wanted.empty()) {
+    host = host_block_sums_->bytes().subspan(0, wanted.size() * sizeof(double));
+    BALLAST_RETURN_IF_ERROR(stream_->CopyToHost(host, block_sums_->data()));
+  }
   BALLAST_RETURN_IF_ERROR(Synchronize());
-  for (const WantedSums& sums : wanted) {
-    std::memcpy(sums.to.data(), host.data() + sums.first * sizeof(double),
-                sums.to.size() * sizeof(double));
+  if (!wanted.empty()) std::memcpy(wanted.data(), host.data(), host.size());
+  for (const WantedValues& values : std::exchange(wanted_values_, {})) {
+    for (size_t i = 0; i < values.to.size(); ++i) {
+      values.to[i] = LoadElement(values.bytes.data(), values.dtype, i);
+    }
   }
   return absl::OkStatus();
+}
+
+void DeviceArithmetic::ForgetGradients() {
+  for (const std::function<void()>& released : std::exchange(released_, {})) released();
+  if (!sums_) std::fill(gradients_.begin(), gradients_.end(), nullptr);
 }
 
 absl::Status DeviceArithmetic::Synchronize() {
@@ -188,10 +315,11 @@ absl::Status DeviceArithmetic::Synchronize() {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<LocalArithmetic>> MakeDeviceArithmetic(
-    Device& device, const Layout& layout, absl::Span<const GroupSpec> groups, int rank,
+    Device& device, const Layout& layout, absl::Span<const GroupSpec> groups, int rank, bool sums,
     WeightsAt weights) {
-  auto arithmetic = std::make_unique<DeviceArithmetic>(layout, groups, std::move(weights));
-  BALLAST_RETURN_IF_ERROR(arithmetic->Init(device, rank));
+  auto arithmetic =
+      std::make_unique<DeviceArithmetic>(device, layout, groups, sums, std::move(weights));
+  BALLAST_RETURN_IF_ERROR(arithmetic->Init(rank));
   return arithmetic;
 }
 

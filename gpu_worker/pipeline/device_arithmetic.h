@@ -1,6 +1,6 @@
 // The local optimizer's state and arithmetic on the device, with the bits of the scalar references.
-// Fp32 gradients, master weights and moments of this rank's partition stay there: 16 bytes an
-// element.
+// Fp32 master weights and moments of this rank's partition stay there, 12 bytes an element; and an
+// fp32 sum of gradients, 4 more, only where a step has several pushes of a chunk.
 #ifndef BALLAST_GPU_WORKER_PIPELINE_DEVICE_ARITHMETIC_H_
 #define BALLAST_GPU_WORKER_PIPELINE_DEVICE_ARITHMETIC_H_
 
@@ -16,10 +16,13 @@
 
 namespace ballast::worker {
 
-// `weights(chunk)` and payloads are device memory. `device`, `layout` and `groups` are borrowed
-// until destruction, before which all payloads are released. RESOURCE_EXHAUSTED with the sizes.
+// `sums`: a step may have several pushes of a chunk. Without that a payload is the gradient itself,
+// read where it is, and released by ForgetGradients. `weights(chunk)` and payloads are device
+// memory; those of chunks that follow one another in a flat space lie one after the other.
+// `device`, `layout` and `groups` are borrowed until destruction, before which all payloads are
+// released. RESOURCE_EXHAUSTED with the sizes.
 absl::StatusOr<std::unique_ptr<LocalArithmetic>> MakeDeviceArithmetic(
-    Device& device, const Layout& layout, absl::Span<const GroupSpec> groups, int rank,
+    Device& device, const Layout& layout, absl::Span<const GroupSpec> groups, int rank, bool sums,
     WeightsAt weights);
 
 }  // namespace ballast::worker

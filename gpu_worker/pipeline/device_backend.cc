@@ -6,11 +6,11 @@
 //   work                            stream        begins after                      event after it
 //   ------------------------------  ------------  --------------------------------  --------------
 //   forward of a layer              compute       gathered, of its buckets
-//   backward of a layer             compute       released, of the buckets that it
-//                                                 writes, by the micro-step before  ready
-//   adding to the sum               communicate   ready                             released
-//   search for infinities, reduce-
-//   scatter in place                communicate   ready, of the last micro-step
+//   backward of a layer, adding to
+//   what the micro-steps before     compute       released, of the buckets that it
+//   gave where those are summed                   writes, by the last reduction     ready
+//   search for infinities, reduce-                ready; of a sum's last
+//   scatter in place                communicate   micro-step only
 //   rounding to a wire buffer       communicate   copied out, of the bucket before
 //                                                 that used the buffer              released
 //   copying a chunk to the host     copy_out      released                          there
@@ -59,7 +59,8 @@ class DeviceBackend final : public TrainingBackend {
         job_(parts.job),
         errors_([this] { Stop(); }),
         passing_(parts.device),
-        lacking_weights_(parts.device) {}
+        lacking_weights_(parts.device),
+        idle_(parts.device) {}
   absl::Status Init(absl::Span<const int> backward_order, const MakeDeviceModel& make_model);
   ~DeviceBackend() override;
 
@@ -68,6 +69,7 @@ class DeviceBackend final : public TrainingBackend {
       const std::function<absl::Span<std::byte>(int chunk)>& memory) override {
     return gradient_path_->UseGradientMemory(memory);
   }
+  absl::Status PrepareBatch(const Batch& batch) override;
   absl::Status MicroStep(const MicroStepInput& input) override;
   absl::StatusOr<FinishedStep> FinishStep() override;
   absl::Span<std::byte> weights(int chunk) override { return weights_->at(chunk); }
@@ -87,9 +89,11 @@ class DeviceBackend final : public TrainingBackend {
 
  private:
   absl::Status GivePass(const MicroStepInput& input);
+  absl::Status BeginPass(const Batch& batch);
   absl::Status GiveForward(const MicroStepInput& input);
-  absl::Status GiveBackward(const MicroStepInput& input);
-  absl::Status ZeroUnreached();
+  // `adds`: to the gradients of the micro-steps before.
+  absl::Status GiveBackward(const MicroStepInput& input, bool adds);
+  absl::Status CompleteUnreached(bool adds);
   void ForgetForward();
   absl::Status ReadLoss();
   absl::Status ReadTimes();
@@ -130,6 +134,8 @@ class DeviceBackend final : public TrainingBackend {
   // Seconds of `compute`: in passes, and how much of that waiting for weights.
   StreamSeconds passing_;
   StreamSeconds lacking_weights_;
+  StreamSeconds idle_;            // Between passes.
+  double waited_after_pass_ = 0;  // By the last FinishStep.
 };
 
 // ---------------------------------------------------------------- a step: passes
@@ -140,10 +146,23 @@ absl::Status DeviceBackend::MicroStep(const MicroStepInput& input) {
   return Fail(GivePass(input), absl::StrCat("step ", input.step, " micro-step ", input.micro_step));
 }
 
+absl::Status DeviceBackend::PrepareBatch(const Batch& batch) {
+  BALLAST_RETURN_IF_ERROR(errors_.failure());
+  return Fail(model_->Prepare(batch), absl::StrCat("after step ", step_, ": the next batch"));
+}
+
+// The host's part of the pass is none of the device's time.
+absl::Status DeviceBackend::BeginPass(const Batch& batch) {
+  BALLAST_RETURN_IF_ERROR(model_->Prepare(batch));
+  if (idle_.begun()) BALLAST_RETURN_IF_ERROR(idle_.End(*compute_));
+  return passing_.Begin(*compute_);
+}
+
 // Backward's buckets are sent while it gives the rest of its work, and the pass ends here before
 // the device has begun with most of it.
 absl::Status DeviceBackend::GivePass(const MicroStepInput& input) {
-  const bool sums_here = !spaces_.sums.empty() && input.micro_steps > 1;
+  const bool sums_here = options_.accumulation == Accumulation::kWorker && input.micro_steps > 1;
+  const bool adds = sums_here && input.micro_step > 0;
   gradient_path_->BeginPass({.step = input.step,
                              .micro_step = input.micro_step,
                              .micro_steps = input.micro_steps,
@@ -153,14 +172,14 @@ absl::Status DeviceBackend::GivePass(const MicroStepInput& input) {
   if (ahead) {
     BALLAST_RETURN_IF_ERROR(lacking_weights_.End(*compute_));
   } else {
-    BALLAST_RETURN_IF_ERROR(passing_.Begin(*compute_));
+    BALLAST_RETURN_IF_ERROR(BeginPass(input.batch));
   }
   BALLAST_RETURN_IF_ERROR(buckets_->StartPass(*compute_, sums_here ? input.micro_step : 0,
                                               sums_here ? input.micro_steps : 1));
   const SpanOf of{.step = input.step, .micro_step = static_cast<int>(input.micro_step)};
   BALLAST_RETURN_IF_ERROR(trace_->Around(*compute_, Track::kCompute, of, [&]() -> absl::Status {
     if (!ahead) BALLAST_RETURN_IF_ERROR(GiveForward(input));
-    return GiveBackward(input);
+    return GiveBackward(input, adds);
   }));
 
   UsedParameters used;
@@ -169,8 +188,9 @@ absl::Status DeviceBackend::GivePass(const MicroStepInput& input) {
     if (reached_[p]) used.parameters.push_back(static_cast<int>(p));
     used.all &= reached_[p];
   }
-  BALLAST_RETURN_IF_ERROR(ZeroUnreached());
+  BALLAST_RETURN_IF_ERROR(CompleteUnreached(adds));
   BALLAST_RETURN_IF_ERROR(passing_.End(*compute_));
+  if (input.micro_step + 1 < input.micro_steps) BALLAST_RETURN_IF_ERROR(idle_.Begin(*compute_));
   // The others' collectives fit all the same; only this rank must not seal.
   if (used.parameters.empty() && !used.all) {
     errors_.FailStep(NoParameterReached(job_.layout, parts_.collective.rank(), input.micro_step));
@@ -189,7 +209,7 @@ absl::Status DeviceBackend::GiveForward(const MicroStepInput& input) {
   return model_->Forward(input.batch, events);
 }
 
-absl::Status DeviceBackend::GiveBackward(const MicroStepInput& input) {
+absl::Status DeviceBackend::GiveBackward(const MicroStepInput& input, bool adds) {
   const DevicePassEvents events{
       .before_weights = nullptr,
       .before_gradient = [this](int p) { return buckets_->BeforeGradient(*compute_, p); },
@@ -199,18 +219,22 @@ absl::Status DeviceBackend::GiveBackward(const MicroStepInput& input) {
             reached_[p] = true;
             return buckets_->GradientReady(*compute_, p);
           }};
-  return model_->Backward(input.loss_scale, /*first=*/input.micro_step == 0,
-                          loss_sum_->as<double>(), events);
+  return model_->Backward(
+      {.loss_scale = input.loss_scale, .add_loss = input.micro_step > 0, .add_gradients = adds},
+      loss_sum_->as<double>(), events);
 }
 
-absl::Status DeviceBackend::ZeroUnreached() {
+// Their gradient is zero.
+absl::Status DeviceBackend::CompleteUnreached(bool adds) {
   for (size_t p = 0; p < reached_.size(); ++p) {
     const ParameterPlace& place = job_.layout.place(p);
     if (reached_[p] || place.offset < 0) continue;
     float* gradients = spaces_.gradients[job_.layout.spec().parameters[p].group]->as<float>();
     BALLAST_RETURN_IF_ERROR(buckets_->BeforeGradient(*compute_, p));
-    BALLAST_RETURN_IF_ERROR(
-        compute_->Zero(gradients + place.offset, place.elements * sizeof(float)));
+    if (!adds) {
+      BALLAST_RETURN_IF_ERROR(
+          compute_->Zero(gradients + place.offset, place.elements * sizeof(float)));
+    }
     BALLAST_RETURN_IF_ERROR(buckets_->GradientReady(*compute_, p));
   }
   return absl::OkStatus();
@@ -222,14 +246,20 @@ absl::StatusOr<FinishedStep> DeviceBackend::FinishStep() {
   absl::Status read = errors_.failure();
   if (read.ok()) read = ReadLoss();
   if (read.ok()) read = ReadTimes();
-  if (!read.ok()) ForgetForward();
+  if (!read.ok()) {
+    ForgetForward();
+    idle_.Clear();
+  }
   Fail(read, absl::StrCat("step ", step_)).IgnoreError();
 
   Stopwatch stopwatch;
   gradient_path_->WaitReduced();
-  NoteReduceWait(stopwatch.Lap());
+  const double reducing = stopwatch.Lap();
+  NoteReduceWait(reducing);
   gradient_path_->WaitSent();
-  finished_.send_seconds += stopwatch.Lap();
+  const double sending = stopwatch.Lap();
+  finished_.send_seconds += sending;
+  waited_after_pass_ = reducing + sending;
 
   const FinishedStep finished = std::exchange(finished_, {});
   BALLAST_RETURN_IF_ERROR(errors_.FinishStep());
@@ -252,7 +282,10 @@ absl::Status DeviceBackend::ReadTimes() {
   BALLAST_ASSIGN_OR_RETURN(finished_.weights_seconds, lacking_weights_.Take());
   finished_.compute_seconds = std::max(0.0, passing - for_buckets - finished_.weights_seconds);
   NoteReduceWait(for_buckets);
-  return absl::OkStatus();
+  if (idle_.begun()) idle_.Clear();  // The step has ended before its last pass.
+  BALLAST_ASSIGN_OR_RETURN(const double idle, idle_.Take());
+  finished_.idle_seconds = std::max(0.0, idle - std::exchange(waited_after_pass_, 0));
+  return idle_.Begin(*compute_);
 }
 
 // Reductions wait while the optimizer occupies all places: that part of a wait for them counts as
@@ -289,7 +322,7 @@ absl::Status DeviceBackend::StartForward(const MicroStepInput& input) {
   ForgetForward();
   const SpanOf of{.step = input.step, .micro_step = static_cast<int>(input.micro_step)};
   const auto give = [&]() -> absl::Status {
-    BALLAST_RETURN_IF_ERROR(passing_.Begin(*compute_));
+    BALLAST_RETURN_IF_ERROR(BeginPass(input.batch));
     BALLAST_RETURN_IF_ERROR(
         trace_->Around(*compute_, Track::kCompute, of, [&] { return GiveForward(input); }));
     forward_given_ = true;
@@ -364,7 +397,6 @@ absl::Status DeviceBackend::Init(absl::Span<const int> backward_order,
   BALLAST_ASSIGN_OR_RETURN(loss_sum_, device.Allocate(sizeof(double), "the loss"));
   BALLAST_ASSIGN_OR_RETURN(host_loss_sum_, device.AllocateHost(sizeof(double), "the loss"));
   const DeviceNeeds needs{
-      .sums = options_.accumulation == Accumulation::kWorker && job_.spec.max_micro_steps != 1,
       .provisional_weights = !options_.on_device && job_.spec.update_mode == UpdateMode::kSpeculate,
       .world_size = parts_.collective.world_size()};
   BALLAST_ASSIGN_OR_RETURN(spaces_, AllocateSpaces(device, job_, needs));
@@ -374,8 +406,7 @@ absl::Status DeviceBackend::Init(absl::Span<const int> backward_order,
   BALLAST_ASSIGN_OR_RETURN(
       reduction_,
       DeviceReduction::Create({device, *communicate_, parts_.collective, job_, buckets_->order()},
-                              {.gradients = DeviceSpaces::PointersTo<float>(spaces_.gradients),
-                               .sums = DeviceSpaces::PointersTo<float>(spaces_.sums)},
+                              DeviceSpaces::PointersTo<float>(spaces_.gradients),
                               options_.check_gradients));
   absl::StatusOr<std::unique_ptr<WeightsReturn>> weights = WeightsReturn::Create(
       device, job_, buckets_->order(), spaces_.WeightBytes(),

@@ -44,7 +44,7 @@ absl::Status DeviceBuckets::StartPass(DeviceStream& compute, uint32_t micro_step
   for (size_t b = 0; b < events_.size(); ++b) {
     if (!order_.parameters_of_bucket[b].empty()) continue;  // No gradient will make it ready.
     BALLAST_RETURN_IF_ERROR(StartFilling(compute, b));
-    BALLAST_RETURN_IF_ERROR(RecordReady(compute, b));
+    BALLAST_RETURN_IF_ERROR(Completed(compute, b));
   }
   return absl::OkStatus();
 }
@@ -75,6 +75,10 @@ bool DeviceBuckets::MayFill(int bucket) const {
 absl::StatusOr<bool> DeviceBuckets::HasToWait(int bucket) const {
   {
     MutexLock lock(mutex_);
+    // The sum's first micro-step has waited.
+    if (states_[bucket].state() == BucketState::kAccumulated && !states_[bucket].whole()) {
+      return false;
+    }
     if (!MayFill(bucket)) return true;
   }
   BALLAST_ASSIGN_OR_RETURN(const bool released, events_[bucket].released->Done());
@@ -92,18 +96,28 @@ absl::Status DeviceBuckets::AwaitReleased(int bucket) {
 
 absl::Status DeviceBuckets::GradientReady(DeviceStream& compute, int parameter) {
   for (const int bucket : order_.buckets_of_parameter[parameter]) {
-    bool ready;
+    bool complete;
     {
       MutexLock lock(mutex_);
       states_[bucket].CompleteOne();
-      ready = states_[bucket].state() == BucketState::kReady;
+      complete = states_[bucket].state() == BucketState::kReady;
     }
-    if (ready) BALLAST_RETURN_IF_ERROR(RecordReady(compute, bucket));
+    if (complete) BALLAST_RETURN_IF_ERROR(Completed(compute, bucket));
   }
   return absl::OkStatus();
 }
 
-absl::Status DeviceBuckets::RecordReady(DeviceStream& compute, int bucket) {
+// The moves are of what the stream was given, in its order; the device does them later.
+absl::Status DeviceBuckets::Completed(DeviceStream& compute, int bucket) {
+  {
+    MutexLock lock(mutex_);
+    GradientBucket& state = states_[bucket];
+    if (state.accumulates()) {  // Backward has added it.
+      state.StartAccumulating();
+      state.FinishAccumulating();
+      if (!state.whole()) return absl::OkStatus();
+    }
+  }
   BALLAST_RETURN_IF_ERROR(compute.Record(*events_[bucket].ready));
   MutexLock lock(mutex_);
   recorded_[bucket] = true;
@@ -121,16 +135,6 @@ absl::Status DeviceBuckets::WaitReady(DeviceStream& communicate, int bucket) {
     recorded_[bucket] = false;
   }
   return communicate.Wait(*events_[bucket].ready);
-}
-
-// The moves are of what the stream was given, in its order; the device does them later.
-absl::Status DeviceBuckets::Summed(DeviceStream& communicate, int bucket) {
-  BALLAST_RETURN_IF_ERROR(communicate.Record(*events_[bucket].released));
-  MutexLock lock(mutex_);
-  states_[bucket].StartAccumulating();
-  states_[bucket].FinishAccumulating();
-  changed_.NotifyAll();
-  return absl::OkStatus();
 }
 
 void DeviceBuckets::StartReducing(int bucket) {

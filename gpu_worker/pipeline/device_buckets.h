@@ -6,6 +6,9 @@
 //   released   recorded on `communicate` when it has been given the last work that reads the
 //              bucket; `compute` waits for it before the next micro-step writes there
 //
+// Of micro-steps that one reduction sums, each adds its gradient to what the bucket has; only the
+// last makes it ready.
+//
 // A stream can wait only for what was recorded, so each side first waits, on the host, until the
 // other has given its work: that bounds the distance between passes and reductions.
 //
@@ -57,8 +60,6 @@ class DeviceBuckets {
 
   // Waits until the bucket is ready on the host, and makes the stream wait for its event.
   absl::Status WaitReady(DeviceStream& communicate, int bucket);
-  // Adding the bucket to a sum was given to the stream.
-  absl::Status Summed(DeviceStream& communicate, int bucket);
   // Its reduction follows, with all micro-steps in it.
   void StartReducing(int bucket);
   // The last work that reads what was reduced was given to the stream.
@@ -80,7 +81,8 @@ class DeviceBuckets {
   bool MayFill(int bucket) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::StatusOr<bool> HasToWait(int bucket) const;
   absl::Status AwaitReleased(int bucket);
-  absl::Status RecordReady(DeviceStream& compute, int bucket);
+  // A micro-step's gradient is complete.
+  absl::Status Completed(DeviceStream& compute, int bucket);
 
   const BucketOrder order_;
   const std::vector<Events> events_;

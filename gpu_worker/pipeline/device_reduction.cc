@@ -9,10 +9,9 @@
 
 namespace ballast::worker {
 
-absl::StatusOr<std::unique_ptr<DeviceReduction>> DeviceReduction::Create(const Parts& parts,
-                                                                         Spaces spaces,
-                                                                         bool check) {
-  std::unique_ptr<DeviceReduction> self(new DeviceReduction(parts, std::move(spaces)));
+absl::StatusOr<std::unique_ptr<DeviceReduction>> DeviceReduction::Create(
+    const Parts& parts, std::vector<float*> gradients, bool check) {
+  std::unique_ptr<DeviceReduction> self(new DeviceReduction(parts, std::move(gradients)));
   if (!check) return self;
   // Positions count the elements of all parameters, so that one number has the order of (parameter,
   // element).
@@ -30,19 +29,9 @@ absl::StatusOr<std::unique_ptr<DeviceReduction>> DeviceReduction::Create(const P
   return self;
 }
 
-absl::Status DeviceReduction::Accumulate(int index, bool first) {
+absl::StatusOr<const float*> DeviceReduction::Reduce(int index, uint64_t step) {
   const Bucket& bucket = parts_.job.buckets[index];
-  const float* gradient = spaces_.gradients[bucket.group] + bucket.begin;
-  float* sum = spaces_.sums[bucket.group] + bucket.begin;
-  if (first) {
-    return parts_.communicate.CopyOnDevice(sum, gradient, elements(index) * sizeof(float));
-  }
-  return cuda::AddGradient(parts_.communicate, elements(index), gradient, sum);
-}
-
-absl::StatusOr<const float*> DeviceReduction::Reduce(int index, bool accumulated, uint64_t step) {
-  const Bucket& bucket = parts_.job.buckets[index];
-  float* space = (accumulated ? spaces_.sums : spaces_.gradients)[bucket.group];
+  float* space = gradients_[bucket.group];
   if (first_ != nullptr) BALLAST_RETURN_IF_ERROR(FindNonFinite(index, space));
   float* input = space + bucket.begin;
   float* shard = input + parts_.collective.rank() * bucket.shard_elements;

@@ -1,6 +1,6 @@
-// What `communicate` is given for a gradient bucket: adding it to the sum of several micro-steps,
-// the search for elements that are not finite, the reduce-scatter, and rounding for the wire. It
-// gives work; ordering the work is for its callers.
+// What `communicate` is given for a gradient bucket: the search for elements that are not finite,
+// the reduce-scatter, and rounding for the wire. It gives work; ordering the work is for its
+// callers.
 //
 // Threads: one caller at a time.
 #ifndef BALLAST_GPU_WORKER_PIPELINE_DEVICE_REDUCTION_H_
@@ -32,22 +32,16 @@ class DeviceReduction {
     const TrainingJob& job;
     const BucketOrder& order;
   };
-  // By group, flat spaces on the device. `sums` is empty if reductions are of one micro-step each.
-  struct Spaces {
-    std::vector<float*> gradients;
-    std::vector<float*> sums;
-  };
 
-  // `check`: Reduce looks for elements that are not finite. Everything is borrowed until
-  // destruction.
-  static absl::StatusOr<std::unique_ptr<DeviceReduction>> Create(const Parts& parts, Spaces spaces,
+  // `gradients`: by group, flat spaces on the device. `check`: Reduce looks for elements that are
+  // not finite. Everything is borrowed until destruction.
+  static absl::StatusOr<std::unique_ptr<DeviceReduction>> Create(const Parts& parts,
+                                                                 std::vector<float*> gradients,
                                                                  bool check);
 
-  // The sum becomes the gradient if `first`, or that is added to it.
-  absl::Status Accumulate(int bucket, bool first);
-  // Reduce-scatters the sum if `accumulated`, else the gradient. Returns this rank's shard, of the
-  // whole shard's size, in its own place there.
-  absl::StatusOr<const float*> Reduce(int bucket, bool accumulated, uint64_t step);
+  // Reduce-scatters the bucket. Returns this rank's shard, of the whole shard's size, in its own
+  // place there.
+  absl::StatusOr<const float*> Reduce(int bucket, uint64_t step);
   absl::Status Round(int bucket, int64_t elements, const float* from, std::byte* to);
 
   // The first one found since the last call, by parameter and element.
@@ -61,17 +55,15 @@ class DeviceReduction {
     float value = 0;
   };
 
-  DeviceReduction(const Parts& parts, Spaces spaces) : parts_(parts), spaces_(std::move(spaces)) {}
+  DeviceReduction(const Parts& parts, std::vector<float*> gradients)
+      : parts_(parts), gradients_(std::move(gradients)) {}
   const GroupSpec& group(int bucket) const {
     return parts_.job.spec.groups[parts_.job.buckets[bucket].group];
-  }
-  int64_t elements(int bucket) const {
-    return parts_.job.buckets[bucket].shard_elements * parts_.collective.world_size();
   }
   absl::Status FindNonFinite(int bucket, const float* space);
 
   const Parts parts_;
-  const Spaces spaces_;
+  const std::vector<float*> gradients_;
   // The rest is used with `check` only. Elements of all parameters before each, in order of index.
   std::vector<uint64_t> elements_before_;
   std::unique_ptr<DeviceMemory> first_;  // A uint64_t.

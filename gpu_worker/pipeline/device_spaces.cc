@@ -14,16 +14,13 @@ namespace {
 constexpr int64_t kWeightBytes = sizeof(BFloat16Bits);
 constexpr int64_t kGradientBytes = sizeof(float);
 
-absl::StatusOr<DeviceSpaces> Allocate(Device& device, const TrainingJob& job, bool sums) {
+absl::StatusOr<DeviceSpaces> Allocate(Device& device, const TrainingJob& job) {
   DeviceSpaces spaces;
   for (const int64_t elements : job.group_elements) {
     BALLAST_ASSIGN_OR_RETURN(spaces.weights.emplace_back(),
                              device.Allocate(elements * kWeightBytes, "weights"));
     BALLAST_ASSIGN_OR_RETURN(spaces.gradients.emplace_back(),
                              device.Allocate(elements * kGradientBytes, "gradients"));
-    if (!sums) continue;
-    BALLAST_ASSIGN_OR_RETURN(spaces.sums.emplace_back(),
-                             device.Allocate(elements * kGradientBytes, "sums of micro-steps"));
   }
   return spaces;
 }
@@ -42,7 +39,7 @@ std::vector<absl::Span<std::byte>> DeviceSpaces::WeightBytes() const {
 
 absl::StatusOr<DeviceSpaces> AllocateSpaces(Device& device, const TrainingJob& job,
                                             const DeviceNeeds& needs) {
-  absl::StatusOr<DeviceSpaces> spaces = Allocate(device, job, needs.sums);
+  absl::StatusOr<DeviceSpaces> spaces = Allocate(device, job);
   if (!spaces.ok()) return ExplainMemory(spaces.status(), device, job, needs);
   return spaces;
 }
@@ -56,10 +53,6 @@ absl::Status ExplainMemory(const absl::Status& status, const Device& device, con
   for (const int64_t of_group : job.group_elements) elements += of_group;
   std::string sizes = absl::StrCat(Gib(elements * kWeightBytes), " for weights, ",
                                    Gib(elements * kGradientBytes), " for gradients");
-  if (needs.sums) {
-    absl::StrAppend(&sizes, ", ", Gib(elements * kGradientBytes),
-                    " for sums of micro-steps (none with --accumulate=service)");
-  }
   if (needs.provisional_weights) {
     absl::StrAppend(&sizes, ", ", Gib(elements * kWeightBytes / needs.world_size),
                     " for provisional weights (none with --update=wait)");

@@ -1,5 +1,5 @@
-// The device memory that a model's flat spaces take: weights in bf16, gradients in fp32, and sums
-// of gradients where micro-steps are summed here; by group, as long as its buckets reach.
+// The device memory that a model's flat spaces take: weights in bf16 and gradients in fp32; by
+// group, as long as its buckets reach.
 #ifndef BALLAST_GPU_WORKER_PIPELINE_DEVICE_SPACES_H_
 #define BALLAST_GPU_WORKER_PIPELINE_DEVICE_SPACES_H_
 
@@ -18,7 +18,6 @@ namespace ballast::worker {
 struct DeviceSpaces {
   std::vector<std::unique_ptr<DeviceMemory>> weights;
   std::vector<std::unique_ptr<DeviceMemory>> gradients;
-  std::vector<std::unique_ptr<DeviceMemory>> sums;  // Empty: nothing is summed here.
 
   template <typename T>
   static std::vector<T*> PointersTo(const std::vector<std::unique_ptr<DeviceMemory>>& spaces) {
@@ -31,7 +30,6 @@ struct DeviceSpaces {
 
 // What a rank's backend needs of the device besides activations.
 struct DeviceNeeds {
-  bool sums = false;                 // Sums of micro-steps.
   bool provisional_weights = false;  // Provisional weights of its partition.
   int world_size = 1;
 };

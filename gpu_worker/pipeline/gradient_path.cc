@@ -139,18 +139,12 @@ void GradientPath::Run() {
 }
 
 absl::Status GradientPath::Communicate(const Pass& pass) {
-  for (const int bucket : parts_.buckets.order().reduction) {
-    BALLAST_RETURN_IF_ERROR(parts_.buckets.WaitReady(parts_.communicate, bucket));
-    const float* gradient = nullptr;
-    absl::Status status = parts_.trace.Around(
-        parts_.communicate, Track::kReduce,
-        {.step = pass.step, .micro_step = static_cast<int>(pass.micro_step), .bucket = bucket},
-        [&]() -> absl::Status {
-          BALLAST_ASSIGN_OR_RETURN(gradient, SumOrReduce(bucket, pass));
-          return absl::OkStatus();
-        });
-    if (status.ok() && gradient != nullptr) status = SendGradient(bucket, pass, gradient);
-    BALLAST_RETURN_IF_ERROR(Annotate(status, absl::StrCat("bucket ", bucket)));
+  if (!pass.sums_here || pass.last()) {
+    for (const int bucket : parts_.buckets.order().reduction) {
+      BALLAST_RETURN_IF_ERROR(parts_.buckets.WaitReady(parts_.communicate, bucket));
+      BALLAST_RETURN_IF_ERROR(
+          Annotate(ReduceAndSend(bucket, pass), absl::StrCat("bucket ", bucket)));
+    }
   }
   std::optional<UsedParameters> used = WaitForPassEnd();
   if (!used.has_value()) return absl::OkStatus();
@@ -160,19 +154,24 @@ absl::Status GradientPath::Communicate(const Pass& pass) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<const float*> GradientPath::SumOrReduce(int bucket, const Pass& pass) {
-  DeviceBuckets& buckets = parts_.buckets;
-  if (pass.sums_here) {
-    BALLAST_RETURN_IF_ERROR(parts_.reduction.Accumulate(bucket, /*first=*/pass.micro_step == 0));
-    BALLAST_RETURN_IF_ERROR(buckets.Summed(parts_.communicate, bucket));
-    if (!pass.last()) return nullptr;
-  }
-  buckets.StartReducing(bucket);
-  BALLAST_ASSIGN_OR_RETURN(const float* gradient,
-                           parts_.reduction.Reduce(bucket, pass.sums_here, pass.step));
+absl::Status GradientPath::ReduceAndSend(int bucket, const Pass& pass) {
+  const float* gradient = nullptr;
+  BALLAST_RETURN_IF_ERROR(parts_.trace.Around(
+      parts_.communicate, Track::kReduce,
+      {.step = pass.step, .micro_step = static_cast<int>(pass.micro_step), .bucket = bucket},
+      [&]() -> absl::Status {
+        BALLAST_ASSIGN_OR_RETURN(gradient, Reduce(bucket, pass));
+        return absl::OkStatus();
+      }));
+  return gradient == nullptr ? absl::OkStatus() : SendGradient(bucket, pass, gradient);
+}
+
+absl::StatusOr<const float*> GradientPath::Reduce(int bucket, const Pass& pass) {
+  parts_.buckets.StartReducing(bucket);
+  BALLAST_ASSIGN_OR_RETURN(const float* gradient, parts_.reduction.Reduce(bucket, pass.step));
   // If nothing is sent, the bucket is free at once.
   if (shards_[bucket].elements > 0 && parts_.errors.current().ok()) return gradient;
-  BALLAST_RETURN_IF_ERROR(buckets.Release(parts_.communicate, bucket));
+  BALLAST_RETURN_IF_ERROR(parts_.buckets.Release(parts_.communicate, bucket));
   return nullptr;
 }
 
@@ -192,36 +191,74 @@ absl::Status GradientPath::SendGradient(int bucket, const Pass& pass, const floa
 
 absl::Status GradientPath::CopyOut(int bucket, const Pass& pass, const WireBuffer& wire) {
   BALLAST_RETURN_IF_ERROR(parts_.copy_out.Wait(parts_.buckets.released(bucket)));
-  const std::byte* from = wire.memory->data();
-  for (const int chunk : shards_[bucket].chunks) {
-    std::optional<GradientSlots::Place> place = TakePlace(chunk, pass);
-    if (!place.has_value()) break;
-    const absl::Span<std::byte> to = place->bytes;
-    BALLAST_RETURN_IF_ERROR(
-        parts_.trace.Around(parts_.copy_out, Track::kCopy,
-                            {.step = pass.step,
-                             .micro_step = static_cast<int>(pass.micro_step),
-                             .bucket = bucket,
-                             .chunk = chunk},
-                            [&] { return parts_.copy_out.CopyToHost(to, from); }));
-    BALLAST_RETURN_IF_ERROR(GiveToSender(chunk, pass, *std::move(place), parts_.copy_out));
-    from += to.size();
-  }
+  const size_t size =
+      SizeBytes(parts_.job.spec.groups[parts_.job.buckets[bucket].group].wire_dtype);
+  BALLAST_RETURN_IF_ERROR(GiveRows(
+      bucket, pass, parts_.copy_out, [&](int64_t begin, int chunk, absl::Span<std::byte> to) {
+        return parts_.trace.Around(
+            parts_.copy_out, Track::kCopy,
+            {.step = pass.step,
+             .micro_step = static_cast<int>(pass.micro_step),
+             .bucket = bucket,
+             .chunk = chunk},
+            [&] { return parts_.copy_out.CopyToHost(to, wire.memory->data() + begin * size); });
+      }));
   // After an error too: the next user of the wire buffer waits for this event.
   return parts_.copy_out.Record(*wire.copied_out);
 }
 
 absl::Status GradientPath::RoundToPlaces(int bucket, const Pass& pass, const float* gradient) {
+  const size_t size =
+      SizeBytes(parts_.job.spec.groups[parts_.job.buckets[bucket].group].wire_dtype);
+  return GiveRows(bucket, pass, parts_.communicate,
+                  [&](int64_t begin, int, absl::Span<std::byte> to) {
+                    return parts_.reduction.Round(bucket, static_cast<int64_t>(to.size() / size),
+                                                  gradient + begin, to.data());
+                  });
+}
+
+absl::Status GradientPath::GiveRows(
+    int bucket, const Pass& pass, DeviceStream& stream,
+    absl::FunctionRef<absl::Status(int64_t, int, absl::Span<std::byte>)> give) {
+  std::vector<client::GradientPush> pushes;  // Whose work was given, or is in `row`.
+  absl::Span<std::byte> row;
+  int64_t row_begin = 0;
+  int row_chunk = -1;
+  int64_t begin = 0;
+  const auto end_row = [&]() -> absl::Status {
+    if (row.empty()) return absl::OkStatus();
+    return give(row_begin, row_chunk, std::exchange(row, {}));
+  };
+  const auto push = [&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(end_row());
+    return sender_->Push(stream, pass.step, std::exchange(pushes, {}));
+  };
+  const bool all_free = places_->AwaitFree(shards_[bucket].chunks);
+  pushes.reserve(shards_[bucket].chunks.size());
   for (const int chunk : shards_[bucket].chunks) {
-    const int64_t elements = parts_.job.layout.chunks()[chunk].elements;
+    // What a place is waited for may be among what is not pushed yet.
+    if (!all_free && !places_->IsFree(chunk)) BALLAST_RETURN_IF_ERROR(push());
     std::optional<GradientSlots::Place> place = TakePlace(chunk, pass);
     if (!place.has_value()) break;
-    BALLAST_RETURN_IF_ERROR(
-        parts_.reduction.Round(bucket, elements, gradient, place->bytes.data()));
-    BALLAST_RETURN_IF_ERROR(GiveToSender(chunk, pass, *std::move(place), parts_.communicate));
-    gradient += elements;
+    if (!row.empty() && row.end() == place->bytes.begin()) {
+      row = {row.data(), row.size() + place->bytes.size()};
+      row_chunk = -1;
+    } else {
+      BALLAST_RETURN_IF_ERROR(end_row());
+      row = place->bytes;
+      row_begin = begin;
+      row_chunk = chunk;
+    }
+    begin += parts_.job.layout.chunks()[chunk].elements;
+    pushes.push_back({.chunk = chunk,
+                      .micro_step_begin = pass.sums_here ? 0 : pass.micro_step,
+                      .micro_step_end = pass.micro_step + 1,
+                      .final = pass.last(),
+                      .empty = false,
+                      .payload = place->bytes,
+                      .released = std::move(place->released)});
   }
-  return absl::OkStatus();
+  return push();
 }
 
 // Empty: the optimizer does not take what it has, which ends the step.
@@ -230,18 +267,6 @@ std::optional<GradientSlots::Place> GradientPath::TakePlace(int chunk, const Pas
   if (place.ok()) return *std::move(place);
   parts_.errors.FailStep(Annotate(place.status(), absl::StrCat("step ", pass.step)));
   return std::nullopt;
-}
-
-absl::Status GradientPath::GiveToSender(int chunk, const Pass& pass, GradientSlots::Place place,
-                                        DeviceStream& stream) {
-  return sender_->Push(stream, pass.step,
-                       {.chunk = chunk,
-                        .micro_step_begin = pass.sums_here ? 0 : pass.micro_step,
-                        .micro_step_end = pass.micro_step + 1,
-                        .final = pass.last(),
-                        .empty = false,
-                        .payload = place.bytes,
-                        .released = std::move(place.released)});
 }
 
 std::optional<UsedParameters> GradientPath::WaitForPassEnd() {

@@ -20,6 +20,7 @@
 #include <thread>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
@@ -57,7 +58,8 @@ class GradientPath {
     uint64_t step = 0;
     uint32_t micro_step = 0;
     uint32_t micro_steps = 1;
-    bool sums_here = false;  // Reduced with the step's last micro-step.
+    // Backward adds up the step's micro-steps; what it sums is reduced with the last.
+    bool sums_here = false;
     bool last() const { return micro_step + 1 == micro_steps; }
   };
 
@@ -107,14 +109,17 @@ class GradientPath {
   void Run();
   void WaitForStreams();
   absl::Status Communicate(const Pass& pass);
-  // This rank's part of the sum, on `communicate`; null where it is not reduced yet, or empty.
-  absl::StatusOr<const float*> SumOrReduce(int bucket, const Pass& pass);
+  absl::Status ReduceAndSend(int bucket, const Pass& pass);
+  // This rank's part of the sum, on `communicate`; null where it is not to be sent.
+  absl::StatusOr<const float*> Reduce(int bucket, const Pass& pass);
   absl::Status SendGradient(int bucket, const Pass& pass, const float* gradient);
   absl::Status RoundToPlaces(int bucket, const Pass& pass, const float* gradient);
   absl::Status CopyOut(int bucket, const Pass& pass, const WireBuffer& wire);
+  // Takes a bucket's places, and calls give(first element in the shard, chunk or -1 for several,
+  // place) for each row of neighbours: their memory is one place. What was given is then pushed.
+  absl::Status GiveRows(int bucket, const Pass& pass, DeviceStream& stream,
+                        absl::FunctionRef<absl::Status(int64_t, int, absl::Span<std::byte>)> give);
   std::optional<GradientSlots::Place> TakePlace(int chunk, const Pass& pass);
-  absl::Status GiveToSender(int chunk, const Pass& pass, GradientSlots::Place place,
-                            DeviceStream& stream);
   // Empty once stopped.
   std::optional<UsedParameters> WaitForPassEnd();
   void Fail(const absl::Status& status, const Pass& pass);

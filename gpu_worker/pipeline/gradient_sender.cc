@@ -1,5 +1,6 @@
 #include "gpu_worker/pipeline/gradient_sender.h"
 
+#include <memory>
 #include <string>
 
 #include "absl/strings/str_cat.h"
@@ -7,23 +8,39 @@
 
 namespace ballast::worker {
 
-absl::Status GradientSender::Push(DeviceStream& stream, uint64_t step, client::GradientPush push) {
-  return completions_.After(stream,
-                            [this, step, push = std::move(push)](const absl::Status& there) {
-                              HandOver(step, push, there);
-                            });
+namespace {
+
+std::string Describe(uint64_t step, int chunk, uint32_t micro_step_end) {
+  return absl::StrCat("step ", step, ": chunk ", chunk, " of micro-step ", micro_step_end - 1);
 }
 
-void GradientSender::HandOver(uint64_t step, client::GradientPush push, const absl::Status& there) {
-  const std::string what = absl::StrCat("step ", step, ": chunk ", push.chunk, " of micro-step ",
-                                        push.micro_step_end - 1);
-  if (!there.ok()) errors_.Fail(Annotate(there, what));
-  if (!errors_.current().ok()) return push.released();
+}  // namespace
+
+absl::Status GradientSender::Push(DeviceStream& stream, uint64_t step,
+                                  std::vector<client::GradientPush> pushes) {
+  if (pushes.empty()) return absl::OkStatus();
+  // A std::function is copied; the pushes are not.
+  auto shared = std::make_shared<std::vector<client::GradientPush>>(std::move(pushes));
+  return completions_.After(stream, [this, step, shared](const absl::Status& there) {
+    if (!there.ok()) {
+      const client::GradientPush& first = shared->front();
+      errors_.Fail(Annotate(there, Describe(step, first.chunk, first.micro_step_end)));
+    }
+    for (client::GradientPush& push : *shared) HandOver(step, std::move(push));
+  });
+}
+
+void GradientSender::HandOver(uint64_t step, client::GradientPush push) {
+  if (errors_.any()) return push.released();
+  const int chunk = push.chunk;
+  const uint32_t micro_step_end = push.micro_step_end;
   const TimelineScope scope(
       timeline_, Track::kSend,
       {.step = step, .micro_step = static_cast<int>(push.micro_step_end) - 1, .chunk = push.chunk});
   const absl::Status pushed = sink_->Push(std::move(push));
-  if (!pushed.ok()) errors_.FailStep(Annotate(pushed, what));
+  if (!pushed.ok()) {
+    errors_.FailStep(Annotate(pushed, Describe(step, chunk, micro_step_end)));
+  }
 }
 
 void GradientSender::EndMicroStep(uint64_t step, uint32_t micro_step, UsedParameters used) {

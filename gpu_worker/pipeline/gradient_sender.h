@@ -1,5 +1,5 @@
-// Hands this rank's gradients to the optimizer, on a thread of its own: each chunk after its event
-// is done, in the order in which they were given.
+// Hands this rank's gradients to the optimizer, on a thread of its own: the chunks of a bucket
+// after their event is done, in the order in which they were given.
 //
 // After an error it hands over nothing more (GradientSink), but still waits for each event before
 // it releases the payload: memory stays until the copies to it are done.
@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "client/session.h"
@@ -31,16 +32,17 @@ class GradientSender {
   // Before anything is pushed.
   void Start(GradientSink& sink) { sink_ = &sink; }
 
-  // The payload is complete when the work that `stream` has so far is done. An error is the
-  // device's, and the payload is not released.
-  absl::Status Push(DeviceStream& stream, uint64_t step, client::GradientPush push);
+  // The payloads are complete when the work that `stream` has so far is done: one event for all,
+  // because events, threads that wake up and queues are what many chunks cost. An error is the
+  // device's, and the payloads are not released.
+  absl::Status Push(DeviceStream& stream, uint64_t step, std::vector<client::GradientPush> pushes);
   void EndMicroStep(uint64_t step, uint32_t micro_step, UsedParameters used);
 
   // Waits until all that was given is handed over or released.
   void WaitIdle() { completions_.WaitIdle(); }
 
  private:
-  void HandOver(uint64_t step, client::GradientPush push, const absl::Status& there);
+  void HandOver(uint64_t step, client::GradientPush push);
 
   PipelineErrors& errors_;
   Timeline* const timeline_;

@@ -18,6 +18,7 @@ struct GradientSlots::Shared {
   mutable Mutex mutex;
   CondVar changed;
   std::vector<bool> taken ABSL_GUARDED_BY(mutex);  // By chunk.
+  int awaited ABSL_GUARDED_BY(mutex) = -1;         // The chunk that a wait is for.
   bool cancelled ABSL_GUARDED_BY(mutex) = false;
   double waited_seconds ABSL_GUARDED_BY(mutex) = 0;
 };
@@ -101,15 +102,19 @@ absl::StatusOr<GradientSlots::Place> GradientSlots::TakeSlot(int chunk, uint32_t
 
 absl::StatusOr<GradientSlots::Place> GradientSlots::Take(int chunk, uint32_t micro_step) {
   if (own_[chunk].empty()) return TakeSlot(chunk, micro_step);
-  const auto deadline =
-      std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(options_.timeout);
-  Stopwatch stopwatch;
   MutexLock lock(shared_->mutex);
-  bool late = false;
-  while (shared_->taken[chunk] && !shared_->cancelled && !late) {
-    late = !shared_->changed.WaitUntil(shared_->mutex, deadline);
+  if (shared_->taken[chunk] && !shared_->cancelled) {
+    const auto deadline =
+        std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(options_.timeout);
+    Stopwatch stopwatch;
+    bool late = false;
+    shared_->awaited = chunk;
+    while (shared_->taken[chunk] && !shared_->cancelled && !late) {
+      late = !shared_->changed.WaitUntil(shared_->mutex, deadline);
+    }
+    shared_->awaited = -1;
+    shared_->waited_seconds += stopwatch.Lap();
   }
-  shared_->waited_seconds += stopwatch.Lap();
   if (shared_->cancelled) return absl::CancelledError("the backend has stopped");
   if (shared_->taken[chunk]) {
     return absl::DeadlineExceededError(absl::StrCat(
@@ -121,8 +126,38 @@ absl::StatusOr<GradientSlots::Place> GradientSlots::Take(int chunk, uint32_t mic
   return Place{.bytes = own_[chunk], .released = [shared = shared_, chunk] {
                  MutexLock lock(shared->mutex);
                  shared->taken[chunk] = false;
-                 shared->changed.NotifyAll();
+                 if (shared->awaited == chunk) shared->changed.NotifyAll();
                }};
+}
+
+// From the last on: the optimizer releases them in the order in which it was given them.
+bool GradientSlots::AwaitFree(absl::Span<const int> chunks) {
+  for (const int chunk : chunks) {
+    if (own_[chunk].empty()) return false;
+  }
+  const auto deadline =
+      std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(options_.timeout);
+  Stopwatch stopwatch;
+  MutexLock lock(shared_->mutex);
+  for (auto chunk = chunks.rbegin(); chunk != chunks.rend(); ++chunk) {
+    shared_->awaited = *chunk;
+    while (shared_->taken[*chunk] && !shared_->cancelled) {
+      if (!shared_->changed.WaitUntil(shared_->mutex, deadline)) break;
+    }
+    shared_->awaited = -1;
+    if (shared_->taken[*chunk] || shared_->cancelled) {
+      shared_->waited_seconds += stopwatch.Lap();
+      return false;
+    }
+  }
+  shared_->waited_seconds += stopwatch.Lap();
+  return true;
+}
+
+bool GradientSlots::IsFree(int chunk) const {
+  if (own_[chunk].empty()) return shared_->ring->HasFree();
+  MutexLock lock(shared_->mutex);
+  return !shared_->taken[chunk];
 }
 
 void GradientSlots::Cancel() {

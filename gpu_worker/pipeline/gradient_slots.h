@@ -5,7 +5,8 @@
 // A chunk's own place is taken by one micro-step at a time, a slot by one chunk; both wait. So the
 // memory is bounded, and a slow optimizer delays the reductions.
 //
-// Thread-safe except for Use. A place may be released after the destruction of this object.
+// Threads: one takes and waits; any releases, and cancels. A place may be released after the
+// destruction of this object.
 #ifndef BALLAST_GPU_WORKER_PIPELINE_GRADIENT_SLOTS_H_
 #define BALLAST_GPU_WORKER_PIPELINE_GRADIENT_SLOTS_H_
 
@@ -50,6 +51,11 @@ class GradientSlots {
   // DEADLINE_EXCEEDED, naming the chunk and the micro-step, if the optimizer still occupies the
   // place; CANCELLED once Cancel was called.
   absl::StatusOr<Place> Take(int chunk, uint32_t micro_step);
+  // Whether Take would not wait. Called by the thread that takes.
+  bool IsFree(int chunk) const;
+  // Waits until all of these are free, if each has a place of its own: one wait costs less than one
+  // for each. False if they are not, or Take would return an error.
+  bool AwaitFree(absl::Span<const int> chunks);
   void Cancel();
 
   // Seconds that Take waited, since the beginning.

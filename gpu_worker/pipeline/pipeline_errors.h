@@ -10,6 +10,7 @@
 #ifndef BALLAST_GPU_WORKER_PIPELINE_PIPELINE_ERRORS_H_
 #define BALLAST_GPU_WORKER_PIPELINE_PIPELINE_ERRORS_H_
 
+#include <atomic>
 #include <functional>
 #include <utility>
 
@@ -29,6 +30,7 @@ class PipelineErrors {
   void FailStep(const absl::Status& status) {
     MutexLock lock(mutex_);
     if (step_error_.ok()) step_error_ = status;
+    any_ = true;
   }
   // `status` is an error.
   void Fail(const absl::Status& status) {
@@ -37,6 +39,7 @@ class PipelineErrors {
       if (!failure_.ok()) return;
       failure_ = step_error_.ok() ? status
                                   : Annotate(status, absl::StrCat(step_error_.message(), "; then"));
+      any_ = true;
     }
     on_failure_();
   }
@@ -50,16 +53,20 @@ class PipelineErrors {
     MutexLock lock(mutex_);
     return failure_.ok() ? step_error_ : failure_;
   }
-  // The same; the step's own error is cleared.
+  // Whether there is one: cheap, to be asked for each of thousands of chunks.
+  bool any() const { return any_; }
+  // As current; the step's own error is cleared.
   absl::Status FinishStep() {
     MutexLock lock(mutex_);
     const absl::Status step_error = std::exchange(step_error_, absl::OkStatus());
+    any_ = !failure_.ok();
     return failure_.ok() ? step_error : failure_;
   }
 
  private:
   const std::function<void()> on_failure_;
   mutable Mutex mutex_;
+  std::atomic<bool> any_ = false;  // Written with the mutex.
   absl::Status step_error_ ABSL_GUARDED_BY(mutex_);
   absl::Status failure_ ABSL_GUARDED_BY(mutex_);
 };

@@ -86,6 +86,11 @@ absl::StatusOr<StagingRing::Slot> StagingRing::Take() {
   return Slot(this, index, memory_->bytes().subspan(index * StrideBytes(slot_bytes_), slot_bytes_));
 }
 
+bool StagingRing::HasFree() const {
+  MutexLock lock(mutex_);
+  return !free_.empty() && queue_.empty();
+}
+
 void StagingRing::Cancel() {
   MutexLock lock(mutex_);
   cancelled_ = true;

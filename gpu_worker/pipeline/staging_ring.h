@@ -54,6 +54,8 @@ class StagingRing {
   // Waits for a slot, in the order of the calls. DEADLINE_EXCEEDED after the timeout: the optimizer
   // has them all; CANCELLED once Cancel was called, for waiting and later calls.
   absl::StatusOr<Slot> Take();
+  // Whether a Take would not wait, if no other call comes before it.
+  bool HasFree() const;
   void Cancel();
 
   bool pinned() const { return memory_->pinned(); }

@@ -27,8 +27,10 @@ WeightsReturn::WeightsReturn(const TrainingJob& job, const BucketOrder& order,
       options_(options),
       trace_(trace),
       targets_(job.layout.chunks().size(), nullptr),
+      bucket_of_chunk_(job.layout.chunks().size(), -1),
       places_(job.layout.chunks().size()),
       copied_(job.layout.chunks().size(), false),
+      provisional_(job.layout.chunks().size(), false),
       arrived_(job.layout.chunks().size(), false),
       awaited_(job.buckets.size(), false) {}
 
@@ -63,6 +65,7 @@ absl::Status WeightsReturn::Init(Device& device) {
                                     : std::exchange(next, next + shard_bytes),
                  shard_bytes};
     for (const int chunk : made.shard.chunks) {
+      bucket_of_chunk_[chunk] = static_cast<int>(buckets_.size()) - 1;
       targets_[chunk] =
           made.mine.data() + (job_.layout.chunks()[chunk].begin - begin) * kElementBytes;
     }
@@ -96,6 +99,7 @@ absl::Status WeightsReturn::Use(const std::function<absl::Span<std::byte>(int ch
   const absl::Status copied = WaitForCopies();
   pins_.clear();
   std::fill(copied_.begin(), copied_.end(), false);
+  std::fill(provisional_.begin(), provisional_.end(), false);
   std::fill(arrived_.begin(), arrived_.end(), false);
   std::vector<absl::Span<std::byte>> spans;
   for (const int chunk : job_.layout.chunks_of_rank(options_.rank)) {
@@ -118,15 +122,36 @@ absl::Status WeightsReturn::WaitForCopies() {
   return copied;
 }
 
-absl::Status WeightsReturn::CopyIn(int chunk) {
-  copied_[chunk] = true;
+absl::Status WeightsReturn::CopyIn(int bucket) {
   marked_ = false;
   DeviceStream& stream = *copy_in_;
-  const absl::Span<std::byte> from = places_[chunk];
-  BALLAST_RETURN_IF_ERROR(
-      Annotate(trace_.Around(stream, Track::kCopy, {.step = copy_step_, .chunk = chunk},
-                             [&] { return stream.CopyToDevice(targets_[chunk], from); }),
-               absl::StrCat("copying the weights of chunk ", chunk)));
+  absl::Span<const std::byte> row;  // Neighbours, here and on the device.
+  std::byte* to = nullptr;
+  int first = -1;
+  int last = -1;
+  const uint64_t step = copy_step_;
+  const auto end_row = [&]() -> absl::Status {
+    if (row.empty()) return absl::OkStatus();
+    const SpanOf of{.step = step, .bucket = bucket, .chunk = first == last ? first : -1};
+    return Annotate(trace_.Around(stream, Track::kCopy, of,
+                                  [&] { return stream.CopyToDevice(to, std::exchange(row, {})); }),
+                    absl::StrCat("copying the weights of chunk ", first));
+  };
+  for (const int chunk : buckets_[bucket].shard.chunks) {
+    const absl::Span<const std::byte> from = places_[chunk];
+    if (copied_[chunk] || from.empty()) continue;
+    copied_[chunk] = true;
+    if (!row.empty() && row.end() == from.begin() && to + row.size() == targets_[chunk]) {
+      row = {row.data(), row.size() + from.size()};
+    } else {
+      BALLAST_RETURN_IF_ERROR(end_row());
+      row = from;
+      to = targets_[chunk];
+      first = chunk;
+    }
+    last = chunk;
+  }
+  BALLAST_RETURN_IF_ERROR(end_row());
   BALLAST_RETURN_IF_ERROR(stream.Record(*copies_));
   marked_ = true;
   return absl::OkStatus();
@@ -135,18 +160,25 @@ absl::Status WeightsReturn::CopyIn(int chunk) {
 void WeightsReturn::OnProvisional(int chunk) {
   MutexLock lock(mutex_);
   if (buffer_ == nullptr || places_[chunk].empty()) return;  // Copied when they are final.
-  copy_status_.Update(CopyIn(chunk));
+  provisional_[chunk] = true;
+  const int bucket = bucket_of_chunk_[chunk];
+  if (CanBeCopied(buckets_[bucket])) copy_status_.Update(CopyIn(bucket));
 }
 
 void WeightsReturn::OnDropped(int chunk) {
   MutexLock lock(mutex_);
+  provisional_[chunk] = false;
   copied_[chunk] = false;
 }
 
 void WeightsReturn::OnWeights(int chunk) {
   MutexLock lock(mutex_);
   arrived_[chunk] = true;
-  if (!copied_[chunk] && !places_[chunk].empty()) copy_status_.Update(CopyIn(chunk));
+  const int bucket = bucket_of_chunk_[chunk];
+  if (!HasArrived(buckets_[bucket])) return;
+  bool copied = true;
+  for (const int of_bucket : buckets_[bucket].shard.chunks) copied &= copied_[of_bucket];
+  if (!copied) copy_status_.Update(CopyIn(bucket));
   changed_.NotifyAll();
 }
 
@@ -180,18 +212,29 @@ bool WeightsReturn::HasArrived(const PerBucket& bucket) const {
   return true;
 }
 
-absl::Status WeightsReturn::CopyRest(PerBucket& bucket) {
+bool WeightsReturn::CanBeCopied(const PerBucket& bucket) const {
+  for (const int chunk : bucket.shard.chunks) {
+    if (!arrived_[chunk] && !provisional_[chunk]) return false;
+  }
+  return true;
+}
+
+absl::Status WeightsReturn::CopyRest(int index) {
+  PerBucket& bucket = buckets_[index];
   MutexLock lock(mutex_);
   while (!stopped_ && !abandoned_ && !all_there_ && !HasArrived(bucket)) changed_.Wait(mutex_);
   if (stopped_) return Stopped();
   BALLAST_RETURN_IF_ERROR(copy_status_);
+  bool copied = true;
   for (const int chunk : bucket.shard.chunks) {
-    // Weights that arrived without a notice, for example in a Join.
-    if (!copied_[chunk] && !abandoned_) {
-      Check(!places_[chunk].empty(), "an optimizer on the host has memory for weights");
-      BALLAST_RETURN_IF_ERROR(CopyIn(chunk));
-    }
-    copied_[chunk] = arrived_[chunk] = false;  // The next weights are others.
+    Check(copied_[chunk] || abandoned_ || !places_[chunk].empty(),
+          "an optimizer on the host has memory for weights");
+    copied &= copied_[chunk];
+  }
+  // Weights that arrived without a notice, for example in a Join.
+  if (!copied && !abandoned_) BALLAST_RETURN_IF_ERROR(CopyIn(index));
+  for (const int chunk : bucket.shard.chunks) {
+    copied_[chunk] = arrived_[chunk] = provisional_[chunk] = false;  // The next weights are others.
   }
   return copy_in_->Record(*bucket.copied);
 }
@@ -213,7 +256,7 @@ absl::Status WeightsReturn::GatherBucket(DeviceStream& communicate, DeviceCollec
   const Bucket& bucket = job_.buckets[index];
   PerBucket& state = buckets_[index];
   if (!options_.on_device) {
-    BALLAST_RETURN_IF_ERROR(CopyRest(state));
+    BALLAST_RETURN_IF_ERROR(CopyRest(index));
     BALLAST_RETURN_IF_ERROR(communicate.Wait(*state.copied));
   }
   std::byte* all = live_[bucket.group].data() + bucket.begin * kElementBytes;

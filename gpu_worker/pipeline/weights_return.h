@@ -3,9 +3,9 @@
 //
 //   host memory    where the optimizer leaves this rank's: shared with the service or the
 //                  session's; pinned here
-//   copy_in        copies a chunk as soon as it is announced: to its own place in the live weights,
-//                  or, where weights may be provisional, which no pass may read, to a buffer of the
-//                  partition's size
+//   copy_in        copies a bucket's chunks as soon as all are announced: to their place in the
+//                  live weights, or, where weights may be provisional, which no pass may read, to a
+//                  buffer of the partition's size
 //   communicate    all-gathers bucket after bucket from there, in the order in which forward needs
 //                  them, each as soon as this rank's chunks of it have arrived
 //   compute        waits, before a parameter is first read, for its buckets only
@@ -93,9 +93,12 @@ class WeightsReturn {
   absl::Status Init(Device& device);
   size_t SizeBytesOf(int chunk) const;
   absl::Status WaitForCopies() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::Status CopyIn(int chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // What of the bucket is not copied yet, neighbours at once.
+  absl::Status CopyIn(int bucket) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool HasArrived(const PerBucket& bucket) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::Status CopyRest(PerBucket& bucket);
+  // Whether all of it can be copied, if some of it only provisionally.
+  bool CanBeCopied(const PerBucket& bucket) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CopyRest(int bucket);
   absl::Status GatherBucket(DeviceStream& communicate, DeviceCollective& collective, int index);
   absl::Status AwaitGiven(int bucket);
   absl::StatusOr<bool> IsThere(int bucket);
@@ -109,8 +112,9 @@ class WeightsReturn {
   Device* device_ = nullptr;
   std::unique_ptr<DeviceMemory> buffer_;  // Null where weights go straight to their live place.
   std::vector<PerBucket> buckets_;
-  std::vector<std::byte*> targets_;  // By chunk, on the device; null: another rank's.
-  uint64_t step_ = 0;                // Expected last; not changed while that is gathered.
+  std::vector<std::byte*> targets_;   // By chunk, on the device; null: another rank's.
+  std::vector<int> bucket_of_chunk_;  // -1: another rank's.
+  uint64_t step_ = 0;                 // Expected last; not changed while that is gathered.
 
   // Guards the stream too: the thread that is notified of weights gives it the copy.
   Mutex mutex_;
@@ -121,6 +125,8 @@ class WeightsReturn {
   std::unique_ptr<DeviceEvent> copies_ ABSL_GUARDED_BY(mutex_);  // After the last on copy_in.
   bool marked_ ABSL_GUARDED_BY(mutex_) = true;        // `copies_` is recorded after the last copy.
   std::vector<bool> copied_ ABSL_GUARDED_BY(mutex_);  // By chunk: given to copy_in, as it is now.
+  // By chunk: its provisional weights are there, and were not dropped.
+  std::vector<bool> provisional_ ABSL_GUARDED_BY(mutex_);
   // By chunk: OnWeights since the last gather.
   std::vector<bool> arrived_ ABSL_GUARDED_BY(mutex_);
   // By bucket: expected, its gather not yet given.

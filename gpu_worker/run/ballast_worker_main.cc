@@ -95,6 +95,7 @@ absl::StatusOr<std::unique_ptr<GpuRun>> OpenGpu(const WorkerFlags& flags, const 
   return GpuRun::Open({.local_rank = launch.local_rank,
                        .collective = flags.collective,
                        .optimizer = flags.optimizer,
+                       .accumulation = flags.options.accumulation,
                        .peer_timeout = flags.peer_timeout,
                        .timeline = timeline});
 }

@@ -10,6 +10,7 @@
 #include "gpu_worker/cuda/nccl_collective.h"
 #include "gpu_worker/device/gloo_device_collective.h"
 #include "gpu_worker/device/single_device_collective.h"
+#include "gpu_worker/gpt/matmul_with_gelu.h"
 #include "gpu_worker/pipeline/device_arithmetic.h"
 #include "gpu_worker/pipeline/device_backend.h"
 #include "gpu_worker/training/local_optimizer.h"
@@ -32,9 +33,11 @@ class OpenedGpuRun final : public GpuRun {
   MakeOptimizer make_local_optimizer() override {
     return [this](const TrainingJob& job, TrainingBackend& backend,
                   Collective& host) -> absl::StatusOr<std::unique_ptr<StepOptimizer>> {
+      const bool sums =
+          options_.accumulation == Accumulation::kService && job.spec.max_micro_steps != 1;
       BALLAST_ASSIGN_OR_RETURN(
           std::unique_ptr<LocalArithmetic> arithmetic,
-          MakeDeviceArithmetic(*device_, job.layout, job.spec.groups, host.rank(),
+          MakeDeviceArithmetic(*device_, job.layout, job.spec.groups, host.rank(), sums,
                                [&backend](int chunk) { return backend.weights(chunk); }));
       return std::make_unique<LocalOptimizer>(job.spec, job.layout, host, std::move(arithmetic));
     };
@@ -95,6 +98,7 @@ absl::StatusOr<std::unique_ptr<GpuRun>> GpuRun::Open(const GpuRunOptions& option
   BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<CudaDevice> device,
                            CudaDevice::Open(options.local_rank));
   BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<DeviceMatmul> matmul, MakeCublasLtMatmul(*device));
+  matmul = MakeMatmulWithGelu(*device, std::move(matmul));
   return std::make_unique<OpenedGpuRun>(options, std::move(device), std::move(matmul));
 }
 

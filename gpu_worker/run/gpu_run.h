@@ -21,6 +21,7 @@ struct GpuRunOptions {
   int local_rank = 0;
   CollectiveKind collective = CollectiveKind::kAuto;
   OptimizerKind optimizer = OptimizerKind::kService;
+  Accumulation accumulation = Accumulation::kService;
   absl::Duration peer_timeout;
   Timeline* timeline = nullptr;  // Nullable. Borrowed for the run.
 };

@@ -69,6 +69,9 @@ struct FinishedStep {
   double reduce_seconds = 0;
   double send_seconds = 0;
   double weights_seconds = 0;
+  // By the GPU's clock: from the end of the step before to this step's first kernel, and between
+  // passes, in which it had nothing to do; without what the FinishStep before told.
+  double idle_seconds = 0;
 };
 
 class TrainingBackend {
@@ -91,6 +94,9 @@ class TrainingBackend {
     return absl::OkStatus();
   }
 
+  // What the host does for the first pass of the next step, while passes of this one go on: that
+  // pass need not be of this batch.
+  virtual absl::Status PrepareBatch(const Batch& batch) { return absl::OkStatus(); }
   virtual absl::Status MicroStep(const MicroStepInput& input) = 0;
   // Once all micro-steps of a step were given; also after an error, which it returns.
   virtual absl::StatusOr<FinishedStep> FinishStep() = 0;

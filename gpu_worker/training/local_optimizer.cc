@@ -1,16 +1,49 @@
 #include "gpu_worker/training/local_optimizer.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <tuple>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/adam.h"
 #include "cpu_optimizer_service/common/check.h"
+#include "cpu_optimizer_service/common/overflow.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/base/stopwatch.h"
 
 namespace ballast::worker {
+namespace {
+
+constexpr int64_t kTrialElements = 1 << 16;  // Tried and looked at together.
+// The moments before the weight, which is not finite wherever one of them is not.
+constexpr std::array<absl::string_view, 3> kPlanes = {"exp_avg", "exp_avg_sq", "master"};
+
+absl::Status GatherDoubles(Collective& collective, absl::Span<const double> mine,
+                           absl::Span<double> all) {
+  return collective.AllGather(
+      {reinterpret_cast<const std::byte*>(mine.data()), mine.size() * sizeof(double)},
+      {reinterpret_cast<std::byte*>(all.data()), all.size() * sizeof(double)});
+}
+
+}  // namespace
+
+// As doubles, so that ranks can give it to each other; all of it is exact in them.
+struct LocalOptimizer::Trial {
+  explicit Trial(int groups) : values(kLargest + kPlanes.size() * groups, 0.0) {
+    values[kGroup] = -1;
+  }
+  bool overflows() const { return values[kGroup] >= 0; }
+  // The order in which ranks and chunks agree on one.
+  auto place() const { return std::tuple(values[kGroup], values[kParameter], values[kElement]); }
+  double& largest(int group, size_t plane) {
+    return values[kLargest + kPlanes.size() * group + plane];
+  }
+
+  enum Field : uint8_t { kGroup, kParameter, kElement, kPlane, kValue, kGradient, kLargest };
+  std::vector<double> values;
+};
 
 LocalOptimizer::LocalOptimizer(const JobSpec& job, const Layout& layout, Collective& collective,
                                std::unique_ptr<LocalArithmetic> arithmetic)
@@ -27,23 +60,37 @@ LocalOptimizer::LocalOptimizer(const JobSpec& job, const Layout& layout, Collect
   for (const GroupSpec& group : groups_) {
     Check(!group.hyper_parameters.amsgrad, "the local optimizer has no amsgrad");
   }
-  std::vector<bool> full(blocks_.blocks(), false);
+  std::vector<bool> whole(blocks_.blocks(), false);
   for (int rank = 0; rank < layout.world_size(); ++rank) {
-    VisitFullBlocks(rank, [&](int, int64_t, int64_t first_block, int64_t number) {
-      std::fill_n(full.begin() + first_block, number, true);
-    });
+    int64_t count = 0;
+    for (const WholeBlocks& run : whole_blocks_.emplace_back(FindWholeBlocks(rank))) {
+      std::fill_n(whole.begin() + run.first_block, run.place.blocks(), true);
+      if (rank == collective_.rank()) my_whole_blocks_.push_back(run.place);
+      count += run.place.blocks();
+    }
+    most_whole_blocks_ = std::max(most_whole_blocks_, count);
   }
   for (int64_t block = 0; block < blocks_.blocks(); ++block) {
-    if (!full[block]) other_blocks_.push_back(block);
+    if (!whole[block]) other_blocks_.push_back(block);
   }
 }
 
 absl::Status LocalOptimizer::Join(const FillChunk& first_weights) {
   std::vector<float> values;
+  std::vector<double> largest(groups_.size(), 0.0);
   for (const int index : my_chunks()) {
     values.resize(layout_.chunks()[index].elements);
     first_weights(index, absl::MakeSpan(values));
+    double& of_group = largest[layout_.chunks()[index].group];
+    for (const float value : values) of_group = std::max(of_group, std::fabs(double{value}));
     BALLAST_RETURN_IF_ERROR(arithmetic_->SetFirstWeights(index, values));
+  }
+  std::vector<double> all(largest.size() * collective_.world_size());
+  BALLAST_RETURN_IF_ERROR(GatherDoubles(collective_, largest, absl::MakeSpan(all)));
+  bounds_.assign(groups_.size(), {.master = 0, .exp_avg = 0, .exp_avg_sq = 0});
+  for (size_t i = 0; i < all.size(); ++i) {
+    double& master = bounds_[i % groups_.size()].master;
+    master = std::max(master, all[i]);
   }
   return arithmetic_->Finish();
 }
@@ -56,6 +103,7 @@ absl::Status LocalOptimizer::BeginStep(const StepSettings& settings) {
   }
   std::fill(used_.begin(), used_.end(), 0.0);
   for (const int index : my_chunks()) ledger_[index] = {};
+  arithmetic_->ForgetGradients();  // Of a step that was not finished.
   return absl::OkStatus();
 }
 
@@ -115,51 +163,72 @@ absl::StatusOr<std::vector<int>> LocalOptimizer::FindUnused() {
   return unused;
 }
 
-template <class Visit>
-void LocalOptimizer::VisitFullBlocks(int rank, Visit&& visit) const {
+// A parameter's elements that lie one after the other in chunks that do are one piece, however many
+// chunks it is cut into.
+std::vector<LocalOptimizer::WholeBlocks> LocalOptimizer::FindWholeBlocks(int rank) const {
+  std::vector<WholeBlocks> found;
+  ChunkPiece joined;
+  const auto end_piece = [&] {
+    if (joined.elements == 0) return;
+    const NormBlocks::WholeBlocks whole = blocks_.WholeIn(joined);
+    // Where blocks begin in the piece, and in which of its chunks that is.
+    BlocksInChunks place{
+        .chunk = joined.chunk, .begin = whole.chunk_offset, .elements = whole.elements};
+    if (whole.elements > 0) {
+      for (; place.begin >= layout_.chunks()[place.chunk].elements; ++place.chunk) {
+        place.begin -= layout_.chunks()[place.chunk].elements;
+      }
+      found.push_back({.place = place, .first_block = whole.blocks.begin});
+    }
+    joined.elements = 0;
+  };
+  int64_t end = -1;  // Of `joined` in the flat space.
   for (const int index : layout_.chunks_of_rank(rank)) {
+    const Chunk& chunk = layout_.chunks()[index];
     layout_.VisitPieces(index, [&](const ChunkPiece& piece) {
-      const NormBlocks::WholeBlocks whole = blocks_.WholeIn(piece);
-      const int64_t full = whole.elements / kBlockElements;
-      if (full > 0) visit(index, whole.chunk_offset, whole.blocks.begin, full);
+      const bool goes_on = joined.elements > 0 && joined.parameter == piece.parameter &&
+                           joined.parameter_offset + joined.elements == piece.parameter_offset &&
+                           end == chunk.begin + piece.chunk_offset;
+      if (goes_on) {
+        joined.elements += piece.elements;
+      } else {
+        end_piece();
+        joined = piece;
+      }
+      end = chunk.begin + piece.chunk_offset + piece.elements;
     });
   }
+  end_piece();
+  return found;
 }
 
-absl::Status LocalOptimizer::GatherFullBlocks(absl::Span<double> block_sums) {
+absl::Status LocalOptimizer::GatherWholeBlocks() {
+  if (most_whole_blocks_ == 0) return absl::OkStatus();
   const int world_size = collective_.world_size();
-  int64_t most = 0;
-  for (int rank = 0; rank < world_size; ++rank) {
-    int64_t count = 0;
-    VisitFullBlocks(rank, [&](int, int64_t, int64_t, int64_t number) { count += number; });
-    most = std::max(most, count);
-  }
-  if (most == 0) return absl::OkStatus();
   // An all-gather takes pieces of one size: that of the rank with the most.
-  std::vector<double> mine(most);
-  absl::Span<double> next = absl::MakeSpan(mine);
-  absl::Status status;
-  VisitFullBlocks(collective_.rank(), [&](int chunk, int64_t begin, int64_t, int64_t number) {
-    status.Update(arithmetic_->BlockSums(chunk, begin, next.first(number)));
-    next.remove_prefix(number);
-  });
-  BALLAST_RETURN_IF_ERROR(status);
+  sums_of_rank_.resize(most_whole_blocks_);
+  int64_t mine = 0;
+  for (const BlocksInChunks& run : my_whole_blocks_) mine += run.blocks();
+  BALLAST_RETURN_IF_ERROR(
+      arithmetic_->BlockSums(my_whole_blocks_, absl::MakeSpan(sums_of_rank_).first(mine)));
   BALLAST_RETURN_IF_ERROR(arithmetic_->Finish());
-  std::vector<double> all(most * world_size);
-  BALLAST_RETURN_IF_ERROR(collective_.AllGather(
-      {reinterpret_cast<const std::byte*>(mine.data()), mine.size() * sizeof(double)},
-      {reinterpret_cast<std::byte*>(all.data()), all.size() * sizeof(double)}));
+  if (world_size > 1) {
+    sums_of_ranks_.resize(most_whole_blocks_ * world_size);
+    BALLAST_RETURN_IF_ERROR(
+        GatherDoubles(collective_, sums_of_rank_, absl::MakeSpan(sums_of_ranks_)));
+  }
+  const std::vector<double>& all = world_size > 1 ? sums_of_ranks_ : sums_of_rank_;
   for (int rank = 0; rank < world_size; ++rank) {
-    auto from = all.begin() + rank * most;
-    VisitFullBlocks(rank, [&](int, int64_t, int64_t first_block, int64_t number) {
-      std::copy_n(from, number, block_sums.begin() + first_block);
-      from += number;
-    });
+    auto from = all.begin() + rank * most_whole_blocks_;
+    for (const WholeBlocks& run : whole_blocks_[rank]) {
+      std::copy_n(from, run.place.blocks(), block_sums_.begin() + run.first_block);
+      from += run.place.blocks();
+    }
   }
   return absl::OkStatus();
 }
 
-absl::Status LocalOptimizer::GatherOtherBlocks(absl::Span<double> block_sums) {
+absl::Status LocalOptimizer::GatherOtherBlocks() {
   const auto visit_pieces = [&](auto&& visit) {
     for (const int64_t block : other_blocks_) {
       const NormBlocks::Place place = blocks_.PlaceOfBlock(block);
@@ -197,8 +266,8 @@ absl::Status LocalOptimizer::GatherOtherBlocks(absl::Span<double> block_sums) {
     const auto from = all.begin() + rank * most + taken[rank];
     values.insert(values.end(), from, from + piece.elements);
     taken[rank] += piece.elements;
-    block_sums[block] = BlockSumOfSquaresReference(values.data(), DType::kFloat32,
-                                                   static_cast<int64_t>(values.size()));
+    block_sums_[block] = BlockSumOfSquaresReference(values.data(), DType::kFloat32,
+                                                    static_cast<int64_t>(values.size()));
   });
   return absl::OkStatus();
 }
@@ -207,14 +276,14 @@ absl::StatusOr<std::vector<double>> LocalOptimizer::GatherGroupSums() {
   for (const int index : my_chunks()) {
     if (!ledger_[index].has_gradient) BALLAST_RETURN_IF_ERROR(arithmetic_->ZeroGradient(index));
   }
-  std::vector<double> block_sums(blocks_.blocks());
-  BALLAST_RETURN_IF_ERROR(GatherFullBlocks(absl::MakeSpan(block_sums)));
-  BALLAST_RETURN_IF_ERROR(GatherOtherBlocks(absl::MakeSpan(block_sums)));
+  block_sums_.resize(blocks_.blocks());
+  BALLAST_RETURN_IF_ERROR(GatherWholeBlocks());
+  BALLAST_RETURN_IF_ERROR(GatherOtherBlocks());
   std::vector<double> span_sums(blocks_.spans());
   for (int64_t span = 0; span < blocks_.spans(); ++span) {
     const NormBlocks::Range blocks = blocks_.BlocksOfSpan(span);
     span_sums[span] = SumInOrder(
-        absl::MakeConstSpan(block_sums).subspan(blocks.begin, blocks.end - blocks.begin));
+        absl::MakeConstSpan(block_sums_).subspan(blocks.begin, blocks.end - blocks.begin));
   }
   return blocks_.GroupSums(span_sums);
 }
@@ -225,6 +294,12 @@ absl::StatusOr<client::StepDecision> LocalOptimizer::Seal(uint32_t micro_steps) 
   BALLAST_ASSIGN_OR_RETURN(const std::vector<double> group_sums, GatherGroupSums());
   decision_ = Decide(group_sums, scale_, max_norm_);
   client::StepDecision result;
+  if (!decision_.apply) {
+    result.skip_reason = "the norm of the gradient is not finite";
+  } else {
+    BALLAST_ASSIGN_OR_RETURN(result.skip_reason, CheckUpdate(group_sums));
+    decision_.apply = result.skip_reason.empty();
+  }
   result.step = committed_step_ + 1;
   result.applied = decision_.apply;
   result.norm = decision_.norm;
@@ -232,22 +307,157 @@ absl::StatusOr<client::StepDecision> LocalOptimizer::Seal(uint32_t micro_steps) 
   for (const int p : unused) {
     result.unused_parameters.push_back(layout_.spec().parameters[p].name);
   }
-  if (!decision_.apply) result.skip_reason = "the norm of the gradient is not finite";
   return result;
 }
 
-// Parameter by parameter, because each has an update count of its own. The padding after the last
-// one stays zero.
-absl::Status LocalOptimizer::Update(int index) {
+absl::StatusOr<std::string> LocalOptimizer::CheckUpdate(absl::Span<const double> group_sums) {
+  std::vector<StateBounds> bounds;
+  for (size_t group = 0; group < groups_.size(); ++group) {
+    bounds.push_back(BoundsAfter(bounds_[group], groups_[group].hyper_parameters, group_sums[group],
+                                 decision_.multipliers[group]));
+  }
+  const auto is_finite = [](const StateBounds& of_group) { return of_group.finite(); };
+  if (!std::all_of(bounds.begin(), bounds.end(), is_finite)) {
+    BALLAST_ASSIGN_OR_RETURN(const std::string overflow, TryUpdate(absl::MakeSpan(bounds)));
+    if (!overflow.empty()) return overflow;
+  }
+  bounds_ = std::move(bounds);
+  return std::string();
+}
+
+absl::StatusOr<std::string> LocalOptimizer::TryUpdate(absl::Span<StateBounds> bounds) {
+  const auto groups = static_cast<int>(groups_.size());
+  Trial mine(groups);
+  for (const int index : my_chunks()) {
+    if (bounds[layout_.chunks()[index].group].finite()) continue;
+    Trial of_chunk(groups);
+    of_chunk.values = mine.values;  // The largest so far.
+    of_chunk.values[Trial::kGroup] = -1;
+    BALLAST_RETURN_IF_ERROR(TryChunk(index, of_chunk));
+    const bool first =
+        of_chunk.overflows() && (!mine.overflows() || of_chunk.place() < mine.place());
+    if (first || !mine.overflows()) mine = std::move(of_chunk);
+  }
+  const size_t fields = mine.values.size();
+  std::vector<double> all(fields * collective_.world_size());
+  BALLAST_RETURN_IF_ERROR(GatherDoubles(collective_, mine.values, absl::MakeSpan(all)));
+  for (StateBounds& of_group : bounds) {
+    if (!of_group.finite()) of_group = {.master = 0, .exp_avg = 0, .exp_avg_sq = 0};
+  }
+  Trial first(groups);
+  int first_rank = 0;
+  for (int rank = 0; rank < collective_.world_size(); ++rank) {
+    Trial trial(groups);
+    trial.values.assign(all.begin() + rank * fields, all.begin() + (rank + 1) * fields);
+    if (trial.overflows() && (!first.overflows() || trial.place() < first.place())) {
+      first.values = trial.values;
+      first_rank = rank;
+    }
+    for (int group = 0; group < groups; ++group) {  // 0 where none was tried.
+      StateBounds& of_group = bounds[group];
+      of_group.exp_avg = std::max(of_group.exp_avg, trial.largest(group, 0));
+      of_group.exp_avg_sq = std::max(of_group.exp_avg_sq, trial.largest(group, 1));
+      of_group.master = std::max(of_group.master, trial.largest(group, 2));
+    }
+  }
+  if (!first.overflows()) return std::string();
+  const auto value = [&](Trial::Field field) { return first.values[field]; };
+  return ToString(Overflow{
+      .plane = kPlanes[static_cast<size_t>(value(Trial::kPlane))],
+      .parameter = layout_.spec().parameters[static_cast<size_t>(value(Trial::kParameter))].name,
+      .element = static_cast<int64_t>(value(Trial::kElement)),
+      .value = static_cast<float>(value(Trial::kValue)),
+      .rank = first_rank,
+      .gradient = static_cast<float>(value(Trial::kGradient)),
+      .multiplier = decision_.multipliers[static_cast<size_t>(value(Trial::kGroup))]});
+}
+
+// Up to the first element of which something is not finite.
+absl::Status LocalOptimizer::TryChunk(int index, Trial& trial) {
   const int group = layout_.chunks()[index].group;
+  LocalArithmetic::State state;
+  const std::array<const std::vector<float>*, kPlanes.size()> planes = {
+      &state.exp_avg, &state.exp_avg_sq, &state.master};
   for (const ChunkPiece& piece : layout_.Pieces(index)) {
-    if (unused_policy_ == UnusedPolicy::kSkip && used_[piece.parameter] == 0) continue;
-    BALLAST_RETURN_IF_ERROR(arithmetic_->Update(
-        index, piece.chunk_offset, piece.elements,
-        MakeAdamScalars(groups_[group].hyper_parameters, update_counts_[piece.parameter],
-                        decision_.multipliers[group])));
+    const std::optional<AdamScalars> scalars =
+        ScalarsOf(group, piece.parameter, update_counts_[piece.parameter] + 1);
+    for (int64_t done = 0; done < piece.elements; done += kTrialElements) {
+      const int64_t elements = std::min(kTrialElements, piece.elements - done);
+      const int64_t begin = piece.chunk_offset + done;
+      BALLAST_RETURN_IF_ERROR(arithmetic_->TryUpdate(
+          index, begin, elements, scalars.has_value() ? &*scalars : nullptr, state));
+      for (int64_t i = 0; i < elements; ++i) {
+        for (size_t plane = 0; plane < planes.size(); ++plane) {
+          const float value = (*planes[plane])[i];
+          double& largest = trial.largest(group, plane);
+          if (std::isfinite(value)) {
+            largest = std::max(largest, std::fabs(double{value}));
+            continue;
+          }
+          float gradient = 0;
+          BALLAST_RETURN_IF_ERROR(arithmetic_->ReadGradient(index, begin + i, {&gradient, 1}));
+          BALLAST_RETURN_IF_ERROR(arithmetic_->Finish());
+          trial.values[Trial::kGroup] = group;
+          trial.values[Trial::kParameter] = piece.parameter;
+          trial.values[Trial::kElement] = static_cast<double>(piece.parameter_offset + done + i);
+          trial.values[Trial::kPlane] = static_cast<double>(plane);
+          trial.values[Trial::kValue] = value;
+          trial.values[Trial::kGradient] = gradient;
+          return absl::OkStatus();
+        }
+      }
+    }
   }
   return absl::OkStatus();
+}
+
+std::optional<AdamScalars> LocalOptimizer::ScalarsOf(int group, int parameter,
+                                                     int64_t count) const {
+  if (unused_policy_ == UnusedPolicy::kSkip && used_[parameter] == 0) return std::nullopt;
+  return MakeAdamScalars(groups_[group].hyper_parameters, count, decision_.multipliers[group]);
+}
+
+// As one run as far as neighbours of a group have one update count: each parameter has its own. The
+// padding after the last one stays zero.
+absl::Status LocalOptimizer::Update() {
+  struct Run {
+    int chunk = 0;
+    int64_t begin = 0;  // In the chunk.
+    int64_t elements = 0;
+    int group = 0;
+    int64_t end = 0;  // In the group's flat space.
+    int64_t update_count = 0;
+  } run;
+  absl::Status status;
+  const auto end_run = [&] {
+    if (run.elements == 0 || !status.ok()) return;
+    status =
+        arithmetic_->Update(run.chunk, run.begin, run.elements,
+                            MakeAdamScalars(groups_[run.group].hyper_parameters, run.update_count,
+                                            decision_.multipliers[run.group]));
+    run.elements = 0;
+  };
+  for (const int index : my_chunks()) {
+    const Chunk& chunk = layout_.chunks()[index];
+    layout_.VisitPieces(index, [&](const ChunkPiece& piece) {
+      if (unused_policy_ == UnusedPolicy::kSkip && used_[piece.parameter] == 0) return;
+      const int64_t begin = chunk.begin + piece.chunk_offset;
+      const int64_t update_count = update_counts_[piece.parameter];
+      const bool goes_on = run.elements > 0 && run.group == chunk.group && run.end == begin &&
+                           run.update_count == update_count;
+      if (!goes_on) {
+        end_run();
+        run = {.chunk = index,
+               .begin = piece.chunk_offset,
+               .group = chunk.group,
+               .update_count = update_count};
+      }
+      run.elements += piece.elements;
+      run.end = begin + piece.elements;
+    });
+  }
+  end_run();
+  return status;
 }
 
 absl::Status LocalOptimizer::ReceiveWeights() {
@@ -257,9 +467,10 @@ absl::Status LocalOptimizer::ReceiveWeights() {
     for (size_t p = 0; p < used_.size(); ++p) {
       if (unused_policy_ != UnusedPolicy::kSkip || used_[p] > 0) ++update_counts_[p];
     }
-    for (const int index : my_chunks()) BALLAST_RETURN_IF_ERROR(Update(index));
+    BALLAST_RETURN_IF_ERROR(Update());
     BALLAST_RETURN_IF_ERROR(arithmetic_->Finish());
   }
+  arithmetic_->ForgetGradients();
   update_seconds_ = stopwatch.Lap();
   return absl::OkStatus();
 }

@@ -1,17 +1,19 @@
 // The optimizer in this process: the ledger, the decision and the order of a step, what the service
-// must equal bit for bit. State and arithmetic are behind local_arithmetic.h. It has no
-// checkpoints.
+// must equal bit for bit. State and arithmetic are behind local_arithmetic.h. As in the service, a
+// step that would leave state that is not finite is a skip. It has no checkpoints.
 #ifndef BALLAST_GPU_WORKER_TRAINING_LOCAL_OPTIMIZER_H_
 #define BALLAST_GPU_WORKER_TRAINING_LOCAL_OPTIMIZER_H_
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "cpu_optimizer_service/common/gradient_norm.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/norm_blocks.h"
+#include "cpu_optimizer_service/common/state_bounds.h"
 #include "gpu_worker/collective/collective.h"
 #include "gpu_worker/training/local_arithmetic.h"
 #include "gpu_worker/training/optimizer.h"
@@ -51,16 +53,28 @@ class LocalOptimizer final : public StepOptimizer {
   absl::Status CheckComplete(uint32_t micro_steps) const;
   // The parameters that no rank used in any micro-step, by index.
   absl::StatusOr<std::vector<int>> FindUnused();
-  // Calls visit(chunk, first element in it, first block, number) for all full blocks that lie whole
-  // in a rank's chunks.
-  template <class Visit>
-  void VisitFullBlocks(int rank, Visit&& visit) const;
-  // Of all full blocks and of all others, from all ranks.
-  absl::Status GatherFullBlocks(absl::Span<double> block_sums);
-  absl::Status GatherOtherBlocks(absl::Span<double> block_sums);
+  // Blocks of the norm that lie whole in a rank's chunks, where these follow one another.
+  struct WholeBlocks {
+    BlocksInChunks place;
+    int64_t first_block = 0;
+  };
+  std::vector<WholeBlocks> FindWholeBlocks(int rank) const;
+  // Of all whole blocks and of all others, from all ranks.
+  absl::Status GatherWholeBlocks();
+  absl::Status GatherOtherBlocks();
   // The sums of squares of the groups.
   absl::StatusOr<std::vector<double>> GatherGroupSums();
-  absl::Status Update(int chunk);
+  // What the bounds of the state are after the update that is decided; or why it is a skip.
+  absl::StatusOr<std::string> CheckUpdate(absl::Span<const double> group_sums);
+  // The update of the groups whose bounds are not finite, without a trace of it. Sets those bounds,
+  // or returns why the step is a skip; the same on all ranks.
+  absl::StatusOr<std::string> TryUpdate(absl::Span<StateBounds> bounds);
+  // Of one rank.
+  struct Trial;
+  absl::Status TryChunk(int chunk, Trial& trial);
+  // Nullopt: the step leaves the parameter as it is. `count`: of updates, with this one.
+  std::optional<AdamScalars> ScalarsOf(int group, int parameter, int64_t count) const;
+  absl::Status Update();
   absl::Span<const int> my_chunks() const { return layout_.chunks_of_rank(collective_.rank()); }
 
   const Layout& layout_;
@@ -71,12 +85,20 @@ class LocalOptimizer final : public StepOptimizer {
   std::vector<GroupSpec> groups_;  // Hyper-parameters as the last step's overrides left them.
   std::vector<Entry> ledger_;      // By chunk; only this rank's are used.
   const NormBlocks blocks_;
-  std::vector<int64_t> other_blocks_;  // Cut, or short.
-  GradientScale scale_;                // In the open step, like the next two.
-  std::vector<double> used_;           // By parameter: in how many micro-steps.
+  std::vector<std::vector<WholeBlocks>> whole_blocks_;  // By rank.
+  std::vector<BlocksInChunks> my_whole_blocks_;         // The places of this rank's.
+  int64_t most_whole_blocks_ = 0;                       // Of any rank.
+  std::vector<int64_t> other_blocks_;
+  // Kept, because of a large model they are large: of the blocks, and on their way here.
+  std::vector<double> block_sums_;
+  std::vector<double> sums_of_rank_;
+  std::vector<double> sums_of_ranks_;
+  GradientScale scale_;       // In the open step, like the next two.
+  std::vector<double> used_;  // By parameter: in how many micro-steps.
   Decision decision_;
   uint64_t committed_step_ = 0;
   std::vector<int64_t> update_counts_;  // By parameter.
+  std::vector<StateBounds> bounds_;     // By group, of all ranks' state.
   double update_seconds_ = 0;
 };
 

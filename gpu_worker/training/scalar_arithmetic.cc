@@ -50,11 +50,29 @@ absl::Status ScalarArithmetic::ZeroGradient(int index) {
   return absl::OkStatus();
 }
 
-absl::Status ScalarArithmetic::BlockSums(int index, int64_t begin, absl::Span<double> sums) {
-  const float* block = chunks_[index].gradient.data() + begin;
-  for (double& sum : sums) {
-    sum = BlockSumOfSquaresReference(block, DType::kFloat32);
-    block += kBlockElements;
+template <typename Visit>
+void ScalarArithmetic::VisitRun(int chunk, int64_t begin, int64_t elements, Visit&& visit) const {
+  for (; elements > 0; ++chunk, begin = 0) {
+    const int64_t here = std::min(elements, layout_.chunks()[chunk].elements - begin);
+    visit(chunk, begin, here);
+    elements -= here;
+  }
+}
+
+absl::Status ScalarArithmetic::BlockSums(absl::Span<const BlocksInChunks> runs,
+                                         absl::Span<double> sums) {
+  auto sum = sums.begin();
+  std::vector<float> gradient;  // Of a run, which blocks may cross from chunk to chunk.
+  for (const BlocksInChunks& run : runs) {
+    gradient.clear();
+    VisitRun(run.chunk, run.begin, run.elements, [&](int chunk, int64_t begin, int64_t elements) {
+      const auto from = chunks_[chunk].gradient.begin() + begin;
+      gradient.insert(gradient.end(), from, from + elements);
+    });
+    for (int64_t at = 0; at < run.elements; at += kBlockElements) {
+      *sum++ = BlockSumOfSquaresReference(gradient.data() + at, DType::kFloat32,
+                                          std::min(kBlockElements, run.elements - at));
+    }
   }
   return absl::OkStatus();
 }
@@ -66,6 +84,14 @@ absl::Status ScalarArithmetic::ReadGradient(int index, int64_t begin, absl::Span
 
 absl::Status ScalarArithmetic::Update(int index, int64_t begin, int64_t elements,
                                       const AdamScalars& scalars) {
+  VisitRun(index, begin, elements, [&](int chunk, int64_t from, int64_t here) {
+    UpdateInChunk(chunk, from, here, scalars);
+  });
+  return absl::OkStatus();
+}
+
+void ScalarArithmetic::UpdateInChunk(int index, int64_t begin, int64_t elements,
+                                     const AdamScalars& scalars) {
   ChunkState& state = chunks_[index];
   const DType weights_dtype = dtypes(index).weights;
   UpdateAdamReference({.elements = elements,
@@ -82,6 +108,32 @@ absl::Status ScalarArithmetic::Update(int index, int64_t begin, int64_t elements
                        .shard = weights_(index).data() + begin * SizeBytes(weights_dtype),
                        .shard_dtype = weights_dtype,
                        .scalars = scalars});
+}
+
+absl::Status ScalarArithmetic::TryUpdate(int index, int64_t begin, int64_t elements,
+                                         const AdamScalars* scalars, State& tried) {
+  const ChunkState& state = chunks_[index];
+  const auto copy = [&](const std::vector<float>& from, std::vector<float>& to) {
+    to.assign(from.begin() + begin, from.begin() + begin + elements);
+  };
+  copy(state.master, tried.master);
+  copy(state.exp_avg, tried.exp_avg);
+  copy(state.exp_avg_sq, tried.exp_avg_sq);
+  if (scalars == nullptr) return absl::OkStatus();
+  UpdateAdamReference({.elements = elements,
+                       .gradient = state.gradient.data() + begin,
+                       .gradient_dtype = DType::kFloat32,
+                       .master = tried.master.data(),
+                       .exp_avg = tried.exp_avg.data(),
+                       .exp_avg_sq = tried.exp_avg_sq.data(),
+                       .max_exp_avg_sq = nullptr,
+                       .new_master = tried.master.data(),
+                       .new_exp_avg = tried.exp_avg.data(),
+                       .new_exp_avg_sq = tried.exp_avg_sq.data(),
+                       .new_max_exp_avg_sq = nullptr,
+                       .shard = nullptr,
+                       .shard_dtype = dtypes(index).weights,
+                       .scalars = *scalars});
   return absl::OkStatus();
 }
 

@@ -26,10 +26,12 @@ class ScalarArithmetic final : public LocalArithmetic {
   absl::Status AddGradient(int chunk, bool first, absl::Span<const std::byte> payload,
                            std::function<void()> released) override;
   absl::Status ZeroGradient(int chunk) override;
-  absl::Status BlockSums(int chunk, int64_t begin, absl::Span<double> sums) override;
+  absl::Status BlockSums(absl::Span<const BlocksInChunks> runs, absl::Span<double> sums) override;
   absl::Status ReadGradient(int chunk, int64_t begin, absl::Span<float> values) override;
   absl::Status Update(int chunk, int64_t begin, int64_t elements,
                       const AdamScalars& scalars) override;
+  absl::Status TryUpdate(int chunk, int64_t begin, int64_t elements, const AdamScalars* scalars,
+                         State& state) override;
   absl::Status Finish() override { return absl::OkStatus(); }
 
  private:
@@ -43,6 +45,10 @@ class ScalarArithmetic final : public LocalArithmetic {
     std::vector<float> exp_avg;
     std::vector<float> exp_avg_sq;
   };
+  // Calls visit(chunk, first element in it, elements) for the parts of a run.
+  template <typename Visit>
+  void VisitRun(int chunk, int64_t begin, int64_t elements, Visit&& visit) const;
+  void UpdateInChunk(int chunk, int64_t begin, int64_t elements, const AdamScalars& scalars);
   const DTypes& dtypes(int chunk) const { return dtypes_[layout_.chunks()[chunk].group]; }
 
   const Layout& layout_;

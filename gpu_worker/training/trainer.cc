@@ -75,7 +75,7 @@ absl::Status Trainer::Step(uint64_t step, const TrainerEvents& events) {
     if (scaler_.has_value()) scaler_->Update(/*overflow=*/!report.applied);
     Stopwatch gathering;
     if (report.applied && !attempt_.gathered) BALLAST_RETURN_IF_ERROR(backend_.GatherWeights());
-    report.times.receive += gathering.Lap();
+    NoteInGap(report.times.receive, gathering.Lap());
   }
   attempts_in_a_row_ = 0;
   report.seconds = stopwatch.Lap();
@@ -109,6 +109,7 @@ absl::Status Trainer::Passes() {
   for (uint32_t micro_step = 0; micro_step < attempt_.micro_steps && status.ok(); ++micro_step) {
     status = MicroStep(micro_step);
   }
+  if (status.ok()) status = PrepareNextBatch();
   // After an error too: afterwards the backend does not call the optimizer.
   const absl::StatusOr<FinishedStep> finished = backend_.FinishStep();
   if (status.ok()) status = finished.status();
@@ -124,6 +125,7 @@ absl::Status Trainer::Passes() {
   } else {
     report.times.receive += finished->weights_seconds;
   }
+  report.times.receive += std::max(0.0, finished->idle_seconds - std::exchange(gap_noted_, 0));
   return absl::OkStatus();
 }
 
@@ -137,7 +139,22 @@ absl::Status Trainer::MicroStep(uint32_t micro_step) {
                              .loss_scale = loss_scale()});
 }
 
+// Under the passes that a backend was given and still has to do.
+absl::Status Trainer::PrepareNextBatch() {
+  const uint64_t next = attempt_.report.step + 1;
+  if (next > options_.steps) return absl::OkStatus();
+  next_batch_ = BatchOf(next, 0);
+  next_batch_of_ = next;
+  return backend_.PrepareBatch(next_batch_);
+}
+
+void Trainer::NoteInGap(double& entry, double seconds) {
+  entry += seconds;
+  gap_noted_ += seconds;
+}
+
 Batch Trainer::BatchOf(uint64_t step, uint32_t micro_step) const {
+  if (micro_step == 0 && step == next_batch_of_) return next_batch_;
   return data_.Slice({.seed = options_.seed, .step = step, .micro_step = micro_step},
                      options_.batch, collective_.rank(), collective_.world_size());
 }
@@ -149,7 +166,7 @@ absl::Status Trainer::SumLoss() {
   BALLAST_RETURN_IF_ERROR(collective_.AllReduceSum(absl::MakeSpan(sums)));
   attempt_.report.loss = sums[0] / tokens_per_step();
   if (sums[1] > 0) Lose("");
-  attempt_.report.times.reduce += stopwatch.Lap();
+  NoteInGap(attempt_.report.times.reduce, stopwatch.Lap());
   return absl::OkStatus();
 }
 
@@ -160,7 +177,7 @@ absl::Status Trainer::Seal() {
     const TimelineScope scope(timeline_, Track::kSend, {.step = report.step});
     return optimizer_.Seal(attempt_.micro_steps);
   }();
-  report.times.send += stopwatch.Lap();
+  NoteInGap(report.times.send, stopwatch.Lap());
   if (!decision.ok()) return UnlessLost(decision.status());
   attempt_.decided = true;
   attempt_.decided_at = Timeline::Clock::now();
@@ -177,7 +194,9 @@ absl::Status Trainer::Receive() {
   if (lost_) return absl::OkStatus();
   Stopwatch stopwatch;
   BALLAST_RETURN_IF_ERROR(ReceiveWeights());
-  NoteReceiving(stopwatch.Lap());
+  const double seconds = stopwatch.Lap();
+  NoteReceiving(seconds);
+  gap_noted_ += seconds;
   return absl::OkStatus();
 }
 
@@ -271,7 +290,7 @@ absl::Status Trainer::ShareDecision() {
     report.norm = ending.norm;
     report.clip_coefficient = ending.clip_coefficient;
   }
-  if (!attempt_.gathered) report.times.receive += stopwatch.Lap();
+  if (!attempt_.gathered) NoteInGap(report.times.receive, stopwatch.Lap());
   return absl::OkStatus();
 }
 

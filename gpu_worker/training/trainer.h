@@ -56,7 +56,8 @@ struct StepTimes {
   double send = 0;     // Waiting for the last gradients to be handed over, and for the decision.
   double update = 0;   // The optimizer's arithmetic, from the decision on.
   double receive = 0;  // Waiting for new weights beyond that, and the all-gather. Where the next
-                       // step's passes begin meanwhile, that step has these waits.
+                       // step's passes begin meanwhile, that step has these waits; and what else
+                       // kept a GPU from its first pass.
 
   // Seconds in which no pass ran: from the end of the last one, and in waits of earlier ones, until
   // the next one had its weights.
@@ -130,6 +131,8 @@ class Trainer {
   absl::Status Passes();
   absl::Status MicroStep(uint32_t micro_step);
   Batch BatchOf(uint64_t step, uint32_t micro_step) const;
+  absl::Status PrepareNextBatch();
+  void NoteInGap(double& entry, double seconds);
   void NoteReceiving(double seconds);
   absl::Status SumLoss();
   absl::Status Seal();
@@ -163,6 +166,9 @@ class Trainer {
   std::optional<client::DynamicLossScaler> scaler_;
   Attempt attempt_;
   int attempts_in_a_row_ = 0;
+  Batch next_batch_;  // The first of step next_batch_of_.
+  uint64_t next_batch_of_ = 0;
+  double gap_noted_ = 0;        // Seconds told since the last pass, in which none ran.
   bool forward_ahead_ = false;  // The next step's began while its weights arrived.
   std::string transport_;       // At the last Join.
 

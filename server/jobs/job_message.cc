@@ -72,6 +72,7 @@ void AddRanks(const JobStatus& status, v1::Job& message) {
     to.set_rank(static_cast<int32_t>(rank));
     to.set_attached(from.attached);
     to.set_process_id(from.process_id);
+    to.set_attempt(from.attempt);
     to.set_begun(from.begun);
     to.set_micro_steps_ended(from.micro_steps_ended);
     to.set_sealed(from.sealed);
@@ -147,6 +148,7 @@ v1::RankProgress LargestRank(size_t name_bytes) {
   rank.set_rank(kLongest);
   rank.set_attached(true);
   rank.set_process_id(std::string(kMaxProcessIdBytes, 'p'));
+  rank.set_attempt(std::numeric_limits<uint32_t>::max());
   rank.set_begun(true);
   rank.set_micro_steps_ended(std::numeric_limits<uint32_t>::max());
   rank.set_sealed(true);

@@ -13,14 +13,10 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/system/populate_pages.h"
 
 namespace ballast::server {
 namespace {
-
-// Linux 5.14; older headers do not have it.
-#ifndef MADV_POPULATE_WRITE
-constexpr int MADV_POPULATE_WRITE = 23;
-#endif
 
 absl::Status NoRoom(int64_t bytes, const char* call) {
   return absl::ResourceExhaustedError(
@@ -44,7 +40,7 @@ absl::Status Back(int file_descriptor, std::byte* memory, int64_t bytes) {
   if (madvise(memory, bytes, MADV_HUGEPAGE) != 0 || !HugePagesAreGiven()) {
     spdlog::debug("{} bytes of shared memory without huge pages; see {}", bytes, kHugePageSetting);
   }
-  const bool populated = madvise(memory, bytes, MADV_POPULATE_WRITE) == 0;
+  const bool populated = PopulatePages(memory, bytes) == 0;
   int failed = 0;
   do {
     failed = fallocate(file_descriptor, 0, 0, bytes);

@@ -87,6 +87,7 @@ void RankOutbox::Opened(std::shared_ptr<Job> job, int rank, const RankPosition& 
   v1::Opened& opened = *message->mutable_opened();
   opened.set_committed_step(position.committed_step);
   opened.set_open_step(position.open_step);
+  opened.set_attempt(position.attempt);
   opened.set_micro_steps_ended(position.micro_steps_ended);
   const int first_on_wire = job->layout().first_on_wire(rank);
   for (const ChunkProgress& progress : position.delivered) {
@@ -168,6 +169,17 @@ void RankOutbox::Sealing(uint64_t step) {
   Advance();
 }
 
+void RankOutbox::Discarded(StepAttempt at) {
+  {
+    MutexLock lock(mutex_);
+    sealing_step_ = 0;
+  }
+  v1::TrainResponse message;
+  message.mutable_discarded()->set_step(at.step);
+  message.mutable_discarded()->set_attempt(at.attempt);
+  Push(std::move(message));
+}
+
 void RankOutbox::OnSealRefused(uint64_t step, const SealRefusal& refusal) {
   {
     MutexLock lock(mutex_);
@@ -176,6 +188,7 @@ void RankOutbox::OnSealRefused(uint64_t step, const SealRefusal& refusal) {
   v1::TrainResponse message;
   v1::SealRefused& refused = *message.mutable_seal_refused();
   refused.set_step(step);
+  refused.set_attempt(refusal.attempt);
   refused.set_message(std::string(refusal.status.message()));
   v1::ErrorReason reason = v1::ERROR_REASON_UNSPECIFIED;
   if (v1::ErrorReason_Parse(ReasonOf(refusal.status), &reason)) refused.set_reason(reason);

@@ -77,6 +77,8 @@ class RankOutbox final : public RankListener {
   // The worker seals `step`. From then on, unless the seal is refused, it only waits, so the step's
   // provisional weights are announced at once.
   void Sealing(uint64_t step);
+  // The worker has discarded its attempts before this one, and seals no more for now.
+  void Discarded(StepAttempt at);
 
   void OnWaiting(uint64_t step, const std::vector<int>& ranks) override;
   void OnSealRefused(uint64_t step, const SealRefusal& refusal) override;

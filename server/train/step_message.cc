@@ -24,6 +24,7 @@ absl::StatusOr<StepSettings> FromMessage(const v1::BeginStep& message) {
 Contribution FromMessage(const v1::GradientHeader& header,
                          absl::Span<const absl::Span<const std::byte>> payload) {
   return {.step = header.step(),
+          .attempt = header.attempt(),
           .chunk = header.chunk(),
           .micro_step_begin = header.micro_step_begin(),
           .micro_step_end = header.micro_step_end(),

@@ -47,6 +47,9 @@ void TrainStream::OnReadDone(bool ok) {
   if (frame.ok() && frame->message.has_open() && job_ == nullptr) {
     return Open(frame->message.open());
   }
+  if (frame.ok() && frame->message.has_discard() && rank_stream_ != nullptr) {
+    return Discard(frame->message.discard());
+  }
   const absl::Status handled = frame.ok() ? Handle(*frame) : frame.status();
   frame = absl::UnknownError("handled");  // Frees the payload before the next one is read.
   if (handled.ok()) {
@@ -93,7 +96,8 @@ absl::Status TrainStream::Handle(const proto::Frame<v1::TrainRequest>& frame) {
       return EndMicroStep(message.end_micro_step());
     case v1::TrainRequest::kSeal:
       return Seal(message.seal());
-    case v1::TrainRequest::kOpen:  // Refused above, like the next one.
+    case v1::TrainRequest::kDiscard:  // Not here.
+    case v1::TrainRequest::kOpen:     // Refused above, like the next one.
     case v1::TrainRequest::KIND_NOT_SET:
       break;
   }
@@ -136,7 +140,7 @@ void TrainStream::Opened(int rank, absl::StatusOr<std::unique_ptr<RankStream>> s
 
 absl::Status TrainStream::BeginStep(const v1::BeginStep& request) {
   BALLAST_ASSIGN_OR_RETURN(const StepSettings settings, FromMessage(request));
-  return rank_stream_->BeginStep(request.step(), settings);
+  return rank_stream_->BeginStep({request.step(), request.attempt()}, settings);
 }
 
 absl::Status TrainStream::Contribute(const v1::GradientHeader& header,
@@ -153,6 +157,7 @@ absl::Status TrainStream::Contribute(const v1::SharedGradients& request) {
         absl::StrCat("shared gradients of ", chunks, " chunks, of a rank that has ", rank_chunks_));
   }
   Contribution contribution = {.step = request.step(),
+                               .attempt = request.attempt(),
                                .micro_step_begin = request.micro_step_begin(),
                                .micro_step_end = request.micro_step_end(),
                                .final = request.final(),
@@ -165,15 +170,29 @@ absl::Status TrainStream::Contribute(const v1::SharedGradients& request) {
 }
 
 absl::Status TrainStream::EndMicroStep(const v1::EndMicroStep& request) {
-  return rank_stream_->EndMicroStep(request.step(), request.micro_step(), FromMessage(request));
+  return rank_stream_->EndMicroStep({request.step(), request.attempt()}, request.micro_step(),
+                                    FromMessage(request));
 }
 
 absl::Status TrainStream::Seal(const v1::Seal& request) {
   outbox_->Sealing(request.step());  // Before a refusal can arrive.
-  BALLAST_ASSIGN_OR_RETURN(const std::optional<SealRefusal> refusal,
-                           rank_stream_->Seal(request.step(), request.micro_steps()));
+  BALLAST_ASSIGN_OR_RETURN(
+      const std::optional<SealRefusal> refusal,
+      rank_stream_->Seal({request.step(), request.attempt()}, request.micro_steps()));
   if (refusal) outbox_->OnSealRefused(request.step(), *refusal);
   return absl::OkStatus();
+}
+
+// As in Opened, the message counts as being handled until the end of the Done.
+void TrainStream::Discard(const v1::Discard& request) {
+  const StepAttempt at = {request.step(), request.attempt()};
+  const std::shared_ptr<PendingCall> pending = pending_;  // The Done may end this stream.
+  pending->Await(rank_stream_->Discard(at, [this, at](absl::StatusOr<bool> discarded) {
+    if (!discarded.ok()) return outbox_->MessageFailed(discarded.status());
+    // Otherwise the decision is the answer.
+    if (*discarded) outbox_->Discarded({at.step, at.attempt + 1});
+    outbox_->MessageDone();
+  }));
 }
 
 }  // namespace ballast::server

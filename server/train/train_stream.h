@@ -17,8 +17,8 @@
 namespace ballast::server {
 
 // Owns itself: gRPC calls OnDone last, which deletes it. Messages are verified and added on the
-// thread that gRPC brings them on. Only opening may wait, in the engine and on no thread; the next
-// message is read when the stream is open.
+// thread that gRPC brings them on. Only opening and discarding may wait, in the engine and on no
+// thread; the next message is read after that.
 class TrainStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
                           private RankWire {
  public:
@@ -44,6 +44,8 @@ class TrainStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc:
   absl::Status Contribute(const v1::SharedGradients& request);
   absl::Status EndMicroStep(const v1::EndMicroStep& request);
   absl::Status Seal(const v1::Seal& request);
+  // May wait in the engine, as opening; the next message is read when it is done.
+  void Discard(const v1::Discard& request);
 
   const Engine& engine_;
   CallPools& pools_;
@@ -51,7 +53,8 @@ class TrainStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc:
   const std::shared_ptr<WatchedCall> watched_;
   const std::shared_ptr<RankOutbox> outbox_;
   grpc::ByteBuffer read_buffer_;
-  const std::shared_ptr<PendingCall> pending_ = std::make_shared<PendingCall>();  // Opening.
+  // Opening, or discarding.
+  const std::shared_ptr<PendingCall> pending_ = std::make_shared<PendingCall>();
   // Touched only while a message is handled, and by OnDone.
   std::shared_ptr<Job> job_;  // Null before the first message.
   std::unique_ptr<RankStream> rank_stream_;

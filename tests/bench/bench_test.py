@@ -67,6 +67,21 @@ class Bench(unittest.TestCase):
         other = self.worker(transport="unix", parameters=1_000_000, steps=3, seed=2)
         self.assertNotEqual(other["info"]["weights_sha256"], hashes["unix", "wait"])
 
+    def test_client_of_torch_is_measured(self):
+        path = self.dir / "torch_client.json"
+        environment = HERE.parent / "client/python/torch_environment.py"
+        done = self.start("/usr/bin/python3", "-B", environment, "--run", HERE / "torch_client.py", "--short",
+                          "--rounds=1", "--parameters=150000", "--layers=1", "--width=64", "--vocabulary=100",
+                          "--json", path)
+        if done.returncode == 77:
+            self.skipTest(done.stdout.strip())
+        self.assertEqual(done.returncode, 0, done.stderr)
+        measured = json.loads(path.read_text())
+        self.assertEqual({key for key, figure in measured["figures"].items() if figure["unit"] == "s"}, {
+            "session_step_seconds", "client_step_seconds", "copies_seconds", "gpt_ballast_step_seconds",
+            "gpt_torch_foreach_step_seconds", "gpt_torch_fused_step_seconds"})
+        self.assertGreater(measured["info"]["client_to_session"], 0)
+
     def test_steps_divide_their_gradients_by_different_numbers(self):
         norms = [self.worker(transport="unix", parameters=100_000, warmup=0, steps=steps)["info"]["norm"]
                  for steps in (1, 2, 3, 4)]

@@ -4,6 +4,7 @@
     bundle_test.py BUILD_DIR
 """
 
+import json
 import os
 import pathlib
 import re
@@ -13,6 +14,7 @@ import sys
 import tarfile
 import tempfile
 import unittest
+import zipfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests/support"))
@@ -37,7 +39,16 @@ class Bundle(unittest.TestCase):
         cls.folder = tempfile.TemporaryDirectory()
         cls.addClassCleanup(cls.folder.cleanup)
         cls.dir = pathlib.Path(cls.folder.name)
-        done = bundle("--out", cls.dir / "made", "--build", BUILD)
+        # What a wheel holds is its own test's.
+        wheel = cls.dir / "ballast-0.1.0-py3-none-any.whl"
+        with zipfile.ZipFile(wheel, "w") as packed:
+            packed.writestr("ballast/__init__.py", "")
+            packed.writestr("ballast-0.1.0.dist-info/METADATA",
+                            "Metadata-Version: 2.1\nName: ballast\nVersion: 0.1.0\n")
+            packed.writestr("ballast-0.1.0.dist-info/WHEEL",
+                            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            packed.writestr("ballast-0.1.0.dist-info/RECORD", "")
+        done = bundle("--out", cls.dir / "made", "--build", BUILD, "--wheel", wheel)
         assert done.returncode == 0, done.stderr
         cls.archives = list((cls.dir / "made").iterdir())
         with tarfile.open(cls.archives[0]) as archive:
@@ -80,8 +91,29 @@ class Bundle(unittest.TestCase):
         self.assertEqual(service.stop(signal.SIGTERM), 0)
 
     def test_proof_for_a_gpu_finds_all_its_parts(self):
-        done = self.run_in_bundle("tests/gpu/run.sh", "--help", PATH=os.environ["PATH"])
-        self.assertEqual(done.returncode, 0, done.stderr)
+        for part in ([], ["--torch"]):
+            done = self.run_in_bundle("tests/gpu/run.sh", *part, "--help", PATH=os.environ["PATH"])
+            self.assertEqual(done.returncode, 0, done.stderr)
+
+    def test_proof_installs_the_wheel_that_is_in_it(self):
+        # A trainer that only says what it can import.
+        trainer = self.dir / "trainer.py"
+        trainer.write_text(
+            "import json, os, sys, ballast\n"
+            "print(json.dumps(dict(torch='2', python='3', cuda=True, ballast=os.path.dirname(ballast.__file__))))\n"
+            "sys.exit('--capabilities' not in sys.argv)\n")
+        out = self.dir / "proof"
+        done = self.run_in_bundle("tests/gpu/run.sh", "--torch", "--out", out, "--only=package", "--trainer", trainer,
+                                  "--python", sys.executable, PATH=os.environ["PATH"])
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        result = json.loads((out / "torch.json").read_text())
+        self.assertEqual(result["gpu"]["ballast"], str(out / "torch-package/ballast"))
+        self.assertIn("ballast-0.1.0-py3-none-any.whl", result["checks"][0]["detail"])
+
+    def test_names_the_wheel_that_is_not_there(self):
+        done = bundle("--out", self.dir / "none", "--build", BUILD, "--wheel", self.dir / "no.whl")
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("no.whl", done.stderr)
 
     def test_says_what_this_machine_lacks_for_a_gpu(self):
         done = self.run_in_bundle("bin/ballast-worker", "--device=cuda", "--optimizer=local",

@@ -130,6 +130,7 @@ class Rank:
         message.update_mode = self.mode
         message.weights_in_shared_memory = self.shared is not None
         self.sent = self.acknowledged = 0
+        self.attempt = 0
         self._send(open=message)
         self.responses = self.train.Train(iter(self.requests.get, None), timeout=10 * SECONDS)
         self.weights = {}
@@ -181,20 +182,30 @@ class Rank:
 
     def begin(self, **settings):
         self.provisional = {}
-        self._send(begin_step=pb.BeginStep(step=self.committed_step + 1, **settings))
+        self._send(begin_step=pb.BeginStep(step=self.committed_step + 1, attempt=self.attempt, **settings))
+
+    def discard(self):
+        """Takes back what this rank has given of the step, for another try at it."""
+        self._send(discard=pb.Discard(step=self.committed_step + 1, attempt=self.attempt))
+        answer = self._next("discarded")
+        while not isinstance(answer, pb.Discarded):  # Its seal may be refused meanwhile.
+            answer = self._next("discarded")
+        self.attempt = answer.attempt
+        self.provisional = {}
 
     def gradient(self, chunk, values, micro_step, final):
         """`values`: the chunk's sum over ranks in the wire dtype; None: no gradient."""
         header = pb.GradientHeader(step=self.committed_step + 1, chunk=chunk, micro_step_begin=micro_step,
-                                   micro_step_end=micro_step + 1, final=final, empty=values is None)
+                                   micro_step_end=micro_step + 1, final=final, empty=values is None,
+                                   attempt=self.attempt)
         if self.shared is None or values is None:
             payload = b"" if values is None else values.tobytes()
             self._send(gradient=pb.GradientChunk(header=header, payload=payload))
         else:
             self.shared.gradients[chunk][:] = values
             self._send(shared_gradients=pb.SharedGradients(
-                step=header.step, micro_step_begin=micro_step, micro_step_end=micro_step + 1, final=final,
-                chunks=[chunk]))
+                step=header.step, attempt=self.attempt, micro_step_begin=micro_step, micro_step_end=micro_step + 1,
+                final=final, chunks=[chunk]))
             self.await_acknowledgement()  # A place may be written again only then.
 
     def await_acknowledgement(self):
@@ -203,10 +214,11 @@ class Rank:
 
     def end_micro_step(self, micro_step, used=None):
         self._send(end_micro_step=pb.EndMicroStep(
-            step=self.committed_step + 1, micro_step=micro_step, all_used=used is None, used_parameters=used or ()))
+            step=self.committed_step + 1, attempt=self.attempt, micro_step=micro_step, all_used=used is None,
+            used_parameters=used or ()))
 
     def seal(self, micro_steps):
-        self._send(seal=pb.Seal(step=self.committed_step + 1, micro_steps=micro_steps))
+        self._send(seal=pb.Seal(step=self.committed_step + 1, attempt=self.attempt, micro_steps=micro_steps))
 
     def decision(self):
         """The decision, or the refusal of the seal."""
@@ -219,3 +231,4 @@ class Rank:
 
     def await_commit(self):
         self.committed_step = self._next("committed").step
+        self.attempt = 0

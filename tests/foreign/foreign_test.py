@@ -198,6 +198,10 @@ class Game:
             self.send(micro_steps, False, divisor, {0: pb.HyperParameters(lr=77.0)})
             self.abort()
             SEEN["aborted"] += 1
+        if random.random() < 0.2:  # Nor does one that is discarded, and nobody attaches again for it.
+            self.send(micro_steps, random.random() < 0.5, 3 * divisor, {0: pb.HyperParameters(lr=78.0)})
+            self.discard(micro_steps)
+            SEEN["discarded"] += 1
         sums, unused = self.send(micro_steps, spoil, divisor, overrides)
         for rank in self.ranks:
             rank.seal(micro_steps)
@@ -223,6 +227,16 @@ class Game:
         kept = unused if self.policy == pb.SKIP else set()
         for group, gradient in zip(self.groups, sums):
             group.update(gradient, np.float32(coefficient / scale), group.h, kept)
+
+    def discard(self, micro_steps):
+        """Each rank by itself; those after the first learn by their seals that they have to."""
+        order = [self.ranks[index] for index in self.random.permutation(self.world)]
+        order[0].discard()
+        for rank in order[1:]:
+            rank.seal(micro_steps)
+            refused = rank.decision()
+            expect(refused.reason == pb.DISCARD_AND_REDO and refused.attempt == rank.attempt, str(refused))
+            rank.discard()
 
     def abort(self):
         for rank in self.ranks:

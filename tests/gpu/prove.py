@@ -19,21 +19,15 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import os
 import pathlib
-import platform
 import re
-import shutil
 import signal
 import statistics
 import sys
-import tarfile
 import time
 
+from checks import NO_GPU, Checks, LeftOut, clear, slug
 from programs import ROOT, Failed, GpuMemory, OutOfTime, Programs, cores, find_tool, last_line
-
-NOT_ALL_WAS_RUN = 2
-NO_GPU = 77
 
 # What matters most comes first. Of the eight minutes, in seconds, as planned for an H200 with 16
 # cores: tests 40, small trainings 35, 124M 5 x 12, 1.5B 5 x 50, both sanitizers at once 60.
@@ -61,6 +55,10 @@ MODELS = {  # Of the steps the first UNMEASURED_STEPS are not measured.
                       least_seconds=30),
 }
 VOCABULARY = 50304
+# Bytes on the GPU for each parameter, besides activations: fp32 weights 4, moments 8, gradients 4, bf16 weights 2; and
+# what --optimizer=local has with --accumulate=worker, which reads gradients as they would travel, in bf16: 2 more.
+ORDINARY_BYTES_PER_PARAMETER = 18
+LOCAL_BYTES_PER_PARAMETER = 20
 UNMEASURED_STEPS = 2
 WAYS = {  # The two most telling are measured first, for every model.
     "local": ["--optimizer=local"],
@@ -85,61 +83,12 @@ def operations_per_token(layers: int, width: int, context: int) -> float:
     return 3 * (matrices + attention)
 
 
-class LeftOut(Exception):
-    """Why a check cannot be made on this machine."""
-
-
-OUTCOMES = {Failed: "failed", LeftOut: "left out", OutOfTime: "out of time"}
-
-
-def host() -> dict:
-    """The machine without the GPU."""
-    cpu = re.search(r"model name\s*:\s*(.*)", pathlib.Path("/proc/cpuinfo").read_text())
-    return dict(cpu=cpu.group(1) if cpu else platform.machine(), cores=cores(),
-                memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-
-
-class Proof:
+class Proof(Checks):
     def __init__(self, programs: Programs, file: pathlib.Path, deadline: float, only: str = ""):
+        super().__init__(file, deadline, only)
         self.programs = programs
-        self.file = file
-        self.begun = time.monotonic()
-        self.deadline = deadline
-        self.only = only
-        self.gpu = {}
-        self.checks = []
-        self.benchmark = []
         self.longest = {}  # Training of each model, in seconds.
         self.sanitizers = {}
-
-    def check(self, name: str, what, always=False):
-        """what() returns a description of what it saw, or raises one of OUTCOMES."""
-        if self.only not in name and not always:
-            return
-        begun = time.monotonic()
-        try:
-            outcome, detail = "passed", what()
-        except tuple(OUTCOMES) as reason:
-            outcome, detail = OUTCOMES[type(reason)], str(reason)
-        except Exception as error:  # The other checks, and what they measure, are not lost with it.
-            outcome, detail = "failed", f"{type(error).__name__}: {error}"
-        self.checks.append(dict(name=name, outcome=outcome, detail=detail,
-                                seconds=round(time.monotonic() - begun, 1)))
-        print(f"{outcome if outcome != 'failed' else 'FAILED':11} {name}: {detail}", flush=True)
-        self.write()
-
-    def passed(self) -> bool:
-        return all(check["outcome"] != "failed" for check in self.checks)
-
-    def complete(self) -> bool:
-        return all(check["outcome"] in ("passed", "failed") for check in self.checks)
-
-    def write(self):
-        """After each check, so that whatever ends this leaves what there is."""
-        result = dict(passed=self.passed(), complete=self.complete(),
-                      seconds=round(time.monotonic() - self.begun), gpu=self.gpu, host=host(),
-                      checks=self.checks, benchmark=self.benchmark)
-        self.file.write_text(json.dumps(result, indent=2) + "\n")
 
     # ------------------------------------------------------------ what there is
 
@@ -288,9 +237,7 @@ class Proof:
     def measure(self, model: str, way: str) -> str:
         shape = MODELS[model]
         expected = 1.2 * self.longest.get(model, shape["least_seconds"])
-        left = self.deadline - time.monotonic()
-        if left < expected:
-            raise OutOfTime(f"not begun: {max(left, 0):.0f} s were left, it may take {expected:.0f}")
+        self.expect_time(expected)
         flags = [f"--model={model}", f"--batch={shape['batch']}", f"--micro-steps={shape['micro_steps']}",
                  f"--steps={shape['steps']}", "--accumulate=worker", "--bucket-elements=8388608",
                  f"--threads={cores()}", NEVER_CLIPS, *WAYS[way]]
@@ -321,6 +268,8 @@ class Proof:
         seconds = statistics.median(row["seconds"] for row in rows)
         operations = tokens * operations_per_token(shape["layers"], shape["width"], shape["context"])
         matrix_rate = self.gpu.get("bf16_matrix_flops_per_second")
+        saved = ((local["gpu_memory_bytes"] - gpu_bytes) / result["parameters"]
+                 if local and gpu_bytes and local["gpu_memory_bytes"] else None)
         return dict(
             model=model, way=way, tokens_per_second=tokens, step_seconds=seconds,
             compute_seconds=statistics.median(row["compute"] for row in rows),
@@ -329,9 +278,11 @@ class Proof:
             of_local=(1.0 if way == "local" else
                       tokens / local["tokens_per_second"] if local else None),
             gpu_memory_bytes=gpu_bytes,
-            gpu_memory_saved_per_parameter=(
-                (local["gpu_memory_bytes"] - gpu_bytes) / result["parameters"]
-                if local and gpu_bytes and local["gpu_memory_bytes"] else None),
+            gpu_memory_saved_per_parameter=saved,
+            # The measured run with the optimizer here holds a little more than a trainer in bf16 ordinarily does.
+            saved_of_ordinary_per_parameter=(
+                None if saved is None else saved - (LOCAL_BYTES_PER_PARAMETER - ORDINARY_BYTES_PER_PARAMETER)),
+            ordinary_bytes_per_parameter=ORDINARY_BYTES_PER_PARAMETER,
             transport=result.get("transport"), parameters=result["parameters"],
             weights_sha256=result["weights_sha256"])
 
@@ -371,28 +322,14 @@ class Proof:
         for running in self.sanitizers.values():
             running.end()
 
-    def pack_logs(self):
-        """One file, because many come back slowly from a machine that was lent."""
-        with tarfile.open(self.file.parent / "logs.tar.gz", "w:gz") as archive:
-            archive.add(self.programs.logs, "logs")
-
-
-def slug(way: str) -> str:
-    return way.replace(",", "").replace(" ", "-")
-
 
 def prove(arguments) -> int:
-    logs = arguments.out / "logs"
-    try:  # Nothing of an earlier run may pass for this one's.
-        if logs.exists():
-            shutil.rmtree(logs)
-        logs.mkdir(parents=True)
-        for old in [arguments.out / "gpu.json", arguments.out / "logs.tar.gz",
-                    *arguments.out.glob("trace-*.json.gz")]:
-            old.unlink(missing_ok=True)
-    except OSError as error:
-        print(f"run.sh: {arguments.out}: {error.strerror}; choose another --out", file=sys.stderr)
+    why = clear(arguments.out, "logs", "gpu.json", "logs.tar.gz", "trace-*.json.gz")
+    if why:
+        print(f"run.sh: {why}", file=sys.stderr)
         return 1
+    logs = arguments.out / "logs"
+    logs.mkdir()
     deadline = time.monotonic() + arguments.seconds
     programs = Programs(arguments.bin and arguments.bin.resolve(), logs.resolve(), deadline)
     if arguments.memory_limit:
@@ -409,19 +346,8 @@ def prove(arguments) -> int:
         return 1
     finally:
         proof.end()
-        proof.pack_logs()
-    if all(arguments.only not in check["name"] for check in proof.checks):
-        print(f"run.sh: no check is named {arguments.only}; see tests/gpu/prove.py", file=sys.stderr)
-        return 1
-    if not proof.passed():
-        print(f"FAILED: {proof.file}")
-        return 1
-    if not proof.complete():
-        left = [check["name"] for check in proof.checks if check["outcome"] != "passed"]
-        print(f"not all was run: {'; '.join(left)}. --only NAME runs one alone. {proof.file}")
-        return NOT_ALL_WAS_RUN
-    print(f"passed: {proof.file}")
-    return 0
+        proof.pack_logs(logs)
+    return proof.verdict_of_all("run.sh")
 
 
 def main() -> int:

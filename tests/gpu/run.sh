@@ -5,6 +5,10 @@
 # suffice for is told as such, and can be run alone.
 #
 #   tests/gpu/run.sh [--bin DIR] [--out DIR] [--only NAME] [--memory-limit SIZE]
+#   tests/gpu/run.sh --torch [--bin DIR] [--out DIR] [--only NAME] [--python PROGRAM]
+#
+# The second measures the PyTorch package, from the bundle's wheel, beside torch's own optimizers, in as much time:
+# torch.json and torch-logs.tar.gz. It takes a Python with torch 2.11 and transformers.
 #
 # --bin: the folder of the programs, or the build folder above it (default: bin beside this tree's
 # tests, as in the bundle, or build/release). --out: where gpu.json, logs.tar.gz and two timelines go
@@ -22,4 +26,8 @@ command -v python3 >/dev/null || {
   echo "run.sh: there is no python3; install one" >&2
   exit 1
 }
+if [[ ${1-} == --torch ]]; then
+  shift
+  exec python3 -B "$root/tests/gpu/prove_torch.py" "$@"
+fi
 exec python3 -B "$root/tests/gpu/prove.py" "$@"

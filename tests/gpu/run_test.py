@@ -15,7 +15,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import programs  # noqa: E402
-from prove import TESTS  # noqa: E402
+from prove import TESTS, Proof  # noqa: E402
 
 RATE = """
 if os.environ.get("NO_GPU"):
@@ -193,6 +193,17 @@ class Run(unittest.TestCase):
             self.assertAlmostEqual(line["exposed_of_step"], 0.5)
         # 124M: 2 * 3 * (85.0M + 38.6M) and attention's 56.7M.
         self.assertAlmostEqual(lines[0]["of_matrix_rate"], 1000 * 798e6 / 1e12, delta=0.01)
+
+    def test_memory_saved_is_told_beside_the_local_run_and_an_ordinary_trainer(self):
+        proof = Proof(None, self.dir / "gpu.json", 0)
+        row = dict(tokens_per_second=1, reduce=0, send=0, update=0, receive=0, seconds=1, compute=1)
+        result = dict(rows=[row] * 3, parameters=100, weights_sha256="")
+        proof.benchmark.append(proof.line("gpt2-124M", "local", result, 3000))
+        line = proof.line("gpt2-124M", "wait, TCP", result, 1800)
+        self.assertEqual(line["gpu_memory_saved_per_parameter"], 12)
+        # The local run holds 20 bytes of state, an ordinary trainer 18.
+        self.assertEqual(line["saved_of_ordinary_per_parameter"], 10)
+        self.assertEqual(line["ordinary_bytes_per_parameter"], 18)
 
     def test_measures_without_a_rate_to_compare_with(self):
         self.assertEqual(self.prove("--only=local", NO_RATE="1").returncode, 1)

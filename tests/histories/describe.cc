@@ -30,6 +30,7 @@ const char* Name(EventKind kind) {
       "(an operator) saves",
       "(the service) tells who is awaited",
       "is spoken for by a stream of an older generation",
+      "takes back what it gave and tries again",
   };
   return kNames[static_cast<int>(kind)];
 }

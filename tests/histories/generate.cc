@@ -123,7 +123,8 @@ EventKind AnyEventKind(Random& random, Layer layer) {
                                                       : static_cast<EventKind>(kind);
   }
   return random.Pick({EventKind::kCut, EventKind::kCut, EventKind::kCut, EventKind::kCut,
-                      EventKind::kRepeat, EventKind::kAway, EventKind::kLate, EventKind::kWithhold,
+                      EventKind::kDiscard, EventKind::kDiscard, EventKind::kRepeat,
+                      EventKind::kAway, EventKind::kLate, EventKind::kWithhold,
                       EventKind::kOperator, EventKind::kSnapshot, EventKind::kReadShards,
                       EventKind::kSave, EventKind::kTellWaiting});
 }

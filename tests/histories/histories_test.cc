@@ -39,8 +39,8 @@ TEST(Histories, EndAsTheModelSays) {
   EXPECT_GT(tally.committed, kHistories);
   for (const int64_t count :
        {tally.clipped, tally.skipped, tally.with_unused, tally.refused_seals, tally.repeats,
-        tally.cuts, tally.aborted, tally.replaced, tally.refused_calls, tally.snapshots,
-        tally.speculated, tally.published, tally.in_place, tally.borrowed}) {
+        tally.cuts, tally.discarded, tally.aborted, tally.replaced, tally.refused_calls,
+        tally.snapshots, tally.speculated, tally.published, tally.in_place, tally.borrowed}) {
     EXPECT_GT(count, kHistories / 20);
   }
   for (const int64_t count :

@@ -1,6 +1,8 @@
 #include "tests/histories/history.h"
 
 #include <algorithm>
+#include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -86,6 +88,22 @@ JobSpec SpecOf(const JobPlan& job, const std::string& name) {
   layout.partitions =
       PartitionsOf(MakeBuckets(flat, job.world_size, job.bucket_elements), job.world_size);
   return spec;
+}
+
+Attempt TryOf(const Attempt& attempt, uint32_t number) {
+  Attempt of = attempt;
+  if (number == 0) return of;
+  of.gradient_seed = Mix(attempt.gradient_seed + number);
+  if (number % 2 == 0) return of;
+  of.scale.loss_scale *= 2;
+  of.overrides.clear();
+  of.overrides[0].lr = 1e-3 * number;
+  if (attempt.spoil != Spoil::kNone) return of;  // It may need what is used.
+  // Each parameter is used as its neighbour was.
+  std::vector<uint32_t> last;
+  for (auto& [id, used] : of.used) std::swap(used, last);
+  if (!of.used.empty()) of.used.begin()->second = last;
+  return of;
 }
 
 std::string TrainerState(const Attempt& attempt) {

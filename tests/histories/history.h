@@ -74,9 +74,10 @@ enum class EventKind : uint8_t {
   kReadShards,     // The committed weights are read.
   kSave,
   kTellWaiting,
-  kGhost,  // A stream of an older generation speaks.
+  kGhost,    // A stream of an older generation speaks.
+  kDiscard,  // A rank takes back what it gave and tries again; so do the others, once they know.
 };
-inline constexpr int kEventKinds = static_cast<int>(EventKind::kGhost) + 1;
+inline constexpr int kEventKinds = static_cast<int>(EventKind::kDiscard) + 1;
 
 // Where in an attempt: the call at position `at` of kPositions.
 inline constexpr int kPositions = 1000;
@@ -148,6 +149,10 @@ struct History {
 
 JobSpec SpecOf(const JobPlan& job, const std::string& name);
 std::string NameOf(const ParameterPlan& parameter);
+
+// What the ranks give in their try of this number, from 0, in an attempt in which they discard:
+// other gradients than in the tries before, with other settings.
+Attempt TryOf(const Attempt& attempt, uint32_t number);
 
 std::string TrainerState(const Attempt& attempt);
 

@@ -23,6 +23,7 @@ struct Call {
   int chunk = 0;            // kContribute
   int segment = 0;          // kContribute
   uint32_t micro_step = 0;  // kEndMicroStep
+  uint32_t try_number = 0;  // Of its rank.
 };
 
 // `attempt` without what does not apply to this job.
@@ -36,6 +37,7 @@ class Script {
   // Those of a rank are in order; `order_seed` interleaves the ranks. Withheld contributions come
   // after a first seal, and a second one after them.
   std::vector<Call> Calls() const;
+  std::vector<Call> CallsOf(int rank) const;
   // Index in `calls` of position `at`.
   static int IndexOf(int at, size_t calls) {
     return static_cast<int>(static_cast<size_t>(at) * calls / kPositions);
@@ -51,7 +53,6 @@ class Script {
   int SegmentCount(int chunk) const;
 
  private:
-  std::vector<Call> CallsOf(int rank) const;
   bool IsSpoiltWithPadding(int chunk) const;
   // The value that a worker finds in this micro-step, if it finds the poison.
   std::optional<float> Found(const Poison& poison, const ParameterPlan& parameter,

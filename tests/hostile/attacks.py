@@ -6,12 +6,17 @@ import itertools
 import queue
 import random
 import threading
+import time
 
 import grpc
 from wire import (HYPER_PARAMETERS, JOBS, MEBI, STATE, TRAIN, RawConnection, channel, fields_of, frame, gradient,
                   group, job, message, open_train, request_headers, train, unary, varint)
 
 CALL_SECONDS = 20
+# More than a service needs that is given little of a processor; below the time after which a connection
+# that answers no ping is closed.
+RESETS_SECONDS = 30
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
 
 class Target:
@@ -144,7 +149,7 @@ def malformed_family():
 # ---------------------------------------------------------------- messages at the wrong moment
 
 MOMENTS = ("before open", "after open", "after begin", "after a micro-step", "after a refused seal",
-           "after the commit")
+           "after a discard", "after the commit")
 WRONG = {
     "no message": b"",
     "no kind": message((99, 1)),
@@ -173,6 +178,14 @@ WRONG = {
     "a seal of nothing": train("seal", (1, 1)),
     "a seal of step 3": train("seal", (1, 3), (2, 1)),
     "a seal of 4 billion micro-steps": train("seal", (1, 1), (2, 4_000_000_000)),
+    "a discard of nothing": train("discard"),
+    "a discard of step 3": train("discard", (1, 3)),
+    "a discard of attempt 9": train("discard", (1, 1), (2, 9)),
+    "a discard of the last attempt there is": train("discard", (1, 1), (2, 4_294_967_295)),
+    "a begin of attempt 9": train("begin", (1, 1), (6, 9)),
+    "an end in attempt 9": train("end", (1, 1), (3, 1), (6, 9)),
+    "a seal of attempt 9": train("seal", (1, 1), (2, 1), (3, 9)),
+    "a gradient of attempt 9": train("gradient", (1, message((1, 1), (4, 1), (7, 9))), (2, b"\x00" * 512)),
     "a message of 8 MiB": message((99, b"a" * 8 * MEBI)),
 }
 
@@ -186,6 +199,8 @@ def wrong_moment(target, moment, what):
             before = [opening, train("begin", (1, 1))]
             if moment in ("after a micro-step", "after a refused seal"):
                 before += [gradient(1, 0, b"\x00" * 512), train("end", (1, 1), (3, 1))]
+            if moment == "after a discard":
+                before += [gradient(1, 0, b"\x00" * 512), train("discard", (1, 1))]
             if moment == "after a refused seal":
                 before += [train("seal", (1, 1), (2, 1))]
             if moment == "after the commit":
@@ -382,6 +397,21 @@ def seals_without_reading(target):
     return []
 
 
+def discards_without_reading(target):
+    """One attempt after the other is begun and discarded, and nobody reads."""
+    with target.job() as (name, uid, generation):
+        with contextlib.closing(channel(target.address, ("grpc.http2.lookahead_bytes", 0))) as connection:
+            call, sent = target.open_stream(name, uid, generation, connection, seconds=2)
+            for attempt in range(3000):
+                sent.put(train("begin", (1, 1), (6, attempt)))
+                sent.put(train("discard", (1, 1), (2, attempt)))
+            sent.put(None)
+            with contextlib.suppress(grpc.RpcError):
+                call.result(2)
+            call.cancel()
+    return []
+
+
 def chunks_again(target):
     with target.job(elements=MEBI, chunk_elements=262144) as (name, uid, _):
         call = target.connection.unary_stream(TRAIN + "ReadWeights")(
@@ -442,6 +472,7 @@ def closed_under_readers(target):
 def taking_family():
     yield "2,000 micro-steps, each of which uses another parameter", micro_steps_without_end
     yield "3,000 refused seals and no reader", seals_without_reading
+    yield "3,000 discards and no reader", discards_without_reading
     yield "one chunk a million times", chunks_again
     yield "300 readers that do not read", readers_that_do_not_read
     yield "a job closed under readers that do not read", closed_under_readers
@@ -452,14 +483,44 @@ def taking_family():
 
 
 def resets(target, method, count):
-    """Streams that are opened and reset at once."""
+    """Streams that are opened and reset at once: the service closes the connection."""
     headers = request_headers(method)
+    end = time.monotonic() + RESETS_SECONDS
     with RawConnection(target.address) as raw:
-        raw.socket.settimeout(20)
-        with contextlib.suppress(OSError):
+        raw.socket.settimeout(RESETS_SECONDS)
+        with contextlib.suppress(ConnectionError):
             for first in range(1, 2 * count, 200):
                 raw.send(b"".join(frame(1, 5, stream, headers) + frame(3, 0, stream, b"\x00\x00\x00\x08")
                                   for stream in range(first, first + 200, 2)))
+            while raw.socket.recv(1 << 16):
+                if time.monotonic() > end:
+                    raise AssertionError("the connection is still there")
+    return []
+
+
+def honest_reconnecting(target, connections):
+    """A client that connects again and again, calls, and gives up what it has open; none is closed."""
+    for _ in range(connections):
+        with contextlib.closing(channel(target.address)) as connection:
+            given_up = [connection.unary_unary(JOBS + "ListJobs").future(b"", timeout=CALL_SECONDS)
+                        for _ in range(20)]
+            for call in given_up:
+                call.cancel()
+            if errors := target.errors(JOBS + "ListJobs", b"", connection=connection):
+                raise AssertionError(f"an honest client is refused: {errors}")
+    return []
+
+
+def honest_cancels(target, rounds, calls):
+    """As many calls as a connection may have, all given up, and then another."""
+    with contextlib.closing(channel(target.address)) as connection:
+        for _ in range(rounds):
+            given_up = [connection.unary_unary(JOBS + "ListJobs").future(b"", timeout=CALL_SECONDS)
+                        for _ in range(calls)]
+            for call in given_up:
+                call.cancel()
+            if errors := target.errors(JOBS + "ListJobs", b"", connection=connection):
+                raise AssertionError(f"an honest client is refused: {errors}")
     return []
 
 
@@ -500,13 +561,18 @@ def raw_frames(target, data):
 
 
 def reflection_streams(target, count):
-    """Streams of the reflection service, each of which has a thread; then one more."""
-    method = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+    """Streams of the reflection service, each of which has a thread: those that get none are told so."""
     calls = []
     try:
         for _ in range(count):
-            calls.append(target.connection.stream_stream(method)(iter(queue.SimpleQueue().get, None)))
-        return target.errors(JOBS + "ListJobs", b"")
+            calls.append(target.connection.stream_stream(REFLECTION)(iter(queue.SimpleQueue().get, None)))
+        end = time.monotonic() + CALL_SECONDS
+        while not any(call.done() for call in calls) and time.monotonic() < end:
+            time.sleep(0.01)
+        errors = [(call.code().name, call.details()) for call in calls if call.done()]
+        if not errors:
+            raise AssertionError(f"{count} streams of reflection have a thread each")
+        return errors[:3] + target.errors(JOBS + "ListJobs", b"")
     finally:
         for call in calls:
             call.cancel()
@@ -545,8 +611,11 @@ FRAMES = {
 def connections_family():
     for what, data in FRAMES.items():
         yield what, lambda target, data=data: raw_frames(target, data)
-    for method in (JOBS + "GetJob", TRAIN + "Train", STATE + "ReadState", "/no/method"):
+    for method in (JOBS + "GetJob", TRAIN + "Train", TRAIN + "UploadWeights", STATE + "ReadState", "/no/method",
+                   "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"):
         yield f"5,000 resets of {method}", lambda target, method=method: resets(target, method, 5000)
+    yield "an honest client that reconnects 100 times", lambda target: honest_reconnecting(target, 100)
+    yield "an honest client that gives up 900 calls", lambda target: honest_cancels(target, 3, 300)
     yield "300 connections 10 times", lambda target: connections_again(target, 300, 10)
     yield "500 silent connections", lambda target: idle_connections(target, 500, b"")
     yield "500 connections of HTTP/1", lambda target: idle_connections(target, 500, b"GET / HTTP/1.1\r\n\r\n")

@@ -100,7 +100,7 @@ def open_train(name, uid, process, generation, rank=0):
 
 def train(kind, *fields):
     """A TrainRequest."""
-    number = {"open": 1, "begin": 2, "gradient": 3, "end": 4, "seal": 5, "shared": 6}[kind]
+    number = {"open": 1, "begin": 2, "gradient": 3, "end": 4, "seal": 5, "shared": 6, "discard": 7}[kind]
     return message((number, message(*fields)))
 
 

@@ -5,6 +5,8 @@
 #include <iterator>
 #include <set>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "ballast/v1/ballast.pb.h"
 #include "cpu_optimizer_service/common/reason.h"
@@ -63,23 +65,52 @@ TEST(Status, EveryReasonIsOneOfTheProtocolAndTheOtherWayRound) {
   EXPECT_EQ(of_protocol, std::set<std::string>(std::begin(reason::kAll), std::end(reason::kAll)));
 }
 
+// The texts are gRPC's of each case, in which they were seen.
 TEST(Status, AServiceThatCannotBeReachedIsNamedWithWhatToDo) {
   const auto message = [](const std::string& text) {
     return std::string(FromGrpc(grpc::Status(grpc::StatusCode::UNAVAILABLE, text)).message());
   };
   const std::string all = "failed to connect to all addresses";
-  EXPECT_EQ(message(all + "; last error: UNKNOWN: ipv4:127.0.0.1:7070: Failed to connect to remote "
-                          "host: Connection refused"),
-            "no service answers at 127.0.0.1:7070 (Connection refused); start ballastd there, or "
-            "correct the address");
-  EXPECT_EQ(
-      message(all + "; last error: UNAVAILABLE: unix:/run/b.sock: Failed to connect to remote "
-                    "host: No such file or directory"),
-      "no service answers at unix:/run/b.sock (No such file or directory); start ballastd "
-      "there, or correct the address");
-  EXPECT_EQ(message(all),
-            "no service answers (" + all + "); start ballastd, or correct its address");
-  EXPECT_EQ(message("Socket closed"), "Socket closed");
+  const std::string last = all + "; last error: ";
+  const std::string what_to_do = "; start ballastd there, or correct the address";
+  for (const auto& [said, expected] : std::vector<std::pair<std::string, std::string>>{
+           {last + "UNKNOWN: ipv4:127.0.0.1:7070: Failed to connect to remote host: Connection "
+                   "refused",
+            " at 127.0.0.1:7070: nothing listens there"},
+           {last + "UNKNOWN: ipv6:%5B::1%5D:1: Failed to connect to remote host: Connection "
+                   "refused",
+            " at [::1]:1: nothing listens there"},
+           {last + "UNKNOWN: unix:/run/b.sock: No such file or directory",
+            " at unix:/run/b.sock: there is no such socket"},
+           {last + "UNKNOWN: unix:/run/b.sock: Permission denied",
+            " at unix:/run/b.sock: this user may not connect to it"},
+           {last + "UNAVAILABLE: ipv4:127.0.0.1:80: Socket closed",
+            " at 127.0.0.1:80: what listens there closed the connection"},
+           {last + "INTERNAL: ipv4:127.0.0.1:80: Trying to connect an http1.x server",
+            " at 127.0.0.1:80: what listens there is no ballastd"},
+           {last + "UNAVAILABLE: ipv4:127.0.0.1:22: Failed parsing HTTP/2",
+            " at 127.0.0.1:22: what listens there is no ballastd"},
+           {last + "UNKNOWN: ipv4:127.0.0.1:9: connection attempt timed out before receiving "
+                   "SETTINGS frame",
+            " at 127.0.0.1:9: what listens there says nothing: no ballastd, or one that hangs"},
+           {last + "UNKNOWN: ipv4:10.0.0.1:9: Failed to connect to remote host: FD Shutdown",
+            " at 10.0.0.1:9: the connection failed"},
+           {last + "UNKNOWN: ipv4:10.0.0.1:9: connect() timed out",
+            " at 10.0.0.1:9: connecting took too long"},
+           {"DNS resolution failed for nowhere.invalid:7070: C-ares status is not ARES_SUCCESS "
+            "qtype=A name=nowhere.invalid is_balancer=0: Domain name not found",
+            " at nowhere.invalid:7070: its name is not known"},
+           {all, ": the connection failed"}}) {
+    EXPECT_EQ(message(said), "no service answers" + expected + what_to_do);
+  }
+  EXPECT_EQ(message("Socket closed"), "the connection to the service broke");
+  EXPECT_EQ(FromGrpc(grpc::Status(grpc::StatusCode::UNIMPLEMENTED,
+                                  "Received http2 header with status: 404"))
+                .message(),
+            "what listens there is no ballastd; correct the address");
+  // What the service says stays as it says it.
+  EXPECT_EQ(FromGrpc(ToGrpc(absl::UnavailableError("Connection refused, it timed out"))).message(),
+            "Connection refused, it timed out");
 }
 
 TEST(Status, OkHasNoDetails) {

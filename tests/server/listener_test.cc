@@ -100,6 +100,31 @@ TEST_F(ListenerTest, RemovesTheFileOfItsUnixSocket) {
   EXPECT_FALSE(std::filesystem::exists(path));
 }
 
+TEST_F(ListenerTest, AConnectionIsClosedByItsPeersName) {
+  Start();
+  const FileDescriptor closed = Connect(address_);
+  const FileDescriptor kept = Connect(address_);
+  AwaitConnections(2);
+  sockaddr_in name = {};
+  socklen_t bytes = sizeof(name);
+  ASSERT_EQ(getsockname(closed.number(), reinterpret_cast<sockaddr*>(&name), &bytes), 0);
+  const std::string peer = "ipv4:127.0.0.1:" + std::to_string(ntohs(name.sin_port));
+  EXPECT_EQ(CloseConnectionsOf(peer), 1);
+  EXPECT_TRUE(IsRefused(closed));
+  EXPECT_EQ(CloseConnectionsOf("ipv4:127.0.0.1:1"), 0);
+  EXPECT_EQ(CloseConnectionsOf("unix:"), 0);
+  EXPECT_EQ(CloseConnectionsOf(""), 0);
+  // The other one still carries bytes.
+  const std::lock_guard lock(mutex_);
+  int carried = 0;
+  char byte = 0;
+  for (const FileDescriptor& each : connections_) {
+    if (send(each.number(), "x", 1, MSG_NOSIGNAL) == 1) ++carried;
+  }
+  EXPECT_EQ(carried, 1);
+  EXPECT_EQ(recv(kept.number(), &byte, 1, 0), 1);
+}
+
 // The limit of this process is low for as long as it lives.
 class FewDescriptors {
  public:

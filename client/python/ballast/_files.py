@@ -15,15 +15,16 @@ def _folders() -> list[pathlib.Path]:
     return [*([pathlib.Path(named)] if named else []), _PACKAGE / "bin", _TREE / "build/release/bin"]
 
 
-def program(name: str) -> str:
-    """The path of `ballastd` or `ballast`. FileNotFoundError names where it was looked for."""
+def program(name: str, search_path: bool = True) -> str:
+    """The path of `ballastd` or `ballast`. FileNotFoundError names where it was looked for. search_path: also in
+    PATH."""
     for folder in _folders():
         if os.access(folder / name, os.X_OK):
             return str(folder / name)
-    found = shutil.which(name)
+    found = shutil.which(name) if search_path else None
     if found is None:
-        looked = ", ".join(map(str, _folders()))
-        raise FileNotFoundError(f"there is no {name} in {looked} or PATH; build it, or set BALLAST_BIN_DIR")
+        looked = ", ".join(map(str, _folders())) + (" or PATH" if search_path else "")
+        raise FileNotFoundError(f"there is no {name} in {looked}; build it, or set BALLAST_BIN_DIR")
     return found
 
 

@@ -8,7 +8,7 @@ import functools
 from . import _files
 from .errors import BallastError, error_of
 
-API_VERSION = 1
+API_VERSION = 2
 OK = 0
 DEADLINE_EXCEEDED = 4
 
@@ -26,7 +26,12 @@ class Group(c.Structure):
 
 class Parameter(c.Structure):
     _fields_ = [("size", c.c_size_t), ("name", c.c_char_p), ("shape", c.POINTER(c.c_int64)),
-                ("dimensions", c.c_int32), ("group", c.c_int32), ("frozen", c.c_int32)]
+                ("dimensions", c.c_int32), ("group", c.c_int32), ("frozen", c.c_int32),
+                ("placements", c.POINTER(c.c_int32))]
+
+
+class MeshDim(c.Structure):
+    _fields_ = [("size", c.c_size_t), ("name", c.c_char_p), ("ranks", c.c_int32)]
 
 
 class Job(c.Structure):
@@ -34,7 +39,8 @@ class Job(c.Structure):
                 ("group_count", c.c_size_t), ("parameters", c.POINTER(Parameter)),
                 ("parameter_count", c.c_size_t), ("world_size", c.c_int32),
                 ("bucket_elements", c.c_int64), ("chunk_elements", c.c_int64), ("max_norm", c.c_double),
-                ("unused_policy", c.c_int32), ("update_mode", c.c_int32), ("max_micro_steps", c.c_uint32)]
+                ("unused_policy", c.c_int32), ("update_mode", c.c_int32), ("max_micro_steps", c.c_uint32),
+                ("mesh", c.POINTER(MeshDim)), ("mesh_dimensions", c.c_size_t)]
 
 
 class Options(c.Structure):
@@ -51,6 +57,15 @@ class Info(c.Structure):
                 ("last_step_applied", c.c_int32), ("job_uid", c.c_char_p)]
 
 
+class Chunk(c.Structure):
+    _fields_ = [("index", c.c_int32), ("group", c.c_int32), ("begin", c.c_int64), ("elements", c.c_int64)]
+
+
+class Piece(c.Structure):
+    _fields_ = [("parameter", c.c_size_t), ("offset", c.c_int64), ("chunk_offset", c.c_int64),
+                ("elements", c.c_int64)]
+
+
 class Step(c.Structure):
     _fields_ = [("size", c.c_size_t), ("loss_scale", c.c_double), ("divisors", c.POINTER(c.c_double)),
                 ("hyper_parameters", c.POINTER(HyperParameters)), ("trainer_state", c.c_char_p),
@@ -62,18 +77,36 @@ class Decision(c.Structure):
                 ("clip_coefficient", c.c_double)]
 
 
+class GradientPlace(c.Structure):
+    _fields_ = [("data", c.c_void_p), ("offset", c.c_int64), ("elements", c.c_int64)]
+
+
+class GradientTicket(c.Structure):
+    _fields_ = [("session", c.c_void_p), ("parameter", c.c_size_t), ("attempt", c.c_uint64), ("final", c.c_int32)]
+
+
 _POINTERS = c.POINTER(c.c_void_p)
 _FUNCTIONS = {
     "ballast_open": [c.POINTER(Options), _POINTERS],
     "ballast_get_info": [c.c_void_p, c.POINTER(Info)],
     "ballast_trainer_state": [c.c_void_p, c.c_char_p, c.c_size_t, c.POINTER(c.c_size_t)],
+    "ballast_chunks": [c.c_void_p, c.c_int32, c.POINTER(Chunk), c.c_size_t, c.POINTER(c.c_size_t)],
+    "ballast_pieces": [c.c_void_p, c.c_int32, c.POINTER(Piece), c.c_size_t, c.POINTER(c.c_size_t)],
     "ballast_place": [c.c_void_p, c.c_size_t, c.POINTER(c.c_int64), c.POINTER(c.c_int64)],
     "ballast_upload_weights": [c.c_void_p, _POINTERS, c.c_size_t],
     "ballast_read_weights": [c.c_void_p],
+    "ballast_gradient_memory": [c.c_void_p, c.c_int32, _POINTERS, c.POINTER(c.c_size_t)],
     "ballast_begin_step": [c.c_void_p, c.POINTER(Step)],
-    "ballast_push_gradients": [c.c_void_p, c.c_uint32, _POINTERS, c.c_size_t],
+    "ballast_push_gradients": [c.c_void_p, c.c_uint32, _POINTERS, c.c_size_t, c.c_int32],
+    "ballast_give_gradient": [c.c_void_p, c.c_uint32, c.c_size_t, c.c_void_p, c.c_int32],
+    "ballast_end_gradients": [c.c_void_p, c.c_uint32, c.c_int32],
+    "ballast_gradient_places": [c.c_void_p, c.c_uint32, c.c_size_t, c.POINTER(GradientPlace), c.c_size_t,
+                                c.POINTER(c.c_size_t), c.POINTER(c.c_uint64)],
     "ballast_seal": [c.c_void_p, c.c_uint32, c.POINTER(Decision)],
+    "ballast_discard": [c.c_void_p],
     "ballast_receive_weights": [c.c_void_p],
+    "ballast_read_state": [c.c_void_p, c.c_size_t, c.c_int32, c.c_void_p, c.c_int64, c.POINTER(c.c_uint64),
+                           c.POINTER(c.c_int64)],
     "ballast_save": [c.c_void_p, c.c_char_p],
     "ballast_load": [c.c_void_p, c.c_char_p],
 }
@@ -104,6 +137,11 @@ def library() -> c.CDLL:
         getattr(loaded, name).argtypes = arguments
         getattr(loaded, name).restype = c.c_int32
     return loaded
+
+
+def address_of(function: str) -> int:
+    """Of a function of the library, for who calls it without Python."""
+    return c.cast(getattr(library(), function), c.c_void_p).value
 
 
 def message() -> str:

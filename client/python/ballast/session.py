@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import dataclasses
+import functools
+import math
 import threading
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 
 from . import _native
 from .errors import BallastError, DeadlineError, FailedPreconditionError
@@ -14,6 +18,8 @@ from .errors import BallastError, DeadlineError, FailedPreconditionError
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 UNUSED_POLICIES = {"error": 0, "skip": 1, "zero": 2}
 UPDATE_MODES = {"wait": 0, "speculate": 1}
+PLANES = {"master": 1, "exp_avg": 2, "exp_avg_sq": 3, "max_exp_avg_sq": 4}
+_REPLICATE = -1
 # A wait in the library lasts no longer, so that Python can handle signals.
 _SLICE_SECONDS = 0.1
 
@@ -51,18 +57,22 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """group: the index of its group in the job. A frozen one is never updated."""
+    """group: the index of its group in the job. A frozen one is never updated. placements, of a job with a mesh:
+    for each of its dimensions the dimension of the parameter that it cuts, or None; a frozen one has none."""
 
     name: str
     shape: tuple[int, ...]
     group: int = 0
     frozen: bool = False
+    placements: tuple[int | None, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
     """max_norm: clipping by global norm, 0 for none. unused_policy, for parameters that no rank gave a
-    gradient: "error", "skip" (as torch does) or "zero". update_mode: "wait" or "speculate"."""
+    gradient: "error", "skip" (as torch does) or "zero". update_mode: "wait" or "speculate". mesh: the names and
+    sizes of its dimensions, ranks in row-major order; then each rank has a shard of every parameter, and all
+    addresses are those of its shards."""
 
     name: str
     groups: Sequence[Group]
@@ -72,6 +82,7 @@ class Job:
     unused_policy: str = "skip"
     update_mode: str = "wait"
     max_micro_steps: int = 0
+    mesh: Sequence[tuple[str, int]] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,17 +102,23 @@ class Session:
     at which each parameter's weights are written, its elements row-major in the group's return dtype; the
     memory must stay until `close`. Only what this rank owns is written.
 
+    while_waiting is called about every 0.1 s while a call waits for other ranks or for the service; what it raises
+    ends the wait, and the session with it.
+
     Raises the errors of `ballast.errors`. Calls come one at a time, from any thread."""
 
     def __init__(self, service: str, job: Job, weights: Sequence[int | None], *, rank: int = 0,
                  job_uid: str | None = None, rejoin: bool = False, share_memory: bool = True,
-                 join_timeout: float = 60.0, reconnect_timeout: float = 60.0, timeout: float = 600.0):
+                 join_timeout: float = 60.0, reconnect_timeout: float = 60.0, timeout: float = 600.0,
+                 while_waiting: Callable[[], None] | None = None):
         if len(weights) != len(job.parameters):
             raise ValueError(f"{len(weights)} addresses were given for {len(job.parameters)} parameters")
         self.job, self.rank, self.timeout = job, rank, timeout
         self._handle = ctypes.c_void_p()
         self._lock = threading.Lock()
         self._abandoned: threading.Thread | None = None
+        self._calling = False
+        self._while_waiting = while_waiting or (lambda: None)
         groups = (_native.Group * len(job.groups))(*[
             _native.sized(_native.Group, name=group.name.encode(), hyper_parameters=group.hyper_parameters._native(),
                           wire_dtype=_number(DTYPES, group.wire_dtype, "wire_dtype"),
@@ -110,14 +127,17 @@ class Session:
         parameters = (_native.Parameter * len(job.parameters))(*[
             _native.sized(_native.Parameter, name=parameter.name.encode(),
                           shape=(ctypes.c_int64 * len(parameter.shape))(*parameter.shape),
-                          dimensions=len(parameter.shape), group=parameter.group, frozen=parameter.frozen)
+                          dimensions=len(parameter.shape), group=parameter.group, frozen=parameter.frozen,
+                          placements=_native_placements(parameter, len(job.mesh)))
             for parameter in job.parameters])
+        mesh = (_native.MeshDim * len(job.mesh))(*[
+            _native.sized(_native.MeshDim, name=name.encode(), ranks=ranks) for name, ranks in job.mesh])
         native_job = _native.sized(
             _native.Job, name=job.name.encode(), groups=groups, group_count=len(job.groups),
             parameters=parameters, parameter_count=len(job.parameters), world_size=job.world_size,
             max_norm=job.max_norm, unused_policy=_number(UNUSED_POLICIES, job.unused_policy, "unused_policy"),
             update_mode=_number(UPDATE_MODES, job.update_mode, "update_mode"),
-            max_micro_steps=job.max_micro_steps)
+            max_micro_steps=job.max_micro_steps, mesh=mesh, mesh_dimensions=len(job.mesh))
         options = _native.sized(
             _native.Options, service=service.encode(), job=ctypes.pointer(native_job), rank=rank,
             job_uid=None if job_uid is None else job_uid.encode(), rejoin=rejoin,
@@ -125,6 +145,9 @@ class Session:
             reconnect_timeout_seconds=reconnect_timeout, wait_seconds=_SLICE_SECONDS,
             weights=_native.pointers(list(weights)))
         self._patiently("ballast_open", ctypes.byref(options), ctypes.byref(self._handle))
+        # Before a service that this process started is stopped: it was registered earlier.
+        self._at_exit = functools.partial(_close_at_exit, weakref.ref(self))
+        atexit.register(self._at_exit)
 
     def close(self) -> None:
         """Ends the session; the job stays. Closing again does nothing."""
@@ -133,7 +156,8 @@ class Session:
             running = self._abandoned
         if not handle:
             return
-        if running is None:
+        atexit.unregister(self._at_exit)
+        if running is None or not running.is_alive():
             _native.library().ballast_close(handle)
         else:  # After Ctrl-C: nobody waits for it any more, and no call may run when a session is closed.
             threading.Thread(target=lambda: (running.join(), _native.library().ballast_close(handle))).start()
@@ -182,6 +206,15 @@ class Session:
         self._call("ballast_place", parameter, ctypes.byref(offset), ctypes.byref(elements))
         return offset.value, elements.value
 
+    def owned_elements(self) -> list[int]:
+        """How many elements of each parameter this rank owns: of those it gives the gradients and gets the
+        weights."""
+        owned = [0] * len(self.job.parameters)
+        for chunk in self._list(_native.Chunk, "ballast_chunks", self.rank):
+            for piece in self._list(_native.Piece, "ballast_pieces", chunk.index):
+                owned[piece.parameter] += piece.elements
+        return owned
+
     # ------------------------------------------------------------ what it does
 
     def upload_weights(self, addresses: Sequence[int | None]) -> None:
@@ -207,10 +240,47 @@ class Session:
             step.divisors = (ctypes.c_double * groups)(*divisors)
         self._call("ballast_begin_step", ctypes.byref(step))
 
-    def push_gradients(self, addresses: Sequence[int | None], micro_step: int = 0) -> None:
+    def push_gradients(self, addresses: Sequence[int | None], micro_step: int = 0, *, final: bool = False) -> None:
         """A micro-step's gradients, row-major in the groups' wire dtypes; None: none for that parameter.
-        The memory may be used again when this returns."""
-        self._wait("ballast_push_gradients", micro_step, _native.pointers(list(addresses)), len(addresses))
+        The memory may be used again when this returns. final: it is the step's last micro-step; then the
+        service begins its work before the seal."""
+        self._wait("ballast_push_gradients", micro_step, _native.pointers(list(addresses)), len(addresses), final)
+
+    def give_gradient(self, parameter: int, address: int | None, micro_step: int = 0, *, final: bool = False) -> None:
+        """The same, one parameter at a time: what it completes leaves at once. `final` is the same in all calls of a
+        micro-step. None: it was written to its `gradient_places`. From any thread."""
+        self._wait("ballast_give_gradient", micro_step, parameter, address, final)
+
+    def gradient_places(self, parameter: int, micro_step: int = 0) -> tuple[list[tuple[int, int, int]], int]:
+        """Where a gradient that is elsewhere, as on a GPU, is to be copied: (address, offset, elements) of each
+        part, in the group's wire dtype; and the attempt, for its ticket."""
+        count, attempt = ctypes.c_size_t(), ctypes.c_uint64()
+        places = (_native.GradientPlace * 8)()
+        while True:
+            self._wait("ballast_gradient_places", micro_step, parameter, places, len(places), ctypes.byref(count),
+                       ctypes.byref(attempt))
+            if count.value <= len(places):
+                return [(place.data, place.offset, place.elements) for place in places[:count.value]], attempt.value
+            places = (_native.GradientPlace * count.value)()
+
+    def gradient_ticket(self, parameter: int) -> _native.GradientTicket:
+        """For `ballast_gradient_written`, which a CUDA stream calls behind a copy to `gradient_places`. It must stay
+        until then."""
+        return _native.GradientTicket(session=self._open().value, parameter=parameter)
+
+    def gradient_memories(self) -> list[tuple[int, int]]:
+        """(address, bytes) of all memory for gradients that is shared with the service; empty if none is."""
+        memories = []
+        for chunk in self._list(_native.Chunk, "ballast_chunks", self.rank):
+            data, size = ctypes.c_void_p(), ctypes.c_size_t()
+            self._call("ballast_gradient_memory", chunk.index, ctypes.byref(data), ctypes.byref(size))
+            if data.value:
+                memories.append((data.value, size.value))
+        return memories
+
+    def end_gradients(self, micro_step: int = 0, *, final: bool = False) -> None:
+        """Ends the micro-step. Parameters that were not given have no gradient in it."""
+        self._wait("ballast_end_gradients", micro_step, final)
 
     def seal(self, micro_steps: int = 1) -> Decision:
         """Waits for all ranks."""
@@ -220,6 +290,11 @@ class Session:
         return Decision(step=decision.step, applied=applied, norm=decision.norm,
                         clip_coefficient=decision.clip_coefficient,
                         skip_reason="" if applied else _native.message())
+
+    def discard(self) -> None:
+        """Takes back what this rank has given in its attempt at the step; begin_step begins the next attempt. Every
+        rank has to discard as often, each when it likes, before any may seal."""
+        self._wait("ballast_discard")
 
     def receive_weights(self) -> None:
         """Returns when this rank's weights of the decided step are in place."""
@@ -233,6 +308,16 @@ class Session:
         """From such a directory. It ends the sessions of all ranks, this one included."""
         self._patiently("ballast_load", self._open(), directory.encode())
 
+    def read_state(self, parameter: int, plane: str, address: int) -> tuple[int, int]:
+        """Writes a plane of a whole parameter ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq") in fp32 to the
+        address, whatever part of it this rank owns. Returns the step that it is of, and how often the parameter
+        has been updated."""
+        step, updates = ctypes.c_uint64(), ctypes.c_int64()
+        elements = math.prod(self.job.parameters[parameter].shape)
+        self._patiently("ballast_read_state", self._open(), parameter, _number(PLANES, plane, "plane"), address,
+                        elements, ctypes.byref(step), ctypes.byref(updates))
+        return step.value, updates.value
+
     # ------------------------------------------------------------ inside
 
     def _open(self) -> ctypes.c_void_p:
@@ -243,7 +328,11 @@ class Session:
         return self._handle
 
     def _call(self, name: str, *arguments) -> None:
-        _native.call(name, self._open(), *arguments)
+        self._calling = True
+        try:
+            _native.call(name, self._open(), *arguments)
+        finally:
+            self._calling = False
 
     def _patiently(self, name: str, *arguments) -> None:
         """A call that may wait long, and not in slices: in a thread, beside which Python sees signals. The
@@ -259,8 +348,11 @@ class Session:
 
         self._abandoned = threading.Thread(target=run)
         self._abandoned.start()
-        while self._abandoned.is_alive():
+        while True:
             self._abandoned.join(_SLICE_SECONDS)
+            if not self._abandoned.is_alive():
+                break
+            self._while_waiting()
         self._abandoned = None
         if errors:
             raise errors[0]
@@ -274,11 +366,34 @@ class Session:
             except DeadlineError:
                 if time.monotonic() >= deadline:
                     raise
+                self._while_waiting()
+
+    def _list(self, kind, name: str, which: int):
+        count = ctypes.c_size_t()
+        self._call(name, which, None, 0, ctypes.byref(count))
+        entries = (kind * count.value)()
+        self._call(name, which, entries, count.value, ctypes.byref(count))
+        return entries
 
     def _info(self) -> _native.Info:
         info = _native.sized(_native.Info)
         self._call("ballast_get_info", ctypes.byref(info))
         return info
+
+
+def _close_at_exit(reference: weakref.ref) -> None:
+    session = reference()
+    if session is not None and not session._calling:  # Else a daemon thread is in the middle of it.
+        session.close()
+
+
+def _native_placements(parameter: Parameter, dimensions: int):
+    if parameter.placements is None:
+        return None
+    if len(parameter.placements) != dimensions:
+        raise ValueError(f"parameter {parameter.name} has {len(parameter.placements)} placements, and the mesh "
+                         f"{dimensions} dimensions")
+    return (ctypes.c_int32 * dimensions)(*[_REPLICATE if dim is None else dim for dim in parameter.placements])
 
 
 def _number(names: dict[str, int], name: str, what: str) -> int:

@@ -82,16 +82,30 @@ __global__ void __launch_bounds__(kThreads) UpdateKernel(AdamRun run, bool packs
 constexpr int kLanes = 16;  // The lanes of a block of gradients, as in gradient_norm.h.
 
 __global__ void __launch_bounds__(kThreads)
-    BlockSumsKernel(int64_t blocks, const float* __restrict__ gradient, double* __restrict__ sums) {
+    BlockSumsKernel(int runs, const BlockRun* __restrict__ table, int64_t blocks,
+                    double* __restrict__ sums) {
   const int64_t block = ThreadOfGrid() / kLanes;
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
   double sum = 0;
   if (block < blocks) {
-    const float* from = gradient + block * kBlockElements + lane;
+    int first = 0;  // The block's run is in [first, end).
+    for (int end = runs; end - first > 1;) {
+      const int middle = first + (end - first) / 2;
+      (table[middle].first_block <= block ? first : end) = middle;
+    }
+    const BlockRun run = table[first];
+    const int64_t begin = (block - run.first_block) * kBlockElements + lane;
+    if (begin - lane + kBlockElements <= run.elements) {
 #pragma unroll
-    for (int i = 0; i < kBlockElements; i += kLanes) {
-      const double value = from[i];
-      sum = __dadd_rn(sum, __dmul_rn(value, value));
+      for (int i = 0; i < kBlockElements; i += kLanes) {
+        const double value = LoadWire<1>(run.gradient, run.dtype, begin + i).x[0];
+        sum = __dadd_rn(sum, __dmul_rn(value, value));
+      }
+    } else {
+      for (int64_t i = begin; i < run.elements; i += kLanes) {
+        const double value = LoadWire<1>(run.gradient, run.dtype, i).x[0];
+        sum = __dadd_rn(sum, __dmul_rn(value, value));
+      }
     }
   }
   // Lane l gets l and l + with; the others' sums are not used.
@@ -144,11 +158,11 @@ absl::Status UpdateAdam(DeviceStream& stream, const AdamRun& run) {
   return Launch(stream, "update", GridOfPacks(run.elements), &UpdateKernel, run, packs);
 }
 
-absl::Status BlockSumsOfSquares(DeviceStream& stream, int64_t blocks, const float* gradient,
-                                double* sums) {
+absl::Status BlockSumsOfSquares(DeviceStream& stream, int runs, const BlockRun* table,
+                                int64_t blocks, double* sums) {
   static_assert(kBlockElements % kLanes == 0);
-  return Launch(stream, "block sums", GridFor(blocks * kLanes, kThreads), &BlockSumsKernel, blocks,
-                gradient, sums);
+  return Launch(stream, "block sums", GridFor(blocks * kLanes, kThreads), &BlockSumsKernel, runs,
+                table, blocks, sums);
 }
 
 absl::Status AddWireGradient(DeviceStream& stream, int64_t elements, const std::byte* gradient,

@@ -3,6 +3,7 @@
 #ifndef BALLAST_GPU_WORKER_CUDA_KERNELS_ADAM_H_
 #define BALLAST_GPU_WORKER_CUDA_KERNELS_ADAM_H_
 
+#include <cstddef>
 #include <cstdint>
 
 #include "absl/status/status.h"
@@ -15,10 +16,17 @@ namespace ballast::worker::cuda {
 // UpdateAdamReference, bit for bit (NaN payloads excepted); all pointers are on the device.
 absl::Status UpdateAdam(DeviceStream& stream, const AdamRun& run);
 
-// sums[b] = BlockSumOfSquaresReference(gradient + b * kBlockElements), for `blocks` whole blocks of
-// fp32; bit for bit.
-absl::Status BlockSumsOfSquares(DeviceStream& stream, int64_t blocks, const float* gradient,
-                                double* sums);
+// Blocks of a gradient that lie one after the other. The last may be short.
+struct BlockRun {
+  const std::byte* gradient = nullptr;
+  int64_t elements = 0;
+  int64_t first_block = 0;  // How many blocks the runs before have.
+  DType dtype = DType::kFloat32;
+};
+// sums[run.first_block + b] = BlockSumOfSquaresReference of block b of each run, bit for bit, all
+// in one launch. `table` has the `runs` of them, on the device, and they have `blocks` blocks.
+absl::Status BlockSumsOfSquares(DeviceStream& stream, int runs, const BlockRun* table,
+                                int64_t blocks, double* sums);
 
 // sum[i] = gradient[i] of `dtype` as fp32 if `assign`, or sum[i] + that.
 absl::Status AddWireGradient(DeviceStream& stream, int64_t elements, const std::byte* gradient,

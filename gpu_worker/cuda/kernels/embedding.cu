@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <numeric>
 
 #include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/cuda/kernels/embedding.h"
@@ -73,7 +72,7 @@ __global__ void __launch_bounds__(kTokenThreads)
 template <int kCount>
 __global__ void __launch_bounds__(kThreads)
     PositionGradientKernel(EmbeddingShape shape, const BFloat16Bits* __restrict__ d_out,
-                           float* __restrict__ position_gradient) {
+                           float* __restrict__ position_gradient, bool add) {
   const int64_t elements = static_cast<int64_t>(shape.context) * shape.width;
   const int64_t at = ThreadOfGrid() * kCount;
   if (at >= elements) return;
@@ -82,13 +81,18 @@ __global__ void __launch_bounds__(kThreads)
   for (int sequence = 0; sequence < shape.sequences; ++sequence) {
     Add(LoadBFloat16<kCount>(d_out + sequence * elements + at), sum);
   }
+  if (add) {
+    auto total = LoadFloats<kCount>(position_gradient + at);
+    Add(sum, total);
+    sum = total;
+  }
   StoreFloats<kCount>(position_gradient + at, sum);
 }
 
 template <int kCount>
 absl::Status Backward(DeviceStream& stream, const EmbeddingShape& shape,
                       const TokenRowsOnDevice& token_rows, const BFloat16Bits* d_out,
-                      float* token_gradient, float* position_gradient) {
+                      float* token_gradient, float* position_gradient, bool add_positions) {
   const unsigned block_columns = kTokenThreads * kCount;
   const Grid tokens = {.blocks = dim3(static_cast<unsigned>(token_rows.distinct_tokens),
                                       (shape.width + block_columns - 1) / block_columns),
@@ -97,7 +101,7 @@ absl::Status Backward(DeviceStream& stream, const EmbeddingShape& shape,
                                  shape.width, token_rows, d_out, token_gradient));
   const int64_t packs = static_cast<int64_t>(shape.context) * shape.width / kCount;
   return Launch(stream, "position gradient", GridFor(packs, kThreads),
-                &PositionGradientKernel<kCount>, shape, d_out, position_gradient);
+                &PositionGradientKernel<kCount>, shape, d_out, position_gradient, add_positions);
 }
 
 }  // namespace
@@ -115,26 +119,34 @@ absl::Status EmbeddingForward(DeviceStream& stream, const EmbeddingShape& shape,
 
 absl::Status EmbeddingBackward(DeviceStream& stream, const EmbeddingShape& shape,
                                const TokenRowsOnDevice& token_rows, const BFloat16Bits* d_out,
-                               float* token_gradient, float* position_gradient) {
+                               float* token_gradient, float* position_gradient,
+                               bool add_positions) {
   const bool packs = shape.width % 4 == 0 && HoldsPacks(d_out, 4, 2) &&
                      HoldsPacks(token_gradient, 4, 4) && HoldsPacks(position_gradient, 4, 4);
-  return packs ? Backward<4>(stream, shape, token_rows, d_out, token_gradient, position_gradient)
-               : Backward<1>(stream, shape, token_rows, d_out, token_gradient, position_gradient);
+  const auto backward = packs ? &Backward<4> : &Backward<1>;
+  return backward(stream, shape, token_rows, d_out, token_gradient, position_gradient,
+                  add_positions);
 }
 
 TokenRows GroupByToken(absl::Span<const int32_t> tokens) {
   TokenRows result;
   result.rows.resize(tokens.size());
-  std::iota(result.rows.begin(), result.rows.end(), 0);
-  std::stable_sort(result.rows.begin(), result.rows.end(),
-                   [&](int32_t a, int32_t b) { return tokens[a] < tokens[b]; });
-  for (size_t i = 0; i < result.rows.size(); ++i) {
-    const int32_t token = tokens[result.rows[i]];
-    if (!result.tokens.empty() && result.tokens.back() == token) continue;
+  const int32_t most = tokens.empty() ? -1 : *std::max_element(tokens.begin(), tokens.end());
+  std::vector<int32_t> places(most + 1, 0);  // By token: how many rows; then where the next goes.
+  for (const int32_t token : tokens) ++places[token];
+  int32_t begin = 0;
+  for (int32_t token = 0; token <= most; ++token) {
+    const int32_t count = places[token];
+    if (count == 0) continue;
     result.tokens.push_back(token);
-    result.begins.push_back(static_cast<int32_t>(i));
+    result.begins.push_back(begin);
+    places[token] = begin;
+    begin += count;
   }
-  result.begins.push_back(static_cast<int32_t>(tokens.size()));
+  result.begins.push_back(begin);
+  for (size_t row = 0; row < tokens.size(); ++row) {
+    result.rows[places[tokens[row]]++] = static_cast<int32_t>(row);
+  }
   return result;
 }
 

@@ -31,6 +31,7 @@ struct TokenRows {
   std::vector<int32_t> begins;  // tokens.size() + 1 of them.
   std::vector<int32_t> rows;
 };
+// By counting; tokens are not negative.
 TokenRows GroupByToken(absl::Span<const int32_t> tokens);
 
 // On the device.
@@ -42,12 +43,13 @@ struct TokenRowsOnDevice {
 };
 
 // token_gradient[t] += sum of d_out[row] over the rows of token t, in order of row, in fp32;
-// position_gradient[p] = sum over sequences of d_out[sequence * context + p].
+// position_gradient[p] = sum over sequences of d_out[sequence * context + p], or += if
+// `add_positions`.
 // `token_gradient` has one row for each token of the vocabulary, `position_gradient` `context`
 // rows.
 absl::Status EmbeddingBackward(DeviceStream& stream, const EmbeddingShape& shape,
                                const TokenRowsOnDevice& token_rows, const BFloat16Bits* d_out,
-                               float* token_gradient, float* position_gradient);
+                               float* token_gradient, float* position_gradient, bool add_positions);
 
 }  // namespace ballast::worker::cuda
 

@@ -32,20 +32,6 @@ struct Round {
   }
 };
 
-struct Add {
-  const float* gradient;
-  float* sum;
-
-  template <int kCount>
-  __device__ __forceinline__ void operator()(int64_t begin) const {
-    const auto added = LoadFloats<kCount>(gradient + begin);
-    auto total = LoadFloats<kCount>(sum + begin);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) total.x[i] += added.x[i];
-    StoreFloats<kCount>(sum + begin, total);
-  }
-};
-
 // All ones in the exponent, once rounded.
 __device__ __forceinline__ bool IsNonFinite(float value, DType dtype) {
   constexpr uint32_t kExponent = 0x7f800000u;
@@ -94,12 +80,6 @@ absl::Status RoundGradient(DeviceStream& stream, int64_t elements, const float* 
                            std::byte* to) {
   const bool packs = HoldsPacks(from, kPack, 4) && HoldsPacks(to, kPack, SizeBytes(dtype));
   return Run(stream, "round gradient", elements, packs, Round{from, to, dtype});
-}
-
-absl::Status AddGradient(DeviceStream& stream, int64_t elements, const float* gradient,
-                         float* sum) {
-  const bool packs = HoldsPacks(gradient, kPack, 4) && HoldsPacks(sum, kPack, 4);
-  return Run(stream, "add gradient", elements, packs, Add{gradient, sum});
 }
 
 absl::Status FindNonFinite(DeviceStream& stream, int64_t elements, const float* gradient,

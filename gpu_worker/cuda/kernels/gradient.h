@@ -14,9 +14,6 @@ namespace ballast::worker::cuda {
 absl::Status RoundGradient(DeviceStream& stream, int64_t elements, const float* from, DType dtype,
                            std::byte* to);
 
-// sum[i] += gradient[i], in fp32.
-absl::Status AddGradient(DeviceStream& stream, int64_t elements, const float* gradient, float* sum);
-
 // *first = min(*first, offset + the index of the first element that is not finite once it is
 // rounded to `dtype`); unchanged where all are. `first` is on the device; kNoneNonFinite to begin.
 inline constexpr uint64_t kNoneNonFinite = ~uint64_t{0};

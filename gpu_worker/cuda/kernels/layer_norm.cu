@@ -163,6 +163,7 @@ struct ColumnArgs {
   float* partial = nullptr;
   float* sums = nullptr;
   float* normal_sums = nullptr;
+  bool add = false;  // To what is in both.
 };
 
 // Adds the warps' sums in order, and stores them.
@@ -231,7 +232,8 @@ __global__ void __launch_bounds__(kTotalThreads) TotalsKernel(ColumnArgs args, i
   for (int part = 0; part < parts; ++part) {
     total += partial[static_cast<int64_t>(part) * args.columns];
   }
-  (which == 0 ? args.sums : args.normal_sums)[column] = total;
+  float* const to = (which == 0 ? args.sums : args.normal_sums) + column;
+  *to = args.add ? *to + total : total;
 }
 
 template <int kCount, bool kNormal>
@@ -263,6 +265,7 @@ absl::Status Backward(DeviceStream& stream, const LayerNormShape& shape,
   columns.partial = args.scratch;
   columns.sums = args.bias_gradient;
   columns.normal_sums = args.weight_gradient;
+  columns.add = args.add;
   return SumColumns<kCount, true>(stream, columns);
 }
 
@@ -302,9 +305,13 @@ size_t ColumnSumScratchBytes(int64_t rows, int columns) {
 }
 
 absl::Status ColumnSum(DeviceStream& stream, int64_t rows, int columns, const BFloat16Bits* d_out,
-                       float* gradient, float* scratch) {
-  const ColumnArgs args = {
-      .rows = rows, .columns = columns, .d_out = d_out, .partial = scratch, .sums = gradient};
+                       float* gradient, bool add, float* scratch) {
+  const ColumnArgs args = {.rows = rows,
+                           .columns = columns,
+                           .d_out = d_out,
+                           .partial = scratch,
+                           .sums = gradient,
+                           .add = add};
   return RowsHoldPacks(columns, {d_out}) ? SumColumns<kPack, false>(stream, args)
                                          : SumColumns<1, false>(stream, args);
 }

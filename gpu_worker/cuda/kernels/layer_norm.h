@@ -35,7 +35,8 @@ absl::Status LayerNormForward(DeviceStream& stream, const LayerNormShape& shape,
                               const LayerNormForwardArgs& args);
 
 // d_stream[row] += gradient of x, in fp32, rounded once; or = if `assign`. weight_gradient and
-// bias_gradient are written. Columns are summed in a fixed order through `scratch`.
+// bias_gradient are written, or added to if `add`. Columns are summed in a fixed order through
+// `scratch`.
 struct LayerNormBackwardArgs {
   const BFloat16Bits* d_out = nullptr;
   const BFloat16Bits* x = nullptr;  // What was normalised: LayerNormForwardArgs::sum, or x.
@@ -46,6 +47,7 @@ struct LayerNormBackwardArgs {
   bool assign = false;
   float* weight_gradient = nullptr;
   float* bias_gradient = nullptr;
+  bool add = false;
   float* scratch = nullptr;  // LayerNormScratchBytes of it.
 };
 size_t LayerNormScratchBytes(const LayerNormShape& shape);
@@ -53,10 +55,11 @@ absl::Status LayerNormBackward(DeviceStream& stream, const LayerNormShape& shape
                                const LayerNormBackwardArgs& args);
 
 // gradient[column] = sum over rows of d_out[row][column], in fp32 and a fixed order: the gradient
-// of a linear layer's bias. `scratch` has ColumnSumScratchBytes, which more rows never make less.
+// of a linear layer's bias; or += if `add`. `scratch` has ColumnSumScratchBytes, which more rows
+// never make less.
 size_t ColumnSumScratchBytes(int64_t rows, int columns);
 absl::Status ColumnSum(DeviceStream& stream, int64_t rows, int columns, const BFloat16Bits* d_out,
-                       float* gradient, float* scratch);
+                       float* gradient, bool add, float* scratch);
 
 }  // namespace ballast::worker::cuda
 

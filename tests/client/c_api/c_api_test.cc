@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "client/ballast.h"
 #include "tests/support/service_for_tests.h"
@@ -33,7 +34,8 @@ float FirstWeight(int parameter, int64_t element) {
   return 0.01f * static_cast<float>((parameter * 31 + element * 7) % 101 - 50);
 }
 float Gradient(uint64_t step, int parameter, int64_t element) {
-  return 0.03f * static_cast<float>((step * 13 + parameter * 17 + element * 5) % 89 - 44);
+  const auto number = static_cast<int64_t>((step * 13 + parameter * 17 + element * 5) % 89);
+  return 0.03f * static_cast<float>(number - 44);
 }
 
 // A rank with everything in fp32, and its own copy of each parameter.
@@ -117,7 +119,7 @@ class CRank {
       for (int64_t i = 0; i < Elements(p); ++i) gradients_[p][i] = scale * Gradient(step, p, i);
       pointers.push_back(p == kFrozen || p == unused ? nullptr : gradients_[p].data());
     }
-    return ballast_push_gradients(session_, micro_step, pointers.data(), pointers.size());
+    return ballast_push_gradients(session_, micro_step, pointers.data(), pointers.size(), 0);
   }
   void Step(uint64_t step, uint32_t micro_steps = 1) {
     ASSERT_EQ(Begin(), BALLAST_OK) << ballast_message();
@@ -283,6 +285,33 @@ TEST_F(CApi, AShortWaitForOtherRanksIsTakenUpAgain) {
   EXPECT_GT(compared, 0);
 }
 
+TEST_F(CApi, ADiscardedAttemptIsAsIfItHadNotBeen) {
+  for (const bool shares : {false, true}) {
+    CRank rank(shares ? "discards-shared" : "discards", service());
+    rank.options().never_share_memory = !shares;
+    rank.OpenWithWeights();
+    for (uint64_t step = 1; step <= 3; ++step) {
+      ASSERT_EQ(rank.Begin(), BALLAST_OK) << ballast_message();
+      for (uint32_t m = 0; m < step; ++m) {
+        ASSERT_EQ(rank.PushAll(step + 50, m), BALLAST_OK) << ballast_message();
+      }
+      ASSERT_EQ(ballast_discard(rank.session()), BALLAST_OK) << ballast_message();
+      rank.Step(step, 4);
+    }
+    int64_t compared = 0;
+    ExpectTrained(rank, 3, compared);
+    EXPECT_EQ(compared, 600 + 7 + 300);
+    EXPECT_EQ(rank.decision.step, 3u);
+    ASSERT_EQ(rank.Begin(), BALLAST_OK);
+    ASSERT_EQ(rank.PushAll(4), BALLAST_OK);
+    ASSERT_EQ(ballast_seal(rank.session(), 1, &rank.decision), BALLAST_OK) << ballast_message();
+    EXPECT_EQ(ballast_discard(rank.session()), BALLAST_FAILED_PRECONDITION);
+    EXPECT_THAT(ballast_message(), HasSubstr("step 4 is decided"));
+    ASSERT_EQ(ballast_receive_weights(rank.session()), BALLAST_OK) << ballast_message();
+  }
+  EXPECT_EQ(ballast_discard(nullptr), BALLAST_INVALID_ARGUMENT);
+}
+
 TEST_F(CApi, ASkippedStepSaysWhy) {
   CRank rank("skipped", service());
   rank.OpenWithWeights();
@@ -315,6 +344,24 @@ TEST_F(CApi, AParameterWithoutGradientFollowsThePolicy) {
   EXPECT_NE(torch.weights()[0][0], FirstWeight(0, 0));
 }
 
+TEST_F(CApi, AParameterOfNoElementsNeedsNoMemory) {
+  CRank rank("empty", service());
+  const int64_t empty[] = {0, 4};
+  const_cast<ballast_parameter*>(rank.job().parameters)[1].shape = empty;
+  const_cast<void**>(rank.options().weights)[1] = nullptr;
+  ASSERT_EQ(rank.Open(), BALLAST_OK) << ballast_message();
+  std::vector<float> ones(600, 1.0f);
+  const float* first[kParameters] = {ones.data(), nullptr, nullptr, ones.data()};
+  ASSERT_EQ(ballast_upload_weights(rank.session(), first, kParameters), BALLAST_OK)
+      << ballast_message();
+  ASSERT_EQ(ballast_read_weights(rank.session()), BALLAST_OK) << ballast_message();
+  ASSERT_EQ(rank.Begin(), BALLAST_OK) << ballast_message();
+  ASSERT_EQ(rank.PushAll(1, 0, 1, /*unused=*/1), BALLAST_OK) << ballast_message();
+  ASSERT_EQ(ballast_seal(rank.session(), 1, &rank.decision), BALLAST_OK) << ballast_message();
+  ASSERT_EQ(ballast_receive_weights(rank.session()), BALLAST_OK) << ballast_message();
+  EXPECT_NE(rank.weights()[0][0], 1.0f);
+}
+
 TEST_F(CApi, ChunksCanBePushedOneByOneAndAreReleasedOnce) {
   CRank rank("chunks", service());
   rank.OpenWithWeights();
@@ -345,6 +392,44 @@ TEST_F(CApi, ChunksCanBePushedOneByOneAndAreReleasedOnce) {
   ballast_close(rank.session());  // Waits until all are released.
   EXPECT_EQ(released, static_cast<int>(count) + 1);
   ASSERT_EQ(rank.Open(), BALLAST_OK) << ballast_message();  // ~CRank closes this one.
+}
+
+TEST_F(CApi, PlanesAreReadWhole) {
+  CRank rank("planes", service());
+  rank.job().unused_policy = BALLAST_UNUSED_SKIP;
+  rank.OpenWithWeights();
+  rank.Step(1);
+  ASSERT_EQ(rank.Begin(), BALLAST_OK);
+  ASSERT_EQ(rank.PushAll(2, 0, 1, /*unused=*/1), BALLAST_OK);
+  ASSERT_EQ(ballast_seal(rank.session(), 1, &rank.decision), BALLAST_OK) << ballast_message();
+  ASSERT_EQ(ballast_receive_weights(rank.session()), BALLAST_OK);
+  uint64_t step = 0;
+  int64_t updates = 0;
+  std::vector<float> plane(600);
+  const auto read = [&](size_t parameter, int32_t which) {
+    return ballast_read_state(rank.session(), parameter, which, plane.data(),
+                              static_cast<int64_t>(plane.size()), &step, &updates);
+  };
+  ASSERT_EQ(read(0, BALLAST_MASTER), BALLAST_OK) << ballast_message();
+  EXPECT_EQ(plane, rank.weights()[0]);
+  EXPECT_EQ(step, 2);
+  EXPECT_EQ(updates, 2);
+  ASSERT_EQ(read(0, BALLAST_EXP_AVG), BALLAST_OK) << ballast_message();
+  for (int64_t i = 0; i < 600; ++i) {
+    EXPECT_NEAR(plane[i], 0.1 * 0.9 * Gradient(1, 0, i) + 0.1 * Gradient(2, 0, i), 1e-6) << i;
+  }
+  plane.resize(7);
+  ASSERT_EQ(read(1, BALLAST_EXP_AVG_SQ), BALLAST_OK) << ballast_message();
+  EXPECT_EQ(step, 2);
+  EXPECT_EQ(updates, 1);
+  EXPECT_NEAR(plane[3], 0.05 * std::pow(Gradient(1, 1, 3), 2), 1e-6);
+
+  EXPECT_EQ(read(0, BALLAST_MASTER), BALLAST_INVALID_ARGUMENT);
+  EXPECT_THAT(ballast_message(), HasSubstr("room for 7 elements of parameter p0, which has 600"));
+  EXPECT_EQ(read(1, 5), BALLAST_INVALID_ARGUMENT);
+  EXPECT_EQ(read(9, BALLAST_MASTER), BALLAST_INVALID_ARGUMENT);
+  EXPECT_EQ(read(1, BALLAST_MAX_EXP_AVG_SQ), BALLAST_INVALID_ARGUMENT);
+  EXPECT_THAT(ballast_message(), HasSubstr("does not use amsgrad"));
 }
 
 TEST_F(CApi, TheTrainersStateComesBack) {
@@ -416,9 +501,9 @@ TEST_F(CApi, RefusesCallsOutOfTurnAndGoesOn) {
   rank.OpenWithWeights();
   EXPECT_EQ(rank.PushAll(1), BALLAST_FAILED_PRECONDITION);
   EXPECT_THAT(ballast_message(), HasSubstr("before BeginStep"));
-  EXPECT_EQ(ballast_push_gradients(rank.session(), 0, nullptr, 4), BALLAST_INVALID_ARGUMENT);
+  EXPECT_EQ(ballast_push_gradients(rank.session(), 0, nullptr, 4, 0), BALLAST_INVALID_ARGUMENT);
   const void* one[1] = {nullptr};
-  EXPECT_EQ(ballast_push_gradients(rank.session(), 0, one, 1), BALLAST_INVALID_ARGUMENT);
+  EXPECT_EQ(ballast_push_gradients(rank.session(), 0, one, 1, 0), BALLAST_INVALID_ARGUMENT);
   EXPECT_THAT(ballast_message(), HasSubstr("1 pointers were given for 4 parameters"));
   const float* none[kParameters] = {};
   EXPECT_EQ(ballast_upload_weights(rank.session(), none, kParameters), BALLAST_INVALID_ARGUMENT);
@@ -451,8 +536,10 @@ TEST_F(CApi, AServiceThatIsNotThereIsUnavailable) {
 
 TEST_F(CApi, TakesAStructureOfAnOlderHeader) {
   CRank rank("older", service());
-  // As if the last member had not existed: it counts as zero, whatever lies there.
+  // As if the last members had not existed: they count as zero, whatever lies there.
   rank.options().size = offsetof(ballast_options, weights);
+  rank.job().size = offsetof(ballast_job, mesh);
+  rank.job().mesh_dimensions = 7;
   ASSERT_EQ(rank.Open(), BALLAST_OK) << ballast_message();
   ASSERT_EQ(rank.Upload(), BALLAST_OK) << ballast_message();
   ASSERT_EQ(ballast_read_weights(rank.session()), BALLAST_OK);
@@ -470,7 +557,10 @@ TEST_F(CApi, AForkDoesNotTouchItsParentsSession) {
   const pid_t child = fork();
   ASSERT_NE(child, -1);
   if (child == 0) {
-    const bool right = ballast_read_weights(rank.session()) == BALLAST_FAILED_PRECONDITION;
+    bool right = ballast_read_weights(rank.session()) == BALLAST_FAILED_PRECONDITION;
+    ballast_session* another = nullptr;
+    right &= ballast_open(&rank.options(), &another) == BALLAST_FAILED_PRECONDITION;
+    right &= absl::StrContains(ballast_message(), "by spawn or exec");
     ballast_close(rank.session());
     _exit(right ? 0 : 1);
   }

@@ -1,10 +1,16 @@
 // The `ballast` binary with the `ballastd` binary, as a user runs them.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <filesystem>
 #include <nlohmann/json.hpp>
+#include <string>
+#include <thread>
+#include <utility>
 
 #include "client/connect.h"
 #include "tests/client/job_for_tests.h"
@@ -224,9 +230,10 @@ TEST_F(CliTest, JsonKeepsTheNamesOfItsFields) {
             "accumulators_in_use,speculation_bytes,shared_bytes");
   EXPECT_EQ(Fields(job["speculation"]),
             "unavailable,speculated_chunks,published_chunks,redone_chunks,paused_chunks");
-  EXPECT_EQ(Fields(job["ranks"][0]),
-            "rank,attached,process_id,begun,micro_steps_ended,sealed,chunks,chunks_complete,"
-            "furthest_micro_step,missing_parameters,shared_memory");
+  EXPECT_EQ(
+      Fields(job["ranks"][0]),
+      "rank,attached,process_id,attempt,begun,micro_steps_ended,sealed,chunks,chunks_complete,"
+      "furthest_micro_step,missing_parameters,shared_memory");
   EXPECT_EQ(Fields(job["recent_steps"][0]),
             "step,applied,skip_reason,norm,clip_coefficient,micro_steps,loss_scale,"
             "hyper_parameters,unused_parameters,speculated_chunks,published_chunks,redone_chunks");
@@ -273,12 +280,68 @@ TEST_F(CliTest, SaysInOneLineThatAFileCannotBeWritten) {
               HasSubstr("make its directory first"));
 }
 
-TEST_F(CliTest, SaysInOneLineThatNoServiceAnswers) {
-  const ProcessResult result =
-      RunProcess({kBin + "/ballast", "jobs", "--service=unix:" + directory_ + "/none"}, directory_);
-  EXPECT_EQ(result.exit_code, 1);
-  EXPECT_THAT(result.error, HasSubstr("start ballastd, or give its address with --service"));
-  EXPECT_EQ(std::count(result.error.begin(), result.error.end(), '\n'), 1) << result.error;
+// A socket of 127.0.0.1 that a service does not listen on.
+class OtherListener {
+ public:
+  // `answer` is sent to every connection, which is closed then.
+  explicit OtherListener(std::string answer)
+      : socket_(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)), answer_(std::move(answer)) {
+    sockaddr_in name = {};
+    name.sin_family = AF_INET;
+    name.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t bytes = sizeof(name);
+    EXPECT_EQ(bind(socket_, reinterpret_cast<sockaddr*>(&name), bytes), 0);
+    EXPECT_EQ(getsockname(socket_, reinterpret_cast<sockaddr*>(&name), &bytes), 0);
+    EXPECT_EQ(listen(socket_, 8), 0);
+    port_ = ntohs(name.sin_port);
+    thread_ = std::thread([this] { Run(); });
+  }
+  ~OtherListener() {
+    shutdown(socket_, SHUT_RDWR);  // Ends accept.
+    thread_.join();
+    close(socket_);
+  }
+  std::string Address() const { return "127.0.0.1:" + std::to_string(port_); }
+
+ private:
+  void Run() {
+    for (int peer = 0; (peer = accept(socket_, nullptr, nullptr)) >= 0; close(peer)) {
+      char byte = 0;
+      if (answer_.empty() || read(peer, &byte, 1) != 1) continue;
+      EXPECT_EQ(send(peer, answer_.data(), answer_.size(), MSG_NOSIGNAL),
+                static_cast<ssize_t>(answer_.size()));
+    }
+  }
+
+  const int socket_;
+  const std::string answer_;
+  int port_ = 0;
+  std::thread thread_;
+};
+
+TEST_F(CliTest, SaysInOneLineThatNoServiceAnswersAndWhy) {
+  const auto error = [&](const std::string& address) {
+    const ProcessResult result =
+        RunProcess({kBin + "/ballast", "jobs", "--service=" + address}, directory_);
+    EXPECT_EQ(result.exit_code, 1);
+    return result.error;
+  };
+  const auto line = [](const std::string& address, const std::string& cause) {
+    return "ballast: no service answers at " + address + ": " + cause +
+           "; start ballastd, or give its address with --service\n";
+  };
+  const std::string none = "unix:" + directory_ + "/none";
+  EXPECT_EQ(error(none), line(none, "there is no such socket"));
+  std::string nobody;
+  {
+    OtherListener other("HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n");
+    nobody = other.Address();
+    EXPECT_EQ(error(nobody), line(nobody, "what listens there is no ballastd"));
+  }
+  EXPECT_EQ(error(nobody), line(nobody, "nothing listens there"));
+  OtherListener closes("");
+  EXPECT_EQ(error(closes.Address()),
+            line(closes.Address(), "what listens there closed the connection"));
 }
 
 TEST_F(CliTest, WrongUsageExitsWithTwo) {
@@ -297,6 +360,14 @@ TEST_F(CliTest, TheExampleInTheReadmeRuns) {
       RunProcess({kBin + "/ballast-example", daemon_->Address()}, directory_);
   EXPECT_EQ(result.exit_code, 0) << result.error;
   EXPECT_THAT(result.output, HasSubstr("step 200: w[0] = 1.0"));
+}
+
+TEST_F(CliTest, TheExampleInCFindsThePlane) {
+  const ProcessResult result =
+      RunProcess({kBin + "/ballast-c-example", daemon_->Address()}, directory_);
+  EXPECT_EQ(result.exit_code, 0) << result.error;
+  EXPECT_EQ(result.error, "");
+  EXPECT_EQ(result.output, "step 400: loss 0.000000, w = 2.000 -3.000 0.500, b = 1.000\n");
 }
 
 }  // namespace

@@ -110,6 +110,18 @@ class Package(unittest.TestCase):
         self.assertEqual(again.session.trainer_state, b"a\0b")
         self.assertEqual(again.session.committed_step, 1)
 
+    def test_a_discarded_attempt_is_as_if_it_had_not_been(self):
+        rank = self.rank("discards")
+        rank.start()
+        for _ in range(3):
+            gradients = [np.full_like(array, 7) for array in rank.arrays]
+            rank.session.begin_step(loss_scale=1024.0)
+            rank.session.push_gradients([gradient.ctypes.data for gradient in gradients])
+            rank.session.discard()
+            self.assertTrue(rank.step().applied)
+        for array in rank.arrays:
+            np.testing.assert_allclose(array, adamw(3), rtol=0, atol=2e-6)
+
     def test_a_step_that_is_not_finite_is_skipped_and_says_why(self):
         rank = self.rank("skipped")
         rank.start()
@@ -204,6 +216,19 @@ class Package(unittest.TestCase):
             while pathlib.Path("/proc", str(pid)).exists() and state_of(pid) != "Z":
                 self.assertLess(time.monotonic(), deadline, f"after {way} the service still runs")
                 time.sleep(0.01)
+
+    def test_a_script_that_closes_nothing_ends_silently(self):
+        script = ("import sys, numpy as np, ballast\n"
+                  "service = ballast.Service()\n"
+                  "weights = np.zeros(3, np.float32)\n"
+                  "job = ballast.Job('job', [ballast.Group('all', ballast.HyperParameters())],\n"
+                  "                  [ballast.Parameter('w', (3,))])\n"
+                  "session = ballast.Session(service.address, job, [weights.ctypes.data])\n"
+                  "session.upload_weights([weights.ctypes.data])\n"
+                  "print(session.committed_step)")
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False,
+                              env=os.environ | {"PYTHONPATH": str(ROOT / "client/python")}, timeout=60)
+        self.assertEqual((done.returncode, done.stdout, done.stderr), (0, "0\n", ""))
 
     def test_a_service_that_cannot_start_says_why(self):
         with self.assertRaisesRegex(ConnectionError, "ballastd did not start: .*memory.limit"):

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""The Python environment with PyTorch in which the tests of ballast.torch run.
+"""The Python environment with PyTorch and its trainers in which the tests of ballast.torch run.
 
     torch_environment.py --make          makes it, where there is none; one line if that cannot be done
-    torch_environment.py --run FILE ...  runs FILE in it; exits with 77 if there is none
+    torch_environment.py --run FILE ...  runs FILE in it; exits with 77 if there is none, and with
+                                         BALLAST_REQUIRE_PYPI=1 with 1
 
 It lies outside the tree, under the user's cache folder, and is made once: its name has a hash of the versions in
 it. At most two attempts of six minutes.
@@ -16,7 +17,8 @@ import subprocess
 import sys
 import time
 
-PINS = ("torch==2.11.0", "numpy==2.2.6")
+PINS = ("torch==2.11.0", "numpy==2.2.6", "transformers==5.23.0", "accelerate==1.15.0", "lightning==2.6.6",
+        "tqdm==4.70.1", "matplotlib==3.11.2")
 ATTEMPTS = 2
 ATTEMPT_SECONDS = 360
 NOT_THERE = 77
@@ -66,7 +68,8 @@ def make() -> int:
             (path / "complete").touch()
             return 0
     shutil.rmtree(path, ignore_errors=True)
-    print(f"tests/run.sh: PyTorch could not be installed, so ballast.torch is not tested: {why}")
+    print("tests/run.sh: PyTorch could not be installed, so ballast.torch, its examples and its wheel are not tested: "
+          f"{why}")
     return 1
 
 
@@ -79,7 +82,7 @@ def main() -> int:
         return 2
     if not ready():
         print("there is no environment with PyTorch; tests/run.sh makes it")
-        return NOT_THERE
+        return 1 if os.environ.get("BALLAST_REQUIRE_PYPI") == "1" else NOT_THERE
     python = str(folder() / "bin/python")  # By its path it finds its packages.
     os.execv(python, [python, "-B", *words[1:]])
 

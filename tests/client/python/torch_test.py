@@ -1,7 +1,6 @@
 #!/usr/bin/env python3
 """ballast.torch against torch.optim: the same trajectory, the same habits, the same kinds of errors."""
 
-import contextlib
 import copy
 import gc
 import os
@@ -9,12 +8,12 @@ import pathlib
 import signal
 import sys
 import tempfile
+import threading
 import time
 import unittest
+from unittest import mock
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing
 from torch.nn import functional
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -202,6 +201,17 @@ class TorchTest(unittest.TestCase):
         self.assertLess(furthest(ours, theirs), TOLERANCE)
         self.assertTrue(torch.equal(ours.frozen, theirs.frozen))
 
+    def test_autograd_is_told_that_weights_were_written(self):
+        model = Model()
+        optimizer = self.optimizer(model)
+        self.train(model, optimizer, 1)
+        loss = loss_of(model, batch(1))
+        before = model.inner.weight._version
+        optimizer.step()
+        self.assertGreater(model.inner.weight._version, before)
+        with self.assertRaisesRegex(RuntimeError, "modified by an inplace operation"):
+            loss.backward()
+
     def test_closure(self):
         ours, theirs = Model(), Model()
         results = []
@@ -284,7 +294,7 @@ class TorchTest(unittest.TestCase):
             torch.save(optimizer.state_dict(), f"{folder}/optimizer.pt")
             optimizer.close()
             state = torch.load(f"{folder}/optimizer.pt", weights_only=True)
-        self.assertEqual(state["ballast"]["step"], 3)
+        self.assertEqual(state["param_groups"][0]["job_step"], 3)
         second = Model()  # With other weights: those of the job are taken.
         again = self.optimizer(second, job="parts", lr=0.5)
         again.load_state_dict(state)
@@ -312,6 +322,7 @@ class TorchTest(unittest.TestCase):
         optimizer = self.optimizer(model, job="mine")
         self.train(model, optimizer, 1)
         state = optimizer.state_dict()
+        optimizer.load_state_dict(state)  # Of now: nothing is to be done.
         self.train(model, optimizer, 1)
         with self.assertRaisesRegex(RuntimeError, "is at step 2, the state that was loaded at step 1"):
             self.optimizer(Model(), job="mine").load_state_dict(state)
@@ -319,6 +330,20 @@ class TorchTest(unittest.TestCase):
             self.optimizer(Model(), job="other").load_state_dict(state)
         with self.assertRaisesRegex(RuntimeError, "already made steps"):
             optimizer.load_state_dict(state)
+        with self.assertRaisesRegex(ValueError, "exp_avg and is another optimizer's"):
+            other = Model()
+            theirs = torch.optim.AdamW(names(other))
+            self.train(other, theirs, 1)
+            optimizer.load_state_dict(theirs.state_dict())
+
+    def test_a_copy_is_of_its_settings_and_never_of_its_session(self):
+        ours, theirs = Model(), Model()
+        optimizer = self.optimizer(theirs, lr=0.01)
+        model, other = copy.deepcopy((theirs, optimizer))
+        self.addCleanup(other.close)
+        self.train(model, other, 2)
+        self.train(ours, torch.optim.AdamW(names(ours), lr=0.01), 2)
+        self.assertLess(furthest(model, ours), TOLERANCE)
 
     # ------------------------------------------------------------ bad input
 
@@ -361,9 +386,25 @@ class TorchTest(unittest.TestCase):
         model.scalar.requires_grad_(False)
         with self.assertRaisesRegex(RuntimeError, "scalar was trainable"):
             optimizer.step()
+        model = Model()
+        optimizer = self.optimizer(model, params=list(model.named_parameters()), job="thawed")
+        self.train(model, optimizer, 1)
+        model.frozen.requires_grad_(True).grad = torch.ones(7)
+        with self.assertRaisesRegex(RuntimeError, "frozen was frozen when the job was made.*another optimizer"):
+            optimizer.step()
         model, optimizer = trained("added")
         with self.assertRaisesRegex(RuntimeError, "cannot be added after the first step"):
             optimizer.add_param_group(dict(params=[("new", torch.nn.Parameter(torch.zeros(3)))]))
+        model, optimizer = trained("moved")
+        model.scalar.data = model.scalar.data * 3  # Autograd is not told of this one.
+        with self.assertRaisesRegex(RuntimeError, "parameter scalar was changed"):
+            self.train(model, optimizer, 1)
+        model, optimizer = trained("captured")
+        with mock.patch("torch.cuda.is_available", return_value=True), \
+                mock.patch("torch.cuda.is_current_stream_capturing", return_value=True):
+            with self.assertRaisesRegex(RuntimeError, "which a CUDA graph cannot record"):
+                optimizer.step()
+        self.train(model, optimizer, 1, begin=2)
         model, optimizer = trained("sparse")
         model.seldom.grad = torch.sparse_coo_tensor([[0]], [1.0], (5,))
         with self.assertRaisesRegex(RuntimeError, "seldom is sparse"):
@@ -405,6 +446,61 @@ class TorchTest(unittest.TestCase):
                 optimizer.step()
         self.assertEqual(furthest(*models), 0)
 
+    def test_a_fork_leaves_its_parents_optimizer_alone(self):
+        model = Model()
+        optimizer = self.optimizer(model, service=None, job=None)
+        self.train(model, optimizer, 1)
+        child = os.fork()
+        if child == 0:
+            said = ""
+            try:
+                self.train(model, optimizer, 1, begin=1)
+            except RuntimeError as error:
+                said = str(error)
+            optimizer.close()
+            os._exit(0 if "is its fork" in said and "\n" not in said else 1)
+        self.assertEqual(os.waitpid(child, 0)[1], 0)
+        self.train(model, optimizer, 1, begin=1)
+        self.assertEqual(optimizer.param_groups[0]["job_step"], 2)
+
+    def test_a_fork_cannot_open_sessions_of_its_own(self):
+        model = Model()
+        self.train(model, self.optimizer(model, job="parent"), 1)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)  # It must not hang.
+            said = ""
+            try:
+                other = Model()
+                optimizer = ballast.torch.AdamW(names(other), service=self.service.address, job="child", timeout=5.0)
+                self.train(other, optimizer, 1)
+            except RuntimeError as error:
+                said = str(error)
+            os._exit(0 if "spawn" in said and "\n" not in said else 1)
+        self.assertEqual(os.waitpid(child, 0)[1], 0)
+
+    def test_threads_have_their_own_optimizers_and_may_hand_them_over(self):
+        models = [Model() for _ in range(3)]
+        optimizers = [self.optimizer(model, job=f"thread{i}") for i, model in enumerate(models)]
+        errors = []
+
+        def run(which, begin):
+            try:
+                self.train(models[which], optimizers[which], 4, begin=begin)
+            except BaseException as error:
+                errors.append(error)
+
+        for begin in (0, 4):  # The second time by other threads.
+            threads = [threading.Thread(target=run, args=(i, begin)) for i in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        self.assertEqual(errors, [])
+        self.assertEqual([o.param_groups[0]["job_step"] for o in optimizers], [8] * 3)
+        self.assertEqual(furthest(models[0], models[1]), 0)
+        self.assertEqual(furthest(models[0], models[2]), 0)
+
     def test_many_steps_leave_nothing_behind(self):
         model = torch.nn.Linear(3, 2)
         optimizer = self.optimizer(model)
@@ -426,123 +522,6 @@ class TorchTest(unittest.TestCase):
         after = used()
         self.assertEqual(after[1], before[1])
         self.assertLess(after[0] - before[0], 4 << 20)
-
-    # ------------------------------------------------------------ several ranks
-
-    def test_ddp_equals_one_process(self):
-        for world_size, service in ((2, None), (3, self.service.address)):
-            with self.subTest(world_size=world_size, service=service):
-                results = spawn(ddp_rank, world_size, dict(service=service, job=f"ddp{world_size}"))
-                theirs = Model()
-                reference = torch.optim.AdamW(names(theirs), lr=0.01)
-                for step in range(5):
-                    reference.zero_grad()
-                    loss = sum(loss_of(theirs, batch(step, rank)) for rank in range(world_size)) / world_size
-                    loss.backward()
-                    reference.step()
-                for state in results:
-                    for name, value in theirs.state_dict().items():
-                        self.assertTrue(torch.equal(state[name], results[0][name]), name)
-                        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=2e-6)
-
-    def test_ranks_that_disagree_are_told_the_first_difference(self):
-        errors = spawn(disagreeing_rank, 2, {"service": self.service.address, "job": "disagree"})
-        self.assertTrue(any("max_norm" in error for error in errors), errors)
-        self.assertNotIn("no error", errors)
-        for error in errors:
-            self.assertNotIn("\n", error)
-
-    def test_ctrl_c_in_a_wait_for_other_ranks(self):
-        begun = time.monotonic()
-        results = spawn(interrupted_rank, 2, {"service": self.service.address, "job": "interrupted"})
-        self.assertEqual(results, ["KeyboardInterrupt", "did no step"])
-        self.assertLess(time.monotonic() - begun, 60)
-
-
-# ---------------------------------------------------------------- the ranks' processes
-
-
-def spawn(target, world_size, options):
-    """What target(rank, world_size, options) returns on each rank."""
-    context = torch.multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=run_rank, args=(target, rank, world_size, options, folder))
-                 for rank in range(world_size)]
-        for process in ranks:
-            process.start()
-        deadline = time.monotonic() + 120
-        for process in ranks:
-            process.join(max(deadline - time.monotonic(), 0))
-        late = [process for process in ranks if process.exitcode is None]
-        for process in late:
-            process.kill()
-            process.join()
-        if late:
-            raise AssertionError(f"{len(late)} of {world_size} ranks did not end")
-        if any(process.exitcode for process in ranks):
-            raise AssertionError(f"the ranks ended with {[process.exitcode for process in ranks]}")
-        return [torch.load(f"{folder}/{rank}.pt", weights_only=True) for rank in range(world_size)]
-
-
-def run_rank(target, rank, world_size, options, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
-    result = target(rank, world_size, options)
-    torch.save(result, f"{folder}/{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def ddp_rank(rank, world_size, options):
-    model = Model()
-    parallel = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
-    optimizer = ballast.torch.AdamW(names(model), lr=0.01, **options)
-    for step in range(5):
-        optimizer.zero_grad()
-        tokens = batch(step, rank)
-        logits = parallel(tokens[:, :-1])
-        functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-        optimizer.step()
-    if options["service"] is None:
-        dist.barrier()  # Rank 0's service serves all.
-    optimizer.close()
-    return model.state_dict()
-
-
-def disagreeing_rank(rank, world_size, options):
-    model = Model()
-    optimizer = ballast.torch.AdamW(names(model), max_norm=1.0 + rank, timeout=5.0, **options)
-    loss_of(model, batch(0)).backward()
-    try:
-        optimizer.step()
-    except (RuntimeError, TimeoutError) as error:  # The first has the job, and waits for the other's weights.
-        return str(error)
-    return "no error"
-
-
-def interrupted_rank(rank, world_size, options):
-    model = Model()
-    optimizer = ballast.torch.AdamW(names(model), **options)
-    optimizer._bound(new=True)
-    if rank == 1:
-        return "did no step"
-    loss_of(model, batch(0)).backward()
-    with interrupt_after(0.5):
-        try:
-            optimizer.step()
-        except KeyboardInterrupt:
-            return "KeyboardInterrupt"
-    return "no interrupt"
-
-
-@contextlib.contextmanager
-def interrupt_after(seconds):
-    signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "client/session/session_impl.h"
+#include "cpu_optimizer_service/common/buckets.h"
 #include "proto/convert.h"
 #include "tests/client/job_for_tests.h"
 #include "tests/client/session/fake_transport.h"
@@ -23,6 +25,33 @@ class JoinTest : public testing::Test {
   FakeClock clock_;
   SessionOptions options_{.job = SmallJob("gpt", 2), .process_id = "p"};
 };
+
+TEST(TimeForMemory, GrowsWithTheJob) {
+  JobSpec job = SmallJob("gpt", 2);
+  EXPECT_EQ(TimeForMemory(job), absl::ZeroDuration());
+  job.layout.parameters.push_back({.name = "large", .shape = {1 << 20, 1 << 10}});
+  EXPECT_EQ(TimeForMemory(job), absl::Seconds(64));
+  // Nonsense is refused elsewhere, and is not waited for until then.
+  job.layout.parameters.push_back({.name = "absurd", .shape = {INT64_MAX, INT64_MAX}});
+  EXPECT_EQ(TimeForMemory(job), absl::Hours(1));
+  job.layout.parameters = {{.name = "negative", .shape = {-(1 << 30)}}};
+  EXPECT_EQ(TimeForMemory(job), absl::ZeroDuration());
+}
+
+TEST(SessionOfALargeJob, IsWaitedForLonger) {
+  auto transport = std::make_unique<FakeTransport>();
+  transport->attach_results.assign(1000, absl::NotFoundError("no such job"));
+  FakeClock clock;
+  SessionOptions options{.job = SmallJob("gpt", 2), .rank = 1, .process_id = "p"};
+  LayoutSpec& layout = options.job.layout;
+  layout.parameters[0].shape = {1 << 16, 1 << 10};
+  layout.chunk_elements = kMaxChunkElements;
+  layout.partitions = PartitionsOf(MakeBuckets(FlatElements(layout.parameters, 2), 2, 1 << 20), 2);
+  const absl::Time start = clock.Now();
+  const absl::Status status = SessionImpl::Open(std::move(transport), clock, options).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+  EXPECT_EQ(clock.Now() - start, options.join_timeout + absl::Seconds(4));
+}
 
 TEST_F(JoinTest, RankZeroCreatesAndAttaches) {
   fake_.attachment.set_uid("u");

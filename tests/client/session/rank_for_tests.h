@@ -71,12 +71,13 @@ class RankForTests {
   Session& session() { return *session_; }
   absl::Span<const int> chunks() const { return layout_.chunks_of_rank(rank_); }
 
-  // Sends one chunk of the open step's gradient.
-  absl::Status Push(int chunk, uint32_t micro_step, bool final = false) {
+  // Sends one chunk of the open step's gradient; or of that of `another` step, if given.
+  absl::Status Push(int chunk, uint32_t micro_step, bool final = false, uint64_t another = 0) {
     const Chunk& place = layout_.chunks()[chunk];
     // Kept alive until the session is gone.
     Pushed& pushed = pushes_.emplace_back();
-    pushed.bytes = GradientBytes(job_, layout_, session_->committed_step() + 1, micro_step, place);
+    const uint64_t step = another != 0 ? another : session_->committed_step() + 1;
+    pushed.bytes = GradientBytes(job_, layout_, step, micro_step, place);
     const std::string& bytes = pushed.bytes;
     GradientPush push;
     push.chunk = chunk;

@@ -85,8 +85,15 @@ class ScriptedSession : public testing::Test {
     response.mutable_committed()->set_update_seconds(0.25);
     fake_->Deliver(response);
   }
-  void Refuse(uint64_t step, const std::string& message) {
+  void TellDiscarded(uint64_t step, uint32_t attempt) {
     v1::TrainResponse response;
+    response.mutable_discarded()->set_step(step);
+    response.mutable_discarded()->set_attempt(attempt);
+    fake_->Deliver(response);
+  }
+  void Refuse(uint64_t step, const std::string& message, uint32_t attempt = 0) {
+    v1::TrainResponse response;
+    response.mutable_seal_refused()->set_attempt(attempt);
     response.mutable_seal_refused()->set_step(step);
     response.mutable_seal_refused()->set_message(message);
     fake_->Deliver(response);

@@ -377,7 +377,7 @@ TEST_F(SendLogTest, ASealIsSentAgainUntilItIsAnswered) {
   log.Detach();
   log.Resume(second, Delivered(5, 1, {}));
   EXPECT_THAT(second.names, ElementsAre("seal 5 of 1"));
-  log.SealRefused();  // Not acknowledged, but answered.
+  log.SealRefused(5);  // Not acknowledged, but answered.
   log.Detach();
   RecordingStream third;
   EXPECT_EQ(log.Resume(third, Delivered(5, 1, {})).sent, 0);

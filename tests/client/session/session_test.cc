@@ -16,6 +16,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/connect.h"
 #include "cpu_optimizer_service/common/buckets.h"
+#include "cpu_optimizer_service/common/reason.h"
 #include "tests/client/job_for_tests.h"
 #include "tests/client/session/rank_for_tests.h"
 #include "tests/client/session/reference_run.h"
@@ -313,6 +314,42 @@ TEST_P(SessionTest, TheStateIsThatOfEveryOtherTransport) {
   }
 }
 
+TEST_P(SessionTest, DiscardsEarlyAndLateLeaveTheStepsThatWouldHaveBeen) {
+  for (const UpdateMode mode : {UpdateMode::kWait, UpdateMode::kSpeculate}) {
+    JobSpec job = SmallJob(mode == UpdateMode::kWait ? "discards" : "discards-guesses", 2);
+    job.update_mode = mode;
+    Train(job, [&](RankForTests& self, int rank) {
+      Session& session = self.session();
+      ReferenceRun reference(job);
+      for (uint64_t step = 1; step <= 4; ++step) {
+        // Rank 0 early; rank 1 late, in every other step when its seal has been refused for that.
+        ASSERT_TRUE(session.BeginStep({.scale = {.loss_scale = 2}}).ok());
+        for (const int chunk : self.chunks()) {
+          if (rank == 0 && chunk % 2 == 0) continue;
+          ASSERT_TRUE(self.Push(chunk, 0, /*final=*/true, /*another=*/step + 100).ok());
+        }
+        if (rank == 1) {
+          ASSERT_TRUE(session.EndMicroStep(0, {}).ok());
+          if (step % 2 == 0) {
+            const absl::Status refused = session.Seal(1).status();
+            EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition) << refused;
+            EXPECT_EQ(ReasonOf(refused), reason::kDiscardAndRedo);
+            EXPECT_THAT(std::string(refused.message()), HasSubstr("rank 0 has discarded"));
+          }
+        }
+        const absl::Status discarded = session.Discard();
+        ASSERT_TRUE(discarded.ok()) << discarded;
+        const StepSettings settings{.scale = {.loss_scale = 4}};
+        const auto decision = self.Step(2, settings);
+        ASSERT_TRUE(decision.ok()) << decision.status();
+        EXPECT_EQ(decision->norm, reference.Step(step, 2, settings.scale).norm);
+        EXPECT_EQ(self.Difference(reference), "") << "at step " << step;
+      }
+      EXPECT_EQ(session.ReadCounts()->coverage_complete_steps, 4u);
+    });
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(
     Ways, SessionTest,
     testing::Combine(testing::Values(Way::kTcp, Way::kUnixSocket, Way::kInProcess),
@@ -330,6 +367,14 @@ TEST(Connect, RefusesAtOnceWhatIsNoAddress) {
   for (const char* address : {"localhost:7070", "[::1]:7070", "unix:/run/ballast.sock"}) {
     EXPECT_TRUE(CheckAddress(address).ok()) << address;
   }
+}
+
+TEST(Connect, RefusesAPathThatNoSocketCanHave) {
+  const std::string longest = "unix:/" + std::string(106, 'p');
+  EXPECT_TRUE(CheckAddress(longest).ok());
+  const absl::Status status = CheckAddress(longest + "p");
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("108 bytes, where the system allows 107"));
 }
 
 TEST(Connect, SaysThatNothingAnswers) {

@@ -54,6 +54,61 @@ TEST(StepProgress, OneSealIsOutAtATime) {
   EXPECT_FALSE(progress.StartSeal());
 }
 
+TEST(StepProgress, ADiscardEndsTheAttemptAndNotTheStep) {
+  StepProgress progress;
+  progress.Begin(3);
+  EXPECT_TRUE(progress.StartSeal());
+  EXPECT_TRUE(progress.StartDiscard());
+  EXPECT_FALSE(progress.StartDiscard());  // It is out.
+  EXPECT_TRUE(progress.discarding());
+  EXPECT_EQ(progress.AwaitDiscarded(absl::ZeroDuration()).code(),
+            absl::StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(progress.Discarded({3, 2}).code(), absl::StatusCode::kInternal);
+  EXPECT_TRUE(progress.Discarded({3, 1}).ok());
+  EXPECT_TRUE(progress.AwaitDiscarded(absl::ZeroDuration()).ok());
+  EXPECT_EQ(progress.at(), StepAttempt(0, 1));
+  progress.Begin(3);
+  EXPECT_EQ(progress.at(), StepAttempt(3, 1));
+  EXPECT_TRUE(progress.StartSeal());  // The one before was of another attempt.
+  EXPECT_EQ(progress.Discarded({3, 2}).code(), absl::StatusCode::kInternal);  // Unasked.
+  EXPECT_TRUE(progress.Decided(DecisionOf(3)).ok());
+  EXPECT_FALSE(progress.StartDiscard());
+  EXPECT_EQ(progress.AwaitDiscarded(absl::ZeroDuration()).code(),
+            absl::StatusCode::kFailedPrecondition);
+  progress.End();
+  EXPECT_EQ(progress.at(), StepAttempt(0, 0));
+}
+
+TEST(StepProgress, ADecisionIsTheAnswerToADiscardThatComesTooLate) {
+  StepProgress progress;
+  progress.Begin(3);
+  EXPECT_TRUE(progress.StartDiscard());
+  EXPECT_TRUE(progress.Decided(DecisionOf(3)).ok());
+  EXPECT_FALSE(progress.discarding());
+  EXPECT_EQ(progress.AwaitDiscarded(absl::InfiniteDuration()).code(),
+            absl::StatusCode::kFailedPrecondition);
+}
+
+TEST(StepProgress, ALateRefusalOfADiscardedAttemptCountsForNothing) {
+  StepProgress progress;
+  progress.Begin(3);
+  EXPECT_TRUE(progress.StartDiscard());
+  EXPECT_TRUE(progress.Discarded({3, 1}).ok());
+  EXPECT_TRUE(progress.Refused({3, 0}, absl::FailedPreconditionError("old")).ok());
+  progress.Begin(3);
+  EXPECT_TRUE(progress.StartSeal());
+  EXPECT_TRUE(progress.Refused({3, 0}, absl::FailedPreconditionError("old")).ok());
+  EXPECT_EQ(progress.AwaitDecision(absl::ZeroDuration()).status().code(),
+            absl::StatusCode::kDeadlineExceeded);
+  EXPECT_FALSE(progress.StartSeal());
+  EXPECT_TRUE(progress.Refused({3, 1}, absl::FailedPreconditionError("new")).ok());
+  EXPECT_EQ(progress.AwaitDecision(absl::InfiniteDuration()).status().message(), "new");
+  progress.End();
+  progress.Begin(4);
+  EXPECT_TRUE(progress.Refused({3, 1}, absl::FailedPreconditionError("old")).ok());
+  EXPECT_FALSE(progress.Refused({5, 0}, absl::FailedPreconditionError("no such step")).ok());
+}
+
 TEST(StepProgress, ARefusedSealAwaitsNobody) {
   StepProgress progress;
   progress.Begin(3);

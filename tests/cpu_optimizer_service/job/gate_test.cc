@@ -16,11 +16,10 @@ using testing::ElementsAre;
 using testing::IsEmpty;
 
 constexpr Admission kAllAdmissions[] = {
-    Admission::kAttach,       Admission::kOpenStream,  Admission::kQuietRank,
-    Admission::kRankMemory,   Admission::kSnapshot,    Admission::kRead,
-    Admission::kReadNow,      Admission::kAbort,       Admission::kDecide,
-    Admission::kUpdate,       Admission::kFinishClear, Admission::kLoad,
-    Admission::kReplaceState, Admission::kClose};
+    Admission::kAttach,   Admission::kOpenStream,   Admission::kQuietRank, Admission::kRankMemory,
+    Admission::kSnapshot, Admission::kRead,         Admission::kReadNow,   Admission::kDiscard,
+    Admission::kAbort,    Admission::kDecide,       Admission::kUpdate,    Admission::kFinishClear,
+    Admission::kLoad,     Admission::kReplaceState, Admission::kClose};
 constexpr Phase kAllPhases[] = {Phase::kIdle,     Phase::kOpen,     Phase::kSealed,
                                 Phase::kDeciding, Phase::kUpdating, Phase::kClearing,
                                 Phase::kLoading,  Phase::kClosed};
@@ -28,7 +27,7 @@ static_assert(std::size(kAllAdmissions) == kAdmissions && std::size(kAllPhases) 
 
 // What a person would say of an admission, written down once more and by other means than the
 // table: as conditions on the state.
-Answer Expected(Admission admission, const GateState& state, int64_t rank_adding) {
+Answer Expected(Admission admission, const GateState& state, const RankUnderWay& rank) {
   const Phase phase = state.phase;
   const bool undecided =
       phase == Phase::kOpen || phase == Phase::kSealed || phase == Phase::kDeciding;
@@ -36,6 +35,9 @@ Answer Expected(Admission admission, const GateState& state, int64_t rank_adding
       phase == Phase::kDeciding || phase == Phase::kUpdating || phase == Phase::kClearing;
   const auto wait_if = [](bool waits) { return waits ? Answer::kWaits : Answer::kGranted; };
   if (phase == Phase::kClosed) return Answer::kClosed;
+  if (state.broken) {
+    return admission == Admission::kClose ? Answer::kGranted : Answer::kBroken;
+  }
   switch (admission) {
     case Admission::kAttach:
     case Admission::kOpenStream:
@@ -44,7 +46,7 @@ Answer Expected(Admission admission, const GateState& state, int64_t rank_adding
       if (phase == Phase::kLoading) return Answer::kLoading;
       if (moves_by_itself || phase == Phase::kSealed) return Answer::kWaits;
       if (admission != Admission::kAttach && state.torn) return Answer::kTorn;
-      return wait_if(admission == Admission::kQuietRank && rank_adding > 0);
+      return wait_if(admission == Admission::kQuietRank && rank.adding > 0);
     case Admission::kSnapshot:
     case Admission::kRead:
       if (moves_by_itself || phase == Phase::kLoading) return Answer::kWaits;
@@ -56,6 +58,11 @@ Answer Expected(Admission admission, const GateState& state, int64_t rank_adding
         return Answer::kChanging;
       }
       return state.torn ? Answer::kTorn : Answer::kGranted;
+    case Admission::kDiscard:
+      if (phase == Phase::kLoading) return Answer::kLoading;
+      if (phase == Phase::kOpen) return wait_if(rank.adding + rank.computing > 0);
+      return wait_if(phase == Phase::kSealed || phase == Phase::kDeciding ||
+                     phase == Phase::kClearing);
     case Admission::kAbort:
       if (phase == Phase::kLoading) return Answer::kLoading;
       if (phase == Phase::kUpdating) return Answer::kDecided;
@@ -82,25 +89,29 @@ TEST(Gate, AnswersEveryAdmissionInEveryState) {
   std::map<Answer, int> answers;
   for (const Admission admission : kAllAdmissions) {
     for (const Phase phase : kAllPhases) {
-      for (int bits = 0; bits < 32; ++bits) {
+      for (int bits = 0; bits < 64; ++bits) {
         const GateState state = {.phase = phase,
+                                 .broken = (bits & 32) != 0,
                                  .torn = (bits & 1) != 0,
                                  .deciding = (bits & 2) != 0,
                                  .readers = (bits & 4) != 0 ? 2 : 0,
                                  .adding = (bits & 8) != 0 ? 3 : 0,
                                  .computing = (bits & 16) != 0 ? 4 : 0};
-        for (const int64_t rank_adding : {int64_t{0}, state.adding}) {
-          const Answer answer = Ask(admission, state, rank_adding);
-          ASSERT_EQ(answer, Expected(admission, state, rank_adding))
-              << Name(admission) << " while " << Name(phase) << ", bits " << bits;
-          ++answers[answer];
-          ++cases;
+        for (const int64_t adding : {int64_t{0}, state.adding}) {
+          for (const int64_t computing : {int64_t{0}, state.computing}) {
+            const RankUnderWay rank = {.adding = adding, .computing = computing};
+            const Answer answer = Ask(admission, state, rank);
+            ASSERT_EQ(answer, Expected(admission, state, rank))
+                << Name(admission) << " while " << Name(phase) << ", bits " << bits;
+            ++answers[answer];
+            ++cases;
+          }
         }
       }
     }
   }
-  EXPECT_EQ(cases, kAdmissions * kPhases * 64);
-  EXPECT_EQ(answers.size(), 9u) << "each answer is given somewhere";
+  EXPECT_EQ(cases, kAdmissions * kPhases * 256);
+  EXPECT_EQ(answers.size(), 10u) << "each answer is given somewhere";
 }
 
 TEST(Gate, NamesEachPhaseAndAdmissionOnce) {
@@ -187,17 +198,33 @@ TEST_F(GateTurns, OfAStreamWaitForItsOwnRankOnly) {
   EXPECT_THAT(Turns(), ElementsAre("rank 0"));
 }
 
+TEST_F(GateTurns, OfADiscardWaitForWhatIsComputedFromItsOwnRankOnly) {
+  gate_.BeginStep();
+  gate_.StartComputing(0);
+  gate_.StartComputing(0);
+  Enter("rank 0", Admission::kDiscard, 0);
+  Enter("rank 1", Admission::kDiscard, 1);
+  EXPECT_THAT(Turns(), ElementsAre("rank 1"));
+  gate_.StopComputing(0);
+  EXPECT_THAT(Turns(), IsEmpty());
+  gate_.StopComputing(0);
+  EXPECT_THAT(Turns(), ElementsAre("rank 0"));
+}
+
 TEST_F(GateTurns, OfAClearingWaitForAllThatIsUnderWay) {
   gate_.BeginStep();
   gate_.StartAdding(1);
-  gate_.StartComputing(2);
+  gate_.StartComputing();
+  gate_.StartComputing(1);
   gate_.Seal();
   gate_.StartDeciding();
   gate_.StartClearing();
   Enter("cleared", Admission::kFinishClear);
   gate_.StopAdding(1);
   EXPECT_THAT(Turns(), IsEmpty());
-  gate_.StopComputing(2);
+  gate_.StopComputing();
+  EXPECT_THAT(Turns(), IsEmpty());
+  gate_.StopComputing(1);
   EXPECT_THAT(Turns(), IsEmpty()) << "the decision's task is still under way";
   gate_.EndDeciding();
   EXPECT_THAT(Turns(), ElementsAre("cleared"));
@@ -252,11 +279,20 @@ using GateDeathTest = testing::Test;
 
 TEST_F(GateDeathTest, AMoveFromTheWrongPhaseEndsTheProcess) {
   const std::vector<std::function<void(Gate&)>> wrong = {
-      [](Gate& gate) { gate.Seal(); },          [](Gate& gate) { gate.StartDeciding(); },
-      [](Gate& gate) { gate.Decide(); },        [](Gate& gate) { gate.Commit(); },
-      [](Gate& gate) { gate.EndDeciding(); },   [](Gate& gate) { gate.FinishClearing(); },
-      [](Gate& gate) { gate.StopReading(); },   [](Gate& gate) { gate.StopAdding(0); },
-      [](Gate& gate) { gate.StopComputing(); }, [](Gate& gate) { gate.FinishLoading(false); }};
+      [](Gate& gate) { gate.Seal(); },
+      [](Gate& gate) { gate.StartDeciding(); },
+      [](Gate& gate) { gate.Decide(); },
+      [](Gate& gate) { gate.Commit(); },
+      [](Gate& gate) { gate.EndDeciding(); },
+      [](Gate& gate) { gate.FinishClearing(); },
+      [](Gate& gate) { gate.StopReading(); },
+      [](Gate& gate) { gate.StopAdding(0); },
+      [](Gate& gate) { gate.StopComputing(); },
+      [](Gate& gate) { gate.FinishLoading(false); },
+      [](Gate& gate) {
+        gate.StartComputing();
+        gate.StopComputing(0);
+      }};
   for (const auto& move : wrong) {
     EXPECT_DEATH(
         {

@@ -225,6 +225,7 @@ class JobDriver {
     if (sending_ != Sending::kPayload && !generation.has_value()) {
       Check(GiveMemory(rank, process_id, attachment.generation));
     }
+    if (!generation.has_value()) attempts_.insert_or_assign(rank, 0);
     listeners_[rank] = std::move(listener);
     streams_[rank] = job_->OpenStream({.uid = job_->uid(),
                                        .rank = rank,
@@ -241,8 +242,25 @@ class JobDriver {
     Attach(rank, "", job_->spec().update_mode, nullptr, job_->Status().generation);
   }
 
+  // The rank's attempt at the next step.
+  StepAttempt at(int rank) const {
+    const uint64_t step = next_step();
+    return attempts_.at(rank).step == step ? attempts_.at(rank) : step;
+  }
+  // False: too late.
+  bool Discard(int rank) {
+    const StepAttempt discarded = at(rank);
+    const absl::StatusOr<bool> done = stream(rank).Discard(discarded);
+    Check(done.status());
+    if (*done) attempts_.at(rank) = {discarded.step, discarded.attempt + 1};
+    return *done;
+  }
+
+  void Begin(int rank, const StepSettings& settings = {}) {
+    Check(stream(rank).BeginStep(at(rank), settings));
+  }
   void BeginAll(const StepSettings& settings = {}) {
-    for (auto& [rank, stream] : streams_) Check(stream->BeginStep(next_step(), settings));
+    for (auto& [rank, stream] : streams_) Begin(rank, settings);
   }
 
   // The chunk's part of TestValue(seed), zeros in the padding.
@@ -273,14 +291,16 @@ class JobDriver {
                           (sending_ == Sending::kMixed && (chunk + micro_step) % 2 == 0);
     if (in_place) {
       if (memories_.contains(rank)) memory(rank).WriteGradient(chunk, bytes);
-      return stream(rank).Contribute({.step = next_step(),
+      return stream(rank).Contribute({.step = at(rank).step,
+                                      .attempt = at(rank).attempt,
                                       .chunk = chunk,
                                       .micro_step_begin = micro_step,
                                       .micro_step_end = micro_step + 1,
                                       .final = final,
                                       .in_place = true});
     }
-    return stream(rank).Contribute({.step = next_step(),
+    return stream(rank).Contribute({.step = at(rank).step,
+                                    .attempt = at(rank).attempt,
                                     .chunk = chunk,
                                     .micro_step_begin = micro_step,
                                     .micro_step_end = micro_step + 1,
@@ -290,6 +310,12 @@ class JobDriver {
   // Every chunk's part of TestValue(seed).
   void SendAll(uint64_t seed, uint32_t micro_step, bool final = false) {
     for (int c = 0; c < static_cast<int>(layout().chunks().size()); ++c) {
+      Check(Send(c, Values(c, seed), micro_step, final).status());
+    }
+  }
+  // Those of a rank's chunks.
+  void SendOf(int rank, uint64_t seed, uint32_t micro_step, bool final = false) {
+    for (const int c : layout().chunks_of_rank(rank)) {
       Check(Send(c, Values(c, seed), micro_step, final).status());
     }
   }
@@ -306,14 +332,21 @@ class JobDriver {
     }
   }
   void EndMicroStepAll(uint32_t micro_step, const UsedParameters& used = {}) {
-    for (auto& [rank, stream] : streams_) {
-      Check(stream->EndMicroStep(next_step(), micro_step, used));
-    }
+    for (auto& [rank, stream] : streams_) EndMicroStep(rank, micro_step, used);
+  }
+  void EndMicroStep(int rank, uint32_t micro_step, const UsedParameters& used = {}) {
+    Check(stream(rank).EndMicroStep(at(rank), micro_step, used));
+  }
+  // nullopt: taken.
+  std::optional<SealRefusal> Seal(int rank, uint32_t micro_steps) {
+    absl::StatusOr<std::optional<SealRefusal>> refusal = stream(rank).Seal(at(rank), micro_steps);
+    Check(refusal.status());
+    return *std::move(refusal);
   }
   void SealAll(uint32_t micro_steps) {
     const uint64_t step = next_step();
     for (auto& [rank, stream] : streams_) {
-      const auto refusal = stream->Seal(step, micro_steps).value();
+      const auto refusal = stream->Seal({step, at(rank).attempt}, micro_steps).value();
       if (refusal.has_value()) Check(refusal->status);
     }
     for (auto& [rank, listener] : listeners_) listener->WaitForCommit(step);
@@ -350,6 +383,7 @@ class JobDriver {
   std::vector<int64_t> first_elements_;  // By parameter: of its group's parameters.
   std::map<int, std::shared_ptr<RecordingListener>> listeners_;
   std::map<int, std::unique_ptr<RankStream>> streams_;
+  std::map<int, StepAttempt> attempts_;  // By rank: where its last discard left it.
   Sending sending_ = Sending::kPayload;
   std::map<int, std::shared_ptr<const HeapRankMemory>> memories_;
 };

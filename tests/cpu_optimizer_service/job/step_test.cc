@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <optional>
 #include <string>
 #include <type_traits>
@@ -45,6 +46,45 @@ TEST(OpenStep, RanksBeginThenEndMicroStepsInOrder) {
   EXPECT_TRUE(step.EndMicroStep(0, 0, {}).ok());
   EXPECT_TRUE(step.EndMicroStep(0, 0, {}).ok());
   EXPECT_EQ(step.ranks()[0].micro_steps_ended, 1u);
+}
+
+TEST(OpenStep, OnlyTheHighestAttemptOfAnyRankIsLive) {
+  OpenStep step = Open(3);
+  for (const int rank : {0, 1, 2}) {
+    ASSERT_TRUE(step.Begin(rank, {}).ok());
+    ASSERT_TRUE(step.EndMicroStep(rank, 0, {}).ok());
+  }
+  ASSERT_TRUE(step.Seal(1, 1).ok());
+  step.RecordEmpty(7, 0, 1);
+  step.RecordEmpty(8, 0, 1);
+  EXPECT_THAT(step.Discard(0, std::vector<int>{7}), ElementsAre(1));
+  EXPECT_EQ(step.attempt(), 1u);
+  EXPECT_EQ(step.LiveRank(), 0);
+  EXPECT_FALSE(step.IsLive(1));
+  EXPECT_FALSE(step.used(0));  // Of the attempt that nobody can decide any more.
+  EXPECT_EQ(step.FirstUse(0, 0, 1), std::nullopt);
+  EXPECT_EQ(step.empties().size(), 1u);
+  EXPECT_EQ(step.empties().count(8), 1u);  // Another rank's.
+  EXPECT_FALSE(step.ranks()[1].sealed.has_value());
+  EXPECT_EQ(step.SecondsSinceFirstSeal(), std::nullopt);
+  EXPECT_EQ(step.ranks()[0].micro_steps_ended, 0u);
+  EXPECT_EQ(step.ranks()[1].micro_steps_ended, 1u);
+  EXPECT_TRUE(step.lacks_terms());
+
+  EXPECT_EQ(step.CheckAttempt(0, 1).value(), true);
+  EXPECT_EQ(step.CheckAttempt(0, 0).value(), false);
+  EXPECT_EQ(step.CheckAttempt(1, 1).status().code(), absl::StatusCode::kFailedPrecondition);
+  // What a rank in a dead attempt says does not count, whatever it is.
+  ASSERT_TRUE(step.Begin(1, {.scale = {.loss_scale = 7}}).ok());
+  ASSERT_TRUE(step.EndMicroStep(1, 1, {.non_finite = {{.parameter = 1, .value = INFINITY}}}).ok());
+  EXPECT_FALSE(step.non_finite().has_value());
+  EXPECT_FALSE(step.used(1));
+  step.SetTerms({.step = 4, .settings = {.scale = {.loss_scale = 2}}, .hyper_parameters = {{}}});
+  EXPECT_THAT(step.Discard(1, {}), IsEmpty());  // It catches up.
+  EXPECT_EQ(step.attempt(), 1u);
+  EXPECT_FALSE(step.lacks_terms());
+  EXPECT_EQ(step.Begin(1, {}).code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_TRUE(step.Begin(1, {.scale = {.loss_scale = 2}}).ok());
 }
 
 TEST(OpenStep, UsedParametersAreUnitedOverRanksAndMicroSteps) {

@@ -196,24 +196,38 @@ TEST_F(AdamKernels, TheShardMayLieWhereTheGradientWas) {
   EXPECT_EQ(Download(on_device.gradient), host.shard);
 }
 
-TEST_F(AdamKernels, BlockSumsAreAddedInTheWrittenOrder) {
-  for (const int64_t blocks : {1, 2, 15, 16, 17, 333}) {
-    std::vector<float> gradient = RandomFloats(blocks * kBlockElements, 8, 1e3f);
+TEST_F(AdamKernels, BlockSumsOfManyRunsAreAddedInTheWrittenOrder) {
+  for (const DType dtype : kDTypes) {
+    const size_t size = SizeBytes(dtype);
+    std::vector<float> gradient = RandomFloats(400 * kBlockElements, 8, 1e3f);
     // In some blocks numbers of every kind, where finite.
     const std::vector<float> hard = HardFloats(gradient.size(), 9);
     for (size_t i = 0; i < gradient.size(); ++i) {
       if (i / kBlockElements % 3 == 1 && std::isfinite(hard[i])) gradient[i] = hard[i];
     }
-    if (blocks > 5) gradient[5 * kBlockElements + 17] = INFINITY;
-    if (blocks > 8) gradient[8 * kBlockElements + 255] = NAN;
-    const auto from = Upload(gradient);
-    const auto sums = Poisoned<double>(blocks);
-    Run(BlockSumsOfSquares(stream(), blocks, from.data(), sums.data()));
+    gradient[5 * kBlockElements + 17] = INFINITY;
+    gradient[8 * kBlockElements + 255] = NAN;
+    const std::vector<std::byte> wire = ToWire(gradient, dtype);
+    const auto from = Upload(wire);
+    // Short blocks at the end of a run, one alone, and runs that begin at no block's place.
+    std::vector<BlockRun> runs;
     std::vector<double> expected;
-    for (int64_t b = 0; b < blocks; ++b) {
-      expected.push_back(
-          BlockSumOfSquaresReference(gradient.data() + b * kBlockElements, DType::kFloat32));
+    int64_t begin = 0;
+    for (const int64_t elements : {256, 1, 15, 16, 17, 255, 257, 333 * 256 + 100, 5 * 256}) {
+      runs.push_back({.gradient = from.data() + begin * size,
+                      .elements = elements,
+                      .first_block = static_cast<int64_t>(expected.size()),
+                      .dtype = dtype});
+      for (int64_t at = 0; at < elements; at += kBlockElements) {
+        expected.push_back(BlockSumOfSquaresReference(wire.data() + (begin + at) * size, dtype,
+                                                      std::min(kBlockElements, elements - at)));
+      }
+      begin += elements + 3;
     }
+    const auto table = Upload(runs);
+    const auto sums = Poisoned<double>(expected.size());
+    Run(BlockSumsOfSquares(stream(), static_cast<int>(runs.size()), table.data(),
+                           static_cast<int64_t>(expected.size()), sums.data()));
     ExpectSameBits("sum of block", Download(sums), expected);
   }
 }

@@ -86,7 +86,8 @@ TEST_F(EmbeddingKernels, BackwardAddsRowsOfATokenInOrder) {
     const auto token_gradient = Upload(before, offset);
     const auto position_gradient = Poisoned<float>(shape.context * shape.width, offset);
     Run(EmbeddingBackward(stream(), shape, OnDevice(GroupByToken(tokens)), on_device.data(),
-                          token_gradient.data(), position_gradient.data()));
+                          token_gradient.data(), position_gradient.data(),
+                          /*add_positions=*/false));
 
     std::vector<float> token_sums(before.size()), position_sums(position_gradient.size());
     std::vector<bool> has_rows(vocabulary);
@@ -103,6 +104,12 @@ TEST_F(EmbeddingKernels, BackwardAddsRowsOfATokenInOrder) {
       if (has_rows[i / shape.width]) expected[i] += token_sums[i];
     }
     EXPECT_EQ(Download(token_gradient), expected);
+    EXPECT_EQ(Download(position_gradient), position_sums);
+
+    Run(EmbeddingBackward(stream(), shape, OnDevice(GroupByToken(tokens)), on_device.data(),
+                          token_gradient.data(), position_gradient.data(),
+                          /*add_positions=*/true));
+    for (float& sum : position_sums) sum += sum;
     EXPECT_EQ(Download(position_gradient), position_sums);
   }
 }

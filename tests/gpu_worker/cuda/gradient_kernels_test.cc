@@ -61,18 +61,6 @@ TEST_F(GradientKernels, EveryFiniteHalfwayCaseRoundsToEven) {
   }
 }
 
-TEST_F(GradientKernels, AddingIsOneAdditionEach) {
-  for (const auto [elements, offset] : kCases) {
-    const std::vector<float> added = HardFloats(elements, 2), before = HardFloats(elements, 3);
-    const auto gradient = Upload(added, offset);
-    const auto sum = Upload(before, offset);
-    Run(AddGradient(stream(), static_cast<int64_t>(elements), gradient.data(), sum.data()));
-    std::vector<float> expected = before;
-    for (size_t i = 0; i < elements; ++i) expected[i] += added[i];
-    ExpectSameBits("sum", Download(sum), expected);
-  }
-}
-
 TEST_F(GradientKernels, FiniteGradientsHaveNoNonFiniteElement) {
   EXPECT_EQ(FirstNonFinite(RandomFloats(1000, 4), DType::kBFloat16, 0), kNoneNonFinite);
 }

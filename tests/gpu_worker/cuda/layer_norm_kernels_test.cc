@@ -72,7 +72,7 @@ class LayerNormKernels : public KernelTest {
   Backward RunBackward(const Case& c, const std::vector<BFloat16Bits>& d_out,
                        const std::vector<BFloat16Bits>& x, const std::vector<BFloat16Bits>& weight,
                        const std::vector<float>& mean, const std::vector<float>& rstd,
-                       const std::vector<BFloat16Bits>* before) {
+                       const std::vector<BFloat16Bits>* before, bool add = false) {
     const auto d_d_out = Upload(d_out);
     const auto d_x = Upload(x);
     const auto d_weight = Upload(weight, c.offset);
@@ -80,8 +80,11 @@ class LayerNormKernels : public KernelTest {
     const auto d_rstd = Upload(rstd);
     const auto d_stream =
         before == nullptr ? Poisoned<BFloat16Bits>(c.elements()) : Upload(*before);
-    const auto weight_gradient = Poisoned<float>(c.shape.width, c.offset);
-    const auto bias_gradient = Poisoned<float>(c.shape.width, c.offset);
+    const std::vector<float> sevens(c.shape.width, 7.0f);
+    const auto weight_gradient =
+        add ? Upload(sevens, c.offset) : Poisoned<float>(c.shape.width, c.offset);
+    const auto bias_gradient =
+        add ? Upload(sevens, c.offset) : Poisoned<float>(c.shape.width, c.offset);
     const auto scratch = Poisoned<float>(LayerNormScratchBytes(c.shape) / sizeof(float));
     Run(LayerNormBackward(stream(), c.shape,
                           {.d_out = d_d_out.data(),
@@ -93,6 +96,7 @@ class LayerNormKernels : public KernelTest {
                            .assign = before == nullptr,
                            .weight_gradient = weight_gradient.data(),
                            .bias_gradient = bias_gradient.data(),
+                           .add = add,
                            .scratch = scratch.data()}));
     return {Download(d_stream), Download(weight_gradient), Download(bias_gradient)};
   }
@@ -214,6 +218,25 @@ TEST_F(LayerNormKernels, BackwardRepeatsToTheBit) {
   EXPECT_EQ(second.bias_gradient, first.bias_gradient);
 }
 
+TEST_F(LayerNormKernels, GradientsOfParametersAreAddedWhereThatIsAskedFor) {
+  const Case c = {.shape = {40, 24}};
+  const auto d_out = RandomBFloat16(c.elements(), 21), x = RandomBFloat16(c.elements(), 22);
+  const auto weight = RandomBFloat16(24, 23);
+  const Reference statistics = ReferenceForward(c, x, weight, weight);
+  const auto run = [&](bool add) {
+    return RunBackward(c, d_out, x, weight, ToFloat(statistics.mean), ToFloat(statistics.rstd),
+                       nullptr, add);
+  };
+  Backward expected = run(false);
+  for (auto* gradient : {&expected.weight_gradient, &expected.bias_gradient}) {
+    for (float& element : *gradient) element += 7.0f;
+  }
+  const Backward added = run(true);
+  EXPECT_EQ(added.weight_gradient, expected.weight_gradient);
+  EXPECT_EQ(added.bias_gradient, expected.bias_gradient);
+  EXPECT_EQ(added.d_stream, expected.d_stream);
+}
+
 TEST_F(LayerNormKernels, ColumnSumIsTheSumOfEachColumn) {
   struct Matrix {
     int64_t rows;
@@ -225,13 +248,19 @@ TEST_F(LayerNormKernels, ColumnSumIsTheSumOfEachColumn) {
     const auto on_device = Upload(d_out);
     const auto gradient = Poisoned<float>(columns);
     const auto scratch = Poisoned<float>(ColumnSumScratchBytes(rows, columns) / sizeof(float));
-    Run(ColumnSum(stream(), rows, columns, on_device.data(), gradient.data(), scratch.data()));
+    Run(ColumnSum(stream(), rows, columns, on_device.data(), gradient.data(), /*add=*/false,
+                  scratch.data()));
     std::vector<double> expected(columns);
     for (int64_t i = 0; i < rows * columns; ++i) {
       expected[i % columns] += BFloat16ToFloat(d_out[i]);
     }
     ExpectClose(absl::StrCat(rows, " x ", columns), Download(gradient), expected, 1e-5,
                 1e-6 * static_cast<double>(rows));
+    std::vector<float> twice = Download(gradient);
+    for (float& element : twice) element += element;
+    Run(ColumnSum(stream(), rows, columns, on_device.data(), gradient.data(), /*add=*/true,
+                  scratch.data()));
+    EXPECT_EQ(Download(gradient), twice);
   }
 }
 

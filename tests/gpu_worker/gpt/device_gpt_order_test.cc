@@ -43,7 +43,7 @@ class OrderTest : public testing::TestWithParam<uint64_t> {
     return recorded.ok() ? to.Wait(*events_.back()) : recorded;
   }
   absl::Status Pass(const Batch& batch, const DevicePassEvents& events) {
-    return gpt_.model().ForwardBackward(batch, 1, /*first=*/true, gpt_.loss(), events);
+    return gpt_.model().ForwardBackward(batch, {}, gpt_.loss(), events);
   }
   // The memory of `values`, pinned from now on: copies of it are done late.
   template <typename T>

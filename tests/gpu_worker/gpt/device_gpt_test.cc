@@ -144,7 +144,7 @@ TEST_F(DeviceGptPasses, AnEmptyBatchWritesZerosAndReadsNoWeights) {
       return absl::OkStatus();
     };
   };
-  ExpectOk(on.model().ForwardBackward(Batch{.context = 16}, 1, /*first=*/true, on.loss(),
+  ExpectOk(on.model().ForwardBackward(Batch{.context = 16}, {}, on.loss(),
                                       {.before_weights = note(read),
                                        .before_gradient = note(written),
                                        .gradient_ready = note(ready)}));
@@ -164,9 +164,29 @@ TEST_F(DeviceGptPasses, AddsTheLossUnlessItIsTheFirst) {
   ASSERT_NE(loss, more);
   on.Pass(one);
   for (const Batch& batch : {other, Batch{}}) {
-    ExpectOk(on.model().ForwardBackward(batch, 1, /*first=*/false, on.loss(), {}));
+    ExpectOk(on.model().ForwardBackward(batch, {.add_loss = true}, on.loss(), {}));
   }
   EXPECT_EQ(on.Result().loss, loss + more);
+}
+
+TEST_F(DeviceGptPasses, AddsGradientsToThoseThatAreThereWhereThatIsAskedFor) {
+  // The second is shorter: positions past it keep their gradient. The third has none.
+  const Batch one = SomeBatch(kOneHead, 2, 16), other = SomeBatch(kOneHead, 1, 12);
+  ModelOnDevice on(kOneHead, parts(), 2);
+  const PassResult first = on.Pass(one), second = on.Pass(other);
+  on.Pass(one);
+  for (const Batch& batch : {other, Batch{}}) {
+    ExpectOk(on.model().ForwardBackward(batch, {.add_gradients = true}, on.loss(), {}));
+  }
+  const PassResult sum = on.Result();
+  for (size_t p = 0; p < sum.gradients.size(); ++p) {
+    for (size_t i = 0; i < sum.gradients[p].size(); ++i) {
+      // The same roundings in fp32, except where a gradient itself is of two parts.
+      const float a = first.gradients[p][i], b = second.gradients[p][i];
+      ASSERT_NEAR(sum.gradients[p][i], a + b, 1e-5f * (std::abs(a) + std::abs(b)) + 1e-6f)
+          << "parameter " << p << " element " << i;
+    }
+  }
 }
 
 // A power of two moves no rounding, as long as nothing overflows or underflows.
@@ -193,7 +213,7 @@ TEST_F(DeviceGptPasses, RefusesABatchBeyondItsMemoryOrItsVocabulary) {
       return absl::OkStatus();
     };
     const absl::Status status =
-        on.model().ForwardBackward(batch, 1, true, on.loss(), {count, count, count});
+        on.model().ForwardBackward(batch, {}, on.loss(), {count, count, count});
     EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
     return std::string(status.message());
   };

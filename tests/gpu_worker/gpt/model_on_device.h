@@ -135,7 +135,7 @@ class ModelOnDevice {
   }
 
   PassResult Pass(const Batch& batch, double loss_scale = 1) {
-    ExpectOk(model_->ForwardBackward(batch, loss_scale, /*first=*/true, loss(), {}));
+    ExpectOk(model_->ForwardBackward(batch, {.loss_scale = loss_scale}, loss(), {}));
     return Result();
   }
   PassResult Result() {

@@ -100,6 +100,28 @@ TEST_P(TokenUploads, UploadsOneAfterAnotherAreEachReadAsTheyWere) {
   }
 }
 
+TEST_P(TokenUploads, WhatWasPreparedIsUploadedIfItIsOfTheSameBatch) {
+  const Batch one = BatchOf({7, 3, 7}, {3, 7, 0}), like_it = BatchOf({7, 3, 7}, {3, 7, 1});
+  std::list<Found> found;
+  for (int i = 0; i < 4; ++i) {
+    ASSERT_TRUE(upload_->Prepare(one).ok());
+    EXPECT_TRUE(upload_->IsPrepared(one));
+    EXPECT_FALSE(upload_->IsPrepared(like_it));
+    // Whatever was prepared, it is the batch that is uploaded.
+    const Batch& batch = i % 2 == 0 ? one : like_it;
+    const TokensOnDevice there = upload_->Upload(*compute_, batch).value();
+    EXPECT_FALSE(upload_->IsPrepared(batch));
+    ASSERT_TRUE(Find(*compute_, there, 3, found.emplace_back()).ok());
+  }
+  ASSERT_TRUE(compute_->Synchronize().ok());
+  int i = 0;
+  for (const Found& each : found) {
+    EXPECT_THAT(each.inputs, ElementsAre(7, 3, 7));
+    EXPECT_THAT(each.targets, ElementsAre(3, 7, i++ % 2));
+    EXPECT_THAT(each.rows, ElementsAre(1, 0, 2));
+  }
+}
+
 TEST(TokenUpload, WaitsForTheCopiesOfTheCallBeforeTheLastAlone) {
   FakeDevice device({.seed = 0});  // Does only what is waited for.
   const auto compute = device.CreateStream("compute").value();

@@ -8,8 +8,12 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <map>
 #include <random>
 #include <thread>
+#include <tuple>
+#include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/float_format.h"
@@ -63,26 +67,42 @@ float AnyValue(std::mt19937_64& random) {
 // Both arithmetics side by side; the device's payloads and weights are memory of the device.
 class Pair {
  public:
-  Pair(const TrainingJob& job, FakeDeviceOptions device)
+  // `sums`: of several pushes.
+  Pair(const TrainingJob& job, bool sums, FakeDeviceOptions device)
       : job_(job),
+        sums_(sums),
         device_(std::move(device)),
         stream_(device_.CreateStream("test").value()),
         scalar_weights_(job.layout.chunks().size()),
         scalar_(job.spec.groups, job.layout,
                 [this](int chunk) { return absl::MakeSpan(scalar_weights_[chunk]); }) {
+    // Neighbours lie one after the other, as in a backend's flat spaces.
     device_weights_.resize(job.layout.chunks().size());
+    payloads_.resize(job.layout.chunks().size());
+    size_t weights_bytes = 0, payload_bytes = 0;
     for (const int chunk : chunks()) {
-      const size_t bytes = elements(chunk) * SizeBytes(group(chunk).return_dtype);
-      scalar_weights_[chunk].resize(bytes);
-      device_weights_[chunk] = device_.Allocate(bytes, "weights").value();
+      out_[chunk] = 0;
+      scalar_weights_[chunk].resize(elements(chunk) * SizeBytes(group(chunk).return_dtype));
+      weights_bytes += scalar_weights_[chunk].size();
+      payload_bytes += elements(chunk) * SizeBytes(group(chunk).wire_dtype);
+    }
+    if (weights_bytes == 0) return;
+    weights_memory_ = device_.Allocate(weights_bytes, "weights").value();
+    payload_memory_ = device_.Allocate(payload_bytes, "a payload").value();
+    std::byte* weights = weights_memory_->data();
+    std::byte* payload = payload_memory_->data();
+    for (const int chunk : chunks()) {
+      device_weights_[chunk] = {weights, scalar_weights_[chunk].size()};
+      weights += scalar_weights_[chunk].size();
+      const size_t bytes = elements(chunk) * SizeBytes(group(chunk).wire_dtype);
+      payloads_[chunk] = {payload, bytes};
+      payload += payloads_[chunk].size();
     }
   }
   absl::Status Create() {
-    BALLAST_ASSIGN_OR_RETURN(
-        arithmetic_, MakeDeviceArithmetic(device_, job_.layout, job_.spec.groups, 0, [this](int c) {
-          return absl::Span<std::byte>(device_weights_[c]->data(),
-                                       device_weights_[c]->size_bytes());
-        }));
+    BALLAST_ASSIGN_OR_RETURN(arithmetic_,
+                             MakeDeviceArithmetic(device_, job_.layout, job_.spec.groups, 0, sums_,
+                                                  [this](int c) { return device_weights_[c]; }));
     return absl::OkStatus();
   }
 
@@ -108,33 +128,29 @@ class Pair {
       StoreElement(payload.data(), group(chunk).wire_dtype, i, AnyValue(random));
     }
     BALLAST_RETURN_IF_ERROR(scalar_.AddGradient(chunk, first, payload, nullptr));
-    BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<DeviceMemory> memory,
-                             device_.Allocate(payload.size(), "a payload"));
-    BALLAST_RETURN_IF_ERROR(stream_->CopyToDevice(memory->data(), payload));
+    std::atomic<int>& out = out_[chunk];
+    while (out > 0) std::this_thread::yield();
+    BALLAST_RETURN_IF_ERROR(stream_->CopyToDevice(payloads_[chunk].data(), payload));
     BALLAST_RETURN_IF_ERROR(stream_->Synchronize());
-    ++out_;
-    const absl::Span<const std::byte> there(memory->data(), memory->size_bytes());
-    return arithmetic_->AddGradient(chunk, first, there, [this, memory]() mutable {
-      memory.reset();
-      --out_;
-    });
+    ++out;
+    return arithmetic_->AddGradient(chunk, first, payloads_[chunk], [&out] { --out; });
   }
+  // Of blocks from anywhere in a run of neighbours to its end, the last of them short; and elements
+  // at both ends of each chunk.
   void ExpectSameSums() {
-    for (const int64_t from : {0, 7}) ExpectSameSumsFrom(from);
-  }
-  // Of the whole blocks that begin at an element, and what is left before and after them.
-  void ExpectSameSumsFrom(int64_t from) {
-    std::vector<std::vector<double>> expected, got;
+    std::vector<BlocksInChunks> runs;
+    int64_t blocks = 0;
     std::vector<std::vector<float>> expected_rest, got_rest;
+    for (const Run& run : Runs()) {
+      runs.push_back({.chunk = run.chunk, .begin = 7, .elements = run.elements - 7 - 3});
+      blocks += runs.back().blocks();
+    }
+    std::vector<double> expected(blocks, -1.0), got(blocks, -2.0);
+    ASSERT_TRUE(scalar_.BlockSums(runs, absl::MakeSpan(expected)).ok());
+    ASSERT_TRUE(arithmetic_->BlockSums(runs, absl::MakeSpan(got)).ok());
     for (const int chunk : chunks()) {
-      const int64_t blocks = (elements(chunk) - from) / kBlockElements;
-      expected.emplace_back(blocks, -1.0);
-      got.emplace_back(blocks, -2.0);
-      ASSERT_TRUE(scalar_.BlockSums(chunk, from, absl::MakeSpan(expected.back())).ok());
-      ASSERT_TRUE(arithmetic_->BlockSums(chunk, from, absl::MakeSpan(got.back())).ok());
-      const int64_t end = from + blocks * kBlockElements;
       for (const auto& [begin, count] :
-           {std::pair(int64_t{0}, from), {end, elements(chunk) - end}}) {
+           {std::pair(int64_t{0}, int64_t{7}), {elements(chunk) - 3, int64_t{3}}}) {
         expected_rest.emplace_back(count, -1.0f);
         got_rest.emplace_back(count, -2.0f);
         ASSERT_TRUE(scalar_.ReadGradient(chunk, begin, absl::MakeSpan(expected_rest.back())).ok());
@@ -142,32 +158,56 @@ class Pair {
       }
     }
     ASSERT_TRUE(arithmetic_->Finish().ok());
-    for (size_t c = 0; c < got.size(); ++c) {
-      EXPECT_EQ(std::memcmp(expected[c].data(), got[c].data(), got[c].size() * sizeof(double)), 0);
-    }
+    EXPECT_EQ(std::memcmp(expected.data(), got.data(), got.size() * sizeof(double)), 0);
     for (size_t r = 0; r < got_rest.size(); ++r) {
       EXPECT_EQ(std::memcmp(expected_rest[r].data(), got_rest[r].data(),
                             got_rest[r].size() * sizeof(float)),
                 0);
     }
   }
-  absl::Status Update(int64_t step, float multiplier) {
+  // The state after an update that is not made, and that there is.
+  void ExpectSameTrials(int64_t step, float multiplier) {
     for (const int chunk : chunks()) {
       for (const ChunkPiece& piece : job_.layout.Pieces(chunk)) {
         const AdamScalars scalars =
-            MakeAdamScalars(group(chunk).hyper_parameters, step + piece.parameter % 2, multiplier);
-        BALLAST_RETURN_IF_ERROR(scalar_.Update(chunk, piece.chunk_offset, piece.elements, scalars));
-        BALLAST_RETURN_IF_ERROR(
-            arithmetic_->Update(chunk, piece.chunk_offset, piece.elements, scalars));
+            MakeAdamScalars(group(chunk).hyper_parameters, step, multiplier);
+        for (const AdamScalars* given : {&scalars, static_cast<const AdamScalars*>(nullptr)}) {
+          LocalArithmetic::State expected, got;
+          ASSERT_TRUE(
+              scalar_.TryUpdate(chunk, piece.chunk_offset, piece.elements, given, expected).ok());
+          ASSERT_TRUE(
+              arithmetic_->TryUpdate(chunk, piece.chunk_offset, piece.elements, given, got).ok());
+          for (const auto& [a, b] : {std::pair(&expected.master, &got.master),
+                                     {&expected.exp_avg, &got.exp_avg},
+                                     {&expected.exp_avg_sq, &got.exp_avg_sq}}) {
+            ASSERT_EQ(a->size(), b->size());
+            EXPECT_EQ(std::memcmp(a->data(), b->data(), a->size() * sizeof(float)), 0);
+          }
+        }
       }
     }
-    return arithmetic_->Finish();
+  }
+  // Each run of neighbours in two parts.
+  absl::Status Update(int64_t step, float multiplier) {
+    for (const Run& run : Runs()) {
+      const int64_t middle = std::min<int64_t>(elements(run.chunk), 100);
+      const HyperParameters& values = group(run.chunk).hyper_parameters;
+      for (const auto& [begin, count, more] :
+           {std::tuple(int64_t{0}, middle, 0), {middle, run.elements - middle, 1}}) {
+        if (begin >= elements(run.chunk) || count == 0) continue;
+        const AdamScalars scalars = MakeAdamScalars(values, step + more, multiplier);
+        BALLAST_RETURN_IF_ERROR(scalar_.Update(run.chunk, begin, count, scalars));
+        BALLAST_RETURN_IF_ERROR(arithmetic_->Update(run.chunk, begin, count, scalars));
+      }
+    }
+    BALLAST_RETURN_IF_ERROR(arithmetic_->Finish());
+    arithmetic_->ForgetGradients();
+    return absl::OkStatus();
   }
   void ExpectSameWeights() {
     for (const int chunk : chunks()) {
-      std::vector<std::byte> weights(device_weights_[chunk]->size_bytes());
-      ASSERT_TRUE(
-          stream_->CopyToHost(absl::MakeSpan(weights), device_weights_[chunk]->data()).ok());
+      std::vector<std::byte> weights(device_weights_[chunk].size());
+      ASSERT_TRUE(stream_->CopyToHost(absl::MakeSpan(weights), device_weights_[chunk].data()).ok());
       ASSERT_TRUE(stream_->Synchronize().ok());
       EXPECT_TRUE(weights == scalar_weights_[chunk]) << "chunk " << chunk;
     }
@@ -175,16 +215,43 @@ class Pair {
   LocalArithmetic& arithmetic() { return *arithmetic_; }
   LocalArithmetic& scalar() { return scalar_; }
   void Destroy() { arithmetic_.reset(); }
-  int out() const { return out_; }
+  // Payloads that are not released.
+  int out() const {
+    int out = 0;
+    for (const auto& [chunk, count] : out_) out += count;
+    return out;
+  }
+  int64_t allocated_bytes() const { return device_.allocated_bytes(); }
 
  private:
+  // Chunks of this rank's that follow one another.
+  struct Run {
+    int chunk = 0;  // The first.
+    int64_t elements = 0;
+  };
+  std::vector<Run> Runs() const {
+    std::vector<Run> runs;
+    int64_t end = -1;
+    int group = -1;
+    for (const int index : chunks()) {
+      const Chunk& chunk = job_.layout.chunks()[index];
+      if (chunk.group != group || chunk.begin != end) runs.push_back({.chunk = index});
+      runs.back().elements += chunk.elements;
+      group = chunk.group;
+      end = chunk.begin + chunk.elements;
+    }
+    return runs;
+  }
+
   const TrainingJob& job_;
+  const bool sums_;
   FakeDevice device_;
   std::unique_ptr<DeviceStream> stream_;
   std::vector<std::vector<std::byte>> scalar_weights_;
   ScalarArithmetic scalar_;
-  std::vector<std::unique_ptr<DeviceMemory>> device_weights_;
-  std::atomic<int> out_ = 0;
+  std::unique_ptr<DeviceMemory> weights_memory_, payload_memory_;
+  std::vector<absl::Span<std::byte>> device_weights_, payloads_;  // By chunk.
+  std::map<int, std::atomic<int>> out_;                           // By chunk.
   std::unique_ptr<LocalArithmetic> arithmetic_;
 };
 
@@ -194,21 +261,24 @@ TEST(DeviceArithmetic, HasTheBitsOfTheScalarOneOverSeveralStepsOfAnyLayout) {
     SCOPED_TRACE(testing::Message() << "seed " << seed);
     std::mt19937_64 random(seed);
     const TrainingJob job = RandomJob(random, wires[seed % 3], wires[seed / 3 % 3]);
-    Pair pair(job, {.seed = seed});
+    const bool sums = seed % 2 == 0;
+    Pair pair(job, sums, {.seed = seed});
     ASSERT_TRUE(pair.Create().ok());
     ASSERT_TRUE(pair.SetFirstWeights(random).ok());
     pair.ExpectSameWeights();
     for (int64_t step = 1; step <= 4; ++step) {
-      for (int micro_step = 0; micro_step < 1 + step % 3; ++micro_step) {
+      for (int micro_step = 0; micro_step < (sums ? 1 + step % 3 : 1); ++micro_step) {
         for (const int chunk : pair.chunks()) {
           ASSERT_TRUE(pair.AddGradient(chunk, /*first=*/micro_step == 0, random).ok());
         }
       }
-      if (step == 3 && !pair.chunks().empty()) {  // One that no micro-step had a gradient for.
+      if (sums && step == 3 &&
+          !pair.chunks().empty()) {  // One that no micro-step had a gradient for.
         ASSERT_TRUE(pair.scalar().ZeroGradient(pair.chunks()[0]).ok());
         ASSERT_TRUE(pair.arithmetic().ZeroGradient(pair.chunks()[0]).ok());
       }
       pair.ExpectSameSums();
+      pair.ExpectSameTrials(step, 0.37f);
       ASSERT_TRUE(pair.Update(step, 0.37f).ok());
       pair.ExpectSameWeights();
     }
@@ -217,13 +287,34 @@ TEST(DeviceArithmetic, HasTheBitsOfTheScalarOneOverSeveralStepsOfAnyLayout) {
   }
 }
 
+TEST(DeviceArithmetic, HasNoSecondCopyOfTheGradientWhereNothingIsSummed) {
+  std::mt19937_64 random(5);
+  const TrainingJob job = RandomJob(random, DType::kBFloat16, DType::kBFloat16);
+  Pair summing(job, /*sums=*/true, {.seed = 1}), pair(job, /*sums=*/false, {.seed = 1});
+  ASSERT_TRUE(summing.Create().ok() && pair.Create().ok());
+  int64_t elements = 0;
+  for (const int chunk : pair.chunks()) elements += pair.elements(chunk);
+  EXPECT_EQ(summing.allocated_bytes() - pair.allocated_bytes(),
+            elements * static_cast<int64_t>(sizeof(float)));
+  // Gradients are read where they were pushed, until they are forgotten.
+  for (const int chunk : pair.chunks()) {
+    ASSERT_TRUE(pair.AddGradient(chunk, /*first=*/true, random).ok());
+  }
+  ASSERT_TRUE(pair.arithmetic().Finish().ok());
+  EXPECT_EQ(pair.out(), static_cast<int>(pair.chunks().size()));
+  pair.arithmetic().ForgetGradients();
+  EXPECT_EQ(pair.out(), 0);
+  EXPECT_EQ(pair.arithmetic().ZeroGradient(pair.chunks()[0]).code(),
+            absl::StatusCode::kFailedPrecondition);
+}
+
 // Nothing else is called: a thread that waits for the payload must not wait for the next one.
 TEST(DeviceArithmetic, ReleasesAPayloadWithoutBeingCalledAgain) {
   for (uint64_t seed = 0; seed < 8; ++seed) {
     std::mt19937_64 random(seed);
     const TrainingJob job = RandomJob(random, DType::kBFloat16, DType::kBFloat16);
     if (job.layout.chunks_of_rank(0).empty()) continue;
-    Pair pair(job, {.seed = seed});
+    Pair pair(job, /*sums=*/true, {.seed = seed});
     ASSERT_TRUE(pair.Create().ok());
     ASSERT_TRUE(pair.AddGradient(pair.chunks()[0], true, random).ok());
     while (pair.out() > 0) std::this_thread::yield();
@@ -239,13 +330,13 @@ TEST(DeviceArithmetic, ReleasesPayloadsAndSaysSoWhenTheDeviceIsLost) {
     std::atomic<bool> armed = false;
     absl::Status status;
     {
-      Pair pair(job, {.seed = 2, .fail = [&](absl::string_view operation, absl::string_view what) {
-                        // The test's own stream is left alone.
-                        if (!armed || what == "test" || what == "a payload")
-                          return absl::OkStatus();
-                        return asked++ == failing ? absl::UnavailableError("GPU 0 is lost")
-                                                  : absl::OkStatus();
-                      }});
+      Pair pair(job, /*sums=*/true,
+                {.seed = 2, .fail = [&](absl::string_view operation, absl::string_view what) {
+                   // The test's own stream is left alone.
+                   if (!armed || what == "test" || what == "a payload") return absl::OkStatus();
+                   return asked++ == failing ? absl::UnavailableError("GPU 0 is lost")
+                                             : absl::OkStatus();
+                 }});
       armed = true;
       const auto steps = [&]() -> absl::Status {
         BALLAST_RETURN_IF_ERROR(pair.Create());
@@ -280,7 +371,8 @@ TEST(DeviceArithmetic, SaysWhatMemoryItWanted) {
   const TrainingJob job = RandomJob(random, DType::kBFloat16, DType::kBFloat16);
   FakeDevice device({.memory_bytes = 512});
   const absl::Status status =
-      MakeDeviceArithmetic(device, job.layout, job.spec.groups, 0, nullptr).status();
+      MakeDeviceArithmetic(device, job.layout, job.spec.groups, 0, /*sums=*/false, nullptr)
+          .status();
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_THAT(status.message(), HasSubstr("optimizer"));
 }

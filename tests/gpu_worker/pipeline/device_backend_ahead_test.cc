@@ -343,6 +343,26 @@ TEST(DeviceBackendTimes, AnOptimizerThatTakesNothingForAWhileIsTimeOfSending) {
   EXPECT_LT(times.reduce_seconds, times.send_seconds);
 }
 
+TEST(DeviceBackendTimes, TimeBeforeAStepsFirstKernelIsIdle) {
+  std::atomic<int64_t> later = 0;  // Seconds that the device's clock is ahead.
+  PipelineRank rank(
+      {.micro_steps = 2, .device = {.seed = kPromptSeed, .clock = [&] {
+                                      return std::chrono::steady_clock::now().time_since_epoch() +
+                                             std::chrono::seconds(later);
+                                    }}});
+  ASSERT_TRUE(rank.Create().ok());
+  ASSERT_TRUE(rank.GiveWeights(0, 1).ok());
+  later += 5000;  // Nothing was before.
+  EXPECT_LT(rank.Passes(1).value().idle_seconds, 100);
+  rank.device().Allocate(1, "a wait for all work").value().reset();
+  later += 1000;
+  ASSERT_TRUE(rank.GiveWeights(1, 1).ok());
+  const FinishedStep times = rank.Passes(2).value();
+  EXPECT_GT(times.idle_seconds, 900);
+  EXPECT_LT(times.idle_seconds, 1100);
+  EXPECT_LT(times.compute_seconds, 500);
+}
+
 TEST(DeviceBackendTimes, WeightsThatAPassWaitsForAreTimeOfTheStepThatReadsThem) {
   PipelineRank rank({.device = {.seed = kPromptSeed}});
   ASSERT_TRUE(rank.Create().ok());

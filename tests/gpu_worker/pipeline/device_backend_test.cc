@@ -348,12 +348,40 @@ TEST(DeviceBackend, TellsATimelineWhatItsStreamsDid) {
     }
     EXPECT_EQ(spans["compute"], 2);
     EXPECT_EQ(spans["reduce"], 2 * buckets);
-    EXPECT_EQ(spans["copy"], 2 * chunks + chunks);
+    // Gradients to slots of their own, weights from memory in which neighbours follow one another.
+    EXPECT_EQ(spans["copy"], 2 * chunks + buckets);
     EXPECT_EQ(spans["send"], 2 * chunks);
     EXPECT_EQ(spans["gather"], buckets);
     EXPECT_LE(spans["stall"], buckets);  // Those that were not there in time.
     if (seed % 4 == 0) EXPECT_GT(spans["stall"], 0);
   }
+}
+
+// A large model has thousands of chunks, and tens of them to a bucket.
+TEST(DeviceBackend, CopiesNeighboursAtOnceWithOneEventForABucket) {
+  std::map<std::string, int> asked;
+  std::mutex mutex;
+  RankOptions options{.micro_steps = 2};
+  options.device.fail = [&](absl::string_view operation, absl::string_view what) {
+    const std::lock_guard lock(mutex);
+    ++asked[absl::StrCat(operation, " ", what)];
+    return absl::OkStatus();
+  };
+  PipelineRank rank(options);
+  ASSERT_TRUE(rank.Create().ok());
+  OptimizersMemory gradients(rank.job(), 0, DType::kBFloat16);
+  ASSERT_TRUE(
+      rank.backend().UseGradientMemory([&](int chunk) { return gradients.at(chunk); }).ok());
+  ASSERT_TRUE(rank.GiveWeights(0, 1).ok());
+  ASSERT_TRUE(rank.Passes(1).ok());
+  rank.ExpectWhole(1);
+  rank.Destroy();  // Before the optimizer's memory.
+  const auto buckets = static_cast<int>(rank.job().buckets.size());
+  ASSERT_GT(rank.job().layout.chunks().size(), rank.job().buckets.size());
+  const std::lock_guard lock(mutex);
+  EXPECT_EQ(asked["copy to host copy_out"], 2 * buckets);
+  EXPECT_EQ(asked["record copy_out"], 2 * 2 * buckets);  // There, and copied out.
+  EXPECT_EQ(asked["copy to device copy_in"], buckets);
 }
 
 // ---------------------------------------------------------------- gradients that are not finite

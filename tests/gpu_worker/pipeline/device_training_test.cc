@@ -68,6 +68,8 @@ Result TrainOnDevices(const Training& training, FakeDeviceOptions device,
         BALLAST_ASSIGN_OR_RETURN(
             std::unique_ptr<LocalArithmetic> arithmetic,
             MakeDeviceArithmetic(parts.device, job.layout, job.spec.groups, collective.rank(),
+                                 /*sums=*/training.accumulation == Accumulation::kService &&
+                                     training.micro_steps > 1,
                                  [&backend](int chunk) { return backend.weights(chunk); }));
         return std::make_unique<LocalOptimizer>(job.spec, job.layout, collective,
                                                 std::move(arithmetic));

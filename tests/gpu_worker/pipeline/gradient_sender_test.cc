@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -19,7 +20,8 @@ class GradientSenderTest : public testing::Test, private GradientSink {
  protected:
   void Open(uint64_t seed) {
     device_ = std::make_unique<FakeDevice>(FakeDeviceOptions{
-        .seed = seed, .fail = [this](absl::string_view, absl::string_view) {
+        .seed = seed, .fail = [this](absl::string_view operation, absl::string_view) {
+          records_ += operation == "record";
           return lost_ ? absl::UnavailableError("GPU 0 is lost") : absl::OkStatus();
         }});
     stream_ = device_->CreateStream("copy_out").value();
@@ -40,14 +42,18 @@ class GradientSenderTest : public testing::Test, private GradientSink {
     std::byte& value = payload_[chunk];
     BALLAST_RETURN_IF_ERROR(
         GiveToFakeStream(*stream_, "copy", [&value, chunk] { value = std::byte(10 + chunk); }));
-    return sender_->Push(*stream_, 7,
-                         {.chunk = chunk,
-                          .micro_step_begin = micro_step,
-                          .micro_step_end = micro_step + 1,
-                          .payload = absl::MakeConstSpan(&value, 1),
-                          .released = [this] { ++released_; }});
+    waiting_.push_back({.chunk = chunk,
+                        .micro_step_begin = micro_step,
+                        .micro_step_end = micro_step + 1,
+                        .payload = absl::MakeConstSpan(&value, 1),
+                        .released = [this] { ++released_; }});
+    return collects_ ? absl::OkStatus() : PushWaiting();
   }
+  absl::Status PushWaiting() { return sender_->Push(*stream_, 7, std::exchange(waiting_, {})); }
 
+  bool collects_ = false;  // Pushes wait for PushWaiting.
+  std::vector<client::GradientPush> waiting_;
+  int records_ = 0;
   std::atomic<bool> lost_ = false;
   std::byte payload_[8] = {};
   PipelineErrors errors_{[] {}};
@@ -75,10 +81,29 @@ TEST_F(GradientSenderTest, HandsOverWhatIsThereInOrderAndThenTheEndOfTheMicroSte
   EXPECT_EQ(released_, 8 * 4);
 }
 
-TEST_F(GradientSenderTest, AfterARefusalHandsOverNothingAndReleasesAll) {
+TEST_F(GradientSenderTest, HasOneEventForAllThatIsGivenAtOnce) {
+  Open(0);
+  collects_ = true;
+  for (const int chunk : {3, 0, 2}) ASSERT_TRUE(Push(chunk, 0).ok());
+  ASSERT_TRUE(PushWaiting().ok());
+  EXPECT_EQ(records_, 1);
+  sender_->WaitIdle();
+  EXPECT_THAT(told_, ElementsAre("push 3 of 13", "push 0 of 10", "push 2 of 12"));
+  EXPECT_EQ(released_, 3);
+  ASSERT_TRUE(PushWaiting().ok());  // Of nothing.
+  EXPECT_EQ(records_, 1);
+}
+
+class RefusedPushes : public GradientSenderTest, public testing::WithParamInterface<bool> {};
+INSTANTIATE_TEST_SUITE_P(AtOnce, RefusedPushes, testing::Bool());
+
+TEST_P(RefusedPushes, HandsOverNothingMoreAndReleasesAll) {
   Open(0);
   refused_ = 2;
+  collects_ = GetParam();
   for (const int chunk : {1, 2, 3}) ASSERT_TRUE(Push(chunk, 4).ok());
+  if (collects_) ASSERT_TRUE(PushWaiting().ok());
+  collects_ = false;
   sender_->EndMicroStep(7, 4, {});
   sender_->WaitIdle();
   EXPECT_THAT(told_, ElementsAre("push 1 of 11", "push 2 of 12"));

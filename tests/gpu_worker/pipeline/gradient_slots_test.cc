@@ -3,6 +3,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <map>
 #include <thread>
 
@@ -88,6 +91,53 @@ TEST_F(GradientSlotsTest, ThatComeFreeWakeWhoeverWaits) {
     place.released();
     waiter.join();
   }
+}
+
+TEST_F(GradientSlotsTest, OfABucketAreAwaitedTogether) {
+  const auto places = Create({.staging_slots = 8, .timeout = absl::Minutes(1)});
+  const auto own = [this](int chunk) {
+    memory_[chunk].resize(SizeOf(chunk));
+    return absl::MakeSpan(memory_[chunk]);
+  };
+  ASSERT_TRUE(places->Use(own).ok());
+  ASSERT_GE(chunks().size(), 3);
+  for (const bool in_order : {true, false}) {
+    std::vector<GradientSlots::Place> taken;
+    for (const int chunk : chunks()) taken.push_back(places->Take(chunk, 0).value());
+    if (!in_order) std::reverse(taken.begin(), taken.end());
+    std::atomic<size_t> released = 0;
+    std::atomic<bool> awaited = false;
+    std::thread waiter([&] {
+      EXPECT_TRUE(places->AwaitFree(chunks()));
+      EXPECT_EQ(released, taken.size());
+      awaited = true;
+    });
+    for (const GradientSlots::Place& place : taken) {
+      ++released;
+      place.released();
+      // Time for a wait that is for this one alone to end; it shows, or passes unnoticed.
+      const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(10);
+      while (released == 1 && !awaited && std::chrono::steady_clock::now() < end) {
+        std::this_thread::yield();
+      }
+    }
+    waiter.join();
+    EXPECT_TRUE(places->AwaitFree(chunks()));  // They are.
+  }
+  const GradientSlots::Place place = places->Take(chunks()[1], 0).value();
+  std::thread waiter([&] { EXPECT_FALSE(places->AwaitFree(chunks())); });
+  places->Cancel();
+  waiter.join();
+  place.released();
+}
+
+TEST_F(GradientSlotsTest, OfTheRingAreNotAwaitedTogether) {
+  const auto places = Create({.staging_slots = 1, .timeout = absl::Minutes(1)});
+  const GradientSlots::Place place = places->Take(chunks()[0], 0).value();
+  EXPECT_FALSE(places->IsFree(chunks()[0]));
+  EXPECT_FALSE(places->AwaitFree(chunks()));  // It would have to be handed over first.
+  place.released();
+  EXPECT_TRUE(places->IsFree(chunks()[0]));
 }
 
 TEST_F(GradientSlotsTest, OnceCancelledNobodyWaits) {

@@ -119,7 +119,8 @@ class ScriptedPasses final : public DeviceGpt {
     return absl::OkStatus();
   }
 
-  absl::Status Backward(double loss_scale, bool first, double* loss_sum,
+  absl::Status Prepare(const Batch&) override { return absl::OkStatus(); }
+  absl::Status Backward(const BackwardOptions& options, double* loss_sum,
                         const DevicePassEvents& events) override {
     const PassPosition at = at_;
     for (const int p : ScriptedBackwardOrder()) {
@@ -127,12 +128,11 @@ class ScriptedPasses final : public DeviceGpt {
       if (script_.before_gradient) BALLAST_RETURN_IF_ERROR(script_.before_gradient(at, p));
       BALLAST_RETURN_IF_ERROR(events.before_gradient(p));
       BALLAST_RETURN_IF_ERROR(GiveToFakeStream(
-          compute_, "backward",
-          [this, p, at, scale = static_cast<float>(loss_scale)] { WriteGradient(p, at, scale); }));
+          compute_, "backward", [this, p, at, options] { WriteGradient(p, at, options); }));
       BALLAST_RETURN_IF_ERROR(events.gradient_ready(p));
     }
-    return GiveToFakeStream(compute_, "loss", [this, read = read_, at, first, loss_sum] {
-      *loss_sum = (first ? 0 : *loss_sum) + LossOf(at);
+    return GiveToFakeStream(compute_, "loss", [this, read = read_, at, options, loss_sum] {
+      *loss_sum = (options.add_loss ? *loss_sum : 0) + LossOf(at);
       passes_.push_back(*read);
     });
   }
@@ -144,13 +144,16 @@ class ScriptedPasses final : public DeviceGpt {
 
  private:
   int group(int parameter) const { return layout_->spec().parameters[parameter].group; }
-  void WriteGradient(int p, const PassPosition& at, float scale) {
+  void WriteGradient(int p, const PassPosition& at, const BackwardOptions& options) {
+    const auto scale = static_cast<float>(options.loss_scale);
     const ParameterPlace& place = layout_->place(p);
     for (int64_t i = place.offset; i < place.offset + place.elements; ++i) {
       const std::optional<float> other =
           script_.other ? script_.other(at, group(p), i) : std::nullopt;
-      spaces_.gradients[group(p)][i] =
+      const float value =
           other.has_value() ? *other : scale * GradientOf(script_.rank, at, group(p), i);
+      float& gradient = spaces_.gradients[group(p)][i];
+      gradient = options.add_gradients ? gradient + value : value;
     }
   }
 

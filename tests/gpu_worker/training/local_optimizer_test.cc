@@ -6,7 +6,10 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <memory>
+#include <optional>
 #include <utility>
+#include <vector>
 
 #include "cpu_optimizer_service/common/buckets.h"
 #include "cpu_optimizer_service/common/float_format.h"
@@ -15,6 +18,7 @@
 #include "gpu_worker/buckets/gradient_staging.h"
 #include "gpu_worker/collective/single_collective.h"
 #include "gpu_worker/training/scalar_arithmetic.h"
+#include "tests/cpu_optimizer_service/job/job_driver.h"
 #include "tests/gpu_worker/collective/ranks.h"
 
 namespace ballast::worker {
@@ -29,6 +33,7 @@ struct World {
   int64_t chunk_elements = 1024;
   DType wire_dtype = DType::kBFloat16;
   double max_norm = 1.0;
+  UnusedPolicy unused_policy = UnusedPolicy::kError;
   int64_t first_elements = 0;  // Of a parameter before the other in each group; 0: there is none.
 };
 
@@ -36,6 +41,7 @@ JobSpec MakeJob(const World& world) {
   JobSpec job;
   job.name = "test";
   job.max_norm = world.max_norm;
+  job.unused_policy = world.unused_policy;
   job.layout.world_size = world.world_size;
   job.layout.group_count = 2;
   job.layout.chunk_elements = world.chunk_elements;
@@ -57,6 +63,49 @@ JobSpec MakeJob(const World& world) {
   return job;
 }
 
+// Notes what the optimizer asks of it.
+class NotingArithmetic final : public LocalArithmetic {
+ public:
+  struct Notes {
+    std::vector<int64_t> updates;        // Elements of each.
+    std::vector<BlocksInChunks> blocks;  // The last.
+    int64_t elements_read = 0;
+  };
+  NotingArithmetic(std::unique_ptr<LocalArithmetic> wrapped, Notes& notes)
+      : wrapped_(std::move(wrapped)), notes_(notes) {}
+
+  absl::Status SetFirstWeights(int chunk, absl::Span<const float> values) override {
+    return wrapped_->SetFirstWeights(chunk, values);
+  }
+  absl::Status AddGradient(int chunk, bool first, absl::Span<const std::byte> payload,
+                           std::function<void()> released) override {
+    return wrapped_->AddGradient(chunk, first, payload, std::move(released));
+  }
+  absl::Status ZeroGradient(int chunk) override { return wrapped_->ZeroGradient(chunk); }
+  absl::Status BlockSums(absl::Span<const BlocksInChunks> runs, absl::Span<double> sums) override {
+    notes_.blocks.assign(runs.begin(), runs.end());
+    return wrapped_->BlockSums(runs, sums);
+  }
+  absl::Status ReadGradient(int chunk, int64_t begin, absl::Span<float> values) override {
+    notes_.elements_read += static_cast<int64_t>(values.size());
+    return wrapped_->ReadGradient(chunk, begin, values);
+  }
+  absl::Status Update(int chunk, int64_t begin, int64_t elements,
+                      const AdamScalars& scalars) override {
+    notes_.updates.push_back(elements);
+    return wrapped_->Update(chunk, begin, elements, scalars);
+  }
+  absl::Status TryUpdate(int chunk, int64_t begin, int64_t elements, const AdamScalars* scalars,
+                         State& state) override {
+    return wrapped_->TryUpdate(chunk, begin, elements, scalars, state);
+  }
+  absl::Status Finish() override { return wrapped_->Finish(); }
+
+ private:
+  const std::unique_ptr<LocalArithmetic> wrapped_;
+  Notes& notes_;
+};
+
 // One rank that holds its share of weights and pushes gradients that are functions of their place.
 class Rank {
  public:
@@ -68,8 +117,10 @@ class Rank {
         staging_(layout_, {world.wire_dtype, world.wire_dtype}, collective.rank(),
                  absl::Seconds(60)),
         optimizer_(job_, layout_, collective,
-                   std::make_unique<ScalarArithmetic>(
-                       job_.groups, layout_, [this](int chunk) { return WeightsOf(chunk); })) {
+                   std::make_unique<NotingArithmetic>(
+                       std::make_unique<ScalarArithmetic>(
+                           job_.groups, layout_, [this](int chunk) { return WeightsOf(chunk); }),
+                       notes_)) {
     EXPECT_TRUE(optimizer_
                     .Join([this](int chunk, absl::Span<float> values) {
                       for (size_t i = 0; i < values.size(); ++i) {
@@ -118,6 +169,7 @@ class Rank {
   }
 
   LocalOptimizer& optimizer() { return optimizer_; }
+  const NotingArithmetic::Notes& notes() const { return notes_; }
   int my_chunk() const { return layout_.chunks_of_rank(collective_.rank())[0]; }
   // By element of the flat spaces, group after group; other ranks' are zero.
   const std::vector<uint16_t>& weights() const { return weights_; }
@@ -134,8 +186,38 @@ class Rank {
   std::vector<uint16_t> weights_;
   Collective& collective_;
   GradientStaging staging_;
+  NotingArithmetic::Notes notes_;
   LocalOptimizer optimizer_;
 };
+
+// On a GPU each is a launch, or a part of one.
+TEST(LocalOptimizer, AsksForNeighboursInOnePieceHoweverManyChunksTheyAre) {
+  using testing::ElementsAre;
+  RunRanks(1, [](Collective& collective) {
+    Rank rank({.chunk_elements = 256, .first_elements = 700}, collective);
+    rank.Step(1, 1);
+    EXPECT_THAT(rank.notes().updates, ElementsAre(kElements - 10, kElements - 10));
+    // By parameter, from its first block to the short last one.
+    EXPECT_EQ(rank.notes().elements_read, 0);
+    ASSERT_EQ(rank.notes().blocks.size(), 4);
+    const BlocksInChunks& second = rank.notes().blocks[1];
+    EXPECT_EQ(second.chunk, 2);
+    EXPECT_EQ(second.begin, 700 - 2 * 256);
+    EXPECT_EQ(second.elements, kElements - 10 - 700);
+  });
+  // The first parameter of a group has another update count once a step has not used it.
+  RunRanks(1, [](Collective& collective) {
+    Rank rank({.chunk_elements = 256, .unused_policy = UnusedPolicy::kSkip, .first_elements = 700},
+              collective);
+    rank.Begin();
+    rank.PushAll(1, 0);
+    ASSERT_TRUE(rank.Seal({.all = false, .parameters = {1, 2, 3}}).ok());
+    ASSERT_TRUE(rank.optimizer().ReceiveWeights().ok());
+    rank.Step(2, 1);
+    EXPECT_THAT(rank.notes().updates,
+                ElementsAre(kElements - 710, kElements - 10, 700, kElements - 710, kElements - 10));
+  });
+}
 
 std::vector<uint16_t> Train(const World& world, uint32_t micro_steps) {
   std::vector<std::vector<uint16_t>> of_rank(world.world_size);
@@ -286,6 +368,138 @@ TEST(LocalOptimizer, ANonFiniteGradientSkipsTheStepAndChangesNothing) {
   rank.Step(3, 1);
   spared.Step(3, 1);
   EXPECT_EQ(rank.weights(), spared.weights());
+}
+
+// Steps that would leave state that is not finite, among others, in the service's engine and here.
+struct OverflowStep {
+  uint64_t seed = 0;
+  std::optional<float> value;  // Of one element of group 1.
+  int64_t element = 0;
+  double divisor = 1;
+  HyperParameterOverrides overrides = {};  // Of group 1, from this step on.
+};
+
+JobSpec OverflowJob(int world_size) {
+  JobSpec job = MakeJobSpec({.group_sizes = {{1000, 24}, {700, 3000}},
+                             .world_size = world_size,
+                             .bucket_elements = 1024,
+                             .chunk_elements = 512});
+  for (GroupSpec& group : job.groups) group.wire_dtype = DType::kFloat32;
+  job.unused_policy = UnusedPolicy::kSkip;
+  return job;
+}
+
+StepSettings SettingsOf(const OverflowStep& step) {
+  StepSettings settings = {.scale = {.divisors = {1, step.divisor}}, .overrides = {}};
+  settings.overrides[1] = step.overrides;
+  return settings;
+}
+
+std::vector<float> GradientOf(const OverflowStep& step, const Layout& layout, int chunk,
+                              std::vector<float> values) {
+  for (const ChunkPiece& piece : layout.Pieces(chunk)) {
+    const int64_t at = step.element - piece.parameter_offset;
+    if (step.value.has_value() && piece.parameter == 3 && 0 <= at && at < piece.elements) {
+      values[piece.chunk_offset + at] = *step.value;
+    }
+  }
+  return values;
+}
+
+TEST(LocalOptimizer, SkipsWhatWouldOverflowTheStateAsTheServiceDoesWithItsWordsAndItsBits) {
+  constexpr float kHuge = 3e38f;
+  const std::vector<OverflowStep> steps = {
+      {.seed = 11, .value = kHuge, .element = 2900, .divisor = 0.5},  // exp_avg; the first step.
+      {.seed = 12},
+      {.seed = 13, .value = 1e21f, .element = 100},  // exp_avg_sq alone.
+      {.seed = 14, .value = -kHuge, .element = 5, .divisor = 0.25},
+      {.seed = 15, .value = 1e20f, .element = 7},  // Large, and stays finite.
+      {.seed = 16, .value = 0, .element = 2000, .overrides = {.eps = 0.0}},
+      {.seed = 17, .value = 1.0f, .element = 3, .overrides = {.lr = 3e37, .beta1 = 0.0}},
+      {.seed = 18, .overrides = {.lr = 1e-3, .eps = 1e-8}},
+  };
+  for (const int world_size : {1, 2, 3}) {
+    const JobSpec job = OverflowJob(world_size);
+    const Layout layout = Layout::Create(job.layout).value();
+    Engine engine({.memory_limit_bytes = int64_t{256} << 20, .threads = 2});
+    JobDriver driver(engine, job);
+    driver.UploadWeights();
+    driver.AttachAll();
+    // Without parameter 0: its update count falls behind, and what a trial leaves as it is.
+    const UsedParameters used = {.all = false, .parameters = {1, 2, 3}};
+    for (const OverflowStep& step : steps) {
+      driver.BeginAll(SettingsOf(step));
+      for (int c = 0; c < static_cast<int>(layout.chunks().size()); ++c) {
+        std::vector<float> values = GradientOf(step, layout, c, driver.Values(c, step.seed));
+        for (const ChunkPiece& piece : layout.Pieces(c)) {
+          if (piece.parameter == 0) {
+            std::fill_n(values.begin() + piece.chunk_offset, piece.elements, 0.0f);
+          }
+        }
+        ASSERT_TRUE(driver.Send(c, values, 0, /*final=*/true).ok());
+      }
+      driver.EndMicroStepAll(0, used);
+      driver.SealAll(1);
+    }
+    const std::vector<StepOutcome> expected = driver.listener(0).outcomes();
+    ASSERT_EQ(expected.size(), steps.size());
+
+    RunRanks(world_size, [&](Collective& collective) {
+      std::vector<std::vector<std::byte>> weights(layout.chunks().size());
+      for (const int c : layout.chunks_of_rank(collective.rank())) {
+        weights[c].resize(layout.chunks()[c].elements *
+                          SizeBytes(job.groups[layout.chunks()[c].group].return_dtype));
+      }
+      LocalOptimizer optimizer(job, layout, collective,
+                               std::make_unique<ScalarArithmetic>(job.groups, layout, [&](int c) {
+                                 return absl::MakeSpan(weights[c]);
+                               }));
+      ASSERT_TRUE(optimizer
+                      .Join([&](int c, absl::Span<float> to) {
+                        const std::vector<float> first = driver.Values(c, 1);
+                        std::copy(first.begin(), first.end(), to.begin());
+                      })
+                      .ok());
+      for (size_t i = 0; i < steps.size(); ++i) {
+        SCOPED_TRACE(testing::Message() << "step " << i + 1 << " of rank " << collective.rank());
+        ASSERT_TRUE(optimizer.BeginStep(SettingsOf(steps[i])).ok());
+        for (const int c : layout.chunks_of_rank(collective.rank())) {
+          std::vector<float> values =
+              GradientOf(steps[i], layout, c, driver.Values(c, steps[i].seed));
+          for (const ChunkPiece& piece : layout.Pieces(c)) {
+            if (piece.parameter == 0) {
+              std::fill_n(values.begin() + piece.chunk_offset, piece.elements, 0.0f);
+            }
+          }
+          const std::vector<std::byte> payload = driver.Encode(c, values);
+          ASSERT_TRUE(optimizer
+                          .Push({.chunk = c,
+                                 .micro_step_begin = 0,
+                                 .micro_step_end = 1,
+                                 .payload = payload,
+                                 .released = nullptr})
+                          .ok());
+        }
+        ASSERT_TRUE(optimizer.EndMicroStep(0, used).ok());
+        const client::StepDecision decision = optimizer.Seal(1).value();
+        EXPECT_EQ(decision.applied, expected[i].decision.apply);
+        EXPECT_EQ(decision.skip_reason, expected[i].skip_reason);
+        EXPECT_EQ(decision.norm, expected[i].decision.norm);
+        ASSERT_TRUE(optimizer.ReceiveWeights().ok());
+      }
+      const auto shards = driver.listener(collective.rank()).shards();
+      for (const int c : layout.chunks_of_rank(collective.rank())) {
+        EXPECT_TRUE(weights[c] == shards.at(c)) << "chunk " << c << " of " << world_size;
+      }
+    });
+    // What the steps are there for.
+    EXPECT_THAT(expected[0].skip_reason,
+                HasSubstr("would leave exp_avg of p3 inf at element 2900"));
+    EXPECT_THAT(expected[2].skip_reason, HasSubstr("exp_avg_sq of p3 inf at element 100"));
+    EXPECT_TRUE(expected[4].decision.apply);
+    EXPECT_TRUE(expected[5].decision.apply);  // Without eps every step is tried.
+    EXPECT_TRUE(expected[7].decision.apply);
+  }
 }
 
 }  // namespace

@@ -38,7 +38,8 @@ class Chunked {
   // The two blocks' gradients.
   std::vector<double> Sums() {
     std::vector<double> sums(2, -1);
-    EXPECT_TRUE(arithmetic_.BlockSums(0, 0, absl::MakeSpan(sums)).ok());
+    const BlocksInChunks all{.chunk = 0, .begin = 0, .elements = kElements};
+    EXPECT_TRUE(arithmetic_.BlockSums({all}, absl::MakeSpan(sums)).ok());
     EXPECT_TRUE(arithmetic_.Finish().ok());
     return sums;
   }

@@ -41,7 +41,14 @@ class ThreadedBackend final : public TrainingBackend {
     memory_ = memory(0);
     return absl::OkStatus();
   }
+  absl::Status PrepareBatch(const Batch& batch) override {
+    // This step's passes are given, and not waited for.
+    prepared_.push_back(batch.inputs);
+    micro_steps_when_prepared_.push_back(micro_steps_);
+    return absl::OkStatus();
+  }
   absl::Status MicroStep(const MicroStepInput& input) override {
+    if (input.micro_step == 0) first_batches_.push_back(input.batch.inputs);
     Join();
     if (fail_at_step_ == input.step) return absl::UnavailableError("the GPU is lost");
     ++micro_steps_;
@@ -68,7 +75,8 @@ class ThreadedBackend final : public TrainingBackend {
                         .compute_seconds = 3,
                         .reduce_seconds = 2,
                         .send_seconds = 1,
-                        .weights_seconds = 0.5};
+                        .weights_seconds = 0.5,
+                        .idle_seconds = idle_seconds_};
   }
   absl::Span<std::byte> weights(int chunk) override { return {}; }
   absl::Status GatherWeights() override {
@@ -104,6 +112,11 @@ class ThreadedBackend final : public TrainingBackend {
     return std::exchange(asked_, {});
   }
   void FailAt(uint64_t step) { fail_at_step_ = step; }
+  void Idle(double seconds) { idle_seconds_ = seconds; }
+  // Inputs of the first batch of each step that began, and of those prepared.
+  const std::vector<std::vector<int32_t>>& first_batches() const { return first_batches_; }
+  const std::vector<std::vector<int32_t>>& prepared() const { return prepared_; }
+  const std::vector<int>& micro_steps_when_prepared() const { return micro_steps_when_prepared_; }
   int out() const { return out_; }
   absl::Span<std::byte> memory() const { return memory_; }
   int finished() const { return finished_; }
@@ -127,6 +140,9 @@ class ThreadedBackend final : public TrainingBackend {
   std::thread thread_;
   absl::Status status_;  // The thread's while it runs.
   std::atomic<int> out_{0};
+  double idle_seconds_ = 0;
+  std::vector<std::vector<int32_t>> first_batches_, prepared_;
+  std::vector<int> micro_steps_when_prepared_;
   uint64_t fail_at_step_ = 0;
   int micro_steps_ = 0;
   absl::Span<std::byte> memory_;  // As given for chunk 0.
@@ -278,6 +294,27 @@ TEST(TrainerOverABackend, GivesTheOptimizerWhatTheBackendHandsOver) {
   EXPECT_GE(report.times.reduce, 2);
   EXPECT_GE(report.times.send, 1);
   EXPECT_GE(report.times.exposed(), 3);
+}
+
+// While the step before has its passes: at its end the device would wait for it.
+TEST(TrainerOverABackend, PreparesTheNextStepsFirstBatchBeforeThisOneIsFinished) {
+  Training run;
+  ASSERT_TRUE(run.Train().ok());
+  EXPECT_THAT(run.backend.micro_steps_when_prepared(), ElementsAre(2, 2));
+  ASSERT_EQ(run.backend.first_batches().size(), 3);
+  EXPECT_THAT(run.backend.prepared(),
+              ElementsAre(run.backend.first_batches()[1], run.backend.first_batches()[2]));
+  EXPECT_NE(run.backend.prepared()[0], run.backend.prepared()[1]);
+}
+
+TEST(TrainerOverABackend, WhatKeptADeviceFromItsFirstPassIsExposed) {
+  Training run;
+  run.backend.Idle(1000);
+  ASSERT_TRUE(run.Train().ok());
+  for (const StepReport& report : run.reports) {
+    EXPECT_GT(report.times.receive, 500);  // Without what was told of the same time otherwise.
+    EXPECT_LE(report.times.receive, 1001);
+  }
 }
 
 // Heard of on the backend's thread, while the trainer's own goes on.

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <map>
 #include <set>
+#include <utility>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -26,27 +27,30 @@ absl::Status EnginePlayer::Make(const Call& call) {
 }
 
 absl::Status EnginePlayer::Begin(const Call& call) {
-  BALLAST_RETURN_IF_ERROR(ranks_[call.rank].stream->BeginStep(step_, script_->Settings()));
-  if (!open_) stage_.model().Begin(*attempt_);
+  Rank& side = ranks_[call.rank];
+  BALLAST_RETURN_IF_ERROR(side.stream->BeginStep(At(call.rank), ScriptOf(call).Settings()));
+  if (side.try_number == live_ && !std::exchange(live_begun_, true)) stage_.model().Begin(live());
   open_ = true;
-  ranks_[call.rank].begun = true;
+  side.begun = true;
   return absl::OkStatus();
 }
 
 Contribution EnginePlayer::MakeContribution(const Call& call) {
-  const auto [begin, end] = script_->Range(call.chunk, call.segment);
+  const Script& script = ScriptOf(call);
+  const auto [begin, end] = script.Range(call.chunk, call.segment);
   return {.step = step_,
+          .attempt = call.try_number,
           .chunk = call.chunk,
           .micro_step_begin = begin,
           .micro_step_end = end,
-          .final = script_->IsFinal(call.chunk, call.segment),
-          .empty = script_->IsEmpty(call.chunk, call.segment)};
+          .final = script.IsFinal(call.chunk, call.segment),
+          .empty = script.IsEmpty(call.chunk, call.segment)};
 }
 
 absl::Status EnginePlayer::Contribute(const Call& call) {
   Contribution contribution = MakeContribution(call);
   const bool is_new = next_micro_step_[call.chunk] == contribution.micro_step_begin;
-  const std::vector<std::byte>& payload = script_->Payload(call.chunk, call.segment);
+  const std::vector<std::byte>& payload = ScriptOf(call).Payload(call.chunk, call.segment);
   // In two pieces, cut anywhere.
   const size_t cut = payload.size() / 3;
   const absl::Span<const std::byte> pieces[] = {absl::MakeConstSpan(payload).first(cut),
@@ -77,8 +81,8 @@ absl::Status EnginePlayer::Contribute(const Call& call) {
 
 absl::Status EnginePlayer::EndMicroStep(const Call& call) {
   Rank& side = ranks_[call.rank];
-  BALLAST_RETURN_IF_ERROR(
-      side.stream->EndMicroStep(step_, call.micro_step, script_->Used(call.rank, call.micro_step)));
+  BALLAST_RETURN_IF_ERROR(side.stream->EndMicroStep(
+      At(call.rank), call.micro_step, ScriptOf(call).Used(call.rank, call.micro_step)));
   side.micro_steps_ended = std::max(side.micro_steps_ended, call.micro_step + 1);
   return absl::OkStatus();
 }
@@ -107,18 +111,19 @@ std::optional<std::string> EnginePlayer::WhatIsMissing(int rank, uint32_t micro_
 
 absl::Status EnginePlayer::Seal(const Call& call, uint32_t micro_steps) {
   Rank& side = ranks_[call.rank];
+  const bool dead = side.try_number < live_;
   std::optional<std::string> why =
-      stage_.model().Refusal(*attempt_, call.rank, side.micro_steps_ended);
-  hopeless_ = why.has_value();
-  if (!hopeless_) why = WhatIsMissing(call.rank, micro_steps);
+      dead ? "has discarded" : stage_.model().Refusal(live(), call.rank, side.micro_steps_ended);
+  hopeless_ = !dead && why.has_value();
+  if (!why.has_value()) why = WhatIsMissing(call.rank, micro_steps);
   side.sealed = !why.has_value();
   const bool last = AllSealed();
-  if (last) why = stage_.model().Refusal(*attempt_);
+  if (last) why = stage_.model().Refusal(live());
   std::vector<int64_t> refusals;
   for (const Rank& other : ranks_) refusals.push_back(other.ear->refusals());
 
   BALLAST_ASSIGN_OR_RETURN(const std::optional<SealRefusal> refusal,
-                           side.stream->Seal(step_, micro_steps));
+                           side.stream->Seal(At(call.rank), micro_steps));
   if (refusal.has_value() != why.has_value()) {
     return Wrong("the seal of rank ", call.rank, " with ", micro_steps,
                  " micro-steps: ", refusal.has_value() ? refusal->status.ToString() : "was taken",
@@ -134,6 +139,7 @@ absl::Status EnginePlayer::Seal(const Call& call, uint32_t micro_steps) {
     return Wrong("a seal was refused with '", refusal->status.message(), "', expected it to name ",
                  *why);
   }
+  if (dead) return Discard(call.rank);
   refused_ = last || hopeless_;
   if (!last) return absl::OkStatus();
   for (int rank = 0; rank < history_.job.world_size; ++rank) {
@@ -150,11 +156,73 @@ absl::Status EnginePlayer::Repeat(const Call& call) {
   Rank& side = ranks_[call.rank];
   if (side.away) return absl::OkStatus();
   ++stage_.tally().repeats;
+  if (call.try_number < side.try_number) return RepeatDiscarded(call);
   if (call.kind == CallKind::kSeal) {
     // Of a rank whose seal was undone it would be a new one.
     return side.sealed ? Seal(call, attempt_->micro_steps) : absl::OkStatus();
   }
   return Make(call);
+}
+
+absl::Status EnginePlayer::RepeatDiscarded(const Call& call) {
+  RankStream& stream = *ranks_[call.rank].stream;
+  const StepAttempt at = {step_, call.try_number};
+  switch (call.kind) {
+    case CallKind::kBegin:
+      return ExpectCode(absl::StatusCode::kFailedPrecondition,
+                        stream.BeginStep(at, ScriptOf(call).Settings()),
+                        "beginning a discarded try");
+    case CallKind::kContribute: {
+      Contribution late = MakeContribution(call);
+      const std::vector<std::byte>& payload = ScriptOf(call).Payload(call.chunk, call.segment);
+      const absl::Span<const std::byte> piece(payload);
+      late.payload = {&piece, 1};
+      BALLAST_ASSIGN_OR_RETURN(const ContributionResult result, stream.Contribute(late));
+      if (result == ContributionResult::kDiscarded) return absl::OkStatus();
+      return Wrong("chunk ", call.chunk, " of a discarded try was taken");
+    }
+    case CallKind::kEndMicroStep:
+      return ExpectCode(absl::StatusCode::kFailedPrecondition,
+                        stream.EndMicroStep(at, call.micro_step, {}), "ending in a discarded try");
+    case CallKind::kSeal: {
+      BALLAST_ASSIGN_OR_RETURN(const auto refusal, stream.Seal(at, attempt_->micro_steps));
+      if (refusal.has_value() && refusal->attempt == call.try_number) return absl::OkStatus();
+      return Wrong("the seal of a discarded try was taken");
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status EnginePlayer::Discard(int rank) {
+  Rank& side = ranks_[rank];
+  std::vector<int64_t> refusals;
+  for (const Rank& other : ranks_) refusals.push_back(other.ear->refusals());
+  BALLAST_ASSIGN_OR_RETURN(const bool done, side.stream->Discard(At(rank)));
+  if (!done) return Wrong("rank ", rank, " discards what is not decided, and is told that it is");
+  ++stage_.tally().discarded;
+  open_ = true;
+  ++side.try_number;
+  side.begun = side.sealed = false;
+  side.micro_steps_ended = 0;
+  for (const int chunk : stage_.layout().chunks_of_rank(rank)) {
+    next_micro_step_[chunk] = 0;
+    payloads_[chunk] = 0;
+  }
+  side.ear->Discarded();
+  tries_->Redo(calls_, next_call_, rank, side.try_number);
+  if (side.try_number <= live_) return absl::OkStatus();
+  live_ = side.try_number;
+  live_begun_ = false;
+  for (int other = 0; other < history_.job.world_size; ++other) {
+    if (!std::exchange(ranks_[other].sealed, false)) continue;  // It learns by its seal.
+    if (ranks_[other].away) {
+      BALLAST_RETURN_IF_ERROR(Open(other, /*over=*/false));
+    } else if (ranks_[other].ear->refusals() != refusals[other] + 1) {
+      return Wrong("rank ", other, " was not told that what it sealed is discarded");
+    }
+    BALLAST_RETURN_IF_ERROR(Discard(other));
+  }
+  return absl::OkStatus();
 }
 
 absl::Status EnginePlayer::ExpectAborted(RankStream& stream, int rank) {

@@ -38,8 +38,9 @@ absl::Status EnginePlayer::Happen(const Event& event, size_t next_call) {
       return Seal({.kind = CallKind::kSeal, .rank = event.rank}, attempt_->micro_steps);
     case EventKind::kSealTakenBack:
       if (!side.sealed || side.away) return absl::OkStatus();
-      calls_.push_back({.kind = CallKind::kSeal, .rank = event.rank});
-      return Seal(calls_.back(), attempt_->micro_steps + 1 + event.pick % 2);
+      calls_.push_back(
+          {.kind = CallKind::kSeal, .rank = event.rank, .try_number = side.try_number});
+      return Seal(Call(calls_.back()), attempt_->micro_steps + 1 + event.pick % 2);
     case EventKind::kOperator:
       return stage_.ChangeGroup(event.pick % static_cast<int>(history_.job.groups.size()),
                                 event.changes);
@@ -57,6 +58,8 @@ absl::Status EnginePlayer::Happen(const Event& event, size_t next_call) {
     case EventKind::kGhost:
       if (ghosts_.empty()) return absl::OkStatus();
       return ExpectAborted(*ghosts_[event.pick % ghosts_.size()], event.rank);
+    case EventKind::kDiscard:
+      return side.away ? absl::OkStatus() : Discard(event.rank);
     case EventKind::kWithhold:  // The script's.
     case EventKind::kLate:
       return absl::OkStatus();
@@ -78,6 +81,10 @@ absl::Status EnginePlayer::CheckPosition(int rank) const {
       position.committed_step != stage_.model().state().committed_step) {
     return Wrong("rank ", rank, " opens in generation ", position.generation, " at step ",
                  position.committed_step);
+  }
+  if (position.attempt != side.try_number) {
+    return Wrong("rank ", rank, " opens in attempt ", position.attempt, ", expected ",
+                 side.try_number);
   }
   if (position.open_step != (side.begun ? step_ : 0)) {
     return Wrong("rank ", rank, " opens in step ", position.open_step);
@@ -109,8 +116,9 @@ absl::Status EnginePlayer::SendWrong(const Event& event) {
     return ExpectCode(code, status, absl::StrCat("rank ", event.rank, " ", what));
   };
   if (event.kind == EventKind::kOtherSettings) {
-    if (!open_) return absl::OkStatus();
-    StepSettings settings = script_->Settings();
+    // Who begins a try first, or one that comes to nothing, may bring any.
+    if (!live_begun_ || side.try_number != live_) return absl::OkStatus();
+    StepSettings settings = tries_->script(live_).Settings();
     switch (event.pick % 3) {
       case 0:
         settings.scale.loss_scale *= 2;
@@ -122,8 +130,8 @@ absl::Status EnginePlayer::SendWrong(const Event& event) {
         settings.overrides[0].lr = 123.0;
         break;
     }
-    return expect(absl::StatusCode::kFailedPrecondition, side.stream->BeginStep(step_, settings),
-                  "begins with other settings");
+    return expect(absl::StatusCode::kFailedPrecondition,
+                  side.stream->BeginStep(At(event.rank), settings), "begins with other settings");
   }
   const auto chunks = stage_.layout().chunks();
   if (chunks.empty()) return absl::OkStatus();
@@ -138,8 +146,11 @@ absl::Status EnginePlayer::SendWrong(const Event& event) {
   if (own.empty()) return absl::OkStatus();
   const int chunk = own[event.pick % own.size()];
   const uint32_t next = next_micro_step_[chunk];
-  Contribution wrong = {
-      .step = step_, .chunk = chunk, .micro_step_begin = next, .micro_step_end = next + 1};
+  Contribution wrong = {.step = step_,
+                        .attempt = side.try_number,
+                        .chunk = chunk,
+                        .micro_step_begin = next,
+                        .micro_step_end = next + 1};
   const Chunk& place = chunks[chunk];
   const std::vector<std::byte> bytes(
       place.elements * SizeBytes(history_.job.groups[place.group].wire_dtype), std::byte{1});

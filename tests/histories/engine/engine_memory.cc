@@ -66,7 +66,7 @@ absl::Status EnginePlayer::CheckWeightsInPlace(int rank) {
 }
 
 bool EnginePlayer::GoesInPlace(const Call& call) const {
-  if (ranks_[call.rank].memory == nullptr || script_->IsEmpty(call.chunk, call.segment)) {
+  if (ranks_[call.rank].memory == nullptr || ScriptOf(call).IsEmpty(call.chunk, call.segment)) {
     return false;
   }
   return (history_.seed + call.chunk + call.segment) % 4 != 0;

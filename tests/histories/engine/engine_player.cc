@@ -71,14 +71,17 @@ absl::Status EnginePlayer::Open(int rank, bool over) {
 
 absl::Status EnginePlayer::PlayAttempt(const Attempt& attempt) {
   attempt_ = &attempt;
-  script_ = std::make_unique<Script>(history_.job, attempt, stage_.layout());
+  tries_ = std::make_unique<Tries>(history_.job, attempt, stage_.layout());
+  live_ = 0;
+  live_begun_ = false;
   step_ = stage_.next_step();
   open_ = whole_ = refused_ = hopeless_ = false;
-  calls_ = script_->Calls();
+  calls_ = tries_->script(0).Calls();
   next_micro_step_.assign(stage_.layout().chunks().size(), 0);
   payloads_.assign(stage_.layout().chunks().size(), 0);
   repeats_.clear();
   for (Rank& rank : ranks_) {
+    rank.try_number = 0;
     rank.begun = rank.sealed = false;
     rank.micro_steps_ended = 0;
   }
@@ -112,6 +115,7 @@ absl::Status EnginePlayer::PlayCalls() {
     if (breaks_off && Script::IndexOf(attempt_->end_at, planned) == static_cast<int>(i)) {
       return absl::OkStatus();
     }
+    next_call_ = i;
     for (const Event& event : attempt_->events) {
       if (Script::IndexOf(event.at, planned) != static_cast<int>(i)) continue;
       BALLAST_RETURN_IF_ERROR(Happen(event, i));
@@ -119,7 +123,9 @@ absl::Status EnginePlayer::PlayCalls() {
     for (const auto& [at, call] : std::vector(repeats_)) {
       if (at == i) BALLAST_RETURN_IF_ERROR(Repeat(call));
     }
-    BALLAST_RETURN_IF_ERROR(Make(calls_[i]));
+    const Call call = calls_[i];
+    next_call_ = i + 1;
+    BALLAST_RETURN_IF_ERROR(Make(call));
     if (refused_ || whole_) return absl::OkStatus();
   }
   return Wrong("all calls were made, and the step is neither whole nor refused");
@@ -133,15 +139,18 @@ absl::Status EnginePlayer::Finish() {
   for (int rank = 0; rank < history_.job.world_size; ++rank) {
     if (ranks_[rank].away) continue;
     BALLAST_ASSIGN_OR_RETURN(const auto refusal,
-                             ranks_[rank].stream->Seal(step_, attempt_->micro_steps));
+                             ranks_[rank].stream->Seal(At(rank), attempt_->micro_steps));
     if (refusal.has_value()) return Wrong("a seal said again: ", refusal->status.ToString());
   }
   return FinishCommit();
 }
 
 absl::Status EnginePlayer::FinishCommit() {
-  const ModelOutcome expected = stage_.model().Commit(*attempt_);
-  for (Rank& side : ranks_) side.begun = false;
+  const ModelOutcome expected = stage_.model().Commit(live());
+  for (Rank& side : ranks_) {
+    side.begun = false;
+    side.try_number = 0;
+  }
   for (int rank = 0; rank < history_.job.world_size; ++rank) {
     Rank& side = ranks_[rank];
     if (side.away) {
@@ -150,7 +159,7 @@ absl::Status EnginePlayer::FinishCommit() {
     }
     if (!side.ear->AwaitCommit(step_)) return Wrong("step ", step_, " was not committed");
     BALLAST_RETURN_IF_ERROR(side.ear->fault());
-    BALLAST_RETURN_IF_ERROR(stage_.CheckOutcome(side.ear->outcomes().back(), expected, *attempt_));
+    BALLAST_RETURN_IF_ERROR(stage_.CheckOutcome(side.ear->outcomes().back(), expected, live()));
     if (!expected.decision.apply) continue;
     const auto shards = side.ear->shards();
     const auto unread = side.ear->unread_chunks();
@@ -167,7 +176,7 @@ absl::Status EnginePlayer::FinishCommit() {
   }
   const int64_t summed =
       std::count_if(payloads_.begin(), payloads_.end(), [](int payloads) { return payloads > 1; });
-  return stage_.CheckCommit(*attempt_, expected, summed);
+  return stage_.CheckCommit(live(), expected, summed);
 }
 
 // ---------------------------------------------------------------- attempts that come to nothing
@@ -181,7 +190,7 @@ absl::Status EnginePlayer::FinishRefused() {
   }
   for (int rank = history_.job.world_size - 1; rank >= 0; --rank) {
     BALLAST_ASSIGN_OR_RETURN(const auto refusal,
-                             ranks_[rank].stream->Seal(step_, attempt_->micro_steps));
+                             ranks_[rank].stream->Seal(At(rank), attempt_->micro_steps));
     if (refusal.has_value() != (rank == 0)) return Wrong("the second seal of rank ", rank);
   }
   return AbortNow(/*at_decision=*/false);
@@ -223,7 +232,7 @@ absl::Status EnginePlayer::AbortNow(bool at_decision) {
 absl::Status EnginePlayer::TakeRank(bool restart) {
   const int rank = attempt_->end_rank;
   Rank& side = ranks_[rank];
-  const bool free = (restart || side.away) && !side.begun;
+  const bool free = (restart || side.away) && !side.begun && side.try_number == 0;
   if (restart) side.stream.reset();
   const std::string old_process = side.process_id;
   side.process_id = absl::StrCat("process", ++processes_);
@@ -287,6 +296,7 @@ absl::Status EnginePlayer::StartOver() {
   }
   for (int rank = 0; rank < history_.job.world_size; ++rank) {
     ranks_[rank].begun = false;
+    ranks_[rank].try_number = 0;
     BALLAST_RETURN_IF_ERROR(Open(rank, /*over=*/false));
   }
   if (history_.seed % 2 == 0) BALLAST_RETURN_IF_ERROR(stage_.CheckAllState());

@@ -16,6 +16,7 @@
 #include "tests/histories/engine/recording_listener.h"
 #include "tests/histories/history.h"
 #include "tests/histories/script.h"
+#include "tests/histories/tries.h"
 
 namespace ballast::histories {
 
@@ -36,7 +37,8 @@ class EnginePlayer {
     std::shared_ptr<const HeapRankMemory> memory;
     bool weights_in_place = false;
     // In the attempt in progress:
-    bool begun = false;
+    uint32_t try_number = 0;
+    bool begun = false;  // That try, as what follows.
     bool sealed = false;
     uint32_t micro_steps_ended = 0;
   };
@@ -79,6 +81,13 @@ class EnginePlayer {
   absl::Status EndMicroStep(const Call& call);
   absl::Status Seal(const Call& call, uint32_t micro_steps);
   absl::Status Repeat(const Call& call);
+  // Of a call of a try that its rank has discarded.
+  absl::Status RepeatDiscarded(const Call& call);
+  absl::Status Discard(int rank);
+  StepAttempt At(int rank) const { return {step_, ranks_[rank].try_number}; }
+  Script& ScriptOf(const Call& call) const { return tries_->script(call.try_number); }
+  // What the step is, if it is decided now.
+  const Attempt& live() const { return tries_->attempt(live_); }
   absl::Status ExpectAborted(RankStream& stream, int rank);
   Contribution MakeContribution(const Call& call);
   std::optional<std::string> WhatIsMissing(int rank, uint32_t micro_steps) const;
@@ -103,13 +112,16 @@ class EnginePlayer {
 
   // Of the attempt in progress.
   const Attempt* attempt_ = nullptr;
-  std::unique_ptr<Script> script_;
+  std::unique_ptr<Tries> tries_;
   uint64_t step_ = 0;
-  bool open_ = false;      // Some rank has begun it.
-  bool whole_ = false;     // The last seal has been taken.
-  bool refused_ = false;   // A seal has been refused for good: the last one,
-  bool hopeless_ = false;  // or that of a rank which will never have one taken.
+  bool open_ = false;        // Some rank has begun it.
+  bool whole_ = false;       // The last seal has been taken.
+  bool refused_ = false;     // A seal has been refused for good: the last one,
+  bool hopeless_ = false;    // or that of a rank which will never have one taken.
+  uint32_t live_ = 0;        // The highest try of any rank: all others have to come to it.
+  bool live_begun_ = false;  // A rank has begun it.
   std::vector<Call> calls_;
+  size_t next_call_ = 0;
   std::vector<uint32_t> next_micro_step_;  // By chunk, as the ledger should have it.
   std::vector<int> payloads_;              // By chunk, taken in this attempt.
   std::vector<std::pair<size_t, Call>> repeats_;

@@ -176,6 +176,8 @@ absl::Status EngineStream::Handle(const Message& message) {
       return EndMicroStep(message.message.end_micro_step());
     case v1::TrainRequest::kSeal:
       return Seal(message.message.seal());
+    case v1::TrainRequest::kDiscard:
+      return Discard(message.message.discard());
     default:
       return absl::InvalidArgumentError("a message of another kind");
   }
@@ -198,7 +200,7 @@ absl::Status EngineStream::Open(const v1::OpenTrain& request) {
 
 absl::Status EngineStream::BeginStep(const v1::BeginStep& request) {
   BALLAST_ASSIGN_OR_RETURN(const StepSettings settings, server::FromMessage(request));
-  return rank_stream_->BeginStep(request.step(), settings);
+  return rank_stream_->BeginStep({request.step(), request.attempt()}, settings);
 }
 
 absl::Status EngineStream::Contribute(const Message& message) {
@@ -209,14 +211,22 @@ absl::Status EngineStream::Contribute(const Message& message) {
 }
 
 absl::Status EngineStream::EndMicroStep(const v1::EndMicroStep& request) {
-  return rank_stream_->EndMicroStep(request.step(), request.micro_step(),
+  return rank_stream_->EndMicroStep({request.step(), request.attempt()}, request.micro_step(),
                                     server::FromMessage(request));
 }
 
 absl::Status EngineStream::Seal(const v1::Seal& request) {
-  BALLAST_ASSIGN_OR_RETURN(const std::optional<SealRefusal> refusal,
-                           rank_stream_->Seal(request.step(), request.micro_steps()));
+  BALLAST_ASSIGN_OR_RETURN(
+      const std::optional<SealRefusal> refusal,
+      rank_stream_->Seal({request.step(), request.attempt()}, request.micro_steps()));
   if (refusal) outbox_->OnSealRefused(request.step(), *refusal);
+  return absl::OkStatus();
+}
+
+absl::Status EngineStream::Discard(const v1::Discard& request) {
+  const StepAttempt at = {request.step(), request.attempt()};
+  BALLAST_ASSIGN_OR_RETURN(const bool done, rank_stream_->Discard(at));
+  if (done) outbox_->Discarded({at.step, at.attempt + 1});
   return absl::OkStatus();
 }
 

@@ -29,6 +29,7 @@ struct Tally {
   int64_t spoilt = 0;
   int64_t repeats = 0;
   int64_t cuts = 0;
+  int64_t discarded = 0;
   int64_t aborted = 0;
   int64_t aborted_at_decision = 0;
   int64_t replaced = 0;

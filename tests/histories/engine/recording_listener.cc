@@ -81,6 +81,11 @@ void RecordingListener::OnDetached(const absl::Status& status) {
   changed_.NotifyAll();
 }
 
+void RecordingListener::Discarded() {
+  MutexLock lock(mutex_);
+  provisional_.clear();
+}
+
 bool RecordingListener::AwaitCommit(uint64_t step) {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::minutes(1);
   MutexLock lock(mutex_);

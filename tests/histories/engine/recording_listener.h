@@ -29,6 +29,8 @@ class RecordingListener final : public RankListener {
   void OnCommitted(uint64_t step, double update_seconds) override;
   void OnDetached(const absl::Status& status) override;
 
+  // The rank has discarded what it gave: weights that came ahead are nobody's.
+  void Discarded();
   // False if it has not come within a minute: something hangs.
   bool AwaitCommit(uint64_t step);
 

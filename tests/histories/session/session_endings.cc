@@ -4,17 +4,29 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "tests/histories/session/session_player.h"
 
 namespace ballast::histories {
 
 bool SessionPlayer::NeverWhole() const {
-  if (stage_.model().Refusal(*attempt_).has_value()) return true;
+  if (stage_.model().Refusal(live()).has_value()) return true;
   for (int rank = 0; rank < history_.job.world_size; ++rank) {
-    if (stage_.model().Refusal(*attempt_, rank, attempt_->micro_steps).has_value()) return true;
+    if (stage_.model().Refusal(live(), rank, attempt_->micro_steps).has_value()) return true;
   }
   return false;
+}
+
+absl::Status SessionPlayer::CatchUp(int rank) {
+  Rank& side = ranks_[rank];
+  for (; side.try_number < live_; ++side.try_number) {
+    BALLAST_RETURN_IF_ERROR(side.session->Discard());
+  }
+  side.tail = tries_->CallsOf(rank, live_);
+  BALLAST_RETURN_IF_ERROR(side.session->BeginStep(ScriptOf(side.tail.front()).Settings()));
+  side.tail.erase(side.tail.begin());
+  return absl::OkStatus();
 }
 
 SessionPlayer::Ending SessionPlayer::PlayTail(int rank) {
@@ -25,6 +37,10 @@ SessionPlayer::Ending SessionPlayer::PlayTail(int rank) {
       continue;
     }
     const absl::StatusOr<client::StepDecision> decision = side.session->Seal(attempt_->micro_steps);
+    if (ReasonOf(decision.status()) == reason::kDiscardAndRedo && side.try_number < live_) {
+      if (const absl::Status status = CatchUp(rank); !status.ok()) return {status, {}};
+      return PlayTail(rank);
+    }
     const bool last = i + 1 == side.tail.size();
     if (absl::IsFailedPrecondition(decision.status()) && !last) continue;
     if (!decision.ok()) return {decision.status(), {}};
@@ -40,11 +56,15 @@ absl::Status SessionPlayer::PlaySeals() {
     BALLAST_RETURN_IF_ERROR(CheckWeights(rank));
   }
   const bool never_whole = NeverWhole();
-  // Payloads are made here: the script is not for several threads.
-  for (const Rank& side : ranks_) {
-    for (const Call& call : side.tail) {
-      if (call.kind == CallKind::kContribute) script_->Payload(call.chunk, call.segment);
+  // Payloads are made here: the scripts are not for several threads.
+  const auto make_payloads = [&](const std::vector<Call>& calls) {
+    for (const Call& call : calls) {
+      if (call.kind == CallKind::kContribute) ScriptOf(call).Payload(call.chunk, call.segment);
     }
+  };
+  for (int rank = 0; rank < history_.job.world_size; ++rank) {
+    make_payloads(ranks_[rank].tail);
+    if (ranks_[rank].try_number < live_) make_payloads(tries_->CallsOf(rank, live_));
   }
   std::vector<std::thread> threads;
   for (int rank = 0; rank < history_.job.world_size; ++rank) {
@@ -86,7 +106,7 @@ absl::Status SessionPlayer::Judge(bool aborted) {
 }
 
 absl::Status SessionPlayer::CheckCommitted() {
-  const ModelOutcome expected = stage_.model().Commit(*attempt_);
+  const ModelOutcome expected = stage_.model().Commit(live());
   for (int rank = 0; rank < history_.job.world_size; ++rank) {
     const Rank& side = ranks_[rank];
     BALLAST_RETURN_IF_ERROR(Annotate(side.ending.status, absl::StrCat("rank ", rank)));
@@ -102,21 +122,22 @@ absl::Status SessionPlayer::CheckCommitted() {
                                         .multipliers = expected.decision.multipliers},
                            .skip_reason = came.skip_reason,
                            .unused_parameters = came.unused_parameters};
-    BALLAST_RETURN_IF_ERROR(stage_.CheckOutcome(outcome, expected, *attempt_));
+    BALLAST_RETURN_IF_ERROR(stage_.CheckOutcome(outcome, expected, live()));
     if (side.session->committed_step() != stage_.model().state().committed_step) {
       return Wrong("rank ", rank, " stands at step ", side.session->committed_step());
     }
     BALLAST_RETURN_IF_ERROR(CheckWeights(rank));
   }
+  const Script& script = tries_->script(live_);
   int64_t summed = 0;
   for (int chunk = 0; chunk < static_cast<int>(stage_.layout().chunks().size()); ++chunk) {
     int payloads = 0;
-    for (int segment = 0; segment < script_->SegmentCount(chunk); ++segment) {
-      payloads += !script_->IsEmpty(chunk, segment);
+    for (int segment = 0; segment < script.SegmentCount(chunk); ++segment) {
+      payloads += !script.IsEmpty(chunk, segment);
     }
     summed += payloads > 1;
   }
-  return stage_.CheckCommit(*attempt_, expected, summed);
+  return stage_.CheckCommit(live(), expected, summed);
 }
 
 // ---------------------------------------------------------------- attempts that come to nothing
@@ -128,7 +149,7 @@ bool SessionPlayer::AnyBegun() const {
 absl::Status SessionPlayer::BreakOff() {
   wires_.Release();
   for (int rank = 0; rank < history_.job.world_size; ++rank) {
-    if (ranks_[rank].begun && !wires_.AwaitBegun(rank)) {
+    if (ranks_[rank].begun && !wires_.AwaitBegun(rank, ranks_[rank].try_number)) {
       return Wrong("rank ", rank, " has not begun");
     }
   }

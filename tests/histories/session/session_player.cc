@@ -173,13 +173,16 @@ std::vector<RankFaults> SessionPlayer::PlanFaults() const {
 
 absl::Status SessionPlayer::PlayAttempt(const Attempt& attempt) {
   attempt_ = &attempt;
-  script_ = std::make_unique<Script>(history_.job, attempt, stage_.layout());
-  calls_ = script_->Calls();
+  tries_ = std::make_unique<Tries>(history_.job, attempt, stage_.layout());
+  live_ = 0;
+  live_begun_ = false;
+  calls_ = tries_->script(0).Calls();
   broken_off_ = false;
   const std::vector<RankFaults> faults = PlanFaults();
   late_.clear();
   for (size_t rank = 0; rank < ranks_.size(); ++rank) {
     late_.push_back(faults[rank].late);
+    ranks_[rank].try_number = 0;
     ranks_[rank].begun = false;
     ranks_[rank].tail.clear();
     ranks_[rank].buffers.clear();
@@ -199,14 +202,15 @@ absl::Status SessionPlayer::PlayAttempt(const Attempt& attempt) {
 
 absl::Status SessionPlayer::PlayUpToSeals() {
   const bool breaks_off = attempt_->end != End::kCommit && attempt_->end != End::kAbortAtDecision;
+  const size_t planned = calls_.size();
   for (size_t i = 0; i < calls_.size(); ++i) {
-    if (breaks_off && Script::IndexOf(attempt_->end_at, calls_.size()) == static_cast<int>(i)) {
+    if (breaks_off && Script::IndexOf(attempt_->end_at, planned) == static_cast<int>(i)) {
       broken_off_ = true;
       return absl::OkStatus();
     }
     for (const Event& event : attempt_->events) {
-      if (Script::IndexOf(event.at, calls_.size()) != static_cast<int>(i)) continue;
-      BALLAST_RETURN_IF_ERROR(Happen(event));
+      if (Script::IndexOf(event.at, planned) != static_cast<int>(i)) continue;
+      BALLAST_RETURN_IF_ERROR(Happen(event, i));
     }
     Rank& side = ranks_[calls_[i].rank];
     if (calls_[i].kind == CallKind::kSeal || !side.tail.empty()) {
@@ -218,39 +222,52 @@ absl::Status SessionPlayer::PlayUpToSeals() {
   return absl::OkStatus();
 }
 
+absl::Status SessionPlayer::Begin(const Call& call) {
+  Rank& side = ranks_[call.rank];
+  BALLAST_RETURN_IF_ERROR(side.session->BeginStep(ScriptOf(call).Settings()));
+  side.begun = true;
+  if (late_[call.rank]) return absl::OkStatus();
+  // So that what an operator does comes before or after, and not perhaps.
+  if (!wires_.AwaitBegun(call.rank, side.try_number)) {
+    return Wrong("rank ", call.rank, " has not begun");
+  }
+  if (side.try_number == live_ && !std::exchange(live_begun_, true)) stage_.model().Begin(live());
+  return absl::OkStatus();
+}
+
+absl::Status SessionPlayer::Discard(int rank, size_t next_call) {
+  Rank& side = ranks_[rank];
+  if (!side.begun || !side.tail.empty() || late_[rank]) return absl::OkStatus();
+  BALLAST_RETURN_IF_ERROR(side.session->Discard());
+  ++stage_.tally().discarded;
+  if (++side.try_number > live_) {
+    live_ = side.try_number;
+    live_begun_ = false;
+  }
+  tries_->Redo(calls_, next_call, rank, side.try_number);
+  const auto begin = std::find_if(calls_.begin() + static_cast<ptrdiff_t>(next_call), calls_.end(),
+                                  [&](const Call& call) { return call.rank == rank; });
+  const Call call = *begin;
+  calls_.erase(begin);
+  return Begin(call);
+}
+
 absl::Status SessionPlayer::Make(const Call& call) {
   client::SessionImpl& session = *ranks_[call.rank].session;
   switch (call.kind) {
-    case CallKind::kBegin: {
-      const bool first = !AnyBegun();
-      const StepSettings settings = script_->Settings();
-      BALLAST_RETURN_IF_ERROR(session.BeginStep({.scale = settings.scale,
-                                                 .overrides = settings.overrides,
-                                                 .trainer_state = settings.trainer_state}));
-      if (late_[call.rank]) {
-        ranks_[call.rank].begun = true;
-        return absl::OkStatus();
-      }
-      // So that what an operator does comes before or after, and not perhaps.
-      if (!wires_.AwaitBegun(call.rank)) return Wrong("rank ", call.rank, " has not begun");
-      bool any_in_time = false;
-      for (size_t rank = 0; rank < ranks_.size(); ++rank) {
-        any_in_time |= ranks_[rank].begun && !late_[rank];
-      }
-      if (first || !any_in_time) stage_.model().Begin(*attempt_);
-      ranks_[call.rank].begun = true;
-      return absl::OkStatus();
-    }
+    case CallKind::kBegin:
+      return Begin(call);
     case CallKind::kContribute: {
-      const auto [begin, end] = script_->Range(call.chunk, call.segment);
+      Script& script = ScriptOf(call);
+      const auto [begin, end] = script.Range(call.chunk, call.segment);
       client::GradientPush push = {.chunk = call.chunk - stage_.layout().first_on_wire(call.rank),
                                    .micro_step_begin = begin,
                                    .micro_step_end = end,
-                                   .final = script_->IsFinal(call.chunk, call.segment),
-                                   .empty = script_->IsEmpty(call.chunk, call.segment)};
+                                   .final = script.IsFinal(call.chunk, call.segment),
+                                   .empty = script.IsEmpty(call.chunk, call.segment)};
       // A trainer uses its buffer again as soon as it may.
       const auto buffer =
-          std::make_shared<std::vector<std::byte>>(script_->Payload(call.chunk, call.segment));
+          std::make_shared<std::vector<std::byte>>(script.Payload(call.chunk, call.segment));
       ranks_[call.rank].buffers.push_back(buffer);
       const auto lending = ranks_[call.rank].lending;
       lending->Lend();
@@ -262,7 +279,7 @@ absl::Status SessionPlayer::Make(const Call& call) {
       return session.Push(std::move(push));
     }
     case CallKind::kEndMicroStep: {
-      UsedParameters used = script_->Used(call.rank, call.micro_step);
+      UsedParameters used = ScriptOf(call).Used(call.rank, call.micro_step);
       UsedParameters given = {.all = used.all, .parameters = std::move(used.parameters)};
       if (used.non_finite.has_value()) {
         given.non_finite = {.parameter = used.non_finite->parameter,
@@ -277,7 +294,7 @@ absl::Status SessionPlayer::Make(const Call& call) {
   return Wrong("a seal outside the tail");
 }
 
-absl::Status SessionPlayer::Happen(const Event& event) {
+absl::Status SessionPlayer::Happen(const Event& event, size_t next_call) {
   switch (event.kind) {
     case EventKind::kOperator:
       return stage_.ChangeGroup(event.pick % static_cast<int>(history_.job.groups.size()),
@@ -291,6 +308,8 @@ absl::Status SessionPlayer::Happen(const Event& event) {
       return stage_.CheckShards();
     case EventKind::kSave:
       return stage_.Save();
+    case EventKind::kDiscard:
+      return Discard(event.rank, next_call);
     case EventKind::kTellWaiting:
       stage_.job().TellWaiting();
       return absl::OkStatus();

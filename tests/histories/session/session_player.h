@@ -19,6 +19,7 @@
 #include "tests/histories/history.h"
 #include "tests/histories/script.h"
 #include "tests/histories/session/wires.h"
+#include "tests/histories/tries.h"
 
 namespace ballast::histories {
 
@@ -68,6 +69,7 @@ class SessionPlayer {
     std::map<int, std::vector<std::byte>> weights;  // By chunk; the trainer's memory.
     std::shared_ptr<Lending> lending = std::make_shared<Lending>();
     // In the attempt in progress:
+    uint32_t try_number = 0;
     bool begun = false;
     std::vector<std::shared_ptr<std::vector<std::byte>>> buffers;
     std::vector<Call> tail;  // From the first seal on.
@@ -83,10 +85,18 @@ class SessionPlayer {
   std::vector<RankFaults> PlanFaults() const;
   absl::Status PlayUpToSeals();
   absl::Status Make(const Call& call);
-  absl::Status Happen(const Event& event);
+  absl::Status Begin(const Call& call);
+  absl::Status Happen(const Event& event, size_t next_call);
+  // The rank takes back what it gave and begins the next try, unless it is late or has sealed.
+  absl::Status Discard(int rank, size_t next_call);
+  Script& ScriptOf(const Call& call) { return tries_->script(call.try_number); }
+  // What the step is, if it is decided.
+  const Attempt& live() const { return tries_->attempt(live_); }
 
   // session_endings.cc
   absl::Status PlaySeals();
+  // Of a rank whose seal was refused because another one has discarded.
+  absl::Status CatchUp(int rank);
   Ending PlayTail(int rank);
   absl::Status Judge(bool aborted);
   absl::Status CheckCommitted();
@@ -109,7 +119,9 @@ class SessionPlayer {
 
   // Of the attempt in progress.
   const Attempt* attempt_ = nullptr;
-  std::unique_ptr<Script> script_;
+  std::unique_ptr<Tries> tries_;
+  uint32_t live_ = 0;        // The highest try of any rank: all others have to come to it.
+  bool live_begun_ = false;  // A rank that is in time has begun it.
   std::vector<Call> calls_;
   std::vector<bool> late_;
   bool broken_off_ = false;

@@ -31,11 +31,12 @@ void Wires::Release() {
   changed_.NotifyAll();
 }
 
-bool Wires::AwaitBegun(int rank) {
+bool Wires::AwaitBegun(int rank, uint32_t try_number) {
   const auto deadline = InAMinute();
   MutexLock lock(mutex_);
-  while (!ranks_[rank].begun) {
-    if (!changed_.WaitUntil(mutex_, deadline)) return ranks_[rank].begun;
+  // No try is below every one.
+  while (ranks_[rank].begun < try_number) {
+    if (!changed_.WaitUntil(mutex_, deadline)) return ranks_[rank].begun >= try_number;
   }
   return true;
 }
@@ -93,7 +94,7 @@ Wires::Fate Wires::GoesUp(int index, const v1::TrainRequest& message) {
 
 void Wires::WasHandled(int index, const v1::TrainRequest& message) {
   MutexLock lock(mutex_);
-  if (message.has_begin_step()) ranks_[index].begun = true;
+  if (message.has_begin_step()) ranks_[index].begun = message.begin_step().attempt();
   if (message.has_seal()) ranks_[index].seal_handled = true;
   changed_.NotifyAll();
 }

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <set>
 #include <vector>
 
@@ -42,8 +43,8 @@ class Wires {
   // ---- the player's
   void Plan(std::vector<RankFaults> faults);
   void Release();  // Of late ranks.
-  // False if it has not come to that within a minute.
-  bool AwaitBegun(int rank);
+  // False if it has not come to that within a minute. Of a rank that discards: begun in this try.
+  bool AwaitBegun(int rank, uint32_t try_number);
   // Or until Release.
   bool AwaitSealHandled(int rank);
   int64_t breaks() const;
@@ -64,7 +65,7 @@ class Wires {
     RankFaults faults;
     int up = 0;
     int down = 0;
-    bool begun = false;
+    std::optional<uint32_t> begun;  // The newest try.
     bool seal_handled = false;
   };
   void AwaitPassage(const Rank& rank) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

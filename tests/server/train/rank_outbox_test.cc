@@ -206,6 +206,23 @@ TEST_F(RankOutboxTest, ReadsWeightsThatFoundNoBufferWhenTheirTurnComes) {
   EXPECT_THAT(sent, testing::Each(0x3f80));  // 1.0 in bf16.
 }
 
+TEST_F(RankOutboxTest, AnswersADiscardAfterTheWeightsThatItVoids) {
+  OpenWithManyChunks();
+  outbox_.Sealing(4);
+  TellProvisionalInPlace(4, 0);  // At once, since the worker only waits.
+  EXPECT_THAT(ToldChunks(), testing::ElementsAre(0));
+  TellProvisionalInPlace(4, 1);
+  outbox_.Discarded({4, 2});
+  WriteDone();
+  EXPECT_THAT(ToldChunks(), testing::ElementsAre(1));
+  WriteDone();
+  EXPECT_EQ(wire_.last.message.discarded().step(), 4u);
+  EXPECT_EQ(wire_.last.message.discarded().attempt(), 2u);
+  WriteDone();
+  TellProvisionalInPlace(4, 1);  // Of the next attempt; the worker has not sealed that.
+  EXPECT_FALSE(wire_.writing);
+}
+
 TEST_F(RankOutboxTest, MarksProvisionalWeightsAndNamesThoseThatAreDropped) {
   Open();
   const auto pool = WeightBufferPool::Create(2 * kBlockElements, 2);

@@ -2,8 +2,8 @@
 
 >>> optimizer = ballast.torch.AdamW(model.named_parameters(), lr=3e-4, service="host:7070", job="gpt2")
 
-AdamW and Adam take torch's arguments with torch's defaults, and serve one process and DDP. Weights and both
-moments are kept in fp32 on the service, whatever dtype the parameters have.
+AdamW and Adam take torch's arguments with torch's defaults, and serve one process, DDP and FSDP2. Weights and
+both moments are kept in fp32 on the service, whatever dtype the parameters have.
 """
 
 from .groups import groups

@@ -1,100 +1,103 @@
 """Parameters of torch bound to a job: what is sent from where, and what comes back to where.
 
-One process: the service's weights are written to the parameters themselves, where they are contiguous and
-in host memory, else to a copy in host memory first. Several processes (DDP): each rank gives and gets the
-part of each group's flat space that it owns, and the ranks gather the weights from each other.
+One process gives and gets everything. FSDP2: each rank gives and gets its shards, whose mesh and placements
+the DTensors name. Several processes with whole parameters (DDP): each rank gives and gets the part of each
+group's flat space that it owns. What a rank does not get from the service it gets from the others.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import dataclasses
+import os
+import socket
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..errors import FailedPreconditionError
+from ..errors import AbortedError, FailedPreconditionError
 from ..service import Service
 from ..session import Decision, Group, HyperParameters, Job, Parameter, Session
+from . import patches
+from .ddp import hook_ddp
+from .peers import Peers
+from .places import Flats, Shards, local, mesh_of, placements_of, seen
+from .streaming import GradientStream
 
-_BLOCK_ELEMENTS = 256  # Of the service's layout: a rank owns whole blocks.
-
-
-class _Flat:
-    """A group of the job in host memory: what is gathered from the ranks, and each parameter's view of it.
-    members: the indices of its parameters."""
-
-    def __init__(self, members: list[int], parameters: list[torch.Tensor], world_size: int):
-        self.members = members
-        elements = sum(parameter.numel() for parameter in parameters)
-        row = world_size * _BLOCK_ELEMENTS
-        self.shard_elements = -(-elements // row) * _BLOCK_ELEMENTS
-        self.memory = torch.zeros(world_size * self.shard_elements, dtype=parameters[0].dtype)
-        self.views, begin = [], 0
-        for parameter in parameters:
-            self.views.append(self.memory[begin:begin + parameter.numel()].view(parameter.shape))
-            begin += parameter.numel()
+# Sessions that end while others take their ranks from processes that are no more.
+_JOIN_ATTEMPTS = 5
+# How long rank 0 keeps a service of its own for ranks that are behind.
+_LEAVE_SECONDS = 10.0
 
 
 class Binding:
-    """new: the job is made if the service has none, with the weights of the parameters; else there must be one,
-    and its weights are put into the parameters. resume: what `state_dict` said, which the job must be."""
+    """new: the job is made if the service has none, with the weights of the parameters; else there must be one.
+    attach: the job may be past its first step, and its weights are put into the parameters. resume: the uid and
+    step that `state_dict` said, which the job must have."""
 
-    def __init__(self, param_groups: list[dict[str, Any]], hyper_parameters: list[HyperParameters], *,
+    def __init__(self, param_groups: list[dict[str, Any]], hyper_parameters: Callable[[], list[HyperParameters]], *,
                  service: str | None, job: str, max_norm: float, update: str, process_group, timeout: float,
-                 resume: dict[str, Any] | None, new: bool):
-        self.group_of_ranks = process_group
-        distributed = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank(process_group) if distributed else 0
-        self.world_size = dist.get_world_size(process_group) if distributed else 1
+                 overlap: bool, accumulation_steps: int | None, module: torch.nn.Module | None,
+                 resume: tuple[str, int] | None, new: bool, attach: bool):
         self.owned_service: Service | None = None
         self.session: Session | None = None
-        self.parameters: list[torch.nn.Parameter] = []
+        self.peers: Peers | None = None
+        self.parameters: list[torch.Tensor] = []
         self.names: list[str] = []
         self.source: list[int] = []  # By group of the job: the param group that it is of.
-        self.flats: list[_Flat] | None = None
+        self.stream: GradientStream | None = None
+        self._hyper_parameters = hyper_parameters  # Of the param groups, as they are now.
+        self._begun_with: list[HyperParameters] = []
+        self._overlap, self._module = overlap, module
+        self._process = os.getpid()
         self._broken: str | None = None
+        groups, parameters = self._collect(param_groups, hyper_parameters())
+        self.mesh = mesh_of(self.names, self.parameters)
+        ranks = self._ranks(process_group)
+        self.world_size = len(ranks)
+        self.rank = ranks.index(dist.get_rank()) if self.world_size > 1 else 0
+        if self.world_size > 1:
+            self.peers = Peers(job, ranks, timeout)
+        _close_at_exit(self)
         try:
-            self._open(param_groups, hyper_parameters, service, job, max_norm, update, timeout, resume, new)
+            with self._telling():
+                described = self._describe(job, groups, parameters, max_norm, update,
+                                           (accumulation_steps or 0) if overlap else 1)
+                self._open(described, process_group, service, timeout, resume, new, attach)
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
+        if os.getpid() != self._process:  # A fork, which has nothing of this.
+            return
+        if self.stream is not None:
+            self.stream.close()
         if self.session is not None:
             self.session.close()
+        peers, self.peers = self.peers, None
+        if peers is not None:
+            peers.leave(0.0 if self.owned_service is None or self._broken is not None else _LEAVE_SECONDS)
         if self.owned_service is not None:
             self.owned_service.stop()
 
     # ------------------------------------------------------------ binding
 
-    def _open(self, param_groups, hyper_parameters, service, job, max_norm, update, timeout, resume, new):
-        described = self._describe(param_groups, hyper_parameters, job, max_norm, update)
-        places = self._places(described)
-        self.session = Session(self._address(service), described, [place.data_ptr() for place in places],
-                               rank=self.rank, job_uid=resume and resume["job_uid"],
-                               join_timeout=min(60.0, timeout), timeout=timeout)
-        self._places_of_weights = places
-        if self.session.awaiting_weights:
-            if not new:
-                raise FailedPreconditionError(f"job {job} has no weights yet; the first step() uploads them")
-            self._upload()
-        elif new and resume is None:
-            raise FailedPreconditionError(
-                f"job {job} is already at step {self.session.committed_step}: call attach() before the first "
-                "forward to go on with its weights, or give another job=")
-        self.session.read_weights()
-        self.step_count = self.session.committed_step
-        if resume is not None and self.step_count != resume["step"]:
-            raise FailedPreconditionError(f"job {job} is at step {self.step_count}, the state that was loaded at step "
-                                          f"{resume['step']}; load the job's checkpoint of that step")
-        self._take_weights()
-
-    def _describe(self, param_groups, hyper_parameters, job, max_norm, update) -> Job:
-        """A param group becomes a group of the job for each dtype in it."""
-        groups, parameters = [], []
+    def _collect(self, param_groups, hyper_parameters) -> tuple[list[Group], list[Parameter]]:
+        """A param group becomes a group of the job for each dtype in it, a parameter with several names one of
+        the job."""
+        groups, parameters, seen = [], [], set()
         for index, (group, values) in enumerate(zip(param_groups, hyper_parameters)):
             numbers: dict[torch.dtype, int] = {}
             for name, parameter in zip(group["param_names"], group["params"]):
+                if id(parameter) in seen:
+                    continue
+                seen.add(id(parameter))
                 dtype = str(parameter.dtype).removeprefix("torch.")
                 if parameter.dtype not in numbers:
                     numbers[parameter.dtype] = len(groups)
@@ -104,66 +107,218 @@ class Binding:
                                             frozen=not parameter.requires_grad))
                 self.parameters.append(parameter)
                 self.names.append(name)
-        return Job(job, groups, parameters, world_size=self.world_size, max_norm=max_norm, unused_policy="skip",
-                   update_mode=update, max_micro_steps=1)
+        return groups, parameters
 
-    def _places(self, job: Job) -> list[torch.Tensor]:
-        """Where the session writes weights."""
-        if self.world_size == 1:
-            return [parameter.detach() if _is_plain(parameter) else torch.empty(parameter.shape, dtype=parameter.dtype)
-                    for parameter in self.parameters]
-        self.flats = []
-        places = [parameter.detach() for parameter in self.parameters]  # The frozen ones stay there.
-        for number in range(len(job.groups)):
-            members = [i for i, p in enumerate(job.parameters) if p.group == number and not p.frozen]
-            if not members:
+    def _ranks(self, process_group) -> list[int]:
+        """The ranks of the job in its order, as torch numbers them in the world."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return [0]
+        ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+        if self.mesh is None:
+            return ranks
+        of_mesh = self.mesh.mesh.flatten().tolist()
+        if sorted(of_mesh) != sorted(ranks):
+            raise ValueError(f"the parameters are on {self.mesh} of {len(of_mesh)} ranks, and {len(ranks)} ranks train "
+                             "together: give process_group= the ranks of the mesh, and each such group a job= of its "
+                             "own")
+        return of_mesh
+
+    def _describe(self, job: str, groups: list[Group], parameters: list[Parameter], max_norm: float,
+                  update: str, max_micro_steps: int) -> Job:
+        mesh = []
+        if self.mesh is not None:
+            names = self.mesh.mesh_dim_names or [f"dim{d}" for d in range(self.mesh.ndim)]
+            mesh = list(zip(names, self.mesh.mesh.shape))
+            parameters = [dataclasses.replace(parameter, placements=placements_of(parameter.name, tensor, self.mesh))
+                          for parameter, tensor in zip(parameters, self.parameters)]
+        return Job(job, groups, parameters, world_size=self.world_size, max_norm=max_norm, unused_policy="skip",
+                   update_mode=update, max_micro_steps=max_micro_steps, mesh=mesh)
+
+    def _open(self, job: Job, process_group, service, timeout, resume, new, attach):
+        if self.peers is not None:
+            self.peers.agree([("the call", "attach()" if attach else "step()"), ("the loaded state", str(resume)),
+                              *_lines(job)])
+        if self.mesh is None and self.world_size > 1:
+            members = [[i for i, p in enumerate(job.parameters) if p.group == number and not p.frozen]
+                       for number in range(len(job.groups))]
+            self.places = Flats(self.parameters, members, process_group)
+        else:
+            self.places = Shards(self.parameters, self.mesh, [p.placements for p in job.parameters])
+        address = self._address(service)
+
+        def open_session() -> Session:
+            return Session(address, job, [place.data_ptr() for place in self.places.places], rank=self.rank,
+                           job_uid=resume and resume[0], join_timeout=min(60.0, timeout), timeout=timeout,
+                           while_waiting=self.peers and self.peers.listen)
+
+        self.session = open_session()
+        if self.peers is not None:
+            self.peers.meet("joined")
+        self._check_owned()
+        for attempt in range(_JOIN_ATTEMPTS):
+            try:
+                # What this run itself has uploaded is no reason not to go on.
+                self._join(job.name, resume, new, attach or attempt > 0)
+                break
+            except AbortedError:  # A rank has been taken from a process that has ended, which ends all sessions.
+                self.session.close()
+                if attempt + 1 == _JOIN_ATTEMPTS:
+                    raise
+                self.session = open_session()
+        self._take_weights()
+
+    def _join(self, job: str, resume, new, attach) -> None:
+        """Gives the first weights, or gets those of the job."""
+        if self.session.awaiting_weights:
+            if not new:
+                raise FailedPreconditionError(f"job {job} has no weights yet; the first step() uploads them")
+            masters = [local(parameter).to(device="cpu", dtype=torch.float32).contiguous()
+                       for parameter in self.parameters]
+            self.session.upload_weights([master.data_ptr() for master in masters])
+        elif not attach:
+            raise FailedPreconditionError(
+                f"job {job} is already at step {self.session.committed_step}: call attach() before the first "
+                "forward to go on with its weights, or give another job=")
+        self.session.read_weights()
+        self.step_count, self.job_uid = self.session.committed_step, self.session.job_uid
+        if resume is not None and self.step_count != resume[1]:
+            raise FailedPreconditionError(f"job {job} is at step {self.step_count}, the state that was loaded at step "
+                                          f"{resume[1]}; load the job's checkpoint of that step")
+
+    def _check_owned(self) -> None:
+        """The library writes weights by its own arithmetic of shards; torch's must be the same."""
+        if self.mesh is None:
+            return
+        for index, elements in enumerate(self.session.owned_elements()):
+            if not self.parameters[index].requires_grad:
                 continue
-            flat = _Flat(members, [self.parameters[i] for i in members], self.world_size)
-            self.flats.append(flat)
-            for i, view in zip(members, flat.views):
-                places[i] = view
-        return places
+            expected = local(self.parameters[index]).numel() if self.places.owned[index] else 0
+            if elements != expected:
+                raise RuntimeError(f"this rank has {expected} elements of parameter {self.names[index]}, and its "
+                                   f"placements give it {elements}; please report this")
 
     def _address(self, service: str | None) -> str:
+        """Of the service; without one rank 0 starts it, for the ranks of its host."""
         if service is not None:
             return service
         if self.rank == 0:
             self.owned_service = Service()
-        address = [self.owned_service.address if self.owned_service else None]
-        if self.world_size > 1:
-            dist.broadcast_object_list(address, src=dist.get_global_rank(self.group_of_ranks, 0)
-                                       if self.group_of_ranks else 0, group=self.group_of_ranks)
-        return address[0]
+        if self.peers is None:
+            return self.owned_service.address
+        here = socket.gethostname()
+        host, _, address = self.peers.from_first(
+            "service", f"{here}\n{self.owned_service.address}" if self.owned_service else None).partition("\n")
+        if host != here:
+            raise FailedPreconditionError(f"rank 0 started a service on {host}, which this rank on {here} does not "
+                                          "reach; start ballastd and give service=")
+        return address
 
-    def _upload(self) -> None:
-        masters = [parameter.detach().to(device="cpu", dtype=torch.float32).contiguous()
-                   for parameter in self.parameters]
-        self.session.upload_weights([master.data_ptr() for master in masters])
+    def read_state(self, parameter: torch.Tensor, plane: str) -> tuple[torch.Tensor, int]:
+        """A plane of a parameter in fp32, placed as the parameter is, and how often that has been updated."""
+        index = next(i for i, ours in enumerate(self.parameters) if ours is parameter)
+        whole = torch.empty(tuple(parameter.shape), dtype=torch.float32)
+        _, updates = self.session.read_state(index, plane, whole.data_ptr())
+        whole = whole.to(parameter.device)
+        if isinstance(parameter, DTensor):  # Each rank keeps its own part of what it has read.
+            whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        return whole, updates
 
     # ------------------------------------------------------------ a step
 
-    def step(self, hyper_parameters: list[HyperParameters], loss_scale: float) -> Decision:
-        self._check_untouched()
-        gradients = [self._gradient(i) for i in range(len(self.parameters))]
-        self._broken = "the last step() was interrupted; create the optimizer again and attach()"
-        self.session.begin_step([hyper_parameters[index] for index in self.source], loss_scale=loss_scale)
-        self.session.push_gradients([None if g is None else g.data_ptr() for g in gradients])
-        decision = self.session.seal()
-        self.session.receive_weights()
-        self.step_count = decision.step
-        if decision.applied:
-            self._take_weights()
+    def step(self, loss_scale: float) -> Decision:
+        if self._broken is not None:
+            raise FailedPreconditionError(self._broken)
+        if self.stream is not None and self.stream.begun:
+            self.stream.check_ended()
+            self._check_begun(loss_scale)
+        with self._telling():
+            if self.stream is None or not self.stream.begun:
+                self._begin(loss_scale)
+            gradients = [self._gradient(i) for i in range(len(self.parameters))]
+            self._broken = "the last step() was interrupted; create the optimizer again and attach()"
+            micro_steps = 0 if self.stream is None else self.stream.micro_steps
+            if micro_steps == 0 or any(gradient is not None for gradient in gradients):
+                self.session.push_gradients([None if g is None else g.data_ptr() for g in gradients], micro_steps,
+                                            final=True)
+                micro_steps += 1
+            decision = self.session.seal(micro_steps)
+            self.session.receive_weights()
+            self.step_count = decision.step
+            if decision.applied:
+                self._take_weights()
+            if self.stream is not None:
+                self.stream.finish()
+            elif self._overlap:
+                self.stream = self._start_stream()
         self._broken = None
         return decision
 
+    def _begin(self, loss_scale: float = 1.0) -> None:
+        self._check_untouched()
+        self._begun_with = self._hyper_parameters()
+        self.session.begin_step([self._begun_with[index] for index in self.source], loss_scale=loss_scale)
+
+    def _check_begun(self, loss_scale: float) -> None:
+        """What the service has been told with the first gradient still holds."""
+        if loss_scale != 1.0:
+            raise RuntimeError("GradScaler tells its scale after gradients have left; create the optimizer with "
+                               "overlap=False")
+        for group, (then, now) in enumerate(zip(self._begun_with, self._hyper_parameters())):
+            for field in dataclasses.fields(then):
+                if getattr(then, field.name) != getattr(now, field.name):
+                    raise RuntimeError(
+                        f"{field.name} of param group {group} was {getattr(then, field.name)} when the step's gradients "
+                        f"began to leave, and is {getattr(now, field.name)} now; set it before backward, or call "
+                        "zero_grad() and do the step's backward passes again")
+        changed = self._changed()
+        if changed:
+            raise RuntimeError(f"parameter {self.names[changed[0]]} was changed during the step, and the service does "
+                               "not know; call zero_grad(), and change weights before the first step only")
+
+    def _start_stream(self) -> GradientStream:
+        trainable = [parameter if parameter.requires_grad else None for parameter in self.parameters]
+        if isinstance(self.places, Flats):
+            stream = GradientStream(self.session, [], local, self._begin)
+            hook_ddp(self._module, stream, self.parameters)
+        else:
+            stream = GradientStream(self.session, trainable, local, self._begin)
+        patches.register(stream, (parameter for parameter in trainable if parameter is not None))
+        return stream
+
+    @contextlib.contextmanager
+    def _telling(self):
+        """What this rank cannot go on for, the others are told: they would wait for it."""
+        try:
+            yield
+        except BaseException as error:
+            if self.peers is not None:
+                self.peers.fail(error)
+                self._broken = self._broken or f"this optimizer ended with: {error}"
+            raise
+
+    def _changed(self) -> list[int]:
+        return [i for i, parameter in enumerate(self.parameters)
+                if parameter.requires_grad and seen(parameter) != self._seen[i]]
+
     def _check_untouched(self) -> None:
-        if self._broken is not None:
-            raise FailedPreconditionError(self._broken)
-        for name, parameter, version in zip(self.names, self.parameters, self._versions):
-            if parameter._version != version:
+        """The service has the weights: what somebody else has written since would be lost."""
+        changed = self._changed()
+        if not changed:
+            return
+        same = {i: self.places.same(i) for i in changed}
+        # Written in place: what was there is with the service.
+        unknown = {i: local(self.parameters[i]).clone() for i in changed if same[i] is None}
+        if unknown:
+            self.session.read_weights()
+            for i, written in unknown.items():
+                same[i] = torch.equal(local(self.parameters[i]), written)
+                local(self.parameters[i]).copy_(written)
+        for i in changed:
+            if not same[i]:
                 raise RuntimeError(
-                    f"parameter {name} was changed since the last step, and the service does not know: it keeps the "
-                    "weights. Change weights before the first step, or through a new job")
+                    f"parameter {self.names[i]} was changed since the last step, and the service does not know: it "
+                    "keeps the weights. Change weights before the first step, or through a new job")
+        self._remember()
 
     def _gradient(self, index: int) -> torch.Tensor | None:
         parameter, name = self.parameters[index], self.names[index]
@@ -171,44 +326,67 @@ class Binding:
         if gradient is None:
             return None
         if self.session.job.parameters[index].frozen == parameter.requires_grad:
-            raise RuntimeError(f"parameter {name} was {'frozen' if parameter.requires_grad else 'trainable'} when the job "
-                               "was made, and is not now; create another optimizer and another job")
+            raise RuntimeError(f"parameter {name} was {'frozen' if parameter.requires_grad else 'trainable'} when the "
+                               "job was made, and is not now; create another optimizer and another job")
         if not parameter.requires_grad:
             return None
         if gradient.is_sparse:
             raise RuntimeError(f"the gradient of parameter {name} is sparse, which is not supported")
         if gradient.dtype != parameter.dtype:
-            raise RuntimeError(f"the gradient of parameter {name} is {gradient.dtype}, the parameter {parameter.dtype}")
-        return gradient.detach().to("cpu").contiguous()
+            raise RuntimeError(f"the gradient of parameter {name} is {gradient.dtype}, the parameter "
+                               f"{parameter.dtype}")
+        if isinstance(parameter, DTensor) and getattr(gradient, "placements", None) != parameter.placements:
+            raise RuntimeError(f"the gradient of parameter {name} is placed as "
+                               f"{getattr(gradient, 'placements', None)}, the parameter as {parameter.placements}; "
+                               "redistribute it")
+        if not self.places.owned[index] or local(gradient).numel() == 0:
+            return None  # Those who own elements of it tell that it was used.
+        return local(gradient).to("cpu").contiguous()
 
     def _take_weights(self) -> None:
-        """From where the session wrote them to the parameters, which autograd is told."""
-        if self.flats is None:
-            for parameter, place in zip(self.parameters, self._places_of_weights):
-                if not parameter.requires_grad:
-                    continue
-                if place.data_ptr() != parameter.data_ptr():
-                    parameter.detach().copy_(place)
-                else:
-                    torch.autograd.graph.increment_version(parameter)
-        else:
-            for flat in self.flats:
-                self._gather(flat)
-        self._versions = [parameter._version for parameter in self.parameters]
+        self.places.deliver()
+        self._remember()
 
-    def _gather(self, flat: _Flat) -> None:
-        device = self.parameters[flat.members[0]].device
-        begin = self.rank * flat.shard_elements
-        own = flat.memory[begin:begin + flat.shard_elements].to(device, copy=True)
-        everything = torch.empty(flat.memory.shape, dtype=flat.memory.dtype, device=device)
-        dist.all_gather_into_tensor(everything, own, group=self.group_of_ranks)
-        begin = 0
-        for index in flat.members:
-            parameter = self.parameters[index]
-            parameter.detach().copy_(everything[begin:begin + parameter.numel()].view(parameter.shape))
-            begin += parameter.numel()
+    def _remember(self) -> None:
+        self._seen = [seen(parameter) for parameter in self.parameters]
 
 
-def _is_plain(parameter: torch.Tensor) -> bool:
-    """Whether its elements lie row-major in host memory."""
-    return parameter.device.type == "cpu" and parameter.is_contiguous()
+def check_overlap(parameters: list[torch.Tensor], process_group, module) -> None:
+    """ValueError if nothing tells when gradients that several ranks have are reduced."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(process_group) == 1:
+        return
+    if any(isinstance(parameter, DTensor) for parameter in parameters):
+        return
+    if module is None:
+        raise ValueError("overlap with several processes needs to see how gradients are reduced: give module= the "
+                         "DistributedDataParallel, or shard the parameters with fully_shard first")
+    if not isinstance(module, torch.nn.parallel.DistributedDataParallel):
+        raise ValueError(f"module is {type(module).__name__}; expected the DistributedDataParallel")
+    if module.find_unused_parameters:
+        raise ValueError("overlap needs a DistributedDataParallel without find_unused_parameters: it says only after "
+                         "backward which parameters were unused")
+
+
+def _lines(job: Job) -> list[tuple[str, str]]:
+    """A job's description, entry by entry."""
+    lines = [(name, str(getattr(job, name)))
+             for name in ("world_size", "max_norm", "update_mode", "max_micro_steps", "mesh")]
+    for group in job.groups:
+        lines.append((f"group {group.name}", f"{group.hyper_parameters} {group.wire_dtype}"))
+    for parameter in job.parameters:
+        lines.append((f"parameter {parameter.name}", f"{parameter.shape} group {parameter.group} "
+                      f"{'frozen' if parameter.frozen else 'trainable'} {parameter.placements}"))
+    return lines
+
+
+def _close_at_exit(binding: Binding) -> None:
+    """Without keeping it until then."""
+    here = weakref.ref(binding)
+
+    def close():
+        bound = here()
+        if bound is not None:
+            bound.close()
+
+    atexit.register(close)
+    weakref.finalize(binding, atexit.unregister, close)

@@ -10,7 +10,7 @@ import torch
 
 from ..errors import FailedPreconditionError
 from ..session import HyperParameters
-from .binding import Binding
+from .binding import Binding, check_overlap
 
 
 class _Remote(torch.optim.Optimizer):
@@ -22,22 +22,36 @@ class _Remote(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     _decoupled_weight_decay = True
 
+    # Of the last step.
+    grad_norm: float | None = None
+    clip_coefficient: float | None = None
+    skipped: str | None = None
+    _binding: Binding | None = None
+    _settings: dict[str, Any] | None = None  # While it is made.
+    _full_state = False
+
     def __init__(self, params, defaults: dict[str, Any], *, service: str | None, job: str | None,
-                 max_norm: float | None, update: str, process_group, timeout: float):
+                 max_norm: float | None, update: str, process_group, timeout: float, full_state: bool,
+                 overlap: bool, accumulation_steps: int | None, module: torch.nn.Module | None):
         if max_norm is not None and not (math.isfinite(max_norm) and max_norm > 0):
             raise ValueError(f"Invalid max_norm value: {max_norm}")
         if update not in ("wait", "speculate"):
             raise ValueError(f"Invalid update value: {update!r}; expected 'wait' or 'speculate'")
+        if accumulation_steps is not None and accumulation_steps < 1:
+            raise ValueError(f"Invalid accumulation_steps value: {accumulation_steps}")
         if service is not None and job is None:
             raise ValueError("a job of a service has a name: give job=")
-        self.grad_norm: float | None = None
-        self.clip_coefficient: float | None = None
-        self.skipped: str | None = None
-        self._binding: Binding | None = None
-        self._resume: dict[str, Any] | None = None
+        # Of the job that a state is of, and its step. In the param groups, so that torch.distributed.checkpoint
+        # takes them along.
+        super().__init__(params, defaults | dict(job_uid="", job_step=0))
+        for group in self.param_groups:
+            _check_group(group)
+        self._full_state = full_state
         self._settings = dict(service=service, job=job or "trainer", max_norm=max_norm or 0.0, update=update,
-                              process_group=process_group, timeout=timeout)
-        super().__init__(params, defaults)
+                              process_group=process_group, timeout=timeout, overlap=overlap,
+                              accumulation_steps=accumulation_steps, module=module)
+        if overlap:
+            check_overlap([p for group in self.param_groups for p in group["params"]], process_group, module)
 
     # ------------------------------------------------------------ a step
 
@@ -51,19 +65,25 @@ class _Remote(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("step() talks with the service, which a CUDA graph cannot record; capture forward and "
+                               "backward only, and call step() after the replay")
         binding = self._bound(new=True)
-        decision = binding.step([self._hyper_parameters(group) for group in self.param_groups], self._loss_scale())
+        decision = binding.step(self._loss_scale())
         self.grad_norm = decision.norm
         self.clip_coefficient = decision.clip_coefficient
         self.skipped = None if decision.applied else decision.skip_reason
-        for parameter in binding.parameters:
-            self.state[parameter]["step"].fill_(binding.step_count)
+        self._tell_step()
         return loss
 
-    def attach(self) -> None:
+    @torch.no_grad()
+    def attach(self, create: bool = False) -> int:
         """Binds to the job as it is on the service, and puts its weights into the parameters: for a run that
-        goes on, before the first forward. FailedPreconditionError if the job has no weights yet."""
-        self._bound(new=False)
+        goes on, before the first forward. Returns the job's step.
+
+        create: if the job has no weights yet, it gets those of the parameters, and the step is 0; else that is a
+        FailedPreconditionError."""
+        return self._bound(new=create, attach=True).step_count
 
     def close(self) -> None:
         """Ends the session, and the service that was started for it. The weights stay in the parameters."""
@@ -71,18 +91,29 @@ class _Remote(torch.optim.Optimizer):
             self._binding.close()
             self._binding = None
 
-    def _bound(self, new: bool) -> Binding:
+    def _bound(self, new: bool, attach: bool = False) -> Binding:
         if self._binding is None:
+            group = self.param_groups[0]
+            resume = (group["job_uid"], int(group["job_step"])) if group["job_uid"] else None
             self._binding = Binding(
-                self.param_groups, [self._hyper_parameters(group) for group in self.param_groups],
-                resume=self._resume, new=new, **self._settings)
-            for parameter in self._binding.parameters:
-                self.state[parameter]["step"] = torch.tensor(float(self._binding.step_count))
+                self.param_groups, self._current_hyper_parameters,
+                resume=resume, new=new, attach=attach or resume is not None, **self._settings)
+            self._fill_state()
+            self._tell_step()
         return self._binding
+
+    def _tell_step(self) -> None:
+        for parameter in self._binding.parameters:
+            self.state[parameter]["step"].fill_(self._binding.step_count)
+        for group in self.param_groups:
+            group["job_uid"], group["job_step"] = self._binding.job_uid, self._binding.step_count
 
     def _loss_scale(self) -> float:
         scale = getattr(self, "grad_scale", None)  # Set by GradScaler around step.
         return 1.0 if scale is None else float(scale)
+
+    def _current_hyper_parameters(self) -> list[HyperParameters]:
+        return [self._hyper_parameters(group) for group in self.param_groups]
 
     def _hyper_parameters(self, group: dict[str, Any]) -> HyperParameters:
         return HyperParameters(
@@ -92,32 +123,84 @@ class _Remote(torch.optim.Optimizer):
 
     # ------------------------------------------------------------ what torch asks of an optimizer
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Also takes back what has left during backward passes since the last step."""
+        super().zero_grad(set_to_none)
+        if self._binding is not None and self._binding.stream is not None:
+            self._binding.stream.discard()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, which is bound at its own first step."""
+        return super().__getstate__() | {"_settings": self._settings, "_full_state": self._full_state}
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if getattr(self, "_binding", None) is not None:
+        if self._binding is not None:
             raise RuntimeError("parameters cannot be added after the first step: the job on the service has the "
                                "parameters that it was created with. Close it and create another optimizer")
         super().add_param_group(param_group)
-        _check_group(self.param_groups[-1])
+        if self._settings is not None:
+            _check_group(self.param_groups[-1])
+        self._fill_state()
+
+    def _fill_state(self) -> None:
+        """A state for each parameter from the start: where there is none, torch.distributed.checkpoint calls
+        step() to get one."""
+        parameters = {parameter for group in self.param_groups for parameter in group["params"]}
+        for parameter in list(self.state):
+            if parameter not in parameters:  # Somebody, accelerate for one, has put others in its place.
+                del self.state[parameter]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("step", torch.tensor(0.0))
 
     def state_dict(self) -> dict[str, Any]:
         """Small: hyper-parameters, and which step of which job they belong to. The weights and moments are on
-        the service, which saves them itself (`ballast save`)."""
+        the service, which saves them itself (`ballast save`).
+
+        With full_state also the moments, and the masters of parameters that are not fp32, in fp32, sharded as the
+        parameters: torch.optim goes on with them. Every rank reads them from the service, one parameter at a time;
+        load_state_dict has no use for them."""
+        self._fill_state()
         state = super().state_dict()
-        if self._binding is not None:
-            state["ballast"] = dict(job=self._settings["job"], job_uid=self._binding.session.job_uid,
-                                    step=self._binding.step_count)
+        if self._full_state:
+            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+            amsgrad = [group["amsgrad"] for group in self.param_groups for _ in group["params"]]
+            for index, values in state["state"].items():
+                if parameters[index].requires_grad:
+                    state["state"][index] = values | self._planes(parameters[index], amsgrad[index])
         return state
+
+    def _planes(self, parameter: torch.Tensor, amsgrad: bool) -> dict[str, torch.Tensor]:
+        planes = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else []),
+                  *(["master"] if parameter.dtype != torch.float32 else [])]
+        if self._binding is None:  # As torch.distributed.checkpoint wants it: places to load to.
+            return {plane: torch.zeros_like(parameter, dtype=torch.float32) for plane in planes}
+        read, updates = {}, 0
+        for plane in planes:
+            read[plane], updates = self._binding.read_state(parameter, plane)
+        return read | {"step": torch.tensor(float(updates))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Then attaches to the job that the state is of: its weights come into the parameters. An error if the
         service has another job, or is at another step."""
-        state_dict = dict(state_dict)
-        resume = state_dict.pop("ballast", None)
-        if resume is not None and self._binding is not None:
+        ours = "job_uid" in state_dict["param_groups"][0]
+        if not ours and any("exp_avg" in values for values in state_dict["state"].values()):
+            raise ValueError("this state has exp_avg and is another optimizer's: moments are on the service, and come "
+                             "from its checkpoints (`ballast load`)")
+        uid, step = (state_dict["param_groups"][0].get(name) for name in ("job_uid", "job_step"))
+        bound = self._binding
+        if bound is not None and uid and (uid, step) != (bound.job_uid, bound.step_count):
             raise FailedPreconditionError("this optimizer has already made steps; load the state into a new one")
         super().load_state_dict(state_dict)
-        if resume is not None:
-            self._resume = resume
+        for group in self.param_groups:
+            group.setdefault("job_uid", "")
+            group.setdefault("job_step", 0)
+        for parameter, values in self.state.items():
+            self.state[parameter] = {name: value for name, value in values.items() if name == "step"}
+        self._fill_state()
+        if bound is not None:
+            self._tell_step()
+        elif uid:
             self.attach()
 
 
@@ -133,8 +216,23 @@ def _check_group(group: dict[str, Any]) -> None:
             raise ValueError(f"parameter {name} is complex, which is not supported")
         if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"parameter {name} is {parameter.dtype}; expected float32, bfloat16 or float16")
-        if hasattr(parameter, "device_mesh"):
-            raise ValueError(f"parameter {name} is a DTensor: parameters sharded by FSDP2 are not supported yet")
+
+
+def _check_tensors(lr, betas, foreach: bool | None) -> None:
+    """As torch does, though here they could be anything."""
+    if torch.is_tensor(lr):
+        if foreach:
+            raise ValueError("lr as a Tensor is not supported for capturable=False and foreach=True")
+        if lr.numel() != 1:
+            raise ValueError("Tensor lr must be 1-element")
+    if not (all(isinstance(beta, float) for beta in betas) or all(torch.is_tensor(beta) for beta in betas)):
+        raise ValueError("betas must be either both floats or both Tensors")
+    for index, beta in enumerate(betas):
+        if torch.is_tensor(beta):
+            if foreach:
+                raise ValueError(f"betas[{index}] as a Tensor is not supported for capturable=False and foreach=True")
+            if beta.numel() != 1:
+                raise ValueError(f"Tensor betas[{index}] must be 1-element")
 
 
 class AdamW(_Remote):
@@ -147,6 +245,14 @@ class AdamW(_Remote):
     name there. max_norm: clips the gradient to this global norm, as torch.nn.utils.clip_grad_norm_ does, but
     on the service. update: "speculate" updates before the norm is known, with the same bits. process_group:
     the ranks that train together, by default all. timeout: the longest wait for other ranks, in seconds.
+    full_state: state_dict has the moments, too.
+
+    overlap: from the second step on each gradient leaves as soon as backward has it, and `.grad` is None then. The
+    bits are the same. So clipping is that of max_norm, hyper-parameters are set before the step's first backward, and
+    GradScaler is not possible; each of these raises an error that says so. zero_grad(), the optimizer's and the
+    model's, takes back what has left. accumulation_steps: backward passes in a step at most, by default any number;
+    with the exact number the service begins earlier, and with 1 it needs 4 bytes a parameter less. module: the
+    DistributedDataParallel, where there is one.
 
     The job is created, or joined, at the first step; then its weights are those of the parameters. The errors
     are those of torch for arguments, and `ballast.BallastError` for what the service refuses."""
@@ -156,7 +262,10 @@ class AdamW(_Remote):
                  amsgrad: bool = False, *, maximize: bool = False, foreach: bool | None = None,
                  capturable: bool = False, differentiable: bool = False, fused: bool | None = None,
                  service: str | None = None, job: str | None = None, max_norm: float | None = None,
-                 update: str = "wait", process_group=None, timeout: float = 600.0):
+                 update: str = "wait", process_group=None, timeout: float = 600.0, full_state: bool = False,
+                 overlap: bool = False, accumulation_steps: int | None = None,
+                 module: torch.nn.Module | None = None):
+        _check_tensors(lr, betas, foreach)
         if not 0.0 <= float(lr):
             raise ValueError(f"Invalid learning rate: {lr}")
         if not 0.0 <= eps:
@@ -166,10 +275,12 @@ class AdamW(_Remote):
                 raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
         if not 0.0 <= weight_decay:
             raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+        betas = tuple(float(beta) for beta in betas)
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize,
                         foreach=foreach, capturable=capturable, differentiable=differentiable, fused=fused)
         super().__init__(params, defaults, service=service, job=job, max_norm=max_norm, update=update,
-                         process_group=process_group, timeout=timeout)
+                         process_group=process_group, timeout=timeout, full_state=full_state, overlap=overlap,
+                         accumulation_steps=accumulation_steps, module=module)
 
 
 class Adam(AdamW):

@@ -1,0 +1,81 @@
+// The functions of client/ballast.h that say what lies where.
+#include <algorithm>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/types/span.h"
+#include "client/ballast.h"
+#include "client/c_api/c_call.h"
+#include "client/c_api/c_session.h"
+#include "client/session.h"
+#include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/common/status.h"
+
+using namespace ballast;  // The functions below are all that this file exports.
+using namespace ballast::client;
+
+extern "C" {
+
+int32_t ballast_chunks(const ballast_session* session, int32_t rank, ballast_chunk* out,
+                       size_t capacity, size_t* count) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckSession(session));
+    BALLAST_RETURN_IF_ERROR(CheckGiven(count, "count"));
+    const Layout& layout = session->session->layout();
+    if (rank < 0 || rank >= layout.world_size()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("rank ", rank, " of ", layout.world_size(), " does not exist"));
+    }
+    const absl::Span<const int> chunks = layout.chunks_of_rank(rank);
+    *count = chunks.size();
+    for (size_t i = 0; out != nullptr && i < std::min(capacity, chunks.size()); ++i) {
+      const Chunk& chunk = layout.chunks()[chunks[i]];
+      out[i] = {.index = chunks[i],
+                .group = chunk.group,
+                .begin = chunk.begin,
+                .elements = chunk.elements};
+    }
+    return absl::OkStatus();
+  });
+}
+
+int32_t ballast_pieces(const ballast_session* session, int32_t chunk, ballast_piece* out,
+                       size_t capacity, size_t* count) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckSession(session));
+    BALLAST_RETURN_IF_ERROR(CheckGiven(count, "count"));
+    BALLAST_RETURN_IF_ERROR(FindOwnChunk(*session, chunk).status());
+    *count = 0;
+    session->session->layout().VisitParts(chunk, [&](const ChunkPart& part) {
+      if (out != nullptr && *count < capacity) {
+        out[*count] = {.parameter = static_cast<size_t>(part.parameter),
+                       .offset = part.part_offset,
+                       .chunk_offset = part.chunk_offset,
+                       .elements = part.elements};
+      }
+      ++*count;
+      return true;
+    });
+    return absl::OkStatus();
+  });
+}
+
+int32_t ballast_place(const ballast_session* session, size_t parameter, int64_t* offset,
+                      int64_t* flat_elements) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckSession(session));
+    BALLAST_RETURN_IF_ERROR(CheckGiven(offset, "offset"));
+    BALLAST_RETURN_IF_ERROR(CheckGiven(flat_elements, "flat_elements"));
+    const auto& parameters = session->options.job.layout.parameters;
+    if (parameter >= parameters.size()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("parameter ", parameter, " of ", parameters.size(), " does not exist"));
+    }
+    const Layout& layout = session->session->layout();
+    *offset = layout.place(static_cast<int>(parameter)).offset;
+    *flat_elements = layout.flat_elements(parameters[parameter].group);
+    return absl::OkStatus();
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,43 @@
+// A session as C has it, and what the functions in several files ask of one.
+#ifndef BALLAST_CLIENT_C_API_C_SESSION_H_
+#define BALLAST_CLIENT_C_API_C_SESSION_H_
+
+#include <sys/types.h>
+#include <unistd.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "client/ballast.h"
+#include "client/c_api/gradient_giver.h"
+#include "client/session.h"
+
+struct ballast_session {
+  const pid_t process = getpid();
+  ballast::client::SessionOptions options;
+  std::shared_ptr<grpc::Channel> channel;
+  std::vector<void*> weights;  // By parameter. Empty: the caller reads weights_memory.
+  // Until its destruction the session tells this what may be written to again.
+  std::unique_ptr<ballast::client::GradientGiver> gradients;
+  std::unique_ptr<ballast::client::Session> session;
+
+  ~ballast_session() {
+    if (gradients != nullptr) gradients->Stop();
+  }
+};
+
+namespace ballast::client {
+
+// INVALID_ARGUMENT for null; FAILED_PRECONDITION in a fork of the process that opened it.
+absl::Status CheckSession(const ballast_session* session);
+// INVALID_ARGUMENT if the chunk is not the session's rank's.
+absl::StatusOr<Chunk> FindOwnChunk(const ballast_session& session, int32_t chunk);
+
+}  // namespace ballast::client
+
+#endif  // BALLAST_CLIENT_C_API_C_SESSION_H_

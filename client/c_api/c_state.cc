@@ -1,0 +1,120 @@
+// The functions of client/ballast.h that look at a job's state.
+#include <grpcpp/grpcpp.h>
+
+#include <cstring>
+#include <functional>
+#include <numeric>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "ballast/v1/ballast.grpc.pb.h"
+#include "client/ballast.h"
+#include "client/c_api/c_call.h"
+#include "client/c_api/c_session.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "proto/convert.h"
+#include "proto/deadline.h"
+#include "proto/status.h"
+
+namespace ballast::client {
+namespace {
+
+// A plane's elements in order, to where the caller wants them.
+class PlaneReader {
+ public:
+  PlaneReader(float* out, int64_t elements) : out_(out), elements_(elements) {}
+
+  absl::Status Take(const v1::ReadStateResponse& part) {
+    if (!begun_) {
+      begun_ = true;
+      step_ = part.step();
+      update_count_ = part.update_count();
+    }
+    const auto size = static_cast<int64_t>(part.data().size() / sizeof(float));
+    if (part.offset() != next_ || size > elements_ - next_) {
+      return absl::DataLossError(absl::StrCat("the service sent elements [", part.offset(), ", ",
+                                              part.offset() + size, ") of ", elements_,
+                                              ", expected from ", next_, " on"));
+    }
+    if (size > 0) std::memcpy(out_ + next_, part.data().data(), size * sizeof(float));
+    next_ += size;
+    return absl::OkStatus();
+  }
+  absl::Status Finish() const {
+    if (begun_ && next_ == elements_) return absl::OkStatus();
+    return absl::DataLossError(
+        absl::StrCat("the service sent ", next_, " of ", elements_, " elements"));
+  }
+  uint64_t step() const { return step_; }
+  int64_t update_count() const { return update_count_; }
+
+ private:
+  float* const out_;
+  const int64_t elements_;
+  int64_t next_ = 0;
+  bool begun_ = false;
+  uint64_t step_ = 0;
+  int64_t update_count_ = 0;
+};
+
+absl::Status ReadPlane(const ballast_session& session, const std::string& parameter, int32_t plane,
+                       PlaneReader& reader) {
+  const auto stub = v1::StateService::NewStub(session.channel);
+  grpc::ClientContext context;
+  context.set_deadline(proto::Deadline(session.options.reconnect_timeout));
+  v1::ReadStateRequest request;
+  request.set_name(proto::ParameterName(session.options.job.name, parameter));
+  request.set_plane(static_cast<v1::Plane>(plane));
+  const auto stream = stub->ReadState(&context, request);
+  v1::ReadStateResponse part;
+  while (stream->Read(&part)) {
+    if (absl::Status status = reader.Take(part); !status.ok()) {
+      context.TryCancel();
+      stream->Finish().ok();
+      return status;
+    }
+  }
+  BALLAST_RETURN_IF_ERROR(proto::FromGrpc(stream->Finish()));
+  return reader.Finish();
+}
+
+}  // namespace
+}  // namespace ballast::client
+
+using namespace ballast::client;  // The functions below are all that this file exports.
+
+extern "C" {
+
+int32_t ballast_read_state(const ballast_session* session, size_t parameter, int32_t plane,
+                           float* out, int64_t elements, uint64_t* step, int64_t* update_count) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckSession(session));
+    BALLAST_RETURN_IF_ERROR(CheckGiven(step, "step"));
+    BALLAST_RETURN_IF_ERROR(CheckGiven(update_count, "update_count"));
+    const auto& parameters = session->options.job.layout.parameters;
+    if (parameter >= parameters.size()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("parameter ", parameter, " of ", parameters.size(), " does not exist"));
+    }
+    if (plane < BALLAST_MASTER || plane > BALLAST_MAX_EXP_AVG_SQ) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("plane is ", plane, ", which is no ballast_plane"));
+    }
+    const auto& shape = parameters[parameter].shape;
+    const int64_t all =
+        std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<int64_t>());
+    if (elements != all) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("there is room for ", elements, " elements of parameter ",
+                       parameters[parameter].name, ", which has ", all));
+    }
+    if (all > 0) BALLAST_RETURN_IF_ERROR(CheckGiven(out, "out"));
+    PlaneReader reader(out, all);
+    BALLAST_RETURN_IF_ERROR(ReadPlane(*session, parameters[parameter].name, plane, reader));
+    *step = reader.step();
+    *update_count = reader.update_count();
+    return absl::OkStatus();
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,313 @@
+#include "client/c_api/gradient_giver.h"
+
+#include <chrono>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/common/status.h"
+
+namespace ballast::client {
+
+GradientGiver::GradientGiver(Session& session, const JobSpec& job, int rank, absl::Duration limit)
+    : session_(session),
+      job_(job),
+      limit_(limit),
+      own_chunks_(session.layout().chunks_of_rank(rank)) {
+  const Layout& layout = session.layout();
+  in_use_.resize(layout.chunks().size());
+  std::vector<Chunk> chunks(layout.chunks().size());
+  std::vector<Parameter> parameters(job.layout.parameters.size());
+  for (const int chunk : own_chunks_) {
+    layout.VisitParts(chunk, [&](const ChunkPart& part) {
+      parameters[part.parameter].parts.push_back({.chunk = chunk,
+                                                  .part_offset = part.part_offset,
+                                                  .chunk_offset = part.chunk_offset,
+                                                  .elements = part.elements});
+      ++chunks[chunk].parameters;
+      return true;
+    });
+  }
+  chunks_ = std::move(chunks);
+  parameters_ = std::move(parameters);
+}
+
+void GradientGiver::Stop() {
+  if (!writer_.joinable()) return;
+  {
+    MutexLock lock(queue_mutex_);
+    stopping_ = true;
+    queued_.NotifyAll();
+  }
+  writer_.join();
+}
+
+void GradientGiver::Reset() {
+  MutexLock queue_lock(queue_mutex_);
+  queue_.clear();
+  written_status_ = absl::OkStatus();
+  MutexLock lock(mutex_);
+  ++attempt_;
+  open_ = false;
+}
+
+absl::StatusOr<GradientGiver::PlacesOfGradient> GradientGiver::Places(uint32_t micro_step,
+                                                                      size_t parameter) {
+  BALLAST_RETURN_IF_ERROR(CheckParameter(parameter));
+  MutexLock lock(mutex_);
+  BALLAST_RETURN_IF_ERROR(Enter(micro_step));
+  Parameter& given = parameters_[parameter];
+  if (given.given == Given::kYes) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("parameter ", job_.layout.parameters[parameter].name,
+                     " was given already in micro-step ", micro_step, "; end it first"));
+  }
+  BALLAST_RETURN_IF_ERROR(TakePlaces(given));
+  PlacesOfGradient places = {.attempt = attempt_};
+  for (const Part& part : given.parts) {
+    places.places.push_back(
+        {.data = chunks_[part.chunk].place.data() + part.chunk_offset * ElementBytes(part.chunk),
+         .offset = part.part_offset,
+         .elements = part.elements});
+  }
+  return places;
+}
+
+absl::Status GradientGiver::Give(uint32_t micro_step, size_t parameter, const void* gradient,
+                                 bool final) {
+  BALLAST_RETURN_IF_ERROR(CheckParameter(parameter));
+  MutexLock lock(mutex_);
+  BALLAST_RETURN_IF_ERROR(Enter(micro_step));
+  Parameter& given = parameters_[parameter];
+  if (given.given != Given::kYes) return GiveParameter(given, gradient, final);
+  // It was given, and the push of its last chunk waited for longer than the limit.
+  if (!ready_.empty()) return PushReady(final);
+  return absl::InvalidArgumentError(
+      absl::StrCat("parameter ", job_.layout.parameters[parameter].name,
+                   " was given already in micro-step ", micro_step, "; end it first"));
+}
+
+absl::Status GradientGiver::GiveParameter(Parameter& parameter, const void* gradient, bool final) {
+  if (gradient == nullptr && parameter.given != Given::kHasPlaces) {
+    return absl::InvalidArgumentError("a gradient that has no places yet was given as written");
+  }
+  BALLAST_RETURN_IF_ERROR(TakePlaces(parameter));
+  for (const Part& part : parameter.parts) {
+    Chunk& chunk = chunks_[part.chunk];
+    if (gradient != nullptr) {
+      const int64_t size = ElementBytes(part.chunk);
+      std::memcpy(chunk.place.data() + part.chunk_offset * size,
+                  static_cast<const std::byte*>(gradient) + part.part_offset * size,
+                  part.elements * size);
+    }
+    if (--chunk.missing == 0) ready_.push_back(part.chunk);
+  }
+  parameter.given = Given::kYes;
+  return PushReady(final);
+}
+
+void GradientGiver::Written(size_t parameter, uint64_t attempt, bool final) {
+  MutexLock lock(queue_mutex_);
+  if (!writer_.joinable()) writer_ = std::thread([this] { WriterLoop(); });
+  queue_.push_back({.parameter = parameter, .attempt = attempt, .final = final});
+  queued_.NotifyAll();
+}
+
+void GradientGiver::WriterLoop() {
+  for (;;) {
+    Writing next;
+    {
+      MutexLock lock(queue_mutex_);
+      while (queue_.empty() && !stopping_) queued_.Wait(queue_mutex_);
+      if (stopping_) return;
+      next = queue_.front();
+      queue_.pop_front();
+    }
+    absl::Status status = PushWritten(next);
+    MutexLock queue_lock(queue_mutex_);
+    MutexLock lock(mutex_);
+    if (next.attempt != attempt_) continue;
+    if (absl::IsDeadlineExceeded(status)) {
+      queue_.push_front(next);  // A full window is waited for again, as the caller of Give does it.
+    } else {
+      written_status_.Update(status);
+    }
+    done_.NotifyAll();
+  }
+}
+
+absl::Status GradientGiver::PushWritten(const Writing& writing) {
+  MutexLock lock(mutex_);
+  if (writing.attempt != attempt_ || !open_) return absl::OkStatus();
+  Parameter& parameter = parameters_[writing.parameter];
+  if (parameter.given == Given::kYes) return PushReady(writing.final);
+  return GiveParameter(parameter, nullptr, writing.final);
+}
+
+absl::Status GradientGiver::GiveAll(uint32_t micro_step, const void* const* gradients, bool final) {
+  {
+    MutexLock lock(mutex_);
+    BALLAST_RETURN_IF_ERROR(Enter(micro_step));
+    for (size_t p = 0; p < parameters_.size(); ++p) {
+      const bool gives = job_.layout.parameters[p].trainable && gradients[p] != nullptr;
+      if (!gives || parameters_[p].given == Given::kYes) continue;
+      BALLAST_RETURN_IF_ERROR(GiveParameter(parameters_[p], gradients[p], final));
+    }
+  }
+  return End(micro_step, final);
+}
+
+absl::Status GradientGiver::End(uint32_t micro_step, bool final) {
+  const auto deadline = std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(limit_);
+  const auto all_written = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    for (const Parameter& parameter : parameters_) {
+      if (parameter.given == Given::kHasPlaces) return false;
+    }
+    return true;
+  };
+  for (;;) {
+    MutexLock queue_lock(queue_mutex_);
+    BALLAST_RETURN_IF_ERROR(written_status_);
+    {
+      MutexLock lock(mutex_);
+      BALLAST_RETURN_IF_ERROR(Enter(micro_step));
+      if (all_written()) break;
+    }
+    if (!done_.WaitUntil(queue_mutex_, deadline)) {
+      return absl::DeadlineExceededError("a gradient has not been written to its places yet");
+    }
+  }
+  MutexLock lock(mutex_);
+  BALLAST_RETURN_IF_ERROR(PushReady(final));
+  const Layout& layout = session_.layout();
+  const absl::Span<const Parameter> parameters = parameters_;
+  for (const int index : own_chunks_) {
+    Chunk& chunk = chunks_[index];
+    if (chunk.stage == Stage::kPushed) continue;
+    if (chunk.stage == Stage::kHasPlace) {
+      layout.VisitParts(index, [&](const ChunkPart& part) {
+        if (parameters[part.parameter].given == Given::kNot) {
+          const int64_t size = ElementBytes(index);
+          std::memset(chunk.place.data() + part.chunk_offset * size, 0, part.elements * size);
+        }
+        return true;
+      });
+    }
+    BALLAST_RETURN_IF_ERROR(PushChunk(index, final));
+  }
+  UsedParameters used = {.all = false};
+  bool all = true;
+  for (size_t p = 0; p < parameters_.size(); ++p) {
+    if (!job_.layout.parameters[p].trainable) continue;
+    if (parameters_[p].given == Given::kYes) {
+      used.parameters.push_back(static_cast<int>(p));
+    } else {
+      all = false;
+    }
+  }
+  BALLAST_RETURN_IF_ERROR(session_.EndMicroStep(micro_step, all ? UsedParameters{} : used));
+  open_ = false;
+  return absl::OkStatus();
+}
+
+absl::Status GradientGiver::CheckParameter(size_t parameter) const {
+  const auto& parameters = job_.layout.parameters;
+  if (parameter >= parameters.size()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("parameter ", parameter, " of ", parameters.size(), " does not exist"));
+  }
+  if (parameters[parameter].trainable) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("parameter ", parameters[parameter].name, " is frozen and takes no gradient"));
+}
+
+absl::Status GradientGiver::Enter(uint32_t micro_step) {
+  if (open_) {
+    if (micro_step == micro_step_) return absl::OkStatus();
+    return absl::InvalidArgumentError(absl::StrCat("a gradient of micro-step ", micro_step,
+                                                   " came before micro-step ", micro_step_,
+                                                   " was ended"));
+  }
+  open_ = true;
+  micro_step_ = micro_step;
+  ready_.clear();
+  for (Parameter& parameter : parameters_) parameter.given = Given::kNot;
+  for (const int index : own_chunks_) {
+    Chunk& chunk = chunks_[index];
+    chunk.stage = Stage::kIdle;
+    chunk.missing = chunk.parameters;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status GradientGiver::TakePlaces(Parameter& parameter) {
+  if (parameter.given == Given::kHasPlaces) return absl::OkStatus();
+  for (const Part& part : parameter.parts) BALLAST_RETURN_IF_ERROR(TakePlace(part.chunk));
+  parameter.given = Given::kHasPlaces;
+  return absl::OkStatus();
+}
+
+absl::Status GradientGiver::TakePlace(int index) {
+  Chunk& chunk = chunks_[index];
+  if (chunk.stage != Stage::kIdle) return absl::OkStatus();
+  const auto deadline = std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(limit_);
+  {
+    MutexLock lock(release_mutex_);
+    while (in_use_[index]) {
+      if (!released_.WaitUntil(release_mutex_, deadline)) {
+        return absl::DeadlineExceededError(
+            absl::StrCat("the last gradient of chunk ", index, " has not left yet"));
+      }
+    }
+  }
+  chunk.place = session_.gradient_memory(index);
+  if (chunk.place.empty()) {
+    chunk.own.resize(session_.layout().chunks()[index].elements * ElementBytes(index));
+    chunk.place = absl::MakeSpan(chunk.own);
+  }
+  const int64_t size = ElementBytes(index);
+  for (const ChunkPiece& padding : session_.layout().padding_of(index)) {
+    std::memset(chunk.place.data() + padding.chunk_offset * size, 0, padding.elements * size);
+  }
+  chunk.stage = Stage::kHasPlace;
+  return absl::OkStatus();
+}
+
+absl::Status GradientGiver::PushReady(bool final) {
+  while (!ready_.empty()) {
+    BALLAST_RETURN_IF_ERROR(PushChunk(ready_.back(), final));
+    ready_.pop_back();
+  }
+  return absl::OkStatus();
+}
+
+absl::Status GradientGiver::PushChunk(int index, bool final) {
+  Chunk& chunk = chunks_[index];
+  GradientPush push = {.chunk = index,
+                       .micro_step_begin = micro_step_,
+                       .micro_step_end = micro_step_ + 1,
+                       .final = final,
+                       .empty = chunk.stage == Stage::kIdle};
+  if (!push.empty) {
+    push.payload = chunk.place;
+    {
+      MutexLock lock(release_mutex_);
+      in_use_[index] = true;
+    }
+    push.released = [this, index] {
+      MutexLock lock(release_mutex_);
+      in_use_[index] = false;
+      released_.NotifyAll();
+    };
+  }
+  BALLAST_RETURN_IF_ERROR(session_.Push(std::move(push)));
+  chunk.stage = Stage::kPushed;
+  return absl::OkStatus();
+}
+
+int64_t GradientGiver::ElementBytes(int chunk) const {
+  return SizeBytes(job_.groups[session_.layout().chunks()[chunk].group].wire_dtype);
+}
+
+}  // namespace ballast::client

@@ -1,0 +1,133 @@
+"""The ranks that share a job, as they tell each other what the service cannot tell them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import time
+
+import torch.distributed as dist
+
+from ..errors import DeadlineError, FailedPreconditionError
+
+_POLL_SECONDS = 0.02
+_LISTEN_SECONDS = 1.0
+
+
+class Peers:
+    """Through the store by which torch.distributed has found its ranks: a rank that waits needs no collective,
+    in which nothing could be told to it. ranks: their numbers in the world. DeadlineError if not all make theirs
+    within the time limit."""
+
+    def __init__(self, job: str, ranks: list[int], timeout: float):
+        self.rank, self.world_size = ranks.index(dist.get_rank()), len(ranks)
+        self._timeout = timeout
+        self._next_listen = 0.0
+        common = dist.PrefixStore(f"ballast/{job}/{ranks[0]}", dist.distributed_c10d._get_default_store())
+        # After a restart of the ranks the store may be the old one, with all that they said before: what is said
+        # now has a name of its own.
+        token = self._answer(common) if self.rank == 0 else self._ask(common)
+        self._store = dist.PrefixStore(f"ballast/{job}/{ranks[0]}/{token}",
+                                       dist.distributed_c10d._get_default_store())
+
+    def _answer(self, store) -> str:
+        token, absent = secrets.token_hex(8), set(range(1, self.world_size))
+        for _ in self._polls(lambda: f"only {self.world_size - len(absent)} of {self.world_size} ranks came"):
+            for rank in sorted(absent):
+                if store.check([f"{token}/{rank}"]):
+                    absent.discard(rank)
+                elif store.check([f"hello/{rank}"]):
+                    store.set(f"answer/{rank}", f"{store.get(f'hello/{rank}').decode()} {token}")
+            if not absent:
+                return token
+
+    def _ask(self, store) -> str:
+        hello = secrets.token_hex(8)
+        store.set(f"hello/{self.rank}", hello)
+        for _ in self._polls(lambda: "rank 0 did not come"):
+            if store.check([f"answer/{self.rank}"]):
+                said, token = store.get(f"answer/{self.rank}").decode().split()
+                if said == hello:
+                    store.set(f"{token}/{self.rank}", "")
+                    return token
+
+    def _polls(self, what_is_missing):
+        deadline = time.monotonic() + self._timeout
+        while True:
+            yield
+            if time.monotonic() >= deadline:
+                raise DeadlineError(f"{what_is_missing()} to bind the optimizer within {self._timeout:g} s; every rank "
+                                    "must make the same calls")
+            time.sleep(_POLL_SECONDS)
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the others why this rank does not go on. What the first rank says is what all get."""
+        line = f"rank {self.rank}: {' '.join(str(error).split()) or type(error).__name__}"
+        try:
+            self._store.compare_set("error", "", line)
+        except RuntimeError:  # Nobody is there any more.
+            pass
+
+    def listen(self) -> None:
+        """FailedPreconditionError with what another rank has said."""
+        if time.monotonic() < self._next_listen:
+            return
+        self._next_listen = time.monotonic() + _LISTEN_SECONDS
+        self._raise_error()
+
+    def meet(self, where: str) -> None:
+        """Waits until all are there."""
+        self._store.add(where, 1)
+        for _ in self._polls(lambda: f"only {self._store.add(where, 0)} of {self.world_size} ranks came"):
+            self._raise_error()
+            if self._store.add(where, 0) == self.world_size:
+                return
+
+    def from_first(self, what: str, value: str | None) -> str:
+        """The value that rank 0 gives."""
+        if self.rank == 0:
+            self._store.set(what, value or "")
+            return value or ""
+        for _ in self._polls(lambda: "rank 0 did not come"):
+            self._raise_error()
+            if self._store.check([what]):
+                return self._store.get(what).decode()
+
+    def agree(self, description: list[tuple[str, str]]) -> None:
+        """ValueError, on all ranks, that names the first entry in which a rank differs from rank 0."""
+        text = json.dumps(description)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        if self.rank == 0:
+            self._store.set("whole description", text)
+        if self.from_first("description", digest) != digest:
+            theirs = [tuple(entry) for entry in json.loads(self._store.get("whole description"))]
+            raise ValueError(_first_difference(description, theirs))
+        self.meet("agreed")
+
+    def leave(self, wait_seconds: float = 0.0) -> None:
+        """Says that this rank needs nothing more, and waits until no other does, or for the time given."""
+        try:
+            self._store.add("left", 1)
+            deadline = time.monotonic() + wait_seconds
+            while time.monotonic() < deadline and self._store.add("left", 0) < self.world_size:
+                time.sleep(_POLL_SECONDS)
+        except RuntimeError:  # Nobody is there any more.
+            pass
+
+    def _raise_error(self) -> None:
+        try:
+            told = self._store.get("error").decode() if self._store.check(["error"]) else ""
+        except RuntimeError:  # The store has gone: other waits have an end of their own.
+            return
+        if told and not told.startswith(f"rank {self.rank}: "):
+            raise FailedPreconditionError(told)
+
+
+def _first_difference(ours: list[tuple[str, str]], theirs: list[tuple[str, str]]) -> str:
+    for (name, value), (their_name, their_value) in zip(ours, theirs):
+        if name != their_name:
+            return f"this rank has {name} where rank 0 has {their_name}; all ranks must train with the same job"
+        if value != their_value:
+            return f"{name} is {value}, and on rank 0 {their_value}; all ranks must train with the same job"
+    return f"this rank describes {len(ours)} things, and rank 0 {len(theirs)}; all ranks must train with the same job"

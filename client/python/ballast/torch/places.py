@@ -1,0 +1,188 @@
+"""Where a rank's weights are, and how they get to the ranks that do not get them from the service."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+_BLOCK_ELEMENTS = 256  # Of the service's layout without a mesh: a rank owns whole blocks.
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of it."""
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def seen(parameter: torch.Tensor) -> tuple[int, int]:
+    """Changes when somebody writes the parameter in a way that autograd sees, or puts other memory in its place."""
+    if isinstance(parameter, DTensor):
+        return parameter._version + parameter._local_tensor._version, parameter._local_tensor.data_ptr()
+    return parameter._version, parameter.data_ptr()
+
+
+class Shards:
+    """Each rank has its shards of the parameters, or all of them if it is the only one: the session writes to the
+    parameters themselves, where they are contiguous and in host memory, else to a copy in host memory. Of
+    replicas one rank is the owner, and the others get the weights from it.
+
+    placements: by parameter; None for one that is whole on every rank."""
+
+    def __init__(self, parameters: list[torch.Tensor], mesh, placements: list[tuple[int | None, ...] | None]):
+        self.parameters, self.mesh = parameters, mesh
+        self.owned = [_is_owner(mesh, of) for of in placements]
+        self.places = [local(p) if _is_plain(local(p)) else torch.empty(local(p).shape, dtype=p.dtype)
+                       for p in parameters]
+        self._replicas: dict[tuple, list[int]] = {}
+        for index, of in enumerate(placements):
+            if not parameters[index].requires_grad or of is None:
+                continue
+            dims = tuple(d for d, cut in enumerate(of) if cut is None and mesh.size(d) > 1)
+            if dims and local(parameters[index]).numel() > 0:
+                key = (dims, parameters[index].dtype, local(parameters[index]).device)
+                self._replicas.setdefault(key, []).append(index)
+
+    def deliver(self) -> None:
+        """The weights that the session has written, to the parameters, which autograd is told."""
+        for parameter, place, owned in zip(self.parameters, self.places, self.owned):
+            if not parameter.requires_grad or not owned:
+                continue
+            here = local(parameter)
+            if place.data_ptr() != here.data_ptr():
+                here.copy_(place)
+            else:
+                torch.autograd.graph.increment_version(here)
+            if isinstance(parameter, DTensor):
+                torch.autograd.graph.increment_version(parameter)
+        for (dims, _, _), members in self._replicas.items():
+            self._broadcast(dims, members)
+
+    def _broadcast(self, dims: tuple[int, ...], members: list[int]) -> None:
+        # After the last dimension all have the owner's: on the way ranks pass on what they have so far.
+        here = [local(self.parameters[index]) for index in members]
+        flat = torch.cat([tensor.reshape(-1) for tensor in here]).to(self.mesh.device_type)
+        for dim in dims:
+            group = self.mesh.get_group(dim)
+            dist.broadcast(flat, dist.get_global_rank(group, 0), group=group)
+        begin = 0
+        for index, tensor in zip(members, here):
+            if not self.owned[index]:
+                tensor.copy_(flat[begin:begin + tensor.numel()].view(tensor.shape))
+            begin += tensor.numel()
+
+    def same(self, index: int) -> bool | None:
+        """Whether the parameter has the weights that were delivered last. None: the session must read them
+        again to know. Of another rank's replica that rank tells."""
+        if not self.owned[index]:
+            return True
+        here, place = local(self.parameters[index]), self.places[index]
+        if here.data_ptr() == place.data_ptr():
+            return None
+        return torch.equal(here.cpu(), place)
+
+
+class Flats:
+    """Each rank has all parameters, and gets a part of each group's flat space from the service; the ranks gather
+    the weights from each other. members: by group of the job, the indices of its trainable parameters."""
+
+    def __init__(self, parameters: list[torch.Tensor], members: list[list[int]], group_of_ranks):
+        self.parameters, self._group = parameters, group_of_ranks
+        self.owned = [True] * len(parameters)
+        self.places = [parameter.detach() for parameter in parameters]  # The frozen ones stay there.
+        self._flats = []
+        self._rank = dist.get_rank(group_of_ranks)
+        for of_group in members:
+            if not of_group:
+                continue
+            flat = _Flat(of_group, parameters, dist.get_world_size(group_of_ranks))
+            self._flats.append(flat)
+            for index in of_group:
+                self.places[index] = flat.view(index)
+
+    def deliver(self) -> None:
+        for flat in self._flats:
+            if flat.shard_elements == 0:
+                continue
+            device = self.parameters[flat.members[0]].device
+            own = flat.shard(self._rank).to(device, copy=True)
+            everything = torch.empty(flat.memory.shape, dtype=flat.memory.dtype, device=device)
+            dist.all_gather_into_tensor(everything, own, group=self._group)
+            for index in flat.members:
+                begin, elements = flat.begins[index], self.parameters[index].numel()
+                self.parameters[index].detach().copy_(
+                    everything[begin:begin + elements].view(self.parameters[index].shape))
+
+    def same(self, index: int) -> bool:
+        """As Shards.same, of what this rank got from the service: other ranks look at the rest."""
+        flat = next(flat for flat in self._flats if index in flat.begins)
+        first = self._rank * flat.shard_elements
+        begin = max(first - flat.begins[index], 0)
+        end = min(first + flat.shard_elements - flat.begins[index], self.parameters[index].numel())
+        if begin >= end:
+            return True
+        here = self.parameters[index].detach().reshape(-1)[begin:end].cpu()
+        return torch.equal(here, self.places[index].reshape(-1)[begin:end])
+
+
+class _Flat:
+    """A group's flat space in host memory, of which every rank has an equal part."""
+
+    def __init__(self, members: list[int], parameters: list[torch.Tensor], world_size: int):
+        self.members, self._shapes = members, {index: parameters[index].shape for index in members}
+        self.begins, elements = {}, 0
+        for index in members:
+            self.begins[index] = elements
+            elements += parameters[index].numel()
+        row = world_size * _BLOCK_ELEMENTS
+        self.shard_elements = -(-elements // row) * _BLOCK_ELEMENTS
+        self.memory = torch.zeros(world_size * self.shard_elements, dtype=parameters[members[0]].dtype)
+
+    def view(self, index: int) -> torch.Tensor:
+        shape = self._shapes[index]
+        return self.memory[self.begins[index]:self.begins[index] + shape.numel()].view(shape)
+
+    def shard(self, rank: int) -> torch.Tensor:
+        return self.memory[rank * self.shard_elements:(rank + 1) * self.shard_elements]
+
+
+def mesh_of(names: list[str], parameters: list[torch.Tensor]):
+    """The mesh of those that are DTensors, or None. ValueError if there are several."""
+    mesh = first = None
+    for name, parameter in zip(names, parameters):
+        if not isinstance(parameter, DTensor):
+            continue
+        if mesh is None:
+            mesh, first = parameter.device_mesh, name
+        elif parameter.device_mesh != mesh:
+            raise ValueError(f"parameter {name} is on {parameter.device_mesh}, and {first} on {mesh}; give each mesh "
+                             "an optimizer and a job of its own")
+    return mesh
+
+
+def placements_of(name: str, parameter: torch.Tensor, mesh) -> tuple[int | None, ...]:
+    """For each dimension of the mesh the parameter's dimension that it cuts, or None. A parameter that is no
+    DTensor is whole on every rank. NotImplementedError for what is neither cut nor whole."""
+    if not isinstance(parameter, DTensor):
+        return (None,) * mesh.ndim
+    cuts = []
+    for placement in parameter.placements:
+        if type(placement) is Shard:
+            cuts.append(placement.dim % parameter.dim())
+        elif type(placement) is Replicate:
+            cuts.append(None)
+        else:
+            raise NotImplementedError(f"parameter {name} is placed as {placement}, which is not supported; shard it "
+                                      "with Shard and Replicate only, the outermost dimension of the mesh first")
+    return tuple(cuts)
+
+
+def _is_owner(mesh, placements: tuple[int | None, ...] | None) -> bool:
+    """Of its shard: the first of the replicas is."""
+    if mesh is None or placements is None:
+        return True
+    return all(cut is not None or at == 0 for cut, at in zip(placements, mesh.get_coordinate()))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie row-major in host memory."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous()

@@ -1,0 +1,198 @@
+"""Gradients that leave while the backward pass runs.
+
+A hook on each parameter takes its gradient as soon as autograd has it, and sets `.grad` to None. So each
+backward is a micro-step of the service, which sums them in fp32. A micro-step is closed when its backward ends, or
+when a parameter comes a second time: a hook fires again in one backward where layers are shared or
+checkpoints are reentrant, and the sum is the same.
+
+On a GPU a stream of its own copies the gradient to pinned host memory; the copy's end is told to the
+library by the stream itself, without a Python thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .. import _native
+from ..errors import FailedPreconditionError
+from ..session import Session
+
+_engine = torch.autograd.Variable._execution_engine
+
+
+class GradientStream:
+    """Of one session. `parameters`: by their index in the job, those whose gradients are taken where autograd
+    leaves them; None for the others. `part`: of a gradient, what this process has. `begin`: begins the step on
+    the service, with the hyper-parameters of now."""
+
+    def __init__(self, session: Session, parameters: Sequence[torch.nn.Parameter | None],
+                 part: Callable[[torch.Tensor], torch.Tensor], begin: Callable[[], None]):
+        self.begun = False
+        self.closed = False
+        self.micro_steps = 0  # That are closed.
+        self._session, self._part, self._begin = session, part, begin
+        self._process = os.getpid()
+        self._lock = threading.RLock()  # A backward has a thread for each device.
+        self._given: set[int] = set()  # In the open micro-step.
+        self._backwards: set[int] = set()  # Those that have given something and have not ended.
+        self._copies: _Copies | None = None
+        self._hooks = [parameter.register_post_accumulate_grad_hook(functools.partial(self._take, index))
+                       for index, parameter in enumerate(parameters) if parameter is not None]
+
+    def close(self) -> None:
+        self.closed = True
+        for hook in self._hooks:
+            hook.remove()
+        if self._copies is not None:
+            self._copies.close()
+
+    def enter_backward(self, ended: Callable[[], None] | None = None) -> None:
+        """Inside a backward, before its first gradient is given. ended: called at the end of a backward that gave
+        something, once all that autograd itself does then is done."""
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("gradients cannot leave from a CUDA graph that is captured: create the optimizer with "
+                               "overlap=False")
+        backward = torch._C._current_graph_task_id()
+        with self._lock:
+            if backward not in self._backwards:
+                self._backwards.add(backward)
+                end = functools.partial(self._end_backward, backward, ended)
+                # A callback that is queued by a callback comes last.
+                _engine.queue_callback(functools.partial(_engine.queue_callback, end) if ended else end)
+
+    def give(self, index: int, gradient: torch.Tensor) -> None:
+        """What this process has of a parameter's gradient goes to the service."""
+        with self._lock:
+            if index in self._given:
+                self._close_micro_step()
+            if not self.begun:
+                self._begin()
+                self.begun = True
+            self._given.add(index)
+            final = self.micro_steps + 1 == self._session.job.max_micro_steps
+            if _is_on_gpu(gradient):
+                if self._copies is None:
+                    self._copies = _Copies(self._session)
+                self._copies.start(index, self.micro_steps, gradient, final)
+            else:
+                gradient = gradient.contiguous()
+                # A tensor of no elements has no address, and None would be no gradient.
+                self._session.give_gradient(index, gradient.data_ptr() or 1, self.micro_steps, final=final)
+
+    def check_ended(self) -> None:
+        """Before the step is sealed."""
+        if self._backwards:
+            raise FailedPreconditionError("a backward pass did not end, and part of its gradients has been sent; call "
+                                          "zero_grad() and do the step's backward passes again")
+
+    def finish(self) -> None:
+        """The step is over: decided or discarded."""
+        self.begun, self.micro_steps = False, 0
+        self._given.clear()
+        self._backwards.clear()
+
+    def discard(self) -> None:
+        """Takes back what was given since the last step."""
+        if self._copies is not None:
+            self._copies.wait()
+        if self.begun:
+            self._session.discard()
+        self.finish()
+
+    # ------------------------------------------------------------ inside a backward
+
+    def _take(self, index: int, parameter: torch.nn.Parameter) -> None:
+        gradient = parameter.grad
+        if gradient is None or os.getpid() != self._process:
+            return
+        self.enter_backward()
+        self.give(index, self._part(gradient.detach()))
+        parameter.grad = None
+
+    def _end_backward(self, backward: int, ended: Callable[[], None] | None) -> None:
+        with self._lock:
+            self._backwards.discard(backward)
+            if not self._backwards:  # Else this one ran inside another.
+                self._close_micro_step()
+        if ended is not None:
+            ended()
+
+    def _close_micro_step(self) -> None:
+        if self._given:
+            final = self.micro_steps + 1 == self._session.job.max_micro_steps
+            self._session.end_gradients(self.micro_steps, final=final)
+            self.micro_steps += 1
+            self._given.clear()
+
+
+class _Copies:
+    """From GPUs to the host, one stream for each GPU, in order."""
+
+    def __init__(self, session: Session):
+        self._session = session
+        self._driver = _load_driver()
+        self._written = _native.address_of("ballast_gradient_written")
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._pinned: list[int] = []
+        self._tickets = [session.gradient_ticket(index) for index in range(len(session.job.parameters))]
+        for address, size in _whole_pages(session.gradient_memories()):
+            # Once: registering memory inside a backward would wait for the whole GPU.
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, size, 0)))
+            self._pinned.append(address)
+
+    def start(self, index: int, micro_step: int, gradient: torch.Tensor, final: bool) -> None:
+        stream = self._streams.get(gradient.device)
+        if stream is None:
+            stream = self._streams[gradient.device] = torch.cuda.Stream(gradient.device)
+        stream.wait_stream(torch.cuda.current_stream(gradient.device))
+        ticket = self._tickets[index]
+        places, ticket.attempt = self._session.gradient_places(index, micro_step)
+        ticket.final = final
+        with torch.cuda.stream(stream):
+            flat = gradient.reshape(-1)
+            for address, offset, elements in places:
+                _at(address, elements, gradient.dtype).copy_(flat[offset:offset + elements], non_blocking=True)
+        gradient.record_stream(stream)
+        code = self._driver.cuLaunchHostFunc(ctypes.c_void_p(stream.cuda_stream), ctypes.c_void_p(self._written),
+                                             ctypes.byref(ticket))
+        if code != 0:
+            raise RuntimeError(f"cuLaunchHostFunc failed with CUDA error {code}")
+
+    def wait(self) -> None:
+        for stream in self._streams.values():
+            stream.synchronize()
+
+    def close(self) -> None:
+        self.wait()
+        for address in self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def _is_on_gpu(gradient: torch.Tensor) -> bool:
+    return gradient.is_cuda
+
+
+def _load_driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _at(address: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_char * (elements * dtype.itemsize)).from_address(address), dtype=dtype)
+
+
+def _whole_pages(memories: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(address, bytes) of the pages that hold these, each page once."""
+    page, merged = os.sysconf("SC_PAGESIZE"), []
+    for address, size in sorted(memories):
+        begin, end = address // page * page, -(-(address + size) // page) * page
+        if merged and begin <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([begin, end])
+    return [(begin, end - begin) for begin, end in merged]

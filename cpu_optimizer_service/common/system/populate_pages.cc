@@ -1,0 +1,48 @@
+#include "cpu_optimizer_service/common/system/populate_pages.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <thread>
+#include <vector>
+
+// Linux 5.14; older headers do not have it.
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
+namespace ballast {
+namespace {
+
+constexpr size_t kMostThreads = 8;  // By then the memory is the limit.
+
+}  // namespace
+
+int PopulatePages(std::byte* memory, size_t bytes, size_t piece_bytes) {
+  std::atomic<size_t> next = 0;  // First byte that no thread has taken.
+  std::atomic<int> failed = 0;
+  const auto work = [&] {
+    while (failed == 0) {
+      const size_t begin = next.fetch_add(piece_bytes);
+      if (begin >= bytes) return;
+      const size_t piece = std::min(piece_bytes, bytes - begin);
+      int result = 0;
+      do {
+        result = madvise(memory + begin, piece, MADV_POPULATE_WRITE);
+      } while (result != 0 && errno == EINTR);
+      if (result != 0) failed = errno;
+    }
+  };
+  const size_t pieces = (bytes + piece_bytes - 1) / piece_bytes;
+  const size_t threads = std::min<size_t>(
+      {pieces, kMostThreads, std::max(1u, std::thread::hardware_concurrency())});
+  std::vector<std::thread> others;
+  for (size_t i = 1; i < threads; ++i) others.emplace_back(work);
+  work();
+  for (std::thread& thread : others) thread.join();
+  return failed;
+}
+
+}  // namespace ballast

@@ -1,0 +1,311 @@
+// Gradients given one by one, as a backward pass comes to them: the same bits as given at once.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "client/ballast.h"
+#include "tests/support/service_for_tests.h"
+
+namespace ballast::client {
+namespace {
+
+using testing::HasSubstr;
+
+constexpr int kParameters = 5;
+// Longer than some chunks; within one; frozen; seldom used; in a chunk of its neighbours.
+constexpr std::array<int64_t, kParameters> kElements = {900, 7, 5, 300, 40};
+constexpr int kFrozen = 2;
+
+float Value(uint64_t step, uint32_t micro_step, int parameter, int64_t element) {
+  return 0.03f *
+         static_cast<float>((step * 13 + micro_step * 7 + parameter * 17 + element * 5) % 89 - 44);
+}
+
+class Rank {
+ public:
+  Rank(const std::string& job, const std::string& service, bool shares = true, int rank = 0,
+       int world_size = 1, double wait_seconds = 20) {
+    for (int p = 0; p < kParameters; ++p) {
+      weights_.emplace_back(kElements[p], 0.0f);
+      gradients_.emplace_back(kElements[p]);
+    }
+    std::vector<std::string> names;
+    std::vector<ballast_parameter> parameters;
+    std::vector<void*> places;
+    for (int p = 0; p < kParameters; ++p) names.push_back(absl::StrCat("p", p));
+    for (int p = 0; p < kParameters; ++p) {
+      parameters.push_back({.size = sizeof(ballast_parameter),
+                            .name = names[p].c_str(),
+                            .shape = &kElements[p],
+                            .dimensions = 1,
+                            .frozen = p == kFrozen});
+      places.push_back(weights_[p].data());
+    }
+    const ballast_group group = {.size = sizeof(group), .name = "all", .hyper_parameters = kHyper};
+    const ballast_job described = {.size = sizeof(described),
+                                   .name = job.c_str(),
+                                   .groups = &group,
+                                   .group_count = 1,
+                                   .parameters = parameters.data(),
+                                   .parameter_count = kParameters,
+                                   .world_size = world_size,
+                                   .chunk_elements = 256,
+                                   .unused_policy = BALLAST_UNUSED_SKIP};
+    const ballast_options options = {.size = sizeof(options),
+                                     .service = service.c_str(),
+                                     .job = &described,
+                                     .rank = rank,
+                                     .never_share_memory = !shares,
+                                     .wait_seconds = wait_seconds,
+                                     .weights = places.data()};
+    EXPECT_EQ(ballast_open(&options, &session_), BALLAST_OK) << ballast_message();
+    std::vector<const float*> first;
+    for (int p = 0; p < kParameters; ++p) {
+      for (int64_t i = 0; i < kElements[p]; ++i) weights_[p][i] = 0.1f * Value(9, 9, p, i);
+      first.push_back(weights_[p].data());
+    }
+    EXPECT_EQ(ballast_upload_weights(session_, first.data(), kParameters), BALLAST_OK)
+        << ballast_message();
+    EXPECT_EQ(ballast_read_weights(session_), BALLAST_OK) << ballast_message();
+  }
+  ~Rank() { ballast_close(session_); }
+  Rank(const Rank&) = delete;
+  Rank& operator=(const Rank&) = delete;
+
+  ballast_session* session() { return session_; }
+  const std::vector<std::vector<float>>& weights() const { return weights_; }
+
+  void Begin() {
+    const ballast_step step = {.size = sizeof(step)};
+    ASSERT_EQ(ballast_begin_step(session_, &step), BALLAST_OK) << ballast_message();
+  }
+  const void* Gradient(uint64_t step, uint32_t micro_step, int parameter) {
+    for (int64_t i = 0; i < kElements[parameter]; ++i) {
+      gradients_[parameter][i] = Value(step, micro_step, parameter, i);
+    }
+    return gradients_[parameter].data();
+  }
+  void Decide(uint32_t micro_steps) {
+    ballast_decision decision = {.size = sizeof(decision)};
+    ASSERT_EQ(ballast_seal(session_, micro_steps, &decision), BALLAST_OK) << ballast_message();
+    ASSERT_TRUE(decision.applied) << ballast_message();
+    ASSERT_EQ(ballast_receive_weights(session_), BALLAST_OK) << ballast_message();
+  }
+  // The reference: the gradients of `given` at once.
+  void StepAtOnce(uint64_t step, const std::vector<std::vector<int>>& given) {
+    Begin();
+    for (uint32_t m = 0; m < given.size(); ++m) {
+      std::array<const void*, kParameters> pointers = {};
+      for (const int p : given[m]) pointers[p] = Gradient(step, m, p);
+      ASSERT_EQ(ballast_push_gradients(session_, m, pointers.data(), kParameters, 0), BALLAST_OK)
+          << ballast_message();
+    }
+    Decide(given.size());
+  }
+
+ private:
+  static constexpr ballast_hyper_parameters kHyper = {.lr = 0.01,
+                                                      .beta1 = 0.9,
+                                                      .beta2 = 0.95,
+                                                      .eps = 1e-8,
+                                                      .weight_decay = 0.1,
+                                                      .decoupled_weight_decay = 1,
+                                                      .bias_correction = 1};
+  std::vector<std::vector<float>> weights_, gradients_;
+  ballast_session* session_ = nullptr;
+};
+
+void ExpectSameBits(const Rank& one, const Rank& other) {
+  for (int p = 0; p < kParameters; ++p) {
+    EXPECT_EQ(std::memcmp(one.weights()[p].data(), other.weights()[p].data(),
+                          kElements[p] * sizeof(float)),
+              0)
+        << "parameter " << p;
+  }
+}
+
+// By micro-step, in the order in which they come.
+const std::vector<std::vector<std::vector<int>>> kSteps = {
+    {{4, 3, 1, 0}}, {{1, 0, 4}, {0, 3, 4, 1}, {4}}, {{0}}, {{3, 4, 0, 1}, {}}};
+
+class CGradients : public testing::Test {
+ protected:
+  std::string service() { return service_.server().addresses()[0]; }
+  ServiceForTests service_;
+};
+
+TEST_F(CGradients, OneByOneInAnyOrderGiveTheBitsOfAllAtOnce) {
+  for (const bool shares : {true, false}) {
+    Rank one_by_one(absl::StrCat("one", shares), service(), shares);
+    Rank at_once(absl::StrCat("once", shares), service(), shares);
+    for (uint64_t step = 0; step < kSteps.size(); ++step) {
+      one_by_one.Begin();
+      for (uint32_t m = 0; m < kSteps[step].size(); ++m) {
+        for (const int p : kSteps[step][m]) {
+          ASSERT_EQ(
+              ballast_give_gradient(one_by_one.session(), m, p, one_by_one.Gradient(step, m, p), 0),
+              BALLAST_OK)
+              << ballast_message();
+        }
+        ASSERT_EQ(ballast_end_gradients(one_by_one.session(), m, 0), BALLAST_OK)
+            << ballast_message();
+      }
+      one_by_one.Decide(kSteps[step].size());
+      at_once.StepAtOnce(step, kSteps[step]);
+      ExpectSameBits(one_by_one, at_once);
+    }
+  }
+}
+
+// As a GPU's stream does it: written to their places, and told from another thread, in its own time.
+TEST_F(CGradients, WrittenToTheirPlacesByAnotherThreadGiveTheSameBits) {
+  for (const bool shares : {true, false}) {
+    Rank copied(absl::StrCat("copied", shares), service(), shares);
+    Rank at_once(absl::StrCat("at_once", shares), service(), shares);
+    for (uint64_t step = 0; step < kSteps.size(); ++step) {
+      copied.Begin();
+      for (uint32_t m = 0; m < kSteps[step].size(); ++m) {
+        struct Copy {
+          std::vector<ballast_gradient_place> places;
+          const float* gradient = nullptr;
+          ballast_gradient_ticket ticket = {};
+        };
+        std::vector<Copy> copies;
+        for (const int p : kSteps[step][m]) {
+          Copy copy = {
+              .places = std::vector<ballast_gradient_place>(8),
+              .gradient = static_cast<const float*>(copied.Gradient(step, m, p)),
+              .ticket = {.session = copied.session(), .parameter = static_cast<size_t>(p)}};
+          size_t count = 0;
+          ASSERT_EQ(ballast_gradient_places(copied.session(), m, p, copy.places.data(), 8, &count,
+                                            &copy.ticket.attempt),
+                    BALLAST_OK)
+              << ballast_message();
+          ASSERT_LE(count, 8);
+          copy.places.resize(count);
+          copies.push_back(std::move(copy));
+        }
+        std::atomic<bool> ending = false;
+        std::thread stream([&] {
+          while (!ending) std::this_thread::yield();  // The end of the micro-step waits for these.
+          for (Copy& copy : copies) {
+            for (const ballast_gradient_place& place : copy.places) {
+              std::memcpy(place.data, copy.gradient + place.offset, place.elements * sizeof(float));
+            }
+            ballast_gradient_written(&copy.ticket);
+          }
+        });
+        ending = true;
+        EXPECT_EQ(ballast_end_gradients(copied.session(), m, 0), BALLAST_OK) << ballast_message();
+        stream.join();
+      }
+      copied.Decide(kSteps[step].size());
+      at_once.StepAtOnce(step, kSteps[step]);
+      ExpectSameBits(copied, at_once);
+    }
+  }
+}
+
+TEST_F(CGradients, ATicketOfAnEarlierAttemptDoesNothing) {
+  Rank rank("tickets", service(), true, 0, 1, /*wait_seconds=*/0.1);
+  Rank at_once("no_tickets", service());
+  rank.Begin();
+  std::array<ballast_gradient_place, 8> places;
+  size_t count = 0;
+  ballast_gradient_ticket old = {.session = rank.session(), .parameter = 0};
+  ASSERT_EQ(ballast_gradient_places(rank.session(), 0, 0, places.data(), 8, &count, &old.attempt),
+            BALLAST_OK);
+  ASSERT_EQ(ballast_give_gradient(rank.session(), 0, 0, rank.Gradient(0, 0, 0), 0), BALLAST_OK);
+  ASSERT_EQ(ballast_end_gradients(rank.session(), 0, 0), BALLAST_OK);
+  rank.Decide(1);
+  at_once.StepAtOnce(0, {{0}});
+
+  rank.Begin();
+  ballast_gradient_ticket now = {.session = rank.session(), .parameter = 0};
+  ASSERT_EQ(ballast_gradient_places(rank.session(), 0, 0, places.data(), 8, &count, &now.attempt),
+            BALLAST_OK);
+  EXPECT_NE(now.attempt, old.attempt);
+  ballast_gradient_written(&old);
+  EXPECT_EQ(ballast_end_gradients(rank.session(), 0, 0), BALLAST_DEADLINE_EXCEEDED);
+  EXPECT_THAT(ballast_message(), HasSubstr("not been written"));
+  const auto* gradient = static_cast<const float*>(rank.Gradient(1, 0, 0));
+  for (size_t i = 0; i < count; ++i) {
+    std::memcpy(places[i].data, gradient + places[i].offset, places[i].elements * sizeof(float));
+  }
+  ballast_gradient_written(&now);
+  int32_t ended = BALLAST_DEADLINE_EXCEEDED;
+  while (ended == BALLAST_DEADLINE_EXCEEDED) ended = ballast_end_gradients(rank.session(), 0, 0);
+  ASSERT_EQ(ended, BALLAST_OK) << ballast_message();
+  rank.Decide(1);
+  at_once.StepAtOnce(1, {{0}});
+  ExpectSameBits(rank, at_once);
+}
+
+TEST_F(CGradients, EachRankGivesWhatItOwns) {
+  std::vector<std::vector<std::vector<float>>> weights(3);
+  for (const bool one_by_one : {true, false}) {
+    std::vector<std::thread> ranks;
+    for (int r = 0; r < 3; ++r) {
+      ranks.emplace_back([&, r] {
+        Rank rank(absl::StrCat("three", one_by_one), service(), true, r, 3);
+        for (uint64_t step = 0; step < kSteps.size(); ++step) {
+          if (!one_by_one) {
+            rank.StepAtOnce(step, kSteps[step]);
+            continue;
+          }
+          rank.Begin();
+          for (uint32_t m = 0; m < kSteps[step].size(); ++m) {
+            for (const int p : kSteps[step][m]) {
+              EXPECT_EQ(ballast_give_gradient(rank.session(), m, p, rank.Gradient(step, m, p), 0),
+                        BALLAST_OK)
+                  << ballast_message();
+            }
+            EXPECT_EQ(ballast_end_gradients(rank.session(), m, 0), BALLAST_OK) << ballast_message();
+          }
+          rank.Decide(kSteps[step].size());
+        }
+        if (one_by_one) {
+          weights[r] = rank.weights();
+        } else {
+          EXPECT_EQ(weights[r], rank.weights()) << "rank " << r;
+        }
+      });
+    }
+    for (std::thread& rank : ranks) rank.join();
+  }
+}
+
+TEST_F(CGradients, CallsOutOfTurnAreRefusedAndChangeNothing) {
+  Rank rank("turns", service());
+  Rank at_once("turns_at_once", service());
+  rank.Begin();
+  const auto give = [&](uint32_t micro_step, int parameter) {
+    return ballast_give_gradient(rank.session(), micro_step, parameter,
+                                 rank.Gradient(0, 0, parameter), 0);
+  };
+  ASSERT_EQ(give(0, 1), BALLAST_OK) << ballast_message();
+  EXPECT_EQ(give(0, 1), BALLAST_INVALID_ARGUMENT);
+  EXPECT_THAT(ballast_message(), HasSubstr("p1 was given already"));
+  EXPECT_EQ(give(1, 0), BALLAST_INVALID_ARGUMENT);
+  EXPECT_THAT(ballast_message(), HasSubstr("before micro-step 0 was ended"));
+  EXPECT_EQ(give(0, kFrozen), BALLAST_INVALID_ARGUMENT);
+  EXPECT_THAT(ballast_message(), HasSubstr("frozen"));
+  EXPECT_EQ(ballast_give_gradient(rank.session(), 0, 99, nullptr, 0), BALLAST_INVALID_ARGUMENT);
+  EXPECT_EQ(ballast_give_gradient(rank.session(), 0, 0, nullptr, 0), BALLAST_INVALID_ARGUMENT);
+  EXPECT_THAT(ballast_message(), HasSubstr("no places yet"));
+  ASSERT_EQ(ballast_end_gradients(rank.session(), 0, 0), BALLAST_OK) << ballast_message();
+  rank.Decide(1);
+  at_once.StepAtOnce(0, {{1}});
+  ExpectSameBits(rank, at_once);
+}
+
+}  // namespace
+}  // namespace ballast::client

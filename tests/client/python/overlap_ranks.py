@@ -1,0 +1,84 @@
+"""What the ranks of overlap_test.py do."""
+
+import hashlib
+
+import torch
+import torch.distributed as dist
+from fsdp_ranks import Model, batch, loss_of, mesh_of, shard, used_seldom
+from torch.distributed.tensor import DTensor
+
+import ballast
+import ballast.torch
+
+
+def digest(model):
+    sha = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        sha.update(name.encode() + value.detach().float().numpy().tobytes())
+    return sha.hexdigest()
+
+
+def train(model, optimizer, rank, accumulation, syncs):
+    """syncs: called with whether the gradients of the next backward are reduced. Returns how many steps' gradients
+    had left before step()."""
+    left = 0
+    for step in range(5):
+        optimizer.zero_grad()
+        for micro_step in range(accumulation):
+            syncs(micro_step + 1 == accumulation)
+            loss_of(model, batch(10 * step + micro_step, rank), used_seldom(step)).backward()
+        left += all(p.grad is None for p in model.parameters())
+        optimizer.step()
+    return left
+
+
+def fsdp(rank, world_size, service, job, overlap, accumulation=1, no_sync=False, replicas=1, **options):
+    model = shard(Model(), mesh_of(world_size, replicas))
+    optimizer = ballast.torch.AdamW(model.named_parameters(), lr=0.02, weight_decay=0.1, service=service, job=job,
+                                    overlap=overlap, **options)
+    left = train(model, optimizer, rank, accumulation,
+                 model.set_requires_gradient_sync if no_sync else lambda _: None)
+    optimizer.close()
+    return [digest(model), left]
+
+
+def ddp(rank, world_size, service, job, overlap, accumulation=1, no_sync=False, **options):
+    torch.manual_seed(1)
+    module = torch.nn.Sequential(torch.nn.Embedding(7, 5), torch.nn.Linear(5, 300), torch.nn.Tanh(),
+                                 torch.nn.Linear(300, 7))
+    # Small buckets, so that there are several.
+    model = torch.nn.parallel.DistributedDataParallel(module, bucket_cap_mb=0.001, **options)
+    optimizer = ballast.torch.AdamW(module.named_parameters(), lr=0.02, service=service, job=job, overlap=overlap,
+                                    module=model if overlap else None)
+
+    def syncs(reduced):
+        model.require_backward_grad_sync = reduced or not no_sync  # As no_sync() sets it.
+
+    left = 0
+    for step in range(5):
+        optimizer.zero_grad()
+        for micro_step in range(accumulation):
+            syncs(micro_step + 1 == accumulation)
+            tokens = batch(10 * step + micro_step, rank)
+            torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        left += all(p.grad is None for p in module.parameters())
+        optimizer.step()
+    optimizer.close()
+    return [digest(module), left]
+
+
+def refusals(rank, world_size, service, job):
+    """Of an optimizer that cannot see how the ranks reduce their gradients."""
+    module = torch.nn.Linear(3, 2)
+    parallel = torch.nn.parallel.DistributedDataParallel(module, find_unused_parameters=True)
+    said = []
+    for number, given in enumerate((None, module, parallel)):
+        try:
+            ballast.torch.AdamW(module.named_parameters(), service=service, job=f"{job}{number}", overlap=True,
+                                module=given)
+            said.append("nothing")
+        except ValueError as error:
+            said.append(str(error))
+    dist.barrier()
+    return said

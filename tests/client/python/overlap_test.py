@@ -1,0 +1,395 @@
+#!/usr/bin/env python3
+"""ballast.torch with gradients that leave during backward: the bits of a run in which they leave in step()."""
+
+import contextlib
+import ctypes
+import itertools
+import os
+import signal
+import threading
+import time
+import unittest
+import warnings
+from unittest import mock
+
+import torch
+from ranks_for_tests import run_ranks
+from torch.utils.checkpoint import checkpoint
+from torch_test import Model, batch, loss_of, names
+
+import ballast
+import ballast.torch
+
+
+_numbers = itertools.count()
+
+
+def weights(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+class OverlapTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        torch.set_num_threads(1)
+        cls.service = ballast.Service(memory_limit="1GiB")
+        cls.addClassCleanup(cls.service.stop)
+
+    def optimizer(self, model, overlap, **options):
+        job = f"{self.id().rpartition('.')[2]}-{next(_numbers)}"
+        optimizer = ballast.torch.AdamW(
+            names(model), **{"lr": 0.01, "service": self.service.address, "job": job} | options, overlap=overlap)
+        self.addCleanup(optimizer.close)
+        return optimizer
+
+    def assert_same(self, step_of, steps=5, model_of=Model, **options):
+        """step_of(model, optimizer, step) with and without overlap. Returns the model and optimizer that have it."""
+        models, optimizers = [], []
+        for overlap in (True, False):
+            torch.manual_seed(3)
+            models.append(model_of())
+            optimizers.append(self.optimizer(models[-1], overlap, **options))
+            for step in range(steps):
+                step_of(models[-1], optimizers[-1], step)
+        for (name, one), other in zip(weights(models[0]).items(), weights(models[1]).values()):
+            self.assertTrue(torch.equal(one, other), name)
+        return models[0], optimizers[0]
+
+    # ------------------------------------------------------------ the same bits
+
+    def test_same_bits(self):
+        left = []
+
+        def step_of(model, optimizer, step):
+            optimizer.zero_grad()
+            loss_of(model, batch(step), seldom=step % 2 == 0).backward()
+            left.append(all(p.grad is None for p in model.parameters()))
+            optimizer.step()
+
+        for options in ({}, {"update": "speculate"}, {"max_norm": 0.1}, {"accumulation_steps": 1},
+                        {"accumulation_steps": 1, "update": "speculate", "max_norm": 1000.0}):
+            with self.subTest(options):
+                left.clear()
+                self.assert_same(step_of, **options)
+                # All from the second step on; none where they leave in step().
+                self.assertEqual(left, [False] + 4 * [True] + 5 * [False])
+
+    def test_same_bits_with_accumulation(self):
+        def step_of(model, optimizer, step):
+            for micro_step in range(3):
+                (loss_of(model, batch(10 * step + micro_step), seldom=micro_step == 1) / 3).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for options in ({}, {"accumulation_steps": 3}, {"update": "speculate"}):
+            with self.subTest(options):
+                self.assert_same(step_of, **options)
+
+    def test_bf16_gradients_are_summed_in_fp32(self):
+        model = Model(torch.bfloat16)
+        optimizer = self.optimizer(model, True)
+        loss_of(model, batch(0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference = Model(torch.bfloat16)
+        reference.load_state_dict(model.state_dict())
+        exact, rounded = ({name: torch.zeros_like(p, dtype=dtype) for name, p in names(model)}
+                          for dtype in (torch.float64, torch.bfloat16))
+        for micro_step in range(5):
+            for each in (model, reference):
+                loss_of(each, batch(1 + micro_step)).backward()
+            for name, p in names(reference):
+                if p.grad is not None:
+                    exact[name] += p.grad
+                    rounded[name] += p.grad
+                    p.grad = None
+        optimizer.step()
+        norm, norm_of_rounded = (sum(sum_.double().square().sum().item() for sum_ in sums.values()) ** 0.5
+                                 for sums in (exact, rounded))
+        self.assertAlmostEqual(optimizer.grad_norm / norm, 1, delta=1e-6)
+        self.assertNotAlmostEqual(norm_of_rounded / norm, 1, delta=1e-5)
+
+    def test_a_gradient_that_comes_twice_in_one_backward(self):
+        """Reentrant checkpoints of one layer: its hook fires for each, within the backward of the last."""
+        class Twice(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.inner, self.last = (torch.nn.Linear(6, 6) for _ in range(3))
+
+            def forward(self, x):
+                x = self.first(x)
+                for _ in range(3):
+                    x = checkpoint(lambda y: torch.tanh(self.inner(y)), x, use_reentrant=True)
+                return self.last(x)
+
+        def step_of(model, optimizer, step):
+            optimizer.zero_grad()
+            torch.manual_seed(step)
+            model(torch.randn(4, 6)).square().sum().backward()
+            optimizer.step()
+
+        self.assert_same(step_of, model_of=Twice)
+
+    def test_closure_and_gradients_set_by_hand(self):
+        def step_of(model, optimizer, step):
+            def closure():
+                optimizer.zero_grad()
+                loss = loss_of(model, batch(step))
+                loss.backward()
+                # One that did not come from a backward pass is the last part of the sum.
+                model.seldom.grad = torch.full_like(model.seldom, step - 1.5)
+                return loss
+
+            self.assertGreater(optimizer.step(closure).item(), 0)
+
+        self.assert_same(step_of)
+
+    def test_two_optimizers_of_which_one_gets_the_others_gradients(self):
+        """As generator and discriminator do it: what the discriminator gets in the generator's turn is thrown away."""
+        ends = []
+        for overlap in (True, False):
+            torch.manual_seed(5)
+            generator, critic = torch.nn.Linear(4, 6), torch.nn.Linear(6, 1)
+            optimizers = [self.optimizer(generator, overlap),
+                          self.optimizer(critic, overlap)]
+            for step in range(5):
+                noise = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+                optimizers[1].zero_grad()
+                critic(generator(noise).detach()).square().mean().backward()
+                optimizers[1].step()
+                optimizers[0].zero_grad()
+                (-critic(generator(noise)).mean()).backward()
+                optimizers[0].step()
+            ends.append([*weights(generator).values(), *weights(critic).values()])
+        for one, other in zip(*ends):
+            self.assertTrue(torch.equal(one, other))
+
+    def test_copies_on_a_gpus_stream(self):
+        """The path of a GPU, whose copies end in their own time, with the CPU in its place: no GPU is needed to see
+        that every gradient gets to its places and is told once."""
+        threads, registered = [], []
+
+        class Stream:
+            cuda_stream = 1
+
+            def __init__(self, device):
+                pass
+
+            def wait_stream(self, other):
+                pass
+
+            def synchronize(self):
+                for thread in threads:
+                    thread.join()
+
+        class Driver:
+            def cuLaunchHostFunc(self, stream, function, ticket):
+                written = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function.value)
+                threads.append(threading.Thread(target=written, args=(ctypes.addressof(ticket._obj),)))
+                threads[-1].start()
+                return 0
+
+        class Runtime:
+            def cudaHostRegister(self, address, size, flags):
+                registered.append(address)
+                return 0
+
+            def cudaHostUnregister(self, address):
+                registered.remove(address)
+
+        def step_of(model, optimizer, step):
+            for micro_step in range(2):
+                loss_of(model, batch(10 * step + micro_step), seldom=micro_step == 1).backward()
+                if step == 2:
+                    optimizer.zero_grad()
+                    loss_of(model, batch(10 * step + micro_step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        streaming = "ballast.torch.streaming"
+        with contextlib.ExitStack() as stack:
+            for name, value in ((f"{streaming}._is_on_gpu", lambda gradient: True), (f"{streaming}._load_driver", Driver),
+                                ("torch.cuda.Stream", Stream), ("torch.cuda.cudart", Runtime),
+                                ("torch.cuda.check_error", lambda code: None),
+                                ("torch.cuda.stream", contextlib.nullcontext),
+                                ("torch.cuda.current_stream", lambda device: None),
+                                ("torch.Tensor.record_stream", lambda tensor, stream: None)):
+                stack.enter_context(mock.patch(name, value))
+            _, optimizer = self.assert_same(step_of)
+            self.assertGreater(len(threads), 20)
+            self.assertGreater(len(registered), 0)
+            optimizer.close()
+            self.assertEqual(registered, [])
+
+    # ------------------------------------------------------------ what is taken back
+
+    def test_zero_grad_without_step_takes_everything_back(self):
+        def step_of(zero):
+            def run(model, optimizer, step):
+                if step == 2:
+                    for again in range(2):
+                        loss_of(model, batch(50 + again)).backward()
+                        zero(model, optimizer)
+                loss_of(model, batch(step)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return run
+
+        for number, zero in enumerate((lambda model, optimizer: optimizer.zero_grad(),
+                                       lambda model, optimizer: model.zero_grad())):
+            for update in ("wait", "speculate"):
+                with self.subTest(number=number, update=update):
+                    self.assert_same(step_of(zero), update=update)
+
+    def test_a_backward_that_failed_is_told_and_taken_back(self):
+        class Failing(torch.autograd.Function):
+            @staticmethod
+            def forward(context, x):
+                return x.clone()
+
+            @staticmethod
+            def backward(context, gradient):
+                raise RuntimeError("on purpose")
+
+        model, reference = Model(), Model()
+        optimizer, other = self.optimizer(model, True), self.optimizer(reference, False)
+        for step in range(4):
+            if step == 2:
+                fails = Failing.apply(model.embedding.weight).sum()
+                with self.assertRaisesRegex(RuntimeError, "on purpose"):
+                    (loss_of(model, batch(77)) + fails).backward()
+                if optimizer._binding.stream.begun:  # What came before the error has left.
+                    loss_of(model, batch(78)).backward()
+                    with self.assertRaisesRegex(ballast.FailedPreconditionError, "zero_grad"):
+                        optimizer.step()
+                optimizer.zero_grad()
+            for each, theirs in ((model, optimizer), (reference, other)):
+                loss_of(each, batch(step)).backward()
+                theirs.step()
+                theirs.zero_grad()
+        for name, value in weights(reference).items():
+            self.assertTrue(torch.equal(value, weights(model)[name]), name)
+
+    # ------------------------------------------------------------ what cannot be done any more, is told
+
+    def begun(self, **options):
+        """After its first step, with gradients that have left."""
+        model = Model()
+        optimizer = self.optimizer(model, True, **options)
+        loss_of(model, batch(0)).backward()
+        optimizer.step()
+        loss_of(model, batch(1)).backward()
+        return model, optimizer
+
+    def test_clipping_by_torchs_functions(self):
+        model, optimizer = self.begun()
+        for clip in (lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+                     lambda: torch.nn.utils.clip_grad_value_(model.parameters(), 1.0),
+                     lambda: torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, torch.tensor(2.0)),
+                     lambda: torch.nn.utils.clip_grad_norm_(p for p in [model.scalar])):
+            with self.assertRaisesRegex(RuntimeError, "max_norm="):
+                clip()
+        optimizer.step()
+        other = torch.nn.Linear(2, 2)
+        other(torch.ones(2)).sum().backward()
+        self.assertGreater(torch.nn.utils.clip_grad_norm_(other.parameters(), 0.1), 0.1)
+        self.assertLess(other.weight.grad.norm(), 0.11)
+
+    def test_a_clip_function_under_another_name_is_told(self):
+        import subprocess
+        import sys
+        code = """
+import sys, warnings; sys.path[:0] = %r
+import torch
+from torch.nn.utils import clip_grad_norm_
+import ballast.torch.patches as patches
+warnings.simplefilter("error")
+try:
+    patches.register(None, [])
+except UserWarning as warning:
+    print(warning)
+""" % sys.path
+        said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+        self.assertIn("__main__.clip_grad_norm_ was imported", said)
+
+    def test_hyper_parameters_and_loss_scales_come_before_backward(self):
+        model, optimizer = self.begun()
+        optimizer.param_groups[0]["lr"] = 0.5
+        with self.assertRaisesRegex(RuntimeError, "lr"):
+            optimizer.step()
+        optimizer.zero_grad()
+        loss_of(model, batch(1)).backward()
+        optimizer.step()
+        self.assertIsNone(optimizer.skipped)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale(loss_of(model, batch(2))).backward()
+        with self.assertRaisesRegex(RuntimeError, "overlap=False"):
+            scaler.step(optimizer)
+
+    def test_more_backwards_than_were_promised(self):
+        model, optimizer = self.begun(accumulation_steps=1)
+        with self.assertRaisesRegex(ballast.BallastError, "max_micro_steps"):
+            loss_of(model, batch(2)).backward()
+            optimizer.step()
+
+    def test_a_fork_gives_nothing(self):
+        model, optimizer = self.begun()
+        before = optimizer._binding.stream.micro_steps
+        child = os.fork()
+        if child == 0:
+            loss_of(model, batch(9)).backward()
+            os._exit(0 if model.scalar.grad is not None else 1)
+        self.assertEqual(os.waitpid(child, 0)[1], 0)
+        self.assertEqual(optimizer._binding.stream.micro_steps, before)
+        optimizer.step()
+        self.assertIsNone(optimizer.skipped)
+
+    def test_a_service_that_dies_is_one_line(self):
+        service = ballast.Service(memory_limit="1GiB")
+        model = Model()
+        optimizer = self.optimizer(model, True, service=service.address, timeout=5.0)
+        loss_of(model, batch(0)).backward()
+        optimizer.step()
+        os.kill(service.pid, signal.SIGKILL)
+        begun = time.monotonic()
+        with self.assertRaises(ballast.BallastError) as raised:
+            loss_of(model, batch(1)).backward()
+            optimizer.step()
+        self.assertLess(time.monotonic() - begun, 100)
+        self.assertNotIn("\n", str(raised.exception))
+        service.stop()
+
+    # ------------------------------------------------------------ several ranks
+
+    def assert_ranks_same(self, world_size, *cases):
+        """Each (function, options) with and without overlap."""
+        played = [(function, options | dict(overlap=overlap, service=self.service.address, job=f"{world_size}-{number}"
+                                            f"-{function}-{overlap}"))
+                  for number, (function, options) in enumerate(cases) for overlap in (True, False)]
+        results = run_ranks("overlap_ranks", world_size, played)
+        for (function, options), with_overlap, without in zip(cases, results[::2], results[1::2]):
+            with self.subTest(function=function, **options):
+                self.assertEqual([left for _, left in with_overlap], world_size * [4])
+                self.assertEqual([left for _, left in without], world_size * [0])
+                self.assertEqual(len({digest for digest, _ in with_overlap + without}), 1)
+
+    def test_two_ranks(self):
+        self.assert_ranks_same(
+            2, ("fsdp", {}), ("fsdp", {"accumulation": 2}), ("fsdp", {"accumulation": 2, "no_sync": True}),
+            ("ddp", {}), ("ddp", {"accumulation": 2, "no_sync": True}))
+
+    def test_more_ranks(self):
+        self.assert_ranks_same(3, ("fsdp", {"update": "speculate"}), ("ddp", {"gradient_as_bucket_view": True}))
+        self.assert_ranks_same(4, ("fsdp", {"replicas": 2}))
+
+    def test_ranks_whose_reduction_is_not_seen(self):
+        options = dict(service=self.service.address, job="refusals")
+        for said in run_ranks("overlap_ranks", 2, [("refusals", options)])[0]:
+            self.assertIn("module=", said[0])
+            self.assertIn("DistributedDataParallel", said[1])
+            self.assertIn("find_unused_parameters", said[2])
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("error", ResourceWarning)
+    unittest.main()

@@ -1,0 +1,277 @@
+#!/usr/bin/env python3
+"""ballast.torch under the trainers that people use: the same losses as torch.optim.AdamW in the same run.
+
+Each case trains twice, with a seed of its own, and the two runs differ in the optimizer alone.
+"""
+
+import logging
+import os
+import pathlib
+import sys
+import tempfile
+import unittest
+import warnings
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # Nothing here is to be fetched.
+os.environ["TQDM_DISABLE"] = "1"
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "client/python"))
+
+import ballast  # noqa: E402
+import ballast.torch  # noqa: E402
+
+# Of losses of about 5, after steps whose updates were rounded in another order.
+PLACES = 4
+CONTEXT = 32
+
+
+def text(batches, size=4):
+    """Token rows of a licence, as Hugging Face wants them."""
+    data = torch.frombuffer(bytearray((ROOT / "LICENSE").read_bytes()), dtype=torch.uint8).long()
+    rows = data[:batches * size * CONTEXT].view(-1, CONTEXT)
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def gpt2():
+    transformers.set_seed(3)
+    config = transformers.GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=257, n_positions=CONTEXT,
+                                     resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    return transformers.GPT2LMHeadModel(config)
+
+
+class Partner(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        torch.set_num_threads(1)
+        warnings.simplefilter("ignore")
+        for name in ("lightning.pytorch", "transformers"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+        cls.service = ballast.Service(memory_limit="1GiB")
+        cls.addClassCleanup(cls.service.stop)
+
+    def job(self):
+        return {"service": self.service.address, "job": self.id().rpartition(".")[2]}
+
+    def folder(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        return folder.name
+
+    def assert_same_losses(self, ours, theirs, steps):
+        self.assertEqual((len(ours), len(theirs)), (steps, steps))
+        self.assertLess(min(theirs[steps // 2:]), theirs[0] - 0.1)  # It trains.
+        for step, (a, b) in enumerate(zip(ours, theirs)):
+            self.assertAlmostEqual(a, b, places=PLACES, msg=f"step {step}")
+
+
+class HuggingFaceTrainer(Partner):
+    STEPS = 8
+
+    class StopAt(transformers.TrainerCallback):
+        def __init__(self, step):
+            self.step = step
+
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == self.step:
+                control.should_save = control.should_training_stop = True
+
+    def trainer(self, folder, optimizer, *callbacks):
+        """optimizer: from a model, class and arguments for the optimizer."""
+        model = gpt2()
+        arguments = transformers.TrainingArguments(
+            output_dir=folder, max_steps=self.STEPS, per_device_train_batch_size=4, gradient_accumulation_steps=3,
+            max_grad_norm=0.7, lr_scheduler_type="cosine", warmup_steps=2, logging_steps=1, save_strategy="no",
+            report_to=[], use_cpu=True, seed=3, disable_tqdm=True, dataloader_pin_memory=False)
+        trainer = transformers.Trainer(model, arguments, train_dataset=text(40), callbacks=list(callbacks),
+                                       optimizer_cls_and_kwargs=optimizer(model))
+        trainer.remove_callback(transformers.PrinterCallback)
+        return trainer
+
+    def ours(self, model, **more):
+        return ballast.torch.AdamW, self.theirs(model)[1] | self.job() | more
+
+    def theirs(self, model):
+        return torch.optim.AdamW, {"params": ballast.torch.groups(model, weight_decay=0.1), "lr": 3e-3}
+
+    def losses(self, trainer, what="loss"):
+        return [entry[what] for entry in trainer.state.log_history if what in entry]
+
+    def test_clipping_accumulation_and_a_schedule(self):
+        runs = [self.trainer(self.folder(), optimizer) for optimizer in (self.ours, self.theirs)]
+        for run in runs:
+            run.train()
+        self.assert_same_losses(*map(self.losses, runs), self.STEPS)
+        norms = [self.losses(run, "grad_norm") for run in runs]
+        self.assertGreater(max(norms[1]), 0.7)  # It clips.
+        for a, b in zip(*norms):
+            self.assertAlmostEqual(a, b, places=3)
+
+    def test_clipping_on_the_service(self):
+        run = self.trainer(self.folder(), lambda model: self.ours(model, max_norm=0.7))
+        run.args.max_grad_norm = 0
+        reference = self.trainer(self.folder(), self.theirs)
+        for trainer in (run, reference):
+            trainer.train()
+        self.assert_same_losses(self.losses(run), self.losses(reference), self.STEPS)
+
+    def test_saves_and_goes_on(self):
+        folder = self.folder()
+        first = self.trainer(folder, self.ours, self.StopAt(4))
+        first.train()
+        first.optimizer.optimizer.close()
+        second = self.trainer(folder, self.ours)
+        second.train(resume_from_checkpoint=True)
+        whole = self.trainer(self.folder(), self.theirs)
+        whole.train()
+        self.assertEqual(second.state.global_step, self.STEPS)
+        self.assert_same_losses(self.losses(second), self.losses(whole), self.STEPS)
+
+
+class Accelerate(Partner):
+    STEPS = 6
+
+    def setUp(self):
+        from accelerate.state import AcceleratorState, GradientState, PartialState
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+
+    def prepare(self, make):
+        from accelerate import Accelerator
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+        model = gpt2()
+        optimizer = make(list(model.named_parameters()))
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2 * self.STEPS)
+        loader = torch.utils.data.DataLoader(text(3 * self.STEPS), batch_size=4)
+        return accelerator, *accelerator.prepare(model, optimizer, loader, schedule)
+
+    def train(self, accelerator, model, optimizer, loader, schedule, skip=0):
+        losses, total = [], 0.0
+        for batch in accelerator.skip_first_batches(loader, skip):
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                total += loss.item() / 3
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.7)
+                    losses.append(total)
+                    total = 0.0
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            self.assertFalse(accelerator.optimizer_step_was_skipped)
+        return losses
+
+    def ours(self, parameters):
+        return ballast.torch.AdamW(parameters, lr=3e-3, **self.job())
+
+    def theirs(self, parameters):
+        return torch.optim.AdamW(parameters, lr=3e-3)
+
+    def test_accumulation_clipping_and_a_schedule(self):
+        ours, theirs = (self.train(*self.prepare(make)) for make in (self.ours, self.theirs))
+        self.assert_same_losses(ours, theirs, self.STEPS)
+
+    def test_saves_and_goes_on(self):
+        folder = self.folder()
+        accelerator, *prepared = self.prepare(self.ours)
+        prepared[2].dataset[3 * 2 * 4:] = []  # Two steps of three batches of four.
+        losses = self.train(accelerator, *prepared)
+        accelerator.save_state(folder)
+        prepared[1].optimizer.close()
+        self.setUp()
+        accelerator, *prepared = self.prepare(self.ours)
+        accelerator.load_state(folder)
+        losses += self.train(accelerator, *prepared, skip=6)
+        self.setUp()
+        self.assert_same_losses(losses, self.train(*self.prepare(self.theirs)), self.STEPS)
+
+
+    def test_fsdp2(self):
+        from ranks_for_tests import run_ranks
+        [ranks] = run_ranks("accelerate_ranks", 2, [("losses", self.job())])
+        for theirs, ours in ranks:
+            self.assert_same_losses(ours, theirs, 6)
+
+
+class Lightning(Partner):
+    STEPS = 6
+
+    def module(self, make, manual=False):
+        import lightning
+
+        class Module(lightning.LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.model = gpt2()
+                self.losses = []
+                self.automatic_optimization = not manual
+
+            def training_step(self, batch, number):
+                loss = self.model(**batch).loss
+                self.losses.append(loss.item())
+                if manual:
+                    optimizer = self.optimizers()
+                    self.manual_backward(loss / 3)
+                    if number % 3 == 2:
+                        self.clip_gradients(optimizer, gradient_clip_val=0.7, gradient_clip_algorithm="norm")
+                        optimizer.step()
+                        optimizer.zero_grad()
+                        self.lr_schedulers().step()
+                return loss
+
+            def configure_optimizers(self):
+                self.optimizer = make(list(self.named_parameters()))
+                schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 12)
+                return {"optimizer": self.optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+        return Module()
+
+    def fit(self, module, epochs=3, checkpoint=None):
+        import lightning
+        trainer = lightning.Trainer(
+            accelerator="cpu", devices=1, max_epochs=epochs, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+            **({"accumulate_grad_batches": 3, "gradient_clip_val": 0.7} if module.automatic_optimization else {}))
+        # Lightning goes on at the beginning of an epoch; this one has two steps.
+        loader = torch.utils.data.DataLoader(text(3 * 2), batch_size=4)
+        trainer.fit(module, loader, ckpt_path=checkpoint)
+        return trainer
+
+    def ours(self, parameters):
+        return ballast.torch.AdamW(parameters, lr=3e-3, **self.job())
+
+    def theirs(self, parameters):
+        return torch.optim.AdamW(parameters, lr=3e-3)
+
+    def test_accumulation_clipping_and_a_schedule(self):
+        modules = [self.module(make) for make in (self.ours, self.theirs)]
+        for module in modules:
+            self.fit(module)
+        self.assert_same_losses(modules[0].losses, modules[1].losses, 3 * self.STEPS)
+
+    def test_manual_optimization(self):
+        modules = [self.module(make, manual=True) for make in (self.ours, self.theirs)]
+        for module in modules:
+            self.fit(module)
+        self.assert_same_losses(modules[0].losses, modules[1].losses, 3 * self.STEPS)
+        # What the step was like can be read where the module has it.
+        self.assertGreater(modules[0].optimizers().grad_norm, 0)
+
+    def test_saves_and_goes_on(self):
+        checkpoint = os.path.join(self.folder(), "checkpoint")
+        first = self.module(self.ours)
+        self.fit(first, 1).save_checkpoint(checkpoint)
+        first.optimizer.close()
+        second = self.module(self.ours)
+        self.fit(second, checkpoint=checkpoint)
+        whole = self.module(self.theirs)
+        self.fit(whole)
+        self.assert_same_losses(first.losses + second.losses, whole.losses, 3 * self.STEPS)
+
+
+if __name__ == "__main__":
+    unittest.main()

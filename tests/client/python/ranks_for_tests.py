@@ -1,0 +1,71 @@
+"""Ranks of torch.distributed as processes: forks of one that has torch already, since importing it takes longer than
+what they do."""
+
+import importlib
+import json
+import multiprocessing
+import os
+import pathlib
+import sys
+import tempfile
+import time
+import traceback
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+for _folder in (ROOT / "client/python", pathlib.Path(__file__).resolve().parent):
+    if str(_folder) not in sys.path:
+        sys.path.insert(0, str(_folder))
+_SECONDS = 120
+
+
+def run_ranks(module, world_size, cases, may_die=()):
+    """What module.function(rank, world_size, **options) returns on each rank, through JSON, for each (function,
+    options) of the cases, one after the other: a list by case of lists by rank. AssertionError with what the first
+    rank that failed said; the module is imported by the ranks alone. Of the ranks that may die there is None."""
+    context = multiprocessing.get_context("forkserver")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # Of the process that the ranks are forks of.
+    context.set_forkserver_preload([module])
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [context.Process(target=_rank, args=(module, rank, world_size, cases, folder))
+                 for rank in range(world_size)]
+        for process in ranks:
+            process.start()
+        deadline = time.monotonic() + _SECONDS
+        for process in ranks:
+            process.join(max(deadline - time.monotonic(), 0))
+        late = [process for process in ranks if process.exitcode is None]
+        for process in late:
+            process.kill()
+            process.join()
+        results = []
+        for rank, process in enumerate(ranks):
+            said = pathlib.Path(folder, f"{rank}.error")
+            if said.exists():
+                raise AssertionError(f"rank {rank} of {world_size}:\n{said.read_text()}")
+            if process in late:
+                raise AssertionError(f"rank {rank} of {world_size} did not end")
+            if rank in may_die:
+                results.append([None] * len(cases))
+                continue
+            if process.exitcode:
+                raise AssertionError(f"rank {rank} of {world_size} ended with {process.exitcode}")
+            results.append(json.loads(pathlib.Path(folder, f"{rank}.json").read_text()))
+        return [list(of_case) for of_case in zip(*results)]
+
+
+def _rank(module, rank, world_size, cases, folder):
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
+        results = []
+        for function, options in cases:
+            results.append(getattr(importlib.import_module(module), function)(rank, world_size, **options))
+        pathlib.Path(folder, f"{rank}.json").write_text(json.dumps(results))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        pathlib.Path(folder, f"{rank}.error").write_text(traceback.format_exc())
+        raise

@@ -1,0 +1,255 @@
+"""What the ranks of torch_state_test.py do."""
+
+import contextlib
+import hashlib
+import os
+import pathlib
+import signal
+import time
+from unittest import mock
+
+import torch
+import torch._dynamo  # Which torch otherwise imports when the ranks are separate.
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+
+import ballast
+import ballast.torch
+from ballast.torch.binding import Binding
+from fsdp_ranks import Model, assert_near, batch, loss_of, mesh_of, named, shard, used_seldom, whole
+
+
+def new(job, service, world_size, seed=None, **options):
+    model = Model()
+    if seed is not None:  # Other weights than those of the job, which has none that is frozen.
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(torch.randn(p.shape) if p.requires_grad else p)
+    if world_size > 0:
+        shard(model, mesh_of(world_size, 1))
+    return model, ballast.torch.AdamW(named(model), lr=options.pop("lr", 0.02), service=service, job=job, **options)
+
+
+def train(model, optimizer, rank, steps, begin=0):
+    for step in range(begin, begin + steps):
+        optimizer.zero_grad()
+        loss_of(model, batch(step, rank), used_seldom(step)).backward()
+        optimizer.step()
+
+
+def digest(model):
+    bits = hashlib.sha256()
+    for _, p in named(model):
+        bits.update(whole(p).detach().numpy().tobytes())
+    return bits.hexdigest()
+
+
+def goes_on_from_a_distributed_checkpoint(rank, world_size, service, job, folder, flatten=False, model_last=False,
+                                          full=False):
+    """Three steps, a checkpoint by torch.distributed.checkpoint, three more in new objects: as six in one go."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    straight, optimizer = new(f"{job}-straight", service, world_size)
+    train(straight, optimizer, rank, 6)
+    optimizer.close()
+
+    model, optimizer = new(job, service, world_size, full_state=full)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    train(model, optimizer, rank, 3)
+    weights, state = get_state_dict(model, optimizer, options=options)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/checkpoint")
+    small = sum(value.numel() for values in optimizer.state_dict()["state"].values() for value in values.values())
+    optimizer.close()
+
+    model, optimizer = new(job, service, world_size, seed=7, lr=0.5, full_state=full)
+    weights, state = get_state_dict(model, optimizer, options=options)
+    assert optimizer._binding is None, "taking the state of a new optimizer makes no step"
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/checkpoint")
+    if model_last:  # The weights are written once more, and are those of the service.
+        set_optimizer_state_dict(model, optimizer, state, options=options)
+        model.load_state_dict(weights)
+    else:
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state, options=options)
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["job_step"], optimizer._binding.step_count) == (0.02, 3, 3), group
+    assert all(values["step"] == 3 for values in optimizer.state.values())
+    assert schedule is not None
+    train(model, optimizer, rank, 3, begin=3)
+    optimizer.close()
+    assert digest(model) == digest(straight), "other bits than in one go"
+    return small
+
+
+def torch_goes_on_with_the_full_state(rank, world_size, service, job):
+    """Three steps of ours, then two of torch's with the moments that ours had, beside ours."""
+    sharded, ours = new(job, service, world_size, full_state=True, amsgrad=True, weight_decay=0.1)
+    train(sharded, ours, rank, 3)
+    state = get_optimizer_state_dict(sharded, ours)["state"]
+    alone = Model()
+    with torch.no_grad():
+        for (_, p), (_, q) in zip(named(alone), named(sharded)):
+            p.copy_(whole(q))
+    theirs = torch.optim.AdamW(named(alone), lr=0.02, amsgrad=True, weight_decay=0.1)
+    whole_state = theirs.state_dict()
+    for index, (name, q) in enumerate(named(sharded)):
+        if q.requires_grad and state[name]["step"] > 0:
+            for plane in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+                assert state[name][plane].placements == q.placements
+            whole_state["state"][index] = {plane: whole(value) for plane, value in state[name].items()}
+    # Of a module that is used now and then there are fewer updates, and of one that never is there are none.
+    assert {name: int(state[name]["step"]) for name in ("layers.0.bias", "seldom.bias", "never.bias")} == {
+        "layers.0.bias": 3, "seldom.bias": 1, "never.bias": 0}
+    theirs.load_state_dict(whole_state)
+    for step in (3, 4):
+        ours.zero_grad()
+        theirs.zero_grad()
+        loss_of(sharded, batch(step, rank), used_seldom(step)).backward()
+        for (_, p), (_, q) in zip(named(alone), named(sharded)):
+            p.grad = None if q.grad is None else whole(q.grad).clone()
+        ours.step()
+        theirs.step()
+        assert_near(alone, sharded, step)
+    ours.close()
+    return True
+
+
+def state_of_a_new_optimizer(rank, world_size, service, job):
+    """Taking it makes no step, and no job."""
+    model, optimizer = new(job, service, world_size)
+    state = get_optimizer_state_dict(model, optimizer)
+    assert all(values == {"step": torch.tensor(0.0)} for values in state["state"].values()), state["state"]
+    assert optimizer._binding is None
+    assert all(p.grad is None for p in model.parameters())
+    return sorted(state["state"]) == sorted(name for name, p in named(model))
+
+
+def written_weights_are_found(rank, world_size, service, job):
+    """Those that are the same are taken, others are an error; also where a rank has no part of the parameter."""
+    model, optimizer = new(job, service, world_size)
+    train(model, optimizer, rank, 1)
+    model.load_state_dict({name: value.detach().clone() for name, value in model.state_dict().items()})
+    train(model, optimizer, rank, 1, begin=1)
+    for p in model.parameters():  # To another place, with the same values.
+        if rank == 0:
+            p._local_tensor = p._local_tensor.clone() if world_size > 0 else p
+    train(model, optimizer, rank, 1, begin=2)
+    before = digest(model)
+    with torch.no_grad():
+        model.embedding.weight.mul_(1.5)
+    changed = digest(model)
+    assert changed != before
+    try:
+        train(model, optimizer, rank, 1, begin=3)
+    except RuntimeError as error:
+        assert digest(model) == changed, "an error has left the weights as they were"
+        return str(error)
+    return "no error"
+
+
+def until(service, job, rank, what):
+    """The service says that the rank has attached, or begun a step."""
+    deadline = time.monotonic() + 60
+    while not ballast.connect(service).job(job)["ranks"][rank][what]:
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+def dies_in_a_step(rank, world_size, service, job):
+    """Rank 1 ends in the middle of a step that rank 0 has not begun."""
+    model, optimizer = new(job, service, world_size)
+    train(model, optimizer, rank, 2)
+    dist.barrier()
+    if rank == 1:
+        optimizer._binding.session.begin_step()
+        until(service, job, 1, "begun")
+        os._exit(0)
+    optimizer.close()
+    os._exit(0)
+
+
+def takes_ranks_from_the_dead(rank, world_size, service, job):
+    """Rank 1 takes its rank from a process that was in a step, which ends the session that rank 0 has opened."""
+    model, optimizer = new(job, service, world_size, seed=5)
+    if rank == 1:
+        here = Binding._address
+        with mock.patch.object(Binding, "_address", lambda *given: until(service, job, 0, "attached") or here(*given)):
+            begin = optimizer.attach()
+    else:
+        begin = optimizer.attach()
+    train(model, optimizer, rank, 1, begin=begin)
+    optimizer.close()
+    return begin
+
+
+# ---------------------------------------------------------------- by torchrun
+
+
+def elastic(folder, service):
+    """What torchrun runs: rank 1 of the first attempt dies in its third step, between its gradients and the end."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    model, optimizer = new("elastic", service, world_size, seed=None if attempt == 0 else 9, timeout=60.0)
+    begin = optimizer.attach(create=True)
+    if rank == 1 and attempt == 0:
+        session = optimizer._binding.session
+        seal = session.seal
+
+        def die():
+            if session.committed_step == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return seal()
+
+        session.seal = die
+    train(model, optimizer, rank, 5 - begin, begin=begin)
+    pathlib.Path(folder, f"{rank}-{attempt}").write_text(f"{begin} {digest(model)}")
+    optimizer.close()
+    dist.destroy_process_group()
+
+
+def alone(rank, world_size, service, job):
+    model, optimizer = new(job, service, world_size)
+    train(model, optimizer, rank, 5)
+    optimizer.close()
+    return digest(model)
+
+
+# ---------------------------------------------------------------- nothing is left behind
+
+
+def used_by_process():
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def many_steps(rank, world_size, service, job, steps):
+    model, optimizer = new(job, service, world_size)
+    loss_of(model, batch(0, rank), True).backward()
+    gradients = {p: p.grad for p in model.parameters()}
+
+    def run(count):
+        for _ in range(count):
+            for p, gradient in gradients.items():
+                p.grad = gradient
+            optimizer.step()
+
+    run(200)
+    before = used_by_process()
+    run(steps)
+    after = used_by_process()
+    return [after[0] - before[0], after[1] - before[1], after[2] - before[2]]
+
+
+if __name__ == "__main__":
+    import sys
+
+    with contextlib.suppress(KeyboardInterrupt):
+        elastic(*sys.argv[1:])

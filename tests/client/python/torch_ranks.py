@@ -1,0 +1,216 @@
+"""What the ranks of torch_ranks_test.py do."""
+
+import hashlib
+import os
+import signal
+import time
+
+import torch
+import torch._dynamo  # Which torch otherwise imports when the ranks are separate.
+import torch.distributed as dist
+
+import ballast
+import ballast.torch
+
+
+def model_of(width=3):
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Linear(width, 2))
+
+
+def backward(model, step, rank):
+    torch.manual_seed(100 * step + rank)
+    model(torch.randn(5, 4)).square().mean().backward()
+
+
+def train(parallel, optimizer, rank, steps, begin=0):
+    for step in range(begin, begin + steps):
+        optimizer.zero_grad()
+        backward(parallel, step, rank)
+        optimizer.step()
+
+
+def ddp(model):
+    return torch.nn.parallel.DistributedDataParallel(model)
+
+
+def error_of(work):
+    """Kind and text of what it raises, and how long that took."""
+    begun = time.monotonic()
+    try:
+        work()
+    except Exception as error:
+        return [type(error).__name__, str(error), time.monotonic() - begun]
+    return ["none", "", time.monotonic() - begun]
+
+
+def disagree(rank, world_size, service, job, about):
+    """Ranks 1 and up differ from rank 0 in one thing."""
+    other = rank > 0
+    model = model_of(width=5 if other and about == "shape" else 3)
+    options = dict(lr=0.01)
+    parameters = list(model.named_parameters())
+    if other:
+        options |= {"max_norm": dict(max_norm=2.0), "lr": dict(lr=0.02),
+                    "update": dict(update="speculate")}.get(about, {})
+        if about == "name":
+            parameters[1] = ("another", parameters[1][1])
+        if about == "missing":
+            parameters.pop()
+        if about == "frozen":
+            parameters[0][1].requires_grad_(False)
+        if about == "groups":
+            parameters = [dict(params=parameters[:1]), dict(params=parameters[1:])]
+    optimizer = ballast.torch.AdamW(parameters, service=service, job=job, timeout=60.0, **options)
+    backward(model, 0, rank)
+    return error_of(optimizer.attach if other and about == "call" else optimizer.step)
+
+
+def disagree_later(rank, world_size, service, job, about, culprit):
+    """After two steps that went well, one rank cannot make the third."""
+    model = model_of()
+    parallel = ddp(model)
+    optimizer = ballast.torch.AdamW(model.named_parameters(), service=service, job=job, timeout=60.0)
+    train(parallel, optimizer, rank, 2)
+    backward(parallel, 2, rank)
+    if rank == culprit:
+        if about == "lr":
+            optimizer.param_groups[0]["lr"] = 0.5
+        if about == "gradient":
+            model[0].weight.grad = model[0].weight.grad.to_sparse()
+        if about == "weights":
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.add_(1)
+    first = error_of(optimizer.step)
+    return [first, error_of(optimizer.step)]
+
+
+def comes_alone(rank, world_size, service, job):
+    """Rank 1 makes no step: the other waits for as long as it said."""
+    model = model_of()
+    optimizer = ballast.torch.AdamW(model.named_parameters(), service=service, job=job, timeout=1.0)
+    backward(model, 0, rank)
+    return error_of(optimizer.step) if rank == 0 else None
+
+
+def agrees_at_last(rank, world_size, service, job):
+    """What was said in an earlier binding is not heard in the next, though rank 1 could: it asks first."""
+    first = disagree(rank, world_size, service, job, "max_norm")
+    model = model_of()
+    optimizer = ballast.torch.AdamW(model.named_parameters(), service=service, job=job, timeout=20.0)
+    if rank == 0:
+        store = dist.PrefixStore(f"ballast/{job}/0", dist.distributed_c10d._get_default_store())
+        earlier, deadline = store.get("hello/1"), time.monotonic() + 20
+        dist.barrier()
+        while store.get("hello/1") == earlier and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.1)
+    else:
+        dist.barrier()
+    optimizer.attach(create=True)
+    train(ddp(model), optimizer, rank, 2)
+    return [first[0], optimizer.param_groups[0]["job_step"]]
+
+
+def service_goes_away(rank, world_size, service, job, pid):
+    model = model_of()
+    parallel = ddp(model)
+    optimizer = ballast.torch.AdamW(model.named_parameters(), service=service, job=job, timeout=3.0)
+    train(parallel, optimizer, rank, 2)
+    dist.barrier()
+    if rank == 0:
+        os.kill(pid, signal.SIGKILL)
+    backward(parallel, 2, rank)
+    return error_of(optimizer.step)
+
+
+def leaves_early(rank, world_size):
+    """Rank 0 has the service, and closes while the others still need it, though not their forks."""
+    model = model_of()
+    optimizer = ballast.torch.AdamW(model.named_parameters(), job="early")
+    train(ddp(model), optimizer, rank, 1)
+    if rank > 0:
+        child = os.fork()
+        if child == 0:
+            optimizer.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+    dist.barrier()
+    if rank == 0:
+        service = optimizer._binding.owned_service
+        optimizer.close()
+        return service._process.poll() is not None
+    deadline = time.monotonic() + 1
+    while time.monotonic() < deadline:
+        optimizer._binding.session.read_weights()
+    optimizer.close()
+    return True
+
+
+def trains_as_one_process(rank, world_size, service, job):
+    from torch_test import Model, batch, loss_of, names
+    from torch.nn import functional
+
+    model = Model()
+    parallel = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = ballast.torch.AdamW(names(model), lr=0.01, service=service, job=job)
+    for step in range(5):
+        optimizer.zero_grad()
+        tokens = batch(step, rank)
+        logits = parallel(tokens[:, :-1])
+        functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+    optimizer.close()
+    alone = Model()
+    reference = torch.optim.AdamW(names(alone), lr=0.01)
+    for step in range(5):
+        reference.zero_grad()
+        (sum(loss_of(alone, batch(step, other)) for other in range(world_size)) / world_size).backward()
+        reference.step()
+    digest = hashlib.sha256()
+    for name, value in model.state_dict().items():
+        digest.update(value.numpy().tobytes())
+        torch.testing.assert_close(value, alone.state_dict()[name], rtol=1e-5, atol=2e-6)
+    return digest.hexdigest()
+
+
+def is_interrupted(rank, world_size, service, job):
+    """Ctrl-C in a wait for other ranks."""
+    model = model_of()
+    optimizer = ballast.torch.AdamW(model.named_parameters(), service=service, job=job)
+    optimizer._bound(new=True)
+    if rank == 1:
+        return "did no step"
+    backward(model, 0, rank)
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
+        optimizer.step()
+    except KeyboardInterrupt:
+        return "KeyboardInterrupt"
+    return "no interrupt"
+
+
+def two_jobs(rank, world_size, service, job):
+    """Two optimizers in turns, as of a generator and its judge, each with a job of its own."""
+    models = [model_of(), model_of(4)]
+    parallels = [ddp(model) for model in models]
+    optimizers = [ballast.torch.AdamW(model.named_parameters(), service=service, job=f"{job}-{i}", lr=0.01)
+                  for i, model in enumerate(models)]
+    for step in range(4):
+        for parallel, optimizer in list(zip(parallels, optimizers))[:1 + step % 2]:
+            train(parallel, optimizer, rank, 1, begin=step)
+    return [optimizer.param_groups[0]["job_step"] for optimizer in optimizers]
+
+
+def subset_of_ranks(rank, world_size, service, job):
+    """Two groups of ranks, each with its own job."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = rank // 2
+    model = model_of()
+    parallel = torch.nn.parallel.DistributedDataParallel(model, process_group=halves[mine])
+    optimizer = ballast.torch.AdamW(model.named_parameters(), service=service, job=f"{job}-{mine}",
+                                    process_group=halves[mine])
+    train(parallel, optimizer, rank, 3)
+    return [p.double().sum().item() for p in model.parameters()]

@@ -1,0 +1,94 @@
+#!/usr/bin/env python3
+"""ballast.torch on several ranks when something is not as it should be: one line on every rank, and nobody waits for
+those who do not come."""
+
+import unittest
+
+from ranks_for_tests import run_ranks
+
+import ballast
+
+
+class RanksTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.service = ballast.Service(memory_limit="1GiB")
+        cls.addClassCleanup(cls.service.stop)
+
+    def ranks(self, world_size, *cases):
+        return run_ranks("torch_ranks", world_size, [
+            (function, {"service": self.service.address, "job": f"{self.id().split('.')[-1]}-{world_size}-{number}",
+                        **options})
+            for number, (function, options) in enumerate(cases)])
+
+    def assert_one_line_on_every_rank(self, errors, text, limit=30.0):
+        for kind, said, seconds in errors:
+            self.assertNotEqual(kind, "none", errors)
+            self.assertNotIn("\n", said)
+            self.assertIn(text, said)
+            self.assertLess(seconds, limit)  # The time limit was 60 s.
+
+    def test_ddp_trains_as_one_process(self):
+        for world_size, options in ((2, {"service": None}), (3, {})):
+            with self.subTest(world_size=world_size):
+                (digests,) = self.ranks(world_size, ("trains_as_one_process", options))
+                self.assertEqual(len(set(digests)), 1)
+
+    def test_other_descriptions(self):
+        texts = {"max_norm": "max_norm is 2.0, and on rank 0 0.0",
+                 "update": "update_mode is speculate, and on rank 0 wait",
+                 "lr": "group 0.float32 is",
+                 "shape": "parameter 0.weight is (5, 4)",
+                 "name": "this rank has parameter another where rank 0 has parameter 0.bias",
+                 "missing": "things, and rank 0",
+                 "frozen": "parameter 0.weight is (3, 4) group 0 frozen",
+                 "groups": "this rank has group 1.float32 where rank 0 has parameter 0.weight",
+                 "call": "the call is attach(), and on rank 0 step()"}
+        later, *results = self.ranks(2, ("agrees_at_last", {}), *[("disagree", {"about": about}) for about in texts])
+        self.assertEqual(later, [["FailedPreconditionError", 2], ["ValueError", 2]])
+        for (about, text), errors in zip(texts.items(), results):
+            with self.subTest(about=about):
+                self.assert_one_line_on_every_rank(errors, text)
+
+    def test_a_rank_that_cannot_go_on_tells_the_others(self):
+        texts = {("lr", 2): "all ranks must begin a step with the same settings",
+                 ("gradient", 2): "the gradient of parameter 0.weight is sparse",
+                 ("weights", 0): "was changed since the last step"}
+        results = self.ranks(3, *[("disagree_later", {"about": about, "culprit": culprit}) for about, culprit in texts])
+        for ((about, culprit), text), of_case in zip(texts.items(), results):
+            with self.subTest(about=about):
+                self.assert_one_line_on_every_rank([first for first, _ in of_case], text)
+                for rank, (first, again) in enumerate(of_case):
+                    if about != "lr":  # There the first that begins is right.
+                        self.assertEqual(first[1].startswith(f"rank {culprit}: "), rank != culprit, first)
+                    self.assertNotEqual(again[0], "none")  # Nor does anybody hang in the next step.
+                    self.assertLess(again[2], 30)
+
+    def test_waits_end(self):
+        alone, interrupted = self.ranks(2, ("comes_alone", {}), ("is_interrupted", {}))
+        self.assertEqual(alone[0][0], "DeadlineError")
+        self.assertIn("only 1 of 2 ranks came to bind the optimizer within 1 s", alone[0][1])
+        self.assertLess(alone[0][2], 30)
+        self.assertEqual(interrupted, ["KeyboardInterrupt", "did no step"])
+
+    def test_a_service_that_goes_away(self):
+        with ballast.Service(memory_limit="1GiB") as service:
+            (errors,) = self.ranks(2, ("service_goes_away", {"service": service.address, "pid": service.pid}))
+        for kind, said, seconds in errors:
+            self.assertNotIn("\n", said)
+            self.assertIn(kind, ("UnavailableError", "DeadlineError", "FailedPreconditionError"), said)
+            self.assertLess(seconds, 60)
+
+    def test_the_first_ranks_service_stays_for_those_behind(self):
+        self.assertEqual(run_ranks("torch_ranks", 3, [("leaves_early", {})]), [[True] * 3])
+
+    def test_jobs_beside_each_other(self):
+        steps, sums = self.ranks(4, ("two_jobs", {}), ("subset_of_ranks", {}))
+        self.assertEqual(steps, [[4, 2]] * 4)
+        self.assertEqual(sums[0], sums[1])
+        self.assertEqual(sums[2], sums[3])
+        self.assertNotEqual(sums[0], sums[2])
+
+
+if __name__ == "__main__":
+    unittest.main()

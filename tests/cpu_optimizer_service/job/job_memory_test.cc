@@ -1,0 +1,245 @@
+// Memory that runs out in the middle of a job's work: that job is broken, with a status that says so;
+// the process lives, and a job beside it keeps its bits.
+//
+// Every allocation of a step is made to fail once, one after another, by the operator new of this
+// binary.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "tests/cpu_optimizer_service/job/job_driver.h"
+
+namespace {
+
+// Of all threads together: allocations until one fails; below 0: none does.
+std::atomic<int64_t> left_until_failure = -1;
+std::atomic<int64_t> failures = 0;
+
+void* Allocate(std::size_t bytes, std::size_t alignment) {
+  if (left_until_failure.load() >= 0 && left_until_failure.fetch_sub(1) == 0) {
+    ++failures;
+    throw std::bad_alloc();
+  }
+  void* const memory =
+      alignment <= alignof(std::max_align_t)
+          ? std::malloc(bytes == 0 ? 1 : bytes)
+          : std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+
+}  // namespace
+
+void* operator new(std::size_t bytes) { return Allocate(bytes, 1); }
+void* operator new[](std::size_t bytes) { return Allocate(bytes, 1); }
+void* operator new(std::size_t bytes, std::align_val_t alignment) {
+  return Allocate(bytes, static_cast<std::size_t>(alignment));
+}
+void* operator new[](std::size_t bytes, std::align_val_t alignment) {
+  return Allocate(bytes, static_cast<std::size_t>(alignment));
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete[](void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+void operator delete[](void* memory, std::size_t) noexcept { std::free(memory); }
+void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
+void operator delete[](void* memory, std::align_val_t) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t, std::align_val_t) noexcept { std::free(memory); }
+void operator delete[](void* memory, std::size_t, std::align_val_t) noexcept { std::free(memory); }
+
+namespace ballast {
+namespace {
+
+using ::testing::HasSubstr;
+
+// Remembers without memory of its own, so that only the engine's allocations are counted.
+class QuietListener : public RankListener {
+ public:
+  void OnWaiting(uint64_t, const std::vector<int>&) override {}
+  void OnSealRefused(uint64_t, const SealRefusal&) override {}
+  void OnProvisionalWeights(uint64_t, int, WeightBuffer) override {}
+  void OnDecision(const StepOutcome&, absl::Span<const int>) override {}
+  void OnWeights(uint64_t, int, WeightBuffer) override {}
+  void OnCommitted(uint64_t step, double) override {
+    MutexLock lock(mutex_);
+    committed_ = step;
+    changed_.NotifyAll();
+  }
+  void OnDetached(const absl::Status& status) override {
+    MutexLock lock(mutex_);
+    detached_ = status;
+    changed_.NotifyAll();
+  }
+  // OK: the step is committed.
+  absl::Status AwaitCommit(uint64_t step) {
+    MutexLock lock(mutex_);
+    while (committed_ < step && detached_.ok()) changed_.Wait(mutex_);
+    return committed_ < step ? detached_ : absl::OkStatus();
+  }
+
+ private:
+  Mutex mutex_;
+  CondVar changed_;
+  uint64_t committed_ ABSL_GUARDED_BY(mutex_) = 0;
+  absl::Status detached_ ABSL_GUARDED_BY(mutex_);
+};
+
+JobSpec SpecOf(UpdateMode mode, const std::string& name) {
+  JobSpec spec = MakeJobSpec({.group_sizes = {{700, 24}, {900}},
+                              .world_size = 2,
+                              .bucket_elements = 512,
+                              .chunk_elements = 256},
+                             name);
+  spec.update_mode = mode;
+  return spec;
+}
+
+// One step of all ranks, of gradients that were made before.
+class Victim {
+ public:
+  Victim(Engine& engine, const JobSpec& spec)
+      : job_(engine.CreateJob(spec).value()), values_(job_) {
+    values_.UploadWeights();
+    for (int chunk = 0; chunk < static_cast<int>(job_->layout().chunks().size()); ++chunk) {
+      payloads_.push_back(values_.Encode(chunk, values_.Values(chunk, 2)));
+    }
+    for (int rank = 0; rank < job_->layout().world_size(); ++rank) {
+      const std::string process = "process" + std::to_string(rank);
+      const Attachment attachment = job_->Attach({.rank = rank, .process_id = process}).value();
+      listeners_.push_back(std::make_shared<QuietListener>());
+      streams_.push_back(job_->OpenStream({.uid = job_->uid(),
+                                           .rank = rank,
+                                           .process_id = process,
+                                           .generation = attachment.generation,
+                                           .update_mode = spec.update_mode},
+                                          listeners_.back())
+                             .value());
+    }
+  }
+
+  // Of each rank: OK if the step was committed there. Allocation `failing` of it fails, from 0.
+  std::vector<absl::Status> Step(int64_t failing = -1) {
+    std::vector<absl::Status> ends(streams_.size());
+    const StepSettings settings = {.scale = {.divisors = {2, 2}}, .overrides = {}};
+    left_until_failure = failing;  // What follows is the engine's alone.
+    for (size_t rank = 0; rank < streams_.size(); ++rank) {
+      ends[rank].Update(streams_[rank]->BeginStep(1, settings));
+    }
+    for (uint32_t micro_step = 0; micro_step < 2; ++micro_step) {
+      for (size_t chunk = 0; chunk < payloads_.size(); ++chunk) {
+        const int rank = job_->layout().chunks()[chunk].rank;
+        const absl::Span<const std::byte> piece(payloads_[chunk]);
+        ends[rank].Update(streams_[rank]
+                              ->Contribute({.step = 1,
+                                            .chunk = static_cast<int64_t>(chunk),
+                                            .micro_step_begin = micro_step,
+                                            .micro_step_end = micro_step + 1,
+                                            .final = micro_step == 1,
+                                            .payload = {&piece, 1}})
+                              .status());
+      }
+      for (size_t rank = 0; rank < streams_.size(); ++rank) {
+        ends[rank].Update(streams_[rank]->EndMicroStep(1, micro_step, {}));
+      }
+    }
+    for (size_t rank = 0; rank < streams_.size(); ++rank) {
+      ends[rank].Update(streams_[rank]->Seal(1, 2).status());
+    }
+    for (size_t rank = 0; rank < streams_.size(); ++rank) {
+      const absl::Status heard = listeners_[rank]->AwaitCommit(1);
+      if (!heard.ok()) ends[rank] = heard;  // It says what the calls after it say.
+    }
+    left_until_failure = -1;
+    return ends;
+  }
+  Job& job() { return *job_; }
+  void Detach() { streams_.clear(); }
+
+ private:
+  const std::shared_ptr<Job> job_;
+  JobDriver values_;
+  std::vector<std::vector<std::byte>> payloads_;
+  std::vector<std::shared_ptr<QuietListener>> listeners_;
+  std::vector<std::unique_ptr<RankStream>> streams_;
+};
+
+class JobMemoryTest : public testing::TestWithParam<UpdateMode> {};
+
+TEST_P(JobMemoryTest, EveryAllocationOfAStepMayFailAndEndsThatJobAlone) {
+  Engine engine({.memory_limit_bytes = int64_t{256} << 20, .threads = 2});
+  std::string expected;  // Of an undisturbed step of the victim.
+  {
+    Victim victim(engine, SpecOf(GetParam(), "undisturbed"));
+    for (const absl::Status& end : victim.Step()) ASSERT_TRUE(end.ok()) << end;
+    expected = victim.job().StateHash();
+    victim.Detach();
+    ASSERT_TRUE(engine.CloseJob("undisturbed").ok());
+  }
+  JobDriver honest(engine, SpecOf(GetParam(), "honest"));
+  JobDriver alone(engine, SpecOf(GetParam(), "alone"));
+  for (JobDriver* each : {&honest, &alone}) {
+    each->UploadWeights();
+    each->AttachAll();
+  }
+  const int64_t used_before = engine.memory().used_bytes();
+  int broken = 0, whole = 0;
+  for (int64_t index = 0;; ++index) {
+    SCOPED_TRACE(testing::Message() << "allocation " << index);
+    ASSERT_LT(index, 5000) << "a step allocates without end";
+    const uint64_t seed = 10 + index;
+    honest.BeginAll();
+    honest.SendAll(seed, 0);
+    Victim victim(engine, SpecOf(GetParam(), "victim"));
+    failures = 0;
+    const std::vector<absl::Status> ends = victim.Step(index);
+    honest.SendAll(seed + 1, 1, /*final=*/true);
+    honest.EndMicroStepAll(0);
+    honest.EndMicroStepAll(1);
+    honest.SealAll(2);
+    alone.Step(seed, 2);
+    const bool is_broken = victim.job().Status().phase == JobPhase::kClosed;
+    if (!is_broken) {
+      ++whole;  // Only speed was lost, or no allocation failed.
+      for (const absl::Status& end : ends) EXPECT_TRUE(end.ok()) << end;
+      EXPECT_EQ(victim.job().StateHash(), expected);
+    } else {
+      ++broken;
+      const auto says_so = [](const absl::Status& status) {
+        EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+        EXPECT_THAT(std::string(status.message()), HasSubstr("job victim is broken"));
+      };
+      for (const absl::Status& end : ends) {
+        if (!end.ok()) says_so(end);  // Otherwise it had heard of the commit before.
+      }
+      // Nothing of it goes on.
+      says_so(victim.job().Attach({.rank = 0, .process_id = "new"}).status());
+      says_so(victim.job().TakeSnapshot({0}).status());
+      says_so(victim.job().AbortStep().status());
+    }
+    victim.Detach();
+    ASSERT_TRUE(engine.CloseJob("victim").ok());
+    if (failures == 0) break;  // The step has no more allocations.
+  }
+  EXPECT_GT(broken, 20);
+  EXPECT_GT(whole, 0);
+  EXPECT_EQ(honest.job().StateHash(), alone.job().StateHash());
+  EXPECT_EQ(honest.job().Status().committed_step, alone.job().Status().committed_step);
+  // The memory of broken jobs is free again, once what still ran of them has ended.
+  while (engine.memory().used_bytes() > used_before) std::this_thread::yield();
+}
+
+INSTANTIATE_TEST_SUITE_P(BothModes, JobMemoryTest,
+                         testing::Values(UpdateMode::kWait, UpdateMode::kSpeculate),
+                         [](const auto& mode) {
+                           return mode.param == UpdateMode::kWait ? "Wait" : "Speculate";
+                         });
+
+}  // namespace
+}  // namespace ballast
