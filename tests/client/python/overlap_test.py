@@ -70,7 +70,8 @@ class OverlapTest(unittest.TestCase):
                         {"accumulation_steps": 1, "update": "speculate", "max_norm": 1000.0}):
             with self.subTest(options):
                 left.clear()
-                self.assert_same(step_of, **options)
+                _, optimizer = self.assert_same(step_of, **options)
+                self.assertTrue(optimizer.overlap)
                 # All from the second step on; none where they leave in step().
                 self.assertEqual(left, [False] + 4 * [True] + 5 * [False])
 

@@ -76,6 +76,11 @@ class _Remote(torch.optim.Optimizer):
         self._tell_step()
         return loss
 
+    @property
+    def overlap(self) -> bool:
+        """Whether gradients leave during backward: from the second step on, if that was asked for."""
+        return self._binding is not None and self._binding.stream is not None
+
     @torch.no_grad()
     def attach(self, create: bool = False) -> int:
         """Binds to the job as it is on the service, and puts its weights into the parameters: for a run that
