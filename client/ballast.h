@@ -12,20 +12,24 @@
  *   }
  *   ballast_close(session);
  *
- * Every function that can fail returns a status; ballast_message then gives one line that says what to
- * do, for the calling thread, until its next call. No exception and no signal leaves the library.
+ * Every function that can fail returns a status; ballast_message then gives one line that says what
+ * to do, for the calling thread, until its next call. No exception and no signal leaves the
+ * library.
  *
  * Threads: one session's calls come one at a time, from any thread; ballast_gradient_memory,
- * ballast_weights_memory, ballast_push and the calls for single gradients may run beside the others.
- * Sessions are independent. After fork() the child may not use the parent's sessions, nor open its own: every call returns
- * BALLAST_FAILED_PRECONDITION there, and ballast_close only forgets the session.
+ * ballast_weights_memory, ballast_push and the calls for single gradients may run beside the
+ * others. Sessions are independent. After fork() the child may not use the parent's sessions, nor
+ * open its own: every call returns BALLAST_FAILED_PRECONDITION there, and ballast_close only
+ * forgets the session.
  *
- * Waits: ballast_seal and ballast_receive_weights return BALLAST_DEADLINE_EXCEEDED after wait_seconds at
- * most, and are then called again to wait on; so a program can look at signals meanwhile.
+ * Waits: ballast_seal and ballast_receive_weights return BALLAST_DEADLINE_EXCEEDED after
+ * wait_seconds at most, and are then called again to wait on; so a program can look at signals
+ * meanwhile.
  *
- * Structures begin with their size, which the caller sets to sizeof. A library that is newer than the
- * program reads what the program knows, and takes zero for the rest. Strings are UTF-8, end with a zero byte,
- * and are copied. client/session.h documents the same session in C++, with the meaning of every error.
+ * Structures begin with their size, which the caller sets to sizeof. A library that is newer than
+ * the program reads what the program knows, and takes zero for the rest. Strings are UTF-8, end
+ * with a zero byte, and are copied. client/session.h documents the same session in C++, with the
+ * meaning of every error.
  */
 #ifndef BALLAST_CLIENT_BALLAST_H_
 #define BALLAST_CLIENT_BALLAST_H_
@@ -160,7 +164,7 @@ typedef struct ballast_options {
   int32_t rank;
   const char* process_id; /* Null: made from host, process and random bits. */
   const char* job_uid;    /* Null: any job of this name, or a new one. */
-  int32_t rejoin;         /* 1: this process had the rank before, and does not take it from another. */
+  int32_t rejoin; /* 1: this process had the rank before, and does not take it from another. */
   int32_t never_share_memory;
   double join_timeout_seconds;      /* 0: 60. */
   double reconnect_timeout_seconds; /* 0: 60. */
@@ -268,13 +272,13 @@ int32_t ballast_push_gradients(ballast_session* session, uint32_t micro_step,
                                const void* const* gradients, size_t count, int32_t final);
 
 /* The same parameter by parameter, as a backward pass comes to them: each chunk leaves when all its
- * parameters are given. From any thread. `final` is the same in all calls of a micro-step. INVALID_ARGUMENT: the
- * parameter is frozen, it was given in this micro-step, or another micro-step is open. DEADLINE_EXCEEDED: call
- * again to go on. gradient null: it was written to its places. */
+ * parameters are given. From any thread. `final` is the same in all calls of a micro-step.
+ * INVALID_ARGUMENT: the parameter is frozen, it was given in this micro-step, or another micro-step
+ * is open. DEADLINE_EXCEEDED: call again to go on. gradient null: it was written to its places. */
 int32_t ballast_give_gradient(ballast_session* session, uint32_t micro_step, size_t parameter,
                               const void* gradient, int32_t final);
-/* Ends the micro-step. The parameters that were not given have no gradient in it. Waits for those that have
- * places and are not written yet. */
+/* Ends the micro-step. The parameters that were not given have no gradient in it. Waits for those
+ * that have places and are not written yet. */
 int32_t ballast_end_gradients(ballast_session* session, uint32_t micro_step, int32_t final);
 
 /* Elements [offset, offset + elements) of a parameter's gradient belong at `data`. */
@@ -284,17 +288,17 @@ typedef struct ballast_gradient_place {
   int64_t elements;
 } ballast_gradient_place;
 
-/* Where a gradient that is elsewhere, as on a GPU, is copied to by the caller: the number of places, and as many
- * as `capacity` takes. Then ballast_give_gradient without a gradient says that it is there. `attempt` rises when
- * a step begins and when what was given is discarded. */
+/* Where a gradient that is elsewhere, as on a GPU, is copied to by the caller: the number of
+ * places, and as many as `capacity` takes. Then ballast_give_gradient without a gradient says that
+ * it is there. `attempt` rises when a step begins and when what was given is discarded. */
 int32_t ballast_gradient_places(ballast_session* session, uint32_t micro_step, size_t parameter,
                                 ballast_gradient_place* out, size_t capacity, size_t* count,
                                 uint64_t* attempt);
 
 /* The same for a caller that may neither wait nor fail: ballast_gradient_written is a CUhostFn, for
- * cuLaunchHostFunc behind the copy, and `ticket` a ballast_gradient_ticket that stays until it has been called. It
- * does nothing if the attempt is over. An error is that of ballast_end_gradients. Before ballast_close all
- * tickets have been used. */
+ * cuLaunchHostFunc behind the copy, and `ticket` a ballast_gradient_ticket that stays until it has
+ * been called. It does nothing if the attempt is over. An error is that of ballast_end_gradients.
+ * Before ballast_close all tickets have been used. */
 typedef struct ballast_gradient_ticket {
   ballast_session* session;
   size_t parameter;
@@ -323,11 +327,12 @@ int32_t ballast_end_micro_step(ballast_session* session, uint32_t micro_step, co
  * step is not whole, and open; DEADLINE_EXCEEDED: call again to wait on; ABORTED: close, open
  * again, redo the step. */
 int32_t ballast_seal(ballast_session* session, uint32_t micro_steps, ballast_decision* decision);
-/* Takes back what this rank has given in its attempt at the step; ballast_begin_step begins the next attempt, which
- * may have other settings. Every rank has to discard as often, each when it likes, before any may seal: until then
- * ballast_seal returns FAILED_PRECONDITION on the others. Also before ballast_begin_step, and after ballast_seal
- * if that has returned no decision. FAILED_PRECONDITION: the step is decided, receive its weights;
- * DEADLINE_EXCEEDED: call again to wait on. */
+/* Takes back what this rank has given in its attempt at the step; ballast_begin_step begins the
+ * next attempt, which may have other settings. Every rank has to discard as often, each when it
+ * likes, before any may seal: until then ballast_seal returns FAILED_PRECONDITION on the others.
+ * Also before ballast_begin_step, and after ballast_seal if that has returned no decision.
+ * FAILED_PRECONDITION: the step is decided, receive its weights; DEADLINE_EXCEEDED: call again to
+ * wait on. */
 int32_t ballast_discard(ballast_session* session);
 /* Returns when this rank's weights of the decided step are in place. */
 int32_t ballast_receive_weights(ballast_session* session);

@@ -6,6 +6,8 @@ import ctypes
 import itertools
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import unittest
@@ -209,7 +211,8 @@ class OverlapTest(unittest.TestCase):
 
         streaming = "ballast.torch.streaming"
         with contextlib.ExitStack() as stack:
-            for name, value in ((f"{streaming}._is_on_gpu", lambda gradient: True), (f"{streaming}._load_driver", Driver),
+            for name, value in ((f"{streaming}._is_on_gpu", lambda gradient: True),
+                                (f"{streaming}._load_driver", Driver),
                                 ("torch.cuda.Stream", Stream), ("torch.cuda.cudart", Runtime),
                                 ("torch.cuda.check_error", lambda code: None),
                                 ("torch.cuda.stream", contextlib.nullcontext),
@@ -297,8 +300,6 @@ class OverlapTest(unittest.TestCase):
         self.assertLess(other.weight.grad.norm(), 0.11)
 
     def test_a_clip_function_under_another_name_is_told(self):
-        import subprocess
-        import sys
         code = """
 import sys, warnings; sys.path[:0] = %r
 import torch
@@ -310,7 +311,8 @@ try:
 except UserWarning as warning:
     print(warning)
 """ % sys.path
-        said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+        said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
+                              check=True).stdout
         self.assertIn("__main__.clip_grad_norm_ was imported", said)
 
     def test_hyper_parameters_and_loss_scales_come_before_backward(self):

@@ -267,9 +267,9 @@ class Binding:
             for field in dataclasses.fields(then):
                 if getattr(then, field.name) != getattr(now, field.name):
                     raise RuntimeError(
-                        f"{field.name} of param group {group} was {getattr(then, field.name)} when the step's gradients "
-                        f"began to leave, and is {getattr(now, field.name)} now; set it before backward, or call "
-                        "zero_grad() and do the step's backward passes again")
+                        f"{field.name} of param group {group} was {getattr(then, field.name)} when the step's "
+                        f"gradients began to leave, and is {getattr(now, field.name)} now; set it before backward, or "
+                        "call zero_grad() and do the step's backward passes again")
         changed = self._changed()
         if changed:
             raise RuntimeError(f"parameter {self.names[changed[0]]} was changed during the step, and the service does "

@@ -64,8 +64,8 @@ def _clip(name: str, original):
         if not isinstance(parameters, torch.Tensor):
             parameters = list(parameters)
         if streams_of(parameters):
-            raise RuntimeError(f"{name} comes too late: gradients have left for the service during backward. Create the "
-                               "optimizer with max_norm=, or with overlap=False")
+            raise RuntimeError(f"{name} comes too late: gradients have left for the service during backward. Create "
+                               "the optimizer with max_norm=, or with overlap=False")
         return original(parameters, *arguments, **options)
 
     return clip
