@@ -298,7 +298,8 @@ int32_t ballast_gradient_places(ballast_session* session, uint32_t micro_step, s
 /* The same for a caller that may neither wait nor fail: ballast_gradient_written is a CUhostFn, for
  * cuLaunchHostFunc behind the copy, and `ticket` a ballast_gradient_ticket that stays until it has
  * been called. It does nothing if the attempt is over. An error is that of ballast_end_gradients.
- * Before ballast_close all tickets have been used. */
+ * All copies have ended before ballast_discard, since the next attempt has the same places, and
+ * before ballast_close. */
 typedef struct ballast_gradient_ticket {
   ballast_session* session;
   size_t parameter;

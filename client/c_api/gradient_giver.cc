@@ -34,13 +34,12 @@ GradientGiver::GradientGiver(Session& session, const JobSpec& job, int rank, abs
 }
 
 void GradientGiver::Stop() {
-  if (!writer_.joinable()) return;
   {
     MutexLock lock(queue_mutex_);
     stopping_ = true;
     queued_.NotifyAll();
   }
-  writer_.join();
+  if (writer_.joinable()) writer_.join();
 }
 
 void GradientGiver::Reset() {
@@ -81,8 +80,11 @@ absl::Status GradientGiver::Give(uint32_t micro_step, size_t parameter, const vo
   BALLAST_RETURN_IF_ERROR(Enter(micro_step));
   Parameter& given = parameters_[parameter];
   if (given.given != Given::kYes) return GiveParameter(given, gradient, final);
-  // It was given, and the push of its last chunk waited for longer than the limit.
-  if (!ready_.empty()) return PushReady(final);
+  if (given.waits_for_push) {  // It was given, and the push waited for longer than the limit.
+    BALLAST_RETURN_IF_ERROR(PushReady(final));
+    given.waits_for_push = false;
+    return absl::OkStatus();
+  }
   return absl::InvalidArgumentError(
       absl::StrCat("parameter ", job_.layout.parameters[parameter].name,
                    " was given already in micro-step ", micro_step, "; end it first"));
@@ -104,11 +106,14 @@ absl::Status GradientGiver::GiveParameter(Parameter& parameter, const void* grad
     if (--chunk.missing == 0) ready_.push_back(part.chunk);
   }
   parameter.given = Given::kYes;
-  return PushReady(final);
+  const absl::Status pushed = PushReady(final);
+  parameter.waits_for_push = absl::IsDeadlineExceeded(pushed);
+  return pushed;
 }
 
 void GradientGiver::Written(size_t parameter, uint64_t attempt, bool final) {
   MutexLock lock(queue_mutex_);
+  if (stopping_) return;
   if (!writer_.joinable()) writer_ = std::thread([this] { WriterLoop(); });
   queue_.push_back({.parameter = parameter, .attempt = attempt, .final = final});
   queued_.NotifyAll();
@@ -232,7 +237,10 @@ absl::Status GradientGiver::Enter(uint32_t micro_step) {
   open_ = true;
   micro_step_ = micro_step;
   ready_.clear();
-  for (Parameter& parameter : parameters_) parameter.given = Given::kNot;
+  for (Parameter& parameter : parameters_) {
+    parameter.given = Given::kNot;
+    parameter.waits_for_push = false;
+  }
   for (const int index : own_chunks_) {
     Chunk& chunk = chunks_[index];
     chunk.stage = Stage::kIdle;

@@ -73,6 +73,7 @@ class GradientGiver {
   struct Parameter {
     std::vector<Part> parts;
     Given given = Given::kNot;
+    bool waits_for_push = false;  // Give returned DEADLINE_EXCEEDED after it had taken it.
   };
   enum class Stage : uint8_t { kIdle, kHasPlace, kPushed };
   struct Chunk {

@@ -79,7 +79,8 @@ class Bench(unittest.TestCase):
         measured = json.loads(path.read_text())
         self.assertEqual({key for key, figure in measured["figures"].items() if figure["unit"] == "s"}, {
             "session_step_seconds", "client_step_seconds", "copies_seconds", "gpt_ballast_step_seconds",
-            "gpt_torch_foreach_step_seconds", "gpt_torch_fused_step_seconds"})
+            "gpt_torch_foreach_step_seconds", "gpt_torch_fused_step_seconds", "backward_with_hooks_seconds",
+            "backward_without_hooks_seconds"})
         self.assertGreater(measured["info"]["client_to_session"], 0)
 
     def test_steps_divide_their_gradients_by_different_numbers(self):

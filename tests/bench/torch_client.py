@@ -8,6 +8,8 @@ Overhead: step() with gradients that are there, for bf16 parameters in 150 tenso
 `ballast-bench worker`, which sends and receives as many bytes. That has its gradients where they are sent from, and
 leaves the weights where they arrive; what it takes to copy both, by one thread, is measured beside it.
 
+Hooks: backward of 150 small tensors whose gradients leave in it, and of the same tensors without an optimizer.
+
 GPT: step() for the fp32 parameters of a GPT (by default GPT-2's 124M), ballast.torch with a service of its own
 against torch.optim.AdamW, foreach and fused. Memory: what the process grows by with the optimizer, without
 parameters and gradients. What is compared is measured in turns.
@@ -88,6 +90,39 @@ def overhead(parameters, steps, turns):
     return {"session_step_seconds": session, "client_step_seconds": client, "copies_seconds": copies}
 
 
+def hooks(steps, turns):
+    """Backward with and without hooks; step() is not timed."""
+    def tensors_of(optimizer_of):
+        tensors = [torch.nn.Parameter(torch.full((256,), 0.5)) for _ in range(TENSORS)]
+        return tensors, optimizer_of(tensors)
+
+    with_hooks, optimizer = tensors_of(lambda tensors: ballast.torch.AdamW(
+        [(f"tensor{i}", tensor) for i, tensor in enumerate(tensors)], overlap=True, accumulation_steps=1))
+    without, _ = tensors_of(lambda tensors: None)
+
+    def backward_of(tensors):
+        loss = sum(tensor.sum() for tensor in tensors)
+        begin = time.perf_counter()
+        loss.backward()
+        seconds = time.perf_counter() - begin
+        if tensors is with_hooks:
+            optimizer.step()
+        for tensor in tensors:
+            tensor.grad = None
+        return seconds
+
+    for _ in range(3):
+        backward_of(with_hooks)
+    if not optimizer.overlap:
+        raise RuntimeError("gradients did not leave during backward, which was to be measured")
+    seconds = {"backward_with_hooks_seconds": [], "backward_without_hooks_seconds": []}
+    for _ in range(turns):
+        for key, tensors in zip(seconds, (with_hooks, without)):
+            seconds[key] += [backward_of(tensors) for _ in range(steps)]
+    optimizer.close()
+    return seconds
+
+
 def gpt_steps(args, steps, turns):
     seconds, grown = {}, {}
 
@@ -127,9 +162,12 @@ def main():
     steps, turns = (args.rounds or (4 if args.short else 10)), (2 if args.short else 4)
 
     seconds, grown, elements = gpt_steps(args, steps, turns)
-    seconds |= overhead(args.parameters, steps, turns)
+    seconds |= overhead(args.parameters, steps, turns) | hooks(steps, turns)
     figures = {key: {"median": statistics.median(samples), "min": min(samples), "max": max(samples), "unit": "s"}
                for key, samples in seconds.items()}
+    hook = (figures["backward_with_hooks_seconds"]["median"] -
+            figures["backward_without_hooks_seconds"]["median"]) / TENSORS * 1e6
+    figures["hook_us_per_parameter"] = {"median": hook, "min": hook, "max": hook, "unit": "us"}
     for name, bytes_each in grown.items():
         figures[f"{name}_bytes_per_parameter"] = {
             "median": bytes_each, "min": bytes_each, "max": bytes_each, "unit": "bytes"}

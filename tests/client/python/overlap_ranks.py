@@ -5,6 +5,7 @@ import hashlib
 import torch
 import torch.distributed as dist
 from fsdp_ranks import Model, batch, loss_of, mesh_of, shard, used_seldom
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.tensor import DTensor
 
 import ballast
@@ -43,13 +44,16 @@ def fsdp(rank, world_size, service, job, overlap, accumulation=1, no_sync=False,
     return [digest(model), left]
 
 
-def ddp(rank, world_size, service, job, overlap, accumulation=1, no_sync=False, **options):
+def ddp(rank, world_size, service, job, overlap, accumulation=1, no_sync=False, beside=False, **options):
+    """beside: with a parameter that is not the module's, whose gradient the trainer averages itself."""
     torch.manual_seed(1)
     module = torch.nn.Sequential(torch.nn.Embedding(7, 5), torch.nn.Linear(5, 300), torch.nn.Tanh(),
                                  torch.nn.Linear(300, 7))
     # Small buckets, so that there are several.
     model = torch.nn.parallel.DistributedDataParallel(module, bucket_cap_mb=0.001, **options)
-    optimizer = ballast.torch.AdamW(module.named_parameters(), lr=0.02, service=service, job=job, overlap=overlap,
+    scale = torch.nn.Parameter(torch.ones(()))
+    named = [*module.named_parameters(), *([("scale", scale)] if beside else [])]
+    optimizer = ballast.torch.AdamW(named, lr=0.02, service=service, job=job, overlap=overlap,
                                     module=model if overlap else None)
 
     def syncs(reduced):
@@ -61,19 +65,24 @@ def ddp(rank, world_size, service, job, overlap, accumulation=1, no_sync=False, 
         for micro_step in range(accumulation):
             syncs(micro_step + 1 == accumulation)
             tokens = batch(10 * step + micro_step, rank)
-            torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+            torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1) * scale, tokens.flatten()).backward()
+        if beside:
+            dist.all_reduce(scale.grad.div_(world_size))
         left += all(p.grad is None for p in module.parameters())
         optimizer.step()
     optimizer.close()
-    return [digest(module), left]
+    return [digest(module) + str(scale.item()) * beside, left]
 
 
 def refusals(rank, world_size, service, job):
     """Of an optimizer that cannot see how the ranks reduce their gradients."""
     module = torch.nn.Linear(3, 2)
-    parallel = torch.nn.parallel.DistributedDataParallel(module, find_unused_parameters=True)
+    wrap = torch.nn.parallel.DistributedDataParallel
+    hooked = wrap(module)
+    hooked.register_comm_hook(None, default_hooks.allreduce_hook)
     said = []
-    for number, given in enumerate((None, module, parallel)):
+    for number, given in enumerate((None, module, wrap(module, find_unused_parameters=True),
+                                    wrap(module, static_graph=True), hooked)):
         try:
             ballast.torch.AdamW(module.named_parameters(), service=service, job=f"{job}{number}", overlap=True,
                                 module=given)

@@ -3,6 +3,7 @@
 
 import contextlib
 import ctypes
+import gc
 import itertools
 import os
 import signal
@@ -12,6 +13,7 @@ import threading
 import time
 import unittest
 import warnings
+import weakref
 from unittest import mock
 
 import torch
@@ -133,6 +135,42 @@ class OverlapTest(unittest.TestCase):
 
         self.assert_same(step_of, model_of=Twice)
 
+    def test_nested_backwards_are_one_micro_step(self):
+        """What is trained lies in reentrant checkpoints alone, as adapters of a frozen model do."""
+        class Adapters(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layers = torch.nn.ModuleList([torch.nn.Linear(6, 6) for _ in range(4)])
+                self.head = torch.nn.Linear(6, 2).requires_grad_(False)
+
+            def forward(self, x):
+                for layer in self.layers:
+                    x = checkpoint(lambda y, layer=layer: torch.tanh(layer(y)), x, use_reentrant=True)
+                return self.head(x)
+
+        def step_of(model, optimizer, step):
+            optimizer.zero_grad()
+            torch.manual_seed(step)
+            model(torch.randn(4, 6, requires_grad=True)).square().sum().backward()
+            optimizer.step()
+
+        self.assert_same(step_of, model_of=Adapters, accumulation_steps=1)
+
+    def test_weights_that_are_swapped_out_and_in(self):
+        """As for an evaluation with averaged weights: autograd's own copies of them stay good."""
+        def step_of(model, optimizer, step):
+            optimizer.zero_grad()
+            with torch.no_grad():
+                kept = weights(model)
+                for parameter in model.parameters():
+                    parameter.zero_()
+                for name, parameter in model.named_parameters():
+                    parameter.copy_(kept[name])
+            loss_of(model, batch(step)).backward()
+            optimizer.step()
+
+        self.assert_same(step_of)
+
     def test_closure_and_gradients_set_by_hand(self):
         def step_of(model, optimizer, step):
             def closure():
@@ -211,7 +249,7 @@ class OverlapTest(unittest.TestCase):
 
         streaming = "ballast.torch.streaming"
         with contextlib.ExitStack() as stack:
-            for name, value in ((f"{streaming}._is_on_gpu", lambda gradient: True),
+            for name, value in ((f"{streaming}.is_on_gpu", lambda gradient: True),
                                 (f"{streaming}._load_driver", Driver),
                                 ("torch.cuda.Stream", Stream), ("torch.cuda.cudart", Runtime),
                                 ("torch.cuda.check_error", lambda code: None),
@@ -315,6 +353,51 @@ except UserWarning as warning:
                               check=True).stdout
         self.assertIn("__main__.clip_grad_norm_ was imported", said)
 
+    def test_zero_grad_of_a_part(self):
+        model, optimizer = self.begun()
+        with self.assertRaisesRegex(RuntimeError, "part of the model"):
+            model.inner.zero_grad()
+        optimizer.step()
+        model.inner.zero_grad()
+        self.assertIsNone(optimizer.skipped)
+
+    def test_an_optimizer_whose_gradients_another_one_takes(self):
+        model, optimizer = self.begun()
+        successor = self.optimizer(model, False)
+        model.inner.weight.grad = torch.ones_like(model.inner.weight)
+        with self.assertRaisesRegex(ballast.FailedPreconditionError, "another optimizer"):
+            successor.step()
+        optimizer.close()
+        model.zero_grad()
+        loss_of(model, batch(2)).backward()
+        self.assertIsNotNone(model.inner.weight.grad)
+        successor.step()
+        self.assertGreater(successor.grad_norm, 0)
+
+    def test_hooks_of_an_optimizer_that_is_gone(self):
+        model = Model()
+        optimizer = ballast.torch.AdamW(names(model), service=self.service.address, job="gone", overlap=True)
+        for step in range(2):
+            loss_of(model, batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        stream = weakref.ref(optimizer._binding.stream)
+        del optimizer
+        gc.collect()
+        self.assertIsNone(stream())
+        loss_of(model, batch(2)).backward()
+        self.assertIsNotNone(model.inner.weight.grad)
+
+    def test_gradients_that_cannot_be_sent(self):
+        embedding = torch.nn.Embedding(5, 3, sparse=True)
+        dense = torch.nn.Linear(3, 2)
+        module = torch.nn.ModuleDict({"embedding": embedding, "dense": dense})
+        optimizer = self.optimizer(module, True)
+        dense(torch.ones(3)).sum().backward()
+        optimizer.step()
+        with self.assertRaisesRegex(RuntimeError, "embedding.weight is sparse"):
+            dense(embedding(torch.tensor([1, 2]))).sum().backward()
+
     def test_hyper_parameters_and_loss_scales_come_before_backward(self):
         model, optimizer = self.begun()
         optimizer.param_groups[0]["lr"] = 0.5
@@ -379,7 +462,7 @@ except UserWarning as warning:
     def test_two_ranks(self):
         self.assert_ranks_same(
             2, ("fsdp", {}), ("fsdp", {"accumulation": 2}), ("fsdp", {"accumulation": 2, "no_sync": True}),
-            ("ddp", {}), ("ddp", {"accumulation": 2, "no_sync": True}))
+            ("ddp", {}), ("ddp", {"accumulation": 2, "no_sync": True}), ("ddp", {"beside": True}))
 
     def test_more_ranks(self):
         self.assert_ranks_same(3, ("fsdp", {"update": "speculate"}), ("ddp", {"gradient_as_bucket_view": True}))
@@ -391,6 +474,8 @@ except UserWarning as warning:
             self.assertIn("module=", said[0])
             self.assertIn("DistributedDataParallel", said[1])
             self.assertIn("find_unused_parameters", said[2])
+            self.assertIn("static_graph", said[3])
+            self.assertIn("communication hook", said[4])
 
 
 if __name__ == "__main__":

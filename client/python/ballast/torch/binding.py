@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ..errors import AbortedError, FailedPreconditionError
 from ..service import Service
 from ..session import Decision, Group, HyperParameters, Job, Parameter, Session
-from . import patches
+from . import patches, streaming
 from .ddp import hook_ddp
 from .peers import Peers
 from .places import Flats, Shards, local, mesh_of, placements_of, seen
@@ -31,6 +31,7 @@ from .streaming import GradientStream
 
 # Sessions that end while others take their ranks from processes that are no more.
 _JOIN_ATTEMPTS = 5
+_INTERRUPTED = "the last step() was interrupted; create the optimizer again and attach()"
 # How long rank 0 keeps a service of its own for ranks that are behind.
 _LEAVE_SECONDS = 10.0
 
@@ -57,6 +58,12 @@ class Binding:
         self._process = os.getpid()
         self._broken: str | None = None
         groups, parameters = self._collect(param_groups, hyper_parameters())
+        for name, parameter in zip(self.names, self.parameters):
+            if patches.stream_of(parameter) is not None:
+                raise FailedPreconditionError(f"parameter {name} still gives its gradients to another optimizer; "
+                                              "close() that first")
+        if overlap:
+            check_overlap(self.parameters, process_group, module)
         self.mesh = mesh_of(self.names, self.parameters)
         ranks = self._ranks(process_group)
         self.world_size = len(ranks)
@@ -234,13 +241,16 @@ class Binding:
         with self._telling():
             if self.stream is None or not self.stream.begun:
                 self._begin(loss_scale)
-            gradients = [self._gradient(i) for i in range(len(self.parameters))]
-            self._broken = "the last step() was interrupted; create the optimizer again and attach()"
-            micro_steps = 0 if self.stream is None else self.stream.micro_steps
-            if micro_steps == 0 or any(gradient is not None for gradient in gradients):
-                self.session.push_gradients([None if g is None else g.data_ptr() for g in gradients], micro_steps,
-                                            final=True)
-                micro_steps += 1
+                if self.stream is not None:
+                    self.stream.begun = True
+            micro_steps = 1
+            if self.stream is None:
+                gradients = [self._gradient(i) for i in range(len(self.parameters))]
+                self._broken = _INTERRUPTED
+                self.session.push_gradients([None if g is None else g.data_ptr() for g in gradients], final=True)
+            else:
+                self._broken = _INTERRUPTED
+                micro_steps = self._give_rest()
             decision = self.session.seal(micro_steps)
             self.session.receive_weights()
             self.step_count = decision.step
@@ -252,6 +262,24 @@ class Binding:
                 self.stream = self._start_stream()
         self._broken = None
         return decision
+
+    def discard(self) -> None:
+        """Takes back what has left since the last step."""
+        if self.stream is not None and self._broken is None:
+            self.stream.discard()
+
+    def _give_rest(self) -> int:
+        """What did not leave during backward, and the end of the last micro-step. Returns how many there were."""
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is None:
+                continue
+            self._check_as_made(index)
+            if parameter.requires_grad:
+                self.stream.give(index, parameter.grad.detach())
+        self.stream.end_micro_step()
+        if self.stream.micro_steps == 0:  # No gradient at all, which the service must know, too.
+            self.session.end_gradients(0)
+        return max(self.stream.micro_steps, 1)
 
     def _begin(self, loss_scale: float = 1.0) -> None:
         self._check_untouched()
@@ -276,14 +304,21 @@ class Binding:
                                "not know; call zero_grad(), and change weights before the first step only")
 
     def _start_stream(self) -> GradientStream:
-        trainable = [parameter if parameter.requires_grad else None for parameter in self.parameters]
+        trainable = [parameter for parameter in self.parameters if parameter.requires_grad]
+        on_gpu = any(streaming.is_on_gpu(local(parameter)) for parameter in trainable)
+        # A parameter that is whole on every rank beside sharded ones is reduced by the trainer, after backward.
+        hooked = [None if not parameter.requires_grad or isinstance(self.places, Flats) or
+                  (self.mesh is not None and not isinstance(parameter, DTensor)) else parameter
+                  for parameter in self.parameters]
+        stream = GradientStream(self.session, hooked, self._part, self._begin, on_gpu)
         if isinstance(self.places, Flats):
-            stream = GradientStream(self.session, [], local, self._begin)
             hook_ddp(self._module, stream, self.parameters)
-        else:
-            stream = GradientStream(self.session, trainable, local, self._begin)
-        patches.register(stream, (parameter for parameter in trainable if parameter is not None))
+        patches.register(stream, trainable)
         return stream
+
+    def _part(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        self._check_gradient(index, gradient)
+        return local(gradient)
 
     @contextlib.contextmanager
     def _telling(self):
@@ -312,7 +347,7 @@ class Binding:
             self.session.read_weights()
             for i, written in unknown.items():
                 same[i] = torch.equal(local(self.parameters[i]), written)
-                local(self.parameters[i]).copy_(written)
+                local(self.parameters[i]).data.copy_(written)  # Autograd may have saved it.
         for i in changed:
             if not same[i]:
                 raise RuntimeError(
@@ -325,11 +360,22 @@ class Binding:
         gradient = parameter.grad
         if gradient is None:
             return None
+        self._check_as_made(index)
+        if not parameter.requires_grad:
+            return None
+        self._check_gradient(index, gradient)
+        if not self.places.owned[index] or local(gradient).numel() == 0:
+            return None  # Those who own elements of it tell that it was used.
+        return local(gradient).to("cpu").contiguous()
+
+    def _check_as_made(self, index: int) -> None:
+        parameter, name = self.parameters[index], self.names[index]
         if self.session.job.parameters[index].frozen == parameter.requires_grad:
             raise RuntimeError(f"parameter {name} was {'frozen' if parameter.requires_grad else 'trainable'} when the "
                                "job was made, and is not now; create another optimizer and another job")
-        if not parameter.requires_grad:
-            return None
+
+    def _check_gradient(self, index: int, gradient: torch.Tensor) -> None:
+        parameter, name = self.parameters[index], self.names[index]
         if gradient.is_sparse:
             raise RuntimeError(f"the gradient of parameter {name} is sparse, which is not supported")
         if gradient.dtype != parameter.dtype:
@@ -339,9 +385,6 @@ class Binding:
             raise RuntimeError(f"the gradient of parameter {name} is placed as "
                                f"{getattr(gradient, 'placements', None)}, the parameter as {parameter.placements}; "
                                "redistribute it")
-        if not self.places.owned[index] or local(gradient).numel() == 0:
-            return None  # Those who own elements of it tell that it was used.
-        return local(gradient).to("cpu").contiguous()
 
     def _take_weights(self) -> None:
         self.places.deliver()
@@ -362,9 +405,12 @@ def check_overlap(parameters: list[torch.Tensor], process_group, module) -> None
                          "DistributedDataParallel, or shard the parameters with fully_shard first")
     if not isinstance(module, torch.nn.parallel.DistributedDataParallel):
         raise ValueError(f"module is {type(module).__name__}; expected the DistributedDataParallel")
-    if module.find_unused_parameters:
-        raise ValueError("overlap needs a DistributedDataParallel without find_unused_parameters: it says only after "
-                         "backward which parameters were unused")
+    if module.find_unused_parameters or module.static_graph:
+        raise ValueError("overlap needs a DistributedDataParallel without find_unused_parameters and static_graph: "
+                         "with these it says only after backward which parameters were unused")
+    if getattr(module, "_comm_hooks", None):
+        raise ValueError("the DistributedDataParallel has a communication hook, and takes no second one; wrap the "
+                         "model anew, or create the optimizer with overlap=False")
 
 
 def _lines(job: Job) -> list[tuple[str, str]]:

@@ -22,10 +22,6 @@ class _Remote(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     _decoupled_weight_decay = True
 
-    # Of the last step.
-    grad_norm: float | None = None
-    clip_coefficient: float | None = None
-    skipped: str | None = None
     _binding: Binding | None = None
     _settings: dict[str, Any] | None = None  # While it is made.
     _full_state = False
@@ -33,6 +29,7 @@ class _Remote(torch.optim.Optimizer):
     def __init__(self, params, defaults: dict[str, Any], *, service: str | None, job: str | None,
                  max_norm: float | None, update: str, process_group, timeout: float, full_state: bool,
                  overlap: bool, accumulation_steps: int | None, module: torch.nn.Module | None):
+        self._forget_steps()
         if max_norm is not None and not (math.isfinite(max_norm) and max_norm > 0):
             raise ValueError(f"Invalid max_norm value: {max_norm}")
         if update not in ("wait", "speculate"):
@@ -52,6 +49,12 @@ class _Remote(torch.optim.Optimizer):
                               accumulation_steps=accumulation_steps, module=module)
         if overlap:
             check_overlap([p for group in self.param_groups for p in group["params"]], process_group, module)
+
+    def _forget_steps(self) -> None:
+        # Of the last step. No attributes of the class: Lightning's wrappers of optimizers would show those.
+        self.grad_norm: float | None = None
+        self.clip_coefficient: float | None = None
+        self.skipped: str | None = None
 
     # ------------------------------------------------------------ a step
 
@@ -131,12 +134,17 @@ class _Remote(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Also takes back what has left during backward passes since the last step."""
         super().zero_grad(set_to_none)
-        if self._binding is not None and self._binding.stream is not None:
-            self._binding.stream.discard()
+        if self._binding is not None:
+            self._binding.discard()
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, which is bound at its own first step."""
         return super().__getstate__() | {"_settings": self._settings, "_full_state": self._full_state}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_settings" in state:  # load_state_dict comes here without.
+            self._forget_steps()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._binding is not None:

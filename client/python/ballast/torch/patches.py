@@ -7,6 +7,7 @@ optimizer lets gradients leave during backward. For all other parameters they do
 
 from __future__ import annotations
 
+import collections
 import functools
 import sys
 import warnings
@@ -20,6 +21,7 @@ from .streaming import GradientStream
 
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 _streams: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # Of a parameter, by a weak reference.
+_sizes: weakref.WeakKeyDictionary[GradientStream, int] = weakref.WeakKeyDictionary()  # How many parameters each has.
 _originals: dict[str, object] = {}
 
 
@@ -27,17 +29,25 @@ def register(stream: GradientStream, parameters: Iterable[torch.nn.Parameter]) -
     """The gradients of these leave through the stream."""
     for parameter in parameters:
         _streams[parameter] = weakref.ref(stream)
+        _sizes[stream] = _sizes.get(stream, 0) + 1
     if not _originals:
         _wrap()
 
 
-def streams_of(parameters) -> set[GradientStream]:
-    """Those that have given gradients of these in the step that is under way."""
-    found = set()
-    for parameter in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
-        stream = _streams[parameter]() if parameter in _streams else None
+def stream_of(parameter: torch.Tensor) -> GradientStream | None:
+    """The one that takes its gradients."""
+    stream = _streams[parameter]() if parameter in _streams else None
+    return None if stream is None or stream.closed else stream
+
+
+def _begun_streams(parameters) -> collections.Counter[GradientStream]:
+    """Those that have given gradients in the step that is under way, and how many of these parameters each has."""
+    found = collections.Counter()
+    given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    for parameter in {id(parameter): parameter for parameter in given}.values():
+        stream = stream_of(parameter)
         if stream is not None and stream.begun:
-            found.add(stream)
+            found[stream] += 1
     return found
 
 
@@ -50,12 +60,15 @@ def _wrap() -> None:
     _originals["zero_grad"] = torch.nn.Module.zero_grad
     torch.nn.Module.zero_grad = _zero_grad(torch.nn.Module.zero_grad)
     # Who has imported a function by its name goes on calling it.
+    names = {id(_originals[name]): name for name in _CLIPS}
     for module_name, module in list(sys.modules.items()):
-        for name in _CLIPS:
-            if getattr(module, "__dict__", {}).get(name) is _originals[name]:
-                warnings.warn(f"{module_name}.{name} was imported before the optimizer's first step and does not see "
-                              f"gradients that have left: call torch.nn.utils.{name}, or create the optimizer with "
-                              "max_norm=", stacklevel=2)
+        if module_name.startswith("torch."):
+            continue
+        for alias, value in list(getattr(module, "__dict__", {}).items()):
+            if id(value) in names:
+                warnings.warn(f"{module_name}.{alias} was imported before the optimizer's first step and does not see "
+                              f"gradients that have left: call torch.nn.utils.{names[id(value)]}, or create the "
+                              "optimizer with max_norm=", stacklevel=2)
 
 
 def _clip(name: str, original):
@@ -63,7 +76,7 @@ def _clip(name: str, original):
     def clip(parameters, *arguments, **options):
         if not isinstance(parameters, torch.Tensor):
             parameters = list(parameters)
-        if streams_of(parameters):
+        if _begun_streams(parameters):
             raise RuntimeError(f"{name} comes too late: gradients have left for the service during backward. Create "
                                "the optimizer with max_norm=, or with overlap=False")
         return original(parameters, *arguments, **options)
@@ -75,7 +88,10 @@ def _zero_grad(original):
     @functools.wraps(original)
     def zero_grad(self, set_to_none: bool = True) -> None:
         original(self, set_to_none)
-        for stream in streams_of(self.parameters()):
+        for stream, of_module in _begun_streams(self.parameters()).items():
+            if of_module < _sizes[stream]:
+                raise RuntimeError("zero_grad() of a part of the model cannot take back gradients that have left for "
+                                   "the service; call the optimizer's zero_grad(), or create it with overlap=False")
             stream.discard()
 
     return zero_grad

@@ -1,9 +1,9 @@
 """Gradients that leave while the backward pass runs.
 
-A hook on each parameter takes its gradient as soon as autograd has it, and sets `.grad` to None. So each
-backward is a micro-step of the service, which sums them in fp32. A micro-step is closed when its backward ends, or
-when a parameter comes a second time: a hook fires again in one backward where layers are shared or
-checkpoints are reentrant, and the sum is the same.
+A hook on each parameter takes its gradient as soon as autograd has it, and sets `.grad` to None. The service sums
+what comes in micro-steps, in fp32. A micro-step is closed when a parameter comes a second time, and at the end of the
+step: so backward passes are micro-steps, and where a hook fires again in one backward, because layers are shared or
+checkpoints are reentrant, the sum is the same.
 
 On a GPU a stream of its own copies the gradient to pinned host memory; the copy's end is told to the
 library by the stream itself, without a Python thread.
@@ -15,6 +15,7 @@ import ctypes
 import functools
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -27,12 +28,13 @@ _engine = torch.autograd.Variable._execution_engine
 
 
 class GradientStream:
-    """Of one session. `parameters`: by their index in the job, those whose gradients are taken where autograd
-    leaves them; None for the others. `part`: of a gradient, what this process has. `begin`: begins the step on
-    the service, with the hyper-parameters of now."""
+    """Of one session. `hooked`: by their index in the job, the parameters whose gradients are taken where autograd
+    leaves them; None for the others. `part`: of a gradient, by its index, what this process has; it raises where
+    that cannot be sent. `begin`: begins the step on the service, with the hyper-parameters of now. `on_gpu`: whether
+    gradients are there."""
 
-    def __init__(self, session: Session, parameters: Sequence[torch.nn.Parameter | None],
-                 part: Callable[[torch.Tensor], torch.Tensor], begin: Callable[[], None]):
+    def __init__(self, session: Session, hooked: Sequence[torch.nn.Parameter | None],
+                 part: Callable[[int, torch.Tensor], torch.Tensor], begin: Callable[[], None], on_gpu: bool):
         self.begun = False
         self.closed = False
         self.micro_steps = 0  # That are closed.
@@ -41,9 +43,11 @@ class GradientStream:
         self._lock = threading.RLock()  # A backward has a thread for each device.
         self._given: set[int] = set()  # In the open micro-step.
         self._backwards: set[int] = set()  # Those that have given something and have not ended.
-        self._copies: _Copies | None = None
-        self._hooks = [parameter.register_post_accumulate_grad_hook(functools.partial(self._take, index))
-                       for index, parameter in enumerate(parameters) if parameter is not None]
+        self._copies = _Copies(session) if on_gpu else None
+        # Parameters outlive an optimizer that nobody has closed: it must not go on taking what they get.
+        take = functools.partial(_take_for, weakref.ref(self))
+        self._hooks = [parameter.register_post_accumulate_grad_hook(functools.partial(take, index))
+                       for index, parameter in enumerate(hooked) if parameter is not None]
 
     def close(self) -> None:
         self.closed = True
@@ -51,10 +55,11 @@ class GradientStream:
             hook.remove()
         if self._copies is not None:
             self._copies.close()
+        self.finish()
 
     def enter_backward(self, ended: Callable[[], None] | None = None) -> None:
-        """Inside a backward, before its first gradient is given. ended: called at the end of a backward that gave
-        something, once all that autograd itself does then is done."""
+        """Inside a backward, before its first gradient is given. ended: closes the micro-step with the backward, and
+        is called then, once all that autograd itself does at the end is done."""
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("gradients cannot leave from a CUDA graph that is captured: create the optimizer with "
                                "overlap=False")
@@ -64,26 +69,37 @@ class GradientStream:
                 self._backwards.add(backward)
                 end = functools.partial(self._end_backward, backward, ended)
                 # A callback that is queued by a callback comes last.
-                _engine.queue_callback(functools.partial(_engine.queue_callback, end) if ended else end)
+                _engine.queue_callback(functools.partial(_engine.queue_callback, end))
 
     def give(self, index: int, gradient: torch.Tensor) -> None:
         """What this process has of a parameter's gradient goes to the service."""
         with self._lock:
+            gradient = self._part(index, gradient)
             if index in self._given:
-                self._close_micro_step()
+                self.end_micro_step()
             if not self.begun:
                 self._begin()
                 self.begun = True
             self._given.add(index)
             final = self.micro_steps + 1 == self._session.job.max_micro_steps
-            if _is_on_gpu(gradient):
-                if self._copies is None:
-                    self._copies = _Copies(self._session)
+            if self._copies is not None and is_on_gpu(gradient):
                 self._copies.start(index, self.micro_steps, gradient, final)
-            else:
-                gradient = gradient.contiguous()
-                # A tensor of no elements has no address, and None would be no gradient.
-                self._session.give_gradient(index, gradient.data_ptr() or 1, self.micro_steps, final=final)
+                return
+            if torch.cuda.is_available() and gradient.is_pinned():
+                # From FSDP2's CPUOffloadPolicy, whose hooks run when the copy has been started.
+                torch.cuda.current_stream().synchronize()
+            gradient = gradient.contiguous()
+            # A tensor of no elements has no address, and None would be no gradient.
+            self._session.give_gradient(index, gradient.data_ptr() or 1, self.micro_steps, final=final)
+
+    def end_micro_step(self) -> None:
+        """If one is open."""
+        with self._lock:
+            if self._given:
+                final = self.micro_steps + 1 == self._session.job.max_micro_steps
+                self._session.end_gradients(self.micro_steps, final=final)
+                self.micro_steps += 1
+                self._given.clear()
 
     def check_ended(self) -> None:
         """Before the step is sealed."""
@@ -99,6 +115,8 @@ class GradientStream:
 
     def discard(self) -> None:
         """Takes back what was given since the last step."""
+        if os.getpid() != self._process:  # A fork, which has given nothing.
+            return
         if self._copies is not None:
             self._copies.wait()
         if self.begun:
@@ -107,28 +125,27 @@ class GradientStream:
 
     # ------------------------------------------------------------ inside a backward
 
-    def _take(self, index: int, parameter: torch.nn.Parameter) -> None:
+    def take(self, index: int, parameter: torch.nn.Parameter) -> None:
         gradient = parameter.grad
         if gradient is None or os.getpid() != self._process:
             return
         self.enter_backward()
-        self.give(index, self._part(gradient.detach()))
+        self.give(index, gradient.detach())
         parameter.grad = None
 
     def _end_backward(self, backward: int, ended: Callable[[], None] | None) -> None:
         with self._lock:
+            if ended is not None and self._backwards <= {backward}:  # Else this one ran inside another.
+                self.end_micro_step()
             self._backwards.discard(backward)
-            if not self._backwards:  # Else this one ran inside another.
-                self._close_micro_step()
         if ended is not None:
             ended()
 
-    def _close_micro_step(self) -> None:
-        if self._given:
-            final = self.micro_steps + 1 == self._session.job.max_micro_steps
-            self._session.end_gradients(self.micro_steps, final=final)
-            self.micro_steps += 1
-            self._given.clear()
+
+def _take_for(stream: weakref.ref[GradientStream], index: int, parameter: torch.nn.Parameter) -> None:
+    living = stream()
+    if living is not None:
+        living.take(index, parameter)
 
 
 class _Copies:
@@ -142,7 +159,7 @@ class _Copies:
         self._pinned: list[int] = []
         self._tickets = [session.gradient_ticket(index) for index in range(len(session.job.parameters))]
         for address, size in _whole_pages(session.gradient_memories()):
-            # Once: registering memory inside a backward would wait for the whole GPU.
+            # Once, and not inside a backward, where it would wait for the whole GPU.
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, size, 0)))
             self._pinned.append(address)
 
@@ -158,9 +175,9 @@ class _Copies:
             flat = gradient.reshape(-1)
             for address, offset, elements in places:
                 _at(address, elements, gradient.dtype).copy_(flat[offset:offset + elements], non_blocking=True)
+            code = self._driver.cuLaunchHostFunc(ctypes.c_void_p(stream.cuda_stream), ctypes.c_void_p(self._written),
+                                                 ctypes.byref(ticket))
         gradient.record_stream(stream)
-        code = self._driver.cuLaunchHostFunc(ctypes.c_void_p(stream.cuda_stream), ctypes.c_void_p(self._written),
-                                             ctypes.byref(ticket))
         if code != 0:
             raise RuntimeError(f"cuLaunchHostFunc failed with CUDA error {code}")
 
@@ -174,8 +191,8 @@ class _Copies:
             torch.cuda.cudart().cudaHostUnregister(address)
 
 
-def _is_on_gpu(gradient: torch.Tensor) -> bool:
-    return gradient.is_cuda
+def is_on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
 
 
 def _load_driver() -> ctypes.CDLL:
