@@ -21,19 +21,18 @@ die() {
 
 # bounded SECONDS COMMAND...: in a process group of its own, which is ended after so long, or with this
 # script.
-child=
 bounded() {
   local seconds=$1 code=0
   shift
   timeout -k 10 "$seconds" "$@" &
-  child=$!
-  wait "$child" || code=$?
-  child=
+  wait $! || code=$?
   return $code
 }
 end_child() {
+  local children
+  children=$(jobs -p)  # Also of one that has begun just now, whose number nobody has taken yet.
   # timeout(1) hands the signal on to all that it started.
-  [[ -z $child ]] || { kill -TERM "$child" && wait "$child"; } 2>/dev/null || true
+  [[ -z $children ]] || { kill -TERM $children && wait $children; } 2>/dev/null || true
 }
 trap end_child EXIT
 trap 'exit 130' INT

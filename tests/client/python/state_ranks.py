@@ -203,10 +203,10 @@ def elastic(folder, service):
         session = optimizer._binding.session
         seal = session.seal
 
-        def die():
+        def die(micro_steps):
             if session.committed_step == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return seal()
+            return seal(micro_steps)
 
         session.seal = die
     train(model, optimizer, rank, 5 - begin, begin=begin)
