@@ -132,7 +132,7 @@ int32_t ballast_open(const ballast_options* options, ballast_session** out) {
     BALLAST_RETURN_IF_ERROR(CheckMayOpen());
     BALLAST_ASSIGN_OR_RETURN(
         std::shared_ptr<grpc::Channel> channel,
-        Connect(given.service, std::min(absl::Seconds(10), session->options.join_timeout)));
+        Connect(given.service, std::min(absl::Seconds(30), session->options.join_timeout)));
     session->channel = channel;
     BALLAST_ASSIGN_OR_RETURN(session->session, Session::Open(channel, session->options));
     session->gradients =
