@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 for _folder in (ROOT / "client/python", pathlib.Path(__file__).resolve().parent):
     if str(_folder) not in sys.path:
         sys.path.insert(0, str(_folder))
-_SECONDS = 120
+_SECONDS = 300
 
 
 def run_ranks(module, world_size, cases, may_die=()):
