@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <string>
 #include <utility>
 #include <vector>
@@ -53,7 +54,7 @@ class GradientSenderTest : public testing::Test, private GradientSink {
 
   bool collects_ = false;  // Pushes wait for PushWaiting.
   std::vector<client::GradientPush> waiting_;
-  int records_ = 0;
+  std::atomic<int> records_ = 0;  // Written by the threads that wait for events, too.
   std::atomic<bool> lost_ = false;
   std::byte payload_[8] = {};
   PipelineErrors errors_{[] {}};
