@@ -40,6 +40,7 @@ class GradientStream:
         self.micro_steps = 0  # That are closed.
         self._session, self._part, self._begin = session, part, begin
         self._process = os.getpid()
+        self._cuda = torch.cuda.is_available()  # Asked once: it takes longer than a small gradient.
         self._lock = threading.RLock()  # A backward has a thread for each device.
         self._given: set[int] = set()  # In the open micro-step.
         self._backwards: set[int] = set()  # Those that have given something and have not ended.
@@ -60,7 +61,7 @@ class GradientStream:
     def enter_backward(self, ended: Callable[[], None] | None = None) -> None:
         """Inside a backward, before its first gradient is given. ended: closes the micro-step with the backward, and
         is called then, once all that autograd itself does at the end is done."""
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if self._cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("gradients cannot leave from a CUDA graph that is captured: create the optimizer with "
                                "overlap=False")
         backward = torch._C._current_graph_task_id()
@@ -85,7 +86,7 @@ class GradientStream:
             if self._copies is not None and is_on_gpu(gradient):
                 self._copies.start(index, self.micro_steps, gradient, final)
                 return
-            if torch.cuda.is_available() and gradient.is_pinned():
+            if self._cuda and gradient.is_pinned():
                 # From FSDP2's CPUOffloadPolicy, whose hooks run when the copy has been started.
                 torch.cuda.current_stream().synchronize()
             gradient = gradient.contiguous()
