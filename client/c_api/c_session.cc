@@ -10,7 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
@@ -78,22 +77,6 @@ void CopyWeights(const ballast_session& session, int chunk, const std::byte* sha
                 part.elements * size);
     return true;
   });
-}
-
-absl::Status EndMicroStep(ballast_session& session, uint32_t micro_step,
-                          absl::FunctionRef<bool(size_t)> used) {
-  UsedParameters named = {.all = false};
-  const auto& parameters = session.options.job.layout.parameters;
-  bool all = true;
-  for (size_t p = 0; p < parameters.size(); ++p) {
-    if (!parameters[p].trainable) continue;
-    if (used(p)) {
-      named.parameters.push_back(static_cast<int>(p));
-    } else {
-      all = false;
-    }
-  }
-  return session.session->EndMicroStep(micro_step, all ? UsedParameters{} : named);
 }
 
 }  // namespace
@@ -339,8 +322,10 @@ int32_t ballast_end_micro_step(ballast_session* session, uint32_t micro_step, co
   return CCall([&]() -> absl::Status {
     BALLAST_RETURN_IF_ERROR(CheckSession(session));
     if (used != nullptr) BALLAST_RETURN_IF_ERROR(CheckCount(*session, count));
-    return EndMicroStep(*session, micro_step,
-                        [&](size_t p) { return used == nullptr || used[p] != 0; });
+    return session->session->EndMicroStep(
+        micro_step, ballast::client::UsedOf(session->options.job, [&](size_t p) {
+          return used == nullptr || used[p] != 0;
+        }));
   });
 }
 

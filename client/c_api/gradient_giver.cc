@@ -10,6 +10,20 @@
 
 namespace ballast::client {
 
+UsedParameters UsedOf(const JobSpec& job, absl::FunctionRef<bool(size_t)> used) {
+  UsedParameters named = {.all = false};
+  bool all = true;
+  for (size_t p = 0; p < job.layout.parameters.size(); ++p) {
+    if (!job.layout.parameters[p].trainable) continue;
+    if (used(p)) {
+      named.parameters.push_back(static_cast<int>(p));
+    } else {
+      all = false;
+    }
+  }
+  return all ? UsedParameters{} : named;
+}
+
 GradientGiver::GradientGiver(Session& session, const JobSpec& job, int rank, absl::Duration limit)
     : session_(session),
       job_(job),
@@ -57,11 +71,7 @@ absl::StatusOr<GradientGiver::PlacesOfGradient> GradientGiver::Places(uint32_t m
   MutexLock lock(mutex_);
   BALLAST_RETURN_IF_ERROR(Enter(micro_step));
   Parameter& given = parameters_[parameter];
-  if (given.given == Given::kYes) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("parameter ", job_.layout.parameters[parameter].name,
-                     " was given already in micro-step ", micro_step, "; end it first"));
-  }
+  if (given.given == Given::kYes) return GivenAlready(parameter);
   BALLAST_RETURN_IF_ERROR(TakePlaces(given));
   PlacesOfGradient places = {.attempt = attempt_};
   for (const Part& part : given.parts) {
@@ -85,9 +95,7 @@ absl::Status GradientGiver::Give(uint32_t micro_step, size_t parameter, const vo
     given.waits_for_push = false;
     return absl::OkStatus();
   }
-  return absl::InvalidArgumentError(
-      absl::StrCat("parameter ", job_.layout.parameters[parameter].name,
-                   " was given already in micro-step ", micro_step, "; end it first"));
+  return GivenAlready(parameter);
 }
 
 absl::Status GradientGiver::GiveParameter(Parameter& parameter, const void* gradient, bool final) {
@@ -201,19 +209,16 @@ absl::Status GradientGiver::End(uint32_t micro_step, bool final) {
     }
     BALLAST_RETURN_IF_ERROR(PushChunk(index, final));
   }
-  UsedParameters used = {.all = false};
-  bool all = true;
-  for (size_t p = 0; p < parameters_.size(); ++p) {
-    if (!job_.layout.parameters[p].trainable) continue;
-    if (parameters_[p].given == Given::kYes) {
-      used.parameters.push_back(static_cast<int>(p));
-    } else {
-      all = false;
-    }
-  }
-  BALLAST_RETURN_IF_ERROR(session_.EndMicroStep(micro_step, all ? UsedParameters{} : used));
+  BALLAST_RETURN_IF_ERROR(session_.EndMicroStep(
+      micro_step, UsedOf(job_, [&](size_t p) { return parameters[p].given == Given::kYes; })));
   open_ = false;
   return absl::OkStatus();
+}
+
+absl::Status GradientGiver::GivenAlready(size_t parameter) const {
+  return absl::InvalidArgumentError(
+      absl::StrCat("parameter ", job_.layout.parameters[parameter].name,
+                   " was given already in micro-step ", micro_step_, "; end it first"));
 }
 
 absl::Status GradientGiver::CheckParameter(size_t parameter) const {

@@ -9,12 +9,14 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "client/session.h"
 #include "cpu_optimizer_service/common/job_spec.h"
+#include "cpu_optimizer_service/common/step_settings.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
 
 namespace ballast::client {
@@ -26,6 +28,9 @@ struct GradientPlace {
   int64_t offset = 0;
   int64_t elements = 0;
 };
+
+// The job's trainable parameters for which `used` is true.
+UsedParameters UsedOf(const JobSpec& job, absl::FunctionRef<bool(size_t)> used);
 
 // Of one session. A chunk is pushed when the last of its parameters is given, or at the end of the
 // micro-step, with zeros for those that were not. A micro-step is open until End. Thread safe. Each call waits for at most `limit` and returns DEADLINE_EXCEEDED
@@ -92,6 +97,7 @@ class GradientGiver {
 
   absl::Status Enter(uint32_t micro_step) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckParameter(size_t parameter) const;
+  absl::Status GivenAlready(size_t parameter) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status TakePlaces(Parameter& parameter) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status TakePlace(int chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status GiveParameter(Parameter& parameter, const void* gradient, bool final)

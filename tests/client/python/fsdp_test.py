@@ -3,22 +3,11 @@
 
 import unittest
 
-from ranks_for_tests import run_ranks
-
-import ballast
+from ranks_for_tests import RanksTest
 
 
-class FsdpTest(unittest.TestCase):
-    @classmethod
-    def setUpClass(cls):
-        cls.service = ballast.Service(memory_limit="1GiB")
-        cls.addClassCleanup(cls.service.stop)
-
-    def ranks(self, world_size, *cases):
-        return run_ranks("fsdp_ranks", world_size, [
-            (function, {"service": self.service.address, "job": f"{self.id().split('.')[-1]}-{world_size}-{number}",
-                        **options})
-            for number, (function, options) in enumerate(cases)])
+class FsdpTest(RanksTest):
+    MODULE = "fsdp_ranks"
 
     def test_shards_train_as_one_process(self):
         for world_size in (1, 2, 3, 4):

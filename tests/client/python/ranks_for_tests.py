@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 import traceback
+import unittest
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 for _folder in (ROOT / "client/python", pathlib.Path(__file__).resolve().parent):
@@ -51,6 +52,24 @@ def run_ranks(module, world_size, cases, may_die=()):
                 raise AssertionError(f"rank {rank} of {world_size} ended with {process.exitcode}")
             results.append(json.loads(pathlib.Path(folder, f"{rank}.json").read_text()))
         return [list(of_case) for of_case in zip(*results)]
+
+
+class RanksTest(unittest.TestCase):
+    """Tests of which each has jobs of its own on a service. MODULE has the functions of the ranks."""
+
+    MODULE: str
+
+    @classmethod
+    def setUpClass(cls):
+        import ballast  # Not by the ranks, which import their module alone.
+        cls.service = ballast.Service(memory_limit="1GiB")
+        cls.addClassCleanup(cls.service.stop)
+
+    def ranks(self, world_size, *cases):
+        return run_ranks(self.MODULE, world_size, [
+            (function, {"service": self.service.address, "job": f"{self.id().split('.')[-1]}-{world_size}-{number}",
+                        **options})
+            for number, (function, options) in enumerate(cases)])
 
 
 def _rank(module, rank, world_size, cases, folder):

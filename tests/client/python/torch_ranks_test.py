@@ -4,22 +4,13 @@ those who do not come."""
 
 import unittest
 
-from ranks_for_tests import run_ranks
+from ranks_for_tests import RanksTest, run_ranks
 
 import ballast
 
 
-class RanksTest(unittest.TestCase):
-    @classmethod
-    def setUpClass(cls):
-        cls.service = ballast.Service(memory_limit="1GiB")
-        cls.addClassCleanup(cls.service.stop)
-
-    def ranks(self, world_size, *cases):
-        return run_ranks("torch_ranks", world_size, [
-            (function, {"service": self.service.address, "job": f"{self.id().split('.')[-1]}-{world_size}-{number}",
-                        **options})
-            for number, (function, options) in enumerate(cases)])
+class TorchRanksTest(RanksTest):
+    MODULE = "torch_ranks"
 
     def assert_one_line_on_every_rank(self, errors, text, limit=30.0):
         for kind, said, seconds in errors:

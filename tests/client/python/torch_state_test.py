@@ -8,27 +8,16 @@ import sys
 import tempfile
 import unittest
 
-from ranks_for_tests import ROOT, run_ranks
-
-import ballast
+from ranks_for_tests import ROOT, RanksTest, run_ranks
 
 _TORCHRUN_SECONDS = 300
 
 
-class RanksTest(unittest.TestCase):
-    @classmethod
-    def setUpClass(cls):
-        cls.service = ballast.Service(memory_limit="1GiB")
-        cls.addClassCleanup(cls.service.stop)
-
-    def ranks(self, world_size, *cases):
-        return run_ranks("state_ranks", world_size, [
-            (function, {"service": self.service.address, "job": f"{self.id().split('.')[-1]}-{world_size}-{number}",
-                        **options})
-            for number, (function, options) in enumerate(cases)])
+class StatesTest(RanksTest):
+    MODULE = "state_ranks"
 
 
-class StateTest(RanksTest):
+class StateTest(StatesTest):
     def test_torch_distributed_checkpoint(self):
         for world_size in (1, 2):
             with tempfile.TemporaryDirectory() as folder:
@@ -49,7 +38,7 @@ class StateTest(RanksTest):
             self.assertIn("parameter embedding.weight was changed since the last step", text)
 
 
-class ElasticTest(RanksTest):
+class ElasticTest(StatesTest):
     def test_ranks_are_taken_from_the_dead(self):
         options = {"service": self.service.address, "job": "taken"}
         run_ranks("state_ranks", 2, [("dies_in_a_step", options)], may_die=(0, 1))
@@ -74,7 +63,7 @@ class ElasticTest(RanksTest):
         self.assertEqual({bits for _, bits in ends.values()}, set(digests))  # As if nothing had been.
 
 
-class LongTest(RanksTest):
+class LongTest(StatesTest):
     def test_many_steps_leave_nothing_behind(self):
         for of_rank in self.ranks(2, ("many_steps", {"steps": 2000}))[0]:
             memory, descriptors, threads = of_rank
