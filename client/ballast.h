@@ -7,7 +7,8 @@
  *   for (;;) {
  *     ballast_begin_step(session, &step);
  *     ballast_push_gradients(session, 0, gradients, count, 1);    one backward: one micro-step
- *     while ((status = ballast_seal(session, 1, &decision)) == BALLAST_DEADLINE_EXCEEDED) ...
+ *     while ((status = ballast_seal_and_vote(session, 1, &ballot, &decision)) ==
+ *            BALLAST_DEADLINE_EXCEEDED) ...
  *     while ((status = ballast_receive_weights(session)) == BALLAST_DEADLINE_EXCEEDED) ...
  *   }
  *   ballast_close(session);
@@ -22,7 +23,7 @@
  * open its own: every call returns BALLAST_FAILED_PRECONDITION there, and ballast_close only
  * forgets the session.
  *
- * Waits: ballast_seal and ballast_receive_weights return BALLAST_DEADLINE_EXCEEDED after
+ * Waits: sealing, voting and ballast_receive_weights return BALLAST_DEADLINE_EXCEEDED after
  * wait_seconds at most, and are then called again to wait on; so a program can look at signals
  * meanwhile.
  *
@@ -41,7 +42,7 @@
 extern "C" {
 #endif
 
-#define BALLAST_API_VERSION 2
+#define BALLAST_API_VERSION 4
 
 /* The numbers are gRPC's. */
 typedef enum ballast_status {
@@ -81,6 +82,20 @@ typedef enum ballast_update_mode {
   BALLAST_UPDATE_WAIT = 0,
   BALLAST_UPDATE_SPECULATE = 1
 } ballast_update_mode;
+
+/* What becomes of a step that all ranks have begun and that cannot be kept, because a rank was
+ * replaced or the step was aborted. */
+typedef enum ballast_on_abort {
+  BALLAST_ON_ABORT_REDO = 0, /* Sessions end with ABORTED; every rank does the step again. */
+  BALLAST_ON_ABORT_SKIP = 1  /* It ends as a skipped step on all ranks, whose sessions go on. */
+} ballast_on_abort;
+
+/* Whether a gradient of a chunk is its last of the step. */
+typedef enum ballast_last {
+  BALLAST_MORE = 0,     /* It may not be. */
+  BALLAST_FINAL = 1,    /* It is; the service begins its work before the seal. */
+  BALLAST_MAY_GUESS = 2 /* It may be: the same without the promise. Others undo that work. */
+} ballast_last;
 
 /* What the service keeps of each element, in fp32. */
 typedef enum ballast_plane {
@@ -147,14 +162,14 @@ typedef struct ballast_job {
   const ballast_parameter* parameters;
   size_t parameter_count;
   int32_t world_size;
-  int64_t bucket_elements; /* 0: one bucket for each group. With a mesh, 0. */
-  int64_t chunk_elements;  /* A multiple of 256, at most 262144; 0: 262144. */
-  double max_norm;         /* Clipping by global norm; 0: none. */
-  int32_t unused_policy;   /* ballast_unused_policy */
-  int32_t update_mode;     /* ballast_update_mode */
-  uint32_t max_micro_steps; /* 0: any number. */
+  int64_t bucket_elements;      /* 0: one bucket for each group. With a mesh, 0. */
+  int64_t chunk_elements;       /* A multiple of 256, at most 262144; 0: 262144. */
+  int32_t unused_policy;        /* ballast_unused_policy */
+  int32_t update_mode;          /* ballast_update_mode */
+  uint32_t max_micro_steps;     /* 0: any number. */
   const ballast_mesh_dim* mesh; /* Of the ranks in row-major order. Null: no mesh. */
   size_t mesh_dimensions;
+  int32_t on_abort; /* ballast_on_abort */
 } ballast_job;
 
 typedef struct ballast_options {
@@ -173,9 +188,17 @@ typedef struct ballast_options {
    * rank owns no element, may be null: where the weights of each parameter are written, its
    * elements in the group's return dtype, row-major, as ballast_read_weights and
    * ballast_receive_weights get them. Only elements that this rank owns are written. A library
-   * thread writes between ballast_seal and the return of ballast_receive_weights. Null: read
+   * thread writes between the decision and the return of ballast_receive_weights. Null: read
    * them from ballast_weights_memory. */
   void* const* weights;
+  /* Files in the form of PEM; null: what BALLAST_TLS_CA, BALLAST_TLS_CERT, BALLAST_TLS_KEY and
+   * BALLAST_TOKEN_FILE say, or none. With tls_ca, the authority of the service's certificate,
+   * "host:port" speaks TLS. tls_cert and tls_key, or a token, which goes over TLS and unix sockets
+   * only, say who this is. */
+  const char* tls_ca;
+  const char* tls_cert;
+  const char* tls_key;
+  const char* token_file;
 } ballast_options;
 
 typedef struct ballast_session ballast_session;
@@ -183,7 +206,8 @@ typedef struct ballast_session ballast_session;
 typedef struct ballast_info {
   size_t size;
   uint64_t committed_step;
-  uint64_t generation;
+  uint64_t generation_epoch;
+  uint64_t generation;      /* Its count, within the epoch. */
   int32_t awaiting_weights; /* 1: the job has no weights yet; upload them. */
   int32_t shares_memory;    /* 1: with the service, by memory of this host. */
   int32_t last_step_applied;
@@ -209,13 +233,42 @@ typedef struct ballast_piece {
 
 typedef struct ballast_step {
   size_t size;
-  double loss_scale; /* 0: 1. Gradients are this many times too large. */
+  double loss_scale;      /* 0: 1. Gradients are this many times too large. */
   const double* divisors; /* One for each group: what gradients were summed over. Null: all 1. */
   /* One for each group, in force from this step on; amsgrad is not read. Null: as they are. */
   const ballast_hyper_parameters* hyper_parameters;
-  const void* trainer_state; /* Kept with the step once it is committed. */
+  const void* trainer_state;  /* Kept with the step once it is committed. */
   size_t trainer_state_bytes; /* At most 4096. */
+  /* What the ranks will vote of clipping, as far as it is known; only speed depends on it. */
+  double expected_max_norm;           /* 0: none. */
+  const double* expected_multipliers; /* One for each group. Null: all 1. */
 } ballast_step;
+
+/* What becomes of a step that all ranks have sealed, as this rank wants it; all ranks want the
+ * same. Zeros: it is applied with what it began with, and not clipped. */
+typedef struct ballast_ballot {
+  size_t size;
+  int32_t abandon; /* 1: the step is skipped. */
+  /* Clipping, by one of the two: the global norm, as torch.nn.utils.clip_grad_norm_ (0: not); or
+   * what the gradient of each group, unscaled and divided, is multiplied by (null: 1). */
+  double max_norm;
+  const double* multipliers; /* One for each group, positive. */
+  /* One for each group, in place of those that the step began with; amsgrad is not read. Null: as
+   * they are. */
+  const ballast_hyper_parameters* hyper_parameters;
+  const void* trainer_state;  /* In place of that of ballast_begin_step. Null: that one. */
+  size_t trainer_state_bytes; /* At most 4096. */
+} ballast_ballot;
+
+/* Of the unscaled, divided gradient, of all ranks. */
+typedef struct ballast_norm {
+  size_t size;
+  uint64_t step;
+  double norm; /* Over all groups. May be infinite or NaN. */
+  /* 1: an element is not finite, and ballast_message names the first one. */
+  int32_t non_finite;
+  uint64_t unused_parameters; /* How many no rank gave a gradient; ballast_unused has the first. */
+} ballast_norm;
 
 typedef struct ballast_decision {
   size_t size;
@@ -224,6 +277,21 @@ typedef struct ballast_decision {
   double norm;     /* Of the unscaled, divided gradient over all groups. */
   double clip_coefficient;
 } ballast_decision;
+
+/* A plane of a whole parameter in numbers, computed on the service. */
+typedef struct ballast_summary {
+  size_t size;
+  int32_t plane; /* ballast_plane */
+  double norm;   /* L2; like the next three, of the elements that are finite. */
+  double mean;   /* 0 if there are none, as the next two. */
+  double min;
+  double max;
+  int64_t zeros;
+  int64_t non_finite;
+  /* Counts of |x| by decade: [i] has those of 10^(i-12) <= |x| < 10^(i-11). Smaller ones that are
+   * not 0 count in the first, larger ones in the last. */
+  int64_t magnitudes[16];
+} ballast_summary;
 
 /* BALLAST_API_VERSION of the library. */
 int32_t ballast_api_version(void);
@@ -267,7 +335,7 @@ int32_t ballast_begin_step(ballast_session* session, const ballast_step* step);
 /* Gives a micro-step as a whole: count (parameter_count) pointers to gradients in the groups'
  * wire dtypes, row-major; null: the parameter got none, or this rank owns no element of it. Reads
  * the elements that this rank owns, and no more once it has returned; then ends the micro-step.
- * final: 1 if it is the step's last one; then the service begins its work before the seal. */
+ * final: a ballast_last, whether it is the step's last one. */
 int32_t ballast_push_gradients(ballast_session* session, uint32_t micro_step,
                                const void* const* gradients, size_t count, int32_t final);
 
@@ -324,14 +392,27 @@ int32_t ballast_push(ballast_session* session, int32_t chunk, uint32_t micro_ste
 int32_t ballast_end_micro_step(ballast_session* session, uint32_t micro_step, const uint8_t* used,
                                size_t count);
 
-/* Nothing more comes for this step from this rank; waits for all ranks. FAILED_PRECONDITION: the
- * step is not whole, and open; DEADLINE_EXCEEDED: call again to wait on; ABORTED: close, open
+/* Nothing more comes for this step from this rank; waits for all ranks, and returns the norm:
+ * nothing is decided. group_norms, which may be null, takes one for each group. FAILED_PRECONDITION:
+ * the step is not whole, and open; DEADLINE_EXCEEDED: call again to wait on; ABORTED: close, open
  * again, redo the step. */
-int32_t ballast_seal(ballast_session* session, uint32_t micro_steps, ballast_decision* decision);
+int32_t ballast_seal(ballast_session* session, uint32_t micro_steps, ballast_norm* norm,
+                     double* group_norms, size_t group_count);
+/* After ballast_seal; waits for the votes of all ranks. ballot null: zeros. FAILED_PRECONDITION: the
+ * votes differ, ballast_message has the first difference, and all ranks vote again; or a rank has
+ * discarded the attempt. DEADLINE_EXCEEDED: call again to wait on. */
+int32_t ballast_vote(ballast_session* session, const ballast_ballot* ballot,
+                     ballast_decision* decision);
+/* The parameters, by index, that no rank gave a gradient in the step whose norm or decision was told
+ * last: how many are known, which is the first 64 of them at most, and as many as `capacity` takes. */
+int32_t ballast_unused(const ballast_session* session, size_t* out, size_t capacity, size_t* count);
+/* Both at once, without a look at the norm and without its round trip. */
+int32_t ballast_seal_and_vote(ballast_session* session, uint32_t micro_steps,
+                              const ballast_ballot* ballot, ballast_decision* decision);
 /* Takes back what this rank has given in its attempt at the step; ballast_begin_step begins the
  * next attempt, which may have other settings. Every rank has to discard as often, each when it
  * likes, before any may seal: until then ballast_seal returns FAILED_PRECONDITION on the others.
- * Also before ballast_begin_step, and after ballast_seal if that has returned no decision.
+ * Also before ballast_begin_step, and after ballast_seal, until there is a decision.
  * FAILED_PRECONDITION: the step is decided, receive its weights; DEADLINE_EXCEEDED: call again to
  * wait on. */
 int32_t ballast_discard(ballast_session* session);
@@ -344,7 +425,16 @@ int32_t ballast_receive_weights(ballast_session* session);
 int32_t ballast_read_state(const ballast_session* session, size_t parameter, int32_t plane,
                            float* out, int64_t elements, uint64_t* step, int64_t* update_count);
 
-/* A directory on the service's host. A load ends the sessions of all ranks, this one included. */
+/* Each plane that a parameter has, in numbers and in the order of ballast_plane, whatever part of it
+ * this rank owns: how many they are, and as many as `capacity` takes; out[0].size is that of each. A
+ * frozen parameter has none. step, update_count and the time it takes are as in ballast_read_state,
+ * and training goes on meanwhile. INVALID_ARGUMENT: there is no such parameter. */
+int32_t ballast_summarise(const ballast_session* session, size_t parameter, ballast_summary* out,
+                          size_t capacity, size_t* count, uint64_t* step, int64_t* update_count);
+
+/* A name under the service's --checkpoint-dir, or a directory on its host. A save makes a new checkpoint there and
+ * replaces none; a load takes the newest good one, or the one that is named ("gpt/step-1000.2"), and ends the sessions
+ * of all ranks, this one included. */
 int32_t ballast_save(ballast_session* session, const char* directory);
 int32_t ballast_load(ballast_session* session, const char* directory);
 

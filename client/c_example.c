@@ -89,7 +89,7 @@ int main(int argc, char** argv) {
     Check(ballast_begin_step(session, &settings));
     const void* const gradients[] = {w_gradient, &b_gradient};
     Check(ballast_push_gradients(session, 0, gradients, 2, /*final=*/1));
-    Check(ballast_seal(session, 1, &decision)); /* Waits for all ranks. */
+    Check(ballast_seal_and_vote(session, 1, NULL, &decision)); /* Waits for all ranks. */
     if (!decision.applied) fprintf(stderr, "ballast-c-example: %s\n", ballast_message());
     Check(ballast_receive_weights(session)); /* Now w and b have the weights of the step. */
   }

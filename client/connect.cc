@@ -1,5 +1,6 @@
 #include "client/connect.h"
 
+#include <grpcpp/client_context.h>
 #include <grpcpp/create_channel.h>
 #include <grpcpp/security/credentials.h>
 #include <sys/un.h>
@@ -12,9 +13,12 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
+#include "ballast/v1/ballast.grpc.pb.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/heap_settings.h"
+#include "cpu_optimizer_service/common/system/version.h"
 #include "proto/deadline.h"
+#include "proto/status.h"
 
 namespace ballast::client {
 namespace {
@@ -38,6 +42,15 @@ bool IsHostAndPort(absl::string_view address) {
   return absl::SimpleAtoi(address.substr(colon + 1), &port) && port > 0 && port <= 65535;
 }
 
+// What a call says that needs the connection; empty: nothing that is known here.
+std::string WhyNotConnected(const std::shared_ptr<grpc::Channel>& channel) {
+  grpc::ClientContext context;
+  context.set_deadline(proto::Deadline(kConnectWait));
+  v1::ListJobsResponse jobs;
+  return proto::CauseOfUnreachable(
+      v1::JobService::NewStub(channel)->ListJobs(&context, v1::ListJobsRequest(), &jobs));
+}
+
 }  // namespace
 
 absl::Status CheckAddress(const std::string& address) {
@@ -57,6 +70,7 @@ absl::Status CheckAddress(const std::string& address) {
 
 grpc::ChannelArguments ServiceChannelArguments() {
   grpc::ChannelArguments arguments;
+  arguments.SetUserAgentPrefix(BallastUserAgent());
   // Descriptions of large jobs are larger than gRPC's default limit of 4 MiB.
   arguments.SetMaxReceiveMessageSize(-1);
   arguments.SetMaxSendMessageSize(-1);
@@ -80,25 +94,28 @@ grpc::ChannelArguments ServiceChannelArguments() {
   return arguments;
 }
 
-std::shared_ptr<grpc::Channel> NewChannel(const std::string& target) {
+absl::StatusOr<std::shared_ptr<grpc::Channel>> NewChannel(const std::string& target,
+                                                          const Credentials& credentials) {
   KeepHeapWarm();
-  return grpc::CreateCustomChannel(target, grpc::InsecureChannelCredentials(),
-                                   ServiceChannelArguments());
+  BALLAST_ASSIGN_OR_RETURN(const auto checked, MakeChannelCredentials(target, credentials));
+  return grpc::CreateCustomChannel(target, checked, ServiceChannelArguments());
 }
 
 absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(const std::string& target,
-                                                       absl::Duration timeout) {
+                                                       absl::Duration timeout,
+                                                       const Credentials& credentials) {
   BALLAST_RETURN_IF_ERROR(CheckAddress(target));
-  std::shared_ptr<grpc::Channel> channel = NewChannel(target);
+  BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<grpc::Channel> channel, NewChannel(target, credentials));
   absl::Duration left = timeout;
   do {
     const absl::Duration wait = std::min(left, kConnectWait);
     if (channel->WaitForConnected(proto::Deadline(wait))) return channel;
     left -= wait;
   } while (left > absl::ZeroDuration());
-  return absl::UnavailableError(absl::StrCat("no service answered at ", target, " within ",
-                                             absl::FormatDuration(timeout),
-                                             "; start ballastd there or correct the address"));
+  const std::string cause = WhyNotConnected(channel);
+  return absl::UnavailableError(absl::StrCat(
+      "no service answered at ", target, " within ", absl::FormatDuration(timeout),
+      cause.empty() ? "" : ": ", cause, "; start ballastd there or correct the address"));
 }
 
 }  // namespace ballast::client

@@ -1,6 +1,7 @@
 // Channels to a service: their addresses and arguments, and the heap setting that they need.
 //
 //   auto channel = client::Connect("127.0.0.1:7070").value();  // Or "unix:/run/ballast.sock".
+//   client::Connect("host:7070", absl::Seconds(10), {.tls_ca = "ca.pem", .token_file = "token"});
 //
 // A service that no longer answers (a dead host, a stopped process) ends the calls of its channel
 // with UNAVAILABLE after at most 40 seconds: 20 without a byte from it, then 20 for a ping. One
@@ -18,14 +19,16 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "client/credentials.h"
 
 namespace ballast::client {
 
 // A channel to "host:port" or "unix:/path". INVALID_ARGUMENT at once if `target` is neither;
 // UNAVAILABLE if nothing answers within `timeout`, of which half a second at most passes while this
-// process does not run.
-absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(const std::string& target,
-                                                       absl::Duration timeout = absl::Seconds(10));
+// process does not run. INVALID_ARGUMENT: the credentials, as MakeChannelCredentials.
+absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(
+    const std::string& target, absl::Duration timeout = absl::Seconds(10),
+    const Credentials& credentials = OrEnvironment({}));
 
 // For every channel to a service, in-process ones included.
 grpc::ChannelArguments ServiceChannelArguments();
@@ -34,7 +37,9 @@ grpc::ChannelArguments ServiceChannelArguments();
 absl::Status CheckAddress(const std::string& address);
 
 // A channel that connects when it is first used. Calls on it fail at once if no service answers.
-std::shared_ptr<grpc::Channel> NewChannel(const std::string& target);
+// INVALID_ARGUMENT: the credentials.
+absl::StatusOr<std::shared_ptr<grpc::Channel>> NewChannel(
+    const std::string& target, const Credentials& credentials = OrEnvironment({}));
 
 }  // namespace ballast::client
 

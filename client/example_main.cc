@@ -48,8 +48,8 @@ int main(int argc, char** argv) {
     Check(session.BeginStep({}));
     Check(session.Push({.chunk = 0, .payload = bytes(gradient)}));
     Check(session.EndMicroStep(0, {}));
-    Check(session.Seal(/*micro_steps=*/1).status());  // Waits for all ranks.
-    Check(session.ReceiveWeights());                  // Now w has the step's weights.
+    Check(session.Seal(/*micro_steps=*/1, {}).status());  // Waits for all ranks.
+    Check(session.ReceiveWeights());                      // Now w has the step's weights.
   }
   std::printf("step %llu: w[0] = %.4f, w[511] = %.4f\n",
               static_cast<unsigned long long>(session.committed_step()), w[0], w[511]);

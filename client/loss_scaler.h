@@ -10,7 +10,7 @@
 //     session->BeginStep({.scale = {.loss_scale = scaler.scale()},
 //                         .trainer_state = scaler.Serialize()});
 //     ... backward of loss * scaler.scale() ...
-//     scaler.Update(!session->Seal(micro_steps)->applied);
+//     scaler.Update(!session->Seal(micro_steps, vote)->applied);
 //   }
 //
 // All ranks see the same decisions, so their scalers agree without communication.

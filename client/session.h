@@ -13,9 +13,15 @@
 //           {.chunk = c, .micro_step_begin = m, .micro_step_end = m + 1, .payload = bytes});
 //       session->EndMicroStep(m, used);
 //     }
-//     client::StepDecision decision = session->Seal(micro_steps).value();  // Waits for all ranks.
+//     client::StepDecision decision = session->Seal(micro_steps, vote).value();  // Of all ranks.
 //     session->ReceiveWeights();  // Returns when all my chunks of the step are in my memory.
 //   }
+//
+// A trainer that looks at the norm first, to clip by it or to leave a step out, seals without a
+// vote:
+//
+//     StepNorm norm = session->Seal(micro_steps).value();
+//     client::StepDecision decision = session->Vote({.apply = norm.norm < 10}).value();
 //
 // A step may be tried again: Discard takes back what this rank has given, and BeginStep begins the
 // next attempt. All ranks have to discard as often, each when it likes, before any may seal.
@@ -26,6 +32,10 @@
 // `weights` returns until it is destroyed. Destroying it wakes a waiting Push, which returns
 // CANCELLED, and waits for its return; no other call may be running, and none may begin. Callbacks
 // must not call into the session.
+//
+// Of a job with OnAbort::kSkip, a step that cannot be kept ends as a skipped one at any time after
+// all ranks have begun it: what is still pushed of it is released, Seal returns the decision, and
+// the session goes on. Other jobs' sessions end with ABORTED then.
 //
 // Errors: a stream that breaks is reopened, and no call notices. Open, UploadWeights, ReadWeights
 // and ReadCounts are tried again while they return UNAVAILABLE, for at most reconnect_timeout.
@@ -58,6 +68,7 @@
 #include "cpu_optimizer_service/common/gradient_norm.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/common/step_record.h"
 #include "cpu_optimizer_service/common/step_settings.h"
 
 namespace grpc {
@@ -125,6 +136,9 @@ struct GradientPush {
   uint32_t micro_step_begin = 0;
   uint32_t micro_step_end = 1;
   bool final = false;  // Nothing more comes for this chunk in this step.
+  // As final, without the promise: lets the service begin the update ahead of the decision, which a
+  // further push for the chunk undoes.
+  bool may_guess = false;
   bool empty = false;  // No gradient for any of its elements; no payload.
   // chunk.elements elements of the group's wire dtype, in gradient_memory(chunk) or anywhere else.
   absl::Span<const std::byte> payload;
@@ -150,7 +164,9 @@ struct StepDecision {
 struct JobCounts {
   uint64_t applied_steps = 0;
   uint64_t skipped_steps = 0;
-  uint64_t coverage_complete_steps = 0;  // Decided with every micro-step of every chunk.
+  uint64_t not_kept_steps = 0;  // Skipped ones that could not be kept (OnAbort::kSkip).
+  // Decided with every micro-step of every chunk: all but not_kept_steps.
+  uint64_t coverage_complete_steps = 0;
   int64_t speculated_chunks = 0;
   int64_t published_chunks = 0;
   int64_t redone_chunks = 0;
@@ -180,7 +196,7 @@ class Session {
   virtual const Layout& layout() const = 0;
   virtual bool awaiting_weights() const = 0;
   virtual uint64_t committed_step() const = 0;
-  virtual uint64_t generation() const = 0;
+  virtual Generation generation() const = 0;
   virtual const std::string& job_uid() const = 0;
   // For the step that was the last committed one when the session was opened: the trainer's state,
   // and whether it was applied (true also if there was no step).
@@ -201,7 +217,7 @@ class Session {
   virtual absl::Span<std::byte> gradient_memory(int chunk) = 0;
   // With SessionOptions::weights null: a chunk's weights in the return dtype. They are valid from
   // on_weights (or the return of ReceiveWeights or ReadWeights) until the next BeginStep, and after
-  // that until the chunk's final push in that step, when other weights may be written there; so
+  // that until the chunk's final (or may_guess) push in that step, when other weights may be written there; so
   // after a skipped step they are not valid. Empty otherwise, and for another rank's chunk. May be
   // called from any thread; the places stay the same for the session.
   virtual absl::Span<const std::byte> weights_memory(int chunk) const = 0;
@@ -215,10 +231,11 @@ class Session {
   // other ranks' first weights.
   virtual absl::Status ReadWeights() = 0;
   // The service saves to, or loads from, a directory: a name under its --checkpoint-dir, or, if it
-  // takes paths from this caller, an absolute path on its host. A save replaces older checkpoints
-  // of the job only. A load ends the sessions of all ranks, this one included: their later calls
-  // return ABORTED, and every rank opens its session again. After UNAVAILABLE the service may or
-  // may not have done it.
+  // takes paths from this caller, an absolute path on its host; empty: the job's name. A save makes
+  // a new checkpoint there, step-STEP.GENERATION, and replaces nothing. A load takes the newest that
+  // is not damaged, or the one that is named, "gpt/step-1000.2". It ends the sessions of all ranks,
+  // this one included: their later calls return ABORTED, and every rank opens its session again.
+  // After UNAVAILABLE the service may or may not have done it.
   virtual absl::Status LoadCheckpoint(const std::string& directory) = 0;
   virtual absl::Status SaveCheckpoint(const std::string& directory) = 0;
 
@@ -234,7 +251,18 @@ class Session {
   // ranks that have not sealed; this rank's seal stays, and another Seal waits further.
   // FAILED_PRECONDITION with the reason DISCARD_AND_REDO (common/reason.h): the rank that the
   // message names has discarded this attempt; Discard it too, and give the step again.
-  virtual absl::StatusOr<StepDecision> Seal(uint32_t micro_steps) = 0;
+  // Returns what all ranks have given; nothing is decided before they Vote. Unused parameters: the
+  // first 64.
+  virtual absl::StatusOr<StepNorm> Seal(uint32_t micro_steps) = 0;
+  // After Seal has returned the norm. Waits for the votes of all ranks. FAILED_PRECONDITION with
+  // the reason VOTE_AGAIN: they differ; the message has the first difference, and all vote again.
+  // With DISCARD_AND_REDO: as of Seal. DEADLINE_EXCEEDED names the ranks that have not voted; this
+  // rank's vote stays, and another Vote waits further. INVALID_ARGUMENT, and nothing is sent:
+  // clipping that can never work.
+  virtual absl::StatusOr<StepDecision> Vote(const StepVote& vote) = 0;
+  // Both at once, without a look at the norm and without its round trip; errors of both. After
+  // VOTE_AGAIN it votes again.
+  virtual absl::StatusOr<StepDecision> Seal(uint32_t micro_steps, const StepVote& vote) = 0;
   // Takes back all that this rank has given in its attempt at the step, also after Seal has
   // returned no decision; and counts where nothing has been begun yet, so that ranks that discard
   // at the same place in their programs stay together. Returns when the service has forgotten it:

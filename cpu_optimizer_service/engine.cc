@@ -1,11 +1,13 @@
 #include "cpu_optimizer_service/engine.h"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <map>
 #include <new>
 #include <optional>
 #include <random>
+#include <set>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -24,6 +26,8 @@ namespace {
 // Planes that are saved and jobs that are loaded at once; further ones queue. A disk that hangs
 // holds up these threads only.
 constexpr size_t kDiskThreads = 16;
+
+constexpr int kMostLooks = 4;
 
 absl::Status OutOfMemory(const std::string& job) {
   return absl::ResourceExhaustedError(
@@ -51,7 +55,10 @@ struct Engine::Impl {
                         options.file_system != nullptr ? options.file_system : &PosixFileSystem(),
                     .checkpoints = options.checkpoints,
                     .draining = &draining,
-                    .warn = options.warn} {}
+                    .warn = options.warn,
+                    .named_memory = options.named_memory} {
+    if (options.named_memory != nullptr) options.named_memory->UseTasks(&tasks);
+  }
 
   // For the message that there is no such job.
   std::string WhatBecameOf(const std::string& name) const {
@@ -65,6 +72,15 @@ struct Engine::Impl {
     return absl::StrCat(since, "; saved was step ", saved->step, ", in ", saved->directory, ": ",
                         HowToResume(name));
   }
+
+  // "; go on from ...", of the job with that uid.
+  std::string LastCheckpointOf(const std::string& uid) const {
+    if (environment.checkpoints != nullptr) return environment.checkpoints->LastOf(uid);
+    return "; go on from a checkpoint";
+  }
+
+  std::atomic<int> looks = 0;  // Under way.
+  absl::StatusOr<std::vector<FoundCheckpoint>> Look(const std::string& path) const;
 
   using Clock = std::chrono::steady_clock;
   const Clock::time_point began = Clock::now();
@@ -170,6 +186,40 @@ absl::StatusOr<std::shared_ptr<Job>> Engine::CreateJob(JobSpec spec) {
       [&](Done<std::shared_ptr<Job>> done) { CreateJob(std::move(spec), std::move(done)); });
 }
 
+Engine::TakenOver Engine::TakeOverJobs() {
+  TakenOver taken;
+  NamedMemory* const memory = impl_->environment.named_memory;
+  if (memory == nullptr) return taken;
+  std::set<std::string> uids;
+  for (const std::string& name : memory->Left()) {
+    const size_t slash = name.find('/');
+    if (slash == kJobUidCharacters) uids.insert(name.substr(0, slash));
+  }
+  for (const std::string& uid : uids) {
+    std::string story;
+    absl::StatusOr<std::shared_ptr<JobImpl>> job =
+        OrOutOfMemory([&] { return JobImpl::TakeOver(uid, impl_->environment, story); });
+    if (job.ok()) {
+      const std::string name = (*job)->spec().name;
+      MutexLock lock(impl_->mutex);
+      const auto [entry, is_new] = impl_->jobs.try_emplace(name);
+      if (is_new) {
+        entry->second.job = *std::move(job);
+        entry->second.ready = true;
+        taken.back.push_back(story);
+      }
+    } else if (!absl::IsNotFound(job.status())) {
+      taken.lost.push_back(
+          absl::StrCat(job.status().message(), " (uid ", uid, ")", impl_->LastCheckpointOf(uid)));
+    }
+    // Of a job that was never whole, or whose end had begun; or of what this version does not use.
+    for (const std::string& name : memory->Left()) {
+      if (name.substr(0, uid.size() + 1) == absl::StrCat(uid, "/")) memory->Forget(name);
+    }
+  }
+  return taken;
+}
+
 absl::StatusOr<std::shared_ptr<Job>> Engine::FindJob(const std::string& name) const {
   MutexLock lock(impl_->mutex);
   const auto found = impl_->jobs.find(name);
@@ -238,12 +288,63 @@ bool Engine::Drain(double seconds) {
 
 void Engine::EndDrain() { impl_->draining.store(false); }
 
+absl::StatusOr<std::vector<FoundCheckpoint>> Engine::Impl::Look(const std::string& path) const {
+  FileSystem& files = *environment.file_system;
+  if (!path.empty()) return FindCheckpoints(files, path);
+  if (environment.checkpoints == nullptr) {
+    return absl::FailedPreconditionError(
+        "the service has no --checkpoint-dir; start ballastd with one, or give an absolute path on "
+        "its host");
+  }
+  std::vector<FoundCheckpoint> all;
+  BALLAST_ASSIGN_OR_RETURN(std::vector<std::string> names,
+                           files.List(environment.checkpoints->path()));
+  std::sort(names.begin(), names.end());
+  for (const std::string& name : names) {
+    if (!IsJobName(name)) continue;
+    absl::StatusOr<std::vector<FoundCheckpoint>> found =
+        ListCheckpoints(files, environment.checkpoints->PathOf(name));
+    if (!found.ok()) continue;  // A file, say, or one that is gone by now.
+    all.insert(all.end(), found->begin(), found->end());
+  }
+  return all;
+}
+
+void Engine::LookForCheckpoints(std::string path, bool verified,
+                                Done<std::vector<FoundCheckpoint>> done) {
+  // The threads are for saves first of all.
+  if (impl_->looks.fetch_add(1) >= kMostLooks) {
+    --impl_->looks;
+    return std::move(done)(absl::ResourceExhaustedError(absl::StrCat(
+        kMostLooks, " calls list or verify checkpoints already; try again when one has ended")));
+  }
+  auto shared_done = std::make_shared<Done<std::vector<FoundCheckpoint>>>(std::move(done));
+  impl_->disk_threads.Run([this, path = std::move(path), verified, shared_done] {
+    auto found = OrOutOfMemory([&] { return impl_->Look(path); });
+    if (found.ok() && verified) {
+      for (FoundCheckpoint& each : *found) {
+        if (!each.problem.ok()) continue;
+        each.problem = OrOutOfMemory([&] {
+          return Checkpoint::Open(*impl_->environment.file_system, each.facts.directory,
+                                  kMostForeignIndexBytes)
+              .status();
+        });
+      }
+    }
+    --impl_->looks;
+    std::move (*shared_done)(std::move(found));
+  });
+}
+
 absl::StatusOr<MemoryBudget::Reservation> Engine::Reserve(int64_t bytes, absl::string_view what) {
   return impl_->budget.Reserve(bytes, what);
 }
 
 const std::string& Engine::instance_id() const { return impl_->instance_id; }
 const MemoryBudget& Engine::memory() const { return impl_->budget; }
+
+const TaskPool& Engine::tasks() const { return impl_->tasks; }
 const CheckpointDirectory* Engine::checkpoints() const { return impl_->environment.checkpoints; }
+NamedMemory* Engine::named_memory() const { return impl_->environment.named_memory; }
 
 }  // namespace ballast

@@ -20,8 +20,11 @@
 #include "cpu_optimizer_service/host/arena.h"
 #include "cpu_optimizer_service/host/file_system.h"
 #include "cpu_optimizer_service/host/memory_budget.h"
+#include "cpu_optimizer_service/host/named_memory.h"
+#include "cpu_optimizer_service/host/task_pool.h"
 #include "cpu_optimizer_service/job/job.h"
 #include "cpu_optimizer_service/state/checkpoint_directory.h"
+#include "cpu_optimizer_service/state/checkpoint_folder.h"
 
 namespace ballast {
 
@@ -32,6 +35,9 @@ struct EngineOptions {
   std::function<void(const std::string&)> warn;
   // Outlive the engine; null: anonymous memory, the system's files.
   ArenaFactory* arenas = nullptr;
+  // In which jobs outlive this process, and from which those of an earlier one are taken over
+  // (TakeOverJobs); outlives the engine. Null: they die with it.
+  NamedMemory* named_memory = nullptr;
   FileSystem* file_system = nullptr;
   // Where jobs are saved by name, which outlives the engine too; null: nowhere.
   CheckpointDirectory* checkpoints = nullptr;
@@ -52,6 +58,13 @@ class Engine {
   // called by that one's thread; later it is ALREADY_EXISTS.
   void CreateJob(JobSpec spec, Done<std::shared_ptr<Job>> done);
   absl::StatusOr<std::shared_ptr<Job>> CreateJob(JobSpec spec);
+  // Takes over what an earlier process left in named memory, before anything else is called. What
+  // cannot be taken over is forgotten. Lines for the log.
+  struct TakenOver {
+    std::vector<std::string> back;
+    std::vector<std::string> lost;
+  };
+  TakenOver TakeOverJobs();
   // NOT_FOUND, which says how a job of that name goes on that was saved. UNAVAILABLE: it is being
   // created.
   absl::StatusOr<std::shared_ptr<Job>> FindJob(const std::string& name) const;
@@ -67,12 +80,20 @@ class Engine {
   // Takes steps and jobs again, after a drain whose service does not stop.
   void EndDrain();
 
+  // What is saved in a folder of checkpoints, in a checkpoint, or, with an empty path, in all folders
+  // of `checkpoints`; verified: every byte is read. On a thread of the engine's. NOT_FOUND.
+  // FAILED_PRECONDITION: an empty path without `checkpoints`. RESOURCE_EXHAUSTED: a few such calls
+  // are under way.
+  void LookForCheckpoints(std::string path, bool verified, Done<std::vector<FoundCheckpoint>> done);
+
   // Room for what a transport needs for a while. RESOURCE_EXHAUSTED. `what` names it: "job gpt2".
   absl::StatusOr<MemoryBudget::Reservation> Reserve(int64_t bytes, absl::string_view what);
 
   const std::string& instance_id() const;
   const MemoryBudget& memory() const;
+  const TaskPool& tasks() const;
   const CheckpointDirectory* checkpoints() const;  // Nullable.
+  NamedMemory* named_memory() const;               // Nullable.
 
  private:
   struct Impl;

@@ -60,6 +60,19 @@ v1::UnusedPolicy ToProto(UnusedPolicy policy) {
   return v1::UNUSED_POLICY_UNSPECIFIED;
 }
 
+absl::StatusOr<OnAbort> FromProto(v1::OnAbort on_abort) {
+  switch (on_abort) {
+    case v1::ON_ABORT_UNSPECIFIED:
+    case v1::REDO_STEP:
+      return OnAbort::kRedo;
+    case v1::SKIP_STEP:
+      return OnAbort::kSkip;
+    default:
+      return absl::InvalidArgumentError(absl::StrCat("on_abort is ", static_cast<int>(on_abort),
+                                                     ", which is not REDO_STEP or SKIP_STEP"));
+  }
+}
+
 absl::StatusOr<GroupSpec> GroupFromProto(const v1::ParamGroup& group, const std::string& job) {
   GroupSpec spec;
   spec.name = WithoutPrefix(group.name(), GroupName(job, ""));
@@ -134,6 +147,29 @@ absl::StatusOr<ResourceName> ParseChild(absl::string_view name, absl::string_vie
 }
 
 }  // namespace
+
+v1::Clipping ToProto(const Clipping& clipping) {
+  v1::Clipping out;
+  out.set_max_norm(clipping.max_norm);
+  out.mutable_multipliers()->Add(clipping.multipliers.begin(), clipping.multipliers.end());
+  return out;
+}
+
+Clipping FromProto(const v1::Clipping& clipping) {
+  return {.max_norm = clipping.max_norm(),
+          .multipliers = {clipping.multipliers().begin(), clipping.multipliers().end()}};
+}
+
+v1::Generation ToProto(const Generation& generation) {
+  v1::Generation out;
+  out.set_epoch(generation.epoch);
+  out.set_count(generation.count);
+  return out;
+}
+
+Generation FromProto(const v1::Generation& generation) {
+  return {generation.count(), generation.epoch()};
+}
 
 v1::UpdateMode ToProto(UpdateMode mode) {
   return mode == UpdateMode::kSpeculate ? v1::SPECULATE : v1::WAIT;
@@ -237,10 +273,10 @@ v1::Job ToProto(const JobSpec& spec) {
   job.set_name(JobName(spec.name));
   job.set_world_size(spec.layout.world_size);
   job.set_chunk_elements(spec.layout.chunk_elements);
-  job.set_max_norm(spec.max_norm);
   job.set_unused_policy(ToProto(spec.unused_policy));
   job.set_max_micro_steps(spec.max_micro_steps);
   job.set_update_mode(ToProto(spec.update_mode));
+  job.set_on_abort(spec.on_abort == OnAbort::kSkip ? v1::SKIP_STEP : v1::REDO_STEP);
   for (const GroupSpec& from : spec.groups) {
     v1::ParamGroup& to = *job.add_groups();
     to.set_name(GroupName(spec.name, from.name));
@@ -255,9 +291,9 @@ v1::Job ToProto(const JobSpec& spec) {
 absl::StatusOr<JobSpec> FromProto(const v1::Job& job) {
   JobSpec spec;
   spec.name = WithoutPrefix(job.name(), kJobs);
-  spec.max_norm = job.max_norm();
   spec.max_micro_steps = job.max_micro_steps();
   BALLAST_ASSIGN_OR_RETURN(spec.update_mode, FromProto(job.update_mode()));
+  BALLAST_ASSIGN_OR_RETURN(spec.on_abort, FromProto(job.on_abort()));
   BALLAST_ASSIGN_OR_RETURN(spec.unused_policy, FromProto(job.unused_policy()));
   spec.layout.world_size = job.world_size();
   spec.layout.group_count = job.groups_size();

@@ -8,6 +8,7 @@
 #include "ballast/v1/ballast.pb.h"
 #include "cpu_optimizer_service/common/gradient_norm.h"
 #include "cpu_optimizer_service/common/job_spec.h"
+#include "cpu_optimizer_service/common/step_settings.h"
 
 namespace ballast::proto {
 
@@ -23,6 +24,12 @@ v1::HyperParameters ToProto(const HyperParameterOverrides& values);
 absl::StatusOr<HyperParameters> FullFromProto(const v1::HyperParameters& values);
 // INVALID_ARGUMENT if amsgrad is set, which cannot change.
 absl::StatusOr<HyperParameterOverrides> OverridesFromProto(const v1::HyperParameters& values);
+
+v1::Clipping ToProto(const Clipping& clipping);
+Clipping FromProto(const v1::Clipping& clipping);
+
+v1::Generation ToProto(const Generation& generation);
+Generation FromProto(const v1::Generation& generation);
 
 v1::DType ToProto(DType dtype);
 v1::UpdateMode ToProto(UpdateMode mode);

@@ -2,6 +2,8 @@
 
 #include <google/protobuf/stubs/common.h>
 
+#include <array>
+#include <atomic>
 #include <string>
 
 #include "absl/strings/cord.h"
@@ -52,6 +54,9 @@ struct Cause {
   absl::string_view said;
   absl::string_view means;
 };
+constexpr absl::string_view kClosed =
+    "what listens there closed the connection: no ballastd, or one that wants TLS, or another "
+    "certificate (--tls-ca, --tls-cert)";
 constexpr Cause kCauses[] = {
     {"Connection refused", "nothing listens there"},
     {"No such file or directory", "there is no such socket"},
@@ -65,8 +70,16 @@ constexpr Cause kCauses[] = {
     {"Failed parsing HTTP/2", "what listens there is no ballastd"},
     {"Received http2 header with status", "what listens there is no ballastd"},
     {"timed out", "connecting took too long"},
-    {"Socket closed", "what listens there closed the connection"},
-    {"Connection reset", "what listens there closed the connection"},
+    {"certificate verify failed",
+     "its certificate is not of the authority in --tls-ca, or has expired"},
+    {"Hostname Verification", "its certificate is of another host name"},
+    {"wrong version number", "what listens there does not speak TLS: give no --tls-ca"},
+    {"alert certificate required", "it wants a certificate: give --tls-cert and --tls-key"},
+    {"alert certificate expired", "this client's certificate has expired"},
+    {"alert unknown ca", "this client's certificate is of an authority that it does not know"},
+    {"alert bad certificate", "it does not take this client's certificate"},
+    {"Socket closed", kClosed},
+    {"Connection reset", kClosed},
 };
 
 constexpr absl::string_view kNotConnected = "failed to connect to all addresses";
@@ -92,6 +105,8 @@ std::string AddressIn(absl::string_view message) {
   return absl::StrReplaceAll(address, {{"%5B", "["}, {"%5D", "]"}});
 }
 
+std::array<std::atomic<uint64_t>, 17> error_counts = {};
+
 // An error that gRPC itself made, in words of ours.
 std::string ExplainOwn(const grpc::Status& status) {
   const std::string& message = status.error_message();
@@ -110,8 +125,17 @@ std::string ExplainOwn(const grpc::Status& status) {
 
 }  // namespace
 
+std::array<uint64_t, 17> ErrorCounts() {
+  std::array<uint64_t, 17> counts = {};
+  for (size_t code = 0; code < counts.size(); ++code) counts[code] = error_counts[code];
+  return counts;
+}
+
 grpc::Status ToGrpc(const absl::Status& status) {
   if (status.ok()) return grpc::Status::OK;
+  if (const auto code = static_cast<size_t>(status.code()); code < error_counts.size()) {
+    ++error_counts[code];
+  }
   const std::string message = Shortened(OneLine(status.message()));
   google::rpc::ErrorInfo info;
   const std::string reason = ReasonOf(status);

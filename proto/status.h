@@ -4,6 +4,9 @@
 
 #include <grpcpp/support/status.h>
 
+#include <array>
+#include <cstdint>
+
 #include "absl/status/status.h"
 
 namespace ballast::proto {
@@ -11,6 +14,8 @@ namespace ballast::proto {
 // Same code and message, with google.rpc.ErrorInfo {domain "ballast", reason} in the details: the
 // status's reason (common/reason.h), or the code's name if it has none.
 grpc::Status ToGrpc(const absl::Status& status);
+// How many errors of each code, by its number, ToGrpc has been given in this process.
+std::array<uint64_t, 17> ErrorCounts();
 // And back, with the reason. gRPC's own error for a service that cannot be reached becomes one that
 // says where it was looked for and what to do.
 absl::Status FromGrpc(const grpc::Status& status);

@@ -16,6 +16,7 @@
 
 #include "absl/status/statusor.h"
 #include "cpu_optimizer_service/common/system/heap_settings.h"
+#include "cpu_optimizer_service/common/system/memory_guard.h"
 #include "cpu_optimizer_service/host/helper_threads.h"
 #include "server/call_watch.h"
 
@@ -36,6 +37,9 @@ class CallPool {
   using Place = std::unique_ptr<CallPool, Leave>;
   // RESOURCE_EXHAUSTED: as many calls as the pool admits are in progress.
   absl::StatusOr<Place> Enter();
+
+  size_t calls() const { return calls_; }  // In progress.
+  size_t most_calls() const { return most_calls_; }
 
   // Runs `task` on one of the pool's threads, in the order of these calls.
   void Run(std::function<void()> task) { threads_.Run(std::move(task)); }
@@ -79,7 +83,8 @@ struct CallPools {
   // Gives up a job on a thread of `creation`: the last reference frees the job's memory, which
   // takes about as long as touching it did.
   void LetGo(std::shared_ptr<const void> job) {
-    if (job != nullptr) creation.Run([job = std::move(job)] {});
+    // Without memory to go there, on this one.
+    if (job != nullptr) (void)RunsInMemory([&] { creation.Run([job = std::move(job)] {}); });
   }
 };
 

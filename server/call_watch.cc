@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "cpu_optimizer_service/common/system/memory_guard.h"
+
 namespace ballast::server {
 namespace {
 
@@ -60,7 +62,7 @@ void WatchedCall::Look(Clock::time_point now) {
     std::swap(cancel, cancel_);
     cancelling_ = std::this_thread::get_id();
   }
-  cancel();  // Calls back, so without the lock.
+  (void)RunsInMemory(cancel);  // Calls back, so without the lock.
   {
     MutexLock lock(mutex_);
     cancelling_ = std::thread::id();
@@ -97,14 +99,20 @@ void CallWatch::Run() {
       while (!stopped_ && changed_.WaitUntil(mutex_, next)) continue;
       if (stopped_) return;
       std::erase_if(calls_, [](const auto& call) { return call.expired(); });
+    }
+    // Those for whose list there is no memory are looked at later.
+    (void)RunsInMemory([&] {
+      MutexLock lock(mutex_);
       for (const auto& call : calls_) {
         if (auto alive = call.lock()) calls.push_back(std::move(alive));
       }
-    }
+    });
     // Without the lock: cancelling may call into gRPC.
-    for (const auto& call : calls) call->Look(WatchedCall::Clock::now());
+    for (const auto& call : calls) {
+      (void)RunsInMemory([&] { call->Look(WatchedCall::Clock::now()); });
+    }
     calls.clear();
-    every_second_();
+    (void)RunsInMemory(every_second_);
   }
 }
 

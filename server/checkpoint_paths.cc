@@ -8,7 +8,7 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "cpu_optimizer_service/common/job_spec.h"
+#include "cpu_optimizer_service/common/system/checkpoint_name.h"
 
 namespace ballast::server {
 namespace {
@@ -33,7 +33,7 @@ bool CheckpointPaths::MayNamePaths(const std::string& peer) const {
 
 absl::StatusOr<std::string> CheckpointPaths::Resolve(const std::string& directory,
                                                      const std::string& peer) const {
-  if (IsJobName(directory)) {
+  if (IsCheckpointName(directory)) {
     if (names_ != nullptr) return names_->PathOf(directory);
     return absl::FailedPreconditionError(
         absl::StrCat("'", directory,
@@ -45,7 +45,8 @@ absl::StatusOr<std::string> CheckpointPaths::Resolve(const std::string& director
     return absl::InvalidArgumentError(absl::StrCat(
         "directory is '", absl::Utf8SafeCEscape(directory.substr(0, 128)),
         "'; give a name under the service's --checkpoint-dir (1 to 128 letters, digits, '.', '_' "
-        "or '-', beginning without '.'), or an absolute path on its host"));
+        "or '-', beginning without '.'; of one of its checkpoints NAME/step-STEP.GENERATION), or "
+        "an absolute path on its host"));
   }
   if (MayNamePaths(peer)) return directory;
   return absl::PermissionDeniedError(absl::StrCat(

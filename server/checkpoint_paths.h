@@ -1,4 +1,4 @@
-// Where a caller of SaveJob and LoadJob may have the service write and read: by name, under its
+// Where callers may have the service write and read checkpoints: by name, under its
 // --checkpoint-dir; by path only who could do so without the service.
 #ifndef BALLAST_SERVER_CHECKPOINT_PATHS_H_
 #define BALLAST_SERVER_CHECKPOINT_PATHS_H_
@@ -21,10 +21,10 @@ class CheckpointPaths {
                   std::vector<std::string> unix_sockets)
       : names_(names), allow_paths_(allow_paths), unix_sockets_(std::move(unix_sockets)) {}
 
-  // The directory that a request of `peer` (gRPC's name of it) means. INVALID_ARGUMENT: neither a
-  // name nor an absolute path. FAILED_PRECONDITION: a name, without a --checkpoint-dir.
-  // PERMISSION_DENIED: a path, from a peer that is not on a unix socket that only this process's
-  // user can connect to.
+  // The directory that a request of `peer` (gRPC's name of it) means: a name, "gpt"; one of what is
+  // saved there, "gpt/step-1000.2"; or an absolute path. INVALID_ARGUMENT: none of these.
+  // FAILED_PRECONDITION: a name, without a --checkpoint-dir. PERMISSION_DENIED: a path, from a peer
+  // that is not on a unix socket that only this process's user can connect to.
   absl::StatusOr<std::string> Resolve(const std::string& directory, const std::string& peer) const;
 
  private:

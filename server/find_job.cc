@@ -9,14 +9,16 @@
 
 namespace ballast::server {
 
-absl::StatusOr<std::shared_ptr<Job>> FindJob(const Engine& engine, const std::string& name) {
+absl::StatusOr<std::shared_ptr<Job>> FindJob(const Engine& engine, const Caller& caller,
+                                             const std::string& name) {
   BALLAST_ASSIGN_OR_RETURN(const proto::ResourceName parsed, proto::ParseJobName(name));
+  BALLAST_RETURN_IF_ERROR(caller.Check(parsed.job));
   return engine.FindJob(parsed.job);
 }
 
-absl::StatusOr<std::shared_ptr<Job>> FindJob(const Engine& engine, const std::string& name,
-                                             const std::string& uid) {
-  BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<Job> job, FindJob(engine, name));
+absl::StatusOr<std::shared_ptr<Job>> FindJob(const Engine& engine, const Caller& caller,
+                                             const std::string& name, const std::string& uid) {
+  BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<Job> job, FindJob(engine, caller, name));
   if (uid.empty()) {
     return absl::InvalidArgumentError(
         absl::StrCat("no uid of ", name,
@@ -31,15 +33,19 @@ absl::StatusOr<std::shared_ptr<Job>> FindJob(const Engine& engine, const std::st
   return job;
 }
 
-std::function<bool()> IsGone(const Engine& engine, const Job& job) {
-  return [&engine, name = job.spec().name, uid = job.uid()] {
+std::function<bool()> IsGone(const Engine& engine, const Caller& caller, const Job& job) {
+  return [&engine, revoked = caller.IsRevoked(job.spec().name), name = job.spec().name,
+          uid = job.uid()] {
+    if (revoked()) return true;
     const absl::StatusOr<std::shared_ptr<Job>> found = engine.FindJob(name);
     return !found.ok() || (*found)->uid() != uid;
   };
 }
 
-absl::StatusOr<FoundParameter> FindParameter(const Engine& engine, const std::string& name) {
+absl::StatusOr<FoundParameter> FindParameter(const Engine& engine, const Caller& caller,
+                                             const std::string& name) {
   BALLAST_ASSIGN_OR_RETURN(const proto::ResourceName parsed, proto::ParseParameterName(name));
+  BALLAST_RETURN_IF_ERROR(caller.Check(parsed.job));
   BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<Job> job, engine.FindJob(parsed.job));
   const int index = job->layout().FindParameter(parsed.child);
   if (index < 0) {

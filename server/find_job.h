@@ -1,4 +1,5 @@
-// From resource names to jobs and parameters.
+// From resource names to jobs and parameters, for callers who may use them: PERMISSION_DENIED for
+// the others, whether there is such a job or not.
 #ifndef BALLAST_SERVER_FIND_JOB_H_
 #define BALLAST_SERVER_FIND_JOB_H_
 
@@ -9,18 +10,21 @@
 
 #include "absl/status/statusor.h"
 #include "cpu_optimizer_service/engine.h"
+#include "server/access/access.h"
 
 namespace ballast::server {
 
 // By "jobs/JOB". INVALID_ARGUMENT: another form. NOT_FOUND.
-absl::StatusOr<std::shared_ptr<Job>> FindJob(const Engine& engine, const std::string& name);
+absl::StatusOr<std::shared_ptr<Job>> FindJob(const Engine& engine, const Caller& caller,
+                                             const std::string& name);
 
 // The same, and NOT_FOUND if the job's unique id is not `uid`: another job has the name now.
-absl::StatusOr<std::shared_ptr<Job>> FindJob(const Engine& engine, const std::string& name,
-                                             const std::string& uid);
+absl::StatusOr<std::shared_ptr<Job>> FindJob(const Engine& engine, const Caller& caller,
+                                             const std::string& name, const std::string& uid);
 
-// Whether the job has been closed by now. Cheap; keeps nothing of the job. The engine outlives it.
-std::function<bool()> IsGone(const Engine& engine, const Job& job);
+// Whether the job has been closed by now, or the caller may not use it any more. Cheap; keeps
+// nothing of the job. The engine outlives it.
+std::function<bool()> IsGone(const Engine& engine, const Caller& caller, const Job& job);
 
 struct FoundParameter {
   std::shared_ptr<Job> job;
@@ -29,7 +33,8 @@ struct FoundParameter {
   int64_t elements() const { return job->layout().place(index).elements; }
 };
 // By "jobs/JOB/parameters/PARAMETER". INVALID_ARGUMENT: another form. NOT_FOUND.
-absl::StatusOr<FoundParameter> FindParameter(const Engine& engine, const std::string& name);
+absl::StatusOr<FoundParameter> FindParameter(const Engine& engine, const Caller& caller,
+                                             const std::string& name);
 
 }  // namespace ballast::server
 

@@ -15,7 +15,7 @@
 #include "absl/strings/str_replace.h"
 #include "absl/strings/strip.h"
 #include "cpu_optimizer_service/common/reason.h"
-#include "proto/status.h"
+#include "server/call_guard.h"
 #include "server/transport_settings.h"
 
 namespace ballast::server {
@@ -41,22 +41,33 @@ class OfCall final : public grpc::experimental::Interceptor {
     if (methods->QueryInterceptionHookPoint(InterceptionHookPoints::POST_RECV_MESSAGE)) {
       malformed_ = methods->GetRecvMessage() == nullptr;
       // Also a call that was reset before its message: it is answered before that is noticed.
-      if (malformed_) resets_.GivenUp(context_.peer());
+      if (malformed_) (void)GuardedRun([this] { resets_.GivenUp(context_.peer()); });
     }
     if (malformed_ &&
         methods->QueryInterceptionHookPoint(InterceptionHookPoints::PRE_SEND_STATUS)) {
-      methods->ModifySendStatus(proto::ToGrpc(
-          WithReason(absl::InvalidArgumentError(absl::StrCat("the request is not a ", request_)),
-                     reason::kMalformedMessage)));
+      End(*methods, [this] {
+        return WithReason(
+            absl::InvalidArgumentError(absl::StrCat("the request is not a ", request_)),
+            reason::kMalformedMessage);
+      });
+    } else if (methods->QueryInterceptionHookPoint(InterceptionHookPoints::PRE_SEND_STATUS) &&
+               methods->GetSendStatus().error_code() == grpc::StatusCode::UNIMPLEMENTED) {
+      // So gRPC ends a call of which an exception has left the method.
+      End(*methods, [] { return OutOfMemoryError(); });
     }
     if (methods->QueryInterceptionHookPoint(InterceptionHookPoints::POST_RECV_CLOSE) &&
         !malformed_ && context_.IsCancelled()) {
-      resets_.GivenUp(context_.peer());
+      (void)GuardedRun([this] { resets_.GivenUp(context_.peer()); });
     }
     methods->Proceed();
   }
 
  private:
+  template <typename Make>
+  static void End(grpc::experimental::InterceptorBatchMethods& methods, Make make) {
+    methods.ModifySendStatus(EndOf(Guarded(make)));
+  }
+
   const grpc::ServerContextBase& context_;
   const std::string request_;
   ResetWatch& resets_;
@@ -70,9 +81,11 @@ class OfReflection final : public grpc::experimental::Interceptor {
   void Intercept(grpc::experimental::InterceptorBatchMethods* methods) override {
     if (methods->QueryInterceptionHookPoint(InterceptionHookPoints::PRE_SEND_STATUS) &&
         methods->GetSendStatus().error_code() == grpc::StatusCode::RESOURCE_EXHAUSTED) {
-      methods->ModifySendStatus(proto::ToGrpc(absl::ResourceExhaustedError(
-          absl::StrCat("the service has ", kMaxReflectionThreads,
-                       " reflection streams in progress; try again later"))));
+      methods->ModifySendStatus(EndOf(Guarded([] {
+        return absl::ResourceExhaustedError(
+            absl::StrCat("the service has ", kMaxReflectionThreads,
+                         " reflection streams in progress; try again later"));
+      })));
     }
     methods->Proceed();
   }
@@ -84,16 +97,22 @@ class Factory final : public grpc::experimental::ServerInterceptorFactoryInterfa
 
   grpc::experimental::Interceptor* CreateServerInterceptor(
       grpc::experimental::ServerRpcInfo* info) override {
-    const google::protobuf::MethodDescriptor* const method = FindMethod(info->method());
-    if (method != nullptr && !method->client_streaming()) {
-      return new OfCall(*info->server_context(), method->input_type()->full_name(), resets_);
-    }
-    resets_.GivenUp(info->server_context()->peer());
-    const bool reflection = absl::StartsWith(info->method(), kReflection);
-    return reflection ? new OfReflection() : nullptr;
+    grpc::experimental::Interceptor* interceptor = nullptr;  // Without memory for one: none.
+    (void)GuardedRun([&] { interceptor = Make(*info); });
+    return interceptor;
   }
 
  private:
+  grpc::experimental::Interceptor* Make(grpc::experimental::ServerRpcInfo& info) {
+    const google::protobuf::MethodDescriptor* const method = FindMethod(info.method());
+    if (method != nullptr && !method->client_streaming()) {
+      return new OfCall(*info.server_context(), method->input_type()->full_name(), resets_);
+    }
+    resets_.GivenUp(info.server_context()->peer());
+    const bool reflection = absl::StartsWith(info.method(), kReflection);
+    return reflection ? new OfReflection() : nullptr;
+  }
+
   static constexpr char kReflection[] = "/grpc.reflection.";
   ResetWatch& resets_;
 };

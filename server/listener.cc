@@ -21,9 +21,11 @@
 #include <system_error>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/memory_guard.h"
 
 namespace ballast::server {
 namespace {
@@ -40,6 +42,13 @@ constexpr int kMostDiscards = 64;
 constexpr std::chrono::milliseconds kPause(50);
 
 absl::Status CannotListen(const Address& address) {
+  std::error_code error;
+  const std::filesystem::path folder = std::filesystem::path(address.unix_path).parent_path();
+  if (!folder.empty() && !std::filesystem::is_directory(folder, error)) {
+    return absl::UnavailableError(absl::StrCat("cannot listen on ", address.text,
+                                               ": there is no directory ", folder.string(),
+                                               "; make it or choose another"));
+  }
   return absl::UnavailableError(absl::StrCat("cannot listen on ", address.text,
                                              ": it is taken, or not an address of this host; "
                                              "stop the other process or choose another"));
@@ -62,6 +71,19 @@ void SetPort(addrinfo& address, int port) {
     reinterpret_cast<sockaddr_in6*>(address.ai_addr)->sin6_port =
         htons(static_cast<uint16_t>(port));
   }
+}
+
+// With the port that the system chose.
+std::string TextOf(const Address& address, int port) {
+  if (!address.unix_path.empty() || address.port != 0) return address.text;
+  return absl::StrCat(address.text.substr(0, address.text.rfind(':')), ":", port);
+}
+
+constexpr absl::string_view kKeptPrefix = "listen ";
+
+// An address may have several sockets.
+std::string KeptName(const Address& address, size_t number) {
+  return absl::StrCat(kKeptPrefix, number, " ", address.text);
 }
 
 void RemoveSocketFile(const std::string& path) {
@@ -143,7 +165,44 @@ absl::StatusOr<FileDescriptor> Listener::Bind(int family, const void* name,
   return socket;
 }
 
-absl::StatusOr<std::string> Listener::Add(const Address& address) {
+bool Listener::IsKept(const Address& address, const NamedMemory* memory) {
+  if (memory == nullptr) return false;
+  const std::vector<std::string> left = memory->Left();
+  return std::find(left.begin(), left.end(), KeptName(address, 0)) != left.end();
+}
+
+void Listener::ForgetKept(NamedMemory& memory) {
+  for (const std::string& name : memory.Left()) {
+    if (!absl::StartsWith(name, kKeptPrefix)) continue;
+    memory.Forget(name);
+    const size_t path = name.find(" unix:");
+    if (path != std::string::npos) RemoveSocketFile(name.substr(path + 6));
+  }
+}
+
+absl::StatusOr<std::string> Listener::AddKept(const Address& address, NamedMemory& memory) {
+  int port = address.port;
+  for (size_t number = 0;; ++number) {
+    FileDescriptor socket = memory.TakeFile(KeptName(address, number));
+    if (!socket) break;
+    if (address.unix_path.empty()) port = PortOf(socket.number());
+    sockets_.push_back(std::move(socket));
+  }
+  if (!address.unix_path.empty()) unix_paths_.push_back(address.unix_path);
+  return TextOf(address, port);
+}
+
+absl::Status Listener::KeepFrom(size_t first, const Address& address, NamedMemory* memory) {
+  if (memory == nullptr) return absl::OkStatus();
+  for (size_t i = first; i < sockets_.size(); ++i) {
+    BALLAST_RETURN_IF_ERROR(memory->KeepFile(KeptName(address, i - first), sockets_[i].number()));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::string> Listener::Add(const Address& address, NamedMemory* memory) {
+  if (IsKept(address, memory)) return AddKept(address, *memory);
+  const size_t first = sockets_.size();
   if (!address.unix_path.empty()) {
     sockaddr_un name = {};
     name.sun_family = AF_UNIX;
@@ -153,6 +212,7 @@ absl::StatusOr<std::string> Listener::Add(const Address& address) {
     if (!socket.ok()) return CannotListen(address);
     sockets_.push_back(*std::move(socket));
     unix_paths_.push_back(address.unix_path);
+    BALLAST_RETURN_IF_ERROR(KeepFrom(first, address, memory));
     return address.text;
   }
   addrinfo hints = {};
@@ -173,8 +233,8 @@ absl::StatusOr<std::string> Listener::Add(const Address& address) {
     bound = true;
   }
   if (!bound) return CannotListen(address);
-  if (address.port != 0) return address.text;
-  return absl::StrCat(address.text.substr(0, address.text.rfind(':')), ":", port);
+  BALLAST_RETURN_IF_ERROR(KeepFrom(first, address, memory));
+  return TextOf(address, port);
 }
 
 absl::Status Listener::Start(std::function<void(int)> take,
@@ -213,7 +273,7 @@ void Listener::Run() {
     }
     if (polled[0].revents != 0) return;
     for (size_t i = 1; i < polled.size(); ++i) {
-      if (polled[i].revents != 0) AcceptAll(polled[i].fd);
+      if (polled[i].revents != 0) (void)RunsInMemory([&] { AcceptAll(polled[i].fd); });
     }
   }
 }

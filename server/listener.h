@@ -17,6 +17,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "cpu_optimizer_service/common/system/file_descriptor.h"
+#include "cpu_optimizer_service/host/named_memory.h"
 #include "server/address.h"
 
 namespace ballast::server {
@@ -39,7 +40,14 @@ class Listener {
 
   // Connections queue from now on. Returns the address, with the port that the system chose where
   // that is 0. UNAVAILABLE: it is taken, or not an address of this host; one line.
-  absl::StatusOr<std::string> Add(const Address& address);
+  // With `memory`, nullable, its keeper has the sockets, too, and what an earlier process left of
+  // this address is listened on again: its connections have queued meanwhile.
+  absl::StatusOr<std::string> Add(const Address& address, NamedMemory* memory = nullptr);
+  // Whether an earlier process left the address's sockets there.
+  static bool IsKept(const Address& address, const NamedMemory* memory);
+
+  // Of an earlier process: what is listened on no more. Connections that have queued end.
+  static void ForgetKept(NamedMemory& memory);
 
   // Gives accepted connections to `take`, which owns them then, on a thread of its own, until
   // destroyed. `warn` is told, now and then, in one line, of connections that were refused.
@@ -47,6 +55,8 @@ class Listener {
                      std::function<void(const std::string&)> warn);
 
  private:
+  absl::StatusOr<std::string> AddKept(const Address& address, NamedMemory& memory);
+  absl::Status KeepFrom(size_t first, const Address& address, NamedMemory* memory);
   absl::StatusOr<FileDescriptor> Bind(int family, const void* name, size_t name_bytes) const;
   void Run();
   void AcceptAll(int socket);

@@ -4,13 +4,19 @@
 #include <grpcpp/grpcpp.h>
 #include <grpcpp/health_check_service_interface.h>
 #include <spdlog/spdlog.h>
+#include <sys/socket.h>
 
+#include <atomic>
 #include <mutex>
 #include <optional>
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/deadline.h"
+#include "server/access/access.h"
+#include "server/access/file_watch.h"
+#include "server/access/tls.h"
+#include "server/access/unix_users.h"
 #include "server/address.h"
 #include "server/call_pool.h"
 #include "server/checkpoint_paths.h"
@@ -27,19 +33,68 @@
 namespace ballast::server {
 namespace {
 
+// Whether those who reach the address are meant to.
+absl::Status CheckOpenness(const Address& address, const ServerOptions& options) {
+  const AccessOptions& access = options.access;
+  const bool tls = !access.tls_certificate.empty();
+  if (!access.roles.empty() && !tls && address.unix_path.empty()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "with --roles-file nobody could call ", address.text,
+        ", where nothing says who calls: give --tls-cert and --tls-key, or listen on a "
+        "unix socket"));
+  }
+  const bool everybody_is_known = !access.roles.empty() || !access.tls_client_ca.empty();
+  if (IsLocal(address) || options.insecure || (tls && everybody_is_known)) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      "refusing to listen on ", address.text, ": other hosts could reach it ",
+      tls ? "without saying who they are; give --tls-client-ca or --roles-file"
+          : "without encryption; give --tls-cert, --tls-key and --tls-client-ca or --roles-file",
+      ", use a loopback address, or --insecure"));
+}
+
 absl::StatusOr<std::vector<Address>> ParseAddresses(const ServerOptions& options) {
   std::vector<Address> addresses;
   for (const std::string& text : options.listen) {
     BALLAST_ASSIGN_OR_RETURN(Address address, ParseAddress(text));
-    if (!options.insecure && !IsLocal(address)) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "refusing to listen on ", text,
-          ": other hosts could reach it without encryption; use a loopback address or --insecure"));
-    }
-    if (!address.unix_path.empty()) BALLAST_RETURN_IF_ERROR(CheckUnixSocketIsFree(address));
+    BALLAST_RETURN_IF_ERROR(CheckOpenness(address, options));
     addresses.push_back(std::move(address));
   }
   return addresses;
+}
+
+// The files that are read again when they change.
+std::vector<std::string> FilesOf(const AccessOptions& access) {
+  std::vector<std::string> files;
+  for (const std::string& file : {access.tls_certificate, access.tls_key, access.tls_client_ca,
+                                  access.roles, access.tokens}) {
+    if (!file.empty()) files.push_back(file);
+  }
+  return files;
+}
+
+void ReadAgain(Access& access, Tls& tls) {
+  if (const absl::Status read = access.ReadAgain(); !read.ok()) {
+    spdlog::error("roles and tokens stay as they were: {}", std::string(read.message()));
+  } else {
+    spdlog::info("read the files of access again: {}", access.ToLine());
+  }
+  if (const absl::Status read = tls.ReadAgain(); !read.ok()) {
+    spdlog::error("the certificate stays as it was: {}", std::string(read.message()));
+  }
+}
+
+absl::StatusOr<std::unique_ptr<Access>> OpenAccess(const ServerOptions& options) {
+  return Access::Open(
+      options.access, [](const std::string& line) { spdlog::info("{}", line); },
+      [](const std::string& line) { spdlog::warn("{}", line); });
+}
+
+bool IsUnixSocket(int connection) {
+  int domain = 0;
+  socklen_t bytes = sizeof(domain);
+  return getsockopt(connection, SOL_SOCKET, SO_DOMAIN, &domain, &bytes) == 0 && domain == AF_UNIX;
 }
 
 // gRPC's plugins belong to the process, and are added to the servers that are built after this.
@@ -54,7 +109,7 @@ void EnablePlugins() {
 std::unique_ptr<SharedMemoryServer> StartSharedMemoryServer(const Engine& engine,
                                                             const ServerOptions& options) {
   if (!options.shared_memory) return nullptr;
-  auto shared_memory = SharedMemoryServer::Open(engine.instance_id());
+  auto shared_memory = SharedMemoryServer::Open(engine.instance_id(), {}, engine.named_memory());
   if (shared_memory.ok()) return *std::move(shared_memory);
   spdlog::warn("no memory is shared with workers on this host: {}",
                std::string(shared_memory.status().message()));
@@ -64,15 +119,22 @@ std::unique_ptr<SharedMemoryServer> StartSharedMemoryServer(const Engine& engine
 }  // namespace
 
 struct Server::Impl {
-  Impl(Engine& engine, std::unique_ptr<SharedMemoryServer> shared_memory, CheckpointPaths paths)
-      : checkpoint_paths(std::move(paths)),
+  Impl(Engine& engine, std::unique_ptr<Access> who, std::unique_ptr<Tls> tcp,
+       std::unique_ptr<SharedMemoryServer> shared_memory, CheckpointPaths paths)
+      : access(std::move(who)),
+        tls(std::move(tcp)),
+        checkpoint_paths(std::move(paths)),
         shared_memory_server(std::move(shared_memory)),
-        job_service(engine, pools, shared_memory_server.get()),
-        train_service(engine, pools),
-        state_service(engine, pools, checkpoint_paths) {}
+        job_service(engine, *access, pools, shared_memory_server.get()),
+        train_service(engine, *access, pools),
+        state_service(engine, *access, pools, checkpoint_paths) {}
 
-  absl::Status Listen(const std::vector<Address>& parsed, int64_t memory_limit_bytes);
+  absl::Status Listen(const std::vector<Address>& parsed, const Engine& engine,
+                      const std::vector<grpc::Service*>& more_services);
 
+  const std::unique_ptr<Access> access;
+  const std::unique_ptr<Tls> tls;
+  std::optional<FileWatch> access_files;
   const CheckpointPaths checkpoint_paths;
   std::unique_ptr<SharedMemoryServer> shared_memory_server;  // Nullable.
   CallPools pools;
@@ -84,30 +146,33 @@ struct Server::Impl {
   std::unique_ptr<grpc::Server> grpc_server;
   std::unique_ptr<Listener> listener;
   std::optional<SealWatch> seal_watch;
+  std::atomic<bool> serving = true;
   std::once_flag shut_down;
 };
 
-absl::Status Server::Impl::Listen(const std::vector<Address>& parsed, int64_t memory_limit_bytes) {
+absl::Status Server::Impl::Listen(const std::vector<Address>& parsed, const Engine& engine,
+                                  const std::vector<grpc::Service*>& more_services) {
   grpc::ServerBuilder builder;
-  ConfigureTransport(builder, memory_limit_bytes);
+  ConfigureTransport(builder, engine.memory().limit_bytes());
   InterceptCalls(builder, resets);
-  auto acceptor = builder.experimental().AddExternalConnectionAcceptor(
-      grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD,
-      grpc::InsecureServerCredentials());
+  Door tcp = MakeDoor(builder, tls->credentials());
+  auto unix_users = std::make_shared<UnixUsers>(
+      builder, [this](const std::string& principal) { return access->Knows(principal); });
   builder.RegisterService(&job_service);
   builder.RegisterService(&train_service);
   builder.RegisterService(&state_service);
+  for (grpc::Service* service : more_services) builder.RegisterService(service);
   listener = std::make_unique<Listener>();
   for (const Address& address : parsed) {
-    BALLAST_ASSIGN_OR_RETURN(addresses.emplace_back(), listener->Add(address));
+    BALLAST_ASSIGN_OR_RETURN(addresses.emplace_back(),
+                             listener->Add(address, engine.named_memory()));
   }
+  if (engine.named_memory() != nullptr) Listener::ForgetKept(*engine.named_memory());
   grpc_server = builder.BuildAndStart();
   if (grpc_server == nullptr) return absl::InternalError("gRPC could not start a server");
   return listener->Start(
-      [acceptor = std::shared_ptr(std::move(acceptor))](int connection) {
-        grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters parameters;
-        parameters.fd = connection;
-        acceptor->HandleNewConnection(&parameters);
+      [tcp = std::move(tcp), unix_users = std::move(unix_users)](int connection) {
+        IsUnixSocket(connection) ? unix_users->Take(connection) : tcp(connection);
       },
       [](const std::string& line) { spdlog::warn("{}", line); });
 }
@@ -119,17 +184,45 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(Engine& engine,
   BALLAST_ASSIGN_OR_RETURN(const std::vector<Address> addresses, ParseAddresses(options));
   std::vector<std::string> unix_sockets;
   for (const Address& address : addresses) {
-    if (!address.unix_path.empty()) unix_sockets.push_back(address.unix_path);
+    if (address.unix_path.empty()) continue;
+    if (!Listener::IsKept(address, engine.named_memory())) {
+      BALLAST_RETURN_IF_ERROR(CheckUnixSocketIsFree(address));
+    }
+    unix_sockets.push_back(address.unix_path);
   }
+  BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<Tls> tls, Tls::Open(options.access));
+  BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<Access> access, OpenAccess(options));
   auto impl = std::make_unique<Impl>(
-      engine, StartSharedMemoryServer(engine, options),
+      engine, std::move(access), std::move(tls), StartSharedMemoryServer(engine, options),
       // Without an address, only this process itself reaches the server.
       CheckpointPaths(engine.checkpoints(), options.allow_paths || addresses.empty(),
                       std::move(unix_sockets)));
-  BALLAST_RETURN_IF_ERROR(impl->Listen(addresses, engine.memory().limit_bytes()));
+  BALLAST_RETURN_IF_ERROR(impl->Listen(addresses, engine, options.more_services));
   impl->seal_watch.emplace(engine, options.seal_deadline_seconds, options.seal_reminder_seconds);
+  if (const std::vector<std::string> files = FilesOf(options.access); !files.empty()) {
+    impl->access_files.emplace(files,
+                               [owner = impl.get()] { ReadAgain(*owner->access, *owner->tls); });
+  }
   return std::unique_ptr<Server>(new Server(std::move(impl)));
 }
+
+absl::Status Server::Check(const ServerOptions& options) {
+  BALLAST_RETURN_IF_ERROR(ParseAddresses(options).status());
+  BALLAST_RETURN_IF_ERROR(Tls::Open(options.access).status());
+  return OpenAccess(options).status();
+}
+
+absl::Status Server::CheckNewAddresses(const ServerOptions& options, const NamedMemory& memory) {
+  BALLAST_ASSIGN_OR_RETURN(const std::vector<Address> addresses, ParseAddresses(options));
+  for (const Address& address : addresses) {
+    if (Listener::IsKept(address, &memory)) continue;
+    if (!address.unix_path.empty()) BALLAST_RETURN_IF_ERROR(CheckUnixSocketIsFree(address));
+    BALLAST_RETURN_IF_ERROR(Listener().Add(address).status());
+  }
+  return absl::OkStatus();
+}
+
+std::string Server::AccessLine() const { return impl_->access->ToLine(); }
 
 Server::Server(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
@@ -142,11 +235,27 @@ std::shared_ptr<grpc::Channel> Server::InProcessChannel() {
 }
 
 void Server::SetServing(bool serving) {
+  impl_->serving = serving;
   if (auto* health = impl_->grpc_server->GetHealthCheckService()) health->SetServingStatus(serving);
+}
+
+bool Server::serving() const { return impl_->serving; }
+
+const Access& Server::access() const { return *impl_->access; }
+
+std::vector<CallUse> Server::calls() const {
+  const auto use = [](const char* kind, const CallPool& pool) {
+    return CallUse{.kind = kind, .in_progress = pool.calls(), .most = pool.most_calls()};
+  };
+  const CallPools& pools = impl_->pools;
+  return {use("control", pools.control), use("creation", pools.creation),
+          use("traces", pools.traces), use("readers", pools.readers),
+          use("streams", pools.streams)};
 }
 
 void Server::Shutdown(double grace_seconds) {
   std::call_once(impl_->shut_down, [&] {
+    impl_->access_files.reset();
     impl_->listener.reset();
     impl_->seal_watch.reset();  // No reminders to streams that are being cancelled.
     impl_->grpc_server->Shutdown(proto::Deadline(absl::Seconds(grace_seconds)));

@@ -9,16 +9,19 @@
 #ifndef BALLAST_SERVER_SERVER_H_
 #define BALLAST_SERVER_SERVER_H_
 
+#include <cstddef>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "cpu_optimizer_service/engine.h"
+#include "server/access/access_options.h"
 
 namespace grpc {
 class Channel;
-}
+class Service;
+}  // namespace grpc
 
 namespace ballast::server {
 
@@ -26,8 +29,10 @@ struct ServerOptions {
   // "HOST:PORT" (port 0: the system chooses) or "unix:/path". If empty, the server is reachable
   // through InProcessChannel only.
   std::vector<std::string> listen = {"127.0.0.1:7070"};
-  // Nothing here is encrypted or authenticated, so addresses that other hosts can reach are refused
-  // unless this is set.
+  // Who may do what, and TLS. Empty: everybody who reaches an address may do everything.
+  AccessOptions access;
+  // Addresses that other hosts can reach are refused, where not everybody who calls has to say who
+  // they are, over TLS, unless this is set.
   bool insecure = false;
   // Once a step's first seal is this old, sealed ranks are told which ranks they wait for,
   // every `seal_reminder_seconds`.
@@ -40,24 +45,49 @@ struct ServerOptions {
   // Anybody who reaches the server may name paths of its host to save to and load from
   // (checkpoint_paths.h).
   bool allow_paths = false;
+  // Served too, and outlive the server.
+  std::vector<grpc::Service*> more_services;
+};
+
+class Access;
+
+// How many calls of a kind are in progress, and how many there may be.
+struct CallUse {
+  std::string kind;  // control, creation, traces, readers or streams (call_pool.h).
+  size_t in_progress = 0;
+  size_t most = 0;
 };
 
 class Server {
  public:
-  // INVALID_ARGUMENT: an address that is malformed, or not loopback and `insecure` is not set.
+  // INVALID_ARGUMENT: as Check.
   // UNAVAILABLE: an address that cannot be listened on, such as a taken port. One line each.
   static absl::StatusOr<std::unique_ptr<Server>> Start(Engine& engine,
                                                        const ServerOptions& options);
   ~Server();
 
+  // INVALID_ARGUMENT, in one line: an address that is malformed, or not loopback and `insecure` is
+  // not set; files of access that are missing or wrong.
+  static absl::Status Check(const ServerOptions& options);
+
+  // Those that could not be listened on beside a process that left the others in `memory`.
+  // UNAVAILABLE.
+  static absl::Status CheckNewAddresses(const ServerOptions& options, const NamedMemory& memory);
+
   // The addresses of options.listen, with the ports that the system chose.
   const std::vector<std::string>& addresses() const;
 
-  // A channel without a socket to this server. It ends with the server.
+  // Who may do what here, in one line for the log.
+  std::string AccessLine() const;
+
+  // A channel without a socket to this server. It ends with the server. With roles it is nobody's.
   std::shared_ptr<grpc::Channel> InProcessChannel();
 
   // What the health service reports from now on; calls are answered either way.
   void SetServing(bool serving);
+  bool serving() const;
+  const Access& access() const;
+  std::vector<CallUse> calls() const;
   // Refuses new calls at once, cancels those that still run after `grace_seconds`, and waits for
   // their end.
   void Shutdown(double grace_seconds);

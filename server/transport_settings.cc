@@ -28,6 +28,9 @@ constexpr int kMinPingIntervalMs = 10'000;
 constexpr int kKeepaliveMs = 20'000;
 constexpr int kKeepaliveTimeoutMs = 20'000;
 
+// A connection that has not finished its handshake by then, of TLS or HTTP/2, is closed.
+constexpr int kHandshakeMs = 20'000;
+
 // gRPC's own log lines name its source files; the service's say what an operator can do.
 void LogAtDebug(gpr_log_func_args* line) { spdlog::debug("grpc: {}", line->message); }
 
@@ -62,6 +65,7 @@ void ConfigureTransport(grpc::ServerBuilder& builder, int64_t memory_limit_bytes
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, kKeepaliveMs);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kKeepaliveTimeoutMs);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
+  builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, kHandshakeMs);
   // A port that another process listens on is an error, and not shared with it.
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS,

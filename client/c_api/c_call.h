@@ -61,6 +61,14 @@ void CWrite(T value, T* out) {
   std::memcpy(out, &value, std::min(out->size, sizeof(T)));
 }
 
+// Writes element `index` of an array of such structures, each as long as the first one says.
+template <class T>
+void CWriteAt(T value, T* first, size_t index) {
+  value.size = first->size;
+  std::memcpy(reinterpret_cast<char*>(first) + index * first->size, &value,
+              std::min(value.size, sizeof(T)));
+}
+
 // INVALID_ARGUMENT if the pointer is null.
 template <class T>
 absl::Status CheckGiven(const T* pointer, const char* name) {

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -40,6 +42,43 @@ HyperParameters ReadHyperParameters(const ballast_hyper_parameters& given) {
           .bias_correction = given.bias_correction != 0,
           .amsgrad = given.amsgrad != 0,
           .maximize = given.maximize != 0};
+}
+
+std::map<int, HyperParameterOverrides> ReadOverrides(const ballast_hyper_parameters* given,
+                                                     int group_count) {
+  std::map<int, HyperParameterOverrides> overrides;
+  for (int g = 0; given != nullptr && g < group_count; ++g) {
+    const HyperParameters values = ReadHyperParameters(given[g]);
+    overrides[g] = {.lr = values.lr,
+                    .beta1 = values.beta1,
+                    .beta2 = values.beta2,
+                    .eps = values.eps,
+                    .weight_decay = values.weight_decay,
+                    .decoupled_weight_decay = values.decoupled_weight_decay,
+                    .bias_correction = values.bias_correction,
+                    .maximize = values.maximize};
+  }
+  return overrides;
+}
+
+Clipping ReadClipping(double max_norm, const double* multipliers, int group_count) {
+  Clipping clipping = {.max_norm = max_norm, .multipliers = {}};
+  if (multipliers != nullptr) clipping.multipliers.assign(multipliers, multipliers + group_count);
+  return clipping;
+}
+
+// Nullopt: null.
+absl::StatusOr<std::optional<std::string>> ReadTrainerState(const void* state, size_t bytes,
+                                                            const char* structure) {
+  if (bytes > kMaxTrainerStateBytes) {
+    return absl::InvalidArgumentError(absl::StrCat("trainer_state has ", bytes, " bytes, of ",
+                                                   kMaxTrainerStateBytes, " at most"));
+  }
+  if (bytes > 0 && state == nullptr) {
+    return absl::InvalidArgumentError(absl::StrCat(structure, ".trainer_state is null"));
+  }
+  if (state == nullptr) return std::nullopt;
+  return std::string(static_cast<const char*>(state), bytes);
 }
 
 absl::StatusOr<GroupSpec> ReadGroup(const ballast_group& given) {
@@ -160,8 +199,7 @@ absl::StatusOr<JobSpec> ReadJob(const ballast_job& given) {
     return absl::InvalidArgumentError(
         absl::StrCat("world_size is ", given.world_size, "; expected 1 to ", kMaxWorldSize));
   }
-  JobSpec job = {
-      .name = given.name, .max_norm = given.max_norm, .max_micro_steps = given.max_micro_steps};
+  JobSpec job = {.name = given.name, .max_micro_steps = given.max_micro_steps};
   for (size_t g = 0; g < given.group_count; ++g) {
     BALLAST_ASSIGN_OR_RETURN(job.groups.emplace_back(), ReadGroup(CReadAt(given.groups, g)));
   }
@@ -201,6 +239,11 @@ absl::StatusOr<JobSpec> ReadJob(const ballast_job& given) {
   }
   job.update_mode =
       given.update_mode == BALLAST_UPDATE_SPECULATE ? UpdateMode::kSpeculate : UpdateMode::kWait;
+  if (given.on_abort != BALLAST_ON_ABORT_REDO && given.on_abort != BALLAST_ON_ABORT_SKIP) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("on_abort is ", given.on_abort, "; expected 0 or 1"));
+  }
+  job.on_abort = given.on_abort == BALLAST_ON_ABORT_SKIP ? OnAbort::kSkip : OnAbort::kRedo;
   return job;
 }
 
@@ -234,6 +277,14 @@ absl::StatusOr<SessionOptions> ReadOptions(const ballast_options& given) {
   return options;
 }
 
+Credentials ReadCredentials(const ballast_options& given) {
+  const auto text = [](const char* path) { return std::string(path == nullptr ? "" : path); };
+  return OrEnvironment({.tls_ca = text(given.tls_ca),
+                        .tls_cert = text(given.tls_cert),
+                        .tls_key = text(given.tls_key),
+                        .token_file = text(given.token_file)});
+}
+
 bool OwnsOf(const SessionOptions& options, size_t parameter) {
   const LayoutSpec& layout = options.job.layout;
   const ParameterSpec& spec = layout.parameters[parameter];
@@ -250,28 +301,41 @@ absl::StatusOr<StepSettings> ReadStep(const ballast_step& given, int group_count
   if (given.divisors != nullptr) {
     settings.scale.divisors.assign(given.divisors, given.divisors + group_count);
   }
-  for (int g = 0; given.hyper_parameters != nullptr && g < group_count; ++g) {
-    const HyperParameters values = ReadHyperParameters(given.hyper_parameters[g]);
-    settings.overrides[g] = {.lr = values.lr,
-                             .beta1 = values.beta1,
-                             .beta2 = values.beta2,
-                             .eps = values.eps,
-                             .weight_decay = values.weight_decay,
-                             .decoupled_weight_decay = values.decoupled_weight_decay,
-                             .bias_correction = values.bias_correction,
-                             .maximize = values.maximize};
-  }
-  if (given.trainer_state_bytes > kMaxTrainerStateBytes) {
-    return absl::InvalidArgumentError(absl::StrCat("trainer_state has ", given.trainer_state_bytes,
-                                                   " bytes, of ", kMaxTrainerStateBytes,
-                                                   " at most"));
-  }
-  if (given.trainer_state_bytes > 0) {
-    BALLAST_RETURN_IF_ERROR(CheckGiven(given.trainer_state, "ballast_step.trainer_state"));
-    settings.trainer_state.assign(static_cast<const char*>(given.trainer_state),
-                                  given.trainer_state_bytes);
-  }
+  settings.overrides = ReadOverrides(given.hyper_parameters, group_count);
+  settings.expected_clipping =
+      ReadClipping(given.expected_max_norm, given.expected_multipliers, group_count);
+  BALLAST_ASSIGN_OR_RETURN(
+      std::optional<std::string> state,
+      ReadTrainerState(given.trainer_state, given.trainer_state_bytes, "ballast_step"));
+  settings.trainer_state = std::move(state).value_or("");
   return settings;
+}
+
+absl::StatusOr<StepVote> ReadBallot(const ballast_ballot* ballot, int group_count) {
+  if (ballot == nullptr) return StepVote();
+  BALLAST_RETURN_IF_ERROR(CheckStructure(ballot, "ballast_ballot"));
+  const ballast_ballot given = CRead(ballot);
+  StepVote vote = {.apply = given.abandon == 0,
+                   .clipping = ReadClipping(given.max_norm, given.multipliers, group_count),
+                   .overrides = ReadOverrides(given.hyper_parameters, group_count),
+                   .trainer_state = std::nullopt};
+  BALLAST_ASSIGN_OR_RETURN(
+      vote.trainer_state,
+      ReadTrainerState(given.trainer_state, given.trainer_state_bytes, "ballast_ballot"));
+  return vote;
+}
+
+absl::StatusOr<Last> ReadLast(int32_t last) {
+  switch (last) {
+    case BALLAST_MORE:
+      return Last::kMore;
+    case BALLAST_FINAL:
+      return Last::kFinal;
+    case BALLAST_MAY_GUESS:
+      return Last::kMayGuess;
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat("final is ", last, ", which is no ballast_last: 0, 1 or 2"));
 }
 
 }  // namespace ballast::client

@@ -3,13 +3,16 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
@@ -79,6 +82,36 @@ void CopyWeights(const ballast_session& session, int chunk, const std::byte* sha
   });
 }
 
+void KeepUnused(ballast_session& session, const std::vector<std::string>& names) {
+  session.unused.clear();
+  for (const std::string& name : names) {
+    const int parameter = session.session->layout().FindParameter(name);
+    if (parameter >= 0) session.unused.push_back(static_cast<size_t>(parameter));
+  }
+}
+
+// Votes as `decide` does it, and tells what is decided.
+int32_t CDecide(ballast_session* session, const ballast_ballot* ballot, ballast_decision* decision,
+                absl::FunctionRef<absl::StatusOr<StepDecision>(const StepVote&)> decide) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckSession(session));
+    BALLAST_RETURN_IF_ERROR(CheckStructure(decision, "ballast_decision"));
+    BALLAST_ASSIGN_OR_RETURN(
+        const StepVote vote,
+        ReadBallot(ballot, static_cast<int>(session->options.job.groups.size())));
+    BALLAST_ASSIGN_OR_RETURN(const StepDecision taken, decide(vote));
+    CWrite(ballast_decision{.size = 0,
+                            .step = taken.step,
+                            .applied = taken.applied,
+                            .norm = taken.norm,
+                            .clip_coefficient = taken.clip_coefficient},
+           decision);
+    KeepUnused(*session, taken.unused_parameters);
+    if (!taken.applied) CMessage() = taken.skip_reason;
+    return absl::OkStatus();
+  });
+}
+
 }  // namespace
 }  // namespace ballast::client
 
@@ -115,7 +148,8 @@ int32_t ballast_open(const ballast_options* options, ballast_session** out) {
     BALLAST_RETURN_IF_ERROR(CheckMayOpen());
     BALLAST_ASSIGN_OR_RETURN(
         std::shared_ptr<grpc::Channel> channel,
-        Connect(given.service, std::min(absl::Seconds(30), session->options.join_timeout)));
+        Connect(given.service, std::min(absl::Seconds(30), session->options.join_timeout),
+                ReadCredentials(given)));
     session->channel = channel;
     BALLAST_ASSIGN_OR_RETURN(session->session, Session::Open(channel, session->options));
     session->gradients =
@@ -142,7 +176,8 @@ int32_t ballast_get_info(const ballast_session* session, ballast_info* info) {
     const Session& given = *session->session;
     CWrite(ballast_info{.size = 0,
                         .committed_step = given.committed_step(),
-                        .generation = given.generation(),
+                        .generation_epoch = given.generation().epoch,
+                        .generation = given.generation().count,
                         .awaiting_weights = given.awaiting_weights(),
                         .shares_memory = given.shares_memory(),
                         .last_step_applied = given.last_step_applied(),
@@ -215,7 +250,8 @@ int32_t ballast_push_gradients(ballast_session* session, uint32_t micro_step,
     BALLAST_RETURN_IF_ERROR(CheckSession(session));
     BALLAST_RETURN_IF_ERROR(CheckGiven(gradients, "gradients"));
     BALLAST_RETURN_IF_ERROR(CheckCount(*session, count));
-    return session->gradients->GiveAll(micro_step, gradients, final != 0);
+    BALLAST_ASSIGN_OR_RETURN(const Last last, ReadLast(final));
+    return session->gradients->GiveAll(micro_step, gradients, last);
   });
 }
 
@@ -223,7 +259,8 @@ int32_t ballast_give_gradient(ballast_session* session, uint32_t micro_step, siz
                               const void* gradient, int32_t final) {
   return CCall([&]() -> absl::Status {
     BALLAST_RETURN_IF_ERROR(CheckSession(session));
-    return session->gradients->Give(micro_step, parameter, gradient, final != 0);
+    BALLAST_ASSIGN_OR_RETURN(const Last last, ReadLast(final));
+    return session->gradients->Give(micro_step, parameter, gradient, last);
   });
 }
 
@@ -250,7 +287,9 @@ void ballast_gradient_written(void* ticket) {
   const auto& given = *static_cast<const ballast_gradient_ticket*>(ticket);
   if (!CheckSession(given.session).ok()) return;
   CCall([&] {
-    given.session->gradients->Written(given.parameter, given.attempt, given.final != 0);
+    // There is nobody to tell of a number that is none of these.
+    given.session->gradients->Written(given.parameter, given.attempt,
+                                      ReadLast(given.final).value_or(Last::kMore));
     return absl::OkStatus();
   });
 }
@@ -258,7 +297,8 @@ void ballast_gradient_written(void* ticket) {
 int32_t ballast_end_gradients(ballast_session* session, uint32_t micro_step, int32_t final) {
   return CCall([&]() -> absl::Status {
     BALLAST_RETURN_IF_ERROR(CheckSession(session));
-    return session->gradients->End(micro_step, final != 0);
+    BALLAST_ASSIGN_OR_RETURN(const Last last, ReadLast(final));
+    return session->gradients->End(micro_step, last);
   });
 }
 
@@ -296,8 +336,10 @@ int32_t ballast_push(ballast_session* session, int32_t chunk, uint32_t micro_ste
   return CCall([&]() -> absl::Status {
     std::function<void()> tell;
     if (released != nullptr) tell = [released, context] { released(context); };
+    Last last = Last::kMore;
     const auto check = [&]() -> absl::StatusOr<ballast::Chunk> {
       BALLAST_RETURN_IF_ERROR(CheckSession(session));
+      BALLAST_ASSIGN_OR_RETURN(last, ReadLast(final));
       return FindOwnChunk(*session, chunk);
     };
     const absl::StatusOr<ballast::Chunk> where = check();
@@ -310,7 +352,8 @@ int32_t ballast_push(ballast_session* session, int32_t chunk, uint32_t micro_ste
     return session->session->Push({.chunk = chunk,
                                    .micro_step_begin = micro_step_begin,
                                    .micro_step_end = micro_step_end,
-                                   .final = final != 0,
+                                   .final = last == Last::kFinal,
+                                   .may_guess = last == Last::kMayGuess,
                                    .empty = data == nullptr,
                                    .payload = {static_cast<const std::byte*>(data), bytes},
                                    .released = std::move(tell)});
@@ -329,19 +372,55 @@ int32_t ballast_end_micro_step(ballast_session* session, uint32_t micro_step, co
   });
 }
 
-int32_t ballast_seal(ballast_session* session, uint32_t micro_steps, ballast_decision* decision) {
+int32_t ballast_seal(ballast_session* session, uint32_t micro_steps, ballast_norm* norm,
+                     double* group_norms, size_t group_count) {
   return CCall([&]() -> absl::Status {
     BALLAST_RETURN_IF_ERROR(CheckSession(session));
-    BALLAST_RETURN_IF_ERROR(CheckStructure(decision, "ballast_decision"));
-    BALLAST_ASSIGN_OR_RETURN(const StepDecision taken, session->session->Seal(micro_steps));
-    CWrite(ballast_decision{.size = 0,
-                            .step = taken.step,
-                            .applied = taken.applied,
-                            .norm = taken.norm,
-                            .clip_coefficient = taken.clip_coefficient},
-           decision);
-    if (!taken.applied) CMessage() = taken.skip_reason;
+    BALLAST_RETURN_IF_ERROR(CheckStructure(norm, "ballast_norm"));
+    const size_t groups = session->options.job.groups.size();
+    if (group_norms != nullptr && group_count != groups) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("there is room for ", group_count, " norms, of ", groups, " groups"));
+    }
+    BALLAST_ASSIGN_OR_RETURN(const ballast::StepNorm told, session->session->Seal(micro_steps));
+    CWrite(ballast_norm{.size = 0,
+                        .step = told.step,
+                        .norm = told.norm,
+                        .non_finite = !told.non_finite.empty(),
+                        .unused_parameters = told.unused_parameters.size() +
+                                             static_cast<uint64_t>(told.more_unused_parameters)},
+           norm);
+    // Of a step that could not be kept there are none.
+    for (size_t g = 0; group_norms != nullptr && g < groups; ++g) {
+      group_norms[g] = g < told.group_norms.size() ? told.group_norms[g] : 0;
+    }
+    KeepUnused(*session, told.unused_parameters);
+    if (!told.non_finite.empty()) CMessage() = told.non_finite;
     return absl::OkStatus();
+  });
+}
+
+int32_t ballast_unused(const ballast_session* session, size_t* out, size_t capacity,
+                       size_t* count) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckSession(session));
+    BALLAST_RETURN_IF_ERROR(CheckGiven(count, "count"));
+    *count = session->unused.size();
+    if (out != nullptr) std::copy_n(session->unused.begin(), std::min(capacity, *count), out);
+    return absl::OkStatus();
+  });
+}
+
+int32_t ballast_vote(ballast_session* session, const ballast_ballot* ballot,
+                     ballast_decision* decision) {
+  return CDecide(session, ballot, decision,
+                 [&](const ballast::StepVote& vote) { return session->session->Vote(vote); });
+}
+
+int32_t ballast_seal_and_vote(ballast_session* session, uint32_t micro_steps,
+                              const ballast_ballot* ballot, ballast_decision* decision) {
+  return CDecide(session, ballot, decision, [&](const ballast::StepVote& vote) {
+    return session->session->Seal(micro_steps, vote);
   });
 }
 

@@ -22,6 +22,7 @@ struct ballast_session {
   ballast::client::SessionOptions options;
   std::shared_ptr<grpc::Channel> channel;
   std::vector<void*> weights;  // By parameter. Empty: the caller reads weights_memory.
+  std::vector<size_t> unused;  // Parameters, as the last norm or decision has named them.
   // Until its destruction the session tells this what may be written to again.
   std::unique_ptr<ballast::client::GradientGiver> gradients;
   std::unique_ptr<ballast::client::Session> session;

@@ -1,11 +1,15 @@
 // The functions of client/ballast.h that look at a job's state.
 #include <grpcpp/grpcpp.h>
 
+#include <algorithm>
 #include <cstring>
 #include <functional>
+#include <iterator>
 #include <numeric>
+#include <string>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "ballast/v1/ballast.grpc.pb.h"
 #include "client/ballast.h"
@@ -78,6 +82,39 @@ absl::Status ReadPlane(const ballast_session& session, const std::string& parame
   return reader.Finish();
 }
 
+absl::Status CheckParameter(const ballast_session& session, size_t parameter) {
+  const size_t parameters = session.options.job.layout.parameters.size();
+  if (parameter < parameters) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("parameter ", parameter, " of ", parameters, " does not exist"));
+}
+
+absl::StatusOr<v1::StateSummary> Summarize(const ballast_session& session, size_t parameter) {
+  const auto stub = v1::StateService::NewStub(session.channel);
+  grpc::ClientContext context;
+  context.set_deadline(proto::Deadline(session.options.reconnect_timeout));
+  const JobSpec& job = session.options.job;
+  v1::SummarizeStateRequest request;
+  request.set_name(proto::ParameterName(job.name, job.layout.parameters[parameter].name));
+  v1::StateSummary summary;
+  BALLAST_RETURN_IF_ERROR(proto::FromGrpc(stub->SummarizeState(&context, request, &summary)));
+  return summary;
+}
+
+ballast_summary ToC(const v1::PlaneSummary& plane) {
+  ballast_summary summary = {.plane = plane.plane(),
+                             .norm = plane.norm(),
+                             .mean = plane.mean(),
+                             .min = plane.min(),
+                             .max = plane.max(),
+                             .zeros = plane.zeros(),
+                             .non_finite = plane.non_finite()};
+  const auto& counts = plane.magnitude_histogram();
+  std::copy_n(counts.begin(), std::min<size_t>(counts.size(), std::size(summary.magnitudes)),
+              summary.magnitudes);
+  return summary;
+}
+
 }  // namespace
 }  // namespace ballast::client
 
@@ -91,11 +128,8 @@ int32_t ballast_read_state(const ballast_session* session, size_t parameter, int
     BALLAST_RETURN_IF_ERROR(CheckSession(session));
     BALLAST_RETURN_IF_ERROR(CheckGiven(step, "step"));
     BALLAST_RETURN_IF_ERROR(CheckGiven(update_count, "update_count"));
+    BALLAST_RETURN_IF_ERROR(CheckParameter(*session, parameter));
     const auto& parameters = session->options.job.layout.parameters;
-    if (parameter >= parameters.size()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("parameter ", parameter, " of ", parameters.size(), " does not exist"));
-    }
     if (plane < BALLAST_MASTER || plane > BALLAST_MAX_EXP_AVG_SQ) {
       return absl::InvalidArgumentError(
           absl::StrCat("plane is ", plane, ", which is no ballast_plane"));
@@ -113,6 +147,27 @@ int32_t ballast_read_state(const ballast_session* session, size_t parameter, int
     BALLAST_RETURN_IF_ERROR(ReadPlane(*session, parameters[parameter].name, plane, reader));
     *step = reader.step();
     *update_count = reader.update_count();
+    return absl::OkStatus();
+  });
+}
+
+int32_t ballast_summarise(const ballast_session* session, size_t parameter, ballast_summary* out,
+                          size_t capacity, size_t* count, uint64_t* step, int64_t* update_count) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckSession(session));
+    BALLAST_RETURN_IF_ERROR(CheckGiven(count, "count"));
+    BALLAST_RETURN_IF_ERROR(CheckGiven(step, "step"));
+    BALLAST_RETURN_IF_ERROR(CheckGiven(update_count, "update_count"));
+    if (capacity > 0) BALLAST_RETURN_IF_ERROR(CheckStructure(out, "ballast_summary"));
+    BALLAST_RETURN_IF_ERROR(CheckParameter(*session, parameter));
+    BALLAST_ASSIGN_OR_RETURN(const ballast::v1::StateSummary summary,
+                             Summarize(*session, parameter));
+    *count = summary.planes_size();
+    for (size_t i = 0; i < std::min(capacity, *count); ++i) {
+      CWriteAt(ToC(summary.planes(static_cast<int>(i))), out, i);
+    }
+    *step = summary.step();
+    *update_count = summary.update_count();
     return absl::OkStatus();
   });
 }

@@ -84,21 +84,21 @@ absl::StatusOr<GradientGiver::PlacesOfGradient> GradientGiver::Places(uint32_t m
 }
 
 absl::Status GradientGiver::Give(uint32_t micro_step, size_t parameter, const void* gradient,
-                                 bool final) {
+                                 Last last) {
   BALLAST_RETURN_IF_ERROR(CheckParameter(parameter));
   MutexLock lock(mutex_);
   BALLAST_RETURN_IF_ERROR(Enter(micro_step));
   Parameter& given = parameters_[parameter];
-  if (given.given != Given::kYes) return GiveParameter(given, gradient, final);
+  if (given.given != Given::kYes) return GiveParameter(given, gradient, last);
   if (given.waits_for_push) {  // It was given, and the push waited for longer than the limit.
-    BALLAST_RETURN_IF_ERROR(PushReady(final));
+    BALLAST_RETURN_IF_ERROR(PushReady(last));
     given.waits_for_push = false;
     return absl::OkStatus();
   }
   return GivenAlready(parameter);
 }
 
-absl::Status GradientGiver::GiveParameter(Parameter& parameter, const void* gradient, bool final) {
+absl::Status GradientGiver::GiveParameter(Parameter& parameter, const void* gradient, Last last) {
   if (gradient == nullptr && parameter.given != Given::kHasPlaces) {
     return absl::InvalidArgumentError("a gradient that has no places yet was given as written");
   }
@@ -114,16 +114,16 @@ absl::Status GradientGiver::GiveParameter(Parameter& parameter, const void* grad
     if (--chunk.missing == 0) ready_.push_back(part.chunk);
   }
   parameter.given = Given::kYes;
-  const absl::Status pushed = PushReady(final);
+  const absl::Status pushed = PushReady(last);
   parameter.waits_for_push = absl::IsDeadlineExceeded(pushed);
   return pushed;
 }
 
-void GradientGiver::Written(size_t parameter, uint64_t attempt, bool final) {
+void GradientGiver::Written(size_t parameter, uint64_t attempt, Last last) {
   MutexLock lock(queue_mutex_);
   if (stopping_) return;
   if (!writer_.joinable()) writer_ = std::thread([this] { WriterLoop(); });
-  queue_.push_back({.parameter = parameter, .attempt = attempt, .final = final});
+  queue_.push_back({.parameter = parameter, .attempt = attempt, .last = last});
   queued_.NotifyAll();
 }
 
@@ -154,24 +154,24 @@ absl::Status GradientGiver::PushWritten(const Writing& writing) {
   MutexLock lock(mutex_);
   if (writing.attempt != attempt_ || !open_) return absl::OkStatus();
   Parameter& parameter = parameters_[writing.parameter];
-  if (parameter.given == Given::kYes) return PushReady(writing.final);
-  return GiveParameter(parameter, nullptr, writing.final);
+  if (parameter.given == Given::kYes) return PushReady(writing.last);
+  return GiveParameter(parameter, nullptr, writing.last);
 }
 
-absl::Status GradientGiver::GiveAll(uint32_t micro_step, const void* const* gradients, bool final) {
+absl::Status GradientGiver::GiveAll(uint32_t micro_step, const void* const* gradients, Last last) {
   {
     MutexLock lock(mutex_);
     BALLAST_RETURN_IF_ERROR(Enter(micro_step));
     for (size_t p = 0; p < parameters_.size(); ++p) {
       const bool gives = job_.layout.parameters[p].trainable && gradients[p] != nullptr;
       if (!gives || parameters_[p].given == Given::kYes) continue;
-      BALLAST_RETURN_IF_ERROR(GiveParameter(parameters_[p], gradients[p], final));
+      BALLAST_RETURN_IF_ERROR(GiveParameter(parameters_[p], gradients[p], last));
     }
   }
-  return End(micro_step, final);
+  return End(micro_step, last);
 }
 
-absl::Status GradientGiver::End(uint32_t micro_step, bool final) {
+absl::Status GradientGiver::End(uint32_t micro_step, Last last) {
   const auto deadline = std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(limit_);
   const auto all_written = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     for (const Parameter& parameter : parameters_) {
@@ -192,7 +192,7 @@ absl::Status GradientGiver::End(uint32_t micro_step, bool final) {
     }
   }
   MutexLock lock(mutex_);
-  BALLAST_RETURN_IF_ERROR(PushReady(final));
+  BALLAST_RETURN_IF_ERROR(PushReady(last));
   const Layout& layout = session_.layout();
   const absl::Span<const Parameter> parameters = parameters_;
   for (const int index : own_chunks_) {
@@ -207,7 +207,7 @@ absl::Status GradientGiver::End(uint32_t micro_step, bool final) {
         return true;
       });
     }
-    BALLAST_RETURN_IF_ERROR(PushChunk(index, final));
+    BALLAST_RETURN_IF_ERROR(PushChunk(index, last));
   }
   BALLAST_RETURN_IF_ERROR(session_.EndMicroStep(
       micro_step, UsedOf(job_, [&](size_t p) { return parameters[p].given == Given::kYes; })));
@@ -287,20 +287,21 @@ absl::Status GradientGiver::TakePlace(int index) {
   return absl::OkStatus();
 }
 
-absl::Status GradientGiver::PushReady(bool final) {
+absl::Status GradientGiver::PushReady(Last last) {
   while (!ready_.empty()) {
-    BALLAST_RETURN_IF_ERROR(PushChunk(ready_.back(), final));
+    BALLAST_RETURN_IF_ERROR(PushChunk(ready_.back(), last));
     ready_.pop_back();
   }
   return absl::OkStatus();
 }
 
-absl::Status GradientGiver::PushChunk(int index, bool final) {
+absl::Status GradientGiver::PushChunk(int index, Last last) {
   Chunk& chunk = chunks_[index];
   GradientPush push = {.chunk = index,
                        .micro_step_begin = micro_step_,
                        .micro_step_end = micro_step_ + 1,
-                       .final = final,
+                       .final = last == Last::kFinal,
+                       .may_guess = last == Last::kMayGuess,
                        .empty = chunk.stage == Stage::kIdle};
   if (!push.empty) {
     push.payload = chunk.place;

@@ -29,6 +29,9 @@ struct GradientPlace {
   int64_t elements = 0;
 };
 
+// Whether a gradient is a chunk's last of the step: ballast_last.
+enum class Last : uint8_t { kMore, kFinal, kMayGuess };
+
 // The job's trainable parameters for which `used` is true.
 UsedParameters UsedOf(const JobSpec& job, absl::FunctionRef<bool(size_t)> used);
 
@@ -54,18 +57,18 @@ class GradientGiver {
   };
   absl::StatusOr<PlacesOfGradient> Places(uint32_t micro_step, size_t parameter);
   // The gradient is at `gradient`, row-major in the wire dtype, and is copied; or, null, at its
-  // places. `final`: no later micro-step of this step has a gradient; the same in all calls of a
-  // micro-step.
-  absl::Status Give(uint32_t micro_step, size_t parameter, const void* gradient, bool final);
+  // places. `last`: whether no later micro-step of this step has a gradient; the same in all calls
+  // of a micro-step.
+  absl::Status Give(uint32_t micro_step, size_t parameter, const void* gradient, Last last);
   // Give without a gradient, for a caller that may not wait, such as a callback of a CUDA stream:
   // another thread pushes, and its error is that of End. Nothing happens if what Places said is of
   // an attempt that was reset.
-  void Written(size_t parameter, uint64_t attempt, bool final);
+  void Written(size_t parameter, uint64_t attempt, Last last);
   // Gives all at once and ends the micro-step; null: that parameter has no gradient.
-  absl::Status GiveAll(uint32_t micro_step, const void* const* gradients, bool final);
+  absl::Status GiveAll(uint32_t micro_step, const void* const* gradients, Last last);
   // No other parameter has a gradient in this micro-step. Waits for those that have places and are
   // not written yet.
-  absl::Status End(uint32_t micro_step, bool final);
+  absl::Status End(uint32_t micro_step, Last last);
 
  private:
   struct Part {
@@ -92,7 +95,7 @@ class GradientGiver {
   struct Writing {
     size_t parameter = 0;
     uint64_t attempt = 0;
-    bool final = false;
+    Last last = Last::kMore;
   };
 
   absl::Status Enter(uint32_t micro_step) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -100,10 +103,10 @@ class GradientGiver {
   absl::Status GivenAlready(size_t parameter) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status TakePlaces(Parameter& parameter) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status TakePlace(int chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::Status GiveParameter(Parameter& parameter, const void* gradient, bool final)
+  absl::Status GiveParameter(Parameter& parameter, const void* gradient, Last last)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::Status PushReady(bool final) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::Status PushChunk(int chunk, bool final) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status PushReady(Last last) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status PushChunk(int chunk, Last last) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   int64_t ElementBytes(int chunk) const;
   absl::Status PushWritten(const Writing& writing);
   void WriterLoop();

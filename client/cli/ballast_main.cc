@@ -1,4 +1,6 @@
 // The `ballast` command line tool.
+#include <grpc/support/log.h>
+
 #include <csignal>
 #include <cstdio>
 #include <string>
@@ -24,6 +26,7 @@ int main(int argc, char** argv) {
   std::signal(SIGXFSZ, SIG_IGN);
   std::signal(SIGINT, EndBySignal);
   std::signal(SIGTERM, EndBySignal);
+  gpr_set_log_function([](gpr_log_func_args*) {});  // Errors are said once, by this program.
   std::string output;
   std::string error;
   const int code =

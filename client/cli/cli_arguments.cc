@@ -38,7 +38,11 @@ absl::StatusOr<Arguments> Arguments::Parse(const CommandSpec& spec,
       return absl::InvalidArgumentError(absl::StrCat("--", name, " needs a value: ", flag->value));
     }
   }
-  if (arguments.positionals_.size() < spec.positionals.size()) {
+  while (arguments.positionals_.size() < spec.positionals.size()) {
+    if (absl::StartsWith(spec.positionals[arguments.positionals_.size()], "[")) {
+      arguments.positionals_.emplace_back();
+      continue;
+    }
     return absl::InvalidArgumentError(
         absl::StrCat("missing argument ", spec.positionals[arguments.positionals_.size()]));
   }

@@ -23,7 +23,7 @@ struct FlagSpec {
 
 struct CommandSpec {
   std::string name;
-  std::vector<std::string> positionals;  // All required.
+  std::vector<std::string> positionals;  // "[DIR]" may be left out, and is empty then.
   std::string summary;                   // One line.
   std::string details;                   // For the command's own help; empty: none.
   std::vector<FlagSpec> flags;

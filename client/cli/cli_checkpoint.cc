@@ -1,18 +1,21 @@
-// save, load.
+// save, load, import, checkpoints, verify.
 #include <nlohmann/json.hpp>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
 #include "client/cli/cli_command.h"
 #include "client/cli/cli_json.h"
 #include "client/cli/cli_service.h"
 #include "client/cli/cli_text.h"
-#include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/checkpoint_name.h"
 #include "proto/convert.h"
 
 namespace ballast::client::cli {
 namespace {
+
+using json = nlohmann::ordered_json;
 
 constexpr double kTimeoutSeconds = 3600;
 
@@ -20,10 +23,21 @@ constexpr char kDirectory[] =
     "DIR is a name under the service's --checkpoint-dir, or, where the service takes paths from "
     "you (over a unix socket of its own user, or with ballastd --allow-paths), an absolute path on "
     "its host. ";
+constexpr char kDefault[] = "Without DIR it is the job's name. ";
+constexpr char kOneOfThem[] =
+    "DIR/step-STEP.GENERATION is one of the checkpoints in it (`ballast checkpoints` lists them). ";
 
 // The service's current directory is not the user's, so a relative path would be misunderstood.
 absl::Status CheckDirectory(const std::string& directory) {
-  if (absl::StartsWith(directory, "/") || IsJobName(directory)) return absl::OkStatus();
+  if (directory.empty() || absl::StartsWith(directory, "/") || IsCheckpointName(directory)) {
+    return absl::OkStatus();
+  }
+  if (const size_t step = directory.find("/step-"); step != std::string::npos) {
+    const std::string name = directory.substr(0, step);
+    return absl::InvalidArgumentError(
+        absl::StrCat("'", directory, "' is no checkpoint; expected ", name, " or ", name,
+                     "/step-STEP.GENERATION; `ballast checkpoints ", name, "` lists them"));
+  }
   return absl::InvalidArgumentError(
       absl::StrCat("'", directory,
                    "' is neither a name under the service's --checkpoint-dir nor an "
@@ -42,73 +56,228 @@ absl::Status ExplainSave(const absl::Status& status, const std::string& job) {
 absl::StatusOr<Action> PrepareSave(const Arguments& arguments) {
   BALLAST_RETURN_IF_ERROR(CheckDirectory(arguments.positional(1)));
   return [job = arguments.positional(0), directory = arguments.positional(1),
-          force = arguments.Has("force")](Service& service,
-                                          bool json) -> absl::StatusOr<std::string> {
+          background = arguments.Has("background")](Service& service,
+                                                    bool as_json) -> absl::StatusOr<std::string> {
     // Whether a service answers at all is known then.
     BALLAST_RETURN_IF_ERROR(service.GetJob(job, /*with_parameters=*/false).status());
     v1::SaveJobRequest request;
     request.set_name(proto::JobName(job));
     request.set_directory(directory);
-    request.set_replace_any(force);
+    request.set_background(background);
     const auto response = service.Call(service.state(), &v1::StateService::Stub::SaveJob, request);
     if (!response.ok()) return ExplainSave(service.SuggestJob(response.status(), job), job);
-    if (json) {
+    if (as_json) {
       return Dump({{"job", job},
                    {"directory", response->directory()},
                    {"step", response->step()},
                    {"bytes", response->bytes()}});
+    }
+    if (background) {
+      return absl::StrCat("saving job ", job, " at step ", response->step(), " in ",
+                          response->directory(), "; `ballast checkpoints ", directory,
+                          directory.empty() ? job : "", "` shows it once it is complete\n");
     }
     return absl::StrCat("saved job ", job, " at step ", response->step(), ", ",
                         FormatBytes(response->bytes()), ", in ", response->directory(), "\n");
   };
 }
 
+absl::StatusOr<std::string> Load(Service& service, const v1::LoadJobRequest& request,
+                                 const std::string& job, bool as_json) {
+  const auto response = service.Call(service.state(), &v1::StateService::Stub::LoadJob, request);
+  if (!response.ok()) return service.SuggestJob(response.status(), job);
+  if (as_json) {
+    return Dump({{"job", job},
+                 {"directory", response->directory()},
+                 {"passed_over", std::vector<std::string>(response->passed_over().begin(),
+                                                          response->passed_over().end())},
+                 {"step", response->step()},
+                 {"generation", ToString(proto::FromProto(response->generation()))}});
+  }
+  std::string text;
+  for (const std::string& damage : response->passed_over()) {
+    absl::StrAppend(&text, "passed over, because it is damaged: ", damage, "\n");
+  }
+  absl::StrAppend(&text, "job ", job, " is at step ", response->step(), " of ",
+                  response->directory(), ", generation ",
+                  ToString(proto::FromProto(response->generation())), "; ", kRanksMustReturn);
+  return text;
+}
+
 absl::StatusOr<Action> PrepareLoad(const Arguments& arguments) {
   BALLAST_RETURN_IF_ERROR(CheckDirectory(arguments.positional(1)));
-  return [job = arguments.positional(0), directory = arguments.positional(1)](
-             Service& service, bool json) -> absl::StatusOr<std::string> {
-    v1::LoadJobRequest request;
-    request.set_name(proto::JobName(job));
-    request.set_directory(directory);
-    const auto response = service.Call(service.state(), &v1::StateService::Stub::LoadJob, request);
-    if (!response.ok()) return service.SuggestJob(response.status(), job);
-    if (json) {
-      return Dump({{"job", job},
-                   {"directory", directory},
-                   {"step", response->step()},
-                   {"generation", response->generation()}});
+  v1::LoadJobRequest request;
+  request.set_name(proto::JobName(arguments.positional(0)));
+  request.set_directory(arguments.positional(1));
+  return [job = arguments.positional(0), request](Service& service, bool as_json) {
+    return Load(service, request, job, as_json);
+  };
+}
+
+absl::StatusOr<Action> PrepareImport(const Arguments& arguments) {
+  BALLAST_RETURN_IF_ERROR(CheckDirectory(arguments.positional(1)));
+  v1::LoadJobRequest request;
+  request.set_name(proto::JobName(arguments.positional(0)));
+  request.set_directory(arguments.positional(1));
+  request.set_weights_only(true);
+  return [job = arguments.positional(0), request](Service& service, bool as_json) {
+    return Load(service, request, job, as_json);
+  };
+}
+
+json ToJson(const v1::Checkpoint& checkpoint) {
+  return {{"name", checkpoint.name()},
+          {"directory", checkpoint.directory()},
+          {"job", checkpoint.job()},
+          {"uid", checkpoint.uid()},
+          {"step", checkpoint.step()},
+          {"generation", checkpoint.generation()},
+          {"bytes", checkpoint.size_bytes()},
+          {"saved_unix_ms", checkpoint.saved_unix_ms()},
+          {"asked_for", checkpoint.asked_for()},
+          {"problem", checkpoint.problem()}};
+}
+
+std::string ToTable(const v1::ListCheckpointsResponse& response, bool verified) {
+  using Align = Table::Align;
+  Table table({{"checkpoint"},
+               {"step", Align::kRight},
+               {"generation", Align::kRight},
+               {"uid"},
+               {"size", Align::kRight},
+               {"saved (UTC)"},
+               {"by"},
+               {verified ? "verified" : "complete"}});
+  for (const v1::Checkpoint& checkpoint : response.checkpoints()) {
+    const bool known = checkpoint.problem().empty() || !checkpoint.uid().empty();
+    const absl::Time saved = absl::FromUnixMillis(checkpoint.saved_unix_ms());
+    table.Add({checkpoint.name(), known ? absl::StrCat(checkpoint.step()) : "-",
+               known ? absl::StrCat(checkpoint.generation()) : "-",
+               known ? checkpoint.uid().substr(0, 8) : "-",
+               checkpoint.size_bytes() > 0 ? FormatBytes(checkpoint.size_bytes()) : "-",
+               checkpoint.saved_unix_ms() > 0
+                   ? absl::FormatTime("%Y-%m-%d %H:%M:%S", saved, absl::UTCTimeZone())
+                   : "-",
+               !known                   ? "-"
+               : checkpoint.asked_for() ? "request"
+                                        : "the service",
+               checkpoint.problem().empty() ? "yes" : absl::StrCat("no: ", checkpoint.problem())});
+  }
+  return table.ToString();
+}
+
+std::string ToText(const v1::ListCheckpointsResponse& response, bool verified, bool as_json) {
+  if (as_json) {
+    json all = json::array();
+    for (const v1::Checkpoint& checkpoint : response.checkpoints())
+      all.push_back(ToJson(checkpoint));
+    return Dump({{"checkpoints", all}});
+  }
+  return response.checkpoints().empty() ? "no checkpoints\n" : ToTable(response, verified);
+}
+
+absl::StatusOr<Action> PrepareCheckpoints(const Arguments& arguments) {
+  BALLAST_RETURN_IF_ERROR(CheckDirectory(arguments.positional(0)));
+  v1::ListCheckpointsRequest request;
+  request.set_directory(arguments.positional(0));
+  return [request](Service& service, bool as_json) -> absl::StatusOr<std::string> {
+    BALLAST_ASSIGN_OR_RETURN(
+        const v1::ListCheckpointsResponse response,
+        service.Call(service.state(), &v1::StateService::Stub::ListCheckpoints, request));
+    return ToText(response, /*verified=*/false, as_json);
+  };
+}
+
+absl::StatusOr<Action> PrepareVerify(const Arguments& arguments) {
+  BALLAST_RETURN_IF_ERROR(CheckDirectory(arguments.positional(0)));
+  v1::VerifyCheckpointsRequest request;
+  request.set_directory(arguments.positional(0));
+  return [request](Service& service, bool as_json) -> absl::StatusOr<std::string> {
+    BALLAST_ASSIGN_OR_RETURN(
+        const v1::ListCheckpointsResponse response,
+        service.Call(service.state(), &v1::StateService::Stub::VerifyCheckpoints, request));
+    std::vector<std::string> problems;
+    for (const v1::Checkpoint& checkpoint : response.checkpoints()) {
+      if (!checkpoint.problem().empty()) problems.push_back(checkpoint.problem());
     }
-    return absl::StrCat("job ", job, " is at step ", response->step(), " of ", directory,
-                        ", generation ", response->generation(), "; ", kRanksMustReturn);
+    // In JSON a script finds which; else the first is the error's one line.
+    if (problems.empty() || as_json) return ToText(response, /*verified=*/true, as_json);
+    return absl::DataLossError(absl::StrCat(problems.size(), " of ", response.checkpoints_size(),
+                                            " checkpoints cannot be loaded: ", problems[0]));
   };
 }
 
 }  // namespace
 
 Command SaveCommand() {
-  return {
-      .spec = {.name = "save",
-               .positionals = {"JOB", "DIR"},
-               .summary = "saves all state as safetensors, while training goes on",
-               .details = absl::StrCat(kDirectory,
-                                       "It appears whole or not at all. An older checkpoint of "
-                                       "the job there is replaced."),
-               .flags = {{"force", "",
-                          "replace whatever checkpoint is there, also another job's or one of a "
-                          "later step"}}},
-      .timeout_seconds = kTimeoutSeconds,
-      .prepare = PrepareSave};
+  return {.spec = {.name = "save",
+                   .positionals = {"JOB", "[DIR]"},
+                   .summary = "saves all state as safetensors, while training goes on",
+                   .details = absl::StrCat(
+                       kDirectory, kDefault,
+                       "A new checkpoint DIR/step-STEP.GENERATION appears whole or not at all. "
+                       "Nothing is replaced; of those that were asked for of this job, the newest "
+                       "--checkpoint-keep of the service stay."),
+                   .flags = {{"background", "", "return once the save has begun"}}},
+          .timeout_seconds = kTimeoutSeconds,
+          .prepare = PrepareSave};
 }
 
 Command LoadCommand() {
   return {.spec = {.name = "load",
-                   .positionals = {"JOB", "DIR"},
+                   .positionals = {"JOB", "[DIR]"},
                    .summary = "replaces the job's state by a saved one, by parameter name",
-                   .details = absl::StrCat(kDirectory, "An undecided step is cleared.\n\n",
-                                           kGenerationRises),
+                   .details = absl::StrCat(
+                       kDirectory, kDefault,
+                       "The newest checkpoint in it is loaded, or the one before, if that is "
+                       "damaged. ",
+                       kOneOfThem, "An undecided step is cleared.\n\n", kGenerationRises),
                    .flags = {}},
           .timeout_seconds = kTimeoutSeconds,
           .prepare = PrepareLoad};
+}
+
+Command ImportCommand() {
+  return {.spec = {.name = "import",
+                   .positionals = {"JOB", "DIR"},
+                   .summary = "begins the job anew with the weights of Hugging Face's safetensors",
+                   .details = absl::StrCat(
+                       kDirectory,
+                       "It has model.safetensors, or model.safetensors.index.json and what that "
+                       "names; or DIR is the file. Tensors in fp32, bf16 or fp16 are taken by the "
+                       "parameters' names, others are left out; moments are zeros, the step is 0."
+                       "\n\n",
+                       kGenerationRises),
+                   .flags = {}},
+          .timeout_seconds = kTimeoutSeconds,
+          .prepare = PrepareImport};
+}
+
+Command CheckpointsCommand() {
+  return {
+      .spec = {.name = "checkpoints",
+               .positionals = {"[DIR]"},
+               .summary = "lists what is saved",
+               .details = absl::StrCat(
+                   kDirectory,
+                   "Without DIR, all under --checkpoint-dir. First the job that saved last, of "
+                   "a job the newest first. Only indexes are read: `ballast verify` reads all."),
+               .flags = {}},
+      .timeout_seconds = kTimeoutSeconds,
+      .prepare = PrepareCheckpoints};
+}
+
+Command VerifyCommand() {
+  return {
+      .spec = {.name = "verify",
+               .positionals = {"DIR"},
+               .summary = "reads every byte of checkpoints, and says whether they can be loaded",
+               .details = absl::StrCat(kDirectory, kOneOfThem,
+                                       "If one cannot, the exit code is 1 and the error names "
+                                       "it."),
+               .flags = {}},
+      .timeout_seconds = kTimeoutSeconds,
+      .prepare = PrepareVerify};
 }
 
 }  // namespace ballast::client::cli

@@ -44,6 +44,11 @@ Command StateCommand();
 Command TraceCommand();
 Command SaveCommand();
 Command LoadCommand();
+Command ImportCommand();
+Command CheckpointsCommand();
+Command VerifyCommand();
+Command PlanCommand();
+Command DoctorCommand();
 
 // All commands, in the order of the help.
 std::vector<Command> AllCommands();

@@ -34,9 +34,16 @@ absl::StatusOr<Action> PrepareAbortStep(const Arguments& arguments) {
     request.set_name(proto::JobName(job));
     const auto response = service.Call(service.jobs(), &v1::JobService::Stub::AbortStep, request);
     if (!response.ok()) return service.SuggestJob(response.status(), job);
-    if (json) return Dump({{"job", job}, {"aborted_step", response->aborted_step()}});
-    return absl::StrCat("step ", response->aborted_step(), " of job ", job, " aborted; ",
-                        kRanksMustReturn);
+    // Of a job that skips what cannot be kept, the step is over.
+    const absl::StatusOr<v1::Job> now = service.GetJob(job, false);
+    const bool skipped = now.ok() && now->on_abort() == v1::SKIP_STEP &&
+                         now->committed_step() >= response->aborted_step();
+    if (json) {
+      return Dump({{"job", job}, {"aborted_step", response->aborted_step()}, {"skipped", skipped}});
+    }
+    return absl::StrCat("step ", response->aborted_step(), " of job ", job,
+                        skipped ? " skipped on all ranks, which go on\n" : " aborted; ",
+                        skipped ? "" : kRanksMustReturn);
   };
 }
 

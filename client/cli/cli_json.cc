@@ -5,6 +5,7 @@
 #include "absl/strings/ascii.h"
 #include "client/cli/cli_service.h"
 #include "client/cli/cli_text.h"
+#include "proto/convert.h"
 
 namespace ballast::client::cli {
 namespace {
@@ -52,6 +53,7 @@ Json RankToJson(const v1::RankProgress& rank) {
           {"begun", rank.begun()},
           {"micro_steps_ended", rank.micro_steps_ended()},
           {"sealed", rank.sealed()},
+          {"voted", rank.voted()},
           {"chunks", rank.chunks()},
           {"chunks_complete", rank.chunks_complete()},
           {"furthest_micro_step", rank.furthest_micro_step()},
@@ -75,6 +77,11 @@ Json StepToJson(const v1::StepRecord& step) {
           {"skip_reason", step.skip_reason()},
           {"norm", step.norm()},
           {"clip_coefficient", step.clip_coefficient()},
+          {"multipliers", Array(step.multipliers())},
+          {"voted",
+           {{"abandon", step.abandoned()},
+            {"max_norm", step.voted().max_norm()},
+            {"multipliers", Array(step.voted().multipliers())}}},
           {"micro_steps", step.micro_steps()},
           {"loss_scale", step.loss_scale()},
           {"hyper_parameters", ArrayOfMessages(step.hyper_parameters(), ToJson)},
@@ -86,10 +93,16 @@ Json StepToJson(const v1::StepRecord& step) {
 
 // The fields that both the list and a single job show.
 Json JobHeadToJson(const v1::Job& job) {
-  return {{"name", BareName(job.name())},         {"uid", job.uid()},
-          {"phase", Name(job.phase())},           {"committed_step", job.committed_step()},
-          {"generation", job.generation()},       {"world_size", job.world_size()},
-          {"applied_steps", job.applied_steps()}, {"skipped_steps", job.skipped_steps()},
+  return {{"name", BareName(job.name())},
+          {"uid", job.uid()},
+          {"resumed_uid", job.resumed_uid()},
+          {"phase", Name(job.phase())},
+          {"problem", job.problem()},
+          {"committed_step", job.committed_step()},
+          {"generation", ToString(proto::FromProto(job.generation()))},
+          {"world_size", job.world_size()},
+          {"applied_steps", job.applied_steps()},
+          {"skipped_steps", job.skipped_steps()},
           {"memory", MemoryToJson(job.memory())}};
 }
 
@@ -133,13 +146,14 @@ Json ToJson(const v1::ListJobsResponse& response) {
 Json ToJson(const v1::Job& job) {
   Json json = JobHeadToJson(job);
   json["instance_id"] = job.instance_id();
-  json["max_norm"] = job.max_norm();
+  json["on_abort"] = job.on_abort() == v1::SKIP_STEP ? "skip" : "redo";
   json["unused_policy"] = Name(job.unused_policy());
   json["max_micro_steps"] = job.max_micro_steps();
   json["chunk_elements"] = job.chunk_elements();
   json["update_mode"] = Name(job.update_mode());
   json["speculation"] = SpeculationToJson(job.speculation());
   json["coverage_complete_steps"] = job.coverage_complete_steps();
+  json["not_kept_steps"] = job.not_kept_steps();
   json["ranks"] = ArrayOfMessages(job.ranks(), RankToJson);
   json["recent_steps"] = ArrayOfMessages(job.recent_steps(), StepToJson);
   json["saves"] = ArrayOfMessages(job.saves(), SaveToJson);

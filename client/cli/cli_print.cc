@@ -7,6 +7,7 @@
 #include "client/cli/cli_json.h"
 #include "client/cli/cli_service.h"
 #include "client/cli/cli_text.h"
+#include "proto/convert.h"
 
 namespace ballast::client::cli {
 namespace {
@@ -28,13 +29,15 @@ std::string JobsText(const v1::ListJobsResponse& response) {
                {"generation", kRight},
                {"ranks", kRight},
                {"memory", kRight}});
+  std::string problems;
   for (const v1::Job& job : response.jobs()) {
+    if (!job.problem().empty()) absl::StrAppend(&problems, Printable(job.problem()), "\n");
     table.Add({BareName(job.name()), Name(job.phase()), FormatCount(job.committed_step()),
                FormatCount(job.applied_steps()), FormatCount(job.skipped_steps()),
-               absl::StrCat(job.generation()), absl::StrCat(job.world_size()),
+               ToString(proto::FromProto(job.generation())), absl::StrCat(job.world_size()),
                FormatBytes(job.memory().total_bytes())});
   }
-  return absl::StrCat(table.ToString(), "\n", memory);
+  return absl::StrCat(table.ToString(), "\n", problems, memory);
 }
 
 std::vector<std::string> HyperParameterCells(const v1::HyperParameters& values) {

@@ -11,6 +11,7 @@
 #include "client/cli/cli_print.h"
 #include "client/cli/cli_service.h"
 #include "client/cli/cli_text.h"
+#include "proto/convert.h"
 
 namespace ballast::client::cli {
 namespace {
@@ -52,8 +53,22 @@ std::string PhaseText(const v1::Job& job) {
                ? absl::StrCat(step, " is being decided")
                : absl::StrCat(step, " waits for the save to ", waits_for->directory());
   }
+  if (job.phase() == v1::VOTING) {
+    std::vector<int32_t> unvoted;
+    for (const v1::RankProgress& rank : job.ranks()) {
+      if (!rank.voted()) unvoted.push_back(rank.rank());
+    }
+    more = absl::StrCat(step, " waits for the vote of ", RanksNamed(unvoted));
+  }
   if (job.phase() == v1::UPDATING) more = absl::StrCat("chunks are moving to ", step);
+  if (job.phase() == v1::BROKEN) more = job.problem();
   return absl::StrCat(Name(job.phase()), more.empty() ? "" : "; ", more);
+}
+
+std::string SavedText(const v1::Job& job) {
+  if (!job.has_found_checkpoint()) return "no checkpoint of this name in the service's directory";
+  const v1::SavedCheckpoint& found = job.found_checkpoint();
+  return absl::StrCat("step ", FormatCount(found.step()), " in ", found.directory());
 }
 
 std::string UpdateText(const v1::Job& job) {
@@ -136,7 +151,7 @@ std::string RanksText(const v1::Job& job) {
                YesNo(rank.begun()), in_step(rank.micro_steps_ended()),
                in_step(rank.furthest_micro_step()),
                absl::StrCat(rank.begun() ? rank.chunks_complete() : 0, "/", rank.chunks()),
-               YesNo(rank.sealed())});
+               rank.voted() ? "and voted" : YesNo(rank.sealed())});
     if (rank.attempt() < attempt) {
       absl::StrAppend(&behind, "rank ", rank.rank(), " is in attempt ", rank.attempt(),
                       ", which another rank has discarded; attempt ", attempt, " is the newest\n");
@@ -148,14 +163,44 @@ std::string RanksText(const v1::Job& job) {
   return absl::StrCat(table.ToString(), behind);
 }
 
-// One learning rate if the groups have the same, otherwise the least and the greatest.
+// One value if the groups have the same, otherwise the least and the greatest.
+std::string ValuesText(const std::vector<double>& by_group) {
+  if (by_group.empty()) return "-";
+  const auto [least, most] = std::minmax_element(by_group.begin(), by_group.end());
+  if (*least == *most) return FormatNumber(*least);
+  return absl::StrCat(FormatNumber(*least), " to ", FormatNumber(*most));
+}
+
 std::string RatesText(const v1::StepRecord& step) {
-  if (step.hyper_parameters().empty()) return "-";
-  const auto [least, most] = std::minmax_element(
-      step.hyper_parameters().begin(), step.hyper_parameters().end(),
-      [](const v1::HyperParameters& a, const v1::HyperParameters& b) { return a.lr() < b.lr(); });
-  if (least->lr() == most->lr()) return FormatNumber(least->lr());
-  return absl::StrCat(FormatNumber(least->lr()), " to ", FormatNumber(most->lr()));
+  std::vector<double> rates;
+  for (const v1::HyperParameters& values : step.hyper_parameters()) rates.push_back(values.lr());
+  return ValuesText(rates);
+}
+
+// What the ranks voted beyond "apply it": empty if nothing.
+std::string VoteText(const v1::StepRecord& step) {
+  if (step.abandoned()) return "to abandon it";
+  const v1::Clipping& voted = step.voted();
+  if (voted.max_norm() > 0) return absl::StrCat("a norm of ", FormatNumber(voted.max_norm()));
+  if (voted.multipliers().empty()) return "";
+  return absl::StrCat("multipliers of ",
+                      ValuesText({voted.multipliers().begin(), voted.multipliers().end()}));
+}
+
+// One line for a run of steps for which the same was voted, from index `first` on.
+std::string VotesText(const v1::Job& job, int first) {
+  std::string text;
+  for (int i = first, next; i < job.recent_steps_size(); i = next) {
+    const std::string vote = VoteText(job.recent_steps(i));
+    next = i + 1;
+    while (next < job.recent_steps_size() && VoteText(job.recent_steps(next)) == vote) ++next;
+    if (vote.empty()) continue;
+    const uint64_t from = job.recent_steps(i).step();
+    absl::StrAppend(&text, next == i + 1 ? "step " : "steps ", from);
+    if (next > i + 1) absl::StrAppend(&text, "-", job.recent_steps(next - 1).step());
+    absl::StrAppend(&text, ": the ranks voted ", vote, "\n");
+  }
+  return text;
 }
 
 // The parameters without a gradient in the recorded steps from index `first` on: one line for a run
@@ -185,10 +230,11 @@ std::string StepsText(const v1::Job& job) {
                {"decision"},
                {"norm", kRight},
                {"clip", kRight},
-               {"micro-steps", kRight},
+               {"mult.", kRight},
+               {"micro", kRight},
                {"scale", kRight},
                {"spec.", kRight},
-               {"redone", kRight},
+               {"redo", kRight},
                {"lr"}});
   std::string skips;
   const int first = std::max(0, job.recent_steps_size() - kDecisionsShown);
@@ -196,6 +242,7 @@ std::string StepsText(const v1::Job& job) {
     const v1::StepRecord& step = job.recent_steps(i);
     table.Add({absl::StrCat(step.step()), step.applied() ? "applied" : "skipped",
                FormatNumber(step.norm()), FormatNumber(step.clip_coefficient()),
+               ValuesText({step.multipliers().begin(), step.multipliers().end()}),
                absl::StrCat(step.micro_steps()), FormatNumber(step.loss_scale()),
                FormatCount(step.speculated_chunks()), FormatCount(step.redone_chunks()),
                RatesText(step)});
@@ -206,28 +253,37 @@ std::string StepsText(const v1::Job& job) {
   }
   const std::string older =
       first == 0 ? "" : absl::StrCat("the last ", kDecisionsShown, " decisions; --json has more\n");
-  return absl::StrCat(older, table.ToString(), skips, UnusedText(job, first));
+  return absl::StrCat(older, table.ToString(), VotesText(job, first), skips,
+                      UnusedText(job, first));
 }
 
 }  // namespace
 
+std::string CoverageText(const v1::Job& job) {
+  std::string text =
+      absl::StrCat("complete in ", FormatCount(job.coverage_complete_steps()), " of ",
+                   FormatCount(job.applied_steps() + job.skipped_steps()), " decided steps");
+  if (job.not_kept_steps() > 0) {
+    absl::StrAppend(&text, "; ", FormatCount(job.not_kept_steps()), " could not be kept");
+  }
+  return text;
+}
+
 std::string JobText(const v1::Job& job) {
-  const uint64_t decided = job.applied_steps() + job.skipped_steps();
   std::string text = absl::StrCat(
       FormatField("job", BareName(job.name())), FormatField("uid", job.uid()),
       FormatField("phase", PhaseText(job)),
+      job.phase() == v1::BROKEN ? FormatField("saved", SavedText(job)) : "",
       FormatField("step", absl::StrCat(FormatCount(job.committed_step()), " committed (",
                                        FormatCount(job.applied_steps()), " applied, ",
                                        FormatCount(job.skipped_steps()), " skipped)")),
-      FormatField("coverage",
-                  absl::StrCat("complete in ", FormatCount(job.coverage_complete_steps()), " of ",
-                               FormatCount(decided), " decided steps")));
-  absl::StrAppend(
-      &text, FormatField("generation", absl::StrCat(job.generation())),
-      FormatField("update", UpdateText(job)), MemoryText(job.memory()), SharedMemoryText(job),
-      SavesText(job),
-      FormatField("clipping", job.max_norm() > 0 ? FormatNumber(job.max_norm()) : "none"),
-      FormatField("unused", Name(job.unused_policy())), "\n", RanksText(job), "\n");
+      FormatField("coverage", CoverageText(job)));
+  absl::StrAppend(&text, FormatField("generation", ToString(proto::FromProto(job.generation()))),
+                  FormatField("update", UpdateText(job)), MemoryText(job.memory()),
+                  SharedMemoryText(job), SavesText(job),
+                  FormatField("unused", Name(job.unused_policy())),
+                  FormatField("on abort", job.on_abort() == v1::SKIP_STEP ? "skip" : "redo"), "\n",
+                  RanksText(job), "\n");
   absl::StrAppend(&text,
                   job.recent_steps().empty() ? "no step has been decided yet\n" : StepsText(job));
   return text;

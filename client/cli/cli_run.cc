@@ -6,8 +6,8 @@
 #include "client/cli/cli_command.h"
 #include "client/cli/cli_service.h"
 #include "client/cli/cli_text.h"
-#include "client/cli/suggestions.h"
 #include "client/connect.h"
+#include "cpu_optimizer_service/common/system/suggestions.h"
 
 namespace ballast::client::cli {
 namespace {
@@ -30,13 +30,21 @@ std::string OverviewText(const std::vector<Command>& commands) {
   absl::StrAppend(&text,
                   "  help [COMMAND]           this text, or a command's flags\n\n"
                   "Every command takes --service ADDRESS (host:port or unix:/path; default "
-                  "127.0.0.1:7070),\n--json and --timeout SECONDS.\n");
+                  "127.0.0.1:7070),\n--json, --timeout SECONDS, and, where the service asks for "
+                  "them, --tls-ca, "
+                  "--tls-cert, --tls-key\nand --token-file.\n");
   return text;
 }
 
 void AddCommonFlags(Command& command) {
   command.spec.flags.push_back(
       {"service", "ADDRESS", "host:port or unix:/path (default 127.0.0.1:7070)"});
+  command.spec.flags.push_back(
+      {"tls-ca", "FILE", "the authority of a service with TLS (or BALLAST_TLS_CA)"});
+  command.spec.flags.push_back({"tls-cert", "FILE", "a certificate (or BALLAST_TLS_CERT)"});
+  command.spec.flags.push_back({"tls-key", "FILE", "its key (or BALLAST_TLS_KEY)"});
+  command.spec.flags.push_back(
+      {"token-file", "FILE", "a token, for TLS and unix sockets (or BALLAST_TOKEN_FILE)"});
   command.spec.flags.push_back({"json", "", "print JSON instead of a table"});
   command.spec.flags.push_back(
       {"timeout", "SECONDS",
@@ -67,8 +75,14 @@ int RunCommand(const Command& command, const Arguments& arguments, std::string& 
   if (const absl::Status status = CheckAddress(address); !status.ok()) {
     return Fail(kWrongUsage, status, see, error);
   }
+  const absl::StatusOr<std::shared_ptr<grpc::Channel>> channel =
+      NewChannel(address, OrEnvironment({.tls_ca = arguments.Get("tls-ca", ""),
+                                         .tls_cert = arguments.Get("tls-cert", ""),
+                                         .tls_key = arguments.Get("tls-key", ""),
+                                         .token_file = arguments.Get("token-file", "")}));
+  if (!channel.ok()) return Fail(kWrongUsage, channel.status(), "", error);
   // Bounded: an infinite timeout would overflow the clock.
-  Service service(address, NewChannel(address), absl::Seconds(std::min(seconds, 1e9)));
+  Service service(address, *channel, absl::Seconds(std::min(seconds, 1e9)));
   absl::StatusOr<std::string> text = (*action)(service, arguments.Has("json"));
   if (!text.ok()) return Fail(kFailed, text.status(), "", error);
   output = arguments.Has("json") ? *std::move(text) : Printable(*text, Newlines::kKeep);
@@ -79,8 +93,9 @@ int RunCommand(const Command& command, const Arguments& arguments, std::string& 
 
 std::vector<Command> AllCommands() {
   std::vector<Command> commands = {
-      JobsCommand(),     JobCommand(),  GroupsCommand(), StateCommand(),     TraceCommand(),
-      SetGroupCommand(), SaveCommand(), LoadCommand(),   AbortStepCommand(), CloseCommand()};
+      JobsCommand(),     JobCommand(),       GroupsCommand(), StateCommand(),  TraceCommand(),
+      SetGroupCommand(), SaveCommand(),      LoadCommand(),   ImportCommand(), CheckpointsCommand(),
+      VerifyCommand(),   AbortStepCommand(), CloseCommand(),  PlanCommand(),   DoctorCommand()};
   for (Command& command : commands) AddCommonFlags(command);
   return commands;
 }

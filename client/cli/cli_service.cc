@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "client/cli/suggestions.h"
+#include "cpu_optimizer_service/common/system/suggestions.h"
 #include "proto/convert.h"
 #include "proto/deadline.h"
 #include "proto/status.h"
@@ -12,7 +12,11 @@ namespace ballast::client::cli {
 
 Service::Service(std::string address, std::shared_ptr<grpc::Channel> channel,
                  absl::Duration timeout)
-    : address_(std::move(address)), timeout_(timeout), jobs_(channel), state_(channel) {}
+    : address_(std::move(address)),
+      channel_(channel),
+      timeout_(timeout),
+      jobs_(channel),
+      state_(channel) {}
 
 void Service::SetDeadline(grpc::ClientContext& context) const {
   context.set_deadline(proto::Deadline(timeout_));

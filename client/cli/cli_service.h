@@ -50,6 +50,8 @@ class Service {
 
   v1::JobService::Stub& jobs() { return jobs_; }
   v1::StateService::Stub& state() { return state_; }
+  const std::shared_ptr<grpc::Channel>& channel() const { return channel_; }
+  const std::string& address() const { return address_; }
 
  private:
   void SetDeadline(grpc::ClientContext& context) const;
@@ -59,6 +61,7 @@ class Service {
                        const std::function<absl::Status(const Response&)>& receive) const;
 
   const std::string address_;
+  const std::shared_ptr<grpc::Channel> channel_;
   const absl::Duration timeout_;
   bool answered_ = false;  // A call, so there is a service.
   v1::JobService::Stub jobs_;

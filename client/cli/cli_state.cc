@@ -10,8 +10,8 @@
 #include "client/cli/cli_service.h"
 #include "client/cli/cli_text.h"
 #include "client/cli/npy_writer.h"
-#include "client/cli/suggestions.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/suggestions.h"
 #include "proto/convert.h"
 
 namespace ballast::client::cli {

@@ -107,7 +107,7 @@ void SendLog::SendOnStream(Entry& entry) {
   entry.number = ++sent_;
   if (entry.borrowed == nullptr) {
     stream_->Send(entry.message);
-  } else if (entry.shared) {
+  } else if (!entry.shared.empty()) {
     stream_->SendSharedGradient(entry.message.gradient().header());
   } else {
     stream_->SendGradient(entry.message.gradient().header(), entry.payload,
@@ -126,8 +126,10 @@ absl::Status SendLog::Send(v1::TrainRequest message) {
   MutexLock lock(mutex_);
   if (!closed_.ok()) return closed_;
   if (message.has_seal()) seal_ = message;
+  if (message.has_vote()) vote_ = message;
   if (message.has_discard()) {
     seal_.reset();  // Of what is discarded.
+    vote_.reset();
     discard_ = message;
   }
   LogAndSend({.message = std::move(message)});
@@ -162,15 +164,31 @@ absl::Status SendLog::SendGradient(const v1::GradientHeader& header,
 }
 
 absl::Status SendLog::SendSharedGradient(const v1::GradientHeader& header,
+                                         absl::Span<const std::byte> place,
                                          std::function<void()> released) {
-  // Constructed before the lock is taken, so that it is destroyed after the lock is released.
-  auto borrowed = std::make_shared<Borrowed>(lent_, std::move(released));
+  {
+    // Constructed before the lock is taken, so that it is destroyed after the lock is released.
+    std::shared_ptr<Borrowed> borrowed;
+    MutexLock lock(mutex_);
+    if (!shares_nothing_) {
+      borrowed = std::make_shared<Borrowed>(lent_, std::move(released));
+      if (!closed_.ok()) return closed_;
+      Entry entry{.borrowed = borrowed, .shared = place};
+      *entry.message.mutable_gradient()->mutable_header() = header;
+      LogAndSend(std::move(entry));
+      return absl::OkStatus();
+    }
+  }
+  return SendGradient(header, place, std::move(released));
+}
+
+void SendLog::SharesNothing() {
   MutexLock lock(mutex_);
-  if (!closed_.ok()) return closed_;
-  Entry entry{.borrowed = borrowed, .shared = true};
-  *entry.message.mutable_gradient()->mutable_header() = header;
-  LogAndSend(std::move(entry));
-  return absl::OkStatus();
+  shares_nothing_ = true;
+  for (Entry& entry : entries_) {
+    unacknowledged_bytes_ += static_cast<int64_t>(entry.shared.size());
+    if (!entry.shared.empty()) entry.payload = std::exchange(entry.shared, {});
+  }
 }
 
 absl::Status SendLog::Acknowledge(uint64_t messages) {
@@ -195,11 +213,24 @@ void SendLog::SealRefused(StepAttempt at) {
   MutexLock lock(mutex_);
   if (!seal_.has_value()) return;
   // The refusal of an older attempt's may come late.
-  if (StepAttempt(seal_->seal().step(), seal_->seal().attempt()) == at) seal_.reset();
+  if (StepAttempt(seal_->seal().step(), seal_->seal().attempt()) != at) return;
+  seal_.reset();
+  vote_.reset();
+}
+
+void SendLog::VoteRefused(StepAttempt at) {
+  MutexLock lock(mutex_);
+  if (seal_.has_value() && StepAttempt(seal_->seal().step(), seal_->seal().attempt()) == at) {
+    seal_->mutable_seal()->clear_vote();
+  }
+  if (vote_.has_value() && StepAttempt(vote_->vote().step(), vote_->vote().attempt()) == at) {
+    vote_.reset();
+  }
 }
 
 std::deque<SendLog::Entry> SendLog::TakeAll() {
   seal_.reset();
+  vote_.reset();
   discard_.reset();
   unacknowledged_bytes_ = 0;
   room_.NotifyAll();
@@ -236,7 +267,8 @@ SendLog::Resumed SendLog::Resume(TrainCall& stream, const v1::Opened& opened) {
   before.swap(entries_);
   for (Entry& entry : before) {
     // The last ones are sent below.
-    if (entry.message.has_seal() || entry.message.has_discard()) continue;
+    const v1::TrainRequest& message = entry.message;
+    if (message.has_seal() || message.has_vote() || message.has_discard()) continue;
     if (arrived.Has(entry.message)) {
       ++resumed.arrived;
       unacknowledged_bytes_ -= static_cast<int64_t>(entry.payload.size());
@@ -249,6 +281,10 @@ SendLog::Resumed SendLog::Resume(TrainCall& stream, const v1::Opened& opened) {
   if (seal_.has_value() && seal_->seal().step() > opened.committed_step()) {
     ++resumed.sent;
     LogAndSend({.message = *seal_});
+  }
+  if (vote_.has_value() && vote_->vote().step() > opened.committed_step()) {
+    ++resumed.sent;
+    LogAndSend({.message = *vote_});
   }
   // Also if the service has it: the answer may be lost.
   if (discard_.has_value() && discard_->discard().step() > opened.committed_step()) {

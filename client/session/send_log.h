@@ -47,16 +47,24 @@ class SendLog {
   absl::Status SendGradient(const v1::GradientHeader& header, absl::Span<const std::byte> payload,
                             std::function<void()> released);
 
-  // The same for a gradient in shared memory, which needs no room and which only the service
-  // borrows. Never blocks.
-  absl::Status SendSharedGradient(const v1::GradientHeader& header, std::function<void()> released);
+  // The same for a gradient in shared memory, at `place`, which needs no room and which only the
+  // service borrows. Never blocks, unless SharesNothing.
+  absl::Status SendSharedGradient(const v1::GradientHeader& header,
+                                  absl::Span<const std::byte> place,
+                                  std::function<void()> released);
+  // The service has lost the shared memory: from now on, and on the next stream, all gradients are
+  // sent. To be called while there is no stream.
+  void SharesNothing();
 
   // The service has the first `messages` messages of the stream, including the open message.
   // INTERNAL if the stream carried fewer.
   absl::Status Acknowledge(uint64_t messages);
   // A seal is kept after its acknowledgement, because its answer may be lost with the stream. It is
-  // kept until it is refused, discarded, or the step is decided. A discard is kept likewise.
+  // kept until it is refused, discarded, or the step is decided. A vote and a discard are kept
+  // likewise.
   void SealRefused(StepAttempt at);
+  // The same of a vote, also of one that a seal brought.
+  void VoteRefused(StepAttempt at);
   // The answer to a discard: the service has handled everything that was logged before, and has
   // forgotten it. The caller logs nothing of the next attempt before.
   void Discarded();
@@ -89,7 +97,7 @@ class SendLog {
     v1::TrainRequest message;  // For a gradient, only its header.
     absl::Span<const std::byte> payload;
     std::shared_ptr<Borrowed> borrowed;  // Null for a control message.
-    bool shared = false;                 // A gradient in shared memory.
+    absl::Span<const std::byte> shared;  // A gradient's place in shared memory.
   };
 
   void LogAndSend(Entry entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -106,8 +114,10 @@ class SendLog {
   uint64_t sent_ ABSL_GUARDED_BY(mutex_) = 1;  // On the stream, with the open message.
   int64_t unacknowledged_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   std::deque<Entry> entries_ ABSL_GUARDED_BY(mutex_);
+  bool shares_nothing_ ABSL_GUARDED_BY(mutex_) = false;
   // The last ones, unanswered.
   std::optional<v1::TrainRequest> seal_ ABSL_GUARDED_BY(mutex_);
+  std::optional<v1::TrainRequest> vote_ ABSL_GUARDED_BY(mutex_);
   std::optional<v1::TrainRequest> discard_ ABSL_GUARDED_BY(mutex_);
   absl::Status closed_ ABSL_GUARDED_BY(mutex_);
 };

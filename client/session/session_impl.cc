@@ -33,6 +33,17 @@ absl::Status CheckOptions(const SessionOptions& options) {
   return Validate(options.job);
 }
 
+v1::Vote ToMessage(const StepVote& vote) {
+  v1::Vote message;
+  message.set_abandon(!vote.apply);
+  if (vote.clipping != Clipping()) *message.mutable_clipping() = proto::ToProto(vote.clipping);
+  for (const auto& [group, overrides] : vote.overrides) {
+    (*message.mutable_overrides())[group] = proto::ToProto(overrides);
+  }
+  if (vote.trainer_state.has_value()) message.set_trainer_state(*vote.trainer_state);
+  return message;
+}
+
 }  // namespace
 
 SessionImpl::SessionImpl(std::unique_ptr<Transport> transport, Clock& clock, SessionOptions options,
@@ -180,11 +191,13 @@ v1::OpenTrain SessionImpl::OpenMessage() const {
   open.set_uid(attached_.uid());
   open.set_rank(options_.rank);
   open.set_process_id(options_.process_id);
-  open.set_generation(attached_.generation());
+  *open.mutable_generation() = attached_.generation();
   if (may_speculate()) open.set_update_mode(v1::SPECULATE);
   open.set_weights_in_shared_memory(shared_memory_ != nullptr);
   return open;
 }
+
+Generation SessionImpl::generation() const { return proto::FromProto(attached_.generation()); }
 
 std::string SessionImpl::Context() const {
   std::string context = absl::StrCat("job ", options_.job.name, " rank ", options_.rank);
@@ -237,10 +250,14 @@ absl::Status SessionImpl::BeginStep(const StepSettings& settings) {
   begin.set_loss_scale(settings.scale.loss_scale);
   begin.set_trainer_state(settings.trainer_state);
   begin.mutable_divisors()->Add(settings.scale.divisors.begin(), settings.scale.divisors.end());
+  if (settings.expected_clipping != Clipping()) {
+    *begin.mutable_expected_clipping() = proto::ToProto(settings.expected_clipping);
+  }
   for (const auto& [group, overrides] : settings.overrides) {
     (*begin.mutable_overrides())[group] = proto::ToProto(overrides);
   }
   progress_.Begin(step);
+  guesses_ = false;
   places_.FreeAll();  // The previous step is over, so the service reads none of its gradients.
   return log_.Send(std::move(request));
 }
@@ -293,6 +310,10 @@ absl::Status SessionImpl::Push(GradientPush push) {
     if (push.released) push.released();
     return status;
   }
+  if (progress_.given_up()) {  // What still comes of it is nobody's.
+    if (push.released) push.released();
+    return absl::OkStatus();
+  }
   v1::GradientHeader header;
   header.set_step(at.step);
   header.set_attempt(at.attempt);
@@ -300,10 +321,13 @@ absl::Status SessionImpl::Push(GradientPush push) {
   header.set_micro_step_begin(push.micro_step_begin);
   header.set_micro_step_end(push.micro_step_end);
   header.set_final(push.final);
+  header.set_may_guess(push.may_guess);
+  if (push.may_guess) guesses_ = true;
   header.set_empty(push.empty);
-  const absl::Status sent = PushInPlace(push)
-                                ? log_.SendSharedGradient(header, std::move(push.released))
-                                : log_.SendGradient(header, push.payload, std::move(push.released));
+  const absl::Status sent =
+      PushInPlace(push) ? log_.SendSharedGradient(header, shared_memory_->gradient(push.chunk),
+                                                  std::move(push.released))
+                        : log_.SendGradient(header, push.payload, std::move(push.released));
   if (sent.ok()) return sent;
   // If the session has failed, its failure is the cause.
   BALLAST_RETURN_IF_ERROR(progress_.failure());
@@ -313,6 +337,7 @@ absl::Status SessionImpl::Push(GradientPush push) {
 
 absl::Status SessionImpl::EndMicroStep(uint32_t micro_step, const UsedParameters& used) {
   BALLAST_RETURN_IF_ERROR(CheckInStep("EndMicroStep"));
+  if (progress_.given_up()) return absl::OkStatus();
   v1::TrainRequest request;
   v1::EndMicroStep& end = *request.mutable_end_micro_step();
   end.set_step(progress_.at().step);
@@ -331,15 +356,62 @@ absl::Status SessionImpl::EndMicroStep(uint32_t micro_step, const UsedParameters
   return log_.Send(std::move(request));
 }
 
-absl::StatusOr<StepDecision> SessionImpl::Seal(uint32_t micro_steps) {
+absl::Status SessionImpl::CheckVote(const StepVote& vote) const {
+  return Annotate(Validate(vote.clipping, static_cast<int>(options_.job.groups.size())), Context());
+}
+
+absl::Status SessionImpl::SendSeal(uint32_t micro_steps, const StepVote* vote) {
+  v1::TrainRequest request;
+  v1::Seal& seal = *request.mutable_seal();
+  seal.set_step(progress_.at().step);
+  seal.set_attempt(progress_.at().attempt);
+  seal.set_micro_steps(micro_steps);
+  if (vote != nullptr) *seal.mutable_vote() = ToMessage(*vote);
+  return log_.Send(std::move(request));
+}
+
+absl::Status SessionImpl::SendVote(const StepVote& vote) {
+  v1::TrainRequest request;
+  request.mutable_vote()->set_step(progress_.at().step);
+  request.mutable_vote()->set_attempt(progress_.at().attempt);
+  *request.mutable_vote()->mutable_vote() = ToMessage(vote);
+  return log_.Send(std::move(request));
+}
+
+absl::StatusOr<StepNorm> SessionImpl::Seal(uint32_t micro_steps) {
   BALLAST_RETURN_IF_ERROR(CheckInStep("Seal"));
-  if (progress_.StartSeal()) {
-    v1::TrainRequest request;
-    request.mutable_seal()->set_step(progress_.at().step);
-    request.mutable_seal()->set_attempt(progress_.at().attempt);
-    request.mutable_seal()->set_micro_steps(micro_steps);
-    BALLAST_RETURN_IF_ERROR(log_.Send(std::move(request)));
+  if (progress_.StartSeal(/*with_vote=*/false)) {
+    BALLAST_RETURN_IF_ERROR(SendSeal(micro_steps, nullptr));
   }
+  absl::StatusOr<std::optional<StepNorm>> norm = progress_.AwaitNorm(options_.seal_timeout);
+  if (!norm.ok()) return ExplainSeal(norm.status());
+  if (norm->has_value()) return **std::move(norm);
+  // The step could not be kept, and is decided: the vote is of no consequence.
+  const StepDecision decision = *progress_.decision();
+  return StepNorm{.step = decision.step, .norm = decision.norm};
+}
+
+absl::StatusOr<StepDecision> SessionImpl::Vote(const StepVote& vote) {
+  BALLAST_RETURN_IF_ERROR(CheckInStep("Vote"));
+  BALLAST_RETURN_IF_ERROR(CheckVote(vote));
+  absl::StatusOr<bool> start = progress_.StartVote();
+  if (!start.ok()) return Annotate(start.status(), Context());
+  if (*start) BALLAST_RETURN_IF_ERROR(SendVote(vote));
+  return AwaitDecision();
+}
+
+absl::StatusOr<StepDecision> SessionImpl::Seal(uint32_t micro_steps, const StepVote& vote) {
+  BALLAST_RETURN_IF_ERROR(CheckInStep("Seal"));
+  BALLAST_RETURN_IF_ERROR(CheckVote(vote));
+  if (progress_.StartSeal(/*with_vote=*/true)) {
+    BALLAST_RETURN_IF_ERROR(SendSeal(micro_steps, &vote));
+  } else if (progress_.has_norm()) {  // It was sealed before.
+    return Vote(vote);
+  }
+  return AwaitDecision();
+}
+
+absl::StatusOr<StepDecision> SessionImpl::AwaitDecision() {
   absl::StatusOr<StepDecision> decision = progress_.AwaitDecision(options_.seal_timeout);
   if (!decision.ok()) return ExplainSeal(decision.status());
   return decision;
@@ -354,8 +426,9 @@ absl::Status SessionImpl::ExplainSeal(const absl::Status& status) const {
     if (const absl::StatusOr<v1::Job> job =
             client::GetJob(*transport_, options_.job.name, attached_.uid());
         job.ok()) {
+      const bool voting = job->phase() == v1::VOTING;
       for (const v1::RankProgress& rank : job->ranks()) {
-        if (!rank.sealed()) ranks.push_back(rank.rank());
+        if (!(voting ? rank.voted() : rank.sealed())) ranks.push_back(rank.rank());
       }
       for (const v1::SaveProgress& save : job->saves()) {
         if (!ranks.empty() || !save.holds_back_decisions()) continue;
@@ -369,12 +442,13 @@ absl::Status SessionImpl::ExplainSeal(const absl::Status& status) const {
       }
     }
   }
-  return Annotate(absl::DeadlineExceededError(absl::StrCat(
-                      status.message(), "; not sealed: ",
-                      ranks.empty() ? "no rank that the service names"
-                                    : absl::StrCat("rank ", absl::StrJoin(ranks, ", ")),
-                      "; wait with another Seal, or abort the step")),
-                  Context());
+  return Annotate(
+      absl::DeadlineExceededError(absl::StrCat(
+          status.message(), progress_.has_norm() ? "; not voted: " : "; not sealed: ",
+          ranks.empty() ? "no rank that the service names"
+                        : absl::StrCat("rank ", absl::StrJoin(ranks, ", ")),
+          "; wait with another ", progress_.has_norm() ? "Vote" : "Seal", ", or abort the step")),
+      Context());
 }
 
 absl::Status SessionImpl::Discard() {

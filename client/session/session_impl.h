@@ -32,7 +32,7 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   const Layout& layout() const override { return layout_; }
   bool awaiting_weights() const override { return awaiting_weights_; }
   uint64_t committed_step() const override { return committed_step_; }
-  uint64_t generation() const override { return attached_.generation(); }
+  Generation generation() const override;
   const std::string& job_uid() const override { return attached_.uid(); }
   const std::string& trainer_state() const override { return trainer_state_; }
   bool last_step_applied() const override { return last_step_applied_; }
@@ -50,7 +50,9 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   absl::Status BeginStep(const StepSettings& settings) override;
   absl::Status Push(GradientPush push) override;
   absl::Status EndMicroStep(uint32_t micro_step, const UsedParameters& used) override;
-  absl::StatusOr<StepDecision> Seal(uint32_t micro_steps) override;
+  absl::StatusOr<StepNorm> Seal(uint32_t micro_steps) override;
+  absl::StatusOr<StepDecision> Vote(const StepVote& vote) override;
+  absl::StatusOr<StepDecision> Seal(uint32_t micro_steps, const StepVote& vote) override;
   absl::Status Discard() override;
   absl::Status ReceiveWeights() override;
   double update_seconds() const override { return update_seconds_; }
@@ -80,6 +82,8 @@ class SessionImpl final : public Session, private StreamKeeper::User {
                                absl::Duration limit) override;
   void OnEnded(const absl::Status& status) override;
   absl::Status OnSealRefused(const v1::SealRefused& refused);
+  absl::Status OnNorm(const v1::StepNorm& message);
+  absl::Status OnVoteRefused(const v1::VoteRefused& refused);
   absl::Status OnDiscarded(const v1::Discarded& discarded);
   void OnWaiting(const v1::Waiting& waiting);
   absl::Status OnDecision(const v1::StepDecision& message);
@@ -114,6 +118,10 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   // OK if no step is open and the stream is sound.
   absl::Status CheckBetweenSteps(const char* call) const;
   absl::Status CheckPush(const GradientPush& push, StepAttempt at) const;
+  absl::Status CheckVote(const StepVote& vote) const;
+  absl::Status SendSeal(uint32_t micro_steps, const StepVote* vote);
+  absl::Status SendVote(const StepVote& vote);
+  absl::StatusOr<StepDecision> AwaitDecision();
   absl::Status ExplainSeal(const absl::Status& status) const;
 
   Callers pushes_;
@@ -145,6 +153,7 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   std::optional<WeightsMemory> weights_memory_;
 
   std::atomic<uint64_t> committed_step_ = 0;
+  std::atomic<bool> guesses_ = false;  // A push of the step in progress said may_guess.
   StepProgress progress_;
   // Destroyed after the stream, because the transport may use payloads until then.
   SendLog log_;

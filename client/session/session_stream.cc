@@ -27,6 +27,14 @@ StepDecision ToDecision(const Message& message) {
   return decision;
 }
 
+// Why a seal or a vote was refused.
+template <typename Refused>
+absl::Status ToStatus(const Refused& refused) {
+  absl::Status why = absl::FailedPreconditionError(refused.message());
+  if (refused.reason() == v1::ERROR_REASON_UNSPECIFIED) return why;
+  return WithReason(std::move(why), v1::ErrorReason_Name(refused.reason()));
+}
+
 }  // namespace
 
 absl::Status SessionImpl::OnMessage(const v1::TrainResponse& message, PayloadPieces payload) {
@@ -44,6 +52,10 @@ absl::Status SessionImpl::OnMessage(const v1::TrainResponse& message, PayloadPie
       return OnCommitted(message.committed());
     case v1::TrainResponse::kSharedWeights:
       return OnSharedWeights(message.shared_weights());
+    case v1::TrainResponse::kNorm:
+      return OnNorm(message.norm());
+    case v1::TrainResponse::kVoteRefused:
+      return OnVoteRefused(message.vote_refused());
     case v1::TrainResponse::kDiscarded:
       return OnDiscarded(message.discarded());
     case v1::TrainResponse::kOpened:        // The keeper's.
@@ -58,11 +70,25 @@ absl::Status SessionImpl::OnSealRefused(const v1::SealRefused& refused) {
   const StepAttempt at = {refused.step(), refused.attempt()};
   // Before the trainer is notified, and seals again.
   log_.SealRefused(at);
-  absl::Status why = absl::FailedPreconditionError(refused.message());
-  if (refused.reason() != v1::ERROR_REASON_UNSPECIFIED) {
-    why = WithReason(std::move(why), v1::ErrorReason_Name(refused.reason()));
-  }
-  return progress_.Refused(at, std::move(why));
+  return progress_.Refused(at, ToStatus(refused));
+}
+
+absl::Status SessionImpl::OnNorm(const v1::StepNorm& message) {
+  return progress_.Normed(
+      {.step = message.step(),
+       .attempt = message.attempt(),
+       .norm = message.norm(),
+       .group_norms = {message.group_norms().begin(), message.group_norms().end()},
+       .non_finite = message.non_finite(),
+       .unused_parameters = {message.unused_parameters().begin(),
+                             message.unused_parameters().end()},
+       .more_unused_parameters = message.more_unused_parameters()});
+}
+
+absl::Status SessionImpl::OnVoteRefused(const v1::VoteRefused& refused) {
+  const StepAttempt at = {refused.step(), refused.attempt()};
+  log_.VoteRefused(at);
+  return progress_.VoteRefused(at, ToStatus(refused));
 }
 
 absl::Status SessionImpl::OnDiscarded(const v1::Discarded& discarded) {
@@ -78,8 +104,8 @@ absl::Status SessionImpl::OnDiscarded(const v1::Discarded& discarded) {
 
 void SessionImpl::OnWaiting(const v1::Waiting& waiting) {
   progress_.Waiting(waiting.step(), {waiting.ranks().begin(), waiting.ranks().end()});
-  Log().warn("{}: sealed; the service waits for rank {}", Context(),
-             absl::StrJoin(waiting.ranks(), ", "));
+  Log().warn("{}: {}; the service waits for rank {}", Context(),
+             progress_.has_norm() ? "voted" : "sealed", absl::StrJoin(waiting.ranks(), ", "));
 }
 
 absl::Status SessionImpl::Decide(StepDecision decision) {
@@ -106,6 +132,11 @@ absl::Status SessionImpl::OnProvisionalWeights(const v1::WeightHeader& header,
     return absl::InternalError(absl::StrCat(
         "the service sent provisional weights of step ", header.step(), " while this rank ",
         may_speculate() ? "was not awaiting its decision" : "has not asked for any"));
+  }
+  // Where it was only a guess that the chunk's gradient is whole, others may follow.
+  if (guesses_ && weights_memory_->Drop(header.chunk()) && !options_.weights &&
+      options_.on_dropped_weights) {
+    options_.on_dropped_weights(static_cast<int>(header.chunk()));
   }
   BALLAST_RETURN_IF_ERROR(weights_memory_->KeepProvisional(header, payload));
   if (!options_.weights && options_.on_provisional_weights) {

@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "client/session/join.h"
+#include "client/session/log.h"
 #include "client/session/retry.h"
 #include "client/session/session_impl.h"
 #include "cpu_optimizer_service/common/status.h"
@@ -127,6 +128,7 @@ absl::StatusOr<JobCounts> SessionImpl::ReadCounts() {
   BALLAST_ASSIGN_OR_RETURN(const v1::Job job, GetJob());
   return JobCounts{.applied_steps = job.applied_steps(),
                    .skipped_steps = job.skipped_steps(),
+                   .not_kept_steps = job.not_kept_steps(),
                    .coverage_complete_steps = job.coverage_complete_steps(),
                    .speculated_chunks = job.speculation().speculated_chunks(),
                    .published_chunks = job.speculation().published_chunks(),
@@ -147,8 +149,14 @@ absl::Status SessionImpl::LoadCheckpoint(const std::string& directory) {
   v1::LoadJobRequest request;
   request.set_name(proto::JobName(options_.job.name));
   request.set_directory(directory);
-  const absl::Status loaded = transport_->LoadJob(request).status();
-  if (!loaded.ok()) return Annotate(loaded, absl::StrCat(Context(), ": loading ", directory));
+  const absl::StatusOr<v1::LoadJobResponse> loaded = transport_->LoadJob(request);
+  if (!loaded.ok()) {
+    return Annotate(loaded.status(), absl::StrCat(Context(), ": loading ", directory));
+  }
+  for (const std::string& damage : loaded->passed_over()) {
+    Log().warn("job {}: a newer checkpoint is damaged: {}", options_.job.name, damage);
+  }
+  Log().info("job {} is at step {} of {}", options_.job.name, loaded->step(), loaded->directory());
   // The generation has risen, which ends the streams of all ranks, this one included.
   keeper_->Stop();
   OnEnded(absl::AbortedError("a checkpoint was loaded; open the session again"));

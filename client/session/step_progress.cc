@@ -19,6 +19,8 @@ void StepProgress::Forget() {
   step_ = 0;
   discarding_ = false;
   seal_is_out_ = false;
+  vote_is_out_ = false;
+  norm_.reset();
   refusal_.reset();
   awaited_ranks_.clear();
   decision_.reset();
@@ -54,12 +56,38 @@ bool StepProgress::discarding() const {
   return discarding_;
 }
 
-bool StepProgress::StartSeal() {
+bool StepProgress::has_norm() const {
+  MutexLock lock(mutex_);
+  return norm_.has_value();
+}
+
+bool StepProgress::given_up() const {
+  MutexLock lock(mutex_);
+  return decision_.has_value() && !seal_is_out_;
+}
+
+bool StepProgress::StartSeal(bool with_vote) {
   MutexLock lock(mutex_);
   // One seal at a time: a later Seal waits for the answer to the one that was sent.
   if (seal_is_out_ || decision_.has_value()) return false;
+  if (norm_.has_value() && !norm_is_told_) return false;
+  norm_.reset();
   seal_is_out_ = true;
+  vote_is_out_ = with_vote;
   refusal_.reset();
+  return true;
+}
+
+absl::StatusOr<bool> StepProgress::StartVote() {
+  MutexLock lock(mutex_);
+  if (decision_.has_value() || vote_is_out_) return false;
+  if (!seal_is_out_ && refusal_.has_value()) return *refusal_;
+  if (!norm_.has_value()) {
+    return absl::FailedPreconditionError("Vote before Seal has returned the norm");
+  }
+  vote_is_out_ = true;
+  refusal_.reset();
+  awaited_ranks_.clear();
   return true;
 }
 
@@ -71,13 +99,49 @@ absl::Status StepProgress::CheckStep(const char* what, uint64_t step) const {
 
 absl::Status StepProgress::Refused(StepAttempt at, absl::Status why) {
   MutexLock lock(mutex_);
-  if (at < newest_) return absl::OkStatus();
+  // Late, also after the decision of a step that could not be kept: see IsLate.
+  if (at < newest_ || (at == newest_ && (step_ == 0 || decision_.has_value()))) {
+    return absl::OkStatus();
+  }
   if (absl::Status status = CheckStep("the refusal of a seal", at.step); !status.ok()) {
     return status;
   }
+  // A norm that has come is told nevertheless: another rank may have discarded the attempt for it,
+  // as this one then does. The vote is refused.
   refusal_ = std::move(why);
   seal_is_out_ = false;
+  vote_is_out_ = false;
   awaited_ranks_.clear();  // They were awaited by the seal that was refused.
+  changed_.NotifyAll();
+  return absl::OkStatus();
+}
+
+// The service's threads may overtake one another.
+bool StepProgress::IsLate(StepAttempt at) const {
+  return at < newest_ || (at == newest_ && (!seal_is_out_ || decision_.has_value()));
+}
+
+absl::Status StepProgress::Normed(StepNorm norm) {
+  MutexLock lock(mutex_);
+  const StepAttempt at = {norm.step, norm.attempt};
+  if (IsLate(at)) return absl::OkStatus();
+  if (absl::Status status = CheckStep("the norm", at.step); !status.ok()) return status;
+  norm_ = std::move(norm);
+  norm_is_told_ = false;
+  awaited_ranks_.clear();
+  changed_.NotifyAll();
+  return absl::OkStatus();
+}
+
+absl::Status StepProgress::VoteRefused(StepAttempt at, absl::Status why) {
+  MutexLock lock(mutex_);
+  if (IsLate(at)) return absl::OkStatus();
+  if (absl::Status status = CheckStep("the refusal of a vote", at.step); !status.ok()) {
+    return status;
+  }
+  refusal_ = std::move(why);
+  vote_is_out_ = false;
+  awaited_ranks_.clear();
   changed_.NotifyAll();
   return absl::OkStatus();
 }
@@ -143,6 +207,23 @@ absl::StatusOr<StepDecision> StepProgress::AwaitDecision(absl::Duration limit) {
     if (!failure_.ok()) return failure_;
     if (refusal_.has_value()) return *refusal_;
     if (!in_time) return TimedOut("the decision", limit);
+    in_time = changed_.WaitUntil(mutex_, deadline);
+  }
+}
+
+absl::StatusOr<std::optional<StepNorm>> StepProgress::AwaitNorm(absl::Duration limit) {
+  const auto deadline = SteadyDeadline(limit);
+  MutexLock lock(mutex_);
+  bool in_time = true;
+  for (;;) {
+    if (decision_.has_value()) return std::nullopt;
+    if (norm_.has_value()) {
+      norm_is_told_ = true;
+      return norm_;
+    }
+    if (!failure_.ok()) return failure_;
+    if (refusal_.has_value()) return *refusal_;
+    if (!in_time) return TimedOut("the norm", limit);
     in_time = changed_.WaitUntil(mutex_, deadline);
   }
 }

@@ -31,16 +31,24 @@ class StepProgress {
   void End();
 
   // True, once, if a seal has to be sent: there is no decision, and no seal was sent or the last
-  // one was refused.
-  bool StartSeal();
+  // one was refused, and no norm waits to be told.
+  bool StartSeal(bool with_vote);
+  // True, once, if a vote has to be sent: there is no decision, and none was sent or the last one
+  // was refused. FAILED_PRECONDITION: the norm has not come, or the seal was refused meanwhile.
+  absl::StatusOr<bool> StartVote();
   // True, once, if a discard has to be sent: there is no decision, and none was sent. From then on
   // until its answer `discarding` is true.
   bool StartDiscard();
   bool discarding() const;
+  bool has_norm() const;
+  // The step was decided although this rank has not sealed it: it could not be kept.
+  bool given_up() const;
 
   // From the stream. INTERNAL if the message is not of the step in progress, or is out of order.
   // Of an older attempt, a refusal means nothing.
   absl::Status Refused(StepAttempt at, absl::Status why);
+  absl::Status Normed(StepNorm norm);
+  absl::Status VoteRefused(StepAttempt at, absl::Status why);
   // The rank is in attempt `at` from now on, and has not begun it.
   absl::Status Discarded(StepAttempt at);
   absl::Status Decided(StepDecision decision);
@@ -54,6 +62,9 @@ class StepProgress {
   // Waits for the decision, which stays. FAILED_PRECONDITION with the message of a refusal;
   // DEADLINE_EXCEEDED.
   absl::StatusOr<StepDecision> AwaitDecision(absl::Duration limit);
+  // Waits for the norm, which stays; or for the decision of a step that could not be kept: nullopt.
+  // Errors as of AwaitDecision.
+  absl::StatusOr<std::optional<StepNorm>> AwaitNorm(absl::Duration limit);
   // Waits for the answer to the discard that was sent. FAILED_PRECONDITION: the step is decided.
   absl::Status AwaitDiscarded(absl::Duration limit);
   // Waits for the end of the step. Returns the update seconds.
@@ -76,6 +87,8 @@ class StepProgress {
   absl::Status CheckStep(const char* what, uint64_t step) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
+  // What a norm or the refusal of a vote is of is over, or the seal has been undone.
+  bool IsLate(StepAttempt at) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Forget() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   mutable Mutex mutex_;
@@ -86,6 +99,9 @@ class StepProgress {
   StepAttempt newest_ ABSL_GUARDED_BY(mutex_) = 0;  // That was begun, or came after a discard.
   bool discarding_ ABSL_GUARDED_BY(mutex_) = false;
   bool seal_is_out_ ABSL_GUARDED_BY(mutex_) = false;
+  bool vote_is_out_ ABSL_GUARDED_BY(mutex_) = false;
+  std::optional<StepNorm> norm_ ABSL_GUARDED_BY(mutex_);
+  bool norm_is_told_ ABSL_GUARDED_BY(mutex_) = false;  // By AwaitNorm.
   std::optional<absl::Status> refusal_ ABSL_GUARDED_BY(mutex_);
   std::vector<int> awaited_ranks_ ABSL_GUARDED_BY(mutex_);
   std::optional<StepDecision> decision_ ABSL_GUARDED_BY(mutex_);

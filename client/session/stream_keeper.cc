@@ -8,6 +8,7 @@
 #include "client/transport/steady_deadline.h"
 #include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "proto/convert.h"
 
 namespace ballast::client {
 namespace {
@@ -28,7 +29,8 @@ StreamKeeper::StreamKeeper(Transport& transport, Clock& clock, SendLog& log, Use
       clock_(clock),
       log_(log),
       user_(user),
-      settings_(std::move(settings)) {}
+      settings_(std::move(settings)),
+      instance_id_(settings_.instance_id) {}
 
 StreamKeeper::~StreamKeeper() {
   Stop();
@@ -205,6 +207,7 @@ absl::Status StreamKeeper::TryToReopen(absl::Duration limit) {
   const absl::Time deadline = clock_.Now() + limit;
   const auto left = [&] { return std::max(deadline - clock_.Now(), absl::ZeroDuration()); };
   BALLAST_ASSIGN_OR_RETURN(const v1::AttachWorkerResponse attached, AttachAgain(left()));
+  DoWithoutSharedMemory(attached.job());
   BALLAST_RETURN_IF_ERROR(user_.OnAttachedAgain(attached, left()));
   const absl::StatusOr<v1::Opened> opened = OpenStream(left());
   if (absl::IsAborted(opened.status()) && ReasonOf(opened.status()) != reason::kRankReplaced) {
@@ -225,26 +228,43 @@ absl::Status StreamKeeper::TryToReopen(absl::Duration limit) {
   return absl::OkStatus();
 }
 
+// If the service has lost it. What the trainer has of it stays: only the service no longer looks.
+void StreamKeeper::DoWithoutSharedMemory(const v1::Job& job) {
+  if (!settings_.open.weights_in_shared_memory()) return;
+  for (const v1::RankProgress& rank : job.ranks()) {
+    if (rank.rank() != settings_.open.rank() || rank.shared_memory()) continue;
+    Log().warn(
+        "{}: the memory shared with the service was lost with its process; gradients and "
+        "weights go through the connection until the session is opened again",
+        user_.Context());
+    settings_.open.set_weights_in_shared_memory(false);
+    log_.SharesNothing();
+    return;
+  }
+}
+
 absl::StatusOr<v1::AttachWorkerResponse> StreamKeeper::AttachAgain(absl::Duration limit) {
   v1::AttachWorkerRequest request;
   request.set_name(settings_.open.name());
   request.set_rank(settings_.open.rank());
   request.set_process_id(settings_.open.process_id());
   request.set_uid(settings_.open.uid());
-  request.set_generation(settings_.open.generation());
+  *request.mutable_generation() = settings_.open.generation();
   request.set_rejoin(true);
   BALLAST_ASSIGN_OR_RETURN(v1::AttachWorkerResponse attached,
                            transport_.AttachWorker(request, limit));
-  if (attached.instance_id() != settings_.instance_id) {
-    return absl::NotFoundError(
-        absl::StrCat("the stream broke, and another instance of the service answers (",
-                     attached.instance_id(), ", before ", settings_.instance_id,
-                     "): it does not have the undecided step; open the session again"));
+  if (attached.instance_id() != instance_id_) {
+    // The job's uid is in the request, so it is the same job with all that it was: the service's
+    // process died, and another one has taken over its memory.
+    Log().warn("{}: the service's process died, and another has taken over the job",
+               user_.Context());
+    instance_id_ = attached.instance_id();
   }
-  if (attached.generation() != settings_.open.generation()) {
-    return absl::AbortedError(absl::StrCat("the job is at generation ", attached.generation(),
-                                           ", not ", settings_.open.generation(),
-                                           "; open the session again"));
+  const Generation expected = proto::FromProto(settings_.open.generation());
+  const Generation found = proto::FromProto(attached.generation());
+  if (found != expected) {
+    return absl::AbortedError(absl::StrCat("the job is at generation ", ToString(found), ", not ",
+                                           ToString(expected), "; open the session again"));
   }
   return attached;
 }

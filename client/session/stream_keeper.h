@@ -3,8 +3,9 @@
 //
 // A stream broke if it ended with a status that a problem on the way to the service can explain
 // (UNAVAILABLE, CANCELLED, UNKNOWN, INTERNAL, DEADLINE_EXCEEDED, or OK). Any other status is the
-// service's own and ends the session. So do a rank that another process has taken, a generation
-// that rose, and another instance of the service, which does not have the undecided step.
+// service's own and ends the session. So do a rank that another process has taken, and a generation
+// that rose. Another instance of the service that has the job, by its uid, has it as the one before
+// left it when it died, with what the step in progress had been given.
 //
 // Threads: the stream's own thread delivers messages; a thread of the keeper reopens. Only one of
 // the two calls the user at a time, except for OnEnded.
@@ -75,6 +76,7 @@ class StreamKeeper final : private TrainListener {
   bool AwaitBreak();
   void Reopen();
   absl::Status TryToReopen(absl::Duration limit);
+  void DoWithoutSharedMemory(const v1::Job& job);
   absl::StatusOr<v1::AttachWorkerResponse> AttachAgain(absl::Duration limit);
   absl::StatusOr<v1::Opened> OpenStream(absl::Duration limit);
   void DropStream();
@@ -85,10 +87,11 @@ class StreamKeeper final : private TrainListener {
   Clock& clock_;
   SendLog& log_;
   User& user_;
-  const Settings settings_;
 
   // Used by the thread that opens streams: first the owner's, then the keeper's.
+  Settings settings_;
   std::unique_ptr<TrainCall> stream_;
+  std::string instance_id_;  // The instance that the rank attached to last.
   // An outage lasts until the service has acknowledged something on a new stream, or that stream
   // has lasted for a while. So a cause that breaks every stream is not retried for ever.
   std::optional<Backoff> outage_;

@@ -46,6 +46,12 @@ class WeightsMemory {
   bool has_provisional(int chunk) const { return kept_[chunk]; }
   // The chunk's weights are the step's, and no longer provisional.
   void Publish(int chunk) { kept_[chunk] = false; }
+  // True: it had provisional weights, and has none any more.
+  bool Drop(size_t chunk) {
+    const bool kept = chunk < kept_.size() && kept_[chunk];
+    if (kept) kept_[chunk] = false;
+    return kept;
+  }
   // Drops all provisional weights.
   void ForgetProvisional();
 

@@ -60,7 +60,8 @@ class GrpcTrainCall final : public TrainCall {
   static bool SameExceptChunks(const v1::SharedGradients& a, const v1::SharedGradients& b) {
     return a.step() == b.step() && a.attempt() == b.attempt() &&
            a.micro_step_begin() == b.micro_step_begin() &&
-           a.micro_step_end() == b.micro_step_end() && a.final() == b.final();
+           a.micro_step_end() == b.micro_step_end() && a.final() == b.final() &&
+           a.may_guess() == b.may_guess();
   }
 
   // Whether `message` became part of the last waiting message. A message names each chunk at most
@@ -207,6 +208,7 @@ v1::TrainRequest SharedGradientRequest(const v1::GradientHeader& header) {
   gradients.set_micro_step_begin(header.micro_step_begin());
   gradients.set_micro_step_end(header.micro_step_end());
   gradients.set_final(header.final());
+  gradients.set_may_guess(header.may_guess());
   gradients.add_chunks(header.chunk());
   return message;
 }

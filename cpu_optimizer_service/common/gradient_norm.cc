@@ -5,6 +5,8 @@
 #include <cmath>
 
 #include "absl/base/attributes.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/common/floating_point_mode.h"
 
@@ -36,21 +38,82 @@ ABSL_ATTRIBUTE_NOINLINE double AddLeftToRight(absl::Span<const double> values) {
   return sum;
 }
 
-ABSL_ATTRIBUTE_NOINLINE double GlobalNorm(absl::Span<const double> group_sums,
-                                          const GradientScale& scale) {
-  double squared_norm = 0;
-  for (size_t group = 0; group < group_sums.size(); ++group) {
-    const double unscale = 1 / DivisorOf(scale, group);
-    squared_norm += unscale * unscale * group_sums[group];
-  }
-  return std::sqrt(squared_norm);
+ABSL_ATTRIBUTE_NOINLINE double SquaredNorm(double group_sum, const GradientScale& scale,
+                                           size_t group) {
+  const double unscale = 1 / DivisorOf(scale, group);
+  return unscale * unscale * group_sum;
 }
 
 float Multiplier(double clip_coefficient, const GradientScale& scale, size_t group) {
   return static_cast<float>(clip_coefficient / DivisorOf(scale, group));
 }
 
+double MultiplierOf(const Clipping& clipping, size_t group) {
+  return clipping.multipliers.empty() ? 1.0 : clipping.multipliers[group];
+}
+
 }  // namespace
+
+absl::Status Validate(const Clipping& clipping, int group_count) {
+  if (!std::isfinite(clipping.max_norm) || clipping.max_norm < 0) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "max_norm is ", clipping.max_norm, ", must be finite and not negative (0: no clipping)"));
+  }
+  if (clipping.multipliers.empty()) return absl::OkStatus();
+  if (clipping.max_norm > 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("clipping by max_norm ", clipping.max_norm,
+                     " and by multipliers at once; give one of the two"));
+  }
+  if (static_cast<int>(clipping.multipliers.size()) != group_count) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(clipping.multipliers.size(), " multipliers, for ", group_count, " groups"));
+  }
+  for (size_t group = 0; group < clipping.multipliers.size(); ++group) {
+    const double multiplier = clipping.multipliers[group];
+    if (std::isfinite(multiplier) && multiplier > 0) continue;
+    return absl::InvalidArgumentError(absl::StrCat("the multiplier of group ", group, " is ",
+                                                   multiplier,
+                                                   ", must be finite and positive; abandon the "
+                                                   "step if it is not to be applied"));
+  }
+  return absl::OkStatus();
+}
+
+std::string FirstDifference(const Clipping& a, const Clipping& b) {
+  if (a.max_norm != b.max_norm) {
+    return absl::StrCat("max_norm ", b.max_norm, " where others have ", a.max_norm);
+  }
+  if (a.multipliers.size() != b.multipliers.size()) {
+    return absl::StrCat(b.multipliers.size(), " multipliers where others have ",
+                        a.multipliers.size());
+  }
+  for (size_t group = 0; group < a.multipliers.size(); ++group) {
+    if (a.multipliers[group] == b.multipliers[group]) continue;
+    return absl::StrFormat("multiplier %.17g of group %d where others have %.17g",
+                           b.multipliers[group], group, a.multipliers[group]);
+  }
+  return "";
+}
+
+double GlobalNorm(absl::Span<const double> group_sums, const GradientScale& scale) {
+  const ScopedFloatingPointMode mode(Denormals::kKeep);
+  double squared_norm = 0;
+  for (size_t group = 0; group < group_sums.size(); ++group) {
+    squared_norm += SquaredNorm(group_sums[group], scale, group);
+  }
+  return std::sqrt(squared_norm);
+}
+
+std::vector<double> GroupNorms(absl::Span<const double> group_sums, const GradientScale& scale) {
+  const ScopedFloatingPointMode mode(Denormals::kKeep);
+  std::vector<double> norms;
+  norms.reserve(group_sums.size());
+  for (size_t group = 0; group < group_sums.size(); ++group) {
+    norms.push_back(std::sqrt(SquaredNorm(group_sums[group], scale, group)));
+  }
+  return norms;
+}
 
 double BlockSumOfSquaresReference(const void* gradient, DType dtype, int64_t elements) {
   const ScopedFloatingPointMode mode(Denormals::kKeep);
@@ -70,17 +133,19 @@ double ParameterSum(absl::Span<const double> block_sums) {
   return SumInOrder(span_sums);
 }
 
-Decision Decide(absl::Span<const double> group_sums, const GradientScale& scale, double max_norm) {
+Decision Decide(absl::Span<const double> group_sums, const GradientScale& scale,
+                const Clipping& clipping) {
   const ScopedFloatingPointMode mode(Denormals::kKeep);
   Decision decision;
   decision.norm = GlobalNorm(group_sums, scale);
   if (!std::isfinite(decision.norm)) return decision;
 
-  if (max_norm > 0) {
-    decision.clip_coefficient = std::min(1.0, max_norm / (decision.norm + 1e-6));
+  if (clipping.max_norm > 0) {
+    decision.clip_coefficient = std::min(1.0, clipping.max_norm / (decision.norm + 1e-6));
   }
   for (size_t group = 0; group < group_sums.size(); ++group) {
-    const float multiplier = Multiplier(decision.clip_coefficient, scale, group);
+    const float multiplier =
+        Multiplier(decision.clip_coefficient * MultiplierOf(clipping, group), scale, group);
     if (!std::isnormal(multiplier)) {
       decision.multipliers.clear();
       return decision;
@@ -91,9 +156,9 @@ Decision Decide(absl::Span<const double> group_sums, const GradientScale& scale,
   return decision;
 }
 
-float UnclippedMultiplier(const GradientScale& scale, int group) {
+float MultiplierWithinNorm(const GradientScale& scale, const Clipping& clipping, int group) {
   const ScopedFloatingPointMode mode(Denormals::kKeep);
-  return Multiplier(1.0, scale, group);
+  return Multiplier(MultiplierOf(clipping, group), scale, group);
 }
 
 }  // namespace ballast

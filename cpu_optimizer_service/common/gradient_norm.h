@@ -15,8 +15,10 @@
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_GRADIENT_NORM_H_
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/types/span.h"
 #include "cpu_optimizer_service/common/dtype.h"
 #include "cpu_optimizer_service/common/layout.h"
@@ -44,27 +46,47 @@ struct GradientScale {
       divisors;  // One per group: number of samples or tokens summed over. Empty: all 1.
 };
 
+// How the gradient of a step, unscaled and divided, is clipped: by its global norm, or by what the
+// trainer has made of the groups' norms.
+struct Clipping {
+  double max_norm = 0;              // As torch.nn.utils.clip_grad_norm_; 0: not by the norm.
+  std::vector<double> multipliers;  // One per group. Empty: all 1.
+
+  bool operator==(const Clipping&) const = default;
+};
+// INVALID_ARGUMENT: max_norm or a multiplier that is not finite, a negative max_norm, a multiplier
+// that is not positive, not one for each group, or both at once.
+absl::Status Validate(const Clipping& clipping, int group_count);
+// Empty if both are the same: "max_norm 2 where others have 1", `b` first.
+std::string FirstDifference(const Clipping& a, const Clipping& b);
+
 struct Decision {
   bool apply = false;  // false: skip, nothing changes.
   double norm = 0;     // Of the unscaled, divided gradient over all groups; may be inf or NaN.
   double clip_coefficient =
-      1;  // min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_.
-  std::vector<float> multipliers;  // One per group: clip_coefficient / (loss_scale * divisor).
+      1;  // min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_; 1 without it.
+  // One per group: clip_coefficient * clipping.multiplier / (loss_scale * divisor).
+  std::vector<float> multipliers;
 
   bool operator==(const Decision&) const = default;
 };
 
-// Combines the groups' sums of squares:
-//   S_g  = group_sums[g]
-//   u_g  = 1 / (loss_scale * divisor_g)
-//   norm = sqrt(sum over groups, in order, of u_g * u_g * S_g)
-// Skips, with no multipliers, when norm is not finite, and when a multiplier is not a normal fp32
-// value: it would turn gradients into zeros or infinities. `max_norm` <= 0 means no clipping.
-Decision Decide(absl::Span<const double> group_sums, const GradientScale& scale, double max_norm);
+// The norms of the unscaled, divided gradient, from the groups' sums of squares:
+//   S_g    = group_sums[g]
+//   u_g    = 1 / (loss_scale * divisor_g)
+//   norm   = sqrt(sum over groups, in order, of u_g * u_g * S_g)
+//   norm_g = sqrt(u_g * u_g * S_g)
+double GlobalNorm(absl::Span<const double> group_sums, const GradientScale& scale);
+std::vector<double> GroupNorms(absl::Span<const double> group_sums, const GradientScale& scale);
 
-// The multiplier of a group in a decision that does not clip, bit for bit: what a
-// provisional update uses. Not a normal fp32 value where such a decision would skip.
-float UnclippedMultiplier(const GradientScale& scale, int group);
+// Skips, with no multipliers, when the norm is not finite, and when a multiplier is not a normal
+// fp32 value: it would turn gradients into zeros or infinities.
+Decision Decide(absl::Span<const double> group_sums, const GradientScale& scale,
+                const Clipping& clipping);
+
+// The multiplier of a group in a decision with a norm that is not above max_norm, bit for bit: what
+// a provisional update uses. Not a normal fp32 value where such a decision would skip.
+float MultiplierWithinNorm(const GradientScale& scale, const Clipping& clipping, int group);
 
 }  // namespace ballast
 

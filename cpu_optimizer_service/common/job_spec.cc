@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cctype>
-#include <cmath>
 
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
@@ -22,6 +21,8 @@ absl::string_view Name(UnusedPolicy policy) {
   }
   return "unknown";
 }
+
+absl::string_view Name(OnAbort on_abort) { return on_abort == OnAbort::kSkip ? "skip" : "redo"; }
 
 }  // namespace
 
@@ -43,10 +44,6 @@ absl::Status Validate(const JobSpec& spec) {
     return absl::InvalidArgumentError(absl::StrCat("the layout counts ", spec.layout.group_count,
                                                    " groups but ", spec.groups.size(),
                                                    " are described"));
-  }
-  if (!std::isfinite(spec.max_norm) || spec.max_norm < 0) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "max_norm is ", spec.max_norm, ", must be finite and not negative (0: no clipping)"));
   }
   absl::flat_hash_set<absl::string_view> names;
   for (const GroupSpec& group : spec.groups) {
@@ -93,13 +90,13 @@ std::string FirstDifference(const JobSpec& a, const JobSpec& b) {
                     q.hyper_parameters.amsgrad);
     }
   }
-  if (a.max_norm != b.max_norm) return differ("max_norm", a.max_norm, b.max_norm);
   if (a.unused_policy != b.unused_policy) {
     return differ("unused_policy", Name(a.unused_policy), Name(b.unused_policy));
   }
   if (a.max_micro_steps != b.max_micro_steps) {
     return differ("max_micro_steps", a.max_micro_steps, b.max_micro_steps);
   }
+  if (a.on_abort != b.on_abort) return differ("on_abort", Name(a.on_abort), Name(b.on_abort));
   // With a mesh all follows from the description, so one rank is enough, however many there are.
   const auto layout_of = [](const LayoutSpec& layout) {
     return layout.mesh.empty() ? Layout::Create(layout) : Layout::CreateForRank(layout, 0);

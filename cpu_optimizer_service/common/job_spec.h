@@ -16,6 +16,8 @@ namespace ballast {
 
 // The most micro-steps that any step may have, whatever the job allows.
 inline constexpr uint32_t kMaxMicroSteps = 1 << 16;
+// The most attempts of a rank at one step, the last of which cannot be discarded.
+inline constexpr uint32_t kMaxAttempts = 1 << 12;
 inline constexpr size_t kMaxGroupNameBytes = 256;
 
 // What happens to a parameter that no rank gave a gradient in any micro-step of a step.
@@ -32,6 +34,13 @@ enum class UpdateMode : uint8_t {
                // clipped or unused; the decision publishes it, or it is computed again.
 };
 
+// What becomes of a step that all ranks have begun and that cannot be kept: a rank was replaced, or
+// an operator aborts it. A step that some rank has not begun is always done again.
+enum class OnAbort : uint8_t {
+  kRedo,  // Every rank reads the committed weights and does the step again.
+  kSkip,  // It is decided as a skip, with its reason, on all ranks: for trainers that cannot.
+};
+
 struct GroupSpec {
   std::string name;  // Unique in the job, not empty.
   HyperParameters hyper_parameters;
@@ -44,14 +53,14 @@ struct GroupSpec {
 struct JobSpec {
   std::string name;  // [A-Za-z0-9._-]{1,128}, not beginning with '.': it becomes a directory name.
   std::vector<GroupSpec> groups;
-  LayoutSpec layout;      // group_count equals groups.size().
-  double max_norm = 0.0;  // Clipping by global norm; 0: none.
+  LayoutSpec layout;  // group_count equals groups.size().
   UnusedPolicy unused_policy = UnusedPolicy::kError;
   // The most micro-steps that a step may have; 0: kMaxMicroSteps. With 1 no accumulators are
   // allocated.
   uint32_t max_micro_steps = 0;
   // kSpeculate asks for memory for second versions; where there is none, the job waits.
   UpdateMode update_mode = UpdateMode::kWait;
+  OnAbort on_abort = OnAbort::kRedo;
 
   bool operator==(const JobSpec&) const = default;
 
@@ -63,7 +72,7 @@ struct JobSpec {
 // 1 to 128 letters, digits, '.', '_' or '-', beginning without '.': so it can also name a folder.
 bool IsJobName(absl::string_view name);
 
-// INVALID_ARGUMENT for what Layout::Create does not check: names, hyper-parameters, max_norm.
+// INVALID_ARGUMENT for what Layout::Create does not check: names, hyper-parameters.
 absl::Status Validate(const JobSpec& spec);
 
 // Empty if the two describe the same training, else one line naming the first difference, `a`

@@ -27,14 +27,16 @@ inline constexpr absl::string_view kHasWeights = "HAS_WEIGHTS";
 inline constexpr absl::string_view kSendAndSealAgain = "SEND_AND_SEAL_AGAIN";
 inline constexpr absl::string_view kAbortAndRedo = "ABORT_AND_REDO";
 inline constexpr absl::string_view kDiscardAndRedo = "DISCARD_AND_REDO";
+inline constexpr absl::string_view kVoteAgain = "VOTE_AGAIN";
 inline constexpr absl::string_view kMalformedMessage = "MALFORMED_MESSAGE";
 inline constexpr absl::string_view kStopping = "STOPPING";
+inline constexpr absl::string_view kJobBroken = "JOB_BROKEN";
 
 inline constexpr absl::string_view kAll[] = {
-    kRankReplaced,  kRankNotHeld,    kStreamReplaced,   kOlderGeneration,
-    kNoSuchJob,     kOtherJob,       kOtherStep,        kOtherDescription,
-    kOtherSettings, kNoWeightsYet,   kHasWeights,       kSendAndSealAgain,
-    kAbortAndRedo,  kDiscardAndRedo, kMalformedMessage, kStopping};
+    kRankReplaced,     kRankNotHeld,      kStreamReplaced,   kOlderGeneration, kNoSuchJob,
+    kOtherJob,         kOtherStep,        kOtherDescription, kOtherSettings,   kNoWeightsYet,
+    kHasWeights,       kSendAndSealAgain, kAbortAndRedo,     kDiscardAndRedo,  kVoteAgain,
+    kMalformedMessage, kStopping,         kJobBroken};
 }  // namespace reason
 
 inline constexpr absl::string_view kReasonPayload = "ballast/reason";

@@ -3,11 +3,15 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/check.h"
 #include "cpu_optimizer_service/common/float_format.h"
+#include "cpu_optimizer_service/common/plan/memory_need.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/host/kept_record.h"
+#include "cpu_optimizer_service/kernels/adam_redo.h"
 #include "cpu_optimizer_service/kernels/kernels.h"
 
 namespace ballast {
@@ -35,20 +39,28 @@ const std::byte* Contiguous(absl::Span<const absl::Span<const std::byte>> pieces
   return staging.get();
 }
 
-}  // namespace
-
-int64_t GradientStore::GradientBytes(const JobSpec& spec, const Layout& layout) {
-  int64_t bytes = 0;
-  for (const Chunk& chunk : layout.chunks()) {
-    bytes += AlignUp(chunk.elements * SizeBytes(spec.groups[chunk.group].wire_dtype));
+// AddGradient from element `done` on, each turn recorded before it is stored.
+void AddRecorded(float* sum, const std::byte* gradient, DType dtype, int64_t done, int64_t elements,
+                 SumLane& lane) {
+  SumWord word = SumWord::Unpack(lane.word);
+  while (done < elements) {
+    const int64_t count = std::min(kSumTurnElements, elements - done);
+    word.turn = 1 - word.turn;
+    float* const turn = lane.turns[word.turn];
+    std::copy_n(sum + done, count, turn);
+    AddGradient(turn, gradient + done * SizeBytes(dtype), dtype, count);
+    word.done = done + count;
+    word.count = count;
+    KeepOrderOfStores();
+    *static_cast<volatile uint64_t*>(&lane.word) = word.Pack();
+    KeepOrderOfStores();
+    Stored("a turn of a sum");
+    std::copy_n(turn, count, sum + done);
+    done += count;
   }
-  return bytes;
 }
 
-int64_t GradientStore::AccumulatorBytes(const JobSpec& spec, const Layout& layout) {
-  if (spec.max_micro_steps == 1) return 0;
-  return layout.total_flat_elements() * static_cast<int64_t>(sizeof(float));
-}
+}  // namespace
 
 GradientStore::GradientStore(const JobSpec& spec, const Layout& layout)
     : layout_(layout), chunks_(layout.chunks().size()), sums_(layout) {
@@ -57,9 +69,12 @@ GradientStore::GradientStore(const JobSpec& spec, const Layout& layout)
 
 absl::StatusOr<std::unique_ptr<GradientStore>> GradientStore::Create(const JobSpec& spec,
                                                                      const Layout& layout,
-                                                                     ArenaFactory& arenas) {
+                                                                     ArenaFactory& arenas,
+                                                                     bool named) {
   std::unique_ptr<GradientStore> store(new GradientStore(spec, layout));
   const std::string label = absl::StrCat("job ", spec.name);
+  store->owner_ = label;
+  if (named) store->named_arenas_ = &arenas;
   Places& places = *store->places_;
   BALLAST_ASSIGN_OR_RETURN(
       places.arena, arenas.Create(GradientBytes(spec, layout), absl::StrCat(label, " gradients"),
@@ -83,7 +98,8 @@ absl::StatusOr<std::unique_ptr<GradientStore>> GradientStore::Create(const JobSp
   return store;
 }
 
-void GradientStore::Add(int index, absl::Span<const absl::Span<const std::byte>> payload) {
+void GradientStore::Add(int index, absl::Span<const absl::Span<const std::byte>> payload,
+                        SumLane* lane) {
   ChunkGradient& chunk = chunks_[index];
   const Chunk& place = layout_.chunks()[index];
   const DType dtype = wire_dtypes_[place.group];
@@ -103,9 +119,21 @@ void GradientStore::Add(int index, absl::Span<const absl::Span<const std::byte>>
       accumulators_in_use_.fetch_add(1);
       return;
     case Form::kSum:
-      AddGradient(chunk.sum, Contiguous(payload, dtype), dtype, place.elements);
+      if (lane == nullptr) {
+        AddGradient(chunk.sum, Contiguous(payload, dtype), dtype, place.elements);
+        return;
+      }
+      AddRecorded(chunk.sum, Contiguous(payload, dtype), dtype, std::exchange(chunk.sum_done, 0),
+                  place.elements, *lane);
       return;
   }
+}
+
+void GradientStore::Resume(const SumLane& lane) {
+  const SumWord word = SumWord::Unpack(lane.word);
+  ChunkGradient& chunk = chunks_[word.chunk];
+  std::copy_n(lane.turns[word.turn], word.count, chunk.sum + word.done - word.count);
+  chunk.sum_done = word.done;
 }
 
 int64_t GradientStore::PlaceBytes(int index) const {
@@ -117,20 +145,92 @@ std::byte* GradientStore::PlaceForPayload(int index) {
   ChunkGradient& chunk = chunks_[index];
   if (!places_->lent[index].load(std::memory_order_acquire)) {
     chunk.elsewhere = nullptr;
+    chunk.named_elsewhere = nullptr;
     return chunk.wire;
   }
   // The rank has not taken its last weights, which a worker does before it goes on; or another
   // process has taken the rank, and what the older one left unread has not been dropped yet. So
   // this is rare, and for a few chunks.
+  if (named_arenas_ != nullptr && chunk.named_elsewhere == nullptr) {
+    auto arena =
+        named_arenas_->Create(PlaceBytes(index), ElsewhereLabel(index), ArenaFactory::Touch::kNow);
+    if (arena.ok()) chunk.named_elsewhere = *std::move(arena);
+  }
+  if (chunk.named_elsewhere != nullptr) return chunk.named_elsewhere->data();
   if (chunk.elsewhere == nullptr) chunk.elsewhere.reset(new std::byte[PlaceBytes(index)]);
   return chunk.elsewhere.get();
 }
 
-WeightBuffer GradientStore::LendPlace(int index, int64_t size_bytes) {
+std::string GradientStore::ElsewhereLabel(int index) const {
+  return absl::StrCat(owner_, " gradient of chunk ", index);
+}
+
+GradientStore::Kept GradientStore::kept(int index) const {
+  const ChunkGradient& chunk = chunks_[index];
+  switch (chunk.form) {
+    case Form::kNone:
+      return Kept::kNone;
+    case Form::kZero:
+      return Kept::kZero;
+    case Form::kSum:
+      return Kept::kSum;
+    case Form::kWire:
+      break;
+  }
+  if (chunk.first == chunk.wire) return Kept::kPlace;
+  if (chunk.named_elsewhere != nullptr && chunk.first == chunk.named_elsewhere->data()) {
+    return Kept::kElsewhere;
+  }
+  return chunk.elsewhere != nullptr && chunk.first == chunk.elsewhere.get() ? Kept::kLost
+                                                                            : Kept::kBorrowed;
+}
+
+absl::Status GradientStore::Restore(int index, Kept kept, const std::byte* borrowed) {
+  ChunkGradient& chunk = chunks_[index];
+  const auto lost = [&](absl::string_view what) {
+    return absl::DataLossError(
+        absl::StrCat("the gradient of chunk ", index, " of ", owner_, " was ", what));
+  };
+  switch (kept) {
+    case Kept::kNone:
+      return absl::OkStatus();
+    case Kept::kZero:
+      chunk.form = Form::kZero;
+      return absl::OkStatus();
+    case Kept::kPlace:
+      chunk.first = chunk.wire;
+      chunk.form = Form::kWire;
+      return absl::OkStatus();
+    case Kept::kElsewhere: {
+      auto arena = named_arenas_->Create(PlaceBytes(index), ElsewhereLabel(index),
+                                         ArenaFactory::Touch::kNow);
+      if (!arena.ok()) return lost("in memory that is gone");
+      chunk.named_elsewhere = *std::move(arena);
+      chunk.first = chunk.named_elsewhere->data();
+      chunk.form = Form::kWire;
+      return absl::OkStatus();
+    }
+    case Kept::kBorrowed:
+      if (borrowed == nullptr) return lost("in memory of its rank that is gone");
+      chunk.first = borrowed;
+      chunk.form = Form::kWire;
+      return absl::OkStatus();
+    case Kept::kSum:
+      if (chunk.sum == nullptr) return lost("in an accumulator that is gone");
+      chunk.form = Form::kSum;
+      accumulators_in_use_.fetch_add(1);
+      return absl::OkStatus();
+    case Kept::kLost:
+      return lost("in memory of the process that died");
+  }
+  return lost("of a form that is none");
+}
+
+WeightBuffer GradientStore::LendPlace(int index, int64_t size_bytes, bool may_go) {
   const ChunkGradient& chunk = chunks_[index];
   const bool read_there = chunk.form == Form::kWire && chunk.first == chunk.wire;
   const int64_t place_bytes = PlaceBytes(index);
-  if (read_there ? size_bytes != place_bytes : size_bytes > place_bytes) return {};
+  if (read_there ? size_bytes != place_bytes || !may_go : size_bytes > place_bytes) return {};
   if (places_->lent[index].exchange(true, std::memory_order_acquire)) return {};
   std::shared_ptr<const void> loan(chunk.wire, [places = places_, index](const void*) {
     places->lent[index].store(false, std::memory_order_release);
@@ -155,6 +255,7 @@ void GradientStore::Clear(int index) {
   if (chunk.form == Form::kSum) accumulators_in_use_.fetch_sub(1);
   chunk.form = Form::kNone;
   chunk.first = nullptr;
+  chunk.sum_done = 0;
 }
 
 GradientView GradientStore::view(int index) const {

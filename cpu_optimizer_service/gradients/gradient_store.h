@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -22,6 +23,7 @@
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/layout.h"
 #include "cpu_optimizer_service/gradients/square_sums.h"
+#include "cpu_optimizer_service/gradients/sum_lane.h"
 #include "cpu_optimizer_service/gradients/weight_buffer.h"
 #include "cpu_optimizer_service/host/arena.h"
 
@@ -29,17 +31,19 @@ namespace ballast {
 
 class GradientStore {
  public:
-  static int64_t GradientBytes(const JobSpec& spec, const Layout& layout);
-  static int64_t AccumulatorBytes(const JobSpec& spec, const Layout& layout);
-
   // `layout` outlives the store.
+  // `arenas` outlives it, too. `named`: they are a NamedArenas, and what another process left in
+  // them is kept as it is (Restore).
   static absl::StatusOr<std::unique_ptr<GradientStore>> Create(const JobSpec& spec,
                                                                const Layout& layout,
-                                                               ArenaFactory& arenas);
+                                                               ArenaFactory& arenas,
+                                                               bool named = false);
 
   // Adds a payload of chunk.elements elements in the wire dtype, in pieces cut anywhere. The second
-  // payload of a step needs an accumulator: the job's max_micro_steps is not 1.
-  void Add(int chunk, absl::Span<const absl::Span<const std::byte>> payload);
+  // payload of a step needs an accumulator: the job's max_micro_steps is not 1. With `lane`,
+  // nullable, for a payload whose Add changes what is there (changes_sum).
+  void Add(int chunk, absl::Span<const absl::Span<const std::byte>> payload,
+           SumLane* lane = nullptr);
   // As Add, for the first contribution of a step: it is read at `payload`, which is aligned for its
   // dtype and stays until Clear.
   void Borrow(int chunk, const std::byte* payload);
@@ -48,15 +52,36 @@ class GradientStore {
   // No gradient at all; what was there is forgotten.
   void Clear(int chunk);
 
+  // Where a chunk's gradient lies, for a later process; of named memory.
+  enum class Kept : uint8_t {
+    kNone,
+    kZero,
+    kPlace,      // As it came, in the chunk's place.
+    kElsewhere,  // As it came, in memory of its own.
+    kBorrowed,   // As it came, where the rank put it.
+    kSum,        // In the accumulator.
+    kLost,       // Nowhere that a later process finds.
+  };
+  Kept kept(int chunk) const;
+  // The next Add changes what is there.
+  bool changes_sum(int chunk) const { return chunks_[chunk].form == Form::kSum; }
+  // It has a part of a contribution that an earlier process had begun to add, and nothing but the
+  // rest of the same one may be added.
+  bool half_added(int chunk) const { return chunks_[chunk].sum_done > 0; }
+  // An earlier process had begun the next Add, and left it in the lane, which that Add will get.
+  void Resume(const SumLane& lane);
+  // As an earlier process left it; `borrowed` is where of kBorrowed. DATA_LOSS: it is not there.
+  absl::Status Restore(int chunk, Kept kept, const std::byte* borrowed);
+
   // Whether only zeros have been added since Clear.
   bool is_zero(int chunk) const { return chunks_[chunk].form == Form::kZero; }
   GradientView view(int chunk) const;
 
   // Room for the chunk's updated weights on their way out: the place where its gradient came. If
-  // that is where view() lies, element i may be written once element i has been read. Until the
-  // buffer is given back, the chunk's next gradient is kept elsewhere. Null if the place is lent
-  // already, or does not have the size.
-  WeightBuffer LendPlace(int chunk, int64_t size_bytes);
+  // that is where view() lies, element i may be written once element i has been read, and the
+  // place is lent only if the gradient `may_go`. Until the buffer is given back, the chunk's next
+  // gradient is kept elsewhere. Null if the place is lent already, or does not have the size.
+  WeightBuffer LendPlace(int chunk, int64_t size_bytes, bool may_go = true);
 
   // Whether an element of the piece, which may be padding, is not zero. `sums_current`: ComputeSums
   // has run for what the chunk holds.
@@ -84,8 +109,11 @@ class GradientStore {
     Form form = Form::kNone;
     const std::byte* first = nullptr;  // kWire: where the contribution lies; `wire`, or borrowed.
     std::byte* wire = nullptr;         // Its place.
-    std::unique_ptr<std::byte[]> elsewhere;  // In place of `wire`, while that is lent.
-    float* sum = nullptr;                    // nullptr: the job has no accumulators.
+    // In place of `wire`, while that is lent: one of the two.
+    std::unique_ptr<std::byte[]> elsewhere;
+    std::unique_ptr<Arena> named_elsewhere;
+    float* sum = nullptr;  // nullptr: the job has no accumulators.
+    int64_t sum_done = 0;  // Elements of the next payload that are in it already.
   };
 
   GradientStore(const JobSpec& spec, const Layout& layout);
@@ -101,8 +129,11 @@ class GradientStore {
   int64_t PlaceBytes(int chunk) const;
   // Where the chunk's first payload goes.
   std::byte* PlaceForPayload(int chunk);
+  std::string ElsewhereLabel(int chunk) const;
   std::shared_ptr<Places> places_ = std::make_shared<Places>();
   std::unique_ptr<Arena> sum_arena_;
+  std::string owner_;                     // "job gpt2".
+  ArenaFactory* named_arenas_ = nullptr;  // Null: they have no names.
   std::vector<ChunkGradient> chunks_;
   SquareSums sums_;
   std::atomic<int64_t> accumulators_in_use_ = 0;

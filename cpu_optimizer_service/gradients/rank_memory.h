@@ -8,6 +8,7 @@
 
 #include <cstddef>
 
+#include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 
 namespace ballast {
@@ -20,6 +21,8 @@ class RankMemory {
   // The places of one of the rank's chunks.
   virtual absl::Span<const std::byte> gradient(int chunk) const = 0;
   virtual absl::Span<std::byte> weights(int chunk) const = 0;
+  // The name under which a later process finds it (host/named_memory.h); empty: it does not.
+  virtual absl::string_view kept_name() const { return {}; }
 };
 
 }  // namespace ballast

@@ -39,12 +39,6 @@ void ForEachShare(int64_t count, int64_t share, SquareSums::ForEach for_each,
 
 }  // namespace
 
-int64_t SquareSums::Bytes(const Layout& layout) {
-  return NormBlocks::Bytes(layout) +
-         NormBlocks::CountOf(layout, kBlockElements) * int64_t{sizeof(double)} +
-         NormBlocks::CountOf(layout, kSpanElements) * int64_t{sizeof(double)};
-}
-
 SquareSums::SquareSums(const Layout& layout)
     : layout_(layout),
       blocks_(layout),

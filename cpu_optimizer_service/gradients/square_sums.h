@@ -26,9 +26,6 @@ struct GradientView {
 
 class SquareSums {
  public:
-  // Of the tables.
-  static int64_t Bytes(const Layout& layout);
-
   // `layout` outlives it.
   explicit SquareSums(const Layout& layout);
 

@@ -11,6 +11,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "cpu_optimizer_service/common/plan/memory_need.h"
 #include "cpu_optimizer_service/host/task_pool.h"
 
 namespace ballast {
@@ -42,11 +43,6 @@ class ArenaFactory {
 // `warn` is told, once and in one line, when large memory did not come in huge pages.
 std::unique_ptr<ArenaFactory> MakeAnonymousArenaFactory(
     TaskPool* tasks = nullptr, std::function<void(const std::string&)> warn = nullptr);
-
-inline constexpr int64_t kArenaAlignment = 64;
-inline constexpr int64_t AlignUp(int64_t bytes) {
-  return (bytes + kArenaAlignment - 1) / kArenaAlignment * kArenaAlignment;
-}
 
 }  // namespace ballast
 

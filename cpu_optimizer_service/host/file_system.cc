@@ -19,8 +19,12 @@
 namespace ballast {
 namespace {
 
-// Not an AtomicFile: a checkpoint becomes whole by one exchange of directories, so its files are
-// not renamed one by one.
+// What has been written is on its way to the device while more comes, so that Close waits for little,
+// and few pages that are to be written stand in the way of others who need memory.
+constexpr int64_t kWriteBackBytes = int64_t{16} << 20;
+
+// Not an AtomicFile: a checkpoint becomes whole by one move of its directory, so its files are not
+// renamed one by one.
 class PosixWritableFile : public WritableFile {
  public:
   PosixWritableFile(int descriptor, std::string path)
@@ -30,8 +34,16 @@ class PosixWritableFile : public WritableFile {
   }
 
   absl::Status Append(absl::Span<const std::byte> bytes) override {
-    return WriteAll(descriptor_, path_,
-                    {reinterpret_cast<const char*>(bytes.data()), bytes.size()});
+    BALLAST_RETURN_IF_ERROR(
+        WriteAll(descriptor_, path_, {reinterpret_cast<const char*>(bytes.data()), bytes.size()}));
+    written_bytes_ += static_cast<int64_t>(bytes.size());
+    if (written_bytes_ - sent_bytes_ >= kWriteBackBytes) {
+      // No promise, and no error where a file system knows no such thing.
+      sync_file_range(descriptor_, sent_bytes_, written_bytes_ - sent_bytes_,
+                      SYNC_FILE_RANGE_WRITE);
+      sent_bytes_ = written_bytes_;
+    }
+    return absl::OkStatus();
   }
 
   absl::Status Close() override {
@@ -45,6 +57,8 @@ class PosixWritableFile : public WritableFile {
  private:
   int descriptor_;
   const std::string path_;
+  int64_t written_bytes_ = 0;
+  int64_t sent_bytes_ = 0;
 };
 
 class PosixReadableFile : public ReadableFile {
@@ -91,34 +105,8 @@ std::string ParentOf(const std::string& path) {
   return parent.empty() ? "." : parent;
 }
 
-int SystemsRename(const char* from, const char* to, unsigned flags) {
-  return renameat2(AT_FDCWD, from, AT_FDCWD, to, flags);
-}
-
-absl::Status Rename(const std::string& from, const std::string& to) {
-  if (rename(from.c_str(), to.c_str()) == 0) return absl::OkStatus();
-  return FileError(errno, "move into place", to);
-}
-
-// What Exchange does where renameat2 takes no flags. Killed anywhere in it, what `to` was is whole,
-// in its place or aside.
-absl::Status ExchangeByRenames(const std::string& from, const std::string& to, bool replaces) {
-  // Without flags a directory replaces an empty one only, so nothing is lost here either.
-  if (!replaces) return Rename(from, to);
-  const std::string aside = AsideOf(to);
-  BALLAST_RETURN_IF_ERROR(Rename(to, aside));
-  if (absl::Status moved = Rename(from, to); !moved.ok()) {
-    Rename(aside, to).IgnoreError();  // If that fails too, what reads `to` looks aside.
-    return moved;
-  }
-  BALLAST_RETURN_IF_ERROR(SyncDirectory(ParentOf(to)));
-  return Rename(aside, from);
-}
-
 class PosixFileSystemImpl : public FileSystem {
  public:
-  explicit PosixFileSystemImpl(RenameWithFlags rename) : rename_(rename) {}
-
   absl::StatusOr<std::unique_ptr<WritableFile>> Create(const std::string& path) override {
     const int descriptor = open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
     if (descriptor < 0) return FileError(errno, "create", path);
@@ -127,7 +115,12 @@ class PosixFileSystemImpl : public FileSystem {
 
   absl::StatusOr<std::unique_ptr<ReadableFile>> Open(const std::string& path) override {
     // Without O_NONBLOCK a FIFO is opened when somebody opens its other end, perhaps never.
-    const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+    const int descriptor =
+        open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY | O_NOFOLLOW);
+    if (descriptor < 0 && errno == ELOOP) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(path, " is a symbolic link, not a regular file; put the file itself there"));
+    }
     if (descriptor < 0) return FileError(errno, "open", path);
     struct stat status;
     if (fstat(descriptor, &status) != 0 || !S_ISREG(status.st_mode)) {
@@ -141,20 +134,25 @@ class PosixFileSystemImpl : public FileSystem {
 
   absl::Status CreateDirectory(const std::string& path) override {
     std::error_code error;
-    std::filesystem::create_directories(path, error);
-    return error ? FileError(error.value(), "create directory", path) : absl::OkStatus();
+    const bool is_new = std::filesystem::create_directories(path, error);
+    if (error) return FileError(error.value(), "create directory", path);
+    return is_new ? SyncDirectory(ParentOf(path)) : absl::OkStatus();
   }
 
-  absl::Status Exchange(const std::string& from, const std::string& to) override {
-    // What is moved must be on the disk before its name is, and its name before what it replaces
-    // goes.
-    if (absl::Status status = SyncDirectory(from); !status.ok()) return status;
-    const bool replaces = Exists(to);
-    if (rename_(from.c_str(), to.c_str(), replaces ? RENAME_EXCHANGE : RENAME_NOREPLACE) != 0) {
-      if (errno != EINVAL && errno != ENOSYS && errno != EOPNOTSUPP) {
-        return FileError(errno, "move into place", to);
-      }
-      if (absl::Status status = ExchangeByRenames(from, to, replaces); !status.ok()) return status;
+  bool IsSymbolicLink(const std::string& path) override {
+    std::error_code error;
+    return std::filesystem::is_symlink(path, error);
+  }
+
+  absl::Status Rename(const std::string& from, const std::string& to) override {
+    std::error_code error;
+    // What is moved must be on the disk before its name is.
+    if (std::filesystem::is_directory(from, error)) BALLAST_RETURN_IF_ERROR(SyncDirectory(from));
+    if (rename(from.c_str(), to.c_str()) != 0) {
+      const int reason = errno;
+      const bool taken = reason == EEXIST || reason == ENOTEMPTY || reason == ENOTDIR;
+      const absl::Status status = FileError(reason, "move into place", to);
+      return taken ? absl::AlreadyExistsError(status.message()) : status;
     }
     return SyncDirectory(ParentOf(to));
   }
@@ -177,27 +175,21 @@ class PosixFileSystemImpl : public FileSystem {
   }
 
   std::shared_ptr<const void> TryLock(const std::string& directory) override {
-    auto locked = std::make_shared<FileDescriptor>(
-        open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    // A file, because NFS locks none that is not open for writing, as no directory is.
+    auto locked = std::make_shared<FileDescriptor>(open(
+        LockPath(directory).c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600));
     if (!*locked || flock(locked->number(), LOCK_EX | LOCK_NB) != 0) return nullptr;
     return locked;
   }
-
- private:
-  const RenameWithFlags rename_;
 };
 
 }  // namespace
 
-std::string AsideOf(const std::string& path) { return path + ".replaced"; }
+std::string LockPath(const std::string& directory) { return absl::StrCat(directory, "/lock"); }
 
 FileSystem& PosixFileSystem() {
-  static PosixFileSystemImpl& file_system = *new PosixFileSystemImpl(SystemsRename);
+  static PosixFileSystemImpl& file_system = *new PosixFileSystemImpl();
   return file_system;
-}
-
-std::unique_ptr<FileSystem> MakePosixFileSystem(RenameWithFlags rename) {
-  return std::make_unique<PosixFileSystemImpl>(rename);
 }
 
 }  // namespace ballast

@@ -36,31 +36,27 @@ class FileSystem {
  public:
   virtual ~FileSystem() = default;
   virtual absl::StatusOr<std::unique_ptr<WritableFile>> Create(const std::string& path) = 0;
-  // INVALID_ARGUMENT, without waiting, for what is not a regular file.
+  // INVALID_ARGUMENT, without waiting, for what is not a regular file; a symbolic link is none.
   virtual absl::StatusOr<std::unique_ptr<ReadableFile>> Open(const std::string& path) = 0;
   virtual bool Exists(const std::string& path) = 0;
-  virtual absl::Status CreateDirectory(const std::string& path) = 0;  // With its parents.
-  // Makes `to` be what the directory `from` was, in one move, durably. If `to` exists, `from`
-  // becomes what `to` was. A file system that cannot do this (NFS, Lustre, CephFS, some FUSE) does
-  // it in several: for an instant there is no `to`, and what it was is at AsideOf(to), where a
-  // process that is killed then leaves it.
-  virtual absl::Status Exchange(const std::string& from, const std::string& to) = 0;
+  // With its parents.
+  virtual absl::Status CreateDirectory(const std::string& path) = 0;
+  // False also where there is nothing, or where the system has no such thing.
+  virtual bool IsSymbolicLink(const std::string& path) { return false; }
+  // Durably, in one move. A file takes the place of a file. ALREADY_EXISTS if `to` is a directory
+  // that has something: nothing that has something is ever replaced by a directory.
+  virtual absl::Status Rename(const std::string& from, const std::string& to) = 0;
   virtual absl::Status RemoveAll(const std::string& path) = 0;
   // The names in a directory, in no order. NOT_FOUND if there is none.
   virtual absl::StatusOr<std::vector<std::string>> List(const std::string& directory) = 0;
-  // Marks a directory as in use until it is given up or the process ends. Null if somebody uses it,
-  // or if the file system cannot tell.
+  // Marks a directory as in use, by a lock on its file LockPath, until it is given up or the process
+  // ends. Null if somebody uses it, or if the file system cannot tell.
   virtual std::shared_ptr<const void> TryLock(const std::string& directory) = 0;
 };
 
-// See Exchange.
-std::string AsideOf(const std::string& path);
+std::string LockPath(const std::string& directory);
 
 FileSystem& PosixFileSystem();
-// One whose renameat2 is `rename`: for tests of file systems that take no flags. It returns -1 and
-// sets errno, as renameat2 does.
-using RenameWithFlags = int (*)(const char* from, const char* to, unsigned flags);
-std::unique_ptr<FileSystem> MakePosixFileSystem(RenameWithFlags rename);
 
 }  // namespace ballast
 

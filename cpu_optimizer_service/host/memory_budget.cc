@@ -45,6 +45,12 @@ absl::StatusOr<MemoryBudget::Reservation> MemoryBudget::Reserve(int64_t bytes,
   return Reservation(this, bytes);
 }
 
+MemoryBudget::Reservation MemoryBudget::Take(int64_t bytes) {
+  MutexLock lock(mutex_);
+  used_bytes_ += bytes;
+  return Reservation(this, bytes);
+}
+
 int64_t MemoryBudget::used_bytes() const {
   MutexLock lock(mutex_);
   return used_bytes_;

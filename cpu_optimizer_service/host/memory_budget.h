@@ -37,6 +37,8 @@ class MemoryBudget {
   // RESOURCE_EXHAUSTED with needed, used and limit. `what` names the asker: "job gpt2".
   // Outlives its reservations. Thread-safe.
   absl::StatusOr<Reservation> Reserve(int64_t bytes, absl::string_view what);
+  // Of memory that there is already, of an earlier process: beyond the limit, too.
+  Reservation Take(int64_t bytes);
 
   int64_t limit_bytes() const { return limit_bytes_; }
   int64_t used_bytes() const;

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <exception>
 #include <optional>
 #include <utility>
@@ -162,6 +163,7 @@ struct TaskPool::Impl {
   Mutex mutex;
   CondVar idle;
   int64_t running ABSL_GUARDED_BY(mutex) = 0;
+  std::chrono::steady_clock::duration busy ABSL_GUARDED_BY(mutex) = {};
 };
 
 TaskPool::TaskPool(int threads, const Topology& topology)
@@ -171,6 +173,12 @@ TaskPool::TaskPool(int threads, const Topology& topology)
 TaskPool::~TaskPool() {
   MutexLock lock(impl_->mutex);
   while (impl_->running > 0) impl_->idle.Wait(impl_->mutex);
+}
+
+TaskPool::Use TaskPool::use() const {
+  MutexLock lock(impl_->mutex);
+  return {.tasks = impl_->running,
+          .busy_seconds = std::chrono::duration<double>(impl_->busy).count()};
 }
 
 int TaskPool::nodes() const { return static_cast<int>(impl_->nodes.size()); }
@@ -197,11 +205,14 @@ void TaskPool::Start(std::function<void()> task, int node) {
   }
   const auto run = [impl = impl_.get(), started, node] {
     const ScopedPlace place({impl, node});
+    const auto begin = std::chrono::steady_clock::now();
     started->edge.Acquire();
     started->task();
     started->task = nullptr;  // What it owns goes before the pool may: TBB keeps the lambda longer.
     started->edge.Release();
+    const auto end = std::chrono::steady_clock::now();
     MutexLock lock(impl->mutex);
+    impl->busy += end - begin;
     if (--impl->running == 0) impl->idle.NotifyAll();
   };
   {

@@ -34,6 +34,11 @@ class TaskPool {
   ~TaskPool();  // Waits for all tasks that Start was given.
 
   int threads() const { return threads_; }
+  struct Use {
+    int64_t tasks = 0;        // Queued or running now.
+    double busy_seconds = 0;  // Of all threads together, in tasks that have ended.
+  };
+  Use use() const;
   int nodes() const;
   int threads_of(int node) const;
   int NodeOf(int64_t index, int64_t count) const;

@@ -26,7 +26,7 @@ void UpdateRun(const ChunkUpdate& update, int64_t begin, int64_t elements, int64
   const auto at = [](const Slot& slot, Plane plane, int64_t element) -> float* {
     return slot[plane] == nullptr ? nullptr : slot[plane] + element;
   };
-  UpdateAdam({
+  const AdamRun run = {
       .elements = elements,
       .gradient = Advance(update.gradient.data, update.gradient.dtype, begin),
       .gradient_dtype = update.gradient.dtype,
@@ -41,7 +41,10 @@ void UpdateRun(const ChunkUpdate& update, int64_t begin, int64_t elements, int64
       .shard = Advance(update.shard, update.shard_dtype, begin),
       .shard_dtype = update.shard_dtype,
       .scalars = MakeAdamScalars(*update.hyper_parameters, update_count, update.multiplier),
-  });
+  };
+  if (update.redo == nullptr) return UpdateAdam(run);
+  AdamRedo redo(*update.redo, static_cast<uint32_t>(update.chunk), begin);
+  UpdateAdam(run, &redo);
 }
 
 // Elements that this step does not touch: the new version holds what the old one did.
@@ -111,8 +114,10 @@ constexpr int kFromCauseToEffect[] = {
 void UpdateChunk(const ChunkUpdate& update,
                  absl::FunctionRef<int64_t(int parameter)> update_count_of) {
   VisitRuns(update, update_count_of, [&](int64_t begin, int64_t elements, int64_t update_count) {
-    if (update_count == 0) return KeepRun(update, begin, elements);
-    UpdateRun(update, begin, elements, update_count, begin);
+    const int64_t done = std::clamp<int64_t>(update.done - begin, 0, elements);
+    if (done == elements) return;
+    if (update_count == 0) return KeepRun(update, begin + done, elements - done);
+    UpdateRun(update, begin + done, elements - done, update_count, begin + done);
   });
 }
 

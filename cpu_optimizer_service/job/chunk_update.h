@@ -14,6 +14,7 @@
 #include "cpu_optimizer_service/common/layout.h"
 #include "cpu_optimizer_service/common/state_bounds.h"
 #include "cpu_optimizer_service/gradients/gradient_store.h"
+#include "cpu_optimizer_service/kernels/adam_redo.h"
 #include "cpu_optimizer_service/state/chunk_store.h"
 
 namespace ballast {
@@ -36,6 +37,10 @@ struct ChunkUpdate {
   float multiplier = 1;
   void* shard = nullptr;  // chunk.elements elements of shard_dtype. Nullable: not wanted.
   DType shard_dtype = DType::kBFloat16;
+  // Of an update in place: elements [0, done) are new already, and what follows is recorded here
+  // (kernels/adam_redo.h). Null: nothing is recorded.
+  RedoLane* redo = nullptr;
+  int64_t done = 0;
 };
 
 // `update_count_of(parameter)` is the number of the update that the parameter gets now, from 1; 0

@@ -4,6 +4,7 @@
 #include <array>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/check.h"
 
 namespace ballast {
@@ -20,22 +21,22 @@ constexpr Answer kLate = Answer::kDecided;
 constexpr Answer kGone = Answer::kAborted;
 
 constexpr std::array<std::array<Answer, kPhases>, kAdmissions> kTable = {{
-    // idle    open    sealed  deciding updating clearing loading closed
-    {kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},   // kAttach
-    {kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},   // kOpenStream
-    {kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},   // kQuietRank
-    {kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},   // kRankMemory
-    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},  // kSnapshot
-    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},  // kRead
-    {kGrant, kGrant, kBusy, kBusy, kGrant, kBusy, kLoad, kClos},  // kReadNow
-    {kGrant, kGrant, kWait, kWait, kGrant, kWait, kLoad, kClos},  // kDiscard
-    {kNone, kGrant, kGrant, kGrant, kLate, kNone, kLoad, kClos},  // kAbort
-    {kGone, kGone, kGrant, kGone, kGone, kGone, kGone, kClos},    // kDecide
-    {kGone, kGone, kGone, kGrant, kGone, kGone, kGone, kClos},    // kUpdate
-    {kGone, kGone, kGone, kGone, kGone, kGrant, kGone, kClos},    // kFinishClear
-    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},  // kLoad
-    {kGone, kGone, kGone, kGone, kGone, kGone, kGrant, kClos},    // kReplaceState
-    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},  // kClose
+    // idle    open    voting  sealed  deciding updating clearing loading closed
+    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},   // kAttach
+    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},   // kOpenStream
+    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},   // kQuietRank
+    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},   // kRankMemory
+    {kGrant, kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},  // kSnapshot
+    {kGrant, kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},  // kRead
+    {kGrant, kGrant, kGrant, kBusy, kBusy, kGrant, kBusy, kLoad, kClos},  // kReadNow
+    {kGrant, kGrant, kGrant, kWait, kWait, kGrant, kWait, kLoad, kClos},  // kDiscard
+    {kNone, kGrant, kGrant, kGrant, kGrant, kLate, kNone, kLoad, kClos},  // kAbort
+    {kGone, kGone, kGone, kGrant, kGone, kGone, kGone, kGone, kClos},     // kDecide
+    {kGone, kGone, kGone, kGone, kGrant, kGone, kGone, kGone, kClos},     // kUpdate
+    {kGone, kGone, kGone, kGone, kGone, kGone, kGrant, kGone, kClos},     // kFinishClear
+    {kGrant, kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},  // kLoad
+    {kGone, kGone, kGone, kGone, kGone, kGone, kGone, kGrant, kClos},     // kReplaceState
+    {kGrant, kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},  // kClose
 }};
 
 // Torn state can be closed, and replaced by a load; everything else would use it.
@@ -57,8 +58,16 @@ bool NeedsWholeState(Admission admission) {
 
 std::string_view Name(Phase phase) {
   constexpr std::array<std::string_view, kPhases> kNames = {
-      "idle", "open", "sealed", "deciding", "updating", "clearing", "loading", "closed"};
+      "idle", "open", "voting", "sealed", "deciding", "updating", "clearing", "loading", "closed"};
   return kNames[static_cast<int>(phase)];
+}
+
+std::string Gate::ToString() const {
+  return absl::StrCat(std::string(ballast::Name(state_.phase)), state_.broken ? ", broken" : "",
+                      state_.torn ? ", torn" : "", state_.deciding ? ", a decision runs" : "", "; ",
+                      state_.readers, " readers, ", state_.adding, " contributions being added, ",
+                      state_.computing, " sums and updates being computed; ", waiting_.size(),
+                      " calls wait");
 }
 
 std::string_view Name(Admission admission) {
@@ -83,7 +92,8 @@ Answer Ask(Admission admission, const GateState& state, const RankUnderWay& rank
       break;
     case Admission::kDiscard:
       // In other phases there is nothing to take back, which is the call's to say.
-      waits = state.phase == Phase::kOpen && (rank.adding > 0 || rank.computing > 0);
+      waits = (state.phase == Phase::kOpen || state.phase == Phase::kVoting) &&
+              (rank.adding > 0 || rank.computing > 0);
       break;
     case Admission::kRead:
       // Readers that come after the seal let its decision pass, or they could hold it back for
@@ -153,6 +163,13 @@ void Gate::StartDeciding() {
   state_.deciding = true;
 }
 
+void Gate::AwaitVotes() {
+  Move(Phase::kDeciding, Phase::kVoting);
+  state_.deciding = false;
+}
+
+void Gate::EndVoting() { Move(Phase::kVoting, Phase::kSealed); }
+void Gate::Reopen() { Move(Phase::kVoting, Phase::kOpen); }
 void Gate::Decide() { Move(Phase::kDeciding, Phase::kUpdating); }
 
 void Gate::Commit() {

@@ -5,11 +5,13 @@
 //        +-------------------------- commit ----------------------------+
 //        v                                                              |
 //      idle --begin--> open --seal by all--> sealed --> deciding --> updating
-//        ^               |                      |           |
-//        |               +------- a new generation ---------+
-//        |                                v
-//        +---- cleared ---------------- clearing ---> loading --loaded--> idle
-//                                         +---------> closed
+//        ^              |^                     ^            |
+//        |              |+-- a discard --+     | last vote  | votes are missing
+//        |              |                +-- voting <-------+
+//        |              +-- a new generation, from each of these four --+
+//        |                                                              v
+//        +---- cleared ---------------------------------------------- clearing
+//                                      idle <--loaded-- loading <-------+----> closed
 //
 // A job for whose work there was no memory is broken, in whatever phase it was: it can be closed,
 // and nothing else. What was under way ends, and moves it no more.
@@ -41,6 +43,7 @@ namespace ballast {
 enum class Phase : uint8_t {
   kIdle,      // Between steps.
   kOpen,      // A step has begun.
+  kVoting,    // All ranks have sealed, the norm is known, and votes are missing.
   kSealed,    // All ranks have sealed; readers hold the decision back.
   kDeciding,  // Sums are finished, then the decision is made.
   kUpdating,  // Decided: chunks are updated, then the step is committed.
@@ -48,7 +51,7 @@ enum class Phase : uint8_t {
   kLoading,   // A checkpoint replaces the state.
   kClosed,
 };
-inline constexpr int kPhases = 8;
+inline constexpr int kPhases = 9;
 
 enum class Admission : uint8_t {
   kAttach,        // A process takes a rank.
@@ -114,6 +117,7 @@ class Gate {
 
   const GateState& state() const { return state_; }
   Phase phase() const { return state_.phase; }
+  std::string ToString() const;  // All of the state in a line, for people.
   Answer Ask(Admission admission, int rank = -1) const {
     return ballast::Ask(admission, state_, rank < 0 ? RankUnderWay() : ranks_[rank]);
   }
@@ -131,10 +135,13 @@ class Gate {
   void BeginStep();               // idle -> open
   void Seal();                    // open -> sealed
   void StartDeciding();           // sealed -> deciding
+  void AwaitVotes();              // deciding -> voting
+  void EndVoting();               // voting -> sealed
+  void Reopen();                  // voting -> open
   void Decide();                  // deciding -> updating
   void Commit();                  // updating -> idle
   void EndDeciding();             // The decision's task ends without a decision, during clearing.
-  void StartClearing();           // idle, open, sealed or deciding -> clearing
+  void StartClearing();           // idle, or undecided -> clearing
   void FinishClearing();          // clearing -> idle
   void StartLoading();            // idle -> loading
   void FinishLoading(bool torn);  // loading -> idle

@@ -53,7 +53,7 @@ inline constexpr size_t kMaxProcessIdBytes = 256;
 struct RankHolder {
   int rank = 0;
   std::string process_id;
-  uint64_t generation = 0;
+  Generation generation;
 };
 
 struct AttachRequest {
@@ -65,21 +65,24 @@ struct AttachRequest {
   // For a stream that is to be reopened: ABORTED if the job's is another, or if another process has
   // taken the rank. Without it, taking a taken rank raises the generation, and so does
   // coming again to a step that the rank has begun.
-  std::optional<uint64_t> generation;
+  std::optional<Generation> generation;
   // The process has held this rank before: FAILED_PRECONDITION if another has taken it since.
   bool rejoin = false;
 };
 struct Attachment {
-  uint64_t generation = 0;
+  Generation generation;
   uint64_t committed_step = 0;
   bool awaiting_weights = false;
 };
 
 // What was saved or loaded.
 struct CheckpointInfo {
+  std::string
+      directory;  // Of the checkpoint; of a save that goes on in the background, its folder.
   uint64_t step = 0;
-  uint64_t generation = 0;  // Of the job, after it.
-  int64_t size_bytes = 0;   // Saved; 0 after a load.
+  Generation generation;                 // Of the job, after it.
+  int64_t size_bytes = 0;                // Saved; 0 after a load.
+  std::vector<std::string> passed_over;  // By a load: newer ones that are damaged, a line each.
 };
 
 class Job : public std::enable_shared_from_this<Job> {
@@ -119,7 +122,7 @@ class Job : public std::enable_shared_from_this<Job> {
   // that does not have the chunk's rank. What has arrived of a rank is forgotten when another
   // process takes it, and of all ranks when the generation rises.
   struct Uploader {
-    uint64_t generation = 0;
+    Generation generation;
     std::string process_id;
   };
   virtual absl::StatusOr<bool> WriteInitialWeights(
@@ -129,17 +132,19 @@ class Job : public std::enable_shared_from_this<Job> {
   // The weights of a chunk at `step` in its group's return dtype, into chunk.elements elements at
   // `out`. ABORTED: another generation. UNAVAILABLE: the chunk is being updated.
   // FAILED_PRECONDITION: the chunk is at another step.
-  virtual absl::Status ReadShard(uint64_t generation, uint64_t step, int chunk,
+  virtual absl::Status ReadShard(Generation generation, uint64_t step, int chunk,
                                  absl::Span<std::byte> out) = 0;
 
-  // Tells every sealed rank of an open step, through OnWaiting, which ranks it waits for. The
-  // server calls it when the seal deadline has passed, and then again and again.
+  // Tells every sealed rank of an open step, through OnWaiting, which ranks it waits for, and, while
+  // votes are awaited, every rank that has voted. The server calls it when the seal deadline has
+  // passed, and then again and again.
   virtual void TellWaiting() = 0;
   // When the first rank sealed the step in progress (steady clock); nullopt: none has.
   virtual std::optional<double> SecondsSinceFirstSeal() const = 0;
 
-  // The aborted step. Raises the generation, so every rank attaches again and redoes the step.
-  // FAILED_PRECONDITION if none has begun, or it is decided.
+  // The aborted step. Raises the generation, so every rank attaches again and redoes the step; or
+  // decides it as a skip, if all have begun it and the job says so (OnAbort). FAILED_PRECONDITION if
+  // none has begun, or it is decided.
   virtual Pending AbortStep(Done<uint64_t> done) = 0;
   absl::StatusOr<uint64_t> AbortStep();
   // From the next BeginStep on. Returns the values then in force.
@@ -150,25 +155,30 @@ class Job : public std::enable_shared_from_this<Job> {
   virtual Pending TakeSnapshot(std::vector<int> parameters, Done<Snapshot> done) = 0;
   absl::StatusOr<Snapshot> TakeSnapshot(absl::Span<const int> parameters);
 
-  // Writes a checkpoint directory (checkpoint.h) of the committed step, on threads of the engine's,
-  // while steps and everything else go on: chunks that are updated meanwhile go to second versions.
+  // Writes a new checkpoint (checkpoint.h) of the committed step into a folder of them
+  // (checkpoint_folder.h), on threads of the engine's, while steps and everything else go on: chunks
+  // that are updated meanwhile go to second versions. Nothing is replaced; once it is complete, those
+  // of this job that are too many are deleted, of saves that were asked for and of others apart.
   // If the budget has no room for those, the next decision waits for the save. Waits for an update
   // that is running. Cancelled while it waits, or before its first byte, it frees what it has;
   // later it goes on to its end.
-  // FAILED_PRECONDITION: what is there may not be replaced, or another save of the job to there is
-  // under way. RESOURCE_EXHAUSTED: kMostSaves of the job are under way.
+  // RESOURCE_EXHAUSTED: kMostSaves of the job are under way.
   struct SaveRequest {
-    std::string directory;
-    Replace replace = Replace::kOlder;
+    std::string folder;
+    bool asked_for = true;    // False: the service saves by itself.
+    bool background = false;  // Done when the versions are pinned; a failure then only warns.
   };
   virtual Pending Save(SaveRequest request, Done<CheckpointInfo> done) = 0;
-  absl::StatusOr<CheckpointInfo> Save(const std::string& directory,
-                                      Replace replace = Replace::kOlder);
+  absl::StatusOr<CheckpointInfo> Save(const std::string& folder);
   // Replaces state, update counts, hyper-parameters, the trainer's state and the committed step by
-  // a checkpoint's. Of the recent steps only its last one is known then. Runs on a thread of the
-  // engine's.
-  virtual Pending Load(std::string directory, Done<CheckpointInfo> done) = 0;
-  absl::StatusOr<CheckpointInfo> Load(const std::string& directory);
+  // a checkpoint's: that of `path`, or the newest good one in it (OpenNewest). Of the recent steps
+  // only its last one is known then. Runs on a thread of the engine's.
+  struct LoadRequest {
+    std::string path;
+    bool weights_only = false;  // Checkpoint::OpenWeights: the job begins anew with these weights.
+  };
+  virtual Pending Load(LoadRequest request, Done<CheckpointInfo> done) = 0;
+  absl::StatusOr<CheckpointInfo> Load(const std::string& path, bool weights_only = false);
   // Records a timeline of the next `steps` steps to begin (trace.h), and returns it when the last
   // of them is committed; with what there is when the job is closed, or once `still_wanted`, asked
   // from time to time, says no. RESOURCE_EXHAUSTED if another is being taken. Blocks its thread.

@@ -1,7 +1,8 @@
 // From the last seal to the commit, on the engine's threads, and the provisional updates before it.
 //
-// The gate keeps everything else away from gradients and state meanwhile. The decision is the
-// commit point: before it nothing of the step shows, after it the step only rolls forward.
+// The gate keeps everything else away from gradients and state meanwhile, except for the time in
+// which votes are awaited. The decision is the commit point: before it nothing of the step shows,
+// after it the step only rolls forward.
 #include <algorithm>
 #include <cmath>
 #include <optional>
@@ -61,6 +62,10 @@ void JobImpl::DecideWhenComputed() {
                 ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
                   if (!admitted.ok()) return gate_.EndDeciding();  // Aborted meanwhile.
                   sums_.FinishAll();
+                  // Ranks have voted since.
+                  if (std::get<SealedStep>(step_).group_sums().has_value()) {
+                    return DecideOrAwaitVotes();
+                  }
                   // What is left to sum is not little where chunks cut many blocks. An abort
                   // waits for it.
                   gate_.StartComputing();
@@ -78,8 +83,35 @@ void JobImpl::CombineAndDecide() {
             [this, self = Self(), group_sums = std::move(group_sums)](absl::Status admitted)
                 ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
                   if (!admitted.ok()) return gate_.EndDeciding();  // Aborted meanwhile.
-                  DecideOrTry(MakeDraft(std::get<SealedStep>(step_), group_sums));
+                  std::get<SealedStep>(step_).SetSums(group_sums);
+                  DecideOrAwaitVotes();
                 });
+}
+
+void JobImpl::DecideOrAwaitVotes() {
+  auto& sealed = std::get<SealedStep>(step_);
+  const std::vector<int> awaited = sealed.RanksWithoutVote();
+  if (!awaited.empty()) {
+    TellNorm(sealed, awaited);
+  } else if (CheckVotes(sealed)) {
+    return DecideOrTry(MakeDraft(sealed));
+  }
+  gate_.AwaitVotes();
+}
+
+void JobImpl::TellNorm(const SealedStep& sealed, absl::Span<const int> ranks) {
+  const std::string non_finite = FirstNonFinite(sealed);
+  Listeners listeners;
+  for (const int rank : ranks) {
+    if (ranks_[rank].listener != nullptr) listeners.push_back(ranks_[rank].listener);
+  }
+  RunAfter([listeners = std::move(listeners), norm = NormOf({.spec = spec(),
+                                                             .layout = layout_,
+                                                             .step = sealed,
+                                                             .update_counts = record_.update_counts,
+                                                             .non_finite = non_finite})] {
+    for (const auto& listener : listeners) listener->OnNorm(norm);
+  });
 }
 
 void JobImpl::DecideOrTry(Draft draft) {
@@ -138,6 +170,7 @@ void JobImpl::TryUpdate(Draft& draft) {
   }
   if (!first.has_value()) return;
   draft.outcome.skip_reason = DescribeOverflow(draft, *first, *trials[first->chunk].non_finite);
+  draft.outcome.skip_cause = SkipCause::kState;
   draft.outcome.decision.apply = false;
   draft.outcome.decision.multipliers.clear();
 }
@@ -155,42 +188,32 @@ std::string JobImpl::DescribeOverflow(const Draft& draft, const ChunkPiece& piec
                            .multiplier = draft.update.multipliers[chunk.group]});
 }
 
-JobImpl::Draft JobImpl::MakeDraft(const SealedStep& sealed, absl::Span<const double> group_sums) {
-  const StepTerms& terms = sealed.terms();
+JobImpl::Draft JobImpl::MakeDraft(const SealedStep& sealed) {
+  const absl::Span<const double> group_sums = *sealed.group_sums();
+  const std::string non_finite = FirstNonFinite(sealed);
   Draft draft;
-  StepOutcome& outcome = draft.outcome;
-  outcome.step = terms.step;
-  outcome.decision = ballast::Decide(group_sums, terms.settings.scale, spec().max_norm);
-  if (!outcome.decision.apply) outcome.skip_reason = DescribeNonFinite(sealed.non_finite());
-  draft.update = {.step = terms.step,
-                  .hyper_parameters = terms.hyper_parameters,
-                  .multipliers = outcome.decision.multipliers,
-                  .update_counts = {}};
-  draft.update.update_counts.reserve(record_.update_counts.size());
-  for (int p = 0; p < static_cast<int>(record_.update_counts.size()); ++p) {
-    const ParameterSpec& parameter = spec().layout.parameters[p];
-    const bool unused = parameter.trainable && layout_.place(p).elements > 0 && !sealed.used(p);
-    if (unused) outcome.unused_parameters.push_back(parameter.name);
-    const bool updated =
-        parameter.trainable && !(unused && spec().unused_policy == UnusedPolicy::kSkip);
-    draft.update.update_counts.push_back(updated ? record_.update_counts[p] + 1 : 0);
-  }
-  if (!outcome.decision.apply) return draft;
+  static_cast<DecidedUpdate&>(draft) = DecideStep({.spec = spec(),
+                                                   .layout = layout_,
+                                                   .step = sealed,
+                                                   .update_counts = record_.update_counts,
+                                                   .non_finite = non_finite});
+  if (!draft.outcome.decision.apply) return draft;
   for (int group = 0; group < layout_.group_count(); ++group) {
     const bool known = bounds_generation_ == record_.generation && !bounds_.empty();
     draft.bounds.push_back(BoundsAfter(known ? bounds_[group] : StateBounds(),
-                                       terms.hyper_parameters[group], group_sums[group],
-                                       outcome.decision.multipliers[group]));
+                                       draft.update.hyper_parameters[group], group_sums[group],
+                                       draft.update.multipliers[group]));
   }
   return draft;
 }
 
-std::string JobImpl::DescribeNonFinite(const std::optional<NonFiniteReport>& report) const {
+std::string JobImpl::FirstNonFinite(const SealedStep& sealed) const {
+  const auto is_finite = [](double sum) { return std::isfinite(sum); };
+  if (std::all_of(sealed.group_sums()->begin(), sealed.group_sums()->end(), is_finite)) return "";
   const std::optional<ChunkPiece> found = gradients_->FirstNonFinite();
-  if (!found.has_value()) {
-    return "the gradients' norm with the loss scale and clipping leaves no fp32 multiplier";
-  }
-  if (report.has_value()) {  // Nearer to the cause than what has been summed over ranks.
+  if (!found.has_value()) return "";
+  // Nearer to the cause than what has been summed over ranks.
+  if (const std::optional<NonFiniteReport>& report = sealed.non_finite(); report.has_value()) {
     return absl::StrCat("gradient of ", spec().layout.parameters[report->found.parameter].name,
                         " is ", report->found.value, " at element ", report->found.element,
                         ", found on rank ", report->rank, " in micro-step ", report->micro_step,
@@ -207,6 +230,7 @@ JobImpl::UpdatePlan JobImpl::Decide(Draft draft) {
   SealedStep sealed = std::move(std::get<SealedStep>(step_));
   UpdatePlan plan;
   plan.terms = sealed.terms();
+  plan.vote = sealed.vote();
   plan.micro_steps = sealed.micro_steps();
   plan.coverage_complete = ledger_.IsWhole(plan.micro_steps);
   plan.update = std::move(draft.update);
@@ -219,7 +243,7 @@ JobImpl::UpdatePlan JobImpl::Decide(Draft draft) {
   plan.outcome = draft.outcome;
   if (CanSpeculate()) {
     plan.speculation = speculation_.Settle(
-        *store_, ChunksAsSpeculated(layout_, plan.outcome, plan.terms.settings.scale, plan.update),
+        *store_, ChunksAsGuessed(layout_, plan.outcome, speculation_.guess(), plan.update),
         plan.outcome.decision.apply,
         [&](int rank, uint64_t stream) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
           return ranks_.IsCurrent({.rank = rank, .stream = stream});
@@ -228,6 +252,7 @@ JobImpl::UpdatePlan JobImpl::Decide(Draft draft) {
   } else {
     plan.speculation.chunks_left = static_cast<int64_t>(layout_.chunks().size());
   }
+  KeepDecision(plan, sealed.ranks()[0].attempt);
   gate_.Decide();
   step_ = std::move(sealed).Decide(std::move(draft.outcome));  // The commit point.
   return plan;
@@ -275,18 +300,19 @@ ChunkUpdate JobImpl::UpdateOf(const StepUpdate& update, int index, const Slot& f
 }
 
 void JobImpl::UpdateTo(const StepUpdate& update, int index, const ChunkStore::Write& write,
-                       const WeightBuffer& weights) {
+                       const WeightBuffer& weights, RedoLane* redo) {
   ChunkUpdate chunk = UpdateOf(update, index, write.from);
   chunk.to = write.to;
   chunk.shard = weights.data();
+  chunk.redo = redo;
   UpdateChunk(chunk, [&](int parameter) { return update.update_counts[parameter]; });
 }
 
-WeightBuffer JobImpl::BufferFor(const UpdatePlan& plan, int index) {
+WeightBuffer JobImpl::BufferFor(const UpdatePlan& plan, int index, bool gradient_may_go) {
   const auto& memory = plan.weights_in_place[layout_.chunks()[index].rank];
   if (memory != nullptr) return WeightBuffer::InPlace(memory, index);
   // The decision is made, so nothing but this update reads the gradient any more.
-  WeightBuffer place = gradients_->LendPlace(index, WeightBytes(index));
+  WeightBuffer place = gradients_->LendPlace(index, WeightBytes(index), gradient_may_go);
   return place ? std::move(place) : weight_buffers_->TryTake(WeightBytes(index));
 }
 
@@ -313,23 +339,42 @@ void JobImpl::SendPublishedWeights(const UpdatePlan& plan, int index) {
     ConvertFromFloat(store_->Published(index)[Plane::kMaster], weights.data(),
                      spec().groups[chunk.group].return_dtype, chunk.elements);
   }
+  CountWeights(index, weights);
   listener->OnWeights(plan.update.step, index, std::move(weights));
 }
 
 void JobImpl::ApplyToChunk(const UpdatePlan& plan, int index) {
   const Chunk& chunk = layout_.chunks()[index];
   const std::shared_ptr<RankListener>& listener = plan.listeners[chunk.rank];
-  WeightBuffer weights;
-  if (listener != nullptr) weights = BufferFor(plan, index);
   auto write = store_->BeginWrite(index, Destination::kInPlaceIfFree);
   // A pinned chunk has a slot reserved, so there is always a place.
   Check(write.ok(), "a decided chunk has a place to be written to");
+  RedoLane* const lane =
+      kept_ != nullptr && write->in_place ? kept_->TakeLane(index, plan.update.step) : nullptr;
+  // What is written elsewhere has no lane: a later process computes it from the gradient again.
+  const bool gradient_may_go = kept_ == nullptr || lane != nullptr;
+  WeightBuffer weights;
+  if (listener != nullptr) weights = BufferFor(plan, index, gradient_may_go);
   {
     const TraceSpan span(trace_, TraceEventKind::kUpdated, plan.update.step, index);
-    UpdateTo(plan.update, index, *write, weights);
+    UpdateTo(plan.update, index, *write, weights, lane);
   }
+  if (!write->in_place) Stored("a new version of a chunk");
   store_->Publish(*write, plan.update.step);
-  if (listener != nullptr) listener->OnWeights(plan.update.step, index, std::move(weights));
+  if (lane != nullptr) kept_->GiveLane(lane);
+  if (listener == nullptr) return;
+  CountWeights(index, weights);
+  listener->OnWeights(plan.update.step, index, std::move(weights));
+}
+
+void JobImpl::TakeOverrides(const StepSettings& settings, const StepVote& vote) {
+  std::vector<HyperParameters>& values = record_.hyper_parameters;
+  for (const auto* said : {&settings.overrides, &vote.overrides}) {
+    for (const auto& [group, overrides] : *said) values[group] = Apply(values[group], overrides);
+  }
+  for (int group = 0; group < layout_.group_count(); ++group) {
+    values[group] = Apply(values[group], std::exchange(later_changes_[group], {}));
+  }
 }
 
 void JobImpl::Commit(UpdatePlan plan) {
@@ -338,7 +383,7 @@ void JobImpl::Commit(UpdatePlan plan) {
   if (broken()) return;
   const auto* decided = std::get_if<DecidedStep>(&step_);
   Check(decided != nullptr, "only a decided step is committed");
-  const double update_seconds = decided->SecondsSinceDecision();
+  const StepTimes times = decided->TimesUntilNow();
   last_accumulators_in_use_ = gradients_->accumulators_in_use();
   for (int chunk = 0; chunk < static_cast<int>(layout_.chunks().size()); ++chunk) {
     gradients_->Clear(chunk);
@@ -347,40 +392,56 @@ void JobImpl::Commit(UpdatePlan plan) {
   sums_.Clear();
   speculation_.Recycle(std::move(plan.speculation.published));
   VoidAllTickets();
-  if (plan.outcome.decision.apply) {
-    for (size_t p = 0; p < record_.update_counts.size(); ++p) {
-      if (plan.update.update_counts[p] > 0) record_.update_counts[p] = plan.update.update_counts[p];
-    }
-  } else {
-    store_->SetStep(plan.terms.step);
-  }
-  for (const auto& [group, overrides] : plan.terms.settings.overrides) {
-    record_.hyper_parameters[group] = Apply(record_.hyper_parameters[group], overrides);
-  }
-  for (int group = 0; group < layout_.group_count(); ++group) {
-    record_.hyper_parameters[group] = Apply(record_.hyper_parameters[group], later_changes_[group]);
-    later_changes_[group] = {};
-  }
+  if (!plan.outcome.decision.apply) store_->SetStep(plan.terms.step);
   trace_.Mark(TraceEventKind::kCommitted, plan.terms.step);
-  record_.committed_step = plan.terms.step;
-  record_.trainer_state = plan.terms.settings.trainer_state;
-  record_.history.Add({.outcome = std::move(plan.outcome),
-                       .speculation = plan.speculation.counts,
-                       .micro_steps = plan.micro_steps,
-                       .loss_scale = plan.terms.settings.scale.loss_scale,
-                       .hyper_parameters = std::move(plan.terms.hyper_parameters)},
-                      plan.coverage_complete);
+  const uint64_t step = plan.terms.step;
+  RecordStep({.outcome = std::move(plan.outcome),
+              .terms = std::move(plan.terms),
+              .vote = std::move(plan.vote),
+              .micro_steps = plan.micro_steps,
+              .coverage_complete = plan.coverage_complete,
+              .hyper_parameters = std::move(plan.update.hyper_parameters),
+              .update_counts = std::move(plan.update.update_counts),
+              .speculation = plan.speculation.counts},
+             times);
   ranks_.FreeLeft();
   step_ = std::monostate();
   gate_.Commit();
   step_over_.NotifyAll();
+  SaveIfDue();
   // Memories are unmapped last: that takes long, and ranks wait for the commit.
-  RunAfter([listeners = std::move(plan.listeners), lenders = ranks_.TakeLenders(),
-            step = plan.terms.step, update_seconds]() mutable {
+  RunAfter([listeners = std::move(plan.listeners), lenders = ranks_.TakeLenders(), step,
+            update_seconds = times.updating]() mutable {
     for (const auto& listener : listeners) {
       if (listener != nullptr) listener->OnCommitted(step, update_seconds);
     }
   });
+}
+
+void JobImpl::RecordStep(KeptDecision decided, const StepTimes& times) {
+  if (decided.outcome.decision.apply) {
+    for (size_t p = 0; p < record_.update_counts.size(); ++p) {
+      if (decided.update_counts[p] > 0) record_.update_counts[p] = decided.update_counts[p];
+    }
+  }
+  TakeOverrides(decided.terms.settings, decided.vote);
+  record_.committed_step = decided.terms.step;
+  record_.trainer_state =
+      decided.vote.trainer_state.value_or(std::move(decided.terms.settings.trainer_state));
+  record_.history.Add({.outcome = std::move(decided.outcome),
+                       .speculation = decided.speculation,
+                       .micro_steps = decided.micro_steps,
+                       .loss_scale = decided.terms.settings.scale.loss_scale,
+                       .times = times,
+                       .voted = decided.vote.clipping,
+                       .abandoned = !decided.vote.apply,
+                       .hyper_parameters = std::move(decided.hyper_parameters)},
+                      decided.coverage_complete);
+  last_vote_ = std::move(decided.vote);
+  if (kept_ != nullptr) kept_->FreeLeftSumLanes();
+  kept_state_.decision.reset();
+  ++kept_state_.epoch;
+  Keep();
 }
 
 // ---------------------------------------------------------------- provisional updates
@@ -391,7 +452,7 @@ std::optional<Speculation::Task> JobImpl::SpeculateIfWorthwhile(int index, doubl
   // Of an attempt that can no longer be decided, nothing is worth it.
   const auto* open = std::get_if<OpenStep>(&step_);
   if (open != nullptr && !open->IsLive(owner)) return std::nullopt;
-  speculation_.AddSquaredNorm(squared_norm);
+  speculation_.AddSquaredNorm(index, squared_norm);
   // A chunk of zeros alone is most likely unused, and will be skipped.
   if (spec().unused_policy == UnusedPolicy::kSkip && gradients_->is_zero(index)) {
     return std::nullopt;
@@ -465,22 +526,27 @@ void JobImpl::RunProvisional(Speculation::Task task) {
   {
     MutexLock lock(mutex_);
     const RankEntry& rank = ranks_[owner];
-    if (!broken() && write.ok() && AcceptsProvisional(rank, task.weights)) {
-      listener = rank.listener;
-      speculation_.Sent(index, rank.stream);
+    if (!broken()) {
+      if (write.ok()) {
+        speculation_.Finish(*write);
+        ++record_.history.speculation.speculated;
+      } else {
+        speculation_.Fail(index);
+      }
+      if (write.ok() && AcceptsProvisional(rank, task.weights)) {
+        listener = rank.listener;
+        speculation_.StartSending(index, rank.stream);
+      }
     }
+    guess_over_.NotifyAll();
   }
   if (listener != nullptr) {
+    CountWeights(index, task.weights);
     listener->OnProvisionalWeights(update->step, index, std::move(task.weights));
   }
   Section section(*this);
   if (broken()) return;
-  if (write.ok()) {
-    speculation_.Finish(*write);
-    ++record_.history.speculation.speculated;
-  } else {
-    speculation_.Fail(index);
-  }
+  if (listener != nullptr) speculation_.StopSending(index);
   gate_.StopComputing(owner);
 }
 

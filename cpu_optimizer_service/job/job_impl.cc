@@ -16,66 +16,16 @@
 namespace ballast {
 namespace {
 
-// Updated weights on their way out: enough to keep a connection busy while the update goes on.
-constexpr int64_t kWeightBuffers = 32;
-
-std::vector<int> PlanesByGroup(const JobSpec& spec) {
-  std::vector<int> planes;
-  for (const GroupSpec& group : spec.groups)
-    planes.push_back(group.hyper_parameters.amsgrad ? 4 : 3);
-  return planes;
-}
-
-int64_t WeightBufferBytes(const JobSpec& spec, const Layout& layout) {
-  int64_t bytes = 0;
-  for (const Chunk& chunk : layout.chunks()) {
-    bytes = std::max(bytes, chunk.elements * SizeBytes(spec.groups[chunk.group].return_dtype));
-  }
-  return bytes;
-}
-
-// Of a layout with a mesh: spaces, what lies in them, and padding.
-constexpr int64_t kBytesOfSpace = 64;
-constexpr int64_t kBytesOfShard = 96;
-int64_t ShardTableBytes(const LayoutSpec& layout) {
-  if (layout.mesh.empty()) return 0;
-  return layout.world_size * (kBytesOfSpace * layout.group_count +
-                              kBytesOfShard * static_cast<int64_t>(layout.parameters.size()));
-}
-
-// Descriptions, tables and records, by what they grow with; generous, since small beside the rest.
-int64_t TableBytes(const JobSpec& spec, const Layout& layout) {
-  int64_t bytes = 384 * static_cast<int64_t>(layout.chunks().size()) + 512 * layout.world_size();
-  bytes += static_cast<int64_t>(kRecentSteps * sizeof(HyperParameters) * spec.groups.size());
-  bytes += ShardTableBytes(spec.layout);
-  for (const ParameterSpec& parameter : spec.layout.parameters) {
-    bytes += 512 + static_cast<int64_t>(kMaxUsedSets / 8) +
-             3 * static_cast<int64_t>(parameter.name.size() + 8 * parameter.shape.size());
-  }
-  return bytes;
-}
-
-int64_t WeightBufferCount(const Layout& layout) {
-  return std::min<int64_t>(kWeightBuffers, static_cast<int64_t>(layout.chunks().size()));
+// What outlives the process beside state and gradients (kept_job.h): records and logs of an ordinary
+// job in pages of their own, lanes, and two words a chunk.
+int64_t KeptBytes(const Layout& layout, int threads) {
+  constexpr int64_t kRecords = int64_t{512} << 10;
+  constexpr int64_t kLanesOfThread = 2 * static_cast<int64_t>(sizeof(RedoLane) + sizeof(SumLane));
+  return kRecords + kLanesOfThread * (threads + 1) +
+         static_cast<int64_t>(2 * sizeof(uint64_t) * layout.chunks().size());
 }
 
 }  // namespace
-
-MemoryNeed NeedOf(const JobSpec& spec, const Layout& layout) {
-  MemoryNeed need;
-  need.state_bytes = ChunkStore::StateBytes(layout, PlanesByGroup(spec));
-  need.gradient_bytes = GradientStore::GradientBytes(spec, layout);
-  need.accumulator_bytes = GradientStore::AccumulatorBytes(spec, layout);
-  if (spec.update_mode == UpdateMode::kSpeculate) {
-    constexpr int64_t kTableBytesOfChunk =
-        384;  // The provisional update, its task, its second version.
-    need.speculation_bytes =
-        need.state_bytes + kTableBytesOfChunk * static_cast<int64_t>(layout.chunks().size());
-  }
-  need.other_bytes = WeightBufferBytes(spec, layout) * WeightBufferCount(layout) +
-                     SquareSums::Bytes(layout) + TableBytes(spec, layout);
-  return need;
-}
 
 absl::StatusOr<std::shared_ptr<JobImpl>> JobImpl::Describe(JobIdentity identity,
                                                            const JobEnvironment& environment) {
@@ -101,9 +51,13 @@ JobImpl::JobImpl(JobIdentity identity, Layout layout, const JobEnvironment& envi
       first_weights_(static_cast<int64_t>(layout_.chunks().size())),
       ledger_(static_cast<int64_t>(layout_.chunks().size())),
       sums_(static_cast<int64_t>(layout_.chunks().size())),
-      speculation_(layout_, identity_.spec.max_norm),
+      speculation_(layout_),
       tickets_(layout_.world_size()),
-      later_changes_(identity_.spec.groups.size()) {
+      later_changes_(identity_.spec.groups.size()),
+      discards_(layout_.world_size()) {
+  if (environment_.named_memory != nullptr) {
+    need_.other_bytes += KeptBytes(layout_, environment_.tasks->threads());
+  }
   record_.generation = identity_.generation;
   record_.update_counts.assign(identity_.spec.layout.parameters.size(), 0);
   for (const GroupSpec& group : identity_.spec.groups) {
@@ -113,7 +67,8 @@ JobImpl::JobImpl(JobIdentity identity, Layout layout, const JobEnvironment& envi
 
 absl::Status JobImpl::Allocate() {
   absl::Status status = AllocateParts();
-  if (absl::IsResourceExhausted(status) && need_.speculation_bytes > 0) {
+  const bool may_do_without = kept_ == nullptr || !kept_->taken_over();
+  if (absl::IsResourceExhausted(status) && need_.speculation_bytes > 0 && may_do_without) {
     // Without second versions, then. Also where the budget has room and the system has none: it
     // limits the process's address space (ulimit -v), say.
     speculation_refused_ = std::string(status.message());
@@ -121,11 +76,13 @@ absl::Status JobImpl::Allocate() {
     status = AllocateParts();
   }
   BALLAST_RETURN_IF_ERROR(status);
-  broken_ = absl::FailedPreconditionError(
-      absl::StrCat("job ", spec().name,
-                   " is broken: the service's process had no memory for a part of its work (see "
-                   "its limits, ulimit -v and the control group); close it (ballast close ",
-                   spec().name, "), and create it anew or go on from a checkpoint"));
+  broken_ =
+      WithReason(absl::FailedPreconditionError(absl::StrCat(
+                     "job ", spec().name,
+                     " is broken: the service's process had no memory for a part of its work (see "
+                     "its limits, ulimit -v and the control group); close it (ballast close ",
+                     spec().name, "), and create it anew or go on from its last checkpoint")),
+                 reason::kJobBroken);
   // A task, because a buffer may come back anywhere, under whatever lock. Without memory for it the
   // chunks that wait are updated after the decision.
   const auto start_parked = [weak = weak_from_this()] {
@@ -135,6 +92,10 @@ absl::Status JobImpl::Allocate() {
   };
   weight_buffers_ = WeightBufferPool::Create(WeightBufferBytes(spec(), layout_),
                                              WeightBufferCount(layout_), start_parked);
+  if (kept_ == nullptr || kept_->taken_over()) return absl::OkStatus();
+  BALLAST_RETURN_IF_ERROR(kept_->StoreIdentity());
+  MutexLock lock(mutex_);
+  Keep();
   return absl::OkStatus();
 }
 
@@ -143,16 +104,28 @@ absl::Status JobImpl::AllocateParts() {
   gradients_.reset();
   store_.reset();
   reservation_ = {};
-  BALLAST_ASSIGN_OR_RETURN(reservation_, environment_.budget->Reserve(need_.total_bytes(), owner));
+  const bool is_there = kept_ != nullptr && kept_->taken_over();
+  if (!is_there) {
+    BALLAST_ASSIGN_OR_RETURN(reservation_,
+                             environment_.budget->Reserve(need_.total_bytes(), owner));
+    if (environment_.named_memory != nullptr) {
+      BALLAST_RETURN_IF_ERROR(environment_.named_memory->Admit(need_.total_bytes(), owner));
+    }
+  }
+  BALLAST_RETURN_IF_ERROR(AllocateKept());
+  // A limit that has become lower makes it no less.
+  if (is_there) reservation_ = environment_.budget->Take(need_.total_bytes());
+  ArenaFactory& arenas = kept_ != nullptr ? kept_->arenas() : *environment_.arenas;
   BALLAST_ASSIGN_OR_RETURN(store_,
                            ChunkStore::Create(layout_,
                                               {.planes = PlanesByGroup(spec()),
                                                .second_versions = need_.speculation_bytes > 0,
                                                .budget = environment_.budget,
-                                               .owner = owner},
-                                              *environment_.arenas));
+                                               .owner = owner,
+                                               .named = kept_ ? &kept_->arenas() : nullptr},
+                                              arenas));
   BALLAST_ASSIGN_OR_RETURN(gradients_,
-                           GradientStore::Create(spec(), layout_, *environment_.arenas));
+                           GradientStore::Create(spec(), layout_, arenas, kept_ != nullptr));
   return absl::OkStatus();
 }
 
@@ -185,6 +158,7 @@ void JobImpl::Break() noexcept {
     ranks = ranks_.size();
   }
   step_over_.NotifyAll();
+  guess_over_.NotifyAll();
   for (int rank = 0; rank < ranks; ++rank) {
     std::shared_ptr<RankListener> listener;
     {
@@ -193,6 +167,7 @@ void JobImpl::Break() noexcept {
     }
     // One that has no memory to say it either has ended its stream.
     if (listener != nullptr) (void)RunsInMemory([&] { listener->OnDetached(broken_); });
+    (void)RunsInMemory([&] { AnswerDiscard(rank); });
   }
   { const Section section(*this); }  // Those who wait are told.
   if (environment_.warn) {
@@ -220,9 +195,11 @@ absl::Status JobImpl::StatusOf(std::optional<Answer> answer) const {
       return absl::UnavailableError(
           absl::StrCat(job, " is loading a checkpoint; try again when it has"));
     case Answer::kTorn:
-      return absl::FailedPreconditionError(absl::StrCat("the state of ", job, " is torn: loading ",
-                                                        torn_by_,
-                                                        " did not end; load a whole checkpoint"));
+      return WithReason(absl::FailedPreconditionError(absl::StrCat(
+                            "the state of ", job, " is torn: loading ", torn_by_,
+                            " did not end; load a whole checkpoint (ballast load ", spec().name,
+                            "), or close it (ballast close ", spec().name, ")")),
+                        reason::kJobBroken);
     case Answer::kChanging:
       return absl::UnavailableError(absl::StrCat(job, " is about to change; read again"));
     case Answer::kNoStep:
@@ -333,7 +310,9 @@ absl::StatusOr<bool> JobImpl::WriteInitialWeights(
   }
   std::copy(weights.begin(), weights.end(),
             store_->Published(static_cast<int>(index))[Plane::kMaster]);
+  store_->SetArrived(static_cast<int>(index), true);
   first_weights_.Arrive(index);
+  if (first_weights_.complete()) Keep();
   return first_weights_.complete();
 }
 
@@ -345,14 +324,16 @@ void JobImpl::TellWaiting() {
   uint64_t step = 0;
   {
     MutexLock lock(mutex_);
-    const auto* open = std::get_if<OpenStep>(&step_);
-    if (open == nullptr || !open->SecondsSinceFirstSeal().has_value()) return;
-    step = open->terms().step;
-    awaited = open->UnsealedRanks();
+    const OpenStep* given = Undecided();
+    if (given == nullptr || !given->SecondsSinceFirstSeal().has_value()) return;
+    const bool voting = gate_.phase() == Phase::kVoting;
+    if (!voting && std::holds_alternative<SealedStep>(step_)) return;
+    step = given->terms().step;
+    awaited = voting ? std::get<SealedStep>(step_).RanksWithoutVote() : given->UnsealedRanks();
     for (int rank = 0; rank < layout_.world_size(); ++rank) {
-      if (open->ranks()[rank].sealed.has_value() && ranks_[rank].listener != nullptr) {
-        sealed.push_back(ranks_[rank].listener);
-      }
+      const RankInStep& state = given->ranks()[rank];
+      const bool waits = voting ? state.vote.has_value() : state.sealed.has_value();
+      if (waits && ranks_[rank].listener != nullptr) sealed.push_back(ranks_[rank].listener);
     }
   }
   for (const auto& listener : sealed) listener->OnWaiting(step, awaited);
@@ -360,8 +341,9 @@ void JobImpl::TellWaiting() {
 
 std::optional<double> JobImpl::SecondsSinceFirstSeal() const {
   MutexLock lock(mutex_);
-  const auto* open = std::get_if<OpenStep>(&step_);
-  return open == nullptr ? std::nullopt : open->SecondsSinceFirstSeal();
+  if (gate_.phase() != Phase::kOpen && gate_.phase() != Phase::kVoting) return std::nullopt;
+  const OpenStep* given = Undecided();
+  return given == nullptr ? std::nullopt : given->SecondsSinceFirstSeal();
 }
 
 Pending JobImpl::AbortStep(Done<uint64_t> done) {
@@ -371,12 +353,10 @@ Pending JobImpl::AbortStep(Done<uint64_t> done) {
                      if (!admitted.ok()) return Reply<uint64_t>(std::move(done), admitted);
                      const uint64_t step = record_.committed_step + 1;
                      // What is still on its way must not meet the next attempt.
-                     RaiseGeneration(absl::StrCat("step ", step, " of job ", spec().name,
-                                                  " was aborted; attach again and redo it"),
-                                     [this, self, step, done = std::move(done)]()
-                                         ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
-                                           Reply<uint64_t>(std::move(done), step);
-                                         });
+                     GiveUpStep(
+                         absl::StrCat("step ", step, " of job ", spec().name, " was aborted"),
+                         [this, self, step, done = std::move(done)]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(
+                             mutex_) mutable { Reply<uint64_t>(std::move(done), step); });
                    });
 }
 
@@ -392,6 +372,7 @@ absl::StatusOr<HyperParameters> JobImpl::UpdateGroup(int group,
   if (!std::holds_alternative<std::monostate>(step_)) {
     later_changes_[group] = Merge(later_changes_[group], changes);
   }
+  Keep();
   return changed;
 }
 
@@ -403,7 +384,7 @@ bool JobImpl::IsBetweenSteps() const {
 
 bool JobImpl::IsAbandoned() const {
   MutexLock lock(mutex_);
-  if (gate_.phase() != Phase::kOpen) return false;
+  if (gate_.phase() != Phase::kOpen && gate_.phase() != Phase::kVoting) return false;
   for (int rank = 0; rank < ranks_.size(); ++rank) {
     if (ranks_[rank].listener != nullptr) return false;
   }
@@ -427,6 +408,8 @@ Pending JobImpl::Close(Done<bool> done) {
                                      [this, self, done = std::move(done)]()
                                          ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
                                            gate_.Close();
+                                           kept_state_.closed = true;
+                                           Keep();
                                            step_over_.NotifyAll();
                                            Reply<bool>(std::move(done), true);
                                          });
@@ -444,9 +427,16 @@ JobStatus JobImpl::Status() const {
   status.skipped_steps = record_.history.skipped_steps;
   status.coverage_complete_steps = record_.history.coverage_complete_steps;
   status.speculation = record_.history.speculation;
+  status.statistics = record_.history.statistics;
+  status.traffic = {.gradient_bytes_in_messages = gradient_bytes_in_messages_,
+                    .gradient_bytes_in_place = gradient_bytes_in_place_,
+                    .weight_bytes_in_messages = weight_bytes_in_messages_,
+                    .weight_bytes_in_place = weight_bytes_in_place_};
+  status.gate = gate_.ToString();
   status.recent_steps.assign(record_.history.recent_steps.begin(),
                              record_.history.recent_steps.end());
   status.trainer_state = record_.trainer_state;
+  status.resumed_uid = record_.resumed_uid;
   status.hyper_parameters = record_.hyper_parameters;
   status.update_counts = record_.update_counts;
   status.memory = need_;
@@ -459,17 +449,22 @@ JobStatus JobImpl::Status() const {
   status.phase = JobPhase::kReady;
   if (const auto* open = std::get_if<OpenStep>(&step_)) {
     status.phase = JobPhase::kOpen;
+    status.seconds_open = open->SecondsSinceOpened();
+    status.seconds_since_first_seal = open->SecondsSinceFirstSeal();
     in_step = &open->ranks();
   } else if (const auto* sealed = std::get_if<SealedStep>(&step_)) {
-    status.phase = JobPhase::kSealed;
+    status.phase = gate_.phase() == Phase::kVoting ? JobPhase::kVoting : JobPhase::kSealed;
     in_step = &sealed->ranks();
   } else if (const auto* decided = std::get_if<DecidedStep>(&step_)) {
     status.phase = JobPhase::kUpdating;
     in_step = &decided->ranks();
   }
   if (!first_weights_.complete()) status.phase = JobPhase::kAwaitingWeights;
-  // A broken job takes no more than a closed one does.
-  if (broken() || gate_.phase() == Phase::kClosed) status.phase = JobPhase::kClosed;
+  if (gate_.state().torn || broken()) {
+    status.phase = JobPhase::kBroken;
+    status.problem = std::string((broken() ? broken_ : StatusOf(Answer::kTorn)).message());
+  }
+  if (gate_.phase() == Phase::kClosed) status.phase = JobPhase::kClosed;
   for (int rank = 0; rank < ranks_.size(); ++rank) {
     if (ranks_[rank].memory != nullptr) status.rank_memory_bytes += ranks_[rank].memory_bytes;
     status.ranks.push_back(ProgressOf(rank, in_step == nullptr ? nullptr : &(*in_step)[rank]));
@@ -501,15 +496,15 @@ absl::StatusOr<Snapshot> Job::TakeSnapshot(absl::Span<const int> parameters) {
   });
 }
 
-absl::StatusOr<CheckpointInfo> Job::Save(const std::string& directory, Replace replace) {
-  return Await<CheckpointInfo>([&](Done<CheckpointInfo> done) {
-    Save({.directory = directory, .replace = replace}, std::move(done));
-  });
+absl::StatusOr<CheckpointInfo> Job::Save(const std::string& folder) {
+  return Await<CheckpointInfo>(
+      [&](Done<CheckpointInfo> done) { Save({.folder = folder}, std::move(done)); });
 }
 
-absl::StatusOr<CheckpointInfo> Job::Load(const std::string& directory) {
-  return Await<CheckpointInfo>(
-      [&](Done<CheckpointInfo> done) { Load(directory, std::move(done)); });
+absl::StatusOr<CheckpointInfo> Job::Load(const std::string& path, bool weights_only) {
+  return Await<CheckpointInfo>([&](Done<CheckpointInfo> done) {
+    Load({.path = path, .weights_only = weights_only}, std::move(done));
+  });
 }
 
 }  // namespace ballast

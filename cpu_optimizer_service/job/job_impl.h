@@ -7,6 +7,7 @@
 //   job_decision.cc  from the last seal to the commit; provisional updates
 //   job_state.cc     looking at state, loading, timelines
 //   job_save.cc      saving
+//   job_recover.cc   what outlives this process, and taking over what an earlier one left
 //
 // One mutex guards all that the ranks say; arithmetic, listeners, disks and unmapping happen
 // outside it. Code that changes what the gate answers takes the mutex by a Section: when that ends,
@@ -19,6 +20,7 @@
 #define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_JOB_IMPL_H_
 
 #include <atomic>
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <string>
@@ -29,22 +31,24 @@
 #include "cpu_optimizer_service/common/system/memory_guard.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
 #include "cpu_optimizer_service/gradients/gradient_store.h"
+#include "cpu_optimizer_service/gradients/ledger.h"
+#include "cpu_optimizer_service/gradients/norm_sums.h"
 #include "cpu_optimizer_service/host/file_system.h"
 #include "cpu_optimizer_service/host/helper_threads.h"
 #include "cpu_optimizer_service/host/memory_budget.h"
+#include "cpu_optimizer_service/host/named_memory.h"
 #include "cpu_optimizer_service/host/task_pool.h"
 #include "cpu_optimizer_service/host/task_queue.h"
 #include "cpu_optimizer_service/job/chunk_update.h"
-#include "cpu_optimizer_service/job/first_weights.h"
 #include "cpu_optimizer_service/job/gate.h"
 #include "cpu_optimizer_service/job/job.h"
 #include "cpu_optimizer_service/job/job_record.h"
-#include "cpu_optimizer_service/job/ledger.h"
-#include "cpu_optimizer_service/job/norm_sums.h"
+#include "cpu_optimizer_service/job/kept_job.h"
 #include "cpu_optimizer_service/job/rank_table.h"
 #include "cpu_optimizer_service/job/seal_check.h"
 #include "cpu_optimizer_service/job/speculation.h"
 #include "cpu_optimizer_service/job/step.h"
+#include "cpu_optimizer_service/job/step_decision.h"
 #include "cpu_optimizer_service/state/checkpoint.h"
 #include "cpu_optimizer_service/state/checkpoint_directory.h"
 #include "cpu_optimizer_service/state/checkpoint_writer.h"
@@ -62,6 +66,7 @@ struct JobEnvironment {
   CheckpointDirectory* checkpoints = nullptr;  // Nullable.
   const std::atomic<bool>* draining = nullptr;
   std::function<void(const std::string&)> warn;  // In one line. Nullable.
+  NamedMemory* named_memory = nullptr;           // Nullable: jobs die with this process.
 };
 
 class JobImpl : public Job {
@@ -71,6 +76,12 @@ class JobImpl : public Job {
   static absl::StatusOr<std::shared_ptr<JobImpl>> Describe(JobIdentity identity,
                                                            const JobEnvironment& environment);
   absl::Status Allocate();
+  // The job that an earlier process left in named memory under this uid, ready, with a decided step
+  // rolled forward. NOT_FOUND: it had not got so far as to create it. Other errors: it cannot be
+  // taken over, in one line. `story` gets what is to be told of it.
+  static absl::StatusOr<std::shared_ptr<JobImpl>> TakeOver(const std::string& uid,
+                                                           const JobEnvironment& environment,
+                                                           std::string& story);
 
   using Job::AbortStep;
   using Job::Attach;
@@ -89,7 +100,7 @@ class JobImpl : public Job {
   absl::StatusOr<bool> WriteInitialWeights(int64_t chunk,
                                            absl::Span<const absl::Span<const std::byte>> payload,
                                            const std::optional<Uploader>& uploader) override;
-  absl::Status ReadShard(uint64_t generation, uint64_t step, int chunk,
+  absl::Status ReadShard(Generation generation, uint64_t step, int chunk,
                          absl::Span<std::byte> out) override;
   void TellWaiting() override;
   std::optional<double> SecondsSinceFirstSeal() const override;
@@ -98,7 +109,7 @@ class JobImpl : public Job {
                                               const HyperParameterOverrides& changes) override;
   Pending TakeSnapshot(std::vector<int> parameters, Done<Snapshot> done) override;
   Pending Save(SaveRequest request, Done<CheckpointInfo> done) override;
-  Pending Load(std::string directory, Done<CheckpointInfo> done) override;
+  Pending Load(LoadRequest request, Done<CheckpointInfo> done) override;
   std::string StateHash() override;
   absl::StatusOr<MemoryBudget::Reservation> ReserveRankMemory(int rank) override;
   absl::Status GiveRankMemory(const RankHolder& holder,
@@ -117,6 +128,7 @@ class JobImpl : public Job {
 
  private:
   class Stream;
+  class AnsweredOnce;
   using After = absl::AnyInvocable<void() &&>;
 
   // The lock of a section that may change what the gate answers; see above.
@@ -135,6 +147,7 @@ class JobImpl : public Job {
   struct UpdatePlan {
     StepOutcome outcome;
     StepTerms terms;
+    StepVote vote;
     uint32_t micro_steps = 0;
     bool coverage_complete = false;
     StepUpdate update;
@@ -190,7 +203,8 @@ class JobImpl : public Job {
   absl::Status CheckUsable() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   // ---- job_ranks.cc
-  absl::Status CheckGeneration(uint64_t generation) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckGeneration(const Generation& generation) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckCurrent(const StreamKey& key) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckHolder(int rank, const std::string& process_id) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -208,12 +222,26 @@ class JobImpl : public Job {
   // Whether the rank has a part in the step in progress.
   bool HasBegun(int rank) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   RankPosition PositionOf(int rank) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // What the ranks have given the step in progress, while they can still take it back: it is open,
+  // or sealed. Null: there is none.
+  const OpenStep* Undecided() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Clears the undecided step and frees all ranks, which share no memory with us any more; tells
   // their listeners `reason`. `then` runs under the lock once all of it is cleared, before any
   // other call's turn.
   void RaiseGeneration(std::string reason, absl::AnyInvocable<void() &&> then)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // While some are missing: those of the rank's chunks are to be sent again.
+  void ForgetFirstWeights(int rank) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // The step in progress cannot be kept. Decides it as a skip, because of `why`, if the job is to
+  // (OnAbort) and all ranks have begun it; raises the generation otherwise. `then` is as above.
+  void GiveUpStep(const std::string& why, absl::AnyInvocable<void() &&> then)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool MaySkipStep() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void SkipStep(const std::string& why, absl::AnyInvocable<void() &&> then)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void FinishClearing() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Forgets all that was given; the job is between steps.
+  void ClearStep() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // After the section: listeners are told the reason, then memories are unmapped.
   void Detach(Detached detached, absl::Status reason) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   int64_t RankMemoryBytes(int rank) const;
@@ -223,7 +251,24 @@ class JobImpl : public Job {
   absl::Status EndMicroStep(const StreamKey& key, StepAttempt at, uint32_t micro_step,
                             UsedParameters used);
   absl::StatusOr<std::optional<SealRefusal>> Seal(const StreamKey& key, StepAttempt at,
-                                                  uint32_t micro_steps);
+                                                  uint32_t micro_steps,
+                                                  const std::optional<StepVote>& vote);
+  absl::Status Vote(const StreamKey& key, StepAttempt at, const StepVote& vote);
+  // The step is sealed and its norm known. The last vote begins the decision, or voids all votes.
+  absl::Status TakeVote(SealedStep& sealed, int rank, const StepVote& vote)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Of a seal that is said again, by a stream that may have missed the norm.
+  absl::Status RepeatSeal(int rank, const std::optional<StepVote>& vote)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // If votes differ: voids them, tells all ranks, and returns false.
+  bool CheckVotes(SealedStep& sealed) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Whether the step was skipped because it could not be kept, and the rank may not know yet: what
+  // comes late for it is dropped.
+  bool WasGivenUp(uint64_t step, int rank) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // The rank's discard that may be under way, which a job that breaks answers.
+  void AwaitDiscard(int rank, std::shared_ptr<AnsweredOnce> answer) ABSL_LOCKS_EXCLUDED(mutex_);
+  std::shared_ptr<AnsweredOnce> TakeDiscard(int rank) ABSL_LOCKS_EXCLUDED(mutex_);
+  void AnswerDiscard(int rank) ABSL_LOCKS_EXCLUDED(mutex_);
   Pending Discard(const StreamKey& key, StepAttempt at, Done<bool> done);
   absl::StatusOr<bool> DiscardNow(const StreamKey& key, StepAttempt at)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -258,10 +303,11 @@ class JobImpl : public Job {
     std::shared_ptr<const RankMemory> memory;  // Where it lies, if in place.
     std::shared_ptr<const StepUpdate> provisional;
     uint64_t ticket = 0;
+    uint64_t epoch = 0;  // For KeepContribution.
   };
   absl::StatusOr<Accepted> Accept(const StreamKey& key, const Contribution& given)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void AddToGradient(const Contribution& given, const RankMemory* memory);
+  void AddToGradient(const Contribution& given, const RankMemory* memory, SumLane* lane);
   // Computes the chunk's sums; returns about what they add to the squared norm, unscaled and
   // divided. Only provisional updates depend on that.
   double ComputeSums(uint64_t step, int chunk, const StepUpdate* provisional);
@@ -286,16 +332,18 @@ class JobImpl : public Job {
   void DecideWhenComputed();
   // Then, with nothing else under way: sums what chunks share, and decides.
   void CombineAndDecide();
+  // The sums are known: decides, or has the ranks vote.
+  void DecideOrAwaitVotes() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // What is to be decided, while it can still become a skip.
-  struct Draft {
-    StepOutcome outcome;
-    StepUpdate update;
+  struct Draft : DecidedUpdate {
     std::vector<StateBounds> bounds;  // By group, of the state that the update leaves.
   };
-  Draft MakeDraft(const SealedStep& sealed, absl::Span<const double> group_sums)
+  Draft MakeDraft(const SealedStep& sealed) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // To these ranks, after the section.
+  void TellNorm(const SealedStep& sealed, absl::Span<const int> ranks)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Why a step is skipped; `report` is what a worker found before reducing.
-  std::string DescribeNonFinite(const std::optional<NonFiniteReport>& report) const;
+  // Names the first element of a sealed step's gradient that is not finite; empty: all are.
+  std::string FirstNonFinite(const SealedStep& sealed) const;
   // P10: computes, without the lock and without a trace of it, the update of the groups of which
   // the bounds do not tell that their state stays finite. The draft has their bounds then, or is a
   // skip.
@@ -309,12 +357,18 @@ class JobImpl : public Job {
   // Of the chunk in state `from`; what is written, and where, is left to the caller.
   ChunkUpdate UpdateOf(const StepUpdate& update, int chunk, const Slot& from) const;
   void UpdateTo(const StepUpdate& update, int chunk, const ChunkStore::Write& write,
-                const WeightBuffer& weights);
+                const WeightBuffer& weights, RedoLane* redo = nullptr);
   int64_t WeightBytes(int chunk) const;
-  WeightBuffer BufferFor(const UpdatePlan& plan, int chunk);
+  void CountWeights(int chunk, const WeightBuffer& weights) {
+    (weights.in_place() ? weight_bytes_in_place_ : weight_bytes_in_messages_) += WeightBytes(chunk);
+  }
+  WeightBuffer BufferFor(const UpdatePlan& plan, int chunk, bool gradient_may_go);
   void CarryOutChunk(const UpdatePlan& plan, int chunk);
   void ApplyToChunk(const UpdatePlan& plan, int chunk);
   void SendPublishedWeights(const UpdatePlan& plan, int chunk);
+  // What steps and operators have changed of the hyper-parameters, once the step is over.
+  void TakeOverrides(const StepSettings& settings, const StepVote& vote)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Commit(UpdatePlan plan);
 
   bool CanSpeculate() const { return need_.speculation_bytes > 0; }
@@ -345,30 +399,57 @@ class JobImpl : public Job {
   absl::Status LoadChunk(const Checkpoint& checkpoint, int chunk);
   // The record of the checkpoint's last step, with the groups in this job's order.
   StepRecord LastRecord(const CheckpointIndex& index) const;
-  void ReplaceState(const std::string& directory, const Checkpoint& checkpoint,
-                    Done<CheckpointInfo> done);
+  absl::StatusOr<OpenedCheckpoint> OpenToLoad(const LoadRequest& request) const;
+  void ReplaceState(const OpenedCheckpoint& opened, Done<CheckpointInfo> done);
   int64_t MostTraceEvents(uint32_t steps) const;
 
   // ---- job_save.cc
   struct Saving;
-  absl::Status CheckMaySave(const std::string& directory) const
+  absl::Status CheckMaySave(const SaveRequest& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // After a commit: saves, if the service's policy has that now.
+  void SaveIfDue() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void WarnOfSave(uint64_t step, const absl::Status& why) const;
+  void SaveNow(std::shared_ptr<Saving> saving, std::shared_ptr<uint64_t> number)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void SaveNow(const SaveRequest& request, std::shared_ptr<Saving> saving,
-               std::shared_ptr<uint64_t> number) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void StartSaving(std::shared_ptr<Saving> saving) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // On a disk thread each; the last plane's ends it.
+  // On a disk thread each; the last one ends it.
   void BeginSaving(const std::shared_ptr<Saving>& saving);
-  void SavePlane(const std::shared_ptr<Saving>& saving, Plane plane);
+  void SaveParts(const std::shared_ptr<Saving>& saving);
   void EndSaving(const std::shared_ptr<Saving>& saving, const absl::Status& status);
   // Gives up one that has not begun to write.
   void CancelSaving(const std::shared_ptr<Saving>& saving) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void ForgetSaving(const std::shared_ptr<Saving>& saving) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   std::vector<SaveProgress> SavesUnderWay() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
+  // ---- job_recover.cc. Without named memory these do nothing.
+  absl::Status AllocateKept();
+  // Stores all that is small, as it is now.
+  void Keep() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void KeepDecision(const UpdatePlan& plan, uint32_t attempt) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void KeepWord(const KeptWord& word) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // What has been added to the chunk, all of which is there.
+  void KeepContribution(const Contribution& given, uint64_t epoch);
+  void StopKeeping(const absl::Status& why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // A step of which all chunks are at their new state, or that is skipped.
+  void RecordStep(KeptDecision decided, const StepTimes& times)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  class KeptRankMemory;
+  absl::Status TakeOverState(std::string& story);
+  absl::Status TakeOverRanks(std::string& story) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status RollForward(const KeptDecision& decision) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void RollForwardChunk(const StepUpdate& update, int chunk, RedoLane* lane);
+  void TakeOverStep(std::string& story) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status Replay(const KeptWord& word) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Of each rank's attempt, into gradients_ and ledger_.
+  absl::Status RestoreContributions(const std::vector<uint32_t>& attempts)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void LoadAgain(const LoadRequest& request);
+
   const JobIdentity identity_;
   const Layout layout_;
   const JobEnvironment environment_;
-  MemoryNeed need_;                  // Constant once allocated, as the next.
+  std::unique_ptr<KeptJob> kept_;  // Null: the job dies with this process. Constant once allocated.
+  MemoryNeed need_;                // Constant once allocated, as the next.
   std::string speculation_refused_;  // Why a job that was to speculate waits.
   absl::Status broken_;              // What a broken job says; made before it is needed.
 
@@ -377,9 +458,14 @@ class JobImpl : public Job {
   std::unique_ptr<ChunkStore> store_;
   std::shared_ptr<WeightBufferPool> weight_buffers_;
   TraceRecorder trace_;
+  std::atomic<int64_t> gradient_bytes_in_messages_ = 0;
+  std::atomic<int64_t> gradient_bytes_in_place_ = 0;
+  std::atomic<int64_t> weight_bytes_in_messages_ = 0;
+  std::atomic<int64_t> weight_bytes_in_place_ = 0;
   TaskQueue tasks_;  // All of the job's own.
 
   mutable Mutex mutex_;
+  CondVar guess_over_;  // Notified when a chunk's gradient is no longer read for a guess.
   CondVar
       step_over_;  // Notified of a commit and of the job's end, for a timeline that waits for long.
   Gate gate_ ABSL_GUARDED_BY(mutex_);
@@ -388,6 +474,12 @@ class JobImpl : public Job {
   RankTable ranks_ ABSL_GUARDED_BY(mutex_);
   FirstWeights first_weights_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::shared_ptr<Saving>> saves_ ABSL_GUARDED_BY(mutex_);  // Oldest first.
+  uint64_t taken_over_step_ ABSL_GUARDED_BY(mutex_) = 0;  // That an earlier process left undecided.
+  KeptJob::State kept_state_ ABSL_GUARDED_BY(mutex_);  // Ranks and later changes: of the last Keep.
+  // Of the last save that the service made by itself, or of the job's begin.
+  uint64_t saved_step_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::chrono::steady_clock::time_point saved_at_ ABSL_GUARDED_BY(mutex_) =
+      std::chrono::steady_clock::now();
   std::string torn_by_ ABSL_GUARDED_BY(mutex_);  // The load that did not end; see GateState::torn.
 
   // The step in progress.
@@ -402,9 +494,12 @@ class JobImpl : public Job {
   // By group: what UpdateGroup changed while a step was in progress; follows its overrides.
   std::vector<HyperParameterOverrides> later_changes_ ABSL_GUARDED_BY(mutex_);
   int64_t sealed_ns_ ABSL_GUARDED_BY(mutex_) = 0;  // Of a step that is traced.
+  std::vector<std::shared_ptr<AnsweredOnce>> discards_ ABSL_GUARDED_BY(mutex_);  // By rank.
+  uint64_t given_up_step_ ABSL_GUARDED_BY(mutex_) = 0;  // The last one; 0: none.
+  StepVote last_vote_ ABSL_GUARDED_BY(mutex_);          // Of the last committed step.
   // By group, of the committed state; of another generation they say nothing.
   std::vector<StateBounds> bounds_ ABSL_GUARDED_BY(mutex_);
-  uint64_t bounds_generation_ ABSL_GUARDED_BY(mutex_) = 0;
+  Generation bounds_generation_ ABSL_GUARDED_BY(mutex_);
   int64_t last_accumulators_in_use_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 

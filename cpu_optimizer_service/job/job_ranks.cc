@@ -1,4 +1,5 @@
 // Which process has which rank: attaching, streams, shared memory, generations.
+#include <algorithm>
 #include <latch>
 #include <optional>
 #include <type_traits>
@@ -20,6 +21,41 @@ auto JobImpl::Answered(Call&& call) -> decltype(std::forward<Call>(call)()) {
   return broken_;
 }
 
+// The Done of a call, one at a time, for whoever answers it first.
+class JobImpl::AnsweredOnce {
+ public:
+  void Expect(Done<bool> done) {
+    MutexLock lock(mutex_);
+    done_ = std::move(done);
+  }
+  void Answer(absl::StatusOr<bool> answer) {
+    Done<bool> done;
+    {
+      MutexLock lock(mutex_);
+      done = std::exchange(done_, nullptr);
+    }
+    if (done) std::move(done)(std::move(answer));
+  }
+
+ private:
+  Mutex mutex_;
+  Done<bool> done_ ABSL_GUARDED_BY(mutex_);
+};
+
+void JobImpl::AwaitDiscard(int rank, std::shared_ptr<AnsweredOnce> answer) {
+  MutexLock lock(mutex_);
+  discards_[rank] = std::move(answer);
+}
+
+std::shared_ptr<JobImpl::AnsweredOnce> JobImpl::TakeDiscard(int rank) {
+  MutexLock lock(mutex_);
+  return std::exchange(discards_[rank], nullptr);
+}
+
+void JobImpl::AnswerDiscard(int rank) {
+  if (const auto answer = TakeDiscard(rank); answer != nullptr) answer->Answer(broken_);
+}
+
 // A rank's stream: passes everything on to the job with its own key.
 class JobImpl::Stream : public RankStream {
  public:
@@ -38,17 +74,34 @@ class JobImpl::Stream : public RankStream {
                             const UsedParameters& used) override {
     return job_->Answered([&] { return job_->EndMicroStep(key_, at, micro_step, used); });
   }
-  absl::StatusOr<std::optional<SealRefusal>> Seal(StepAttempt at, uint32_t micro_steps) override {
-    return job_->Answered([&] { return job_->Seal(key_, at, micro_steps); });
+  absl::StatusOr<std::optional<SealRefusal>> Seal(StepAttempt at, uint32_t micro_steps,
+                                                  const std::optional<StepVote>& vote) override {
+    return job_->Answered([&] { return job_->Seal(key_, at, micro_steps, vote); });
   }
+  absl::Status Vote(StepAttempt at, const StepVote& vote) override {
+    return job_->Answered([&] { return job_->Vote(key_, at, vote); });
+  }
+  // Its Done is answered whatever becomes of the call: the job, which breaks if there is no memory
+  // for a part of it, answers what is left then.
   Pending Discard(StepAttempt at, Done<bool> done) override {
-    const std::shared_ptr<JobImpl> job = job_;  // The Done may end this stream.
+    const std::shared_ptr<JobImpl> job = job_;  // The Done may end this stream, as these.
+    const std::shared_ptr<AnsweredOnce> answer = discard_;
+    answer->Expect(std::move(done));
     Pending pending;
-    job->Guarded([&] { pending = job->Discard(key_, at, std::move(done)); });
-    return pending;
+    const bool in_memory = RunsInMemory([&] {
+      job->AwaitDiscard(key_.rank, answer);
+      pending = job->Discard(key_, at, [answer](absl::StatusOr<bool> discarded) {
+        answer->Answer(std::move(discarded));
+      });
+    });
+    if (in_memory) return pending;
+    job->Break();
+    answer->Answer(job->broken_);  // It may have been broken before.
+    return {};
   }
 
  private:
+  const std::shared_ptr<AnsweredOnce> discard_ = std::make_shared<AnsweredOnce>();
   const std::shared_ptr<JobImpl> job_;
   const StreamKey key_;
   const RankPosition position_;
@@ -56,12 +109,12 @@ class JobImpl::Stream : public RankStream {
 
 // ---------------------------------------------------------------- checks
 
-absl::Status JobImpl::CheckGeneration(uint64_t generation) const {
+absl::Status JobImpl::CheckGeneration(const Generation& generation) const {
   if (generation == record_.generation) return absl::OkStatus();
-  return WithReason(
-      absl::AbortedError(absl::StrCat("job ", spec().name, " is at generation ", record_.generation,
-                                      ", not ", generation, "; attach again")),
-      reason::kOlderGeneration);
+  return WithReason(absl::AbortedError(absl::StrCat("job ", spec().name, " is at generation ",
+                                                    ToString(record_.generation), ", not ",
+                                                    ToString(generation), "; attach again")),
+                    reason::kOlderGeneration);
 }
 
 absl::Status JobImpl::CheckCurrent(const StreamKey& key) const {
@@ -114,9 +167,9 @@ absl::Status JobImpl::CheckMayAttach(const AttachRequest& request) const {
   if (request.generation.has_value()) {
     BALLAST_RETURN_IF_ERROR(CheckGeneration(*request.generation));
     if (ranks_.IsTakenFrom(request.rank, request.process_id)) {
-      return WithReason(absl::AbortedError(absl::StrCat("another process has taken rank ",
-                                                        request.rank, " of job ", spec().name,
-                                                        " in generation ", record_.generation)),
+      return WithReason(absl::AbortedError(absl::StrCat(
+                            "another process has taken rank ", request.rank, " of job ",
+                            spec().name, " in generation ", ToString(record_.generation))),
                         reason::kRankReplaced);
     }
   }
@@ -175,9 +228,10 @@ void JobImpl::AttachNow(const AttachRequest& request, Done<Attachment> done) {
                      process_id = request.process_id]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     Detached detached;
     if (ranks_[rank].last_process_id != process_id) {
-      first_weights_.Forget(layout_.chunks_of_rank(rank));
+      ForgetFirstWeights(rank);
     }
     ranks_.Take(rank, process_id, detached);
+    Keep();
     return detached;
   };
   const auto attachment = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
@@ -188,15 +242,22 @@ void JobImpl::AttachNow(const AttachRequest& request, Done<Attachment> done) {
   // A process that attaches anew in mid-step does the step anew: what was sent before must not meet
   // what is sent now.
   if (taken || (!request.generation.has_value() && HasBegun(request.rank))) {
-    RaiseGeneration(
-        absl::StrCat(taken ? "a new process" : "a new session of its process", " has taken rank ",
-                     request.rank, " of job ", spec().name, "; the generation is now ",
-                     record_.generation + 1, "; attach again"),
-        [this, take, attachment, done = std::move(done)]()
-            ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
-              Detach(take(), absl::OkStatus());
-              Reply<Attachment>(std::move(done), attachment());
-            });
+    if (MaySkipStep()) {  // Streams go on then, but not the older one of this rank.
+      Detached replaced;
+      ranks_.TakeListener(request.rank, replaced.listeners);
+      Detach(
+          std::move(replaced),
+          WithReason(absl::AbortedError(absl::StrCat("another process or session has taken rank ",
+                                                     request.rank, " of job ", spec().name)),
+                     taken ? reason::kRankReplaced : reason::kStreamReplaced));
+    }
+    GiveUpStep(absl::StrCat(taken ? "a new process" : "a new session of its process",
+                            " has taken rank ", request.rank, " of job ", spec().name),
+               [this, take, attachment, done = std::move(done)]()
+                   ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
+                     Detach(take(), absl::OkStatus());
+                     Reply<Attachment>(std::move(done), attachment());
+                   });
     return;
   }
   // An older stream may be broken, though nothing here has noticed: when that ends it must not take
@@ -301,16 +362,22 @@ bool JobImpl::HasBegun(int rank) const {
   return std::visit(has_begun, step_);
 }
 
+const OpenStep* JobImpl::Undecided() const {
+  if (const auto* open = std::get_if<OpenStep>(&step_)) return open;
+  const auto* sealed = std::get_if<SealedStep>(&step_);
+  return sealed == nullptr ? nullptr : &sealed->given();
+}
+
 RankPosition JobImpl::PositionOf(int rank) const {
   RankPosition position;
   position.generation = record_.generation;
   position.committed_step = record_.committed_step;
-  const auto* open = std::get_if<OpenStep>(&step_);
-  if (open == nullptr) return position;
-  position.attempt = open->ranks()[rank].attempt;
-  if (!open->ranks()[rank].begun) return position;
-  position.open_step = open->terms().step;
-  position.micro_steps_ended = open->ranks()[rank].micro_steps_ended;
+  const OpenStep* given = Undecided();
+  if (given == nullptr) return position;
+  position.attempt = given->ranks()[rank].attempt;
+  if (!given->ranks()[rank].begun) return position;
+  position.open_step = given->terms().step;
+  position.micro_steps_ended = given->ranks()[rank].micro_steps_ended;
   for (const int chunk : layout_.chunks_of_rank(rank)) {
     if (const uint32_t next = ledger_.next_micro_step(chunk); next > 0) {
       position.delivered.push_back({.chunk = chunk, .next_micro_step = next});
@@ -329,12 +396,22 @@ void JobImpl::Detach(Detached detached, absl::Status why) {
   });
 }
 
+void JobImpl::ForgetFirstWeights(int rank) {
+  if (first_weights_.complete()) return;
+  const absl::Span<const int> chunks = layout_.chunks_of_rank(rank);
+  for (const int chunk : chunks) store_->SetArrived(chunk, false);
+  first_weights_.Forget(chunks);
+}
+
 void JobImpl::RaiseGeneration(std::string why, absl::AnyInvocable<void() &&> then) {
-  ++record_.generation;
+  record_.generation = record_.generation.Next();
+  given_up_step_ = 0;  // Streams that could still speak of it end.
   Detached detached = ranks_.FreeAll();
   for (int rank = 0; rank < ranks_.size(); ++rank) {
-    first_weights_.Forget(layout_.chunks_of_rank(rank));
+    ForgetFirstWeights(rank);
   }
+  ++kept_state_.epoch;
+  Keep();
   step_ = std::monostate();  // Nothing new can be added from here on.
   VoidAllTickets();
   speculation_.Stop();
@@ -355,15 +432,87 @@ void JobImpl::RaiseGeneration(std::string why, absl::AnyInvocable<void() &&> the
       });
 }
 
+bool JobImpl::MaySkipStep() const {
+  const OpenStep* given = Undecided();
+  if (given == nullptr || given->lacks_terms() || spec().on_abort != OnAbort::kSkip) return false;
+  return std::all_of(given->ranks().begin(), given->ranks().end(),
+                     [](const RankInStep& rank) { return rank.begun; });
+}
+
+bool JobImpl::WasGivenUp(uint64_t step, int rank) const {
+  if (step == 0 || step != given_up_step_ || step < record_.committed_step) return false;
+  const OpenStep* next = Undecided();
+  return next == nullptr || !next->ranks()[rank].begun;
+}
+
+void JobImpl::GiveUpStep(const std::string& why, absl::AnyInvocable<void() &&> then) {
+  if (MaySkipStep()) return SkipStep(why, std::move(then));
+  RaiseGeneration(absl::StrCat(why, "; the generation is now ", ToString(record_.generation.Next()),
+                               "; attach again"),
+                  std::move(then));
+}
+
+// The step's number is used up, so what is still on its way can meet no other attempt, and streams
+// go on in the same generation.
+void JobImpl::SkipStep(const std::string& why, absl::AnyInvocable<void() &&> then) {
+  const OpenStep& given = *Undecided();
+  StepTerms terms = given.terms();
+  uint32_t micro_steps = 0;
+  for (const RankInStep& rank : given.ranks()) {
+    micro_steps = std::max(micro_steps, rank.micro_steps_ended);
+  }
+  given_up_step_ = terms.step;
+  step_ = std::monostate();
+  VoidAllTickets();
+  speculation_.Stop();
+  gate_.StartClearing();
+  EnterHere(Admission::kFinishClear, -1,
+            [this, self = shared_from_this(), terms = std::move(terms), micro_steps, why,
+             then = std::move(then)](absl::Status cleared)
+                ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
+                  if (!cleared.ok()) return;  // Broken; streams have been told.
+                  StepOutcome outcome = {.step = terms.step,
+                                         .decision = {},
+                                         .skip_reason = absl::StrCat("it could not be kept: ", why),
+                                         .skip_cause = SkipCause::kNotKept,
+                                         .unused_parameters = {}};
+                  ClearStep();
+                  trace_.Mark(TraceEventKind::kCommitted, terms.step);
+                  std::vector<HyperParameters> hyper_parameters = terms.hyper_parameters;
+                  RecordStep({.outcome = outcome,
+                              .terms = std::move(terms),
+                              .micro_steps = micro_steps,
+                              .hyper_parameters = std::move(hyper_parameters)},
+                             /*times=*/{});
+                  store_->SetStep(outcome.step);
+                  RunAfter([listeners = ranks_.ByRank(), lenders = ranks_.TakeLenders(),
+                            outcome = std::move(outcome)]() mutable {
+                    for (const auto& listener : listeners) {
+                      if (listener == nullptr) continue;
+                      listener->OnDecision(outcome, {});
+                      listener->OnCommitted(outcome.step, /*update_seconds=*/0);
+                    }
+                  });
+                  ranks_.FreeLeft();
+                  step_over_.NotifyAll();
+                  std::move(then)();
+                });
+}
+
 void JobImpl::FinishClearing() {
+  // The next attempt begins after an operator's changes, so its overrides come last again.
+  later_changes_.assign(later_changes_.size(), {});
+  ClearStep();
+}
+
+void JobImpl::ClearStep() {
   speculation_.Drop(*store_);
   ledger_.Clear();
   sums_.Clear();
-  // The next attempt begins after an operator's changes, so its overrides come last again.
-  later_changes_.assign(later_changes_.size(), {});
   for (int chunk = 0; chunk < static_cast<int>(layout_.chunks().size()); ++chunk) {
     gradients_->Clear(chunk);
   }
+  if (kept_ != nullptr) kept_->FreeLeftSumLanes();
   gate_.FinishClearing();
 }
 
@@ -391,6 +540,7 @@ absl::Status JobImpl::GiveRankMemory(const RankHolder& holder,
     }
     Detached replaced;
     replaced.memories.push_back(ranks_.GiveMemory(holder.rank, std::move(memory), size_bytes));
+    Keep();
     Detach(std::move(replaced), absl::OkStatus());
     return true;
   };

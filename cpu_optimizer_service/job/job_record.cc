@@ -16,6 +16,15 @@ std::string MakeJobUid() {
 void StepHistory::Add(StepRecord record, bool coverage_complete) {
   ++(record.outcome.decision.apply ? applied_steps : skipped_steps);
   if (coverage_complete) ++coverage_complete_steps;
+  if (!record.outcome.decision.apply) {
+    ++statistics.skips[static_cast<size_t>(record.outcome.skip_cause)];
+  } else if (record.outcome.decision.clip_coefficient < 1) {
+    ++statistics.clipped_steps;
+  }
+  statistics.gathering.Add(record.times.gathering);
+  statistics.awaiting.Add(record.times.awaiting);
+  statistics.deciding.Add(record.times.deciding);
+  statistics.updating.Add(record.times.updating);
   speculation.published += record.speculation.published;
   speculation.redone += record.speculation.redone;
   std::vector<std::string>& names = record.outcome.unused_parameters;

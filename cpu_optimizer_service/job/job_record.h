@@ -1,5 +1,5 @@
 // Who a job is, and its small state: plain values, with all that a restart would need besides
-// chunks and gradients.
+// chunks and gradients. Thread-compatible: the job's lock guards what changes.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_JOB_RECORD_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_JOB_RECORD_H_
 
@@ -8,30 +8,65 @@
 #include <string>
 #include <vector>
 
+#include "absl/types/span.h"
 #include "cpu_optimizer_service/common/hyper_parameters.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/step_record.h"
+#include "cpu_optimizer_service/common/step_settings.h"
 
 namespace ballast {
 
 // Given to a job when it is made.
 struct JobIdentity {
   std::string uid;
-  uint64_t generation = 1;
+  Generation generation = 1;
   JobSpec spec;
 };
 
 // A uid that no other job has: 128 random bits in hex.
 std::string MakeJobUid();
+inline constexpr size_t kJobUidCharacters = 32;
+
+// Which chunks of a new job have their first weights.
+class FirstWeights {
+ public:
+  explicit FirstWeights(int64_t chunks) : arrived_(chunks, false), missing_(chunks) {}
+
+  int64_t missing() const { return missing_; }
+  bool complete() const { return missing_ == 0; }
+  void Arrive(int64_t chunk) {
+    if (!arrived_[chunk]) --missing_;
+    arrived_[chunk] = true;
+  }
+  void CompleteAll() {
+    arrived_.assign(arrived_.size(), true);
+    missing_ = 0;
+  }
+  // The weights of two attempts do not mix: until all are there, those of a rank that is taken anew
+  // count as missing.
+  void Forget(absl::Span<const int> chunks) {
+    if (complete()) return;
+    for (const int chunk : chunks) {
+      if (arrived_[chunk]) ++missing_;
+      arrived_[chunk] = false;
+    }
+  }
+
+ private:
+  std::vector<bool> arrived_;  // By chunk.
+  int64_t missing_ = 0;
+};
 
 // What has been decided so far.
 struct StepHistory {
   std::deque<StepRecord> recent_steps;  // Oldest first, at most kRecentSteps.
   uint64_t applied_steps = 0;
   uint64_t skipped_steps = 0;
-  // Decided steps of which the ledger held every micro-step of every chunk: all, or a bug.
+  // Decided steps of which the ledger held every micro-step of every chunk: all but those that could
+  // not be kept, which are given up before they are whole; or a bug.
   uint64_t coverage_complete_steps = 0;
   SpeculationCounts speculation;
+  StepStatistics statistics;
 
   // Counts the step and remembers its record, with at most kRecordedNames names.
   void Add(StepRecord record, bool coverage_complete);
@@ -41,11 +76,11 @@ struct StepHistory {
 };
 
 struct JobRecord {
-  uint64_t generation = 1;
+  Generation generation = 1;
   uint64_t committed_step = 0;
   std::vector<HyperParameters> hyper_parameters;  // One per group, in force.
   std::vector<int64_t> update_counts;             // By parameter; 0 for a frozen one.
-  std::string trainer_state;                      // As the last committed step's begin gave it.
+  std::string trainer_state;                      // Of the last committed step.
   StepHistory history;
   std::string resumed_uid;  // Of the job whose checkpoint was loaded last; empty: none.
 };

@@ -1,5 +1,5 @@
-// Saving: a checkpoint is written from pinned chunks on disk threads, a plane on each, while the
-// job goes on.
+// Saving: a checkpoint is written from pinned chunks on disk threads, several files at once, while
+// the job goes on.
 #include <algorithm>
 #include <chrono>
 #include <memory>
@@ -12,12 +12,25 @@
 #include "cpu_optimizer_service/job/job_impl.h"
 
 namespace ballast {
+namespace {
+
+// Files of one save that are written at once.
+constexpr int kStreams = 6;
+
+int64_t UnixMilliseconds() {
+  const auto now = std::chrono::system_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::milliseconds>(now).count();
+}
+
+}  // namespace
 
 struct JobImpl::Saving {
   using Clock = std::chrono::steady_clock;
 
-  explicit Saving(Done<CheckpointInfo> done) : done(std::move(done)) {}
+  Saving(SaveRequest request, Done<CheckpointInfo> done)
+      : request(std::move(request)), done(std::move(done)) {}
 
+  const SaveRequest request;
   Done<CheckpointInfo> done;
   // Made in its turn, and then constant.
   std::unique_ptr<CheckpointWriter> writer;
@@ -29,20 +42,21 @@ struct JobImpl::Saving {
   bool cancelled = false;
 
   Mutex mutex;
-  int planes_left ABSL_GUARDED_BY(mutex) = 0;
-  absl::Status status ABSL_GUARDED_BY(mutex);  // The first error of a plane.
+  int threads_left ABSL_GUARDED_BY(mutex) = 0;
+  int next_part ABSL_GUARDED_BY(mutex) = 0;
+  absl::Status status ABSL_GUARDED_BY(mutex);  // The first error of a part.
 };
 
 Pending JobImpl::Save(SaveRequest request, Done<CheckpointInfo> done) {
-  const auto saving = std::make_shared<Saving>(std::move(done));
+  const auto saving = std::make_shared<Saving>(std::move(request), std::move(done));
   const auto number = std::make_shared<uint64_t>(0);
   Enter(
       Admission::kSnapshot, -1,
-      [this, self = Self(), request = std::move(request), saving, number](absl::Status admitted)
+      [this, self = Self(), saving, number](absl::Status admitted)
           ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-            if (admitted.ok()) admitted = CheckMaySave(request.directory);
+            if (admitted.ok()) admitted = CheckMaySave(saving->request);
             if (!admitted.ok()) return Reply<CheckpointInfo>(std::move(saving->done), admitted);
-            SaveNow(request, saving, number);
+            SaveNow(saving, number);
           },
       number);
   return Pending([weak = weak_from_this(), weak_saving = std::weak_ptr(saving), number] {
@@ -55,25 +69,49 @@ Pending JobImpl::Save(SaveRequest request, Done<CheckpointInfo> done) {
   });
 }
 
-absl::Status JobImpl::CheckMaySave(const std::string& directory) const {
+absl::Status JobImpl::CheckMaySave(const SaveRequest& request) const {
   if (!first_weights_.complete()) {
     return absl::FailedPreconditionError(
         absl::StrCat("job ", spec().name, " has no weights yet; there is nothing to save"));
   }
-  for (const std::shared_ptr<Saving>& other : saves_) {
-    if (other->writer->directory() != directory) continue;
-    return absl::FailedPreconditionError(absl::StrFormat(
-        "job %s is being saved to %s already, for %.0f s; wait until that has ended", spec().name,
-        directory, std::chrono::duration<double>(Saving::Clock::now() - other->began).count()));
-  }
-  if (saves_.size() < kMostSaves) return absl::OkStatus();
+  const auto same = static_cast<size_t>(
+      std::count_if(saves_.begin(), saves_.end(), [&](const std::shared_ptr<Saving>& other) {
+        return other->request.asked_for == request.asked_for;
+      }));
+  if (same < kMostSaves) return absl::OkStatus();
   return absl::ResourceExhaustedError(
-      absl::StrCat(saves_.size(), " saves of job ", spec().name,
+      absl::StrCat(same, " saves of job ", spec().name,
                    " are under way; wait until one has ended (ballast job shows them)"));
 }
 
-void JobImpl::SaveNow(const SaveRequest& request, std::shared_ptr<Saving> saving,
-                      std::shared_ptr<uint64_t> number) {
+void JobImpl::SaveIfDue() {
+  if (environment_.checkpoints == nullptr) return;
+  const CheckpointPolicy& policy = environment_.checkpoints->policy();
+  const uint64_t step = record_.committed_step;
+  const std::chrono::duration<double> since = Saving::Clock::now() - saved_at_;
+  if (!policy.IsDue(step, saved_step_, since.count())) return;
+  // One that is under way takes longer than it should; the next is due when it has ended.
+  for (const std::shared_ptr<Saving>& other : saves_) {
+    if (!other->request.asked_for) return;
+  }
+  saved_step_ = step;
+  saved_at_ = Saving::Clock::now();
+  // Before the ranks are told of the commit, so that no later step is saved.
+  RunAfter([this, self = Self(), step] {
+    Save({.folder = environment_.checkpoints->PathOf(spec().name), .asked_for = false},
+         [self, step](const absl::StatusOr<CheckpointInfo>& saved) {
+           if (!saved.ok()) self->WarnOfSave(step, saved.status());
+         });
+  });
+}
+
+void JobImpl::WarnOfSave(uint64_t step, const absl::Status& why) const {
+  if (!environment_.warn) return;
+  environment_.warn(absl::StrCat("job ", spec().name, " was not saved at step ", step, ": ",
+                                 why.message(), "; what was saved before stands"));
+}
+
+void JobImpl::SaveNow(std::shared_ptr<Saving> saving, std::shared_ptr<uint64_t> number) {
   std::vector<int> chunks(layout_.chunks().size());
   std::iota(chunks.begin(), chunks.end(), 0);
   absl::StatusOr<Snapshot> snapshot = SnapshotOf({}, chunks);
@@ -84,25 +122,35 @@ void JobImpl::SaveNow(const SaveRequest& request, std::shared_ptr<Saving> saving
     saving->snapshot = *std::move(snapshot);
     saving->snapshot->keep_alive_ = nullptr;  // The job has this save; its tasks have the job.
   }
-  const auto start = [this, request, saving]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+  const auto start = [this, saving]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    const SaveRequest& request = saving->request;
     saving->began = Saving::Clock::now();
-    saving->info = {.step = record_.committed_step, .generation = record_.generation};
-    saving->writer = std::make_unique<CheckpointWriter>(
-        *environment_.file_system,
-        CheckpointWriter::Target{.directory = request.directory,
-                                 .replace = request.replace,
-                                 .resumed_uid = record_.resumed_uid,
-                                 .most_index_bytes = MostIndexBytes(spec())},
-        MakeIndex(record_));
+    saving->info = {.directory = request.folder,
+                    .step = record_.committed_step,
+                    .generation = record_.generation};
+    CheckpointIndex index = MakeIndex(record_);
+    index.saved_unix_ms = UnixMilliseconds();
+    index.asked_for = request.asked_for;
+    CheckpointWriter::Target target = {.folder = request.folder};
+    if (environment_.checkpoints != nullptr) target.keep = environment_.checkpoints->policy().keep;
+    saving->writer = std::make_unique<CheckpointWriter>(*environment_.file_system,
+                                                        std::move(target), std::move(index));
     saves_.push_back(saving);
+    if (request.background) {
+      Reply<CheckpointInfo>(std::move(saving->done), saving->info);
+      saving->done = [self = Self(),
+                      step = saving->info.step](const absl::StatusOr<CheckpointInfo>& saved) {
+        if (!saved.ok()) self->WarnOfSave(step, saved.status());
+      };
+    }
     StartSaving(saving);
   };
   if (saving->snapshot.has_value()) return start();
   const uint64_t waits =
       EnterHere(Admission::kRead, -1,
-                [this, self = Self(), request, saving, start](absl::Status admitted)
+                [this, self = Self(), saving, start](absl::Status admitted)
                     ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-                      if (admitted.ok()) admitted = CheckMaySave(request.directory);
+                      if (admitted.ok()) admitted = CheckMaySave(saving->request);
                       if (!admitted.ok()) {
                         return Reply<CheckpointInfo>(std::move(saving->done), admitted);
                       }
@@ -127,18 +175,18 @@ void JobImpl::BeginSaving(const std::shared_ptr<Saving>& saving) {
   }
   const absl::Status begun = OrOutOfMemory([&] { return saving->writer->Begin(); });
   if (!begun.ok()) return EndSaving(saving, begun);
-  const std::vector<Plane> planes = PlanesOf(saving->writer->index());
+  const int threads = std::min(kStreams, saving->writer->parts());
   {
     MutexLock lock(saving->mutex);
-    saving->planes_left = static_cast<int>(planes.size());
+    saving->threads_left = threads;
   }
-  for (const Plane plane : planes) {
+  for (int i = 0; i < threads; ++i) {
     environment_.disk_threads->Run(
-        [this, self = Self(), saving, plane] { Guarded([&] { SavePlane(saving, plane); }); });
+        [this, self = Self(), saving] { Guarded([&] { SaveParts(saving); }); });
   }
 }
 
-void JobImpl::SavePlane(const std::shared_ptr<Saving>& saving, Plane plane) {
+void JobImpl::SaveParts(const std::shared_ptr<Saving>& saving) {
   const CheckpointIndex& index = saving->writer->index();
   const auto read = [&](int parameter, Plane of, int64_t offset, absl::Span<float> out) {
     const int p = layout_.FindParameter(index.parameters[parameter].name);
@@ -148,32 +196,38 @@ void JobImpl::SavePlane(const std::shared_ptr<Saving>& saving, Plane plane) {
       ReadCommitted(p, of, offset, out);
     }
   };
-  const absl::Status status =
-      OrOutOfMemory([&] { return saving->writer->WritePlane(plane, read); });
+  absl::Status status;
   absl::Status first_error;
-  {
-    MutexLock lock(saving->mutex);
-    saving->status.Update(status);
-    if (--saving->planes_left > 0) return;
-    first_error = saving->status;
+  for (;;) {
+    int part = 0;
+    {
+      MutexLock lock(saving->mutex);
+      saving->status.Update(status);
+      if (saving->status.ok() && saving->next_part < saving->writer->parts()) {
+        part = saving->next_part++;
+      } else {
+        if (--saving->threads_left > 0) return;
+        first_error = saving->status;
+        break;
+      }
+    }
+    status = OrOutOfMemory([&] { return saving->writer->WritePart(part, read); });
   }
   EndSaving(saving, first_error);
 }
 
 void JobImpl::EndSaving(const std::shared_ptr<Saving>& saving, const absl::Status& status) {
   absl::StatusOr<CheckpointInfo> result = saving->info;
-  const absl::StatusOr<int64_t> bytes =
+  const absl::StatusOr<CheckpointFacts> facts =
       OrOutOfMemory([&] { return saving->writer->Finish(status); });
-  if (bytes.ok()) {
-    result->size_bytes = *bytes;
+  if (facts.ok()) {
+    result->directory = facts->directory;
+    result->size_bytes = facts->size_bytes;
     if (environment_.checkpoints != nullptr) {
-      environment_.checkpoints->Saved({.directory = saving->writer->directory(),
-                                       .job = spec().name,
-                                       .uid = uid(),
-                                       .step = saving->info.step});
+      environment_.checkpoints->Saved(saving->writer->folder(), *facts);
     }
   } else {
-    result = bytes.status();
+    result = facts.status();
   }
   {
     Section section(*this);
@@ -204,7 +258,7 @@ std::vector<SaveProgress> JobImpl::SavesUnderWay() const {
   for (const std::shared_ptr<Saving>& saving : saves_) {
     const CheckpointWriter& writer = *saving->writer;
     const std::chrono::duration<double> seconds = Saving::Clock::now() - saving->began;
-    saves.push_back({.directory = writer.directory(),
+    saves.push_back({.directory = writer.folder(),
                      .step = saving->info.step,
                      .seconds = seconds.count(),
                      .seconds_since_progress = writer.SecondsSinceProgress(),

@@ -41,7 +41,7 @@ void JobImpl::StopReading() {
   StartDecisionIfDue();
 }
 
-absl::Status JobImpl::ReadShard(uint64_t generation, uint64_t step, int index,
+absl::Status JobImpl::ReadShard(Generation generation, uint64_t step, int index,
                                 absl::Span<std::byte> out) {
   {
     MutexLock lock(mutex_);
@@ -121,6 +121,7 @@ void JobImpl::ReadCommitted(int parameter, Plane plane, int64_t offset,
 CheckpointIndex JobImpl::MakeIndex(const JobRecord& record) const {
   CheckpointIndex index = {.job = spec().name, .uid = uid()};
   index.step = record.committed_step;
+  index.generation = record.generation.count;
   index.trainer_state = record.trainer_state;
   if (const auto& steps = record.history.recent_steps; !steps.empty()) {
     index.last_step = steps.back();
@@ -240,15 +241,21 @@ absl::Status JobImpl::LoadChunk(const Checkpoint& checkpoint, int index) {
 }
 
 StepRecord JobImpl::LastRecord(const CheckpointIndex& index) const {
-  StepRecord record = *index.last_step;
-  // The checkpoint may have groups that the job has not.
-  record.hyper_parameters.resize(layout_.group_count());
-  for (int group = 0; group < layout_.group_count(); ++group) {
-    for (size_t saved = 0; saved < index.groups.size(); ++saved) {
-      if (index.groups[saved].name != spec().groups[group].name) continue;
-      record.hyper_parameters[group] = index.last_step->hyper_parameters[saved];
+  const StepRecord& last = *index.last_step;
+  StepRecord record = last;
+  // The checkpoint may have its groups in another order, and some that the job has not.
+  const auto of_job = [&](const auto& saved, const auto& otherwise, auto& values) {
+    if (saved.empty()) return;
+    values.assign(layout_.group_count(), otherwise);
+    for (int group = 0; group < layout_.group_count(); ++group) {
+      for (size_t i = 0; i < index.groups.size(); ++i) {
+        if (index.groups[i].name == spec().groups[group].name) values[group] = saved[i];
+      }
     }
-  }
+  };
+  of_job(last.hyper_parameters, HyperParameters(), record.hyper_parameters);
+  of_job(last.outcome.decision.multipliers, 1, record.outcome.decision.multipliers);
+  of_job(last.voted.multipliers, 1, record.voted.multipliers);
   return record;
 }
 
@@ -281,35 +288,34 @@ class LoadCall {
 
 // Verified on a disk thread; then, in the gate, the step is cleared and readers are waited for;
 // then read on a disk thread again.
-Pending JobImpl::Load(std::string directory, Done<CheckpointInfo> done) {
+Pending JobImpl::Load(LoadRequest request, Done<CheckpointInfo> done) {
   const auto number = std::make_shared<uint64_t>(0);
   auto shared_done = std::make_shared<Done<CheckpointInfo>>(std::move(done));
   const auto call = std::make_shared<LoadCall>();
-  const auto load = [this, self = Self(), directory, shared_done, number, call] {
+  const auto load = [this, self = Self(), request = std::move(request), shared_done, number, call] {
     if (!call->Begin()) return;
-    absl::StatusOr<Checkpoint> opened = OrOutOfMemory([&] {
-      return Checkpoint::Open(*environment_.file_system, directory, MostIndexBytes(spec()));
-    });
-    absl::Status status = opened.ok() ? CheckLoadable(*opened) : opened.status();
+    absl::StatusOr<OpenedCheckpoint> opened = OrOutOfMemory([&] { return OpenToLoad(request); });
+    absl::Status status = opened.ok() ? CheckLoadable(opened->checkpoint) : opened.status();
     if (status.ok() && call->cancelled()) status = absl::CancelledError(kGivenUp);
     if (!status.ok()) return std::move(*shared_done)(std::move(status));
-    auto checkpoint = std::make_shared<const Checkpoint>(*std::move(opened));
-    const auto start = [this, self, directory, shared_done,
+    auto checkpoint = std::make_shared<const OpenedCheckpoint>(*std::move(opened));
+    const auto start = [this, self, shared_done, request,
                         checkpoint]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
       gate_.StartLoading();
-      EnterHere(
-          Admission::kReplaceState, -1,
-          [this, self, directory, shared_done, checkpoint](absl::Status admitted)
-              ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-                if (!admitted.ok()) {  // Broken.
-                  return Reply<CheckpointInfo>(std::move(*shared_done), admitted);
-                }
-                RunAfter([this, self, directory, shared_done, checkpoint] {
-                  environment_.disk_threads->Run([this, self, directory, shared_done, checkpoint] {
-                    Guarded([&] { ReplaceState(directory, *checkpoint, std::move(*shared_done)); });
-                  });
-                });
-              });
+      kept_state_.loading = KeptLoad{.path = request.path, .weights_only = request.weights_only};
+      Keep();
+      EnterHere(Admission::kReplaceState, -1,
+                [this, self, shared_done, checkpoint](absl::Status admitted)
+                    ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+                      if (!admitted.ok()) {  // Broken.
+                        return Reply<CheckpointInfo>(std::move(*shared_done), admitted);
+                      }
+                      RunAfter([this, self, shared_done, checkpoint] {
+                        environment_.disk_threads->Run([this, self, shared_done, checkpoint] {
+                          Guarded([&] { ReplaceState(*checkpoint, std::move(*shared_done)); });
+                        });
+                      });
+                    });
     };
     Enter(
         Admission::kLoad, -1,
@@ -330,8 +336,34 @@ Pending JobImpl::Load(std::string directory, Done<CheckpointInfo> done) {
   });
 }
 
-void JobImpl::ReplaceState(const std::string& directory, const Checkpoint& checkpoint,
-                           Done<CheckpointInfo> done) {
+absl::StatusOr<OpenedCheckpoint> JobImpl::OpenToLoad(const LoadRequest& request) const {
+  FileSystem& file_system = *environment_.file_system;
+  if (request.weights_only) {
+    // A job at its begin, of nobody's state.
+    JobRecord begin = {.update_counts = std::vector<int64_t>(spec().layout.parameters.size())};
+    for (const GroupSpec& group : spec().groups) {
+      begin.hyper_parameters.push_back(group.hyper_parameters);
+    }
+    CheckpointIndex index = MakeIndex(begin);
+    index.uid.clear();
+    BALLAST_ASSIGN_OR_RETURN(Checkpoint weights,
+                             Checkpoint::OpenWeights(file_system, request.path, std::move(index),
+                                                     MostIndexBytes(spec())));
+    return OpenedCheckpoint{
+        .checkpoint = std::move(weights), .directory = request.path, .passed_over = {}};
+  }
+  BALLAST_ASSIGN_OR_RETURN(OpenedCheckpoint opened,
+                           OpenNewest(file_system, request.path, MostIndexBytes(spec())));
+  for (const std::string& damage : opened.passed_over) {
+    if (!environment_.warn) break;
+    environment_.warn(absl::StrCat("job ", spec().name, " is loaded from ", opened.directory,
+                                   ", not from a newer checkpoint: ", damage));
+  }
+  return opened;
+}
+
+void JobImpl::ReplaceState(const OpenedCheckpoint& opened, Done<CheckpointInfo> done) {
+  const Checkpoint& checkpoint = opened.checkpoint;
   absl::Status status;
   for (int chunk = 0; chunk < static_cast<int>(layout_.chunks().size()) && status.ok(); ++chunk) {
     status = OrOutOfMemory([&] { return LoadChunk(checkpoint, chunk); });
@@ -340,11 +372,16 @@ void JobImpl::ReplaceState(const std::string& directory, const Checkpoint& check
   if (broken()) return Reply<CheckpointInfo>(std::move(done), broken_);
   gate_.FinishLoading(/*torn=*/!status.ok());
   if (!status.ok()) {
-    torn_by_ = directory;
+    torn_by_ = opened.directory;
+    kept_state_.loading.reset();
+    Keep();
     return Reply<CheckpointInfo>(std::move(done), status);
   }
   const CheckpointIndex& index = checkpoint.index();
   record_.committed_step = index.step;
+  last_vote_ = {};
+  saved_step_ = index.step;
+  saved_at_ = Clock::now();
   record_.resumed_uid = index.uid;
   record_.trainer_state = index.trainer_state;
   if (index.last_step.has_value()) {
@@ -365,8 +402,13 @@ void JobImpl::ReplaceState(const std::string& directory, const Checkpoint& check
     }
   }
   first_weights_.CompleteAll();
-  Reply<CheckpointInfo>(std::move(done), CheckpointInfo{.step = record_.committed_step,
-                                                        .generation = record_.generation});
+  torn_by_.clear();
+  kept_state_.loading.reset();
+  Keep();
+  Reply<CheckpointInfo>(std::move(done), CheckpointInfo{.directory = opened.directory,
+                                                        .step = record_.committed_step,
+                                                        .generation = record_.generation,
+                                                        .passed_over = opened.passed_over});
 }
 
 // ---------------------------------------------------------------- timelines

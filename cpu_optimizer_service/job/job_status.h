@@ -4,31 +4,29 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "cpu_optimizer_service/common/hyper_parameters.h"
-#include "cpu_optimizer_service/common/job_spec.h"
-#include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/common/plan/memory_need.h"
 #include "cpu_optimizer_service/common/step_record.h"
 #include "cpu_optimizer_service/job/rank_stream.h"
 
 namespace ballast {
 
-// What the engine allocates for a job, in bytes.
-struct MemoryNeed {
-  int64_t state_bytes = 0;        // master, exp_avg, exp_avg_sq (, max_exp_avg_sq)
-  int64_t gradient_bytes = 0;     // one contribution of every chunk, in the wire dtype
-  int64_t accumulator_bytes = 0;  // fp32 sums, unless max_micro_steps is 1
-  int64_t speculation_bytes = 0;  // second versions of all chunks, if the job speculates
-  int64_t other_bytes = 0;        // shard buffers, block sums, tables
-  int64_t total_bytes() const {
-    return state_bytes + gradient_bytes + accumulator_bytes + speculation_bytes + other_bytes;
-  }
+// kVoting: all ranks have sealed and know the norm, and votes are missing. kBroken: there was no
+// memory for a part of the job's work, or a load of a checkpoint did not end.
+enum class JobPhase : uint8_t {
+  kAwaitingWeights,
+  kReady,
+  kOpen,
+  kSealed,
+  kVoting,
+  kUpdating,
+  kBroken,
+  kClosed
 };
-MemoryNeed NeedOf(const JobSpec& spec, const Layout& layout);
-
-enum class JobPhase : uint8_t { kAwaitingWeights, kReady, kOpen, kSealed, kUpdating, kClosed };
 
 struct RankProgress {
   bool attached = false;
@@ -37,6 +35,7 @@ struct RankProgress {
   bool begun = false;    // That attempt.
   uint32_t micro_steps_ended = 0;
   bool sealed = false;
+  bool voted = false;
   bool shared_memory = false;  // It has memory in common with this process.
   int64_t chunks = 0;
   int64_t chunks_complete = 0;                  // That stand at:
@@ -46,7 +45,7 @@ struct RankProgress {
 
 // A save that is under way.
 struct SaveProgress {
-  std::string directory;
+  std::string directory;  // The folder that the checkpoint will be in.
   uint64_t step = 0;
   double seconds = 0;                 // Since it began.
   double seconds_since_progress = 0;  // Since anything was written: a disk that hangs shows here.
@@ -54,24 +53,41 @@ struct SaveProgress {
   int64_t size_bytes = 0;
   bool holds_back_decisions = false;  // There was no room for second versions.
 };
-inline constexpr size_t kMostSaves = 4;  // Of a job at once.
+inline constexpr size_t kMostSaves = 4;  // Of a job at once: asked for, and as many that are not.
+
+// Gradients taken from ranks and weights given to them since the job was created, in bytes:
+// through their streams, and in the memory that they share with this process.
+struct JobTraffic {
+  int64_t gradient_bytes_in_messages = 0;
+  int64_t gradient_bytes_in_place = 0;
+  int64_t weight_bytes_in_messages = 0;
+  int64_t weight_bytes_in_place = 0;
+};
 
 // A consistent picture of a job.
 struct JobStatus {
-  uint64_t generation = 0;
+  Generation generation;
   uint64_t committed_step = 0;
   JobPhase phase = JobPhase::kAwaitingWeights;
   uint64_t applied_steps = 0;
   uint64_t skipped_steps = 0;
-  // Decided steps of which the ledger held every micro-step of every chunk: all, or a bug.
+  // Decided steps of which the ledger held every micro-step of every chunk: all but
+  // statistics.not_kept_steps(), or a bug.
   uint64_t coverage_complete_steps = 0;
-  SpeculationCounts speculation;    // Since creation.
+  StepStatistics statistics;  // Since creation, as the next two.
+  JobTraffic traffic;
+  SpeculationCounts speculation;
   int64_t speculation_paused = 0;   // Chunks whose provisional updates failed too often of late.
   std::string speculation_refused;  // Why a job that was to speculate waits; empty: it does not.
-  std::string trainer_state;        // As the last committed step's begin gave it.
+  std::string trainer_state;        // Of the last committed step.
+  std::string resumed_uid;          // Of the job whose checkpoint was loaded last; empty: none.
   MemoryNeed memory;
   int64_t accumulators_in_use = 0;
-  int64_t rank_memory_bytes = 0;  // Given to ranks, now; beside `memory`.
+  int64_t rank_memory_bytes = 0;                   // Given to ranks, now; beside `memory`.
+  std::string problem;                             // Why it is kBroken, and what to do.
+  std::string gate;                                // What is under way, in a line.
+  std::optional<double> seconds_open;              // Since a rank began the step that is open.
+  std::optional<double> seconds_since_first_seal;  // Of that step; absent: no rank has sealed.
   std::vector<RankProgress> ranks;
   std::vector<SaveProgress> saves;                // Oldest first.
   std::vector<StepRecord> recent_steps;           // Oldest first, a bounded number.

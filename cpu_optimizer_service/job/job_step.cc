@@ -1,5 +1,5 @@
-// What a rank gives a step, up to the last seal, and takes back: settings, gradients, ends of
-// micro-steps, seals.
+// What a rank gives a step, up to the decision, and takes back: settings, gradients, ends of
+// micro-steps, seals, votes.
 //
 // A payload is added by the thread that brings it, while it is in that thread's cache, and its sums
 // of squares are computed there, too. What lies in memory that is shared with the rank costs the
@@ -37,15 +37,11 @@ absl::StatusOr<StepTerms> JobImpl::MakeTerms(uint64_t step, const StepSettings& 
   StepTerms terms = {
       .step = step, .settings = settings, .hyper_parameters = record_.hyper_parameters};
   BALLAST_RETURN_IF_ERROR(CheckScale(settings.scale, layout_.group_count()));
-  for (const auto& [group, overrides] : settings.overrides) {
-    if (group < 0 || group >= layout_.group_count()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("overrides name group ", group, " of ", layout_.group_count()));
-    }
-    terms.hyper_parameters[group] = Apply(terms.hyper_parameters[group], overrides);
-    BALLAST_RETURN_IF_ERROR(Annotate(Validate(terms.hyper_parameters[group]),
-                                     absl::StrCat("group ", spec().groups[group].name)));
-  }
+  BALLAST_RETURN_IF_ERROR(Annotate(Validate(settings.expected_clipping, layout_.group_count()),
+                                   "the expected clipping"));
+  BALLAST_ASSIGN_OR_RETURN(
+      terms.hyper_parameters,
+      WithOverrides(spec(), std::move(terms.hyper_parameters), settings.overrides));
   return terms;
 }
 
@@ -97,6 +93,7 @@ absl::Status JobImpl::BeginStep(const StreamKey& key, StepAttempt at,
         "rank ", key.rank, " begins step ", at.step, " with a trainer_state of ",
         settings.trainer_state.size(), " bytes, of ", kMaxTrainerStateBytes, " at most"));
   }
+  if (WasGivenUp(at.step, key.rank)) return absl::OkStatus();
   BALLAST_RETURN_IF_ERROR(CheckIsNext(key.rank, "begins", at.step));
   auto* open = std::get_if<OpenStep>(&step_);
   if (open != nullptr) BALLAST_RETURN_IF_ERROR(CheckInAttempt(*open, key.rank, at.attempt));
@@ -111,12 +108,25 @@ absl::Status JobImpl::BeginStep(const StreamKey& key, StepAttempt at,
     if (open == nullptr) BALLAST_RETURN_IF_ERROR(OpenNextStep(at.step));
     open = &std::get<OpenStep>(step_);
     // Of an operator's changes those before this are in the terms, and its overrides come last.
-    later_changes_.assign(later_changes_.size(), {});
-    speculation_.Begin(CanSpeculate() ? MakeProvisionalUpdate(spec(), terms, record_.update_counts)
-                                      : nullptr);
+    if (later_changes_ != std::vector<HyperParameterOverrides>(later_changes_.size())) {
+      later_changes_.assign(later_changes_.size(), {});
+      Keep();
+    }
+    speculation_.Begin(
+        CanSpeculate() ? MakeProvisionalUpdate(spec(), terms, record_.update_counts) : nullptr,
+        settings.expected_clipping.max_norm);
     open->SetTerms(std::move(terms));
   }
-  return open->Begin(key.rank, settings);
+  const bool had_begun = open->ranks()[key.rank].begun;
+  BALLAST_RETURN_IF_ERROR(open->Begin(key.rank, settings));
+  if (kept_ != nullptr && !had_begun) {
+    KeepWord({.kind = KeptWord::Kind::kBegin,
+              .rank = key.rank,
+              .step = at.step,
+              .settings = brings_terms ? StepSettings() : settings,
+              .terms = brings_terms ? std::optional(open->terms()) : std::nullopt});
+  }
+  return absl::OkStatus();
 }
 
 absl::Status JobImpl::CheckMicroSteps(absl::string_view what, int64_t end) const {
@@ -138,9 +148,19 @@ absl::Status JobImpl::EndMicroStep(const StreamKey& key, StepAttempt at, uint32_
       CheckMicroSteps(absl::StrCat("rank ", key.rank, " ends"), int64_t{micro_step} + 1));
   MutexLock lock(mutex_);
   BALLAST_RETURN_IF_ERROR(CheckCurrent(key));
+  if (WasGivenUp(at.step, key.rank)) return absl::OkStatus();
   BALLAST_ASSIGN_OR_RETURN(OpenStep * open, FindOpenStep(at.step));
   BALLAST_RETURN_IF_ERROR(CheckInAttempt(*open, key.rank, at.attempt));
-  return open->EndMicroStep(key.rank, micro_step, used);
+  const uint32_t ended = open->ranks()[key.rank].micro_steps_ended;
+  BALLAST_RETURN_IF_ERROR(open->EndMicroStep(key.rank, micro_step, used));
+  if (kept_ != nullptr && open->ranks()[key.rank].micro_steps_ended > ended) {
+    KeepWord({.kind = KeptWord::Kind::kEndMicroStep,
+              .rank = key.rank,
+              .step = at.step,
+              .micro_step = micro_step,
+              .used = std::move(used)});
+  }
+  return absl::OkStatus();
 }
 
 // ---------------------------------------------------------------- gradients
@@ -181,6 +201,7 @@ absl::StatusOr<JobImpl::Accepted> JobImpl::Accept(const StreamKey& key, const Co
   const int chunk = static_cast<int>(given.chunk);
   BALLAST_RETURN_IF_ERROR(CheckCurrent(key));
   BALLAST_RETURN_IF_ERROR(CheckContribution(key.rank, given));
+  if (WasGivenUp(given.step, key.rank)) return Accepted{.result = ContributionResult::kDiscarded};
   BALLAST_ASSIGN_OR_RETURN(OpenStep * open, FindOpenStep(given.step));
   // A worker may push on one thread while it discards on another.
   BALLAST_ASSIGN_OR_RETURN(const bool current, open->CheckAttempt(key.rank, given.attempt));
@@ -190,8 +211,22 @@ absl::StatusOr<JobImpl::Accepted> JobImpl::Accept(const StreamKey& key, const Co
       ledger_.Check(given.chunk, given.micro_step_begin, given.micro_step_end));
   if (verdict == Ledger::Verdict::kRepeat) return Accepted{.result = ContributionResult::kRepeat};
   BALLAST_RETURN_IF_ERROR(open->CheckMayContribute(key.rank));
+  if (gradients_->half_added(chunk) &&
+      (given.empty || !kept_->HasLeft(chunk, KeptJob::TagOf(kept_state_.epoch, given.attempt,
+                                                            given.micro_step_end)))) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "chunk ", given.chunk, " from rank ", key.rank, " covers micro-steps ",
+        given.micro_step_begin, " to ", given.micro_step_end,
+        ", and others were being added when the service's process died; send those again, or "
+        "discard the attempt"));
+  }
+  // A guess that it drops is not read any more: see Contribute.
+  if (speculation_.DropGuess(chunk, *store_)) ++record_.history.speculation.redone;
+  sums_.Clear(chunk);
   const RankEntry& rank = ranks_[key.rank];
-  Accepted accepted = {.provisional = speculation_.update(), .ticket = tickets_[key.rank]};
+  Accepted accepted = {.provisional = speculation_.update(),
+                       .ticket = tickets_[key.rank],
+                       .epoch = kept_state_.epoch};
   if (given.in_place) {
     if (rank.memory == nullptr) {
       return absl::FailedPreconditionError(
@@ -200,16 +235,31 @@ absl::StatusOr<JobImpl::Accepted> JobImpl::Accept(const StreamKey& key, const Co
                        " shares none with that rank"));
     }
     accepted.memory = rank.memory;
-    accepted.borrowed = given.final && ledger_.next_micro_step(given.chunk) == 0;
+    // Where shared memory may be gone before the job is, its gradients are copied: what has been
+    // acknowledged, and decided, must be there.
+    const bool may_borrow =
+        environment_.named_memory == nullptr || environment_.named_memory->KeepsShared();
+    accepted.borrowed = may_borrow && given.final && ledger_.next_micro_step(given.chunk) == 0;
   }
   if (accepted.borrowed) {
     ranks_.Lend(key.rank);
     gradients_->Borrow(chunk, rank.memory->gradient(chunk).data());
+    KeepContribution(given, accepted.epoch);
     ledger_.Advance(given.chunk, given.micro_step_end, given.final);
   } else {
     gate_.StartAdding(key.rank);
   }
-  if (given.empty) open->RecordEmpty(chunk, given.micro_step_begin, given.micro_step_end);
+  if (given.empty) {
+    open->RecordEmpty(chunk, given.micro_step_begin, given.micro_step_end);
+    if (kept_ != nullptr) {
+      KeepWord({.kind = KeptWord::Kind::kEmpty,
+                .rank = key.rank,
+                .step = given.step,
+                .chunk = chunk,
+                .begin = given.micro_step_begin,
+                .end = given.micro_step_end});
+    }
+  }
   return accepted;
 }
 
@@ -220,18 +270,35 @@ absl::StatusOr<ContributionResult> JobImpl::Contribute(const StreamKey& key,
   Accepted accepted;
   {
     MutexLock lock(mutex_);
+    // Of a guess that was wrong, for as long as the update of one chunk takes at most: it is not
+    // only queued, but runs, and calls nobody meanwhile.
+    while (!broken() && speculation_.IsRunning(given.chunk)) guess_over_.Wait(mutex_);
     BALLAST_ASSIGN_OR_RETURN(accepted, Accept(key, given));
   }
   if (accepted.result != ContributionResult::kAdded) return accepted.result;
+  if (!given.empty) {
+    (given.in_place ? gradient_bytes_in_place_ : gradient_bytes_in_messages_) +=
+        layout_.chunks()[chunk].elements *
+        SizeBytes(spec().groups[layout_.chunks()[chunk].group].wire_dtype);
+  }
   if (accepted.borrowed) {
     trace_.Record(TraceEventKind::kArrived, given.step, chunk, arrived_ns);
     StartSums(given.step, chunk, accepted.ticket);
     return ContributionResult::kAdded;
   }
   // This rank's calls come one at a time, and no other rank owns the chunk.
-  AddToGradient(given, accepted.memory.get());
+  SumLane* lane = nullptr;
+  if (kept_ != nullptr && !given.empty && gradients_->changes_sum(chunk)) {
+    lane = kept_->TakeSumLane(chunk,
+                              KeptJob::TagOf(accepted.epoch, given.attempt, given.micro_step_end));
+  }
+  AddToGradient(given, accepted.memory.get(), lane);
+  KeepContribution(given, accepted.epoch);
+  if (lane != nullptr) kept_->GiveSumLane(lane);
   trace_.Record(TraceEventKind::kArrived, given.step, chunk, arrived_ns);
-  const bool sums_here = given.final && !given.in_place;
+  // What may be added to later is not left to a task.
+  const bool whole = given.final || given.may_guess;
+  const bool sums_here = whole && (given.may_guess || !given.in_place);
   const double squared_norm =
       sums_here ? ComputeSums(given.step, chunk, accepted.provisional.get()) : 0;
   std::optional<Speculation::Task> provisional;
@@ -246,19 +313,19 @@ absl::StatusOr<ContributionResult> JobImpl::Contribute(const StreamKey& key,
     }
   }
   if (provisional.has_value()) StartProvisional(*std::move(provisional));
-  if (given.final && !sums_here) StartSums(given.step, chunk, accepted.ticket);
+  if (whole && !sums_here) StartSums(given.step, chunk, accepted.ticket);
   return ContributionResult::kAdded;
 }
 
-void JobImpl::AddToGradient(const Contribution& given, const RankMemory* memory) {
+void JobImpl::AddToGradient(const Contribution& given, const RankMemory* memory, SumLane* lane) {
   const int chunk = static_cast<int>(given.chunk);
   if (given.empty) {
     gradients_->AddZeros(chunk);
   } else if (memory != nullptr) {
     const absl::Span<const std::byte> place = memory->gradient(chunk);
-    gradients_->Add(chunk, {&place, 1});
+    gradients_->Add(chunk, {&place, 1}, lane);
   } else {
-    gradients_->Add(chunk, given.payload);
+    gradients_->Add(chunk, given.payload, lane);
   }
 }
 
@@ -324,7 +391,8 @@ bool JobImpl::HasAcceptedSeal(uint64_t step, uint32_t micro_steps) const {
 }
 
 absl::StatusOr<std::optional<SealRefusal>> JobImpl::Seal(const StreamKey& key, StepAttempt at,
-                                                         uint32_t micro_steps) {
+                                                         uint32_t micro_steps,
+                                                         const std::optional<StepVote>& vote) {
   const uint64_t step = at.step;
   if (micro_steps == 0) {
     return absl::InvalidArgumentError(
@@ -335,21 +403,42 @@ absl::StatusOr<std::optional<SealRefusal>> JobImpl::Seal(const StreamKey& key, S
   {
     Section section(*this);
     BALLAST_RETURN_IF_ERROR(CheckCurrent(key));
-    if (HasAcceptedSeal(step, micro_steps)) return std::nullopt;
+    if (WasGivenUp(step, key.rank)) return std::nullopt;
+    if (HasAcceptedSeal(step, micro_steps)) {
+      BALLAST_RETURN_IF_ERROR(RepeatSeal(key.rank, vote));
+      return std::nullopt;
+    }
     BALLAST_ASSIGN_OR_RETURN(OpenStep * open, FindOpenStep(step));
     BALLAST_ASSIGN_OR_RETURN(const bool current, open->CheckAttempt(key.rank, at.attempt));
     if (!current) return RefuseDiscarded(step, key.rank, at.attempt, key.rank);
-    if (open->ranks()[key.rank].sealed == micro_steps) return std::nullopt;
-    open->Unseal(key.rank);  // Its last word counts; until it is taken the rank has not sealed.
-    if (auto refused = CheckRank(Given(*open), key.rank, micro_steps)) {
+    // Its last word counts.
+    const bool sealed_before = open->ranks()[key.rank].sealed == micro_steps;
+    if (!sealed_before) open->Unseal(key.rank);  // Until it is taken the rank has not sealed.
+    if (auto refused =
+            sealed_before ? std::nullopt : CheckRank(Given(*open), key.rank, micro_steps)) {
       refused->attempt = at.attempt;
       return refused;
+    }
+    if (vote.has_value()) {
+      BALLAST_RETURN_IF_ERROR(CheckVote(spec(), open->terms(), key.rank, *vote));
+    }
+    for (const int chunk : layout_.chunks_of_rank(key.rank)) {
+      if (!gradients_->half_added(chunk)) continue;
+      return SealRefusal{
+          .status = WithReason(
+              absl::FailedPreconditionError(absl::StrCat(
+                  "chunk ", chunk, " from rank ", key.rank,
+                  " was being added to when the service's process died, and has not come again")),
+              reason::kSendAndSealAgain),
+          .missing = {},
+          .attempt = at.attempt};
     }
     if (absl::Status status = open->Seal(key.rank, micro_steps); !status.ok()) {
       return SealRefusal{.status = WithReason(std::move(status), reason::kSendAndSealAgain),
                          .missing = {},
                          .attempt = at.attempt};
     }
+    open->SetVote(key.rank, vote);
     if (!open->UnsealedRanks().empty()) return std::nullopt;
     auto refused = CheckStep(Given(*open), key.rank,
                              [&](const ChunkPiece& piece) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
@@ -376,6 +465,91 @@ absl::StatusOr<std::optional<SealRefusal>> JobImpl::Seal(const StreamKey& key, S
   return refusal;
 }
 
+// A reopened stream carries the last seal again, too, of which its client does not know what came
+// of it: the norm, or a refusal of the vote that it brought.
+absl::Status JobImpl::RepeatSeal(int rank, const std::optional<StepVote>& vote) {
+  auto* sealed = std::get_if<SealedStep>(&step_);
+  if (sealed == nullptr || gate_.phase() != Phase::kVoting) return absl::OkStatus();
+  if (sealed->ranks()[rank].vote.has_value()) return absl::OkStatus();
+  if (vote.has_value()) return TakeVote(*sealed, rank, *vote);
+  TellNorm(*sealed, {rank});
+  return absl::OkStatus();
+}
+
+// ---------------------------------------------------------------- voting
+
+absl::Status JobImpl::Vote(const StreamKey& key, StepAttempt at, const StepVote& vote) {
+  const Section section(*this);
+  BALLAST_RETURN_IF_ERROR(CheckCurrent(key));
+  if (WasGivenUp(at.step, key.rank)) return absl::OkStatus();
+  const auto wrong = [&](absl::string_view why) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("rank ", key.rank, " votes on step ", at.step, " of job ", spec().name, why));
+  };
+  // A reopened stream carries the last vote again, of which its client does not know that it was
+  // the decision.
+  const auto* decided = std::get_if<DecidedStep>(&step_);
+  const bool is_decided = decided != nullptr && decided->terms().step == at.step;
+  if (is_decided || (at.step == record_.committed_step && at.step > 0)) {
+    const bool same = vote == (is_decided ? decided->vote() : last_vote_);
+    return same ? absl::OkStatus()
+                : WithReason(wrong(", which is decided otherwise"), reason::kOtherStep);
+  }
+  const OpenStep* given = Undecided();
+  if (given == nullptr || given->terms().step != at.step) {
+    return WithReason(wrong(absl::StrCat(", but the job stands at step ", record_.committed_step)),
+                      reason::kOtherStep);
+  }
+  BALLAST_ASSIGN_OR_RETURN(const bool current, given->CheckAttempt(key.rank, at.attempt));
+  if (!current) return wrong(absl::StrCat(" in attempt ", at.attempt, ", which it has discarded"));
+  if (!given->IsLive(key.rank)) {
+    RunAfter([listener = ranks_[key.rank].listener, at,
+              why = RefuseVoteOfDiscarded(at.step, key.rank, at.attempt, given->LiveRank())] {
+      if (listener != nullptr) listener->OnVoteRefused(at, why);
+    });
+    return absl::OkStatus();
+  }
+  if (!given->lacks_terms()) {  // Of a discarded attempt there are none to check it by.
+    BALLAST_RETURN_IF_ERROR(CheckVote(spec(), given->terms(), key.rank, vote));
+  }
+  auto* sealed = std::get_if<SealedStep>(&step_);
+  if (auto* open = std::get_if<OpenStep>(&step_); open != nullptr && at.step == taken_over_step_ &&
+                                                  open->ranks()[key.rank].sealed.has_value()) {
+    // It was told the norm by a process that has died since, and other ranks have not come back yet.
+    open->SetVote(key.rank, vote);
+    return absl::OkStatus();
+  }
+  const bool same = given->ranks()[key.rank].vote == vote;
+  if (sealed != nullptr && same) return absl::OkStatus();
+  if (gate_.phase() == Phase::kVoting) return TakeVote(*sealed, key.rank, vote);
+  return wrong(sealed != nullptr && sealed->RanksWithoutVote().empty()
+                   ? ", which is being decided otherwise"
+                   : " before its norm is known; seal, and wait for the norm");
+}
+
+absl::Status JobImpl::TakeVote(SealedStep& sealed, int rank, const StepVote& vote) {
+  BALLAST_RETURN_IF_ERROR(CheckVote(spec(), sealed.terms(), rank, vote));
+  sealed.SetVote(rank, vote);
+  if (!sealed.RanksWithoutVote().empty() || !CheckVotes(sealed)) return absl::OkStatus();
+  gate_.EndVoting();
+  StartDecisionIfDue();
+  return absl::OkStatus();
+}
+
+bool JobImpl::CheckVotes(SealedStep& sealed) {
+  absl::Status differ = CheckVotesAgree(sealed.terms().step, sealed.ranks());
+  if (differ.ok()) return true;
+  sealed.VoidVotes();
+  TellNorm(sealed, sealed.RanksWithoutVote());  // Some have voted without it.
+  const StepAttempt at = {sealed.terms().step, sealed.given().attempt()};
+  RunAfter([listeners = ranks_.ByRank(), at, differ = std::move(differ)] {
+    for (const auto& listener : listeners) {
+      if (listener != nullptr) listener->OnVoteRefused(at, differ);
+    }
+  });
+  return false;
+}
+
 // ---------------------------------------------------------------- discarding
 
 // All that is forgotten is forgotten in one turn, so a stream that breaks before it has discarded
@@ -384,9 +558,9 @@ Pending JobImpl::Discard(const StreamKey& key, StepAttempt at, Done<bool> done) 
   {
     // What only waits to be computed need not be waited for.
     MutexLock lock(mutex_);
-    const auto* open = std::get_if<OpenStep>(&step_);
-    if (ranks_.IsCurrent(key) && open != nullptr && open->terms().step == at.step &&
-        open->ranks()[key.rank].attempt == at.attempt) {
+    const OpenStep* given = Undecided();
+    if (ranks_.IsCurrent(key) && given != nullptr && given->terms().step == at.step &&
+        given->ranks()[key.rank].attempt == at.attempt) {
       VoidTickets(key.rank);
       speculation_.Cancel(key.rank);
     }
@@ -404,6 +578,20 @@ absl::StatusOr<bool> JobImpl::DiscardNow(const StreamKey& key, StepAttempt at) {
   BALLAST_RETURN_IF_ERROR(CheckCurrent(key));
   const bool decided = std::holds_alternative<DecidedStep>(step_);
   if (at.step > 0 && at.step == record_.committed_step + (decided ? 1 : 0)) return false;
+  if (at.attempt + 1 >= kMaxAttempts) {
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "rank ", rank, " has discarded ", at.attempt, " attempts at step ", at.step, " of job ",
+        spec().name, ", and a step has no more; abort it (`ballast abort-step ", spec().name,
+        "`), and begin it anew"));
+  }
+  if (gate_.phase() == Phase::kVoting && at.step == record_.committed_step + 1) {
+    auto& sealed = std::get<SealedStep>(step_);
+    BALLAST_ASSIGN_OR_RETURN(const bool current, sealed.given().CheckAttempt(rank, at.attempt));
+    if (!current) return true;
+    OpenStep reopened = std::move(sealed).Reopen();
+    step_ = std::move(reopened);
+    gate_.Reopen();
+  }
   BALLAST_RETURN_IF_ERROR(CheckIsNext(rank, "discards", at.step));
   if (std::holds_alternative<std::monostate>(step_)) {
     if (at.attempt > 0) {
@@ -419,6 +607,12 @@ absl::StatusOr<bool> JobImpl::DiscardNow(const StreamKey& key, StepAttempt at) {
   const absl::Span<const int> chunks = layout_.chunks_of_rank(rank);
   const bool was_live = open.IsLive(rank);
   const std::vector<int> undone = open.Discard(rank, chunks);
+  if (kept_ != nullptr) {
+    KeepWord({.kind = KeptWord::Kind::kDiscard, .rank = rank, .step = at.step});
+    kept_->LookAtSumLanes([&](const SumLane& lane) {
+      return layout_.chunks()[SumWord::Unpack(lane.word).chunk].rank != rank;
+    });
+  }
   // No rank's provisional updates of the attempt that was live can become the state.
   if (was_live) speculation_.Stop();
   VoidTickets(rank);
@@ -452,6 +646,7 @@ RankProgress JobImpl::ProgressOf(int rank, const RankInStep* state) const {
   progress.begun = state->begun;
   progress.micro_steps_ended = state->micro_steps_ended;
   progress.sealed = state->sealed.has_value();
+  progress.voted = state->vote.has_value();
   progress.furthest_micro_step = state->sealed.value_or(0);
   for (const int chunk : chunks) {
     progress.furthest_micro_step =

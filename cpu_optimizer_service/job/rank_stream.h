@@ -23,7 +23,8 @@ namespace ballast {
 // One piece of gradient: chunk `chunk`'s elements, summed over ranks and micro-steps
 // [micro_step_begin, micro_step_end), in the group's wire dtype. The payload may come in pieces,
 // cut anywhere. Empty contributions have no payload and count as zeros. After a final one nothing
-// more is taken for the chunk in this step.
+// more is taken for the chunk in this step. One that may_guess is as good as final for a provisional
+// update, and promises nothing: a further one drops that.
 //
 // One that is `in_place` has no payload either: it lies at its place in the rank's memory. If it is
 // final and the chunk's first of the step, it is read from there until the step is over, and must
@@ -35,11 +36,13 @@ struct Contribution {
   uint32_t micro_step_begin = 0;
   uint32_t micro_step_end = 1;
   bool final = false;
+  bool may_guess = false;
   bool empty = false;
   bool in_place = false;
   absl::Span<const absl::Span<const std::byte>> payload;
 };
-// kDiscarded: it came late, of an attempt that its rank has discarded, and was dropped.
+// kDiscarded: it came late, of an attempt that its rank has discarded or of a step that could not
+// be kept (OnAbort::kSkip), and was dropped.
 enum class ContributionResult : uint8_t { kAdded, kRepeat, kDiscarded };
 
 inline constexpr size_t kMissingNames = 16;    // Parameters that one entry names.
@@ -72,8 +75,14 @@ class RankListener {
   // what is missing, or discards too, and all seal again. Of an attempt that this rank has
   // discarded since it may come late, and means nothing.
   virtual void OnSealRefused(uint64_t step, const SealRefusal& refusal) = 0;
-  // Weights of the next step, should it be applied without clipping: before OnDecision,
-  // at most once for each chunk. Only if the stream was opened to speculate.
+  // Every rank has sealed, and this one has not voted: its vote is awaited. It may come twice.
+  virtual void OnNorm(const StepNorm& norm) = 0;
+  // The votes of all ranks are void, because they differ: the status names the first difference.
+  // The step stays sealed, and all vote again; or, to this rank alone, another one has discarded
+  // the attempt.
+  virtual void OnVoteRefused(StepAttempt at, const absl::Status& why) = 0;
+  // Weights of the next step, should it be decided as it was begun: before OnDecision. Later ones
+  // of a chunk take the place of earlier ones. Only if the stream was opened to speculate.
   virtual void OnProvisionalWeights(uint64_t step, int chunk, WeightBuffer shard) = 0;
   // Of the provisional weights told to this listener, those of `dropped_chunks` are not the step's
   // (they follow through OnWeights); the others are, and do not come again. Of a skipped step none
@@ -83,7 +92,8 @@ class RankListener {
   virtual void OnWeights(uint64_t step, int chunk, WeightBuffer shard) = 0;
   virtual void OnCommitted(uint64_t step, double update_seconds) = 0;
   // The stream is no longer the rank's: ABORTED (replaced, older generation, closed job). Of what
-  // was on its way, OnWaiting, OnSealRefused, OnProvisionalWeights and OnCommitted may still come.
+  // was on its way, OnWaiting, OnSealRefused, OnNorm, OnVoteRefused, OnProvisionalWeights and
+  // OnCommitted may still come.
   virtual void OnDetached(const absl::Status& status) = 0;
 };
 
@@ -94,7 +104,7 @@ struct ChunkProgress {
 
 // Where a rank stands, for a stream that is opened in mid-step.
 struct RankPosition {
-  uint64_t generation = 0;
+  Generation generation;
   uint64_t committed_step = 0;
   uint32_t attempt = 0;    // Of the rank, at the next step; those before it are discarded.
   uint64_t open_step = 0;  // 0: the rank has not begun that attempt.
@@ -104,7 +114,7 @@ struct RankPosition {
 
 // A rank's way into its job. Every call says ABORTED once the stream has been replaced or the
 // generation has risen, and has then done nothing. Destroying it detaches the listener; the step
-// stays.
+// stays. What comes late for a step that could not be kept and was skipped is dropped, and OK.
 class RankStream {
  public:
   virtual ~RankStream() = default;
@@ -120,17 +130,29 @@ class RankStream {
   virtual absl::StatusOr<ContributionResult> Contribute(const Contribution& contribution) = 0;
   virtual absl::Status EndMicroStep(StepAttempt at, uint32_t micro_step,
                                     const UsedParameters& used) = 0;
-  // nullopt: taken. The decision comes through the listener, perhaps before this returns. A refusal
-  // leaves the step open, for this rank as if it had not sealed. An error is a request that can
-  // never work (wrong step, zero micro-steps).
+  // nullopt: taken. The decision comes through the listener, perhaps before this returns; without a
+  // vote, OnNorm comes. A refusal leaves the step open, for this rank as if it had not sealed. An
+  // error is a request that can never work (wrong step, zero micro-steps, a vote as for Vote).
   // An attempt that any rank has discarded is never decided: its seals are refused.
-  virtual absl::StatusOr<std::optional<SealRefusal>> Seal(StepAttempt at, uint32_t micro_steps) = 0;
+  virtual absl::StatusOr<std::optional<SealRefusal>> Seal(StepAttempt at, uint32_t micro_steps,
+                                                          const std::optional<StepVote>& vote) = 0;
+  // With the vote of a trainer that needs no look at the norm, nor clips.
+  absl::StatusOr<std::optional<SealRefusal>> Seal(StepAttempt at, uint32_t micro_steps) {
+    return Seal(at, micro_steps, StepVote());
+  }
+  // Once the norm is known. The decision or OnVoteRefused comes through the listener, perhaps
+  // before this returns. Until all votes are in, a later one takes the place of an earlier one;
+  // repeating the same is always OK. INVALID_ARGUMENT: clipping or overrides that can never work.
+  // FAILED_PRECONDITION: wrong step or attempt, the norm is not known, or the step is decided
+  // otherwise. After an error the rank's vote is what it was.
+  virtual absl::Status Vote(StepAttempt at, const StepVote& vote) = 0;
   // Forgets what this rank has given in its attempt at the step, its seal included, and nothing of
   // another rank's; the rank may begin the next attempt. It need not have begun this one. True:
   // done, now or by an earlier call. False: it comes too late, the step is decided.
   // FAILED_PRECONDITION: wrong step, or an attempt that the rank has not come to. Waits for what is
-  // being computed from the rank's gradients, and for a decision that is being made; no other call
-  // of the stream may come before its Done.
+  // being computed from the rank's gradients, and for a norm or a decision that is being made; no
+  // other call of the stream may come before its Done. While votes are awaited it opens the step
+  // again.
   virtual Pending Discard(StepAttempt at, Done<bool> done) = 0;
   absl::StatusOr<bool> Discard(StepAttempt at) {
     return Await<bool>([&](Done<bool> done) { Discard(at, std::move(done)); });
@@ -141,7 +163,7 @@ struct OpenStreamRequest {
   std::string uid;
   int rank = 0;
   std::string process_id;
-  uint64_t generation = 0;
+  Generation generation;
   UpdateMode update_mode = UpdateMode::kWait;  // kSpeculate: takes provisional weights.
   // Weights are written to the rank's memory, and the shards that the listener gets say so
   // (WeightBuffer::in_place). FAILED_PRECONDITION if the rank has none.

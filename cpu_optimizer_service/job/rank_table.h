@@ -92,6 +92,14 @@ class RankTable {
     return std::exchange(ranks_[rank].lender, nullptr);
   }
 
+  // As an earlier process of the service left it: free, with the memory that it shared (nullable).
+  void Restore(int rank, const std::string& last_process_id,
+               std::shared_ptr<const RankMemory> memory, int64_t size_bytes) {
+    ranks_[rank].last_process_id = last_process_id;
+    ranks_[rank].memory = std::move(memory);
+    ranks_[rank].memory_bytes = size_bytes;
+  }
+
   // All ranks are free, without streams and without memory; what lends to the step stays for
   // TakeLenders.
   Detached FreeAll();

@@ -16,8 +16,8 @@
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/layout.h"
 #include "cpu_optimizer_service/common/step_settings.h"
+#include "cpu_optimizer_service/gradients/ledger.h"
 #include "cpu_optimizer_service/job/job_status.h"
-#include "cpu_optimizer_service/job/ledger.h"
 #include "cpu_optimizer_service/job/rank_stream.h"
 #include "cpu_optimizer_service/job/step.h"
 

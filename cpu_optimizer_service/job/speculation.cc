@@ -12,7 +12,8 @@ std::shared_ptr<const StepUpdate> MakeProvisionalUpdate(const JobSpec& spec, con
   update->step = terms.step;
   update->hyper_parameters = terms.hyper_parameters;
   for (int group = 0; group < static_cast<int>(spec.groups.size()); ++group) {
-    update->multipliers.push_back(UnclippedMultiplier(terms.settings.scale, group));
+    update->multipliers.push_back(
+        MultiplierWithinNorm(terms.settings.scale, terms.settings.expected_clipping, group));
     // The decision skips a step whose multiplier is no normal number.
     if (!std::isnormal(update->multipliers.back())) return nullptr;
   }
@@ -23,13 +24,13 @@ std::shared_ptr<const StepUpdate> MakeProvisionalUpdate(const JobSpec& spec, con
   return update;
 }
 
-std::vector<bool> ChunksAsSpeculated(const Layout& layout, const StepOutcome& outcome,
-                                     const GradientScale& scale, const StepUpdate& decided) {
-  const Decision& decision = outcome.decision;
+std::vector<bool> ChunksAsGuessed(const Layout& layout, const StepOutcome& outcome,
+                                  const StepUpdate* guess, const StepUpdate& decided) {
   std::vector<bool> groups;
   for (int group = 0; group < layout.group_count(); ++group) {
-    groups.push_back(decision.apply &&
-                     decision.multipliers[group] == UnclippedMultiplier(scale, group));
+    groups.push_back(outcome.decision.apply && guess != nullptr &&
+                     decided.multipliers[group] == guess->multipliers[group] &&
+                     decided.hyper_parameters[group] == guess->hyper_parameters[group]);
   }
   std::vector<bool> chunks;
   chunks.reserve(layout.chunks().size());
@@ -46,15 +47,17 @@ std::vector<bool> ChunksAsSpeculated(const Layout& layout, const StepOutcome& ou
   return chunks;
 }
 
-Speculation::Speculation(const Layout& layout, double max_norm)
-    : layout_(layout), max_norm_(max_norm), chunks_(layout.chunks().size()) {}
+Speculation::Speculation(const Layout& layout) : layout_(layout), chunks_(layout.chunks().size()) {}
 
-void Speculation::Begin(std::shared_ptr<const StepUpdate> update) {
-  update_ = std::move(update);
+void Speculation::Begin(std::shared_ptr<const StepUpdate> update, double max_norm) {
+  guess_ = std::move(update);
+  update_ = guess_;
+  max_norm_ = max_norm;
   squared_norm_ = 0;
 }
 
-void Speculation::AddSquaredNorm(double squared_norm) {
+void Speculation::AddSquaredNorm(int chunk, double squared_norm) {
+  chunks_[chunk].squared_norm = squared_norm;
   squared_norm_ += squared_norm;
   const bool clips = max_norm_ > 0 && std::sqrt(squared_norm_) > max_norm_;
   if (clips || !std::isfinite(squared_norm_)) update_ = nullptr;
@@ -62,7 +65,10 @@ void Speculation::AddSquaredNorm(double squared_norm) {
 
 bool Speculation::Queue(int index) {
   Chunk& chunk = chunks_[index];
-  if (update_ == nullptr || chunk.state != State::kNone || chunk.history.paused()) return false;
+  if (update_ == nullptr || chunk.state != State::kNone || chunk.sending ||
+      chunk.history.paused()) {
+    return false;
+  }
   chunk.state = State::kQueued;
   chunk.update = update_;
   return true;
@@ -89,6 +95,29 @@ void Speculation::Finish(const ChunkStore::Write& write) {
   chunk.state = State::kReady;
   chunk.update = nullptr;
   ready_.push_back(write);
+}
+
+void Speculation::StartSending(int index, uint64_t stream) {
+  Chunk& chunk = chunks_[index];
+  chunk.sending = true;
+  chunk.sent_stream = stream;
+  chunk.void_stream = 0;
+}
+
+bool Speculation::DropGuess(int index, ChunkStore& store) {
+  Chunk& chunk = chunks_[index];
+  squared_norm_ -= std::exchange(chunk.squared_norm, 0);
+  const State state = std::exchange(chunk.state, State::kNone);
+  chunk.update = nullptr;
+  if (state == State::kQueued) std::erase(parked_, index);
+  if (state != State::kReady) return false;
+  if (chunk.sent_stream != 0) chunk.void_stream = std::exchange(chunk.sent_stream, 0);
+  std::erase_if(ready_, [&](const ChunkStore::Write& write) {
+    if (write.chunk != index) return false;
+    store.Drop(write);
+    return true;
+  });
+  return true;
 }
 
 void Speculation::Stop() {
@@ -133,9 +162,9 @@ Speculation::Settled Speculation::Settle(
   for (int index = 0; index < static_cast<int>(chunks_.size()); ++index) {
     Chunk& chunk = chunks_[index];
     const bool published = as_speculated[index];
+    const int owner = layout_.chunks()[index].rank;
     chunk.history.Record(published);
     if (chunk.state == State::kReady) {
-      const int owner = layout_.chunks()[index].rank;
       const bool sent = chunk.sent_stream != 0 && is_current(owner, chunk.sent_stream);
       ++settled.counts.speculated;
       if (published) {
@@ -147,6 +176,8 @@ Speculation::Settled Speculation::Settle(
         if (sent && apply) settled.dropped[owner].push_back(index);
       }
     }
+    const bool has_void = chunk.void_stream != 0 && is_current(owner, chunk.void_stream);
+    if (has_void && apply) settled.dropped[owner].push_back(index);
     chunk.Reset();
   }
   for (const ChunkStore::Write& write : ready_) {

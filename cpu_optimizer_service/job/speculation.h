@@ -15,6 +15,7 @@
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_SPECULATION_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_SPECULATION_H_
 
+#include <bit>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -27,20 +28,47 @@
 #include "cpu_optimizer_service/common/step_record.h"
 #include "cpu_optimizer_service/gradients/weight_buffer.h"
 #include "cpu_optimizer_service/job/chunk_update.h"
-#include "cpu_optimizer_service/job/speculation_history.h"
 #include "cpu_optimizer_service/job/step.h"
 #include "cpu_optimizer_service/state/chunk_store.h"
 
 namespace ballast {
 
-// What the step's update will be if nothing is clipped and every parameter is used; null if no
-// provisional update can become the state.
+// What the step's update will be if the ranks vote as the step began, the norm is not above what it
+// is clipped to, and every parameter is used; null if no provisional update can become the state.
 std::shared_ptr<const StepUpdate> MakeProvisionalUpdate(const JobSpec& spec, const StepTerms& terms,
                                                         const std::vector<int64_t>& update_counts);
 
-// By chunk: whether a provisional update of it is the decided one, made or not.
-std::vector<bool> ChunksAsSpeculated(const Layout& layout, const StepOutcome& outcome,
-                                     const GradientScale& scale, const StepUpdate& decided);
+// By chunk: whether a provisional update of it with `guess`, made or not, is the decided one. A null
+// guess is never right.
+std::vector<bool> ChunksAsGuessed(const Layout& layout, const StepOutcome& outcome,
+                                  const StepUpdate* guess, const StepUpdate& decided);
+
+// The rule by which speculation pauses. A provisional update becomes the state if it was computed
+// with what is decided. One that does hides the chunk's update and its way back under backward; one
+// that does not costs another pass over the chunk's state. Each chunk remembers of its last 16
+// decided steps whether a provisional update would have failed, made or not. Speculation pauses
+// when 4 of them failed and resumes when at most 1 did, so that a run that clips now and then goes
+// on speculating, and one that clips always, or a layer used every other step, soon stops paying.
+// Only speed depends on it, never a bit.
+class SpeculationHistory {
+ public:
+  static constexpr int kSteps = 16;
+  static constexpr int kPauseAt = 4;
+  static constexpr int kResumeAt = 1;
+
+  void Record(bool held) {
+    failed_ = static_cast<uint16_t>(failed_ << 1 | (held ? 0 : 1));
+    const int failures = std::popcount(failed_);
+    if (failures >= kPauseAt) paused_ = true;
+    if (failures <= kResumeAt) paused_ = false;
+  }
+  bool paused() const { return paused_; }
+
+ private:
+  uint16_t failed_ = 0;  // Bit i: a provisional update failed, or would have, i decided steps ago.
+  bool paused_ = false;
+};
+static_assert(SpeculationHistory::kSteps == 16);
 
 class Speculation {
  public:
@@ -63,18 +91,19 @@ class Speculation {
     SpeculationCounts counts;
   };
 
-  // max_norm: of the job; 0: nothing is clipped.
-  Speculation(const Layout& layout, double max_norm);
+  explicit Speculation(const Layout& layout);
 
   // An attempt at a step begins. `update`: of MakeProvisionalUpdate, or null if no chunk is to be
-  // updated ahead of the decision.
-  void Begin(std::shared_ptr<const StepUpdate> update);
+  // updated ahead of the decision. It is wrong if the norm is above max_norm; 0: it never is.
+  void Begin(std::shared_ptr<const StepUpdate> update, double max_norm);
+  // What the attempt in progress was begun with; what is ready was computed with it.
+  const StepUpdate* guess() const { return guess_.get(); }
   // Of the step in progress; null: no more provisional updates in it.
   const std::shared_ptr<const StepUpdate>& update() const { return update_; }
   // The squared norm of a chunk whose gradient is whole, about, as it will be unscaled and divided.
   // What has come so far may decide already that no provisional update of this step can become the
   // state.
-  void AddSquaredNorm(double squared_norm);
+  void AddSquaredNorm(int chunk, double squared_norm);
 
   // True: the chunk's update is queued; the caller runs it (MakeTask) or parks it.
   bool Queue(int chunk);
@@ -86,9 +115,19 @@ class Speculation {
   // False: it was cancelled, and the chunk may have been queued again, by a later step, for another
   // task.
   bool Run(const Task& task);
-  // The rank's stream has the weights.
-  void Sent(int chunk, uint64_t stream) { chunks_[chunk].sent_stream = stream; }
+  // Whether the chunk's gradient is being read for its update.
+  bool IsRunning(int64_t chunk) const {
+    return chunk >= 0 && chunk < static_cast<int64_t>(chunks_.size()) &&
+           chunks_[chunk].state == State::kRunning;
+  }
   void Finish(const ChunkStore::Write& write);
+  // The weights of what is ready are being sent to the rank's stream, until StopSending. Meanwhile
+  // no other update of the chunk is queued, so that the last weights of a chunk are always newer.
+  void StartSending(int chunk, uint64_t stream);
+  void StopSending(int chunk) { chunks_[chunk].sending = false; }
+  // The chunk's gradient was not whole. Cancels or drops what there is; true: an update was made.
+  // Precondition: none is running.
+  bool DropGuess(int chunk, ChunkStore& store);
   // The chunk's spare version was being read: it is updated after the decision.
   void Fail(int chunk) { chunks_[chunk].state = State::kNone; }
 
@@ -115,18 +154,22 @@ class Speculation {
   struct Chunk {
     State state = State::kNone;
     std::shared_ptr<const StepUpdate> update;  // Of the one that is queued or running.
-    uint64_t sent_stream = 0;                  // The stream that has its weights; 0: none.
+    uint64_t sent_stream = 0;  // The stream that has the weights of what is ready; 0: none.
+    uint64_t void_stream = 0;  // One that has those of an update that was dropped.
+    bool sending = false;
+    double squared_norm = 0;  // What the chunk has added to that of the step.
     SpeculationHistory history;
 
-    void Reset() { *this = Chunk{.history = history}; }
+    void Reset() { *this = Chunk{.sending = sending, .history = history}; }
   };
 
   const Layout& layout_;
-  const double max_norm_;
   std::vector<Chunk> chunks_;
   std::vector<ChunkStore::Write> ready_;
   std::deque<int> parked_;
-  std::shared_ptr<const StepUpdate> update_;
+  std::shared_ptr<const StepUpdate> guess_;
+  std::shared_ptr<const StepUpdate> update_;  // The same, or null.
+  double max_norm_ = 0;
   double squared_norm_ = 0;  // Of whole gradients, about.
 };
 

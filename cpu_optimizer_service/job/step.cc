@@ -6,49 +6,10 @@
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/check.h"
 #include "cpu_optimizer_service/common/reason.h"
+#include "cpu_optimizer_service/job/step_decision.h"
 
 namespace ballast {
 namespace {
-
-// Empty if both say the same.
-std::string FirstDifference(const StepSettings& a, const StepSettings& b) {
-  if (a.scale.loss_scale != b.scale.loss_scale) {
-    return absl::StrCat("loss_scale ", b.scale.loss_scale, " where others have ",
-                        a.scale.loss_scale);
-  }
-  if (a.scale.divisors.size() != b.scale.divisors.size()) {
-    return absl::StrCat(b.scale.divisors.size(), " divisors where others have ",
-                        a.scale.divisors.size());
-  }
-  for (size_t group = 0; group < a.scale.divisors.size(); ++group) {
-    if (a.scale.divisors[group] != b.scale.divisors[group]) {
-      return absl::StrCat("divisor ", b.scale.divisors[group], " of group ", group,
-                          " where others have ", a.scale.divisors[group]);
-    }
-  }
-  for (const auto* side : {&a.overrides, &b.overrides}) {
-    for (const auto& [group, overrides] : *side) {
-      const auto here = a.overrides.find(group);
-      const auto there = b.overrides.find(group);
-      if (here == a.overrides.end() || there == b.overrides.end()) {
-        return absl::StrCat("overrides for group ", group, " on some ranks only");
-      }
-      if (here->second == there->second) continue;
-      const HyperParameters base;
-      return absl::StrCat("overrides for group ", group, " {", ToString(Apply(base, there->second)),
-                          "} where others have {", ToString(Apply(base, here->second)),
-                          "}, over the defaults");
-    }
-  }
-  if (a.trainer_state != b.trainer_state) {
-    const auto first = std::mismatch(a.trainer_state.begin(), a.trainer_state.end(),
-                                     b.trainer_state.begin(), b.trainer_state.end())
-                           .first;
-    return absl::StrCat("other settings: trainer_state differs at byte ",
-                        first - a.trainer_state.begin());
-  }
-  return "";
-}
 
 double SecondsSince(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
@@ -222,6 +183,7 @@ absl::Status OpenStep::Seal(int rank, uint32_t micro_steps) {
 
 void OpenStep::Unseal(int rank) {
   ranks_[rank].sealed.reset();
+  ranks_[rank].vote.reset();
   const auto sealed = [](const RankInStep& state) { return state.sealed.has_value(); };
   if (std::none_of(ranks_.begin(), ranks_.end(), sealed)) first_seal_.reset();
 }
@@ -252,16 +214,39 @@ std::optional<double> OpenStep::SecondsSinceFirstSeal() const {
   return SecondsSince(*first_seal_);
 }
 
+double OpenStep::SecondsSinceOpened() const { return SecondsSince(opened_); }
+
 SealedStep OpenStep::Close() && {
   Check(UnsealedRanks().empty() && RankThatDisagrees(0) == -1,
         "a step that closes is sealed by all ranks with one number");
   return SealedStep(std::move(*this));
 }
 
+void SealedStep::VoidVotes() {
+  for (RankInStep& rank : open_.ranks_) rank.vote.reset();
+}
+
+std::vector<int> SealedStep::RanksWithoutVote() const {
+  std::vector<int> without;
+  for (int rank = 0; rank < static_cast<int>(ranks().size()); ++rank) {
+    if (!ranks()[rank].vote.has_value()) without.push_back(rank);
+  }
+  return without;
+}
+
 DecidedStep SealedStep::Decide(StepOutcome outcome) && {
   return DecidedStep(std::move(*this), std::move(outcome));
 }
 
-double DecidedStep::SecondsSinceDecision() const { return SecondsSince(decided_); }
+StepTimes DecidedStep::TimesUntilNow() const {
+  const auto seconds = [](auto from, auto to) {
+    return std::chrono::duration<double>(to - from).count();
+  };
+  const auto first_seal = sealed_.open_.first_seal_.value_or(sealed_.sealed_);
+  return {.gathering = seconds(sealed_.open_.opened_, first_seal),
+          .awaiting = seconds(first_seal, sealed_.sealed_),
+          .deciding = seconds(sealed_.sealed_, decided_),
+          .updating = SecondsSince(decided_)};
+}
 
 }  // namespace ballast

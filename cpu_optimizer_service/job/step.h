@@ -2,7 +2,9 @@
 // it, and each move consumes the state that it leaves, so an illegal move does not compile:
 //
 //   OpenStep --Seal by every rank, Close--> SealedStep --Decide--> DecidedStep --> committed
-//       \--dropped: aborted                    \--dropped: aborted
+//     | ^                                      | |
+//     | +-- Reopen: a rank discards its seal --+ |
+//     +--dropped: aborted                        +--dropped: aborted
 //
 // A DecidedStep has no way back: after the decision there is only roll-forward. Dropping an open or
 // sealed step is the abort; nothing of it has shown.
@@ -23,6 +25,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -34,10 +37,6 @@
 #include "cpu_optimizer_service/common/step_settings.h"
 
 namespace ballast {
-
-// The most different sets of used parameters that a step keeps, each of a bit for every parameter.
-// Micro-steps that are alike share one.
-inline constexpr size_t kMaxUsedSets = 512;
 
 // What all ranks agreed on when they began the attempt, with the hyper-parameters that follow from
 // it.
@@ -54,6 +53,7 @@ struct RankInStep {
   uint32_t micro_steps_ended = 0;
   std::optional<uint32_t> sealed;           // The number of micro-steps that it sealed.
   std::optional<uint32_t> reached_nothing;  // The first one that ended with no parameter used.
+  std::optional<StepVote> vote;             // With its seal, or after the norm; void with the seal.
 
   bool has_part() const { return begun || attempt > 0; }
 };
@@ -107,6 +107,7 @@ class OpenStep {
 
   // Records the rank's seal. FAILED_PRECONDITION if its micro-steps have not all ended.
   absl::Status Seal(int rank, uint32_t micro_steps);
+  void SetVote(int rank, std::optional<StepVote> vote) { ranks_[rank].vote = std::move(vote); }
   void Unseal(int rank);
   void UnsealAll();
   std::vector<int> UnsealedRanks() const;
@@ -124,12 +125,14 @@ class OpenStep {
   // Of the lowest micro-step, and of its lowest rank.
   const std::optional<NonFiniteReport>& non_finite() const { return non_finite_; }
   std::optional<double> SecondsSinceFirstSeal() const;
+  double SecondsSinceOpened() const;
 
   // Precondition: every rank has sealed the same number.
   SealedStep Close() &&;
 
  private:
   friend class SealedStep;
+  friend class DecidedStep;
   StepTerms terms_;
   bool lacks_terms_ = false;
   uint32_t attempt_ = 0;
@@ -147,24 +150,41 @@ class OpenStep {
   size_t used_sets_ = 0;    // Different ones, alive.
   std::map<int, std::vector<MicroSteps>> empties_;
   std::optional<NonFiniteReport> non_finite_;
+  std::chrono::steady_clock::time_point opened_ = std::chrono::steady_clock::now();
   std::optional<std::chrono::steady_clock::time_point> first_seal_;
 };
 
 class SealedStep {
  public:
+  // As all ranks have given it.
+  const OpenStep& given() const { return open_; }
   const StepTerms& terms() const { return open_.terms_; }
   const std::vector<RankInStep>& ranks() const { return open_.ranks_; }
   uint32_t micro_steps() const { return *open_.ranks_[0].sealed; }
   bool used(int parameter) const { return open_.used_[parameter]; }
   const std::optional<NonFiniteReport>& non_finite() const { return open_.non_finite_; }
 
+  // The groups' sums of squares, once they are known: from then on ranks vote.
+  void SetSums(std::vector<double> group_sums) { group_sums_ = std::move(group_sums); }
+  const std::optional<std::vector<double>>& group_sums() const { return group_sums_; }
+  void SetVote(int rank, StepVote vote) { open_.SetVote(rank, std::move(vote)); }
+  void VoidVotes();
+  std::vector<int> RanksWithoutVote() const;
+  // What all ranks voted. Precondition: they have, and the same.
+  const StepVote& vote() const { return *open_.ranks_[0].vote; }
+
+  // All seals are undone by a discard that follows.
+  OpenStep Reopen() && { return std::move(open_); }
   DecidedStep Decide(StepOutcome outcome) &&;
 
  private:
   friend class OpenStep;
   friend class DecidedStep;
-  explicit SealedStep(OpenStep open) : open_(std::move(open)) {}
+  explicit SealedStep(OpenStep open)
+      : open_(std::move(open)), sealed_(std::chrono::steady_clock::now()) {}
   OpenStep open_;
+  std::chrono::steady_clock::time_point sealed_;
+  std::optional<std::vector<double>> group_sums_;
 };
 
 class DecidedStep {
@@ -173,8 +193,9 @@ class DecidedStep {
   const std::vector<RankInStep>& ranks() const { return sealed_.ranks(); }
   uint32_t micro_steps() const { return sealed_.micro_steps(); }
   bool used(int parameter) const { return sealed_.used(parameter); }
+  const StepVote& vote() const { return sealed_.vote(); }
   const StepOutcome& outcome() const { return outcome_; }
-  double SecondsSinceDecision() const;
+  StepTimes TimesUntilNow() const;
 
  private:
   friend class SealedStep;

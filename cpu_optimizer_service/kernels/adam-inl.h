@@ -13,7 +13,9 @@
 #include <type_traits>
 
 #include "cpu_optimizer_service/common/adam.h"
+#include "cpu_optimizer_service/common/check.h"
 #include "cpu_optimizer_service/common/dtype.h"
+#include "cpu_optimizer_service/kernels/adam_redo.h"
 #include "cpu_optimizer_service/kernels/conversion-inl.h"
 #include "hwy/cache_control.h"
 #include "hwy/highway.h"
@@ -115,17 +117,42 @@ HWY_INLINE void ComputeVector(const AdamRun& run, const AdamScalars& s, size_t i
 }
 
 // What amsgrad stores, from what was read and what v has become.
-HWY_INLINE void StoreMax(const AdamRun& run, size_t index, FloatVec v) {
+HWY_INLINE FloatVec MaxOf(const AdamRun& run, size_t index, FloatVec v) {
   const FloatTag d;
   const FloatVec vm = Z(hn::LoadU(d, run.max_exp_avg_sq + index));
-  v = hn::IfThenElse(hn::Or(hn::Lt(v, vm), hn::IsNaN(vm)), vm, v);
-  hn::StoreU(v, d, run.new_max_exp_avg_sq + index);
+  return hn::IfThenElse(hn::Or(hn::Lt(v, vm), hn::IsNaN(vm)), vm, v);
 }
 
-// One turn from `index`. False, and nothing is stored, if the quick way does not do.
+HWY_INLINE void StoreMax(const AdamRun& run, size_t index, FloatVec v) {
+  const FloatTag d;
+  hn::StoreU(MaxOf(run, index, v), d, run.new_max_exp_avg_sq + index);
+}
+
+// The new values of one turn of two vectors, for a process that finishes it.
+template <bool kAmsgrad>
+HWY_INLINE void RecordTurn(const AdamRun& run, size_t index, AdamRedo& redo, FloatVec w0,
+                           FloatVec w1, FloatVec m0, FloatVec m1, FloatVec v0, FloatVec v1) {
+  const FloatTag d;
+  const size_t lanes = hn::Lanes(d);
+  RedoTurn& turn = redo.next();
+  hn::StoreU(w0, d, turn.planes[0]);
+  hn::StoreU(w1, d, turn.planes[0] + lanes);
+  hn::StoreU(m0, d, turn.planes[1]);
+  hn::StoreU(m1, d, turn.planes[1] + lanes);
+  hn::StoreU(v0, d, turn.planes[2]);
+  hn::StoreU(v1, d, turn.planes[2] + lanes);
+  if constexpr (kAmsgrad) {
+    hn::StoreU(MaxOf(run, index, v0), d, turn.planes[3]);
+    hn::StoreU(MaxOf(run, index + lanes, v1), d, turn.planes[3] + lanes);
+  }
+  redo.Record(static_cast<int64_t>(2 * lanes));
+}
+
+// One turn from `index`. False, and nothing is stored, if the quick way does not do. `redo` is
+// nullable.
 template <WeightDecay kDecay, bool kAmsgrad, DType kGradient, bool kHasShard, DType kShard,
-          bool kStream, bool kCareful>
-HWY_INLINE bool UpdateTurn(const AdamRun& r, size_t index) {
+          bool kCareful>
+HWY_INLINE bool UpdateTurn(const AdamRun& r, size_t index, bool stream, AdamRedo* redo) {
   const FloatTag d;
   const size_t next = index + hn::Lanes(d);
   LargeMask large = hn::FirstN(hn::RebindToSigned<FloatTag>(), hn::Lanes(d));
@@ -133,6 +160,7 @@ HWY_INLINE bool UpdateTurn(const AdamRun& r, size_t index) {
   ComputeVector<kDecay, kAmsgrad, kGradient, kCareful>(r, r.scalars, index, w0, m0, v0, large);
   ComputeVector<kDecay, kAmsgrad, kGradient, kCareful>(r, r.scalars, next, w1, m1, v1, large);
   if (!kCareful && !hn::AllTrue(hn::RebindToSigned<FloatTag>(), large)) return false;
+  if (redo != nullptr) RecordTurn<kAmsgrad>(r, index, *redo, w0, w1, m0, m1, v0, v1);
   if constexpr (kAmsgrad) {
     StoreMax(r, index, v0);
     StoreMax(r, next, v1);
@@ -143,7 +171,7 @@ HWY_INLINE bool UpdateTurn(const AdamRun& r, size_t index) {
   hn::StoreU(v1, d, r.new_exp_avg_sq + next);
   hn::StoreU(w0, d, r.new_master + index);
   hn::StoreU(w1, d, r.new_master + next);
-  if constexpr (kHasShard) StorePairAs<kShard, kStream>(d, w0, w1, r.shard, index);
+  if constexpr (kHasShard) StorePairAs<kShard>(d, w0, w1, r.shard, index, stream);
   return true;
 }
 
@@ -167,18 +195,20 @@ HWY_INLINE void PrefetchSources(const AdamRun& run, size_t index, size_t element
 // Elements that one turn of the loop updates: a whole vector of 16-bit elements.
 HWY_INLINE size_t TurnElements() { return 2 * hn::Lanes(FloatTag()); }
 
-// A whole number of turns. A streamed shard is aligned to a vector.
-template <WeightDecay kDecay, bool kAmsgrad, DType kGradient, bool kHasShard, DType kShard,
-          bool kStream>
-HWY_NOINLINE void UpdateTurns(const AdamRun& run) {
+// A whole number of turns. A streamed shard is aligned to a vector. Whether to stream is asked in each turn: a
+// loop of its own for it would nearly double what is compiled, and is no faster.
+template <WeightDecay kDecay, bool kAmsgrad, DType kGradient, bool kHasShard, DType kShard>
+HWY_NOINLINE void UpdateTurns(const AdamRun& run, bool stream, AdamRedo* redo) {
   constexpr size_t kPrefetchAhead = 512;
   constexpr size_t kPrefetchElements = 32;  // The elements in a line of 16-bit gradients.
   const AdamRun r = run;                    // A copy that no store can change.
   const auto elements = static_cast<size_t>(r.elements);
   const size_t turn = TurnElements();
   const size_t prefetch = std::max(turn, kPrefetchElements);
-  const auto update = [&r]<bool kCareful>(size_t index, std::bool_constant<kCareful>) HWY_ATTR {
-    return UpdateTurn<kDecay, kAmsgrad, kGradient, kHasShard, kShard, kStream, kCareful>(r, index);
+  const auto update = [&r, stream, redo]<bool kCareful>(size_t index,
+                                                        std::bool_constant<kCareful>) HWY_ATTR {
+    return UpdateTurn<kDecay, kAmsgrad, kGradient, kHasShard, kShard, kCareful>(r, index, stream,
+                                                                                redo);
   };
   size_t careful_until = r.scalars.step_size > 1 ? elements : 0;
   for (size_t i = 0; i < elements; i += turn) {
@@ -192,7 +222,7 @@ HWY_NOINLINE void UpdateTurns(const AdamRun& run) {
 
 // Less than a turn, in a padded copy, so that a tail needs no second version of the formula.
 template <WeightDecay kDecay, bool kAmsgrad, DType kGradient, bool kHasShard, DType kShard>
-HWY_NOINLINE void UpdatePadded(const AdamRun& run) {
+HWY_NOINLINE void UpdatePadded(const AdamRun& run, AdamRedo* redo) {
   constexpr size_t kMaxTurn = 2 * hn::MaxLanes(FloatTag());
   const size_t elements = static_cast<size_t>(run.elements);
   const size_t bytes = elements * sizeof(float);
@@ -216,7 +246,15 @@ HWY_NOINLINE void UpdatePadded(const AdamRun& run) {
   padded.exp_avg_sq = padded.new_exp_avg_sq = exp_avg_sq;
   padded.max_exp_avg_sq = padded.new_max_exp_avg_sq = max_exp_avg_sq;
   padded.shard = shard;
-  UpdateTurns<kDecay, kAmsgrad, kGradient, kHasShard, kShard, /*kStream=*/false>(padded);
+  UpdateTurns<kDecay, kAmsgrad, kGradient, kHasShard, kShard>(padded, /*stream=*/false, nullptr);
+  if (redo != nullptr) {
+    RedoTurn& turn = redo->next();
+    std::memcpy(turn.planes[0], master, bytes);
+    std::memcpy(turn.planes[1], exp_avg, bytes);
+    std::memcpy(turn.planes[2], exp_avg_sq, bytes);
+    if constexpr (kAmsgrad) std::memcpy(turn.planes[3], max_exp_avg_sq, bytes);
+    redo->Record(run.elements);
+  }
 
   std::memcpy(run.new_master, master, bytes);
   std::memcpy(run.new_exp_avg, exp_avg, bytes);
@@ -244,8 +282,9 @@ HWY_INLINE AdamRun Slice(AdamRun run, int64_t begin, int64_t elements) {
 
 // A padded head up to the first shard address that can be streamed to, whole turns, a padded tail.
 template <WeightDecay kDecay, bool kAmsgrad, DType kGradient, bool kHasShard, DType kShard>
-void UpdateRun(const AdamRun& run) {
+void UpdateRun(const AdamRun& run, AdamRedo* redo) {
   const int64_t turn = static_cast<int64_t>(TurnElements());
+  if (redo != nullptr) Check(turn <= kRedoTurnElements, "a turn's record holds a turn");
   const auto slice = Slice<kAmsgrad, kGradient, kHasShard, kShard>;
   int64_t head = 0;
   if constexpr (kHasShard) {
@@ -257,65 +296,64 @@ void UpdateRun(const AdamRun& run) {
   const int64_t whole = (run.elements - head) / turn * turn;
   const int64_t tail = run.elements - head - whole;
   if (head > 0) {
-    UpdatePadded<kDecay, kAmsgrad, kGradient, kHasShard, kShard>(slice(run, 0, head));
+    UpdatePadded<kDecay, kAmsgrad, kGradient, kHasShard, kShard>(slice(run, 0, head), redo);
   }
   if (whole > 0) {
     const AdamRun turns = slice(run, head, whole);
-    if (kHasShard && run.shard != run.gradient) {
-      UpdateTurns<kDecay, kAmsgrad, kGradient, kHasShard, kShard, /*kStream=*/kHasShard>(turns);
-      // What was streamed becomes visible to a thread that learns of it by an ordinary store.
-      hwy::FlushStream();
-    } else {  // Where the gradient was just read, the line is in the cache anyway.
-      UpdateTurns<kDecay, kAmsgrad, kGradient, kHasShard, kShard, /*kStream=*/false>(turns);
-    }
+    // Where the gradient was just read, the line is in the cache anyway.
+    const bool stream = kHasShard && run.shard != run.gradient;
+    UpdateTurns<kDecay, kAmsgrad, kGradient, kHasShard, kShard>(turns, stream, redo);
+    // What was streamed becomes visible to a thread that learns of it by an ordinary store.
+    if (stream) hwy::FlushStream();
   }
   if (tail > 0) {
-    UpdatePadded<kDecay, kAmsgrad, kGradient, kHasShard, kShard>(slice(run, head + whole, tail));
+    UpdatePadded<kDecay, kAmsgrad, kGradient, kHasShard, kShard>(slice(run, head + whole, tail),
+                                                                 redo);
   }
 }
 
 // The options are chosen here, one after another, above every loop.
 template <WeightDecay kDecay, bool kAmsgrad, DType kGradient>
-void UpdateForShard(const AdamRun& run) {
+void UpdateForShard(const AdamRun& run, AdamRedo* redo) {
   if (run.shard == nullptr) {
-    return UpdateRun<kDecay, kAmsgrad, kGradient, false, DType::kFloat32>(run);
+    return UpdateRun<kDecay, kAmsgrad, kGradient, false, DType::kFloat32>(run, redo);
   }
   switch (run.shard_dtype) {
     case DType::kBFloat16:
-      return UpdateRun<kDecay, kAmsgrad, kGradient, true, DType::kBFloat16>(run);
+      return UpdateRun<kDecay, kAmsgrad, kGradient, true, DType::kBFloat16>(run, redo);
     case DType::kFloat16:
-      return UpdateRun<kDecay, kAmsgrad, kGradient, true, DType::kFloat16>(run);
+      return UpdateRun<kDecay, kAmsgrad, kGradient, true, DType::kFloat16>(run, redo);
     case DType::kFloat32:
-      return UpdateRun<kDecay, kAmsgrad, kGradient, true, DType::kFloat32>(run);
+      return UpdateRun<kDecay, kAmsgrad, kGradient, true, DType::kFloat32>(run, redo);
   }
 }
 
 template <WeightDecay kDecay, bool kAmsgrad>
-void UpdateForGradient(const AdamRun& run) {
+void UpdateForGradient(const AdamRun& run, AdamRedo* redo) {
   switch (run.gradient_dtype) {
     case DType::kBFloat16:
-      return UpdateForShard<kDecay, kAmsgrad, DType::kBFloat16>(run);
+      return UpdateForShard<kDecay, kAmsgrad, DType::kBFloat16>(run, redo);
     case DType::kFloat16:
-      return UpdateForShard<kDecay, kAmsgrad, DType::kFloat16>(run);
+      return UpdateForShard<kDecay, kAmsgrad, DType::kFloat16>(run, redo);
     case DType::kFloat32:
-      return UpdateForShard<kDecay, kAmsgrad, DType::kFloat32>(run);
+      return UpdateForShard<kDecay, kAmsgrad, DType::kFloat32>(run, redo);
   }
 }
 
 template <WeightDecay kDecay>
-void UpdateForAmsgrad(const AdamRun& run) {
-  if (run.max_exp_avg_sq != nullptr) return UpdateForGradient<kDecay, true>(run);
-  return UpdateForGradient<kDecay, false>(run);
+void UpdateForAmsgrad(const AdamRun& run, AdamRedo* redo) {
+  if (run.max_exp_avg_sq != nullptr) return UpdateForGradient<kDecay, true>(run, redo);
+  return UpdateForGradient<kDecay, false>(run, redo);
 }
 
-HWY_NOINLINE void UpdateForDecay(const AdamRun& run) {
+HWY_NOINLINE void UpdateForDecay(const AdamRun& run, AdamRedo* redo) {
   switch (run.scalars.weight_decay_kind) {
     case WeightDecay::kNone:
-      return UpdateForAmsgrad<WeightDecay::kNone>(run);
+      return UpdateForAmsgrad<WeightDecay::kNone>(run, redo);
     case WeightDecay::kDecoupled:
-      return UpdateForAmsgrad<WeightDecay::kDecoupled>(run);
+      return UpdateForAmsgrad<WeightDecay::kDecoupled>(run, redo);
     case WeightDecay::kL2:
-      return UpdateForAmsgrad<WeightDecay::kL2>(run);
+      return UpdateForAmsgrad<WeightDecay::kL2>(run, redo);
   }
 }
 

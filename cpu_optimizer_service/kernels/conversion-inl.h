@@ -89,11 +89,12 @@ HWY_INLINE hn::Vec<DF> LoadAs(DF df, const void* data, size_t index) {
 
 // Stores `low` and `high` as 2 * Lanes(df) elements from `index` of the array at `data`. Streaming
 // goes round the caches, and needs that address aligned to a whole vector.
-template <DType kDType, bool kStream, class DF>
-HWY_INLINE void StorePairAs(DF df, hn::Vec<DF> low, hn::Vec<DF> high, void* data, size_t index) {
+template <DType kDType, class DF>
+HWY_INLINE void StorePairAs(DF df, hn::Vec<DF> low, hn::Vec<DF> high, void* data, size_t index,
+                            bool stream) {
   if constexpr (kDType == DType::kFloat32) {
     float* to = static_cast<float*>(data) + index;
-    if constexpr (kStream) {
+    if (stream) {
       hn::Stream(low, df, to);
       hn::Stream(high, df, to + hn::Lanes(df));
     } else {
@@ -114,7 +115,7 @@ HWY_INLINE void StorePairAs(DF df, hn::Vec<DF> low, hn::Vec<DF> high, void* data
     const auto packed = hn::Combine(d16, hn::DemoteTo(d16_half, hn::BitCast(di, bits(high))),
                                     hn::DemoteTo(d16_half, hn::BitCast(di, bits(low))));
     uint16_t* to = static_cast<uint16_t*>(data) + index;
-    if constexpr (kStream) {
+    if (stream) {
       hn::Stream(packed, d16, to);
     } else {
       hn::StoreU(packed, d16, to);

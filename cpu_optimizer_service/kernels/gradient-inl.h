@@ -105,7 +105,7 @@ HWY_NOINLINE void MapTurns(const void* first, const void* second, void* to, size
       low = hn::Add(low, LoadAs<kSecond>(df, second, i));
       high = hn::Add(high, LoadAs<kSecond>(df, second, i + lanes));
     }
-    StorePairAs<kTo, /*kStream=*/false>(df, low, high, to, i);
+    StorePairAs<kTo>(df, low, high, to, i, /*stream=*/false);
   }
 }
 

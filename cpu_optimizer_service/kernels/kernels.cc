@@ -49,10 +49,10 @@ const std::vector<int64_t>& MachineTargets() {
 
 }  // namespace
 
-void UpdateAdam(const AdamRun& run) {
+void UpdateAdam(const AdamRun& run, AdamRedo* redo) {
   // Flushing cannot show in a result (adam.h), and spares the hardware's slow path for denormals.
   const ScopedFloatingPointMode mode(Denormals::kFlush);
-  HWY_DYNAMIC_DISPATCH(UpdateForDecay)(run);
+  HWY_DYNAMIC_DISPATCH(UpdateForDecay)(run, redo);
 }
 
 void BlockSumsOfSquares(const void* gradient, DType dtype, absl::Span<double> sums) {

@@ -1,76 +1,171 @@
 #include "cpu_optimizer_service/state/checkpoint.h"
 
+#include <algorithm>
+#include <atomic>
+#include <functional>
+#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/memory_guard.h"
+#include "cpu_optimizer_service/state/checkpoint_folder.h"
 
 namespace ballast {
 namespace {
 
-// A save that replaces the checkpoint while it is read leaves the newer one to be read.
+// Saves that delete what is being read leave newer ones to be read.
 constexpr int kMostAttempts = 3;
+// Files that are read at once, for their checksums.
+constexpr int kThreads = 4;
 
-// Where the checkpoint is: aside, if a save was killed while it moved (FileSystem::Exchange).
-std::string FindIn(FileSystem& file_system, const std::string& directory) {
-  const std::string aside = AsideOf(directory);
-  const bool moved = !file_system.Exists(directory) && file_system.Exists(IndexPath(aside));
-  return moved ? aside : directory;
+std::string FilePath(const std::string& directory, const CheckpointIndex::File& file) {
+  return absl::StrCat(directory, "/", file.name);
+}
+
+bool IsDamage(const absl::Status& status) {
+  return absl::IsDataLoss(status) || absl::IsNotFound(status);
+}
+
+// The first error, by number.
+absl::Status ForEach(int count, const std::function<absl::Status(int)>& work) {
+  std::vector<absl::Status> statuses(count);
+  std::atomic<int> next = 0;
+  const auto help = [&] {
+    for (int i = next++; i < count; i = next++)
+      statuses[i] = OrOutOfMemory([&] { return work(i); });
+  };
+  std::vector<std::jthread> threads;
+  for (int i = 1; i < std::min(count, kThreads); ++i) threads.emplace_back(help);
+  help();
+  threads.clear();
+  for (const absl::Status& status : statuses) BALLAST_RETURN_IF_ERROR(status);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<SafetensorsFile> OpenFile(FileSystem& file_system, const std::string& path,
+                                         const CheckpointIndex::File& file, int64_t most_bytes) {
+  absl::StatusOr<std::unique_ptr<ReadableFile>> there = file_system.Open(path);
+  if (absl::IsNotFound(there.status())) {
+    return absl::DataLossError(absl::StrCat(path, " is missing; use another checkpoint"));
+  }
+  BALLAST_RETURN_IF_ERROR(there.status());
+  if ((*there)->size_bytes() != file.written.size_bytes) {
+    return absl::DataLossError(absl::StrCat(path, " has ", (*there)->size_bytes(), " bytes, and ",
+                                            file.written.size_bytes,
+                                            " were written; use another checkpoint"));
+  }
+  return SafetensorsFile::Open(*std::move(there), path, most_bytes);
+}
+
+absl::Status Verify(const SafetensorsFile& opened, const std::string& path,
+                    const CheckpointIndex::File& file) {
+  const bool squares = file.plane == Plane::kExpAvgSq || file.plane == Plane::kMaxExpAvgSq;
+  BALLAST_ASSIGN_OR_RETURN(const SafetensorsFile::Contents contents,
+                           opened.Examine(/*negative_is_bad=*/squares));
+  if (contents.sha256 != file.written.sha256) {
+    return absl::DataLossError(
+        absl::StrCat(path, " does not match the checksum in index.json; use another checkpoint"));
+  }
+  if (contents.bad.has_value()) {
+    return absl::DataLossError(absl::StrCat(
+        path, ": ", Name(file.plane), " of ", contents.bad->tensor, " is ", contents.bad->value,
+        " at element ", contents.bad->element, ", which no update leaves; use another checkpoint"));
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace
 
-absl::Status Checkpoint::Open(FileSystem& file_system, const std::string& directory, Plane plane,
-                              int64_t most_bytes) {
-  const std::string path = PlanePath(directory, plane);
-  BALLAST_ASSIGN_OR_RETURN(SafetensorsFile file,
-                           SafetensorsFile::Open(file_system, path, most_bytes));
-  const bool squares = plane == Plane::kExpAvgSq || plane == Plane::kMaxExpAvgSq;
-  BALLAST_ASSIGN_OR_RETURN(const SafetensorsFile::Contents contents,
-                           file.Examine(/*negative_is_bad=*/squares));
-  if (contents.sha256 != index_.files.at(plane).sha256) {
-    return absl::DataLossError(
-        absl::StrCat(path, " does not match the checksum in index.json; use another checkpoint"));
-  }
-  for (const int parameter : ParametersWith(index_, plane)) {
-    const CheckpointIndex::Parameter& p = index_.parameters[parameter];
-    const TensorEntry* entry = file.Find(p.name);
-    if (entry == nullptr || entry->shape != p.shape || entry->elements != p.elements) {
-      return absl::DataLossError(
-          absl::StrCat(path, " does not hold ", p.name, " as index.json describes it"));
-    }
-  }
-  if (contents.bad.has_value()) {
-    return absl::DataLossError(absl::StrCat(
-        path, ": ", Name(plane), " of ", contents.bad->tensor, " is ", contents.bad->value,
-        " at element ", contents.bad->element, ", which no update leaves; use another checkpoint"));
-  }
-  files_.emplace(plane, std::move(file));
-  return absl::OkStatus();
-}
-
 absl::StatusOr<Checkpoint> Checkpoint::Open(FileSystem& file_system, const std::string& directory,
                                             int64_t most_bytes) {
-  for (int attempt = 0; attempt < kMostAttempts; ++attempt) {
-    const std::string found = FindIn(file_system, directory);
-    Checkpoint checkpoint;
-    BALLAST_ASSIGN_OR_RETURN(checkpoint.index_, ReadIndex(file_system, found, most_bytes));
-    absl::Status status;
-    for (const Plane plane : PlanesOf(checkpoint.index_)) {
-      if (status.ok()) status = checkpoint.Open(file_system, found, plane, most_bytes);
-    }
-    if (status.ok()) return checkpoint;
-    const absl::StatusOr<CheckpointIndex> now = ReadIndex(file_system, found, most_bytes);
-    if (now.ok() && now->sha256 == checkpoint.index_.sha256) return status;
+  Checkpoint checkpoint;
+  BALLAST_ASSIGN_OR_RETURN(checkpoint.index_, ReadIndex(file_system, directory, most_bytes));
+  const std::vector<CheckpointIndex::File>& files = checkpoint.index_.files;
+  const auto count = static_cast<int>(files.size());
+  // All are open before the first is read: a save that deletes them then takes nothing away.
+  std::vector<SafetensorsFile> opened;
+  for (const CheckpointIndex::File& file : files) {
+    BALLAST_ASSIGN_OR_RETURN(opened.emplace_back(),
+                             OpenFile(file_system, FilePath(directory, file), file, most_bytes));
   }
-  return absl::UnavailableError(
-      absl::StrCat(directory, " was replaced by a save each time that it was read, ", kMostAttempts,
-                   " times; load it again when no save is under way"));
+  BALLAST_RETURN_IF_ERROR(ForEach(
+      count, [&](int i) { return Verify(opened[i], FilePath(directory, files[i]), files[i]); }));
+  for (int i = 0; i < count; ++i) {
+    checkpoint.planes_[files[i].plane].files.push_back(std::move(opened[i]));
+  }
+  for (const Plane plane : PlanesOf(checkpoint.index_)) {
+    BALLAST_RETURN_IF_ERROR(checkpoint.CheckTensors(directory, plane));
+  }
+  return checkpoint;
+}
+
+absl::Status Checkpoint::CheckTensors(const std::string& directory, Plane plane) {
+  PlaneFiles& files = planes_[plane];
+  for (const int parameter : ParametersWith(index_, plane)) {
+    const CheckpointIndex::Parameter& p = index_.parameters[parameter];
+    int found = 0;
+    for (int i = 0; i < static_cast<int>(files.files.size()); ++i) {
+      const TensorEntry* const entry = files.files[i].Find(p.name);
+      if (entry == nullptr || entry->shape != p.shape || entry->elements != p.elements) continue;
+      files.file_of[p.name] = i;
+      ++found;
+    }
+    if (found != 1) {
+      return absl::DataLossError(absl::StrCat(directory, " does not hold ", Name(plane), " of ",
+                                              p.name, " as index.json describes it"));
+    }
+  }
+  return absl::OkStatus();
 }
 
 absl::Status Checkpoint::Read(const std::string& parameter, Plane plane, int64_t offset,
                               absl::Span<float> out) const {
-  return files_.at(plane).Read(parameter, offset, out);
+  const auto files = planes_.find(plane);
+  if (files == planes_.end()) {  // Of weights alone.
+    std::fill(out.begin(), out.end(), 0.0f);
+    return absl::OkStatus();
+  }
+  return files->second.files[files->second.file_of.at(parameter)].Read(parameter, offset, out);
+}
+
+absl::StatusOr<OpenedCheckpoint> OpenNewest(FileSystem& file_system, const std::string& path,
+                                            int64_t most_bytes) {
+  for (int attempt = 0; attempt < kMostAttempts; ++attempt) {
+    BALLAST_ASSIGN_OR_RETURN(const std::vector<FoundCheckpoint> all,
+                             FindCheckpoints(file_system, path));
+    std::vector<std::string> passed_over;
+    bool gone = false;
+    // Of what has no index that can be read, nobody knows whether it is older.
+    for (const FoundCheckpoint& found : all) {
+      if (found.problem.ok()) continue;
+      if (!IsDamage(found.problem) || all.size() == 1) return found.problem;
+      passed_over.emplace_back(found.problem.message());
+    }
+    for (const FoundCheckpoint& found : all) {
+      if (!found.problem.ok()) continue;
+      const std::string& directory = found.facts.directory;
+      absl::StatusOr<Checkpoint> opened = Checkpoint::Open(file_system, directory, most_bytes);
+      if (opened.ok()) {
+        return OpenedCheckpoint{.checkpoint = *std::move(opened),
+                                .directory = directory,
+                                .passed_over = std::move(passed_over)};
+      }
+      if (!file_system.Exists(IndexPath(directory))) {
+        gone = true;  // Deleted meanwhile, because there is a newer one.
+        continue;
+      }
+      if (!IsDamage(opened.status()) || all.size() == 1) return opened.status();
+      passed_over.emplace_back(opened.status().message());
+    }
+    if (!gone) {
+      return absl::DataLossError(absl::StrCat("no checkpoint in ", path,
+                                              " can be loaded; of the newest: ", passed_over[0]));
+    }
+  }
+  return absl::UnavailableError(
+      absl::StrCat(path, ": saves deleted each checkpoint while it was read, ", kMostAttempts,
+                   " times; load it again when no save is under way"));
 }
 
 }  // namespace ballast

@@ -1,8 +1,9 @@
-// A checkpoint: a directory with one safetensors file per plane (master.safetensors,
-// exp_avg.safetensors, exp_avg_sq.safetensors, and max_exp_avg_sq.safetensors if a group has
-// amsgrad) and index.json, which holds the step, the groups' hyper-parameters, the parameters'
-// shapes and update counts, the trainer's state, the record of the last step, and the size and
-// SHA-256 of every file. Tensors are logical, by parameter name: they load onto any world size.
+// A checkpoint: a directory with safetensors files of each plane (master.safetensors, or
+// master-00001-of-00003.safetensors and so on; exp_avg, exp_avg_sq, and max_exp_avg_sq if a group
+// has amsgrad) and index.json, which holds the step, the generation, the groups' hyper-parameters,
+// the parameters' shapes and update counts, the trainer's state, the record of the last step, and
+// the size and SHA-256 of every file. Tensors are logical, by parameter name: they load onto any
+// world size.
 //
 // Here it is read; checkpoint_writer.h writes one.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_STATE_CHECKPOINT_H_
@@ -11,7 +12,9 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <vector>
 
+#include "absl/container/flat_hash_map.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "cpu_optimizer_service/host/file_system.h"
@@ -23,24 +26,47 @@ namespace ballast {
 
 class Checkpoint {
  public:
-  // Reads the index and checks every file against it: checksums, and that all values are finite and
-  // none of exp_avg_sq negative. `most_bytes`: of the index, and of each file's header
-  // (MostIndexBytes). NOT_FOUND: no checkpoint there. DATA_LOSS: damaged. UNAVAILABLE: saves
-  // replaced it while it was read, again and again.
+  // Reads the index and checks every file against it, several at once: sizes, checksums, and that
+  // all values are finite and none of exp_avg_sq negative. `most_bytes`: of the index, and of each
+  // file's header (MostIndexBytes). NOT_FOUND: no checkpoint there. DATA_LOSS: damaged.
   static absl::StatusOr<Checkpoint> Open(FileSystem& file_system, const std::string& directory,
                                          int64_t most_bytes);
+
+  // Hugging Face's safetensors of weights alone: a file, or a directory with model.safetensors or
+  // with model.safetensors.index.json and the files that it names; in fp32, bf16 or fp16. `index`
+  // says what is wanted, without its files; all but the master weights are zeros. Tensors that are
+  // not wanted are left out. NOT_FOUND: nothing there. FAILED_PRECONDITION: a parameter is not in
+  // it, or has another shape. DATA_LOSS: damaged, or a weight is not finite.
+  static absl::StatusOr<Checkpoint> OpenWeights(FileSystem& file_system, const std::string& path,
+                                                CheckpointIndex index, int64_t most_bytes);
 
   const CheckpointIndex& index() const { return index_; }
   absl::Status Read(const std::string& parameter, Plane plane, int64_t offset,
                     absl::Span<float> out) const;
 
  private:
-  absl::Status Open(FileSystem& file_system, const std::string& directory, Plane plane,
-                    int64_t most_bytes);
+  struct PlaneFiles {
+    std::vector<SafetensorsFile> files;
+    absl::flat_hash_map<std::string, int> file_of;  // By parameter.
+  };
+
+  absl::Status CheckTensors(const std::string& directory, Plane plane);
 
   CheckpointIndex index_;
-  std::map<Plane, SafetensorsFile> files_;
+  std::map<Plane, PlaneFiles> planes_;
 };
+
+struct OpenedCheckpoint {
+  Checkpoint checkpoint;
+  std::string directory;
+  std::vector<std::string> passed_over;  // Newer ones that are damaged, and how: a line each.
+};
+// Opens `path`, or, if it is a folder of checkpoints (checkpoint_folder.h), the newest that is not
+// damaged. Only damage is passed over: one of another format, or one that cannot be read, is an
+// error, because to go on from an older one is then somebody's choice. UNAVAILABLE: saves deleted
+// each while it was read.
+absl::StatusOr<OpenedCheckpoint> OpenNewest(FileSystem& file_system, const std::string& path,
+                                            int64_t most_bytes);
 
 }  // namespace ballast
 

@@ -1,49 +1,40 @@
 #include "cpu_optimizer_service/state/checkpoint_directory.h"
 
 #include <filesystem>
-#include <random>
 #include <system_error>
 
-#include "absl/algorithm/container.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
+#include "absl/strings/strip.h"
+#include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/status.h"
-#include "cpu_optimizer_service/state/checkpoint_writer.h"
+#include "cpu_optimizer_service/state/checkpoint_folder.h"
 
 namespace ballast {
 namespace {
 
-// Files of the operator's own; a larger index is not looked at.
-constexpr int64_t kMostIndexBytes = int64_t{256} << 20;
-
 absl::Status TryIn(FileSystem& files, const std::string& probe) {
   const std::string first = probe + "/first";
-  const std::string second = probe + "/second";
-  for (const std::string& directory : {first, second}) {
-    BALLAST_RETURN_IF_ERROR(files.CreateDirectory(directory));
-    BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<WritableFile> file, files.Create(directory + "/file"));
-    const std::byte byte{1};
-    BALLAST_RETURN_IF_ERROR(file->Append({&byte, 1}));
-    BALLAST_RETURN_IF_ERROR(file->Close());
-  }
-  BALLAST_RETURN_IF_ERROR(files.Exchange(first, second));
-  BALLAST_RETURN_IF_ERROR(files.RemoveAll(first));
-  return files.Exchange(second, first);  // To where nothing is.
+  BALLAST_RETURN_IF_ERROR(files.CreateDirectory(first));
+  BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<WritableFile> file, files.Create(first + "/file"));
+  const std::byte byte{1};
+  BALLAST_RETURN_IF_ERROR(file->Append({&byte, 1}));
+  BALLAST_RETURN_IF_ERROR(file->Close());
+  BALLAST_RETURN_IF_ERROR(files.Rename(first, probe + "/second"));
+  return files.Rename(probe + "/second/file", probe + "/file");
 }
 
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<CheckpointDirectory>> CheckpointDirectory::Open(
-    FileSystem& file_system, const std::string& given) {
+    FileSystem& file_system, const std::string& given, const CheckpointPolicy& policy) {
   // Absolute, and without a final slash: it is told to people, and compared.
   std::error_code error;
   std::string path = std::filesystem::absolute(given, error).lexically_normal().string();
   if (error) path = given;
   if (path.size() > 1 && path.back() == '/') path.pop_back();
-  std::unique_ptr<CheckpointDirectory> directory(new CheckpointDirectory(path));
-  std::random_device random;
-  const std::string probe = absl::StrFormat("%s/.try-%08x%08x", path, random(), random());
+  std::unique_ptr<CheckpointDirectory> directory(new CheckpointDirectory(path, policy));
+  const std::string probe = PartialPath(path + "/.try");
   absl::Status status = TryIn(file_system, probe);
   const absl::Status removed = file_system.RemoveAll(probe);
   status.Update(removed);
@@ -51,23 +42,24 @@ absl::StatusOr<std::unique_ptr<CheckpointDirectory>> CheckpointDirectory::Open(
   BALLAST_ASSIGN_OR_RETURN(const std::vector<std::string> names, file_system.List(path));
   MutexLock lock(directory->mutex_);
   for (const std::string& name : names) {
-    const absl::StatusOr<CheckpointFacts> facts =
-        ReadCheckpointFacts(file_system, absl::StrCat(path, "/", name), kMostIndexBytes);
-    if (!facts.ok() || name.find(kPartialSuffix) != std::string::npos) continue;
-    // Of a save that was killed while it moved, the checkpoint is aside; a load finds it there.
-    const std::string folder =
-        absl::EndsWith(name, AsideOf("")) ? name.substr(0, name.size() - AsideOf("").size()) : name;
-    if (folder != name && absl::c_linear_search(names, folder)) continue;
-    directory->known_[folder] = {.directory = directory->PathOf(folder),
-                                 .job = folder,
-                                 .uid = facts->uid,
-                                 .step = facts->step};
+    if (!IsJobName(name)) continue;
+    const std::string folder = directory->PathOf(name);
+    const auto found = ListCheckpoints(file_system, folder);
+    if (!found.ok() || found->empty() || !found->front().problem.ok()) continue;
+    CheckpointFacts& facts = directory->known_[folder] = found->front().facts;
+    facts.job = name;
   }
   return directory;
 }
 
 std::string CheckpointDirectory::PathOf(const std::string& job) const {
   return absl::StrCat(path_, "/", job);
+}
+
+std::string CheckpointDirectory::NameOf(const std::string& directory) const {
+  absl::string_view name = directory;
+  return absl::ConsumePrefix(&name, path_) && absl::ConsumePrefix(&name, "/") ? std::string(name)
+                                                                              : directory;
 }
 
 std::vector<CheckpointFacts> CheckpointDirectory::All() const {
@@ -79,15 +71,26 @@ std::vector<CheckpointFacts> CheckpointDirectory::All() const {
 
 std::optional<CheckpointFacts> CheckpointDirectory::Find(const std::string& job) const {
   MutexLock lock(mutex_);
-  const auto found = known_.find(job);
+  const auto found = known_.find(PathOf(job));
   if (found == known_.end()) return std::nullopt;
   return found->second;
 }
 
-void CheckpointDirectory::Saved(const CheckpointFacts& facts) {
-  if (facts.directory != PathOf(facts.job)) return;
+std::string CheckpointDirectory::LastOf(const std::string& uid) const {
+  const CheckpointFacts* last = nullptr;
   MutexLock lock(mutex_);
-  known_[facts.job] = facts;
+  for (const auto& [folder, facts] : known_) {
+    if (facts.uid == uid) last = &facts;
+  }
+  if (last == nullptr) return absl::StrCat("; ", path_, " has no checkpoint of it");
+  return absl::StrCat("; go on from its last checkpoint, ", ToString(*last), ": ",
+                      HowToResume(last->job));
+}
+
+void CheckpointDirectory::Saved(const std::string& folder, const CheckpointFacts& facts) {
+  if (folder != PathOf(std::filesystem::path(folder).filename().string())) return;
+  MutexLock lock(mutex_);
+  known_[folder] = facts;
 }
 
 std::string ToString(const CheckpointFacts& facts) {
@@ -96,7 +99,7 @@ std::string ToString(const CheckpointFacts& facts) {
 
 std::string HowToResume(const std::string& job) {
   return absl::StrCat("start its workers with --resume=", job,
-                      ", or create it and run: ballast load ", job, " ", job);
+                      ", or create it and run: ballast load ", job);
 }
 
 }  // namespace ballast

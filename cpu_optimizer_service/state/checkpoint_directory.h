@@ -1,8 +1,9 @@
-// The directory in which a service keeps the checkpoints of its jobs, each under the job's name,
-// and what is known to be there.
+// The directory in which a service keeps the checkpoints of its jobs, each job's in a folder of its
+// name (checkpoint_folder.h); what is known to be there; and when the service saves by itself.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_STATE_CHECKPOINT_DIRECTORY_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_STATE_CHECKPOINT_DIRECTORY_H_
 
+#include <cstdint>
 #include <map>
 #include <memory>
 #include <optional>
@@ -14,35 +15,57 @@
 #include "cpu_optimizer_service/common/system/mutex.h"
 #include "cpu_optimizer_service/host/file_system.h"
 #include "cpu_optimizer_service/state/checkpoint_index.h"
+#include "cpu_optimizer_service/state/checkpoint_writer.h"
 
 namespace ballast {
+
+struct CheckpointPolicy {
+  uint64_t every_steps = 0;  // 0: not by steps.
+  double every_seconds = 0;  // 0: not by time.
+  int keep = kDefaultKeptCheckpoints;
+
+  bool saves() const { return every_steps > 0 || every_seconds > 0; }
+  // Whether a save is due after `step`, if `last_step` was saved, or was the first, so long ago.
+  bool IsDue(uint64_t step, uint64_t last_step, double seconds) const {
+    if (step <= last_step) return false;
+    return (every_steps > 0 && step / every_steps > last_step / every_steps) ||
+           (every_seconds > 0 && seconds >= every_seconds);
+  }
+};
 
 // Thread-safe. Only Open reads the disk, so that a disk that hangs holds up nobody who asks.
 class CheckpointDirectory {
  public:
   // Makes the directory if need be, and tries there all that a save does, so that it is known now
   // and not at the save. Looks which checkpoints there are. Errors are one line.
-  static absl::StatusOr<std::unique_ptr<CheckpointDirectory>> Open(FileSystem& file_system,
-                                                                   const std::string& given);
+  static absl::StatusOr<std::unique_ptr<CheckpointDirectory>> Open(
+      FileSystem& file_system, const std::string& given, const CheckpointPolicy& policy = {});
 
   const std::string& path() const { return path_; }  // Absolute.
+  const CheckpointPolicy& policy() const { return policy_; }
   std::string PathOf(const std::string& job) const;
+  // "gpt/step-1000.2" of a checkpoint in one of its folders; of another, its path.
+  std::string NameOf(const std::string& directory) const;
 
-  // What there was at the start, or has been saved since.
+  // Of each folder the newest that was there at the start, or has been saved since.
   std::vector<CheckpointFacts> All() const;
   std::optional<CheckpointFacts> Find(const std::string& job) const;
-  // A save has ended; nothing, if it was to another directory.
-  void Saved(const CheckpointFacts& facts);
+  // For a message on the job with that uid, which is lost: "; its last checkpoint is ...".
+  std::string LastOf(const std::string& uid) const;
+  // A save has ended; nothing, if it was to another place.
+  void Saved(const std::string& folder, const CheckpointFacts& facts);
 
  private:
-  explicit CheckpointDirectory(std::string path) : path_(std::move(path)) {}
+  CheckpointDirectory(std::string path, const CheckpointPolicy& policy)
+      : path_(std::move(path)), policy_(policy) {}
 
   const std::string path_;
+  const CheckpointPolicy policy_;
   mutable Mutex mutex_;
-  std::map<std::string, CheckpointFacts> known_ ABSL_GUARDED_BY(mutex_);  // By folder.
+  std::map<std::string, CheckpointFacts> known_ ABSL_GUARDED_BY(mutex_);  // By folder's path.
 };
 
-// "job gpt at step 61 in /saved/gpt".
+// "job gpt at step 61 in /saved/gpt/step-61.1".
 std::string ToString(const CheckpointFacts& facts);
 // How a job goes on from the checkpoint of its name: "start its workers with --resume=gpt, ...".
 std::string HowToResume(const std::string& job);

@@ -8,6 +8,8 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/strip.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/step_settings.h"
 #include "cpu_optimizer_service/common/system/sha256.h"
@@ -18,7 +20,9 @@ namespace {
 using nlohmann::json;
 
 constexpr char kFormat[] = "ballast-checkpoint";
-constexpr int kVersion = 1;
+constexpr char kSuffix[] = ".safetensors";
+// 1 had one file for each plane, and no generation.
+constexpr int kVersion = 2;
 
 bool HasAmsgrad(const CheckpointIndex& index, const std::string& group) {
   for (const CheckpointIndex::Group& candidate : index.groups) {
@@ -67,6 +71,11 @@ json ToJson(const std::optional<StepRecord>& record) {
   return {{"applied", outcome.decision.apply},
           {"norm", DoubleToJson(outcome.decision.norm)},
           {"clip_coefficient", DoubleToJson(outcome.decision.clip_coefficient)},
+          {"multipliers", outcome.decision.multipliers},
+          {"voted",
+           {{"abandon", record->abandoned},
+            {"max_norm", record->voted.max_norm},
+            {"multipliers", record->voted.multipliers}}},
           {"skip_reason", outcome.skip_reason},
           {"unused_parameters", outcome.unused_parameters},
           {"micro_steps", record->micro_steps},
@@ -95,6 +104,13 @@ std::optional<StepRecord> RecordFromJson(const json& text, uint64_t step) {
   text.at("applied").get_to(record.outcome.decision.apply);
   record.outcome.decision.norm = DoubleFromJson(text.at("norm"));
   record.outcome.decision.clip_coefficient = DoubleFromJson(text.at("clip_coefficient"));
+  if (text.contains("voted")) {
+    text.at("multipliers").get_to(record.outcome.decision.multipliers);
+    const json& voted = text.at("voted");
+    voted.at("abandon").get_to(record.abandoned);
+    voted.at("max_norm").get_to(record.voted.max_norm);
+    voted.at("multipliers").get_to(record.voted.multipliers);
+  }
   text.at("skip_reason").get_to(record.outcome.skip_reason);
   text.at("unused_parameters").get_to(record.outcome.unused_parameters);
   text.at("micro_steps").get_to(record.micro_steps);
@@ -111,9 +127,13 @@ bool TrainerStateIsSane(const std::string& hex) {
 }
 
 bool LastStepIsSane(const CheckpointIndex& index) {
-  return !index.last_step.has_value() ||
-         (index.last_step->hyper_parameters.size() == index.groups.size() &&
-          index.last_step->outcome.unused_parameters.size() <= kRecordedNames);
+  if (!index.last_step.has_value()) return true;
+  const StepRecord& last = *index.last_step;
+  const std::vector<float>& multipliers = last.outcome.decision.multipliers;
+  return last.hyper_parameters.size() == index.groups.size() &&
+         (multipliers.empty() || multipliers.size() == index.groups.size()) &&
+         Validate(last.voted, static_cast<int>(index.groups.size())).ok() &&
+         last.outcome.unused_parameters.size() <= kRecordedNames;
 }
 
 // A count that a run could have reached, or -1.
@@ -123,10 +143,19 @@ int64_t Count(const json& value) {
   return sane ? value.get<int64_t>() : -1;
 }
 
+// "master", or "master-" and more, that is no path.
+bool IsFileOf(Plane plane, absl::string_view name) {
+  return absl::ConsumePrefix(&name, Name(plane)) && absl::ConsumeSuffix(&name, kSuffix) &&
+         (name.empty() || name.front() == '-') && name.find('/') == name.npos;
+}
+
 bool CountsAreSane(const CheckpointIndex& index) {
   bool sane = index.step <= uint64_t{1} << 53;
   for (const CheckpointIndex::Parameter& parameter : index.parameters) {
     sane = sane && parameter.elements >= 0 && parameter.update_count >= 0;
+  }
+  for (const CheckpointIndex::File& file : index.files) {
+    sane = sane && file.written.size_bytes >= 0 && IsFileOf(file.plane, file.name);
   }
   return sane;
 }
@@ -144,15 +173,24 @@ json ToJson(const CheckpointIndex& index) {
                           {"elements", parameter.elements},
                           {"update_count", parameter.update_count}});
   }
-  json files = json::object();
-  for (const auto& [plane, file] : index.files) {
-    files[std::string(Name(plane))] = {{"size_bytes", file.size_bytes}, {"sha256", file.sha256}};
+  json files = json::array();
+  int64_t size_bytes = 0;
+  for (const CheckpointIndex::File& file : index.files) {
+    files.push_back({{"plane", Name(file.plane)},
+                     {"name", file.name},
+                     {"size_bytes", file.written.size_bytes},
+                     {"sha256", file.written.sha256}});
+    size_bytes += file.written.size_bytes;
   }
   return {{"format", kFormat},
           {"version", kVersion},
           {"job", index.job},
           {"uid", index.uid},
           {"step", index.step},
+          {"generation", index.generation},
+          {"saved_unix_ms", index.saved_unix_ms},
+          {"size_bytes", size_bytes},
+          {"asked_for", index.asked_for},
           {"trainer_state", absl::BytesToHexString(index.trainer_state)},
           {"last_step", ToJson(index.last_step)},
           {"groups", groups},
@@ -161,11 +199,38 @@ json ToJson(const CheckpointIndex& index) {
 }
 
 // Throws json::exception where a field is absent or of another type.
+std::vector<CheckpointIndex::File> FilesFromJson(const json& text, absl::Span<const Plane> planes) {
+  std::vector<CheckpointIndex::File> files;
+  for (const Plane plane : planes) {
+    const std::string plane_name(Name(plane));
+    if (text.is_object()) {  // Version 1.
+      const json& file = text.at(plane_name);
+      files.push_back(
+          {.plane = plane,
+           .name = plane_name + kSuffix,
+           .written = {.size_bytes = Count(file.at("size_bytes")), .sha256 = file.at("sha256")}});
+      continue;
+    }
+    for (const json& file : text) {
+      if (file.at("plane") != plane_name) continue;
+      files.push_back(
+          {.plane = plane,
+           .name = file.at("name"),
+           .written = {.size_bytes = Count(file.at("size_bytes")), .sha256 = file.at("sha256")}});
+    }
+  }
+  return files;
+}
+
+// Throws json::exception where a field is absent or of another type.
 CheckpointIndex IndexFromJson(const json& text) {
   CheckpointIndex index;
   text.at("job").get_to(index.job);
   text.at("uid").get_to(index.uid);
   index.step = static_cast<uint64_t>(Count(text.at("step")));
+  index.generation = text.value("generation", uint64_t{0});
+  index.saved_unix_ms = text.value("saved_unix_ms", int64_t{0});
+  index.asked_for = text.value("asked_for", false);
   index.trainer_state = absl::HexStringToBytes(text.value("trainer_state", ""));
   index.last_step = RecordFromJson(text.value("last_step", json()), index.step);
   for (const json& group : text.at("groups")) {
@@ -180,10 +245,7 @@ CheckpointIndex IndexFromJson(const json& text) {
                                 .elements = Count(parameter.at("elements")),
                                 .update_count = Count(parameter.at("update_count"))});
   }
-  for (const Plane plane : PlanesOf(index)) {
-    const json& file = text.at("files").at(std::string(Name(plane)));
-    index.files[plane] = {.size_bytes = Count(file.at("size_bytes")), .sha256 = file.at("sha256")};
-  }
+  index.files = FilesFromJson(text.at("files"), PlanesOf(index));
   index.sha256 = text.at("sha256");
   return index;
 }
@@ -211,10 +273,12 @@ absl::Status CheckFormat(const json& index, const std::string& path) {
   if (!index.is_object() || index.value("format", json()) != kFormat) {
     return absl::DataLossError(absl::StrCat(path, " is not the index of a Ballast checkpoint"));
   }
-  if (index.value("version", json()) != kVersion) {
-    return absl::FailedPreconditionError(absl::StrCat(path, " has format version ",
-                                                      index.value("version", json()).dump(),
-                                                      ", this service reads ", kVersion));
+  const json version = index.value("version", json());
+  if (!version.is_number_unsigned() || version.get<uint64_t>() < 1 ||
+      version.get<uint64_t>() > kVersion) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(path, " has format version ", version.dump(), ", this service reads 1 to ",
+                     kVersion, "; load it with a newer ballastd, or name an older checkpoint"));
   }
   return absl::OkStatus();
 }
@@ -223,10 +287,6 @@ absl::Status CheckFormat(const json& index, const std::string& path) {
 
 std::string IndexPath(const std::string& directory) {
   return absl::StrCat(directory, "/index.json");
-}
-
-std::string PlanePath(const std::string& directory, Plane plane) {
-  return absl::StrCat(directory, "/", Name(plane), ".safetensors");
 }
 
 // The parameters, by index, that have this plane.
@@ -251,9 +311,30 @@ std::vector<Plane> PlanesOf(const CheckpointIndex& index) {
   return planes;
 }
 
+std::vector<CheckpointPart> PartsOf(const CheckpointIndex& index, int64_t most_bytes) {
+  std::vector<CheckpointPart> parts;
+  for (const Plane plane : PlanesOf(index)) {
+    const size_t first = parts.size();
+    parts.push_back({.plane = plane});
+    for (const int parameter : ParametersWith(index, plane)) {
+      if (parts.back().bytes >= most_bytes) parts.push_back({.plane = plane});
+      parts.back().parameters.push_back(parameter);
+      parts.back().bytes +=
+          index.parameters[parameter].elements * static_cast<int64_t>(sizeof(float));
+    }
+    const size_t count = parts.size() - first;
+    for (size_t i = 0; i < count; ++i) {
+      parts[first + i].name =
+          count == 1 ? absl::StrCat(Name(plane), kSuffix)
+                     : absl::StrFormat("%s-%05d-of-%05d%s", Name(plane), i + 1, count, kSuffix);
+    }
+  }
+  return parts;
+}
+
 int64_t MostIndexBytes(const JobSpec& spec) {
-  constexpr int64_t kEscaped = 6;  // JSON writes a byte in up to as many.
-  constexpr int64_t kOfParameter = 256;
+  constexpr int64_t kEscaped = 6;         // JSON writes a byte in up to as many.
+  constexpr int64_t kOfParameter = 1280;  // With a file of its own in each plane.
   constexpr int64_t kOfDimension = 24;
   constexpr int64_t kOfGroup = 2048;  // Its hyper-parameters, twice.
   constexpr int64_t kOthers = int64_t{2} << 20;
@@ -330,8 +411,19 @@ absl::StatusOr<CheckpointFacts> ReadCheckpointFacts(FileSystem& file_system,
   if (!job.is_string() || !uid.is_string() || step < 0) {
     return absl::DataLossError(absl::StrCat(path, " is damaged: it does not say whose it is"));
   }
-  return CheckpointFacts{
-      .directory = directory, .job = job, .uid = uid, .step = static_cast<uint64_t>(step)};
+  const auto number = [&](const char* name) {
+    const json value = parsed.value(name, json());
+    return value.is_number_unsigned() ? std::max<int64_t>(Count(value), 0) : 0;
+  };
+  const json asked_for = parsed.value("asked_for", json());
+  return CheckpointFacts{.directory = directory,
+                         .job = job,
+                         .uid = uid,
+                         .step = static_cast<uint64_t>(step),
+                         .generation = static_cast<uint64_t>(number("generation")),
+                         .saved_unix_ms = number("saved_unix_ms"),
+                         .size_bytes = number("size_bytes"),
+                         .asked_for = asked_for.is_boolean() && asked_for.get<bool>()};
 }
 
 }  // namespace ballast

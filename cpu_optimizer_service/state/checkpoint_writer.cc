@@ -1,25 +1,39 @@
 #include "cpu_optimizer_service/state/checkpoint_writer.h"
 
 #include <filesystem>
-#include <random>
 #include <utility>
-#include <vector>
 
-#include "absl/strings/escaping.h"
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
+#include "absl/strings/string_view.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/checkpoint_name.h"
+#include "cpu_optimizer_service/state/checkpoint_folder.h"
 
 namespace ballast {
+namespace {
+
+// Of one step and generation in a folder.
+constexpr int kMostOfOneName = 1000;
+// At a directory of one's own.
+constexpr int kMostAttempts = 4;
+constexpr char kHint[] = "latest";
+
+absl::Status WriteText(FileSystem& file_system, const std::string& path, absl::string_view text) {
+  BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<WritableFile> file, file_system.Create(path));
+  BALLAST_RETURN_IF_ERROR(file->Append(
+      absl::MakeConstSpan(reinterpret_cast<const std::byte*>(text.data()), text.size())));
+  return file->Close();
+}
+
+}  // namespace
 
 CheckpointWriter::CheckpointWriter(FileSystem& file_system, Target target, CheckpointIndex index)
-    : file_system_(file_system), target_(std::move(target)), index_(std::move(index)) {
-  for (const Plane plane : PlanesOf(index_)) {
-    for (const int parameter : ParametersWith(index_, plane)) {
-      size_bytes_ += index_.parameters[parameter].elements * static_cast<int64_t>(sizeof(float));
-    }
-  }
+    : file_system_(file_system),
+      target_(std::move(target)),
+      index_(std::move(index)),
+      parts_(PartsOf(index_, target_.part_bytes)),
+      files_(parts_.size()) {
+  for (const CheckpointPart& part : parts_) size_bytes_ += part.bytes;
 }
 
 double CheckpointWriter::SecondsSinceProgress() const {
@@ -32,122 +46,117 @@ void CheckpointWriter::Progress(int64_t bytes) {
 }
 
 absl::Status CheckpointWriter::Begin() {
-  const std::string& directory = target_.directory;
-  if (directory.empty() || directory.back() == '/') {
+  const std::filesystem::path folder(target_.folder);
+  const std::string name = folder.filename().string();
+  if (name.empty() || name == "." || name == ".." || IsVersionName(name)) {
     return absl::InvalidArgumentError(absl::StrCat(
-        "'", directory, "' cannot be a checkpoint directory; name one without a final /"));
+        "'", target_.folder,
+        "' cannot be a folder of checkpoints; name one without a final /, and not step-..."));
   }
-  const std::string aside = AsideOf(directory);
-  // A save was killed while it moved.
-  if (!file_system_.Exists(directory) && file_system_.Exists(IndexPath(aside))) {
-    BALLAST_RETURN_IF_ERROR(file_system_.Exchange(aside, directory));
+  // Made anew, it would be on another disk than the one that is not mounted any more.
+  const std::string parent = folder.parent_path().string();
+  if (!parent.empty() && !file_system_.Exists(parent)) {
+    return absl::NotFoundError(absl::StrCat("there is no directory ", parent,
+                                            " to save in; make it, or mount what it was on"));
   }
-  BALLAST_RETURN_IF_ERROR(CheckReplaceable());
-  RemoveLeftovers();
+  BALLAST_RETURN_IF_ERROR(file_system_.CreateDirectory(target_.folder));
+  RemoveLeftovers(file_system_, target_.folder);
   BALLAST_RETURN_IF_ERROR(MakePartial());
   Progress(0);
   return absl::OkStatus();
 }
 
-absl::Status CheckpointWriter::CheckReplaceable() const {
-  const std::string& directory = target_.directory;
-  if (!file_system_.Exists(directory)) return absl::OkStatus();
-  const absl::StatusOr<CheckpointFacts> there =
-      ReadCheckpointFacts(file_system_, directory, target_.most_index_bytes);
-  if (absl::IsNotFound(there.status()) || absl::IsDataLoss(there.status())) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        directory, " exists and is not a checkpoint; choose another directory or remove it"));
-  }
-  BALLAST_RETURN_IF_ERROR(there.status());
-  if (target_.replace == Replace::kAny) return absl::OkStatus();
-  const bool same = there->uid == index_.uid || there->uid == target_.resumed_uid;
-  if (same && there->step <= index_.step) return absl::OkStatus();
-  return absl::FailedPreconditionError(absl::StrCat(
-      directory, " has a checkpoint of ", same ? "a later step" : "another job", ": of job ",
-      absl::Utf8SafeCEscape(there->job), " (uid ", absl::Utf8SafeCEscape(there->uid), ") at step ",
-      there->step, ", and this is job ", index_.job, " (uid ", index_.uid, ") at step ",
-      index_.step,
-      "; load that one to go on from it, save to another directory, or replace it with ballast "
-      "save --force"));
-}
-
-void CheckpointWriter::RemoveLeftovers() {
-  const std::filesystem::path directory(target_.directory);
-  const std::string parent = directory.parent_path().string();
-  const std::string prefix = directory.filename().string() + kPartialSuffix;
-  const absl::StatusOr<std::vector<std::string>> names =
-      file_system_.List(parent.empty() ? "." : parent);
-  if (!names.ok()) return;  // There is no parent yet. Any other reason shows when it is written to.
-  for (const std::string& name : *names) {
-    if (!absl::StartsWith(name, prefix)) continue;
-    const std::string left = absl::StrCat(parent, parent.empty() ? "" : "/", name);
-    // Null: another save is writing there.
-    const std::shared_ptr<const void> lock = file_system_.TryLock(left);
-    if (lock != nullptr) file_system_.RemoveAll(left).IgnoreError();
-  }
-  if (file_system_.Exists(target_.directory)) {
-    file_system_.RemoveAll(AsideOf(target_.directory)).IgnoreError();
-  }
-}
-
 absl::Status CheckpointWriter::MakePartial() {
-  // Random: another process, even one of the same number in another container, may have left its
-  // own.
-  std::random_device random;
-  partial_ = absl::StrFormat("%s%s%08x%08x", target_.directory, kPartialSuffix, random(), random());
-  BALLAST_RETURN_IF_ERROR(file_system_.CreateDirectory(partial_));
-  lock_ = file_system_.TryLock(partial_);
+  const std::string name =
+      absl::StrCat(target_.folder, "/", VersionName(index_.step, index_.generation));
+  for (int attempt = 1; attempt <= kMostAttempts; ++attempt) {
+    partial_ = PartialPath(name);
+    BALLAST_RETURN_IF_ERROR(file_system_.CreateDirectory(partial_));
+    lock_ = file_system_.TryLock(partial_);
+    // Another save, which looks for leftovers, may have been faster; or nothing can be locked here,
+    // and then it removes nothing either.
+    if (lock_ != nullptr && file_system_.Exists(LockPath(partial_))) break;
+    // The other save may be removing it, too; what is left goes with a later one.
+    if (attempt < kMostAttempts) file_system_.RemoveAll(partial_).IgnoreError();
+  }
   return absl::OkStatus();
 }
 
-absl::Status CheckpointWriter::WritePlane(Plane plane, PlaneReader read) {
-  const std::vector<int> parameters = ParametersWith(index_, plane);
+absl::Status CheckpointWriter::WritePart(int part, PlaneReader read) {
+  const CheckpointPart& to = parts_[part];
   std::vector<TensorEntry> tensors;
-  for (const int parameter : parameters) {
+  for (const int parameter : to.parameters) {
     const CheckpointIndex::Parameter& p = index_.parameters[parameter];
     tensors.push_back({.name = p.name, .shape = p.shape, .elements = p.elements});
   }
   BALLAST_ASSIGN_OR_RETURN(
-      files_[static_cast<int>(plane)],
-      WriteSafetensors(file_system_, PlanePath(partial_, plane), tensors,
-                       [&](int tensor, int64_t offset, absl::Span<float> out) {
-                         read(parameters[tensor], plane, offset, out);
-                         Progress(static_cast<int64_t>(out.size() * sizeof(float)));
-                       }));
+      files_[part], WriteSafetensors(file_system_, absl::StrCat(partial_, "/", to.name), tensors,
+                                     [&](int tensor, int64_t offset, absl::Span<float> out) {
+                                       read(to.parameters[tensor], to.plane, offset, out);
+                                       Progress(static_cast<int64_t>(out.size() * sizeof(float)));
+                                     }));
   Progress(0);
   return absl::OkStatus();
 }
 
 absl::StatusOr<int64_t> CheckpointWriter::WriteIndex() {
   int64_t bytes = 0;
-  for (const Plane plane : PlanesOf(index_)) {
-    const WrittenFile& file = files_[static_cast<int>(plane)];
-    index_.files[plane] = file;
-    bytes += file.size_bytes;
+  for (size_t part = 0; part < parts_.size(); ++part) {
+    index_.files.push_back(
+        {.plane = parts_[part].plane, .name = parts_[part].name, .written = files_[part]});
+    bytes += files_[part].size_bytes;
   }
-  const std::string text = ToText(index_);
-  BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<WritableFile> file,
-                           file_system_.Create(IndexPath(partial_)));
-  BALLAST_RETURN_IF_ERROR(file->Append(
-      absl::MakeConstSpan(reinterpret_cast<const std::byte*>(text.data()), text.size())));
-  BALLAST_RETURN_IF_ERROR(file->Close());
-  return bytes + static_cast<int64_t>(text.size());
+  BALLAST_RETURN_IF_ERROR(WriteText(file_system_, IndexPath(partial_), ToText(index_)));
+  return bytes;
 }
 
-absl::StatusOr<int64_t> CheckpointWriter::Finish(absl::Status status) {
-  absl::StatusOr<int64_t> bytes = 0;
-  if (status.ok()) {
-    bytes = WriteIndex();
-    status = bytes.status();
+// The rename fails where there is something, so that nothing is replaced, whoever else saves here.
+absl::StatusOr<std::string> CheckpointWriter::GiveName() {
+  for (int number = 1; number <= kMostOfOneName; ++number) {
+    std::string directory =
+        absl::StrCat(target_.folder, "/", VersionName(index_.step, index_.generation, number));
+    if (file_system_.Exists(directory)) continue;
+    const absl::Status named = file_system_.Rename(partial_, directory);
+    if (named.ok()) return directory;
+    if (!absl::IsAlreadyExists(named)) return named;
   }
-  // Again: another save may have come there meanwhile.
-  if (status.ok()) status = CheckReplaceable();
-  if (status.ok()) status = file_system_.Exchange(partial_, target_.directory);
-  // After an exchange it is the older checkpoint; after an error, half of this one.
-  if (!partial_.empty()) status.Update(file_system_.RemoveAll(partial_));
+  return absl::ResourceExhaustedError(
+      absl::StrCat(target_.folder, " has ", kMostOfOneName, " checkpoints of step ", index_.step,
+                   " and generation ", index_.generation, "; delete some"));
+}
+
+// It gets its place by a move of its own.
+void CheckpointWriter::WriteHint(const std::string& directory) {
+  const std::string made = absl::StrCat(directory, "/", kHint);
+  const std::string name = std::filesystem::path(directory).filename().string();
+  absl::Status status = WriteText(file_system_, made, name + "\n");
+  if (status.ok()) status = file_system_.Rename(made, absl::StrCat(target_.folder, "/", kHint));
+  if (!status.ok()) file_system_.RemoveAll(made).IgnoreError();
+}
+
+absl::StatusOr<CheckpointFacts> CheckpointWriter::Finish(absl::Status status) {
+  CheckpointFacts facts = {.job = index_.job,
+                           .uid = index_.uid,
+                           .step = index_.step,
+                           .generation = index_.generation,
+                           .saved_unix_ms = index_.saved_unix_ms,
+                           .asked_for = index_.asked_for};
+  const auto make = [&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(status);
+    BALLAST_ASSIGN_OR_RETURN(facts.size_bytes, WriteIndex());
+    BALLAST_ASSIGN_OR_RETURN(facts.directory, GiveName());
+    return absl::OkStatus();
+  };
+  if (absl::Status made = make(); !made.ok()) {
+    if (!partial_.empty()) made.Update(file_system_.RemoveAll(partial_));
+    lock_ = nullptr;
+    return made;
+  }
+  file_system_.RemoveAll(LockPath(facts.directory)).IgnoreError();
   lock_ = nullptr;
-  BALLAST_RETURN_IF_ERROR(status);
-  return bytes;
+  WriteHint(facts.directory);
+  DeleteOlder(file_system_, target_.folder, index_.uid, index_.asked_for, target_.keep);
+  return facts;
 }
 
 }  // namespace ballast

@@ -1,23 +1,25 @@
-// Writes a checkpoint (checkpoint.h) whole or not at all, its planes by several threads at once.
+// Writes a checkpoint (checkpoint.h) whole or not at all into a folder of them
+// (checkpoint_folder.h), its files by several threads at once.
 //
-//   CheckpointWriter writer(file_system, {.directory = "/saved/gpt"}, index);
+//   CheckpointWriter writer(file_system, {.folder = "/saved/gpt", .keep = 3}, index);
 //   absl::Status status = writer.Begin();
-//   ... on any threads, for each plane, if it has begun:
-//   status = writer.WritePlane(plane, read);
+//   ... on any threads, for each part, if it has begun:
+//   status = writer.WritePart(part, read);
 //   ... then, once:
 //   writer.Finish(status)  // The first error of all of them.
 //
-// Files are written to a directory beside the checkpoint's, DIRECTORY.partial-RANDOM, which is
-// moved into its place. One that a killed process left is removed by the next save there.
+// Files are written to a directory beside the checkpoint's, VERSION.partial-RANDOM, then the index,
+// then the directory gets its name by one plain rename. One that a killed process left is removed
+// by the next save there.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_STATE_CHECKPOINT_WRITER_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_STATE_CHECKPOINT_WRITER_H_
 
-#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
@@ -32,36 +34,28 @@ namespace ballast {
 using PlaneReader =
     absl::FunctionRef<void(int parameter, Plane plane, int64_t offset, absl::Span<float> out)>;
 
-// DIRECTORY.partial-RANDOM: a checkpoint that is being written, or was left by a killed process.
-inline constexpr char kPartialSuffix[] = ".partial-";
-
-// What a save may put itself in the place of.
-enum class Replace : uint8_t {
-  kOlder,  // A checkpoint of this job, or of the one that it goes on from, of no later step.
-  kAny,    // Any checkpoint.
-};
+inline constexpr int kDefaultKeptCheckpoints = 3;
 
 class CheckpointWriter {
  public:
   struct Target {
-    std::string directory;
-    Replace replace = Replace::kOlder;
-    std::string resumed_uid;       // Of the job whose checkpoint was loaded last; empty: none.
-    int64_t most_index_bytes = 0;  // MostIndexBytes: a larger index there is another job's.
+    std::string folder;                  // Its parent must be there.
+    int keep = kDefaultKeptCheckpoints;  // Of the job's, as DeleteOlder has it.
+    int64_t part_bytes = kPartBytes;
   };
 
   // Touches nothing yet. The index is without files.
   CheckpointWriter(FileSystem& file_system, Target target, CheckpointIndex index);
 
-  // FAILED_PRECONDITION if something is there that may not be replaced; INVALID_ARGUMENT for a
-  // directory that no checkpoint can have.
+  // INVALID_ARGUMENT for a folder that cannot be one. NOT_FOUND: its parent is gone.
   absl::Status Begin();
-  absl::Status WritePlane(Plane plane, PlaneReader read);
-  // Writes the index and moves the checkpoint into place, or, with an error, removes what there is.
-  // Returns the bytes written.
-  absl::StatusOr<int64_t> Finish(absl::Status status);
+  int parts() const { return static_cast<int>(parts_.size()); }
+  absl::Status WritePart(int part, PlaneReader read);
+  // Writes the index and gives the checkpoint its name, or, with an error, removes what there is.
+  // Once it is there, no error of cleaning up is one of the save.
+  absl::StatusOr<CheckpointFacts> Finish(absl::Status status);
 
-  const std::string& directory() const { return target_.directory; }
+  const std::string& folder() const { return target_.folder; }
   const CheckpointIndex& index() const { return index_; }
 
   // How far it is; from any thread.
@@ -72,19 +66,20 @@ class CheckpointWriter {
  private:
   using Clock = std::chrono::steady_clock;
 
-  absl::Status CheckReplaceable() const;
-  void RemoveLeftovers();
   absl::Status MakePartial();
   absl::StatusOr<int64_t> WriteIndex();
+  absl::StatusOr<std::string> GiveName();
+  void WriteHint(const std::string& directory);
   void Progress(int64_t bytes);
 
   FileSystem& file_system_;
   const Target target_;
   CheckpointIndex index_;
+  std::vector<CheckpointPart> parts_;
   int64_t size_bytes_ = 0;
   std::string partial_;  // Empty: not made.
   std::shared_ptr<const void> lock_;
-  std::array<WrittenFile, kMaxPlanes> files_;  // Each written by the thread that has the plane.
+  std::vector<WrittenFile> files_;  // By part; each written by the thread that has it.
   std::atomic<int64_t> written_bytes_ = 0;
   std::atomic<Clock::time_point> progress_ = Clock::now();
 };

@@ -4,6 +4,10 @@
 // at. An update asks where to write: in place, or, if a reader has pinned the chunk or the caller
 // wants it so, into a fresh slot. Publishing is one switch of the table entry.
 //
+// In named memory the table is, too: one word a chunk, with its slot and its step, stored after the
+// planes. A process that finds the memory of another has that one's published versions; every slot
+// that no word names is free. A word is stored before a slot that it no longer names is used again.
+//
 // Thread-safe, with one writer per chunk at a time.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_STATE_CHUNK_STORE_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_STATE_CHUNK_STORE_H_
@@ -21,6 +25,7 @@
 #include "cpu_optimizer_service/common/system/mutex.h"
 #include "cpu_optimizer_service/host/arena.h"
 #include "cpu_optimizer_service/host/memory_budget.h"
+#include "cpu_optimizer_service/host/named_memory.h"
 
 namespace ballast {
 
@@ -55,7 +60,8 @@ class ChunkPin {
   Version* version_ = nullptr;
 };
 
-enum class Destination : uint8_t { kInPlaceIfFree, kFresh };
+// kInPlace: although a reader has it pinned, or it has moved out of its place for a while.
+enum class Destination : uint8_t { kInPlaceIfFree, kFresh, kInPlace };
 
 class ChunkStore {
  public:
@@ -67,11 +73,13 @@ class ChunkStore {
     // Slots beyond one per chunk come out of this budget when they are needed.
     MemoryBudget* budget = nullptr;
     std::string owner;  // For messages: "job gpt2".
+    // The store's memory outlives the process, and is found again; outlives the store. Null: it
+    // dies with it.
+    NamedArenas* named = nullptr;
   };
 
-  static int64_t StateBytes(const Layout& layout, absl::Span<const int> planes);
-
-  // Allocates and zeroes the slots from `arenas`. Both outlive the store.
+  // Allocates and zeroes the slots from `arenas`. Both outlive the store. What options.named has of
+  // another process is taken over instead. DATA_LOSS: that is not a store of this layout.
   static absl::StatusOr<std::unique_ptr<ChunkStore>> Create(const Layout& layout, Options options,
                                                             ArenaFactory& arenas);
   ~ChunkStore();
@@ -101,6 +109,11 @@ class ChunkStore {
 
   // All chunks now stand at `step`, after state was written from outside.
   void SetStep(uint64_t step);
+
+  // Of named memory, and of that alone: whether the chunk has its first weights, which lie in the
+  // slot by then. Of a store without it nothing has arrived.
+  void SetArrived(int chunk, bool arrived);
+  bool arrived(int chunk) const;
 
  private:
   friend class ChunkPin;

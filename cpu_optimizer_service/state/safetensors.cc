@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/sha256.h"
+#include "cpu_optimizer_service/kernels/kernels.h"
 
 namespace ballast {
 namespace {
@@ -39,6 +40,15 @@ std::string MakeHeader(absl::Span<const TensorEntry> tensors) {
   std::string text = header.dump(-1, ' ', false, json::error_handler_t::replace);
   text.resize((text.size() + 7) / 8 * 8, ' ');
   return text;
+}
+
+// nullopt: not one that is taken.
+std::optional<DType> DTypeOf(const json& name, SafetensorsFile::Take take) {
+  if (name == "F32") return DType::kFloat32;
+  if (take == SafetensorsFile::Take::kF32) return std::nullopt;
+  if (name == "BF16") return DType::kBFloat16;
+  if (name == "F16") return DType::kFloat16;
+  return std::nullopt;
 }
 
 }  // namespace
@@ -76,9 +86,16 @@ absl::StatusOr<WrittenFile> WriteSafetensors(
 
 absl::StatusOr<SafetensorsFile> SafetensorsFile::Open(FileSystem& file_system,
                                                       const std::string& path,
-                                                      int64_t most_header_bytes) {
+                                                      int64_t most_header_bytes, Take take) {
+  BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<ReadableFile> file, file_system.Open(path));
+  return Open(std::move(file), path, most_header_bytes, take);
+}
+
+absl::StatusOr<SafetensorsFile> SafetensorsFile::Open(std::unique_ptr<ReadableFile> file,
+                                                      const std::string& path,
+                                                      int64_t most_header_bytes, Take take) {
   SafetensorsFile result;
-  BALLAST_ASSIGN_OR_RETURN(result.file_, file_system.Open(path));
+  result.file_ = std::move(file);
   const auto damaged = [&](absl::string_view what) {
     return absl::DataLossError(absl::StrCat(path, " is not a safetensors file: ", what));
   };
@@ -107,7 +124,10 @@ absl::StatusOr<SafetensorsFile> SafetensorsFile::Open(FileSystem& file_system,
   };
   for (const auto& [name, tensor] : header.items()) {
     if (name == "__metadata__") continue;
-    if (!tensor.is_object() || !tensor.contains("dtype") || tensor["dtype"] != "F32") {
+    const json dtype_name = tensor.is_object() ? tensor.value("dtype", json()) : json();
+    const std::optional<DType> dtype = DTypeOf(dtype_name, take);
+    if (!dtype.has_value()) {
+      if (take == Take::kWeights && dtype_name.is_string()) continue;  // Of integers, say.
       return damaged(absl::StrCat("tensor ", name, " is not F32"));
     }
     const json shape = tensor.value("shape", json());
@@ -126,11 +146,15 @@ absl::StatusOr<SafetensorsFile> SafetensorsFile::Open(FileSystem& file_system,
     }
     const int64_t begin = offsets[0].get<int64_t>();
     const int64_t end = offsets[1].get<int64_t>();
-    if (begin > end || end > file_bytes - data_begin || begin % 4 != 0 || end % 4 != 0 ||
-        (end - begin) / 4 != place.entry.elements) {
+    const int64_t size = SizeBytes(*dtype);
+    // Ours are aligned, which reading the file through counts on.
+    const int64_t alignment = take == Take::kF32 ? size : 1;
+    if (begin > end || end > file_bytes - data_begin || begin % alignment != 0 ||
+        (end - begin) % size != 0 || (end - begin) / size != place.entry.elements) {
       return damaged(absl::StrCat("the offsets of tensor ", name, " do not fit"));
     }
     place.begin = data_begin + begin;
+    place.dtype = *dtype;
     result.tensors_.emplace(name, std::move(place));
   }
   return result;
@@ -149,9 +173,15 @@ absl::Status SafetensorsFile::Read(const std::string& name, int64_t offset,
                                               " elements, asked for ", out.size(), " from ",
                                               offset));
   }
-  return file_->Read(
-      place.begin + offset * static_cast<int64_t>(sizeof(float)),
-      absl::MakeSpan(reinterpret_cast<std::byte*>(out.data()), out.size() * sizeof(float)));
+  const int64_t size = SizeBytes(place.dtype);
+  const int64_t begin = place.begin + offset * size;
+  const auto bytes =
+      absl::MakeSpan(reinterpret_cast<std::byte*>(out.data()), out.size() * sizeof(float));
+  if (place.dtype == DType::kFloat32) return file_->Read(begin, bytes);
+  std::vector<std::byte> read(out.size() * size);
+  BALLAST_RETURN_IF_ERROR(file_->Read(begin, absl::MakeSpan(read)));
+  ConvertToFloat(read.data(), place.dtype, out.data(), static_cast<int64_t>(out.size()));
+  return absl::OkStatus();
 }
 
 std::vector<const SafetensorsFile::Place*> SafetensorsFile::InOrder() const {

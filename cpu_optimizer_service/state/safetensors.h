@@ -1,7 +1,6 @@
 // The safetensors format: eight bytes of header length (little-endian), a JSON header that maps
 // each tensor's name to dtype, shape and byte offsets, then the tensors' bytes without gaps.
-// Source: https://github.com/huggingface/safetensors, "Format". Only F32 tensors are written and
-// read.
+// Source: https://github.com/huggingface/safetensors, "Format". Only F32 tensors are written.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_STATE_SAFETENSORS_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_STATE_SAFETENSORS_H_
 
@@ -15,6 +14,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "cpu_optimizer_service/common/dtype.h"
 #include "cpu_optimizer_service/host/file_system.h"
 
 namespace ballast {
@@ -38,10 +38,18 @@ absl::StatusOr<WrittenFile> WriteSafetensors(
 
 class SafetensorsFile {
  public:
+  enum class Take : uint8_t {
+    kF32,      // Anything else is damage.
+    kWeights,  // Tensors in F32, BF16 and F16, which are read as floats; others are not there.
+  };
   // DATA_LOSS if the header or any offset does not fit the file, or the header has more than
   // `most_header_bytes`.
   static absl::StatusOr<SafetensorsFile> Open(FileSystem& file_system, const std::string& path,
-                                              int64_t most_header_bytes);
+                                              int64_t most_header_bytes, Take take = Take::kF32);
+  // The same of a file that is open; `path` is for errors.
+  static absl::StatusOr<SafetensorsFile> Open(std::unique_ptr<ReadableFile> file,
+                                              const std::string& path, int64_t most_header_bytes,
+                                              Take take = Take::kF32);
 
   // nullptr: no such tensor.
   const TensorEntry* Find(const std::string& name) const;
@@ -57,13 +65,14 @@ class SafetensorsFile {
     // The first element of a tensor that is not finite, or negative where that is bad.
     std::optional<Element> bad;
   };
-  // Reads the whole file, once.
+  // Reads the whole file, once. Of a file that was opened with kF32.
   absl::StatusOr<Contents> Examine(bool negative_is_bad) const;
 
  private:
   struct Place {
     TensorEntry entry;
     int64_t begin = 0;  // Byte of the file.
+    DType dtype = DType::kFloat32;
   };
   std::vector<const Place*> InOrder() const;
   std::unique_ptr<ReadableFile> file_;

@@ -34,8 +34,7 @@ class DeviceArithmetic final : public LocalArithmetic {
   ~DeviceArithmetic() override;
 
   absl::Status SetFirstWeights(int chunk, absl::Span<const float> values) override;
-  absl::Status AddGradient(int chunk, bool first, absl::Span<const std::byte> payload,
-                           std::function<void()> released) override;
+  absl::Status AddGradients(std::vector<Addition> additions) override;
   absl::Status ZeroGradient(int chunk) override;
   absl::Status BlockSums(absl::Span<const BlocksInChunks> runs, absl::Span<double> sums) override;
   absl::Status ReadGradient(int chunk, int64_t begin, absl::Span<float> values) override;
@@ -61,6 +60,7 @@ class DeviceArithmetic final : public LocalArithmetic {
     return begins_[index];
   }
   absl::Status Synchronize();
+  absl::Status AddRun(absl::Span<const Addition> run);
   // Where a chunk's gradient is read, and its format there.
   DType gradient_dtype(int index) const {
     return sums_ ? DType::kFloat32 : group(index).wire_dtype;
@@ -146,24 +146,46 @@ absl::Status DeviceArithmetic::SetFirstWeights(int index, absl::Span<const float
   return Synchronize();  // `values` are the caller's again.
 }
 
-absl::Status DeviceArithmetic::AddGradient(int index, bool first,
-                                           absl::Span<const std::byte> payload,
-                                           std::function<void()> released) {
+absl::Status DeviceArithmetic::AddGradients(std::vector<Addition> additions) {
+  if (additions.empty()) return absl::OkStatus();
   if (!sums_) {
-    Check(first, "a step has one push of a chunk where nothing is summed");
-    gradients_[index] = payload.data();
-    if (released != nullptr) released_.push_back(std::move(released));
+    for (Addition& addition : additions) {
+      Check(addition.first, "a step has one push of a chunk where nothing is summed");
+      gradients_[addition.chunk] = addition.payload.data();
+      if (addition.released != nullptr) released_.push_back(std::move(addition.released));
+    }
     return absl::OkStatus();
   }
-  absl::Status status = cuda::AddWireGradient(*stream_, chunk(index).elements, payload.data(),
-                                              group(index).wire_dtype, /*assign=*/first,
-                                              sum_->as<float>() + begin(index));
-  if (released == nullptr) return status;
-  if (status.ok()) {
-    status = releases_->After(*stream_, [released](const absl::Status&) { released(); });
+  // Neighbours, of which both payloads and sums lie one after the other, are one run.
+  const auto goes_on = [&](const Addition& one, const Addition& next) {
+    return one.payload.end() == next.payload.begin() && one.first == next.first &&
+           begin(one.chunk) + chunk(one.chunk).elements == begin(next.chunk) &&
+           group(one.chunk).wire_dtype == group(next.chunk).wire_dtype;
+  };
+  absl::Status status;
+  for (size_t first = 0, end; first < additions.size() && status.ok(); first = end) {
+    for (end = first + 1; end < additions.size(); ++end) {
+      if (!goes_on(additions[end - 1], additions[end])) break;
+    }
+    status = AddRun(absl::MakeConstSpan(additions).subspan(first, end - first));
   }
-  if (!status.ok()) released();
+  const auto release = [given = std::move(additions)](const absl::Status&) {
+    for (const Addition& addition : given) {
+      if (addition.released != nullptr) addition.released();
+    }
+  };
+  if (status.ok()) status = releases_->After(*stream_, release);
+  if (!status.ok()) release(status);
   return status;
+}
+
+absl::Status DeviceArithmetic::AddRun(absl::Span<const Addition> run) {
+  const Addition& first = run.front();
+  int64_t elements = 0;
+  for (const Addition& addition : run) elements += chunk(addition.chunk).elements;
+  return cuda::AddWireGradient(*stream_, elements, first.payload.data(),
+                               group(first.chunk).wire_dtype, /*assign=*/first.first,
+                               sum_->as<float>() + begin(first.chunk));
 }
 
 absl::Status DeviceArithmetic::ZeroGradient(int index) {

@@ -1,20 +1,12 @@
 #include "gpu_worker/pipeline/gradient_sender.h"
 
 #include <memory>
-#include <string>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
 
 namespace ballast::worker {
-
-namespace {
-
-std::string Describe(uint64_t step, int chunk, uint32_t micro_step_end) {
-  return absl::StrCat("step ", step, ": chunk ", chunk, " of micro-step ", micro_step_end - 1);
-}
-
-}  // namespace
 
 absl::Status GradientSender::Push(DeviceStream& stream, uint64_t step,
                                   std::vector<client::GradientPush> pushes) {
@@ -24,23 +16,25 @@ absl::Status GradientSender::Push(DeviceStream& stream, uint64_t step,
   return completions_.After(stream, [this, step, shared](const absl::Status& there) {
     if (!there.ok()) {
       const client::GradientPush& first = shared->front();
-      errors_.Fail(Annotate(there, Describe(step, first.chunk, first.micro_step_end)));
+      errors_.Fail(Annotate(there, absl::StrCat("step ", step, ": chunk ", first.chunk,
+                                                " of micro-step ", first.micro_step_end - 1)));
     }
-    for (client::GradientPush& push : *shared) HandOver(step, std::move(push));
+    HandOver(step, std::move(*shared));
   });
 }
 
-void GradientSender::HandOver(uint64_t step, client::GradientPush push) {
-  if (errors_.any()) return push.released();
-  const int chunk = push.chunk;
-  const uint32_t micro_step_end = push.micro_step_end;
-  const TimelineScope scope(
-      timeline_, Track::kSend,
-      {.step = step, .micro_step = static_cast<int>(push.micro_step_end) - 1, .chunk = push.chunk});
-  const absl::Status pushed = sink_->Push(std::move(push));
-  if (!pushed.ok()) {
-    errors_.FailStep(Annotate(pushed, Describe(step, chunk, micro_step_end)));
+void GradientSender::HandOver(uint64_t step, std::vector<client::GradientPush> pushes) {
+  if (errors_.any()) {
+    for (const client::GradientPush& push : pushes) push.released();
+    return;
   }
+  const client::GradientPush& first = pushes.front();
+  const TimelineScope scope(timeline_, Track::kSend,
+                            {.step = step,
+                             .micro_step = static_cast<int>(first.micro_step_end) - 1,
+                             .chunk = pushes.size() == 1 ? first.chunk : -1});
+  const absl::Status pushed = sink_->PushAll(std::move(pushes));
+  if (!pushed.ok()) errors_.FailStep(Annotate(pushed, absl::StrCat("step ", step)));
 }
 
 void GradientSender::EndMicroStep(uint64_t step, uint32_t micro_step, UsedParameters used) {

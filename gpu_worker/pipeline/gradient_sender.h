@@ -42,7 +42,7 @@ class GradientSender {
   void WaitIdle() { completions_.WaitIdle(); }
 
  private:
-  void HandOver(uint64_t step, client::GradientPush push);
+  void HandOver(uint64_t step, std::vector<client::GradientPush> pushes);
 
   PipelineErrors& errors_;
   Timeline* const timeline_;

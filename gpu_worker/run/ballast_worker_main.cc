@@ -63,7 +63,9 @@ class InProcessService {
 // `in_process`.
 absl::StatusOr<std::shared_ptr<grpc::Channel>> ConnectService(
     const WorkerFlags& flags, const Launch& launch, std::unique_ptr<InProcessService>& in_process) {
-  if (flags.service != "in-process") return client::Connect(flags.service);
+  if (flags.service != "in-process") {
+    return client::Connect(flags.service, absl::Seconds(10), flags.credentials);
+  }
   if (launch.world_size > 1) {
     return absl::InvalidArgumentError(
         "--service=in-process serves one worker only; start ballastd for more");
@@ -185,7 +187,8 @@ int main(int argc, char** argv) {
   absl::SetProgramUsageMessage(
       "One rank of a training run. RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are "
       "taken from the environment, as torchrun sets them.");
-  ballast::KeepHeapWarm();  // Before the first big allocation; the client would do it only when it connects.
+  ballast::
+      KeepHeapWarm();  // Before the first big allocation; the client would do it only when it connects.
   const absl::Status status = ballast::worker::MainWithinMemory(argc, argv);
   if (status.ok()) return 0;
   std::fprintf(stderr, "ballast-worker: %s\n", std::string(status.message()).c_str());

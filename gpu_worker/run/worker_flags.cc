@@ -17,11 +17,19 @@
 #include "client/loss_scaler.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/checkpoint_name.h"
 #include "gpu_worker/gpt/architecture.h"
 
 ABSL_FLAG(std::string, service, "127.0.0.1:7070",
           "The optimizer service: host:port, unix:/path, or in-process to run one inside this "
           "worker (one worker only)");
+ABSL_FLAG(
+    std::string, tls_ca, "",
+    "The authority that has signed the certificate of a service with TLS (or BALLAST_TLS_CA)");
+ABSL_FLAG(std::string, tls_cert, "", "This worker's certificate (or BALLAST_TLS_CERT)");
+ABSL_FLAG(std::string, tls_key, "", "Its key (or BALLAST_TLS_KEY)");
+ABSL_FLAG(std::string, token_file, "",
+          "A file with a token, for TLS and unix sockets (or BALLAST_TOKEN_FILE)");
 ABSL_FLAG(
     std::string, optimizer, "service",
     "Who applies the steps: service; or local, this process, with the same bits: on the CPU by "
@@ -96,10 +104,11 @@ ABSL_FLAG(
     "File for this worker's timeline, which ui.perfetto.dev shows; rank N except 0 writes FILE.N");
 ABSL_FLAG(std::string, resume, "",
           "A checkpoint to load first, if the job is new and there is one: a name under the "
-          "service's --checkpoint-dir, or an absolute path on its host, if it takes paths. It may "
+          "service's --checkpoint-dir, of which the newest good one is taken, one of these, "
+          "NAME/step-STEP.GENERATION, or an absolute path on its host, if it takes paths. It may "
           "stand here from the first start on");
 ABSL_FLAG(std::string, save, "",
-          "Where the service saves a checkpoint at the end: a name or a path, as for --resume");
+          "Where the service saves a new checkpoint at the end: a name or a path, as for --resume");
 ABSL_FLAG(int, threads, 1, "Threads for this worker's arithmetic");
 // More than --seal-timeout, which bounds every wait for the service: the others wait in a
 // collective for a worker that waits for the service, and it must give up first. It knows the
@@ -160,7 +169,9 @@ absl::Status CheckTimeout(absl::string_view flag, absl::Duration timeout) {
 
 // The service reads and writes checkpoints; its working directory is not this worker's.
 absl::Status CheckCheckpointPath(absl::string_view flag, absl::string_view path) {
-  if (path.empty() || absl::StartsWith(path, "/") || IsJobName(path)) return absl::OkStatus();
+  if (path.empty() || absl::StartsWith(path, "/") || IsCheckpointName(path)) {
+    return absl::OkStatus();
+  }
   return absl::InvalidArgumentError(
       absl::StrCat("--", flag, "=", path,
                    " must be a name under the service's --checkpoint-dir, or "
@@ -240,7 +251,7 @@ absl::StatusOr<WorkerOptions> OptionsOfFlags() {
   options.job.name = absl::GetFlag(FLAGS_job);
   options.job.lr = absl::GetFlag(FLAGS_lr);
   options.job.weight_decay = absl::GetFlag(FLAGS_weight_decay);
-  options.job.max_norm = absl::GetFlag(FLAGS_max_norm);
+  options.trainer.max_norm = absl::GetFlag(FLAGS_max_norm);
   options.job.bucket_elements = absl::GetFlag(FLAGS_bucket_elements);
   options.job.chunk_elements = absl::GetFlag(FLAGS_chunk_elements);
   BALLAST_RETURN_IF_ERROR(TakeNumericFlags(options));
@@ -276,9 +287,9 @@ absl::Status CheckForDevice(const WorkerFlags& flags) {
 
 absl::Status CheckForOptimizer(const WorkerFlags& flags) {
   if (flags.optimizer == OptimizerKind::kService) return absl::OkStatus();
-  return CheckUnused(
-      {"resume", "save", "service", "update", "shared_memory", "seal_timeout", "reconnect_timeout"},
-      "is for the service; use it with --optimizer=service");
+  return CheckUnused({"resume", "save", "service", "update", "shared_memory", "seal_timeout",
+                      "reconnect_timeout", "tls_ca", "tls_cert", "tls_key", "token_file"},
+                     "is for the service; use it with --optimizer=service");
 }
 
 absl::StatusOr<WorkerFlags> CheckedFlags() {
@@ -307,6 +318,10 @@ absl::StatusOr<WorkerFlags> CheckedFlags() {
   flags.options.backend_name = absl::GetFlag(FLAGS_device);
   flags.options.collective_name = absl::GetFlag(FLAGS_collective);
   flags.service = absl::GetFlag(FLAGS_service);
+  flags.credentials = client::OrEnvironment({.tls_ca = absl::GetFlag(FLAGS_tls_ca),
+                                             .tls_cert = absl::GetFlag(FLAGS_tls_cert),
+                                             .tls_key = absl::GetFlag(FLAGS_tls_key),
+                                             .token_file = absl::GetFlag(FLAGS_token_file)});
   flags.resume = absl::GetFlag(FLAGS_resume);
   flags.reconnect_timeout = absl::GetFlag(FLAGS_reconnect_timeout);
   flags.peer_timeout =

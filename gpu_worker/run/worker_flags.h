@@ -7,6 +7,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "client/credentials.h"
 #include "client/session.h"
 #include "gpu_worker/run/worker_run.h"
 
@@ -22,8 +23,9 @@ struct WorkerFlags {
   DeviceKind device = DeviceKind::kCpu;
   CollectiveKind collective = CollectiveKind::kAuto;
   OptimizerKind optimizer = OptimizerKind::kService;
-  std::string service;  // An address, or "in-process".
-  std::string resume;   // A checkpoint's directory; empty: none.
+  std::string service;              // An address, or "in-process".
+  client::Credentials credentials;  // Those of the environment where a flag is not given.
+  std::string resume;               // A checkpoint's directory; empty: none.
   client::SharedMemoryUse shared_memory = client::SharedMemoryUse::kAuto;
   absl::Duration reconnect_timeout;
   absl::Duration peer_timeout;

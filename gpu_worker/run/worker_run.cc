@@ -103,7 +103,7 @@ std::vector<AgreedSetting> SettingsToAgreeOn(const WorkerOptions& options, const
           {"--warmup-steps", absl::StrCat(rate.warmup_steps)},
           {"--decay-end", absl::StrCat(rate.decay_end)},
           {"--weight-decay", absl::StrFormat("%a", options.job.weight_decay)},
-          {"--max-norm", absl::StrFormat("%a", options.job.max_norm)},
+          {"--max-norm", absl::StrFormat("%a", trainer.max_norm)},
           {"--bucket-elements", absl::StrCat(options.job.bucket_elements)},
           {"--chunk-elements", absl::StrCat(options.job.chunk_elements)},
           {"--wire-dtype", std::string(Name(options.job.wire_dtype))},

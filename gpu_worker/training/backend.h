@@ -25,11 +25,15 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
 #include "client/session.h"
+#include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/base/data.h"
 
 namespace ballast::worker {
@@ -44,6 +48,22 @@ class GradientSink {
   // A chunk of this rank, in the wire dtype; `released` is called exactly once, whatever is
   // returned.
   virtual absl::Status Push(client::GradientPush push) = 0;
+  // Several that are there together, as one Push after the other; what comes after an error is only
+  // released.
+  virtual absl::Status PushAll(std::vector<client::GradientPush> pushes) {
+    absl::Status status;
+    for (client::GradientPush& push : pushes) {
+      if (!status.ok()) {
+        if (push.released) push.released();
+        continue;
+      }
+      const int chunk = push.chunk;
+      const uint32_t micro_step = push.micro_step_end - 1;
+      status = Annotate(Push(std::move(push)),
+                        absl::StrCat("chunk ", chunk, " of micro-step ", micro_step));
+    }
+    return status;
+  }
   // After the pushes of that micro-step, and before those of the next.
   virtual absl::Status EndMicroStep(uint32_t micro_step, const UsedParameters& used) = 0;
 };

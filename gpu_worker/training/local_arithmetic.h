@@ -39,11 +39,16 @@ class LocalArithmetic {
 
   // Moments become zero, the master weights `values`, and the chunk's weights those rounded.
   virtual absl::Status SetFirstWeights(int chunk, absl::Span<const float> values) = 0;
-  // The chunk's gradient becomes the payload, or that is added to it. `released`, which is
+  // The gradient of each chunk becomes the payload, or that is added to it. `released`, which is
   // nullable, is called once the payload is not needed any more, at the latest by ForgetGradients,
   // after an error too, from any thread.
-  virtual absl::Status AddGradient(int chunk, bool first, absl::Span<const std::byte> payload,
-                                   std::function<void()> released) = 0;
+  struct Addition {
+    int chunk = 0;
+    bool first = true;
+    absl::Span<const std::byte> payload;
+    std::function<void()> released;
+  };
+  virtual absl::Status AddGradients(std::vector<Addition> additions) = 0;
   virtual absl::Status ZeroGradient(int chunk) = 0;
   // BlockSumOfSquaresReference of the blocks of the gradient, run after run; `sums` are there when
   // Finish returns. Once before that.

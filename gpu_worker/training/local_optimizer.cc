@@ -50,7 +50,6 @@ LocalOptimizer::LocalOptimizer(const JobSpec& job, const Layout& layout, Collect
     : layout_(layout),
       collective_(collective),
       arithmetic_(std::move(arithmetic)),
-      max_norm_(job.max_norm),
       unused_policy_(job.unused_policy),
       groups_(job.groups),
       ledger_(layout.chunks().size()),
@@ -108,24 +107,35 @@ absl::Status LocalOptimizer::BeginStep(const StepSettings& settings) {
 }
 
 absl::Status LocalOptimizer::Push(client::GradientPush push) {
-  Entry& entry = ledger_[push.chunk];
-  Check(layout_.chunks()[push.chunk].rank == collective_.rank(), "a rank pushes its own chunks");
-  // The same order that the service's ledger requires.
-  if (push.micro_step_begin != entry.next_micro_step) {
-    if (push.released) push.released();
-    return absl::FailedPreconditionError(
-        absl::StrCat("step ", committed_step_ + 1, ": chunk ", push.chunk, " expects micro-step ",
-                     entry.next_micro_step, ", got ", push.micro_step_begin));
+  std::vector<client::GradientPush> pushes;
+  pushes.push_back(std::move(push));
+  return PushAll(std::move(pushes));
+}
+
+absl::Status LocalOptimizer::PushAll(std::vector<client::GradientPush> pushes) {
+  std::vector<LocalArithmetic::Addition> additions;
+  absl::Status status;
+  for (client::GradientPush& push : pushes) {
+    Entry& entry = ledger_[push.chunk];
+    Check(layout_.chunks()[push.chunk].rank == collective_.rank(), "a rank pushes its own chunks");
+    // The same order that the service's ledger requires.
+    if (status.ok() && push.micro_step_begin != entry.next_micro_step) {
+      status = absl::FailedPreconditionError(
+          absl::StrCat("step ", committed_step_ + 1, ": chunk ", push.chunk, " expects micro-step ",
+                       entry.next_micro_step, ", got ", push.micro_step_begin));
+    }
+    if (!status.ok() || push.empty) {
+      if (push.released) push.released();
+    } else {
+      additions.push_back({.chunk = push.chunk,
+                           .first = !std::exchange(entry.has_gradient, true),
+                           .payload = push.payload,
+                           .released = std::move(push.released)});
+    }
+    if (status.ok()) entry.next_micro_step = push.micro_step_end;
   }
-  if (!push.empty) {
-    BALLAST_RETURN_IF_ERROR(arithmetic_->AddGradient(push.chunk, /*first=*/!entry.has_gradient,
-                                                     push.payload, std::move(push.released)));
-    entry.has_gradient = true;
-  } else if (push.released) {
-    push.released();
-  }
-  entry.next_micro_step = push.micro_step_end;
-  return absl::OkStatus();
+  const absl::Status added = arithmetic_->AddGradients(std::move(additions));
+  return status.ok() ? added : status;
 }
 
 absl::Status LocalOptimizer::EndMicroStep(uint32_t micro_step, const UsedParameters& used) {
@@ -288,13 +298,21 @@ absl::StatusOr<std::vector<double>> LocalOptimizer::GatherGroupSums() {
   return blocks_.GroupSums(span_sums);
 }
 
-absl::StatusOr<client::StepDecision> LocalOptimizer::Seal(uint32_t micro_steps) {
+absl::StatusOr<client::StepDecision> LocalOptimizer::Seal(uint32_t micro_steps,
+                                                          const StepVote& vote) {
+  BALLAST_RETURN_IF_ERROR(Validate(vote.clipping, static_cast<int>(groups_.size())));
+  if (!vote.overrides.empty()) {
+    return absl::InvalidArgumentError("a vote with overrides; give them when the step begins");
+  }
   BALLAST_RETURN_IF_ERROR(CheckComplete(micro_steps));
   BALLAST_ASSIGN_OR_RETURN(const std::vector<int> unused, FindUnused());
   BALLAST_ASSIGN_OR_RETURN(const std::vector<double> group_sums, GatherGroupSums());
-  decision_ = Decide(group_sums, scale_, max_norm_);
+  decision_ = Decide(group_sums, scale_, vote.clipping);
   client::StepDecision result;
-  if (!decision_.apply) {
+  if (!vote.apply) {
+    decision_.apply = false;
+    result.skip_reason = "the ranks voted to abandon it";
+  } else if (!decision_.apply) {
     result.skip_reason = "the norm of the gradient is not finite";
   } else {
     BALLAST_ASSIGN_OR_RETURN(result.skip_reason, CheckUpdate(group_sums));

@@ -28,17 +28,20 @@ class LocalOptimizer final : public StepOptimizer {
                  std::unique_ptr<LocalArithmetic> arithmetic);
 
   absl::Status Join(const FillChunk& first_weights) override;
-  uint64_t generation() const override { return 0; }
+  Generation generation() const override { return {}; }
   uint64_t committed_step() const override { return committed_step_; }
   std::string trainer_state() const override { return ""; }
   bool last_step_applied() const override { return true; }
 
   absl::Status BeginStep(const StepSettings& settings) override;
   absl::Status Push(client::GradientPush push) override;
+  absl::Status PushAll(std::vector<client::GradientPush> pushes) override;
   absl::Status EndMicroStep(uint32_t micro_step, const UsedParameters& used) override;
   // FAILED_PRECONDITION if a chunk misses a micro-step, or no rank used some parameter and the
   // job's policy is kError.
-  absl::StatusOr<client::StepDecision> Seal(uint32_t micro_steps) override;
+  // INVALID_ARGUMENT: clipping that can never work, or a vote with overrides, of which the trainer's
+  // have none.
+  absl::StatusOr<client::StepDecision> Seal(uint32_t micro_steps, const StepVote& vote) override;
   absl::Status ReceiveWeights() override;
   double update_seconds() const override { return update_seconds_; }
   absl::StatusOr<client::JobCounts> ReadCounts() override;
@@ -80,7 +83,6 @@ class LocalOptimizer final : public StepOptimizer {
   const Layout& layout_;
   Collective& collective_;
   const std::unique_ptr<LocalArithmetic> arithmetic_;
-  const double max_norm_;
   const UnusedPolicy unused_policy_;
   std::vector<GroupSpec> groups_;  // Hyper-parameters as the last step's overrides left them.
   std::vector<Entry> ledger_;      // By chunk; only this rank's are used.

@@ -37,7 +37,7 @@ class StepOptimizer : public GradientSink {
   // the process.
   virtual std::string job_uid() const { return {}; }
   // All ranks of a step have the same.
-  virtual uint64_t generation() const = 0;
+  virtual Generation generation() const = 0;
   virtual uint64_t committed_step() const = 0;
   // As Join found them: what BeginStep gave for the last committed step, and whether it was
   // applied.
@@ -55,7 +55,7 @@ class StepOptimizer : public GradientSink {
 
   // Push and EndMicroStep are called between these two.
   virtual absl::Status BeginStep(const StepSettings& settings) = 0;
-  virtual absl::StatusOr<client::StepDecision> Seal(uint32_t micro_steps) = 0;
+  virtual absl::StatusOr<client::StepDecision> Seal(uint32_t micro_steps, const StepVote& vote) = 0;
   virtual absl::Status ReceiveWeights() = 0;
   // Duration of the last step's update: from the decision to the last chunk updated.
   virtual double update_seconds() const = 0;

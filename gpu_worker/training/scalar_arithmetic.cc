@@ -31,16 +31,16 @@ absl::Status ScalarArithmetic::SetFirstWeights(int index, absl::Span<const float
   return absl::OkStatus();
 }
 
-absl::Status ScalarArithmetic::AddGradient(int index, bool first,
-                                           absl::Span<const std::byte> payload,
-                                           std::function<void()> released) {
-  std::vector<float>& sum = chunks_[index].gradient;
-  const DType wire_dtype = dtypes(index).wire;
-  for (size_t i = 0; i < sum.size(); ++i) {
-    const float gradient = LoadElement(payload.data(), wire_dtype, i);
-    sum[i] = first ? gradient : sum[i] + gradient;
+absl::Status ScalarArithmetic::AddGradients(std::vector<Addition> additions) {
+  for (const Addition& addition : additions) {
+    std::vector<float>& sum = chunks_[addition.chunk].gradient;
+    const DType wire_dtype = dtypes(addition.chunk).wire;
+    for (size_t i = 0; i < sum.size(); ++i) {
+      const float gradient = LoadElement(addition.payload.data(), wire_dtype, i);
+      sum[i] = addition.first ? gradient : sum[i] + gradient;
+    }
+    if (addition.released) addition.released();
   }
-  if (released) released();
   return absl::OkStatus();
 }
 

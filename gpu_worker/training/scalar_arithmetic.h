@@ -23,8 +23,7 @@ class ScalarArithmetic final : public LocalArithmetic {
   ScalarArithmetic(const std::vector<GroupSpec>& groups, const Layout& layout, WeightsAt weights);
 
   absl::Status SetFirstWeights(int chunk, absl::Span<const float> values) override;
-  absl::Status AddGradient(int chunk, bool first, absl::Span<const std::byte> payload,
-                           std::function<void()> released) override;
+  absl::Status AddGradients(std::vector<Addition> additions) override;
   absl::Status ZeroGradient(int chunk) override;
   absl::Status BlockSums(absl::Span<const BlocksInChunks> runs, absl::Span<double> sums) override;
   absl::Status ReadGradient(int chunk, int64_t begin, absl::Span<float> values) override;

@@ -31,7 +31,7 @@ class ServiceOptimizer final : public StepOptimizer {
     return status;
   }
   std::string job_uid() const override { return session().job_uid(); }
-  uint64_t generation() const override { return session().generation(); }
+  Generation generation() const override { return session().generation(); }
   uint64_t committed_step() const override { return session().committed_step(); }
   std::string trainer_state() const override { return session().trainer_state(); }
   bool last_step_applied() const override { return session().last_step_applied(); }
@@ -54,8 +54,8 @@ class ServiceOptimizer final : public StepOptimizer {
   absl::Status EndMicroStep(uint32_t micro_step, const UsedParameters& used) override {
     return session().EndMicroStep(micro_step, used);
   }
-  absl::StatusOr<client::StepDecision> Seal(uint32_t micro_steps) override {
-    return session().Seal(micro_steps);
+  absl::StatusOr<client::StepDecision> Seal(uint32_t micro_steps, const StepVote& vote) override {
+    return session().Seal(micro_steps, vote);
   }
   absl::Status ReceiveWeights() override { return session().ReceiveWeights(); }
   double update_seconds() const override { return session().update_seconds(); }

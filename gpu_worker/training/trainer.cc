@@ -16,7 +16,14 @@
 
 namespace ballast::worker {
 
+namespace {
+
+Clipping ClippingOf(const TrainerOptions& options) { return {.max_norm = options.max_norm}; }
+
+}  // namespace
+
 absl::Status Trainer::Validate(const TrainerOptions& options) {
+  BALLAST_RETURN_IF_ERROR(ballast::Validate(ClippingOf(options), /*group_count=*/0));
   if (!options.loss_scaler.has_value()) return absl::OkStatus();
   return client::DynamicLossScaler::Create(*options.loss_scaler).status();
 }
@@ -94,6 +101,7 @@ void Trainer::StartAttempt(uint64_t step) {
 StepSettings Trainer::Settings() const {
   StepSettings settings;
   settings.scale.loss_scale = loss_scale();
+  settings.expected_clipping = ClippingOf(options_);
   if (scaler_.has_value()) settings.trainer_state = scaler_->Serialize();
   const double lr = LearningRate(options_.learning_rate, attempt_.report.step);
   for (int group = 0; group < job_.layout.group_count(); ++group) {
@@ -175,7 +183,7 @@ absl::Status Trainer::Seal() {
   Stopwatch stopwatch;
   absl::StatusOr<client::StepDecision> decision = [&] {
     const TimelineScope scope(timeline_, Track::kSend, {.step = report.step});
-    return optimizer_.Seal(attempt_.micro_steps);
+    return optimizer_.Seal(attempt_.micro_steps, {.clipping = ClippingOf(options_)});
   }();
   NoteInGap(report.times.send, stopwatch.Lap());
   if (!decision.ok()) return UnlessLost(decision.status());

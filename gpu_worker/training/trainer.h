@@ -43,6 +43,7 @@ struct TrainerOptions {
   int context = 128;  // Tokens in a sequence.
   uint64_t seed = 1;
   LearningRateSchedule learning_rate;
+  double max_norm = 0;  // Gradients are clipped to this global norm; 0: not.
   // Scales the loss, for gradients that travel as fp16; nullopt: not.
   std::optional<client::LossScalerOptions> loss_scaler;
 };
@@ -101,7 +102,7 @@ class Trainer {
   // The most attempts in a row at a step, and at joining, before it is an error.
   static constexpr int kMaxAttempts = 100;
 
-  // INVALID_ARGUMENT if the loss scaler's options cannot work.
+  // INVALID_ARGUMENT if the loss scaler's options or the clipping cannot work.
   static absl::Status Validate(const TrainerOptions& options);
 
   // `options` are valid. Starts the backend.

@@ -93,12 +93,16 @@ absl::Status Trainer::PastTheLastStep() const {
 absl::StatusOr<bool> Trainer::JoinedTogether(bool joined) {
   struct Place {
     uint64_t joined = 0;
+    uint64_t epoch = 0;
     uint64_t generation = 0;
     uint64_t committed_step = 0;
     bool operator==(const Place&) const = default;
   };
   Place mine;
-  if (joined) mine = {1, optimizer_.generation(), optimizer_.committed_step()};
+  if (joined) {
+    const Generation generation = optimizer_.generation();
+    mine = {1, generation.epoch, generation.count, optimizer_.committed_step()};
+  }
   BALLAST_ASSIGN_OR_RETURN(const std::vector<Place> places, Share(mine, collective_));
   return places[0].joined == 1 &&
          std::all_of(places.begin(), places.end(),

@@ -33,7 +33,6 @@ absl::StatusOr<TrainingJob> MakeTrainingJob(absl::Span<const ModelParameter> par
   spec.name = options.name;
   spec.groups = {MakeGroup("decay", options.weight_decay, options),
                  MakeGroup("no_decay", 0.0, options)};
-  spec.max_norm = options.max_norm;
   spec.unused_policy = options.unused_policy;
   spec.max_micro_steps = options.micro_steps;
   spec.update_mode = options.update_mode;

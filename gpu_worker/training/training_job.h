@@ -25,8 +25,7 @@ struct TrainingJobOptions {
   std::string name = "gpt";
   int world_size = 1;
   double lr = 1e-3;
-  double weight_decay = 0.1;  // The decay group's.
-  double max_norm = 1.0;
+  double weight_decay = 0.1;               // The decay group's.
   uint32_t micro_steps = 1;                // The most that a step has; 0: any number.
   DType wire_dtype = DType::kBFloat16;     // Gradients to the service.
   DType weights_dtype = DType::kBFloat16;  // Weights from it, and in the passes.

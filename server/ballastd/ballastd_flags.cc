@@ -4,23 +4,47 @@
 #include <vector>
 
 #include "absl/flags/flag.h"
-#include "absl/flags/parse.h"
-#include "absl/flags/reflection.h"
-#include "absl/flags/usage.h"
-#include "absl/flags/usage_config.h"
-#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/available_memory.h"
+#include "cpu_optimizer_service/host/state_directory.h"
+#include "server/ballastd/flag_sources.h"
 
 ABSL_FLAG(
     std::vector<std::string>, listen, {"127.0.0.1:7070"},
     "Addresses to listen on, separated by commas: HOST:PORT or unix:/path. Port 0: the system "
     "chooses.");
-ABSL_FLAG(bool, insecure, false,
-          "Allow addresses that other hosts can reach. Nothing is encrypted or authenticated.");
+ABSL_FLAG(
+    bool, insecure, false,
+    "Allow addresses that other hosts can reach, although whoever gets there may do everything.");
+ABSL_FLAG(std::string, tls_cert, "",
+          "Speak TLS over TCP with this certificate, a chain in the form of PEM.");
+ABSL_FLAG(std::string, tls_key, "", "Its key, which other users may not read.");
+ABSL_FLAG(std::string, tls_client_ca, "",
+          "Ask clients for a certificate that these authorities have signed.");
+ABSL_FLAG(std::string, roles_file, "",
+          "Who may do what. A line is: ROLE JOBS PRINCIPAL, such as: trainer gpt-* token:ci. Roles "
+          "are viewer, trainer and operator; principals cert:NAME, user:NAME, token:NAME or *. "
+          "Without it everybody who reaches an address is an operator of all jobs.");
+ABSL_FLAG(std::string, tokens_file, "",
+          "Tokens of clients. A line is: NAME SHA256. Other users may not read it.");
+// Read before the others (flag_sources.h).
+ABSL_FLAG(
+    std::string, config, "",
+    "A file with flags: lines of KEY = VALUE. The environment (BALLASTD_THREADS for --threads) "
+    "and this command line come before it.");
+ABSL_FLAG(bool, check_config, false, "Check the flags and the files that they name, and exit.");
+ABSL_FLAG(
+    std::string, upgrade, "",
+    "Have the service of this process id, the parent's, go on with the program that is on disk by "
+    "now, and read its configuration anew; nothing is lost, and where the program or the "
+    "configuration would not do, nothing changes. Waits until it serves, and exits.");
+ABSL_FLAG(std::string, check_state, "",
+          "Say whether this ballastd could take over what the service of this process id, the "
+          "parent's, keeps, and exit, with 0 or 2.");
 ABSL_FLAG(
     std::string, memory_limit, "",
     "Memory for all jobs together: bytes, or a number with KiB, MiB, GiB or TiB. Default: 80% of "
@@ -30,19 +54,46 @@ ABSL_FLAG(std::string, log_level, "info", "debug, info, warning, error or off.")
 ABSL_FLAG(double, seal_deadline_seconds, 60,
           "When a step's first seal is this old, sealed ranks are told which ranks they wait for.");
 ABSL_FLAG(std::string, checkpoint_dir, "",
-          "Where jobs are saved when the service is told to stop, each in DIR/JOB, and where names "
-          "lead that SaveJob and LoadJob are given.");
+          "Where jobs are saved, each in folders DIR/JOB/step-STEP.GENERATION: when the service is "
+          "told to stop, as --checkpoint-every says, and when somebody asks for it. Names that "
+          "`ballast save` and `ballast load` are given lead there.");
+ABSL_FLAG(std::string, checkpoint_every, "",
+          "Save every job by itself, while steps go on: 1000steps, 90s, 10min or 2h, or two with a "
+          "comma between them. Needs --checkpoint-dir. Empty: only when told to stop or asked to.");
+ABSL_FLAG(int, checkpoint_keep, ballast::kDefaultKeptCheckpoints,
+          "How many checkpoints of a job stay: of those that the service makes by itself and of "
+          "those that somebody asked for, the newest so many of each. Those of other jobs of the "
+          "same name are never deleted.");
 ABSL_FLAG(bool, allow_paths, false,
           "Take absolute paths in SaveJob and LoadJob from anybody who reaches an address. Without "
           "it, only over a unix socket that nobody but this user can connect to.");
 // Under the ten seconds after which container runtimes kill, with room for a save.
 ABSL_FLAG(double, drain_seconds, 5,
-          "On SIGTERM, SIGINT or SIGHUP, how long steps in progress may take to end. Saving comes "
+          "When told to stop, how long steps in progress may take to end. Saving comes "
           "after that, and is not bounded.");
 ABSL_FLAG(std::string, shared_memory, "auto",
           "auto: workers on this host share memory with the service where they ask for it; never.");
 ABSL_FLAG(std::string, port_file, "",
           "Write the addresses here, one a line, once the service listens.");
+ABSL_FLAG(
+    std::string, state_dir, "",
+    "Keep all memory of jobs as files in this directory, on a tmpfs or hugetlbfs, so that they "
+    "outlive all processes of the service, as when a container is restarted. It is made, for "
+    "this user alone, if its parent directory is there. Empty: what --holder says.");
+ABSL_FLAG(std::string, holder, "parent",
+          "What holds the memory of jobs when the service's process dies. parent: a process that "
+          "starts the service as its child, and again when that dies; none: nothing does.");
+ABSL_FLAG(int, most_deaths, 12,
+          "So many deaths of the service's process in a row, none of one that had served for five "
+          "seconds, and it is not started again. 0: however many.");
+ABSL_FLAG(std::string, metrics_listen, "",
+          "Serve metrics, a status page and /live and /ready over HTTP here: PORT of this host "
+          "alone, or HOST:PORT, such as 127.0.0.1:7071. Port 0: the system chooses. Default: not.");
+ABSL_FLAG(
+    bool, metrics_insecure, false,
+    "Allow --metrics-listen addresses that other hosts can reach, although nothing is encrypted: "
+    "without --tokens-file whoever gets there may look at all jobs, and with it whoever sees the "
+    "network may read tokens.");
 ABSL_FLAG(bool, self_benchmark, false,
           "Measure how fast this host updates against what its memory allows, print it and exit.");
 ABSL_FLAG(bool, startup_benchmark, true,
@@ -50,79 +101,6 @@ ABSL_FLAG(bool, startup_benchmark, true,
 
 namespace ballast::server {
 namespace {
-
-// Both spellings, --memory-limit and --memory_limit, are understood.
-std::string WithUnderscores(absl::string_view argument) {
-  std::string text(argument);
-  if (!absl::StartsWith(text, "--")) return text;
-  for (size_t i = 2; i < text.size() && text[i] != '='; ++i) {
-    if (text[i] == '-') text[i] = '_';
-  }
-  return text;
-}
-
-constexpr char kThisFile[] = "ballastd_flags.cc";
-
-// The flags of this file; null if `name` is none of them.
-absl::CommandLineFlag* FindFlag(absl::string_view name) {
-  absl::CommandLineFlag* flag = absl::FindCommandLineFlag(name);
-  return flag != nullptr && absl::EndsWith(flag->Filename(), kThisFile) ? flag : nullptr;
-}
-
-// Abseil prints the text, of this file's flags and not those of libraries, and ends the process.
-void PrintHelpAndExit(std::string program, std::string help) {
-  absl::SetProgramUsageMessage("The Ballast optimizer service.");
-  absl::FlagsUsageConfig usage;
-  usage.contains_help_flags = [](absl::string_view file) {
-    return absl::EndsWith(file, kThisFile);
-  };
-  absl::SetFlagsUsageConfig(usage);
-  char* arguments[] = {program.data(), help.data()};
-  absl::ParseCommandLine(2, arguments);
-}
-
-// Abseil's own parser ends the process with several lines at the first mistake, so the arguments
-// are read here, and set Abseil's flags.
-absl::Status SetFlags(const std::vector<std::string>& arguments) {
-  for (size_t i = 1; i < arguments.size(); ++i) {
-    absl::string_view name = arguments[i];
-    if (!absl::ConsumePrefix(&name, "--") || name.empty()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("unexpected argument '", arguments[i], "'; see --help"));
-    }
-    if (name == "help" || name == "helpfull") PrintHelpAndExit(arguments[0], arguments[i]);
-    const size_t equals = name.find('=');
-    bool has_value = equals != absl::string_view::npos;
-    std::string value(has_value ? name.substr(equals + 1) : "");
-    name = name.substr(0, equals);
-    absl::CommandLineFlag* flag = FindFlag(name);
-    if (flag != nullptr && !has_value && flag->IsOfType<bool>()) {
-      value = "true";
-      has_value = true;
-    }
-    if (flag == nullptr && !has_value && absl::ConsumePrefix(&name, "no")) {
-      flag = FindFlag(name);
-      if (flag != nullptr && !flag->IsOfType<bool>()) flag = nullptr;
-      value = "false";
-      has_value = true;
-    }
-    if (flag == nullptr) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("unknown flag '", arguments[i], "'; see --help"));
-    }
-    if (!has_value && ++i < arguments.size()) {
-      value = arguments[i];
-      has_value = true;
-    }
-    std::string error;
-    if (!has_value || !flag->ParseFrom(value, &error)) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "flag --", name, has_value ? absl::StrCat(": bad value '", value, "'") : " needs a value",
-          "; it is: ", flag->Help()));
-    }
-  }
-  return absl::OkStatus();
-}
 
 absl::StatusOr<int64_t> ParseMemoryLimit(const std::string& text) {
   if (text.empty()) return DefaultMemoryLimitBytes();
@@ -150,10 +128,55 @@ absl::Status CheckSeconds(absl::string_view flag, double seconds) {
       absl::StrCat("flag --", flag, ": ", seconds, " is not between 0 and 1000000 seconds"));
 }
 
+// One of "1000steps" and "10min" into what it says.
+absl::Status ParseInterval(absl::string_view text, CheckpointPolicy& policy) {
+  constexpr struct {
+    const char* suffix;
+    double seconds;
+  } kUnits[] = {{"steps", 0}, {"s", 1}, {"min", 60}, {"h", 3600}};
+  for (const auto& unit : kUnits) {
+    absl::string_view number = text;
+    if (!absl::ConsumeSuffix(&number, unit.suffix)) continue;
+    int64_t value = 0;
+    if (!absl::SimpleAtoi(number, &value) || value < 1 || value > 1'000'000'000) break;
+    const bool steps = unit.seconds == 0;
+    if (steps ? policy.every_steps > 0 : policy.every_seconds > 0) break;  // Said twice.
+    if (steps) policy.every_steps = static_cast<uint64_t>(value);
+    if (!steps) policy.every_seconds = static_cast<double>(value) * unit.seconds;
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat("'", text, "' is no interval; give such as 1000steps, 90s, 10min or 2h"));
+}
+
+absl::StatusOr<CheckpointPolicy> ParseCheckpointPolicy(const std::string& directory,
+                                                       const std::string& every, int keep) {
+  CheckpointPolicy policy = {.keep = keep};
+  if (keep < 1 || keep > 1000) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("flag --checkpoint-keep: ", keep, " is not between 1 and 1000"));
+  }
+  if (every.empty()) return policy;
+  if (directory.empty()) {
+    return absl::InvalidArgumentError(
+        "flag --checkpoint-every: there is no place to save to; give --checkpoint-dir, too");
+  }
+  for (const absl::string_view part : absl::StrSplit(every, ',')) {
+    BALLAST_RETURN_IF_ERROR(Annotate(ParseInterval(part, policy), "flag --checkpoint-every"));
+  }
+  return policy;
+}
+
 absl::StatusOr<bool> ParseSharedMemory(const std::string& text) {
   if (text == "auto" || text == "never") return text == "auto";
   return absl::InvalidArgumentError(
       absl::StrCat("flag --shared-memory: '", text, "' is neither auto nor never"));
+}
+
+absl::StatusOr<bool> ParseHolder(const std::string& text) {
+  if (text == "parent" || text == "none") return text == "parent";
+  return absl::InvalidArgumentError(
+      absl::StrCat("flag --holder: '", text, "' is neither parent nor none"));
 }
 
 absl::Status CheckLogLevel(const std::string& level) {
@@ -167,24 +190,47 @@ absl::Status CheckLogLevel(const std::string& level) {
 }  // namespace
 
 absl::StatusOr<BallastdFlags> ParseBallastdFlags(int argc, char** argv) {
-  std::vector<std::string> arguments;
-  for (int i = 0; i < argc; ++i) arguments.push_back(WithUnderscores(argv[i]));
-  BALLAST_RETURN_IF_ERROR(SetFlags(arguments));
+  BALLAST_RETURN_IF_ERROR(SetFlags({argv, argv + argc}));
 
   BallastdFlags flags;
+  flags.upgrade = absl::GetFlag(FLAGS_upgrade);
+  flags.check_state = absl::GetFlag(FLAGS_check_state);
+  const bool is_of_trial = flags.check_state == kHeldState;
+  if (!flags.upgrade.empty() || (!flags.check_state.empty() && !is_of_trial)) return flags;
   flags.server.listen = absl::GetFlag(FLAGS_listen);
   flags.server.insecure = absl::GetFlag(FLAGS_insecure);
+  flags.server.access = {.tls_certificate = absl::GetFlag(FLAGS_tls_cert),
+                         .tls_key = absl::GetFlag(FLAGS_tls_key),
+                         .tls_client_ca = absl::GetFlag(FLAGS_tls_client_ca),
+                         .roles = absl::GetFlag(FLAGS_roles_file),
+                         .tokens = absl::GetFlag(FLAGS_tokens_file)};
+  flags.check_config = absl::GetFlag(FLAGS_check_config);
   flags.server.seal_deadline_seconds = absl::GetFlag(FLAGS_seal_deadline_seconds);
   flags.threads = absl::GetFlag(FLAGS_threads);
   flags.log_level = absl::GetFlag(FLAGS_log_level);
   flags.checkpoint_directory = absl::GetFlag(FLAGS_checkpoint_dir);
+  BALLAST_ASSIGN_OR_RETURN(
+      flags.checkpoint_policy,
+      ParseCheckpointPolicy(flags.checkpoint_directory, absl::GetFlag(FLAGS_checkpoint_every),
+                            absl::GetFlag(FLAGS_checkpoint_keep)));
   flags.server.allow_paths = absl::GetFlag(FLAGS_allow_paths);
   flags.drain_seconds = absl::GetFlag(FLAGS_drain_seconds);
   flags.port_file = absl::GetFlag(FLAGS_port_file);
+  flags.settings = FlagValues();
+  flags.status.listen = absl::GetFlag(FLAGS_metrics_listen);
+  flags.status.allow_remote = absl::GetFlag(FLAGS_metrics_insecure);
   flags.self_benchmark = absl::GetFlag(FLAGS_self_benchmark);
   flags.startup_benchmark = absl::GetFlag(FLAGS_startup_benchmark);
   BALLAST_ASSIGN_OR_RETURN(flags.memory_limit_bytes,
                            ParseMemoryLimit(absl::GetFlag(FLAGS_memory_limit)));
+  flags.memory_limit_is_default = absl::GetFlag(FLAGS_memory_limit).empty();
+  flags.state_directory = absl::GetFlag(FLAGS_state_dir);
+  if (!flags.state_directory.empty()) {
+    BALLAST_RETURN_IF_ERROR(
+        Annotate(StateDirectory::Check(flags.state_directory), "flag --state-dir"));
+  }
+  flags.most_deaths = absl::GetFlag(FLAGS_most_deaths);
+  BALLAST_ASSIGN_OR_RETURN(flags.has_holder, ParseHolder(absl::GetFlag(FLAGS_holder)));
   BALLAST_ASSIGN_OR_RETURN(flags.server.shared_memory,
                            ParseSharedMemory(absl::GetFlag(FLAGS_shared_memory)));
   BALLAST_RETURN_IF_ERROR(CheckSeconds("drain-seconds", flags.drain_seconds));
@@ -194,10 +240,15 @@ absl::StatusOr<BallastdFlags> ParseBallastdFlags(int argc, char** argv) {
   if (flags.server.listen.empty()) {
     return absl::InvalidArgumentError("flag --listen: give at least one address");
   }
+  if (flags.most_deaths < 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("flag --most-deaths: ", flags.most_deaths, " is negative"));
+  }
   if (flags.threads < 0 || flags.threads > 4096) {
     return absl::InvalidArgumentError(
         absl::StrCat("flag --threads: ", flags.threads, " is not between 0 and 4096"));
   }
+  BALLAST_RETURN_IF_ERROR(Server::Check(flags.server));
   return flags;
 }
 

@@ -3,26 +3,45 @@
 #define BALLAST_SERVER_BALLASTD_BALLASTD_FLAGS_H_
 
 #include <cstdint>
+#include <map>
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "cpu_optimizer_service/state/checkpoint_directory.h"
 #include "server/server.h"
+#include "server/status/status_server.h"
 
 namespace ballast::server {
+
+// What --check-state has where the holder tries a program (holder/trial.h).
+inline constexpr char kHeldState[] = "held";
 
 struct BallastdFlags {
   ServerOptions server;
   int64_t memory_limit_bytes = 0;
+  bool memory_limit_is_default = false;
   int threads = 0;
   std::string log_level;
   std::string checkpoint_directory;
+  CheckpointPolicy checkpoint_policy;
   double drain_seconds = 0;
   std::string port_file;
+  std::string state_directory;  // Empty: none.
+  bool has_holder = true;
+  int most_deaths = 0;
+  StatusOptions status;                         // `listen` is empty: no status page and no metrics.
+  std::map<std::string, std::string> settings;  // Every flag's value, for bug reports.
   bool self_benchmark = false;
   bool startup_benchmark = true;
+  bool check_config = false;  // There is nothing more to do.
+  // Process ids, of a holder; empty: not asked for. Then nothing else here is set. Or kHeldState.
+  std::string upgrade;
+  std::string check_state;
 };
 
-// INVALID_ARGUMENT, in one line, for an unknown flag or a bad value. --help prints and exits.
+// From the configuration file, the environment and the command line (flag_sources.h).
+// INVALID_ARGUMENT, in one line, for an unknown flag, a bad value, or a file of access that is
+// missing or wrong. --help prints and exits.
 absl::StatusOr<BallastdFlags> ParseBallastdFlags(int argc, char** argv);
 
 }  // namespace ballast::server

@@ -1,13 +1,15 @@
-// ballastd: the optimizer service as a process. SIGTERM, SIGINT and SIGHUP drain it; a second
-// SIGTERM or SIGINT meanwhile ends it at once.
+// ballastd: the optimizer service as a process, and its parent, which holds its memory. SIGTERM,
+// SIGINT and a terminal's SIGHUP drain it; a second SIGTERM or SIGINT meanwhile ends it at once.
 #include <pthread.h>
 #include <signal.h>
+#include <spdlog/sinks/ringbuffer_sink.h>
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <cstdio>
 #include <memory>
 #include <optional>
@@ -17,25 +19,47 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/atomic_file.h"
 #include "cpu_optimizer_service/common/system/heap_settings.h"
 #include "cpu_optimizer_service/engine.h"
+#include "cpu_optimizer_service/host/named_memory.h"
+#include "cpu_optimizer_service/host/state_directory.h"
 #include "cpu_optimizer_service/host/topology.h"
+#include "cpu_optimizer_service/job/kept_job.h"
 #include "cpu_optimizer_service/kernels/kernels.h"
 #include "cpu_optimizer_service/self_benchmark.h"
 #include "cpu_optimizer_service/state/checkpoint_directory.h"
+#include "server/access/access.h"
 #include "server/ballastd/ballastd_flags.h"
 #include "server/ballastd/drain.h"
+#include "server/ballastd/service_manager.h"
+#include "server/ballastd/state_check.h"
+#include "server/holder/held_files.h"
+#include "server/holder/holder.h"
 #include "server/server.h"
+#include "server/status/diagnostics_service.h"
+#include "server/status/status_server.h"
 
 namespace {
 
 using ::ballast::server::BallastdFlags;
 
+constexpr size_t kLastLines = 256;  // Of the log, for bug reports.
+
 int Fail(const absl::Status& status, int exit_code) {
   std::fprintf(stderr, "ballastd: %s\n", std::string(status.message()).c_str());
   return exit_code;
+}
+
+// Once there are jobs. Nothing is destroyed: that would close them.
+[[noreturn]] void FailWithJobs(const absl::Status& status, int exit_code) {
+  Fail(status, exit_code);
+  spdlog::shutdown();
+  std::fflush(nullptr);
+  _exit(exit_code);
 }
 
 // Sent by the thread that drains to the main thread, which waits for signals, at its end.
@@ -60,10 +84,27 @@ sigset_t BlockStopSignals() {
   return signals;
 }
 
-int WaitForSignal(const sigset_t& signals) {
-  int signal = 0;
-  while (sigwait(&signals, &signal) != 0) continue;
-  return signal;
+// Who signals all processes of a name or of a group means the service once, and its parent passes
+// that on.
+bool IsForThisProcess(const siginfo_t& info, bool is_held) {
+  if (!is_held || info.si_signo == DrainedSignal() || info.si_pid == getppid()) return true;
+  spdlog::info("signal {} of process {} is left to the parent, process {}", info.si_signo,
+               info.si_pid, getppid());
+  return false;
+}
+
+// Meanwhile the service manager hears that the engine is not stuck.
+int WaitForSignal(const sigset_t& signals, const ballast::Engine& engine,
+                  ballast::server::ServiceManager& manager) {
+  const timespec interval = absl::ToTimespec(manager.keep_alive_interval());
+  while (true) {
+    siginfo_t info = {};
+    const int signal = sigtimedwait(&signals, &info, &interval);
+    if (signal > 0 && IsForThisProcess(info, engine.named_memory() != nullptr)) return signal;
+    if (signal > 0 || errno != EAGAIN) continue;
+    engine.ListJobs();  // Takes the lock that everything else takes.
+    manager.KeepAlive();
+  }
 }
 
 // A reader finds the whole file, or no file.
@@ -82,24 +123,106 @@ int PrintSelfBenchmark(const BallastdFlags& flags) {
   return 0;
 }
 
+// Null without --metrics-listen.
+absl::StatusOr<std::unique_ptr<ballast::server::StatusServer>> StartStatusServer(
+    const ballast::server::StatusOptions& options) {
+  if (options.listen.empty()) return nullptr;
+  auto started = ballast::server::StatusServer::Start(options);
+  if (started.ok()) return started;
+  return ballast::Annotate(started.status(), "flag --metrics-listen=" + options.listen);
+}
+
+void LogWhoMayLook(const std::string& address, const ballast::server::Access& access) {
+  if (access.has_tokens()) {
+    spdlog::info("metrics and the status page at {} take the token of a viewer", address);
+  } else if (access.has_roles()) {
+    spdlog::warn(
+        "--roles-file without --tokens-file is not for --metrics-listen: who reaches {} looks at "
+        "all jobs",
+        address);
+  }
+  spdlog::info("status page at http://{0}/, metrics at http://{0}/metrics", address);
+}
+
 // Null without --checkpoint-dir. What cannot be saved to is found now, not when it is needed.
 absl::StatusOr<std::unique_ptr<ballast::CheckpointDirectory>> OpenCheckpoints(
     const BallastdFlags& flags) {
   if (flags.checkpoint_directory.empty()) return nullptr;
-  auto opened =
-      ballast::CheckpointDirectory::Open(ballast::PosixFileSystem(), flags.checkpoint_directory);
+  auto opened = ballast::CheckpointDirectory::Open(
+      ballast::PosixFileSystem(), flags.checkpoint_directory, flags.checkpoint_policy);
   if (opened.ok()) return opened;
   return ballast::Annotate(opened.status(), "flag --checkpoint-dir=" + flags.checkpoint_directory);
 }
 
-void LogCheckpoints(const ballast::CheckpointDirectory* checkpoints) {
+void LogCheckpoints(const ballast::CheckpointDirectory* checkpoints, const BallastdFlags& flags) {
   if (checkpoints == nullptr) {
-    spdlog::warn("no --checkpoint-dir: all jobs are lost when the service is told to stop");
+    spdlog::warn("no --checkpoint-dir: all jobs are lost {}",
+                 flags.state_directory.empty() ? "when the service is told to stop"
+                                               : "with this host's memory");
     return;
+  }
+  if (!checkpoints->policy().saves()) {
+    spdlog::warn(
+        "no --checkpoint-every: jobs are saved when the service is told to stop, and when somebody "
+        "asks for it; should its host die before, the steps since then are lost");
   }
   for (const ballast::CheckpointFacts& found : checkpoints->All()) {
     spdlog::info("found a checkpoint of {}; nothing loads it by itself: {}",
                  ballast::ToString(found), ballast::HowToResume(found.job));
+  }
+}
+
+// Null without --state-dir.
+absl::StatusOr<std::unique_ptr<ballast::StateDirectory>> OpenStateDirectory(
+    const BallastdFlags& flags, ballast::FileKeeper* held,
+    const ballast::CheckpointDirectory* checkpoints) {
+  if (flags.state_directory.empty()) return nullptr;
+  auto opened = ballast::StateDirectory::Open(
+      {.path = flags.state_directory,
+       .others = held,
+       .say = [](const std::string& line) { spdlog::warn("--state-dir: {}", line); },
+       .last_checkpoint =
+           [checkpoints](const std::string& uid) {
+             return checkpoints == nullptr ? std::string() : checkpoints->LastOf(uid);
+           }});
+  if (opened.ok()) return opened;
+  return ballast::Annotate(opened.status(), "flag --state-dir");
+}
+
+// What an earlier process of the service left.
+ballast::server::ServiceHistory TakeOverJobs(ballast::Engine& engine,
+                                             const ballast::server::HeldFiles* held,
+                                             ballast::StateDirectory* directory) {
+  const absl::Time begin = absl::Now();
+  const ballast::Engine::TakenOver taken = engine.TakeOverJobs();
+  const bool is_upgrade = held != nullptr && held->is_upgrade();
+  const char* const when = is_upgrade ? "after an upgrade" : "after a death";
+  const auto level = is_upgrade ? spdlog::level::info : spdlog::level::warn;
+  for (const std::string& line : taken.back) spdlog::log(level, "{}: {}", when, line);
+  if (directory != nullptr && !taken.lost.empty()) {
+    // Its memory stays as it is: somebody may know better.
+    FailWithJobs(absl::DataLossError(absl::StrCat(
+                     "flag --state-dir: ", directory->description(), ": ", taken.lost.front(),
+                     "; to start without that job, remove the files that begin with its uid")),
+                 1);
+  }
+  for (const std::string& line : taken.lost) spdlog::error("{}: {}", when, line);
+  if (directory != nullptr) directory->Settle();
+  const bool any = !taken.back.empty() || !taken.lost.empty();
+  return {.deaths = held == nullptr ? 0 : held->deaths(),
+          .recovery_seconds = any ? absl::ToDoubleSeconds(absl::Now() - begin) : 0};
+}
+
+void LogWhatOutlives(ballast::NamedMemory* memory, const ballast::StateDirectory* directory) {
+  if (memory == nullptr) {
+    spdlog::info("jobs die with this process (--holder=none)");
+  } else if (directory != nullptr) {
+    spdlog::info("what jobs are and have been given outlives all processes: it lies in {}, in {}",
+                 directory->description(), memory->PagesForPeople());
+  } else {
+    spdlog::info(
+        "what jobs are and have been given outlives this process: its parent holds it, in {}",
+        memory->PagesForPeople());
   }
 }
 
@@ -117,10 +240,19 @@ void LogSelfBenchmark(const BallastdFlags& flags) {
   }
 }
 
+// Told to stop, it leaves jobs as they are: the next process goes on with them.
+bool LeavesJobs(const BallastdFlags& flags) {
+  return !flags.state_directory.empty() && flags.checkpoint_directory.empty();
+}
+
 // Returns the exit code; none if a job could not be saved: then the service goes on.
 std::optional<int> DrainAndReport(ballast::Engine& engine, ballast::server::Server& server,
-                                  const BallastdFlags& flags) {
+                                  const BallastdFlags& flags, ballast::server::HeldFiles* held) {
   server.SetServing(false);
+  if (LeavesJobs(flags)) {
+    server.Shutdown(/*grace_seconds=*/1);
+    return 0;
+  }
   const ballast::server::DrainReport report = ballast::server::DrainAndSave(
       engine, flags.drain_seconds,
       engine.checkpoints() == nullptr ? std::string() : engine.checkpoints()->path());
@@ -131,6 +263,7 @@ std::optional<int> DrainAndReport(ballast::Engine& engine, ballast::server::Serv
     for (const std::string& line : report.failed) spdlog::error("not saved {}", line);
     engine.EndDrain();
     server.SetServing(true);
+    if (held != nullptr) held->StopRefused();
     spdlog::error(
         "the service does not stop, because that would lose what could not be saved: mend the "
         "cause, or save elsewhere (ballast save), or give it up (ballast close), and send the "
@@ -145,16 +278,18 @@ std::optional<int> DrainAndReport(ballast::Engine& engine, ballast::server::Serv
 // not, because a terminal that closes sends more than one.
 std::optional<int> DrainUntilASecondSignal(const sigset_t& signals, ballast::Engine& engine,
                                            ballast::server::Server& server,
-                                           const BallastdFlags& flags) {
+                                           const BallastdFlags& flags,
+                                           ballast::server::ServiceManager& manager,
+                                           ballast::server::HeldFiles* held) {
   std::optional<int> exit_code;
   std::atomic<bool> drained = false;
   std::thread drain([&, waiting = pthread_self()] {
-    exit_code = DrainAndReport(engine, server, flags);
+    exit_code = DrainAndReport(engine, server, flags, held);
     drained = true;
     pthread_kill(waiting, DrainedSignal());
   });
   while (!drained) {
-    const int signal = WaitForSignal(signals);
+    const int signal = WaitForSignal(signals, engine, manager);
     if (signal == SIGTERM || signal == SIGINT) _exit(128 + signal);
   }
   drain.join();
@@ -164,6 +299,11 @@ std::optional<int> DrainUntilASecondSignal(const sigset_t& signals, ballast::Eng
 void LogDrain(int signal, const ballast::Engine& engine, const BallastdFlags& flags) {
   int64_t bytes = 0;
   const auto jobs = engine.ListJobs();
+  if (LeavesJobs(flags)) {
+    spdlog::info("signal {}: {} jobs stay in {}, where the next process finds them", signal,
+                 jobs.size(), flags.state_directory);
+    return;
+  }
   for (const auto& job : jobs) bytes += job->Status().memory.state_bytes;
   const bool saves = !flags.checkpoint_directory.empty() && !jobs.empty();
   spdlog::info("signal {}: refusing new steps, at most {} s for those in progress{}", signal,
@@ -177,39 +317,102 @@ void LogDrain(int signal, const ballast::Engine& engine, const BallastdFlags& fl
 
 int main(int argc, char** argv) {
   ballast::KeepHeapInOneArena();
-  const absl::StatusOr<BallastdFlags> flags = ballast::server::ParseBallastdFlags(argc, argv);
+  absl::StatusOr<BallastdFlags> flags = ballast::server::ParseBallastdFlags(argc, argv);
   if (!flags.ok()) return Fail(flags.status(), 2);
+  if (!flags->upgrade.empty()) return ballast::server::UpgradeService(*flags);
+  if (flags->check_state == ballast::server::kHeldState) {
+    return ballast::server::CheckHeldState(*flags);
+  }
+  if (!flags->check_state.empty()) return ballast::server::CheckState(*flags);
+  if (flags->check_config) {
+    std::puts("ballastd: the flags and the files that they name are good");
+    return 0;
+  }
   if (flags->self_benchmark) return PrintSelfBenchmark(*flags);
+  if (flags->has_holder && !ballast::server::IsHeld()) {
+    return ballast::server::RunHolder(
+        argv, {.most_deaths = flags->most_deaths, .holds_jobs = flags->state_directory.empty()});
+  }
+  const auto held = ballast::server::HeldFiles::OfHolder();
+  if (!held.ok()) return Fail(held.status(), 1);
+  const auto last_lines = std::make_shared<spdlog::sinks::ringbuffer_sink_mt>(kLastLines);
   spdlog::set_default_logger(spdlog::stderr_logger_mt("ballastd"));
+  spdlog::default_logger()->sinks().push_back(last_lines);
   spdlog::set_level(spdlog::level::from_str(flags->log_level));
   const sigset_t signals = BlockStopSignals();
+  auto manager = ballast::server::ServiceManager::FromEnvironment();
+  if (!manager.ok()) return Fail(manager.status(), 2);
 
   const auto checkpoints = OpenCheckpoints(*flags);
   if (!checkpoints.ok()) return Fail(checkpoints.status(), 1);
+  const auto directory = OpenStateDirectory(*flags, held->get(), checkpoints->get());
+  if (!directory.ok()) return Fail(directory.status(), 1);
+  std::optional<ballast::NamedMemory> memory;
+  if (*directory != nullptr) {
+    memory.emplace(**directory);
+  } else if (*held != nullptr) {
+    memory.emplace(**held);
+  }
+  // What is held already is not among what there is left to take.
+  const bool is_first = !memory.has_value() || memory->LeftBytes() == 0;
+  if (!is_first && flags->memory_limit_is_default) {
+    flags->memory_limit_bytes += memory->LeftBytes();
+  }
   ballast::Engine engine({.memory_limit_bytes = flags->memory_limit_bytes,
                           .threads = flags->threads,
                           .warn = [](const std::string& line) { spdlog::warn("{}", line); },
+                          .named_memory = memory.has_value() ? &*memory : nullptr,
                           .checkpoints = checkpoints->get()});
-  auto server = ballast::server::Server::Start(engine, flags->server);
-  if (!server.ok()) return Fail(server.status(), 1);
-  LogCheckpoints(engine.checkpoints());
-  if (flags->startup_benchmark) LogSelfBenchmark(*flags);
+  // Whoever asks whether it lives need not wait for what it has to take over.
+  auto status = StartStatusServer(flags->status);
+  if (!status.ok() && is_first) return Fail(status.status(), 2);
+  if (!status.ok()) {  // Jobs are worth more.
+    spdlog::error("no status page: {}", std::string(status.status().message()));
+    status = nullptr;
+  }
+  const ballast::server::ServiceHistory history =
+      TakeOverJobs(engine, held->get(), directory->get());
+  ballast::server::DiagnosticsService diagnostics(
+      engine, {.settings = flags->settings, .history = history, .last_log_lines = [last_lines] {
+                 return last_lines->last_formatted();
+               }});
+  ballast::server::ServerOptions server_options = flags->server;
+  server_options.more_services.push_back(&diagnostics);
+  auto server = ballast::server::Server::Start(engine, server_options);
+  if (!server.ok()) FailWithJobs(server.status(), 1);
+  diagnostics.Describes(**server);
+  if (*status != nullptr) {
+    (*status)->Show(engine, **server, history);
+    LogWhoMayLook((*status)->address(), (*server)->access());
+  }
+  LogCheckpoints(engine.checkpoints(), *flags);
+  // Workers wait for a service that comes back.
+  if (flags->startup_benchmark && is_first) LogSelfBenchmark(*flags);
   if (!flags->port_file.empty()) {
     const absl::Status written = WritePortFile(flags->port_file, (*server)->addresses());
-    if (!written.ok()) return Fail(written, 1);
+    if (!written.ok()) FailWithJobs(written, 1);
   }
-  spdlog::info("ballastd listening on {}, memory limit {:.1f} GiB, {} threads, kernel {}",
-               absl::StrJoin((*server)->addresses(), ", "),
+  const std::string listening =
+      absl::StrCat("listening on ", absl::StrJoin((*server)->addresses(), ", "));
+  spdlog::info("ballastd {}, memory limit {:.1f} GiB, {} threads, kernel {}", listening,
                static_cast<double>(flags->memory_limit_bytes) / 0x1p30,
                flags->threads > 0 ? flags->threads : ballast::MachineTopology().processors(),
                ballast::KernelTarget());
+  spdlog::log(flags->server.insecure ? spdlog::level::warn : spdlog::level::info, "access: {}",
+              (*server)->AccessLine());
+  LogWhatOutlives(engine.named_memory(), directory->get());
+  if (*held != nullptr) (*held)->Ready(ballast::kKeptFormat);
 
+  (*manager)->Ready(listening);
   std::optional<int> exit_code;
   while (!exit_code.has_value()) {
-    const int signal = WaitForSignal(signals);
+    const int signal = WaitForSignal(signals, engine, **manager);
     if (signal == DrainedSignal()) continue;
     LogDrain(signal, engine, *flags);
-    exit_code = DrainUntilASecondSignal(signals, engine, **server, *flags);
+    (*manager)->Stopping("saving all jobs");
+    exit_code = DrainUntilASecondSignal(signals, engine, **server, *flags, **manager, held->get());
+    if (exit_code.has_value()) break;
+    (*manager)->Ready("not stopped: a job could not be saved");
   }
   spdlog::shutdown();
   std::fflush(nullptr);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <thread>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 
@@ -18,21 +19,29 @@ void AbortUndecided(Job& job, const std::string& why, DrainReport& report) {
   report.aborted.push_back(absl::StrCat("job ", job.spec().name, ": step ", *step, " ", why));
 }
 
-// Returns when no save to `directory` is under way that somebody else began, or when it has written
-// nothing for `seconds`.
-void AwaitSave(const Job& job, const std::string& directory, double seconds) {
+// Returns when no save to `folder` is under way that began before, or when each of them has written
+// nothing for `seconds`: the process will end, and they with it.
+void AwaitSaves(const Job& job, const std::string& folder, double seconds) {
   for (;;) {
     const std::vector<SaveProgress> saves = job.Status().saves;
-    const auto same = std::find_if(saves.begin(), saves.end(), [&](const SaveProgress& save) {
-      return save.directory == directory;
+    const bool writes = std::any_of(saves.begin(), saves.end(), [&](const SaveProgress& save) {
+      return save.directory == folder && save.seconds_since_progress <= seconds;
     });
-    if (same == saves.end() || same->seconds_since_progress > seconds) return;
+    if (!writes) return;
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
 }
 
-void SaveOne(Job& job, const std::string& checkpoint_directory, double seconds,
-             DrainReport& report) {
+std::string LastSaved(const Engine& engine, const Job& job) {
+  const CheckpointDirectory* const checkpoints = engine.checkpoints();
+  const auto found = checkpoints == nullptr ? std::nullopt : checkpoints->Find(job.spec().name);
+  if (!found.has_value()) return "no checkpoint of it is known";
+  return absl::StrCat("its last checkpoint is that of step ", found->step, " in ",
+                      found->directory);
+}
+
+void SaveOne(const Engine& engine, Job& job, const std::string& checkpoint_directory,
+             double seconds, DrainReport& report) {
   const JobStatus status = job.Status();
   const auto at_step = [&](uint64_t step) {
     return absl::StrCat("job ", job.spec().name, " at step ", step);
@@ -42,12 +51,19 @@ void SaveOne(Job& job, const std::string& checkpoint_directory, double seconds,
     return;
   }
   if (status.phase == JobPhase::kAwaitingWeights) return;  // It has no state yet.
-  const std::string directory = absl::StrCat(checkpoint_directory, "/", job.spec().name);
-  AwaitSave(job, directory, seconds);
-  const absl::StatusOr<CheckpointInfo> saved = job.Save(directory);
+  if (status.phase == JobPhase::kBroken) {
+    report.lost.push_back(absl::StrCat(at_step(status.committed_step), ": ", status.problem, "; ",
+                                       LastSaved(engine, job)));
+    return;
+  }
+  const std::string folder = absl::StrCat(checkpoint_directory, "/", job.spec().name);
+  AwaitSaves(job, folder, seconds);
+  const auto saved = Await<CheckpointInfo>([&](Done<CheckpointInfo> done) {
+    job.Save({.folder = folder, .asked_for = false}, std::move(done));
+  });
   if (saved.ok()) {
-    report.saved.push_back(
-        absl::StrCat(at_step(saved->step), ": ", saved->size_bytes, " bytes in ", directory));
+    report.saved.push_back(absl::StrCat(at_step(saved->step), ": ", saved->size_bytes, " bytes in ",
+                                        saved->directory));
   } else {
     report.failed.push_back(
         absl::StrCat(at_step(status.committed_step), ": ", saved.status().message()));
@@ -69,7 +85,7 @@ DrainReport DrainAndSave(Engine& engine, double seconds, const std::string& chec
     for (const std::shared_ptr<Job>& job : engine.ListJobs()) AbortUndecided(*job, why, report);
   }
   for (const std::shared_ptr<Job>& job : engine.ListJobs()) {
-    SaveOne(*job, checkpoint_directory, seconds, report);
+    SaveOne(engine, *job, checkpoint_directory, seconds, report);
   }
   return report;
 }

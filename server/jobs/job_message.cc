@@ -19,8 +19,12 @@ v1::JobPhase ToMessage(JobPhase phase) {
       return v1::OPEN;
     case JobPhase::kSealed:
       return v1::SEALED;
+    case JobPhase::kVoting:
+      return v1::VOTING;
     case JobPhase::kUpdating:
       return v1::UPDATING;
+    case JobPhase::kBroken:
+      return v1::BROKEN;
     case JobPhase::kClosed:
       return v1::CLOSED;
   }
@@ -39,6 +43,10 @@ v1::StepRecord ToMessage(const StepRecord& record) {
   message.set_speculated_chunks(record.speculation.speculated);
   message.set_published_chunks(record.speculation.published);
   message.set_redone_chunks(record.speculation.redone);
+  const std::vector<float>& multipliers = record.outcome.decision.multipliers;
+  message.mutable_multipliers()->Add(multipliers.begin(), multipliers.end());
+  *message.mutable_voted() = proto::ToProto(record.voted);
+  message.set_abandoned(record.abandoned);
   const std::vector<std::string>& unused = record.outcome.unused_parameters;
   message.mutable_unused_parameters()->Add(unused.begin(), unused.end());
   for (const HyperParameters& values : record.hyper_parameters) {
@@ -76,6 +84,7 @@ void AddRanks(const JobStatus& status, v1::Job& message) {
     to.set_begun(from.begun);
     to.set_micro_steps_ended(from.micro_steps_ended);
     to.set_sealed(from.sealed);
+    to.set_voted(from.voted);
     to.set_chunks(from.chunks);
     to.set_chunks_complete(from.chunks_complete);
     to.set_furthest_micro_step(from.furthest_micro_step);
@@ -124,10 +133,10 @@ v1::Job Description(const JobSpec& spec, bool with_parameters) {
   brief.layout.world_size = spec.layout.world_size;
   brief.layout.group_count = spec.layout.group_count;
   brief.layout.chunk_elements = spec.layout.chunk_elements;
-  brief.max_norm = spec.max_norm;
   brief.unused_policy = spec.unused_policy;
   brief.max_micro_steps = spec.max_micro_steps;
   brief.update_mode = spec.update_mode;
+  brief.on_abort = spec.on_abort;
   return proto::ToProto(brief);
 }
 
@@ -152,6 +161,7 @@ v1::RankProgress LargestRank(size_t name_bytes) {
   rank.set_begun(true);
   rank.set_micro_steps_ended(std::numeric_limits<uint32_t>::max());
   rank.set_sealed(true);
+  rank.set_voted(true);
   rank.set_chunks(kLongest);
   rank.set_chunks_complete(kLongest);
   rank.set_furthest_micro_step(std::numeric_limits<uint32_t>::max());
@@ -181,7 +191,11 @@ v1::StepRecord LargestRecord(const JobSpec& spec) {
   }
   for (const GroupSpec& group : spec.groups) {
     *record.add_hyper_parameters() = proto::ToProto(group.hyper_parameters);
+    record.add_multipliers(1);
+    record.mutable_voted()->add_multipliers(kAnyDouble);
   }
+  record.mutable_voted()->set_max_norm(kAnyDouble);
+  record.set_abandoned(true);
   return record;
 }
 
@@ -189,11 +203,11 @@ v1::StepRecord LargestRecord(const JobSpec& spec) {
 
 size_t LargestMessageBytes(const JobSpec& spec) {
   constexpr size_t kEntryBytes = 8;  // Tag and length of an entry of a list.
-  // Ids, counts, memory, and the rest of an AttachWorkerResponse.
-  constexpr size_t kOthersBytes = 1024;
-  // Of saves that are under way, and of a checkpoint that was found: the path of a directory has at
-  // most 4096 bytes.
-  constexpr size_t kSavesBytes = (kMostSaves + 1) * (4096 + 128);
+  // Ids, counts, memory, why it is broken, and the rest of an AttachWorkerResponse.
+  constexpr size_t kOthersBytes = 2048;
+  // Of saves that are under way, of a checkpoint that was found, and of one of which a load did not
+  // end: the path of a directory has at most 4096 bytes.
+  constexpr size_t kPathsBytes = (2 * kMostSaves + 2) * (4096 + 128);
   v1::Job message = proto::ToProto(spec);
   for (v1::Parameter& parameter : *message.mutable_parameters()) {
     parameter.set_offset(kLongest);
@@ -208,7 +222,17 @@ size_t LargestMessageBytes(const JobSpec& spec) {
   const size_t rank_bytes = LargestRank(LongestName(spec)).ByteSizeLong() + kEntryBytes;
   const size_t record_bytes = LargestRecord(spec).ByteSizeLong() + kEntryBytes;
   return message.ByteSizeLong() + ranks * rank_bytes + kRecentSteps * record_bytes +
-         kMaxTrainerStateBytes + kSavesBytes + kOthersBytes;
+         kMaxTrainerStateBytes + kPathsBytes + kOthersBytes;
+}
+
+bool AddFoundCheckpoint(const Engine& engine, const Job& job, v1::Job& message) {
+  if (engine.checkpoints() == nullptr) return false;
+  const std::optional<CheckpointFacts> found = engine.checkpoints()->Find(job.spec().name);
+  if (!found.has_value()) return false;
+  message.mutable_found_checkpoint()->set_directory(found->directory);
+  message.mutable_found_checkpoint()->set_step(found->step);
+  message.mutable_found_checkpoint()->set_uid(found->uid);
+  return true;
 }
 
 v1::Job ToMessage(const Engine& engine, const Job& job, bool with_parameters) {
@@ -216,17 +240,21 @@ v1::Job ToMessage(const Engine& engine, const Job& job, bool with_parameters) {
   v1::Job message = Description(job.spec(), with_parameters);
   message.set_uid(job.uid());
   message.set_instance_id(engine.instance_id());
-  message.set_generation(status.generation);
+  *message.mutable_generation() = proto::ToProto(status.generation);
   message.set_committed_step(status.committed_step);
   message.set_phase(ToMessage(status.phase));
+  message.set_problem(status.problem);
   message.set_applied_steps(status.applied_steps);
   message.set_skipped_steps(status.skipped_steps);
   message.set_coverage_complete_steps(status.coverage_complete_steps);
+  message.set_not_kept_steps(status.statistics.not_kept_steps());
   message.set_trainer_state(status.trainer_state);
+  message.set_resumed_uid(status.resumed_uid);
   AddMemory(status, *message.mutable_memory());
   AddSpeculation(status, *message.mutable_speculation());
   AddRanks(status, message);
   AddSaves(status, message);
+  if (status.phase == JobPhase::kBroken) AddFoundCheckpoint(engine, job, message);
   AddGroups(job, status, message);
   for (const StepRecord& record : status.recent_steps) {
     *message.add_recent_steps() = ToMessage(record);

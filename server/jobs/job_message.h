@@ -12,6 +12,9 @@ namespace ballast::server {
 
 v1::Job ToMessage(const Engine& engine, const Job& job, bool with_parameters);
 
+// Puts what is known to be saved under the job's name into the message. False: nothing is.
+bool AddFoundCheckpoint(const Engine& engine, const Job& job, v1::Job& message);
+
 // The most bytes that such a message of a job with this description can take, with parameters and
 // at any time of its life; the other fields of a reply included.
 size_t LargestMessageBytes(const JobSpec& spec);

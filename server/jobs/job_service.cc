@@ -24,14 +24,11 @@ namespace {
 // A checkpoint of the new job's name is of an earlier job, which somebody may have meant to go on
 // with.
 void TellOfCheckpoint(const Engine& engine, const Job& job, v1::Job& response) {
-  if (engine.checkpoints() == nullptr) return;
-  const std::optional<CheckpointFacts> found = engine.checkpoints()->Find(job.spec().name);
-  if (!found.has_value()) return;
-  response.mutable_found_checkpoint()->set_directory(found->directory);
-  response.mutable_found_checkpoint()->set_step(found->step);
-  response.mutable_found_checkpoint()->set_uid(found->uid);
-  spdlog::warn("job {} is new; to go on from the checkpoint at step {} in {}: {}", found->job,
-               found->step, found->directory, HowToResume(found->job));
+  if (!AddFoundCheckpoint(engine, job, response)) return;
+  const v1::SavedCheckpoint& found = response.found_checkpoint();
+  const std::string& name = job.spec().name;
+  spdlog::warn("job {} is new; to go on from the checkpoint at step {} in {}: {}", name,
+               found.step(), found.directory(), HowToResume(name));
 }
 
 absl::StatusOr<JobSpec> SpecOf(const grpc::ByteBuffer& bytes) {
@@ -58,8 +55,9 @@ v1::Job CreatedMessage(const Engine& engine, const Job& job) {
   return message;
 }
 
-absl::Status Get(const Engine& engine, const v1::GetJobRequest& request, v1::Job& response) {
-  BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, FindJob(engine, request.name()));
+absl::Status Get(const Engine& engine, const Caller& caller, const v1::GetJobRequest& request,
+                 v1::Job& response) {
+  BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, FindJob(engine, caller, request.name()));
   response = ToMessage(engine, *job, request.with_parameters());
   return absl::OkStatus();
 }
@@ -71,7 +69,7 @@ void OfferSharedMemory(SharedMemoryServer& server, const std::shared_ptr<Job>& j
   std::optional<v1::SharedMemoryOffer> offer =
       server.Offer(job, {.rank = request.rank(),
                          .process_id = request.process_id(),
-                         .generation = response.generation()});
+                         .generation = proto::FromProto(response.generation())});
   if (offer) *response.mutable_shared_memory() = *std::move(offer);
 }
 
@@ -82,7 +80,7 @@ absl::StatusOr<AttachRequest> FromMessage(const v1::AttachWorkerRequest& request
                           .expected_committed_step = {},
                           .spec = {},
                           .generation = {}};
-  if (request.has_generation()) attach.generation = request.generation();
+  if (request.has_generation()) attach.generation = proto::FromProto(request.generation());
   attach.rejoin = request.rejoin();
   if (request.has_expected_committed_step()) {
     attach.expected_committed_step = request.expected_committed_step();
@@ -93,9 +91,10 @@ absl::StatusOr<AttachRequest> FromMessage(const v1::AttachWorkerRequest& request
   return attach;
 }
 
-absl::Status Update(const Engine& engine, const v1::UpdateGroupRequest& request,
-                    v1::ParamGroup& response) {
+absl::Status Update(const Engine& engine, const Caller& caller,
+                    const v1::UpdateGroupRequest& request, v1::ParamGroup& response) {
   BALLAST_ASSIGN_OR_RETURN(const proto::ResourceName name, proto::ParseGroupName(request.name()));
+  BALLAST_RETURN_IF_ERROR(caller.Check(name.job));
   BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, engine.FindJob(name.job));
   BALLAST_ASSIGN_OR_RETURN(const HyperParameterOverrides changes,
                            proto::OverridesFromProto(request.changes()));
@@ -113,13 +112,16 @@ absl::Status Update(const Engine& engine, const v1::UpdateGroupRequest& request,
 // A page is smaller than what clients accept that do not say how much they do, 4 MiB.
 constexpr size_t kPageBytes = size_t{3} << 20;
 
-void List(const Engine& engine, const std::string& after, v1::ListJobsResponse& response) {
+// Those that the caller may see.
+void List(const Engine& engine, const Caller& caller, const std::string& after,
+          v1::ListJobsResponse& response) {
   response.set_instance_id(engine.instance_id());
   response.set_memory_used_bytes(engine.memory().used_bytes());
   response.set_memory_limit_bytes(engine.memory().limit_bytes());
   size_t page_bytes = 0;
   for (const std::shared_ptr<Job>& job : engine.ListJobs()) {
     if (!after.empty() && job->spec().name <= after) continue;
+    if (!caller.MayUse(job->spec().name)) continue;
     v1::Job message = ToMessage(engine, *job, /*with_parameters=*/false);
     page_bytes += message.ByteSizeLong();
     if (page_bytes > kPageBytes && response.jobs_size() > 0) {
@@ -133,10 +135,10 @@ void List(const Engine& engine, const std::string& after, v1::ListJobsResponse& 
 
 }  // namespace
 
-grpc::ServerUnaryReactor* JobService::CreateJob(grpc::CallbackServerContext*,
+grpc::ServerUnaryReactor* JobService::CreateJob(grpc::CallbackServerContext* context,
                                                 const grpc::ByteBuffer* request,
                                                 grpc::ByteBuffer* response) {
-  return UnaryCall::Start(pools_.creation,
+  return UnaryCall::Start(access_.Admit(*context, "JobService.CreateJob"), pools_.creation,
                           [=, this](UnaryCall& call) { Create(call, *request, *response); });
 }
 
@@ -144,7 +146,9 @@ void JobService::Create(UnaryCall& call, const grpc::ByteBuffer& request,
                         grpc::ByteBuffer& response) {
   absl::StatusOr<JobSpec> spec = [&]() -> absl::StatusOr<JobSpec> {
     BALLAST_ASSIGN_OR_RETURN(const auto room, RoomToRead(engine_, request));
-    return SpecOf(request);
+    BALLAST_ASSIGN_OR_RETURN(JobSpec made, SpecOf(request));
+    BALLAST_RETURN_IF_ERROR(call.caller().Check(made.name));
+    return made;
   }();
   if (!spec.ok()) return call.End(spec.status());
   call.Await<std::shared_ptr<Job>>(
@@ -158,42 +162,47 @@ void JobService::Create(UnaryCall& call, const grpc::ByteBuffer& request,
       });
 }
 
-grpc::ServerUnaryReactor* JobService::GetJob(grpc::CallbackServerContext*,
+grpc::ServerUnaryReactor* JobService::GetJob(grpc::CallbackServerContext* context,
                                              const v1::GetJobRequest* request, v1::Job* response) {
-  return UnaryCall::Run(pools_.control, [=, this] { return Get(engine_, *request, *response); });
+  return UnaryCall::Run(
+      access_.Admit(*context, "JobService.GetJob"), pools_.control,
+      [=, this](const Caller& caller) { return Get(engine_, caller, *request, *response); });
 }
 
-grpc::ServerUnaryReactor* JobService::ListJobs(grpc::CallbackServerContext*,
+grpc::ServerUnaryReactor* JobService::ListJobs(grpc::CallbackServerContext* context,
                                                const v1::ListJobsRequest* request,
                                                v1::ListJobsResponse* response) {
-  return UnaryCall::Run(pools_.control, [=, this] {
-    List(engine_, request->page_token(), *response);
-    return absl::OkStatus();
-  });
+  return UnaryCall::Run(access_.Admit(*context, "JobService.ListJobs"), pools_.control,
+                        [=, this](const Caller& caller) {
+                          List(engine_, caller, request->page_token(), *response);
+                          return absl::OkStatus();
+                        });
 }
 
-grpc::ServerUnaryReactor* JobService::CloseJob(grpc::CallbackServerContext*,
+grpc::ServerUnaryReactor* JobService::CloseJob(grpc::CallbackServerContext* context,
                                                const v1::CloseJobRequest* request,
                                                v1::CloseJobResponse*) {
   // In `creation`, because the engine frees the job's memory before it answers.
-  return UnaryCall::Start(pools_.creation, [=, this](UnaryCall& call) { Close(call, *request); });
+  return UnaryCall::Start(access_.Admit(*context, "JobService.CloseJob", request), pools_.creation,
+                          [=, this](UnaryCall& call) { Close(call, *request); });
 }
 
 void JobService::Close(UnaryCall& call, const v1::CloseJobRequest& request) {
   const absl::StatusOr<proto::ResourceName> name = proto::ParseJobName(request.name());
   if (!name.ok()) return call.End(name.status());
-  if (!request.uid().empty()) {
-    const absl::Status same = FindJob(engine_, request.name(), request.uid()).status();
-    if (!same.ok()) return call.End(same);
+  absl::Status may = call.caller().Check(name->job);
+  if (may.ok() && !request.uid().empty()) {
+    may = FindJob(engine_, call.caller(), request.name(), request.uid()).status();
   }
+  if (!may.ok()) return call.End(may);
   call.Await<bool>([&](Done<bool> done) { return engine_.CloseJob(name->job, std::move(done)); },
                    [](bool) { return absl::OkStatus(); });
 }
 
-grpc::ServerUnaryReactor* JobService::AttachWorker(grpc::CallbackServerContext*,
+grpc::ServerUnaryReactor* JobService::AttachWorker(grpc::CallbackServerContext* context,
                                                    const grpc::ByteBuffer* request,
                                                    grpc::ByteBuffer* response) {
-  return UnaryCall::Start(pools_.control,
+  return UnaryCall::Start(access_.Admit(*context, "JobService.AttachWorker"), pools_.control,
                           [=, this](UnaryCall& call) { Attach(call, *request, *response); });
 }
 
@@ -208,7 +217,7 @@ void JobService::Attach(UnaryCall& call, const grpc::ByteBuffer& bytes,
   absl::StatusOr<Parsed> parsed = [&]() -> absl::StatusOr<Parsed> {
     BALLAST_ASSIGN_OR_RETURN(const std::string name, NameOfJobToAttach(bytes));
     Parsed all;
-    BALLAST_ASSIGN_OR_RETURN(all.job, FindJob(engine_, name));
+    BALLAST_ASSIGN_OR_RETURN(all.job, FindJob(engine_, call.caller(), name));
     BALLAST_RETURN_IF_ERROR(CheckAsLargeAs(*all.job, bytes));
     BALLAST_ASSIGN_OR_RETURN(all.request, proto::ParseControl<v1::AttachWorkerRequest>(bytes));
     BALLAST_ASSIGN_OR_RETURN(all.attach, FromMessage(all.request));
@@ -225,7 +234,7 @@ void JobService::Attach(UnaryCall& call, const grpc::ByteBuffer& bytes,
         v1::AttachWorkerResponse message;
         message.set_uid(job->uid());
         message.set_instance_id(engine_.instance_id());
-        message.set_generation(attachment.generation);
+        *message.mutable_generation() = proto::ToProto(attachment.generation);
         message.set_committed_step(attachment.committed_step);
         message.set_awaiting_weights(attachment.awaiting_weights);
         if (shared_memory_server_ != nullptr) {
@@ -237,16 +246,16 @@ void JobService::Attach(UnaryCall& call, const grpc::ByteBuffer& bytes,
       });
 }
 
-grpc::ServerUnaryReactor* JobService::AbortStep(grpc::CallbackServerContext*,
+grpc::ServerUnaryReactor* JobService::AbortStep(grpc::CallbackServerContext* context,
                                                 const v1::AbortStepRequest* request,
                                                 v1::AbortStepResponse* response) {
-  return UnaryCall::Start(pools_.control,
+  return UnaryCall::Start(access_.Admit(*context, "JobService.AbortStep", request), pools_.control,
                           [=, this](UnaryCall& call) { Abort(call, *request, *response); });
 }
 
 void JobService::Abort(UnaryCall& call, const v1::AbortStepRequest& request,
                        v1::AbortStepResponse& response) {
-  const absl::StatusOr<std::shared_ptr<Job>> job = FindJob(engine_, request.name());
+  const absl::StatusOr<std::shared_ptr<Job>> job = FindJob(engine_, call.caller(), request.name());
   if (!job.ok()) return call.End(job.status());
   call.Await<uint64_t>([&](Done<uint64_t> done) { return (*job)->AbortStep(std::move(done)); },
                        [&response](uint64_t step) {
@@ -255,15 +264,18 @@ void JobService::Abort(UnaryCall& call, const v1::AbortStepRequest& request,
                        });
 }
 
-grpc::ServerUnaryReactor* JobService::UpdateGroup(grpc::CallbackServerContext*,
+grpc::ServerUnaryReactor* JobService::UpdateGroup(grpc::CallbackServerContext* context,
                                                   const v1::UpdateGroupRequest* request,
                                                   v1::ParamGroup* response) {
-  return UnaryCall::Run(pools_.control, [=, this] { return Update(engine_, *request, *response); });
+  return UnaryCall::Run(
+      access_.Admit(*context, "JobService.UpdateGroup", request), pools_.control,
+      [=, this](const Caller& caller) { return Update(engine_, caller, *request, *response); });
 }
 
 grpc::ServerWriteReactor<v1::TraceJobResponse>* JobService::TraceJob(
     grpc::CallbackServerContext* context, const v1::TraceJobRequest* request) {
-  return new TraceCall(engine_, pools_, *context, *request);
+  return new TraceCall(engine_, pools_, *context, access_.Admit(*context, "JobService.TraceJob"),
+                       *request);
 }
 
 }  // namespace ballast::server

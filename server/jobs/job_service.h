@@ -19,31 +19,36 @@ using JobServiceBase = v1::JobService::WithRawCallbackMethod_CreateJob<
                 v1::JobService::WithCallbackMethod_UpdateGroup<
                     v1::JobService::WithCallbackMethod_TraceJob<v1::JobService::Service>>>>>>>>;
 
-// Thread-safe. The engine, the pools and the server of shared memory outlive its calls. The methods
+// Thread-safe. The engine, the access, the pools and the server of shared memory outlive its calls. The methods
 // only start a call (unary_call.h); its work is done in a pool.
 class JobService final : public JobServiceBase {
  public:
   // `shared_memory_server` is null if no memory is shared with workers.
-  JobService(Engine& engine, CallPools& pools, SharedMemoryServer* shared_memory_server)
-      : engine_(engine), pools_(pools), shared_memory_server_(shared_memory_server) {}
+  JobService(Engine& engine, const Access& access, CallPools& pools,
+             SharedMemoryServer* shared_memory_server)
+      : engine_(engine),
+        access_(access),
+        pools_(pools),
+        shared_memory_server_(shared_memory_server) {}
 
-  grpc::ServerUnaryReactor* CreateJob(grpc::CallbackServerContext*, const grpc::ByteBuffer* request,
+  grpc::ServerUnaryReactor* CreateJob(grpc::CallbackServerContext* context,
+                                      const grpc::ByteBuffer* request,
                                       grpc::ByteBuffer* response) override;
-  grpc::ServerUnaryReactor* GetJob(grpc::CallbackServerContext*, const v1::GetJobRequest* request,
-                                   v1::Job* response) override;
-  grpc::ServerUnaryReactor* ListJobs(grpc::CallbackServerContext*,
+  grpc::ServerUnaryReactor* GetJob(grpc::CallbackServerContext* context,
+                                   const v1::GetJobRequest* request, v1::Job* response) override;
+  grpc::ServerUnaryReactor* ListJobs(grpc::CallbackServerContext* context,
                                      const v1::ListJobsRequest* request,
                                      v1::ListJobsResponse* response) override;
-  grpc::ServerUnaryReactor* CloseJob(grpc::CallbackServerContext*,
+  grpc::ServerUnaryReactor* CloseJob(grpc::CallbackServerContext* context,
                                      const v1::CloseJobRequest* request,
                                      v1::CloseJobResponse* response) override;
-  grpc::ServerUnaryReactor* AttachWorker(grpc::CallbackServerContext*,
+  grpc::ServerUnaryReactor* AttachWorker(grpc::CallbackServerContext* context,
                                          const grpc::ByteBuffer* request,
                                          grpc::ByteBuffer* response) override;
-  grpc::ServerUnaryReactor* AbortStep(grpc::CallbackServerContext*,
+  grpc::ServerUnaryReactor* AbortStep(grpc::CallbackServerContext* context,
                                       const v1::AbortStepRequest* request,
                                       v1::AbortStepResponse* response) override;
-  grpc::ServerUnaryReactor* UpdateGroup(grpc::CallbackServerContext*,
+  grpc::ServerUnaryReactor* UpdateGroup(grpc::CallbackServerContext* context,
                                         const v1::UpdateGroupRequest* request,
                                         v1::ParamGroup* response) override;
   // Answers when the steps are committed: after an hour at most, and with a deadline after nine
@@ -58,6 +63,7 @@ class JobService final : public JobServiceBase {
   void Abort(UnaryCall& call, const v1::AbortStepRequest& request, v1::AbortStepResponse& response);
 
   Engine& engine_;
+  const Access& access_;
   CallPools& pools_;
   SharedMemoryServer* const shared_memory_server_;
 };

@@ -35,38 +35,40 @@ absl::StatusOr<Plane> FromProto(v1::Plane plane) {
 }  // namespace
 
 StateReader::StateReader(const Engine& engine, CallPools& pools,
-                         grpc::CallbackServerContext& context, const v1::ReadStateRequest& request)
+                         grpc::CallbackServerContext& context, const absl::StatusOr<Caller>& caller,
+                         const v1::ReadStateRequest& request)
     : StreamedAnswer(pools, context), request_(request) {
-  const absl::Status started = Start(engine, pools);
+  const absl::Status started =
+      Guarded([&] { return caller.ok() ? Start(engine, pools, *caller) : caller.status(); });
   if (!started.ok()) End(started);
 }
 
-absl::Status StateReader::Start(const Engine& engine, CallPools& pools) {
+absl::Status StateReader::Start(const Engine& engine, CallPools& pools, const Caller& caller) {
   BALLAST_ASSIGN_OR_RETURN(CallPool::Place place, pools.readers.Enter());
   Keep(std::move(place));
+  BALLAST_ASSIGN_OR_RETURN(parameter_, FindParameter(engine, caller, request_.name()));
   BALLAST_ASSIGN_OR_RETURN(plane_, FromProto(request_.plane()));
-  BALLAST_ASSIGN_OR_RETURN(parameter_, FindParameter(engine, request_.name()));
   if (!parameter_.spec().trainable) {
     return absl::InvalidArgumentError(
         absl::StrCat(request_.name(), " is frozen and has no state here"));
   }
-  const std::shared_ptr<PendingCall> pending = this->pending();  // The Done may end this call.
   const std::shared_ptr<Job> job = parameter_.job;
-  EndsWith(engine, *job);
-  pending->Await(job->TakeSnapshot({parameter_.index}, [this](absl::StatusOr<Snapshot> snapshot) {
-    Opened(std::move(snapshot));
-  }));
+  EndsWith(engine, caller, *job);
+  PendingCall::Start<Snapshot>(
+      pending(),
+      [&](Done<Snapshot> done) { return job->TakeSnapshot({parameter_.index}, std::move(done)); },
+      [this](absl::StatusOr<Snapshot> snapshot) { Opened(std::move(snapshot)); });
   return absl::OkStatus();
 }
 
 void StateReader::Opened(absl::StatusOr<Snapshot> snapshot) {
-  if (!snapshot.ok()) return End(snapshot.status());
-  if (!snapshot->has_plane(parameter_.index, plane_)) {
-    return End(absl::InvalidArgumentError(absl::StrCat(
-        request_.name(), " has no plane ", Name(plane_), ": its group does not use amsgrad")));
-  }
-  snapshot_ = *std::move(snapshot);
-  Begin();
+  const absl::Status opened = Guarded([&]() -> absl::Status {
+    BALLAST_ASSIGN_OR_RETURN(snapshot_, std::move(snapshot));
+    if (snapshot_.has_plane(parameter_.index, plane_)) return absl::OkStatus();
+    return absl::InvalidArgumentError(absl::StrCat(request_.name(), " has no plane ", Name(plane_),
+                                                   ": its group does not use amsgrad"));
+  });
+  opened.ok() ? Begin() : End(opened);
 }
 
 bool StateReader::Fill(v1::ReadStateResponse& message) {

@@ -20,10 +20,10 @@ class StateReader final : public StreamedAnswer<v1::ReadStateResponse> {
  public:
   // The engine and the pools outlive it; gRPC keeps the request until OnDone.
   StateReader(const Engine& engine, CallPools& pools, grpc::CallbackServerContext& context,
-              const v1::ReadStateRequest& request);
+              const absl::StatusOr<Caller>& caller, const v1::ReadStateRequest& request);
 
  private:
-  absl::Status Start(const Engine& engine, CallPools& pools);
+  absl::Status Start(const Engine& engine, CallPools& pools, const Caller& caller);
   void Opened(absl::StatusOr<Snapshot> snapshot);
   bool Fill(v1::ReadStateResponse& message) override;
 

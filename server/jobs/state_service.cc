@@ -2,9 +2,11 @@
 
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/checkpoint_name.h"
 #include "proto/convert.h"
 #include "server/find_job.h"
 #include "server/jobs/state_reader.h"
@@ -56,24 +58,47 @@ void FillSummary(const FoundParameter& parameter, const Snapshot& snapshot,
   }
 }
 
+v1::Checkpoint ToProto(const FoundCheckpoint& found, const CheckpointDirectory* names) {
+  const CheckpointFacts& facts = found.facts;
+  v1::Checkpoint to;
+  to.set_directory(facts.directory);
+  to.set_name(names != nullptr ? names->NameOf(facts.directory) : facts.directory);
+  to.set_job(facts.job);
+  to.set_uid(facts.uid);
+  to.set_step(facts.step);
+  to.set_generation(facts.generation);
+  to.set_size_bytes(facts.size_bytes);
+  to.set_saved_unix_ms(facts.saved_unix_ms);
+  to.set_asked_for(facts.asked_for);
+  to.set_problem(std::string(found.problem.message()));
+  return to;
+}
+
+// A job's checkpoints are under its name, unless another place is given.
+std::string DirectoryOf(const std::string& given, const Job& job) {
+  return given.empty() ? job.spec().name : given;
+}
+
 }  // namespace
 
 grpc::ServerWriteReactor<v1::ReadStateResponse>* StateService::ReadState(
     grpc::CallbackServerContext* context, const v1::ReadStateRequest* request) {
-  return new StateReader(engine_, pools_, *context, *request);
+  return new StateReader(engine_, pools_, *context,
+                         access_.Admit(*context, "StateService.ReadState"), *request);
 }
 
 // Only the snapshot waits for training, and it copies nothing; its planes are read in the pool.
-grpc::ServerUnaryReactor* StateService::SummarizeState(grpc::CallbackServerContext*,
+grpc::ServerUnaryReactor* StateService::SummarizeState(grpc::CallbackServerContext* context,
                                                        const v1::SummarizeStateRequest* request,
                                                        v1::StateSummary* response) {
-  return UnaryCall::Start(pools_.readers,
+  return UnaryCall::Start(access_.Admit(*context, "StateService.SummarizeState"), pools_.readers,
                           [=, this](UnaryCall& call) { Summarize(call, *request, *response); });
 }
 
 void StateService::Summarize(UnaryCall& call, const v1::SummarizeStateRequest& request,
                              v1::StateSummary& response) {
-  const absl::StatusOr<FoundParameter> parameter = FindParameter(engine_, request.name());
+  const absl::StatusOr<FoundParameter> parameter =
+      FindParameter(engine_, call.caller(), request.name());
   if (!parameter.ok()) return call.End(parameter.status());
   call.Await<Snapshot>(
       [&](Done<Snapshot> done) {
@@ -88,25 +113,24 @@ void StateService::Summarize(UnaryCall& call, const v1::SummarizeStateRequest& r
 grpc::ServerUnaryReactor* StateService::SaveJob(grpc::CallbackServerContext* context,
                                                 const v1::SaveJobRequest* request,
                                                 v1::SaveJobResponse* response) {
-  return UnaryCall::Start(pools_.control, [=, this, peer = context->peer()](UnaryCall& call) {
-    Save(call, peer, *request, *response);
-  });
+  return UnaryCall::Start(access_.Admit(*context, "StateService.SaveJob", request), pools_.control,
+                          [=, this](UnaryCall& call) { Save(call, *request, *response); });
 }
 
-void StateService::Save(UnaryCall& call, const std::string& peer, const v1::SaveJobRequest& request,
+void StateService::Save(UnaryCall& call, const v1::SaveJobRequest& request,
                         v1::SaveJobResponse& response) {
-  const absl::StatusOr<std::string> directory = paths_.Resolve(request.directory(), peer);
-  if (!directory.ok()) return call.End(directory.status());
-  const absl::StatusOr<std::shared_ptr<Job>> job = FindJob(engine_, request.name());
+  const absl::StatusOr<std::shared_ptr<Job>> job = FindJob(engine_, call.caller(), request.name());
   if (!job.ok()) return call.End(job.status());
+  const absl::StatusOr<std::string> folder =
+      PathOf(call.caller(), DirectoryOf(request.directory(), **job));
+  if (!folder.ok()) return call.End(folder.status());
   call.Await<CheckpointInfo>(
       [&](Done<CheckpointInfo> done) {
-        return (*job)->Save({.directory = *directory,
-                             .replace = request.replace_any() ? Replace::kAny : Replace::kOlder},
+        return (*job)->Save({.folder = *folder, .background = request.background()},
                             std::move(done));
       },
-      [directory = *directory, &response](const CheckpointInfo& saved) {
-        response.set_directory(directory);
+      [&response](const CheckpointInfo& saved) {
+        response.set_directory(saved.directory);
         response.set_step(saved.step);
         response.set_bytes(saved.size_bytes);
         return absl::OkStatus();
@@ -116,22 +140,74 @@ void StateService::Save(UnaryCall& call, const std::string& peer, const v1::Save
 grpc::ServerUnaryReactor* StateService::LoadJob(grpc::CallbackServerContext* context,
                                                 const v1::LoadJobRequest* request,
                                                 v1::LoadJobResponse* response) {
-  return UnaryCall::Start(pools_.control, [=, this, peer = context->peer()](UnaryCall& call) {
-    Load(call, peer, *request, *response);
-  });
+  return UnaryCall::Start(access_.Admit(*context, "StateService.LoadJob", request), pools_.control,
+                          [=, this](UnaryCall& call) { Load(call, *request, *response); });
 }
 
-void StateService::Load(UnaryCall& call, const std::string& peer, const v1::LoadJobRequest& request,
+void StateService::Load(UnaryCall& call, const v1::LoadJobRequest& request,
                         v1::LoadJobResponse& response) {
-  const absl::StatusOr<std::string> directory = paths_.Resolve(request.directory(), peer);
-  if (!directory.ok()) return call.End(directory.status());
-  const absl::StatusOr<std::shared_ptr<Job>> job = FindJob(engine_, request.name());
+  const absl::StatusOr<std::shared_ptr<Job>> job = FindJob(engine_, call.caller(), request.name());
   if (!job.ok()) return call.End(job.status());
+  const absl::StatusOr<std::string> path =
+      PathOf(call.caller(), DirectoryOf(request.directory(), **job));
+  if (!path.ok()) return call.End(path.status());
   call.Await<CheckpointInfo>(
-      [&](Done<CheckpointInfo> done) { return (*job)->Load(*directory, std::move(done)); },
+      [&](Done<CheckpointInfo> done) {
+        return (*job)->Load({.path = *path, .weights_only = request.weights_only()},
+                            std::move(done));
+      },
       [&response](const CheckpointInfo& loaded) {
         response.set_step(loaded.step);
-        response.set_generation(loaded.generation);
+        *response.mutable_generation() = proto::ToProto(loaded.generation);
+        response.set_directory(loaded.directory);
+        for (const std::string& damage : loaded.passed_over) response.add_passed_over(damage);
+        return absl::OkStatus();
+      });
+}
+
+absl::StatusOr<std::string> StateService::PathOf(const Caller& caller,
+                                                 const std::string& directory) const {
+  if (IsCheckpointName(directory)) {
+    BALLAST_RETURN_IF_ERROR(caller.Check(directory.substr(0, directory.find('/'))));
+  }
+  return paths_.Resolve(directory, caller.peer());
+}
+
+grpc::ServerUnaryReactor* StateService::ListCheckpoints(grpc::CallbackServerContext* context,
+                                                        const v1::ListCheckpointsRequest* request,
+                                                        v1::ListCheckpointsResponse* response) {
+  return UnaryCall::Start(access_.Admit(*context, "StateService.ListCheckpoints", request),
+                          pools_.control, [=, this](UnaryCall& call) {
+                            Look(call, request->directory(), /*verified=*/false, *response);
+                          });
+}
+
+grpc::ServerUnaryReactor* StateService::VerifyCheckpoints(
+    grpc::CallbackServerContext* context, const v1::VerifyCheckpointsRequest* request,
+    v1::ListCheckpointsResponse* response) {
+  return UnaryCall::Start(access_.Admit(*context, "StateService.VerifyCheckpoints", request),
+                          pools_.control, [=, this](UnaryCall& call) {
+                            Look(call, request->directory(), /*verified=*/true, *response);
+                          });
+}
+
+void StateService::Look(UnaryCall& call, const std::string& directory, bool verified,
+                        v1::ListCheckpointsResponse& response) {
+  const bool all = directory.empty() && !verified;
+  const absl::StatusOr<std::string> path = all ? std::string() : PathOf(call.caller(), directory);
+  if (!path.ok()) return call.End(path.status());
+  call.Await<std::vector<FoundCheckpoint>>(
+      [&](Done<std::vector<FoundCheckpoint>> done) {
+        engine_.LookForCheckpoints(*path, verified, std::move(done));
+        return Pending();
+      },
+      [this, all, caller = call.caller(), &response](const std::vector<FoundCheckpoint>& found) {
+        for (const FoundCheckpoint& each : found) {
+          v1::Checkpoint checkpoint = ToProto(each, engine_.checkpoints());
+          const std::string folder = checkpoint.name().substr(0, checkpoint.name().find('/'));
+          // Of all those that are the caller's to see.
+          if (!all || caller.MayUse(folder)) *response.add_checkpoints() = std::move(checkpoint);
+        }
         return absl::OkStatus();
       });
 }

@@ -12,16 +12,16 @@
 
 namespace ballast::server {
 
-// Thread-safe. The engine, the pools and the paths outlive its calls. The methods only start a
+// Thread-safe. The engine, the access, the pools and the paths outlive its calls. The methods only start a
 // call; its work is done in a pool.
 class StateService final : public v1::StateService::CallbackService {
  public:
-  StateService(Engine& engine, CallPools& pools, const CheckpointPaths& paths)
-      : engine_(engine), pools_(pools), paths_(paths) {}
+  StateService(Engine& engine, const Access& access, CallPools& pools, const CheckpointPaths& paths)
+      : engine_(engine), access_(access), pools_(pools), paths_(paths) {}
 
   grpc::ServerWriteReactor<v1::ReadStateResponse>* ReadState(
-      grpc::CallbackServerContext*, const v1::ReadStateRequest* request) override;
-  grpc::ServerUnaryReactor* SummarizeState(grpc::CallbackServerContext*,
+      grpc::CallbackServerContext* context, const v1::ReadStateRequest* request) override;
+  grpc::ServerUnaryReactor* SummarizeState(grpc::CallbackServerContext* context,
                                            const v1::SummarizeStateRequest* request,
                                            v1::StateSummary* response) override;
   grpc::ServerUnaryReactor* SaveJob(grpc::CallbackServerContext* context,
@@ -30,16 +30,26 @@ class StateService final : public v1::StateService::CallbackService {
   grpc::ServerUnaryReactor* LoadJob(grpc::CallbackServerContext* context,
                                     const v1::LoadJobRequest* request,
                                     v1::LoadJobResponse* response) override;
+  grpc::ServerUnaryReactor* ListCheckpoints(grpc::CallbackServerContext* context,
+                                            const v1::ListCheckpointsRequest* request,
+                                            v1::ListCheckpointsResponse* response) override;
+  grpc::ServerUnaryReactor* VerifyCheckpoints(grpc::CallbackServerContext* context,
+                                              const v1::VerifyCheckpointsRequest* request,
+                                              v1::ListCheckpointsResponse* response) override;
 
  private:
   void Summarize(UnaryCall& call, const v1::SummarizeStateRequest& request,
                  v1::StateSummary& response);
-  void Save(UnaryCall& call, const std::string& peer, const v1::SaveJobRequest& request,
-            v1::SaveJobResponse& response);
-  void Load(UnaryCall& call, const std::string& peer, const v1::LoadJobRequest& request,
-            v1::LoadJobResponse& response);
+  void Save(UnaryCall& call, const v1::SaveJobRequest& request, v1::SaveJobResponse& response);
+  void Load(UnaryCall& call, const v1::LoadJobRequest& request, v1::LoadJobResponse& response);
+  // `directory` as a call of this caller gives it; the folder of a name is the job's of that name,
+  // whether there is one now or not.
+  absl::StatusOr<std::string> PathOf(const Caller& caller, const std::string& directory) const;
+  void Look(UnaryCall& call, const std::string& directory, bool verified,
+            v1::ListCheckpointsResponse& response);
 
   Engine& engine_;
+  const Access& access_;
   CallPools& pools_;
   const CheckpointPaths& paths_;
 };

@@ -8,7 +8,7 @@
 #include <memory>
 
 #include "absl/status/status.h"
-#include "proto/status.h"
+#include "server/call_guard.h"
 #include "server/call_pool.h"
 #include "server/find_job.h"
 #include "server/pending_call.h"
@@ -37,7 +37,8 @@ class StreamedAnswer : public grpc::ServerWriteReactor<Message> {
   // Not on gRPC's thread: what a subclass keeps may be the last of a job.
   void OnDone() final {
     watched_->Ended();
-    pool_.Run([self = std::shared_ptr<StreamedAnswer>(this)] {});
+    // Without memory to go there, here.
+    (void)RunsInMemory([&] { pool_.Run([self = std::shared_ptr<StreamedAnswer>(this)] {}); });
   }
 
  protected:
@@ -46,22 +47,32 @@ class StreamedAnswer : public grpc::ServerWriteReactor<Message> {
 
   // Sends the messages, and ends the call with OK after the last one.
   void Begin() {
-    pool_.Run([this] {
-      message_.Clear();
-      if (!Fill(message_)) return End(absl::OkStatus());
-      watched_->WriteBegins();
-      this->StartWrite(&message_);
-    });
+    const absl::Status queued = GuardedRun([&] { pool_.Run([this] { MakeNext(); }); });
+    if (!queued.ok()) End(queued);
   }
-  void End(const absl::Status& status) { this->Finish(proto::ToGrpc(status)); }
+  void End(const absl::Status& status) { this->Finish(EndOf(status)); }
 
   // Kept by what may end the call before it has returned.
   std::shared_ptr<PendingCall> pending() const { return pending_; }
   void Keep(CallPool::Place place) { place_ = std::move(place); }
-  // Once the job is closed the call is cancelled, so that it does not keep its memory.
-  void EndsWith(const Engine& engine, const Job& job) { watched_->IsOverIf(IsGone(engine, job)); }
+  // Once the job is closed the call is cancelled, so that it does not keep its memory; and once the
+  // caller may not look at it any more.
+  void EndsWith(const Engine& engine, const Caller& caller, const Job& job) {
+    watched_->IsOverIf(IsGone(engine, caller, job));
+  }
 
  private:
+  void MakeNext() {
+    bool more = false;
+    const absl::Status made = GuardedRun([&] {
+      message_.Clear();
+      more = Fill(message_);
+    });
+    if (!made.ok() || !more) return End(made);
+    watched_->WriteBegins();
+    this->StartWrite(&message_);
+  }
+
   CallPool& pool_;
   const std::shared_ptr<WatchedCall> watched_;
   CallPool::Place place_;

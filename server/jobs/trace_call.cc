@@ -22,24 +22,27 @@ std::chrono::steady_clock::time_point TraceEnd(std::chrono::system_clock::time_p
 }  // namespace
 
 TraceCall::TraceCall(const Engine& engine, CallPools& pools, grpc::CallbackServerContext& context,
-                     const v1::TraceJobRequest& request)
+                     const absl::StatusOr<Caller>& caller, const v1::TraceJobRequest& request)
     : StreamedAnswer(pools, context) {
-  const absl::Status started = Start(engine, pools, request, context.deadline());
+  const absl::Status started = Guarded([&] {
+    return caller.ok() ? Start(engine, pools, *caller, request, context.deadline())
+                       : caller.status();
+  });
   if (!started.ok()) End(started);
 }
 
-absl::Status TraceCall::Start(const Engine& engine, CallPools& pools,
+absl::Status TraceCall::Start(const Engine& engine, CallPools& pools, const Caller& caller,
                               const v1::TraceJobRequest& request,
                               std::chrono::system_clock::time_point deadline) {
+  BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, FindJob(engine, caller, request.name()));
   const uint32_t steps = request.steps();
   if (steps == 0 || steps > kMostTracedSteps) {
     return absl::InvalidArgumentError(
         absl::StrCat("a trace of ", steps, " steps; ask for 1 to ", kMostTracedSteps));
   }
-  BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, FindJob(engine, request.name()));
   BALLAST_ASSIGN_OR_RETURN(CallPool::Place place, pools.traces.Enter());
   Keep(std::move(place));
-  EndsWith(engine, *job);
+  EndsWith(engine, caller, *job);
   const Clock::time_point end = TraceEnd(deadline);
   pools.traces.Run([this, job, steps, end] { Trace(job, steps, end); });
   return absl::OkStatus();
@@ -48,11 +51,14 @@ absl::Status TraceCall::Start(const Engine& engine, CallPools& pools,
 // Runs on a thread of `traces`, which it blocks until the steps are committed or the caller is
 // gone.
 void TraceCall::Trace(const std::shared_ptr<Job>& job, uint32_t steps, Clock::time_point end) {
-  absl::StatusOr<ballast::Trace> trace =
-      job->TraceSteps(steps, [&] { return !pending()->cancelled() && Clock::now() < end; });
-  if (!trace.ok()) return End(trace.status());
-  messages_.emplace(job, *std::move(trace));
-  Begin();
+  const absl::Status traced = Guarded([&]() -> absl::Status {
+    BALLAST_ASSIGN_OR_RETURN(ballast::Trace trace, job->TraceSteps(steps, [&] {
+      return !pending()->cancelled() && Clock::now() < end;
+    }));
+    messages_.emplace(job, std::move(trace));
+    return absl::OkStatus();
+  });
+  traced.ok() ? Begin() : End(traced);
 }
 
 }  // namespace ballast::server

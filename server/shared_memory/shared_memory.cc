@@ -13,6 +13,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/populate_pages.h"
 
 namespace ballast::server {
@@ -89,20 +90,34 @@ absl::StatusOr<std::shared_ptr<SharedMemory>> SharedMemory::Create(
   return memory;
 }
 
+absl::StatusOr<std::shared_ptr<SharedMemory>> SharedMemory::CreateNamed(
+    RankMemoryLayout places, MemoryBudget::Reservation reservation, NamedMemory& memory,
+    const std::string& name) {
+  const int64_t bytes = places.size_bytes();
+  if (bytes == 0) return absl::InvalidArgumentError("a rank without chunks shares no memory");
+  BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<NamedArena> arena, memory.CreateShared(name, bytes));
+  const int file = arena->file_descriptor();
+  std::byte* const data = arena->data();
+  return std::shared_ptr<SharedMemory>(
+      new SharedMemory(std::move(places), std::move(reservation), file, data, std::move(arena)));
+}
+
 SharedMemory::SharedMemory(RankMemoryLayout places, MemoryBudget::Reservation reservation,
-                           int file_descriptor, std::byte* memory)
+                           int file_descriptor, std::byte* memory,
+                           std::unique_ptr<NamedArena> arena)
     : places_(std::move(places)),
       reservation_(std::move(reservation)),
+      arena_(std::move(arena)),
       file_descriptor_(file_descriptor),
       memory_(memory) {}
 
 SharedMemory::~SharedMemory() {
-  munmap(memory_, places_.size_bytes());
+  if (arena_ == nullptr) munmap(memory_, places_.size_bytes());
   if (peer_is_done_) {
     fallocate(file_descriptor_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0,
               places_.size_bytes());
   }
-  close(file_descriptor_);
+  if (arena_ == nullptr) close(file_descriptor_);
 }
 
 absl::Span<const std::byte> SharedMemory::gradient(int chunk) const {

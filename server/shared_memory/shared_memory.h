@@ -10,12 +10,14 @@
 #include <atomic>
 #include <cstddef>
 #include <memory>
+#include <string>
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "cpu_optimizer_service/common/rank_memory_layout.h"
 #include "cpu_optimizer_service/gradients/rank_memory.h"
 #include "cpu_optimizer_service/host/memory_budget.h"
+#include "cpu_optimizer_service/host/named_memory.h"
 
 namespace ballast::server {
 
@@ -25,12 +27,20 @@ class SharedMemory final : public RankMemory {
   // `places` is empty. Keeps `reservation`.
   static absl::StatusOr<std::shared_ptr<SharedMemory>> Create(
       RankMemoryLayout places, MemoryBudget::Reservation reservation);
+  // The same in memory that outlives this process, under a name that is new.
+  static absl::StatusOr<std::shared_ptr<SharedMemory>> CreateNamed(
+      RankMemoryLayout places, MemoryBudget::Reservation reservation, NamedMemory& memory,
+      const std::string& name);
   ~SharedMemory() override;
   SharedMemory(const SharedMemory&) = delete;
   SharedMemory& operator=(const SharedMemory&) = delete;
 
   absl::Span<const std::byte> gradient(int chunk) const override;
   absl::Span<std::byte> weights(int chunk) const override;
+
+  absl::string_view kept_name() const override {
+    return arena_ == nullptr ? absl::string_view() : arena_->name();
+  }
 
   int file_descriptor() const { return file_descriptor_; }  // This object still closes it.
 
@@ -41,10 +51,11 @@ class SharedMemory final : public RankMemory {
 
  private:
   SharedMemory(RankMemoryLayout places, MemoryBudget::Reservation reservation, int file_descriptor,
-               std::byte* memory);
+               std::byte* memory, std::unique_ptr<NamedArena> arena = nullptr);
 
   const RankMemoryLayout places_;
   const MemoryBudget::Reservation reservation_;
+  const std::unique_ptr<NamedArena> arena_;  // Null: file and mapping are this object's own.
   const int file_descriptor_;
   std::byte* const memory_;
   mutable std::atomic<bool> peer_is_done_ = false;

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <map>
@@ -60,16 +61,33 @@ absl::Status CheckHolder(const Job& job, const RankHolder& holder) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<Grant> MakeGrant(SharedMemoryOffers::Claim claim) {
+// Memory that outlives this process, if there is any. Each has a name of its own: an older one of
+// the rank may not be gone yet.
+struct NamedBy {
+  NamedMemory* memory = nullptr;
+  std::string instance_id;
+};
+absl::StatusOr<std::shared_ptr<SharedMemory>> MakeMemory(const Job& job, int rank,
+                                                         MemoryBudget::Reservation reservation,
+                                                         const NamedBy& named) {
+  RankMemoryLayout places(job.layout(), job.spec().groups, rank);
+  if (named.memory == nullptr) {
+    return SharedMemory::Create(std::move(places), std::move(reservation));
+  }
+  static std::atomic<uint64_t> last = 0;
+  return SharedMemory::CreateNamed(
+      std::move(places), std::move(reservation), *named.memory,
+      absl::StrCat(job.uid(), "/rank ", rank, " ", named.instance_id, " ", ++last));
+}
+
+absl::StatusOr<Grant> MakeGrant(SharedMemoryOffers::Claim claim, const NamedBy& named) {
   const std::shared_ptr<Job> job = claim.job.lock();
   if (job == nullptr) return absl::NotFoundError("the job has been closed");
   const int rank = claim.holder.rank;
   BALLAST_RETURN_IF_ERROR(CheckHolder(*job, claim.holder));
   BALLAST_ASSIGN_OR_RETURN(MemoryBudget::Reservation reservation, job->ReserveRankMemory(rank));
-  BALLAST_ASSIGN_OR_RETURN(
-      std::shared_ptr<SharedMemory> memory,
-      SharedMemory::Create(RankMemoryLayout(job->layout(), job->spec().groups, rank),
-                           std::move(reservation)));
+  BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<SharedMemory> memory,
+                           MakeMemory(*job, rank, std::move(reservation), named));
   BALLAST_RETURN_IF_ERROR(job->GiveRankMemory(claim.holder, memory));
   return Grant{.claim = std::move(claim), .memory = std::move(memory)};
 }
@@ -133,8 +151,9 @@ class Reception {
  public:
   Reception(const SharedMemoryServerLimits& limits, const FileDescriptor& listener,
             SharedMemoryOffers& offers, Mailbox& mailbox, HelperThreads& makers,
-            HelperThreads& takers)
+            HelperThreads& takers, NamedBy named)
       : limits_(limits),
+        named_(std::move(named)),
         listener_(listener),
         offers_(offers),
         mailbox_(mailbox),
@@ -176,6 +195,7 @@ class Reception {
   void DropSilent(Clock::time_point now);
 
   const SharedMemoryServerLimits limits_;
+  const NamedBy named_;
   const FileDescriptor& listener_;
   SharedMemoryOffers& offers_;
   Mailbox& mailbox_;
@@ -316,8 +336,8 @@ void Reception::MakeIfAlone(uint64_t number) {
   if (!others.empty()) return;
   Peer& peer = peers_.at(number);
   peer.state = Peer::State::kWaiting;
-  makers_.Run([&mailbox = mailbox_, number, claim = peer.claim] {
-    mailbox.Put({.peer = number, .grant = MakeGrant(claim)});
+  makers_.Run([&mailbox = mailbox_, number, claim = peer.claim, named = named_] {
+    mailbox.Put({.peer = number, .grant = MakeGrant(claim, named)});
   });
 }
 
@@ -381,15 +401,15 @@ void Reception::DropSilent(Clock::time_point now) {
 
 struct SharedMemoryServer::Impl {
   Impl(const SharedMemoryServerLimits& limits, std::string name, FileDescriptor socket,
-       FileDescriptor event)
+       FileDescriptor event, NamedBy named)
       : socket_name(std::move(name)),
         listener(std::move(socket)),
         offers(limits.offers, limits.offer),
         mailbox(std::move(event)),
         makers(kMakers),
         takers(kTakers),
-        thread([this, limits] {
-          Reception(limits, listener, offers, mailbox, makers, takers).Run();
+        thread([this, limits, named = std::move(named)] {
+          Reception(limits, listener, offers, mailbox, makers, takers, named).Run();
         }) {}
   ~Impl() {
     mailbox.Stop();
@@ -406,7 +426,8 @@ struct SharedMemoryServer::Impl {
 };
 
 absl::StatusOr<std::unique_ptr<SharedMemoryServer>> SharedMemoryServer::Open(
-    const std::string& instance_id, const SharedMemoryServerLimits& limits) {
+    const std::string& instance_id, const SharedMemoryServerLimits& limits,
+    NamedMemory* named_memory) {
   // An engine may have several servers.
   std::random_device random;
   const std::string name = absl::StrCat("ballast-", instance_id, "-", absl::Hex(random()));
@@ -414,7 +435,8 @@ absl::StatusOr<std::unique_ptr<SharedMemoryServer>> SharedMemoryServer::Open(
   FileDescriptor event(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
   if (!event) return absl::UnavailableError(absl::StrCat("eventfd: ", std::strerror(errno)));
   return std::unique_ptr<SharedMemoryServer>(new SharedMemoryServer(
-      std::make_unique<Impl>(limits, name, std::move(listener), std::move(event))));
+      std::make_unique<Impl>(limits, name, std::move(listener), std::move(event),
+                             NamedBy{.memory = named_memory, .instance_id = instance_id})));
 }
 
 SharedMemoryServer::SharedMemoryServer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}

@@ -23,6 +23,7 @@
 
 #include "absl/status/statusor.h"
 #include "ballast/v1/ballast.pb.h"
+#include "cpu_optimizer_service/host/named_memory.h"
 #include "cpu_optimizer_service/job/job.h"
 
 namespace ballast::server {
@@ -38,9 +39,11 @@ struct SharedMemoryServerLimits {
 
 class SharedMemoryServer {
  public:
-  // Listens on a socket named after `instance_id`. UNAVAILABLE if the system refuses it.
+  // Listens on a socket named after `instance_id`. UNAVAILABLE if the system refuses it. Where
+  // there is named memory, that is what is shared; it outlives the server.
   static absl::StatusOr<std::unique_ptr<SharedMemoryServer>> Open(
-      const std::string& instance_id, const SharedMemoryServerLimits& limits = {});
+      const std::string& instance_id, const SharedMemoryServerLimits& limits = {},
+      NamedMemory* named_memory = nullptr);
   // Ends all connections. The memory stays as long as jobs use it.
   ~SharedMemoryServer();
 

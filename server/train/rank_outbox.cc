@@ -6,6 +6,7 @@
 
 #include "cpu_optimizer_service/common/reason.h"
 #include "proto/frame.h"
+#include "server/call_guard.h"
 #include "server/train/weight_message.h"
 
 namespace ballast::server {
@@ -23,7 +24,7 @@ constexpr size_t kSharedMessages = 32;
 constexpr size_t kLargestSharedBatch = 32;
 
 // `chunk`: in the job; the header has its number on the wire.
-absl::StatusOr<grpc::ByteBuffer> SerializeWeights(Job& job, uint64_t generation, int chunk,
+absl::StatusOr<grpc::ByteBuffer> SerializeWeights(Job& job, Generation generation, int chunk,
                                                   const v1::WeightHeader& header,
                                                   WeightBuffer buffer) {
   if (buffer) {
@@ -34,6 +35,12 @@ absl::StatusOr<grpc::ByteBuffer> SerializeWeights(Job& job, uint64_t generation,
   absl::StatusOr<OwnedWeights> read = ReadWeights(job, generation, header.step(), chunk);
   if (!read.ok()) return read.status();
   return proto::SerializeTrainWeights(header, read->bytes(), [memory = read->memory] {});
+}
+
+v1::ErrorReason ReasonMessage(const absl::Status& status) {
+  v1::ErrorReason reason = v1::ERROR_REASON_UNSPECIFIED;
+  (void)v1::ErrorReason_Parse(ReasonOf(status), &reason);
+  return reason;
 }
 
 }  // namespace
@@ -190,8 +197,7 @@ void RankOutbox::OnSealRefused(uint64_t step, const SealRefusal& refusal) {
   refused.set_step(step);
   refused.set_attempt(refusal.attempt);
   refused.set_message(std::string(refusal.status.message()));
-  v1::ErrorReason reason = v1::ERROR_REASON_UNSPECIFIED;
-  if (v1::ErrorReason_Parse(ReasonOf(refusal.status), &reason)) refused.set_reason(reason);
+  refused.set_reason(ReasonMessage(refusal.status));
   for (const MissingContribution& missing : refusal.missing) {
     v1::Missing& to = *refused.add_missing();
     to.set_rank(missing.rank);
@@ -199,6 +205,31 @@ void RankOutbox::OnSealRefused(uint64_t step, const SealRefusal& refusal) {
     to.mutable_parameters()->Add(missing.parameters.begin(), missing.parameters.end());
     to.set_more_parameters(missing.more_parameters);
   }
+  Push(std::move(message));
+}
+
+void RankOutbox::OnNorm(const StepNorm& norm) {
+  v1::TrainResponse message;
+  v1::StepNorm& to = *message.mutable_norm();
+  to.set_step(norm.step);
+  to.set_attempt(norm.attempt);
+  to.set_norm(norm.norm);
+  to.mutable_group_norms()->Add(norm.group_norms.begin(), norm.group_norms.end());
+  to.set_non_finite(norm.non_finite);
+  const std::vector<std::string>& unused = norm.unused_parameters;
+  const size_t named = std::min(unused.size(), kRecordedNames);
+  to.mutable_unused_parameters()->Add(unused.begin(), unused.begin() + named);
+  to.set_more_unused_parameters(static_cast<int64_t>(unused.size() - named));
+  Push(std::move(message));
+}
+
+void RankOutbox::OnVoteRefused(StepAttempt at, const absl::Status& why) {
+  v1::TrainResponse message;
+  v1::VoteRefused& refused = *message.mutable_vote_refused();
+  refused.set_step(at.step);
+  refused.set_attempt(at.attempt);
+  refused.set_message(std::string(why.message()));
+  refused.set_reason(ReasonMessage(why));
   Push(std::move(message));
 }
 
@@ -269,10 +300,16 @@ void RankOutbox::Push(Item item) {
 }
 
 void RankOutbox::EndWith(const absl::Status& status) {
-  std::deque<Item> dropped;  // Its buffers return to their pool without the lock.
+  // Its buffers return to their pool without the lock. Nothing is allocated here.
+  std::unique_ptr<std::deque<Item>> dropped;
   {
     MutexLock lock(mutex_);
-    dropped.swap(queue_);
+    dropped = std::move(dropped_);
+    if (dropped != nullptr) {
+      dropped->swap(queue_);
+    } else {
+      queue_.clear();  // The stream had ended before: there is hardly anything.
+    }
     queue_bytes_ = 0;
     if (!end_ || draining_) end_ = status;
     draining_ = false;
@@ -379,15 +416,22 @@ absl::StatusOr<grpc::ByteBuffer> RankOutbox::Serialize(Move& move) {
 
 void RankOutbox::Advance() {
   Move move;
-  {
+  const absl::Status planned = GuardedRun([&] {
     MutexLock lock(mutex_);
     move = NextMove();
+  });
+  if (!planned.ok()) {
+    {
+      MutexLock lock(mutex_);
+      writing_ = false;  // It is set before anything that needs memory.
+    }
+    return EndWith(planned);  // Which needs none.
   }
   if (move.wire == nullptr) return;
   if (move.finish) return move.wire->Finish(move.status);
   // While writing_ is set no other thread can end the stream, so the wire stays.
   if (move.read) move.wire->Read();
-  absl::StatusOr<grpc::ByteBuffer> bytes = Serialize(move);
+  absl::StatusOr<grpc::ByteBuffer> bytes = Guarded([&] { return Serialize(move); });
   if (bytes.ok()) {
     write_buffer_ = *std::move(bytes);
     return move.wire->Write(write_buffer_);

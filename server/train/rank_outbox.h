@@ -82,6 +82,8 @@ class RankOutbox final : public RankListener {
 
   void OnWaiting(uint64_t step, const std::vector<int>& ranks) override;
   void OnSealRefused(uint64_t step, const SealRefusal& refusal) override;
+  void OnNorm(const StepNorm& norm) override;
+  void OnVoteRefused(StepAttempt at, const absl::Status& why) override;
   void OnProvisionalWeights(uint64_t step, int chunk, WeightBuffer buffer) override;
   void OnDecision(const StepOutcome& outcome, absl::Span<const int> dropped_chunks) override;
   void OnWeights(uint64_t step, int chunk, WeightBuffer buffer) override;
@@ -118,7 +120,7 @@ class RankOutbox final : public RankListener {
     std::vector<Weights> weights;                // More than one only if they are in place.
     std::unique_ptr<v1::TrainResponse> message;  // If there are no weights.
     std::shared_ptr<Job> job;
-    uint64_t generation = 0;
+    Generation generation;
     int first_on_wire = 0;
     absl::Status status;
   };
@@ -137,9 +139,12 @@ class RankOutbox final : public RankListener {
   Mutex mutex_;
   RankWire* wire_ ABSL_GUARDED_BY(mutex_);            // Null after Finish.
   std::shared_ptr<Job> job_ ABSL_GUARDED_BY(mutex_);  // Null before Opened.
-  uint64_t generation_ ABSL_GUARDED_BY(mutex_) = 0;   // The stream's.
+  Generation generation_ ABSL_GUARDED_BY(mutex_);     // The stream's.
   int first_on_wire_ ABSL_GUARDED_BY(mutex_) = 0;     // Layout::first_on_wire of the rank.
   std::deque<Item> queue_ ABSL_GUARDED_BY(mutex_);
+  // Takes the queue at the stream's end, which may come for want of memory.
+  std::unique_ptr<std::deque<Item>> dropped_ ABSL_GUARDED_BY(mutex_) =
+      std::make_unique<std::deque<Item>>();
   size_t queue_bound_ ABSL_GUARDED_BY(mutex_) = 0;
   size_t queue_bytes_ ABSL_GUARDED_BY(mutex_) = 0;     // Of messages that are not weights.
   size_t shared_batch_ ABSL_GUARDED_BY(mutex_) = 1;    // So many are announced at once.

@@ -2,6 +2,8 @@
 
 #include <chrono>
 
+#include "cpu_optimizer_service/common/system/memory_guard.h"
+
 namespace ballast::server {
 
 SealWatch::SealWatch(Engine& engine, double deadline_seconds, double reminder_seconds)
@@ -31,10 +33,12 @@ void SealWatch::Run() {
       if (stopped_) return;
     }
     // Without the lock: the calls reach the streams' outboxes.
-    for (const std::shared_ptr<Job>& job : engine_.ListJobs()) {
-      const std::optional<double> seconds = job->SecondsSinceFirstSeal();
-      if (seconds && *seconds >= deadline_seconds_) job->TellWaiting();
-    }
+    (void)RunsInMemory([this] {
+      for (const std::shared_ptr<Job>& job : engine_.ListJobs()) {
+        const std::optional<double> seconds = job->SecondsSinceFirstSeal();
+        if (seconds && *seconds >= deadline_seconds_) job->TellWaiting();
+      }
+    });
   }
 }
 

@@ -3,6 +3,7 @@
 #define BALLAST_SERVER_TRAIN_STEP_MESSAGE_H_
 
 #include <cstddef>
+#include <optional>
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
@@ -19,6 +20,11 @@ Contribution FromMessage(const v1::GradientHeader& header,
                          absl::Span<const absl::Span<const std::byte>> payload);
 
 UsedParameters FromMessage(const v1::EndMicroStep& message);
+
+// INVALID_ARGUMENT as of BeginStep.
+absl::StatusOr<StepVote> FromMessage(const v1::Vote& message);
+// Nullopt: it brings none.
+absl::StatusOr<std::optional<StepVote>> VoteOf(const v1::Seal& message);
 
 }  // namespace ballast::server
 

@@ -5,17 +5,19 @@
 
 #include "ballast/v1/ballast.grpc.pb.h"
 #include "cpu_optimizer_service/engine.h"
+#include "server/access/access.h"
 #include "server/call_pool.h"
 
 namespace ballast::server {
 
-// Thread-safe. The engine and the pools outlive its calls.
+// Thread-safe. The engine, the access and the pools outlive its calls.
 class TrainService final
     : public v1::TrainService::WithRawCallbackMethod_Train<
           v1::TrainService::WithRawCallbackMethod_UploadWeights<
               v1::TrainService::WithRawCallbackMethod_ReadWeights<v1::TrainService::Service>>> {
  public:
-  TrainService(const Engine& engine, CallPools& pools) : engine_(engine), pools_(pools) {}
+  TrainService(const Engine& engine, const Access& access, CallPools& pools)
+      : engine_(engine), access_(access), pools_(pools) {}
 
   grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* Train(
       grpc::CallbackServerContext*) override;
@@ -26,6 +28,7 @@ class TrainService final
 
  private:
   const Engine& engine_;
+  const Access& access_;
   CallPools& pools_;
 };
 

@@ -7,7 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
-#include "proto/status.h"
+#include "server/call_guard.h"
 #include "server/find_job.h"
 #include "server/train/step_message.h"
 
@@ -22,13 +22,15 @@ uint64_t MessagesIn(const v1::TrainRequest& message) {
 }  // namespace
 
 TrainStream::TrainStream(const Engine& engine, CallPools& pools,
-                         grpc::CallbackServerContext& context)
+                         grpc::CallbackServerContext& context, const absl::StatusOr<Caller>& caller)
     : engine_(engine),
       pools_(pools),
+      caller_(caller),
       // As long as it is the rank's stream it may be slow.
       watched_(pools.watch.Watch([&context] { context.TryCancel(); }, WatchedCall::kForEver)),
       outbox_(std::make_shared<RankOutbox>(static_cast<RankWire&>(*this), watched_)) {
-  absl::StatusOr<CallPool::Place> place = pools.streams.Enter();
+  absl::StatusOr<CallPool::Place> place =
+      caller.ok() ? pools.streams.Enter() : absl::StatusOr<CallPool::Place>(caller.status());
   if (!place.ok()) {
     outbox_->MessageBegins();
     outbox_->MessageFailed(place.status());
@@ -41,22 +43,28 @@ TrainStream::TrainStream(const Engine& engine, CallPools& pools,
 void TrainStream::OnReadDone(bool ok) {
   outbox_->MessageBegins();
   if (!ok) return outbox_->NoMoreMessages();
-  absl::StatusOr<proto::Frame<v1::TrainRequest>> frame = proto::ParseTrainRequest(read_buffer_);
+  const absl::StatusOr<std::optional<uint64_t>> handled = Guarded([this] { return HandleRead(); });
+  if (!handled.ok()) return outbox_->MessageFailed(handled.status());
+  if (handled->has_value()) outbox_->MessageDone(**handled);
+}
+
+// Frees the payload before the next one is read.
+absl::StatusOr<std::optional<uint64_t>> TrainStream::HandleRead() {
+  const absl::StatusOr<proto::Frame<v1::TrainRequest>> frame =
+      proto::ParseTrainRequest(read_buffer_);
   read_buffer_.Clear();  // The frame keeps what it needs.
-  const uint64_t messages = frame.ok() ? MessagesIn(frame->message) : 0;
-  if (frame.ok() && frame->message.has_open() && job_ == nullptr) {
-    return Open(frame->message.open());
+  BALLAST_RETURN_IF_ERROR(frame.status());
+  const v1::TrainRequest& message = frame->message;
+  if (message.has_open() && job_ == nullptr) {
+    BALLAST_RETURN_IF_ERROR(Open(message.open()));
+    return std::nullopt;
   }
-  if (frame.ok() && frame->message.has_discard() && rank_stream_ != nullptr) {
-    return Discard(frame->message.discard());
+  if (message.has_discard() && rank_stream_ != nullptr) {
+    Discard(message.discard());
+    return std::nullopt;
   }
-  const absl::Status handled = frame.ok() ? Handle(*frame) : frame.status();
-  frame = absl::UnknownError("handled");  // Frees the payload before the next one is read.
-  if (handled.ok()) {
-    outbox_->MessageDone(messages);
-  } else {
-    outbox_->MessageFailed(handled);
-  }
+  BALLAST_RETURN_IF_ERROR(Handle(*frame));
+  return MessagesIn(message);
 }
 
 void TrainStream::OnCancel() {
@@ -72,8 +80,10 @@ void TrainStream::OnDone() {
   delete this;
 }
 
-void TrainStream::Finish(const absl::Status& status) {
-  ServerBidiReactor::Finish(proto::ToGrpc(status));
+void TrainStream::Finish(const absl::Status& status) { ServerBidiReactor::Finish(EndOf(status)); }
+
+void TrainStream::Answered(const absl::Status& status) {
+  status.ok() ? outbox_->MessageDone() : outbox_->MessageFailed(status);
 }
 
 absl::Status TrainStream::Handle(const proto::Frame<v1::TrainRequest>& frame) {
@@ -96,6 +106,8 @@ absl::Status TrainStream::Handle(const proto::Frame<v1::TrainRequest>& frame) {
       return EndMicroStep(message.end_micro_step());
     case v1::TrainRequest::kSeal:
       return Seal(message.seal());
+    case v1::TrainRequest::kVote:
+      return Vote(message.vote());
     case v1::TrainRequest::kDiscard:  // Not here.
     case v1::TrainRequest::kOpen:     // Refused above, like the next one.
     case v1::TrainRequest::KIND_NOT_SET:
@@ -104,38 +116,36 @@ absl::Status TrainStream::Handle(const proto::Frame<v1::TrainRequest>& frame) {
   return absl::OkStatus();
 }
 
-void TrainStream::Open(const v1::OpenTrain& request) {
-  const absl::Status started = StartOpening(request);
-  if (!started.ok()) outbox_->MessageFailed(started);
-}
-
-absl::Status TrainStream::StartOpening(const v1::OpenTrain& request) {
-  BALLAST_ASSIGN_OR_RETURN(job_, FindJob(engine_, request.name(), request.uid()));
+absl::Status TrainStream::Open(const v1::OpenTrain& request) {
+  BALLAST_ASSIGN_OR_RETURN(job_, FindJob(engine_, *caller_, request.name(), request.uid()));
+  watched_->IsOverIf(caller_->IsRevoked(job_->spec().name));
   BALLAST_ASSIGN_OR_RETURN(const UpdateMode update_mode, proto::FromProto(request.update_mode()));
-  const std::shared_ptr<PendingCall> pending = pending_;  // The Done may end this stream.
   const std::shared_ptr<Job> job = job_;
-  pending->Await(job->OpenStream(
-      {.uid = request.uid(),
-       .rank = request.rank(),
-       .process_id = request.process_id(),
-       .generation = request.generation(),
-       .update_mode = update_mode,
-       .weights_in_place = request.weights_in_shared_memory()},
-      outbox_, [this, rank = request.rank()](absl::StatusOr<std::unique_ptr<RankStream>> stream) {
-        Opened(rank, std::move(stream));
-      }));
+  const OpenStreamRequest open = {.uid = request.uid(),
+                                  .rank = request.rank(),
+                                  .process_id = request.process_id(),
+                                  .generation = proto::FromProto(request.generation()),
+                                  .update_mode = update_mode,
+                                  .weights_in_place = request.weights_in_shared_memory()};
+  PendingCall::Start<std::unique_ptr<RankStream>>(
+      pending_,
+      [&, outbox = outbox_](Done<std::unique_ptr<RankStream>> done) {
+        return job->OpenStream(open, outbox, std::move(done));
+      },
+      [this, rank = request.rank()](absl::StatusOr<std::unique_ptr<RankStream>> stream) {
+        Answered(Guarded([&] { return Opened(rank, std::move(stream)); }));
+      });
   return absl::OkStatus();
 }
 
 // The outbox counts the open message as being handled until the end of this, so that the stream
 // cannot end, nor be deleted, before.
-void TrainStream::Opened(int rank, absl::StatusOr<std::unique_ptr<RankStream>> stream) {
-  if (!stream.ok()) return outbox_->MessageFailed(stream.status());
-  rank_stream_ = *std::move(stream);
+absl::Status TrainStream::Opened(int rank, absl::StatusOr<std::unique_ptr<RankStream>> stream) {
+  BALLAST_ASSIGN_OR_RETURN(rank_stream_, std::move(stream));
   rank_chunks_ = job_->layout().chunks_of_rank(rank).size();
   first_on_wire_ = job_->layout().first_on_wire(rank);
   outbox_->Opened(job_, rank, rank_stream_->position());
-  outbox_->MessageDone();  // Reads the next message.
+  return absl::OkStatus();  // The next message is read.
 }
 
 absl::Status TrainStream::BeginStep(const v1::BeginStep& request) {
@@ -161,6 +171,7 @@ absl::Status TrainStream::Contribute(const v1::SharedGradients& request) {
                                .micro_step_begin = request.micro_step_begin(),
                                .micro_step_end = request.micro_step_end(),
                                .final = request.final(),
+                               .may_guess = request.may_guess(),
                                .in_place = true};
   for (const uint32_t chunk : request.chunks()) {
     contribution.chunk = int64_t{chunk} + first_on_wire_;
@@ -176,23 +187,32 @@ absl::Status TrainStream::EndMicroStep(const v1::EndMicroStep& request) {
 
 absl::Status TrainStream::Seal(const v1::Seal& request) {
   outbox_->Sealing(request.step());  // Before a refusal can arrive.
+  BALLAST_ASSIGN_OR_RETURN(const std::optional<StepVote> vote, VoteOf(request));
   BALLAST_ASSIGN_OR_RETURN(
       const std::optional<SealRefusal> refusal,
-      rank_stream_->Seal({request.step(), request.attempt()}, request.micro_steps()));
+      rank_stream_->Seal({request.step(), request.attempt()}, request.micro_steps(), vote));
   if (refusal) outbox_->OnSealRefused(request.step(), *refusal);
   return absl::OkStatus();
+}
+
+absl::Status TrainStream::Vote(const v1::CastVote& request) {
+  BALLAST_ASSIGN_OR_RETURN(const StepVote vote, FromMessage(request.vote()));
+  return rank_stream_->Vote({request.step(), request.attempt()}, vote);
 }
 
 // As in Opened, the message counts as being handled until the end of the Done.
 void TrainStream::Discard(const v1::Discard& request) {
   const StepAttempt at = {request.step(), request.attempt()};
-  const std::shared_ptr<PendingCall> pending = pending_;  // The Done may end this stream.
-  pending->Await(rank_stream_->Discard(at, [this, at](absl::StatusOr<bool> discarded) {
-    if (!discarded.ok()) return outbox_->MessageFailed(discarded.status());
-    // Otherwise the decision is the answer.
-    if (*discarded) outbox_->Discarded({at.step, at.attempt + 1});
-    outbox_->MessageDone();
-  }));
+  PendingCall::Start<bool>(
+      pending_, [&](Done<bool> done) { return rank_stream_->Discard(at, std::move(done)); },
+      [this, at](absl::StatusOr<bool> discarded) {
+        Answered(Guarded([&]() -> absl::Status {
+          BALLAST_RETURN_IF_ERROR(discarded.status());
+          // Otherwise the decision is the answer.
+          if (*discarded) outbox_->Discarded({at.step, at.attempt + 1});
+          return absl::OkStatus();
+        }));
+      });
 }
 
 }  // namespace ballast::server

@@ -10,6 +10,7 @@
 #include "absl/status/statusor.h"
 #include "cpu_optimizer_service/engine.h"
 #include "proto/frame.h"
+#include "server/access/access.h"
 #include "server/call_pool.h"
 #include "server/pending_call.h"
 #include "server/train/rank_outbox.h"
@@ -23,7 +24,8 @@ class TrainStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc:
                           private RankWire {
  public:
   // The engine and the pools outlive it.
-  TrainStream(const Engine& engine, CallPools& pools, grpc::CallbackServerContext& context);
+  TrainStream(const Engine& engine, CallPools& pools, grpc::CallbackServerContext& context,
+              const absl::StatusOr<Caller>& caller);
 
   void OnReadDone(bool ok) override;
   void OnWriteDone(bool ok) override { outbox_->WriteDone(ok); }
@@ -35,20 +37,26 @@ class TrainStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc:
   void Write(const grpc::ByteBuffer& bytes) override { StartWrite(&bytes); }
   void Finish(const absl::Status& status) override;
 
+  // The message that has been read. How many messages it counts as; none: it is answered later, by
+  // when the stream may be gone.
+  absl::StatusOr<std::optional<uint64_t>> HandleRead();
   absl::Status Handle(const proto::Frame<v1::TrainRequest>& frame);
-  void Open(const v1::OpenTrain& request);
-  absl::Status StartOpening(const v1::OpenTrain& request);
-  void Opened(int rank, absl::StatusOr<std::unique_ptr<RankStream>> stream);
+  absl::Status Open(const v1::OpenTrain& request);
+  absl::Status Opened(int rank, absl::StatusOr<std::unique_ptr<RankStream>> stream);
+  // The end of a message that was answered later.
+  void Answered(const absl::Status& status);
   absl::Status BeginStep(const v1::BeginStep& request);
   absl::Status Contribute(const v1::GradientHeader& header, const proto::Payload& payload);
   absl::Status Contribute(const v1::SharedGradients& request);
   absl::Status EndMicroStep(const v1::EndMicroStep& request);
   absl::Status Seal(const v1::Seal& request);
+  absl::Status Vote(const v1::CastVote& request);
   // May wait in the engine, as opening; the next message is read when it is done.
   void Discard(const v1::Discard& request);
 
   const Engine& engine_;
   CallPools& pools_;
+  const absl::StatusOr<Caller> caller_;
   CallPool::Place place_;
   const std::shared_ptr<WatchedCall> watched_;
   const std::shared_ptr<RankOutbox> outbox_;

@@ -7,20 +7,24 @@
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/status.h"
-#include "proto/status.h"
+#include "proto/convert.h"
+#include "server/call_guard.h"
 #include "server/find_job.h"
 
 namespace ballast::server {
 
 UploadStream::UploadStream(const Engine& engine, CallPools& pools,
-                           grpc::CallbackServerContext& context, grpc::ByteBuffer& response)
+                           grpc::CallbackServerContext& context,
+                           const absl::StatusOr<Caller>& caller, grpc::ByteBuffer& response)
     : engine_(engine),
       pools_(pools),
+      caller_(caller),
       response_(response),
       watched_(pools.watch.Watch([&context] { context.TryCancel(); }, WatchedCall::kForEver)) {
-  absl::StatusOr<CallPool::Place> place = pools.streams.Enter();
+  absl::StatusOr<CallPool::Place> place =
+      caller.ok() ? pools.streams.Enter() : absl::StatusOr<CallPool::Place>(caller.status());
   if (!place.ok()) {
-    Finish(proto::ToGrpc(place.status()));
+    Finish(EndOf(place.status()));
     return;
   }
   place_ = *std::move(place);
@@ -36,22 +40,22 @@ void UploadStream::OnDone() {
 void UploadStream::OnReadDone(bool ok) {
   if (!ok) {  // The worker has closed its side.
     if (job_ == nullptr) {
-      return Finish(proto::ToGrpc(absl::InvalidArgumentError("no open message arrived")));
+      return Finish(EndOf(absl::InvalidArgumentError("no open message arrived")));
     }
-    v1::UploadWeightsResponse response;
-    response.set_chunks(static_cast<int64_t>(chunks_.size()));
-    response.set_job_ready(job_->Status().phase != JobPhase::kAwaitingWeights);
-    response_ = proto::SerializeControl(response);
-    return Finish(grpc::Status::OK);
+    return Finish(EndOf(GuardedRun([this] {
+      v1::UploadWeightsResponse response;
+      response.set_chunks(static_cast<int64_t>(chunks_.size()));
+      response.set_job_ready(job_->Status().phase != JobPhase::kAwaitingWeights);
+      response_ = proto::SerializeControl(response);
+    })));
   }
-  absl::Status handled;
-  {
+  const absl::Status handled = Guarded([this] {
     const absl::StatusOr<proto::Frame<v1::UploadWeightsRequest>> frame =
         proto::ParseUploadWeightsRequest(read_buffer_);
     read_buffer_.Clear();
-    handled = frame.ok() ? Handle(*frame) : frame.status();
-  }
-  if (!handled.ok()) return Finish(proto::ToGrpc(handled));
+    return frame.ok() ? Handle(*frame) : frame.status();
+  });
+  if (!handled.ok()) return Finish(EndOf(handled));
   StartRead(&read_buffer_);
 }
 
@@ -69,28 +73,28 @@ absl::Status UploadStream::Handle(const proto::Frame<v1::UploadWeightsRequest>& 
 
 absl::Status UploadStream::Open(const v1::OpenTrain& request) {
   BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job,
-                           FindJob(engine_, request.name(), request.uid()));
+                           FindJob(engine_, *caller_, request.name(), request.uid()));
   if (request.rank() < 0 || request.rank() >= job->layout().world_size()) {
     return absl::InvalidArgumentError(absl::StrCat("rank ", request.rank(), " of ", request.name(),
                                                    ", which has world size ",
                                                    job->layout().world_size()));
   }
   const JobStatus status = job->Status();
+  const Generation generation = proto::FromProto(request.generation());
   // A free rank has the empty process id, which no process may have.
-  if (request.process_id().empty() || request.generation() != status.generation ||
+  if (request.process_id().empty() || generation != status.generation ||
       request.process_id() != status.ranks[request.rank()].process_id) {
     return WithReason(
-        absl::AbortedError(absl::StrCat("rank ", request.rank(), " of ", request.name(),
-                                        " is not held by process '", request.process_id(),
-                                        "' in generation ", request.generation(),
-                                        " (generation is ", status.generation, "); attach again")),
-        request.generation() != status.generation ? reason::kOlderGeneration
-                                                  : reason::kRankNotHeld);
+        absl::AbortedError(absl::StrCat(
+            "rank ", request.rank(), " of ", request.name(), " is not held by process '",
+            request.process_id(), "' in generation ", ToString(generation), " (generation is ",
+            ToString(status.generation), "); attach again")),
+        generation != status.generation ? reason::kOlderGeneration : reason::kRankNotHeld);
   }
   rank_ = request.rank();
-  uploader_ = {.generation = request.generation(), .process_id = request.process_id()};
+  uploader_ = {.generation = generation, .process_id = request.process_id()};
   job_ = job;
-  watched_->IsOverIf(IsGone(engine_, *job));
+  watched_->IsOverIf(IsGone(engine_, *caller_, *job));
   return absl::OkStatus();
 }
 

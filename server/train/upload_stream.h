@@ -11,6 +11,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "cpu_optimizer_service/engine.h"
 #include "proto/frame.h"
+#include "server/access/access.h"
 #include "server/call_pool.h"
 
 namespace ballast::server {
@@ -20,7 +21,7 @@ class UploadStream final : public grpc::ServerReadReactor<grpc::ByteBuffer> {
  public:
   // The engine and the pools outlive it; gRPC keeps `response` until OnDone.
   UploadStream(const Engine& engine, CallPools& pools, grpc::CallbackServerContext& context,
-               grpc::ByteBuffer& response);
+               const absl::StatusOr<Caller>& caller, grpc::ByteBuffer& response);
 
   void OnReadDone(bool ok) override;
   void OnDone() override;
@@ -32,6 +33,7 @@ class UploadStream final : public grpc::ServerReadReactor<grpc::ByteBuffer> {
 
   const Engine& engine_;
   CallPools& pools_;
+  const absl::StatusOr<Caller> caller_;
   grpc::ByteBuffer& response_;
   CallPool::Place place_;
   const std::shared_ptr<WatchedCall> watched_;

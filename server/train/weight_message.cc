@@ -4,7 +4,8 @@
 
 namespace ballast::server {
 
-absl::StatusOr<OwnedWeights> ReadWeights(Job& job, uint64_t generation, uint64_t step, int chunk) {
+absl::StatusOr<OwnedWeights> ReadWeights(Job& job, Generation generation, uint64_t step,
+                                         int chunk) {
   const Chunk& place = job.layout().chunks()[chunk];
   const size_t size_bytes = place.elements * SizeBytes(job.spec().groups[place.group].return_dtype);
   OwnedWeights weights = {.memory = std::shared_ptr<std::byte[]>(new std::byte[size_bytes]),

@@ -27,7 +27,7 @@ struct OwnedWeights {
   absl::Span<const std::byte> bytes() const { return {memory.get(), size_bytes}; }
 };
 // Returns the errors of Job::ReadShard. The chunk must exist.
-absl::StatusOr<OwnedWeights> ReadWeights(Job& job, uint64_t generation, uint64_t step, int chunk);
+absl::StatusOr<OwnedWeights> ReadWeights(Job& job, Generation generation, uint64_t step, int chunk);
 
 }  // namespace ballast::server
 

@@ -8,7 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/frame.h"
-#include "proto/status.h"
+#include "server/call_guard.h"
 #include "server/find_job.h"
 #include "server/train/weight_message.h"
 
@@ -22,17 +22,22 @@ constexpr double kPatienceSeconds = 60;
 }  // namespace
 
 WeightsReader::WeightsReader(const Engine& engine, CallPools& pools,
-                             grpc::CallbackServerContext& context, const grpc::ByteBuffer& request)
+                             grpc::CallbackServerContext& context,
+                             const absl::StatusOr<Caller>& caller, const grpc::ByteBuffer& request)
     : pools_(pools),
       watched_(pools.watch.Watch([&context] { context.TryCancel(); }, kPatienceSeconds)) {
-  const absl::Status opened = Open(engine, request);
-  if (!opened.ok()) {
-    Finish(proto::ToGrpc(opened));
+  absl::StatusOr<grpc::ByteBuffer> first = Guarded([&]() -> absl::StatusOr<grpc::ByteBuffer> {
+    BALLAST_RETURN_IF_ERROR(caller.status());
+    BALLAST_RETURN_IF_ERROR(Open(engine, *caller, request));
+    v1::ReadWeightsResponse message;
+    message.set_step(step_);
+    return proto::SerializeControl(message);
+  });
+  if (!first.ok()) {
+    Finish(EndOf(first.status()));
     return;
   }
-  v1::ReadWeightsResponse first;
-  first.set_step(step_);
-  Write(proto::SerializeControl(first));
+  Write(*std::move(first));
 }
 
 void WeightsReader::Write(grpc::ByteBuffer bytes) {
@@ -44,10 +49,10 @@ void WeightsReader::Write(grpc::ByteBuffer bytes) {
 // The next chunk is converted when the last one has been taken, so a slow reader needs no memory.
 void WeightsReader::OnWriteDone(bool ok) {
   watched_->WriteEnded();
-  if (!ok) return Finish(proto::ToGrpc(absl::CancelledError("the reader is gone")));
+  if (!ok) return Finish(EndOf(absl::CancelledError("the reader is gone")));
   if (next_ == chunks_.size()) return Finish(grpc::Status::OK);
-  absl::StatusOr<grpc::ByteBuffer> bytes = NextChunk();
-  if (!bytes.ok()) return Finish(proto::ToGrpc(bytes.status()));
+  absl::StatusOr<grpc::ByteBuffer> bytes = Guarded([this] { return NextChunk(); });
+  if (!bytes.ok()) return Finish(EndOf(bytes.status()));
   Write(*std::move(bytes));
 }
 
@@ -57,12 +62,13 @@ void WeightsReader::OnDone() {
   delete this;
 }
 
-absl::Status WeightsReader::Open(const Engine& engine, const grpc::ByteBuffer& bytes) {
+absl::Status WeightsReader::Open(const Engine& engine, const Caller& caller,
+                                 const grpc::ByteBuffer& bytes) {
   BALLAST_ASSIGN_OR_RETURN(place_, pools_.streams.Enter());
   BALLAST_ASSIGN_OR_RETURN(const v1::ReadWeightsRequest request,
                            proto::ParseControl<v1::ReadWeightsRequest>(bytes));
-  BALLAST_ASSIGN_OR_RETURN(job_, FindJob(engine, request.name(), request.uid()));
-  watched_->IsOverIf(IsGone(engine, *job_));
+  BALLAST_ASSIGN_OR_RETURN(job_, FindJob(engine, caller, request.name(), request.uid()));
+  watched_->IsOverIf(IsGone(engine, caller, *job_));
   const JobStatus status = job_->Status();
   if (status.phase == JobPhase::kAwaitingWeights) {
     return absl::FailedPreconditionError(

@@ -10,6 +10,7 @@
 
 #include "ballast/v1/ballast.pb.h"
 #include "cpu_optimizer_service/engine.h"
+#include "server/access/access.h"
 #include "server/call_pool.h"
 
 namespace ballast::server {
@@ -19,13 +20,13 @@ class WeightsReader final : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
  public:
   // The engine and the pools outlive it.
   WeightsReader(const Engine& engine, CallPools& pools, grpc::CallbackServerContext& context,
-                const grpc::ByteBuffer& request);
+                const absl::StatusOr<Caller>& caller, const grpc::ByteBuffer& request);
 
   void OnWriteDone(bool ok) override;
   void OnDone() override;
 
  private:
-  absl::Status Open(const Engine& engine, const grpc::ByteBuffer& request);
+  absl::Status Open(const Engine& engine, const Caller& caller, const grpc::ByteBuffer& request);
   absl::Status ChooseChunks(const v1::ReadWeightsRequest& request);
   absl::StatusOr<grpc::ByteBuffer> NextChunk();
   void Write(grpc::ByteBuffer bytes);
@@ -34,7 +35,7 @@ class WeightsReader final : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
   CallPool::Place place_;
   const std::shared_ptr<WatchedCall> watched_;
   std::shared_ptr<Job> job_;
-  uint64_t generation_ = 0;  // A load while chunks are read ends the call.
+  Generation generation_;  // A load while chunks are read ends the call.
   uint64_t step_ = 0;
   int first_on_wire_ = 0;  // Layout::first_on_wire of the rank whose weights are read.
   std::vector<int> chunks_;

@@ -48,6 +48,15 @@ class Bench(unittest.TestCase):
         self.assertEqual([left.name for left in self.dir.iterdir()], ["worker.json"])
         return json.loads(path.read_text())
 
+    def test_what_tls_costs_is_measured(self):
+        done = self.start(sys.executable, "-B", HERE / "tls.py", "--bin", BIN, "--parameters=100000", "--steps=2",
+                          "--rounds=1", "--json", self.dir / "tls.json")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("times the processor", done.stdout)
+        figures = json.loads((self.dir / "tls.json").read_text())
+        self.assertEqual(figures.keys(), {"plain", "tls"})
+        self.assertTrue(all(figure > 0 for kind in figures.values() for figure in kind.values()))
+
     def test_every_transport_and_mode_ends_with_the_same_weights(self):
         hashes = {}
         for transport, update in itertools.product(TRANSPORTS, ("wait", "speculate")):
@@ -134,7 +143,7 @@ class Bench(unittest.TestCase):
         self.assertGreater(run["info"]["published_chunks"], 0)
 
     def test_running_service_is_used_and_left_clean(self):
-        service = Service(BIN / "ballastd", self.dir, "--log-level=off")
+        service = Service(BIN / "ballastd", self.dir, "--holder=none", "--log-level=off")
         try:
             done = self.start(BIN / "ballast-bench", "worker", "--service", service.address, "--parameters", 1000,
                               "--tensors", 3, "--steps", 2)

@@ -29,10 +29,13 @@ bounded() {
   return $code
 }
 end_child() {
-  local children
+  local children child
   children=$(jobs -p)  # Also of one that has begun just now, whose number nobody has taken yet.
-  # timeout(1) hands the signal on to all that it started.
-  [[ -z $children ]] || { kill -TERM $children && wait $children; } 2>/dev/null || true
+  # timeout(1) leads a group of all that it started. It hands the signal on, but not if it comes in the instant
+  # of its fork; before it leads the group, it just ends.
+  for child in $children; do
+    { kill -TERM "$child" || true; kill -TERM -- "-$child" || true; wait "$child" || true; } 2>/dev/null
+  done
 }
 trap end_child EXIT
 trap 'exit 130' INT

@@ -80,6 +80,8 @@ class CommitListener : public RankListener {
  public:
   void OnWaiting(uint64_t, const std::vector<int>&) override {}
   void OnSealRefused(uint64_t, const SealRefusal&) override {}
+  void OnNorm(const StepNorm&) override {}
+  void OnVoteRefused(StepAttempt, const absl::Status&) override {}
   void OnProvisionalWeights(uint64_t, int, WeightBuffer) override {}
   void OnDecision(const StepOutcome&, absl::Span<const int>) override {}
   void OnWeights(uint64_t, int, WeightBuffer) override {}

@@ -28,9 +28,9 @@ ALLOWED = {
 
 # The rooms of a module, top first. "front" is the headers at its root; the sources there are above all.
 ROOMS = {
-    "cpu_optimizer_service": ("front", "job", "state", "gradients", "kernels", "host", "common/system", "common"),
-    "server": ("ballastd", "jobs", "train", "shared_memory", "front"),
-    "client": ("cli", "c_api", "session", "transport", "front"),
+    "cpu_optimizer_service": ("front", "job", "state", "gradients", "kernels", "host", "common/plan", "common/system", "common"),
+    "server": ("ballastd", "holder", "status", "jobs", "train", "shared_memory", "front", "access"),
+    "client": ("cli/support", "cli", "c_api", "session", "transport", "front"),
     "gpu_worker": ("run", "pipeline", "cpu", "training", "buckets", "gpt", "cuda/kernels", "cuda", "device",
                    "collective", "base"),
 }

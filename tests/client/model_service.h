@@ -159,7 +159,7 @@ class ModelService {
     if (memory != nullptr && request.shared_memory()) *response.mutable_shared_memory() = offer;
     response.set_uid("u");
     response.set_instance_id("i");
-    response.set_generation(1);
+    response.mutable_generation()->set_count(1);
     response.set_committed_step(committed_);
     *response.mutable_job() = job_;
     return response;

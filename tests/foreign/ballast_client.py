@@ -163,7 +163,7 @@ class Rank:
             elif kind == "shared_weights":
                 for chunk in value.chunks:
                     self._take(chunk, self.shared.weights[chunk].tobytes(), value.provisional)
-            if kind == wanted or kind == "seal_refused":
+            if kind in (wanted, "seal_refused", "vote_refused"):
                 return value
         raise RuntimeError("the stream ended")
 
@@ -193,11 +193,11 @@ class Rank:
         self.attempt = answer.attempt
         self.provisional = {}
 
-    def gradient(self, chunk, values, micro_step, final):
+    def gradient(self, chunk, values, micro_step, final, may_guess=False):
         """`values`: the chunk's sum over ranks in the wire dtype; None: no gradient."""
         header = pb.GradientHeader(step=self.committed_step + 1, chunk=chunk, micro_step_begin=micro_step,
                                    micro_step_end=micro_step + 1, final=final, empty=values is None,
-                                   attempt=self.attempt)
+                                   attempt=self.attempt, may_guess=may_guess)
         if self.shared is None or values is None:
             payload = b"" if values is None else values.tobytes()
             self._send(gradient=pb.GradientChunk(header=header, payload=payload))
@@ -205,7 +205,7 @@ class Rank:
             self.shared.gradients[chunk][:] = values
             self._send(shared_gradients=pb.SharedGradients(
                 step=header.step, attempt=self.attempt, micro_step_begin=micro_step, micro_step_end=micro_step + 1,
-                final=final, chunks=[chunk]))
+                final=final, may_guess=may_guess, chunks=[chunk]))
             self.await_acknowledgement()  # A place may be written again only then.
 
     def await_acknowledgement(self):
@@ -217,11 +217,20 @@ class Rank:
             step=self.committed_step + 1, attempt=self.attempt, micro_step=micro_step, all_used=used is None,
             used_parameters=used or ()))
 
-    def seal(self, micro_steps):
-        self._send(seal=pb.Seal(step=self.committed_step + 1, attempt=self.attempt, micro_steps=micro_steps))
+    def seal(self, micro_steps, vote=None):
+        """Without a vote the norm comes, and the vote after it."""
+        self._send(seal=pb.Seal(step=self.committed_step + 1, attempt=self.attempt, micro_steps=micro_steps,
+                                vote=vote))
+
+    def norm(self):
+        """The norm, or the refusal of the seal."""
+        return self._next("norm")
+
+    def vote(self, vote):
+        self._send(vote=pb.CastVote(step=self.committed_step + 1, attempt=self.attempt, vote=vote))
 
     def decision(self):
-        """The decision, or the refusal of the seal."""
+        """The decision, or the refusal of the seal or of the votes."""
         decision = self._next("decision")
         if isinstance(decision, pb.StepDecision) and decision.applied:
             kept = set(self.provisional) - set(decision.dropped_chunks)

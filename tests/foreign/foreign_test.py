@@ -114,7 +114,7 @@ class Game:
         random = self.random
         job = pb.Job(name=self.name, world_size=self.world, unused_policy=self.policy,
                      chunk_elements=BLOCK * int(random.choice([1, 2, 1024])),
-                     max_norm=float(random.choice([0, 0, 0.5])),
+                     on_abort=random.choice([pb.REDO_STEP, pb.SKIP_STEP]),
                      update_mode=pb.SPECULATE if self.speculate else pb.WAIT)
         for g in range(int(random.integers(1, 3))):
             h = pb.HyperParameters(
@@ -155,7 +155,7 @@ class Game:
             rank.open()
             expect(not self.shared or rank.shared is not None or not rank.mine, "memory is shared")
 
-    def send(self, micro_steps, spoil, divisor, overrides):
+    def send(self, micro_steps, spoil, divisor, overrides, expected=None):
         """Sends a step up to the seals; returns the gradients by group and the names of unused parameters."""
         random = self.random
         trainable = [p for group in self.groups for p in group.parameters if math.prod(p.shape) > 0]
@@ -164,7 +164,9 @@ class Game:
         used = [indices[p.name] for p in trainable if p.name not in unused]
         sums = [None] * len(self.groups)
         for rank in self.ranks:
-            rank.begin(loss_scale=8.0, divisors=[divisor] * len(self.groups), overrides=overrides)
+            rank.begin(loss_scale=8.0, divisors=[divisor] * len(self.groups), overrides=overrides,
+                       expected_clipping=expected)
+        guesses = random.random() < 0.3  # Nobody promises; most guess, rightly or not.
         for m in range(micro_steps):
             final = m + 1 == micro_steps
             for g, group in enumerate(self.groups):
@@ -179,7 +181,8 @@ class Game:
                         if chunk.group == g:
                             part = wire[chunk.begin:chunk.end]
                             empty = not part.any() and not set(used) & set(self.parameters_in(chunk))
-                            rank.gradient(index, None if empty else part, m, final)
+                            rank.gradient(index, None if empty else part, m, final and not guesses,
+                                          guesses and random.random() < 0.7)
             for rank in self.ranks:
                 rank.end_micro_step(m, used if unused else None)
         return sums, unused
@@ -195,16 +198,45 @@ class Game:
         divisor, lr = float(micro_steps), float(random.choice([1e-3, 1e-2]))
         overrides = {0: pb.HyperParameters(lr=lr)} if random.random() < 0.3 else {}
         if random.random() < 0.1:  # An attempt that is aborted leaves no trace, its overrides included.
-            self.send(micro_steps, False, divisor, {0: pb.HyperParameters(lr=77.0)})
-            self.abort()
-            SEEN["aborted"] += 1
+            skips = self.job.on_abort == pb.SKIP_STEP
+            self.send(micro_steps, False, divisor, {} if skips else {0: pb.HyperParameters(lr=77.0)})
+            self.skip() if skips else self.abort()
+            SEEN["given_up" if skips else "aborted"] += 1
         if random.random() < 0.2:  # Nor does one that is discarded, and nobody attaches again for it.
             self.send(micro_steps, random.random() < 0.5, 3 * divisor, {0: pb.HyperParameters(lr=78.0)})
             self.discard(micro_steps)
             SEEN["discarded"] += 1
-        sums, unused = self.send(micro_steps, spoil, divisor, overrides)
-        for rank in self.ranks:
-            rank.seal(micro_steps)
+        vote = self.any_vote()
+        looks = [random.random() < 0.5 for _ in self.ranks]
+        expected = vote.clipping if random.random() < 0.7 else None
+        if random.random() < 0.2:  # The norm is seen, and the attempt discarded for it, by each rank in its time.
+            self.send(micro_steps, False, divisor / 64, {0: pb.HyperParameters(lr=79.0)})
+            for rank in self.ranks:
+                rank.seal(micro_steps)
+            norms = [rank.norm() for rank in self.ranks]
+            expect(len({n.norm for n in norms}) == 1 and norms[0].norm >= 0, str(norms))
+            for index in random.permutation(self.world):
+                self.ranks[index].discard()
+            SEEN["spikes"] += 1
+        sums, unused = self.send(micro_steps, spoil, divisor, overrides, expected)
+        for rank, look in zip(self.ranks, looks):
+            rank.seal(micro_steps, None if look else vote)
+        norms = [rank.norm() for rank, look in zip(self.ranks, looks) if look]
+        if any(looks) and self.world > 1 and random.random() < 0.3:  # One votes otherwise, and all vote again.
+            other, said = pb.Vote(abandon=not vote.abandon), False
+            for rank, look in zip(self.ranks, looks):
+                if look:
+                    rank.vote(vote if said else other)
+                    said = True
+            if not all(looks) or sum(looks) > 1:
+                for rank in self.ranks:
+                    refused = rank.decision()
+                    expect(isinstance(refused, pb.VoteRefused) and refused.reason == pb.VOTE_AGAIN, str(refused))
+                SEEN["votes_refused"] += 1
+            looks = [True] * self.world
+        for rank, look in zip(self.ranks, looks):
+            if look:
+                rank.vote(vote)
         decisions = [rank.decision() for rank in self.ranks]
         for rank in self.ranks:
             rank.await_commit()
@@ -212,21 +244,54 @@ class Game:
         expect(all(d.applied == decision.applied for d in decisions), "ranks were told different things")
         if overrides:  # They stay in force, also after a step that is skipped.
             self.groups[0].h["lr"] = lr
+        if 0 in vote.overrides:
+            self.groups[0].h["lr"] = vote.overrides[0].lr
         finite = all(np.isfinite(s).all() for s in sums)
         SEEN.update(applied=decision.applied, skipped=not decision.applied, clipped=decision.clip_coefficient < 1,
                     unused=bool(unused), sums_of_micro_steps=micro_steps > 1)
-        expect(decision.applied == finite, f"applied {decision.applied}: {decision.skip_reason}")
+        expect(all(n.norm == decision.norm or not finite for n in norms), "the norm that was told")
+        expect(decision.applied == (finite and not vote.abandon), f"applied {decision.applied}: {decision.skip_reason}")
+        if vote.abandon:
+            expect("abandon" in decision.skip_reason, decision.skip_reason)
+            return
         if not finite:
             expect(self.groups[0].parameters[0].name.split("/")[-1] in decision.skip_reason, decision.skip_reason)
             return
         scale = 8.0 * divisor
         norm = math.sqrt(math.fsum((float(x) / scale) ** 2 for s in sums for x in s))
         expect(math.isclose(decision.norm, norm, rel_tol=1e-12, abs_tol=1e-300), f"norm {decision.norm}, not {norm}")
-        coefficient = min(1.0, self.job.max_norm / (decision.norm + 1e-6)) if self.job.max_norm > 0 else 1.0
+        limit = vote.clipping.max_norm
+        coefficient = min(1.0, limit / (decision.norm + 1e-6)) if limit > 0 else 1.0
         expect(decision.clip_coefficient == coefficient, "clip_coefficient")
         kept = unused if self.policy == pb.SKIP else set()
-        for group, gradient in zip(self.groups, sums):
-            group.update(gradient, np.float32(coefficient / scale), group.h, kept)
+        multipliers = vote.clipping.multipliers or [1.0] * len(self.groups)
+        for group, gradient, multiplier in zip(self.groups, sums, multipliers):
+            group.update(gradient, np.float32(coefficient * multiplier / scale), group.h, kept)
+
+    def any_vote(self):
+        random = self.random
+        vote = pb.Vote(abandon=random.random() < 0.1)
+        if random.random() < 0.3:
+            vote.clipping.max_norm = 0.5
+        elif random.random() < 0.3:
+            vote.clipping.multipliers.extend(random.choice([0.5, 1.0, 2.0], len(self.groups)))
+        if random.random() < 0.2:
+            vote.overrides[0].lr = 0.02
+        if random.random() < 0.2:
+            vote.trainer_state = b"voted"
+        SEEN.update(abandoned=vote.abandon, multipliers=bool(vote.clipping.multipliers))
+        return vote
+
+    def skip(self):
+        """An abort of a job that skips what cannot be kept: the streams go on."""
+        for rank in self.ranks:
+            rank.await_acknowledgement()  # So that the step has begun.
+        self.jobs.AbortStep(pb.AbortStepRequest(name=f"jobs/{self.name}"), timeout=30)
+        for rank in self.ranks:
+            rank.end_micro_step(60)  # What comes late is nobody's.
+            decision = rank.decision()
+            expect(not decision.applied and "aborted" in decision.skip_reason, str(decision))
+            rank.await_commit()
 
     def discard(self, micro_steps):
         """Each rank by itself; those after the first learn by their seals that they have to."""

@@ -16,7 +16,7 @@ from prove_torch import ways_of  # noqa: E402
 
 TRAINER = """
 import json, os, sys, time
-flags = dict(word.removeprefix("--").split("=", 1) for word in sys.argv[1:] if "=" in word)
+flags = dict((word.removeprefix("--") + "=").split("=")[:2] for word in sys.argv[1:])
 fault = os.environ.get("FAULT", "")
 if "--capabilities" in sys.argv:
     if fault == "no torch":
@@ -28,7 +28,8 @@ if "--capabilities" in sys.argv:
     print(json.dumps(facts))
     sys.exit()
 way, model, steps = flags["way"], flags["model"], int(flags["steps"])
-here = os.environ.get("WHERE", "ballast") == way
+fsdp2 = way != "ballast" or "fsdp2" in flags
+here = os.environ.get("WHERE", "ballast") == way + (", FSDP2" if way == "ballast" and fsdp2 else "")
 if fault == "fails" and here:
     sys.exit("torch.OutOfMemoryError: CUDA out of memory")
 if fault == "hangs" and here:
@@ -37,7 +38,7 @@ seconds = [5.0, 5.0] + [dict(gpu=2.0, ballast=2.5, offload=4.0)[way]] * (steps -
 facts = dict(way=way, model=model, made_by="transformers", parameters=10, tokens=100,
              losses=[9 - 0.1 * i for i in range(steps)], seconds=seconds, passes=[1.5] * steps,
              clips=[0.3] * steps, gpu_memory_bytes=dict(gpu=300, ballast=160, offload=120)[way],
-             overlap=flags.get("overlap"))
+             overlap=flags.get("overlap"), fsdp2=fsdp2)
 if here:
     if fault == "other loss":
         facts["losses"][2] *= 1.02
@@ -51,6 +52,8 @@ if here:
         facts["way"] = "gpu" if way != "gpu" else "offload"
     if fault == "another model":
         facts |= dict(made_by="torch")
+    if fault == "sharded otherwise":
+        facts["fsdp2"] = not fsdp2
     if fault == "hooks":
         facts["overlap"] = "off" if flags.get("overlap") == "on" else "on"
     if fault == "silent":
@@ -65,7 +68,7 @@ case "$SANITIZER" in
 esac
 echo "========= ERROR SUMMARY: 0 errors"
 """
-NAMES = ["AdamW on the GPU", "ballast", "CPU offload"]
+NAMES = ["AdamW on the GPU", "ballast", "CPU offload", "ballast with FSDP2"]
 
 
 class WithStandIns(unittest.TestCase):
@@ -103,14 +106,16 @@ class TorchRun(WithStandIns):
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         self.assertEqual(
             self.having("passed"),
-            ["package", *[f"training tiny, {way}" for way in NAMES],
-             *[f"benchmark {model}, {way}" for model in ("gpt2-124M", "gpt2-1.5B") for way in NAMES], "memcheck"])
+            ["package", *[f"training tiny, {way}" for way in NAMES], *[f"benchmark gpt2-124M, {way}" for way in NAMES],
+             "memcheck", *[f"benchmark gpt2-1.5B, {way}" for way in NAMES]])
         self.assertEqual({path.name for path in self.out.iterdir() if path.is_file()},
                          {"torch.json", "torch-logs.tar.gz"})
 
     def test_measures_against_the_optimizer_on_the_gpu(self):
         self.assertEqual(self.prove("--only=124M").returncode, 0)
-        gpu, ballast, offload = self.result()["benchmark"]
+        gpu, ballast, offload, sharded = self.result()["benchmark"]
+        self.assertEqual({key: sharded[key] for key in sharded if key != "way"},
+                         {key: ballast[key] for key in ballast if key != "way"})
         self.assertEqual(ballast["tokens_per_second"], 40)
         # Beyond the 1.5 s of that run's passes; the first steps, which were slow, are not measured.
         self.assertEqual([line["exposed_seconds"] for line in (gpu, ballast, offload)], [0.5, 1.0, 2.5])
@@ -124,7 +129,8 @@ class TorchRun(WithStandIns):
         self.assertEqual(list(ways_of({})), NAMES)
         done = self.prove("--only=tiny", HOOKS="1")
         self.assertEqual(done.returncode, 0, done.stdout)
-        self.assertEqual([line["hooks"] for line in self.result()["benchmark"]], [None, "on", "off", None])
+        self.assertEqual([line["hooks"] for line in self.result()["benchmark"]],
+                         [None, "on", "off", None, "on", "off"])
         self.assertEqual(self.prove("--only=tiny", HOOKS="1", FAULT="hooks").returncode, 1)
         self.assertEqual(self.having("failed"),
                          ["training tiny, ballast, hooks on", "training tiny, ballast, hooks off"])
@@ -138,7 +144,7 @@ class TorchRun(WithStandIns):
         self.assertEqual(len(failed), 1, failed)
         self.assertTrue(failed[0].endswith(way))
         self.assertIn(says, self.detail(failed[0]))
-        self.assertEqual(len(self.result()["benchmark"]), 2)  # What a run was not is not measured as that.
+        self.assertEqual(len(self.result()["benchmark"]), 3)  # What a run was not is not measured as that.
 
     def test_a_run_that_is_not_what_its_name_says_is_not_measured(self):
         self.expect_fault("other loss", "losses differ from AdamW on the GPU by 2.00%")
@@ -146,6 +152,10 @@ class TorchRun(WithStandIns):
         self.expect_fault("not a number", "a loss is not finite")
         self.expect_fault("not clipped", "nothing was clipped")
         self.expect_fault("another way", "it was a run of gpu")
+        self.expect_fault("sharded otherwise", "parameters were sharded by FSDP2")
+        self.expect_fault("sharded otherwise", "parameters were not sharded by FSDP2", way="ballast with FSDP2",
+                          WHERE="ballast, FSDP2")
+        self.expect_fault("other loss", "losses differ", way="ballast with FSDP2", WHERE="ballast, FSDP2")
         self.expect_fault("another model", "the model was made by torch", only="124M")
         for key, says in (("losses", "it told losses of 0 of 4 steps"), ("clips", "it told clips"),
                           ("model", "it trained None"), ("gpu_memory_bytes", "does not tell its GPU memory")):
@@ -155,7 +165,8 @@ class TorchRun(WithStandIns):
     def test_one_way_that_fails_leaves_the_others(self):
         self.expect_fault("fails", "CUDA out of memory")
         self.assertEqual(self.prove("--only=tiny", "--seconds=8", FAULT="hangs").returncode, 2)
-        self.assertEqual(self.having("out of time"), ["training tiny, ballast", "training tiny, CPU offload"])
+        self.assertEqual(self.having("out of time"),
+                         [f"training tiny, {way}" for way in NAMES if way != "AdamW on the GPU"])
 
     def test_the_sanitizer_that_finds_something_or_says_nothing_fails(self):
         for how, says in (("finds", "2 errors"), ("silent", "without a summary")):
@@ -168,7 +179,7 @@ class TorchRun(WithStandIns):
         self.assertEqual(self.prove("--only=tiny", FAULT="no ballast").returncode, 1)
         self.assertEqual(self.having("failed"), ["package"])
         self.assertIn("libballast.so.1", self.detail("package"))
-        self.assertEqual(self.having("left out"), ["training tiny, ballast"])
+        self.assertEqual(self.having("left out"), ["training tiny, ballast", "training tiny, ballast with FSDP2"])
         self.assertEqual(len(self.result()["benchmark"]), 2)
 
     def test_says_in_one_line_that_there_is_no_gpu_or_no_pytorch(self):
@@ -186,7 +197,8 @@ class TorchTraining(WithStandIns):
         done = self.prove("--models", "tiny", "--device=cpu", "--only=training", trainer=HERE / "torch_training.py",
                           bin_dir=os.environ["BALLAST_BIN_DIR"])
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
-        ways = ["AdamW on the GPU", "ballast, hooks on", "ballast, hooks off", "CPU offload"]
+        ways = ["AdamW on the GPU", "ballast, hooks on", "ballast, hooks off", "CPU offload",
+                "ballast with FSDP2, hooks on", "ballast with FSDP2, hooks off"]
         self.assertEqual(self.having("passed"), ["package", *[f"training tiny, {way}" for way in ways]])
         for line in self.result()["benchmark"]:
             self.assertLess(line["losses"][-1], line["losses"][0])

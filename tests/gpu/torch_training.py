@@ -3,11 +3,12 @@
 ends nothing else. Prints one line of JSON.
 
     torch_training.py --capabilities
-    torch_training.py --way WAY --model MODEL --device cuda|cpu --steps N --batch N --max-norm X
+    torch_training.py --way WAY [--fsdp2] --model MODEL --device cuda|cpu --steps N --batch N --max-norm X
 
 WAY: gpu, the optimizer on the GPU (FSDP2 on one rank, fp32 weights and moments beside bf16 passes, torch's fused
 AdamW); offload, the same with CPUOffloadPolicy and torch's AdamW on the CPU; ballast, bf16 parameters and
-ballast.torch.AdamW. Every way begins with the same weights, which bf16 has exactly, and sees the same tokens.
+ballast.torch.AdamW, in one process or, with --fsdp2, over FSDP2 on one rank. Every way begins with the same weights,
+which bf16 has exactly, and sees the same tokens.
 """
 
 import argparse
@@ -88,9 +89,11 @@ def one_rank(device):
                             world_size=1)
 
 
-def shard(model, blocks, device, offload):
+def shard(model, blocks, device, offload=False):
+    """Over one rank."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    one_rank(device)
     options = dict(mesh=init_device_mesh(device, (1,)),
                    mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
                    offload_policy=CPUOffloadPolicy(pin_memory=device == "cuda") if offload else OffloadPolicy())
@@ -131,17 +134,19 @@ def train(options):
     if options.way == "ballast":
         import ballast.torch
         model.to(device)
+        if options.fsdp2:
+            shard(model, blocks, device)
         extra = {} if options.overlap is None else dict(overlap=options.overlap == "on")
         optimizer = ballast.torch.AdamW(model.named_parameters(), max_norm=options.max_norm, update=options.update,
                                         **extra, **adamw)
     else:
-        one_rank(device)
         model.to(torch.float32)
         offload = options.way == "offload"
         if not offload:
             model.to(device)
         shard(model, blocks, device, offload)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True, **adamw)
+    facts["fsdp2"] = all(hasattr(parameter, "full_tensor") for parameter in model.parameters())
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()  # Not of how the model got there.
     clock = Clock(device)
@@ -178,7 +183,7 @@ def train(options):
     if options.way == "ballast":
         facts |= dict(update=options.update, overlap=in_force(optimizer))
         optimizer.close()
-    else:
+    if dist.is_initialized():
         dist.destroy_process_group()
     return facts
 
@@ -213,6 +218,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--capabilities", action="store_true")
     parser.add_argument("--way", choices=("gpu", "offload", "ballast"))
+    parser.add_argument("--fsdp2", action="store_true")
     parser.add_argument("--model", choices=SHAPES, default="tiny")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--steps", type=int, default=5)

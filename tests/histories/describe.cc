@@ -31,6 +31,9 @@ const char* Name(EventKind kind) {
       "(the service) tells who is awaited",
       "is spoken for by a stream of an older generation",
       "takes back what it gave and tries again",
+      "votes before the norm is known",
+      "votes what can never be",
+      "votes otherwise than the others, at first",
   };
   return kNames[static_cast<int>(kind)];
 }
@@ -107,8 +110,9 @@ std::string Text(const JobPlan& job) {
   std::string text = absl::StrCat(
       "job: ", job.world_size, " ranks, ", job.threads, " threads, ", Text(job.sharding),
       job.sharding == ShardingPlan::kBuckets ? absl::StrCat(" of ", job.bucket_elements) : "",
-      ", chunks of ", job.chunk_elements, ", max_norm ", job.max_norm, ", unused ",
-      Name(job.unused_policy), ", max_micro_steps ", job.max_micro_steps, ", ",
+      ", chunks of ", job.chunk_elements, ", on abort ",
+      job.on_abort == OnAbort::kSkip ? "skip" : "redo", ", unused ", Name(job.unused_policy),
+      ", max_micro_steps ", job.max_micro_steps, ", ",
       job.update_mode == UpdateMode::kSpeculate ? "speculate" : "wait", "\n");
   for (size_t group = 0; group < job.groups.size(); ++group) {
     absl::StrAppend(&text, "  group ", group, ": ", Name(job.groups[group].wire_dtype), " up, ",
@@ -134,6 +138,16 @@ std::string Text(const Attempt& attempt) {
   }
   for (const auto& [group, changes] : attempt.overrides) {
     absl::StrAppend(&text, "  overrides of group ", group, ": ", Text(changes), "\n");
+  }
+  absl::StrAppend(&text, "  vote: ", attempt.vote.apply ? "apply" : "abandon", ", max_norm ",
+                  attempt.vote.clipping.max_norm, ", multipliers [",
+                  absl::StrJoin(attempt.vote.clipping.multipliers, " "), "]",
+                  attempt.vote.trainer_state.has_value() ? ", a trainer's state" : "",
+                  attempt.expects_clipping ? "" : ", not expected", "; ranks that look 0x",
+                  absl::Hex(attempt.looks), ", and discard then ", attempt.spikes, " times",
+                  attempt.guesses ? "; guesses" : "", "\n");
+  for (const auto& [group, changes] : attempt.vote.overrides) {
+    absl::StrAppend(&text, "  voted of group ", group, ": ", Text(changes), "\n");
   }
   for (const auto& [id, used] : attempt.used) {
     absl::StrAppend(&text, "  p", absl::Dec(id, absl::kZeroPad3), " used, by micro-step, on ranks ",

@@ -59,7 +59,7 @@ JobPlan AnyJob(Random& random) {
   job.threads = random.Between(1, 3);
   job.bucket_elements = random.Pick<int64_t>({256, 512, 1024, 4096});
   job.chunk_elements = random.Pick<int64_t>({256, 512, 1024});
-  job.max_norm = random.Pick({0.0, 0.01, 2.0, 20.0, 1000.0});
+  job.on_abort = random.OneIn(3) ? OnAbort::kSkip : OnAbort::kRedo;
   job.unused_policy = random.Pick({UnusedPolicy::kError, UnusedPolicy::kSkip, UnusedPolicy::kZero});
   job.max_micro_steps = random.Pick<uint32_t>({0, 0, 0, 1, 4});
   job.update_mode = random.OneIn(2) ? UpdateMode::kSpeculate : UpdateMode::kWait;
@@ -115,6 +115,31 @@ std::vector<uint32_t> AnySegments(Random& random, uint32_t micro_steps) {
   return ends;
 }
 
+// One time in two as the step before: clipping changes from step to step.
+void AddVote(Random& random, const JobPlan& job, double& max_norm, Attempt& attempt) {
+  if (random.OneIn(2)) max_norm = random.Pick({0.0, 0.01, 2.0, 20.0, 1000.0});
+  StepVote& vote = attempt.vote;
+  vote.clipping.max_norm = max_norm;
+  if (random.OneIn(6)) {
+    vote.clipping.max_norm = 0;
+    for (size_t group = 0; group < job.groups.size(); ++group) {
+      vote.clipping.multipliers.push_back(random.Pick({1.0, 0.5, 0.1, 2.0}));
+    }
+  }
+  vote.apply = !random.OneIn(12);
+  for (size_t group = 0; group < job.groups.size(); ++group) {
+    if (random.OneIn(12)) vote.overrides[static_cast<int>(group)] = AnyChanges(random);
+  }
+  if (random.OneIn(6)) vote.trainer_state = "voted";
+  attempt.expects_clipping = !random.OneIn(5);
+  const uint32_t everyone = (1u << job.world_size) - 1;
+  if (random.OneIn(3)) {
+    attempt.looks = random.OneIn(2) ? everyone : static_cast<uint32_t>(random.Next()) & everyone;
+    attempt.spikes = random.OneIn(3) ? random.Between(1, 2) : 0;
+  }
+  attempt.guesses = random.OneIn(4);
+}
+
 EventKind AnyEventKind(Random& random, Layer layer) {
   if (layer == Layer::kEngine) {
     const int kind = random.Below(kEventKinds);
@@ -126,7 +151,7 @@ EventKind AnyEventKind(Random& random, Layer layer) {
                       EventKind::kDiscard, EventKind::kDiscard, EventKind::kRepeat,
                       EventKind::kAway, EventKind::kLate, EventKind::kWithhold,
                       EventKind::kOperator, EventKind::kSnapshot, EventKind::kReadShards,
-                      EventKind::kSave, EventKind::kTellWaiting});
+                      EventKind::kSave, EventKind::kTellWaiting, EventKind::kOtherVote});
 }
 
 Event AnyEvent(Random& random, const JobPlan& job, Layer layer) {
@@ -217,8 +242,10 @@ History Generate(uint64_t seed) {
   history.seed = seed;
   history.layer = random.OneIn(3) ? Layer::kSession : Layer::kEngine;
   history.job = AnyJob(random);
+  double max_norm = 0;
   for (int attempts = random.Between(1, 6); attempts > 0; --attempts) {
     history.attempts.push_back(AnyAttempt(random, history.job, history.layer));
+    AddVote(random, history.job, max_norm, history.attempts.back());
   }
   if (random.OneIn(2)) {
     history.job.sharding = static_cast<ShardingPlan>(random.Below(kShardingPlans));

@@ -40,11 +40,13 @@ TEST(Histories, EndAsTheModelSays) {
   for (const int64_t count :
        {tally.clipped, tally.skipped, tally.with_unused, tally.refused_seals, tally.repeats,
         tally.cuts, tally.discarded, tally.aborted, tally.replaced, tally.refused_calls,
-        tally.snapshots, tally.speculated, tally.published, tally.in_place, tally.borrowed}) {
+        tally.snapshots, tally.speculated, tally.published, tally.in_place, tally.borrowed,
+        tally.norms}) {
     EXPECT_GT(count, kHistories / 20);
   }
   for (const int64_t count :
-       {tally.spoilt, tally.aborted_at_decision, tally.loaded, tally.redone}) {
+       {tally.spoilt, tally.aborted_at_decision, tally.loaded, tally.redone, tally.spikes,
+        tally.abandoned, tally.refused_votes, tally.given_up, tally.guesses}) {
     EXPECT_GT(count, kHistories / 100);
   }
 }

@@ -59,7 +59,7 @@ std::string NameOf(const ParameterPlan& parameter) {
 JobSpec SpecOf(const JobPlan& job, const std::string& name) {
   JobSpec spec;
   spec.name = name;
-  spec.max_norm = job.max_norm;
+  spec.on_abort = job.on_abort;
   spec.unused_policy = job.unused_policy;
   spec.max_micro_steps = job.max_micro_steps;
   spec.update_mode = job.update_mode;

@@ -14,6 +14,7 @@
 
 #include "cpu_optimizer_service/common/gradient_norm.h"
 #include "cpu_optimizer_service/common/job_spec.h"
+#include "cpu_optimizer_service/common/step_settings.h"
 
 namespace ballast::histories {
 
@@ -47,7 +48,7 @@ struct JobPlan {
   int threads = 1;  // Of the engine.
   int64_t bucket_elements = 1024;
   int64_t chunk_elements = 256;
-  double max_norm = 0;
+  OnAbort on_abort = OnAbort::kRedo;
   UnusedPolicy unused_policy = UnusedPolicy::kError;
   uint32_t max_micro_steps = 0;
   UpdateMode update_mode = UpdateMode::kWait;
@@ -74,10 +75,13 @@ enum class EventKind : uint8_t {
   kReadShards,     // The committed weights are read.
   kSave,
   kTellWaiting,
-  kGhost,    // A stream of an older generation speaks.
-  kDiscard,  // A rank takes back what it gave and tries again; so do the others, once they know.
+  kGhost,      // A stream of an older generation speaks.
+  kDiscard,    // A rank takes back what it gave and tries again; so do the others, once they know.
+  kEarlyVote,  // A rank votes before the norm is known.
+  kBadVote,    // A rank votes what can never be.
+  kOtherVote,  // A rank votes otherwise than the others, until all are told to vote again.
 };
-inline constexpr int kEventKinds = static_cast<int>(EventKind::kDiscard) + 1;
+inline constexpr int kEventKinds = static_cast<int>(EventKind::kOtherVote) + 1;
 
 // Where in an attempt: the call at position `at` of kPositions.
 inline constexpr int kPositions = 1000;
@@ -121,6 +125,15 @@ enum class Spoil : uint8_t {
 struct Attempt {
   GradientScale scale;
   std::map<int, HyperParameterOverrides> overrides;
+  // What the ranks vote; and whether they say so of clipping when they begin.
+  StepVote vote;
+  bool expects_clipping = true;
+  // The ranks that look at the norm before they vote, as bits; the others vote with their seals.
+  uint32_t looks = 0;
+  // In how many tries the first rank that looks discards the attempt for what it sees.
+  uint32_t spikes = 0;
+  // Gradients are never said to be final, and are guessed to be now and then, rightly or not.
+  bool guesses = false;
   uint32_t micro_steps = 1;
   // By group: the ends of the ranges of micro-steps that its contributions cover. {1, 2, 3}: summed
   // in the service; {3}: summed on the workers.
@@ -155,6 +168,7 @@ std::string NameOf(const ParameterPlan& parameter);
 Attempt TryOf(const Attempt& attempt, uint32_t number);
 
 std::string TrainerState(const Attempt& attempt);
+inline bool Looks(const Attempt& attempt, int rank) { return (attempt.looks >> rank & 1) != 0; }
 
 float FirstWeight(const ParameterPlan& parameter, int64_t element);
 // Whether the parameter received a gradient on some rank in micro-steps [begin, end).

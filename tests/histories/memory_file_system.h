@@ -32,24 +32,34 @@ class MemoryFileSystem final : public FileSystem {
   }
   bool Exists(const std::string& path) override {
     MutexLock lock(mutex_);
-    return !Inside(path).empty();
+    return path == "/" || directories_.count(path) > 0 || !Inside(path).empty();
   }
-  absl::Status CreateDirectory(const std::string& path) override { return absl::OkStatus(); }
-  absl::Status Exchange(const std::string& from, const std::string& to) override {
+  absl::Status CreateDirectory(const std::string& path) override {
     MutexLock lock(mutex_);
-    std::map<std::string, std::shared_ptr<Bytes>> moved;
-    for (const auto& [old_root, new_root] : {std::pair(from, to), std::pair(to, from)}) {
-      for (const std::string& path : Inside(old_root)) {
-        moved[new_root + path.substr(old_root.size())] = files_[path];
-        files_.erase(path);
-      }
+    for (size_t end = 0; end != std::string::npos;) {
+      end = path.find('/', end + 1);
+      directories_.insert(path.substr(0, end));
     }
-    files_.merge(moved);
+    return absl::OkStatus();
+  }
+  absl::Status Rename(const std::string& from, const std::string& to) override {
+    MutexLock lock(mutex_);
+    if (files_.count(from) == 0 && !Inside(to).empty()) return absl::AlreadyExistsError(to);
+    std::map<std::string, std::shared_ptr<Bytes>> moved;
+    for (const std::string& path : Inside(from)) {
+      moved[to + path.substr(from.size())] = files_[path];
+      files_.erase(path);
+    }
+    for (auto& [path, bytes] : moved) files_[path] = std::move(bytes);
+    if (directories_.erase(from) > 0) directories_.insert(to);
     return absl::OkStatus();
   }
   absl::Status RemoveAll(const std::string& path) override {
     MutexLock lock(mutex_);
     for (const std::string& file : Inside(path)) files_.erase(file);
+    std::erase_if(directories_, [&](const std::string& directory) {
+      return directory == path || absl::StartsWith(directory, absl::StrCat(path, "/"));
+    });
     return absl::OkStatus();
   }
   absl::StatusOr<std::vector<std::string>> List(const std::string& directory) override {
@@ -106,6 +116,7 @@ class MemoryFileSystem final : public FileSystem {
 
   Mutex mutex_;
   std::map<std::string, std::shared_ptr<Bytes>> files_ ABSL_GUARDED_BY(mutex_);
+  std::set<std::string> directories_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace ballast::histories

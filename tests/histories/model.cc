@@ -94,8 +94,7 @@ std::vector<std::vector<float>> Model::SumGradients(const Attempt& attempt) cons
   return sums;
 }
 
-Decision Model::Decide(const Attempt& attempt,
-                       const std::vector<std::vector<float>>& gradients) const {
+std::vector<double> Model::GroupSums(const std::vector<std::vector<float>>& gradients) const {
   std::vector<double> group_sums;
   for (size_t group = 0; group < job_.groups.size(); ++group) {
     std::vector<double> parameter_sums;
@@ -111,7 +110,15 @@ Decision Model::Decide(const Attempt& attempt,
     }
     group_sums.push_back(SumInOrder(parameter_sums));
   }
-  return ballast::Decide(group_sums, attempt.scale, job_.max_norm);
+  return group_sums;
+}
+
+double Model::Norm(const Attempt& attempt) const {
+  return GlobalNorm(GroupSums(SumGradients(attempt)), attempt.scale);
+}
+
+std::vector<double> Model::GroupNorms(const Attempt& attempt) const {
+  return ballast::GroupNorms(GroupSums(SumGradients(attempt)), attempt.scale);
 }
 
 std::string Model::Culprit(const std::vector<std::vector<float>>& gradients) const {
@@ -164,8 +171,20 @@ std::string Model::Overflowed(const std::vector<ParameterState>& parameters) con
 
 ModelOutcome Model::Commit(const Attempt& attempt) {
   const std::vector<std::vector<float>> gradients = SumGradients(attempt);
-  ModelOutcome outcome = {.decision = Decide(attempt, gradients), .hyper_parameters = terms_};
-  if (!outcome.decision.apply) outcome.culprit = Culprit(gradients);
+  const StepVote& vote = attempt.vote;
+  ModelOutcome outcome = {
+      .decision = ballast::Decide(GroupSums(gradients), attempt.scale, vote.clipping),
+      .abandoned = !vote.apply,
+      .hyper_parameters = terms_};
+  for (const auto& [group, overrides] : vote.overrides) {
+    outcome.hyper_parameters[group] = Apply(outcome.hyper_parameters[group], overrides);
+  }
+  if (!vote.apply) {
+    outcome.decision.apply = false;
+    outcome.decision.multipliers.clear();
+  } else if (!outcome.decision.apply) {
+    outcome.culprit = Culprit(gradients);
+  }
   std::vector<ParameterState> updated = state_.parameters;
   for (int p = 0; p < static_cast<int>(job_.parameters.size()); ++p) {
     const ParameterPlan& parameter = job_.parameters[p];
@@ -174,7 +193,7 @@ ModelOutcome Model::Commit(const Attempt& attempt) {
     if (!outcome.decision.apply || !parameter.trainable) continue;
     if (unused && job_.unused_policy == UnusedPolicy::kSkip) continue;
     ++updated[p].updates;
-    Update(updated[p], gradients[p], terms_[parameter.group],
+    Update(updated[p], gradients[p], outcome.hyper_parameters[parameter.group],
            outcome.decision.multipliers[parameter.group]);
   }
   // A step that would leave state that is not finite is a skip, although its gradients are.
@@ -186,17 +205,32 @@ ModelOutcome Model::Commit(const Attempt& attempt) {
     state_.parameters = std::move(updated);
   }
   ++(outcome.decision.apply ? applied_steps_ : skipped_steps_);
+  state_.last_step_applied = outcome.decision.apply;
+  EndStep(attempt, /*voted=*/true);
+  return outcome;
+}
+
+ModelOutcome Model::GiveUp(const Attempt& attempt, const std::string& why) {
+  ++skipped_steps_;
+  state_.last_step_applied = false;
+  EndStep(attempt, /*voted=*/false);
+  return {.decision = {}, .given_up = why, .hyper_parameters = terms_};
+}
+
+void Model::EndStep(const Attempt& attempt, bool voted) {
   ++state_.committed_step;
   state_.trainer_state = TrainerState(attempt);
-  state_.last_step_applied = outcome.decision.apply;
+  if (voted) state_.trainer_state = attempt.vote.trainer_state.value_or(state_.trainer_state);
   for (const auto& [group, overrides] : attempt.overrides) {
     state_.in_force[group] = Apply(state_.in_force[group], overrides);
+  }
+  for (const auto& [group, overrides] : attempt.vote.overrides) {
+    if (voted) state_.in_force[group] = Apply(state_.in_force[group], overrides);
   }
   for (size_t group = 0; group < job_.groups.size(); ++group) {
     state_.in_force[group] = Apply(state_.in_force[group], later_changes_[group]);
   }
   in_step_ = false;
-  return outcome;
 }
 
 }  // namespace ballast::histories

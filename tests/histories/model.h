@@ -40,6 +40,8 @@ struct ModelOutcome {
   Decision decision;
   std::vector<std::string> unused_parameters;
   std::string culprit;  // The parameter that the reason for skipping names; empty: none.
+  bool abandoned = false;
+  std::string given_up;  // Why the step could not be kept; empty: it was decided by votes.
   std::vector<HyperParameters> hyper_parameters;  // As used.
 };
 
@@ -62,6 +64,11 @@ class Model {
   std::optional<std::string> Refusal(const Attempt& attempt, int rank, uint32_t micro_steps) const;
   // All ranks have sealed a whole step.
   ModelOutcome Commit(const Attempt& attempt);
+  // What the ranks are told before they vote.
+  double Norm(const Attempt& attempt) const;
+  std::vector<double> GroupNorms(const Attempt& attempt) const;
+  // The step cannot be kept, because of `why`, and is skipped.
+  ModelOutcome GiveUp(const Attempt& attempt, const std::string& why);
   // A checkpoint's.
   void Load(const ModelState& state) { state_ = state; }
 
@@ -69,7 +76,9 @@ class Model {
   bool IsUnused(const Attempt& attempt, int parameter) const;
   // The sums over the segments, by parameter.
   std::vector<std::vector<float>> SumGradients(const Attempt& attempt) const;
-  Decision Decide(const Attempt& attempt, const std::vector<std::vector<float>>& gradients) const;
+  std::vector<double> GroupSums(const std::vector<std::vector<float>>& gradients) const;
+  // In force from the next step on, once this one is over.
+  void EndStep(const Attempt& attempt, bool voted);
   std::string Culprit(const std::vector<std::vector<float>>& gradients) const;
   // The first parameter with state that is not finite; empty: there is none.
   std::string Overflowed(const std::vector<ParameterState>& parameters) const;

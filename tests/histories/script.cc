@@ -17,6 +17,11 @@ Attempt Normalize(const JobPlan& job, Attempt attempt, const Layout& layout) {
   if (!applies || vanishes) attempt.spoil = Spoil::kNone;
   attempt.end_rank %= job.world_size;
   for (Event& event : attempt.events) event.rank %= job.world_size;
+  attempt.looks &= (1u << job.world_size) - 1;
+  if (attempt.looks == 0) attempt.spikes = 0;
+  std::erase_if(attempt.vote.overrides, [&](const auto& of_group) {
+    return of_group.first >= static_cast<int>(job.groups.size());
+  });
   return attempt;
 }
 
@@ -37,7 +42,15 @@ std::pair<uint32_t, uint32_t> Script::Range(int chunk, int segment) const {
   return {segment == 0 ? 0 : ends[segment - 1], ends[segment]};
 }
 
-bool Script::IsFinal(int chunk, int segment) const { return segment + 1 == SegmentCount(chunk); }
+bool Script::IsFinal(int chunk, int segment) const {
+  return !attempt_.guesses && segment + 1 == SegmentCount(chunk);
+}
+
+bool Script::MayGuess(int chunk, int segment) const {
+  const bool last = segment + 1 == SegmentCount(chunk);
+  const bool takes = Mix(attempt_.gradient_seed + 7 * chunk + segment) % (last ? 4 : 3) != 0;
+  return attempt_.guesses && takes;
+}
 
 std::vector<Call> Script::CallsOf(int rank) const {
   Random random(attempt_.order_seed + rank);
@@ -97,7 +110,8 @@ std::vector<Call> Script::Calls() const {
 StepSettings Script::Settings() const {
   return {.scale = attempt_.scale,
           .overrides = attempt_.overrides,
-          .trainer_state = TrainerState(attempt_)};
+          .trainer_state = TrainerState(attempt_),
+          .expected_clipping = attempt_.expects_clipping ? attempt_.vote.clipping : Clipping()};
 }
 
 bool Script::IsSpoiltWithPadding(int chunk) const {

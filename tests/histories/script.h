@@ -44,9 +44,11 @@ class Script {
   }
 
   StepSettings Settings() const;
+  const StepVote& Vote() const { return attempt_.vote; }
   // The micro-steps that a contribution covers.
   std::pair<uint32_t, uint32_t> Range(int chunk, int segment) const;
   bool IsFinal(int chunk, int segment) const;
+  bool MayGuess(int chunk, int segment) const;
   bool IsEmpty(int chunk, int segment) const;
   const std::vector<std::byte>& Payload(int chunk, int segment);
   UsedParameters Used(int rank, uint32_t micro_step) const;

@@ -43,6 +43,10 @@ void AddSmallerAttempts(Histories& smaller, const History& history, size_t i) {
   if (!attempt.overrides.empty()) add([](Attempt& a) { a.overrides.clear(); });
   if (!attempt.scale.divisors.empty()) add([](Attempt& a) { a.scale.divisors.clear(); });
   if (attempt.scale.loss_scale != 1) add([](Attempt& a) { a.scale.loss_scale = 1; });
+  if (attempt.vote != StepVote()) add([](Attempt& a) { a.vote = {}; });
+  if (attempt.looks != 0) add([](Attempt& a) { a.looks = a.spikes = 0; });
+  if (attempt.spikes != 0) add([](Attempt& a) { a.spikes = 0; });
+  if (attempt.guesses) add([](Attempt& a) { a.guesses = false; });
   if (attempt.gradient_size != 1) add([](Attempt& a) { a.gradient_size = 1; });
   if (attempt.order_seed != 0) add([](Attempt& a) { a.order_seed = 0; });
   if (attempt.micro_steps > 1) {
@@ -68,7 +72,9 @@ void AddSmallerJobs(Histories& smaller, const History& history) {
     add([](JobPlan& j) { j.sharding = ShardingPlan::kBuckets; });
   }
   if (job.threads > 1) add([](JobPlan& j) { j.threads = 1; });
-  if (job.max_norm != 0) add([](JobPlan& j) { j.max_norm = 0; });
+  if (job.on_abort != OnAbort::kRedo) {
+    add([](JobPlan& j) { j.on_abort = OnAbort::kRedo; });
+  }
   if (job.update_mode != UpdateMode::kWait) {
     add([](JobPlan& j) { j.update_mode = UpdateMode::kWait; });
   }

@@ -97,7 +97,8 @@ class Target:
 
 METHODS = [JOBS + name for name in ("CreateJob", "GetJob", "ListJobs", "CloseJob", "AttachWorker", "AbortStep",
                                     "UpdateGroup", "TraceJob")] \
-    + [STATE + name for name in ("ReadState", "SummarizeState", "SaveJob", "LoadJob")] \
+    + [STATE + name for name in ("ReadState", "SummarizeState", "SaveJob", "LoadJob",
+                               "ListCheckpoints", "VerifyCheckpoints")] \
     + [TRAIN + "ReadWeights"]
 STREAMED = {JOBS + "TraceJob", STATE + "ReadState", TRAIN + "ReadWeights"}
 
@@ -149,7 +150,7 @@ def malformed_family():
 # ---------------------------------------------------------------- messages at the wrong moment
 
 MOMENTS = ("before open", "after open", "after begin", "after a micro-step", "after a refused seal",
-           "after a discard", "after the commit")
+           "after a discard", "after the norm", "after the commit")
 WRONG = {
     "no message": b"",
     "no kind": message((99, 1)),
@@ -178,6 +179,17 @@ WRONG = {
     "a seal of nothing": train("seal", (1, 1)),
     "a seal of step 3": train("seal", (1, 3), (2, 1)),
     "a seal of 4 billion micro-steps": train("seal", (1, 1), (2, 4_000_000_000)),
+    "a seal with a NaN vote": train("seal", (1, 1), (2, 1), (4, message((2, message((1, float("nan"))))))),
+    "a seal with a million multipliers": train("seal", (1, 1), (2, 1), (4, message((2, message((2, b"\x01" * 8 * MEBI)))))),
+    "a vote": train("vote", (1, 1), (3, b"")),
+    "a vote without a vote": train("vote", (1, 1)),
+    "a vote on step 3": train("vote", (1, 3), (3, b"")),
+    "a vote in attempt 9": train("vote", (1, 1), (2, 9), (3, b"")),
+    "a vote for a norm below zero": train("vote", (1, 1), (3, message((2, message((1, -1.0)))))),
+    "a vote for multipliers of nobody": train("vote", (1, 1), (3, message((2, message((2, b"\x00" * 800)))))),
+    "a vote for a group that there is not": train("vote", (1, 1), (3, message((3, message((1, 77), (2, b"")))))),
+    "a vote with a large trainer_state": train("vote", (1, 1), (3, message((4, b"x" * 5000)))),
+    "a begin that expects a NaN": train("begin", (1, 1), (7, message((1, float("nan"))))),
     "a discard of nothing": train("discard"),
     "a discard of step 3": train("discard", (1, 3)),
     "a discard of attempt 9": train("discard", (1, 1), (2, 9)),
@@ -203,9 +215,11 @@ def wrong_moment(target, moment, what):
                 before += [gradient(1, 0, b"\x00" * 512), train("discard", (1, 1))]
             if moment == "after a refused seal":
                 before += [train("seal", (1, 1), (2, 1))]
-            if moment == "after the commit":
+            if moment in ("after the norm", "after the commit"):
                 before += [gradient(1, chunk, b"\x00" * 512) for chunk in (0, 1)]
                 before += [train("end", (1, 1), (3, 1)), train("seal", (1, 1), (2, 1))]
+            if moment == "after the commit":
+                before[-1] = train("seal", (1, 1), (2, 1), (4, b""))
         return target.stream(TRAIN + "Train", before + [wrong])
 
 

@@ -92,7 +92,7 @@ class Honest:
                 for chunk in range(CHUNKS):
                     sent.put(gradient(step, chunk, self.payloads[(step + chunk) % len(self.payloads)]))
                 sent.put(train("end", (1, step), (3, 1)))
-                sent.put(train("seal", (1, step), (2, 1)))
+                sent.put(train("seal", (1, step), (2, 1), (4, b"")))
                 yield step, self.receive(answers, step)
                 self.committed = step
                 time.sleep(pause)

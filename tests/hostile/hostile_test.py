@@ -22,10 +22,14 @@ sys.path.insert(0, str(HERE.parent / "support"))
 
 import attacks  # noqa: E402
 import processes  # noqa: E402
+import tls_attacks  # noqa: E402
+from certificates import Guarded  # noqa: E402
 from processes import ROOT, await_, read, start, stop, tail  # noqa: E402
 
 BIN = pathlib.Path(os.environ.get("BALLAST_BIN_DIR", ROOT / "build/release/bin"))
 MEBI = 1 << 20
+TLS = "tls"
+FAMILIES = attacks.FAMILIES | {TLS: tls_attacks.family}
 RETURNS_WITHIN = 64 * MEBI
 PATIENCE = 60  # Seconds until a service that still does not answer, or has not freed memory, is broken.
 # What a library would say, or what blames nobody.
@@ -88,10 +92,16 @@ class Honest:
 
 
 class Suite:
-    def __init__(self, folder, words):
-        self.words = words
+    def __init__(self, folder, words, guarded):
+        """guarded: the service speaks TLS and asks who calls, and the honest job says so."""
+        folder.mkdir()
+        self.words, self.folder = words, folder
         self.failures = []
-        self.service = processes.Service(BIN / "ballastd", folder, "--memory-limit=1GiB", "--threads=2")
+        more = Guarded(folder) if guarded else None
+        if guarded:
+            os.environ.update(more.environment)
+        self.service = processes.Service(BIN / "ballastd", folder, "--holder=none", "--memory-limit=1GiB", "--threads=2",
+                                         *(more.flags if guarded else []))
         self.target = attacks.Target(self.service.address)
         self.target.kept = []
         self.honest = Honest(self.service.address, folder, *([] if words.pace else ["--pause=0.1"]))
@@ -102,6 +112,8 @@ class Suite:
     def stop(self):
         stop(self.honest.process)
         self.service.stop()
+        for name in ("BALLAST_TLS_CA", "BALLAST_TOKEN_FILE"):
+            os.environ.pop(name, None)
 
     def pace(self, begin, end):
         """Steps a second."""
@@ -157,12 +169,15 @@ class Suite:
             self.failures.append(f"{name}: memory went from {self.before // MEBI} to {after // MEBI} MiB and stayed")
         return after
 
-    def check_bits(self, folder):
-        """Plays the honest job's steps once more, alone."""
+    def check_bits(self):
+        """Plays the honest job's steps once more, alone and over plain TCP."""
         stop(self.honest.process)
+        folder = self.folder / "alone"
+        for name in ("BALLAST_TLS_CA", "BALLAST_TOKEN_FILE"):
+            os.environ.pop(name, None)
         found = {step: crc for step, crc in self.honest.steps()[0].items() if crc != "None"}
         folder.mkdir()
-        service = processes.Service(BIN / "ballastd", folder, "--memory-limit=1GiB", "--threads=2")
+        service = processes.Service(BIN / "ballastd", folder, "--holder=none", "--memory-limit=1GiB", "--threads=2")
         try:
             alone = Honest(service.address, folder, f"--steps={max(found)}")
             if alone.process.wait(PATIENCE * 10) != 0:
@@ -182,7 +197,7 @@ def check_descriptors(folder):
     limited = folder / "limited"
     limited.write_text(f'#!/bin/sh\nulimit -n 64\nexec {BIN / "ballastd"} "$@"\n', encoding="ascii")
     limited.chmod(0o700)
-    service = processes.Service(limited, folder, "--memory-limit=64MiB", "--threads=1")
+    service = processes.Service(limited, folder, "--holder=none", "--memory-limit=64MiB", "--threads=1")
     try:
         target = attacks.Target(service.address)
         for _ in range(2):
@@ -201,7 +216,7 @@ def check_descriptors(folder):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("families", nargs="*", default=list(attacks.FAMILIES))
+    parser.add_argument("families", nargs="*", default=list(FAMILIES))
     parser.add_argument("--pace", action="store_true")
     parser.add_argument("--only", default="")
     parser.add_argument("--sanitized", action="store_true")
@@ -209,18 +224,22 @@ def main():
     words = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
         folder = pathlib.Path(folder)
-        suite = Suite(folder, words)
-        try:
-            for name in words.families:
-                suite.run_family(name, attacks.FAMILIES[name])
-            suite.check_bits(folder / "alone")
-            suite.failures += check_descriptors(folder / "descriptors")
-        finally:
-            suite.stop()
-    for failure in suite.failures:
+        attacked, failures = 0, check_descriptors(folder / "descriptors")
+        for guarded in (False, True):
+            families = [name for name in words.families if (name == TLS) == guarded]
+            if families:
+                suite = Suite(folder / ("guarded" if guarded else "plain"), words, guarded)
+                try:
+                    for name in families:
+                        suite.run_family(name, FAMILIES[name])
+                    suite.check_bits()
+                finally:
+                    suite.stop()
+                attacked, failures = attacked + suite.attacked, failures + suite.failures
+    for failure in failures:
         print(f"FAILED {failure[:600]}")
-    print(f"{suite.attacked} attacks, {len(suite.failures)} failures")
-    return 1 if suite.failures or suite.attacked == 0 else 0
+    print(f"{attacked} attacks, {len(failures)} failures")
+    return 1 if failures or attacked == 0 else 0
 
 
 if __name__ == "__main__":

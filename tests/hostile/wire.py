@@ -3,6 +3,8 @@
 Messages are built from (field number, value) pairs and taken apart into {field number: [values]}.
 """
 
+import os
+import pathlib
 import socket
 import struct
 
@@ -66,10 +68,16 @@ def fields_of(data):
 
 
 def channel(address, *options):
-    """A connection of its own, which does not pretend to be another's."""
-    return grpc.insecure_channel(address, options=[
-        ("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1),
-        ("grpc.max_send_message_length", -1), ("grpc.enable_retries", 0), *options])
+    """A connection of its own, which does not pretend to be another's. With the environment of a client of
+    Ballast's it speaks TLS and shows a token."""
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1),
+               ("grpc.max_send_message_length", -1), ("grpc.enable_retries", 0), *options]
+    authority, token = os.environ.get("BALLAST_TLS_CA"), os.environ.get("BALLAST_TOKEN_FILE")
+    if authority is None:
+        return grpc.insecure_channel(address, options=options)
+    credentials = grpc.ssl_channel_credentials(pathlib.Path(authority).read_bytes())
+    return grpc.secure_channel(address, grpc.composite_channel_credentials(
+        credentials, grpc.access_token_call_credentials(pathlib.Path(token).read_text().strip())), options=options)
 
 
 def unary(connection, method, request, seconds=20, **options):
@@ -100,7 +108,8 @@ def open_train(name, uid, process, generation, rank=0):
 
 def train(kind, *fields):
     """A TrainRequest."""
-    number = {"open": 1, "begin": 2, "gradient": 3, "end": 4, "seal": 5, "shared": 6, "discard": 7}[kind]
+    number = {"open": 1, "begin": 2, "gradient": 3, "end": 4, "seal": 5, "shared": 6, "discard": 7,
+              "vote": 8}[kind]
     return message((number, message(*fields)))
 
 

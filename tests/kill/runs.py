@@ -5,6 +5,7 @@ Nothing outlives the test: every process is stopped by its id when the test ends
 and the kernel stops those whose test was killed.
 """
 
+import collections
 import contextlib
 import csv
 import dataclasses
@@ -12,6 +13,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -39,11 +41,10 @@ TRANSPORTS = {"auto": "shared memory", "never": "the connection"}
 class Service(processes.Service):
     """A ballastd and what the CLI says of it."""
 
-    def __init__(self, folder, *flags, listen="127.0.0.1:0"):
+    def __init__(self, folder, *flags, listen="127.0.0.1:0", program=BIN / "ballastd", group=False):
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="service-", dir=folder))
-        super().__init__(BIN / "ballastd", self.folder, "--memory-limit=1GiB", "--threads=2",
-                         "--allow-paths", *flags,
-                         listen=listen)
+        super().__init__(program, self.folder, "--memory-limit=1GiB", "--threads=2", "--allow-paths", *flags,
+                         listen=listen, group=group)
 
     def ask(self, *words):
         done = subprocess.run(
@@ -58,10 +59,34 @@ class Service(processes.Service):
 
     def state_hashes(self, job):
         """Of all planes of all parameters, by file of a checkpoint that the service saves."""
-        folder = self.folder / f"checkpoint-{job}"
-        self.ask("save", job, folder)
+        saved = json.loads(self.ask("save", job, self.folder / f"checkpoint-{job}", "--json"))
         return {file.name: hashlib.sha256(file.read_bytes()).hexdigest()
-                for file in sorted(folder.glob("*.safetensors"))}
+                for file in sorted(pathlib.Path(saved["directory"]).glob("*.safetensors"))}
+
+
+def child_of(service):
+    """The service's process, whose parent holds its memory; 0 while there is none."""
+    parent = service.process.pid
+    children = read(pathlib.Path(f"/proc/{parent}/task/{parent}/children")).split()
+    return int(children[0]) if children else 0
+
+
+def served(service):
+    """How many processes have got as far as to listen."""
+    return read(service.log).count("ballastd listening on")
+
+
+# What a service's log says of what a process had died in; the first that fits.
+RECOVERIES = {"update": "carried out to its end", "gradients": "had been given", "load": ", and loads ",
+              "first weights": "awaits first weights", "done again": "is done again by its ranks", "idle": ""}
+
+
+def recoveries(log):
+    """How many jobs were taken over, by that."""
+    found = collections.Counter()
+    for line in re.findall("after a death: (.* is back at step .*)", log):
+        found[next(kind for kind, words in RECOVERIES.items() if words in line)] += 1
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

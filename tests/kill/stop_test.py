@@ -74,7 +74,7 @@ class StoppedWorkers(unittest.TestCase):
         os.kill(pid, signal.SIGCONT)
         self.assertEqual(run.wait(), 0, run.story())
         self.assertEqual(run.restarts(), 0)
-        self.assertEqual(self.service.job("late")["generation"], 1)
+        self.assertEqual(self.service.job("late")["generation"], "1.1")
         self.assert_same_bits(run)
 
     def test_the_trainers_own_limit_ends_the_wait_with_the_name_of_the_rank(self):

@@ -33,7 +33,7 @@ JobSpec SomeJob() {
   spec.layout.partitions = {{.rank = 0, .group = 0, .begin = 0, .end = 256},
                             {.rank = 1, .group = 1, .begin = 0, .end = 256}};
   spec.layout.chunk_elements = 512;
-  spec.max_norm = 1.5;
+  spec.on_abort = OnAbort::kSkip;
   spec.unused_policy = UnusedPolicy::kZero;
   spec.max_micro_steps = 4;
   return spec;

@@ -89,10 +89,25 @@ std::string SeedInput() {
   header.set_chunk(200);
   header.set_micro_step_end(2);
   header.set_final(true);
+  header.set_may_guess(true);
   message.mutable_gradient()->set_payload("payload");
   v1::TrainRequest seal;
   seal.mutable_seal()->set_step(3);
-  return std::string("\0\7", 2) + message.SerializeAsString() + seal.SerializeAsString();
+  v1::Vote& vote = *seal.mutable_seal()->mutable_vote();
+  vote.set_abandon(true);
+  vote.mutable_clipping()->add_multipliers(0.5);
+  (*vote.mutable_overrides())[1].set_lr(2);
+  vote.set_trainer_state("state");
+  v1::TrainRequest cast;
+  cast.mutable_vote()->set_step(3);
+  *cast.mutable_vote()->mutable_vote() = vote;
+  v1::TrainResponse norm;
+  norm.mutable_norm()->add_group_norms(1.5);
+  norm.mutable_norm()->add_unused_parameters("w");
+  v1::TrainResponse refused;
+  refused.mutable_vote_refused()->set_reason(v1::VOTE_AGAIN);
+  return std::string("\0\7", 2) + message.SerializeAsString() + seal.SerializeAsString() +
+         cast.SerializeAsString() + norm.SerializeAsString() + refused.SerializeAsString();
 }
 
 void CheckInput(const uint8_t* data, size_t size) {

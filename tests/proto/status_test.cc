@@ -85,7 +85,8 @@ TEST(Status, AServiceThatCannotBeReachedIsNamedWithWhatToDo) {
            {last + "UNKNOWN: unix:/run/b.sock: Permission denied",
             " at unix:/run/b.sock: this user may not connect to it"},
            {last + "UNAVAILABLE: ipv4:127.0.0.1:80: Socket closed",
-            " at 127.0.0.1:80: what listens there closed the connection"},
+            " at 127.0.0.1:80: what listens there closed the connection: no ballastd, or one that "
+            "wants TLS, or another certificate (--tls-ca, --tls-cert)"},
            {last + "INTERNAL: ipv4:127.0.0.1:80: Trying to connect an http1.x server",
             " at 127.0.0.1:80: what listens there is no ballastd"},
            {last + "UNAVAILABLE: ipv4:127.0.0.1:22: Failed parsing HTTP/2",

@@ -37,9 +37,12 @@ class CheckpointPathsTest : public testing::Test {
 TEST_F(CheckpointPathsTest, ANameIsAFolderAndNothingElse) {
   const CheckpointPaths paths(names_.get(), /*allow_paths=*/true, {});
   EXPECT_EQ(paths.Resolve("gpt-2", "ipv4:127.0.0.1:1").value(), root_ + "/named/gpt-2");
+  EXPECT_EQ(paths.Resolve("gpt-2/step-7.1", "ipv4:127.0.0.1:1").value(),
+            root_ + "/named/gpt-2/step-7.1");
   EXPECT_EQ(paths.Resolve("/else/where", "ipv4:127.0.0.1:1").value(), "/else/where");
   for (const std::string& bad :
        {std::string(), std::string(".."), std::string("a/b"), std::string("../gpt"),
+        std::string("gpt/.."), std::string("gpt/step-1.1/x"), std::string("../step-1.1"),
         std::string(".hidden"), std::string("a\0b", 3), std::string("/a\0b", 4),
         "/" + std::string(5000, 'a'), std::string(200, 'a')}) {
     EXPECT_EQ(paths.Resolve(bad, "ipv4:127.0.0.1:1").status().code(),
@@ -93,7 +96,7 @@ TEST_F(CheckpointPathsTest, PathsAreForThoseWhoCouldWriteThereThemselves) {
   EXPECT_THAT(over_tcp.path.error_message(), HasSubstr("--allow-paths"));
   EXPECT_FALSE(fs::exists(root_ + "/tcp"));
   EXPECT_TRUE(over_tcp.name.ok()) << over_tcp.name.error_message();
-  EXPECT_TRUE(fs::exists(root_ + "/named/tiny/index.json"));
+  EXPECT_TRUE(fs::exists(root_ + "/named/tiny/step-0.1/index.json"));
   // A load says nothing of what is there.
   grpc::ClientContext context;
   v1::LoadJobRequest load;
@@ -105,7 +108,7 @@ TEST_F(CheckpointPathsTest, PathsAreForThoseWhoCouldWriteThereThemselves) {
 
   const Said over_socket = SaveOver(local, root_ + "/local");
   EXPECT_TRUE(over_socket.path.ok()) << over_socket.path.error_message();
-  EXPECT_TRUE(fs::exists(root_ + "/local/index.json"));
+  EXPECT_TRUE(fs::exists(root_ + "/local/step-0.1/index.json"));
   // Another user may connect to it now.
   ASSERT_EQ(chmod(socket.c_str(), 0777), 0);
   EXPECT_EQ(SaveOver(local, root_ + "/open").path.error_code(),
@@ -138,7 +141,7 @@ TEST_F(CheckpointPathsTest, WhoeverCreatesAJobIsToldOfACheckpointOfItsName) {
   ASSERT_TRUE(job->Save(names_->PathOf("tiny")).ok());
   ASSERT_TRUE(engine_.CloseJob("tiny").ok());
   const v1::Job again = create();
-  EXPECT_EQ(again.found_checkpoint().directory(), root_ + "/named/tiny");
+  EXPECT_EQ(again.found_checkpoint().directory(), root_ + "/named/tiny/step-0.1");
   EXPECT_EQ(again.found_checkpoint().uid(), job->uid());
   EXPECT_EQ(again.phase(), v1::AWAITING_WEIGHTS);
 

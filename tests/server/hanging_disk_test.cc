@@ -283,7 +283,7 @@ TEST_F(HangingDiskTest, CallsThatWaitForTheStepOfAHangingSaveAreAnsweredAfterIt)
     return worker.ReadUntilEnd();
   });
   AwaitPhase(JobPhase::kSealed);
-  const uint64_t generation = slow().Status().generation;
+  const Generation generation = slow().Status().generation;
   // Attaching waits for the decision. Callers that give up meanwhile take no rank.
   std::vector<std::unique_ptr<grpc::ClientContext>> given_up;
   std::vector<Call> lost;

@@ -90,6 +90,13 @@ TEST_F(ListenerTest, RefusesATakenPortAndAnUnknownHost) {
   }
 }
 
+TEST_F(ListenerTest, NamesTheDirectoryThatIsNotThere) {
+  EXPECT_THAT(
+      std::string(
+          listener_.Add(ParseAddress("unix:/nonexistent/in/socket").value()).status().message()),
+      HasSubstr("there is no directory /nonexistent/in; make it"));
+}
+
 TEST_F(ListenerTest, RemovesTheFileOfItsUnixSocket) {
   const std::string path = testing::TempDir() + "ballast_l_" + std::to_string(getpid());
   {

@@ -249,8 +249,7 @@ TEST(Server, ChangesAGroupFromTheNextStepOn) {
 TEST(Server, SavesAndLoadsAJob) {
   ServiceForTests service;
   CreateTinyJob(service, "tiny");
-  const std::string directory =
-      testing::TempDir() + "ballast_save_" + std::to_string(getpid()) + "/tiny";
+  const std::string directory = testing::TempDir() + "ballast_save_" + std::to_string(getpid());
   const std::string hash = service.StateHash("tiny");
   grpc::ClientContext save_context;
   v1::SaveJobRequest save;
@@ -260,6 +259,7 @@ TEST(Server, SavesAndLoadsAJob) {
   const grpc::Status status = service.state().SaveJob(&save_context, save, &saved);
   ASSERT_TRUE(status.ok()) << status.error_message();
   EXPECT_EQ(saved.step(), 0);
+  EXPECT_EQ(saved.directory(), directory + "/step-0.1");
   EXPECT_GT(saved.bytes(), 3 * 350 * 4);
 
   grpc::ClientContext load_context;
@@ -268,7 +268,8 @@ TEST(Server, SavesAndLoadsAJob) {
   load.set_directory(directory);
   v1::LoadJobResponse loaded;
   ASSERT_TRUE(service.state().LoadJob(&load_context, load, &loaded).ok());
-  EXPECT_GT(loaded.generation(), 1);
+  EXPECT_GT(loaded.generation().count(), 1);
+  EXPECT_EQ(loaded.directory(), saved.directory());
   EXPECT_EQ(service.StateHash("tiny"), hash);
   std::filesystem::remove_all(directory);
 }

@@ -155,13 +155,13 @@ TestWorker::TestWorker(ServiceForTests& service, const std::string& job, int ran
 
 TestWorker::~TestWorker() = default;
 
-grpc::Status TestWorker::Attach(std::optional<uint64_t> generation) {
+grpc::Status TestWorker::Attach(std::optional<v1::Generation> generation) {
   grpc::ClientContext context;
   v1::AttachWorkerRequest request;
   request.set_name("jobs/" + job_);
   request.set_rank(rank_);
   request.set_process_id(process_id_);
-  if (generation.has_value()) request.set_generation(*generation);
+  if (generation.has_value()) *request.mutable_generation() = *generation;
   request.set_shared_memory(asks_for_shared_memory_);
   const grpc::Status status = service_.jobs().AttachWorker(&context, request, &attachment_);
   chunks_.clear();
@@ -177,7 +177,7 @@ v1::OpenTrain TestWorker::OpenMessage() const {
   open.set_uid(attachment_.uid());
   open.set_rank(rank_);
   open.set_process_id(process_id_);
-  open.set_generation(attachment_.generation());
+  *open.mutable_generation() = attachment_.generation();
   open.set_update_mode(update_mode_);
   open.set_weights_in_shared_memory(weights_in_shared_memory_);
   return open;
@@ -252,6 +252,7 @@ void TestWorker::Seal(uint64_t step, uint32_t micro_steps) {
   v1::TrainRequest request;
   request.mutable_seal()->set_step(step);
   request.mutable_seal()->set_micro_steps(micro_steps);
+  request.mutable_seal()->mutable_vote();  // To apply it.
   Send(request);
 }
 

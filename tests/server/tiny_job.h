@@ -46,7 +46,7 @@ class TestWorker {
   void AskForSharedMemory() { asks_for_shared_memory_ = true; }
   void Speculate() { update_mode_ = v1::SPECULATE; }  // Its stream, once it is opened.
   // With a generation: to open a broken stream again.
-  grpc::Status Attach(std::optional<uint64_t> generation = std::nullopt);
+  grpc::Status Attach(std::optional<v1::Generation> generation = std::nullopt);
   // Attach must have come before. Weights of chunk c: element i is 0.5 + c + i / 1024, padding 0.
   grpc::Status Upload();
   void OpenStream();

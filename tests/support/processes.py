@@ -94,18 +94,24 @@ class Service:
     """A `ballastd` that listens. It keeps its log and its port file in `folder`; `self.address` is where
     it is reached."""
 
-    def __init__(self, program, folder, *flags, listen="127.0.0.1:0", environment=None, seconds=PATIENCE):
+    def __init__(self, program, folder, *flags, listen="127.0.0.1:0", environment=None, seconds=PATIENCE, group=False):
         self.log = folder / "ballastd.log"
-        port_file = folder / "port"
-        self.process = start(
-            [program, f"--listen={listen}", f"--port-file={port_file}", "--nostartup-benchmark", *flags],
-            self.log, environment=environment)
+        self.port_file = folder / "port"
+        self.words = [program, f"--port-file={self.port_file}", "--nostartup-benchmark", *flags]
+        self.environment = environment
+        self.group = group
+        self.start(listen)
         try:
-            self.address = await_("the service's address", lambda: read(port_file).strip(), self.process,
+            self.address = await_("the service's address", lambda: read(self.port_file).strip(), self.process,
                                   seconds).split()[0]
         except AssertionError as error:
             self.stop()
             raise type(error)(f"{error}; it said:{tail(self.log)}") from error
+
+    def start(self, listen):
+        """Also again, after its end, where it listened. Returns before it listens."""
+        self.process = start([*self.words, f"--listen={listen}"], self.log, environment=self.environment,
+                             group=self.group)
 
     def stop(self, number=signal.SIGKILL):
         return stop(self.process, number)

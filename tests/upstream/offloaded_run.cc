@@ -49,12 +49,16 @@ class EngineRun : public OffloadedRun {
     driver_.AttachAll();
   }
 
-  void Begin(const StepSettings& settings) override { driver_.BeginAll(settings); }
+  void Begin(const StepSettings& settings) override {
+    StepSettings with = settings;
+    with.expected_clipping = vote().clipping;
+    driver_.BeginAll(with);
+  }
   void EndMicroStep(int rank, uint32_t micro_step, const UsedParameters& used) override {
     Check(driver_.stream(rank).EndMicroStep(driver_.next_step(), micro_step, used));
   }
   absl::Status Seal(int rank, uint32_t micro_steps) override {
-    const auto refusal = driver_.stream(rank).Seal(driver_.next_step(), micro_steps);
+    const auto refusal = driver_.stream(rank).Seal(driver_.next_step(), micro_steps, vote());
     if (!refusal.ok()) return refusal.status();
     return refusal->has_value() ? (*refusal)->status : absl::OkStatus();
   }
@@ -110,7 +114,9 @@ class ClientRun : public OffloadedRun {
 
   void Begin(const StepSettings& settings) override {
     for (const auto& session : sessions_) {
-      Check(session->BeginStep({.scale = settings.scale, .overrides = settings.overrides}));
+      Check(session->BeginStep({.scale = settings.scale,
+                                .overrides = settings.overrides,
+                                .expected_clipping = vote().clipping}));
     }
   }
   void EndMicroStep(int rank, uint32_t micro_step, const UsedParameters& used) override {
@@ -118,12 +124,12 @@ class ClientRun : public OffloadedRun {
                                         {.all = used.all, .parameters = used.parameters}));
   }
   absl::Status Seal(int rank, uint32_t micro_steps) override {
-    return sessions_[rank]->Seal(micro_steps).status();
+    return sessions_[rank]->Seal(micro_steps, vote()).status();
   }
   absl::StatusOr<StepOutcome> SealAll(uint32_t micro_steps) override {
     std::vector<absl::StatusOr<client::StepDecision>> decisions(sessions_.size());
     client::ForEachRank(spec_.layout.world_size, [&](int rank) {
-      decisions[rank] = sessions_[rank]->Seal(micro_steps);
+      decisions[rank] = sessions_[rank]->Seal(micro_steps, vote());
       if (!decisions[rank].ok()) return;
       const absl::Status received = sessions_[rank]->ReceiveWeights();
       if (!received.ok()) decisions[rank] = received;

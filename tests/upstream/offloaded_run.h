@@ -54,6 +54,8 @@ class OffloadedRun {
   virtual absl::Status Seal(int rank, uint32_t micro_steps) = 0;
   // All ranks' seals; returns when the step is committed.
   virtual absl::StatusOr<StepOutcome> SealAll(uint32_t micro_steps) = 0;
+  // What all ranks vote with their seals from now on.
+  void SetMaxNorm(double max_norm) { vote_.clipping.max_norm = max_norm; }
   // Loads a checkpoint; all ranks join again.
   virtual void Load(const std::string& directory) = 0;
 
@@ -67,9 +69,13 @@ class OffloadedRun {
   }
 
  protected:
+  const StepVote& vote() const { return vote_; }
   virtual void Contribute(const Contribution& contribution) = 0;
   // A chunk's weights in the return dtype.
   virtual std::vector<std::byte> Returned(int chunk) = 0;
+
+ private:
+  StepVote vote_;
 };
 
 // The parameters that received a gradient.

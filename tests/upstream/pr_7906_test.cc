@@ -55,7 +55,6 @@ JobSpec FiveGroups(const std::string& name, int64_t chunk_elements) {
   spec.groups[4].hyper_parameters = {
       .lr = 2e-2, .beta1 = 0.7, .beta2 = 0.97, .eps = 1e-2, .weight_decay = 0.05, .maximize = true};
   spec.groups[1].wire_dtype = DType::kBFloat16;
-  spec.max_norm = 40;
   spec.layout.chunk_elements = chunk_elements;
   if (chunk_elements > kBlockElements) {
     // A partition that is more than one block, so that chunks differ from blocks.
@@ -71,6 +70,7 @@ JobSpec FiveGroups(const std::string& name, int64_t chunk_elements) {
 }
 
 const std::vector<int> kTrainable = {0, 1, 2, 3, 6};
+constexpr double kMaxNorm = 40;
 
 // Multiples of 1/64 of at most 7 bits: exact in bf16, and so are their sums of squares in double in
 // any order.
@@ -120,7 +120,7 @@ class Reference {
     }
     norm_ = std::sqrt(squares / kDivisor / kDivisor);
     if (!std::isfinite(norm_)) return;
-    clip_coefficient_ = std::min(1.0, spec_.max_norm / (norm_ + 1e-6));
+    clip_coefficient_ = std::min(1.0, kMaxNorm / (norm_ + 1e-6));
     ++updates_;
     for (const auto& [p, values] : sum) {
       const bool amsgrad = Of(p).amsgrad;
@@ -196,6 +196,7 @@ void TrainStep(OffloadedRun& run, Reference& reference, uint64_t step) {
       AddTo(sum, backwards[m][rank]);
     }
   }
+  run.SetMaxNorm(kMaxNorm);
   const auto outcome = run.Step(backwards, settings);
   ASSERT_TRUE(outcome.ok()) << outcome.status();
   for (const auto& [group, changes] : settings.overrides) reference.Override(group, changes);
@@ -340,12 +341,13 @@ class Pr7906SpeculationTest : public testing::TestWithParam<Through> {
  protected:
   static JobSpec Spec(const std::string& name, UpdateMode mode) {
     JobSpec spec = FiveGroups(name, kBlockElements);
-    spec.max_norm = 1.0;
     spec.update_mode = mode;
     return spec;
   }
   static std::unique_ptr<OffloadedRun> Start(const JobSpec& spec) {
-    return OffloadedRun::Start(GetParam(), spec, FirstWeights(spec));
+    std::unique_ptr<OffloadedRun> run = OffloadedRun::Start(GetParam(), spec, FirstWeights(spec));
+    run->SetMaxNorm(1.0);
+    return run;
   }
 
   const JobSpec spec_ = Spec("guesses", UpdateMode::kSpeculate);

@@ -15,11 +15,12 @@ from .errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,
+    PermissionDeniedError,
     ResourceExhaustedError,
     UnavailableError,
 )
 from .service import Service
-from .session import Decision, Group, HyperParameters, Job, Parameter, Session
+from .session import Decision, Group, HyperParameters, Job, Norm, Parameter, Session, Summary
 
 __all__ = [
     "AbortedError",
@@ -32,11 +33,14 @@ __all__ = [
     "HyperParameters",
     "InvalidArgumentError",
     "Job",
+    "Norm",
     "NotFoundError",
     "Parameter",
+    "PermissionDeniedError",
     "ResourceExhaustedError",
     "Service",
     "Session",
+    "Summary",
     "UnavailableError",
     "connect",
 ]

@@ -8,7 +8,7 @@ import functools
 from . import _files
 from .errors import BallastError, error_of
 
-API_VERSION = 2
+API_VERSION = 4
 OK = 0
 DEADLINE_EXCEEDED = 4
 
@@ -38,9 +38,9 @@ class Job(c.Structure):
     _fields_ = [("size", c.c_size_t), ("name", c.c_char_p), ("groups", c.POINTER(Group)),
                 ("group_count", c.c_size_t), ("parameters", c.POINTER(Parameter)),
                 ("parameter_count", c.c_size_t), ("world_size", c.c_int32),
-                ("bucket_elements", c.c_int64), ("chunk_elements", c.c_int64), ("max_norm", c.c_double),
+                ("bucket_elements", c.c_int64), ("chunk_elements", c.c_int64),
                 ("unused_policy", c.c_int32), ("update_mode", c.c_int32), ("max_micro_steps", c.c_uint32),
-                ("mesh", c.POINTER(MeshDim)), ("mesh_dimensions", c.c_size_t)]
+                ("mesh", c.POINTER(MeshDim)), ("mesh_dimensions", c.c_size_t), ("on_abort", c.c_int32)]
 
 
 class Options(c.Structure):
@@ -48,12 +48,13 @@ class Options(c.Structure):
                 ("process_id", c.c_char_p), ("job_uid", c.c_char_p), ("rejoin", c.c_int32),
                 ("never_share_memory", c.c_int32), ("join_timeout_seconds", c.c_double),
                 ("reconnect_timeout_seconds", c.c_double), ("wait_seconds", c.c_double),
-                ("weights", c.POINTER(c.c_void_p))]
+                ("weights", c.POINTER(c.c_void_p)), ("tls_ca", c.c_char_p), ("tls_cert", c.c_char_p),
+                ("tls_key", c.c_char_p), ("token_file", c.c_char_p)]
 
 
 class Info(c.Structure):
-    _fields_ = [("size", c.c_size_t), ("committed_step", c.c_uint64), ("generation", c.c_uint64),
-                ("awaiting_weights", c.c_int32), ("shares_memory", c.c_int32),
+    _fields_ = [("size", c.c_size_t), ("committed_step", c.c_uint64), ("generation_epoch", c.c_uint64),
+                ("generation", c.c_uint64), ("awaiting_weights", c.c_int32), ("shares_memory", c.c_int32),
                 ("last_step_applied", c.c_int32), ("job_uid", c.c_char_p)]
 
 
@@ -69,12 +70,30 @@ class Piece(c.Structure):
 class Step(c.Structure):
     _fields_ = [("size", c.c_size_t), ("loss_scale", c.c_double), ("divisors", c.POINTER(c.c_double)),
                 ("hyper_parameters", c.POINTER(HyperParameters)), ("trainer_state", c.c_char_p),
-                ("trainer_state_bytes", c.c_size_t)]
+                ("trainer_state_bytes", c.c_size_t), ("expected_max_norm", c.c_double),
+                ("expected_multipliers", c.POINTER(c.c_double))]
+
+
+class Ballot(c.Structure):
+    _fields_ = [("size", c.c_size_t), ("abandon", c.c_int32), ("max_norm", c.c_double),
+                ("multipliers", c.POINTER(c.c_double)), ("hyper_parameters", c.POINTER(HyperParameters)),
+                ("trainer_state", c.c_char_p), ("trainer_state_bytes", c.c_size_t)]
+
+
+class Norm(c.Structure):
+    _fields_ = [("size", c.c_size_t), ("step", c.c_uint64), ("norm", c.c_double), ("non_finite", c.c_int32),
+                ("unused_parameters", c.c_uint64)]
 
 
 class Decision(c.Structure):
     _fields_ = [("size", c.c_size_t), ("step", c.c_uint64), ("applied", c.c_int32), ("norm", c.c_double),
                 ("clip_coefficient", c.c_double)]
+
+
+class Summary(c.Structure):
+    _fields_ = [("size", c.c_size_t), ("plane", c.c_int32), ("norm", c.c_double), ("mean", c.c_double),
+                ("min", c.c_double), ("max", c.c_double), ("zeros", c.c_int64), ("non_finite", c.c_int64),
+                ("magnitudes", c.c_int64 * 16)]
 
 
 class GradientPlace(c.Structure):
@@ -102,11 +121,16 @@ _FUNCTIONS = {
     "ballast_end_gradients": [c.c_void_p, c.c_uint32, c.c_int32],
     "ballast_gradient_places": [c.c_void_p, c.c_uint32, c.c_size_t, c.POINTER(GradientPlace), c.c_size_t,
                                 c.POINTER(c.c_size_t), c.POINTER(c.c_uint64)],
-    "ballast_seal": [c.c_void_p, c.c_uint32, c.POINTER(Decision)],
+    "ballast_seal": [c.c_void_p, c.c_uint32, c.POINTER(Norm), c.POINTER(c.c_double), c.c_size_t],
+    "ballast_unused": [c.c_void_p, c.POINTER(c.c_size_t), c.c_size_t, c.POINTER(c.c_size_t)],
+    "ballast_vote": [c.c_void_p, c.POINTER(Ballot), c.POINTER(Decision)],
+    "ballast_seal_and_vote": [c.c_void_p, c.c_uint32, c.POINTER(Ballot), c.POINTER(Decision)],
     "ballast_discard": [c.c_void_p],
     "ballast_receive_weights": [c.c_void_p],
     "ballast_read_state": [c.c_void_p, c.c_size_t, c.c_int32, c.c_void_p, c.c_int64, c.POINTER(c.c_uint64),
                            c.POINTER(c.c_int64)],
+    "ballast_summarise": [c.c_void_p, c.c_size_t, c.POINTER(Summary), c.c_size_t, c.POINTER(c.c_size_t),
+                          c.POINTER(c.c_uint64), c.POINTER(c.c_int64)],
     "ballast_save": [c.c_void_p, c.c_char_p],
     "ballast_load": [c.c_void_p, c.c_char_p],
 }

@@ -3,29 +3,41 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import subprocess
 import tempfile
 from typing import TYPE_CHECKING, Any
 
 from . import _files
-from .errors import BallastError, UnavailableError
+from .errors import BallastError, InvalidArgumentError, NotFoundError, PermissionDeniedError, UnavailableError
 
 if TYPE_CHECKING:
     import numpy
 
 PLANES = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+# The tool has no number for a status: what these are known by in its line.
+_SAID = {
+    UnavailableError: ("no service answers at ",),
+    PermissionDeniedError: (" has no role of ", " takes a role of ", "the service takes calls of those only who ",
+                            "the service knows no such token", "tokens are taken over TLS"),
+    NotFoundError: ("there is no job ", "there is no checkpoint "),
+}
 
 
 class Client:
     """Reads through the tool `ballast`, also while steps are made. BallastError with its one line if
     it cannot."""
 
-    def __init__(self, service: str, timeout: float = 600.0):
+    def __init__(self, service: str, timeout: float = 600.0, *, tls_ca: str | None = None,
+                 tls_cert: str | None = None, tls_key: str | None = None, token_file: str | None = None):
         self.service, self.timeout = service, timeout
+        given = {"tls-ca": tls_ca, "tls-cert": tls_cert, "tls-key": tls_key, "token-file": token_file}
+        self._credentials = [f"--{flag}={os.fspath(file)}" for flag, file in given.items() if file is not None]
 
     def jobs(self) -> list[dict[str, Any]]:
-        """Each with its name, uid, phase, committed_step, world_size and memory."""
+        """Each with its name, uid, phase, committed_step, world_size and memory. One whose phase is "broken" does
+        no more, and its problem says why and what to do."""
         return self._json("jobs")["jobs"]
 
     def job(self, name: str) -> dict[str, Any]:
@@ -52,23 +64,61 @@ class Client:
             self._run("state", job, parameter, f"--plane={plane}", f"--out={file}")
             return numpy.load(file)
 
+    def save(self, job: str, name: str | None = None, *, background: bool = False) -> dict[str, Any]:
+        """Saves the job's committed step in a new checkpoint under the service's --checkpoint-dir, in the folder
+        `name` (by default the job's), while training goes on. Its directory, step and bytes. background: returns
+        when the save has begun; `checkpoints` has it once it is complete."""
+        return self._json("save", job, *([name] if name else []), *(["--background"] if background else []))
+
+    def load(self, job: str, name: str | None = None) -> dict[str, Any]:
+        """Replaces the job's state by the newest good checkpoint in the folder `name` (by default the job's), or by
+        the one that is named, "gpt/step-1000.2". The sessions of all ranks end."""
+        return self._json("load", job, *([name] if name else []))
+
+    def import_weights(self, job: str, path: str) -> dict[str, Any]:
+        """Begins the job anew with the weights of Hugging Face's safetensors, in a folder or file on the service's
+        host: moments are zeros, the step is 0. The sessions of all ranks end."""
+        return self._json("import", job, path)
+
+    def checkpoints(self, name: str | None = None) -> list[dict[str, Any]]:
+        """What is saved, in the folder `name` or in all: each with its name, job, uid, step, generation, bytes,
+        saved_unix_ms, and problem ("" if nothing is known against it). Of a job the newest comes first."""
+        return self._json("checkpoints", *([name] if name else []))["checkpoints"]
+
+    def verify(self, name: str) -> list[dict[str, Any]]:
+        """The same after every byte has been read; a problem then says why one cannot be loaded."""
+        return self._json("verify", name)["checkpoints"]
+
     def _json(self, *words: str) -> Any:
         return json.loads(self._run(*words, "--json"))
 
     def _run(self, *words: str) -> str:
-        command = [_files.program("ballast"), *words, f"--service={self.service}", f"--timeout={self.timeout:g}"]
+        command = [_files.program("ballast"), *words, f"--service={self.service}", f"--timeout={self.timeout:g}",
+                   *self._credentials]
         done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
         if done.returncode == 0:
             return done.stdout
         lines = done.stderr.strip().splitlines() or [f"ballast ended with {done.returncode}"]
-        raise BallastError(lines[-1].removeprefix("ballast: "))
+        message = lines[-1].removeprefix("ballast: ")
+        if done.returncode == 2:  # Wrong usage.
+            raise InvalidArgumentError(message)
+        kinds = (kind for kind, said in _SAID.items() if any(part in message for part in said))
+        raise next(kinds, BallastError)(message)
 
 
-def connect(service: str = "127.0.0.1:7070", *, timeout: float = 600.0) -> Client:
-    """A client of the service at "host:port" or "unix:/path". UnavailableError if none answers."""
-    client = Client(service, timeout)
+def connect(service: str = "127.0.0.1:7070", *, timeout: float = 600.0, tls_ca: str | None = None,
+            tls_cert: str | None = None, tls_key: str | None = None, token_file: str | None = None) -> Client:
+    """A client of the service at "host:port" or "unix:/path". UnavailableError if none answers, PermissionDeniedError
+    if it does not take this caller.
+
+    tls_ca: the authority of a service with TLS. tls_cert and tls_key, or token_file, say who this is. All are
+    files; without them those that BALLAST_TLS_CA, BALLAST_TLS_CERT, BALLAST_TLS_KEY and BALLAST_TOKEN_FILE
+    name."""
+    client = Client(service, timeout, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, token_file=token_file)
     try:
         client.jobs()
+    except PermissionDeniedError:
+        raise
     except BallastError as error:
         raise UnavailableError(str(error)) from None
     return client

@@ -21,6 +21,12 @@ class NotFoundError(BallastError, LookupError):
     status = 5
 
 
+class PermissionDeniedError(BallastError, PermissionError):
+    """Who calls may not do that, or has not said who they are (status 16)."""
+
+    status = 7
+
+
 class ResourceExhaustedError(BallastError, MemoryError):
     status = 8
 
@@ -41,7 +47,8 @@ class UnavailableError(BallastError, ConnectionError):
 
 _KINDS = {kind.status: kind for kind in (
     InvalidArgumentError, DeadlineError, NotFoundError, ResourceExhaustedError, FailedPreconditionError,
-    AbortedError, UnavailableError)}
+    AbortedError, PermissionDeniedError, UnavailableError)}
+_KINDS[16] = PermissionDeniedError
 
 
 def error_of(status: int, message: str) -> BallastError:

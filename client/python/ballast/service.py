@@ -14,7 +14,7 @@ import threading
 import time
 
 from . import _files
-from .errors import UnavailableError
+from .errors import BallastError, UnavailableError
 
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
@@ -32,16 +32,21 @@ def _end_with_parent():
 
 class Service:
     """Starts `ballastd` on a unix socket that only this user reaches, and ends it with `stop`, with the
-    process, or at the end of a `with` block. Its state is lost with it: save it, or run a service of
-    its own for what should last.
+    process, or at the end of a `with` block. Without checkpoint_dir its state is lost with it.
 
     >>> with ballast.Service() as service:
     ...     optimizer = ballast.torch.AdamW(model.named_parameters(), service=service.address)
 
-    memory_limit: for all jobs together, "8GiB" say. threads: for updates, 0 for one a core. UnavailableError
-    with the last line of its log if it does not start within start_timeout seconds."""
+    memory_limit: for all jobs together, "8GiB" say. threads: for updates, 0 for one a core. checkpoint_dir: where
+    its jobs are saved when it ends, every `checkpoint_every` ("1000steps", "10min"), and with every `state_dict` of
+    their optimizers; of each job checkpoint_keep stay. UnavailableError with the last line of its log if it does
+    not start within start_timeout seconds."""
 
-    def __init__(self, *, memory_limit: str | None = None, threads: int = 0, start_timeout: float = 30.0):
+    def __init__(self, *, memory_limit: str | None = None, threads: int = 0,
+                 checkpoint_dir: str | os.PathLike | None = None, checkpoint_every: str | None = None,
+                 checkpoint_keep: int = 3, start_timeout: float = 30.0):
+        if checkpoint_every is not None and checkpoint_dir is None:
+            raise ValueError("checkpoint_every needs a place to save to: give checkpoint_dir=")
         program = _files.program("ballastd")
         self._folder = pathlib.Path(tempfile.mkdtemp(prefix="ballast-"))
         self._owner = os.getpid()
@@ -51,6 +56,10 @@ class Service:
                  "--log-level=warning", f"--threads={threads}"]
         if memory_limit is not None:
             flags.append(f"--memory-limit={memory_limit}")
+        if checkpoint_dir is not None:
+            flags += [f"--checkpoint-dir={os.path.abspath(checkpoint_dir)}", f"--checkpoint-keep={checkpoint_keep}",
+                      f"--checkpoint-every={checkpoint_every or ''}"]
+        self._saves = checkpoint_dir is not None
         with open(self._log, "wb") as log:
             # A group of its own: Ctrl-C is for the script, which may still want to save.
             self._process = subprocess.Popen([program, *flags], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
@@ -74,19 +83,41 @@ class Service:
         return self._process.pid
 
     def stop(self) -> None:
-        """Ends the service, with SIGKILL if it does not end by itself. Stopping again does nothing; a fork
-        of the process that started it stops nothing."""
+        """Ends the service, with SIGKILL if it does not end by itself. With a checkpoint_dir it saves first, however
+        long that takes; BallastError, after it has been killed, if it could not. Stopping again does nothing; a
+        fork of the process that started it stops nothing."""
         if os.getpid() != self._owner:
             return
         atexit.unregister(self.stop)
+        failed = None
         if self._process.poll() is None:
             self._process.terminate()
-            try:
-                self._process.wait(_STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            while not self._wait(_STOP_SECONDS):
+                failed = self._not_saved()
+                if failed is not None or not self._saves:
+                    self._process.kill()
+                    self._process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
+        if failed is not None:
+            raise BallastError(f"the service was stopped, and its jobs were not saved: {failed}")
+
+    def _wait(self, seconds: float) -> bool:
+        """Whether it has ended, or, before that, said that it does not."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and (not self._saves or self._not_saved() is None):
+            try:
+                self._process.wait(0.05)
+                return True
+            except subprocess.TimeoutExpired:
+                pass
+        return self._process.poll() is not None
+
+    def _not_saved(self) -> str | None:
+        """Why it does not end: a save has failed."""
+        lines = self._log.read_text(errors="replace").splitlines()
+        if not any("the service does not stop" in line for line in lines):
+            return None
+        return next((line for line in lines if "not saved" in line), lines[-1])
 
     def __enter__(self) -> Service:
         return self

@@ -7,6 +7,7 @@ import ctypes
 import dataclasses
 import functools
 import math
+import os
 import threading
 import time
 import weakref
@@ -18,6 +19,7 @@ from .errors import BallastError, DeadlineError, FailedPreconditionError
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 UNUSED_POLICIES = {"error": 0, "skip": 1, "zero": 2}
 UPDATE_MODES = {"wait": 0, "speculate": 1}
+ON_ABORT = {"redo": 0, "skip": 1}
 PLANES = {"master": 1, "exp_avg": 2, "exp_avg_sq": 3, "max_exp_avg_sq": 4}
 _REPLICATE = -1
 # A wait in the library lasts no longer, so that Python can handle signals.
@@ -69,8 +71,9 @@ class Parameter:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """max_norm: clipping by global norm, 0 for none. unused_policy, for parameters that no rank gave a
-    gradient: "error", "skip" (as torch does) or "zero". update_mode: "wait" or "speculate". mesh: the names and
+    """unused_policy, for parameters that no rank gave a
+    gradient: "error", "skip" (as torch does) or "zero". update_mode: "wait" or "speculate". on_abort, for steps
+    that cannot be kept: "redo" (sessions end with ABORTED) or "skip". mesh: the names and
     sizes of its dimensions, ranks in row-major order; then each rank has a shard of every parameter, and all
     addresses are those of its shards."""
 
@@ -78,11 +81,11 @@ class Job:
     groups: Sequence[Group]
     parameters: Sequence[Parameter]
     world_size: int = 1
-    max_norm: float = 0.0
     unused_policy: str = "skip"
     update_mode: str = "wait"
     max_micro_steps: int = 0
     mesh: Sequence[tuple[str, int]] = ()
+    on_abort: str = "redo"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +100,34 @@ class Decision:
     skip_reason: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """Of a step that all ranks have sealed, of the unscaled gradient. non_finite names the first element that is not
+    finite, "" if all are. unused_parameters: how many no rank gave a gradient; unused_names has the first 64."""
+
+    step: int
+    norm: float
+    group_norms: tuple[float, ...]
+    non_finite: str
+    unused_parameters: int
+    unused_names: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """A plane of a whole parameter in numbers. norm (L2), mean, min and max are of its finite elements, and 0 if there
+    are none. magnitudes: counts of |x| by decade, [i] of those from 10^(i-12) to 10^(i-11); smaller ones that are not 0
+    count in the first, larger ones in the last."""
+
+    norm: float
+    mean: float
+    min: float
+    max: float
+    zeros: int
+    non_finite: int
+    magnitudes: tuple[int, ...]
+
+
 class Session:
     """A rank of a job on the service at `service` ("host:port" or "unix:/path"). `weights` are the addresses
     at which each parameter's weights are written, its elements row-major in the group's return dtype; the
@@ -105,12 +136,15 @@ class Session:
     while_waiting is called about every 0.1 s while a call waits for other ranks or for the service; what it raises
     ends the wait, and the session with it.
 
+    tls_ca, tls_cert, tls_key, token_file: files, as for `ballast.connect`.
+
     Raises the errors of `ballast.errors`. Calls come one at a time, from any thread."""
 
     def __init__(self, service: str, job: Job, weights: Sequence[int | None], *, rank: int = 0,
                  job_uid: str | None = None, rejoin: bool = False, share_memory: bool = True,
                  join_timeout: float = 60.0, reconnect_timeout: float = 60.0, timeout: float = 600.0,
-                 while_waiting: Callable[[], None] | None = None):
+                 while_waiting: Callable[[], None] | None = None, tls_ca: str | None = None,
+                 tls_cert: str | None = None, tls_key: str | None = None, token_file: str | None = None):
         if len(weights) != len(job.parameters):
             raise ValueError(f"{len(weights)} addresses were given for {len(job.parameters)} parameters")
         self.job, self.rank, self.timeout = job, rank, timeout
@@ -135,15 +169,17 @@ class Session:
         native_job = _native.sized(
             _native.Job, name=job.name.encode(), groups=groups, group_count=len(job.groups),
             parameters=parameters, parameter_count=len(job.parameters), world_size=job.world_size,
-            max_norm=job.max_norm, unused_policy=_number(UNUSED_POLICIES, job.unused_policy, "unused_policy"),
+            unused_policy=_number(UNUSED_POLICIES, job.unused_policy, "unused_policy"),
             update_mode=_number(UPDATE_MODES, job.update_mode, "update_mode"),
-            max_micro_steps=job.max_micro_steps, mesh=mesh, mesh_dimensions=len(job.mesh))
+            max_micro_steps=job.max_micro_steps, mesh=mesh, mesh_dimensions=len(job.mesh),
+            on_abort=_number(ON_ABORT, job.on_abort, "on_abort"))
         options = _native.sized(
             _native.Options, service=service.encode(), job=ctypes.pointer(native_job), rank=rank,
             job_uid=None if job_uid is None else job_uid.encode(), rejoin=rejoin,
             never_share_memory=not share_memory, join_timeout_seconds=join_timeout,
             reconnect_timeout_seconds=reconnect_timeout, wait_seconds=_SLICE_SECONDS,
-            weights=_native.pointers(list(weights)))
+            weights=_native.pointers(list(weights)), tls_ca=_path(tls_ca), tls_cert=_path(tls_cert),
+            tls_key=_path(tls_key), token_file=_path(token_file))
         self._patiently("ballast_open", ctypes.byref(options), ctypes.byref(self._handle))
         # Before a service that this process started is stopped: it was registered earlier.
         self._at_exit = functools.partial(_close_at_exit, weakref.ref(self))
@@ -226,18 +262,23 @@ class Session:
         self._patiently("ballast_read_weights", self._open())
 
     def begin_step(self, hyper_parameters: Sequence[HyperParameters] | None = None, *, loss_scale: float = 1.0,
-                   divisors: Sequence[float] | None = None, trainer_state: bytes = b"") -> None:
-        """hyper_parameters and divisors: one for each group; None: as they are, and 1."""
+                   divisors: Sequence[float] | None = None, trainer_state: bytes = b"",
+                   expected_max_norm: float = 0.0, expected_multipliers: Sequence[float] | None = None) -> None:
+        """hyper_parameters and divisors: one for each group; None: as they are, and 1. expected_max_norm or
+        expected_multipliers: what the vote will say, as far as it is known; only speed depends on it."""
         groups = len(self.job.groups)
-        for name, values in (("hyper_parameters", hyper_parameters), ("divisors", divisors)):
+        for name, values in (("hyper_parameters", hyper_parameters), ("divisors", divisors),
+                             ("expected_multipliers", expected_multipliers)):
             if values is not None and len(values) != groups:
                 raise ValueError(f"{len(values)} {name} were given for {groups} groups")
         step = _native.sized(_native.Step, loss_scale=loss_scale, trainer_state=trainer_state,
-                             trainer_state_bytes=len(trainer_state))
+                             trainer_state_bytes=len(trainer_state), expected_max_norm=expected_max_norm)
         if hyper_parameters is not None:
             step.hyper_parameters = (_native.HyperParameters * groups)(*[h._native() for h in hyper_parameters])
         if divisors is not None:
             step.divisors = (ctypes.c_double * groups)(*divisors)
+        if expected_multipliers is not None:
+            step.expected_multipliers = (ctypes.c_double * groups)(*expected_multipliers)
         self._call("ballast_begin_step", ctypes.byref(step))
 
     def push_gradients(self, addresses: Sequence[int | None], micro_step: int = 0, *, final: bool = False) -> None:
@@ -282,10 +323,49 @@ class Session:
         """Ends the micro-step. Parameters that were not given have no gradient in it."""
         self._wait("ballast_end_gradients", micro_step, final)
 
-    def seal(self, micro_steps: int = 1) -> Decision:
-        """Waits for all ranks."""
+    def seal(self, micro_steps: int = 1) -> Norm:
+        """Waits for all ranks. Nothing is decided before all of them vote."""
+        groups = len(self.job.groups)
+        norm, group_norms = _native.sized(_native.Norm), (ctypes.c_double * groups)()
+        self._wait("ballast_seal", micro_steps, ctypes.byref(norm), group_norms, groups)
+        non_finite = _native.message() if norm.non_finite else ""
+        count = ctypes.c_size_t()
+        self._call("ballast_unused", None, 0, ctypes.byref(count))
+        unused = (ctypes.c_size_t * count.value)()
+        self._call("ballast_unused", unused, count.value, ctypes.byref(count))
+        return Norm(step=norm.step, norm=norm.norm, group_norms=tuple(group_norms), non_finite=non_finite,
+                    unused_parameters=norm.unused_parameters,
+                    unused_names=tuple(self.job.parameters[index].name for index in unused))
+
+    def vote(self, *, apply: bool = True, max_norm: float = 0.0, multipliers: Sequence[float] | None = None,
+             hyper_parameters: Sequence[HyperParameters] | None = None,
+             trainer_state: bytes | None = None) -> Decision:
+        """What becomes of the step that was sealed; waits for all ranks, which vote the same. max_norm: the gradient
+        is clipped to this global norm, 0: it is not; or multipliers, one for each group. hyper_parameters, one for
+        each group, and trainer_state: in place of those of begin_step."""
+        return self._decide("ballast_vote", (), apply, max_norm, multipliers, hyper_parameters, trainer_state)
+
+    def seal_and_vote(self, micro_steps: int = 1, *, apply: bool = True, max_norm: float = 0.0,
+                      multipliers: Sequence[float] | None = None,
+                      hyper_parameters: Sequence[HyperParameters] | None = None,
+                      trainer_state: bytes | None = None) -> Decision:
+        """Both at once, without a look at the norm and without its round trip."""
+        return self._decide("ballast_seal_and_vote", (micro_steps,), apply, max_norm, multipliers, hyper_parameters,
+                            trainer_state)
+
+    def _decide(self, call, arguments, apply, max_norm, multipliers, hyper_parameters, trainer_state) -> Decision:
+        groups = len(self.job.groups)
+        for name, values in (("multipliers", multipliers), ("hyper_parameters", hyper_parameters)):
+            if values is not None and len(values) != groups:
+                raise ValueError(f"{len(values)} {name} were given for {groups} groups")
+        ballot = _native.sized(_native.Ballot, abandon=not apply, max_norm=max_norm, trainer_state=trainer_state,
+                               trainer_state_bytes=len(trainer_state or b""))
+        if multipliers is not None:
+            ballot.multipliers = (ctypes.c_double * groups)(*multipliers)
+        if hyper_parameters is not None:
+            ballot.hyper_parameters = (_native.HyperParameters * groups)(*[h._native() for h in hyper_parameters])
         decision = _native.sized(_native.Decision)
-        self._wait("ballast_seal", micro_steps, ctypes.byref(decision))
+        self._wait(call, *arguments, ctypes.byref(ballot), ctypes.byref(decision))
         applied = bool(decision.applied)
         return Decision(step=decision.step, applied=applied, norm=decision.norm,
                         clip_coefficient=decision.clip_coefficient,
@@ -317,6 +397,21 @@ class Session:
         self._patiently("ballast_read_state", self._open(), parameter, _number(PLANES, plane, "plane"), address,
                         elements, ctypes.byref(step), ctypes.byref(updates))
         return step.value, updates.value
+
+    def summarise(self, parameter: int) -> tuple[dict[str, Summary], int, int]:
+        """Each plane of a whole parameter by its name, as of read_state, in numbers that the service computes while
+        training goes on; none of a frozen one. Then the step that they are of, and how often the parameter has been
+        updated."""
+        step, updates, count = ctypes.c_uint64(), ctypes.c_int64(), ctypes.c_size_t()
+        planes = (_native.Summary * len(PLANES))()
+        planes[0].size = ctypes.sizeof(_native.Summary)
+        self._patiently("ballast_summarise", self._open(), parameter, planes, len(planes), ctypes.byref(count),
+                        ctypes.byref(step), ctypes.byref(updates))
+        names = {number: name for name, number in PLANES.items()}
+        summaries = {names[plane.plane]: Summary(plane.norm, plane.mean, plane.min, plane.max, plane.zeros,
+                                                 plane.non_finite, tuple(plane.magnitudes))
+                     for plane in planes[:count.value]}
+        return summaries, step.value, updates.value
 
     # ------------------------------------------------------------ inside
 
@@ -394,6 +489,10 @@ def _native_placements(parameter: Parameter, dimensions: int):
         raise ValueError(f"parameter {parameter.name} has {len(parameter.placements)} placements, and the mesh "
                          f"{dimensions} dimensions")
     return (ctypes.c_int32 * dimensions)(*[_REPLICATE if dim is None else dim for dim in parameter.placements])
+
+
+def _path(path: str | None) -> bytes | None:
+    return None if path is None else os.fsencode(path)
 
 
 def _number(names: dict[str, int], name: str, what: str) -> int:

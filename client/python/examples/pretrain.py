@@ -28,7 +28,7 @@ def arguments():
     parser.add_argument("--text", type=pathlib.Path, help="default: the sources of Python's standard library")
     parser.add_argument("--service", help="host:port or unix:/path; default: one of its own")
     parser.add_argument("--job", default="pretrain")
-    parser.add_argument("--resume", action="store_true", help="go on with the job where it is")
+    parser.add_argument("--resume", action="store_true", help="go on with the job, or its newest checkpoint")
     parser.add_argument("--shard", action="store_true", help="ranks share the model (FSDP2)")
     parser.add_argument("--out", default="pretrain-out")
     for name, default in (("steps", 200), ("micro-steps", 1), ("batch", 8), ("context", 128), ("layers", 4),
@@ -95,7 +95,7 @@ def main():
                                     max_norm=args.max_norm, service=args.service, job=args.job)
     first = 0
     if args.resume:
-        optimizer.attach()  # Now the model has the job's weights.
+        optimizer.attach(resume=True)  # Now the model has the job's weights, or those of its newest checkpoint.
         first = int(next(iter(optimizer.state.values()))["step"])
 
     losses = {}

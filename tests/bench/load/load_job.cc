@@ -34,7 +34,7 @@ constexpr double kEps = 0.1;
 constexpr double kDivisors[] = {1, 1.5, 2.25};
 constexpr double kMostDivisor = 2.25;
 
-double MaxNorm(const LoadOptions& options) {
+double MaxNormOf(const LoadOptions& options) {
   // Micro-steps add up, and nothing is divided.
   const double norm = kGradientRms * static_cast<double>(options.micro_steps) *
                       std::sqrt(static_cast<double>(options.parameters));
@@ -52,10 +52,13 @@ double MaxNorm(const LoadOptions& options) {
 
 }  // namespace
 
+StepVote LoadVote(const LoadOptions& options) {
+  return {.clipping = {.max_norm = MaxNormOf(options)}};
+}
+
 JobSpec MakeLoadJob(const LoadOptions& options, const std::string& name) {
   JobSpec spec;
   spec.name = name;
-  spec.max_norm = MaxNorm(options);
   spec.max_micro_steps = static_cast<uint32_t>(options.micro_steps);
   spec.update_mode = options.update;
   for (int64_t i = 0; i < options.groups; ++i) {

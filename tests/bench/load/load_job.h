@@ -12,6 +12,7 @@
 #include "cpu_optimizer_service/common/gradient_norm.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/common/step_settings.h"
 #include "tests/bench/load/load_options.h"
 
 namespace ballast::bench {
@@ -19,6 +20,9 @@ namespace ballast::bench {
 // Tensors of equal size, dealt to the groups in turn; bf16 both ways; whole chunks wherever the
 // model has so much.
 JobSpec MakeLoadJob(const LoadOptions& options, const std::string& name);
+
+// What all ranks vote.
+StepVote LoadVote(const LoadOptions& options);
 
 // What step `step`, from 0, divides gradients by: another number than the step before, so that a
 // step's gradient that was lost, late or counted twice shows in the weights.

@@ -130,14 +130,16 @@ absl::Status LoadRank::MakeGradients() {
 absl::StatusOr<RankStep> LoadRank::Step() {
   RankStep step;
   step.begin = Now();
-  BALLAST_RETURN_IF_ERROR(session_->BeginStep({.scale = LoadScale(spec_, steps_++)}));
+  BALLAST_RETURN_IF_ERROR(session_->BeginStep(
+      {.scale = LoadScale(spec_, steps_++), .expected_clipping = LoadVote(options_).clipping}));
   for (uint32_t m = 0; m < options_.micro_steps; ++m) {
     BALLAST_RETURN_IF_ERROR(PushMicroStep(m, step));
   }
   step.last_gradient = DueAt(step.begin, static_cast<uint32_t>(options_.micro_steps), 0);
   const SteadyTime pushed = Now();
-  BALLAST_ASSIGN_OR_RETURN(step.decision,
-                           session_->Seal(static_cast<uint32_t>(options_.micro_steps)));
+  BALLAST_ASSIGN_OR_RETURN(
+      step.decision,
+      session_->Seal(static_cast<uint32_t>(options_.micro_steps), LoadVote(options_)));
   const SteadyTime decided = Now();
   BALLAST_RETURN_IF_ERROR(session_->ReceiveWeights());
   step.end = Now();

@@ -113,6 +113,7 @@ class OwnProcess final : public LoadService {
         absl::StrCat("--threads=", options.threads),
         absl::StrCat("--port-file=", folder_, "/address"),
         absl::StrCat("--shared-memory=", options.way == Way::kSharedMemory ? "auto" : "never"),
+        "--holder=none",  // Its processor and memory are measured.
         "--startup-benchmark=false",
         "--log-level=warning"};
     std::vector<char*> arguments;

@@ -4,10 +4,13 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <limits>
+#include <numeric>
 #include <string>
 #include <thread>
 #include <vector>
@@ -126,7 +129,8 @@ class CRank {
     for (uint32_t m = 0; m < micro_steps; ++m) {
       ASSERT_EQ(PushAll(step, m, 1.0f / micro_steps), BALLAST_OK) << ballast_message();
     }
-    ASSERT_EQ(ballast_seal(session_, micro_steps, &decision), BALLAST_OK) << ballast_message();
+    ASSERT_EQ(ballast_seal_and_vote(session_, micro_steps, nullptr, &decision), BALLAST_OK)
+        << ballast_message();
     ASSERT_TRUE(decision.applied) << ballast_message();
     ASSERT_EQ(ballast_receive_weights(session_), BALLAST_OK) << ballast_message();
   }
@@ -263,7 +267,7 @@ TEST_F(CApi, AShortWaitForOtherRanksIsTakenUpAgain) {
     EXPECT_EQ(second.Begin(), BALLAST_OK) << ballast_message();
     EXPECT_EQ(second.PushAll(1), BALLAST_OK) << ballast_message();
     while (!second_may_seal) std::this_thread::yield();
-    EXPECT_EQ(ballast_seal(second.session(), 1, &second.decision), BALLAST_OK);
+    EXPECT_EQ(ballast_seal_and_vote(second.session(), 1, nullptr, &second.decision), BALLAST_OK);
     EXPECT_EQ(ballast_receive_weights(second.session()), BALLAST_OK) << ballast_message();
   });
   const auto until_done = [](auto call) {
@@ -274,10 +278,11 @@ TEST_F(CApi, AShortWaitForOtherRanksIsTakenUpAgain) {
   first.OpenWithWeights();
   EXPECT_EQ(first.Begin(), BALLAST_OK) << ballast_message();
   until_done([&] { return first.PushAll(1); });
-  EXPECT_EQ(ballast_seal(first.session(), 1, &first.decision), BALLAST_DEADLINE_EXCEEDED);
+  EXPECT_EQ(ballast_seal_and_vote(first.session(), 1, nullptr, &first.decision),
+            BALLAST_DEADLINE_EXCEEDED);
   EXPECT_THAT(ballast_message(), HasSubstr("late"));
   second_may_seal = true;
-  until_done([&] { return ballast_seal(first.session(), 1, &first.decision); });
+  until_done([&] { return ballast_seal_and_vote(first.session(), 1, nullptr, &first.decision); });
   until_done([&] { return ballast_receive_weights(first.session()); });
   late.join();
   int64_t compared = 0;
@@ -304,7 +309,8 @@ TEST_F(CApi, ADiscardedAttemptIsAsIfItHadNotBeen) {
     EXPECT_EQ(rank.decision.step, 3u);
     ASSERT_EQ(rank.Begin(), BALLAST_OK);
     ASSERT_EQ(rank.PushAll(4), BALLAST_OK);
-    ASSERT_EQ(ballast_seal(rank.session(), 1, &rank.decision), BALLAST_OK) << ballast_message();
+    ASSERT_EQ(ballast_seal_and_vote(rank.session(), 1, nullptr, &rank.decision), BALLAST_OK)
+        << ballast_message();
     EXPECT_EQ(ballast_discard(rank.session()), BALLAST_FAILED_PRECONDITION);
     EXPECT_THAT(ballast_message(), HasSubstr("step 4 is decided"));
     ASSERT_EQ(ballast_receive_weights(rank.session()), BALLAST_OK) << ballast_message();
@@ -318,7 +324,8 @@ TEST_F(CApi, ASkippedStepSaysWhy) {
   const std::vector<std::vector<float>> before = rank.weights();
   ASSERT_EQ(rank.Begin(), BALLAST_OK);
   ASSERT_EQ(rank.PushAll(1, 0, std::numeric_limits<float>::infinity()), BALLAST_OK);
-  ASSERT_EQ(ballast_seal(rank.session(), 1, &rank.decision), BALLAST_OK) << ballast_message();
+  ASSERT_EQ(ballast_seal_and_vote(rank.session(), 1, nullptr, &rank.decision), BALLAST_OK)
+      << ballast_message();
   EXPECT_FALSE(rank.decision.applied);
   EXPECT_THAT(ballast_message(), HasSubstr("p0"));
   ASSERT_EQ(ballast_receive_weights(rank.session()), BALLAST_OK);
@@ -330,7 +337,8 @@ TEST_F(CApi, AParameterWithoutGradientFollowsThePolicy) {
   strict.OpenWithWeights();
   ASSERT_EQ(strict.Begin(), BALLAST_OK);
   ASSERT_EQ(strict.PushAll(1, 0, 1, /*unused=*/3), BALLAST_OK);
-  EXPECT_EQ(ballast_seal(strict.session(), 1, &strict.decision), BALLAST_FAILED_PRECONDITION);
+  EXPECT_EQ(ballast_seal_and_vote(strict.session(), 1, nullptr, &strict.decision),
+            BALLAST_FAILED_PRECONDITION);
   EXPECT_THAT(ballast_message(), HasSubstr("p3"));
 
   CRank torch("torch", service());
@@ -338,7 +346,8 @@ TEST_F(CApi, AParameterWithoutGradientFollowsThePolicy) {
   torch.OpenWithWeights();
   ASSERT_EQ(torch.Begin(), BALLAST_OK);
   ASSERT_EQ(torch.PushAll(1, 0, 1, /*unused=*/3), BALLAST_OK) << ballast_message();
-  ASSERT_EQ(ballast_seal(torch.session(), 1, &torch.decision), BALLAST_OK) << ballast_message();
+  ASSERT_EQ(ballast_seal_and_vote(torch.session(), 1, nullptr, &torch.decision), BALLAST_OK)
+      << ballast_message();
   ASSERT_EQ(ballast_receive_weights(torch.session()), BALLAST_OK);
   EXPECT_EQ(torch.weights()[3][0], FirstWeight(3, 0));
   EXPECT_NE(torch.weights()[0][0], FirstWeight(0, 0));
@@ -357,7 +366,8 @@ TEST_F(CApi, AParameterOfNoElementsNeedsNoMemory) {
   ASSERT_EQ(ballast_read_weights(rank.session()), BALLAST_OK) << ballast_message();
   ASSERT_EQ(rank.Begin(), BALLAST_OK) << ballast_message();
   ASSERT_EQ(rank.PushAll(1, 0, 1, /*unused=*/1), BALLAST_OK) << ballast_message();
-  ASSERT_EQ(ballast_seal(rank.session(), 1, &rank.decision), BALLAST_OK) << ballast_message();
+  ASSERT_EQ(ballast_seal_and_vote(rank.session(), 1, nullptr, &rank.decision), BALLAST_OK)
+      << ballast_message();
   ASSERT_EQ(ballast_receive_weights(rank.session()), BALLAST_OK) << ballast_message();
   EXPECT_NE(rank.weights()[0][0], 1.0f);
 }
@@ -387,7 +397,8 @@ TEST_F(CApi, ChunksCanBePushedOneByOneAndAreReleasedOnce) {
             BALLAST_INVALID_ARGUMENT);
   EXPECT_THAT(ballast_message(), HasSubstr("ballast_chunks lists them"));
   ASSERT_EQ(ballast_end_micro_step(rank.session(), 0, nullptr, 0), BALLAST_OK);
-  ASSERT_EQ(ballast_seal(rank.session(), 1, &rank.decision), BALLAST_OK) << ballast_message();
+  ASSERT_EQ(ballast_seal_and_vote(rank.session(), 1, nullptr, &rank.decision), BALLAST_OK)
+      << ballast_message();
   ASSERT_EQ(ballast_receive_weights(rank.session()), BALLAST_OK);
   ballast_close(rank.session());  // Waits until all are released.
   EXPECT_EQ(released, static_cast<int>(count) + 1);
@@ -401,7 +412,8 @@ TEST_F(CApi, PlanesAreReadWhole) {
   rank.Step(1);
   ASSERT_EQ(rank.Begin(), BALLAST_OK);
   ASSERT_EQ(rank.PushAll(2, 0, 1, /*unused=*/1), BALLAST_OK);
-  ASSERT_EQ(ballast_seal(rank.session(), 1, &rank.decision), BALLAST_OK) << ballast_message();
+  ASSERT_EQ(ballast_seal_and_vote(rank.session(), 1, nullptr, &rank.decision), BALLAST_OK)
+      << ballast_message();
   ASSERT_EQ(ballast_receive_weights(rank.session()), BALLAST_OK);
   uint64_t step = 0;
   int64_t updates = 0;
@@ -432,6 +444,106 @@ TEST_F(CApi, PlanesAreReadWhole) {
   EXPECT_THAT(ballast_message(), HasSubstr("does not use amsgrad"));
 }
 
+TEST_F(CApi, PlanesAreSummarisedWhole) {
+  CRank rank("summaries", service());
+  rank.OpenWithWeights();
+  rank.Step(1);
+  // As a program of a later header has it, whose structures are longer.
+  struct Longer {
+    ballast_summary summary;
+    double more = -7;
+  };
+  Longer planes[4];
+  planes[0].summary.size = sizeof(Longer);
+  size_t count = 0;
+  uint64_t step = 0;
+  int64_t updates = 0;
+  const auto summarise = [&](size_t parameter, size_t capacity) {
+    return ballast_summarise(rank.session(), parameter, &planes[0].summary, capacity, &count, &step,
+                             &updates);
+  };
+  ASSERT_EQ(summarise(0, 4), BALLAST_OK) << ballast_message();
+  ASSERT_EQ(count, 3u);  // No amsgrad.
+  EXPECT_EQ(step, 1u);
+  EXPECT_EQ(updates, 1);
+  uint64_t read_step = 0;
+  std::vector<float> values(600);
+  for (int which = BALLAST_MASTER; which <= BALLAST_EXP_AVG_SQ; ++which) {
+    ASSERT_EQ(
+        ballast_read_state(rank.session(), 0, which, values.data(), 600, &read_step, &updates),
+        BALLAST_OK);
+    double sum = 0, squares = 0;
+    int64_t zeros = 0;
+    for (const float value : values) {
+      sum += value;
+      squares += double{value} * value;
+      zeros += value == 0;
+    }
+    const ballast_summary& plane = planes[which - 1].summary;
+    EXPECT_EQ(plane.size, sizeof(Longer));
+    EXPECT_EQ(planes[which - 1].more, -7);
+    EXPECT_EQ(plane.plane, which);
+    EXPECT_NEAR(plane.norm, std::sqrt(squares), 1e-9);
+    EXPECT_NEAR(plane.mean, sum / 600, 1e-9);
+    EXPECT_EQ(plane.min, *std::min_element(values.begin(), values.end()));
+    EXPECT_EQ(plane.max, *std::max_element(values.begin(), values.end()));
+    EXPECT_EQ(plane.zeros, zeros);
+    EXPECT_EQ(plane.non_finite, 0);
+    EXPECT_EQ(std::accumulate(plane.magnitudes, std::end(plane.magnitudes), int64_t{0}),
+              600 - zeros);
+  }
+  ASSERT_EQ(summarise(kFrozen, 4), BALLAST_OK) << ballast_message();
+  EXPECT_EQ(count, 0u);
+  // The number alone.
+  ASSERT_EQ(ballast_summarise(rank.session(), 3, nullptr, 0, &count, &step, &updates), BALLAST_OK)
+      << ballast_message();
+  EXPECT_EQ(count, 3u);
+  EXPECT_EQ(summarise(9, 4), BALLAST_INVALID_ARGUMENT);
+  EXPECT_THAT(ballast_message(), HasSubstr("parameter 9 of 4 does not exist"));
+  planes[0].summary.size = 0;
+  EXPECT_EQ(summarise(0, 4), BALLAST_INVALID_ARGUMENT);
+  EXPECT_THAT(ballast_message(), HasSubstr("set it to sizeof(ballast_summary)"));
+  EXPECT_EQ(ballast_summarise(rank.session(), 0, nullptr, 1, &count, &step, &updates),
+            BALLAST_INVALID_ARGUMENT);
+}
+
+TEST_F(CApi, WhatASealTellsNamesTheFirstUnusedParametersAndTheFirstElementThatIsNotFinite) {
+  CRank rank("told", service());
+  rank.job().unused_policy = BALLAST_UNUSED_SKIP;
+  rank.OpenWithWeights();
+  size_t unused[2] = {99, 99}, count = 99;
+  ASSERT_EQ(ballast_unused(rank.session(), unused, 2, &count), BALLAST_OK);
+  EXPECT_EQ(count, 0u);
+  ASSERT_EQ(rank.Begin(), BALLAST_OK);
+  ASSERT_EQ(rank.PushAll(1, 0, std::numeric_limits<float>::infinity(), /*unused=*/1), BALLAST_OK);
+  ballast_norm norm = {.size = sizeof(norm)};
+  double groups[2] = {};
+  ASSERT_EQ(ballast_seal(rank.session(), 1, &norm, groups, 2), BALLAST_OK) << ballast_message();
+  EXPECT_EQ(norm.non_finite, 1);
+  EXPECT_THAT(ballast_message(), HasSubstr("p0"));
+  EXPECT_FALSE(std::isfinite(norm.norm));
+  EXPECT_FALSE(std::isfinite(groups[0]));
+  EXPECT_EQ(norm.unused_parameters, 1u);
+  ASSERT_EQ(ballast_unused(rank.session(), unused, 2, &count), BALLAST_OK);
+  EXPECT_EQ(count, 1u);
+  EXPECT_EQ(unused[0], 1u);
+  EXPECT_EQ(unused[1], 99u);
+  ASSERT_EQ(ballast_vote(rank.session(), nullptr, &rank.decision), BALLAST_OK) << ballast_message();
+  EXPECT_EQ(rank.decision.applied, 0);
+  ASSERT_EQ(ballast_receive_weights(rank.session()), BALLAST_OK);
+  // Of a decision without a look; and of one in which none was unused.
+  ASSERT_EQ(rank.Begin(), BALLAST_OK);
+  ASSERT_EQ(rank.PushAll(2, 0, 1, /*unused=*/3), BALLAST_OK);
+  ASSERT_EQ(ballast_seal_and_vote(rank.session(), 1, nullptr, &rank.decision), BALLAST_OK);
+  ASSERT_EQ(ballast_receive_weights(rank.session()), BALLAST_OK);
+  ASSERT_EQ(ballast_unused(rank.session(), unused, 2, &count), BALLAST_OK);
+  EXPECT_EQ(count, 1u);
+  EXPECT_EQ(unused[0], 3u);
+  rank.Step(3);
+  ASSERT_EQ(ballast_unused(rank.session(), nullptr, 0, &count), BALLAST_OK);
+  EXPECT_EQ(count, 0u);
+}
+
 TEST_F(CApi, TheTrainersStateComesBack) {
   CRank rank("state", service());
   rank.OpenWithWeights();
@@ -440,7 +552,7 @@ TEST_F(CApi, TheTrainersStateComesBack) {
       .size = sizeof(step), .trainer_state = state.data(), .trainer_state_bytes = state.size()};
   ASSERT_EQ(ballast_begin_step(rank.session(), &step), BALLAST_OK) << ballast_message();
   ASSERT_EQ(rank.PushAll(1), BALLAST_OK);
-  ASSERT_EQ(ballast_seal(rank.session(), 1, &rank.decision), BALLAST_OK);
+  ASSERT_EQ(ballast_seal_and_vote(rank.session(), 1, nullptr, &rank.decision), BALLAST_OK);
   ASSERT_EQ(ballast_receive_weights(rank.session()), BALLAST_OK);
   CRank again("state", service());
   ASSERT_EQ(again.Open(), BALLAST_OK) << ballast_message();
@@ -518,13 +630,71 @@ TEST_F(CApi, RefusesCallsOutOfTurnAndGoesOn) {
   rank.Step(1);
 }
 
+TEST_F(CApi, TheNormIsToldBeforeTheVote) {
+  CRank rank("votes", service());
+  rank.OpenWithWeights();
+  ballast_ballot ballot = {.size = sizeof(ballot)};
+  EXPECT_EQ(ballast_vote(rank.session(), &ballot, &rank.decision), BALLAST_FAILED_PRECONDITION);
+  EXPECT_THAT(ballast_message(), HasSubstr("before BeginStep"));
+  const auto give = [&](uint32_t seed) {
+    const ballast_step step = {.size = sizeof(step)};
+    ASSERT_EQ(ballast_begin_step(rank.session(), &step), BALLAST_OK) << ballast_message();
+    EXPECT_EQ(ballast_vote(rank.session(), &ballot, &rank.decision), BALLAST_FAILED_PRECONDITION);
+    EXPECT_THAT(ballast_message(), HasSubstr("before Seal"));
+    ASSERT_EQ(rank.PushAll(seed), BALLAST_OK) << ballast_message();
+  };
+  ballast_norm norm = {.size = sizeof(norm)};
+  double group_norms[2] = {-1, -1};
+  give(1);
+  EXPECT_EQ(ballast_seal(rank.session(), 1, &norm, group_norms, 1), BALLAST_INVALID_ARGUMENT);
+  EXPECT_THAT(ballast_message(), HasSubstr("room for 1 norms, of 2 groups"));
+  ASSERT_EQ(ballast_seal(rank.session(), 1, &norm, group_norms, 2), BALLAST_OK)
+      << ballast_message();
+  EXPECT_EQ(norm.step, 1u);
+  EXPECT_EQ(norm.non_finite, 0);
+  EXPECT_DOUBLE_EQ(norm.norm, std::hypot(group_norms[0], group_norms[1]));
+  const double nan[2] = {std::nan(""), 1};
+  ballot.multipliers = nan;
+  EXPECT_EQ(ballast_vote(rank.session(), &ballot, &rank.decision), BALLAST_INVALID_ARGUMENT);
+  EXPECT_THAT(ballast_message(), HasSubstr("the multiplier of group 0 is nan"));
+  ballot.multipliers = nullptr;
+  // A look, and another try.
+  ASSERT_EQ(ballast_discard(rank.session()), BALLAST_OK) << ballast_message();
+  give(2);
+  ASSERT_EQ(ballast_seal(rank.session(), 1, &norm, nullptr, 0), BALLAST_OK) << ballast_message();
+  ballot.max_norm = norm.norm / 2;
+  ballot.trainer_state = "voted";
+  ballot.trainer_state_bytes = 5;
+  ASSERT_EQ(ballast_vote(rank.session(), &ballot, &rank.decision), BALLAST_OK) << ballast_message();
+  EXPECT_EQ(rank.decision.applied, 1);
+  EXPECT_EQ(rank.decision.norm, norm.norm);
+  EXPECT_NEAR(rank.decision.clip_coefficient, 0.5, 1e-6);
+  ASSERT_EQ(ballast_receive_weights(rank.session()), BALLAST_OK);
+  // Multipliers and hyper-parameters, with the seal.
+  const double halves[2] = {0.5, 0.25};
+  ballot = {.size = sizeof(ballot), .multipliers = halves};
+  give(3);
+  ASSERT_EQ(ballast_seal_and_vote(rank.session(), 1, &ballot, &rank.decision), BALLAST_OK)
+      << ballast_message();
+  EXPECT_EQ(rank.decision.clip_coefficient, 1);
+  ASSERT_EQ(ballast_receive_weights(rank.session()), BALLAST_OK);
+  give(4);
+  ballot = {.size = sizeof(ballot), .abandon = 1};
+  ASSERT_EQ(ballast_seal_and_vote(rank.session(), 1, &ballot, &rank.decision), BALLAST_OK);
+  EXPECT_EQ(rank.decision.applied, 0);
+  EXPECT_THAT(ballast_message(), HasSubstr("voted to abandon"));
+  ASSERT_EQ(ballast_receive_weights(rank.session()), BALLAST_OK);
+  EXPECT_EQ(ballast_end_gradients(rank.session(), 0, 3), BALLAST_INVALID_ARGUMENT);
+  EXPECT_THAT(ballast_message(), HasSubstr("no ballast_last"));
+}
+
 TEST_F(CApi, AnotherDescriptionOfTheJobIsNamed) {
   CRank rank("described", service());
   rank.OpenWithWeights();
   CRank other("described", service());
-  other.job().max_norm = 2;
+  other.job().on_abort = BALLAST_ON_ABORT_SKIP;
   EXPECT_EQ(other.Open(), BALLAST_FAILED_PRECONDITION);
-  EXPECT_THAT(ballast_message(), HasSubstr("max_norm"));
+  EXPECT_THAT(ballast_message(), HasSubstr("on_abort"));
 }
 
 TEST_F(CApi, AServiceThatIsNotThereIsUnavailable) {

@@ -95,7 +95,8 @@ class Rank {
   }
   void Decide(uint32_t micro_steps) {
     ballast_decision decision = {.size = sizeof(decision)};
-    ASSERT_EQ(ballast_seal(session_, micro_steps, &decision), BALLAST_OK) << ballast_message();
+    ASSERT_EQ(ballast_seal_and_vote(session_, micro_steps, nullptr, &decision), BALLAST_OK)
+        << ballast_message();
     ASSERT_TRUE(decision.applied) << ballast_message();
     ASSERT_EQ(ballast_receive_weights(session_), BALLAST_OK) << ballast_message();
   }

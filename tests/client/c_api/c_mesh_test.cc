@@ -108,7 +108,8 @@ class MeshRank {
           BALLAST_OK)
           << ballast_message();
       ballast_decision decision = {.size = sizeof(decision)};
-      ASSERT_EQ(ballast_seal(session_, 1, &decision), BALLAST_OK) << ballast_message();
+      ASSERT_EQ(ballast_seal_and_vote(session_, 1, nullptr, &decision), BALLAST_OK)
+          << ballast_message();
       ASSERT_TRUE(decision.applied) << ballast_message();
       double squares = 0;
       for (int p = 0; p < kParameters; ++p) {

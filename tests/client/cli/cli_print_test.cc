@@ -14,6 +14,7 @@
 #include "absl/strings/str_split.h"
 #include "client/cli/cli_history.h"
 #include "client/cli/cli_json.h"
+#include "proto/convert.h"
 
 namespace ballast::client::cli {
 namespace {
@@ -45,7 +46,7 @@ v1::Job ExampleJob() {
   job.set_applied_steps(11);
   job.set_skipped_steps(1);
   job.set_coverage_complete_steps(12);
-  job.set_generation(2);
+  *job.mutable_generation() = proto::ToProto(Generation(2));
   job.mutable_speculation()->set_speculated_chunks(1200);
   job.mutable_speculation()->set_published_chunks(1100);
   job.mutable_speculation()->set_redone_chunks(90);
@@ -79,6 +80,8 @@ v1::Job ExampleJob() {
   applied->set_applied(true);
   applied->set_norm(2);
   applied->set_clip_coefficient(0.5);
+  for (int group = 0; group < 2; ++group) applied->add_multipliers(0.25);
+  applied->mutable_voted()->set_max_norm(1);
   applied->set_micro_steps(4);
   applied->set_loss_scale(1);
   applied->set_speculated_chunks(18);
@@ -103,6 +106,11 @@ TEST(JobText, ShowsRanksAndDecisions) {
   EXPECT_THAT(text, HasSubstr("job           gpt\n"));
   EXPECT_THAT(text, HasSubstr("12 committed (11 applied, 1 skipped)"));
   EXPECT_THAT(text, HasSubstr("coverage      complete in 12 of 12 decided steps\n"));
+  v1::Job with_lost = ExampleJob();
+  with_lost.set_coverage_complete_steps(10);
+  with_lost.set_not_kept_steps(2);
+  EXPECT_THAT(JobText(with_lost),
+              HasSubstr("complete in 10 of 12 decided steps; 2 could not be kept\n"));
   EXPECT_THAT(text, HasSubstr("memory        5.00 MiB: state 1.00 MiB, gradients 0 B, accumulators "
                               "1.00 MiB,\n    second versions 2.00 MiB, other 1.00 MiB\n"
                               "shared        3.00 MiB with rank 0, in addition\n"));
@@ -111,10 +119,11 @@ TEST(JobText, ShowsRanksAndDecisions) {
   EXPECT_THAT(text,
               HasSubstr("   1  not attached  no               -         -           0/0  no\n"));
   EXPECT_THAT(text, HasSubstr("rank 0 is behind with: wte, h.0.b\n"));
-  EXPECT_THAT(text, HasSubstr("  11  skipped    nan     0            0  65536      0       0  -"));
-  EXPECT_THAT(text, HasSubstr("  12  applied      2   0.5            4      1     18       7  "
+  EXPECT_THAT(text, HasSubstr("  11  skipped    nan     0      -      0  65536      0     0  -"));
+  EXPECT_THAT(text, HasSubstr("  12  applied      2   0.5   0.25      4      1     18     7  "
                               "0.001 to 0.002"));
   EXPECT_THAT(text, HasSubstr("step 11 was skipped: wte has a NaN\n"));
+  EXPECT_THAT(text, HasSubstr("\nstep 12: the ranks voted a norm of 1\n"));
   EXPECT_THAT(text, HasSubstr("step 12 had no gradient for: head.b\n"));
 }
 
@@ -127,10 +136,48 @@ TEST(JobText, SaysWhomTheStepWaitsFor) {
   EXPECT_THAT(JobText(job), HasSubstr("waits for ranks 1, 2, 3, 4, 5, 6, 7, 8 and 3 more\n"));
   job.set_phase(v1::SEALED);
   EXPECT_THAT(JobText(job), HasSubstr("sealed; step 13 is being decided\n"));
+  job.set_phase(v1::VOTING);
+  job.mutable_ranks(0)->set_voted(true);
+  EXPECT_THAT(JobText(job), HasSubstr("voting; step 13 waits for the vote of ranks 1, 2, "));
+  EXPECT_THAT(JobText(job), HasSubstr("  and voted\n"));
   job.set_phase(v1::UPDATING);
   EXPECT_THAT(JobText(job), HasSubstr("updating; chunks are moving to step 13\n"));
+  job.set_phase(v1::BROKEN);
+  job.set_problem("job gpt is broken: no memory; close it");
+  EXPECT_THAT(JobText(job),
+              HasSubstr("phase         broken; job gpt is broken: no memory; close it\n"
+                        "saved         no checkpoint of this name"));
+  job.mutable_found_checkpoint()->set_step(9);
+  job.mutable_found_checkpoint()->set_directory("/saved/gpt/step-9.1");
+  EXPECT_THAT(JobText(job), HasSubstr("saved         step 9 in /saved/gpt/step-9.1\n"));
+  v1::ListJobsResponse list;
+  *list.add_jobs() = job;
+  EXPECT_THAT(JobsText(list), HasSubstr("\njob gpt is broken: no memory; close it\nmemory "));
   job.set_phase(v1::READY);
   EXPECT_THAT(JobText(job), HasSubstr("ready; between steps\n"));
+}
+
+TEST(JobText, SaysWhatWasVoted) {
+  v1::Job job = ExampleJob();
+  v1::StepRecord step = job.recent_steps(1);
+  job.clear_recent_steps();
+  const auto add = [&](uint64_t number) -> v1::StepRecord& {
+    v1::StepRecord& added = *job.add_recent_steps();
+    added = step;
+    added.set_step(number);
+    return added;
+  };
+  add(12), add(13);
+  add(14).clear_voted();  // Nothing but to apply it.
+  add(15).set_abandoned(true);
+  v1::Clipping& times = *add(16).mutable_voted();
+  times.clear_max_norm();
+  times.add_multipliers(0.5), times.add_multipliers(0.25);
+  EXPECT_THAT(JobText(job), HasSubstr("\nsteps 12-13: the ranks voted a norm of 1\n"
+                                      "step 15: the ranks voted to abandon it\n"
+                                      "step 16: the ranks voted multipliers of 0.25 to 0.5\n"));
+  job.set_on_abort(v1::SKIP_STEP);
+  EXPECT_THAT(JobText(job), HasSubstr("on abort      skip\n"));
 }
 
 TEST(JobText, SaysHowChunksAreUpdated) {
@@ -163,6 +210,7 @@ TEST(JobText, StaysWithinAHundredColumns) {
     record.set_step(1000000 + step);
     record.set_norm(1.2345678e-5);
     record.set_clip_coefficient(0.123456789);
+    for (float& multiplier : *record.mutable_multipliers()) multiplier = 0.0123456789f;
     record.mutable_hyper_parameters(0)->set_lr(0.000123456789);
   }
   const std::string text = JobText(job);
@@ -257,6 +305,7 @@ TEST(JobJson, KeepsItsFieldsAndTurnsNaNIntoNull) {
   EXPECT_EQ(json["update_mode"], "speculate");
   EXPECT_EQ(json["speculation"]["redone_chunks"], 90);
   EXPECT_EQ(json["coverage_complete_steps"], 12);
+  EXPECT_EQ(json["not_kept_steps"], 0);
   EXPECT_EQ(json["ranks"][0]["chunks_complete"], 4);
   EXPECT_EQ(json["ranks"][0]["furthest_micro_step"], 2);
   EXPECT_EQ(json["ranks"][0]["missing_parameters"], nlohmann::json({"wte", "h.0.b"}));
@@ -276,7 +325,8 @@ TEST(JobsText, SaysThatThereAreNone) {
   EXPECT_EQ(JobsText(response), "no jobs; memory 0 B of 1.00 GiB in use\n");
   EXPECT_EQ(nlohmann::json::parse(Dump(ToJson(response)))["jobs"].size(), 0u);
   *response.add_jobs() = ExampleJob();
-  EXPECT_THAT(JobsText(response), HasSubstr("gpt  open     12       11        1           2"));
+  EXPECT_THAT(JobsText(response),
+              HasSubstr("gpt  open     12       11        1         1.2      2"));
 }
 
 TEST(SummaryText, ShowsPlanesAndMagnitudes) {

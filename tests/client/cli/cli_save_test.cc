@@ -59,20 +59,23 @@ TEST(CliSave, ACutConnectionIsSaidToBeOneAndTheSaveGoesOn) {
   disk.Release();
   const std::shared_ptr<Job> job = service.engine().FindJob("tiny").value();
   while (!job->Status().saves.empty()) std::this_thread::yield();
-  EXPECT_TRUE(disk.Exists("/checkpoint/index.json"));
+  EXPECT_TRUE(disk.Exists("/checkpoint/step-0.1/index.json"));
   EXPECT_THAT(Ballast({"job", "tiny"}, address).output, Not(HasSubstr("saving")));
 }
 
-TEST(CliSave, WithForceItReplacesAnotherJobsCheckpoint) {
+TEST(CliSave, InTheBackgroundItReturnsAtOnce) {
   SlowDisk disk;
   ServiceForTests service({.listen = {"127.0.0.1:0"}}, &disk);
   const std::string address = service.server().addresses()[0];
-  for (const char* name : {"one", "two"}) server::CreateTinyJob(service, name);
-  EXPECT_EQ(Ballast({"save", "one", "/checkpoint"}, address).exit_code, 0);
-  const Said refused = Ballast({"save", "two", "/checkpoint"}, address);
-  EXPECT_EQ(refused.exit_code, 1);
-  EXPECT_THAT(refused.error, HasSubstr("replace it with ballast save --force"));
-  EXPECT_EQ(Ballast({"save", "two", "/checkpoint", "--force"}, address).exit_code, 0);
+  server::CreateTinyJob(service, "tiny");
+  disk.HoldUp();
+  const Said said = Ballast({"save", "tiny", "/checkpoint", "--background"}, address);
+  EXPECT_THAT(said.output, AllOf(HasSubstr("saving job tiny at step 0 in /checkpoint"),
+                                 HasSubstr("`ballast checkpoints /checkpoint`")));
+  disk.Release();
+  while (Ballast({"checkpoints", "/checkpoint"}, address).exit_code != 0) std::this_thread::yield();
+  EXPECT_THAT(Ballast({"checkpoints", "/checkpoint"}, address).output,
+              AllOf(HasSubstr("/checkpoint/step-0.1"), HasSubstr("request"), HasSubstr("yes")));
 }
 
 }  // namespace

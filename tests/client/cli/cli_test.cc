@@ -176,14 +176,33 @@ TEST_F(CliTest, SaveLoadAndClose) {
   const json saved = Json({"save", "gpt", checkpoint});
   EXPECT_EQ(saved["step"], 1);
   EXPECT_GT(saved["bytes"], 0);
+  EXPECT_EQ(saved["directory"], checkpoint + "/step-1.1");
   ASSERT_TRUE(rank_->Step(1, {}).ok());
+  EXPECT_EQ(Json({"save", "gpt", checkpoint})["step"], 2);
+  const json all = Json({"checkpoints", checkpoint})["checkpoints"];
+  ASSERT_EQ(all.size(), 2u);
+  EXPECT_EQ(all[0]["name"], checkpoint + "/step-2.1");
+  EXPECT_EQ(all[1]["bytes"], saved["bytes"]);
+  EXPECT_EQ(all[1]["uid"], rank_->session().job_uid());
+  EXPECT_EQ(all[1]["asked_for"], true);
+  EXPECT_EQ(all[1]["problem"], "");
+  EXPECT_THAT(Text({"verify", checkpoint}), HasSubstr("step-2.1"));
+  std::filesystem::resize_file(checkpoint + "/step-2.1/master.safetensors", 20);
+  EXPECT_THAT(Text({"checkpoints", checkpoint}), HasSubstr("yes"));
+  EXPECT_THAT(Failure({"verify", checkpoint}),
+              AllOf(HasSubstr("1 of 2 checkpoints cannot be loaded: "),
+                    HasSubstr("step-2.1/master.safetensors")));
+  EXPECT_THAT(Text({"verify", checkpoint + "/step-1.1"}), HasSubstr("yes"));
+  EXPECT_THAT(Failure({"checkpoints"}), HasSubstr("--checkpoint-dir"));
   const json loaded = Json({"load", "gpt", checkpoint});
+  EXPECT_EQ(loaded["directory"], checkpoint + "/step-1.1");
+  EXPECT_EQ(loaded["passed_over"].size(), 1u);
   EXPECT_EQ(loaded["step"], 1);
-  EXPECT_GT(loaded["generation"], rank_->session().generation());
+  EXPECT_GT(loaded["generation"], ToString(rank_->session().generation()));
   // The session belongs to the older generation.
   EXPECT_FALSE(rank_->Step(1, {}).ok());
   // A file cannot contain a directory.
-  EXPECT_THAT(Failure({"save", "gpt", checkpoint + "/index.json/below"}), HasSubstr("/index.json"));
+  EXPECT_THAT(Failure({"save", "gpt", checkpoint + "/latest/below"}), HasSubstr("/latest"));
   EXPECT_EQ(Json({"close", "gpt"})["closed"], true);
   EXPECT_EQ(Json({"jobs"})["jobs"].size(), 0u);
 }
@@ -214,7 +233,9 @@ TEST_F(CliTest, JsonKeepsTheNamesOfItsFields) {
       "name,hyper_parameters,wire_dtype,return_dtype,parameter_count,trainable_elements,"
       "flat_elements";
   const std::string job_head =
-      "name,uid,phase,committed_step,generation,world_size,applied_steps,skipped_steps,memory";
+      "name,uid,resumed_uid,phase,problem,committed_step,generation,world_size,applied_steps,"
+      "skipped_steps,"
+      "memory";
 
   const auto jobs = Json({"jobs"});
   EXPECT_EQ(Fields(jobs), "instance_id,memory_used_bytes,memory_limit_bytes,jobs");
@@ -222,21 +243,21 @@ TEST_F(CliTest, JsonKeepsTheNamesOfItsFields) {
 
   const auto job = Json({"job", "gpt"});
   EXPECT_EQ(Fields(job), job_head +
-                             ",instance_id,max_norm,unused_policy,max_micro_steps,chunk_elements,"
-                             "update_mode,speculation,coverage_complete_steps,ranks,recent_steps,"
-                             "saves");
+                             ",instance_id,on_abort,unused_policy,max_micro_steps,chunk_elements,"
+                             "update_mode,speculation,coverage_complete_steps,not_kept_steps,"
+                             "ranks,recent_steps,saves");
   EXPECT_EQ(Fields(job["memory"]),
             "total_bytes,state_bytes,gradient_bytes,accumulator_bytes,other_bytes,"
             "accumulators_in_use,speculation_bytes,shared_bytes");
   EXPECT_EQ(Fields(job["speculation"]),
             "unavailable,speculated_chunks,published_chunks,redone_chunks,paused_chunks");
+  EXPECT_EQ(Fields(job["ranks"][0]),
+            "rank,attached,process_id,attempt,begun,micro_steps_ended,sealed,voted,chunks,"
+            "chunks_complete,furthest_micro_step,missing_parameters,shared_memory");
   EXPECT_EQ(
-      Fields(job["ranks"][0]),
-      "rank,attached,process_id,attempt,begun,micro_steps_ended,sealed,chunks,chunks_complete,"
-      "furthest_micro_step,missing_parameters,shared_memory");
-  EXPECT_EQ(Fields(job["recent_steps"][0]),
-            "step,applied,skip_reason,norm,clip_coefficient,micro_steps,loss_scale,"
-            "hyper_parameters,unused_parameters,speculated_chunks,published_chunks,redone_chunks");
+      Fields(job["recent_steps"][0]),
+      "step,applied,skip_reason,norm,clip_coefficient,multipliers,voted,micro_steps,loss_scale,"
+      "hyper_parameters,unused_parameters,speculated_chunks,published_chunks,redone_chunks");
   EXPECT_EQ(Fields(job["recent_steps"][0]["hyper_parameters"][0]), hyper_parameters);
 
   const auto groups = Json({"groups", "gpt"});
@@ -258,9 +279,11 @@ TEST_F(CliTest, JsonKeepsTheNamesOfItsFields) {
 
   ASSERT_TRUE(rank_->session().BeginStep({}).ok());
   while (Json({"job", "gpt"})["phase"] != "open") std::this_thread::yield();
-  EXPECT_EQ(Fields(Json({"abort-step", "gpt"})), "job,aborted_step");
+  EXPECT_EQ(Fields(Json({"abort-step", "gpt"})), "job,aborted_step,skipped");
   EXPECT_EQ(Fields(Json({"save", "gpt", checkpoint})), "job,directory,step,bytes");
-  EXPECT_EQ(Fields(Json({"load", "gpt", checkpoint})), "job,directory,step,generation");
+  EXPECT_EQ(Fields(Json({"checkpoints", checkpoint})["checkpoints"][0]),
+            "name,directory,job,uid,step,generation,bytes,saved_unix_ms,asked_for,problem");
+  EXPECT_EQ(Fields(Json({"load", "gpt", checkpoint})), "job,directory,passed_over,step,generation");
   EXPECT_EQ(Fields(Json({"close", "gpt"})), "job,closed");
 }
 
@@ -341,7 +364,9 @@ TEST_F(CliTest, SaysInOneLineThatNoServiceAnswersAndWhy) {
   EXPECT_EQ(error(nobody), line(nobody, "nothing listens there"));
   OtherListener closes("");
   EXPECT_EQ(error(closes.Address()),
-            line(closes.Address(), "what listens there closed the connection"));
+            line(closes.Address(),
+                 "what listens there closed the connection: no ballastd, or one that wants TLS, or "
+                 "another certificate (--tls-ca, --tls-cert)"));
 }
 
 TEST_F(CliTest, WrongUsageExitsWithTwo) {

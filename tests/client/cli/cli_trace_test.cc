@@ -49,7 +49,6 @@ class CliTraceTest : public testing::Test {
     ASSERT_NE(daemon_->Address(), "") << daemon_->Errors();
     JobSpec job = SmallJob("gpt", kRanks);
     job.update_mode = mode;
-    job.max_norm = 0;
     ForEachRank(kRanks, [&](int rank) {
       auto channel = Connect(daemon_->Address());
       ASSERT_TRUE(channel.ok()) << channel.status();

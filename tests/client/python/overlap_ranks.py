@@ -74,6 +74,56 @@ def ddp(rank, world_size, service, job, overlap, accumulation=1, no_sync=False, 
     return [digest(module) + str(scale.item()) * beside, left]
 
 
+def _clips(model, optimizer, loss_at):
+    """Steps that are clipped, and one that is left out for its norm."""
+    norms = []
+    for step in (0, 1, 77, 2, 3):
+        (loss_at(step) * (1000 if step == 77 else 1)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
+        if norms[-1] < 10:
+            optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    values = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return [torch.cat([value.detach().flatten() for value in values]).tolist(), norms]
+
+
+def fsdp_clips(rank, world_size, overlap, service, job):
+    model = shard(Model(), mesh_of(world_size, 1))
+    optimizer = ballast.torch.AdamW(model.named_parameters(), lr=0.02, service=service, job=job, overlap=overlap)
+    return _clips(model, optimizer, lambda step: loss_of(model, batch(step, rank), used_seldom(step)))
+
+
+def ddp_clips(rank, world_size, overlap, service, job):
+    torch.manual_seed(1)
+    module = torch.nn.Sequential(torch.nn.Embedding(7, 5), torch.nn.Linear(5, 30), torch.nn.Tanh(),
+                                 torch.nn.Linear(30, 7))
+    model = torch.nn.parallel.DistributedDataParallel(module)
+    optimizer = ballast.torch.AdamW(module.named_parameters(), lr=0.02, service=service, job=job, overlap=overlap,
+                                    module=model if overlap else None)
+    return _clips(model, optimizer, lambda step: torch.nn.functional.cross_entropy(
+        model(batch(step, rank)).flatten(0, 1), batch(step, rank).flatten()))
+
+
+def clip_differently(rank, world_size, service, job):
+    """What each rank is told."""
+    model = shard(Model(), mesh_of(world_size, 1))
+    optimizer = ballast.torch.AdamW(model.named_parameters(), service=service, job=job, overlap=True)
+    said = "nothing"
+    try:
+        for step in range(2):
+            loss_of(model, batch(step, rank), False).backward()
+            if step == 1:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1 * (rank + 1))
+            optimizer.step()
+    except ballast.BallastError as error:
+        said = str(error)
+    dist.barrier()
+    optimizer.close()
+    return said
+
+
 def refusals(rank, world_size, service, job):
     """Of an optimizer that cannot see how the ranks reduce their gradients."""
     module = torch.nn.Linear(3, 2)

@@ -3,10 +3,10 @@
 
 import contextlib
 import ctypes
+import functools
 import gc
 import itertools
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -17,9 +17,9 @@ import weakref
 from unittest import mock
 
 import torch
-from ranks_for_tests import run_ranks
+from ranks_for_tests import kill_service, run_ranks
 from torch.utils.checkpoint import checkpoint
-from torch_test import Model, batch, loss_of, names
+from torch_test import Model, batch, furthest, loss_of, names
 
 import ballast
 import ballast.torch
@@ -42,7 +42,7 @@ class OverlapTest(unittest.TestCase):
     def optimizer(self, model, overlap, **options):
         job = f"{self.id().rpartition('.')[2]}-{next(_numbers)}"
         optimizer = ballast.torch.AdamW(
-            names(model), **{"lr": 0.01, "service": self.service.address, "job": job} | options, overlap=overlap)
+            options.pop("groups", names)(model), **{"lr": 0.01, "service": self.service.address, "job": job} | options, overlap=overlap)
         self.addCleanup(optimizer.close)
         return optimizer
 
@@ -263,6 +263,174 @@ class OverlapTest(unittest.TestCase):
             optimizer.close()
             self.assertEqual(registered, [])
 
+    # ------------------------------------------------------------ clipping and scaling
+
+    def assert_like_torch(self, step_of, steps=5, **options):
+        """step_of(model, optimizer, step), which returns norms, with overlap and as torch clips without it: what they
+        differ in is rounding. Returns the norms."""
+        models, norms = [], []
+        for overlap in (True, False):
+            torch.manual_seed(3)
+            models.append(Model())
+            optimizer = self.optimizer(models[-1], overlap, **options)
+            norms.append([value for step in range(steps) for value in step_of(models[-1], optimizer, step)])
+            self.assertIsNone(optimizer.skipped)
+        self.assertLess(furthest(*models), 1e-4)
+        for one, other in zip(*norms):
+            self.assertAlmostEqual(one / other, 1, delta=1e-4)
+        return norms[0]
+
+    def test_clips_like_torch(self):
+        utils = torch.nn.utils
+
+        def once(model):
+            return [utils.clip_grad_norm_(model.parameters(), 0.05)]
+
+        def twice(model):
+            return [utils.clip_grad_norm_(model.parameters(), max_norm) for max_norm in (0.2, 0.05)]
+
+        def by_group(model):
+            rest = [p for p in model.parameters() if p is not model.embedding.weight]
+            return [utils.clip_grad_norm_([model.embedding.weight], 0.04), utils.clip_grad_norm_(rest, 0.1),
+                    utils.clip_grad_norm_(model.parameters(), 0.05)]
+
+        def with_norm(model):
+            norm = utils.clip_grad_norm_(model.parameters(), torch.inf)
+            utils.clip_grads_with_norm_(model.parameters(), 0.05, 2 * norm)
+            return [norm]
+
+        def groups(model):
+            return [{"params": [(name, p) for name, p in names(model) if ("embedding" in name) == first]}
+                    for first in (True, False)]
+
+        for clip, options in ((once, {}), (once, {"update": "speculate"}), (once, {"max_norm": 0.02}), (twice, {}),
+                              (by_group, {"groups": groups}), (with_norm, {})):
+            def step_of(model, optimizer, step):
+                for micro_step in range(2):
+                    loss_of(model, batch(10 * step + micro_step), seldom=step % 2 == 0).backward()
+                norms = [norm.item() for norm in clip(model)]
+                optimizer.step()
+                optimizer.zero_grad()
+                return norms
+
+            with self.subTest(clip.__name__, **options):
+                self.assertGreater(max(self.assert_like_torch(step_of, **options)), 0.05)
+
+    def test_one_clip_has_the_bits_of_max_norm(self):
+        for update in ("wait", "speculate"):
+            models, seen = [], []
+            for max_norm in (0.1, None):
+                torch.manual_seed(3)
+                models.append(Model())
+                optimizer = self.optimizer(models[-1], True, max_norm=max_norm, update=update)
+                for step in range(5):
+                    # Torch itself clips in the first step: nothing, because this is below it.
+                    (loss_of(models[-1], batch(step)) * (1e-3 if step == 0 else 1)).backward()
+                    if max_norm is None:
+                        norm = torch.nn.utils.clip_grad_norm_(models[-1].parameters(), 0.1)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    seen.append((optimizer.grad_norm, optimizer.clip_coefficient))
+                self.assertLess(optimizer.clip_coefficient, 1)
+            self.assertAlmostEqual(norm.item(), optimizer.grad_norm, places=6)
+            self.assertEqual(seen[:5], seen[5:])
+            for one, other in zip(*(weights(model).values() for model in models)):
+                self.assertTrue(torch.equal(one, other))
+
+    def test_a_clip_over_several_optimizers(self):
+        """Two of ours and one of torch's."""
+        ends, norms = [], []
+        for overlap in (True, False):
+            torch.manual_seed(5)
+            layers = torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(3)))
+            optimizers = [*(self.optimizer(layers[i], overlap) for i in range(2)),
+                          torch.optim.AdamW(layers[2].parameters(), lr=0.01)]
+            for step in range(4):
+                layers(torch.randn(8, 6, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+                norms.append(torch.nn.utils.clip_grad_norm_(layers.parameters(), 0.5).item())
+                for optimizer in optimizers:
+                    optimizer.step()
+                layers.zero_grad()
+            ends.append(layers)
+        self.assertLess(furthest(*ends), 1e-4)
+        self.assertGreater(min(norms), 0.5)
+        for one, other in zip(norms[:4], norms[4:]):
+            self.assertAlmostEqual(one / other, 1, delta=1e-4)
+
+    def test_a_step_that_is_left_out_for_its_norm(self):
+        model, reference = Model(), Model()
+        optimizer, other = self.optimizer(model, True), self.optimizer(reference, True)
+        for step in range(4):
+            if step == 2:
+                before = weights(model)
+                (1000 * loss_of(model, batch(77))).backward()
+                self.assertGreater(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), 10)
+                optimizer.zero_grad()
+                for name, value in weights(model).items():
+                    self.assertTrue(torch.equal(value, before[name]), name)
+            for each, theirs in ((model, optimizer), (reference, other)):
+                loss_of(each, batch(step)).backward()
+                self.assertLess(torch.nn.utils.clip_grad_norm_(each.parameters(), 1.0), 10)
+                theirs.step()
+                theirs.zero_grad()
+        for one, other in zip(weights(model).values(), weights(reference).values()):
+            self.assertTrue(torch.equal(one, other))
+
+    def test_a_norm_that_is_not_finite(self):
+        model, optimizer = self.begun()
+        optimizer.zero_grad()
+        before = weights(model)
+        (loss_of(model, batch(2)) * torch.inf).backward()
+        with self.assertRaisesRegex(RuntimeError, "cannot be clipped"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+        self.assertFalse(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite())
+        optimizer.step()
+        self.assertRegex(optimizer.skipped, "gradient of .* is (nan|-?inf)")
+        for name, value in weights(model).items():
+            self.assertTrue(torch.equal(value, before[name]), name)
+
+    def test_grad_scaler(self):
+        for clip in (None, "scaled", "unscaled", "max_norm"):
+            def step_of(model, optimizer, step):
+                if step == 0:
+                    self.scaler = torch.amp.GradScaler("cpu", init_scale=1000.0, growth_interval=3)
+                if step == 2:  # An overflow.
+                    self.scaler.scale(loss_of(model, batch(70)) * torch.inf).backward()
+                    scale = self.scaler.get_scale()
+                    if clip == "unscaled":
+                        self.scaler.unscale_(optimizer)
+                    self.scaler.step(optimizer)
+                    self.scaler.update()
+                    self.assertEqual(self.scaler.get_scale(), scale / 2)
+                    self.assertRegex(optimizer.skipped, "gradient of .* is (nan|-?inf)")
+                    optimizer.zero_grad()
+                self.scaler.scale(loss_of(model, batch(step))).backward()
+                norms = []
+                if clip == "unscaled":
+                    self.scaler.unscale_(optimizer)
+                if clip in ("scaled", "unscaled"):
+                    norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05).item())
+                self.scaler.step(optimizer)
+                self.scaler.update()
+                optimizer.zero_grad()
+                return [*norms, self.scaler.get_scale(), *([] if norms else [optimizer.grad_norm])]
+
+            for update in ("wait", "speculate"):
+                with self.subTest(clip=clip, update=update):
+                    self.assert_like_torch(step_of, 7, update=update, **({"max_norm": 0.05} if clip == "max_norm" else {}))
+
+    def test_hyper_parameters_that_are_set_after_backward(self):
+        def step_of(model, optimizer, step):
+            loss_of(model, batch(step)).backward()
+            if step == 3:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), torch.inf)
+            optimizer.param_groups[0]["lr"] = 0.01 * (step + 1)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        self.assert_same(step_of)
+        self.assert_same(step_of, update="speculate")
+
     # ------------------------------------------------------------ what is taken back
 
     def test_zero_grad_without_step_takes_everything_back(self):
@@ -323,19 +491,43 @@ class OverlapTest(unittest.TestCase):
         loss_of(model, batch(1)).backward()
         return model, optimizer
 
-    def test_clipping_by_torchs_functions(self):
+    def test_clipping_that_the_service_cannot_do(self):
         model, optimizer = self.begun()
-        for clip in (lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-                     lambda: torch.nn.utils.clip_grad_value_(model.parameters(), 1.0),
-                     lambda: torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, torch.tensor(2.0)),
-                     lambda: torch.nn.utils.clip_grad_norm_(p for p in [model.scalar])):
-            with self.assertRaisesRegex(RuntimeError, "max_norm="):
-                clip()
-        optimizer.step()
         other = torch.nn.Linear(2, 2)
         other(torch.ones(2)).sum().backward()
+        utils = torch.nn.utils
+        for error, said, clip in (
+                (RuntimeError, "too late", lambda: utils.clip_grad_value_(model.parameters(), 1.0)),
+                (RuntimeError, "1 of the 7", lambda: utils.clip_grad_norm_((p for p in [model.scalar]), 1.0)),
+                (RuntimeError, "1 of the 7", lambda: utils.clip_grads_with_norm_(model.scalar, 1.0, 2.0)),
+                (ValueError, "2-norm", lambda: utils.clip_grad_norm_(model.parameters(), 1.0, float("inf"))),
+                (ValueError, "positive", lambda: utils.clip_grad_norm_(model.parameters(), 0)),
+                (RuntimeError, "whether they have .grad", lambda: utils.clip_grad_norm_(
+                    [p for p in model.parameters() if p.grad is not None], 1.0)),
+                (RuntimeError, "float..inf", lambda: utils.get_total_norm([p.grad for p in model.parameters()]))):
+            with self.assertRaisesRegex(error, said):
+                clip()
+        optimizer.step()
+        self.assertIsNone(optimizer.skipped)
+        self.assertEqual(optimizer.clip_coefficient, 1)
+        self.assertGreater(torch.nn.utils.get_total_norm([other.weight.grad]), 0)
         self.assertGreater(torch.nn.utils.clip_grad_norm_(other.parameters(), 0.1), 0.1)
         self.assertLess(other.weight.grad.norm(), 0.11)
+
+    def test_what_comes_after_a_clip(self):
+        model, optimizer = self.begun()
+        clip = functools.partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()), 0.1)
+        clip()
+        with self.assertRaisesRegex(ballast.FailedPreconditionError, "a backward after clip_grad_norm_"):
+            loss_of(model, batch(2)).backward()
+        with self.assertRaisesRegex(RuntimeError, "was changed after clip_grad_norm_"):
+            optimizer.step()
+        optimizer.zero_grad()
+        loss_of(model, batch(2)).backward()
+        clip()
+        optimizer.step()
+        self.assertIsNone(optimizer.skipped)
+        self.assertLess(optimizer.clip_coefficient, 1)
 
     def test_a_clip_function_under_another_name_is_told(self):
         code = """
@@ -345,7 +537,7 @@ from torch.nn.utils import clip_grad_norm_
 import ballast.torch.patches as patches
 warnings.simplefilter("error")
 try:
-    patches.register(None, [])
+    patches.register(None, {})
 except UserWarning as warning:
     print(warning)
 """ % sys.path
@@ -398,20 +590,6 @@ except UserWarning as warning:
         with self.assertRaisesRegex(RuntimeError, "embedding.weight is sparse"):
             dense(embedding(torch.tensor([1, 2]))).sum().backward()
 
-    def test_hyper_parameters_and_loss_scales_come_before_backward(self):
-        model, optimizer = self.begun()
-        optimizer.param_groups[0]["lr"] = 0.5
-        with self.assertRaisesRegex(RuntimeError, "lr"):
-            optimizer.step()
-        optimizer.zero_grad()
-        loss_of(model, batch(1)).backward()
-        optimizer.step()
-        self.assertIsNone(optimizer.skipped)
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        scaler.scale(loss_of(model, batch(2))).backward()
-        with self.assertRaisesRegex(RuntimeError, "overlap=False"):
-            scaler.step(optimizer)
-
     def test_more_backwards_than_were_promised(self):
         model, optimizer = self.begun(accumulation_steps=1)
         with self.assertRaisesRegex(ballast.BallastError, "max_micro_steps"):
@@ -436,7 +614,7 @@ except UserWarning as warning:
         optimizer = self.optimizer(model, True, service=service.address, timeout=5.0)
         loss_of(model, batch(0)).backward()
         optimizer.step()
-        os.kill(service.pid, signal.SIGKILL)
+        kill_service(service.pid)
         begun = time.monotonic()
         with self.assertRaises(ballast.BallastError) as raised:
             loss_of(model, batch(1)).backward()
@@ -467,6 +645,21 @@ except UserWarning as warning:
     def test_more_ranks(self):
         self.assert_ranks_same(3, ("fsdp", {"update": "speculate"}), ("ddp", {"gradient_as_bucket_view": True}))
         self.assert_ranks_same(4, ("fsdp", {"replicas": 2}))
+
+    def test_ranks_clip_like_torch(self):
+        cases = [(function, dict(overlap=overlap, service=self.service.address, job=f"{function}-{overlap}"))
+                 for function in ("fsdp_clips", "ddp_clips") for overlap in (True, False)]
+        results = run_ranks("overlap_ranks", 2, cases)
+        for ours, theirs in (results[:2], results[2:]):
+            for (weights, norms), (their_weights, their_norms) in zip(ours, theirs):
+                self.assertGreater(max(norms), 10)
+                for one, other in zip(weights + norms, their_weights + their_norms):
+                    self.assertAlmostEqual(one, other, delta=1e-4 * max(1, abs(other)))
+
+    def test_ranks_that_clip_by_different_norms(self):
+        for said in run_ranks("overlap_ranks", 2, [("clip_differently", dict(
+                service=self.service.address, job="differently"))])[0]:
+            self.assertRegex(said, "max_norm 0.[12] where others have 0.[12]")
 
     def test_ranks_whose_reduction_is_not_seen(self):
         options = dict(service=self.service.address, job="refusals")

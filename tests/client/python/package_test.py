@@ -6,6 +6,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import unittest
@@ -13,9 +14,11 @@ import unittest
 import numpy as np
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "client/python"))
+sys.path[:0] = [str(ROOT / "client/python"), str(ROOT / "tests/support")]
 
 import ballast  # noqa: E402
+import processes  # noqa: E402
+from certificates import Guarded  # noqa: E402
 
 SHAPES = {"w": (30, 20), "b": (7,), "scalar": ()}
 
@@ -30,7 +33,7 @@ class Rank:
     """Three arrays, whose gradient is that of (w - 1)^2 / 2."""
 
     def __init__(self, service, name, rank=0, world_size=1, options=None, **more):
-        self.arrays = [np.full(shape, 0.5, np.float32) for shape in SHAPES.values()]
+        self.arrays, self.max_norm = [np.full(shape, 0.5, np.float32) for shape in SHAPES.values()], 0.0
         self.session = ballast.Session(service, job(name, world_size, **more), self.addresses(), rank=rank,
                                        **(options or {}))
 
@@ -46,7 +49,7 @@ class Rank:
         self.session.begin_step(**settings)
         gradients = [np.asarray(array - 1, np.float32) for array in self.arrays]
         self.session.push_gradients([gradient.ctypes.data for gradient in gradients])
-        decision = self.session.seal()
+        decision = self.session.seal_and_vote(max_norm=self.max_norm)
         self.session.receive_weights()
         return decision
 
@@ -95,8 +98,42 @@ class Package(unittest.TestCase):
         self.assertIn("w", str(client.summary("trains", "w")))
         self.assertEqual(client.job("trains")["committed_step"], 50)
 
+    def test_a_plane_is_summarised_and_a_norm_names_what_was_unused(self):
+        rank = self.rank("summaries")
+        rank.start()
+        rank.step()
+        planes, step, updates = rank.session.summarise(0)
+        self.assertEqual((list(planes), step, updates), (["master", "exp_avg", "exp_avg_sq"], 1, 1))
+        weights = rank.arrays[0].astype(np.float64)
+        self.assertAlmostEqual(planes["master"].norm, np.linalg.norm(weights), places=9)
+        self.assertEqual((planes["master"].min, planes["master"].max), (weights.min(), weights.max()))
+        self.assertEqual((sum(planes["master"].magnitudes), planes["master"].zeros), (600, 0))
+        rank.session.begin_step()
+        rank.session.push_gradients([rank.arrays[0].ctypes.data, None, rank.arrays[2].ctypes.data])
+        norm = rank.session.seal()
+        self.assertEqual((norm.unused_parameters, norm.unused_names, norm.non_finite), (1, ("b",), ""))
+        self.assertTrue(rank.session.vote().applied)
+        rank.session.receive_weights()
+
+    def test_a_step_that_could_not_be_kept_is_counted_as_such(self):
+        rank = self.rank("lost", on_abort="skip")
+        rank.start()
+        rank.step()
+        client = ballast.connect(self.service.address)
+        rank.session.begin_step()
+        client._run("abort-step", "lost")
+        rank.session.push_gradients([array.ctypes.data for array in rank.arrays])
+        self.assertIn("could not be kept", rank.session.seal_and_vote().skip_reason)
+        rank.session.receive_weights()
+        self.assertEqual(rank.step().step, 3)
+        job = client.job("lost")
+        self.assertEqual([job[count] for count in ("applied_steps", "skipped_steps", "not_kept_steps",
+                                                   "coverage_complete_steps")], [2, 1, 1, 2])
+        self.assertIn("complete in 2 of 3 decided steps; 1 could not be kept", client._run("job", "lost"))
+
     def test_settings_of_a_step_count_from_that_step_on(self):
-        rank = self.rank("settings", max_norm=1e-3)
+        rank = self.rank("settings")
+        rank.max_norm = 1e-3
         rank.start()
         before = [array.copy() for array in rank.arrays]
         frozen = [ballast.HyperParameters(lr=0.0, weight_decay=0.0)]
@@ -106,7 +143,7 @@ class Package(unittest.TestCase):
         elements = sum(array.size for array in rank.arrays)
         self.assertAlmostEqual(decision.norm, 0.5 * elements ** 0.5 / 8, places=5)
         self.assertLess(decision.clip_coefficient, 0.01)
-        again = self.rank("settings", max_norm=1e-3)
+        again = self.rank("settings")
         self.assertEqual(again.session.trainer_state, b"a\0b")
         self.assertEqual(again.session.committed_step, 1)
 
@@ -162,7 +199,7 @@ class Package(unittest.TestCase):
             (ValueError, "errors", lambda: ballast.Session(self.service.address, job("a/b"), rank.addresses())),
             (ValueError, "unused_policy", lambda: self.rank("errors", unused_policy="perhaps")),
             (ValueError, "2 addresses", lambda: ballast.Session(self.service.address, job("x"), [1, 2])),
-            (RuntimeError, "max_norm", lambda: self.rank("errors", max_norm=3.0)),
+            (RuntimeError, "on_abort", lambda: self.rank("errors", on_abort="skip")),
             (LookupError, "nothing", lambda: self.rank("errors", options=dict(job_uid="nothing"))),
             (RuntimeError, "BeginStep", lambda: rank.session.seal()),
             (ValueError, "divisors", lambda: rank.session.begin_step(divisors=[1.0, 2.0])),
@@ -182,6 +219,37 @@ class Package(unittest.TestCase):
         rank.session.close()
         with self.assertRaisesRegex(RuntimeError, "the session is closed"):
             rank.step()
+
+    def test_trains_over_tls_with_a_token_until_it_is_revoked(self):
+        with tempfile.TemporaryDirectory() as name:
+            guarded = Guarded(pathlib.Path(name), role="trainer", jobs="mine-*")
+            service = processes.Service(ballast._files.program("ballastd"), pathlib.Path(name), *guarded.flags,
+                                        "--memory-limit=256MiB", "--shared-memory=never")
+            self.addCleanup(service.stop)
+            given = dict(tls_ca=str(guarded.authority.certificate), token_file=str(guarded.token))
+            rank = Rank(service.address, "mine-1", options=given | dict(timeout=20.0, reconnect_timeout=20.0))
+            self.addCleanup(rank.session.close)
+            rank.start()
+            self.assertTrue(rank.step().applied)
+            client = ballast.connect(service.address, **given)
+            self.assertEqual([job["committed_step"] for job in client.jobs()], [1])
+            with self.assertRaisesRegex(PermissionError, "token:test is nobody of job other"):
+                Rank(service.address, "other", options=given)
+            with self.assertRaisesRegex(PermissionError, "token:test has no role of operator"):
+                client.load("mine-1")
+            with self.assertRaisesRegex(LookupError, "there is no job mine-2"):
+                client.job("mine-2")
+            with self.assertRaisesRegex(ballast.BallastError, "over TLS or a unix socket only"):
+                ballast.connect(service.address, token_file=str(guarded.token))
+            with self.assertRaisesRegex(ballast.BallastError, "wants TLS"):
+                ballast.connect(service.address, timeout=5)
+            guarded.know()
+            with self.assertRaisesRegex(PermissionError, "knows no such token"):
+                for _ in range(3000):
+                    rank.step()
+                    time.sleep(0.01)
+            with self.assertRaisesRegex(PermissionError, "knows no such token"):
+                ballast.connect(service.address, **given)
 
     def test_a_wait_ends_by_its_timeout_and_by_ctrl_c(self):
         def first_of_two(name, **options):

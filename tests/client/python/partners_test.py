@@ -4,6 +4,7 @@
 Each case trains twice, with a seed of its own, and the two runs differ in the optimizer alone.
 """
 
+import functools
 import logging
 import os
 import pathlib
@@ -101,14 +102,19 @@ class HuggingFaceTrainer(Partner):
         return [entry[what] for entry in trainer.state.log_history if what in entry]
 
     def test_clipping_accumulation_and_a_schedule(self):
-        runs = [self.trainer(self.folder(), optimizer) for optimizer in (self.ours, self.theirs)]
+        def overlapping(model):
+            return self.ours(model, job="overlapping", overlap=True)
+
+        runs = [self.trainer(self.folder(), optimizer) for optimizer in (self.theirs, self.ours, overlapping)]
         for run in runs:
             run.train()
-        self.assert_same_losses(*map(self.losses, runs), self.STEPS)
-        norms = [self.losses(run, "grad_norm") for run in runs]
-        self.assertGreater(max(norms[1]), 0.7)  # It clips.
-        for a, b in zip(*norms):
-            self.assertAlmostEqual(a, b, places=3)
+        losses, norms = ([self.losses(run, what) for run in runs] for what in ("loss", "grad_norm"))
+        self.assertTrue(runs[2].optimizer.optimizer.overlap)
+        self.assertGreater(max(norms[0]), 0.7)  # It clips.
+        for ours in (1, 2):
+            self.assert_same_losses(losses[ours], losses[0], self.STEPS)
+            for a, b in zip(norms[ours], norms[0]):
+                self.assertAlmostEqual(a, b, places=3)
 
     def test_clipping_on_the_service(self):
         run = self.trainer(self.folder(), lambda model: self.ours(model, max_norm=0.7))
@@ -165,14 +171,15 @@ class Accelerate(Partner):
             self.assertFalse(accelerator.optimizer_step_was_skipped)
         return losses
 
-    def ours(self, parameters):
-        return ballast.torch.AdamW(parameters, lr=3e-3, **self.job())
+    def ours(self, parameters, **more):
+        return ballast.torch.AdamW(parameters, lr=3e-3, **self.job(), **more)
 
     def theirs(self, parameters):
         return torch.optim.AdamW(parameters, lr=3e-3)
 
     def test_accumulation_clipping_and_a_schedule(self):
-        ours, theirs = (self.train(*self.prepare(make)) for make in (self.ours, self.theirs))
+        ours, theirs = (self.train(*self.prepare(make))
+                        for make in (functools.partial(self.ours, overlap=True), self.theirs))
         self.assert_same_losses(ours, theirs, self.STEPS)
 
     def test_saves_and_goes_on(self):
@@ -254,7 +261,10 @@ class Lightning(Partner):
         self.assert_same_losses(modules[0].losses, modules[1].losses, 3 * self.STEPS)
 
     def test_manual_optimization(self):
-        modules = [self.module(make, manual=True) for make in (self.ours, self.theirs)]
+        def ours(parameters):
+            return ballast.torch.AdamW(parameters, lr=3e-3, overlap=True, **self.job())
+
+        modules = [self.module(make, manual=True) for make in (ours, self.theirs)]
         for module in modules:
             self.fit(module)
         self.assert_same_losses(modules[0].losses, modules[1].losses, 3 * self.STEPS)

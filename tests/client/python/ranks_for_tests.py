@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import pathlib
+import signal
 import sys
 import tempfile
 import time
@@ -17,6 +18,24 @@ for _folder in (ROOT / "client/python", pathlib.Path(__file__).resolve().parent)
     if str(_folder) not in sys.path:
         sys.path.insert(0, str(_folder))
 _SECONDS = 300
+
+
+def kill_service(pid):
+    """SIGKILL to ballastd. Returns when the process that served behind it has ended, too, which is a little later."""
+    children = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while any(_lives(child) for child in children):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"processes {children} outlive {pid}")
+        time.sleep(0.002)
+
+
+def _lives(pid):
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def run_ranks(module, world_size, cases, may_die=()):

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 import ballast
 import ballast.torch
 from ballast.torch.binding import Binding
-from fsdp_ranks import Model, assert_near, batch, loss_of, mesh_of, named, shard, used_seldom, whole
+from fsdp_ranks import TOLERANCE, Model, assert_near, batch, loss_of, mesh_of, named, shard, used_seldom, whole
 
 
 def new(job, service, world_size, seed=None, **options):
@@ -87,6 +87,29 @@ def goes_on_from_a_distributed_checkpoint(rank, world_size, service, job, folder
     return small
 
 
+def takes_a_state_and_goes_on(rank, world_size, service, job, file):
+    """Two steps, a state of each rank, two more steps, and the trainers die. The digest of six steps in one go."""
+    straight, optimizer = new(f"{job}-straight", service, world_size)
+    train(straight, optimizer, rank, 6)
+    optimizer.close()
+    model, optimizer = new(job, service, world_size)
+    train(model, optimizer, rank, 2)
+    torch.save(optimizer.state_dict(), f"{file}.{rank}")
+    train(model, optimizer, rank, 2, begin=2)
+    optimizer.close()
+    return digest(straight)
+
+
+def goes_on_from_its_state(rank, world_size, service, job, file, steps):
+    """From the state of two steps, whatever the job has done since."""
+    model, optimizer = new(job, service, world_size, seed=7)
+    optimizer.load_state_dict(torch.load(f"{file}.{rank}", weights_only=True))
+    assert optimizer._binding.step_count == 2, optimizer._binding.step_count
+    train(model, optimizer, rank, steps, begin=2)
+    optimizer.close()
+    return digest(model)
+
+
 def torch_goes_on_with_the_full_state(rank, world_size, service, job):
     """Three steps of ours, then two of torch's with the moments that ours had, beside ours."""
     sharded, ours = new(job, service, world_size, full_state=True, amsgrad=True, weight_decay=0.1)
@@ -118,6 +141,38 @@ def torch_goes_on_with_the_full_state(rank, world_size, service, job):
         assert_near(alone, sharded, step)
     ours.close()
     return True
+
+
+def goes_on_with_the_moments_of_torch(rank, world_size, service, job, sharded=True):
+    """Three steps of torch's, then two of a new job of ours that was given its moments, beside torch's. Without
+    shards each rank has all, and the same gradients, as with DDP."""
+    model = shard(Model(), mesh_of(world_size, 1)) if sharded else Model()
+    data = rank if sharded else 0
+    theirs = torch.optim.AdamW(named(model), lr=0.02, amsgrad=True, weight_decay=0.1)
+    train(model, theirs, data, 3)
+    continued, ours = new(job, service, world_size if sharded else 0, seed=7, lr=0.5)
+    ours.load_state_dict(theirs.state_dict())
+    continued.load_state_dict(model.state_dict())
+    for step in (3, 4):
+        ours.zero_grad()
+        loss_of(continued, batch(step, data), used_seldom(step)).backward()
+        for (_, p), (_, q) in zip(named(model), named(continued)):
+            p.grad = None if q.grad is None else q.grad.clone()
+        ours.step()
+        theirs.step()
+        for (name, p), (_, q) in zip(named(model), named(continued)):
+            assert_near_each(name, whole(p), whole(q), step)
+    assert ours.param_groups[0]["job_step"] == 5, ours.param_groups[0]["job_step"]
+    updates = {name: ours._binding.read_state(dict(named(continued))[name], "exp_avg")[1]
+               for name in ("layers.0.bias", "seldom.bias", "never.bias")}
+    assert updates == {"layers.0.bias": 5, "seldom.bias": 2, "never.bias": 0}, updates
+    ours.close()
+    return True
+
+
+def assert_near_each(name, theirs, ours, step):
+    far = ((ours.double() - theirs.double()).abs().max() / theirs.double().abs().max()).item()
+    assert far <= TOLERANCE, (step, name, far)
 
 
 def state_of_a_new_optimizer(rank, world_size, service, job):
@@ -201,14 +256,14 @@ def elastic(folder, service):
     begin = optimizer.attach(create=True)
     if rank == 1 and attempt == 0:
         session = optimizer._binding.session
-        seal = session.seal
+        seal_and_vote = session.seal_and_vote
 
-        def die(micro_steps):
+        def die(*arguments, **options):
             if session.committed_step == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return seal(micro_steps)
+            return seal_and_vote(*arguments, **options)
 
-        session.seal = die
+        session.seal_and_vote = die
     train(model, optimizer, rank, 5 - begin, begin=begin)
     pathlib.Path(folder, f"{rank}-{attempt}").write_text(f"{begin} {digest(model)}")
     optimizer.close()

@@ -8,6 +8,7 @@ import time
 import torch
 import torch._dynamo  # Which torch otherwise imports when the ranks are separate.
 import torch.distributed as dist
+from ranks_for_tests import kill_service
 
 import ballast
 import ballast.torch
@@ -120,7 +121,7 @@ def service_goes_away(rank, world_size, service, job, pid):
     train(parallel, optimizer, rank, 2)
     dist.barrier()
     if rank == 0:
-        os.kill(pid, signal.SIGKILL)
+        kill_service(pid)
     backward(parallel, 2, rank)
     return error_of(optimizer.step)
 

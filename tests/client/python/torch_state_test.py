@@ -31,7 +31,8 @@ class StateTest(StatesTest):
                 self.assertGreater(min(full), 13 + 200)
 
     def test_torch_goes_on_with_the_full_state(self):
-        self.ranks(2, ("torch_goes_on_with_the_full_state", {}))
+        self.ranks(2, ("torch_goes_on_with_the_full_state", {}), ("goes_on_with_the_moments_of_torch", {}),
+                   ("goes_on_with_the_moments_of_torch", {"sharded": False}))
 
     def test_weights_that_were_written_meanwhile(self):
         for text in self.ranks(2, ("written_weights_are_found", {}))[0]:

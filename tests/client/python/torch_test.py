@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 import unittest
+import warnings
 from unittest import mock
 
 import torch
@@ -258,8 +259,15 @@ class TorchTest(unittest.TestCase):
         before = copy.deepcopy(model.state_dict())
         loss_of(model, batch(2)).backward()
         model.inner.weight.grad[3, 4] = torch.inf
-        optimizer.step()
+        with self.assertWarnsRegex(UserWarning, r"step 3 changed nothing: .*inner.weight.* \(0 skipped before"):
+            optimizer.step()
         self.assertIn("inner.weight", optimizer.skipped)
+        with warnings.catch_warnings():  # One of a hundred is told.
+            warnings.simplefilter("error")
+            for _ in range(99):
+                optimizer.step()
+        with self.assertWarnsRegex(UserWarning, r"100 skipped before"):
+            optimizer.step()
         for name, value in model.state_dict().items():
             self.assertTrue(torch.equal(value, before[name]), name)
         self.train(model, optimizer, 1)
@@ -306,16 +314,41 @@ class TorchTest(unittest.TestCase):
 
     def test_attach_takes_the_jobs_weights(self):
         first = Model()
-        self.train(first, self.optimizer(first, job="attach"), 2)
+        running = self.optimizer(first, job="attach")
+        self.train(first, running, 1)
         second = Model()
-        with self.assertRaisesRegex(RuntimeError, r"already at step 2: call attach\(\)"):
+        with self.assertRaisesRegex(RuntimeError, r"already at step 1: call attach\(\)"):
             self.train(second, self.optimizer(second, job="attach"), 1)
+        self.train(first, running, 1, begin=1)  # A run that is refused has taken nothing from it.
         optimizer = self.optimizer(second, job="attach")
         optimizer.attach()
         self.assertEqual(furthest(second, first), 0)
         self.train(second, optimizer, 1, begin=2)
-        with self.assertRaisesRegex(RuntimeError, "has no weights yet"):
+        with self.assertRaisesRegex(LookupError, r"no job unknown \(there are: .*attach.*\); attach\(create"):
             self.optimizer(Model(), job="unknown").attach()
+        self.assertNotIn("unknown", [job["name"] for job in ballast.connect(self.service.address).jobs()])
+
+    def test_an_optimizer_that_has_lost_its_rank_attaches_again(self):
+        first, second = Model(), Model()
+        loser, taker = self.optimizer(first), self.optimizer(second)
+        self.train(first, loser, 2)
+        self.assertEqual(taker.attach(), 2)
+        with self.assertRaisesRegex(ballast.AbortedError, "attached again"):
+            self.train(first, loser, 1, begin=2)
+        with self.assertRaisesRegex(RuntimeError, r"interrupted; attach\(\) takes the job's weights"):
+            loser.step()
+        self.train(second, taker, 1, begin=2)
+        taker.close()
+        self.assertEqual(loser.attach(), 3)
+        self.assertEqual(furthest(first, second), 0)
+        self.train(first, loser, 1, begin=3)
+        loser.close()
+        self.assertEqual(taker.attach(), 4)  # Its own step is no state that was loaded.
+        self.assertEqual(furthest(first, second), 0)
+        with mock.patch.object(taker._binding.session, "push_gradients",
+                               side_effect=ballast.AbortedError("a new process has taken rank 0 of job x")):
+            with self.assertRaisesRegex(ballast.AbortedError, "of job x; .*give each training a job= of its own"):
+                self.train(second, taker, 1, begin=4)
 
     def test_state_of_another_job_or_step_is_refused(self):
         model = Model()
@@ -326,11 +359,11 @@ class TorchTest(unittest.TestCase):
         self.train(model, optimizer, 1)
         with self.assertRaisesRegex(RuntimeError, "is at step 2, the state that was loaded at step 1"):
             self.optimizer(Model(), job="mine").load_state_dict(state)
-        with self.assertRaises(LookupError):
+        with self.assertRaisesRegex(LookupError, "the state that was loaded is of job mine, and not of other"):
             self.optimizer(Model(), job="other").load_state_dict(state)
         with self.assertRaisesRegex(RuntimeError, "already made steps"):
             optimizer.load_state_dict(state)
-        with self.assertRaisesRegex(ValueError, "exp_avg and is another optimizer's"):
+        with self.assertRaisesRegex(RuntimeError, "already made steps"):
             other = Model()
             theirs = torch.optim.AdamW(names(other))
             self.train(other, theirs, 1)
@@ -368,6 +401,16 @@ class TorchTest(unittest.TestCase):
                                  (dict(update="later"), "update"), (dict(service="x:1"), "job=")):
             with self.assertRaisesRegex(ValueError, message):
                 ballast.torch.AdamW(names(model), **options)
+
+    def test_it_says_who_it_is_with_the_files_that_it_is_given(self):
+        model = Model()
+        for options, message in ((dict(token_file="/no/token"), "over TLS or a unix socket only"),
+                                 (dict(tls_ca="/no/ca.pem"), "/no/ca.pem cannot be read"),
+                                 (dict(tls_cert="/no/a.pem"), "give both")):
+            optimizer = ballast.torch.AdamW(names(model), service="127.0.0.1:1", job="x", **options)
+            self.addCleanup(optimizer.close)
+            with self.assertRaisesRegex(ValueError, message):
+                self.train(model, optimizer, 1)
 
     def test_what_changes_behind_its_back_is_told(self):
         def trained(job):
@@ -431,8 +474,12 @@ class TorchTest(unittest.TestCase):
         self.assertLess(furthest(ours, theirs), TOLERANCE)
         self.assertTrue(optimizer._binding.session.shares_memory)
         pid = optimizer._binding.owned_service.pid
+        with self.assertWarnsRegex(UserWarning, "only within this run: .*checkpoint_dir"):
+            state = optimizer.state_dict()
         optimizer.close()
         self.assertFalse(pathlib.Path("/proc", str(pid)).exists())
+        with self.assertRaisesRegex(LookupError, r"of step 3 .*ended with its run \(service=None\): give service="):
+            self.optimizer(Model(), service=None, job=None).load_state_dict(state)
 
     def test_two_optimizers_beside_each_other_and_data_loaders(self):
         models = [Model(), Model()]

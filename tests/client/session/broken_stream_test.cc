@@ -159,7 +159,7 @@ class BrokenStream : public testing::TestWithParam<Case> {
       }
       BALLAST_RETURN_IF_ERROR(session.EndMicroStep(m, {}));
     }
-    BALLAST_ASSIGN_OR_RETURN(const StepDecision decision, session.Seal(micro_steps_));
+    BALLAST_ASSIGN_OR_RETURN(const StepDecision decision, session.Seal(micro_steps_, SmallVote()));
     EXPECT_EQ(decision.step, step);
     EXPECT_EQ(decision.applied, applies);
     EXPECT_EQ(decision.norm, static_cast<double>(step) / 4);

@@ -67,12 +67,12 @@ TEST_F(DiscardTest, EndsTheAttemptAndTheNextCarriesItsNumber) {
   // Nothing is open until the next attempt is begun.
   EXPECT_THAT(PushChunk(0),
               IsError(absl::StatusCode::kFailedPrecondition, HasSubstr("Push before BeginStep")));
-  EXPECT_EQ(session_->Seal(1).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(session_->Seal(1, SmallVote()).status().code(), absl::StatusCode::kFailedPrecondition);
   ASSERT_TRUE(session_->BeginStep({.scale = {.loss_scale = 8}}).ok());
   ASSERT_TRUE(PushChunk(1).ok());
   ASSERT_TRUE(session_->EndMicroStep(0, {}).ok());
   std::thread service = When("seal 5 attempt 1 of 1", [&] { Decide(5, false); });
-  EXPECT_TRUE(session_->Seal(1).ok());
+  EXPECT_TRUE(session_->Seal(1, SmallVote()).ok());
   service.join();
   Commit(5);
   ASSERT_TRUE(session_->ReceiveWeights().ok());
@@ -110,11 +110,12 @@ TEST_F(DiscardTest, OfADecidedStepIsRefused) {
 TEST_F(DiscardTest, ThatIsNotAnsweredInTimeIsWaitedForAgain) {
   options_.seal_timeout = absl::Milliseconds(1);
   OpenAndBegin();
-  ASSERT_EQ(session_->Seal(1).status().code(), absl::StatusCode::kDeadlineExceeded);
+  ASSERT_EQ(session_->Seal(1, SmallVote()).status().code(), absl::StatusCode::kDeadlineExceeded);
   EXPECT_THAT(session_->Discard(),
               IsError(absl::StatusCode::kDeadlineExceeded, HasSubstr("the answer to the discard")));
-  for (const absl::Status& status : {session_->Seal(1).status(), session_->EndMicroStep(0, {}),
-                                     session_->BeginStep({}), session_->ReadWeights()}) {
+  for (const absl::Status& status :
+       {session_->Seal(1, SmallVote()).status(), session_->EndMicroStep(0, {}),
+        session_->BeginStep({}), session_->ReadWeights()}) {
     EXPECT_THAT(status,
                 IsError(absl::StatusCode::kFailedPrecondition, HasSubstr("call Discard again")));
   }
@@ -127,21 +128,21 @@ TEST_F(DiscardTest, ThatIsNotAnsweredInTimeIsWaitedForAgain) {
 TEST_F(DiscardTest, ALateRefusalOfTheOldSealLeavesTheNewOneWhereItIs) {
   options_.seal_timeout = absl::Milliseconds(1);
   OpenAndBegin();
-  ASSERT_EQ(session_->Seal(1).status().code(), absl::StatusCode::kDeadlineExceeded);
+  ASSERT_EQ(session_->Seal(1, SmallVote()).status().code(), absl::StatusCode::kDeadlineExceeded);
   std::thread service = When("discard 5", [&] { TellDiscarded(5, 1); });
   while (!session_->Discard().ok()) continue;
   service.join();
   ASSERT_TRUE(session_->BeginStep({}).ok());
-  ASSERT_EQ(session_->Seal(1).status().code(), absl::StatusCode::kDeadlineExceeded);
+  ASSERT_EQ(session_->Seal(1, SmallVote()).status().code(), absl::StatusCode::kDeadlineExceeded);
   Refuse(5, "rank 1 has discarded attempt 0", /*attempt=*/0);
-  EXPECT_EQ(session_->Seal(1).status().code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(session_->Seal(1, SmallVote()).status().code(), absl::StatusCode::kDeadlineExceeded);
   // And it is still the seal that a new stream is sent.
   fake_->opened = {At(1, 5)};
   fake_->Break(absl::UnavailableError("connection lost"));
   ASSERT_TRUE(fake_->AwaitStream(2, 2));
   EXPECT_THAT(fake_->names(2), ElementsAre("open", "seal 5 attempt 1 of 1"));
   Refuse(5, "something is missing", /*attempt=*/1);
-  ASSERT_EQ(session_->Seal(1).status().code(), absl::StatusCode::kDeadlineExceeded);
+  ASSERT_EQ(session_->Seal(1, SmallVote()).status().code(), absl::StatusCode::kDeadlineExceeded);
   EXPECT_THAT(fake_->names(2),
               ElementsAre("open", "seal 5 attempt 1 of 1", "seal 5 attempt 1 of 1"));
 }
@@ -170,7 +171,7 @@ TEST_F(DiscardTest, IsSentAgainOnANewStreamWhateverTheServiceHasOfIt) {
     ASSERT_TRUE(PushChunk(0, [&] { ++released; }).ok());
     ASSERT_TRUE(session_->EndMicroStep(0, {}).ok());
     // The seal goes with the attempt.
-    ASSERT_EQ(session_->Seal(1).status().code(), absl::StatusCode::kDeadlineExceeded);
+    ASSERT_EQ(session_->Seal(1, SmallVote()).status().code(), absl::StatusCode::kDeadlineExceeded);
     fake_->opened = {each.opened};
     fake_->opened[0].set_micro_steps_ended(1);
     std::thread broken =
@@ -245,7 +246,7 @@ TEST_F(DiscardTest, VoidsTheWeightsThatCameAhead) {
     for (const int chunk : {0, 2, 3, 4}) SendWeights(5, chunk, {WeightsOf(chunk)});
     Commit(5);
   });
-  EXPECT_TRUE(session_->Seal(1).ok());
+  EXPECT_TRUE(session_->Seal(1, SmallVote()).ok());
   service.join();
   ASSERT_TRUE(session_->ReceiveWeights().ok());
   EXPECT_THAT(complete, ElementsAre(1, 0, 2, 3, 4));

@@ -143,7 +143,7 @@ TEST_F(SharedGradientsTest, ThatAreFinalKeepTheirPlaceUntilTheNextStep) {
   EXPECT_FALSE(shared(1));
   EXPECT_EQ(file_.gradient(1), std::string(512, 'b'));
   Decide(5, false);
-  ASSERT_TRUE(session_->Seal(1).ok());
+  ASSERT_TRUE(session_->Seal(1, SmallVote()).ok());
   Commit(5);
   ASSERT_TRUE(session_->ReceiveWeights().ok());
   ASSERT_TRUE(session_->BeginStep({}).ok());

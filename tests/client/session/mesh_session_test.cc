@@ -75,7 +75,7 @@ class MeshRank {
       for (const int chunk : chunks()) BALLAST_RETURN_IF_ERROR(Push(chunk, m));
       BALLAST_RETURN_IF_ERROR(session_->EndMicroStep(m, {}));
     }
-    BALLAST_ASSIGN_OR_RETURN(StepDecision decision, session_->Seal(kMicroSteps));
+    BALLAST_ASSIGN_OR_RETURN(StepDecision decision, session_->Seal(kMicroSteps, SmallVote()));
     BALLAST_RETURN_IF_ERROR(session_->ReceiveWeights());
     return decision;
   }

@@ -44,6 +44,8 @@ inline std::string NameOf(const v1::TrainRequest& message) {
     case v1::TrainRequest::kSeal:
       return absl::StrCat("seal ", message.seal().step(), NameOfAttempt(message.seal().attempt()),
                           " of ", message.seal().micro_steps());
+    case v1::TrainRequest::kVote:
+      return absl::StrCat("vote ", message.vote().step(), NameOfAttempt(message.vote().attempt()));
     case v1::TrainRequest::kDiscard:
       return absl::StrCat("discard ", message.discard().step(),
                           NameOfAttempt(message.discard().attempt()));

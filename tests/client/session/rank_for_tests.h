@@ -110,7 +110,7 @@ class RankForTests {
   absl::StatusOr<StepDecision> Step(uint32_t micro_steps, const StepSettings& settings) {
     BALLAST_RETURN_IF_ERROR(session_->BeginStep(settings));
     BALLAST_RETURN_IF_ERROR(PushAll(micro_steps, [](int, uint32_t) { return true; }));
-    BALLAST_ASSIGN_OR_RETURN(StepDecision decision, session_->Seal(micro_steps));
+    BALLAST_ASSIGN_OR_RETURN(StepDecision decision, session_->Seal(micro_steps, SmallVote()));
     BALLAST_RETURN_IF_ERROR(session_->ReceiveWeights());
     return decision;
   }

@@ -14,6 +14,7 @@
 #include "cpu_optimizer_service/common/gradient_norm.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/layout.h"
+#include "tests/client/job_for_tests.h"
 
 namespace ballast::client {
 
@@ -83,7 +84,7 @@ class ReferenceRun {
       }
       group_sums.push_back(SumInOrder(parameter_sums));
     }
-    const Decision decision = Decide(group_sums, scale, job_.max_norm);
+    const Decision decision = Decide(group_sums, scale, SmallVote().clipping);
     if (!decision.apply) return decision;
     ++updates_;
     for (int group = 0; group < layout_.group_count(); ++group) {

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "client/session/session_impl.h"
+#include "proto/convert.h"
 #include "tests/client/job_for_tests.h"
 #include "tests/client/session/fake_transport.h"
 
@@ -32,7 +33,7 @@ class ScriptedSession : public testing::Test {
     fake_ = transport.get();
     transport_ = std::move(transport);
     fake_->attachment.set_uid("u");
-    fake_->attachment.set_generation(3);
+    *fake_->attachment.mutable_generation() = proto::ToProto(Generation(3));
     fake_->attachment.set_committed_step(4);
     options_.job = SmallJob("gpt", 1);
     options_.weights = [this](int chunk) {

@@ -74,13 +74,15 @@ class SendLogTest : public testing::Test {
     });
   }
   // Sends chunks 0 to 2 of step 5 and counts calls of `released` by chunk.
-  static void PushThreeShared(SendLog& log, std::vector<int>& released) {
+  void PushThreeShared(SendLog& log, std::vector<int>& released) {
     for (uint32_t chunk = 0; chunk < 3; ++chunk) {
       v1::GradientHeader header;
       header.set_step(5);
       header.set_chunk(chunk);
       header.set_micro_step_end(1);
-      ASSERT_TRUE(log.SendSharedGradient(header, [&released, chunk] { ++released[chunk]; }).ok());
+      const auto place = absl::MakeConstSpan(memory_).subspan(10 * chunk, 10);
+      ASSERT_TRUE(
+          log.SendSharedGradient(header, place, [&released, chunk] { ++released[chunk]; }).ok());
     }
   }
   static v1::Opened Delivered(uint64_t open_step, uint32_t micro_steps_ended,
@@ -138,7 +140,7 @@ TEST_F(SendLogTest, SharedGradientsTakeNoRoomAndAreReleasedByAcknowledgementAlon
   EXPECT_FALSE(log.Acknowledge(6).ok());
   log.Close(absl::CancelledError("closed"));
   EXPECT_THAT(released, ElementsAre(1, 1, 1));
-  EXPECT_EQ(log.SendSharedGradient({}, [&released] { ++released[0]; }).code(),
+  EXPECT_EQ(log.SendSharedGradient({}, memory_, [&released] { ++released[0]; }).code(),
             absl::StatusCode::kCancelled);
   EXPECT_THAT(released, ElementsAre(2, 1, 1));
   stream_.LetGo();  // Otherwise the log would wait for it.
@@ -154,6 +156,28 @@ TEST_F(SendLogTest, SharedGradientsAreSentAgainIfTheServiceDoesNotHoldThem) {
   EXPECT_THAT(released, ElementsAre(0, 1, 0));
   ASSERT_TRUE(log.Acknowledge(3).ok());
   EXPECT_THAT(released, ElementsAre(1, 1, 1));
+}
+
+TEST_F(SendLogTest, SharedGradientsAreSentWithTheirBytesOnceTheServiceSharesNothing) {
+  SendLog log(100);
+  std::vector<int> released(3);
+  ASSERT_NO_FATAL_FAILURE(PushThreeShared(log, released));
+  log.SharesNothing();
+  EXPECT_EQ(log.unacknowledged_bytes(), 30);
+  log.Resume(stream_, Delivered(5, 0, {{1, 1}}));
+  EXPECT_THAT(stream_.names, ElementsAre("gradient 5 chunk 0 [0, 1)", "gradient 5 chunk 2 [0, 1)"));
+  EXPECT_THAT(stream_.payloads, ElementsAre(memory_.data(), memory_.data() + 20));
+  EXPECT_EQ(log.unacknowledged_bytes(), 20);
+  v1::GradientHeader header;
+  header.set_step(5);
+  header.set_chunk(3);
+  const auto place = absl::MakeConstSpan(memory_).subspan(30, 10);
+  ASSERT_TRUE(log.SendSharedGradient(header, place, [&released] { ++released[1]; }).ok());
+  EXPECT_EQ(stream_.payloads.back(), place.data());
+  stream_.LetGo();
+  ASSERT_TRUE(log.Acknowledge(4).ok());
+  EXPECT_THAT(released, ElementsAre(1, 2, 1));
+  EXPECT_EQ(log.unacknowledged_bytes(), 0);
 }
 
 TEST_F(SendLogTest, BlocksUntilAcknowledgedWhenFull) {

@@ -23,12 +23,12 @@ class SessionImplTest : public ScriptedSession {
 TEST_F(SessionImplTest, OpensWithTheAttachment) {
   ASSERT_TRUE(Open().ok());
   EXPECT_EQ(session_->job_uid(), "u");
-  EXPECT_EQ(session_->generation(), 3u);
+  EXPECT_EQ(session_->generation(), Generation(3));
   EXPECT_EQ(session_->committed_step(), 4u);
   const v1::OpenTrain open = fake_->sent().at(0).open();
   EXPECT_EQ(open.name(), "jobs/gpt");
   EXPECT_EQ(open.uid(), "u");
-  EXPECT_EQ(open.generation(), 3u);
+  EXPECT_EQ(open.generation().count(), 3u);
   EXPECT_EQ(open.process_id(), fake_->last_attach.process_id());
 }
 
@@ -59,7 +59,7 @@ TEST_F(SessionImplTest, AWholeStepPutsWeightsInPlace) {
     }
     Commit(5);
   });
-  const absl::StatusOr<StepDecision> decision = session_->Seal(1);
+  const absl::StatusOr<StepDecision> decision = session_->Seal(1, SmallVote());
   service.join();
   ASSERT_TRUE(decision.ok()) << decision.status();
   EXPECT_EQ(decision->step, 5u);
@@ -152,11 +152,11 @@ TEST_F(SessionImplTest, ARefusedSealLeavesTheStepOpen) {
     ASSERT_TRUE(fake_->AwaitSent(5));
     Decide(5, true);
   });
-  EXPECT_THAT(session_->Seal(1).status(),
+  EXPECT_THAT(session_->Seal(1, SmallVote()).status(),
               IsError(absl::StatusCode::kFailedPrecondition,
                       AllOf(HasSubstr("step 5"), HasSubstr("rank 0 micro-step 0 misses wte"))));
   EXPECT_TRUE(PushChunk(0).ok());
-  const absl::StatusOr<StepDecision> decision = session_->Seal(1);
+  const absl::StatusOr<StepDecision> decision = session_->Seal(1, SmallVote());
   service.join();
   EXPECT_TRUE(decision.ok()) << decision.status();
 }
@@ -170,10 +170,10 @@ TEST_F(SessionImplTest, ASealThatTimesOutNamesTheRanksAndMayBeAwaitedAgain) {
   fake_->Deliver(waiting);
   waiting.mutable_waiting()->add_ranks(7);
   fake_->Deliver(waiting);
-  EXPECT_THAT(session_->Seal(1).status(),
+  EXPECT_THAT(session_->Seal(1, SmallVote()).status(),
               IsError(absl::StatusCode::kDeadlineExceeded, HasSubstr("not sealed: rank 2, 7")));
   Decide(5, false);
-  const absl::StatusOr<StepDecision> decision = session_->Seal(1);
+  const absl::StatusOr<StepDecision> decision = session_->Seal(1, SmallVote());
   ASSERT_TRUE(decision.ok()) << decision.status();
   EXPECT_EQ(decision->skip_reason, "wte is not finite");
   // Open, begin and one seal.
@@ -189,7 +189,7 @@ TEST_F(SessionImplTest, ASealThatTimesOutAsksForTheRanksIfItWasNotTold) {
   job.add_ranks()->set_sealed(true);
   job.add_ranks()->set_rank(1);
   fake_->jobs = {job};
-  EXPECT_THAT(session_->Seal(1).status(),
+  EXPECT_THAT(session_->Seal(1, SmallVote()).status(),
               IsError(absl::StatusCode::kDeadlineExceeded, HasSubstr("not sealed: rank 1;")));
 }
 
@@ -202,7 +202,7 @@ TEST_F(SessionImplTest, ASealThatTimesOutSaysThatTheServicesDiskIsWhatItWaitsFor
   job.mutable_saves(0)->set_seconds_since_progress(61);
   job.mutable_saves(0)->set_holds_back_decisions(true);
   fake_->jobs = {job};
-  EXPECT_THAT(session_->Seal(1).status(),
+  EXPECT_THAT(session_->Seal(1, SmallVote()).status(),
               IsError(absl::StatusCode::kDeadlineExceeded,
                       testing::AllOf(HasSubstr("waits for a save to /saved/gpt, which has written "
                                                "nothing for 61 s"),
@@ -217,7 +217,7 @@ TEST_F(SessionImplTest, TheFirstErrorStays) {
       IsError(absl::StatusCode::kAborted, "job gpt rank 0 step 5: generation 4 has begun");
   EXPECT_THAT(PushChunk(1), is_first);
   EXPECT_THAT(session_->EndMicroStep(0, {}), is_first);
-  EXPECT_THAT(session_->Seal(1).status(), is_first);
+  EXPECT_THAT(session_->Seal(1, SmallVote()).status(), is_first);
   EXPECT_THAT(session_->ReceiveWeights(), is_first);
   EXPECT_THAT(session_->ReadWeights(), is_first);
   EXPECT_THAT(session_->SaveCheckpoint("/c"), is_first);
@@ -234,7 +234,7 @@ TEST_F(SessionImplTest, AnErrorWakesABlockedPushAndASeal) {
     EXPECT_TRUE(fake_->AwaitSent(5));  // Open, begin, two gradients, seal.
     fake_->Break(absl::UnavailableError("gone"));
   });
-  EXPECT_THAT(session_->Seal(1).status(),
+  EXPECT_THAT(session_->Seal(1, SmallVote()).status(),
               IsError(absl::StatusCode::kUnavailable, HasSubstr("gone")));
   pusher.join();
   breaker.join();
@@ -243,7 +243,7 @@ TEST_F(SessionImplTest, AnErrorWakesABlockedPushAndASeal) {
 TEST_F(SessionImplTest, AStepThatWasCommittedBeforeTheStreamEndedIsReceived) {
   OpenAndBegin();
   Decide(5, false);
-  ASSERT_TRUE(session_->Seal(1).ok());
+  ASSERT_TRUE(session_->Seal(1, SmallVote()).ok());
   Commit(5);
   fake_->Break(absl::UnavailableError("gone"));
   EXPECT_TRUE(session_->ReceiveWeights().ok());
@@ -254,7 +254,7 @@ TEST_F(SessionImplTest, AStepThatWasCommittedBeforeTheStreamEndedIsReceived) {
 TEST_F(SessionImplTest, AStepThatWasDecidedButNotCommittedIsNotReceived) {
   OpenAndBegin();
   Decide(5, false);
-  ASSERT_TRUE(session_->Seal(1).ok());
+  ASSERT_TRUE(session_->Seal(1, SmallVote()).ok());
   fake_->Break(absl::UnavailableError("gone"));
   EXPECT_THAT(session_->ReceiveWeights(),
               IsError(absl::StatusCode::kUnavailable, HasSubstr("gone")));
@@ -315,7 +315,7 @@ TEST_F(SessionImplTest, AcknowledgementOfMoreThanWasSentIsAnError) {
 TEST_F(SessionImplTest, CallsOutOfOrderAreRefusedAndHarmless) {
   ASSERT_TRUE(Open().ok());
   EXPECT_THAT(PushChunk(0), IsError(absl::StatusCode::kFailedPrecondition, HasSubstr("BeginStep")));
-  EXPECT_FALSE(session_->Seal(1).ok());
+  EXPECT_FALSE(session_->Seal(1, SmallVote()).ok());
   EXPECT_FALSE(session_->ReceiveWeights().ok());
   ASSERT_TRUE(session_->BeginStep({}).ok());
   EXPECT_THAT(session_->BeginStep({}),

@@ -110,12 +110,12 @@ TEST_P(SessionTest, ARefusedSealNamesWhatIsMissingAndCanBeMadeGood) {
         self.PushAll(
                 2, [&](int chunk, uint32_t m) { return rank != 1 || m != 1 || chunk != withheld; })
             .ok());
-    absl::StatusOr<StepDecision> decision = self.session().Seal(2);
+    absl::StatusOr<StepDecision> decision = self.session().Seal(2, SmallVote());
     while (absl::IsFailedPrecondition(decision.status())) {
       EXPECT_THAT(std::string(decision.status().message()),
                   AllOf(HasSubstr("rank 1"), HasSubstr("wte")));
       if (rank == 1 && refusals++ == 0) ASSERT_TRUE(self.Push(withheld, 1).ok());
-      decision = self.session().Seal(2);
+      decision = self.session().Seal(2, SmallVote());
     }
     ASSERT_TRUE(decision.ok()) << decision.status();
     ASSERT_TRUE(self.session().ReceiveWeights().ok());
@@ -139,7 +139,7 @@ TEST_P(SessionTest, ANonFiniteGradientSkipsTheStepAndChangesNothing) {
       push.payload = {reinterpret_cast<const std::byte*>(bad.data()), bad.size() * sizeof(float)};
       ASSERT_TRUE(self.session().Push(std::move(push)).ok());
     }
-    const auto decision = self.session().Seal(1);
+    const auto decision = self.session().Seal(1, SmallVote());
     ASSERT_TRUE(decision.ok()) << decision.status();
     EXPECT_FALSE(decision->applied);
     EXPECT_THAT(decision->skip_reason, HasSubstr("h.0.b"));
@@ -213,7 +213,7 @@ TEST_P(SessionTest, ASealThatWaitsTooLongNamesTheRankThatIsMissing) {
   // On a busy machine the service may not have read rank 0's own seal by then.
   absl::Status status;
   do {
-    status = ranks[0]->session().Seal(1).status();
+    status = ranks[0]->session().Seal(1, SmallVote()).status();
     ASSERT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
   } while (absl::StrContains(status.message(), "not sealed: rank 0"));
   EXPECT_THAT(std::string(status.message()), HasSubstr("not sealed: rank 1"));
@@ -221,7 +221,7 @@ TEST_P(SessionTest, ASealThatWaitsTooLongNamesTheRankThatIsMissing) {
     Session& session = ranks[rank]->session();
     absl::Status sealed;
     do {
-      sealed = session.Seal(1).status();
+      sealed = session.Seal(1, SmallVote()).status();
     } while (absl::IsDeadlineExceeded(sealed));
     EXPECT_TRUE(sealed.ok()) << sealed;
     absl::Status received;
@@ -270,12 +270,12 @@ TEST_P(SessionTest, AServiceThatGoesAwayEndsTheSessionAndReleasesEveryPayload) {
   ASSERT_TRUE(ranks[0]->session().Push(push).ok());
   std::thread stopper([&] { service_.server().Shutdown(0); });
   // Rank 1 never seals.
-  const absl::Status status = ranks[0]->session().Seal(1).status();
+  const absl::Status status = ranks[0]->session().Seal(1, SmallVote()).status();
   stopper.join();
   EXPECT_FALSE(status.ok());
   EXPECT_FALSE(absl::IsDeadlineExceeded(status)) << status;
   EXPECT_THAT(std::string(status.message()), HasSubstr("job gone rank 0 step 1"));
-  EXPECT_EQ(ranks[0]->session().Seal(1).status(), status);
+  EXPECT_EQ(ranks[0]->session().Seal(1, SmallVote()).status(), status);
   // Over an in-process channel, a call to a destroyed service would crash.
   EXPECT_EQ(ranks[0]->session().ReadCounts().status(), status);
   ranks.clear();
@@ -331,7 +331,7 @@ TEST_P(SessionTest, DiscardsEarlyAndLateLeaveTheStepsThatWouldHaveBeen) {
         if (rank == 1) {
           ASSERT_TRUE(session.EndMicroStep(0, {}).ok());
           if (step % 2 == 0) {
-            const absl::Status refused = session.Seal(1).status();
+            const absl::Status refused = session.Seal(1, SmallVote()).status();
             EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition) << refused;
             EXPECT_EQ(ReasonOf(refused), reason::kDiscardAndRedo);
             EXPECT_THAT(std::string(refused.message()), HasSubstr("rank 0 has discarded"));

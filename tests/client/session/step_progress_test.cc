@@ -41,23 +41,23 @@ TEST(StepProgress, OverdueNewsOfAwaitedRanksCountsForNothing) {
 TEST(StepProgress, OneSealIsOutAtATime) {
   StepProgress progress;
   progress.Begin(3);
-  EXPECT_TRUE(progress.StartSeal());
-  EXPECT_FALSE(progress.StartSeal());
+  EXPECT_TRUE(progress.StartSeal(/*with_vote=*/true));
+  EXPECT_FALSE(progress.StartSeal(/*with_vote=*/true));
   EXPECT_TRUE(progress.Refused(3, absl::FailedPreconditionError("no")).ok());
   EXPECT_EQ(progress.AwaitDecision(absl::Seconds(60)).status().message(), "no");
-  EXPECT_TRUE(progress.StartSeal());
+  EXPECT_TRUE(progress.StartSeal(/*with_vote=*/true));
   EXPECT_EQ(progress.AwaitDecision(absl::ZeroDuration()).status().code(),
             absl::StatusCode::kDeadlineExceeded);
   // After a decision no seal is needed, whatever was refused before.
   EXPECT_TRUE(progress.Refused(3, absl::FailedPreconditionError("no")).ok());
   EXPECT_TRUE(progress.Decided(DecisionOf(3)).ok());
-  EXPECT_FALSE(progress.StartSeal());
+  EXPECT_FALSE(progress.StartSeal(/*with_vote=*/true));
 }
 
 TEST(StepProgress, ADiscardEndsTheAttemptAndNotTheStep) {
   StepProgress progress;
   progress.Begin(3);
-  EXPECT_TRUE(progress.StartSeal());
+  EXPECT_TRUE(progress.StartSeal(/*with_vote=*/true));
   EXPECT_TRUE(progress.StartDiscard());
   EXPECT_FALSE(progress.StartDiscard());  // It is out.
   EXPECT_TRUE(progress.discarding());
@@ -69,7 +69,7 @@ TEST(StepProgress, ADiscardEndsTheAttemptAndNotTheStep) {
   EXPECT_EQ(progress.at(), StepAttempt(0, 1));
   progress.Begin(3);
   EXPECT_EQ(progress.at(), StepAttempt(3, 1));
-  EXPECT_TRUE(progress.StartSeal());  // The one before was of another attempt.
+  EXPECT_TRUE(progress.StartSeal(/*with_vote=*/true));  // The one before was of another attempt.
   EXPECT_EQ(progress.Discarded({3, 2}).code(), absl::StatusCode::kInternal);  // Unasked.
   EXPECT_TRUE(progress.Decided(DecisionOf(3)).ok());
   EXPECT_FALSE(progress.StartDiscard());
@@ -96,17 +96,47 @@ TEST(StepProgress, ALateRefusalOfADiscardedAttemptCountsForNothing) {
   EXPECT_TRUE(progress.Discarded({3, 1}).ok());
   EXPECT_TRUE(progress.Refused({3, 0}, absl::FailedPreconditionError("old")).ok());
   progress.Begin(3);
-  EXPECT_TRUE(progress.StartSeal());
+  EXPECT_TRUE(progress.StartSeal(/*with_vote=*/true));
   EXPECT_TRUE(progress.Refused({3, 0}, absl::FailedPreconditionError("old")).ok());
   EXPECT_EQ(progress.AwaitDecision(absl::ZeroDuration()).status().code(),
             absl::StatusCode::kDeadlineExceeded);
-  EXPECT_FALSE(progress.StartSeal());
+  EXPECT_FALSE(progress.StartSeal(/*with_vote=*/true));
   EXPECT_TRUE(progress.Refused({3, 1}, absl::FailedPreconditionError("new")).ok());
   EXPECT_EQ(progress.AwaitDecision(absl::InfiniteDuration()).status().message(), "new");
   progress.End();
   progress.Begin(4);
   EXPECT_TRUE(progress.Refused({3, 1}, absl::FailedPreconditionError("old")).ok());
   EXPECT_FALSE(progress.Refused({5, 0}, absl::FailedPreconditionError("no such step")).ok());
+}
+
+// Of a step that was skipped because it could not be kept: the service's threads overtake each other.
+TEST(StepProgress, ARefusalAfterTheDecisionCountsForNothing) {
+  StepProgress progress;
+  progress.Begin(3);
+  EXPECT_TRUE(progress.StartSeal(/*with_vote=*/true));
+  EXPECT_TRUE(progress.Decided(DecisionOf(3)).ok());
+  EXPECT_TRUE(progress.Refused(3, absl::FailedPreconditionError("late")).ok());
+  EXPECT_FALSE(progress.given_up());  // It was sealed, and still counts as that.
+  EXPECT_EQ(progress.AwaitDecision(absl::InfiniteDuration()).status(), absl::OkStatus());
+  progress.End();
+  EXPECT_TRUE(progress.Refused(3, absl::FailedPreconditionError("late")).ok());
+  progress.Begin(4);
+  EXPECT_TRUE(progress.Refused(3, absl::FailedPreconditionError("late")).ok());
+}
+
+TEST(StepProgress, ANormIsToldThoughAnotherRankHasDiscardedTheAttemptSince) {
+  StepProgress progress;
+  progress.Begin(3);
+  EXPECT_TRUE(progress.StartSeal(/*with_vote=*/false));
+  EXPECT_TRUE(progress.Normed({.step = 3, .norm = 7}).ok());
+  EXPECT_TRUE(progress.Refused(3, absl::FailedPreconditionError("discarded")).ok());
+  EXPECT_FALSE(progress.StartSeal(/*with_vote=*/false));  // Which came back after a time limit.
+  EXPECT_EQ(progress.AwaitNorm(absl::Seconds(60)).value()->norm, 7);
+  EXPECT_EQ(progress.StartVote().status().message(), "discarded");
+  // A seal after that is another one.
+  EXPECT_TRUE(progress.StartSeal(/*with_vote=*/false));
+  EXPECT_EQ(progress.AwaitNorm(absl::ZeroDuration()).status().code(),
+            absl::StatusCode::kDeadlineExceeded);
 }
 
 TEST(StepProgress, ARefusedSealAwaitsNobody) {

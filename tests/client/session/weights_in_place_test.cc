@@ -42,7 +42,7 @@ class WeightsInPlaceTest : public SharedSession {
     for (int chunk = 0; chunk < 5; ++chunk) file_.WriteWeights(chunk, WeightsOf(chunk));
   }
   void ExpectReceived() {
-    ASSERT_TRUE(session_->Seal(1).ok());
+    ASSERT_TRUE(session_->Seal(1, SmallVote()).ok());
     ASSERT_TRUE(session_->ReceiveWeights().ok());
     for (int chunk = 0; chunk < 5; ++chunk) EXPECT_EQ(WeightsInPlace(chunk), WeightsOf(chunk));
     std::sort(complete_.begin(), complete_.end());
@@ -88,7 +88,7 @@ TEST_F(WeightsInPlaceTest, OfASkippedStepAreNobodys) {
   SendSharedWeights(5, {0, 1, 2, 3, 4}, /*provisional=*/true);
   DecideWithDropped(false, {});
   Commit(5);
-  ASSERT_TRUE(session_->Seal(1).ok());
+  ASSERT_TRUE(session_->Seal(1, SmallVote()).ok());
   EXPECT_TRUE(session_->ReceiveWeights().ok());
   EXPECT_THAT(complete_, testing::IsEmpty());
 }

@@ -65,7 +65,7 @@ TEST_F(ProvisionalWeightsTest, AreKeptFromTheTrainersMemoryUntilTheDecision) {
     EXPECT_EQ(on_weights_[chunk], 1);
   }
   Commit(5);
-  ASSERT_TRUE(session_->Seal(1).ok());
+  ASSERT_TRUE(session_->Seal(1, SmallVote()).ok());
   ASSERT_TRUE(session_->ReceiveWeights().ok());
   EXPECT_EQ(session_->committed_step(), 5u);
 }
@@ -78,7 +78,7 @@ TEST_F(ProvisionalWeightsTest, OfDroppedChunksNeverReachTheTrainer) {
   EXPECT_EQ(memory_[0], std::string(512, 'X'));
   for (int chunk : {1, 3, 4}) SendWeights(5, chunk, {WeightsOf(chunk)});
   Commit(5);
-  ASSERT_TRUE(session_->Seal(1).ok());
+  ASSERT_TRUE(session_->Seal(1, SmallVote()).ok());
   ASSERT_TRUE(session_->ReceiveWeights().ok());
   EXPECT_EQ(memory_[1], WeightsOf(1));
   EXPECT_EQ(on_weights_, (std::map<int, int>{{0, 1}, {1, 1}, {2, 1}, {3, 1}, {4, 1}}));
@@ -109,7 +109,7 @@ TEST_F(ProvisionalWeightsTest, OfASkippedStepAreForgotten) {
   for (int chunk = 0; chunk < 5; ++chunk) Provisional(chunk, WeightsOf(chunk));
   DecideWithDropped(false, {});
   Commit(5);
-  ASSERT_TRUE(session_->Seal(1).ok());
+  ASSERT_TRUE(session_->Seal(1, SmallVote()).ok());
   ASSERT_TRUE(session_->ReceiveWeights().ok());
   EXPECT_TRUE(memory_.empty());
   EXPECT_TRUE(on_weights_.empty());
@@ -199,7 +199,7 @@ TEST_F(ProvisionalWeightsTest, OfABrokenStreamAreReadWhenTheDecisionWasMadeMeanw
   }
   testing::internal::CaptureStderr();
   fake_->Break(absl::UnavailableError("connection lost"));
-  ASSERT_TRUE(session_->Seal(1).ok());
+  ASSERT_TRUE(session_->Seal(1, SmallVote()).ok());
   ASSERT_TRUE(session_->ReceiveWeights().ok());
   EXPECT_EQ(fake_->reads.at(0).chunks_size(), 5);
   for (int chunk = 0; chunk < 5; ++chunk) EXPECT_EQ(memory_[chunk], WeightsOf(chunk));

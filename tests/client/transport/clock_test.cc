@@ -124,9 +124,10 @@ TEST(PausedProcess, APauseDoesNotUseUpTheLimitOfConnecting) {
 TEST(Connect, NamesTheAddressAndWhatToDo) {
   const absl::Status status = Connect("127.0.0.1:1", absl::Milliseconds(200)).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
-  EXPECT_EQ(status.message(),
-            "no service answered at 127.0.0.1:1 within 200ms; start ballastd there or correct the "
-            "address");
+  EXPECT_EQ(
+      status.message(),
+      "no service answered at 127.0.0.1:1 within 200ms: nothing listens there; start ballastd "
+      "there or correct the address");
 }
 
 }  // namespace

@@ -83,7 +83,7 @@ Decision DecideOn(const std::vector<std::vector<double>>& sums, const GradientSc
                   double max_norm) {
   std::vector<double> group_sums;
   for (const std::vector<double>& block_sums : sums) group_sums.push_back(ParameterSum(block_sums));
-  return Decide(group_sums, scale, max_norm);
+  return Decide(group_sums, scale, {.max_norm = max_norm});
 }
 
 TEST(Decide, UnscalesAndDividesEachGroupByItsOwn) {

@@ -21,6 +21,16 @@ TEST(MemoryBudget, P9RefusesWhatDoesNotFitWithTheSizes) {
   EXPECT_TRUE(budget.Reserve(40, "job c").ok());
 }
 
+TEST(MemoryBudget, TakesWhatIsThereBeyondTheLimitAndGivesNothingMoreUntilItIsGone) {
+  MemoryBudget budget(100);
+  {
+    const auto there = budget.Take(130);
+    EXPECT_EQ(budget.used_bytes(), 130);
+    EXPECT_FALSE(budget.Reserve(1, "job b").ok());
+  }
+  EXPECT_TRUE(budget.Reserve(100, "job b").ok());
+}
+
 TEST(MemoryBudget, ReservationsGiveBackOnce) {
   MemoryBudget budget(100);
   {

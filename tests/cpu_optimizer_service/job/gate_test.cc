@@ -20,17 +20,17 @@ constexpr Admission kAllAdmissions[] = {
     Admission::kSnapshot, Admission::kRead,         Admission::kReadNow,   Admission::kDiscard,
     Admission::kAbort,    Admission::kDecide,       Admission::kUpdate,    Admission::kFinishClear,
     Admission::kLoad,     Admission::kReplaceState, Admission::kClose};
-constexpr Phase kAllPhases[] = {Phase::kIdle,     Phase::kOpen,     Phase::kSealed,
-                                Phase::kDeciding, Phase::kUpdating, Phase::kClearing,
-                                Phase::kLoading,  Phase::kClosed};
+constexpr Phase kAllPhases[] = {Phase::kIdle,     Phase::kOpen,     Phase::kVoting,
+                                Phase::kSealed,   Phase::kDeciding, Phase::kUpdating,
+                                Phase::kClearing, Phase::kLoading,  Phase::kClosed};
 static_assert(std::size(kAllAdmissions) == kAdmissions && std::size(kAllPhases) == kPhases);
 
 // What a person would say of an admission, written down once more and by other means than the
 // table: as conditions on the state.
 Answer Expected(Admission admission, const GateState& state, const RankUnderWay& rank) {
   const Phase phase = state.phase;
-  const bool undecided =
-      phase == Phase::kOpen || phase == Phase::kSealed || phase == Phase::kDeciding;
+  const bool undecided = phase == Phase::kOpen || phase == Phase::kVoting ||
+                         phase == Phase::kSealed || phase == Phase::kDeciding;
   const bool moves_by_itself =
       phase == Phase::kDeciding || phase == Phase::kUpdating || phase == Phase::kClearing;
   const auto wait_if = [](bool waits) { return waits ? Answer::kWaits : Answer::kGranted; };
@@ -60,7 +60,8 @@ Answer Expected(Admission admission, const GateState& state, const RankUnderWay&
       return state.torn ? Answer::kTorn : Answer::kGranted;
     case Admission::kDiscard:
       if (phase == Phase::kLoading) return Answer::kLoading;
-      if (phase == Phase::kOpen) return wait_if(rank.adding + rank.computing > 0);
+      if (phase == Phase::kOpen || phase == Phase::kVoting)
+        return wait_if(rank.adding + rank.computing > 0);
       return wait_if(phase == Phase::kSealed || phase == Phase::kDeciding ||
                      phase == Phase::kClearing);
     case Admission::kAbort:

@@ -22,11 +22,11 @@ constexpr uint64_t kSteps = 40;
 constexpr int kDisturbers = 3;
 
 JobSpec Spec() {
-  JobSpec spec = MakeJobSpec(
+  return MakeJobSpec(
       {.group_sizes = {{3000, 24}, {1000}}, .world_size = kRanks, .chunk_elements = 512});
-  spec.max_norm = 52.2;  // About the norm of a step: some are clipped.
-  return spec;
 }
+
+constexpr double kMaxNorm = 52.2;  // About the norm of a step: some are clipped.
 
 // One attempt at the next step by one rank, over a stream of its own. Whatever goes wrong, it tries
 // again.
@@ -44,7 +44,10 @@ void TryStep(JobDriver& driver, int rank) {
                                      listener);
   if (!stream.ok()) return;
   const uint64_t step = (*stream)->position().committed_step + 1;
-  if (step > kSteps || !(*stream)->BeginStep(step, {}).ok()) return;
+  if (step > kSteps ||
+      !(*stream)->BeginStep(step, {.expected_clipping = {.max_norm = kMaxNorm}}).ok()) {
+    return;
+  }
   for (uint32_t m = 0; m < 2; ++m) {
     for (const int chunk : driver.layout().chunks_of_rank(rank)) {
       const std::vector<std::byte> bytes =
@@ -60,13 +63,14 @@ void TryStep(JobDriver& driver, int rank) {
     }
     if (!(*stream)->EndMicroStep(step, m, {}).ok()) return;
   }
-  const auto sealed = (*stream)->Seal(step, 2);
+  const auto sealed = (*stream)->Seal(step, 2, StepVote{.clipping = {.max_norm = kMaxNorm}});
   if (sealed.ok() && !sealed->has_value()) listener->WaitForCommitOrDetach(step);
 }
 
 TEST(JobConcurrency, EverybodyAtOnceChangesNoBit) {
   Engine engine({.memory_limit_bytes = int64_t{64} << 20, .threads = 2});
   JobDriver expected(engine, Spec());
+  expected.SetMaxNorm(kMaxNorm);
   expected.UploadWeights();
   expected.AttachAll();
   for (uint64_t step = 1; step <= kSteps; ++step) expected.Step(10 * step, 2);

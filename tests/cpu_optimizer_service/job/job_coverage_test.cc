@@ -168,6 +168,7 @@ TEST_F(JobCoverageTest, P10ASkippedStepNamesTheWorkerThatFoundTheElementBeforeRe
   EXPECT_EQ(outcome.skip_reason,
             "gradient of p1 is -inf at element 6, found on rank 1 in micro-step 1 before reducing");
   EXPECT_EQ(driver.job().Status().recent_steps.back().outcome.skip_reason, outcome.skip_reason);
+  EXPECT_EQ(outcome.skip_cause, SkipCause::kGradient);
   EXPECT_EQ(driver.job().StateHash(), before);
   // The next step knows nothing of it.
   driver.BeginAll();
@@ -218,8 +219,8 @@ TEST_F(JobCoverageTest, P1AMicroStepThatUsedAParameterCannotBeSentAsEmpty) {
 TEST_F(JobCoverageTest, AReportAloneDoesNotSkipAStep) {
   JobSpec spec = MakeJobSpec({.group_sizes = {{256}}});
   spec.groups[0].wire_dtype = DType::kFloat32;
-  spec.max_norm = 1e-3;
   JobDriver driver = Make(spec);
+  driver.SetMaxNorm(1e-3);
   const UsedParameters used = {
       .non_finite = {{.parameter = 0, .element = 255, .value = kInfinity}}};
   driver.BeginAll();
@@ -234,6 +235,10 @@ TEST_F(JobCoverageTest, AReportAloneDoesNotSkipAStep) {
   driver.SealAll(1);
   EXPECT_FALSE(driver.listener(0).outcomes().back().decision.apply);
   EXPECT_THAT(driver.listener(0).outcomes().back().skip_reason, HasSubstr("no fp32 multiplier"));
+  const JobStatus status = driver.job().Status();
+  EXPECT_EQ(status.statistics.skips[static_cast<size_t>(SkipCause::kMultiplier)], 1u);
+  EXPECT_EQ(status.traffic.gradient_bytes_in_messages, 2 * 256 * 4);
+  EXPECT_EQ(status.traffic.weight_bytes_in_messages, 256 * 2) << "a skipped step has no weights";
 }
 
 TEST_F(JobCoverageTest, ReportsThatCannotBeAreRefused) {

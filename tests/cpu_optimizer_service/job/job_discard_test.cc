@@ -109,6 +109,23 @@ INSTANTIATE_TEST_SUITE_P(
     testing::Combine(testing::Values(UpdateMode::kWait, UpdateMode::kSpeculate),
                      testing::Values(Sending::kPayload, Sending::kInPlace, Sending::kMixed)));
 
+TEST_F(JobDiscardTest, AStepHasSoManyAttempts) {
+  JobDriver driver = MakeWith(Spec("many"), Sending::kPayload);
+  RankStream& stream = driver.stream(0);
+  for (uint32_t attempt = 0; attempt + 1 < kMaxAttempts; ++attempt) {
+    ASSERT_TRUE(stream.Discard({1, attempt}).ok());
+  }
+  const absl::Status more = stream.Discard({1, kMaxAttempts - 1}).status();
+  EXPECT_EQ(more.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(more.message(), AllOf(HasSubstr("has discarded 4095 attempts at step 1"),
+                                    HasSubstr("ballast abort-step many")));
+  ASSERT_TRUE(driver.job().AbortStep().ok());
+  EXPECT_EQ(Progress(driver, 0).attempt, 0);
+  driver.AttachAll();
+  driver.Step(1, 1);
+  EXPECT_EQ(driver.job().Status().committed_step, 1);
+}
+
 TEST_F(JobDiscardTest, WhatWasGuessedFromADiscardedAttemptIsNobodys) {
   JobDriver driver = Make(Spec("guesses"));
   JobDriver twin = Make(Spec("waits", UpdateMode::kWait));
@@ -348,12 +365,12 @@ TEST_F(JobDiscardTest, AReopenedStreamIsToldTheAttempt) {
 
 TEST_F(JobDiscardTest, AProcessThatDiscardedHasAPartInTheStep) {
   JobDriver driver = Make(Spec("replaced"));
-  const uint64_t generation = driver.job().Status().generation;
+  const Generation generation = driver.job().Status().generation;
   Give(driver, 0, 1, 1);
   ASSERT_TRUE(driver.Discard(0));
   driver.Detach(0);
   driver.Attach(0, "another");
-  EXPECT_EQ(driver.job().Status().generation, generation + 1);
+  EXPECT_EQ(driver.job().Status().generation, generation.Next());
   EXPECT_EQ(driver.listener(1).detached().code(), absl::StatusCode::kAborted);
   EXPECT_EQ(driver.stream(0).position().attempt, 0u) << "the step is done anew";
 }
@@ -461,7 +478,7 @@ TEST_F(DiscardDuringAGuess, IsNothingIfItsCallerGivesUpBefore) {
 }
 
 TEST_F(DiscardDuringAGuess, EndsWithTheGenerationIfThatRises) {
-  const uint64_t generation = driver_.job().Status().generation;
+  const Generation generation = driver_.job().Status().generation;
   std::thread abort([&] { EXPECT_TRUE(driver_.job().AbortStep().ok()); });
   while (driver_.job().Status().generation == generation) std::this_thread::yield();
   holding_->Release();

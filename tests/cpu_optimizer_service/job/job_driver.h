@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -70,6 +71,16 @@ class RecordingListener : public RankListener {
     MutexLock lock(mutex_);
     refusals_.push_back(refusal.status);
   }
+  void OnNorm(const StepNorm& norm) override {
+    MutexLock lock(mutex_);
+    norms_.push_back(norm);
+    changed_.NotifyAll();
+  }
+  void OnVoteRefused(StepAttempt at, const absl::Status& why) override {
+    MutexLock lock(mutex_);
+    vote_refusals_.push_back(why);
+    changed_.NotifyAll();
+  }
   void OnProvisionalWeights(uint64_t step, int chunk, WeightBuffer shard) override {
     MutexLock lock(mutex_);
     in_place_ += shard.in_place() ? 1 : 0;
@@ -106,6 +117,25 @@ class RecordingListener : public RankListener {
     changed_.NotifyAll();
   }
 
+  void WaitForNorm(StepAttempt at) {
+    MutexLock lock(mutex_);
+    const auto is_it = [&](const StepNorm& norm) {
+      return StepAttempt(norm.step, norm.attempt) == at;
+    };
+    while (std::none_of(norms_.begin(), norms_.end(), is_it)) changed_.Wait(mutex_);
+  }
+  void WaitForVoteRefusals(size_t count) {
+    MutexLock lock(mutex_);
+    while (vote_refusals_.size() < count) changed_.Wait(mutex_);
+  }
+  std::vector<StepNorm> norms() const {
+    MutexLock lock(mutex_);
+    return norms_;
+  }
+  std::vector<absl::Status> vote_refusals() const {
+    MutexLock lock(mutex_);
+    return vote_refusals_;
+  }
   void WaitForCommit(uint64_t step) {
     MutexLock lock(mutex_);
     while (committed_ < step) changed_.Wait(mutex_);
@@ -151,6 +181,8 @@ class RecordingListener : public RankListener {
   int in_place_ ABSL_GUARDED_BY(mutex_) = 0;
   std::vector<int> waiting_ ABSL_GUARDED_BY(mutex_);
   std::vector<absl::Status> refusals_ ABSL_GUARDED_BY(mutex_);
+  std::vector<StepNorm> norms_ ABSL_GUARDED_BY(mutex_);
+  std::vector<absl::Status> vote_refusals_ ABSL_GUARDED_BY(mutex_);
   std::vector<StepOutcome> outcomes_ ABSL_GUARDED_BY(mutex_);
   // By chunk; nullopt where a test's listener kept the buffer.
   std::map<int, std::optional<std::vector<std::byte>>> provisional_ ABSL_GUARDED_BY(mutex_);
@@ -204,7 +236,7 @@ class JobDriver {
     memories_.erase(rank);
     return memory;
   }
-  absl::Status GiveMemory(int rank, const std::string& process_id, uint64_t generation) {
+  absl::Status GiveMemory(int rank, const std::string& process_id, Generation generation) {
     auto memory = std::make_shared<const HeapRankMemory>(layout(), job_->spec(), rank);
     const absl::Status status = job_->GiveRankMemory(
         {.rank = rank, .process_id = process_id, .generation = generation}, memory);
@@ -217,7 +249,7 @@ class JobDriver {
   }
   void Attach(int rank, const std::string& process, UpdateMode mode,
               std::shared_ptr<RecordingListener> listener = nullptr,
-              std::optional<uint64_t> generation = std::nullopt) {
+              std::optional<Generation> generation = std::nullopt) {
     if (listener == nullptr) listener = std::make_shared<RecordingListener>();
     const std::string process_id = process.empty() ? "process" + std::to_string(rank) : process;
     const auto attachment =
@@ -256,7 +288,12 @@ class JobDriver {
     return *done;
   }
 
-  void Begin(int rank, const StepSettings& settings = {}) {
+  // What all ranks vote with their seals from now on, and expect when they begin.
+  void SetVote(StepVote vote) { vote_ = std::move(vote); }
+  void SetMaxNorm(double max_norm) { SetVote({.clipping = {.max_norm = max_norm}}); }
+
+  void Begin(int rank, StepSettings settings = {}) {
+    if (settings.expected_clipping == Clipping()) settings.expected_clipping = vote_.clipping;
     Check(stream(rank).BeginStep(at(rank), settings));
   }
   void BeginAll(const StepSettings& settings = {}) {
@@ -339,14 +376,37 @@ class JobDriver {
   }
   // nullopt: taken.
   std::optional<SealRefusal> Seal(int rank, uint32_t micro_steps) {
-    absl::StatusOr<std::optional<SealRefusal>> refusal = stream(rank).Seal(at(rank), micro_steps);
+    return SealWith(rank, micro_steps, vote_);
+  }
+  // With another vote, or none.
+  std::optional<SealRefusal> SealWith(int rank, uint32_t micro_steps,
+                                      const std::optional<StepVote>& vote) {
+    absl::StatusOr<std::optional<SealRefusal>> refusal =
+        stream(rank).Seal(at(rank), micro_steps, vote);
     Check(refusal.status());
     return *std::move(refusal);
+  }
+  // Of all ranks, without votes. Returns what they are told.
+  StepNorm SealToLook(uint32_t micro_steps) {
+    for (auto& [rank, stream] : streams_) {
+      const auto refusal = SealWith(rank, micro_steps, std::nullopt);
+      if (refusal.has_value()) Check(refusal->status);
+    }
+    const StepAttempt attempt = at(streams_.begin()->first);
+    for (auto& [rank, listener] : listeners_) listener->WaitForNorm(attempt);
+    return listeners_.begin()->second->norms().back();
+  }
+  void Vote(int rank, const StepVote& vote) { Check(stream(rank).Vote(at(rank), vote)); }
+  StepOutcome VoteAll(const StepVote& vote) {
+    const uint64_t step = next_step();
+    for (auto& [rank, stream] : streams_) Check(stream->Vote({step, at(rank).attempt}, vote));
+    for (auto& [rank, listener] : listeners_) listener->WaitForCommit(step);
+    return listeners_.begin()->second->outcomes().back();
   }
   void SealAll(uint32_t micro_steps) {
     const uint64_t step = next_step();
     for (auto& [rank, stream] : streams_) {
-      const auto refusal = stream->Seal({step, at(rank).attempt}, micro_steps).value();
+      const auto refusal = stream->Seal({step, at(rank).attempt}, micro_steps, vote_).value();
       if (refusal.has_value()) Check(refusal->status);
     }
     for (auto& [rank, listener] : listeners_) listener->WaitForCommit(step);
@@ -384,6 +444,7 @@ class JobDriver {
   std::map<int, std::shared_ptr<RecordingListener>> listeners_;
   std::map<int, std::unique_ptr<RankStream>> streams_;
   std::map<int, StepAttempt> attempts_;  // By rank: where its last discard left it.
+  StepVote vote_;
   Sending sending_ = Sending::kPayload;
   std::map<int, std::shared_ptr<const HeapRankMemory>> memories_;
 };

@@ -58,7 +58,7 @@ class SlowDiskTest : public testing::Test {
   // A save that hangs until the disk is released.
   void StartSave() {
     disk_.HoldUp();
-    driver_.job().Save({.directory = "/checkpoint"}, saved_.done());
+    driver_.job().Save({.folder = "/checkpoint"}, saved_.done());
     disk_.AwaitHeldUp(kPlanes);
   }
   // The next step, sealed by all ranks.
@@ -126,19 +126,37 @@ TEST_F(JobSaveTest, TheJobGoesOnWhileItIsSavedAndTheStepOfTheSaveIsWritten) {
   EXPECT_EQ(driver_.job().StateHash(), hash);
 }
 
-TEST_F(JobSaveTest, OneSaveOfAJobToADirectoryAndFewAtOnce) {
+TEST_F(JobSaveTest, FewSavesOfAJobAtOnceAlsoToTheSameFolder) {
   StartSave();
-  const absl::Status same = driver_.job().Save("/checkpoint").status();
-  EXPECT_EQ(same.code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_THAT(same.message(), HasSubstr("is being saved to /checkpoint already"));
   std::vector<Outcome<CheckpointInfo>> others(kMostSaves);
   for (size_t i = 0; i < kMostSaves; ++i) {
-    driver_.job().Save({.directory = absl::StrCat("/", i)}, others[i].done());
+    driver_.job().Save({.folder = "/checkpoint"}, others[i].done());
   }
   ASSERT_TRUE(others.back().ready());
   EXPECT_EQ(others.back().Get().status().code(), absl::StatusCode::kResourceExhausted);
+  // What the service saves by itself, at its end for one, does not wait for what people ask for.
+  Outcome<CheckpointInfo> by_itself;
+  driver_.job().Save({.folder = "/checkpoint", .asked_for = false}, by_itself.done());
+  EXPECT_FALSE(by_itself.ready());
   disk_.Release();
   for (size_t i = 0; i + 1 < kMostSaves; ++i) EXPECT_TRUE(others[i].Get().ok()) << i;
+  EXPECT_TRUE(by_itself.Get().ok());
+}
+
+TEST_F(JobSaveTest, InTheBackgroundItAnswersWhenItHasBegun) {
+  const std::string hash = driver_.job().StateHash();
+  Outcome<CheckpointInfo> saved;
+  driver_.job().Save({.folder = "/checkpoint", .background = true}, saved.done());
+  ASSERT_TRUE(saved.ready());  // Though the disk hangs.
+  const absl::StatusOr<CheckpointInfo> begun = saved.Get();
+  EXPECT_EQ(begun->step, 1u);
+  EXPECT_EQ(begun->directory, "/checkpoint");
+  EXPECT_EQ(driver_.job().Status().saves.size(), 1u);
+  driver_.Step(2);
+  disk_.Release();
+  while (!driver_.job().Status().saves.empty()) std::this_thread::yield();
+  EXPECT_EQ(driver_.job().Load("/checkpoint")->step, 1u);
+  EXPECT_EQ(driver_.job().StateHash(), hash);
 }
 
 TEST_F(JobSaveTest, CallersThatGiveUpBeforeTheDiskHasTimeForThemFreeWhatTheyHave) {
@@ -147,10 +165,10 @@ TEST_F(JobSaveTest, CallersThatGiveUpBeforeTheDiskHasTimeForThemFreeWhatTheyHave
   std::vector<Outcome<CheckpointInfo>> others(kMostSaves + 1);
   size_t saves = 0;
   for (; saves + 1 < kMostSaves; ++saves) {
-    driver_.job().Save({.directory = absl::StrCat("/", saves)}, others[saves].done());
+    driver_.job().Save({.folder = absl::StrCat("/", saves)}, others[saves].done());
   }
   for (; saves < others.size(); ++saves) {
-    other_.job().Save({.directory = absl::StrCat("/", saves)}, others[saves].done());
+    other_.job().Save({.folder = absl::StrCat("/", saves)}, others[saves].done());
   }
   constexpr int kDiskThreads = 16;
   disk_.AwaitHeldUp(kDiskThreads);  // All.
@@ -159,8 +177,8 @@ TEST_F(JobSaveTest, CallersThatGiveUpBeforeTheDiskHasTimeForThemFreeWhatTheyHave
 
   other_.Step(2);  // The next save pins other versions.
   Outcome<CheckpointInfo> save, load;
-  const Pending pending_save = other_.job().Save({.directory = "/late"}, save.done());
-  const Pending pending_load = other_.job().Load("/loadable", load.done());
+  const Pending pending_save = other_.job().Save({.folder = "/late"}, save.done());
+  const Pending pending_load = other_.job().Load({.path = "/loadable"}, load.done());
   EXPECT_EQ(other_.job().Status().saves.size(), under_way + 1);
   EXPECT_GT(engine_.memory().used_bytes(), used_bytes);
   ASSERT_FALSE(save.ready() || load.ready());
@@ -186,7 +204,7 @@ TEST_F(JobGateTest, ACancelledSaveThatWaitsForADecisionDoesNothing) {
   StartSave();
   SealNextStep();
   Outcome<CheckpointInfo> second;
-  const Pending pending = driver_.job().Save({.directory = "/second"}, second.done());
+  const Pending pending = driver_.job().Save({.folder = "/second"}, second.done());
   ASSERT_FALSE(second.ready());
   pending.Cancel();
   ASSERT_TRUE(second.ready());
@@ -249,7 +267,7 @@ TEST_F(JobGateTest, AStreamThatCannotBeOpenedIsRefusedAtOnce) {
   Outcome<std::unique_ptr<RankStream>> older;
   driver_.job().OpenStream(request, std::make_shared<RecordingListener>(), older.done());
   ASSERT_TRUE(older.ready());
-  EXPECT_THAT(older.Get().status().message(), HasSubstr("is at generation 1, not 7"));
+  EXPECT_THAT(older.Get().status().message(), HasSubstr("is at generation 1.1, not 1.7"));
   request.generation = 1;
   request.process_id = "another";
   Outcome<std::unique_ptr<RankStream>> another;
@@ -300,7 +318,7 @@ TEST_F(JobGateTest, EveryCallIsAnsweredWhileALoadHangs) {
   ASSERT_TRUE(driver_.job().Save("/checkpoint").ok());
   disk_.HoldUp();
   Outcome<CheckpointInfo> loaded;
-  driver_.job().Load("/checkpoint", loaded.done());
+  driver_.job().Load({.path = "/checkpoint"}, loaded.done());
   disk_.AwaitHeldUp();
   // The checkpoint is being verified: the job trains on.
   driver_.Step(2);
@@ -326,7 +344,7 @@ TEST_F(JobGateTest, AJobIsClosedWhileItIsSaved) {
 
 TEST_F(JobSaveTest, FirstWeightsOfAnOlderGenerationAreRefusedAtOnce) {
   JobDriver young(engine_, Spec("young"));
-  const uint64_t generation = young.job().Attach({.rank = 0, .process_id = "old"})->generation;
+  const Generation generation = young.job().Attach({.rank = 0, .process_id = "old"})->generation;
   ASSERT_TRUE(young.job().Attach({.rank = 0, .process_id = "new"}).ok());
   const std::vector<float> weights = young.Values(0, 1);
   const absl::Span<const std::byte> piece(reinterpret_cast<const std::byte*>(weights.data()),

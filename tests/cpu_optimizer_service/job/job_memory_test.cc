@@ -14,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "cpu_optimizer_service/common/reason.h"
 #include "tests/cpu_optimizer_service/job/job_driver.h"
 
 namespace {
@@ -64,6 +65,12 @@ class QuietListener : public RankListener {
  public:
   void OnWaiting(uint64_t, const std::vector<int>&) override {}
   void OnSealRefused(uint64_t, const SealRefusal&) override {}
+  void OnNorm(const StepNorm&) override {
+    MutexLock lock(mutex_);
+    has_norm_ = true;
+    changed_.NotifyAll();
+  }
+  void OnVoteRefused(StepAttempt, const absl::Status&) override {}
   void OnProvisionalWeights(uint64_t, int, WeightBuffer) override {}
   void OnDecision(const StepOutcome&, absl::Span<const int>) override {}
   void OnWeights(uint64_t, int, WeightBuffer) override {}
@@ -77,6 +84,10 @@ class QuietListener : public RankListener {
     detached_ = status;
     changed_.NotifyAll();
   }
+  void AwaitNorm() {
+    MutexLock lock(mutex_);
+    while (!has_norm_ && detached_.ok()) changed_.Wait(mutex_);
+  }
   // OK: the step is committed.
   absl::Status AwaitCommit(uint64_t step) {
     MutexLock lock(mutex_);
@@ -87,6 +98,7 @@ class QuietListener : public RankListener {
  private:
   Mutex mutex_;
   CondVar changed_;
+  bool has_norm_ ABSL_GUARDED_BY(mutex_) = false;
   uint64_t committed_ ABSL_GUARDED_BY(mutex_) = 0;
   absl::Status detached_ ABSL_GUARDED_BY(mutex_);
 };
@@ -101,7 +113,8 @@ JobSpec SpecOf(UpdateMode mode, const std::string& name) {
   return spec;
 }
 
-// One step of all ranks, of gradients that were made before.
+// One step of all ranks, of gradients that were made before. They discard what they give first, and
+// vote when they know the norm.
 class Victim {
  public:
   Victim(Engine& engine, const JobSpec& spec)
@@ -132,12 +145,21 @@ class Victim {
     for (size_t rank = 0; rank < streams_.size(); ++rank) {
       ends[rank].Update(streams_[rank]->BeginStep(1, settings));
     }
+    for (size_t rank = 0; rank < streams_.size(); ++rank) {
+      const int chunk = job_->layout().chunks_of_rank(static_cast<int>(rank)).front();
+      const absl::Span<const std::byte> piece(payloads_[chunk]);
+      const Contribution given = {.step = 1, .chunk = chunk, .final = true, .payload = {&piece, 1}};
+      ends[rank].Update(streams_[rank]->Contribute(given).status());
+      ends[rank].Update(streams_[rank]->Discard(1).status());
+      ends[rank].Update(streams_[rank]->BeginStep({1, 1}, settings));
+    }
     for (uint32_t micro_step = 0; micro_step < 2; ++micro_step) {
       for (size_t chunk = 0; chunk < payloads_.size(); ++chunk) {
         const int rank = job_->layout().chunks()[chunk].rank;
         const absl::Span<const std::byte> piece(payloads_[chunk]);
         ends[rank].Update(streams_[rank]
                               ->Contribute({.step = 1,
+                                            .attempt = 1,
                                             .chunk = static_cast<int64_t>(chunk),
                                             .micro_step_begin = micro_step,
                                             .micro_step_end = micro_step + 1,
@@ -146,11 +168,15 @@ class Victim {
                               .status());
       }
       for (size_t rank = 0; rank < streams_.size(); ++rank) {
-        ends[rank].Update(streams_[rank]->EndMicroStep(1, micro_step, {}));
+        ends[rank].Update(streams_[rank]->EndMicroStep({1, 1}, micro_step, {}));
       }
     }
     for (size_t rank = 0; rank < streams_.size(); ++rank) {
-      ends[rank].Update(streams_[rank]->Seal(1, 2).status());
+      ends[rank].Update(streams_[rank]->Seal({1, 1}, 2, std::nullopt).status());
+    }
+    for (size_t rank = 0; rank < streams_.size(); ++rank) {
+      listeners_[rank]->AwaitNorm();
+      ends[rank].Update(streams_[rank]->Vote({1, 1}, {}));
     }
     for (size_t rank = 0; rank < streams_.size(); ++rank) {
       const absl::Status heard = listeners_[rank]->AwaitCommit(1);
@@ -204,7 +230,9 @@ TEST_P(JobMemoryTest, EveryAllocationOfAStepMayFailAndEndsThatJobAlone) {
     honest.EndMicroStepAll(1);
     honest.SealAll(2);
     alone.Step(seed, 2);
-    const bool is_broken = victim.job().Status().phase == JobPhase::kClosed;
+    const JobStatus status = victim.job().Status();
+    const bool is_broken = status.phase == JobPhase::kBroken;
+    EXPECT_EQ(status.problem.empty(), !is_broken);
     if (!is_broken) {
       ++whole;  // Only speed was lost, or no allocation failed.
       for (const absl::Status& end : ends) EXPECT_TRUE(end.ok()) << end;
@@ -214,6 +242,7 @@ TEST_P(JobMemoryTest, EveryAllocationOfAStepMayFailAndEndsThatJobAlone) {
       const auto says_so = [](const absl::Status& status) {
         EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
         EXPECT_THAT(std::string(status.message()), HasSubstr("job victim is broken"));
+        EXPECT_EQ(ReasonOf(status), reason::kJobBroken);
       };
       for (const absl::Status& end : ends) {
         if (!end.ok()) says_so(end);  // Otherwise it had heard of the commit before.

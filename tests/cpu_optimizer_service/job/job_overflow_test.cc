@@ -49,6 +49,7 @@ class JobOverflowTest : public JobDriverTest, public testing::WithParamInterface
     EXPECT_FALSE(outcome.decision.apply);
     EXPECT_TRUE(std::isfinite(outcome.decision.norm));
     EXPECT_THAT(outcome.skip_reason, HasSubstr(reason));
+    EXPECT_EQ(outcome.skip_cause, SkipCause::kState);
     EXPECT_EQ(driver.job().StateHash(), before);
     EXPECT_EQ(driver.job().Status().skipped_steps, 1u);
   }
@@ -112,7 +113,8 @@ TEST_P(JobOverflowTest, AStepThatStaysFiniteIsAppliedHoweverLargeItsGradient) {
   EXPECT_GT(v[2500], 9e36f);
   EXPECT_TRUE(std::isfinite(v[2500]));
   // Clipping makes the same huge gradient small.
-  JobDriver clipping = Make([](JobSpec& spec) { spec.max_norm = 1e6; });
+  JobDriver clipping = Make();
+  clipping.SetMaxNorm(1e6);
   EXPECT_TRUE(StepWith(clipping, kHuge, 2500, {.scale = {.divisors = {0.5, 0.5}}}).decision.apply);
 }
 

@@ -23,9 +23,9 @@ TEST_F(JobRanksTest, ANewProcessRaisesTheGenerationInMidStepAndNotBetweenSteps) 
   JobDriver driver = Make(MakeJobSpec({.world_size = 2}));
   driver.BeginAll();
   driver.SendAll(9, 0);
-  const uint64_t generation = driver.job().Status().generation;
+  const Generation generation = driver.job().Status().generation;
   const auto attachment = driver.job().Attach({.rank = 1, .process_id = "newcomer"}).value();
-  EXPECT_EQ(attachment.generation, generation + 1);
+  EXPECT_EQ(attachment.generation, generation.Next());
   EXPECT_EQ(driver.listener(0).detached().code(), absl::StatusCode::kAborted);
   EXPECT_EQ(ReasonOf(driver.listener(0).detached()), reason::kOlderGeneration);
   EXPECT_EQ(driver.listener(1).detached().code(), absl::StatusCode::kAborted);
@@ -41,7 +41,7 @@ TEST_F(JobRanksTest, ANewProcessRaisesTheGenerationInMidStepAndNotBetweenSteps) 
   undisturbed.Step(9);
   EXPECT_EQ(driver.job().StateHash(), undisturbed.job().StateHash());
 
-  const uint64_t now = driver.job().Status().generation;
+  const Generation now = driver.job().Status().generation;
   driver.DetachAll();
   driver.Attach(0, "restarted0");
   driver.Attach(1, "restarted1");
@@ -121,7 +121,7 @@ TEST_F(JobRanksTest, UploadingWeightsChecksSizePaddingAndState) {
 
 TEST_F(JobRanksTest, ABrokenStreamIsReopenedInMidStepByItsProcess) {
   JobDriver driver = Make(MakeJobSpec({.group_sizes = {{512}}, .chunk_elements = 256}));
-  const uint64_t generation = driver.job().Status().generation;
+  const Generation generation = driver.job().Status().generation;
   driver.BeginAll();
   ASSERT_TRUE(driver.Send(1, driver.Values(1, 3), 0).ok());
   driver.Detach(0);
@@ -149,17 +149,17 @@ TEST_F(JobRanksTest, ABrokenStreamIsReopenedInMidStepByItsProcess) {
 TEST_F(JobRanksTest, ANewSessionOfTheSameProcessDoesTheStepAnew) {
   const JobShape shape = {.group_sizes = {{512}}, .chunk_elements = 256};
   JobDriver driver = Make(MakeJobSpec(shape));
-  const uint64_t generation = driver.job().Status().generation;
+  const Generation generation = driver.job().Status().generation;
   driver.BeginAll();
   ASSERT_TRUE(driver.Send(0, driver.Values(0, 3), 0).ok());
   driver.Attach(0);
-  EXPECT_EQ(driver.job().Status().generation, generation + 1);
+  EXPECT_EQ(driver.job().Status().generation, generation.Next());
   driver.Step(9);
   JobDriver clean = Make(MakeJobSpec(shape, "clean"));
   clean.Step(9);
   EXPECT_EQ(driver.job().StateHash(), clean.job().StateHash());
   driver.Attach(0);  // Between steps there is nothing to keep apart.
-  EXPECT_EQ(driver.job().Status().generation, generation + 1);
+  EXPECT_EQ(driver.job().Status().generation, generation.Next());
 }
 
 TEST_F(JobRanksTest, FirstWeightsOfTwoAttemptsDoNotMix) {
@@ -189,7 +189,7 @@ TEST_F(JobRanksTest, FirstWeightsOfTwoAttemptsDoNotMix) {
 
 TEST_F(JobRanksTest, TheEndOfABrokenStreamDoesNotTakeTheRankFromTheNextOne) {
   JobDriver driver = Make(MakeJobSpec({}));
-  const uint64_t generation = driver.job().Status().generation;
+  const Generation generation = driver.job().Status().generation;
   ASSERT_TRUE(
       driver.job().Attach({.rank = 0, .process_id = "process0", .generation = generation}).ok());
   EXPECT_EQ(driver.listener(0).detached().code(), absl::StatusCode::kAborted);
@@ -202,16 +202,16 @@ TEST_F(JobRanksTest, TheEndOfABrokenStreamDoesNotTakeTheRankFromTheNextOne) {
 
 TEST_F(JobRanksTest, ASlowOldProcessCannotTakeItsRankBack) {
   JobDriver driver = Make(MakeJobSpec({.world_size = 2}));
-  const uint64_t old_generation = driver.job().Status().generation;
+  const Generation old_generation = driver.job().Status().generation;
   driver.BeginAll();
   driver.Attach(1, "newcomer");  // The generation rises.
   driver.Attach(0);
   driver.BeginAll();
   driver.SendAll(4, 0);
-  const auto retake = [&](const std::string& process, uint64_t generation) {
+  const auto retake = [&](const std::string& process, Generation generation) {
     const absl::Status status =
         driver.job().Attach({.rank = 1, .process_id = process, .generation = generation}).status();
-    EXPECT_EQ(driver.job().Status().generation, old_generation + 1);
+    EXPECT_EQ(driver.job().Status().generation, old_generation.Next());
     EXPECT_EQ(driver.job().Status().ranks[1].process_id, "newcomer");
     EXPECT_TRUE(driver.listener(0).detached().ok());
     EXPECT_TRUE(driver.listener(1).detached().ok());
@@ -219,19 +219,19 @@ TEST_F(JobRanksTest, ASlowOldProcessCannotTakeItsRankBack) {
   };
   const absl::Status older = retake("process1", old_generation);
   EXPECT_EQ(older.code(), absl::StatusCode::kAborted);
-  EXPECT_THAT(std::string(older.message()), HasSubstr("at generation 2, not 1"));
-  const absl::Status taken = retake("process1", old_generation + 1);
+  EXPECT_THAT(std::string(older.message()), HasSubstr("at generation 1.2, not 1.1"));
+  const absl::Status taken = retake("process1", old_generation.Next());
   EXPECT_EQ(taken.code(), absl::StatusCode::kAborted);
   EXPECT_THAT(std::string(taken.message()), HasSubstr("another process has taken rank 1"));
   EXPECT_EQ(retake("newcomer", old_generation).code(), absl::StatusCode::kAborted);
-  EXPECT_EQ(retake("newcomer", old_generation + 2).code(), absl::StatusCode::kAborted);
-  driver.Attach(1, "newcomer", UpdateMode::kWait, nullptr, old_generation + 1);
+  EXPECT_EQ(retake("newcomer", old_generation.Next().Next()).code(), absl::StatusCode::kAborted);
+  driver.Attach(1, "newcomer", UpdateMode::kWait, nullptr, old_generation.Next());
   driver.EndMicroStepAll(0);
   driver.SealAll(1);  // Nothing of the step was lost meanwhile.
   EXPECT_EQ(driver.job().Status().committed_step, 1u);
   driver.Detach(1);  // Between steps: the rank is free.
   EXPECT_TRUE(driver.job()
-                  .Attach({.rank = 1, .process_id = "third", .generation = old_generation + 1})
+                  .Attach({.rank = 1, .process_id = "third", .generation = old_generation.Next()})
                   .ok());
 }
 
@@ -270,7 +270,7 @@ TEST_F(JobRanksTest, AStreamNeedsAnAttachedProcessAndUploadsTheRightGeneration) 
   const std::vector<float> weights(256, 1.0f);
   const auto piece = absl::MakeConstSpan(reinterpret_cast<const std::byte*>(weights.data()), 1024);
   ASSERT_TRUE(driver.job().Attach({.rank = 0, .process_id = "p"}).ok());
-  const auto write = [&](uint64_t generation, const std::string& process_id) {
+  const auto write = [&](Generation generation, const std::string& process_id) {
     return driver.job().WriteInitialWeights(
         0, {piece}, Job::Uploader{.generation = generation, .process_id = process_id});
   };
@@ -287,7 +287,7 @@ TEST_F(JobRanksTest, AProcessThatWasReplacedDoesNotTakeItsRankBack) {
     return driver.job().Attach({.rank = rank, .process_id = process, .rejoin = true}).status();
   };
   driver.Attach(1, "new1");  // The generation rises, and rank 0 is free.
-  const uint64_t generation = driver.job().Status().generation;
+  const Generation generation = driver.job().Status().generation;
   const absl::Status replaced = rejoin(1, "old1");
   EXPECT_EQ(replaced.code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_THAT(std::string(replaced.message()), HasSubstr("another process has taken rank 1"));
@@ -301,7 +301,7 @@ TEST_F(JobRanksTest, AProcessThatWasReplacedDoesNotTakeItsRankBack) {
   EXPECT_EQ(rejoin(1, "old1").code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_TRUE(rejoin(1, "new1").ok());
   EXPECT_TRUE(rejoin(0, "new0").ok());
-  EXPECT_EQ(driver.job().Status().generation, generation + 1);
+  EXPECT_EQ(driver.job().Status().generation, generation.Next());
 }
 
 TEST_F(JobRanksTest, ASealThatAReopenedStreamRepeatsIsTakenOnceWhateverHasHappenedMeanwhile) {
@@ -331,7 +331,7 @@ TEST_F(JobRanksTest, ARankThatLeftDuringTheUpdateIsFreeAfterIt) {
   driver.Detach(0);
   ASSERT_FALSE(driver.stream(1).Seal(1, 1).value().has_value());
   driver.listener(1).WaitForCommit(1);
-  const uint64_t generation = driver.job().Status().generation;
+  const Generation generation = driver.job().Status().generation;
   driver.Attach(0, "restarted");
   EXPECT_EQ(driver.job().Status().generation, generation);
 }

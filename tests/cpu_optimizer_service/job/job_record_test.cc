@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <string>
 
 namespace ballast {
@@ -32,6 +33,26 @@ TEST(StepHistory, CountsAllStepsAndRemembersTheLatest) {
   ASSERT_EQ(history.recent_steps.size(), kRecentSteps);
   EXPECT_EQ(history.recent_steps.front().outcome.step, 11u);
   EXPECT_EQ(history.recent_steps.back().outcome.step, kRecentSteps + 10);
+}
+
+TEST(StepHistory, CountsClippedStepsCausesOfSkipsAndPartsOfSteps) {
+  StepHistory history;
+  StepRecord record = Record(1, true);
+  record.outcome.decision.clip_coefficient = 0.5;
+  record.times = {.gathering = 0.3, .awaiting = 0.001, .deciding = 0, .updating = 1000};
+  history.Add(record, true);
+  record.outcome.decision.apply = false;  // A skipped step is not clipped.
+  record.outcome.skip_cause = SkipCause::kState;
+  history.Add(record, true);
+  history.Add(Record(2, true), true);
+  const StepStatistics& statistics = history.statistics;
+  EXPECT_EQ(statistics.clipped_steps, 1u);
+  EXPECT_EQ(statistics.skips, (std::array<uint64_t, kSkipCauses>{0, 0, 0, 1}));
+  // A bound belongs to the bucket below it; what is longer than all is in the last one.
+  EXPECT_EQ(statistics.awaiting.counts.front(), 3u);
+  EXPECT_EQ(statistics.gathering.counts[8], 2u);  // Up to 0.5 s.
+  EXPECT_EQ(statistics.updating.counts.back(), 2u);
+  EXPECT_DOUBLE_EQ(statistics.updating.sum_seconds, 2000);
 }
 
 TEST(StepHistory, AddsWhatWasSpeculated) {

@@ -66,9 +66,9 @@ TEST_F(JobSettingsTest, AScaleThatFp32CannotHoldIsRefusedOrSkipsTheStep) {
         << loss_scale;
   }
   JobSpec clipped = MakeJobSpec({.group_sizes = {{256}}}, "clipped");
-  clipped.max_norm = 1e-3;
   clipped.groups[0].wire_dtype = DType::kFloat32;
   JobDriver huge = Make(clipped);
+  huge.SetMaxNorm(1e-3);
   const std::string before = huge.job().StateHash();
   huge.BeginAll();
   ASSERT_TRUE(huge.Send(0, std::vector<float>(256, 1e37f), 0).ok());

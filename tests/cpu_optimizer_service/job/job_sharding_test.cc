@@ -57,7 +57,6 @@ JobSpec Spec(const Sharding& sharding, int64_t chunk_elements = kMaxChunkElement
                  {.name = "nothing"},
                  {.name = "fp32", .wire_dtype = DType::kFloat32, .return_dtype = DType::kFloat32}};
   spec.groups[2].hyper_parameters.amsgrad = true;
-  spec.max_norm = 1.0;
   spec.update_mode = mode;
   LayoutSpec& layout = spec.layout;
   layout.world_size = sharding.world_size;
@@ -110,6 +109,7 @@ class ShardingTest : public testing::Test {
   JobDriver Make(const JobSpec& spec, Sending sending = Sending::kPayload) {
     JobDriver driver(engine_, spec);
     driver.UploadWeights();
+    driver.SetMaxNorm(1.0);
     driver.SetSending(sending);
     driver.AttachAll();
     return driver;
@@ -158,6 +158,7 @@ TEST_F(ShardingTest, ACheckpointOfEachLoadsIntoEach) {
     JobSpec spec = Spec(sharding, 1024);
     spec.name = "into-" + sharding.name;
     JobDriver driver(engine_, spec);
+    driver.SetMaxNorm(1.0);
     for (const Sharding& from : Shardings()) {
       ASSERT_TRUE(driver.job().Load((root_ / from.name).string()).ok());
       EXPECT_EQ(driver.job().StateHash(), saved_state) << from.name << " " << spec.name;
@@ -204,8 +205,8 @@ TEST_F(ShardingTest, AnUpdateThatIsNotFiniteIsNamedByItsPlaceInTheWholeParameter
     for (const Sharding& sharding : Shardings()) {
       JobSpec spec = Spec(sharding, chunk_elements);
       spec.name += std::to_string(chunk_elements);
-      spec.max_norm = 0;
       JobDriver driver = Make(spec);
+      driver.SetMaxNorm(0);
       const Layout& layout = driver.layout();
       const int wide = layout.FindParameter("wide");
       const auto step = [&](float at_900, float at_1024) {

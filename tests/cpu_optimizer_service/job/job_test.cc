@@ -154,9 +154,9 @@ TEST_F(JobTest, P10ANaNSkipsTheStepNamesTheParameterAndLeavesEveryByte) {
 
 TEST_F(JobTest, ClippingScalesByTheGlobalNorm) {
   JobSpec spec = MakeJobSpec({.group_sizes = {{256}, {256}}});
-  spec.max_norm = 1.0;
   for (auto& group : spec.groups) group.hyper_parameters.beta1 = 0;
   JobDriver driver = Make(spec);
+  driver.SetMaxNorm(1.0);
   driver.BeginAll();
   ASSERT_TRUE(driver.Send(0, std::vector<float>(256, 3.0f), 0).ok());
   ASSERT_TRUE(driver.Send(1, std::vector<float>(256, 4.0f), 0).ok());
@@ -359,7 +359,7 @@ TEST_F(JobTest, ShardsConvertedLateAreTheSame) {
     if (shard.has_value()) EXPECT_EQ(late, *shard) << "chunk " << chunk;
   }
   std::vector<std::byte> out(512);
-  const auto code = [&](uint64_t generation, uint64_t step) {
+  const auto code = [&](Generation generation, uint64_t step) {
     return driver.job().ReadShard(generation, step, 0, absl::MakeSpan(out)).code();
   };
   EXPECT_EQ(code(1, 1), absl::StatusCode::kOk);

@@ -43,8 +43,8 @@ class SlowDisk final : public FileSystem {
   absl::Status CreateDirectory(const std::string& path) override {
     return memory_.CreateDirectory(path);
   }
-  absl::Status Exchange(const std::string& from, const std::string& to) override {
-    return memory_.Exchange(from, to);
+  absl::Status Rename(const std::string& from, const std::string& to) override {
+    return memory_.Rename(from, to);
   }
   absl::Status RemoveAll(const std::string& path) override { return memory_.RemoveAll(path); }
   absl::StatusOr<std::vector<std::string>> List(const std::string& directory) override {

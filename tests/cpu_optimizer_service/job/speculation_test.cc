@@ -1,5 +1,7 @@
 // P5: updating chunks ahead of the decision gives the same bits as waiting, and nothing of it shows
 // before the decision.
+#include "cpu_optimizer_service/job/speculation.h"
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -8,7 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "cpu_optimizer_service/job/speculation_history.h"
 #include "tests/cpu_optimizer_service/job/job_driver.h"
 
 namespace ballast {
@@ -29,6 +30,12 @@ class SpeculationTest : public JobDriverTest {
     return spec;
   }
   // The same job twice: one that speculates, and what it has to equal.
+  std::pair<JobDriver, JobDriver> MakeClippingPair(double max_norm) {
+    auto pair = MakePair();
+    pair.first.SetMaxNorm(max_norm);
+    pair.second.SetMaxNorm(max_norm);
+    return pair;
+  }
   std::pair<JobDriver, JobDriver> MakePair(const std::function<void(JobSpec&)>& change = {}) {
     JobSpec speculating = Spec(UpdateMode::kSpeculate, "speculating");
     JobSpec waiting = Spec(UpdateMode::kWait, "waiting");
@@ -92,7 +99,7 @@ TEST_F(SpeculationTest, UpdatesBeforeTheSealAndShowsNothingOfIt) {
 }
 
 TEST_F(SpeculationTest, GuessesWithClippingOnAndNormsBelowIt) {
-  auto [speculating, waiting] = MakePair([](JobSpec& spec) { spec.max_norm = 1000; });
+  auto [speculating, waiting] = MakeClippingPair(1000);
   for (uint64_t step = 0; step < 3; ++step) {
     speculating.BeginAll();
     speculating.SendAll(step, 0, /*final=*/true);
@@ -109,7 +116,7 @@ TEST_F(SpeculationTest, GuessesWithClippingOnAndNormsBelowIt) {
 }
 
 TEST_F(SpeculationTest, ComputesAgainWhenAStepIsClipped) {
-  auto [speculating, waiting] = MakePair([](JobSpec& spec) { spec.max_norm = 100; });
+  auto [speculating, waiting] = MakeClippingPair(100);
   for (JobDriver* driver : {&speculating, &waiting}) {
     driver->Step(1);
     driver->BeginAll();
@@ -491,13 +498,13 @@ TEST_F(SpeculationTest, AJobThatDoesNotFitTwiceWaits) {
 
 TEST_F(SpeculationTest, FailedGuessesGiveTheirMemoryBack) {
   JobSpec spec = Spec(UpdateMode::kSpeculate, "job");
-  spec.max_norm = 100;
   Engine engine(
       {.memory_limit_bytes = NeedOf(spec, Layout::Create(spec.layout).value()).total_bytes(),
        .threads = 2});
   JobDriver driver(engine, spec);
   driver.UploadWeights();
   driver.AttachAll();
+  driver.SetMaxNorm(100);
   for (int step = 0; step < SpeculationHistory::kPauseAt; ++step) {
     driver.BeginAll();
     for (int chunk = 0; chunk < 3; ++chunk) {
@@ -512,7 +519,7 @@ TEST_F(SpeculationTest, FailedGuessesGiveTheirMemoryBack) {
 }
 
 TEST_F(SpeculationTest, ASnapshotKeepsItsVersionWhateverBecomesOfTheGuess) {
-  auto [speculating, waiting] = MakePair([](JobSpec& spec) { spec.max_norm = 100; });
+  auto [speculating, waiting] = MakeClippingPair(100);
   speculating.Step(1);
   waiting.Step(1);
   for (const bool clipped : {false, true}) {
@@ -556,7 +563,7 @@ TEST(SpeculationHistory, PausesAtFourFailuresAndResumesWhenTheyAreRare) {
 }
 
 TEST_F(SpeculationTest, StopsGuessingWhileEveryStepIsClippedAndGoesOnAfterwards) {
-  auto [speculating, waiting] = MakePair([](JobSpec& spec) { spec.max_norm = 0.001; });
+  auto [speculating, waiting] = MakeClippingPair(0.001);
   const auto step = [&speculating = speculating, &waiting = waiting](double divisor) {
     const StepSettings settings = {.scale = {.divisors = {divisor}}};
     EXPECT_EQ(speculating.Step(1, 1, settings).decision, waiting.Step(1, 1, settings).decision);

@@ -29,11 +29,11 @@ std::string HashAfterTraining(const Way& way) {
   spec.groups[2].hyper_parameters = {
       .lr = 0.01, .beta1 = 0.8, .decoupled_weight_decay = false, .amsgrad = true};
   spec.groups[3].return_dtype = DType::kFloat32;
-  spec.max_norm = 1.0;
   spec.update_mode = way.update_mode;
   Engine engine({.memory_limit_bytes = int64_t{64} << 20, .threads = way.threads});
   JobDriver driver(engine, spec);
   driver.UploadWeights();
+  driver.SetMaxNorm(1.0);
   driver.SetSending(way.sending);
   driver.AttachAll();
   const GradientScale scale = {.loss_scale = 2, .divisors = {3, 1, 6, 1}};

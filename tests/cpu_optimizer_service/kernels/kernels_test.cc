@@ -1,7 +1,13 @@
 #include "cpu_optimizer_service/kernels/kernels.h"
 
+#include <setjmp.h>
+#include <signal.h>
+#include <sys/mman.h>
+
+#include <algorithm>
 #include <array>
 #include <bit>
+#include <cfenv>
 #include <cmath>
 #include <cstring>
 #include <initializer_list>
@@ -272,6 +278,134 @@ TEST_P(KernelTest, UpdateMayLeaveTheShardWhereTheGradientWas) {
         ASSERT_TRUE(Same(actual.gradient, expected.shard)) << Describe(c);
         ASSERT_TRUE(Same(actual.old_state[0], expected.old_state[0])) << Describe(c);
       }
+    }
+  }
+}
+
+// --- What an update leaves behind for a process that finishes it ---
+
+// The planes of a chunk in pages of their own, of which a store may be made to fail.
+class PagedPlanes {
+ public:
+  static constexpr int64_t kElements = 2048;
+  static constexpr int64_t kPageElements = 1024;
+
+  explicit PagedPlanes(bool amsgrad) : planes_(amsgrad ? 4 : 3) {
+    void* const memory = mmap(nullptr, planes_ * kElements * sizeof(float), PROT_READ | PROT_WRITE,
+                              MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) abort();
+    memory_ = static_cast<float*>(memory);
+    Values values(5);
+    for (int64_t i = 0; i < planes_ * kElements; ++i) {
+      const float value = values.Next();
+      memory_[i] = i < 2 * kElements ? value : std::fabs(value);
+    }
+    for (float& value : gradient_) value = values.Next();
+  }
+  ~PagedPlanes() { munmap(memory_, planes_ * kElements * sizeof(float)); }
+
+  int planes() const { return planes_; }
+  float* plane(int plane) { return plane < planes_ ? memory_ + plane * kElements : nullptr; }
+  void Protect(int which, int protection) {
+    mprotect(plane(which) + kPageElements, kPageElements * sizeof(float), protection);
+  }
+  void Update(int64_t begin, int64_t end, AdamRedo* redo) {
+    const auto at = [&](int which) {
+      return plane(which) == nullptr ? nullptr : plane(which) + begin;
+    };
+    UpdateAdam({.elements = end - begin,
+                .gradient = gradient_.data() + begin,
+                .gradient_dtype = DType::kFloat32,
+                .master = at(0),
+                .exp_avg = at(1),
+                .exp_avg_sq = at(2),
+                .max_exp_avg_sq = at(3),
+                .new_master = at(0),
+                .new_exp_avg = at(1),
+                .new_exp_avg_sq = at(2),
+                .new_max_exp_avg_sq = at(3),
+                .shard = nullptr,
+                .shard_dtype = DType::kFloat32,
+                .scalars = MakeAdamScalars(HyperParameters(), 3, 0.5f)},
+               redo);
+  }
+  // As a process does that takes over.
+  void Finish(RedoLane& lane) {
+    const RedoWord word = RedoWord::Unpack(lane.word);
+    for (int which = 0; which < planes_; ++which) {
+      std::copy_n(lane.turns[word.turn].planes[which], word.count,
+                  plane(which) + word.done - word.count);
+    }
+    AdamRedo redo(lane, word.chunk, word.done);
+    Update(word.done, kElements, &redo);
+  }
+  testing::AssertionResult Equals(PagedPlanes& other) {
+    for (int64_t i = 0; i < planes_ * kElements; ++i) {
+      if (std::isnan(memory_[i]) && std::isnan(other.memory_[i])) continue;
+      if (std::bit_cast<uint32_t>(memory_[i]) == std::bit_cast<uint32_t>(other.memory_[i]))
+        continue;
+      return testing::AssertionFailure()
+             << "plane " << i / kElements << " differs at element " << i % kElements;
+    }
+    return testing::AssertionSuccess();
+  }
+
+ private:
+  const int planes_;
+  float* memory_ = nullptr;
+  std::array<float, kElements> gradient_;
+};
+
+TEST_P(KernelTest, AnUpdateThatIsCutOffBehindAnyTurnIsFinishedFromItsRecord) {
+  for (const bool amsgrad : {false, true}) {
+    PagedPlanes whole(amsgrad);
+    whole.Update(0, PagedPlanes::kElements, nullptr);
+    for (const int64_t done : {1, 5, 31, 32, 33, 64, 100, 1000, 2047, 2048}) {
+      PagedPlanes cut(amsgrad);
+      RedoLane lane;
+      AdamRedo redo(lane, 7, 0);
+      cut.Update(0, done, &redo);
+      const RedoWord word = RedoWord::Unpack(lane.word);
+      ASSERT_EQ(word.chunk, 7u);
+      ASSERT_EQ(word.done, done);
+      // Its last turn's values may not have come to the planes.
+      for (int which = 0; which < cut.planes(); ++which) {
+        std::fill_n(cut.plane(which) + done - word.count, word.count, -1.0f);
+      }
+      cut.Finish(lane);
+      EXPECT_TRUE(cut.Equals(whole)) << done << " done, amsgrad " << amsgrad;
+    }
+  }
+}
+
+sigjmp_buf store_failed;
+
+// The order of stores: at the first store of a turn to any plane its record is whole.
+TEST_P(KernelTest, AnUpdateThatEndsAtAStoreToAnyPlaneIsFinishedFromItsRecord) {
+  struct sigaction fails = {};
+  fails.sa_handler = [](int) { siglongjmp(store_failed, 1); };
+  struct sigaction before = {};
+  std::fenv_t mode;
+  ASSERT_EQ(std::fegetenv(&mode), 0);
+  for (const bool amsgrad : {false, true}) {
+    PagedPlanes whole(amsgrad);
+    whole.Update(0, PagedPlanes::kElements, nullptr);
+    for (int which = 0; which < whole.planes(); ++which) {
+      PagedPlanes cut(amsgrad);
+      RedoLane lane;
+      cut.Protect(which, PROT_READ);
+      sigaction(SIGSEGV, &fails, &before);
+      if (sigsetjmp(store_failed, 1) == 0) {
+        AdamRedo redo(lane, 7, 0);
+        cut.Update(0, PagedPlanes::kElements, &redo);
+        sigaction(SIGSEGV, &before, nullptr);
+        FAIL() << "the store did not fail";
+      }
+      sigaction(SIGSEGV, &before, nullptr);
+      std::fesetenv(&mode);
+      cut.Protect(which, PROT_READ | PROT_WRITE);
+      cut.Finish(lane);
+      EXPECT_TRUE(cut.Equals(whole)) << "plane " << which << ", amsgrad " << amsgrad;
     }
   }
 }

@@ -1,10 +1,16 @@
 #include "cpu_optimizer_service/state/chunk_store.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
 
+#include <map>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
+
+#include "cpu_optimizer_service/host/file_keeper.h"
+#include "cpu_optimizer_service/host/named_memory.h"
 
 namespace ballast {
 namespace {
@@ -172,6 +178,66 @@ TEST_F(ChunkStoreTest, SecondVersionsNeedNoFurtherMemory) {
     }
     EXPECT_EQ(store->Published(2)[Plane::kMaster][0], 0);
   }
+}
+
+// Has what it was given, and so has each copy.
+class CopiedKeeper final : public FileKeeper {
+ public:
+  CopiedKeeper() = default;
+  CopiedKeeper(const CopiedKeeper& other) : FileKeeper() {
+    for (const auto& [name, file] : other.kept_) (void)Keep(name, file.number());
+  }
+  absl::Status Keep(const std::string& name, int descriptor) override {
+    const bool is_new = kept_.try_emplace(name, fcntl(descriptor, F_DUPFD_CLOEXEC, 0)).second;
+    EXPECT_TRUE(is_new) << name;
+    return absl::OkStatus();
+  }
+  void Drop(const std::string& name) override { kept_.erase(name); }
+  std::map<std::string, FileDescriptor> TakeKept() override { return CopiedKeeper(*this).kept(); }
+  std::map<std::string, FileDescriptor> kept() && { return std::move(kept_); }
+
+ private:
+  std::map<std::string, FileDescriptor> kept_;
+};
+
+TEST_F(ChunkStoreTest, TheNextProcessFindsVersionsBeyondBothOfEachChunk) {
+  CopiedKeeper keeper;
+  NamedMemory memory(keeper);
+  NamedArenas arenas(memory, "uid", "test");
+  MemoryBudget budget(int64_t{1} << 20);
+  const auto create = [&](NamedArenas& in) {
+    return ChunkStore::Create(*layout_,
+                              {.planes = {3, 4},
+                               .second_versions = true,
+                               .budget = &budget,
+                               .owner = "test",
+                               .named = &in},
+                              in)
+        .value();
+  };
+  store_ = create(arenas);
+  // A save pins what the first write leaves behind; with the second one there are no more places.
+  auto pins = store_->Pin({0, 1, 2, 3}).value();
+  for (uint64_t step = 1; step < 4; ++step) {
+    std::vector<ChunkStore::Write> writes;
+    for (int chunk = 0; chunk < 4; ++chunk) {
+      writes.push_back(store_->BeginWrite(chunk, Destination::kFresh).value());
+      Fill(writes.back(), static_cast<float>(10 * step + chunk));
+    }
+    store_->Publish(writes, step);
+    // It dies here.
+    CopiedKeeper left(keeper);
+    NamedMemory later(left);
+    NamedArenas later_arenas(later, "uid", "test");
+    const auto taken_over = create(later_arenas);
+    for (int chunk = 0; chunk < 4; ++chunk) {
+      EXPECT_EQ(taken_over->step(chunk), step);
+      EXPECT_EQ(taken_over->Published(chunk)[Plane::kMaster][0], 10 * step + chunk);
+      EXPECT_EQ(taken_over->Published(chunk)[Plane::kExpAvgSq][255], 10 * step + chunk);
+    }
+  }
+  pins.clear();
+  store_.reset();
 }
 
 TEST_F(ChunkStoreTest, ADroppedVersionLeavesAPlaceForTheWriterOfAPinnedChunk) {

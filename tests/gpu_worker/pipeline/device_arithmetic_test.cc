@@ -122,18 +122,38 @@ class Pair {
     return arithmetic_->Finish();
   }
   // The payload's memory is overwritten as soon as it is released.
-  absl::Status AddGradient(int chunk, bool first, std::mt19937_64& random) {
-    std::vector<std::byte> payload(elements(chunk) * SizeBytes(group(chunk).wire_dtype));
-    for (int64_t i = 0; i < elements(chunk); ++i) {
-      StoreElement(payload.data(), group(chunk).wire_dtype, i, AnyValue(random));
+  absl::Status AddGradients(absl::Span<const int> of, bool first, std::mt19937_64& random) {
+    for (const int chunk : of) {
+      std::vector<std::byte> payload(elements(chunk) * SizeBytes(group(chunk).wire_dtype));
+      for (int64_t i = 0; i < elements(chunk); ++i) {
+        StoreElement(payload.data(), group(chunk).wire_dtype, i, AnyValue(random));
+      }
+      BALLAST_RETURN_IF_ERROR(
+          scalar_.AddGradients({{.chunk = chunk, .first = first, .payload = payload}}));
+      while (out_[chunk] > 0) std::this_thread::yield();
+      BALLAST_RETURN_IF_ERROR(stream_->CopyToDevice(payloads_[chunk].data(), payload));
+      BALLAST_RETURN_IF_ERROR(stream_->Synchronize());
     }
-    BALLAST_RETURN_IF_ERROR(scalar_.AddGradient(chunk, first, payload, nullptr));
-    std::atomic<int>& out = out_[chunk];
-    while (out > 0) std::this_thread::yield();
-    BALLAST_RETURN_IF_ERROR(stream_->CopyToDevice(payloads_[chunk].data(), payload));
-    BALLAST_RETURN_IF_ERROR(stream_->Synchronize());
-    ++out;
-    return arithmetic_->AddGradient(chunk, first, payloads_[chunk], [&out] { --out; });
+    // Only what is handed over is out: a device that is lost meanwhile ends the copies.
+    std::vector<LocalArithmetic::Addition> additions;
+    for (const int chunk : of) {
+      std::atomic<int>& out = out_[chunk];
+      ++out;
+      additions.push_back(
+          {.chunk = chunk, .first = first, .payload = payloads_[chunk], .released = [&out] {
+             --out;
+           }});
+    }
+    return arithmetic_->AddGradients(std::move(additions));
+  }
+  // All of the rank's, in buckets of a few chunks, the last bucket first.
+  absl::Status AddAllGradients(bool first, std::mt19937_64& random) {
+    for (absl::Span<const int> left = chunks(); !left.empty();) {
+      const size_t count = std::min<size_t>(left.size(), 1 + random() % 5);
+      BALLAST_RETURN_IF_ERROR(AddGradients(left.last(count), first, random));
+      left.remove_suffix(count);
+    }
+    return absl::OkStatus();
   }
   // Of blocks from anywhere in a run of neighbours to its end, the last of them short; and elements
   // at both ends of each chunk.
@@ -268,9 +288,7 @@ TEST(DeviceArithmetic, HasTheBitsOfTheScalarOneOverSeveralStepsOfAnyLayout) {
     pair.ExpectSameWeights();
     for (int64_t step = 1; step <= 4; ++step) {
       for (int micro_step = 0; micro_step < (sums ? 1 + step % 3 : 1); ++micro_step) {
-        for (const int chunk : pair.chunks()) {
-          ASSERT_TRUE(pair.AddGradient(chunk, /*first=*/micro_step == 0, random).ok());
-        }
+        ASSERT_TRUE(pair.AddAllGradients(/*first=*/micro_step == 0, random).ok());
       }
       if (sums && step == 3 &&
           !pair.chunks().empty()) {  // One that no micro-step had a gradient for.
@@ -297,9 +315,7 @@ TEST(DeviceArithmetic, HasNoSecondCopyOfTheGradientWhereNothingIsSummed) {
   EXPECT_EQ(summing.allocated_bytes() - pair.allocated_bytes(),
             elements * static_cast<int64_t>(sizeof(float)));
   // Gradients are read where they were pushed, until they are forgotten.
-  for (const int chunk : pair.chunks()) {
-    ASSERT_TRUE(pair.AddGradient(chunk, /*first=*/true, random).ok());
-  }
+  ASSERT_TRUE(pair.AddAllGradients(/*first=*/true, random).ok());
   ASSERT_TRUE(pair.arithmetic().Finish().ok());
   EXPECT_EQ(pair.out(), static_cast<int>(pair.chunks().size()));
   pair.arithmetic().ForgetGradients();
@@ -316,9 +332,41 @@ TEST(DeviceArithmetic, ReleasesAPayloadWithoutBeingCalledAgain) {
     if (job.layout.chunks_of_rank(0).empty()) continue;
     Pair pair(job, /*sums=*/true, {.seed = seed});
     ASSERT_TRUE(pair.Create().ok());
-    ASSERT_TRUE(pair.AddGradient(pair.chunks()[0], true, random).ok());
+    ASSERT_TRUE(pair.AddGradients(pair.chunks(), true, random).ok());
     while (pair.out() > 0) std::this_thread::yield();
   }
+}
+
+TEST(DeviceArithmetic, AddsTheGradientsOfNeighboursInOneLaunch) {
+  size_t chunks = 0;
+  for (uint64_t seed = 0; seed < 16; ++seed) {
+    SCOPED_TRACE(testing::Message() << "seed " << seed);
+    std::mt19937_64 random(seed);
+    const TrainingJob job = RandomJob(random, DType::kBFloat16, DType::kBFloat16);
+    int launches = 0;
+    Pair pair(job, /*sums=*/true,
+              {.seed = seed, .fail = [&](absl::string_view operation, absl::string_view) {
+                 if (operation == "kernel") ++launches;
+                 return absl::OkStatus();
+               }});
+    ASSERT_TRUE(pair.Create().ok());
+    ASSERT_TRUE(pair.SetFirstWeights(random).ok());
+    for (int micro_step = 0; micro_step < 3; ++micro_step) {
+      launches = 0;
+      ASSERT_TRUE(pair.AddGradients(pair.chunks(), /*first=*/micro_step == 0, random).ok());
+      // Groups have one format: where one ends and the next one begins, a run goes on.
+      EXPECT_EQ(launches, pair.chunks().empty() ? 0 : 1);
+    }
+    chunks += pair.chunks().size();
+    // What is not one after the other is not one run.
+    launches = 0;
+    const std::vector<int> backwards(pair.chunks().rbegin(), pair.chunks().rend());
+    ASSERT_TRUE(pair.AddGradients(backwards, /*first=*/false, random).ok());
+    EXPECT_EQ(launches, static_cast<int>(backwards.size()));
+    if (backwards.empty()) continue;
+    pair.ExpectSameSums();
+  }
+  EXPECT_GT(chunks, 100);
 }
 
 TEST(DeviceArithmetic, ReleasesPayloadsAndSaysSoWhenTheDeviceIsLost) {
@@ -341,9 +389,7 @@ TEST(DeviceArithmetic, ReleasesPayloadsAndSaysSoWhenTheDeviceIsLost) {
       const auto steps = [&]() -> absl::Status {
         BALLAST_RETURN_IF_ERROR(pair.Create());
         BALLAST_RETURN_IF_ERROR(pair.SetFirstWeights(random));
-        for (const int chunk : pair.chunks()) {
-          BALLAST_RETURN_IF_ERROR(pair.AddGradient(chunk, true, random));
-        }
+        BALLAST_RETURN_IF_ERROR(pair.AddAllGradients(true, random));
         BALLAST_RETURN_IF_ERROR(pair.arithmetic().Finish());
         while (pair.out() > 0) std::this_thread::yield();
         return pair.Update(1, 1.0f);

@@ -141,7 +141,7 @@ TEST(DeviceTraining, DoesAnAbortedStepAgainWithTheSameBits) {
       };
       ExpectSame(TrainWhole(training, 3, Meddling(service.Optimizer(), OnceAt(at, abort))),
                  undisturbed);
-      EXPECT_EQ(service.job()->Status().generation, 2);
+      EXPECT_EQ(service.job()->Status().generation, Generation(2));
     }
   }
 }

@@ -109,6 +109,13 @@ class PipelineRank final : public GradientSink {
     push.released();
     return absl::OkStatus();
   }
+  absl::Status PushAll(std::vector<client::GradientPush> pushes) override {
+    {
+      MutexLock lock(mutex_);
+      ++hand_overs_;
+    }
+    return GradientSink::PushAll(std::move(pushes));
+  }
   absl::Status EndMicroStep(uint32_t micro_step, const UsedParameters& used) override {
     MutexLock lock(mutex_);
     ended_.push_back({step_, micro_step, pushed_.size(), used});
@@ -282,6 +289,11 @@ class PipelineRank final : public GradientSink {
     MutexLock lock(mutex_);
     return pushed_;
   }
+  // Calls that brought them.
+  size_t hand_overs() const {
+    MutexLock lock(mutex_);
+    return hand_overs_;
+  }
   std::vector<Ended> ended() const {
     MutexLock lock(mutex_);
     return ended_;
@@ -301,6 +313,7 @@ class PipelineRank final : public GradientSink {
   mutable Mutex mutex_;
   uint64_t step_ ABSL_GUARDED_BY(mutex_) = 0;
   std::vector<Pushed> pushed_ ABSL_GUARDED_BY(mutex_);
+  size_t hand_overs_ ABSL_GUARDED_BY(mutex_) = 0;
   std::vector<Ended> ended_ ABSL_GUARDED_BY(mutex_);
 
   std::unique_ptr<TrainingBackend> backend_;

@@ -40,7 +40,6 @@ struct World {
 JobSpec MakeJob(const World& world) {
   JobSpec job;
   job.name = "test";
-  job.max_norm = world.max_norm;
   job.unused_policy = world.unused_policy;
   job.layout.world_size = world.world_size;
   job.layout.group_count = 2;
@@ -77,9 +76,8 @@ class NotingArithmetic final : public LocalArithmetic {
   absl::Status SetFirstWeights(int chunk, absl::Span<const float> values) override {
     return wrapped_->SetFirstWeights(chunk, values);
   }
-  absl::Status AddGradient(int chunk, bool first, absl::Span<const std::byte> payload,
-                           std::function<void()> released) override {
-    return wrapped_->AddGradient(chunk, first, payload, std::move(released));
+  absl::Status AddGradients(std::vector<Addition> additions) override {
+    return wrapped_->AddGradients(std::move(additions));
   }
   absl::Status ZeroGradient(int chunk) override { return wrapped_->ZeroGradient(chunk); }
   absl::Status BlockSums(absl::Span<const BlocksInChunks> runs, absl::Span<double> sums) override {
@@ -111,6 +109,7 @@ class Rank {
  public:
   Rank(const World& world, Collective& collective)
       : job_(MakeJob(world)),
+        max_norm_(world.max_norm),
         layout_(Layout::Create(job_.layout).value()),
         weights_(2 * kElements),
         collective_(collective),
@@ -165,7 +164,7 @@ class Rank {
     for (uint32_t m = 0; m < micro_steps; ++m) {
       EXPECT_TRUE(optimizer_.EndMicroStep(m, used).ok());
     }
-    return optimizer_.Seal(micro_steps);
+    return optimizer_.Seal(micro_steps, {.clipping = {.max_norm = max_norm_}});
   }
 
   LocalOptimizer& optimizer() { return optimizer_; }
@@ -182,6 +181,7 @@ class Rank {
   }
 
   const JobSpec job_;
+  const double max_norm_;
   const Layout layout_;
   std::vector<uint16_t> weights_;
   Collective& collective_;
@@ -298,7 +298,7 @@ TEST(LocalOptimizer, TheNormIsThatOfTheWrittenOrderWhereChunksAndRanksCutBlocks)
     }
     group_sums.push_back(SumInOrder(parameter_sums));
   }
-  const double expected = Decide(group_sums, {.divisors = {4, 8}}, 1.0).norm;
+  const double expected = GlobalNorm(group_sums, {.divisors = {4, 8}});
   for (const int world_size : {1, 2, 3}) {
     for (const int64_t chunk_elements : {256, 768, 1024}) {
       RunRanks(world_size, [&](Collective& collective) {
@@ -481,7 +481,7 @@ TEST(LocalOptimizer, SkipsWhatWouldOverflowTheStateAsTheServiceDoesWithItsWordsA
                           .ok());
         }
         ASSERT_TRUE(optimizer.EndMicroStep(0, used).ok());
-        const client::StepDecision decision = optimizer.Seal(1).value();
+        const client::StepDecision decision = optimizer.Seal(1, {}).value();
         EXPECT_EQ(decision.applied, expected[i].decision.apply);
         EXPECT_EQ(decision.skip_reason, expected[i].skip_reason);
         EXPECT_EQ(decision.norm, expected[i].decision.norm);

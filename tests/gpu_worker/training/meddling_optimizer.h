@@ -48,7 +48,7 @@ class MeddlingOptimizer final : public StepOptimizer {
     return Around(Verb::kJoin, 0, [&] { return real_->Join(first_weights); });
   }
   std::string job_uid() const override { return real_->job_uid(); }
-  uint64_t generation() const override { return real_->generation(); }
+  Generation generation() const override { return real_->generation(); }
   uint64_t committed_step() const override { return real_->committed_step(); }
   std::string trainer_state() const override { return real_->trainer_state(); }
   bool last_step_applied() const override { return real_->last_step_applied(); }
@@ -81,10 +81,10 @@ class MeddlingOptimizer final : public StepOptimizer {
     return Around(Verb::kEndMicroStep, ends_++,
                   [&] { return real_->EndMicroStep(micro_step, used); });
   }
-  absl::StatusOr<client::StepDecision> Seal(uint32_t micro_steps) override {
+  absl::StatusOr<client::StepDecision> Seal(uint32_t micro_steps, const StepVote& vote) override {
     absl::StatusOr<client::StepDecision> decision;
     const absl::Status status = Around(Verb::kSeal, 0, [&] {
-      decision = real_->Seal(micro_steps);
+      decision = real_->Seal(micro_steps, vote);
       return decision.status();
     });
     if (!status.ok()) return status;

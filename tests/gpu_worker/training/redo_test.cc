@@ -80,7 +80,7 @@ TEST_P(Redo, AnAbortedStepIsDoneAgainByAllRanks) {
       const Result result = Train({.world_size = 2, .accumulation = accumulation},
                                   Meddling(service.Optimizer(), OnceAt(GetParam(), abort)));
       ExpectSame(result, Undisturbed(accumulation));
-      EXPECT_EQ(service.job()->Status().generation, 2);
+      EXPECT_EQ(service.job()->Status().generation, Generation(2));
       EXPECT_EQ(service.job()->Status().coverage_complete_steps, 6);
     }
   }
@@ -112,7 +112,7 @@ TEST(FirstWeights, AreGivenAgainWhenTheGenerationRisesBeforeAllHaveCome) {
     ASSERT_TRUE(second.ok()) << second.status();
     EXPECT_TRUE(optimizer->Join([](int, absl::Span<float>) {}).ok());
   });
-  EXPECT_GE(service.job()->Status().generation, 2);
+  EXPECT_GE(service.job()->Status().generation, Generation(2));
 }
 
 TEST(RedoneStep, GradientsOfARankThatJoinsAgainLieInItsNewMemory) {
@@ -162,7 +162,7 @@ TEST(RedoneStep, AbortsAtEveryStepAndBetweenStepsChangeNothing) {
                 return absl::OkStatus();
               }));
     ExpectSame(result, Undisturbed());
-    EXPECT_GT(service.job()->Status().generation, 3);
+    EXPECT_GT(service.job()->Status().generation, Generation(3));
   }
 }
 
@@ -204,7 +204,7 @@ TEST(RedoneStep, ACommittedStepThatNoRankHeardOfHasItsLossAndNoNorm) {
   const Result result =
       Train({.world_size = 2}, Meddling(service.Optimizer(), [&](const Instant& instant) {
               if (instant.verb != Verb::kSeal || instant.when == When::kBefore ||
-                  instant.step != 3 || service.job()->Status().generation > 1) {
+                  instant.step != 3 || service.job()->Status().generation > Generation(1)) {
                 return absl::OkStatus();
               }
               if (instant.rank == 0) {

@@ -32,7 +32,11 @@ class Chunked {
       StoreElement(payload.data(), DType::kFloat16, e, value);
     }
     int released = 0;
-    EXPECT_TRUE(arithmetic_.AddGradient(0, first, payload, [&] { ++released; }).ok());
+    EXPECT_TRUE(
+        arithmetic_
+            .AddGradients(
+                {{.chunk = 0, .first = first, .payload = payload, .released = [&] { ++released; }}})
+            .ok());
     EXPECT_EQ(released, 1);
   }
   // The two blocks' gradients.

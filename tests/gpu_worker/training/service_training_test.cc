@@ -131,7 +131,7 @@ TEST(ServiceTraining, ACheckpointThatCannotBeLoadedLeavesNoEmptyJob) {
   Service first, second;
   const TempPath checkpoint("checkpoint");
   Train({.steps = 2, .save = checkpoint.str()}, first.Optimizer());
-  std::ofstream(checkpoint.str() + "/master.safetensors") << "damaged";
+  std::ofstream(checkpoint.str() + "/step-2.1/master.safetensors") << "damaged";
   const Result failed = TrainUntilItEnds({.world_size = 2}, second.Optimizer(checkpoint.str()));
   EXPECT_EQ(failed.statuses[0].code(), absl::StatusCode::kDataLoss) << failed.statuses[0];
   EXPECT_FALSE(failed.statuses[1].ok());

@@ -176,7 +176,7 @@ class ScriptedOptimizer final : public StepOptimizer {
     failed_ = absl::OkStatus();
     return absl::OkStatus();
   }
-  uint64_t generation() const override { return joins_; }
+  Generation generation() const override { return static_cast<uint64_t>(joins_); }
   uint64_t committed_step() const override { return committed_step_; }
   std::string trainer_state() const override { return ""; }
   bool last_step_applied() const override { return true; }
@@ -199,7 +199,7 @@ class ScriptedOptimizer final : public StepOptimizer {
     ++ended_;
     return failed_;
   }
-  absl::StatusOr<client::StepDecision> Seal(uint32_t micro_steps) override {
+  absl::StatusOr<client::StepDecision> Seal(uint32_t micro_steps, const StepVote& vote) override {
     if (!failed_.ok()) return failed_;
     client::StepDecision decision;
     decision.step = committed_step_ + 1;

@@ -116,7 +116,6 @@ Outcome Play(const Script& script, const MakeOptimizer& make_optimizer) {
   const TokenData data = TokenData::Read(kDefaultText, kContext).value();
   RunRanks(script.world_size, [&](Collective& collective) {
     const TrainingJob job = MakeTrainingJob(Parameters(), {.world_size = script.world_size,
-                                                           .max_norm = 0,
                                                            .micro_steps = 0,
                                                            .wire_dtype = script.dtype,
                                                            .weights_dtype = script.dtype,

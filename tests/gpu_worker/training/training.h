@@ -86,7 +86,7 @@ inline WorkerOptions OptionsOf(const Training& training) {
   options.job.wire_dtype = training.wire_dtype;
   options.job.weights_dtype = training.weights_dtype;
   options.job.update_mode = training.update_mode;
-  options.job.max_norm = training.max_norm;
+  options.trainer.max_norm = training.max_norm;
   options.save_directory = training.save;
   options.resumes = training.resumes;
   return options;

@@ -44,6 +44,7 @@ Contribution EnginePlayer::MakeContribution(const Call& call) {
           .micro_step_begin = begin,
           .micro_step_end = end,
           .final = script.IsFinal(call.chunk, call.segment),
+          .may_guess = script.MayGuess(call.chunk, call.segment),
           .empty = script.IsEmpty(call.chunk, call.segment)};
 }
 
@@ -75,6 +76,8 @@ absl::Status EnginePlayer::Contribute(const Call& call) {
     memory->WriteGradient(call.chunk, std::vector<std::byte>(payload.size(), std::byte{0xff}));
   }
   next_micro_step_[call.chunk] = contribution.micro_step_end;
+  stage_.tally().guesses +=
+      contribution.may_guess && contribution.micro_step_end < attempt_->micro_steps;
   payloads_[call.chunk] += !contribution.empty;
   return absl::OkStatus();
 }
@@ -123,7 +126,7 @@ absl::Status EnginePlayer::Seal(const Call& call, uint32_t micro_steps) {
   for (const Rank& other : ranks_) refusals.push_back(other.ear->refusals());
 
   BALLAST_ASSIGN_OR_RETURN(const std::optional<SealRefusal> refusal,
-                           side.stream->Seal(At(call.rank), micro_steps));
+                           side.stream->Seal(At(call.rank), micro_steps, VoteWithSeal(call.rank)));
   if (refusal.has_value() != why.has_value()) {
     return Wrong("the seal of rank ", call.rank, " with ", micro_steps,
                  " micro-steps: ", refusal.has_value() ? refusal->status.ToString() : "was taken",

@@ -18,7 +18,8 @@ absl::Status EnginePlayer::Happen(const Event& event, size_t next_call) {
     case EventKind::kCut:
       return side.away ? absl::OkStatus() : Cut(event);
     case EventKind::kAway:
-      if (side.sealed && !side.away) {
+      // Who is away cannot vote.
+      if (side.sealed && !side.away && !Looks(*attempt_, event.rank) && votes_otherwise_ == -1) {
         side.stream.reset();
         side.away = true;
         ++stage_.tally().cuts;
@@ -60,8 +61,12 @@ absl::Status EnginePlayer::Happen(const Event& event, size_t next_call) {
       return ExpectAborted(*ghosts_[event.pick % ghosts_.size()], event.rank);
     case EventKind::kDiscard:
       return side.away ? absl::OkStatus() : Discard(event.rank);
+    case EventKind::kEarlyVote:
+    case EventKind::kBadVote:
+      return side.away ? absl::OkStatus() : VoteWrongly(event);
     case EventKind::kWithhold:  // The script's.
     case EventKind::kLate:
+    case EventKind::kOtherVote:  // Of the whole attempt.
       return absl::OkStatus();
   }
   return absl::OkStatus();
@@ -79,7 +84,7 @@ absl::Status EnginePlayer::CheckPosition(int rank) const {
   const RankPosition& position = side.stream->position();
   if (position.generation != generation_ ||
       position.committed_step != stage_.model().state().committed_step) {
-    return Wrong("rank ", rank, " opens in generation ", position.generation, " at step ",
+    return Wrong("rank ", rank, " opens in generation ", ToString(position.generation), " at step ",
                  position.committed_step);
   }
   if (position.attempt != side.try_number) {
@@ -167,7 +172,8 @@ absl::Status EnginePlayer::SendWrong(const Event& event) {
       --wrong.micro_step_begin;
       break;
     case EventKind::kWrongStep:
-      wrong.step += event.pick % 2 == 0 ? 1 : -1;
+      // What comes late for a step that was skipped because of an abort is dropped in silence.
+      wrong.step += event.pick % 2 == 0 || history_.job.on_abort == OnAbort::kSkip ? 1 : -1;
       break;
     default:
       piece.remove_suffix(1);

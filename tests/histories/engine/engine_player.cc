@@ -1,6 +1,7 @@
 #include "tests/histories/engine/engine_player.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
@@ -37,8 +38,8 @@ absl::Status EnginePlayer::Open(int rank, bool over) {
   if (side.generation == generation_) request.generation = generation_;
   BALLAST_ASSIGN_OR_RETURN(const Attachment attached, stage_.job().Attach(request));
   if (attached.generation != generation_) {
-    return Wrong("rank ", rank, " attached in generation ", attached.generation, ", expected ",
-                 generation_);
+    return Wrong("rank ", rank, " attached in generation ", ToString(attached.generation),
+                 ", expected ", ToString(generation_));
   }
   side.generation = generation_;
   if (!request.generation.has_value()) {
@@ -50,6 +51,7 @@ absl::Status EnginePlayer::Open(int rank, bool over) {
   const bool speculates =
       history_.job.update_mode == UpdateMode::kSpeculate && (history_.seed + rank) % 5 != 0;
   auto ear = std::make_shared<RecordingListener>(speculates);
+  ear->Guesses(attempt_ != nullptr && attempt_->guesses);
   BALLAST_ASSIGN_OR_RETURN(
       std::unique_ptr<RankStream> stream,
       stage_.job().OpenStream(
@@ -63,6 +65,7 @@ absl::Status EnginePlayer::Open(int rank, bool over) {
   std::swap(side.stream, stream);
   side.ear = std::move(ear);
   side.away = false;
+  side.vote_refusals = 0;
   if (over) BALLAST_RETURN_IF_ERROR(ExpectAborted(*stream, rank));
   return CheckPosition(rank);
 }
@@ -80,7 +83,13 @@ absl::Status EnginePlayer::PlayAttempt(const Attempt& attempt) {
   next_micro_step_.assign(stage_.layout().chunks().size(), 0);
   payloads_.assign(stage_.layout().chunks().size(), 0);
   repeats_.clear();
+  votes_otherwise_ = -1;
+  for (const Event& event : attempt.events) {
+    const bool differs = event.kind == EventKind::kOtherVote && history_.job.world_size > 1;
+    if (differs) votes_otherwise_ = event.rank;
+  }
   for (Rank& rank : ranks_) {
+    rank.ear->Guesses(attempt.guesses);
     rank.try_number = 0;
     rank.begun = rank.sealed = false;
     rank.micro_steps_ended = 0;
@@ -126,6 +135,10 @@ absl::Status EnginePlayer::PlayCalls() {
     const Call call = calls_[i];
     next_call_ = i + 1;
     BALLAST_RETURN_IF_ERROR(Make(call));
+    if (whole_ && SpikeIsDue()) {
+      BALLAST_RETURN_IF_ERROR(DiscardForSpike());
+      continue;
+    }
     if (refused_ || whole_) return absl::OkStatus();
   }
   return Wrong("all calls were made, and the step is neither whole nor refused");
@@ -135,12 +148,20 @@ absl::Status EnginePlayer::Finish() {
   if (refused_) return FinishRefused();
   if (!whole_) return BreakOff(attempt_->end);
   if (attempt_->end == End::kAbortAtDecision) return AbortNow(/*at_decision=*/true);
+  BALLAST_RETURN_IF_ERROR(PlayVotes());
   // Who lost the answer to a seal says it again, whatever has become of the step meanwhile.
   for (int rank = 0; rank < history_.job.world_size; ++rank) {
     if (ranks_[rank].away) continue;
-    BALLAST_ASSIGN_OR_RETURN(const auto refusal,
-                             ranks_[rank].stream->Seal(At(rank), attempt_->micro_steps));
+    BALLAST_ASSIGN_OR_RETURN(
+        const auto refusal,
+        ranks_[rank].stream->Seal(At(rank), attempt_->micro_steps, VoteWithSeal(rank)));
     if (refusal.has_value()) return Wrong("a seal said again: ", refusal->status.ToString());
+    BALLAST_RETURN_IF_ERROR(ranks_[rank].stream->Vote(At(rank), live().vote));
+    StepVote other = live().vote;
+    other.apply = !other.apply;
+    BALLAST_RETURN_IF_ERROR(ExpectCode(absl::StatusCode::kFailedPrecondition,
+                                       ranks_[rank].stream->Vote(At(rank), other),
+                                       "another vote than the decided one"));
   }
   return FinishCommit();
 }
@@ -179,6 +200,43 @@ absl::Status EnginePlayer::FinishCommit() {
   return stage_.CheckCommit(live(), expected, summed);
 }
 
+bool EnginePlayer::GivesUp() const {
+  return history_.job.on_abort == OnAbort::kSkip &&
+         std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& side) { return side.begun; });
+}
+
+absl::Status EnginePlayer::FinishGivenUp(const std::string& why, int replaced) {
+  const ModelOutcome expected = stage_.model().GiveUp(live(), why);
+  for (int rank = 0; rank < history_.job.world_size; ++rank) {
+    Rank& side = ranks_[rank];
+    const uint32_t try_number = std::exchange(side.try_number, 0);
+    side.begun = false;
+    if (side.away || rank == replaced) {
+      BALLAST_RETURN_IF_ERROR(Open(rank, /*over=*/false));
+      continue;
+    }
+    if (!side.ear->AwaitCommit(step_)) return Wrong("step ", step_, " was not committed");
+    BALLAST_RETURN_IF_ERROR(side.ear->fault());
+    BALLAST_RETURN_IF_ERROR(stage_.CheckOutcome(side.ear->outcomes().back(), expected, live()));
+    // What is still on its way is dropped.
+    const StepAttempt at = {step_, try_number};
+    BALLAST_RETURN_IF_ERROR(side.stream->BeginStep(at, {}));
+    for (const int chunk : stage_.layout().chunks_of_rank(rank)) {
+      BALLAST_ASSIGN_OR_RETURN(
+          const ContributionResult result,
+          side.stream->Contribute(
+              {.step = step_, .attempt = try_number, .chunk = chunk, .empty = true}));
+      if (result != ContributionResult::kDiscarded) return Wrong("a late gradient was taken");
+    }
+    BALLAST_RETURN_IF_ERROR(side.stream->EndMicroStep(at, 0, {}));
+    BALLAST_RETURN_IF_ERROR(side.stream->Seal(at, 1).status());
+    BALLAST_RETURN_IF_ERROR(side.stream->Vote(at, {}));
+    BALLAST_ASSIGN_OR_RETURN(const bool discarded, side.stream->Discard(at));
+    if (discarded) return Wrong("rank ", rank, " has discarded a step that is over");
+  }
+  return stage_.CheckCommit(live(), expected, 0);
+}
+
 // ---------------------------------------------------------------- attempts that come to nothing
 
 absl::Status EnginePlayer::FinishRefused() {
@@ -189,8 +247,9 @@ absl::Status EnginePlayer::FinishRefused() {
     if (ranks_[rank].away) return AbortNow(/*at_decision=*/false);
   }
   for (int rank = history_.job.world_size - 1; rank >= 0; --rank) {
-    BALLAST_ASSIGN_OR_RETURN(const auto refusal,
-                             ranks_[rank].stream->Seal(At(rank), attempt_->micro_steps));
+    BALLAST_ASSIGN_OR_RETURN(
+        const auto refusal,
+        ranks_[rank].stream->Seal(At(rank), attempt_->micro_steps, VoteWithSeal(rank)));
     if (refusal.has_value() != (rank == 0)) return Wrong("the second seal of rank ", rank);
   }
   return AbortNow(/*at_decision=*/false);
@@ -205,8 +264,9 @@ absl::Status EnginePlayer::BreakOff(End end) {
     case End::kLoad: {
       BALLAST_ASSIGN_OR_RETURN(const std::optional<CheckpointInfo> info, stage_.Load());
       if (!info.has_value()) return AbortNow(/*at_decision=*/false);
-      if (info->generation != generation_ + 1)
-        return Wrong("a load to generation ", info->generation);
+      if (info->generation != generation_.Next()) {
+        return Wrong("a load to generation ", ToString(info->generation));
+      }
       return StartOver();
     }
     default:
@@ -215,6 +275,7 @@ absl::Status EnginePlayer::BreakOff(End end) {
 }
 
 absl::Status EnginePlayer::AbortNow(bool at_decision) {
+  const bool gives_up = GivesUp();
   const absl::StatusOr<uint64_t> aborted = stage_.job().AbortStep();
   if (!open_ || (at_decision && !aborted.ok())) {
     BALLAST_RETURN_IF_ERROR(
@@ -224,7 +285,7 @@ absl::Status EnginePlayer::AbortNow(bool at_decision) {
   BALLAST_RETURN_IF_ERROR(aborted.status());
   if (*aborted != step_) return Wrong("aborted step ", *aborted, ", expected ", step_);
   ++(at_decision ? stage_.tally().aborted_at_decision : stage_.tally().aborted);
-  return StartOver();
+  return gives_up ? FinishGivenUp("was aborted", /*replaced=*/-1) : StartOver();
 }
 
 // A new process takes the rank of one that is still there (`restart`: whose stream has ended). Only
@@ -234,15 +295,16 @@ absl::Status EnginePlayer::TakeRank(bool restart) {
   Rank& side = ranks_[rank];
   const bool free = (restart || side.away) && !side.begun && side.try_number == 0;
   if (restart) side.stream.reset();
+  const bool gives_up = GivesUp();
   const std::string old_process = side.process_id;
   side.process_id = absl::StrCat("process", ++processes_);
   side.generation = 0;
   const absl::StatusOr<Attachment> attached =
       stage_.job().Attach({.rank = rank, .process_id = side.process_id});
   BALLAST_RETURN_IF_ERROR(attached.status());
-  if (attached->generation != generation_ + (free ? 0 : 1)) {
-    return Wrong("a new process of rank ", rank, " got generation ", attached->generation,
-                 " after ", generation_);
+  if (attached->generation != (free || gives_up ? generation_ : generation_.Next())) {
+    return Wrong("a new process of rank ", rank, " got generation ", ToString(attached->generation),
+                 " after ", ToString(generation_));
   }
   ++stage_.tally().replaced;
   LoseMemory(rank);
@@ -254,7 +316,11 @@ absl::Status EnginePlayer::TakeRank(bool restart) {
                        .Attach({.rank = rank, .process_id = old_process, .generation = generation_})
                        .status(),
                    "the old process attaches for its old stream"));
-    return StartOver();
+    if (!gives_up) return StartOver();
+    if (side.stream != nullptr) BALLAST_RETURN_IF_ERROR(ExpectAborted(*side.stream, rank));
+    ghosts_.push_back(std::move(side.stream));
+    if (ghosts_.back() == nullptr) ghosts_.pop_back();
+    return FinishGivenUp(absl::StrCat("has taken rank ", rank), rank);
   }
   BALLAST_RETURN_IF_ERROR(
       ExpectCode(absl::StatusCode::kAborted,
@@ -268,7 +334,7 @@ absl::Status EnginePlayer::TakeRank(bool restart) {
 
 // The generation has risen: every stream is at its end, and every rank opens its own again.
 absl::Status EnginePlayer::StartOver() {
-  const uint64_t old_generation = generation_++;
+  const Generation old_generation = std::exchange(generation_, generation_.Next());
   for (int rank = 0; rank < history_.job.world_size; ++rank) {
     Rank& side = ranks_[rank];
     if (side.stream != nullptr && !side.away) {

@@ -29,10 +29,11 @@ class EnginePlayer {
  private:
   struct Rank {
     std::string process_id;
-    uint64_t generation = 0;
+    Generation generation;
     std::unique_ptr<RankStream> stream;
     std::shared_ptr<RecordingListener> ear;
     bool away = false;
+    int64_t vote_refusals = 0;  // That its ear has been told of.
     // What it shares with the engine, if anything, and whether its stream takes weights there.
     std::shared_ptr<const HeapRankMemory> memory;
     bool weights_in_place = false;
@@ -53,6 +54,10 @@ class EnginePlayer {
   absl::Status Finish();
   absl::Status FinishCommit();
   absl::Status FinishRefused();
+  // The step could not be kept, and was skipped, because of `why`. `replaced`: a rank that has no
+  // stream now, or -1.
+  absl::Status FinishGivenUp(const std::string& why, int replaced);
+  bool GivesUp() const;
   absl::Status BreakOff(End end);
   absl::Status AbortNow(bool at_decision);
   absl::Status TakeRank(bool restart);
@@ -80,6 +85,17 @@ class EnginePlayer {
   absl::Status Contribute(const Call& call);
   absl::Status EndMicroStep(const Call& call);
   absl::Status Seal(const Call& call, uint32_t micro_steps);
+  // engine_votes.cc: what the ranks do when they have sealed.
+  absl::Status PlayVotes();
+  absl::Status LookAtNorm(int rank);
+  bool SpikeIsDue() const;
+  absl::Status DiscardForSpike();
+  // All votes were void.
+  absl::Status VoteAgain();
+  absl::Status VoteWrongly(const Event& event);
+  StepVote VoteOf(int rank) const;
+  std::optional<StepVote> VoteWithSeal(int rank) const;
+
   absl::Status Repeat(const Call& call);
   // Of a call of a try that its rank has discarded.
   absl::Status RepeatDiscarded(const Call& call);
@@ -108,18 +124,19 @@ class EnginePlayer {
   std::vector<std::shared_ptr<const HeapRankMemory>> dropped_;  // In this attempt.
   std::deque<std::shared_ptr<const HeapRankMemory>> lost_;      // Poisoned.
   int processes_ = 0;
-  uint64_t generation_ = 1;
+  Generation generation_ = 1;
 
   // Of the attempt in progress.
   const Attempt* attempt_ = nullptr;
   std::unique_ptr<Tries> tries_;
   uint64_t step_ = 0;
-  bool open_ = false;        // Some rank has begun it.
-  bool whole_ = false;       // The last seal has been taken.
-  bool refused_ = false;     // A seal has been refused for good: the last one,
-  bool hopeless_ = false;    // or that of a rank which will never have one taken.
-  uint32_t live_ = 0;        // The highest try of any rank: all others have to come to it.
-  bool live_begun_ = false;  // A rank has begun it.
+  bool open_ = false;         // Some rank has begun it.
+  bool whole_ = false;        // The last seal has been taken.
+  bool refused_ = false;      // A seal has been refused for good: the last one,
+  bool hopeless_ = false;     // or that of a rank which will never have one taken.
+  int votes_otherwise_ = -1;  // The rank that does; none any more, once it was told.
+  uint32_t live_ = 0;         // The highest try of any rank: all others have to come to it.
+  bool live_begun_ = false;   // A rank has begun it.
   std::vector<Call> calls_;
   size_t next_call_ = 0;
   std::vector<uint32_t> next_micro_step_;  // By chunk, as the ledger should have it.

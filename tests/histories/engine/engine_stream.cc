@@ -176,6 +176,8 @@ absl::Status EngineStream::Handle(const Message& message) {
       return EndMicroStep(message.message.end_micro_step());
     case v1::TrainRequest::kSeal:
       return Seal(message.message.seal());
+    case v1::TrainRequest::kVote:
+      return Vote(message.message.vote());
     case v1::TrainRequest::kDiscard:
       return Discard(message.message.discard());
     default:
@@ -187,12 +189,13 @@ absl::Status EngineStream::Open(const v1::OpenTrain& request) {
   BALLAST_ASSIGN_OR_RETURN(const proto::ResourceName name, proto::ParseJobName(request.name()));
   BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, engine_.FindJob(name.job));
   BALLAST_ASSIGN_OR_RETURN(const UpdateMode update_mode, proto::FromProto(request.update_mode()));
-  BALLAST_ASSIGN_OR_RETURN(rank_stream_, job->OpenStream({.uid = request.uid(),
-                                                          .rank = request.rank(),
-                                                          .process_id = request.process_id(),
-                                                          .generation = request.generation(),
-                                                          .update_mode = update_mode},
-                                                         outbox_));
+  BALLAST_ASSIGN_OR_RETURN(rank_stream_,
+                           job->OpenStream({.uid = request.uid(),
+                                            .rank = request.rank(),
+                                            .process_id = request.process_id(),
+                                            .generation = proto::FromProto(request.generation()),
+                                            .update_mode = update_mode},
+                                           outbox_));
   first_on_wire_ = job->layout().first_on_wire(request.rank());
   outbox_->Opened(job, request.rank(), rank_stream_->position());
   return absl::OkStatus();
@@ -216,11 +219,17 @@ absl::Status EngineStream::EndMicroStep(const v1::EndMicroStep& request) {
 }
 
 absl::Status EngineStream::Seal(const v1::Seal& request) {
+  BALLAST_ASSIGN_OR_RETURN(const std::optional<StepVote> vote, server::VoteOf(request));
   BALLAST_ASSIGN_OR_RETURN(
       const std::optional<SealRefusal> refusal,
-      rank_stream_->Seal({request.step(), request.attempt()}, request.micro_steps()));
+      rank_stream_->Seal({request.step(), request.attempt()}, request.micro_steps(), vote));
   if (refusal) outbox_->OnSealRefused(request.step(), *refusal);
   return absl::OkStatus();
+}
+
+absl::Status EngineStream::Vote(const v1::CastVote& request) {
+  BALLAST_ASSIGN_OR_RETURN(const StepVote vote, server::FromMessage(request.vote()));
+  return rank_stream_->Vote({request.step(), request.attempt()}, vote);
 }
 
 absl::Status EngineStream::Discard(const v1::Discard& request) {

@@ -51,6 +51,7 @@ class EngineStream final : public client::TrainCall, private server::RankWire {
   absl::Status Contribute(const Message& message);
   absl::Status EndMicroStep(const v1::EndMicroStep& request);
   absl::Status Seal(const v1::Seal& request);
+  absl::Status Vote(const v1::CastVote& request);
   absl::Status Discard(const v1::Discard& request);
 
   Engine& engine_;

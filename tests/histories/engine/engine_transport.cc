@@ -31,7 +31,7 @@ absl::StatusOr<v1::AttachWorkerResponse> EngineTransport::AttachWorker(
   BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, Find(request.name()));
   AttachRequest attach = {
       .rank = request.rank(), .process_id = request.process_id(), .uid = request.uid()};
-  if (request.has_generation()) attach.generation = request.generation();
+  if (request.has_generation()) attach.generation = proto::FromProto(request.generation());
   if (request.has_expected_committed_step()) {
     attach.expected_committed_step = request.expected_committed_step();
   }
@@ -42,7 +42,7 @@ absl::StatusOr<v1::AttachWorkerResponse> EngineTransport::AttachWorker(
   v1::AttachWorkerResponse response;
   response.set_uid(job->uid());
   response.set_instance_id(engine_.instance_id());
-  response.set_generation(attachment.generation);
+  *response.mutable_generation() = proto::ToProto(attachment.generation);
   response.set_committed_step(attachment.committed_step);
   response.set_awaiting_weights(attachment.awaiting_weights);
   *response.mutable_job() = server::ToMessage(engine_, *job, /*with_parameters=*/true);
@@ -70,10 +70,11 @@ absl::StatusOr<v1::UploadWeightsResponse> EngineTransport::UploadWeights(
     const absl::Span<const std::byte> piece(reinterpret_cast<const std::byte*>(values.data()),
                                             values.size() * sizeof(float));
     const int64_t in_job = int64_t{chunk} + job->layout().first_on_wire(open.rank());
-    BALLAST_RETURN_IF_ERROR(job->WriteInitialWeights(in_job, {piece},
-                                                     Job::Uploader{.generation = open.generation(),
-                                                                   .process_id = open.process_id()})
-                                .status());
+    BALLAST_RETURN_IF_ERROR(
+        job->WriteInitialWeights(in_job, {piece},
+                                 Job::Uploader{.generation = proto::FromProto(open.generation()),
+                                               .process_id = open.process_id()})
+            .status());
   }
   v1::UploadWeightsResponse response;
   response.set_chunks(static_cast<int64_t>(chunks.size()));

@@ -1,6 +1,7 @@
 #include "tests/histories/engine/job_under_test.h"
 
 #include <bit>
+#include <cmath>
 #include <cstring>
 #include <numeric>
 
@@ -19,16 +20,18 @@ bool SameBits(double a, double b) {
 }  // namespace
 
 std::string Describe(const Tally& tally) {
-  return absl::StrCat("steps committed ", tally.committed, ", of them clipped ", tally.clipped,
-                      ", skipped ", tally.skipped, ", with unused parameters ", tally.with_unused,
-                      "; seals refused ", tally.refused_seals, ", steps spoilt ", tally.spoilt,
-                      "; repeats ", tally.repeats, ", streams cut ", tally.cuts,
-                      ", tries discarded ", tally.discarded, ", calls refused ",
-                      tally.refused_calls, "; aborted ", tally.aborted, " and at the decision ",
-                      tally.aborted_at_decision, ", replaced ", tally.replaced, ", loaded ",
-                      tally.loaded, ", snapshots ", tally.snapshots, "; chunks speculated ",
-                      tally.speculated, ", published ", tally.published, ", redone ", tally.redone,
-                      "; in place ", tally.in_place, ", borrowed ", tally.borrowed);
+  return absl::StrCat(
+      "steps committed ", tally.committed, ", of them clipped ", tally.clipped, ", skipped ",
+      tally.skipped, ", with unused parameters ", tally.with_unused, "; seals refused ",
+      tally.refused_seals, ", steps spoilt ", tally.spoilt, "; repeats ", tally.repeats,
+      ", streams cut ", tally.cuts, ", tries discarded ", tally.discarded, ", calls refused ",
+      tally.refused_calls, ", norms looked at ", tally.norms, ", discarded for them ", tally.spikes,
+      ", abandoned ", tally.abandoned, ", votes refused ", tally.refused_votes, ", given up ",
+      tally.given_up, ", wrong guesses ", tally.guesses, "; aborted ", tally.aborted,
+      " and at the decision ", tally.aborted_at_decision, ", replaced ", tally.replaced,
+      ", loaded ", tally.loaded, ", snapshots ", tally.snapshots, "; chunks speculated ",
+      tally.speculated, ", published ", tally.published, ", redone ", tally.redone, "; in place ",
+      tally.in_place, ", borrowed ", tally.borrowed);
 }
 
 Engine& Engines::WithThreads(int threads) {
@@ -82,6 +85,7 @@ absl::Status JobUnderTest::UploadWeights() {
 absl::Status JobUnderTest::Save() {
   BALLAST_ASSIGN_OR_RETURN(const CheckpointInfo info, job_->Save(directory_));
   saved_ = model_.state();
+  saved_records_ = job_->Status().recent_steps;
   if (info.step == saved_->committed_step) return absl::OkStatus();
   return Wrong("saved at step ", info.step, ", expected ", saved_->committed_step);
 }
@@ -91,7 +95,24 @@ absl::StatusOr<std::optional<CheckpointInfo>> JobUnderTest::Load() {
   BALLAST_ASSIGN_OR_RETURN(const CheckpointInfo info, job_->Load(directory_));
   model_.Load(*saved_);
   ++tally().loaded;
+  BALLAST_RETURN_IF_ERROR(CheckLoadedRecord());
   return info;
+}
+
+absl::Status JobUnderTest::CheckLoadedRecord() const {
+  const std::vector<StepRecord> records = job_->Status().recent_steps;
+  if (records.size() != (saved_records_.empty() ? 0u : 1u)) {
+    return Wrong(records.size(), " steps are remembered after a load");
+  }
+  if (records.empty()) return absl::OkStatus();
+  const StepRecord& saved = saved_records_.back();
+  const StepRecord& loaded = records.back();
+  if (loaded.voted == saved.voted && loaded.abandoned == saved.abandoned &&
+      loaded.outcome.decision.multipliers == saved.outcome.decision.multipliers &&
+      loaded.hyper_parameters == saved.hyper_parameters) {
+    return absl::OkStatus();
+  }
+  return Wrong("after a load step ", loaded.outcome.step, " was not decided as before the save");
 }
 
 absl::Status JobUnderTest::ChangeGroup(int group, const HyperParameterOverrides& changes) {
@@ -121,7 +142,7 @@ absl::Status JobUnderTest::CheckShard(int chunk, const std::vector<std::byte>& c
 }
 
 absl::Status JobUnderTest::CheckShards() {
-  const uint64_t generation = job_->Status().generation;
+  const Generation generation = job_->Status().generation;
   for (int chunk = 0; chunk < static_cast<int>(layout().chunks().size()); ++chunk) {
     std::vector<std::byte> bytes(Shard(chunk).size());
     BALLAST_RETURN_IF_ERROR(
@@ -132,6 +153,22 @@ absl::Status JobUnderTest::CheckShards() {
 }
 
 // ---------------------------------------------------------------- after a commit
+
+absl::Status JobUnderTest::CheckNorm(const StepNorm& came, const Attempt& attempt) {
+  ++tally().norms;
+  const std::vector<double> group_norms = model_.GroupNorms(attempt);
+  bool same =
+      SameBits(came.norm, model_.Norm(attempt)) && came.group_norms.size() == group_norms.size();
+  bool finite = true;
+  for (size_t group = 0; same && group < group_norms.size(); ++group) {
+    same = SameBits(came.group_norms[group], group_norms[group]);
+    finite = finite && std::isfinite(group_norms[group]);
+  }
+  if (!same) return Wrong("the norm is told as ", came.norm, ", expected ", model_.Norm(attempt));
+  // A norm may overflow although all elements are finite.
+  if (finite && !came.non_finite.empty()) return Wrong("not finite: ", came.non_finite);
+  return absl::OkStatus();
+}
 
 absl::Status JobUnderTest::CheckOutcome(const StepOutcome& came, const ModelOutcome& expected,
                                         const Attempt& attempt) const {
@@ -149,6 +186,11 @@ absl::Status JobUnderTest::CheckOutcome(const StepOutcome& came, const ModelOutc
     return Wrong("step ", step, ": unused parameters [", absl::StrJoin(came.unused_parameters, " "),
                  "], expected [", absl::StrJoin(expected.unused_parameters, " "), "]");
   }
+  if (expected.abandoned || !expected.given_up.empty()) {
+    const std::string why = expected.abandoned ? "voted to abandon" : expected.given_up;
+    if (absl::StrContains(came.skip_reason, why)) return absl::OkStatus();
+    return Wrong("step ", step, ": skipped because '", came.skip_reason, "', expected ", why);
+  }
   bool names = absl::StrContains(came.skip_reason, expected.culprit);
   for (const Poison& poison : attempt.poisons) {
     if (poison.told) names |= absl::StrContains(came.skip_reason, NameOf({.id = poison.parameter}));
@@ -160,14 +202,17 @@ absl::Status JobUnderTest::CheckOutcome(const StepOutcome& came, const ModelOutc
   return absl::OkStatus();
 }
 
-absl::Status JobUnderTest::CheckSpeculation(const JobStatus& status, const ModelOutcome& expected) {
+absl::Status JobUnderTest::CheckSpeculation(const JobStatus& status, const Attempt& attempt,
+                                            const ModelOutcome& expected) {
   const SpeculationCounts& counts = status.recent_steps.back().speculation;
   const int64_t chunks = static_cast<int64_t>(layout().chunks().size());
   const bool whole = expected.decision.apply ? counts.published + counts.redone == counts.speculated
                                              : counts.published + counts.redone == 0;
   // Guessed right: nothing is done again.
+  const bool as_begun = (attempt.expects_clipping || attempt.vote.clipping.multipliers.empty()) &&
+                        attempt.vote.overrides.empty();
   const bool guessed =
-      expected.decision.apply && expected.decision.clip_coefficient == 1 &&
+      expected.decision.apply && expected.decision.clip_coefficient == 1 && as_begun &&
       (expected.unused_parameters.empty() || plan_.unused_policy == UnusedPolicy::kZero);
   const bool waits = plan_.update_mode == UpdateMode::kWait;
   if (!whole || counts.speculated > chunks || (guessed && counts.redone > 0) ||
@@ -192,9 +237,13 @@ absl::Status JobUnderTest::CheckStatus(const Attempt& attempt, const ModelOutcom
     return Wrong("applied ", status.applied_steps, " and skipped ", status.skipped_steps,
                  " steps, expected ", model_.applied_steps(), " and ", model_.skipped_steps());
   }
-  if (status.coverage_complete_steps != status.applied_steps + status.skipped_steps) {
+  if (!expected.given_up.empty()) ++given_up_steps_;
+  const uint64_t not_kept = status.statistics.not_kept_steps();
+  if (not_kept != given_up_steps_ ||
+      status.coverage_complete_steps + not_kept != status.applied_steps + status.skipped_steps) {
     return Wrong("coverage was complete in ", status.coverage_complete_steps, " steps of ",
-                 status.applied_steps + status.skipped_steps);
+                 status.applied_steps + status.skipped_steps, ", and ", not_kept,
+                 " could not be kept, expected ", given_up_steps_);
   }
   for (size_t p = 0; p < plan_.parameters.size(); ++p) {
     if (status.update_counts[p] == state.parameters[p].updates) continue;
@@ -212,16 +261,22 @@ absl::Status JobUnderTest::CheckStatus(const Attempt& attempt, const ModelOutcom
                    ", expected ", ToString(expected.hyper_parameters[group]));
     }
   }
-  if (record.micro_steps != attempt.micro_steps || record.loss_scale != attempt.scale.loss_scale) {
+  if ((record.micro_steps != attempt.micro_steps && expected.given_up.empty()) ||
+      record.loss_scale != attempt.scale.loss_scale) {
     return Wrong("recorded ", record.micro_steps, " micro-steps, loss scale ", record.loss_scale);
   }
   if (status.trainer_state != state.trainer_state) {
     return Wrong("the trainer's state is '", status.trainer_state, "'");
   }
-  if (status.accumulators_in_use != summed_chunks) {
+  if (status.accumulators_in_use != summed_chunks && expected.given_up.empty()) {
     return Wrong(status.accumulators_in_use, " accumulators in use, expected ", summed_chunks);
   }
-  BALLAST_RETURN_IF_ERROR(CheckSpeculation(status, expected));
+  const bool given_up = !expected.given_up.empty();
+  if (record.voted != (given_up ? Clipping() : attempt.vote.clipping) ||
+      record.abandoned != expected.abandoned) {
+    return Wrong("recorded a vote of max_norm ", record.voted.max_norm);
+  }
+  BALLAST_RETURN_IF_ERROR(CheckSpeculation(status, attempt, expected));
   return CheckOutcome(record.outcome, expected, attempt);
 }
 
@@ -230,6 +285,8 @@ absl::Status JobUnderTest::CheckCommit(const Attempt& attempt, const ModelOutcom
   ++tally().committed;
   tally().clipped += expected.decision.apply && expected.decision.clip_coefficient != 1;
   tally().skipped += !expected.decision.apply;
+  tally().abandoned += expected.abandoned;
+  tally().given_up += !expected.given_up.empty();
   tally().with_unused += !expected.unused_parameters.empty();
   BALLAST_RETURN_IF_ERROR(CheckStatus(attempt, expected, summed_chunks));
   return CheckShards();

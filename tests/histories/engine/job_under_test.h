@@ -30,6 +30,12 @@ struct Tally {
   int64_t repeats = 0;
   int64_t cuts = 0;
   int64_t discarded = 0;
+  int64_t norms = 0;      // That ranks looked at,
+  int64_t spikes = 0;     // and discarded an attempt for,
+  int64_t abandoned = 0;  // or voted to abandon the step for.
+  int64_t refused_votes = 0;
+  int64_t given_up = 0;  // Steps that could not be kept, and were skipped.
+  int64_t guesses = 0;   // Contributions that were said to be the last, and were not.
   int64_t aborted = 0;
   int64_t aborted_at_decision = 0;
   int64_t replaced = 0;
@@ -101,6 +107,8 @@ class JobUnderTest {
   // After a commit. `summed_chunks`: how many needed an accumulator.
   absl::Status CheckCommit(const Attempt& attempt, const ModelOutcome& expected,
                            int64_t summed_chunks);
+  // What ranks are told before they vote.
+  absl::Status CheckNorm(const StepNorm& came, const Attempt& attempt);
   absl::Status CheckOutcome(const StepOutcome& came, const ModelOutcome& expected,
                             const Attempt& attempt) const;
   // A snapshot of all parameters against the model's state as it was when it was taken.
@@ -112,7 +120,10 @@ class JobUnderTest {
  private:
   absl::Status CheckStatus(const Attempt& attempt, const ModelOutcome& expected,
                            int64_t summed_chunks);
-  absl::Status CheckSpeculation(const JobStatus& status, const ModelOutcome& expected);
+  // The record of the last step, after a load.
+  absl::Status CheckLoadedRecord() const;
+  absl::Status CheckSpeculation(const JobStatus& status, const Attempt& attempt,
+                                const ModelOutcome& expected);
 
   Engines& engines_;
   const JobPlan plan_;
@@ -121,6 +132,8 @@ class JobUnderTest {
   Model model_;
   std::string directory_;
   std::optional<ModelState> saved_;
+  std::vector<StepRecord> saved_records_;
+  uint64_t given_up_steps_ = 0;
 };
 
 }  // namespace ballast::histories

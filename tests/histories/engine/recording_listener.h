@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -21,8 +22,14 @@ class RecordingListener final : public RankListener {
   // Whether its stream may be given provisional weights.
   explicit RecordingListener(bool speculates) : speculates_(speculates) {}
 
+  // Of what is sent from now on it may only be guessed that nothing more comes, so provisional
+  // weights may be followed by others.
+  void Guesses(bool guesses);
+
   void OnWaiting(uint64_t step, const std::vector<int>& ranks) override;
   void OnSealRefused(uint64_t step, const SealRefusal& refusal) override;
+  void OnNorm(const StepNorm& norm) override;
+  void OnVoteRefused(StepAttempt at, const absl::Status& why) override;
   void OnProvisionalWeights(uint64_t step, int chunk, WeightBuffer shard) override;
   void OnDecision(const StepOutcome& outcome, absl::Span<const int> dropped_chunks) override;
   void OnWeights(uint64_t step, int chunk, WeightBuffer shard) override;
@@ -34,6 +41,9 @@ class RecordingListener final : public RankListener {
   // False if it has not come within a minute: something hangs.
   bool AwaitCommit(uint64_t step);
 
+  // Nullopt if it has not come within a minute.
+  std::optional<StepNorm> AwaitNorm(StepAttempt at);
+  int64_t vote_refusals() const;
   // What was wrong with what came, or OK.
   absl::Status fault() const;
   uint64_t committed_step() const;
@@ -55,6 +65,9 @@ class RecordingListener final : public RankListener {
   uint64_t decided_step_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t committed_step_ ABSL_GUARDED_BY(mutex_) = 0;
   int64_t refusals_ ABSL_GUARDED_BY(mutex_) = 0;
+  int64_t vote_refusals_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool guesses_ ABSL_GUARDED_BY(mutex_) = false;
+  std::optional<StepNorm> norm_ ABSL_GUARDED_BY(mutex_);
   std::vector<int> waiting_ ABSL_GUARDED_BY(mutex_);
   absl::Status detached_ ABSL_GUARDED_BY(mutex_);
   std::vector<StepOutcome> outcomes_ ABSL_GUARDED_BY(mutex_);

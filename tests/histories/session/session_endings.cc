@@ -10,44 +10,71 @@
 
 namespace ballast::histories {
 
-bool SessionPlayer::NeverWhole() const {
-  if (stage_.model().Refusal(live()).has_value()) return true;
+bool SessionPlayer::NeverWhole(uint32_t try_number) const {
+  const Attempt& attempt = tries_->attempt(try_number);
+  if (stage_.model().Refusal(attempt).has_value()) return true;
   for (int rank = 0; rank < history_.job.world_size; ++rank) {
-    if (stage_.model().Refusal(live(), rank, attempt_->micro_steps).has_value()) return true;
+    if (stage_.model().Refusal(attempt, rank, attempt_->micro_steps).has_value()) return true;
   }
   return false;
 }
 
 absl::Status SessionPlayer::CatchUp(int rank) {
   Rank& side = ranks_[rank];
-  for (; side.try_number < live_; ++side.try_number) {
+  for (; side.try_number < last_try(); ++side.try_number) {
     BALLAST_RETURN_IF_ERROR(side.session->Discard());
   }
-  side.tail = tries_->CallsOf(rank, live_);
+  side.tail = tries_->CallsOf(rank, last_try());
   BALLAST_RETURN_IF_ERROR(side.session->BeginStep(ScriptOf(side.tail.front()).Settings()));
   side.tail.erase(side.tail.begin());
   return absl::OkStatus();
+}
+
+absl::StatusOr<client::StepDecision> SessionPlayer::SealAndVote(int rank) {
+  Rank& side = ranks_[rank];
+  StepVote vote = attempt_->vote;
+  if (rank == votes_otherwise_) vote.clipping = {.max_norm = vote.clipping.max_norm + 1};
+  absl::StatusOr<client::StepDecision> decision;
+  if (Looks(*attempt_, rank)) {
+    const absl::StatusOr<StepNorm> norm = side.session->Seal(attempt_->micro_steps);
+    BALLAST_RETURN_IF_ERROR(norm.status());
+    side.ending.norm = *norm;
+    bool first = true;
+    for (int other = 0; other < rank; ++other) first = first && !Looks(*attempt_, other);
+    if (spike_ && first && side.try_number < last_try()) {
+      return WithReason(absl::FailedPreconditionError("a spike"), reason::kDiscardAndRedo);
+    }
+    decision = side.session->Vote(vote);
+  } else {
+    decision = side.session->Seal(attempt_->micro_steps, vote);
+  }
+  // Whose refusal was lost with its stream has said its vote again, and voids the others' once more.
+  for (int round = 0; round < 4 && ReasonOf(decision.status()) == reason::kVoteAgain; ++round) {
+    decision = side.session->Vote(attempt_->vote);
+  }
+  return decision;
 }
 
 SessionPlayer::Ending SessionPlayer::PlayTail(int rank) {
   Rank& side = ranks_[rank];
   for (size_t i = 0; i < side.tail.size(); ++i) {
     if (side.tail[i].kind != CallKind::kSeal) {
-      if (const absl::Status status = Make(side.tail[i]); !status.ok()) return {status, {}};
+      if (const absl::Status status = Make(side.tail[i]); !status.ok()) return {.status = status};
       continue;
     }
-    const absl::StatusOr<client::StepDecision> decision = side.session->Seal(attempt_->micro_steps);
-    if (ReasonOf(decision.status()) == reason::kDiscardAndRedo && side.try_number < live_) {
-      if (const absl::Status status = CatchUp(rank); !status.ok()) return {status, {}};
+    const absl::StatusOr<client::StepDecision> decision = SealAndVote(rank);
+    if (ReasonOf(decision.status()) == reason::kDiscardAndRedo && side.try_number < last_try()) {
+      if (const absl::Status status = CatchUp(rank); !status.ok()) return {.status = status};
       return PlayTail(rank);
     }
     const bool last = i + 1 == side.tail.size();
     if (absl::IsFailedPrecondition(decision.status()) && !last) continue;
-    if (!decision.ok()) return {decision.status(), {}};
-    if (!last) return {Wrong("a seal was taken before all was sent"), {}};
-    return {side.session->ReceiveWeights(), *decision};
+    if (!decision.ok()) return {.status = decision.status()};
+    if (!last) return {.status = Wrong("a seal was taken before all was sent")};
+    return {
+        .status = side.session->ReceiveWeights(), .decision = *decision, .norm = side.ending.norm};
   }
-  return {Wrong("no seal"), {}};
+  return {.status = Wrong("no seal")};
 }
 
 absl::Status SessionPlayer::PlaySeals() {
@@ -56,6 +83,8 @@ absl::Status SessionPlayer::PlaySeals() {
     BALLAST_RETURN_IF_ERROR(CheckWeights(rank));
   }
   const bool never_whole = NeverWhole();
+  spike_ = attempt_->spikes > 0 && attempt_->end == End::kCommit && !never_whole &&
+           !NeverWhole(live_ + 1);
   // Payloads are made here: the scripts are not for several threads.
   const auto make_payloads = [&](const std::vector<Call>& calls) {
     for (const Call& call : calls) {
@@ -64,8 +93,9 @@ absl::Status SessionPlayer::PlaySeals() {
   };
   for (int rank = 0; rank < history_.job.world_size; ++rank) {
     make_payloads(ranks_[rank].tail);
-    if (ranks_[rank].try_number < live_) make_payloads(tries_->CallsOf(rank, live_));
+    if (ranks_[rank].try_number < last_try()) make_payloads(tries_->CallsOf(rank, last_try()));
   }
+  const Generation generation = stage_.job().Status().generation;
   std::vector<std::thread> threads;
   for (int rank = 0; rank < history_.job.world_size; ++rank) {
     threads.emplace_back([this, rank, never_whole] {
@@ -90,6 +120,17 @@ absl::Status SessionPlayer::PlaySeals() {
   }
   for (std::thread& thread : threads) thread.join();
   BALLAST_RETURN_IF_ERROR(late);
+  if (std::exchange(spike_, false)) {
+    ++stage_.tally().spikes;
+    ++live_;
+    stage_.model().Begin(live());
+  }
+  // Whether all had begun when it was aborted is the service's to know.
+  const bool came_to_nothing = aborted || never_whole;
+  if (came_to_nothing && stage_.job().Status().generation == generation) {
+    if (history_.job.on_abort == OnAbort::kRedo) return Wrong("an aborted step was not redone");
+    return CheckGivenUp("was aborted", /*replaced=*/-1);
+  }
   return Judge(aborted);
 }
 
@@ -106,6 +147,11 @@ absl::Status SessionPlayer::Judge(bool aborted) {
 }
 
 absl::Status SessionPlayer::CheckCommitted() {
+  // Before the model goes on.
+  for (const Rank& side : ranks_) {
+    if (!side.ending.norm.has_value()) continue;
+    BALLAST_RETURN_IF_ERROR(stage_.CheckNorm(*side.ending.norm, live()));
+  }
   const ModelOutcome expected = stage_.model().Commit(live());
   for (int rank = 0; rank < history_.job.world_size; ++rank) {
     const Rank& side = ranks_[rank];
@@ -140,6 +186,46 @@ absl::Status SessionPlayer::CheckCommitted() {
   return stage_.CheckCommit(live(), expected, summed);
 }
 
+bool SessionPlayer::GivesUp() const {
+  return history_.job.on_abort == OnAbort::kSkip &&
+         std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& side) { return side.begun; });
+}
+
+absl::Status SessionPlayer::CheckGivenUp(const std::string& why, int replaced) {
+  const ModelOutcome expected = stage_.model().GiveUp(live(), why);
+  for (int rank = 0; rank < history_.job.world_size; ++rank) {
+    Rank& side = ranks_[rank];
+    if (rank == replaced) {
+      BALLAST_RETURN_IF_ERROR(OpenSession(rank));
+      continue;
+    }
+    if (!side.ending.status.ok() || !side.ending.decision.has_value()) {
+      const absl::StatusOr<client::StepDecision> decision =
+          side.session->Seal(attempt_->micro_steps, {});
+      BALLAST_RETURN_IF_ERROR(Annotate(decision.status(), absl::StrCat("rank ", rank)));
+      BALLAST_RETURN_IF_ERROR(side.session->ReceiveWeights());
+      side.ending.decision = *decision;
+    }
+    const client::StepDecision& came = *side.ending.decision;
+    const StepOutcome outcome = {.step = came.step,
+                                 .decision = {.apply = came.applied,
+                                              .norm = came.norm,
+                                              .clip_coefficient = came.clip_coefficient},
+                                 .skip_reason = came.skip_reason,
+                                 .unused_parameters = came.unused_parameters};
+    BALLAST_RETURN_IF_ERROR(stage_.CheckOutcome(outcome, expected, live()));
+    if (!side.lending->AwaitAllBack()) {
+      return Wrong("the step was skipped, and ", side.lending->lent(),
+                   " payloads are not released");
+    }
+    if (side.session->committed_step() != stage_.model().state().committed_step) {
+      return Wrong("rank ", rank, " stands at step ", side.session->committed_step());
+    }
+    BALLAST_RETURN_IF_ERROR(CheckWeights(rank));
+  }
+  return stage_.CheckCommit(live(), expected, 0);
+}
+
 // ---------------------------------------------------------------- attempts that come to nothing
 
 bool SessionPlayer::AnyBegun() const {
@@ -166,12 +252,14 @@ absl::Status SessionPlayer::BreakOff() {
 }
 
 absl::Status SessionPlayer::AbortNow() {
+  const bool gives_up = GivesUp();
   const absl::Status aborted = stage_.job().AbortStep().status();
   if (!AnyBegun()) {
     return ExpectCode(absl::StatusCode::kFailedPrecondition, aborted, "abort-step");
   }
   BALLAST_RETURN_IF_ERROR(aborted);
   ++stage_.tally().aborted;
+  if (gives_up) return CheckGivenUp("was aborted", /*replaced=*/-1);
   for (int rank = 0; rank < history_.job.world_size; ++rank) {
     BALLAST_RETURN_IF_ERROR(ExpectEnded(rank));
   }
@@ -184,26 +272,31 @@ absl::Status SessionPlayer::ExpectEnded(int rank) {
   if (side.session == nullptr) return absl::OkStatus();
   const absl::Status begun = side.begun ? absl::OkStatus() : side.session->BeginStep({});
   const absl::Status status =
-      begun.ok() ? side.session->Seal(attempt_->micro_steps).status() : begun;
+      begun.ok() ? side.session->Seal(attempt_->micro_steps, {}).status() : begun;
   return ExpectCode(absl::StatusCode::kAborted, status,
                     absl::StrCat("the old session of rank ", rank));
 }
 
 absl::Status SessionPlayer::TakeRank(bool restart) {
   Rank& side = ranks_[attempt_->end_rank];
+  const bool gives_up = GivesUp();
   if (restart) side.session.reset();
-  const uint64_t generation = stage_.job().Status().generation;
+  const Generation generation = stage_.job().Status().generation;
   side.process_id = absl::StrCat("process", ++processes_);
   BALLAST_RETURN_IF_ERROR(
       stage_.job().Attach({.rank = attempt_->end_rank, .process_id = side.process_id}).status());
   ++stage_.tally().replaced;
   // A rank that had no part in the step and whose stream was broken just now was free.
   const bool raised = stage_.job().Status().generation != generation;
-  if (side.begun && !raised) {
+  if (raised && gives_up) return Wrong("a step was redone that all ranks had begun");
+  if (side.begun && !raised && !gives_up) {
     return Wrong("a new process of rank ", attempt_->end_rank,
                  raised ? " raised" : " did not raise", " the generation");
   }
   BALLAST_RETURN_IF_ERROR(ExpectEnded(attempt_->end_rank));
+  if (gives_up) {
+    return CheckGivenUp(absl::StrCat("has taken rank ", attempt_->end_rank), attempt_->end_rank);
+  }
   if (raised) {
     for (int rank = 0; rank < history_.job.world_size; ++rank) {
       BALLAST_RETURN_IF_ERROR(ExpectEnded(rank));

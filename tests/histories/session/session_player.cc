@@ -176,6 +176,12 @@ absl::Status SessionPlayer::PlayAttempt(const Attempt& attempt) {
   tries_ = std::make_unique<Tries>(history_.job, attempt, stage_.layout());
   live_ = 0;
   live_begun_ = false;
+  spike_ = false;
+  votes_otherwise_ = -1;
+  for (const Event& event : attempt.events) {
+    const bool differs = event.kind == EventKind::kOtherVote && history_.job.world_size > 1;
+    if (differs) votes_otherwise_ = event.rank;
+  }
   calls_ = tries_->script(0).Calls();
   broken_off_ = false;
   const std::vector<RankFaults> faults = PlanFaults();
@@ -264,6 +270,7 @@ absl::Status SessionPlayer::Make(const Call& call) {
                                    .micro_step_begin = begin,
                                    .micro_step_end = end,
                                    .final = script.IsFinal(call.chunk, call.segment),
+                                   .may_guess = script.MayGuess(call.chunk, call.segment),
                                    .empty = script.IsEmpty(call.chunk, call.segment)};
       // A trainer uses its buffer again as soon as it may.
       const auto buffer =

@@ -61,7 +61,8 @@ class SessionPlayer {
   // How the step ended for a rank.
   struct Ending {
     absl::Status status;
-    std::optional<client::StepDecision> decision;  // Committed, if status is OK.
+    std::optional<client::StepDecision> decision = std::nullopt;  // Committed, if status is OK.
+    std::optional<StepNorm> norm = std::nullopt;                  // That it looked at last.
   };
   struct Rank {
     std::string process_id;
@@ -95,12 +96,22 @@ class SessionPlayer {
 
   // session_endings.cc
   absl::Status PlaySeals();
-  // Of a rank whose seal was refused because another one has discarded.
+  // Of a rank that discards, because another one has or for the norm that it has seen.
   absl::Status CatchUp(int rank);
   Ending PlayTail(int rank);
+  // Seals, and votes: together, or after a look at the norm. For a spike, the first rank that looks
+  // discards instead.
+  absl::StatusOr<client::StepDecision> SealAndVote(int rank);
+  // In which try the step is decided.
+  uint32_t last_try() const { return live_ + (spike_ ? 1 : 0); }
+  // The step could not be kept, because of `why`, and was skipped: sessions go on, but for that of
+  // `replaced`, if that is a rank.
+  absl::Status CheckGivenUp(const std::string& why, int replaced);
+  bool GivesUp() const;
   absl::Status Judge(bool aborted);
   absl::Status CheckCommitted();
-  bool NeverWhole() const;
+  bool NeverWhole(uint32_t try_number) const;
+  bool NeverWhole() const { return NeverWhole(live_); }
 
   absl::Status BreakOff();
   absl::Status AbortNow();
@@ -125,6 +136,8 @@ class SessionPlayer {
   std::vector<Call> calls_;
   std::vector<bool> late_;
   bool broken_off_ = false;
+  int votes_otherwise_ = -1;  // The rank that does, at first.
+  bool spike_ = false;        // The first rank that looks discards what it sees.
 };
 
 }  // namespace ballast::histories

@@ -19,6 +19,7 @@ class Drain : public TinyJobTest {
  protected:
   void SetUp() override {
     ASSERT_NO_FATAL_FAILURE(TinyJobTest::SetUp());
+    std::filesystem::create_directories(directory_);
     Step(1);
   }
   ~Drain() override { std::filesystem::remove_all(directory_); }

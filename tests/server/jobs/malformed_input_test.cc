@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "cpu_optimizer_service/common/reason.h"
+#include "proto/convert.h"
 #include "proto/status.h"
 #include "server/jobs/job_message.h"
 #include "server/transport_settings.h"
@@ -66,7 +67,8 @@ TEST_F(MalformedInput, CreateJobRefusesWhatCanNeverWork) {
       {"odd chunks", [](v1::Job& job) { job.set_chunk_elements(100); }},
       {"negative chunks", [](v1::Job& job) { job.set_chunk_elements(-256); }},
       {"huge chunks", [](v1::Job& job) { job.set_chunk_elements(kHuge); }},
-      {"a clipping norm that is no number", [](v1::Job& job) { job.set_max_norm(NAN); }},
+      {"an on_abort that there is not",
+       [](v1::Job& job) { job.set_on_abort(static_cast<v1::OnAbort>(7)); }},
   };
   for (const BadJob& bad : kBadJobs) {
     v1::Job job = TinyJob("bad");
@@ -199,7 +201,7 @@ TEST_F(MalformedInput, UnaryCallsNameWhatIsWrong) {
       v1::AttachWorkerRequest request;
       request.set_name("jobs/tiny");
       request.set_process_id("p");
-      request.set_generation(generation);
+      *request.mutable_generation() = proto::ToProto(Generation(generation));
       v1::AttachWorkerResponse response;
       return service_.jobs().AttachWorker(context, request, &response);
     };
@@ -306,6 +308,25 @@ TEST_F(MalformedInput, StateCallsNameWhatIsWrong) {
     ExpectRefused(service_.state().LoadJob(&context, request, &response), Code::NOT_FOUND,
                   "no checkpoint");
   }
+  const auto list = [&](const std::string& directory) {
+    grpc::ClientContext context;
+    v1::ListCheckpointsRequest request;
+    request.set_directory(directory);
+    v1::ListCheckpointsResponse response;
+    return service_.state().ListCheckpoints(&context, request, &response);
+  };
+  const auto verify = [&](const std::string& directory) {
+    grpc::ClientContext context;
+    v1::VerifyCheckpointsRequest request;
+    request.set_directory(directory);
+    v1::ListCheckpointsResponse response;
+    return service_.state().VerifyCheckpoints(&context, request, &response);
+  };
+  ExpectRefused(list("../x"), Code::INVALID_ARGUMENT, "checkpoints in a path of dots");
+  ExpectRefused(list("gpt/x"), Code::INVALID_ARGUMENT, "checkpoints below a name");
+  ExpectRefused(list(""), Code::FAILED_PRECONDITION, "checkpoints of no directory");
+  ExpectRefused(verify(""), Code::INVALID_ARGUMENT, "to verify nothing");
+  ExpectRefused(verify("/nonexistent/checkpoint"), Code::NOT_FOUND, "to verify what is not there");
 }
 
 }  // namespace

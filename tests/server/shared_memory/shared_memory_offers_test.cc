@@ -44,7 +44,7 @@ TEST_F(SharedMemoryOffersTest, AreTakenOnceAndKnowTheirHolder) {
   EXPECT_EQ(claim->job.lock(), job_);
   EXPECT_EQ(claim->holder.rank, 3);
   EXPECT_EQ(claim->holder.process_id, "p");
-  EXPECT_EQ(claim->holder.generation, 7);
+  EXPECT_EQ(claim->holder.generation, Generation(7));
   EXPECT_FALSE(offers_.Take(token, now_).has_value());
 }
 

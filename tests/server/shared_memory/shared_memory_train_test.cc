@@ -99,7 +99,7 @@ TEST(SharedMemoryTrain, IsOfferedToAProcessThatTakesARankAndAsks) {
     const v1::AttachWorkerResponse response = Attach(service, request);
     EXPECT_EQ(response.has_shared_memory(), allowed);
     // A stream that is opened again goes on with the memory that it has.
-    request.set_generation(response.generation());
+    *request.mutable_generation() = response.generation();
     EXPECT_FALSE(Attach(service, request).has_shared_memory());
   }
 }

@@ -142,7 +142,8 @@ TEST_F(MalformedTrain, StreamsThatDoNotOpenRightAreRefused) {
       {"no uid", Code::INVALID_ARGUMENT, [](v1::OpenTrain& open) { open.clear_uid(); }},
       {"rank 9", Code::INVALID_ARGUMENT, [](v1::OpenTrain& open) { open.set_rank(9); }},
       {"another process", Code::ABORTED, [](v1::OpenTrain& open) { open.set_process_id("x"); }},
-      {"another generation", Code::ABORTED, [](v1::OpenTrain& open) { open.set_generation(99); }},
+      {"another generation", Code::ABORTED,
+       [](v1::OpenTrain& open) { open.mutable_generation()->set_count(99); }},
   };
   for (const auto& test : kCases) {
     v1::OpenTrain open = worker_.OpenMessage();
@@ -185,7 +186,7 @@ TEST_F(MalformedTrain, UploadsThatDoNotFitAreRefused) {
     v1::OpenTrain nobody;
     nobody.set_name(job.name());
     nobody.set_uid(job.uid());
-    nobody.set_generation(job.generation());
+    *nobody.mutable_generation() = job.generation();
     ExpectRefused(Upload(nobody), grpc::StatusCode::ABORTED, "no process, on a free rank");
   }
   TestWorker worker(service_, "empty", 0, Codec::kGenerated);

@@ -60,7 +60,7 @@ class Rank {
     open_.set_uid(attached.uid());
     open_.set_rank(rank);
     open_.set_process_id("p");
-    open_.set_generation(attached.generation());
+    *open_.mutable_generation() = attached.generation();
   }
 
   void Upload() {
@@ -109,6 +109,7 @@ class Rank {
     end.mutable_end_micro_step()->set_all_used(true);
     seal.mutable_seal()->set_step(step);
     seal.mutable_seal()->set_micro_steps(1);
+    seal.mutable_seal()->mutable_vote();  // To apply it.
     return sent && stream_->Write(end) && stream_->Write(seal);
   }
   bool ReadUntilCommitted(uint64_t step) {
@@ -150,7 +151,8 @@ struct SmallQuarantine {
 class StalledClient : public testing::Test {
  protected:
   StalledClient()
-      : daemon_(BALLASTD_PATH, {"--listen=unix:" + testing::TempDir() + "ballast_stalled_" +
+      : daemon_(BALLASTD_PATH, {"--holder=none",
+                                "--listen=unix:" + testing::TempDir() + "ballast_stalled_" +
                                     std::to_string(getpid()),
                                 "--log-level=warning"}) {}
 

@@ -187,6 +187,7 @@ std::map<int, std::string> Train(const std::vector<TestWorker*>& workers, uint64
 TEST_F(TrainServiceStep, GoesOnOnAnotherWorldSizeFromACheckpointWithTheSameBits) {
   const std::string directory =
       testing::TempDir() + "ballast_resume_" + std::to_string(getpid()) + "/tiny";
+  std::filesystem::create_directories(std::filesystem::path(directory).parent_path());
   Train({&first_, &second_}, 1, 2);
   grpc::ClientContext save_context;
   v1::SaveJobRequest save;
@@ -218,7 +219,7 @@ TEST_F(TrainServiceStep, GoesOnOnAnotherWorldSizeFromACheckpointWithTheSameBits)
   all.OpenStream();
   EXPECT_EQ(Train({&all}, 3, 4), never_stopped);
   EXPECT_EQ(other.StateHash("tiny"), service_.StateHash("tiny"));
-  std::filesystem::remove_all(directory);
+  std::filesystem::remove_all(std::filesystem::path(directory).parent_path());
 }
 
 TEST_F(TrainServiceStep, TellsSealedRanksWhomTheyWaitFor) {

@@ -6,7 +6,8 @@ AdamW and Adam take torch's arguments with torch's defaults, and serve one proce
 both moments are kept in fp32 on the service, whatever dtype the parameters have.
 """
 
+from .checkpoints import from_checkpoint, to_checkpoint
 from .groups import groups
 from .optimizers import Adam, AdamW
 
-__all__ = ["Adam", "AdamW", "groups"]
+__all__ = ["Adam", "AdamW", "from_checkpoint", "groups", "to_checkpoint"]

@@ -12,6 +12,8 @@ import contextlib
 import dataclasses
 import os
 import socket
+import tempfile
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,31 +22,52 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..errors import AbortedError, FailedPreconditionError
+from ..client import Client
+from ..errors import AbortedError, BallastError, FailedPreconditionError
+from ..restore import (
+    begin_from,
+    begin_with,
+    begun_already,
+    may_begin,
+    refuse_a_begun_one,
+    refuse_an_unknown_one,
+    restore,
+)
 from ..service import Service
 from ..session import Decision, Group, HyperParameters, Job, Parameter, Session
 from . import patches, streaming
+from .clipping import Sealed
 from .ddp import hook_ddp
+from .moments import Moments, write
 from .peers import Peers
 from .places import Flats, Shards, local, mesh_of, placements_of, seen
 from .streaming import GradientStream
 
 # Sessions that end while others take their ranks from processes that are no more.
 _JOIN_ATTEMPTS = 5
-_INTERRUPTED = "the last step() was interrupted; create the optimizer again and attach()"
+_INTERRUPTED = "the last step() was interrupted; attach() takes the job's weights, and goes on from its step"
 # How long rank 0 keeps a service of its own for ranks that are behind.
 _LEAVE_SECONDS = 10.0
+
+
+class NothingToResume(Exception):
+    """The service has neither the job that a state is of nor a checkpoint of that step."""
 
 
 class Binding:
     """new: the job is made if the service has none, with the weights of the parameters; else there must be one.
     attach: the job may be past its first step, and its weights are put into the parameters. resume: the uid and
-    step that `state_dict` said, which the job must have."""
+    step that `state_dict` said, which the job must have. checkpoint: what a job without weights begins with. moments:
+    by parameter of the param groups, what else a job without weights begins with, beside the weights of the parameters;
+    with resume NothingToResume if the service has nothing of that job."""
 
     def __init__(self, param_groups: list[dict[str, Any]], hyper_parameters: Callable[[], list[HyperParameters]], *,
                  service: str | None, job: str, max_norm: float, update: str, process_group, timeout: float,
                  overlap: bool, accumulation_steps: int | None, module: torch.nn.Module | None,
-                 resume: tuple[str, int] | None, new: bool, attach: bool):
+                 credentials: dict[str, str | None], resume: tuple[str, int] | None, new: bool, attach: bool,
+                 checkpoint: str | None = None, moments: list[Moments | None] | None = None):
+        self._moments = moments and dict(zip((id(p) for group in param_groups for p in group["params"]), moments))
+        self._credentials = credentials
         self.owned_service: Service | None = None
         self.session: Session | None = None
         self.peers: Peers | None = None
@@ -54,9 +77,12 @@ class Binding:
         self.stream: GradientStream | None = None
         self._hyper_parameters = hyper_parameters  # Of the param groups, as they are now.
         self._begun_with: list[HyperParameters] = []
+        self._saved_step = 0
         self._overlap, self._module = overlap, module
         self._process = os.getpid()
         self._broken: str | None = None
+        self._max_norm = max_norm  # Goes with the votes.
+        self._expected: dict[str, Any] = {"expected_max_norm": max_norm}  # What the vote will say: as the last one.
         groups, parameters = self._collect(param_groups, hyper_parameters())
         for name, parameter in zip(self.names, self.parameters):
             if patches.stream_of(parameter) is not None:
@@ -73,9 +99,10 @@ class Binding:
         _close_at_exit(self)
         try:
             with self._telling():
-                described = self._describe(job, groups, parameters, max_norm, update,
+                described = self._describe(job, groups, parameters, update,
                                            (accumulation_steps or 0) if overlap else 1)
-                self._open(described, process_group, service, timeout, resume, new, attach)
+                self._open(described, process_group, service, timeout, resume, new, attach, checkpoint)
+                self._moments = None
         except BaseException:
             self.close()
             raise
@@ -130,21 +157,22 @@ class Binding:
                              "own")
         return of_mesh
 
-    def _describe(self, job: str, groups: list[Group], parameters: list[Parameter], max_norm: float,
-                  update: str, max_micro_steps: int) -> Job:
+    def _describe(self, job: str, groups: list[Group], parameters: list[Parameter], update: str,
+                  max_micro_steps: int) -> Job:
         mesh = []
         if self.mesh is not None:
             names = self.mesh.mesh_dim_names or [f"dim{d}" for d in range(self.mesh.ndim)]
             mesh = list(zip(names, self.mesh.mesh.shape))
             parameters = [dataclasses.replace(parameter, placements=placements_of(parameter.name, tensor, self.mesh))
                           for parameter, tensor in zip(parameters, self.parameters)]
-        return Job(job, groups, parameters, world_size=self.world_size, max_norm=max_norm, unused_policy="skip",
+        return Job(job, groups, parameters, world_size=self.world_size, unused_policy="skip",
                    update_mode=update, max_micro_steps=max_micro_steps, mesh=mesh)
 
-    def _open(self, job: Job, process_group, service, timeout, resume, new, attach):
+    def _open(self, job: Job, process_group, service, timeout, resume, new, attach, checkpoint):
         if self.peers is not None:
             self.peers.agree([("the call", "attach()" if attach else "step()"), ("the loaded state", str(resume)),
-                              *_lines(job)])
+                              ("its moments", "none" if self._moments is None else "there"),
+                              ("max_norm", str(self._max_norm)), *_lines(job)])
         if self.mesh is None and self.world_size > 1:
             members = [[i for i, p in enumerate(job.parameters) if p.group == number and not p.frozen]
                        for number in range(len(job.groups))]
@@ -152,11 +180,38 @@ class Binding:
         else:
             self.places = Shards(self.parameters, self.mesh, [p.placements for p in job.parameters])
         address = self._address(service)
+        self._job, self._client = job.name, Client(address, timeout, **self._credentials)
+        places = [place.data_ptr() for place in self.places.places]
+        uid = None
+        if resume is not None:
+            uid = restore(self._client, job, places, *resume, timeout, self._credentials,
+                          or_nothing=self._moments is not None) if self.rank == 0 else None
+            uid = uid if self.peers is None else self.peers.from_first("uid", uid)
+            if not uid:
+                raise NothingToResume
+        elif checkpoint is not None:
+            if self.rank == 0:
+                begin_from(self._client, job, places, checkpoint, timeout, self._credentials)
+            if self.peers is not None:
+                self.peers.from_first("begun from", checkpoint)
+        elif not attach and self._moments is None:
+            # Before the rank is taken: whoever trains this job now goes on.
+            if self.rank == 0 and self.owned_service is None:
+                refuse_a_begun_one(self._client, job.name)
+            if self.peers is not None:
+                self.peers.from_first("not begun", "")
+        elif not new:
+            if self.rank == 0:
+                refuse_an_unknown_one(self._client, job.name)
+            if self.peers is not None:
+                self.peers.from_first("known", "")
+        begun = resume is None and self._moments is not None and \
+            self._begin_with_moments(job, places, timeout, or_go_on=checkpoint is not None)
 
         def open_session() -> Session:
-            return Session(address, job, [place.data_ptr() for place in self.places.places], rank=self.rank,
-                           job_uid=resume and resume[0], join_timeout=min(60.0, timeout), timeout=timeout,
-                           while_waiting=self.peers and self.peers.listen)
+            return Session(address, job, places, rank=self.rank,
+                           job_uid=uid, join_timeout=min(60.0, timeout), timeout=timeout,
+                           while_waiting=self.peers and self.peers.listen, **self._credentials)
 
         self.session = open_session()
         if self.peers is not None:
@@ -165,7 +220,7 @@ class Binding:
         for attempt in range(_JOIN_ATTEMPTS):
             try:
                 # What this run itself has uploaded is no reason not to go on.
-                self._join(job.name, resume, new, attach or attempt > 0)
+                self._join(job.name, resume, new, attach or begun or attempt > 0)
                 break
             except AbortedError:  # A rank has been taken from a process that has ended, which ends all sessions.
                 self.session.close()
@@ -173,6 +228,21 @@ class Binding:
                     raise
                 self.session = open_session()
         self._take_weights()
+
+    def _begin_with_moments(self, job: Job, places: list[int], timeout: float, or_go_on: bool) -> bool:
+        begins = self.rank == 0 and may_begin(self._client, job.name, or_go_on)
+        if self.peers is not None:
+            begins = self.peers.from_first("begins with moments", "yes" if begins else None) == "yes"
+        if not begins:
+            return False
+        with tempfile.TemporaryDirectory(prefix="ballast-") as folder:
+            path = write(folder if self.rank == 0 else None, job, self.parameters,
+                         [self._moments[id(parameter)] for parameter in self.parameters])
+            if path is not None:
+                begin_with(self._client, job, places, str(path), timeout, self._credentials)
+        if self.peers is not None:
+            self.peers.from_first("has moments", None)
+        return True
 
     def _join(self, job: str, resume, new, attach) -> None:
         """Gives the first weights, or gets those of the job."""
@@ -182,15 +252,13 @@ class Binding:
             masters = [local(parameter).to(device="cpu", dtype=torch.float32).contiguous()
                        for parameter in self.parameters]
             self.session.upload_weights([master.data_ptr() for master in masters])
-        elif not attach:
-            raise FailedPreconditionError(
-                f"job {job} is already at step {self.session.committed_step}: call attach() before the first "
-                "forward to go on with its weights, or give another job=")
+        elif not attach:  # Since it was asked for, another run has begun it.
+            raise FailedPreconditionError(begun_already(job, self.session.committed_step))
         self.session.read_weights()
         self.step_count, self.job_uid = self.session.committed_step, self.session.job_uid
         if resume is not None and self.step_count != resume[1]:
             raise FailedPreconditionError(f"job {job} is at step {self.step_count}, the state that was loaded at step "
-                                          f"{resume[1]}; load the job's checkpoint of that step")
+                                          f"{resume[1]}; another trainer has it")
 
     def _check_owned(self) -> None:
         """The library writes weights by its own arithmetic of shards; torch's must be the same."""
@@ -220,6 +288,32 @@ class Binding:
                                           "reach; start ballastd and give service=")
         return address
 
+    @property
+    def failed(self) -> bool:
+        """Its session has ended, and it makes no further step."""
+        return self._broken is not None
+
+    def save(self) -> None:
+        """With a state of the trainer's: has the service save the step that it is of, in the background, so that
+        the trainer can go on from that state later, whatever becomes of the job. Once for a step, by rank 0."""
+        if self.rank != 0 or self.step_count in (0, self._saved_step):
+            return
+        first, self._saved_step = self._saved_step == 0, self.step_count
+        if self.owned_service is not None:
+            if first:
+                warnings.warn("this state can be gone on from only within this run: its service was started for the "
+                              "run (service=None) and ends with it. Give the service= of a "
+                              "ballast.Service(checkpoint_dir=...) or of a ballastd with a --checkpoint-dir",
+                              stacklevel=3)
+            return
+        try:
+            step = self._client.save(self._job, background=True)["step"]
+            if step != self.step_count:
+                raise BallastError(f"the job is at step {step}, this trainer at step {self.step_count}")
+        except BallastError as error:
+            warnings.warn(f"the service did not save step {self.step_count} of job {self._job} with this state, which "
+                          f"can be gone on from only while the job is at that step: {error}", stacklevel=3)
+
     def read_state(self, parameter: torch.Tensor, plane: str) -> tuple[torch.Tensor, int]:
         """A plane of a parameter in fp32, placed as the parameter is, and how often that has been updated."""
         index = next(i for i, ours in enumerate(self.parameters) if ours is parameter)
@@ -235,23 +329,14 @@ class Binding:
     def step(self, loss_scale: float) -> Decision:
         if self._broken is not None:
             raise FailedPreconditionError(self._broken)
-        if self.stream is not None and self.stream.begun:
-            self.stream.check_ended()
-            self._check_begun(loss_scale)
+        streamed = self.stream is not None and self.stream.begun
+        if streamed:
+            self._check_begun()
         with self._telling():
-            if self.stream is None or not self.stream.begun:
-                self._begin(loss_scale)
-                if self.stream is not None:
-                    self.stream.begun = True
-            micro_steps = 1
-            if self.stream is None:
-                gradients = [self._gradient(i) for i in range(len(self.parameters))]
-                self._broken = _INTERRUPTED
-                self.session.push_gradients([None if g is None else g.data_ptr() for g in gradients], final=True)
+            if streamed and (self.stream.sealed is not None or loss_scale != 1.0):
+                decision = self._vote(self.stream.seal(), loss_scale)
             else:
-                self._broken = _INTERRUPTED
-                micro_steps = self._give_rest()
-            decision = self.session.seal(micro_steps)
+                decision = self._seal_and_vote(loss_scale)
             self.session.receive_weights()
             self.step_count = decision.step
             if decision.applied:
@@ -262,6 +347,51 @@ class Binding:
                 self.stream = self._start_stream()
         self._broken = None
         return decision
+
+    def _seal_and_vote(self, loss_scale: float) -> Decision:
+        if self.stream is None or not self.stream.begun:
+            self._begin(loss_scale)
+            if self.stream is not None:
+                self.stream.begun = True
+        if self.stream is None:
+            gradients = [self._gradient(i) for i in range(len(self.parameters))]
+            self._broken, micro_steps = _INTERRUPTED, 1
+            self.session.push_gradients([None if g is None else g.data_ptr() for g in gradients], final=True)
+        else:
+            self._broken = _INTERRUPTED
+            micro_steps = self._give_rest()
+        self._expected = {"expected_max_norm": self._max_norm}
+        return self.session.seal_and_vote(micro_steps, max_norm=self._max_norm, hyper_parameters=self._overrides())
+
+    def _seal(self) -> Sealed:
+        """Of the step whose gradients have left during backward."""
+        if self._broken is not None:
+            raise FailedPreconditionError(self._broken)
+        self.stream.check_ended()
+        with self._telling():
+            self._broken = _INTERRUPTED
+            norm = self.session.seal(self._give_rest())
+        self._broken = None
+        return Sealed(norm, [parameter.grad for parameter in self.parameters])
+
+    def _vote(self, sealed: Sealed, loss_scale: float) -> Decision:
+        """loss_scale: of a GradScaler that has not unscaled yet."""
+        self._broken = _INTERRUPTED
+        sealed.unscaling /= loss_scale
+        if self._max_norm > 0:
+            sealed.clip(range(len(self.source)), self._max_norm)
+        ballot = sealed.ballot()
+        # By multipliers the service cannot know what will be clipped.
+        self._expected = {"expected_max_norm": ballot.get("max_norm", 0.0)} if sealed.unscaling == 1 else {
+            "expected_multipliers": len(self.source) * [sealed.unscaling]}
+        decision = self.session.vote(**ballot, hyper_parameters=self._overrides())
+        coefficient = sealed.coefficient() if "multipliers" in ballot else decision.clip_coefficient
+        return dataclasses.replace(decision, norm=decision.norm * sealed.unscaling, clip_coefficient=coefficient)
+
+    def _overrides(self) -> list[HyperParameters] | None:
+        """What has been set since the step began."""
+        now = self._hyper_parameters()
+        return None if now == self._begun_with else [now[index] for index in self.source]
 
     def discard(self) -> None:
         """Takes back what has left since the last step."""
@@ -284,20 +414,18 @@ class Binding:
     def _begin(self, loss_scale: float = 1.0) -> None:
         self._check_untouched()
         self._begun_with = self._hyper_parameters()
-        self.session.begin_step([self._begun_with[index] for index in self.source], loss_scale=loss_scale)
+        self.session.begin_step([self._begun_with[index] for index in self.source], loss_scale=loss_scale,
+                                **self._expected)
 
-    def _check_begun(self, loss_scale: float) -> None:
-        """What the service has been told with the first gradient still holds."""
-        if loss_scale != 1.0:
-            raise RuntimeError("GradScaler tells its scale after gradients have left; create the optimizer with "
-                               "overlap=False")
-        for group, (then, now) in enumerate(zip(self._begun_with, self._hyper_parameters())):
-            for field in dataclasses.fields(then):
-                if getattr(then, field.name) != getattr(now, field.name):
-                    raise RuntimeError(
-                        f"{field.name} of param group {group} was {getattr(then, field.name)} when the step's "
-                        f"gradients began to leave, and is {getattr(now, field.name)} now; set it before backward, or "
-                        "call zero_grad() and do the step's backward passes again")
+    def _check_begun(self) -> None:
+        """What has left is still the step's."""
+        self.stream.check_ended()
+        sealed = self.stream.sealed
+        edited = None if sealed is None else sealed.first_changed([parameter.grad for parameter in self.parameters])
+        if edited is not None:
+            raise RuntimeError(f"the gradient of parameter {self.names[edited]} was changed after clip_grad_norm_ or "
+                               "unscale_, which had all ranks end the step; call zero_grad() and do the step's "
+                               "backward passes again")
         changed = self._changed()
         if changed:
             raise RuntimeError(f"parameter {self.names[changed[0]]} was changed during the step, and the service does "
@@ -310,10 +438,11 @@ class Binding:
         hooked = [None if not parameter.requires_grad or isinstance(self.places, Flats) or
                   (self.mesh is not None and not isinstance(parameter, DTensor)) else parameter
                   for parameter in self.parameters]
-        stream = GradientStream(self.session, hooked, self._part, self._begin, on_gpu)
+        stream = GradientStream(self.session, hooked, self._part, self._begin, self._seal, on_gpu)
         if isinstance(self.places, Flats):
             hook_ddp(self._module, stream, self.parameters)
-        patches.register(stream, trainable)
+        patches.register(stream, {index: parameter for index, parameter in enumerate(self.parameters)
+                                  if parameter.requires_grad})
         return stream
 
     def _part(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
@@ -325,7 +454,13 @@ class Binding:
         """What this rank cannot go on for, the others are told: they would wait for it."""
         try:
             yield
+        except NothingToResume:  # On all ranks.
+            raise
         except BaseException as error:
+            if isinstance(error, AbortedError):
+                if "has taken rank" in str(error):
+                    error.args = (f"{error}; if that was no restart of this run, give each training a job= of its own",)
+                self._broken = self._broken or _INTERRUPTED
             if self.peers is not None:
                 self.peers.fail(error)
                 self._broken = self._broken or f"this optimizer ended with: {error}"
@@ -416,7 +551,7 @@ def check_overlap(parameters: list[torch.Tensor], process_group, module) -> None
 def _lines(job: Job) -> list[tuple[str, str]]:
     """A job's description, entry by entry."""
     lines = [(name, str(getattr(job, name)))
-             for name in ("world_size", "max_norm", "update_mode", "max_micro_steps", "mesh")]
+             for name in ("world_size", "update_mode", "max_micro_steps", "mesh")]
     for group in job.groups:
         lines.append((f"group {group.name}", f"{group.hyper_parameters} {group.wire_dtype}"))
     for parameter in job.parameters:

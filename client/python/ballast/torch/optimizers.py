@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from ..errors import FailedPreconditionError
+from ..errors import FailedPreconditionError, NotFoundError
 from ..session import HyperParameters
-from .binding import Binding, check_overlap
+from .binding import Binding, NothingToResume, check_overlap
+from .moments import Moments, moments_of
+
+# The first skipped step is told, and from then on each of so many.
+_SKIPS_A_WARNING = 100
 
 
 class _Remote(torch.optim.Optimizer):
@@ -23,12 +28,15 @@ class _Remote(torch.optim.Optimizer):
     _decoupled_weight_decay = True
 
     _binding: Binding | None = None
+    _moments: list[Moments | None] | None = None  # By parameter: of a state that was loaded, until a job has them.
     _settings: dict[str, Any] | None = None  # While it is made.
     _full_state = False
+    _own_step: tuple[str, int] | None = None  # Of which the param groups are, unless a state was loaded.
 
     def __init__(self, params, defaults: dict[str, Any], *, service: str | None, job: str | None,
                  max_norm: float | None, update: str, process_group, timeout: float, full_state: bool,
-                 overlap: bool, accumulation_steps: int | None, module: torch.nn.Module | None):
+                 overlap: bool, accumulation_steps: int | None, module: torch.nn.Module | None,
+                 credentials: dict[str, str | None]):
         self._forget_steps()
         if max_norm is not None and not (math.isfinite(max_norm) and max_norm > 0):
             raise ValueError(f"Invalid max_norm value: {max_norm}")
@@ -46,7 +54,7 @@ class _Remote(torch.optim.Optimizer):
         self._full_state = full_state
         self._settings = dict(service=service, job=job or "trainer", max_norm=max_norm or 0.0, update=update,
                               process_group=process_group, timeout=timeout, overlap=overlap,
-                              accumulation_steps=accumulation_steps, module=module)
+                              accumulation_steps=accumulation_steps, module=module, credentials=credentials)
         if overlap:
             check_overlap([p for group in self.param_groups for p in group["params"]], process_group, module)
 
@@ -55,13 +63,15 @@ class _Remote(torch.optim.Optimizer):
         self.grad_norm: float | None = None
         self.clip_coefficient: float | None = None
         self.skipped: str | None = None
+        self._skips = 0
 
     # ------------------------------------------------------------ a step
 
     @torch.no_grad()
     def step(self, closure=None):
-        """One step of all ranks. Afterwards `grad_norm` has the norm of the whole gradient, before clipping;
-        `clip_coefficient` what it was multiplied with; `skipped` why nothing was changed, or None.
+        """One step of all ranks. Afterwards `grad_norm` has the norm of the whole gradient, before clipping by the
+        service; `clip_coefficient` what it was multiplied with, the smallest of all groups; `skipped` why nothing was
+        changed, or None.
 
         closure: evaluates the model again and returns the loss, which is returned."""
         loss = None
@@ -76,6 +86,12 @@ class _Remote(torch.optim.Optimizer):
         self.grad_norm = decision.norm
         self.clip_coefficient = decision.clip_coefficient
         self.skipped = None if decision.applied else decision.skip_reason
+        # A GradScaler tries scales until none is skipped, and needs no warning.
+        if self.skipped is not None and getattr(self, "grad_scale", None) is None:
+            if self._skips % _SKIPS_A_WARNING == 0 and binding.rank == 0:
+                warnings.warn(f"step {decision.step} changed nothing: {self.skipped} ({self._skips} skipped before; "
+                              "optimizer.skipped says it of each step)", stacklevel=3)
+            self._skips += 1
         self._tell_step()
         return loss
 
@@ -85,13 +101,16 @@ class _Remote(torch.optim.Optimizer):
         return self._binding is not None and self._binding.stream is not None
 
     @torch.no_grad()
-    def attach(self, create: bool = False) -> int:
+    def attach(self, create: bool = False, resume: bool | str = False) -> int:
         """Binds to the job as it is on the service, and puts its weights into the parameters: for a run that
-        goes on, before the first forward. Returns the job's step.
+        goes on, before the first forward, or after an AbortedError. Returns the job's step.
 
         create: if the job has no weights yet, it gets those of the parameters, and the step is 0; else that is a
-        FailedPreconditionError."""
-        return self._bound(new=create, attach=True).step_count
+        NotFoundError or FailedPreconditionError. resume: the same, but first the service looks for a checkpoint of the
+        job's name (or of the one that is given: "gpt", "gpt/step-1000.2") and loads it. So it may stand there from the
+        first start on. "gpt/step-1000.2" must be there, and a job with weights have begun with it."""
+        checkpoint = resume if isinstance(resume, str) else self._settings["job"] if resume else None
+        return self._bound(new=create or bool(resume), attach=True, checkpoint=checkpoint).step_count
 
     def close(self) -> None:
         """Ends the session, and the service that was started for it. The weights stay in the parameters."""
@@ -99,13 +118,19 @@ class _Remote(torch.optim.Optimizer):
             self._binding.close()
             self._binding = None
 
-    def _bound(self, new: bool, attach: bool = False) -> Binding:
+    def _bound(self, new: bool, attach: bool = False, checkpoint: str | None = None) -> Binding:
+        if attach and self._binding is not None and self._binding.failed:
+            self.close()
         if self._binding is None:
             group = self.param_groups[0]
             resume = (group["job_uid"], int(group["job_step"])) if group["job_uid"] else None
+            if attach and resume == self._own_step:  # Of this optimizer itself: nothing has been loaded.
+                resume = None
             self._binding = Binding(
                 self.param_groups, self._current_hyper_parameters,
-                resume=resume, new=new, attach=attach or resume is not None, **self._settings)
+                resume=resume, new=new or self._moments is not None, attach=attach or resume is not None,
+                checkpoint=checkpoint, moments=self._moments, **self._settings)
+            self._moments = None
             self._fill_state()
             self._tell_step()
         return self._binding
@@ -115,6 +140,7 @@ class _Remote(torch.optim.Optimizer):
             self.state[parameter]["step"].fill_(self._binding.step_count)
         for group in self.param_groups:
             group["job_uid"], group["job_step"] = self._binding.job_uid, self._binding.step_count
+        self._own_step = (self._binding.job_uid, self._binding.step_count)
 
     def _loss_scale(self) -> float:
         scale = getattr(self, "grad_scale", None)  # Set by GradScaler around step.
@@ -139,7 +165,8 @@ class _Remote(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, which is bound at its own first step."""
-        return super().__getstate__() | {"_settings": self._settings, "_full_state": self._full_state}
+        return super().__getstate__() | {"_settings": self._settings, "_full_state": self._full_state,
+                                         "_moments": self._moments}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -168,15 +195,23 @@ class _Remote(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Small: hyper-parameters, and which step of which job they belong to. The weights and moments are on
-        the service, which saves them itself (`ballast save`).
+        the service, which saves that step, too, if it has a --checkpoint-dir: in the background, while training
+        goes on. So the trainer can go on from this state also when the job has gone on, or the service has begun
+        anew, as long as that is one of the job's newest --checkpoint-keep.
 
         With full_state also the moments, and the masters of parameters that are not fp32, in fp32, sharded as the
-        parameters: torch.optim goes on with them. Every rank reads them from the service, one parameter at a time;
-        load_state_dict has no use for them."""
+        parameters: torch.optim goes on with them, and so does a new job (`load_state_dict`). Every rank reads them from
+        the service, one parameter at a time."""
         self._fill_state()
+        if self._binding is not None and not (self._full_state and self._settings["service"] is None):
+            self._binding.save()
         state = super().state_dict()
-        if self._full_state:
-            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        if self._moments is not None:  # Nobody else has them yet.
+            for index, moments in enumerate(self._moments):
+                if index in state["state"]:  # A parameter that is there twice counts where it is first.
+                    state["state"][index] = state["state"][index] | (moments or {})
+        elif self._full_state:
             amsgrad = [group["amsgrad"] for group in self.param_groups for _ in group["params"]]
             for index, values in state["state"].items():
                 if parameters[index].requires_grad:
@@ -194,16 +229,28 @@ class _Remote(torch.optim.Optimizer):
         return read | {"step": torch.tensor(float(updates))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Then attaches to the job that the state is of: its weights come into the parameters. An error if the
-        service has another job, or is at another step."""
-        ours = "job_uid" in state_dict["param_groups"][0]
-        if not ours and any("exp_avg" in values for values in state_dict["state"].values()):
-            raise ValueError("this state has exp_avg and is another optimizer's: moments are on the service, and come "
-                             "from its checkpoints (`ballast load`)")
+        """A state of ours: then attaches to the job that it is of, whose weights come into the parameters. Where the
+        job is past the state's step, or the service has begun anew, it loads its checkpoint of that step. An error if
+        it has none, or another job of that name.
+
+        A state of torch.optim with moments; or one of ours with full_state, if the service has nothing of that job:
+        the moments are kept until the first step(), or attach(), with which a new job begins with them and with the
+        weights that the parameters have then. A group's names say which parameter is which, or else, as in torch, the
+        order. Until then the moments take 8 bytes a parameter on each rank (with FSDP2, of its shards). They go
+        through a file in the temporary folder of rank 0's host, where the service must run and let this user name
+        paths, as it does over a unix socket of the user's own; for others there is `ballast.torch.to_checkpoint`.
+        FailedPreconditionError, at that step(), if the job has weights already."""
+        moments = moments_of(state_dict, self.param_groups, self._decoupled_weight_decay)
         uid, step = (state_dict["param_groups"][0].get(name) for name in ("job_uid", "job_step"))
         bound = self._binding
-        if bound is not None and uid and (uid, step) != (bound.job_uid, bound.step_count):
+        if bound is not None and (uid, step) != (bound.job_uid, bound.step_count) and (uid or moments is not None):
             raise FailedPreconditionError("this optimizer has already made steps; load the state into a new one")
+        if bound is None and uid and self._settings["service"] is None and moments is None:
+            raise NotFoundError(f"this state is of step {step} of a job of another service, or of one that ended with "
+                                "its run (service=None): give service= the address of a "
+                                "ballast.Service(checkpoint_dir=...) or of a ballastd with a --checkpoint-dir. With "
+                                "full_state=True a state has the moments, and a new job begins with them")
+        names = [group["param_names"] for group in self.param_groups]
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             group.setdefault("job_uid", "")
@@ -211,10 +258,27 @@ class _Remote(torch.optim.Optimizer):
         for parameter, values in self.state.items():
             self.state[parameter] = {name: value for name, value in values.items() if name == "step"}
         self._fill_state()
+        self._own_step = None
+        self._moments = None
         if bound is not None:
-            self._tell_step()
-        elif uid:
-            self.attach()
+            return self._tell_step()
+        self._moments = moments
+        if uid:
+            try:
+                self.attach()
+                return
+            except NothingToResume:
+                pass
+        if moments is not None:
+            self._begin_anew(names, moments)
+
+    def _begin_anew(self, names: list[list[str]], moments: list[Moments | None]) -> None:
+        """The job that is made later has these moments, and is no other one's continuation."""
+        for group, of_group in zip(self.param_groups, names):
+            group.update(job_uid="", job_step=0, param_names=of_group)
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for parameter, values in zip(parameters, moments):
+            self.state[parameter]["step"] = torch.tensor(0.0) if values is None else values["step"].clone()
 
 
 def _check_group(group: dict[str, Any]) -> None:
@@ -258,11 +322,13 @@ class AdamW(_Remote):
     name there. max_norm: clips the gradient to this global norm, as torch.nn.utils.clip_grad_norm_ does, but
     on the service. update: "speculate" updates before the norm is known, with the same bits. process_group:
     the ranks that train together, by default all. timeout: the longest wait for other ranks, in seconds.
-    full_state: state_dict has the moments, too.
+    full_state: state_dict has the moments, too. tls_ca, tls_cert, tls_key, token_file: files, as for
+    `ballast.connect`.
 
     overlap: from the second step on each gradient leaves as soon as backward has it, and `.grad` is None then. The
-    bits are the same. So clipping is that of max_norm, hyper-parameters are set before the step's first backward, and
-    GradScaler is not possible; each of these raises an error that says so. zero_grad(), the optimizer's and the
+    bits are the same. torch.nn.utils.clip_grad_norm_ has all ranks end the step's gradients, and returns their norm;
+    step() clips, or zero_grad() leaves the step out. So do clip_grads_with_norm_ and GradScaler.unscale_; each takes
+    whole param groups. What cannot be done any more raises an error that says so. zero_grad(), the optimizer's and the
     model's, takes back what has left. accumulation_steps: backward passes in a step at most, by default any number;
     with the exact number the service begins earlier, and with 1 it needs 4 bytes a parameter less. module: the
     DistributedDataParallel, where there is one.
@@ -277,7 +343,8 @@ class AdamW(_Remote):
                  service: str | None = None, job: str | None = None, max_norm: float | None = None,
                  update: str = "wait", process_group=None, timeout: float = 600.0, full_state: bool = False,
                  overlap: bool = False, accumulation_steps: int | None = None,
-                 module: torch.nn.Module | None = None):
+                 module: torch.nn.Module | None = None, tls_ca: str | None = None, tls_cert: str | None = None,
+                 tls_key: str | None = None, token_file: str | None = None):
         _check_tensors(lr, betas, foreach)
         if not 0.0 <= float(lr):
             raise ValueError(f"Invalid learning rate: {lr}")
@@ -293,7 +360,8 @@ class AdamW(_Remote):
                         foreach=foreach, capturable=capturable, differentiable=differentiable, fused=fused)
         super().__init__(params, defaults, service=service, job=job, max_norm=max_norm, update=update,
                          process_group=process_group, timeout=timeout, full_state=full_state, overlap=overlap,
-                         accumulation_steps=accumulation_steps, module=module)
+                         accumulation_steps=accumulation_steps, module=module,
+                         credentials=dict(tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, token_file=token_file))
 
 
 class Adam(AdamW):

@@ -1,66 +1,79 @@
 """What torch's own functions must know of gradients that have left.
 
 `torch.nn.utils.clip_grad_norm_` on parameters without `.grad` returns 0 and clips nothing, without a word;
-`Module.zero_grad` cannot take back what is with the service. Both are wrapped in torch, once, when the first
-optimizer lets gradients leave during backward. For all other parameters they do what they did.
+`Module.zero_grad` cannot take back what is with the service; a `GradScaler` finds nothing to look at. They are wrapped
+in torch, once, when the first optimizer lets gradients leave during backward. For all other parameters they do what
+they did.
+
+A clip ends the step for further gradients, on all ranks, and returns the norm of all; the vote in `step()` says by how
+much is clipped. Clipping is by whole param groups, since the service multiplies by group.
 """
 
 from __future__ import annotations
 
 import collections
 import functools
+import math
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .clipping import coefficient_of
 from .streaming import GradientStream
 
-_CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
-_streams: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # Of a parameter, by a weak reference.
-_sizes: weakref.WeakKeyDictionary[GradientStream, int] = weakref.WeakKeyDictionary()  # How many parameters each has.
+# Of a parameter, by weak references: what takes its gradients, and its index there.
+_streams: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# How many parameters each has, by group.
+_sizes: weakref.WeakKeyDictionary[GradientStream, collections.Counter[int]] = weakref.WeakKeyDictionary()
 _originals: dict[str, object] = {}
 
 
-def register(stream: GradientStream, parameters: Iterable[torch.nn.Parameter]) -> None:
-    """The gradients of these leave through the stream."""
-    for parameter in parameters:
-        _streams[parameter] = weakref.ref(stream)
-        _sizes[stream] = _sizes.get(stream, 0) + 1
+def register(stream: GradientStream, parameters: Mapping[int, torch.nn.Parameter]) -> None:
+    """The gradients of these leave through the stream. By their index in its job."""
+    for index, parameter in parameters.items():
+        _streams[parameter] = (weakref.ref(stream), index)
+        _sizes.setdefault(stream, collections.Counter())[stream.group_of(index)] += 1
     if not _originals:
         _wrap()
 
 
 def stream_of(parameter: torch.Tensor) -> GradientStream | None:
     """The one that takes its gradients."""
-    stream = _streams[parameter]() if parameter in _streams else None
+    stream = _streams[parameter][0]() if parameter in _streams else None
     return None if stream is None or stream.closed else stream
 
 
-def _begun_streams(parameters) -> collections.Counter[GradientStream]:
-    """Those that have given gradients in the step that is under way, and how many of these parameters each has."""
-    found = collections.Counter()
-    given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    for parameter in {id(parameter): parameter for parameter in given}.values():
+def _begun_streams(parameters) -> dict[GradientStream, collections.Counter[int]]:
+    """Those that have given gradients in the step that is under way, and how many of these parameters each has, by
+    group."""
+    found: dict[GradientStream, collections.Counter[int]] = {}
+    for parameter in {id(parameter): parameter for parameter in parameters}.values():
         stream = stream_of(parameter)
         if stream is not None and stream.begun:
-            found[stream] += 1
+            found.setdefault(stream, collections.Counter())[stream.group_of(_streams[parameter][1])] += 1
     return found
 
 
+def _listed(tensors) -> list:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
 def _wrap() -> None:
-    for name in _CLIPS:
-        original = _originals[name] = getattr(torch.nn.utils, name)
-        wrapped = _clip(name, original)
-        for module in (torch.nn.utils, torch.nn.utils.clip_grad):
-            setattr(module, name, wrapped)
-    _originals["zero_grad"] = torch.nn.Module.zero_grad
-    torch.nn.Module.zero_grad = _zero_grad(torch.nn.Module.zero_grad)
+    wrappers = {"clip_grad_norm_": _clip_by_norm, "clip_grads_with_norm_": _clip_with_norm,
+                "get_total_norm": _norm_of_gradients, "clip_grad_value_": _clip_by_value}
+    for name, wrapper in wrappers.items():
+        original = getattr(torch.nn.utils, name, None)  # Not each version of torch has all.
+        if original is not None:
+            _originals[name] = original
+            for module in (torch.nn.utils, torch.nn.utils.clip_grad):
+                setattr(module, name, wrapper(original))
     # Who has imported a function by its name goes on calling it.
-    names = {id(_originals[name]): name for name in _CLIPS}
+    names = {id(original): name for name, original in _originals.items()}
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith("torch."):
             continue
@@ -69,29 +82,141 @@ def _wrap() -> None:
                 warnings.warn(f"{module_name}.{alias} was imported before the optimizer's first step and does not see "
                               f"gradients that have left: call torch.nn.utils.{names[id(value)]}, or create the "
                               "optimizer with max_norm=", stacklevel=2)
+    _originals["zero_grad"] = torch.nn.Module.zero_grad
+    torch.nn.Module.zero_grad = _zero_grad(torch.nn.Module.zero_grad)
+    torch.amp.GradScaler._unscale_grads_ = _unscale(torch.amp.GradScaler._unscale_grads_)
 
 
-def _clip(name: str, original):
+# ------------------------------------------------------------ clipping
+
+def _clip_by_norm(original):
     @functools.wraps(original)
-    def clip(parameters, *arguments, **options):
-        if not isinstance(parameters, torch.Tensor):
-            parameters = list(parameters)
+    def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=False, foreach=None):
+        parameters = _listed(parameters)
+        groups = _groups("clip_grad_norm_", parameters)
+        if not groups:
+            return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+        if norm_type != 2:
+            raise ValueError(f"norm_type is {norm_type}, and gradients that have left for the service are clipped by "
+                             "their 2-norm only; create the optimizer with overlap=False")
+        _check_max_norm(max_norm)
+        others = _gradients_of_others(parameters)
+        norm = math.hypot(*(stream.seal().norm(of_stream) for stream, of_stream in groups.items()),
+                          *(_whole(gradient.norm()).item() for gradient in others))
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise RuntimeError(f"the norm of the gradients is {norm}, so it cannot be clipped; call zero_grad(), or "
+                               "give error_if_nonfinite=False, and step() skips the step on all ranks")
+        _clip(groups, others, max_norm, None if len(groups) == 1 and not others else norm)
+        return torch.tensor(norm, dtype=torch.float32, device=parameters[0].device)
+
+    return clip_grad_norm_
+
+
+def _clip_with_norm(original):
+    @functools.wraps(original)
+    def clip_grads_with_norm_(parameters, max_norm, total_norm, foreach=None):
+        parameters = _listed(parameters)
+        groups = _groups("clip_grads_with_norm_", parameters)
+        if not groups:
+            return original(parameters, max_norm, total_norm, foreach)
+        _check_max_norm(max_norm)
+        _clip(groups, _gradients_of_others(parameters), max_norm, float(_whole(torch.as_tensor(total_norm))))
+
+    return clip_grads_with_norm_
+
+
+def _norm_of_gradients(original):
+    @functools.wraps(original)
+    def get_total_norm(tensors, *arguments, **options):
+        tensors = _listed(tensors)
+        if not tensors or any(tensor is None for tensor in tensors):
+            _check_none_left("get_total_norm", "the norm is clip_grad_norm_(parameters, float('inf'))")
+        return original(tensors, *arguments, **options)
+
+    return get_total_norm
+
+
+def _clip_by_value(original):
+    @functools.wraps(original)
+    def clip_grad_value_(parameters, *arguments, **options):
+        parameters = _listed(parameters)
         if _begun_streams(parameters):
-            raise RuntimeError(f"{name} comes too late: gradients have left for the service during backward. Create "
-                               "the optimizer with max_norm=, or with overlap=False")
+            raise RuntimeError("clip_grad_value_ comes too late: gradients have left for the service during backward. "
+                               "Clip by the norm, or create the optimizer with overlap=False")
         return original(parameters, *arguments, **options)
 
-    return clip
+    return clip_grad_value_
 
+
+def _groups(name: str, parameters: list[torch.Tensor]) -> dict[GradientStream, list[int]]:
+    """The groups that these parameters are, of those whose gradients have left."""
+    if not parameters:
+        _check_none_left(name, "give it the parameters, whether they have .grad or not")
+    found = _begun_streams(parameters)
+    for stream, counts in found.items():
+        for group, count in counts.items():
+            if count < _sizes[stream][group]:
+                raise RuntimeError(f"{name} was given {count} of the {_sizes[stream][group]} parameters of a param "
+                                   "group whose gradients have left for the service, which clips whole groups: give "
+                                   "it all of the group, or make a param group of these")
+    return {stream: sorted(counts) for stream, counts in found.items()}
+
+
+def _check_none_left(name: str, what_to_do: str) -> None:
+    if any(stream.begun and not stream.closed for stream in _sizes):
+        raise RuntimeError(f"{name} was given no gradient, because gradients have left for the service during "
+                           f"backward: {what_to_do}")
+
+
+def _check_max_norm(max_norm: float) -> None:
+    if not max_norm > 0:
+        raise ValueError(f"max_norm is {max_norm}, and must be positive for gradients that have left for the service")
+
+
+def _gradients_of_others(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Of parameters whose gradients do not leave."""
+    return [parameter.grad for parameter in parameters
+            if parameter.grad is not None and not _begun_streams([parameter])]
+
+
+def _whole(norm: torch.Tensor) -> torch.Tensor:
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _clip(groups: dict[GradientStream, list[int]], others: list[torch.Tensor], max_norm: float,
+          norm: float | None) -> None:
+    for stream, of_stream in groups.items():
+        stream.seal().clip(of_stream, max_norm, norm)
+    for gradient in others:
+        gradient.detach().mul_(coefficient_of(max_norm, norm))
+
+
+# ------------------------------------------------------------ others
 
 def _zero_grad(original):
     @functools.wraps(original)
     def zero_grad(self, set_to_none: bool = True) -> None:
         original(self, set_to_none)
         for stream, of_module in _begun_streams(self.parameters()).items():
-            if of_module < _sizes[stream]:
+            if sum(of_module.values()) < sum(_sizes[stream].values()):
                 raise RuntimeError("zero_grad() of a part of the model cannot take back gradients that have left for "
                                    "the service; call the optimizer's zero_grad(), or create it with overlap=False")
             stream.discard()
 
     return zero_grad
+
+
+def _unscale(original):
+    """Of a GradScaler: what unscale_ does, and what step does where that was not called."""
+    @functools.wraps(original)
+    def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
+        streams = _begun_streams(parameter for group in optimizer.param_groups for parameter in group["params"])
+        if not streams:
+            return original(self, optimizer, inv_scale, found_inf, allow_fp16)
+        for stream in streams:  # One: a parameter gives its gradients to one optimizer.
+            sealed = stream.seal()
+            sealed.unscaling *= inv_scale.item()
+            found_inf.fill_(float(not sealed.finite))
+        return {found_inf.device: found_inf}
+
+    return _unscale_grads_

@@ -23,6 +23,7 @@ import torch
 from .. import _native
 from ..errors import FailedPreconditionError
 from ..session import Session
+from .clipping import Sealed
 
 _engine = torch.autograd.Variable._execution_engine
 
@@ -30,15 +31,17 @@ _engine = torch.autograd.Variable._execution_engine
 class GradientStream:
     """Of one session. `hooked`: by their index in the job, the parameters whose gradients are taken where autograd
     leaves them; None for the others. `part`: of a gradient, by its index, what this process has; it raises where
-    that cannot be sent. `begin`: begins the step on the service, with the hyper-parameters of now. `on_gpu`: whether
-    gradients are there."""
+    that cannot be sent. `begin`: begins the step on the service, with the hyper-parameters of now. `seal`: gives what
+    has not left, and waits for all ranks. `on_gpu`: whether gradients are there."""
 
     def __init__(self, session: Session, hooked: Sequence[torch.nn.Parameter | None],
-                 part: Callable[[int, torch.Tensor], torch.Tensor], begin: Callable[[], None], on_gpu: bool):
+                 part: Callable[[int, torch.Tensor], torch.Tensor], begin: Callable[[], None],
+                 seal: Callable[[], Sealed], on_gpu: bool):
         self.begun = False
+        self.sealed: Sealed | None = None
         self.closed = False
         self.micro_steps = 0  # That are closed.
-        self._session, self._part, self._begin = session, part, begin
+        self._session, self._part, self._begin, self._seal = session, part, begin, seal
         self._process = os.getpid()
         self._cuda = torch.cuda.is_available()  # Asked once: it takes longer than a small gradient.
         self._lock = threading.RLock()  # A backward has a thread for each device.
@@ -58,12 +61,24 @@ class GradientStream:
             self._copies.close()
         self.finish()
 
+    def group_of(self, index: int) -> int:
+        return self._session.job.parameters[index].group
+
+    def seal(self) -> Sealed:
+        """Once in a step, by all ranks; what has left cannot be added to then."""
+        if self.sealed is None:
+            self.sealed = self._seal()
+        return self.sealed
+
     def enter_backward(self, ended: Callable[[], None] | None = None) -> None:
         """Inside a backward, before its first gradient is given. ended: closes the micro-step with the backward, and
         is called then, once all that autograd itself does at the end is done."""
         if self._cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("gradients cannot leave from a CUDA graph that is captured: create the optimizer with "
                                "overlap=False")
+        if self.sealed is not None:
+            raise FailedPreconditionError("a backward after clip_grad_norm_, which had all ranks end the step; call "
+                                          "step() or zero_grad() first")
         backward = torch._C._current_graph_task_id()
         with self._lock:
             if backward not in self._backwards:
@@ -110,7 +125,7 @@ class GradientStream:
 
     def finish(self) -> None:
         """The step is over: decided or discarded."""
-        self.begun, self.micro_steps = False, 0
+        self.begun, self.sealed, self.micro_steps = False, None, 0
         self._given.clear()
         self._backwards.clear()
 

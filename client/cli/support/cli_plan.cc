@@ -1,0 +1,55 @@
+// plan.
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "client/cli/cli_command.h"
+#include "client/cli/cli_json.h"
+#include "client/cli/support/plan.h"
+#include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/available_memory.h"
+
+namespace ballast::client::cli {
+namespace {
+
+absl::StatusOr<Action> PreparePlan(const Arguments& arguments) {
+  BALLAST_ASSIGN_OR_RETURN(const std::optional<double> ranks, arguments.Number("world-size"));
+  const double world_size = ranks.value_or(0);
+  if (ranks.has_value() && !(world_size >= 1 && world_size <= kMaxWorldSize &&
+                             world_size == static_cast<int>(world_size))) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--world-size must be a whole number from 1 to ", kMaxWorldSize));
+  }
+  int64_t limit_bytes = DefaultMemoryLimitBytes();
+  if (arguments.Has("memory")) {
+    absl::StatusOr<int64_t> given = ParseBytes(arguments.Get("memory", ""));
+    if (!given.ok()) return Annotate(given.status(), "--memory");
+    limit_bytes = *given;
+  }
+  BALLAST_ASSIGN_OR_RETURN(JobSpec spec,
+                           ReadPlanSpec(arguments.positional(0), static_cast<int>(world_size)));
+  BALLAST_ASSIGN_OR_RETURN(Plan plan, MakePlan(std::move(spec), limit_bytes));
+  return [plan = std::move(plan)](Service&, bool json) -> absl::StatusOr<std::string> {
+    return json ? Dump(ToJson(plan)) : PlanText(plan);
+  };
+}
+
+}  // namespace
+
+Command PlanCommand() {
+  return {
+      .spec = {.name = "plan",
+               .positionals = {"SPEC"},
+               .summary = "whether a job will fit, and with which options; asks no service",
+               .details = "SPEC is a size, COUNT[:bf16|fp16|fp32][:amsgrad], such as 7B:bf16, or "
+                          "a file with a job\nas CreateJob takes it (ballast.v1.Job in JSON), in "
+                          "which partitions may be left out.\nThe figures are those that a service "
+                          "of this version allocates by.",
+               .flags = {{"memory", "SIZE",
+                          "the service's --memory-limit (default: what ballastd would take here)"},
+                         {"world-size", "N", "ranks (default 1, or the file's)"}}},
+      .prepare = PreparePlan};
+}
+
+}  // namespace ballast::client::cli

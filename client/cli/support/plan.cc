@@ -1,0 +1,264 @@
+#include "client/cli/support/plan.h"
+
+#include <google/protobuf/util/json_util.h>
+
+#include <algorithm>
+#include <cmath>
+#include <fstream>
+#include <iterator>
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
+#include "client/cli/cli_text.h"
+#include "cpu_optimizer_service/common/buckets.h"
+#include "cpu_optimizer_service/common/rank_memory_layout.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "proto/convert.h"
+
+namespace ballast::client::cli {
+namespace {
+
+// A size alone does not say which parameters there are: as large as a large matrix.
+constexpr int64_t kParameterElements = int64_t{1} << 24;
+constexpr int64_t kBucketElements = int64_t{1} << 22;
+constexpr size_t kMostFileBytes = size_t{32} << 20;  // As a service takes.
+
+// "7B", "350M", "1.5T"; nullopt: none.
+std::optional<int64_t> ParseCount(absl::string_view text) {
+  constexpr std::pair<const char*, double> kUnits[] = {
+      {"K", 1e3}, {"M", 1e6}, {"B", 1e9}, {"T", 1e12}, {"", 1}};
+  for (const auto& [suffix, unit] : kUnits) {
+    absl::string_view number = text;
+    double value = 0;
+    if (!absl::ConsumeSuffix(&number, suffix) || !absl::SimpleAtod(number, &value)) continue;
+    if (!(value > 0) || !(value * unit < 1e15)) return std::nullopt;
+    return std::llround(value * unit);
+  }
+  return std::nullopt;
+}
+
+absl::StatusOr<DType> ParseDType(absl::string_view text) {
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat32}) {
+    if (text == Name(dtype)) return dtype;
+  }
+  return absl::InvalidArgumentError(absl::StrCat("'", text, "' is none of bf16, fp16, fp32"));
+}
+
+// nullopt: `text` is no size.
+absl::StatusOr<std::optional<JobSpec>> FromSize(const std::string& text) {
+  const std::vector<std::string> words = absl::StrSplit(text, ':');
+  const std::optional<int64_t> count = ParseCount(words[0]);
+  if (!count.has_value()) return std::nullopt;
+  if (*count > kMaxChunks * kMaxChunkElements) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        text, " is more than a job may have: ", kMaxChunks * kMaxChunkElements, " elements"));
+  }
+  JobSpec spec;
+  spec.name = "plan";
+  GroupSpec& group = spec.groups.emplace_back();
+  group.name = "all";
+  for (size_t i = 1; i < words.size(); ++i) {
+    if (words[i] == "amsgrad") {
+      group.hyper_parameters.amsgrad = true;
+      continue;
+    }
+    BALLAST_ASSIGN_OR_RETURN(group.wire_dtype, ParseDType(words[i]));
+    group.return_dtype = group.wire_dtype;
+  }
+  spec.layout.group_count = 1;
+  for (int64_t begin = 0; begin < *count; begin += kParameterElements) {
+    spec.layout.parameters.push_back({.name = absl::StrCat("p", spec.layout.parameters.size()),
+                                      .shape = {std::min(kParameterElements, *count - begin)}});
+  }
+  return spec;
+}
+
+absl::StatusOr<JobSpec> FromFile(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) {
+    return absl::NotFoundError(
+        absl::StrCat("'", path, "' is neither a size such as 7B:bf16 nor a file that can be read"));
+  }
+  std::string text(kMostFileBytes + 1, '\0');
+  file.read(text.data(), static_cast<std::streamsize>(text.size()));
+  text.resize(static_cast<size_t>(file.gcount()));
+  if (text.size() > kMostFileBytes) {
+    return absl::InvalidArgumentError(absl::StrCat(path, " has more than 32 MiB"));
+  }
+  v1::Job message;
+  const auto parsed = google::protobuf::util::JsonStringToMessage(text, &message);
+  if (!parsed.ok()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(path, " is no job as CreateJob takes it (ballast.v1.Job in JSON): ",
+                     std::string(parsed.message())));
+  }
+  if (message.name().empty()) message.set_name("jobs/plan");
+  if (message.world_size() == 0) message.set_world_size(1);
+  if (message.groups().empty()) message.add_groups()->set_name("all");
+  for (v1::ParamGroup& group : *message.mutable_groups()) {
+    v1::HyperParameters values = proto::ToProto(HyperParameters());
+    values.MergeFrom(group.hyper_parameters());
+    *group.mutable_hyper_parameters() = std::move(values);
+  }
+  absl::StatusOr<JobSpec> spec = proto::FromProto(message);
+  return spec.ok() ? spec : Annotate(spec.status(), path);
+}
+
+std::string Fits(bool fits) { return fits ? "yes" : "no"; }
+
+const char* NameOf(UpdateMode mode) { return mode == UpdateMode::kWait ? "wait" : "speculate"; }
+
+}  // namespace
+
+absl::StatusOr<int64_t> ParseBytes(const std::string& text) {
+  constexpr std::pair<const char*, double> kUnits[] = {
+      {"KiB", 0x1p10}, {"MiB", 0x1p20}, {"GiB", 0x1p30}, {"TiB", 0x1p40}, {"", 1}};
+  for (const auto& [suffix, unit] : kUnits) {
+    absl::string_view number = text;
+    double value = 0;
+    if (!absl::ConsumeSuffix(&number, suffix) || !absl::SimpleAtod(number, &value)) continue;
+    if (!(value * unit >= 1) || !(value * unit < 0x1p60)) break;
+    return static_cast<int64_t>(value * unit);
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat("'", text, "' is no memory; give bytes, or such as 200GiB"));
+}
+
+absl::StatusOr<JobSpec> ReadPlanSpec(const std::string& text, int world_size) {
+  BALLAST_ASSIGN_OR_RETURN(std::optional<JobSpec> sized, FromSize(text));
+  absl::StatusOr<JobSpec> spec = sized.has_value() ? *std::move(sized) : FromFile(text);
+  if (!spec.ok()) return spec;
+  LayoutSpec& layout = spec->layout;
+  if (layout.partitions.empty() && layout.mesh.empty()) {
+    if (sized.has_value() || world_size > 0) layout.world_size = std::max(1, world_size);
+    layout.partitions =
+        PartitionsOf(MakeBuckets(FlatElements(layout.parameters, layout.group_count),
+                                 layout.world_size, kBucketElements),
+                     layout.world_size);
+  } else if (world_size > 0 && world_size != layout.world_size) {
+    return absl::InvalidArgumentError(absl::StrCat(text, " is cut for ", layout.world_size,
+                                                   " ranks, not ", world_size,
+                                                   "; leave --world-size out, or the partitions"));
+  }
+  return spec;
+}
+
+absl::StatusOr<Plan> MakePlan(JobSpec spec, int64_t limit_bytes) {
+  BALLAST_RETURN_IF_ERROR(Validate(spec));
+  BALLAST_ASSIGN_OR_RETURN(const Layout layout, Layout::Create(spec.layout));
+  Plan plan = {.parameters = static_cast<int64_t>(spec.layout.parameters.size()),
+               .chunks = static_cast<int64_t>(layout.chunks().size()),
+               .world_size = layout.world_size(),
+               .limit_bytes = limit_bytes};
+  for (int p = 0; p < static_cast<int>(spec.layout.parameters.size()); ++p) {
+    if (spec.layout.parameters[p].trainable) plan.elements += layout.place(p).elements;
+  }
+  int64_t shared_bytes = 0;
+  std::vector<int64_t> weights(layout.world_size());
+  for (int rank = 0; rank < layout.world_size(); ++rank) {
+    shared_bytes += RankMemoryLayout(layout, spec.groups, rank).size_bytes();
+  }
+  const std::vector<int> planes = PlanesByGroup(spec);
+  for (const Chunk& chunk : layout.chunks()) {
+    weights[chunk.rank] += chunk.elements * SizeBytes(spec.groups[chunk.group].return_dtype);
+    plan.checkpoint_bytes += chunk.elements * int64_t{sizeof(float)} * planes[chunk.group];
+  }
+  plan.largest_rank_weights_bytes = *std::max_element(weights.begin(), weights.end());
+  for (const UpdateMode update : {UpdateMode::kWait, UpdateMode::kSpeculate}) {
+    for (const bool several : {false, true}) {
+      for (const bool shared : {false, true}) {
+        spec.update_mode = update;
+        spec.max_micro_steps = several ? 0 : 1;
+        plan.rows.push_back({.update = update,
+                             .several_micro_steps = several,
+                             .shared_memory = shared,
+                             .need = NeedOf(spec, layout),
+                             .shared_bytes = shared ? shared_bytes : 0});
+      }
+    }
+  }
+  return plan;
+}
+
+std::string PlanText(const Plan& plan) {
+  std::string text;
+  absl::StrAppend(&text, FormatField("elements", FormatCount(plan.elements)),
+                  FormatField("parameters", FormatCount(plan.parameters)),
+                  FormatField("chunks", FormatCount(plan.chunks)),
+                  FormatField("ranks", FormatCount(plan.world_size)),
+                  FormatField("limit", FormatBytes(plan.limit_bytes)), "\n");
+  using Align = Table::Align;
+  Table table({{"update"},
+               {"micro-steps"},
+               {"shared memory"},
+               {"needs", Align::kRight},
+               {"bytes/element", Align::kRight},
+               {"fits"}});
+  bool any = false;
+  bool all = true;
+  for (const PlanRow& row : plan.rows) {
+    const bool fits = row.total_bytes() <= plan.limit_bytes;
+    any = any || fits;
+    all = all && fits;
+    table.Add(
+        {NameOf(row.update), row.several_micro_steps ? "several" : "one",
+         row.shared_memory ? "yes" : "no", FormatBytes(row.total_bytes()),
+         absl::StrFormat("%.2f", static_cast<double>(row.total_bytes()) /
+                                     static_cast<double>(std::max<int64_t>(1, plan.elements))),
+         Fits(fits)});
+  }
+  absl::StrAppend(&text, table.ToString(), "\n");
+  if (!any) {
+    const auto least = std::min_element(
+        plan.rows.begin(), plan.rows.end(),
+        [](const PlanRow& a, const PlanRow& b) { return a.total_bytes() < b.total_bytes(); });
+    absl::StrAppend(&text, "It does not fit: the service needs a --memory-limit of at least ",
+                    FormatBytes(least->total_bytes()), ".\n");
+  } else if (all) {
+    absl::StrAppend(&text, "It fits with every option.\n");
+  } else {
+    absl::StrAppend(
+        &text,
+        "It fits with the options that say yes. Where only second versions do not fit, a "
+        "job that\nasks to speculate is created all the same, and waits.\n");
+  }
+  absl::StrAppend(&text, "A checkpoint has ", FormatBytes(plan.checkpoint_bytes),
+                  ". Training goes on during a save where the limit has room for second\nversions "
+                  "(the rows with speculate); otherwise steps wait for it.\nTo speculate without "
+                  "shared memory a rank itself needs ",
+                  FormatBytes(plan.largest_rank_weights_bytes), " for weights.\n");
+  return text;
+}
+
+nlohmann::ordered_json ToJson(const Plan& plan) {
+  nlohmann::ordered_json json = {{"elements", plan.elements},
+                                 {"parameters", plan.parameters},
+                                 {"chunks", plan.chunks},
+                                 {"world_size", plan.world_size},
+                                 {"limit_bytes", plan.limit_bytes},
+                                 {"checkpoint_bytes", plan.checkpoint_bytes},
+                                 {"largest_rank_weights_bytes", plan.largest_rank_weights_bytes},
+                                 {"options", nlohmann::ordered_json::array()}};
+  for (const PlanRow& row : plan.rows) {
+    json["options"].push_back({{"update", NameOf(row.update)},
+                               {"several_micro_steps", row.several_micro_steps},
+                               {"shared_memory", row.shared_memory},
+                               {"state_bytes", row.need.state_bytes},
+                               {"gradient_bytes", row.need.gradient_bytes},
+                               {"accumulator_bytes", row.need.accumulator_bytes},
+                               {"speculation_bytes", row.need.speculation_bytes},
+                               {"other_bytes", row.need.other_bytes},
+                               {"shared_bytes", row.shared_bytes},
+                               {"total_bytes", row.total_bytes()},
+                               {"fits", row.total_bytes() <= plan.limit_bytes}});
+  }
+  return json;
+}
+
+}  // namespace ballast::client::cli

@@ -1,0 +1,299 @@
+"""Checkpoints of a service from and to what torch saves. No pickle is executed: files are read with
+torch.load(weights_only=True), or as safetensors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import pathlib
+import pickle
+import secrets
+import shutil
+import struct
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
+
+if TYPE_CHECKING:
+    from .optimizers import AdamW
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PLANES = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+State = "dict[str, Any] | str | os.PathLike"
+
+
+def to_checkpoint(folder: str | os.PathLike, optimizer: AdamW, model_state: State,
+                  optimizer_state: State | None = None) -> pathlib.Path:
+    """Writes a checkpoint that a service loads, FOLDER/step-STEP.0, and returns its path: for a folder DIR/JOB under
+    a service's --checkpoint-dir, `ballast load JOB` and --resume=JOB then find it.
+
+    optimizer: the one that will go on with it, with its model's parameters and groups; it is not bound yet.
+    model_state: a state_dict of the model, or a file that torch.save or safetensors wrote. optimizer_state: of a
+    torch.optim.Adam or AdamW over the same parameters in the same groups and order, or torch.save's file of it;
+    without it moments are zeros. A file may have the states under the names "model" and "optimizer"."""
+    weights = _of(_read(model_state), "model")
+    moments = None if optimizer_state is None else _of(_read(optimizer_state), "optimizer")
+    groups, parameters, planes, step = [], [], {plane: {} for plane in PLANES}, 0
+    seen: set[int] = set()
+    for index, group in enumerate(optimizer.param_groups):
+        told = None if moments is None else _group_of(moments, index, len(optimizer.param_groups))
+        values = optimizer._hyper_parameters(group if told is None else {**group, **_kept(told)})
+        if told is not None and told.get("decoupled_weight_decay", values.decoupled_weight_decay) != \
+                values.decoupled_weight_decay:
+            raise InvalidArgumentError(f"param group {index} is of the other of Adam and AdamW: their weight decay "
+                                       "differs")
+        if told is not None and len(told["params"]) != len(group["params"]):
+            raise FailedPreconditionError(f"param group {index} has {len(told['params'])} parameters in the "
+                                          f"optimizer's state and {len(group['params'])} in the optimizer")
+        order = (told or {}).get("param_names") or group["param_names"]
+        if sorted(order) != sorted(group["param_names"]):
+            raise FailedPreconditionError(f"param group {index} has other parameters in the optimizer's state than in "
+                                          "the optimizer")
+        named = set()
+        for name, parameter in zip(group["param_names"], group["params"]):
+            if id(parameter) in seen:  # Tied: of the names the first counts.
+                continue
+            seen.add(id(parameter))
+            kind = f"{index}.{str(parameter.dtype).removeprefix('torch.')}"
+            if kind not in named:
+                named.add(kind)
+                groups.append({"name": kind, "hyper_parameters": json_of(values)})
+            if not parameter.requires_grad:
+                continue
+            if name not in weights:
+                raise FailedPreconditionError(f"the model's state has no parameter {name}")
+            _put(planes["master"], name, weights[name], parameter)
+            of_torch = {} if told is None else moments["state"].get(told["params"][order.index(name)], {})
+            count = int(of_torch["step"]) if "step" in of_torch else 0
+            step = max(step, count)
+            for plane in PLANES[1:] if values.amsgrad else PLANES[1:3]:
+                if count > 0 and plane not in of_torch:
+                    raise FailedPreconditionError(f"the optimizer's state has no {plane} of {name}")
+                _put(planes[plane], name, of_torch[plane] if count > 0 else torch.zeros(parameter.shape), parameter)
+            parameters.append({"name": name, "shape": list(parameter.shape), "group": kind,
+                               "elements": parameter.numel(), "update_count": count})
+    if not planes["max_exp_avg_sq"]:
+        del planes["max_exp_avg_sq"]
+    index = index_of(pathlib.Path(folder).name, step, groups, parameters)
+    return write(pathlib.Path(folder), index, planes.items())
+
+
+def from_checkpoint(checkpoint: str | os.PathLike, optimizer: torch.optim.Optimizer | None = None) \
+        -> tuple[dict[str, torch.Tensor], dict[str, Any] | None]:
+    """The weights of a checkpoint, FOLDER/step-STEP.GENERATION or the newest in FOLDER, in fp32 by parameter: for
+    model.load_state_dict(..., strict=False) or safetensors.torch.save_file; and, for an `optimizer` of
+    torch.optim (or of ballast.torch) over named parameters, what its load_state_dict takes. Checksums are checked."""
+    folder = _newest_of(pathlib.Path(checkpoint))
+    index = _read_index(folder)
+    planes: dict[str, dict[str, torch.Tensor]] = {}
+    for file in index["files"]:
+        path = folder / file["name"]
+        if not path.is_file() or _digest(path) != file["sha256"]:
+            raise FailedPreconditionError(f"{path} does not match the checksum in index.json; use another checkpoint")
+        planes.setdefault(file["plane"], {}).update(_read_safetensors(path))
+    if optimizer is None:
+        return planes["master"], None
+    state = torch.optim.Optimizer.state_dict(optimizer)
+    saved = {parameter["name"]: parameter for parameter in index["parameters"]}
+    groups = {group["name"]: group["hyper_parameters"] for group in index["groups"]}
+    state["state"] = {}
+    for group in state["param_groups"]:
+        if "param_names" not in group:
+            raise InvalidArgumentError("a checkpoint has parameters by name: make the optimizer of "
+                                       "model.named_parameters()")
+        for number, name in zip(group["params"], group["param_names"]):
+            if name not in saved:
+                continue
+            values = groups[saved[name]["group"]]
+            group.update({key: values[key] for key in ("lr", "eps", "weight_decay", "amsgrad", "maximize")})
+            group["betas"] = (values["beta1"], values["beta2"])
+            if saved[name]["update_count"] > 0:
+                state["state"][number] = {"step": torch.tensor(float(saved[name]["update_count"]))} | {
+                    plane: tensors[name] for plane, tensors in planes.items() if plane != "master" and name in tensors}
+    return planes["master"], state
+
+
+# ---------------------------------------------------------------- what others wrote
+
+
+def _read(state: State) -> dict[str, Any]:
+    if isinstance(state, dict):
+        return state
+    path = pathlib.Path(state)
+    if not path.exists():
+        raise NotFoundError(f"there is no file {path}")
+    if path.suffix == ".safetensors":
+        return _read_safetensors(path)
+    try:
+        read = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise InvalidArgumentError(f"{path} is no file of torch.save with tensors and plain values alone, and nothing "
+                                   f"else is read: {str(error).splitlines()[0]}") from None
+    if not isinstance(read, dict):
+        raise InvalidArgumentError(f"{path} has a {type(read).__name__}, not a state_dict")
+    return read
+
+
+def _of(state: dict[str, Any], name: str) -> dict[str, Any]:
+    inside = state.get(name)
+    return inside if isinstance(inside, dict) else state
+
+
+def _group_of(state: dict[str, Any], index: int, count: int) -> dict[str, Any]:
+    if "param_groups" not in state or "state" not in state:
+        raise InvalidArgumentError("the optimizer's state has no param_groups: give torch.optim's state_dict()")
+    if len(state["param_groups"]) != count:
+        raise FailedPreconditionError(f"the optimizer's state has {len(state['param_groups'])} param groups, and the "
+                                      f"optimizer {count}")
+    return state["param_groups"][index]
+
+
+def _kept(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize") if key in group}
+
+
+def _put(plane: dict[str, torch.Tensor], name: str, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
+    if tuple(tensor.shape) != tuple(parameter.shape):
+        raise FailedPreconditionError(f"{name} has shape {list(tensor.shape)} in the state and "
+                                      f"{list(parameter.shape)} in the model")
+    values = tensor.detach().to(device="cpu", dtype=torch.float32).contiguous()
+    if not bool(torch.isfinite(values).all()):
+        raise InvalidArgumentError(f"{name} has a value that is not finite in the state")
+    plane[name] = values
+
+
+def _read_safetensors(path: pathlib.Path) -> dict[str, torch.Tensor]:
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        head = file.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
+        if length > min(size - 8, 100_000_000):
+            raise InvalidArgumentError(f"{path} is not a safetensors file")
+        try:
+            header = json.loads(file.read(length))
+        except ValueError:
+            raise InvalidArgumentError(f"{path} is not a safetensors file") from None
+        tensors = {}
+        for name, entry in header.items():
+            if name == "__metadata__" or entry["dtype"] not in _DTYPES:
+                continue
+            begin, end = entry["data_offsets"]
+            dtype, elements = _DTYPES[entry["dtype"]], math.prod(entry["shape"])
+            file.seek(8 + length + begin)
+            data = bytearray(file.read(max(end - begin, 0)))
+            if len(data) != elements * dtype.itemsize:
+                raise InvalidArgumentError(f"{path} is damaged: the offsets of tensor {name} do not fit")
+            values = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+            tensors[name] = values.reshape(entry["shape"])
+    return tensors
+
+
+# ---------------------------------------------------------------- our format
+
+
+def index_of(job: str, step: int, groups: list[dict[str, Any]], parameters: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of a new checkpoint, whose files `write` adds."""
+    return {"format": "ballast-checkpoint", "version": 2, "job": job, "uid": secrets.token_hex(16), "step": step,
+            "generation": 0, "saved_unix_ms": time.time_ns() // 1_000_000, "asked_for": True, "trainer_state": "",
+            "last_step": None, "groups": groups, "parameters": parameters}
+
+
+def json_of(values) -> dict[str, Any]:
+    return {"lr": values.lr, "beta1": values.betas[0], "beta2": values.betas[1], "eps": values.eps,
+            "weight_decay": values.weight_decay, "decoupled_weight_decay": values.decoupled_weight_decay,
+            "bias_correction": values.bias_correction, "amsgrad": values.amsgrad, "maximize": values.maximize}
+
+
+def _digest(path: pathlib.Path) -> str:
+    sha256 = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 20):
+            sha256.update(piece)
+    return sha256.hexdigest()
+
+
+def _sign(index: dict[str, Any]) -> str:
+    """As the service does: keys sorted, no spaces."""
+    text = json.dumps({key: value for key, value in index.items() if key != "sha256"}, sort_keys=True,
+                      separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _newest_of(folder: pathlib.Path) -> pathlib.Path:
+    """A checkpoint's own folder, or of a folder of checkpoints the one of the last step and generation."""
+    found = {}
+    for path in folder.glob("step-*/index.json"):
+        number = path.parent.name.removeprefix("step-").split(".")
+        if all(part.isdigit() for part in number):
+            found[tuple(map(int, number))] = path.parent
+    return found[max(found)] if found else folder
+
+
+def _read_index(folder: pathlib.Path) -> dict[str, Any]:
+    path = folder / "index.json"
+    if not path.is_file():
+        raise NotFoundError(f"there is no checkpoint in {folder}: it has no index.json; name FOLDER/step-STEP.GENERATION")
+    try:
+        index = json.loads(path.read_text())
+        version = index["version"] if index["format"] == "ballast-checkpoint" else None
+    except (ValueError, KeyError, TypeError):
+        raise FailedPreconditionError(f"{path} is not the index of a Ballast checkpoint") from None
+    if version != 2:
+        raise FailedPreconditionError(f"{path} has format version {version}, this package reads 2")
+    if index.get("sha256") != _sign(index):
+        raise FailedPreconditionError(f"{path} does not match its own checksum; use another checkpoint")
+    return index
+
+
+def _write_safetensors(path: pathlib.Path, tensors: dict[str, torch.Tensor]) -> None:
+    header, offset = {}, 0
+    for name, tensor in tensors.items():
+        end = offset + tensor.numel() * 4
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "xb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors.values():
+            file.write(tensor.numpy().tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write(folder: pathlib.Path, index: dict[str, Any],
+          planes: Iterable[tuple[str, dict[str, torch.Tensor]]]) -> pathlib.Path:
+    """Whole or not at all, and nothing is replaced."""
+    folder.mkdir(exist_ok=True)
+    name = f"step-{index['step']}.0"
+    partial = folder / f"{name}.partial-{secrets.token_hex(8)}"
+    partial.mkdir()
+    try:
+        index["files"] = []
+        for plane, tensors in planes:
+            path = partial / f"{plane}.safetensors"
+            _write_safetensors(path, tensors)
+            index["files"].append({"plane": plane, "name": path.name, "size_bytes": path.stat().st_size,
+                                   "sha256": _digest(path)})
+        index["size_bytes"] = sum(file["size_bytes"] for file in index["files"])
+        index["sha256"] = _sign(index)
+        with open(partial / "index.json", "x", encoding="utf-8") as file:
+            json.dump(index, file, indent=1, ensure_ascii=False)
+            file.flush()
+            os.fsync(file.fileno())
+        for number in range(1, 1000):
+            checkpoint = folder / (name if number == 1 else f"{name}.{number}")
+            if checkpoint.exists():
+                continue
+            partial.rename(checkpoint)
+            return checkpoint
+        raise FailedPreconditionError(f"{folder} has too many checkpoints of step {index['step']}; delete some")
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise

@@ -1,0 +1,111 @@
+#include "cpu_optimizer_service/common/plan/memory_need.h"
+
+#include <algorithm>
+
+#include "cpu_optimizer_service/common/norm_blocks.h"
+#include "cpu_optimizer_service/common/step_record.h"
+#include "cpu_optimizer_service/common/step_settings.h"
+
+namespace ballast {
+namespace {
+
+// Planes of large chunks lie a little further apart than their size, a power of two as a rule: an
+// update walks through all of them at once, and at the same place of each they would meet in the
+// same sets of the caches and the same banks of memory. 1.36 in place of 1.29 Gparam/s on one
+// thread.
+constexpr int64_t kPlaneGapBytes = 17 * kArenaAlignment;
+constexpr int64_t kLargePlaneBytes = int64_t{1} << 18;
+// Updated weights on their way out: enough to keep a connection busy while the update goes on.
+constexpr int64_t kWeightBuffers = 32;
+// Of a layout with a mesh: spaces, what lies in them, and padding.
+constexpr int64_t kBytesOfSpace = 64;
+
+// Descriptions, tables and records, by what they grow with; generous, since small beside the rest.
+int64_t TableBytes(const JobSpec& spec, const Layout& layout) {
+  int64_t bytes = 384 * static_cast<int64_t>(layout.chunks().size()) + 512 * layout.world_size();
+  bytes += static_cast<int64_t>(kRecentSteps * sizeof(HyperParameters) * spec.groups.size());
+  bytes += ShardTableBytes(spec.layout);
+  for (const ParameterSpec& parameter : spec.layout.parameters) {
+    bytes += 512 + static_cast<int64_t>(kMaxUsedSets / 8) +
+             3 * static_cast<int64_t>(parameter.name.size() + 8 * parameter.shape.size());
+  }
+  return bytes;
+}
+
+}  // namespace
+
+int64_t SlotBytes(int64_t elements, int planes) {
+  const int64_t bytes = AlignUp(elements * static_cast<int64_t>(sizeof(float)));
+  return (bytes + (bytes >= kLargePlaneBytes ? kPlaneGapBytes : 0)) * planes;
+}
+
+std::vector<int> PlanesByGroup(const JobSpec& spec) {
+  std::vector<int> planes;
+  for (const GroupSpec& group : spec.groups) {
+    planes.push_back(group.hyper_parameters.amsgrad ? 4 : 3);
+  }
+  return planes;
+}
+
+int64_t StateBytes(const Layout& layout, absl::Span<const int> planes) {
+  int64_t bytes = 0;
+  for (const Chunk& chunk : layout.chunks()) {
+    bytes += SlotBytes(chunk.elements, planes[chunk.group]);
+  }
+  return bytes;
+}
+
+int64_t GradientBytes(const JobSpec& spec, const Layout& layout) {
+  int64_t bytes = 0;
+  for (const Chunk& chunk : layout.chunks()) {
+    bytes += AlignUp(chunk.elements * SizeBytes(spec.groups[chunk.group].wire_dtype));
+  }
+  return bytes;
+}
+
+int64_t AccumulatorBytes(const JobSpec& spec, const Layout& layout) {
+  if (spec.max_micro_steps == 1) return 0;
+  return layout.total_flat_elements() * static_cast<int64_t>(sizeof(float));
+}
+
+int64_t SquareSumBytes(const Layout& layout) {
+  return NormBlocks::Bytes(layout) +
+         NormBlocks::CountOf(layout, kBlockElements) * int64_t{sizeof(double)} +
+         NormBlocks::CountOf(layout, kSpanElements) * int64_t{sizeof(double)};
+}
+
+int64_t WeightBufferBytes(const JobSpec& spec, const Layout& layout) {
+  int64_t bytes = 0;
+  for (const Chunk& chunk : layout.chunks()) {
+    bytes = std::max(bytes, chunk.elements * SizeBytes(spec.groups[chunk.group].return_dtype));
+  }
+  return bytes;
+}
+
+int64_t WeightBufferCount(const Layout& layout) {
+  return std::min<int64_t>(kWeightBuffers, static_cast<int64_t>(layout.chunks().size()));
+}
+
+int64_t ShardTableBytes(const LayoutSpec& layout) {
+  if (layout.mesh.empty()) return 0;
+  return layout.world_size * (kBytesOfSpace * layout.group_count +
+                              kBytesOfShard * static_cast<int64_t>(layout.parameters.size()));
+}
+
+MemoryNeed NeedOf(const JobSpec& spec, const Layout& layout) {
+  MemoryNeed need;
+  need.state_bytes = StateBytes(layout, PlanesByGroup(spec));
+  need.gradient_bytes = GradientBytes(spec, layout);
+  need.accumulator_bytes = AccumulatorBytes(spec, layout);
+  if (spec.update_mode == UpdateMode::kSpeculate) {
+    constexpr int64_t kTableBytesOfChunk =
+        384;  // The provisional update, its task, its second version.
+    need.speculation_bytes =
+        need.state_bytes + kTableBytesOfChunk * static_cast<int64_t>(layout.chunks().size());
+  }
+  need.other_bytes = WeightBufferBytes(spec, layout) * WeightBufferCount(layout) +
+                     SquareSumBytes(layout) + TableBytes(spec, layout);
+  return need;
+}
+
+}  // namespace ballast

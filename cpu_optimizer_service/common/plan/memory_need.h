@@ -1,0 +1,47 @@
+// What a job takes of a service's memory. The engine allocates by these, and whoever plans a job
+// asks the same.
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_PLAN_MEMORY_NEED_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_PLAN_MEMORY_NEED_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/types/span.h"
+#include "cpu_optimizer_service/common/job_spec.h"
+#include "cpu_optimizer_service/common/layout.h"
+
+namespace ballast {
+
+// What the engine allocates for a job, in bytes.
+struct MemoryNeed {
+  int64_t state_bytes = 0;        // master, exp_avg, exp_avg_sq (, max_exp_avg_sq)
+  int64_t gradient_bytes = 0;     // one contribution of every chunk, in the wire dtype
+  int64_t accumulator_bytes = 0;  // fp32 sums, unless max_micro_steps is 1
+  int64_t speculation_bytes = 0;  // second versions of all chunks, if the job speculates
+  int64_t other_bytes = 0;        // shard buffers, block sums, tables
+  int64_t total_bytes() const {
+    return state_bytes + gradient_bytes + accumulator_bytes + speculation_bytes + other_bytes;
+  }
+};
+MemoryNeed NeedOf(const JobSpec& spec, const Layout& layout);
+
+// The parts of it, in bytes.
+inline constexpr int64_t kArenaAlignment = 64;
+inline constexpr int64_t AlignUp(int64_t bytes) {
+  return (bytes + kArenaAlignment - 1) / kArenaAlignment * kArenaAlignment;
+}
+int64_t SlotBytes(int64_t elements, int planes);                         // One version of a chunk.
+std::vector<int> PlanesByGroup(const JobSpec& spec);                     // 3, or 4 with amsgrad.
+int64_t StateBytes(const Layout& layout, absl::Span<const int> planes);  // All chunks.
+int64_t GradientBytes(const JobSpec& spec, const Layout& layout);
+int64_t AccumulatorBytes(const JobSpec& spec, const Layout& layout);
+int64_t SquareSumBytes(const Layout& layout);
+// Buffers for weights on their way out: each one's, and how many.
+int64_t WeightBufferBytes(const JobSpec& spec, const Layout& layout);
+int64_t WeightBufferCount(const Layout& layout);
+inline constexpr int64_t kBytesOfShard = 96;
+int64_t ShardTableBytes(const LayoutSpec& layout);  // 0 without a mesh.
+
+}  // namespace ballast
+
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_PLAN_MEMORY_NEED_H_

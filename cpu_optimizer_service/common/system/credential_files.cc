@@ -1,0 +1,157 @@
+#include "cpu_optimizer_service/common/system/credential_files.h"
+
+#include <fcntl.h>
+#include <openssl/bio.h>
+#include <openssl/err.h>
+#include <openssl/evp.h>
+#include <openssl/pem.h>
+#include <openssl/x509.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/file_descriptor.h"
+
+namespace ballast {
+namespace {
+
+constexpr size_t kMostBytes = size_t{1} << 20;
+
+template <auto kFree>
+struct Freed {
+  template <typename T>
+  void operator()(T* object) const {
+    kFree(object);
+  }
+};
+using Certificate = std::unique_ptr<X509, Freed<X509_free>>;
+using Key = std::unique_ptr<EVP_PKEY, Freed<EVP_PKEY_free>>;
+using Bytes = std::unique_ptr<BIO, Freed<BIO_free>>;
+
+absl::Status Wrong(const std::string& path, absl::string_view what) {
+  return absl::InvalidArgumentError(absl::StrCat(path, " ", what));
+}
+
+Bytes BytesOf(const std::string& contents) {
+  return Bytes(BIO_new_mem_buf(contents.data(), static_cast<int>(contents.size())));
+}
+
+std::string Text(const ASN1_TIME* time) {
+  const Bytes text(BIO_new(BIO_s_mem()));
+  char* begin = nullptr;
+  if (ASN1_TIME_print(text.get(), time) != 1) return "an unknown time";
+  const long bytes = BIO_get_mem_data(text.get(), &begin);  // NOLINT: OpenSSL's type.
+  return std::string(begin, static_cast<size_t>(bytes));
+}
+
+// Of the time of now: OK if the certificate is valid.
+absl::Status CheckTimes(const Certificate& certificate, const std::string& path) {
+  const ASN1_TIME* const begin = X509_get0_notBefore(certificate.get());
+  const ASN1_TIME* const end = X509_get0_notAfter(certificate.get());
+  if (X509_cmp_current_time(begin) > 0) {
+    return Wrong(path, absl::StrCat("is a certificate that is valid from ", Text(begin),
+                                    " on; see to this host's clock"));
+  }
+  if (X509_cmp_current_time(end) > 0) return absl::OkStatus();
+  return Wrong(path, absl::StrCat("is a certificate that expired at ", Text(end), "; renew it"));
+}
+
+std::vector<Certificate> CertificatesIn(const std::string& contents) {
+  const Bytes bytes = BytesOf(contents);
+  std::vector<Certificate> found;
+  while (X509* one = PEM_read_bio_X509(bytes.get(), nullptr, nullptr, nullptr)) {
+    found.emplace_back(one);
+  }
+  ERR_clear_error();  // The last one was not there.
+  return found;
+}
+
+// A key with a passphrase is none here: nobody is there to type it.
+int NoPassphrase(char*, int, int, void*) { return 0; }
+
+}  // namespace
+
+absl::StatusOr<std::string> ReadCredentialFile(const std::string& path, Others others) {
+  const FileDescriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+  struct stat status = {};
+  if (!file || fstat(file.number(), &status) != 0) {
+    return Wrong(path, absl::StrCat("cannot be read: ", std::strerror(errno)));
+  }
+  if (!S_ISREG(status.st_mode)) return Wrong(path, "is no file");
+  if (others == Others::kMayDoNothing && (status.st_mode & S_IRWXO) != 0) {
+    return Wrong(path,
+                 "can be read by other users; take that from them: chmod o= (in Kubernetes: "
+                 "defaultMode 0440)");
+  }
+  if ((status.st_mode & (S_IWGRP | S_IWOTH)) != 0) {
+    return Wrong(path, "can be written by other users; take that from them: chmod go-w");
+  }
+  std::string contents(kMostBytes + 1, '\0');
+  size_t bytes = 0;
+  while (bytes < contents.size()) {
+    const ssize_t more = read(file.number(), contents.data() + bytes, contents.size() - bytes);
+    if (more < 0 && errno == EINTR) continue;
+    if (more < 0) return Wrong(path, absl::StrCat("cannot be read: ", std::strerror(errno)));
+    if (more == 0) break;
+    bytes += static_cast<size_t>(more);
+  }
+  if (bytes > kMostBytes) return Wrong(path, "is larger than 1 MiB");
+  contents.resize(bytes);
+  return contents;
+}
+
+absl::StatusOr<KeyPair> ReadKeyPair(const std::string& certificate, const std::string& key) {
+  BALLAST_ASSIGN_OR_RETURN(const std::string chain,
+                           ReadCredentialFile(certificate, Others::kMayRead));
+  const std::vector<Certificate> certificates = CertificatesIn(chain);
+  if (certificates.empty()) return Wrong(certificate, "has no certificate in the form of PEM");
+  BALLAST_RETURN_IF_ERROR(CheckTimes(certificates.front(), certificate));
+
+  BALLAST_ASSIGN_OR_RETURN(const std::string secret,
+                           ReadCredentialFile(key, Others::kMayDoNothing));
+  const Bytes bytes = BytesOf(secret);
+  const Key private_key(PEM_read_bio_PrivateKey(bytes.get(), nullptr, NoPassphrase, nullptr));
+  ERR_clear_error();
+  if (private_key == nullptr) {
+    return Wrong(key, "has no private key in the form of PEM without a passphrase");
+  }
+  const bool match = X509_check_private_key(certificates.front().get(), private_key.get()) == 1;
+  ERR_clear_error();
+  if (match) return KeyPair{.certificate = chain, .key = secret};
+  return Wrong(key, absl::StrCat("is not the key of the certificate in ", certificate,
+                                 "; give the two that were made together"));
+}
+
+absl::StatusOr<std::string> ReadCertificateAuthority(const std::string& path) {
+  BALLAST_ASSIGN_OR_RETURN(const std::string contents, ReadCredentialFile(path, Others::kMayRead));
+  const std::vector<Certificate> certificates = CertificatesIn(contents);
+  if (certificates.empty()) return Wrong(path, "has no certificate in the form of PEM");
+  for (const Certificate& each : certificates) {
+    if (CheckTimes(each, path).ok()) return contents;
+  }
+  return CheckTimes(certificates.front(), path);
+}
+
+absl::StatusOr<std::string> ReadTokenFile(const std::string& path) {
+  BALLAST_ASSIGN_OR_RETURN(const std::string contents,
+                           ReadCredentialFile(path, Others::kMayDoNothing));
+  const absl::string_view token = absl::StripAsciiWhitespace(contents);
+  if (token.empty()) return Wrong(path, "is empty; write the token into it");
+  if (!std::all_of(token.begin(), token.end(), absl::ascii_isgraph)) {
+    return Wrong(path,
+                 "has more than one token, or one of other characters than letters, digits "
+                 "and signs");
+  }
+  return std::string(token);
+}
+
+}  // namespace ballast

@@ -1,0 +1,39 @@
+// Files of certificates, keys and tokens: what is wrong with them, before they are used.
+//
+// Each error is one INVALID_ARGUMENT line that names the file and says what to do.
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_CREDENTIAL_FILES_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_CREDENTIAL_FILES_H_
+
+#include <cstdint>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+
+namespace ballast {
+
+enum class Others : uint8_t {
+  kMayRead,       // And may not write.
+  kMayDoNothing,  // The file's group may read it, others may not.
+};
+
+// The contents of a regular file of at most 1 MiB, which nobody but its owner may write.
+absl::StatusOr<std::string> ReadCredentialFile(const std::string& path, Others others);
+
+struct KeyPair {
+  std::string certificate;  // A chain.
+  std::string key;
+};
+// The contents of a file that begins with a certificate that is valid now, and of one that others
+// may not read, with the key of that certificate.
+absl::StatusOr<KeyPair> ReadKeyPair(const std::string& certificate, const std::string& key);
+
+// The contents of a file with certificates, at least one of which is valid now.
+absl::StatusOr<std::string> ReadCertificateAuthority(const std::string& path);
+
+// The token in a file that others may not read: one word, without the blanks around it.
+absl::StatusOr<std::string> ReadTokenFile(const std::string& path);
+
+}  // namespace ballast
+
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_CREDENTIAL_FILES_H_

@@ -1,0 +1,54 @@
+#include "cpu_optimizer_service/common/system/version.h"
+
+#include <cstdlib>
+#include <optional>
+#include <vector>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
+
+namespace ballast {
+namespace {
+
+constexpr absl::string_view kName = "ballast/";
+
+struct Release {
+  int major = 0;
+  int minor = 0;
+};
+
+// Of "0.1.0".
+std::optional<Release> ParseRelease(absl::string_view text) {
+  const std::vector<absl::string_view> parts = absl::StrSplit(text, '.');
+  Release release;
+  if (parts.size() < 2 || !absl::SimpleAtoi(parts[0], &release.major) ||
+      !absl::SimpleAtoi(parts[1], &release.minor) || release.major < 0 || release.minor < 0) {
+    return std::nullopt;
+  }
+  return release;
+}
+
+}  // namespace
+
+std::string BallastVersion() { return BALLAST_VERSION; }
+
+std::string BallastUserAgent() { return absl::StrCat(kName, BallastVersion()); }
+
+absl::Status CheckClientVersion(absl::string_view user_agent, absl::string_view service_version) {
+  if (!absl::ConsumePrefix(&user_agent, kName)) return absl::OkStatus();
+  const absl::string_view version = user_agent.substr(0, user_agent.find(' '));
+  const std::optional<Release> client = ParseRelease(version);
+  const std::optional<Release> service = ParseRelease(service_version);
+  if (!client.has_value() || !service.has_value()) return absl::OkStatus();
+  if (client->major == service->major && std::abs(client->minor - service->minor) <= 1) {
+    return absl::OkStatus();
+  }
+  return absl::FailedPreconditionError(absl::StrCat(
+      "this client is of Ballast ", version, " and the service of ", service_version,
+      ", which do not work together: minor versions may differ by one; install the same release "
+      "at both ends"));
+}
+
+}  // namespace ballast

@@ -1,0 +1,33 @@
+#include "cpu_optimizer_service/gradients/ledger.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+
+namespace ballast {
+
+absl::StatusOr<Ledger::Verdict> Ledger::Check(int64_t chunk, uint32_t begin, uint32_t end) const {
+  if (begin >= end) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("chunk ", chunk, ": micro-steps [", begin, ", ", end, ") are none"));
+  }
+  const auto [next, closed] = entries_[chunk];
+  if (end <= next) return Verdict::kRepeat;
+  if (closed) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("chunk ", chunk, ": micro-steps [", begin, ", ", end,
+                     ") came after a final contribution, which ended before micro-step ", next,
+                     "; nothing more is taken for it in this step"));
+  }
+  if (begin == next) return Verdict::kNew;
+  return absl::FailedPreconditionError(absl::StrCat("chunk ", chunk, ": micro-steps [", begin, ", ",
+                                                    end, ") came where micro-step ", next,
+                                                    " is the next; send in order, each once"));
+}
+
+bool Ledger::IsWhole(uint32_t micro_steps) const {
+  return std::all_of(entries_.begin(), entries_.end(),
+                     [&](const Entry& entry) { return entry.next_micro_step == micro_steps; });
+}
+
+}  // namespace ballast

@@ -1,0 +1,29 @@
+#include "cpu_optimizer_service/host/file_keeper.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace ballast {
+
+absl::StatusOr<FileDescriptor> MakeSealedFile(const std::string& name, int64_t bytes) {
+  const auto no_room = [&](const char* call) {
+    return absl::ResourceExhaustedError(absl::StrCat("no ", bytes, " bytes of named memory for ",
+                                                     name, ": ", call, ": ", std::strerror(errno)));
+  };
+  FileDescriptor file(memfd_create("ballast", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!file) return no_room("memfd_create");
+  if (ftruncate(file.number(), bytes) != 0) return no_room("ftruncate");
+  if (fcntl(file.number(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+    return no_room("sealing");
+  }
+  return file;
+}
+
+}  // namespace ballast

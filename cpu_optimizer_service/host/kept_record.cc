@@ -1,0 +1,254 @@
+#include "cpu_optimizer_service/host/kept_record.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
+#include "cpu_optimizer_service/common/status.h"
+
+namespace ballast {
+
+std::function<void(const char*)>* store_seam = nullptr;
+
+uint64_t ChecksumOf(absl::string_view bytes) {
+  uint64_t hash = 0xcbf29ce484222325u ^ bytes.size();
+  for (size_t at = 0; at < bytes.size(); at += sizeof(uint64_t)) {
+    uint64_t word = 0;
+    std::memcpy(&word, bytes.data() + at, std::min(sizeof(word), bytes.size() - at));
+    hash = (hash ^ word) * 0x100000001b3u;
+    hash ^= hash >> 29;
+  }
+  return hash;
+}
+
+namespace {
+
+void KeepOrder() { std::atomic_signal_fence(std::memory_order_seq_cst); }
+
+void StoreWord(uint64_t& word, uint64_t value) {
+  KeepOrder();
+  *static_cast<volatile uint64_t*>(&word) = value;
+  KeepOrder();
+}
+
+// A half's number in every byte, so that a byte that is not as it was stored is seen. The version
+// before this one stored the number alone.
+constexpr uint64_t kHalves[] = {0, 0x0101010101010101u, 0x0202020202020202u};
+// 0: none. -1: no word of a record's.
+int HalfIn(uint64_t word) {
+  for (int half = 0; half <= 2; ++half) {
+    if (word == kHalves[half] || word == static_cast<uint64_t>(half)) return half;
+  }
+  return -1;
+}
+
+struct RecordHeader {
+  uint64_t current = 0;   // Of kHalves.
+  uint64_t capacity = 0;  // Of a half's contents.
+};
+struct HalfHeader {
+  uint64_t bytes = 0;
+  uint64_t checksum = 0;
+};
+
+RecordHeader& HeaderOf(Arena& arena) { return *reinterpret_cast<RecordHeader*>(arena.data()); }
+std::byte* HalfOf(Arena& arena, int half) {
+  return arena.data() + kArenaAlignment +
+         (half - 1) * AlignUp(static_cast<int64_t>(HeaderOf(arena).capacity + sizeof(HalfHeader)));
+}
+bool IsWhole(Arena& arena) {
+  const RecordHeader& header = HeaderOf(arena);
+  const int64_t most_bytes = arena.size_bytes() - kArenaAlignment;
+  if (HalfIn(header.current) <= 0) return HalfIn(header.current) == 0;
+  return header.capacity < static_cast<uint64_t>(most_bytes) &&
+         2 * AlignUp(static_cast<int64_t>(header.capacity + sizeof(HalfHeader))) <= most_bytes;
+}
+
+// The numbers of the names that begin with the label, ascending.
+std::vector<int64_t> NumbersLeft(const NamedArenas& arenas, absl::string_view label) {
+  std::vector<int64_t> numbers;
+  for (const std::string& left : arenas.Left(absl::StrCat(label, " "))) {
+    int64_t number = 0;
+    if (absl::SimpleAtoi(absl::StripPrefix(left, absl::StrCat(label, " ")), &number)) {
+      numbers.push_back(number);
+    }
+  }
+  std::sort(numbers.begin(), numbers.end());
+  return numbers;
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------- a record
+
+KeptRecord::KeptRecord(NamedArenas& arenas, std::string label, int64_t capacity)
+    : arenas_(arenas), label_(std::move(label)), capacity_(capacity) {}
+
+absl::StatusOr<std::string> KeptRecord::TakeOver() {
+  for (const int64_t number : NumbersLeft(arenas_, label_)) {
+    BALLAST_ASSIGN_OR_RETURN(
+        std::unique_ptr<Arena> arena,
+        arenas_.Create(1, absl::StrCat(label_, " ", number), ArenaFactory::Touch::kLater));
+    number_ = number;
+    if (!IsWhole(*arena)) return Damaged();
+    // One that was growing when its process died has nothing yet, and goes.
+    if (HeaderOf(*arena).current != 0) arena_ = std::move(arena);
+  }
+  if (arena_ == nullptr) return absl::NotFoundError(absl::StrCat("no ", label_, " was kept"));
+  capacity_ = static_cast<int64_t>(HeaderOf(*arena_).capacity);
+  const std::byte* const half = HalfOf(*arena_, HalfIn(HeaderOf(*arena_).current));
+  const auto& header = *reinterpret_cast<const HalfHeader*>(half);
+  if (header.bytes > static_cast<uint64_t>(capacity_)) return Damaged();
+  std::string contents(reinterpret_cast<const char*>(half + sizeof(HalfHeader)), header.bytes);
+  if (ChecksumOf(contents) != header.checksum) return Damaged();
+  return contents;
+}
+
+absl::Status KeptRecord::Damaged() const {
+  return absl::DataLossError(absl::StrCat("the memory named ",
+                                          arenas_.NameOf(absl::StrCat(label_, " ", number_)),
+                                          " is not as it was stored: another checksum"));
+}
+
+absl::Status KeptRecord::Grow(int64_t bytes) {
+  const int64_t capacity = std::max(capacity_, 2 * bytes);
+  const int64_t half = AlignUp(capacity + static_cast<int64_t>(sizeof(HalfHeader)));
+  BALLAST_ASSIGN_OR_RETURN(
+      std::unique_ptr<Arena> arena,
+      arenas_.Create(kArenaAlignment + 2 * half, absl::StrCat(label_, " ", number_ + 1),
+                     ArenaFactory::Touch::kNow));
+  ++number_;
+  capacity_ = capacity;
+  HeaderOf(*arena).capacity = static_cast<uint64_t>(capacity);
+  arena_.swap(arena);
+  return absl::OkStatus();
+}
+
+absl::Status KeptRecord::Store(absl::string_view contents) {
+  const auto bytes = static_cast<int64_t>(contents.size());
+  std::unique_ptr<Arena> older;  // Until the new one has what it had.
+  if (arena_ == nullptr || bytes > capacity_) {
+    older = std::move(arena_);
+    if (absl::Status status = Grow(bytes); !status.ok()) {
+      arena_ = std::move(older);
+      return status;
+    }
+  }
+  RecordHeader& header = HeaderOf(*arena_);
+  const int next = HalfIn(header.current) == 1 ? 2 : 1;
+  std::byte* const half = HalfOf(*arena_, next);
+  std::byte* const to = half + sizeof(HalfHeader);
+  const size_t middle = contents.size() / 2;
+  std::memcpy(to, contents.data(), middle);
+  Stored("a part of a record");
+  std::memcpy(to + middle, contents.data() + middle, contents.size() - middle);
+  *reinterpret_cast<HalfHeader*>(half) = {.bytes = contents.size(),
+                                          .checksum = ChecksumOf(contents)};
+  Stored("a record's half");
+  StoreWord(header.current, kHalves[next]);
+  Stored("a record's flip");
+  return absl::OkStatus();
+}
+
+// ---------------------------------------------------------------- a log
+
+struct KeptLog::Header {
+  uint64_t epoch = 0;
+  uint64_t tail = 0;  // Bytes of entries.
+};
+
+namespace {
+
+// Before an entry.
+struct EntryHeader {
+  uint64_t bytes = 0;
+  uint64_t checksum = 0;
+};
+
+}  // namespace
+
+KeptLog::KeptLog(NamedArenas& arenas, std::string label, int64_t capacity)
+    : arenas_(arenas), label_(std::move(label)), capacity_(capacity) {}
+
+absl::Status KeptLog::TakeOver(uint64_t epoch,
+                               const std::function<void(absl::string_view)>& visit) {
+  for (const int64_t number : NumbersLeft(arenas_, label_)) {
+    BALLAST_ASSIGN_OR_RETURN(
+        std::unique_ptr<Arena> arena,
+        arenas_.Create(1, absl::StrCat(label_, " ", number), ArenaFactory::Touch::kLater));
+    number_ = number;
+    // One that was growing when its process died has no epoch yet.
+    if (arena_ == nullptr || reinterpret_cast<Header*>(arena->data())->epoch == epoch) {
+      arena_ = std::move(arena);
+    }
+  }
+  if (arena_ == nullptr) return absl::OkStatus();
+  capacity_ = arena_->size_bytes() - kArenaAlignment;
+  const auto& header = *reinterpret_cast<const Header*>(arena_->data());
+  if (header.epoch != epoch) return absl::OkStatus();
+  const char* const entries = reinterpret_cast<const char*>(arena_->data()) + kArenaAlignment;
+  const absl::Status damaged =
+      absl::DataLossError(absl::StrCat("the ", label_, " that was kept is not as it was stored"));
+  if (header.tail > static_cast<uint64_t>(capacity_)) return damaged;
+  for (uint64_t at = 0; at < header.tail;) {
+    EntryHeader of;
+    if (header.tail - at < sizeof(of)) return damaged;
+    std::memcpy(&of, entries + at, sizeof(of));
+    at += sizeof(of);
+    if (of.bytes > header.tail - at) return damaged;
+    const absl::string_view entry(entries + at, of.bytes);
+    if (ChecksumOf(entry) != of.checksum) return damaged;
+    visit(entry);
+    at += of.bytes;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status KeptLog::Grow(int64_t bytes) {
+  const int64_t capacity = std::max(capacity_, 2 * bytes);
+  BALLAST_ASSIGN_OR_RETURN(
+      std::unique_ptr<Arena> arena,
+      arenas_.Create(kArenaAlignment + capacity, absl::StrCat(label_, " ", number_ + 1),
+                     ArenaFactory::Touch::kNow));
+  ++number_;
+  capacity_ = capacity;
+  if (arena_ != nullptr) {
+    const auto& old = *reinterpret_cast<const Header*>(arena_->data());
+    auto& grown = *reinterpret_cast<Header*>(arena->data());
+    std::memcpy(arena->data() + kArenaAlignment, arena_->data() + kArenaAlignment, old.tail);
+    grown.tail = old.tail;
+    StoreWord(grown.epoch, old.epoch);
+  }
+  arena_.swap(arena);
+  return absl::OkStatus();
+}
+
+absl::Status KeptLog::Append(uint64_t epoch, absl::string_view entry) {
+  const EntryHeader of = {.bytes = entry.size(), .checksum = ChecksumOf(entry)};
+  const uint64_t bytes = sizeof(of) + entry.size();
+  const auto needed = [&]() -> int64_t {
+    if (arena_ == nullptr) return static_cast<int64_t>(bytes);
+    const auto& header = *reinterpret_cast<const Header*>(arena_->data());
+    return static_cast<int64_t>((header.epoch == epoch ? header.tail : 0) + bytes);
+  }();
+  if (arena_ == nullptr || needed > capacity_) BALLAST_RETURN_IF_ERROR(Grow(needed));
+  auto& header = *reinterpret_cast<Header*>(arena_->data());
+  if (header.epoch != epoch) {
+    StoreWord(header.tail, 0);
+    StoreWord(header.epoch, epoch);
+  }
+  std::byte* const at = arena_->data() + kArenaAlignment + header.tail;
+  std::memcpy(at, &of, sizeof(of));
+  std::memcpy(at + sizeof(of), entry.data(), entry.size());
+  Stored("an entry of the log");
+  StoreWord(header.tail, header.tail + bytes);
+  Stored("the log's end");
+  return absl::OkStatus();
+}
+
+}  // namespace ballast

@@ -1,0 +1,267 @@
+#include "cpu_optimizer_service/host/named_memory.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/vfs.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <optional>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/populate_pages.h"
+#include "cpu_optimizer_service/host/huge_pages.h"
+#include "cpu_optimizer_service/host/kept_record.h"
+
+// Linux 6.1; older headers do not have it.
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25
+#endif
+
+namespace ballast {
+namespace {
+
+// What one task makes huge: a few milliseconds of the system's work. Less is not worth the calls.
+constexpr int64_t kCollapseBytes = 8 * kHugePageBytes;
+// Of hugetlbfs.
+constexpr auto kHugeFileSystem = 0x958458f6;
+
+int64_t SizeOf(int file) {
+  struct stat facts = {};
+  return fstat(file, &facts) == 0 && S_ISREG(facts.st_mode) ? facts.st_size : 0;
+}
+
+// Where nothing is mapped, for so many bytes that begin a huge page: elsewhere the kernel maps none.
+// Null: anywhere.
+void* PlaceFor(int64_t bytes) {
+  if (bytes < kHugePageBytes) return nullptr;
+  const int64_t room = bytes + kHugePageBytes;
+  void* const found =
+      mmap(nullptr, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (found == MAP_FAILED) return nullptr;
+  munmap(found, room);
+  const auto begin = reinterpret_cast<uintptr_t>(found) + kHugePageBytes - 1;
+  return reinterpret_cast<void*>(begin / kHugePageBytes * kHugePageBytes);
+}
+
+absl::Status Wanting(int64_t bytes, absl::string_view what, int64_t left_bytes,
+                     absl::string_view where) {
+  return absl::ResourceExhaustedError(absl::StrCat(what, " wants ", bytes, " bytes of memory, and ",
+                                                   where, " has ", left_bytes,
+                                                   " left; enlarge it, or close a job"));
+}
+
+}  // namespace
+
+NamedArena::~NamedArena() {
+  // First the keeper: where this process dies before, the memory is found again, whole.
+  memory_.keeper_.Drop(name_);
+  munmap(data_, size_bytes_);
+}
+
+NamedMemory::NamedMemory(FileKeeper& keeper, std::function<int64_t()> available_bytes)
+    : keeper_(keeper), available_bytes_(std::move(available_bytes)) {
+  MutexLock lock(mutex_);
+  left_ = keeper_.TakeKept();
+}
+
+absl::Status NamedMemory::NoRoom(int64_t bytes, absl::string_view name, const char* call) const {
+  const int error = errno;
+  const std::optional<FileKeeper::Room> room = keeper_.room();
+  return absl::ResourceExhaustedError(
+      absl::StrCat("no ", bytes, " bytes of named memory for ", name, room ? " in " : "",
+                   room ? room->where : std::string(), ": ", call, ": ", std::strerror(error)));
+}
+
+absl::Status NamedMemory::Admit(int64_t bytes, absl::string_view what) const {
+  const std::optional<FileKeeper::Room> room = keeper_.room();
+  if (room && room->bytes < bytes) return Wanting(bytes, what, room->bytes, room->where);
+  const int64_t available = available_bytes_();
+  if (available >= bytes) return absl::OkStatus();
+  return Wanting(bytes, what, available, "the machine or the process's control group");
+}
+
+absl::StatusOr<std::unique_ptr<NamedArena>> NamedMemory::Map(const std::string& name,
+                                                             FileDescriptor file, int64_t bytes) {
+  void* const data =
+      mmap(PlaceFor(bytes), bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.number(), 0);
+  if (data == MAP_FAILED) return NoRoom(bytes, name, "mmap");
+  madvise(data, bytes, MADV_HUGEPAGE);
+  madvise(data, bytes, MADV_DONTDUMP);  // A core dump of a service would be all of its state.
+  return std::unique_ptr<NamedArena>(
+      new NamedArena(*this, name, std::move(file), static_cast<std::byte*>(data), bytes));
+}
+
+absl::Status NamedMemory::Fill(const NamedArena& arena) const {
+  int failed = 0;
+  do {
+    failed = fallocate(arena.file_descriptor(), 0, 0, arena.size_bytes());
+  } while (failed != 0 && errno == EINTR);
+  return failed == 0 ? absl::OkStatus() : NoRoom(arena.size_bytes(), arena.name(), "fallocate");
+}
+
+absl::Status NamedMemory::Back(const NamedArena& arena) {
+  const int64_t bytes = arena.size_bytes();
+  // A fault through a mapping gets huge pages where the system gives them, fallocate none. It
+  // follows, because it fails with an error where a later fault would with a signal.
+  const bool populated = PopulatePages(arena.data_, bytes) == 0;
+  BALLAST_RETURN_IF_ERROR(Fill(arena));
+  if (!populated) std::memset(arena.data_, 0, bytes);
+  return absl::OkStatus();
+}
+
+// Even where the system gives memory files no huge pages it makes some of what is there. The next
+// process maps them in no time.
+bool NamedMemory::MakeHuge(NamedArena& arena) {
+  struct statfs facts = {};
+  if (fstatfs(arena.file_descriptor(), &facts) == 0 && facts.f_type == kHugeFileSystem) return true;
+  const int64_t bytes = arena.size_bytes() / kHugePageBytes * kHugePageBytes;
+  const int64_t pieces = (bytes + kCollapseBytes - 1) / kCollapseBytes;
+  std::atomic<bool> huge = pieces > 0;
+  const auto collapse = [&](int64_t piece) {
+    if (!huge.load()) return;
+    const int64_t begin = piece * kCollapseBytes;
+    const int64_t piece_bytes = std::min(kCollapseBytes, bytes - begin);
+    if (madvise(arena.data() + begin, piece_bytes, MADV_COLLAPSE) != 0) huge = false;
+  };
+  TaskPool* const tasks = tasks_.load();
+  if (tasks != nullptr && pieces > 1) {
+    tasks->ForEach(pieces, collapse);
+  } else {
+    for (int64_t piece = 0; piece < pieces; ++piece) collapse(piece);
+  }
+  return huge;
+}
+
+absl::StatusOr<std::unique_ptr<NamedArena>> NamedMemory::MapNew(const std::string& name,
+                                                                FileDescriptor file,
+                                                                ArenaFactory::Touch touch) {
+  const int64_t bytes = SizeOf(file.number());
+  absl::StatusOr<std::unique_ptr<NamedArena>> arena = Map(name, std::move(file), bytes);
+  if (!arena.ok()) {
+    keeper_.Drop(name);
+    return arena;
+  }
+  if (touch == ArenaFactory::Touch::kNow) {
+    BALLAST_RETURN_IF_ERROR(Back(**arena));
+    if (bytes >= kCollapseBytes) MakeHuge(**arena);
+  } else if (keeper_.room()) {
+    BALLAST_RETURN_IF_ERROR(Fill(**arena));  // Or a full file system would be a signal later.
+  }
+  Stored("memory that is not kept yet");
+  BALLAST_RETURN_IF_ERROR(keeper_.Keep(name, (*arena)->file_descriptor()));
+  return arena;
+}
+
+absl::StatusOr<std::unique_ptr<NamedArena>> NamedMemory::Create(const std::string& name,
+                                                                int64_t bytes,
+                                                                ArenaFactory::Touch touch) {
+  // A job without parameters has arenas, too.
+  BALLAST_ASSIGN_OR_RETURN(FileDescriptor file,
+                           keeper_.MakeFile(name, std::max<int64_t>(bytes, 1)));
+  return MapNew(name, std::move(file), touch);
+}
+
+absl::StatusOr<std::unique_ptr<NamedArena>> NamedMemory::CreateShared(const std::string& name,
+                                                                      int64_t bytes) {
+  if (const int64_t available = available_bytes_(); available < bytes) {
+    return Wanting(bytes, name, available, "the machine or the process's control group");
+  }
+  BALLAST_ASSIGN_OR_RETURN(FileDescriptor file, MakeSealedFile(name, bytes));
+  return MapNew(name, std::move(file), ArenaFactory::Touch::kNow);
+}
+
+absl::StatusOr<std::unique_ptr<NamedArena>> NamedMemory::Open(const std::string& name) {
+  FileDescriptor file;
+  {
+    MutexLock lock(mutex_);
+    const auto found = left_.find(name);
+    if (found == left_.end()) return absl::NotFoundError(absl::StrCat("no memory named ", name));
+    file = std::move(found->second);
+    left_.erase(found);
+  }
+  const int64_t bytes = SizeOf(file.number());
+  return Map(name, std::move(file), bytes);
+}
+
+FileDescriptor NamedMemory::TakeFile(const std::string& name) {
+  MutexLock lock(mutex_);
+  const auto found = left_.find(name);
+  if (found == left_.end()) return FileDescriptor();
+  FileDescriptor file = std::move(found->second);
+  left_.erase(found);
+  return file;
+}
+
+std::vector<std::string> NamedMemory::Left() const {
+  MutexLock lock(mutex_);
+  std::vector<std::string> names;
+  for (const auto& [name, file] : left_) names.push_back(name);
+  return names;
+}
+
+int64_t NamedMemory::LeftBytes() const {
+  MutexLock lock(mutex_);
+  int64_t bytes = 0;
+  for (const auto& [name, file] : left_) bytes += SizeOf(file.number());
+  return bytes;
+}
+
+void NamedMemory::Forget(const std::string& name) {
+  keeper_.Drop(name);
+  MutexLock lock(mutex_);
+  left_.erase(name);
+}
+
+std::string NamedMemory::PagesForPeople() {
+  const std::string name = "pages";
+  if (TakeFile(name)) keeper_.Drop(name);  // Of a process that died here.
+  const auto arena = Create(name, kHugePageBytes, ArenaFactory::Touch::kNow);
+  if (!arena.ok()) return "pages of a size that is not known";
+  return MakeHuge(**arena) ? "huge pages" : "pages of 4 KiB";
+}
+
+std::string NamedArenas::NameOf(absl::string_view label) const {
+  absl::string_view what = label;
+  absl::ConsumePrefix(&what, owner_);
+  return absl::StrCat(prefix_, "/", absl::StripAsciiWhitespace(what));
+}
+
+bool NamedArenas::Has(absl::string_view label) const {
+  const std::string name = NameOf(label);
+  for (const std::string& left : memory_.Left()) {
+    if (left == name) return true;
+  }
+  return false;
+}
+
+std::vector<std::string> NamedArenas::Left(absl::string_view label_prefix) const {
+  std::vector<std::string> labels;
+  for (const std::string& left : memory_.Left()) {
+    absl::string_view label = left;
+    if (!absl::ConsumePrefix(&label, absl::StrCat(prefix_, "/"))) continue;
+    if (absl::StartsWith(label, label_prefix)) labels.emplace_back(label);
+  }
+  return labels;
+}
+
+absl::StatusOr<std::unique_ptr<Arena>> NamedArenas::Create(int64_t bytes, absl::string_view label,
+                                                           Touch touch) {
+  const std::string name = NameOf(label);
+  absl::StatusOr<std::unique_ptr<NamedArena>> arena = memory_.Open(name);
+  if (absl::IsNotFound(arena.status())) arena = memory_.Create(name, bytes, touch);
+  if (!arena.ok()) return arena.status();
+  if ((*arena)->size_bytes() < bytes) {
+    return absl::InternalError(absl::StrCat("the memory named ", name, " has ",
+                                            (*arena)->size_bytes(), " bytes, expected ", bytes));
+  }
+  return *std::move(arena);
+}
+
+}  // namespace ballast

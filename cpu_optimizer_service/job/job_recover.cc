@@ -1,0 +1,391 @@
+// What of a job outlives this process (kept_job.h), and taking over what an earlier one left.
+//
+// Nobody else knows the job while it is taken over, so nothing here waits for a turn.
+#include <algorithm>
+#include <atomic>
+#include <map>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/check.h"
+#include "cpu_optimizer_service/common/rank_memory_layout.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/job/job_impl.h"
+
+namespace ballast {
+
+// Memory shared with a rank of whose process nothing has been heard yet.
+class JobImpl::KeptRankMemory final : public RankMemory {
+ public:
+  KeptRankMemory(std::unique_ptr<NamedArena> arena, RankMemoryLayout places,
+                 MemoryBudget::Reservation reservation)
+      : reservation_(std::move(reservation)),
+        arena_(std::move(arena)),
+        places_(std::move(places)) {}
+
+  absl::Span<const std::byte> gradient(int chunk) const override {
+    return At(places_.gradient(chunk));
+  }
+  absl::Span<std::byte> weights(int chunk) const override { return At(places_.weights(chunk)); }
+  absl::string_view kept_name() const override { return arena_->name(); }
+
+ private:
+  absl::Span<std::byte> At(const RankMemoryLayout::Place& place) const {
+    if (place.offset_bytes < 0) return {};
+    return {arena_->data() + place.offset_bytes, static_cast<size_t>(place.bytes)};
+  }
+
+  const MemoryBudget::Reservation reservation_;
+  const std::unique_ptr<NamedArena> arena_;
+  const RankMemoryLayout places_;
+};
+
+// ---------------------------------------------------------------- keeping
+
+absl::Status JobImpl::AllocateKept() {
+  if (environment_.named_memory == nullptr) return absl::OkStatus();
+  if (kept_ != nullptr && kept_->taken_over()) {
+    // As it was made, whatever there would be room for now.
+    if (!kept_->arenas().Has("second versions")) need_.speculation_bytes = 0;
+  } else {
+    kept_ = std::make_unique<KeptJob>(*environment_.named_memory, identity_);
+  }
+  // A loop's bodies run on all threads, and on that of its caller.
+  return kept_->Allocate(static_cast<int64_t>(layout_.chunks().size()),
+                         2 * environment_.tasks->threads() + 2);
+}
+
+void JobImpl::Keep() {
+  if (kept_ == nullptr) return;
+  kept_state_.weights_complete = first_weights_.complete();
+  kept_state_.torn_by = gate_.state().torn ? torn_by_ : std::string();
+  kept_state_.later_changes = later_changes_;
+  kept_state_.ranks.resize(ranks_.size());
+  for (int rank = 0; rank < ranks_.size(); ++rank) {
+    const RankEntry& entry = ranks_[rank];
+    const auto& memory = entry.lender != nullptr ? entry.lender : entry.memory;
+    kept_state_.ranks[rank] = {
+        .last_process_id = entry.last_process_id,
+        .memory = memory == nullptr ? std::string() : std::string(memory->kept_name())};
+  }
+  if (absl::Status stored = kept_->Store(record_, kept_state_); !stored.ok()) StopKeeping(stored);
+}
+
+// Better than what the job was some time ago.
+void JobImpl::StopKeeping(const absl::Status& why) {
+  kept_->GiveUp();
+  if (!environment_.warn) return;
+  RunAfter([warn = environment_.warn,
+            line = absl::StrCat("job ", spec().name,
+                                " would be lost with the service's process from now on: ",
+                                why.message(), "; save it")] { warn(line); });
+}
+
+void JobImpl::KeepDecision(const UpdatePlan& plan, uint32_t attempt) {
+  if (kept_ == nullptr) return;
+  kept_state_.decision = KeptDecision{.outcome = plan.outcome,
+                                      .terms = plan.terms,
+                                      .vote = plan.vote,
+                                      .attempt = attempt,
+                                      .micro_steps = plan.micro_steps,
+                                      .coverage_complete = plan.coverage_complete,
+                                      .hyper_parameters = plan.update.hyper_parameters,
+                                      .update_counts = plan.update.update_counts,
+                                      .speculation = plan.speculation.counts};
+  Keep();
+}
+
+void JobImpl::KeepWord(const KeptWord& word) {
+  if (kept_ == nullptr) return;
+  if (absl::Status said = kept_->Say(kept_state_.epoch, word); !said.ok()) StopKeeping(said);
+}
+
+void JobImpl::KeepContribution(const Contribution& given, uint64_t epoch) {
+  if (kept_ == nullptr) return;
+  kept_->StoreContribution(given.chunk, {.epoch = epoch,
+                                         .attempt = given.attempt,
+                                         .next_micro_step = given.micro_step_end,
+                                         .closed = given.final,
+                                         .kept = gradients_->kept(static_cast<int>(given.chunk))});
+}
+
+// ---------------------------------------------------------------- taking over
+
+absl::StatusOr<std::shared_ptr<JobImpl>> JobImpl::TakeOver(const std::string& uid,
+                                                           const JobEnvironment& environment,
+                                                           std::string& story) {
+  BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<KeptJob> kept,
+                           KeptJob::TakeOver(*environment.named_memory, uid));
+  const std::string name = kept->identity().spec.name;
+  const auto take_over = [&]() -> absl::StatusOr<std::shared_ptr<JobImpl>> {
+    BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<JobImpl> job, Describe(kept->identity(), environment));
+    job->kept_ = std::move(kept);
+    BALLAST_RETURN_IF_ERROR(job->Allocate());
+    BALLAST_RETURN_IF_ERROR(job->TakeOverState(story));
+    return job;
+  };
+  absl::StatusOr<std::shared_ptr<JobImpl>> job = take_over();
+  if (job.ok()) return job;
+  // NOT_FOUND would mean that there was no such job.
+  return absl::DataLossError(
+      absl::StrCat("job ", name, " cannot be taken over: ", job.status().message()));
+}
+
+absl::Status JobImpl::TakeOverState(std::string& story) {
+  std::optional<KeptLoad> loading;
+  {
+    MutexLock lock(mutex_);
+    record_ = kept_->TakeRecord();
+    kept_state_ = kept_->TakeState();
+    if (record_.hyper_parameters.size() != spec().groups.size() ||
+        record_.update_counts.size() != spec().layout.parameters.size() ||
+        kept_state_.later_changes.size() != spec().groups.size() ||
+        kept_state_.ranks.size() != static_cast<size_t>(ranks_.size())) {
+      return absl::DataLossError("its record is not of its description");
+    }
+    later_changes_ = kept_state_.later_changes;
+    if (kept_state_.weights_complete) first_weights_.CompleteAll();
+    for (int chunk = 0; chunk < static_cast<int>(layout_.chunks().size()); ++chunk) {
+      if (store_->arrived(chunk)) first_weights_.Arrive(chunk);
+    }
+    story = absl::StrCat("job ", spec().name, " is back at step ", record_.committed_step);
+    if (!first_weights_.complete()) absl::StrAppend(&story, ", and awaits first weights");
+    BALLAST_RETURN_IF_ERROR(TakeOverRanks(story));
+    loading = kept_state_.loading;
+    torn_by_ = kept_state_.torn_by;
+    if (loading.has_value()) {
+      gate_.StartLoading();
+      absl::StrAppend(&story, ", and loads ", loading->path, " again");
+    } else if (!torn_by_.empty()) {
+      gate_.StartLoading();
+      gate_.FinishLoading(/*torn=*/true);
+      absl::StrAppend(&story, ", torn: loading ", torn_by_, " did not end");
+    } else if (kept_state_.decision.has_value()) {
+      BALLAST_RETURN_IF_ERROR(RollForward(*std::exchange(kept_state_.decision, std::nullopt)));
+      absl::StrAppend(&story, "; its step ", record_.committed_step,
+                      " was decided, and has been carried out to its end");
+    } else {
+      // A step that was given up may be committed in the record alone.
+      store_->SetStep(record_.committed_step);
+      TakeOverStep(story);
+    }
+  }
+  if (loading.has_value()) {
+    const LoadRequest request = {.path = loading->path, .weights_only = loading->weights_only};
+    environment_.disk_threads->Run(
+        [self = Self(), request] { self->Guarded([&] { self->LoadAgain(request); }); });
+  }
+  return absl::OkStatus();
+}
+
+// A rank whose process comes back finds its memory as it was; other memory goes.
+absl::Status JobImpl::TakeOverRanks(std::string& story) {
+  for (int rank = 0; rank < ranks_.size(); ++rank) {
+    const KeptJob::Rank& kept = kept_state_.ranks[rank];
+    std::shared_ptr<const RankMemory> memory;
+    if (!kept.memory.empty()) {
+      auto arena = environment_.named_memory->Open(kept.memory);
+      RankMemoryLayout places(layout_, spec().groups, rank);
+      if (arena.ok() && (*arena)->size_bytes() >= places.size_bytes()) {
+        memory = std::make_shared<KeptRankMemory>(*std::move(arena), std::move(places),
+                                                  environment_.budget->Take(RankMemoryBytes(rank)));
+      } else {
+        absl::StrAppend(&story, ", without the memory that rank ", rank, " shared");
+      }
+    }
+    ranks_.Restore(rank, kept.last_process_id, std::move(memory), RankMemoryBytes(rank));
+  }
+  for (const std::string& label : kept_->arenas().Left("rank ")) {
+    environment_.named_memory->Forget(kept_->arenas().NameOf(label));
+  }
+  return absl::OkStatus();
+}
+
+void JobImpl::LoadAgain(const LoadRequest& request) {
+  absl::StatusOr<OpenedCheckpoint> opened = OrOutOfMemory([&] { return OpenToLoad(request); });
+  const absl::Status status = opened.ok() ? CheckLoadable(opened->checkpoint) : opened.status();
+  const auto tell = [warn = environment_.warn, name = spec().name,
+                     path = request.path](const absl::Status& ended) {
+    if (ended.ok() || !warn) return;
+    warn(
+        absl::StrCat("job ", name, " is torn: loading ", path, " again failed: ", ended.message()));
+  };
+  if (status.ok()) {
+    return ReplaceState(*opened,
+                        [tell](absl::StatusOr<CheckpointInfo> done) { tell(done.status()); });
+  }
+  {
+    Section section(*this);
+    gate_.FinishLoading(/*torn=*/true);
+    torn_by_ = request.path;
+    kept_state_.loading.reset();
+    Keep();
+  }
+  tell(status);
+}
+
+// ---------------------------------------------------------------- a decided step
+
+absl::Status JobImpl::RollForward(const KeptDecision& decision) {
+  const uint64_t step = decision.terms.step;
+  if (step != record_.committed_step + 1) {
+    return absl::DataLossError(absl::StrCat("its decision is of step ", step,
+                                            ", but it stands at step ", record_.committed_step));
+  }
+  if (decision.outcome.decision.apply) {
+    const std::vector<uint32_t> attempts(ranks_.size(), decision.attempt);
+    BALLAST_RETURN_IF_ERROR(RestoreContributions(attempts));
+    const StepUpdate update = {.step = step,
+                               .hyper_parameters = decision.hyper_parameters,
+                               .multipliers = decision.outcome.decision.multipliers,
+                               .update_counts = decision.update_counts};
+    std::map<int, RedoLane*> lanes;
+    for (RedoLane* lane : kept_->LanesInUse(step)) {
+      lanes[static_cast<int>(RedoWord::Unpack(lane->word).chunk)] = lane;
+    }
+    environment_.tasks->ForEach(static_cast<int64_t>(layout_.chunks().size()), [&](int64_t chunk) {
+      const auto found = lanes.find(static_cast<int>(chunk));
+      RollForwardChunk(update, static_cast<int>(chunk),
+                       found == lanes.end() ? nullptr : found->second);
+    });
+    for (int chunk = 0; chunk < static_cast<int>(layout_.chunks().size()); ++chunk) {
+      gradients_->Clear(chunk);
+    }
+    ledger_.Clear();
+  } else {
+    store_->SetStep(step);
+  }
+  Stored("all is rolled forward");
+  RecordStep(decision, /*times=*/{});
+  (void)ranks_.TakeLenders();
+  return absl::OkStatus();
+}
+
+// May itself be cut off by a death, and be done again by the next process.
+void JobImpl::RollForwardChunk(const StepUpdate& update, int index, RedoLane* lane) {
+  if (store_->step(index) == update.step) {
+    if (lane != nullptr) kept_->GiveLane(lane);
+    return;
+  }
+  // A chunk with a lane is half new where it lies.
+  auto write = store_->BeginWrite(
+      index, lane != nullptr ? Destination::kInPlace : Destination::kInPlaceIfFree);
+  Check(write.ok(), "nothing is pinned while a job is taken over");
+  if (lane == nullptr && write->in_place) lane = kept_->TakeLane(index, update.step);
+  ChunkUpdate chunk = UpdateOf(update, index, write->from);
+  chunk.to = write->to;
+  chunk.redo = lane;
+  if (lane != nullptr) {
+    const RedoWord word = RedoWord::Unpack(lane->word);
+    const RedoTurn& turn = lane->turns[word.turn];
+    for (int plane = 0; plane < kMaxPlanes; ++plane) {
+      float* const to = chunk.to.planes[plane];
+      if (to == nullptr) continue;
+      std::copy_n(turn.planes[plane], word.count, to + (word.done - word.count));
+    }
+    chunk.done = word.done;
+  }
+  UpdateChunk(chunk, [&](int parameter) { return update.update_counts[parameter]; });
+  store_->Publish(*write, update.step);
+  if (lane != nullptr) kept_->GiveLane(lane);
+}
+
+// ---------------------------------------------------------------- an undecided step
+
+void JobImpl::TakeOverStep(std::string& story) {
+  absl::Status status;
+  const absl::Status read =
+      kept_->ReadLog(kept_state_.epoch, [&](KeptWord word) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+        if (status.ok()) status = Replay(word);
+      });
+  if (status.ok()) status = read;
+  const auto* open = std::get_if<OpenStep>(&step_);
+  if (status.ok() && open == nullptr) return kept_->FreeLeftSumLanes();
+  if (status.ok()) {
+    std::vector<uint32_t> attempts;
+    for (const RankInStep& rank : open->ranks()) attempts.push_back(rank.attempt);
+    status = RestoreContributions(attempts);
+  }
+  const uint64_t step = record_.committed_step + 1;
+  if (status.ok()) {
+    taken_over_step_ = step;
+    absl::StrAppend(&story, ", with all that its step ", step, " had been given");
+    return;
+  }
+  // What cannot be kept whole is done again by its ranks.
+  kept_->FreeLeftSumLanes();
+  absl::StrAppend(&story, "; its step ", step, " is done again by its ranks: ", status.message());
+  for (int chunk = 0; chunk < static_cast<int>(layout_.chunks().size()); ++chunk) {
+    gradients_->Clear(chunk);
+  }
+  ledger_.Clear();
+  if (open != nullptr) {
+    gate_.StartClearing();
+    gate_.FinishClearing();
+  }
+  step_ = std::monostate();
+  for (int rank = 0; rank < ranks_.size(); ++rank) ForgetFirstWeights(rank);
+  (void)ranks_.TakeLenders();
+  (void)ranks_.FreeAll();
+  later_changes_.assign(later_changes_.size(), {});
+  record_.generation = record_.generation.Next();
+  ++kept_state_.epoch;
+  Keep();
+}
+
+absl::Status JobImpl::Replay(const KeptWord& word) {
+  if (word.step != record_.committed_step + 1 || word.rank < 0 || word.rank >= ranks_.size()) {
+    return absl::DataLossError(absl::StrCat("what rank ", word.rank, " said of step ", word.step,
+                                            " is not of the step in progress"));
+  }
+  if (std::holds_alternative<std::monostate>(step_)) {
+    gate_.BeginStep();
+    step_ = OpenStep(word.step, layout_.world_size(),
+                     static_cast<int64_t>(spec().layout.parameters.size()));
+  }
+  OpenStep& open = std::get<OpenStep>(step_);
+  switch (word.kind) {
+    case KeptWord::Kind::kBegin:
+      if (word.terms.has_value()) open.SetTerms(*word.terms);
+      return open.Begin(word.rank, word.terms.has_value() ? word.terms->settings : word.settings);
+    case KeptWord::Kind::kEndMicroStep:
+      return open.EndMicroStep(word.rank, word.micro_step, word.used);
+    case KeptWord::Kind::kEmpty:
+      open.RecordEmpty(word.chunk, word.begin, word.end);
+      return absl::OkStatus();
+    case KeptWord::Kind::kDiscard:
+      (void)open.Discard(word.rank, layout_.chunks_of_rank(word.rank));
+      return absl::OkStatus();
+  }
+  return absl::DataLossError("a word of the log is of no kind");
+}
+
+absl::Status JobImpl::RestoreContributions(const std::vector<uint32_t>& attempts) {
+  for (int chunk = 0; chunk < static_cast<int>(layout_.chunks().size()); ++chunk) {
+    const int rank = layout_.chunks()[chunk].rank;
+    const KeptJob::Contribution found =
+        kept_->ReadContribution(chunk, kept_state_.epoch, attempts[rank]);
+    if (found.next_micro_step == 0) continue;
+    const std::byte* borrowed = nullptr;
+    if (found.kept == GradientStore::Kept::kBorrowed && ranks_[rank].memory != nullptr) {
+      borrowed = ranks_[rank].memory->gradient(chunk).data();
+      ranks_.Lend(rank);
+    }
+    BALLAST_RETURN_IF_ERROR(gradients_->Restore(chunk, found.kept, borrowed));
+    ledger_.Advance(chunk, found.next_micro_step, found.closed);
+  }
+  kept_->LookAtSumLanes([&](const SumLane& lane) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    const int chunk = static_cast<int>(SumWord::Unpack(lane.word).chunk);
+    const uint32_t attempt = attempts[layout_.chunks()[chunk].rank];
+    const uint64_t next =
+        KeptJob::TagOf(kept_state_.epoch, attempt, ledger_.next_micro_step(chunk));
+    // Of this attempt, and behind what the ledger has: a tag's last bits are its micro-steps.
+    const bool is_current = (lane.tag ^ next) >> KeptJob::kMicroStepBits == 0;
+    if (!is_current || lane.tag <= next || !gradients_->changes_sum(chunk)) return false;
+    gradients_->Resume(lane);
+    return true;
+  });
+  return absl::OkStatus();
+}
+
+}  // namespace ballast

@@ -1,0 +1,206 @@
+// What of a job outlives the service's process, and in which order it is stored.
+//
+// All of it is named memory (host/named_memory.h) under the job's uid:
+//
+//   identity     who the job is: uid and description. Stored once.
+//   record       all that is small, as one record that is flipped whole: JobRecord and State below.
+//   table        by chunk: slot, step, and whether its first weights have come (chunk_store.h)
+//   state, second versions, versions N            the slots
+//   gradients, accumulators, gradient of chunk N  gradients in every form (gradient_store.h)
+//   ledger       by chunk: what has been added to it, and where that lies
+//   log          of the step in progress: what ranks have said beside gradients
+//   redo         one lane for each update under way (kernels/adam_redo.h)
+//   sums         one lane for each gradient that is being added to a sum (gradients/sum_lane.h)
+//   rank R N     memory shared with a rank
+//
+// The order of stores, which alone makes an instant safe:
+//
+//   created      everything else, then the first flip of the record. Without it there is no job.
+//   contribution the gradient's last byte, then the ledger's word, then it is acknowledged. A sum
+//                that it changes: a lane with its tag, each turn its record, then the sum; after the
+//                ledger's word the lane is free.
+//   said         the entry, then the log's end, then it is acknowledged.
+//   decision     the flip that has it, then anybody is told, then the first chunk is updated.
+//   update       each turn its redo record, then the planes; the chunk's last plane, then its word
+//                in the table, then the lane is free.
+//   commit       the last chunk's word, then the flip that has the step committed and an epoch more.
+//                Words of the ledger and entries of the log count only in their epoch, so nothing is
+//                cleared.
+//   abort, load  the flip with a generation and an epoch more; of a load, which directory is being
+//                loaded, and when it is, a flip that it is.
+//   closed       the flip that says so, then the memory goes.
+//
+// The next process (job_recover.cc) takes over identity, record and table. A decided step it rolls
+// forward: chunks whose word in the table has the step are done, those with a lane go on behind
+// their last turn, all others are updated from their gradients. Of an undecided step it takes the
+// log's entries in their order and the ledger's words of the epoch; ranks that come back send what
+// was not acknowledged, and what had been half added goes on behind its last turn. If a gradient of it
+// lay in memory that is gone, the step is dropped by a new generation, and its ranks do it again.
+//
+// Thread-compatible: the job's lock guards it, but for lanes, and for words of chunks that one
+// thread at a time works on.
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_KEPT_JOB_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_KEPT_JOB_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
+#include "cpu_optimizer_service/gradients/gradient_store.h"
+#include "cpu_optimizer_service/gradients/sum_lane.h"
+#include "cpu_optimizer_service/host/kept_record.h"
+#include "cpu_optimizer_service/host/named_memory.h"
+#include "cpu_optimizer_service/job/job_record.h"
+#include "cpu_optimizer_service/job/step.h"
+#include "cpu_optimizer_service/kernels/adam_redo.h"
+
+namespace ballast {
+
+// The format of all that is kept. A process that takes over reads it, or there is nothing to take.
+inline constexpr uint32_t kKeptFormat = 1;
+inline bool ReadsKeptFormat(uint32_t format) { return format == kKeptFormat; }
+
+// All that follows from a decision, for whoever carries it out.
+struct KeptDecision {
+  StepOutcome outcome;
+  StepTerms terms;
+  StepVote vote;
+  uint32_t attempt = 0;  // Of all ranks.
+  uint32_t micro_steps = 0;
+  bool coverage_complete = false;
+  std::vector<HyperParameters> hyper_parameters;  // As StepUpdate's, as the next.
+  std::vector<int64_t> update_counts;
+  SpeculationCounts speculation;
+};
+
+// A load that is under way.
+struct KeptLoad {
+  std::string path;
+  bool weights_only = false;
+};
+
+// What a rank has said beside gradients.
+struct KeptWord {
+  enum class Kind : uint8_t { kBegin, kEndMicroStep, kEmpty, kDiscard };
+  Kind kind = Kind::kBegin;
+  int rank = 0;
+  uint64_t step = 0;
+  StepSettings settings;           // kBegin, where it does not bring the terms.
+  std::optional<StepTerms> terms;  // kBegin, by the rank that brings them, with its settings.
+  uint32_t micro_step = 0;         // kEndMicroStep.
+  UsedParameters used;             // kEndMicroStep.
+  int chunk = 0;                   // kEmpty.
+  uint32_t begin = 0;              // kEmpty: micro-steps [begin, end).
+  uint32_t end = 0;
+};
+
+class KeptJob {
+ public:
+  struct Rank {
+    std::string last_process_id;
+    std::string memory;  // The name of what it shares; empty: nothing.
+  };
+  // Beside the JobRecord.
+  struct State {
+    uint64_t epoch = 1;  // Of the step that is, or comes next.
+    bool closed = false;
+    bool weights_complete = false;
+    std::optional<KeptLoad> loading;
+    std::string torn_by;  // The load that did not end; empty: the state is whole.
+    std::vector<HyperParameterOverrides> later_changes;
+    std::vector<Rank> ranks;
+    std::optional<KeptDecision> decision;
+  };
+  struct Contribution {
+    uint64_t epoch = 0;
+    uint32_t attempt = 0;
+    uint32_t next_micro_step = 0;
+    bool closed = false;
+    GradientStore::Kept kept = GradientStore::Kept::kNone;
+  };
+
+  // Of a new job; nothing is stored before Create.
+  KeptJob(NamedMemory& memory, JobIdentity identity);
+  // What an earlier process left under `uid`. NOT_FOUND: it had not got so far as to create the
+  // job, or had closed it. DATA_LOSS, FAILED_PRECONDITION (of another version): in one line.
+  static absl::StatusOr<std::unique_ptr<KeptJob>> TakeOver(NamedMemory& memory,
+                                                           const std::string& uid);
+
+  const JobIdentity& identity() const { return identity_; }
+  NamedArenas& arenas() { return arenas_; }
+  bool taken_over() const { return taken_over_; }
+  // What was taken over. Once.
+  JobRecord TakeRecord() { return std::move(record_); }
+  State TakeState() { return std::move(state_); }
+
+  // Memory for `chunks` words and `lanes` lanes, or what an earlier process left of it.
+  absl::Status Allocate(int64_t chunks, int lanes);
+  // All of the job is there: stores who it is.
+  absl::Status StoreIdentity();
+  // RESOURCE_EXHAUSTED: no memory for it.
+  absl::Status Store(const JobRecord& record, const State& state);
+  // From now on a later process finds no such job.
+  void GiveUp();
+
+  absl::Status Say(uint64_t epoch, const KeptWord& word);
+  absl::Status ReadLog(uint64_t epoch, const std::function<void(KeptWord)>& visit);
+
+  void StoreContribution(int64_t chunk, const Contribution& contribution);
+  // Of that epoch and attempt; otherwise nothing was added.
+  Contribution ReadContribution(int64_t chunk, uint64_t epoch, uint32_t attempt) const;
+
+  // What distinguishes a contribution from all others to its chunk.
+  static constexpr int kMicroStepBits = 17;  // kMaxMicroSteps and one more.
+  static uint64_t TagOf(uint64_t epoch, uint32_t attempt, uint32_t micro_step_end);
+  // A lane for adding to a chunk's sum: what an earlier process left of the same contribution, or
+  // one that is free; waits for that. GiveSumLane after the ledger's word.
+  SumLane* TakeSumLane(int chunk, uint64_t tag);
+  void GiveSumLane(SumLane* lane);
+  // Whether an earlier process left a lane of this contribution in use.
+  bool HasLeft(int chunk, uint64_t tag) const;
+  // Calls is_wanted for each that an earlier process left in use; frees those that are not.
+  void LookAtSumLanes(absl::FunctionRef<bool(const SumLane&)> is_wanted);
+  void FreeLeftSumLanes() {
+    LookAtSumLanes([](const SumLane&) { return false; });
+  }
+
+  // A lane for the update in place of a chunk to `step`; waits until one is free. GiveLane after
+  // its word in the table has been stored.
+  RedoLane* TakeLane(int chunk, uint64_t step);
+  void GiveLane(RedoLane* lane);
+  // Those that an earlier process left in use at `step`; all others are free now.
+  std::vector<RedoLane*> LanesInUse(uint64_t step);
+
+ private:
+  const JobIdentity identity_;
+  NamedArenas arenas_;
+  KeptRecord identity_record_;
+  KeptRecord record_record_;
+  KeptLog log_;
+  std::unique_ptr<Arena> ledger_;
+  std::unique_ptr<Arena> redo_;
+  std::unique_ptr<Arena> sums_;
+  JobRecord record_;
+  State state_;
+  bool taken_over_ = false;
+  bool given_up_ = false;
+
+  mutable Mutex lanes_mutex_;
+  CondVar lane_free_;
+  std::vector<RedoLane*> free_lanes_ ABSL_GUARDED_BY(lanes_mutex_);
+  std::vector<SumLane*> free_sum_lanes_ ABSL_GUARDED_BY(lanes_mutex_);
+  // Of an earlier process, until their contributions come again or are wanted no more.
+  std::vector<SumLane*> left_sum_lanes_ ABSL_GUARDED_BY(lanes_mutex_);
+};
+
+}  // namespace ballast
+
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_JOB_KEPT_JOB_H_

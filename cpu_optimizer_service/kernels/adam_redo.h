@@ -1,0 +1,101 @@
+// What an update in place leaves behind so that a later process can finish it: redo, not undo.
+//
+// A turn of the kernel, at most 32 elements, stores its new values in a ring of turns that stays in
+// the first cache; then `word`, which says how far the chunk has come; and only then the planes.
+// Whatever the instant of the process's death, the turn that `word` names is whole in the ring, all
+// turns before it are in the planes, and nothing of a later one is: so that turn is copied once
+// more, and the update goes on behind it, with the same bits. The order is one thread's, kept by
+// the compiler: what a process stored before it died is there, in memory that outlives it.
+//
+// The weights that are sent out are not in the ring: they are read from the master weights again.
+// Where they replace the gradient, no element's gradient is lost before its turn is in the ring.
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_KERNELS_ADAM_REDO_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_KERNELS_ADAM_REDO_H_
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+namespace ballast {
+
+inline constexpr int64_t kRedoTurnElements = 32;
+inline constexpr int kRedoTurns = 4;  // 2 KiB: less is slower, and so is more.
+
+// The new values of one turn.
+struct RedoTurn {
+  alignas(64) float planes[4][kRedoTurnElements];  // In the order of Plane.
+};
+
+// In memory that outlives the process; all zeros is a lane that nobody uses. One thread at a time.
+struct RedoLane {
+  uint64_t word = 0;  // RedoWord; 0: no update is under way.
+  uint64_t step = 0;  // Of the update.
+  alignas(64) RedoTurn turns[kRedoTurns];
+};
+
+// What a lane's word says: of `chunk` elements [0, done) are new, the last `count` of them in the
+// ring at `turn`.
+struct RedoWord {
+  uint32_t chunk = 0;
+  int64_t done = 0;
+  int64_t count = 0;
+  int turn = 0;
+
+  static constexpr int kDoneBits = 20;
+  static constexpr int kCountBits = 6;
+  static constexpr int kTurnBits = 2;
+  static constexpr int kChunkShift = kDoneBits + kCountBits + kTurnBits;
+
+  // Never 0.
+  uint64_t Pack() const {
+    return (uint64_t{chunk} + 1) << kChunkShift |
+           static_cast<uint64_t>(done) << (kCountBits + kTurnBits) |
+           static_cast<uint64_t>(count) << kTurnBits | static_cast<uint64_t>(turn);
+  }
+  // `word` is not 0.
+  static RedoWord Unpack(uint64_t word) {
+    return {.chunk = static_cast<uint32_t>((word >> kChunkShift) - 1),
+            .done = static_cast<int64_t>(word >> (kCountBits + kTurnBits) &
+                                         ((uint64_t{1} << kDoneBits) - 1)),
+            .count = static_cast<int64_t>(word >> kTurnBits & ((uint64_t{1} << kCountBits) - 1)),
+            .turn = static_cast<int>(word & ((uint64_t{1} << kTurnBits) - 1))};
+  }
+};
+
+// Keeps the order of stores of this thread, as those who look after its death see it.
+inline void KeepOrderOfStores() { std::atomic_signal_fence(std::memory_order_seq_cst); }
+
+// One update of consecutive elements of a chunk, in place.
+class AdamRedo {
+ public:
+  // The run's first element is element `begin` of `chunk`, and all before it is new. The lane's
+  // word says so already, or is of an earlier run of the chunk.
+  AdamRedo(RedoLane& lane, uint32_t chunk, int64_t begin)
+      : lane_(&lane),
+        chunk_bits_((uint64_t{chunk} + 1) << RedoWord::kChunkShift),
+        done_(begin),
+        turn_(lane.word == 0 ? 0 : (RedoWord::Unpack(lane.word).turn + 1) % kRedoTurns) {}
+
+  // Where the next turn's values go; nothing that is still needed lies there.
+  RedoTurn& next() { return lane_->turns[turn_]; }
+  // They are there. From here on the turn counts as done.
+  void Record(int64_t elements) {
+    done_ += elements;
+    KeepOrderOfStores();
+    *static_cast<volatile uint64_t*>(&lane_->word) =
+        chunk_bits_ | static_cast<uint64_t>(done_) << (RedoWord::kCountBits + RedoWord::kTurnBits) |
+        static_cast<uint64_t>(elements) << RedoWord::kTurnBits | static_cast<uint64_t>(turn_);
+    KeepOrderOfStores();
+    turn_ = (turn_ + 1) % kRedoTurns;
+  }
+
+ private:
+  RedoLane* lane_;
+  uint64_t chunk_bits_;
+  int64_t done_;
+  int turn_;
+};
+
+}  // namespace ballast
+
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_KERNELS_ADAM_REDO_H_

@@ -1,0 +1,138 @@
+#include "cpu_optimizer_service/state/checkpoint_folder.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <random>
+#include <set>
+#include <tuple>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/checkpoint_name.h"
+
+namespace ballast {
+namespace {
+
+std::string In(const std::string& folder, absl::string_view name) {
+  return absl::StrCat(folder, "/", name);
+}
+
+FoundCheckpoint Look(FileSystem& file_system, const std::string& directory) {
+  FoundCheckpoint found = {.facts = {.directory = directory}, .problem = {}};
+  if (file_system.IsSymbolicLink(directory)) {
+    found.problem = absl::FailedPreconditionError(
+        absl::StrCat(directory, " is a symbolic link; put the checkpoint itself there"));
+    return found;
+  }
+  absl::StatusOr<CheckpointFacts> facts =
+      ReadCheckpointFacts(file_system, directory, kMostForeignIndexBytes);
+  if (facts.ok()) {
+    found.facts = *std::move(facts);
+  } else {
+    found.problem = facts.status();
+    // It has the name of a checkpoint, which comes after the index.
+    if (absl::IsNotFound(found.problem)) {
+      found.problem = absl::DataLossError(found.problem.message());
+    }
+  }
+  return found;
+}
+
+// First what saved last; of one job what is newest. `saved`: when each job saved last.
+void Sort(std::vector<FoundCheckpoint>& all) {
+  std::map<std::string, int64_t> saved;
+  for (const FoundCheckpoint& found : all) {
+    int64_t& last = saved[found.facts.uid];
+    last = std::max(last, found.facts.saved_unix_ms);
+  }
+  std::sort(all.begin(), all.end(), [&](const FoundCheckpoint& x, const FoundCheckpoint& y) {
+    const CheckpointFacts& a = x.facts;
+    const CheckpointFacts& b = y.facts;
+    return std::tuple(x.problem.ok(), saved[a.uid], a.uid, a.generation, a.step, a.saved_unix_ms,
+                      a.directory) > std::tuple(y.problem.ok(), saved[b.uid], b.uid, b.generation,
+                                                b.step, b.saved_unix_ms, b.directory);
+  });
+}
+
+// Killed anywhere in it, the checkpoint is whole, or known to be none.
+void Delete(FileSystem& file_system, const std::string& directory) {
+  const std::string partial = PartialPath(directory);
+  if (file_system.Rename(directory, partial).ok()) file_system.RemoveAll(partial).IgnoreError();
+}
+
+}  // namespace
+
+std::string PartialPath(const std::string& path) {
+  // Random: another process, even one of the same number in another container, may have left its
+  // own.
+  std::random_device random;
+  return absl::StrFormat("%s%s%08x%08x", path, kPartialSuffix, random(), random());
+}
+
+absl::StatusOr<std::vector<FoundCheckpoint>> ListCheckpoints(FileSystem& file_system,
+                                                             const std::string& folder) {
+  BALLAST_ASSIGN_OR_RETURN(const std::vector<std::string> names, file_system.List(folder));
+  std::vector<FoundCheckpoint> all;
+  for (const std::string& name : names) {
+    if (IsVersionName(name)) all.push_back(Look(file_system, In(folder, name)));
+  }
+  // Of before there were versions.
+  if (file_system.Exists(IndexPath(folder))) {
+    all.push_back(Look(file_system, folder));
+  }
+  Sort(all);
+  return all;
+}
+
+absl::StatusOr<std::vector<FoundCheckpoint>> FindCheckpoints(FileSystem& file_system,
+                                                             const std::string& path) {
+  if (IsVersionName(std::filesystem::path(path).filename().string())) {
+    if (!file_system.Exists(path)) {
+      return absl::NotFoundError(absl::StrCat("there is no checkpoint ", path));
+    }
+    return std::vector<FoundCheckpoint>{Look(file_system, path)};
+  }
+  absl::StatusOr<std::vector<FoundCheckpoint>> all = ListCheckpoints(file_system, path);
+  if (absl::IsNotFound(all.status()) || (all.ok() && all->empty())) {
+    return absl::NotFoundError(absl::StrCat("there is no checkpoint in ", path));
+  }
+  return all;
+}
+
+void DeleteOlder(FileSystem& file_system, const std::string& folder, const std::string& uid,
+                 bool asked_for, int keep) {
+  const absl::StatusOr<std::vector<FoundCheckpoint>> all = ListCheckpoints(file_system, folder);
+  if (!all.ok()) return;
+  std::set<std::pair<uint64_t, uint64_t>> kept;
+  for (const FoundCheckpoint& found : *all) {
+    const CheckpointFacts& facts = found.facts;
+    // One in the old place is left to people.
+    if (!found.problem.ok() || facts.uid != uid || facts.asked_for != asked_for ||
+        facts.directory == folder) {
+      continue;
+    }
+    const bool room = static_cast<int>(kept.size()) < keep;
+    if (!room || !kept.emplace(facts.generation, facts.step).second) {
+      Delete(file_system, facts.directory);
+    }
+  }
+}
+
+void RemoveLeftovers(FileSystem& file_system, const std::string& folder) {
+  const absl::StatusOr<std::vector<std::string>> names = file_system.List(folder);
+  if (!names.ok()) return;  // Why shows when it is written to.
+  for (const std::string& name : *names) {
+    const size_t partial = name.find(kPartialSuffix);
+    if (partial == name.npos || !IsVersionName(name.substr(0, partial))) continue;
+    const std::string left = In(folder, name);
+    // Null: another save is writing there.
+    const std::shared_ptr<const void> lock = file_system.TryLock(left);
+    if (lock != nullptr) file_system.RemoveAll(left).IgnoreError();
+  }
+}
+
+}  // namespace ballast

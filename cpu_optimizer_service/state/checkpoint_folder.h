@@ -1,0 +1,58 @@
+// A folder of checkpoints, such as DIR/JOB: each is a directory in it, of a name as
+// common/system/checkpoint_name.h has them. None ever takes another's place.
+//
+//   DIR/gpt/step-1000.1/index.json, master.safetensors, ...
+//   DIR/gpt/step-2000.1/
+//   DIR/gpt/step-3000.1.partial-4a5b...   being written, or left by a process that was killed
+//   DIR/gpt/latest                        "step-2000.1": a hint for people, which nothing here reads
+//
+// Before there were versions, DIR/JOB was itself a checkpoint; such a one counts as the oldest.
+//
+// Thread-safe, as the disk is: others may write and delete there meanwhile.
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_STATE_CHECKPOINT_FOLDER_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_STATE_CHECKPOINT_FOLDER_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "cpu_optimizer_service/host/file_system.h"
+#include "cpu_optimizer_service/state/checkpoint_index.h"
+
+namespace ballast {
+
+// VERSION.partial-RANDOM: a checkpoint that is being written or deleted.
+inline constexpr char kPartialSuffix[] = ".partial-";
+// An index that is larger is not looked at where no job says how large it may be. Files there are
+// the operator's own.
+inline constexpr int64_t kMostForeignIndexBytes = int64_t{256} << 20;
+
+struct FoundCheckpoint {
+  CheckpointFacts facts;  // Where there is a problem, only the directory may be known.
+  absl::Status problem;   // Why it cannot be loaded, as far as the index tells.
+};
+// What is in the folder. First the job (by uid) that saved last; of a job the newest first, by
+// generation and step; at the end those of which nothing is known. NOT_FOUND: no such folder.
+absl::StatusOr<std::vector<FoundCheckpoint>> ListCheckpoints(FileSystem& file_system,
+                                                             const std::string& folder);
+// The same of `path`, which may also be one of the checkpoints in a folder. NOT_FOUND if there is
+// none.
+absl::StatusOr<std::vector<FoundCheckpoint>> FindCheckpoints(FileSystem& file_system,
+                                                             const std::string& path);
+
+// Deletes the job's checkpoints but the newest `keep` of those that are `asked_for`, or of those
+// that are not; and of the same step and generation all but the newest. No error: what cannot be
+// deleted stays.
+void DeleteOlder(FileSystem& file_system, const std::string& folder, const std::string& uid,
+                 bool asked_for, int keep);
+// Removes what killed processes left half written or half deleted.
+void RemoveLeftovers(FileSystem& file_system, const std::string& folder);
+
+// PATH.partial-RANDOM, which nobody else has.
+std::string PartialPath(const std::string& path);
+
+}  // namespace ballast
+
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_STATE_CHECKPOINT_FOLDER_H_

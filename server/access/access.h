@@ -1,0 +1,123 @@
+// Who calls, and whether that may be: every call and every stream passes here.
+//
+//   absl::StatusOr<Caller> caller = access.Admit(context, "JobService.AbortStep", &request);
+//   ...
+//   BALLAST_ASSIGN_OR_RETURN(job, FindJob(engine, *caller, request.name()));  // caller.Check(name)
+//
+// A call is admitted if its principal has the method's role (method_rules.h) for any job. Whoever
+// then finds a job by its name needs the Caller, which checks the role for that job.
+#ifndef BALLAST_SERVER_ACCESS_ACCESS_H_
+#define BALLAST_SERVER_ACCESS_ACCESS_H_
+
+#include <google/protobuf/message.h>
+#include <grpcpp/server_context.h>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
+#include "server/access/access_options.h"
+#include "server/access/policy.h"
+#include "server/access/role.h"
+
+namespace ballast::server {
+
+class Access;
+
+// One call's principal. A value; the Access outlives it.
+class Caller {
+ public:
+  // PERMISSION_DENIED unless the principal has the method's role for this job, now.
+  absl::Status Check(absl::string_view job) const;
+  // The same, said to nobody.
+  bool MayUse(absl::string_view job) const;
+  // For a stream of this job: whether Check would fail by now. Cheap.
+  std::function<bool()> IsRevoked(std::string job) const;
+  // Logs what an operator has changed: who, what, from where. What was refused or failed, too, where
+  // there are roles; otherwise anybody could fill the log.
+  void Audit(const absl::Status& end) const;
+
+  const std::string& peer() const { return peer_; }  // As gRPC names it.
+  const std::string& principal() const { return principal_; }
+
+ private:
+  friend class Access;
+  Caller() = default;
+
+  const Access* access_ = nullptr;
+  std::string method_;
+  Role needed_ = Role::kOperator;
+  std::string principal_;  // As in the roles file; empty: nobody.
+  std::optional<TokenDigest> token_;
+  std::string peer_;
+  std::string request_;  // For the audit.
+};
+
+// Thread-safe.
+class Access {
+ public:
+  using Log = std::function<void(const std::string& line)>;
+
+  // INVALID_ARGUMENT, in one line, for files that are missing, wrong, or readable by others. `audit`
+  // gets a line for each change, `warn` what an operator should know.
+  static absl::StatusOr<std::unique_ptr<Access>> Open(AccessOptions options, Log audit, Log warn);
+
+  // `method` is "Service.Method". FAILED_PRECONDITION: a client of a release that does not work with
+  // this one (version.h). UNAUTHENTICATED: nobody calls, or with an unknown token.
+  // PERMISSION_DENIED: the method takes more than the principal may do with any job. `request` is
+  // for the audit.
+  absl::StatusOr<Caller> Admit(const grpc::ServerContextBase& context, absl::string_view method,
+                               const google::protobuf::Message* request = nullptr) const;
+
+  // Who looks at the status page, by the header "Authorization" of HTTP (empty: there is none), as a
+  // viewer. Only where there are tokens: nothing else says there who somebody is. Errors as Admit's.
+  absl::StatusOr<Caller> AdmitViewer(absl::string_view authorization, std::string peer) const;
+
+  // Who may do what, in one line for the log.
+  std::string ToLine() const;
+  // Whether there are roles. Otherwise everybody may do everything.
+  bool has_roles() const { return !options_.roles.empty(); }
+  bool has_tokens() const { return !options_.tokens.empty(); }
+  bool has_tls() const { return !options_.tls_certificate.empty(); }
+  const AccessOptions& options() const { return options_; }
+  // Whether the roles, if there are any, name this principal.
+  bool Knows(absl::string_view principal) const;
+
+  // Reads roles and tokens again. The old ones stay where there is an error, which it returns.
+  absl::Status ReadAgain();
+
+ private:
+  friend class Caller;
+
+  Access(AccessOptions options, Log audit, Log warn)
+      : options_(std::move(options)), audit_(std::move(audit)), warn_(std::move(warn)) {}
+  absl::StatusOr<std::shared_ptr<const Policy>> ReadPolicy() const;
+  std::shared_ptr<const Policy> policy() const;
+  absl::Status Identify(const grpc::ServerContextBase& context, Caller& caller) const;
+  // UNAUTHENTICATED: there is no such token.
+  absl::Status IdentifyByToken(absl::string_view token, Caller& caller) const;
+  // PERMISSION_DENIED: the caller has the role for no job.
+  absl::StatusOr<Caller> WithRole(Caller caller) const;
+  // The role that the caller has for this job; for any, where there is none.
+  Role RoleOf(const Caller& caller, std::optional<absl::string_view> job) const;
+  // Warns of calls that are refused, now and then.
+  absl::Status Refuse(const Caller& caller, absl::Status why) const;
+
+  const AccessOptions options_;
+  const Log audit_;
+  const Log warn_;
+  mutable Mutex mutex_;
+  std::shared_ptr<const Policy> policy_ ABSL_GUARDED_BY(mutex_);
+  mutable int64_t refused_ ABSL_GUARDED_BY(mutex_) = 0;  // Since:
+  mutable std::chrono::steady_clock::time_point warned_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace ballast::server
+
+#endif  // BALLAST_SERVER_ACCESS_ACCESS_H_

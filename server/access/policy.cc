@@ -1,0 +1,186 @@
+#include "server/access/policy.h"
+
+#include <fnmatch.h>
+#include <openssl/crypto.h>
+#include <openssl/sha.h>
+#include <pwd.h>
+
+#include <algorithm>
+#include <functional>
+#include <utility>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/escaping.h"
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
+#include "cpu_optimizer_service/common/job_spec.h"
+#include "cpu_optimizer_service/common/status.h"
+
+namespace ballast::server {
+namespace {
+
+constexpr absl::string_view kEverybody = "*";
+constexpr absl::string_view kCertificate = "cert:";
+constexpr absl::string_view kUser = "user:";
+constexpr absl::string_view kToken = "token:";
+constexpr size_t kDigestDigits = 2 * std::tuple_size_v<TokenDigest>;
+constexpr size_t kMostUserBytes = 16384;
+
+// The next word of `rest`, which loses it and the blanks around it.
+absl::string_view TakeWord(absl::string_view& rest) {
+  const size_t end = std::min(rest.find_first_of(" \t"), rest.size());
+  const absl::string_view word = rest.substr(0, end);
+  rest = absl::StripAsciiWhitespace(rest.substr(end));
+  return word;
+}
+
+// A name as it may stand in a message.
+std::string Quoted(absl::string_view text) {
+  constexpr size_t kMost = 64;
+  return absl::StrCat("'", absl::Utf8SafeCEscape(text.substr(0, kMost)), "'");
+}
+
+// A job's name in which some characters are *.
+bool IsJobPattern(absl::string_view pattern) {
+  std::string name(pattern);
+  std::replace(name.begin(), name.end(), '*', 'x');
+  return IsJobName(name);
+}
+
+absl::StatusOr<uint32_t> UidOf(absl::string_view user) {
+  uint32_t uid = 0;
+  if (absl::SimpleAtoi(user, &uid)) return uid;
+  passwd entry = {};
+  passwd* found = nullptr;
+  std::vector<char> memory(kMostUserBytes);
+  getpwnam_r(std::string(user).c_str(), &entry, memory.data(), memory.size(), &found);
+  if (found != nullptr) return found->pw_uid;
+  return absl::InvalidArgumentError(
+      absl::StrCat("this host has no user ", Quoted(user), "; give a name or a number of one"));
+}
+
+absl::StatusOr<std::string> ParsePrincipal(absl::string_view text) {
+  absl::string_view name = text;
+  if (text == kEverybody) return std::string(text);
+  if (absl::ConsumePrefix(&name, kUser)) {
+    BALLAST_ASSIGN_OR_RETURN(const uint32_t uid, UidOf(name));
+    return UserPrincipal(uid);
+  }
+  if ((absl::ConsumePrefix(&name, kCertificate) || absl::ConsumePrefix(&name, kToken)) &&
+      !name.empty()) {
+    return std::string(text);
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat(Quoted(text), " is nobody; write cert:NAME, user:NAME, token:NAME or *"));
+}
+
+absl::Status ForEachLine(absl::string_view contents, const std::string& file,
+                         const std::function<absl::Status(absl::string_view)>& add) {
+  int number = 0;
+  for (const absl::string_view each : absl::StrSplit(contents, '\n')) {
+    ++number;
+    const absl::string_view line = absl::StripAsciiWhitespace(each);
+    if (line.empty() || line.front() == '#') continue;
+    const absl::Status added = add(line);
+    if (!added.ok()) return Annotate(added, absl::StrCat(file, ", line ", number));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+TokenDigest DigestOf(absl::string_view token) {
+  TokenDigest digest;
+  SHA256(reinterpret_cast<const unsigned char*>(token.data()), token.size(), digest.data());
+  return digest;
+}
+
+std::string CertificatePrincipal(absl::string_view common_name) {
+  return absl::StrCat(kCertificate, common_name);
+}
+std::string UserPrincipal(uint32_t uid) { return absl::StrCat(kUser, uid); }
+std::string TokenPrincipal(absl::string_view name) { return absl::StrCat(kToken, name); }
+
+absl::StatusOr<Policy> Policy::Parse(absl::string_view roles, const std::string& roles_file,
+                                     absl::string_view tokens, const std::string& tokens_file) {
+  Policy policy;
+  BALLAST_RETURN_IF_ERROR(
+      ForEachLine(roles, roles_file, [&](absl::string_view line) { return policy.AddRole(line); }));
+  BALLAST_RETURN_IF_ERROR(ForEachLine(
+      tokens, tokens_file, [&](absl::string_view line) { return policy.AddToken(line); }));
+  return policy;
+}
+
+absl::Status Policy::AddRole(absl::string_view line) {
+  const absl::string_view name = TakeWord(line);
+  const std::optional<Role> role = ParseRole(name);
+  if (!role.has_value()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("there is no role ", Quoted(name), "; there are viewer, trainer, operator"));
+  }
+  const absl::string_view jobs = TakeWord(line);
+  if (!IsJobPattern(jobs)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(Quoted(jobs), " is no pattern of job names, such as gpt-* or *"));
+  }
+  BALLAST_ASSIGN_OR_RETURN(std::string principal, ParsePrincipal(line));
+  roles_.push_back({.role = *role, .jobs = std::string(jobs), .principal = std::move(principal)});
+  return absl::OkStatus();
+}
+
+absl::Status Policy::AddToken(absl::string_view line) {
+  const absl::string_view name = TakeWord(line);
+  // The digits are not quoted: who writes a token in their place does not find it in a log.
+  const bool is_hex = std::all_of(line.begin(), line.end(), absl::ascii_isxdigit);
+  if (line.size() != kDigestDigits || !is_hex) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "token ", Quoted(name), " has no SHA-256 of ", kDigestDigits,
+        " hexadecimal digits beside its name; printf %s \"$TOKEN\" | sha256sum makes it"));
+  }
+  Token token = {.name = std::string(name), .digest = {}};
+  const std::string bytes = absl::HexStringToBytes(line);
+  std::copy(bytes.begin(), bytes.end(), token.digest.begin());
+  tokens_.push_back(std::move(token));
+  return absl::OkStatus();
+}
+
+std::optional<std::string> Policy::TokenWith(const TokenDigest& digest) const {
+  const Token* found = nullptr;
+  for (const Token& token : tokens_) {
+    if (CRYPTO_memcmp(token.digest.data(), digest.data(), digest.size()) == 0) found = &token;
+  }
+  if (found == nullptr) return std::nullopt;
+  return found->name;
+}
+
+Role Policy::RoleOf(absl::string_view principal, absl::string_view job) const {
+  Role highest = Role::kNobody;
+  if (principal.empty()) return highest;
+  const std::string name(job);
+  for (const Line& line : roles_) {
+    if (line.principal != principal && line.principal != kEverybody) continue;
+    if (fnmatch(line.jobs.c_str(), name.c_str(), FNM_NOESCAPE) != 0) continue;
+    highest = std::max(highest, line.role);
+  }
+  return highest;
+}
+
+Role Policy::HighestRoleOf(absl::string_view principal) const {
+  Role highest = Role::kNobody;
+  if (principal.empty()) return highest;
+  for (const Line& line : roles_) {
+    if (line.principal != principal && line.principal != kEverybody) continue;
+    highest = std::max(highest, line.role);
+  }
+  return highest;
+}
+
+bool Policy::Names(absl::string_view principal) const {
+  return std::any_of(roles_.begin(), roles_.end(),
+                     [&](const Line& line) { return line.principal == principal; });
+}
+
+}  // namespace ballast::server

@@ -1,0 +1,43 @@
+// What a principal may do with a job. Each role may do what those before it may.
+#ifndef BALLAST_SERVER_ACCESS_ROLE_H_
+#define BALLAST_SERVER_ACCESS_ROLE_H_
+
+#include <cstdint>
+#include <optional>
+
+#include "absl/strings/string_view.h"
+
+namespace ballast::server {
+
+enum class Role : uint8_t {
+  kNobody,    // Nothing.
+  kViewer,    // Looks.
+  kTrainer,   // Creates the job, attaches to it and trains.
+  kOperator,  // All the rest.
+};
+
+constexpr absl::string_view Name(Role role) {
+  switch (role) {
+    case Role::kNobody:
+      return "nobody";
+    case Role::kViewer:
+      return "viewer";
+    case Role::kTrainer:
+      return "trainer";
+    case Role::kOperator:
+      return "operator";
+  }
+  return "nobody";
+}
+
+// nullopt: there is no such role that somebody can be given.
+constexpr std::optional<Role> ParseRole(absl::string_view name) {
+  for (const Role role : {Role::kViewer, Role::kTrainer, Role::kOperator}) {
+    if (name == Name(role)) return role;
+  }
+  return std::nullopt;
+}
+
+}  // namespace ballast::server
+
+#endif  // BALLAST_SERVER_ACCESS_ROLE_H_

@@ -1,0 +1,45 @@
+// TLS of the service's TCP connections.
+#ifndef BALLAST_SERVER_ACCESS_TLS_H_
+#define BALLAST_SERVER_ACCESS_TLS_H_
+
+#include <grpcpp/security/server_credentials.h>
+
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "cpu_optimizer_service/common/system/file_descriptor.h"
+#include "server/access/access_options.h"
+
+namespace ballast::server {
+
+// gRPC reads the files of a certificate again every second, and takes what it finds there: with a
+// new certificate and an old key it would refuse all connections. So it is given copies in memory,
+// of files that have been checked together. Not thread-safe.
+class Tls {
+ public:
+  // INVALID_ARGUMENT, in one line, for files that are missing or wrong. Without a certificate
+  // nothing is encrypted.
+  static absl::StatusOr<std::unique_ptr<Tls>> Open(const AccessOptions& options);
+
+  // Of at least TLS 1.2.
+  std::shared_ptr<grpc::ServerCredentials> credentials() const;
+
+  // New connections use what the files have now. The old contents stay in use where there is an
+  // error, which it returns.
+  absl::Status ReadAgain();
+
+ private:
+  explicit Tls(const AccessOptions& options) : options_(options) {}
+  bool on() const { return !options_.tls_certificate.empty(); }
+
+  const AccessOptions options_;
+  FileDescriptor certificate_;
+  FileDescriptor key_;
+  FileDescriptor client_ca_;
+};
+
+}  // namespace ballast::server
+
+#endif  // BALLAST_SERVER_ACCESS_TLS_H_

@@ -1,0 +1,49 @@
+#include "server/holder/child_start.h"
+
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+namespace ballast::server {
+namespace {
+
+[[noreturn]] void Become(const ChildStart& start, pid_t holder) {
+  // Dies with its parent, and with it goes what was held.
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (getppid() != holder) _exit(1);
+  // A terminal's signals reach the holder alone, which passes them on once.
+  setpgid(0, 0);
+  for (const HeldFile& file : start.table->files) {
+    if (file.descriptor != 0) fcntl(file.descriptor, F_SETFD, 0);
+  }
+  if (start.output >= 0) {
+    dup2(start.output, STDOUT_FILENO);
+    dup2(start.output, STDERR_FILENO);
+  }
+  fcntl(start.table_file, F_SETFD, 0);
+  fcntl(start.socket, F_SETFD, 0);
+  fcntl(start.program, F_SETFD, 0);  // What interprets a script opens it again.
+  char numbers[32];
+  std::snprintf(numbers, sizeof(numbers), "%d,%d", start.socket, start.table_file);
+  setenv(kHolderVariable, numbers, 1);
+  fexecve(start.program, start.argv, environ);
+  std::fprintf(stderr, "ballastd: cannot start the service: %s\n", std::strerror(errno));
+  _exit(1);
+}
+
+}  // namespace
+
+pid_t StartHeldChild(const ChildStart& start) {
+  const pid_t holder = getpid();
+  const pid_t child = fork();
+  if (child == 0) Become(start, holder);
+  return child;
+}
+
+}  // namespace ballast::server

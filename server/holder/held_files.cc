@@ -1,0 +1,144 @@
+#include "server/holder/held_files.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "server/holder/holder_table.h"
+
+namespace ballast::server {
+namespace {
+
+constexpr char kStopAndStart[] = "stop the service, which saves its jobs, and start it again";
+
+static_assert(kMaxKeptName < kHeldNameBytes);
+
+// False: the holder is gone, and so will this process be.
+bool Send(int socket, HolderMessage message, const std::string& name = "", int descriptor = -1) {
+  name.copy(message.name, sizeof(message.name) - 1);
+  iovec piece = {.iov_base = &message, .iov_len = sizeof(message)};
+  msghdr header = {};
+  header.msg_iov = &piece;
+  header.msg_iovlen = 1;
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  if (descriptor >= 0) {
+    header.msg_control = control;
+    header.msg_controllen = sizeof(control);
+    cmsghdr* const part = CMSG_FIRSTHDR(&header);
+    part->cmsg_level = SOL_SOCKET;
+    part->cmsg_type = SCM_RIGHTS;
+    part->cmsg_len = CMSG_LEN(sizeof(int));
+    std::memcpy(CMSG_DATA(part), &descriptor, sizeof(descriptor));
+  }
+  ssize_t sent = 0;
+  do {
+    sent = sendmsg(socket, &header, MSG_NOSIGNAL);
+  } while (sent < 0 && errno == EINTR);
+  return sent == static_cast<ssize_t>(sizeof(message));
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<HeldFiles>> HeldFiles::OfHolder() {
+  const char* const variable = std::getenv(kHolderVariable);
+  if (variable == nullptr) return nullptr;
+  const std::vector<std::string> numbers = absl::StrSplit(variable, ',');
+  unsetenv(kHolderVariable);
+  int socket = -1;
+  int table_file = -1;
+  const bool are_numbers = numbers.size() == 2 && absl::SimpleAtoi(numbers[0], &socket) &&
+                           absl::SimpleAtoi(numbers[1], &table_file);
+  uint32_t protocol = 0;
+  if (are_numbers && pread(table_file, &protocol, sizeof(protocol), 0) == sizeof(protocol) &&
+      protocol != kHolderProtocol) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "the process that holds the service's memory is of another version (it speaks ", protocol,
+        ", here ", kHolderProtocol, "); ", kStopAndStart));
+  }
+  void* const mapped =
+      are_numbers ? mmap(nullptr, sizeof(HolderTable), PROT_READ, MAP_SHARED, table_file, 0)
+                  : MAP_FAILED;
+  if (mapped == MAP_FAILED) {
+    return absl::InternalError(
+        absl::StrCat("the environment has ", kHolderVariable, ", which is not of a holder"));
+  }
+  const auto& table = *static_cast<const HolderTable*>(mapped);
+  std::map<std::string, FileDescriptor> kept;
+  for (const HeldFile& file : table.files) {
+    if (file.descriptor == 0) continue;
+    fcntl(file.descriptor, F_SETFD, FD_CLOEXEC);
+    kept.emplace(file.name, FileDescriptor(file.descriptor));
+  }
+  const std::unique_ptr<void, void (*)(void*)> unmapped(
+      mapped, [](void* at) { munmap(at, sizeof(HolderTable)); });
+  const FileDescriptor closed(table_file);
+  fcntl(socket, F_SETFD, FD_CLOEXEC);
+  // Started by a descriptor, whose number would be its name.
+  prctl(PR_SET_NAME, "ballastd");
+  return std::unique_ptr<HeldFiles>(new HeldFiles(FileDescriptor(socket), table, std::move(kept)));
+}
+
+HeldFiles::HeldFiles(FileDescriptor socket, const HolderTable& table,
+                     std::map<std::string, FileDescriptor> kept)
+    : socket_(std::move(socket)),
+      state_format_(table.state_format),
+      is_upgrade_(table.is_upgrade != 0),
+      deaths_(table.deaths),
+      held_(kept.size()),
+      kept_(std::move(kept)) {}
+
+absl::Status HeldFiles::Keep(const std::string& name, int descriptor) {
+  MutexLock lock(mutex_);
+  if (name.size() > kMaxKeptName) {
+    return absl::InvalidArgumentError(absl::StrCat("the name ", name, " is too long to be kept"));
+  }
+  if (held_ == kMostHeld) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("the holder has ", held_, " descriptors, as many as it takes"));
+  }
+  if (!Send(socket_.number(), {.kind = HolderMessage::Kind::kKeep}, name, descriptor)) {
+    return absl::UnavailableError(
+        absl::StrCat("the holder takes no descriptor: ", std::strerror(errno)));
+  }
+  ++held_;
+  return absl::OkStatus();
+}
+
+void HeldFiles::Drop(const std::string& name) {
+  MutexLock lock(mutex_);
+  if (Send(socket_.number(), {.kind = HolderMessage::Kind::kDrop}, name) && held_ > 0) --held_;
+}
+
+std::map<std::string, FileDescriptor> HeldFiles::TakeKept() {
+  MutexLock lock(mutex_);
+  return std::exchange(kept_, {});
+}
+
+void HeldFiles::Ready(uint32_t state_format) {
+  MutexLock lock(mutex_);
+  Send(socket_.number(), {.kind = HolderMessage::Kind::kReady, .state_format = state_format});
+}
+
+void HeldFiles::StopRefused() {
+  MutexLock lock(mutex_);
+  Send(socket_.number(), {.kind = HolderMessage::Kind::kStopRefused});
+}
+
+void HeldFiles::CanTakeOver() {
+  MutexLock lock(mutex_);
+  Send(socket_.number(), {.kind = HolderMessage::Kind::kCanTakeOver});
+}
+
+}  // namespace ballast::server

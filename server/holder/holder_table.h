@@ -1,0 +1,60 @@
+// What the holder has, in memory that it shares with its child: names and descriptors, which the
+// child inherits under the same numbers. And the messages by which the child changes it.
+//
+// Whoever may look at the holder's descriptors reads there, too, how the service is (upgrade.h).
+#ifndef BALLAST_SERVER_HOLDER_HOLDER_TABLE_H_
+#define BALLAST_SERVER_HOLDER_HOLDER_TABLE_H_
+
+#include <cstdint>
+
+namespace ballast::server {
+
+// Of everything in this file. A holder and a child of different ones do not work together.
+inline constexpr uint32_t kHolderProtocol = 1;
+
+inline constexpr int kMostHeld = 16384;
+inline constexpr int kHeldNameBytes = 120;  // With a zero at its end.
+inline constexpr int kReasonBytes = 512;    // With a zero at its end.
+
+struct HeldFile {
+  char name[kHeldNameBytes];
+  int32_t descriptor;  // 0: the place is free.
+};
+
+struct HolderTable {
+  uint32_t protocol;  // Stays the first.
+  // Of what jobs are kept in, as the child says that was ready last; 0: none has been.
+  uint32_t state_format;
+  int32_t child;          // The process that serves, or will soon.
+  uint32_t is_upgrade;    // It has taken an earlier one's place, which had not died.
+  uint32_t upgrades;      // That have ended, stored after what is below.
+  uint32_t has_upgraded;  // The last one of them.
+  uint64_t deaths;        // Of the processes that served.
+  char why_not[kReasonBytes];
+  HeldFile files[kMostHeld];
+};
+
+// One packet; kKeep carries the descriptor.
+struct HolderMessage {
+  enum class Kind : uint32_t { kKeep, kDrop, kReady, kStopRefused, kCanTakeOver };
+  Kind kind;
+  uint32_t state_format;  // Of kReady.
+  char name[kHeldNameBytes];
+};
+
+// The name of the table's file.
+inline constexpr char kHolderFile[] = "ballastd-holder";
+
+// In the child's environment: the numbers of the socket and of the table's file, "5,6". Not BALLASTD_...,
+// which are flags.
+inline constexpr char kHolderVariable[] = "BALLAST_HELD_FILES";
+
+// The last argument of a program that is tried (trial.h): whether it can take over, and no more.
+inline constexpr char kTrialArgument[] = "--check-state=held";
+
+// What a SIGHUP carries that asks for an upgrade, wherever the service was started from.
+inline constexpr int kUpgradeAsked = 0x42616c;
+
+}  // namespace ballast::server
+
+#endif  // BALLAST_SERVER_HOLDER_HOLDER_TABLE_H_

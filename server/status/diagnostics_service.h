@@ -1,0 +1,54 @@
+// DiagnosticsService: what a bug report needs to know of this process.
+#ifndef BALLAST_SERVER_STATUS_DIAGNOSTICS_SERVICE_H_
+#define BALLAST_SERVER_STATUS_DIAGNOSTICS_SERVICE_H_
+
+#include <atomic>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "ballast/v1/diagnostics.grpc.pb.h"
+#include "cpu_optimizer_service/engine.h"
+#include "cpu_optimizer_service/host/helper_threads.h"
+#include "server/server.h"
+#include "server/status/service_history.h"
+
+namespace ballast::server {
+
+struct ProcessDescription {
+  std::map<std::string, std::string> settings;  // Flags, by name.
+  ServiceHistory history;
+  std::function<std::vector<std::string>()> last_log_lines;  // Oldest first. Thread-safe.
+};
+
+// Thread-safe. Registered with a server that does not outlive it.
+class DiagnosticsService final : public v1::DiagnosticsService::CallbackService {
+ public:
+  // The engine outlives it.
+  DiagnosticsService(const Engine& engine, ProcessDescription process)
+      : engine_(engine), process_(std::move(process)) {}
+  // Whose metrics it shows, and who may call, from now on. The server outlives all calls, which are
+  // refused before.
+  void Describes(const Server& server) { server_ = &server; }
+
+  grpc::ServerUnaryReactor* DescribeService(grpc::CallbackServerContext* context,
+                                            const v1::DescribeServiceRequest* request,
+                                            v1::ServiceDescription* response) override;
+
+ private:
+  // It shows all jobs, so it takes an operator of all of them.
+  absl::Status CheckMay(const grpc::ServerContextBase& context,
+                        const v1::DescribeServiceRequest& request) const;
+  void Fill(v1::ServiceDescription& response) const;
+
+  const Engine& engine_;
+  const ProcessDescription process_;
+  std::atomic<const Server*> server_ = nullptr;
+  std::atomic<bool> busy_ = false;
+  HelperThreads thread_{1};
+};
+
+}  // namespace ballast::server
+
+#endif  // BALLAST_SERVER_STATUS_DIAGNOSTICS_SERVICE_H_

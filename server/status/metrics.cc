@@ -1,0 +1,309 @@
+#include "server/status/metrics.h"
+
+#include <prometheus/metric_family.h>
+#include <prometheus/text_serializer.h>
+
+#include <algorithm>
+#include <array>
+#include <deque>
+#include <map>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/ascii.h"
+#include "cpu_optimizer_service/common/system/version.h"
+#include "cpu_optimizer_service/kernels/kernels.h"
+#include "proto/status.h"
+#include "server/status/process_facts.h"
+
+namespace ballast::server {
+namespace {
+
+using prometheus::ClientMetric;
+using prometheus::MetricType;
+using Labels = std::vector<std::pair<std::string, std::string>>;
+
+// A job may have thousands of groups, each of which would be series of its own.
+constexpr size_t kMostGroups = 32;
+
+// Families in the order of their first sample.
+class Families {
+ public:
+  void Counter(const std::string& name, const char* help, const Labels& labels, double value) {
+    Add(name, help, MetricType::Counter, labels).counter.value = value;
+  }
+  void Gauge(const std::string& name, const char* help, const Labels& labels, double value) {
+    Add(name, help, MetricType::Gauge, labels).gauge.value = value;
+  }
+  void Histogram(const std::string& name, const char* help, const Labels& labels,
+                 const DurationHistogram& durations) {
+    ClientMetric::Histogram& to = Add(name, help, MetricType::Histogram, labels).histogram;
+    to.sample_sum = durations.sum_seconds;
+    for (size_t i = 0; i < durations.counts.size(); ++i) {
+      to.sample_count += durations.counts[i];
+      if (i == DurationHistogram::kBounds.size()) break;  // The serializer adds +Inf.
+      to.bucket.push_back(
+          {.cumulative_count = to.sample_count, .upper_bound = DurationHistogram::kBounds[i]});
+    }
+  }
+
+  std::string Text() const {
+    return prometheus::TextSerializer().prometheus::Serializer::Serialize(
+        {families_.begin(), families_.end()});
+  }
+
+ private:
+  ClientMetric& Add(const std::string& name, const char* help, MetricType type,
+                    const Labels& labels) {
+    const auto [found, is_new] = places_.try_emplace(name, families_.size());
+    if (is_new) families_.push_back({.name = name, .help = help, .type = type, .metric = {}});
+    ClientMetric& metric = families_[found->second].metric.emplace_back();
+    for (const auto& [label, value] : labels) metric.label.push_back({label, value});
+    return metric;
+  }
+
+  std::deque<prometheus::MetricFamily> families_;
+  std::map<std::string, size_t> places_;
+};
+
+const char* NameOfCause(SkipCause cause) {
+  switch (cause) {
+    case SkipCause::kOther:
+      return "other";
+    case SkipCause::kGradient:
+      return "gradient";
+    case SkipCause::kMultiplier:
+      return "multiplier";
+    case SkipCause::kState:
+      return "state";
+    case SkipCause::kAbandoned:
+      return "abandoned";
+    case SkipCause::kNotKept:
+      return "not_kept";
+  }
+  return "other";
+}
+
+void AddProcess(Families& to) {
+  const ProcessFacts facts = ReadProcessFacts();
+  to.Counter("process_cpu_seconds_total", "User and system CPU time of the process.", {},
+             facts.cpu_seconds);
+  to.Gauge("process_start_time_seconds", "When the process started, since 1970.", {},
+           facts.start_time_seconds);
+  to.Gauge("process_resident_memory_bytes", "Resident memory of the process.", {},
+           static_cast<double>(facts.resident_bytes));
+  to.Gauge("process_virtual_memory_bytes", "Virtual memory of the process.", {},
+           static_cast<double>(facts.virtual_bytes));
+  to.Gauge("process_threads", "Threads of the process.", {}, static_cast<double>(facts.threads));
+  to.Gauge("process_open_fds", "Open file descriptors.", {},
+           static_cast<double>(facts.open_descriptors));
+  to.Gauge("process_max_fds", "The most file descriptors that the process may open.", {},
+           static_cast<double>(facts.most_descriptors));
+}
+
+void AddHistory(const ServiceHistory& history, Families& to) {
+  to.Counter("ballast_child_deaths_total",
+             "Processes of this service that have died, and whose jobs the next one took over.", {},
+             static_cast<double>(history.deaths));
+  to.Gauge("ballast_recovery_seconds", "What taking over jobs took when this process started.", {},
+           history.recovery_seconds);
+}
+
+void AddService(const Engine& engine, const Server& server, const Viewer& viewer, Families& to) {
+  to.Gauge("ballast_build_info", "1; which build this is.",
+           {{"version", BallastVersion()}, {"kernel", KernelTarget()}}, 1);
+  to.Gauge("ballast_ready", "1 while the service takes steps; 0 while it drains.", {},
+           server.serving() ? 1 : 0);
+  to.Gauge("ballast_memory_limit_bytes", "Memory for all jobs together.", {},
+           static_cast<double>(engine.memory().limit_bytes()));
+  to.Gauge("ballast_memory_used_bytes", "Memory that jobs have, or have reserved.", {},
+           static_cast<double>(engine.memory().used_bytes()));
+  for (const CallUse& use : server.calls()) {
+    to.Gauge("ballast_calls", "Calls and streams in progress.", {{"kind", use.kind}},
+             static_cast<double>(use.in_progress));
+    to.Gauge("ballast_calls_limit", "The most of them; further ones are refused.",
+             {{"kind", use.kind}}, static_cast<double>(use.most));
+  }
+  to.Gauge("ballast_update_threads", "Threads for sums and updates.", {}, engine.tasks().threads());
+  const TaskPool::Use use = engine.tasks().use();
+  to.Gauge("ballast_update_tasks", "Tasks of sums and updates that are queued or run.", {},
+           static_cast<double>(use.tasks));
+  to.Counter("ballast_update_busy_seconds_total", "Time that those threads were busy, together.",
+             {}, use.busy_seconds);
+  const auto errors = proto::ErrorCounts();
+  for (size_t code = 1; code < errors.size(); ++code) {
+    to.Counter("ballast_errors_total", "Calls and streams that the service ended with an error.",
+               {{"code", absl::AsciiStrToLower(
+                             absl::StatusCodeToString(static_cast<absl::StatusCode>(code)))}},
+               static_cast<double>(errors[code]));
+  }
+  if (engine.checkpoints() == nullptr) return;
+  for (const CheckpointFacts& facts : engine.checkpoints()->All()) {
+    if (viewer.has_value() && !viewer->MayUse(facts.job)) continue;
+    to.Gauge("ballast_checkpoint_step", "The step of the checkpoint in --checkpoint-dir.",
+             {{"job_name", facts.job}}, static_cast<double>(facts.step));
+  }
+}
+
+void AddSteps(const std::string& job, const JobStatus& status, Families& to) {
+  const Labels of_job = {{"job_name", job}};
+  const auto with = [&](const char* label, const char* value) {
+    return Labels{{"job_name", job}, {label, value}};
+  };
+  to.Counter("ballast_steps_total", "Decided steps.", with("outcome", "applied"),
+             static_cast<double>(status.applied_steps));
+  to.Counter("ballast_steps_total", "", with("outcome", "skipped"),
+             static_cast<double>(status.skipped_steps));
+  const StepStatistics& statistics = status.statistics;
+  for (size_t cause = 0; cause < kSkipCauses; ++cause) {
+    to.Counter("ballast_skipped_steps_total",
+               "Skipped steps by cause: a gradient was not finite, no multiplier was finite, the "
+               "state would not have been; the ranks voted so; or the step could not be kept.",
+               with("cause", NameOfCause(static_cast<SkipCause>(cause))),
+               static_cast<double>(statistics.skips[cause]));
+  }
+  to.Counter("ballast_clipped_steps_total", "Applied steps whose gradient was clipped.", of_job,
+             static_cast<double>(statistics.clipped_steps));
+  to.Counter(
+      "ballast_uncovered_steps_total",
+      "Decided steps whose ledger lacked a contribution, but for those that could not be kept; "
+      "not 0 is a bug.",
+      of_job,
+      static_cast<double>(status.applied_steps + status.skipped_steps -
+                          statistics.not_kept_steps() - status.coverage_complete_steps));
+  constexpr char kPart[] = "ballast_step_part_seconds";
+  constexpr char kPartHelp[] =
+      "Parts of decided steps: gathering, to the first seal; awaiting, to the last seal; deciding; "
+      "updating, to the commit.";
+  to.Histogram(kPart, kPartHelp, with("part", "gathering"), statistics.gathering);
+  to.Histogram(kPart, kPartHelp, with("part", "awaiting"), statistics.awaiting);
+  to.Histogram(kPart, kPartHelp, with("part", "deciding"), statistics.deciding);
+  to.Histogram(kPart, kPartHelp, with("part", "updating"), statistics.updating);
+  to.Gauge("ballast_committed_step", "The step that is committed.", of_job,
+           static_cast<double>(status.committed_step));
+  to.Gauge("ballast_generation", "Rises whenever all ranks do a step anew.", of_job,
+           static_cast<double>(status.generation.count));
+  to.Gauge("ballast_generation_epoch", "Rises whenever the job's name gets another owner.", of_job,
+           static_cast<double>(status.generation.epoch));
+  if (status.recent_steps.empty()) return;
+  const StepRecord& last = status.recent_steps.back();
+  to.Gauge("ballast_gradient_norm", "Norm of the last decided step's gradient.", of_job,
+           last.outcome.decision.norm);
+  to.Gauge("ballast_clip_coefficient", "What that gradient was multiplied by; 1: not clipped.",
+           of_job, last.outcome.decision.clip_coefficient);
+  to.Gauge("ballast_loss_scale", "Loss scale of the last decided step.", of_job, last.loss_scale);
+}
+
+void AddMemory(const std::string& job, const JobStatus& status, Families& to) {
+  const std::array<std::pair<const char*, int64_t>, 6> kinds = {{
+      {"state", status.memory.state_bytes},
+      {"gradients", status.memory.gradient_bytes},
+      {"accumulators", status.memory.accumulator_bytes},
+      {"second_versions", status.memory.speculation_bytes},
+      {"other", status.memory.other_bytes},
+      {"shared", status.rank_memory_bytes},
+  }};
+  for (const auto& [kind, bytes] : kinds) {
+    to.Gauge("ballast_job_memory_bytes", "Memory of a job by kind.",
+             {{"job_name", job}, {"kind", kind}}, static_cast<double>(bytes));
+  }
+  const auto traffic = [&](const char* name, const char* help, int64_t in_messages,
+                           int64_t in_place) {
+    to.Counter(name, help, {{"job_name", job}, {"path", "stream"}},
+               static_cast<double>(in_messages));
+    to.Counter(name, help, {{"job_name", job}, {"path", "shared_memory"}},
+               static_cast<double>(in_place));
+  };
+  traffic("ballast_gradient_bytes_total", "Gradients taken from ranks.",
+          status.traffic.gradient_bytes_in_messages, status.traffic.gradient_bytes_in_place);
+  traffic("ballast_weight_bytes_total", "Weights given to ranks after updates.",
+          status.traffic.weight_bytes_in_messages, status.traffic.weight_bytes_in_place);
+}
+
+void AddSpeculation(const std::string& job, const JobStatus& status, Families& to) {
+  const Labels of_job = {{"job_name", job}};
+  to.Counter("ballast_speculated_chunks_total", "Updates of chunks before the decision.", of_job,
+             static_cast<double>(status.speculation.speculated));
+  to.Counter("ballast_published_chunks_total", "Those that became the chunk's state.", of_job,
+             static_cast<double>(status.speculation.published));
+  to.Counter("ballast_redone_chunks_total", "Those that were dropped and computed again.", of_job,
+             static_cast<double>(status.speculation.redone));
+  to.Gauge("ballast_paused_chunks", "Chunks that are not speculated for now.", of_job,
+           static_cast<double>(status.speculation_paused));
+  to.Gauge("ballast_speculation_refused", "1: the job was to speculate and has no memory for it.",
+           of_job, status.speculation_refused.empty() ? 0 : 1);
+}
+
+void AddRanks(const std::string& job, const JobStatus& status, Families& to) {
+  const Labels of_job = {{"job_name", job}};
+  const auto attached = [](const RankProgress& rank) { return rank.attached; };
+  to.Gauge("ballast_ranks", "Ranks of the job.", of_job, static_cast<double>(status.ranks.size()));
+  to.Gauge("ballast_ranks_attached", "Ranks that a process has.", of_job,
+           static_cast<double>(std::count_if(status.ranks.begin(), status.ranks.end(), attached)));
+  to.Gauge("ballast_ranks_awaited", "Ranks that others, which have sealed, wait for.", of_job,
+           static_cast<double>(AwaitedRanks(status).size()));
+  to.Gauge("ballast_awaiting_seconds", "Since when they wait; 0: nobody waits.", of_job,
+           status.seconds_since_first_seal.value_or(0));
+  to.Gauge("ballast_step_open_seconds", "Since when the step in progress is open; 0: none is.",
+           of_job, status.seconds_open.value_or(0));
+}
+
+void AddSaves(const std::string& job, const JobStatus& status, Families& to) {
+  const Labels of_job = {{"job_name", job}};
+  double stalled = 0;
+  double left_bytes = 0;
+  bool holds_back = false;
+  for (const SaveProgress& save : status.saves) {
+    stalled = std::max(stalled, save.seconds_since_progress);
+    left_bytes += static_cast<double>(save.size_bytes - save.written_bytes);
+    holds_back = holds_back || save.holds_back_decisions;
+  }
+  to.Gauge("ballast_saves", "Saves that are under way.", of_job,
+           static_cast<double>(status.saves.size()));
+  to.Gauge("ballast_save_left_bytes", "What they have still to write.", of_job, left_bytes);
+  to.Gauge("ballast_save_stalled_seconds", "The longest time that one of them wrote nothing.",
+           of_job, stalled);
+  to.Gauge("ballast_save_holds_back", "1: decisions wait for a save.", of_job, holds_back ? 1 : 0);
+}
+
+void AddJob(const Job& job, Families& to) {
+  const std::string& name = job.spec().name;
+  const JobStatus status = job.Status();
+  for (const JobPhase phase : kJobPhases) {
+    to.Gauge("ballast_job_phase", "1 for the phase that the job is in, 0 for the others.",
+             {{"job_name", name}, {"phase", NameOf(phase)}}, phase == status.phase ? 1 : 0);
+  }
+  to.Gauge("ballast_job_broken",
+           "1: the job can do no more, for want of memory or after a load that did not end.",
+           {{"job_name", name}}, status.phase == JobPhase::kBroken ? 1 : 0);
+  AddSteps(name, status, to);
+  AddRanks(name, status, to);
+  AddMemory(name, status, to);
+  AddSpeculation(name, status, to);
+  AddSaves(name, status, to);
+  const size_t groups = std::min(job.spec().groups.size(), kMostGroups);
+  for (size_t group = 0; group < groups; ++group) {
+    to.Gauge("ballast_learning_rate", "Of a group of parameters; the first 32 groups.",
+             {{"job_name", name}, {"group", job.spec().groups[group].name}},
+             status.hyper_parameters[group].lr);
+  }
+}
+
+}  // namespace
+
+std::string MetricsText(const Engine& engine, const Server& server, const ServiceHistory& history,
+                        const Viewer& viewer) {
+  Families families;
+  AddService(engine, server, viewer, families);
+  AddHistory(history, families);
+  AddProcess(families);
+  std::vector<std::shared_ptr<Job>> jobs = engine.ListJobs();
+  std::erase_if(jobs, [&](const auto& job) { return !MaySee(viewer, *job); });
+  families.Gauge("ballast_jobs", "Jobs of the service.", {}, static_cast<double>(jobs.size()));
+  for (const std::shared_ptr<Job>& job : jobs) AddJob(*job, families);
+  return families.Text();
+}
+
+}  // namespace ballast::server

@@ -1,0 +1,300 @@
+// One job: its ranks, charts, memory, groups, parameters, the timeline of a step, checkpoints.
+import { Chart, busy, drawLine, drawParts, histogram, timeline } from "./charts.js";
+import { ask, fact, overdue, perSecond, rate, stateOf, trouble } from "./service.js";
+import { bytes, count, element, morph, plural, real, seconds } from "./text.js";
+
+const MOST_STEPS = 600;
+const COLUMNS = ["step", "applied", "norm", "clip", "gathering", "awaiting", "deciding", "updating", "loss_scale"];
+
+// The service remembers the last 64 steps; the page those that it has seen.
+class History {
+  constructor() {
+    this.clear();
+  }
+  clear() {
+    for (const name of COLUMNS) this[name] = [];
+    this.reasons = {};
+  }
+  add(job) {
+    const { steps } = job;
+    const last = this.step.at(-1) ?? -1;
+    if (this.uid !== job.uid || job.committed_step < last) this.clear();
+    this.uid = job.uid;
+    const known = this.step.at(-1) ?? -1;
+    steps.step.forEach((step, i) => {
+      if (step <= known) return;
+      for (const name of COLUMNS) this[name].push(steps[name][i]);
+    });
+    Object.assign(this.reasons, steps.skip_reasons);
+    for (const name of COLUMNS) this[name].splice(0, Math.max(0, this[name].length - MOST_STEPS));
+  }
+}
+
+function card(id, title, hint, ...children) {
+  return element("section", { class: "card", id, "aria-label": title },
+    element("header", null, element("h2", null, title), hint ? element("p", null, hint) : null), ...children);
+}
+
+function row(cells, attributes) {
+  return element("tr", attributes, cells.map((cell) =>
+    Array.isArray(cell) ? element("td", { class: "number" }, ...cell) : element("td", null, cell)));
+}
+
+function table(heads, rows) {
+  return element("div", { class: "scroll" }, element("table", null,
+    element("thead", null, element("tr", null, heads.map((head) =>
+      Array.isArray(head) ? element("th", { scope: "col", class: "number" }, head[0]) : element("th", { scope: "col" }, head)))),
+    element("tbody", null, rows)));
+}
+
+function rankState(rank, job) {
+  if (rank.awaited) return rank.attached ? "awaited" : "awaited; no process has it";
+  if (!rank.attached) return "no process";
+  if (rank.sealed) return "sealed";
+  if (!rank.begun) return job.phase === "open" ? "has not begun" : "attached";
+  return job.phase === "updating" ? "receiving" : "sending gradients";
+}
+
+function ranks(job) {
+  const late = overdue(job);
+  const shown = job.ranks.map((rank) => ({ ...rank, awaited: rank.awaited && late }))
+    .sort((a, b) => Number(b.awaited) - Number(a.awaited) || a.rank - b.rank);
+  const rows = shown.map((rank) => {
+    const sent = rank.chunks ? (100 * (rank.begun ? rank.chunks_complete : 0)) / rank.chunks : 0;
+    const missing = rank.begun && !rank.sealed ? rank.missing_parameters.slice(0, 3).join(", ") : "";
+    return row([
+      element("strong", null, `${rank.rank}`),
+      element("span", { class: `pill ${rank.awaited ? "wait" : rank.sealed || rank.begun ? "work" : ""}` }, rankState(rank, job)),
+      element("span", { class: "mono" }, element("span", { class: "bar" }, element("i", { "width%": sent })),
+        rank.begun ? `${rank.chunks_complete}/${rank.chunks}` : `–/${rank.chunks}`),
+      [rank.begun ? String(rank.micro_steps_ended) : "–"],
+      missing ? element("span", { class: "quiet small" }, missing + (rank.missing_parameters.length > 3 ? " …" : "")) : "",
+      rank.shared_memory ? "shared memory" : "stream",
+      element("span", { class: "mono quiet" }, rank.process || "–"),
+    ], { class: rank.awaited ? "awaited" : null, "data-key": rank.rank });
+  });
+  const hint = `${job.attached} of ${job.world_size} have a process` +
+    (job.ranks.length < job.world_size ? `; ${job.ranks.length} are shown` : "");
+  return card("ranks", "Ranks", hint,
+    table(["Rank", "State", "Chunks sent", ["Micro-steps ended"], "Still to come", "Path", "Process"], rows));
+}
+
+const MEMORY = [["state", "weights and moments", "updating"], ["gradients", "gradients", "gathering"],
+  ["accumulators", "sums over micro-steps", "deciding"], ["second_versions", "second versions", "awaiting"],
+  ["shared", "shared with workers", "sending"], ["other", "buffers and tables", "other"]];
+
+function memory(job) {
+  const kinds = MEMORY.filter(([kind]) => job.memory[kind] > 0);
+  return card("memory", "Memory", bytes(job.memory_bytes), ...[
+    element("div", { class: "stack", "aria-hidden": "true" },
+      kinds.map(([kind, , name]) => element("i", { class: name, "width%": (100 * job.memory[kind]) / job.memory_bytes }))),
+    element("ul", { class: "legend" }, kinds.map(([kind, words, name]) =>
+      element("li", null, element("i", { class: name }), `${words} ${bytes(job.memory[kind])}`))),
+    speculation(job),
+  ]);
+}
+
+function speculation({ speculation: counts }) {
+  if (!counts.asked) return null;
+  const kept = counts.speculated ? `${((100 * counts.published) / counts.speculated).toFixed(1)} % of ${count(counts.speculated)} kept` : "none yet";
+  return element("p", { class: "quiet small" }, counts.refused
+    ? `Does not update before decisions: ${counts.refused}`
+    : `Updates before decisions: ${kept}, ${count(counts.redone)} done again, ${count(counts.paused)} chunks paused.`);
+}
+
+function groups(job) {
+  const rows = job.groups.map((group) => row([
+    element("strong", null, group.name), [real(group.lr)], [`${real(group.beta1)}, ${real(group.beta2)}`], [real(group.eps)],
+    [`${real(group.weight_decay)}${group.decoupled_weight_decay ? "" : " (L2)"}`], [count(group.parameters)], [count(group.elements)],
+    `${group.wire_dtype} → ${group.return_dtype}`,
+    [["amsgrad", group.amsgrad], ["maximize", group.maximize], ["no bias correction", !group.bias_correction]]
+      .filter(([, on]) => on).map(([name]) => name).join(", ") || "–",
+  ], { "data-key": group.name }));
+  return card("groups", "Groups", job.max_norm ? `clipped to a norm of ${real(job.max_norm)}` : "not clipped",
+    table(["Group", ["Learning rate"], ["Betas"], ["Epsilon"], ["Weight decay"], ["Parameters"], ["Elements"], "Wire", "Options"], rows));
+}
+
+function checkpoints(job) {
+  const saves = job.saves.map((save) => element("div", { class: save.seconds_since_progress > 10 ? "note" : null },
+    element("p", null, `Saving step ${count(save.step)} to `, element("code", null, save.directory), ` since ${seconds(save.seconds)}: `,
+      element("span", { class: "bar" }, element("i", { "width%": save.size_bytes ? (100 * save.written_bytes) / save.size_bytes : 0 })),
+      `${bytes(save.written_bytes)} of ${bytes(save.size_bytes)}`)));
+  const found = job.checkpoint;
+  const text = found
+    ? element("p", null, `Step ${count(found.step)} is saved in `, element("code", null, found.directory),
+      found.of_this_job ? "." : ", by another job of this name.")
+    : element("p", { class: "quiet" }, "Nothing is known to be saved under this job's name.");
+  return card("checkpoints", "Checkpoints", null, text, ...saves);
+}
+
+class Parameters {
+  constructor(name) {
+    this.job = name;
+    this.chosen = null;
+    this.list = element("ul", { class: "names" });
+    this.hint = element("p", { class: "quiet small", role: "status" });
+    this.panel = element("div", { "aria-live": "polite" }, element("p", { class: "quiet" }, "Choose a parameter to see how its weights and moments are distributed."));
+    this.match = element("input", { type: "search", placeholder: "Part of a name", "aria-label": "Part of a parameter's name",
+      input: () => { clearTimeout(this.timer); this.timer = setTimeout(() => this.load(), 150); } });
+    this.section = card("parameters", "Parameters", null, element("div", { class: "parameters" },
+      element("div", null, element("div", { class: "tools" }, this.match), this.list, this.hint), this.panel));
+  }
+
+  async load() {
+    const match = this.match.value;
+    try {
+      const answer = await ask("/api/parameters", { job: this.job, match });
+      if (match !== this.match.value) return;
+      this.list.replaceChildren(...answer.parameters.map((parameter) => element("li", null,
+        element("button", { type: "button", "aria-pressed": String(parameter.name === this.chosen), "data-name": parameter.name,
+          click: () => this.choose(parameter.name) },
+          element("span", null, parameter.name),
+          element("span", { class: "shape" }, parameter.trainable ? parameter.shape.join(" × ") || "scalar" : "frozen")))));
+      this.hint.textContent = answer.parameters.length < answer.matches
+        ? `${answer.parameters.length} of ${count(answer.matches)} are shown`
+        : plural(answer.matches, "parameter", "parameters");
+    } catch (error) {
+      this.hint.textContent = error.message;
+    }
+  }
+
+  async choose(name) {
+    this.chosen = name;
+    for (const button of this.list.querySelectorAll("button")) button.setAttribute("aria-pressed", String(button.dataset.name === name));
+    this.panel.replaceChildren(element("p", { class: "quiet" }, `Reading ${name} …`));
+    try {
+      const answer = await ask("/api/distribution", { job: this.job, parameter: name }, 60000);
+      if (answer.unavailable) throw new Error(answer.unavailable);
+      if (this.chosen === name) this.show(answer);
+    } catch (error) {
+      this.panel.replaceChildren(element("p", { class: "note" }, error.message));
+    }
+  }
+
+  show(parameter) {
+    const words = { master: "Weights", exp_avg: "First moment", exp_avg_sq: "Second moment", max_exp_avg_sq: "Largest second moment" };
+    const planes = parameter.planes.map((plane) => element("div", { class: "plane" },
+      element("figure", null, element("figcaption", null, element("h3", null, words[plane.plane]),
+        element("output", null, "magnitude by decade")), histogram(plane.counts, plane.first_decade, this.panel)),
+      element("dl", { class: "line" }, [["norm", real(plane.norm)], ["mean", real(plane.mean)], ["min", real(plane.min)],
+        ["max", real(plane.max)], ["zeros", count(plane.zeros)], ["not finite", count(plane.non_finite)]]
+        .map(([label, value]) => element("div", null, element("dt", null, label), element("dd", null, value))))));
+    this.panel.replaceChildren(
+      element("h3", null, parameter.name),
+      element("p", { class: "quiet small" }, `${count(parameter.elements)} elements in group ${parameter.group}, at step ${count(parameter.step)}, ` +
+        `${plural(parameter.update_count, "update", "updates")}`,
+        " ", element("button", { type: "button", click: () => this.choose(parameter.name) }, "Read again")),
+      ...(planes.length ? planes : [element("p", { class: "quiet" }, "It is frozen: the service has no state for it.")]));
+  }
+}
+
+class Timeline {
+  constructor(name) {
+    this.job = name;
+    this.button = element("button", { type: "button", class: "main", click: () => this.record() }, "Record the next step");
+    this.text = element("span", { class: "quiet small", role: "status" }, "Shows what each thread of the service does, chunk by chunk.");
+    this.picture = element("div");
+    this.section = card("timeline", "Timeline of a step", null, element("div", { class: "tools" }, this.button, this.text), this.picture);
+  }
+
+  async record() {
+    this.button.disabled = true;
+    this.text.textContent = "Waiting for a step to begin and end …";
+    try {
+      const answer = await ask("/api/timeline", { job: this.job, patience: 60 }, 70000);
+      if (answer.unavailable) throw new Error(answer.unavailable);
+      this.picture.replaceChildren(element("figure", { class: "scroll" }, timeline(answer.events, this.picture)),
+        element("ul", { class: "legend" }, busy(answer.events).map(([name, text]) => element("li", null, element("i", { class: name }), text))));
+      this.text.textContent = `Step ${count(answer.step)}, ${plural(answer.events.length, "event", "events")}` +
+        (answer.dropped ? `; ${count(answer.dropped)} more are left out, ballast trace has them` : "");
+    } catch (error) {
+      this.text.textContent = error.message;
+    }
+    this.button.disabled = false;
+  }
+}
+
+export class JobView {
+  constructor(main, name) {
+    this.main = main;
+    this.name = name;
+    this.history = new History();
+    this.head = element("div");
+    this.ranks = element("section");
+    this.memory = element("section");
+    this.groups = element("section");
+    this.checkpoints = element("section");
+    this.norm = new Chart("Gradient norm", false);
+    this.clip = new Chart("Clip coefficient", false);
+    this.parts = new Chart("Step time and its parts", true);
+    this.parameters = new Parameters(name);
+    this.timeline = new Timeline(name);
+    this.skipped = element("p", { class: "quiet small" });
+    this.begun = false;
+  }
+
+  begin() {
+    const charts = card("charts", "Steps", null, this.skipped,
+      element("div", { class: "charts" }, this.norm.figure, this.clip.figure, this.parts.figure));
+    this.main.replaceChildren(this.head, this.ranks, charts,
+      element("div", { class: "two" }, this.memory, this.checkpoints), this.groups, this.parameters.section, this.timeline.section);
+    this.parameters.load();
+    this.begun = true;
+  }
+
+  gone(message) {
+    this.begun = false;
+    this.main.replaceChildren(element("h1", null, this.name),
+      element("p", { class: "note" }, message), element("p", null, element("a", { href: "/" }, "All jobs")));
+  }
+
+  update(job) {
+    if (!this.begun) this.begin();
+    this.history.add(job);
+    morph(this.head, this.headOf(job));
+    morph(this.ranks, ranks(job));
+    morph(this.memory, memory(job));
+    morph(this.groups, groups(job));
+    morph(this.checkpoints, checkpoints(job));
+    this.draw(job);
+  }
+
+  headOf(job) {
+    const [word, kind] = stateOf(job);
+    const why = trouble(job);
+    const last = this.history.step.length - 1;
+    const seconds_of_last = last < 0 ? null : ["gathering", "awaiting", "deciding", "updating"].reduce((sum, part) => sum + this.history[part][last], 0);
+    return element("div", null,
+      element("div", { class: "head" }, element("h1", null, job.name), element("span", { class: `pill ${kind}` }, word)),
+      element("nav", { class: "sections", "aria-label": "On this page" },
+        [["ranks", "Ranks"], ["charts", "Steps"], ["memory", "Memory"], ["checkpoints", "Checkpoints"], ["groups", "Groups"],
+          ["parameters", "Parameters"], ["timeline", "Timeline"]].map(([id, text]) => element("a", { href: `#${id}` }, text))),
+      element("div", { role: "status", id: "trouble" }, why ? element("p", { class: `note ${why[1]}` }, element("strong", null, why[0])) : null),
+      element("dl", { class: "facts eight" },
+        fact("Step", count(job.committed_step)),
+        fact("Pace", perSecond(rate(job.uid, job.committed_step))),
+        fact("Last step", seconds(seconds_of_last)),
+        fact("Skipped", [count(job.skipped_steps), element("small", null, ` of ${count(job.applied_steps + job.skipped_steps)}`)]),
+        fact("Clipped", [count(job.clipped_steps), element("small", null, ` of ${count(job.applied_steps)}`)]),
+        fact("Parameters", [count(job.parameters), element("small", null, ` in ${count(job.chunks)} chunks`)]),
+        fact("Gradients in", perSecondBytes(rate(`${job.uid} in`, job.traffic.gradients + job.traffic.gradients_shared))),
+        fact("Weights out", perSecondBytes(rate(`${job.uid} out`, job.traffic.weights + job.traffic.weights_shared)))));
+  }
+
+  draw(job) {
+    const history = this.history;
+    const mark = (i) => (!history.applied[i] ? "skipped" : history.clip[i] < 1 ? "clipped" : null);
+    const outcome = (i) => (!history.applied[i] ? ", skipped" : history.clip[i] < 1 ? ", clipped" : "");
+    this.norm.update(history, (width) => drawLine(history, history.norm, width, { limit: job.max_norm || null, mark,
+      say: (i) => real(history.norm[i]) + outcome(i) }));
+    this.clip.update(history, (width) => drawLine(history, history.clip.map((clip, i) => (history.applied[i] ? clip : null)), width, { low: 0, mark,
+      say: (i) => (history.applied[i] ? real(history.clip[i]) : "none") + outcome(i) }));
+    this.parts.update(history, (width) => drawParts(history, width));
+    const skipped = Object.keys(history.reasons).at(-1);
+    this.skipped.textContent = skipped === undefined ? "" : `Step ${skipped} was skipped: ${history.reasons[skipped]}.`;
+  }
+}
+
+function perSecondBytes(value) {
+  return value === null ? "…" : `${bytes(value)}/s`;
+}

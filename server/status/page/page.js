@@ -1,0 +1,125 @@
+// The status page: asks the service once a second while somebody looks, and shows what it says.
+// "/" lists the jobs, "/?job=NAME" shows one.
+import { JobView } from "./job.js";
+import { spark } from "./charts.js";
+import { ask, fact, hasToken, keepToken, meter, perSecond, rate, stateOf, trouble } from "./service.js";
+import { bytes, count, element, morph, seconds } from "./text.js";
+
+const EVERY_MS = 1000;
+
+const main = document.getElementById("main");
+const pulse = document.getElementById("pulse");
+const jobName = new URLSearchParams(location.search).get("job");
+
+class ServiceView {
+  constructor() {
+    this.body = element("div");
+    main.replaceChildren(this.body);
+  }
+
+  update(service) {
+    const { memory, updates, jobs } = service;
+    const busy = rate("busy", updates.busy_seconds);
+    morph(this.body, element("div", null,
+      element("h1", null, "Jobs"),
+      element("dl", { class: "facts" },
+        fact("Service", service.ready ? "ready" : "stopping"),
+        fact("Jobs", count(jobs.length)),
+        fact("Memory", [bytes(memory.used), element("small", null, ` of ${bytes(memory.limit)}`)], meter(memory.used, memory.limit)),
+        fact("Update threads busy", [busy === null ? "…" : `${((100 * busy) / updates.threads).toFixed(0)} %`,
+          element("small", null, ` of ${updates.threads}`)], meter(busy ?? 0, updates.threads)),
+        fact("Running for", seconds(Date.now() / 1000 - service.started)),
+        service.deaths ? fact("Deaths", count(service.deaths)) : null),
+      jobs.length === 0
+        ? element("p", { class: "card quiet" }, "No job yet. A worker creates one when it starts.")
+        : element("ul", { class: "jobs" }, jobs.map((job) => this.row(job)))));
+  }
+
+  row(job) {
+    const [word, kind] = stateOf(job);
+    const why = trouble(job);
+    const cell = (label, value, name = "cell") => element("span", { class: name }, element("small", null, label), value);
+    return element("li", { "data-key": job.name }, element("a", { href: `/?${new URLSearchParams({ job: job.name })}` },
+      element("span", { class: "name" }, job.name),
+      element("span", { class: "state" }, element("span", { class: `pill ${kind}` }, word)),
+      cell("ranks", `${job.attached} of ${job.world_size}`),
+      cell("step", count(job.committed_step)),
+      cell("pace", perSecond(rate(job.uid, job.committed_step))),
+      cell("gradient norm", spark(job.norms)),
+      cell("memory", bytes(job.memory_bytes)),
+      why ? element("span", { class: `why ${why[1]}` }, why[0]) : null));
+  }
+}
+
+function showPulse(ok, text) {
+  pulse.className = ok ? "" : "off";
+  document.body.classList.toggle("stale", !ok);
+  if (pulse.textContent !== text) pulse.textContent = text;
+}
+
+function showFoot(service) {
+  const facts = [`Ballast ${service.version}`, service.addresses.join(", "), `kernel ${service.kernel}`,
+    `process ${service.process}`, `resident ${bytes(service.resident_bytes)}`, `instance ${service.instance.slice(0, 8)}`];
+  morph(document.getElementById("foot"), element("footer", { id: "foot" },
+    element("ul", null, facts.map((text) => element("li", null, text)),
+      hasToken() ? null : element("li", null, element("a", { href: "/metrics" }, "Metrics")))));
+}
+
+// Asks for a token in place of what is shown. Loading the page again is the simplest way to show all with it.
+function askForToken(why) {
+  if (document.getElementById("token")) return;
+  const field = element("input", { id: "token", type: "password", autocomplete: "off", required: true });
+  main.replaceChildren(element("form", {
+    class: "card token",
+    submit: (event) => {
+      event.preventDefault();
+      keepToken(field.value);
+      location.reload();
+    },
+  }, element("h1", null, "Who looks?"), element("p", null, why),
+  element("label", { for: "token" }, "Token "), field, " ", element("button", { type: "submit" }, "Look")));
+  field.focus();
+}
+
+const view = jobName === null ? new ServiceView() : new JobView(main, jobName);
+if (jobName !== null) {
+  document.title = `${jobName} · Ballast`;
+  document.getElementById("crumbs").append(jobName);
+}
+
+let turns = 0;
+async function look() {
+  try {
+    // A job's own page needs little of the service, and that seldom.
+    if (jobName === null || turns++ % 10 === 0) {
+      const service = await ask("/api/service");
+      showFoot(service);
+      if (jobName === null) view.update(service);
+    }
+    if (jobName !== null) view.update(await ask("/api/job", { job: jobName }));
+    showPulse(true, "live");
+  } catch (error) {
+    if (error.code === 401 || error.code === 403) {
+      askForToken(error.message);
+      showPulse(false, "a token is needed");
+    } else if (error.code === 404) {
+      view.gone(error.message);
+      showPulse(true, "live");
+    } else {
+      turns = 0;
+      showPulse(false, error.code ? error.message : "no answer from the service");
+    }
+  }
+}
+
+// One answer is awaited before the next is asked for, and nothing is asked for a page that is not seen.
+let waiting = false;
+async function tick() {
+  if (waiting || document.hidden) return;
+  waiting = true;
+  await look();
+  waiting = false;
+}
+document.addEventListener("visibilitychange", tick);
+setInterval(tick, EVERY_MS);
+tick();

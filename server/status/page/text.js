@@ -1,0 +1,91 @@
+// Figures as people read them, and elements made of them.
+
+export function count(value) {
+  return value.toLocaleString("en-US");
+}
+
+export function bytes(value) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+  let unit = 0;
+  while (value >= 1000 && unit + 1 < units.length) {
+    value /= 1024;
+    ++unit;
+  }
+  return `${unit === 0 || value >= 100 ? value.toFixed(0) : value.toPrecision(3)} ${units[unit]}`;
+}
+
+export function seconds(value) {
+  if (value === null || value === undefined) return "–";
+  if (value < 0.001) return `${(value * 1e6).toFixed(0)} µs`;
+  if (value < 1) return `${(value * 1e3).toPrecision(3)} ms`;
+  if (value < 60) return `${value < 10 ? value.toFixed(1) : value.toFixed(0)} s`;
+  if (value < 3600) return `${Math.floor(value / 60)} min ${Math.floor(value % 60)} s`;
+  if (value < 86400) return `${Math.floor(value / 3600)} h ${Math.floor((value % 3600) / 60)} min`;
+  return `${Math.floor(value / 86400)} d ${Math.floor((value % 86400) / 3600)} h`;
+}
+
+// null: what JSON makes of an infinity or NaN.
+export function real(value) {
+  if (value === null || value === undefined) return "not finite";
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  return size >= 1e5 || size < 1e-3 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
+}
+
+export function plural(number, one, many) {
+  return `${count(number)} ${number === 1 ? one : many}`;
+}
+
+export const phases = {
+  awaiting_weights: ["awaits weights", "wait"],
+  ready: ["between steps", ""],
+  open: ["gathering", "work"],
+  sealed: ["deciding", "work"],
+  voting: ["voting", "work"],
+  updating: ["updating", "work"],
+  broken: ["broken", "bad"],
+  closed: ["closed", "bad"],
+};
+
+const SVG = "http://www.w3.org/2000/svg";
+const SVG_NAMES = new Set(["svg", "g", "path", "line", "rect", "circle", "text", "title", "polyline"]);
+
+// element("a", {class: "name", href: "/"}, "text", child, [children]). Attributes that are null or false are
+// left out; functions are listeners.
+export function element(name, attributes, ...children) {
+  const made = SVG_NAMES.has(name) ? document.createElementNS(SVG, name) : document.createElement(name);
+  for (const [key, value] of Object.entries(attributes ?? {})) {
+    if (value === null || value === undefined || value === false) continue;
+    if (typeof value === "function") made.addEventListener(key, value);
+    else if (key === "width%") made.style.width = `${value}%`;
+    else made.setAttribute(key, value === true ? "" : value);
+  }
+  made.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  return made;
+}
+
+// Makes `old` what `made` is, and keeps what is the same: the focus, the place in a list that scrolls.
+// Elements with data-own look after their own contents.
+export function morph(old, made) {
+  if (old.nodeType !== made.nodeType || old.nodeName !== made.nodeName ||
+      (old.dataset?.key ?? "") !== (made.dataset?.key ?? "")) {
+    old.replaceWith(made);
+    return;
+  }
+  if (old.nodeType === Node.TEXT_NODE) {
+    if (old.data !== made.data) old.data = made.data;
+    return;
+  }
+  for (const { name } of [...old.attributes]) if (!made.hasAttribute(name)) old.removeAttribute(name);
+  for (const { name, value } of made.attributes) {
+    if (old.getAttribute(name) !== value) {
+      if (name === "style") old.style.cssText = made.style.cssText;
+      else old.setAttribute(name, value);
+    }
+  }
+  if (old.dataset?.own !== undefined) return;
+  const fresh = [...made.childNodes];
+  const stale = [...old.childNodes];
+  fresh.forEach((child, i) => (i < stale.length ? morph(stale[i], child) : old.append(child)));
+  stale.slice(fresh.length).forEach((child) => child.remove());
+}

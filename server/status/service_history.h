@@ -1,0 +1,17 @@
+// What a service's process was told, or has seen, at its start.
+#ifndef BALLAST_SERVER_STATUS_SERVICE_HISTORY_H_
+#define BALLAST_SERVER_STATUS_SERVICE_HISTORY_H_
+
+#include <cstdint>
+
+namespace ballast::server {
+
+struct ServiceHistory {
+  uint64_t deaths = 0;  // Of processes of this service before this one, as its parent counts them.
+  double recovery_seconds =
+      0;  // What taking over their jobs took; 0: there was nothing to take over.
+};
+
+}  // namespace ballast::server
+
+#endif  // BALLAST_SERVER_STATUS_SERVICE_HISTORY_H_

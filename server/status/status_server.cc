@@ -1,0 +1,225 @@
+#include "server/status/status_server.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "server/status/http_server.h"
+#include "server/status/job_json.h"
+#include "server/status/metrics.h"
+#include "server/status/page.h"
+#include "server/status/state_json.h"
+
+namespace ballast::server {
+namespace {
+
+using nlohmann::json;
+
+// Text that is not UTF-8 is shown with marks in its place.
+std::string Dump(const json& value) {
+  return value.dump(-1, ' ', false, json::error_handler_t::replace);
+}
+
+HttpAnswer JsonAnswer(std::string text, int code = 200) {
+  return {.code = code, .content_type = "application/json", .body = std::move(text)};
+}
+
+HttpAnswer NotReady(absl::string_view why) {
+  return {.code = 503, .body = absl::StrCat("not ready: ", why, "\n")};
+}
+
+int CodeOf(const absl::Status& status) {
+  switch (status.code()) {
+    case absl::StatusCode::kUnauthenticated:
+      return 401;
+    case absl::StatusCode::kPermissionDenied:
+      return 403;
+    case absl::StatusCode::kNotFound:
+      return 404;
+    case absl::StatusCode::kInternal:
+      return 500;
+    default:
+      return 503;
+  }
+}
+
+HttpAnswer Failure(const absl::Status& status) {
+  const int code = CodeOf(status);
+  return JsonAnswer(Dump({{"error", std::string(status.message())}}), code);
+}
+
+HttpAnswer ToAnswer(const absl::StatusOr<json>& value) {
+  // No error of the caller's, so a browser need not log it as one.
+  if (absl::IsUnavailable(value.status()) || absl::IsResourceExhausted(value.status())) {
+    return JsonAnswer(Dump({{"unavailable", std::string(value.status().message())}}));
+  }
+  return value.ok() ? JsonAnswer(Dump(*value)) : Failure(value.status());
+}
+
+// The same answers for all who look at the same time, however many they are.
+class AnswerCache {
+ public:
+  HttpAnswer Get(const std::string& key, const std::function<HttpAnswer()>& make) {
+    const std::lock_guard lock(mutex_);
+    const auto now = Clock::now();
+    std::erase_if(answers_, [&](const auto& entry) { return now - entry.second.first > kFresh; });
+    const auto found = answers_.find(key);
+    if (found != answers_.end()) return found->second.second;
+    HttpAnswer answer = make();
+    answers_[key] = {Clock::now(), answer};
+    return answer;
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  static constexpr std::chrono::milliseconds kFresh{400};
+  std::mutex mutex_;
+  std::map<std::string, std::pair<Clock::time_point, HttpAnswer>> answers_;
+};
+
+}  // namespace
+
+// All that is shown.
+struct StatusServer::Shown {
+  Shown(Engine& engine, const Server& server, const ServiceHistory& history)
+      : engine(engine), server(server), history(history) {}
+
+  HttpAnswer Answer(const HttpRequest& request);
+  HttpAnswer AnswerApi(const HttpRequest& request, const Viewer& viewer);
+  // UNAUTHENTICATED, PERMISSION_DENIED.
+  absl::StatusOr<Viewer> WhoLooks(const HttpRequest& request) const;
+  // The one that the query names, if the viewer may see it.
+  absl::StatusOr<std::shared_ptr<Job>> JobOf(const HttpRequest& request,
+                                             const Viewer& viewer) const;
+  // One of a kind at a time: each may take seconds, and a thread.
+  HttpAnswer AnswerAlone(std::mutex& kind, const absl::StatusOr<std::shared_ptr<Job>>& job,
+                         const std::function<absl::StatusOr<json>(Job&)>& make);
+
+  Engine& engine;
+  const Server& server;
+  const ServiceHistory history;
+  AnswerCache cache;
+  std::mutex distribution;
+  std::mutex timeline;
+};
+
+struct StatusServer::Impl {
+  HttpAnswer Answer(const HttpRequest& request);
+
+  std::unique_ptr<Shown> shown;
+  std::atomic<Shown*> visible = nullptr;  // `shown`, once it is there.
+  std::unique_ptr<HttpServer> http;       // Ends first.
+};
+
+absl::StatusOr<Viewer> StatusServer::Shown::WhoLooks(const HttpRequest& request) const {
+  if (!server.access().has_tokens()) return Viewer();
+  return server.access().AdmitViewer(request.authorization, request.peer);
+}
+
+absl::StatusOr<std::shared_ptr<Job>> StatusServer::Shown::JobOf(const HttpRequest& request,
+                                                                const Viewer& viewer) const {
+  const std::string name = request.Get("job");
+  if (viewer.has_value()) BALLAST_RETURN_IF_ERROR(viewer->Check(name));
+  return engine.FindJob(name);
+}
+
+HttpAnswer StatusServer::Shown::AnswerAlone(std::mutex& kind,
+                                            const absl::StatusOr<std::shared_ptr<Job>>& job,
+                                            const std::function<absl::StatusOr<json>(Job&)>& make) {
+  if (!job.ok()) return Failure(job.status());
+  const std::unique_lock lock(kind, std::try_to_lock);
+  if (!lock.owns_lock()) {
+    return ToAnswer(absl::UnavailableError("another page asks for the same; try again"));
+  }
+  return ToAnswer(make(**job));
+}
+
+HttpAnswer StatusServer::Shown::AnswerApi(const HttpRequest& request, const Viewer& viewer) {
+  if (request.path == "/api/service") {
+    // No job's uid begins so.
+    const std::string key = viewer.has_value() ? absl::StrCat("/", viewer->principal()) : "";
+    return cache.Get(key, [&] { return ToAnswer(ServiceJson(engine, server, history, viewer)); });
+  }
+  const auto job = JobOf(request, viewer);
+  if (request.path == "/api/job") {
+    if (!job.ok()) return Failure(job.status());
+    return cache.Get((*job)->uid(), [&] { return ToAnswer(JobJson(engine, **job)); });
+  }
+  if (request.path == "/api/parameters") {
+    if (!job.ok()) return Failure(job.status());
+    return ToAnswer(ParametersJson(**job, request.Get("match")));
+  }
+  if (request.path == "/api/distribution") {
+    return AnswerAlone(distribution, job,
+                       [&](Job& job) { return DistributionJson(job, request.Get("parameter")); });
+  }
+  if (request.path == "/api/timeline") {
+    int patience_seconds = 0;
+    if (!absl::SimpleAtoi(request.Get("patience"), &patience_seconds)) patience_seconds = 60;
+    patience_seconds = std::clamp(patience_seconds, 1, 60);
+    return AnswerAlone(timeline, job,
+                       [=](Job& job) { return TimelineJson(job, patience_seconds); });
+  }
+  return Failure(absl::NotFoundError(absl::StrCat("there is no ", request.path)));
+}
+
+HttpAnswer StatusServer::Shown::Answer(const HttpRequest& request) {
+  if (request.path == "/ready") {
+    return server.serving() ? HttpAnswer{.body = "ready\n"} : NotReady("the service is draining");
+  }
+  const absl::StatusOr<Viewer> viewer = WhoLooks(request);
+  if (!viewer.ok()) return Failure(viewer.status());
+  if (request.path == "/metrics") {
+    return {.content_type = "text/plain; version=0.0.4; charset=utf-8",
+            .body = MetricsText(engine, server, history, *viewer)};
+  }
+  return AnswerApi(request, *viewer);
+}
+
+HttpAnswer StatusServer::Impl::Answer(const HttpRequest& request) {
+  if (request.path == "/live") return {.body = "live\n"};
+  for (const PageFile& file : PageFiles()) {
+    if (request.path == file.path) {
+      return {.content_type = std::string(file.content_type), .body = std::string(file.contents)};
+    }
+  }
+  if (request.path != "/ready" && request.path != "/metrics" &&
+      !request.path.starts_with("/api/")) {
+    return {.code = 404, .body = "there is no such page; the status page is at /\n"};
+  }
+  Shown* const now = visible;
+  if (now != nullptr) return now->Answer(request);
+  constexpr char kWhy[] = "the service is starting, and takes over jobs that it has left";
+  return request.path.starts_with("/api/") ? Failure(absl::UnavailableError(kWhy)) : NotReady(kWhy);
+}
+
+absl::StatusOr<std::unique_ptr<StatusServer>> StatusServer::Start(const StatusOptions& options) {
+  auto impl = std::make_unique<Impl>();
+  auto http = HttpServer::Start(
+      options.listen, options.allow_remote,
+      [impl = impl.get()](const HttpRequest& request) { return impl->Answer(request); });
+  if (!http.ok()) return http.status();
+  impl->http = *std::move(http);
+  return std::unique_ptr<StatusServer>(new StatusServer(std::move(impl)));
+}
+
+void StatusServer::Show(Engine& engine, const Server& server, const ServiceHistory& history) {
+  impl_->shown = std::make_unique<Shown>(engine, server, history);
+  impl_->visible = impl_->shown.get();
+}
+
+StatusServer::StatusServer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+StatusServer::~StatusServer() = default;
+
+const std::string& StatusServer::address() const { return impl_->http->address(); }
+
+}  // namespace ballast::server

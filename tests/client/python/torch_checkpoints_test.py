@@ -1,0 +1,424 @@
+#!/usr/bin/env python3
+"""ballast.torch: trainers and services that die and go on from what was saved, and files of torch and Hugging Face."""
+
+import contextlib
+import copy
+import io
+import os
+import pathlib
+import tempfile
+import unittest
+import warnings
+
+from ranks_for_tests import run_ranks  # Which also lets ballast be found.
+
+import safetensors.torch
+import torch
+
+import ballast.torch
+
+
+def new_model():
+    torch.manual_seed(7)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3, bias=False))
+
+
+def train(model, optimizer, steps):
+    """Steps by their numbers, each with its own batch."""
+    for step in steps:
+        batch = torch.Generator().manual_seed(step)
+        loss = model(torch.rand(5, 4, generator=batch)).square().sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def await_checkpoint(service, job, step):
+    client = ballast.connect(service.address)
+    while step not in [found["step"] for found in _saved(client, job)]:
+        pass
+
+
+def _saved(client, job):
+    try:
+        return client.checkpoints(job)
+    except ballast.BallastError:
+        return []
+
+
+class Code:
+    """What a file must not make happen."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+class CheckpointsTest(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+        self.saved = self.folder / "saved"
+        warnings.simplefilter("error")
+        self.addCleanup(warnings.resetwarnings)
+
+    def service(self, **options):
+        service = ballast.Service(memory_limit="256MiB", threads=1, checkpoint_dir=self.saved, **options)
+        self.addCleanup(service.stop)
+        return service
+
+    def optimizer(self, model, service, job="gpt", **options):
+        optimizer = ballast.torch.AdamW(model.named_parameters(), lr=0.02, service=service.address, job=job, **options)
+        self.addCleanup(optimizer.close)
+        return optimizer
+
+    def weights(self, model):
+        return {name: tensor.tolist() for name, tensor in model.state_dict().items()}
+
+    def undisturbed(self, service, steps):
+        model = new_model()
+        optimizer = self.optimizer(model, service, job="undisturbed")
+        train(model, optimizer, steps)
+        optimizer.close()
+        return self.weights(model)
+
+    def test_a_trainer_goes_on_from_its_last_state_whatever_became_of_the_job(self):
+        service = self.service(checkpoint_keep=1)
+        expected = self.undisturbed(service, range(8))
+        model = new_model()
+        optimizer = self.optimizer(model, service)
+        train(model, optimizer, range(3))
+        state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        optimizer.state_dict()  # Once for a step.
+        train(model, optimizer, range(3, 5))  # The trainer dies after these.
+        optimizer.close()
+        await_checkpoint(service, "gpt", 3)
+        self.assertEqual(len(os.listdir(self.saved / "gpt")), 2)  # And the hint.
+
+        def goes_on(service, steps):
+            model = new_model()
+            model.load_state_dict(state[0])
+            optimizer = self.optimizer(model, service)
+            optimizer.load_state_dict(state[1])
+            self.assertEqual(int(next(iter(optimizer.state.values()))["step"]), 3)
+            train(model, optimizer, steps)
+            optimizer.close()
+            return model
+
+        self.assertEqual(self.weights(goes_on(service, range(3, 8))), expected)
+        service.stop()  # Which saves step 8.
+        second = self.service(checkpoint_keep=1)
+        goes_on(second, range(3, 6))  # Dies again, without a state of its own.
+        self.assertEqual(self.weights(goes_on(second, range(3, 8))), expected)
+
+    def test_sharded_ranks_go_on_from_their_states_on_a_service_that_has_begun_anew(self):
+        def ranks(service, *cases):
+            return run_ranks("state_ranks", 2, [
+                (function, {"service": service.address, "job": "sharded", "file": str(self.folder / "state")} | options)
+                for function, options in cases])
+
+        service = self.service()
+        ((expected, same), died) = ranks(service, ("takes_a_state_and_goes_on", {}),
+                                         ("goes_on_from_its_state", {"steps": 1}))
+        self.assertEqual(expected, same)
+        self.assertNotIn(expected, died)
+        service.stop()
+        self.assertEqual(ranks(self.service(), ("goes_on_from_its_state", {"steps": 4})), [[expected] * 2])
+
+    def test_a_state_whose_step_is_not_there_any_more_names_those_that_are(self):
+        service = self.service(checkpoint_keep=1)
+        model = new_model()
+        optimizer = self.optimizer(model, service)
+        train(model, optimizer, range(1))
+        state = copy.deepcopy(optimizer.state_dict())
+        await_checkpoint(service, "gpt", 1)
+        train(model, optimizer, range(1, 3))
+        optimizer.state_dict()
+        await_checkpoint(service, "gpt", 3)
+        while len(os.listdir(self.saved / "gpt")) > 2:  # The older one goes after the newer one has come.
+            pass
+        train(model, optimizer, range(3, 4))
+        optimizer.close()
+        with self.assertRaisesRegex(RuntimeError, r"at step 4.* loaded at step 1, .*it has: 3\)"):
+            self.optimizer(new_model(), service).load_state_dict(state)
+
+    def test_without_a_place_to_save_to_a_state_says_so(self):
+        service = ballast.Service(memory_limit="256MiB", threads=1)
+        self.addCleanup(service.stop)
+        model = new_model()
+        optimizer = self.optimizer(model, service)
+        train(model, optimizer, range(1))
+        with self.assertWarnsRegex(UserWarning, "did not save step 1 of job gpt .*--checkpoint-dir"):
+            optimizer.state_dict()
+        optimizer.close()
+
+    def test_a_service_that_ends_is_resumed(self):
+        service = self.service(checkpoint_every="2steps")
+        expected = self.undisturbed(service, range(6))
+        model = new_model()
+        optimizer = self.optimizer(model, service)
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            self.assertEqual(optimizer.attach(resume=True), 0)
+        self.assertIn("job gpt begins anew: the service has no checkpoint of the name gpt", said.getvalue())
+        train(model, optimizer, range(3))
+        optimizer.close()
+        service.stop()
+        second = self.service()
+        model = new_model()
+        optimizer = self.optimizer(model, second)
+        self.assertEqual(optimizer.attach(resume=True), 3)
+        train(model, optimizer, range(3, 6))
+        self.assertEqual(self.weights(model), expected)
+        optimizer.close()
+        model = new_model()
+        optimizer = self.optimizer(model, second, job="branch")
+        with self.assertRaisesRegex(LookupError, r"no checkpoint gpt/step-1.9 \(there are: gpt/step-"):
+            optimizer.attach(resume="gpt/step-1.9")
+        with self.assertRaisesRegex(ValueError, "'gpt/step-1' is no checkpoint; expected gpt or gpt/step-STEP"):
+            optimizer.attach(resume="gpt/step-1")
+        self.assertEqual(optimizer.attach(resume="gpt/step-2.1"), 2)
+        train(model, optimizer, range(2, 6))
+        self.assertEqual(self.weights(model), expected)
+        optimizer.close()
+        self.assertEqual(self.optimizer(new_model(), second, job="branch").attach(resume="gpt/step-2.1"), 6)
+        self.optimizer(new_model(), second, job="other").attach(create=True)
+        with self.assertRaisesRegex(RuntimeError, "other is at step 0 and did not begin with gpt/step-2.1: attach"):
+            self.optimizer(new_model(), second, job="other").attach(resume="gpt/step-2.1")
+
+    def test_a_service_that_cannot_save_says_so_when_it_is_stopped(self):
+        service = self.service()
+        model = new_model()
+        optimizer = self.optimizer(model, service)
+        train(model, optimizer, range(1))
+        optimizer.close()
+        self.saved.rename(self.folder / "away")
+        with self.assertRaisesRegex(ballast.BallastError, "not saved job gpt at step 1: there is no directory"):
+            service.stop()
+
+    def test_what_torch_saved_becomes_a_checkpoint_and_back(self):
+        service = self.service()
+        theirs = new_model()
+        groups = [{"params": list(theirs[0].parameters()), "weight_decay": 0.3},
+                  {"params": [theirs[2].weight], "amsgrad": True, "lr": 0.01}]
+        adam = torch.optim.AdamW(groups, lr=0.02)
+        train(theirs, adam, range(3))
+        file = self.folder / "trained.pt"
+        torch.save({"model": theirs.state_dict(), "optimizer": adam.state_dict()}, file)
+
+        ours = new_model()
+        named = [{"params": [(f"0.{name}", p) for name, p in ours[0].named_parameters()]},
+                 {"params": [("2.weight", ours[2].weight)], "amsgrad": True}]
+        optimizer = ballast.torch.AdamW(named, service=service.address, job="gpt")
+        self.addCleanup(optimizer.close)
+        made = ballast.torch.to_checkpoint(self.saved / "gpt", optimizer, file, file)
+        self.assertEqual(made.name, "step-3.0")
+        client = ballast.connect(service.address)
+        self.assertEqual([found["problem"] for found in client.verify("gpt")], [""])
+        self.assertEqual(optimizer.attach(resume=True), 3)
+        self.assertEqual(self.weights(ours), self.weights(theirs))
+        for group in optimizer.param_groups:
+            group["lr"] = 0.005
+        for group in adam.param_groups:
+            group["lr"] = 0.005
+        optimizer.param_groups[0]["weight_decay"] = 0.3
+        train(theirs, adam, range(3, 6))
+        train(ours, optimizer, range(3, 6))
+        for name, tensor in ours.state_dict().items():
+            torch.testing.assert_close(tensor, theirs.state_dict()[name], rtol=1e-5, atol=1e-7)
+
+        # And back: torch goes on with it.
+        client.save("gpt")
+        again = new_model()
+        named = [{"params": [(f"0.{name}", p) for name, p in again[0].named_parameters()]},
+                 {"params": [("2.weight", again[2].weight)], "amsgrad": True}]
+        adam = torch.optim.AdamW(named)
+        older, _ = ballast.torch.from_checkpoint(made)
+        weights, state = ballast.torch.from_checkpoint(self.saved / "gpt", adam)  # The newest.
+        self.assertFalse(torch.equal(older["2.weight"], weights["2.weight"]))
+        again.load_state_dict(weights)
+        adam.load_state_dict(state)
+        self.assertEqual([group["weight_decay"] for group in adam.param_groups], [0.3, 0.01])
+        train(again, adam, range(6, 9))
+        train(ours, optimizer, range(6, 9))
+        for name, tensor in ours.state_dict().items():
+            torch.testing.assert_close(tensor, again.state_dict()[name], rtol=1e-5, atol=1e-7)
+
+    def test_moments_of_torch_begin_a_new_job(self):
+        service = ballast.Service(memory_limit="256MiB", threads=1)  # No --checkpoint-dir.
+        self.addCleanup(service.stop)
+        theirs = new_model()
+        adam = torch.optim.AdamW([{"params": list(theirs[0].named_parameters()), "weight_decay": 0.3},
+                                  {"params": [("weight", theirs[2].weight)], "amsgrad": True, "lr": 0.01}], lr=0.02)
+        train(theirs, adam, range(3))
+        ours = new_model()
+        # The first group by name, in another order; the second, which has other names, by the order.
+        named = [{"params": [("bias", ours[0].bias), ("weight", ours[0].weight)]},
+                 {"params": [("last", ours[2].weight)]}]
+        optimizer = ballast.torch.AdamW(named, service=service.address, job="gpt")
+        self.addCleanup(optimizer.close)
+        optimizer.load_state_dict(adam.state_dict())
+        given = {plane: adam.state[theirs[0].weight][plane].tolist() for plane in ("exp_avg", "exp_avg_sq")}
+        ours.load_state_dict(copy.deepcopy(theirs.state_dict()))  # In either order.
+        self.assertEqual(ballast.connect(service.address).jobs(), [])
+        kept = optimizer.state_dict()  # Nobody else has them.
+        self.assertEqual(kept["state"][1]["exp_avg"].tolist(), given["exp_avg"])
+        train(theirs, adam, range(3, 4))  # Which changes what it has given.
+        self.assertEqual([int(optimizer.state[p]["step"]) for p in ours.parameters()], [3, 3, 3])
+        self.assertEqual(optimizer.attach(), 3)
+        self.assertIsNone(optimizer._moments)
+        client = ballast.connect(service.address)
+        self.assertEqual({plane: client.state("gpt", "weight", plane).tolist() for plane in given}, given)
+        train(ours, optimizer, range(3, 4))
+        for steps in (range(0), range(4, 7)):
+            train(theirs, adam, steps)
+            train(ours, optimizer, steps)
+            for name, tensor in ours.state_dict().items():
+                torch.testing.assert_close(tensor, theirs.state_dict()[name], rtol=1e-5, atol=1e-7)
+        self.assertEqual(optimizer.param_groups[1]["job_step"], 7)
+        with self.assertRaisesRegex(RuntimeError, "already made steps"):
+            optimizer.load_state_dict(kept)
+
+    def test_a_full_state_begins_a_new_job_where_its_own_has_gone(self):
+        for dtype in (torch.float32, torch.bfloat16):
+            service = ballast.Service(memory_limit="256MiB", threads=1)
+            self.addCleanup(service.stop)
+
+            def steps(model, optimizer, numbers):
+                for step in numbers:
+                    batch = torch.rand(5, 4, generator=torch.Generator().manual_seed(step)).to(dtype)
+                    optimizer.zero_grad()
+                    model(batch).float().square().sum().backward()
+                    optimizer.step()
+
+            model = new_model().to(dtype)
+            optimizer = self.optimizer(model, service, full_state=True)
+            steps(model, optimizer, range(3))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # That the service saves nothing.
+                state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            steps(model, optimizer, range(3, 6))
+            masters = {name: optimizer._binding.read_state(p, "master")[0].tolist()
+                       for name, p in model.named_parameters()}
+            optimizer.close()
+            with self.assertRaises(RuntimeError):  # It is there, and has gone on.
+                self.optimizer(new_model().to(dtype), service, full_state=True).load_state_dict(state[1])
+            service.stop()
+            second = ballast.Service(memory_limit="256MiB", threads=1)
+            self.addCleanup(second.stop)
+            for where in (dict(service=second.address), dict(service=second.address, job="other"), dict(service=None)):
+                model = new_model().to(dtype)
+                optimizer = ballast.torch.AdamW(model.named_parameters(), lr=0.5, **{"job": "gpt"} | where)
+                self.addCleanup(optimizer.close)
+                optimizer.load_state_dict(state[1])
+                model.load_state_dict(state[0])
+                steps(model, optimizer, range(3, 6))
+                self.assertEqual(masters, {name: optimizer._binding.read_state(p, "master")[0].tolist()
+                                           for name, p in model.named_parameters()}, (dtype, where))
+                optimizer.close()
+
+    def test_moments_that_cannot_be_given_are_refused(self):
+        service = ballast.Service(memory_limit="256MiB", threads=1)
+        self.addCleanup(service.stop)
+        theirs = new_model()
+        adam = torch.optim.AdamW(theirs.named_parameters())
+        train(theirs, adam, range(1))
+
+        def changed(change):
+            state = copy.deepcopy(adam.state_dict())
+            change(state)
+            return state
+
+        def fill(state):
+            state["state"][2]["exp_avg"][1, 2] = float("inf")
+
+        for state, error in (
+                (changed(lambda state: state["state"][0].pop("exp_avg_sq")), "has no exp_avg_sq of 0.weight"),
+                (changed(lambda state: state["state"][0].update(exp_avg=torch.zeros(9))), r"0.weight has shape \[9\]"),
+                (changed(fill), "exp_avg of 2.weight has a value that is not finite"),
+                (changed(lambda state: state["param_groups"][0].update(decoupled_weight_decay=False)),
+                 "other of Adam and AdamW"),
+                (changed(lambda state: state["param_groups"][0]["params"].pop()), "doesn't match the size")):
+            optimizer = self.optimizer(new_model(), service)
+            with self.assertRaisesRegex((ballast.BallastError, ValueError), error):
+                optimizer.load_state_dict(state)
+            self.assertIsNone(optimizer._moments)
+        # The job has its own.
+        train(model := new_model(), optimizer := self.optimizer(model, service), range(2))
+        optimizer.close()
+        late = self.optimizer(model, service)
+        late.load_state_dict(adam.state_dict())
+        with self.assertRaisesRegex(RuntimeError, "job gpt is at step 2 and has its own moments.* give another job="):
+            train(model, late, range(1))
+        self.assertEqual(late.attach(resume=True), 2)  # Which goes on where there is something.
+        late.close()
+        # A service that takes no paths.
+        os.chmod(service.address.removeprefix("unix:"), 0o666)
+        optimizer = self.optimizer(model, service, job="other")
+        optimizer.load_state_dict(adam.state_dict())
+        with self.assertRaisesRegex(PermissionError, "does not take the moments.*to_checkpoint"):
+            train(model, optimizer, range(1))
+
+    def test_hugging_faces_files_are_imported_and_made(self):
+        service = self.service()
+        client = ballast.connect(service.address)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            theirs = new_model().to(dtype)
+            folder = self.folder / str(dtype)
+            folder.mkdir()
+            safetensors.torch.save_file(theirs.state_dict() | {"buffer": torch.arange(3)}, folder / "model.safetensors",
+                                        metadata={"format": "pt"})
+            ours = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3, bias=False))
+            optimizer = self.optimizer(ours, service, job=str(dtype))
+            optimizer.attach(create=True)
+            train(ours, optimizer, range(1))
+            optimizer.close()
+            self.assertEqual(client.import_weights(str(dtype), str(folder))["step"], 0)
+            optimizer = self.optimizer(ours, service, job=str(dtype))
+            self.assertEqual(optimizer.attach(), 0)
+            self.assertEqual(self.weights(ours), self.weights(theirs.float()))
+            train(ours, optimizer, range(2))
+            weights, _ = ballast.torch.from_checkpoint(client.save(str(dtype))["directory"])
+            safetensors.torch.save_file(weights, folder / "made.safetensors")
+            self.assertEqual({name: tensor.tolist() for name, tensor in
+                              safetensors.torch.load_file(folder / "made.safetensors").items()}, self.weights(ours))
+            path = ballast.torch.to_checkpoint(self.saved / "hf", self.optimizer(new_model(), service, job="hf"),
+                                               folder / "model.safetensors")
+            self.assertEqual(path.name.split(".")[0], "step-0")
+
+    def test_no_code_of_a_file_is_run_and_what_does_not_fit_is_refused(self):
+        service = self.service()
+        optimizer = self.optimizer(new_model(), service)
+        evil, made = self.folder / "evil.pt", self.folder / "made"
+        torch.save({"model": new_model().state_dict(), "x": Code(str(made))}, evil)
+        with self.assertRaisesRegex(ValueError, "evil.pt is no file of torch.save with tensors and plain values alone"):
+            ballast.torch.to_checkpoint(self.saved / "gpt", optimizer, evil)
+        self.assertFalse(made.exists())
+        weights = new_model().state_dict()
+        cut = self.folder / "cut.safetensors"
+        safetensors.torch.save_file(weights, cut)
+        cut.write_bytes(cut.read_bytes()[:-4])
+        adam = torch.optim.AdamW([{"params": list(new_model().parameters())}])
+        for state, moments, error in (
+                (self.folder / "nowhere.pt", None, "there is no file"),
+                (cut, None, "cut.safetensors is damaged"),
+                ({"0.weight": weights["0.weight"]}, None, "has no parameter 0.bias"),
+                (weights | {"0.bias": torch.zeros(9)}, None, r"0.bias has shape \[9\] in the state and \[8\]"),
+                (weights | {"0.bias": torch.full((8,), float("nan"))}, None, "0.bias has a value that is not finite"),
+                (weights, {"model": 1}, "has no param_groups"),
+                (weights, {"state": {}, "param_groups": []}, "has 0 param groups, and the optimizer 1"),
+                (weights, {"state": {}, "param_groups": [{"params": [0]}]}, "has 1 parameters")):
+            with self.assertRaisesRegex(ballast.BallastError, error):
+                ballast.torch.to_checkpoint(self.saved / "gpt", optimizer, state, moments)
+        self.assertFalse((self.saved / "gpt").exists())
+        path = ballast.torch.to_checkpoint(self.saved / "gpt", optimizer, weights, adam.state_dict())
+        master = path / "master.safetensors"
+        master.write_bytes(master.read_bytes()[:-1] + b"\x7f")
+        with self.assertRaisesRegex(ballast.BallastError, "does not match the checksum"):
+            ballast.torch.from_checkpoint(path)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,344 @@
+#include "cpu_optimizer_service/host/state_directory.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sched.h>
+#include <sys/mount.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <limits>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/host/kept_record.h"
+#include "cpu_optimizer_service/host/named_memory.h"
+#include "tests/cpu_optimizer_service/host/directory_in_memory.h"
+
+namespace ballast {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+const std::string kUid(32, 'a');
+constexpr auto kNow = ArenaFactory::Touch::kNow;
+constexpr auto kLater = ArenaFactory::Touch::kLater;
+
+absl::StatusOr<std::unique_ptr<StateDirectory>> Open(const std::string& path) {
+  return StateDirectory::Open(
+      {.path = path, .wait_seconds = 0, .last_checkpoint = [](const std::string& uid) {
+         return "; the last checkpoint of " + uid + " is step 7";
+       }});
+}
+
+std::string Read(const std::string& file) {
+  std::ifstream stream(file, std::ios::binary);
+  return {std::istreambuf_iterator<char>(stream), {}};
+}
+void Write(const std::string& file, const std::string& bytes) {
+  std::ofstream(file, std::ios::binary) << bytes;
+}
+
+// By path.
+std::map<std::string, std::string> AllOfIt(const std::string& directory) {
+  std::map<std::string, std::string> all;
+  for (const auto& entry : std::filesystem::directory_iterator(directory)) {
+    all[entry.path()] =
+        entry.is_symlink() ? std::string(std::filesystem::read_symlink(entry)) : Read(entry.path());
+  }
+  return all;
+}
+
+// Refused, in one line that has these words, and all that there was is there as it was.
+void ExpectRefused(const std::string& path, const testing::Matcher<const std::string&>& words) {
+  const auto before = AllOfIt(path);
+  const auto opened = Open(path);
+  ASSERT_FALSE(opened.ok());
+  const std::string line(opened.status().message());
+  EXPECT_THAT(line, AllOf(words, HasSubstr(path), Not(HasSubstr("\n"))));
+  EXPECT_EQ(AllOfIt(path), before);
+}
+
+class StateDirectoryTest : public testing::Test {
+ protected:
+  // As a process leaves it that has made some memory and died: nothing was settled, so that nothing
+  // is dropped with it.
+  std::string Left() {
+    const auto directory = Open(path_).value();
+    NamedMemory memory(*directory);
+    const auto arena = memory.Create(kUid + "/second versions", 10'000, kNow).value();
+    std::memset(arena->data(), 7, 10'000);
+    return path_ + "/" + kUid + ".second_versions.12288";
+  }
+
+  const DirectoryInMemory in_memory_;
+  const std::string path_ = in_memory_.path();
+  const std::string superblock_ = path_ + "/superblock";
+};
+
+TEST_F(StateDirectoryTest, IsFoundByTheNextProcessAsItWasLeft) {
+  const std::string file = Left();
+  struct stat facts = {};
+  ASSERT_EQ(stat(path_.c_str(), &facts), 0);
+  EXPECT_EQ(facts.st_mode & 0777, 0700u);
+  ASSERT_EQ(stat(file.c_str(), &facts), 0);
+  EXPECT_EQ(facts.st_mode & 0777, 0600u);
+  EXPECT_GE(facts.st_blocks * 512, facts.st_size) << "not all of it is there";
+  const auto directory = Open(path_).value();
+  NamedMemory memory(*directory);
+  EXPECT_EQ(memory.LeftBytes(), 12'288);
+  const auto arena = memory.Open(kUid + "/second versions").value();
+  EXPECT_EQ(arena->data()[9'999], std::byte{7});
+  EXPECT_EQ(arena->data()[10'000], std::byte{0});
+}
+
+TEST_F(StateDirectoryTest, LosesWhatIsDroppedOnceItIsSettled) {
+  const std::string file = Left();
+  const auto directory = Open(path_).value();
+  NamedMemory memory(*directory);
+  (void)memory.Open(kUid + "/second versions").value();
+  EXPECT_TRUE(std::filesystem::exists(file));
+  directory->Settle();
+  EXPECT_FALSE(std::filesystem::exists(file));
+  auto arena = memory.Create(kUid + "/record 1", 1, kNow).value();
+  EXPECT_TRUE(std::filesystem::exists(path_ + "/" + kUid + ".record_1.4096"));
+  arena = nullptr;
+  EXPECT_EQ(AllOfIt(path_).size(), 1u);  // The superblock.
+}
+
+TEST_F(StateDirectoryTest, MakesAnewWhatWasDroppedBeforeItIsSettled) {
+  Left();
+  const auto directory = Open(path_).value();
+  NamedMemory memory(*directory);
+  (void)memory.Open(kUid + "/second versions").value();
+  const auto arena = memory.Create(kUid + "/second versions", 10'000, kNow).value();
+  EXPECT_EQ(arena->data()[0], std::byte{0});
+  directory->Settle();
+  EXPECT_EQ(AllOfIt(path_).size(), 2u);
+}
+
+TEST_F(StateDirectoryTest, IsClearedOfWhatWasBeingMade) {
+  const std::string file = Left();
+  Write(path_ + "/" + kUid + ".record_1.4096.new", "half");
+  const auto directory = Open(path_).value();
+  EXPECT_EQ(AllOfIt(path_).size(), 2u);
+  EXPECT_THAT(directory->TakeKept(), testing::SizeIs(1));
+}
+
+TEST_F(StateDirectoryTest, IsRefusedWhereItIsNotInMemory) {
+  // Nothing can be made in /proc, not even by root.
+  for (const std::string path : {"/proc/ballast", "/proc/ballast/"}) {
+    const auto opened = Open(path);
+    EXPECT_EQ(opened.status().code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_THAT(std::string(opened.status().message()),
+                AllOf(HasSubstr("/proc is on a disk"), HasSubstr("such as /dev/shm/ballast")));
+  }
+  EXPECT_THAT(std::string(Open(in_memory_.outside() + "/a/b").status().message()),
+              HasSubstr("No such file"));
+}
+
+TEST_F(StateDirectoryTest, IsRefusedWhereOthersReachIt) {
+  Left();
+  std::filesystem::create_directory_symlink(path_, in_memory_.outside() + "/link");
+  for (const char* const end : {"", "/"}) {
+    ExpectRefused(in_memory_.outside() + "/link", HasSubstr("is a symbolic link"));
+    const auto opened = Open(in_memory_.outside() + "/link" + end);
+    EXPECT_FALSE(opened.ok());
+  }
+  chmod(path_.c_str(), 0750);
+  ExpectRefused(path_, HasSubstr("chmod 700"));
+  chmod(path_.c_str(), 0700);
+  if (geteuid() != 0) GTEST_SKIP() << "only root can give a directory to another user";
+  ASSERT_EQ(chown(path_.c_str(), 12345, 0), 0);
+  ExpectRefused(path_, HasSubstr("belongs to user 12345"));
+  ASSERT_EQ(chown(path_.c_str(), 0, 0), 0);
+  ASSERT_EQ(chown((path_ + "/" + kUid + ".second_versions.12288").c_str(), 12345, 0), 0);
+  ExpectRefused(path_, HasSubstr(".second_versions.12288 belongs to user 12345"));
+}
+
+TEST_F(StateDirectoryTest, IsRefusedWhereAFileIsNotAsItWas) {
+  const std::string file = Left();
+  const std::string bytes = Read(file);
+  const auto words = AllOf(HasSubstr(file), HasSubstr("the last checkpoint of " + kUid),
+                           HasSubstr("remove " + path_ + "/" + kUid + ".*"));
+  std::filesystem::resize_file(file, 8'192);
+  ExpectRefused(path_, AllOf(words, HasSubstr("has 8192 bytes, expected 12288")));
+  std::filesystem::rename(file, in_memory_.outside() + "/elsewhere");
+  std::filesystem::create_symlink(in_memory_.outside() + "/elsewhere", file);
+  ExpectRefused(path_, AllOf(words, HasSubstr("is a symbolic link")));
+  std::filesystem::remove(file);
+  Write(file, bytes);
+  EXPECT_TRUE(Open(path_).ok());
+  Write(path_ + "/notes", "mine");
+  ExpectRefused(path_, HasSubstr("/notes is no file of named memory"));
+}
+
+TEST_F(StateDirectoryTest, IsRefusedWhereItsSuperblockIsNotAsItWas) {
+  Left();
+  const std::string bytes = Read(superblock_);
+  for (size_t at = 0; at < 80; ++at) {  // What follows is which process has it.
+    std::string flipped = bytes;
+    flipped[at] ^= 0x10;
+    Write(superblock_, flipped);
+    ExpectRefused(path_, testing::AnyOf(HasSubstr("has another checksum"),
+                                        HasSubstr("was left by a newer version")));
+  }
+  std::string newer = bytes;
+  newer[16] = 2;
+  Write(superblock_, newer);
+  ExpectRefused(path_, HasSubstr("was left by a newer version (format 2, here 1)"));
+  std::string other_boot = bytes;
+  other_boot[24] ^= 1;
+  const uint64_t checksum = ChecksumOf(absl::string_view(other_boot).substr(0, 72));
+  std::memcpy(other_boot.data() + 72, &checksum, sizeof(checksum));
+  Write(superblock_, other_boot);
+  ExpectRefused(path_, HasSubstr("is of another boot"));
+  Write(superblock_, bytes.substr(0, 50));
+  ExpectRefused(path_, HasSubstr("superblock has 50 bytes, expected 4096"));
+  std::filesystem::remove(superblock_);
+  ExpectRefused(path_, HasSubstr("superblock is missing"));
+  Write(superblock_, bytes);
+  EXPECT_TRUE(Open(path_).ok());
+}
+
+TEST_F(StateDirectoryTest, IsRefusedWhileAnotherProcessHasIt) {
+  auto first = Open(path_).value();
+  ExpectRefused(path_, AllOf(HasSubstr(absl::StrCat("process ", getpid(), " has ")),
+                             HasSubstr("a directory of its own")));
+  // Its end is awaited.
+  std::thread end;
+  std::string said;
+  const auto second = StateDirectory::Open({.path = path_, .say = [&](const std::string& line) {
+                                              said = line;
+                                              end = std::thread([&] { first = nullptr; });
+                                            }});
+  EXPECT_TRUE(second.ok()) << second.status();
+  EXPECT_THAT(said, HasSubstr("waiting 30 s"));
+  end.join();
+}
+
+// As ballastd's parent.
+class OtherKeeper final : public FileKeeper {
+ public:
+  absl::Status Keep(const std::string& name, int descriptor) override {
+    kept_[name] = FileDescriptor(dup(descriptor));
+    return absl::OkStatus();
+  }
+  void Drop(const std::string& name) override { kept_.erase(name); }
+  std::map<std::string, FileDescriptor> TakeKept() override {
+    std::map<std::string, FileDescriptor> taken;
+    for (const auto& [name, file] : kept_) taken.emplace(name, FileDescriptor(dup(file.number())));
+    return taken;
+  }
+  const std::map<std::string, FileDescriptor>& kept() const { return kept_; }
+
+ private:
+  std::map<std::string, FileDescriptor> kept_;
+};
+
+TEST_F(StateDirectoryTest, LeavesTheLockAndSealedMemoryToTheParent) {
+  OtherKeeper parent;
+  {
+    const auto directory = StateDirectory::Open({.path = path_, .others = &parent}).value();
+    NamedMemory memory(*directory);
+    EXPECT_FALSE(memory.KeepsShared());
+    const auto shared = memory.CreateShared(kUid + "/rank 0 1", 100).value();
+    EXPECT_EQ(fcntl(shared->file_descriptor(), F_GET_SEALS),
+              F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
+    EXPECT_THAT(parent.kept(), testing::SizeIs(2));
+    EXPECT_EQ(AllOfIt(path_).size(), 1u);
+  }
+  EXPECT_THAT(parent.kept(), testing::SizeIs(1));
+  // The service's process is gone, and its parent starts another.
+  EXPECT_EQ(Open(path_).status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_TRUE(StateDirectory::Open({.path = path_, .others = &parent, .wait_seconds = 0}).ok());
+}
+
+TEST_F(StateDirectoryTest, HasNoRoomWhereItsFileSystemIsFull) {
+  if (geteuid() != 0 || unshare(CLONE_NEWNS) != 0 ||
+      mount(nullptr, "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0 ||
+      mount("none", in_memory_.outside().c_str(), "tmpfs", 0, "size=256k") != 0) {
+    GTEST_SKIP() << "no tmpfs can be mounted here: " << std::strerror(errno);
+  }
+  {
+    const auto directory = Open(path_).value();
+    directory->Settle();
+    NamedMemory memory(*directory);
+    for (const auto touch : {kNow, kLater}) {
+      const auto arena = memory.Create(kUid + "/state", 1 << 20, touch);
+      ASSERT_FALSE(arena.ok());
+      EXPECT_EQ(arena.status().code(), absl::StatusCode::kResourceExhausted);
+      EXPECT_THAT(std::string(arena.status().message()),
+                  AllOf(HasSubstr("no 1048576 bytes"), HasSubstr(directory->description()),
+                        HasSubstr("No space left"), Not(HasSubstr("\n"))));
+      EXPECT_EQ(AllOfIt(path_).size(), 1u);  // Nothing is left of it.
+    }
+    EXPECT_TRUE(memory.Create(kUid + "/state", 64 << 10, kLater).ok());
+    const absl::Status refused = memory.Admit(1 << 20, "job gpt");
+    EXPECT_THAT(std::string(refused.message()),
+                AllOf(HasSubstr("job gpt wants 1048576 bytes of memory, and "),
+                      HasSubstr(directory->description() + " has ")));
+    EXPECT_TRUE(memory.Admit(100'000, "job gpt").ok());
+  }
+  umount(in_memory_.outside().c_str());
+}
+
+TEST_F(StateDirectoryTest, AdmitsNoMoreThanTheMachineHas) {
+  const auto directory = Open(path_).value();
+  NamedMemory memory(*directory, [] { return 50'000; });
+  EXPECT_TRUE(memory.Admit(50'000, "job gpt").ok());
+  EXPECT_EQ(memory.Admit(50'001, "job gpt").message(),
+            "job gpt wants 50001 bytes of memory, and the machine or the process's control group "
+            "has 50000 left; enlarge it, or close a job");
+  EXPECT_EQ(memory.CreateShared(kUid + "/rank 0 1", 50'001).status().code(),
+            absl::StatusCode::kResourceExhausted);
+}
+
+TEST_F(StateDirectoryTest, ShowsEveryFlippedByteOfARecord) {
+  const std::string contents = "what a job is";
+  {
+    const auto directory = Open(path_).value();
+    NamedMemory memory(*directory);
+    NamedArenas arenas(memory, kUid, "");
+    KeptRecord record(arenas, "record", 64);
+    ASSERT_TRUE(record.Store("what it was before").ok());
+    ASSERT_TRUE(record.Store(contents).ok());
+  }
+  const std::string file = path_ + "/" + kUid + ".record_1.4096";
+  const std::string bytes = Read(file);
+  int seen = 0;
+  for (size_t at = 0; at < 512; ++at) {
+    std::string flipped = bytes;
+    flipped[at] ^= 0x01;
+    Write(file, flipped);
+    const auto directory = Open(path_).value();
+    NamedMemory memory(*directory);
+    NamedArenas arenas(memory, kUid, "");
+    const auto found = KeptRecord(arenas, "record", 64).TakeOver();
+    if (!found.ok()) {
+      ++seen;
+      EXPECT_THAT(std::string(found.status().message()),
+                  HasSubstr(kUid + "/record 1 is not as it was stored"));
+    }
+    // What is not read may change: it is never another one, or none.
+    EXPECT_TRUE(found.ok() ? *found == contents : absl::IsDataLoss(found.status()))
+        << "byte " << at << ": " << found.status();
+  }
+  // Which half it is, its length, its checksum, all of it; and the higher bytes of its capacity.
+  EXPECT_GE(seen, 8 + 8 + 8 + static_cast<int>(contents.size()) + 6);
+}
+
+}  // namespace
+}  // namespace ballast

@@ -1,0 +1,160 @@
+#!/usr/bin/env bash
+# What fresh_root.sh --check package runs under the root's own systemd: the service started, trained with, stopped,
+# started again, upgraded, hung, misconfigured and removed. Ends at the first thing that is not as it should be.
+set -euo pipefail
+
+socket=unix:/run/ballast/ballastd.sock
+state=/var/lib/ballast/checkpoints
+fault() {
+  echo "FAILED: $*"
+  journalctl --unit=ballastd --no-pager --lines=40 --output=cat
+  exit 1
+}
+property() { systemctl show --property="$1" --value ballastd; }
+# await SECONDS WHAT COMMAND...
+await() {
+  local deadline=$((SECONDS + $1)) what=$2
+  shift 2
+  until "$@" >/dev/null 2>&1; do
+    ((SECONDS < deadline)) || fault "$what"
+    sleep 0.1
+  done
+}
+as() {
+  local user=$1
+  shift
+  setpriv --reuid="$user" --regid="$user" --init-groups env HOME="/tmp/$user" "$@"
+}
+train() { # STEPS OUT FLAGS...: two ranks, as a user who may reach the socket.
+  local steps=$1 out=$2 rank pids=()
+  shift 2
+  for rank in 0 1; do
+    as trainer RANK=$rank WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 ballast-worker --steps="$steps" \
+      --decay-end=12 --layers=1 --width=64 --heads=2 --context=32 --batch=4 --out="$out" "$@" >"$out.$rank.log" 2>&1 &
+    pids+=($!)
+  done
+  for rank in 0 1; do wait "${pids[rank]}" || fault "rank $rank: $(tail -n1 "$out.$rank.log")"; done
+}
+
+echo "1. systemd started it, as the user ballast, and knows that it is ready"
+await 30 "it is not active: $(property ActiveState)" systemctl is-active ballastd
+status=$(property StatusText)
+[[ $status == "listening on 127.0.0.1:7070, $socket" ]] || fault "its status is '$status'"
+pid=$(property MainPID)
+[[ $(stat -c %U "/proc/$pid") == ballast ]] || fault "it runs as $(stat -c %U "/proc/$pid")"
+if bash -c 'echo -900 >/proc/self/oom_score_adj' 2>/dev/null; then
+  [[ $(cat "/proc/$pid/oom_score_adj") == -900 ]] || fault "oom_score_adj is $(cat "/proc/$pid/oom_score_adj")"
+  grep -q '^Max locked memory *unlimited' "/proc/$pid/limits" || fault "its locked memory is limited"
+else
+  echo "   this machine lets nobody protect a process from the OOM killer; what the unit asks for:"
+  systemctl show --property=OOMScoreAdjust,LimitMEMLOCK ballastd | sed 's/^/   /'
+fi
+grep -q '^CapEff:\s*0*$' "/proc/$pid/status" || fault "it has capabilities"
+grep -q '^Seccomp:\s*2$' "/proc/$pid/status" || fault "its system calls are not filtered"
+
+echo "2. the group ballast reaches its socket, others do not"
+adduser --system --group --quiet trainer
+adduser --quiet trainer ballast >/dev/null
+adduser --system --group --quiet stranger
+as trainer ballast jobs --service "$socket" >/dev/null || fault "a member of the group cannot reach it"
+if as stranger ballast jobs --service "$socket" >/dev/null 2>&1; then fault "a stranger reaches its socket"; fi
+as stranger test ! -r "$state" || fault "a stranger reads the checkpoints"
+
+echo "3. two ranks train through it, to the same bits as with an optimizer of their own"
+train 8 /tmp/service --service="$socket" --job=gpt
+train 8 /tmp/local --optimizer=local
+cmp /tmp/service/weights.bin /tmp/local/weights.bin || fault "the weights differ"
+grep -q 'shared memory' /tmp/service.0.log && echo "   over shared memory" || echo "   over the socket"
+
+echo "4. a stop saves the job, and a start goes on from it"
+systemctl stop ballastd
+[[ $(property Result) == success ]] || fault "the stop ended in $(property Result)"
+saved=("$state"/gpt/step-8.*/index.json)
+[[ -e ${saved[0]} && $(stat -c %U:%G "$state/gpt") == ballast:ballast ]] || fault "nothing was saved"
+systemctl start ballastd
+train 12 /tmp/resumed --service="$socket" --job=gpt --resume=gpt
+train 12 /tmp/whole --optimizer=local
+cmp /tmp/resumed/weights.bin /tmp/whole/weights.bin || fault "the weights differ after the restart"
+
+echo "5. an upgrade leaves it running"
+pid=$(property MainPID)
+dpkg -i /packages/ballastd_*.deb >/tmp/dpkg.log 2>&1 || fault "dpkg: $(tail -n1 /tmp/dpkg.log)"
+grep -q 'goes on as version' /tmp/dpkg.log || fault "dpkg did not say that it goes on"
+[[ $(property MainPID) == "$pid" ]] || fault "the upgrade restarted it"
+
+echo "6. one that dies goes on with its job; one that is stopped is ended and started again"
+pid=$(property MainPID)
+children() { cat "/proc/$pid/task/$pid/children"; }
+child=$(children)
+kill -KILL $child
+goes_on() { [[ $(children) != "$child" ]] && as trainer ballast job gpt --service "$socket"; }
+await 30 "nothing took over its job" goes_on
+[[ $(property MainPID) == "$pid" && $(property NRestarts) == 0 ]] || fault "systemd started it again"
+mkdir -p /etc/systemd/system/ballastd.service.d
+printf '[Service]\nWatchdogSec=2s\n' >/etc/systemd/system/ballastd.service.d/watchdog.conf
+systemctl daemon-reload
+systemctl restart ballastd
+pid=$(property MainPID)
+sleep 5 # Longer than the watchdog waits: one that is not stuck stays.
+[[ $(property MainPID) == "$pid" ]] || fault "the watchdog ended one that was not stuck"
+systemctl kill --signal=STOP ballastd
+await 30 "the watchdog did not end it" test "$(property NRestarts)" != 0 -o ! -e "/proc/$pid"
+await 30 "it was not started again" systemctl is-active ballastd
+[[ $(property MainPID) != "$pid" ]] || fault "the one that hangs is still there"
+
+echo "7. a mistake in its flags is told once, and not tried again and again"
+config=/etc/ballast/ballastd.conf
+echo 'memory-limit = lots' >>$config
+if ballastd --config=$config --check-config 2>/dev/null; then fault "--check-config takes it"; fi
+if systemctl restart ballastd 2>/dev/null; then fault "it started with a flag that is wrong"; fi
+[[ $(property ExecMainStatus) == 2 && $(property ActiveState) == failed ]] ||
+  fault "it is $(property ActiveState), exit code $(property ExecMainStatus)"
+journalctl --unit=ballastd --output=cat | grep -q "flag --memory-limit: bad value 'lots'" || fault "the journal does not say why"
+sed -i 's/^memory-limit = lots/memory-limit = 1GiB/' $config
+ballastd --config=$config --check-config >/dev/null || fault "--check-config refuses it"
+systemctl restart ballastd
+journalctl --unit=ballastd --output=cat | grep -q 'memory limit 1.0 GiB' || fault "the flag is not in force"
+
+echo "8. another host trains over TLS, and others do not"
+# As deploy/README.md says.
+echo '127.0.0.1 gpu1.example' >>/etc/hosts
+cd /etc/ballast
+{
+  openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 3650 -subj "/CN=ballast authority" -keyout ca.key -out ca.pem
+  for name in gpu1.example trainer; do
+    openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj "/CN=$name" -keyout $name.key -out $name.csr
+    openssl x509 -req -in $name.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 365 -extfile <(echo "subjectAltName=DNS:$name") -out $name.pem
+  done
+} 2>/dev/null
+mv gpu1.example.pem service.pem && mv gpu1.example.key service.key
+printf '%s\n' 'operator * user:root' 'operator gpt cert:trainer' >roles
+chgrp ballast service.key roles && chmod 640 service.key roles
+sed -i -e '/^listen = /d' -e 's/^# \(listen\|tls-[a-z-]*\|roles-file\) =/\1 =/' $config
+ballastd --config=$config --check-config >/dev/null || fault "--check-config refuses TLS"
+systemctl restart ballastd
+mkdir /tmp/trainer && cp ca.pem trainer.pem trainer.key /tmp/trainer && chown -R trainer /tmp/trainer
+cd /tmp/trainer
+secure=(BALLAST_TLS_CA=/tmp/trainer/ca.pem BALLAST_TLS_CERT=/tmp/trainer/trainer.pem BALLAST_TLS_KEY=/tmp/trainer/trainer.key)
+train_over_tls() {
+  local rank pids=()
+  for rank in 0 1; do
+    as trainer "${secure[@]}" RANK=$rank WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29501 ballast-worker \
+      --steps=12 --decay-end=12 --layers=1 --width=64 --heads=2 --context=32 --batch=4 --out=/tmp/tls \
+      --service=gpu1.example:7070 --job=gpt --shared-memory=never "$@" >"/tmp/tls.$rank.log" 2>&1 &
+    pids+=($!)
+  done
+  wait "${pids[0]}" && wait "${pids[1]}"
+}
+train_over_tls || fault "$(tail -n1 /tmp/tls.0.log)"
+cmp /tmp/tls/weights.bin /tmp/whole/weights.bin || fault "the weights differ over TLS"
+if as trainer ballast jobs --service=gpu1.example:7070 --timeout=5 >/dev/null 2>&1; then fault "it answers without TLS"; fi
+if as trainer BALLAST_TLS_CA=/tmp/trainer/ca.pem ballast job gpt --service=gpu1.example:7070 --timeout=5 >/dev/null 2>&1; then
+  fault "it answers without a certificate"
+fi
+as trainer "${secure[@]}" ballast job gpt --service=gpu1.example:7070 >/dev/null || fault "the trainer cannot see its job"
+systemctl stop ballastd
+
+echo "9. it leaves, and checkpoints stay"
+DEBIAN_FRONTEND=noninteractive apt-get -q purge --yes ballastd >/tmp/purge.log 2>&1 || fault "purge: $(tail -n1 /tmp/purge.log)"
+[[ ! -e /usr/bin/ballastd && ! -e /run/ballast && -e ${saved[0]} ]] || fault "what is left is wrong"
+grep -q 'with all checkpoints, is left' /tmp/purge.log || fault "it does not say what it leaves"

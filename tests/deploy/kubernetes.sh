@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# deploy/kubernetes against the schemas of the API, strictly: a field that does not exist is an error. Not one of
+# ctest's: it takes a package with all schemas, 23 MB, from PyPI.
+#
+#   tests/deploy/kubernetes.sh [VERSION ...]      versions of Kubernetes (default: the oldest and newest of interest)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../../deploy/kubernetes"
+
+fail() {
+  echo "kubernetes.sh: $*" >&2
+  exit 1
+}
+versions=("$@")
+((${#versions[@]} > 0)) || versions=(1.27 1.34)
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+python3 -m venv "$scratch/venv"
+"$scratch/venv/bin/pip" install --quiet --disable-pip-version-check kubernetes-validate==1.37.0 ||
+  fail "pip failed; the lines above say why"
+validate() { "$scratch/venv/bin/kubernetes-validate" --strict --kubernetes-version "$@"; }
+
+for version in "${versions[@]}"; do
+  validate "$version" ./*.yaml || fail "Kubernetes $version refuses what the lines above name"
+  # It can tell: each of these is a mistake.
+  for mistake in 's/serviceName:/serviceNames:/' 's/replicas: 1/replicas: one/' 's/maxUnavailable: 0/maxUnavailable: {}/'; do
+    sed "$mistake" ballast.yaml >"$scratch/mistake.yaml"
+    if validate "$version" "$scratch/mistake.yaml" >/dev/null 2>&1; then fail "$mistake passed"; fi
+  done
+  echo "kubernetes.sh: $version takes" ./*.yaml
+done

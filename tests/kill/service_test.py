@@ -1,0 +1,132 @@
+#!/usr/bin/env python3
+"""A service whose process is killed at random instants, again and again, while workers train: they notice
+a warning line, none is started again, and all ends with the bits of a run that nothing befell. In some runs all
+its processes are, the parent too, and what is left is the directory of --state-dir.
+
+    service_test.py [--runs N] [--seed S]
+
+prints one line a run. Only the instants depend on the seed, and what they hit on the machine's mood.
+"""
+
+import collections
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+
+import runs
+from kill_test import TRAINING, run_all
+from processes import await_
+from runs import TRANSPORTS, Run, Service, child_of, difference, read, recoveries, result_of, served
+
+LONGEST_LIFE = 0.25   # Seconds from an answer of the service to its next death.
+LONGEST_DELAY = 0.01  # Or from a step's end, where no parent keeps the socket and workers take longer to come back.
+MOST_KILLS = 12       # In a run. Then it may end.
+
+kills_done = []
+recovered = collections.Counter()  # By what the process before had died in.
+back_after = []  # Seconds from each death to the next process that has taken over.
+
+
+def kill_child(service):
+    """False if there is none."""
+    pid = child_of(service)
+    if pid != 0:
+        os.kill(pid, signal.SIGKILL)
+    return pid != 0
+
+
+def kill_all(service):
+    """The parent, with which its child ends, too; then a runtime starts the service again."""
+    service.stop(signal.SIGKILL)
+    service.start(service.address)
+    return True
+
+
+def kill_until_over(run, service, in_directory, seed):
+    """Kills the service until the workers have ended; how many times. It then serves again."""
+    kill = kill_all if in_directory else kill_child
+    draw = random.Random(seed)
+    kills = 0
+    before = -1  # How many had served before the last kill.
+    most = MOST_KILLS // 2 if in_directory else MOST_KILLS
+    while run.process.poll() is None and kills < most:
+        # One in five before it serves again: while it takes over what the one before left.
+        count = served(service)
+        if in_directory and kills > 0:
+            step = run.step()
+            await_("another step", lambda: run.step() > step or run.process.poll() is not None)
+            time.sleep(draw.uniform(0, LONGEST_DELAY))
+        else:
+            time.sleep(draw.uniform(0, LONGEST_LIFE))
+        if run.process.poll() is not None or not kill(service):
+            continue
+        begin = time.monotonic()
+        kills += 1
+        before = count
+        if draw.random() >= 0.2:
+            await_("a process that serves", lambda: served(service) > count, service.process)
+            back_after.append(time.monotonic() - begin)
+    await_("the last process", lambda: served(service) > before, service.process)
+    return kills
+
+
+def one_run(folder, _, undisturbed, name, seed):
+    draw = random.Random(seed)
+    mode = draw.choice(["speculate", "wait"])
+    shared = draw.choice(list(TRANSPORTS))
+    # In every third run the service dies with all of its processes; once with shared memory, which
+    # then is gone, once without.
+    number = int(name.split("-")[1])
+    in_directory = number % 3 == 2
+    flags = ["--holder=parent", "--most-deaths=0"]
+    if in_directory:
+        state = tempfile.mkdtemp(prefix="ballast-state-", dir="/dev/shm")
+        shared = list(TRANSPORTS)[number // 3 % 2]
+        flags = [f"--state-dir={state}", f"--holder={draw.choice(['parent', 'none'])}"]
+    service = Service(folder, *flags, "--log-level=debug")
+    run = Run(folder, service.address, name, TRAINING,
+              flags=[f"--update={mode}", f"--shared-memory={shared}"])
+    try:
+        kills = kill_until_over(run, service, in_directory, f"{seed}/kills")
+        code = run.wait()
+        if code != 0:
+            raise AssertionError(f"ended with code {code}")
+        if run.restarts() != 0:
+            raise AssertionError(f"{run.restarts()} times all workers started again")
+        problem = difference(result_of(run, service), undisturbed)
+        if problem:
+            raise AssertionError(problem)
+        if run.transport() != TRANSPORTS[shared]:
+            raise AssertionError(f"--shared-memory={shared}, but all went through {run.transport()}")
+        job = service.job(name)
+        if job["coverage_complete_steps"] != TRAINING.steps:
+            raise AssertionError(f"coverage complete in {job['coverage_complete_steps']} steps")
+        story = read(service.log)
+        kills_done.append(kills)
+        found = recoveries(story)
+        recovered.update(found)
+        what = f"all of the service ({flags[1]})" if in_directory else "the service"
+        return (f"{mode}, {TRANSPORTS[shared]}, {what} killed {kills} times: {found['update']} decided steps rolled "
+                f"forward, {found['gradients']} undecided kept, {found['done again']} done again; same bits")
+    except Exception as error:
+        raise AssertionError(f"{error}\n  the service said:{runs.tail(service.log, 30)}{run.story()}") from error
+    finally:
+        run.stop()
+        service.stop(signal.SIGKILL)
+        if in_directory:
+            shutil.rmtree(state)
+
+
+if __name__ == "__main__":
+    code = run_all(__doc__, one_run, runs=8)
+    if back_after:
+        print(f"{sum(kills_done)} kills; back after {sorted(back_after)[len(back_after) // 2]:.3f} s (median), "
+              f"{max(back_after):.3f} s at most")
+    if code == 0 and sum(kills_done) == 0:
+        print("FAILED: nobody was there to be killed")
+        code = 1
+    sys.exit(code)

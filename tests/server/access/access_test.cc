@@ -1,0 +1,489 @@
+// Every method and every message of a stream, as every role and as nobody.
+#include "server/access/access.h"
+
+#include <gmock/gmock.h>
+#include <grpcpp/grpcpp.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/clock.h"
+#include "client/connect.h"
+#include "client/transport/blocking_call.h"
+#include "proto/convert.h"
+#include "proto/frame.h"
+#include "server/access/method_rules.h"
+#include "server/access/tls.h"
+#include "server/server.h"
+#include "tests/server/tiny_job.h"
+#include "tests/support/certificates.h"
+
+namespace ballast::server {
+namespace {
+
+using ::google::protobuf::FieldDescriptor;
+using ::google::protobuf::Message;
+using ::google::protobuf::MethodDescriptor;
+using ::testing::HasSubstr;
+using ::testing::UnorderedElementsAre;
+
+constexpr char kRoles[] =
+    "# Who may do what with the jobs that this test has made.\n"
+    "viewer    mine-*  token:viewer\n"
+    "trainer   mine-*  token:trainer\n"
+    "operator  mine-*  token:operator\n"
+    "trainer   mine-*  cert:alice\n"
+    "\n"
+    "viewer    public  *\n"
+    "operator  *       token:admin\n";
+
+std::string TokenOf(const std::string& name) { return "the-token-of-" + name; }
+
+std::string TokenLine(const std::string& name) {
+  const TokenDigest digest = DigestOf(TokenOf(name));
+  return absl::StrCat(name, " ",
+                      absl::BytesToHexString(absl::string_view(
+                          reinterpret_cast<const char*>(digest.data()), digest.size())),
+                      "\n");
+}
+
+// Reached over a unix socket and over TLS, by people with tokens, a certificate, or nothing.
+class AccessTest : public testing::Test {
+ protected:
+  AccessTest()
+      : folder_(absl::StrCat("/tmp/ballast_access.", getpid(), ".", ++made_)),
+        engine_({.memory_limit_bytes = kTestMemoryBytes, .threads = 2}) {
+    std::filesystem::create_directories(folder_);
+    authority_.emplace(folder_, "ca");
+    authority_->Issue("server", {.common_name = "server"});
+    authority_->Issue("alice", {.common_name = "alice"});
+    authority_->Issue("mallory", {.common_name = "mallory"});
+    for (const char* name : {"viewer", "trainer", "operator", "admin", "unknown"}) {
+      WritePrivateFile(File(name), TokenOf(name) + "\n");
+    }
+    WritePrivateFile(File("roles"), kRoles);
+    WriteTokens({"viewer", "trainer", "operator", "admin"});
+    server_ = Server::Start(engine_, {.listen = {"unix:" + File("socket"), "127.0.0.1:0"},
+                                      .access = {.tls_certificate = File("server.pem"),
+                                                 .tls_key = File("server.key"),
+                                                 .tls_client_ca = authority_->certificate(),
+                                                 .roles = File("roles"),
+                                                 .tokens = File("tokens")}})
+                  .value();
+    for (const char* job : {"mine-1", "public", "other"}) {
+      v1::CreateJobRequest request;
+      *request.mutable_job() = TinyJob(job);
+      v1::Job created;
+      grpc::ClientContext context;
+      const auto jobs = v1::JobService::NewStub(OverUnix("admin"));
+      const grpc::Status status = jobs->CreateJob(&context, request, &created);
+      EXPECT_TRUE(status.ok()) << status.error_message();
+    }
+  }
+  ~AccessTest() override {
+    server_.reset();
+    std::filesystem::remove_all(folder_);
+  }
+
+  std::string File(const std::string& name) const { return folder_ + "/" + name; }
+  void WriteTokens(const std::vector<std::string>& names) {
+    std::string lines;
+    for (const std::string& name : names) lines += TokenLine(name);
+    WritePrivateFile(File("tokens"), lines);
+  }
+
+  std::shared_ptr<grpc::Channel> OverUnix(const std::string& token) const {
+    return Connect(0, {.token_file = token.empty() ? "" : File(token)});
+  }
+  std::shared_ptr<grpc::Channel> OverTls(const std::string& token,
+                                         const std::string& certificate = "") const {
+    return Connect(1, {.tls_ca = authority_->certificate(),
+                       .tls_cert = certificate.empty() ? "" : File(certificate + ".pem"),
+                       .tls_key = certificate.empty() ? "" : File(certificate + ".key"),
+                       .token_file = token.empty() ? "" : File(token)});
+  }
+
+  std::string folder_;
+  std::optional<TestAuthority> authority_;
+  Engine engine_;
+  std::unique_ptr<Server> server_;
+
+ private:
+  std::shared_ptr<grpc::Channel> Connect(int address, const client::Credentials& given) const {
+    return client::Connect(server_->addresses()[address], absl::Seconds(10), given).value();
+  }
+  static inline int made_ = 0;
+};
+
+// Somebody who calls, and what they are for jobs of the names mine-*.
+struct Person {
+  std::string name;
+  std::shared_ptr<grpc::Channel> channel;
+  Role role = Role::kNobody;
+  bool is_known = true;
+};
+
+// Writes the messages, closes this side, and reads to the end.
+absl::Status Call(const Person& person, const MethodDescriptor& method,
+                  const std::vector<const Message*>& messages) {
+  client::CallsUnderWay calls;
+  client::BlockingCall call(person.channel,
+                            absl::StrCat("/", method.service()->full_name(), "/", method.name()),
+                            absl::Seconds(20), calls);
+  for (const Message* message : messages) {
+    const std::string bytes = message->SerializeAsString();
+    const grpc::Slice slice(bytes);
+    if (!call.Write(grpc::ByteBuffer(&slice, 1))) return call.Finish();
+  }
+  call.WritesDone();
+  grpc::ByteBuffer answer;
+  while (call.Read(&answer)) continue;
+  return call.Finish();
+}
+
+bool IsDenied(const absl::Status& status) {
+  return absl::IsPermissionDenied(status) || absl::IsUnauthenticated(status);
+}
+
+// Names the job in the message, or in what it has of it. False: there is no place for it.
+bool SetJob(const std::string& job, Message& message) {
+  const auto& type = *message.GetDescriptor();
+  const auto& fields = *message.GetReflection();
+  if (const FieldDescriptor* name = type.FindFieldByName("name"); name != nullptr) {
+    const std::string parent =
+        type.name() == "UpdateGroupRequest" ? "/groups/decay"
+        : type.name() == "ReadStateRequest" || type.name() == "SummarizeStateRequest"
+            ? "/parameters/w"
+            : "";
+    const bool bare = type.name() == "Job";  // The field takes a bare name when it is created, too.
+    fields.SetString(&message, name, bare ? job : "jobs/" + job + parent);
+    return true;
+  }
+  // A folder of checkpoints is the job's of its name.
+  if (const FieldDescriptor* folder = type.FindFieldByName("directory"); folder != nullptr) {
+    fields.SetString(&message, folder, job);
+    return true;
+  }
+  for (const char* part : {"job", "open"}) {
+    const FieldDescriptor* field = type.FindFieldByName(part);
+    if (field != nullptr && field->message_type() != nullptr) {
+      return SetJob(job, *fields.MutableMessage(&message, field));
+    }
+  }
+  return false;
+}
+
+class AccessOfMethodsTest : public AccessTest {
+ protected:
+  std::vector<Person> People() const {
+    return {
+        {.name = "nobody", .channel = OverTls(""), .is_known = false},
+        {.name = "nobody in this process",
+         .channel = server_->InProcessChannel(),
+         .is_known = false},
+        {.name = "an unknown token", .channel = OverTls("unknown"), .is_known = false},
+        {.name = "an unknown token of this user",
+         .channel = OverUnix("unknown"),
+         .is_known = false},
+        {.name = "a user without a role", .channel = OverUnix("")},
+        {.name = "a certificate without a role", .channel = OverTls("", "mallory")},
+        {.name = "viewer", .channel = OverTls("viewer"), .role = Role::kViewer},
+        {.name = "viewer of this host", .channel = OverUnix("viewer"), .role = Role::kViewer},
+        {.name = "trainer", .channel = OverTls("trainer"), .role = Role::kTrainer},
+        {.name = "trainer's certificate", .channel = OverTls("", "alice"), .role = Role::kTrainer},
+        {.name = "trainer of this host", .channel = OverUnix("trainer"), .role = Role::kTrainer},
+        {.name = "operator", .channel = OverTls("operator"), .role = Role::kOperator},
+        {.name = "operator of this host",
+         .channel = OverUnix("operator"),
+         .role = Role::kOperator}};
+  }
+
+  // A first message that names the job, where the method's has such a place.
+  static std::unique_ptr<Message> Naming(const MethodDescriptor& method, const std::string& job) {
+    std::unique_ptr<Message> message(google::protobuf::MessageFactory::generated_factory()
+                                         ->GetPrototype(method.input_type())
+                                         ->New());
+    const bool named = SetJob(job, *message);
+    EXPECT_TRUE(named || method.name() == "ListJobs")
+        << method.full_name() << " names no job; say in the test where it does";
+    return message;
+  }
+
+  static std::vector<const MethodDescriptor*> Methods() {
+    std::vector<const MethodDescriptor*> methods;
+    const auto& file = *v1::Job::descriptor()->file();
+    for (int s = 0; s < file.service_count(); ++s) {
+      for (int m = 0; m < file.service(s)->method_count(); ++m) {
+        methods.push_back(file.service(s)->method(m));
+      }
+    }
+    return methods;
+  }
+  // A method that has no rule takes an operator, and fails a test of its own.
+  static Role NeededFor(const MethodDescriptor& method) {
+    return RuleOf(absl::StrCat(method.service()->name(), ".", method.name()))
+        .value_or(Role::kOperator);
+  }
+};
+
+TEST_F(AccessOfMethodsTest, EveryMethodHasARule) {
+  EXPECT_GE(Methods().size(), 15u);
+  for (const MethodDescriptor* method : Methods()) {
+    EXPECT_TRUE(RuleOf(absl::StrCat(method->service()->name(), ".", method->name())).has_value())
+        << method->full_name() << " is not in server/access/method_rules.cc";
+  }
+}
+
+TEST_F(AccessOfMethodsTest, ViewersLookTrainersTrainAndOperatorsDoTheRest) {
+  std::map<Role, std::vector<std::string>> methods;
+  for (const MethodDescriptor* method : Methods()) {
+    methods[NeededFor(*method)].push_back(method->name());
+  }
+  EXPECT_THAT(methods[Role::kNobody], testing::IsEmpty());
+  EXPECT_THAT(methods[Role::kViewer],
+              UnorderedElementsAre("GetJob", "ListJobs", "TraceJob", "ReadWeights", "ReadState",
+                                   "SummarizeState", "ListCheckpoints"));
+  EXPECT_THAT(methods[Role::kTrainer],
+              UnorderedElementsAre("CreateJob", "AttachWorker", "Train", "UploadWeights", "SaveJob"));
+}
+
+TEST_F(AccessOfMethodsTest, EveryMethodTakesItsRoleForTheJobThatItNames) {
+  for (const Person& person : People()) {
+    for (const MethodDescriptor* method : Methods()) {
+      const absl::Status mine = Call(person, *method, {Naming(*method, "mine-1").get()});
+      EXPECT_EQ(IsDenied(mine), person.role < NeededFor(*method) && method->name() != "ListJobs" ||
+                                    !person.is_known)
+          << person.name << " calls " << method->full_name() << ": " << mine;
+      EXPECT_EQ(absl::IsUnauthenticated(mine), !person.is_known)
+          << person.name << " calls " << method->full_name() << ": " << mine;
+      if (method->name() == "ListJobs") continue;
+      const absl::Status other = Call(person, *method, {Naming(*method, "other").get()});
+      EXPECT_TRUE(IsDenied(other))
+          << person.name << " calls " << method->full_name() << " of another's job: " << other;
+      // A job that is not there is no more to see than one that is.
+      const absl::Status none = Call(person, *method, {Naming(*method, "not-there").get()});
+      EXPECT_TRUE(IsDenied(none)) << person.name << " calls " << method->full_name()
+                                  << " of no job: " << none;
+    }
+  }
+}
+
+TEST_F(AccessOfMethodsTest, EveryMessageOfAStreamTakesItsRole) {
+  for (const Person& person : People()) {
+    for (const MethodDescriptor* method : Methods()) {
+      if (!method->client_streaming()) continue;
+      ASSERT_EQ(method->input_type()->oneof_decl_count(), 1) << method->full_name();
+      const auto& kinds = *method->input_type()->oneof_decl(0);
+      for (int k = 0; k < kinds.field_count(); ++k) {
+        const std::unique_ptr<Message> message(google::protobuf::MessageFactory::generated_factory()
+                                                   ->GetPrototype(method->input_type())
+                                                   ->New());
+        message->GetReflection()->MutableMessage(message.get(), kinds.field(k));
+        const std::string what =
+            absl::StrCat(person.name, " sends ", kinds.field(k)->full_name(), ": ");
+        const absl::Status first = Call(person, *method, {message.get()});
+        EXPECT_EQ(IsDenied(first), person.role < NeededFor(*method)) << what << first;
+        // Behind an open of a job that they may not use, and of one that they may.
+        const absl::Status other =
+            Call(person, *method, {Naming(*method, "other").get(), message.get()});
+        EXPECT_TRUE(IsDenied(other)) << what << other;
+        const absl::Status mine =
+            Call(person, *method, {Naming(*method, "mine-1").get(), message.get()});
+        EXPECT_EQ(IsDenied(mine), person.role < NeededFor(*method)) << what << mine;
+      }
+    }
+  }
+}
+
+std::vector<std::string> JobsSeenOver(const std::shared_ptr<grpc::Channel>& channel) {
+  grpc::ClientContext context;
+  v1::ListJobsResponse jobs;
+  const grpc::Status status =
+      v1::JobService::NewStub(channel)->ListJobs(&context, v1::ListJobsRequest(), &jobs);
+  EXPECT_TRUE(status.ok()) << status.error_message();
+  std::vector<std::string> names;
+  for (const v1::Job& job : jobs.jobs()) names.push_back(job.name());
+  return names;
+}
+
+TEST_F(AccessTest, ListsTheJobsThatTheCallerMaySee) {
+  EXPECT_THAT(JobsSeenOver(OverUnix("viewer")), UnorderedElementsAre("jobs/mine-1", "jobs/public"));
+  EXPECT_THAT(JobsSeenOver(OverUnix("")), UnorderedElementsAre("jobs/public"));
+  EXPECT_THAT(JobsSeenOver(OverUnix("admin")),
+              UnorderedElementsAre("jobs/mine-1", "jobs/public", "jobs/other"));
+}
+
+grpc::Status GetJobOver(const std::shared_ptr<grpc::Channel>& channel,
+                        const std::string& token = "") {
+  grpc::ClientContext context;
+  if (!token.empty()) context.AddMetadata("authorization", "Bearer " + token);
+  v1::GetJobRequest request;
+  request.set_name("jobs/mine-1");
+  v1::Job job;
+  return v1::JobService::NewStub(channel)->GetJob(&context, request, &job);
+}
+
+TEST_F(AccessTest, ATokenComesBeforeACertificateAndAUser) {
+  EXPECT_EQ(GetJobOver(OverTls("viewer", "mallory")).error_code(), grpc::StatusCode::OK);
+  EXPECT_EQ(GetJobOver(OverTls("unknown", "alice")).error_code(),
+            grpc::StatusCode::UNAUTHENTICATED);
+  // No part of a token is one, and no other words are.
+  EXPECT_EQ(GetJobOver(OverUnix(""), TokenOf("viewer")).error_code(), grpc::StatusCode::OK);
+  for (const char* wrong : {"", "the-token-of-viewe", "the-token-of-viewer ", "viewer"}) {
+    grpc::ClientContext context;
+    context.AddMetadata("authorization", absl::StrCat("Bearer ", wrong));
+    v1::ListJobsResponse jobs;
+    EXPECT_EQ(v1::JobService::NewStub(OverUnix(""))
+                  ->ListJobs(&context, v1::ListJobsRequest(), &jobs)
+                  .error_code(),
+              grpc::StatusCode::UNAUTHENTICATED)
+        << wrong;
+  }
+}
+
+// The end of what has been begun: waits for it.
+absl::Status EndOf(client::BlockingCall& call) {
+  grpc::ByteBuffer answer;
+  while (call.Read(&answer)) continue;
+  return call.Finish();
+}
+
+TEST_F(AccessTest, AStreamEndsWhenItsTokenIsRevokedAndOthersGoOn) {
+  client::CallsUnderWay calls;
+  v1::GetJobRequest get;
+  get.set_name("jobs/mine-1");
+  v1::Job job;
+  grpc::ClientContext get_context;
+  const auto jobs = v1::JobService::NewStub(OverTls("trainer"));
+  ASSERT_TRUE(jobs->GetJob(&get_context, get, &job).ok());
+  v1::AttachWorkerRequest attach;
+  attach.set_name("jobs/mine-1");
+  attach.set_process_id("p");
+  v1::AttachWorkerResponse attached;
+  grpc::ClientContext attach_context;
+  ASSERT_TRUE(jobs->AttachWorker(&attach_context, attach, &attached).ok());
+
+  v1::UploadWeightsRequest open;
+  open.mutable_open()->set_name("jobs/mine-1");
+  open.mutable_open()->set_uid(job.uid());
+  open.mutable_open()->set_process_id("p");
+  *open.mutable_open()->mutable_generation() = attached.generation();
+  client::BlockingCall revoked(OverTls("trainer"), "/ballast.v1.TrainService/UploadWeights",
+                               absl::Seconds(30), calls);
+  ASSERT_TRUE(revoked.Write(proto::SerializeControl(open)));
+  client::BlockingCall kept(OverTls("", "alice"), "/ballast.v1.TrainService/UploadWeights",
+                            absl::Seconds(30), calls);
+  ASSERT_TRUE(kept.Write(proto::SerializeControl(open)));
+
+  WriteTokens({"viewer", "operator"});
+  EXPECT_EQ(EndOf(revoked).code(), absl::StatusCode::kCancelled);
+  EXPECT_EQ(GetJobOver(OverTls("trainer")).error_code(), grpc::StatusCode::UNAUTHENTICATED);
+  ASSERT_TRUE(kept.WritesDone());
+  EXPECT_EQ(EndOf(kept), absl::OkStatus());
+}
+
+TEST_F(AccessTest, AClientSendsTheTokenThatItsFileHasNow) {
+  WritePrivateFile(File("mine"), TokenOf("unknown"));
+  const std::shared_ptr<grpc::Channel> channel = OverTls("mine");
+  EXPECT_EQ(GetJobOver(channel).error_code(), grpc::StatusCode::UNAUTHENTICATED);
+  WritePrivateFile(File("mine"), TokenOf("viewer"));
+  EXPECT_EQ(GetJobOver(channel).error_code(), grpc::StatusCode::OK);
+  WritePrivateFile(File("mine"), "no token of one word");  // The last good one stays.
+  EXPECT_EQ(GetJobOver(channel).error_code(), grpc::StatusCode::OK);
+}
+
+TEST_F(AccessTest, AClientRefusesACertificateOfAnotherHost) {
+  const auto server = Server::Start(engine_, {.listen = {"127.0.0.2:0"},
+                                              .access = {.tls_certificate = File("server.pem"),
+                                                         .tls_key = File("server.key")}})
+                          .value();
+  EXPECT_THAT(std::string(client::Connect(server->addresses()[0], absl::Seconds(1),
+                                          {.tls_ca = authority_->certificate()})
+                              .status()
+                              .message()),
+              HasSubstr("its certificate is of another host name"));
+}
+
+TEST_F(AccessTest, CredentialsThatDoNotBelongTogetherAreRefusedBeforeACall) {
+  const auto error = [](const std::string& target, const client::Credentials& given) {
+    return std::string(client::NewChannel(target, given).status().message());
+  };
+  const std::string tcp = "127.0.0.1:1";
+  EXPECT_THAT(error(tcp, {.token_file = File("viewer")}), HasSubstr("over TLS or a unix socket"));
+  EXPECT_THAT(error(tcp, {.tls_ca = authority_->certificate(), .tls_cert = File("alice.pem")}),
+              HasSubstr("give both --tls-cert and --tls-key"));
+  EXPECT_THAT(error(tcp, {.tls_cert = File("alice.pem"), .tls_key = File("alice.key")}),
+              HasSubstr("say with --tls-ca"));
+  EXPECT_THAT(error(tcp, {.tls_ca = File("gone.pem")}), HasSubstr("gone.pem cannot be read"));
+  EXPECT_THAT(error("unix:/x", {.token_file = File("gone")}), HasSubstr("gone cannot be read"));
+
+  ASSERT_EQ(setenv("BALLAST_TLS_CA", "of the environment", 1), 0);
+  ASSERT_EQ(setenv("BALLAST_TOKEN_FILE", "of the environment", 1), 0);
+  const client::Credentials both = client::OrEnvironment({.token_file = "given"});
+  unsetenv("BALLAST_TLS_CA");
+  unsetenv("BALLAST_TOKEN_FILE");
+  EXPECT_EQ(both.tls_ca, "of the environment");
+  EXPECT_EQ(both.token_file, "given");
+}
+
+TEST_F(AccessTest, FilesThatBecomeWrongChangeNothing) {
+  const AccessOptions files = {.tls_certificate = File("server.pem"),
+                               .tls_key = File("server.key"),
+                               .tls_client_ca = authority_->certificate(),
+                               .roles = File("roles"),
+                               .tokens = File("tokens")};
+  const auto ignore = [](const std::string&) {};
+  const auto access = Access::Open(files, ignore, ignore).value();
+  const auto tls = Tls::Open(files).value();
+  WritePrivateFile(File("roles"), "admin * cert:mallory\n");
+  EXPECT_THAT(std::string(access->ReadAgain().message()), HasSubstr("no role 'admin'"));
+  EXPECT_TRUE(access->Knows("cert:alice"));
+  WritePrivateFile(File("roles"), "viewer * cert:mallory\n");
+  EXPECT_EQ(access->ReadAgain(), absl::OkStatus());
+  EXPECT_FALSE(access->Knows("cert:alice"));
+
+  // A certificate whose key has not come yet.
+  authority_->Issue("next", {.common_name = "server"});
+  std::filesystem::rename(File("next.pem"), File("server.pem"));
+  EXPECT_THAT(std::string(tls->ReadAgain().message()), HasSubstr("is not the key"));
+  grpc::ServerBuilder builder;
+  int port = 0;
+  builder.AddListeningPort("127.0.0.1:0", tls->credentials(), &port);
+  const auto server = builder.BuildAndStart();
+  EXPECT_EQ(client::Connect(absl::StrCat("127.0.0.1:", port), absl::Seconds(10),
+                            {.tls_ca = authority_->certificate()})
+                .status(),
+            absl::OkStatus());
+}
+
+TEST_F(AccessTest, NewConnectionsUseTheCertificatesThatTheFilesHaveNow) {
+  const std::shared_ptr<grpc::Channel> before = OverTls("viewer");
+  const TestAuthority other(folder_, "other-ca");
+  other.Issue("server", {.common_name = "server"});
+  const client::Credentials of_other = {.tls_ca = other.certificate(),
+                                        .token_file = File("viewer")};
+  const absl::Time deadline = absl::Now() + absl::Seconds(20);
+  absl::Status connected;
+  do {
+    connected =
+        client::Connect(server_->addresses()[1], absl::Milliseconds(200), of_other).status();
+  } while (!connected.ok() && absl::Now() < deadline);
+  EXPECT_EQ(connected, absl::OkStatus());
+  EXPECT_EQ(GetJobOver(before).error_code(), grpc::StatusCode::OK);
+  const absl::Status old =
+      client::Connect(server_->addresses()[1], absl::Seconds(1),
+                      {.tls_ca = authority_->certificate(), .token_file = File("viewer")})
+          .status();
+  EXPECT_THAT(std::string(old.message()), HasSubstr("its certificate is not of the authority"));
+}
+
+}  // namespace
+}  // namespace ballast::server

@@ -1,0 +1,36 @@
+#include "server/access/file_watch.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <thread>
+
+namespace ballast::server {
+namespace {
+
+TEST(FileWatch, TellsOfFilesThatAreWrittenReplacedAndRemoved) {
+  const std::string file = testing::TempDir() + "file_watch_test";
+  std::ofstream(file) << "a";
+  std::atomic<int> changes = 0;
+  const FileWatch watch({file}, [&] { ++changes; });
+  const auto await = [&](int wanted) {
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    while (changes < wanted && std::chrono::steady_clock::now() < deadline) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+    return changes == wanted;
+  };
+  std::ofstream(file) << "b";  // Of the same size.
+  EXPECT_TRUE(await(1));
+  std::filesystem::remove(file);
+  EXPECT_TRUE(await(2));
+  std::ofstream(file) << "c";
+  EXPECT_TRUE(await(3));
+  std::filesystem::remove(file);
+}
+
+}  // namespace
+}  // namespace ballast::server

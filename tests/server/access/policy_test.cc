@@ -1,0 +1,76 @@
+#include "server/access/policy.h"
+
+#include <gmock/gmock.h>
+#include <unistd.h>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+
+namespace ballast::server {
+namespace {
+
+using ::testing::HasSubstr;
+
+// The SHA-256 of "abc", from FIPS 180-2.
+constexpr char kAbc[] = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
+
+absl::StatusOr<Policy> PolicyOf(absl::string_view roles, absl::string_view tokens = "") {
+  return Policy::Parse(roles, "roles", tokens, "tokens");
+}
+
+TEST(Policy, TheHighestRoleOfTheLinesThatFitCounts) {
+  const Policy policy = PolicyOf(
+                            "operator gpt-*-big cert:Alice of the lab\n"
+                            "viewer * *\n"
+                            "trainer gpt-* cert:Alice of the lab")
+                            .value();
+  EXPECT_EQ(policy.RoleOf("cert:Alice of the lab", "gpt-2-big"), Role::kOperator);
+  EXPECT_EQ(policy.RoleOf("cert:Alice of the lab", "gpt-2"), Role::kTrainer);
+  EXPECT_EQ(policy.RoleOf("cert:Alice of the lab", "bert"), Role::kViewer);
+  EXPECT_EQ(policy.RoleOf("cert:Alice", "gpt-2"), Role::kViewer);
+  EXPECT_EQ(policy.RoleOf("", "gpt-2"), Role::kNobody);
+  EXPECT_EQ(policy.HighestRoleOf("cert:Alice of the lab"), Role::kOperator);
+  EXPECT_EQ(policy.HighestRoleOf(""), Role::kNobody);
+}
+
+TEST(Policy, NobodyIsEverybodyWhereTheFileDoesNotSaySo) {
+  const Policy policy = PolicyOf("# Nobody yet.\n").value();
+  EXPECT_EQ(policy.RoleOf("user:0", "a"), Role::kNobody);
+  EXPECT_EQ(policy.HighestRoleOf("user:0"), Role::kNobody);
+}
+
+TEST(Policy, UsersHaveNamesAndNumbers) {
+  const Policy policy = PolicyOf("viewer * user:root\ntrainer * user:77").value();
+  EXPECT_EQ(policy.RoleOf(UserPrincipal(0), "a"), Role::kViewer);
+  EXPECT_EQ(policy.RoleOf(UserPrincipal(77), "a"), Role::kTrainer);
+  EXPECT_TRUE(policy.Names(UserPrincipal(77)));
+  EXPECT_FALSE(policy.Names(UserPrincipal(78)));
+}
+
+TEST(Policy, KnowsTokensByTheirDigests) {
+  const Policy policy =
+      PolicyOf("", absl::StrCat("ci ", kAbc, "\nold ", std::string(64, '0'))).value();
+  EXPECT_EQ(policy.TokenWith(DigestOf("abc")), "ci");
+  EXPECT_EQ(policy.TokenWith(DigestOf("abd")), std::nullopt);
+  EXPECT_EQ(policy.TokenWith(DigestOf("")), std::nullopt);
+}
+
+TEST(Policy, SaysInOneLineWhichLineIsWrong) {
+  const auto error = [](absl::string_view roles, absl::string_view tokens = "") {
+    return std::string(PolicyOf(roles, tokens).status().message());
+  };
+  EXPECT_EQ(error("viewer * *\nadmin * *"),
+            "roles, line 2: there is no role 'admin'; there are viewer, trainer, operator");
+  EXPECT_THAT(error("nobody * *"), HasSubstr("there is no role"));
+  EXPECT_THAT(error("viewer gpt[0-9] *"), HasSubstr("no pattern of job names"));
+  EXPECT_THAT(error("viewer *"), HasSubstr("write cert:NAME, user:NAME, token:NAME or *"));
+  EXPECT_THAT(error("viewer * cert:"), HasSubstr("is nobody"));
+  EXPECT_THAT(error("viewer * alice"), HasSubstr("is nobody"));
+  EXPECT_THAT(error("viewer * user:no-such-user"), HasSubstr("this host has no user"));
+  const std::string token = error("", "ci my-secret-token");
+  EXPECT_THAT(token, HasSubstr("tokens, line 1: token 'ci' has no SHA-256"));
+  EXPECT_THAT(token, testing::Not(HasSubstr("secret")));
+}
+
+}  // namespace
+}  // namespace ballast::server

@@ -1,0 +1,95 @@
+#!/usr/bin/env python3
+"""ballastd under a service manager: what it says to NOTIFY_SOCKET, and when.
+
+    service_manager_test.py BIN_DIR
+"""
+
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import unittest
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "support"))
+
+from processes import PATIENCE, Service  # noqa: E402
+
+BIN = pathlib.Path(sys.argv.pop())
+
+
+class ServiceManager(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.dir = pathlib.Path(folder.name)
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.addCleanup(self.socket.close)
+        self.socket.settimeout(PATIENCE)
+
+    def serve(self, address, *flags, **environment):
+        """A service that tells what it does at `address`."""
+        self.socket.bind(address.replace("@", "\0"))
+        service = Service(BIN / "ballastd", self.dir, *flags, environment={"NOTIFY_SOCKET": address, **environment})
+        self.addCleanup(service.stop)
+        return service
+
+    def next_told(self):
+        return self.socket.recv(4096).decode().splitlines()
+
+    def told_until(self, wanted):
+        """What it tells up to the first message with the line `wanted`."""
+        told = []
+        while wanted not in told:
+            told += self.next_told()
+        return told
+
+    def test_is_ready_once_it_listens_and_says_when_it_stops(self):
+        service = self.serve(str(self.dir / "notify"))
+        # Its address was written before, and nothing was told before that.
+        self.assertEqual(self.next_told(), ["READY=1", f"STATUS=listening on {service.address}"])
+        service.process.send_signal(signal.SIGTERM)
+        self.assertEqual(self.next_told(), ["STOPPING=1", "STATUS=saving all jobs"])
+        # A manager that waits for less than a save takes would kill it.
+        self.assertRegex(self.next_told()[0], "^EXTEND_TIMEOUT_USEC=30000000$")
+        self.assertEqual(service.process.wait(PATIENCE), 0)
+
+    def test_an_abstract_address_and_a_watchdog(self):
+        service = self.serve(f"@ballast-{os.getpid()}", WATCHDOG_USEC="1600000")
+        self.told_until("READY=1")
+        # Eight times in the watchdog's time; a service that is stuck ends after six.
+        self.assertEqual([self.next_told() for _ in range(9)], [["WATCHDOG=1"]] * 9)
+        self.assertIsNone(service.process.poll())
+
+    def test_is_ready_again_if_it_cannot_save(self):
+        checkpoints = self.dir / "checkpoints"
+        service = self.serve(str(self.dir / "notify"), f"--checkpoint-dir={checkpoints}")
+        subprocess.run([BIN / "ballast-example", service.address], check=True, capture_output=True, timeout=PATIENCE)
+        for found in checkpoints.iterdir():
+            found.unlink()
+        checkpoints.rmdir()
+        checkpoints.write_text("in the way")
+        service.process.send_signal(signal.SIGTERM)
+        told = self.told_until("STATUS=not stopped: a job could not be saved")
+        self.assertEqual(told.count("READY=1"), 2)
+
+    def test_says_in_one_line_what_is_wrong_with_its_environment(self):
+        manager = self.dir / "manager"
+        self.socket.bind(str(manager))
+        for environment, code, says in (
+                ({"NOTIFY_SOCKET": "relative"}, 2, "NOTIFY_SOCKET=relative: expected an absolute path"),
+                ({"NOTIFY_SOCKET": "/" + "n" * 200}, 2, "expected an absolute path"),
+                ({"NOTIFY_SOCKET": str(self.dir / "nobody")}, 2, "No such file or directory"),
+                ({"NOTIFY_SOCKET": str(manager), "WATCHDOG_USEC": "-1"}, 2, "WATCHDOG_USEC=-1: expected micro"),
+                ({"NOTIFY_SOCKET": str(manager), "WATCHDOG_USEC": "soon"}, 2, "WATCHDOG_USEC=soon: expected")):
+            done = subprocess.run([BIN / "ballastd", "--listen=127.0.0.1:0"], text=True, capture_output=True,
+                                  timeout=PATIENCE, check=False, env=os.environ | environment)
+            self.assertEqual(done.returncode, code)
+            self.assertEqual(len(done.stderr.splitlines()), 1, done.stderr)
+            self.assertIn(says, done.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,68 @@
+#include "server/status/status_server.h"
+
+#include <arpa/inet.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <string>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+
+namespace ballast::server {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+
+// The whole answer, its head included.
+std::string Get(const std::string& address, const std::string& path) {
+  sockaddr_in to = {};
+  to.sin_family = AF_INET;
+  inet_pton(AF_INET, "127.0.0.1", &to.sin_addr);
+  int port = 0;
+  EXPECT_TRUE(absl::SimpleAtoi(address.substr(address.find(':') + 1), &port));
+  to.sin_port = htons(static_cast<uint16_t>(port));
+  const int connection = socket(AF_INET, SOCK_STREAM, 0);
+  EXPECT_EQ(connect(connection, reinterpret_cast<sockaddr*>(&to), sizeof(to)), 0);
+  const std::string request = absl::StrCat("GET ", path, " HTTP/1.0\r\nHost: localhost\r\n\r\n");
+  EXPECT_EQ(write(connection, request.data(), request.size()),
+            static_cast<ssize_t>(request.size()));
+  std::string answer;
+  char part[4096];
+  for (ssize_t bytes = 0; (bytes = read(connection, part, sizeof(part))) > 0;) {
+    answer.append(part, bytes);
+  }
+  close(connection);
+  return answer;
+}
+
+TEST(StatusServer, LivesWhileJobsAreTakenOverAndIsReadyAfterwards) {
+  const auto status = StatusServer::Start({.listen = "127.0.0.1:0"});
+  ASSERT_TRUE(status.ok()) << status.status();
+  const std::string& address = (*status)->address();
+  EXPECT_THAT(Get(address, "/live"), StartsWith("HTTP/1.1 200 "));
+  EXPECT_THAT(Get(address, "/"), StartsWith("HTTP/1.1 200 "));
+  for (const std::string path : {"/ready", "/metrics", "/api/service", "/api/job?job=a"}) {
+    const std::string answer = Get(address, path);
+    EXPECT_THAT(answer, StartsWith("HTTP/1.1 503 ")) << path;
+    EXPECT_THAT(answer, HasSubstr("the service is starting, and takes over jobs")) << path;
+  }
+  EXPECT_THAT(Get(address, "/nothing"), StartsWith("HTTP/1.1 404 "));
+
+  Engine engine({.memory_limit_bytes = int64_t{64} << 20, .threads = 1});
+  const auto server = Server::Start(engine, {.listen = {}});
+  ASSERT_TRUE(server.ok()) << server.status();
+  (*status)->Show(engine, **server, {.deaths = 3, .recovery_seconds = 0.25});
+  EXPECT_THAT(Get(address, "/ready"), StartsWith("HTTP/1.1 200 "));
+  EXPECT_THAT(Get(address, "/metrics"), HasSubstr("\nballast_child_deaths_total 3\n"));
+  EXPECT_THAT(Get(address, "/metrics"), HasSubstr("\nballast_recovery_seconds 0.25\n"));
+  (*server)->SetServing(false);
+  EXPECT_THAT(Get(address, "/ready"), StartsWith("HTTP/1.1 503 "));
+  EXPECT_THAT(Get(address, "/live"), StartsWith("HTTP/1.1 200 "));
+}
+
+}  // namespace
+}  // namespace ballast::server

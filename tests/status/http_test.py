@@ -1,0 +1,391 @@
+"""What a service shows over HTTP, without a browser: who may look, how it starts, live and ready. And what the
+tool makes of it: doctor and plan.
+
+    http_test.py BALLASTD PROTO_FOLDER BALLAST
+"""
+
+import hashlib
+import http.client
+import json
+import os
+import pathlib
+import pwd
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tarfile
+import tempfile
+import unittest
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "support")]
+
+import grpc  # noqa: E402
+from google.protobuf import json_format  # noqa: E402
+from played_jobs import HANGING_RANK, HANGS_AFTER, played  # noqa: E402
+from processes import Service, await_, read  # noqa: E402
+from status_pages import get, status_address  # noqa: E402
+
+
+def ballast(*words):
+    return subprocess.run([BALLAST, *map(str, words)], text=True, capture_output=True, timeout=60)
+
+
+class Plans(unittest.TestCase):
+    def test_a_size_is_enough(self):
+        done = ballast("plan", "7B:bf16", "--memory=128GiB", "--world-size=8")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("7,000,000,000", done.stdout)
+        rows = [line.split() for line in done.stdout.splitlines() if line.startswith(("wait", "speculate"))]
+        self.assertEqual([row[-1] for row in rows], ["yes"] * 3 + ["no"] + ["no"] * 4)
+        # The README's table: 12 + 2 bytes at least, and all of it 12 + 2 + 4 + 12 + 4.
+        self.assertAlmostEqual(float(rows[0][-2]), 14, delta=0.15)
+        self.assertAlmostEqual(float(rows[-1][-2]), 34, delta=0.3)
+        self.assertAlmostEqual(float(json.loads(ballast("plan", "10M:amsgrad", "--json").stdout)["options"][0]["state_bytes"]),
+                               16e7, delta=1e6)
+        self.assertIn("It does not fit: the service needs a --memory-limit of at least", ballast("plan", "7B", "--memory=8GiB").stdout)
+
+    def test_what_is_no_plan(self):
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+            file.write('{"nonsense": 1}')
+            file.flush()
+            for words, why in ((["nonsense"], "neither a size such as 7B:bf16 nor a file"), (["7B:int8"], "none of bf16, fp16, fp32"),
+                               (["7B", "--memory=lots"], "such as 200GiB"), (["7B", "--world-size=0"], "whole number from 1"),
+                               ([file.name], "no job as CreateJob takes it"), (["0"], "neither a size"), (["900T"], "more than a job may have")):
+                with self.subTest(words):
+                    done = ballast("plan", *words)
+                    self.assertEqual((done.returncode, done.stdout, len(done.stderr.splitlines())), (2, "", 1))
+                    self.assertIn(why, done.stderr)
+
+
+class Starts(unittest.TestCase):
+    def refused(self, address, *more):
+        done = subprocess.run([BALLASTD, "--listen=127.0.0.1:0", "--nostartup-benchmark", f"--metrics-listen={address}", *more],
+                              text=True, capture_output=True, timeout=60)
+        lines = [line for line in done.stderr.splitlines() if "[ballastd]" not in line]
+        self.assertEqual((done.returncode, len(lines)), (2, 1), done.stderr)
+        self.assertRegex(lines[0], r"^ballastd: flag --metrics-listen=.*: ")
+        return lines[0]
+
+    def test_a_taken_port_ends_it_with_one_line(self):
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            line = self.refused(f"127.0.0.1:{taken.getsockname()[1]}")
+        self.assertRegex(line, "another process does; stop it or choose another port")
+
+    def test_addresses_that_cannot_be(self):
+        for address in ("nonsense", "127.0.0.1", "127.0.0.1:99999", "[::1]:7071", "unix:/tmp/x", "300.1.1.1:80"):
+            with self.subTest(address):
+                self.assertRegex(self.refused(address), "expected PORT, or HOST:PORT")
+
+    def test_other_hosts_reach_it_only_where_that_is_said(self):
+        self.assertRegex(self.refused("0.0.0.0:0"), "use a loopback address or --metrics-insecure")
+
+
+class Roles(unittest.TestCase):
+    def test_a_trainers_doctor_does_not_see_the_whole_service(self):
+        with tempfile.TemporaryDirectory() as folder:
+            roles, path = pathlib.Path(folder, "roles"), pathlib.Path(folder, "a.tar.gz")
+            roles.write_text(f"trainer * user:{pwd.getpwuid(os.getuid()).pw_name}\n")
+            service = Service(BALLASTD, pathlib.Path(folder), f"--roles-file={roles}", "--metrics-listen=0",
+                              listen=f"unix:{folder}/socket")
+            try:
+                with played(service.address, PROTO):
+                    done = ballast("doctor", "stuck", f"--service={service.address}", f"--out={path}")
+                log = read(service.log)
+            finally:
+                service.stop()
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertIn("operator", done.stdout)
+            with tarfile.open(path) as archive:
+                names = {pathlib.Path(name).name for name in archive.getnames()}
+        self.assertIn("job.json", names)
+        self.assertFalse(names & {"log.txt", "threads.txt", "settings.txt", "gate.txt", "metrics.txt", "host.txt"})
+        self.assertIn("--roles-file without --tokens-file is not for --metrics-listen", log)
+
+
+class Tokens(unittest.TestCase):
+    """A service with tokens: of a viewer of all jobs, of one of a single job, of nobody."""
+
+    @classmethod
+    def setUpClass(cls):
+        folder = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        cls.roles, cls.tokens = folder / "roles", folder / "tokens"
+        cls.roles.write_text(f"operator * user:{pwd.getpwuid(os.getuid()).pw_name}\nviewer * token:all\nviewer stuck token:one\n")
+        cls.tokens.touch(mode=0o600)
+        cls.tokens.write_text("".join(f"{name} {hashlib.sha256(name.encode() * 8).hexdigest()}\n" for name in ("all", "one", "none")))
+        cls.service = Service(BALLASTD, folder, f"--roles-file={cls.roles}", f"--tokens-file={cls.tokens}", "--metrics-listen=0",
+                              "--holder=none", "--memory-limit=1GiB", listen=f"unix:{folder}/socket")
+        cls.addClassCleanup(cls.service.stop)
+        cls.base = status_address(cls.service)
+        cls.enterClassContext(played(cls.service.address, PROTO))
+
+    def get(self, path, token=None):
+        return get(self.base + path, headers=None if token is None else {"Authorization": f"Bearer {token * 8}"})
+
+    def test_without_one_nothing_is_said_of_jobs(self):
+        for path in ("/metrics", "/api/service", "/api/job?job=stuck", "/api/parameters?job=stuck", "/api/nothing",
+                     f"/metrics?token={'all' * 8}", f"/metrics?access_token={'all' * 8}"):
+            for code, text, headers in (self.get(path), self.get(path, "wrong"), self.get(path, ""),
+                                        get(self.base + path, headers={"Authorization": "all" * 8}),
+                                        get(self.base + path, headers={"Authorization": "Basic " + "all" * 8})):
+                self.assertEqual((code, headers["WWW-Authenticate"]), (401, 'Bearer realm="ballast"'), path)
+                self.assertNotIn("stuck", text)
+                self.assertIn("token", json.loads(text)["error"])
+        for path in ("/metrics", "/api/service", "/api/job?job=stuck"):
+            code, text, _ = self.get(path, "none")
+            self.assertEqual(code, 403, path)
+            self.assertIn("token:none has no role of viewer for any job", json.loads(text)["error"])
+
+    def test_probes_and_the_page_itself_take_none(self):
+        for path in ("/live", "/ready", "/", "/page.js", "/page.css"):
+            self.assertEqual(self.get(path)[0], 200, path)
+
+    def test_a_viewer_sees_the_jobs_that_it_is_a_viewer_of(self):
+        for token, jobs in (("all", ["steady", "stuck"]), ("one", ["stuck"])):
+            code, text, _ = self.get("/api/service", token)
+            self.assertEqual((code, [job["name"] for job in json.loads(text)["jobs"]]), (200, jobs))
+            code, text, _ = self.get("/metrics", token)
+            self.assertEqual(code, 200)
+            self.assertEqual('job_name="steady"' in text, "steady" in jobs)
+            self.assertIn('ballast_ranks{job_name="stuck"} 3', text)
+            self.assertIn(f"\nballast_jobs {len(jobs)}\n", text)
+            self.assertEqual(self.get("/api/job?job=stuck", token)[0], 200)
+            for path in ("job?", "parameters?", "distribution?parameter=h.1.mlp.weight&", "timeline?"):
+                self.assertEqual(self.get(f"/api/{path}job=steady", token)[0], 200 if token == "all" else 403, path)
+
+    def test_z_a_token_that_is_gone_sees_nothing_more(self):
+        self.tokens.write_text("".join(line for line in self.tokens.read_text().splitlines(True) if not line.startswith("all ")))
+        await_("the new tokens", lambda: self.get("/api/service", "all")[0] == 401, self.service.process, 30)
+        self.assertEqual(self.get("/api/service", "one")[0], 200)
+
+
+class Deaths(unittest.TestCase):
+    def figures(self, base):
+        found = re.findall(r"(?m)^(ballast_(?:child_deaths_total|recovery_seconds|ready|generation_epoch)\S*) (\S+)$",
+                           get(base + "/metrics")[1])
+        return {name: float(value) for name, value in found}
+
+    def test_the_deaths_of_the_service_are_counted_and_what_taking_over_took_is_told(self):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            base = f"http://127.0.0.1:{free.getsockname()[1]}"
+        with tempfile.TemporaryDirectory() as folder:
+            service = Service(BALLASTD, pathlib.Path(folder), f"--metrics-listen={base.removeprefix('http://')}", "--memory-limit=1GiB")
+            try:
+                with played(service.address, PROTO):
+                    self.assertEqual(self.figures(base), {
+                        "ballast_child_deaths_total": 0, "ballast_recovery_seconds": 0, "ballast_ready": 1,
+                        'ballast_generation_epoch{job_name="steady"}': 1, 'ballast_generation_epoch{job_name="stuck"}': 1})
+                for deaths in (1, 2):
+                    process = json.loads(get(base + "/api/service")[1])["process"]
+                    os.kill(process, signal.SIGKILL)
+                    await_("the next process", lambda: self.ready_after(base, process), service.process)
+                    now = self.figures(base)
+                    self.assertEqual((now["ballast_child_deaths_total"], now["ballast_ready"]), (deaths, 1))
+                    self.assertGreater(now["ballast_recovery_seconds"], 0)
+                    self.assertLess(now["ballast_recovery_seconds"], 60)
+                self.assertEqual(json.loads(get(base + "/api/service")[1])["deaths"], 2)
+            finally:
+                service.stop()
+
+    def ready_after(self, base, process):
+        """Whatever it answers meanwhile: it lives, and nothing that says that it is ready comes before it is."""
+        try:
+            code, text, _ = get(base + "/ready")
+            if code == 503:
+                self.assertEqual(text, "not ready: the service is starting, and takes over jobs that it has left\n")
+                self.assertEqual(get(base + "/live")[0], 200)
+                return False
+            return json.loads(get(base + "/api/service")[1])["process"] != process
+        except (OSError, http.client.HTTPException):  # Between the two.
+            return False
+
+
+class Versions(unittest.TestCase):
+    def test_a_client_of_another_release_is_told_so_in_one_line(self):
+        with tempfile.TemporaryDirectory() as folder:
+            service = Service(BALLASTD, pathlib.Path(folder), "--holder=none", "--metrics-listen=0")
+            try:
+                version = json.loads(get(status_address(service) + "/api/service")[1])["version"]
+                major, minor = map(int, version.split(".")[:2])
+                for agent, works in ((f"ballast/{major}.{minor + 1}.7", True), (f"ballast/{major}.{minor}.0", True), ("", True),
+                                     (f"ballast/{major}.{minor + 2}.0", False), (f"ballast/{major + 1}.{minor}.0", False)):
+                    with self.subTest(agent):
+                        code, text = self.list_jobs(service, agent)
+                        self.assertEqual(code, "OK" if works else "FAILED_PRECONDITION")
+                        if not works:
+                            self.assertEqual(text.split(";")[0], f"this client is of Ballast {agent[8:]} and the service of "
+                                             f"{version}, which do not work together: minor versions may differ by one")
+                self.assertEqual(ballast("jobs", f"--service={service.address}").returncode, 0)
+            finally:
+                service.stop()
+
+    def list_jobs(self, service, agent):
+        channel = grpc.insecure_channel(service.address, options=[("grpc.primary_user_agent", agent)] if agent else [])
+        with channel:
+            try:
+                channel.unary_unary("/ballast.v1.JobService/ListJobs")(b"", timeout=30)
+            except grpc.RpcError as error:
+                return error.code().name, error.details()
+        return "OK", ""
+
+
+class Looks(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        folder = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        # Records of what outlives a process are beside what `ballast plan` counts: half a MiB a job.
+        cls.service = Service(BALLASTD, folder, "--metrics-listen=localhost:0", "--memory-limit=1GiB", "--holder=none",
+                              f"--checkpoint-dir={folder / 'saved'}", "--drain-seconds=4")
+        cls.addClassCleanup(cls.service.stop)
+        cls.base = status_address(cls.service)
+        cls.jobs = cls.enterClassContext(played(cls.service.address, PROTO))
+
+    def json(self, path):
+        code, text, headers = get(self.base + path)
+        self.assertEqual((code, headers["Content-Type"]), (200, "application/json"), text)
+        return json.loads(text)
+
+    def test_only_looking_is_possible(self):
+        for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS", "CONNECT", "NONSENSE"):
+            for path in ("/", "/metrics", "/api/job?job=stuck"):
+                code, _, headers = get(self.base + path, method)
+                # What is no method of HTTP's the library itself refuses.
+                self.assertIn(code, (400, 405, 501), f"{method} {path}")
+                if code == 405:
+                    self.assertEqual(headers["Allow"], "GET, HEAD")
+        self.assertEqual(self.json("/api/job?job=stuck")["committed_step"], HANGS_AFTER)
+
+    def test_a_head_has_no_body(self):
+        code, text, headers = get(self.base + "/metrics", "HEAD")
+        self.assertEqual((code, text), (200, ""))
+        self.assertGreater(int(headers["Content-Length"]), 1000)
+
+    def test_another_sites_page_cannot_look(self):
+        for host in ("evil.example", "evil.example:7071", "localhost.evil.example", ""):
+            self.assertEqual(get(self.base + "/api/service", headers={"Host": host})[0], 403, host)
+        for host in ("localhost:9", "127.0.0.1", "192.0.2.7:80"):
+            self.assertEqual(get(self.base + "/api/service", headers={"Host": host})[0], 200, host)
+        headers = get(self.base + "/")[2]
+        self.assertIn("default-src 'none'", headers["Content-Security-Policy"])
+        self.assertEqual(headers["X-Content-Type-Options"], "nosniff")
+        self.assertIsNone(headers["Access-Control-Allow-Origin"])
+
+    def test_what_is_not_there(self):
+        for path in ("/nothing", "/../etc/passwd", "/%2e%2e/etc/passwd", "/api/nothing", "/api/job?job=nobody", "/api/job",
+                     "/api/distribution?job=stuck&parameter=none"):
+            self.assertEqual(get(self.base + path)[0], 404, path)
+
+    def test_who_has_sent_what_and_who_is_awaited(self):
+        job = self.json("/api/job?job=stuck")
+        self.assertEqual((job["phase"], job["awaited"], job["attached"]), ("open", [HANGING_RANK], 3))
+        ranks = {rank["rank"]: rank for rank in job["ranks"]}
+        self.assertEqual([ranks[r]["sealed"] for r in range(3)], [True, False, True])
+        self.assertLess(ranks[HANGING_RANK]["chunks_complete"], ranks[HANGING_RANK]["chunks"])
+        self.assertTrue(ranks[HANGING_RANK]["missing_parameters"])
+        steps = job["steps"]
+        self.assertEqual(steps["step"], list(range(1, HANGS_AFTER + 1)))
+        for gathering, awaiting, deciding, updating in zip(*(steps[p] for p in ("gathering", "awaiting", "deciding", "updating"))):
+            self.assertGreater(gathering, 0.1)  # As long as the fastest rank's backward (played_jobs).
+            self.assertGreater(awaiting, 0)
+            self.assertTrue(0 <= deciding < 5 and 0 <= updating < 5)
+
+    def test_a_distribution_counts_every_element(self):
+        parameter = self.json("/api/distribution?job=steady&parameter=h.1.mlp.weight")
+        self.assertEqual([plane["plane"] for plane in parameter["planes"]], ["master", "exp_avg", "exp_avg_sq"])
+        for plane in parameter["planes"]:
+            self.assertEqual(sum(plane["counts"]) + plane["zeros"], 4096)
+        found = self.json("/api/parameters?job=steady&match=mlp.b")
+        self.assertEqual((found["matches"], found["all"]), (4, 17))
+
+    def test_a_timeline_has_the_parts_of_a_step_and_a_job_that_hangs_has_none(self):
+        kinds = set()
+        for _ in range(2):  # Every 25th step is skipped, and updates nothing.
+            kinds |= {event[0] for event in self.json("/api/timeline?job=steady")["events"]}
+        self.assertLessEqual({"begun", "arrived", "decided", "updated", "committed"}, kinds)
+        self.assertIn("no step of job stuck", self.json("/api/timeline?job=stuck&patience=1")["unavailable"])
+
+    def test_slow_peers_hold_up_neither_training_nor_for_long_the_page(self):
+        before = self.json("/api/job?job=steady")["committed_step"]
+        slow = [socket.create_connection(self.base.removeprefix("http://").split(":")) for _ in range(60)]
+        for connection in slow:
+            connection.sendall(b"GET / HTTP/1.1\r\nX: ")
+        try:
+            await_("an answer", lambda: self.answers(), seconds=30)
+            self.assertGreater(self.json("/api/job?job=steady")["committed_step"], before)
+        finally:
+            for connection in slow:
+                connection.close()
+
+    def answers(self):
+        try:
+            return get(self.base + "/live", seconds=2)[0] == 200
+        except OSError:
+            return False
+
+    def test_a_doctors_archive_has_what_a_report_needs(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder, "a.tar.gz")
+            done = ballast("doctor", "stuck", f"--service={self.service.address}", f"--out={path}")
+            self.assertEqual(done.returncode, 0, done.stderr)
+            with tarfile.open(path) as archive:
+                files = {member.name: archive.extractfile(member).read().decode() for member in archive}
+            self.assertEqual([*pathlib.Path(folder).iterdir()], [path])
+        texts = {name.removeprefix("ballast-doctor-stuck/"): text for name, text in files.items()}
+        self.assertEqual(texts["missing.txt"], "")
+        self.assertEqual(json.loads(texts["job.json"])["committed_step"], HANGS_AFTER)
+        self.assertIn("--drain_seconds=4", texts["settings.txt"])
+        self.assertRegex(texts["gate.txt"], r"(?m)^\* stuck: open; 0 readers, .* 0 calls wait$")
+        self.assertIn("status page at", texts["log.txt"])
+        self.assertIn('ballast_ranks_awaited{job_name="stuck"} 1', texts["metrics.txt"])
+        self.assertIn("==> /proc/self/limits", texts["host.txt"])
+        # Every thread answers, and those that wait for signals or work can be told by their stacks.
+        threads = texts["threads.txt"]
+        self.assertGreater(threads.count(" of CPU\n"), 8)
+        self.assertNotIn("it did not answer", threads)
+        self.assertRegex(threads, r"WaitForSignal|sigwait")
+        self.assertRegex(threads, r"ballast::.*Watch")
+
+    def test_a_doctor_of_no_job_writes_nothing(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder, "a.tar.gz")
+            done = ballast("doctor", "stucc", f"--service={self.service.address}", f"--out={path}")
+            self.assertEqual((done.returncode, len(done.stderr.splitlines())), (1, 1))
+            self.assertIn("stuck", done.stderr)  # Did you mean it?
+            self.assertFalse(path.exists())
+
+    def test_a_plan_has_the_bytes_that_the_service_allocates(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder, "job.json")
+            path.write_text(json_format.MessageToJson(self.jobs[1].describe()))
+            done = ballast("plan", path, "--memory=1MiB", "--json")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        plan = json.loads(done.stdout)
+        memory = self.json("/api/job?job=stuck")["memory"]
+        [row] = [row for row in plan["options"]
+                 if (row["update"], row["several_micro_steps"], row["shared_memory"]) == ("wait", True, False)]
+        self.assertEqual(
+            {kind: row[f"{name}_bytes"] for kind, name in {"state": "state", "gradients": "gradient", "other": "other",
+                                                           "accumulators": "accumulator"}.items()},
+            {kind: memory[kind] for kind in ("state", "gradients", "other", "accumulators")})
+        self.assertEqual((plan["world_size"], plan["elements"], row["fits"]), (3, 39808, True))
+        [most] = [row for row in plan["options"] if row["update"] == "speculate" and row["several_micro_steps"]
+                  and row["shared_memory"]]
+        self.assertFalse(most["fits"])
+
+    def test_z_while_it_drains_it_is_live_and_not_ready(self):
+        self.assertEqual(get(self.base + "/ready")[:2], (200, "ready\n"))
+        self.service.process.send_signal(signal.SIGTERM)  # A step is open: it has four seconds.
+        await_("the drain", lambda: get(self.base + "/ready")[0] == 503, self.service.process, 3)
+        self.assertEqual(get(self.base + "/live")[0], 200)
+        self.assertIn("\nballast_ready 0\n", get(self.base + "/metrics")[1])
+        self.assertEqual(self.service.process.wait(60), 0)
+
+
+if __name__ == "__main__":
+    BALLASTD, PROTO, BALLAST = sys.argv[1:4]
+    unittest.main(argv=sys.argv[:1] + sys.argv[4:], verbosity=2)

@@ -1,0 +1,238 @@
+"""The status page in a real browser, while one job trains and a rank of another one hangs.
+
+    page_test.py BALLASTD PROTO_FOLDER [PICTURES]     pictures of the page are kept in that folder, to be looked at
+
+Chromium and its driver are Debian's. Without them the test says so in one line and is skipped.
+"""
+
+import hashlib
+import os
+import pathlib
+import pwd
+import re
+import sys
+import tempfile
+import time
+import unittest
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "support")]
+
+import webdriver  # noqa: E402
+from played_jobs import HANGING_RANK, HANGS_AFTER, played  # noqa: E402
+from processes import Service, await_  # noqa: E402
+from status_pages import status_address  # noqa: E402
+
+SKIPPED = 77
+TEXT = "return document.querySelector('main').innerText"
+FOCUSED = "return document.activeElement.innerText || document.activeElement.placeholder || document.activeElement.id"
+
+
+class Page(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        folder = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        cls.service = Service(BALLASTD, folder, "--metrics-listen=0", "--memory-limit=1GiB",
+                              f"--checkpoint-dir={folder / 'saved'}")
+        cls.addClassCleanup(cls.service.stop)
+        cls.base = status_address(cls.service)
+        cls.enterClassContext(played(cls.service.address, PROTO))
+        time.sleep(1.2)  # Longer than a rank is waited for in a step that goes well.
+        cls.browser = webdriver.Browser(folder)
+        cls.addClassCleanup(cls.browser.close)
+
+    def setUp(self):
+        self.browser.screen(1180)
+        self.browser.requests()
+        self.browser.messages()
+
+    def tearDown(self):
+        """Whatever a test did: no error, and nothing from elsewhere."""
+        self.assertEqual(self.browser.messages(), [])
+        self.assertEqual([url for url in self.browser.requests() if not url.startswith((self.base + "/", "data:"))
+                          and url != "about:blank"], [])
+
+    def open(self, path):
+        self.browser.open(self.base + path)
+
+    def picture(self, name):
+        if PICTURES:
+            self.browser.picture(pathlib.Path(PICTURES, name + ".png"))
+
+    def see(self, *texts, seconds=2):
+        for text in texts:
+            self.browser.await_(f"'{text}'", "return document.body.innerText.includes(arguments[0])", text, seconds=seconds)
+
+    def no_wider_than(self, width):
+        # Not innerWidth: a phone zooms out for a page that is too wide.
+        self.assertLessEqual(self.browser.run("return document.documentElement.scrollWidth"), width)
+
+    def test_jobs_and_the_rank_that_hangs_are_seen_at_a_glance(self):
+        self.open("/")
+        self.see("steady", "stuck", f"Rank {HANGING_RANK} has not sealed step {HANGS_AFTER + 1}", "3 of 3")
+        text = self.browser.run(TEXT)
+        self.assertEqual(text.count("has not sealed"), 1, "a job that trains is said to wait")
+        self.see("/s", seconds=4)  # The pace, once there are two answers.
+        self.picture("jobs")
+
+    def test_a_job_shows_who_is_awaited_and_what_is_missing(self):
+        self.open("/?job=stuck")
+        self.see(f"Rank {HANGING_RANK} has not sealed step {HANGS_AFTER + 1}", "Gradient norm", "Step time and its parts")
+        rows = self.browser.run("return [...document.querySelectorAll('#ranks tbody tr')].map(row => row.innerText)")
+        self.assertRegex(rows[0], rf"(?s)^{HANGING_RANK}\s+awaited.*h\.\d")
+        self.assertTrue(all("sealed" in row for row in rows[1:]), rows)
+        self.see("weights and moments", "no_decay", "Nothing is known to be saved")
+        self.picture("stuck")
+
+    def test_charts_move_while_a_job_trains(self):
+        self.open("/?job=steady")
+        self.browser.await_("a curve", "return document.querySelector('#charts path.curve')?.getAttribute('d').length > 60")
+        seen = "return [...document.querySelectorAll('#charts path')].map(path => path.getAttribute('d'))"
+        before = self.browser.run(seen)
+        step = self.browser.run("return document.querySelector('#charts output').textContent")
+        self.browser.await_("a newer step", "return document.querySelector('#charts output').textContent !== arguments[0]",
+                            step, seconds=4)
+        after = self.browser.run(seen)
+        self.assertEqual(len(before), len(after))
+        self.assertTrue(all(old != new for old, new in zip(before, after)), "a chart stands still")
+        self.assertEqual(len(before), 6, "norm, clip and four parts of a step")
+
+    def test_a_parameters_distribution_opens(self):
+        self.open("/?job=steady")
+        self.browser.await_("parameters", "return document.querySelectorAll('.names button').length === 17")
+        self.browser.run("document.querySelector('[data-name=\"h.2.mlp.weight\"]').click()")
+        self.see("Weights", "First moment", "Second moment", "4,096 elements in group decay")
+        counts = self.browser.run(
+            "return [...document.querySelectorAll('.plane')].map(plane => [...plane.querySelectorAll('title')]"
+            ".reduce((sum, title) => sum + Number(title.textContent.split(': ')[1]), 0))")
+        self.assertEqual(counts, [4096] * 3)
+        self.picture("distribution")
+
+    def test_the_timeline_of_a_step_is_recorded(self):
+        self.open("/?job=steady")
+        self.see("Record the next step")
+        self.browser.run("document.querySelector('#timeline button').click()")
+        self.see("events", seconds=8)
+        self.assertGreaterEqual(self.browser.run("return document.querySelectorAll('#timeline svg rect').length"), 12)
+        self.see("arriving", "updating", "sending weights")
+        self.picture("timeline")
+
+    def test_the_keyboard_is_enough(self):
+        self.open("/")
+        self.see("stuck")
+
+        def tab_to(text, most=60):
+            for _ in range(most):
+                self.browser.press("Tab")
+                if text in (self.browser.run(FOCUSED) or ""):
+                    return
+            self.fail(f"the tab key does not lead to {text}")
+
+        tab_to("steady")
+        self.browser.press("Enter")
+        self.see("Parameters", "h.0.attn.weight")
+        self.browser.run("document.querySelector('#charts svg').focus()")
+        said = "return document.querySelector('#charts output').textContent"
+        self.browser.press("Home")
+        first = self.browser.run(said)
+        time.sleep(1.5)  # Meanwhile the page asks again: the chosen step and the focus stay.
+        self.assertEqual(self.browser.run("return document.activeElement.nodeName"), "svg")
+        self.assertTrue(self.browser.run("return document.querySelector('#charts .cursor') !== null"))
+        self.assertRegex(first, r"^step \d+: ")
+        tab_to("Part of a name")
+        self.browser.press("m", "l", "p", ".", "b")
+        self.browser.await_("four parameters", "return document.querySelectorAll('.names button').length === 4")
+        tab_to("h.0.mlp.bias", 3)
+        self.browser.press("Enter")
+        self.see("128 elements in group no_decay")
+        ring = self.browser.run("return getComputedStyle(document.activeElement).outlineStyle")
+        self.assertNotEqual(ring, "none", "the focus is not seen")
+
+    def test_a_phone_is_wide_enough(self):
+        for path, text in (("/", "stuck"), ("/?job=stuck", "Gradient norm"), ("/?job=steady", "Gradient norm")):
+            with self.subTest(path):
+                self.browser.screen(400, dark=path == "/")
+                self.open(path)
+                self.see(text)
+                self.no_wider_than(400)
+                small = self.browser.run(
+                    "return [...document.querySelectorAll('main p, main td, main dd, main a')]"
+                    ".filter(one => one.innerText && parseFloat(getComputedStyle(one).fontSize) < 11).length")
+                self.assertEqual(small, 0, "text is too small to be read")
+                self.picture("phone" + re.sub(r"\W+", "_", path))
+
+    def test_dark_is_dark_and_its_text_can_be_read(self):
+        contrast = """
+          const light = (colour) => { const [r, g, b] = colour.match(/[\\d.]+/g).map(Number).map(v => v / 255)
+              .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+            return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+          const ground = (one) => { for (; one; one = one.parentElement) { const colour = getComputedStyle(one).backgroundColor;
+            if (!/, 0\\)$/.test(colour)) return colour; } return 'rgb(255, 255, 255)'; };
+          let worst = [99, ''];
+          for (const one of document.querySelectorAll('body *')) {
+            if (![...one.childNodes].some(node => node.nodeType === 3 && node.data.trim()) || one.closest('svg, noscript, .skip, :disabled')) continue;
+            const [a, b] = [light(getComputedStyle(one).color), light(ground(one))];
+            const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+            if (ratio < worst[0]) worst = [ratio, one.innerText];
+          }
+          return [light(getComputedStyle(document.body).backgroundColor), ...worst];"""
+        for dark in (True, False):
+            self.browser.screen(1180, dark=dark)
+            self.open("/?job=stuck")
+            self.see("Gradient norm", "no_decay")
+            ground, ratio, text = self.browser.run(contrast)
+            with self.subTest(dark=dark):
+                self.assertTrue(ground < 0.05 if dark else ground > 0.8)
+                self.assertGreaterEqual(ratio, 4.5, f"contrast of '{text}'")
+            self.picture("dark" if dark else "light")
+
+    def test_a_job_that_is_not_there_is_said_so(self):
+        self.open("/?job=nobody")
+        self.see("nobody", "All jobs")
+        self.assertTrue(any("404" in message for message in self.browser.messages()))  # The browser's own line.
+
+
+class PageWithTokens(unittest.TestCase):
+    """A service that takes tokens: the page asks for one, once."""
+
+    @classmethod
+    def setUpClass(cls):
+        folder = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        (folder / "roles").write_text(f"operator * user:{pwd.getpwuid(os.getuid()).pw_name}\nviewer * token:all\n")
+        (folder / "tokens").touch(mode=0o600)
+        (folder / "tokens").write_text(f"all {hashlib.sha256(b'secret').hexdigest()}\n")
+        cls.service = Service(BALLASTD, folder, "--metrics-listen=0", "--memory-limit=1GiB", f"--roles-file={folder / 'roles'}",
+                              f"--tokens-file={folder / 'tokens'}", listen=f"unix:{folder}/socket")
+        cls.addClassCleanup(cls.service.stop)
+        cls.base = status_address(cls.service)
+        cls.enterClassContext(played(cls.service.address, PROTO))
+        cls.browser = webdriver.Browser(folder)
+        cls.addClassCleanup(cls.browser.close)
+
+    def sees(self, text):
+        await_(text, lambda: text in self.browser.run(TEXT), seconds=10)
+
+    def test_it_is_asked_for_and_kept_by_the_tab(self):
+        self.browser.open(self.base + "/")
+        self.sees("Who looks?")
+        for token, seen in (("wrong", "knows no such token"), ("secret", "stuck")):
+            self.browser.run("document.getElementById('token').value = arguments[0];"
+                             "document.querySelector('form').requestSubmit()", token)
+            self.sees(seen)
+        self.browser.open(self.base + "/?job=stuck")
+        self.sees("step")
+        self.assertNotIn("Who looks?", self.browser.run(TEXT))
+        self.browser.run("sessionStorage.clear()")
+        self.browser.open(self.base + "/#token=secret")
+        self.sees("steady")
+        self.assertEqual(self.browser.run("return location.href"), self.base + "/")
+        self.assertEqual([url for url in self.browser.requests() if "secret" in url.partition("#")[0]], [])
+
+
+if __name__ == "__main__":
+    if webdriver.missing():
+        print(f"skipped: {webdriver.missing()}")
+        sys.exit(SKIPPED)
+    BALLASTD, PROTO = sys.argv[1:3]
+    PICTURES = sys.argv[3] if len(sys.argv) > 3 and not sys.argv[3].startswith("-") else None
+    unittest.main(argv=sys.argv[:1] + [word for word in sys.argv[3:] if word != PICTURES], verbosity=2)

@@ -1,0 +1,26 @@
+"""Where a service's status page is, and what is there."""
+
+import http.client
+import re
+import urllib.parse
+
+from processes import await_, read
+
+
+def status_address(service):
+    """Of a Service that was started with --metrics-listen."""
+    found = await_("the status page's address", lambda: re.search(r"status page at (http://\S+)/,", read(service.log)),
+                   service.process)
+    return found[1]
+
+
+def get(url, method="GET", headers=None, seconds=30):
+    """The status code, the text and the headers of the answer."""
+    parts = urllib.parse.urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=seconds)
+    try:
+        connection.request(method, parts.path + (f"?{parts.query}" if parts.query else ""), headers=headers or {})
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode(), answer.headers
+    finally:
+        connection.close()
