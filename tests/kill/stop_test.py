@@ -92,10 +92,15 @@ class StoppedWorkers(unittest.TestCase):
         old.await_step(3)
         time.sleep(self.random.uniform(0, 0.02))
         pid = old.pid(self.random.randrange(RANKS))
+        # Their launcher first, which would end the stopped one some seconds after the other has failed.
+        freeze(old.process.pid)
+        self.addCleanup(old.process.send_signal, signal.SIGCONT)
         freeze(pid)
         new = self.run_("replaced")
         new.await_step(old.step() + 3)
         os.kill(pid, signal.SIGCONT)
+        await_("the end of what woke up", lambda: state_of(pid) == "Z")  # Its launcher has not asked for its code yet.
+        old.process.send_signal(signal.SIGCONT)
         self.assertNotEqual(old.wait(), 0, f"seed {self.seed}")
         self.assertRegex(read(old.errors), r"(?m)^rank [01] of 2 failed: .*another process has taken rank [01] ")
         self.assertLess(old.step(), TRAINING.steps)
