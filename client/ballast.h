@@ -421,7 +421,8 @@ int32_t ballast_receive_weights(ballast_session* session);
 
 /* A plane of a whole parameter at the committed step, whatever part of it this rank owns:
  * `elements` is the parameter's number of them. update_count: how often it has been updated.
- * INVALID_ARGUMENT: frozen, or no such plane. Takes at most reconnect_timeout_seconds. */
+ * INVALID_ARGUMENT: frozen, or no such plane. DEADLINE_EXCEEDED: the answer took
+ * reconnect_timeout_seconds; while the service cannot be reached it is asked again, for as long. */
 int32_t ballast_read_state(const ballast_session* session, size_t parameter, int32_t plane,
                            float* out, int64_t elements, uint64_t* step, int64_t* update_count);
 

@@ -15,6 +15,8 @@
 #include "client/ballast.h"
 #include "client/c_api/c_call.h"
 #include "client/c_api/c_session.h"
+#include "client/session/retry.h"
+#include "client/transport/clock.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
 #include "proto/deadline.h"
@@ -82,6 +84,12 @@ absl::Status ReadPlane(const ballast_session& session, const std::string& parame
   return reader.Finish();
 }
 
+// A look at the state may be taken again: a service whose process dies meanwhile is soon back.
+absl::Status WhileItMayHeal(const ballast_session& session,
+                            const std::function<absl::Status()>& call) {
+  return Retry(Clock::Real(), session.options.reconnect_timeout, call);
+}
+
 absl::Status CheckParameter(const ballast_session& session, size_t parameter) {
   const size_t parameters = session.options.job.layout.parameters.size();
   if (parameter < parameters) return absl::OkStatus();
@@ -143,11 +151,13 @@ int32_t ballast_read_state(const ballast_session* session, size_t parameter, int
                        parameters[parameter].name, ", which has ", all));
     }
     if (all > 0) BALLAST_RETURN_IF_ERROR(CheckGiven(out, "out"));
-    PlaneReader reader(out, all);
-    BALLAST_RETURN_IF_ERROR(ReadPlane(*session, parameters[parameter].name, plane, reader));
-    *step = reader.step();
-    *update_count = reader.update_count();
-    return absl::OkStatus();
+    return WhileItMayHeal(*session, [&]() -> absl::Status {
+      PlaneReader reader(out, all);
+      BALLAST_RETURN_IF_ERROR(ReadPlane(*session, parameters[parameter].name, plane, reader));
+      *step = reader.step();
+      *update_count = reader.update_count();
+      return absl::OkStatus();
+    });
   });
 }
 
@@ -160,8 +170,12 @@ int32_t ballast_summarise(const ballast_session* session, size_t parameter, ball
     BALLAST_RETURN_IF_ERROR(CheckGiven(update_count, "update_count"));
     if (capacity > 0) BALLAST_RETURN_IF_ERROR(CheckStructure(out, "ballast_summary"));
     BALLAST_RETURN_IF_ERROR(CheckParameter(*session, parameter));
-    BALLAST_ASSIGN_OR_RETURN(const ballast::v1::StateSummary summary,
-                             Summarize(*session, parameter));
+    absl::StatusOr<ballast::v1::StateSummary> answer;
+    BALLAST_RETURN_IF_ERROR(WhileItMayHeal(*session, [&] {
+      answer = Summarize(*session, parameter);
+      return answer.status();
+    }));
+    const ballast::v1::StateSummary& summary = *answer;
     *count = summary.planes_size();
     for (size_t i = 0; i < std::min(capacity, *count); ++i) {
       CWriteAt(ToC(summary.planes(static_cast<int>(i))), out, i);

@@ -183,7 +183,7 @@ absl::StatusOr<Action> PrepareCheckpoints(const Arguments& arguments) {
   return [request](Service& service, bool as_json) -> absl::StatusOr<std::string> {
     BALLAST_ASSIGN_OR_RETURN(
         const v1::ListCheckpointsResponse response,
-        service.Call(service.state(), &v1::StateService::Stub::ListCheckpoints, request));
+        service.Read(service.state(), &v1::StateService::Stub::ListCheckpoints, request));
     return ToText(response, /*verified=*/false, as_json);
   };
 }
@@ -195,7 +195,7 @@ absl::StatusOr<Action> PrepareVerify(const Arguments& arguments) {
   return [request](Service& service, bool as_json) -> absl::StatusOr<std::string> {
     BALLAST_ASSIGN_OR_RETURN(
         const v1::ListCheckpointsResponse response,
-        service.Call(service.state(), &v1::StateService::Stub::VerifyCheckpoints, request));
+        service.Read(service.state(), &v1::StateService::Stub::VerifyCheckpoints, request));
     std::vector<std::string> problems;
     for (const v1::Checkpoint& checkpoint : response.checkpoints()) {
       if (!checkpoint.problem().empty()) problems.push_back(checkpoint.problem());

@@ -30,9 +30,8 @@ std::string OverviewText(const std::vector<Command>& commands) {
   absl::StrAppend(&text,
                   "  help [COMMAND]           this text, or a command's flags\n\n"
                   "Every command takes --service ADDRESS (host:port or unix:/path; default "
-                  "127.0.0.1:7070),\n--json, --timeout SECONDS, and, where the service asks for "
-                  "them, --tls-ca, "
-                  "--tls-cert, --tls-key\nand --token-file.\n");
+                  "127.0.0.1:7070),\n--json, --timeout SECONDS, --wait SECONDS, and, where the "
+                  "service asks for them,\n--tls-ca, --tls-cert, --tls-key and --token-file.\n");
   return text;
 }
 
@@ -49,6 +48,10 @@ void AddCommonFlags(Command& command) {
   command.spec.flags.push_back(
       {"timeout", "SECONDS",
        absl::StrCat("longest wait for an answer (default ", command.timeout_seconds, ")")});
+  command.spec.flags.push_back(
+      {"wait", "SECONDS",
+       "longest wait for a service that cannot be reached, as while its process is started again "
+       "(default 0); only commands that change nothing wait"});
   command.spec.flags.push_back({"help", "", "print this text"});
 }
 
@@ -68,6 +71,11 @@ int RunCommand(const Command& command, const Arguments& arguments, std::string& 
   if (!(seconds > 0)) {
     return Fail(kWrongUsage, absl::InvalidArgumentError("--timeout must be positive"), see, error);
   }
+  const absl::StatusOr<std::optional<double>> wait = arguments.Number("wait");
+  if (!wait.ok()) return Fail(kWrongUsage, wait.status(), see, error);
+  if (!(wait->value_or(0) >= 0)) {
+    return Fail(kWrongUsage, absl::InvalidArgumentError("--wait must not be negative"), see, error);
+  }
   // Wrong usage is found before the service is called.
   absl::StatusOr<Action> action = command.prepare(arguments);
   if (!action.ok()) return Fail(kWrongUsage, action.status(), see, error);
@@ -82,7 +90,8 @@ int RunCommand(const Command& command, const Arguments& arguments, std::string& 
                                          .token_file = arguments.Get("token-file", "")}));
   if (!channel.ok()) return Fail(kWrongUsage, channel.status(), "", error);
   // Bounded: an infinite timeout would overflow the clock.
-  Service service(address, *channel, absl::Seconds(std::min(seconds, 1e9)));
+  Service service(address, *channel, absl::Seconds(std::min(seconds, 1e9)),
+                  absl::Seconds(std::min(wait->value_or(0), 1e9)));
   absl::StatusOr<std::string> text = (*action)(service, arguments.Has("json"));
   if (!text.ok()) return Fail(kFailed, text.status(), "", error);
   output = arguments.Has("json") ? *std::move(text) : Printable(*text, Newlines::kKeep);

@@ -11,10 +11,11 @@
 namespace ballast::client::cli {
 
 Service::Service(std::string address, std::shared_ptr<grpc::Channel> channel,
-                 absl::Duration timeout)
+                 absl::Duration timeout, absl::Duration wait)
     : address_(std::move(address)),
       channel_(channel),
       timeout_(timeout),
+      wait_(wait),
       jobs_(channel),
       state_(channel) {}
 
@@ -48,7 +49,7 @@ absl::StatusOr<v1::Job> Service::GetJob(const std::string& job, bool with_parame
   v1::GetJobRequest request;
   request.set_name(proto::JobName(job));
   request.set_with_parameters(with_parameters);
-  absl::StatusOr<v1::Job> response = Call(jobs_, &v1::JobService::Stub::GetJob, request);
+  absl::StatusOr<v1::Job> response = Read(jobs_, &v1::JobService::Stub::GetJob, request);
   if (!response.ok()) return SuggestJob(response.status(), job);
   return response;
 }
@@ -58,7 +59,7 @@ absl::StatusOr<v1::ListJobsResponse> Service::ListJobs() {
   v1::ListJobsResponse all;
   do {
     absl::StatusOr<v1::ListJobsResponse> page =
-        Call(jobs_, &v1::JobService::Stub::ListJobs, request);
+        Read(jobs_, &v1::JobService::Stub::ListJobs, request);
     if (!page.ok()) return page.status();
     // Tokens rise with the names, so this ends.
     if (!page->next_page_token().empty() && page->next_page_token() <= request.page_token()) {
@@ -88,9 +89,19 @@ absl::Status Service::SuggestJob(const absl::Status& status, const std::string& 
 absl::Status Service::ReadState(
     const v1::ReadStateRequest& request,
     const std::function<absl::Status(const v1::ReadStateResponse&)>& receive) {
-  grpc::ClientContext context;
-  SetDeadline(context);
-  return ReadAll(context, *state_.ReadState(&context, request), receive);
+  bool received = false;  // What has been handed on cannot come again.
+  return Retry(
+      Clock::Real(), wait_,
+      [&] {
+        grpc::ClientContext context;
+        SetDeadline(context);
+        return ReadAll<v1::ReadStateResponse>(context, *state_.ReadState(&context, request),
+                                              [&](const v1::ReadStateResponse& part) {
+                                                received = true;
+                                                return receive(part);
+                                              });
+      },
+      [&](const absl::Status& status) { return absl::IsUnavailable(status) && !received; });
 }
 
 absl::Status Service::ReadTrace(

@@ -14,12 +14,17 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "ballast/v1/ballast.grpc.pb.h"
+#include "client/session/retry.h"
+#include "client/transport/clock.h"
 
 namespace ballast::client::cli {
 
 class Service {
  public:
-  Service(std::string address, std::shared_ptr<grpc::Channel> channel, absl::Duration timeout);
+  // Calls that change nothing are made again, for as long as `wait`, while no service can be
+  // reached: its process may be about to be started again.
+  Service(std::string address, std::shared_ptr<grpc::Channel> channel, absl::Duration timeout,
+          absl::Duration wait);
 
   // A unary call: Call(service.jobs(), &v1::JobService::Stub::GetJob, request).
   template <typename Stub, typename Request, typename Response>
@@ -33,6 +38,20 @@ class Service {
     const grpc::Status status = (stub.*method)(&context, request, &response);
     if (status.ok() || !status.error_details().empty()) answered_ = true;
     if (!status.ok()) return Explain(status);
+    return response;
+  }
+
+  // The same for one that changes nothing.
+  template <typename Stub, typename Request, typename Response>
+  absl::StatusOr<Response> Read(Stub& stub,
+                                grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&,
+                                                             Response*),
+                                const Request& request) {
+    absl::StatusOr<Response> response = Response();
+    Retry(Clock::Real(), wait_, [&] {
+      response = Call(stub, method, request);
+      return response.status();
+    }).IgnoreError();  // It is in the response.
     return response;
   }
 
@@ -63,6 +82,7 @@ class Service {
   const std::string address_;
   const std::shared_ptr<grpc::Channel> channel_;
   const absl::Duration timeout_;
+  const absl::Duration wait_;
   bool answered_ = false;  // A call, so there is a service.
   v1::JobService::Stub jobs_;
   v1::StateService::Stub state_;

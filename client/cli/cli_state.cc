@@ -41,7 +41,7 @@ absl::StatusOr<std::string> Summarize(Service& service, const StateRequest& requ
   v1::SummarizeStateRequest message;
   message.set_name(proto::ParameterName(request.job, request.parameter));
   absl::StatusOr<v1::StateSummary> summary =
-      service.Call(service.state(), &v1::StateService::Stub::SummarizeState, message);
+      service.Read(service.state(), &v1::StateService::Stub::SummarizeState, message);
   if (!summary.ok()) return SuggestParameter(service, summary.status(), request);
   if (request.plane != v1::PLANE_UNSPECIFIED) {
     v1::StateSummary one = *summary;

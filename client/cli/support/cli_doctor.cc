@@ -97,7 +97,7 @@ absl::StatusOr<std::string> Examine(Service& service, const std::string& job,
     absl::StrAppend(&missing, "jobs.txt: ", jobs.status().message(), "\n");
   }
   v1::DiagnosticsService::Stub diagnostics(service.channel());
-  const auto described = service.Call(diagnostics, &v1::DiagnosticsService::Stub::DescribeService,
+  const auto described = service.Read(diagnostics, &v1::DiagnosticsService::Stub::DescribeService,
                                       v1::DescribeServiceRequest());
   if (described.ok()) {
     AddService(*described, job, archive);

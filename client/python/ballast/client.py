@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pathlib
 import subprocess
@@ -15,10 +16,12 @@ from .errors import BallastError, InvalidArgumentError, NotFoundError, Permissio
 if TYPE_CHECKING:
     import numpy
 
+_WAIT = 10.0  # Seconds, at most, for a service whose process is being started again.
 PLANES = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+_CHANGE = ("save", "load", "import")  # Commands.
 # The tool has no number for a status: what these are known by in its line.
 _SAID = {
-    UnavailableError: ("no service answers at ",),
+    UnavailableError: ("no service answers at ", "the connection to the service at "),
     PermissionDeniedError: (" has no role of ", " takes a role of ", "the service takes calls of those only who ",
                             "the service knows no such token", "tokens are taken over TLS"),
     NotFoundError: ("there is no job ", "there is no checkpoint "),
@@ -26,12 +29,13 @@ _SAID = {
 
 
 class Client:
-    """Reads through the tool `ballast`, also while steps are made. BallastError with its one line if
-    it cannot."""
+    """Reads through the tool `ballast`, also while steps are made. BallastError with its one line if it cannot. While
+    the service cannot be reached, reads wait for it for up to `wait` seconds: its process may be about to be started
+    again."""
 
-    def __init__(self, service: str, timeout: float = 600.0, *, tls_ca: str | None = None,
+    def __init__(self, service: str, timeout: float = 600.0, *, wait: float = _WAIT, tls_ca: str | None = None,
                  tls_cert: str | None = None, tls_key: str | None = None, token_file: str | None = None):
-        self.service, self.timeout = service, timeout
+        self.service, self.timeout, self.wait = service, timeout, wait
         given = {"tls-ca": tls_ca, "tls-cert": tls_cert, "tls-key": tls_key, "token-file": token_file}
         self._credentials = [f"--{flag}={os.fspath(file)}" for flag, file in given.items() if file is not None]
 
@@ -93,6 +97,16 @@ class Client:
         return json.loads(self._run(*words, "--json"))
 
     def _run(self, *words: str) -> str:
+        try:
+            return self._run_once(*words)
+        except UnavailableError as error:
+            # One that changes something was done, perhaps: it is for the caller to look.
+            if self.wait <= 0 or words[0] in _CHANGE:
+                raise
+            logging.getLogger("ballast").warning("%s; this is tried again for up to %g seconds", error, self.wait)
+        return self._run_once(*words, f"--wait={self.wait:g}")
+
+    def _run_once(self, *words: str) -> str:
         command = [_files.program("ballast"), *words, f"--service={self.service}", f"--timeout={self.timeout:g}",
                    *self._credentials]
         done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
@@ -108,15 +122,17 @@ class Client:
 
 def connect(service: str = "127.0.0.1:7070", *, timeout: float = 600.0, tls_ca: str | None = None,
             tls_cert: str | None = None, tls_key: str | None = None, token_file: str | None = None) -> Client:
-    """A client of the service at "host:port" or "unix:/path". UnavailableError if none answers, PermissionDeniedError
-    if it does not take this caller.
+    """A client of the service at "host:port" or "unix:/path". UnavailableError at once if none answers,
+    PermissionDeniedError if it does not take this caller.
 
     tls_ca: the authority of a service with TLS. tls_cert and tls_key, or token_file, say who this is. All are
     files; without them those that BALLAST_TLS_CA, BALLAST_TLS_CERT, BALLAST_TLS_KEY and BALLAST_TOKEN_FILE
     name."""
-    client = Client(service, timeout, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, token_file=token_file)
+    client = Client(service, timeout, wait=0, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key,
+                    token_file=token_file)
     try:
         client.jobs()
+        client.wait = _WAIT  # There is a service.
     except PermissionDeniedError:
         raise
     except BallastError as error:

@@ -369,6 +369,28 @@ TEST_F(CliTest, SaysInOneLineThatNoServiceAnswersAndWhy) {
                  "another certificate (--tls-ca, --tls-cert)"));
 }
 
+TEST_F(CliTest, WithWaitAReadIsMadeAgainUntilAServiceAnswers) {
+  const std::string address = "unix:" + directory_ + "/later";
+  const std::vector<std::string> jobs = {kBin + "/ballast", "jobs", "--service=" + address,
+                                         "--json"};
+  EXPECT_EQ(RunProcess(jobs, directory_).exit_code, 1);
+  ProcessResult waited;
+  std::filesystem::create_directories(directory_ + "/wait");
+  std::thread reader([&] {
+    std::vector<std::string> words = jobs;
+    words.push_back("--wait=120");
+    waited = RunProcess(words, directory_ + "/wait");
+  });
+  // It is in its wait now, or not yet there: it must find the service in either case.
+  EXPECT_EQ(RunProcess(jobs, directory_).exit_code, 1);
+  const Ballastd later(kBin + "/ballastd", {"--listen=" + address, "--memory-limit=512MiB"});
+  EXPECT_NE(later.Address(), "") << later.Errors();
+  reader.join();
+  EXPECT_EQ(waited.exit_code, 0) << waited.error;
+  EXPECT_EQ(json::parse(waited.output)["jobs"].size(), 0u);
+  EXPECT_THAT(Ballast({"jobs", "--wait=-1"}).error, HasSubstr("--wait must not be negative"));
+}
+
 TEST_F(CliTest, WrongUsageExitsWithTwo) {
   EXPECT_EQ(Ballast({"jbos"}).exit_code, 2);
   EXPECT_EQ(RunProcess({kBin + "/ballast", "jobs", "--service="}, directory_).exit_code, 2);

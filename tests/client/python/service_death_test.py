@@ -68,6 +68,41 @@ class ServiceDeathTest(unittest.TestCase):
             self.assertGreaterEqual(self.kills, 5)
             print(f"{self.kills} kills of the service, the same weights", file=sys.stderr)
 
+    def test_who_only_looks_waits_for_the_next_process(self):
+        import ballast
+        import ballast.torch
+        import torch
+        from ballast import _files
+        torch.manual_seed(1)
+        with tempfile.TemporaryDirectory() as name:
+            service = processes.Service(_files.program("ballastd"), pathlib.Path(name), "--memory-limit=1GiB",
+                                        "--threads=2", "--most-deaths=0")
+            self.addCleanup(service.stop)
+            module = torch.nn.Linear(9, 5)
+            optimizer = ballast.torch.AdamW(module.named_parameters(), service=service.address, job="looked-at",
+                                            full_state=True)
+            module(torch.ones(9)).sum().backward()
+            optimizer.step()
+            client = ballast.connect(service.address)
+            client.wait = processes.PATIENCE
+
+            def look():
+                return [repr(optimizer.state_dict()["state"]), client.summary("looked-at", "weight"),
+                        client.state("looked-at", "weight").tolist(), [job["name"] for job in client.jobs()]]
+
+            first = look()
+            over = threading.Event()
+            killer = threading.Thread(target=self.kill, args=(service, over))
+            killer.start()
+            try:
+                while killer.is_alive():
+                    self.assertEqual(look(), first)
+            finally:
+                over.set()
+                killer.join()
+            self.assertEqual(self.kills, MOST_KILLS)
+            optimizer.close()
+
 
 if __name__ == "__main__":
     unittest.main()

@@ -180,7 +180,8 @@ class Binding:
         else:
             self.places = Shards(self.parameters, self.mesh, [p.placements for p in job.parameters])
         address = self._address(service)
-        self._job, self._client = job.name, Client(address, timeout, **self._credentials)
+        self._job, self._client = job.name, Client(address, timeout, wait=min(30.0, timeout),
+                                                 **self._credentials)
         places = [place.data_ptr() for place in self.places.places]
         uid = None
         if resume is not None:
