@@ -197,8 +197,15 @@ Engine::TakenOver Engine::TakeOverJobs() {
   }
   for (const std::string& uid : uids) {
     std::string story;
-    absl::StatusOr<std::shared_ptr<JobImpl>> job =
-        OrOutOfMemory([&] { return JobImpl::TakeOver(uid, impl_->environment, story); });
+    absl::StatusOr<std::shared_ptr<JobImpl>> job = absl::UnknownError("");
+    {
+      const NamedMemory::PutsBack puts_back(*memory);
+      job = OrOutOfMemory([&] { return JobImpl::TakeOver(uid, impl_->environment, story); });
+    }
+    if (absl::IsResourceExhausted(job.status())) {
+      taken.left.emplace_back(job.status().message());
+      continue;
+    }
     if (job.ok()) {
       const std::string name = (*job)->spec().name;
       MutexLock lock(impl_->mutex);

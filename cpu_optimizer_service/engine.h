@@ -63,6 +63,8 @@ class Engine {
   struct TakenOver {
     std::vector<std::string> back;
     std::vector<std::string> lost;
+    // There was no room for them. Their memory is as it was: another process may try again.
+    std::vector<std::string> left;
   };
   TakenOver TakeOverJobs();
   // NOT_FOUND, which says how a job of that name goes on that was saved. UNAVAILABLE: it is being

@@ -60,8 +60,13 @@ absl::Status Wanting(int64_t bytes, absl::string_view what, int64_t left_bytes,
 }  // namespace
 
 NamedArena::~NamedArena() {
-  // First the keeper: where this process dies before, the memory is found again, whole.
-  memory_.keeper_.Drop(name_);
+  if (memory_.puts_back_) {
+    MutexLock lock(memory_.mutex_);
+    memory_.left_.emplace(name_, std::move(file_));
+  } else {
+    // First the keeper: where this process dies before, the memory is found again, whole.
+    memory_.keeper_.Drop(name_);
+  }
   munmap(data_, size_bytes_);
 }
 

@@ -32,7 +32,8 @@ namespace ballast {
 
 class NamedMemory;
 
-// One mapping of it. Destroyed, it gives the memory up: the keeper drops the name.
+// One mapping of it. Destroyed, it gives the memory up: the keeper drops the name, unless a
+// PutsBack is in force.
 class NamedArena final : public Arena {
  public:
   ~NamedArena() override;
@@ -56,7 +57,7 @@ class NamedArena final : public Arena {
 
   NamedMemory& memory_;
   const std::string name_;
-  const FileDescriptor file_;
+  FileDescriptor file_;
   std::byte* const data_;
   const int64_t size_bytes_;
 };
@@ -87,6 +88,19 @@ class NamedMemory {
   // Gives up one of those.
   void Forget(const std::string& name);
 
+  // While there is one, what is given up is left again, as an earlier process left it: an attempt
+  // to take it over may fail for want of something that will be there later.
+  class PutsBack {
+   public:
+    explicit PutsBack(NamedMemory& memory) : memory_(memory) { memory_.puts_back_ = true; }
+    ~PutsBack() { memory_.puts_back_ = false; }
+    PutsBack(const PutsBack&) = delete;
+    PutsBack& operator=(const PutsBack&) = delete;
+
+   private:
+    NamedMemory& memory_;
+  };
+
   // Descriptors that are no memory. Keeps `file`, which stays the caller's, under a new name.
   absl::Status KeepFile(const std::string& name, int file) { return keeper_.Keep(name, file); }
   // What an earlier process kept so; none: an empty one.
@@ -114,6 +128,7 @@ class NamedMemory {
   FileKeeper& keeper_;
   const std::function<int64_t()> available_bytes_;
   std::atomic<TaskPool*> tasks_ = nullptr;
+  std::atomic<bool> puts_back_ = false;
   mutable Mutex mutex_;
   std::map<std::string, FileDescriptor> left_ ABSL_GUARDED_BY(mutex_);
 };

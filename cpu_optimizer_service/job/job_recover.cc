@@ -126,9 +126,12 @@ absl::StatusOr<std::shared_ptr<JobImpl>> JobImpl::TakeOver(const std::string& ui
   };
   absl::StatusOr<std::shared_ptr<JobImpl>> job = take_over();
   if (job.ok()) return job;
+  const std::string why =
+      absl::StrCat("job ", name, " cannot be taken over: ", job.status().message());
+  // Room for it may come.
+  if (absl::IsResourceExhausted(job.status())) return absl::ResourceExhaustedError(why);
   // NOT_FOUND would mean that there was no such job.
-  return absl::DataLossError(
-      absl::StrCat("job ", name, " cannot be taken over: ", job.status().message()));
+  return absl::DataLossError(why);
 }
 
 absl::Status JobImpl::TakeOverState(std::string& story) {

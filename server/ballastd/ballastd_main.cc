@@ -199,6 +199,13 @@ ballast::server::ServiceHistory TakeOverJobs(ballast::Engine& engine,
   const char* const when = is_upgrade ? "after an upgrade" : "after a death";
   const auto level = is_upgrade ? spdlog::level::info : spdlog::level::warn;
   for (const std::string& line : taken.back) spdlog::log(level, "{}: {}", when, line);
+  if (!taken.left.empty()) {
+    // The next attempt is the holder's, or that of whoever starts the service.
+    FailWithJobs(absl::ResourceExhaustedError(absl::StrCat(
+                     when, ": ", taken.left.front(),
+                     "; its memory is left as it is: make room, and it is tried again")),
+                 1);
+  }
   if (directory != nullptr && !taken.lost.empty()) {
     // Its memory stays as it is: somebody may know better.
     FailWithJobs(absl::DataLossError(absl::StrCat(

@@ -2,10 +2,12 @@
 does the honest job go on, and with the bits that it has without them; does memory return to within 64 MiB of
 where it was; is every error one line that a person can act on?
 
-    hostile_test.py [FAMILY...] [--pace] [--only TEXT] [--sanitized]
+    hostile_test.py [FAMILY...] [--pace [--yield-cores]] [--only TEXT] [--sanitized]
 
---pace also prints how fast the honest job was, beside itself alone. Speed decides nothing here. A service that
-is built --sanitized keeps freed memory on purpose, and is not asked for it.
+--pace also prints how fast the honest job was, beside itself alone. Speed decides nothing here. On a machine whose
+cores all of them share, the attackers take the honest job's: with --yield-cores they have only what it and the service
+leave, as far as nice 19 goes, like attackers with a machine of their own. A service that is built --sanitized keeps
+freed memory on purpose, and is not asked for it.
 """
 
 import argparse
@@ -115,6 +117,13 @@ class Suite:
         for name in ("BALLAST_TLS_CA", "BALLAST_TOKEN_FILE"):
             os.environ.pop(name, None)
 
+    def set_niceness(self, niceness):
+        """Of the attackers, which are this process's threads."""
+        if self.words.yield_cores:
+            for thread in pathlib.Path("/proc/self/task").iterdir():
+                with contextlib.suppress(ProcessLookupError):
+                    os.setpriority(os.PRIO_PROCESS, int(thread.name), niceness)
+
     def pace(self, begin, end):
         """Steps a second."""
         times = self.honest.steps()[1]
@@ -125,6 +134,7 @@ class Suite:
             time.sleep(3)
         begin = time.monotonic()
         alone = self.pace(begin - 3, begin)
+        self.set_niceness(19)
         most = 0
         count = 0
         for what, attack in family():
@@ -136,10 +146,12 @@ class Suite:
             self.attack(name, what, attack)
             most = max(most, resident_bytes(self.service.process.pid))
         end = time.monotonic()
+        self.set_niceness(0)
         self.attacked += count
         self.honest.await_progress(f"after {name}")
         returned = self.await_memory(name)
-        pace = f", pace {self.pace(begin, end):.1f} of {alone:.1f} steps/s" if self.words.pace else ""
+        label = " with attackers that yield their cores" if self.words.yield_cores else ""
+        pace = f", pace{label} {self.pace(begin, end):.1f} of {alone:.1f} steps/s" if self.words.pace else ""
         print(f"{name}: {count} attacks in {end - begin:.1f} s, memory {self.before // MEBI} to {most // MEBI} and "
               f"back to {returned // MEBI} MiB in {time.monotonic() - end:.1f} s, honest stream broken "
               f"{self.honest.broken()} times{pace}", flush=True)
@@ -218,6 +230,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("families", nargs="*", default=list(FAMILIES))
     parser.add_argument("--pace", action="store_true")
+    parser.add_argument("--yield-cores", action="store_true")
     parser.add_argument("--only", default="")
     parser.add_argument("--sanitized", action="store_true")
     parser.add_argument("--verbose", action="store_true")

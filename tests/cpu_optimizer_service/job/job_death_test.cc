@@ -45,6 +45,7 @@ namespace {
 // What processes leave: with this one; or, where a directory is named, there and nowhere else.
 struct Kept : std::map<std::string, FileDescriptor> {
   std::string directory;
+  int64_t memory_limit_bytes = int64_t{256} << 20;  // Of the next process.
 };
 
 struct Message {
@@ -301,7 +302,7 @@ Life Live(Kept& kept, const Death& death, const std::function<std::string(Engine
     FileKeeper& keeper = directory ? static_cast<FileKeeper&>(*directory) : socket_keeper;
     NamedMemory memory(keeper);
     Engine engine(
-        {.memory_limit_bytes = int64_t{256} << 20, .threads = 2, .named_memory = &memory});
+        {.memory_limit_bytes = kept.memory_limit_bytes, .threads = 2, .named_memory = &memory});
     std::atomic<uint64_t> stores = 0;
     std::function<void(const char*)> seam = [&](const char* what) {
       if (!death.kind.empty() && death.kind != what) return;
@@ -318,8 +319,9 @@ Life Live(Kept& kept, const Death& death, const std::function<std::string(Engine
       std::fprintf(stderr, "lost: %s\n", line.c_str());
       _exit(4);
     }
-    if (directory) directory->Settle();
-    const std::string result = what_it_does(engine);
+    if (directory && taken.left.empty()) directory->Settle();
+    const std::string result =
+        taken.left.empty() ? what_it_does(engine) : absl::StrCat("left: ", taken.left.front());
     if (write(pipe_ends[1], result.data(), result.size()) < 0) abort();
     _exit(0);
   }
@@ -432,6 +434,23 @@ TEST_F(JobDeathTest, WhileAReaderHoldsTheStateIsNotSeen) {
               testing::IsSupersetOf({"a new version of a chunk", "a lane is taken"}));
   training.spec.update_mode = UpdateMode::kSpeculate;
   DieAtEachStore(training, 0, /*stride=*/3);
+}
+
+TEST_F(JobDeathTest, WithoutRoomToTakeAJobOverItIsLeftToTheNextProcess) {
+  const Training training = Small();
+  const std::string expected = Undisturbed(training);
+  for (const bool in_directory : {false, true}) {
+    const DirectoryInMemory directory;
+    Kept kept;
+    if (in_directory) kept.directory = directory.path();
+    EXPECT_TRUE(Live(training, kept, {.at_store = 60}).died);
+    kept.memory_limit_bytes = 1024;
+    EXPECT_THAT(Live(training, kept, {}).result,
+                testing::AllOf(testing::HasSubstr("left: job "),
+                               testing::HasSubstr("cannot be taken over")));
+    kept.memory_limit_bytes = int64_t{256} << 20;
+    EXPECT_EQ(Live(training, kept, {}).result, expected);
+  }
 }
 
 // A contribution that was half added when the process died.
