@@ -25,7 +25,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "support")]
 import grpc  # noqa: E402
 from google.protobuf import json_format  # noqa: E402
 from played_jobs import HANGING_RANK, HANGS_AFTER, played  # noqa: E402
-from processes import Service, await_, read  # noqa: E402
+from processes import HeldPort, Service, await_, read  # noqa: E402
 from status_pages import get, status_address  # noqa: E402
 
 
@@ -170,9 +170,9 @@ class Deaths(unittest.TestCase):
         return {name: float(value) for name, value in found}
 
     def test_the_deaths_of_the_service_are_counted_and_what_taking_over_took_is_told(self):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            base = f"http://127.0.0.1:{free.getsockname()[1]}"
+        port = HeldPort()
+        self.addCleanup(port.close)
+        base = f"http://{port.address}"
         with tempfile.TemporaryDirectory() as folder:
             service = Service(BALLASTD, pathlib.Path(folder), f"--metrics-listen={base.removeprefix('http://')}", "--memory-limit=1GiB")
             try:
