@@ -370,8 +370,8 @@ class Launcher(unittest.TestCase):
         self.assertEqual((result.returncode, result.stdout), (0, "reaped\n"), result.stderr)
 
     def test_hears_of_workers_where_their_ends_were_ignored(self):
-        result = subprocess.run(self.command("1", "exit 7"), capture_output=True, text=True, timeout=PATIENCE, check=False,
-                                preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN))
+        result = subprocess.run(self.command("1", "exit 7"), capture_output=True, text=True, timeout=PATIENCE,
+                                check=False, preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN))
         self.assertEqual(result.returncode, 7, result.stderr)
 
     def test_its_workers_do_not_outlive_it(self):

@@ -32,7 +32,7 @@ def slow_bytes(target):
         peers = [stack.enter_context(connect(target)) for _ in range(50)]
         for at in range(len(CLIENT_HELLO_START)):
             for peer in peers:
-                with contextlib.suppress(ConnectionError):  # Of one that has taken too long, the service has had enough.
+                with contextlib.suppress(ConnectionError):  # The service has had enough of one that is too slow.
                     peer.sendall(CLIENT_HELLO_START[at:at + 1])
             time.sleep(0.02)
     return []
