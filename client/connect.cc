@@ -30,6 +30,9 @@ constexpr int kLastReconnectMs = 1'000;
 // Connecting is waited for in pieces of this length, so that time in which this process did not
 // run, on a machine that was paused, counts as one of them, and does not use up the limit.
 constexpr absl::Duration kConnectWait = absl::Milliseconds(500);
+// For the reason why there is no connection, which the next attempt tells when it fails. Without
+// the processor a handshake takes long.
+constexpr absl::Duration kReasonWait = absl::Seconds(5);
 constexpr size_t kMaxPathBytes = sizeof(sockaddr_un::sun_path) - 1;
 
 bool IsHostAndPort(absl::string_view address) {
@@ -45,7 +48,7 @@ bool IsHostAndPort(absl::string_view address) {
 // What a call says that needs the connection; empty: nothing that is known here.
 std::string WhyNotConnected(const std::shared_ptr<grpc::Channel>& channel) {
   grpc::ClientContext context;
-  context.set_deadline(proto::Deadline(kConnectWait));
+  context.set_deadline(proto::Deadline(kReasonWait));
   v1::ListJobsResponse jobs;
   return proto::CauseOfUnreachable(
       v1::JobService::NewStub(channel)->ListJobs(&context, v1::ListJobsRequest(), &jobs));

@@ -142,7 +142,7 @@ class Launcher:
                 break
             other = self.workers[int(lost[1])]
             try:  # It may have closed its connections and not ended yet.
-                other.process.wait(1)
+                other.process.wait(GRACE_SECONDS)
             except subprocess.TimeoutExpired:
                 break
             if other.code() == 0:

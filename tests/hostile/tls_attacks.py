@@ -14,7 +14,7 @@ CLIENT_HELLO_START = bytes.fromhex("16030100c8010000c40303") + bytes(32)
 
 def connect(target):
     host, port = target.address.rsplit(":", 1)
-    return socket.create_connection((host, int(port)), timeout=10)
+    return socket.create_connection((host, int(port)), timeout=60)
 
 
 def half_open(target):
@@ -32,7 +32,8 @@ def slow_bytes(target):
         peers = [stack.enter_context(connect(target)) for _ in range(50)]
         for at in range(len(CLIENT_HELLO_START)):
             for peer in peers:
-                peer.sendall(CLIENT_HELLO_START[at:at + 1])
+                with contextlib.suppress(ConnectionError):  # The service has had enough of one that is too slow.
+                    peer.sendall(CLIENT_HELLO_START[at:at + 1])
             time.sleep(0.02)
     return []
 

@@ -75,17 +75,24 @@ class Killer:
                 time.sleep(0.0002)
         time.sleep(delay)
         count, pid = served(self.service), child_of(self.service)
-        if pid == 0:
+        if not self.kill(pid):
             return
-        os.kill(pid, signal.SIGKILL)
         self.kills["save" if self.partial() else self.doing] += 1
         if not again:
             return
         time.sleep(again)
-        pid = child_of(self.service)
-        if pid != 0 and served(self.service) == count:
-            os.kill(pid, signal.SIGKILL)
+        next_pid = child_of(self.service)
+        if next_pid != pid and served(self.service) == count and self.kill(next_pid):
             self.kills["recovery"] += 1
+
+    @staticmethod
+    def kill(pid):
+        """False if it is not there, or its parent has found it dead."""
+        with contextlib.suppress(ProcessLookupError):
+            if pid != 0:
+                os.kill(pid, signal.SIGKILL)
+                return True
+        return False
 
     def during(self, aim):
         """What follows is this; perhaps it is killed in it."""

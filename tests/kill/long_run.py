@@ -45,7 +45,7 @@ class Campaign:
             instants_test.one_round(pathlib.Path(name), self.undisturbed, seed, self.totals)
         before = sum(service_test.kills_done)
         with tempfile.TemporaryDirectory(prefix="round-", dir=self.folder) as name:
-            service_test.one_run(pathlib.Path(name), None, self.trained, "workers", seed)
+            service_test.one_run(pathlib.Path(name), None, self.trained, f"workers-{self.rounds}", seed)
         self.totals["kills"]["workers' steps"] += sum(service_test.kills_done) - before
         self.totals["recoveries"].update(service_test.recovered)
         service_test.recovered.clear()

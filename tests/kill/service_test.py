@@ -9,6 +9,7 @@ prints one line a run. Only the instants depend on the seed, and what they hit o
 """
 
 import collections
+import contextlib
 import os
 import random
 import shutil
@@ -19,7 +20,7 @@ import time
 
 import runs
 from kill_test import TRAINING, run_all
-from processes import await_
+from processes import HeldPort, await_, state_of
 from runs import TRANSPORTS, Run, Service, child_of, difference, read, recoveries, result_of, served
 
 LONGEST_LIFE = 0.25   # Seconds from an answer of the service to its next death.
@@ -32,18 +33,27 @@ back_after = []  # Seconds from each death to the next process that has taken ov
 
 
 def kill_child(service):
-    """False if there is none."""
+    """How many processes had served by then; None if there was none to be killed. Stopped first, it serves no more
+    between the count and its end."""
     pid = child_of(service)
-    if pid != 0:
-        os.kill(pid, signal.SIGKILL)
-    return pid != 0
+    if pid == 0:
+        return None
+    with contextlib.suppress(ProcessLookupError):  # Its parent has found it dead.
+        os.kill(pid, signal.SIGSTOP)
+        await_("its stop", lambda: state_of(pid) in ("T", "Z", "X", ""))
+        if state_of(pid) == "T":
+            count = served(service)
+            os.kill(pid, signal.SIGKILL)
+            return count
+    return None
 
 
 def kill_all(service):
-    """The parent, with which its child ends, too; then a runtime starts the service again."""
+    """The parent, with which its child ends, too; then a runtime starts the service again. Returns as kill_child."""
     service.stop(signal.SIGKILL)
+    count = served(service)
     service.start(service.address)
-    return True
+    return count
 
 
 def kill_until_over(run, service, in_directory, seed):
@@ -54,20 +64,19 @@ def kill_until_over(run, service, in_directory, seed):
     before = -1  # How many had served before the last kill.
     most = MOST_KILLS // 2 if in_directory else MOST_KILLS
     while run.process.poll() is None and kills < most:
-        # One in five before it serves again: while it takes over what the one before left.
-        count = served(service)
         if in_directory and kills > 0:
             step = run.step()
             await_("another step", lambda: run.step() > step or run.process.poll() is not None)
             time.sleep(draw.uniform(0, LONGEST_DELAY))
         else:
             time.sleep(draw.uniform(0, LONGEST_LIFE))
-        if run.process.poll() is not None or not kill(service):
+        count = None if run.process.poll() is not None else kill(service)
+        if count is None:
             continue
         begin = time.monotonic()
         kills += 1
         before = count
-        if draw.random() >= 0.2:
+        if draw.random() >= 0.2:  # Else the next death may come while it takes over what this one left.
             await_("a process that serves", lambda: served(service) > count, service.process)
             back_after.append(time.monotonic() - begin)
     await_("the last process", lambda: served(service) > before, service.process)
@@ -83,11 +92,12 @@ def one_run(folder, _, undisturbed, name, seed):
     number = int(name.split("-")[1])
     in_directory = number % 3 == 2
     flags = ["--holder=parent", "--most-deaths=0"]
+    port = HeldPort()
     if in_directory:
         state = tempfile.mkdtemp(prefix="ballast-state-", dir="/dev/shm")
         shared = list(TRANSPORTS)[number // 3 % 2]
         flags = [f"--state-dir={state}", f"--holder={draw.choice(['parent', 'none'])}"]
-    service = Service(folder, *flags, "--log-level=debug")
+    service = Service(folder, *flags, "--log-level=debug", listen=port.address)
     run = Run(folder, service.address, name, TRAINING,
               flags=[f"--update={mode}", f"--shared-memory={shared}"])
     try:
@@ -117,6 +127,7 @@ def one_run(folder, _, undisturbed, name, seed):
     finally:
         run.stop()
         service.stop(signal.SIGKILL)
+        port.close()
         if in_directory:
             shutil.rmtree(state)
 

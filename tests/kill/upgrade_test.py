@@ -23,7 +23,7 @@ from save_test import ELEMENTS, JOB, TENSORS, Trainer
 import ballast
 
 UPGRADES = 5
-TRAINING = Training(steps=120)
+TRAINING = Training(steps=300)  # Many more than there are between the upgrades.
 PROTOCOL, FORMAT = 1, 1  # Of this version (server/holder/holder_table.h, kept_job.h).
 
 
@@ -32,7 +32,7 @@ class PatientTrainer(Trainer):
 
     def open(self):
         return ballast.Session(self.address, JOB, [ctypes.addressof(w) for w in self.weights], share_memory=False,
-                               reconnect_timeout=60.0, join_timeout=10.0)
+                               reconnect_timeout=PATIENCE, join_timeout=PATIENCE)
 
 
 def upgrade(process, program=BIN / "ballastd"):
@@ -52,20 +52,24 @@ class Upgrades(unittest.TestCase):
         self.seed = random.randrange(2**32)
         self.random = random.Random(self.seed)
 
+    def copy_program(self, name="ballastd.new"):
+        return pathlib.Path(shutil.copy(BIN / "ballastd", self.folder / name))
+
     def replace_program(self, text=None):
         """What package managers do: another file under the same name."""
-        new = self.folder / "ballastd.new"
         if text is None:
-            shutil.copy(BIN / "ballastd", new)
+            new = self.copy_program()
         else:
+            new = self.folder / "ballastd.new"
             new.write_text(text)
             new.chmod(0o755)
         new.replace(self.program)
 
     def serve(self, *flags, **options):
-        """Without a terminal, like a service of systemd. One death would be its end."""
+        """Without a terminal, like a service of systemd. One death would be its end. It has said all of its start."""
         service = Service(self.folder, "--most-deaths=1", *flags, program=self.program, group=True, **options)
         self.addCleanup(service.stop)
+        await_("its readiness", lambda: self.check_state(service.process.pid)[0] == 0, service.process)
         return service
 
     def hang_up(self, service):
@@ -102,12 +106,14 @@ class Upgrades(unittest.TestCase):
         self.addCleanup(quiet.stop)
         undisturbed = undisturbed_result(self.folder, quiet, "undisturbed", TRAINING)
         service = self.serve("--log-level=debug")
+        # Copied before the run, which ends by itself: a copy may take as long as many steps.
+        programs = [self.copy_program(f"ballastd.{i}") for i in range(UPGRADES)]
         run = Run(self.folder, service.address, "upgraded", TRAINING)
         self.addCleanup(run.stop)
-        for i in range(UPGRADES):
-            run.await_step(1 + i * (TRAINING.steps // (UPGRADES + 1)))
-            self.assertIsNone(run.process.poll(), "the run was over")
-            self.replace_program()
+        for i, program in enumerate(programs):
+            run.await_step(run.step() + self.random.randrange(1, 6))
+            self.assertIsNone(run.process.poll(), f"the run was over; seed {self.seed}")
+            program.replace(self.program)
             if i % 2 == 0:
                 self.hang_up(service)
             else:

@@ -25,12 +25,12 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "support")]
 import grpc  # noqa: E402
 from google.protobuf import json_format  # noqa: E402
 from played_jobs import HANGING_RANK, HANGS_AFTER, played  # noqa: E402
-from processes import Service, await_, read  # noqa: E402
+from processes import PATIENCE, HeldPort, Service, await_, read  # noqa: E402
 from status_pages import get, status_address  # noqa: E402
 
 
 def ballast(*words):
-    return subprocess.run([BALLAST, *map(str, words)], text=True, capture_output=True, timeout=60)
+    return subprocess.run([BALLAST, *map(str, words)], text=True, capture_output=True, timeout=PATIENCE)
 
 
 class Plans(unittest.TestCase):
@@ -63,7 +63,7 @@ class Plans(unittest.TestCase):
 class Starts(unittest.TestCase):
     def refused(self, address, *more):
         done = subprocess.run([BALLASTD, "--listen=127.0.0.1:0", "--nostartup-benchmark", f"--metrics-listen={address}", *more],
-                              text=True, capture_output=True, timeout=60)
+                              text=True, capture_output=True, timeout=PATIENCE)
         lines = [line for line in done.stderr.splitlines() if "[ballastd]" not in line]
         self.assertEqual((done.returncode, len(lines)), (2, 1), done.stderr)
         self.assertRegex(lines[0], r"^ballastd: flag --metrics-listen=.*: ")
@@ -159,7 +159,7 @@ class Tokens(unittest.TestCase):
 
     def test_z_a_token_that_is_gone_sees_nothing_more(self):
         self.tokens.write_text("".join(line for line in self.tokens.read_text().splitlines(True) if not line.startswith("all ")))
-        await_("the new tokens", lambda: self.get("/api/service", "all")[0] == 401, self.service.process, 30)
+        await_("the new tokens", lambda: self.get("/api/service", "all")[0] == 401, self.service.process)
         self.assertEqual(self.get("/api/service", "one")[0], 200)
 
 
@@ -170,9 +170,9 @@ class Deaths(unittest.TestCase):
         return {name: float(value) for name, value in found}
 
     def test_the_deaths_of_the_service_are_counted_and_what_taking_over_took_is_told(self):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            base = f"http://127.0.0.1:{free.getsockname()[1]}"
+        port = HeldPort()
+        self.addCleanup(port.close)
+        base = f"http://{port.address}"
         with tempfile.TemporaryDirectory() as folder:
             service = Service(BALLASTD, pathlib.Path(folder), f"--metrics-listen={base.removeprefix('http://')}", "--memory-limit=1GiB")
             try:
@@ -187,7 +187,7 @@ class Deaths(unittest.TestCase):
                     now = self.figures(base)
                     self.assertEqual((now["ballast_child_deaths_total"], now["ballast_ready"]), (deaths, 1))
                     self.assertGreater(now["ballast_recovery_seconds"], 0)
-                    self.assertLess(now["ballast_recovery_seconds"], 60)
+                    self.assertLess(now["ballast_recovery_seconds"], PATIENCE)
                 self.assertEqual(json.loads(get(base + "/api/service")[1])["deaths"], 2)
             finally:
                 service.stop()
@@ -240,7 +240,7 @@ class Looks(unittest.TestCase):
         folder = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
         # Records of what outlives a process are beside what `ballast plan` counts: half a MiB a job.
         cls.service = Service(BALLASTD, folder, "--metrics-listen=localhost:0", "--memory-limit=1GiB", "--holder=none",
-                              f"--checkpoint-dir={folder / 'saved'}", "--drain-seconds=4")
+                              f"--checkpoint-dir={folder / 'saved'}", "--drain-seconds=600")
         cls.addClassCleanup(cls.service.stop)
         cls.base = status_address(cls.service)
         cls.jobs = cls.enterClassContext(played(cls.service.address, PROTO))
@@ -289,10 +289,11 @@ class Looks(unittest.TestCase):
         self.assertTrue(ranks[HANGING_RANK]["missing_parameters"])
         steps = job["steps"]
         self.assertEqual(steps["step"], list(range(1, HANGS_AFTER + 1)))
+        # As long as the fastest rank's backward (played_jobs), however late a begin is read now and then.
+        self.assertGreater(sum(steps["gathering"]), 0.1 * HANGS_AFTER)
         for gathering, awaiting, deciding, updating in zip(*(steps[p] for p in ("gathering", "awaiting", "deciding", "updating"))):
-            self.assertGreater(gathering, 0.1)  # As long as the fastest rank's backward (played_jobs).
-            self.assertGreater(awaiting, 0)
-            self.assertTrue(0 <= deciding < 5 and 0 <= updating < 5)
+            self.assertTrue(gathering > 0 and awaiting > 0)
+            self.assertTrue(0 <= deciding < PATIENCE and 0 <= updating < PATIENCE)
 
     def test_a_distribution_counts_every_element(self):
         parameter = self.json("/api/distribution?job=steady&parameter=h.1.mlp.weight")
@@ -315,15 +316,15 @@ class Looks(unittest.TestCase):
         for connection in slow:
             connection.sendall(b"GET / HTTP/1.1\r\nX: ")
         try:
-            await_("an answer", lambda: self.answers(), seconds=30)
-            self.assertGreater(self.json("/api/job?job=steady")["committed_step"], before)
+            await_("an answer", self.answers)
+            await_("another step", lambda: self.json("/api/job?job=steady")["committed_step"] > before)
         finally:
             for connection in slow:
                 connection.close()
 
     def answers(self):
         try:
-            return get(self.base + "/live", seconds=2)[0] == 200
+            return get(self.base + "/live")[0] == 200
         except OSError:
             return False
 
@@ -338,7 +339,7 @@ class Looks(unittest.TestCase):
         texts = {name.removeprefix("ballast-doctor-stuck/"): text for name, text in files.items()}
         self.assertEqual(texts["missing.txt"], "")
         self.assertEqual(json.loads(texts["job.json"])["committed_step"], HANGS_AFTER)
-        self.assertIn("--drain_seconds=4", texts["settings.txt"])
+        self.assertIn("--drain_seconds=600", texts["settings.txt"])
         self.assertRegex(texts["gate.txt"], r"(?m)^\* stuck: open; 0 readers, .* 0 calls wait$")
         self.assertIn("status page at", texts["log.txt"])
         self.assertIn('ballast_ranks_awaited{job_name="stuck"} 1', texts["metrics.txt"])
@@ -379,11 +380,13 @@ class Looks(unittest.TestCase):
 
     def test_z_while_it_drains_it_is_live_and_not_ready(self):
         self.assertEqual(get(self.base + "/ready")[:2], (200, "ready\n"))
-        self.service.process.send_signal(signal.SIGTERM)  # A step is open: it has four seconds.
-        await_("the drain", lambda: get(self.base + "/ready")[0] == 503, self.service.process, 3)
+        self.service.process.send_signal(signal.SIGTERM)  # It waits for the step that is open.
+        await_("the drain", lambda: get(self.base + "/ready")[0] == 503, self.service.process)
         self.assertEqual(get(self.base + "/live")[0], 200)
         self.assertIn("\nballast_ready 0\n", get(self.base + "/metrics")[1])
-        self.assertEqual(self.service.process.wait(60), 0)
+        done = ballast("abort-step", "stuck", f"--service={self.service.address}")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(self.service.process.wait(PATIENCE), 0)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import pwd
 import re
 import sys
 import tempfile
-import time
 import unittest
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -37,7 +36,6 @@ class Page(unittest.TestCase):
         cls.addClassCleanup(cls.service.stop)
         cls.base = status_address(cls.service)
         cls.enterClassContext(played(cls.service.address, PROTO))
-        time.sleep(1.2)  # Longer than a rank is waited for in a step that goes well.
         cls.browser = webdriver.Browser(folder)
         cls.addClassCleanup(cls.browser.close)
 
@@ -59,9 +57,9 @@ class Page(unittest.TestCase):
         if PICTURES:
             self.browser.picture(pathlib.Path(PICTURES, name + ".png"))
 
-    def see(self, *texts, seconds=2):
+    def see(self, *texts):
         for text in texts:
-            self.browser.await_(f"'{text}'", "return document.body.innerText.includes(arguments[0])", text, seconds=seconds)
+            self.browser.await_(f"'{text}'", "return document.body.innerText.includes(arguments[0])", text)
 
     def no_wider_than(self, width):
         # Not innerWidth: a phone zooms out for a page that is too wide.
@@ -70,9 +68,15 @@ class Page(unittest.TestCase):
     def test_jobs_and_the_rank_that_hangs_are_seen_at_a_glance(self):
         self.open("/")
         self.see("steady", "stuck", f"Rank {HANGING_RANK} has not sealed step {HANGS_AFTER + 1}", "3 of 3")
-        text = self.browser.run(TEXT)
-        self.assertEqual(text.count("has not sealed"), 1, "a job that trains is said to wait")
-        self.see("/s", seconds=4)  # The pace, once there are two answers.
+        # Where this machine pauses a job that trains waits for a rank, too; not at every look.
+        text, looks = "", []
+        for _ in range(12):
+            text = self.browser.await_("another look", f"const text = {TEXT.removeprefix('return ')}; "
+                                       "return text !== arguments[0] && text", text)
+            looks.append(text.count("has not sealed"))
+        self.assertEqual(min(looks), 1)
+        self.assertLessEqual(sum(waiting > 1 for waiting in looks), 1, f"a job that trains is said to wait: {looks}")
+        self.see("/s")  # The pace, once there are two answers.
         self.picture("jobs")
 
     def test_a_job_shows_who_is_awaited_and_what_is_missing(self):
@@ -91,7 +95,7 @@ class Page(unittest.TestCase):
         before = self.browser.run(seen)
         step = self.browser.run("return document.querySelector('#charts output').textContent")
         self.browser.await_("a newer step", "return document.querySelector('#charts output').textContent !== arguments[0]",
-                            step, seconds=4)
+                            step)
         after = self.browser.run(seen)
         self.assertEqual(len(before), len(after))
         self.assertTrue(all(old != new for old, new in zip(before, after)), "a chart stands still")
@@ -112,7 +116,7 @@ class Page(unittest.TestCase):
         self.open("/?job=steady")
         self.see("Record the next step")
         self.browser.run("document.querySelector('#timeline button').click()")
-        self.see("events", seconds=8)
+        self.see("events")
         self.assertGreaterEqual(self.browser.run("return document.querySelectorAll('#timeline svg rect').length"), 12)
         self.see("arriving", "updating", "sending weights")
         self.picture("timeline")
@@ -135,7 +139,9 @@ class Page(unittest.TestCase):
         said = "return document.querySelector('#charts output').textContent"
         self.browser.press("Home")
         first = self.browser.run(said)
-        time.sleep(1.5)  # Meanwhile the page asks again: the chosen step and the focus stay.
+        # Meanwhile the page asks again, and draws its charts anew: the chosen step and the focus stay.
+        curve = "return document.querySelector('#charts path.curve').getAttribute('d')"
+        self.browser.await_("another drawing", f"{curve} !== arguments[0]", self.browser.run(curve))
         self.assertEqual(self.browser.run("return document.activeElement.nodeName"), "svg")
         self.assertTrue(self.browser.run("return document.querySelector('#charts .cursor') !== null"))
         self.assertRegex(first, r"^step \d+: ")
@@ -210,7 +216,7 @@ class PageWithTokens(unittest.TestCase):
         cls.addClassCleanup(cls.browser.close)
 
     def sees(self, text):
-        await_(text, lambda: text in self.browser.run(TEXT), seconds=10)
+        await_(text, lambda: text in self.browser.run(TEXT))
 
     def test_it_is_asked_for_and_kept_by_the_tab(self):
         self.browser.open(self.base + "/")

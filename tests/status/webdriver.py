@@ -9,6 +9,8 @@ import time
 import urllib.error
 import urllib.request
 
+from processes import PATIENCE
+
 BROWSER, DRIVER = "chromium", "chromedriver"
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 KEYS = {"Tab": "\ue004", "Enter": "\ue007", "Left": "\ue012", "Home": "\ue011", "Backspace": "\ue003"}
@@ -44,7 +46,7 @@ class Browser:
             self.address + path, method=method, headers={"Content-Type": "application/json"},
             data=None if body is None else json.dumps(body).encode())
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
                 return json.load(answer)["value"]
         except urllib.error.HTTPError as error:
             raise AssertionError(json.load(error)["value"]["message"].splitlines()[0]) from error
@@ -89,7 +91,7 @@ class Browser:
         events = (json.loads(entry["message"])["message"] for entry in self.post("/se/log", type="performance"))
         return [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
 
-    def await_(self, what, script, *arguments, seconds=2):
+    def await_(self, what, script, *arguments, seconds=PATIENCE):
         begin = time.monotonic()
         while True:
             value = self.run(script, *arguments)
@@ -105,6 +107,6 @@ class Browser:
         except (AssertionError, OSError, AttributeError):
             pass
         self.driver.terminate()
-        self.driver.wait(20)
+        self.driver.wait(PATIENCE)
         self.driver.stdout.close()
         self.log.close()

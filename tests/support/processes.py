@@ -8,6 +8,7 @@ import ctypes
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import time
 
@@ -25,9 +26,10 @@ class Ended(AssertionError):
 
 
 def read(path):
+    """Empty where nothing is; so are the files in /proc of a process that ends just now."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return ""
 
 
@@ -88,6 +90,19 @@ def state_of(pid):
     """Its letter in /proc ("T" is stopped); empty if it is gone."""
     stat = read(pathlib.Path("/proc", str(pid), "stat"))
     return stat.rpartition(")")[2].split()[0] if stat else ""
+
+
+class HeldPort:
+    """A port of the loopback that no other test is given, also while the process that listens there is started again."""
+
+    def __init__(self):
+        self.socket = socket.socket()
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # As whoever is to listen there.
+        self.socket.bind(("127.0.0.1", 0))
+        self.address = "127.0.0.1:%d" % self.socket.getsockname()[1]
+
+    def close(self):
+        self.socket.close()
 
 
 class Service:

@@ -57,7 +57,7 @@ class ServiceManager(unittest.TestCase):
         self.assertEqual(service.process.wait(PATIENCE), 0)
 
     def test_an_abstract_address_and_a_watchdog(self):
-        service = self.serve(f"@ballast-{os.getpid()}", WATCHDOG_USEC="1600000")
+        service = self.serve(f"@ballast-{os.getpid()}", WATCHDOG_USEC="4000000")
         self.told_until("READY=1")
         # Eight times in the watchdog's time; a service that is stuck ends after six.
         self.assertEqual([self.next_told() for _ in range(9)], [["WATCHDOG=1"]] * 9)
