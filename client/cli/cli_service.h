@@ -14,12 +14,14 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "ballast/v1/ballast.grpc.pb.h"
+#include "client/credentials.h"
 
 namespace ballast::client::cli {
 
 class Service {
  public:
-  Service(std::string address, std::shared_ptr<grpc::Channel> channel, absl::Duration timeout);
+  Service(std::string address, std::shared_ptr<grpc::Channel> channel, Credentials credentials,
+          absl::Duration timeout);
 
   // A unary call: Call(service.jobs(), &v1::JobService::Stub::GetJob, request).
   template <typename Stub, typename Request, typename Response>
@@ -62,6 +64,7 @@ class Service {
 
   const std::string address_;
   const std::shared_ptr<grpc::Channel> channel_;
+  const Credentials credentials_;  // Of the channel.
   const absl::Duration timeout_;
   bool answered_ = false;  // A call, so there is a service.
   v1::JobService::Stub jobs_;
