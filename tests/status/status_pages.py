@@ -10,8 +10,8 @@ from processes import await_, read
 
 def status_address(service):
     """Of a Service that was started with --metrics-listen."""
-    found = await_("the status page's address", lambda: re.search(r"status page at (https?://\S+)/,", read(service.log)),
-                   service.process)
+    found = await_("the status page's address",
+                   lambda: re.search(r"status page at (https?://\S+)/,", read(service.log)), service.process)
     return found[1]
 
 

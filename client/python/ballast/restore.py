@@ -51,7 +51,8 @@ def begin_from(client: Client, job: Job, addresses: list[int], name: str, timeou
                credentials: dict[str, str | None]) -> None:
     """Called by one rank before any has a session: a job that has no weights yet begins with the newest good
     checkpoint of that name; with none, as if nothing had been asked. A job that has weights goes on with them. One
-    checkpoint, NAME/step-STEP or NAME/step-STEP.GENERATION, must be there, and a job that has weights must have begun with it."""
+    checkpoint, NAME/step-STEP or NAME/step-STEP.GENERATION, must be there, and a job that has weights must have begun
+    with it."""
     one = "/step-" in name
     now = next((other for other in client.jobs() if other["name"] == job.name), None)
     begun = now is not None and now["phase"] != "awaiting_weights"
