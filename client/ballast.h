@@ -118,6 +118,13 @@ typedef struct ballast_hyper_parameters {
   int32_t maximize;
 } ballast_hyper_parameters;
 
+/* What torch.optim.AdamW and torch.optim.Adam have where nothing is said:
+ *   ballast_hyper_parameters h = BALLAST_ADAMW_DEFAULTS;    then h.lr = 3e-4; */
+#define BALLAST_ADAMW_DEFAULTS \
+  { 1e-3, 0.9, 0.999, 1e-8, 0.01, 1, 1, 0, 0 }
+#define BALLAST_ADAM_DEFAULTS \
+  { 1e-3, 0.9, 0.999, 1e-8, 0, 0, 1, 0, 0 }
+
 typedef struct ballast_group {
   size_t size;
   const char* name; /* Unique in the job, not empty. */
@@ -199,6 +206,9 @@ typedef struct ballast_options {
   const char* tls_cert;
   const char* tls_key;
   const char* token_file;
+  /* 1: the session is only for ballast_upload_weights, ballast_save and ballast_load: one that is
+   * about to load a checkpoint is not told that there is one. */
+  int32_t takes_no_steps;
 } ballast_options;
 
 typedef struct ballast_session ballast_session;

@@ -39,14 +39,12 @@ int main(int argc, char** argv) {
   const ballast_parameter parameters[] = {
       {.size = sizeof(ballast_parameter), .name = "w", .shape = w_shape, .dimensions = 1},
       {.size = sizeof(ballast_parameter), .name = "b"}};
+  ballast_hyper_parameters adam_w = BALLAST_ADAMW_DEFAULTS;
+  adam_w.lr = 0.05;
+  adam_w.weight_decay = 0;
   const ballast_group group = {.size = sizeof(group),
                                .name = "all",
-                               .hyper_parameters = {.lr = 0.05,
-                                                    .beta1 = 0.9,
-                                                    .beta2 = 0.999,
-                                                    .eps = 1e-8,
-                                                    .decoupled_weight_decay = 1,
-                                                    .bias_correction = 1},
+                               .hyper_parameters = adam_w,
                                .wire_dtype = BALLAST_FLOAT32,
                                .return_dtype = BALLAST_FLOAT32};
   const ballast_job job = {.size = sizeof(job),

@@ -14,6 +14,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "ballast/v1/ballast.grpc.pb.h"
+#include "client/handshake.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/heap_settings.h"
 #include "cpu_optimizer_service/common/system/version.h"
@@ -45,13 +46,12 @@ bool IsHostAndPort(absl::string_view address) {
   return absl::SimpleAtoi(address.substr(colon + 1), &port) && port > 0 && port <= 65535;
 }
 
-// What a call says that needs the connection; empty: nothing that is known here.
-std::string WhyNotConnected(const std::shared_ptr<grpc::Channel>& channel) {
+// What a call says that needs the connection.
+grpc::Status WhyNotConnected(const std::shared_ptr<grpc::Channel>& channel) {
   grpc::ClientContext context;
   context.set_deadline(proto::Deadline(kReasonWait));
   v1::ListJobsResponse jobs;
-  return proto::CauseOfUnreachable(
-      v1::JobService::NewStub(channel)->ListJobs(&context, v1::ListJobsRequest(), &jobs));
+  return v1::JobService::NewStub(channel)->ListJobs(&context, v1::ListJobsRequest(), &jobs);
 }
 
 }  // namespace
@@ -114,8 +114,17 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(const std::string& target
     const absl::Duration wait = std::min(left, kConnectWait);
     if (channel->WaitForConnected(proto::Deadline(wait))) return channel;
     left -= wait;
+    if (credentials.tls_ca.empty() || channel->GetState(false) != GRPC_CHANNEL_TRANSIENT_FAILURE) {
+      continue;
+    }
+    // Before anybody has changed a file the next handshake fails like this one.
+    const std::string why = WhyHandshakeFailed(WhyNotConnected(channel), credentials);
+    if (!why.empty()) {
+      return absl::UnavailableError(
+          absl::StrCat("cannot trust the service at ", target, ": ", why));
+    }
   } while (left > absl::ZeroDuration());
-  const std::string cause = WhyNotConnected(channel);
+  const std::string cause = proto::CauseOfUnreachable(WhyNotConnected(channel));
   return absl::UnavailableError(absl::StrCat(
       "no service answered at ", target, " within ", absl::FormatDuration(timeout),
       cause.empty() ? "" : ": ", cause, "; start ballastd there or correct the address"));

@@ -25,7 +25,8 @@ namespace ballast::client {
 
 // A channel to "host:port" or "unix:/path". INVALID_ARGUMENT at once if `target` is neither;
 // UNAVAILABLE if nothing answers within `timeout`, of which half a second at most passes while this
-// process does not run. INVALID_ARGUMENT: the credentials, as MakeChannelCredentials.
+// process does not run; and soon, where certificates are why there is no connection.
+// INVALID_ARGUMENT: the credentials, as MakeChannelCredentials.
 absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(
     const std::string& target, absl::Duration timeout = absl::Seconds(10),
     const Credentials& credentials = OrEnvironment({}));

@@ -63,9 +63,11 @@ struct Engine::Impl {
   // For the message that there is no such job.
   std::string WhatBecameOf(const std::string& name) const {
     const auto age = std::chrono::duration_cast<std::chrono::seconds>(Clock::now() - began);
-    const std::string since =
-        absl::StrCat("; this service began ", absl::FormatDuration(absl::FromChrono(age)),
-                     " ago, and what an earlier one had not saved is lost");
+    const std::string since = absl::StrCat(
+        "; this service began ",
+        age.count() == 0 ? "just now"
+                         : absl::StrCat(absl::FormatDuration(absl::FromChrono(age)), " ago"),
+        ", and what an earlier one had not saved is lost");
     if (environment.checkpoints == nullptr) return since;
     const std::optional<CheckpointFacts> saved = environment.checkpoints->Find(name);
     if (!saved.has_value()) return since;

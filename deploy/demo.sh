@@ -218,7 +218,7 @@ ask() {
 # lose and says so by its exit code.
 stop_service() {
   local code=0
-  "$bin/ballast" close "$job" --service "$address" >/dev/null 2>"$scratch/cli.err" ||
+  "$bin/ballast" close "$job" --force --service "$address" >/dev/null 2>"$scratch/cli.err" ||
     fail "ballast close $job failed: $(last_words "$scratch/cli.err")"
   stop "$service_pid"
   wait "$service_pid" || code=$?

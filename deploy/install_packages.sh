@@ -12,7 +12,7 @@ packages=(
   libgrpc++-dev protobuf-compiler-grpc libprotobuf-dev protobuf-compiler
   libabsl-dev libc-ares-dev libre2-dev libssl-dev zlib1g-dev
   libtbb-dev libhwloc-dev libhwy-dev libspdlog-dev nlohmann-json3-dev
-  prometheus-cpp-dev libcivetweb-dev
+  prometheus-cpp-dev
   libgloo-dev libopenblas-pthread-dev
   # To test. PyTorch is not among them: tests/run.sh puts it into an environment of its own.
   libgtest-dev libgmock-dev libbenchmark-dev openssl python3 python3-numpy python3-venv python3-grpcio

@@ -79,6 +79,9 @@ void ReadAgain(Access& access, Tls& tls) {
     spdlog::error("roles and tokens stay as they were: {}", std::string(read.message()));
   } else {
     spdlog::info("read the files of access again: {}", access.ToLine());
+    if (const absl::Status there = access.CheckThatTokensAreThere(); !there.ok()) {
+      spdlog::warn("{}", std::string(there.message()));
+    }
   }
   if (const absl::Status read = tls.ReadAgain(); !read.ok()) {
     spdlog::error("the certificate stays as it was: {}", std::string(read.message()));
@@ -206,10 +209,11 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(Engine& engine,
   return std::unique_ptr<Server>(new Server(std::move(impl)));
 }
 
-absl::Status Server::Check(const ServerOptions& options) {
+absl::Status Server::Check(const ServerOptions& options, bool is_new) {
   BALLAST_RETURN_IF_ERROR(ParseAddresses(options).status());
   BALLAST_RETURN_IF_ERROR(Tls::Open(options.access).status());
-  return OpenAccess(options).status();
+  BALLAST_ASSIGN_OR_RETURN(const std::unique_ptr<Access> access, OpenAccess(options));
+  return is_new ? access->CheckThatTokensAreThere() : absl::OkStatus();
 }
 
 absl::Status Server::CheckNewAddresses(const ServerOptions& options, const NamedMemory& memory) {

@@ -67,8 +67,9 @@ class Server {
   ~Server();
 
   // INVALID_ARGUMENT, in one line: an address that is malformed, or not loopback and `insecure` is
-  // not set; files of access that are missing or wrong.
-  static absl::Status Check(const ServerOptions& options);
+  // not set; files of access that are missing or wrong; and, if `is_new`, a role of a token that
+  // there is none of. From a service that has jobs somebody may have taken it.
+  static absl::Status Check(const ServerOptions& options, bool is_new);
 
   // Those that could not be listened on beside a process that left the others in `memory`.
   // UNAVAILABLE.

@@ -1,13 +1,16 @@
 // client/ballast.h over client::Session.
 #include "client/c_api/c_session.h"
 
+#include <grpc/support/log.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -112,6 +115,14 @@ int32_t CDecide(ballast_session* session, const ballast_ballot* ballot, ballast_
   });
 }
 
+// Errors are said once, by ballast_message. Whoever asks gRPC for its own lines gets them.
+void SilenceTransport() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    if (std::getenv("GRPC_VERBOSITY") == nullptr) gpr_set_log_function([](gpr_log_func_args*) {});
+  });
+}
+
 }  // namespace
 }  // namespace ballast::client
 
@@ -132,6 +143,7 @@ int32_t ballast_open(const ballast_options* options, ballast_session** out) {
     BALLAST_RETURN_IF_ERROR(CheckGiven(given.service, "ballast_options.service"));
     auto session = std::make_unique<ballast_session>();
     BALLAST_ASSIGN_OR_RETURN(session->options, ReadOptions(given));
+    session->options.takes_steps = given.takes_no_steps == 0;
     const auto& parameters = session->options.job.layout.parameters;
     if (given.weights != nullptr) {
       session->weights.assign(given.weights, given.weights + parameters.size());
@@ -146,6 +158,7 @@ int32_t ballast_open(const ballast_options* options, ballast_session** out) {
       };
     }
     BALLAST_RETURN_IF_ERROR(CheckMayOpen());
+    SilenceTransport();
     BALLAST_ASSIGN_OR_RETURN(
         std::shared_ptr<grpc::Channel> channel,
         Connect(given.service, std::min(absl::Seconds(30), session->options.join_timeout),

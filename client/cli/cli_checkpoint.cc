@@ -25,7 +25,8 @@ constexpr char kDirectory[] =
     "its host. ";
 constexpr char kDefault[] = "Without DIR it is the job's name. ";
 constexpr char kOneOfThem[] =
-    "DIR/step-STEP.GENERATION is one of the checkpoints in it (`ballast checkpoints` lists them). ";
+    "DIR/step-STEP is its newest checkpoint of that step, and DIR/step-STEP.GENERATION one of them "
+    "(`ballast checkpoints` lists them). ";
 
 // The service's current directory is not the user's, so a relative path would be misunderstood.
 absl::Status CheckDirectory(const std::string& directory) {
@@ -34,9 +35,9 @@ absl::Status CheckDirectory(const std::string& directory) {
   }
   if (const size_t step = directory.find("/step-"); step != std::string::npos) {
     const std::string name = directory.substr(0, step);
-    return absl::InvalidArgumentError(
-        absl::StrCat("'", directory, "' is no checkpoint; expected ", name, " or ", name,
-                     "/step-STEP.GENERATION; `ballast checkpoints ", name, "` lists them"));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "'", directory, "' is no checkpoint; expected ", name, " or ", name, "/step-STEP or ", name,
+        "/step-STEP.GENERATION; `ballast checkpoints ", name, "` lists them"));
   }
   return absl::InvalidArgumentError(
       absl::StrCat("'", directory,

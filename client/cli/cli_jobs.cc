@@ -1,7 +1,10 @@
 // jobs, job, abort-step, close.
+#include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "client/cli/cli_command.h"
 #include "client/cli/cli_json.h"
 #include "client/cli/cli_print.h"
@@ -47,11 +50,41 @@ absl::StatusOr<Action> PrepareAbortStep(const Arguments& arguments) {
   };
 }
 
+// How long workers that have ended may take to be seen as gone.
+constexpr absl::Duration kLeaving = absl::Seconds(2);
+constexpr absl::Duration kLookEvery = absl::Milliseconds(50);
+
+// FAILED_PRECONDITION: workers are attached to the job.
+absl::StatusOr<std::string> UidOfIdleJob(Service& service, const std::string& job) {
+  const absl::Time end = absl::Now() + kLeaving;
+  while (true) {
+    const absl::StatusOr<v1::Job> now = service.GetJob(job, false);
+    if (!now.ok()) return service.SuggestJob(now.status(), job);
+    const auto attached =
+        std::count_if(now->ranks().begin(), now->ranks().end(),
+                      [](const v1::RankProgress& rank) { return rank.attached(); });
+    if (attached == 0) return now->uid();
+    if (absl::Now() >= end) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("job ", job, " is in training: ", attached, " of ", now->world_size(),
+                       " workers are attached, at step ", now->committed_step(),
+                       "; stop them, or give it up, "
+                       "with all its state: ballast close ",
+                       job, " --force"));
+    }
+    absl::SleepFor(kLookEvery);
+  }
+}
+
 absl::StatusOr<Action> PrepareClose(const Arguments& arguments) {
-  return [job = arguments.positional(0)](Service& service,
-                                         bool json) -> absl::StatusOr<std::string> {
+  return [job = arguments.positional(0), force = arguments.Has("force")](
+             Service& service, bool json) -> absl::StatusOr<std::string> {
     v1::CloseJobRequest request;
     request.set_name(proto::JobName(job));
+    if (!force) {
+      BALLAST_ASSIGN_OR_RETURN(const std::string uid, UidOfIdleJob(service, job));
+      request.set_uid(uid);
+    }
     const auto response = service.Call(service.jobs(), &v1::JobService::Stub::CloseJob, request);
     if (!response.ok()) return service.SuggestJob(response.status(), job);
     if (json) return Dump({{"job", job}, {"closed", true}});
@@ -95,8 +128,8 @@ Command CloseCommand() {
   return {.spec = {.name = "close",
                    .positionals = {"JOB"},
                    .summary = "forgets the job and all its state; save it first",
-                   .details = "",
-                   .flags = {}},
+                   .details = "Refused while workers are attached: their training would end.",
+                   .flags = {{"force", "", "also in the midst of a training"}}},
           .prepare = PrepareClose};
 }
 

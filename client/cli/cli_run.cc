@@ -83,14 +83,14 @@ int RunCommand(const Command& command, const Arguments& arguments, std::string& 
   if (const absl::Status status = CheckAddress(address); !status.ok()) {
     return Fail(kWrongUsage, status, see, error);
   }
-  const absl::StatusOr<std::shared_ptr<grpc::Channel>> channel =
-      NewChannel(address, OrEnvironment({.tls_ca = arguments.Get("tls-ca", ""),
-                                         .tls_cert = arguments.Get("tls-cert", ""),
-                                         .tls_key = arguments.Get("tls-key", ""),
-                                         .token_file = arguments.Get("token-file", "")}));
+  const Credentials credentials = OrEnvironment({.tls_ca = arguments.Get("tls-ca", ""),
+                                                 .tls_cert = arguments.Get("tls-cert", ""),
+                                                 .tls_key = arguments.Get("tls-key", ""),
+                                                 .token_file = arguments.Get("token-file", "")});
+  const absl::StatusOr<std::shared_ptr<grpc::Channel>> channel = NewChannel(address, credentials);
   if (!channel.ok()) return Fail(kWrongUsage, channel.status(), "", error);
   // Bounded: an infinite timeout would overflow the clock.
-  Service service(address, *channel, absl::Seconds(std::min(seconds, 1e9)),
+  Service service(address, *channel, credentials, absl::Seconds(std::min(seconds, 1e9)),
                   absl::Seconds(std::min(wait->value_or(0), 1e9)));
   absl::StatusOr<std::string> text = (*action)(service, arguments.Has("json"));
   if (!text.ok()) return Fail(kFailed, text.status(), "", error);

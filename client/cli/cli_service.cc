@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "client/handshake.h"
 #include "cpu_optimizer_service/common/system/suggestions.h"
 #include "proto/convert.h"
 #include "proto/deadline.h"
@@ -11,9 +12,10 @@
 namespace ballast::client::cli {
 
 Service::Service(std::string address, std::shared_ptr<grpc::Channel> channel,
-                 absl::Duration timeout, absl::Duration wait)
+                 Credentials credentials, absl::Duration timeout, absl::Duration wait)
     : address_(std::move(address)),
       channel_(channel),
+      credentials_(std::move(credentials)),
       timeout_(timeout),
       wait_(wait),
       jobs_(channel),
@@ -29,6 +31,10 @@ absl::Status Service::Explain(const grpc::Status& status) const {
     return absl::DeadlineExceededError(
         absl::StrCat("the service at ", address_, " did not answer within ",
                      absl::FormatDuration(timeout_), "; give it longer with --timeout"));
+  }
+  if (const std::string why = WhyHandshakeFailed(status, credentials_); !why.empty()) {
+    return absl::UnavailableError(
+        absl::StrCat("no service answers at ", address_, " that can be trusted: ", why));
   }
   if (const std::string cause = proto::CauseOfUnreachable(status); !cause.empty()) {
     return absl::UnavailableError(

@@ -14,6 +14,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "ballast/v1/ballast.grpc.pb.h"
+#include "client/credentials.h"
 #include "client/session/retry.h"
 #include "client/transport/clock.h"
 
@@ -23,8 +24,8 @@ class Service {
  public:
   // Calls that change nothing are made again, for as long as `wait`, while no service can be
   // reached: its process may be about to be started again.
-  Service(std::string address, std::shared_ptr<grpc::Channel> channel, absl::Duration timeout,
-          absl::Duration wait);
+  Service(std::string address, std::shared_ptr<grpc::Channel> channel, Credentials credentials,
+          absl::Duration timeout, absl::Duration wait);
 
   // A unary call: Call(service.jobs(), &v1::JobService::Stub::GetJob, request).
   template <typename Stub, typename Request, typename Response>
@@ -81,6 +82,7 @@ class Service {
 
   const std::string address_;
   const std::shared_ptr<grpc::Channel> channel_;
+  const Credentials credentials_;  // Of the channel.
   const absl::Duration timeout_;
   const absl::Duration wait_;
   bool answered_ = false;  // A call, so there is a service.

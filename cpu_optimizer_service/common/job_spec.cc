@@ -90,6 +90,15 @@ std::string FirstDifference(const JobSpec& a, const JobSpec& b) {
                     q.hyper_parameters.amsgrad);
     }
   }
+  for (size_t i = 0; i < a.groups.size(); ++i) {
+    const auto optimizer_of = [i](const JobSpec& spec) {
+      return spec.groups[i].hyper_parameters.decoupled_weight_decay ? "AdamW" : "Adam";
+    };
+    if (optimizer_of(a) != optimizer_of(b)) {
+      return differ(absl::StrCat("the optimizer of group ", a.groups[i].name), optimizer_of(a),
+                    optimizer_of(b));
+    }
+  }
   if (a.unused_policy != b.unused_policy) {
     return differ("unused_policy", Name(a.unused_policy), Name(b.unused_policy));
   }

@@ -4,13 +4,16 @@
 #include <filesystem>
 #include <map>
 #include <memory>
+#include <optional>
 #include <random>
 #include <set>
 #include <tuple>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/checkpoint_name.h"
 
@@ -88,8 +91,34 @@ absl::StatusOr<std::vector<FoundCheckpoint>> ListCheckpoints(FileSystem& file_sy
   return all;
 }
 
+absl::StatusOr<std::vector<FoundCheckpoint>> FindStep(FileSystem& file_system,
+                                                      const std::string& folder, uint64_t step) {
+  absl::StatusOr<std::vector<FoundCheckpoint>> all = ListCheckpoints(file_system, folder);
+  if (!all.ok() && !absl::IsNotFound(all.status())) return all;
+  std::vector<FoundCheckpoint> found;
+  std::set<uint64_t> steps;
+  if (all.ok()) {
+    for (FoundCheckpoint& each : *all) {
+      // Where there is a problem, its name may be all that is known.
+      const std::string name = std::filesystem::path(each.facts.directory).filename().string();
+      const bool is_meant = absl::StartsWith(name, absl::StrCat("step-", step, "."));
+      if (each.problem.ok()) steps.insert(each.facts.step);
+      if (is_meant) found.push_back(std::move(each));
+    }
+  }
+  if (!found.empty()) return found;
+  return absl::NotFoundError(
+      absl::StrCat("there is no checkpoint of step ", step, " in ", folder, " (there are steps ",
+                   steps.empty() ? "none" : absl::StrJoin(steps, ", "), ")"));
+}
+
 absl::StatusOr<std::vector<FoundCheckpoint>> FindCheckpoints(FileSystem& file_system,
                                                              const std::string& path) {
+  const std::filesystem::path parts(path);
+  const std::optional<uint64_t> step = StepNamed(parts.filename().string());
+  if (step.has_value() && !file_system.Exists(path)) {
+    return FindStep(file_system, parts.parent_path().string(), *step);
+  }
   if (IsVersionName(std::filesystem::path(path).filename().string())) {
     if (!file_system.Exists(path)) {
       return absl::NotFoundError(absl::StrCat("there is no checkpoint ", path));

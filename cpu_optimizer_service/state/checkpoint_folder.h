@@ -37,8 +37,8 @@ struct FoundCheckpoint {
 // generation and step; at the end those of which nothing is known. NOT_FOUND: no such folder.
 absl::StatusOr<std::vector<FoundCheckpoint>> ListCheckpoints(FileSystem& file_system,
                                                              const std::string& folder);
-// The same of `path`, which may also be one of the checkpoints in a folder. NOT_FOUND if there is
-// none.
+// The same of `path`, which may also be one of the checkpoints in a folder, or FOLDER/step-STEP: all
+// of that step. NOT_FOUND if there is none.
 absl::StatusOr<std::vector<FoundCheckpoint>> FindCheckpoints(FileSystem& file_system,
                                                              const std::string& path);
 

@@ -104,9 +104,10 @@ ABSL_FLAG(
     "File for this worker's timeline, which ui.perfetto.dev shows; rank N except 0 writes FILE.N");
 ABSL_FLAG(std::string, resume, "",
           "A checkpoint to load first, if the job is new and there is one: a name under the "
-          "service's --checkpoint-dir, of which the newest good one is taken, one of these, "
-          "NAME/step-STEP.GENERATION, or an absolute path on its host, if it takes paths. It may "
-          "stand here from the first start on");
+          "service's --checkpoint-dir, of which the newest good one is taken, and which may stand "
+          "here from the first start on; one of these, NAME/step-STEP or "
+          "NAME/step-STEP.GENERATION, which must be there; or an absolute path on its host, if it "
+          "takes paths");
 ABSL_FLAG(std::string, save, "",
           "Where the service saves a new checkpoint at the end: a name or a path, as for --resume");
 ABSL_FLAG(int, threads, 1, "Threads for this worker's arithmetic");
@@ -174,8 +175,8 @@ absl::Status CheckCheckpointPath(absl::string_view flag, absl::string_view path)
   }
   return absl::InvalidArgumentError(
       absl::StrCat("--", flag, "=", path,
-                   " must be a name under the service's --checkpoint-dir, or "
-                   "an absolute path on its host"));
+                   " must be a name under the service's --checkpoint-dir, one of the checkpoints "
+                   "there, such as gpt/step-1000, or an absolute path on its host"));
 }
 
 // `flags`, by their names in Abseil, are at their defaults, or `error`.

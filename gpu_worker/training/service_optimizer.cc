@@ -3,6 +3,7 @@
 #include <functional>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/check.h"
 #include "cpu_optimizer_service/common/status.h"
@@ -107,7 +108,9 @@ absl::Status LoadCheckpoint(const std::shared_ptr<grpc::Channel>& channel,
   }
   const absl::Status loaded = session->LoadCheckpoint(directory);
   if (loaded.ok()) return absl::OkStatus();
-  if (absl::IsNotFound(loaded)) {
+  // One that is named is meant, and the newest is whatever there is.
+  const bool is_one = absl::StartsWith(directory.substr(directory.rfind('/') + 1), "step-");
+  if (absl::IsNotFound(loaded) && !is_one) {
     Log().warn("job {} begins anew: {}", options.job.name, std::string(loaded.message()));
     return absl::OkStatus();
   }

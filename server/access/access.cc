@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "absl/strings/ascii.h"
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 #include "cpu_optimizer_service/common/status.h"
@@ -113,6 +114,16 @@ absl::Status Access::ReadAgain() {
   return absl::OkStatus();
 }
 
+absl::Status Access::CheckThatTokensAreThere() const {
+  const std::vector<std::string> missing = policy()->MissingTokens();
+  if (missing.empty()) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      options_.roles, " has a role of token:", absl::Utf8SafeCEscape(missing.front()), ", and ",
+      options_.tokens.empty() ? "there is no --tokens-file"
+                              : absl::StrCat(options_.tokens, " has no token of that name"),
+      "; add the token, or remove the role"));
+}
+
 std::shared_ptr<const Policy> Access::policy() const {
   MutexLock lock(mutex_);
   return policy_;
@@ -169,20 +180,36 @@ absl::StatusOr<Caller> Access::WithRole(Caller caller) const {
                             " takes; ask who writes the service's --roles-file")));
 }
 
-absl::StatusOr<Caller> Access::AdmitViewer(absl::string_view authorization,
-                                           std::string peer) const {
+absl::StatusOr<std::optional<Caller>> Access::AdmitViewer(const HttpPeer& peer) const {
+  if (!has_tokens() && options_.tls_client_ca.empty()) return std::nullopt;
   Caller caller;
   caller.access_ = this;
   caller.method_ = "the status page";
   caller.needed_ = Role::kViewer;
-  caller.peer_ = std::move(peer);
-  const std::string token = TokenOf(authorization);
-  const absl::Status known =
-      token.empty() ? absl::UnauthenticatedError(
-                          "give a token that the service knows: Authorization: Bearer TOKEN")
-                    : IdentifyByToken(token, caller);
-  if (!known.ok()) return Refuse(caller, known);
+  caller.peer_ = peer.peer;
+  if (const absl::Status known = IdentifyViewer(peer, caller); !known.ok()) {
+    return Refuse(caller, known);
+  }
   return WithRole(std::move(caller));
+}
+
+absl::Status Access::IdentifyViewer(const HttpPeer& peer, Caller& caller) const {
+  const std::string token = TokenOf(peer.authorization);
+  if (has_tokens() && !token.empty()) return IdentifyByToken(token, caller);
+  const bool wants_to_give_one = has_tokens() && !peer.authorization.empty();
+  if (peer.certificate_name.has_value() && !wants_to_give_one) {
+    if (!peer.certificate_name->empty()) {
+      caller.principal_ = CertificatePrincipal(*peer.certificate_name);
+    }
+    if (!has_roles() && caller.principal_.empty()) caller.principal_ = "somebody";
+    if (!caller.principal_.empty()) return absl::OkStatus();
+  }
+  return absl::UnauthenticatedError(absl::StrCat(
+      has_tokens() ? "give a token that the service knows: Authorization: Bearer TOKEN" : "",
+      has_tokens() && !options_.tls_client_ca.empty() ? "; or " : "",
+      options_.tls_client_ca.empty()
+          ? ""
+          : "show a client's certificate that an authority of --tls-client-ca has signed"));
 }
 
 absl::Status Access::Identify(const grpc::ServerContextBase& context, Caller& caller) const {

@@ -75,9 +75,22 @@ class Access {
   absl::StatusOr<Caller> Admit(const grpc::ServerContextBase& context, absl::string_view method,
                                const google::protobuf::Message* request = nullptr) const;
 
-  // Who looks at the status page, by the header "Authorization" of HTTP (empty: there is none), as a
-  // viewer. Only where there are tokens: nothing else says there who somebody is. Errors as Admit's.
-  absl::StatusOr<Caller> AdmitViewer(absl::string_view authorization, std::string peer) const;
+  // Who asks over HTTP.
+  struct HttpPeer {
+    absl::string_view authorization;  // The header of this name; empty: there is none.
+    // The common name in the certificate that it has shown and that the service trusts; empty: it
+    // has none. nullopt: there is no certificate.
+    std::optional<std::string> certificate_name;
+    std::string peer;  // Its address.
+  };
+  // As a viewer, by its token or its certificate. nullopt: whoever gets there may look at all jobs,
+  // because the service has no tokens and trusts no certificates, and so does not know who asks.
+  // Errors as Admit's.
+  absl::StatusOr<std::optional<Caller>> AdmitViewer(const HttpPeer& peer) const;
+
+  // INVALID_ARGUMENT: a role is of a token that there is none of. A mistake in new files; in those of
+  // a service that runs, the token has been taken from somebody.
+  absl::Status CheckThatTokensAreThere() const;
 
   // Who may do what, in one line for the log.
   std::string ToLine() const;
@@ -100,6 +113,7 @@ class Access {
   absl::StatusOr<std::shared_ptr<const Policy>> ReadPolicy() const;
   std::shared_ptr<const Policy> policy() const;
   absl::Status Identify(const grpc::ServerContextBase& context, Caller& caller) const;
+  absl::Status IdentifyViewer(const HttpPeer& peer, Caller& caller) const;
   // UNAUTHENTICATED: there is no such token.
   absl::Status IdentifyByToken(absl::string_view token, Caller& caller) const;
   // PERMISSION_DENIED: the caller has the role for no job.

@@ -183,4 +183,16 @@ bool Policy::Names(absl::string_view principal) const {
                      [&](const Line& line) { return line.principal == principal; });
 }
 
+std::vector<std::string> Policy::MissingTokens() const {
+  std::vector<std::string> missing;
+  for (const Line& line : roles_) {
+    absl::string_view name = line.principal;
+    if (!absl::ConsumePrefix(&name, kToken)) continue;
+    const bool is_there = std::any_of(tokens_.begin(), tokens_.end(),
+                                      [&](const Token& token) { return token.name == name; });
+    if (!is_there) missing.emplace_back(name);
+  }
+  return missing;
+}
+
 }  // namespace ballast::server

@@ -55,6 +55,9 @@ class Policy {
   // Whether a line is about this principal by its name.
   bool Names(absl::string_view principal) const;
 
+  // The tokens that a line is about and that there are none of.
+  std::vector<std::string> MissingTokens() const;
+
   size_t roles() const { return roles_.size(); }
   size_t tokens() const { return tokens_.size(); }
 

@@ -12,6 +12,7 @@
 #include "cpu_optimizer_service/common/system/available_memory.h"
 #include "cpu_optimizer_service/host/state_directory.h"
 #include "server/ballastd/flag_sources.h"
+#include "server/holder/holder.h"
 
 ABSL_FLAG(
     std::vector<std::string>, listen, {"127.0.0.1:7070"},
@@ -88,12 +89,11 @@ ABSL_FLAG(int, most_deaths, 12,
           "seconds, and it is not started again. 0: however many.");
 ABSL_FLAG(std::string, metrics_listen, "",
           "Serve metrics, a status page and /live and /ready over HTTP here: PORT of this host "
-          "alone, or HOST:PORT, such as 127.0.0.1:7071. Port 0: the system chooses. Default: not.");
-ABSL_FLAG(
-    bool, metrics_insecure, false,
-    "Allow --metrics-listen addresses that other hosts can reach, although nothing is encrypted: "
-    "without --tokens-file whoever gets there may look at all jobs, and with it whoever sees the "
-    "network may read tokens.");
+          "alone, or HOST:PORT, such as 127.0.0.1:7071. Port 0: the system chooses. With "
+          "--tls-cert it speaks TLS. Default: not.");
+ABSL_FLAG(bool, metrics_insecure, false,
+          "Allow --metrics-listen addresses that other hosts can reach without saying who they "
+          "are: whoever gets there may look at all jobs.");
 ABSL_FLAG(bool, self_benchmark, false,
           "Measure how fast this host updates against what its memory allows, print it and exit.");
 ABSL_FLAG(bool, startup_benchmark, true,
@@ -219,6 +219,7 @@ absl::StatusOr<BallastdFlags> ParseBallastdFlags(int argc, char** argv) {
   flags.settings = FlagValues();
   flags.status.listen = absl::GetFlag(FLAGS_metrics_listen);
   flags.status.allow_remote = absl::GetFlag(FLAGS_metrics_insecure);
+  flags.status.access = flags.server.access;
   flags.self_benchmark = absl::GetFlag(FLAGS_self_benchmark);
   flags.startup_benchmark = absl::GetFlag(FLAGS_startup_benchmark);
   BALLAST_ASSIGN_OR_RETURN(flags.memory_limit_bytes,
@@ -248,7 +249,8 @@ absl::StatusOr<BallastdFlags> ParseBallastdFlags(int argc, char** argv) {
     return absl::InvalidArgumentError(
         absl::StrCat("flag --threads: ", flags.threads, " is not between 0 and 4096"));
   }
-  BALLAST_RETURN_IF_ERROR(Server::Check(flags.server));
+  const bool is_new = !IsHeld() && flags.state_directory.empty();
+  BALLAST_RETURN_IF_ERROR(Server::Check(flags.server, is_new));
   return flags;
 }
 

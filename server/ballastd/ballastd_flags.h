@@ -29,7 +29,7 @@ struct BallastdFlags {
   std::string state_directory;  // Empty: none.
   bool has_holder = true;
   int most_deaths = 0;
-  StatusOptions status;                         // `listen` is empty: no status page and no metrics.
+  HttpOptions status;                           // `listen` is empty: no status page and no metrics.
   std::map<std::string, std::string> settings;  // Every flag's value, for bug reports.
   bool self_benchmark = false;
   bool startup_benchmark = true;

@@ -125,23 +125,27 @@ int PrintSelfBenchmark(const BallastdFlags& flags) {
 
 // Null without --metrics-listen.
 absl::StatusOr<std::unique_ptr<ballast::server::StatusServer>> StartStatusServer(
-    const ballast::server::StatusOptions& options) {
+    const ballast::server::HttpOptions& options) {
   if (options.listen.empty()) return nullptr;
   auto started = ballast::server::StatusServer::Start(options);
   if (started.ok()) return started;
   return ballast::Annotate(started.status(), "flag --metrics-listen=" + options.listen);
 }
 
-void LogWhoMayLook(const std::string& address, const ballast::server::Access& access) {
-  if (access.has_tokens()) {
-    spdlog::info("metrics and the status page at {} take the token of a viewer", address);
+void LogWhoMayLook(const std::string& url, const ballast::server::Access& access) {
+  const bool by_certificate = !access.options().tls_client_ca.empty();
+  if (access.has_tokens() || by_certificate) {
+    spdlog::info("metrics and the status page at {} take {} of a viewer", url,
+                 !by_certificate       ? "the token"
+                 : access.has_tokens() ? "the token or the certificate"
+                                       : "the certificate");
   } else if (access.has_roles()) {
     spdlog::warn(
         "--roles-file without --tokens-file is not for --metrics-listen: who reaches {} looks at "
         "all jobs",
-        address);
+        url);
   }
-  spdlog::info("status page at http://{0}/, metrics at http://{0}/metrics", address);
+  spdlog::info("status page at {0}/, metrics at {0}/metrics", url);
 }
 
 // Null without --checkpoint-dir. What cannot be saved to is found now, not when it is needed.
@@ -390,7 +394,7 @@ int main(int argc, char** argv) {
   diagnostics.Describes(**server);
   if (*status != nullptr) {
     (*status)->Show(engine, **server, history);
-    LogWhoMayLook((*status)->address(), (*server)->access());
+    LogWhoMayLook((*status)->url(), (*server)->access());
   }
   LogCheckpoints(engine.checkpoints(), *flags);
   // Workers wait for a service that comes back.

@@ -32,6 +32,8 @@ namespace {
   char numbers[32];
   std::snprintf(numbers, sizeof(numbers), "%d,%d", start.socket, start.table_file);
   setenv(kHolderVariable, numbers, 1);
+  static char title[] = "ballastd: service";  // For ps, which shows the flags behind it.
+  start.argv[0] = title;
   fexecve(start.program, start.argv, environ);
   std::fprintf(stderr, "ballastd: cannot start the service: %s\n", std::strerror(errno));
   _exit(1);

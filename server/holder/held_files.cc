@@ -85,8 +85,9 @@ absl::StatusOr<std::unique_ptr<HeldFiles>> HeldFiles::OfHolder() {
       mapped, [](void* at) { munmap(at, sizeof(HolderTable)); });
   const FileDescriptor closed(table_file);
   fcntl(socket, F_SETFD, FD_CLOEXEC);
-  // Started by a descriptor, whose number would be its name.
-  prctl(PR_SET_NAME, "ballastd");
+  // For ps and top. The parent alone is called ballastd: killall and pidof find it, and what it is
+  // told it passes on.
+  prctl(PR_SET_NAME, "ballastd-serve");
   return std::unique_ptr<HeldFiles>(new HeldFiles(FileDescriptor(socket), table, std::move(kept)));
 }
 

@@ -1,30 +1,44 @@
 #include "server/status/http_server.h"
 
 #include <arpa/inet.h>
-#include <civetweb.h>
+#include <netinet/in.h>
+#include <openssl/ssl.h>
+#include <poll.h>
 #include <spdlog/spdlog.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
 
 #include <array>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <exception>
-#include <mutex>
+#include <optional>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/match.h"
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_split.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/file_descriptor.h"
+#include "cpu_optimizer_service/common/system/memory_guard.h"
+#include "cpu_optimizer_service/common/system/mutex.h"
+#include "server/access/file_watch.h"
 #include "server/address.h"
+#include "server/status/http_connection.h"
 
 namespace ballast::server {
 namespace {
 
-constexpr char kThreads[] = "24";
-constexpr char kTimeoutMilliseconds[] = "2000";  // For a request to come, and for a part to go.
-constexpr size_t kMostQueryBytes = 8192;
+using std::chrono::steady_clock;
+
+constexpr int kThreads = 24;
+constexpr std::chrono::seconds kHandshake(2);
+constexpr std::chrono::seconds kRequest(2);  // For a whole request to come.
+constexpr std::chrono::seconds kAnswer(20);  // For a whole answer to go.
+constexpr std::chrono::seconds kEnd(1);      // For the peer to end after it.
+constexpr std::chrono::milliseconds kPause(10);
 
 // The page loads nothing from anywhere else, and no other page may show it or read it.
 constexpr char kHeaders[] =
@@ -36,7 +50,27 @@ constexpr char kHeaders[] =
     "Referrer-Policy: no-referrer\r\n"
     "Cross-Origin-Resource-Policy: same-origin\r\n";
 
-absl::StatusOr<Address> ParseListenAddress(const std::string& text, bool allow_remote) {
+absl::Status CheckOpenness(const Address& address, const HttpOptions& options) {
+  if (IsLocal(address)) return absl::OkStatus();
+  const AccessOptions& access = options.access;
+  const bool tls = !access.tls_certificate.empty();
+  if (!tls && !access.tokens.empty()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "refusing to listen on ", options.listen,
+        ": who sees the network could read the tokens of --tokens-file; give --tls-cert and "
+        "--tls-key, or use a loopback address"));
+  }
+  const bool everybody_is_known = !access.tokens.empty() || !access.tls_client_ca.empty();
+  if (options.allow_remote || (tls && everybody_is_known)) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      "refusing to listen on ", options.listen, ": other hosts could look at all jobs ",
+      tls ? "without saying who they are; give --tls-client-ca or --tokens-file"
+          : "without encryption; give --tls-cert, --tls-key and --tls-client-ca or --tokens-file",
+      ", use a loopback address or --metrics-insecure"));
+}
+
+absl::StatusOr<Address> ParseListenAddress(const HttpOptions& options) {
+  const std::string& text = options.listen;
   const bool only_port = !text.empty() && text.find_first_not_of("0123456789") == std::string::npos;
   auto address = ParseAddress(only_port ? absl::StrCat("127.0.0.1:", text) : text);
   in_addr v4;
@@ -47,34 +81,32 @@ absl::StatusOr<Address> ParseListenAddress(const std::string& text, bool allow_r
                      "': expected PORT, or HOST:PORT with localhost or an IPv4 address, such as "
                      "127.0.0.1:7071"));
   }
-  if (!allow_remote && !IsLocal(*address)) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "refusing to listen on ", text,
-        ": other hosts could look at all jobs; use a loopback address or --metrics-insecure"));
-  }
+  BALLAST_RETURN_IF_ERROR(CheckOpenness(*address, options));
   return address;
 }
 
-std::string Decode(absl::string_view text) {
-  std::vector<char> buffer(text.size() + 1);
-  const int size = mg_url_decode(text.data(), static_cast<int>(text.size()), buffer.data(),
-                                 static_cast<int>(buffer.size()), /*is_form_url_encoded=*/1);
-  return size < 0 ? std::string() : std::string(buffer.data(), size);
-}
-
-HttpRequest ToRequest(const mg_request_info& info, const char* authorization) {
-  HttpRequest request;
-  request.authorization = authorization == nullptr ? "" : authorization;
-  request.peer = info.remote_addr;
-  request.path = info.local_uri == nullptr ? "" : info.local_uri;
-  const absl::string_view query = info.query_string == nullptr ? "" : info.query_string;
-  if (query.size() > kMostQueryBytes) return request;
-  for (const absl::string_view part : absl::StrSplit(query, '&', absl::SkipEmpty())) {
-    const std::pair<absl::string_view, absl::string_view> pair =
-        absl::StrSplit(part, absl::MaxSplits('=', 1));
-    request.query.emplace(Decode(pair.first), Decode(pair.second));
+// Sets the address's port to the one that is listened on.
+absl::StatusOr<FileDescriptor> Listen(Address& address) {
+  sockaddr_in name = {};
+  name.sin_family = AF_INET;
+  name.sin_port = htons(static_cast<uint16_t>(address.port));
+  inet_pton(AF_INET, address.host.c_str(), &name.sin_addr);
+  FileDescriptor socket(::socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  const int on = 1;
+  // A port whose last connections are being forgotten is free; one that is listened on is not.
+  if (socket) setsockopt(socket.number(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
+  socklen_t bytes = sizeof(name);
+  auto* const generic = reinterpret_cast<sockaddr*>(&name);
+  if (!socket || bind(socket.number(), generic, bytes) != 0 ||
+      listen(socket.number(), SOMAXCONN) != 0 ||
+      getsockname(socket.number(), generic, &bytes) != 0) {
+    return absl::UnavailableError(
+        absl::StrCat("cannot listen on ", address.host, ":", address.port, ": ",
+                     errno == EADDRINUSE ? "another process does; stop it or choose another port"
+                                         : std::strerror(errno)));
   }
-  return request;
+  address.port = ntohs(name.sin_port);
+  return socket;
 }
 
 const char* TextOf(int code) {
@@ -91,6 +123,8 @@ const char* TextOf(int code) {
       return "Not Found";
     case 405:
       return "Method Not Allowed";
+    case 431:
+      return "Request Header Fields Too Large";
     case 503:
       return "Service Unavailable";
     default:
@@ -98,124 +132,191 @@ const char* TextOf(int code) {
   }
 }
 
-void Send(mg_connection* connection, const HttpAnswer& answer, bool with_body) {
-  const std::string head = absl::StrCat(
-      "HTTP/1.1 ", answer.code, " ", TextOf(answer.code), "\r\n",
-      "Content-Type: ", answer.content_type, "\r\nContent-Length: ", answer.body.size(),
-      "\r\nConnection: close\r\n", answer.code == 405 ? "Allow: GET, HEAD\r\n" : "",
-      answer.code == 401 ? "WWW-Authenticate: Bearer realm=\"ballast\"\r\n" : "", kHeaders, "\r\n");
-  mg_write(connection, head.data(), head.size());
-  if (with_body) mg_write(connection, answer.body.data(), answer.body.size());
+std::string ToText(const HttpAnswer& answer, bool with_body) {
+  return absl::StrCat("HTTP/1.1 ", answer.code, " ", TextOf(answer.code), "\r\n",
+                      "Content-Type: ", answer.content_type,
+                      "\r\nContent-Length: ", answer.body.size(), "\r\nConnection: close\r\n",
+                      answer.code == 405 ? "Allow: GET, HEAD\r\n" : "",
+                      answer.code == 401 ? "WWW-Authenticate: Bearer realm=\"ballast\"\r\n" : "",
+                      kHeaders, "\r\n", with_body ? answer.body : "");
+}
+
+// The head of a request; what the peer sends after it is left.
+absl::StatusOr<std::string> ReadHead(HttpConnection& connection) {
+  const auto deadline = steady_clock::now() + kRequest;
+  std::string text;
+  std::array<char, 4096> buffer;
+  while (true) {
+    BALLAST_ASSIGN_OR_RETURN(const size_t bytes,
+                             connection.Read(buffer.data(), buffer.size(), deadline));
+    if (bytes == 0) return absl::UnavailableError("the peer has ended");
+    text.append(buffer.data(), bytes);
+    if (const size_t head = HeadBytes(text); head > 0) return text.substr(0, head);
+    if (text.size() > kMostHeadBytes) return absl::OutOfRangeError("too large");
+  }
 }
 
 }  // namespace
 
-std::string HttpRequest::Get(const std::string& name) const {
-  const auto found = query.find(name);
-  return found == query.end() ? std::string() : found->second;
-}
-
 struct HttpServer::Impl {
-  static int OnRequest(mg_connection* connection);
-  static int OnLog(const mg_connection* connection, const char* message);
-  // A browser sends the name that it was given. One that is neither this host's nor a number has
-  // been made to lead here by somebody else's page.
-  bool IsOwnName(const char* host) const;
-  HttpAnswer Answer(const mg_request_info& info, const char* host, const char* authorization) const;
+  ~Impl();
 
+  absl::Status StartThreads();
+  // A thread's whole life. One waits for a connection, the others answer or wait for their turn.
+  void Run();
+  // Without a connection: the server ends.
+  FileDescriptor Accept();
+  void Serve(FileDescriptor socket);
+  HttpAnswer Answer(const absl::StatusOr<std::string>& head, HttpConnection& connection,
+                    bool& with_body) const;
+  HttpAnswer AnswerRequest(const HttpRequest& request) const;
+  // A browser sends the name that it was given. One that is neither this host's nor a number has
+  // been made to lead here by somebody else's page. With TLS that page lacks a certificate for it.
+  bool IsOwnName(const std::optional<std::string>& host) const;
+  void ReadTlsAgain();
+
+  HttpOptions options;
   Handler handler;
   bool local = true;
   std::string address;
-  std::mutex log_mutex;
-  std::string log;  // While starting.
-  mg_context* context = nullptr;
+  FileDescriptor socket;
+  FileDescriptor stop;
+  Mutex accepting;  // Held by the thread that waits for a connection.
+  Mutex mutex;
+  HttpTls tls ABSL_GUARDED_BY(mutex);
+  std::optional<FileWatch> files;
+  std::vector<std::thread> threads;
 };
 
-int HttpServer::Impl::OnLog(const mg_connection* connection, const char* message) {
-  auto* const impl = static_cast<Impl*>(mg_get_user_data(mg_get_context(connection)));
-  if (impl != nullptr) {
-    const std::lock_guard lock(impl->log_mutex);
-    if (impl->log.size() < 1024) absl::StrAppend(&impl->log, message, "; ");
+HttpServer::Impl::~Impl() {
+  files.reset();
+  const uint64_t one = 1;
+  if (stop) static_cast<void>(!write(stop.number(), &one, sizeof(one)));
+  for (std::thread& thread : threads) thread.join();
+}
+
+absl::Status HttpServer::Impl::StartThreads() {
+  stop = FileDescriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!stop) return absl::UnavailableError("no file descriptors are left; see to ulimit -n");
+  threads.reserve(kThreads);
+  for (int i = 0; i < kThreads; ++i) threads.emplace_back([this] { Run(); });
+  return absl::OkStatus();
+}
+
+FileDescriptor HttpServer::Impl::Accept() {
+  MutexLock lock(accepting);
+  while (true) {
+    std::array<pollfd, 2> polled = {{{.fd = stop.number(), .events = POLLIN, .revents = 0},
+                                     {.fd = socket.number(), .events = POLLIN, .revents = 0}}};
+    const bool ready = poll(polled.data(), polled.size(), -1) > 0;
+    if (ready && polled[0].revents != 0) return FileDescriptor();
+    FileDescriptor taken(accept4(socket.number(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    if (taken) return taken;
+    // No descriptor or no memory is left, now.
+    if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED) {
+      std::this_thread::sleep_for(kPause);
+    }
   }
-  spdlog::debug("status page: {}", message);
-  return 1;
 }
 
-bool HttpServer::Impl::IsOwnName(const char* host) const {
-  if (!local) return true;
-  if (host == nullptr) return true;
-  const std::string name =
-      std::string(absl::string_view(host).substr(0, std::string(host).find(':')));
-  in_addr v4;
-  return name == "localhost" || inet_pton(AF_INET, name.c_str(), &v4) == 1 ||
-         absl::StartsWith(host, "[");
+void HttpServer::Impl::Run() {
+  while (FileDescriptor taken = Accept()) {
+    (void)RunsInMemory([&] { Serve(std::move(taken)); });  // Without it the peer gets no answer.
+  }
 }
 
-HttpAnswer HttpServer::Impl::Answer(const mg_request_info& info, const char* host,
-                                    const char* authorization) const {
-  const absl::string_view method = info.request_method == nullptr ? "" : info.request_method;
-  if (method != "GET" && method != "HEAD") return {.code = 405, .body = "only GET and HEAD\n"};
-  if (!IsOwnName(host)) return {.code = 403, .body = "ask for localhost or an address\n"};
+void HttpServer::Impl::Serve(FileDescriptor taken) {
+  HttpTls now;
+  {
+    MutexLock lock(mutex);
+    now = tls;
+  }
+  HttpConnection connection(std::move(taken), std::move(now));
+  HttpAnswer answer;
+  bool with_body = true;
+  if (const absl::Status open = connection.Open(steady_clock::now() + kHandshake); open.ok()) {
+    const absl::StatusOr<std::string> head = ReadHead(connection);
+    if (!head.ok() && !absl::IsOutOfRange(head.status())) return;
+    answer = Answer(head, connection, with_body);
+  } else {
+    spdlog::debug("status page: {}: {}", connection.peer(), std::string(open.message()));
+    if (!absl::IsFailedPrecondition(open)) return connection.Close(steady_clock::now() + kEnd);
+    answer = {.code = 400, .body = "this port speaks TLS: ask for https://\n"};
+  }
+  if (connection.Write(ToText(answer, with_body), steady_clock::now() + kAnswer).ok()) {
+    connection.Close(steady_clock::now() + kEnd);
+  }
+}
+
+HttpAnswer HttpServer::Impl::Answer(const absl::StatusOr<std::string>& head,
+                                    HttpConnection& connection, bool& with_body) const {
+  if (!head.ok()) return {.code = 431, .body = "the request is too large\n"};
+  absl::StatusOr<HttpRequest> request = ParseHead(*head);
+  if (!request.ok()) {
+    return {.code = 400, .body = absl::StrCat("no request: ", request.status().message(), "\n")};
+  }
+  with_body = request->method != "HEAD";
+  request->peer = connection.peer();
+  request->certificate_name = connection.certificate_name();
+  return AnswerRequest(*request);
+}
+
+HttpAnswer HttpServer::Impl::AnswerRequest(const HttpRequest& request) const {
+  if (request.method != "GET" && request.method != "HEAD") {
+    return {.code = 405, .body = "only GET and HEAD\n"};
+  }
+  if (!IsOwnName(request.host)) return {.code = 403, .body = "ask for localhost or an address\n"};
   try {
-    return handler(ToRequest(info, authorization));
+    return handler(request);
   } catch (const std::exception& error) {
-    spdlog::warn("status page: {}: {}", info.local_uri, error.what());
+    spdlog::warn("status page: {}: {}", request.path, error.what());
     return {.code = 500, .body = "the answer could not be made\n"};
   }
 }
 
-int HttpServer::Impl::OnRequest(mg_connection* connection) {
-  const mg_request_info& info = *mg_get_request_info(connection);
-  const auto& impl = *static_cast<const Impl*>(info.user_data);
-  const HttpAnswer answer = impl.Answer(info, mg_get_header(connection, "Host"),
-                                        mg_get_header(connection, "Authorization"));
-  Send(connection, answer, absl::string_view(info.request_method) != "HEAD");
-  return answer.code;
+bool HttpServer::Impl::IsOwnName(const std::optional<std::string>& host) const {
+  if (!local || !options.access.tls_certificate.empty() || !host.has_value()) return true;
+  const std::string name = host->substr(0, host->find(':'));
+  in_addr v4;
+  return name == "localhost" || inet_pton(AF_INET, name.c_str(), &v4) == 1 ||
+         absl::StartsWith(*host, "[");
 }
 
-absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(const std::string& text,
-                                                              bool allow_remote, Handler handler) {
-  BALLAST_ASSIGN_OR_RETURN(const Address address, ParseListenAddress(text, allow_remote));
+void HttpServer::Impl::ReadTlsAgain() {
+  absl::StatusOr<HttpTls> read = ReadHttpTls(options.access);
+  if (!read.ok()) {
+    spdlog::error("the certificate of {} stays as it was: {}", address,
+                  std::string(read.status().message()));
+    return;
+  }
+  MutexLock lock(mutex);
+  tls = *std::move(read);
+}
+
+absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(const HttpOptions& options,
+                                                              Handler handler) {
+  BALLAST_ASSIGN_OR_RETURN(Address address, ParseListenAddress(options));
+  BALLAST_ASSIGN_OR_RETURN(HttpTls tls, ReadHttpTls(options.access));
   auto impl = std::make_unique<Impl>();
+  impl->options = options;
   impl->handler = std::move(handler);
   impl->local = IsLocal(address);
-  const std::string listen = absl::StrCat(address.host, ":", address.port);
-  const std::array<const char*, 15> options = {"listening_ports",
-                                               listen.c_str(),
-                                               "num_threads",
-                                               kThreads,
-                                               "request_timeout_ms",
-                                               kTimeoutMilliseconds,
-                                               "enable_keep_alive",
-                                               "no",
-                                               "enable_directory_listing",
-                                               "no",
-                                               "linger_timeout_ms",
-                                               "1000",
-                                               nullptr,
-                                               nullptr,
-                                               nullptr};
-  mg_callbacks callbacks = {};
-  callbacks.begin_request = Impl::OnRequest;
-  callbacks.log_message = Impl::OnLog;
-  static std::once_flag once;
-  std::call_once(once, [] { mg_init_library(MG_FEATURES_DEFAULT); });
-  impl->context = mg_start(&callbacks, impl.get(), const_cast<const char**>(options.data()));
-  if (impl->context == nullptr) {
-    const bool taken = absl::StrContains(impl->log, std::strerror(EADDRINUSE));
-    return absl::UnavailableError(
-        absl::StrCat("cannot listen on ", listen, ": ",
-                     taken ? "another process does; stop it or choose another port" : impl->log));
+  BALLAST_ASSIGN_OR_RETURN(impl->socket, Listen(address));
+  impl->address = absl::StrCat(address.host, ":", address.port);
+  if (tls != nullptr) {
+    std::vector<std::string> paths = {options.access.tls_certificate, options.access.tls_key};
+    if (!options.access.tls_client_ca.empty()) paths.push_back(options.access.tls_client_ca);
+    impl->files.emplace(std::move(paths), [owner = impl.get()] { owner->ReadTlsAgain(); });
+    MutexLock lock(impl->mutex);
+    impl->tls = std::move(tls);
   }
-  mg_server_port port = {};
-  mg_get_server_ports(impl->context, 1, &port);
-  impl->address = absl::StrCat(address.host, ":", port.port);
+  BALLAST_RETURN_IF_ERROR(impl->StartThreads());
   return std::unique_ptr<HttpServer>(new HttpServer(std::move(impl)));
 }
 
 HttpServer::HttpServer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
-HttpServer::~HttpServer() { mg_stop(impl_->context); }
+HttpServer::~HttpServer() = default;
 
 const std::string& HttpServer::address() const { return impl_->address; }
 

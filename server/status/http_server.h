@@ -1,32 +1,24 @@
 // A small HTTP server for looking: it answers GET and HEAD, and changes nothing.
 //
-//   auto server = HttpServer::Start("127.0.0.1:7071", [](const HttpRequest& request) {
+//   auto server = HttpServer::Start({.listen = "127.0.0.1:7071"}, [](const HttpRequest& request) {
 //     return request.path == "/live" ? HttpAnswer{.body = "ok\n"} : NotFound();
 //   });
 //
-// Some threads answer one request each, and a peer that sends none has one of them for two seconds,
-// so that what peers here cost has a bound and the training never notices.
+// Some threads answer one request each, and a peer that sends none, or stops in TLS's handshake, has
+// one of them for a few seconds, so that what peers here cost has a bound and the training never
+// notices.
 #ifndef BALLAST_SERVER_STATUS_HTTP_SERVER_H_
 #define BALLAST_SERVER_STATUS_HTTP_SERVER_H_
 
 #include <functional>
-#include <map>
 #include <memory>
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "server/access/access_options.h"
+#include "server/status/http_request.h"
 
 namespace ballast::server {
-
-struct HttpRequest {
-  std::string path;                          // Decoded, without the query.
-  std::map<std::string, std::string> query;  // Decoded; of a name that comes twice, the first.
-  std::string authorization;                 // The header of this name; empty: there is none.
-  std::string peer;                          // Its address.
-
-  // Empty if the query has none of this name.
-  std::string Get(const std::string& name) const;
-};
 
 struct HttpAnswer {
   int code = 200;
@@ -34,16 +26,26 @@ struct HttpAnswer {
   std::string body;
 };
 
+struct HttpOptions {
+  // "HOST:PORT" or "PORT" of 127.0.0.1; HOST is localhost or an IPv4 address. Port 0: the system
+  // chooses.
+  std::string listen;
+  bool allow_remote = false;  // Other hosts may reach it, whatever they may see there.
+  // With a certificate the port speaks TLS, and nothing else. Its files are read again when they
+  // change.
+  AccessOptions access;
+};
+
 class HttpServer {
  public:
   // Called from several threads at once. What it throws is answered with 500.
   using Handler = std::function<HttpAnswer(const HttpRequest&)>;
 
-  // `address`: "HOST:PORT" or "PORT" of 127.0.0.1; HOST is localhost or an IPv4 address. Port 0: the
-  // system chooses. INVALID_ARGUMENT: another form, or one that other hosts reach and
-  // `allow_remote` is not set. UNAVAILABLE: it cannot be listened on, such as a taken port.
-  static absl::StatusOr<std::unique_ptr<HttpServer>> Start(const std::string& address,
-                                                           bool allow_remote, Handler handler);
+  // INVALID_ARGUMENT: another form of address; one that other hosts reach, where neither
+  // `allow_remote` is set nor TLS tells who they are; tokens that would go there without TLS; wrong
+  // files. UNAVAILABLE: it cannot be listened on, such as a taken port.
+  static absl::StatusOr<std::unique_ptr<HttpServer>> Start(const HttpOptions& options,
+                                                           Handler handler);
   ~HttpServer();  // Waits for answers that are being made.
 
   // "127.0.0.1:7071", with the port that the system chose.

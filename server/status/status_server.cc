@@ -12,7 +12,6 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
-#include "server/status/http_server.h"
 #include "server/status/job_json.h"
 #include "server/status/metrics.h"
 #include "server/status/page.h"
@@ -116,12 +115,14 @@ struct StatusServer::Impl {
 
   std::unique_ptr<Shown> shown;
   std::atomic<Shown*> visible = nullptr;  // `shown`, once it is there.
-  std::unique_ptr<HttpServer> http;       // Ends first.
+  std::string url;
+  std::unique_ptr<HttpServer> http;  // Ends first.
 };
 
 absl::StatusOr<Viewer> StatusServer::Shown::WhoLooks(const HttpRequest& request) const {
-  if (!server.access().has_tokens()) return Viewer();
-  return server.access().AdmitViewer(request.authorization, request.peer);
+  return server.access().AdmitViewer({.authorization = request.authorization,
+                                      .certificate_name = request.certificate_name,
+                                      .peer = request.peer});
 }
 
 absl::StatusOr<std::shared_ptr<Job>> StatusServer::Shown::JobOf(const HttpRequest& request,
@@ -201,12 +202,13 @@ HttpAnswer StatusServer::Impl::Answer(const HttpRequest& request) {
   return request.path.starts_with("/api/") ? Failure(absl::UnavailableError(kWhy)) : NotReady(kWhy);
 }
 
-absl::StatusOr<std::unique_ptr<StatusServer>> StatusServer::Start(const StatusOptions& options) {
+absl::StatusOr<std::unique_ptr<StatusServer>> StatusServer::Start(const HttpOptions& options) {
   auto impl = std::make_unique<Impl>();
   auto http = HttpServer::Start(
-      options.listen, options.allow_remote,
-      [impl = impl.get()](const HttpRequest& request) { return impl->Answer(request); });
+      options, [impl = impl.get()](const HttpRequest& request) { return impl->Answer(request); });
   if (!http.ok()) return http.status();
+  impl->url = absl::StrCat(options.access.tls_certificate.empty() ? "http://" : "https://",
+                           (*http)->address());
   impl->http = *std::move(http);
   return std::unique_ptr<StatusServer>(new StatusServer(std::move(impl)));
 }
@@ -220,6 +222,6 @@ StatusServer::StatusServer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) 
 
 StatusServer::~StatusServer() = default;
 
-const std::string& StatusServer::address() const { return impl_->http->address(); }
+const std::string& StatusServer::url() const { return impl_->url; }
 
 }  // namespace ballast::server

@@ -10,7 +10,8 @@
 //   /api/...  see README.md
 //
 // Where the service has tokens, metrics and /api take one, of a viewer, and show the jobs that it is
-// a viewer of. The page itself, /live and /ready say nothing of jobs and answer everybody.
+// a viewer of; where it trusts clients' certificates, they take one of those. The page itself, /live
+// and /ready say nothing of jobs and answer everybody.
 #ifndef BALLAST_SERVER_STATUS_STATUS_SERVER_H_
 #define BALLAST_SERVER_STATUS_STATUS_SERVER_H_
 
@@ -20,25 +21,21 @@
 #include "absl/status/statusor.h"
 #include "cpu_optimizer_service/engine.h"
 #include "server/server.h"
+#include "server/status/http_server.h"
 #include "server/status/service_history.h"
 
 namespace ballast::server {
 
-struct StatusOptions {
-  std::string listen;         // As HttpServer::Start takes it.
-  bool allow_remote = false;  // Other hosts may reach it. Nothing is encrypted.
-};
-
 class StatusServer {
  public:
   // Until Show it lives and is not ready. Errors are those of HttpServer::Start.
-  static absl::StatusOr<std::unique_ptr<StatusServer>> Start(const StatusOptions& options);
+  static absl::StatusOr<std::unique_ptr<StatusServer>> Start(const HttpOptions& options);
   ~StatusServer();
 
   // Once. Engine and server outlive it.
   void Show(Engine& engine, const Server& server, const ServiceHistory& history);
 
-  const std::string& address() const;  // "127.0.0.1:7071", with the port that the system chose.
+  const std::string& url() const;  // "https://127.0.0.1:7071", with the port that the system chose.
 
  private:
   struct Shown;

@@ -39,7 +39,7 @@ def one_run(folder, service, undisturbed, name, seed):
                                      f"{job['coverage_complete_steps']} steps")
             if not proxy.done:
                 raise AssertionError("nothing was cut")
-            service.ask("close", name)
+            service.ask("close", name, "--force")
             cuts = ", ".join(f"{count} x {how}" for how, count in sorted(proxy.done.items()))
             return f"{TRANSPORTS[shared]}, cut {cuts}; same bits"
         except Exception as error:

@@ -87,7 +87,7 @@ def one_draw(folder, service, undisturbed, name, seed):
         job = service.job(name)
         if job["coverage_complete_steps"] != TRAINING.steps:
             raise AssertionError(f"coverage complete in {job['coverage_complete_steps']} steps")
-        service.ask("close", name)
+        service.ask("close", name, "--force")
         if not hit:
             return None
         kills_done.append(len(hit))

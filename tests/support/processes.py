@@ -10,6 +10,8 @@ import pathlib
 import signal
 import socket
 import subprocess
+import sys
+import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -130,3 +132,21 @@ class Service:
 
     def stop(self, number=signal.SIGKILL):
         return stop(self.process, number)
+
+
+@contextlib.contextmanager
+def written_to_stderr():
+    """What this process writes to file descriptor 2 meanwhile, its libraries included: a function of no arguments."""
+    sys.stderr.flush()
+    with tempfile.TemporaryFile("w+b") as file:
+        kept = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        said = []
+        try:
+            yield lambda: said[0]
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+            file.seek(0)
+            said.append(file.read().decode(errors="replace"))

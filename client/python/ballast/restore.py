@@ -41,7 +41,7 @@ def restore(client: Client, job: Job, addresses: list[int], uid: str, step: int,
         return now["uid"]
     # A new job, which is nobody's loss if this fails.
     with Session(client.service, job, addresses, join_timeout=min(60.0, timeout), timeout=timeout,
-                 **credentials) as session:
+                 takes_steps=False, **credentials) as session:
         made = session.job_uid
         session.load(of_step["name"])
     return made
@@ -51,7 +51,8 @@ def begin_from(client: Client, job: Job, addresses: list[int], name: str, timeou
                credentials: dict[str, str | None]) -> None:
     """Called by one rank before any has a session: a job that has no weights yet begins with the newest good
     checkpoint of that name; with none, as if nothing had been asked. A job that has weights goes on with them. One
-    checkpoint, NAME/step-STEP.GENERATION, must be there, and a job that has weights must have begun with it."""
+    checkpoint, NAME/step-STEP or NAME/step-STEP.GENERATION, must be there, and a job that has weights must have begun
+    with it."""
     one = "/step-" in name
     now = next((other for other in client.jobs() if other["name"] == job.name), None)
     begun = now is not None and now["phase"] != "awaiting_weights"
@@ -72,7 +73,7 @@ def begin_from(client: Client, job: Job, addresses: list[int], name: str, timeou
         print(f"job {job.name} begins anew: the service has no checkpoint of the name {name}", file=sys.stderr)
         return
     with Session(client.service, job, addresses, join_timeout=min(60.0, timeout), timeout=timeout,
-                 **credentials) as session:
+                 takes_steps=False, **credentials) as session:
         session.load(name)
 
 
@@ -124,7 +125,7 @@ def begin_with(client: Client, job: Job, addresses: list[int], checkpoint: str, 
     """Called by one rank before any has a session: a job that has no weights yet begins with the checkpoint at this
     path of this host."""
     with Session(client.service, job, addresses, join_timeout=min(60.0, timeout), timeout=timeout,
-                 **credentials) as session:
+                 takes_steps=False, **credentials) as session:
         try:
             session.load(checkpoint)
         except (NotFoundError, PermissionDeniedError) as error:

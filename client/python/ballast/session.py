@@ -136,6 +136,8 @@ class Session:
     while_waiting is called about every 0.1 s while a call waits for other ranks or for the service; what it raises
     ends the wait, and the session with it.
 
+    takes_steps: False for a session that only uploads weights, saves or loads.
+
     tls_ca, tls_cert, tls_key, token_file: files, as for `ballast.connect`.
 
     Raises the errors of `ballast.errors`. Calls come one at a time, from any thread."""
@@ -143,8 +145,9 @@ class Session:
     def __init__(self, service: str, job: Job, weights: Sequence[int | None], *, rank: int = 0,
                  job_uid: str | None = None, rejoin: bool = False, share_memory: bool = True,
                  join_timeout: float = 60.0, reconnect_timeout: float = 60.0, timeout: float = 600.0,
-                 while_waiting: Callable[[], None] | None = None, tls_ca: str | None = None,
-                 tls_cert: str | None = None, tls_key: str | None = None, token_file: str | None = None):
+                 while_waiting: Callable[[], None] | None = None, takes_steps: bool = True,
+                 tls_ca: str | None = None, tls_cert: str | None = None, tls_key: str | None = None,
+                 token_file: str | None = None):
         if len(weights) != len(job.parameters):
             raise ValueError(f"{len(weights)} addresses were given for {len(job.parameters)} parameters")
         self.job, self.rank, self.timeout = job, rank, timeout
@@ -179,7 +182,7 @@ class Session:
             never_share_memory=not share_memory, join_timeout_seconds=join_timeout,
             reconnect_timeout_seconds=reconnect_timeout, wait_seconds=_SLICE_SECONDS,
             weights=_native.pointers(list(weights)), tls_ca=_path(tls_ca), tls_cert=_path(tls_cert),
-            tls_key=_path(tls_key), token_file=_path(token_file))
+            tls_key=_path(tls_key), token_file=_path(token_file), takes_no_steps=not takes_steps)
         self._patiently("ballast_open", ctypes.byref(options), ctypes.byref(self._handle))
         # Before a service that this process started is stopped: it was registered earlier.
         self._at_exit = functools.partial(_close_at_exit, weakref.ref(self))

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "absl/strings/ascii.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
@@ -32,10 +33,21 @@ bool IsVersionName(absl::string_view name) {
          });
 }
 
+std::optional<uint64_t> StepNamed(absl::string_view name) {
+  uint64_t step = 0;
+  if (!absl::ConsumePrefix(&name, "step-") || name.empty() ||
+      !std::all_of(name.begin(), name.end(), absl::ascii_isdigit) ||
+      !absl::SimpleAtoi(name, &step)) {
+    return std::nullopt;
+  }
+  return step;
+}
+
 bool IsCheckpointName(absl::string_view name) {
   const size_t slash = name.find('/');
   return IsJobName(name.substr(0, slash)) &&
-         (slash == name.npos || IsVersionName(name.substr(slash + 1)));
+         (slash == name.npos || IsVersionName(name.substr(slash + 1)) ||
+          StepNamed(name.substr(slash + 1)).has_value());
 }
 
 }  // namespace ballast

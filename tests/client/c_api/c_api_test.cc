@@ -18,12 +18,33 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "client/ballast.h"
+#include "cpu_optimizer_service/common/hyper_parameters.h"
 #include "tests/support/service_for_tests.h"
 
 namespace ballast::client {
 namespace {
 
 using testing::HasSubstr;
+
+TEST(CHyperParameters, HaveTorchsDefaults) {
+  constexpr ballast_hyper_parameters kAdamW = BALLAST_ADAMW_DEFAULTS;
+  const HyperParameters adam_w;
+  EXPECT_EQ(kAdamW.lr, adam_w.lr);
+  EXPECT_EQ(kAdamW.beta1, adam_w.beta1);
+  EXPECT_EQ(kAdamW.beta2, adam_w.beta2);
+  EXPECT_EQ(kAdamW.eps, adam_w.eps);
+  EXPECT_EQ(kAdamW.weight_decay, adam_w.weight_decay);
+  EXPECT_EQ(kAdamW.decoupled_weight_decay, 1);
+  EXPECT_EQ(kAdamW.bias_correction, 1);
+  EXPECT_EQ(kAdamW.amsgrad, 0);
+  EXPECT_EQ(kAdamW.maximize, 0);
+  ballast_hyper_parameters adam = BALLAST_ADAM_DEFAULTS;
+  EXPECT_EQ(adam.weight_decay, 0);
+  EXPECT_EQ(adam.decoupled_weight_decay, 0);
+  adam.weight_decay = kAdamW.weight_decay;
+  adam.decoupled_weight_decay = 1;
+  EXPECT_EQ(std::memcmp(&adam, &kAdamW, sizeof(adam)), 0);
+}
 
 constexpr int kParameters = 4;
 // Elements of each: one is longer than a chunk, one is frozen, one is alone in its group.

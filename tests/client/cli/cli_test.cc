@@ -207,6 +207,17 @@ TEST_F(CliTest, SaveLoadAndClose) {
   EXPECT_EQ(Json({"jobs"})["jobs"].size(), 0u);
 }
 
+TEST_F(CliTest, CloseOfAJobInTrainingIsRefusedInOneLine) {
+  EXPECT_EQ(
+      Failure({"close", "gpt"}),
+      "ballast: job gpt is in training: 1 of 1 workers are attached, at step 1; stop them, or "
+      "give it up, with all its state: ballast close gpt --force\n");
+  EXPECT_EQ(Json({"job", "gpt"})["committed_step"], 1);
+  EXPECT_THAT(Failure({"close", "gtp"}), HasSubstr("did you mean gpt?"));
+  rank_.reset();  // It leaves.
+  EXPECT_EQ(Json({"close", "gpt"})["closed"], true);
+}
+
 TEST_F(CliTest, AbortStepClearsTheOpenStep) {
   EXPECT_THAT(Failure({"abort-step", "gpt"}), HasSubstr("gpt"));
   ASSERT_TRUE(rank_->session().BeginStep({}).ok());
@@ -284,7 +295,7 @@ TEST_F(CliTest, JsonKeepsTheNamesOfItsFields) {
   EXPECT_EQ(Fields(Json({"checkpoints", checkpoint})["checkpoints"][0]),
             "name,directory,job,uid,step,generation,bytes,saved_unix_ms,asked_for,problem");
   EXPECT_EQ(Fields(Json({"load", "gpt", checkpoint})), "job,directory,passed_over,step,generation");
-  EXPECT_EQ(Fields(Json({"close", "gpt"})), "job,closed");
+  EXPECT_EQ(Fields(Json({"close", "gpt", "--force"})), "job,closed");
 }
 
 TEST_F(CliTest, SuggestsNamesThatAreThere) {

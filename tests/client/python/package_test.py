@@ -3,6 +3,7 @@
 
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ sys.path[:0] = [str(ROOT / "client/python"), str(ROOT / "tests/support")]
 
 import ballast  # noqa: E402
 import processes  # noqa: E402
-from certificates import Guarded  # noqa: E402
+from certificates import Authority, Guarded  # noqa: E402
 
 SHAPES = {"w": (30, 20), "b": (7,), "scalar": ()}
 
@@ -239,6 +240,16 @@ class Package(unittest.TestCase):
                 client.load("mine-1")
             with self.assertRaisesRegex(LookupError, "there is no job mine-2"):
                 client.job("mine-2")
+            with tempfile.TemporaryDirectory() as folder:
+                wrong = given | dict(tls_ca=str(Authority(pathlib.Path(folder)).certificate))
+                why = re.escape(f"its certificate is not of the authority in {wrong['tls_ca']}, or has expired")
+                with self.assertRaisesRegex(ConnectionError, why):
+                    ballast.connect(service.address, **wrong)
+                begin = time.monotonic()
+                with processes.written_to_stderr() as said, self.assertRaisesRegex(ConnectionError, why):
+                    Rank(service.address, "mine-1", options=wrong | dict(timeout=600.0, join_timeout=600.0))
+                self.assertLess(time.monotonic() - begin, 20)  # It was 30.
+                self.assertEqual(said(), "")
             with self.assertRaisesRegex(ballast.BallastError, "over TLS or a unix socket only"):
                 ballast.connect(service.address, token_file=str(guarded.token))
             with self.assertRaisesRegex(ballast.BallastError, "wants TLS"):

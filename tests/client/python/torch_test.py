@@ -328,6 +328,15 @@ class TorchTest(unittest.TestCase):
             self.optimizer(Model(), job="unknown").attach()
         self.assertNotIn("unknown", [job["name"] for job in ballast.connect(self.service.address).jobs()])
 
+    def test_adam_is_refused_a_job_of_adamw(self):
+        model = Model()
+        running = self.optimizer(model, job="decoupled")
+        self.train(model, running, 1)
+        given = {"lr": 1e-3, "service": self.service.address, "job": "decoupled"}
+        with self.assertRaisesRegex(RuntimeError, "the optimizer of group .* is AdamW here and Adam there"):
+            ballast.torch.Adam(names(Model()), **given).attach()
+        self.train(model, running, 1, begin=1)  # Which goes on.
+
     def test_an_optimizer_that_has_lost_its_rank_attaches_again(self):
         first, second = Model(), Model()
         loser, taker = self.optimizer(first), self.optimizer(second)

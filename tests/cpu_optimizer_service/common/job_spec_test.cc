@@ -55,6 +55,10 @@ TEST(JobSpec, FirstDifferenceLooksPastHyperParametersThatMayChange) {
   EXPECT_EQ(FirstDifference(Spec(), other),
             "wire_dtype of group no_decay is bf16 here and fp32 there");
   other = Spec();
+  other.groups[1].hyper_parameters.decoupled_weight_decay = false;
+  EXPECT_EQ(FirstDifference(Spec(), other),
+            "the optimizer of group no_decay is AdamW here and Adam there");
+  other = Spec();
   other.unused_policy = UnusedPolicy::kSkip;
   EXPECT_EQ(FirstDifference(Spec(), other), "unused_policy is error here and skip there");
   other = Spec();

@@ -71,6 +71,12 @@ TEST(CheckpointName, HasAStepAndAGenerationAndIsNoPath) {
     EXPECT_FALSE(IsVersionName(name)) << name;
   }
   EXPECT_TRUE(IsCheckpointName("gpt"));
+  EXPECT_TRUE(IsCheckpointName("gpt/step-7"));
+  EXPECT_EQ(StepNamed("step-7"), 7u);
+  for (const char* name : {"", "step-", "step-7.2", "step-x", "step--7", "step-7 ", "step-+7",
+                           "step-99999999999999999999"}) {
+    EXPECT_EQ(StepNamed(name), std::nullopt) << name;
+  }
   for (const char* name : {"", "/gpt", "gpt/", "gpt/..", "../step-7.2", "a/b/step-7.2", "gpt//x"}) {
     EXPECT_FALSE(IsCheckpointName(name)) << name;
   }
@@ -135,6 +141,27 @@ TEST_F(CheckpointFolderTest, AnotherJobsAreNeverTouchedWhateverTheyAreCalled) {
   EXPECT_GT(all[0].facts.size_bytes, 4 * 4024 * 3);
   EXPECT_EQ(NameOf(first->job().Load(Path("gpt/step-3.1"))), "step-3.1");
   EXPECT_EQ(first->job().StateHash(), hash);
+}
+
+TEST_F(CheckpointFolderTest, OfAStepThatIsNamedTheNewestIsTakenOrNone) {
+  const auto driver = NewJob(engine_);
+  std::vector<std::string> hashes = {""};
+  for (int step = 1; step <= 12; ++step) {
+    driver->Step(step);
+    hashes.push_back(driver->job().StateHash());
+    if (step == 1 || step >= 11) {
+      ASSERT_TRUE(driver->job().Save(Path("gpt")).ok());
+    }
+  }
+  EXPECT_EQ(NameOf(driver->job().Load(Path("gpt/step-1"))), "step-1.1");  // And none of 11 or 12.
+  EXPECT_EQ(driver->job().StateHash(), hashes[1]);
+  EXPECT_EQ(NameOf(driver->job().Load(Path("gpt/step-11"))), "step-11.1");
+  EXPECT_EQ(driver->job().StateHash(), hashes[11]);
+  EXPECT_THAT(Said(driver->job().Load(Path("gpt/step-2"))),
+              HasSubstr("there is no checkpoint of step 2 in " + Path("gpt") +
+                        " (there are steps 1, 11, 12)"));
+  Flip(Path("gpt/step-1.1/exp_avg.safetensors"));  // The one that is named, or nothing.
+  EXPECT_FALSE(driver->job().Load(Path("gpt/step-1")).ok());
 }
 
 TEST_F(CheckpointFolderTest, TwoServicesMaySaveToOneFolderAtOnce) {

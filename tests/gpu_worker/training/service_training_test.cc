@@ -138,6 +138,25 @@ TEST(ServiceTraining, ACheckpointThatCannotBeLoadedLeavesNoEmptyJob) {
   EXPECT_TRUE(second.engine().ListJobs().empty());
 }
 
+TEST(ServiceTraining, ACheckpointThatIsNamedIsTakenAndMustBeThere) {
+  Service whole, first, second, third;
+  const TempPath checkpoint("checkpoint");
+  const Result expected = Train({}, whole.Optimizer());
+  Train({.steps = 2, .save = checkpoint.str()}, first.Optimizer());
+  Train({.steps = 4, .save = checkpoint.str()}, first.Optimizer());
+  ASSERT_TRUE(std::filesystem::exists(checkpoint.str() + "/step-4.1"));
+  const Result resumed = Train({}, second.Optimizer(checkpoint.str() + "/step-2"));
+  ASSERT_FALSE(resumed.reports.empty());
+  EXPECT_EQ(resumed.reports[0].step, 3);
+  EXPECT_TRUE(resumed.weights == expected.weights);
+  const Result failed = TrainUntilItEnds({}, third.Optimizer(checkpoint.str() + "/step-3"));
+  EXPECT_EQ(failed.statuses[0].code(), absl::StatusCode::kNotFound) << failed.statuses[0];
+  EXPECT_THAT(failed.statuses[0].message(),
+              testing::HasSubstr("there is no checkpoint of step 3 in " + checkpoint.str() +
+                                 " (there are steps 2, 4)"));
+  EXPECT_TRUE(third.engine().ListJobs().empty());
+}
+
 TEST(ServiceTraining, ACheckpointResumesInAnotherWorld) {
   Service whole, first, second;
   const TempPath checkpoint("checkpoint");

@@ -32,6 +32,7 @@ namespace {
 using ::google::protobuf::FieldDescriptor;
 using ::google::protobuf::Message;
 using ::google::protobuf::MethodDescriptor;
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::UnorderedElementsAre;
 
@@ -254,8 +255,8 @@ TEST_F(AccessOfMethodsTest, ViewersLookTrainersTrainAndOperatorsDoTheRest) {
   EXPECT_THAT(methods[Role::kViewer],
               UnorderedElementsAre("GetJob", "ListJobs", "TraceJob", "ReadWeights", "ReadState",
                                    "SummarizeState", "ListCheckpoints"));
-  EXPECT_THAT(methods[Role::kTrainer],
-              UnorderedElementsAre("CreateJob", "AttachWorker", "Train", "UploadWeights", "SaveJob"));
+  EXPECT_THAT(methods[Role::kTrainer], UnorderedElementsAre("CreateJob", "AttachWorker", "Train",
+                                                            "UploadWeights", "SaveJob"));
 }
 
 TEST_F(AccessOfMethodsTest, EveryMethodTakesItsRoleForTheJobThatItNames) {
@@ -412,7 +413,8 @@ TEST_F(AccessTest, AClientRefusesACertificateOfAnotherHost) {
                                           {.tls_ca = authority_->certificate()})
                               .status()
                               .message()),
-              HasSubstr("its certificate is of another host name"));
+              AllOf(HasSubstr("its certificate, of the authority in " + authority_->certificate()),
+                    HasSubstr("is of another host name")));
 }
 
 TEST_F(AccessTest, CredentialsThatDoNotBelongTogetherAreRefusedBeforeACall) {
@@ -465,6 +467,27 @@ TEST_F(AccessTest, FilesThatBecomeWrongChangeNothing) {
                             {.tls_ca = authority_->certificate()})
                 .status(),
             absl::OkStatus());
+}
+
+TEST_F(AccessTest, AClientThatTrustsAnotherAuthorityIsToldSoAtOnce) {
+  const TestAuthority other(folder_, "other-ca");
+  const absl::Time begin = absl::Now();
+  const absl::Status refused =
+      client::Connect(server_->addresses()[1], absl::Minutes(10),
+                      {.tls_ca = other.certificate(), .token_file = File("viewer")})
+          .status();
+  EXPECT_LT(absl::Now() - begin, absl::Minutes(2));
+  EXPECT_TRUE(absl::IsUnavailable(refused)) << refused;
+  EXPECT_EQ(std::string(refused.message()),
+            absl::StrCat("cannot trust the service at ", server_->addresses()[1],
+                         ": its certificate is not of the authority in ", other.certificate(),
+                         ", or has expired; give with --tls-ca the authority that has signed it"));
+  // One that is not there yet is waited for.
+  EXPECT_THAT(std::string(client::Connect("127.0.0.1:1", absl::Seconds(1),
+                                          {.tls_ca = authority_->certificate()})
+                              .status()
+                              .message()),
+              HasSubstr("within 1s: nothing listens there"));
 }
 
 TEST_F(AccessTest, NewConnectionsUseTheCertificatesThatTheFilesHaveNow) {

@@ -55,6 +55,14 @@ TEST(Policy, KnowsTokensByTheirDigests) {
   EXPECT_EQ(policy.TokenWith(DigestOf("")), std::nullopt);
 }
 
+TEST(Policy, KnowsWhichTokensAreMissing) {
+  const Policy policy =
+      PolicyOf("viewer * token:ci\nviewer * token:old\nviewer * cert:new\noperator * *",
+               absl::StrCat("ci ", kAbc))
+          .value();
+  EXPECT_THAT(policy.MissingTokens(), testing::ElementsAre("old"));
+}
+
 TEST(Policy, SaysInOneLineWhichLineIsWrong) {
   const auto error = [](absl::string_view roles, absl::string_view tokens = "") {
     return std::string(PolicyOf(roles, tokens).status().message());

@@ -242,6 +242,24 @@ pid_t ChildOf(pid_t holder) {
   return std::atoi(ReadFile(task).c_str());
 }
 
+// ps, top and killall show and find these.
+TEST(Ballastd, AndItsParentHaveTitlesOfTheirOwn) {
+  Ballastd service(BALLASTD_PATH, {"--listen=127.0.0.1:0", "--threads=1"});
+  ASSERT_NE(service.Address(), "") << service.Errors();
+  const auto said = [](pid_t process, const char* file) {
+    return ReadFile(absl::StrCat("/proc/", process, "/", file));
+  };
+  EXPECT_EQ(said(service.pid(), "comm"), "ballastd\n");
+  EXPECT_THAT(said(service.pid(), "cmdline"), testing::StartsWith(BALLASTD_PATH));
+  const pid_t child = ChildOf(service.pid());
+  EXPECT_EQ(said(child, "comm"), "ballastd-serve\n");
+  const std::string line = said(child, "cmdline");
+  EXPECT_EQ(line.substr(0, line.find('\0')), "ballastd: service");
+  EXPECT_THAT(line, HasSubstr("--threads=1"));
+  service.Signal(SIGTERM);
+  EXPECT_EQ(service.ExitCode(), 0) << service.Errors();
+}
+
 size_t CountOf(absl::string_view text, absl::string_view part) {
   size_t count = 0;
   for (size_t at = 0; (at = text.find(part, at)) != absl::string_view::npos; ++at) ++count;
@@ -422,7 +440,7 @@ TEST(Ballastd, LeavesAnEarlierJobsCheckpointsBesideANewOnes) {
   v1::LoadJobResponse loaded;
   grpc::ClientContext too_early;
   EXPECT_THAT(state->LoadJob(&too_early, load, &loaded).error_message(),
-              AllOf(HasSubstr("there is no job one; this service began "),
+              AllOf(HasSubstr("there is no job one; this service began "), Not(HasSubstr(" 0 ago")),
                     HasSubstr("saved was step 1, in " + checkpoints + "/one/step-1.1"),
                     HasSubstr("--resume=one")));
   CreateJob(address, "one");  // Anew, as supervised workers would.
@@ -755,6 +773,12 @@ TEST_F(BallastdAccessTest, TellsInOneLineWhatIsWrongWithItsRolesAndTokens) {
   EXPECT_THAT(ErrorOf({listen, roles, tokens}), HasSubstr("tokens can be read by other users"));
   WritePrivateFile(File("roles"), "admin * *\n");
   EXPECT_THAT(ErrorOf({listen, roles}), HasSubstr("there is no role 'admin'"));
+  WritePrivateFile(File("tokens"), "");
+  WritePrivateFile(File("roles"), "viewer * token:nobody\n");
+  EXPECT_THAT(ErrorOf({listen, roles, tokens}),
+              AllOf(HasSubstr("has a role of token:nobody, and "),
+                    HasSubstr("has no token of that name; add the token, or remove the role")));
+  EXPECT_THAT(ErrorOf({listen, roles}), HasSubstr("there is no --tokens-file"));
 }
 
 TEST_F(BallastdAccessTest, TakesFlagsFromAFileTheEnvironmentAndTheCommandLine) {

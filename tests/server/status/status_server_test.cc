@@ -23,7 +23,7 @@ std::string Get(const std::string& address, const std::string& path) {
   to.sin_family = AF_INET;
   inet_pton(AF_INET, "127.0.0.1", &to.sin_addr);
   int port = 0;
-  EXPECT_TRUE(absl::SimpleAtoi(address.substr(address.find(':') + 1), &port));
+  EXPECT_TRUE(absl::SimpleAtoi(address.substr(address.rfind(':') + 1), &port));
   to.sin_port = htons(static_cast<uint16_t>(port));
   const int connection = socket(AF_INET, SOCK_STREAM, 0);
   EXPECT_EQ(connect(connection, reinterpret_cast<sockaddr*>(&to), sizeof(to)), 0);
@@ -42,7 +42,7 @@ std::string Get(const std::string& address, const std::string& path) {
 TEST(StatusServer, LivesWhileJobsAreTakenOverAndIsReadyAfterwards) {
   const auto status = StatusServer::Start({.listen = "127.0.0.1:0"});
   ASSERT_TRUE(status.ok()) << status.status();
-  const std::string& address = (*status)->address();
+  const std::string& address = (*status)->url();
   EXPECT_THAT(Get(address, "/live"), StartsWith("HTTP/1.1 200 "));
   EXPECT_THAT(Get(address, "/"), StartsWith("HTTP/1.1 200 "));
   for (const std::string path : {"/ready", "/metrics", "/api/service", "/api/job?job=a"}) {

@@ -107,8 +107,8 @@ class _Remote(torch.optim.Optimizer):
 
         create: if the job has no weights yet, it gets those of the parameters, and the step is 0; else that is a
         NotFoundError or FailedPreconditionError. resume: the same, but first the service looks for a checkpoint of the
-        job's name (or of the one that is given: "gpt", "gpt/step-1000.2") and loads it. So it may stand there from the
-        first start on. "gpt/step-1000.2" must be there, and a job with weights have begun with it."""
+        job's name (or of the one that is given: "gpt", "gpt/step-1000") and loads it. So it may stand there from the
+        first start on. "gpt/step-1000" must be there, and a job with weights have begun with it."""
         checkpoint = resume if isinstance(resume, str) else self._settings["job"] if resume else None
         return self._bound(new=create or bool(resume), attach=True, checkpoint=checkpoint).step_count
 

@@ -1,0 +1,226 @@
+#include "server/status/http_connection.h"
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <openssl/err.h>
+#include <openssl/pem.h>
+#include <openssl/ssl.h>
+#include <openssl/sslerr.h>
+#include <openssl/x509.h>
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/credential_files.h"
+
+namespace ballast::server {
+namespace {
+
+constexpr size_t kMostDiscardedBytes = size_t{1} << 20;
+
+using Bytes = std::unique_ptr<BIO, decltype(&BIO_free)>;
+using Certificate = std::unique_ptr<X509, decltype(&X509_free)>;
+using Key = std::unique_ptr<EVP_PKEY, decltype(&EVP_PKEY_free)>;
+
+Bytes BytesOf(const std::string& text) {
+  return {BIO_new_mem_buf(text.data(), static_cast<int>(text.size())), BIO_free};
+}
+
+// nullptr: there is no further one.
+Certificate NextIn(const Bytes& bytes) {
+  return {PEM_read_bio_X509(bytes.get(), nullptr, nullptr, nullptr), X509_free};
+}
+
+std::string LastTlsError() {
+  const char* const reason = ERR_reason_error_string(ERR_peek_last_error());
+  ERR_clear_error();
+  return reason == nullptr ? "the peer has ended the connection" : reason;
+}
+
+// The two have been checked: they are there, and belong together.
+bool Use(SSL_CTX* tls, const KeyPair& pair) {
+  const Bytes chain = BytesOf(pair.certificate);
+  const Bytes secret = BytesOf(pair.key);
+  const Certificate own = NextIn(chain);
+  const Key key(PEM_read_bio_PrivateKey(secret.get(), nullptr, nullptr, nullptr), EVP_PKEY_free);
+  if (own == nullptr || key == nullptr || SSL_CTX_use_certificate(tls, own.get()) != 1 ||
+      SSL_CTX_use_PrivateKey(tls, key.get()) != 1) {
+    return false;
+  }
+  while (const Certificate next = NextIn(chain)) {
+    if (SSL_CTX_add1_chain_cert(tls, next.get()) != 1) return false;
+  }
+  ERR_clear_error();  // The last one was not there.
+  return true;
+}
+
+bool TrustClientsOf(SSL_CTX* tls, const std::string& authorities) {
+  const Bytes bytes = BytesOf(authorities);
+  while (const Certificate next = NextIn(bytes)) {
+    if (X509_STORE_add_cert(SSL_CTX_get_cert_store(tls), next.get()) != 1) return false;
+    SSL_CTX_add_client_CA(tls, next.get());
+  }
+  ERR_clear_error();
+  SSL_CTX_set_verify(tls, SSL_VERIFY_PEER, nullptr);
+  return true;
+}
+
+}  // namespace
+
+absl::StatusOr<HttpTls> ReadHttpTls(const AccessOptions& options) {
+  if (options.tls_certificate.empty()) return nullptr;
+  BALLAST_ASSIGN_OR_RETURN(const KeyPair pair,
+                           ReadKeyPair(options.tls_certificate, options.tls_key));
+  HttpTls tls(SSL_CTX_new(TLS_server_method()), SSL_CTX_free);
+  if (tls == nullptr || SSL_CTX_set_min_proto_version(tls.get(), TLS1_2_VERSION) != 1) {
+    return absl::InternalError("OpenSSL cannot be set up: " + LastTlsError());
+  }
+  // Each connection has one request, and what a session had been shown may have been revoked.
+  SSL_CTX_set_session_cache_mode(tls.get(), SSL_SESS_CACHE_OFF);
+  SSL_CTX_set_num_tickets(tls.get(), 0);
+  SSL_CTX_set_options(tls.get(), SSL_OP_NO_TICKET | SSL_OP_NO_RENEGOTIATION);
+  SSL_CTX_set_mode(tls.get(), SSL_MODE_ENABLE_PARTIAL_WRITE | SSL_MODE_ACCEPT_MOVING_WRITE_BUFFER);
+  if (!Use(tls.get(), pair)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(options.tls_certificate, " cannot be used: ", LastTlsError()));
+  }
+  if (options.tls_client_ca.empty()) return tls;
+  BALLAST_ASSIGN_OR_RETURN(const std::string authorities,
+                           ReadCertificateAuthority(options.tls_client_ca));
+  if (TrustClientsOf(tls.get(), authorities)) return tls;
+  return absl::InvalidArgumentError(
+      absl::StrCat(options.tls_client_ca, " cannot be used: ", LastTlsError()));
+}
+
+HttpConnection::HttpConnection(FileDescriptor socket, HttpTls tls)
+    : socket_(std::move(socket)), tls_(std::move(tls)) {}
+
+HttpConnection::~HttpConnection() { SSL_free(session_); }
+
+bool HttpConnection::Await(short events, Deadline deadline) const {  // NOLINT
+  while (true) {
+    const auto left =
+        std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
+    pollfd polled = {.fd = socket_.number(), .events = events, .revents = 0};
+    const int ready = poll(&polled, 1, static_cast<int>(std::max<int64_t>(left.count(), 0)));
+    if (ready > 0) return true;
+    if (ready == 0 && left.count() <= 0) return false;
+    if (ready < 0 && errno != EINTR) return false;
+  }
+}
+
+absl::Status HttpConnection::AwaitTls(int result, Deadline deadline) const {
+  const int why = SSL_get_error(session_, result);
+  if (why == SSL_ERROR_WANT_READ || why == SSL_ERROR_WANT_WRITE) {
+    if (Await(why == SSL_ERROR_WANT_READ ? POLLIN : POLLOUT, deadline)) return absl::OkStatus();
+    return absl::DeadlineExceededError("the peer is too slow");
+  }
+  if (why == SSL_ERROR_ZERO_RETURN) return absl::OutOfRangeError("the peer has ended");
+  return absl::UnauthenticatedError(LastTlsError());
+}
+
+absl::Status HttpConnection::Open(Deadline deadline) {
+  if (tls_ == nullptr) return absl::OkStatus();
+  session_ = SSL_new(tls_.get());
+  if (session_ == nullptr || SSL_set_fd(session_, socket_.number()) != 1) {
+    return absl::ResourceExhaustedError(LastTlsError());
+  }
+  while (true) {
+    ERR_clear_error();
+    const int result = SSL_accept(session_);
+    if (result == 1) return absl::OkStatus();
+    if (ERR_GET_REASON(ERR_peek_last_error()) == SSL_R_HTTP_REQUEST) {
+      SSL_free(std::exchange(session_, nullptr));
+      ERR_clear_error();
+      return absl::FailedPreconditionError("the peer speaks HTTP without TLS");
+    }
+    BALLAST_RETURN_IF_ERROR(AwaitTls(result, deadline));
+  }
+}
+
+absl::StatusOr<size_t> HttpConnection::Read(char* buffer, size_t bytes, Deadline deadline) {
+  while (session_ != nullptr) {
+    ERR_clear_error();
+    size_t read = 0;
+    const int result = SSL_read_ex(session_, buffer, bytes, &read);
+    if (result == 1) return read;
+    const absl::Status again = AwaitTls(result, deadline);
+    if (absl::IsOutOfRange(again)) return 0;
+    BALLAST_RETURN_IF_ERROR(again);
+  }
+  while (true) {
+    if (!Await(POLLIN, deadline)) return absl::DeadlineExceededError("the peer is too slow");
+    const ssize_t read = recv(socket_.number(), buffer, bytes, 0);
+    if (read >= 0) return static_cast<size_t>(read);
+    if (errno != EINTR && errno != EAGAIN) return absl::UnavailableError(std::strerror(errno));
+  }
+}
+
+absl::Status HttpConnection::Write(absl::string_view text, Deadline deadline) {
+  while (!text.empty()) {
+    if (session_ != nullptr) {
+      ERR_clear_error();
+      size_t written = 0;
+      const int result = SSL_write_ex(session_, text.data(), text.size(), &written);
+      if (result != 1) BALLAST_RETURN_IF_ERROR(AwaitTls(result, deadline));
+      text.remove_prefix(written);
+      continue;
+    }
+    const ssize_t written = send(socket_.number(), text.data(), text.size(), MSG_NOSIGNAL);
+    if (written >= 0) {
+      text.remove_prefix(static_cast<size_t>(written));
+    } else if (errno == EAGAIN) {
+      if (!Await(POLLOUT, deadline)) return absl::DeadlineExceededError("the peer is too slow");
+    } else if (errno != EINTR) {
+      return absl::UnavailableError(std::strerror(errno));
+    }
+  }
+  return absl::OkStatus();
+}
+
+void HttpConnection::Close(Deadline deadline) {
+  // After an end without it the peer could not know whether something is missing. It is one small
+  // record: what does not fit into the socket now belongs to a peer that does not read.
+  if (session_ != nullptr && SSL_is_init_finished(session_) == 1) SSL_shutdown(session_);
+  ERR_clear_error();
+  shutdown(socket_.number(), SHUT_WR);
+  std::array<char, 4096> rest;
+  for (size_t discarded = 0; discarded < kMostDiscardedBytes;) {
+    if (!Await(POLLIN, deadline)) return;
+    const ssize_t read = recv(socket_.number(), rest.data(), rest.size(), 0);
+    if (read <= 0) return;
+    discarded += static_cast<size_t>(read);
+  }
+}
+
+std::string HttpConnection::peer() const {
+  sockaddr_in name = {};
+  socklen_t bytes = sizeof(name);
+  std::array<char, INET_ADDRSTRLEN> text = {};
+  if (getpeername(socket_.number(), reinterpret_cast<sockaddr*>(&name), &bytes) != 0) return "";
+  inet_ntop(AF_INET, &name.sin_addr, text.data(), text.size());
+  return text.data();
+}
+
+std::optional<std::string> HttpConnection::certificate_name() const {
+  if (session_ == nullptr || SSL_get_verify_result(session_) != X509_V_OK) return std::nullopt;
+  const Certificate shown(SSL_get1_peer_certificate(session_), X509_free);
+  if (shown == nullptr) return std::nullopt;
+  std::array<char, 256> name = {};
+  const int bytes = X509_NAME_get_text_by_NID(X509_get_subject_name(shown.get()), NID_commonName,
+                                              name.data(), name.size());
+  if (bytes <= 0 || static_cast<size_t>(bytes) + 1 == name.size()) return "";  // Perhaps cut.
+  const std::string text(name.data(), static_cast<size_t>(bytes));
+  // As of gRPC's connections: one that does not fit into a line is no name.
+  return std::any_of(text.begin(), text.end(), absl::ascii_iscntrl) ? std::string() : text;
+}
+
+}  // namespace ballast::server
