@@ -33,7 +33,8 @@ absl::Status Service::Explain(const grpc::Status& status) const {
                      absl::FormatDuration(timeout_), "; give it longer with --timeout"));
   }
   if (const std::string why = WhyHandshakeFailed(status, credentials_); !why.empty()) {
-    return absl::UnavailableError(
+    // Not UNAVAILABLE: to wait changes nothing.
+    return absl::FailedPreconditionError(
         absl::StrCat("no service answers at ", address_, " that can be trusted: ", why));
   }
   if (const std::string cause = proto::CauseOfUnreachable(status); !cause.empty()) {

@@ -101,7 +101,7 @@ class Client:
             return self._run_once(*words)
         except UnavailableError as error:
             # One that changes something was done, perhaps: it is for the caller to look.
-            if self.wait <= 0 or words[0] in _CHANGE:
+            if self.wait <= 0 or words[0] in _CHANGE or " that can be trusted: " in str(error):
                 raise
             logging.getLogger("ballast").warning("%s; this is tried again for up to %g seconds", error, self.wait)
         return self._run_once(*words, f"--wait={self.wait:g}")
