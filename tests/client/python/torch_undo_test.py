@@ -27,7 +27,8 @@ class TorchUndoTest(RanksTest):
         self.assert_as_if_it_never_had_been(1, {}, {"update": "speculate"}, {"overlap": True}, {"service": None})
 
     def test_on_several_ranks(self):
-        self.assert_as_if_it_never_had_been(2, {}, {"overlap": True, "update": "speculate"})
+        self.assert_as_if_it_never_had_been(2, {}, {"overlap": True, "update": "speculate"},
+                                            {"sharded": True, "overlap": True})
 
     def test_a_refusal_changes_nothing(self):
         for world_size in (1, 2):

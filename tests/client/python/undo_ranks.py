@@ -2,7 +2,9 @@
 
 import hashlib
 
+import fsdp_ranks
 import torch
+from torch.distributed.tensor import DTensor
 from torch_ranks import ddp, error_of, model_of, train
 
 import ballast
@@ -10,7 +12,8 @@ import ballast.torch
 
 
 def digest(model):
-    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+    values = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return hashlib.sha256(b"".join(value.detach().numpy().tobytes() for value in values)).hexdigest()
 
 
 def optimizer_of(model, parallel, service, job, overlap=False, **options):
@@ -19,10 +22,14 @@ def optimizer_of(model, parallel, service, job, overlap=False, **options):
                                module=module, **options)
 
 
-def trains(rank, world_size, service, job, undoes, **options):
+def trains(rank, world_size, service, job, undoes, sharded=False, **options):
     """Four steps; undoes: and, after two of them, one of a learning rate that is far too high, twice, each undone."""
     model = model_of()
-    parallel = ddp(model) if world_size > 1 else model
+    if sharded:
+        parallel = model = fsdp_ranks.fully_shard(model, mesh=fsdp_ranks.mesh_of(world_size, 1))
+        model.set_force_sum_reduction_for_comms(True)  # As fsdp_ranks.shard does it.
+    else:
+        parallel = ddp(model) if world_size > 1 else model
     optimizer = optimizer_of(model, parallel, service, job, keep_previous=True, **options)
     train(parallel, optimizer, rank, 2)
     told = []
