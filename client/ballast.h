@@ -176,7 +176,8 @@ typedef struct ballast_job {
   uint32_t max_micro_steps;     /* 0: any number. */
   const ballast_mesh_dim* mesh; /* Of the ranks in row-major order. Null: no mesh. */
   size_t mesh_dimensions;
-  int32_t on_abort; /* ballast_on_abort */
+  int32_t on_abort;      /* ballast_on_abort */
+  int32_t keep_previous; /* 1: ballast_undo can be called; costs memory for one more version. */
 } ballast_job;
 
 typedef struct ballast_options {
@@ -448,6 +449,11 @@ int32_t ballast_summarise(const ballast_session* session, size_t parameter, ball
  * of all ranks, this one included. */
 int32_t ballast_save(ballast_session* session, const char* directory);
 int32_t ballast_load(ballast_session* session, const char* directory);
+
+/* Undoes the last committed step, exactly, of a job with keep_previous, and ends the sessions of all ranks, this one
+ * included; opened again they are at the step before. undone_step may be null. FAILED_PRECONDITION: some rank has begun
+ * the next step, or there is nothing to undo: one step alone can be, and none of before a load. */
+int32_t ballast_undo(ballast_session* session, uint64_t* undone_step);
 
 #ifdef __cplusplus
 }

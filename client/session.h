@@ -39,13 +39,13 @@
 //
 // Errors: a stream that breaks is reopened, and no call notices. Open, UploadWeights, ReadWeights
 // and ReadCounts are tried again while they return UNAVAILABLE, for at most reconnect_timeout.
-// Saving and loading a checkpoint are not, because doing them twice is not the same as once. The
-// first error that this cannot mend is kept, and every later call returns it; then open another
-// session. Between steps that does not affect other ranks. In a step that the rank has begun it
-// raises the generation, so that what was sent before is forgotten. Each raise (that, an aborted
-// step, a loaded checkpoint, another process that takes a rank) ends the sessions of all ranks:
-// every call returns ABORTED from then on, and every rank opens its session again, which returns
-// the job's committed step.
+// Saving and loading a checkpoint and undoing a step are not, because doing them twice is not the
+// same as once. The first error that this cannot mend is kept, and every later call returns it;
+// then open another session. Between steps that does not affect other ranks. In a step that the
+// rank has begun it raises the generation, so that what was sent before is forgotten. Each raise
+// (that, an aborted or undone step, a loaded checkpoint, another process that takes a rank) ends
+// the sessions of all ranks: every call returns ABORTED from then on, and every rank opens its
+// session again, which returns the job's committed step.
 //
 // A service that no longer answers breaks the stream within 40 seconds over TCP; over a unix socket
 // only its death does.
@@ -238,6 +238,12 @@ class Session {
   // After UNAVAILABLE the service may or may not have done it.
   virtual absl::Status LoadCheckpoint(const std::string& directory) = 0;
   virtual absl::Status SaveCheckpoint(const std::string& directory) = 0;
+  // Undoes the last committed step, exactly, of a job with JobSpec::keep_previous, and ends the
+  // sessions of all ranks, as a load does; opened again they are at the step before. Returns the
+  // undone step. FAILED_PRECONDITION: some rank has begun the next one; the job does not keep the
+  // state before; or there is nothing to undo: one step alone can be. After UNAVAILABLE the service
+  // may or may not have done it: committed_step of the session that is opened again says so.
+  virtual absl::StatusOr<uint64_t> UndoStep() = 0;
 
   // Begins step committed_step() + 1; after Discard, the next attempt at it, which may have other
   // settings.

@@ -277,6 +277,7 @@ v1::Job ToProto(const JobSpec& spec) {
   job.set_max_micro_steps(spec.max_micro_steps);
   job.set_update_mode(ToProto(spec.update_mode));
   job.set_on_abort(spec.on_abort == OnAbort::kSkip ? v1::SKIP_STEP : v1::REDO_STEP);
+  job.set_keep_previous(spec.keep_previous);
   for (const GroupSpec& from : spec.groups) {
     v1::ParamGroup& to = *job.add_groups();
     to.set_name(GroupName(spec.name, from.name));
@@ -295,6 +296,7 @@ absl::StatusOr<JobSpec> FromProto(const v1::Job& job) {
   BALLAST_ASSIGN_OR_RETURN(spec.update_mode, FromProto(job.update_mode()));
   BALLAST_ASSIGN_OR_RETURN(spec.on_abort, FromProto(job.on_abort()));
   BALLAST_ASSIGN_OR_RETURN(spec.unused_policy, FromProto(job.unused_policy()));
+  spec.keep_previous = job.keep_previous();
   spec.layout.world_size = job.world_size();
   spec.layout.group_count = job.groups_size();
   if (job.chunk_elements() != 0) spec.layout.chunk_elements = job.chunk_elements();

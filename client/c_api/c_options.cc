@@ -244,6 +244,11 @@ absl::StatusOr<JobSpec> ReadJob(const ballast_job& given) {
         absl::StrCat("on_abort is ", given.on_abort, "; expected 0 or 1"));
   }
   job.on_abort = given.on_abort == BALLAST_ON_ABORT_SKIP ? OnAbort::kSkip : OnAbort::kRedo;
+  if (given.keep_previous != 0 && given.keep_previous != 1) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("keep_previous is ", given.keep_previous, "; expected 0 or 1"));
+  }
+  job.keep_previous = given.keep_previous == 1;
   return job;
 }
 

@@ -469,4 +469,13 @@ int32_t ballast_load(ballast_session* session, const char* directory) {
   });
 }
 
+int32_t ballast_undo(ballast_session* session, uint64_t* undone_step) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckSession(session));
+    BALLAST_ASSIGN_OR_RETURN(const uint64_t undone, session->session->UndoStep());
+    if (undone_step != nullptr) *undone_step = undone;
+    return absl::OkStatus();
+  });
+}
+
 }  // extern "C"

@@ -17,7 +17,7 @@ class Service;
 // Does the work and returns the text to print.
 using Action = std::function<absl::StatusOr<std::string>(Service& service, bool json)>;
 
-// What abort-step and load do to the trainers, for their help and their output.
+// What abort-step, undo and load do to the trainers, for their help and their output.
 inline constexpr char kGenerationRises[] =
     "The job's generation rises: the streams of all workers end with ABORTED. Start "
     "ballast-worker\n"
@@ -37,6 +37,7 @@ struct Command {
 Command JobsCommand();
 Command JobCommand();
 Command AbortStepCommand();
+Command UndoCommand();
 Command CloseCommand();
 Command GroupsCommand();
 Command SetGroupCommand();

@@ -1,4 +1,4 @@
-// jobs, job, abort-step, close.
+// jobs, job, abort-step, undo, close.
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
@@ -47,6 +47,20 @@ absl::StatusOr<Action> PrepareAbortStep(const Arguments& arguments) {
     return absl::StrCat("step ", response->aborted_step(), " of job ", job,
                         skipped ? " skipped on all ranks, which go on\n" : " aborted; ",
                         skipped ? "" : kRanksMustReturn);
+  };
+}
+
+absl::StatusOr<Action> PrepareUndo(const Arguments& arguments) {
+  return [job = arguments.positional(0)](Service& service,
+                                         bool json) -> absl::StatusOr<std::string> {
+    v1::UndoStepRequest request;
+    request.set_name(proto::JobName(job));
+    const auto response = service.Call(service.jobs(), &v1::JobService::Stub::UndoStep, request);
+    if (!response.ok()) return service.SuggestJob(response.status(), job);
+    if (json) return Dump({{"job", job}, {"undone_step", response->undone_step()}});
+    return absl::StrCat("step ", response->undone_step(), " of job ", job,
+                        " undone; the job is at step ", response->undone_step() - 1, "; ",
+                        kRanksMustReturn);
   };
 }
 
@@ -122,6 +136,20 @@ Command AbortStepCommand() {
                                        kGenerationRises),
                .flags = {}},
       .prepare = PrepareAbortStep};
+}
+
+Command UndoCommand() {
+  return {
+      .spec = {.name = "undo",
+               .positionals = {"JOB"},
+               .summary = "undoes the last committed step, exactly: for a loss that has exploded",
+               .details = absl::StrCat(
+                   "Of a job that was created with keep_previous, and once: a second step back "
+                   "takes a\ncheckpoint. Refused once the next step has begun; abort-step it "
+                   "first.\n\n",
+                   kGenerationRises),
+               .flags = {}},
+      .prepare = PrepareUndo};
 }
 
 Command CloseCommand() {

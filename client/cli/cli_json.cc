@@ -34,6 +34,7 @@ Json MemoryToJson(const v1::MemoryUse& memory) {
           {"other_bytes", OtherBytes(memory)},
           {"accumulators_in_use", memory.accumulators_in_use()},
           {"speculation_bytes", memory.speculation_bytes()},
+          {"previous_bytes", memory.previous_bytes()},
           {"shared_bytes", memory.shared_bytes()}};
 }
 
@@ -147,6 +148,8 @@ Json ToJson(const v1::Job& job) {
   Json json = JobHeadToJson(job);
   json["instance_id"] = job.instance_id();
   json["on_abort"] = job.on_abort() == v1::SKIP_STEP ? "skip" : "redo";
+  json["keep_previous"] = job.keep_previous();
+  json["undoable_step"] = job.undoable_step();
   json["unused_policy"] = Name(job.unused_policy());
   json["max_micro_steps"] = job.max_micro_steps();
   json["chunk_elements"] = job.chunk_elements();
@@ -186,7 +189,7 @@ Json ToJson(const v1::StateSummary& summary) {
 
 int64_t OtherBytes(const v1::MemoryUse& memory) {
   return memory.total_bytes() - memory.state_bytes() - memory.gradient_bytes() -
-         memory.accumulator_bytes() - memory.speculation_bytes();
+         memory.accumulator_bytes() - memory.speculation_bytes() - memory.previous_bytes();
 }
 
 std::string Dump(const Json& json) {

@@ -84,6 +84,11 @@ std::string UpdateText(const v1::Job& job) {
                       " redone), paused now: ", FormatCount(speculation.paused_chunks()));
 }
 
+std::string UndoText(const v1::Job& job) {
+  if (job.undoable_step() == 0) return "nothing to undo";
+  return absl::StrCat("step ", FormatCount(job.undoable_step()), " can be undone");
+}
+
 std::string MemoryText(const v1::MemoryUse& memory) {
   std::vector<std::string> parts = {
       absl::StrCat("state ", FormatBytes(memory.state_bytes())),
@@ -91,6 +96,9 @@ std::string MemoryText(const v1::MemoryUse& memory) {
       absl::StrCat("accumulators ", FormatBytes(memory.accumulator_bytes()))};
   if (memory.speculation_bytes() > 0) {
     parts.push_back(absl::StrCat("second versions ", FormatBytes(memory.speculation_bytes())));
+  }
+  if (memory.previous_bytes() > 0) {
+    parts.push_back(absl::StrCat("previous versions ", FormatBytes(memory.previous_bytes())));
   }
   parts.push_back(absl::StrCat("other ", FormatBytes(OtherBytes(memory))));
   return FormatNames(absl::StrCat("memory        ", FormatBytes(memory.total_bytes())), parts);
@@ -278,12 +286,12 @@ std::string JobText(const v1::Job& job) {
                                        FormatCount(job.applied_steps()), " applied, ",
                                        FormatCount(job.skipped_steps()), " skipped)")),
       FormatField("coverage", CoverageText(job)));
-  absl::StrAppend(&text, FormatField("generation", ToString(proto::FromProto(job.generation()))),
-                  FormatField("update", UpdateText(job)), MemoryText(job.memory()),
-                  SharedMemoryText(job), SavesText(job),
-                  FormatField("unused", Name(job.unused_policy())),
-                  FormatField("on abort", job.on_abort() == v1::SKIP_STEP ? "skip" : "redo"), "\n",
-                  RanksText(job), "\n");
+  absl::StrAppend(
+      &text, FormatField("generation", ToString(proto::FromProto(job.generation()))),
+      FormatField("update", UpdateText(job)), MemoryText(job.memory()), SharedMemoryText(job),
+      SavesText(job), FormatField("unused", Name(job.unused_policy())),
+      FormatField("on abort", job.on_abort() == v1::SKIP_STEP ? "skip" : "redo"),
+      job.keep_previous() ? FormatField("undo", UndoText(job)) : "", "\n", RanksText(job), "\n");
   absl::StrAppend(&text,
                   job.recent_steps().empty() ? "no step has been decided yet\n" : StepsText(job));
   return text;

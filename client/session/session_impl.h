@@ -46,6 +46,7 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   absl::Status ReadWeights() override;
   absl::Status LoadCheckpoint(const std::string& directory) override;
   absl::Status SaveCheckpoint(const std::string& directory) override;
+  absl::StatusOr<uint64_t> UndoStep() override;
 
   absl::Status BeginStep(const StepSettings& settings) override;
   absl::Status Push(GradientPush push) override;

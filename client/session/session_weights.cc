@@ -163,4 +163,19 @@ absl::Status SessionImpl::LoadCheckpoint(const std::string& directory) {
   return absl::OkStatus();
 }
 
+absl::StatusOr<uint64_t> SessionImpl::UndoStep() {
+  BALLAST_RETURN_IF_ERROR(CheckBetweenSteps("UndoStep"));
+  v1::UndoStepRequest request;
+  request.set_name(proto::JobName(options_.job.name));
+  const absl::StatusOr<v1::UndoStepResponse> undone = transport_->UndoStep(request);
+  if (!undone.ok()) {
+    return Annotate(undone.status(), absl::StrCat(Context(), ": undoing the last step"));
+  }
+  Log().info("step {} of job {} was undone", undone->undone_step(), options_.job.name);
+  // As after a load.
+  keeper_->Stop();
+  OnEnded(absl::AbortedError("a step was undone; open the session again"));
+  return undone->undone_step();
+}
+
 }  // namespace ballast::client

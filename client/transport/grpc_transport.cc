@@ -73,6 +73,9 @@ class GrpcTransport final : public Transport {
     return Call(calls_, jobs_, &v1::JobService::Stub::AttachWorker, request,
                 std::min(limit, short_limit_));
   }
+  absl::StatusOr<v1::UndoStepResponse> UndoStep(const v1::UndoStepRequest& request) override {
+    return Call(calls_, jobs_, &v1::JobService::Stub::UndoStep, request, kLongLimit);
+  }
   absl::StatusOr<v1::SaveJobResponse> SaveJob(const v1::SaveJobRequest& request) override {
     return Call(calls_, state_, &v1::StateService::Stub::SaveJob, request, kLongLimit);
   }

@@ -57,6 +57,7 @@ class Transport {
   virtual absl::StatusOr<v1::Job> GetJob(const v1::GetJobRequest& request) = 0;
   virtual absl::StatusOr<v1::AttachWorkerResponse> AttachWorker(
       const v1::AttachWorkerRequest& request, absl::Duration limit) = 0;
+  virtual absl::StatusOr<v1::UndoStepResponse> UndoStep(const v1::UndoStepRequest& request) = 0;
   virtual absl::StatusOr<v1::SaveJobResponse> SaveJob(const v1::SaveJobRequest& request) = 0;
   virtual absl::StatusOr<v1::LoadJobResponse> LoadJob(const v1::LoadJobRequest& request) = 0;
 

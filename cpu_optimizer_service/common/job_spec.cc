@@ -106,6 +106,9 @@ std::string FirstDifference(const JobSpec& a, const JobSpec& b) {
     return differ("max_micro_steps", a.max_micro_steps, b.max_micro_steps);
   }
   if (a.on_abort != b.on_abort) return differ("on_abort", Name(a.on_abort), Name(b.on_abort));
+  if (a.keep_previous != b.keep_previous) {
+    return differ("keep_previous", a.keep_previous, b.keep_previous);
+  }
   // With a mesh all follows from the description, so one rank is enough, however many there are.
   const auto layout_of = [](const LayoutSpec& layout) {
     return layout.mesh.empty() ? Layout::Create(layout) : Layout::CreateForRank(layout, 0);

@@ -61,6 +61,9 @@ struct JobSpec {
   // kSpeculate asks for memory for second versions; where there is none, the job waits.
   UpdateMode update_mode = UpdateMode::kWait;
   OnAbort on_abort = OnAbort::kRedo;
+  // The state before the last committed step is kept, so that the step can be undone; costs memory
+  // for one more version of all state.
+  bool keep_previous = false;
 
   bool operator==(const JobSpec&) const = default;
 

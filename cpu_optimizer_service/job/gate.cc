@@ -17,6 +17,7 @@ constexpr Answer kClos = Answer::kClosed;
 constexpr Answer kLoad = Answer::kLoading;
 constexpr Answer kBusy = Answer::kChanging;
 constexpr Answer kNone = Answer::kNoStep;
+constexpr Answer kHas = Answer::kHasStep;
 constexpr Answer kLate = Answer::kDecided;
 constexpr Answer kGone = Answer::kAborted;
 
@@ -31,6 +32,7 @@ constexpr std::array<std::array<Answer, kPhases>, kAdmissions> kTable = {{
     {kGrant, kGrant, kGrant, kBusy, kBusy, kGrant, kBusy, kLoad, kClos},  // kReadNow
     {kGrant, kGrant, kGrant, kWait, kWait, kGrant, kWait, kLoad, kClos},  // kDiscard
     {kNone, kGrant, kGrant, kGrant, kGrant, kLate, kNone, kLoad, kClos},  // kAbort
+    {kGrant, kHas, kHas, kHas, kHas, kLate, kWait, kLoad, kClos},         // kUndo
     {kGone, kGone, kGone, kGrant, kGone, kGone, kGone, kGone, kClos},     // kDecide
     {kGone, kGone, kGone, kGone, kGrant, kGone, kGone, kGone, kClos},     // kUpdate
     {kGone, kGone, kGone, kGone, kGone, kGone, kGrant, kGone, kClos},     // kFinishClear
@@ -48,6 +50,7 @@ bool NeedsWholeState(Admission admission) {
     case Admission::kSnapshot:
     case Admission::kRead:
     case Admission::kReadNow:
+    case Admission::kUndo:
       return true;
     default:
       return false;
@@ -72,9 +75,9 @@ std::string Gate::ToString() const {
 
 std::string_view Name(Admission admission) {
   constexpr std::array<std::string_view, kAdmissions> kNames = {
-      "attach", "open stream",  "quiet rank", "rank memory",   "snapshot",
-      "read",   "read now",     "discard",    "abort",         "decide",
-      "update", "finish clear", "load",       "replace state", "close"};
+      "attach",       "open stream", "quiet rank",    "rank memory", "snapshot", "read",
+      "read now",     "discard",     "abort",         "undo",        "decide",   "update",
+      "finish clear", "load",        "replace state", "close"};
   return kNames[static_cast<int>(admission)];
 }
 
@@ -100,6 +103,7 @@ Answer Ask(Admission admission, const GateState& state, const RankUnderWay& rank
       // ever.
       waits = state.phase == Phase::kSealed && state.readers > 0;
       break;
+    case Admission::kUndo:
     case Admission::kDecide:
     case Admission::kReplaceState:
       waits = state.readers > 0;

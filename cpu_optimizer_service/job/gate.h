@@ -17,7 +17,7 @@
 // and nothing else. What was under way ends, and moves it no more.
 //
 // Beside the phase, the gate counts what is under way outside the job's lock: readers of committed
-// state, which hold back a decision and a load; ranks that add gradients, sums and provisional
+// state, which hold back a decision, an undo and a load; ranks that add gradients, sums and provisional
 // updates that are computed, which a decision or a clearing waits for.
 //
 // A call that needs the job in a certain condition asks for an Admission. It is granted, refused
@@ -63,6 +63,7 @@ enum class Admission : uint8_t {
   kReadNow,       // As kRead, for a chunk at the newest step; never waits.
   kDiscard,       // A rank takes back what it gave; nothing is being computed from that any more.
   kAbort,         // An operator aborts the step; never waits.
+  kUndo,          // The last committed step is undone: nothing is read any more.
   kDecide,        // A sealed step begins to be decided.
   kUpdate,        // The decision is made: nothing is being computed any more.
   kFinishClear,   // A clearing ends: nothing of the step is under way any more.
@@ -70,7 +71,7 @@ enum class Admission : uint8_t {
   kReplaceState,  // A load writes: nothing is read any more.
   kClose,
 };
-inline constexpr int kAdmissions = 15;
+inline constexpr int kAdmissions = 16;
 
 std::string_view Name(Phase phase);
 std::string_view Name(Admission admission);
@@ -94,6 +95,7 @@ enum class Answer : uint8_t {
   kTorn,      // Refused: the state is half loaded.
   kChanging,  // Refused: committed state is about to change; try again.
   kNoStep,    // Refused: no undecided step is in progress.
+  kHasStep,   // Refused: an undecided step is in progress.
   kDecided,   // Refused: the step in progress is decided.
   kAborted,   // Refused: the step that was to be decided is gone.
   kBroken,    // Refused: the job is broken.

@@ -147,6 +147,15 @@ class Job : public std::enable_shared_from_this<Job> {
   // none has begun, or it is decided.
   virtual Pending AbortStep(Done<uint64_t> done) = 0;
   absl::StatusOr<uint64_t> AbortStep();
+  // The undone step, the last committed one: state, update counts, hyper-parameters, the trainer's
+  // state and the recent steps are what they were before it, bit for bit; of a skipped step only its
+  // number and the latter three. What operators have changed of hyper-parameters since (UpdateGroup)
+  // stays. Raises the generation, so every rank attaches again and goes on from the step before. Waits
+  // for readers. FAILED_PRECONDITION if the job does not keep the previous version
+  // (JobSpec::keep_previous), a step is in progress, or there is no step to undo: one alone can be,
+  // and none that was committed before a load.
+  virtual Pending UndoStep(Done<uint64_t> done) = 0;
+  absl::StatusOr<uint64_t> UndoStep();
   // From the next BeginStep on. Returns the values then in force.
   virtual absl::StatusOr<HyperParameters> UpdateGroup(int group,
                                                       const HyperParameterOverrides& changes) = 0;

@@ -419,6 +419,13 @@ void JobImpl::Commit(UpdatePlan plan) {
 }
 
 void JobImpl::RecordStep(KeptDecision decided, const StepTimes& times) {
+  if (spec().keep_previous) {
+    record_.previous = PreviousState{.committed_step = record_.committed_step,
+                                     .applied = decided.outcome.decision.apply,
+                                     .hyper_parameters = record_.hyper_parameters,
+                                     .update_counts = record_.update_counts,
+                                     .trainer_state = record_.trainer_state};
+  }
   if (decided.outcome.decision.apply) {
     for (size_t p = 0; p < record_.update_counts.size(); ++p) {
       if (decided.update_counts[p] > 0) record_.update_counts[p] = decided.update_counts[p];

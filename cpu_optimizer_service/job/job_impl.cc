@@ -17,7 +17,8 @@ namespace ballast {
 namespace {
 
 // What outlives the process beside state and gradients (kept_job.h): records and logs of an ordinary
-// job in pages of their own, lanes, and two words a chunk.
+// job in pages of their own, lanes, and two words a chunk. (A word more of a previous version is with
+// that: NeedOf.)
 int64_t KeptBytes(const Layout& layout, int threads) {
   constexpr int64_t kRecords = int64_t{512} << 10;
   constexpr int64_t kLanesOfThread = 2 * static_cast<int64_t>(sizeof(RedoLane) + sizeof(SumLane));
@@ -106,10 +107,13 @@ absl::Status JobImpl::AllocateParts() {
   reservation_ = {};
   const bool is_there = kept_ != nullptr && kept_->taken_over();
   if (!is_there) {
-    BALLAST_ASSIGN_OR_RETURN(reservation_,
-                             environment_.budget->Reserve(need_.total_bytes(), owner));
+    const std::string what =
+        need_.previous_bytes == 0
+            ? owner
+            : absl::StrCat(owner, ", with ", need_.previous_bytes, " bytes for keep_previous,");
+    BALLAST_ASSIGN_OR_RETURN(reservation_, environment_.budget->Reserve(need_.total_bytes(), what));
     if (environment_.named_memory != nullptr) {
-      BALLAST_RETURN_IF_ERROR(environment_.named_memory->Admit(need_.total_bytes(), owner));
+      BALLAST_RETURN_IF_ERROR(environment_.named_memory->Admit(need_.total_bytes(), what));
     }
   }
   BALLAST_RETURN_IF_ERROR(AllocateKept());
@@ -120,6 +124,7 @@ absl::Status JobImpl::AllocateParts() {
                            ChunkStore::Create(layout_,
                                               {.planes = PlanesByGroup(spec()),
                                                .second_versions = need_.speculation_bytes > 0,
+                                               .keep_previous = spec().keep_previous,
                                                .budget = environment_.budget,
                                                .owner = owner,
                                                .named = kept_ ? &kept_->arenas() : nullptr},
@@ -206,6 +211,10 @@ absl::Status JobImpl::StatusOf(std::optional<Answer> answer) const {
     case Answer::kAborted:
       return absl::FailedPreconditionError(
           absl::StrCat(job, " is between steps, at step ", record_.committed_step));
+    case Answer::kHasStep:
+      return absl::FailedPreconditionError(
+          absl::StrCat("step ", record_.committed_step + 1, " of ", job,
+                       " has begun; abort it first (ballast abort-step ", spec().name, ")"));
     case Answer::kDecided:
       return absl::FailedPreconditionError(absl::StrCat("step ", record_.committed_step + 1, " of ",
                                                         job, " is decided and can only go on"));
@@ -372,6 +381,11 @@ absl::StatusOr<HyperParameters> JobImpl::UpdateGroup(int group,
   if (!std::holds_alternative<std::monostate>(step_)) {
     later_changes_[group] = Merge(later_changes_[group], changes);
   }
+  // They are an operator's, not the last step's.
+  if (record_.previous.has_value()) {
+    HyperParameters& before = record_.previous->hyper_parameters[group];
+    before = Apply(before, changes);
+  }
   Keep();
   return changed;
 }
@@ -423,6 +437,7 @@ JobStatus JobImpl::Status() const {
   JobStatus status;
   status.generation = record_.generation;
   status.committed_step = record_.committed_step;
+  if (record_.previous.has_value()) status.undoable_step = record_.committed_step;
   status.applied_steps = record_.history.applied_steps;
   status.skipped_steps = record_.history.skipped_steps;
   status.coverage_complete_steps = record_.history.coverage_complete_steps;
@@ -488,6 +503,10 @@ absl::StatusOr<std::unique_ptr<RankStream>> Job::OpenStream(
 
 absl::StatusOr<uint64_t> Job::AbortStep() {
   return Await<uint64_t>([&](Done<uint64_t> done) { AbortStep(std::move(done)); });
+}
+
+absl::StatusOr<uint64_t> Job::UndoStep() {
+  return Await<uint64_t>([&](Done<uint64_t> done) { UndoStep(std::move(done)); });
 }
 
 absl::StatusOr<Snapshot> Job::TakeSnapshot(absl::Span<const int> parameters) {

@@ -5,7 +5,7 @@
 //   job_ranks.cc     attaching, streams, memory that ranks share, generations
 //   job_step.cc      what a rank gives a step, up to the last seal
 //   job_decision.cc  from the last seal to the commit; provisional updates
-//   job_state.cc     looking at state, loading, timelines
+//   job_state.cc     looking at state, loading, undoing, timelines
 //   job_save.cc      saving
 //   job_recover.cc   what outlives this process, and taking over what an earlier one left
 //
@@ -89,6 +89,7 @@ class JobImpl : public Job {
   using Job::OpenStream;
   using Job::Save;
   using Job::TakeSnapshot;
+  using Job::UndoStep;
 
   const JobSpec& spec() const override { return identity_.spec; }
   const Layout& layout() const override { return layout_; }
@@ -105,6 +106,7 @@ class JobImpl : public Job {
   void TellWaiting() override;
   std::optional<double> SecondsSinceFirstSeal() const override;
   Pending AbortStep(Done<uint64_t> done) override;
+  Pending UndoStep(Done<uint64_t> done) override;
   absl::StatusOr<HyperParameters> UpdateGroup(int group,
                                               const HyperParameterOverrides& changes) override;
   Pending TakeSnapshot(std::vector<int> parameters, Done<Snapshot> done) override;
@@ -401,6 +403,8 @@ class JobImpl : public Job {
   StepRecord LastRecord(const CheckpointIndex& index) const;
   absl::StatusOr<OpenedCheckpoint> OpenToLoad(const LoadRequest& request) const;
   void ReplaceState(const OpenedCheckpoint& opened, Done<CheckpointInfo> done);
+  absl::Status CheckMayUndo() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void UndoNow(Done<uint64_t> done) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   int64_t MostTraceEvents(uint32_t steps) const;
 
   // ---- job_save.cc

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -73,6 +74,19 @@ struct StepHistory {
   // Of steps that the state has not seen: forgets the records, keeps the counts. `last` may be
   // null.
   void Replace(const StepRecord* last);
+  // The last step was undone: forgets its record, keeps the counts.
+  void Undo() {
+    if (!recent_steps.empty()) recent_steps.pop_back();
+  }
+};
+
+// What the small state was before the last committed step, of a job that keeps it.
+struct PreviousState {
+  uint64_t committed_step = 0;
+  bool applied = false;  // The step after it was, so chunks differ, too.
+  std::vector<HyperParameters> hyper_parameters;
+  std::vector<int64_t> update_counts;
+  std::string trainer_state;
 };
 
 struct JobRecord {
@@ -83,6 +97,7 @@ struct JobRecord {
   std::string trainer_state;                      // Of the last committed step.
   StepHistory history;
   std::string resumed_uid;  // Of the job whose checkpoint was loaded last; empty: none.
+  std::optional<PreviousState> previous;  // Absent: there is nothing to undo.
 };
 
 }  // namespace ballast

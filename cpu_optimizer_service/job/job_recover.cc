@@ -168,7 +168,8 @@ absl::Status JobImpl::TakeOverState(std::string& story) {
       absl::StrAppend(&story, "; its step ", record_.committed_step,
                       " was decided, and has been carried out to its end");
     } else {
-      // A step that was given up may be committed in the record alone.
+      // A step that was given up, or undone, may be so in the record alone.
+      if (kept_state_.undid_update) store_->SwitchBack(record_.committed_step);
       store_->SetStep(record_.committed_step);
       TakeOverStep(story);
     }

@@ -1,4 +1,4 @@
-// Looking at state, loading it; timelines.
+// Looking at state, loading it, going back a step; timelines.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -379,6 +379,7 @@ void JobImpl::ReplaceState(const OpenedCheckpoint& opened, Done<CheckpointInfo> 
   }
   const CheckpointIndex& index = checkpoint.index();
   record_.committed_step = index.step;
+  record_.previous.reset();
   last_vote_ = {};
   saved_step_ = index.step;
   saved_at_ = Clock::now();
@@ -409,6 +410,60 @@ void JobImpl::ReplaceState(const OpenedCheckpoint& opened, Done<CheckpointInfo> 
                                                         .step = record_.committed_step,
                                                         .generation = record_.generation,
                                                         .passed_over = opened.passed_over});
+}
+
+// ---------------------------------------------------------------- undo
+
+Pending JobImpl::UndoStep(Done<uint64_t> done) {
+  return Enter(Admission::kUndo, -1,
+               [this, self = shared_from_this(), done = std::move(done)](absl::Status admitted)
+                   ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
+                     if (admitted.ok()) admitted = CheckMayUndo();
+                     if (!admitted.ok()) return Reply<uint64_t>(std::move(done), admitted);
+                     UndoNow(std::move(done));
+                   });
+}
+
+absl::Status JobImpl::CheckMayUndo() const {
+  if (!spec().keep_previous) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("job ", spec().name, " does not keep the state before its last step; to undo ",
+                     "steps, create it with keep_previous"));
+  }
+  if (record_.previous.has_value()) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat(
+      "job ", spec().name, " has nothing to undo at step ", record_.committed_step,
+      ": one step can be undone, once it is committed, and none has been since the job was ",
+      "created, loaded or undone"));
+}
+
+void JobImpl::UndoNow(Done<uint64_t> done) {
+  const uint64_t undone = record_.committed_step;
+  PreviousState previous = *std::exchange(record_.previous, std::nullopt);
+  const uint64_t step = previous.committed_step;
+  record_.committed_step = step;
+  record_.hyper_parameters = std::move(previous.hyper_parameters);
+  record_.update_counts = std::move(previous.update_counts);
+  record_.trainer_state = std::move(previous.trainer_state);
+  record_.history.Undo();
+  last_vote_ = {};
+  saved_step_ = std::min(saved_step_, step);
+  const bool applied = previous.applied;
+  kept_state_.undid_update = applied;
+  // One flip of the record has all that and the generation. Until the chunks have followed nobody
+  // reads them.
+  RaiseGeneration(
+      absl::StrCat("step ", undone, " of job ", spec().name, " was undone; the generation is now ",
+                   ToString(record_.generation.Next()), "; attach again"),
+      [this, self = shared_from_this(), step, undone, applied, done = std::move(done)]()
+          ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
+            if (applied) {
+              store_->SwitchBack(step);
+            } else {
+              store_->SetStep(step);
+            }
+            Reply<uint64_t>(std::move(done), undone);
+          });
 }
 
 // ---------------------------------------------------------------- timelines

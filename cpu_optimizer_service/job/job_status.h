@@ -68,6 +68,7 @@ struct JobTraffic {
 struct JobStatus {
   Generation generation;
   uint64_t committed_step = 0;
+  uint64_t undoable_step = 0;  // The last committed one, while it can be undone; 0: none.
   JobPhase phase = JobPhase::kAwaitingWeights;
   uint64_t applied_steps = 0;
   uint64_t skipped_steps = 0;

@@ -68,9 +68,13 @@ void Fields(Each&& each, StepHistory& v) {
        v.statistics);
 }
 template <typename Each>
+void Fields(Each&& each, PreviousState& v) {
+  each(v.committed_step, v.applied, v.hyper_parameters, v.update_counts, v.trainer_state);
+}
+template <typename Each>
 void Fields(Each&& each, JobRecord& v) {
   each(v.generation, v.committed_step, v.hyper_parameters, v.update_counts, v.trainer_state,
-       v.history, v.resumed_uid);
+       v.history, v.resumed_uid, v.previous);
 }
 template <typename Each>
 void Fields(Each&& each, GradientScale& v) {
@@ -118,7 +122,8 @@ void Fields(Each&& each, GroupSpec& v) {
 }
 template <typename Each>
 void Fields(Each&& each, JobSpec& v) {
-  each(v.name, v.groups, v.layout, v.on_abort, v.unused_policy, v.max_micro_steps, v.update_mode);
+  each(v.name, v.groups, v.layout, v.on_abort, v.unused_policy, v.max_micro_steps, v.update_mode,
+       v.keep_previous);
 }
 template <typename Each>
 void Fields(Each&& each, JobIdentity& v) {
@@ -145,7 +150,7 @@ void Fields(Each&& each, KeptJob::Rank& v) {
 template <typename Each>
 void Fields(Each&& each, KeptJob::State& v) {
   each(v.epoch, v.closed, v.weights_complete, v.loading, v.torn_by, v.later_changes, v.ranks,
-       v.decision);
+       v.decision, v.undid_update);
 }
 
 namespace {

@@ -4,8 +4,9 @@
 //
 //   identity     who the job is: uid and description. Stored once.
 //   record       all that is small, as one record that is flipped whole: JobRecord and State below.
-//   table        by chunk: slot, step, and whether its first weights have come (chunk_store.h)
-//   state, second versions, versions N            the slots
+//   table        by chunk: slot, step, and whether its first weights have come; of its previous
+//                version, too, if that is kept (chunk_store.h)
+//   state, second versions, previous versions, versions N   the slots
 //   gradients, accumulators, gradient of chunk N  gradients in every form (gradient_store.h)
 //   ledger       by chunk: what has been added to it, and where that lies
 //   log          of the step in progress: what ranks have said beside gradients
@@ -26,6 +27,8 @@
 //   commit       the last chunk's word, then the flip that has the step committed and an epoch more.
 //                Words of the ledger and entries of the log count only in their epoch, so nothing is
 //                cleared.
+//   undo         the flip with the step before, a generation and an epoch more; then the chunks' words
+//                in the table. A chunk whose word is of a later step has not gone back yet.
 //   abort, load  the flip with a generation and an epoch more; of a load, which directory is being
 //                loaded, and when it is, a flip that it is.
 //   closed       the flip that says so, then the memory goes.
@@ -118,6 +121,7 @@ class KeptJob {
     std::vector<HyperParameterOverrides> later_changes;
     std::vector<Rank> ranks;
     std::optional<KeptDecision> decision;
+    bool undid_update = false;  // The last undo, of a step that was applied: chunks go back, too.
   };
   struct Contribution {
     uint64_t epoch = 0;

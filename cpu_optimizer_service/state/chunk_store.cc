@@ -34,11 +34,13 @@ absl::string_view Name(Plane plane) {
 namespace {
 
 // A word of the table: the slot that a chunk's planes lie in, and the step that they stand at.
-// Slots are numbered: the chunks' own, then their second ones, then those of batches.
+// Slots are numbered: the chunks' own, then their second ones, then those for previous versions, then
+// those of batches.
 constexpr int kSlotBits = 28;
 constexpr uint64_t kSlotMask = (uint64_t{1} << kSlotBits) - 1;
 constexpr uint64_t kArrived = uint64_t{1} << kSlotBits;
 constexpr int kStepShift = kSlotBits + 1;
+constexpr uint64_t kNumberedPlaces = 3;  // In the store's arenas, of each chunk.
 
 // Named memory for slots that are needed for a while, all of one Pin. Its first bytes say which
 // they are; the slots follow in their order.
@@ -61,6 +63,7 @@ int64_t BatchHeaderBytes(int64_t slots) {
 
 constexpr char kTableLabel[] = "table";
 constexpr char kSecondLabel[] = "second versions";
+constexpr char kPreviousLabel[] = "previous versions";
 constexpr char kBatchLabel[] = "versions ";
 
 }  // namespace
@@ -72,6 +75,7 @@ struct ChunkPin::Version {
   uint64_t step = 0;
   int pins = 0;
   bool published = false;
+  bool previous = false;  // Its chunk's previous one.
   // Reserved while pinned, so that a writer always has somewhere to go.
   Version* spare = nullptr;
   // Memory of its own, or with others of its batch, for slots beyond those in the store's arenas.
@@ -102,6 +106,10 @@ struct ChunkStore::Impl {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
   // In named memory, from its return on.
   void StoreWord(int chunk, const Version& version) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
+  void StorePreviousWord(int chunk, const Version& version) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
+  // Where a chunk is written to, of a store that keeps previous versions.
+  Version* TakePrevious(int chunk, std::vector<std::unique_ptr<Version>>& freed)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
   // The table as an earlier process left it.
   absl::Status TakeOver() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
   // The free version nearest to a chunk's own, if there is one of its size.
@@ -121,17 +129,24 @@ struct ChunkStore::Impl {
   const Options options;
   ArenaFactory& arenas;
   std::unique_ptr<Arena> arena;
-  std::unique_ptr<Arena> second_arena;  // Null: one slot per chunk.
-  std::unique_ptr<Arena> table_arena;   // Null: the memory has no name.
-  uint64_t* words = nullptr;            // In it, by chunk.
+  std::unique_ptr<Arena> second_arena;    // Null: no second versions.
+  std::unique_ptr<Arena> previous_arena;  // Null: no previous versions.
+  std::unique_ptr<Arena> table_arena;     // Null: the memory has no name.
+  uint64_t* words = nullptr;              // In it, by chunk.
+  uint64_t* previous_words = nullptr;     // Behind them, of previous versions.
   mutable Mutex mutex;
   // What all chunks do in a decision that publishes their provisional updates lies side by side,
   // and neither allocates nor searches: ranks wait meanwhile.
   std::vector<Version*> table ABSL_GUARDED_BY(mutex);  // By chunk: the published one.
   std::vector<Version> first ABSL_GUARDED_BY(mutex);   // By home, as the next; in the arenas.
   std::vector<Version> second ABSL_GUARDED_BY(mutex);  // Empty without second versions.
+  std::vector<Version> third ABSL_GUARDED_BY(mutex);   // Empty without previous versions.
+  // By chunk, of a store that keeps them. A pinned version of a chunk that is published or previous
+  // has a spare, and no other has; so where the previous one is pinned, its spare is free.
+  std::vector<Version*> previous ABSL_GUARDED_BY(mutex);
   absl::flat_hash_map<Version*, std::unique_ptr<Version>> others ABSL_GUARDED_BY(mutex);
-  std::vector<std::array<Version*, 2>> free ABSL_GUARDED_BY(mutex);  // By home; null: none.
+  std::vector<std::array<Version*, kNumberedPlaces>> free
+      ABSL_GUARDED_BY(mutex);  // By home; null: none.
   // Chunks whose versions may take each other's places.
   std::vector<int> size_class ABSL_GUARDED_BY(mutex);      // By chunk.
   std::vector<int64_t> free_count ABSL_GUARDED_BY(mutex);  // By size class.
@@ -195,8 +210,8 @@ void ChunkStore::Impl::Retire(Version* version, Freed& freed) {
     others.erase(found);
     return;
   }
-  std::array<Version*, 2>& places = free[version->home];
-  places[places[0] == nullptr ? 0 : 1] = version;
+  auto& places = free[version->home];
+  *std::find(places.begin(), places.end(), nullptr) = version;
   ++FreeLike(version->home);
 }
 
@@ -225,9 +240,9 @@ absl::StatusOr<ChunkPin::Version*> ChunkStore::Impl::TakeFresh(int chunk) {
 absl::StatusOr<std::vector<ChunkPin::Version*>> ChunkStore::Impl::TakeBatch(
     absl::Span<const int> chunks) {
   const auto slots = static_cast<int64_t>(chunks.size());
-  uint64_t first_slot = std::max<uint64_t>(end_slot, 2 * layout.chunks().size());
+  uint64_t first_slot = std::max<uint64_t>(end_slot, kNumberedPlaces * layout.chunks().size());
   if (first_slot + chunks.size() > kSlotMask) {  // Behind those that there still are.
-    first_slot = 2 * layout.chunks().size();
+    first_slot = kNumberedPlaces * layout.chunks().size();
     std::erase_if(batches, [](const std::weak_ptr<Batch>& batch) { return batch.expired(); });
     for (const std::weak_ptr<Batch>& weak : batches) {
       if (const auto batch = weak.lock(); batch != nullptr) {
@@ -301,6 +316,13 @@ void ChunkStore::Impl::StoreWord(int chunk, const Version& version) {
   Stored("a chunk's word");
 }
 
+void ChunkStore::Impl::StorePreviousWord(int chunk, const Version& version) {
+  if (previous_words == nullptr) return;
+  std::atomic_ref<uint64_t>(previous_words[chunk])
+      .store(version.step << kStepShift | version.number, std::memory_order_release);
+  Stored("a previous version's word");
+}
+
 absl::Status ChunkStore::Impl::TakeOver() {
   const auto not_ours = [&](const auto&... what) {
     return absl::DataLossError(absl::StrCat("the memory that an earlier process left of ",
@@ -322,16 +344,17 @@ absl::Status ChunkStore::Impl::TakeOver() {
     end_slot = std::max(end_slot, others_end);
   }
   const auto chunks = static_cast<uint32_t>(layout.chunks().size());
+  const auto find = [&](uint32_t number) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) -> Version* {
+    for (std::vector<Version>* versions : {&first, &second, &third}) {
+      if (number < chunks) return versions->empty() ? nullptr : &(*versions)[number];
+      number -= chunks;
+    }
+    const auto found = extras.find(number + static_cast<uint32_t>(kNumberedPlaces) * chunks);
+    return found == extras.end() ? nullptr : found->second;
+  };
   for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
     const auto number = static_cast<uint32_t>(words[chunk] & kSlotMask);
-    Version* version = nullptr;
-    if (number < chunks) {
-      version = &first[number];
-    } else if (number < 2 * chunks) {
-      if (!second.empty()) version = &second[number - chunks];
-    } else if (const auto found = extras.find(number); found != extras.end()) {
-      version = found->second;
-    }
+    Version* const version = find(number);
     if (version == nullptr || version->published ||
         size_class[version->home] != size_class[chunk]) {
       return not_ours("chunk ", chunk, " lies in slot ", number);
@@ -340,15 +363,34 @@ absl::Status ChunkStore::Impl::TakeOver() {
     version->step = words[chunk] >> kStepShift;
     table[chunk] = version;
   }
+  for (uint32_t chunk = 0; chunk < chunks && options.keep_previous; ++chunk) {
+    const auto number = static_cast<uint32_t>(previous_words[chunk] & kSlotMask);
+    Version* const version = find(number);
+    // In the middle of a switch the word names the published version: there is no other then.
+    if (version == table[chunk]) continue;
+    if (version == nullptr || version->published || version->previous ||
+        size_class[version->home] != size_class[chunk]) {
+      return not_ours("the previous version of chunk ", chunk, " lies in slot ", number);
+    }
+    version->previous = true;
+    version->step = previous_words[chunk] >> kStepShift;
+    previous[chunk] = version;
+  }
   // What no word names is free, and goes.
   Freed freed;
-  for (std::vector<Version>* versions : {&first, &second}) {
+  for (std::vector<Version>* versions : {&first, &second, &third}) {
     for (Version& version : *versions) {
-      if (!version.published) Retire(&version, freed);
+      if (!version.published && !version.previous) Retire(&version, freed);
     }
   }
   for (const auto& [number, version] : extras) {
-    if (!version->published) Retire(version, freed);
+    if (!version->published && !version->previous) Retire(version, freed);
+  }
+  for (uint32_t chunk = 0; chunk < chunks && options.keep_previous; ++chunk) {
+    if (previous[chunk] != nullptr) continue;
+    previous[chunk] = TakeFree(static_cast<int>(chunk));
+    if (previous[chunk] == nullptr) return not_ours("chunk ", chunk, " has no second place");
+    previous[chunk]->previous = true;
   }
   return absl::OkStatus();
 }
@@ -375,7 +417,7 @@ void ChunkPin::Release() {
   ChunkStore::Impl::Freed freed;
   MutexLock lock(impl.mutex);
   if (--version_->pins > 0) return;
-  if (version_->published) {
+  if (version_->published || version_->previous) {
     if (version_->spare != nullptr) impl.Retire(std::exchange(version_->spare, nullptr), freed);
     return;
   }
@@ -391,6 +433,7 @@ absl::StatusOr<std::unique_ptr<ChunkStore>> ChunkStore::Create(const Layout& lay
   const int64_t bytes = StateBytes(layout, options.planes);
   const std::string label = absl::StrCat(options.owner, " state");
   const bool second_versions = options.second_versions;
+  const bool keep_previous = options.keep_previous;
   auto impl = std::make_unique<Impl>(layout, std::move(options), arenas);
   NamedArenas* const named = impl->options.named;
   const auto chunks = static_cast<uint32_t>(layout.chunks().size());
@@ -402,11 +445,19 @@ absl::StatusOr<std::unique_ptr<ChunkStore>> ChunkStore::Create(const Layout& lay
         arenas.Create(bytes, absl::StrCat(impl->options.owner, " ", kSecondLabel),
                       ArenaFactory::Touch::kNow));
   }
+  if (keep_previous) {
+    BALLAST_ASSIGN_OR_RETURN(
+        impl->previous_arena,
+        arenas.Create(bytes, absl::StrCat(impl->options.owner, " ", kPreviousLabel),
+                      ArenaFactory::Touch::kNow));
+  }
   if (named != nullptr) {
+    const int64_t words = int64_t{chunks} * (keep_previous ? 2 : 1);
     BALLAST_ASSIGN_OR_RETURN(impl->table_arena,
-                             named->Create(chunks * static_cast<int64_t>(sizeof(uint64_t)),
+                             named->Create(words * static_cast<int64_t>(sizeof(uint64_t)),
                                            kTableLabel, ArenaFactory::Touch::kNow));
     impl->words = reinterpret_cast<uint64_t*>(impl->table_arena->data());
+    if (keep_previous) impl->previous_words = impl->words + chunks;
   }
   MutexLock lock(impl->mutex);
   impl->AddVersions(impl->arena->data(), impl->first, 0);
@@ -418,6 +469,10 @@ absl::StatusOr<std::unique_ptr<ChunkStore>> ChunkStore::Create(const Layout& lay
   }
   impl->free_count.resize(classes.size());
   if (second_versions) impl->AddVersions(impl->second_arena->data(), impl->second, chunks);
+  if (keep_previous) {
+    impl->AddVersions(impl->previous_arena->data(), impl->third, 2 * chunks);
+    impl->previous.resize(chunks);
+  }
   impl->table.resize(chunks);
   if (takes_over) {
     BALLAST_RETURN_IF_ERROR(impl->TakeOver());
@@ -427,6 +482,10 @@ absl::StatusOr<std::unique_ptr<ChunkStore>> ChunkStore::Create(const Layout& lay
     impl->first[chunk].published = true;
     impl->table[chunk] = &impl->first[chunk];
     impl->StoreWord(static_cast<int>(chunk), impl->first[chunk]);
+    if (!keep_previous) continue;
+    impl->third[chunk].previous = true;
+    impl->previous[chunk] = &impl->third[chunk];
+    impl->StorePreviousWord(static_cast<int>(chunk), impl->third[chunk]);
   }
   Impl::Freed none;
   for (ChunkPin::Version& version : impl->second) impl->Retire(&version, none);
@@ -486,12 +545,41 @@ uint64_t ChunkStore::step(int chunk) const {
   return impl_->table[chunk]->step;
 }
 
+ChunkPin::Version* ChunkStore::Impl::TakePrevious(int chunk, Freed& freed) {
+  Version*& place = previous[chunk];
+  if (place->pins > 0) {
+    Version* const spare = std::exchange(place->spare, nullptr);
+    Check(spare != nullptr, "a pinned version has a spare");
+    return spare;
+  }
+  // One that moved out of the store's arenas goes back as soon as it can, which frees the other one.
+  if (place->is_extra() && FreeLike(chunk) > 0) {
+    StorePreviousWord(chunk, *table[chunk]);
+    Version* const free_one = TakeFree(chunk);
+    place->previous = false;
+    Retire(std::exchange(place, free_one), freed);
+    place->previous = true;
+  }
+  return place;
+}
+
 absl::StatusOr<ChunkStore::Write> ChunkStore::BeginWrite(int chunk, Destination destination) {
+  Impl::Freed freed;
   MutexLock lock(impl_->mutex);
   ChunkPin::Version& current = *impl_->table[chunk];
   Write write;
   write.chunk = chunk;
   write.from = current.slot;
+  if (impl_->options.keep_previous && destination != Destination::kInPlace) {
+    write.in_place = false;
+    if (destination == Destination::kInPlaceIfFree) {
+      write.target = impl_->TakePrevious(chunk, freed);
+    } else {
+      BALLAST_ASSIGN_OR_RETURN(write.target, impl_->TakeFresh(chunk));
+    }
+    write.to = write.target->slot;
+    return write;
+  }
   // A chunk that moved out of its first slot goes back as soon as it can, which frees the other
   // one.
   const bool goes_back = current.is_extra() && impl_->FreeLike(chunk) > 0;
@@ -513,12 +601,25 @@ absl::StatusOr<ChunkStore::Write> ChunkStore::BeginWrite(int chunk, Destination 
 
 void ChunkStore::Impl::Publish(const Write& write, uint64_t step, Freed& freed) {
   write.target->step = step;
+  Version* gone = table[write.chunk];
+  if (options.keep_previous && !write.in_place) {
+    // First, since a chunk whose own word is of the step is not computed again.
+    StorePreviousWord(write.chunk, *gone);
+    gone->previous = true;
+    gone = std::exchange(previous[write.chunk], gone);
+    gone->previous = false;
+  }
   StoreWord(write.chunk, *write.target);
   if (write.in_place) return;
-  Version* const old = std::exchange(table[write.chunk], write.target);
+  table[write.chunk]->published = false;
+  table[write.chunk] = write.target;
   write.target->published = true;
-  old->published = false;
-  if (old->pins == 0) Retire(old, freed);
+  if (gone == write.target) return;
+  if (gone->pins == 0) {
+    Retire(gone, freed);
+  } else if (options.keep_previous && gone->spare != nullptr) {
+    Retire(std::exchange(gone->spare, nullptr), freed);
+  }
 }
 
 void ChunkStore::Publish(absl::Span<const Write> writes, uint64_t step) {
@@ -545,6 +646,21 @@ void ChunkStore::SetStep(uint64_t step) {
   for (int chunk = 0; chunk < static_cast<int>(impl_->table.size()); ++chunk) {
     impl_->table[chunk]->step = step;
     impl_->StoreWord(chunk, *impl_->table[chunk]);
+  }
+}
+
+void ChunkStore::SwitchBack(uint64_t step) {
+  MutexLock lock(impl_->mutex);
+  for (int chunk = 0; chunk < static_cast<int>(impl_->table.size()); ++chunk) {
+    ChunkPin::Version*& published = impl_->table[chunk];
+    ChunkPin::Version*& previous = impl_->previous[chunk];
+    if (published->step <= step) continue;
+    Check(previous->step == step, "a previous version is of the step that is gone back to");
+    std::swap(published, previous);
+    std::swap(published->published, previous->published);
+    std::swap(published->previous, previous->previous);
+    impl_->StoreWord(chunk, *published);
+    impl_->StorePreviousWord(chunk, *previous);
   }
 }
 

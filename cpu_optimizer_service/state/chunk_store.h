@@ -8,6 +8,10 @@
 // planes. A process that finds the memory of another has that one's published versions; every slot
 // that no word names is free. A word is stored before a slot that it no longer names is used again.
 //
+// A store that keeps previous versions has, of each chunk, the version before the published one, too:
+// an update goes where that lies, and what was published becomes the previous version. SwitchBack
+// publishes it again. It has a word of its own in the table.
+//
 // Thread-safe, with one writer per chunk at a time.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_STATE_CHUNK_STORE_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_STATE_CHUNK_STORE_H_
@@ -60,7 +64,9 @@ class ChunkPin {
   Version* version_ = nullptr;
 };
 
-// kInPlace: although a reader has it pinned, or it has moved out of its place for a while.
+// kInPlaceIfFree: where previous versions are kept, in the place of the chunk's previous one; then
+// the chunk has none until Publish. kInPlace: although a reader has it pinned, or it has moved out of
+// its place for a while.
 enum class Destination : uint8_t { kInPlaceIfFree, kFresh, kInPlace };
 
 class ChunkStore {
@@ -70,6 +76,8 @@ class ChunkStore {
     std::vector<int> planes;
     // Also allocates a second slot for each chunk, so that fresh versions need no further memory.
     bool second_versions = false;
+    // Keeps the version before the published one, of each chunk, in a slot more.
+    bool keep_previous = false;
     // Slots beyond one per chunk come out of this budget when they are needed.
     MemoryBudget* budget = nullptr;
     std::string owner;  // For messages: "job gpt2".
@@ -109,6 +117,10 @@ class ChunkStore {
 
   // All chunks now stand at `step`, after state was written from outside.
   void SetStep(uint64_t step);
+  // Every chunk that stands beyond `step` goes back to its previous version, which is of that step.
+  // Cut off by a death, it can be done again. Precondition: previous versions are kept, nothing is
+  // being written, and nothing read that is not pinned.
+  void SwitchBack(uint64_t step);
 
   // Of named memory, and of that alone: whether the chunk has its first weights, which lie in the
   // slot by then. Of a store without it nothing has arrived.

@@ -90,6 +90,9 @@ ABSL_FLAG(
     std::string, update, "speculate",
     "When the service updates: speculate, while backward still runs, where it has the memory; "
     "or wait, for the decision. The bits are the same");
+ABSL_FLAG(bool, keep_previous, false,
+          "Have the service keep the state before the last step, for `ballast undo`; takes memory "
+          "for one more version of it there");
 ABSL_FLAG(
     std::string, shared_memory, "auto",
     "How gradients and weights travel: auto, through memory shared with a service on this host "
@@ -264,6 +267,7 @@ absl::StatusOr<WorkerOptions> OptionsOfFlags() {
       options.job.update_mode,
       Choose<UpdateMode>("update", absl::GetFlag(FLAGS_update),
                          {{"speculate", UpdateMode::kSpeculate}, {"wait", UpdateMode::kWait}}));
+  options.job.keep_previous = absl::GetFlag(FLAGS_keep_previous);
   options.check_gradients = absl::GetFlag(FLAGS_check_gradients);
   options.text = absl::GetFlag(FLAGS_text);
   options.optimizer_name = absl::GetFlag(FLAGS_optimizer);
@@ -288,9 +292,10 @@ absl::Status CheckForDevice(const WorkerFlags& flags) {
 
 absl::Status CheckForOptimizer(const WorkerFlags& flags) {
   if (flags.optimizer == OptimizerKind::kService) return absl::OkStatus();
-  return CheckUnused({"resume", "save", "service", "update", "shared_memory", "seal_timeout",
-                      "reconnect_timeout", "tls_ca", "tls_cert", "tls_key", "token_file"},
-                     "is for the service; use it with --optimizer=service");
+  return CheckUnused(
+      {"resume", "save", "service", "update", "keep_previous", "shared_memory", "seal_timeout",
+       "reconnect_timeout", "tls_ca", "tls_cert", "tls_key", "token_file"},
+      "is for the service; use it with --optimizer=service");
 }
 
 absl::StatusOr<WorkerFlags> CheckedFlags() {

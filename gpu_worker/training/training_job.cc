@@ -36,6 +36,7 @@ absl::StatusOr<TrainingJob> MakeTrainingJob(absl::Span<const ModelParameter> par
   spec.unused_policy = options.unused_policy;
   spec.max_micro_steps = options.micro_steps;
   spec.update_mode = options.update_mode;
+  spec.keep_previous = options.keep_previous;
   spec.layout.world_size = options.world_size;
   spec.layout.group_count = static_cast<int>(spec.groups.size());
   spec.layout.chunk_elements = options.chunk_elements;

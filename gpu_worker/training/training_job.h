@@ -31,6 +31,7 @@ struct TrainingJobOptions {
   DType weights_dtype = DType::kBFloat16;  // Weights from it, and in the passes.
   UpdateMode update_mode = UpdateMode::kSpeculate;
   UnusedPolicy unused_policy = UnusedPolicy::kError;
+  bool keep_previous = false;  // The service can undo the last step.
   int64_t bucket_elements = int64_t{1} << 19;
   int64_t chunk_elements = kMaxChunkElements;
 };

@@ -17,6 +17,7 @@ constexpr Rule kRules[] = {
     {"JobService.AttachWorker", Role::kTrainer},
     {"JobService.CloseJob", Role::kOperator},
     {"JobService.AbortStep", Role::kOperator},
+    {"JobService.UndoStep", Role::kOperator},
     {"JobService.UpdateGroup", Role::kOperator},
     {"TrainService.Train", Role::kTrainer},
     {"TrainService.UploadWeights", Role::kTrainer},

@@ -62,6 +62,7 @@ void AddMemory(const JobStatus& status, v1::MemoryUse& memory) {
   memory.set_accumulator_bytes(status.memory.accumulator_bytes);
   memory.set_accumulators_in_use(status.accumulators_in_use);
   memory.set_speculation_bytes(status.memory.speculation_bytes);
+  memory.set_previous_bytes(status.memory.previous_bytes);
   memory.set_shared_bytes(status.rank_memory_bytes);
 }
 
@@ -137,6 +138,7 @@ v1::Job Description(const JobSpec& spec, bool with_parameters) {
   brief.max_micro_steps = spec.max_micro_steps;
   brief.update_mode = spec.update_mode;
   brief.on_abort = spec.on_abort;
+  brief.keep_previous = spec.keep_previous;
   return proto::ToProto(brief);
 }
 
@@ -242,6 +244,7 @@ v1::Job ToMessage(const Engine& engine, const Job& job, bool with_parameters) {
   message.set_instance_id(engine.instance_id());
   *message.mutable_generation() = proto::ToProto(status.generation);
   message.set_committed_step(status.committed_step);
+  message.set_undoable_step(status.undoable_step);
   message.set_phase(ToMessage(status.phase));
   message.set_problem(status.problem);
   message.set_applied_steps(status.applied_steps);

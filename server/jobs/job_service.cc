@@ -264,6 +264,24 @@ void JobService::Abort(UnaryCall& call, const v1::AbortStepRequest& request,
                        });
 }
 
+grpc::ServerUnaryReactor* JobService::UndoStep(grpc::CallbackServerContext* context,
+                                               const v1::UndoStepRequest* request,
+                                               v1::UndoStepResponse* response) {
+  return UnaryCall::Start(access_.Admit(*context, "JobService.UndoStep", request), pools_.control,
+                          [=, this](UnaryCall& call) { Undo(call, *request, *response); });
+}
+
+void JobService::Undo(UnaryCall& call, const v1::UndoStepRequest& request,
+                      v1::UndoStepResponse& response) {
+  const absl::StatusOr<std::shared_ptr<Job>> job = FindJob(engine_, call.caller(), request.name());
+  if (!job.ok()) return call.End(job.status());
+  call.Await<uint64_t>([&](Done<uint64_t> done) { return (*job)->UndoStep(std::move(done)); },
+                       [&response](uint64_t step) {
+                         response.set_undone_step(step);
+                         return absl::OkStatus();
+                       });
+}
+
 grpc::ServerUnaryReactor* JobService::UpdateGroup(grpc::CallbackServerContext* context,
                                                   const v1::UpdateGroupRequest* request,
                                                   v1::ParamGroup* response) {

@@ -16,8 +16,10 @@ using JobServiceBase = v1::JobService::WithRawCallbackMethod_CreateJob<
     v1::JobService::WithRawCallbackMethod_AttachWorker<v1::JobService::WithCallbackMethod_GetJob<
         v1::JobService::WithCallbackMethod_ListJobs<v1::JobService::WithCallbackMethod_CloseJob<
             v1::JobService::WithCallbackMethod_AbortStep<
-                v1::JobService::WithCallbackMethod_UpdateGroup<
-                    v1::JobService::WithCallbackMethod_TraceJob<v1::JobService::Service>>>>>>>>;
+                v1::JobService::WithCallbackMethod_UndoStep<
+                    v1::JobService::WithCallbackMethod_UpdateGroup<
+                        v1::JobService::WithCallbackMethod_TraceJob<
+                            v1::JobService::Service>>>>>>>>>;
 
 // Thread-safe. The engine, the access, the pools and the server of shared memory outlive its calls. The methods
 // only start a call (unary_call.h); its work is done in a pool.
@@ -48,6 +50,9 @@ class JobService final : public JobServiceBase {
   grpc::ServerUnaryReactor* AbortStep(grpc::CallbackServerContext* context,
                                       const v1::AbortStepRequest* request,
                                       v1::AbortStepResponse* response) override;
+  grpc::ServerUnaryReactor* UndoStep(grpc::CallbackServerContext* context,
+                                     const v1::UndoStepRequest* request,
+                                     v1::UndoStepResponse* response) override;
   grpc::ServerUnaryReactor* UpdateGroup(grpc::CallbackServerContext* context,
                                         const v1::UpdateGroupRequest* request,
                                         v1::ParamGroup* response) override;
@@ -61,6 +66,7 @@ class JobService final : public JobServiceBase {
   void Close(UnaryCall& call, const v1::CloseJobRequest& request);
   void Attach(UnaryCall& call, const grpc::ByteBuffer& request, grpc::ByteBuffer& response);
   void Abort(UnaryCall& call, const v1::AbortStepRequest& request, v1::AbortStepResponse& response);
+  void Undo(UnaryCall& call, const v1::UndoStepRequest& request, v1::UndoStepResponse& response);
 
   Engine& engine_;
   const Access& access_;

@@ -37,6 +37,7 @@ json MemoryJson(const JobStatus& status) {
           {"gradients", status.memory.gradient_bytes},
           {"accumulators", status.memory.accumulator_bytes},
           {"second_versions", status.memory.speculation_bytes},
+          {"previous_versions", status.memory.previous_bytes},
           {"other", status.memory.other_bytes},
           {"shared", status.rank_memory_bytes}};
 }

@@ -197,11 +197,12 @@ void AddSteps(const std::string& job, const JobStatus& status, Families& to) {
 }
 
 void AddMemory(const std::string& job, const JobStatus& status, Families& to) {
-  const std::array<std::pair<const char*, int64_t>, 6> kinds = {{
+  const std::array<std::pair<const char*, int64_t>, 7> kinds = {{
       {"state", status.memory.state_bytes},
       {"gradients", status.memory.gradient_bytes},
       {"accumulators", status.memory.accumulator_bytes},
       {"second_versions", status.memory.speculation_bytes},
+      {"previous_versions", status.memory.previous_bytes},
       {"other", status.memory.other_bytes},
       {"shared", status.rank_memory_bytes},
   }};

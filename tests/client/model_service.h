@@ -307,6 +307,9 @@ class ModelTransport final : public Transport {
                                                         absl::Duration limit) override {
     return service_.Attach(request);
   }
+  absl::StatusOr<v1::UndoStepResponse> UndoStep(const v1::UndoStepRequest& request) override {
+    return v1::UndoStepResponse();
+  }
   absl::StatusOr<v1::SaveJobResponse> SaveJob(const v1::SaveJobRequest& request) override {
     return v1::SaveJobResponse();
   }

@@ -52,6 +52,8 @@ const char* Name(End end) {
       return "a rank's stream ends and another process takes the rank";
     case End::kLoad:
       return "the last save is loaded";
+    case End::kUndo:
+      return "abort-step, and undo of the step before";
   }
   return "?";
 }
@@ -111,7 +113,8 @@ std::string Text(const JobPlan& job) {
       "job: ", job.world_size, " ranks, ", job.threads, " threads, ", Text(job.sharding),
       job.sharding == ShardingPlan::kBuckets ? absl::StrCat(" of ", job.bucket_elements) : "",
       ", chunks of ", job.chunk_elements, ", on abort ",
-      job.on_abort == OnAbort::kSkip ? "skip" : "redo", ", unused ", Name(job.unused_policy),
+      job.on_abort == OnAbort::kSkip ? "skip" : "redo",
+      job.keep_previous ? ", keeps the previous version" : "", ", unused ", Name(job.unused_policy),
       ", max_micro_steps ", job.max_micro_steps, ", ",
       job.update_mode == UpdateMode::kSpeculate ? "speculate" : "wait", "\n");
   for (size_t group = 0; group < job.groups.size(); ++group) {

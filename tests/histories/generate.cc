@@ -63,6 +63,7 @@ JobPlan AnyJob(Random& random) {
   job.unused_policy = random.Pick({UnusedPolicy::kError, UnusedPolicy::kSkip, UnusedPolicy::kZero});
   job.max_micro_steps = random.Pick<uint32_t>({0, 0, 0, 1, 4});
   job.update_mode = random.OneIn(2) ? UpdateMode::kSpeculate : UpdateMode::kWait;
+  job.keep_previous = random.OneIn(3);
   const int groups = random.Between(1, 3);
   for (int group = 0; group < groups; ++group) {
     job.groups.push_back({.hyper_parameters = AnyHyperParameters(random, group),
@@ -175,7 +176,7 @@ Poison AnyPoison(Random& random, const JobPlan& job, const Attempt& attempt) {
       .told = random.OneIn(2)};
 }
 
-End AnyEnd(Random& random) {
+End AnyEnd(Random& random, const JobPlan& job, Layer layer) {
   switch (random.Below(16)) {
     case 0:
       return End::kAbort;
@@ -187,6 +188,9 @@ End AnyEnd(Random& random) {
       return End::kRestart;
     case 4:
       return End::kLoad;
+    case 5:
+    case 6:
+      return job.keep_previous && layer == Layer::kEngine ? End::kUndo : End::kCommit;
     default:
       return End::kCommit;
   }
@@ -225,7 +229,7 @@ Attempt AnyAttempt(Random& random, const JobPlan& job, Layer layer) {
   if (random.OneIn(20)) {
     attempt.spoil = random.Pick({Spoil::kPadding, Spoil::kUndeclared, Spoil::kSentEmpty});
   }
-  attempt.end = AnyEnd(random);
+  attempt.end = AnyEnd(random, job, layer);
   attempt.end_at = random.Below(kPositions);
   attempt.end_rank = random.Below(job.world_size);
   for (int events = random.Below(6); events > 0; --events) {

@@ -45,8 +45,8 @@ TEST(Histories, EndAsTheModelSays) {
     EXPECT_GT(count, kHistories / 20);
   }
   for (const int64_t count :
-       {tally.spoilt, tally.aborted_at_decision, tally.loaded, tally.redone, tally.spikes,
-        tally.abandoned, tally.refused_votes, tally.given_up, tally.guesses}) {
+       {tally.spoilt, tally.aborted_at_decision, tally.undone, tally.loaded, tally.redone,
+        tally.spikes, tally.abandoned, tally.refused_votes, tally.given_up, tally.guesses}) {
     EXPECT_GT(count, kHistories / 100);
   }
 }

@@ -60,6 +60,7 @@ JobSpec SpecOf(const JobPlan& job, const std::string& name) {
   JobSpec spec;
   spec.name = name;
   spec.on_abort = job.on_abort;
+  spec.keep_previous = job.keep_previous;
   spec.unused_policy = job.unused_policy;
   spec.max_micro_steps = job.max_micro_steps;
   spec.update_mode = job.update_mode;

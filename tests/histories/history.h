@@ -49,6 +49,7 @@ struct JobPlan {
   int64_t bucket_elements = 1024;
   int64_t chunk_elements = 256;
   OnAbort on_abort = OnAbort::kRedo;
+  bool keep_previous = false;
   UnusedPolicy unused_policy = UnusedPolicy::kError;
   uint32_t max_micro_steps = 0;
   UpdateMode update_mode = UpdateMode::kWait;
@@ -111,6 +112,7 @@ enum class End : uint8_t {
   kReplace,          // Another process takes rank `end_rank` at `end_at`.
   kRestart,          // The same, after the stream of the old one has ended.
   kLoad,             // The last save is loaded at `end_at`.
+  kUndo,             // Aborted at `end_at`, and then the step before is undone, too.
 };
 
 // What makes a step that no seal can make whole.

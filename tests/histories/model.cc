@@ -29,6 +29,18 @@ Model::Model(const JobPlan& job) : job_(job), later_changes_(job.groups.size()) 
 void Model::ChangeGroup(int group, const HyperParameterOverrides& changes) {
   state_.in_force[group] = Apply(state_.in_force[group], changes);
   if (in_step_) later_changes_[group] = Merge(later_changes_[group], changes);
+  if (previous_.has_value())
+    previous_->in_force[group] = Apply(previous_->in_force[group], changes);
+}
+
+std::optional<uint64_t> Model::undoable_step() const {
+  if (!job_.keep_previous || !previous_.has_value()) return std::nullopt;
+  return state_.committed_step;
+}
+
+void Model::Undo() {
+  state_ = *std::exchange(previous_, std::nullopt);
+  in_step_ = false;
 }
 
 void Model::Begin(const Attempt& attempt) {
@@ -185,6 +197,7 @@ ModelOutcome Model::Commit(const Attempt& attempt) {
   } else if (!outcome.decision.apply) {
     outcome.culprit = Culprit(gradients);
   }
+  previous_ = state_;
   std::vector<ParameterState> updated = state_.parameters;
   for (int p = 0; p < static_cast<int>(job_.parameters.size()); ++p) {
     const ParameterPlan& parameter = job_.parameters[p];
@@ -211,6 +224,7 @@ ModelOutcome Model::Commit(const Attempt& attempt) {
 }
 
 ModelOutcome Model::GiveUp(const Attempt& attempt, const std::string& why) {
+  previous_ = state_;
   ++skipped_steps_;
   state_.last_step_applied = false;
   EndStep(attempt, /*voted=*/false);

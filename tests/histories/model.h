@@ -70,7 +70,14 @@ class Model {
   // The step cannot be kept, because of `why`, and is skipped.
   ModelOutcome GiveUp(const Attempt& attempt, const std::string& why);
   // A checkpoint's.
-  void Load(const ModelState& state) { state_ = state; }
+  void Load(const ModelState& state) {
+    state_ = state;
+    previous_.reset();
+  }
+  // The last committed step, if it can be undone.
+  std::optional<uint64_t> undoable_step() const;
+  // Undoes it.
+  void Undo();
 
  private:
   bool IsUnused(const Attempt& attempt, int parameter) const;
@@ -87,6 +94,7 @@ class Model {
 
   const JobPlan job_;
   ModelState state_;
+  std::optional<ModelState> previous_;                  // Before the last committed step.
   std::vector<HyperParameters> terms_;                  // Of the step in progress.
   std::vector<HyperParameterOverrides> later_changes_;  // By group.
   bool in_step_ = false;

@@ -72,6 +72,9 @@ void AddSmallerJobs(Histories& smaller, const History& history) {
     add([](JobPlan& j) { j.sharding = ShardingPlan::kBuckets; });
   }
   if (job.threads > 1) add([](JobPlan& j) { j.threads = 1; });
+  if (job.keep_previous) {
+    add([](JobPlan& j) { j.keep_previous = false; });
+  }
   if (job.on_abort != OnAbort::kRedo) {
     add([](JobPlan& j) { j.on_abort = OnAbort::kRedo; });
   }

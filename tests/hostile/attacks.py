@@ -96,7 +96,7 @@ class Target:
 # ---------------------------------------------------------------- bytes that are no message
 
 METHODS = [JOBS + name for name in ("CreateJob", "GetJob", "ListJobs", "CloseJob", "AttachWorker", "AbortStep",
-                                    "UpdateGroup", "TraceJob")] \
+                                    "UndoStep", "UpdateGroup", "TraceJob")] \
     + [STATE + name for name in ("ReadState", "SummarizeState", "SaveJob", "LoadJob",
                                "ListCheckpoints", "VerifyCheckpoints")] \
     + [TRAIN + "ReadWeights"]

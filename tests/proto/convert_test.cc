@@ -34,6 +34,7 @@ JobSpec SomeJob() {
                             {.rank = 1, .group = 1, .begin = 0, .end = 256}};
   spec.layout.chunk_elements = 512;
   spec.on_abort = OnAbort::kSkip;
+  spec.keep_previous = true;
   spec.unused_policy = UnusedPolicy::kZero;
   spec.max_micro_steps = 4;
   return spec;

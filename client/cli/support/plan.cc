@@ -170,6 +170,10 @@ absl::StatusOr<Plan> MakePlan(JobSpec spec, int64_t limit_bytes) {
     plan.checkpoint_bytes += chunk.elements * int64_t{sizeof(float)} * planes[chunk.group];
   }
   plan.largest_rank_weights_bytes = *std::max_element(weights.begin(), weights.end());
+  JobSpec undoing = spec;
+  undoing.keep_previous = true;
+  plan.previous_bytes = NeedOf(undoing, layout).previous_bytes;
+  plan.keeps_previous = spec.keep_previous;
   for (const UpdateMode update : {UpdateMode::kWait, UpdateMode::kSpeculate}) {
     for (const bool several : {false, true}) {
       for (const bool shared : {false, true}) {
@@ -228,11 +232,16 @@ std::string PlanText(const Plan& plan) {
         "It fits with the options that say yes. Where only second versions do not fit, a "
         "job that\nasks to speculate is created all the same, and waits.\n");
   }
-  absl::StrAppend(&text, "A checkpoint has ", FormatBytes(plan.checkpoint_bytes),
-                  ". Training goes on during a save where the limit has room for second\nversions "
-                  "(the rows with speculate); otherwise steps wait for it.\nTo speculate without "
-                  "shared memory a rank itself needs ",
-                  FormatBytes(plan.largest_rank_weights_bytes), " for weights.\n");
+  absl::StrAppend(
+      &text, "A checkpoint has ", FormatBytes(plan.checkpoint_bytes),
+      ". Training goes on during a save where the limit has room for second\nversions "
+      "(the rows with speculate); otherwise steps wait for it.\nTo speculate without "
+      "shared memory a rank itself needs ",
+      FormatBytes(plan.largest_rank_weights_bytes), " for weights.\n",
+      plan.keeps_previous ? "Of this, " : "To keep the previous version, for undo, takes ",
+      FormatBytes(plan.previous_bytes),
+      plan.keeps_previous ? " are for the previous version (keep_previous).\n"
+                          : " more (keep_previous).\n");
   return text;
 }
 
@@ -244,6 +253,8 @@ nlohmann::ordered_json ToJson(const Plan& plan) {
                                  {"limit_bytes", plan.limit_bytes},
                                  {"checkpoint_bytes", plan.checkpoint_bytes},
                                  {"largest_rank_weights_bytes", plan.largest_rank_weights_bytes},
+                                 {"keep_previous", plan.keeps_previous},
+                                 {"keep_previous_bytes", plan.previous_bytes},
                                  {"options", nlohmann::ordered_json::array()}};
   for (const PlanRow& row : plan.rows) {
     json["options"].push_back({{"update", NameOf(row.update)},
@@ -253,6 +264,7 @@ nlohmann::ordered_json ToJson(const Plan& plan) {
                                {"gradient_bytes", row.need.gradient_bytes},
                                {"accumulator_bytes", row.need.accumulator_bytes},
                                {"speculation_bytes", row.need.speculation_bytes},
+                               {"previous_bytes", row.need.previous_bytes},
                                {"other_bytes", row.need.other_bytes},
                                {"shared_bytes", row.shared_bytes},
                                {"total_bytes", row.total_bytes()},

@@ -41,7 +41,9 @@ struct Plan {
   int64_t largest_rank_weights_bytes =
       0;  // What a rank that speculates needs without shared memory.
   int64_t limit_bytes = 0;
-  std::vector<PlanRow> rows;  // From the least memory to the most, as a rule.
+  int64_t previous_bytes = 0;   // What keep_previous takes,
+  bool keeps_previous = false;  // which the rows have if the description says so.
+  std::vector<PlanRow> rows;    // From the least memory to the most, as a rule.
 };
 // INVALID_ARGUMENT: no such job can be created.
 absl::StatusOr<Plan> MakePlan(JobSpec spec, int64_t limit_bytes);

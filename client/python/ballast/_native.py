@@ -40,7 +40,8 @@ class Job(c.Structure):
                 ("parameter_count", c.c_size_t), ("world_size", c.c_int32),
                 ("bucket_elements", c.c_int64), ("chunk_elements", c.c_int64),
                 ("unused_policy", c.c_int32), ("update_mode", c.c_int32), ("max_micro_steps", c.c_uint32),
-                ("mesh", c.POINTER(MeshDim)), ("mesh_dimensions", c.c_size_t), ("on_abort", c.c_int32)]
+                ("mesh", c.POINTER(MeshDim)), ("mesh_dimensions", c.c_size_t), ("on_abort", c.c_int32),
+                ("keep_previous", c.c_int32)]
 
 
 class Options(c.Structure):
@@ -133,6 +134,7 @@ _FUNCTIONS = {
                           c.POINTER(c.c_uint64), c.POINTER(c.c_int64)],
     "ballast_save": [c.c_void_p, c.c_char_p],
     "ballast_load": [c.c_void_p, c.c_char_p],
+    "ballast_undo": [c.c_void_p, c.POINTER(c.c_uint64)],
 }
 
 

@@ -73,7 +73,8 @@ class Parameter:
 class Job:
     """unused_policy, for parameters that no rank gave a
     gradient: "error", "skip" (as torch does) or "zero". update_mode: "wait" or "speculate". on_abort, for steps
-    that cannot be kept: "redo" (sessions end with ABORTED) or "skip". mesh: the names and
+    that cannot be kept: "redo" (sessions end with ABORTED) or "skip". keep_previous: `Session.undo` is possible, and the
+    service keeps one more version of all state for it. mesh: the names and
     sizes of its dimensions, ranks in row-major order; then each rank has a shard of every parameter, and all
     addresses are those of its shards."""
 
@@ -86,6 +87,7 @@ class Job:
     max_micro_steps: int = 0
     mesh: Sequence[tuple[str, int]] = ()
     on_abort: str = "redo"
+    keep_previous: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +177,7 @@ class Session:
             unused_policy=_number(UNUSED_POLICIES, job.unused_policy, "unused_policy"),
             update_mode=_number(UPDATE_MODES, job.update_mode, "update_mode"),
             max_micro_steps=job.max_micro_steps, mesh=mesh, mesh_dimensions=len(job.mesh),
-            on_abort=_number(ON_ABORT, job.on_abort, "on_abort"))
+            on_abort=_number(ON_ABORT, job.on_abort, "on_abort"), keep_previous=job.keep_previous)
         options = _native.sized(
             _native.Options, service=service.encode(), job=ctypes.pointer(native_job), rank=rank,
             job_uid=None if job_uid is None else job_uid.encode(), rejoin=rejoin,
@@ -390,6 +392,14 @@ class Session:
     def load(self, directory: str) -> None:
         """From such a directory. It ends the sessions of all ranks, this one included."""
         self._patiently("ballast_load", self._open(), directory.encode())
+
+    def undo(self) -> int:
+        """Undoes the last committed step, exactly, of a job with keep_previous; returns its number. It ends the sessions
+        of all ranks, this one included; opened again they are at the step before. FailedPreconditionError: some rank
+        has begun the next step, or there is nothing to undo: one step alone can be."""
+        step = ctypes.c_uint64()
+        self._patiently("ballast_undo", self._open(), ctypes.byref(step))
+        return step.value
 
     def read_state(self, parameter: int, plane: str, address: int) -> tuple[int, int]:
         """Writes a plane of a whole parameter ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq") in fp32 to the

@@ -103,6 +103,11 @@ MemoryNeed NeedOf(const JobSpec& spec, const Layout& layout) {
     need.speculation_bytes =
         need.state_bytes + kTableBytesOfChunk * static_cast<int64_t>(layout.chunks().size());
   }
+  if (spec.keep_previous) {
+    constexpr int64_t kTableBytesOfChunk = 128;  // The version, and its words.
+    need.previous_bytes =
+        need.state_bytes + kTableBytesOfChunk * static_cast<int64_t>(layout.chunks().size());
+  }
   need.other_bytes = WeightBufferBytes(spec, layout) * WeightBufferCount(layout) +
                      SquareSumBytes(layout) + TableBytes(spec, layout);
   return need;

@@ -18,9 +18,11 @@ struct MemoryNeed {
   int64_t gradient_bytes = 0;     // one contribution of every chunk, in the wire dtype
   int64_t accumulator_bytes = 0;  // fp32 sums, unless max_micro_steps is 1
   int64_t speculation_bytes = 0;  // second versions of all chunks, if the job speculates
+  int64_t previous_bytes = 0;     // previous versions of all chunks, if the job keeps them
   int64_t other_bytes = 0;        // shard buffers, block sums, tables
   int64_t total_bytes() const {
-    return state_bytes + gradient_bytes + accumulator_bytes + speculation_bytes + other_bytes;
+    return state_bytes + gradient_bytes + accumulator_bytes + speculation_bytes + previous_bytes +
+           other_bytes;
   }
 };
 MemoryNeed NeedOf(const JobSpec& spec, const Layout& layout);

@@ -81,6 +81,7 @@ function ranks(job) {
 
 const MEMORY = [["state", "weights and moments", "updating"], ["gradients", "gradients", "gathering"],
   ["accumulators", "sums over micro-steps", "deciding"], ["second_versions", "second versions", "awaiting"],
+  ["previous_versions", "previous versions", "updating"],
   ["shared", "shared with workers", "sending"], ["other", "buffers and tables", "other"]];
 
 function memory(job) {

@@ -339,6 +339,43 @@ TEST_F(CApi, ADiscardedAttemptIsAsIfItHadNotBeen) {
   EXPECT_EQ(ballast_discard(nullptr), BALLAST_INVALID_ARGUMENT);
 }
 
+TEST_F(CApi, AnUndoneStepIsAsIfItHadNotBeen) {
+  const auto open = [](CRank& rank, bool shares) {
+    rank.options().never_share_memory = !shares;
+    rank.job().keep_previous = 1;
+    rank.OpenWithWeights();
+  };
+  for (const bool shares : {false, true}) {
+    const std::string job = shares ? "undoes-shared" : "undoes";
+    {
+      CRank rank(job, service());
+      open(rank, shares);
+      EXPECT_EQ(ballast_undo(rank.session(), nullptr), BALLAST_FAILED_PRECONDITION);
+      EXPECT_THAT(ballast_message(), HasSubstr("nothing to undo"));
+      rank.Step(1);
+      rank.Step(77);
+      uint64_t undone = 0;
+      ASSERT_EQ(ballast_undo(rank.session(), &undone), BALLAST_OK) << ballast_message();
+      EXPECT_EQ(undone, 2u);
+      EXPECT_EQ(ballast_read_weights(rank.session()), BALLAST_ABORTED);
+    }
+    CRank rank(job, service());
+    open(rank, shares);
+    EXPECT_EQ(rank.Info().committed_step, 1u);
+    rank.Step(2);
+    int64_t compared = 0;
+    ExpectTrained(rank, 2, compared);
+    EXPECT_EQ(compared, 600 + 7 + 300);
+  }
+  EXPECT_EQ(ballast_undo(nullptr, nullptr), BALLAST_INVALID_ARGUMENT);
+  CRank other("undoes", service());
+  EXPECT_EQ(other.Open(), BALLAST_FAILED_PRECONDITION);
+  EXPECT_THAT(ballast_message(), HasSubstr("keep_previous is"));
+  other.job().keep_previous = 2;
+  EXPECT_EQ(other.Open(), BALLAST_INVALID_ARGUMENT);
+  EXPECT_THAT(ballast_message(), HasSubstr("keep_previous is 2"));
+}
+
 TEST_F(CApi, ASkippedStepSaysWhy) {
   CRank rank("skipped", service());
   rank.OpenWithWeights();

@@ -195,6 +195,18 @@ TEST(JobText, SaysHowChunksAreUpdated) {
   EXPECT_THAT(JobText(job), Not(HasSubstr("shared  ")));
 }
 
+TEST(JobText, SaysWhichStepCanBeUndone) {
+  v1::Job job = ExampleJob();
+  EXPECT_THAT(JobText(job), Not(HasSubstr("undo")));
+  job.set_keep_previous(true);
+  job.mutable_memory()->set_total_bytes(6 << 20);
+  job.mutable_memory()->set_previous_bytes(1 << 20);
+  EXPECT_THAT(JobText(job), HasSubstr("undo          nothing to undo\n"));
+  EXPECT_THAT(JobText(job), HasSubstr("previous versions 1.00 MiB, other 1.00 MiB\n"));
+  job.set_undoable_step(12);
+  EXPECT_THAT(JobText(job), HasSubstr("undo          step 12 can be undone\n"));
+}
+
 TEST(JobText, StaysWithinAHundredColumns) {
   v1::Job job = ExampleJob();
   v1::RankProgress& rank = *job.mutable_ranks(0);

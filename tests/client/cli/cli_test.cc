@@ -228,6 +228,49 @@ TEST_F(CliTest, AbortStepClearsTheOpenStep) {
   EXPECT_EQ(Json({"job", "gpt"})["phase"], "ready");
 }
 
+TEST_F(CliTest, UndoGoesBackAStepOfAJobThatKeepsIt) {
+  EXPECT_THAT(Failure({"undo", "gpt"}), HasSubstr("create it with keep_previous"));
+  EXPECT_THAT(Failure({"undo", "gtp"}), HasSubstr("gpt"));
+  EXPECT_THAT(Text({"job", "gpt"}), testing::Not(HasSubstr("undo")));
+  auto channel = Connect(daemon_->Address());
+  ASSERT_TRUE(channel.ok()) << channel.status();
+  JobSpec spec = SmallJob("kept", 1);
+  spec.keep_previous = true;
+  auto rank = RankForTests::Join(*channel, spec, 0);
+  ASSERT_TRUE(rank.ok()) << rank.status();
+  EXPECT_THAT(Text({"job", "kept"}), HasSubstr("undo          nothing to undo\n"));
+  ASSERT_TRUE((*rank)->Step(1, {}).ok());
+  const json before = Json({"state", "kept", "wte"})["planes"];
+  ASSERT_TRUE((*rank)->Step(1, {}).ok());
+  EXPECT_NE(Json({"state", "kept", "wte"})["planes"], before);
+  const json job = Json({"job", "kept"});
+  EXPECT_EQ(job["keep_previous"], true);
+  EXPECT_EQ(job["undoable_step"], 2);
+  EXPECT_GT(job["memory"]["previous_bytes"], job["memory"]["state_bytes"]);
+  EXPECT_THAT(Text({"job", "kept"}),
+              AllOf(HasSubstr("step 2 can be undone"), HasSubstr("previous versions ")));
+
+  EXPECT_EQ(Json({"undo", "kept"})["undone_step"], 2);
+  EXPECT_EQ(Json({"state", "kept", "wte"})["planes"], before);
+  EXPECT_EQ(Json({"job", "kept"})["committed_step"], 1);
+  EXPECT_FALSE((*rank)->Step(1, {}).ok()) << "its session is of the older generation";
+  EXPECT_THAT(Failure({"undo", "kept"}), HasSubstr("nothing to undo at step 1"));
+  rank = RankForTests::Join(*channel, spec, 0);
+  ASSERT_TRUE(rank.ok()) << rank.status();
+  ASSERT_TRUE((*rank)->Step(1, {}).ok());
+  EXPECT_THAT(Text({"undo", "kept"}),
+              HasSubstr("step 2 of job kept undone; the job is at step 1; the workers' streams"));
+}
+
+TEST_F(CliTest, PlanSaysWhatThePreviousVersionTakes) {
+  const json plan = Json({"plan", "1M:fp32", "--memory=1GiB"});
+  EXPECT_EQ(plan["keep_previous"], false);
+  EXPECT_GE(plan["keep_previous_bytes"], plan["options"][0]["state_bytes"]);
+  EXPECT_EQ(plan["options"][0]["previous_bytes"], 0);
+  EXPECT_THAT(Text({"plan", "1M:fp32", "--memory=1GiB"}),
+              HasSubstr("To keep the previous version, for undo, takes "));
+}
+
 // "a,b,c", in the order in which they are printed.
 std::string Fields(const json& object) {
   std::string fields;
@@ -254,12 +297,13 @@ TEST_F(CliTest, JsonKeepsTheNamesOfItsFields) {
 
   const auto job = Json({"job", "gpt"});
   EXPECT_EQ(Fields(job), job_head +
-                             ",instance_id,on_abort,unused_policy,max_micro_steps,chunk_elements,"
+                             ",instance_id,on_abort,keep_previous,undoable_step,unused_policy,"
+                             "max_micro_steps,chunk_elements,"
                              "update_mode,speculation,coverage_complete_steps,not_kept_steps,"
                              "ranks,recent_steps,saves");
   EXPECT_EQ(Fields(job["memory"]),
             "total_bytes,state_bytes,gradient_bytes,accumulator_bytes,other_bytes,"
-            "accumulators_in_use,speculation_bytes,shared_bytes");
+            "accumulators_in_use,speculation_bytes,previous_bytes,shared_bytes");
   EXPECT_EQ(Fields(job["speculation"]),
             "unavailable,speculated_chunks,published_chunks,redone_chunks,paused_chunks");
   EXPECT_EQ(Fields(job["ranks"][0]),

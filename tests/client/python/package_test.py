@@ -160,6 +160,20 @@ class Package(unittest.TestCase):
         for array in rank.arrays:
             np.testing.assert_allclose(array, adamw(3), rtol=0, atol=2e-6)
 
+    def test_an_undone_step_is_as_if_it_had_not_been(self):
+        rank = self.rank("undone", keep_previous=True)
+        rank.start()
+        rank.step()
+        client = ballast.connect(self.service.address)
+        before = {name: client.state("undone", name, "exp_avg").copy() for name in SHAPES}
+        rank.step()
+        self.assertEqual(rank.session.undo(), 2)
+        with self.assertRaises(ballast.AbortedError):
+            rank.session.read_weights()
+        for name, moment in before.items():
+            np.testing.assert_array_equal(client.state("undone", name, "exp_avg"), moment)
+        self.assertEqual(client.job("undone")["committed_step"], 1)
+
     def test_a_step_that_is_not_finite_is_skipped_and_says_why(self):
         rank = self.rank("skipped")
         rank.start()

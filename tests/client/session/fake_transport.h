@@ -140,6 +140,7 @@ class FakeTransport final : public Transport {
   };
   std::vector<ReadFailure> read_failures;  // Taken one by one.
   absl::Status load_result;
+  absl::Status undo_result;
   // ---- and before the stream breaks: the answers of the next streams when they open, one by one.
   // Without one: nothing delivered, at the step of the attachment.
   std::vector<v1::Opened> opened;
@@ -265,6 +266,12 @@ class FakeTransport final : public Transport {
     }
     if (absl::Status status = Take(attach_results); !status.ok()) return status;
     return attachment;
+  }
+  absl::StatusOr<v1::UndoStepResponse> UndoStep(const v1::UndoStepRequest& request) override {
+    if (!undo_result.ok()) return undo_result;
+    v1::UndoStepResponse response;
+    response.set_undone_step(attachment.committed_step());
+    return response;
   }
   absl::StatusOr<v1::SaveJobResponse> SaveJob(const v1::SaveJobRequest& request) override {
     return v1::SaveJobResponse();

@@ -535,6 +535,25 @@ TEST_F(SessionImplTest, AfterALoadTheSessionIsOver) {
               IsError(absl::StatusCode::kAborted, HasSubstr("open the session again")));
 }
 
+TEST_F(SessionImplTest, AfterAnUndoTheSessionIsOver) {
+  fake_->attachment.set_committed_step(7);
+  ASSERT_TRUE(Open().ok());
+  fake_->undo_result = absl::FailedPreconditionError("there is nothing to undo");
+  EXPECT_THAT(session_->UndoStep().status(),
+              IsError(absl::StatusCode::kFailedPrecondition, HasSubstr("undoing the last step")));
+  fake_->undo_result = absl::OkStatus();
+  EXPECT_EQ(session_->UndoStep().value(), 7u) << "a refusal ends nothing";
+  EXPECT_THAT(session_->BeginStep({}),
+              IsError(absl::StatusCode::kAborted, HasSubstr("a step was undone")));
+}
+
+TEST_F(SessionImplTest, AnUndoIsOfCommittedStepsAlone) {
+  ASSERT_TRUE(Open().ok());
+  ASSERT_TRUE(session_->BeginStep({}).ok());
+  EXPECT_THAT(session_->UndoStep().status(),
+              IsError(absl::StatusCode::kFailedPrecondition, HasSubstr("in the middle of a step")));
+}
+
 TEST_F(SessionImplTest, OverridesAndScaleTravelWithBeginStep) {
   ASSERT_TRUE(Open().ok());
   StepSettings settings;

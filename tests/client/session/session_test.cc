@@ -180,6 +180,42 @@ TEST_P(SessionTest, SavedStateGoesOnWithAnotherWorldSize) {
   std::filesystem::remove_all(directory);
 }
 
+TEST_P(SessionTest, AnUndoneStepIsAsIfItNeverHadBeen) {
+  JobSpec job = SmallJob("undone", 2);
+  job.keep_previous = true;
+  ReferenceRun reference(job);
+  reference.Step(1, 1, {});
+  std::vector<std::unique_ptr<RankForTests>> ranks(2);
+  ForEachRank(2, [&](int rank) {
+    ranks[rank] = Join(job, rank).value();
+    ASSERT_TRUE(ranks[rank]->Step(1, {}).ok());
+    ASSERT_TRUE(ranks[rank]->Step(3, {.scale = {.loss_scale = 0.5}}).ok());
+    EXPECT_NE(ranks[rank]->Difference(reference), "");
+  });
+  const absl::StatusOr<uint64_t> undone = ranks[1]->session().UndoStep();
+  ASSERT_TRUE(undone.ok()) << undone.status();
+  EXPECT_EQ(*undone, 2u);
+  EXPECT_TRUE(absl::IsAborted(ranks[1]->session().BeginStep({})));
+  ForEachRank(2, [&](int rank) {
+    absl::Status ended;  // Of rank 0 as soon as its stream has brought the news.
+    while (ended.ok()) ended = ranks[rank]->session().ReadWeights();
+    EXPECT_TRUE(absl::IsAborted(ended)) << ended;
+  });
+  ranks.clear();
+  ReferenceRun again(job);
+  again.Step(1, 1, {});
+  again.Step(2, 1, {});
+  Train(job, [&](RankForTests& self, int rank) {
+    EXPECT_EQ(self.session().committed_step(), 1u);
+    EXPECT_EQ(self.Difference(reference), "");
+    if (rank == 0) {
+      EXPECT_TRUE(absl::IsFailedPrecondition(self.session().UndoStep().status()));
+    }
+    ASSERT_TRUE(self.Step(1, {}).ok());
+    EXPECT_EQ(self.Difference(again), "");
+  });
+}
+
 TEST_P(SessionTest, AJobDescribedOtherwiseIsRefused) {
   auto self = Join(SmallJob("same", 1), 0);
   ASSERT_TRUE(self.ok()) << self.status();

@@ -67,6 +67,9 @@ TEST(JobSpec, FirstDifferenceLooksPastHyperParametersThatMayChange) {
   other = Spec();
   other.on_abort = OnAbort::kSkip;
   EXPECT_EQ(FirstDifference(Spec(), other), "on_abort is redo here and skip there");
+  other = Spec();
+  other.keep_previous = true;
+  EXPECT_EQ(FirstDifference(Spec(), other), "keep_previous is 0 here and 1 there");
 }
 
 TEST(JobSpec, WithAMeshDescriptionsAreComparedForOneRankHoweverManyThereAre) {

@@ -19,7 +19,7 @@ constexpr Admission kAllAdmissions[] = {
     Admission::kAttach,   Admission::kOpenStream,   Admission::kQuietRank, Admission::kRankMemory,
     Admission::kSnapshot, Admission::kRead,         Admission::kReadNow,   Admission::kDiscard,
     Admission::kAbort,    Admission::kDecide,       Admission::kUpdate,    Admission::kFinishClear,
-    Admission::kLoad,     Admission::kReplaceState, Admission::kClose};
+    Admission::kLoad,     Admission::kReplaceState, Admission::kClose,     Admission::kUndo};
 constexpr Phase kAllPhases[] = {Phase::kIdle,     Phase::kOpen,     Phase::kVoting,
                                 Phase::kSealed,   Phase::kDeciding, Phase::kUpdating,
                                 Phase::kClearing, Phase::kLoading,  Phase::kClosed};
@@ -68,6 +68,12 @@ Answer Expected(Admission admission, const GateState& state, const RankUnderWay&
       if (phase == Phase::kLoading) return Answer::kLoading;
       if (phase == Phase::kUpdating) return Answer::kDecided;
       return undecided ? Answer::kGranted : Answer::kNoStep;
+    case Admission::kUndo:
+      if (phase == Phase::kLoading) return Answer::kLoading;
+      if (phase == Phase::kUpdating) return Answer::kDecided;
+      if (undecided) return Answer::kHasStep;
+      if (phase == Phase::kClearing) return Answer::kWaits;
+      return state.torn ? Answer::kTorn : wait_if(state.readers > 0);
     case Admission::kDecide:
       return phase == Phase::kSealed ? wait_if(state.readers > 0) : Answer::kAborted;
     case Admission::kUpdate:
@@ -112,7 +118,7 @@ TEST(Gate, AnswersEveryAdmissionInEveryState) {
     }
   }
   EXPECT_EQ(cases, kAdmissions * kPhases * 256);
-  EXPECT_EQ(answers.size(), 10u) << "each answer is given somewhere";
+  EXPECT_EQ(answers.size(), 11u) << "each answer is given somewhere";
 }
 
 TEST(Gate, NamesEachPhaseAndAdmissionOnce) {

@@ -126,6 +126,8 @@ struct Training {
   bool discards = false;  // An attempt at each step first.
   bool in_place = false;  // Ranks share memory with the first process, which nobody keeps.
   bool pins = false;      // A reader holds the state that each process begins with.
+  uint64_t undoes = 0;    // This step, once it is committed for the first time. 0: none.
+  uint64_t skips = 0;     // This step is voted to be abandoned. 0: none.
 };
 
 // What a worker's session does: it goes on where the service stands, as the answer to its stream's
@@ -149,11 +151,15 @@ class Worker {
       (void)job_->WriteInitialWeights(chunk, {&piece, 1}).value();
     }
     for (int rank = 0; rank < job_->layout().world_size(); ++rank) Open(rank);
+    UndoIfDue();
     std::vector<int> parameters(job_->spec().layout.parameters.size());
     std::iota(parameters.begin(), parameters.end(), 0);
     std::optional<Snapshot> held;
     if (training_.pins) held = job_->TakeSnapshot(parameters).value();
-    while (job_->Status().committed_step < training_.steps) Step();
+    while (job_->Status().committed_step < training_.steps) {
+      Step();
+      UndoIfDue();
+    }
     const JobStatus status = job_->Status();
     std::string text = absl::StrCat(
         job_->StateHash(), " applied ", status.applied_steps, " skipped ", status.skipped_steps,
@@ -165,6 +171,16 @@ class Worker {
   }
 
  private:
+  // Of the generation alone a worker knows whether the step was undone before the service died.
+  void UndoIfDue() {
+    const JobStatus status = job_->Status();
+    if (training_.undoes == 0 || status.committed_step != training_.undoes ||
+        status.generation != Generation(1)) {
+      return;
+    }
+    Must(job_->UndoStep().status());
+    for (int rank = 0; rank < job_->layout().world_size(); ++rank) Open(rank);
+  }
   void Open(int rank) {
     const Generation generation = job_->Status().generation;
     driver_->Attach(rank, "", job_->spec().update_mode, nullptr, generation);
@@ -194,7 +210,8 @@ class Worker {
       const uint32_t attempt = training_.discards ? 1 : 0;
       const auto refusal = driver_->stream(rank)
                                .Seal({step, attempt}, training_.micro_steps,
-                                     StepVote{.clipping = {.max_norm = training_.max_norm}})
+                                     StepVote{.apply = step != training_.skips,
+                                              .clipping = {.max_norm = training_.max_norm}})
                                .value();
       if (refusal.has_value()) Must(refusal->status);
     }
@@ -472,6 +489,30 @@ TEST_F(JobDeathTest, WithoutRoomToTakeAJobOverItIsLeftToTheNextProcess) {
     }
   }
   EXPECT_GE(left, 4);
+}
+
+// Before, in and after the undo: the step is undone once, and the state is as if it never had been.
+TEST_F(JobDeathTest, AroundAnUndoIsNotSeen) {
+  Training training = Small();
+  training.spec.keep_previous = true;
+  training.undoes = 2;
+  EXPECT_THAT(DieAtEachStore(training),
+              testing::IsSupersetOf({"a previous version's word", "a new version of a chunk"}));
+  DieAtEachStore(training, /*second=*/2, /*stride=*/5);
+  training.undoes = 1;
+  training.pins = true;
+  DieAtEachStore(training, 0, /*stride=*/3);
+  training.spec.update_mode = UpdateMode::kSpeculate;
+  DieAtEachStore(training, 0, /*stride=*/4);
+}
+
+TEST_F(JobDeathTest, AroundAnUndoOfASkippedStepIsNotSeen) {
+  Training training = Small();
+  training.spec.keep_previous = true;
+  training.steps = 3;
+  training.skips = 2;
+  training.undoes = 2;
+  DieAtEachStore(training, 0, /*stride=*/2);
 }
 
 // A contribution that was half added when the process died.

@@ -3,8 +3,12 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <array>
 #include <map>
 #include <memory>
+#include <optional>
+#include <random>
 #include <string>
 #include <utility>
 #include <vector>
@@ -238,6 +242,167 @@ TEST_F(ChunkStoreTest, TheNextProcessFindsVersionsBeyondBothOfEachChunk) {
   }
   pins.clear();
   store_.reset();
+}
+
+// What a store must hold that keeps previous versions, by chunk, and the store, through all that
+// uses its places: decided and provisional writes, pins, going back, and the death of its process.
+class PreviousVersions : public ChunkStoreTest {
+ protected:
+  static constexpr int kChunks = 4;
+  using Values = std::array<float, kChunks>;  // By chunk, of all elements of all planes.
+  struct Held {
+    std::vector<ChunkPin> pins;
+    Values values;
+  };
+
+  PreviousVersions() { store_.reset(); }
+  ~PreviousVersions() override { StopProcess(); }
+
+  void Start(bool second_versions, int64_t budget_bytes) {
+    second_versions_ = second_versions;
+    budget_bytes_ = budget_bytes;
+    published_ = {};
+    step_ = 0;
+    has_previous_ = false;
+    StopProcess();
+    StartProcess(std::make_unique<CopiedKeeper>());
+  }
+  // Without a chance to do anything.
+  void Die() {
+    auto left = std::make_unique<CopiedKeeper>(*keeper_);
+    StopProcess();
+    StartProcess(std::move(left));
+  }
+  // Some chunks by a provisional write, where there is a place for one; all others by decided ones.
+  void Update(std::mt19937& random) {
+    const uint64_t step = step_ + 1;
+    Values next;
+    std::vector<ChunkStore::Write> provisional;
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      next[chunk] = static_cast<float>(1000 * step + 10 * chunk + random() % 10);
+      if (random() % 3 == 0) continue;
+      const auto write = store_->BeginWrite(chunk, Destination::kFresh);
+      if (!write.ok()) continue;
+      Fill(*write, next[chunk]);
+      provisional.push_back(*write);
+    }
+    Check();  // Nothing shows of them.
+    std::vector<bool> done(kChunks, false);
+    for (const ChunkStore::Write& write : provisional) {
+      if (random() % 2 == 0) {
+        store_->Drop(write);
+      } else {
+        store_->Publish(write, step);
+        done[write.chunk] = true;
+      }
+    }
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      if (!done[chunk]) Write(chunk, next[chunk], step);
+    }
+    step_ = step;
+    previous_ = std::exchange(published_, next);
+    has_previous_ = true;
+  }
+  void Skip() {
+    store_->SetStep(++step_);
+    has_previous_ = false;
+  }
+  void GoBack() {
+    if (!std::exchange(has_previous_, false)) return;
+    store_->SwitchBack(--step_);
+    published_ = previous_;
+  }
+  void Hold() {
+    auto pins = store_->Pin({0, 1, 2, 3});
+    if (pins.ok()) held_.push_back({.pins = *std::move(pins), .values = published_});
+  }
+  void Check() const {
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      EXPECT_EQ(store_->step(chunk), step_);
+      ExpectAll(store_->Published(chunk), chunk, published_[chunk]);
+      for (const Held& held : held_) ExpectAll(held.pins[chunk].slot(), chunk, held.values[chunk]);
+    }
+  }
+
+  std::vector<Held> held_;
+
+ private:
+  void ExpectAll(const Slot& slot, int chunk, float value) const {
+    for (const float* plane : slot.planes) {
+      if (plane == nullptr) continue;
+      const float* const end = plane + layout_->chunks()[chunk].elements;
+      EXPECT_EQ(std::count(plane, end, value), end - plane) << "chunk " << chunk;
+    }
+  }
+  void StartProcess(std::unique_ptr<CopiedKeeper> keeper) {
+    keeper_ = std::move(keeper);
+    memory_.emplace(*keeper_);
+    arenas_in_.emplace(*memory_, "uid", "test");
+    budget_in_.emplace(budget_bytes_);
+    store_ = ChunkStore::Create(*layout_,
+                                {.planes = {3, 4},
+                                 .second_versions = second_versions_,
+                                 .keep_previous = true,
+                                 .budget = &*budget_in_,
+                                 .owner = "test",
+                                 .named = &*arenas_in_},
+                                *arenas_in_)
+                 .value();
+  }
+  void StopProcess() {
+    held_.clear();
+    store_.reset();
+  }
+
+  bool second_versions_ = false;
+  int64_t budget_bytes_ = 0;
+  std::unique_ptr<CopiedKeeper> keeper_;
+  std::optional<NamedMemory> memory_;
+  std::optional<NamedArenas> arenas_in_;
+  std::optional<MemoryBudget> budget_in_;
+  Values published_ = {};
+  Values previous_ = {};
+  uint64_t step_ = 0;
+  bool has_previous_ = false;
+};
+
+TEST_F(PreviousVersions, AreThereWhateverIsPinnedWrittenAndLost) {
+  for (const bool second_versions : {false, true}) {
+    for (const int64_t budget_bytes : {0, 40'000, 1 << 20}) {
+      for (unsigned seed = 0; seed < 30; ++seed) {
+        SCOPED_TRACE(testing::Message() << "second versions " << second_versions << ", budget "
+                                        << budget_bytes << ", seed " << seed);
+        std::mt19937 random(seed);
+        Start(second_versions, budget_bytes);
+        for (int i = 0; i < 60; ++i) {
+          switch (random() % 8) {
+            case 0:
+            case 1:
+            case 2:
+              Update(random);
+              break;
+            case 3:
+              Hold();
+              break;
+            case 4:
+              if (!held_.empty()) held_.erase(held_.begin() + random() % held_.size());
+              break;
+            case 5:
+              GoBack();
+              break;
+            case 6:
+              Skip();
+              break;
+            case 7:
+              if (random() % 2 == 0) Die();
+              break;
+          }
+          Check();
+          if (HasFailure()) return;
+        }
+      }
+    }
+  }
 }
 
 TEST_F(ChunkStoreTest, ADroppedVersionLeavesAPlaceForTheWriterOfAPinnedChunk) {

@@ -85,6 +85,11 @@ TEST(WorkerFlags, LeaveOutTheWeightsFileWhereNobodyReadsIt) {
             WeightsFile::kHashedOnly);
 }
 
+TEST(WorkerFlags, KeepPreviousIsTheJobs) {
+  EXPECT_FALSE(Read({"--out=run"})->options.job.keep_previous);
+  EXPECT_TRUE(Read({"--out=run", "--keep-previous"})->options.job.keep_previous);
+}
+
 TEST(WorkerFlags, AreRefusedWhereTheyMeanNothing) {
   EXPECT_THAT(Refusal({"--optimizer=local", "--update=wait"}), HasSubstr("--optimizer=service"));
   EXPECT_THAT(Refusal({"train"}), HasSubstr("unexpected argument 'train'"));

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cmath>
 #include <thread>
+#include <utility>
 
 #include "gpu_worker/run/loss_log.h"
 #include "tests/gpu_worker/training/meddling_optimizer.h"
@@ -83,6 +84,24 @@ TEST_P(Redo, AnAbortedStepIsDoneAgainByAllRanks) {
       EXPECT_EQ(service.job()->Status().generation, Generation(2));
       EXPECT_EQ(service.job()->Status().coverage_complete_steps, 6);
     }
+  }
+}
+
+// The worker goes back to the step's begin, with its data and learning rate.
+TEST(Undo, OfACommittedStepIsFollowedByTheSameStepAgain) {
+  const Result undisturbed = Train({.world_size = 1}, MakeLocalOptimizer);
+  for (const UpdateMode mode : {UpdateMode::kWait, UpdateMode::kSpeculate}) {
+    Service service;
+    bool undone = false;
+    const Result result = Train({.world_size = 1, .update_mode = mode, .keep_previous = true},
+                                service.Optimizer(), [&](const StepReport& report) {
+                                  if (report.step != 3 || std::exchange(undone, true)) return;
+                                  EXPECT_EQ(service.job()->UndoStep().value(), 3u);
+                                });
+    EXPECT_TRUE(result.weights == undisturbed.weights) << "the final weights differ";
+    EXPECT_THAT(StepsOf(result.reports), ElementsAre(1, 2, 3, 3, 4, 5, 6));
+    EXPECT_EQ(service.job()->Status().generation, Generation(2));
+    EXPECT_EQ(service.job()->Status().committed_step, 6u);
   }
 }
 

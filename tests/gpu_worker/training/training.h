@@ -67,6 +67,7 @@ struct Training {
   std::function<uint32_t(uint64_t step)> micro_steps_of_step = {};
   std::string out = {};  // Empty: a directory that goes.
   bool resumes = false;
+  bool keep_previous = false;
 };
 
 inline WorkerOptions OptionsOf(const Training& training) {
@@ -86,6 +87,7 @@ inline WorkerOptions OptionsOf(const Training& training) {
   options.job.wire_dtype = training.wire_dtype;
   options.job.weights_dtype = training.weights_dtype;
   options.job.update_mode = training.update_mode;
+  options.job.keep_previous = training.keep_previous;
   options.trainer.max_norm = training.max_norm;
   options.save_directory = training.save;
   options.resumes = training.resumes;

@@ -269,9 +269,33 @@ absl::Status EnginePlayer::BreakOff(End end) {
       }
       return StartOver();
     }
+    case End::kUndo: {
+      if (open_) {
+        BALLAST_RETURN_IF_ERROR(ExpectCode(absl::StatusCode::kFailedPrecondition,
+                                           stage_.job().UndoStep().status(), "undo in a step"));
+      }
+      BALLAST_RETURN_IF_ERROR(AbortNow(/*at_decision=*/false));
+      return UndoNow();
+    }
     default:
       return AbortNow(/*at_decision=*/false);
   }
+}
+
+absl::Status EnginePlayer::UndoNow() {
+  const std::optional<uint64_t> expected = stage_.model().undoable_step();
+  const absl::StatusOr<uint64_t> undone = stage_.job().UndoStep();
+  if (!expected.has_value()) {
+    return ExpectCode(absl::StatusCode::kFailedPrecondition, undone.status(), "undo");
+  }
+  BALLAST_RETURN_IF_ERROR(undone.status());
+  if (*undone != *expected) return Wrong("undid step ", *undone, ", expected ", *expected);
+  ++stage_.tally().undone;
+  stage_.model().Undo();
+  step_ = *undone + 1;  // Nothing of it, or of what comes later, has been told to anybody.
+  BALLAST_RETURN_IF_ERROR(StartOver());
+  return ExpectCode(absl::StatusCode::kFailedPrecondition, stage_.job().UndoStep().status(),
+                    "a second undo");
 }
 
 absl::Status EnginePlayer::AbortNow(bool at_decision) {

@@ -60,6 +60,7 @@ class EnginePlayer {
   bool GivesUp() const;
   absl::Status BreakOff(End end);
   absl::Status AbortNow(bool at_decision);
+  absl::Status UndoNow();
   absl::Status TakeRank(bool restart);
   absl::Status StartOver();
   absl::Status LeaveAttempt();

@@ -49,6 +49,14 @@ absl::StatusOr<v1::AttachWorkerResponse> EngineTransport::AttachWorker(
   return response;
 }
 
+absl::StatusOr<v1::UndoStepResponse> EngineTransport::UndoStep(const v1::UndoStepRequest& request) {
+  BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, Find(request.name()));
+  BALLAST_ASSIGN_OR_RETURN(const uint64_t undone, job->UndoStep());
+  v1::UndoStepResponse response;
+  response.set_undone_step(undone);
+  return response;
+}
+
 absl::StatusOr<v1::SaveJobResponse> EngineTransport::SaveJob(const v1::SaveJobRequest& request) {
   BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, Find(request.name()));
   BALLAST_RETURN_IF_ERROR(job->Save(request.directory()).status());

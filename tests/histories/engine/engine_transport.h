@@ -25,6 +25,7 @@ class EngineTransport final : public client::Transport {
   absl::StatusOr<v1::Job> GetJob(const v1::GetJobRequest& request) override;
   absl::StatusOr<v1::AttachWorkerResponse> AttachWorker(const v1::AttachWorkerRequest& request,
                                                         absl::Duration limit) override;
+  absl::StatusOr<v1::UndoStepResponse> UndoStep(const v1::UndoStepRequest& request) override;
   absl::StatusOr<v1::SaveJobResponse> SaveJob(const v1::SaveJobRequest& request) override;
   absl::StatusOr<v1::LoadJobResponse> LoadJob(const v1::LoadJobRequest& request) override;
   absl::StatusOr<v1::UploadWeightsResponse> UploadWeights(

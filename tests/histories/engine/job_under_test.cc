@@ -28,10 +28,10 @@ std::string Describe(const Tally& tally) {
       tally.refused_calls, ", norms looked at ", tally.norms, ", discarded for them ", tally.spikes,
       ", abandoned ", tally.abandoned, ", votes refused ", tally.refused_votes, ", given up ",
       tally.given_up, ", wrong guesses ", tally.guesses, "; aborted ", tally.aborted,
-      " and at the decision ", tally.aborted_at_decision, ", replaced ", tally.replaced,
-      ", loaded ", tally.loaded, ", snapshots ", tally.snapshots, "; chunks speculated ",
-      tally.speculated, ", published ", tally.published, ", redone ", tally.redone, "; in place ",
-      tally.in_place, ", borrowed ", tally.borrowed);
+      " and at the decision ", tally.aborted_at_decision, ", undone ", tally.undone, ", replaced ",
+      tally.replaced, ", loaded ", tally.loaded, ", snapshots ", tally.snapshots,
+      "; chunks speculated ", tally.speculated, ", published ", tally.published, ", redone ",
+      tally.redone, "; in place ", tally.in_place, ", borrowed ", tally.borrowed);
 }
 
 Engine& Engines::WithThreads(int threads) {

@@ -157,6 +157,12 @@ TEST_F(MalformedInput, UnaryCallsNameWhatIsWrong) {
       v1::AbortStepResponse response;
       return service_.jobs().AbortStep(context, request, &response);
     });
+    refuse(code, std::string("UndoStep ") + name, [&, name = name](grpc::ClientContext* context) {
+      v1::UndoStepRequest request;
+      request.set_name(name);
+      v1::UndoStepResponse response;
+      return service_.jobs().UndoStep(context, request, &response);
+    });
   }
   const auto update = [&](const std::string& name, const v1::HyperParameters& changes) {
     return [&, name, changes](grpc::ClientContext* context) {

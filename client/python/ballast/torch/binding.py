@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import functools
 import os
 import socket
 import tempfile
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..client import Client
-from ..errors import AbortedError, BallastError, FailedPreconditionError
+from ..errors import AbortedError, BallastError, FailedPreconditionError, PermissionDeniedError, error_of
 from ..restore import (
     begin_from,
     begin_with,
@@ -65,7 +66,9 @@ class Binding:
                  service: str | None, job: str, max_norm: float, update: str, process_group, timeout: float,
                  overlap: bool, accumulation_steps: int | None, module: torch.nn.Module | None,
                  credentials: dict[str, str | None], resume: tuple[str, int] | None, new: bool, attach: bool,
-                 checkpoint: str | None = None, moments: list[Moments | None] | None = None):
+                 checkpoint: str | None = None, moments: list[Moments | None] | None = None,
+                 keep_previous: bool = False):
+        self._keep_previous = keep_previous
         self._moments = moments and dict(zip((id(p) for group in param_groups for p in group["params"]), moments))
         self._credentials = credentials
         self.owned_service: Service | None = None
@@ -78,6 +81,7 @@ class Binding:
         self._hyper_parameters = hyper_parameters  # Of the param groups, as they are now.
         self._begun_with: list[HyperParameters] = []
         self._saved_step = 0
+        self._undos = 0  # That were asked for.
         self._overlap, self._module = overlap, module
         self._process = os.getpid()
         self._broken: str | None = None
@@ -166,7 +170,8 @@ class Binding:
             parameters = [dataclasses.replace(parameter, placements=placements_of(parameter.name, tensor, self.mesh))
                           for parameter, tensor in zip(parameters, self.parameters)]
         return Job(job, groups, parameters, world_size=self.world_size, unused_policy="skip",
-                   update_mode=update, max_micro_steps=max_micro_steps, mesh=mesh)
+                   update_mode=update, max_micro_steps=max_micro_steps, mesh=mesh,
+                   keep_previous=self._keep_previous)
 
     def _open(self, job: Job, process_group, service, timeout, resume, new, attach, checkpoint):
         if self.peers is not None:
@@ -209,11 +214,10 @@ class Binding:
         begun = resume is None and self._moments is not None and \
             self._begin_with_moments(job, places, timeout, or_go_on=checkpoint is not None)
 
-        def open_session() -> Session:
-            return Session(address, job, places, rank=self.rank,
-                           job_uid=uid, join_timeout=min(60.0, timeout), timeout=timeout,
-                           while_waiting=self.peers and self.peers.listen, **self._credentials)
-
+        # Of the binding it has nothing: else that would live on.
+        open_session = self._open_session = functools.partial(
+            Session, address, job, places, rank=self.rank, job_uid=uid, join_timeout=min(60.0, timeout),
+            timeout=timeout, while_waiting=self.peers and self.peers.listen, **self._credentials)
         self.session = open_session()
         if self.peers is not None:
             self.peers.meet("joined")
@@ -348,6 +352,47 @@ class Binding:
                 self.stream = self._start_stream()
         self._broken = None
         return decision
+
+    def undo(self) -> None:
+        """Of all ranks: undoes the last step, and puts the weights of the one before into the parameters."""
+        if self._broken is not None:
+            raise FailedPreconditionError(self._broken)
+        with self._telling():
+            self._undos += 1
+            refused = self._undo_on_service() if self.rank == 0 else ""
+            if self.peers is not None:
+                refused = self.peers.from_first(f"undo {self._undos}", refused)
+            if not refused:
+                self._broken = _INTERRUPTED
+                self._open_anew()
+                self._broken = None
+        if refused:
+            status, _, why = refused.partition(" ")
+            raise error_of(int(status), why)
+
+    def _undo_on_service(self) -> str:
+        """Status and text of a refusal, which leaves everything as it was; or ""."""
+        try:
+            self.session.undo()
+        except (FailedPreconditionError, PermissionDeniedError) as error:
+            return f"{error.status} {error}"
+        return ""
+
+    def _open_anew(self) -> None:
+        """The session of every rank has ended."""
+        if self.stream is not None:
+            self.stream.leave_session()
+        self.session.close()
+        self.session = self._open_session(job_uid=self.job_uid)
+        if self.peers is not None:
+            self.peers.meet(f"joined after undo {self._undos}")
+        if self.stream is not None:
+            self.stream.move_to(self.session)
+        self.session.read_weights()
+        self.step_count = self.session.committed_step
+        if self._saved_step > self.step_count:  # It will be another one.
+            self._saved_step = -1
+        self._take_weights()
 
     def _seal_and_vote(self, loss_scale: float) -> Decision:
         if self.stream is None or not self.stream.begun:
@@ -552,7 +597,7 @@ def check_overlap(parameters: list[torch.Tensor], process_group, module) -> None
 def _lines(job: Job) -> list[tuple[str, str]]:
     """A job's description, entry by entry."""
     lines = [(name, str(getattr(job, name)))
-             for name in ("world_size", "update_mode", "max_micro_steps", "mesh")]
+             for name in ("world_size", "update_mode", "max_micro_steps", "mesh", "keep_previous")]
     for group in job.groups:
         lines.append((f"group {group.name}", f"{group.hyper_parameters} {group.wire_dtype}"))
     for parameter in job.parameters:

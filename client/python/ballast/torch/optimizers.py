@@ -36,7 +36,7 @@ class _Remote(torch.optim.Optimizer):
     def __init__(self, params, defaults: dict[str, Any], *, service: str | None, job: str | None,
                  max_norm: float | None, update: str, process_group, timeout: float, full_state: bool,
                  overlap: bool, accumulation_steps: int | None, module: torch.nn.Module | None,
-                 credentials: dict[str, str | None]):
+                 keep_previous: bool, credentials: dict[str, str | None]):
         self._forget_steps()
         if max_norm is not None and not (math.isfinite(max_norm) and max_norm > 0):
             raise ValueError(f"Invalid max_norm value: {max_norm}")
@@ -54,7 +54,8 @@ class _Remote(torch.optim.Optimizer):
         self._full_state = full_state
         self._settings = dict(service=service, job=job or "trainer", max_norm=max_norm or 0.0, update=update,
                               process_group=process_group, timeout=timeout, overlap=overlap,
-                              accumulation_steps=accumulation_steps, module=module, credentials=credentials)
+                              accumulation_steps=accumulation_steps, module=module, keep_previous=keep_previous,
+                              credentials=credentials)
         if overlap:
             check_overlap([p for group in self.param_groups for p in group["params"]], process_group, module)
 
@@ -94,6 +95,19 @@ class _Remote(torch.optim.Optimizer):
             self._skips += 1
         self._tell_step()
         return loss
+
+    @torch.no_grad()
+    def undo_step(self) -> int:
+        """With keep_previous: undoes the last step, exactly, for a loss that has just exploded. The service's state and
+        the parameters are what they were before it, and so is the job's step, which is returned. All ranks call it,
+        before the next step() and, with overlap, before its first backward. What torch has beside the optimizer (an LR
+        scheduler, a GradScaler, the place in the data) is the trainer's to move. FailedPreconditionError, and nothing is
+        changed: there is nothing to undo, since one step alone can be, or the next step has begun."""
+        if self._binding is None:
+            raise FailedPreconditionError("this optimizer has made no step that could be undone")
+        self._binding.undo()
+        self._tell_step()
+        return self._binding.step_count
 
     @property
     def overlap(self) -> bool:
@@ -322,7 +336,8 @@ class AdamW(_Remote):
     name there. max_norm: clips the gradient to this global norm, as torch.nn.utils.clip_grad_norm_ does, but
     on the service. update: "speculate" updates before the norm is known, with the same bits. process_group:
     the ranks that train together, by default all. timeout: the longest wait for other ranks, in seconds.
-    full_state: state_dict has the moments, too. tls_ca, tls_cert, tls_key, token_file: files, as for
+    full_state: state_dict has the moments, too. keep_previous: `undo_step` is possible, and the service keeps one more
+    version of all state for it. tls_ca, tls_cert, tls_key, token_file: files, as for
     `ballast.connect`.
 
     overlap: from the second step on each gradient leaves as soon as backward has it, and `.grad` is None then. The
@@ -343,8 +358,8 @@ class AdamW(_Remote):
                  service: str | None = None, job: str | None = None, max_norm: float | None = None,
                  update: str = "wait", process_group=None, timeout: float = 600.0, full_state: bool = False,
                  overlap: bool = False, accumulation_steps: int | None = None,
-                 module: torch.nn.Module | None = None, tls_ca: str | None = None, tls_cert: str | None = None,
-                 tls_key: str | None = None, token_file: str | None = None):
+                 module: torch.nn.Module | None = None, keep_previous: bool = False, tls_ca: str | None = None,
+                 tls_cert: str | None = None, tls_key: str | None = None, token_file: str | None = None):
         _check_tensors(lr, betas, foreach)
         if not 0.0 <= float(lr):
             raise ValueError(f"Invalid learning rate: {lr}")
@@ -360,7 +375,7 @@ class AdamW(_Remote):
                         foreach=foreach, capturable=capturable, differentiable=differentiable, fused=fused)
         super().__init__(params, defaults, service=service, job=job, max_norm=max_norm, update=update,
                          process_group=process_group, timeout=timeout, full_state=full_state, overlap=overlap,
-                         accumulation_steps=accumulation_steps, module=module,
+                         accumulation_steps=accumulation_steps, module=module, keep_previous=keep_previous,
                          credentials=dict(tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, token_file=token_file))
 
 

@@ -47,6 +47,7 @@ class GradientStream:
         self._lock = threading.RLock()  # A backward has a thread for each device.
         self._given: set[int] = set()  # In the open micro-step.
         self._backwards: set[int] = set()  # Those that have given something and have not ended.
+        self._on_gpu = on_gpu
         self._copies = _Copies(session) if on_gpu else None
         # Parameters outlive an optimizer that nobody has closed: it must not go on taking what they get.
         take = functools.partial(_take_for, weakref.ref(self))
@@ -60,6 +61,17 @@ class GradientStream:
         if self._copies is not None:
             self._copies.close()
         self.finish()
+
+    def leave_session(self) -> None:
+        """Before the session is closed. Between steps; nothing is given until `move_to`."""
+        if self._copies is not None:
+            self._copies.close()
+            self._copies = None
+        self.finish()
+
+    def move_to(self, session: Session) -> None:
+        self._session = session
+        self._copies = _Copies(session) if self._on_gpu else None
 
     def group_of(self, index: int) -> int:
         return self._session.job.parameters[index].group

@@ -1,0 +1,73 @@
+"""What the ranks of torch_undo_test.py do."""
+
+import hashlib
+
+import fsdp_ranks
+import torch
+from torch.distributed.tensor import DTensor
+from torch_ranks import ddp, error_of, model_of, train
+
+import ballast
+import ballast.torch
+
+
+def digest(model):
+    values = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return hashlib.sha256(b"".join(value.detach().numpy().tobytes() for value in values)).hexdigest()
+
+
+def optimizer_of(model, parallel, service, job, overlap=False, **options):
+    module = parallel if overlap and parallel is not model else None
+    return ballast.torch.AdamW(model.named_parameters(), lr=0.05, service=service, job=job, overlap=overlap,
+                               module=module, **options)
+
+
+def trains(rank, world_size, service, job, undoes, sharded=False, **options):
+    """Four steps; undoes: and, after two of them, one of a learning rate that is far too high, twice, each undone."""
+    model = model_of()
+    if sharded:
+        parallel = model = fsdp_ranks.fully_shard(model, mesh=fsdp_ranks.mesh_of(world_size, 1))
+        model.set_force_sum_reduction_for_comms(True)  # As fsdp_ranks.shard does it.
+    else:
+        parallel = ddp(model) if world_size > 1 else model
+    optimizer = optimizer_of(model, parallel, service, job, keep_previous=True, **options)
+    train(parallel, optimizer, rank, 2)
+    told = []
+    for begin in (70, 80) if undoes else ():
+        before = digest(model)
+        optimizer.param_groups[0]["lr"] = 50.0
+        train(parallel, optimizer, rank, 1, begin=begin)
+        optimizer.param_groups[0]["lr"] = 0.05
+        exploded = digest(model) != before
+        told.append([exploded, optimizer.undo_step(), digest(model) == before, optimizer.overlap,
+                     optimizer.state[model[0].weight]["step"].item()])
+        told.append(error_of(optimizer.undo_step)[:2])
+    train(parallel, optimizer, rank, 2, begin=2)
+    step = optimizer.state[model[0].weight]["step"].item()
+    optimizer.close()
+    return [digest(model), step, told]
+
+
+def is_refused(rank, world_size, service, job):
+    """Nothing is changed by that: the optimizer goes on."""
+    model = model_of()
+    parallel = ddp(model) if world_size > 1 else model
+    optimizer = optimizer_of(model, parallel, service, job)
+    too_early = error_of(optimizer.undo_step)
+    train(parallel, optimizer, rank, 1)
+    before = digest(model)
+    without = error_of(optimizer.undo_step)
+    unchanged = digest(model) == before
+    train(parallel, optimizer, rank, 1, begin=1)
+    step = optimizer.state[model[0].weight]["step"].item()
+    optimizer.close()
+    return [too_early[:2], without[:2], unchanged, step]
+
+
+def is_asked_in_a_step(rank, world_size, service, job):
+    """The first gradients of the next step have left."""
+    model = model_of()
+    optimizer = optimizer_of(model, model, service, job, overlap=True, keep_previous=True)
+    train(model, optimizer, rank, 2)
+    model(torch.ones(1, 4)).sum().backward()
+    return error_of(optimizer.undo_step)[:2]
