@@ -45,6 +45,7 @@ Command TraceCommand();
 Command SaveCommand();
 Command LoadCommand();
 Command ImportCommand();
+Command ExportCommand();
 Command CheckpointsCommand();
 Command VerifyCommand();
 Command PlanCommand();
