@@ -40,7 +40,8 @@ Engine& Engines::WithThreads(int threads, bool may_die) {
   if (threads == threads_of_engine_ && may_die == (deaths_ != nullptr)) return *engine_;
   engine_.reset();
   memory_.reset();
-  deaths_ = may_die ? std::make_unique<Deaths>() : nullptr;
+  deaths_.reset();  // Before the next: there is one at a time.
+  if (may_die) deaths_ = std::make_unique<Deaths>();
   threads_of_engine_ = threads;
   Start();
   return *engine_;
