@@ -4,10 +4,14 @@
 #include <csignal>
 #include <cstdio>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "client/cli/cli_command.h"
+#include "client/cli/cli_export.h"
+#include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/atomic_file.h"
+#include "cpu_optimizer_service/state/weights_export.h"
 
 namespace {
 
@@ -16,6 +20,23 @@ void EndBySignal(int signal) {
   ballast::RemoveUnfinishedFile();
   std::signal(signal, SIG_DFL);
   std::raise(signal);
+}
+
+absl::StatusOr<ballast::client::cli::Exported> Export(
+    const ballast::client::cli::ExportOrder& order) {
+  BALLAST_ASSIGN_OR_RETURN(ballast::ExportedWeights exported,
+                           ballast::ExportWeights(ballast::PosixFileSystem(),
+                                                  {.checkpoint = order.checkpoint,
+                                                   .directory = order.directory,
+                                                   .dtype = order.dtype,
+                                                   .most_file_bytes = order.most_file_bytes}));
+  return ballast::client::cli::Exported{.checkpoint = std::move(exported.checkpoint),
+                                        .job = std::move(exported.job),
+                                        .step = exported.step,
+                                        .tensors = exported.tensors,
+                                        .bytes = exported.bytes,
+                                        .files = std::move(exported.files),
+                                        .passed_over = std::move(exported.passed_over)};
 }
 
 }  // namespace
@@ -27,6 +48,7 @@ int main(int argc, char** argv) {
   std::signal(SIGINT, EndBySignal);
   std::signal(SIGTERM, EndBySignal);
   gpr_set_log_function([](gpr_log_func_args*) {});  // Errors are said once, by this program.
+  ballast::client::cli::SetExporter(Export);
   std::string output;
   std::string error;
   const int code =

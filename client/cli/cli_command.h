@@ -46,6 +46,7 @@ Command TraceCommand();
 Command SaveCommand();
 Command LoadCommand();
 Command ImportCommand();
+Command ExportCommand();
 Command CheckpointsCommand();
 Command VerifyCommand();
 Command PlanCommand();

@@ -102,10 +102,10 @@ int RunCommand(const Command& command, const Arguments& arguments, std::string& 
 
 std::vector<Command> AllCommands() {
   std::vector<Command> commands = {
-      JobsCommand(),   JobCommand(),         GroupsCommand(), StateCommand(),
-      TraceCommand(),  SetGroupCommand(),    SaveCommand(),   LoadCommand(),
-      ImportCommand(), CheckpointsCommand(), VerifyCommand(), AbortStepCommand(),
-      UndoCommand(),   CloseCommand(),       PlanCommand(),   DoctorCommand()};
+      JobsCommand(),        JobCommand(),    GroupsCommand(),    StateCommand(),  TraceCommand(),
+      SetGroupCommand(),    SaveCommand(),   LoadCommand(),      ImportCommand(), ExportCommand(),
+      CheckpointsCommand(), VerifyCommand(), AbortStepCommand(), UndoCommand(),   CloseCommand(),
+      PlanCommand(),        DoctorCommand()};
   for (Command& command : commands) AddCommonFlags(command);
   return commands;
 }

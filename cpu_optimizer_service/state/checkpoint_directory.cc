@@ -27,7 +27,8 @@ absl::Status TryIn(FileSystem& files, const std::string& probe) {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<CheckpointDirectory>> CheckpointDirectory::Open(
-    FileSystem& file_system, const std::string& given, const CheckpointPolicy& policy) {
+    FileSystem& file_system, const std::string& given, const CheckpointPolicy& policy,
+    absl::Status* problem) {
   // Absolute, and without a final slash: it is told to people, and compared.
   std::error_code error;
   std::string path = std::filesystem::absolute(given, error).lexically_normal().string();
@@ -38,10 +39,17 @@ absl::StatusOr<std::unique_ptr<CheckpointDirectory>> CheckpointDirectory::Open(
   absl::Status status = TryIn(file_system, probe);
   const absl::Status removed = file_system.RemoveAll(probe);
   status.Update(removed);
-  BALLAST_RETURN_IF_ERROR(Annotate(status, "no job could be saved"));
-  BALLAST_ASSIGN_OR_RETURN(const std::vector<std::string> names, file_system.List(path));
+  const absl::StatusOr<std::vector<std::string>> names = file_system.List(path);
+  status.Update(names.status());
+  status = Annotate(status, "no job could be saved");
+  if (problem != nullptr) {
+    *problem = status;
+  } else {
+    BALLAST_RETURN_IF_ERROR(status);
+  }
+  if (!names.ok()) return directory;
   MutexLock lock(directory->mutex_);
-  for (const std::string& name : names) {
+  for (const std::string& name : *names) {
     if (!IsJobName(name)) continue;
     const std::string folder = directory->PathOf(name);
     const auto found = ListCheckpoints(file_system, folder);

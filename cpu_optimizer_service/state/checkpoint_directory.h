@@ -37,9 +37,12 @@ struct CheckpointPolicy {
 class CheckpointDirectory {
  public:
   // Makes the directory if need be, and tries there all that a save does, so that it is known now
-  // and not at the save. Looks which checkpoints there are. Errors are one line.
+  // and not at the save. Looks which checkpoints there are. Errors are one line. `problem`: where
+  // given, for jobs that live already, it takes what was found, OK or why none can be saved now, and
+  // that is no error.
   static absl::StatusOr<std::unique_ptr<CheckpointDirectory>> Open(
-      FileSystem& file_system, const std::string& given, const CheckpointPolicy& policy = {});
+      FileSystem& file_system, const std::string& given, const CheckpointPolicy& policy = {},
+      absl::Status* problem = nullptr);
 
   const std::string& path() const { return path_; }  // Absolute.
   const CheckpointPolicy& policy() const { return policy_; }

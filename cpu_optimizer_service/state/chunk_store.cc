@@ -17,20 +17,6 @@
 
 namespace ballast {
 
-absl::string_view Name(Plane plane) {
-  switch (plane) {
-    case Plane::kMaster:
-      return "master";
-    case Plane::kExpAvg:
-      return "exp_avg";
-    case Plane::kExpAvgSq:
-      return "exp_avg_sq";
-    case Plane::kMaxExpAvgSq:
-      return "max_exp_avg_sq";
-  }
-  return "unknown";
-}
-
 namespace {
 
 // A word of the table: the slot that a chunk's planes lie in, and the step that they stand at.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstring>
 #include <iterator>
 #include <limits>
@@ -9,6 +10,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/sha256.h"
 #include "cpu_optimizer_service/kernels/kernels.h"
@@ -27,19 +29,44 @@ absl::Span<const std::byte> AsBytes(absl::Span<const float> values) {
                              values.size() * sizeof(float));
 }
 
-std::string MakeHeader(absl::Span<const TensorEntry> tensors) {
+const char* NameOf(DType dtype) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return "BF16";
+    case DType::kFloat16:
+      return "F16";
+    default:
+      return "F32";
+  }
+}
+
+std::string MakeHeader(absl::Span<const TensorEntry> tensors, const SafetensorsStyle& style) {
   nlohmann::ordered_json header = nlohmann::ordered_json::object();
+  if (!style.metadata.empty()) header["__metadata__"] = style.metadata;
   int64_t offset = 0;
   for (const TensorEntry& tensor : tensors) {
-    const int64_t end = offset + tensor.elements * static_cast<int64_t>(sizeof(float));
+    const int64_t end = offset + tensor.elements * static_cast<int64_t>(SizeBytes(style.dtype));
     header[tensor.name] = {
-        {"dtype", "F32"}, {"shape", tensor.shape}, {"data_offsets", {offset, end}}};
+        {"dtype", NameOf(style.dtype)}, {"shape", tensor.shape}, {"data_offsets", {offset, end}}};
     offset = end;
   }
   // Names are bytes; invalid UTF-8 must not throw.
   std::string text = header.dump(-1, ' ', false, json::error_handler_t::replace);
   text.resize((text.size() + 7) / 8 * 8, ' ');
   return text;
+}
+
+absl::Status Narrow(absl::Span<const float> values, DType dtype, std::vector<std::byte>& to,
+                    const TensorEntry& tensor, int64_t offset) {
+  const auto elements = static_cast<int64_t>(values.size());
+  ConvertFromFloat(values.data(), to.data(), dtype, elements);
+  for (int64_t i = 0; i < elements; ++i) {
+    if (!std::isfinite(values[i]) || std::isfinite(LoadElement(to.data(), dtype, i))) continue;
+    return absl::FailedPreconditionError(absl::StrCat(tensor.name, " is ", values[i],
+                                                      " at element ", offset + i, ", which ",
+                                                      Name(dtype), " does not have; use fp32"));
+  }
+  return absl::OkStatus();
 }
 
 // nullopt: not one that is taken.
@@ -55,7 +82,8 @@ std::optional<DType> DTypeOf(const json& name, SafetensorsFile::Take take) {
 
 absl::StatusOr<WrittenFile> WriteSafetensors(
     FileSystem& file_system, const std::string& path, absl::Span<const TensorEntry> tensors,
-    absl::FunctionRef<void(int tensor, int64_t offset, absl::Span<float> out)> read) {
+    absl::FunctionRef<void(int tensor, int64_t offset, absl::Span<float> out)> read,
+    const SafetensorsStyle& style) {
   BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<WritableFile> file, file_system.Create(path));
   WrittenFile written;
   Sha256 sha256;
@@ -64,19 +92,26 @@ absl::StatusOr<WrittenFile> WriteSafetensors(
     sha256.Add(bytes);
     return file->Append(bytes);
   };
-  const std::string header = MakeHeader(tensors);
+  const std::string header = MakeHeader(tensors, style);
   const uint64_t header_bytes = header.size();
   BALLAST_RETURN_IF_ERROR(append(absl::MakeConstSpan(
       reinterpret_cast<const std::byte*>(&header_bytes), sizeof(header_bytes))));
   BALLAST_RETURN_IF_ERROR(append(
       absl::MakeConstSpan(reinterpret_cast<const std::byte*>(header.data()), header.size())));
   std::vector<float> buffer(kBufferElements);
+  std::vector<std::byte> narrow;
   for (int tensor = 0; tensor < static_cast<int>(tensors.size()); ++tensor) {
     for (int64_t offset = 0; offset < tensors[tensor].elements; offset += kBufferElements) {
       const auto piece = absl::MakeSpan(buffer).first(
           std::min(kBufferElements, tensors[tensor].elements - offset));
       read(tensor, offset, piece);
-      BALLAST_RETURN_IF_ERROR(append(AsBytes(piece)));
+      if (style.dtype == DType::kFloat32) {
+        BALLAST_RETURN_IF_ERROR(append(AsBytes(piece)));
+        continue;
+      }
+      narrow.resize(piece.size() * SizeBytes(style.dtype));
+      BALLAST_RETURN_IF_ERROR(Narrow(piece, style.dtype, narrow, tensors[tensor], offset));
+      BALLAST_RETURN_IF_ERROR(append(narrow));
     }
   }
   BALLAST_RETURN_IF_ERROR(file->Close());

@@ -1,10 +1,12 @@
 // The safetensors format: eight bytes of header length (little-endian), a JSON header that maps
 // each tensor's name to dtype, shape and byte offsets, then the tensors' bytes without gaps.
-// Source: https://github.com/huggingface/safetensors, "Format". Only F32 tensors are written.
+// Source: https://github.com/huggingface/safetensors, "Format". All tensors that are written to a
+// file have one dtype.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_STATE_SAFETENSORS_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_STATE_SAFETENSORS_H_
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -30,11 +32,17 @@ struct WrittenFile {
   std::string sha256;  // Hex.
 };
 
+struct SafetensorsStyle {
+  DType dtype = DType::kFloat32;
+  std::map<std::string, std::string> metadata;  // Of the header, for other programs.
+};
+
 // Writes the tensors in order. `read(tensor, offset, out)` fills elements [offset, offset +
-// out.size()) of tensor number `tensor`.
+// out.size()) of tensor number `tensor`. FAILED_PRECONDITION: one is finite, and not in the dtype.
 absl::StatusOr<WrittenFile> WriteSafetensors(
     FileSystem& file_system, const std::string& path, absl::Span<const TensorEntry> tensors,
-    absl::FunctionRef<void(int tensor, int64_t offset, absl::Span<float> out)> read);
+    absl::FunctionRef<void(int tensor, int64_t offset, absl::Span<float> out)> read,
+    const SafetensorsStyle& style = {});
 
 class SafetensorsFile {
  public:

@@ -148,12 +148,20 @@ void LogWhoMayLook(const std::string& url, const ballast::server::Access& access
   spdlog::info("status page at {0}/, metrics at {0}/metrics", url);
 }
 
-// Null without --checkpoint-dir. What cannot be saved to is found now, not when it is needed.
+// Null without --checkpoint-dir. What cannot be saved to is found now, not when it is needed. After a
+// death of the service's process that is no reason to lose its jobs: they go on.
 absl::StatusOr<std::unique_ptr<ballast::CheckpointDirectory>> OpenCheckpoints(
-    const BallastdFlags& flags) {
+    const BallastdFlags& flags, const ballast::server::HeldFiles* held) {
   if (flags.checkpoint_directory.empty()) return nullptr;
+  const bool is_after_death = held != nullptr && held->deaths() > 0;
+  absl::Status problem;
   auto opened = ballast::CheckpointDirectory::Open(
-      ballast::PosixFileSystem(), flags.checkpoint_directory, flags.checkpoint_policy);
+      ballast::PosixFileSystem(), flags.checkpoint_directory, flags.checkpoint_policy,
+      is_after_death ? &problem : nullptr);
+  if (!problem.ok()) {
+    spdlog::error("--checkpoint-dir: {}; jobs go on unsaved until that is mended",
+                  std::string(problem.message()));
+  }
   if (opened.ok()) return opened;
   return ballast::Annotate(opened.status(), "flag --checkpoint-dir=" + flags.checkpoint_directory);
 }
@@ -354,7 +362,7 @@ int main(int argc, char** argv) {
   auto manager = ballast::server::ServiceManager::FromEnvironment();
   if (!manager.ok()) return Fail(manager.status(), 2);
 
-  const auto checkpoints = OpenCheckpoints(*flags);
+  const auto checkpoints = OpenCheckpoints(*flags, held->get());
   if (!checkpoints.ok()) return Fail(checkpoints.status(), 1);
   const auto directory = OpenStateDirectory(*flags, held->get(), checkpoints->get());
   if (!directory.ok()) return Fail(directory.status(), 1);

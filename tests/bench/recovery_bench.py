@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How long the service is away when its process is killed, and with what, by the size of its state.
 
-    recovery_bench.py [--gigabytes 1,2,4] [--rounds N] [--json FILE]
+    recovery_bench.py [--gigabytes 1,2,4] [--rounds N] [--json FILE] [--svg FILE]
 
 kills the process of a ballastd with one job, between steps and in updates, in turn. The parts of what follows:
 
@@ -9,6 +9,8 @@ kills the process of a ballastd with one job, between steps and in updates, in t
     taken over  to the log's line that the job is back: started, memory mapped, a decided step carried out
     listening   to the line that it listens
     streams     to the client's line that its stream is back
+
+--svg draws them (recovery_picture.py); --json keeps them, for another picture later.
 """
 
 import argparse
@@ -26,9 +28,11 @@ import threading
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests/support"), str(ROOT / "client/python")]
+sys.path[:0] = [str(ROOT / "tests/support"), str(ROOT / "tests/bench"), str(ROOT / "client/python")]
 
 import processes  # noqa: E402
+import recovery_picture  # noqa: E402
+from recovery_picture import write_whole  # noqa: E402
 from processes import await_, read  # noqa: E402
 
 import ballast  # noqa: E402
@@ -36,7 +40,7 @@ import ballast  # noqa: E402
 BIN = pathlib.Path(os.environ.get("BALLAST_BIN_DIR", ROOT / "build/release/bin"))
 TENSORS = 64
 STATE_BYTES = 12  # A parameter.
-PARTS = ("noticed", "taken over", "listening", "streams")
+PARTS = tuple(recovery_picture.PARTS)
 LINE = re.compile(r"^\[(\d+-\d+-\d+ \d+:\d+:\d+\.\d+)\] (.*)$", re.MULTILINE)
 
 
@@ -110,11 +114,17 @@ class Bench:
         return {part: max(0.0, b - a) for part, a, b in zip(PARTS, times, times[1:])}, "carried out" in story
 
 
+def machine_line():
+    model = re.search(r"^model name\s*: (.*)$", read(pathlib.Path("/proc/cpuinfo")), re.MULTILINE)
+    return f"{model[1] if model else os.uname().machine}, {os.cpu_count()} cores, Linux {os.uname().release}"
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", default="1,2,4")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--svg", type=pathlib.Path)
     flags = parser.parse_args()
     figures = {}
     with tempfile.TemporaryDirectory(prefix="recovery-bench-") as name:
@@ -144,7 +154,10 @@ def main():
                 print(f"{gigabytes:4g} GB  {kind:14}  {len(all_parts):6}  "
                       + "".join(f"{seconds:10.3f} s" for seconds in median.values()), flush=True)
     if flags.json:
-        flags.json.write_text(json.dumps({"name": "recovery_bench", "figures": figures}, indent=1))
+        flags.json.write_text(json.dumps({"name": "recovery_bench", "machine": machine_line(), "figures": figures},
+                                         indent=1))
+    if flags.svg:
+        write_whole(flags.svg, recovery_picture.draw(figures, f"One job over a unix socket; medians. {machine_line()}"))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ namespace ballast::histories {
 namespace {
 
 const char* Name(EventKind kind) {
-  static constexpr const char* kNames[kEventKinds] = {
+  static constexpr const char* kNames[] = {
       "makes a call twice",
       "loses its stream and opens it again",
       "loses its stream after its seal, and is away until the commit",
@@ -34,6 +34,7 @@ const char* Name(EventKind kind) {
       "votes before the norm is known",
       "votes what can never be",
       "votes otherwise than the others, at first",
+      "(the service) is about to die",
   };
   return kNames[static_cast<int>(kind)];
 }

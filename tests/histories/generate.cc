@@ -235,6 +235,10 @@ Attempt AnyAttempt(Random& random, const JobPlan& job, Layer layer) {
   for (int events = random.Below(6); events > 0; --events) {
     attempt.events.push_back(AnyEvent(random, job, layer));
   }
+  if (layer == Layer::kEngine && random.OneIn(2)) {
+    attempt.events.push_back(
+        {.kind = EventKind::kDeath, .at = random.Below(kPositions), .pick = random.Below(1000)});
+  }
   return attempt;
 }
 

@@ -56,6 +56,13 @@ std::string NameOf(const ParameterPlan& parameter) {
   return absl::StrFormat("p%03d", parameter.id);
 }
 
+bool HasDeath(const History& history) {
+  return std::any_of(history.attempts.begin(), history.attempts.end(), [](const Attempt& attempt) {
+    return std::any_of(attempt.events.begin(), attempt.events.end(),
+                       [](const Event& event) { return event.kind == EventKind::kDeath; });
+  });
+}
+
 JobSpec SpecOf(const JobPlan& job, const std::string& name) {
   JobSpec spec;
   spec.name = name;

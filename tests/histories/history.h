@@ -81,8 +81,11 @@ enum class EventKind : uint8_t {
   kEarlyVote,  // A rank votes before the norm is known.
   kBadVote,    // A rank votes what can never be.
   kOtherVote,  // A rank votes otherwise than the others, until all are told to vote again.
+  // The service dies at the (1 + `pick` % 16)th store that a later process could see; one time in
+  // eight the one after it, too, while it takes over.
+  kDeath,
 };
-inline constexpr int kEventKinds = static_cast<int>(EventKind::kOtherVote) + 1;
+inline constexpr int kEventKinds = static_cast<int>(EventKind::kOtherVote) + 1;  // Without deaths.
 
 // Where in an attempt: the call at position `at` of kPositions.
 inline constexpr int kPositions = 1000;
@@ -161,6 +164,9 @@ struct History {
   JobPlan job;
   std::vector<Attempt> attempts;
 };
+
+// Whether the service dies in it.
+bool HasDeath(const History& history);
 
 JobSpec SpecOf(const JobPlan& job, const std::string& name);
 std::string NameOf(const ParameterPlan& parameter);

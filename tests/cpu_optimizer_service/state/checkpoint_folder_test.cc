@@ -475,6 +475,16 @@ TEST_F(CheckpointFolderTest, ADirectoryIsTriedAtOnceAndKnowsWhatItHas) {
   FillingFileSystem full;
   EXPECT_EQ(CheckpointDirectory::Open(full, Path("full")).status().code(),
             absl::StatusCode::kResourceExhausted);
+  // For jobs that live already.
+  absl::Status problem;
+  for (const char* name : {"full", "file"}) {
+    const auto opened = CheckpointDirectory::Open(full, Path(name), {}, &problem);
+    ASSERT_TRUE(opened.ok()) << opened.status();
+    EXPECT_THAT(std::string(problem.message()), HasSubstr("no job could be saved: "));
+    EXPECT_EQ((*opened)->path(), Path(name));
+  }
+  EXPECT_TRUE(CheckpointDirectory::Open(PosixFileSystem(), Path("full"), {}, &problem).ok());
+  EXPECT_TRUE(problem.ok()) << problem;
 
   auto directory = CheckpointDirectory::Open(PosixFileSystem(), root_.string()).value();
   Engine engine(

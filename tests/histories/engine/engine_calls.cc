@@ -28,7 +28,12 @@ absl::Status EnginePlayer::Make(const Call& call) {
 
 absl::Status EnginePlayer::Begin(const Call& call) {
   Rank& side = ranks_[call.rank];
-  BALLAST_RETURN_IF_ERROR(side.stream->BeginStep(At(call.rank), ScriptOf(call).Settings()));
+  const auto adopt = [&](const RankPosition& position) {
+    side.begun |= position.open_step == step_;
+  };
+  BALLAST_RETURN_IF_ERROR(Survive({call.rank, adopt}, [&] {
+    return side.stream->BeginStep(At(call.rank), ScriptOf(call).Settings());
+  }));
   if (side.try_number == live_ && !std::exchange(live_begun_, true)) stage_.model().Begin(live());
   open_ = true;
   side.begun = true;
@@ -63,11 +68,20 @@ absl::Status EnginePlayer::Contribute(const Call& call) {
   } else if (is_new) {
     memory->WriteGradient(call.chunk, payload);
   }
-  BALLAST_ASSIGN_OR_RETURN(const ContributionResult result,
-                           ranks_[call.rank].stream->Contribute(contribution));
-  if ((result == ContributionResult::kAdded) != is_new) {
+  bool was_taken = !is_new;
+  const auto adopt = [&](const RankPosition& position) {
+    for (const auto& [chunk, next] : position.delivered) {
+      if (chunk != call.chunk || next != contribution.micro_step_end) continue;
+      next_micro_step_[chunk] = next;
+      was_taken = true;
+    }
+  };
+  BALLAST_ASSIGN_OR_RETURN(const ContributionResult result, Survive({call.rank, adopt}, [&] {
+                             return ranks_[call.rank].stream->Contribute(contribution);
+                           }));
+  if ((result == ContributionResult::kAdded) == was_taken) {
     return Wrong("chunk ", call.chunk, " [", contribution.micro_step_begin, ", ",
-                 contribution.micro_step_end, ") was taken as ", is_new ? "a repeat" : "new");
+                 contribution.micro_step_end, ") was taken as ", was_taken ? "new" : "a repeat");
   }
   if (!is_new) return absl::OkStatus();
   const bool borrowed = contribution.final && next_micro_step_[call.chunk] == 0;
@@ -84,8 +98,14 @@ absl::Status EnginePlayer::Contribute(const Call& call) {
 
 absl::Status EnginePlayer::EndMicroStep(const Call& call) {
   Rank& side = ranks_[call.rank];
-  BALLAST_RETURN_IF_ERROR(side.stream->EndMicroStep(
-      At(call.rank), call.micro_step, ScriptOf(call).Used(call.rank, call.micro_step)));
+  const auto adopt = [&](const RankPosition& position) {
+    const bool was_taken = position.micro_steps_ended == call.micro_step + 1;
+    if (was_taken) side.micro_steps_ended = std::max(side.micro_steps_ended, call.micro_step + 1);
+  };
+  BALLAST_RETURN_IF_ERROR(Survive({call.rank, adopt}, [&] {
+    return side.stream->EndMicroStep(At(call.rank), call.micro_step,
+                                     ScriptOf(call).Used(call.rank, call.micro_step));
+  }));
   side.micro_steps_ended = std::max(side.micro_steps_ended, call.micro_step + 1);
   return absl::OkStatus();
 }
@@ -125,8 +145,19 @@ absl::Status EnginePlayer::Seal(const Call& call, uint32_t micro_steps) {
   std::vector<int64_t> refusals;
   for (const Rank& other : ranks_) refusals.push_back(other.ear->refusals());
 
-  BALLAST_ASSIGN_OR_RETURN(const std::optional<SealRefusal> refusal,
-                           side.stream->Seal(At(call.rank), micro_steps, VoteWithSeal(call.rank)));
+  absl::StatusOr<std::optional<SealRefusal>> sealed;
+  const auto seal = [&] {
+    sealed = side.stream->Seal(At(call.rank), micro_steps, VoteWithSeal(call.rank));
+  };
+  if (!mortal_) {
+    seal();
+  } else if (DiesIn(seal)) {
+    side.sealed = false;
+    BALLAST_RETURN_IF_ERROR(TakeOver(/*may_be_decided=*/last && !why.has_value()));
+    whole_ = carried_out_;
+    return carried_out_ ? absl::OkStatus() : Seal(call, micro_steps);
+  }
+  BALLAST_ASSIGN_OR_RETURN(const std::optional<SealRefusal> refusal, std::move(sealed));
   if (refusal.has_value() != why.has_value()) {
     return Wrong("the seal of rank ", call.rank, " with ", micro_steps,
                  " micro-steps: ", refusal.has_value() ? refusal->status.ToString() : "was taken",

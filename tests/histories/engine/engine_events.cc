@@ -64,6 +64,9 @@ absl::Status EnginePlayer::Happen(const Event& event, size_t next_call) {
     case EventKind::kEarlyVote:
     case EventKind::kBadVote:
       return side.away ? absl::OkStatus() : VoteWrongly(event);
+    case EventKind::kDeath:
+      ArmDeath(event);
+      return absl::OkStatus();
     case EventKind::kWithhold:  // The script's.
     case EventKind::kLate:
     case EventKind::kOtherVote:  // Of the whole attempt.

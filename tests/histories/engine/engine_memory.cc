@@ -7,7 +7,10 @@
 
 namespace ballast::histories {
 
-bool EnginePlayer::Shares(int rank) const { return (history_.seed / 5 + rank) % 3 != 0; }
+// Where the service dies it would have to be in named memory, as the service's own is.
+bool EnginePlayer::Shares(int rank) const {
+  return !may_die_ && (history_.seed / 5 + rank) % 3 != 0;
+}
 
 absl::Status EnginePlayer::GiveMemory(int rank) {
   Rank& side = ranks_[rank];

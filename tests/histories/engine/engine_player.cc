@@ -9,7 +9,10 @@
 namespace ballast::histories {
 
 EnginePlayer::EnginePlayer(Engines& engines, const History& history)
-    : history_(history), stage_(engines, history.job), ranks_(history.job.world_size) {}
+    : history_(history),
+      may_die_(CanDie() && HasDeath(history)),
+      stage_(engines, history.job, may_die_),
+      ranks_(history.job.world_size) {}
 
 absl::Status EnginePlayer::Play() {
   for (int rank = 0; rank < history_.job.world_size; ++rank) {
@@ -27,7 +30,7 @@ absl::Status EnginePlayer::Play() {
   return stage_.CheckAllState();
 }
 
-absl::Status EnginePlayer::Open(int rank, bool over) {
+absl::Status EnginePlayer::Open(int rank, bool over, const UnderWay& under_way) {
   Rank& side = ranks_[rank];
   if (!over) side.stream.reset();
   AttachRequest request = {.rank = rank,
@@ -50,7 +53,8 @@ absl::Status EnginePlayer::Open(int rank, bool over) {
   // Not every rank of a job that speculates has room for it.
   const bool speculates =
       history_.job.update_mode == UpdateMode::kSpeculate && (history_.seed + rank) % 5 != 0;
-  auto ear = std::make_shared<RecordingListener>(speculates);
+  auto ear =
+      std::make_shared<RecordingListener>(speculates, may_die_ ? stage_.deaths().flag() : nullptr);
   ear->Guesses(attempt_ != nullptr && attempt_->guesses);
   BALLAST_ASSIGN_OR_RETURN(
       std::unique_ptr<RankStream> stream,
@@ -67,6 +71,7 @@ absl::Status EnginePlayer::Open(int rank, bool over) {
   side.away = false;
   side.vote_refusals = 0;
   if (over) BALLAST_RETURN_IF_ERROR(ExpectAborted(*stream, rank));
+  if (rank == under_way.rank) under_way.adopt(side.stream->position());
   return CheckPosition(rank);
 }
 
@@ -78,7 +83,8 @@ absl::Status EnginePlayer::PlayAttempt(const Attempt& attempt) {
   live_ = 0;
   live_begun_ = false;
   step_ = stage_.next_step();
-  open_ = whole_ = refused_ = hopeless_ = false;
+  open_ = whole_ = refused_ = hopeless_ = carried_out_ = false;
+  if (may_die_) stage_.deaths().Disarm();
   calls_ = tries_->script(0).Calls();
   next_micro_step_.assign(stage_.layout().chunks().size(), 0);
   payloads_.assign(stage_.layout().chunks().size(), 0);
@@ -134,7 +140,10 @@ absl::Status EnginePlayer::PlayCalls() {
     }
     const Call call = calls_[i];
     next_call_ = i + 1;
-    BALLAST_RETURN_IF_ERROR(Make(call));
+    mortal_ = may_die_;
+    const absl::Status made = Make(call);
+    mortal_ = false;
+    BALLAST_RETURN_IF_ERROR(made);
     if (whole_ && SpikeIsDue()) {
       BALLAST_RETURN_IF_ERROR(DiscardForSpike());
       continue;
@@ -148,6 +157,19 @@ absl::Status EnginePlayer::Finish() {
   if (refused_) return FinishRefused();
   if (!whole_) return BreakOff(attempt_->end);
   if (attempt_->end == End::kAbortAtDecision) return AbortNow(/*at_decision=*/true);
+  while (!carried_out_) {
+    absl::Status told;
+    if (!DiesIn([&] { told = AwaitDecision(); })) {
+      BALLAST_RETURN_IF_ERROR(told);
+      break;
+    }
+    BALLAST_RETURN_IF_ERROR(TakeOver(/*may_be_decided=*/true));
+    if (!carried_out_) BALLAST_RETURN_IF_ERROR(SealAll());
+  }
+  return FinishCommit();
+}
+
+absl::Status EnginePlayer::AwaitDecision() {
   BALLAST_RETURN_IF_ERROR(PlayVotes());
   // Who lost the answer to a seal says it again, whatever has become of the step meanwhile.
   for (int rank = 0; rank < history_.job.world_size; ++rank) {
@@ -163,7 +185,11 @@ absl::Status EnginePlayer::Finish() {
                                        ranks_[rank].stream->Vote(At(rank), other),
                                        "another vote than the decided one"));
   }
-  return FinishCommit();
+  for (const Rank& side : ranks_) {
+    if (side.away || side.ear->AwaitCommit(step_)) continue;
+    return Wrong("step ", step_, " was not committed");
+  }
+  return absl::OkStatus();
 }
 
 absl::Status EnginePlayer::FinishCommit() {
@@ -197,7 +223,8 @@ absl::Status EnginePlayer::FinishCommit() {
   }
   const int64_t summed =
       std::count_if(payloads_.begin(), payloads_.end(), [](int payloads) { return payloads > 1; });
-  return stage_.CheckCommit(live(), expected, summed);
+  // A step that is carried out after a death leaves none in use.
+  return stage_.CheckCommit(live(), expected, carried_out_ ? 0 : summed);
 }
 
 bool EnginePlayer::GivesUp() const {

@@ -4,6 +4,7 @@
 #define BALLAST_TESTS_HISTORIES_ENGINE_ENGINE_PLAYER_H_
 
 #include <deque>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "cpu_optimizer_service/common/status.h"
 #include "tests/cpu_optimizer_service/job/heap_rank_memory.h"
 #include "tests/histories/engine/job_under_test.h"
 #include "tests/histories/engine/recording_listener.h"
@@ -19,6 +21,12 @@
 #include "tests/histories/tries.h"
 
 namespace ballast::histories {
+
+// A call that was under way when the service died: what it had come to, by what its rank is told.
+struct UnderWay {
+  int rank = -1;
+  std::function<void(const RankPosition&)> adopt;
+};
 
 class EnginePlayer {
  public:
@@ -52,6 +60,8 @@ class EnginePlayer {
   absl::Status PlayAttempt(const Attempt& attempt);
   absl::Status PlayCalls();
   absl::Status Finish();
+  // Votes, and waits until all have been told what came of it.
+  absl::Status AwaitDecision();
   absl::Status FinishCommit();
   absl::Status FinishRefused();
   // The step could not be kept, and was skipped, because of `why`. `replaced`: a rank that has no
@@ -65,7 +75,7 @@ class EnginePlayer {
   absl::Status StartOver();
   absl::Status LeaveAttempt();
   // Takes the rank again and opens a stream; `over`: while the old one lives.
-  absl::Status Open(int rank, bool over);
+  absl::Status Open(int rank, bool over, const UnderWay& under_way = {});
 
   // engine_memory.cc: memory in common. Whatever the engine must not read any more is poisoned, so
   // that reading it all the same shows in the state.
@@ -79,6 +89,24 @@ class EnginePlayer {
   absl::Status PoisonGradients();
   absl::Status CheckWeightsInPlace(int rank);
   bool GoesInPlace(const Call& call) const;
+
+  // engine_deaths.cc
+  void ArmDeath(const Event& event);
+  // Whether the service has died in these calls: what came of them is then nobody's.
+  bool DiesIn(const std::function<void()>& calls);
+  // The next service's process, at which all ranks open their streams again. `may_be_decided`: it
+  // may have carried out the step (carried_out_).
+  absl::Status TakeOver(bool may_be_decided, const UnderWay& under_way = {});
+  absl::Status SealAll();
+  // The call, and the same again if the service dies in it.
+  template <typename Call>
+  auto Survive(const UnderWay& under_way, const Call& call) -> decltype(call()) {
+    if (!mortal_) return call();
+    decltype(call()) result = absl::UnknownError("not called yet");
+    if (!DiesIn([&] { result = call(); })) return result;
+    BALLAST_RETURN_IF_ERROR(TakeOver(/*may_be_decided=*/false, under_way));
+    return call();
+  }
 
   // engine_calls.cc: one call, and what it should say.
   absl::Status Make(const Call& call);
@@ -118,6 +146,7 @@ class EnginePlayer {
   absl::Status CheckPosition(int rank) const;
 
   const History& history_;
+  const bool may_die_;
   JobUnderTest stage_;
   std::vector<Rank> ranks_;
   std::deque<std::unique_ptr<RankStream>> ghosts_;  // Streams of older generations.
@@ -131,13 +160,16 @@ class EnginePlayer {
   const Attempt* attempt_ = nullptr;
   std::unique_ptr<Tries> tries_;
   uint64_t step_ = 0;
-  bool open_ = false;         // Some rank has begun it.
-  bool whole_ = false;        // The last seal has been taken.
-  bool refused_ = false;      // A seal has been refused for good: the last one,
-  bool hopeless_ = false;     // or that of a rank which will never have one taken.
-  int votes_otherwise_ = -1;  // The rank that does; none any more, once it was told.
-  uint32_t live_ = 0;         // The highest try of any rank: all others have to come to it.
-  bool live_begun_ = false;   // A rank has begun it.
+  bool mortal_ = false;           // Whether the service may die in the calls made now.
+  uint64_t taken_over_step_ = 0;  // By a service after a death, in this attempt or one before;
+  bool carried_out_ = false;      // or carried out by it: all ranks are away.
+  bool open_ = false;             // Some rank has begun it.
+  bool whole_ = false;            // The last seal has been taken.
+  bool refused_ = false;          // A seal has been refused for good: the last one,
+  bool hopeless_ = false;         // or that of a rank which will never have one taken.
+  int votes_otherwise_ = -1;      // The rank that does; none any more, once it was told.
+  uint32_t live_ = 0;             // The highest try of any rank: all others have to come to it.
+  bool live_begun_ = false;       // A rank has begun it.
   std::vector<Call> calls_;
   size_t next_call_ = 0;
   std::vector<uint32_t> next_micro_step_;  // By chunk, as the ledger should have it.

@@ -31,16 +31,44 @@ std::string Describe(const Tally& tally) {
       " and at the decision ", tally.aborted_at_decision, ", undone ", tally.undone, ", replaced ",
       tally.replaced, ", loaded ", tally.loaded, ", snapshots ", tally.snapshots,
       "; chunks speculated ", tally.speculated, ", published ", tally.published, ", redone ",
-      tally.redone, "; in place ", tally.in_place, ", borrowed ", tally.borrowed);
+      tally.redone, "; in place ", tally.in_place, ", borrowed ", tally.borrowed, "; deaths ",
+      tally.deaths, ", decided steps carried out after one ", tally.carried_out, "; died at ",
+      absl::StrJoin(tally.died_at, ", ", absl::PairFormatter(" ")));
 }
 
-Engine& Engines::WithThreads(int threads) {
-  if (threads == threads_of_engine_) return *engine_;
+Engine& Engines::WithThreads(int threads, bool may_die) {
+  if (threads == threads_of_engine_ && may_die == (deaths_ != nullptr)) return *engine_;
   engine_.reset();
-  engine_ = std::make_unique<Engine>(EngineOptions{
-      .memory_limit_bytes = int64_t{1} << 30, .threads = threads, .file_system = &files_});
+  memory_.reset();
+  deaths_.reset();  // Before the next: there is one at a time.
+  if (may_die) deaths_ = std::make_unique<Deaths>();
   threads_of_engine_ = threads;
+  Start();
   return *engine_;
+}
+
+void Engines::Start() {
+  if (deaths_ != nullptr) memory_ = std::make_unique<NamedMemory>(deaths_->keeper());
+  engine_ = std::make_unique<Engine>(EngineOptions{.memory_limit_bytes = int64_t{1} << 30,
+                                                   .threads = threads_of_engine_,
+                                                   .named_memory = memory_.get(),
+                                                   .file_system = &files_});
+}
+
+absl::StatusOr<Engine*> Engines::TakeOver() {
+  for (;;) {
+    ++tally_.deaths;
+    engine_.reset();
+    memory_.reset();
+    deaths_->Begin();
+    Start();
+    deaths_->Expose();
+    const Engine::TakenOver taken = engine_->TakeOverJobs();
+    if (deaths_->Hide()) continue;
+    if (!taken.lost.empty()) return Wrong("lost with the process: ", taken.lost.front());
+    for (const auto& [store, count] : deaths_->TakeCounts()) tally_.died_at[store] += count;
+    return engine_.get();
+  }
 }
 
 absl::Status ExpectCode(absl::StatusCode expected, const absl::Status& came,
@@ -49,20 +77,22 @@ absl::Status ExpectCode(absl::StatusCode expected, const absl::Status& came,
   return Wrong(what, ": expected ", absl::StatusCodeToString(expected), ", came ", came.ToString());
 }
 
-JobUnderTest::JobUnderTest(Engines& engines, const JobPlan& plan)
+JobUnderTest::JobUnderTest(Engines& engines, const JobPlan& plan, bool may_die)
     : engines_(engines),
       plan_(plan),
-      engine_(engines.WithThreads(plan.threads)),
-      job_(engine_.CreateJob(SpecOf(plan, engines.NewJobName())).value()),
+      engine_(&engines.WithThreads(plan.threads, may_die)),
+      job_(engine_->CreateJob(SpecOf(plan, engines.NewJobName())).value()),
+      layout_(Layout::Create(job_->spec().layout).value()),
       model_(plan),
       directory_(absl::StrCat("/", job_->spec().name)) {}
 
 JobUnderTest::~JobUnderTest() {
+  if (job_ == nullptr) return;  // It was lost.
   const JobStatus status = job_->Status();
   tally().speculated += status.speculation.speculated;
   tally().published += status.speculation.published;
   tally().redone += status.speculation.redone;
-  engine_.CloseJob(job_->spec().name).IgnoreError();
+  engine_->CloseJob(job_->spec().name).IgnoreError();
   engines_.files().RemoveAll(directory_).IgnoreError();
 }
 
@@ -79,6 +109,15 @@ absl::Status JobUnderTest::UploadWeights() {
                                             values.size() * sizeof(float));
     BALLAST_RETURN_IF_ERROR(job_->WriteInitialWeights(chunk, {piece}).status());
   }
+  return absl::OkStatus();
+}
+
+absl::Status JobUnderTest::TakeOver() {
+  const std::string name = job_->spec().name;
+  engine_->CloseJob(name).IgnoreError();
+  job_.reset();
+  BALLAST_ASSIGN_OR_RETURN(engine_, engines_.TakeOver());
+  BALLAST_ASSIGN_OR_RETURN(job_, engine_->FindJob(name));
   return absl::OkStatus();
 }
 

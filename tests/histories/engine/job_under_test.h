@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -13,6 +14,8 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/engine.h"
+#include "cpu_optimizer_service/host/named_memory.h"
+#include "tests/histories/engine/deaths.h"
 #include "tests/histories/history.h"
 #include "tests/histories/memory_file_system.h"
 #include "tests/histories/model.h"
@@ -46,23 +49,35 @@ struct Tally {
   int64_t speculated = 0;
   int64_t published = 0;
   int64_t redone = 0;
-  int64_t in_place = 0;  // Contributions that were read at once where they lay,
-  int64_t borrowed = 0;  // and until their step was over.
+  int64_t in_place = 0;                    // Contributions that were read at once where they lay,
+  int64_t borrowed = 0;                    // and until their step was over.
+  int64_t deaths = 0;                      // Of the service's process,
+  int64_t carried_out = 0;                 // with a decided step that the next one carries out,
+  std::map<std::string, int64_t> died_at;  // by the store.
 };
 std::string Describe(const Tally& tally);
 
 // The engine that histories are played on, one after the other.
 class Engines {
  public:
-  // The same engine as long as the number does not change: the number of threads is the process's,
-  // so there is one engine at a time. The one before is gone, and all of its jobs are by then.
-  Engine& WithThreads(int threads);
+  // The same engine as long as neither changes: the number of threads is the process's, so there is
+  // one engine at a time. The one before is gone, and all of its jobs are by then. The jobs of one
+  // that `may_die` outlive it in named memory.
+  Engine& WithThreads(int threads, bool may_die = false);
+  // Of an engine that may die.
+  Deaths& deaths() { return *deaths_; }
+  // The engine has died, and nobody uses it any more: the next one, with what it left.
+  absl::StatusOr<Engine*> TakeOver();
   MemoryFileSystem& files() { return files_; }
   Tally& tally() { return tally_; }
   std::string NewJobName() { return absl::StrCat("job", ++jobs_); }
 
  private:
+  void Start();
+
   MemoryFileSystem files_;
+  std::unique_ptr<Deaths> deaths_;  // Null: it does not die.
+  std::unique_ptr<NamedMemory> memory_;
   std::unique_ptr<Engine> engine_;
   int threads_of_engine_ = 0;
   Tally tally_;
@@ -80,20 +95,23 @@ absl::Status ExpectCode(absl::StatusCode expected, const absl::Status& came,
 // One job, and what should become of it. Used from one thread.
 class JobUnderTest {
  public:
-  // Creates the job with its first weights.
-  JobUnderTest(Engines& engines, const JobPlan& plan);
+  // Creates the job with its first weights. `may_die`: the engine.
+  JobUnderTest(Engines& engines, const JobPlan& plan, bool may_die = false);
   ~JobUnderTest();  // Closes the job: streams and snapshots are gone by then.
 
   const JobPlan& plan() const { return plan_; }
   Job& job() { return *job_; }
-  const Layout& layout() const { return job_->layout(); }
-  Engine& engine() { return engine_; }
+  const Layout& layout() const { return layout_; }
+  Engine& engine() { return *engine_; }
+  Deaths& deaths() { return engines_.deaths(); }
   Model& model() { return model_; }
   const Model& model() const { return model_; }
   Tally& tally() { return engines_.tally(); }
   uint64_t next_step() const { return model_.state().committed_step + 1; }
 
   absl::Status UploadWeights();
+  // The engine has died, and nothing of it is held any more but this job: it goes on in the next.
+  absl::Status TakeOver();
   absl::Status Save();
   // nullopt: nothing has been saved.
   absl::StatusOr<std::optional<CheckpointInfo>> Load();
@@ -128,8 +146,9 @@ class JobUnderTest {
 
   Engines& engines_;
   const JobPlan plan_;
-  Engine& engine_;
+  Engine* engine_;
   std::shared_ptr<Job> job_;
+  const Layout layout_;  // What is made of it outlives an engine.
   Model model_;
   std::string directory_;
   std::optional<ModelState> saved_;

@@ -11,19 +11,28 @@ void RecordingListener::Complain(const std::string& what) {
   if (fault_.ok()) fault_ = absl::InternalError(what);
 }
 
+bool RecordingListener::Ignores() {
+  if (!IsDead()) return false;
+  changed_.NotifyAll();
+  return true;
+}
+
 void RecordingListener::OnWaiting(uint64_t step, const std::vector<int>& ranks) {
   MutexLock lock(mutex_);
+  if (Ignores()) return;
   waiting_ = ranks;
 }
 
 void RecordingListener::OnSealRefused(uint64_t step, const SealRefusal& refusal) {
   MutexLock lock(mutex_);
+  if (Ignores()) return;
   if (step <= decided_step_) Complain(absl::StrCat("a seal of decided step ", step, " refused"));
   ++refusals_;
 }
 
 void RecordingListener::OnNorm(const StepNorm& norm) {
   MutexLock lock(mutex_);
+  if (Ignores()) return;
   if (norm.step <= decided_step_) Complain(absl::StrCat("the norm of decided step ", norm.step));
   norm_ = norm;
   changed_.NotifyAll();
@@ -31,6 +40,7 @@ void RecordingListener::OnNorm(const StepNorm& norm) {
 
 void RecordingListener::OnVoteRefused(StepAttempt at, const absl::Status& why) {
   MutexLock lock(mutex_);
+  if (Ignores()) return;
   if (at.step <= decided_step_) Complain(absl::StrCat("a vote on decided step ", at.step));
   ++vote_refusals_;
 }
@@ -44,7 +54,7 @@ std::optional<StepNorm> RecordingListener::AwaitNorm(StepAttempt at) {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::minutes(1);
   MutexLock lock(mutex_);
   while (!norm_.has_value() || StepAttempt(norm_->step, norm_->attempt) != at) {
-    if (!changed_.WaitUntil(mutex_, deadline)) return std::nullopt;
+    if (IsDead() || !changed_.WaitUntil(mutex_, deadline)) return std::nullopt;
   }
   return norm_;
 }
@@ -56,6 +66,7 @@ int64_t RecordingListener::vote_refusals() const {
 
 void RecordingListener::OnProvisionalWeights(uint64_t step, int chunk, WeightBuffer shard) {
   MutexLock lock(mutex_);
+  if (Ignores()) return;
   if (!speculates_) Complain("provisional weights on a stream that takes none");
   if (step <= decided_step_) {
     Complain(absl::StrCat("provisional weights of step ", step, " after its decision"));
@@ -70,6 +81,7 @@ void RecordingListener::OnProvisionalWeights(uint64_t step, int chunk, WeightBuf
 void RecordingListener::OnDecision(const StepOutcome& outcome,
                                    absl::Span<const int> dropped_chunks) {
   MutexLock lock(mutex_);
+  if (Ignores()) return;
   if (outcome.step <= decided_step_)
     Complain(absl::StrCat("step ", outcome.step, " decided twice"));
   decided_step_ = outcome.step;
@@ -88,6 +100,7 @@ void RecordingListener::OnDecision(const StepOutcome& outcome,
 
 void RecordingListener::OnWeights(uint64_t step, int chunk, WeightBuffer shard) {
   MutexLock lock(mutex_);
+  if (Ignores()) return;
   if (step != decided_step_ || !outcomes_.back().decision.apply) {
     return Complain(absl::StrCat("weights of step ", step, ", which is not decided to apply"));
   }
@@ -103,6 +116,7 @@ void RecordingListener::OnWeights(uint64_t step, int chunk, WeightBuffer shard) 
 
 void RecordingListener::OnCommitted(uint64_t step, double update_seconds) {
   MutexLock lock(mutex_);
+  if (Ignores()) return;
   if (step != decided_step_) Complain(absl::StrCat("step ", step, " committed but not decided"));
   committed_step_ = step;
   changed_.NotifyAll();
@@ -110,6 +124,7 @@ void RecordingListener::OnCommitted(uint64_t step, double update_seconds) {
 
 void RecordingListener::OnDetached(const absl::Status& status) {
   MutexLock lock(mutex_);
+  if (Ignores()) return;
   detached_ = status;
   changed_.NotifyAll();
 }
@@ -122,7 +137,7 @@ void RecordingListener::Discarded() {
 bool RecordingListener::AwaitCommit(uint64_t step) {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::minutes(1);
   MutexLock lock(mutex_);
-  while (committed_step_ < step && detached_.ok()) {
+  while (committed_step_ < step && detached_.ok() && !IsDead()) {
     if (!changed_.WaitUntil(mutex_, deadline)) break;
   }
   return committed_step_ >= step;

@@ -8,11 +8,13 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
 #include "cpu_optimizer_service/job/job.h"
+#include "tests/histories/engine/deaths.h"
 
 namespace ballast::histories {
 
@@ -20,7 +22,9 @@ namespace ballast::histories {
 class RecordingListener final : public RankListener {
  public:
   // Whether its stream may be given provisional weights.
-  explicit RecordingListener(bool speculates) : speculates_(speculates) {}
+  // `dead`: from when on the service is, so that nothing that it says is heard; null: never.
+  explicit RecordingListener(bool speculates, DeathFlag dead = nullptr)
+      : speculates_(speculates), dead_(std::move(dead)) {}
 
   // Of what is sent from now on it may only be guessed that nothing more comes, so provisional
   // weights may be followed by others.
@@ -36,12 +40,13 @@ class RecordingListener final : public RankListener {
   void OnCommitted(uint64_t step, double update_seconds) override;
   void OnDetached(const absl::Status& status) override;
 
+  bool IsDead() const { return dead_ != nullptr && *dead_; }
   // The rank has discarded what it gave: weights that came ahead are nobody's.
   void Discarded();
-  // False if it has not come within a minute: something hangs.
+  // False if the service is dead, or it has not come within a minute: something hangs.
   bool AwaitCommit(uint64_t step);
 
-  // Nullopt if it has not come within a minute.
+  // Nullopt if the service is dead, or it has not come within a minute.
   std::optional<StepNorm> AwaitNorm(StepAttempt at);
   int64_t vote_refusals() const;
   // What was wrong with what came, or OK.
@@ -57,8 +62,11 @@ class RecordingListener final : public RankListener {
 
  private:
   void Complain(const std::string& what) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Whether what comes now is of a dead service. Who waits for it is woken.
+  bool Ignores() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const bool speculates_;
+  const DeathFlag dead_;
   mutable Mutex mutex_;
   CondVar changed_;
   absl::Status fault_ ABSL_GUARDED_BY(mutex_);
