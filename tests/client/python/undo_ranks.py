@@ -57,8 +57,8 @@ def undo(optimizer):
 
 
 def trains(rank, world_size, service, job, undoes, sharded=False, kills=None, **options):
-    """Four steps; undoes: and, after two of them, one of a learning rate that is far too high, twice, each undone. kills: the service's
-    process behind this one dies before each undo and after it."""
+    """Four steps; undoes: and, after two of them, one of a learning rate that is far too high, twice, each undone.
+    kills: the process that serves behind this ballastd dies before each undo and after it."""
     model = model_of()
     if sharded:
         parallel = model = fsdp_ranks.fully_shard(model, mesh=fsdp_ranks.mesh_of(world_size, 1))
