@@ -73,8 +73,8 @@ class Parameter:
 class Job:
     """unused_policy, for parameters that no rank gave a
     gradient: "error", "skip" (as torch does) or "zero". update_mode: "wait" or "speculate". on_abort, for steps
-    that cannot be kept: "redo" (sessions end with ABORTED) or "skip". keep_previous: `Session.undo` is possible, and the
-    service keeps one more version of all state for it. mesh: the names and
+    that cannot be kept: "redo" (sessions end with ABORTED) or "skip". keep_previous: `Session.undo` is possible, and
+    the service keeps one more version of all state for it. mesh: the names and
     sizes of its dimensions, ranks in row-major order; then each rank has a shard of every parameter, and all
     addresses are those of its shards."""
 
@@ -394,9 +394,9 @@ class Session:
         self._patiently("ballast_load", self._open(), directory.encode())
 
     def undo(self) -> int:
-        """Undoes the last committed step, exactly, of a job with keep_previous; returns its number. It ends the sessions
-        of all ranks, this one included; opened again they are at the step before. FailedPreconditionError: some rank
-        has begun the next step, or there is nothing to undo: one step alone can be."""
+        """Undoes the last committed step, exactly, of a job with keep_previous; returns its number. It ends the
+        sessions of all ranks, this one included; opened again they are at the step before. FailedPreconditionError:
+        some rank has begun the next step, or there is nothing to undo: one step alone can be."""
         step = ctypes.c_uint64()
         self._patiently("ballast_undo", self._open(), ctypes.byref(step))
         return step.value

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""ballast.torch's undo_step: a step that was undone is as if it never had been, bit for bit, on every rank."""
+"""ballast.torch's undo_step: a step that was undone is as if it never had been, bit for bit, on every rank, and whoever
+dies meanwhile of the service."""
 
 import unittest
 
@@ -29,6 +30,9 @@ class TorchUndoTest(RanksTest):
     def test_on_several_ranks(self):
         self.assert_as_if_it_never_had_been(2, {}, {"overlap": True, "update": "speculate"},
                                             {"sharded": True, "overlap": True})
+
+    def test_when_the_services_process_dies_before_and_after(self):
+        self.assert_as_if_it_never_had_been(1, {"kills": self.service.pid})
 
     def test_a_refusal_changes_nothing(self):
         for world_size in (1, 2):

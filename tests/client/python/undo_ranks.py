@@ -1,6 +1,10 @@
 """What the ranks of torch_undo_test.py do."""
 
 import hashlib
+import os
+import pathlib
+import signal
+import time
 
 import fsdp_ranks
 import torch
@@ -22,8 +26,39 @@ def optimizer_of(model, parallel, service, job, overlap=False, **options):
                                module=module, **options)
 
 
-def trains(rank, world_size, service, job, undoes, sharded=False, **options):
-    """Four steps; undoes: and, after two of them, one of a learning rate that is far too high, twice, each undone."""
+def kill_behind(pid, service):
+    """SIGKILL to the process that serves behind ballastd. Returns when its successor answers."""
+    def served_by():
+        return pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+    def answers():
+        try:
+            return bool(ballast.connect(service).jobs())
+        except ballast.UnavailableError:
+            return False
+
+    killed, deadline = served_by(), time.monotonic() + 60
+    os.kill(int(killed[0]), signal.SIGKILL)
+    while served_by() in (killed, []) or not answers():
+        if time.monotonic() > deadline:
+            raise AssertionError("the service did not come back")
+        time.sleep(0.005)
+
+
+def undo(optimizer):
+    """The connection may learn only now that the service has begun anew."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return optimizer.undo_step()
+        except ballast.UnavailableError:
+            if time.monotonic() > deadline:
+                raise
+
+
+def trains(rank, world_size, service, job, undoes, sharded=False, kills=None, **options):
+    """Four steps; undoes: and, after two of them, one of a learning rate that is far too high, twice, each undone.
+    kills: the process that serves behind this ballastd dies before each undo and after it."""
     model = model_of()
     if sharded:
         parallel = model = fsdp_ranks.fully_shard(model, mesh=fsdp_ranks.mesh_of(world_size, 1))
@@ -39,9 +74,13 @@ def trains(rank, world_size, service, job, undoes, sharded=False, **options):
         train(parallel, optimizer, rank, 1, begin=begin)
         optimizer.param_groups[0]["lr"] = 0.05
         exploded = digest(model) != before
-        told.append([exploded, optimizer.undo_step(), digest(model) == before, optimizer.overlap,
+        if kills is not None:
+            kill_behind(kills, service)
+        told.append([exploded, undo(optimizer), digest(model) == before, optimizer.overlap,
                      optimizer.state[model[0].weight]["step"].item()])
-        told.append(error_of(optimizer.undo_step)[:2])
+        if kills is not None:
+            kill_behind(kills, service)
+        told.append(error_of(lambda: undo(optimizer))[:2])
     train(parallel, optimizer, rank, 2, begin=2)
     step = optimizer.state[model[0].weight]["step"].item()
     optimizer.close()

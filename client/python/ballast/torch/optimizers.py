@@ -101,8 +101,8 @@ class _Remote(torch.optim.Optimizer):
         """With keep_previous: undoes the last step, exactly, for a loss that has just exploded. The service's state and
         the parameters are what they were before it, and so is the job's step, which is returned. All ranks call it,
         before the next step() and, with overlap, before its first backward. What torch has beside the optimizer (an LR
-        scheduler, a GradScaler, the place in the data) is the trainer's to move. FailedPreconditionError, and nothing is
-        changed: there is nothing to undo, since one step alone can be, or the next step has begun."""
+        scheduler, a GradScaler, the place in the data) is the trainer's to move. FailedPreconditionError, and nothing
+        is changed: there is nothing to undo, since one step alone can be, or the next step has begun."""
         if self._binding is None:
             raise FailedPreconditionError("this optimizer has made no step that could be undone")
         self._binding.undo()
