@@ -19,7 +19,7 @@ absl::Status EnginePlayer::Play() {
     ranks_[rank].process_id = absl::StrCat("process", ++processes_);
     BALLAST_RETURN_IF_ERROR(Open(rank, /*over=*/false));
   }
-  BALLAST_RETURN_IF_ERROR(stage_.UploadWeights());
+  BALLAST_RETURN_IF_ERROR(UploadWeights());
   for (size_t i = 0; i < history_.attempts.size(); ++i) {
     const Attempt attempt = Normalize(history_.job, history_.attempts[i], stage_.layout());
     BALLAST_RETURN_IF_ERROR(Annotate(PlayAttempt(attempt), absl::StrCat("attempt ", i + 1)));
