@@ -96,6 +96,7 @@ absl::Status EnginePlayer::PlayAttempt(const Attempt& attempt) {
   }
   for (Rank& rank : ranks_) {
     rank.ear->Guesses(attempt.guesses);
+    rank.vote_refusals = rank.ear->vote_refusals();  // One that was aborted at its votes told some.
     rank.try_number = 0;
     rank.begun = rank.sealed = false;
     rank.micro_steps_ended = 0;
