@@ -52,10 +52,10 @@ TEST(Histories, EndAsTheModelSays) {
   if (!CanDie()) return;
   EXPECT_GT(tally.deaths, kHistories / 2);
   EXPECT_GT(tally.carried_out, kHistories / 10);
-  for (const char* store :
-       {"a part of a record", "a record's half", "a record's flip", "a ledger's word",
-        "an entry of the log", "the log's end", "a chunk's word", "a lane is taken",
-        "a lane is free", "a turn of a sum", "a sum's lane is taken", "a sum's lane is free"}) {
+  for (const char* store : {"a part of a record", "a record's half", "a record's flip",
+                            "a chunk's first weights", "a ledger's word", "an entry of the log",
+                            "the log's end", "a chunk's word", "a lane is taken", "a lane is free",
+                            "a turn of a sum", "a sum's lane is taken", "a sum's lane is free"}) {
     EXPECT_GT(tally.died_at.contains(store) ? tally.died_at.at(store) : 0, 0) << store;
   }
 }

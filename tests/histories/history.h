@@ -82,7 +82,8 @@ enum class EventKind : uint8_t {
   kBadVote,    // A rank votes what can never be.
   kOtherVote,  // A rank votes otherwise than the others, until all are told to vote again.
   // The service dies at the (1 + `pick` % 16)th store that a later process could see; one time in
-  // eight the one after it, too, while it takes over.
+  // eight the one after it, too, while it takes over. In the first attempt, one time in four, in the
+  // first weights.
   kDeath,
 };
 inline constexpr int kEventKinds = static_cast<int>(EventKind::kOtherVote) + 1;  // Without deaths.

@@ -54,6 +54,18 @@ absl::Status EnginePlayer::TakeOver(bool may_be_decided, const UnderWay& under_w
   return absl::OkStatus();
 }
 
+absl::Status EnginePlayer::UploadWeights() {
+  if (may_die_) stage_.deaths().Disarm();
+  for (const Event& event : history_.attempts.front().events) {
+    if (event.kind == EventKind::kDeath && event.pick % 4 == 1) ArmDeath(event);
+  }
+  absl::Status uploaded;
+  while (DiesIn([&] { uploaded = stage_.UploadWeights(); })) {
+    BALLAST_RETURN_IF_ERROR(TakeOver(/*may_be_decided=*/false));
+  }
+  return uploaded;
+}
+
 absl::Status EnginePlayer::SealAll() {
   for (int rank = 0; rank < history_.job.world_size; ++rank) {
     Rank& side = ranks_[rank];

@@ -19,7 +19,7 @@ absl::Status EnginePlayer::Play() {
     ranks_[rank].process_id = absl::StrCat("process", ++processes_);
     BALLAST_RETURN_IF_ERROR(Open(rank, /*over=*/false));
   }
-  BALLAST_RETURN_IF_ERROR(stage_.UploadWeights());
+  BALLAST_RETURN_IF_ERROR(UploadWeights());
   for (size_t i = 0; i < history_.attempts.size(); ++i) {
     const Attempt attempt = Normalize(history_.job, history_.attempts[i], stage_.layout());
     BALLAST_RETURN_IF_ERROR(Annotate(PlayAttempt(attempt), absl::StrCat("attempt ", i + 1)));
@@ -96,6 +96,7 @@ absl::Status EnginePlayer::PlayAttempt(const Attempt& attempt) {
   }
   for (Rank& rank : ranks_) {
     rank.ear->Guesses(attempt.guesses);
+    rank.vote_refusals = rank.ear->vote_refusals();  // One that was aborted at its votes told some.
     rank.try_number = 0;
     rank.begun = rank.sealed = false;
     rank.micro_steps_ended = 0;

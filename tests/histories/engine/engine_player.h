@@ -98,6 +98,8 @@ class EnginePlayer {
   // may have carried out the step (carried_out_).
   absl::Status TakeOver(bool may_be_decided, const UnderWay& under_way = {});
   absl::Status SealAll();
+  // The first weights; the service may die in them, too.
+  absl::Status UploadWeights();
   // The call, and the same again if the service dies in it.
   template <typename Call>
   auto Survive(const UnderWay& under_way, const Call& call) -> decltype(call()) {
