@@ -14,7 +14,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "ballast/v1/ballast.grpc.pb.h"
-#include "client/handshake.h"
+#include "client/transport/handshake.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/heap_settings.h"
 #include "cpu_optimizer_service/common/system/version.h"

@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "client/handshake.h"
+#include "client/transport/handshake.h"
 #include "cpu_optimizer_service/common/system/suggestions.h"
 #include "proto/convert.h"
 #include "proto/deadline.h"

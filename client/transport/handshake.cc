@@ -1,4 +1,4 @@
-#include "client/handshake.h"
+#include "client/transport/handshake.h"
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"

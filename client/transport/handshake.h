@@ -1,6 +1,6 @@
 // Why a handshake with a service failed, where its reason is a certificate: no wait mends that.
-#ifndef BALLAST_CLIENT_HANDSHAKE_H_
-#define BALLAST_CLIENT_HANDSHAKE_H_
+#ifndef BALLAST_CLIENT_TRANSPORT_HANDSHAKE_H_
+#define BALLAST_CLIENT_TRANSPORT_HANDSHAKE_H_
 
 #include <grpcpp/support/status.h>
 
@@ -16,4 +16,4 @@ std::string WhyHandshakeFailed(const grpc::Status& status, const Credentials& cr
 
 }  // namespace ballast::client
 
-#endif  // BALLAST_CLIENT_HANDSHAKE_H_
+#endif  // BALLAST_CLIENT_TRANSPORT_HANDSHAKE_H_
