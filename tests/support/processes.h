@@ -115,10 +115,9 @@ class Ballastd {
   // As AwaitProcess; the process is gone then.
   int ExitCode() { return AwaitProcess(std::exchange(pid_, -1)); }
   std::string Errors() const { return ReadFile(directory_ + "/stderr"); }
-
- private:
   std::string PortFile() const { return directory_ + "/ports"; }
 
+ private:
   static inline int started_ = 0;
   const std::string directory_;
   pid_t pid_ = -1;

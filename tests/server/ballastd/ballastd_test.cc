@@ -283,8 +283,12 @@ TEST(Ballastd, KeepsJobsUntilItCanStartAgainAndForgetsAStopThatItRefused) {
   std::ofstream(checkpoints) << "in the way";
   service.Signal(SIGTERM);
   await_said("does not stop", 1);
+  // A directory where a process that starts must write a file.
+  std::filesystem::remove(service.PortFile());
+  std::filesystem::create_directory(service.PortFile());
   kill(ChildOf(service.pid()), SIGKILL);
   await_said("could not start", 3);
+  std::filesystem::remove(service.PortFile());
   std::filesystem::remove(checkpoints);
   std::filesystem::create_directory(checkpoints);
   await_said("ballastd listening on", 2);
