@@ -201,7 +201,7 @@ Engine::TakenOver Engine::TakeOverJobs() {
     std::string story;
     absl::StatusOr<std::shared_ptr<JobImpl>> job = absl::UnknownError("");
     {
-      const NamedMemory::PutsBack puts_back(*memory);
+      const NamedMemory::PutsBack puts_back(*memory, absl::StrCat(uid, "/"));
       job = OrOutOfMemory([&] { return JobImpl::TakeOver(uid, impl_->environment, story); });
     }
     if (absl::IsResourceExhausted(job.status())) {

@@ -60,13 +60,8 @@ absl::Status Wanting(int64_t bytes, absl::string_view what, int64_t left_bytes,
 }  // namespace
 
 NamedArena::~NamedArena() {
-  if (memory_.puts_back_) {
-    MutexLock lock(memory_.mutex_);
-    memory_.left_.emplace(name_, std::move(file_));
-  } else {
-    // First the keeper: where this process dies before, the memory is found again, whole.
-    memory_.keeper_.Drop(name_);
-  }
+  // First the keeper: where this process dies before, the memory is found again, whole.
+  if (!memory_.PutBack(*this)) memory_.keeper_.Drop(name_);
   munmap(data_, size_bytes_);
 }
 
@@ -216,6 +211,13 @@ int64_t NamedMemory::LeftBytes() const {
   int64_t bytes = 0;
   for (const auto& [name, file] : left_) bytes += SizeOf(file.number());
   return bytes;
+}
+
+bool NamedMemory::PutBack(NamedArena& arena) {
+  MutexLock lock(mutex_);
+  if (puts_back_.empty() || !absl::StartsWith(arena.name_, puts_back_)) return false;
+  left_.emplace(arena.name_, std::move(arena.file_));
+  return true;
 }
 
 void NamedMemory::Forget(const std::string& name) {

@@ -88,12 +88,19 @@ class NamedMemory {
   // Gives up one of those.
   void Forget(const std::string& name);
 
-  // While there is one, what is given up is left again, as an earlier process left it: an attempt
-  // to take it over may fail for want of something that will be there later.
+  // While there is one, what is given up of names that begin so is left again, as an earlier process
+  // left it: an attempt to take it over may fail for want of something that will be there later.
+  // One at a time.
   class PutsBack {
    public:
-    explicit PutsBack(NamedMemory& memory) : memory_(memory) { memory_.puts_back_ = true; }
-    ~PutsBack() { memory_.puts_back_ = false; }
+    PutsBack(NamedMemory& memory, std::string prefix) : memory_(memory) {
+      MutexLock lock(memory_.mutex_);
+      memory_.puts_back_ = std::move(prefix);
+    }
+    ~PutsBack() {
+      MutexLock lock(memory_.mutex_);
+      memory_.puts_back_.clear();
+    }
     PutsBack(const PutsBack&) = delete;
     PutsBack& operator=(const PutsBack&) = delete;
 
@@ -118,6 +125,8 @@ class NamedMemory {
                                                   int64_t bytes);
   absl::StatusOr<std::unique_ptr<NamedArena>> MapNew(const std::string& name, FileDescriptor file,
                                                      ArenaFactory::Touch touch);
+  // Whether that is asked for.
+  bool PutBack(NamedArena& arena);
   // Backs all of it with pages. RESOURCE_EXHAUSTED.
   absl::Status Back(const NamedArena& arena);
   absl::Status Fill(const NamedArena& arena) const;
@@ -128,9 +137,9 @@ class NamedMemory {
   FileKeeper& keeper_;
   const std::function<int64_t()> available_bytes_;
   std::atomic<TaskPool*> tasks_ = nullptr;
-  std::atomic<bool> puts_back_ = false;
   mutable Mutex mutex_;
   std::map<std::string, FileDescriptor> left_ ABSL_GUARDED_BY(mutex_);
+  std::string puts_back_ ABSL_GUARDED_BY(mutex_);  // Empty: nothing.
 };
 
 // The arenas of one owner, a job, as an ArenaFactory: its label, without the owner's name in front,

@@ -29,13 +29,19 @@ int64_t KeptBytes(const Layout& layout, int threads) {
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<JobImpl>> JobImpl::Describe(JobIdentity identity,
-                                                           const JobEnvironment& environment) {
+                                                           const JobEnvironment& environment,
+                                                           bool is_there) {
   BALLAST_RETURN_IF_ERROR(Validate(identity.spec));
   // A short description may have millions of shards. Of more than kMaxShards none is laid out.
   MemoryBudget::Reservation room;
   if (const int64_t bytes = ShardTableBytes(identity.spec.layout);
       bytes > 0 && bytes <= kBytesOfShard * kMaxShards) {
-    BALLAST_ASSIGN_OR_RETURN(room, environment.budget->Reserve(bytes, "laying out a job's shards"));
+    if (is_there) {  // A lower limit takes nothing from it.
+      room = environment.budget->Take(bytes);
+    } else {
+      BALLAST_ASSIGN_OR_RETURN(room,
+                               environment.budget->Reserve(bytes, "laying out a job's shards"));
+    }
   }
   BALLAST_ASSIGN_OR_RETURN(Layout layout, Layout::Create(identity.spec.layout));
   return std::shared_ptr<JobImpl>(new JobImpl(std::move(identity), std::move(layout), environment));

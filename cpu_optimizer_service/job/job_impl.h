@@ -72,9 +72,10 @@ struct JobEnvironment {
 class JobImpl : public Job {
  public:
   // A job without its memory: INVALID_ARGUMENT says why there can be none. Nothing is called but
-  // spec() and layout() before Allocate.
+  // spec() and layout() before Allocate. `is_there`: it has its memory, whatever the limit is.
   static absl::StatusOr<std::shared_ptr<JobImpl>> Describe(JobIdentity identity,
-                                                           const JobEnvironment& environment);
+                                                           const JobEnvironment& environment,
+                                                           bool is_there = false);
   absl::Status Allocate();
   // The job that an earlier process left in named memory under this uid, ready, with a decided step
   // rolled forward. NOT_FOUND: it had not got so far as to create it. Other errors: it cannot be

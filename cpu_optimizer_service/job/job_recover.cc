@@ -118,7 +118,8 @@ absl::StatusOr<std::shared_ptr<JobImpl>> JobImpl::TakeOver(const std::string& ui
                            KeptJob::TakeOver(*environment.named_memory, uid));
   const std::string name = kept->identity().spec.name;
   const auto take_over = [&]() -> absl::StatusOr<std::shared_ptr<JobImpl>> {
-    BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<JobImpl> job, Describe(kept->identity(), environment));
+    BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<JobImpl> job,
+                             Describe(kept->identity(), environment, /*is_there=*/true));
     job->kept_ = std::move(kept);
     BALLAST_RETURN_IF_ERROR(job->Allocate());
     BALLAST_RETURN_IF_ERROR(job->TakeOverState(story));

@@ -68,7 +68,7 @@
 namespace ballast {
 
 // The format of all that is kept. A process that takes over reads it, or there is nothing to take.
-inline constexpr uint32_t kKeptFormat = 1;
+inline constexpr uint32_t kKeptFormat = 2;
 inline bool ReadsKeptFormat(uint32_t format) { return format == kKeptFormat; }
 
 // All that follows from a decision, for whoever carries it out.

@@ -127,8 +127,11 @@ absl::StatusOr<ExportedWeights> ExportWeights(FileSystem& file_system,
   absl::Status status = WriteAll(file_system, partial, opened.checkpoint, request, exported);
   if (status.ok()) {
     status = file_system.Rename(partial, directory);
-    // Somebody has put something there meanwhile.
-    if (absl::IsAlreadyExists(status)) status = CheckEmpty(file_system, directory);
+    if (absl::IsAlreadyExists(status)) {
+      // Somebody has put something there meanwhile.
+      const absl::Status there = CheckEmpty(file_system, directory);
+      if (!there.ok()) status = there;
+    }
     if (status.ok()) return exported;
   }
   file_system.RemoveAll(partial).IgnoreError();

@@ -7,6 +7,7 @@
 #include <openssl/ssl.h>
 #include <openssl/sslerr.h>
 #include <openssl/x509.h>
+#include <openssl/x509v3.h>
 #include <poll.h>
 #include <sys/socket.h>
 
@@ -39,6 +40,37 @@ Certificate NextIn(const Bytes& bytes) {
   return {PEM_read_bio_X509(bytes.get(), nullptr, nullptr, nullptr), X509_free};
 }
 
+std::string InUtf8(const ASN1_STRING* text) {
+  unsigned char* bytes = nullptr;
+  const int size = ASN1_STRING_to_UTF8(&bytes, text);
+  if (size < 0) return "";
+  std::string copy(reinterpret_cast<const char*>(bytes), static_cast<size_t>(size));
+  OPENSSL_free(bytes);
+  return copy;
+}
+
+std::string CommonName(const X509* certificate) {
+  const X509_NAME* const subject = X509_get_subject_name(certificate);
+  const int at = X509_NAME_get_index_by_NID(subject, NID_commonName, -1);
+  return at < 0 ? "" : InUtf8(X509_NAME_ENTRY_get_data(X509_NAME_get_entry(subject, at)));
+}
+
+// Of a host, a user or a resource.
+std::string FirstOtherName(const X509* certificate) {
+  const std::unique_ptr<GENERAL_NAMES, decltype(&GENERAL_NAMES_free)> names(
+      static_cast<GENERAL_NAMES*>(
+          X509_get_ext_d2i(certificate, NID_subject_alt_name, nullptr, nullptr)),
+      GENERAL_NAMES_free);
+  for (int i = 0; names != nullptr && i < sk_GENERAL_NAME_num(names.get()); ++i) {
+    int type = 0;
+    const void* const value = GENERAL_NAME_get0_value(sk_GENERAL_NAME_value(names.get(), i), &type);
+    if (type == GEN_DNS || type == GEN_URI || type == GEN_EMAIL) {
+      return InUtf8(static_cast<const ASN1_STRING*>(value));
+    }
+  }
+  return "";
+}
+
 std::string LastTlsError() {
   const char* const reason = ERR_reason_error_string(ERR_peek_last_error());
   ERR_clear_error();
@@ -50,7 +82,9 @@ bool Use(SSL_CTX* tls, const KeyPair& pair) {
   const Bytes chain = BytesOf(pair.certificate);
   const Bytes secret = BytesOf(pair.key);
   const Certificate own = NextIn(chain);
-  const Key key(PEM_read_bio_PrivateKey(secret.get(), nullptr, nullptr, nullptr), EVP_PKEY_free);
+  const auto no_passphrase = [](char*, int, int, void*) { return -1; };  // Nobody is asked for one.
+  const Key key(PEM_read_bio_PrivateKey(secret.get(), nullptr, no_passphrase, nullptr),
+                EVP_PKEY_free);
   if (own == nullptr || key == nullptr || SSL_CTX_use_certificate(tls, own.get()) != 1 ||
       SSL_CTX_use_PrivateKey(tls, key.get()) != 1) {
     return false;
@@ -70,6 +104,8 @@ bool TrustClientsOf(SSL_CTX* tls, const std::string& authorities) {
   }
   ERR_clear_error();
   SSL_CTX_set_verify(tls, SSL_VERIFY_PEER, nullptr);
+  // An authority that another has signed is enough, as for gRPC's connections.
+  X509_STORE_set_flags(SSL_CTX_get_cert_store(tls), X509_V_FLAG_PARTIAL_CHAIN);
   return true;
 }
 
@@ -105,6 +141,22 @@ HttpConnection::HttpConnection(FileDescriptor socket, HttpTls tls)
 
 HttpConnection::~HttpConnection() { SSL_free(session_); }
 
+void HttpConnection::LimitReads() {
+  BIO* const reads = SSL_get_rbio(session_);
+  BIO_set_callback_arg(reads, reinterpret_cast<char*>(&limit_));
+  BIO_set_callback_ex(
+      reads,
+      [](BIO* bio, int operation, const char*, size_t, int, long,  // NOLINT
+         int result, size_t* bytes) -> long {                      // NOLINT
+        auto& limit = *reinterpret_cast<Limit*>(BIO_get_callback_arg(bio));
+        if (operation == BIO_CB_READ && limit.is_over()) return -1;
+        if (operation == (BIO_CB_READ | BIO_CB_RETURN) && result > 0 && bytes != nullptr) {
+          limit.bytes_left -= std::min(limit.bytes_left, *bytes);
+        }
+        return operation == BIO_CB_READ ? 1 : result;
+      });
+}
+
 bool HttpConnection::Await(short events, Deadline deadline) const {  // NOLINT
   while (true) {
     const auto left =
@@ -119,6 +171,7 @@ bool HttpConnection::Await(short events, Deadline deadline) const {  // NOLINT
 
 absl::Status HttpConnection::AwaitTls(int result, Deadline deadline) const {
   const int why = SSL_get_error(session_, result);
+  if (limit_.is_over()) return absl::DeadlineExceededError("the peer is too slow, or has no end");
   if (why == SSL_ERROR_WANT_READ || why == SSL_ERROR_WANT_WRITE) {
     if (Await(why == SSL_ERROR_WANT_READ ? POLLIN : POLLOUT, deadline)) return absl::OkStatus();
     return absl::DeadlineExceededError("the peer is too slow");
@@ -133,6 +186,8 @@ absl::Status HttpConnection::Open(Deadline deadline) {
   if (session_ == nullptr || SSL_set_fd(session_, socket_.number()) != 1) {
     return absl::ResourceExhaustedError(LastTlsError());
   }
+  LimitReads();
+  limit_.deadline = deadline;
   while (true) {
     ERR_clear_error();
     const int result = SSL_accept(session_);
@@ -147,6 +202,7 @@ absl::Status HttpConnection::Open(Deadline deadline) {
 }
 
 absl::StatusOr<size_t> HttpConnection::Read(char* buffer, size_t bytes, Deadline deadline) {
+  limit_.deadline = deadline;
   while (session_ != nullptr) {
     ERR_clear_error();
     size_t read = 0;
@@ -165,6 +221,7 @@ absl::StatusOr<size_t> HttpConnection::Read(char* buffer, size_t bytes, Deadline
 }
 
 absl::Status HttpConnection::Write(absl::string_view text, Deadline deadline) {
+  limit_.deadline = deadline;
   while (!text.empty()) {
     if (session_ != nullptr) {
       ERR_clear_error();
@@ -214,13 +271,10 @@ std::optional<std::string> HttpConnection::certificate_name() const {
   if (session_ == nullptr || SSL_get_verify_result(session_) != X509_V_OK) return std::nullopt;
   const Certificate shown(SSL_get1_peer_certificate(session_), X509_free);
   if (shown == nullptr) return std::nullopt;
-  std::array<char, 256> name = {};
-  const int bytes = X509_NAME_get_text_by_NID(X509_get_subject_name(shown.get()), NID_commonName,
-                                              name.data(), name.size());
-  if (bytes <= 0 || static_cast<size_t>(bytes) + 1 == name.size()) return "";  // Perhaps cut.
-  const std::string text(name.data(), static_cast<size_t>(bytes));
+  std::string name = CommonName(shown.get());
+  if (name.empty()) name = FirstOtherName(shown.get());
   // As of gRPC's connections: one that does not fit into a line is no name.
-  return std::any_of(text.begin(), text.end(), absl::ascii_iscntrl) ? std::string() : text;
+  return std::any_of(name.begin(), name.end(), absl::ascii_iscntrl) ? std::string() : name;
 }
 
 }  // namespace ballast::server

@@ -49,11 +49,24 @@ class HttpConnection {
   void Close(Deadline deadline);
 
   std::string peer() const;  // Its address.
-  // The common name of the certificate that it has shown; empty: that has none that fits into a
-  // line. nullopt: it has shown none.
+  // The common name of the certificate that it has shown, or the first of its other names where it
+  // has none, as for gRPC's connections; empty: that has none that fits into a line. nullopt: it has
+  // shown none.
   std::optional<std::string> certificate_name() const;
 
  private:
+  // What a peer may send in all, its handshake included.
+  static constexpr size_t kMostBytes = size_t{256} << 10;
+
+  // How much longer TLS may read from the socket. It goes on within one call for as long as records
+  // come that are not data, of which a peer may send any number.
+  struct Limit {
+    Deadline deadline;
+    size_t bytes_left = kMostBytes;
+    bool is_over() const { return bytes_left == 0 || std::chrono::steady_clock::now() >= deadline; }
+  };
+
+  void LimitReads();  // Of the session's socket, by the limit.
   // Whether the socket has become ready.
   bool Await(short events, Deadline deadline) const;  // NOLINT: poll's type.
   // After an operation of TLS that returned `result`: OK if it is to be tried again.
@@ -62,6 +75,7 @@ class HttpConnection {
   FileDescriptor socket_;
   HttpTls tls_;
   SSL* session_ = nullptr;
+  Limit limit_;
 };
 
 }  // namespace ballast::server

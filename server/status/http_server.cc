@@ -9,11 +9,13 @@
 #include <sys/socket.h>
 
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
 #include <exception>
 #include <optional>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -34,8 +36,12 @@ namespace {
 using std::chrono::steady_clock;
 
 constexpr int kThreads = 24;
-constexpr std::chrono::seconds kHandshake(2);
-constexpr std::chrono::seconds kRequest(2);  // For a whole request to come.
+constexpr int kWaiting = 64;  // Connections that no thread has yet; further ones are tried again.
+constexpr std::chrono::milliseconds kHandshake(2000);
+constexpr std::chrono::milliseconds kRequest(2000);  // For a whole request to come.
+// For each of the two while most threads are taken, so that a burst of silent peers is soon over.
+constexpr std::chrono::milliseconds kWhileBusy(300);
+constexpr int kBusyThreads = kThreads * 3 / 4;
 constexpr std::chrono::seconds kAnswer(20);  // For a whole answer to go.
 constexpr std::chrono::seconds kEnd(1);      // For the peer to end after it.
 constexpr std::chrono::milliseconds kPause(10);
@@ -98,7 +104,7 @@ absl::StatusOr<FileDescriptor> Listen(Address& address) {
   socklen_t bytes = sizeof(name);
   auto* const generic = reinterpret_cast<sockaddr*>(&name);
   if (!socket || bind(socket.number(), generic, bytes) != 0 ||
-      listen(socket.number(), SOMAXCONN) != 0 ||
+      listen(socket.number(), kWaiting) != 0 ||
       getsockname(socket.number(), generic, &bytes) != 0) {
     return absl::UnavailableError(
         absl::StrCat("cannot listen on ", address.host, ":", address.port, ": ",
@@ -142,8 +148,8 @@ std::string ToText(const HttpAnswer& answer, bool with_body) {
 }
 
 // The head of a request; what the peer sends after it is left.
-absl::StatusOr<std::string> ReadHead(HttpConnection& connection) {
-  const auto deadline = steady_clock::now() + kRequest;
+absl::StatusOr<std::string> ReadHead(HttpConnection& connection,
+                                     HttpConnection::Deadline deadline) {
   std::string text;
   std::array<char, 4096> buffer;
   while (true) {
@@ -185,6 +191,7 @@ struct HttpServer::Impl {
   Mutex mutex;
   HttpTls tls ABSL_GUARDED_BY(mutex);
   std::optional<FileWatch> files;
+  std::atomic<int> serving = 0;  // Threads that have a connection.
   std::vector<std::thread> threads;
 };
 
@@ -199,7 +206,13 @@ absl::Status HttpServer::Impl::StartThreads() {
   stop = FileDescriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!stop) return absl::UnavailableError("no file descriptors are left; see to ulimit -n");
   threads.reserve(kThreads);
-  for (int i = 0; i < kThreads; ++i) threads.emplace_back([this] { Run(); });
+  try {
+    for (int i = 0; i < kThreads; ++i) threads.emplace_back([this] { Run(); });
+  } catch (const std::system_error& error) {  // A limit; some are enough.
+    if (threads.empty()) {
+      return absl::UnavailableError(absl::StrCat("no thread can be started: ", error.what()));
+    }
+  }
   return absl::OkStatus();
 }
 
@@ -221,7 +234,9 @@ FileDescriptor HttpServer::Impl::Accept() {
 
 void HttpServer::Impl::Run() {
   while (FileDescriptor taken = Accept()) {
+    ++serving;
     (void)RunsInMemory([&] { Serve(std::move(taken)); });  // Without it the peer gets no answer.
+    --serving;
   }
 }
 
@@ -234,8 +249,11 @@ void HttpServer::Impl::Serve(FileDescriptor taken) {
   HttpConnection connection(std::move(taken), std::move(now));
   HttpAnswer answer;
   bool with_body = true;
-  if (const absl::Status open = connection.Open(steady_clock::now() + kHandshake); open.ok()) {
-    const absl::StatusOr<std::string> head = ReadHead(connection);
+  const auto patience = [this](std::chrono::milliseconds usual) {
+    return steady_clock::now() + (serving > kBusyThreads ? kWhileBusy : usual);
+  };
+  if (const absl::Status open = connection.Open(patience(kHandshake)); open.ok()) {
+    const absl::StatusOr<std::string> head = ReadHead(connection, patience(kRequest));
     if (!head.ok() && !absl::IsOutOfRange(head.status())) return;
     answer = Answer(head, connection, with_body);
   } else {

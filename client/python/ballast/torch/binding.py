@@ -359,6 +359,8 @@ class Binding:
             raise FailedPreconditionError(self._broken)
         with self._telling():
             self._undos += 1
+            if self.peers is not None:  # One may still receive the weights of the step.
+                self.peers.meet(f"undo {self._undos} begun")
             refused = self._undo_on_service() if self.rank == 0 else ""
             if self.peers is not None:
                 refused = self.peers.from_first(f"undo {self._undos}", refused)
