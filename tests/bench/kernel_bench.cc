@@ -246,6 +246,9 @@ std::vector<Series> AllSeries(KernelPasses& passes, const Arguments& arguments,
   if (arguments.only_kernel) {
     all[0].variants.erase(all[0].variants.begin());
     all[0].ratios.clear();
+    // What a step's bound is made of: the pass of the norm, too, with the update in turn.
+    all[0].variants.push_back(
+        {.key = "sums", .pass = [&] { passes.Sums(DType::kBFloat16); }, .traffic_bytes = 2});
     return all;
   }
   all.push_back(AgainstRoofline(passes, /*one_thread=*/true, prefetch_ahead_one));

@@ -14,7 +14,8 @@
   denormals             time of the update with all-denormal moments / with normal ones
   tensors_3000          time for 3,000 tensors / for one, with as many parameters: of the update alone, or
                         of a whole step over shared memory, whichever is worse
-  step_shared_memory    median step over shared memory / time of the kernel for as many parameters
+  step_shared_memory    median step over shared memory / time of the norm's pass and of the update for as
+                        many parameters, its bound
   step_unix, step_tcp   median step over the socket / its bound; these three round by round, and of the
                         rounds the median. step_unix_raw and step_tcp_raw under `bounds_of_raw_sockets`
                         are the same with a raw socket in gRPC's place in the bound
@@ -30,15 +31,17 @@ then come the update and the shards down. So the two directions follow each othe
 gRPC is with byte buffers on user memory when it has nothing else to do (what gRPC costs beside a raw
 socket is grpc_to_raw_tcp). Both processes share the cores, so CPU seconds add:
 
-  kernel_s = parameters / Gparam/s of the update, on all threads
-  up_s     = max(GB / GB/s up, GB * CPU-s/GB up / cores)
-  down_s   = max(GB / GB/s down, kernel_s + GB * CPU-s/GB down / cores)
+  norm_s   = parameters / Gparam/s of the norm's pass over bf16 gradients, on all threads
+  update_s = parameters / Gparam/s of the update, on all threads
+  up_s     = max(GB / GB/s up, norm_s + GB * CPU-s/GB up / cores)
+  down_s   = max(GB / GB/s down, update_s + GB * CPU-s/GB down / cores)
   bound    = up_s + down_s
 
 with the GB of one direction. (A step that speculates would have both directions at once; none of these
-does.) The wire is measured anew before each round of steps, the kernel before and after it, and the
-faster counts. No step can be faster than its bound: a round in which one is by more than 3% was disturbed
-while its bound was measured; it is not used for that transport, and `rounds_not_used` counts it.
+does.) The wire is measured anew before each round of steps, the two passes in turn right before and right
+after the steps of each transport, and the mean of both counts. No step can be faster than its bound: a
+round in which one is by more than 3% was disturbed while its bound was measured; it is not used for that
+transport, and `rounds_not_used` counts it.
 """
 
 import argparse
@@ -160,14 +163,14 @@ class Ratios:
         return counts
 
     def round_bound(self, transport: str, one: dict, wire_of: str = "grpc") -> float:
-        speed = max(one["kernel_all_threads_gparam_s"], one["kernel_after_all_threads_gparam_s"])
-        kernel = self.parameters() / (1e9 * speed)
+        update = self.parameters() / (1e9 * one[f"{transport}_update_gparam_s"])
+        norm = self.parameters() / (1e9 * one[f"{transport}_norm_gparam_s"])
         if transport == "shared_memory":
-            return kernel
+            return norm + update
         gb = 2e-9 * self.parameters()  # bf16, each way.
         wire = {way: gb / one[f"{wire_of}_{transport}_{way}_gb_s"] for way in ("up", "down")}
         busy = {way: gb * one[f"{wire_of}_{transport}_{way}_cpu_s_per_gb"] / self.cores for way in wire}
-        return max(wire["up"], busy["up"]) + max(wire["down"], kernel + busy["down"])
+        return max(wire["up"], busy["up"] + norm) + max(wire["down"], update + busy["down"])
 
     def beside_raw_sockets(self) -> dict[str, float]:
         rounds = self.parts["step"]["info"].get("rounds", [])

@@ -38,17 +38,19 @@ def run(sha256: str, **options) -> dict:
 
 
 def step_round(slower: float, **more) -> dict:
-    return {"kernel_all_threads_gparam_s": 2.0 / slower, "kernel_after_all_threads_gparam_s": 2.5 / slower,
-            "grpc_unix_up_gb_s": 2.5 / slower, "grpc_unix_up_cpu_s_per_gb": 0.9 * slower,
-            "grpc_unix_down_gb_s": 4.0 / slower, "grpc_unix_down_cpu_s_per_gb": 0.3 * slower,
-            "grpc_tcp_up_gb_s": 5.0 / slower, "grpc_tcp_up_cpu_s_per_gb": 0.2 * slower,
-            "grpc_tcp_down_gb_s": 1.0 / slower, "grpc_tcp_down_cpu_s_per_gb": 0.2 * slower,
-            "raw_unix_up_gb_s": 5 / slower, "raw_unix_up_cpu_s_per_gb": 0.45 * slower,
-            "raw_unix_down_gb_s": 8 / slower, "raw_unix_down_cpu_s_per_gb": 0.15 * slower,
-            "raw_tcp_up_gb_s": 5.0 / slower, "raw_tcp_up_cpu_s_per_gb": 0.2 * slower,
-            "raw_tcp_down_gb_s": 1.0 / slower, "raw_tcp_down_cpu_s_per_gb": 0.2 * slower,
-            "in_process": 0.1 * slower,
-            "shared_memory": 0.044 * slower, "unix": 0.192 * slower, "tcp": 0.264 * slower} | more
+    passes = {f"{transport}_{key}": speed / slower for transport in ("shared_memory", "unix", "tcp")
+              for key, speed in (("update_gparam_s", 4.0), ("norm_gparam_s", 20 / 3))}
+    return passes | {
+        "grpc_unix_up_gb_s": 2.5 / slower, "grpc_unix_up_cpu_s_per_gb": 0.9 * slower,
+        "grpc_unix_down_gb_s": 4.0 / slower, "grpc_unix_down_cpu_s_per_gb": 0.3 * slower,
+        "grpc_tcp_up_gb_s": 5.0 / slower, "grpc_tcp_up_cpu_s_per_gb": 0.2 * slower,
+        "grpc_tcp_down_gb_s": 1.0 / slower, "grpc_tcp_down_cpu_s_per_gb": 0.2 * slower,
+        "raw_unix_up_gb_s": 5 / slower, "raw_unix_up_cpu_s_per_gb": 0.45 * slower,
+        "raw_unix_down_gb_s": 8 / slower, "raw_unix_down_cpu_s_per_gb": 0.15 * slower,
+        "raw_tcp_up_gb_s": 5.0 / slower, "raw_tcp_up_cpu_s_per_gb": 0.2 * slower,
+        "raw_tcp_down_gb_s": 1.0 / slower, "raw_tcp_down_cpu_s_per_gb": 0.2 * slower,
+        "in_process": 0.1 * slower,
+        "shared_memory": 0.044 * slower, "unix": 0.192 * slower, "tcp": 0.264 * slower} | more
 
 
 def good_parts() -> dict[str, dict]:

@@ -122,7 +122,7 @@ class Sweep:
         return self.call(words)
 
     def rounds(self, cases: dict, rounds: int, before_round=lambda: None,
-               after_round=lambda: None) -> dict[object, dict]:
+               after_case=lambda key: None) -> dict[object, dict]:
         """Runs all cases in turn, `rounds` times; those that do not fit are left out."""
         results: dict = {}
         for _ in range(rounds):
@@ -130,7 +130,7 @@ class Sweep:
             for key, options in cases.items():
                 if self.fits(options):
                     results[key] = merged(results.get(key), self.worker(options))
-            after_round()
+                    after_case(key)
         for result in results.values():
             self.info["runs"].append({"options": result["info"]["options"],
                                       "weights_sha256": result["info"]["weights_sha256"]})
@@ -149,18 +149,33 @@ class Sweep:
 # ---------------------------------------------------------------- a step
 
 
-def limits_now(sweep: Sweep) -> dict[str, float]:
-    """What the bound of a step is computed from, seconds before the steps themselves."""
-    wire = sweep.call([sweep.bin / "wire_bench", "--benchmark_filter=(raw|grpc)_.*_(up|down)",
-                       sweep.pick("--short", "--short", "--tiny")])
-    return {key: figures["median"] for key, figures in wire["figures"].items()} | kernel_now(sweep, "kernel")
+class Limits:
+    """What the bounds of steps are computed from, a dictionary a round: the wire, measured before its steps, and the
+    passes of the update and the norm, measured between the steps of one transport and those of the next."""
 
+    def __init__(self, sweep: Sweep):
+        self.sweep = sweep
+        self.rounds: list[dict[str, float]] = []
+        self.last: dict[str, float] = {}
 
-def kernel_now(sweep: Sweep, name: str) -> dict[str, float]:
-    kernel = sweep.call([sweep.bin / "kernel_bench", "--only-kernel",
-                         *sweep.pick((), ("--short",), ("--elements", "1000000", "--rounds", "2"))])
-    return {name + key.removeprefix("kernel"): figures["median"]
-            for key, figures in kernel["figures"].items()}
+    def begin_round(self) -> None:
+        wire = self.sweep.call([self.sweep.bin / "wire_bench", "--benchmark_filter=(raw|grpc)_.*_(up|down)",
+                                self.sweep.pick("--short", "--short", "--tiny")])
+        self.rounds.append({key: figures["median"] for key, figures in wire["figures"].items()})
+        self.last = self.passes()
+
+    def after(self, transport: str) -> None:
+        """The mean of the seconds right before and right after this transport's steps."""
+        now = self.passes()
+        for key, speed in now.items():
+            self.rounds[-1][f"{name_of(transport)}_{key}"] = 2 / (1 / self.last[key] + 1 / speed)
+        self.last = now
+
+    def passes(self) -> dict[str, float]:
+        kernel = self.sweep.call([self.sweep.bin / "kernel_bench", "--only-kernel",
+                                  *self.sweep.pick((), ("--short",), ("--elements", "1000000", "--rounds", "2"))])
+        return {name: kernel["figures"][figure]["median"] for name, figure in
+                (("update_gparam_s", "kernel_all_threads_gparam_s"), ("norm_gparam_s", "sums_gparam_s"))}
 
 
 def name_of(transport: str) -> str:
@@ -177,16 +192,15 @@ def step_sweep(sweep: Sweep) -> None:
         cases = {transport: {"transport": transport, "parameters": parameters, "groups": 2,
                              "tensors": 100, "steps": steps, "warmup": 2}
                  for transport in TRANSPORTS}
-        limits: list[dict] = []
+        limits = Limits(sweep)
         if parameters == sweep.info["parameters"]:
-            results = sweep.rounds(cases, rounds, lambda: limits.append(limits_now(sweep)),
-                                   lambda: limits[-1].update(kernel_now(sweep, "kernel_after")))
+            results = sweep.rounds(cases, rounds, limits.begin_round, limits.after)
         else:
             results = sweep.rounds(cases, rounds)
         if parameters == sweep.info["parameters"]:
             sweep.info["rounds"] = [limit | {
                 name_of(transport): run["round_seconds"][i] for transport, run in results.items()
-                if len(run["round_seconds"]) == rounds} for i, limit in enumerate(limits)]
+                if len(run["round_seconds"]) == rounds} for i, limit in enumerate(limits.rounds)]
         for transport, run in results.items():
             name = f"{name_of(transport)}_{parameters // 1_000_000}m"
             sweep.add(f"step_{name}_seconds", run, "total_seconds")
