@@ -30,6 +30,7 @@ void StepProgress::Forget() {
 void StepProgress::Begin(uint64_t step) {
   MutexLock lock(mutex_);
   Forget();
+  discard_is_told_ = true;
   step_ = step;
   newest_ = {step, attempt_};
 }
@@ -42,13 +43,18 @@ StepAttempt StepProgress::at() const {
 void StepProgress::End() {
   MutexLock lock(mutex_);
   Forget();
+  discard_is_told_ = true;
   attempt_ = 0;
 }
 
 bool StepProgress::StartDiscard() {
   MutexLock lock(mutex_);
-  if (decision_.has_value()) return false;
-  return !std::exchange(discarding_, true);
+  // An answer that has come since a call gave up waiting is that call's: the next one returns it, and
+  // does not discard the attempt after it, too.
+  if (decision_.has_value() || discarding_ || !discard_is_told_) return false;
+  discarding_ = true;
+  discard_is_told_ = false;
+  return true;
 }
 
 bool StepProgress::discarding() const {
@@ -239,7 +245,10 @@ absl::Status StepProgress::AwaitDiscarded(absl::Duration limit) {
                        " is decided and can no longer be discarded; receive its "
                        "weights"));
     }
-    if (!discarding_) return absl::OkStatus();
+    if (!discarding_) {
+      discard_is_told_ = true;
+      return absl::OkStatus();
+    }
     if (!failure_.ok()) return failure_;
     if (!in_time) return TimedOut("the answer to the discard", limit);
     in_time = changed_.WaitUntil(mutex_, deadline);

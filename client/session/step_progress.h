@@ -36,8 +36,8 @@ class StepProgress {
   // True, once, if a vote has to be sent: there is no decision, and none was sent or the last one
   // was refused. FAILED_PRECONDITION: the norm has not come, or the seal was refused meanwhile.
   absl::StatusOr<bool> StartVote();
-  // True, once, if a discard has to be sent: there is no decision, and none was sent. From then on
-  // until its answer `discarding` is true.
+  // True, once, if a discard has to be sent: there is no decision, and none was sent whose answer
+  // AwaitDiscarded has not returned yet. From then on until its answer `discarding` is true.
   bool StartDiscard();
   bool discarding() const;
   bool has_norm() const;
@@ -98,6 +98,7 @@ class StepProgress {
   uint32_t attempt_ ABSL_GUARDED_BY(mutex_) = 0;    // At the step, or at the next one.
   StepAttempt newest_ ABSL_GUARDED_BY(mutex_) = 0;  // That was begun, or came after a discard.
   bool discarding_ ABSL_GUARDED_BY(mutex_) = false;
+  bool discard_is_told_ ABSL_GUARDED_BY(mutex_) = true;  // The answer, by AwaitDiscarded.
   bool seal_is_out_ ABSL_GUARDED_BY(mutex_) = false;
   bool vote_is_out_ ABSL_GUARDED_BY(mutex_) = false;
   std::optional<StepNorm> norm_ ABSL_GUARDED_BY(mutex_);

@@ -165,5 +165,21 @@ TEST(StepProgress, ADecisionWakesTheWaiter) {
   service.join();
 }
 
+TEST(StepProgress, AnAnswerThatComesBetweenTwoWaitsIsTheSecondOnes) {
+  StepProgress progress;
+  progress.Begin(5);
+  ASSERT_TRUE(progress.StartDiscard());
+  EXPECT_TRUE(absl::IsDeadlineExceeded(progress.AwaitDiscarded(absl::ZeroDuration())));
+  EXPECT_TRUE(progress.Discarded({5, 1}).ok());
+  EXPECT_FALSE(progress.StartDiscard());  // Nothing more is discarded.
+  EXPECT_TRUE(progress.AwaitDiscarded(absl::ZeroDuration()).ok());
+  EXPECT_EQ(progress.at().attempt, 1u);
+  EXPECT_TRUE(progress.StartDiscard());  // The next attempt.
+  EXPECT_TRUE(absl::IsDeadlineExceeded(progress.AwaitDiscarded(absl::ZeroDuration())));
+  EXPECT_TRUE(progress.Discarded({5, 2}).ok());
+  progress.Begin(5);  // So does the beginning of the attempt after it.
+  EXPECT_TRUE(progress.StartDiscard());
+}
+
 }  // namespace
 }  // namespace ballast::client
