@@ -208,6 +208,13 @@ absl::Status Parse(absl::string_view what, const std::string& bytes, T&... value
   return absl::DataLossError(absl::StrCat(what, " cannot be read"));
 }
 
+// A lane's: after all that was stored before, and before all that comes later.
+void StoreWord(uint64_t& word, uint64_t value) {
+  KeepOrderOfStores();
+  *static_cast<volatile uint64_t*>(&word) = value;
+  KeepOrderOfStores();
+}
+
 }  // namespace
 
 KeptJob::KeptJob(NamedMemory& memory, JobIdentity identity)
@@ -352,17 +359,13 @@ SumLane* KeptJob::TakeSumLane(int chunk, uint64_t tag) {
     free_sum_lanes_.pop_back();
   }
   lane->tag = tag;
-  KeepOrderOfStores();
-  *static_cast<volatile uint64_t*>(&lane->word) =
-      SumWord{.chunk = static_cast<uint32_t>(chunk)}.Pack();
-  KeepOrderOfStores();
+  StoreWord(lane->word, SumWord{.chunk = static_cast<uint32_t>(chunk)}.Pack());
   Stored("a sum's lane is taken");
   return lane;
 }
 
 void KeptJob::GiveSumLane(SumLane* lane) {
-  KeepOrderOfStores();
-  *static_cast<volatile uint64_t*>(&lane->word) = 0;
+  StoreWord(lane->word, 0);
   Stored("a sum's lane is free");
   {
     MutexLock lock(lanes_mutex_);
@@ -393,17 +396,13 @@ RedoLane* KeptJob::TakeLane(int chunk, uint64_t step) {
     free_lanes_.pop_back();
   }
   lane->step = step;
-  KeepOrderOfStores();
-  *static_cast<volatile uint64_t*>(&lane->word) =
-      RedoWord{.chunk = static_cast<uint32_t>(chunk)}.Pack();
-  KeepOrderOfStores();
+  StoreWord(lane->word, RedoWord{.chunk = static_cast<uint32_t>(chunk)}.Pack());
   Stored("a lane is taken");
   return lane;
 }
 
 void KeptJob::GiveLane(RedoLane* lane) {
-  KeepOrderOfStores();
-  *static_cast<volatile uint64_t*>(&lane->word) = 0;
+  StoreWord(lane->word, 0);
   Stored("a lane is free");
   {
     MutexLock lock(lanes_mutex_);
