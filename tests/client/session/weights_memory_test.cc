@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/buckets.h"
 #include "tests/client/session/scripted_session.h"
+#include "tests/support/sanitizers.h"
 
 namespace ballast::client {
 namespace {
@@ -273,12 +274,6 @@ TEST_F(ToldWeightsTest, AreNotToldAsProvisionalToATrainerWithMemoryOfItsOwn) {
   EXPECT_THAT(told_, ElementsAre("weights 0"));
 }
 
-#if defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-#define BALLAST_SANITIZER_OWNS_MEMORY
-#endif
-#endif
-
 class TightMemoryTest : public ProvisionalWeightsTest {
  protected:
   // Opens a session with 4 GiB of weights in a process that may use 1 GiB more.
@@ -305,9 +300,7 @@ class TightMemoryTest : public ProvisionalWeightsTest {
 };
 
 TEST_F(TightMemoryTest, WithoutMemoryForProvisionalWeightsTheRankWaits) {
-#ifdef BALLAST_SANITIZER_OWNS_MEMORY
-  GTEST_SKIP() << "a sanitizer's shadow memory leaves no room for a limit";
-#endif
+  if (kSanitized) GTEST_SKIP() << "a sanitizer's shadow memory leaves no room for a limit";
   const absl::Status opened = OpenWithTooLittle();
   ASSERT_TRUE(opened.ok()) << opened;
   EXPECT_EQ(fake_->sent().at(0).open().update_mode(), v1::UPDATE_MODE_UNSPECIFIED);
@@ -316,9 +309,7 @@ TEST_F(TightMemoryTest, WithoutMemoryForProvisionalWeightsTheRankWaits) {
 }
 
 TEST_F(TightMemoryTest, WithoutMemoryToReadWeightsInTheSessionIsRefused) {
-#ifdef BALLAST_SANITIZER_OWNS_MEMORY
-  GTEST_SKIP() << "a sanitizer's shadow memory leaves no room for a limit";
-#endif
+  if (kSanitized) GTEST_SKIP() << "a sanitizer's shadow memory leaves no room for a limit";
   options_.weights = nullptr;
   EXPECT_THAT(OpenWithTooLittle(),
               IsError(absl::StatusCode::kResourceExhausted, HasSubstr("no memory for 4294")));
