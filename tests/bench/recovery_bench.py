@@ -116,7 +116,7 @@ class Bench:
 
 def machine_line():
     model = re.search(r"^model name\s*: (.*)$", read(pathlib.Path("/proc/cpuinfo")), re.MULTILINE)
-    return f"{model[1] if model else os.uname().machine}, {os.cpu_count()} cores, Linux {os.uname().release}"
+    return f"{model[1] if model else os.uname().machine}, {os.cpu_count()} cores, Linux {'.'.join(os.uname().release.split('.')[:2])}"
 
 
 def main():
