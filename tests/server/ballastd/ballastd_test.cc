@@ -1,4 +1,4 @@
-// The binary: its flags, its one-line errors, and what SIGTERM makes it do.
+// The binary: what signals, a broken job, saves and a state directory make it do.
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <signal.h>
@@ -24,7 +24,6 @@
 #include "proto/status.h"
 #include "tests/cpu_optimizer_service/host/directory_in_memory.h"
 #include "tests/server/tiny_job.h"
-#include "tests/support/certificates.h"
 #include "tests/support/processes.h"
 #include "tests/support/sanitizers.h"
 
@@ -686,146 +685,9 @@ TEST(Ballastd, FindsJobsInItsDirectoryAfterTheEndOfAllItsProcesses) {
   for (const auto& [path, bytes] : before) EXPECT_EQ(ReadFile(path), bytes) << path;
 }
 
-TEST(Ballastd, TellsInOneLineWhatIsWrongWithItsFlags) {
-  for (const char* flag :
-       {"--no-such-flag", "--threads=many", "--threads=-1", "stray", "--memory-limit=20XB",
-        "--log-level=loud", "--drain-seconds=-1", "--seal-deadline-seconds=nan",
-        "--listen=", "--flagfile=x", "--shared-memory=yes", "--checkpoint-keep=0",
-        "--checkpoint-every=10min", "--checkpoint-every=often", "--state-dir=/proc/ballast"}) {
-    Ballastd service(BALLASTD_PATH, {flag});
-    EXPECT_EQ(service.Address(), "") << flag;
-    EXPECT_EQ(service.ExitCode(), 2) << flag;
-    const std::string errors = service.Errors();
-    EXPECT_EQ(std::count(errors.begin(), errors.end(), '\n'), 1) << errors;
-  }
-}
-
-// What a command that ends by itself writes to standard output.
-std::string OutputOf(const std::string& command) {
-  std::FILE* const pipe = popen(command.c_str(), "r");
-  if (pipe == nullptr) return "cannot start " + command;
-  std::string output;
-  char buffer[256];
-  while (std::fgets(buffer, sizeof(buffer), pipe) != nullptr) output += buffer;
-  pclose(pipe);
-  return output;
-}
-
-TEST(Ballastd, ListsItsFlags) {
-  const std::string output = OutputOf(std::string(BALLASTD_PATH) + " --help");
-  EXPECT_THAT(output, AllOf(HasSubstr("Where it listens:"), HasSubstr("--listen="),
-                            HasSubstr("--shared-memory="), HasSubstr("--self-benchmark")));
-  // Container runtimes kill after ten seconds.
-  EXPECT_THAT(output, testing::ContainsRegex("bounded\\.[ \n]*\\([0-9]\\)"));
-  EXPECT_THAT(output, Not(HasSubstr("Others:"))) << "give it a group in flag_sources.cc";
-}
-
-// A folder with files that say who may do what.
-class BallastdAccessTest : public testing::Test {
- protected:
-  BallastdAccessTest() : folder_("/tmp/ballastd_access." + std::to_string(getpid())) {
-    std::filesystem::create_directories(folder_);
-    const TestAuthority authority(folder_, "ca");
-    authority.Issue("good", {.common_name = "good"});
-    authority.Issue("other", {.common_name = "other"});
-    authority.Issue("old", {.common_name = "old", .begin_seconds = -100, .end_seconds = -10});
-    WritePrivateFile(File("tokens"), "# None yet.\n");
-    WritePrivateFile(File("roles"), "viewer * *\n");
-  }
-  ~BallastdAccessTest() override { std::filesystem::remove_all(folder_); }
-
-  std::string File(const std::string& name) const { return folder_ + "/" + name; }
-  // What it says before it ends, in one line, with 2.
-  std::string ErrorOf(const std::vector<std::string>& flags) const {
-    Ballastd service(BALLASTD_PATH, flags);
-    EXPECT_EQ(service.Address(), "") << flags.back();
-    EXPECT_EQ(service.ExitCode(), 2) << flags.back();
-    const std::string errors = service.Errors();
-    EXPECT_EQ(std::count(errors.begin(), errors.end(), '\n'), 1) << errors;
-    return errors;
-  }
-  std::string TlsErrorOf(const std::string& certificate, const std::string& key) const {
-    return ErrorOf(
-        {"--listen=127.0.0.1:0", "--tls-cert=" + File(certificate), "--tls-key=" + File(key)});
-  }
-
-  const std::string folder_;
-};
-
-TEST_F(BallastdAccessTest, TellsInOneLineWhatIsWrongWithItsCertificates) {
-  EXPECT_THAT(TlsErrorOf("gone.pem", "good.key"), HasSubstr("gone.pem cannot be read"));
-  EXPECT_THAT(TlsErrorOf("good.pem", "other.key"), HasSubstr("is not the key"));
-  EXPECT_THAT(TlsErrorOf("old.pem", "old.key"), HasSubstr("expired"));
-  EXPECT_THAT(ErrorOf({"--tls-cert=" + File("good.pem")}), HasSubstr("give both"));
-  EXPECT_THAT(ErrorOf({"--tls-client-ca=" + File("ca.pem")}), HasSubstr("--tls-cert"));
-  EXPECT_THAT(ErrorOf({"--listen=0.0.0.0:0", "--tls-cert=" + File("good.pem"),
-                       "--tls-key=" + File("good.key")}),
-              HasSubstr("without saying who they are"));
-  std::filesystem::permissions(File("good.key"), std::filesystem::perms::others_read,
-                               std::filesystem::perm_options::add);
-  EXPECT_THAT(TlsErrorOf("good.pem", "good.key"), HasSubstr("can be read by other users"));
-}
-
-TEST_F(BallastdAccessTest, TellsInOneLineWhatIsWrongWithItsRolesAndTokens) {
-  const std::string listen = "--listen=unix:" + File("socket");
-  const std::string roles = "--roles-file=" + File("roles");
-  const std::string tokens = "--tokens-file=" + File("tokens");
-  EXPECT_THAT(ErrorOf({listen, tokens}), HasSubstr("give --roles-file, too"));
-  EXPECT_THAT(ErrorOf({"--listen=127.0.0.1:0", roles}), HasSubstr("nobody could call"));
-  std::filesystem::permissions(File("tokens"), std::filesystem::perms::others_read,
-                               std::filesystem::perm_options::add);
-  EXPECT_THAT(ErrorOf({listen, roles, tokens}), HasSubstr("tokens can be read by other users"));
-  WritePrivateFile(File("roles"), "admin * *\n");
-  EXPECT_THAT(ErrorOf({listen, roles}), HasSubstr("there is no role 'admin'"));
-  WritePrivateFile(File("tokens"), "");
-  WritePrivateFile(File("roles"), "viewer * token:nobody\n");
-  EXPECT_THAT(ErrorOf({listen, roles, tokens}),
-              AllOf(HasSubstr("has a role of token:nobody, and "),
-                    HasSubstr("has no token of that name; add the token, or remove the role")));
-  EXPECT_THAT(ErrorOf({listen, roles}), HasSubstr("there is no --tokens-file"));
-}
-
-TEST_F(BallastdAccessTest, TakesFlagsFromAFileTheEnvironmentAndTheCommandLine) {
-  WritePrivateFile(File("config"),
-                   "# Where\nlisten = 127.0.0.1:0\nthreads = 1\nmemory_limit = 1GiB\n"
-                   "startup-benchmark = false\n");
-  ASSERT_EQ(setenv("BALLASTD_CONFIG", File("config").c_str(), 1), 0);
-  ASSERT_EQ(setenv("BALLASTD_THREADS", "3", 1), 0);
-  ASSERT_EQ(setenv("BALLASTD_MEMORY_LIMIT", "3GiB", 1), 0);
-  ASSERT_EQ(setenv("BALLASTD_SERVICE_HOST", "of Kubernetes, and no flag", 1), 0);
-  Ballastd service(BALLASTD_PATH, {"--memory-limit=2GiB"});
-  for (const char* name :
-       {"BALLASTD_CONFIG", "BALLASTD_THREADS", "BALLASTD_MEMORY_LIMIT", "BALLASTD_SERVICE_HOST"}) {
-    unsetenv(name);
-  }
-  EXPECT_THAT(service.Address(), HasSubstr("127.0.0.1:"));
-  service.Signal(SIGTERM);
-  EXPECT_EQ(service.ExitCode(), 0);
-  EXPECT_THAT(service.Errors(), HasSubstr("memory limit 2.0 GiB, 3 threads"));
-}
-
-TEST_F(BallastdAccessTest, ChecksItsConfiguration) {
-  const auto error_of = [&](const std::string& contents) {
-    WritePrivateFile(File("config"), contents);
-    return ErrorOf({"--check-config", "--config=" + File("config")});
-  };
-  EXPECT_THAT(error_of("memroy-limit = 1GiB\n"),
-              HasSubstr("line 1: there is no key 'memroy-limit'; did you mean memory-limit?"));
-  EXPECT_THAT(error_of("\nthreads\n"), HasSubstr("line 2: expected KEY = VALUE"));
-  EXPECT_THAT(error_of("threads = 1\nthreads = 2\n"), HasSubstr("is there twice"));
-  EXPECT_THAT(error_of("threads = many\n"), HasSubstr("line 1, threads: bad value 'many'"));
-  EXPECT_THAT(error_of("config = other\n"), HasSubstr("there is no key 'config'"));
-  EXPECT_THAT(ErrorOf({"--config=" + File("gone")}), HasSubstr("cannot be read"));
-  WritePrivateFile(File("config"), "threads = 1\nlisten = unix:" + File("socket") +
-                                       "\nroles-file = " + File("roles") + "\n");
-  Ballastd service(BALLASTD_PATH, {"--check-config", "--config=" + File("config")});
-  EXPECT_EQ(service.Address(), "");
-  EXPECT_EQ(service.ExitCode(), 0) << service.Errors();
-  EXPECT_FALSE(std::filesystem::exists(File("socket")));
-}
-
-TEST_F(BallastdAccessTest, LogsWhatAnOperatorChangesAndWhoItWas) {
-  Ballastd service(BALLASTD_PATH, {"--listen=unix:" + File("socket"), "--memory-limit=64MiB"});
+TEST(Ballastd, LogsWhatAnOperatorChangesAndWhoItWas) {
+  const std::string socket = testing::TempDir() + "ballastd_audit_" + std::to_string(getpid());
+  Ballastd service(BALLASTD_PATH, {"--listen=unix:" + socket, "--memory-limit=64MiB"});
   const std::string address = service.Address();
   ASSERT_NE(address, "") << service.Errors();
   CreateJob(address, "j");
@@ -844,36 +706,6 @@ TEST_F(BallastdAccessTest, LogsWhatAnOperatorChangesAndWhoItWas) {
                          HasSubstr("everybody who reaches an address is an operator")));
   EXPECT_EQ(log.find("audit:"), log.rfind("audit:"))
       << "what changed nothing is there, too: " << log;
-}
-
-TEST(Ballastd, MeasuresItsHostAndExits) {
-  const std::string output =
-      OutputOf(std::string(BALLASTD_PATH) + " --self-benchmark --memory-limit=64MiB");
-  EXPECT_THAT(output, AllOf(HasSubstr("processors"), HasSubstr("memory traffic alone"),
-                            HasSubstr("1 thread "), HasSubstr("Gparam/s")));
-}
-
-TEST(Ballastd, LogsWhatItsHostCanDoWhenItStarts) {
-  Ballastd service(BALLASTD_PATH,
-                   {"--listen=127.0.0.1:0", "--memory-limit=64MiB", "--startup-benchmark=true"});
-  ASSERT_NE(service.Address(), "") << service.Errors();
-  service.Signal(SIGTERM);
-  EXPECT_EQ(service.ExitCode(), 0);
-  EXPECT_THAT(service.Errors(), HasSubstr("Gparam/s"));
-}
-
-TEST(Ballastd, TellsInOneLineWhyItCannotListen) {
-  Ballastd first(BALLASTD_PATH, {"--listen=127.0.0.1:0"});
-  const std::string taken = first.Address();
-  for (const auto& [address, code] :
-       {std::pair(taken, 1), {std::string("0.0.0.0:0"), 2}, {std::string("nonsense"), 2}}) {
-    Ballastd second(BALLASTD_PATH, {"--listen=" + address});
-    EXPECT_EQ(second.Address(), "") << address;
-    EXPECT_EQ(second.ExitCode(), code) << address;
-    const std::string errors = second.Errors();
-    EXPECT_THAT(errors, HasSubstr(address));
-    EXPECT_EQ(std::count(errors.begin(), errors.end(), '\n'), 1) << errors;
-  }
 }
 
 }  // namespace
