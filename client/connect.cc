@@ -118,10 +118,10 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(const std::string& target
       continue;
     }
     // Before anybody has changed a file the next handshake fails like this one.
-    const std::string why = WhyHandshakeFailed(WhyNotConnected(channel), credentials);
+    const std::string why = WhyHandshakeFailed(WhyNotConnected(channel), target, credentials);
     if (!why.empty()) {
       return absl::UnavailableError(
-          absl::StrCat("cannot trust the service at ", target, ": ", why));
+          absl::StrCat("no connection to the service at ", target, ": ", why));
     }
   } while (left > absl::ZeroDuration());
   const std::string cause = proto::CauseOfUnreachable(WhyNotConnected(channel));

@@ -14,6 +14,8 @@ packages=(
   libtbb-dev libhwloc-dev libhwy-dev libspdlog-dev nlohmann-json3-dev
   prometheus-cpp-dev
   libgloo-dev libopenblas-pthread-dev
+  # For cpack, which makes the Debian packages.
+  dpkg-dev file
   # To test. PyTorch is not among them: tests/run.sh puts it into an environment of its own.
   libgtest-dev libgmock-dev libbenchmark-dev openssl python3 python3-numpy python3-venv python3-grpcio
   prometheus chromium chromium-driver

@@ -65,27 +65,23 @@ absl::StatusOr<std::vector<Address>> ParseAddresses(const ServerOptions& options
 }
 
 // The files that are read again when they change.
-std::vector<std::string> FilesOf(const AccessOptions& access) {
-  std::vector<std::string> files;
-  for (const std::string& file : {access.tls_certificate, access.tls_key, access.tls_client_ca,
-                                  access.roles, access.tokens}) {
-    if (!file.empty()) files.push_back(file);
-  }
-  return files;
-}
-
-void ReadAgain(Access& access, Tls& tls) {
-  if (const absl::Status read = access.ReadAgain(); !read.ok()) {
-    spdlog::error("roles and tokens stay as they were: {}", std::string(read.message()));
-  } else {
-    spdlog::info("read the files of access again: {}", access.ToLine());
+std::vector<WatchedFiles> FilesOf(Access& access, Tls& tls) {
+  const AccessOptions& options = access.options();
+  const auto read_access = [&access]() -> absl::StatusOr<std::string> {
+    BALLAST_RETURN_IF_ERROR(access.ReadAgain());
     if (const absl::Status there = access.CheckThatTokensAreThere(); !there.ok()) {
       spdlog::warn("{}", std::string(there.message()));
     }
-  }
-  if (const absl::Status read = tls.ReadAgain(); !read.ok()) {
-    spdlog::error("the certificate stays as it was: {}", std::string(read.message()));
-  }
+    return access.ToLine();
+  };
+  const auto read_tls = [&tls, path = options.tls_certificate]() -> absl::StatusOr<std::string> {
+    BALLAST_RETURN_IF_ERROR(tls.ReadAgain());
+    return path;
+  };
+  return {{"roles and tokens", {options.roles, options.tokens}, read_access},
+          {"the certificate",
+           {options.tls_certificate, options.tls_key, options.tls_client_ca},
+           read_tls}};
 }
 
 absl::StatusOr<std::unique_ptr<Access>> OpenAccess(const ServerOptions& options) {
@@ -202,9 +198,8 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(Engine& engine,
                       std::move(unix_sockets)));
   BALLAST_RETURN_IF_ERROR(impl->Listen(addresses, engine, options.more_services));
   impl->seal_watch.emplace(engine, options.seal_deadline_seconds, options.seal_reminder_seconds);
-  if (const std::vector<std::string> files = FilesOf(options.access); !files.empty()) {
-    impl->access_files.emplace(files,
-                               [owner = impl.get()] { ReadAgain(*owner->access, *owner->tls); });
+  if (impl->access->has_roles() || impl->access->has_tls()) {
+    impl->access_files.emplace(FilesOf(*impl->access, *impl->tls));
   }
   return std::unique_ptr<Server>(new Server(std::move(impl)));
 }

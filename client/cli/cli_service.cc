@@ -32,7 +32,7 @@ absl::Status Service::Explain(const grpc::Status& status) const {
         absl::StrCat("the service at ", address_, " did not answer within ",
                      absl::FormatDuration(timeout_), "; give it longer with --timeout"));
   }
-  if (const std::string why = WhyHandshakeFailed(status, credentials_); !why.empty()) {
+  if (const std::string why = WhyHandshakeFailed(status, address_, credentials_); !why.empty()) {
     // Not UNAVAILABLE: to wait changes nothing.
     return absl::FailedPreconditionError(
         absl::StrCat("no service answers at ", address_, " that can be trusted: ", why));

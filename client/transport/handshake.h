@@ -10,9 +10,15 @@
 
 namespace ballast::client {
 
-// Of the status of a call that needed a connection with these credentials: one line that names the
-// file and says what to do. Empty: there is another reason, or none.
-std::string WhyHandshakeFailed(const grpc::Status& status, const Credentials& credentials);
+// Of the status of a call that needed a connection to `target` with these credentials: one line that
+// names the file and says what to do. Empty: there is another reason, or none.
+//
+// With TLS 1.3 a service learns who the client is after the client's part of the handshake, and
+// gRPC's just closes the connection then. Where the status says that it was closed, this shakes hands
+// once more, within five seconds. It says why if the service does; and if the client trusts it, it
+// asked for a certificate, got none or one of an authority that it had not named, and closed again.
+std::string WhyHandshakeFailed(const grpc::Status& status, const std::string& target,
+                               const Credentials& credentials);
 
 }  // namespace ballast::client
 

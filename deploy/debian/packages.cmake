@@ -1,4 +1,5 @@
-# cpack -G DEB, in the build folder: ballastd, ballast, ballast-worker, libballast1 and libballast-dev.
+# cpack -G DEB, in the build folder: ballastd, ballast, ballast-worker, libballast1 and libballast-dev. The target
+# `packages` builds what they consist of, and no more, and puts them into build/packages.
 set(CPACK_GENERATOR DEB)
 set(CPACK_PACKAGE_NAME ballast)
 set(CPACK_PACKAGE_VENDOR "The Ballast project")
@@ -44,3 +45,9 @@ foreach(script postinst prerm postrm)
   list(APPEND CPACK_DEBIAN_SERVICE_PACKAGE_CONTROL_EXTRA ${CMAKE_CURRENT_SOURCE_DIR}/debian/${script})
 endforeach()
 include(CPack)
+
+add_custom_target(packages
+  COMMAND ${CMAKE_CPACK_COMMAND} -G DEB -B ${CMAKE_BINARY_DIR}/../packages
+  DEPENDS ballastd_page ballast_page ballast-worker_page ballast_shared ballast_client ballast_proto ballast_messages
+          ballast_common
+  WORKING_DIRECTORY ${CMAKE_BINARY_DIR} USES_TERMINAL VERBATIM)

@@ -1,9 +1,10 @@
 #include "server/access/file_watch.h"
 
+#include <spdlog/spdlog.h>
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <chrono>
-#include <cstdint>
 #include <utility>
 
 #include "cpu_optimizer_service/common/system/memory_guard.h"
@@ -12,25 +13,14 @@ namespace ballast::server {
 namespace {
 
 constexpr std::chrono::seconds kLookEvery(1);
+constexpr int kLongestPause = 64;  // Looks.
 
 }  // namespace
 
-FileWatch::FileWatch(std::vector<std::string> paths, std::function<void()> changed)
-    : paths_(std::move(paths)),
-      changed_(std::move(changed)),
-      seen_(Look()),
-      thread_([this] { Run(); }) {}
+WatchedFiles::WatchedFiles(std::string name, std::vector<std::string> paths, Read read)
+    : name_(std::move(name)), paths_(std::move(paths)), read_(std::move(read)), seen_(Marks()) {}
 
-FileWatch::~FileWatch() {
-  {
-    MutexLock lock(mutex_);
-    stopped_ = true;
-  }
-  stopping_.NotifyAll();
-  thread_.join();
-}
-
-std::vector<int64_t> FileWatch::Look() const {
+std::vector<int64_t> WatchedFiles::Marks() const {
   std::vector<int64_t> marks;
   for (const std::string& path : paths_) {
     struct stat found = {};
@@ -47,6 +37,39 @@ std::vector<int64_t> FileWatch::Look() const {
   return marks;
 }
 
+void WatchedFiles::Look() {
+  // Before the files are read: what changes meanwhile is seen by the next look.
+  std::vector<int64_t> marks = Marks();
+  const bool has_changed = marks != seen_;
+  if (!has_changed && (pause_ == 0 || --looks_left_ > 0)) return;
+  const absl::StatusOr<std::string> read = read_();
+  seen_ = std::move(marks);
+  if (read.ok()) {
+    pause_ = 0;
+    spdlog::info("read {} again: {}", name_, *read);
+    return;
+  }
+  if (has_changed) {
+    pause_ = 0;
+    spdlog::error("cannot read {} again, and the old stays in force: {} (tried again by itself)",
+                  name_, std::string(read.status().message()));
+  }
+  pause_ = std::clamp(2 * pause_, 1, kLongestPause);
+  looks_left_ = pause_;
+}
+
+FileWatch::FileWatch(std::vector<WatchedFiles> files)
+    : files_(std::move(files)), thread_([this] { Run(); }) {}
+
+FileWatch::~FileWatch() {
+  {
+    MutexLock lock(mutex_);
+    stopped_ = true;
+  }
+  stopping_.NotifyAll();
+  thread_.join();
+}
+
 void FileWatch::Run() {
   while (true) {
     {
@@ -55,12 +78,9 @@ void FileWatch::Run() {
       while (!stopped_ && stopping_.WaitUntil(mutex_, next)) continue;
       if (stopped_) return;
     }
-    (void)RunsInMemory([this] {  // Without it, the next second.
-      std::vector<int64_t> marks = Look();
-      if (marks == seen_) return;
-      changed_();
-      seen_ = std::move(marks);
-    });
+    for (WatchedFiles& files : files_) {
+      (void)RunsInMemory([&] { files.Look(); });  // Without it, the next second.
+    }
   }
 }
 

@@ -179,7 +179,7 @@ struct HttpServer::Impl {
   // A browser sends the name that it was given. One that is neither this host's nor a number has
   // been made to lead here by somebody else's page. With TLS that page lacks a certificate for it.
   bool IsOwnName(const std::optional<std::string>& host) const;
-  void ReadTlsAgain();
+  absl::StatusOr<std::string> ReadTlsAgain();
 
   HttpOptions options;
   Handler handler;
@@ -300,15 +300,11 @@ bool HttpServer::Impl::IsOwnName(const std::optional<std::string>& host) const {
          absl::StartsWith(*host, "[");
 }
 
-void HttpServer::Impl::ReadTlsAgain() {
-  absl::StatusOr<HttpTls> read = ReadHttpTls(options.access);
-  if (!read.ok()) {
-    spdlog::error("the certificate of {} stays as it was: {}", address,
-                  std::string(read.status().message()));
-    return;
-  }
+absl::StatusOr<std::string> HttpServer::Impl::ReadTlsAgain() {
+  BALLAST_ASSIGN_OR_RETURN(HttpTls read, ReadHttpTls(options.access));
   MutexLock lock(mutex);
-  tls = *std::move(read);
+  tls = std::move(read);
+  return options.access.tls_certificate;
 }
 
 absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(const HttpOptions& options,
@@ -322,9 +318,11 @@ absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(const HttpOptions&
   BALLAST_ASSIGN_OR_RETURN(impl->socket, Listen(address));
   impl->address = absl::StrCat(address.host, ":", address.port);
   if (tls != nullptr) {
-    std::vector<std::string> paths = {options.access.tls_certificate, options.access.tls_key};
-    if (!options.access.tls_client_ca.empty()) paths.push_back(options.access.tls_client_ca);
-    impl->files.emplace(std::move(paths), [owner = impl.get()] { owner->ReadTlsAgain(); });
+    const AccessOptions& access = options.access;
+    impl->files.emplace(
+        std::vector<WatchedFiles>{{absl::StrCat("the certificate of ", impl->address),
+                                   {access.tls_certificate, access.tls_key, access.tls_client_ca},
+                                   [owner = impl.get()] { return owner->ReadTlsAgain(); }}});
     MutexLock lock(impl->mutex);
     impl->tls = std::move(tls);
   }

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What fresh_root.sh --check package runs under the root's own systemd: the service started, trained with, stopped,
-# started again, upgraded, hung, misconfigured and removed. Ends at the first thing that is not as it should be.
+# started again, upgraded, reloaded, killed, hung, misconfigured and removed. Ends at the first thing that is not as it should be.
 set -euo pipefail
 
 socket=unix:/run/ballast/ballastd.sock
@@ -76,20 +76,46 @@ train 12 /tmp/resumed --service="$socket" --job=gpt --resume=gpt
 train 12 /tmp/whole --optimizer=local
 cmp /tmp/resumed/weights.bin /tmp/whole/weights.bin || fault "the weights differ after the restart"
 
-echo "5. an upgrade leaves it running"
+echo "5. an upgrade of the package leaves it running, and a reload puts the new program in its place; the job stays as it was"
 pid=$(property MainPID)
+child() { # The process that serves.
+  local first=""
+  read -r first _ <"/proc/$pid/task/$pid/children" || true
+  echo "$first"
+}
+job() { # Which job there is, at which step, and all bits of a parameter.
+  local plane
+  as trainer ballast job gpt --service "$socket" | grep -E '^(uid|step) ' || return
+  for plane in master exp_avg exp_avg_sq; do
+    as trainer ballast state gpt h.0.attn.c_attn.weight --plane "$plane" --service "$socket" --out /tmp/plane.npy >/dev/null || return
+    sha256sum /tmp/plane.npy && rm /tmp/plane.npy || return
+  done
+}
+before=$(job) || fault "the job cannot be looked at"
+served=$(child)
+is_kept() { # WHAT: after something has happened to the process that served.
+  another() { [[ -n $(child) && $(child) != "$served" ]] && job; }
+  await 30 "$1: nothing took over the job" another
+  [[ $(job) == "$before" ]] || fault "$1: the job was $before and is $(job)"
+  [[ $(property MainPID) == "$pid" && $(property NRestarts) == 0 ]] || fault "$1: systemd started it again"
+  systemctl is-active --quiet ballastd || fault "$1: it is $(property ActiveState)"
+  served=$(child)
+}
 dpkg -i /packages/ballastd_*.deb >/tmp/dpkg.log 2>&1 || fault "dpkg: $(tail -n1 /tmp/dpkg.log)"
 grep -q 'goes on as version' /tmp/dpkg.log || fault "dpkg did not say that it goes on"
-[[ $(property MainPID) == "$pid" ]] || fault "the upgrade restarted it"
+[[ $(property MainPID) == "$pid" && $(child) == "$served" ]] || fault "the upgrade restarted it"
+[[ $(readlink "/proc/$served/exe") == *'(deleted)' ]] || fault "the upgrade replaced nothing"
+[[ $(job) == "$before" ]] || fault "the upgrade changed the job"
+systemctl reload ballastd || fault "the reload failed"
+is_kept "a reload"
+[[ $(readlink "/proc/$served/exe") == /usr/bin/ballastd ]] || fault "what serves is $(readlink "/proc/$served/exe")"
 
-echo "6. one that dies goes on with its job; one that is stopped is ended and started again"
-pid=$(property MainPID)
-children() { cat "/proc/$pid/task/$pid/children"; }
-child=$(children)
-kill -KILL $child
-goes_on() { [[ $(children) != "$child" ]] && as trainer ballast job gpt --service "$socket"; }
-await 30 "nothing took over its job" goes_on
-[[ $(property MainPID) == "$pid" && $(property NRestarts) == 0 ]] || fault "systemd started it again"
+echo "6. one that dies goes on with its job, which trains on; one that is stopped is ended and started again"
+kill -KILL "$served"
+is_kept "a death"
+train 16 /tmp/after --service="$socket" --job=gpt --resume=gpt
+train 16 /tmp/longer --optimizer=local
+cmp /tmp/after/weights.bin /tmp/longer/weights.bin || fault "the weights differ after the reload and the death"
 mkdir -p /etc/systemd/system/ballastd.service.d
 printf '[Service]\nWatchdogSec=2s\n' >/etc/systemd/system/ballastd.service.d/watchdog.conf
 systemctl daemon-reload
@@ -106,6 +132,12 @@ echo "7. a mistake in its flags is told once, and not tried again and again"
 config=/etc/ballast/ballastd.conf
 echo 'memory-limit = lots' >>$config
 if ballastd --config=$config --check-config 2>/dev/null; then fault "--check-config takes it"; fi
+pid=$(property MainPID)
+served=$(child)
+if systemctl reload ballastd 2>/dev/null; then fault "a reload takes it"; fi
+systemctl is-active --quiet ballastd && [[ $(property MainPID) == "$pid" && $(child) == "$served" ]] ||
+  fault "it does not go on as it was after a reload that failed"
+journalctl --unit=ballastd --output=cat | grep -q "flag --memory-limit: bad value 'lots'" || fault "the journal does not say why"
 if systemctl restart ballastd 2>/dev/null; then fault "it started with a flag that is wrong"; fi
 [[ $(property ExecMainStatus) == 2 && $(property ActiveState) == failed ]] ||
   fault "it is $(property ActiveState), exit code $(property ExecMainStatus)"

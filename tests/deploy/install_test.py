@@ -127,8 +127,10 @@ class Install(unittest.TestCase):
             self.assertNotIn(str(ROOT).encode(), path.read_bytes(), path)
 
     def test_manual_pages_say_what_the_programs_say(self):
+        commands = re.findall(r"(?m)^  ([a-z-]+) +\S", run(self.prefix / "bin/ballast", "help"))
+        self.assertIn("doctor", commands)
         for page, *command in (("man8/ballastd.8", "ballastd", "--help"), ("man1/ballast.1", "ballast", "help"),
-                               ("man1/ballast.1", "ballast", "help", "set-group"),
+                               *(("man1/ballast.1", "ballast", "help", each) for each in commands if each != "help"),
                                ("man1/ballast-worker.1", "ballast-worker", "--help")):
             text = (self.prefix / "share/man" / page).read_text()
             self.assertRegex(text, r'^\.TH "BALLAST')
@@ -155,6 +157,10 @@ class Unit(unittest.TestCase):
         said = run("systemd-analyze", "security", "--offline=true", "--no-pager", self.unit)
         level = re.search(r"Overall exposure level for ballastd.service: ([\d.]+)", said)
         self.assertLess(float(level.group(1)), EXPOSURE, said)
+
+    def test_variables_within_a_word_are_in_braces(self):
+        # Others systemd passes on as they are written.
+        self.assertEqual(re.findall(r"(?m)^Exec.*\S\$\w.*", self.unit.read_text()), [])
 
     def test_its_configuration_is_taken(self):
         run(BUILD / "bin/ballastd", f"--config={self.config}", "--check-config")

@@ -133,7 +133,7 @@ class Encrypted(unittest.TestCase):
         key = self.folder / "service.key"
         good = key.read_text()
         key.write_text("no key\n")
-        said = r"the certificate of 127\S+ stays as it was: .*service.key has no private key"
+        said = r"cannot read the certificate of 127\S+ again, .*service.key has no private key"
         await_("the complaint", lambda: re.search(said, read(self.service.log)), self.service.process, SECONDS)
         self.assertEqual(self.served_certificate(), before)
         key.write_text(good)

@@ -479,7 +479,7 @@ TEST_F(AccessTest, AClientThatTrustsAnotherAuthorityIsToldSoAtOnce) {
   EXPECT_LT(absl::Now() - begin, absl::Minutes(2));
   EXPECT_TRUE(absl::IsUnavailable(refused)) << refused;
   EXPECT_EQ(std::string(refused.message()),
-            absl::StrCat("cannot trust the service at ", server_->addresses()[1],
+            absl::StrCat("no connection to the service at ", server_->addresses()[1],
                          ": its certificate is not of the authority in ", other.certificate(),
                          ", or has expired; give with --tls-ca the authority that has signed it"));
   // One that is not there yet is waited for.
@@ -488,6 +488,38 @@ TEST_F(AccessTest, AClientThatTrustsAnotherAuthorityIsToldSoAtOnce) {
                               .status()
                               .message()),
               HasSubstr("within 1s: nothing listens there"));
+}
+
+TEST_F(AccessTest, AClientThatTheServiceDoesNotKnowIsToldSoAtOnce) {
+  const auto server =
+      Server::Start(engine_, {.listen = {"127.0.0.1:0"},
+                              .access = {.tls_certificate = File("server.pem"),
+                                         .tls_key = File("server.key"),
+                                         .tls_client_ca = authority_->certificate()}})
+          .value();
+  const std::string target = server->addresses()[0];
+  TestAuthority(folder_, "other-ca").Issue("stranger", {.common_name = "alice"});
+  const client::Credentials none = {.tls_ca = authority_->certificate()};
+  client::Credentials unknown = none;
+  unknown.tls_cert = File("stranger.pem"), unknown.tls_key = File("stranger.key");
+  const absl::Time begin = absl::Now();
+  const auto error = [&](const client::Credentials& given) {
+    const absl::Status refused = client::Connect(target, absl::Minutes(10), given).status();
+    EXPECT_TRUE(absl::IsUnavailable(refused)) << refused;
+    return std::string(refused.message());
+  };
+  EXPECT_EQ(error(unknown),
+            absl::StrCat("no connection to the service at ", target,
+                         ": it does not know the authority of this client's certificate, ",
+                         File("stranger.pem"),
+                         "; give one that an authority of its --tls-client-ca has signed"));
+  EXPECT_EQ(error(none), absl::StrCat("no connection to the service at ", target,
+                                      ": it wants a certificate of this client; give --tls-cert "
+                                      "and --tls-key"));
+  EXPECT_LT(absl::Now() - begin, absl::Minutes(4));
+  client::Credentials known = none;
+  known.tls_cert = File("alice.pem"), known.tls_key = File("alice.key");
+  EXPECT_EQ(client::Connect(target, kPatience, known).status(), absl::OkStatus());
 }
 
 TEST_F(AccessTest, NewConnectionsUseTheCertificatesThatTheFilesHaveNow) {
