@@ -495,7 +495,8 @@ class Binding:
 
     def _part(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
         self._check_gradient(index, gradient)
-        return local(gradient)
+        here = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+        return here.detach() if here.requires_grad else here  # It does with create_graph.
 
     @contextlib.contextmanager
     def _telling(self):
@@ -539,17 +540,17 @@ class Binding:
         self._remember()
 
     def _gradient(self, index: int) -> torch.Tensor | None:
-        parameter, name = self.parameters[index], self.names[index]
+        parameter = self.parameters[index]
         gradient = parameter.grad
         if gradient is None:
             return None
         self._check_as_made(index)
         if not parameter.requires_grad:
             return None
-        self._check_gradient(index, gradient)
-        if not self.places.owned[index] or local(gradient).numel() == 0:
+        part = self._part(index, gradient)
+        if not self.places.owned[index] or part.numel() == 0:
             return None  # Those who own elements of it tell that it was used.
-        return local(gradient).to("cpu").contiguous()
+        return part.to("cpu").contiguous()
 
     def _check_as_made(self, index: int) -> None:
         parameter, name = self.parameters[index], self.names[index]
@@ -558,14 +559,14 @@ class Binding:
                                "job was made, and is not now; create another optimizer and another job")
 
     def _check_gradient(self, index: int, gradient: torch.Tensor) -> None:
-        parameter, name = self.parameters[index], self.names[index]
+        parameter = self.parameters[index]
         if gradient.is_sparse:
-            raise RuntimeError(f"the gradient of parameter {name} is sparse, which is not supported")
+            raise RuntimeError(f"the gradient of parameter {self.names[index]} is sparse, which is not supported")
         if gradient.dtype != parameter.dtype:
-            raise RuntimeError(f"the gradient of parameter {name} is {gradient.dtype}, the parameter "
+            raise RuntimeError(f"the gradient of parameter {self.names[index]} is {gradient.dtype}, the parameter "
                                f"{parameter.dtype}")
         if isinstance(parameter, DTensor) and getattr(gradient, "placements", None) != parameter.placements:
-            raise RuntimeError(f"the gradient of parameter {name} is placed as "
+            raise RuntimeError(f"the gradient of parameter {self.names[index]} is placed as "
                                f"{getattr(gradient, 'placements', None)}, the parameter as {parameter.placements}; "
                                "redistribute it")
 
