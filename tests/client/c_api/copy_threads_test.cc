@@ -43,6 +43,24 @@ TEST(CopyThreads, WorkBesideTheCallerWhereThereIsMuch) {
                   .ok());
 }
 
+TEST(CopyThreads, ReturnWhenTheOthersHaveEnded) {
+  CopyThreads threads(1);
+  const std::thread::id caller = std::this_thread::get_id();
+  std::latch both_there(2);
+  std::atomic<bool> ended = false;
+  EXPECT_TRUE(threads
+                  .ForEach(2, kLarge,
+                           [&](int64_t) {
+                             both_there.arrive_and_wait();
+                             if (std::this_thread::get_id() == caller) return absl::OkStatus();
+                             for (int i = 0; i < 1000; ++i) std::this_thread::yield();
+                             ended = true;
+                             return absl::OkStatus();
+                           })
+                  .ok());
+  EXPECT_TRUE(ended);
+}
+
 TEST(CopyThreads, LeaveLittleToTheCaller) {
   CopyThreads threads(2);
   EXPECT_EQ(threads.WorthFor(1000), 0);

@@ -41,6 +41,21 @@ TEST(WeightCopies, BeginBeforeTheyAreAwaited) {
   copies.Finish();
 }
 
+TEST(WeightCopies, FinishWhenWhatIsUnderWayHasEnded) {
+  std::latch begun(1);
+  std::atomic<bool> ended = false;
+  CopyThreads threads(1);
+  WeightCopies copies(threads, 1, kLarge, [&](int) {
+    begun.count_down();
+    for (int i = 0; i < 1000; ++i) std::this_thread::yield();
+    ended = true;
+  });
+  copies.Add(0);
+  begun.wait();
+  copies.Finish();
+  EXPECT_TRUE(ended);
+}
+
 TEST(WeightCopies, StoppedCopyNothingAnyMore) {
   std::atomic<int> begun = 0, ended = 0;
   std::latch copying(1), stopping(1);
