@@ -67,8 +67,8 @@ class Binding:
                  overlap: bool, accumulation_steps: int | None, module: torch.nn.Module | None,
                  credentials: dict[str, str | None], resume: tuple[str, int] | None, new: bool, attach: bool,
                  checkpoint: str | None = None, moments: list[Moments | None] | None = None,
-                 keep_previous: bool = False):
-        self._keep_previous = keep_previous
+                 keep_previous: bool = False, on_abort: str = "redo"):
+        self._keep_previous, self._on_abort = keep_previous, on_abort
         self._moments = moments and dict(zip((id(p) for group in param_groups for p in group["params"]), moments))
         self._credentials = credentials
         self.owned_service: Service | None = None
@@ -171,7 +171,7 @@ class Binding:
                           for parameter, tensor in zip(parameters, self.parameters)]
         return Job(job, groups, parameters, world_size=self.world_size, unused_policy="skip",
                    update_mode=update, max_micro_steps=max_micro_steps, mesh=mesh,
-                   keep_previous=self._keep_previous)
+                   keep_previous=self._keep_previous, on_abort=self._on_abort)
 
     def _open(self, job: Job, process_group, service, timeout, resume, new, attach, checkpoint):
         if self.peers is not None:
@@ -600,7 +600,7 @@ def check_overlap(parameters: list[torch.Tensor], process_group, module) -> None
 def _lines(job: Job) -> list[tuple[str, str]]:
     """A job's description, entry by entry."""
     lines = [(name, str(getattr(job, name)))
-             for name in ("world_size", "update_mode", "max_micro_steps", "mesh", "keep_previous")]
+             for name in ("world_size", "update_mode", "max_micro_steps", "mesh", "keep_previous", "on_abort")]
     for group in job.groups:
         lines.append((f"group {group.name}", f"{group.hyper_parameters} {group.wire_dtype}"))
     for parameter in job.parameters:
