@@ -195,9 +195,9 @@ typedef struct ballast_options {
   /* parameter_count pointers, of which those of frozen parameters, and of those of which this
    * rank owns no element, may be null: where the weights of each parameter are written, its
    * elements in the group's return dtype, row-major, as ballast_read_weights and
-   * ballast_receive_weights get them. Only elements that this rank owns are written. A library
-   * thread writes between the decision and the return of ballast_receive_weights. Null: read
-   * them from ballast_weights_memory. */
+   * ballast_receive_weights get them. Only elements that this rank owns are written. The
+   * library's threads write between the decision and the return of ballast_receive_weights. Null:
+   * read them from ballast_weights_memory. */
   void* const* weights;
   /* Files in the form of PEM; null: what BALLAST_TLS_CA, BALLAST_TLS_CERT, BALLAST_TLS_KEY and
    * BALLAST_TOKEN_FILE say, or none. With tls_ca, the authority of the service's certificate,

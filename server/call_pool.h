@@ -16,8 +16,8 @@
 
 #include "absl/status/statusor.h"
 #include "cpu_optimizer_service/common/system/heap_settings.h"
+#include "cpu_optimizer_service/common/system/helper_threads.h"
 #include "cpu_optimizer_service/common/system/memory_guard.h"
-#include "cpu_optimizer_service/host/helper_threads.h"
 #include "server/call_watch.h"
 
 namespace ballast::server {

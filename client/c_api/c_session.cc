@@ -25,6 +25,7 @@
 #include "client/c_api/c_call.h"
 #include "client/c_api/c_options.h"
 #include "client/c_api/gradient_giver.h"
+#include "client/c_api/stream_copy.h"
 #include "client/connect.h"
 #include "client/session.h"
 #include "cpu_optimizer_service/common/status.h"
@@ -72,17 +73,30 @@ absl::Status CheckCount(const ballast_session& session, size_t count) {
       absl::StrCat(count, " pointers were given for ", parameters, " parameters"));
 }
 
-// The chunk's weights, `shard`, to the places of the parameters that have a part in it.
-void CopyWeights(const ballast_session& session, int chunk, const std::byte* shard) {
+// The chunk's weights to the places of the parameters that have a part in it.
+void CopyWeights(const ballast_session& session, int chunk) {
+  const std::byte* shard = session.session->weights_memory(chunk).data();
   const Layout& layout = session.session->layout();
   const int64_t size =
       SizeBytes(session.options.job.groups[layout.chunks()[chunk].group].return_dtype);
   layout.VisitParts(chunk, [&](const ChunkPart& part) {
     auto* to = static_cast<std::byte*>(session.weights[part.parameter]);
-    std::memcpy(to + part.part_offset * size, shard + part.chunk_offset * size,
-                part.elements * size);
+    StreamCopy(to + part.part_offset * size, shard + part.chunk_offset * size,
+               part.elements * size);
     return true;
   });
+}
+
+std::unique_ptr<WeightCopies> CopiesOf(ballast_session& session) {
+  const Layout& layout = session.session->layout();
+  const absl::Span<const int> chunks = layout.chunks_of_rank(session.options.rank);
+  int64_t bytes = 0;
+  for (const int chunk : chunks) {
+    const Chunk& of = layout.chunks()[chunk];
+    bytes += of.elements * SizeBytes(session.options.job.groups[of.group].return_dtype);
+  }
+  return std::make_unique<WeightCopies>(session.threads, static_cast<int64_t>(chunks.size()), bytes,
+                                        [&session](int chunk) { CopyWeights(session, chunk); });
 }
 
 void KeepUnused(ballast_session& session, const std::vector<std::string>& names) {
@@ -153,9 +167,7 @@ int32_t ballast_open(const ballast_options* options, ballast_session** out) {
               "ballast_options.weights has no place for parameter ", parameters[p].name));
         }
       }
-      session->options.on_weights = [raw = session.get()](int chunk) {
-        CopyWeights(*raw, chunk, raw->session->weights_memory(chunk).data());
-      };
+      session->options.on_weights = [raw = session.get()](int chunk) { raw->copies->Add(chunk); };
     }
     BALLAST_RETURN_IF_ERROR(CheckMayOpen());
     SilenceTransport();
@@ -165,9 +177,10 @@ int32_t ballast_open(const ballast_options* options, ballast_session** out) {
                 ReadCredentials(given)));
     session->channel = channel;
     BALLAST_ASSIGN_OR_RETURN(session->session, Session::Open(channel, session->options));
-    session->gradients =
-        std::make_unique<GradientGiver>(*session->session, session->options.job,
-                                        session->options.rank, session->options.seal_timeout);
+    session->gradients = std::make_unique<GradientGiver>(*session->session, session->options.job,
+                                                         session->options.rank, session->threads,
+                                                         session->options.seal_timeout);
+    session->copies = CopiesOf(*session);
     *out = session.release();
     return absl::OkStatus();
   });
@@ -240,7 +253,9 @@ int32_t ballast_upload_weights(ballast_session* session, const float* const* par
 int32_t ballast_read_weights(ballast_session* session) {
   return CCall([&]() -> absl::Status {
     BALLAST_RETURN_IF_ERROR(CheckSession(session));
-    return session->session->ReadWeights();
+    const absl::Status read = session->session->ReadWeights();
+    session->copies->Finish();
+    return read;
   });
 }
 
@@ -449,7 +464,9 @@ int32_t ballast_discard(ballast_session* session) {
 int32_t ballast_receive_weights(ballast_session* session) {
   return CCall([&]() -> absl::Status {
     BALLAST_RETURN_IF_ERROR(CheckSession(session));
-    return session->session->ReceiveWeights();
+    const absl::Status received = session->session->ReceiveWeights();
+    session->copies->Finish();
+    return received;
   });
 }
 

@@ -14,7 +14,9 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "client/ballast.h"
+#include "client/c_api/copy_threads.h"
 #include "client/c_api/gradient_giver.h"
+#include "client/c_api/weight_copies.h"
 #include "client/session.h"
 
 struct ballast_session {
@@ -23,12 +25,15 @@ struct ballast_session {
   std::shared_ptr<grpc::Channel> channel;
   std::vector<void*> weights;  // By parameter. Empty: the caller reads weights_memory.
   std::vector<size_t> unused;  // Parameters, as the last norm or decision has named them.
-  // Until its destruction the session tells this what may be written to again.
+  // Until its destruction the session tells these what may be written to again, and what has come.
+  ballast::client::CopyThreads threads;
   std::unique_ptr<ballast::client::GradientGiver> gradients;
+  std::unique_ptr<ballast::client::WeightCopies> copies;  // To `weights`.
   std::unique_ptr<ballast::client::Session> session;
 
   ~ballast_session() {
     if (gradients != nullptr) gradients->Stop();
+    if (copies != nullptr) copies->Stop();  // They read the session's memory.
   }
 };
 

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "client/c_api/stream_copy.h"
 #include "cpu_optimizer_service/common/layout.h"
 #include "cpu_optimizer_service/common/status.h"
 
@@ -24,9 +25,11 @@ UsedParameters UsedOf(const JobSpec& job, absl::FunctionRef<bool(size_t)> used) 
   return all ? UsedParameters{} : named;
 }
 
-GradientGiver::GradientGiver(Session& session, const JobSpec& job, int rank, absl::Duration limit)
+GradientGiver::GradientGiver(Session& session, const JobSpec& job, int rank, CopyThreads& threads,
+                             absl::Duration limit)
     : session_(session),
       job_(job),
+      threads_(threads),
       limit_(limit),
       own_chunks_(session.layout().chunks_of_rank(rank)) {
   const Layout& layout = session.layout();
@@ -34,6 +37,7 @@ GradientGiver::GradientGiver(Session& session, const JobSpec& job, int rank, abs
   std::vector<Chunk> chunks(layout.chunks().size());
   std::vector<Parameter> parameters(job.layout.parameters.size());
   for (const int chunk : own_chunks_) {
+    own_bytes_ += layout.chunks()[chunk].elements * ElementBytes(chunk);
     layout.VisitParts(chunk, [&](const ChunkPart& part) {
       parameters[part.parameter].parts.push_back({.chunk = chunk,
                                                   .part_offset = part.part_offset,
@@ -71,7 +75,7 @@ absl::StatusOr<GradientGiver::PlacesOfGradient> GradientGiver::Places(uint32_t m
   MutexLock lock(mutex_);
   BALLAST_RETURN_IF_ERROR(Enter(micro_step));
   Parameter& given = parameters_[parameter];
-  if (given.given == Given::kYes) return GivenAlready(parameter);
+  if (WasGiven(given)) return GivenAlready(parameter);
   BALLAST_RETURN_IF_ERROR(TakePlaces(given));
   PlacesOfGradient places = {.attempt = attempt_};
   for (const Part& part : given.parts) {
@@ -89,7 +93,7 @@ absl::Status GradientGiver::Give(uint32_t micro_step, size_t parameter, const vo
   MutexLock lock(mutex_);
   BALLAST_RETURN_IF_ERROR(Enter(micro_step));
   Parameter& given = parameters_[parameter];
-  if (given.given != Given::kYes) return GiveParameter(given, gradient, last);
+  if (!WasGiven(given)) return GiveParameter(given, gradient, last);
   if (given.waits_for_push) {  // It was given, and the push waited for longer than the limit.
     BALLAST_RETURN_IF_ERROR(PushReady(last));
     given.waits_for_push = false;
@@ -103,15 +107,25 @@ absl::Status GradientGiver::GiveParameter(Parameter& parameter, const void* grad
     return absl::InvalidArgumentError("a gradient that has no places yet was given as written");
   }
   BALLAST_RETURN_IF_ERROR(TakePlaces(parameter));
+  if (gradient != nullptr) {
+    const auto bytes_of = [&](const Part& part) {
+      return part.elements * ElementBytes(part.chunk);
+    };
+    int64_t bytes = 0;
+    for (const Part& part : parameter.parts) bytes += bytes_of(part);
+    BALLAST_RETURN_IF_ERROR(threads_.ForEach(
+        static_cast<int64_t>(parameter.parts.size()), bytes,
+        [&](int64_t i) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+          const Part& part = parameter.parts[i];
+          const int64_t size = ElementBytes(part.chunk);
+          StreamCopy(chunks_[part.chunk].place.data() + part.chunk_offset * size,
+                     static_cast<const std::byte*>(gradient) + part.part_offset * size,
+                     bytes_of(part));
+          return absl::OkStatus();
+        }));
+  }
   for (const Part& part : parameter.parts) {
-    Chunk& chunk = chunks_[part.chunk];
-    if (gradient != nullptr) {
-      const int64_t size = ElementBytes(part.chunk);
-      std::memcpy(chunk.place.data() + part.chunk_offset * size,
-                  static_cast<const std::byte*>(gradient) + part.part_offset * size,
-                  part.elements * size);
-    }
-    if (--chunk.missing == 0) ready_.push_back(part.chunk);
+    if (--chunks_[part.chunk].missing == 0) ready_.push_back(part.chunk);
   }
   parameter.given = Given::kYes;
   const absl::Status pushed = PushReady(last);
@@ -154,7 +168,7 @@ absl::Status GradientGiver::PushWritten(const Writing& writing) {
   MutexLock lock(mutex_);
   if (writing.attempt != attempt_ || !open_) return absl::OkStatus();
   Parameter& parameter = parameters_[writing.parameter];
-  if (parameter.given == Given::kYes) return PushReady(writing.last);
+  if (WasGiven(parameter)) return PushReady(writing.last);
   return GiveParameter(parameter, nullptr, writing.last);
 }
 
@@ -164,14 +178,32 @@ absl::Status GradientGiver::GiveAll(uint32_t micro_step, const void* const* grad
     BALLAST_RETURN_IF_ERROR(Enter(micro_step));
     for (size_t p = 0; p < parameters_.size(); ++p) {
       const bool gives = job_.layout.parameters[p].trainable && gradients[p] != nullptr;
-      if (!gives || parameters_[p].given == Given::kYes) continue;
-      BALLAST_RETURN_IF_ERROR(GiveParameter(parameters_[p], gradients[p], last));
+      if (parameters_[p].given == Given::kAtOnce && !gives) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("the gradient of parameter ", job_.layout.parameters[p].name,
+                         " was given at once before; call again with the same gradients"));
+      }
+      if (gives && !WasGiven(parameters_[p])) parameters_[p].given = Given::kAtOnce;
     }
   }
-  return End(micro_step, last);
+  return Finish(micro_step, gradients, last);
 }
 
 absl::Status GradientGiver::End(uint32_t micro_step, Last last) {
+  {
+    MutexLock lock(mutex_);
+    BALLAST_RETURN_IF_ERROR(Enter(micro_step));
+    for (size_t p = 0; p < parameters_.size(); ++p) {
+      if (parameters_[p].given == Given::kAtOnce) {
+        return absl::InvalidArgumentError(absl::StrCat(
+            "micro-step ", micro_step, " was begun with all gradients at once; call that again"));
+      }
+    }
+  }
+  return Finish(micro_step, nullptr, last);
+}
+
+absl::Status GradientGiver::Finish(uint32_t micro_step, const void* const* gradients, Last last) {
   const auto deadline = std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(limit_);
   const auto all_written = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     for (const Parameter& parameter : parameters_) {
@@ -193,26 +225,45 @@ absl::Status GradientGiver::End(uint32_t micro_step, Last last) {
   }
   MutexLock lock(mutex_);
   BALLAST_RETURN_IF_ERROR(PushReady(last));
-  const Layout& layout = session_.layout();
-  const absl::Span<const Parameter> parameters = parameters_;
-  for (const int index : own_chunks_) {
-    Chunk& chunk = chunks_[index];
-    if (chunk.stage == Stage::kPushed) continue;
-    if (chunk.stage == Stage::kHasPlace) {
-      layout.VisitParts(index, [&](const ChunkPart& part) {
-        if (parameters[part.parameter].given == Given::kNot) {
-          const int64_t size = ElementBytes(index);
-          std::memset(chunk.place.data() + part.chunk_offset * size, 0, part.elements * size);
-        }
-        return true;
-      });
-    }
-    BALLAST_RETURN_IF_ERROR(PushChunk(index, last));
+  BALLAST_RETURN_IF_ERROR(threads_.ForEach(static_cast<int64_t>(own_chunks_.size()),
+                                           gradients == nullptr ? 0 : own_bytes_,
+                                           [&](int64_t i) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+                                             return FinishChunk(own_chunks_[i], gradients, last);
+                                           }));
+  for (Parameter& parameter : parameters_) {
+    if (parameter.given == Given::kAtOnce) parameter.given = Given::kYes;
   }
+  const absl::Span<const Parameter> parameters = parameters_;
   BALLAST_RETURN_IF_ERROR(session_.EndMicroStep(
       micro_step, UsedOf(job_, [&](size_t p) { return parameters[p].given == Given::kYes; })));
   open_ = false;
   return absl::OkStatus();
+}
+
+absl::Status GradientGiver::FinishChunk(int index, const void* const* gradients, Last last) {
+  Chunk& chunk = chunks_[index];
+  if (chunk.stage == Stage::kPushed) return absl::OkStatus();
+  const absl::Span<const Parameter> parameters = parameters_;
+  const auto visit_parts = [&](absl::FunctionRef<void(const ChunkPart&, Given)> visit) {
+    session_.layout().VisitParts(index, [&](const ChunkPart& part) {
+      visit(part, parameters[part.parameter].given);
+      return true;
+    });
+  };
+  bool has_gradient = chunk.stage == Stage::kHasPlace;
+  visit_parts([&](const ChunkPart&, Given given) { has_gradient |= given == Given::kAtOnce; });
+  if (has_gradient) {
+    BALLAST_RETURN_IF_ERROR(TakePlace(index));
+    const int64_t size = ElementBytes(index);
+    visit_parts([&](const ChunkPart& part, Given given) {
+      std::byte* to = chunk.place.data() + part.chunk_offset * size;
+      if (given == Given::kNot) std::memset(to, 0, part.elements * size);
+      if (given != Given::kAtOnce) return;
+      const auto* from = static_cast<const std::byte*>(gradients[part.parameter]);
+      StreamCopy(to, from + part.part_offset * size, part.elements * size);
+    });
+  }
+  return PushChunk(index, last);
 }
 
 absl::Status GradientGiver::GivenAlready(size_t parameter) const {

@@ -14,6 +14,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "client/c_api/copy_threads.h"
 #include "client/session.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/step_settings.h"
@@ -36,11 +37,13 @@ enum class Last : uint8_t { kMore, kFinal, kMayGuess };
 UsedParameters UsedOf(const JobSpec& job, absl::FunctionRef<bool(size_t)> used);
 
 // Of one session. A chunk is pushed when the last of its parameters is given, or at the end of the
-// micro-step, with zeros for those that were not. A micro-step is open until End. Thread safe. Each call waits for at most `limit` and returns DEADLINE_EXCEEDED
-// then; the same call again goes on.
+// micro-step, with zeros for those that were not. A micro-step is open until End. Thread safe. Each
+// call waits for at most `limit` and returns DEADLINE_EXCEEDED then; the same call again goes on.
 class GradientGiver {
  public:
-  GradientGiver(Session& session, const JobSpec& job, int rank, absl::Duration limit);
+  // Large gradients are copied with `threads`, which is borrowed.
+  GradientGiver(Session& session, const JobSpec& job, int rank, CopyThreads& threads,
+                absl::Duration limit);
   ~GradientGiver() { Stop(); }
   // What Written was told and is not pushed yet is dropped. Before the session is destroyed.
   void Stop();
@@ -64,7 +67,8 @@ class GradientGiver {
   // another thread pushes, and its error is that of End. Nothing happens if what Places said is of
   // an attempt that was reset.
   void Written(size_t parameter, uint64_t attempt, Last last);
-  // Gives all at once and ends the micro-step; null: that parameter has no gradient.
+  // Gives all at once, chunk by chunk and each pushed once it is copied, and ends the micro-step;
+  // null: that parameter has no gradient.
   absl::Status GiveAll(uint32_t micro_step, const void* const* gradients, Last last);
   // No other parameter has a gradient in this micro-step. Waits for those that have places and are
   // not written yet.
@@ -77,7 +81,12 @@ class GradientGiver {
     int64_t chunk_offset = 0;
     int64_t elements = 0;
   };
-  enum class Given : uint8_t { kNot, kHasPlaces, kYes };
+  enum class Given : uint8_t {
+    kNot,
+    kHasPlaces,
+    kAtOnce,
+    kYes
+  };  // kAtOnce: by GiveAll, soon kYes.
   struct Parameter {
     std::vector<Part> parts;
     Given given = Given::kNot;
@@ -100,10 +109,17 @@ class GradientGiver {
 
   absl::Status Enter(uint32_t micro_step) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckParameter(size_t parameter) const;
+  bool WasGiven(const Parameter& parameter) const {
+    return parameter.given == Given::kAtOnce || parameter.given == Given::kYes;
+  }
   absl::Status GivenAlready(size_t parameter) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status TakePlaces(Parameter& parameter) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status TakePlace(int chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status GiveParameter(Parameter& parameter, const void* gradient, Last last)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Ends the micro-step, with gradients[p] of parameters that are given at once.
+  absl::Status Finish(uint32_t micro_step, const void* const* gradients, Last last);
+  absl::Status FinishChunk(int chunk, const void* const* gradients, Last last)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status PushReady(Last last) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status PushChunk(int chunk, Last last) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -113,8 +129,10 @@ class GradientGiver {
 
   Session& session_;
   const JobSpec& job_;
+  CopyThreads& threads_;
   const absl::Duration limit_;
   const absl::Span<const int> own_chunks_;
+  int64_t own_bytes_ = 0;  // Of all gradients together.
 
   // Which chunks' last pushes have not been released; their places may not be written to. A lock of
   // its own, because a session may release during Push.

@@ -28,13 +28,13 @@
 #include <variant>
 #include <vector>
 
+#include "cpu_optimizer_service/common/system/helper_threads.h"
 #include "cpu_optimizer_service/common/system/memory_guard.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
 #include "cpu_optimizer_service/gradients/gradient_store.h"
 #include "cpu_optimizer_service/gradients/ledger.h"
 #include "cpu_optimizer_service/gradients/norm_sums.h"
 #include "cpu_optimizer_service/host/file_system.h"
-#include "cpu_optimizer_service/host/helper_threads.h"
 #include "cpu_optimizer_service/host/memory_budget.h"
 #include "cpu_optimizer_service/host/named_memory.h"
 #include "cpu_optimizer_service/host/task_pool.h"

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "ballast/v1/diagnostics.grpc.pb.h"
+#include "cpu_optimizer_service/common/system/helper_threads.h"
 #include "cpu_optimizer_service/engine.h"
-#include "cpu_optimizer_service/host/helper_threads.h"
 #include "server/server.h"
 #include "server/status/service_history.h"
 

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from . import _native
-from .errors import BallastError, DeadlineError, FailedPreconditionError
+from .errors import BallastError, DeadlineError, FailedPreconditionError, error_of
 
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 UNUSED_POLICIES = {"error": 0, "skip": 1, "zero": 2}
@@ -154,6 +154,7 @@ class Session:
             raise ValueError(f"{len(weights)} addresses were given for {len(job.parameters)} parameters")
         self.job, self.rank, self.timeout = job, rank, timeout
         self._handle = ctypes.c_void_p()
+        self._give = _native.library().ballast_give_gradient
         self._lock = threading.Lock()
         self._abandoned: threading.Thread | None = None
         self._calling = False
@@ -295,7 +296,17 @@ class Session:
     def give_gradient(self, parameter: int, address: int | None, micro_step: int = 0, *, final: bool = False) -> None:
         """The same, one parameter at a time: what it completes leaves at once. `final` is the same in all calls of a
         micro-step. None: it was written to its `gradient_places`. From any thread."""
-        self._wait("ballast_give_gradient", micro_step, parameter, address, final)
+        # What _wait does, for a call that comes for each parameter in each backward, and seldom waits.
+        self._calling = True
+        try:
+            status = self._give(self._open(), micro_step, parameter, address, final)
+        finally:
+            self._calling = False
+        if status == _native.DEADLINE_EXCEEDED:
+            self._while_waiting()
+            self._wait("ballast_give_gradient", micro_step, parameter, address, final)
+        elif status != _native.OK:
+            raise error_of(status, _native.message())
 
     def gradient_places(self, parameter: int, micro_step: int = 0) -> tuple[list[tuple[int, int, int]], int]:
         """Where a gradient that is elsewhere, as on a GPU, is to be copied: (address, offset, elements) of each

@@ -6,8 +6,10 @@
 #include <array>
 #include <atomic>
 #include <cstring>
+#include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -32,21 +34,25 @@ float Value(uint64_t step, uint32_t micro_step, int parameter, int64_t element) 
 class Rank {
  public:
   Rank(const std::string& job, const std::string& service, bool shares = true, int rank = 0,
-       int world_size = 1, double wait_seconds = 20) {
-    for (int p = 0; p < kParameters; ++p) {
-      weights_.emplace_back(kElements[p], 0.0f);
-      gradients_.emplace_back(kElements[p]);
+       int world_size = 1, double wait_seconds = 20, std::vector<int64_t> elements = {})
+      : elements_(std::move(elements)) {
+    const bool small = elements_.empty();
+    if (small) elements_.assign(kElements.begin(), kElements.end());
+    const int count = static_cast<int>(elements_.size());
+    for (const int64_t of_one : elements_) {
+      weights_.emplace_back(of_one, 0.0f);
+      gradients_.emplace_back(of_one);
     }
     std::vector<std::string> names;
     std::vector<ballast_parameter> parameters;
     std::vector<void*> places;
-    for (int p = 0; p < kParameters; ++p) names.push_back(absl::StrCat("p", p));
-    for (int p = 0; p < kParameters; ++p) {
+    for (int p = 0; p < count; ++p) names.push_back(absl::StrCat("p", p));
+    for (int p = 0; p < count; ++p) {
       parameters.push_back({.size = sizeof(ballast_parameter),
                             .name = names[p].c_str(),
-                            .shape = &kElements[p],
+                            .shape = &elements_[p],
                             .dimensions = 1,
-                            .frozen = p == kFrozen});
+                            .frozen = small && p == kFrozen});
       places.push_back(weights_[p].data());
     }
     const ballast_group group = {.size = sizeof(group), .name = "all", .hyper_parameters = kHyper};
@@ -55,9 +61,9 @@ class Rank {
                                    .groups = &group,
                                    .group_count = 1,
                                    .parameters = parameters.data(),
-                                   .parameter_count = kParameters,
+                                   .parameter_count = elements_.size(),
                                    .world_size = world_size,
-                                   .chunk_elements = 256,
+                                   .chunk_elements = small ? 256 : 0,
                                    .unused_policy = BALLAST_UNUSED_SKIP};
     const ballast_options options = {.size = sizeof(options),
                                      .service = service.c_str(),
@@ -68,11 +74,11 @@ class Rank {
                                      .weights = places.data()};
     EXPECT_EQ(ballast_open(&options, &session_), BALLAST_OK) << ballast_message();
     std::vector<const float*> first;
-    for (int p = 0; p < kParameters; ++p) {
-      for (int64_t i = 0; i < kElements[p]; ++i) weights_[p][i] = 0.1f * Value(9, 9, p, i);
+    for (int p = 0; p < count; ++p) {
+      for (int64_t i = 0; i < elements_[p]; ++i) weights_[p][i] = 0.1f * Value(9, 9, p, i);
       first.push_back(weights_[p].data());
     }
-    EXPECT_EQ(ballast_upload_weights(session_, first.data(), kParameters), BALLAST_OK)
+    EXPECT_EQ(ballast_upload_weights(session_, first.data(), first.size()), BALLAST_OK)
         << ballast_message();
     EXPECT_EQ(ballast_read_weights(session_), BALLAST_OK) << ballast_message();
   }
@@ -88,7 +94,7 @@ class Rank {
     ASSERT_EQ(ballast_begin_step(session_, &step), BALLAST_OK) << ballast_message();
   }
   const void* Gradient(uint64_t step, uint32_t micro_step, int parameter) {
-    for (int64_t i = 0; i < kElements[parameter]; ++i) {
+    for (int64_t i = 0; i < elements_[parameter]; ++i) {
       gradients_[parameter][i] = Value(step, micro_step, parameter, i);
     }
     return gradients_[parameter].data();
@@ -120,14 +126,15 @@ class Rank {
                                                       .weight_decay = 0.1,
                                                       .decoupled_weight_decay = 1,
                                                       .bias_correction = 1};
+  std::vector<int64_t> elements_;
   std::vector<std::vector<float>> weights_, gradients_;
   ballast_session* session_ = nullptr;
 };
 
 void ExpectSameBits(const Rank& one, const Rank& other) {
-  for (int p = 0; p < kParameters; ++p) {
+  for (size_t p = 0; p < one.weights().size(); ++p) {
     EXPECT_EQ(std::memcmp(one.weights()[p].data(), other.weights()[p].data(),
-                          kElements[p] * sizeof(float)),
+                          one.weights()[p].size() * sizeof(float)),
               0)
         << "parameter " << p;
   }
@@ -306,6 +313,120 @@ TEST_F(CGradients, CallsOutOfTurnAreRefusedAndChangeNothing) {
   rank.Decide(1);
   at_once.StepAtOnce(0, {{1}});
   ExpectSameBits(rank, at_once);
+}
+
+TEST_F(CGradients, AllAtOnceGoOnAfterATimeout) {
+  Rank rank("timeout", service(), true, 0, 1, /*wait_seconds=*/0.1);
+  Rank at_once("no_timeout", service());
+  rank.Begin();
+  std::array<ballast_gradient_place, 8> places;
+  size_t count = 0;
+  ballast_gradient_ticket ticket = {.session = rank.session(), .parameter = 0};
+  ASSERT_EQ(
+      ballast_gradient_places(rank.session(), 0, 0, places.data(), 8, &count, &ticket.attempt),
+      BALLAST_OK);
+  std::array<const void*, kParameters> gradients = {};
+  for (const int p : {1, 3}) gradients[p] = rank.Gradient(0, 0, p);
+  const auto push = [&] {
+    return ballast_push_gradients(rank.session(), 0, gradients.data(), kParameters, 0);
+  };
+  // Parameter 0 has places, and is not written.
+  ASSERT_EQ(push(), BALLAST_DEADLINE_EXCEEDED);
+  EXPECT_EQ(ballast_give_gradient(rank.session(), 0, 1, gradients[1], 0), BALLAST_INVALID_ARGUMENT);
+  EXPECT_THAT(ballast_message(), HasSubstr("p1 was given already"));
+  EXPECT_EQ(ballast_end_gradients(rank.session(), 0, 0), BALLAST_INVALID_ARGUMENT);
+  EXPECT_THAT(ballast_message(), HasSubstr("all gradients at once; call that again"));
+  std::swap(gradients[3], gradients[4]);
+  EXPECT_EQ(push(), BALLAST_INVALID_ARGUMENT);
+  EXPECT_THAT(ballast_message(), HasSubstr("p3 was given at once before"));
+  std::swap(gradients[3], gradients[4]);
+
+  const auto* gradient = static_cast<const float*>(rank.Gradient(0, 0, 0));
+  for (size_t i = 0; i < count; ++i) {
+    std::memcpy(places[i].data, gradient + places[i].offset, places[i].elements * sizeof(float));
+  }
+  ballast_gradient_written(&ticket);
+  int32_t pushed = BALLAST_DEADLINE_EXCEEDED;
+  while (pushed == BALLAST_DEADLINE_EXCEEDED) pushed = push();
+  ASSERT_EQ(pushed, BALLAST_OK) << ballast_message();
+  rank.Decide(1);
+  at_once.StepAtOnce(0, {{0, 1, 3}});
+  ExpectSameBits(rank, at_once);
+}
+
+// A step of chunks that are copied here.
+void PushChunks(Rank& rank, const std::vector<std::vector<float>>& gradients) {
+  size_t count = 0;
+  ASSERT_EQ(ballast_chunks(rank.session(), 0, nullptr, 0, &count), BALLAST_OK);
+  std::vector<ballast_chunk> chunks(count);
+  ASSERT_EQ(ballast_chunks(rank.session(), 0, chunks.data(), count, &count), BALLAST_OK);
+  std::vector<std::vector<float>> payloads;  // Until the weights have come.
+  for (const ballast_chunk& chunk : chunks) {
+    std::vector<float>& payload = payloads.emplace_back(chunk.elements);
+    std::array<ballast_piece, 8> pieces;
+    ASSERT_EQ(ballast_pieces(rank.session(), chunk.index, pieces.data(), 8, &count), BALLAST_OK);
+    for (size_t i = 0; i < count; ++i) {
+      std::copy_n(gradients[pieces[i].parameter].begin() + pieces[i].offset, pieces[i].elements,
+                  payload.begin() + pieces[i].chunk_offset);
+    }
+    ASSERT_EQ(ballast_push(rank.session(), chunk.index, 0, 1, BALLAST_FINAL, payload.data(),
+                           nullptr, nullptr),
+              BALLAST_OK)
+        << ballast_message();
+  }
+  ASSERT_EQ(ballast_end_micro_step(rank.session(), 0, nullptr, 0), BALLAST_OK);
+  rank.Decide(1);
+}
+
+// Megabytes, which are copied by several threads: whole parameters at once or one by one, against
+// chunks that are copied here; and what comes back against what the service says.
+TEST_F(CGradients, LargeOnesGiveTheSameBitsHoweverTheyAreCopied) {
+  const std::vector<int64_t> elements = {700'001, 7, 300'003, 100'005};
+  for (const bool shares : {true, false}) {
+    const auto rank = [&](const char* job) {
+      return std::make_unique<Rank>(absl::StrCat(job, shares), service(), shares, 0, 1, 60,
+                                    elements);
+    };
+    const auto by_chunks = rank("chunks"), at_once = rank("large_once"),
+               one_by_one = rank("large_one");
+    for (uint64_t step = 0; step < 2; ++step) {
+      std::vector<std::vector<float>> gradients;
+      std::vector<const void*> pointers;
+      for (size_t p = 0; p < elements.size(); ++p) {
+        const auto* gradient = static_cast<const float*>(by_chunks->Gradient(step, 0, p));
+        gradients.emplace_back(gradient, gradient + elements[p]);
+        pointers.push_back(gradients.back().data());
+      }
+      by_chunks->Begin();
+      PushChunks(*by_chunks, gradients);
+      at_once->Begin();
+      ASSERT_EQ(ballast_push_gradients(at_once->session(), 0, pointers.data(), 4, BALLAST_FINAL),
+                BALLAST_OK)
+          << ballast_message();
+      at_once->Decide(1);
+      one_by_one->Begin();
+      for (const int p : {2, 1, 0, 3}) {
+        ASSERT_EQ(ballast_give_gradient(one_by_one->session(), 0, p, pointers[p], BALLAST_FINAL),
+                  BALLAST_OK)
+            << ballast_message();
+      }
+      ASSERT_EQ(ballast_end_gradients(one_by_one->session(), 0, BALLAST_FINAL), BALLAST_OK);
+      one_by_one->Decide(1);
+      for (size_t p = 0; p < elements.size(); ++p) {
+        std::vector<float> master(elements[p]);
+        uint64_t of_step = 0;
+        int64_t updates = 0;
+        ASSERT_EQ(ballast_read_state(by_chunks->session(), p, BALLAST_MASTER, master.data(),
+                                     elements[p], &of_step, &updates),
+                  BALLAST_OK)
+            << ballast_message();
+        // Not by EXPECT_EQ, which would print millions.
+        EXPECT_TRUE(by_chunks->weights()[p] == master) << "parameter " << p;
+      }
+      ExpectSameBits(*at_once, *by_chunks);
+      ExpectSameBits(*one_by_one, *by_chunks);
+    }
+  }
 }
 
 }  // namespace

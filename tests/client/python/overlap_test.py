@@ -90,6 +90,41 @@ class OverlapTest(unittest.TestCase):
             with self.subTest(options):
                 self.assert_same(step_of, **options)
 
+    def test_an_aborted_step_is_skipped_as_if_it_had_not_been(self):
+        client = ballast.connect(self.service.address)
+
+        def run(aborts, clips, options):
+            torch.manual_seed(3)
+            model = Model()
+            optimizer = self.optimizer(model, True, on_abort="skip", **options)
+            for step in range(5):
+                if step == 2 and not aborts:
+                    continue
+                for micro_step in range(2):
+                    loss_of(model, batch(10 * step + micro_step)).backward()
+                    if step == 2 and micro_step == 0:
+                        client._run("abort-step", optimizer._settings["job"])
+                if clips:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                before = weights(model)
+                if step == 2:
+                    with self.assertWarnsRegex(UserWarning, "could not be kept"):
+                        optimizer.step()
+                    self.assertIn("could not be kept", optimizer.skipped)
+                    self.assertTrue(all(torch.equal(before[name], after) for name, after in weights(model).items()))
+                else:
+                    optimizer.step()
+                    self.assertIsNone(optimizer.skipped)
+                optimizer.zero_grad()
+            return weights(model)
+
+        for clips, options in ((False, {}), (True, {}), (False, {"max_norm": 0.1, "accumulation_steps": 2}),
+                               (False, {"update": "speculate", "accumulation_steps": 2})):
+            with self.subTest(clips=clips, **options):
+                one, other = run(True, clips, options), run(False, clips, options)
+                for name in one:
+                    self.assertTrue(torch.equal(one[name], other[name]), name)
+
     def test_bf16_gradients_are_summed_in_fp32(self):
         model = Model(torch.bfloat16)
         optimizer = self.optimizer(model, True)

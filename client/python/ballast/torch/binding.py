@@ -67,8 +67,8 @@ class Binding:
                  overlap: bool, accumulation_steps: int | None, module: torch.nn.Module | None,
                  credentials: dict[str, str | None], resume: tuple[str, int] | None, new: bool, attach: bool,
                  checkpoint: str | None = None, moments: list[Moments | None] | None = None,
-                 keep_previous: bool = False):
-        self._keep_previous = keep_previous
+                 keep_previous: bool = False, on_abort: str = "redo"):
+        self._keep_previous, self._on_abort = keep_previous, on_abort
         self._moments = moments and dict(zip((id(p) for group in param_groups for p in group["params"]), moments))
         self._credentials = credentials
         self.owned_service: Service | None = None
@@ -171,7 +171,7 @@ class Binding:
                           for parameter, tensor in zip(parameters, self.parameters)]
         return Job(job, groups, parameters, world_size=self.world_size, unused_policy="skip",
                    update_mode=update, max_micro_steps=max_micro_steps, mesh=mesh,
-                   keep_previous=self._keep_previous)
+                   keep_previous=self._keep_previous, on_abort=self._on_abort)
 
     def _open(self, job: Job, process_group, service, timeout, resume, new, attach, checkpoint):
         if self.peers is not None:
@@ -495,7 +495,8 @@ class Binding:
 
     def _part(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
         self._check_gradient(index, gradient)
-        return local(gradient)
+        here = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+        return here.detach() if here.requires_grad else here  # It does with create_graph.
 
     @contextlib.contextmanager
     def _telling(self):
@@ -539,17 +540,17 @@ class Binding:
         self._remember()
 
     def _gradient(self, index: int) -> torch.Tensor | None:
-        parameter, name = self.parameters[index], self.names[index]
+        parameter = self.parameters[index]
         gradient = parameter.grad
         if gradient is None:
             return None
         self._check_as_made(index)
         if not parameter.requires_grad:
             return None
-        self._check_gradient(index, gradient)
-        if not self.places.owned[index] or local(gradient).numel() == 0:
+        part = self._part(index, gradient)
+        if not self.places.owned[index] or part.numel() == 0:
             return None  # Those who own elements of it tell that it was used.
-        return local(gradient).to("cpu").contiguous()
+        return part.to("cpu").contiguous()
 
     def _check_as_made(self, index: int) -> None:
         parameter, name = self.parameters[index], self.names[index]
@@ -558,14 +559,14 @@ class Binding:
                                "job was made, and is not now; create another optimizer and another job")
 
     def _check_gradient(self, index: int, gradient: torch.Tensor) -> None:
-        parameter, name = self.parameters[index], self.names[index]
+        parameter = self.parameters[index]
         if gradient.is_sparse:
-            raise RuntimeError(f"the gradient of parameter {name} is sparse, which is not supported")
+            raise RuntimeError(f"the gradient of parameter {self.names[index]} is sparse, which is not supported")
         if gradient.dtype != parameter.dtype:
-            raise RuntimeError(f"the gradient of parameter {name} is {gradient.dtype}, the parameter "
+            raise RuntimeError(f"the gradient of parameter {self.names[index]} is {gradient.dtype}, the parameter "
                                f"{parameter.dtype}")
         if isinstance(parameter, DTensor) and getattr(gradient, "placements", None) != parameter.placements:
-            raise RuntimeError(f"the gradient of parameter {name} is placed as "
+            raise RuntimeError(f"the gradient of parameter {self.names[index]} is placed as "
                                f"{getattr(gradient, 'placements', None)}, the parameter as {parameter.placements}; "
                                "redistribute it")
 
@@ -599,7 +600,7 @@ def check_overlap(parameters: list[torch.Tensor], process_group, module) -> None
 def _lines(job: Job) -> list[tuple[str, str]]:
     """A job's description, entry by entry."""
     lines = [(name, str(getattr(job, name)))
-             for name in ("world_size", "update_mode", "max_micro_steps", "mesh", "keep_previous")]
+             for name in ("world_size", "update_mode", "max_micro_steps", "mesh", "keep_previous", "on_abort")]
     for group in job.groups:
         lines.append((f"group {group.name}", f"{group.hyper_parameters} {group.wire_dtype}"))
     for parameter in job.parameters:

@@ -36,12 +36,14 @@ class _Remote(torch.optim.Optimizer):
     def __init__(self, params, defaults: dict[str, Any], *, service: str | None, job: str | None,
                  max_norm: float | None, update: str, process_group, timeout: float, full_state: bool,
                  overlap: bool, accumulation_steps: int | None, module: torch.nn.Module | None,
-                 keep_previous: bool, credentials: dict[str, str | None]):
+                 keep_previous: bool, on_abort: str, credentials: dict[str, str | None]):
         self._forget_steps()
         if max_norm is not None and not (math.isfinite(max_norm) and max_norm > 0):
             raise ValueError(f"Invalid max_norm value: {max_norm}")
         if update not in ("wait", "speculate"):
             raise ValueError(f"Invalid update value: {update!r}; expected 'wait' or 'speculate'")
+        if on_abort not in ("redo", "skip"):
+            raise ValueError(f"Invalid on_abort value: {on_abort!r}; expected 'redo' or 'skip'")
         if accumulation_steps is not None and accumulation_steps < 1:
             raise ValueError(f"Invalid accumulation_steps value: {accumulation_steps}")
         if service is not None and job is None:
@@ -55,7 +57,7 @@ class _Remote(torch.optim.Optimizer):
         self._settings = dict(service=service, job=job or "trainer", max_norm=max_norm or 0.0, update=update,
                               process_group=process_group, timeout=timeout, overlap=overlap,
                               accumulation_steps=accumulation_steps, module=module, keep_previous=keep_previous,
-                              credentials=credentials)
+                              on_abort=on_abort, credentials=credentials)
         if overlap:
             check_overlap([p for group in self.param_groups for p in group["params"]], process_group, module)
 
@@ -337,7 +339,9 @@ class AdamW(_Remote):
     on the service. update: "speculate" updates before the norm is known, with the same bits. process_group:
     the ranks that train together, by default all. timeout: the longest wait for other ranks, in seconds.
     full_state: state_dict has the moments, too. keep_previous: `undo_step` is possible, and the service keeps one more
-    version of all state for it. tls_ca, tls_cert, tls_key, token_file: files, as for
+    version of all state for it. on_abort: what becomes of a step that cannot be kept, because it was aborted on the
+    service: with "redo" step() raises an AbortedError, and attach() goes on; with "skip" the same step() of all ranks
+    changes nothing, `skipped` says why, and training goes on. tls_ca, tls_cert, tls_key, token_file: files, as for
     `ballast.connect`.
 
     overlap: from the second step on each gradient leaves as soon as backward has it, and `.grad` is None then. The
@@ -358,8 +362,9 @@ class AdamW(_Remote):
                  service: str | None = None, job: str | None = None, max_norm: float | None = None,
                  update: str = "wait", process_group=None, timeout: float = 600.0, full_state: bool = False,
                  overlap: bool = False, accumulation_steps: int | None = None,
-                 module: torch.nn.Module | None = None, keep_previous: bool = False, tls_ca: str | None = None,
-                 tls_cert: str | None = None, tls_key: str | None = None, token_file: str | None = None):
+                 module: torch.nn.Module | None = None, keep_previous: bool = False, on_abort: str = "redo",
+                 tls_ca: str | None = None, tls_cert: str | None = None, tls_key: str | None = None,
+                 token_file: str | None = None):
         _check_tensors(lr, betas, foreach)
         if not 0.0 <= float(lr):
             raise ValueError(f"Invalid learning rate: {lr}")
@@ -376,7 +381,8 @@ class AdamW(_Remote):
         super().__init__(params, defaults, service=service, job=job, max_norm=max_norm, update=update,
                          process_group=process_group, timeout=timeout, full_state=full_state, overlap=overlap,
                          accumulation_steps=accumulation_steps, module=module, keep_previous=keep_previous,
-                         credentials=dict(tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, token_file=token_file))
+                         on_abort=on_abort, credentials=dict(tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key,
+                                                             token_file=token_file))
 
 
 class Adam(AdamW):

@@ -33,6 +33,7 @@ class Shards:
         self.owned = [_is_owner(mesh, of) for of in placements]
         self.places = [local(p) if _is_plain(local(p)) else torch.empty(local(p).shape, dtype=p.dtype)
                        for p in parameters]
+        self._addresses = [place.data_ptr() for place in self.places]
         self._replicas: dict[tuple, list[int]] = {}
         for index, of in enumerate(placements):
             if not parameters[index].requires_grad or of is None:
@@ -44,16 +45,19 @@ class Shards:
 
     def deliver(self) -> None:
         """The weights that the session has written, to the parameters, which autograd is told."""
-        for parameter, place, owned in zip(self.parameters, self.places, self.owned):
+        written = []
+        for parameter, place, address, owned in zip(self.parameters, self.places, self._addresses, self.owned):
             if not parameter.requires_grad or not owned:
                 continue
-            here = local(parameter)
-            if place.data_ptr() != here.data_ptr():
-                here.copy_(place)
-            else:
-                torch.autograd.graph.increment_version(here)
+            here = parameter
             if isinstance(parameter, DTensor):
-                torch.autograd.graph.increment_version(parameter)
+                written.append(parameter)
+                here = parameter._local_tensor
+            if here.data_ptr() == address:
+                written.append(here)
+            else:
+                local(parameter).copy_(place)
+        torch.autograd.graph.increment_version(written)
         for (dims, _, _), members in self._replicas.items():
             self._broadcast(dims, members)
 

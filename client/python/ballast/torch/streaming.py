@@ -26,6 +26,16 @@ from ..session import Session
 from .clipping import Sealed
 
 _engine = torch.autograd.Variable._execution_engine
+_current_backward = torch._C._current_graph_task_id
+_forks = 0  # That led from the process that imported this to this one: asking the system takes longer than a gradient.
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
 
 
 class GradientStream:
@@ -41,17 +51,16 @@ class GradientStream:
         self.sealed: Sealed | None = None
         self.closed = False
         self.micro_steps = 0  # That are closed.
-        self._session, self._part, self._begin, self._seal = session, part, begin, seal
-        self._process = os.getpid()
+        self._part, self._begin, self._seal = part, begin, seal
+        self._forks = _forks
         self._cuda = torch.cuda.is_available()  # Asked once: it takes longer than a small gradient.
         self._lock = threading.RLock()  # A backward has a thread for each device.
         self._given: set[int] = set()  # In the open micro-step.
         self._backwards: set[int] = set()  # Those that have given something and have not ended.
         self._on_gpu = on_gpu
-        self._copies = _Copies(session) if on_gpu else None
+        self.move_to(session)
         # Parameters outlive an optimizer that nobody has closed: it must not go on taking what they get.
-        take = functools.partial(_take_for, weakref.ref(self))
-        self._hooks = [parameter.register_post_accumulate_grad_hook(functools.partial(take, index))
+        self._hooks = [parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), index))
                        for index, parameter in enumerate(hooked) if parameter is not None]
 
     def close(self) -> None:
@@ -72,6 +81,7 @@ class GradientStream:
     def move_to(self, session: Session) -> None:
         self._session = session
         self._copies = _Copies(session) if self._on_gpu else None
+        self._last_micro_step = session.job.max_micro_steps - 1  # -1: nobody knows.
 
     def group_of(self, index: int) -> int:
         return self._session.job.parameters[index].group
@@ -85,47 +95,53 @@ class GradientStream:
     def enter_backward(self, ended: Callable[[], None] | None = None) -> None:
         """Inside a backward, before its first gradient is given. ended: closes the micro-step with the backward, and
         is called then, once all that autograd itself does at the end is done."""
+        backward = _current_backward()
+        with self._lock:
+            if backward not in self._backwards:
+                self._enter(backward, ended)
+
+    def _enter(self, backward: int, ended: Callable[[], None] | None) -> None:
         if self._cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("gradients cannot leave from a CUDA graph that is captured: create the optimizer with "
                                "overlap=False")
         if self.sealed is not None:
             raise FailedPreconditionError("a backward after clip_grad_norm_, which had all ranks end the step; call "
                                           "step() or zero_grad() first")
-        backward = torch._C._current_graph_task_id()
-        with self._lock:
-            if backward not in self._backwards:
-                self._backwards.add(backward)
-                end = functools.partial(self._end_backward, backward, ended)
-                # A callback that is queued by a callback comes last.
-                _engine.queue_callback(functools.partial(_engine.queue_callback, end))
+        self._backwards.add(backward)
+        end = functools.partial(self._end_backward, backward, ended)
+        # A callback that is queued by a callback comes last.
+        _engine.queue_callback(functools.partial(_engine.queue_callback, end))
 
     def give(self, index: int, gradient: torch.Tensor) -> None:
         """What this process has of a parameter's gradient goes to the service."""
         with self._lock:
-            gradient = self._part(index, gradient)
-            if index in self._given:
-                self.end_micro_step()
-            if not self.begun:
-                self._begin()
-                self.begun = True
-            self._given.add(index)
-            final = self.micro_steps + 1 == self._session.job.max_micro_steps
-            if self._copies is not None and is_on_gpu(gradient):
-                self._copies.start(index, self.micro_steps, gradient, final)
-                return
-            if self._cuda and gradient.is_pinned():
-                # From FSDP2's CPUOffloadPolicy, whose hooks run when the copy has been started.
-                torch.cuda.current_stream().synchronize()
+            self._give(index, gradient)
+
+    def _give(self, index: int, gradient: torch.Tensor) -> None:
+        gradient = self._part(index, gradient)
+        if index in self._given:
+            self.end_micro_step()
+        if not self.begun:
+            self._begin()
+            self.begun = True
+        self._given.add(index)
+        final = self.micro_steps == self._last_micro_step
+        if self._copies is not None and is_on_gpu(gradient):
+            self._copies.start(index, self.micro_steps, gradient, final)
+            return
+        if self._cuda and gradient.is_pinned():
+            # From FSDP2's CPUOffloadPolicy, whose hooks run when the copy has been started.
+            torch.cuda.current_stream().synchronize()
+        if not gradient.is_contiguous():
             gradient = gradient.contiguous()
-            # A tensor of no elements has no address, and None would be no gradient.
-            self._session.give_gradient(index, gradient.data_ptr() or 1, self.micro_steps, final=final)
+        # A tensor of no elements has no address, and None would be no gradient.
+        self._session.give_gradient(index, gradient.data_ptr() or 1, self.micro_steps, final=final)
 
     def end_micro_step(self) -> None:
         """If one is open."""
         with self._lock:
             if self._given:
-                final = self.micro_steps + 1 == self._session.job.max_micro_steps
-                self._session.end_gradients(self.micro_steps, final=final)
+                self._session.end_gradients(self.micro_steps, final=self.micro_steps == self._last_micro_step)
                 self.micro_steps += 1
                 self._given.clear()
 
@@ -143,7 +159,7 @@ class GradientStream:
 
     def discard(self) -> None:
         """Takes back what was given since the last step."""
-        if os.getpid() != self._process:  # A fork, which has given nothing.
+        if self._forks != _forks:  # A fork, which has given nothing.
             return
         if self._copies is not None:
             self._copies.wait()
@@ -155,10 +171,13 @@ class GradientStream:
 
     def take(self, index: int, parameter: torch.nn.Parameter) -> None:
         gradient = parameter.grad
-        if gradient is None or os.getpid() != self._process:
+        if gradient is None or self._forks != _forks:
             return
-        self.enter_backward()
-        self.give(index, gradient.detach())
+        backward = _current_backward()
+        with self._lock:
+            if backward not in self._backwards:
+                self._enter(backward, None)
+            self._give(index, gradient)
         parameter.grad = None
 
     def _end_backward(self, backward: int, ended: Callable[[], None] | None) -> None:
@@ -170,10 +189,13 @@ class GradientStream:
             ended()
 
 
-def _take_for(stream: weakref.ref[GradientStream], index: int, parameter: torch.nn.Parameter) -> None:
-    living = stream()
-    if living is not None:
-        living.take(index, parameter)
+def _hook(stream: weakref.ref[GradientStream], index: int) -> Callable[[torch.nn.Parameter], None]:
+    def take(parameter: torch.nn.Parameter) -> None:
+        living = stream()
+        if living is not None:
+            living.take(index, parameter)
+
+    return take
 
 
 class _Copies:

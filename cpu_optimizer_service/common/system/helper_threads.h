@@ -1,7 +1,7 @@
 // A few threads for work that would hold up the thread that has it to do. They are started when
 // there is work, and stay.
-#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_HOST_HELPER_THREADS_H_
-#define BALLAST_CPU_OPTIMIZER_SERVICE_HOST_HELPER_THREADS_H_
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_HELPER_THREADS_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_HELPER_THREADS_H_
 
 #include <deque>
 #include <functional>
@@ -35,4 +35,4 @@ class HelperThreads {
 
 }  // namespace ballast
 
-#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_HOST_HELPER_THREADS_H_
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_HELPER_THREADS_H_

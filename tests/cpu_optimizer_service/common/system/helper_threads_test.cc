@@ -1,4 +1,4 @@
-#include "cpu_optimizer_service/host/helper_threads.h"
+#include "cpu_optimizer_service/common/system/helper_threads.h"
 
 #include <gtest/gtest.h>
 
