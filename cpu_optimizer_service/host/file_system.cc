@@ -144,6 +144,12 @@ class PosixFileSystemImpl : public FileSystem {
     return std::filesystem::is_symlink(path, error);
   }
 
+  bool IsMountPoint(const std::string& path) override {
+    struct statx is;
+    return statx(AT_FDCWD, path.c_str(), 0, 0, &is) == 0 &&
+           (is.stx_attributes & STATX_ATTR_MOUNT_ROOT) != 0;
+  }
+
   absl::Status Rename(const std::string& from, const std::string& to) override {
     std::error_code error;
     // What is moved must be on the disk before its name is.

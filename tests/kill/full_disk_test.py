@@ -2,7 +2,7 @@
 """A disk that is really full: a small tmpfs under --checkpoint-dir, on which a service saves each step until nothing
 more fits. What was complete stays and loads with its bits, each save that fails says so in one line that names the
 disk, training goes on, also when the service's process dies and the next takes over, or when all of it is started again
-with --state-dir, and once there is room the next save is complete and takes what was left half written away.
+with --state-dir, and once there is room the next save is complete and takes what was left half written away. And an export to an empty mount point is refused at once.
 
 The tmpfs is mounted in a mount namespace of the test's own. Exits with 77, saying why, where the machine allows none.
 """
@@ -18,8 +18,8 @@ import sys
 import tempfile
 
 import save_test
-from save_test import KEEP, Service, Trainer, complete, leftovers
-from processes import Ended, await_, read, tail
+from save_test import BIN, KEEP, Service, Trainer, complete, leftovers
+from processes import PATIENCE, Ended, await_, read, tail
 
 STATE_BYTES = 3 * 4 * save_test.ELEMENTS  # Of a checkpoint: three planes in fp32.
 ROOM = KEEP * STATE_BYTES + STATE_BYTES // 2  # For all that are kept, and not for one more.
@@ -182,6 +182,24 @@ def play_kept_in_a_directory(folder, saved, state):
         trainer.session.close()
 
 
+def play_export(folder, saved):
+    """To where an empty file system is mounted, whose place no directory can take, and into it."""
+    empty = folder / "empty"
+    empty.mkdir()
+    mount(empty, 2 * STATE_BYTES)
+
+    def export(to):
+        return subprocess.run([BIN / "ballast", "export", saved / "gpt", to], text=True, capture_output=True,
+                              timeout=PATIENCE, check=False)
+
+    refused = export(empty)
+    if refused.returncode == 0 or f"{empty} is where a file system is mounted" not in one_line(refused.stderr):
+        raise AssertionError(f"an export to a mount point: {refused}")
+    exported = export(empty / "model")
+    if exported.returncode != 0 or not (empty / "model/model.safetensors").exists():
+        raise AssertionError(f"an export into a file system of its own: {exported}")
+
+
 @contextlib.contextmanager
 def service_on(folder, saved, *flags):
     service = Service(folder, saved, *flags)
@@ -213,6 +231,7 @@ def play(folder):
         new.mkdir()
         mount(new, room)
     play_kept_in_a_directory(lives[3], kept_saved, state / "jobs")
+    play_export(folder, saved)
     print(f"{failed} saves failed on a full disk, and {KEEP} checkpoints stood")
 
 
@@ -238,7 +257,7 @@ def main():
         try:
             play(pathlib.Path(temporary))
         finally:
-            for mounted in ("saved", "kept-saved", "state"):
+            for mounted in ("saved", "kept-saved", "state", "empty"):
                 subprocess.run(["umount", "-l", pathlib.Path(temporary, mounted)], stderr=subprocess.DEVNULL, check=False)
 
 
