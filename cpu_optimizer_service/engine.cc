@@ -23,8 +23,8 @@
 namespace ballast {
 namespace {
 
-// Planes that are saved and jobs that are loaded at once; further ones queue. A disk that hangs
-// holds up these threads only.
+// Saves and loads at once, and planes that are saved at once beside steps; further ones queue. A
+// disk that hangs holds up these threads only.
 constexpr size_t kDiskThreads = 16;
 
 constexpr int kMostLooks = 4;
@@ -50,6 +50,7 @@ struct Engine::Impl {
         environment{.budget = &budget,
                     .tasks = &tasks,
                     .disk_threads = &disk_threads,
+                    .saving_threads = &saving_threads,
                     .arenas = options.arenas != nullptr ? options.arenas : own_arenas.get(),
                     .file_system =
                         options.file_system != nullptr ? options.file_system : &PosixFileSystem(),
@@ -93,6 +94,7 @@ struct Engine::Impl {
   std::unique_ptr<ArenaFactory> own_arenas;
   std::atomic<bool> draining = false;
   TaskPool tasks;
+  HelperThreads saving_threads{kDiskThreads, HelperThreads::Priority::kLowest};
   HelperThreads disk_threads{kDiskThreads};
   const JobEnvironment environment;
   struct Entry {

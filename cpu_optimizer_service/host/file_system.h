@@ -43,6 +43,8 @@ class FileSystem {
   virtual absl::Status CreateDirectory(const std::string& path) = 0;
   // False also where there is nothing, or where the system has no such thing.
   virtual bool IsSymbolicLink(const std::string& path) { return false; }
+  // That something is mounted on a directory, which then nothing can take the place of. As above.
+  virtual bool IsMountPoint(const std::string& path) { return false; }
   // Durably, in one move. A file takes the place of a file. ALREADY_EXISTS if `to` is a directory
   // that has something: nothing that has something is ever replaced by a directory.
   virtual absl::Status Rename(const std::string& from, const std::string& to) = 0;

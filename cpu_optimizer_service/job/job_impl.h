@@ -61,6 +61,8 @@ struct JobEnvironment {
   MemoryBudget* budget = nullptr;
   TaskPool* tasks = nullptr;              // Arithmetic.
   HelperThreads* disk_threads = nullptr;  // Saving and loading.
+  // What is saved beside steps; they end after disk_threads, which wait for them.
+  HelperThreads* saving_threads = nullptr;
   ArenaFactory* arenas = nullptr;
   FileSystem* file_system = nullptr;
   CheckpointDirectory* checkpoints = nullptr;  // Nullable.

@@ -1,5 +1,5 @@
-// Saving: a checkpoint is written from pinned chunks on disk threads, several files at once, while
-// the job goes on.
+// Saving: a checkpoint is written from pinned chunks, several files at once, while the job goes on,
+// by threads that leave the processors to it.
 #include <algorithm>
 #include <chrono>
 #include <memory>
@@ -42,9 +42,13 @@ struct JobImpl::Saving {
   bool cancelled = false;
 
   Mutex mutex;
-  int threads_left ABSL_GUARDED_BY(mutex) = 0;
+  CondVar part_ended;
   int next_part ABSL_GUARDED_BY(mutex) = 0;
+  int writing ABSL_GUARDED_BY(mutex) = 0;      // Threads.
   absl::Status status ABSL_GUARDED_BY(mutex);  // The first error of a part.
+  bool has_more() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
+    return status.ok() && next_part < writer->parts();
+  }
 };
 
 Pending JobImpl::Save(SaveRequest request, Done<CheckpointInfo> done) {
@@ -175,21 +179,34 @@ void JobImpl::BeginSaving(const std::shared_ptr<Saving>& saving) {
   }
   const absl::Status begun = OrOutOfMemory([&] { return saving->writer->Begin(); });
   if (!begun.ok()) return EndSaving(saving, begun);
-  const int threads = std::min(kStreams, saving->writer->parts());
+  // Steps go on beside a snapshot, and should not notice it. What they wait for, or the end of the
+  // service, gets its share of the processors.
+  const bool in_background =
+      saving->snapshot.has_value() && !environment_.draining->load(std::memory_order_relaxed);
+  HelperThreads& threads =
+      in_background ? *environment_.saving_threads : *environment_.disk_threads;
+  const int helpers = std::min(kStreams, saving->writer->parts()) - (in_background ? 0 : 1);
+  int started = 0;
+  while (started < helpers && RunsInMemory([&] {
+           threads.Run([this, self = Self(), saving] { Guarded([&] { SaveParts(saving); }); });
+         })) {
+    ++started;
+  }
+  // All the disk threads may be here, with the helpers behind them.
+  if (!in_background || started == 0) SaveParts(saving);
+  absl::Status first_error;
   {
     MutexLock lock(saving->mutex);
-    saving->threads_left = threads;
+    while (saving->writing > 0 || saving->has_more()) saving->part_ended.Wait(saving->mutex);
+    first_error = saving->status;
   }
-  for (int i = 0; i < threads; ++i) {
-    environment_.disk_threads->Run(
-        [this, self = Self(), saving] { Guarded([&] { SaveParts(saving); }); });
-  }
+  EndSaving(saving, first_error);
 }
 
 void JobImpl::SaveParts(const std::shared_ptr<Saving>& saving) {
-  const CheckpointIndex& index = saving->writer->index();
   const auto read = [&](int parameter, Plane of, int64_t offset, absl::Span<float> out) {
-    const int p = layout_.FindParameter(index.parameters[parameter].name);
+    const std::string& name = saving->writer->index().parameters[parameter].name;
+    const int p = layout_.FindParameter(name);
     if (saving->snapshot.has_value()) {
       saving->snapshot->Read(p, of, offset, out);
     } else {
@@ -197,23 +214,20 @@ void JobImpl::SaveParts(const std::shared_ptr<Saving>& saving) {
     }
   };
   absl::Status status;
-  absl::Status first_error;
-  for (;;) {
-    int part = 0;
+  for (int part = -1;;) {
     {
       MutexLock lock(saving->mutex);
-      saving->status.Update(status);
-      if (saving->status.ok() && saving->next_part < saving->writer->parts()) {
-        part = saving->next_part++;
-      } else {
-        if (--saving->threads_left > 0) return;
-        first_error = saving->status;
-        break;
+      if (part >= 0) {
+        --saving->writing;
+        saving->status.Update(status);
+        saving->part_ended.NotifyAll();
       }
+      if (!saving->has_more()) return;
+      part = saving->next_part++;
+      ++saving->writing;
     }
     status = OrOutOfMemory([&] { return saving->writer->WritePart(part, read); });
   }
-  EndSaving(saving, first_error);
 }
 
 void JobImpl::EndSaving(const std::shared_ptr<Saving>& saving, const absl::Status& status) {

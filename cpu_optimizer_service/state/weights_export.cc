@@ -27,7 +27,14 @@ absl::Status CheckEmpty(FileSystem& file_system, const std::string& directory) {
   const bool is_link = file_system.IsSymbolicLink(directory);
   if (!is_link && !file_system.Exists(directory)) return absl::OkStatus();
   const absl::StatusOr<std::vector<std::string>> names = file_system.List(directory);
-  if (!is_link && names.ok() && names->empty()) return absl::OkStatus();
+  if (!is_link && names.ok() && names->empty()) {
+    if (!file_system.IsMountPoint(directory)) return absl::OkStatus();
+    return absl::FailedPreconditionError(
+        absl::StrCat(directory,
+                     " is where a file system is mounted, which the finished export cannot take the "
+                     "place of; name a directory in it that does not exist yet: ",
+                     directory, "/model"));
+  }
   return absl::FailedPreconditionError(
       absl::StrCat(directory,
                    " is there and is not an empty directory, and nothing is overwritten; "

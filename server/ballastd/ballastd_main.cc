@@ -148,22 +148,25 @@ void LogWhoMayLook(const std::string& url, const ballast::server::Access& access
   spdlog::info("status page at {0}/, metrics at {0}/metrics", url);
 }
 
-// Null without --checkpoint-dir. What cannot be saved to is found now, not when it is needed. After a
-// death of the service's process that is no reason to lose its jobs: they go on.
+// Null without --checkpoint-dir. `problem`: why no job could be saved there now.
 absl::StatusOr<std::unique_ptr<ballast::CheckpointDirectory>> OpenCheckpoints(
-    const BallastdFlags& flags, const ballast::server::HeldFiles* held) {
+    const BallastdFlags& flags, absl::Status& problem) {
   if (flags.checkpoint_directory.empty()) return nullptr;
-  const bool is_after_death = held != nullptr && held->deaths() > 0;
-  absl::Status problem;
-  auto opened = ballast::CheckpointDirectory::Open(
-      ballast::PosixFileSystem(), flags.checkpoint_directory, flags.checkpoint_policy,
-      is_after_death ? &problem : nullptr);
-  if (!problem.ok()) {
-    spdlog::error("--checkpoint-dir: {}; jobs go on unsaved until that is mended",
-                  std::string(problem.message()));
+  return ballast::CheckpointDirectory::Open(ballast::PosixFileSystem(), flags.checkpoint_directory,
+                                            flags.checkpoint_policy, &problem);
+}
+
+// What cannot be saved to is found now, not when it is needed. Where there are jobs already, that is
+// no reason to lose them: they go on.
+absl::Status CheckCheckpoints(const absl::Status& problem, bool has_jobs,
+                              const BallastdFlags& flags) {
+  if (problem.ok()) return absl::OkStatus();
+  if (!has_jobs) {
+    return ballast::Annotate(problem, "flag --checkpoint-dir=" + flags.checkpoint_directory);
   }
-  if (opened.ok()) return opened;
-  return ballast::Annotate(opened.status(), "flag --checkpoint-dir=" + flags.checkpoint_directory);
+  spdlog::error("--checkpoint-dir: {}; jobs go on unsaved until that is mended",
+                std::string(problem.message()));
+  return absl::OkStatus();
 }
 
 void LogCheckpoints(const ballast::CheckpointDirectory* checkpoints, const BallastdFlags& flags) {
@@ -362,7 +365,8 @@ int main(int argc, char** argv) {
   auto manager = ballast::server::ServiceManager::FromEnvironment();
   if (!manager.ok()) return Fail(manager.status(), 2);
 
-  const auto checkpoints = OpenCheckpoints(*flags, held->get());
+  absl::Status unsavable;
+  const auto checkpoints = OpenCheckpoints(*flags, unsavable);
   if (!checkpoints.ok()) return Fail(checkpoints.status(), 1);
   const auto directory = OpenStateDirectory(*flags, held->get(), checkpoints->get());
   if (!directory.ok()) return Fail(directory.status(), 1);
@@ -374,6 +378,9 @@ int main(int argc, char** argv) {
   }
   // What is held already is not among what there is left to take.
   const bool is_first = !memory.has_value() || memory->LeftBytes() == 0;
+  const bool is_after_death = *held != nullptr && (*held)->deaths() > 0;
+  const absl::Status may_begin = CheckCheckpoints(unsavable, !is_first || is_after_death, *flags);
+  if (!may_begin.ok()) return Fail(may_begin, 1);
   if (!is_first && flags->memory_limit_is_default) {
     flags->memory_limit_bytes += memory->LeftBytes();
   }

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """A disk that is really full: a small tmpfs under --checkpoint-dir, on which a service saves each step until nothing
 more fits. What was complete stays and loads with its bits, each save that fails says so in one line that names the
-disk, training goes on, also when the service's process dies and the next takes over, and once there is room the next
-save is complete and takes what was left half written away.
+disk, training goes on, also when the service's process dies and the next takes over, or when all of it is started again
+with --state-dir, and once there is room the next save is complete and takes what was left half written away. And an export to an empty mount point is refused at once.
 
 The tmpfs is mounted in a mount namespace of the test's own. Exits with 77, saying why, where the machine allows none.
 """
@@ -18,8 +18,8 @@ import sys
 import tempfile
 
 import save_test
-from save_test import KEEP, Service, Trainer, complete, leftovers
-from processes import Ended, await_, read, tail
+from save_test import BIN, KEEP, Service, Trainer, complete, leftovers
+from processes import PATIENCE, Ended, await_, read, tail
 
 STATE_BYTES = 3 * 4 * save_test.ELEMENTS  # Of a checkpoint: three planes in fp32.
 ROOM = KEEP * STATE_BYTES + STATE_BYTES // 2  # For all that are kept, and not for one more.
@@ -91,6 +91,10 @@ def kill_process_of(service):
     os.kill(child, signal.SIGKILL)
     await_("the next process", lambda: child_of(service.process.pid) not in (0, child), service.process)
     await_("its jobs", lambda: "after a death: job gpt" in read(service.log), service.process)
+    expect_told_once(service)
+
+
+def expect_told_once(service):
     said = [line for line in read(service.log).splitlines() if "no job could be saved" in line]
     if len(said) != 1 or "No space left on device" not in said[0]:
         raise AssertionError(f"of the full disk the next process said: {said}")
@@ -154,9 +158,51 @@ def play_with_room_again(service, saved):
     trainer.session.close()
 
 
+def play_kept_in_a_directory(folder, saved, state):
+    """All of the service ends on a full disk; the next one finds its jobs where the directory keeps them."""
+    flag = f"--state-dir={state}"
+    with service_on(folder, saved, flag) as service:
+        trainer, step = fill(service, saved)
+        leave_half_written(saved)
+    trainer.session.close()
+    for file in (service.log, service.port_file):
+        file.unlink()
+    with service_on(folder, saved, flag) as service:
+        expect_told_once(service)
+        trainer.join()
+        if trainer.session.committed_step != step:
+            raise AssertionError(f"the job is at step {trainer.session.committed_step}, and was at {step}")
+        trainer.step(step + 1)
+        await_("a save that fails", functools.partial(has_failed, service, step + 1), service.process)
+        for line in failures(service):
+            expect_names_disk(line, saved)
+        mount(saved, 4 * ROOM, again=True)
+        trainer.step(step + 2)
+        await_("a checkpoint where there is room", functools.partial(has_step, saved, step + 2), service.process)
+        trainer.session.close()
+
+
+def play_export(folder, saved):
+    """To where an empty file system is mounted, whose place no directory can take, and into it."""
+    empty = folder / "empty"
+    empty.mkdir()
+    mount(empty, 2 * STATE_BYTES)
+
+    def export(to):
+        return subprocess.run([BIN / "ballast", "export", saved / "gpt", to], text=True, capture_output=True,
+                              timeout=PATIENCE, check=False)
+
+    refused = export(empty)
+    if refused.returncode == 0 or f"{empty} is where a file system is mounted" not in one_line(refused.stderr):
+        raise AssertionError(f"an export to a mount point: {refused}")
+    exported = export(empty / "model")
+    if exported.returncode != 0 or not (empty / "model/model.safetensors").exists():
+        raise AssertionError(f"an export into a file system of its own: {exported}")
+
+
 @contextlib.contextmanager
-def service_on(folder, saved):
-    service = Service(folder, saved)
+def service_on(folder, saved, *flags):
+    service = Service(folder, saved, *flags)
     try:
         yield service
     except BaseException:
@@ -168,7 +214,7 @@ def service_on(folder, saved):
 
 def play(folder):
     saved = folder / "saved"
-    lives = [folder / name for name in ("full", "refused", "room")]
+    lives = [folder / name for name in ("full", "refused", "room", "kept")]
     for new in (saved, *lives):
         new.mkdir()
     mount(saved, ROOM)
@@ -180,6 +226,12 @@ def play(folder):
     mount(saved, 4 * ROOM, again=True)
     with service_on(lives[2], saved) as service:
         play_with_room_again(service, saved)
+    kept_saved, state = folder / "kept-saved", folder / "state"
+    for new, room in ((kept_saved, ROOM), (state, 64 * STATE_BYTES)):
+        new.mkdir()
+        mount(new, room)
+    play_kept_in_a_directory(lives[3], kept_saved, state / "jobs")
+    play_export(folder, saved)
     print(f"{failed} saves failed on a full disk, and {KEEP} checkpoints stood")
 
 
@@ -205,7 +257,8 @@ def main():
         try:
             play(pathlib.Path(temporary))
         finally:
-            subprocess.run(["umount", "-l", pathlib.Path(temporary, "saved")], check=False)
+            for mounted in ("saved", "kept-saved", "state", "empty"):
+                subprocess.run(["umount", "-l", pathlib.Path(temporary, mounted)], stderr=subprocess.DEVNULL, check=False)
 
 
 if __name__ == "__main__":

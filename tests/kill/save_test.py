@@ -36,9 +36,9 @@ JOB = ballast.Job("gpt", [ballast.Group("g", ballast.HyperParameters(lr=0.01))],
 
 
 class Service(processes.Service):
-    def __init__(self, folder, saved):
+    def __init__(self, folder, saved, *more):
         super().__init__(BIN / "ballastd", folder, "--memory-limit=256MiB", "--threads=1", "--nostartup-benchmark",
-                         f"--checkpoint-dir={saved}", "--checkpoint-every=1steps", f"--checkpoint-keep={KEEP}",
+                         f"--checkpoint-dir={saved}", "--checkpoint-every=1steps", f"--checkpoint-keep={KEEP}", *more,
                          listen=f"unix:{folder}/socket")
 
     def ask(self, *words):
@@ -66,14 +66,17 @@ class Trainer:
         session = self.open()
         if load:
             session.load("gpt")
-            session.close()
-            session = self.open()
         else:
             session.upload_weights([self.first.buffer_info()[0]] * TENSORS)
-        session.read_weights()
-        self.session = session
-        self.check(session.committed_step)
-        return session.committed_step
+        session.close()
+        return self.join()
+
+    def join(self):
+        """The job as it is; returns its step."""
+        self.session = self.open()
+        self.session.read_weights()
+        self.check(self.session.committed_step)
+        return self.session.committed_step
 
     def check(self, step):
         digest = hashlib.sha256(b"".join(bytes(w) for w in self.weights)).hexdigest()

@@ -1,5 +1,7 @@
 #include "cpu_optimizer_service/common/system/helper_threads.h"
 
+#include <sys/resource.h>
+
 #include <new>
 #include <system_error>
 #include <utility>
@@ -47,6 +49,8 @@ void HelperThreads::Run(std::function<void()> task) {
 }
 
 void HelperThreads::Help() {
+  // Of this thread alone, whatever POSIX says. Not SCHED_IDLE, which may wait for ever.
+  if (priority_ == Priority::kLowest) setpriority(PRIO_PROCESS, 0, 19);
   while (true) {
     std::function<void()> task;
     {

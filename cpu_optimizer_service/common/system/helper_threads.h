@@ -1,8 +1,13 @@
 // A few threads for work that would hold up the thread that has it to do. They are started when
 // there is work, and stay.
+//
+// Those of Priority::kLowest leave the processors to whoever else wants them. Where those are wanted
+// without a pause, each still has 1.4% of one (nice 19 against nice 0: weights 15 and 1024), so that
+// its work ends. What they run must hold no lock that others wait for: it might hold it long.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_HELPER_THREADS_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_HELPER_THREADS_H_
 
+#include <cstdint>
 #include <deque>
 #include <functional>
 #include <thread>
@@ -15,7 +20,10 @@ namespace ballast {
 // Thread-safe. The caller of Run bounds the number of tasks; it may get a std::bad_alloc.
 class HelperThreads {
  public:
-  explicit HelperThreads(size_t most) : most_(most) {}
+  enum class Priority : uint8_t { kNormal, kLowest };
+
+  explicit HelperThreads(size_t most, Priority priority = Priority::kNormal)
+      : most_(most), priority_(priority) {}
   // Waits for tasks that run; those that have not begun are dropped.
   ~HelperThreads();
 
@@ -25,6 +33,7 @@ class HelperThreads {
   void Help();
 
   const size_t most_;
+  const Priority priority_;
   Mutex mutex_;
   CondVar changed_;
   bool stopped_ ABSL_GUARDED_BY(mutex_) = false;

@@ -2,10 +2,12 @@
 // thread while a disk hangs, so a call that blocked would end the test by its time limit.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
 #include <future>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -124,6 +126,23 @@ TEST_F(JobSaveTest, TheJobGoesOnWhileItIsSavedAndTheStepOfTheSaveIsWritten) {
   EXPECT_EQ(engine_.memory().used_bytes(), used_bytes);
   ASSERT_TRUE(driver_.job().Load("/checkpoint").ok());
   EXPECT_EQ(driver_.job().StateHash(), hash);
+}
+
+// With whatever nice value this process has: a step's threads have it, too.
+TEST_F(JobSaveTest, LeavesTheProcessorsToStepsWhereTheyGoOnBesideIt) {
+  const std::set<int> lowest = {19};
+  const std::set<int> own = {getpriority(PRIO_PROCESS, 0)};
+  ASSERT_NE(own, lowest) << "run this test at a higher priority";
+  ASSERT_TRUE(driver_.job().Save("/checkpoint").ok());
+  EXPECT_EQ(disk_.TakeNices(), lowest);
+  ASSERT_TRUE(engine_.Drain(/*seconds=*/0));
+  ASSERT_TRUE(driver_.job().Save("/checkpoint").ok());
+  EXPECT_EQ(disk_.TakeNices(), own) << "at the service's end nothing goes on beside it";
+}
+
+TEST_F(JobGateTest, ASaveThatHoldsBackDecisionsDoesNotLeaveTheProcessorsToOthers) {
+  ASSERT_TRUE(driver_.job().Save("/checkpoint").ok());
+  EXPECT_EQ(disk_.TakeNices(), std::set<int>{getpriority(PRIO_PROCESS, 0)});
 }
 
 TEST_F(JobSaveTest, FewSavesOfAJobAtOnceAlsoToTheSameFolder) {

@@ -3,11 +3,15 @@
 #ifndef BALLAST_TESTS_CPU_OPTIMIZER_SERVICE_JOB_SLOW_DISK_H_
 #define BALLAST_TESTS_CPU_OPTIMIZER_SERVICE_JOB_SLOW_DISK_H_
 
+#include <sys/resource.h>
+
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
 #include "tests/histories/memory_file_system.h"
 
@@ -25,6 +29,11 @@ class SlowDisk final : public FileSystem {
     held_up_ = false;
     changed_.NotifyAll();
   }
+  // The nice values of the threads that have created a plane's file.
+  std::set<int> TakeNices() {
+    MutexLock lock(mutex_);
+    return std::exchange(nices_, {});
+  }
   // Returns when `threads` threads are held up.
   void AwaitHeldUp(int threads = 1) {
     MutexLock lock(mutex_);
@@ -32,6 +41,10 @@ class SlowDisk final : public FileSystem {
   }
 
   absl::StatusOr<std::unique_ptr<WritableFile>> Create(const std::string& path) override {
+    if (absl::EndsWith(path, ".safetensors")) {
+      MutexLock lock(mutex_);
+      nices_.insert(getpriority(PRIO_PROCESS, 0));
+    }
     Pass();
     return memory_.Create(path);
   }
@@ -68,6 +81,7 @@ class SlowDisk final : public FileSystem {
   CondVar changed_;
   bool held_up_ ABSL_GUARDED_BY(mutex_) = false;
   int waiting_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::set<int> nices_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace ballast

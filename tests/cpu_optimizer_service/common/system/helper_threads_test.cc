@@ -1,6 +1,7 @@
 #include "cpu_optimizer_service/common/system/helper_threads.h"
 
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
 #include <atomic>
 #include <latch>
@@ -60,6 +61,28 @@ TEST(HelperThreads, DestroyedWaitForWhatRunsAndDropTheRest) {
   }
   releaser.join();
   EXPECT_TRUE(finished);
+}
+
+int NiceOfThisThread() { return getpriority(PRIO_PROCESS, 0); }
+
+TEST(HelperThreads, OfTheLowestPriorityAreAloneInThat) {
+  const int before = NiceOfThisThread();
+  std::atomic<int> lowest = 0, normal = 0;
+  std::latch done(2);
+  HelperThreads background(1, HelperThreads::Priority::kLowest);
+  HelperThreads threads(1);
+  background.Run([&] {
+    lowest = NiceOfThisThread();
+    done.count_down();
+  });
+  threads.Run([&] {
+    normal = NiceOfThisThread();
+    done.count_down();
+  });
+  done.wait();
+  EXPECT_EQ(lowest, 19);
+  EXPECT_EQ(normal, before);
+  EXPECT_EQ(NiceOfThisThread(), before);
 }
 
 }  // namespace
