@@ -43,16 +43,18 @@ class Loop {
   }
 
  private:
+  // Throws nothing, also where there is no memory for a message: the threads are counted.
   absl::Status Body(int64_t index) const {
     try {
       return body_(index);
-    } catch (const std::bad_alloc&) {
-      return absl::ResourceExhaustedError("out of memory");
+    } catch (...) {
+      return thrown_;
     }
   }
 
   const int64_t count_;
   const absl::FunctionRef<absl::Status(int64_t)> body_;
+  const absl::Status thrown_ = absl::ResourceExhaustedError("out of memory");
   Mutex mutex_;
   CondVar left_;
   int64_t next_ ABSL_GUARDED_BY(mutex_) = 0;

@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cstring>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -67,6 +68,7 @@ void GradientGiver::Reset() {
   MutexLock lock(mutex_);
   ++attempt_;
   open_ = false;
+  next_micro_step_ = 0;
 }
 
 absl::StatusOr<GradientGiver::PlacesOfGradient> GradientGiver::Places(uint32_t micro_step,
@@ -75,7 +77,7 @@ absl::StatusOr<GradientGiver::PlacesOfGradient> GradientGiver::Places(uint32_t m
   MutexLock lock(mutex_);
   BALLAST_RETURN_IF_ERROR(Enter(micro_step));
   Parameter& given = parameters_[parameter];
-  if (WasGiven(given)) return GivenAlready(parameter);
+  if (WasGiven(given) || ending_) return GivenAlready(parameter);
   BALLAST_RETURN_IF_ERROR(TakePlaces(given));
   PlacesOfGradient places = {.attempt = attempt_};
   for (const Part& part : given.parts) {
@@ -93,7 +95,7 @@ absl::Status GradientGiver::Give(uint32_t micro_step, size_t parameter, const vo
   MutexLock lock(mutex_);
   BALLAST_RETURN_IF_ERROR(Enter(micro_step));
   Parameter& given = parameters_[parameter];
-  if (!WasGiven(given)) return GiveParameter(given, gradient, last);
+  if (!WasGiven(given) && !ending_) return GiveParameter(given, gradient, last);
   if (given.waits_for_push) {  // It was given, and the push waited for longer than the limit.
     BALLAST_RETURN_IF_ERROR(PushReady(last));
     given.waits_for_push = false;
@@ -173,37 +175,14 @@ absl::Status GradientGiver::PushWritten(const Writing& writing) {
 }
 
 absl::Status GradientGiver::GiveAll(uint32_t micro_step, const void* const* gradients, Last last) {
-  {
-    MutexLock lock(mutex_);
-    BALLAST_RETURN_IF_ERROR(Enter(micro_step));
-    for (size_t p = 0; p < parameters_.size(); ++p) {
-      const bool gives = job_.layout.parameters[p].trainable && gradients[p] != nullptr;
-      if (parameters_[p].given == Given::kAtOnce && !gives) {
-        return absl::InvalidArgumentError(
-            absl::StrCat("the gradient of parameter ", job_.layout.parameters[p].name,
-                         " was given at once before; call again with the same gradients"));
-      }
-      if (gives && !WasGiven(parameters_[p])) parameters_[p].given = Given::kAtOnce;
-    }
-  }
-  return Finish(micro_step, gradients, last);
+  return EndWith(micro_step, gradients, last);
 }
 
 absl::Status GradientGiver::End(uint32_t micro_step, Last last) {
-  {
-    MutexLock lock(mutex_);
-    BALLAST_RETURN_IF_ERROR(Enter(micro_step));
-    for (size_t p = 0; p < parameters_.size(); ++p) {
-      if (parameters_[p].given == Given::kAtOnce) {
-        return absl::InvalidArgumentError(absl::StrCat(
-            "micro-step ", micro_step, " was begun with all gradients at once; call that again"));
-      }
-    }
-  }
-  return Finish(micro_step, nullptr, last);
+  return EndWith(micro_step, nullptr, last);
 }
 
-absl::Status GradientGiver::Finish(uint32_t micro_step, const void* const* gradients, Last last) {
+absl::Status GradientGiver::EndWith(uint32_t micro_step, const void* const* gradients, Last last) {
   const auto deadline = std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(limit_);
   const auto all_written = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     for (const Parameter& parameter : parameters_) {
@@ -211,20 +190,55 @@ absl::Status GradientGiver::Finish(uint32_t micro_step, const void* const* gradi
     }
     return true;
   };
-  for (;;) {
-    MutexLock queue_lock(queue_mutex_);
-    BALLAST_RETURN_IF_ERROR(written_status_);
-    {
-      MutexLock lock(mutex_);
-      BALLAST_RETURN_IF_ERROR(Enter(micro_step));
-      if (all_written()) break;
+  std::optional<uint64_t> attempt;  // That this ends.
+  const auto enter = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) -> absl::Status {
+    if (attempt.has_value() && *attempt != attempt_) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("micro-step ", micro_step, " was discarded while it was being ended"));
     }
-    if (!done_.WaitUntil(queue_mutex_, deadline)) {
-      return absl::DeadlineExceededError("a gradient has not been written to its places yet");
+    attempt = attempt_;
+    return Enter(micro_step);
+  };
+  for (;;) {
+    {
+      MutexLock queue_lock(queue_mutex_);
+      BALLAST_RETURN_IF_ERROR(written_status_);
+      bool written = false;
+      {
+        MutexLock lock(mutex_);
+        BALLAST_RETURN_IF_ERROR(enter());
+        written = all_written();
+      }
+      if (!written) {
+        if (done_.WaitUntil(queue_mutex_, deadline)) continue;
+        return absl::DeadlineExceededError("a gradient has not been written to its places yet");
+      }
+    }
+    MutexLock lock(mutex_);
+    BALLAST_RETURN_IF_ERROR(enter());
+    if (all_written()) return Finish(gradients, last);
+  }
+}
+
+absl::Status GradientGiver::Finish(const void* const* gradients, Last last) {
+  const auto gives = [&](size_t p) {
+    return gradients != nullptr && gradients[p] != nullptr && job_.layout.parameters[p].trainable;
+  };
+  for (size_t p = 0; p < parameters_.size(); ++p) {
+    const Given given = parameters_[p].given;
+    const bool differs = given == Given::kAtOnce ? !gives(p) : given == Given::kNot && gives(p);
+    if (ending_ && differs) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("the end of micro-step ", micro_step_, " has begun ",
+                       given == Given::kNot ? "without" : "with", " the gradient of parameter ",
+                       job_.layout.parameters[p].name, "; repeat the same call"));
     }
   }
-  MutexLock lock(mutex_);
   BALLAST_RETURN_IF_ERROR(PushReady(last));
+  for (size_t p = 0; p < parameters_.size(); ++p) {
+    if (parameters_[p].given == Given::kNot && gives(p)) parameters_[p].given = Given::kAtOnce;
+  }
+  ending_ = true;
   BALLAST_RETURN_IF_ERROR(threads_.ForEach(static_cast<int64_t>(own_chunks_.size()),
                                            gradients == nullptr ? 0 : own_bytes_,
                                            [&](int64_t i) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
@@ -235,8 +249,9 @@ absl::Status GradientGiver::Finish(uint32_t micro_step, const void* const* gradi
   }
   const absl::Span<const Parameter> parameters = parameters_;
   BALLAST_RETURN_IF_ERROR(session_.EndMicroStep(
-      micro_step, UsedOf(job_, [&](size_t p) { return parameters[p].given == Given::kYes; })));
+      micro_step_, UsedOf(job_, [&](size_t p) { return parameters[p].given == Given::kYes; })));
   open_ = false;
+  next_micro_step_ = micro_step_ + 1;
   return absl::OkStatus();
 }
 
@@ -269,7 +284,9 @@ absl::Status GradientGiver::FinishChunk(int index, const void* const* gradients,
 absl::Status GradientGiver::GivenAlready(size_t parameter) const {
   return absl::InvalidArgumentError(
       absl::StrCat("parameter ", job_.layout.parameters[parameter].name,
-                   " was given already in micro-step ", micro_step_, "; end it first"));
+                   WasGiven(parameters_[parameter]) ? " was given already in micro-step "
+                                                    : " comes after the end of micro-step ",
+                   micro_step_, "; end it first"));
 }
 
 absl::Status GradientGiver::CheckParameter(size_t parameter) const {
@@ -290,7 +307,12 @@ absl::Status GradientGiver::Enter(uint32_t micro_step) {
                                                    " came before micro-step ", micro_step_,
                                                    " was ended"));
   }
+  if (micro_step < next_micro_step_) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("micro-step ", micro_step, " was ended already"));
+  }
   open_ = true;
+  ending_ = false;
   micro_step_ = micro_step;
   ready_.clear();
   for (Parameter& parameter : parameters_) {

@@ -81,12 +81,8 @@ class GradientGiver {
     int64_t chunk_offset = 0;
     int64_t elements = 0;
   };
-  enum class Given : uint8_t {
-    kNot,
-    kHasPlaces,
-    kAtOnce,
-    kYes
-  };  // kAtOnce: by GiveAll, soon kYes.
+  // kAtOnce: by GiveAll, which has not ended yet.
+  enum class Given : uint8_t { kNot, kHasPlaces, kAtOnce, kYes };
   struct Parameter {
     std::vector<Part> parts;
     Given given = Given::kNot;
@@ -117,8 +113,11 @@ class GradientGiver {
   absl::Status TakePlace(int chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status GiveParameter(Parameter& parameter, const void* gradient, Last last)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Ends the micro-step, with gradients[p] of parameters that are given at once.
-  absl::Status Finish(uint32_t micro_step, const void* const* gradients, Last last);
+  // Waits for what is still being written, and ends the micro-step, with gradients[p] of parameters
+  // that were not given one by one.
+  absl::Status EndWith(uint32_t micro_step, const void* const* gradients, Last last);
+  absl::Status Finish(const void* const* gradients, Last last)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status FinishChunk(int chunk, const void* const* gradients, Last last)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status PushReady(Last last) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -144,6 +143,9 @@ class GradientGiver {
   uint64_t attempt_ ABSL_GUARDED_BY(mutex_) = 0;  // Rises with each Reset.
   bool open_ ABSL_GUARDED_BY(mutex_) = false;
   uint32_t micro_step_ ABSL_GUARDED_BY(mutex_) = 0;  // Of the open one.
+  // Its end has begun: chunks have left, and which parameters have a gradient changes no more.
+  bool ending_ ABSL_GUARDED_BY(mutex_) = false;
+  uint32_t next_micro_step_ ABSL_GUARDED_BY(mutex_) = 0;  // Those before it were ended.
   std::vector<Parameter> parameters_ ABSL_GUARDED_BY(mutex_);
   std::vector<Chunk> chunks_ ABSL_GUARDED_BY(mutex_);  // By index in the layout.
   std::vector<int> ready_ ABSL_GUARDED_BY(mutex_);     // Chunks that miss nothing, not pushed yet.
