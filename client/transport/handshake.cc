@@ -212,7 +212,11 @@ std::string WhyHandshakeFailed(const grpc::Status& status, const std::string& ta
       absl::StartsWith(target, "unix:")) {
     return why;
   }
-  return Handshake(target, credentials).WhyRefused(SteadyDeadline(kHandshakeLimit));
+  // Twice: a service may die just after a handshake, but the next one does not.
+  const auto deadline = SteadyDeadline(kHandshakeLimit);
+  const std::string first = Handshake(target, credentials).WhyRefused(deadline);
+  if (first.empty()) return "";
+  return Handshake(target, credentials).WhyRefused(deadline) == first ? first : "";
 }
 
 }  // namespace ballast::client

@@ -15,8 +15,9 @@ namespace ballast::client {
 //
 // With TLS 1.3 a service learns who the client is after the client's part of the handshake, and
 // gRPC's just closes the connection then. Where the status says that it was closed, this shakes hands
-// once more, within five seconds. It says why if the service does; and if the client trusts it, it
-// asked for a certificate, got none or one of an authority that it had not named, and closed again.
+// twice more, within five seconds. It says why if the service does, both times; or if the client
+// trusts it, it asked for a certificate, got none or one of an authority that it had not named, and
+// closed again.
 std::string WhyHandshakeFailed(const grpc::Status& status, const std::string& target,
                                const Credentials& credentials);
 

@@ -38,13 +38,12 @@ struct Manner {
   bool asks = true;      // For a certificate of the client.
   bool names = true;     // The authority whose certificates it takes.
   bool verifies = true;  // With an alert where that fails. Otherwise it takes all.
-  bool admits = false;   // Says something afterwards, and does not just close.
+  int refuses = 9;       // So many connections are just closed; further ones are told something.
 };
 
-// Serves one connection.
-class OneConnection {
+class Service {
  public:
-  OneConnection(const std::string& folder, const Manner& manner)
+  Service(const std::string& folder, const Manner& manner)
       : context_(SSL_CTX_new(TLS_server_method()), SSL_CTX_free) {
     SSL_CTX* const tls = context_.get();
     SSL_CTX_set_min_proto_version(tls, manner.version);
@@ -71,8 +70,8 @@ class OneConnection {
     target_ = absl::StrCat("127.0.0.1:", ntohs(address.sin_port));
     thread_ = std::thread([this, manner] { Serve(manner); });
   }
-  ~OneConnection() {
-    shutdown(listener_.number(), SHUT_RDWR);  // If nobody has come.
+  ~Service() {
+    shutdown(listener_.number(), SHUT_RDWR);
     thread_.join();
   }
 
@@ -84,14 +83,19 @@ class OneConnection {
     sigemptyset(&pipe);
     sigaddset(&pipe, SIGPIPE);
     pthread_sigmask(SIG_BLOCK, &pipe, nullptr);
-    const FileDescriptor socket(accept(listener_.number(), nullptr, nullptr));
-    if (!socket || !manner.shakes_hands) return;
-    const std::unique_ptr<SSL, decltype(&SSL_free)> session(SSL_new(context_.get()), SSL_free);
-    SSL_set_fd(session.get(), socket.number());
-    if (SSL_accept(session.get()) == 1 && manner.admits) SSL_write(session.get(), "x", 1);
-    shutdown(socket.number(), SHUT_WR);
-    char rest = 0;  // Until the client is done, so that no reset takes an alert away.
-    while (read(socket.number(), &rest, 1) > 0) continue;
+    for (int connection = 1;; ++connection) {
+      const FileDescriptor socket(accept(listener_.number(), nullptr, nullptr));
+      if (!socket) return;
+      if (!manner.shakes_hands) continue;
+      const std::unique_ptr<SSL, decltype(&SSL_free)> session(SSL_new(context_.get()), SSL_free);
+      SSL_set_fd(session.get(), socket.number());
+      if (SSL_accept(session.get()) == 1 && connection > manner.refuses) {
+        SSL_write(session.get(), "x", 1);
+      }
+      shutdown(socket.number(), SHUT_WR);
+      char rest = 0;  // Until the client is done, so that no reset takes an alert away.
+      while (read(socket.number(), &rest, 1) > 0) continue;
+    }
   }
 
   std::unique_ptr<SSL_CTX, decltype(&SSL_CTX_free)> context_;
@@ -126,7 +130,7 @@ class HandshakeTest : public testing::Test {
             .tls_key = File(name + ".key")};
   }
   std::string Why(const std::string& name, const Manner& manner) const {
-    const OneConnection service(folder_, manner);
+    const Service service(folder_, manner);
     return WhyHandshakeFailed(Closed(), service.target(), Of(name));
   }
 
@@ -159,7 +163,8 @@ TEST_F(HandshakeTest, OneThatJustClosesHasAskedForACertificateOfAnotherAuthority
 
 TEST_F(HandshakeTest, WhatMayPassIsNotTold) {
   for (const char* name : {"alice", "mallory", ""}) {
-    EXPECT_EQ(Why(name, {.verifies = false, .admits = true}), "") << name;
+    EXPECT_EQ(Why(name, {.verifies = false, .refuses = 0}), "") << name;
+    EXPECT_EQ(Why(name, {.verifies = false, .refuses = 1}), "") << name;
     EXPECT_EQ(Why(name, {.asks = false}), "") << name;
     EXPECT_EQ(Why(name, {.shakes_hands = false}), "") << name;
   }
@@ -170,7 +175,7 @@ TEST_F(HandshakeTest, WhatMayPassIsNotTold) {
 }
 
 TEST_F(HandshakeTest, OnlyAClosedConnectionIsTriedAgain) {
-  const OneConnection service(folder_, {});
+  const Service service(folder_, {});
   const auto why = [&](const grpc::Status& status, const std::string& target) {
     return WhyHandshakeFailed(status, target, Of("mallory"));
   };
