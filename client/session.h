@@ -37,9 +37,9 @@
 // all ranks have begun it: what is still pushed of it is released, Seal returns the decision, and
 // the session goes on. Other jobs' sessions end with ABORTED then.
 //
-// Errors: a stream that breaks is reopened, and no call notices. Open, UploadWeights, ReadWeights
-// and ReadCounts are tried again while they return UNAVAILABLE, for at most reconnect_timeout.
-// Saving and loading a checkpoint and undoing a step are not, because doing them twice is not the
+// Errors: a stream that breaks is reopened, and no call notices. Open, UploadWeights, ReadWeights,
+// ReadCounts and UndoStep are tried again while they return UNAVAILABLE, for at most
+// reconnect_timeout. Saving and loading a checkpoint are not, because doing them twice is not the
 // same as once. The first error that this cannot mend is kept, and every later call returns it;
 // then open another session. Between steps that does not affect other ranks. In a step that the
 // rank has begun it raises the generation, so that what was sent before is forgotten. Each raise
@@ -241,8 +241,9 @@ class Session {
   // Undoes the last committed step, exactly, of a job with JobSpec::keep_previous, and ends the
   // sessions of all ranks, as a load does; opened again they are at the step before. Returns the
   // undone step. FAILED_PRECONDITION: some rank has begun the next one; the job does not keep the
-  // state before; or there is nothing to undo: one step alone can be. After UNAVAILABLE the service
-  // may or may not have done it: committed_step of the session that is opened again says so.
+  // state before; or there is nothing to undo: one step alone can be. UNAVAILABLE: the service has
+  // not come back within reconnect_timeout; committed_step of the session that is opened again says
+  // whether it had done it.
   virtual absl::StatusOr<uint64_t> UndoStep() = 0;
 
   // Begins step committed_step() + 1; after Discard, the next attempt at it, which may have other

@@ -53,9 +53,13 @@ absl::StatusOr<Action> PrepareAbortStep(const Arguments& arguments) {
 absl::StatusOr<Action> PrepareUndo(const Arguments& arguments) {
   return [job = arguments.positional(0)](Service& service,
                                          bool json) -> absl::StatusOr<std::string> {
+    const absl::StatusOr<v1::Job> now = service.GetJob(job, false);
+    if (!now.ok()) return service.SuggestJob(now.status(), job);
     v1::UndoStepRequest request;
     request.set_name(proto::JobName(job));
-    const auto response = service.Call(service.jobs(), &v1::JobService::Stub::UndoStep, request);
+    request.set_step(now->committed_step());
+    *request.mutable_generation() = now->generation();
+    const auto response = service.Read(service.jobs(), &v1::JobService::Stub::UndoStep, request);
     if (!response.ok()) return service.SuggestJob(response.status(), job);
     if (json) return Dump({{"job", job}, {"undone_step", response->undone_step()}});
     return absl::StrCat("step ", response->undone_step(), " of job ", job,

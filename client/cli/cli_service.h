@@ -42,7 +42,7 @@ class Service {
     return response;
   }
 
-  // The same for one that changes nothing.
+  // The same for one that may be made twice.
   template <typename Stub, typename Request, typename Response>
   absl::StatusOr<Response> Read(Stub& stub,
                                 grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&,

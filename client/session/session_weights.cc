@@ -167,10 +167,24 @@ absl::StatusOr<uint64_t> SessionImpl::UndoStep() {
   BALLAST_RETURN_IF_ERROR(CheckBetweenSteps("UndoStep"));
   v1::UndoStepRequest request;
   request.set_name(proto::JobName(options_.job.name));
-  const absl::StatusOr<v1::UndoStepResponse> undone = transport_->UndoStep(request);
-  if (!undone.ok()) {
-    return Annotate(undone.status(), absl::StrCat(Context(), ": undoing the last step"));
+  request.set_step(committed_step_);
+  *request.mutable_generation() = attached_.generation();
+  if (!options_.takes_steps) {  // Others do, unnoticed.
+    BALLAST_ASSIGN_OR_RETURN(const v1::Job job, GetJob());
+    request.set_step(job.committed_step());
+    *request.mutable_generation() = job.generation();
   }
+  absl::StatusOr<v1::UndoStepResponse> undone;
+  const auto undo = [&] {
+    undone = transport_->UndoStep(request);
+    return undone.status();
+  };
+  // Not RetryBetweenSteps: what ends this session meanwhile may be the undo whose answer was lost.
+  const absl::Status status =
+      Retry(clock_, options_.reconnect_timeout, undo, [&](const absl::Status& failed) {
+        return absl::IsUnavailable(failed) && transport_->CanReconnect();
+      });
+  if (!status.ok()) return Annotate(status, absl::StrCat(Context(), ": undoing the last step"));
   Log().info("step {} of job {} was undone", undone->undone_step(), options_.job.name);
   // As after a load.
   keeper_->Stop();

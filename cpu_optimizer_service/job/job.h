@@ -153,9 +153,16 @@ class Job : public std::enable_shared_from_this<Job> {
   // stays. Raises the generation, so every rank attaches again and goes on from the step before. Waits
   // for readers. FAILED_PRECONDITION if the job does not keep the previous version
   // (JobSpec::keep_previous), a step is in progress, or there is no step to undo: one alone can be,
-  // and none that was committed before a load.
-  virtual Pending UndoStep(Done<uint64_t> done) = 0;
-  absl::StatusOr<uint64_t> UndoStep();
+  // and none that was committed before a load. A request that names the step and the generation that
+  // it goes back from may be repeated: what has been done is answered like the first time. Of a job
+  // that is elsewhere it is FAILED_PRECONDITION.
+  struct UndoRequest {
+    uint64_t step = 0;  // 0: whichever is the last.
+    Generation generation;
+  };
+  virtual Pending UndoStep(UndoRequest request, Done<uint64_t> done) = 0;
+  absl::StatusOr<uint64_t> UndoStep(const UndoRequest& request);
+  absl::StatusOr<uint64_t> UndoStep() { return UndoStep(UndoRequest()); }
   // From the next BeginStep on. Returns the values then in force.
   virtual absl::StatusOr<HyperParameters> UpdateGroup(int group,
                                                       const HyperParameterOverrides& changes) = 0;

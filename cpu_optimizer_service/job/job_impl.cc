@@ -511,8 +511,8 @@ absl::StatusOr<uint64_t> Job::AbortStep() {
   return Await<uint64_t>([&](Done<uint64_t> done) { AbortStep(std::move(done)); });
 }
 
-absl::StatusOr<uint64_t> Job::UndoStep() {
-  return Await<uint64_t>([&](Done<uint64_t> done) { UndoStep(std::move(done)); });
+absl::StatusOr<uint64_t> Job::UndoStep(const UndoRequest& request) {
+  return Await<uint64_t>([&](Done<uint64_t> done) { UndoStep(request, std::move(done)); });
 }
 
 absl::StatusOr<Snapshot> Job::TakeSnapshot(absl::Span<const int> parameters) {

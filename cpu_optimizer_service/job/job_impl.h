@@ -109,7 +109,7 @@ class JobImpl : public Job {
   void TellWaiting() override;
   std::optional<double> SecondsSinceFirstSeal() const override;
   Pending AbortStep(Done<uint64_t> done) override;
-  Pending UndoStep(Done<uint64_t> done) override;
+  Pending UndoStep(UndoRequest request, Done<uint64_t> done) override;
   absl::StatusOr<HyperParameters> UpdateGroup(int group,
                                               const HyperParameterOverrides& changes) override;
   Pending TakeSnapshot(std::vector<int> parameters, Done<Snapshot> done) override;
@@ -406,7 +406,8 @@ class JobImpl : public Job {
   StepRecord LastRecord(const CheckpointIndex& index) const;
   absl::StatusOr<OpenedCheckpoint> OpenToLoad(const LoadRequest& request) const;
   void ReplaceState(const OpenedCheckpoint& opened, Done<CheckpointInfo> done);
-  absl::Status CheckMayUndo() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool WasUndone(const UndoRequest& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckMayUndo(const UndoRequest& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void UndoNow(Done<uint64_t> done) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   int64_t MostTraceEvents(uint32_t steps) const;
 

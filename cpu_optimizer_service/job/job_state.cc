@@ -414,21 +414,35 @@ void JobImpl::ReplaceState(const OpenedCheckpoint& opened, Done<CheckpointInfo> 
 
 // ---------------------------------------------------------------- undo
 
-Pending JobImpl::UndoStep(Done<uint64_t> done) {
+Pending JobImpl::UndoStep(UndoRequest request, Done<uint64_t> done) {
   return Enter(Admission::kUndo, -1,
-               [this, self = shared_from_this(), done = std::move(done)](absl::Status admitted)
-                   ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
-                     if (admitted.ok()) admitted = CheckMayUndo();
-                     if (!admitted.ok()) return Reply<uint64_t>(std::move(done), admitted);
-                     UndoNow(std::move(done));
-                   });
+               [this, self = shared_from_this(), request, done = std::move(done)](
+                   absl::Status admitted) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
+                 // Also where ranks have begun that step again.
+                 if (WasUndone(request)) return Reply<uint64_t>(std::move(done), request.step);
+                 if (admitted.ok()) admitted = CheckMayUndo(request);
+                 if (!admitted.ok()) return Reply<uint64_t>(std::move(done), admitted);
+                 UndoNow(std::move(done));
+               });
 }
 
-absl::Status JobImpl::CheckMayUndo() const {
+bool JobImpl::WasUndone(const UndoRequest& request) const {
+  const KeptJob::Undone& last = kept_state_.undone;
+  return request.step != 0 && request.step == last.step && request.generation == last.generation;
+}
+
+absl::Status JobImpl::CheckMayUndo(const UndoRequest& request) const {
   if (!spec().keep_previous) {
     return absl::FailedPreconditionError(
         absl::StrCat("job ", spec().name, " does not keep the state before its last step; to undo ",
                      "steps, create it with keep_previous"));
+  }
+  if (request.step != 0 &&
+      (request.step != record_.committed_step || request.generation != record_.generation)) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "job ", spec().name, " is at step ", record_.committed_step, " of generation ",
+        ToString(record_.generation), ", and step ", request.step, " of generation ",
+        ToString(request.generation), " was to be undone; look at the job, and decide again"));
   }
   if (record_.previous.has_value()) return absl::OkStatus();
   return absl::FailedPreconditionError(absl::StrCat(
@@ -450,6 +464,7 @@ void JobImpl::UndoNow(Done<uint64_t> done) {
   saved_step_ = std::min(saved_step_, step);
   const bool applied = previous.applied;
   kept_state_.undid_update = applied;
+  kept_state_.undone = {.step = undone, .generation = record_.generation};
   // One flip of the record has all that and the generation. Until the chunks have followed nobody
   // reads them.
   RaiseGeneration(

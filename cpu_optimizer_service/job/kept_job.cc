@@ -148,9 +148,14 @@ void Fields(Each&& each, KeptJob::Rank& v) {
   each(v.last_process_id, v.memory);
 }
 template <typename Each>
+void Fields(Each&& each, KeptJob::Undone& v) {
+  each(v.step, v.generation);
+}
+template <typename Each>
 void Fields(Each&& each, KeptJob::State& v) {
   each(v.epoch, v.closed, v.weights_complete, v.loading, v.torn_by, v.later_changes, v.ranks,
        v.decision, v.undid_update);
+  each.Appended(v.undone);
 }
 
 namespace {

@@ -27,7 +27,8 @@
 //   commit       the last chunk's word, then the flip that has the step committed and an epoch more.
 //                Words of the ledger and entries of the log count only in their epoch, so nothing is
 //                cleared.
-//   undo         the flip with the step before, a generation and an epoch more; then the chunks' words
+//   undo         the flip with the step before, a generation and an epoch more, and which step and
+//                generation it went back from; then the chunks' words
 //                in the table. A chunk whose word is of a later step has not gone back yet.
 //   abort, load  the flip with a generation and an epoch more; of a load, which directory is being
 //                loaded, and when it is, a flip that it is.
@@ -68,8 +69,9 @@
 namespace ballast {
 
 // The format of all that is kept. A process that takes over reads it, or there is nothing to take.
-inline constexpr uint32_t kKeptFormat = 2;
-inline bool ReadsKeptFormat(uint32_t format) { return format == kKeptFormat; }
+inline constexpr uint32_t kKeptFormat = 3;
+// Format 2 does not say which step was undone last.
+inline bool ReadsKeptFormat(uint32_t format) { return format == 2 || format == kKeptFormat; }
 
 // All that follows from a decision, for whoever carries it out.
 struct KeptDecision {
@@ -111,6 +113,10 @@ class KeptJob {
     std::string last_process_id;
     std::string memory;  // The name of what it shares; empty: nothing.
   };
+  struct Undone {
+    uint64_t step = 0;      // 0: none was.
+    Generation generation;  // That it was undone in.
+  };
   // Beside the JobRecord.
   struct State {
     uint64_t epoch = 1;  // Of the step that is, or comes next.
@@ -122,6 +128,7 @@ class KeptJob {
     std::vector<Rank> ranks;
     std::optional<KeptDecision> decision;
     bool undid_update = false;  // The last undo, of a step that was applied: chunks go back, too.
+    Undone undone;              // The last one.
   };
   struct Contribution {
     uint64_t epoch = 0;

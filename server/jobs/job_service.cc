@@ -275,7 +275,9 @@ void JobService::Undo(UnaryCall& call, const v1::UndoStepRequest& request,
                       v1::UndoStepResponse& response) {
   const absl::StatusOr<std::shared_ptr<Job>> job = FindJob(engine_, call.caller(), request.name());
   if (!job.ok()) return call.End(job.status());
-  call.Await<uint64_t>([&](Done<uint64_t> done) { return (*job)->UndoStep(std::move(done)); },
+  const Job::UndoRequest undo = {.step = request.step(),
+                                 .generation = proto::FromProto(request.generation())};
+  call.Await<uint64_t>([&](Done<uint64_t> done) { return (*job)->UndoStep(undo, std::move(done)); },
                        [&response](uint64_t step) {
                          response.set_undone_step(step);
                          return absl::OkStatus();

@@ -24,7 +24,7 @@ import ballast
 
 UPGRADES = 5
 TRAINING = Training(steps=300)  # Many more than there are between the upgrades.
-PROTOCOL, FORMAT = 1, 2  # Of this version (server/holder/holder_table.h, kept_job.h).
+PROTOCOL, FORMAT = 1, 3  # Of this version (server/holder/holder_table.h, kept_job.h).
 
 
 class PatientTrainer(Trainer):

@@ -31,7 +31,7 @@ class TorchUndoTest(RanksTest):
         self.assert_as_if_it_never_had_been(2, {}, {"overlap": True, "update": "speculate"},
                                             {"sharded": True, "overlap": True})
 
-    def test_when_the_services_process_dies_before_and_after(self):
+    def test_when_the_services_process_dies_before_and_meanwhile_and_after(self):
         self.assert_as_if_it_never_had_been(1, {"kills": self.service.pid})
 
     def test_a_refusal_changes_nothing(self):

@@ -141,6 +141,8 @@ class FakeTransport final : public Transport {
   std::vector<ReadFailure> read_failures;  // Taken one by one.
   absl::Status load_result;
   absl::Status undo_result;
+  size_t undos_lost = 0;  // The first ones are not answered.
+  std::vector<v1::UndoStepRequest> undo_requests;
   // ---- and before the stream breaks: the answers of the next streams when they open, one by one.
   // Without one: nothing delivered, at the step of the attachment.
   std::vector<v1::Opened> opened;
@@ -268,6 +270,8 @@ class FakeTransport final : public Transport {
     return attachment;
   }
   absl::StatusOr<v1::UndoStepResponse> UndoStep(const v1::UndoStepRequest& request) override {
+    undo_requests.push_back(request);
+    if (undo_requests.size() <= undos_lost) return absl::UnavailableError("socket closed");
     if (!undo_result.ok()) return undo_result;
     v1::UndoStepResponse response;
     response.set_undone_step(attachment.committed_step());

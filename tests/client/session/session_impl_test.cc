@@ -547,6 +547,30 @@ TEST_F(SessionImplTest, AfterAnUndoTheSessionIsOver) {
               IsError(absl::StatusCode::kAborted, HasSubstr("a step was undone")));
 }
 
+TEST_F(SessionImplTest, AnUndoWhoseAnswerIsLostIsAskedForAgainAsTheSame) {
+  options_.reconnect_timeout = absl::Seconds(5);
+  fake_->attachment.set_committed_step(7);
+  fake_->attachment.mutable_generation()->set_epoch(1);
+  fake_->attachment.mutable_generation()->set_count(3);
+  ASSERT_TRUE(Open().ok());
+  fake_->undos_lost = 2;
+  EXPECT_EQ(session_->UndoStep().value(), 7u);
+  ASSERT_EQ(fake_->undo_requests.size(), 3u);
+  for (const v1::UndoStepRequest& request : fake_->undo_requests) {
+    EXPECT_EQ(request.step(), 7u);
+    EXPECT_EQ(request.generation().epoch(), 1u);
+    EXPECT_EQ(request.generation().count(), 3u);
+  }
+}
+
+TEST_F(SessionImplTest, AnUndoIsNotAskedForWithoutAnEnd) {
+  options_.reconnect_timeout = absl::Seconds(5);
+  ASSERT_TRUE(Open().ok());
+  fake_->undos_lost = 1000;
+  EXPECT_THAT(session_->UndoStep().status(),
+              IsError(absl::StatusCode::kUnavailable, HasSubstr("undoing the last step")));
+}
+
 TEST_F(SessionImplTest, AnUndoIsOfCommittedStepsAlone) {
   ASSERT_TRUE(Open().ok());
   ASSERT_TRUE(session_->BeginStep({}).ok());

@@ -26,7 +26,7 @@ class FileSystemTest : public testing::TestWithParam<std::string> {
 
   static std::string Contents(size_t bytes) {
     std::string contents(bytes, 0);
-    for (size_t i = 0; i < bytes; ++i) contents[i] = static_cast<char>(i * 7 + i / 4096);
+    for (size_t i = 0; i < bytes; ++i) contents[i] = static_cast<char>(i * 7 + i / 4096 + i / kMiB);
     return contents;
   }
   static absl::Span<const std::byte> Bytes(absl::string_view text) {

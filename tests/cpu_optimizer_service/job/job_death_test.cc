@@ -171,14 +171,13 @@ class Worker {
   }
 
  private:
-  // Of the generation alone a worker knows whether the step was undone before the service died.
+  // Asks in each process again, and from step to step: nothing says whether an answer was lost.
   void UndoIfDue() {
     const JobStatus status = job_->Status();
-    if (training_.undoes == 0 || status.committed_step != training_.undoes ||
-        status.generation != Generation(1)) {
-      return;
-    }
-    Must(job_->UndoStep().status());
+    const bool was_undone = status.generation != Generation(1);
+    if (training_.undoes == 0 || (!was_undone && status.committed_step != training_.undoes)) return;
+    Must(job_->UndoStep({.step = training_.undoes, .generation = 1}).status());
+    if (was_undone) return;
     for (int rank = 0; rank < job_->layout().world_size(); ++rank) Open(rank);
   }
   void Open(int rank) {

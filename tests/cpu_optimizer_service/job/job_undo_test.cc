@@ -147,6 +147,36 @@ TEST_F(UndoTest, IsRefusedWhereThereIsNothingToUndo) {
   EXPECT_EQ(other.job().Status().undoable_step, 0u);
 }
 
+// By a client that has lost the first answer, at any time.
+TEST_F(UndoTest, ThatNamesItsStepIsDoneOnceHoweverOftenItIsAskedFor) {
+  JobDriver driver = Make(Spec("repeated"));
+  driver.Step(1);
+  const std::string hash = driver.job().StateHash();
+  driver.Step(2);
+  ExpectRefused(driver.job().UndoStep({.step = 1, .generation = 1}),
+                "job repeated is at step 2 of generation 1.1, and step 1 of generation 1.1 was");
+  ExpectRefused(driver.job().UndoStep({.step = 2, .generation = 2}),
+                "step 2 of generation 1.2 was");
+  EXPECT_EQ(driver.job().Status().generation, Generation(1)) << "a refusal changes nothing";
+  const Job::UndoRequest request = {.step = 2, .generation = 1};
+  for (int time = 0; time < 2; ++time) {
+    EXPECT_EQ(driver.job().UndoStep(request).value(), 2u);
+    EXPECT_EQ(driver.job().StateHash(), hash);
+    EXPECT_EQ(driver.job().Status().generation, Generation(2));
+  }
+  driver.AttachAll();
+  driver.Begin(0);
+  EXPECT_EQ(driver.job().UndoStep(request).value(), 2u) << "also when the step has begun again";
+  ASSERT_TRUE(driver.job().AbortStep().ok());
+  driver.AttachAll();
+  driver.Step(3);
+  const std::string again = driver.job().StateHash();
+  EXPECT_EQ(driver.job().UndoStep(request).value(), 2u);
+  EXPECT_EQ(driver.job().StateHash(), again) << "what came after it stays";
+  EXPECT_EQ(driver.job().UndoStep({.step = 2, .generation = 3}).value(), 2u);
+  EXPECT_EQ(driver.job().StateHash(), hash);
+}
+
 TEST_F(UndoTest, IsRefusedAfterALoad) {
   const std::filesystem::path folder =
       std::filesystem::path(testing::TempDir()) / absl::StrCat("undo-", getpid());

@@ -51,7 +51,9 @@ absl::StatusOr<v1::AttachWorkerResponse> EngineTransport::AttachWorker(
 
 absl::StatusOr<v1::UndoStepResponse> EngineTransport::UndoStep(const v1::UndoStepRequest& request) {
   BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, Find(request.name()));
-  BALLAST_ASSIGN_OR_RETURN(const uint64_t undone, job->UndoStep());
+  BALLAST_ASSIGN_OR_RETURN(const uint64_t undone,
+                           job->UndoStep({.step = request.step(),
+                                          .generation = proto::FromProto(request.generation())}));
   v1::UndoStepResponse response;
   response.set_undone_step(undone);
   return response;
