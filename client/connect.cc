@@ -6,6 +6,8 @@
 #include <sys/un.h>
 
 #include <algorithm>
+#include <chrono>
+#include <string>
 
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
@@ -34,6 +36,8 @@ constexpr absl::Duration kConnectWait = absl::Milliseconds(500);
 // For the reason why there is no connection, which the next attempt tells when it fails. Without
 // the processor a handshake takes long.
 constexpr absl::Duration kReasonWait = absl::Seconds(5);
+// A reason that goes for so long is no passing one: what changes certificates on both sides is done.
+constexpr absl::Duration kRotation = absl::Seconds(2);
 constexpr size_t kMaxPathBytes = sizeof(sockaddr_un::sun_path) - 1;
 
 bool IsHostAndPort(absl::string_view address) {
@@ -110,6 +114,8 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(const std::string& target
   BALLAST_RETURN_IF_ERROR(CheckAddress(target));
   BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<grpc::Channel> channel, NewChannel(target, credentials));
   absl::Duration left = timeout;
+  std::string last_why;
+  absl::Duration for_that;  // That reason.
   do {
     const absl::Duration wait = std::min(left, kConnectWait);
     if (channel->WaitForConnected(proto::Deadline(wait))) return channel;
@@ -117,13 +123,22 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(const std::string& target
     if (credentials.tls_ca.empty() || channel->GetState(false) != GRPC_CHANNEL_TRANSIENT_FAILURE) {
       continue;
     }
-    // Before anybody has changed a file the next handshake fails like this one.
+    const auto begun = std::chrono::steady_clock::now();
     const std::string why = WhyHandshakeFailed(WhyNotConnected(channel), target, credentials);
-    if (!why.empty()) {
-      return absl::UnavailableError(
-          absl::StrCat("no connection to the service at ", target, ": ", why));
-    }
+    // What a paused machine has missed is not this service's.
+    const absl::Duration took =
+        std::min(absl::FromChrono(std::chrono::steady_clock::now() - begun), absl::Seconds(10));
+    left -= took;
+    for_that = why == last_why ? for_that + wait + took : absl::ZeroDuration();
+    last_why = why;
+    // Before anybody has changed a file the next handshake fails like this one; a service that is
+    // being given other files has them after some seconds.
+    if (!why.empty() && for_that >= kRotation) break;
   } while (left > absl::ZeroDuration());
+  if (!last_why.empty()) {
+    return absl::UnavailableError(
+        absl::StrCat("no connection to the service at ", target, ": ", last_why));
+  }
   const std::string cause = proto::CauseOfUnreachable(WhyNotConnected(channel));
   return absl::UnavailableError(absl::StrCat(
       "no service answered at ", target, " within ", absl::FormatDuration(timeout),

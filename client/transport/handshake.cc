@@ -109,6 +109,8 @@ class Handshake {
     SSL_CTX_set_alpn_protos(context_.get(), kHttp2, sizeof(kHttp2));
     connection_.reset(BIO_new_ssl_connect(context_.get()));
     if (connection_ == nullptr || BIO_get_ssl(connection_.get(), &session_) <= 0) return;
+    // Its end writes nothing: to a connection that was reset that would be a SIGPIPE.
+    SSL_set_quiet_shutdown(session_, 1);
     BIO_set_nbio(connection_.get(), 1);
     BIO_set_conn_hostname(connection_.get(), target.c_str());
     // A number, also one of IPv6, "[::1]", is not told.
@@ -129,7 +131,10 @@ class Handshake {
     if (admitted || is_late_) return "";
     const std::string why = WhatWasSaid();
     if (!why.empty() || !asked_) return why;
-    if (credentials_.tls_cert.empty()) return NeedsCertificate();
+    // A service that asks for a certificate may take a token instead.
+    if (credentials_.tls_cert.empty()) {
+      return credentials_.token_file.empty() ? NeedsCertificate() : "";
+    }
     return HasNamedAuthority() ? "" : NotOfItsAuthority(credentials_);
   }
 

@@ -16,6 +16,8 @@ namespace {
 
 // Files of one save that are written at once.
 constexpr int kStreams = 6;
+// How often a save beside steps looks whether it has become one that the service's end waits for.
+constexpr std::chrono::seconds kLookForTheEnd(1);
 
 int64_t UnixMilliseconds() {
   const auto now = std::chrono::system_clock::now().time_since_epoch();
@@ -40,6 +42,7 @@ struct JobImpl::Saving {
   // Guarded by the job's lock: a disk thread has begun to write, or the caller had gone before.
   bool writes = false;
   bool cancelled = false;
+  bool told_that_next_is_due = false;
 
   Mutex mutex;
   CondVar part_ended;
@@ -96,7 +99,13 @@ void JobImpl::SaveIfDue() {
   if (!policy.IsDue(step, saved_step_, since.count())) return;
   // One that is under way takes longer than it should; the next is due when it has ended.
   for (const std::shared_ptr<Saving>& other : saves_) {
-    if (!other->request.asked_for) return;
+    if (other->request.asked_for) continue;
+    if (!std::exchange(other->told_that_next_is_due, true) && environment_.warn) {
+      environment_.warn(absl::StrCat("job ", spec().name, ": the save of step ", other->info.step,
+                                     " is still under way at step ", step,
+                                     ", where the next is due; that begins after it"));
+    }
+    return;
   }
   saved_step_ = step;
   saved_at_ = Saving::Clock::now();
@@ -197,7 +206,14 @@ void JobImpl::BeginSaving(const std::shared_ptr<Saving>& saving) {
   absl::Status first_error;
   {
     MutexLock lock(saving->mutex);
-    while (saving->writing > 0 || saving->has_more()) saving->part_ended.Wait(saving->mutex);
+    while (saving->writing > 0 || saving->has_more()) {
+      saving->part_ended.WaitUntil(saving->mutex, Saving::Clock::now() + kLookForTheEnd);
+      if (!saving->has_more() || !environment_.draining->load(std::memory_order_relaxed)) continue;
+      // The service is to end, and this is what it waits for.
+      saving->mutex.Unlock();
+      SaveParts(saving);
+      saving->mutex.Lock();
+    }
     first_error = saving->status;
   }
   EndSaving(saving, first_error);

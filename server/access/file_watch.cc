@@ -18,7 +18,11 @@ constexpr int kLongestPause = 64;  // Looks.
 }  // namespace
 
 WatchedFiles::WatchedFiles(std::string name, std::vector<std::string> paths, Read read)
-    : name_(std::move(name)), paths_(std::move(paths)), read_(std::move(read)), seen_(Marks()) {}
+    : name_(std::move(name)),
+      paths_(std::move(paths)),
+      read_(std::move(read)),
+      seen_(Marks()),
+      last_look_(seen_) {}
 
 std::vector<int64_t> WatchedFiles::Marks() const {
   std::vector<int64_t> marks;
@@ -41,6 +45,8 @@ void WatchedFiles::Look() {
   // Before the files are read: what changes meanwhile is seen by the next look.
   std::vector<int64_t> marks = Marks();
   const bool has_changed = marks != seen_;
+  const bool is_settled = std::exchange(last_look_, marks) == marks;
+  if (has_changed && !is_settled) return;
   if (!has_changed && (pause_ == 0 || --looks_left_ > 0)) return;
   const absl::StatusOr<std::string> read = read_();
   seen_ = std::move(marks);

@@ -22,8 +22,9 @@ class WatchedFiles {
   // `name` is for the log: "roles and tokens". Empty paths are none.
   WatchedFiles(std::string name, std::vector<std::string> paths, Read read);
 
-  // Reads after any of the files is another, has been written to, or is gone. What fails then may be
-  // halfway through a change: it is read again after 1, 2, 4, ... 64, 64 more looks, until that
+  // Reads after any of the files is another, has been written to, or is gone, and this look found
+  // them as the last one: what is being written is left alone. What fails then may still be halfway
+  // through a change: it is read again after 1, 2, 4, ... 64, 64 more looks, until that
   // succeeds. The log has one line for the failure and one for the success.
   void Look();
 
@@ -34,7 +35,8 @@ class WatchedFiles {
   const std::string name_;
   const std::vector<std::string> paths_;
   const Read read_;
-  std::vector<int64_t> seen_;
+  std::vector<int64_t> seen_;  // When they were read.
+  std::vector<int64_t> last_look_;
   int pause_ = 0;  // In looks, before the next attempt. Zero: the last one succeeded.
   int looks_left_ = 0;
 };

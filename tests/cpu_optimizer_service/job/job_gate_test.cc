@@ -179,17 +179,19 @@ TEST_F(JobSaveTest, InTheBackgroundItAnswersWhenItHasBegun) {
 }
 
 TEST_F(JobSaveTest, CallersThatGiveUpBeforeTheDiskHasTimeForThemFreeWhatTheyHave) {
+  JobDriver third(engine_, Spec("third"));
+  third.UploadWeights();
+  third.AttachAll();
+  third.Step(1);
   ASSERT_TRUE(other_.job().Save("/loadable").ok());
-  StartSave();
-  std::vector<Outcome<CheckpointInfo>> others(kMostSaves + 1);
-  size_t saves = 0;
-  for (; saves + 1 < kMostSaves; ++saves) {
-    driver_.job().Save({.folder = absl::StrCat("/", saves)}, others[saves].done());
-  }
-  for (; saves < others.size(); ++saves) {
-    other_.job().Save({.folder = absl::StrCat("/", saves)}, others[saves].done());
-  }
+  disk_.HoldUpDirectories();
   constexpr int kDiskThreads = 16;
+  std::vector<Outcome<CheckpointInfo>> others(kDiskThreads);
+  for (int i = 0; i < kDiskThreads; ++i) {
+    // Of each job as many as may be at once.
+    JobDriver& driver = i % 2 == 0 ? driver_ : third;
+    driver.job().Save({.folder = absl::StrCat("/", i), .asked_for = i % 4 < 2}, others[i].done());
+  }
   disk_.AwaitHeldUp(kDiskThreads);  // All.
   const int64_t used_bytes = engine_.memory().used_bytes();
   const size_t under_way = other_.job().Status().saves.size();

@@ -1,5 +1,5 @@
-// A file system in memory that can be held up: while it is, writing and reading block their
-// threads.
+// A file system in memory that can be held up: while it is, writing and reading files, and making
+// directories where that is asked for, too, block their threads.
 #ifndef BALLAST_TESTS_CPU_OPTIMIZER_SERVICE_JOB_SLOW_DISK_H_
 #define BALLAST_TESTS_CPU_OPTIMIZER_SERVICE_JOB_SLOW_DISK_H_
 
@@ -24,9 +24,13 @@ class SlowDisk final : public FileSystem {
     MutexLock lock(mutex_);
     held_up_ = true;
   }
+  void HoldUpDirectories() {
+    MutexLock lock(mutex_);
+    held_up_ = holds_up_directories_ = true;
+  }
   void Release() {
     MutexLock lock(mutex_);
-    held_up_ = false;
+    held_up_ = holds_up_directories_ = false;
     changed_.NotifyAll();
   }
   // The nice values of the threads that have created a plane's file.
@@ -54,6 +58,7 @@ class SlowDisk final : public FileSystem {
   }
   bool Exists(const std::string& path) override { return memory_.Exists(path); }
   absl::Status CreateDirectory(const std::string& path) override {
+    if (HoldsUpDirectories()) Pass();
     return memory_.CreateDirectory(path);
   }
   absl::Status Rename(const std::string& from, const std::string& to) override {
@@ -68,6 +73,10 @@ class SlowDisk final : public FileSystem {
   }
 
  private:
+  bool HoldsUpDirectories() {
+    MutexLock lock(mutex_);
+    return holds_up_directories_;
+  }
   void Pass() {
     MutexLock lock(mutex_);
     ++waiting_;
@@ -80,6 +89,7 @@ class SlowDisk final : public FileSystem {
   Mutex mutex_;
   CondVar changed_;
   bool held_up_ ABSL_GUARDED_BY(mutex_) = false;
+  bool holds_up_directories_ ABSL_GUARDED_BY(mutex_) = false;
   int waiting_ ABSL_GUARDED_BY(mutex_) = 0;
   std::set<int> nices_ ABSL_GUARDED_BY(mutex_);
 };

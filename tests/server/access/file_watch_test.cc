@@ -103,7 +103,7 @@ TEST_F(WatchedFilesTest, FailuresAreReadAgainWithGrowingPausesUntilOneSucceeds) 
   EXPECT_THAT(ReadingLooks(10), IsEmpty());
   found_ = absl::InvalidArgumentError("x.key is not the key of x.pem");
   Change();
-  EXPECT_THAT(ReadingLooks(256), ElementsAre(1, 2, 4, 8, 16, 32, 64, 128, 192, 256));
+  EXPECT_THAT(ReadingLooks(257), ElementsAre(2, 3, 5, 9, 17, 33, 65, 129, 193, 257));
   EXPECT_EQ(
       Logged(),
       "error: cannot read the files again, and the old stays in force: x.key is not the key of "
@@ -113,16 +113,16 @@ TEST_F(WatchedFilesTest, FailuresAreReadAgainWithGrowingPausesUntilOneSucceeds) 
   EXPECT_EQ(Logged(), "info: read the files again: three lines\n");
 }
 
-TEST_F(WatchedFilesTest, AChangeIsReadAtOnceAlsoWithinAPause) {
+TEST_F(WatchedFilesTest, AChangeIsReadSoonAlsoWithinAPause) {
   found_ = absl::InvalidArgumentError("half of it is there");
   Change();
-  EXPECT_THAT(ReadingLooks(20), ElementsAre(1, 2, 4, 8, 16));
+  EXPECT_THAT(ReadingLooks(20), ElementsAre(2, 3, 5, 9, 17));
   Change();  // Still wrong: said once more, and the pauses begin anew.
-  EXPECT_THAT(ReadingLooks(5), ElementsAre(1, 2, 4));
+  EXPECT_THAT(ReadingLooks(6), ElementsAre(2, 3, 5));
   EXPECT_THAT(Logged(), testing::ContainsRegex("^error: [^\n]+\nerror: [^\n]+\n$"));
   found_ = "all of it";
   Change();
-  EXPECT_THAT(ReadingLooks(100), ElementsAre(1));
+  EXPECT_THAT(ReadingLooks(100), ElementsAre(2));
   EXPECT_EQ(Logged(), "info: read the files again: all of it\n");
 }
 
@@ -132,7 +132,15 @@ TEST_F(WatchedFilesTest, WhatChangesWhileItIsReadIsReadOnceMore) {
     return found_;
   });
   Change();
-  EXPECT_THAT(ReadingLooks(10), ElementsAre(1, 2));
+  EXPECT_THAT(ReadingLooks(10), ElementsAre(2, 4));
+}
+
+TEST_F(WatchedFilesTest, WhatIsBeingWrittenIsReadWhenThatHasEnded) {
+  for (int i = 0; i < 5; ++i) {
+    Change();
+    EXPECT_THAT(ReadingLooks(1), IsEmpty());
+  }
+  EXPECT_THAT(ReadingLooks(10), ElementsAre(1));
 }
 
 }  // namespace
