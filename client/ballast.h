@@ -346,7 +346,9 @@ int32_t ballast_begin_step(ballast_session* session, const ballast_step* step);
 /* Gives a micro-step as a whole: count (parameter_count) pointers to gradients in the groups'
  * wire dtypes, row-major; null: the parameter got none, or this rank owns no element of it. Reads
  * the elements that this rank owns, and no more once it has returned; then ends the micro-step.
- * final: a ballast_last, whether it is the step's last one. */
+ * final: a ballast_last, whether it is the step's last one. DEADLINE_EXCEEDED: some may have left;
+ * call again with the same gradients to go on. INVALID_ARGUMENT: with others, or the micro-step was
+ * ended. FAILED_PRECONDITION: another thread has discarded it meanwhile. */
 int32_t ballast_push_gradients(ballast_session* session, uint32_t micro_step,
                                const void* const* gradients, size_t count, int32_t final);
 
@@ -357,7 +359,7 @@ int32_t ballast_push_gradients(ballast_session* session, uint32_t micro_step,
 int32_t ballast_give_gradient(ballast_session* session, uint32_t micro_step, size_t parameter,
                               const void* gradient, int32_t final);
 /* Ends the micro-step. The parameters that were not given have no gradient in it. Waits for those
- * that have places and are not written yet. */
+ * that have places and are not written yet. Errors as of ballast_push_gradients. */
 int32_t ballast_end_gradients(ballast_session* session, uint32_t micro_step, int32_t final);
 
 /* Elements [offset, offset + elements) of a parameter's gradient belong at `data`. */
