@@ -9,6 +9,7 @@ import argparse
 import array
 import ctypes
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -121,14 +122,19 @@ def life(folder, saved, number, source, tally):
         if step != newest:
             raise AssertionError(f"life {number} began with step {step}, and {newest} was there")
         tally["begun from a checkpoint"] += step > 0
-        trainer.step(step + 1)
+        following = itertools.count(step + 1)
+        trainer.step(next(following))
+
+        def is_removed():
+            # A save leaves alone what the killed process, which may take a while to end, still has.
+            trainer.step(next(following))
+            return not left & leftovers(saved)
+
         if left:
-            await_("the end of what was left", lambda: not left & leftovers(saved), service.process)
+            await_("the end of what was left", is_removed, service.process)
         deadline = time.monotonic() + source.uniform(0, LONGEST)
-        for following in range(step + 2, step + 400):
-            if time.monotonic() >= deadline:
-                break
-            trainer.step(following)
+        while time.monotonic() < deadline:
+            trainer.step(next(following))
         service.stop()  # SIGKILL.
         gone = before - complete(saved)
         if gone:  # Of other lives, which are other jobs.
