@@ -38,6 +38,7 @@ struct Manner {
   bool asks = true;      // For a certificate of the client.
   bool names = true;     // The authority whose certificates it takes.
   bool verifies = true;  // With an alert where that fails. Otherwise it takes all.
+  bool resets = false;   // In place of closing.
   int refuses = 9;       // So many connections are just closed; further ones are told something.
 };
 
@@ -91,6 +92,11 @@ class Service {
       SSL_set_fd(session.get(), socket.number());
       if (SSL_accept(session.get()) == 1 && connection > manner.refuses) {
         SSL_write(session.get(), "x", 1);
+      }
+      if (manner.resets) {
+        const linger none = {.l_onoff = 1, .l_linger = 0};
+        setsockopt(socket.number(), SOL_SOCKET, SO_LINGER, &none, sizeof(none));
+        continue;
       }
       shutdown(socket.number(), SHUT_WR);
       char rest = 0;  // Until the client is done, so that no reset takes an alert away.
@@ -172,6 +178,20 @@ TEST_F(HandshakeTest, WhatMayPassIsNotTold) {
   EXPECT_EQ(Why("remade", {.verifies = false}), "");  // Nobody says that it is that.
   EXPECT_EQ(Why("mallory", {.names = false, .verifies = false}), "");  // It may take all.
   EXPECT_EQ(Why("gone", {.verifies = false}), "");  // Perhaps it is being renewed.
+}
+
+// Which raises no SIGPIPE: that would end this process.
+TEST_F(HandshakeTest, AResetIsAnEndAsAnyOther) {
+  for (int i = 0; i < 20; ++i) {
+    EXPECT_EQ(Why("alice", {.verifies = false, .resets = true}), "");
+  }
+}
+
+TEST_F(HandshakeTest, WithATokenNoCertificateIsMissing) {
+  const Service service(folder_, {.verifies = false});
+  Credentials credentials = Of("");
+  credentials.token_file = File("token");
+  EXPECT_EQ(WhyHandshakeFailed(Closed(), service.target(), credentials), "");
 }
 
 TEST_F(HandshakeTest, OnlyAClosedConnectionIsTriedAgain) {
