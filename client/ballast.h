@@ -23,7 +23,7 @@
  * open its own: every call returns BALLAST_FAILED_PRECONDITION there, and ballast_close only
  * forgets the session.
  *
- * Waits: sealing, voting and ballast_receive_weights return BALLAST_DEADLINE_EXCEEDED after
+ * Waits: sealing, voting and the calls that wait for weights return BALLAST_DEADLINE_EXCEEDED after
  * wait_seconds at most, and are then called again to wait on; so a program can look at signals
  * meanwhile.
  *
@@ -42,7 +42,7 @@
 extern "C" {
 #endif
 
-#define BALLAST_API_VERSION 4
+#define BALLAST_API_VERSION 6
 
 /* The numbers are gRPC's. */
 typedef enum ballast_status {
@@ -338,6 +338,37 @@ int32_t ballast_place(const ballast_session* session, size_t parameter, int64_t*
  * are read. */
 int32_t ballast_upload_weights(ballast_session* session, const float* const* parameters,
                                size_t count);
+
+/* What another optimizer has made of a model, that a new job goes on from: pointers as those of
+ * ballast_upload_weights. Null among the moments: zeros. */
+typedef struct ballast_first_state {
+  size_t size;
+  uint64_t step; /* That the job begins at; at least 1. */
+  /* How often each parameter has been updated: at most `step`; 0 of frozen ones. */
+  const int64_t* update_counts;
+  const float* const* weights;
+  const float* const* exp_avg;
+  const float* const* exp_avg_sq;
+  const float* const* max_exp_avg_sq; /* Of groups with amsgrad; null if there are none. */
+} ballast_first_state;
+
+/* The first weights with their moments, by all ranks with the same step and update counts; `count`
+ * is parameter_count. FAILED_PRECONDITION: other ranks have given another state. UNIMPLEMENTED: the
+ * service is older, and takes weights alone. */
+int32_t ballast_upload_state(ballast_session* session, const ballast_first_state* state,
+                             size_t count);
+
+/* Writes elements [offset, offset + elements) of a plane (a ballast_plane) of what this rank has of
+ * a parameter, row-major in fp32, to `out`; returns 0, or anything else to end the upload. */
+typedef int32_t (*ballast_values)(void* context, size_t parameter, int32_t plane, int64_t offset,
+                                  int64_t elements, float* out);
+
+/* Both of the above, for values that are not all in memory at once: `values` is called on this
+ * thread, by part of a chunk in the order of declaration, and again for what a broken connection
+ * has lost. step 0: weights alone, and update_counts is not read. CANCELLED: `values` has ended
+ * it. */
+int32_t ballast_upload_by(ballast_session* session, uint64_t step, const int64_t* update_counts,
+                          size_t count, ballast_values values, void* context);
 /* The committed weights of this rank, to options.weights or ballast_weights_memory. */
 int32_t ballast_read_weights(ballast_session* session);
 
@@ -431,6 +462,12 @@ int32_t ballast_seal_and_vote(ballast_session* session, uint32_t micro_steps,
 int32_t ballast_discard(ballast_session* session);
 /* Returns when this rank's weights of the decided step are in place. */
 int32_t ballast_receive_weights(ballast_session* session);
+/* Before that, if the caller likes: returns when the weights of these parameters, by index, are in
+ * place, while others may still come, so that a forward pass can begin with the first layers. They
+ * are not written again in this step, which ballast_receive_weights still ends. At once if the step
+ * was skipped. FAILED_PRECONDITION: no step is decided; DEADLINE_EXCEEDED: call again to wait on.
+ * Since version 5. */
+int32_t ballast_await_weights(ballast_session* session, const size_t* parameters, size_t count);
 
 /* A plane of a whole parameter at the committed step, whatever part of it this rank owns:
  * `elements` is the parameter's number of them. update_count: how often it has been updated.

@@ -36,8 +36,6 @@ constexpr absl::Duration kConnectWait = absl::Milliseconds(500);
 // For the reason why there is no connection, which the next attempt tells when it fails. Without
 // the processor a handshake takes long.
 constexpr absl::Duration kReasonWait = absl::Seconds(5);
-// A reason that goes for so long is no passing one: what changes certificates on both sides is done.
-constexpr absl::Duration kRotation = absl::Seconds(2);
 constexpr size_t kMaxPathBytes = sizeof(sockaddr_un::sun_path) - 1;
 
 bool IsHostAndPort(absl::string_view address) {

@@ -2,7 +2,6 @@
 
 #include <grpcpp/client_context.h>
 
-#include <chrono>
 #include <utility>
 
 #include "ballast/v1/ballast.grpc.pb.h"
@@ -13,6 +12,7 @@
 #include "client/transport/grpc_transport.h"
 #include "cpu_optimizer_service/common/system/heap_settings.h"
 #include "proto/convert.h"
+#include "proto/deadline.h"
 #include "proto/status.h"
 
 namespace ballast::client {
@@ -27,9 +27,9 @@ absl::StatusOr<std::unique_ptr<Session>> Session::Open(std::shared_ptr<grpc::Cha
 
 absl::Status Session::CloseJob(const std::shared_ptr<grpc::Channel>& channel,
                                const std::string& job, const std::string& uid) {
-  constexpr std::chrono::seconds kLimit(10);
+  constexpr absl::Duration kLimit = absl::Seconds(10);
   grpc::ClientContext context;
-  context.set_deadline(std::chrono::system_clock::now() + kLimit);
+  context.set_deadline(proto::Deadline(kLimit));
   v1::CloseJobRequest request;
   request.set_name(proto::JobName(job));
   request.set_uid(uid);

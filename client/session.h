@@ -227,6 +227,14 @@ class Session {
   // chunk, which happens after a connection broke. Returns when the service has them all.
   virtual absl::Status UploadWeights(
       const std::function<void(int chunk, absl::Span<float> out)>& fill) = 0;
+  // The same with moments: the job begins at state.step, as another optimizer left it. For each
+  // chunk `fill` writes its weights, behind them exp_avg, exp_avg_sq and, in a group with amsgrad,
+  // max_exp_avg_sq: PlanesByGroup times chunk.elements values. All ranks call it with the same
+  // state. FAILED_PRECONDITION: another rank has given another one. UNIMPLEMENTED: the service is
+  // older than this, and takes first weights without moments.
+  virtual absl::Status UploadState(
+      const FirstState& state,
+      const std::function<void(int chunk, absl::Span<float> out)>& fill) = 0;
   // Reads the committed weights of this rank's chunks into place. Waits, up to join_timeout, for
   // other ranks' first weights.
   virtual absl::Status ReadWeights() = 0;
@@ -252,6 +260,9 @@ class Session {
   // Blocks while the window is full. DEADLINE_EXCEEDED names the chunk and its micro-step: it was
   // not sent, and may be pushed again.
   virtual absl::Status Push(GradientPush push) = 0;
+  // For a trainer whose thread pushes, and has to end before the session is destroyed: a Push that
+  // waits returns CANCELLED, and so does what is pushed, sealed or voted after it. From any thread.
+  virtual void EndPushes() = 0;
   virtual absl::Status EndMicroStep(uint32_t micro_step, const UsedParameters& used) = 0;
   // FAILED_PRECONDITION: the seal was refused and the step is still open; the message names worker,
   // micro-step and parameters. Send what is missing and seal again. DEADLINE_EXCEEDED names the
@@ -282,6 +293,11 @@ class Session {
   // Returns when this rank's chunks of the decided step are in place and all ranks' chunks are at
   // it. After a skipped step it returns as soon as the step is committed.
   virtual absl::Status ReceiveWeights() = 0;
+  // Returns when the weights of these chunks of this rank are in place, of the step that is decided;
+  // others may still come. For a trainer that begins its next forward with the first ones. The step
+  // ends with ReceiveWeights all the same. FAILED_PRECONDITION: no step is decided. Other errors as
+  // of ReceiveWeights.
+  virtual absl::Status AwaitWeights(absl::Span<const int> chunks) = 0;
   // From decision to last chunk updated, as the service measured it, for the last step received. 0
   // if the stream broke before this arrived.
   virtual double update_seconds() const = 0;

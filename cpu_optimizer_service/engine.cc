@@ -13,10 +13,10 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "absl/time/time.h"
 #include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/memory_guard.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
 #include "cpu_optimizer_service/job/job_impl.h"
 
@@ -37,7 +37,7 @@ absl::Status OutOfMemory(const std::string& job) {
 
 std::string MakeInstanceId() {
   std::random_device random;
-  return absl::StrFormat("%08x%08x", random(), random());
+  return absl::StrCat(absl::Hex(random(), absl::kZeroPad8), absl::Hex(random(), absl::kZeroPad8));
 }
 
 }  // namespace
@@ -51,6 +51,7 @@ struct Engine::Impl {
                     .tasks = &tasks,
                     .disk_threads = &disk_threads,
                     .saving_threads = &saving_threads,
+                    .writing_threads = &writing_threads,
                     .arenas = options.arenas != nullptr ? options.arenas : own_arenas.get(),
                     .file_system =
                         options.file_system != nullptr ? options.file_system : &PosixFileSystem(),
@@ -83,7 +84,7 @@ struct Engine::Impl {
   }
 
   std::atomic<int> looks = 0;  // Under way.
-  absl::StatusOr<std::vector<FoundCheckpoint>> Look(const std::string& path) const;
+  absl::StatusOr<std::vector<FoundCheckpoint>> Look(const LookRequest& request) const;
 
   using Clock = std::chrono::steady_clock;
   const Clock::time_point began = Clock::now();
@@ -94,7 +95,8 @@ struct Engine::Impl {
   std::unique_ptr<ArenaFactory> own_arenas;
   std::atomic<bool> draining = false;
   TaskPool tasks;
-  HelperThreads saving_threads{kDiskThreads, HelperThreads::Priority::kLowest};
+  HelperThreads writing_threads{kDiskThreads, HelperThreads::Priority::kLowest};
+  HelperThreads saving_threads{kDiskThreads};
   HelperThreads disk_threads{kDiskThreads};
   const JobEnvironment environment;
   struct Entry {
@@ -113,7 +115,9 @@ struct Engine::Impl {
   std::map<std::string, Entry> jobs ABSL_GUARDED_BY(mutex);
 };
 
-Engine::Engine(const EngineOptions& options) : impl_(std::make_unique<Impl>(options)) {}
+Engine::Engine(const EngineOptions& options) : impl_(std::make_unique<Impl>(options)) {
+  (void)OutOfMemoryError();  // Made while there is memory for it.
+}
 
 Engine::~Engine() {
   for (const std::shared_ptr<Job>& job : ListJobs()) CloseJob(job->spec().name).IgnoreError();
@@ -299,9 +303,9 @@ bool Engine::Drain(double seconds) {
 
 void Engine::EndDrain() { impl_->draining.store(false); }
 
-absl::StatusOr<std::vector<FoundCheckpoint>> Engine::Impl::Look(const std::string& path) const {
+absl::StatusOr<std::vector<FoundCheckpoint>> Engine::Impl::Look(const LookRequest& request) const {
   FileSystem& files = *environment.file_system;
-  if (!path.empty()) return FindCheckpoints(files, path);
+  if (!request.path.empty()) return FindCheckpoints(files, request.path);
   if (environment.checkpoints == nullptr) {
     return absl::FailedPreconditionError(
         "the service has no --checkpoint-dir; start ballastd with one, or give an absolute path on "
@@ -312,39 +316,68 @@ absl::StatusOr<std::vector<FoundCheckpoint>> Engine::Impl::Look(const std::strin
                            files.List(environment.checkpoints->path()));
   std::sort(names.begin(), names.end());
   for (const std::string& name : names) {
-    if (!IsJobName(name)) continue;
+    if (!IsJobName(name) || name < request.from_folder) continue;
     absl::StatusOr<std::vector<FoundCheckpoint>> found =
         ListCheckpoints(files, environment.checkpoints->PathOf(name));
     if (!found.ok()) continue;  // A file, say, or one that is gone by now.
     all.insert(all.end(), found->begin(), found->end());
+    if (all.size() >= request.enough) break;
   }
   return all;
 }
 
-void Engine::LookForCheckpoints(std::string path, bool verified,
-                                Done<std::vector<FoundCheckpoint>> done) {
+namespace {
+
+// One that waits for the disk, until it is answered.
+class Look {
+ public:
+  explicit Look(Done<std::vector<FoundCheckpoint>> done) : done_(std::move(done)) {}
+  bool answered() const { return answered_; }
+  void Answer(absl::StatusOr<std::vector<FoundCheckpoint>> found) {
+    if (!answered_.exchange(true)) std::move(done_)(std::move(found));
+  }
+
+ private:
+  std::atomic<bool> answered_ = false;
+  Done<std::vector<FoundCheckpoint>> done_;
+};
+
+void Verify(FileSystem& files, FoundCheckpoint& found) {
+  if (!found.problem.ok()) return;
+  found.problem = OrOutOfMemory([&] {
+    return Checkpoint::Open(files, found.facts.directory, kMostForeignIndexBytes).status();
+  });
+}
+
+}  // namespace
+
+Pending Engine::LookForCheckpoints(LookRequest request, Done<std::vector<FoundCheckpoint>> done) {
   // The threads are for saves first of all.
   if (impl_->looks.fetch_add(1) >= kMostLooks) {
     --impl_->looks;
-    return std::move(done)(absl::ResourceExhaustedError(absl::StrCat(
+    std::move(done)(absl::ResourceExhaustedError(absl::StrCat(
         kMostLooks, " calls list or verify checkpoints already; try again when one has ended")));
+    return {};
   }
-  auto shared_done = std::make_shared<Done<std::vector<FoundCheckpoint>>>(std::move(done));
-  impl_->disk_threads.Run([this, path = std::move(path), verified, shared_done] {
-    auto found = OrOutOfMemory([&] { return impl_->Look(path); });
-    if (found.ok() && verified) {
-      for (FoundCheckpoint& each : *found) {
-        if (!each.problem.ok()) continue;
-        each.problem = OrOutOfMemory([&] {
-          return Checkpoint::Open(*impl_->environment.file_system, each.facts.directory,
-                                  kMostForeignIndexBytes)
-              .status();
+  const auto look = std::make_shared<Look>(std::move(done));
+  impl_->disk_threads.Run([this, request = std::move(request), look] {
+    absl::StatusOr<std::vector<FoundCheckpoint>> found =
+        OrOutOfMemory([&]() -> absl::StatusOr<std::vector<FoundCheckpoint>> {
+          if (look->answered()) return absl::CancelledError("the caller is gone");
+          return impl_->Look(request);
         });
-      }
+    if (found.ok() && request.verified && found->size() > kMostVerified) {
+      found = absl::FailedPreconditionError(absl::StrCat(
+          request.path, " has ", found->size(), " checkpoints, of which ", kMostVerified,
+          " are verified at once; verify them by step: ", request.path, "/step-STEP"));
+    }
+    for (size_t i = 0; found.ok() && request.verified && i < found->size(); ++i) {
+      if (!look->answered()) Verify(*impl_->environment.file_system, (*found)[i]);
     }
     --impl_->looks;
-    std::move (*shared_done)(std::move(found));
+    look->Answer(std::move(found));
   });
+  return Pending([look] { look->Answer(absl::CancelledError("the caller is gone")); });
 }
 
 absl::StatusOr<MemoryBudget::Reservation> Engine::Reserve(int64_t bytes, absl::string_view what) {

@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
@@ -83,10 +84,19 @@ class Engine {
   void EndDrain();
 
   // What is saved in a folder of checkpoints, in a checkpoint, or, with an empty path, in all folders
-  // of `checkpoints`; verified: every byte is read. On a thread of the engine's. NOT_FOUND.
-  // FAILED_PRECONDITION: an empty path without `checkpoints`. RESOURCE_EXHAUSTED: a few such calls
-  // are under way.
-  void LookForCheckpoints(std::string path, bool verified, Done<std::vector<FoundCheckpoint>> done);
+  // of `checkpoints`. On a thread of the engine's. NOT_FOUND. FAILED_PRECONDITION: an empty path
+  // without `checkpoints`; more than kMostVerified are to be verified. RESOURCE_EXHAUSTED: a few such
+  // calls are under way, those among them that have been cancelled on a disk that hangs.
+  struct LookRequest {
+    std::string path;
+    bool verified = false;  // Every byte is read.
+    // With an empty path: folders before this one are left out, and those after the one with which
+    // there are `enough`.
+    std::string from_folder;
+    size_t enough = std::numeric_limits<size_t>::max();
+  };
+  static constexpr size_t kMostVerified = 4096;
+  Pending LookForCheckpoints(LookRequest request, Done<std::vector<FoundCheckpoint>> done);
 
   // Room for what a transport needs for a while. RESOURCE_EXHAUSTED. `what` names it: "job gpt2".
   absl::StatusOr<MemoryBudget::Reservation> Reserve(int64_t bytes, absl::string_view what);

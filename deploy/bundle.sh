@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes one archive of the programs with the shared libraries that they need, for machines that have
 # none of our packages: x86-64 Linux with glibc 2.36 or newer. The GPU's driver, cuBLASLt and NCCL come
-# from there. Unpack it anywhere; bin/ finds lib/ beside it.
+# from there. Unpack it anywhere; bin/ finds lib/ next to it.
 #
 #   deploy/bundle.sh --out DIR [--build DIR] [--wheel FILE]
 #
@@ -76,7 +76,7 @@ for program in "${programs[@]}"; do
   [[ -x $build/$program ]] || fail "there is no $build/$program; build it, or name another --build"
   cp "$build/$program" "$tree/bin/"
 done
-cp deploy/run_workers.py deploy/compare_runs.py "$tree/deploy/"
+cp deploy/{run_workers,compare_runs,whole_file}.py "$tree/deploy/"
 cp tests/gpu/{run.sh,checks.py,prove.py,prove_torch.py,programs.py,torch_training.py} "$tree/tests/gpu/"
 cp tests/support/processes.py "$tree/tests/support/"
 cp LICENSE "$tree/"

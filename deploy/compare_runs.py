@@ -11,10 +11,11 @@ if they are the same, with 3 if not, with another code if the runs cannot be com
 import argparse
 import hashlib
 import json
-import os
 import pathlib
 import struct
 import sys
+
+from whole_file import write_whole
 
 BF16_BYTES = 2
 
@@ -58,12 +59,6 @@ def compare(service: bytes, local: bytes, tensors: list[dict]) -> tuple[bool, st
     return False, (f"the weights are NOT the same: they part first in {place_of(element, tensors)}: "
                    f"{bf16(service, element)!r} with the service, {bf16(local, element)!r} with the "
                    f"local optimizer; {differing:,} of {len(service) // BF16_BYTES:,} differ")
-
-
-def write_whole(path: pathlib.Path, content: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(content)
-    os.replace(temporary, path)
 
 
 def main() -> int:

@@ -183,10 +183,10 @@ start_service() {
     fi
     sleep 0.05
   done
-  fail "the service said no address within 30 seconds"
+  fail "the service did not report its address within 30 seconds"
 }
 
-# train NAME OUT FLAG...: all workers, to the end. In the background, so that a signal is heard.
+# train NAME OUT FLAG...: all workers, to the end. In the background, so that bash handles a signal at once.
 train() {
   local name=$1 out_dir=$2 code=0
   shift 2

@@ -13,7 +13,8 @@ import json
 import math
 import sys
 
-from svg import INK, MUTED, Axes, Picture, nice_ticks, write_whole
+from svg import INK, MUTED, Axes, Picture, nice_ticks
+from whole_file import write_whole
 
 WIDTH, HEIGHT = 1000, 580
 LEFT, RIGHT, TOP, BOTTOM = 84, 132, 104, 72  # Margins around the axes.

@@ -75,8 +75,8 @@ class Worker:
     def failure(self):
         words = self.last_words()
         if self.process.returncode < 0:
-            return f"it was ended by signal {-self.process.returncode}" + (f", after saying: {words}" if words else "")
-        return words or f"it said nothing and exited with code {self.code()}"
+            return f"it was ended by signal {-self.process.returncode}" + (f"; its last line: {words}" if words else "")
+        return words or f"it exited with code {self.code()} and wrote no message"
 
 
 class Launcher:
@@ -132,7 +132,7 @@ class Launcher:
                 return failed
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)  # Leaves the code for code().
             if ended.si_pid not in [worker.process.pid for worker in self.workers]:
-                os.waitpid(ended.si_pid, 0)  # Of whoever became this program: it would be found for ever.
+                os.waitpid(ended.si_pid, 0)  # A child of the program that exec'd this one: waitid would return it for ever.
 
     def culprit(self, worker):
         """Who failed first, if this one only noticed that another had ended."""
@@ -201,7 +201,7 @@ def main():
     except OSError as error:
         print(f"run_workers.py: {error}; choose another folder for the logs", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # Were it ignored, no worker's end would be told.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # If it were ignored, the end of a worker would not be reported.
     for ending in STOPPING:
         signal.signal(ending, launcher.on_signal)
     try:

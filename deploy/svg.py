@@ -2,7 +2,6 @@
 
 import html
 import math
-import os
 
 INK, MUTED, GRID = "#1f2933", "#66717d", "#e6e9ed"
 FONT = "'Inter', 'Helvetica Neue', 'Liberation Sans', Arial, sans-serif"
@@ -99,11 +98,3 @@ class Axes:
     def names(self, x_label: str, y_label: str, size, below, beside):
         self.picture.text((self.left + self.right) / 2, self.bottom + below, x_label, size, MUTED, "middle")
         self.picture.text_upwards(self.left - beside, (self.top + self.bottom) / 2, y_label, size, MUTED)
-
-
-def write_whole(path: str, text: str) -> None:
-    """The whole file, or the one that was there before."""
-    temporary = f"{path}.tmp"
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(temporary, path)

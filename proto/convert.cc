@@ -15,11 +15,13 @@ constexpr absl::string_view kParameters = "/parameters/";
 
 // `name` without `prefix` if it begins with it, otherwise `name`.
 std::string WithoutPrefix(absl::string_view name, absl::string_view prefix) {
+  // Requests may give full names or short ones.
   return std::string(absl::StartsWith(name, prefix) ? name.substr(prefix.size()) : name);
 }
 
 absl::StatusOr<DType> FromProto(v1::DType dtype, absl::string_view what) {
   switch (dtype) {
+    // Each enum has a default, which an absent field means.
     case v1::DTYPE_UNSPECIFIED:
     case v1::BF16:
       return DType::kBFloat16;
@@ -27,6 +29,7 @@ absl::StatusOr<DType> FromProto(v1::DType dtype, absl::string_view what) {
       return DType::kFloat16;
     case v1::FP32:
       return DType::kFloat32;
+    // proto3 keeps numbers that it has no name for, such as those of a later client.
     default:
       return absl::InvalidArgumentError(absl::StrCat(what, " is ", static_cast<int>(dtype),
                                                      ", which is none of BF16, FP16, FP32"));
@@ -128,6 +131,7 @@ void AddLayout(const JobSpec& spec, v1::Job& job) {
 // child's name may have slashes, a job's may not.
 absl::StatusOr<ResourceName> ParseChild(absl::string_view name, absl::string_view collection,
                                         absl::string_view form) {
+  // The name is cut: a client may send one as long as a message.
   const auto malformed = [&] {
     return absl::InvalidArgumentError(
         absl::StrCat("expected a name like ", form, ", got '", name.substr(0, 200), "'"));
@@ -250,6 +254,7 @@ absl::StatusOr<HyperParameters> FullFromProto(const v1::HyperParameters& values)
 }
 
 absl::StatusOr<HyperParameterOverrides> OverridesFromProto(const v1::HyperParameters& values) {
+  // amsgrad decides how many planes the state has, which is allocated with the job.
   if (values.has_amsgrad()) {
     return absl::InvalidArgumentError(
         "amsgrad is fixed when the job is created; leave it out of changes");
@@ -299,6 +304,8 @@ absl::StatusOr<JobSpec> FromProto(const v1::Job& job) {
   spec.keep_previous = job.keep_previous();
   spec.layout.world_size = job.world_size();
   spec.layout.group_count = job.groups_size();
+  // Zero is an absent field, and leaves the default. Whether the rest makes a job is not decided
+  // here, but where one is created.
   if (job.chunk_elements() != 0) spec.layout.chunk_elements = job.chunk_elements();
   for (const v1::ParamGroup& group : job.groups()) {
     BALLAST_ASSIGN_OR_RETURN(GroupSpec from, GroupFromProto(group, spec.name));

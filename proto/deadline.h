@@ -1,4 +1,4 @@
-// When a call has taken too long, by a clock that nobody sets: gRPC keeps a deadline as it is given,
+// When a call has taken too long, by a clock that is never set: gRPC keeps a deadline as it is given,
 // and one that was computed from the time of day moves when that is set.
 #ifndef BALLAST_PROTO_DEADLINE_H_
 #define BALLAST_PROTO_DEADLINE_H_

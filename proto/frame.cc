@@ -1,5 +1,8 @@
 #include "proto/frame.h"
 
+#include <google/protobuf/io/zero_copy_stream_impl_lite.h>
+#include <grpcpp/support/proto_buffer_reader.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -10,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "proto/field_count.h"
 
 namespace ballast::proto {
 namespace {
@@ -27,6 +31,9 @@ constexpr int kMaxTagBytes = 5;
 constexpr int kMaxVarintBytes = 10;
 // Today's headers have about 30 bytes; the rest is room for fields of later versions.
 constexpr size_t kMaxHeaderBytes = 64 << 10;
+// Of a message to the service, without its payload. The largest is the opening of an upload with the
+// update counts of 2^20 parameters.
+constexpr size_t kMaxOtherBytes = size_t{10} << 20;
 // Groups occur only as unknown fields. The generated code refuses 100 levels.
 constexpr size_t kMaxGroupDepth = 32;
 
@@ -182,9 +189,10 @@ absl::Status SkipValue(Cursor& cursor, Tag tag) {
   return absl::OkStatus();
 }
 
-// Merges a serialized GradientChunk or WeightChunk into `chunk` and `payload`.
+// Merges a serialized GradientChunk or WeightChunk into `chunk` and `payload`. `header_bytes` are
+// those of the message's headers so far.
 template <typename Chunk>
-absl::Status MergeChunk(Cursor range, Chunk& chunk, Payload& payload) {
+absl::Status MergeChunk(Cursor range, Chunk& chunk, Payload& payload, size_t& header_bytes) {
   while (range.remaining() > 0) {
     BALLAST_ASSIGN_OR_RETURN(const Tag tag, ReadTag(range));
     const bool known = tag.field == kHeaderField || tag.field == kPayloadField;
@@ -199,7 +207,8 @@ absl::Status MergeChunk(Cursor range, Chunk& chunk, Payload& payload) {
       content.AppendTo(payload);
       continue;
     }
-    if (bytes > kMaxHeaderBytes) return Malformed("header too large", content);
+    header_bytes += bytes;
+    if (header_bytes > kMaxHeaderBytes) return Malformed("header too large", content);
     std::string header;
     content.AppendTo(header);
     if (!chunk.mutable_header()->MergeFromString(header)) {
@@ -209,26 +218,31 @@ absl::Status MergeChunk(Cursor range, Chunk& chunk, Payload& payload) {
   return absl::OkStatus();
 }
 
-// Which member of `Message::kind` is the bulk one.
+// Which member of `Message::kind` is the bulk one. Of messages to the service what they take is
+// bounded.
 template <typename Message>
 struct Bulk;
 template <>
 struct Bulk<v1::TrainRequest> {
+  static constexpr bool kIsToService = true;
   static constexpr int kField = v1::TrainRequest::kGradientFieldNumber;
   static v1::GradientChunk& Mutable(v1::TrainRequest& m) { return *m.mutable_gradient(); }
 };
 template <>
 struct Bulk<v1::TrainResponse> {
+  static constexpr bool kIsToService = false;
   static constexpr int kField = v1::TrainResponse::kWeightsFieldNumber;
   static v1::WeightChunk& Mutable(v1::TrainResponse& m) { return *m.mutable_weights(); }
 };
 template <>
 struct Bulk<v1::UploadWeightsRequest> {
+  static constexpr bool kIsToService = true;
   static constexpr int kField = v1::UploadWeightsRequest::kWeightsFieldNumber;
   static v1::WeightChunk& Mutable(v1::UploadWeightsRequest& m) { return *m.mutable_weights(); }
 };
 template <>
 struct Bulk<v1::ReadWeightsResponse> {
+  static constexpr bool kIsToService = false;
   static constexpr int kField = v1::ReadWeightsResponse::kWeightsFieldNumber;
   static v1::WeightChunk& Mutable(v1::ReadWeightsResponse& m) { return *m.mutable_weights(); }
 };
@@ -243,15 +257,20 @@ class FrameParser {
     while (cursor.remaining() > 0) {
       Cursor start = cursor;
       BALLAST_ASSIGN_OR_RETURN(const Tag tag, ReadTag(cursor));
+      BALLAST_RETURN_IF_ERROR(CheckBound(++fields_, kMostFields, "fields", start));
       if (tag.field == Bulk<Message>::kField && tag.wire_type == kLengthDelimited) {
         BALLAST_RETURN_IF_ERROR(MergeOthers(start));
         BALLAST_ASSIGN_OR_RETURN(const uint64_t bytes, ReadVarint(cursor, kMaxTagBytes));
         BALLAST_ASSIGN_OR_RETURN(const Cursor content, TakeBytes(cursor, bytes));
-        BALLAST_RETURN_IF_ERROR(
-            MergeChunk(content, Bulk<Message>::Mutable(frame_.message), frame_.payload));
+        BALLAST_RETURN_IF_ERROR(MergeChunk(content, Bulk<Message>::Mutable(frame_.message),
+                                           frame_.payload, header_bytes_));
       } else {
         BALLAST_RETURN_IF_ERROR(SkipValue(cursor, tag));
-        start.Take(cursor.position() - start.position())->AppendTo(others_);
+        const size_t bytes = cursor.position() - start.position();
+        other_bytes_ += bytes;
+        BALLAST_RETURN_IF_ERROR(
+            CheckBound(other_bytes_, kMaxOtherBytes, "bytes without its payload", start));
+        start.Take(bytes)->AppendTo(others_);
       }
     }
     BALLAST_RETURN_IF_ERROR(MergeOthers(cursor));
@@ -261,6 +280,12 @@ class FrameParser {
  private:
   absl::Status MergeOthers(const Cursor& end) {
     if (others_.empty()) return absl::OkStatus();
+    if (Bulk<Message>::kIsToService) {
+      google::protobuf::io::ArrayInputStream bytes(others_.data(),
+                                                   static_cast<int>(others_.size()));
+      fields_ += CountFields(*Message::descriptor(), bytes, kMostFields);
+      BALLAST_RETURN_IF_ERROR(CheckBound(fields_, kMostFields, "fields", end));
+    }
     if (!frame_.message.MergeFromString(others_)) return Malformed("malformed fields before", end);
     others_.clear();
     if (static_cast<int>(frame_.message.kind_case()) != Bulk<Message>::kField) {
@@ -269,26 +294,35 @@ class FrameParser {
     return absl::OkStatus();
   }
 
+  static absl::Status CheckBound(size_t there, size_t most, absl::string_view what,
+                                 const Cursor& at) {
+    if (!Bulk<Message>::kIsToService || there <= most) return absl::OkStatus();
+    return Malformed(absl::StrCat("more than ", most, " ", what), at);
+  }
+
   Frame<Message> frame_;
   std::string others_;
+  size_t fields_ = 0;
+  size_t header_bytes_ = 0;
+  size_t other_bytes_ = 0;
 };
 
 std::string NotA(const google::protobuf::Message& message) {
   return absl::StrCat("not a ", message.GetDescriptor()->full_name());
 }
 
-template <typename Message>
-absl::StatusOr<std::vector<grpc::Slice>> SlicesOf(const grpc::ByteBuffer& bytes) {
+absl::StatusOr<std::vector<grpc::Slice>> SlicesOf(const grpc::ByteBuffer& bytes,
+                                                  const google::protobuf::Message& message) {
   std::vector<grpc::Slice> slices;
   if (!bytes.Dump(&slices).ok()) {
-    return absl::InvalidArgumentError(absl::StrCat(NotA(Message()), ": no bytes"));
+    return absl::InvalidArgumentError(absl::StrCat(NotA(message), ": no bytes"));
   }
   return slices;
 }
 
 template <typename Message>
 absl::StatusOr<Frame<Message>> ParseFrame(const grpc::ByteBuffer& bytes) {
-  BALLAST_ASSIGN_OR_RETURN(const std::vector<grpc::Slice> slices, SlicesOf<Message>(bytes));
+  BALLAST_ASSIGN_OR_RETURN(const std::vector<grpc::Slice> slices, SlicesOf(bytes, Message()));
   absl::StatusOr<Frame<Message>> frame = FrameParser<Message>().Parse(Cursor(slices));
   if (!frame.ok()) {
     return WithReason(Annotate(frame.status(), NotA(Message())), reason::kMalformedMessage);
@@ -368,37 +402,42 @@ absl::StatusOr<Frame<v1::ReadWeightsResponse>> ParseReadWeightsResponse(
   return ParseFrame<v1::ReadWeightsResponse>(bytes);
 }
 
-template <typename Message>
-absl::StatusOr<Message> ParseControl(const grpc::ByteBuffer& bytes) {
-  BALLAST_ASSIGN_OR_RETURN(const std::vector<grpc::Slice> slices, SlicesOf<Message>(bytes));
+absl::Status ParseInto(const grpc::ByteBuffer& bytes, google::protobuf::Message& message) {
+  BALLAST_ASSIGN_OR_RETURN(const std::vector<grpc::Slice> slices, SlicesOf(bytes, message));
   std::string flat;
   Cursor(slices).AppendTo(flat);
-  Message message;
-  if (!message.ParseFromString(flat)) {
-    return WithReason(absl::InvalidArgumentError(NotA(message)), reason::kMalformedMessage);
-  }
-  return message;
+  if (message.ParseFromString(flat)) return absl::OkStatus();
+  return WithReason(absl::InvalidArgumentError(NotA(message)), reason::kMalformedMessage);
 }
 
-template <typename Message>
-grpc::ByteBuffer SerializeControl(const Message& message) {
+absl::Status ParseRequestInto(const grpc::ByteBuffer& bytes, size_t most_bytes,
+                              google::protobuf::Message& message) {
+  const auto refuse = [&message](absl::string_view what, absl::string_view why) {
+    return WithReason(absl::InvalidArgumentError(absl::StrCat(
+                          "the request is ", what, message.GetDescriptor()->full_name(), why,
+                          "; send one as in ballast.proto")),
+                      reason::kMalformedMessage);
+  };
+  if (bytes.Length() > most_bytes) {
+    return refuse("too large for a ",
+                  absl::StrCat(": it has ", bytes.Length(), " bytes, of ", most_bytes, " at most"));
+  }
+  grpc::ByteBuffer same = bytes;  // Another reference.
+  grpc::ProtoBufferReader reader(&same);
+  if (reader.status().ok() &&
+      CountFields(*message.GetDescriptor(), reader, kMostFields) > kMostFields) {
+    return refuse("too large for a ", absl::StrCat(": it has more than ", kMostFields, " fields"));
+  }
+  if (!ParseInto(bytes, message).ok()) return refuse("not a ", "");
+  message.DiscardUnknownFields();
+  return absl::OkStatus();
+}
+
+grpc::ByteBuffer SerializeControl(const google::protobuf::Message& message) {
   grpc::Slice slice(message.ByteSizeLong());
   message.SerializeWithCachedSizesToArray(const_cast<uint8_t*>(slice.begin()));
   return grpc::ByteBuffer(&slice, 1);
 }
-
-template grpc::ByteBuffer SerializeControl(const v1::TrainRequest&);
-template grpc::ByteBuffer SerializeControl(const v1::TrainResponse&);
-template grpc::ByteBuffer SerializeControl(const v1::UploadWeightsRequest&);
-template grpc::ByteBuffer SerializeControl(const v1::UploadWeightsResponse&);
-template grpc::ByteBuffer SerializeControl(const v1::ReadWeightsRequest&);
-template grpc::ByteBuffer SerializeControl(const v1::ReadWeightsResponse&);
-template grpc::ByteBuffer SerializeControl(const v1::Job&);
-template grpc::ByteBuffer SerializeControl(const v1::AttachWorkerResponse&);
-template absl::StatusOr<v1::CreateJobRequest> ParseControl(const grpc::ByteBuffer&);
-template absl::StatusOr<v1::AttachWorkerRequest> ParseControl(const grpc::ByteBuffer&);
-template absl::StatusOr<v1::ReadWeightsRequest> ParseControl(const grpc::ByteBuffer&);
-template absl::StatusOr<v1::UploadWeightsResponse> ParseControl(const grpc::ByteBuffer&);
 
 grpc::ByteBuffer SerializeGradient(const v1::GradientHeader& header,
                                    absl::Span<const std::byte> payload,

@@ -13,6 +13,7 @@
 #ifndef BALLAST_PROTO_FRAME_H_
 #define BALLAST_PROTO_FRAME_H_
 
+#include <google/protobuf/message.h>
 #include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/slice.h>
 
@@ -66,11 +67,31 @@ absl::StatusOr<Frame<v1::ReadWeightsResponse>> ParseReadWeightsResponse(
     const grpc::ByteBuffer& bytes);
 
 // For a message that is not a bulk one.
+grpc::ByteBuffer SerializeControl(const google::protobuf::Message& message);
+// INVALID_ARGUMENT if the bytes are not a serialized message of this type.
+absl::Status ParseInto(const grpc::ByteBuffer& bytes, google::protobuf::Message& message);
 template <typename Message>
-grpc::ByteBuffer SerializeControl(const Message& message);
-// INVALID_ARGUMENT if the bytes are not a serialized `Message`, which has no bulk kind.
+absl::StatusOr<Message> ParseControl(const grpc::ByteBuffer& bytes) {
+  Message message;
+  const absl::Status parsed = ParseInto(bytes, message);
+  if (!parsed.ok()) return parsed;
+  return message;
+}
+
+// What requests have that have no description of a job: names and numbers.
+inline constexpr size_t kMaxRequestBytes = 64 << 10;
+// The same for what any peer may have sent, without the fields that `message` does not have.
+// INVALID_ARGUMENT, before anything is parsed, also for more bytes, or fields (field_count.h).
+absl::Status ParseRequestInto(const grpc::ByteBuffer& bytes, size_t most_bytes,
+                              google::protobuf::Message& message);
 template <typename Message>
-absl::StatusOr<Message> ParseControl(const grpc::ByteBuffer& bytes);
+absl::StatusOr<Message> ParseRequest(const grpc::ByteBuffer& bytes,
+                                     size_t most_bytes = kMaxRequestBytes) {
+  Message message;
+  const absl::Status parsed = ParseRequestInto(bytes, most_bytes, message);
+  if (!parsed.ok()) return parsed;
+  return message;
+}
 
 // For the bulk kind: sends `payload` without copying it. `released` runs once, on any thread, when
 // gRPC no longer needs the bytes. An empty payload is omitted.

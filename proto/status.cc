@@ -1,7 +1,5 @@
 #include "proto/status.h"
 
-#include <google/protobuf/stubs/common.h>
-
 #include <array>
 #include <atomic>
 #include <string>
@@ -13,6 +11,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "cpu_optimizer_service/common/reason.h"
+#include "cpu_optimizer_service/common/text/printable.h"
 #include "google/rpc/status.pb.h"
 
 namespace ballast::proto {
@@ -23,31 +22,6 @@ constexpr char kDomain[] = "ballast";
 // byte that is not printable ASCII takes three there. A shortened message arrives; one that is too
 // long would lose the code too.
 constexpr size_t kMaxMessageBytes = 1024;
-
-std::string Shortened(absl::string_view message) {
-  if (message.size() <= kMaxMessageBytes) return std::string(message);
-  size_t end = kMaxMessageBytes;
-  while (end > 0 && (static_cast<uint8_t>(message[end]) & 0xc0) == 0x80)
-    --end;  // Does not cut a UTF-8 character.
-  return std::string(message.substr(0, end)) + "...";
-}
-
-// Without line ends, terminal sequences and the like, which names that are quoted may have; and as
-// UTF-8, as protobuf wants it.
-std::string OneLine(absl::string_view message) {
-  const bool is_utf8 = google::protobuf::internal::IsStructurallyValidUTF8(
-      message.data(), static_cast<int>(message.size()));
-  std::string line;
-  line.reserve(message.size());
-  for (const unsigned char c : message) {
-    if (c < 0x20 || c == 0x7f || (c >= 0x80 && !is_utf8)) {
-      absl::StrAppend(&line, "\\x", absl::Hex(c, absl::kZeroPad2));
-    } else {
-      line.push_back(static_cast<char>(c));
-    }
-  }
-  return line;
-}
 
 // What gRPC, or the system through it, says of a service that cannot be reached, and what it means.
 struct Cause {
@@ -82,6 +56,20 @@ constexpr Cause kCauses[] = {
     {"Connection reset", kClosed},
 };
 
+// What gRPC says of a call by itself, without the service, and what its caller can do.
+constexpr Cause kOfCalls[] = {
+    {"Deadline Exceeded",
+     "the service did not answer in the time that the call had; it is busy or stopped, see its "
+     "log"},
+    {"Received message larger than max",
+     "a message is larger than its receiver takes, which is 32 MiB here; send less at once, or "
+     "have "
+     "the client accept as much (grpc.max_receive_message_length)"},
+    {"Sent message larger than max",
+     "a message is larger than the 32 MiB that are sent at once; ask for less"},
+    {"Compression algorithm", "the service takes nothing compressed; send messages as they are"},
+};
+
 constexpr absl::string_view kNotConnected = "failed to connect to all addresses";
 constexpr absl::string_view kNoName = "DNS resolution failed for ";
 
@@ -111,7 +99,13 @@ std::array<std::atomic<uint64_t>, 17> error_counts = {};
 std::string ExplainOwn(const grpc::Status& status) {
   const std::string& message = status.error_message();
   const std::string cause = CauseOfUnreachable(status);
-  if (cause.empty()) return message;
+  if (cause.empty()) {
+    if (!status.error_details().empty()) return message;
+    for (const Cause& of_call : kOfCalls) {
+      if (absl::StartsWith(message, of_call.said)) return std::string(of_call.means);
+    }
+    return message;
+  }
   // A call on a connection that there was.
   if (!absl::StartsWith(message, kNotConnected) && !absl::StartsWith(message, kNoName)) {
     return absl::StartsWith(message, "Received http2 header")
@@ -136,7 +130,8 @@ grpc::Status ToGrpc(const absl::Status& status) {
   if (const auto code = static_cast<size_t>(status.code()); code < error_counts.size()) {
     ++error_counts[code];
   }
-  const std::string message = Shortened(OneLine(status.message()));
+  // Names that it quotes may have any bytes; protobuf takes only UTF-8.
+  const std::string message = OneLine(status.message(), kMaxMessageBytes);
   google::rpc::ErrorInfo info;
   const std::string reason = ReasonOf(status);
   info.set_reason(reason.empty() ? absl::StatusCodeToString(status.code()) : reason);
@@ -157,6 +152,8 @@ std::string CauseOfUnreachable(const grpc::Status& status) {
   }
   return status.error_code() == grpc::StatusCode::UNAVAILABLE ? "the connection failed" : "";
 }
+
+std::string AddressTried(const grpc::Status& status) { return AddressIn(status.error_message()); }
 
 absl::Status FromGrpc(const grpc::Status& status) {
   // The codes of the two are the same numbers.

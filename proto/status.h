@@ -6,6 +6,7 @@
 
 #include <array>
 #include <cstdint>
+#include <string>
 
 #include "absl/status/status.h"
 
@@ -20,8 +21,10 @@ std::array<uint64_t, 17> ErrorCounts();
 // says where it was looked for and what to do.
 absl::Status FromGrpc(const grpc::Status& status);
 // Why no service was reached, or the connection to it broke: "nothing listens there". Empty: it is
-// not that. gRPC's own words, which such a status has, are for nobody.
+// not that. gRPC's own words, which such a status has, help no reader.
 std::string CauseOfUnreachable(const grpc::Status& status);
+// Where that was last tried, as gRPC had resolved it: "10.0.0.1:7070". Empty: it does not say.
+std::string AddressTried(const grpc::Status& status);
 
 }  // namespace ballast::proto
 

@@ -14,6 +14,8 @@
 #include <utility>
 
 #include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "cpu_optimizer_service/common/system/memory_guard.h"
 #include "proto/status.h"
 
@@ -38,6 +40,11 @@ absl::Status GuardedRun(Body&& body) {
     std::forward<Body>(body)();
     return absl::OkStatus();
   });
+}
+
+// CANCELLED, because `who` takes no more; without memory for that, OutOfMemoryError.
+inline absl::Status GoneError(absl::string_view who) {
+  return OrOutOfMemory([&] { return absl::CancelledError(absl::StrCat("the ", who, " is gone")); });
 }
 
 // As ToGrpc; without memory for the details, a status that needs none.

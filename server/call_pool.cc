@@ -11,4 +11,10 @@ absl::StatusOr<CallPool::Place> CallPool::Enter() {
       absl::StrCat("the service has ", most_calls_, " ", kind_, " in progress; try again later"));
 }
 
+bool CallPool::AnswerWaits(size_t bytes) {
+  if (unread_bytes_.fetch_add(bytes) + bytes <= kMaxUnreadBytes) return true;
+  unread_bytes_ -= bytes;
+  return false;
+}
+
 }  // namespace ballast::server

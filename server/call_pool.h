@@ -18,7 +18,9 @@
 #include "cpu_optimizer_service/common/system/heap_settings.h"
 #include "cpu_optimizer_service/common/system/helper_threads.h"
 #include "cpu_optimizer_service/common/system/memory_guard.h"
+#include "cpu_optimizer_service/common/system/periodic_thread.h"
 #include "server/call_watch.h"
+#include "server/stream_watch.h"
 
 namespace ballast::server {
 
@@ -26,9 +28,10 @@ namespace ballast::server {
 // tasks that have not begun are dropped.
 class CallPool {
  public:
-  // `kind` follows a number in a message: "256 calls that read state".
-  CallPool(std::string kind, size_t threads, size_t most_calls)
-      : kind_(std::move(kind)), most_calls_(most_calls), threads_(threads) {}
+  // `kind` follows a number in a message: "256 calls that read state". `watch`, of its calls,
+  // outlives it.
+  CallPool(std::string kind, size_t threads, size_t most_calls, CallWatch& watch)
+      : kind_(std::move(kind)), most_calls_(most_calls), watch_(watch), threads_(threads) {}
 
   // One call in progress, until destroyed.
   struct Leave {
@@ -38,8 +41,14 @@ class CallPool {
   // RESOURCE_EXHAUSTED: as many calls as the pool admits are in progress.
   absl::StatusOr<Place> Enter();
 
+  // An answer of so many bytes waits to be taken: true if its call may give up its place meanwhile.
+  // Then it says when that is over.
+  bool AnswerWaits(size_t bytes);
+  void AnswerIsOver(size_t bytes) { unread_bytes_ -= bytes; }
+
   size_t calls() const { return calls_; }  // In progress.
   size_t most_calls() const { return most_calls_; }
+  CallWatch& watch() { return watch_; }
 
   // Runs `task` on one of the pool's threads, in the order of these calls.
   void Run(std::function<void()> task) { threads_.Run(std::move(task)); }
@@ -47,13 +56,17 @@ class CallPool {
  private:
   const std::string kind_;
   const size_t most_calls_;
+  CallWatch& watch_;
   std::atomic<size_t> calls_ = 0;
+  std::atomic<size_t> unread_bytes_ = 0;
   HelperThreads threads_;
 };
 
 // Every control call keeps its request in memory while it waits, so their number has a bound; this
 // one has room for the ranks of a large job that attach at once.
 inline constexpr size_t kMaxControlCalls = 1024;
+// For answers that their peers do not take, or not yet, without a place. Others keep theirs.
+inline constexpr size_t kMaxUnreadBytes = size_t{64} << 20;
 // A call that reads state pins the parameter's chunks for as long as its reader takes.
 inline constexpr size_t kMaxReaders = 256;
 // A trace blocks a thread until its steps are committed, and a job has one at a time.
@@ -63,22 +76,31 @@ inline constexpr size_t kMaxTraces = 32;
 // no threads here; what one costs is gRPC's memory for it.
 inline constexpr size_t kMaxStreams = 8192;
 
+// Streams of reflection, whose peers ask or go within some seconds.
+inline constexpr size_t kMaxReflections = 256;
+
 // A server's pools.
 struct CallPools {
+  // For the calls of all pools.
+  CallWatch watch{[trimmer = std::make_shared<HeapTrimmer>()] { trimmer->Tick(); }};
+  StreamWatch stream_watch;
+  PeriodicThread stream_looks{"watch-streams", StreamWatch::kLookEvery,
+                              [this] { stream_watch.Look(); }};
   // Attaching, aborting, saving, loading, changing groups, and descriptions of jobs. Each
   // task takes microseconds, or some ten milliseconds where a job has 100,000 parameters to
   // describe; four threads keep a few of those from holding up the others.
-  CallPool control{"calls that control jobs", 4, kMaxControlCalls};
+  CallPool control{"calls that control jobs", 4, kMaxControlCalls, watch};
   // Creating a job allocates and touches its memory, and closing it frees that: seconds for a large
   // one, with the processors that updates need, so more at once would not be faster.
-  CallPool creation{"calls that create or close jobs", 4, kMaxControlCalls};
-  CallPool traces{"calls that trace jobs", kMaxTraces, kMaxTraces};
+  CallPool creation{"calls that create or close jobs", 4, kMaxControlCalls, watch};
+  CallPool traces{"calls that trace jobs", kMaxTraces, kMaxTraces, watch};
   // Summaries and planes are bound by the memory that updates need too, so a few threads are
   // enough. A reader that does not read takes none.
-  CallPool readers{"calls that read state", 4, kMaxReaders};
-  CallPool streams{"streams of gradients and weights", 1, kMaxStreams};
-  // Of the calls that write answer after answer, those above among them.
-  CallWatch watch{[trimmer = std::make_shared<HeapTrimmer>()] { trimmer->Tick(); }};
+  CallPool readers{"calls that read state", 4, kMaxReaders, watch};
+  CallPool streams{"streams of gradients and weights", 1, kMaxStreams, watch};
+  CallPool reflection{"streams of reflection", 1, kMaxReflections, watch};
+  // Every thread is asked for its stack.
+  CallPool descriptions{"description of itself", 1, 1, watch};
 
   // Gives up a job on a thread of `creation`: the last reference frees the job's memory, which
   // takes about as long as touching it did.

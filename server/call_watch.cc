@@ -17,14 +17,14 @@ double Seconds(WatchedCall::Clock::duration duration) {
 
 }  // namespace
 
-void WatchedCall::WriteBegins() {
+void WatchedCall::PeerMustAct() {
   MutexLock lock(mutex_);
-  writing_since_ = Clock::now();
+  must_act_since_ = Clock::now();
 }
 
-void WatchedCall::WriteEnded() {
+void WatchedCall::PeerActed() {
   MutexLock lock(mutex_);
-  writing_since_.reset();
+  must_act_since_.reset();
 }
 
 void WatchedCall::IsOver() {
@@ -43,44 +43,44 @@ void WatchedCall::Ended() {
   MutexLock lock(mutex_);
   // Cancelling may end the call within itself.
   const std::thread::id here = std::this_thread::get_id();
-  while (cancelling_ != std::thread::id() && cancelling_ != here) cancelled_.Wait(mutex_);
+  while (looking_ != std::thread::id() && looking_ != here) looked_.Wait(mutex_);
   std::swap(cancel, cancel_);
   std::swap(over, over_if_);
 }
 
+// What the call has given is called without the lock: it asks the engine, or calls back.
 void WatchedCall::Look(Clock::time_point now) {
   std::function<void()> cancel;
+  std::function<bool()> over;
   {
     MutexLock lock(mutex_);
     if (cancel_ == nullptr) return;
-    if (over_if_ != nullptr && !over_since_.has_value() && over_if_()) over_since_ = now;
+    looking_ = std::this_thread::get_id();
+    if (!over_since_.has_value()) std::swap(over, over_if_);
+  }
+  bool is_over = false;
+  if (over != nullptr) (void)RunsInMemory([&] { is_over = over(); });
+  {
+    MutexLock lock(mutex_);
+    if (over_if_ == nullptr) std::swap(over, over_if_);
+    if (is_over && !over_since_.has_value()) over_since_ = now;
     const bool too_late =
         over_since_.has_value()
             ? Seconds(now - *over_since_) > kLastWriteSeconds
-            : writing_since_.has_value() && Seconds(now - *writing_since_) > patience_seconds_;
-    if (!too_late) return;
-    std::swap(cancel, cancel_);
-    cancelling_ = std::this_thread::get_id();
+            : must_act_since_.has_value() && Seconds(now - *must_act_since_) > patience_seconds_;
+    if (too_late) std::swap(cancel, cancel_);
   }
-  (void)RunsInMemory(cancel);  // Calls back, so without the lock.
+  if (cancel != nullptr) (void)RunsInMemory(cancel);
   {
     MutexLock lock(mutex_);
-    cancelling_ = std::thread::id();
+    looking_ = std::thread::id();
   }
-  cancelled_.NotifyAll();
+  looked_.NotifyAll();
 }
 
 CallWatch::CallWatch(std::function<void()> every_second)
-    : every_second_(std::move(every_second)), thread_([this] { Run(); }) {}
-
-CallWatch::~CallWatch() {
-  {
-    MutexLock lock(mutex_);
-    stopped_ = true;
-  }
-  changed_.NotifyAll();
-  thread_.join();
-}
+    : every_second_(std::move(every_second)),
+      thread_("watch-calls", kLookEvery, [this] { Look(); }) {}
 
 std::shared_ptr<WatchedCall> CallWatch::Watch(std::function<void()> cancel,
                                               double patience_seconds) {
@@ -90,30 +90,22 @@ std::shared_ptr<WatchedCall> CallWatch::Watch(std::function<void()> cancel,
   return call;
 }
 
-void CallWatch::Run() {
-  while (true) {
-    std::vector<std::shared_ptr<WatchedCall>> calls;
-    {
-      MutexLock lock(mutex_);
-      const auto next = WatchedCall::Clock::now() + kLookEvery;
-      while (!stopped_ && changed_.WaitUntil(mutex_, next)) continue;
-      if (stopped_) return;
-      std::erase_if(calls_, [](const auto& call) { return call.expired(); });
+void CallWatch::Look() {
+  std::vector<std::shared_ptr<WatchedCall>> calls;
+  // Those for whose list there is no memory are looked at later.
+  (void)RunsInMemory([&] {
+    MutexLock lock(mutex_);
+    std::erase_if(calls_, [](const auto& call) { return call.expired(); });
+    for (const auto& call : calls_) {
+      if (auto alive = call.lock()) calls.push_back(std::move(alive));
     }
-    // Those for whose list there is no memory are looked at later.
-    (void)RunsInMemory([&] {
-      MutexLock lock(mutex_);
-      for (const auto& call : calls_) {
-        if (auto alive = call.lock()) calls.push_back(std::move(alive));
-      }
-    });
-    // Without the lock: cancelling may call into gRPC.
-    for (const auto& call : calls) {
-      (void)RunsInMemory([&] { call->Look(WatchedCall::Clock::now()); });
-    }
-    calls.clear();
-    (void)RunsInMemory(every_second_);
+  });
+  // Without the lock: cancelling may call into gRPC.
+  for (const auto& call : calls) {
+    (void)RunsInMemory([&] { call->Look(WatchedCall::Clock::now()); });
   }
+  calls.clear();
+  every_second_();
 }
 
 }  // namespace ballast::server

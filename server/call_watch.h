@@ -1,9 +1,10 @@
-// Cancels calls whose peer takes nothing any more.
+// Cancels calls whose peer takes nothing any more, or says nothing.
 //
 // A call that has a write under way cannot be ended, and keeps its job in memory: a peer that does
 // not read could keep it for ever. So a write has a time within which it must end: one that is
 // short once the call is over for the service (its job is closed, its stream is detached), and for
-// an answer that is a stream of messages one that a slow reader does not need either.
+// an answer one that a slow reader does not need either. A stream whose peer does not say what it
+// is for ends, too.
 #ifndef BALLAST_SERVER_CALL_WATCH_H_
 #define BALLAST_SERVER_CALL_WATCH_H_
 
@@ -17,6 +18,7 @@
 #include <vector>
 
 #include "cpu_optimizer_service/common/system/mutex.h"
+#include "cpu_optimizer_service/common/system/periodic_thread.h"
 
 namespace ballast::server {
 
@@ -25,18 +27,23 @@ class WatchedCall {
  public:
   using Clock = std::chrono::steady_clock;
   static constexpr double kForEver = std::numeric_limits<double>::infinity();
+  // For an answer: a reader that takes nothing for so long is gone.
+  static constexpr double kAnswerSeconds = 60;
+  // For a stream that has not said which rank's it is.
+  static constexpr double kOpenSeconds = 20;
 
   // `cancel` cancels the call (grpc::ServerContextBase::TryCancel) and is not called after Ended.
-  // A write may take `patience_seconds`.
+  // The peer may take `patience_seconds` for what it must do.
   WatchedCall(std::function<void()> cancel, double patience_seconds)
       : patience_seconds_(patience_seconds), cancel_(std::move(cancel)) {}
 
-  void WriteBegins();
-  void WriteEnded();
+  // It must take a message, or send one.
+  void PeerMustAct();
+  void PeerActed();
   // The call ends when its write has. Also once `over`, which must be cheap, says so.
   void IsOver();
   void IsOverIf(std::function<bool()> over);
-  // The call is gone, and what was given here too. Waits for a cancelling that goes on elsewhere.
+  // The call is gone, and what was given here too. Waits for a look that goes on elsewhere.
   void Ended();
 
   // For the watch: cancels the call if it is time.
@@ -45,12 +52,12 @@ class WatchedCall {
  private:
   const double patience_seconds_;
   Mutex mutex_;
-  CondVar cancelled_;
+  CondVar looked_;
   std::function<void()> cancel_ ABSL_GUARDED_BY(mutex_);  // Null: ended, or cancelled.
-  std::thread::id cancelling_ ABSL_GUARDED_BY(mutex_);    // The thread that does, while it does.
+  std::thread::id looking_ ABSL_GUARDED_BY(mutex_);       // The thread that does, while it does.
   std::function<bool()> over_if_ ABSL_GUARDED_BY(mutex_);
   std::optional<Clock::time_point> over_since_ ABSL_GUARDED_BY(mutex_);
-  std::optional<Clock::time_point> writing_since_ ABSL_GUARDED_BY(mutex_);
+  std::optional<Clock::time_point> must_act_since_ ABSL_GUARDED_BY(mutex_);
 };
 
 // Looks at all calls every second, on a thread of its own. Thread-safe; outlives its calls.
@@ -58,19 +65,16 @@ class CallWatch {
  public:
   // `every_second` is called too, by the same thread.
   explicit CallWatch(std::function<void()> every_second = [] {});
-  ~CallWatch();
 
   std::shared_ptr<WatchedCall> Watch(std::function<void()> cancel, double patience_seconds);
 
  private:
-  void Run();
+  void Look();
 
   const std::function<void()> every_second_;
   Mutex mutex_;
-  CondVar changed_;
-  bool stopped_ ABSL_GUARDED_BY(mutex_) = false;
   std::vector<std::weak_ptr<WatchedCall>> calls_ ABSL_GUARDED_BY(mutex_);
-  std::thread thread_;
+  PeriodicThread thread_;
 };
 
 }  // namespace ballast::server

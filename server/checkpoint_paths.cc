@@ -8,7 +8,7 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "cpu_optimizer_service/common/system/checkpoint_name.h"
+#include "cpu_optimizer_service/common/text/checkpoint_name.h"
 
 namespace ballast::server {
 namespace {
@@ -51,7 +51,7 @@ absl::StatusOr<std::string> CheckpointPaths::Resolve(const std::string& director
   if (MayNamePaths(peer)) return directory;
   return absl::PermissionDeniedError(absl::StrCat(
       "paths such as '", absl::Utf8SafeCEscape(directory.substr(0, 128)),
-      "' are taken only over a unix socket that nobody but the service's user can connect to, or "
+      "' are taken only over a unix socket to which only the service's user can connect, or "
       "with ballastd --allow-paths; give a name under its --checkpoint-dir"));
 }
 

@@ -15,7 +15,7 @@ namespace ballast::server {
 // Thread-safe.
 class CheckpointPaths {
  public:
-  // `names` may be null: then there are no names. `allow_paths`: from anybody. `unix_sockets`: the
+  // `names` may be null: then there are no names. `allow_paths`: from every caller. `unix_sockets`: the
   // files of those that are listened on.
   CheckpointPaths(const CheckpointDirectory* names, bool allow_paths,
                   std::vector<std::string> unix_sockets)

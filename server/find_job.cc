@@ -27,7 +27,7 @@ absl::StatusOr<std::shared_ptr<Job>> FindJob(const Engine& engine, const Caller&
   if (job->uid() != uid) {
     return WithReason(
         absl::NotFoundError(absl::StrCat(name, " has uid ", job->uid(), ", not '", uid,
-                                         "': it was created anew; attach to it again")),
+                                         "': it was created again; attach to it again")),
         reason::kOtherJob);
   }
   return job;
@@ -50,7 +50,8 @@ absl::StatusOr<FoundParameter> FindParameter(const Engine& engine, const Caller&
   const int index = job->layout().FindParameter(parsed.child);
   if (index < 0) {
     return absl::NotFoundError(
-        absl::StrCat("job ", parsed.job, " has no parameter '", parsed.child, "'"));
+        absl::StrCat("job ", parsed.job, " has no parameter '", parsed.child,
+                     "'; GetJob, with with_parameters set, names those that it has"));
   }
   return FoundParameter{.job = std::move(job), .index = index};
 }

@@ -1,6 +1,7 @@
 #include "server/interceptors.h"
 
 #include <google/protobuf/descriptor.h>
+#include <grpcpp/generic/async_generic_service.h>
 #include <grpcpp/server_context.h>
 #include <grpcpp/support/server_interceptor.h>
 
@@ -10,13 +11,12 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/strip.h"
 #include "cpu_optimizer_service/common/reason.h"
+#include "cpu_optimizer_service/common/system/version.h"
 #include "server/call_guard.h"
-#include "server/transport_settings.h"
 
 namespace ballast::server {
 namespace {
@@ -39,24 +39,31 @@ class OfCall final : public grpc::experimental::Interceptor {
 
   void Intercept(grpc::experimental::InterceptorBatchMethods* methods) override {
     if (methods->QueryInterceptionHookPoint(InterceptionHookPoints::POST_RECV_MESSAGE)) {
-      malformed_ = methods->GetRecvMessage() == nullptr;
-      // Also a call that was reset before its message: it is answered before that is noticed.
-      if (malformed_) (void)GuardedRun([this] { resets_.GivenUp(context_.peer()); });
+      // All our methods take bytes.
+      const auto* const request = static_cast<const grpc::ByteBuffer*>(methods->GetRecvMessage());
+      // Such as a call that was reset: it is answered before that is noticed.
+      has_no_request_ = request == nullptr || !request->Valid();
+      if (has_no_request_) (void)GuardedRun([this] { resets_.GivenUp(context_.peer()); });
     }
-    if (malformed_ &&
+    if (methods->QueryInterceptionHookPoint(InterceptionHookPoints::PRE_SEND_STATUS) &&
+        methods->GetSendStatus().error_code() == grpc::StatusCode::UNAUTHENTICATED) {
+      (void)GuardedRun([this] { resets_.GivenUp(context_.peer()); });
+    }
+    if (has_no_request_ &&
         methods->QueryInterceptionHookPoint(InterceptionHookPoints::PRE_SEND_STATUS)) {
       End(*methods, [this] {
         return WithReason(
-            absl::InvalidArgumentError(absl::StrCat("the request is not a ", request_)),
+            absl::InvalidArgumentError(absl::StrCat("no request came; send a ", request_)),
             reason::kMalformedMessage);
       });
     } else if (methods->QueryInterceptionHookPoint(InterceptionHookPoints::PRE_SEND_STATUS) &&
-               methods->GetSendStatus().error_code() == grpc::StatusCode::UNIMPLEMENTED) {
+               methods->GetSendStatus().error_code() == grpc::StatusCode::UNIMPLEMENTED &&
+               methods->GetSendStatus().error_message().empty()) {
       // So gRPC ends a call of which an exception has left the method.
       End(*methods, [] { return OutOfMemoryError(); });
     }
     if (methods->QueryInterceptionHookPoint(InterceptionHookPoints::POST_RECV_CLOSE) &&
-        !malformed_ && context_.IsCancelled()) {
+        !has_no_request_ && context_.IsCancelled()) {
       (void)GuardedRun([this] { resets_.GivenUp(context_.peer()); });
     }
     methods->Proceed();
@@ -71,24 +78,7 @@ class OfCall final : public grpc::experimental::Interceptor {
   const grpc::ServerContextBase& context_;
   const std::string request_;
   ResetWatch& resets_;
-  bool malformed_ = false;
-};
-
-// Of a reflection stream, each of which has a thread of gRPC's. Without one it ends it, in its own
-// words.
-class OfReflection final : public grpc::experimental::Interceptor {
- public:
-  void Intercept(grpc::experimental::InterceptorBatchMethods* methods) override {
-    if (methods->QueryInterceptionHookPoint(InterceptionHookPoints::PRE_SEND_STATUS) &&
-        methods->GetSendStatus().error_code() == grpc::StatusCode::RESOURCE_EXHAUSTED) {
-      methods->ModifySendStatus(EndOf(Guarded([] {
-        return absl::ResourceExhaustedError(
-            absl::StrCat("the service has ", kMaxReflectionThreads,
-                         " reflection streams in progress; try again later"));
-      })));
-    }
-    methods->Proceed();
-  }
+  bool has_no_request_ = false;
 };
 
 class Factory final : public grpc::experimental::ServerInterceptorFactoryInterface {
@@ -109,20 +99,47 @@ class Factory final : public grpc::experimental::ServerInterceptorFactoryInterfa
       return new OfCall(*info.server_context(), method->input_type()->full_name(), resets_);
     }
     resets_.GivenUp(info.server_context()->peer());
-    const bool reflection = absl::StartsWith(info.method(), kReflection);
-    return reflection ? new OfReflection() : nullptr;
+    return nullptr;
   }
 
-  static constexpr char kReflection[] = "/grpc.reflection.";
   ResetWatch& resets_;
+};
+
+// Of a method that there is not.
+class Unknown final : public grpc::ServerGenericBidiReactor {
+ public:
+  explicit Unknown(const std::string& method) {
+    Finish(EndOf(Guarded([&] {
+      return absl::UnimplementedError(
+          absl::StrCat("this service, of release ", BallastVersion(), ", has no method ",
+                       method.substr(0, kMostNameBytes),
+                       "; see ballast.proto, and whether the client is of a newer release"));
+    })));
+  }
+  void OnDone() override { delete this; }
+
+ private:
+  static constexpr size_t kMostNameBytes = 128;
+};
+
+class OtherMethods final : public grpc::CallbackGenericService {
+  grpc::ServerGenericBidiReactor* CreateReactor(
+      grpc::GenericCallbackServerContext* context) override {
+    return MakeReactor<grpc::ServerGenericBidiReactor>(
+        [&] { return new Unknown(context->method()); });
+  }
 };
 
 }  // namespace
 
-void InterceptCalls(grpc::ServerBuilder& builder, ResetWatch& resets) {
+std::unique_ptr<grpc::CallbackGenericService> InterceptCalls(grpc::ServerBuilder& builder,
+                                                             ResetWatch& resets) {
   std::vector<std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>> factories;
   factories.push_back(std::make_unique<Factory>(resets));
   builder.experimental().SetInterceptorCreators(std::move(factories));
+  auto others = std::make_unique<OtherMethods>();
+  builder.RegisterCallbackGenericService(others.get());
+  return others;
 }
 
 }  // namespace ballast::server

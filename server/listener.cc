@@ -5,7 +5,7 @@
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
-#include <poll.h>
+#include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -14,18 +14,24 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <iterator>
 #include <memory>
+#include <optional>
 #include <system_error>
 #include <utility>
 
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/memory_guard.h"
+#include "cpu_optimizer_service/common/system/visit_names.h"
 
 namespace ballast::server {
 namespace {
@@ -34,24 +40,43 @@ constexpr int64_t kMostDescriptors = int64_t{1} << 20;
 // Of these the last are for files, shared memory and the like, and not for connections.
 constexpr int64_t kKeptDescriptors = 32;
 constexpr int kKeptPart = 8;  // Of few descriptors, no more than this part is kept.
-constexpr std::chrono::seconds kWarnEvery(10);
 // Of a connection that is closed, together more than the system keeps of one.
 constexpr size_t kDiscardedBytes = size_t{1} << 20;
 constexpr int kMostDiscards = 64;
 // Where a connection can neither be accepted nor refused, it is tried again after so long.
 constexpr std::chrono::milliseconds kPause(50);
+// Before those that have been accepted are looked at.
+constexpr int kMostAtOnce = 256;
 
-absl::Status CannotListen(const Address& address) {
-  std::error_code error;
-  const std::filesystem::path folder = std::filesystem::path(address.unix_path).parent_path();
-  if (!folder.empty() && !std::filesystem::is_directory(folder, error)) {
-    return absl::UnavailableError(absl::StrCat("cannot listen on ", address.text,
-                                               ": there is no directory ", folder.string(),
-                                               "; make it or choose another"));
+// What an event is of; a newcomer's has its Id, behind which no other number comes.
+constexpr uint64_t kStop = ~uint64_t{0};
+constexpr uint64_t kOfSocket = uint64_t{1} << 63;  // And the socket.
+
+absl::Status CannotListen(const Address& address, int error) {
+  const auto because = [&address](absl::string_view why) {
+    return absl::UnavailableError(absl::StrCat("cannot listen on ", address.text, ": ", why));
+  };
+  const std::string folder = std::filesystem::path(address.unix_path).parent_path().string();
+  switch (error) {
+    case EADDRINUSE:
+      return because("it is taken; stop the other process or choose another");
+    case EADDRNOTAVAIL:
+      return because("it is not an address of this host; choose another");
+    case EMFILE:
+    case ENFILE:
+      return because("no file descriptors are left; raise the limit (ulimit -n)");
+    case ENOENT:
+    case ENOTDIR:
+      return because(absl::StrCat("there is no directory ", folder, "; make it or choose another"));
+    case EACCES:
+    case EPERM:
+      return because(address.unix_path.empty() ? "this user may not; choose a port from 1024 on"
+                                               : absl::StrCat("this user may not write to ", folder,
+                                                              "; allow it or choose another"));
+    default:
+      return because(
+          absl::StrCat("the system refuses it (", std::strerror(error), "); choose another"));
   }
-  return absl::UnavailableError(absl::StrCat("cannot listen on ", address.text,
-                                             ": it is taken, or not an address of this host; "
-                                             "stop the other process or choose another"));
 }
 
 FileDescriptor OpenSpare() { return FileDescriptor(open("/dev/null", O_RDONLY | O_CLOEXEC)); }
@@ -86,16 +111,55 @@ std::string KeptName(const Address& address, size_t number) {
   return absl::StrCat(kKeptPrefix, number, " ", address.text);
 }
 
+// Between sockets of one user that have this set; anything else has its port alone.
+void SharePort(const FileDescriptor& socket, int shares) {
+  setsockopt(socket.number(), SOL_SOCKET, SO_REUSEPORT, &shares, sizeof(shares));
+}
+
 void RemoveSocketFile(const std::string& path) {
   struct stat found = {};
   if (lstat(path.c_str(), &found) == 0 && S_ISSOCK(found.st_mode)) unlink(path.c_str());
 }
 
-// As gRPC names the other end of a TCP connection; empty: it is none.
+// Of a TCP connection; empty: it is none.
 std::string PeerOf(int socket) {
   sockaddr_storage name = {};
   socklen_t bytes = sizeof(name);
   if (getpeername(socket, reinterpret_cast<sockaddr*>(&name), &bytes) != 0) return "";
+  return PeerAt(name);
+}
+
+// Empty: it has ended.
+std::string SourceAt(int connection, bool is_unix) {
+  if (!is_unix) return SourceOf(PeerOf(connection));
+  ucred peer = {};
+  socklen_t bytes = sizeof(peer);
+  if (getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &peer, &bytes) != 0) return "";
+  return absl::StrCat("user:", peer.uid);
+}
+
+bool IsUnix(int socket) {
+  int domain = 0;
+  socklen_t bytes = sizeof(domain);
+  return getsockopt(socket, SOL_SOCKET, SO_DOMAIN, &domain, &bytes) == 0 && domain == AF_UNIX;
+}
+
+bool Watch(const FileDescriptor& events, int descriptor, uint32_t what, uint64_t number) {
+  epoll_event event = {.events = what, .data = {.u64 = number}};
+  return epoll_ctl(events.number(), EPOLL_CTL_ADD, descriptor, &event) == 0;
+}
+
+int MillisecondsUntil(std::optional<Newcomers::Clock::time_point> time) {
+  if (!time.has_value()) return -1;
+  const auto left =
+      std::chrono::ceil<std::chrono::milliseconds>(*time - Newcomers::Clock::now()).count();
+  return static_cast<int>(
+      std::clamp<int64_t>(left, 0, Newcomers::kPatience / std::chrono::milliseconds(1)));
+}
+
+}  // namespace
+
+std::string PeerAt(const sockaddr_storage& name) {
   char host[INET6_ADDRSTRLEN] = {};
   if (name.ss_family == AF_INET) {
     const auto& of = reinterpret_cast<const sockaddr_in&>(name);
@@ -110,30 +174,42 @@ std::string PeerOf(int socket) {
     return absl::StrCat("ipv4:", host, ":", ntohs(of.sin6_port));
   }
   inet_ntop(AF_INET6, &of.sin6_addr, host, sizeof(host));
-  return absl::StrCat("ipv6:%5B", host, "%5D:", ntohs(of.sin6_port));
+  const std::string link = of.sin6_scope_id == 0 ? "" : absl::StrCat("%25", of.sin6_scope_id);
+  return absl::StrCat("ipv6:%5B", host, link, "%5D:", ntohs(of.sin6_port));
 }
 
-}  // namespace
+std::string SourceOf(const std::string& peer) {
+  const std::string host = peer.substr(0, peer.rfind(':'));
+  if (absl::StartsWith(host, "ipv4:")) return host;
+  absl::string_view number = host;
+  in6_addr address = {};
+  if (!absl::ConsumePrefix(&number, "ipv6:%5B") || !absl::ConsumeSuffix(&number, "%5D")) return "";
+  number = number.substr(0, number.find('%'));
+  if (inet_pton(AF_INET6, std::string(number).c_str(), &address) != 1) return "";
+  // A host has as many addresses of its network as it likes.
+  std::fill(std::begin(address.s6_addr) + sizeof(address) / 2, std::end(address.s6_addr), 0);
+  char network[INET6_ADDRSTRLEN] = {};
+  inet_ntop(AF_INET6, &address, network, sizeof(network));
+  return absl::StrCat("ipv6:", network);
+}
 
 int CloseConnectionsOf(const std::string& peer) {
   if (peer.empty()) return 0;
-  std::error_code error;
   int closed = 0;
-  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd", error)) {
+  (void)VisitNames(AT_FDCWD, "/proc/self/fd", [&](const char* name, int) {
     int number = -1;
-    if (!absl::SimpleAtoi(entry.path().filename().string(), &number)) continue;
-    if (PeerOf(number) != peer) continue;
+    if (!absl::SimpleAtoi(name, &number) || PeerOf(number) != peer) return;
     // Its owner may have closed it by now, and the number may be another's: looked at again as a
     // descriptor that is ours.
     const FileDescriptor kept(fcntl(number, F_DUPFD_CLOEXEC, 0));
-    if (!kept || PeerOf(kept.number()) != peer) continue;
+    if (!kept || PeerOf(kept.number()) != peer) return;
     if (shutdown(kept.number(), SHUT_RDWR) == 0) ++closed;
     // What has come and was not read yet would be, after the end too. Its sender may go on, so not
     // without an end.
     for (int i = 0; i < kMostDiscards; ++i) {
       if (recv(kept.number(), nullptr, kDiscardedBytes, MSG_TRUNC | MSG_DONTWAIT) <= 0) break;
     }
-  }
+  });
   return closed;
 }
 
@@ -148,20 +224,22 @@ int64_t RaiseDescriptorLimit() {
   return static_cast<int64_t>(std::min<rlim_t>(limit.rlim_cur, kMostDescriptors));
 }
 
-absl::StatusOr<FileDescriptor> Listener::Bind(int family, const void* name,
+absl::StatusOr<FileDescriptor> Listener::Bind(const Address& address, int family, const void* name,
                                               size_t name_bytes) const {
   FileDescriptor socket(::socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   const int on = 1;
   if (family != AF_UNIX && socket) {
     // A port whose last connections are being forgotten is free; one that is listened on is not.
     setsockopt(socket.number(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
+    SharePort(socket, given_up_.empty() ? 0 : 1);
   }
   if (!socket ||
       bind(socket.number(), static_cast<const sockaddr*>(name),
            static_cast<socklen_t>(name_bytes)) != 0 ||
       listen(socket.number(), SOMAXCONN) != 0) {
-    return absl::UnavailableError(std::strerror(errno));
+    return CannotListen(address, errno);
   }
+  SharePort(socket, 0);
   return socket;
 }
 
@@ -171,13 +249,25 @@ bool Listener::IsKept(const Address& address, const NamedMemory* memory) {
   return std::find(left.begin(), left.end(), KeptName(address, 0)) != left.end();
 }
 
-void Listener::ForgetKept(NamedMemory& memory) {
+void Listener::GiveUpKept(const std::vector<Address>& addresses, NamedMemory& memory) {
   for (const std::string& name : memory.Left()) {
-    if (!absl::StartsWith(name, kKeptPrefix)) continue;
+    const bool is_wanted =
+        std::any_of(addresses.begin(), addresses.end(), [&name](const Address& address) {
+          return absl::EndsWith(name, absl::StrCat(" ", address.text));
+        });
+    if (is_wanted || !absl::StartsWith(name, kKeptPrefix)) continue;
+    FileDescriptor& socket = given_up_[name] = memory.TakeFile(name);
+    SharePort(socket, 1);
+  }
+}
+
+void Listener::ForgetKept(NamedMemory& memory) {
+  for (const auto& [name, socket] : given_up_) {
     memory.Forget(name);
     const size_t path = name.find(" unix:");
     if (path != std::string::npos) RemoveSocketFile(name.substr(path + 6));
   }
+  given_up_.clear();
 }
 
 absl::StatusOr<std::string> Listener::AddKept(const Address& address, NamedMemory& memory) {
@@ -208,8 +298,8 @@ absl::StatusOr<std::string> Listener::Add(const Address& address, NamedMemory* m
     name.sun_family = AF_UNIX;
     std::memcpy(name.sun_path, address.unix_path.data(), address.unix_path.size());
     RemoveSocketFile(address.unix_path);  // Of a process that has ended (CheckUnixSocketIsFree).
-    absl::StatusOr<FileDescriptor> socket = Bind(AF_UNIX, &name, sizeof(name));
-    if (!socket.ok()) return CannotListen(address);
+    absl::StatusOr<FileDescriptor> socket = Bind(address, AF_UNIX, &name, sizeof(name));
+    if (!socket.ok()) return socket.status();
     sockets_.push_back(*std::move(socket));
     unix_paths_.push_back(address.unix_path);
     BALLAST_RETURN_IF_ERROR(KeepFrom(first, address, memory));
@@ -219,36 +309,67 @@ absl::StatusOr<std::string> Listener::Add(const Address& address, NamedMemory* m
   hints.ai_socktype = SOCK_STREAM;
   hints.ai_flags = AI_PASSIVE | AI_NUMERICSERV;
   addrinfo* found = nullptr;
-  if (getaddrinfo(address.host.c_str(), "0", &hints, &found) != 0) return CannotListen(address);
+  if (getaddrinfo(address.host.c_str(), "0", &hints, &found) != 0) {
+    return CannotListen(address, EADDRNOTAVAIL);
+  }
   const std::unique_ptr<addrinfo, void (*)(addrinfo*)> freed(found, freeaddrinfo);
   // A name may have several addresses, localhost one of each family: all of one port.
   int port = address.port;
   bool bound = false;
+  absl::Status failed;
   for (addrinfo* each = found; each != nullptr; each = each->ai_next) {
     SetPort(*each, port);
-    absl::StatusOr<FileDescriptor> socket = Bind(each->ai_family, each->ai_addr, each->ai_addrlen);
-    if (!socket.ok()) continue;
+    absl::StatusOr<FileDescriptor> socket =
+        Bind(address, each->ai_family, each->ai_addr, each->ai_addrlen);
+    if (!socket.ok()) {
+      failed = socket.status();
+      continue;
+    }
     if (port == 0) port = PortOf(socket->number());
     sockets_.push_back(*std::move(socket));
     bound = true;
   }
-  if (!bound) return CannotListen(address);
+  if (!bound) return failed;
   BALLAST_RETURN_IF_ERROR(KeepFrom(first, address, memory));
   return TextOf(address, port);
 }
 
+absl::Status Listener::CheckNew(const std::vector<Address>& addresses, NamedMemory& memory) {
+  Listener listener;
+  listener.GiveUpKept(addresses, memory);
+  for (const Address& address : addresses) {
+    if (IsKept(address, &memory)) continue;
+    if (!address.unix_path.empty()) BALLAST_RETURN_IF_ERROR(CheckUnixSocketIsFree(address));
+    BALLAST_RETURN_IF_ERROR(listener.Add(address).status());
+  }
+  return absl::OkStatus();
+}
+
 absl::Status Listener::Start(std::function<void(int)> take,
-                             std::function<void(const std::string&)> warn) {
+                             std::function<void(const std::string&)> warn,
+                             ListenerOptions options) {
   take_ = std::move(take);
-  warn_ = std::move(warn);
+  refusals_.emplace(std::move(warn));
+  tls_ = options.tls;
+  most_newcomers_ = options.most_newcomers;
+  if (options.held_until == nullptr) {
+    options.held_until = [](const std::string&) { return Newcomers::Clock::time_point(); };
+  }
   most_descriptors_ = RaiseDescriptorLimit();
   spare_ = OpenSpare();
   stop_ = FileDescriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  if (!stop_ || !spare_) {
+  events_ = FileDescriptor(epoll_create1(EPOLL_CLOEXEC));
+  bool watched = spare_ && Watch(events_, stop_.number(), EPOLLIN, kStop);
+  for (const FileDescriptor& socket : sockets_) {
+    watched = watched && Watch(events_, socket.number(), EPOLLIN,
+                               kOfSocket | static_cast<uint64_t>(socket.number()));
+  }
+  if (!watched) {
     return absl::UnavailableError(
         "no file descriptors are left to listen with; raise the limit (ulimit -n)");
   }
-  thread_ = std::thread([this] { Run(); });
+  thread_ = std::thread(
+      [this, newcomers = Newcomers(std::move(options.held_until))]() mutable { Run(newcomers); });
   return absl::OkStatus();
 }
 
@@ -259,28 +380,43 @@ Listener::~Listener() {
     thread_.join();
   }
   for (const std::string& path : unix_paths_) RemoveSocketFile(path);
+  for (const auto& [name, socket] : given_up_) SharePort(socket, 0);
 }
 
-void Listener::Run() {
-  std::vector<pollfd> polled = {{.fd = stop_.number(), .events = POLLIN, .revents = 0}};
-  for (const FileDescriptor& socket : sockets_) {
-    polled.push_back({.fd = socket.number(), .events = POLLIN, .revents = 0});
-  }
+void Listener::Run(Newcomers& newcomers) {
+  std::array<epoll_event, 64> events = {};
   while (true) {
-    if (poll(polled.data(), polled.size(), -1) < 0 && errno != EINTR) {
-      std::this_thread::sleep_for(kPause);  // The system is out of memory.
-      continue;
+    const int wait = MillisecondsUntil(newcomers.WhenNext(Newcomers::Clock::now()));
+    const int count =
+        epoll_wait(events_.number(), events.data(), static_cast<int>(events.size()), wait);
+    for (int i = 0; i < count; ++i) {
+      const uint64_t of = events[i].data.u64;
+      if (of == kStop) return;
+      (void)RunsInMemory([&] {
+        if ((of & kOfSocket) != 0) {
+          AcceptAll(static_cast<int>(of ^ kOfSocket), newcomers);
+        } else {
+          newcomers.OnReadable(of);
+        }
+      });
     }
-    if (polled[0].revents != 0) return;
-    for (size_t i = 1; i < polled.size(); ++i) {
-      if (polled[i].revents != 0) (void)RunsInMemory([&] { AcceptAll(polled[i].fd); });
-    }
+    (void)RunsInMemory([&] { HandOn(newcomers); });
   }
 }
 
-void Listener::AcceptAll(int socket) {
+void Listener::HandOn(Newcomers& newcomers) {
+  const auto now = Newcomers::Clock::now();
+  newcomers.DropLate(now);
+  while (FileDescriptor connection = newcomers.Next(now)) {
+    epoll_ctl(events_.number(), EPOLL_CTL_DEL, connection.number(), nullptr);
+    take_(connection.Release());
+  }
+}
+
+void Listener::AcceptAll(int socket, Newcomers& newcomers) {
   const int64_t kept = std::min(kKeptDescriptors, most_descriptors_ / kKeptPart);
-  while (true) {
+  const bool is_unix = IsUnix(socket);
+  for (int i = 0; i < kMostAtOnce; ++i) {
     FileDescriptor connection(accept4(socket, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (!connection) {
       if (errno == EMFILE || errno == ENFILE) return RefuseOne(socket);
@@ -290,12 +426,21 @@ void Listener::AcceptAll(int socket) {
     // The system gives the lowest number that is free.
     if (connection.number() >= most_descriptors_ - kept) {
       connection = FileDescriptor();
-      Warn();
+      Refused();
       continue;
     }
     const int on = 1;
-    setsockopt(connection.number(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));  // Not of unix.
-    take_(connection.Release());
+    if (!is_unix) {
+      setsockopt(connection.number(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+    }
+    std::string source = SourceAt(connection.number(), is_unix);
+    if (source.empty()) continue;  // It has ended.
+    const int number = connection.number();
+    const Newcomers::Id id = newcomers.Add(std::move(connection), std::move(source),
+                                           tls_ && !is_unix, Newcomers::Clock::now());
+    // Where the system has no memory for that, the connection ends when its time is over.
+    Watch(events_, number, EPOLLIN | EPOLLRDHUP | EPOLLET, id);
+    if (newcomers.size() > most_newcomers_) newcomers.DropOldest();
   }
 }
 
@@ -305,19 +450,16 @@ void Listener::RefuseOne(int socket) {
   const bool took = static_cast<bool>(refused);
   refused = FileDescriptor();
   spare_ = OpenSpare();
-  Warn();
+  Refused();
   if (!took || !spare_) std::this_thread::sleep_for(kPause);  // Others took the descriptor.
 }
 
-void Listener::Warn() {
-  ++refused_;
-  const auto now = std::chrono::steady_clock::now();
-  if (now - warned_ < kWarnEvery) return;
-  warned_ = now;
-  warn_(
-      absl::StrCat("out of file descriptors, of which this process may have ", most_descriptors_,
-                   ": refused ", std::exchange(refused_, 0),
-                   " connections; raise the limit (ulimit -n, LimitNOFILE) or close connections"));
+void Listener::Refused() {
+  refusals_->Happened([&](int64_t refused) {
+    return absl::StrCat(
+        "out of file descriptors, of which this process may have ", most_descriptors_, ": refused ",
+        refused, " connections; raise the limit (ulimit -n, LimitNOFILE) or close connections");
+  });
 }
 
 }  // namespace ballast::server

@@ -12,6 +12,7 @@
 #include <memory>
 #include <utility>
 
+#include "cpu_optimizer_service/common/system/memory_guard.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
 #include "cpu_optimizer_service/job/pending.h"
 #include "server/call_guard.h"
@@ -22,7 +23,7 @@ namespace ballast::server {
 class PendingCall {
  public:
   // Starts a call: `start` takes its Done and returns its Pending. `answer` is called exactly once,
-  // also if there is no memory to start the call, and may then delete whoever has `call`. Throws
+  // also if there is no memory to start the call, and may then delete the owner of `call`. Throws
   // std::bad_alloc before anything is started.
   template <typename T, typename Starter>
   static void Start(std::shared_ptr<PendingCall> call, Starter&& start, Done<T> answer) {
@@ -47,6 +48,7 @@ class PendingCall {
     pending.Cancel();  // Calls the Done, so not with the lock.
   }
 
+  // What has no memory to be cancelled ends when its turn comes.
   void Cancel() {
     Pending pending;
     {
@@ -54,7 +56,7 @@ class PendingCall {
       cancelled_ = true;
       std::swap(pending, pending_);
     }
-    pending.Cancel();
+    (void)RunsInMemory([&] { pending.Cancel(); });
   }
 
   bool cancelled() const {

@@ -2,6 +2,7 @@
 
 #include <spdlog/spdlog.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -22,7 +23,6 @@ ResetWatch::ResetWatch()
 
 void ResetWatch::GivenUp(const std::string& peer, Clock::time_point now) {
   if (!absl::StartsWith(peer, "ipv4:") && !absl::StartsWith(peer, "ipv6:")) return;
-  std::string line;
   {
     MutexLock lock(mutex_);
     if (now - since_ >= kWithin || calls_.size() >= kMostPeers) {
@@ -31,16 +31,29 @@ void ResetWatch::GivenUp(const std::string& peer, Clock::time_point now) {
     }
     // What was underway when it was closed is counted on.
     if (++calls_[peer] != kMost) return;
-    ++closed_;
-    if (now - warned_ >= kWarnEvery) {
-      warned_ = now;
-      line = absl::StrCat("closed ", std::exchange(closed_, 0), " connections, the last of ", peer,
-                          ", that gave up ", kMost, " calls within ", kWithin.count(),
-                          " s; see to what that client does");
-    }
+    Hold(SourceOf(peer), now);
   }
   close_(peer);
-  if (!line.empty()) warn_(line);
+  closings_.Happened(
+      [&](int64_t closed) {
+        return absl::StrCat("closed ", closed, " connections, the last of ", peer,
+                            ", that gave up ", kMost, " calls, or had them refused, within ",
+                            kWithin.count(), " s; see to what that client does");
+      },
+      now);
+}
+
+void ResetWatch::Hold(const std::string& source, Clock::time_point now) {
+  std::erase_if(held_, [&](const auto& held) { return held.second <= now; });
+  if (held_.size() >= kMostPeers) return;
+  Clock::time_point& until = held_.try_emplace(source, now).first->second;
+  until = std::min(until + kHold, now + kLongestHold);
+}
+
+ResetWatch::Clock::time_point ResetWatch::HeldUntil(const std::string& source) {
+  MutexLock lock(mutex_);
+  const auto held = held_.find(source);
+  return held == held_.end() ? Clock::time_point() : held->second;
 }
 
 }  // namespace ballast::server

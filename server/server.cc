@@ -1,6 +1,5 @@
 #include "server/server.h"
 
-#include <grpcpp/ext/proto_server_reflection_plugin.h>
 #include <grpcpp/grpcpp.h>
 #include <grpcpp/health_check_service_interface.h>
 #include <spdlog/spdlog.h>
@@ -11,7 +10,9 @@
 #include <optional>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/periodic_thread.h"
 #include "proto/deadline.h"
 #include "server/access/access.h"
 #include "server/access/file_watch.h"
@@ -24,9 +25,9 @@
 #include "server/jobs/job_service.h"
 #include "server/jobs/state_service.h"
 #include "server/listener.h"
+#include "server/reflection.h"
 #include "server/reset_watch.h"
 #include "server/shared_memory/shared_memory_server.h"
-#include "server/train/seal_watch.h"
 #include "server/train/train_service.h"
 #include "server/transport_settings.h"
 
@@ -38,13 +39,14 @@ absl::Status CheckOpenness(const Address& address, const ServerOptions& options)
   const AccessOptions& access = options.access;
   const bool tls = !access.tls_certificate.empty();
   if (!access.roles.empty() && !tls && address.unix_path.empty()) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "with --roles-file nobody could call ", address.text,
-        ", where nothing says who calls: give --tls-cert and --tls-key, or listen on a "
-        "unix socket"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("with --roles-file every call to ", address.text,
+                     " would be refused, because nothing there says who calls: give --tls-cert and "
+                     "--tls-key, or listen on a "
+                     "unix socket"));
   }
-  const bool everybody_is_known = !access.roles.empty() || !access.tls_client_ca.empty();
-  if (IsLocal(address) || options.insecure || (tls && everybody_is_known)) {
+  const bool callers_are_known = !access.roles.empty() || !access.tls_client_ca.empty();
+  if (IsLocal(address) || options.insecure || (tls && callers_are_known)) {
     return absl::OkStatus();
   }
   return absl::InvalidArgumentError(absl::StrCat(
@@ -85,24 +87,28 @@ std::vector<WatchedFiles> FilesOf(Access& access, Tls& tls) {
 }
 
 absl::StatusOr<std::unique_ptr<Access>> OpenAccess(const ServerOptions& options) {
+  // The audit goes where the log goes, whatever the log's level.
+  const std::shared_ptr<spdlog::logger> audit =
+      spdlog::default_logger()->clone(spdlog::default_logger()->name());
+  audit->set_level(spdlog::level::info);
   return Access::Open(
-      options.access, [](const std::string& line) { spdlog::info("{}", line); },
+      options.access, [audit](const std::string& line) { audit->info("{}", line); },
       [](const std::string& line) { spdlog::warn("{}", line); });
+}
+
+// Each job whose first rank has sealed `deadline_seconds` ago or earlier tells its sealed ranks which
+// ones they wait for.
+void RemindSealedRanks(const Engine& engine, double deadline_seconds) {
+  for (const std::shared_ptr<Job>& job : engine.ListJobs()) {
+    const std::optional<double> seconds = job->SecondsSinceFirstSeal();
+    if (seconds.has_value() && *seconds >= deadline_seconds) job->TellWaiting();
+  }
 }
 
 bool IsUnixSocket(int connection) {
   int domain = 0;
   socklen_t bytes = sizeof(domain);
   return getsockopt(connection, SOL_SOCKET, SO_DOMAIN, &domain, &bytes) == 0 && domain == AF_UNIX;
-}
-
-// gRPC's plugins belong to the process, and are added to the servers that are built after this.
-void EnablePlugins() {
-  static std::once_flag once;
-  std::call_once(once, [] {
-    grpc::EnableDefaultHealthCheckService(true);
-    grpc::reflection::InitProtoReflectionServerBuilderPlugin();
-  });
 }
 
 std::unique_ptr<SharedMemoryServer> StartSharedMemoryServer(const Engine& engine,
@@ -126,7 +132,8 @@ struct Server::Impl {
         shared_memory_server(std::move(shared_memory)),
         job_service(engine, *access, pools, shared_memory_server.get()),
         train_service(engine, *access, pools),
-        state_service(engine, *access, pools, checkpoint_paths) {}
+        state_service(engine, *access, pools, checkpoint_paths),
+        reflection(pools) {}
 
   absl::Status Listen(const std::vector<Address>& parsed, const Engine& engine,
                       const std::vector<grpc::Service*>& more_services);
@@ -141,10 +148,12 @@ struct Server::Impl {
   JobService job_service;
   TrainService train_service;
   StateService state_service;
+  Reflection reflection;
   std::vector<std::string> addresses;
+  std::unique_ptr<grpc::CallbackGenericService> other_methods;
   std::unique_ptr<grpc::Server> grpc_server;
   std::unique_ptr<Listener> listener;
-  std::optional<SealWatch> seal_watch;
+  std::optional<PeriodicThread> seal_reminders;
   std::atomic<bool> serving = true;
   std::once_flag shut_down;
 };
@@ -153,33 +162,40 @@ absl::Status Server::Impl::Listen(const std::vector<Address>& parsed, const Engi
                                   const std::vector<grpc::Service*>& more_services) {
   grpc::ServerBuilder builder;
   ConfigureTransport(builder, engine.memory().limit_bytes());
-  InterceptCalls(builder, resets);
-  Door tcp = MakeDoor(builder, tls->credentials());
+  other_methods = InterceptCalls(builder, resets);
+  Acceptor tcp = MakeAcceptor(builder, tls->credentials());
   auto unix_users = std::make_shared<UnixUsers>(
       builder, [this](const std::string& principal) { return access->Knows(principal); });
   builder.RegisterService(&job_service);
   builder.RegisterService(&train_service);
   builder.RegisterService(&state_service);
+  builder.RegisterService(&reflection);
   for (grpc::Service* service : more_services) builder.RegisterService(service);
   listener = std::make_unique<Listener>();
+  if (engine.named_memory() != nullptr) listener->GiveUpKept(parsed, *engine.named_memory());
   for (const Address& address : parsed) {
     BALLAST_ASSIGN_OR_RETURN(addresses.emplace_back(),
                              listener->Add(address, engine.named_memory()));
   }
-  if (engine.named_memory() != nullptr) Listener::ForgetKept(*engine.named_memory());
+  if (engine.named_memory() != nullptr) listener->ForgetKept(*engine.named_memory());
   grpc_server = builder.BuildAndStart();
-  if (grpc_server == nullptr) return absl::InternalError("gRPC could not start a server");
+  if (grpc_server == nullptr) {
+    return absl::InternalError(
+        "the server for calls could not be started; --log-level=debug says why");
+  }
   return listener->Start(
       [tcp = std::move(tcp), unix_users = std::move(unix_users)](int connection) {
         IsUnixSocket(connection) ? unix_users->Take(connection) : tcp(connection);
       },
-      [](const std::string& line) { spdlog::warn("{}", line); });
+      [](const std::string& line) { spdlog::warn("{}", line); },
+      {.tls = access->has_tls(),
+       .held_until = [this](const std::string& source) { return resets.HeldUntil(source); }});
 }
 
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(Engine& engine,
                                                       const ServerOptions& options) {
   ConfigureProcessForTransport();
-  EnablePlugins();
+  grpc::EnableDefaultHealthCheckService(true);  // For all servers that are built after this.
   BALLAST_ASSIGN_OR_RETURN(const std::vector<Address> addresses, ParseAddresses(options));
   std::vector<std::string> unix_sockets;
   for (const Address& address : addresses) {
@@ -197,7 +213,11 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(Engine& engine,
       CheckpointPaths(engine.checkpoints(), options.allow_paths || addresses.empty(),
                       std::move(unix_sockets)));
   BALLAST_RETURN_IF_ERROR(impl->Listen(addresses, engine, options.more_services));
-  impl->seal_watch.emplace(engine, options.seal_deadline_seconds, options.seal_reminder_seconds);
+  impl->seal_reminders.emplace(
+      "remind-of-seals", absl::ToChronoNanoseconds(absl::Seconds(options.seal_reminder_seconds)),
+      [&engine, deadline_seconds = options.seal_deadline_seconds] {
+        RemindSealedRanks(engine, deadline_seconds);
+      });
   if (impl->access->has_roles() || impl->access->has_tls()) {
     impl->access_files.emplace(FilesOf(*impl->access, *impl->tls));
   }
@@ -211,14 +231,11 @@ absl::Status Server::Check(const ServerOptions& options, bool is_new) {
   return is_new ? access->CheckThatTokensAreThere() : absl::OkStatus();
 }
 
-absl::Status Server::CheckNewAddresses(const ServerOptions& options, const NamedMemory& memory) {
-  BALLAST_ASSIGN_OR_RETURN(const std::vector<Address> addresses, ParseAddresses(options));
-  for (const Address& address : addresses) {
-    if (Listener::IsKept(address, &memory)) continue;
-    if (!address.unix_path.empty()) BALLAST_RETURN_IF_ERROR(CheckUnixSocketIsFree(address));
-    BALLAST_RETURN_IF_ERROR(Listener().Add(address).status());
-  }
-  return absl::OkStatus();
+absl::Status Server::CheckNewAddresses(const ServerOptions& options,
+                                       const std::vector<Address>& others, NamedMemory& memory) {
+  BALLAST_ASSIGN_OR_RETURN(std::vector<Address> addresses, ParseAddresses(options));
+  addresses.insert(addresses.end(), others.begin(), others.end());
+  return Listener::CheckNew(addresses, memory);
 }
 
 std::string Server::AccessLine() const { return impl_->access->ToLine(); }
@@ -242,6 +259,12 @@ bool Server::serving() const { return impl_->serving; }
 
 const Access& Server::access() const { return *impl_->access; }
 
+CallPools& Server::pools() const { return impl_->pools; }
+
+int64_t Server::certificate_expires_unix_seconds() const {
+  return impl_->tls->expires_unix_seconds();
+}
+
 std::vector<CallUse> Server::calls() const {
   const auto use = [](const char* kind, const CallPool& pool) {
     return CallUse{.kind = kind, .in_progress = pool.calls(), .most = pool.most_calls()};
@@ -256,7 +279,7 @@ void Server::Shutdown(double grace_seconds) {
   std::call_once(impl_->shut_down, [&] {
     impl_->access_files.reset();
     impl_->listener.reset();
-    impl_->seal_watch.reset();  // No reminders to streams that are being cancelled.
+    impl_->seal_reminders.reset();  // No reminders to streams that are being cancelled.
     impl_->grpc_server->Shutdown(proto::Deadline(absl::Seconds(grace_seconds)));
     impl_->grpc_server->Wait();  // For every call; those that are queued in a pool still run.
     impl_->shared_memory_server.reset();  // No call asks for offers any more.

@@ -52,7 +52,6 @@ void ConfigureTransport(grpc::ServerBuilder& builder, int64_t memory_limit_bytes
   builder.SetMaxReceiveMessageSize(kMaxMessageBytes);
   builder.SetMaxSendMessageSize(kMaxMessageBytes);
   grpc::ResourceQuota quota("ballast");
-  quota.SetMaxThreads(kMaxReflectionThreads);
   quota.Resize(static_cast<size_t>(MostBufferedBytes(memory_limit_bytes)));
   builder.SetResourceQuota(quota);
   // A compressed message has no bound: a MiB may become a GiB. Training data does not compress. A

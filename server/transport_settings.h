@@ -10,13 +10,10 @@ class ServerBuilder;
 
 namespace ballast::server {
 
-// The largest bulk message is a chunk of 2^18 fp32 elements, 1 MiB. Descriptions of jobs are
-// larger: 100,000 parameters with long names and their partitions stay below this.
+// The largest bulk message is a chunk's first weights with three moments, 2^18 fp32 elements each:
+// 4 MiB. Descriptions of jobs are larger: 100,000 parameters with long names and their partitions
+// stay below this.
 inline constexpr int kMaxMessageBytes = 32 << 20;
-
-// gRPC starts threads without end for services that block them. Its reflection service is the only
-// one here; our own calls block none (call_pool.h). Calls beyond this get RESOURCE_EXHAUSTED.
-inline constexpr int kMaxReflectionThreads = 16;
 
 // Sets heap and logging of the process; only the first call has an effect.
 void ConfigureProcessForTransport();
@@ -29,7 +26,7 @@ int64_t MostBufferedBytes(int64_t memory_limit_bytes);
 // The streams that one connection may have. A client's further calls wait in the client.
 inline constexpr int kMaxStreamsOfConnection = 1024;
 
-// Sets message sizes, what is buffered, threads and channel arguments.
+// Sets message sizes, what is buffered and channel arguments.
 void ConfigureTransport(grpc::ServerBuilder& builder, int64_t memory_limit_bytes);
 
 }  // namespace ballast::server

@@ -73,6 +73,51 @@ absl::Status CheckCount(const ballast_session& session, size_t count) {
       absl::StrCat(count, " pointers were given for ", parameters, " parameters"));
 }
 
+absl::Status CheckFirstWeights(const ballast_session& session, const float* const* weights,
+                               size_t count) {
+  BALLAST_RETURN_IF_ERROR(CheckGiven(weights, "weights"));
+  BALLAST_RETURN_IF_ERROR(CheckCount(session, count));
+  for (size_t p = 0; p < count; ++p) {
+    if (weights[p] == nullptr && OwnsOf(session.options, p)) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "there are no weights of parameter ", session.options.job.layout.parameters[p].name));
+    }
+  }
+  return absl::OkStatus();
+}
+
+// Through the upload, whose call is cancelled on the way.
+struct EndedByCaller {
+  int32_t status;
+};
+
+// Writes a plane of a chunk's part, of ballast_plane's order, to its place.
+using PartWriter = absl::FunctionRef<void(const ChunkPart& part, size_t plane, float* out)>;
+
+// From whole parameters, zeros for those that are null.
+void CopyPart(const float* const* parameters, const ChunkPart& part, float* out) {
+  if (parameters[part.parameter] == nullptr) return;
+  std::memcpy(out, parameters[part.parameter] + part.part_offset, part.elements * sizeof(float));
+}
+
+// Weights alone, if the state is of step 0.
+absl::Status UploadParts(const ballast_session& session, const FirstState& state,
+                         PartWriter write) {
+  const Layout& layout = session.session->layout();
+  const auto fill = [&](int chunk, absl::Span<float> out) {
+    std::fill(out.begin(), out.end(), 0.0f);
+    const size_t elements = layout.chunks()[chunk].elements;
+    for (size_t plane = 0; plane * elements < out.size(); ++plane) {
+      layout.VisitParts(chunk, [&](const ChunkPart& part) {
+        write(part, plane, out.data() + plane * elements + part.chunk_offset);
+        return true;
+      });
+    }
+  };
+  return state.step == 0 ? session.session->UploadWeights(fill)
+                         : session.session->UploadState(state, fill);
+}
+
 // The chunk's weights to the places of the parameters that have a part in it.
 void CopyWeights(const ballast_session& session, int chunk) {
   const std::byte* shard = session.session->weights_memory(chunk).data();
@@ -91,9 +136,14 @@ std::unique_ptr<WeightCopies> CopiesOf(ballast_session& session) {
   const Layout& layout = session.session->layout();
   const absl::Span<const int> chunks = layout.chunks_of_rank(session.options.rank);
   int64_t bytes = 0;
+  session.chunks_of.resize(session.options.job.layout.parameters.size());
   for (const int chunk : chunks) {
     const Chunk& of = layout.chunks()[chunk];
     bytes += of.elements * SizeBytes(session.options.job.groups[of.group].return_dtype);
+    layout.VisitParts(chunk, [&](const ChunkPart& part) {
+      session.chunks_of[part.parameter].push_back(chunk);
+      return true;
+    });
   }
   return std::make_unique<WeightCopies>(session.threads, static_cast<int64_t>(chunks.size()), bytes,
                                         [&session](int chunk) { CopyWeights(session, chunk); });
@@ -129,7 +179,7 @@ int32_t CDecide(ballast_session* session, const ballast_ballot* ballot, ballast_
   });
 }
 
-// Errors are said once, by ballast_message. Whoever asks gRPC for its own lines gets them.
+// Errors are said once, by ballast_message. A user who asks gRPC for its own lines gets them.
 void SilenceTransport() {
   static std::once_flag once;
   std::call_once(once, [] {
@@ -229,24 +279,63 @@ int32_t ballast_upload_weights(ballast_session* session, const float* const* par
                                size_t count) {
   return CCall([&]() -> absl::Status {
     BALLAST_RETURN_IF_ERROR(CheckSession(session));
-    BALLAST_RETURN_IF_ERROR(CheckGiven(parameters, "parameters"));
-    BALLAST_RETURN_IF_ERROR(CheckCount(*session, count));
-    const auto& specs = session->options.job.layout.parameters;
-    for (size_t p = 0; p < count; ++p) {
-      if (parameters[p] == nullptr && OwnsOf(session->options, p)) {
-        return absl::InvalidArgumentError(
-            absl::StrCat("there are no weights of parameter ", specs[p].name));
-      }
-    }
-    const ballast::Layout& layout = session->session->layout();
-    return session->session->UploadWeights([&](int chunk, absl::Span<float> out) {
-      std::fill(out.begin(), out.end(), 0.0f);
-      layout.VisitParts(chunk, [&](const ballast::ChunkPart& part) {
-        std::memcpy(out.data() + part.chunk_offset, parameters[part.parameter] + part.part_offset,
-                    part.elements * sizeof(float));
-        return true;
-      });
+    BALLAST_RETURN_IF_ERROR(CheckFirstWeights(*session, parameters, count));
+    return UploadParts(*session, {}, [&](const ballast::ChunkPart& part, size_t plane, float* out) {
+      CopyPart(parameters, part, out);
     });
+  });
+}
+
+int32_t ballast_upload_state(ballast_session* session, const ballast_first_state* state,
+                             size_t count) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckSession(session));
+    BALLAST_RETURN_IF_ERROR(CheckStructure(state, "ballast_first_state"));
+    const auto given = CRead(state);
+    BALLAST_RETURN_IF_ERROR(CheckFirstWeights(*session, given.weights, count));
+    BALLAST_RETURN_IF_ERROR(CheckGiven(given.update_counts, "update_counts"));
+    BALLAST_RETURN_IF_ERROR(CheckGiven(given.exp_avg, "exp_avg"));
+    BALLAST_RETURN_IF_ERROR(CheckGiven(given.exp_avg_sq, "exp_avg_sq"));
+    for (const ballast::GroupSpec& group : session->options.job.groups) {
+      if (!group.hyper_parameters.amsgrad) continue;
+      BALLAST_RETURN_IF_ERROR(CheckGiven(given.max_exp_avg_sq, "max_exp_avg_sq"));
+    }
+    const float* const* const planes[] = {given.weights, given.exp_avg, given.exp_avg_sq,
+                                          given.max_exp_avg_sq};
+    const ballast::FirstState first = {
+        .step = given.step, .update_counts = {given.update_counts, given.update_counts + count}};
+    if (first.step == 0) {
+      return absl::InvalidArgumentError("a state of step 0 has no moments: upload weights alone");
+    }
+    return UploadParts(*session, first,
+                       [&](const ballast::ChunkPart& part, size_t plane, float* out) {
+                         CopyPart(planes[plane], part, out);
+                       });
+  });
+}
+
+int32_t ballast_upload_by(ballast_session* session, uint64_t step, const int64_t* update_counts,
+                          size_t count, ballast_values values, void* context) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckSession(session));
+    if (values == nullptr) return absl::InvalidArgumentError("values is null");
+    ballast::FirstState first = {.step = step};
+    if (step > 0) {
+      BALLAST_RETURN_IF_ERROR(CheckGiven(update_counts, "update_counts"));
+      BALLAST_RETURN_IF_ERROR(CheckCount(*session, count));
+      first.update_counts.assign(update_counts, update_counts + count);
+    }
+    const auto write = [&](const ballast::ChunkPart& part, size_t plane, float* out) {
+      const int32_t ended = values(context, part.parameter, static_cast<int32_t>(plane) + 1,
+                                   part.part_offset, part.elements, out);
+      if (ended != 0) throw EndedByCaller{ended};
+    };
+    try {
+      return UploadParts(*session, first, write);
+    } catch (const EndedByCaller& by) {
+      return absl::CancelledError(
+          absl::StrCat("the function that writes first weights returned ", by.status));
+    }
   });
 }
 
@@ -315,7 +404,7 @@ void ballast_gradient_written(void* ticket) {
   const auto& given = *static_cast<const ballast_gradient_ticket*>(ticket);
   if (!CheckSession(given.session).ok()) return;
   CCall([&] {
-    // There is nobody to tell of a number that is none of these.
+    // No caller can be told of a number that is none of these.
     given.session->gradients->Written(given.parameter, given.attempt,
                                       ReadLast(given.final).value_or(Last::kMore));
     return absl::OkStatus();
@@ -467,6 +556,25 @@ int32_t ballast_receive_weights(ballast_session* session) {
     const absl::Status received = session->session->ReceiveWeights();
     session->copies->Finish();
     return received;
+  });
+}
+
+int32_t ballast_await_weights(ballast_session* session, const size_t* parameters, size_t count) {
+  return CCall([&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(CheckSession(session));
+    BALLAST_RETURN_IF_ERROR(CheckGiven(parameters, "parameters"));
+    std::vector<int> chunks;
+    for (size_t i = 0; i < count; ++i) {
+      if (parameters[i] >= session->chunks_of.size()) {
+        return absl::InvalidArgumentError(absl::StrCat("there is no parameter ", parameters[i],
+                                                       " of ", session->chunks_of.size()));
+      }
+      const std::vector<int>& of = session->chunks_of[parameters[i]];
+      chunks.insert(chunks.end(), of.begin(), of.end());
+    }
+    BALLAST_RETURN_IF_ERROR(session->session->AwaitWeights(chunks));
+    session->copies->Finish(chunks);
+    return absl::OkStatus();
   });
 }
 

@@ -23,16 +23,21 @@ struct ballast_session {
   const pid_t process = getpid();
   ballast::client::SessionOptions options;
   std::shared_ptr<grpc::Channel> channel;
-  std::vector<void*> weights;  // By parameter. Empty: the caller reads weights_memory.
+  std::vector<void*> weights;               // By parameter. Empty: the caller reads weights_memory.
+  std::vector<std::vector<int>> chunks_of;  // By parameter: where this rank has a part of it.
   std::vector<size_t> unused;  // Parameters, as the last norm or decision has named them.
-  // Until its destruction the session tells these what may be written to again, and what has come.
+  // Until its destruction the session notifies these of what may be written to again, and of what
+  // has arrived.
   ballast::client::CopyThreads threads;
   std::unique_ptr<ballast::client::GradientGiver> gradients;
   std::unique_ptr<ballast::client::WeightCopies> copies;  // To `weights`.
   std::unique_ptr<ballast::client::Session> session;
 
   ~ballast_session() {
-    if (gradients != nullptr) gradients->Stop();
+    if (gradients != nullptr) {
+      session->EndPushes();  // Or its thread would wait for a service that is silent.
+      gradients->Stop();
+    }
     if (copies != nullptr) copies->Stop();  // They read the session's memory.
   }
 };

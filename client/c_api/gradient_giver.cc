@@ -62,13 +62,17 @@ void GradientGiver::Stop() {
 }
 
 void GradientGiver::Reset() {
-  MutexLock queue_lock(queue_mutex_);
-  queue_.clear();
-  written_status_ = absl::OkStatus();
   MutexLock lock(mutex_);
+  {
+    MutexLock queue_lock(queue_mutex_);
+    // What the writer has in hand is of the old attempt, which it notices by the number.
+    queue_.clear();
+  }
+  written_status_ = absl::OkStatus();
   ++attempt_;
   open_ = false;
   next_micro_step_ = 0;
+  done_.NotifyAll();  // An End of the old attempt fails.
 }
 
 absl::StatusOr<GradientGiver::PlacesOfGradient> GradientGiver::Places(uint32_t micro_step,
@@ -126,10 +130,13 @@ absl::Status GradientGiver::GiveParameter(Parameter& parameter, const void* grad
           return absl::OkStatus();
         }));
   }
+  // From here on the gradient is given, and the caller's memory is free. A push that waits for too
+  // long is only repeated: nothing is copied or counted twice.
   for (const Part& part : parameter.parts) {
     if (--chunks_[part.chunk].missing == 0) ready_.push_back(part.chunk);
   }
   parameter.given = Given::kYes;
+  done_.NotifyAll();
   const absl::Status pushed = PushReady(last);
   parameter.waits_for_push = absl::IsDeadlineExceeded(pushed);
   return pushed;
@@ -153,11 +160,14 @@ void GradientGiver::WriterLoop() {
       next = queue_.front();
       queue_.pop_front();
     }
+    // Without queue_mutex_: a push may wait, and so may a thread that has mutex_, and Written must not.
     absl::Status status = PushWritten(next);
-    MutexLock queue_lock(queue_mutex_);
     MutexLock lock(mutex_);
+    // Reset has cleared the queue and the error meanwhile, and this push is of an attempt that is
+    // over.
     if (next.attempt != attempt_) continue;
     if (absl::IsDeadlineExceeded(status)) {
+      MutexLock queue_lock(queue_mutex_);
       queue_.push_front(next);  // A full window is waited for again, as the caller of Give does it.
     } else {
       written_status_.Update(status);
@@ -170,6 +180,7 @@ absl::Status GradientGiver::PushWritten(const Writing& writing) {
   MutexLock lock(mutex_);
   if (writing.attempt != attempt_ || !open_) return absl::OkStatus();
   Parameter& parameter = parameters_[writing.parameter];
+  // It was counted before, and its push waited for too long.
   if (WasGiven(parameter)) return PushReady(writing.last);
   return GiveParameter(parameter, nullptr, writing.last);
 }
@@ -199,24 +210,14 @@ absl::Status GradientGiver::EndWith(uint32_t micro_step, const void* const* grad
     attempt = attempt_;
     return Enter(micro_step);
   };
+  MutexLock lock(mutex_);
   for (;;) {
-    {
-      MutexLock queue_lock(queue_mutex_);
-      BALLAST_RETURN_IF_ERROR(written_status_);
-      bool written = false;
-      {
-        MutexLock lock(mutex_);
-        BALLAST_RETURN_IF_ERROR(enter());
-        written = all_written();
-      }
-      if (!written) {
-        if (done_.WaitUntil(queue_mutex_, deadline)) continue;
-        return absl::DeadlineExceededError("a gradient has not been written to its places yet");
-      }
-    }
-    MutexLock lock(mutex_);
+    BALLAST_RETURN_IF_ERROR(written_status_);
     BALLAST_RETURN_IF_ERROR(enter());
     if (all_written()) return Finish(gradients, last);
+    if (!done_.WaitUntil(mutex_, deadline)) {
+      return absl::DeadlineExceededError("a gradient has not been written to its places yet");
+    }
   }
 }
 
@@ -227,6 +228,8 @@ absl::Status GradientGiver::Finish(const void* const* gradients, Last last) {
   for (size_t p = 0; p < parameters_.size(); ++p) {
     const Given given = parameters_[p].given;
     const bool differs = given == Given::kAtOnce ? !gives(p) : given == Given::kNot && gives(p);
+    // An end that is repeated after DEADLINE_EXCEEDED has to name the same gradients: some chunks
+    // have left with those of the first call.
     if (ending_ && differs) {
       return absl::InvalidArgumentError(
           absl::StrCat("the end of micro-step ", micro_step_, " has begun ",
@@ -238,6 +241,7 @@ absl::Status GradientGiver::Finish(const void* const* gradients, Last last) {
   for (size_t p = 0; p < parameters_.size(); ++p) {
     if (parameters_[p].given == Given::kNot && gives(p)) parameters_[p].given = Given::kAtOnce;
   }
+  // From now on no parameter may be given one by one: chunks leave with zeros for the others.
   ending_ = true;
   BALLAST_RETURN_IF_ERROR(threads_.ForEach(static_cast<int64_t>(own_chunks_.size()),
                                            gradients == nullptr ? 0 : own_bytes_,
@@ -265,6 +269,7 @@ absl::Status GradientGiver::FinishChunk(int index, const void* const* gradients,
       return true;
     });
   };
+  // A chunk that has no place yet, and gets no gradient now, leaves as empty, without a byte.
   bool has_gradient = chunk.stage == Stage::kHasPlace;
   visit_parts([&](const ChunkPart&, Given given) { has_gradient |= given == Given::kAtOnce; });
   if (has_gradient) {
@@ -272,6 +277,7 @@ absl::Status GradientGiver::FinishChunk(int index, const void* const* gradients,
     const int64_t size = ElementBytes(index);
     visit_parts([&](const ChunkPart& part, Given given) {
       std::byte* to = chunk.place.data() + part.chunk_offset * size;
+      // The place still has what an earlier micro-step left there.
       if (given == Given::kNot) std::memset(to, 0, part.elements * size);
       if (given != Given::kAtOnce) return;
       const auto* from = static_cast<const std::byte*>(gradients[part.parameter]);
@@ -339,6 +345,7 @@ absl::Status GradientGiver::TakePlace(int index) {
   if (chunk.stage != Stage::kIdle) return absl::OkStatus();
   const auto deadline = std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(limit_);
   {
+    // With mutex_ held: `released` takes release_mutex_ alone, so the wait can end.
     MutexLock lock(release_mutex_);
     while (in_use_[index]) {
       if (!released_.WaitUntil(release_mutex_, deadline)) {
@@ -353,6 +360,7 @@ absl::Status GradientGiver::TakePlace(int index) {
     chunk.place = absl::MakeSpan(chunk.own);
   }
   const int64_t size = ElementBytes(index);
+  // The service refuses a step whose padding is not zero, and a place may hold anything.
   for (const ChunkPiece& padding : session_.layout().padding_of(index)) {
     std::memset(chunk.place.data() + padding.chunk_offset * size, 0, padding.elements * size);
   }
@@ -363,6 +371,7 @@ absl::Status GradientGiver::TakePlace(int index) {
 absl::Status GradientGiver::PushReady(Last last) {
   while (!ready_.empty()) {
     BALLAST_RETURN_IF_ERROR(PushChunk(ready_.back(), last));
+    // Only now: what could not be pushed in time is the first of the next call.
     ready_.pop_back();
   }
   return absl::OkStatus();
@@ -380,6 +389,7 @@ absl::Status GradientGiver::PushChunk(int index, Last last) {
     push.payload = chunk.place;
     {
       MutexLock lock(release_mutex_);
+      // Before Push, which may call `released` before it returns, and calls it where it fails.
       in_use_[index] = true;
     }
     push.released = [this, index] {

@@ -36,16 +36,17 @@ enum class Last : uint8_t { kMore, kFinal, kMayGuess };
 // The job's trainable parameters for which `used` is true.
 UsedParameters UsedOf(const JobSpec& job, absl::FunctionRef<bool(size_t)> used);
 
-// Of one session. A chunk is pushed when the last of its parameters is given, or at the end of the
-// micro-step, with zeros for those that were not. A micro-step is open until End. Thread safe. Each
-// call waits for at most `limit` and returns DEADLINE_EXCEEDED then; the same call again goes on.
+// The gradients of one session. A chunk is pushed when the last of its parameters is given, or at
+// the end of the micro-step, with zeros for those that were not. A micro-step is open until End.
+// Thread safe. Each call waits for at most `limit` and returns DEADLINE_EXCEEDED then; the same
+// call again goes on.
 class GradientGiver {
  public:
   // Large gradients are copied with `threads`, which is borrowed.
   GradientGiver(Session& session, const JobSpec& job, int rank, CopyThreads& threads,
                 absl::Duration limit);
   ~GradientGiver() { Stop(); }
-  // What Written was told and is not pushed yet is dropped. Before the session is destroyed.
+  // What Written was called with and is not pushed yet is dropped. Before the session is destroyed.
   void Stop();
 
   // A step begins, or what was given of it was discarded: an unfinished micro-step is forgotten.
@@ -131,7 +132,7 @@ class GradientGiver {
   CopyThreads& threads_;
   const absl::Duration limit_;
   const absl::Span<const int> own_chunks_;
-  int64_t own_bytes_ = 0;  // Of all gradients together.
+  int64_t own_bytes_ = 0;  // All gradients together.
 
   // Which chunks' last pushes have not been released; their places may not be written to. A lock of
   // its own, because a session may release during Push.
@@ -142,21 +143,22 @@ class GradientGiver {
   Mutex mutex_;
   uint64_t attempt_ ABSL_GUARDED_BY(mutex_) = 0;  // Rises with each Reset.
   bool open_ ABSL_GUARDED_BY(mutex_) = false;
-  uint32_t micro_step_ ABSL_GUARDED_BY(mutex_) = 0;  // Of the open one.
+  uint32_t micro_step_ ABSL_GUARDED_BY(mutex_) = 0;  // The open one.
   // Its end has begun: chunks have left, and which parameters have a gradient changes no more.
   bool ending_ ABSL_GUARDED_BY(mutex_) = false;
   uint32_t next_micro_step_ ABSL_GUARDED_BY(mutex_) = 0;  // Those before it were ended.
   std::vector<Parameter> parameters_ ABSL_GUARDED_BY(mutex_);
   std::vector<Chunk> chunks_ ABSL_GUARDED_BY(mutex_);  // By index in the layout.
   std::vector<int> ready_ ABSL_GUARDED_BY(mutex_);     // Chunks that miss nothing, not pushed yet.
+  absl::Status written_status_ ABSL_GUARDED_BY(mutex_);  // The writer's first error.
+  CondVar done_;  // Something that End may wait for has changed.
 
-  // Of Written. The thread begins with the first call.
-  Mutex queue_mutex_ ABSL_ACQUIRED_BEFORE(mutex_);
+  // What Written was called with. The thread begins with its first call. Held for moments only,
+  // because Written must not wait; a thread that has mutex_ may wait for a push.
+  Mutex queue_mutex_ ABSL_ACQUIRED_AFTER(mutex_);
   CondVar queued_;
-  CondVar done_;
   std::deque<Writing> queue_ ABSL_GUARDED_BY(queue_mutex_);
   bool stopping_ ABSL_GUARDED_BY(queue_mutex_) = false;
-  absl::Status written_status_ ABSL_GUARDED_BY(queue_mutex_);  // The first error.
   std::thread writer_;
 };
 

@@ -7,7 +7,7 @@
 namespace ballast::client {
 
 // As std::memcpy. A large copy goes past the caches: what is at `to` is not read first, which takes
-// two thirds of the traffic. It is seen by whoever is told of it afterwards, as any other write.
+// two thirds of the traffic. A thread that is notified afterwards sees it as any other write.
 void StreamCopy(void* to, const void* from, size_t bytes);
 
 }  // namespace ballast::client

@@ -1,5 +1,6 @@
 #include "client/c_api/weight_copies.h"
 
+#include <algorithm>
 #include <new>
 #include <utility>
 
@@ -10,6 +11,7 @@ WeightCopies::WeightCopies(CopyThreads& threads, int64_t chunks, int64_t bytes,
     : threads_(threads), most_helpers_(threads.WorthFor(bytes)), copy_(std::move(copy)) {
   MutexLock lock(mutex_);
   waiting_.reserve(chunks);
+  copying_.reserve(most_helpers_ + 1);
 }
 
 void WeightCopies::Add(int chunk) {
@@ -34,26 +36,44 @@ void WeightCopies::Help() {
 void WeightCopies::Finish() {
   MutexLock lock(mutex_);
   CopyAll();
-  while (copying_ > 0) idle_.Wait(mutex_);
+  while (!copying_.empty()) idle_.Wait(mutex_);
+}
+
+void WeightCopies::Finish(absl::Span<const int> chunks) {
+  MutexLock lock(mutex_);
+  for (const int chunk : chunks) {
+    const auto found = std::find(waiting_.begin(), waiting_.end(), chunk);
+    if (found == waiting_.end()) continue;
+    waiting_.erase(found);
+    Copy(chunk);
+  }
+  for (const int chunk : chunks) {
+    while (std::count(copying_.begin(), copying_.end(), chunk) > 0) idle_.Wait(mutex_);
+  }
 }
 
 void WeightCopies::Stop() {
   MutexLock lock(mutex_);
   stopped_ = true;
   waiting_.clear();
-  while (copying_ > 0 || helpers_ > 0) idle_.Wait(mutex_);
+  while (!copying_.empty() || helpers_ > 0) idle_.Wait(mutex_);
 }
 
 void WeightCopies::CopyAll() {
   while (!waiting_.empty()) {
     const int chunk = waiting_.back();  // What came last may still be in a cache.
     waiting_.pop_back();
-    ++copying_;
-    mutex_.Unlock();
-    copy_(chunk);
-    mutex_.Lock();
-    if (--copying_ == 0) idle_.NotifyAll();
+    Copy(chunk);
   }
+}
+
+void WeightCopies::Copy(int chunk) {
+  copying_.push_back(chunk);
+  mutex_.Unlock();
+  copy_(chunk);
+  mutex_.Lock();
+  copying_.erase(std::find(copying_.begin(), copying_.end(), chunk));
+  idle_.NotifyAll();
 }
 
 }  // namespace ballast::client

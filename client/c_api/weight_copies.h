@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/types/span.h"
 #include "client/c_api/copy_threads.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
 
@@ -24,12 +25,15 @@ class WeightCopies {
   void Add(int chunk);
   // Returns when all that was added is copied; the calling thread helps.
   void Finish();
+  // The same for these chunks alone, each of which was added.
+  void Finish(absl::Span<const int> chunks);
   // What waits is dropped, and so is what is added from now on. Returns when nothing is copied any
   // more.
   void Stop();
 
  private:
   void CopyAll() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Copy(int chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Help();
 
   CopyThreads& threads_;
@@ -38,8 +42,8 @@ class WeightCopies {
   Mutex mutex_;
   CondVar idle_;
   std::vector<int> waiting_ ABSL_GUARDED_BY(mutex_);
-  int helpers_ ABSL_GUARDED_BY(mutex_) = 0;  // Started, and not done.
-  int copying_ ABSL_GUARDED_BY(mutex_) = 0;  // Chunks, now.
+  int helpers_ ABSL_GUARDED_BY(mutex_) = 0;           // Started, and not done.
+  std::vector<int> copying_ ABSL_GUARDED_BY(mutex_);  // Chunks, now.
   bool stopped_ ABSL_GUARDED_BY(mutex_) = false;
 };
 

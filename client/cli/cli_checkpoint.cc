@@ -9,7 +9,7 @@
 #include "client/cli/cli_service.h"
 #include "client/cli/cli_text.h"
 #include "cpu_optimizer_service/common/status.h"
-#include "cpu_optimizer_service/common/system/checkpoint_name.h"
+#include "cpu_optimizer_service/common/text/checkpoint_name.h"
 #include "proto/convert.h"
 
 namespace ballast::client::cli {
@@ -182,9 +182,8 @@ absl::StatusOr<Action> PrepareCheckpoints(const Arguments& arguments) {
   v1::ListCheckpointsRequest request;
   request.set_directory(arguments.positional(0));
   return [request](Service& service, bool as_json) -> absl::StatusOr<std::string> {
-    BALLAST_ASSIGN_OR_RETURN(
-        const v1::ListCheckpointsResponse response,
-        service.Read(service.state(), &v1::StateService::Stub::ListCheckpoints, request));
+    BALLAST_ASSIGN_OR_RETURN(const v1::ListCheckpointsResponse response,
+                             service.ListCheckpoints(request));
     return ToText(response, /*verified=*/false, as_json);
   };
 }

@@ -9,7 +9,7 @@
 #include "client/cli/cli_service.h"
 #include "cpu_optimizer_service/common/hyper_parameters.h"
 #include "cpu_optimizer_service/common/status.h"
-#include "cpu_optimizer_service/common/system/suggestions.h"
+#include "cpu_optimizer_service/common/text/suggestions.h"
 #include "proto/convert.h"
 
 namespace ballast::client::cli {

@@ -8,6 +8,7 @@
 #include "client/cli/cli_print.h"
 #include "client/cli/cli_service.h"
 #include "client/cli/cli_text.h"
+#include "cpu_optimizer_service/common/text/printable.h"
 
 namespace ballast::client::cli {
 namespace {

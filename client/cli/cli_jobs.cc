@@ -1,5 +1,6 @@
 // jobs, job, abort-step, undo, close.
 #include <algorithm>
+#include <chrono>
 #include <nlohmann/json.hpp>
 
 #include "absl/strings/str_cat.h"
@@ -69,12 +70,12 @@ absl::StatusOr<Action> PrepareUndo(const Arguments& arguments) {
 }
 
 // How long workers that have ended may take to be seen as gone.
-constexpr absl::Duration kLeaving = absl::Seconds(2);
+constexpr std::chrono::seconds kLeaving(2);
 constexpr absl::Duration kLookEvery = absl::Milliseconds(50);
 
 // FAILED_PRECONDITION: workers are attached to the job.
 absl::StatusOr<std::string> UidOfIdleJob(Service& service, const std::string& job) {
-  const absl::Time end = absl::Now() + kLeaving;
+  const auto end = std::chrono::steady_clock::now() + kLeaving;
   while (true) {
     const absl::StatusOr<v1::Job> now = service.GetJob(job, false);
     if (!now.ok()) return service.SuggestJob(now.status(), job);
@@ -82,7 +83,7 @@ absl::StatusOr<std::string> UidOfIdleJob(Service& service, const std::string& jo
         std::count_if(now->ranks().begin(), now->ranks().end(),
                       [](const v1::RankProgress& rank) { return rank.attached(); });
     if (attached == 0) return now->uid();
-    if (absl::Now() >= end) {
+    if (std::chrono::steady_clock::now() >= end) {
       return absl::FailedPreconditionError(
           absl::StrCat("job ", job, " is in training: ", attached, " of ", now->world_size(),
                        " workers are attached, at step ", now->committed_step(),

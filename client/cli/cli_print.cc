@@ -7,6 +7,7 @@
 #include "client/cli/cli_json.h"
 #include "client/cli/cli_service.h"
 #include "client/cli/cli_text.h"
+#include "cpu_optimizer_service/common/text/printable.h"
 #include "proto/convert.h"
 
 namespace ballast::client::cli {

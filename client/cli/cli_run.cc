@@ -7,7 +7,8 @@
 #include "client/cli/cli_service.h"
 #include "client/cli/cli_text.h"
 #include "client/connect.h"
-#include "cpu_optimizer_service/common/system/suggestions.h"
+#include "cpu_optimizer_service/common/text/printable.h"
+#include "cpu_optimizer_service/common/text/suggestions.h"
 
 namespace ballast::client::cli {
 namespace {

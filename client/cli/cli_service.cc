@@ -1,10 +1,11 @@
 #include "client/cli/cli_service.h"
 
+#include <set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "client/transport/handshake.h"
-#include "cpu_optimizer_service/common/system/suggestions.h"
+#include "cpu_optimizer_service/common/text/suggestions.h"
 #include "proto/convert.h"
 #include "proto/deadline.h"
 #include "proto/status.h"
@@ -12,12 +13,13 @@
 namespace ballast::client::cli {
 
 Service::Service(std::string address, std::shared_ptr<grpc::Channel> channel,
-                 Credentials credentials, absl::Duration timeout, absl::Duration wait)
+                 Credentials credentials, absl::Duration timeout, absl::Duration wait, Clock& clock)
     : address_(std::move(address)),
       channel_(channel),
       credentials_(std::move(credentials)),
       timeout_(timeout),
       wait_(wait),
+      clock_(clock),
       jobs_(channel),
       state_(channel) {}
 
@@ -25,15 +27,20 @@ void Service::SetDeadline(grpc::ClientContext& context) const {
   context.set_deadline(proto::Deadline(timeout_));
 }
 
-absl::Status Service::Explain(const grpc::Status& status) const {
+absl::Status Service::Explain(const grpc::Status& status) {
   const absl::Status error = proto::FromGrpc(status);
+  untrusted_may_pass_ = false;
   if (absl::IsDeadlineExceeded(error)) {
     return absl::DeadlineExceededError(
         absl::StrCat("the service at ", address_, " did not answer within ",
                      absl::FormatDuration(timeout_), "; give it longer with --timeout"));
   }
-  if (const std::string why = WhyHandshakeFailed(status, address_, credentials_); !why.empty()) {
-    // Not UNAVAILABLE: to wait changes nothing.
+  const std::string why = WhyHandshakeFailed(status, address_, credentials_);
+  const absl::Time now = clock_.Now();
+  if (why != untrusted_) untrusted_since_ = now;
+  untrusted_ = why;
+  untrusted_may_pass_ = !why.empty() && now - untrusted_since_ < kRotation;
+  if (!why.empty()) {
     return absl::FailedPreconditionError(
         absl::StrCat("no service answers at ", address_, " that can be trusted: ", why));
   }
@@ -52,6 +59,10 @@ absl::Status Service::Explain(const grpc::Status& status) const {
   return error;
 }
 
+bool Service::MayHeal(const absl::Status& status) const {
+  return absl::IsUnavailable(status) || untrusted_may_pass_;
+}
+
 absl::StatusOr<v1::Job> Service::GetJob(const std::string& job, bool with_parameters) {
   v1::GetJobRequest request;
   request.set_name(proto::JobName(job));
@@ -61,23 +72,33 @@ absl::StatusOr<v1::Job> Service::GetJob(const std::string& job, bool with_parame
   return response;
 }
 
-absl::StatusOr<v1::ListJobsResponse> Service::ListJobs() {
-  v1::ListJobsRequest request;
-  v1::ListJobsResponse all;
+template <typename Stub, typename Request, typename Response>
+absl::StatusOr<Response> Service::ReadPages(Stub& stub,
+                                            grpc::Status (Stub::*method)(grpc::ClientContext*,
+                                                                         const Request&, Response*),
+                                            Request request) {
+  Response all;
+  std::set<std::string> tokens;
   do {
-    absl::StatusOr<v1::ListJobsResponse> page =
-        Read(jobs_, &v1::JobService::Stub::ListJobs, request);
+    absl::StatusOr<Response> page = Read(stub, method, request);
     if (!page.ok()) return page.status();
-    // Tokens rise with the names, so this ends.
-    if (!page->next_page_token().empty() && page->next_page_token() <= request.page_token()) {
-      return absl::InternalError(
-          "the service lists its jobs without an end; use the same versions");
-    }
     request.set_page_token(page->next_page_token());
+    if (!request.page_token().empty() && !tokens.insert(request.page_token()).second) {
+      return absl::InternalError("the service lists without an end; use the same versions");
+    }
     all.MergeFrom(*page);
-    all.set_next_page_token("");
+    all.clear_next_page_token();
   } while (!request.page_token().empty());
   return all;
+}
+
+absl::StatusOr<v1::ListJobsResponse> Service::ListJobs() {
+  return ReadPages(jobs_, &v1::JobService::Stub::ListJobs, v1::ListJobsRequest());
+}
+
+absl::StatusOr<v1::ListCheckpointsResponse> Service::ListCheckpoints(
+    v1::ListCheckpointsRequest request) {
+  return ReadPages(state_, &v1::StateService::Stub::ListCheckpoints, std::move(request));
 }
 
 absl::Status Service::SuggestJob(const absl::Status& status, const std::string& job) {
@@ -94,21 +115,18 @@ absl::Status Service::SuggestJob(const absl::Status& status, const std::string& 
 }
 
 absl::Status Service::ReadState(
-    const v1::ReadStateRequest& request,
+    const v1::ReadStateRequest& request, const std::function<void()>& begin,
     const std::function<absl::Status(const v1::ReadStateResponse&)>& receive) {
-  bool received = false;  // What has been handed on cannot come again.
   return Retry(
-      Clock::Real(), wait_,
+      clock_, wait_,
       [&] {
+        begin();
         grpc::ClientContext context;
         SetDeadline(context);
         return ReadAll<v1::ReadStateResponse>(context, *state_.ReadState(&context, request),
-                                              [&](const v1::ReadStateResponse& part) {
-                                                received = true;
-                                                return receive(part);
-                                              });
+                                              receive);
       },
-      [&](const absl::Status& status) { return absl::IsUnavailable(status) && !received; });
+      [&](const absl::Status& status) { return MayHeal(status); });
 }
 
 absl::Status Service::ReadTrace(
@@ -121,10 +139,11 @@ absl::Status Service::ReadTrace(
 
 template <typename Response>
 absl::Status Service::ReadAll(grpc::ClientContext& context, grpc::ClientReader<Response>& reader,
-                              const std::function<absl::Status(const Response&)>& receive) const {
+                              const std::function<absl::Status(const Response&)>& receive) {
   Response part;
   while (reader.Read(&part)) {
     if (absl::Status status = receive(part); !status.ok()) {
+      untrusted_may_pass_ = false;  // The error is the receiver's, and no more of the connection.
       context.TryCancel();
       reader.Finish();
       return status;

@@ -23,9 +23,9 @@ namespace ballast::client::cli {
 class Service {
  public:
   // Calls that change nothing are made again, for as long as `wait`, while no service can be
-  // reached: its process may be about to be started again.
+  // reached: its process may be about to be started again, or certificates to be changed.
   Service(std::string address, std::shared_ptr<grpc::Channel> channel, Credentials credentials,
-          absl::Duration timeout, absl::Duration wait);
+          absl::Duration timeout, absl::Duration wait, Clock& clock = Clock::Real());
 
   // A unary call: Call(service.jobs(), &v1::JobService::Stub::GetJob, request).
   template <typename Stub, typename Request, typename Response>
@@ -49,20 +49,25 @@ class Service {
                                                              Response*),
                                 const Request& request) {
     absl::StatusOr<Response> response = Response();
-    Retry(Clock::Real(), wait_, [&] {
+    const auto call = [&] {
       response = Call(stub, method, request);
       return response.status();
+    };
+    Retry(clock_, wait_, call, [this](const absl::Status& status) {
+      return MayHeal(status);
     }).IgnoreError();  // It is in the response.
     return response;
   }
 
-  // All of its pages.
+  // These with all of their pages.
   absl::StatusOr<v1::ListJobsResponse> ListJobs();
+  absl::StatusOr<v1::ListCheckpointsResponse> ListCheckpoints(v1::ListCheckpointsRequest request);
   absl::StatusOr<v1::Job> GetJob(const std::string& job, bool with_parameters);
-  // Calls `receive` for each part of a plane, in order; its first error ends the call.
-  absl::Status ReadState(const v1::ReadStateRequest& request,
+  // Calls `begin`, and `receive` for each part of a plane, in order; its first error ends the call.
+  // All of it again where the service goes away and comes back within --wait of the call's begin.
+  absl::Status ReadState(const v1::ReadStateRequest& request, const std::function<void()>& begin,
                          const std::function<absl::Status(const v1::ReadStateResponse&)>& receive);
-  // The same for the parts of a trace.
+  // Calls `receive` for each part of a trace, in order; its first error ends the call.
   absl::Status ReadTrace(const v1::TraceJobRequest& request,
                          const std::function<absl::Status(const v1::TraceJobResponse&)>& receive);
   // The error. If it is NOT_FOUND and there is no such job, it names jobs with similar names.
@@ -75,16 +80,26 @@ class Service {
 
  private:
   void SetDeadline(grpc::ClientContext& context) const;
-  absl::Status Explain(const grpc::Status& status) const;
+  absl::Status Explain(const grpc::Status& status);
+  bool MayHeal(const absl::Status& status) const;
+  template <typename Stub, typename Request, typename Response>
+  absl::StatusOr<Response> ReadPages(Stub& stub,
+                                     grpc::Status (Stub::*method)(grpc::ClientContext*,
+                                                                  const Request&, Response*),
+                                     Request request);
   template <typename Response>
   absl::Status ReadAll(grpc::ClientContext& context, grpc::ClientReader<Response>& reader,
-                       const std::function<absl::Status(const Response&)>& receive) const;
+                       const std::function<absl::Status(const Response&)>& receive);
 
   const std::string address_;
   const std::shared_ptr<grpc::Channel> channel_;
   const Credentials credentials_;  // Of the channel.
   const absl::Duration timeout_;
   const absl::Duration wait_;
+  Clock& clock_;
+  std::string untrusted_;  // Why the last call did not trust what answers, or was not trusted.
+  absl::Time untrusted_since_;
+  bool untrusted_may_pass_ = false;
   bool answered_ = false;  // A call, so there is a service.
   v1::JobService::Stub jobs_;
   v1::StateService::Stub state_;

@@ -11,7 +11,7 @@
 #include "client/cli/cli_text.h"
 #include "client/cli/npy_writer.h"
 #include "cpu_optimizer_service/common/status.h"
-#include "cpu_optimizer_service/common/system/suggestions.h"
+#include "cpu_optimizer_service/common/text/suggestions.h"
 #include "proto/convert.h"
 
 namespace ballast::client::cli {
@@ -63,6 +63,11 @@ class Download {
  public:
   explicit Download(const std::string& path) : path_(path) {}
 
+  // What has arrived before is dropped.
+  void Begin() {
+    writer_ = nullptr;
+    bytes_ = 0;
+  }
   absl::Status Receive(const v1::ReadStateResponse& part) {
     if (writer_ == nullptr) {
       step_ = part.step();
@@ -100,7 +105,8 @@ absl::StatusOr<std::string> WriteFile(Service& service, const StateRequest& requ
   message.set_plane(request.plane == v1::PLANE_UNSPECIFIED ? v1::MASTER : request.plane);
   Download download(request.out);
   const absl::Status read = service.ReadState(
-      message, [&](const v1::ReadStateResponse& part) { return download.Receive(part); });
+      message, [&] { download.Begin(); },
+      [&](const v1::ReadStateResponse& part) { return download.Receive(part); });
   if (!read.ok()) return SuggestParameter(service, read, request);
   BALLAST_RETURN_IF_ERROR(download.Finish());
   const std::string plane = Name(message.plane());

@@ -9,49 +9,9 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
+#include "cpu_optimizer_service/common/text/printable.h"
 
 namespace ballast::client::cli {
-
-namespace {
-
-// Bytes of the UTF-8 character at the begin of `text` that a terminal shows; 0: it is none.
-size_t ShownBytes(absl::string_view text) {
-  const auto byte = [&](size_t i) { return static_cast<uint8_t>(text[i]); };
-  const uint8_t first = byte(0);
-  if (first < 0x80) return first >= 0x20 && first != 0x7f ? 1 : 0;
-  const size_t bytes = first >= 0xf5   ? 0
-                       : first >= 0xf0 ? 4
-                       : first >= 0xe0 ? 3
-                       : first >= 0xc2 ? 2
-                                       : 0;
-  if (bytes == 0 || text.size() < bytes) return 0;
-  for (size_t i = 1; i < bytes; ++i) {
-    if ((byte(i) & 0xc0) != 0x80) return 0;
-  }
-  // C1, and the marks that turn text around.
-  if (first == 0xc2 && byte(1) < 0xa0) return 0;
-  const bool turns = first == 0xe2 && ((byte(1) == 0x80 && byte(2) >= 0xaa && byte(2) <= 0xae) ||
-                                       (byte(1) == 0x81 && byte(2) >= 0xa6 && byte(2) <= 0xa9));
-  return turns ? 0 : bytes;
-}
-
-}  // namespace
-
-std::string Printable(absl::string_view text, Newlines newlines) {
-  std::string printable;
-  while (!text.empty()) {
-    size_t bytes = ShownBytes(text);
-    if (bytes == 0 && text[0] == '\n' && newlines == Newlines::kKeep) bytes = 1;
-    if (bytes == 0) {
-      absl::StrAppendFormat(&printable, "\\x%02x", static_cast<uint8_t>(text[0]));
-      bytes = 1;
-    } else {
-      absl::StrAppend(&printable, text.substr(0, bytes));
-    }
-    text.remove_prefix(bytes);
-  }
-  return printable;
-}
 
 void Table::Add(std::vector<std::string> cells) {
   cells.resize(columns_.size());

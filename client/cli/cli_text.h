@@ -30,11 +30,6 @@ class Table {
   std::vector<std::vector<std::string>> rows_;
 };
 
-// What a terminal would not show but obey: every control character, C1 and bytes that are not UTF-8
-// included, as \xHH. Newlines too, unless they are to be kept.
-enum class Newlines { kEscape, kKeep };
-std::string Printable(absl::string_view text, Newlines newlines = Newlines::kEscape);
-
 std::string FormatField(const std::string& name, const std::string& value);  // "name     value\n"
 std::string FormatBytes(int64_t bytes);                                      // "17 B", "1.50 GiB"
 std::string FormatCount(int64_t count);   // "1234567" as "1,234,567"

@@ -62,7 +62,7 @@ absl::StatusOr<v1::AttachWorkerResponse> Join(Transport& transport, Clock& clock
     // A session that takes no steps may be about to load it.
     if (created.ok() && created->has_found_checkpoint() && options.takes_steps) {
       Log().warn(
-          "job {} begins anew; the service has a checkpoint of an earlier one at step {}, in {}, "
+          "job {} begins again; the service has a checkpoint of an earlier one at step {}, in {}, "
           "which `ballast load {} {}` loads",
           options.job.name, created->found_checkpoint().step(),
           created->found_checkpoint().directory(), options.job.name, options.job.name);
@@ -90,17 +90,17 @@ absl::StatusOr<v1::Job> GetJob(Transport& transport, const std::string& name,
   BALLAST_ASSIGN_OR_RETURN(v1::Job job, transport.GetJob(request));
   if (job.uid() != uid) {
     return absl::NotFoundError(absl::StrCat("job ", name, " has uid ", job.uid(), ", not ", uid,
-                                            ": it was closed, and created anew"));
+                                            ": it was closed, and created again"));
   }
   return job;
 }
 
-absl::Status AwaitFirstWeights(const std::function<absl::StatusOr<v1::Job>()>& get_job,
-                               Clock& clock, const SessionOptions& options) {
+absl::StatusOr<v1::Job> AwaitFirstWeights(const std::function<absl::StatusOr<v1::Job>()>& get_job,
+                                          Clock& clock, const SessionOptions& options) {
   Backoff backoff(clock, clock.Now() + options.join_timeout);
   for (;;) {
-    BALLAST_ASSIGN_OR_RETURN(const v1::Job job, get_job());
-    if (job.phase() != v1::AWAITING_WEIGHTS) return absl::OkStatus();
+    BALLAST_ASSIGN_OR_RETURN(v1::Job job, get_job());
+    if (job.phase() != v1::AWAITING_WEIGHTS) return job;
     if (backoff.Wait()) continue;
     std::vector<int> absent;
     for (const v1::RankProgress& rank : job.ranks()) {

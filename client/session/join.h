@@ -32,10 +32,10 @@ absl::Duration TimeForMemory(const JobSpec& job);
 absl::StatusOr<v1::Job> GetJob(Transport& transport, const std::string& name,
                                const std::string& uid);
 
-// Returns when every rank's first weights have arrived. DEADLINE_EXCEEDED names the ranks that are
+// The job when every rank's first weights have arrived. DEADLINE_EXCEEDED names the ranks that are
 // not attached. Reads the job with `get_job`.
-absl::Status AwaitFirstWeights(const std::function<absl::StatusOr<v1::Job>()>& get_job,
-                               Clock& clock, const SessionOptions& options);
+absl::StatusOr<v1::Job> AwaitFirstWeights(const std::function<absl::StatusOr<v1::Job>()>& get_job,
+                                          Clock& clock, const SessionOptions& options);
 
 }  // namespace ballast::client
 

@@ -56,12 +56,16 @@ SessionImpl::SessionImpl(std::unique_ptr<Transport> transport, Clock& clock, Ses
       weights_at_([this](int chunk) {
         return options_.weights ? options_.weights(chunk) : weights_memory_->at(chunk);
       }),
-      sink_(layout_, options_.job.groups, options_.rank, weights_at_, options_.on_weights),
+      on_weights_([this](int chunk) {
+        if (options_.on_weights) options_.on_weights(chunk);
+        progress_.Arrived(chunk);
+      }),
+      sink_(layout_, options_.job.groups, options_.rank, weights_at_, on_weights_),
       log_(options_.window_bytes, options_.seal_timeout) {}
 
 SessionImpl::~SessionImpl() {
-  log_.Close(absl::CancelledError("the session was closed"));
-  pushes_.AwaitNone();  // Close has woken them.
+  EndPushes();
+  pushes_.AwaitNone();
   keeper_.reset();
 }
 
@@ -310,7 +314,7 @@ absl::Status SessionImpl::Push(GradientPush push) {
     if (push.released) push.released();
     return status;
   }
-  if (progress_.given_up()) {  // What still comes of it is nobody's.
+  if (progress_.given_up()) {  // Its later messages are for no call.
     if (push.released) push.released();
     return absl::OkStatus();
   }
@@ -334,6 +338,8 @@ absl::Status SessionImpl::Push(GradientPush push) {
   return Annotate(sent, absl::StrCat(Context(), ": chunk ", push.chunk, " of micro-step ",
                                      push.micro_step_begin));
 }
+
+void SessionImpl::EndPushes() { log_.Close(absl::CancelledError("the session was closed")); }
 
 absl::Status SessionImpl::EndMicroStep(uint32_t micro_step, const UsedParameters& used) {
   BALLAST_RETURN_IF_ERROR(CheckInStep("EndMicroStep"));
@@ -483,6 +489,13 @@ absl::Status SessionImpl::ReceiveWeights() {
   committed_step_ = progress_.step();
   progress_.End();
   return absl::OkStatus();
+}
+
+absl::Status SessionImpl::AwaitWeights(absl::Span<const int> chunks) {
+  const absl::Status arrived = progress_.AwaitWeights(chunks, options_.seal_timeout);
+  if (arrived.ok()) return arrived;
+  BALLAST_RETURN_IF_ERROR(progress_.failure());
+  return Annotate(arrived, Context());
 }
 
 }  // namespace ballast::client

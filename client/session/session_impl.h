@@ -43,6 +43,9 @@ class SessionImpl final : public Session, private StreamKeeper::User {
 
   absl::Status UploadWeights(
       const std::function<void(int chunk, absl::Span<float> out)>& fill) override;
+  absl::Status UploadState(
+      const FirstState& state,
+      const std::function<void(int chunk, absl::Span<float> out)>& fill) override;
   absl::Status ReadWeights() override;
   absl::Status LoadCheckpoint(const std::string& directory) override;
   absl::Status SaveCheckpoint(const std::string& directory) override;
@@ -50,12 +53,14 @@ class SessionImpl final : public Session, private StreamKeeper::User {
 
   absl::Status BeginStep(const StepSettings& settings) override;
   absl::Status Push(GradientPush push) override;
+  void EndPushes() override;
   absl::Status EndMicroStep(uint32_t micro_step, const UsedParameters& used) override;
   absl::StatusOr<StepNorm> Seal(uint32_t micro_steps) override;
   absl::StatusOr<StepDecision> Vote(const StepVote& vote) override;
   absl::StatusOr<StepDecision> Seal(uint32_t micro_steps, const StepVote& vote) override;
   absl::Status Discard() override;
   absl::Status ReceiveWeights() override;
+  absl::Status AwaitWeights(absl::Span<const int> chunks) override;
   double update_seconds() const override { return update_seconds_; }
 
  private:
@@ -98,6 +103,9 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   absl::Status FinishStep(const StepProgress::Standing& standing, const v1::Job& job,
                           absl::Duration limit);
 
+  // Of both uploads.
+  absl::Status Upload(const FirstState& state,
+                      const std::function<void(int chunk, absl::Span<float> out)>& fill);
   // Reads the chunks that `sink` misses, at `step` if that has a value. Sets `step` to the step of
   // the weights that arrived.
   absl::Status FetchWeights(WeightSink& sink, std::optional<uint64_t>& step, absl::Duration limit);
@@ -147,6 +155,8 @@ class SessionImpl final : public Session, private StreamKeeper::User {
   // Where the weights of a chunk go: to the trainer's memory, or to where the trainer reads them in
   // place.
   const std::function<absl::Span<std::byte>(int chunk)> weights_at_;
+  // Of a step: tells the trainer, and who awaits them.
+  const std::function<void(int chunk)> on_weights_;
   // Used by the stream's thread, and by the keeper's while there is no stream.
   WeightSink sink_;
   // Its address is constant once open. Weights in it are provisional only on this stream and for

@@ -94,7 +94,7 @@ absl::Status SessionImpl::OnVoteRefused(const v1::VoteRefused& refused) {
 absl::Status SessionImpl::OnDiscarded(const v1::Discarded& discarded) {
   if (progress_.discarding()) {
     // Before the trainer is notified, and begins again. What came ahead for the attempt is
-    // nobody's, and the service reads none of its gradients.
+    // no session's, and the service reads none of its gradients.
     log_.Discarded();
     DropProvisionalWeights();
     places_.FreeAll();
@@ -214,8 +214,11 @@ absl::Status SessionImpl::OnAttachedAgain(const v1::AttachWorkerResponse& attach
   DropProvisionalWeights();
   const StepProgress::Standing standing = progress_.standing();
   const uint64_t service = attached.committed_step();
-  // Between steps, and nothing happened meanwhile.
-  if (standing.step == 0 && service == committed_step_) return absl::OkStatus();
+  // Between steps, and nothing happened meanwhile. Before there are weights the step is that of the
+  // state which ranks are about to give.
+  if (standing.step == 0 && (service == committed_step_ || attached.awaiting_weights())) {
+    return absl::OkStatus();
+  }
   // The step was committed while the stream was broken.
   if (standing.step != 0 && service == standing.step) {
     return FinishStep(standing, attached.job(), limit);

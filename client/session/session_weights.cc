@@ -5,11 +5,13 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "client/session/join.h"
 #include "client/session/log.h"
 #include "client/session/retry.h"
 #include "client/session/session_impl.h"
+#include "cpu_optimizer_service/common/plan/memory_need.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
 
@@ -30,15 +32,47 @@ absl::Status SessionImpl::RetryBetweenSteps(
 absl::Status SessionImpl::UploadWeights(
     const std::function<void(int chunk, absl::Span<float> out)>& fill) {
   BALLAST_RETURN_IF_ERROR(CheckBetweenSteps("UploadWeights"));
+  return Upload({}, fill);
+}
+
+absl::Status SessionImpl::UploadState(
+    const FirstState& state, const std::function<void(int chunk, absl::Span<float> out)>& fill) {
+  BALLAST_RETURN_IF_ERROR(CheckBetweenSteps("UploadState"));
+  if (state.step == 0) {
+    return absl::InvalidArgumentError("a state of step 0 has no moments: upload weights alone");
+  }
+  BALLAST_RETURN_IF_ERROR(Validate(state, options_.job));
+  const absl::Status sent = Upload(state, fill);
+  // What a service says that does not read first_state.
+  if (absl::IsInvalidArgument(sent) && absl::StrContains(sent.message(), "have step 0, not ")) {
+    return absl::UnimplementedError(absl::StrCat(
+        Context(), ": the service is older than this library, and takes no moments with first ",
+        "weights; start a ballastd of this release, or load a checkpoint that has them"));
+  }
+  return sent;
+}
+
+absl::Status SessionImpl::Upload(
+    const FirstState& state, const std::function<void(int chunk, absl::Span<float> out)>& fill) {
   const std::string context = absl::StrCat(Context(), ": upload of first weights");
   const absl::Span<const int> chunks = layout_.chunks_of_rank(options_.rank);
+  v1::OpenTrain open = OpenMessage();
+  std::vector<int> planes(options_.job.groups.size(), 1);
+  if (state.step > 0) {
+    open.mutable_first_state()->set_step(state.step);
+    open.mutable_first_state()->mutable_update_counts()->Add(state.update_counts.begin(),
+                                                             state.update_counts.end());
+    planes = PlanesByGroup(options_.job);
+  }
+  if (awaiting_weights_) committed_step_ = state.step;  // Once the job has them.
   int attempts = 0;
   absl::StatusOr<v1::UploadWeightsResponse> response;
   const absl::Status sent = RetryBetweenSteps(
       [&] {
         ++attempts;
-        response = transport_->UploadWeights(OpenMessage(), chunks, [&](int chunk) {
-          std::vector<float> values(layout_.chunks()[chunk].elements);
+        response = transport_->UploadWeights(open, chunks, [&](int chunk) {
+          const Chunk& of = layout_.chunks()[chunk];
+          std::vector<float> values(planes[of.group] * of.elements);
           fill(chunk, absl::MakeSpan(values));
           return values;
         });
@@ -72,10 +106,13 @@ absl::Status SessionImpl::ReadWeights() {
     BALLAST_RETURN_IF_ERROR(progress_.failure());
     return GetJob();
   };
-  if (absl::Status status = AwaitFirstWeights(get_job, clock_, options_); !status.ok()) {
+  const absl::StatusOr<v1::Job> job = AwaitFirstWeights(get_job, clock_, options_);
+  if (!job.ok()) {
     BALLAST_RETURN_IF_ERROR(progress_.failure());
-    return Annotate(status, context);
+    return Annotate(job.status(), context);
   }
+  // A rank without chunks reads none that would tell it.
+  if (awaiting_weights_) committed_step_ = job->committed_step();
   awaiting_weights_ = false;
   // An empty list would mean all chunks.
   if (layout_.chunks_of_rank(options_.rank).empty()) return absl::OkStatus();

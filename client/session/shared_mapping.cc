@@ -22,8 +22,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "client/transport/steady_deadline.h"
-#include "cpu_optimizer_service/common/system/populate_pages.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/populate_pages.h"
 #include "proto/shared_memory_protocol.h"
 
 namespace ballast::client {

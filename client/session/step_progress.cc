@@ -24,6 +24,7 @@ void StepProgress::Forget() {
   refusal_.reset();
   awaited_ranks_.clear();
   decision_.reset();
+  arrived_.clear();
   update_seconds_.reset();
 }
 
@@ -49,7 +50,7 @@ void StepProgress::End() {
 
 bool StepProgress::StartDiscard() {
   MutexLock lock(mutex_);
-  // An answer that has come since a call gave up waiting is that call's: the next one returns it, and
+  // An answer that arrived after a call gave up waiting is that call's: the next one returns it, and
   // does not discard the attempt after it, too.
   if (decision_.has_value() || discarding_ || !discard_is_told_) return false;
   discarding_ = true;
@@ -112,8 +113,8 @@ absl::Status StepProgress::Refused(StepAttempt at, absl::Status why) {
   if (absl::Status status = CheckStep("the refusal of a seal", at.step); !status.ok()) {
     return status;
   }
-  // A norm that has come is told nevertheless: another rank may have discarded the attempt for it,
-  // as this one then does. The vote is refused.
+  // A norm that has arrived is returned nevertheless: another rank may have discarded the attempt
+  // for it, as this one then does. The vote is refused.
   refusal_ = std::move(why);
   seal_is_out_ = false;
   vote_is_out_ = false;
@@ -192,6 +193,14 @@ absl::Status StepProgress::Committed(uint64_t step, double update_seconds) {
   return absl::OkStatus();
 }
 
+void StepProgress::Arrived(int chunk) {
+  MutexLock lock(mutex_);
+  const auto index = static_cast<size_t>(chunk);
+  if (index >= arrived_.size()) arrived_.resize(index + 1);
+  arrived_[index] = true;
+  changed_.NotifyAll();
+}
+
 void StepProgress::Fail(const absl::Status& status) {
   MutexLock lock(mutex_);
   if (failure_.ok()) failure_ = status;  // Later ones are consequences of the first.
@@ -251,6 +260,27 @@ absl::Status StepProgress::AwaitDiscarded(absl::Duration limit) {
     }
     if (!failure_.ok()) return failure_;
     if (!in_time) return TimedOut("the answer to the discard", limit);
+    in_time = changed_.WaitUntil(mutex_, deadline);
+  }
+}
+
+bool StepProgress::HaveArrived(absl::Span<const int> chunks) const {
+  for (const int chunk : chunks) {
+    if (static_cast<size_t>(chunk) >= arrived_.size() || !arrived_[chunk]) return false;
+  }
+  return true;
+}
+
+absl::Status StepProgress::AwaitWeights(absl::Span<const int> chunks, absl::Duration limit) {
+  const auto deadline = SteadyDeadline(limit);
+  MutexLock lock(mutex_);
+  bool in_time = true;
+  for (;;) {
+    if (!decision_.has_value()) return absl::FailedPreconditionError("no step is decided");
+    if (!decision_->applied || update_seconds_.has_value()) return absl::OkStatus();
+    if (!failure_.ok()) return failure_;
+    if (HaveArrived(chunks)) return absl::OkStatus();
+    if (!in_time) return TimedOut("the end of the step", limit);
     in_time = changed_.WaitUntil(mutex_, deadline);
   }
 }

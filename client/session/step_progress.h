@@ -14,6 +14,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "absl/types/span.h"
 #include "client/session.h"
 #include "cpu_optimizer_service/common/step_settings.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
@@ -53,6 +54,8 @@ class StepProgress {
   absl::Status Discarded(StepAttempt at);
   absl::Status Decided(StepDecision decision);
   absl::Status Committed(uint64_t step, double update_seconds);
+  // The weights of the chunk, after the decision, are where they belong.
+  void Arrived(int chunk);
   // It may arrive after the decision and the end of its step; then it is ignored.
   void Waiting(uint64_t step, std::vector<int> ranks);
   // Ends all waits, current and later ones. The first failure stays.
@@ -67,6 +70,9 @@ class StepProgress {
   absl::StatusOr<std::optional<StepNorm>> AwaitNorm(absl::Duration limit);
   // Waits for the answer to the discard that was sent. FAILED_PRECONDITION: the step is decided.
   absl::Status AwaitDiscarded(absl::Duration limit);
+  // Waits for the weights of these chunks, or for the end of the step. FAILED_PRECONDITION: there is
+  // no decision.
+  absl::Status AwaitWeights(absl::Span<const int> chunks, absl::Duration limit);
   // Waits for the end of the step. Returns the update seconds.
   absl::StatusOr<double> AwaitCommitted(absl::Duration limit);
 
@@ -89,6 +95,7 @@ class StepProgress {
 
   // What a norm or the refusal of a vote is of is over, or the seal has been undone.
   bool IsLate(StepAttempt at) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool HaveArrived(absl::Span<const int> chunks) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Forget() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   mutable Mutex mutex_;
@@ -106,6 +113,7 @@ class StepProgress {
   std::optional<absl::Status> refusal_ ABSL_GUARDED_BY(mutex_);
   std::vector<int> awaited_ranks_ ABSL_GUARDED_BY(mutex_);
   std::optional<StepDecision> decision_ ABSL_GUARDED_BY(mutex_);
+  std::vector<bool> arrived_ ABSL_GUARDED_BY(mutex_);  // By chunk, up to the last one that has.
   std::optional<double> update_seconds_ ABSL_GUARDED_BY(mutex_);
 };
 

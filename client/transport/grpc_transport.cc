@@ -38,10 +38,11 @@ absl::StatusOr<Response> Call(CallsUnderWay& calls, Stub& stub,
 }
 
 // Sends the chunks one by one until all are sent or the service has ended the call.
-void SendWeights(BlockingCall& call, absl::Span<const int> chunks,
+void SendWeights(BlockingCall& call, uint64_t step, absl::Span<const int> chunks,
                  const std::function<std::vector<float>(int chunk)>& fill) {
   for (int chunk : chunks) {
     v1::WeightHeader header;
+    header.set_step(step);
     header.set_chunk(static_cast<uint32_t>(chunk));
     const auto values = std::make_shared<std::vector<float>>(fill(chunk));
     const auto bytes = absl::MakeConstSpan(reinterpret_cast<const std::byte*>(values->data()),
@@ -90,7 +91,9 @@ class GrpcTransport final : public Transport {
     v1::UploadWeightsRequest first;
     *first.mutable_open() = open;
     // If a write fails, the service has ended the call, and Finish returns its reason.
-    if (call.Write(proto::SerializeControl(first))) SendWeights(call, chunks, fill);
+    if (call.Write(proto::SerializeControl(first))) {
+      SendWeights(call, open.first_state().step(), chunks, fill);
+    }
     grpc::ByteBuffer answer;
     const bool answered = call.Read(&answer);
     BALLAST_RETURN_IF_ERROR(call.Finish());

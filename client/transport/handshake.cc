@@ -16,6 +16,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "client/transport/steady_deadline.h"
+#include "proto/status.h"
 
 namespace ballast::client {
 namespace {
@@ -92,7 +93,9 @@ std::string Meaning(absl::string_view words, const Credentials& credentials) {
 // A handshake with OpenSSL alone, which tells what gRPC does not.
 class Handshake {
  public:
-  Handshake(const std::string& target, const Credentials& credentials)
+  // With `address`, which gRPC has found behind the target: to resolve a name takes as long as it
+  // takes.
+  Handshake(const std::string& address, const std::string& target, const Credentials& credentials)
       : credentials_(credentials), context_(SSL_CTX_new(TLS_client_method()), SSL_CTX_free) {
     ERR_clear_error();
     if (context_ == nullptr || !UseFiles()) return;
@@ -112,7 +115,7 @@ class Handshake {
     // Its end writes nothing: to a connection that was reset that would be a SIGPIPE.
     SSL_set_quiet_shutdown(session_, 1);
     BIO_set_nbio(connection_.get(), 1);
-    BIO_set_conn_hostname(connection_.get(), target.c_str());
+    BIO_set_conn_hostname(connection_.get(), address.c_str());
     // A number, also one of IPv6, "[::1]", is not told.
     const std::string host = target.substr(0, target.rfind(':'));
     in_addr number;
@@ -213,15 +216,18 @@ std::string WhyHandshakeFailed(const grpc::Status& status, const std::string& ta
     return absl::StrContains(status.error_message(), words);
   };
   const bool was_closed = said("Socket closed") || said("Connection reset") || said("Broken pipe");
-  if (!why.empty() || !was_closed || credentials.tls_ca.empty() ||
+  const std::string address = proto::AddressTried(status);
+  if (!why.empty() || !was_closed || credentials.tls_ca.empty() || address.empty() ||
       absl::StartsWith(target, "unix:")) {
     return why;
   }
   // Twice: a service may die just after a handshake, but the next one does not.
   const auto deadline = SteadyDeadline(kHandshakeLimit);
-  const std::string first = Handshake(target, credentials).WhyRefused(deadline);
-  if (first.empty()) return "";
-  return Handshake(target, credentials).WhyRefused(deadline) == first ? first : "";
+  const auto why_refused = [&] {
+    return Handshake(address, target, credentials).WhyRefused(deadline);
+  };
+  const std::string first = why_refused();
+  return first.empty() || why_refused() == first ? first : "";
 }
 
 }  // namespace ballast::client

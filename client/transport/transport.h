@@ -61,7 +61,8 @@ class Transport {
   virtual absl::StatusOr<v1::SaveJobResponse> SaveJob(const v1::SaveJobRequest& request) = 0;
   virtual absl::StatusOr<v1::LoadJobResponse> LoadJob(const v1::LoadJobRequest& request) = 0;
 
-  // Sends `open`, then the weights of each of `chunks` as `fill` returns them.
+  // Sends `open`, then the weights of each of `chunks` as `fill` returns them, with the step of
+  // open.first_state.
   virtual absl::StatusOr<v1::UploadWeightsResponse> UploadWeights(
       const v1::OpenTrain& open, absl::Span<const int> chunks,
       const std::function<std::vector<float>(int chunk)>& fill) = 0;

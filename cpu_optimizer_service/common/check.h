@@ -5,8 +5,6 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include "cpu_optimizer_service/common/check.h"
-
 namespace ballast {
 
 inline void Check(bool condition, const char* what_must_hold) {

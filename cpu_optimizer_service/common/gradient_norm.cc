@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstdio>
 
 #include "absl/base/attributes.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/common/floating_point_mode.h"
 
@@ -20,6 +20,7 @@ ABSL_ATTRIBUTE_NOINLINE double SumOfSquares(const void* gradient, DType dtype, i
   std::array<double, kLanes> lanes = {};
   for (int64_t i = 0; i < elements; ++i) {
     const double value = LoadElement(gradient, dtype, i);
+    // In the order that the header gives, which the vector kernels follow bit for bit.
     lanes[i % kLanes] += value * value;
   }
   for (int64_t half = kLanes / 2; half > 0; half /= 2) {
@@ -32,6 +33,7 @@ double DivisorOf(const GradientScale& scale, size_t group) {
   return scale.loss_scale * (scale.divisors.empty() ? 1.0 : scale.divisors[group]);
 }
 
+// Not inlined, as above.
 ABSL_ATTRIBUTE_NOINLINE double AddLeftToRight(absl::Span<const double> values) {
   double sum = 0;
   for (const double value : values) sum += value;
@@ -41,6 +43,7 @@ ABSL_ATTRIBUTE_NOINLINE double AddLeftToRight(absl::Span<const double> values) {
 ABSL_ATTRIBUTE_NOINLINE double SquaredNorm(double group_sum, const GradientScale& scale,
                                            size_t group) {
   const double unscale = 1 / DivisorOf(scale, group);
+  // In this order, which the header gives: another one may round otherwise.
   return unscale * unscale * group_sum;
 }
 
@@ -90,8 +93,11 @@ std::string FirstDifference(const Clipping& a, const Clipping& b) {
   }
   for (size_t group = 0; group < a.multipliers.size(); ++group) {
     if (a.multipliers[group] == b.multipliers[group]) continue;
-    return absl::StrFormat("multiplier %.17g of group %d where others have %.17g",
-                           b.multipliers[group], group, a.multipliers[group]);
+    char text[128];
+    // StrCat has six digits, with which two multipliers that differ may look alike.
+    std::snprintf(text, sizeof(text), "multiplier %.17g of group %zu where others have %.17g",
+                  b.multipliers[group], group, a.multipliers[group]);
+    return text;
   }
   return "";
 }
@@ -138,14 +144,18 @@ Decision Decide(absl::Span<const double> group_sums, const GradientScale& scale,
   const ScopedFloatingPointMode mode(Denormals::kKeep);
   Decision decision;
   decision.norm = GlobalNorm(group_sums, scale);
+  // A gradient that is not finite, or squares whose sum is not: no multiplier mends that.
   if (!std::isfinite(decision.norm)) return decision;
 
   if (clipping.max_norm > 0) {
+    // The formula of torch.nn.utils.clip_grad_norm_, with its 1e-6.
     decision.clip_coefficient = std::min(1.0, clipping.max_norm / (decision.norm + 1e-6));
   }
   for (size_t group = 0; group < group_sums.size(); ++group) {
     const float multiplier =
         Multiplier(decision.clip_coefficient * MultiplierOf(clipping, group), scale, group);
+    // Zero would drop the gradient without a word, and a denormal lose its digits; infinity would
+    // spoil the state.
     if (!std::isnormal(multiplier)) {
       decision.multipliers.clear();
       return decision;

@@ -42,8 +42,8 @@ double SumInOrder(absl::Span<const double> values);  // Left to right.
 // What the workers said in begin_step of how their gradients are to be read.
 struct GradientScale {
   double loss_scale = 1.0;  // Gradients are this many times too large, in all groups.
-  std::vector<double>
-      divisors;  // One per group: number of samples or tokens summed over. Empty: all 1.
+  // One per group: number of samples or tokens summed over. Empty: all 1.
+  std::vector<double> divisors;
 };
 
 // How the gradient of a step, unscaled and divided, is clipped: by its global norm, or by what the
@@ -63,8 +63,8 @@ std::string FirstDifference(const Clipping& a, const Clipping& b);
 struct Decision {
   bool apply = false;  // false: skip, nothing changes.
   double norm = 0;     // Of the unscaled, divided gradient over all groups; may be inf or NaN.
-  double clip_coefficient =
-      1;  // min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_; 1 without it.
+  // min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_; 1 without it.
+  double clip_coefficient = 1;
   // One per group: clip_coefficient * clipping.multiplier / (loss_scale * divisor).
   std::vector<float> multipliers;
 

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <cctype>
+#include <set>
 
-#include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
 
@@ -30,22 +30,25 @@ bool IsJobName(absl::string_view name) {
   const auto allowed = [](unsigned char c) {
     return std::isalnum(c) || c == '.' || c == '_' || c == '-';
   };
-  return !name.empty() && name.size() <= 128 && name[0] != '.' &&
+  return !name.empty() && name.size() <= kMaxJobNameBytes && name[0] != '.' &&
          std::all_of(name.begin(), name.end(), allowed);
 }
 
+absl::Status CheckJobName(absl::string_view name) {
+  if (IsJobName(name)) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("job name '", name.substr(0, kMaxJobNameBytes),
+                   "' is not 1 to 128 letters, digits, '.', '_' or '-', beginning without '.'"));
+}
+
 absl::Status Validate(const JobSpec& spec) {
-  if (!IsJobName(spec.name)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("job name '", spec.name.substr(0, 128),
-                     "' is not 1 to 128 letters, digits, '.', '_' or '-', beginning without '.'"));
-  }
+  BALLAST_RETURN_IF_ERROR(CheckJobName(spec.name));
   if (spec.layout.group_count != static_cast<int>(spec.groups.size())) {
     return absl::InvalidArgumentError(absl::StrCat("the layout counts ", spec.layout.group_count,
                                                    " groups but ", spec.groups.size(),
                                                    " are described"));
   }
-  absl::flat_hash_set<absl::string_view> names;
+  std::set<absl::string_view> names;
   for (const GroupSpec& group : spec.groups) {
     if (group.name.empty() || group.name.find('/') != std::string::npos) {
       return absl::InvalidArgumentError(absl::StrCat(
@@ -62,6 +65,25 @@ absl::Status Validate(const JobSpec& spec) {
     }
     BALLAST_RETURN_IF_ERROR(
         Annotate(Validate(group.hyper_parameters), absl::StrCat("group ", group.name)));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Validate(const FirstState& state, const JobSpec& spec) {
+  const std::vector<ParameterSpec>& parameters = spec.layout.parameters;
+  const size_t expected = state.step == 0 ? 0 : parameters.size();
+  if (state.step > kMaxFirstStep || state.update_counts.size() != expected) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "the first state of job ", spec.name, " is of step ", state.step, " (of ", kMaxFirstStep,
+        " at most) with ", state.update_counts.size(), " update counts, expected ", expected));
+  }
+  for (size_t p = 0; p < expected; ++p) {
+    const int64_t count = state.update_counts[p];
+    const auto most = static_cast<int64_t>(parameters[p].trainable ? state.step : 0);
+    if (count >= 0 && count <= most) continue;
+    return absl::InvalidArgumentError(absl::StrCat(
+        "the first state of job ", spec.name, " has ", count, " updates of ", parameters[p].name,
+        parameters[p].trainable ? "" : ", which is frozen", "; it may have 0 to ", most));
   }
   return absl::OkStatus();
 }

@@ -18,6 +18,7 @@ namespace ballast {
 inline constexpr uint32_t kMaxMicroSteps = 1 << 16;
 // The most attempts of a rank at one step, the last of which cannot be discarded.
 inline constexpr uint32_t kMaxAttempts = 1 << 12;
+inline constexpr size_t kMaxJobNameBytes = 128;
 inline constexpr size_t kMaxGroupNameBytes = 256;
 
 // What happens to a parameter that no rank gave a gradient in any micro-step of a step.
@@ -72,11 +73,24 @@ struct JobSpec {
   }
 };
 
+// Where a new job begins, next to its first weights: the step that it is at, and how often each
+// parameter has been updated. Step 0: nothing was, update_counts is empty and moments are zeros. A
+// later one: the first weights come with their moments.
+struct FirstState {
+  uint64_t step = 0;
+  std::vector<int64_t> update_counts;  // By parameter, at most `step`; 0 for a frozen one.
+};
+// That the words in which a job's chunks are kept can say.
+inline constexpr uint64_t kMaxFirstStep = uint64_t{1} << 34;
+
 // 1 to 128 letters, digits, '.', '_' or '-', beginning without '.': so it can also name a folder.
 bool IsJobName(absl::string_view name);
+// INVALID_ARGUMENT unless IsJobName.
+absl::Status CheckJobName(absl::string_view name);
 
 // INVALID_ARGUMENT for what Layout::Create does not check: names, hyper-parameters.
 absl::Status Validate(const JobSpec& spec);
+absl::Status Validate(const FirstState& state, const JobSpec& spec);
 
 // Empty if the two describe the same training, else one line naming the first difference, `a`
 // first. Hyper-parameters may differ: they change during a run. So may the update mode: it changes

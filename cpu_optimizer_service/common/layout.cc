@@ -57,6 +57,8 @@ absl::StatusOr<int64_t> CountElements(const ParameterSpec& parameter) {
                                                      "; sizes are zero or more"));
     }
     has_zero |= size == 0;
+    // Also beside a zero, which would make the whole product fit: sizes are multiplied elsewhere
+    // one after the other, and no part of that may overflow either.
     if (size > 0 && elements > kMaxFlatElements / size) {
       return absl::InvalidArgumentError(absl::StrCat(
           "parameter ", parameter.name, " of shape [", absl::StrJoin(parameter.shape, ", "),
@@ -130,6 +132,7 @@ absl::Status CheckRange(const PartitionRange& range, int world_size,
 // `ranges` are sorted by (group, begin). They must tile every flat space.
 absl::Status CheckTiling(absl::Span<const PartitionRange> ranges,
                          absl::Span<const int64_t> flat_elements) {
+  // The ranges are sorted and none is empty, so one edge that moves on finds gaps and overlaps.
   auto next = ranges.begin();
   for (int group = 0; group < static_cast<int>(flat_elements.size()); ++group) {
     int64_t covered = 0;
@@ -211,11 +214,13 @@ absl::Status Layout::AddParameters() {
     }
     ParameterPlace place;
     BALLAST_ASSIGN_OR_RETURN(place.elements, CountElements(parameter));
+    // Compared after each parameter, none of which has more than the bound: it cannot overflow.
     all_elements += place.elements;
     if (all_elements > kMaxFlatElements) {
       return absl::InvalidArgumentError(
           absl::StrCat("the job has more than ", kMaxFlatElements, " elements"));
     }
+    // A parameter of no elements has no part in a space, and so none in chunks and sums.
     if (parameter.trainable && place.elements > 0) {
       group_parameters_[parameter.group].push_back(index);
     }
@@ -241,6 +246,7 @@ absl::Status Layout::CutFlatSpaces() {
         {.parameter = index, .begin = space.elements, .elements = place.elements});
     space.elements += place.elements;
   }
+  // Only the group's end is padded: parameters lie close to one another.
   for (int group = 0; group < group_count(); ++group) {
     flat_elements_[group] = RoundUp(spaces_[group].elements, kBlockElements);
   }
@@ -253,6 +259,7 @@ absl::Status Layout::CutFlatSpaces() {
     return std::pair(a.group, a.begin) < std::pair(b.group, b.begin);
   });
   BALLAST_RETURN_IF_ERROR(CheckTiling(ranges, flat_elements_));
+  // Counted before any chunk is made: a few bytes can describe more than there is memory for.
   int64_t chunk_count = 0;
   for (const PartitionRange& range : ranges) {
     chunk_count += ChunksOf(range.end - range.begin, spec_.chunk_elements);
@@ -282,6 +289,7 @@ absl::Status Layout::CutShards() {
         Annotate(CheckPlacements(parameter.placements, spec_.mesh, parameter.shape),
                  absl::StrCat("parameter ", parameter.name)));
   }
+  // The loop below computes a shard of every parameter for every rank, so this bounds its time.
   const auto things = static_cast<int64_t>(spec_.parameters.size()) + group_count();
   if (things * (last_rank_ - first_rank_) > kMaxShards) {
     return absl::InvalidArgumentError(absl::StrCat(
@@ -300,6 +308,7 @@ absl::Status Layout::CutShards() {
             {.parameter = parameter, .begin = space.elements, .elements = elements});
         space.elements = RoundUp(space.elements + elements, kShardAlignmentElements);
       }
+      // The count fits an int here: it was checked at the end of the last turn.
       space.first_chunk = static_cast<int>(chunk_count);
       chunk_count += ChunksOf(space.elements, spec_.chunk_elements);
       flat_elements_[group] += space.elements;
@@ -326,6 +335,7 @@ void Layout::AddChunks(int rank, int group, int64_t begin, int64_t end) {
 }
 
 void Layout::FindPadding() {
+  // Parts come in order of their offsets, so padding is what lies between them and after the last.
   for (int chunk = 0; chunk < static_cast<int>(chunks_.size()); ++chunk) {
     int64_t covered = 0;
     const auto add_until = [&](int64_t offset) {
@@ -368,6 +378,7 @@ int64_t Layout::partition_elements(int rank) const {
 }
 
 size_t Layout::FirstPartAt(const Space& space, int64_t begin) {
+  // Parts do not overlap, so their ends ascend as their begins do.
   const auto first =
       std::partition_point(space.parts.begin(), space.parts.end(),
                            [&](const Part& part) { return part.begin + part.elements <= begin; });
@@ -375,6 +386,7 @@ size_t Layout::FirstPartAt(const Space& space, int64_t begin) {
 }
 
 int64_t Layout::BeginOfParameter(const Space& space, int parameter) {
+  // Callers ask only for parameters of which the space has elements, so one is found.
   return std::partition_point(space.parts.begin(), space.parts.end(),
                               [&](const Part& part) { return part.parameter < parameter; })
       ->begin;
@@ -398,6 +410,8 @@ ChunkPiece Layout::PieceAt(int chunk, int64_t chunk_offset) const {
 }
 
 int Layout::ChunkAt(int group, int64_t element) const {
+  // Chunks tile the flat space in this order, so the last one that begins at the element or before
+  // it holds it.
   const auto after = std::upper_bound(
       chunks_.begin(), chunks_.end(), std::pair(group, element),
       [](const auto& at, const Chunk& chunk) { return at < std::pair(chunk.group, chunk.begin); });
@@ -466,11 +480,13 @@ std::string Layout::FirstDifference(const Layout& other) const {
       return differ(absl::StrCat("parameter ", p.name), p.trainable ? "trainable" : "frozen",
                     q.trainable ? "trainable" : "frozen");
     }
+    // A frozen parameter lies in no space, so it makes no difference how it would be placed.
     if (p.trainable && p.placements != q.placements) {
       return differ(absl::StrCat("the placement of parameter ", p.name), Describe(p.placements),
                     Describe(q.placements));
     }
   }
+  // Partitions are compared by the chunks that they make: their ranges may come in any order.
   if (chunks_.size() != other.chunks_.size()) {
     return differ("the number of chunks", chunks_.size(), other.chunks_.size());
   }

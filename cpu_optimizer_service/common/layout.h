@@ -23,10 +23,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
-#include "absl/container/flat_hash_map.h"
+#include "absl/hash/hash.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
@@ -81,8 +82,8 @@ struct LayoutSpec {
   // Without a mesh they tile every flat space exactly; any order; empty ranges are
   // INVALID_ARGUMENT, ranks without a range are fine. With a mesh there are none.
   std::vector<PartitionRange> partitions;
-  int64_t chunk_elements =
-      kMaxChunkElements;  // A multiple of kBlockElements, at most kMaxChunkElements.
+  // A multiple of kBlockElements, at most kMaxChunkElements.
+  int64_t chunk_elements = kMaxChunkElements;
 
   bool operator==(const LayoutSpec&) const = default;
 };
@@ -95,9 +96,9 @@ struct ParameterPlace {
 
 struct Chunk {
   int group = 0;
-  int64_t begin =
-      0;  // Of the chunk's first element: in its group's flat space, or, with a mesh, in
-          // what its owner has of the group.
+  // Of the chunk's first element: in its group's flat space, or, with a mesh, in what its owner has
+  // of the group.
+  int64_t begin = 0;
   int64_t elements = 0;  // Padding included; whole blocks, or multiples of kShardAlignmentElements.
   int rank = 0;          // Its owner.
 };
@@ -230,7 +231,8 @@ class Layout {
   std::vector<Chunk> chunks_;
   std::vector<std::vector<int>> chunks_of_rank_;
   std::vector<ChunkPiece> padding_;
-  absl::flat_hash_map<std::string, int> by_name_;
+  // With a hash for which a client cannot find names that collide.
+  std::unordered_map<std::string, int, absl::Hash<std::string>> by_name_;
 };
 
 template <class Visit>

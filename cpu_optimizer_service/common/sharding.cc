@@ -1,8 +1,8 @@
 #include "cpu_optimizer_service/common/sharding.h"
 
 #include <algorithm>
+#include <set>
 
-#include "absl/container/flat_hash_set.h"
 #include "absl/container/inlined_vector.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -32,7 +32,7 @@ Part CutFor(const Part& part, int ranks, int coordinate) {
 absl::Status CheckMesh(absl::Span<const MeshDim> mesh, int world_size) {
   if (mesh.empty()) return absl::InvalidArgumentError("the mesh has no dimension");
   int64_t ranks = 1;
-  absl::flat_hash_set<absl::string_view> names;
+  std::set<absl::string_view> names;
   for (const MeshDim& dim : mesh) {
     if (dim.name.empty() || !names.insert(dim.name).second) {
       return absl::InvalidArgumentError(absl::StrCat("a dimension of the mesh is named '", dim.name,

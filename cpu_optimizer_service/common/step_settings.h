@@ -22,7 +22,7 @@ inline constexpr size_t kMaxTrainerStateBytes = 4096;
 inline constexpr size_t kMaxUsedSets = 512;
 
 // Which of a job's starts a message belongs to. Compared as a pair. The count rises within an epoch,
-// when a step starts over; the epoch belongs to whoever owns the job's name, so far the service that
+// when a step starts over; the epoch belongs to the owner of the job's name, so far the service that
 // has created the job, which never changes it.
 struct Generation {
   // Implicit: within the first epoch a generation is its count. 0: none.
@@ -48,7 +48,7 @@ struct StepAttempt {
   auto operator<=>(const StepAttempt&) const = default;
 };
 
-// What begin_step says. All ranks say the same. Of these, guesses before the decision use the
+// What begin_step says. All ranks say the same. Of these, provisional updates use the
 // overrides and the clipping, and the vote may say other ones.
 struct StepSettings {
   GradientScale scale;
@@ -56,7 +56,7 @@ struct StepSettings {
   // What the trainer wants to find again after a restart: kept once the step is committed. At most
   // kMaxTrainerStateBytes.
   std::string trainer_state;
-  // What the vote will say of it, as far as that is known. Only guesses depend on it.
+  // What the vote will say of it, as far as that is known. Only provisional updates depend on it.
   Clipping expected_clipping;
 };
 

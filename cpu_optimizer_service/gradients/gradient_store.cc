@@ -10,6 +10,7 @@
 #include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/common/plan/memory_need.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/ordered_stores.h"
 #include "cpu_optimizer_service/host/kept_record.h"
 #include "cpu_optimizer_service/kernels/adam_redo.h"
 #include "cpu_optimizer_service/kernels/kernels.h"
@@ -45,15 +46,16 @@ void AddRecorded(float* sum, const std::byte* gradient, DType dtype, int64_t don
   SumWord word = SumWord::Unpack(lane.word);
   while (done < elements) {
     const int64_t count = std::min(kSumTurnElements, elements - done);
+    // In the other turn than the last one, which a later process may still have to copy.
     word.turn = 1 - word.turn;
     float* const turn = lane.turns[word.turn];
     std::copy_n(sum + done, count, turn);
     AddGradient(turn, gradient + done * SizeBytes(dtype), dtype, count);
     word.done = done + count;
     word.count = count;
-    KeepOrderOfStores();
-    *static_cast<volatile uint64_t*>(&lane.word) = word.Pack();
-    KeepOrderOfStores();
+    // The new sums are in the lane before its word says so, and the sum changes only after that:
+    // sum_lane.h.
+    StoreWord(lane.word, word.Pack());
     Stored("a turn of a sum");
     std::copy_n(turn, count, sum + done);
     done += count;
@@ -70,11 +72,11 @@ GradientStore::GradientStore(const JobSpec& spec, const Layout& layout)
 absl::StatusOr<std::unique_ptr<GradientStore>> GradientStore::Create(const JobSpec& spec,
                                                                      const Layout& layout,
                                                                      ArenaFactory& arenas,
-                                                                     bool named) {
+                                                                     NamedArenas* named) {
   std::unique_ptr<GradientStore> store(new GradientStore(spec, layout));
   const std::string label = absl::StrCat("job ", spec.name);
   store->owner_ = label;
-  if (named) store->named_arenas_ = &arenas;
+  store->named_arenas_ = named;
   Places& places = *store->places_;
   BALLAST_ASSIGN_OR_RETURN(
       places.arena, arenas.Create(GradientBytes(spec, layout), absl::StrCat(label, " gradients"),
@@ -112,6 +114,8 @@ void GradientStore::Add(int index, absl::Span<const absl::Span<const std::byte>>
       chunk.form = Form::kWire;
       return;
     }
+    // The first contribution is only read, and the ledger still says that it is all there is: a
+    // process that dies here leaves the chunk as it was, so no lane is needed.
     case Form::kWire:
       Check(chunk.sum != nullptr, "a chunk that is summed has an accumulator");
       SumGradients(chunk.sum, chunk.first, Contiguous(payload, dtype), dtype, place.elements);
@@ -123,6 +127,7 @@ void GradientStore::Add(int index, absl::Span<const absl::Span<const std::byte>>
         AddGradient(chunk.sum, Contiguous(payload, dtype), dtype, place.elements);
         return;
       }
+      // What an earlier process had added of this contribution is not added twice.
       AddRecorded(chunk.sum, Contiguous(payload, dtype), dtype, std::exchange(chunk.sum_done, 0),
                   place.elements, *lane);
       return;
@@ -141,20 +146,34 @@ int64_t GradientStore::PlaceBytes(int index) const {
   return chunk.elements * SizeBytes(wire_dtypes_[chunk.group]);
 }
 
+// A place that is lent: the rank has not taken its last weights, which a worker does before it goes
+// on; or another process has taken the rank, and what the older one left unread has not been dropped
+// yet. So this is rare, and for a few chunks. In memory of this process alone the gradient would be
+// lost with it, and, once its step is decided, the job.
+absl::Status GradientStore::MakePlace(int index) {
+  ChunkGradient& chunk = chunks_[index];
+  const bool needs_none = chunk.form == Form::kWire || chunk.form == Form::kSum ||
+                          !places_->lent[index].load(std::memory_order_acquire);
+  if (named_arenas_ == nullptr || needs_none || chunk.named_elsewhere != nullptr) {
+    return absl::OkStatus();
+  }
+  auto arena =
+      named_arenas_->Create(PlaceBytes(index), ElsewhereLabel(index), ArenaFactory::Touch::kNow);
+  if (!arena.ok()) {
+    return absl::UnavailableError(
+        absl::StrCat("the last weights of chunk ", index, " of ", owner_,
+                     " still lie where its gradient is to be kept: ", arena.status().message()));
+  }
+  chunk.named_elsewhere = *std::move(arena);
+  return absl::OkStatus();
+}
+
 std::byte* GradientStore::PlaceForPayload(int index) {
   ChunkGradient& chunk = chunks_[index];
   if (!places_->lent[index].load(std::memory_order_acquire)) {
     chunk.elsewhere = nullptr;
     chunk.named_elsewhere = nullptr;
     return chunk.wire;
-  }
-  // The rank has not taken its last weights, which a worker does before it goes on; or another
-  // process has taken the rank, and what the older one left unread has not been dropped yet. So
-  // this is rare, and for a few chunks.
-  if (named_arenas_ != nullptr && chunk.named_elsewhere == nullptr) {
-    auto arena =
-        named_arenas_->Create(PlaceBytes(index), ElsewhereLabel(index), ArenaFactory::Touch::kNow);
-    if (arena.ok()) chunk.named_elsewhere = *std::move(arena);
   }
   if (chunk.named_elsewhere != nullptr) return chunk.named_elsewhere->data();
   if (chunk.elsewhere == nullptr) chunk.elsewhere.reset(new std::byte[PlaceBytes(index)]);
@@ -202,9 +221,8 @@ absl::Status GradientStore::Restore(int index, Kept kept, const std::byte* borro
       chunk.form = Form::kWire;
       return absl::OkStatus();
     case Kept::kElsewhere: {
-      auto arena = named_arenas_->Create(PlaceBytes(index), ElsewhereLabel(index),
-                                         ArenaFactory::Touch::kNow);
-      if (!arena.ok()) return lost("in memory that is gone");
+      auto arena = named_arenas_->Open(PlaceBytes(index), ElsewhereLabel(index));
+      if (!arena.ok()) return lost(absl::StrCat("elsewhere: ", arena.status().message()));
       chunk.named_elsewhere = *std::move(arena);
       chunk.first = chunk.named_elsewhere->data();
       chunk.form = Form::kWire;
@@ -230,7 +248,10 @@ WeightBuffer GradientStore::LendPlace(int index, int64_t size_bytes, bool may_go
   const ChunkGradient& chunk = chunks_[index];
   const bool read_there = chunk.form == Form::kWire && chunk.first == chunk.wire;
   const int64_t place_bytes = PlaceBytes(index);
+  // Where the gradient is read there itself, element i of the weights replaces element i of the
+  // gradient, so both need the same size.
   if (read_there ? size_bytes != place_bytes || !may_go : size_bytes > place_bytes) return {};
+  // Acquires what the last borrower's release gave back: all its reads of the place are over.
   if (places_->lent[index].exchange(true, std::memory_order_acquire)) return {};
   std::shared_ptr<const void> loan(chunk.wire, [places = places_, index](const void*) {
     places->lent[index].store(false, std::memory_order_release);
@@ -258,6 +279,10 @@ void GradientStore::Clear(int index) {
   chunk.sum_done = 0;
 }
 
+void GradientStore::ClearAll() {
+  for (int chunk = 0; chunk < static_cast<int>(chunks_.size()); ++chunk) Clear(chunk);
+}
+
 GradientView GradientStore::view(int index) const {
   const ChunkGradient& chunk = chunks_[index];
   switch (chunk.form) {
@@ -274,6 +299,7 @@ GradientView GradientStore::view(int index) const {
 
 void GradientStore::ComputeSums(int index) {
   const Form form = chunks_[index].form;
+  // Sums of zeros are known, and kZeros need not be read for them.
   if (form == Form::kZero || form == Form::kNone) return sums_.ZeroChunk(index);
   return sums_.SumChunk(index, view(index));
 }
@@ -303,6 +329,7 @@ std::optional<ChunkPiece> GradientStore::FirstNonFinite() const {
     for (const int parameter : layout_.parameters_of_group(group)) {
       const NormBlocks::Range blocks = sums_.blocks().BlocksOfParameter(parameter);
       for (int64_t block = blocks.begin; block < blocks.end; ++block) {
+        // A block's sum is finite exactly when all its elements are: gradient_norm.h.
         if (std::isfinite(sums_.block_sum(block))) continue;
         if (auto found = FirstNonFiniteOf(sums_.blocks().PlaceOfBlock(block))) return found;
       }

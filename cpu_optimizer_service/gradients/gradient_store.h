@@ -26,19 +26,23 @@
 #include "cpu_optimizer_service/gradients/sum_lane.h"
 #include "cpu_optimizer_service/gradients/weight_buffer.h"
 #include "cpu_optimizer_service/host/arena.h"
+#include "cpu_optimizer_service/host/named_memory.h"
 
 namespace ballast {
 
 class GradientStore {
  public:
   // `layout` outlives the store.
-  // `arenas` outlives it, too. `named`: they are a NamedArenas, and what another process left in
-  // them is kept as it is (Restore).
+  // `arenas` outlives it, too. `named`: those, where what another process left is kept as it is
+  // (Restore).
   static absl::StatusOr<std::unique_ptr<GradientStore>> Create(const JobSpec& spec,
                                                                const Layout& layout,
                                                                ArenaFactory& arenas,
-                                                               bool named = false);
+                                                               NamedArenas* named = nullptr);
 
+  // Before a payload that is not borrowed: there is a place for it that a later process finds.
+  // UNAVAILABLE: its own is lent, and there is no memory for another.
+  absl::Status MakePlace(int chunk);
   // Adds a payload of chunk.elements elements in the wire dtype, in pieces cut anywhere. The second
   // payload of a step needs an accumulator: the job's max_micro_steps is not 1. With `lane`,
   // nullable, for a payload whose Add changes what is there (changes_sum).
@@ -51,6 +55,7 @@ class GradientStore {
   void AddZeros(int chunk);
   // No gradient at all; what was there is forgotten.
   void Clear(int chunk);
+  void ClearAll();
 
   // Where a chunk's gradient lies, for a later process; of named memory.
   enum class Kept : uint8_t {
@@ -132,8 +137,8 @@ class GradientStore {
   std::string ElsewhereLabel(int chunk) const;
   std::shared_ptr<Places> places_ = std::make_shared<Places>();
   std::unique_ptr<Arena> sum_arena_;
-  std::string owner_;                     // "job gpt2".
-  ArenaFactory* named_arenas_ = nullptr;  // Null: they have no names.
+  std::string owner_;                    // "job gpt2".
+  NamedArenas* named_arenas_ = nullptr;  // Null: they have no names.
   std::vector<ChunkGradient> chunks_;
   SquareSums sums_;
   std::atomic<int64_t> accumulators_in_use_ = 0;

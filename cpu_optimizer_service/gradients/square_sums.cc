@@ -90,7 +90,7 @@ double SquareSums::SumInChunk(int chunk) const {
 
 void SquareSums::SumCutBlock(int64_t block, ViewOf view) {
   const NormBlocks::Place place = blocks_.PlaceOfBlock(block);
-  // In fp32, since its parts may have come in different formats. No format's values change by that.
+  // In fp32, since its parts may have arrived in different formats; fp32 has all values of each.
   alignas(64) float elements[kBlockElements] = {};
   layout_.VisitRange(place.parameter, place.begin, place.end, [&](const ChunkPiece& piece) {
     const GradientView gradient = view(piece.chunk);

@@ -11,7 +11,7 @@ namespace ballast {
 
 inline constexpr int64_t kSumTurnElements = 256;
 
-// In memory that outlives the process; all zeros is a lane that nobody uses. One thread at a time.
+// In memory that outlives the process; all zeros is a lane that is free. One thread at a time.
 struct SumLane {
   uint64_t word = 0;  // SumWord; 0: nothing is being added.
   uint64_t tag = 0;   // Of the contribution.

@@ -26,4 +26,8 @@ absl::StatusOr<FileDescriptor> MakeSealedFile(const std::string& name, int64_t b
   return file;
 }
 
+std::string FileKeeper::WhatIs(const std::string& name) const {
+  return absl::StrCat("the memory named ", name);
+}
+
 }  // namespace ballast

@@ -36,14 +36,21 @@ class FileKeeper {
   // What an earlier process left, by name. Once.
   virtual std::map<std::string, FileDescriptor> TakeKept() = 0;
 
+  // Whoever takes over what is kept must read this format, too; 0: none but that of all services.
+  virtual void KeptIn(uint32_t format) {}
+
   // Whether sealed files are kept as long as those of MakeFile.
   virtual bool keeps_sealed_files() const { return true; }
   // What is left for MakeFile, where that is less than all memory; none: as much as there is.
   struct Room {
     int64_t bytes = 0;
+    // Not of what the machine and its control groups have available: a pool of huge pages.
+    bool is_apart = false;
     std::string where;  // For people.
   };
   virtual std::optional<Room> room() const { return std::nullopt; }
+  // What is kept, or is not there, under a name, for people.
+  virtual std::string WhatIs(const std::string& name) const;
 };
 
 }  // namespace ballast

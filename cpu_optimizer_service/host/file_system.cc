@@ -19,6 +19,7 @@
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/atomic_file.h"
 #include "cpu_optimizer_service/common/system/file_descriptor.h"
+#include "cpu_optimizer_service/common/system/visit_names.h"
 
 namespace ballast {
 namespace {
@@ -33,6 +34,23 @@ bool KnowsDirectWrites(int descriptor) {
   struct statfs is;
   return fstatfs(descriptor, &is) == 0 &&
          (is.f_type == EXT4_SUPER_MAGIC || is.f_type == XFS_SUPER_MAGIC);
+}
+
+// Of the name in the directory that is open as `parent`, which need not be there. 0, or the errno of
+// a failure. std::filesystem::remove_all ends the process where it has no memory.
+int RemoveTree(int parent, const char* name) {
+  if (unlinkat(parent, name, 0) == 0 || errno == ENOENT || errno == ENOTDIR) return 0;
+  if (errno != EISDIR) return errno;
+  int error = 0;
+  const int not_listed = VisitNames(
+      parent, name,
+      [&](const char* inner, int directory) {
+        if (error == 0) error = RemoveTree(directory, inner);
+      },
+      O_NOFOLLOW);
+  if (error == 0) error = not_listed;
+  if (error != 0 || unlinkat(parent, name, AT_REMOVEDIR) == 0) return error;
+  return errno;
 }
 
 // Not an AtomicFile: a checkpoint becomes whole by one move of its directory, so its files are not
@@ -186,9 +204,14 @@ class PosixFileSystemImpl : public FileSystem {
 
   absl::Status CreateDirectory(const std::string& path) override {
     std::error_code error;
-    const bool is_new = std::filesystem::create_directories(path, error);
+    std::vector<std::string> missing;
+    for (std::string at = path; !std::filesystem::exists(at, error); at = ParentOf(at)) {
+      missing.push_back(at);
+    }
+    std::filesystem::create_directories(path, error);
     if (error) return FileError(error.value(), "create directory", path);
-    return is_new ? SyncDirectory(ParentOf(path)) : absl::OkStatus();
+    for (const std::string& made : missing) BALLAST_RETURN_IF_ERROR(SyncDirectory(ParentOf(made)));
+    return absl::OkStatus();
   }
 
   bool IsSymbolicLink(const std::string& path) override {
@@ -216,19 +239,15 @@ class PosixFileSystemImpl : public FileSystem {
   }
 
   absl::Status RemoveAll(const std::string& path) override {
-    std::error_code error;
-    std::filesystem::remove_all(path, error);
-    return error ? FileError(error.value(), "remove", path) : absl::OkStatus();
+    const int error = RemoveTree(AT_FDCWD, path.c_str());
+    return error != 0 ? FileError(error, "remove", path) : absl::OkStatus();
   }
 
   absl::StatusOr<std::vector<std::string>> List(const std::string& directory) override {
-    std::error_code error;
     std::vector<std::string> names;
-    std::filesystem::directory_iterator entry(directory, error);
-    for (; !error && entry != std::filesystem::directory_iterator(); entry.increment(error)) {
-      names.push_back(entry->path().filename().string());
-    }
-    if (error) return FileError(error.value(), "list", directory);
+    const int error = VisitNames(AT_FDCWD, directory.c_str(),
+                                 [&](const char* name, int) { names.emplace_back(name); });
+    if (error != 0) return FileError(error, "list", directory);
     return names;
   }
 

@@ -1,19 +1,21 @@
 #include "cpu_optimizer_service/host/huge_pages.h"
 
+#include <algorithm>
+#include <cmath>
 #include <fstream>
 #include <sstream>
 #include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
-#include "absl/strings/str_format.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 
 namespace ballast {
 namespace {
 
 // Unreadable files are empty.
-std::string ReadAll(const char* path) {
+std::string ReadAll(const std::string& path) {
   std::ifstream file(path);
   std::stringstream text;
   text << file.rdbuf();
@@ -67,16 +69,30 @@ std::optional<double> HugePageShare(const std::byte* memory, int64_t bytes) {
   return HugePageShare(ReadAll("/proc/self/smaps"), begin, begin + bytes);
 }
 
+std::optional<int64_t> HugePagePoolBytes(int64_t page_bytes, const std::string& pools) {
+  const std::string pool = absl::StrCat(pools, "/hugepages-", page_bytes / 1024, "kB/");
+  const auto read = [&](const char* name) -> std::optional<int64_t> {
+    int64_t pages = 0;
+    if (!absl::SimpleAtoi(ReadAll(pool + name), &pages)) return std::nullopt;
+    return pages;
+  };
+  const std::optional<int64_t> free = read("free_hugepages");
+  if (!free.has_value()) return std::nullopt;
+  const int64_t added =
+      read("nr_overcommit_hugepages").value_or(0) - read("surplus_hugepages").value_or(0);
+  const int64_t pages = *free - read("resv_hugepages").value_or(0) + std::max<int64_t>(added, 0);
+  return std::max<int64_t>(pages, 0) * page_bytes;
+}
+
 std::string HugePageWarning(std::optional<double> share, absl::string_view what) {
   constexpr double kEnough = 0.8;
   if (!share.has_value() || *share >= kEnough) return "";
   std::string setting = ReadAll("/sys/kernel/mm/transparent_hugepage/enabled");
   while (!setting.empty() && setting.back() == '\n') setting.pop_back();
-  return absl::StrFormat(
-      "huge pages: %s got %.0f%% of its memory in them, and is slower for the rest; "
-      "/sys/kernel/mm/transparent_hugepage/enabled is \"%s\" (wanted: madvise or always), or free "
-      "memory is fragmented",
-      what, 100 * *share, setting);
+  return absl::StrCat("huge pages: ", what, " got ", std::lround(100 * *share),
+                      "% of its memory in them, and is slower for the rest; "
+                      "/sys/kernel/mm/transparent_hugepage/enabled is \"",
+                      setting, "\" (wanted: madvise or always), or free memory is fragmented");
 }
 
 }  // namespace ballast

@@ -20,6 +20,12 @@ std::optional<double> HugePageShare(absl::string_view smaps, uintptr_t begin, ui
 // The same of our own memory, as the system says now.
 std::optional<double> HugePageShare(const std::byte* memory, int64_t bytes);
 
+// What the system's pool of huge pages of this size still gives, in files of hugetlbfs: those that
+// are free and not promised to a mapping, and those that it may add. Nothing if the system does not
+// say. `pools` is where it does.
+std::optional<int64_t> HugePagePoolBytes(int64_t page_bytes,
+                                         const std::string& pools = "/sys/kernel/mm/hugepages");
+
 // Empty if `share` is as it should be, else one line on `what`, with what the operator can do.
 std::string HugePageWarning(std::optional<double> share, absl::string_view what);
 

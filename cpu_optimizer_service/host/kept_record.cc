@@ -1,7 +1,6 @@
 #include "cpu_optimizer_service/host/kept_record.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -10,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/ordered_stores.h"
 
 namespace ballast {
 
@@ -27,14 +27,6 @@ uint64_t ChecksumOf(absl::string_view bytes) {
 }
 
 namespace {
-
-void KeepOrder() { std::atomic_signal_fence(std::memory_order_seq_cst); }
-
-void StoreWord(uint64_t& word, uint64_t value) {
-  KeepOrder();
-  *static_cast<volatile uint64_t*>(&word) = value;
-  KeepOrder();
-}
 
 // A half's number in every byte, so that a byte that is not as it was stored is seen. The version
 // before this one stored the number alone.
@@ -110,9 +102,14 @@ absl::StatusOr<std::string> KeptRecord::TakeOver() {
 }
 
 absl::Status KeptRecord::Damaged() const {
-  return absl::DataLossError(absl::StrCat("the memory named ",
-                                          arenas_.NameOf(absl::StrCat(label_, " ", number_)),
+  return absl::DataLossError(absl::StrCat(arenas_.WhatIs(absl::StrCat(label_, " ", number_)),
                                           " is not as it was stored: another checksum"));
+}
+
+void KeptRecord::Forget() {
+  if (arena_ == nullptr) return;
+  StoreWord(HeaderOf(*arena_).current, 0);
+  Stored("a record is forgotten");
 }
 
 absl::Status KeptRecord::Grow(int64_t bytes) {

@@ -41,8 +41,14 @@ class KeptRecord {
   // What an earlier process stored last. NOT_FOUND: nothing. DATA_LOSS: it is not as it was stored;
   // the message names the memory.
   absl::StatusOr<std::string> TakeOver();
+  // After that: an earlier process had made memory for it, whether or not it stored anything.
+  bool was_made() const { return number_ > 0; }
+  // Memory for it, with nothing stored. RESOURCE_EXHAUSTED.
+  absl::Status Make() { return Grow(capacity_ / 2); }
   // RESOURCE_EXHAUSTED: no memory to grow; then it has what it had.
   absl::Status Store(absl::string_view contents);
+  // A later process finds that nothing was stored.
+  void Forget();
   // What it has goes; a later process finds nothing.
   void Drop() { arena_ = nullptr; }
   // The contents of another one, that is over.
@@ -60,7 +66,7 @@ class KeptRecord {
   const std::string label_;
   int64_t capacity_;
   int64_t number_ = 0;
-  std::unique_ptr<Arena> arena_;  // Null: nothing has been stored.
+  std::unique_ptr<Arena> arena_;  // Null: not made.
 };
 
 // Entries in order, of one epoch; those of another epoch are none.

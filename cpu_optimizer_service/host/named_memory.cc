@@ -61,7 +61,10 @@ absl::Status Wanting(int64_t bytes, absl::string_view what, int64_t left_bytes,
 
 NamedArena::~NamedArena() {
   // First the keeper: where this process dies before, the memory is found again, whole.
-  if (!memory_.PutBack(*this)) memory_.keeper_.Drop(name_);
+  if (!memory_.PutBack(*this)) {
+    memory_.keeper_.Drop(name_);
+    Stored("memory is dropped");
+  }
   munmap(data_, size_bytes_);
 }
 
@@ -82,6 +85,7 @@ absl::Status NamedMemory::NoRoom(int64_t bytes, absl::string_view name, const ch
 absl::Status NamedMemory::Admit(int64_t bytes, absl::string_view what) const {
   const std::optional<FileKeeper::Room> room = keeper_.room();
   if (room && room->bytes < bytes) return Wanting(bytes, what, room->bytes, room->where);
+  if (room && room->is_apart) return absl::OkStatus();
   const int64_t available = available_bytes_();
   if (available >= bytes) return absl::OkStatus();
   return Wanting(bytes, what, available, "the machine or the process's control group");
@@ -206,11 +210,28 @@ std::vector<std::string> NamedMemory::Left() const {
   return names;
 }
 
+bool NamedMemory::IsLeft(const std::string& name) const {
+  MutexLock lock(mutex_);
+  return left_.contains(name);
+}
+
 int64_t NamedMemory::LeftBytes() const {
   MutexLock lock(mutex_);
   int64_t bytes = 0;
   for (const auto& [name, file] : left_) bytes += SizeOf(file.number());
   return bytes;
+}
+
+void NamedMemory::KeepIn(const std::string& uid, uint32_t format) {
+  MutexLock lock(mutex_);
+  if (format == 0) {
+    formats_.erase(uid);
+  } else {
+    formats_[uid] = format;
+  }
+  uint32_t newest = 0;
+  for (const auto& [of_uid, of_job] : formats_) newest = std::max(newest, of_job);
+  keeper_.KeptIn(newest);
 }
 
 bool NamedMemory::PutBack(NamedArena& arena) {
@@ -240,14 +261,6 @@ std::string NamedArenas::NameOf(absl::string_view label) const {
   return absl::StrCat(prefix_, "/", absl::StripAsciiWhitespace(what));
 }
 
-bool NamedArenas::Has(absl::string_view label) const {
-  const std::string name = NameOf(label);
-  for (const std::string& left : memory_.Left()) {
-    if (left == name) return true;
-  }
-  return false;
-}
-
 std::vector<std::string> NamedArenas::Left(absl::string_view label_prefix) const {
   std::vector<std::string> labels;
   for (const std::string& left : memory_.Left()) {
@@ -258,17 +271,25 @@ std::vector<std::string> NamedArenas::Left(absl::string_view label_prefix) const
   return labels;
 }
 
-absl::StatusOr<std::unique_ptr<Arena>> NamedArenas::Create(int64_t bytes, absl::string_view label,
-                                                           Touch touch) {
-  const std::string name = NameOf(label);
-  absl::StatusOr<std::unique_ptr<NamedArena>> arena = memory_.Open(name);
-  if (absl::IsNotFound(arena.status())) arena = memory_.Create(name, bytes, touch);
+absl::Status NamedArenas::Missing(absl::string_view label) const {
+  return absl::DataLossError(absl::StrCat(WhatIs(label), " is missing; put it back"));
+}
+
+absl::StatusOr<std::unique_ptr<Arena>> NamedArenas::Open(int64_t bytes, absl::string_view label) {
+  absl::StatusOr<std::unique_ptr<NamedArena>> arena = memory_.Open(NameOf(label));
+  if (absl::IsNotFound(arena.status())) return Missing(label);
   if (!arena.ok()) return arena.status();
   if ((*arena)->size_bytes() < bytes) {
-    return absl::InternalError(absl::StrCat("the memory named ", name, " has ",
-                                            (*arena)->size_bytes(), " bytes, expected ", bytes));
+    return absl::DataLossError(
+        absl::StrCat(WhatIs(label), " has ", (*arena)->size_bytes(), " bytes, expected ", bytes));
   }
   return *std::move(arena);
+}
+
+absl::StatusOr<std::unique_ptr<Arena>> NamedArenas::Create(int64_t bytes, absl::string_view label,
+                                                           Touch touch) {
+  if (must_be_left_ || Has(label)) return Open(bytes, label);
+  return memory_.Create(NameOf(label), bytes, touch);
 }
 
 }  // namespace ballast

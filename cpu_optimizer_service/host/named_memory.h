@@ -82,8 +82,11 @@ class NamedMemory {
 
   // As an earlier process left it, or this one. NOT_FOUND.
   absl::StatusOr<std::unique_ptr<NamedArena>> Open(const std::string& name);
+  // Of that name, for people: FileKeeper::WhatIs.
+  std::string WhatIs(const std::string& name) const { return keeper_.WhatIs(name); }
   // What an earlier process left and nobody has opened yet, by name.
   std::vector<std::string> Left() const;
+  bool IsLeft(const std::string& name) const;
   int64_t LeftBytes() const;
   // Gives up one of those.
   void Forget(const std::string& name);
@@ -107,6 +110,9 @@ class NamedMemory {
    private:
     NamedMemory& memory_;
   };
+
+  // A job whose uid it is needs this of whoever takes over: FileKeeper::KeptIn; 0: nothing more.
+  void KeepIn(const std::string& uid, uint32_t format);
 
   // Descriptors that are no memory. Keeps `file`, which stays the caller's, under a new name.
   absl::Status KeepFile(const std::string& name, int file) { return keeper_.Keep(name, file); }
@@ -138,12 +144,14 @@ class NamedMemory {
   const std::function<int64_t()> available_bytes_;
   std::atomic<TaskPool*> tasks_ = nullptr;
   mutable Mutex mutex_;
+  std::map<std::string, uint32_t> formats_ ABSL_GUARDED_BY(mutex_);  // By uid.
   std::map<std::string, FileDescriptor> left_ ABSL_GUARDED_BY(mutex_);
   std::string puts_back_ ABSL_GUARDED_BY(mutex_);  // Empty: nothing.
 };
 
 // The arenas of one owner, a job, as an ArenaFactory: its label, without the owner's name in front,
-// makes the name. One that an earlier process left is opened as it is, others are created zeroed.
+// makes the name. One that an earlier process left is opened as it is, others are created zeroed,
+// unless all must be left.
 class NamedArenas final : public ArenaFactory {
  public:
   // `prefix`: the job's uid. `owner`: what labels begin with, "job gpt2".
@@ -152,9 +160,17 @@ class NamedArenas final : public ArenaFactory {
 
   absl::StatusOr<std::unique_ptr<Arena>> Create(int64_t bytes, absl::string_view label,
                                                 Touch touch) override;
+  // Only as an earlier process left it. DATA_LOSS: Missing.
+  absl::StatusOr<std::unique_ptr<Arena>> Open(int64_t bytes, absl::string_view label);
+  // While a job is taken over nothing of it is made again: Create does what Open does.
+  void MustBeLeft(bool must) { must_be_left_ = must; }
+  bool must_be_left() const { return must_be_left_; }
   std::string NameOf(absl::string_view label) const;
+  // For people.
+  std::string WhatIs(absl::string_view label) const { return memory_.WhatIs(NameOf(label)); }
+  absl::Status Missing(absl::string_view label) const;
   // Whether an earlier process left one of this label, that nobody has opened.
-  bool Has(absl::string_view label) const;
+  bool Has(absl::string_view label) const { return memory_.IsLeft(NameOf(label)); }
   // The labels of those that begin so.
   std::vector<std::string> Left(absl::string_view label_prefix) const;
   NamedMemory& memory() const { return memory_; }
@@ -163,6 +179,7 @@ class NamedArenas final : public ArenaFactory {
   NamedMemory& memory_;
   const std::string prefix_;
   const std::string owner_;
+  bool must_be_left_ = false;
 };
 
 }  // namespace ballast

@@ -1,6 +1,5 @@
 #include "cpu_optimizer_service/host/state_directory.h"
 
-#include <dirent.h>
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/mman.h>
@@ -11,6 +10,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <cstdio>
 #include <cstring>
 #include <fstream>
 #include <limits>
@@ -20,10 +20,11 @@
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/strip.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/visit_names.h"
+#include "cpu_optimizer_service/host/huge_pages.h"
 #include "cpu_optimizer_service/host/kept_record.h"
 
 namespace ballast {
@@ -32,7 +33,7 @@ struct StateDirectory::Superblock {
   char magic[16];
   uint64_t format;
   char boot_id[48];
-  uint64_t checksum;  // Of all before it.
+  uint64_t checksum;  // Covers all before it.
   int64_t process;    // That has the directory, or had it last.
 };
 
@@ -47,18 +48,20 @@ constexpr uint64_t kFormat = 1;
 constexpr char kMagic[16] = "ballast state";
 constexpr char kSuperblock[] = "superblock";
 constexpr char kUnfinished[] = ".new";
-constexpr char kLockName[] = "lock of the state directory";  // For the other keeper.
 constexpr auto kPause = std::chrono::milliseconds(20);
 constexpr char kUse[] =
     "; give a directory on a tmpfs, such as /dev/shm/ballast, or in Kubernetes one on a volume of "
     "emptyDir with medium: Memory";
 
+constexpr uint32_t kHugeFileSystem = 0x958458f6;
+
 // Empty: not in memory.
 std::string FileSystemInMemory(const struct statfs& facts) {
   switch (static_cast<uint32_t>(facts.f_type)) {
+    // TMPFS_MAGIC, HUGETLBFS_MAGIC and RAMFS_MAGIC of linux/magic.h.
     case 0x01021994:
       return "tmpfs";
-    case 0x958458f6:
+    case kHugeFileSystem:
       return "hugetlbfs";
     case 0x858458f6:
       return "ramfs";
@@ -87,9 +90,9 @@ absl::StatusOr<std::string> CheckInMemory(const std::string& path) {
   }
   std::string name = FileSystemInMemory(facts);
   if (!name.empty()) return name;
-  return absl::InvalidArgumentError(
-      absl::StrFormat("%s is on a disk (file system %#x), not in memory%s", path,
-                      static_cast<uint32_t>(facts.f_type), kUse));
+  return absl::InvalidArgumentError(absl::StrCat(path, " is on a disk (file system 0x",
+                                                 absl::Hex(static_cast<uint32_t>(facts.f_type)),
+                                                 "), not in memory", kUse));
 }
 
 absl::Status CheckDirectory(const std::string& path, const struct stat& facts) {
@@ -106,10 +109,11 @@ absl::Status CheckDirectory(const std::string& path, const struct stat& facts) {
                      geteuid(), "'s; name a directory in it that is not there yet, or another"));
   }
   if ((facts.st_mode & 0077) != 0) {
-    return absl::InvalidArgumentError(absl::StrFormat(
-        "other users may enter %s (mode %04o); chmod 700 it, or name a directory in it that is not "
-        "there yet",
-        path, facts.st_mode & 07777));
+    char mode[8];
+    std::snprintf(mode, sizeof(mode), "%04o", facts.st_mode & 07777);
+    return absl::InvalidArgumentError(
+        absl::StrCat("other users may enter ", path, " (mode ", mode,
+                     "); chmod 700 it, or name a directory in it that is not there yet"));
   }
   return absl::OkStatus();
 }
@@ -122,13 +126,18 @@ std::string BootId() {
   return id.substr(0, 36);
 }
 
-// Of memory "UID/LABEL"; empty: of a name that is none here.
+// The file's name for memory "UID/LABEL", without its size.
+std::string WithoutSize(const std::string& name) {
+  return absl::StrReplaceAll(name, {{"/", "."}, {" ", "_"}});
+}
+
+// The whole name of the file; empty: `name` is none of named memory.
 std::string FileOf(const std::string& name, int64_t bytes) {
   const bool plain = std::all_of(name.begin(), name.end(), [](char c) {
     return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == ' ' || c == '/' || c == '-';
   });
   if (!plain) return "";
-  return absl::StrCat(absl::StrReplaceAll(name, {{"/", "."}, {" ", "_"}}), ".", bytes);
+  return absl::StrCat(WithoutSize(name), ".", bytes);
 }
 
 // The other way; empty: the file is none of ours.
@@ -154,6 +163,31 @@ absl::Status StateDirectory::Check(const std::string& given) {
   return CheckInMemory(path).status();
 }
 
+absl::Status StateDirectory::CheckSame(const FileDescriptor& lock, bool others_hold_jobs,
+                                       const std::string& path) {
+  const std::string superblock = absl::StrCat(WithoutSlashes(path), "/", kSuperblock);
+  const char* const instead =
+      "; an upgrade moves no job: leave --state-dir as it was, or stop the service and start it "
+      "again";
+  if (!lock) {
+    if (path.empty() || !others_hold_jobs) return absl::OkStatus();
+    return absl::InvalidArgumentError(
+        absl::StrCat("the service's jobs lie in its parent's memory, and not in ", path, instead));
+  }
+  struct stat held = {};
+  struct stat there = {};
+  if (!path.empty() && fstat(lock.number(), &held) == 0 && stat(superblock.c_str(), &there) == 0 &&
+      held.st_ino == there.st_ino && held.st_dev == there.st_dev) {
+    return absl::OkStatus();
+  }
+  char has[4096] = {};
+  const std::string link = absl::StrCat("/proc/self/fd/", lock.number());
+  if (readlink(link.c_str(), has, sizeof(has) - 1) < 0) return absl::InternalError(Why());
+  return absl::InvalidArgumentError(absl::StrCat("the service's jobs lie in ", ParentOf(has),
+                                                 path.empty() ? "" : ", and not in ", path,
+                                                 instead));
+}
+
 absl::StatusOr<std::unique_ptr<StateDirectory>> StateDirectory::Open(
     StateDirectoryOptions options) {
   options.path = WithoutSlashes(options.path);
@@ -176,6 +210,8 @@ absl::Status StateDirectory::OpenDirectory() {
   if (mkdir(path.c_str(), 0700) != 0 && errno != EEXIST) {
     return absl::InvalidArgumentError(absl::StrCat("cannot make ", path, ": ", Why(), kUse));
   }
+  // Checked again on what was opened: between Check and here another process may have put something
+  // else in its place. Everything after this goes through the descriptor.
   directory_ = FileDescriptor(open(path.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
   struct stat facts = {};
   struct statfs system = {};
@@ -222,6 +258,7 @@ absl::Status StateDirectory::TakeLock() {
       openat(directory_.number(), kSuperblock, O_RDWR | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK));
   if (!file && errno == ENOENT) {
     BALLAST_ASSIGN_OR_RETURN(const auto files, List());
+    // Files without a superblock may be of any boot and format.
     if (!files.empty()) {
       return absl::DataLossError(absl::StrCat(
           path, " is missing, and without it nothing is known of ", files.begin()->first,
@@ -297,28 +334,31 @@ absl::Status StateDirectory::CheckOrWriteSuperblock(bool is_new) {
         absl::StrCat(options_.path, " is of another boot (", superblock_->boot_id, ", now ", boot,
                      "): a copy, which may be of any instant", instead));
   }
+  // Not under the checksum, which could not be stored at the same instant.
   superblock_->process = getpid();
   return absl::OkStatus();
 }
 
 absl::StatusOr<std::map<std::string, int64_t>> StateDirectory::List() const {
   std::map<std::string, int64_t> files;
-  const int again = openat(directory_.number(), ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  const std::unique_ptr<DIR, int (*)(DIR*)> entries(again < 0 ? nullptr : fdopendir(again),
-                                                    closedir);
-  if (entries == nullptr) {
-    return absl::DataLossError(absl::StrCat("cannot list ", options_.path, ": ", Why()));
-  }
-  while (const dirent* entry = readdir(entries.get())) {
-    const absl::string_view file = entry->d_name;
-    if (file == "." || file == ".." || file == kSuperblock) continue;
+  std::string stranger;
+  const int error = VisitNames(directory_.number(), ".", [&](absl::string_view file, int) {
+    if (file == kSuperblock || !stranger.empty()) return;
     int64_t bytes = 0;
     if (NameOf(absl::StripSuffix(file, kUnfinished), bytes).empty()) {
-      return absl::DataLossError(absl::StrCat(options_.path, "/", file,
-                                              " is no file of named memory; name a directory that "
-                                              "is the service's alone"));
+      stranger = std::string(file);
+    } else {
+      files.emplace(file, bytes);
     }
-    files.emplace(file, bytes);
+  });
+  if (!stranger.empty()) {
+    return absl::DataLossError(absl::StrCat(options_.path, "/", stranger,
+                                            " is no file of named memory; name a directory that "
+                                            "is the service's alone"));
+  }
+  if (error != 0) {
+    return absl::DataLossError(
+        absl::StrCat("cannot list ", options_.path, ": ", std::strerror(error)));
   }
   return files;
 }
@@ -365,6 +405,7 @@ absl::Status StateDirectory::OpenFiles(const std::map<std::string, int64_t>& fil
     }
     kept_.emplace(found.name, std::move(found.descriptor));
   }
+  // Only after all others were found to be as they were left: a refused start changes nothing.
   for (const std::string& file : unfinished) unlinkat(directory_.number(), file.c_str(), 0);
   return absl::OkStatus();
 }
@@ -378,6 +419,8 @@ absl::StatusOr<FileDescriptor> StateDirectory::MakeFile(const std::string& name,
     return absl::InvalidArgumentError(absl::StrCat("named memory cannot be called ", name));
   }
   const std::string unfinished = absl::StrCat(file, kUnfinished);
+  // Under a name that says it is not kept yet: a process that dies before Keep leaves what the next
+  // one removes.
   FileDescriptor made(openat(directory_.number(), unfinished.c_str(),
                              O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
   if (!made || ftruncate(made.number(), size) != 0) {
@@ -403,6 +446,7 @@ absl::Status StateDirectory::Keep(const std::string& name, int descriptor) {
     unlinkat(directory_.number(), older->second.c_str(), 0);
     dropped_.erase(older->second);
   }
+  // From the rename on a later process finds it.
   if (renameat(directory_.number(), absl::StrCat(file, kUnfinished).c_str(), directory_.number(),
                file.c_str()) != 0) {
     return absl::ResourceExhaustedError(absl::StrCat(options_.path, "/", file, ": ", Why()));
@@ -440,11 +484,21 @@ std::map<std::string, FileDescriptor> StateDirectory::TakeKept() {
 std::optional<FileKeeper::Room> StateDirectory::room() const {
   struct statfs facts = {};
   Room room = {.bytes = std::numeric_limits<int64_t>::max(), .where = description_};
+  if (fstatfs(directory_.number(), &facts) != 0) return room;
   // One without a size of its own says 0.
-  if (fstatfs(directory_.number(), &facts) == 0 && facts.f_blocks > 0) {
-    room.bytes = static_cast<int64_t>(facts.f_bavail) * facts.f_bsize;
+  if (facts.f_blocks > 0) room.bytes = static_cast<int64_t>(facts.f_bavail) * facts.f_bsize;
+  if (static_cast<uint32_t>(facts.f_type) == kHugeFileSystem) {
+    room.is_apart = true;
+    room.bytes = std::min(room.bytes, HugePagePoolBytes(facts.f_bsize).value_or(room.bytes));
   }
   return room;
+}
+
+std::string StateDirectory::WhatIs(const std::string& name) const {
+  MutexLock lock(mutex_);
+  const auto found = files_.find(name);
+  return absl::StrCat("the file ", options_.path, "/",
+                      found != files_.end() ? found->second : WithoutSize(name) + "*");
 }
 
 void StateDirectory::Settle() {

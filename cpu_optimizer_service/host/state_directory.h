@@ -29,9 +29,9 @@ namespace ballast {
 
 struct StateDirectoryOptions {
   std::string path;
-  FileKeeper* others = nullptr;  // Keeps what is no file here; borrowed. Null: nobody does.
+  FileKeeper* others = nullptr;  // Keeps what is no file here; borrowed. Null: no other does.
   double wait_seconds = 30;      // For a process that has the directory.
-  // Told in a line why that takes long. Nullable.
+  // Says in a line why that takes long. Nullable.
   std::function<void(const std::string& line)> say;
   // What is known of the last checkpoint of the job with this uid; for messages. Nullable.
   std::function<std::string(const std::string& uid)> last_checkpoint;
@@ -42,6 +42,13 @@ class StateDirectory final : public FileKeeper {
  public:
   // Looks only. INVALID_ARGUMENT, in one line that says what to do: memory cannot be kept there.
   static absl::Status Check(const std::string& path);
+  // Looks only: whether a process that takes the place of one that holds `lock`, which is empty
+  // where that has no directory, finds that one's jobs at `path`; empty: it has none. `others_hold_jobs`:
+  // some lie elsewhere. INVALID_ARGUMENT, in one line.
+  static absl::Status CheckSame(const FileDescriptor& lock, bool others_hold_jobs,
+                                const std::string& path);
+  // What the lock is called at `others`.
+  static constexpr char kLockName[] = "lock of the state directory";
   // Makes the directory, mode 0700, if it is not there; its parent must be. All that is in it is
   // checked first, and nothing is changed where anything is refused. Errors, in one line:
   // INVALID_ARGUMENT as Check; UNAVAILABLE: another process has it; DATA_LOSS: a file is not as it
@@ -55,6 +62,8 @@ class StateDirectory final : public FileKeeper {
   std::map<std::string, FileDescriptor> TakeKept() override;
   bool keeps_sealed_files() const override { return false; }
   std::optional<Room> room() const override;
+  // "the file /dev/shm/ballast/4f6c....table.4096"; of one that is not there "....table*".
+  std::string WhatIs(const std::string& name) const override;
 
   // What an earlier process left has been taken over. Until then a drop is only remembered, so that
   // nothing is lost where taking over fails.
@@ -85,7 +94,7 @@ class StateDirectory final : public FileKeeper {
   Superblock* superblock_ = nullptr;  // Mapped.
   int64_t page_bytes_ = 0;
 
-  Mutex mutex_;
+  mutable Mutex mutex_;
   bool settled_ ABSL_GUARDED_BY(mutex_) = false;
   std::map<std::string, std::string> files_ ABSL_GUARDED_BY(mutex_);   // By name.
   std::map<std::string, std::string> making_ ABSL_GUARDED_BY(mutex_);  // Not kept yet, by name.

@@ -7,7 +7,10 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdio>
+#include <cstdlib>
 #include <exception>
+#include <new>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -34,6 +37,16 @@ class ScopedPlace {
  private:
   const Place saved_;
 };
+
+// TBB has taken a task for a thread that it cannot start, and does not try again: whoever waits for
+// the task would wait without an end.
+[[noreturn]] void EndWithoutThreads(const std::exception& error) {
+  std::fprintf(stderr,
+               "the engine cannot start its threads (%s); raise the limit of processes and threads "
+               "(ulimit -u, TasksMax, pids.max)\n",
+               error.what());
+  std::_Exit(1);
+}
 
 // Binds the threads that enter an arena to a node. TBB lends a thread now to one arena and now to
 // another, of this pool or of someone else, so this happens at every entry and ends at every exit.
@@ -193,23 +206,23 @@ int TaskPool::NodeOf(int64_t index, int64_t count) const {
 
 void TaskPool::Start(std::function<void()> task, int node) {
   struct Started {
-    ~Started() { edge.Acquire(); }  // The later of the two frees what both have used.
     std::function<void()> task;
     TsanEdge edge;
   };
-  auto started = std::make_shared<Started>();
+  // Of the lambda, which TBB keeps longer than it runs, and so longer than the pool may live: what
+  // it owns goes before that.
+  auto started = std::make_unique<Started>();
   started->task = std::move(task);
   started->edge.Release();
   if (node == kAnyNode) {
     node = static_cast<int>(impl_->next_node.fetch_add(1) % impl_->nodes.size());
   }
-  const auto run = [impl = impl_.get(), started, node] {
+  const auto run = [impl = impl_.get(), owned = started.get(), node] {
     const ScopedPlace place({impl, node});
     const auto begin = std::chrono::steady_clock::now();
-    started->edge.Acquire();
-    started->task();
-    started->task = nullptr;  // What it owns goes before the pool may: TBB keeps the lambda longer.
-    started->edge.Release();
+    owned->edge.Acquire();
+    owned->task();
+    delete owned;
     const auto end = std::chrono::steady_clock::now();
     MutexLock lock(impl->mutex);
     impl->busy += end - begin;
@@ -221,10 +234,13 @@ void TaskPool::Start(std::function<void()> task, int node) {
   }
   try {
     impl_->nodes[node]->arena.enqueue(run);
-  } catch (...) {  // It has not taken it.
+    (void)started.release();
+  } catch (const std::bad_alloc&) {  // It has not taken it.
     MutexLock lock(impl_->mutex);
     --impl_->running;
     throw;
+  } catch (const std::exception& error) {
+    EndWithoutThreads(error);
   }
 }
 

@@ -44,7 +44,8 @@ class TaskPool {
   int NodeOf(int64_t index, int64_t count) const;
 
   // Runs `task`, which must not throw, on a worker, of `node` if given, soon; does not wait.
-  // Throws std::bad_alloc, and has done nothing then.
+  // Throws std::bad_alloc, and has done nothing then. Where the system lets the pool have no threads,
+  // the process ends, with one line.
   void Start(std::function<void()> task, int node = kAnyNode);
   // Runs body(0) ... body(count - 1), spread over the workers, and then `then`, on one of them;
   // does not wait. For tasks, which must not block their thread. Neither must throw. Throws

@@ -23,22 +23,23 @@ constexpr Answer kGone = Answer::kAborted;
 
 constexpr std::array<std::array<Answer, kPhases>, kAdmissions> kTable = {{
     // idle    open    voting  sealed  deciding updating clearing loading closed
-    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},   // kAttach
-    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},   // kOpenStream
-    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},   // kQuietRank
-    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},   // kRankMemory
-    {kGrant, kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},  // kSnapshot
-    {kGrant, kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},  // kRead
-    {kGrant, kGrant, kGrant, kBusy, kBusy, kGrant, kBusy, kLoad, kClos},  // kReadNow
-    {kGrant, kGrant, kGrant, kWait, kWait, kGrant, kWait, kLoad, kClos},  // kDiscard
-    {kNone, kGrant, kGrant, kGrant, kGrant, kLate, kNone, kLoad, kClos},  // kAbort
-    {kGrant, kHas, kHas, kHas, kHas, kLate, kWait, kLoad, kClos},         // kUndo
-    {kGone, kGone, kGone, kGrant, kGone, kGone, kGone, kGone, kClos},     // kDecide
-    {kGone, kGone, kGone, kGone, kGrant, kGone, kGone, kGone, kClos},     // kUpdate
-    {kGone, kGone, kGone, kGone, kGone, kGone, kGrant, kGone, kClos},     // kFinishClear
-    {kGrant, kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},  // kLoad
-    {kGone, kGone, kGone, kGone, kGone, kGone, kGone, kGrant, kClos},     // kReplaceState
-    {kGrant, kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},  // kClose
+    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},     // kAttach
+    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},     // kOpenStream
+    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},     // kQuietRank
+    {kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kLoad, kClos},     // kRankMemory
+    {kGrant, kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},    // kSnapshot
+    {kGrant, kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},    // kRead
+    {kGrant, kGrant, kGrant, kBusy, kBusy, kGrant, kBusy, kLoad, kClos},    // kReadNow
+    {kGrant, kGrant, kGrant, kWait, kWait, kGrant, kWait, kLoad, kClos},    // kDiscard
+    {kGrant, kGrant, kGrant, kGrant, kGrant, kGrant, kWait, kLoad, kClos},  // kSupersede
+    {kNone, kGrant, kGrant, kGrant, kGrant, kLate, kNone, kLoad, kClos},    // kAbort
+    {kGrant, kHas, kHas, kHas, kHas, kLate, kWait, kLoad, kClos},           // kUndo
+    {kGone, kGone, kGone, kGrant, kGone, kGone, kGone, kGone, kClos},       // kDecide
+    {kGone, kGone, kGone, kGone, kGrant, kGone, kGone, kGone, kClos},       // kUpdate
+    {kGone, kGone, kGone, kGone, kGone, kGone, kGrant, kGone, kClos},       // kFinishClear
+    {kGrant, kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},    // kLoad
+    {kGone, kGone, kGone, kGone, kGone, kGone, kGone, kGrant, kClos},       // kReplaceState
+    {kGrant, kGrant, kGrant, kGrant, kWait, kWait, kWait, kWait, kClos},    // kClose
 }};
 
 // Torn state can be closed, and replaced by a load; everything else would use it.
@@ -75,9 +76,9 @@ std::string Gate::ToString() const {
 
 std::string_view Name(Admission admission) {
   constexpr std::array<std::string_view, kAdmissions> kNames = {
-      "attach",       "open stream", "quiet rank",    "rank memory", "snapshot", "read",
-      "read now",     "discard",     "abort",         "undo",        "decide",   "update",
-      "finish clear", "load",        "replace state", "close"};
+      "attach",   "open stream",  "quiet rank", "rank memory",   "snapshot", "read",
+      "read now", "discard",      "supersede",  "abort",         "undo",     "decide",
+      "update",   "finish clear", "load",       "replace state", "close"};
   return kNames[static_cast<int>(admission)];
 }
 
@@ -97,6 +98,9 @@ Answer Ask(Admission admission, const GateState& state, const RankUnderWay& rank
       // In other phases there is nothing to take back, which is the call's to say.
       waits = (state.phase == Phase::kOpen || state.phase == Phase::kVoting) &&
               (rank.adding > 0 || rank.computing > 0);
+      break;
+    case Admission::kSupersede:
+      waits = rank.superseded > 0;
       break;
     case Admission::kRead:
       // Readers that come after the seal let its decision pass, or they could hold it back for
@@ -236,6 +240,12 @@ void Gate::StopComputing(int rank) {
         "what is computed ends once");
   if (rank >= 0) --ranks_[rank].computing;
   --state_.computing;
+}
+
+void Gate::StopSuperseded(int rank) {
+  if (state_.broken) return;
+  Check(ranks_[rank].superseded > 0, "an update is superseded once");
+  --ranks_[rank].superseded;
 }
 
 }  // namespace ballast

@@ -62,6 +62,7 @@ enum class Admission : uint8_t {
   kRead,          // State is read where it lies.
   kReadNow,       // As kRead, for a chunk at the newest step; never waits.
   kDiscard,       // A rank takes back what it gave; nothing is being computed from that any more.
+  kSupersede,     // A rank gives more of chunks; no update of what they had runs any more.
   kAbort,         // An operator aborts the step; never waits.
   kUndo,          // The last committed step is undone: nothing is read any more.
   kDecide,        // A sealed step begins to be decided.
@@ -71,7 +72,7 @@ enum class Admission : uint8_t {
   kReplaceState,  // A load writes: nothing is read any more.
   kClose,
 };
-inline constexpr int kAdmissions = 16;
+inline constexpr int kAdmissions = 17;
 
 std::string_view Name(Phase phase);
 std::string_view Name(Admission admission);
@@ -101,11 +102,12 @@ enum class Answer : uint8_t {
   kBroken,    // Refused: the job is broken.
 };
 
-// Of the rank in question: contributions that are being added, and sums and provisional updates
-// that are computed from what it gave.
+// Of the rank in question: contributions that are being added; sums and provisional updates that
+// are computed from what it gave; and of those updates the ones that it has more for.
 struct RankUnderWay {
   int64_t adding = 0;
   int64_t computing = 0;
+  int64_t superseded = 0;
 };
 Answer Ask(Admission admission, const GateState& state, const RankUnderWay& rank = {});
 
@@ -157,6 +159,9 @@ class Gate {
   // -1: from what all ranks gave.
   void StartComputing(int rank = -1);
   void StopComputing(int rank = -1);
+  // A provisional update that is being computed from what the rank gave is in vain.
+  void Supersede(int rank) { ++ranks_[rank].superseded; }
+  void StopSuperseded(int rank);
 
  private:
   struct Waiting {

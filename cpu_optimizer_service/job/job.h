@@ -14,11 +14,12 @@
 // Threads: everything is thread-safe; the calls on one RankStream come one at a time, and
 // Contribute adds the payload on the caller's thread. No call blocks, except for the lock and for
 // what each says of itself: calls that need the job to stand still (attaching, opening a stream,
-// snapshots, saving, loading) take a Done and wait in the job's gate, not on their thread
-// (pending.h). Their short forms without a Done wait for it, and are for tests and for threads that
-// may block. Updates, sums of gradients in place, saving and loading run on the engine's threads.
-// Listeners and Dones are called from any thread, with no lock held; they must not block. A job is
-// kept alive by shared_ptr while a stream or a reader uses it.
+// snapshots, saving, loading) or something of a rank to end (discarding, stopping provisional
+// updates) take a Done and wait in the job's gate, not on their thread (pending.h). Their short
+// forms without a Done wait for it, and are for tests and for threads that may block. Updates, sums
+// of gradients in place, saving and loading run on the engine's threads. Listeners and Dones are
+// called from any thread, with no lock held; they must not block. A job is kept alive by shared_ptr
+// while a stream or a reader uses it.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_JOB_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_JOB_H_
 
@@ -71,7 +72,7 @@ struct AttachRequest {
 };
 struct Attachment {
   Generation generation;
-  uint64_t committed_step = 0;
+  uint64_t committed_step = 0;  // As JobStatus has it.
   bool awaiting_weights = false;
 };
 
@@ -93,6 +94,8 @@ class Job : public std::enable_shared_from_this<Job> {
   virtual const Layout& layout() const = 0;
   virtual const std::string& uid() const = 0;
   virtual JobStatus Status() const = 0;
+  // Where it is, as attaching returns it. Cheap, which Status is not: that copies all there is.
+  virtual Attachment Position() const = 0;
 
   // Takes a rank; see AttachWorker in ballast.proto. Waits for a decision and update under way.
   virtual Pending Attach(AttachRequest request, Done<Attachment> done) = 0;
@@ -117,14 +120,24 @@ class Job : public std::enable_shared_from_this<Job> {
   // Its process has let go of it. Nothing, if the rank has another by now.
   virtual void DropRankMemory(int rank, const RankMemory* memory) = 0;
 
-  // First weights of one chunk: chunk.elements fp32 values in pieces cut anywhere. The job is ready
-  // when every chunk has arrived; true then. Padding must be zero. ABORTED if an uploader is given
-  // that does not have the chunk's rank. What has arrived of a rank is forgotten when another
-  // process takes it, and of all ranks when the generation rises.
+  // Who uploads a rank's first weights, and with which state.
   struct Uploader {
     Generation generation;
     std::string process_id;
+    uint64_t state = 0;    // A number of the job's.
+    uint64_t session = 0;  // And of the rank's.
+    bool moments = false;
   };
+  // Called before a rank's first weights, by every rank with the same state. FAILED_PRECONDITION:
+  // weights have arrived that came with another one. ABORTED: the holder has not the rank.
+  virtual absl::StatusOr<Uploader> BeginFirstWeights(const RankHolder& holder,
+                                                     FirstState state) = 0;
+  // First weights of one chunk: chunk.elements fp32 values in pieces cut anywhere; with moments, as
+  // many of exp_avg, of exp_avg_sq and, with amsgrad, of max_exp_avg_sq behind them. The job is ready
+  // when every chunk has arrived; true then. Padding must be zero. ABORTED if an uploader is given
+  // that does not have the chunk's rank any more. FAILED_PRECONDITION: another rank has begun with another
+  // state since. What has arrived of a rank is forgotten when another process or session takes it, and
+  // of all ranks when the generation rises.
   virtual absl::StatusOr<bool> WriteInitialWeights(
       int64_t chunk, absl::Span<const absl::Span<const std::byte>> payload,
       const std::optional<Uploader>& uploader = std::nullopt) = 0;

@@ -1,4 +1,4 @@
-// From the last seal to the commit, on the engine's threads, and the provisional updates before it.
+// From the last seal to the commit, on the engine's threads.
 //
 // The gate keeps everything else away from gradients and state meanwhile, except for the time in
 // which votes are awaited. The decision is the commit point: before it nothing of the step shows,
@@ -13,8 +13,9 @@
 #include "cpu_optimizer_service/common/check.h"
 #include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/common/overflow.h"
-#include "cpu_optimizer_service/job/chunk_update.h"
+#include "cpu_optimizer_service/host/kept_record.h"
 #include "cpu_optimizer_service/job/job_impl.h"
+#include "cpu_optimizer_service/job/step/chunk_update.h"
 #include "cpu_optimizer_service/kernels/kernels.h"
 
 namespace ballast {
@@ -199,8 +200,7 @@ JobImpl::Draft JobImpl::MakeDraft(const SealedStep& sealed) {
                                                    .non_finite = non_finite});
   if (!draft.outcome.decision.apply) return draft;
   for (int group = 0; group < layout_.group_count(); ++group) {
-    const bool known = bounds_generation_ == record_.generation && !bounds_.empty();
-    draft.bounds.push_back(BoundsAfter(known ? bounds_[group] : StateBounds(),
+    draft.bounds.push_back(BoundsAfter(bounds_.empty() ? StateBounds() : bounds_[group],
                                        draft.update.hyper_parameters[group], group_sums[group],
                                        draft.update.multipliers[group]));
   }
@@ -234,16 +234,13 @@ JobImpl::UpdatePlan JobImpl::Decide(Draft draft) {
   plan.micro_steps = sealed.micro_steps();
   plan.coverage_complete = ledger_.IsWhole(plan.micro_steps);
   plan.update = std::move(draft.update);
-  if (draft.outcome.decision.apply) {
-    bounds_ = std::move(draft.bounds);
-    bounds_generation_ = record_.generation;
-  }
+  if (draft.outcome.decision.apply) bounds_ = std::move(draft.bounds);
   plan.listeners = ranks_.ByRank();
   plan.weights_in_place = ranks_.WeightsMemories();
   plan.outcome = draft.outcome;
   if (CanSpeculate()) {
     plan.speculation = speculation_.Settle(
-        *store_, ChunksAsGuessed(layout_, plan.outcome, speculation_.guess(), plan.update),
+        *store_, ChunksAsSpeculated(layout_, plan.outcome, speculation_.begun_with(), plan.update),
         plan.outcome.decision.apply,
         [&](int rank, uint64_t stream) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
           return ranks_.IsCurrent({.rank = rank, .stream = stream});
@@ -373,7 +370,7 @@ void JobImpl::TakeOverrides(const StepSettings& settings, const StepVote& vote) 
     for (const auto& [group, overrides] : *said) values[group] = Apply(values[group], overrides);
   }
   for (int group = 0; group < layout_.group_count(); ++group) {
-    values[group] = Apply(values[group], std::exchange(later_changes_[group], {}));
+    values[group] = Apply(values[group], std::exchange(record_.later_changes[group], {}));
   }
 }
 
@@ -385,9 +382,7 @@ void JobImpl::Commit(UpdatePlan plan) {
   Check(decided != nullptr, "only a decided step is committed");
   const StepTimes times = decided->TimesUntilNow();
   last_accumulators_in_use_ = gradients_->accumulators_in_use();
-  for (int chunk = 0; chunk < static_cast<int>(layout_.chunks().size()); ++chunk) {
-    gradients_->Clear(chunk);
-  }
+  gradients_->ClearAll();
   ledger_.Clear();
   sums_.Clear();
   speculation_.Recycle(std::move(plan.speculation.published));
@@ -444,117 +439,11 @@ void JobImpl::RecordStep(KeptDecision decided, const StepTimes& times) {
                        .abandoned = !decided.vote.apply,
                        .hyper_parameters = std::move(decided.hyper_parameters)},
                       decided.coverage_complete);
-  last_vote_ = std::move(decided.vote);
+  record_.last_vote = std::move(decided.vote);
   if (kept_ != nullptr) kept_->FreeLeftSumLanes();
-  kept_state_.decision.reset();
-  ++kept_state_.epoch;
+  record_.decision.reset();
+  ++record_.epoch;
   Keep();
-}
-
-// ---------------------------------------------------------------- provisional updates
-
-std::optional<Speculation::Task> JobImpl::SpeculateIfWorthwhile(int index, double squared_norm) {
-  if (speculation_.update() == nullptr) return std::nullopt;
-  const int owner = layout_.chunks()[index].rank;
-  // Of an attempt that can no longer be decided, nothing is worth it.
-  const auto* open = std::get_if<OpenStep>(&step_);
-  if (open != nullptr && !open->IsLive(owner)) return std::nullopt;
-  speculation_.AddSquaredNorm(index, squared_norm);
-  // A chunk of zeros alone is most likely unused, and will be skipped.
-  if (spec().unused_policy == UnusedPolicy::kSkip && gradients_->is_zero(index)) {
-    return std::nullopt;
-  }
-  const RankEntry& rank = ranks_[owner];
-  if (rank.update_mode != UpdateMode::kSpeculate || !speculation_.Queue(index)) {
-    return std::nullopt;
-  }
-  if (auto memory = rank.WeightsMemory(); memory != nullptr) {
-    return speculation_.MakeTask(index, WeightBuffer::InPlace(std::move(memory), index));
-  }
-  speculation_.Park(index);
-  return NextParked();
-}
-
-std::optional<Speculation::Task> JobImpl::NextParked() {
-  const std::optional<int> chunk = speculation_.first_parked();
-  if (!chunk.has_value()) return std::nullopt;
-  WeightBuffer weights = weight_buffers_->TryTakeOrTell(WeightBytes(*chunk));
-  if (!weights) return std::nullopt;
-  speculation_.Unpark();
-  return speculation_.MakeTask(*chunk, std::move(weights));
-}
-
-// Until the pool is empty again, so that the next buffer to be given back is announced for what is
-// parked then.
-void JobImpl::StartParked() {
-  for (;;) {
-    std::optional<Speculation::Task> task;
-    {
-      MutexLock lock(mutex_);
-      if (!broken()) task = NextParked();
-    }
-    if (!task.has_value()) return;
-    StartProvisional(*std::move(task));
-  }
-}
-
-void JobImpl::StartProvisional(Speculation::Task task) {
-  const int chunk = task.chunk;
-  // Shared, since std::function requires that it can be copied.
-  auto shared = std::make_shared<Speculation::Task>(std::move(task));
-  StartOfChunk(chunk, [self = Self(), shared = std::move(shared)] {
-    self->RunProvisional(std::move(*shared));
-  });
-}
-
-bool JobImpl::AcceptsProvisional(const RankEntry& rank, const WeightBuffer& weights) {
-  if (!weights || rank.listener == nullptr || rank.update_mode != UpdateMode::kSpeculate) {
-    return false;
-  }
-  // The stream may be another than when the update began, and take its weights elsewhere.
-  return weights.in_place() == (rank.WeightsMemory() != nullptr);
-}
-
-void JobImpl::RunProvisional(Speculation::Task task) {
-  const int index = task.chunk;
-  const std::shared_ptr<const StepUpdate>& update = task.update;
-  const int owner = layout_.chunks()[index].rank;
-  {
-    MutexLock lock(mutex_);
-    if (broken() || !speculation_.Run(task)) return;
-    gate_.StartComputing(owner);
-  }
-  absl::StatusOr<ChunkStore::Write> write = store_->BeginWrite(index, Destination::kFresh);
-  if (write.ok()) {
-    const TraceSpan span(trace_, TraceEventKind::kSpeculated, update->step, index);
-    UpdateTo(*update, index, *write, task.weights);
-  }
-  std::shared_ptr<RankListener> listener;
-  {
-    MutexLock lock(mutex_);
-    const RankEntry& rank = ranks_[owner];
-    if (!broken()) {
-      if (write.ok()) {
-        speculation_.Finish(*write);
-        ++record_.history.speculation.speculated;
-      } else {
-        speculation_.Fail(index);
-      }
-      if (write.ok() && AcceptsProvisional(rank, task.weights)) {
-        listener = rank.listener;
-        speculation_.StartSending(index, rank.stream);
-      }
-    }
-    guess_over_.NotifyAll();
-  }
-  if (listener != nullptr) {
-    CountWeights(index, task.weights);
-    listener->OnProvisionalWeights(update->step, index, std::move(task.weights));
-  }
-  Section section(*this);
-  if (broken()) return;
-  if (listener != nullptr) speculation_.StopSending(index);
-  gate_.StopComputing(owner);
 }
 
 }  // namespace ballast

@@ -1,14 +1,11 @@
 #include "cpu_optimizer_service/job/job_impl.h"
 
 #include <algorithm>
-#include <cmath>
-#include <cstring>
 #include <new>
 #include <stdexcept>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "cpu_optimizer_service/common/check.h"
 #include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/status.h"
@@ -53,20 +50,20 @@ JobImpl::JobImpl(JobIdentity identity, Layout layout, const JobEnvironment& envi
       environment_(environment),
       need_(NeedOf(identity_.spec, layout_)),
       tasks_(*environment_.tasks),
+      stream_calls_(layout_.world_size()),
       gate_(layout_.world_size()),
       ranks_(layout_.world_size()),
-      first_weights_(static_cast<int64_t>(layout_.chunks().size())),
+      first_weights_(static_cast<int64_t>(layout_.chunks().size()), layout_.world_size()),
       ledger_(static_cast<int64_t>(layout_.chunks().size())),
       sums_(static_cast<int64_t>(layout_.chunks().size())),
       speculation_(layout_),
-      tickets_(layout_.world_size()),
-      later_changes_(identity_.spec.groups.size()),
-      discards_(layout_.world_size()) {
+      tickets_(layout_.world_size()) {
   if (environment_.named_memory != nullptr) {
     need_.other_bytes += KeptBytes(layout_, environment_.tasks->threads());
   }
   record_.generation = identity_.generation;
   record_.update_counts.assign(identity_.spec.layout.parameters.size(), 0);
+  record_.later_changes.resize(identity_.spec.groups.size());
   for (const GroupSpec& group : identity_.spec.groups) {
     record_.hyper_parameters.push_back(group.hyper_parameters);
   }
@@ -135,8 +132,8 @@ absl::Status JobImpl::AllocateParts() {
                                                .owner = owner,
                                                .named = kept_ ? &kept_->arenas() : nullptr},
                                               arenas));
-  BALLAST_ASSIGN_OR_RETURN(gradients_,
-                           GradientStore::Create(spec(), layout_, arenas, kept_ != nullptr));
+  BALLAST_ASSIGN_OR_RETURN(gradients_, GradientStore::Create(spec(), layout_, arenas,
+                                                             kept_ ? &kept_->arenas() : nullptr));
   return absl::OkStatus();
 }
 
@@ -169,7 +166,6 @@ void JobImpl::Break() noexcept {
     ranks = ranks_.size();
   }
   step_over_.NotifyAll();
-  guess_over_.NotifyAll();
   for (int rank = 0; rank < ranks; ++rank) {
     std::shared_ptr<RankListener> listener;
     {
@@ -178,7 +174,7 @@ void JobImpl::Break() noexcept {
     }
     // One that has no memory to say it either has ended its stream.
     if (listener != nullptr) (void)RunsInMemory([&] { listener->OnDetached(broken_); });
-    (void)RunsInMemory([&] { AnswerDiscard(rank); });
+    (void)RunsInMemory([&] { stream_calls_.Answer(rank, broken_); });
   }
   { const Section section(*this); }  // Those who wait are told.
   if (environment_.warn) {
@@ -207,7 +203,7 @@ absl::Status JobImpl::StatusOf(std::optional<Answer> answer) const {
           absl::StrCat(job, " is loading a checkpoint; try again when it has"));
     case Answer::kTorn:
       return WithReason(absl::FailedPreconditionError(absl::StrCat(
-                            "the state of ", job, " is torn: loading ", torn_by_,
+                            "the state of ", job, " is torn: loading ", record_.torn_by,
                             " did not end; load a whole checkpoint (ballast load ", spec().name,
                             "), or close it (ballast close ", spec().name, ")")),
                         reason::kJobBroken);
@@ -216,7 +212,7 @@ absl::Status JobImpl::StatusOf(std::optional<Answer> answer) const {
     case Answer::kNoStep:
     case Answer::kAborted:
       return absl::FailedPreconditionError(
-          absl::StrCat(job, " is between steps, at step ", record_.committed_step));
+          absl::StrCat(job, " is between steps, at step ", committed_step()));
     case Answer::kHasStep:
       return absl::FailedPreconditionError(
           absl::StrCat("step ", record_.committed_step + 1, " of ", job,
@@ -262,73 +258,6 @@ absl::Status JobImpl::CheckUsable() const {
   if (state.broken) return broken_;
   if (state.phase == Phase::kLoading) return StatusOf(Answer::kLoading);
   return state.torn ? StatusOf(Answer::kTorn) : absl::OkStatus();
-}
-
-// ---------------------------------------------------------------- first weights
-
-absl::StatusOr<bool> JobImpl::WriteInitialWeights(
-    int64_t index, absl::Span<const absl::Span<const std::byte>> payload,
-    const std::optional<Uploader>& uploader) {
-  if (index < 0 || index >= static_cast<int64_t>(layout_.chunks().size())) {
-    return absl::InvalidArgumentError(absl::StrCat("chunk ", index, " is not in job ", spec().name,
-                                                   ", which has ", layout_.chunks().size()));
-  }
-  const Chunk& chunk = layout_.chunks()[index];
-  size_t size_bytes = 0;
-  for (const auto& piece : payload) size_bytes += piece.size();
-  if (size_bytes != chunk.elements * sizeof(float)) {
-    return absl::InvalidArgumentError(absl::StrCat("first weights of chunk ", index, " have ",
-                                                   size_bytes, " bytes, expected ", chunk.elements,
-                                                   " fp32 values"));
-  }
-  std::vector<float> weights(chunk.elements);
-  auto* out = reinterpret_cast<std::byte*>(weights.data());
-  for (const auto& piece : payload) {
-    if (!piece.empty()) std::memcpy(out, piece.data(), piece.size());
-    out += piece.size();
-  }
-  const auto finite = [](float weight) { return std::isfinite(weight); };
-  const auto bad = std::find_if_not(weights.begin(), weights.end(), finite);
-  if (bad != weights.end()) {
-    const ChunkPiece at = layout_.PieceAt(static_cast<int>(index), bad - weights.begin());
-    return absl::InvalidArgumentError(
-        at.parameter == -1
-            ? absl::StrCat("first weights of chunk ", index, " have ", *bad,
-                           " in the padding; padding must be zero")
-            : absl::StrCat("the first weight of ", spec().layout.parameters[at.parameter].name,
-                           " is ", *bad, " at element ", at.parameter_offset,
-                           "; weights must be finite"));
-  }
-  for (const ChunkPiece& padding : layout_.padding_of(static_cast<int>(index))) {
-    for (int64_t i = padding.chunk_offset; i < padding.chunk_offset + padding.elements; ++i) {
-      if (weights[i] == 0) continue;
-      return absl::InvalidArgumentError(absl::StrCat("first weights of chunk ", index, " have ",
-                                                     weights[i], " in the padding at element ", i,
-                                                     "; padding must be zero"));
-    }
-  }
-  // Nothing is waited for. While a load or a clearing is under way, the generation has risen and an
-  // uploader of the older one is refused; a clearing itself touches no weights, and nothing reads
-  // them before all are there.
-  MutexLock lock(mutex_);
-  if (gate_.phase() == Phase::kClosed) return CheckUsable();
-  if (uploader.has_value()) {
-    BALLAST_RETURN_IF_ERROR(CheckGeneration(uploader->generation));
-    BALLAST_RETURN_IF_ERROR(CheckHolder(chunk.rank, uploader->process_id));
-  }
-  BALLAST_RETURN_IF_ERROR(CheckUsable());
-  if (first_weights_.complete()) {
-    return WithReason(
-        absl::FailedPreconditionError(absl::StrCat(
-            "job ", spec().name, " has its weights; load a checkpoint to replace them")),
-        reason::kHasWeights);
-  }
-  std::copy(weights.begin(), weights.end(),
-            store_->Published(static_cast<int>(index))[Plane::kMaster]);
-  store_->SetArrived(static_cast<int>(index), true);
-  first_weights_.Arrive(index);
-  if (first_weights_.complete()) Keep();
-  return first_weights_.complete();
 }
 
 // ---------------------------------------------------------------- control
@@ -385,7 +314,7 @@ absl::StatusOr<HyperParameters> JobImpl::UpdateGroup(int group,
       Annotate(Validate(changed), absl::StrCat("group ", spec().groups[group].name)));
   record_.hyper_parameters[group] = changed;
   if (!std::holds_alternative<std::monostate>(step_)) {
-    later_changes_[group] = Merge(later_changes_[group], changes);
+    record_.later_changes[group] = Merge(record_.later_changes[group], changes);
   }
   // They are an operator's, not the last step's.
   if (record_.previous.has_value()) {
@@ -428,70 +357,12 @@ Pending JobImpl::Close(Done<bool> done) {
                                      [this, self, done = std::move(done)]()
                                          ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
                                            gate_.Close();
-                                           kept_state_.closed = true;
+                                           record_.closed = true;
                                            Keep();
                                            step_over_.NotifyAll();
                                            Reply<bool>(std::move(done), true);
                                          });
                    });
-}
-
-// ---------------------------------------------------------------- status
-
-JobStatus JobImpl::Status() const {
-  MutexLock lock(mutex_);
-  JobStatus status;
-  status.generation = record_.generation;
-  status.committed_step = record_.committed_step;
-  if (record_.previous.has_value()) status.undoable_step = record_.committed_step;
-  status.applied_steps = record_.history.applied_steps;
-  status.skipped_steps = record_.history.skipped_steps;
-  status.coverage_complete_steps = record_.history.coverage_complete_steps;
-  status.speculation = record_.history.speculation;
-  status.statistics = record_.history.statistics;
-  status.traffic = {.gradient_bytes_in_messages = gradient_bytes_in_messages_,
-                    .gradient_bytes_in_place = gradient_bytes_in_place_,
-                    .weight_bytes_in_messages = weight_bytes_in_messages_,
-                    .weight_bytes_in_place = weight_bytes_in_place_};
-  status.gate = gate_.ToString();
-  status.recent_steps.assign(record_.history.recent_steps.begin(),
-                             record_.history.recent_steps.end());
-  status.trainer_state = record_.trainer_state;
-  status.resumed_uid = record_.resumed_uid;
-  status.hyper_parameters = record_.hyper_parameters;
-  status.update_counts = record_.update_counts;
-  status.memory = need_;
-  status.speculation_refused = speculation_refused_;
-  status.speculation_paused = CanSpeculate() ? speculation_.paused() : 0;
-  status.accumulators_in_use = std::holds_alternative<std::monostate>(step_)
-                                   ? last_accumulators_in_use_
-                                   : gradients_->accumulators_in_use();
-  const std::vector<RankInStep>* in_step = nullptr;
-  status.phase = JobPhase::kReady;
-  if (const auto* open = std::get_if<OpenStep>(&step_)) {
-    status.phase = JobPhase::kOpen;
-    status.seconds_open = open->SecondsSinceOpened();
-    status.seconds_since_first_seal = open->SecondsSinceFirstSeal();
-    in_step = &open->ranks();
-  } else if (const auto* sealed = std::get_if<SealedStep>(&step_)) {
-    status.phase = gate_.phase() == Phase::kVoting ? JobPhase::kVoting : JobPhase::kSealed;
-    in_step = &sealed->ranks();
-  } else if (const auto* decided = std::get_if<DecidedStep>(&step_)) {
-    status.phase = JobPhase::kUpdating;
-    in_step = &decided->ranks();
-  }
-  if (!first_weights_.complete()) status.phase = JobPhase::kAwaitingWeights;
-  if (gate_.state().torn || broken()) {
-    status.phase = JobPhase::kBroken;
-    status.problem = std::string((broken() ? broken_ : StatusOf(Answer::kTorn)).message());
-  }
-  if (gate_.phase() == Phase::kClosed) status.phase = JobPhase::kClosed;
-  for (int rank = 0; rank < ranks_.size(); ++rank) {
-    if (ranks_[rank].memory != nullptr) status.rank_memory_bytes += ranks_[rank].memory_bytes;
-    status.ranks.push_back(ProgressOf(rank, in_step == nullptr ? nullptr : &(*in_step)[rank]));
-  }
-  status.saves = SavesUnderWay();
-  return status;
 }
 
 // ---------------------------------------------------------------- Job's short forms

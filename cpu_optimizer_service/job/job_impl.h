@@ -1,13 +1,19 @@
 // Job as it is built: the gate says what may happen, the parts below have the state, and the
 // functions here put them together. They are spread by subject:
 //
-//   job_impl.cc      creation, first weights, control, status
-//   job_ranks.cc     attaching, streams, memory that ranks share, generations
-//   job_step.cc      what a rank gives a step, up to the last seal
-//   job_decision.cc  from the last seal to the commit; provisional updates
-//   job_state.cc     looking at state, loading, undoing, timelines
-//   job_save.cc      saving
-//   job_recover.cc   what outlives this process, and taking over what an earlier one left
+//   job_impl.cc           creation, control
+//   job_status.cc         the picture that others are shown
+//   job_first_weights.cc  first weights
+//   job_ranks.cc          attaching, streams, memory that ranks share
+//   job_generation.cc     steps that are given up, generations
+//   job_step.cc           what a rank says of a step, up to the last seal
+//   job_contribution.cc   the gradients that it gives
+//   job_speculation.cc    provisional updates
+//   job_decision.cc       from the last seal to the commit
+//   job_state.cc          looking at state, timelines
+//   job_load.cc           loading, undoing
+//   job_save.cc           saving
+//   job_recover.cc        what outlives this process, and taking over what an earlier one left
 //
 // One mutex guards all that the ranks say; arithmetic, listeners, disks and unmapping happen
 // outside it. Code that changes what the gate answers takes the mutex by a Section: when that ends,
@@ -39,16 +45,19 @@
 #include "cpu_optimizer_service/host/named_memory.h"
 #include "cpu_optimizer_service/host/task_pool.h"
 #include "cpu_optimizer_service/host/task_queue.h"
-#include "cpu_optimizer_service/job/chunk_update.h"
 #include "cpu_optimizer_service/job/gate.h"
 #include "cpu_optimizer_service/job/job.h"
 #include "cpu_optimizer_service/job/job_record.h"
 #include "cpu_optimizer_service/job/kept_job.h"
 #include "cpu_optimizer_service/job/rank_table.h"
-#include "cpu_optimizer_service/job/seal_check.h"
-#include "cpu_optimizer_service/job/speculation.h"
-#include "cpu_optimizer_service/job/step.h"
-#include "cpu_optimizer_service/job/step_decision.h"
+#include "cpu_optimizer_service/job/save_schedule.h"
+#include "cpu_optimizer_service/job/step/chunk_update.h"
+#include "cpu_optimizer_service/job/step/seal_check.h"
+#include "cpu_optimizer_service/job/step/speculation.h"
+#include "cpu_optimizer_service/job/step/step.h"
+#include "cpu_optimizer_service/job/step/step_decision.h"
+#include "cpu_optimizer_service/job/stream_calls.h"
+#include "cpu_optimizer_service/job/traffic_counter.h"
 #include "cpu_optimizer_service/state/checkpoint.h"
 #include "cpu_optimizer_service/state/checkpoint_directory.h"
 #include "cpu_optimizer_service/state/checkpoint_writer.h"
@@ -60,9 +69,11 @@ namespace ballast {
 struct JobEnvironment {
   MemoryBudget* budget = nullptr;
   TaskPool* tasks = nullptr;              // Arithmetic.
-  HelperThreads* disk_threads = nullptr;  // Saving and loading.
-  // What is saved beside steps; they end after disk_threads, which wait for them.
+  HelperThreads* disk_threads = nullptr;  // Loading, and saving what holds steps back.
+  // Saving beside steps: threads that begin, wait and end, and those of the lowest priority that
+  // write for them. The first end before the second.
   HelperThreads* saving_threads = nullptr;
+  HelperThreads* writing_threads = nullptr;
   ArenaFactory* arenas = nullptr;
   FileSystem* file_system = nullptr;
   CheckpointDirectory* checkpoints = nullptr;  // Nullable.
@@ -98,9 +109,11 @@ class JobImpl : public Job {
   const Layout& layout() const override { return layout_; }
   const std::string& uid() const override { return identity_.uid; }
   JobStatus Status() const override;
+  Attachment Position() const override;
   Pending Attach(AttachRequest request, Done<Attachment> done) override;
   Pending OpenStream(OpenStreamRequest request, std::shared_ptr<RankListener> listener,
                      Done<std::unique_ptr<RankStream>> done) override;
+  absl::StatusOr<Uploader> BeginFirstWeights(const RankHolder& holder, FirstState state) override;
   absl::StatusOr<bool> WriteInitialWeights(int64_t chunk,
                                            absl::Span<const absl::Span<const std::byte>> payload,
                                            const std::optional<Uploader>& uploader) override;
@@ -133,7 +146,6 @@ class JobImpl : public Job {
 
  private:
   class Stream;
-  class AnsweredOnce;
   using After = absl::AnyInvocable<void() &&>;
 
   // The lock of a section that may change what the gate answers; see above.
@@ -177,6 +189,11 @@ class JobImpl : public Job {
   // memory itself.
   void Break() noexcept ABSL_LOCKS_EXCLUDED(mutex_);
   bool broken() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return gate_.state().broken; }
+  // For others: while first weights are awaited none is, whichever they begin at.
+  uint64_t committed_step() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    return first_weights_.complete() ? record_.committed_step : 0;
+  }
+  Attachment PositionNow() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // A task of the job's own; guarded.
   void StartTask(std::function<void()> work, int node = TaskPool::kAnyNode);
   // What need_ says: its share of the budget, then the memory.
@@ -207,6 +224,10 @@ class JobImpl : public Job {
   absl::Status StatusOf(std::optional<Answer> answer) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckUsable() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
+  // ---- job_first_weights.cc
+  // Of a plane of a chunk that has come: that all of it may be first weights.
+  absl::Status CheckFirst(int index, Plane plane, absl::Span<const float> values) const;
+
   // ---- job_ranks.cc
   absl::Status CheckGeneration(const Generation& generation) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -230,6 +251,9 @@ class JobImpl : public Job {
   // What the ranks have given the step in progress, while they can still take it back: it is open,
   // or sealed. Null: there is none.
   const OpenStep* Undecided() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  int64_t RankMemoryBytes(int rank) const;
+
+  // ---- job_generation.cc
   // Clears the undecided step and frees all ranks, which share no memory with us any more; tells
   // their listeners `reason`. `then` runs under the lock once all of it is cleared, before any
   // other call's turn.
@@ -244,12 +268,16 @@ class JobImpl : public Job {
   bool MaySkipStep() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void SkipStep(const std::string& why, absl::AnyInvocable<void() &&> then)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Whether the step was skipped because it could not be kept, and the rank may not know yet: what
+  // comes late for it is dropped.
+  bool WasGivenUp(uint64_t step, int rank) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // What SkipStep decides.
+  static KeptDecision SkipOf(const OpenStep& given, absl::string_view why);
   void FinishClearing() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Forgets all that was given; the job is between steps.
   void ClearStep() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // After the section: listeners are told the reason, then memories are unmapped.
   void Detach(Detached detached, absl::Status reason) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  int64_t RankMemoryBytes(int rank) const;
 
   // ---- job_step.cc
   absl::Status BeginStep(const StreamKey& key, StepAttempt at, const StepSettings& settings);
@@ -267,13 +295,6 @@ class JobImpl : public Job {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // If votes differ: voids them, tells all ranks, and returns false.
   bool CheckVotes(SealedStep& sealed) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Whether the step was skipped because it could not be kept, and the rank may not know yet: what
-  // comes late for it is dropped.
-  bool WasGivenUp(uint64_t step, int rank) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // The rank's discard that may be under way, which a job that breaks answers.
-  void AwaitDiscard(int rank, std::shared_ptr<AnsweredOnce> answer) ABSL_LOCKS_EXCLUDED(mutex_);
-  std::shared_ptr<AnsweredOnce> TakeDiscard(int rank) ABSL_LOCKS_EXCLUDED(mutex_);
-  void AnswerDiscard(int rank) ABSL_LOCKS_EXCLUDED(mutex_);
   Pending Discard(const StreamKey& key, StepAttempt at, Done<bool> done);
   absl::StatusOr<bool> DiscardNow(const StreamKey& key, StepAttempt at)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -289,16 +310,21 @@ class JobImpl : public Job {
   absl::StatusOr<StepTerms> MakeTerms(uint64_t step, const StepSettings& settings) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::StatusOr<OpenStep*> FindOpenStep(uint64_t step) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // `end` counts the micro-steps up to one that `what` names.
+  absl::Status CheckMicroSteps(absl::string_view what, int64_t end) const;
   bool HasAcceptedSeal(uint64_t step, uint32_t micro_steps) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   StepGiven Given(const OpenStep& open) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     return {identity_.spec, layout_, ledger_, open};
   }
-  RankProgress ProgressOf(int rank, const RankInStep* state) const
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  // ---- job_contribution.cc
+  Pending StopProvisional(const StreamKey& key, StepAttempt at, uint32_t micro_step_begin,
+                          absl::Span<const int64_t> chunks, Done<bool> done);
+  // Of these chunks, as StopProvisional has them.
+  void SupersedeUpdates(int rank, StepAttempt at, uint32_t micro_step_begin,
+                        absl::Span<const int64_t> chunks) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::StatusOr<ContributionResult> Contribute(const StreamKey& key, const Contribution& given);
-  // `end` counts the micro-steps up to one that `what` names.
-  absl::Status CheckMicroSteps(absl::string_view what, int64_t end) const;
   absl::Status CheckContribution(int rank, const Contribution& given) const;
   // A contribution that the ledger wants: what is still to be done with it, outside the lock.
   struct Accepted {
@@ -320,9 +346,7 @@ class JobImpl : public Job {
   void StartSums(uint64_t step, int chunk, uint64_t ticket);
   void RunSums(uint64_t step, int chunk, uint64_t ticket);
   // What is queued for the rank's chunks is void.
-  void VoidTickets(int rank) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    tickets_[rank] = ++last_ticket_;
-  }
+  void VoidTickets(int rank) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { ++tickets_[rank]; }
   void VoidAllTickets() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     for (int rank = 0; rank < ranks_.size(); ++rank) VoidTickets(rank);
   }
@@ -365,7 +389,7 @@ class JobImpl : public Job {
                 const WeightBuffer& weights, RedoLane* redo = nullptr);
   int64_t WeightBytes(int chunk) const;
   void CountWeights(int chunk, const WeightBuffer& weights) {
-    (weights.in_place() ? weight_bytes_in_place_ : weight_bytes_in_messages_) += WeightBytes(chunk);
+    traffic_.CountWeights(WeightBytes(chunk), weights.in_place());
   }
   WeightBuffer BufferFor(const UpdatePlan& plan, int chunk, bool gradient_may_go);
   void CarryOutChunk(const UpdatePlan& plan, int chunk);
@@ -375,7 +399,11 @@ class JobImpl : public Job {
   void TakeOverrides(const StepSettings& settings, const StepVote& vote)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Commit(UpdatePlan plan);
+  // A step of which all chunks are at their new state, or that is skipped.
+  void RecordStep(KeptDecision decided, const StepTimes& times)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
+  // ---- job_speculation.cc
   bool CanSpeculate() const { return need_.speculation_bytes > 0; }
   // The chunk's final contribution is in, and its sums are current. A provisional update that can
   // run now, of whichever chunk, is the caller's to run or start, outside the lock.
@@ -387,6 +415,10 @@ class JobImpl : public Job {
   void StartParked();
   void StartProvisional(Speculation::Task task);
   void RunProvisional(Speculation::Task task);
+  // The update of the task is made, where it could be. The listener that is to get its weights,
+  // until StopSending; null: none is.
+  std::shared_ptr<RankListener> FinishProvisional(const Speculation::Task& task,
+                                                  const absl::StatusOr<ChunkStore::Write>& write);
   // Whether the rank's stream accepts provisional weights where these lie.
   static bool AcceptsProvisional(const RankEntry& rank, const WeightBuffer& weights);
 
@@ -394,12 +426,16 @@ class JobImpl : public Job {
   // Committed state, while the caller reads (Gate::StartReading).
   void StopReading();
   absl::StatusOr<Snapshot> SnapshotOf(absl::Span<const int> parameters,
-                                      absl::Span<const int> chunks)
+                                      absl::Span<const int> chunks,
+                                      ChunkStore::Room* room = nullptr)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // `record`: the job's, or a copy of it.
   CheckpointIndex MakeIndex(const JobRecord& record) const;
   void ReadCommitted(int parameter, Plane plane, int64_t offset, absl::Span<float> out) const;
   std::string HashState(const CheckpointIndex& index) const;
+  int64_t MostTraceEvents(uint32_t steps) const;
+
+  // ---- job_load.cc
   absl::Status CheckLoadable(const Checkpoint& checkpoint) const;
   absl::Status LoadChunk(const Checkpoint& checkpoint, int chunk);
   // The record of the checkpoint's last step, with the groups in this job's order.
@@ -409,18 +445,31 @@ class JobImpl : public Job {
   bool WasUndone(const UndoRequest& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckMayUndo(const UndoRequest& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void UndoNow(Done<uint64_t> done) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  int64_t MostTraceEvents(uint32_t steps) const;
+
+  // ---- job_status.cc
+  RankProgress ProgressOf(int rank, const RankInStep* state) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   // ---- job_save.cc
   struct Saving;
   absl::Status CheckMaySave(const SaveRequest& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // After a commit: saves, if the service's policy has that now.
   void SaveIfDue() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Of a job that was taken over: what is due follows its newest checkpoint.
+  void TakeOverSaves() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void WarnOfSave(uint64_t step, const absl::Status& why) const;
   void SaveNow(std::shared_ptr<Saving> saving, std::shared_ptr<uint64_t> number)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // From now on the save is one that is under way.
+  void EnterSaving(const std::shared_ptr<Saving>& saving) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // The save's chunks, so that steps go on beside it. RESOURCE_EXHAUSTED.
+  absl::Status PinToSave(Saving& saving) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // The memory that pinning all chunks would want; on a thread that may wait.
+  absl::Status MakeRoom() ABSL_LOCKS_EXCLUDED(making_room_, mutex_);
+  // The same, for a save that holds decisions back meanwhile, and does to its end if there is none.
+  void MakeRoomAndStart(const std::shared_ptr<Saving>& saving);
   void StartSaving(std::shared_ptr<Saving> saving) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // On a disk thread each; the last one ends it.
+  // On a thread that may wait for a disk.
   void BeginSaving(const std::shared_ptr<Saving>& saving);
   void SaveParts(const std::shared_ptr<Saving>& saving);
   void EndSaving(const std::shared_ptr<Saving>& saving, const absl::Status& status);
@@ -437,13 +486,14 @@ class JobImpl : public Job {
   void KeepWord(const KeptWord& word) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // What has been added to the chunk, all of which is there.
   void KeepContribution(const Contribution& given, uint64_t epoch);
+  // The chunk's gradient is changed without a record: until KeepContribution a later process finds
+  // nothing of it, and the step is done again.
+  void KeepLost(const Contribution& given, uint64_t epoch);
   void StopKeeping(const absl::Status& why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // A step of which all chunks are at their new state, or that is skipped.
-  void RecordStep(KeptDecision decided, const StepTimes& times)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   class KeptRankMemory;
   absl::Status TakeOverState(std::string& story);
-  absl::Status TakeOverRanks(std::string& story) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void TakeOverRanks(const std::vector<KeptJob::Rank>& left, std::string& story)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status RollForward(const KeptDecision& decision) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void RollForwardChunk(const StepUpdate& update, int chunk, RedoLane* lane);
   void TakeOverStep(std::string& story) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -466,29 +516,23 @@ class JobImpl : public Job {
   std::unique_ptr<ChunkStore> store_;
   std::shared_ptr<WeightBufferPool> weight_buffers_;
   TraceRecorder trace_;
-  std::atomic<int64_t> gradient_bytes_in_messages_ = 0;
-  std::atomic<int64_t> gradient_bytes_in_place_ = 0;
-  std::atomic<int64_t> weight_bytes_in_messages_ = 0;
-  std::atomic<int64_t> weight_bytes_in_place_ = 0;
+  TrafficCounter traffic_;
   TaskQueue tasks_;  // All of the job's own.
+  StreamCalls stream_calls_;
 
   mutable Mutex mutex_;
-  CondVar guess_over_;  // Notified when a chunk's gradient is no longer read for a guess.
-  CondVar
-      step_over_;  // Notified of a commit and of the job's end, for a timeline that waits for long.
+  // Notified of a commit and of the job's end, for a timeline that waits for long.
+  CondVar step_over_;
   Gate gate_ ABSL_GUARDED_BY(mutex_);
   std::vector<After> after_ ABSL_GUARDED_BY(mutex_);
   JobRecord record_ ABSL_GUARDED_BY(mutex_);
   RankTable ranks_ ABSL_GUARDED_BY(mutex_);
   FirstWeights first_weights_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::shared_ptr<Saving>> saves_ ABSL_GUARDED_BY(mutex_);  // Oldest first.
-  uint64_t taken_over_step_ ABSL_GUARDED_BY(mutex_) = 0;  // That an earlier process left undecided.
-  KeptJob::State kept_state_ ABSL_GUARDED_BY(mutex_);  // Ranks and later changes: of the last Keep.
-  // Of the last save that the service made by itself, or of the job's begin.
-  uint64_t saved_step_ ABSL_GUARDED_BY(mutex_) = 0;
-  std::chrono::steady_clock::time_point saved_at_ ABSL_GUARDED_BY(mutex_) =
-      std::chrono::steady_clock::now();
-  std::string torn_by_ ABSL_GUARDED_BY(mutex_);  // The load that did not end; see GateState::torn.
+  SaveSchedule save_schedule_ ABSL_GUARDED_BY(mutex_){std::chrono::steady_clock::now()};
+  SaveCounts save_counts_ ABSL_GUARDED_BY(mutex_);
+  Mutex making_room_;  // One thread at a time, before mutex_.
+  std::unique_ptr<ChunkStore::Room> room_ ABSL_GUARDED_BY(mutex_);  // For the next save. Nullable.
 
   // The step in progress.
   std::variant<std::monostate, OpenStep, SealedStep, DecidedStep> step_ ABSL_GUARDED_BY(mutex_);
@@ -498,16 +542,10 @@ class JobImpl : public Job {
   // By rank, for what is queued for its chunks: another one once what it has given is over or
   // forgotten.
   std::vector<uint64_t> tickets_ ABSL_GUARDED_BY(mutex_);
-  uint64_t last_ticket_ ABSL_GUARDED_BY(mutex_) = 0;
-  // By group: what UpdateGroup changed while a step was in progress; follows its overrides.
-  std::vector<HyperParameterOverrides> later_changes_ ABSL_GUARDED_BY(mutex_);
-  int64_t sealed_ns_ ABSL_GUARDED_BY(mutex_) = 0;  // Of a step that is traced.
-  std::vector<std::shared_ptr<AnsweredOnce>> discards_ ABSL_GUARDED_BY(mutex_);  // By rank.
+  int64_t sealed_ns_ ABSL_GUARDED_BY(mutex_) = 0;       // Of a step that is traced.
   uint64_t given_up_step_ ABSL_GUARDED_BY(mutex_) = 0;  // The last one; 0: none.
-  StepVote last_vote_ ABSL_GUARDED_BY(mutex_);          // Of the last committed step.
-  // By group, of the committed state; of another generation they say nothing.
+  // By group, of the committed state; empty: nothing is known.
   std::vector<StateBounds> bounds_ ABSL_GUARDED_BY(mutex_);
-  Generation bounds_generation_ ABSL_GUARDED_BY(mutex_);
   int64_t last_accumulators_in_use_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 

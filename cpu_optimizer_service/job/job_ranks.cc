@@ -1,10 +1,10 @@
-// Which process has which rank: attaching, streams, shared memory, generations.
+// Which process has which rank: attaching, streams, shared memory.
 #include <algorithm>
-#include <latch>
 #include <optional>
 #include <type_traits>
 #include <utility>
 
+#include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/rank_memory_layout.h"
 #include "cpu_optimizer_service/common/reason.h"
@@ -19,41 +19,6 @@ auto JobImpl::Answered(Call&& call) -> decltype(std::forward<Call>(call)()) {
   if (RunsInMemory([&] { answer.emplace(std::forward<Call>(call)()); })) return *std::move(answer);
   Break();
   return broken_;
-}
-
-// The Done of a call, one at a time, for whoever answers it first.
-class JobImpl::AnsweredOnce {
- public:
-  void Expect(Done<bool> done) {
-    MutexLock lock(mutex_);
-    done_ = std::move(done);
-  }
-  void Answer(absl::StatusOr<bool> answer) {
-    Done<bool> done;
-    {
-      MutexLock lock(mutex_);
-      done = std::exchange(done_, nullptr);
-    }
-    if (done) std::move(done)(std::move(answer));
-  }
-
- private:
-  Mutex mutex_;
-  Done<bool> done_ ABSL_GUARDED_BY(mutex_);
-};
-
-void JobImpl::AwaitDiscard(int rank, std::shared_ptr<AnsweredOnce> answer) {
-  MutexLock lock(mutex_);
-  discards_[rank] = std::move(answer);
-}
-
-std::shared_ptr<JobImpl::AnsweredOnce> JobImpl::TakeDiscard(int rank) {
-  MutexLock lock(mutex_);
-  return std::exchange(discards_[rank], nullptr);
-}
-
-void JobImpl::AnswerDiscard(int rank) {
-  if (const auto answer = TakeDiscard(rank); answer != nullptr) answer->Answer(broken_);
 }
 
 // A rank's stream: passes everything on to the job with its own key.
@@ -81,27 +46,38 @@ class JobImpl::Stream : public RankStream {
   absl::Status Vote(StepAttempt at, const StepVote& vote) override {
     return job_->Answered([&] { return job_->Vote(key_, at, vote); });
   }
-  // Its Done is answered whatever becomes of the call: the job, which breaks if there is no memory
-  // for a part of it, answers what is left then.
-  Pending Discard(StepAttempt at, Done<bool> done) override {
-    const std::shared_ptr<JobImpl> job = job_;  // The Done may end this stream, as these.
-    const std::shared_ptr<AnsweredOnce> answer = discard_;
-    answer->Expect(std::move(done));
-    Pending pending;
-    const bool in_memory = RunsInMemory([&] {
-      job->AwaitDiscard(key_.rank, answer);
-      pending = job->Discard(key_, at, [answer](absl::StatusOr<bool> discarded) {
-        answer->Answer(std::move(discarded));
-      });
+  Pending StopProvisional(StepAttempt at, uint32_t micro_step_begin,
+                          absl::Span<const int64_t> chunks, Done<bool> done) override {
+    return Start(std::move(done), [&](JobImpl& job, Done<bool> answer) {
+      return job.StopProvisional(key_, at, micro_step_begin, chunks, std::move(answer));
     });
-    if (in_memory) return pending;
-    job->Break();
-    answer->Answer(job->broken_);  // It may have been broken before.
-    return {};
+  }
+  Pending Discard(StepAttempt at, Done<bool> done) override {
+    return Start(std::move(done), [&](JobImpl& job, Done<bool> answer) {
+      return job.Discard(key_, at, std::move(answer));
+    });
   }
 
  private:
-  const std::shared_ptr<AnsweredOnce> discard_ = std::make_shared<AnsweredOnce>();
+  // A call that may wait. Its Done is answered whatever becomes of the call: the job, which breaks
+  // if there is no memory for a part of it, answers what is left then.
+  Pending Start(Done<bool> done, absl::FunctionRef<Pending(JobImpl& job, Done<bool> answer)> call) {
+    const std::shared_ptr<JobImpl> job = job_;  // The Done may end this stream, as these.
+    const std::shared_ptr<StreamCall> waiting = call_;
+    waiting->Begin(std::move(done));
+    Pending pending;
+    const bool in_memory = RunsInMemory([&] {
+      job->stream_calls_.Add(key_.rank, waiting);
+      pending = call(
+          *job, [waiting](absl::StatusOr<bool> result) { waiting->Answer(std::move(result)); });
+    });
+    if (in_memory) return pending;
+    job->Break();
+    waiting->Answer(job->broken_);  // It may have been broken before.
+    return {};
+  }
+
+  const std::shared_ptr<StreamCall> call_ = std::make_shared<StreamCall>();
   const std::shared_ptr<JobImpl> job_;
   const StreamKey key_;
   const RankPosition position_;
@@ -147,7 +123,7 @@ absl::Status JobImpl::CheckAttachRequest(const AttachRequest& request) const {
   if (!request.uid.empty() && request.uid != uid()) {
     return WithReason(
         absl::NotFoundError(absl::StrCat("job ", spec().name, " is not the one with uid ",
-                                         request.uid, "; it was created anew")),
+                                         request.uid, "; it was created again")),
         reason::kOtherJob);
   }
   if (request.spec.has_value()) {
@@ -181,10 +157,10 @@ absl::Status JobImpl::CheckMayAttach(const AttachRequest& request) const {
                       reason::kRankReplaced);
   }
   if (request.expected_committed_step.has_value() &&
-      *request.expected_committed_step != record_.committed_step) {
+      *request.expected_committed_step != committed_step()) {
     return WithReason(absl::FailedPreconditionError(absl::StrCat(
-                          "job ", spec().name, " stands at step ", record_.committed_step,
-                          ", rank ", request.rank, " expected ", *request.expected_committed_step)),
+                          "job ", spec().name, " stands at step ", committed_step(), ", rank ",
+                          request.rank, " expected ", *request.expected_committed_step)),
                       reason::kOtherStep);
   }
   return absl::OkStatus();
@@ -224,20 +200,17 @@ Pending JobImpl::Attach(AttachRequest request, Done<Attachment> done) {
 
 void JobImpl::AttachNow(const AttachRequest& request, Done<Attachment> done) {
   const bool taken = ranks_.IsTakenFrom(request.rank, request.process_id);
-  const auto take = [this, self = shared_from_this(), rank = request.rank,
+  // Another session of the same process may bring other first weights.
+  const bool begins = !request.rejoin && !request.generation.has_value();
+  const auto take = [this, self = shared_from_this(), begins, rank = request.rank,
                      process_id = request.process_id]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     Detached detached;
-    if (ranks_[rank].last_process_id != process_id) {
+    if (ranks_[rank].last_process_id != process_id || begins) {
       ForgetFirstWeights(rank);
     }
     ranks_.Take(rank, process_id, detached);
     Keep();
     return detached;
-  };
-  const auto attachment = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    return Attachment{.generation = record_.generation,
-                      .committed_step = record_.committed_step,
-                      .awaiting_weights = !first_weights_.complete()};
   };
   // A process that attaches anew in mid-step does the step anew: what was sent before must not meet
   // what is sent now.
@@ -253,10 +226,10 @@ void JobImpl::AttachNow(const AttachRequest& request, Done<Attachment> done) {
     }
     GiveUpStep(absl::StrCat(taken ? "a new process" : "a new session of its process",
                             " has taken rank ", request.rank, " of job ", spec().name),
-               [this, take, attachment, done = std::move(done)]()
+               [this, take, done = std::move(done)]()
                    ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
                      Detach(take(), absl::OkStatus());
-                     Reply<Attachment>(std::move(done), attachment());
+                     Reply<Attachment>(std::move(done), PositionNow());
                    });
     return;
   }
@@ -267,7 +240,7 @@ void JobImpl::AttachNow(const AttachRequest& request, Done<Attachment> done) {
   Detach(std::move(detached),
          WithReason(absl::AbortedError(absl::StrCat("rank ", request.rank, " has attached again")),
                     reason::kStreamReplaced));
-  Reply<Attachment>(std::move(done), attachment());
+  Reply<Attachment>(std::move(done), PositionNow());
 }
 
 // ---------------------------------------------------------------- streams
@@ -371,7 +344,7 @@ const OpenStep* JobImpl::Undecided() const {
 RankPosition JobImpl::PositionOf(int rank) const {
   RankPosition position;
   position.generation = record_.generation;
-  position.committed_step = record_.committed_step;
+  position.committed_step = committed_step();
   const OpenStep* given = Undecided();
   if (given == nullptr) return position;
   position.attempt = given->ranks()[rank].attempt;
@@ -384,136 +357,6 @@ RankPosition JobImpl::PositionOf(int rank) const {
     }
   }
   return position;
-}
-
-// ---------------------------------------------------------------- generations
-
-void JobImpl::Detach(Detached detached, absl::Status why) {
-  if (detached.listeners.empty() && detached.memories.empty()) return;
-  RunAfter([detached = std::move(detached), why = std::move(why)]() mutable {
-    for (const auto& listener : detached.listeners) listener->OnDetached(why);
-    detached.memories.clear();
-  });
-}
-
-void JobImpl::ForgetFirstWeights(int rank) {
-  if (first_weights_.complete()) return;
-  const absl::Span<const int> chunks = layout_.chunks_of_rank(rank);
-  for (const int chunk : chunks) store_->SetArrived(chunk, false);
-  first_weights_.Forget(chunks);
-}
-
-void JobImpl::RaiseGeneration(std::string why, absl::AnyInvocable<void() &&> then) {
-  record_.generation = record_.generation.Next();
-  given_up_step_ = 0;  // Streams that could still speak of it end.
-  Detached detached = ranks_.FreeAll();
-  for (int rank = 0; rank < ranks_.size(); ++rank) {
-    ForgetFirstWeights(rank);
-  }
-  ++kept_state_.epoch;
-  Keep();
-  step_ = std::monostate();  // Nothing new can be added from here on.
-  VoidAllTickets();
-  speculation_.Stop();
-  gate_.StartClearing();
-  EnterHere(
-      Admission::kFinishClear, -1,
-      [this, self = shared_from_this(), detached = std::move(detached), why = std::move(why),
-       then = std::move(then)](absl::Status cleared) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
-        if (!cleared.ok()) return;  // Broken; streams have been told.
-        FinishClearing();
-        // A process of the old generation may go on writing there: from here on nothing
-        // reads it.
-        for (auto& lender : ranks_.TakeLenders()) {
-          detached.memories.push_back(std::move(lender));
-        }
-        Detach(std::move(detached), WithReason(absl::AbortedError(why), reason::kOlderGeneration));
-        std::move(then)();
-      });
-}
-
-bool JobImpl::MaySkipStep() const {
-  const OpenStep* given = Undecided();
-  if (given == nullptr || given->lacks_terms() || spec().on_abort != OnAbort::kSkip) return false;
-  return std::all_of(given->ranks().begin(), given->ranks().end(),
-                     [](const RankInStep& rank) { return rank.begun; });
-}
-
-bool JobImpl::WasGivenUp(uint64_t step, int rank) const {
-  if (step == 0 || step != given_up_step_ || step < record_.committed_step) return false;
-  const OpenStep* next = Undecided();
-  return next == nullptr || !next->ranks()[rank].begun;
-}
-
-void JobImpl::GiveUpStep(const std::string& why, absl::AnyInvocable<void() &&> then) {
-  if (MaySkipStep()) return SkipStep(why, std::move(then));
-  RaiseGeneration(absl::StrCat(why, "; the generation is now ", ToString(record_.generation.Next()),
-                               "; attach again"),
-                  std::move(then));
-}
-
-// The step's number is used up, so what is still on its way can meet no other attempt, and streams
-// go on in the same generation.
-void JobImpl::SkipStep(const std::string& why, absl::AnyInvocable<void() &&> then) {
-  const OpenStep& given = *Undecided();
-  StepTerms terms = given.terms();
-  uint32_t micro_steps = 0;
-  for (const RankInStep& rank : given.ranks()) {
-    micro_steps = std::max(micro_steps, rank.micro_steps_ended);
-  }
-  given_up_step_ = terms.step;
-  step_ = std::monostate();
-  VoidAllTickets();
-  speculation_.Stop();
-  gate_.StartClearing();
-  EnterHere(Admission::kFinishClear, -1,
-            [this, self = shared_from_this(), terms = std::move(terms), micro_steps, why,
-             then = std::move(then)](absl::Status cleared)
-                ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
-                  if (!cleared.ok()) return;  // Broken; streams have been told.
-                  StepOutcome outcome = {.step = terms.step,
-                                         .decision = {},
-                                         .skip_reason = absl::StrCat("it could not be kept: ", why),
-                                         .skip_cause = SkipCause::kNotKept,
-                                         .unused_parameters = {}};
-                  ClearStep();
-                  trace_.Mark(TraceEventKind::kCommitted, terms.step);
-                  std::vector<HyperParameters> hyper_parameters = terms.hyper_parameters;
-                  RecordStep({.outcome = outcome,
-                              .terms = std::move(terms),
-                              .micro_steps = micro_steps,
-                              .hyper_parameters = std::move(hyper_parameters)},
-                             /*times=*/{});
-                  store_->SetStep(outcome.step);
-                  RunAfter([listeners = ranks_.ByRank(), lenders = ranks_.TakeLenders(),
-                            outcome = std::move(outcome)]() mutable {
-                    for (const auto& listener : listeners) {
-                      if (listener == nullptr) continue;
-                      listener->OnDecision(outcome, {});
-                      listener->OnCommitted(outcome.step, /*update_seconds=*/0);
-                    }
-                  });
-                  ranks_.FreeLeft();
-                  step_over_.NotifyAll();
-                  std::move(then)();
-                });
-}
-
-void JobImpl::FinishClearing() {
-  // The next attempt begins after an operator's changes, so its overrides come last again.
-  later_changes_.assign(later_changes_.size(), {});
-  ClearStep();
-}
-
-void JobImpl::ClearStep() {
-  speculation_.Drop(*store_);
-  ledger_.Clear();
-  sums_.Clear();
-  for (int chunk = 0; chunk < static_cast<int>(layout_.chunks().size()); ++chunk) {
-    gradients_->Clear(chunk);
-  }
-  if (kept_ != nullptr) kept_->FreeLeftSumLanes();
-  gate_.FinishClearing();
 }
 
 // ---------------------------------------------------------------- shared memory

@@ -4,13 +4,15 @@
 #include <random>
 #include <utility>
 
-#include "absl/strings/str_format.h"
+#include "absl/strings/str_cat.h"
 
 namespace ballast {
 
 std::string MakeJobUid() {
   std::random_device random;
-  return absl::StrFormat("%08x%08x%08x%08x", random(), random(), random(), random());
+  std::string uid;
+  for (int i = 0; i < 4; ++i) absl::StrAppend(&uid, absl::Hex(random(), absl::kZeroPad8));
+  return uid;
 }
 
 void StepHistory::Add(StepRecord record, bool coverage_complete) {

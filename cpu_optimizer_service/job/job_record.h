@@ -14,6 +14,7 @@
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/step_record.h"
 #include "cpu_optimizer_service/common/step_settings.h"
+#include "cpu_optimizer_service/job/step/step.h"
 
 namespace ballast {
 
@@ -28,13 +29,15 @@ struct JobIdentity {
 std::string MakeJobUid();
 inline constexpr size_t kJobUidCharacters = 32;
 
-// Which chunks of a new job have their first weights.
+// Which chunks of a new job have their first weights, and which state they are of.
 class FirstWeights {
  public:
-  explicit FirstWeights(int64_t chunks) : arrived_(chunks, false), missing_(chunks) {}
+  FirstWeights(int64_t chunks, int ranks)
+      : arrived_(chunks, false), missing_(chunks), forgotten_(ranks, 0) {}
 
   int64_t missing() const { return missing_; }
   bool complete() const { return missing_ == 0; }
+  bool none() const { return missing_ == static_cast<int64_t>(arrived_.size()); }
   void Arrive(int64_t chunk) {
     if (!arrived_[chunk]) --missing_;
     arrived_[chunk] = true;
@@ -45,17 +48,27 @@ class FirstWeights {
   }
   // The weights of two attempts do not mix: until all are there, those of a rank that is taken anew
   // count as missing.
-  void Forget(absl::Span<const int> chunks) {
+  void Forget(int rank, absl::Span<const int> chunks) {
     if (complete()) return;
+    ++forgotten_[rank];
     for (const int chunk : chunks) {
       if (arrived_[chunk]) ++missing_;
       arrived_[chunk] = false;
     }
   }
+  // How often those of the rank were.
+  uint64_t forgotten(int rank) const { return forgotten_[rank]; }
+
+  // Ranks begin with another state than before, or may have.
+  void BeginOtherState() { ++state_; }
+  // A number for the state that they begin with; 0: there has been none with moments.
+  uint64_t state() const { return state_; }
 
  private:
   std::vector<bool> arrived_;  // By chunk.
   int64_t missing_ = 0;
+  std::vector<uint64_t> forgotten_;  // By rank.
+  uint64_t state_ = 0;
 };
 
 // What has been decided so far.
@@ -89,6 +102,31 @@ struct PreviousState {
   std::string trainer_state;
 };
 
+// All that follows from a decision, for any process that carries it out.
+struct KeptDecision {
+  StepOutcome outcome;
+  StepTerms terms;
+  StepVote vote;
+  uint32_t attempt = 0;  // Of all ranks.
+  uint32_t micro_steps = 0;
+  bool coverage_complete = false;
+  std::vector<HyperParameters> hyper_parameters;  // As StepUpdate's, as the next.
+  std::vector<int64_t> update_counts;
+  SpeculationCounts speculation;
+};
+
+// A load that is under way.
+struct KeptLoad {
+  std::string path;
+  bool weights_only = false;
+};
+
+// A step that was undone.
+struct UndoneStep {
+  uint64_t step = 0;      // 0: none was.
+  Generation generation;  // That it was undone in.
+};
+
 struct JobRecord {
   Generation generation = 1;
   uint64_t committed_step = 0;
@@ -98,6 +136,16 @@ struct JobRecord {
   StepHistory history;
   std::string resumed_uid;  // Of the job whose checkpoint was loaded last; empty: none.
   std::optional<PreviousState> previous;  // Absent: there is nothing to undo.
+  uint64_t epoch = 1;                     // Of the step that is, or comes next.
+  bool closed = false;
+  std::optional<KeptLoad> loading;
+  std::string torn_by;  // The load that did not end; empty: the state is whole.
+  // By group: what UpdateGroup changed while a step was in progress; follows its overrides.
+  std::vector<HyperParameterOverrides> later_changes;
+  std::optional<KeptDecision> decision;  // Of the step that is being carried out.
+  bool undid_update = false;  // The last undo, of a step that was applied: chunks go back, too.
+  UndoneStep undone;          // The last one.
+  StepVote last_vote;         // Of the last committed step. Not kept for a later process.
 };
 
 }  // namespace ballast

@@ -2,7 +2,6 @@
 //
 // Nobody else knows the job while it is taken over, so nothing here waits for a turn.
 #include <algorithm>
-#include <atomic>
 #include <map>
 #include <utility>
 
@@ -10,6 +9,7 @@
 #include "cpu_optimizer_service/common/check.h"
 #include "cpu_optimizer_service/common/rank_memory_layout.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/ordered_stores.h"
 #include "cpu_optimizer_service/job/job_impl.h"
 
 namespace ballast {
@@ -40,6 +40,21 @@ class JobImpl::KeptRankMemory final : public RankMemory {
   const RankMemoryLayout places_;
 };
 
+namespace {
+
+// Whether a lane's word is one of a chunk that the job has.
+template <typename Word>
+bool Fits(const Word& word, const Layout& layout, int64_t most_of_a_turn) {
+  return word.chunk < layout.chunks().size() && word.done <= layout.chunks()[word.chunk].elements &&
+         word.count <= std::min(word.done, most_of_a_turn);
+}
+
+absl::Status NotAsStored(const std::string& what_it_is) {
+  return absl::DataLossError(absl::StrCat(what_it_is, " is not as it was stored"));
+}
+
+}  // namespace
+
 // ---------------------------------------------------------------- keeping
 
 absl::Status JobImpl::AllocateKept() {
@@ -57,18 +72,16 @@ absl::Status JobImpl::AllocateKept() {
 
 void JobImpl::Keep() {
   if (kept_ == nullptr) return;
-  kept_state_.weights_complete = first_weights_.complete();
-  kept_state_.torn_by = gate_.state().torn ? torn_by_ : std::string();
-  kept_state_.later_changes = later_changes_;
-  kept_state_.ranks.resize(ranks_.size());
+  std::vector<KeptJob::Rank> ranks(ranks_.size());
   for (int rank = 0; rank < ranks_.size(); ++rank) {
     const RankEntry& entry = ranks_[rank];
     const auto& memory = entry.lender != nullptr ? entry.lender : entry.memory;
-    kept_state_.ranks[rank] = {
-        .last_process_id = entry.last_process_id,
-        .memory = memory == nullptr ? std::string() : std::string(memory->kept_name())};
+    ranks[rank] = {.last_process_id = entry.last_process_id,
+                   .memory = memory == nullptr ? std::string() : std::string(memory->kept_name())};
   }
-  if (absl::Status stored = kept_->Store(record_, kept_state_); !stored.ok()) StopKeeping(stored);
+  if (absl::Status stored = kept_->Store(record_, first_weights_.complete(), ranks); !stored.ok()) {
+    StopKeeping(stored);
+  }
 }
 
 // Better than what the job was some time ago.
@@ -83,21 +96,21 @@ void JobImpl::StopKeeping(const absl::Status& why) {
 
 void JobImpl::KeepDecision(const UpdatePlan& plan, uint32_t attempt) {
   if (kept_ == nullptr) return;
-  kept_state_.decision = KeptDecision{.outcome = plan.outcome,
-                                      .terms = plan.terms,
-                                      .vote = plan.vote,
-                                      .attempt = attempt,
-                                      .micro_steps = plan.micro_steps,
-                                      .coverage_complete = plan.coverage_complete,
-                                      .hyper_parameters = plan.update.hyper_parameters,
-                                      .update_counts = plan.update.update_counts,
-                                      .speculation = plan.speculation.counts};
+  record_.decision = KeptDecision{.outcome = plan.outcome,
+                                  .terms = plan.terms,
+                                  .vote = plan.vote,
+                                  .attempt = attempt,
+                                  .micro_steps = plan.micro_steps,
+                                  .coverage_complete = plan.coverage_complete,
+                                  .hyper_parameters = plan.update.hyper_parameters,
+                                  .update_counts = plan.update.update_counts,
+                                  .speculation = plan.speculation.counts};
   Keep();
 }
 
 void JobImpl::KeepWord(const KeptWord& word) {
   if (kept_ == nullptr) return;
-  if (absl::Status said = kept_->Say(kept_state_.epoch, word); !said.ok()) StopKeeping(said);
+  if (absl::Status said = kept_->Say(record_.epoch, word); !said.ok()) StopKeeping(said);
 }
 
 void JobImpl::KeepContribution(const Contribution& given, uint64_t epoch) {
@@ -107,6 +120,14 @@ void JobImpl::KeepContribution(const Contribution& given, uint64_t epoch) {
                                          .next_micro_step = given.micro_step_end,
                                          .closed = given.final,
                                          .kept = gradients_->kept(static_cast<int>(given.chunk))});
+}
+
+void JobImpl::KeepLost(const Contribution& given, uint64_t epoch) {
+  kept_->StoreContribution(given.chunk, {.epoch = epoch,
+                                         .attempt = given.attempt,
+                                         .next_micro_step = given.micro_step_begin,
+                                         .kept = GradientStore::Kept::kLost});
+  KeepOrderOfStores();
 }
 
 // ---------------------------------------------------------------- taking over
@@ -121,7 +142,9 @@ absl::StatusOr<std::shared_ptr<JobImpl>> JobImpl::TakeOver(const std::string& ui
     BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<JobImpl> job,
                              Describe(kept->identity(), environment, /*is_there=*/true));
     job->kept_ = std::move(kept);
+    job->kept_->arenas().MustBeLeft(true);
     BALLAST_RETURN_IF_ERROR(job->Allocate());
+    job->kept_->arenas().MustBeLeft(false);
     BALLAST_RETURN_IF_ERROR(job->TakeOverState(story));
     return job;
   };
@@ -140,37 +163,44 @@ absl::Status JobImpl::TakeOverState(std::string& story) {
   {
     MutexLock lock(mutex_);
     record_ = kept_->TakeRecord();
-    kept_state_ = kept_->TakeState();
+    const std::vector<KeptJob::Rank> ranks = kept_->TakeRanks();
     if (record_.hyper_parameters.size() != spec().groups.size() ||
         record_.update_counts.size() != spec().layout.parameters.size() ||
-        kept_state_.later_changes.size() != spec().groups.size() ||
-        kept_state_.ranks.size() != static_cast<size_t>(ranks_.size())) {
+        record_.later_changes.size() != spec().groups.size() ||
+        ranks.size() != static_cast<size_t>(ranks_.size())) {
       return absl::DataLossError("its record is not of its description");
     }
-    later_changes_ = kept_state_.later_changes;
-    if (kept_state_.weights_complete) first_weights_.CompleteAll();
+    if (const auto& steps = record_.history.recent_steps;
+        !steps.empty() && steps.back().outcome.step == record_.committed_step &&
+        steps.back().outcome.skip_cause == SkipCause::kNotKept) {
+      given_up_step_ = record_.committed_step;
+    }
+    TakeOverSaves();
+    if (kept_->weights_complete()) first_weights_.CompleteAll();
     for (int chunk = 0; chunk < static_cast<int>(layout_.chunks().size()); ++chunk) {
       if (store_->arrived(chunk)) first_weights_.Arrive(chunk);
     }
+    if (!first_weights_.complete()) first_weights_.BeginOtherState();  // There may have been one.
     story = absl::StrCat("job ", spec().name, " is back at step ", record_.committed_step);
     if (!first_weights_.complete()) absl::StrAppend(&story, ", and awaits first weights");
-    BALLAST_RETURN_IF_ERROR(TakeOverRanks(story));
-    loading = kept_state_.loading;
-    torn_by_ = kept_state_.torn_by;
+    TakeOverRanks(ranks, story);
+    loading = record_.loading;
+    // Of a step that the load had given up.
+    if (loading.has_value() || !record_.torn_by.empty()) kept_->FreeLeftSumLanes();
     if (loading.has_value()) {
       gate_.StartLoading();
       absl::StrAppend(&story, ", and loads ", loading->path, " again");
-    } else if (!torn_by_.empty()) {
+    } else if (!record_.torn_by.empty()) {
       gate_.StartLoading();
       gate_.FinishLoading(/*torn=*/true);
-      absl::StrAppend(&story, ", torn: loading ", torn_by_, " did not end");
-    } else if (kept_state_.decision.has_value()) {
-      BALLAST_RETURN_IF_ERROR(RollForward(*std::exchange(kept_state_.decision, std::nullopt)));
+      absl::StrAppend(&story, ", torn: loading ", record_.torn_by, " did not end");
+    } else if (record_.decision.has_value()) {
+      BALLAST_RETURN_IF_ERROR(RollForward(*std::exchange(record_.decision, std::nullopt)));
       absl::StrAppend(&story, "; its step ", record_.committed_step,
                       " was decided, and has been carried out to its end");
     } else {
       // A step that was given up, or undone, may be so in the record alone.
-      if (kept_state_.undid_update) store_->SwitchBack(record_.committed_step);
+      if (record_.undid_update) store_->SwitchBack(record_.committed_step);
       store_->SetStep(record_.committed_step);
       TakeOverStep(story);
     }
@@ -184,9 +214,9 @@ absl::Status JobImpl::TakeOverState(std::string& story) {
 }
 
 // A rank whose process comes back finds its memory as it was; other memory goes.
-absl::Status JobImpl::TakeOverRanks(std::string& story) {
+void JobImpl::TakeOverRanks(const std::vector<KeptJob::Rank>& left, std::string& story) {
   for (int rank = 0; rank < ranks_.size(); ++rank) {
-    const KeptJob::Rank& kept = kept_state_.ranks[rank];
+    const KeptJob::Rank& kept = left[rank];
     std::shared_ptr<const RankMemory> memory;
     if (!kept.memory.empty()) {
       auto arena = environment_.named_memory->Open(kept.memory);
@@ -203,7 +233,6 @@ absl::Status JobImpl::TakeOverRanks(std::string& story) {
   for (const std::string& label : kept_->arenas().Left("rank ")) {
     environment_.named_memory->Forget(kept_->arenas().NameOf(label));
   }
-  return absl::OkStatus();
 }
 
 void JobImpl::LoadAgain(const LoadRequest& request) {
@@ -222,8 +251,8 @@ void JobImpl::LoadAgain(const LoadRequest& request) {
   {
     Section section(*this);
     gate_.FinishLoading(/*torn=*/true);
-    torn_by_ = request.path;
-    kept_state_.loading.reset();
+    record_.torn_by = request.path;
+    record_.loading.reset();
     Keep();
   }
   tell(status);
@@ -245,17 +274,20 @@ absl::Status JobImpl::RollForward(const KeptDecision& decision) {
                                .multipliers = decision.outcome.decision.multipliers,
                                .update_counts = decision.update_counts};
     std::map<int, RedoLane*> lanes;
-    for (RedoLane* lane : kept_->LanesInUse(step)) {
-      lanes[static_cast<int>(RedoWord::Unpack(lane->word).chunk)] = lane;
+    BALLAST_ASSIGN_OR_RETURN(const std::vector<RedoLane*> in_use, kept_->LanesInUse(step));
+    for (RedoLane* lane : in_use) {
+      const RedoWord word = RedoWord::Unpack(lane->word);
+      if (!Fits(word, layout_, kRedoTurnElements) ||
+          !lanes.emplace(static_cast<int>(word.chunk), lane).second) {
+        return NotAsStored(kept_->arenas().WhatIs("redo"));
+      }
     }
     environment_.tasks->ForEach(static_cast<int64_t>(layout_.chunks().size()), [&](int64_t chunk) {
       const auto found = lanes.find(static_cast<int>(chunk));
       RollForwardChunk(update, static_cast<int>(chunk),
                        found == lanes.end() ? nullptr : found->second);
     });
-    for (int chunk = 0; chunk < static_cast<int>(layout_.chunks().size()); ++chunk) {
-      gradients_->Clear(chunk);
-    }
+    gradients_->ClearAll();
     ledger_.Clear();
   } else {
     store_->SetStep(step);
@@ -300,12 +332,17 @@ void JobImpl::RollForwardChunk(const StepUpdate& update, int index, RedoLane* la
 void JobImpl::TakeOverStep(std::string& story) {
   absl::Status status;
   const absl::Status read =
-      kept_->ReadLog(kept_state_.epoch, [&](KeptWord word) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+      kept_->ReadLog(record_.epoch, [&](KeptWord word) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
         if (status.ok()) status = Replay(word);
       });
   if (status.ok()) status = read;
-  const auto* open = std::get_if<OpenStep>(&step_);
-  if (status.ok() && open == nullptr) return kept_->FreeLeftSumLanes();
+  auto* open = std::get_if<OpenStep>(&step_);
+  if (status.ok() && open == nullptr) {
+    if (!kept_->HasContributions(record_.epoch)) return kept_->FreeLeftSumLanes();
+    // Each rank that gave one had begun, and said so first.
+    status = absl::DataLossError(
+        absl::StrCat(kept_->arenas().WhatIs("log"), " is missing, or not as it was stored"));
+  }
   if (status.ok()) {
     std::vector<uint32_t> attempts;
     for (const RankInStep& rank : open->ranks()) attempts.push_back(rank.attempt);
@@ -313,28 +350,34 @@ void JobImpl::TakeOverStep(std::string& story) {
   }
   const uint64_t step = record_.committed_step + 1;
   if (status.ok()) {
-    taken_over_step_ = step;
+    open->SetTakenOver();
     absl::StrAppend(&story, ", with all that its step ", step, " had been given");
     return;
   }
-  // What cannot be kept whole is done again by its ranks.
+  // What cannot be kept whole is skipped, or done again by its ranks: as GiveUpStep has it.
+  std::optional<KeptDecision> skip;
+  if (MaySkipStep()) skip = SkipOf(*open, status.message());
   kept_->FreeLeftSumLanes();
-  absl::StrAppend(&story, "; its step ", step, " is done again by its ranks: ", status.message());
-  for (int chunk = 0; chunk < static_cast<int>(layout_.chunks().size()); ++chunk) {
-    gradients_->Clear(chunk);
-  }
+  absl::StrAppend(&story, "; its step ", step, skip.has_value() ? " is skipped: " : "",
+                  skip.has_value() ? "" : " is done again by its ranks: ", status.message());
+  gradients_->ClearAll();
   ledger_.Clear();
   if (open != nullptr) {
     gate_.StartClearing();
     gate_.FinishClearing();
   }
   step_ = std::monostate();
-  for (int rank = 0; rank < ranks_.size(); ++rank) ForgetFirstWeights(rank);
   (void)ranks_.TakeLenders();
+  if (skip.has_value()) {
+    RecordStep(*std::move(skip), /*times=*/{});
+    given_up_step_ = step;
+    return store_->SetStep(step);
+  }
+  for (int rank = 0; rank < ranks_.size(); ++rank) ForgetFirstWeights(rank);
   (void)ranks_.FreeAll();
-  later_changes_.assign(later_changes_.size(), {});
+  record_.later_changes.assign(record_.later_changes.size(), {});
   record_.generation = record_.generation.Next();
-  ++kept_state_.epoch;
+  ++record_.epoch;
   Keep();
 }
 
@@ -369,7 +412,7 @@ absl::Status JobImpl::RestoreContributions(const std::vector<uint32_t>& attempts
   for (int chunk = 0; chunk < static_cast<int>(layout_.chunks().size()); ++chunk) {
     const int rank = layout_.chunks()[chunk].rank;
     const KeptJob::Contribution found =
-        kept_->ReadContribution(chunk, kept_state_.epoch, attempts[rank]);
+        kept_->ReadContribution(chunk, record_.epoch, attempts[rank]);
     if (found.next_micro_step == 0) continue;
     const std::byte* borrowed = nullptr;
     if (found.kept == GradientStore::Kept::kBorrowed && ranks_[rank].memory != nullptr) {
@@ -379,11 +422,16 @@ absl::Status JobImpl::RestoreContributions(const std::vector<uint32_t>& attempts
     BALLAST_RETURN_IF_ERROR(gradients_->Restore(chunk, found.kept, borrowed));
     ledger_.Advance(chunk, found.next_micro_step, found.closed);
   }
+  bool all_fit = true;
+  kept_->LookAtSumLanes([&](const SumLane& lane) {
+    all_fit = all_fit && Fits(SumWord::Unpack(lane.word), layout_, kSumTurnElements);
+    return true;
+  });
+  if (!all_fit) return NotAsStored(kept_->arenas().WhatIs("sums"));
   kept_->LookAtSumLanes([&](const SumLane& lane) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     const int chunk = static_cast<int>(SumWord::Unpack(lane.word).chunk);
     const uint32_t attempt = attempts[layout_.chunks()[chunk].rank];
-    const uint64_t next =
-        KeptJob::TagOf(kept_state_.epoch, attempt, ledger_.next_micro_step(chunk));
+    const uint64_t next = KeptJob::TagOf(record_.epoch, attempt, ledger_.next_micro_step(chunk));
     // Of this attempt, and behind what the ledger has: a tag's last bits are its micro-steps.
     const bool is_current = (lane.tag ^ next) >> KeptJob::kMicroStepBits == 0;
     if (!is_current || lane.tag <= next || !gradients_->changes_sum(chunk)) return false;

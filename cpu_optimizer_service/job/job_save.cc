@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
+#include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/job/job_impl.h"
 
 namespace ballast {
@@ -93,10 +93,20 @@ absl::Status JobImpl::CheckMaySave(const SaveRequest& request) const {
 
 void JobImpl::SaveIfDue() {
   if (environment_.checkpoints == nullptr) return;
-  const CheckpointPolicy& policy = environment_.checkpoints->policy();
   const uint64_t step = record_.committed_step;
-  const std::chrono::duration<double> since = Saving::Clock::now() - saved_at_;
-  if (!policy.IsDue(step, saved_step_, since.count())) return;
+  const CheckpointPolicy& policy = environment_.checkpoints->policy();
+  const SaveSchedule::Time now = Saving::Clock::now();
+  const bool is_due_next = save_schedule_.IsDueNext(policy, step, now);
+  if (!save_schedule_.IsDue(policy, step, now)) {
+    // While the next step goes on, memory is made for the save at its commit.
+    if (is_due_next && !store_->HasRoom(room_.get())) {
+      RunAfter([this, self = Self()] {
+        environment_.saving_threads->Run(
+            [this, self] { Guarded([&] { (void)OrOutOfMemory([&] { return MakeRoom(); }); }); });
+      });
+    }
+    return;
+  }
   // One that is under way takes longer than it should; the next is due when it has ended.
   for (const std::shared_ptr<Saving>& other : saves_) {
     if (other->request.asked_for) continue;
@@ -107,8 +117,7 @@ void JobImpl::SaveIfDue() {
     }
     return;
   }
-  saved_step_ = step;
-  saved_at_ = Saving::Clock::now();
+  save_schedule_.SavedAt(step, now);
   // Before the ranks are told of the commit, so that no later step is saved.
   RunAfter([this, self = Self(), step] {
     Save({.folder = environment_.checkpoints->PathOf(spec().name), .asked_for = false},
@@ -118,6 +127,16 @@ void JobImpl::SaveIfDue() {
   });
 }
 
+void JobImpl::TakeOverSaves() {
+  if (environment_.checkpoints == nullptr) return;
+  const std::optional<CheckpointFacts> newest = environment_.checkpoints->NewestOf(uid());
+  if (!newest.has_value()) return;
+  // The clock may have gone back since.
+  const int64_t ago = std::max<int64_t>(UnixMilliseconds() - newest->saved_unix_ms, 0);
+  save_schedule_.SavedAt(std::min(newest->step, record_.committed_step),
+                         Saving::Clock::now() - std::chrono::milliseconds(ago));
+}
+
 void JobImpl::WarnOfSave(uint64_t step, const absl::Status& why) const {
   if (!environment_.warn) return;
   environment_.warn(absl::StrCat("job ", spec().name, " was not saved at step ", step, ": ",
@@ -125,58 +144,98 @@ void JobImpl::WarnOfSave(uint64_t step, const absl::Status& why) const {
 }
 
 void JobImpl::SaveNow(std::shared_ptr<Saving> saving, std::shared_ptr<uint64_t> number) {
-  std::vector<int> chunks(layout_.chunks().size());
-  std::iota(chunks.begin(), chunks.end(), 0);
-  absl::StatusOr<Snapshot> snapshot = SnapshotOf({}, chunks);
-  if (!snapshot.ok() && !absl::IsResourceExhausted(snapshot.status())) {
-    return Reply<CheckpointInfo>(std::move(saving->done), snapshot.status());
-  }
-  if (snapshot.ok()) {
-    saving->snapshot = *std::move(snapshot);
-    saving->snapshot->keep_alive_ = nullptr;  // The job has this save; its tasks have the job.
-  }
-  const auto start = [this, saving]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    const SaveRequest& request = saving->request;
-    saving->began = Saving::Clock::now();
-    saving->info = {.directory = request.folder,
-                    .step = record_.committed_step,
-                    .generation = record_.generation};
-    CheckpointIndex index = MakeIndex(record_);
-    index.saved_unix_ms = UnixMilliseconds();
-    index.asked_for = request.asked_for;
-    CheckpointWriter::Target target = {.folder = request.folder};
-    if (environment_.checkpoints != nullptr) target.keep = environment_.checkpoints->policy().keep;
-    saving->writer = std::make_unique<CheckpointWriter>(*environment_.file_system,
-                                                        std::move(target), std::move(index));
-    saves_.push_back(saving);
-    if (request.background) {
-      Reply<CheckpointInfo>(std::move(saving->done), saving->info);
-      saving->done = [self = Self(),
-                      step = saving->info.step](const absl::StatusOr<CheckpointInfo>& saved) {
-        if (!saved.ok()) self->WarnOfSave(step, saved.status());
-      };
+  const bool has_room = store_->HasRoom(room_.get());
+  if (has_room) {
+    const absl::Status pinned = PinToSave(*saving);
+    if (pinned.ok()) {
+      EnterSaving(saving);
+      return StartSaving(std::move(saving));
     }
-    StartSaving(saving);
-  };
-  if (saving->snapshot.has_value()) return start();
+    if (!absl::IsResourceExhausted(pinned)) {
+      ++save_counts_.failed;
+      return Reply<CheckpointInfo>(std::move(saving->done), pinned);
+    }
+  }
   const uint64_t waits =
       EnterHere(Admission::kRead, -1,
-                [this, self = Self(), saving, start](absl::Status admitted)
+                [this, self = Self(), saving, has_room](absl::Status admitted)
                     ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
                       if (admitted.ok()) admitted = CheckMaySave(saving->request);
                       if (!admitted.ok()) {
                         return Reply<CheckpointInfo>(std::move(saving->done), admitted);
                       }
                       gate_.StartReading();
-                      start();
+                      EnterSaving(saving);
+                      if (has_room) return StartSaving(saving);
+                      RunAfter([this, self, saving] {
+                        environment_.disk_threads->Run(
+                            [this, self, saving] { Guarded([&] { MakeRoomAndStart(saving); }); });
+                      });
                     });
   if (waits != 0) *number = waits;
 }
 
+absl::Status JobImpl::PinToSave(Saving& saving) {
+  std::vector<int> chunks(layout_.chunks().size());
+  std::iota(chunks.begin(), chunks.end(), 0);
+  const std::unique_ptr<ChunkStore::Room> room = std::move(room_);
+  BALLAST_ASSIGN_OR_RETURN(saving.snapshot, SnapshotOf({}, chunks, room.get()));
+  saving.snapshot->keep_alive_ = nullptr;  // The job has this save; its tasks have the job.
+  return absl::OkStatus();
+}
+
+void JobImpl::EnterSaving(const std::shared_ptr<Saving>& saving) {
+  const SaveRequest& request = saving->request;
+  saving->began = Saving::Clock::now();
+  saving->info = {.directory = request.folder,
+                  .step = record_.committed_step,
+                  .generation = record_.generation};
+  CheckpointIndex index = MakeIndex(record_);
+  index.saved_unix_ms = UnixMilliseconds();
+  index.asked_for = request.asked_for;
+  CheckpointWriter::Target target = {.folder = request.folder};
+  if (environment_.checkpoints != nullptr) target.keep = environment_.checkpoints->policy().keep;
+  saving->writer = std::make_unique<CheckpointWriter>(*environment_.file_system, std::move(target),
+                                                      std::move(index));
+  saves_.push_back(saving);
+  if (!request.background) return;
+  Reply<CheckpointInfo>(std::move(saving->done), saving->info);
+  saving->done = [self = Self(),
+                  step = saving->info.step](const absl::StatusOr<CheckpointInfo>& saved) {
+    if (!saved.ok()) self->WarnOfSave(step, saved.status());
+  };
+}
+
+absl::Status JobImpl::MakeRoom() {
+  MutexLock making(making_room_);
+  {
+    MutexLock lock(mutex_);
+    if (store_->HasRoom(room_.get())) return absl::OkStatus();
+  }
+  BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<ChunkStore::Room> room, store_->MakeRoom());
+  MutexLock lock(mutex_);
+  room_.swap(room);
+  return absl::OkStatus();
+}
+
+void JobImpl::MakeRoomAndStart(const std::shared_ptr<Saving>& saving) {
+  const absl::Status made = OrOutOfMemory([&] { return MakeRoom(); });
+  Section section(*this);
+  if (saving->cancelled) return;
+  if (made.ok() && PinToSave(*saving).ok()) {
+    gate_.StopReading();
+    StartDecisionIfDue();
+  }
+  StartSaving(saving);
+}
+
 void JobImpl::StartSaving(std::shared_ptr<Saving> saving) {
-  // A disk may be slow or hang, so neither this thread nor the engine's wait for it.
-  RunAfter([this, self = Self(), saving = std::move(saving)] {
-    environment_.disk_threads->Run([this, self, saving] { Guarded([&] { BeginSaving(saving); }); });
+  // A disk may be slow or hang, so neither this thread nor the engine's wait for it; and a save that
+  // holds steps back does not wait for those that do not.
+  HelperThreads& threads =
+      saving->snapshot.has_value() ? *environment_.saving_threads : *environment_.disk_threads;
+  RunAfter([this, &threads, self = Self(), saving = std::move(saving)] {
+    threads.Run([this, self, saving] { Guarded([&] { BeginSaving(saving); }); });
   });
 }
 
@@ -193,7 +252,7 @@ void JobImpl::BeginSaving(const std::shared_ptr<Saving>& saving) {
   const bool in_background =
       saving->snapshot.has_value() && !environment_.draining->load(std::memory_order_relaxed);
   HelperThreads& threads =
-      in_background ? *environment_.saving_threads : *environment_.disk_threads;
+      in_background ? *environment_.writing_threads : *environment_.disk_threads;
   const int helpers = std::min(kStreams, saving->writer->parts()) - (in_background ? 0 : 1);
   int started = 0;
   while (started < helpers && RunsInMemory([&] {
@@ -201,8 +260,7 @@ void JobImpl::BeginSaving(const std::shared_ptr<Saving>& saving) {
          })) {
     ++started;
   }
-  // All the disk threads may be here, with the helpers behind them.
-  if (!in_background || started == 0) SaveParts(saving);
+  if (!in_background || started == 0) SaveParts(saving);  // Else this thread only waits.
   absl::Status first_error;
   {
     MutexLock lock(saving->mutex);
@@ -261,6 +319,12 @@ void JobImpl::EndSaving(const std::shared_ptr<Saving>& saving, const absl::Statu
   }
   {
     Section section(*this);
+    if (facts.ok()) {
+      ++save_counts_.complete;
+      save_counts_.last_saved_unix_ms = facts->saved_unix_ms;
+    } else {
+      ++save_counts_.failed;
+    }
     ForgetSaving(saving);
   }
   std::move(saving->done)(std::move(result));

@@ -53,6 +53,12 @@ struct SaveProgress {
   int64_t size_bytes = 0;
   bool holds_back_decisions = false;  // There was no room for second versions.
 };
+// Saves that have ended, since the job was created or this process took it over.
+struct SaveCounts {
+  uint64_t complete = 0;
+  uint64_t failed = 0;
+  int64_t last_saved_unix_ms = 0;  // As of the last checkpoint that is complete; 0: there was none.
+};
 inline constexpr size_t kMostSaves = 4;  // Of a job at once: asked for, and as many that are not.
 
 // Gradients taken from ranks and weights given to them since the job was created, in bytes:
@@ -67,16 +73,17 @@ struct JobTraffic {
 // A consistent picture of a job.
 struct JobStatus {
   Generation generation;
-  uint64_t committed_step = 0;
-  uint64_t undoable_step = 0;  // The last committed one, while it can be undone; 0: none.
+  uint64_t committed_step = 0;  // 0 while first weights are awaited, whichever they begin at.
+  uint64_t undoable_step = 0;   // The last committed one, while it can be undone; 0: none.
   JobPhase phase = JobPhase::kAwaitingWeights;
   uint64_t applied_steps = 0;
   uint64_t skipped_steps = 0;
   // Decided steps of which the ledger held every micro-step of every chunk: all but
   // statistics.not_kept_steps(), or a bug.
   uint64_t coverage_complete_steps = 0;
-  StepStatistics statistics;  // Since creation, as the next two.
+  StepStatistics statistics;  // Since creation, as `traffic` and `speculation`.
   JobTraffic traffic;
+  SaveCounts save_counts;
   SpeculationCounts speculation;
   int64_t speculation_paused = 0;   // Chunks whose provisional updates failed too often of late.
   std::string speculation_refused;  // Why a job that was to speculate waits; empty: it does not.

@@ -1,9 +1,5 @@
-// What a rank gives a step, up to the decision, and takes back: settings, gradients, ends of
-// micro-steps, seals, votes.
-//
-// A payload is added by the thread that brings it, while it is in that thread's cache, and its sums
-// of squares are computed there, too. What lies in memory that is shared with the rank costs the
-// transport's thread nothing but the ledger: it stays where it is, and a task computes its sums.
+// What a rank says of a step, up to the decision, and takes back: settings, ends of micro-steps,
+// seals, votes. Its gradients are in job_contribution.cc.
 #include <algorithm>
 #include <utility>
 
@@ -108,8 +104,9 @@ absl::Status JobImpl::BeginStep(const StreamKey& key, StepAttempt at,
     if (open == nullptr) BALLAST_RETURN_IF_ERROR(OpenNextStep(at.step));
     open = &std::get<OpenStep>(step_);
     // Of an operator's changes those before this are in the terms, and its overrides come last.
-    if (later_changes_ != std::vector<HyperParameterOverrides>(later_changes_.size())) {
-      later_changes_.assign(later_changes_.size(), {});
+    if (record_.later_changes !=
+        std::vector<HyperParameterOverrides>(record_.later_changes.size())) {
+      record_.later_changes.assign(record_.later_changes.size(), {});
       Keep();
     }
     speculation_.Begin(
@@ -161,215 +158,6 @@ absl::Status JobImpl::EndMicroStep(const StreamKey& key, StepAttempt at, uint32_
               .used = std::move(used)});
   }
   return absl::OkStatus();
-}
-
-// ---------------------------------------------------------------- gradients
-
-absl::Status JobImpl::CheckContribution(int rank, const Contribution& given) const {
-  if (given.chunk < 0 || given.chunk >= static_cast<int64_t>(layout_.chunks().size())) {
-    return absl::InvalidArgumentError(absl::StrCat("chunk ", given.chunk, " is not in job ",
-                                                   spec().name, ", which has ",
-                                                   layout_.chunks().size()));
-  }
-  const Chunk& chunk = layout_.chunks()[given.chunk];
-  if (chunk.rank != rank) {
-    return absl::InvalidArgumentError(absl::StrCat("chunk ", given.chunk, " belongs to rank ",
-                                                   chunk.rank, ", not to rank ", rank));
-  }
-  if (given.in_place && given.empty) {
-    return absl::InvalidArgumentError(absl::StrCat("chunk ", given.chunk, " from rank ", rank,
-                                                   " lies in shared memory and is empty"));
-  }
-  size_t size_bytes = 0;
-  for (const auto& piece : given.payload) size_bytes += piece.size();
-  const DType dtype = spec().groups[chunk.group].wire_dtype;
-  const bool has_payload = !given.empty && !given.in_place;
-  const size_t expected =
-      has_payload ? static_cast<size_t>(chunk.elements * SizeBytes(dtype)) : size_t{0};
-  if (size_bytes != expected) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "chunk ", given.chunk, " from rank ", rank, " has ", size_bytes, " bytes, expected ",
-        expected,
-        given.empty      ? " as it is empty"
-        : given.in_place ? " as it lies in shared memory"
-                         : absl::StrCat(": ", chunk.elements, " elements of ", Name(dtype))));
-  }
-  return CheckMicroSteps(absl::StrCat("chunk ", given.chunk, " covers"), given.micro_step_end);
-}
-
-absl::StatusOr<JobImpl::Accepted> JobImpl::Accept(const StreamKey& key, const Contribution& given) {
-  const int chunk = static_cast<int>(given.chunk);
-  BALLAST_RETURN_IF_ERROR(CheckCurrent(key));
-  BALLAST_RETURN_IF_ERROR(CheckContribution(key.rank, given));
-  if (WasGivenUp(given.step, key.rank)) return Accepted{.result = ContributionResult::kDiscarded};
-  BALLAST_ASSIGN_OR_RETURN(OpenStep * open, FindOpenStep(given.step));
-  // A worker may push on one thread while it discards on another.
-  BALLAST_ASSIGN_OR_RETURN(const bool current, open->CheckAttempt(key.rank, given.attempt));
-  if (!current) return Accepted{.result = ContributionResult::kDiscarded};
-  BALLAST_ASSIGN_OR_RETURN(
-      const Ledger::Verdict verdict,
-      ledger_.Check(given.chunk, given.micro_step_begin, given.micro_step_end));
-  if (verdict == Ledger::Verdict::kRepeat) return Accepted{.result = ContributionResult::kRepeat};
-  BALLAST_RETURN_IF_ERROR(open->CheckMayContribute(key.rank));
-  if (gradients_->half_added(chunk) &&
-      (given.empty || !kept_->HasLeft(chunk, KeptJob::TagOf(kept_state_.epoch, given.attempt,
-                                                            given.micro_step_end)))) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        "chunk ", given.chunk, " from rank ", key.rank, " covers micro-steps ",
-        given.micro_step_begin, " to ", given.micro_step_end,
-        ", and others were being added when the service's process died; send those again, or "
-        "discard the attempt"));
-  }
-  // A guess that it drops is not read any more: see Contribute.
-  if (speculation_.DropGuess(chunk, *store_)) ++record_.history.speculation.redone;
-  sums_.Clear(chunk);
-  const RankEntry& rank = ranks_[key.rank];
-  Accepted accepted = {.provisional = speculation_.update(),
-                       .ticket = tickets_[key.rank],
-                       .epoch = kept_state_.epoch};
-  if (given.in_place) {
-    if (rank.memory == nullptr) {
-      return absl::FailedPreconditionError(
-          absl::StrCat("chunk ", given.chunk, " from rank ", key.rank,
-                       " is said to lie in shared memory, but job ", spec().name,
-                       " shares none with that rank"));
-    }
-    accepted.memory = rank.memory;
-    // Where shared memory may be gone before the job is, its gradients are copied: what has been
-    // acknowledged, and decided, must be there.
-    const bool may_borrow =
-        environment_.named_memory == nullptr || environment_.named_memory->KeepsShared();
-    accepted.borrowed = may_borrow && given.final && ledger_.next_micro_step(given.chunk) == 0;
-  }
-  if (accepted.borrowed) {
-    ranks_.Lend(key.rank);
-    gradients_->Borrow(chunk, rank.memory->gradient(chunk).data());
-    KeepContribution(given, accepted.epoch);
-    ledger_.Advance(given.chunk, given.micro_step_end, given.final);
-  } else {
-    gate_.StartAdding(key.rank);
-  }
-  if (given.empty) {
-    open->RecordEmpty(chunk, given.micro_step_begin, given.micro_step_end);
-    if (kept_ != nullptr) {
-      KeepWord({.kind = KeptWord::Kind::kEmpty,
-                .rank = key.rank,
-                .step = given.step,
-                .chunk = chunk,
-                .begin = given.micro_step_begin,
-                .end = given.micro_step_end});
-    }
-  }
-  return accepted;
-}
-
-absl::StatusOr<ContributionResult> JobImpl::Contribute(const StreamKey& key,
-                                                       const Contribution& given) {
-  const int64_t arrived_ns = trace_.Begin(given.step);
-  const int chunk = static_cast<int>(given.chunk);
-  Accepted accepted;
-  {
-    MutexLock lock(mutex_);
-    // Of a guess that was wrong, for as long as the update of one chunk takes at most: it is not
-    // only queued, but runs, and calls nobody meanwhile.
-    while (!broken() && speculation_.IsRunning(given.chunk)) guess_over_.Wait(mutex_);
-    BALLAST_ASSIGN_OR_RETURN(accepted, Accept(key, given));
-  }
-  if (accepted.result != ContributionResult::kAdded) return accepted.result;
-  if (!given.empty) {
-    (given.in_place ? gradient_bytes_in_place_ : gradient_bytes_in_messages_) +=
-        layout_.chunks()[chunk].elements *
-        SizeBytes(spec().groups[layout_.chunks()[chunk].group].wire_dtype);
-  }
-  if (accepted.borrowed) {
-    trace_.Record(TraceEventKind::kArrived, given.step, chunk, arrived_ns);
-    StartSums(given.step, chunk, accepted.ticket);
-    return ContributionResult::kAdded;
-  }
-  // This rank's calls come one at a time, and no other rank owns the chunk.
-  SumLane* lane = nullptr;
-  if (kept_ != nullptr && !given.empty && gradients_->changes_sum(chunk)) {
-    lane = kept_->TakeSumLane(chunk,
-                              KeptJob::TagOf(accepted.epoch, given.attempt, given.micro_step_end));
-  }
-  AddToGradient(given, accepted.memory.get(), lane);
-  KeepContribution(given, accepted.epoch);
-  if (lane != nullptr) kept_->GiveSumLane(lane);
-  trace_.Record(TraceEventKind::kArrived, given.step, chunk, arrived_ns);
-  // What may be added to later is not left to a task.
-  const bool whole = given.final || given.may_guess;
-  const bool sums_here = whole && (given.may_guess || !given.in_place);
-  const double squared_norm =
-      sums_here ? ComputeSums(given.step, chunk, accepted.provisional.get()) : 0;
-  std::optional<Speculation::Task> provisional;
-  {
-    Section section(*this);
-    if (broken()) return broken_;
-    ledger_.Advance(given.chunk, given.micro_step_end, given.final);
-    gate_.StopAdding(key.rank);
-    if (sums_here) {
-      sums_.Finish(chunk);
-      provisional = SpeculateIfWorthwhile(chunk, squared_norm);
-    }
-  }
-  if (provisional.has_value()) StartProvisional(*std::move(provisional));
-  if (whole && !sums_here) StartSums(given.step, chunk, accepted.ticket);
-  return ContributionResult::kAdded;
-}
-
-void JobImpl::AddToGradient(const Contribution& given, const RankMemory* memory, SumLane* lane) {
-  const int chunk = static_cast<int>(given.chunk);
-  if (given.empty) {
-    gradients_->AddZeros(chunk);
-  } else if (memory != nullptr) {
-    const absl::Span<const std::byte> place = memory->gradient(chunk);
-    gradients_->Add(chunk, {&place, 1}, lane);
-  } else {
-    gradients_->Add(chunk, given.payload, lane);
-  }
-}
-
-// ---------------------------------------------------------------- sums of squares
-
-double JobImpl::ComputeSums(uint64_t step, int chunk, const StepUpdate* provisional) {
-  const TraceSpan span(trace_, TraceEventKind::kSummed, step, chunk);
-  gradients_->ComputeSums(chunk);
-  if (provisional == nullptr) return 0;
-  const double unscale = provisional->multipliers[layout_.chunks()[chunk].group];
-  return unscale * unscale * gradients_->SumInChunk(chunk);
-}
-
-void JobImpl::StartOfChunk(int chunk, std::function<void()> task) {
-  const int node = environment_.tasks->NodeOf(chunk, static_cast<int64_t>(layout_.chunks().size()));
-  StartTask(std::move(task), node);
-}
-
-void JobImpl::StartSums(uint64_t step, int chunk, uint64_t ticket) {
-  StartOfChunk(chunk, [self = Self(), step, chunk, ticket] { self->RunSums(step, chunk, ticket); });
-}
-
-void JobImpl::RunSums(uint64_t step, int chunk, uint64_t ticket) {
-  const int owner = layout_.chunks()[chunk].rank;
-  std::shared_ptr<const StepUpdate> update;
-  {
-    MutexLock lock(mutex_);
-    // The step is over or forgotten, or its decision was first. What the chunk holds now may be
-    // another attempt's, which has tasks of its own.
-    if (broken() || ticket != tickets_[owner] || !sums_.Claim(chunk)) return;
-    gate_.StartComputing(owner);
-    update = speculation_.update();
-  }
-  const double squared_norm = ComputeSums(step, chunk, update.get());
-  std::optional<Speculation::Task> provisional;
-  {
-    Section section(*this);
-    if (broken()) return;
-    sums_.Finish(chunk);
-    gate_.StopComputing(owner);
-    provisional = SpeculateIfWorthwhile(chunk, squared_norm);
-  }
-  // Here and now, since the gradient is in this thread's cache.
-  if (provisional.has_value()) RunProvisional(*std::move(provisional));
 }
 
 // ---------------------------------------------------------------- sealing
@@ -491,7 +279,7 @@ absl::Status JobImpl::Vote(const StreamKey& key, StepAttempt at, const StepVote&
   const auto* decided = std::get_if<DecidedStep>(&step_);
   const bool is_decided = decided != nullptr && decided->terms().step == at.step;
   if (is_decided || (at.step == record_.committed_step && at.step > 0)) {
-    const bool same = vote == (is_decided ? decided->vote() : last_vote_);
+    const bool same = vote == (is_decided ? decided->vote() : record_.last_vote);
     return same ? absl::OkStatus()
                 : WithReason(wrong(", which is decided otherwise"), reason::kOtherStep);
   }
@@ -513,8 +301,8 @@ absl::Status JobImpl::Vote(const StreamKey& key, StepAttempt at, const StepVote&
     BALLAST_RETURN_IF_ERROR(CheckVote(spec(), given->terms(), key.rank, vote));
   }
   auto* sealed = std::get_if<SealedStep>(&step_);
-  if (auto* open = std::get_if<OpenStep>(&step_); open != nullptr && at.step == taken_over_step_ &&
-                                                  open->ranks()[key.rank].sealed.has_value()) {
+  if (auto* open = std::get_if<OpenStep>(&step_);
+      open != nullptr && open->is_taken_over() && open->ranks()[key.rank].sealed.has_value()) {
     // It was told the norm by a process that has died since, and other ranks have not come back yet.
     open->SetVote(key.rank, vote);
     return absl::OkStatus();
@@ -617,7 +405,7 @@ absl::StatusOr<bool> JobImpl::DiscardNow(const StreamKey& key, StepAttempt at) {
   if (was_live) speculation_.Stop();
   VoidTickets(rank);
   speculation_.Cancel(rank);
-  speculation_.Drop(rank, *store_);
+  speculation_.DropOfRank(rank, *store_);
   for (const int chunk : chunks) {
     ledger_.Clear(chunk);
     sums_.Clear(chunk);
@@ -632,35 +420,6 @@ absl::StatusOr<bool> JobImpl::DiscardNow(const StreamKey& key, StepAttempt at) {
     });
   }
   return true;
-}
-
-RankProgress JobImpl::ProgressOf(int rank, const RankInStep* state) const {
-  const absl::Span<const int> chunks = layout_.chunks_of_rank(rank);
-  RankProgress progress;
-  progress.attached = !ranks_[rank].process_id.empty();
-  progress.process_id = ranks_[rank].process_id;
-  progress.shared_memory = ranks_[rank].memory != nullptr;
-  progress.chunks = static_cast<int64_t>(chunks.size());
-  if (state == nullptr) return progress;
-  progress.attempt = state->attempt;
-  progress.begun = state->begun;
-  progress.micro_steps_ended = state->micro_steps_ended;
-  progress.sealed = state->sealed.has_value();
-  progress.voted = state->vote.has_value();
-  progress.furthest_micro_step = state->sealed.value_or(0);
-  for (const int chunk : chunks) {
-    progress.furthest_micro_step =
-        std::max(progress.furthest_micro_step, ledger_.next_micro_step(chunk));
-  }
-  if (progress.furthest_micro_step == 0)
-    return progress;  // Nothing has arrived, so nothing is behind.
-  progress.chunks_complete = std::count_if(
-      chunks.begin(), chunks.end(), [&](int chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-        return ledger_.next_micro_step(chunk) == progress.furthest_micro_step;
-      });
-  progress.missing_parameters =
-      NamesBehind(spec(), layout_, ledger_, rank, progress.furthest_micro_step);
-  return progress;
 }
 
 }  // namespace ballast

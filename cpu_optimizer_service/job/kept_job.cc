@@ -2,15 +2,19 @@
 
 #include <algorithm>
 #include <atomic>
+#include <iterator>
 #include <utility>
 
 #include "absl/algorithm/container.h"
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/ordered_stores.h"
 #include "cpu_optimizer_service/host/kept_codec.h"
 
 namespace ballast {
 
+// The fields of all that is stored, in the order in which they are stored: another order, or one
+// field more, is another format (kKeptFormat).
 template <typename Each>
 void Fields(Each&& each, HyperParameters& v) {
   each(v.lr, v.beta1, v.beta2, v.eps, v.weight_decay, v.decoupled_weight_decay, v.bias_correction,
@@ -70,11 +74,6 @@ void Fields(Each&& each, StepHistory& v) {
 template <typename Each>
 void Fields(Each&& each, PreviousState& v) {
   each(v.committed_step, v.applied, v.hyper_parameters, v.update_counts, v.trainer_state);
-}
-template <typename Each>
-void Fields(Each&& each, JobRecord& v) {
-  each(v.generation, v.committed_step, v.hyper_parameters, v.update_counts, v.trainer_state,
-       v.history, v.resumed_uid, v.previous);
 }
 template <typename Each>
 void Fields(Each&& each, GradientScale& v) {
@@ -148,22 +147,29 @@ void Fields(Each&& each, KeptJob::Rank& v) {
   each(v.last_process_id, v.memory);
 }
 template <typename Each>
-void Fields(Each&& each, KeptJob::Undone& v) {
+void Fields(Each&& each, UndoneStep& v) {
   each(v.step, v.generation);
-}
-template <typename Each>
-void Fields(Each&& each, KeptJob::State& v) {
-  each(v.epoch, v.closed, v.weights_complete, v.loading, v.torn_by, v.later_changes, v.ranks,
-       v.decision, v.undid_update);
-  each.Appended(v.undone);
 }
 
 namespace {
 
+// The fields of a record, in the order that its formats have.
+template <typename Each, typename Record, typename Complete, typename Ranks>
+void RecordFields(Each& each, Record& record, Complete& weights_complete, Ranks& ranks) {
+  each(record.generation, record.committed_step, record.hyper_parameters, record.update_counts,
+       record.trainer_state, record.history, record.resumed_uid, record.previous, record.epoch,
+       record.closed, weights_complete, record.loading, record.torn_by, record.later_changes, ranks,
+       record.decision, record.undid_update);
+  each.Appended(record.undone);
+}
+
+constexpr char kRecordLabel[] = "record";
+constexpr char kIdentityLabel[] = "identity";
 // Grown where a job needs more.
 constexpr int64_t kRecordBytes = int64_t{64} << 10;
 constexpr int64_t kLogBytes = int64_t{64} << 10;
-// Threads that bring gradients; more wait for one another.
+// Threads that bring gradients: gRPC has 16 at most, and the engine's bring what had to wait. More
+// add without a lane, and so do others while lanes are left of a process that died.
 constexpr int kLeastSumLanes = 32;
 
 // A word of the ledger.
@@ -196,28 +202,21 @@ auto IsOf(int chunk, uint64_t tag) {
 }
 
 absl::Status OtherFormat(absl::string_view what, uint32_t format) {
-  return absl::FailedPreconditionError(
-      absl::StrCat(what, " was left by a service of another version (format ", format, ", here ",
-                   kKeptFormat, "); start that version again, save, and load the checkpoint here"));
+  return absl::FailedPreconditionError(absl::StrCat(
+      what, " was left by a service of another version (format ", format, ", here ",
+      kKeptFormatWithMoments, "); start that version again, save, and load the checkpoint here"));
 }
 
-// After the format.
-template <typename... T>
-absl::Status Parse(absl::string_view what, const std::string& bytes, T&... values) {
+// Reads what comes after the format, and returns the format.
+absl::StatusOr<uint32_t> Parse(absl::string_view what, const std::string& bytes,
+                               absl::FunctionRef<void(KeptReader&)> read) {
   uint32_t format = 0;
   KeptReader reader(bytes);
   reader(format);
   if (reader.ok() && !ReadsKeptFormat(format)) return OtherFormat(what, format);
-  reader(values...);
-  if (reader.at_end()) return absl::OkStatus();
+  read(reader);
+  if (reader.at_end()) return format;
   return absl::DataLossError(absl::StrCat(what, " cannot be read"));
-}
-
-// A lane's: after all that was stored before, and before all that comes later.
-void StoreWord(uint64_t& word, uint64_t value) {
-  KeepOrderOfStores();
-  *static_cast<volatile uint64_t*>(&word) = value;
-  KeepOrderOfStores();
 }
 
 }  // namespace
@@ -225,43 +224,65 @@ void StoreWord(uint64_t& word, uint64_t value) {
 KeptJob::KeptJob(NamedMemory& memory, JobIdentity identity)
     : identity_(std::move(identity)),
       arenas_(memory, identity_.uid, absl::StrCat("job ", identity_.spec.name)),
-      identity_record_(arenas_, "identity", kRecordBytes),
-      record_record_(arenas_, "record", kRecordBytes),
+      record_record_(arenas_, kRecordLabel, kRecordBytes),
+      identity_record_(arenas_, kIdentityLabel, kRecordBytes),
       log_(arenas_, "log", kLogBytes) {}
 
 absl::StatusOr<std::unique_ptr<KeptJob>> KeptJob::TakeOver(NamedMemory& memory,
                                                            const std::string& uid) {
   const std::string what = absl::StrCat("what is kept of the job with uid ", uid);
   NamedArenas arenas(memory, uid, "");
-  KeptRecord identity_record(arenas, "identity", kRecordBytes);
-  BALLAST_ASSIGN_OR_RETURN(const std::string bytes, identity_record.TakeOver());
+  KeptRecord record_record(arenas, kRecordLabel, kRecordBytes);
+  KeptRecord identity_record(arenas, kIdentityLabel, kRecordBytes);
+  const absl::StatusOr<std::string> record = record_record.TakeOver();
+  const absl::StatusOr<std::string> who = identity_record.TakeOver();
+  if (absl::IsNotFound(record.status()) && !record_record.was_made() &&
+      identity_record.was_made()) {
+    return arenas.Missing(kRecordLabel);  // It is made first.
+  }
+  BALLAST_RETURN_IF_ERROR(record.status());
+  JobRecord of_job;
+  bool weights_complete = false;
+  std::vector<Rank> ranks;
+  const auto read = [&](KeptReader& reader) {
+    RecordFields(reader, of_job, weights_complete, ranks);
+  };
+  BALLAST_ASSIGN_OR_RETURN(const uint32_t format, Parse(what, *record, read));
+  if (of_job.closed) return absl::NotFoundError(absl::StrCat(what, " was closed"));
+  if (absl::IsNotFound(who.status())) return arenas.Missing(kIdentityLabel);
+  BALLAST_RETURN_IF_ERROR(who.status());
   JobIdentity identity;
-  BALLAST_RETURN_IF_ERROR(Parse(what, bytes, identity));
+  BALLAST_RETURN_IF_ERROR(
+      Parse(what, *who, [&](KeptReader& reader) { reader(identity); }).status());
   auto kept = std::make_unique<KeptJob>(memory, std::move(identity));
   kept->taken_over_ = true;
+  kept->record_record_.TakeFrom(std::move(record_record));
   kept->identity_record_.TakeFrom(std::move(identity_record));
-  BALLAST_ASSIGN_OR_RETURN(const std::string record, kept->record_record_.TakeOver());
-  BALLAST_RETURN_IF_ERROR(Parse(what, record, kept->record_, kept->state_));
-  if (kept->state_.closed) return absl::NotFoundError(absl::StrCat(what, " was closed"));
+  kept->record_ = std::move(of_job);
+  kept->weights_complete_ = weights_complete;
+  kept->ranks_ = std::move(ranks);
+  kept->has_moments_ = format == kKeptFormatWithMoments;
+  if (kept->has_moments_) kept->AskFor(format);
   return kept;
 }
 
 absl::Status KeptJob::Allocate(int64_t chunks, int lanes) {
+  if (!taken_over_) BALLAST_RETURN_IF_ERROR(record_record_.Make());
   BALLAST_ASSIGN_OR_RETURN(ledger_, arenas_.Create(chunks * static_cast<int64_t>(sizeof(uint64_t)),
                                                    "ledger", ArenaFactory::Touch::kNow));
-  const bool left = arenas_.Has("redo");
+  // An earlier process may have had another number of threads, and so of lanes.
   BALLAST_ASSIGN_OR_RETURN(
-      redo_, arenas_.Create(left ? 1 : lanes * static_cast<int64_t>(sizeof(RedoLane)), "redo",
-                            ArenaFactory::Touch::kNow));
-  const bool sums_left = arenas_.Has("sums");
+      redo_, arenas_.Create(taken_over_ ? 1 : lanes * static_cast<int64_t>(sizeof(RedoLane)),
+                            "redo", ArenaFactory::Touch::kNow));
   const int64_t sum_lanes = std::max(lanes, kLeastSumLanes);
   BALLAST_ASSIGN_OR_RETURN(
-      sums_, arenas_.Create(sums_left ? 1 : sum_lanes * static_cast<int64_t>(sizeof(SumLane)),
+      sums_, arenas_.Create(taken_over_ ? 1 : sum_lanes * static_cast<int64_t>(sizeof(SumLane)),
                             "sums", ArenaFactory::Touch::kNow));
   auto* const first = reinterpret_cast<RedoLane*>(redo_->data());
   auto* const first_sum = reinterpret_cast<SumLane*>(sums_->data());
   MutexLock lock(lanes_mutex_);
   for (int64_t i = 0; i < sums_->size_bytes() / static_cast<int64_t>(sizeof(SumLane)); ++i) {
+    // A lane whose word is not 0 is of an addition that the earlier process did not end.
     (first_sum[i].word == 0 ? free_sum_lanes_ : left_sum_lanes_).push_back(first_sum + i);
   }
   for (int64_t i = 0; i < redo_->size_bytes() / static_cast<int64_t>(sizeof(RedoLane)); ++i) {
@@ -276,16 +297,34 @@ absl::Status KeptJob::StoreIdentity() {
   return identity_record_.Store(writer.bytes());
 }
 
-absl::Status KeptJob::Store(const JobRecord& record, const State& state) {
+absl::Status KeptJob::Store(const JobRecord& record, bool weights_complete,
+                            const std::vector<Rank>& ranks) {
   if (given_up_) return absl::OkStatus();
+  // Also where other first weights come then, without moments: they may lie there.
+  has_moments_ = !weights_complete && (has_moments_ || record.committed_step > 0);
+  if (has_moments_) AskFor(kKeptFormatWithMoments);
   KeptWriter writer;
-  writer(kKeptFormat, record, state);
-  return record_record_.Store(writer.bytes());
+  writer(has_moments_ ? kKeptFormatWithMoments : kKeptFormat);
+  RecordFields(writer, record, weights_complete, ranks);
+  // The newer format is asked for before the record has it, and no longer only once the record does
+  // not have it: at no instant may a process take over that cannot read the record.
+  BALLAST_RETURN_IF_ERROR(record_record_.Store(writer.bytes()));
+  if (!has_moments_) AskFor(0);
+  return absl::OkStatus();
+}
+
+void KeptJob::AskFor(uint32_t format) {
+  if (format == asked_for_) return;
+  arenas_.memory().KeepIn(identity_.uid, format);
+  asked_for_ = format;
 }
 
 void KeptJob::GiveUp() {
   given_up_ = true;
+  // Without a record there is no job, whatever else still lies there; so it goes first.
+  record_record_.Forget();
   identity_record_.Drop();
+  AskFor(0);
 }
 
 absl::Status KeptJob::Say(uint64_t epoch, const KeptWord& word) {
@@ -320,16 +359,27 @@ void KeptJob::StoreContribution(int64_t chunk, const Contribution& contribution)
   Stored("a ledger's word");
 }
 
+bool KeptJob::HasContributions(uint64_t epoch) const {
+  const absl::Span<const uint64_t> words(reinterpret_cast<const uint64_t*>(ledger_->data()),
+                                         ledger_->size_bytes() / sizeof(uint64_t));
+  WordPacker of_epoch;
+  of_epoch.Put(epoch, kEpochBits);
+  constexpr int kBelow = kAttemptBits + kNextBits + kClosedBits + kKeptBits;
+  return absl::c_any_of(words, [&](uint64_t word) { return word >> kBelow == of_epoch.word; });
+}
+
 KeptJob::Contribution KeptJob::ReadContribution(int64_t chunk, uint64_t epoch,
                                                 uint32_t attempt) const {
   WordUnpacker unpacker = {reinterpret_cast<const uint64_t*>(ledger_->data())[chunk]};
   Contribution found;
+  // In the reverse of the order in which StoreContribution puts them in.
   found.kept = static_cast<GradientStore::Kept>(unpacker.Take(kKeptBits));
   found.closed = unpacker.Take(kClosedBits) != 0;
   found.next_micro_step = static_cast<uint32_t>(unpacker.Take(kNextBits));
   const uint64_t of_attempt = unpacker.Take(kAttemptBits);
   const uint64_t of_epoch = unpacker.Take(kEpochBits);
   const auto low = [](uint64_t value, int bits) { return value & ((uint64_t{1} << bits) - 1); };
+  // A word of another epoch or attempt says nothing, which is why none has to be cleared.
   if (of_epoch != low(epoch, kEpochBits) || of_attempt != low(attempt, kAttemptBits)) return {};
   found.epoch = epoch;
   found.attempt = attempt;
@@ -359,10 +409,11 @@ SumLane* KeptJob::TakeSumLane(int chunk, uint64_t tag) {
       left_sum_lanes_.erase(left);
       return lane;
     }
-    while (free_sum_lanes_.empty()) lane_free_.Wait(lanes_mutex_);
+    if (free_sum_lanes_.empty()) return nullptr;
     lane = free_sum_lanes_.back();
     free_sum_lanes_.pop_back();
   }
+  // The tag before the word: with the word the lane counts as in use.
   lane->tag = tag;
   StoreWord(lane->word, SumWord{.chunk = static_cast<uint32_t>(chunk)}.Pack());
   Stored("a sum's lane is taken");
@@ -372,34 +423,30 @@ SumLane* KeptJob::TakeSumLane(int chunk, uint64_t tag) {
 void KeptJob::GiveSumLane(SumLane* lane) {
   StoreWord(lane->word, 0);
   Stored("a sum's lane is free");
-  {
-    MutexLock lock(lanes_mutex_);
-    free_sum_lanes_.push_back(lane);
-  }
-  lane_free_.NotifyAll();
+  MutexLock lock(lanes_mutex_);
+  free_sum_lanes_.push_back(lane);
 }
 
 void KeptJob::LookAtSumLanes(absl::FunctionRef<bool(const SumLane&)> is_wanted) {
-  {
-    MutexLock lock(lanes_mutex_);
-    std::erase_if(left_sum_lanes_, [&](SumLane* lane) ABSL_EXCLUSIVE_LOCKS_REQUIRED(lanes_mutex_) {
-      if (is_wanted(*lane)) return false;
-      lane->word = 0;
-      free_sum_lanes_.push_back(lane);
-      return true;
-    });
-  }
-  lane_free_.NotifyAll();
+  MutexLock lock(lanes_mutex_);
+  std::erase_if(left_sum_lanes_, [&](SumLane* lane) ABSL_EXCLUSIVE_LOCKS_REQUIRED(lanes_mutex_) {
+    if (is_wanted(*lane)) return false;
+    lane->word = 0;
+    free_sum_lanes_.push_back(lane);
+    return true;
+  });
 }
 
 RedoLane* KeptJob::TakeLane(int chunk, uint64_t step) {
   RedoLane* lane = nullptr;
   {
     MutexLock lock(lanes_mutex_);
+    // Each lane is with an update that runs, and that waits for no other before it gives it back.
     while (free_lanes_.empty()) lane_free_.Wait(lanes_mutex_);
     lane = free_lanes_.back();
     free_lanes_.pop_back();
   }
+  // As above, before the word.
   lane->step = step;
   StoreWord(lane->word, RedoWord{.chunk = static_cast<uint32_t>(chunk)}.Pack());
   Stored("a lane is taken");
@@ -416,18 +463,18 @@ void KeptJob::GiveLane(RedoLane* lane) {
   lane_free_.NotifyAll();
 }
 
-std::vector<RedoLane*> KeptJob::LanesInUse(uint64_t step) {
+absl::StatusOr<std::vector<RedoLane*>> KeptJob::LanesInUse(uint64_t step) {
   std::vector<RedoLane*> in_use;
   MutexLock lock(lanes_mutex_);
-  std::erase_if(free_lanes_, [&](RedoLane* lane) {
-    if (lane->word == 0) return false;
-    if (lane->step != step) {
-      lane->word = 0;
-      return false;
-    }
-    in_use.push_back(lane);
-    return true;
-  });
+  // Allocate has put all lanes among the free ones, also those that are not.
+  absl::c_copy_if(free_lanes_, std::back_inserter(in_use),
+                  [](const RedoLane* lane) { return lane->word != 0; });
+  if (absl::c_any_of(in_use, [step](const RedoLane* lane) { return lane->step != step; })) {
+    return absl::DataLossError(
+        absl::StrCat(arenas_.WhatIs("redo"), " is not as it was stored: it has an update to a step",
+                     " that is not the one that was decided, which is ", step));
+  }
+  std::erase_if(free_lanes_, [](const RedoLane* lane) { return lane->word != 0; });
   return in_use;
 }
 

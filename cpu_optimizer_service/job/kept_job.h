@@ -3,7 +3,8 @@
 // All of it is named memory (host/named_memory.h) under the job's uid:
 //
 //   identity     who the job is: uid and description. Stored once.
-//   record       all that is small, as one record that is flipped whole: JobRecord and State below.
+//   record       all that is small, as one record that is flipped whole: JobRecord, the ranks, and
+//                whether all first weights have come.
 //   table        by chunk: slot, step, and whether its first weights have come; of its previous
 //                version, too, if that is kept (chunk_store.h)
 //   state, second versions, previous versions, versions N   the slots
@@ -16,12 +17,18 @@
 //
 // The order of stores, which alone makes an instant safe:
 //
-//   created      everything else, then the first flip of the record. Without it there is no job.
+//   created      memory for the record, everything else, then the record's first flip. Without that
+//                there is no job; with it a file that is missing was taken away, and the job is
+//                refused until it is back.
+//   first weights  where moments come along, the flip with the step and the update counts that the
+//                job begins at; of a chunk its planes, then its word in the table; when all have come
+//                each word with that step, then the flip that says so.
 //   contribution the gradient's last byte, then the ledger's word, then it is acknowledged. A sum
 //                that it changes: a lane with its tag, each turn its record, then the sum; after the
-//                ledger's word the lane is free.
+//                ledger's word the lane is free. Where no lane is free: a ledger's word by which
+//                the chunk's gradient is lost, then the sum, then the ledger's word.
 //   said         the entry, then the log's end, then it is acknowledged.
-//   decision     the flip that has it, then anybody is told, then the first chunk is updated.
+//   decision     the flip that has it, then any rank is notified, then the first chunk is updated.
 //   update       each turn its redo record, then the planes; the chunk's last plane, then its word
 //                in the table, then the lane is free.
 //   commit       the last chunk's word, then the flip that has the step committed and an epoch more.
@@ -39,9 +46,10 @@
 // their last turn, all others are updated from their gradients. Of an undecided step it takes the
 // log's entries in their order and the ledger's words of the epoch; ranks that come back send what
 // was not acknowledged, and what had been half added goes on behind its last turn. If a gradient of it
-// lay in memory that is gone, the step is dropped by a new generation, and its ranks do it again.
+// lay in memory that is gone, the step goes by on_abort: it is skipped where all ranks had begun it
+// and cannot do it again, and otherwise dropped by a new generation, in which they do.
 //
-// Thread-compatible: the job's lock guards it, but for lanes, and for words of chunks that one
+// Thread-compatible: the job's lock guards it, except lanes, and words of chunks that one
 // thread at a time works on.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_JOB_KEPT_JOB_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_JOB_KEPT_JOB_H_
@@ -63,34 +71,21 @@
 #include "cpu_optimizer_service/host/kept_record.h"
 #include "cpu_optimizer_service/host/named_memory.h"
 #include "cpu_optimizer_service/job/job_record.h"
-#include "cpu_optimizer_service/job/step.h"
+#include "cpu_optimizer_service/job/step/step.h"
 #include "cpu_optimizer_service/kernels/adam_redo.h"
 
 namespace ballast {
 
 // The format of all that is kept. A process that takes over reads it, or there is nothing to take.
 inline constexpr uint32_t kKeptFormat = 3;
+// The same, of a job some of whose first weights may lie there with their moments, while it awaits
+// others: a process that reads format 3 alone knows of no moments, and would leave them there for
+// weights that come without.
+inline constexpr uint32_t kKeptFormatWithMoments = 4;
 // Format 2 does not say which step was undone last.
-inline bool ReadsKeptFormat(uint32_t format) { return format == 2 || format == kKeptFormat; }
-
-// All that follows from a decision, for whoever carries it out.
-struct KeptDecision {
-  StepOutcome outcome;
-  StepTerms terms;
-  StepVote vote;
-  uint32_t attempt = 0;  // Of all ranks.
-  uint32_t micro_steps = 0;
-  bool coverage_complete = false;
-  std::vector<HyperParameters> hyper_parameters;  // As StepUpdate's, as the next.
-  std::vector<int64_t> update_counts;
-  SpeculationCounts speculation;
-};
-
-// A load that is under way.
-struct KeptLoad {
-  std::string path;
-  bool weights_only = false;
-};
+inline bool ReadsKeptFormat(uint32_t format) {
+  return format >= 2 && format <= kKeptFormatWithMoments;
+}
 
 // What a rank has said beside gradients.
 struct KeptWord {
@@ -113,23 +108,6 @@ class KeptJob {
     std::string last_process_id;
     std::string memory;  // The name of what it shares; empty: nothing.
   };
-  struct Undone {
-    uint64_t step = 0;      // 0: none was.
-    Generation generation;  // That it was undone in.
-  };
-  // Beside the JobRecord.
-  struct State {
-    uint64_t epoch = 1;  // Of the step that is, or comes next.
-    bool closed = false;
-    bool weights_complete = false;
-    std::optional<KeptLoad> loading;
-    std::string torn_by;  // The load that did not end; empty: the state is whole.
-    std::vector<HyperParameterOverrides> later_changes;
-    std::vector<Rank> ranks;
-    std::optional<KeptDecision> decision;
-    bool undid_update = false;  // The last undo, of a step that was applied: chunks go back, too.
-    Undone undone;              // The last one.
-  };
   struct Contribution {
     uint64_t epoch = 0;
     uint32_t attempt = 0;
@@ -138,26 +116,30 @@ class KeptJob {
     GradientStore::Kept kept = GradientStore::Kept::kNone;
   };
 
-  // Of a new job; nothing is stored before Create.
+  // For a new job; nothing is stored before Create.
   KeptJob(NamedMemory& memory, JobIdentity identity);
+  ~KeptJob() { AskFor(0); }
   // What an earlier process left under `uid`. NOT_FOUND: it had not got so far as to create the
-  // job, or had closed it. DATA_LOSS, FAILED_PRECONDITION (of another version): in one line.
+  // job, had closed it, or given it up. DATA_LOSS, FAILED_PRECONDITION (of another version): in one
+  // line.
   static absl::StatusOr<std::unique_ptr<KeptJob>> TakeOver(NamedMemory& memory,
                                                            const std::string& uid);
 
   const JobIdentity& identity() const { return identity_; }
   NamedArenas& arenas() { return arenas_; }
   bool taken_over() const { return taken_over_; }
-  // What was taken over. Once.
+  // What was taken over. Once each.
   JobRecord TakeRecord() { return std::move(record_); }
-  State TakeState() { return std::move(state_); }
+  std::vector<Rank> TakeRanks() { return std::move(ranks_); }
+  bool weights_complete() const { return weights_complete_; }  // As it was taken over.
 
   // Memory for `chunks` words and `lanes` lanes, or what an earlier process left of it.
   absl::Status Allocate(int64_t chunks, int lanes);
   // All of the job is there: stores who it is.
   absl::Status StoreIdentity();
   // RESOURCE_EXHAUSTED: no memory for it.
-  absl::Status Store(const JobRecord& record, const State& state);
+  absl::Status Store(const JobRecord& record, bool weights_complete,
+                     const std::vector<Rank>& ranks);
   // From now on a later process finds no such job.
   void GiveUp();
 
@@ -165,14 +147,16 @@ class KeptJob {
   absl::Status ReadLog(uint64_t epoch, const std::function<void(KeptWord)>& visit);
 
   void StoreContribution(int64_t chunk, const Contribution& contribution);
-  // Of that epoch and attempt; otherwise nothing was added.
+  // Whether anything was added to any chunk in that epoch.
+  bool HasContributions(uint64_t epoch) const;
+  // What was added in that epoch and attempt; otherwise nothing was.
   Contribution ReadContribution(int64_t chunk, uint64_t epoch, uint32_t attempt) const;
 
   // What distinguishes a contribution from all others to its chunk.
   static constexpr int kMicroStepBits = 17;  // kMaxMicroSteps and one more.
   static uint64_t TagOf(uint64_t epoch, uint32_t attempt, uint32_t micro_step_end);
   // A lane for adding to a chunk's sum: what an earlier process left of the same contribution, or
-  // one that is free; waits for that. GiveSumLane after the ledger's word.
+  // one that is free; null if none is. GiveSumLane after the ledger's word.
   SumLane* TakeSumLane(int chunk, uint64_t tag);
   void GiveSumLane(SumLane* lane);
   // Whether an earlier process left a lane of this contribution in use.
@@ -187,28 +171,35 @@ class KeptJob {
   // its word in the table has been stored.
   RedoLane* TakeLane(int chunk, uint64_t step);
   void GiveLane(RedoLane* lane);
-  // Those that an earlier process left in use at `step`; all others are free now.
-  std::vector<RedoLane*> LanesInUse(uint64_t step);
+  // Those that an earlier process left in use; all others are free. DATA_LOSS: one is of another
+  // step.
+  absl::StatusOr<std::vector<RedoLane*>> LanesInUse(uint64_t step);
 
  private:
+  // Asks it of the process that takes over; 0: no more than of all.
+  void AskFor(uint32_t format);
+
   const JobIdentity identity_;
   NamedArenas arenas_;
+  KeptRecord record_record_;  // The first to be made, and the last to go.
   KeptRecord identity_record_;
-  KeptRecord record_record_;
   KeptLog log_;
   std::unique_ptr<Arena> ledger_;
   std::unique_ptr<Arena> redo_;
   std::unique_ptr<Arena> sums_;
   JobRecord record_;
-  State state_;
+  bool weights_complete_ = false;
+  std::vector<Rank> ranks_;
   bool taken_over_ = false;
   bool given_up_ = false;
+  bool has_moments_ = false;  // kKeptFormatWithMoments.
+  uint32_t asked_for_ = 0;
 
   mutable Mutex lanes_mutex_;
   CondVar lane_free_;
   std::vector<RedoLane*> free_lanes_ ABSL_GUARDED_BY(lanes_mutex_);
   std::vector<SumLane*> free_sum_lanes_ ABSL_GUARDED_BY(lanes_mutex_);
-  // Of an earlier process, until their contributions come again or are wanted no more.
+  // Lanes of an earlier process, until their contributions come again or are wanted no more.
   std::vector<SumLane*> left_sum_lanes_ ABSL_GUARDED_BY(lanes_mutex_);
 };
 

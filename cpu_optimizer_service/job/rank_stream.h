@@ -17,6 +17,7 @@
 #include "cpu_optimizer_service/common/step_settings.h"
 #include "cpu_optimizer_service/gradients/weight_buffer.h"
 #include "cpu_optimizer_service/job/pending.h"
+#include "cpu_optimizer_service/job/step/seal_refusal.h"
 
 namespace ballast {
 
@@ -44,24 +45,6 @@ struct Contribution {
 // kDiscarded: it came late, of an attempt that its rank has discarded or of a step that could not
 // be kept (OnAbort::kSkip), and was dropped.
 enum class ContributionResult : uint8_t { kAdded, kRepeat, kDiscarded };
-
-inline constexpr size_t kMissingNames = 16;    // Parameters that one entry names.
-inline constexpr size_t kMissingEntries = 16;  // Entries of a refusal: the first micro-steps.
-
-struct MissingContribution {
-  int rank = 0;
-  uint32_t micro_step = 0;
-  std::vector<std::string> parameters;  // The first kMissingNames,
-  int64_t more_parameters = 0;          // and how many others.
-};
-
-// Why a seal did not take. status is FAILED_PRECONDITION and its message names the first of
-// `missing`.
-struct SealRefusal {
-  absl::Status status;
-  std::vector<MissingContribution> missing;  // At most kMissingEntries.
-  uint32_t attempt = 0;                      // Whose seal it was.
-};
 
 class RankListener {
  public:
@@ -126,8 +109,20 @@ class RankStream {
   virtual absl::Status BeginStep(StepAttempt at, const StepSettings& settings) = 0;
   // Verifies all before touching anything. INVALID_ARGUMENT: unknown chunk, not this rank's, wrong
   // size. FAILED_PRECONDITION: wrong step, micro-steps that do not follow on, or beyond
-  // max_micro_steps. When it returns OK the payload may be reused.
+  // max_micro_steps; or the chunk's provisional update is running (StopProvisional). When it
+  // returns OK the payload may be reused.
   virtual absl::StatusOr<ContributionResult> Contribute(const Contribution& contribution) = 0;
+  // Comes before contributions from `micro_step_begin` on to these chunks, if an earlier one of the
+  // attempt may_guess: no provisional update of theirs runs when it is done, until Contribute.
+  // Waits for those that run; no other call of the stream may come before its Done. It leaves
+  // chunks alone that Contribute would refuse or find to be a repeat. ABORTED, or true.
+  virtual Pending StopProvisional(StepAttempt at, uint32_t micro_step_begin,
+                                  absl::Span<const int64_t> chunks, Done<bool> done) = 0;
+  absl::StatusOr<bool> StopProvisional(StepAttempt at, uint32_t micro_step_begin,
+                                       absl::Span<const int64_t> chunks) {
+    return Await<bool>(
+        [&](Done<bool> done) { StopProvisional(at, micro_step_begin, chunks, std::move(done)); });
+  }
   virtual absl::Status EndMicroStep(StepAttempt at, uint32_t micro_step,
                                     const UsedParameters& used) = 0;
   // nullopt: taken. The decision comes through the listener, perhaps before this returns; without a

@@ -1,7 +1,7 @@
 // What an update in place leaves behind so that a later process can finish it: redo, not undo.
 //
 // A turn of the kernel, at most 32 elements, stores its new values in a ring of turns that stays in
-// the first cache; then `word`, which says how far the chunk has come; and only then the planes.
+// the first cache; then `word`, which says how far the chunk is; and only then the planes.
 // Whatever the instant of the process's death, the turn that `word` names is whole in the ring, all
 // turns before it are in the planes, and nothing of a later one is: so that turn is copied once
 // more, and the update goes on behind it, with the same bits. The order is one thread's, kept by
@@ -12,9 +12,10 @@
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_KERNELS_ADAM_REDO_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_KERNELS_ADAM_REDO_H_
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
+
+#include "cpu_optimizer_service/common/system/ordered_stores.h"
 
 namespace ballast {
 
@@ -26,7 +27,7 @@ struct RedoTurn {
   alignas(64) float planes[4][kRedoTurnElements];  // In the order of Plane.
 };
 
-// In memory that outlives the process; all zeros is a lane that nobody uses. One thread at a time.
+// In memory that outlives the process; all zeros is a lane that is free. One thread at a time.
 struct RedoLane {
   uint64_t word = 0;  // RedoWord; 0: no update is under way.
   uint64_t step = 0;  // Of the update.
@@ -62,9 +63,6 @@ struct RedoWord {
   }
 };
 
-// Keeps the order of stores of this thread, as those who look after its death see it.
-inline void KeepOrderOfStores() { std::atomic_signal_fence(std::memory_order_seq_cst); }
-
 // One update of consecutive elements of a chunk, in place.
 class AdamRedo {
  public:
@@ -81,11 +79,11 @@ class AdamRedo {
   // They are there. From here on the turn counts as done.
   void Record(int64_t elements) {
     done_ += elements;
-    KeepOrderOfStores();
-    *static_cast<volatile uint64_t*>(&lane_->word) =
-        chunk_bits_ | static_cast<uint64_t>(done_) << (RedoWord::kCountBits + RedoWord::kTurnBits) |
-        static_cast<uint64_t>(elements) << RedoWord::kTurnBits | static_cast<uint64_t>(turn_);
-    KeepOrderOfStores();
+    StoreWord(lane_->word,
+              chunk_bits_ |
+                  static_cast<uint64_t>(done_) << (RedoWord::kCountBits + RedoWord::kTurnBits) |
+                  static_cast<uint64_t>(elements) << RedoWord::kTurnBits |
+                  static_cast<uint64_t>(turn_));
     turn_ = (turn_ + 1) % kRedoTurns;
   }
 

@@ -1,13 +1,8 @@
 #include "cpu_optimizer_service/kernels/kernels.h"
 
-// SSE4.2 and AES, which x86 servers have had since 2010, are the least; below it Highway has only
-// an emulation, which is slow to run, and takes many minutes to compile with sanitizers.
-#if defined(__x86_64__)
-#define HWY_BASELINE_TARGETS HWY_SSE4
-#endif
-
 // This file is compiled once per instruction set, by including itself; the order of these matters.
 // clang-format off
+#include "cpu_optimizer_service/kernels/instruction_sets.h"
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu_optimizer_service/kernels/kernels.cc"
 #include "hwy/foreach_target.h"

@@ -4,12 +4,9 @@
 #include <cstddef>
 #include <cstdint>
 
-#if defined(__x86_64__)
-#define HWY_BASELINE_TARGETS HWY_SSE4
-#endif
-
 // This file is compiled once per instruction set, by including itself; the order of these matters.
 // clang-format off
+#include "cpu_optimizer_service/kernels/instruction_sets.h"
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu_optimizer_service/kernels/roofline.cc"
 #include "hwy/foreach_target.h"

@@ -62,8 +62,8 @@ absl::Status Verify(const SafetensorsFile& opened, const std::string& path,
                     const CheckpointIndex::File& file) {
   const bool squares = file.plane == Plane::kExpAvgSq || file.plane == Plane::kMaxExpAvgSq;
   BALLAST_ASSIGN_OR_RETURN(const SafetensorsFile::Contents contents,
-                           opened.Examine(/*negative_is_bad=*/squares));
-  if (contents.sha256 != file.written.sha256) {
+                           opened.Examine(file.written.checksum.kind, /*negative_is_bad=*/squares));
+  if (contents.checksum != file.written.checksum) {
     return absl::DataLossError(
         absl::StrCat(path, " does not match the checksum in index.json; use another checkpoint"));
   }

@@ -2,7 +2,7 @@
 // master-00001-of-00003.safetensors and so on; exp_avg, exp_avg_sq, and max_exp_avg_sq if a group
 // has amsgrad) and index.json, which holds the step, the generation, the groups' hyper-parameters,
 // the parameters' shapes and update counts, the trainer's state, the record of the last step, and
-// the size and SHA-256 of every file. Tensors are logical, by parameter name: they load onto any
+// the size and CRC-32 of every file. Tensors are logical, by parameter name: they load onto any
 // world size.
 //
 // Here it is read; checkpoint_writer.h writes one.
@@ -14,7 +14,6 @@
 #include <string>
 #include <vector>
 
-#include "absl/container/flat_hash_map.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "cpu_optimizer_service/host/file_system.h"
@@ -47,7 +46,7 @@ class Checkpoint {
  private:
   struct PlaneFiles {
     std::vector<SafetensorsFile> files;
-    absl::flat_hash_map<std::string, int> file_of;  // By parameter.
+    std::map<std::string, int> file_of;  // By parameter.
   };
 
   absl::Status CheckTensors(const std::string& directory, Plane plane);

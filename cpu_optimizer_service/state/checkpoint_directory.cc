@@ -1,7 +1,9 @@
 #include "cpu_optimizer_service/state/checkpoint_directory.h"
 
+#include <algorithm>
 #include <filesystem>
 #include <system_error>
+#include <utility>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -12,6 +14,8 @@
 
 namespace ballast {
 namespace {
+
+constexpr char kProbe[] = ".try";
 
 absl::Status TryIn(FileSystem& files, const std::string& probe) {
   const std::string first = probe + "/first";
@@ -35,10 +39,15 @@ absl::StatusOr<std::unique_ptr<CheckpointDirectory>> CheckpointDirectory::Open(
   if (error) path = given;
   if (path.size() > 1 && path.back() == '/') path.pop_back();
   std::unique_ptr<CheckpointDirectory> directory(new CheckpointDirectory(path, policy));
-  const std::string probe = PartialPath(path + "/.try");
-  absl::Status status = TryIn(file_system, probe);
-  const absl::Status removed = file_system.RemoveAll(probe);
-  status.Update(removed);
+  absl::StatusOr<Partial> probe = MakePartial(file_system, absl::StrCat(path, "/", kProbe));
+  absl::Status status = probe.status();
+  if (probe.ok()) {
+    status = TryIn(file_system, probe->path);
+    const absl::Status removed = file_system.RemoveAll(probe->path);
+    status.Update(removed);
+    // Of starts and trials that were killed.
+    RemoveLeftovers(file_system, path, kProbe);
+  }
   const absl::StatusOr<std::vector<std::string>> names = file_system.List(path);
   status.Update(names.status());
   status = Annotate(status, "no job could be saved");
@@ -53,11 +62,23 @@ absl::StatusOr<std::unique_ptr<CheckpointDirectory>> CheckpointDirectory::Open(
     if (!IsJobName(name)) continue;
     const std::string folder = directory->PathOf(name);
     const auto found = ListCheckpoints(file_system, folder);
-    if (!found.ok() || found->empty() || !found->front().problem.ok()) continue;
-    CheckpointFacts& facts = directory->known_[folder] = found->front().facts;
-    facts.job = name;
+    if (!found.ok()) continue;
+    for (const FoundCheckpoint& each : *found) {
+      if (each.problem.ok()) directory->Know(folder, name, each.facts);
+    }
   }
   return directory;
+}
+
+void CheckpointDirectory::Know(const std::string& folder, const std::string& job,
+                               CheckpointFacts facts) {
+  std::vector<CheckpointFacts>& known = known_[folder];
+  if (std::any_of(known.begin(), known.end(),
+                  [&](const CheckpointFacts& other) { return other.uid == facts.uid; })) {
+    return;
+  }
+  facts.job = job;
+  known.push_back(std::move(facts));
 }
 
 std::string CheckpointDirectory::PathOf(const std::string& job) const {
@@ -73,7 +94,7 @@ std::string CheckpointDirectory::NameOf(const std::string& directory) const {
 std::vector<CheckpointFacts> CheckpointDirectory::All() const {
   std::vector<CheckpointFacts> all;
   MutexLock lock(mutex_);
-  for (const auto& [name, facts] : known_) all.push_back(facts);
+  for (const auto& [folder, known] : known_) all.push_back(known.front());
   return all;
 }
 
@@ -81,16 +102,22 @@ std::optional<CheckpointFacts> CheckpointDirectory::Find(const std::string& job)
   MutexLock lock(mutex_);
   const auto found = known_.find(PathOf(job));
   if (found == known_.end()) return std::nullopt;
-  return found->second;
+  return found->second.front();
+}
+
+std::optional<CheckpointFacts> CheckpointDirectory::NewestOf(const std::string& uid) const {
+  MutexLock lock(mutex_);
+  for (const auto& [folder, known] : known_) {
+    for (const CheckpointFacts& facts : known) {
+      if (facts.uid == uid) return facts;
+    }
+  }
+  return std::nullopt;
 }
 
 std::string CheckpointDirectory::LastOf(const std::string& uid) const {
-  const CheckpointFacts* last = nullptr;
-  MutexLock lock(mutex_);
-  for (const auto& [folder, facts] : known_) {
-    if (facts.uid == uid) last = &facts;
-  }
-  if (last == nullptr) return absl::StrCat("; ", path_, " has no checkpoint of it");
+  const std::optional<CheckpointFacts> last = NewestOf(uid);
+  if (!last.has_value()) return absl::StrCat("; ", path_, " has no checkpoint of it");
   return absl::StrCat("; go on from its last checkpoint, ", ToString(*last), ": ",
                       HowToResume(last->job));
 }
@@ -98,7 +125,9 @@ std::string CheckpointDirectory::LastOf(const std::string& uid) const {
 void CheckpointDirectory::Saved(const std::string& folder, const CheckpointFacts& facts) {
   if (folder != PathOf(std::filesystem::path(folder).filename().string())) return;
   MutexLock lock(mutex_);
-  known_[folder] = facts;
+  std::vector<CheckpointFacts>& known = known_[folder];
+  std::erase_if(known, [&](const CheckpointFacts& other) { return other.uid == facts.uid; });
+  known.insert(known.begin(), facts);
 }
 
 std::string ToString(const CheckpointFacts& facts) {

@@ -53,6 +53,8 @@ class CheckpointDirectory {
   // Of each folder the newest that was there at the start, or has been saved since.
   std::vector<CheckpointFacts> All() const;
   std::optional<CheckpointFacts> Find(const std::string& job) const;
+  // Of the job with that uid, as All.
+  std::optional<CheckpointFacts> NewestOf(const std::string& uid) const;
   // For a message on the job with that uid, which is lost: "; its last checkpoint is ...".
   std::string LastOf(const std::string& uid) const;
   // A save has ended; nothing, if it was to another place.
@@ -62,10 +64,16 @@ class CheckpointDirectory {
   CheckpointDirectory(std::string path, const CheckpointPolicy& policy)
       : path_(std::move(path)), policy_(policy) {}
 
+  // Unless a newer one of the same job is known.
+  void Know(const std::string& folder, const std::string& job, CheckpointFacts facts)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
   const std::string path_;
   const CheckpointPolicy policy_;
   mutable Mutex mutex_;
-  std::map<std::string, CheckpointFacts> known_ ABSL_GUARDED_BY(mutex_);  // By folder's path.
+  // By folder's path: of each job (by uid) its newest, first that of the job that saved last; at
+  // least one.
+  std::map<std::string, std::vector<CheckpointFacts>> known_ ABSL_GUARDED_BY(mutex_);
 };
 
 // "job gpt at step 61 in /saved/gpt/step-61.1".

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <limits>
 #include <map>
 #include <memory>
 #include <optional>
@@ -12,13 +13,15 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "cpu_optimizer_service/common/status.h"
-#include "cpu_optimizer_service/common/system/checkpoint_name.h"
+#include "cpu_optimizer_service/common/text/checkpoint_name.h"
 
 namespace ballast {
 namespace {
+
+// At a directory of one's own.
+constexpr int kMostAttempts = 4;
 
 std::string In(const std::string& folder, absl::string_view name) {
   return absl::StrCat(folder, "/", name);
@@ -73,7 +76,23 @@ std::string PartialPath(const std::string& path) {
   // Random: another process, even one of the same number in another container, may have left its
   // own.
   std::random_device random;
-  return absl::StrFormat("%s%s%08x%08x", path, kPartialSuffix, random(), random());
+  return absl::StrCat(path, kPartialSuffix, absl::Hex(random(), absl::kZeroPad8),
+                      absl::Hex(random(), absl::kZeroPad8));
+}
+
+absl::StatusOr<Partial> MakePartial(FileSystem& file_system, const std::string& path) {
+  Partial made;
+  for (int attempt = 1; attempt <= kMostAttempts; ++attempt) {
+    made.path = PartialPath(path);
+    BALLAST_RETURN_IF_ERROR(file_system.CreateDirectory(made.path));
+    made.lock = file_system.TryLock(made.path);
+    // Another process, which looks for leftovers, may have been faster; or nothing can be locked
+    // here, and then it removes nothing either.
+    if (made.lock != nullptr && file_system.Exists(LockPath(made.path))) break;
+    // The other one may be removing it, too; what is left goes with a later one.
+    if (attempt < kMostAttempts) file_system.RemoveAll(made.path).IgnoreError();
+  }
+  return made;
 }
 
 absl::StatusOr<std::vector<FoundCheckpoint>> ListCheckpoints(FileSystem& file_system,
@@ -132,6 +151,14 @@ absl::StatusOr<std::vector<FoundCheckpoint>> FindCheckpoints(FileSystem& file_sy
   return all;
 }
 
+int64_t LastSaved(FileSystem& file_system, const std::string& folder) {
+  const absl::StatusOr<std::vector<FoundCheckpoint>> all = ListCheckpoints(file_system, folder);
+  int64_t last = 0;
+  if (!all.ok()) return last;
+  for (const FoundCheckpoint& found : *all) last = std::max(last, found.facts.saved_unix_ms);
+  return std::min(last, std::numeric_limits<int64_t>::max() - 1);
+}
+
 void DeleteOlder(FileSystem& file_system, const std::string& folder, const std::string& uid,
                  bool asked_for, int keep) {
   const absl::StatusOr<std::vector<FoundCheckpoint>> all = ListCheckpoints(file_system, folder);
@@ -151,14 +178,16 @@ void DeleteOlder(FileSystem& file_system, const std::string& folder, const std::
   }
 }
 
-void RemoveLeftovers(FileSystem& file_system, const std::string& folder) {
+void RemoveLeftovers(FileSystem& file_system, const std::string& folder, absl::string_view of) {
   const absl::StatusOr<std::vector<std::string>> names = file_system.List(folder);
   if (!names.ok()) return;  // Why shows when it is written to.
   for (const std::string& name : *names) {
     const size_t partial = name.find(kPartialSuffix);
-    if (partial == name.npos || !IsVersionName(name.substr(0, partial))) continue;
+    if (partial == name.npos) continue;
+    const std::string made_for = name.substr(0, partial);
+    if (of.empty() ? !IsVersionName(made_for) : made_for != of) continue;
     const std::string left = In(folder, name);
-    // Null: another save is writing there.
+    // Null: another process is writing there.
     const std::shared_ptr<const void> lock = file_system.TryLock(left);
     if (lock != nullptr) file_system.RemoveAll(left).IgnoreError();
   }

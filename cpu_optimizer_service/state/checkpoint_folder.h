@@ -1,5 +1,5 @@
 // A folder of checkpoints, such as DIR/JOB: each is a directory in it, of a name as
-// common/system/checkpoint_name.h has them. None ever takes another's place.
+// common/text/checkpoint_name.h has them. None ever takes another's place.
 //
 //   DIR/gpt/step-1000.1/index.json, master.safetensors, ...
 //   DIR/gpt/step-2000.1/
@@ -13,11 +13,13 @@
 #define BALLAST_CPU_OPTIMIZER_SERVICE_STATE_CHECKPOINT_FOLDER_H_
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "cpu_optimizer_service/host/file_system.h"
 #include "cpu_optimizer_service/state/checkpoint_index.h"
 
@@ -42,16 +44,27 @@ absl::StatusOr<std::vector<FoundCheckpoint>> ListCheckpoints(FileSystem& file_sy
 absl::StatusOr<std::vector<FoundCheckpoint>> FindCheckpoints(FileSystem& file_system,
                                                              const std::string& path);
 
+// The highest saved_unix_ms there, but one less than there can be; 0: there is none.
+int64_t LastSaved(FileSystem& file_system, const std::string& folder);
+
 // Deletes the job's checkpoints but the newest `keep` of those that are `asked_for`, or of those
 // that are not; and of the same step and generation all but the newest. No error: what cannot be
 // deleted stays.
 void DeleteOlder(FileSystem& file_system, const std::string& folder, const std::string& uid,
                  bool asked_for, int keep);
-// Removes what killed processes left half written or half deleted.
-void RemoveLeftovers(FileSystem& file_system, const std::string& folder);
+// Removes what killed processes left half written or half deleted: of checkpoints, or of what is
+// called `name`.
+void RemoveLeftovers(FileSystem& file_system, const std::string& folder,
+                     absl::string_view name = "");
 
 // PATH.partial-RANDOM, which nobody else has.
 std::string PartialPath(const std::string& path);
+// The same, made and locked, so that nobody takes it for what a killed process left.
+struct Partial {
+  std::string path;
+  std::shared_ptr<const void> lock;  // Null: nothing can be locked there, and nothing is removed.
+};
+absl::StatusOr<Partial> MakePartial(FileSystem& file_system, const std::string& path);
 
 }  // namespace ballast
 

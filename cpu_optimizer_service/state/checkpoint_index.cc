@@ -8,7 +8,6 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "absl/strings/strip.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/step_settings.h"
@@ -21,8 +20,8 @@ using nlohmann::json;
 
 constexpr char kFormat[] = "ballast-checkpoint";
 constexpr char kSuffix[] = ".safetensors";
-// 1 had one file for each plane, and no generation.
-constexpr int kVersion = 2;
+// 1 had one file for each plane, and no generation; 1 and 2 had SHA-256 as their files' checksums.
+constexpr int kVersion = 3;
 
 bool HasAmsgrad(const CheckpointIndex& index, const std::string& group) {
   for (const CheckpointIndex::Group& candidate : index.groups) {
@@ -150,7 +149,7 @@ bool IsFileOf(Plane plane, absl::string_view name) {
 }
 
 bool CountsAreSane(const CheckpointIndex& index) {
-  bool sane = index.step <= uint64_t{1} << 53;
+  bool sane = index.step <= kMaxFirstStep;  // What a job may begin at.
   for (const CheckpointIndex::Parameter& parameter : index.parameters) {
     sane = sane && parameter.elements >= 0 && parameter.update_count >= 0;
   }
@@ -179,7 +178,7 @@ json ToJson(const CheckpointIndex& index) {
     files.push_back({{"plane", Name(file.plane)},
                      {"name", file.name},
                      {"size_bytes", file.written.size_bytes},
-                     {"sha256", file.written.sha256}});
+                     {Name(file.written.checksum.kind), file.written.checksum.hex}});
     size_bytes += file.written.size_bytes;
   }
   return {{"format", kFormat},
@@ -199,6 +198,14 @@ json ToJson(const CheckpointIndex& index) {
 }
 
 // Throws json::exception where a field is absent or of another type.
+WrittenFile WrittenFromJson(const json& file) {
+  const ChecksumKind kind =
+      file.contains(Name(ChecksumKind::kCrc32)) ? ChecksumKind::kCrc32 : ChecksumKind::kSha256;
+  return {.size_bytes = Count(file.at("size_bytes")),
+          .checksum = {.kind = kind, .hex = file.at(Name(kind))}};
+}
+
+// Throws json::exception where a field is absent or of another type.
 std::vector<CheckpointIndex::File> FilesFromJson(const json& text, absl::Span<const Plane> planes) {
   std::vector<CheckpointIndex::File> files;
   for (const Plane plane : planes) {
@@ -206,17 +213,12 @@ std::vector<CheckpointIndex::File> FilesFromJson(const json& text, absl::Span<co
     if (text.is_object()) {  // Version 1.
       const json& file = text.at(plane_name);
       files.push_back(
-          {.plane = plane,
-           .name = plane_name + kSuffix,
-           .written = {.size_bytes = Count(file.at("size_bytes")), .sha256 = file.at("sha256")}});
+          {.plane = plane, .name = plane_name + kSuffix, .written = WrittenFromJson(file)});
       continue;
     }
     for (const json& file : text) {
       if (file.at("plane") != plane_name) continue;
-      files.push_back(
-          {.plane = plane,
-           .name = file.at("name"),
-           .written = {.size_bytes = Count(file.at("size_bytes")), .sha256 = file.at("sha256")}});
+      files.push_back({.plane = plane, .name = file.at("name"), .written = WrittenFromJson(file)});
     }
   }
   return files;
@@ -326,7 +328,8 @@ std::vector<CheckpointPart> PartsOf(const CheckpointIndex& index, int64_t most_b
     for (size_t i = 0; i < count; ++i) {
       parts[first + i].name =
           count == 1 ? absl::StrCat(Name(plane), kSuffix)
-                     : absl::StrFormat("%s-%05d-of-%05d%s", Name(plane), i + 1, count, kSuffix);
+                     : absl::StrCat(Name(plane), "-", absl::Dec(i + 1, absl::kZeroPad5), "-of-",
+                                    absl::Dec(count, absl::kZeroPad5), kSuffix);
     }
   }
   return parts;

@@ -38,10 +38,10 @@ struct CheckpointIndex {
   std::string job;
   std::string uid;
   uint64_t step = 0;
-  uint64_t generation =
-      0;  // Of the job when it was saved; 0 in older checkpoints, as the next two.
+  // Of the job when it was saved; 0 in older checkpoints, as the next two.
+  uint64_t generation = 0;
   int64_t saved_unix_ms = 0;  // When the save began.
-  bool asked_for = false;     // Somebody asked for the save; else the service made it by itself.
+  bool asked_for = false;     // A user asked for the save; else the service made it by itself.
   std::string trainer_state;  // Any bytes.
   // Of `step`, without its counts of speculation; hyper-parameters and multipliers in the order of
   // `groups`. Absent before the first step, and, as the trainer's state, in older checkpoints; its

@@ -1,12 +1,13 @@
 #include "cpu_optimizer_service/state/checkpoint_writer.h"
 
+#include <algorithm>
 #include <filesystem>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "cpu_optimizer_service/common/status.h"
-#include "cpu_optimizer_service/common/system/checkpoint_name.h"
+#include "cpu_optimizer_service/common/text/checkpoint_name.h"
 #include "cpu_optimizer_service/state/checkpoint_folder.h"
 
 namespace ballast {
@@ -14,8 +15,6 @@ namespace {
 
 // Of one step and generation in a folder.
 constexpr int kMostOfOneName = 1000;
-// At a directory of one's own.
-constexpr int kMostAttempts = 4;
 constexpr char kHint[] = "latest";
 
 absl::Status WriteText(FileSystem& file_system, const std::string& path, absl::string_view text) {
@@ -61,24 +60,13 @@ absl::Status CheckpointWriter::Begin() {
   }
   BALLAST_RETURN_IF_ERROR(file_system_.CreateDirectory(target_.folder));
   RemoveLeftovers(file_system_, target_.folder);
-  BALLAST_RETURN_IF_ERROR(MakePartial());
+  BALLAST_ASSIGN_OR_RETURN(
+      Partial partial,
+      MakePartial(file_system_,
+                  absl::StrCat(target_.folder, "/", VersionName(index_.step, index_.generation))));
+  partial_ = std::move(partial.path);
+  lock_ = std::move(partial.lock);
   Progress(0);
-  return absl::OkStatus();
-}
-
-absl::Status CheckpointWriter::MakePartial() {
-  const std::string name =
-      absl::StrCat(target_.folder, "/", VersionName(index_.step, index_.generation));
-  for (int attempt = 1; attempt <= kMostAttempts; ++attempt) {
-    partial_ = PartialPath(name);
-    BALLAST_RETURN_IF_ERROR(file_system_.CreateDirectory(partial_));
-    lock_ = file_system_.TryLock(partial_);
-    // Another save, which looks for leftovers, may have been faster; or nothing can be locked here,
-    // and then it removes nothing either.
-    if (lock_ != nullptr && file_system_.Exists(LockPath(partial_))) break;
-    // The other save may be removing it, too; what is left goes with a later one.
-    if (attempt < kMostAttempts) file_system_.RemoveAll(partial_).IgnoreError();
-  }
   return absl::OkStatus();
 }
 
@@ -106,6 +94,9 @@ absl::StatusOr<int64_t> CheckpointWriter::WriteIndex() {
         {.plane = parts_[part].plane, .name = parts_[part].name, .written = files_[part]});
     bytes += files_[part].size_bytes;
   }
+  // The clock may have gone back. What was saved last is to be known by this number.
+  index_.saved_unix_ms =
+      std::max(index_.saved_unix_ms, LastSaved(file_system_, target_.folder) + 1);
   BALLAST_RETURN_IF_ERROR(WriteText(file_system_, IndexPath(partial_), ToText(index_)));
   return bytes;
 }
@@ -139,11 +130,11 @@ absl::StatusOr<CheckpointFacts> CheckpointWriter::Finish(absl::Status status) {
                            .uid = index_.uid,
                            .step = index_.step,
                            .generation = index_.generation,
-                           .saved_unix_ms = index_.saved_unix_ms,
                            .asked_for = index_.asked_for};
   const auto make = [&]() -> absl::Status {
     BALLAST_RETURN_IF_ERROR(status);
     BALLAST_ASSIGN_OR_RETURN(facts.size_bytes, WriteIndex());
+    facts.saved_unix_ms = index_.saved_unix_ms;
     BALLAST_ASSIGN_OR_RETURN(facts.directory, GiveName());
     return absl::OkStatus();
   };

@@ -66,7 +66,6 @@ class CheckpointWriter {
  private:
   using Clock = std::chrono::steady_clock;
 
-  absl::Status MakePartial();
   absl::StatusOr<int64_t> WriteIndex();
   absl::StatusOr<std::string> GiveName();
   void WriteHint(const std::string& directory);

@@ -16,33 +16,23 @@
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_STATE_CHUNK_STORE_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_STATE_CHUNK_STORE_H_
 
-#include <array>
 #include <cstdint>
 #include <memory>
+#include <unordered_map>
 #include <vector>
 
-#include "absl/container/flat_hash_map.h"
 #include "absl/status/statusor.h"
-#include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "cpu_optimizer_service/common/layout.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
 #include "cpu_optimizer_service/host/arena.h"
 #include "cpu_optimizer_service/host/memory_budget.h"
 #include "cpu_optimizer_service/host/named_memory.h"
+#include "cpu_optimizer_service/state/plane.h"
 
 namespace ballast {
 
-enum class Plane : uint8_t { kMaster, kExpAvg, kExpAvgSq, kMaxExpAvgSq };
-inline constexpr int kMaxPlanes = 4;
-absl::string_view Name(Plane plane);  // "master", "exp_avg", ...
-
-// The planes of one chunk, fp32; those that a group does not use are null.
-struct Slot {
-  std::array<float*, kMaxPlanes> planes = {};
-  float* operator[](Plane plane) const { return planes[static_cast<int>(plane)]; }
-};
-
+struct ChunkVersion;
 class ChunkStore;
 
 // Keeps one version of a chunk readable and unchanged. Outlived by its store.
@@ -57,11 +47,10 @@ class ChunkPin {
 
  private:
   friend class ChunkStore;
-  struct Version;
   void Release();
 
   ChunkStore* store_ = nullptr;
-  Version* version_ = nullptr;
+  ChunkVersion* version_ = nullptr;
 };
 
 // kInPlaceIfFree: where previous versions are kept, in the place of the chunk's previous one; then
@@ -71,6 +60,20 @@ enum class Destination : uint8_t { kInPlaceIfFree, kFresh, kInPlace };
 
 class ChunkStore {
  public:
+  // Slots that nobody has but a Pin to come. Outlived by its store.
+  class Room {
+   public:
+    ~Room();
+    Room(const Room&) = delete;
+    Room& operator=(const Room&) = delete;
+
+   private:
+    friend class ChunkStore;
+    explicit Room(ChunkStore& store) : store_(store) {}
+    ChunkStore& store_;
+    std::unordered_map<int, ChunkVersion*> slots_;  // By chunk; the store's lock guards it.
+  };
+
   struct Options {
     // Per group: 3 planes, or 4 with amsgrad.
     std::vector<int> planes;
@@ -93,8 +96,15 @@ class ChunkStore {
   ~ChunkStore();
 
   // Pins the published versions of `chunks`, reserving a fresh slot for each so that no writer has
-  // to wait. RESOURCE_EXHAUSTED if the budget has no room for them.
-  absl::StatusOr<std::vector<ChunkPin>> Pin(absl::Span<const int> chunks);
+  // to wait; those of `room`, nullable, first. RESOURCE_EXHAUSTED if the budget has no room for
+  // them.
+  absl::StatusOr<std::vector<ChunkPin>> Pin(absl::Span<const int> chunks, Room* room = nullptr);
+  // In named memory making slots takes long, and Pin does it under the store's lock. So this makes
+  // them before, on a thread that may wait: those that a Pin of all chunks would want beyond the
+  // free ones, with all their pages. Null: there are enough. RESOURCE_EXHAUSTED.
+  absl::StatusOr<std::unique_ptr<Room>> MakeRoom();
+  // Whether a Pin of all chunks would make no slot.
+  bool HasRoom(const Room* room) const;
 
   // The published version. Valid while the caller knows that no writer publishes the chunk.
   const Slot& Published(int chunk) const;
@@ -106,7 +116,7 @@ class ChunkStore {
     Slot from;
     Slot to;
     bool in_place = true;
-    ChunkPin::Version* target = nullptr;
+    ChunkVersion* target = nullptr;
   };
   // RESOURCE_EXHAUSTED only with kFresh and no reserved slot and no room.
   absl::StatusOr<Write> BeginWrite(int chunk, Destination destination);

@@ -1,5 +1,4 @@
-// Of chunk_store.h what checkpoints need where there is no job.
-#include "cpu_optimizer_service/state/chunk_store.h"
+#include "cpu_optimizer_service/state/plane.h"
 
 namespace ballast {
 

@@ -12,7 +12,6 @@
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/common/status.h"
-#include "cpu_optimizer_service/common/system/sha256.h"
 #include "cpu_optimizer_service/kernels/kernels.h"
 
 namespace ballast {
@@ -86,10 +85,10 @@ absl::StatusOr<WrittenFile> WriteSafetensors(
     const SafetensorsStyle& style) {
   BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<WritableFile> file, file_system.Create(path));
   WrittenFile written;
-  Sha256 sha256;
+  FileChecksum checksum(ChecksumKind::kCrc32);
   const auto append = [&](absl::Span<const std::byte> bytes) {
     written.size_bytes += static_cast<int64_t>(bytes.size());
-    sha256.Add(bytes);
+    checksum.Add(bytes);
     return file->Append(bytes);
   };
   const std::string header = MakeHeader(tensors, style);
@@ -115,7 +114,7 @@ absl::StatusOr<WrittenFile> WriteSafetensors(
     }
   }
   BALLAST_RETURN_IF_ERROR(file->Close());
-  written.sha256 = sha256.Hex();
+  written.checksum = checksum.Result();
   return written;
 }
 
@@ -228,9 +227,10 @@ std::vector<const SafetensorsFile::Place*> SafetensorsFile::InOrder() const {
   return places;
 }
 
-absl::StatusOr<SafetensorsFile::Contents> SafetensorsFile::Examine(bool negative_is_bad) const {
+absl::StatusOr<SafetensorsFile::Contents> SafetensorsFile::Examine(ChecksumKind kind,
+                                                                   bool negative_is_bad) const {
   Contents contents;
-  Sha256 sha256;
+  FileChecksum checksum(kind);
   constexpr float kLargest = std::numeric_limits<float>::max();
   const float least = negative_is_bad ? 0.0f : -kLargest;
   const auto is_good = [least](float value) { return value >= least && value <= kLargest; };
@@ -243,7 +243,7 @@ absl::StatusOr<SafetensorsFile::Contents> SafetensorsFile::Examine(bool negative
     const int64_t bytes = std::min(buffer_bytes, end - offset);
     const auto piece = absl::MakeSpan(reinterpret_cast<std::byte*>(buffer.data()), bytes);
     BALLAST_RETURN_IF_ERROR(file_->Read(offset, piece));
-    sha256.Add(piece);
+    checksum.Add(piece);
     const auto elements = absl::MakeConstSpan(buffer).first(bytes / sizeof(float));
     bool all_good = true;
     for (const float value : elements) all_good &= is_good(value);  // No NaN is.
@@ -262,7 +262,7 @@ absl::StatusOr<SafetensorsFile::Contents> SafetensorsFile::Examine(bool negative
     }
     offset += bytes;
   }
-  contents.sha256 = sha256.Hex();
+  contents.checksum = checksum.Result();
   return contents;
 }
 

@@ -12,12 +12,12 @@
 #include <string>
 #include <vector>
 
-#include "absl/container/flat_hash_map.h"
 #include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "cpu_optimizer_service/common/dtype.h"
 #include "cpu_optimizer_service/host/file_system.h"
+#include "cpu_optimizer_service/state/file_checksum.h"
 
 namespace ballast {
 
@@ -29,7 +29,7 @@ struct TensorEntry {
 
 struct WrittenFile {
   int64_t size_bytes = 0;
-  std::string sha256;  // Hex.
+  Checksum checksum;
 };
 
 struct SafetensorsStyle {
@@ -69,12 +69,12 @@ class SafetensorsFile {
     float value = 0;
   };
   struct Contents {
-    std::string sha256;  // Of the whole file, in hex.
+    Checksum checksum;  // Of the whole file.
     // The first element of a tensor that is not finite, or negative where that is bad.
     std::optional<Element> bad;
   };
   // Reads the whole file, once. Of a file that was opened with kF32.
-  absl::StatusOr<Contents> Examine(bool negative_is_bad) const;
+  absl::StatusOr<Contents> Examine(ChecksumKind kind, bool negative_is_bad) const;
 
  private:
   struct Place {
@@ -85,7 +85,7 @@ class SafetensorsFile {
   std::vector<const Place*> InOrder() const;
   std::unique_ptr<ReadableFile> file_;
   int64_t data_begin_ = 0;  // Byte of the file.
-  absl::flat_hash_map<std::string, Place> tensors_;
+  std::map<std::string, Place> tensors_;
 };
 
 }  // namespace ballast

@@ -5,9 +5,10 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
+#include <unordered_map>
 #include <vector>
 
-#include "absl/container/flat_hash_map.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "cpu_optimizer_service/common/layout.h"
@@ -31,9 +32,9 @@ class Snapshot {
   const Layout* layout_ = nullptr;
   std::shared_ptr<const void> keep_alive_;
   uint64_t step_ = 0;
-  absl::flat_hash_map<int, int64_t> update_counts_;
-  absl::flat_hash_map<int, ChunkPin> pins_;  // By chunk.
-  std::vector<bool> amsgrad_;                // By group.
+  std::unordered_map<int, int64_t> update_counts_;
+  std::unordered_map<int, ChunkPin> pins_;  // By chunk.
+  std::vector<bool> amsgrad_;               // By group.
 };
 
 // Statistics of one plane, computed without copying it out.

@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/state/checkpoint.h"
 #include "cpu_optimizer_service/state/checkpoint_folder.h"
@@ -24,16 +23,24 @@ std::string WithoutSlash(std::string path) {
 absl::Status CheckEmpty(FileSystem& file_system, const std::string& directory) {
   if (directory.empty())
     return absl::InvalidArgumentError("the directory to export to has no name");
+  const std::string last = directory.substr(directory.rfind('/') + 1);
+  if (last == "." || last == "..") {  // No rename takes their place.
+    return absl::FailedPreconditionError(
+        absl::StrCat(directory,
+                     " cannot be replaced by the finished export; name a directory in it that does "
+                     "not exist yet: ",
+                     directory, "/model"));
+  }
   const bool is_link = file_system.IsSymbolicLink(directory);
   if (!is_link && !file_system.Exists(directory)) return absl::OkStatus();
   const absl::StatusOr<std::vector<std::string>> names = file_system.List(directory);
   if (!is_link && names.ok() && names->empty()) {
     if (!file_system.IsMountPoint(directory)) return absl::OkStatus();
-    return absl::FailedPreconditionError(
-        absl::StrCat(directory,
-                     " is where a file system is mounted, which the finished export cannot take the "
-                     "place of; name a directory in it that does not exist yet: ",
-                     directory, "/model"));
+    return absl::FailedPreconditionError(absl::StrCat(
+        directory,
+        " is where a file system is mounted, which the finished export cannot take the "
+        "place of; name a directory in it that does not exist yet: ",
+        directory, "/model"));
   }
   return absl::FailedPreconditionError(
       absl::StrCat(directory,
@@ -59,7 +66,8 @@ std::vector<std::vector<int>> Divide(const CheckpointIndex& index, const ExportR
 
 std::string NameOf(size_t number, size_t count) {
   if (count == 1) return kModel;
-  return absl::StrFormat("model-%05d-of-%05d.safetensors", number + 1, count);
+  return absl::StrCat("model-", absl::Dec(number + 1, absl::kZeroPad5), "-of-",
+                      absl::Dec(count, absl::kZeroPad5), ".safetensors");
 }
 
 absl::Status WriteFile(FileSystem& file_system, const std::string& path,

@@ -29,8 +29,8 @@ struct ExportedWeights {
   int64_t tensors = 0;
   int64_t bytes = 0;  // Of all tensors.
   std::vector<std::string> files;
-  std::vector<std::string>
-      passed_over;  // Newer checkpoints that are damaged, and how: a line each.
+  // Newer checkpoints that are damaged, and how: a line each.
+  std::vector<std::string> passed_over;
 };
 
 // Trainable parameters alone: of frozen ones a checkpoint has nothing. The directory appears whole

@@ -49,7 +49,7 @@ double Microseconds(Timeline::Clock::duration duration) {
 int Number(Track track) { return static_cast<int>(track) + 1; }
 
 // A span's name, made without the heap: a profiler's ranges have theirs made whether or not a
-// profiler is there to read it, which nobody can ask.
+// profiler is there to read it, which no call tells.
 class SpanName {
  public:
   SpanName(Track track, const SpanOf& of) {

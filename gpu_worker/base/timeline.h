@@ -8,7 +8,7 @@
 // The clock is CLOCK_MONOTONIC, which is also that of `ballast trace`: with a service on the same
 // host both files show one time. Tracks may hold spans that overlap.
 //
-// Memory is bounded: what comes after `most_spans` is counted and not kept. Whoever takes a
+// Memory is bounded: what comes after `most_spans` is counted and not kept. Code that takes a
 // Timeline* takes a null one, too: nothing is recorded then.
 //
 // Thread-safe.
@@ -66,7 +66,7 @@ class Timeline {
   explicit Timeline(const TimelineOptions& options) : options_(options) {}
 
   void Add(Track track, const SpanOf& of, Clock::time_point begin, Clock::time_point end);
-  // Whether spans are kept: whoever measures only for them may ask.
+  // Whether spans are kept: code that measures only for them may ask.
   bool keeps_spans() const { return options_.most_spans > 0; }
 
   // The format that ui.perfetto.dev and chrome://tracing open, times in microseconds.

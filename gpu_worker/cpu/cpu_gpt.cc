@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/common/check.h"
+#include "cpu_optimizer_service/common/float_format.h"
 #include "gpu_worker/cpu/attention.h"
 #include "gpu_worker/cpu/cross_entropy.h"
 #include "gpu_worker/cpu/embedding.h"

@@ -2,8 +2,8 @@
 
 #include <utility>
 
-#include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/check.h"
+#include "cpu_optimizer_service/common/status.h"
 
 namespace ballast::worker {
 

@@ -97,8 +97,8 @@ class DeviceArithmetic final : public LocalArithmetic {
 
 absl::Status DeviceArithmetic::Init(int rank) {
   int64_t elements = 0;
-  int64_t most_blocks =
-      0;  // A parameter's last block is short; there is one for each of its pieces.
+  // A parameter's last block is short; there is one for each of its pieces.
+  int64_t most_blocks = 0;
   for (const int index : layout_.chunks_of_rank(rank)) {
     begins_[index] = elements;
     elements += chunk(index).elements;

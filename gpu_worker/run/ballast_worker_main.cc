@@ -187,8 +187,8 @@ int main(int argc, char** argv) {
   absl::SetProgramUsageMessage(
       "One rank of a training run. RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are "
       "taken from the environment, as torchrun sets them.");
-  ballast::
-      KeepHeapWarm();  // Before the first big allocation; the client would do it only when it connects.
+  // Before the first big allocation; the client would do it only when it connects.
+  ballast::KeepHeapWarm();
   const absl::Status status = ballast::worker::MainWithinMemory(argc, argv);
   if (status.ok()) return 0;
   std::fprintf(stderr, "ballast-worker: %s\n", std::string(status.message()).c_str());

@@ -129,7 +129,7 @@ absl::StatusOr<std::unique_ptr<LossLog>> LossLog::Open(const std::string& direct
     log->TakeOver(committed_step);
   }
   if (log->reports_.empty() && !ParseLossesCsv(ReadAll(log->path_)).empty()) {
-    Log().info("{} is of another job; it is begun anew", log->path_);
+    Log().info("{} is of another job; it is begun again", log->path_);
   }
   // In this order: lines and a note of another job are never next to this one's name.
   unlink(job_path.c_str());

@@ -17,7 +17,7 @@
 #include "client/loss_scaler.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/status.h"
-#include "cpu_optimizer_service/common/system/checkpoint_name.h"
+#include "cpu_optimizer_service/common/text/checkpoint_name.h"
 #include "gpu_worker/gpt/architecture.h"
 
 ABSL_FLAG(std::string, service, "127.0.0.1:7070",

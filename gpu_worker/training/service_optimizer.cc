@@ -88,7 +88,7 @@ class ServiceOptimizer final : public StepOptimizer {
     return absl::FailedPreconditionError(absl::StrCat(
         "job ", options_.job.name,
         " was closed on the service while this worker trained; start the workers again "
-        "to begin it anew"));
+        "to begin it again"));
   }
 
   const std::shared_ptr<grpc::Channel> channel_;
@@ -111,10 +111,10 @@ absl::Status LoadCheckpoint(const std::shared_ptr<grpc::Channel>& channel,
   // One that is named is meant, and the newest is whatever there is.
   const bool is_one = absl::StartsWith(directory.substr(directory.rfind('/') + 1), "step-");
   if (absl::IsNotFound(loaded) && !is_one) {
-    Log().warn("job {} begins anew: {}", options.job.name, std::string(loaded.message()));
+    Log().warn("job {} begins again: {}", options.job.name, std::string(loaded.message()));
     return absl::OkStatus();
   }
-  // A job without weights is nobody's loss, and would be in the way of the next start.
+  // A job without weights has nothing to lose, and would be in the way of the next start.
   client::Session::CloseJob(channel, options.job.name, session->job_uid()).IgnoreError();
   return Annotate(loaded, absl::StrCat("resuming job ", options.job.name, " from ", directory));
 }

@@ -1,5 +1,6 @@
 #include "server/access/access.h"
 
+#include <google/protobuf/text_format.h>
 #include <grpc/grpc_security_constants.h>
 #include <grpcpp/security/auth_context.h>
 
@@ -11,17 +12,21 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
+#include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/credential_files.h"
 #include "cpu_optimizer_service/common/system/version.h"
+#include "cpu_optimizer_service/common/text/printable.h"
 #include "server/access/method_rules.h"
 #include "server/access/unix_users.h"
 
 namespace ballast::server {
 namespace {
 
-constexpr std::chrono::seconds kWarnEvery(10);
-constexpr size_t kMostRequestBytes = 512;  // In a line of the audit.
+// In a line of the log. What a client sends may be large, and have ends of lines.
+constexpr size_t kMostNameBytes = 256;
+constexpr size_t kMostTextBytes = 1024;
+constexpr char kUnknown[] = "an unknown caller";
 constexpr absl::string_view kAuthorization = "authorization";
 constexpr absl::string_view kBearer = "Bearer ";
 
@@ -32,7 +37,7 @@ std::string Property(const grpc::AuthContext* context, const char* name) {
   return std::string(values.front().data(), values.front().size());
 }
 
-// Of "Bearer TOKEN". Empty: it is none.
+// The token in "Bearer TOKEN". Empty: it has another form, or no token.
 std::string TokenOf(absl::string_view authorization) {
   if (!absl::ConsumePrefix(&authorization, kBearer)) return "";
   return std::string(authorization);
@@ -56,37 +61,74 @@ std::optional<std::string> BearerToken(const grpc::ServerContextBase& context) {
 std::string NameOfCertificate(const grpc::AuthContext& context) {
   std::string name = Property(&context, GRPC_X509_CN_PROPERTY_NAME);
   if (name.empty()) name = Property(&context, GRPC_X509_SAN_PROPERTY_NAME);
+  // A name with the end of a line in it could pretend to be a second line of the log.
   return std::any_of(name.begin(), name.end(), absl::ascii_iscntrl) ? std::string() : name;
+}
+
+// For the audit; the values of long fields are cut.
+std::string TextOf(const google::protobuf::Message& request) {
+  google::protobuf::TextFormat::Printer printer;
+  printer.SetSingleLineMode(true);
+  printer.SetTruncateStringFieldLongerThan(kMostNameBytes);
+  std::string text;
+  printer.PrintToString(request, &text);
+  return OneLine(absl::StripAsciiWhitespace(text), kMostTextBytes);
+}
+
+// The answer to a principal with this role, which is below the needed one.
+std::string Lacking(absl::string_view principal, Role role, absl::string_view jobs,
+                    absl::string_view method, Role needed) {
+  const std::string has = role == Role::kNobody ? std::string("has no role for")
+                                                : absl::StrCat("is a ", Name(role), " of");
+  return absl::StrCat(principal, " ", has, " ", jobs, ", and ", method, " takes a role of ",
+                      Name(needed), "; ask for a line in the service's --roles-file");
 }
 
 }  // namespace
 
 absl::Status Caller::Check(absl::string_view job) const {
-  const Role role = access_->RoleOf(*this, job);
+  BALLAST_RETURN_IF_ERROR(CheckJobName(job));
+  const Role role =
+      access_->RoleOf(*this, [&](const Policy& policy) { return policy.RoleOf(principal_, job); });
   if (role >= needed_) return absl::OkStatus();
   return access_->Refuse(
       *this, absl::PermissionDeniedError(
-                 absl::StrCat(principal_, " is ", role == Role::kNobody ? "" : "a ", Name(role),
-                              " of job ", job, ", and ", method_, " takes a role of ",
-                              Name(needed_), "; ask who writes the service's --roles-file")));
+                 Lacking(principal_, role, absl::StrCat("job ", job), method_, needed_)));
 }
 
-bool Caller::MayUse(absl::string_view job) const { return access_->RoleOf(*this, job) >= needed_; }
+absl::Status Caller::CheckAllJobs() const {
+  const Role role =
+      access_->RoleOf(*this, [&](const Policy& policy) { return policy.RoleOfAll(principal_); });
+  if (role >= needed_) return absl::OkStatus();
+  return access_->Refuse(*this, absl::PermissionDeniedError(
+                                    Lacking(principal_, role, "all jobs (*)", method_, needed_)));
+}
+
+bool Caller::MayUse(absl::string_view job) const {
+  return access_->RoleOf(*this, [&](const Policy& policy) {
+    return policy.RoleOf(principal_, job);
+  }) >= needed_;
+}
 
 std::function<bool()> Caller::IsRevoked(std::string job) const {
   return [caller = *this, job = std::move(job)] { return !caller.MayUse(job); };
 }
 
+void Caller::Asks(const google::protobuf::Message& request) {
+  if (needed_ == Role::kOperator) request_ = TextOf(request);
+}
+
 void Caller::Audit(const absl::Status& end) const {
   if (needed_ != Role::kOperator || (!end.ok() && !access_->has_roles())) return;
-  access_->audit_(absl::StrCat("audit: ", principal_, " from ", peer_, ": ", method_, " ", request_,
-                               ": ", end.ok() ? "done" : end.message()));
+  access_->audit_(absl::StrCat("audit: ", OneLine(principal_, kMostNameBytes), " from ", peer_,
+                               ": ", method_, request_.empty() ? "" : " ", request_, ": ",
+                               end.ok() ? "done" : OneLine(end.message(), kMostTextBytes)));
 }
 
 absl::StatusOr<std::unique_ptr<Access>> Access::Open(AccessOptions options, Log audit, Log warn) {
   if (!options.tokens.empty() && options.roles.empty()) {
     return absl::InvalidArgumentError(
-        "--tokens-file says who somebody is, not what they may do: give --roles-file, too");
+        "--tokens-file says who calls, and not what a caller may do: give --roles-file, too");
   }
   auto access =
       std::unique_ptr<Access>(new Access(std::move(options), std::move(audit), std::move(warn)));
@@ -108,6 +150,8 @@ absl::StatusOr<std::shared_ptr<const Policy>> Access::ReadPolicy() const {
 }
 
 absl::Status Access::ReadAgain() {
+  // Read without the lock, and only then exchanged: calls go on by the old policy meanwhile, and
+  // also where the new one is wrong.
   BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<const Policy> read, ReadPolicy());
   MutexLock lock(mutex_);
   policy_ = std::move(read);
@@ -146,38 +190,36 @@ std::string Access::ToLine() const {
   if (has_tls() && !options_.tls_client_ca.empty()) {
     return absl::StrCat("without --roles-file every holder of a certificate of ",
                         options_.tls_client_ca,
-                        ", and who reaches a unix socket, is an operator of all jobs; ", tls);
+                        ", and every user of a unix socket, is an operator of all jobs; ", tls);
   }
   return absl::StrCat(
-      "without --roles-file everybody who reaches an address is an operator of all jobs: every "
-      "user "
-      "of this host for one on loopback, and for others every host that gets there; ",
+      "without --roles-file every caller is an operator of all jobs: on loopback every user of "
+      "this host, on other addresses every host that reaches them; ",
       tls);
 }
 
 absl::StatusOr<Caller> Access::Admit(const grpc::ServerContextBase& context,
-                                     absl::string_view method,
-                                     const google::protobuf::Message* request) const {
+                                     absl::string_view method) const {
   BALLAST_RETURN_IF_ERROR(CheckClientVersion(UserAgent(context)));
   Caller caller;
   caller.access_ = this;
   caller.method_ = std::string(method);
+  // A method without a rule is an operator's, so that a rule that was forgotten opens nothing.
   caller.needed_ = RuleOf(method).value_or(Role::kOperator);
   caller.peer_ = context.peer();
   const absl::Status known = Identify(context, caller);
   if (!known.ok()) return Refuse(caller, known);
-  if (caller.needed_ == Role::kOperator && request != nullptr) {
-    caller.request_ = request->ShortDebugString().substr(0, kMostRequestBytes);
-  }
   return WithRole(std::move(caller));
 }
 
 absl::StatusOr<Caller> Access::WithRole(Caller caller) const {
-  if (RoleOf(caller, std::nullopt) >= caller.needed_) return caller;
-  return Refuse(caller, absl::PermissionDeniedError(absl::StrCat(
-                            caller.principal_, " has no role of ", Name(caller.needed_),
-                            " for any job, which ", caller.method_,
-                            " takes; ask who writes the service's --roles-file")));
+  const Role role =
+      RoleOf(caller, [&](const Policy& policy) { return policy.HighestRoleOf(caller.principal_); });
+  if (role >= caller.needed_) return caller;
+  return Refuse(
+      caller, absl::PermissionDeniedError(absl::StrCat(
+                  caller.principal_, " has no role of ", Name(caller.needed_), " for any job, and ",
+                  caller.method_, " takes one; ask for a line in the service's --roles-file")));
 }
 
 absl::StatusOr<std::optional<Caller>> Access::AdmitViewer(const HttpPeer& peer) const {
@@ -201,7 +243,7 @@ absl::Status Access::IdentifyViewer(const HttpPeer& peer, Caller& caller) const 
     if (!peer.certificate_name->empty()) {
       caller.principal_ = CertificatePrincipal(*peer.certificate_name);
     }
-    if (!has_roles() && caller.principal_.empty()) caller.principal_ = "somebody";
+    if (!has_roles() && caller.principal_.empty()) caller.principal_ = kUnknown;
     if (!caller.principal_.empty()) return absl::OkStatus();
   }
   return absl::UnauthenticatedError(absl::StrCat(
@@ -226,26 +268,29 @@ absl::Status Access::Identify(const grpc::ServerContextBase& context, Caller& ca
     if (!name.empty()) caller.principal_ = CertificatePrincipal(name);
   }
   if (!has_roles()) {
-    if (caller.principal_.empty()) caller.principal_ = "somebody";
+    if (caller.principal_.empty()) caller.principal_ = kUnknown;
     return absl::OkStatus();
   }
+  // A token is stronger than the connection: a call that brings one is that token's alone.
   if (const std::optional<std::string> token = BearerToken(context); token.has_value()) {
     if (user.empty() && !tls) {
       return absl::UnauthenticatedError(
-          "tokens are taken over TLS and unix sockets only, so that nobody reads them on their "
-          "way; "
-          "this one has been seen: replace it");
+          "tokens are taken over TLS and unix sockets only, where others cannot read them; this "
+          "one "
+          "was sent in the open: replace it");
     }
     BALLAST_RETURN_IF_ERROR(IdentifyByToken(*token, caller));
   }
   if (!caller.principal_.empty()) return absl::OkStatus();
   return absl::UnauthenticatedError(
-      "the service takes calls of those only who say who they are: give --token-file, or "
-      "--tls-cert "
-      "and --tls-key");
+      "the service does not know who calls: give --token-file, or --tls-cert and --tls-key");
 }
 
 absl::Status Access::IdentifyByToken(absl::string_view token, Caller& caller) const {
+  if (token.empty()) {
+    return absl::UnauthenticatedError(
+        "the header `authorization` has no token: send Bearer TOKEN, or no such header");
+  }
   const TokenDigest digest = DigestOf(token);
   const std::optional<std::string> name = policy()->TokenWith(digest);
   if (!name.has_value()) {
@@ -258,7 +303,7 @@ absl::Status Access::IdentifyByToken(absl::string_view token, Caller& caller) co
   return absl::OkStatus();
 }
 
-Role Access::RoleOf(const Caller& caller, std::optional<absl::string_view> job) const {
+Role Access::RoleOf(const Caller& caller, const std::function<Role(const Policy&)>& find) const {
   if (!has_roles()) return Role::kOperator;
   const std::shared_ptr<const Policy> now = policy();
   // The name may by now be another token's.
@@ -266,23 +311,16 @@ Role Access::RoleOf(const Caller& caller, std::optional<absl::string_view> job) 
     const std::optional<std::string> name = now->TokenWith(*caller.token_);
     if (!name.has_value() || TokenPrincipal(*name) != caller.principal_) return Role::kNobody;
   }
-  return job.has_value() ? now->RoleOf(caller.principal_, *job)
-                         : now->HighestRoleOf(caller.principal_);
+  return find(*now);
 }
 
 absl::Status Access::Refuse(const Caller& caller, absl::Status why) const {
-  int64_t refused = 0;
-  {
-    MutexLock lock(mutex_);
-    ++refused_;
-    const auto now = std::chrono::steady_clock::now();
-    if (now - warned_ < kWarnEvery) return why;
-    warned_ = now;
-    refused = std::exchange(refused_, 0);
-  }
-  warn_(absl::StrCat("refused ", refused, " calls, the last one ", caller.method_, " of ",
-                     caller.principal_.empty() ? "nobody" : caller.principal_, " from ",
-                     caller.peer_, ": ", why.message()));
+  refusals_->Happened([&](int64_t refused) {
+    const std::string principal = OneLine(caller.principal_, kMostNameBytes);
+    return absl::StrCat("refused ", refused, " calls, the last one ", caller.method_, " of ",
+                        principal.empty() ? kUnknown : principal, " from ", caller.peer_, ": ",
+                        OneLine(why.message(), kMostTextBytes));
+  });
   return why;
 }
 

@@ -13,7 +13,7 @@ struct AccessOptions {
   std::string tls_key;
   // Clients have certificates that these authorities have signed. With tokens they may have none.
   std::string tls_client_ca;
-  // Of policy.h. Without roles everybody who reaches the service is an operator of all jobs.
+  // Of policy.h. Without roles every caller is an operator of all jobs.
   std::string roles;
   std::string tokens;
 };

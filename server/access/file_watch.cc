@@ -28,7 +28,7 @@ std::vector<int64_t> WatchedFiles::Marks() const {
   std::vector<int64_t> marks;
   for (const std::string& path : paths_) {
     struct stat found = {};
-    // Of one that is gone, zeros.
+    // All are zero for a file that is gone.
     static_cast<void>(stat(path.c_str(), &found));
     for (const int64_t mark :
          {static_cast<int64_t>(found.st_ino), static_cast<int64_t>(found.st_size),
@@ -65,28 +65,12 @@ void WatchedFiles::Look() {
 }
 
 FileWatch::FileWatch(std::vector<WatchedFiles> files)
-    : files_(std::move(files)), thread_([this] { Run(); }) {}
+    : files_(std::move(files)), thread_("watch-files", kLookEvery, [this] { Look(); }) {}
 
-FileWatch::~FileWatch() {
-  {
-    MutexLock lock(mutex_);
-    stopped_ = true;
-  }
-  stopping_.NotifyAll();
-  thread_.join();
-}
-
-void FileWatch::Run() {
-  while (true) {
-    {
-      MutexLock lock(mutex_);
-      const auto next = std::chrono::steady_clock::now() + kLookEvery;
-      while (!stopped_ && stopping_.WaitUntil(mutex_, next)) continue;
-      if (stopped_) return;
-    }
-    for (WatchedFiles& files : files_) {
-      (void)RunsInMemory([&] { files.Look(); });  // Without it, the next second.
-    }
+void FileWatch::Look() {
+  for (WatchedFiles& files : files_) {
+    // What has no memory for it is looked at in the next second, and keeps none of the others out.
+    (void)RunsInMemory([&] { files.Look(); });
   }
 }
 

@@ -5,11 +5,10 @@
 #include <cstdint>
 #include <functional>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "cpu_optimizer_service/common/system/mutex.h"
+#include "cpu_optimizer_service/common/system/periodic_thread.h"
 
 namespace ballast::server {
 
@@ -45,16 +44,12 @@ class WatchedFiles {
 class FileWatch {
  public:
   explicit FileWatch(std::vector<WatchedFiles> files);
-  ~FileWatch();
 
  private:
-  void Run();
+  void Look();
 
   std::vector<WatchedFiles> files_;  // The thread's.
-  Mutex mutex_;
-  CondVar stopping_;
-  bool stopped_ ABSL_GUARDED_BY(mutex_) = false;
-  std::thread thread_;
+  PeriodicThread thread_;
 };
 
 }  // namespace ballast::server

@@ -23,6 +23,7 @@ namespace ballast::server {
 namespace {
 
 constexpr absl::string_view kEverybody = "*";
+constexpr absl::string_view kAllJobs = "*";
 constexpr absl::string_view kCertificate = "cert:";
 constexpr absl::string_view kUser = "user:";
 constexpr absl::string_view kToken = "token:";
@@ -74,7 +75,7 @@ absl::StatusOr<std::string> ParsePrincipal(absl::string_view text) {
     return std::string(text);
   }
   return absl::InvalidArgumentError(
-      absl::StrCat(Quoted(text), " is nobody; write cert:NAME, user:NAME, token:NAME or *"));
+      absl::StrCat(Quoted(text), " is no principal; write cert:NAME, user:NAME, token:NAME or *"));
 }
 
 absl::Status ForEachLine(absl::string_view contents, const std::string& file,
@@ -133,7 +134,7 @@ absl::Status Policy::AddRole(absl::string_view line) {
 
 absl::Status Policy::AddToken(absl::string_view line) {
   const absl::string_view name = TakeWord(line);
-  // The digits are not quoted: who writes a token in their place does not find it in a log.
+  // The digits are not quoted: a token that is written in their place is not to be in a log.
   const bool is_hex = std::all_of(line.begin(), line.end(), absl::ascii_isxdigit);
   if (line.size() != kDigestDigits || !is_hex) {
     return absl::InvalidArgumentError(absl::StrCat(
@@ -143,6 +144,13 @@ absl::Status Policy::AddToken(absl::string_view line) {
   Token token = {.name = std::string(name), .digest = {}};
   const std::string bytes = absl::HexStringToBytes(line);
   std::copy(bytes.begin(), bytes.end(), token.digest.begin());
+  // The recipe makes this of a variable that is not set, or of a file that is not there.
+  if (token.digest == DigestOf("")) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("token ", Quoted(name),
+                     " is the SHA-256 of an empty token; make one with openssl rand -hex 32, and "
+                     "its digest with printf %s \"$TOKEN\" | sha256sum"));
+  }
   tokens_.push_back(std::move(token));
   return absl::OkStatus();
 }
@@ -156,26 +164,29 @@ std::optional<std::string> Policy::TokenWith(const TokenDigest& digest) const {
   return found->name;
 }
 
-Role Policy::RoleOf(absl::string_view principal, absl::string_view job) const {
+Role Policy::Highest(absl::string_view principal,
+                     const std::function<bool(const std::string& jobs)>& are_right) const {
   Role highest = Role::kNobody;
   if (principal.empty()) return highest;
-  const std::string name(job);
   for (const Line& line : roles_) {
     if (line.principal != principal && line.principal != kEverybody) continue;
-    if (fnmatch(line.jobs.c_str(), name.c_str(), FNM_NOESCAPE) != 0) continue;
-    highest = std::max(highest, line.role);
+    if (are_right(line.jobs)) highest = std::max(highest, line.role);
   }
   return highest;
 }
 
+Role Policy::RoleOf(absl::string_view principal, absl::string_view job) const {
+  return Highest(principal, [name = std::string(job)](const std::string& jobs) {
+    return fnmatch(jobs.c_str(), name.c_str(), FNM_NOESCAPE) == 0;
+  });
+}
+
+Role Policy::RoleOfAll(absl::string_view principal) const {
+  return Highest(principal, [](const std::string& jobs) { return jobs == kAllJobs; });
+}
+
 Role Policy::HighestRoleOf(absl::string_view principal) const {
-  Role highest = Role::kNobody;
-  if (principal.empty()) return highest;
-  for (const Line& line : roles_) {
-    if (line.principal != principal && line.principal != kEverybody) continue;
-    highest = std::max(highest, line.role);
-  }
-  return highest;
+  return Highest(principal, [](const std::string&) { return true; });
 }
 
 bool Policy::Names(absl::string_view principal) const {

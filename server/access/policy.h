@@ -8,8 +8,8 @@
 //   viewer    *      *
 //
 // JOBS is a pattern of job names, in which * stands for anything. PRINCIPAL is the common name of a
-// client certificate, a user of this host by name or number, a token by its name, or * for
-// everybody who is known at all. Of the lines that fit a caller and a job the highest role counts.
+// client certificate, a user of this host by name or number, a token by its name, or * for every
+// caller that is known at all. Of the lines that fit a caller and a job the highest role counts.
 //
 // Each line of the tokens is: NAME SHA256, the digest of the token in hexadecimal.
 //
@@ -20,6 +20,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -50,7 +51,9 @@ class Policy {
   std::optional<std::string> TokenWith(const TokenDigest& digest) const;
 
   Role RoleOf(absl::string_view principal, absl::string_view job) const;
-  // Of all jobs that there may be.
+  // For all jobs that there may be: of the lines for *.
+  Role RoleOfAll(absl::string_view principal) const;
+  // For any job.
   Role HighestRoleOf(absl::string_view principal) const;
   // Whether a line is about this principal by its name.
   bool Names(absl::string_view principal) const;
@@ -67,6 +70,9 @@ class Policy {
     std::string jobs;
     std::string principal;
   };
+  // The highest role in the lines for the principal that are for the right jobs.
+  Role Highest(absl::string_view principal,
+               const std::function<bool(const std::string& jobs)>& are_right) const;
   struct Token {
     std::string name;
     TokenDigest digest;

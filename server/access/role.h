@@ -30,7 +30,7 @@ constexpr absl::string_view Name(Role role) {
   return "nobody";
 }
 
-// nullopt: there is no such role that somebody can be given.
+// nullopt: there is no such role that a line can give.
 constexpr std::optional<Role> ParseRole(absl::string_view name) {
   for (const Role role : {Role::kViewer, Role::kTrainer, Role::kOperator}) {
     if (name == Name(role)) return role;

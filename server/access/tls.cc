@@ -65,7 +65,9 @@ absl::Status Tls::ReadAgain() {
     BALLAST_RETURN_IF_ERROR(Replace(client_ca, client_ca_));
   }
   BALLAST_RETURN_IF_ERROR(Replace(pair.key, key_));
-  return Replace(pair.certificate, certificate_);
+  BALLAST_RETURN_IF_ERROR(Replace(pair.certificate, certificate_));
+  expires_unix_seconds_ = pair.expires_unix_seconds;
+  return absl::OkStatus();
 }
 
 std::shared_ptr<grpc::ServerCredentials> Tls::credentials() const {
@@ -78,7 +80,7 @@ std::shared_ptr<grpc::ServerCredentials> Tls::credentials() const {
     tls.set_cert_request_type(GRPC_SSL_DONT_REQUEST_CLIENT_CERTIFICATE);
   } else {
     tls.watch_root_certs();
-    // Whoever has a token needs no certificate.
+    // A client with a token needs no certificate.
     tls.set_cert_request_type(options_.tokens.empty()
                                   ? GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY
                                   : GRPC_SSL_REQUEST_CLIENT_CERTIFICATE_AND_VERIFY);

@@ -4,6 +4,8 @@
 
 #include <grpcpp/security/server_credentials.h>
 
+#include <atomic>
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -30,6 +32,9 @@ class Tls {
   // error, which it returns.
   absl::Status ReadAgain();
 
+  // When the certificate in use expires; 0: there is none. From any thread.
+  int64_t expires_unix_seconds() const { return expires_unix_seconds_; }
+
  private:
   explicit Tls(const AccessOptions& options) : options_(options) {}
   bool on() const { return !options_.tls_certificate.empty(); }
@@ -38,6 +43,7 @@ class Tls {
   FileDescriptor certificate_;
   FileDescriptor key_;
   FileDescriptor client_ca_;
+  std::atomic<int64_t> expires_unix_seconds_ = 0;
 };
 
 }  // namespace ballast::server

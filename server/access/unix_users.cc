@@ -11,7 +11,8 @@
 
 namespace ballast::server {
 
-Door MakeDoor(grpc::ServerBuilder& builder, std::shared_ptr<grpc::ServerCredentials> credentials) {
+Acceptor MakeAcceptor(grpc::ServerBuilder& builder,
+                      std::shared_ptr<grpc::ServerCredentials> credentials) {
   auto acceptor = std::shared_ptr(builder.experimental().AddExternalConnectionAcceptor(
       grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD,
       std::move(credentials)));
@@ -23,7 +24,7 @@ Door MakeDoor(grpc::ServerBuilder& builder, std::shared_ptr<grpc::ServerCredenti
 }
 
 // Names the user to a connection before its first call is handled. A later call finds the name
-// there: nothing is added while somebody reads. Thread-safe.
+// there: nothing is added while another thread reads. Thread-safe.
 class UnixUsers::Names final : public grpc::AuthMetadataProcessor {
  public:
   void Set(std::string principal) {
@@ -59,11 +60,11 @@ UnixUsers::UnixUsers(grpc::ServerBuilder& builder,
 }
 
 UnixUsers::OfUser UnixUsers::AddUser(grpc::ServerBuilder& builder) {
-  OfUser user = {.names = std::make_shared<Names>(), .door = {}};
+  OfUser user = {.names = std::make_shared<Names>(), .acceptor = {}};
   // They change nothing of what is sent.
   auto credentials = grpc::experimental::LocalServerCredentials(UDS);
   credentials->SetAuthMetadataProcessor(user.names);
-  user.door = MakeDoor(builder, std::move(credentials));
+  user.acceptor = MakeAcceptor(builder, std::move(credentials));
   return user;
 }
 
@@ -71,15 +72,15 @@ void UnixUsers::Take(int connection) {
   ucred peer = {};
   socklen_t bytes = sizeof(peer);
   if (getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &peer, &bytes) != 0) {
-    return others_.door(connection);
+    return others_.acceptor(connection);
   }
   const std::string principal = UserPrincipal(peer.uid);
   for (size_t i = 0; i < used_; ++i) {
-    if (users_[i].names->principal() == principal) return users_[i].door(connection);
+    if (users_[i].names->principal() == principal) return users_[i].acceptor(connection);
   }
-  if (used_ == users_.size() || !knows_(principal)) return others_.door(connection);
+  if (used_ == users_.size() || !knows_(principal)) return others_.acceptor(connection);
   users_[used_].names->Set(principal);
-  users_[used_++].door(connection);
+  users_[used_++].acceptor(connection);
 }
 
 }  // namespace ballast::server

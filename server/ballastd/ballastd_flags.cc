@@ -20,7 +20,7 @@ ABSL_FLAG(
     "chooses.");
 ABSL_FLAG(
     bool, insecure, false,
-    "Allow addresses that other hosts can reach, although whoever gets there may do everything.");
+    "Allow addresses that other hosts can reach, although every host that does may do everything.");
 ABSL_FLAG(std::string, tls_cert, "",
           "Speak TLS over TCP with this certificate, a chain in the form of PEM.");
 ABSL_FLAG(std::string, tls_key, "", "Its key, which other users may not read.");
@@ -29,7 +29,7 @@ ABSL_FLAG(std::string, tls_client_ca, "",
 ABSL_FLAG(std::string, roles_file, "",
           "Who may do what. A line is: ROLE JOBS PRINCIPAL, such as: trainer gpt-* token:ci. Roles "
           "are viewer, trainer and operator; principals cert:NAME, user:NAME, token:NAME or *. "
-          "Without it everybody who reaches an address is an operator of all jobs.");
+          "Without it every caller is an operator of all jobs.");
 ABSL_FLAG(std::string, tokens_file, "",
           "Tokens of clients. A line is: NAME SHA256. Other users may not read it.");
 // Read before the others (flag_sources.h).
@@ -41,7 +41,7 @@ ABSL_FLAG(bool, check_config, false, "Check the flags and the files that they na
 ABSL_FLAG(
     std::string, upgrade, "",
     "Have the service of this process id, the parent's, go on with the program that is on disk by "
-    "now, and read its configuration anew; nothing is lost, and where the program or the "
+    "now, and read its configuration again; nothing is lost, and where the program or the "
     "configuration would not do, nothing changes. Waits until it serves, and exits.");
 ABSL_FLAG(std::string, check_state, "",
           "Say whether this ballastd could take over what the service of this process id, the "
@@ -51,27 +51,29 @@ ABSL_FLAG(
     "Memory for all jobs together: bytes, or a number with KiB, MiB, GiB or TiB. Default: 80% of "
     "what the machine has left at start, or the process's control groups if that is less.");
 ABSL_FLAG(int, threads, 0, "Threads for updates; 0: one per core.");
-ABSL_FLAG(std::string, log_level, "info", "debug, info, warning, error or off.");
-ABSL_FLAG(double, seal_deadline_seconds, 60,
-          "When a step's first seal is this old, sealed ranks are told which ranks they wait for.");
+ABSL_FLAG(std::string, log_level, "info",
+          "debug, info, warning, error or off. Lines of the audit are written at each of them.");
+ABSL_FLAG(
+    double, seal_deadline_seconds, 60,
+    "When a step's first seal is this old, sealed ranks are notified which ranks they wait for.");
 ABSL_FLAG(std::string, checkpoint_dir, "",
-          "Where jobs are saved, each in folders DIR/JOB/step-STEP.GENERATION: when the service is "
-          "told to stop, as --checkpoint-every says, and when somebody asks for it. Names that "
-          "`ballast save` and `ballast load` are given lead there.");
+          "Where jobs are saved, each in folders DIR/JOB/step-STEP.GENERATION: when the service "
+          "stops, as --checkpoint-every says, and on request (`ballast save`). Names that `ballast "
+          "save` and `ballast load` are given lead there.");
 ABSL_FLAG(std::string, checkpoint_every, "",
           "Save every job by itself, while steps go on: 1000steps, 90s, 10min or 2h, or two with a "
-          "comma between them. Needs --checkpoint-dir. Empty: only when told to stop or asked to.");
+          "comma between them. Needs --checkpoint-dir. Empty: only when it stops and on request.");
 ABSL_FLAG(int, checkpoint_keep, ballast::kDefaultKeptCheckpoints,
           "How many checkpoints of a job stay: of those that the service makes by itself and of "
-          "those that somebody asked for, the newest so many of each. Those of other jobs of the "
+          "those that were asked for, the newest so many of each. Those of other jobs of the "
           "same name are never deleted.");
 ABSL_FLAG(bool, allow_paths, false,
-          "Take absolute paths in SaveJob and LoadJob from anybody who reaches an address. Without "
-          "it, only over a unix socket that nobody but this user can connect to.");
+          "Take absolute paths in SaveJob and LoadJob from every caller. Without it, only over a "
+          "unix socket to which only this user can connect.");
 // Under the ten seconds after which container runtimes kill, with room for a save.
 ABSL_FLAG(double, drain_seconds, 5,
-          "When told to stop, how long steps in progress may take to end. Saving comes "
-          "after that, and is not bounded.");
+          "When the service stops, how long steps in progress may take to end. Saving comes after "
+          "that, and is not bounded.");
 ABSL_FLAG(std::string, shared_memory, "auto",
           "auto: workers on this host share memory with the service where they ask for it; never.");
 ABSL_FLAG(std::string, port_file, "",
@@ -93,7 +95,7 @@ ABSL_FLAG(std::string, metrics_listen, "",
           "--tls-cert it speaks TLS. Default: not.");
 ABSL_FLAG(bool, metrics_insecure, false,
           "Allow --metrics-listen addresses that other hosts can reach without saying who they "
-          "are: whoever gets there may look at all jobs.");
+          "are: every host that does may look at all jobs.");
 ABSL_FLAG(bool, self_benchmark, false,
           "Measure how fast this host updates against what its memory allows, print it and exit.");
 ABSL_FLAG(bool, startup_benchmark, true,
@@ -251,6 +253,10 @@ absl::StatusOr<BallastdFlags> ParseBallastdFlags(int argc, char** argv) {
   }
   const bool is_new = !IsHeld() && flags.state_directory.empty();
   BALLAST_RETURN_IF_ERROR(Server::Check(flags.server, is_new));
+  if (!flags.status.listen.empty()) {
+    BALLAST_RETURN_IF_ERROR(Annotate(HttpServer::ParseListen(flags.status).status(),
+                                     "flag --metrics-listen=" + flags.status.listen));
+  }
   return flags;
 }
 

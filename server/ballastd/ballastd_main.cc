@@ -2,28 +2,31 @@
 // SIGINT and a terminal's SIGHUP drain it; a second SIGTERM or SIGINT meanwhile ends it at once.
 #include <pthread.h>
 #include <signal.h>
-#include <spdlog/sinks/ringbuffer_sink.h>
-#include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <cmath>
 #include <cstdio>
+#include <cstdlib>
+#include <exception>
 #include <memory>
+#include <new>
 #include <optional>
 #include <string>
+#include <system_error>
 #include <thread>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/atomic_file.h"
 #include "cpu_optimizer_service/common/system/heap_settings.h"
+#include "cpu_optimizer_service/common/system/memory_guard.h"
 #include "cpu_optimizer_service/engine.h"
 #include "cpu_optimizer_service/host/named_memory.h"
 #include "cpu_optimizer_service/host/state_directory.h"
@@ -32,22 +35,20 @@
 #include "cpu_optimizer_service/kernels/kernels.h"
 #include "cpu_optimizer_service/self_benchmark.h"
 #include "cpu_optimizer_service/state/checkpoint_directory.h"
-#include "server/access/access.h"
 #include "server/ballastd/ballastd_flags.h"
 #include "server/ballastd/drain.h"
+#include "server/ballastd/service_log.h"
 #include "server/ballastd/service_manager.h"
 #include "server/ballastd/state_check.h"
+#include "server/ballastd/status_page.h"
 #include "server/holder/held_files.h"
 #include "server/holder/holder.h"
 #include "server/server.h"
 #include "server/status/diagnostics_service.h"
-#include "server/status/status_server.h"
 
 namespace {
 
 using ::ballast::server::BallastdFlags;
-
-constexpr size_t kLastLines = 256;  // Of the log, for bug reports.
 
 int Fail(const absl::Status& status, int exit_code) {
   std::fprintf(stderr, "ballastd: %s\n", std::string(status.message()).c_str());
@@ -60,6 +61,30 @@ int Fail(const absl::Status& status, int exit_code) {
   spdlog::shutdown();
   std::fflush(nullptr);
   _exit(exit_code);
+}
+
+const std::terminate_handler usual_end = std::get_terminate();
+
+// Where the system has no memory or thread for this process, the usual words do not say what to do.
+[[noreturn]] void EndWithoutResources() {
+  const auto say = [](const char* why) {
+    std::fprintf(
+        stderr,
+        "ballastd: the system gives it no more (%s); see its limits (ulimit -u, ulimit -v, "
+        "TasksMax, the control group)\n",
+        why);
+    std::abort();
+  };
+  try {
+    if (const std::exception_ptr thrown = std::current_exception()) std::rethrow_exception(thrown);
+  } catch (const std::bad_alloc& error) {
+    say(error.what());
+  } catch (const std::system_error& error) {
+    say(error.what());
+  } catch (...) {
+  }
+  usual_end();
+  std::abort();
 }
 
 // Sent by the thread that drains to the main thread, which waits for signals, at its end.
@@ -93,9 +118,10 @@ bool IsForThisProcess(const siginfo_t& info, bool is_held) {
   return false;
 }
 
-// Meanwhile the service manager hears that the engine is not stuck.
+// Meanwhile the service manager is kept informed that the engine is not stuck.
 int WaitForSignal(const sigset_t& signals, const ballast::Engine& engine,
-                  ballast::server::ServiceManager& manager) {
+                  ballast::server::ServiceManager& manager,
+                  ballast::server::StatusPage& status_page) {
   const timespec interval = absl::ToTimespec(manager.keep_alive_interval());
   while (true) {
     siginfo_t info = {};
@@ -104,6 +130,7 @@ int WaitForSignal(const sigset_t& signals, const ballast::Engine& engine,
     if (signal > 0 || errno != EAGAIN) continue;
     engine.ListJobs();  // Takes the lock that everything else takes.
     manager.KeepAlive();
+    status_page.KeepTrying(absl::Now());
   }
 }
 
@@ -121,31 +148,6 @@ int PrintSelfBenchmark(const BallastdFlags& flags) {
   if (!result.ok()) return Fail(result.status(), 1);
   std::fputs(ballast::ToTable(*result).c_str(), stdout);
   return 0;
-}
-
-// Null without --metrics-listen.
-absl::StatusOr<std::unique_ptr<ballast::server::StatusServer>> StartStatusServer(
-    const ballast::server::HttpOptions& options) {
-  if (options.listen.empty()) return nullptr;
-  auto started = ballast::server::StatusServer::Start(options);
-  if (started.ok()) return started;
-  return ballast::Annotate(started.status(), "flag --metrics-listen=" + options.listen);
-}
-
-void LogWhoMayLook(const std::string& url, const ballast::server::Access& access) {
-  const bool by_certificate = !access.options().tls_client_ca.empty();
-  if (access.has_tokens() || by_certificate) {
-    spdlog::info("metrics and the status page at {} take {} of a viewer", url,
-                 !by_certificate       ? "the token"
-                 : access.has_tokens() ? "the token or the certificate"
-                                       : "the certificate");
-  } else if (access.has_roles()) {
-    spdlog::warn(
-        "--roles-file without --tokens-file is not for --metrics-listen: who reaches {} looks at "
-        "all jobs",
-        url);
-  }
-  spdlog::info("status page at {0}/, metrics at {0}/metrics", url);
 }
 
 // Null without --checkpoint-dir. `problem`: why no job could be saved there now.
@@ -171,15 +173,16 @@ absl::Status CheckCheckpoints(const absl::Status& problem, bool has_jobs,
 
 void LogCheckpoints(const ballast::CheckpointDirectory* checkpoints, const BallastdFlags& flags) {
   if (checkpoints == nullptr) {
-    spdlog::warn("no --checkpoint-dir: all jobs are lost {}",
-                 flags.state_directory.empty() ? "when the service is told to stop"
-                                               : "with this host's memory");
+    spdlog::warn("no --checkpoint-dir: all jobs are lost {}", flags.state_directory.empty()
+                                                                  ? "when the service stops"
+                                                                  : "with this host's memory");
     return;
   }
   if (!checkpoints->policy().saves()) {
     spdlog::warn(
-        "no --checkpoint-every: jobs are saved when the service is told to stop, and when somebody "
-        "asks for it; should its host die before, the steps since then are lost");
+        "no --checkpoint-every: jobs are saved only when the service stops, and on request "
+        "(ballast "
+        "save); if its host dies before, the steps since then are lost");
   }
   for (const ballast::CheckpointFacts& found : checkpoints->All()) {
     spdlog::info("found a checkpoint of {}; nothing loads it by itself: {}",
@@ -215,14 +218,14 @@ ballast::server::ServiceHistory TakeOverJobs(ballast::Engine& engine,
   const auto level = is_upgrade ? spdlog::level::info : spdlog::level::warn;
   for (const std::string& line : taken.back) spdlog::log(level, "{}: {}", when, line);
   if (!taken.left.empty()) {
-    // The next attempt is the holder's, or that of whoever starts the service.
+    // The next attempt is the holder's, or the next start's.
     FailWithJobs(absl::ResourceExhaustedError(absl::StrCat(
                      when, ": ", taken.left.front(),
                      "; its memory is left as it is: make room, and it is tried again")),
                  1);
   }
   if (directory != nullptr && !taken.lost.empty()) {
-    // Its memory stays as it is: somebody may know better.
+    // Its memory stays as it is: an operator may know better.
     FailWithJobs(absl::DataLossError(absl::StrCat(
                      "flag --state-dir: ", directory->description(), ": ", taken.lost.front(),
                      "; to start without that job, remove the files that begin with its uid")),
@@ -262,7 +265,7 @@ void LogSelfBenchmark(const BallastdFlags& flags) {
   }
 }
 
-// Told to stop, it leaves jobs as they are: the next process goes on with them.
+// When it stops, it leaves jobs as they are: the next process goes on with them.
 bool LeavesJobs(const BallastdFlags& flags) {
   return !flags.state_directory.empty() && flags.checkpoint_directory.empty();
 }
@@ -286,10 +289,6 @@ std::optional<int> DrainAndReport(ballast::Engine& engine, ballast::server::Serv
     engine.EndDrain();
     server.SetServing(true);
     if (held != nullptr) held->StopRefused();
-    spdlog::error(
-        "the service does not stop, because that would lose what could not be saved: mend the "
-        "cause, or save elsewhere (ballast save), or give it up (ballast close), and send the "
-        "signal again");
     return std::nullopt;
   }
   server.Shutdown(/*grace_seconds=*/1);
@@ -302,6 +301,7 @@ std::optional<int> DrainUntilASecondSignal(const sigset_t& signals, ballast::Eng
                                            ballast::server::Server& server,
                                            const BallastdFlags& flags,
                                            ballast::server::ServiceManager& manager,
+                                           ballast::server::StatusPage& status_page,
                                            ballast::server::HeldFiles* held) {
   std::optional<int> exit_code;
   std::atomic<bool> drained = false;
@@ -311,7 +311,7 @@ std::optional<int> DrainUntilASecondSignal(const sigset_t& signals, ballast::Eng
     pthread_kill(waiting, DrainedSignal());
   });
   while (!drained) {
-    const int signal = WaitForSignal(signals, engine, manager);
+    const int signal = WaitForSignal(signals, engine, manager, status_page);
     if (signal == SIGTERM || signal == SIGINT) _exit(128 + signal);
   }
   drain.join();
@@ -330,14 +330,16 @@ void LogDrain(int signal, const ballast::Engine& engine, const BallastdFlags& fl
   const bool saves = !flags.checkpoint_directory.empty() && !jobs.empty();
   spdlog::info("signal {}: refusing new steps, at most {} s for those in progress{}", signal,
                flags.drain_seconds,
-               saves ? absl::StrFormat("; then saving %d jobs, %.1f GiB, however long that takes",
-                                       jobs.size(), static_cast<double>(bytes) / 0x1p30)
+               saves ? absl::StrCat("; then saving ", jobs.size(), " jobs, ",
+                                    std::round(10 * static_cast<double>(bytes) / 0x1p30) / 10,
+                                    " GiB, however long that takes")
                      : std::string());
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
+  std::set_terminate(EndWithoutResources);
   ballast::KeepHeapInOneArena();
   absl::StatusOr<BallastdFlags> flags = ballast::server::ParseBallastdFlags(argc, argv);
   if (!flags.ok()) return Fail(flags.status(), 2);
@@ -357,10 +359,7 @@ int main(int argc, char** argv) {
   }
   const auto held = ballast::server::HeldFiles::OfHolder();
   if (!held.ok()) return Fail(held.status(), 1);
-  const auto last_lines = std::make_shared<spdlog::sinks::ringbuffer_sink_mt>(kLastLines);
-  spdlog::set_default_logger(spdlog::stderr_logger_mt("ballastd"));
-  spdlog::default_logger()->sinks().push_back(last_lines);
-  spdlog::set_level(spdlog::level::from_str(flags->log_level));
+  const auto last_log_lines = ballast::server::StartLog(flags->log_level);
   const sigset_t signals = BlockStopSignals();
   auto manager = ballast::server::ServiceManager::FromEnvironment();
   if (!manager.ok()) return Fail(manager.status(), 2);
@@ -378,39 +377,40 @@ int main(int argc, char** argv) {
   }
   // What is held already is not among what there is left to take.
   const bool is_first = !memory.has_value() || memory->LeftBytes() == 0;
-  const bool is_after_death = *held != nullptr && (*held)->deaths() > 0;
-  const absl::Status may_begin = CheckCheckpoints(unsavable, !is_first || is_after_death, *flags);
+  const bool goes_on =
+      !is_first || (*held != nullptr && ((*held)->deaths() > 0 || (*held)->is_upgrade()));
+  const absl::Status may_begin = CheckCheckpoints(unsavable, goes_on, *flags);
   if (!may_begin.ok()) return Fail(may_begin, 1);
   if (!is_first && flags->memory_limit_is_default) {
     flags->memory_limit_bytes += memory->LeftBytes();
   }
-  ballast::Engine engine({.memory_limit_bytes = flags->memory_limit_bytes,
-                          .threads = flags->threads,
-                          .warn = [](const std::string& line) { spdlog::warn("{}", line); },
-                          .named_memory = memory.has_value() ? &*memory : nullptr,
-                          .checkpoints = checkpoints->get()});
-  // Whoever asks whether it lives need not wait for what it has to take over.
-  auto status = StartStatusServer(flags->status);
-  if (!status.ok() && is_first) return Fail(status.status(), 2);
-  if (!status.ok()) {  // Jobs are worth more.
-    spdlog::error("no status page: {}", std::string(status.status().message()));
-    status = nullptr;
-  }
+  (void)ballast::OutOfMemoryError();  // Made while there is memory for that.
+  std::optional<ballast::Engine> made;
+  const bool is_made = ballast::RunsInMemory([&] {
+    made.emplace(
+        ballast::EngineOptions{.memory_limit_bytes = flags->memory_limit_bytes,
+                               .threads = flags->threads,
+                               .warn = [](const std::string& line) { spdlog::warn("{}", line); },
+                               .named_memory = memory.has_value() ? &*memory : nullptr,
+                               .checkpoints = checkpoints->get()});
+  });
+  if (!is_made) FailWithJobs(ballast::OutOfMemoryError(), 1);
+  ballast::Engine& engine = *made;
+  // A probe that asks whether it lives need not wait for what it has to take over.
+  ballast::server::StatusPage status_page(flags->status, engine.named_memory());
+  const absl::Status visible = status_page.Start();
+  if (!visible.ok() && !goes_on) return Fail(visible, 2);
+  if (!visible.ok()) status_page.StartLater(visible);
   const ballast::server::ServiceHistory history =
       TakeOverJobs(engine, held->get(), directory->get());
   ballast::server::DiagnosticsService diagnostics(
-      engine, {.settings = flags->settings, .history = history, .last_log_lines = [last_lines] {
-                 return last_lines->last_formatted();
-               }});
+      engine, {.settings = flags->settings, .history = history, .last_log_lines = last_log_lines});
   ballast::server::ServerOptions server_options = flags->server;
   server_options.more_services.push_back(&diagnostics);
   auto server = ballast::server::Server::Start(engine, server_options);
   if (!server.ok()) FailWithJobs(server.status(), 1);
   diagnostics.Describes(**server);
-  if (*status != nullptr) {
-    (*status)->Show(engine, **server, history);
-    LogWhoMayLook((*status)->url(), (*server)->access());
-  }
+  status_page.Show(engine, **server, history);
   LogCheckpoints(engine.checkpoints(), *flags);
   // Workers wait for a service that comes back.
   if (flags->startup_benchmark && is_first) LogSelfBenchmark(*flags);
@@ -432,14 +432,21 @@ int main(int argc, char** argv) {
   (*manager)->Ready(listening);
   std::optional<int> exit_code;
   while (!exit_code.has_value()) {
-    const int signal = WaitForSignal(signals, engine, **manager);
+    const int signal = WaitForSignal(signals, engine, **manager, status_page);
     if (signal == DrainedSignal()) continue;
     LogDrain(signal, engine, *flags);
-    (*manager)->Stopping("saving all jobs");
-    exit_code = DrainUntilASecondSignal(signals, engine, **server, *flags, **manager, held->get());
+    (*manager)->Saving("saving all jobs");
+    exit_code = DrainUntilASecondSignal(signals, engine, **server, *flags, **manager, status_page,
+                                        held->get());
     if (exit_code.has_value()) break;
-    (*manager)->Ready("not stopped: a job could not be saved");
+    // Not before the drain is over: until then a second signal ends the process at once.
+    spdlog::error(
+        "the service does not stop, because that would lose what could not be saved: mend the "
+        "cause, or save elsewhere (ballast save), or give it up (ballast close), and send the "
+        "signal again");
+    (*manager)->StopRefused("not stopped: a job could not be saved");
   }
+  (*manager)->Stopping("stopped");
   spdlog::shutdown();
   std::fflush(nullptr);
   // Every job is saved and every call has ended. Shutting gRPC's library down would sometimes wait

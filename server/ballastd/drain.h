@@ -12,7 +12,7 @@ namespace ballast::server {
 struct DrainReport {
   std::vector<std::string> aborted;  // One line per job whose step did not end in time.
   std::vector<std::string> saved;    // One line per job.
-  std::vector<std::string> lost;     // One per job that nobody asked to be saved, or is broken.
+  std::vector<std::string> lost;     // One per job that has no --checkpoint-dir, or is broken.
   std::vector<std::string> failed;   // One line per job that could not be saved, with the reason.
 };
 

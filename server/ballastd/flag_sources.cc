@@ -18,7 +18,7 @@
 #include "absl/strings/strip.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/credential_files.h"
-#include "cpu_optimizer_service/common/system/suggestions.h"
+#include "cpu_optimizer_service/common/text/suggestions.h"
 
 namespace ballast::server {
 namespace {
@@ -95,6 +95,8 @@ absl::Status Set(const Setting& setting) {
                                                  "'; it is: ", setting.flag->Help()));
 }
 
+// Abseil's own parser would set flags while it reads them, and so before the file that one of them
+// names; it ends the process at a mistake, takes flags of libraries, and knows no dash in a name.
 absl::StatusOr<std::vector<Setting>> OfCommandLine(const std::vector<std::string>& arguments) {
   std::vector<Setting> settings;
   for (size_t i = 1; i < arguments.size(); ++i) {

@@ -17,7 +17,7 @@ namespace ballast::server {
 
 // Sets the flags. `arguments` begin with the program's name. INVALID_ARGUMENT, in one line, for
 // unknown names, with a known one that is like it, for bad values, and for a file that cannot be
-// read, is written by others or has a key twice. Variables of other names are somebody else's.
+// read, is written by others or has a key twice. Variables of other names are left alone.
 // --help prints and ends the process.
 absl::Status SetFlags(const std::vector<std::string>& arguments);
 

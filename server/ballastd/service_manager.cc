@@ -19,6 +19,7 @@
 namespace ballast::server {
 namespace {
 
+constexpr char kAlive[] = "WATCHDOG=1";
 constexpr int kTicks = 8;            // In the time for which the manager waits.
 constexpr int kMostSilentTicks = 6;  // Earlier than the manager, which would end all.
 
@@ -33,8 +34,7 @@ absl::StatusOr<FileDescriptor> Connect(const std::string& text) {
   if ((text[0] != '/' && text[0] != '@') || text.size() >= sizeof(name.sun_path)) {
     return absl::InvalidArgumentError(absl::StrCat(
         "NOTIFY_SOCKET=", text, ": expected an absolute path, or @ and a name, of at most ",
-        sizeof(name.sun_path) - 1,
-        " bytes; whoever starts this process sets it, or leaves it out"));
+        sizeof(name.sun_path) - 1, " bytes; correct or unset it where this process is started"));
   }
   name.sun_family = AF_UNIX;
   std::memcpy(name.sun_path, text.data(), text.size());
@@ -44,8 +44,8 @@ absl::StatusOr<FileDescriptor> Connect(const std::string& text) {
   if (!socket_fd ||
       connect(socket_fd.number(), reinterpret_cast<const sockaddr*>(&name), size) != 0) {
     return absl::UnavailableError(absl::StrCat("NOTIFY_SOCKET=", text, ": ", std::strerror(errno),
-                                               "; whoever starts this process listens there, or "
-                                               "leaves it out"));
+                                               "; correct or unset it where this process is "
+                                               "started"));
   }
   return socket_fd;
 }
@@ -67,47 +67,45 @@ absl::StatusOr<std::unique_ptr<ServiceManager>> ServiceManager::FromEnvironment(
   if (!absl::SimpleAtoi(microseconds, &watchdog) || watchdog < kTicks) {
     return absl::InvalidArgumentError(
         absl::StrCat("WATCHDOG_USEC=", microseconds, ": expected microseconds, ", kTicks,
-                     " or more; whoever starts this process sets it, or leaves it out"));
+                     " or more; correct or unset it where this process is started"));
   }
   const absl::Duration tick = absl::Microseconds(watchdog) / kTicks;
   manager->keep_alive_interval_ = std::min(manager->keep_alive_interval_, 2 * tick);
-  manager->watch_ = std::thread(
-      [manager = manager.get(), tick] { manager->Watch(absl::ToChronoNanoseconds(tick)); });
+  manager->Send(kAlive);
+  manager->watch_.emplace("tell-manager", absl::ToChronoNanoseconds(tick),
+                          [manager = manager.get()] { manager->Watch(); });
   return manager;
 }
 
-ServiceManager::~ServiceManager() {
+void ServiceManager::Watch() {
   {
     MutexLock lock(mutex_);
-    ending_ = true;
-    changed_.NotifyAll();
+    if (silent_ticks_.has_value() && ++*silent_ticks_ >= kMostSilentTicks) {
+      std::fprintf(stderr, "ballastd: the service is stuck, and ends to be started again\n");
+      std::abort();
+    }
   }
-  if (watch_.joinable()) watch_.join();
-}
-
-void ServiceManager::Watch(std::chrono::nanoseconds tick) {
-  while (true) {
-    Send("WATCHDOG=1");
-    MutexLock lock(mutex_);
-    const auto deadline = std::chrono::steady_clock::now() + tick;
-    while (!ending_ && changed_.WaitUntil(mutex_, deadline)) continue;
-    if (ending_) return;
-    if (!silent_ticks_.has_value() || ++*silent_ticks_ < kMostSilentTicks) continue;
-    std::fprintf(stderr, "ballastd: the service is stuck, and ends to be started again\n");
-    std::abort();
-  }
+  Send(kAlive);
 }
 
 void ServiceManager::Ready(absl::string_view status) {
-  stopping_ = false;
   KeepAlive();
   Send(absl::StrCat("READY=1\nSTATUS=", status));
 }
 
-void ServiceManager::Stopping(absl::string_view status) {
-  stopping_ = true;
-  Send(absl::StrCat("STOPPING=1\nSTATUS=", status));
+void ServiceManager::Saving(absl::string_view status) {
+  needs_time_ = true;
+  Send(absl::StrCat("STATUS=", status));
   KeepAlive();
+}
+
+void ServiceManager::StopRefused(absl::string_view status) {
+  Send(absl::StrCat("STATUS=", status));
+  KeepAlive();
+}
+
+void ServiceManager::Stopping(absl::string_view status) {
+  Send(absl::StrCat("STOPPING=1\nSTATUS=", status));
 }
 
 void ServiceManager::KeepAlive() {
@@ -115,13 +113,13 @@ void ServiceManager::KeepAlive() {
     MutexLock lock(mutex_);
     silent_ticks_ = 0;
   }
-  if (!stopping_) return;
-  // Saving is not bounded, only that it is silent.
+  if (!needs_time_) return;
+  // Saving is not bounded, nor is the time until an operator mends what prevents it. Only silence is.
   const absl::Duration more = std::max(absl::Seconds(30), 3 * keep_alive_interval_);
   Send(absl::StrCat("EXTEND_TIMEOUT_USEC=", absl::ToInt64Microseconds(more)));
 }
 
-// A manager that hears nothing acts on that; here there is nothing to do about it.
+// A manager that receives nothing acts on that; here there is nothing to do about it.
 void ServiceManager::Send(const std::string& message) {
   if (!socket_) return;
   while (send(socket_.number(), message.data(), message.size(), MSG_NOSIGNAL | MSG_DONTWAIT) < 0 &&

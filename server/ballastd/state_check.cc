@@ -2,16 +2,22 @@
 
 #include <cstdio>
 #include <string>
+#include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/file_descriptor.h"
 #include "cpu_optimizer_service/host/named_memory.h"
+#include "cpu_optimizer_service/host/state_directory.h"
+#include "cpu_optimizer_service/job/job_record.h"
 #include "cpu_optimizer_service/job/kept_job.h"
 #include "cpu_optimizer_service/state/checkpoint_directory.h"
 #include "server/holder/held_files.h"
 #include "server/holder/upgrade.h"
 #include "server/server.h"
+#include "server/status/http_server.h"
 
 namespace ballast::server {
 namespace {
@@ -34,9 +40,10 @@ absl::StatusOr<pid_t> ParseProcess(const char* flag, const std::string& text) {
 
 absl::Status CheckFormat(const std::string& whose, uint32_t format) {
   if (ReadsKeptFormat(format)) return absl::OkStatus();
-  return absl::FailedPreconditionError(absl::StrCat(
-      whose, " keeps its jobs in format ", format, ", and this ballastd reads format ", kKeptFormat,
-      ": stop the service, which saves its jobs, start this one, and load them"));
+  return absl::FailedPreconditionError(
+      absl::StrCat(whose, " keeps its jobs in format ", format, ", and this ballastd reads format ",
+                   kKeptFormatWithMoments,
+                   ": stop the service, which saves its jobs, start this one, and load them"));
 }
 
 }  // namespace
@@ -73,16 +80,25 @@ int CheckHeldState(const BallastdFlags& flags) {
       !status.ok()) {
     return Fail(status, 2);
   }
+  NamedMemory memory(**held);
+  const FileDescriptor lock = memory.TakeFile(StateDirectory::kLockName);
+  const bool holds_jobs = absl::c_any_of(
+      memory.Left(), [](const std::string& name) { return name.find('/') == kJobUidCharacters; });
+  const absl::Status same = StateDirectory::CheckSame(lock, holds_jobs, flags.state_directory);
+  if (!same.ok()) return Fail(Annotate(same, "flag --state-dir"), 1);
   if (!flags.checkpoint_directory.empty()) {
-    const auto opened = CheckpointDirectory::Open(PosixFileSystem(), flags.checkpoint_directory,
-                                                  flags.checkpoint_policy);
-    if (!opened.ok()) {
-      return Fail(Annotate(opened.status(), "flag --checkpoint-dir=" + flags.checkpoint_directory),
-                  1);
+    const absl::Status savable =
+        CheckpointDirectory::Open(PosixFileSystem(), flags.checkpoint_directory,
+                                  flags.checkpoint_policy)
+            .status();
+    // A full disk was there before, and makes no flag wrong.
+    if (!savable.ok() && !absl::IsResourceExhausted(savable)) {
+      return Fail(Annotate(savable, "flag --checkpoint-dir=" + flags.checkpoint_directory), 1);
     }
   }
-  const NamedMemory memory(**held);
-  const absl::Status addresses = Server::CheckNewAddresses(flags.server, memory);
+  std::vector<Address> others;
+  if (!flags.status.listen.empty()) others = {HttpServer::ParseListen(flags.status).value()};
+  const absl::Status addresses = Server::CheckNewAddresses(flags.server, others, memory);
   if (!addresses.ok()) return Fail(addresses, 1);
   (*held)->CanTakeOver();
   return 0;

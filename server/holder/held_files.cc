@@ -6,6 +6,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
@@ -97,29 +98,33 @@ HeldFiles::HeldFiles(FileDescriptor socket, const HolderTable& table,
       state_format_(table.state_format),
       is_upgrade_(table.is_upgrade != 0),
       deaths_(table.deaths),
-      held_(kept.size()),
-      kept_(std::move(kept)) {}
+      kept_(std::move(kept)) {
+  for (const auto& [name, file] : kept_) held_.insert(name);
+}
 
 absl::Status HeldFiles::Keep(const std::string& name, int descriptor) {
   MutexLock lock(mutex_);
   if (name.size() > kMaxKeptName) {
     return absl::InvalidArgumentError(absl::StrCat("the name ", name, " is too long to be kept"));
   }
-  if (held_ == kMostHeld) {
+  if (held_.size() >= kMostHeld) {
     return absl::ResourceExhaustedError(
-        absl::StrCat("the holder has ", held_, " descriptors, as many as it takes"));
+        absl::StrCat("the holder has ", held_.size(), " descriptors, as many as it takes"));
   }
+  held_.insert(name);
   if (!Send(socket_.number(), {.kind = HolderMessage::Kind::kKeep}, name, descriptor)) {
+    const int error = errno;
+    held_.erase(name);
     return absl::UnavailableError(
-        absl::StrCat("the holder takes no descriptor: ", std::strerror(errno)));
+        absl::StrCat("the holder takes no descriptor: ", std::strerror(error)));
   }
-  ++held_;
   return absl::OkStatus();
 }
 
 void HeldFiles::Drop(const std::string& name) {
   MutexLock lock(mutex_);
-  if (Send(socket_.number(), {.kind = HolderMessage::Kind::kDrop}, name) && held_ > 0) --held_;
+  if (held_.erase(name) == 0) return;  // It has not come so far as to be kept.
+  Send(socket_.number(), {.kind = HolderMessage::Kind::kDrop}, name);
 }
 
 std::map<std::string, FileDescriptor> HeldFiles::TakeKept() {
@@ -127,9 +132,21 @@ std::map<std::string, FileDescriptor> HeldFiles::TakeKept() {
   return std::exchange(kept_, {});
 }
 
+void HeldFiles::KeptIn(uint32_t format) {
+  MutexLock lock(mutex_);
+  kept_format_ = format;
+  if (ready_format_ != 0) SayFormat();
+}
+
 void HeldFiles::Ready(uint32_t state_format) {
   MutexLock lock(mutex_);
-  Send(socket_.number(), {.kind = HolderMessage::Kind::kReady, .state_format = state_format});
+  ready_format_ = state_format;
+  SayFormat();
+}
+
+void HeldFiles::SayFormat() {
+  Send(socket_.number(), {.kind = HolderMessage::Kind::kReady,
+                          .state_format = std::max(ready_format_, kept_format_)});
 }
 
 void HeldFiles::StopRefused() {

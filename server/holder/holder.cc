@@ -90,6 +90,7 @@ class Holder {
 
   void Ready(const HolderMessage& message);
   // Of what upgrade_ says.
+  void TakeUpUpgrade();
   void TryProgram();
   void EndTrial();
   void EndUpgrade(const char* why_not);
@@ -110,6 +111,7 @@ class Holder {
   Hangup hangup_ = Hangup::kDrain;
   enum class Upgrade { kNone, kAsked, kReplacing, kStarting };
   Upgrade upgrade_ = Upgrade::kNone;
+  bool asked_meanwhile_ = false;  // For another one, while one is under way.
   Trial trial_;
   int stopping_ = 0;     // The last signal that was forwarded.
   double ready_at_ = 0;  // 0: the child is not ready.
@@ -223,7 +225,14 @@ void Holder::ReadMessages() {
     message.name[kHeldNameBytes - 1] = '\0';
     switch (message.kind) {
       case HolderMessage::Kind::kKeep:
-        if (descriptor > 0) Keep(message, descriptor);
+        if (descriptor > 0) {
+          Keep(message, descriptor);
+        } else {
+          std::fprintf(stderr,
+                       "ballastd: %s is not held, and would be lost with the service's process: "
+                       "there is no descriptor for it (see ulimit -n); save the jobs\n",
+                       message.name);
+        }
         break;
       case HolderMessage::Kind::kDrop:
         Drop(message);
@@ -241,7 +250,7 @@ void Holder::ReadMessages() {
 }
 
 void Holder::Ready(const HolderMessage& message) {
-  ready_at_ = Now();
+  if (ready_at_ == 0) ready_at_ = Now();  // It says it again when the format changes.
   table_->state_format = message.state_format;
   if (upgrade_ == Upgrade::kStarting) EndUpgrade(nullptr);
 }
@@ -257,9 +266,13 @@ void Holder::ReadSignals() {
     if (number == SIGHUP) {
       const bool is_asked = info.ssi_code == SI_QUEUE && info.ssi_int == kUpgradeAsked;
       const bool upgrades = is_asked || hangup_ == Hangup::kUpgrade;
-      if (upgrades && upgrade_ == Upgrade::kNone) upgrade_ = Upgrade::kAsked;
+      // The one under way may have opened a program that has been replaced since.
+      if (upgrades && upgrade_ != Upgrade::kNone) asked_meanwhile_ = true;
+      if (upgrades && upgrade_ == Upgrade::kNone) TakeUpUpgrade();
       if (upgrades || hangup_ == Hangup::kIgnored) continue;
     }
+    // The child may have refused the stop before this one: forgetting that must not forget this.
+    if (socket_ >= 0) ReadMessages();
     stopping_ = number;
     if (child_ > 0) kill(child_, number);
   }
@@ -290,14 +303,20 @@ int Holder::AwaitEnd() {
 
 // ---------------------------------------------------------------- an upgrade
 
+void Holder::TakeUpUpgrade() {
+  upgrade_ = Upgrade::kAsked;
+  asked_meanwhile_ = false;
+  std::atomic_ref<uint32_t>(table_->upgrades).fetch_add(1, std::memory_order_release);
+}
+
 void Holder::TryProgram() {
-  if (stopping_ != 0) return EndUpgrade("it has been told to stop");
+  if (stopping_ != 0) return EndUpgrade("it is stopping");
   const ChildStart start = {.argv = trial_argv_.data(), .table = table_, .table_file = table_file_};
   if (!trial_.Start(path_, start)) EndUpgrade(trial_.why_not());
 }
 
 void Holder::EndTrial() {
-  const char* const why_not = stopping_ != 0 ? "it has been told to stop" : trial_.why_not();
+  const char* const why_not = stopping_ != 0 ? "it is stopping" : trial_.why_not();
   if (why_not != nullptr) {
     trial_.GiveUp();
     return EndUpgrade(why_not);
@@ -316,9 +335,13 @@ void Holder::EndUpgrade(const char* why_not) {
   program_before_ = -1;
   table_->has_upgraded = why_not == nullptr;
   std::snprintf(table_->why_not, sizeof(table_->why_not), "%s", why_not == nullptr ? "" : why_not);
+  if (why_not != nullptr) {
+    std::fprintf(stderr, "ballastd: not upgraded, and the service goes on as it was: %s\n",
+                 why_not);
+  }
+  // Who asked returns now, and finds that line.
   std::atomic_ref<uint32_t>(table_->upgrades).fetch_add(1, std::memory_order_release);
-  if (why_not == nullptr) return;
-  std::fprintf(stderr, "ballastd: not upgraded, and the service goes on as it was: %s\n", why_not);
+  if (asked_meanwhile_) TakeUpUpgrade();
 }
 
 void Holder::GoBack() {

@@ -2,7 +2,7 @@
 // child, and starts it again when it dies.
 //
 // It holds descriptors that the child hands it over a socket pair: memory files, and the sockets
-// that are listened on, so that connections queue while there is no child. Nobody else can talk to
+// that are listened on, so that connections queue while there is no child. No other process can talk to
 // it. Once it runs it allocates nothing and parses nothing, so it has next to no reason to die; if
 // it does, the kernel ends the child and all that is held is gone.
 #ifndef BALLAST_SERVER_HOLDER_HOLDER_H_
@@ -28,7 +28,7 @@ bool IsHeld();
 // before the process has other threads.
 //
 // A SIGHUP without a terminal, or one that asks for it (upgrade.h), is an upgrade: the program that
-// has this one's path by now takes the child's place, and reads the configuration anew. It is tried
+// has this one's path by now takes the child's place, and reads the configuration again. It is tried
 // first; where it would not do, the child stays. It starts as after a death. If it ends before it
 // serves, the program before it is started again. A SIGHUP that was ignored at the start is.
 int RunHolder(char** argv, const HolderOptions& options);

@@ -1,7 +1,7 @@
 // What the holder has, in memory that it shares with its child: names and descriptors, which the
 // child inherits under the same numbers. And the messages by which the child changes it.
 //
-// Whoever may look at the holder's descriptors reads there, too, how the service is (upgrade.h).
+// A process that may look at the holder's descriptors reads there, too, how the service is (upgrade.h).
 #ifndef BALLAST_SERVER_HOLDER_HOLDER_TABLE_H_
 #define BALLAST_SERVER_HOLDER_HOLDER_TABLE_H_
 
@@ -10,7 +10,7 @@
 namespace ballast::server {
 
 // Of everything in this file. A holder and a child of different ones do not work together.
-inline constexpr uint32_t kHolderProtocol = 1;
+inline constexpr uint32_t kHolderProtocol = 2;
 
 inline constexpr int kMostHeld = 16384;
 inline constexpr int kHeldNameBytes = 120;  // With a zero at its end.
@@ -23,11 +23,14 @@ struct HeldFile {
 
 struct HolderTable {
   uint32_t protocol;  // Stays the first.
-  // Of what jobs are kept in, as the child says that was ready last; 0: none has been.
+  // Of what jobs are kept in, as the child says that was ready last, and says again when it changes;
+  // 0: none has been.
   uint32_t state_format;
-  int32_t child;          // The process that serves, or will soon.
-  uint32_t is_upgrade;    // It has taken an earlier one's place, which had not died.
-  uint32_t upgrades;      // That have ended, stored after what is below.
+  int32_t child;        // The process that serves, or will soon.
+  uint32_t is_upgrade;  // It has taken an earlier one's place, which had not died.
+  // Rises when an upgrade is taken up, before its program is opened, and when it has ended, after what
+  // is below was stored: odd while one is under way.
+  uint32_t upgrades;
   uint32_t has_upgraded;  // The last one of them.
   uint64_t deaths;        // Of the processes that served.
   char why_not[kReasonBytes];

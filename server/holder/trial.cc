@@ -76,7 +76,7 @@ void Trial::Read() {
       if (some[i] != '\n' && said_bytes_ + 1 < kReasonBytes) said_[said_bytes_++] = some[i];
     }
   }
-  if (bytes == 0) Close(output_);  // Nobody writes there any more.
+  if (bytes == 0) Close(output_);  // No process writes there any more.
 }
 
 // What it has said itself says more.

@@ -10,15 +10,15 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
-#include <filesystem>
 #include <memory>
-#include <system_error>
+#include <string>
 #include <thread>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/file_descriptor.h"
+#include "cpu_optimizer_service/common/system/visit_names.h"
 #include "server/holder/holder_table.h"
 
 namespace ballast::server {
@@ -35,16 +35,18 @@ absl::StatusOr<std::string> FindTable(pid_t holder) {
     return absl::NotFoundError(absl::StrCat("there is no ", process));
   }
   const std::string wanted = absl::StrCat("/memfd:", kHolderFile, " ");
-  std::error_code error;
-  std::filesystem::directory_iterator files(absl::StrCat("/proc/", holder, "/fd"), error);
-  if (error) {
-    return absl::PermissionDeniedError(
-        absl::StrCat("cannot look at ", process, ": ", error.message(), "; be its user, or root"));
+  const std::string folder = absl::StrCat("/proc/", holder, "/fd");
+  std::string table;
+  const int error = VisitNames(AT_FDCWD, folder.c_str(), [&](const char* name, int directory) {
+    char target[256] = {};
+    if (readlinkat(directory, name, target, sizeof(target) - 1) < 0) return;
+    if (absl::StartsWith(target, wanted)) table = absl::StrCat(folder, "/", name);
+  });
+  if (error != 0) {
+    return absl::PermissionDeniedError(absl::StrCat(
+        "cannot look at ", process, ": ", std::strerror(error), "; be its user, or root"));
   }
-  for (const auto& file : files) {
-    const std::string target = std::filesystem::read_symlink(file.path(), error).string();
-    if (!error && absl::StartsWith(target, wanted)) return file.path().string();
-  }
+  if (!table.empty()) return table;
   return absl::FailedPreconditionError(absl::StrCat(
       process,
       " is no ballastd that holds a service's memory: name the parent, the first of the two, and "
@@ -71,7 +73,11 @@ absl::StatusOr<MappedTable> OpenTable(pid_t holder) {
                      "start this one"));
   }
   void* const mapped = mmap(nullptr, sizeof(HolderTable), PROT_READ, MAP_SHARED, file.number(), 0);
-  if (mapped == MAP_FAILED) return absl::ResourceExhaustedError(std::strerror(errno));
+  if (mapped == MAP_FAILED) {
+    return absl::ResourceExhaustedError(absl::StrCat("cannot map what process ", holder,
+                                                     " says of itself (", std::strerror(errno),
+                                                     "); free memory and try again"));
+  }
   return MappedTable(static_cast<const HolderTable*>(mapped), [](const HolderTable* table) {
     munmap(const_cast<HolderTable*>(table), sizeof(HolderTable));
   });
@@ -95,13 +101,15 @@ absl::StatusOr<uint32_t> StateFormatOf(pid_t holder) {
 absl::StatusOr<std::string> Upgrade(pid_t holder, double seconds) {
   BALLAST_ASSIGN_OR_RETURN(const MappedTable table, OpenTable(holder));
   const uint32_t before = Load(table->upgrades);
+  // With one under way, which may have opened an earlier program, the next one is meant.
+  const uint32_t after = before + (before % 2 == 0 ? 2 : 3);
   const int child_before = table->child;
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
   if (sigqueue(holder, SIGHUP, {.sival_int = kUpgradeAsked}) != 0) {
     return absl::PermissionDeniedError(
         absl::StrCat("cannot signal process ", holder, ": ", std::strerror(errno)));
   }
-  while (Load(table->upgrades) == before) {
+  while (static_cast<int32_t>(Load(table->upgrades) - after) < 0) {
     if (kill(holder, 0) != 0 && errno == ESRCH) {
       return absl::AbortedError(absl::StrCat("process ", holder, " has ended; see its log"));
     }

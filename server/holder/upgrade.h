@@ -1,4 +1,4 @@
-// What somebody asks of a service that runs, by the number of its parent, the holder: an upgrade, and
+// What an operator asks of a service that runs, by the number of its parent, the holder: an upgrade, and
 // whether another program could take over what it holds. Only the service's user, and root, may.
 #ifndef BALLAST_SERVER_HOLDER_UPGRADE_H_
 #define BALLAST_SERVER_HOLDER_UPGRADE_H_

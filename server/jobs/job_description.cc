@@ -4,13 +4,19 @@
 #include <google/protobuf/wire_format_lite.h>
 #include <grpcpp/support/proto_buffer_reader.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/strings/str_cat.h"
 #include "ballast/v1/ballast.pb.h"
 #include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "proto/convert.h"
+#include "proto/field_count.h"
+#include "proto/frame.h"
 
 namespace ballast::server {
 namespace {
@@ -24,14 +30,98 @@ struct DescriptionSize {
   int64_t parameters = 0;
   int64_t partitions = 0;
   int64_t mesh_dims = 0;
-  std::string name;  // The request's own field 1, where that is a string.
+  absl::Status entries;  // INVALID_ARGUMENT: the first entry that says more than it may.
+  std::string name;      // The request's own field 1, where that is a string.
+
+  // Null: `list` is none of those that are counted.
+  int64_t* CountOf(int list) {
+    if (list == v1::Job::kGroupsFieldNumber) return &groups;
+    if (list == v1::Job::kParametersFieldNumber) return &parameters;
+    if (list == v1::Job::kPartitionsFieldNumber) return &partitions;
+    return list == v1::Job::kMeshFieldNumber ? &mesh_dims : nullptr;
+  }
+};
+
+// What one entry of a description's lists may say.
+struct EntryKind {
+  absl::string_view what;
+  size_t most_name_bytes;    // In full, as replies have it.
+  std::vector<int> numbers;  // The fields of its lists of numbers: one for each dimension.
 };
 
 constexpr int kCreateJobField = v1::CreateJobRequest::kJobFieldNumber;
 constexpr int kAttachJobField = v1::AttachWorkerRequest::kJobFieldNumber;
 constexpr int kNameField = v1::AttachWorkerRequest::kNameFieldNumber;
+// Of a job and of each entry of its lists.
+constexpr int kDescribedNameField = v1::Job::kNameFieldNumber;
+static_assert(kDescribedNameField == v1::ParamGroup::kNameFieldNumber &&
+              kDescribedNameField == v1::Parameter::kNameFieldNumber &&
+              kDescribedNameField == v1::MeshDim::kNameFieldNumber);
+
+const EntryKind& KindOf(int list) {
+  static const std::string job(kMaxJobNameBytes, 'j');
+  static const EntryKind kGroup = {
+      "group", proto::GroupName(job, "").size() + kMaxGroupNameBytes, {}};
+  static const EntryKind kParameter = {
+      "parameter",
+      proto::ParameterName(job, "").size() + kMaxParameterNameBytes,
+      {v1::Parameter::kShapeFieldNumber, v1::Parameter::kPlacementsFieldNumber}};
+  static const EntryKind kMeshDim = {"dimension of the mesh", kMaxGroupNameBytes, {}};
+  if (list == v1::Job::kGroupsFieldNumber) return kGroup;
+  return list == v1::Job::kParametersFieldNumber ? kParameter : kMeshDim;
+}
+
+bool IsBytes(uint32_t tag) {
+  return WireFormatLite::GetTagWireType(tag) == WireFormatLite::WIRETYPE_LENGTH_DELIMITED;
+}
+
+absl::Status NameTooLong(absl::string_view whose, int64_t bytes, size_t most) {
+  return absl::InvalidArgumentError(absl::StrCat("the name of ", whose, " has ", bytes,
+                                                 " bytes, of ", most,
+                                                 " at most; give it a shorter one"));
+}
+
+// Reads a length, and skips as many bytes.
+bool SkipBytes(CodedInputStream& in, int& length) {
+  return in.ReadVarintSizeAsInt(&length) && in.Skip(length);
+}
+
+// Entry number `index` of its list.
+bool MeasureEntry(CodedInputStream& in, const EntryKind& kind, int64_t index,
+                  DescriptionSize& size) {
+  constexpr int64_t kMostNumberBytes = 10;
+  int length = 0;
+  if (!in.ReadVarintSizeAsInt(&length)) return false;
+  const CodedInputStream::Limit outer = in.PushLimit(length);
+  int64_t least_numbers = 0;  // That the lists can have, all together.
+  while (const uint32_t tag = in.ReadTag()) {
+    const int field = WireFormatLite::GetTagFieldNumber(tag);
+    const bool is_number = absl::c_linear_search(kind.numbers, field);
+    if (!IsBytes(tag)) {
+      least_numbers += is_number ? 1 : 0;
+      if (!WireFormatLite::SkipField(&in, tag)) return false;
+      continue;
+    }
+    int bytes = 0;
+    if (!SkipBytes(in, bytes)) return false;
+    if (is_number) least_numbers += bytes / kMostNumberBytes;
+    if (field == kDescribedNameField && static_cast<size_t>(bytes) > kind.most_name_bytes) {
+      size.entries.Update(
+          NameTooLong(absl::StrCat(kind.what, " ", index), bytes, kind.most_name_bytes));
+    }
+  }
+  if (least_numbers > static_cast<int64_t>(kind.numbers.size() * kMaxDimensions)) {
+    size.entries.Update(absl::InvalidArgumentError(
+        absl::StrCat(kind.what, " ", index, " has more than ", kMaxDimensions,
+                     " dimensions or placements; give it fewer")));
+  }
+  if (!in.ConsumedEntireMessage()) return false;
+  in.PopLimit(outer);
+  return true;
+}
 
 bool MeasureJob(CodedInputStream& in, DescriptionSize& size) {
+  static const size_t kMostNameBytes = proto::JobName(std::string(kMaxJobNameBytes, 'j')).size();
   uint32_t bytes = 0;
   if (!in.ReadVarint32(&bytes)) return false;
   if (static_cast<int32_t>(bytes) < 0) return false;
@@ -39,11 +129,21 @@ bool MeasureJob(CodedInputStream& in, DescriptionSize& size) {
   const CodedInputStream::Limit outer = in.PushLimit(static_cast<int>(bytes));
   while (const uint32_t tag = in.ReadTag()) {
     const int field = WireFormatLite::GetTagFieldNumber(tag);
-    size.groups += field == v1::Job::kGroupsFieldNumber ? 1 : 0;
-    size.parameters += field == v1::Job::kParametersFieldNumber ? 1 : 0;
-    size.partitions += field == v1::Job::kPartitionsFieldNumber ? 1 : 0;
-    size.mesh_dims += field == v1::Job::kMeshFieldNumber ? 1 : 0;
-    if (!WireFormatLite::SkipField(&in, tag)) return false;
+    if (IsBytes(tag) && field == kDescribedNameField) {
+      int length = 0;
+      if (!SkipBytes(in, length)) return false;
+      if (static_cast<size_t>(length) > kMostNameBytes) {
+        size.entries.Update(NameTooLong("the job", length, kMostNameBytes));
+      }
+      continue;
+    }
+    int64_t* const count = size.CountOf(field);
+    if (count != nullptr) ++*count;
+    if (count != nullptr && IsBytes(tag) && field != v1::Job::kPartitionsFieldNumber) {
+      if (!MeasureEntry(in, KindOf(field), *count - 1, size)) return false;
+    } else if (!WireFormatLite::SkipField(&in, tag)) {
+      return false;
+    }
   }
   if (!in.ConsumedEntireMessage()) return false;
   in.PopLimit(outer);
@@ -58,14 +158,16 @@ bool Measure(const grpc::ByteBuffer& bytes, int job_field, DescriptionSize& size
   in.SetTotalBytesLimit(std::numeric_limits<int>::max());
   while (const uint32_t tag = in.ReadTag()) {
     const int field = WireFormatLite::GetTagFieldNumber(tag);
-    const bool is_bytes =
-        WireFormatLite::GetTagWireType(tag) == WireFormatLite::WIRETYPE_LENGTH_DELIMITED;
-    if (is_bytes && field == job_field) {
+    if (IsBytes(tag) && field == job_field) {
       if (!MeasureJob(in, size)) return false;
-    } else if (is_bytes && field == kNameField) {
+    } else if (IsBytes(tag) && field == kNameField) {
       uint32_t length = 0;
       if (!in.ReadVarint32(&length) || static_cast<int32_t>(length) < 0) return false;
-      if (!in.ReadString(&size.name, static_cast<int>(length))) return false;
+      if (length > proto::kMaxRequestBytes) {
+        if (!in.Skip(static_cast<int>(length))) return false;  // CheckRest refuses it.
+      } else if (!in.ReadString(&size.name, static_cast<int>(length))) {
+        return false;
+      }
     } else if (!WireFormatLite::SkipField(&in, tag)) {
       return false;
     }
@@ -73,12 +175,34 @@ bool Measure(const grpc::ByteBuffer& bytes, int job_field, DescriptionSize& size
   return in.ConsumedEntireMessage();
 }
 
-absl::Status NotA(absl::string_view message) {
-  return WithReason(absl::InvalidArgumentError(absl::StrCat("the request is not a ballast.v1.",
-                                                            message,
-                                                            "; send one as in ballast.proto")),
-                    reason::kMalformedMessage);
+// proto/field_count.h, of the whole request.
+int64_t FieldsOf(const grpc::ByteBuffer& bytes, const google::protobuf::Descriptor& type,
+                 int64_t most) {
+  grpc::ByteBuffer reader_of = bytes;
+  grpc::ProtoBufferReader reader(&reader_of);
+  return reader.status().ok() ? proto::CountFields(type, reader, most) : 0;
 }
+
+absl::Status NotA(absl::string_view message) {
+  return WithReason(
+      absl::InvalidArgumentError(absl::StrCat("the request is not a ballast.v1.", message,
+                                              "; send one as in ballast.proto")),
+      reason::kMalformedMessage);
+}
+
+// The request without its description has no more than others, which have none.
+absl::Status CheckRest(const grpc::ByteBuffer& request, const DescriptionSize& size) {
+  const int64_t bytes = static_cast<int64_t>(request.Length()) - size.bytes;
+  if (bytes <= static_cast<int64_t>(proto::kMaxRequestBytes)) return absl::OkStatus();
+  return WithReason(
+      absl::InvalidArgumentError(absl::StrCat(
+          "the request is too large: it has ", bytes, " bytes without its description, of ",
+          proto::kMaxRequestBytes, " at most; send one as in ballast.proto")),
+      reason::kMalformedMessage);
+}
+
+// Several of each parameter, group and range that a job may have.
+constexpr int64_t kMostFields = int64_t{1} << 22;
 
 absl::Status TooMany(absl::string_view what, int64_t count, int64_t most) {
   return absl::InvalidArgumentError(absl::StrCat("the description has ", count, " ", what, ", of ",
@@ -86,14 +210,26 @@ absl::Status TooMany(absl::string_view what, int64_t count, int64_t most) {
 }
 
 // As message, as JobSpec and in the job's tables; generous.
-int64_t MostBytesToRead(const DescriptionSize& size) {
+int64_t MostBytesToRead(const DescriptionSize& size, int64_t fields) {
   constexpr int64_t kBytesOfByte = 24;  // A dimension of one byte becomes eight, three times.
-  return kBytesOfByte * size.bytes + 1024 * (size.parameters + size.groups) + 256 * size.partitions;
+  constexpr int64_t kBytesOfField = 96;
+  const int64_t known = size.parameters + size.groups + size.partitions;
+  return kBytesOfByte * size.bytes + kBytesOfField * std::max<int64_t>(fields - known, 0) +
+         1024 * (size.parameters + size.groups) + 256 * size.partitions;
 }
 
 // Ranges that another split of the same parameters might have.
 int64_t MostRangesDescribing(const Job& job) {
   return 4096 + 4 * static_cast<int64_t>(job.layout().chunks().size());
+}
+
+// Those that a newer client may say more of each with, too.
+int64_t MostFieldsDescribing(const Job& job) {
+  const LayoutSpec& spec = job.spec().layout;
+  return 4096 +
+         8 * static_cast<int64_t>(job.spec().groups.size() + spec.parameters.size() +
+                                  spec.mesh.size()) +
+         2 * MostRangesDescribing(job);
 }
 
 // As bytes of a message; generous.
@@ -122,6 +258,7 @@ absl::StatusOr<MemoryBudget::Reservation> RoomToRead(Engine& engine,
                                                      const grpc::ByteBuffer& create_request) {
   DescriptionSize size;
   if (!Measure(create_request, kCreateJobField, size)) return NotA("CreateJobRequest");
+  BALLAST_RETURN_IF_ERROR(CheckRest(create_request, size));
   if (size.parameters > kMaxParameters) {
     return TooMany("parameters", size.parameters, kMaxParameters);
   }
@@ -129,9 +266,13 @@ absl::StatusOr<MemoryBudget::Reservation> RoomToRead(Engine& engine,
   if (size.partitions > kMaxChunks) return TooMany("partitions", size.partitions, kMaxChunks);
   if (size.mesh_dims > static_cast<int64_t>(kMaxDimensions)) {
     return absl::InvalidArgumentError(absl::StrCat("the mesh has ", size.mesh_dims,
-                                                   " dimensions, of ", kMaxDimensions, " at most"));
+                                                   " dimensions, of ", kMaxDimensions,
+                                                   " at most; make it of fewer"));
   }
-  const int64_t bytes = MostBytesToRead(size);
+  BALLAST_RETURN_IF_ERROR(size.entries);
+  const int64_t fields = FieldsOf(create_request, *v1::CreateJobRequest::descriptor(), kMostFields);
+  if (fields > kMostFields) return TooMany("fields", fields, kMostFields);
+  const int64_t bytes = MostBytesToRead(size, fields);
   if (bytes <= kSmallDescriptionBytes) return MemoryBudget::Reservation();
   return engine.Reserve(bytes, "reading the description of a job");
 }
@@ -139,12 +280,14 @@ absl::StatusOr<MemoryBudget::Reservation> RoomToRead(Engine& engine,
 absl::StatusOr<std::string> NameOfJobToAttach(const grpc::ByteBuffer& attach_request) {
   DescriptionSize size;
   if (!Measure(attach_request, kAttachJobField, size)) return NotA("AttachWorkerRequest");
+  BALLAST_RETURN_IF_ERROR(CheckRest(attach_request, size));
   return size.name;
 }
 
 absl::Status CheckAsLargeAs(const Job& job, const grpc::ByteBuffer& attach_request) {
   DescriptionSize size;
   if (!Measure(attach_request, kAttachJobField, size)) return NotA("AttachWorkerRequest");
+  BALLAST_RETURN_IF_ERROR(size.entries);
   const auto check = [&](absl::string_view what, int64_t there, int64_t here) {
     if (there <= here) return absl::OkStatus();
     return absl::FailedPreconditionError(absl::StrCat(
@@ -158,6 +301,10 @@ absl::Status CheckAsLargeAs(const Job& job, const grpc::ByteBuffer& attach_reque
       check("parameters", size.parameters, static_cast<int64_t>(layout.spec().parameters.size())));
   BALLAST_RETURN_IF_ERROR(
       check("partition ranges, at most,", size.partitions, MostRangesDescribing(job)));
+  const int64_t most_fields = MostFieldsDescribing(job);
+  const int64_t fields =
+      FieldsOf(attach_request, *v1::AttachWorkerRequest::descriptor(), most_fields);
+  BALLAST_RETURN_IF_ERROR(check("fields, at most,", fields, most_fields));
   return check("bytes, at most,", size.bytes, MostBytesDescribing(job));
 }
 

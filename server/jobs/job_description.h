@@ -17,17 +17,18 @@ namespace ballast::server {
 inline constexpr int64_t kSmallDescriptionBytes = int64_t{4} << 20;
 
 // Room in the memory limit to parse a serialized CreateJobRequest; none for a small one.
-// INVALID_ARGUMENT: more parameters, groups, ranges or dimensions than a job may have, or no such
-// message.
+// INVALID_ARGUMENT: more parameters, groups, ranges or dimensions than a job may have, a longer
+// name, more than kMaxRequestBytes without the description, or no such message.
 // RESOURCE_EXHAUSTED.
 absl::StatusOr<MemoryBudget::Reservation> RoomToRead(Engine& engine,
                                                      const grpc::ByteBuffer& create_request);
 
-// The `name` of a serialized AttachWorkerRequest. INVALID_ARGUMENT: no such message.
+// The `name` of a serialized AttachWorkerRequest. INVALID_ARGUMENT: no such message, or more than
+// kMaxRequestBytes without the description.
 absl::StatusOr<std::string> NameOfJobToAttach(const grpc::ByteBuffer& attach_request);
 
 // FAILED_PRECONDITION if its description is larger than one of this job can be, which has its room
-// already.
+// already. INVALID_ARGUMENT: it has a longer name than a job may have.
 absl::Status CheckAsLargeAs(const Job& job, const grpc::ByteBuffer& attach_request);
 
 }  // namespace ballast::server

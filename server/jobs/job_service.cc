@@ -21,7 +21,7 @@
 namespace ballast::server {
 namespace {
 
-// A checkpoint of the new job's name is of an earlier job, which somebody may have meant to go on
+// A checkpoint of the new job's name is of an earlier job, which its user may have meant to go on
 // with.
 void TellOfCheckpoint(const Engine& engine, const Job& job, v1::Job& response) {
   if (!AddFoundCheckpoint(engine, job, response)) return;
@@ -55,11 +55,10 @@ v1::Job CreatedMessage(const Engine& engine, const Job& job) {
   return message;
 }
 
-absl::Status Get(const Engine& engine, const Caller& caller, const v1::GetJobRequest& request,
-                 v1::Job& response) {
+absl::StatusOr<v1::Job> Get(const Engine& engine, const Caller& caller,
+                            const v1::GetJobRequest& request) {
   BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, FindJob(engine, caller, request.name()));
-  response = ToMessage(engine, *job, request.with_parameters());
-  return absl::OkStatus();
+  return ToMessage(engine, *job, request.with_parameters());
 }
 
 // Offers memory to a process that has just attached. One that reopens its stream has it already.
@@ -91,8 +90,8 @@ absl::StatusOr<AttachRequest> FromMessage(const v1::AttachWorkerRequest& request
   return attach;
 }
 
-absl::Status Update(const Engine& engine, const Caller& caller,
-                    const v1::UpdateGroupRequest& request, v1::ParamGroup& response) {
+absl::StatusOr<v1::ParamGroup> Update(const Engine& engine, const Caller& caller,
+                                      const v1::UpdateGroupRequest& request) {
   BALLAST_ASSIGN_OR_RETURN(const proto::ResourceName name, proto::ParseGroupName(request.name()));
   BALLAST_RETURN_IF_ERROR(caller.Check(name.job));
   BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, engine.FindJob(name.job));
@@ -103,18 +102,18 @@ absl::Status Update(const Engine& engine, const Caller& caller,
     if (groups[group].name != name.child) continue;
     BALLAST_ASSIGN_OR_RETURN(const HyperParameters values,
                              job->UpdateGroup(static_cast<int>(group), changes));
-    response = ToMessage(*job, static_cast<int>(group), values);
-    return absl::OkStatus();
+    return ToMessage(*job, static_cast<int>(group), values);
   }
-  return absl::NotFoundError(absl::StrCat("job ", name.job, " has no group '", name.child, "'"));
+  return absl::NotFoundError(absl::StrCat("job ", name.job, " has no group '", name.child,
+                                          "'; GetJob names those that it has"));
 }
 
 // A page is smaller than what clients accept that do not say how much they do, 4 MiB.
 constexpr size_t kPageBytes = size_t{3} << 20;
 
 // Those that the caller may see.
-void List(const Engine& engine, const Caller& caller, const std::string& after,
-          v1::ListJobsResponse& response) {
+v1::ListJobsResponse List(const Engine& engine, const Caller& caller, const std::string& after) {
+  v1::ListJobsResponse response;
   response.set_instance_id(engine.instance_id());
   response.set_memory_used_bytes(engine.memory().used_bytes());
   response.set_memory_limit_bytes(engine.memory().limit_bytes());
@@ -127,10 +126,11 @@ void List(const Engine& engine, const Caller& caller, const std::string& after,
     if (page_bytes > kPageBytes && response.jobs_size() > 0) {
       const std::string& last = response.jobs(response.jobs_size() - 1).name();
       response.set_next_page_token(last.substr(last.rfind('/') + 1));
-      return;
+      break;
     }
     *response.add_jobs() = std::move(message);
   }
+  return response;
 }
 
 }  // namespace
@@ -138,12 +138,12 @@ void List(const Engine& engine, const Caller& caller, const std::string& after,
 grpc::ServerUnaryReactor* JobService::CreateJob(grpc::CallbackServerContext* context,
                                                 const grpc::ByteBuffer* request,
                                                 grpc::ByteBuffer* response) {
-  return UnaryCall::Start(access_.Admit(*context, "JobService.CreateJob"), pools_.creation,
-                          [=, this](UnaryCall& call) { Create(call, *request, *response); });
+  return UnaryCall::StartRaw(access_.Admit(*context, "JobService.CreateJob"), pools_.creation,
+                             {context, request, response},
+                             [=, this](UnaryCall& call) { Create(call, *request); });
 }
 
-void JobService::Create(UnaryCall& call, const grpc::ByteBuffer& request,
-                        grpc::ByteBuffer& response) {
+void JobService::Create(UnaryCall& call, const grpc::ByteBuffer& request) {
   absl::StatusOr<JobSpec> spec = [&]() -> absl::StatusOr<JobSpec> {
     BALLAST_ASSIGN_OR_RETURN(const auto room, RoomToRead(engine_, request));
     BALLAST_ASSIGN_OR_RETURN(JobSpec made, SpecOf(request));
@@ -154,37 +154,41 @@ void JobService::Create(UnaryCall& call, const grpc::ByteBuffer& request,
   call.Await<std::shared_ptr<Job>>(
       [&](Done<std::shared_ptr<Job>> done) {
         engine_.CreateJob(*std::move(spec), std::move(done));
-        return Pending();  // What has been begun is made, whether somebody waits for it or not.
+        return Pending();  // What has been begun is made, whether its caller waits for it or not.
       },
-      [this, &response](const std::shared_ptr<Job>& job) {
-        response = proto::SerializeControl(CreatedMessage(engine_, *job));
-        return absl::OkStatus();
+      [this](const std::shared_ptr<Job>& job) -> absl::StatusOr<v1::Job> {
+        return CreatedMessage(engine_, *job);
       });
 }
 
 grpc::ServerUnaryReactor* JobService::GetJob(grpc::CallbackServerContext* context,
-                                             const v1::GetJobRequest* request, v1::Job* response) {
-  return UnaryCall::Run(
-      access_.Admit(*context, "JobService.GetJob"), pools_.control,
-      [=, this](const Caller& caller) { return Get(engine_, caller, *request, *response); });
+                                             const grpc::ByteBuffer* request,
+                                             grpc::ByteBuffer* response) {
+  return UnaryCall::Run<v1::GetJobRequest>(
+      access_.Admit(*context, "JobService.GetJob"), pools_.control, {context, request, response},
+      [this](const Caller& caller, const v1::GetJobRequest& asked) {
+        return Get(engine_, caller, asked);
+      });
 }
 
 grpc::ServerUnaryReactor* JobService::ListJobs(grpc::CallbackServerContext* context,
-                                               const v1::ListJobsRequest* request,
-                                               v1::ListJobsResponse* response) {
-  return UnaryCall::Run(access_.Admit(*context, "JobService.ListJobs"), pools_.control,
-                        [=, this](const Caller& caller) {
-                          List(engine_, caller, request->page_token(), *response);
-                          return absl::OkStatus();
-                        });
+                                               const grpc::ByteBuffer* request,
+                                               grpc::ByteBuffer* response) {
+  return UnaryCall::Run<v1::ListJobsRequest>(
+      access_.Admit(*context, "JobService.ListJobs"), pools_.control, {context, request, response},
+      [this](const Caller& caller,
+             const v1::ListJobsRequest& asked) -> absl::StatusOr<v1::ListJobsResponse> {
+        return List(engine_, caller, asked.page_token());
+      });
 }
 
 grpc::ServerUnaryReactor* JobService::CloseJob(grpc::CallbackServerContext* context,
-                                               const v1::CloseJobRequest* request,
-                                               v1::CloseJobResponse*) {
+                                               const grpc::ByteBuffer* request,
+                                               grpc::ByteBuffer* response) {
   // In `creation`, because the engine frees the job's memory before it answers.
-  return UnaryCall::Start(access_.Admit(*context, "JobService.CloseJob", request), pools_.creation,
-                          [=, this](UnaryCall& call) { Close(call, *request); });
+  return UnaryCall::Start<v1::CloseJobRequest>(
+      access_.Admit(*context, "JobService.CloseJob"), pools_.creation, {context, request, response},
+      [this](UnaryCall& call, const v1::CloseJobRequest& asked) { Close(call, asked); });
 }
 
 void JobService::Close(UnaryCall& call, const v1::CloseJobRequest& request) {
@@ -195,20 +199,21 @@ void JobService::Close(UnaryCall& call, const v1::CloseJobRequest& request) {
     may = FindJob(engine_, call.caller(), request.name(), request.uid()).status();
   }
   if (!may.ok()) return call.End(may);
-  call.Await<bool>([&](Done<bool> done) { return engine_.CloseJob(name->job, std::move(done)); },
-                   [](bool) { return absl::OkStatus(); });
+  call.Await<bool>(
+      [&](Done<bool> done) { return engine_.CloseJob(name->job, std::move(done)); },
+      [](bool) -> absl::StatusOr<v1::CloseJobResponse> { return v1::CloseJobResponse(); });
 }
 
 grpc::ServerUnaryReactor* JobService::AttachWorker(grpc::CallbackServerContext* context,
                                                    const grpc::ByteBuffer* request,
                                                    grpc::ByteBuffer* response) {
-  return UnaryCall::Start(access_.Admit(*context, "JobService.AttachWorker"), pools_.control,
-                          [=, this](UnaryCall& call) { Attach(call, *request, *response); });
+  return UnaryCall::StartRaw(access_.Admit(*context, "JobService.AttachWorker"), pools_.control,
+                             {context, request, response},
+                             [=, this](UnaryCall& call) { Attach(call, *request); });
 }
 
 // The description may be large, so it is parsed, and later made, in the pool.
-void JobService::Attach(UnaryCall& call, const grpc::ByteBuffer& bytes,
-                        grpc::ByteBuffer& response) {
+void JobService::Attach(UnaryCall& call, const grpc::ByteBuffer& bytes) {
   struct Parsed {
     std::shared_ptr<Job> job;
     v1::AttachWorkerRequest request;
@@ -230,7 +235,8 @@ void JobService::Attach(UnaryCall& call, const grpc::ByteBuffer& bytes,
       [&](Done<Attachment> done) {
         return job->Attach(std::move(parsed->attach), std::move(done));
       },
-      [this, job, request = std::move(parsed->request), &response](const Attachment& attachment) {
+      [this, job, request = std::move(parsed->request)](
+          const Attachment& attachment) -> absl::StatusOr<v1::AttachWorkerResponse> {
         v1::AttachWorkerResponse message;
         message.set_uid(job->uid());
         message.set_instance_id(engine_.instance_id());
@@ -241,59 +247,63 @@ void JobService::Attach(UnaryCall& call, const grpc::ByteBuffer& bytes,
           OfferSharedMemory(*shared_memory_server_, job, request, message);
         }
         *message.mutable_job() = ToMessage(engine_, *job, /*with_parameters=*/true);
-        response = proto::SerializeControl(message);
-        return absl::OkStatus();
+        return message;
       });
 }
 
 grpc::ServerUnaryReactor* JobService::AbortStep(grpc::CallbackServerContext* context,
-                                                const v1::AbortStepRequest* request,
-                                                v1::AbortStepResponse* response) {
-  return UnaryCall::Start(access_.Admit(*context, "JobService.AbortStep", request), pools_.control,
-                          [=, this](UnaryCall& call) { Abort(call, *request, *response); });
+                                                const grpc::ByteBuffer* request,
+                                                grpc::ByteBuffer* response) {
+  return UnaryCall::Start<v1::AbortStepRequest>(
+      access_.Admit(*context, "JobService.AbortStep"), pools_.control, {context, request, response},
+      [this](UnaryCall& call, const v1::AbortStepRequest& asked) { Abort(call, asked); });
 }
 
-void JobService::Abort(UnaryCall& call, const v1::AbortStepRequest& request,
-                       v1::AbortStepResponse& response) {
+void JobService::Abort(UnaryCall& call, const v1::AbortStepRequest& request) {
   const absl::StatusOr<std::shared_ptr<Job>> job = FindJob(engine_, call.caller(), request.name());
   if (!job.ok()) return call.End(job.status());
   call.Await<uint64_t>([&](Done<uint64_t> done) { return (*job)->AbortStep(std::move(done)); },
-                       [&response](uint64_t step) {
+                       [](uint64_t step) -> absl::StatusOr<v1::AbortStepResponse> {
+                         v1::AbortStepResponse response;
                          response.set_aborted_step(step);
-                         return absl::OkStatus();
+                         return response;
                        });
 }
 
 grpc::ServerUnaryReactor* JobService::UndoStep(grpc::CallbackServerContext* context,
-                                               const v1::UndoStepRequest* request,
-                                               v1::UndoStepResponse* response) {
-  return UnaryCall::Start(access_.Admit(*context, "JobService.UndoStep", request), pools_.control,
-                          [=, this](UnaryCall& call) { Undo(call, *request, *response); });
+                                               const grpc::ByteBuffer* request,
+                                               grpc::ByteBuffer* response) {
+  return UnaryCall::Start<v1::UndoStepRequest>(
+      access_.Admit(*context, "JobService.UndoStep"), pools_.control, {context, request, response},
+      [this](UnaryCall& call, const v1::UndoStepRequest& asked) { Undo(call, asked); });
 }
 
-void JobService::Undo(UnaryCall& call, const v1::UndoStepRequest& request,
-                      v1::UndoStepResponse& response) {
+void JobService::Undo(UnaryCall& call, const v1::UndoStepRequest& request) {
   const absl::StatusOr<std::shared_ptr<Job>> job = FindJob(engine_, call.caller(), request.name());
   if (!job.ok()) return call.End(job.status());
   const Job::UndoRequest undo = {.step = request.step(),
                                  .generation = proto::FromProto(request.generation())};
   call.Await<uint64_t>([&](Done<uint64_t> done) { return (*job)->UndoStep(undo, std::move(done)); },
-                       [&response](uint64_t step) {
+                       [](uint64_t step) -> absl::StatusOr<v1::UndoStepResponse> {
+                         v1::UndoStepResponse response;
                          response.set_undone_step(step);
-                         return absl::OkStatus();
+                         return response;
                        });
 }
 
 grpc::ServerUnaryReactor* JobService::UpdateGroup(grpc::CallbackServerContext* context,
-                                                  const v1::UpdateGroupRequest* request,
-                                                  v1::ParamGroup* response) {
-  return UnaryCall::Run(
-      access_.Admit(*context, "JobService.UpdateGroup", request), pools_.control,
-      [=, this](const Caller& caller) { return Update(engine_, caller, *request, *response); });
+                                                  const grpc::ByteBuffer* request,
+                                                  grpc::ByteBuffer* response) {
+  return UnaryCall::Run<v1::UpdateGroupRequest>(
+      access_.Admit(*context, "JobService.UpdateGroup"), pools_.control,
+      {context, request, response},
+      [this](const Caller& caller, const v1::UpdateGroupRequest& asked) {
+        return Update(engine_, caller, asked);
+      });
 }
 
-grpc::ServerWriteReactor<v1::TraceJobResponse>* JobService::TraceJob(
-    grpc::CallbackServerContext* context, const v1::TraceJobRequest* request) {
+grpc::ServerWriteReactor<grpc::ByteBuffer>* JobService::TraceJob(
+    grpc::CallbackServerContext* context, const grpc::ByteBuffer* request) {
   return new TraceCall(engine_, pools_, *context, access_.Admit(*context, "JobService.TraceJob"),
                        *request);
 }

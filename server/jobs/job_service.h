@@ -10,16 +10,18 @@
 
 namespace ballast::server {
 
-// Calls with a description come as bytes: it takes many times its bytes when it is parsed, so that
-// is done when there is a thread for it, and room (job_description.h).
+// All requests come as bytes: parsed, they may take a hundred times as much, so they are measured,
+// and parsed once it is known who calls, and when there is a thread for it (unary_call.h), and room
+// (job_description.h).
 using JobServiceBase = v1::JobService::WithRawCallbackMethod_CreateJob<
-    v1::JobService::WithRawCallbackMethod_AttachWorker<v1::JobService::WithCallbackMethod_GetJob<
-        v1::JobService::WithCallbackMethod_ListJobs<v1::JobService::WithCallbackMethod_CloseJob<
-            v1::JobService::WithCallbackMethod_AbortStep<
-                v1::JobService::WithCallbackMethod_UndoStep<
-                    v1::JobService::WithCallbackMethod_UpdateGroup<
-                        v1::JobService::WithCallbackMethod_TraceJob<
-                            v1::JobService::Service>>>>>>>>>;
+    v1::JobService::WithRawCallbackMethod_AttachWorker<
+        v1::JobService::WithRawCallbackMethod_GetJob<v1::JobService::WithRawCallbackMethod_ListJobs<
+            v1::JobService::WithRawCallbackMethod_CloseJob<
+                v1::JobService::WithRawCallbackMethod_AbortStep<
+                    v1::JobService::WithRawCallbackMethod_UndoStep<
+                        v1::JobService::WithRawCallbackMethod_UpdateGroup<
+                            v1::JobService::WithRawCallbackMethod_TraceJob<
+                                v1::JobService::Service>>>>>>>>>;
 
 // Thread-safe. The engine, the access, the pools and the server of shared memory outlive its calls. The methods
 // only start a call (unary_call.h); its work is done in a pool.
@@ -37,36 +39,37 @@ class JobService final : public JobServiceBase {
                                       const grpc::ByteBuffer* request,
                                       grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* GetJob(grpc::CallbackServerContext* context,
-                                   const v1::GetJobRequest* request, v1::Job* response) override;
+                                   const grpc::ByteBuffer* request,
+                                   grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* ListJobs(grpc::CallbackServerContext* context,
-                                     const v1::ListJobsRequest* request,
-                                     v1::ListJobsResponse* response) override;
+                                     const grpc::ByteBuffer* request,
+                                     grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* CloseJob(grpc::CallbackServerContext* context,
-                                     const v1::CloseJobRequest* request,
-                                     v1::CloseJobResponse* response) override;
+                                     const grpc::ByteBuffer* request,
+                                     grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* AttachWorker(grpc::CallbackServerContext* context,
                                          const grpc::ByteBuffer* request,
                                          grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* AbortStep(grpc::CallbackServerContext* context,
-                                      const v1::AbortStepRequest* request,
-                                      v1::AbortStepResponse* response) override;
+                                      const grpc::ByteBuffer* request,
+                                      grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* UndoStep(grpc::CallbackServerContext* context,
-                                     const v1::UndoStepRequest* request,
-                                     v1::UndoStepResponse* response) override;
+                                     const grpc::ByteBuffer* request,
+                                     grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* UpdateGroup(grpc::CallbackServerContext* context,
-                                        const v1::UpdateGroupRequest* request,
-                                        v1::ParamGroup* response) override;
+                                        const grpc::ByteBuffer* request,
+                                        grpc::ByteBuffer* response) override;
   // Answers when the steps are committed: after an hour at most, and with a deadline after nine
   // tenths of the time that is given, so that what there is by then still arrives.
-  grpc::ServerWriteReactor<v1::TraceJobResponse>* TraceJob(
-      grpc::CallbackServerContext* context, const v1::TraceJobRequest* request) override;
+  grpc::ServerWriteReactor<grpc::ByteBuffer>* TraceJob(grpc::CallbackServerContext* context,
+                                                       const grpc::ByteBuffer* request) override;
 
  private:
-  void Create(UnaryCall& call, const grpc::ByteBuffer& request, grpc::ByteBuffer& response);
+  void Create(UnaryCall& call, const grpc::ByteBuffer& request);
   void Close(UnaryCall& call, const v1::CloseJobRequest& request);
-  void Attach(UnaryCall& call, const grpc::ByteBuffer& request, grpc::ByteBuffer& response);
-  void Abort(UnaryCall& call, const v1::AbortStepRequest& request, v1::AbortStepResponse& response);
-  void Undo(UnaryCall& call, const v1::UndoStepRequest& request, v1::UndoStepResponse& response);
+  void Attach(UnaryCall& call, const grpc::ByteBuffer& request);
+  void Abort(UnaryCall& call, const v1::AbortStepRequest& request);
+  void Undo(UnaryCall& call, const v1::UndoStepRequest& request);
 
   Engine& engine_;
   const Access& access_;

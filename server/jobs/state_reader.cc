@@ -36,16 +36,18 @@ absl::StatusOr<Plane> FromProto(v1::Plane plane) {
 
 StateReader::StateReader(const Engine& engine, CallPools& pools,
                          grpc::CallbackServerContext& context, const absl::StatusOr<Caller>& caller,
-                         const v1::ReadStateRequest& request)
-    : StreamedAnswer(pools, context), request_(request) {
-  const absl::Status started =
-      Guarded([&] { return caller.ok() ? Start(engine, pools, *caller) : caller.status(); });
+                         const grpc::ByteBuffer& request)
+    : StreamedAnswer(pools, context) {
+  const absl::Status started = Guarded(
+      [&] { return caller.ok() ? Start(engine, pools, *caller, request) : caller.status(); });
   if (!started.ok()) End(started);
 }
 
-absl::Status StateReader::Start(const Engine& engine, CallPools& pools, const Caller& caller) {
+absl::Status StateReader::Start(const Engine& engine, CallPools& pools, const Caller& caller,
+                                const grpc::ByteBuffer& request) {
   BALLAST_ASSIGN_OR_RETURN(CallPool::Place place, pools.readers.Enter());
   Keep(std::move(place));
+  BALLAST_ASSIGN_OR_RETURN(request_, proto::ParseRequest<v1::ReadStateRequest>(request));
   BALLAST_ASSIGN_OR_RETURN(parameter_, FindParameter(engine, caller, request_.name()));
   BALLAST_ASSIGN_OR_RETURN(plane_, FromProto(request_.plane()));
   if (!parameter_.spec().trainable) {

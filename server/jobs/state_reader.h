@@ -18,16 +18,17 @@ namespace ballast::server {
 // Reads from a snapshot, so training goes on, however slow the reader is.
 class StateReader final : public StreamedAnswer<v1::ReadStateResponse> {
  public:
-  // The engine and the pools outlive it; gRPC keeps the request until OnDone.
+  // The engine and the pools outlive it.
   StateReader(const Engine& engine, CallPools& pools, grpc::CallbackServerContext& context,
-              const absl::StatusOr<Caller>& caller, const v1::ReadStateRequest& request);
+              const absl::StatusOr<Caller>& caller, const grpc::ByteBuffer& request);
 
  private:
-  absl::Status Start(const Engine& engine, CallPools& pools, const Caller& caller);
+  absl::Status Start(const Engine& engine, CallPools& pools, const Caller& caller,
+                     const grpc::ByteBuffer& request);
   void Opened(absl::StatusOr<Snapshot> snapshot);
   bool Fill(v1::ReadStateResponse& message) override;
 
-  const v1::ReadStateRequest& request_;
+  v1::ReadStateRequest request_;
   FoundParameter parameter_;
   Plane plane_ = Plane::kMaster;
   Snapshot snapshot_;

@@ -1,12 +1,14 @@
 #include "server/jobs/state_service.h"
 
+#include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
-#include "cpu_optimizer_service/common/system/checkpoint_name.h"
+#include "cpu_optimizer_service/common/text/checkpoint_name.h"
 #include "proto/convert.h"
 #include "server/find_job.h"
 #include "server/jobs/state_reader.h"
@@ -41,8 +43,8 @@ void AddPlane(const PlaneSummary& summary, Plane plane, v1::StateSummary& respon
                                         summary.magnitude_histogram.end());
 }
 
-void FillSummary(const FoundParameter& parameter, const Snapshot& snapshot,
-                 v1::StateSummary& response) {
+v1::StateSummary SummaryOf(const FoundParameter& parameter, const Snapshot& snapshot) {
+  v1::StateSummary response;
   const JobSpec& job = parameter.job->spec();
   response.set_name(proto::ParameterName(job.name, parameter.spec().name));
   response.set_step(snapshot.step());
@@ -50,12 +52,13 @@ void FillSummary(const FoundParameter& parameter, const Snapshot& snapshot,
   response.set_group(proto::GroupName(job.name, job.groups[parameter.spec().group].name));
   response.set_trainable(parameter.spec().trainable);
   response.set_update_count(snapshot.update_count(parameter.index));
-  if (!parameter.spec().trainable) return;
+  if (!parameter.spec().trainable) return response;
   for (const Plane plane :
        {Plane::kMaster, Plane::kExpAvg, Plane::kExpAvgSq, Plane::kMaxExpAvgSq}) {
     if (!snapshot.has_plane(parameter.index, plane)) continue;
     AddPlane(Summarize(snapshot, parameter.index, parameter.elements(), plane), plane, response);
   }
+  return response;
 }
 
 v1::Checkpoint ToProto(const FoundCheckpoint& found, const CheckpointDirectory* names) {
@@ -74,6 +77,45 @@ v1::Checkpoint ToProto(const FoundCheckpoint& found, const CheckpointDirectory* 
   return to;
 }
 
+// Of a checkpoint's name, "gpt/step-1000.2".
+std::string FolderOf(const std::string& name) { return name.substr(0, name.find('/')); }
+
+// A page is smaller than what clients accept that do not say how much they do, 4 MiB.
+constexpr size_t kPageBytes = size_t{3} << 20;
+// Of all folders, whole ones are looked at until there are so many.
+constexpr size_t kPageCheckpoints = 4096;
+// The token of the page behind all of a folder: "gpt/".
+constexpr char kWholeFolder[] = "/";
+
+// Those behind the one of the name `after`, as far as a page goes. ABORTED: there is no such one.
+absl::StatusOr<v1::ListCheckpointsResponse> Page(
+    const std::vector<FoundCheckpoint>& found, const CheckpointDirectory* names,
+    const std::string& after, const std::function<bool(const v1::Checkpoint&)>& may_see) {
+  v1::ListCheckpointsResponse response;
+  size_t bytes = 0;
+  bool is_behind = after.empty();
+  std::string last;
+  for (const FoundCheckpoint& each : found) {
+    v1::Checkpoint checkpoint = ToProto(each, names);
+    if (!is_behind) {
+      is_behind = checkpoint.name() == after;
+      continue;
+    }
+    bytes += checkpoint.ByteSizeLong();
+    if (bytes > kPageBytes && !last.empty()) {
+      response.set_next_page_token(last);
+      return response;
+    }
+    last = checkpoint.name();
+    if (may_see(checkpoint)) *response.add_checkpoints() = std::move(checkpoint);
+  }
+  if (!is_behind) {
+    return absl::AbortedError(absl::StrCat(
+        "checkpoint ", after, ", with which the page before ended, is gone; list them again"));
+  }
+  return response;
+}
+
 // A job's checkpoints are under its name, unless another place is given.
 std::string DirectoryOf(const std::string& given, const Job& job) {
   return given.empty() ? job.spec().name : given;
@@ -81,22 +123,23 @@ std::string DirectoryOf(const std::string& given, const Job& job) {
 
 }  // namespace
 
-grpc::ServerWriteReactor<v1::ReadStateResponse>* StateService::ReadState(
-    grpc::CallbackServerContext* context, const v1::ReadStateRequest* request) {
+grpc::ServerWriteReactor<grpc::ByteBuffer>* StateService::ReadState(
+    grpc::CallbackServerContext* context, const grpc::ByteBuffer* request) {
   return new StateReader(engine_, pools_, *context,
                          access_.Admit(*context, "StateService.ReadState"), *request);
 }
 
 // Only the snapshot waits for training, and it copies nothing; its planes are read in the pool.
 grpc::ServerUnaryReactor* StateService::SummarizeState(grpc::CallbackServerContext* context,
-                                                       const v1::SummarizeStateRequest* request,
-                                                       v1::StateSummary* response) {
-  return UnaryCall::Start(access_.Admit(*context, "StateService.SummarizeState"), pools_.readers,
-                          [=, this](UnaryCall& call) { Summarize(call, *request, *response); });
+                                                       const grpc::ByteBuffer* request,
+                                                       grpc::ByteBuffer* response) {
+  return UnaryCall::Start<v1::SummarizeStateRequest>(
+      access_.Admit(*context, "StateService.SummarizeState"), pools_.readers,
+      {context, request, response},
+      [this](UnaryCall& call, const v1::SummarizeStateRequest& asked) { Summarize(call, asked); });
 }
 
-void StateService::Summarize(UnaryCall& call, const v1::SummarizeStateRequest& request,
-                             v1::StateSummary& response) {
+void StateService::Summarize(UnaryCall& call, const v1::SummarizeStateRequest& request) {
   const absl::StatusOr<FoundParameter> parameter =
       FindParameter(engine_, call.caller(), request.name());
   if (!parameter.ok()) return call.End(parameter.status());
@@ -104,21 +147,20 @@ void StateService::Summarize(UnaryCall& call, const v1::SummarizeStateRequest& r
       [&](Done<Snapshot> done) {
         return parameter->job->TakeSnapshot({parameter->index}, std::move(done));
       },
-      [parameter = *parameter, &response](const Snapshot& snapshot) {
-        FillSummary(parameter, snapshot, response);
-        return absl::OkStatus();
+      [parameter = *parameter](const Snapshot& snapshot) -> absl::StatusOr<v1::StateSummary> {
+        return SummaryOf(parameter, snapshot);
       });
 }
 
 grpc::ServerUnaryReactor* StateService::SaveJob(grpc::CallbackServerContext* context,
-                                                const v1::SaveJobRequest* request,
-                                                v1::SaveJobResponse* response) {
-  return UnaryCall::Start(access_.Admit(*context, "StateService.SaveJob", request), pools_.control,
-                          [=, this](UnaryCall& call) { Save(call, *request, *response); });
+                                                const grpc::ByteBuffer* request,
+                                                grpc::ByteBuffer* response) {
+  return UnaryCall::Start<v1::SaveJobRequest>(
+      access_.Admit(*context, "StateService.SaveJob"), pools_.control, {context, request, response},
+      [this](UnaryCall& call, const v1::SaveJobRequest& asked) { Save(call, asked); });
 }
 
-void StateService::Save(UnaryCall& call, const v1::SaveJobRequest& request,
-                        v1::SaveJobResponse& response) {
+void StateService::Save(UnaryCall& call, const v1::SaveJobRequest& request) {
   const absl::StatusOr<std::shared_ptr<Job>> job = FindJob(engine_, call.caller(), request.name());
   if (!job.ok()) return call.End(job.status());
   const absl::StatusOr<std::string> folder =
@@ -129,23 +171,24 @@ void StateService::Save(UnaryCall& call, const v1::SaveJobRequest& request,
         return (*job)->Save({.folder = *folder, .background = request.background()},
                             std::move(done));
       },
-      [&response](const CheckpointInfo& saved) {
+      [](const CheckpointInfo& saved) -> absl::StatusOr<v1::SaveJobResponse> {
+        v1::SaveJobResponse response;
         response.set_directory(saved.directory);
         response.set_step(saved.step);
         response.set_bytes(saved.size_bytes);
-        return absl::OkStatus();
+        return response;
       });
 }
 
 grpc::ServerUnaryReactor* StateService::LoadJob(grpc::CallbackServerContext* context,
-                                                const v1::LoadJobRequest* request,
-                                                v1::LoadJobResponse* response) {
-  return UnaryCall::Start(access_.Admit(*context, "StateService.LoadJob", request), pools_.control,
-                          [=, this](UnaryCall& call) { Load(call, *request, *response); });
+                                                const grpc::ByteBuffer* request,
+                                                grpc::ByteBuffer* response) {
+  return UnaryCall::Start<v1::LoadJobRequest>(
+      access_.Admit(*context, "StateService.LoadJob"), pools_.control, {context, request, response},
+      [this](UnaryCall& call, const v1::LoadJobRequest& asked) { Load(call, asked); });
 }
 
-void StateService::Load(UnaryCall& call, const v1::LoadJobRequest& request,
-                        v1::LoadJobResponse& response) {
+void StateService::Load(UnaryCall& call, const v1::LoadJobRequest& request) {
   const absl::StatusOr<std::shared_ptr<Job>> job = FindJob(engine_, call.caller(), request.name());
   if (!job.ok()) return call.End(job.status());
   const absl::StatusOr<std::string> path =
@@ -156,12 +199,13 @@ void StateService::Load(UnaryCall& call, const v1::LoadJobRequest& request,
         return (*job)->Load({.path = *path, .weights_only = request.weights_only()},
                             std::move(done));
       },
-      [&response](const CheckpointInfo& loaded) {
+      [](const CheckpointInfo& loaded) -> absl::StatusOr<v1::LoadJobResponse> {
+        v1::LoadJobResponse response;
         response.set_step(loaded.step);
         *response.mutable_generation() = proto::ToProto(loaded.generation);
         response.set_directory(loaded.directory);
         for (const std::string& damage : loaded.passed_over) response.add_passed_over(damage);
-        return absl::OkStatus();
+        return response;
       });
 }
 
@@ -174,41 +218,74 @@ absl::StatusOr<std::string> StateService::PathOf(const Caller& caller,
 }
 
 grpc::ServerUnaryReactor* StateService::ListCheckpoints(grpc::CallbackServerContext* context,
-                                                        const v1::ListCheckpointsRequest* request,
-                                                        v1::ListCheckpointsResponse* response) {
-  return UnaryCall::Start(access_.Admit(*context, "StateService.ListCheckpoints", request),
-                          pools_.control, [=, this](UnaryCall& call) {
-                            Look(call, request->directory(), /*verified=*/false, *response);
-                          });
+                                                        const grpc::ByteBuffer* request,
+                                                        grpc::ByteBuffer* response) {
+  return UnaryCall::Start<v1::ListCheckpointsRequest>(
+      access_.Admit(*context, "StateService.ListCheckpoints"), pools_.control,
+      {context, request, response},
+      [this](UnaryCall& call, const v1::ListCheckpointsRequest& asked) { List(call, asked); });
 }
 
-grpc::ServerUnaryReactor* StateService::VerifyCheckpoints(
-    grpc::CallbackServerContext* context, const v1::VerifyCheckpointsRequest* request,
-    v1::ListCheckpointsResponse* response) {
-  return UnaryCall::Start(access_.Admit(*context, "StateService.VerifyCheckpoints", request),
-                          pools_.control, [=, this](UnaryCall& call) {
-                            Look(call, request->directory(), /*verified=*/true, *response);
-                          });
+void StateService::List(UnaryCall& call, const v1::ListCheckpointsRequest& request) {
+  const bool all = request.directory().empty();
+  Engine::LookRequest look;
+  std::string after = request.page_token();
+  if (all) {
+    look.from_folder = FolderOf(after);
+    look.enough = kPageCheckpoints;
+    if (absl::EndsWith(after, kWholeFolder)) {  // From the next one on.
+      look.from_folder.push_back('\0');
+      after.clear();
+    }
+  } else {
+    absl::StatusOr<std::string> path = PathOf(call.caller(), request.directory());
+    if (!path.ok()) return call.End(path.status());
+    look.path = *std::move(path);
+  }
+  call.Await<std::vector<FoundCheckpoint>>(
+      [&](Done<std::vector<FoundCheckpoint>> done) {
+        return engine_.LookForCheckpoints(std::move(look), std::move(done));
+      },
+      [this, all, after = std::move(after),
+       caller = call.caller()](const std::vector<FoundCheckpoint>& found)
+          -> absl::StatusOr<v1::ListCheckpointsResponse> {
+        // Of all those that are the caller's to see.
+        const auto may_see = [&](const v1::Checkpoint& checkpoint) {
+          return !all || caller.MayUse(FolderOf(checkpoint.name()));
+        };
+        BALLAST_ASSIGN_OR_RETURN(v1::ListCheckpointsResponse page,
+                                 Page(found, engine_.checkpoints(), after, may_see));
+        if (all && page.next_page_token().empty() && found.size() >= kPageCheckpoints) {
+          page.set_next_page_token(absl::StrCat(
+              FolderOf(ToProto(found.back(), engine_.checkpoints()).name()), kWholeFolder));
+        }
+        return page;
+      });
 }
 
-void StateService::Look(UnaryCall& call, const std::string& directory, bool verified,
-                        v1::ListCheckpointsResponse& response) {
-  const bool all = directory.empty() && !verified;
-  const absl::StatusOr<std::string> path = all ? std::string() : PathOf(call.caller(), directory);
+grpc::ServerUnaryReactor* StateService::VerifyCheckpoints(grpc::CallbackServerContext* context,
+                                                          const grpc::ByteBuffer* request,
+                                                          grpc::ByteBuffer* response) {
+  return UnaryCall::Start<v1::VerifyCheckpointsRequest>(
+      access_.Admit(*context, "StateService.VerifyCheckpoints"), pools_.control,
+      {context, request, response},
+      [this](UnaryCall& call, const v1::VerifyCheckpointsRequest& asked) { Verify(call, asked); });
+}
+
+void StateService::Verify(UnaryCall& call, const v1::VerifyCheckpointsRequest& request) {
+  const absl::StatusOr<std::string> path = PathOf(call.caller(), request.directory());
   if (!path.ok()) return call.End(path.status());
   call.Await<std::vector<FoundCheckpoint>>(
       [&](Done<std::vector<FoundCheckpoint>> done) {
-        engine_.LookForCheckpoints(*path, verified, std::move(done));
-        return Pending();
+        return engine_.LookForCheckpoints({.path = *path, .verified = true}, std::move(done));
       },
-      [this, all, caller = call.caller(), &response](const std::vector<FoundCheckpoint>& found) {
+      [this](const std::vector<FoundCheckpoint>& found)
+          -> absl::StatusOr<v1::ListCheckpointsResponse> {
+        v1::ListCheckpointsResponse response;
         for (const FoundCheckpoint& each : found) {
-          v1::Checkpoint checkpoint = ToProto(each, engine_.checkpoints());
-          const std::string folder = checkpoint.name().substr(0, checkpoint.name().find('/'));
-          // Of all those that are the caller's to see.
-          if (!all || caller.MayUse(folder)) *response.add_checkpoints() = std::move(checkpoint);
+          *response.add_checkpoints() = ToProto(each, engine_.checkpoints());
         }
-        return absl::OkStatus();
+        return response;
       });
 }
 

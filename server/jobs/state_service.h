@@ -12,41 +12,49 @@
 
 namespace ballast::server {
 
+// As of JobService, requests come as bytes.
+using StateServiceBase = v1::StateService::WithRawCallbackMethod_ReadState<
+    v1::StateService::WithRawCallbackMethod_SummarizeState<
+        v1::StateService::WithRawCallbackMethod_SaveJob<
+            v1::StateService::WithRawCallbackMethod_LoadJob<
+                v1::StateService::WithRawCallbackMethod_ListCheckpoints<
+                    v1::StateService::WithRawCallbackMethod_VerifyCheckpoints<
+                        v1::StateService::Service>>>>>>;
+
 // Thread-safe. The engine, the access, the pools and the paths outlive its calls. The methods only start a
 // call; its work is done in a pool.
-class StateService final : public v1::StateService::CallbackService {
+class StateService final : public StateServiceBase {
  public:
   StateService(Engine& engine, const Access& access, CallPools& pools, const CheckpointPaths& paths)
       : engine_(engine), access_(access), pools_(pools), paths_(paths) {}
 
-  grpc::ServerWriteReactor<v1::ReadStateResponse>* ReadState(
-      grpc::CallbackServerContext* context, const v1::ReadStateRequest* request) override;
+  grpc::ServerWriteReactor<grpc::ByteBuffer>* ReadState(grpc::CallbackServerContext* context,
+                                                        const grpc::ByteBuffer* request) override;
   grpc::ServerUnaryReactor* SummarizeState(grpc::CallbackServerContext* context,
-                                           const v1::SummarizeStateRequest* request,
-                                           v1::StateSummary* response) override;
+                                           const grpc::ByteBuffer* request,
+                                           grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* SaveJob(grpc::CallbackServerContext* context,
-                                    const v1::SaveJobRequest* request,
-                                    v1::SaveJobResponse* response) override;
+                                    const grpc::ByteBuffer* request,
+                                    grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* LoadJob(grpc::CallbackServerContext* context,
-                                    const v1::LoadJobRequest* request,
-                                    v1::LoadJobResponse* response) override;
+                                    const grpc::ByteBuffer* request,
+                                    grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* ListCheckpoints(grpc::CallbackServerContext* context,
-                                            const v1::ListCheckpointsRequest* request,
-                                            v1::ListCheckpointsResponse* response) override;
+                                            const grpc::ByteBuffer* request,
+                                            grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* VerifyCheckpoints(grpc::CallbackServerContext* context,
-                                              const v1::VerifyCheckpointsRequest* request,
-                                              v1::ListCheckpointsResponse* response) override;
+                                              const grpc::ByteBuffer* request,
+                                              grpc::ByteBuffer* response) override;
 
  private:
-  void Summarize(UnaryCall& call, const v1::SummarizeStateRequest& request,
-                 v1::StateSummary& response);
-  void Save(UnaryCall& call, const v1::SaveJobRequest& request, v1::SaveJobResponse& response);
-  void Load(UnaryCall& call, const v1::LoadJobRequest& request, v1::LoadJobResponse& response);
+  void Summarize(UnaryCall& call, const v1::SummarizeStateRequest& request);
+  void Save(UnaryCall& call, const v1::SaveJobRequest& request);
+  void Load(UnaryCall& call, const v1::LoadJobRequest& request);
   // `directory` as a call of this caller gives it; the folder of a name is the job's of that name,
   // whether there is one now or not.
   absl::StatusOr<std::string> PathOf(const Caller& caller, const std::string& directory) const;
-  void Look(UnaryCall& call, const std::string& directory, bool verified,
-            v1::ListCheckpointsResponse& response);
+  void List(UnaryCall& call, const v1::ListCheckpointsRequest& request);
+  void Verify(UnaryCall& call, const v1::VerifyCheckpointsRequest& request);
 
   Engine& engine_;
   const Access& access_;

@@ -3,11 +3,13 @@
 #define BALLAST_SERVER_JOBS_STREAMED_ANSWER_H_
 
 #include <grpcpp/server_context.h>
+#include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/server_callback.h>
 
 #include <memory>
 
 #include "absl/status/status.h"
+#include "proto/frame.h"
 #include "server/call_guard.h"
 #include "server/call_pool.h"
 #include "server/find_job.h"
@@ -18,19 +20,17 @@ namespace ballast::server {
 // Owns itself: gRPC calls OnDone last, which deletes it. One message is in memory at a time, and a
 // reader that takes none costs no thread. A subclass calls either Begin or End, once.
 template <typename Message>
-class StreamedAnswer : public grpc::ServerWriteReactor<Message> {
+class StreamedAnswer : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
  public:
-  // A reader that takes nothing for so long is cancelled: its place in the pool is others'.
-  static constexpr double kPatienceSeconds = 60;
-
   // Messages are made in the pool of readers. The pools outlive the call.
   StreamedAnswer(CallPools& pools, grpc::CallbackServerContext& context)
       : pool_(pools.readers),
-        watched_(pools.watch.Watch([&context] { context.TryCancel(); }, kPatienceSeconds)) {}
+        watched_(
+            pools.watch.Watch([&context] { context.TryCancel(); }, WatchedCall::kAnswerSeconds)) {}
 
   void OnWriteDone(bool ok) final {
-    watched_->WriteEnded();
-    if (!ok) return End(absl::CancelledError("the reader is gone"));
+    watched_->PeerActed();
+    if (!ok) return End(GoneError("reader"));
     Begin();
   }
   void OnCancel() final { pending_->Cancel(); }
@@ -50,7 +50,7 @@ class StreamedAnswer : public grpc::ServerWriteReactor<Message> {
     const absl::Status queued = GuardedRun([&] { pool_.Run([this] { MakeNext(); }); });
     if (!queued.ok()) End(queued);
   }
-  void End(const absl::Status& status) { this->Finish(EndOf(status)); }
+  void End(const absl::Status& status) { Finish(EndOf(status)); }
 
   // Kept by what may end the call before it has returned.
   std::shared_ptr<PendingCall> pending() const { return pending_; }
@@ -65,19 +65,20 @@ class StreamedAnswer : public grpc::ServerWriteReactor<Message> {
   void MakeNext() {
     bool more = false;
     const absl::Status made = GuardedRun([&] {
-      message_.Clear();
-      more = Fill(message_);
+      Message message;
+      more = Fill(message);
+      if (more) bytes_ = proto::SerializeControl(message);
     });
     if (!made.ok() || !more) return End(made);
-    watched_->WriteBegins();
-    this->StartWrite(&message_);
+    watched_->PeerMustAct();
+    StartWrite(&bytes_);
   }
 
   CallPool& pool_;
   const std::shared_ptr<WatchedCall> watched_;
   CallPool::Place place_;
   const std::shared_ptr<PendingCall> pending_ = std::make_shared<PendingCall>();
-  Message message_;
+  grpc::ByteBuffer bytes_;
 };
 
 }  // namespace ballast::server

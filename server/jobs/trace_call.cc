@@ -22,7 +22,7 @@ std::chrono::steady_clock::time_point TraceEnd(std::chrono::system_clock::time_p
 }  // namespace
 
 TraceCall::TraceCall(const Engine& engine, CallPools& pools, grpc::CallbackServerContext& context,
-                     const absl::StatusOr<Caller>& caller, const v1::TraceJobRequest& request)
+                     const absl::StatusOr<Caller>& caller, const grpc::ByteBuffer& request)
     : StreamedAnswer(pools, context) {
   const absl::Status started = Guarded([&] {
     return caller.ok() ? Start(engine, pools, *caller, request, context.deadline())
@@ -32,8 +32,9 @@ TraceCall::TraceCall(const Engine& engine, CallPools& pools, grpc::CallbackServe
 }
 
 absl::Status TraceCall::Start(const Engine& engine, CallPools& pools, const Caller& caller,
-                              const v1::TraceJobRequest& request,
+                              const grpc::ByteBuffer& bytes,
                               std::chrono::system_clock::time_point deadline) {
+  BALLAST_ASSIGN_OR_RETURN(const auto request, proto::ParseRequest<v1::TraceJobRequest>(bytes));
   BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, FindJob(engine, caller, request.name()));
   const uint32_t steps = request.steps();
   if (steps == 0 || steps > kMostTracedSteps) {

@@ -19,14 +19,13 @@ class TraceCall final : public StreamedAnswer<v1::TraceJobResponse> {
  public:
   // The engine and the pools outlive it.
   TraceCall(const Engine& engine, CallPools& pools, grpc::CallbackServerContext& context,
-            const absl::StatusOr<Caller>& caller, const v1::TraceJobRequest& request);
+            const absl::StatusOr<Caller>& caller, const grpc::ByteBuffer& request);
 
  private:
   using Clock = std::chrono::steady_clock;
 
   absl::Status Start(const Engine& engine, CallPools& pools, const Caller& caller,
-                     const v1::TraceJobRequest& request,
-                     std::chrono::system_clock::time_point deadline);
+                     const grpc::ByteBuffer& bytes, std::chrono::system_clock::time_point deadline);
   void Trace(const std::shared_ptr<Job>& job, uint32_t steps, Clock::time_point end);
   bool Fill(v1::TraceJobResponse& message) override { return messages_->Next(message); }
 

@@ -5,16 +5,9 @@
 
 namespace ballast::server {
 
-UnaryCall* UnaryCall::Run(absl::StatusOr<Caller> caller, CallPool& pool,
-                          std::function<absl::Status(const Caller&)> work) {
-  return Start(std::move(caller), pool, [work = std::move(work)](UnaryCall& call) {
-    call.End(Guarded([&] { return work(call.caller()); }));
-  });
-}
-
-UnaryCall* UnaryCall::Start(absl::StatusOr<Caller> caller, CallPool& pool,
-                            std::function<void(UnaryCall&)> work) {
-  auto* const call = new UnaryCall(pool);
+UnaryCall* UnaryCall::StartRaw(absl::StatusOr<Caller> caller, CallPool& pool, Wire wire,
+                               std::function<void(UnaryCall&)> work) {
+  auto* const call = new UnaryCall(pool, wire);
   const absl::Status started = Guarded([&]() -> absl::Status {
     BALLAST_RETURN_IF_ERROR(caller.status());
     call->caller_ = *std::move(caller);
@@ -28,13 +21,20 @@ UnaryCall* UnaryCall::Start(absl::StatusOr<Caller> caller, CallPool& pool,
 
 void UnaryCall::Work(const std::function<void(UnaryCall&)>& work) {
   // A call that was cancelled while it was queued changes nothing.
-  if (pending_->cancelled()) return End(absl::CancelledError("the caller is gone"));
+  if (pending_->cancelled()) return End(GoneError("caller"));
   const absl::Status worked = GuardedRun([&] { work(*this); });
   if (!worked.ok()) End(worked);
 }
 
 void UnaryCall::End(const absl::Status& status) {
   if (caller_.has_value()) (void)GuardedRun([&] { caller_->Audit(status); });
+  // Those who do not read would keep all others out.
+  const size_t bytes = status.ok() ? wire_.answer->Length() : 0;
+  if (pool_.AnswerWaits(bytes)) {
+    unread_bytes_ = bytes;
+    place_.reset();
+  }
+  watched_->PeerMustAct();
   Finish(EndOf(status));
 }
 

@@ -32,7 +32,8 @@ class SharedMemoryOffers {
   SharedMemoryOffers(size_t most, Clock::duration lifetime) : most_(most), lifetime_(lifetime) {}
 
   // The token of a new offer; nullopt if a later holder of the rank has one already, if too many
-  // are open, or if the system has no random bytes.
+  // are open, or if the system has no random bytes. Where too many are open and another job has more
+  // of them than this one, that loses its oldest.
   std::optional<std::string> Add(const std::shared_ptr<Job>& job, RankHolder holder,
                                  Clock::time_point now);
   // Ends the offer that has this token, and returns its holder. nullopt: there is no such offer, or
@@ -47,6 +48,8 @@ class SharedMemoryOffers {
     Clock::time_point expires;
   };
   void DropDead(Clock::time_point now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Makes room for one of the job with this uid; false if it has its share.
+  bool MakeRoom(const std::string& uid) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const size_t most_;
   const Clock::duration lifetime_;

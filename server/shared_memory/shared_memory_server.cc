@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <list>
 #include <map>
 #include <random>
 #include <thread>
@@ -16,9 +17,9 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/helper_threads.h"
+#include "cpu_optimizer_service/common/system/memory_guard.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
 #include "server/shared_memory/shared_memory.h"
 #include "server/shared_memory/shared_memory_offers.h"
@@ -35,6 +36,8 @@ constexpr size_t kMakers = 4;
 constexpr size_t kTakers = 2;
 // How long no peer is accepted after the process has run out of descriptors.
 constexpr auto kPauseWithoutRoom = std::chrono::seconds(1);
+// How long at most the server does nothing after a round for which it had no memory.
+constexpr int kPauseWithoutMemoryMs = 100;
 
 // Memory that a rank has.
 struct Grant {
@@ -88,7 +91,12 @@ absl::StatusOr<Grant> MakeGrant(SharedMemoryOffers::Claim claim, const NamedBy& 
   BALLAST_ASSIGN_OR_RETURN(MemoryBudget::Reservation reservation, job->ReserveRankMemory(rank));
   BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<SharedMemory> memory,
                            MakeMemory(*job, rank, std::move(reservation), named));
-  BALLAST_RETURN_IF_ERROR(job->GiveRankMemory(claim.holder, memory));
+  const absl::Status given =
+      OrOutOfMemory([&] { return job->GiveRankMemory(claim.holder, memory); });
+  if (!given.ok()) {
+    job->DropRankMemory(rank, memory.get());  // It may have it all the same.
+    return given;
+  }
   return Grant{.claim = std::move(claim), .memory = std::move(memory)};
 }
 
@@ -104,6 +112,7 @@ struct Finished {
   uint64_t peer = 0;
   absl::StatusOr<Grant> grant = absl::CancelledError("");
 };
+using FinishedList = std::list<Finished>;
 
 // From the helpers to the server's thread. Thread-safe.
 class Mailbox {
@@ -111,10 +120,11 @@ class Mailbox {
   explicit Mailbox(FileDescriptor event) : event_(std::move(event)) {}  // An eventfd.
   const FileDescriptor& event() const { return event_; }  // Readable when something was put in.
 
-  void Put(Finished done) {
+  // Takes what is in the list. Needs no memory: a helper could not tell of it otherwise.
+  void Put(FinishedList& done) {
     {
       MutexLock lock(mutex_);
-      done_.push_back(std::move(done));
+      done_.splice(done_.end(), done);
     }
     Wake();
   }
@@ -125,12 +135,12 @@ class Mailbox {
     }
     Wake();
   }
-  // False: the server is to be closed.
-  bool Take(std::vector<Finished>& done) {
+  // Adds to `done`. False: the server is to be closed.
+  bool Take(FinishedList& done) {
     uint64_t count = 0;
     while (read(event_.number(), &count, sizeof(count)) < 0 && errno == EINTR) continue;
     MutexLock lock(mutex_);
-    done.swap(done_);
+    done.splice(done.end(), done_);
     return !stopped_;
   }
 
@@ -143,7 +153,7 @@ class Mailbox {
   const FileDescriptor event_;
   Mutex mutex_;
   bool stopped_ ABSL_GUARDED_BY(mutex_) = false;
-  std::vector<Finished> done_ ABSL_GUARDED_BY(mutex_);
+  FinishedList done_ ABSL_GUARDED_BY(mutex_);
 };
 
 // The connections. Used by the server's thread alone.
@@ -181,6 +191,7 @@ class Reception {
   };
   using Peers = std::map<uint64_t, Peer>;  // By number, which is the order of arrival.
 
+  void Round();
   int PollTimeoutMs(Clock::time_point now) const;
   void Accept();
   void MakeRoomForSilent();
@@ -189,9 +200,10 @@ class Reception {
   std::vector<uint64_t> OthersOfRank(uint64_t number) const;
   void MakeIfAlone(uint64_t number);
   void MakeForParked(const SharedMemoryOffers::Claim& claim);
+  void MakeForAllParked();
   void Refuse(uint64_t number, absl::string_view why);
   void Leave(uint64_t number);
-  void Finish(Finished done);
+  void FinishFirst();
   void DropSilent(Clock::time_point now);
 
   const SharedMemoryServerLimits limits_;
@@ -202,6 +214,10 @@ class Reception {
   HelperThreads& makers_;
   HelperThreads& takers_;
   Peers peers_;
+  FinishedList finished_;
+  // A round ended without memory. What it had not done of `finished_` and of silent peers is done in
+  // the next; parked ones may wait for what will not come.
+  bool broken_off_ = false;
   uint64_t last_peer_ = 0;
   size_t silent_ = 0;
   Clock::time_point closed_until_;
@@ -209,29 +225,38 @@ class Reception {
 };
 
 void Reception::Run() {
-  std::vector<Finished> done;
-  while (mailbox_.Take(done)) {
-    for (Finished& one : done) Finish(std::move(one));
-    done.clear();
-    const Clock::time_point now = Clock::now();
-    DropSilent(now);
-    std::vector<pollfd> waits = {{.fd = mailbox_.event().number(), .events = POLLIN, .revents = 0}};
-    std::vector<uint64_t> numbers = {0};
-    if (now >= closed_until_) {
-      waits.push_back({.fd = listener_.number(), .events = POLLIN, .revents = 0});
-      numbers.push_back(0);
-    }
-    for (const auto& [number, peer] : peers_) {
-      if (peer.state != Peer::State::kSilent && peer.state != Peer::State::kServed) continue;
-      waits.push_back({.fd = peer.connection.number(), .events = POLLIN, .revents = 0});
-      numbers.push_back(number);
-    }
-    if (poll(waits.data(), waits.size(), PollTimeoutMs(now)) < 0) continue;
-    for (size_t i = 0; i < waits.size(); ++i) {
-      if (waits[i].revents == 0) continue;
-      if (numbers[i] != 0) OnReadable(numbers[i]);
-      if (waits[i].fd == listener_.number()) Accept();
-    }
+  while (mailbox_.Take(finished_)) {
+    if (RunsInMemory([this] { Round(); })) continue;
+    broken_off_ = true;
+    pollfd wait = {.fd = mailbox_.event().number(), .events = POLLIN, .revents = 0};
+    poll(&wait, 1, kPauseWithoutMemoryMs);
+  }
+}
+
+// It may end anywhere with std::bad_alloc: what changes a peer's state does all that needs memory
+// before.
+void Reception::Round() {
+  while (!finished_.empty()) FinishFirst();
+  if (broken_off_) MakeForAllParked();
+  broken_off_ = false;
+  const Clock::time_point now = Clock::now();
+  DropSilent(now);
+  std::vector<pollfd> waits = {{.fd = mailbox_.event().number(), .events = POLLIN, .revents = 0}};
+  std::vector<uint64_t> numbers = {0};
+  if (now >= closed_until_) {
+    waits.push_back({.fd = listener_.number(), .events = POLLIN, .revents = 0});
+    numbers.push_back(0);
+  }
+  for (const auto& [number, peer] : peers_) {
+    if (peer.state != Peer::State::kSilent && peer.state != Peer::State::kServed) continue;
+    waits.push_back({.fd = peer.connection.number(), .events = POLLIN, .revents = 0});
+    numbers.push_back(number);
+  }
+  if (poll(waits.data(), waits.size(), PollTimeoutMs(now)) < 0) return;
+  for (size_t i = 0; i < waits.size(); ++i) {
+    if (waits[i].revents == 0) continue;
+    if (numbers[i] != 0) OnReadable(numbers[i]);
+    if (waits[i].fd == listener_.number()) Accept();
   }
 }
 
@@ -305,14 +330,14 @@ void Reception::Serve(uint64_t number, const std::string& token) {
     return Refuse(number, "no offer has this token: it was used, or replaced, or is too old");
   }
   Peer& peer = peers_.at(number);
-  peer.state = Peer::State::kParked;
   peer.claim = *std::move(claim);
-  --silent_;
   for (const uint64_t other : OthersOfRank(number)) {
     if (peers_.at(other).state == Peer::State::kParked) {
       Refuse(other, "a later worker has attached");
     }
   }
+  peer.state = Peer::State::kParked;
+  --silent_;
   MakeIfAlone(number);
 }
 
@@ -335,10 +360,19 @@ void Reception::MakeIfAlone(uint64_t number) {
   }
   if (!others.empty()) return;
   Peer& peer = peers_.at(number);
-  peer.state = Peer::State::kWaiting;
-  makers_.Run([&mailbox = mailbox_, number, claim = peer.claim, named = named_] {
-    mailbox.Put({.peer = number, .grant = MakeGrant(claim, named)});
+  const auto done = std::make_shared<FinishedList>(1);
+  makers_.Run([&mailbox = mailbox_, done, number, claim = peer.claim, named = named_] {
+    done->front().peer = number;
+    done->front().grant = OrOutOfMemory([&] { return MakeGrant(claim, named); });
+    mailbox.Put(*done);
   });
+  peer.state = Peer::State::kWaiting;
+}
+
+void Reception::MakeForAllParked() {
+  for (const auto& [number, peer] : peers_) {
+    if (peer.state == Peer::State::kParked) MakeIfAlone(number);
+  }
 }
 
 void Reception::MakeForParked(const SharedMemoryOffers::Claim& claim) {
@@ -361,30 +395,37 @@ void Reception::Refuse(uint64_t number, absl::string_view why) {
 void Reception::Leave(uint64_t number) {
   Peer& peer = peers_.at(number);
   spdlog::debug("process {} has given up its shared memory", peer.process);
+  const auto done = std::make_shared<FinishedList>(1);
+  takers_.Run([&mailbox = mailbox_, done, number, grant = *peer.grant]() mutable {
+    done->front().peer = number;
+    (void)RunsInMemory([&] { TakeBack(std::move(grant)); });
+    mailbox.Put(*done);
+  });
   peer.state = Peer::State::kLeaving;
   peer.connection = FileDescriptor();
-  takers_.Run(
-      [&mailbox = mailbox_, number, grant = *std::exchange(peer.grant, std::nullopt)]() mutable {
-        TakeBack(std::move(grant));
-        mailbox.Put({.peer = number});
-      });
+  peer.grant.reset();
 }
 
-void Reception::Finish(Finished done) {
-  Peer& peer = peers_.at(done.peer);
+void Reception::FinishFirst() {
+  Finished& done = finished_.front();
+  const uint64_t number = done.peer;
+  Peer& peer = peers_.at(number);
   const SharedMemoryOffers::Claim claim = peer.claim;
   if (peer.state == Peer::State::kLeaving) {
-    peers_.erase(done.peer);
+    peers_.erase(number);
+    finished_.pop_front();
   } else if (!done.grant.ok()) {
     const std::string why(done.grant.status().message());
     spdlog::warn("no shared memory for rank {}, process {}: {}", claim.holder.rank, peer.process,
                  why);
-    Refuse(done.peer, why);
+    Refuse(number, why);
+    finished_.pop_front();
   } else {
     peer.state = Peer::State::kServed;
     peer.grant = *std::move(done.grant);
+    finished_.pop_front();
     spdlog::debug("process {} shares memory for rank {}", peer.process, claim.holder.rank);
-    if (!SendGrant(peer.connection, peer.grant->memory->file_descriptor())) Leave(done.peer);
+    if (!SendGrant(peer.connection, peer.grant->memory->file_descriptor())) Leave(number);
   }
   MakeForParked(claim);
 }

@@ -10,8 +10,8 @@
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/version.h"
-#include "proto/status.h"
 #include "server/access/access.h"
+#include "server/jobs/unary_call.h"
 #include "server/status/metrics.h"
 #include "server/status/process_facts.h"
 #include "server/status/thread_facts.h"
@@ -58,7 +58,9 @@ void AddThreads(v1::ServiceDescription& response) {
 
 }  // namespace
 
-void DiagnosticsService::Fill(v1::ServiceDescription& response) const {
+absl::StatusOr<v1::ServiceDescription> DiagnosticsService::Describe(const Caller& caller) const {
+  BALLAST_RETURN_IF_ERROR(caller.CheckAllJobs());
+  v1::ServiceDescription response;
   response.set_version(BallastVersion());
   response.set_instance_id(engine_.instance_id());
   response.set_process_id(getpid());
@@ -68,47 +70,27 @@ void DiagnosticsService::Fill(v1::ServiceDescription& response) const {
   if (process_.last_log_lines) {
     for (std::string& line : process_.last_log_lines()) response.add_log_lines(std::move(line));
   }
-  if (const Server* server = server_) {
-    response.set_metrics(MetricsText(engine_, *server, process_.history));
-  }
+  response.set_metrics(MetricsText(engine_, *server_.load(), process_.history));
   for (const std::shared_ptr<Job>& job : engine_.ListJobs()) {
     (*response.mutable_gates())[job->spec().name] = job->Status().gate;
   }
   AddHost(response);
+  return response;
 }
 
-absl::Status DiagnosticsService::CheckMay(const grpc::ServerContextBase& context,
-                                          const v1::DescribeServiceRequest& request) const {
+grpc::ServerUnaryReactor* DiagnosticsService::DescribeService(grpc::CallbackServerContext* context,
+                                                              const grpc::ByteBuffer* request,
+                                                              grpc::ByteBuffer* response) {
   const Server* const server = server_;
-  if (server == nullptr) return absl::UnavailableError("the service is starting; try again");
-  BALLAST_ASSIGN_OR_RETURN(
-      const Caller caller,
-      server->access().Admit(context, "DiagnosticsService.DescribeService", &request));
-  for (const std::shared_ptr<Job>& job : engine_.ListJobs()) {
-    BALLAST_RETURN_IF_ERROR(caller.Check(job->spec().name));
-  }
-  return absl::OkStatus();
-}
-
-grpc::ServerUnaryReactor* DiagnosticsService::DescribeService(
-    grpc::CallbackServerContext* context, const v1::DescribeServiceRequest* request,
-    v1::ServiceDescription* response) {
-  grpc::ServerUnaryReactor* const reactor = context->DefaultReactor();
-  if (const absl::Status may = CheckMay(*context, *request); !may.ok()) {
-    reactor->Finish(proto::ToGrpc(may));
+  if (server == nullptr) {
+    grpc::ServerUnaryReactor* const reactor = context->DefaultReactor();
+    reactor->Finish(EndOf(absl::UnavailableError("the service is starting; try again")));
     return reactor;
   }
-  if (busy_.exchange(true)) {
-    reactor->Finish(proto::ToGrpc(absl::ResourceExhaustedError(
-        "the service describes itself to somebody else just now; try again")));
-    return reactor;
-  }
-  thread_.Run([this, reactor, response] {
-    Fill(*response);
-    busy_ = false;
-    reactor->Finish(grpc::Status::OK);
-  });
-  return reactor;
+  return UnaryCall::Run<v1::DescribeServiceRequest>(
+      server->access().Admit(*context, "DiagnosticsService.DescribeService"),
+      server->pools().descriptions, {context, request, response},
+      [this](const Caller& caller, const v1::DescribeServiceRequest&) { return Describe(caller); });
 }
 
 }  // namespace ballast::server

@@ -8,13 +8,15 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/statusor.h"
 #include "ballast/v1/diagnostics.grpc.pb.h"
-#include "cpu_optimizer_service/common/system/helper_threads.h"
 #include "cpu_optimizer_service/engine.h"
 #include "server/server.h"
 #include "server/status/service_history.h"
 
 namespace ballast::server {
+
+class Caller;
 
 struct ProcessDescription {
   std::map<std::string, std::string> settings;  // Flags, by name.
@@ -23,7 +25,9 @@ struct ProcessDescription {
 };
 
 // Thread-safe. Registered with a server that does not outlive it.
-class DiagnosticsService final : public v1::DiagnosticsService::CallbackService {
+class DiagnosticsService final
+    : public v1::DiagnosticsService::WithRawCallbackMethod_DescribeService<
+          v1::DiagnosticsService::Service> {
  public:
   // The engine outlives it.
   DiagnosticsService(const Engine& engine, ProcessDescription process)
@@ -33,20 +37,16 @@ class DiagnosticsService final : public v1::DiagnosticsService::CallbackService 
   void Describes(const Server& server) { server_ = &server; }
 
   grpc::ServerUnaryReactor* DescribeService(grpc::CallbackServerContext* context,
-                                            const v1::DescribeServiceRequest* request,
-                                            v1::ServiceDescription* response) override;
+                                            const grpc::ByteBuffer* request,
+                                            grpc::ByteBuffer* response) override;
 
  private:
-  // It shows all jobs, so it takes an operator of all of them.
-  absl::Status CheckMay(const grpc::ServerContextBase& context,
-                        const v1::DescribeServiceRequest& request) const;
-  void Fill(v1::ServiceDescription& response) const;
+  // It shows the whole service, so it takes an operator of all jobs that there may be.
+  absl::StatusOr<v1::ServiceDescription> Describe(const Caller& caller) const;
 
   const Engine& engine_;
   const ProcessDescription process_;
   std::atomic<const Server*> server_ = nullptr;
-  std::atomic<bool> busy_ = false;
-  HelperThreads thread_{1};
 };
 
 }  // namespace ballast::server

@@ -1,14 +1,11 @@
 #include "server/status/http_connection.h"
 
-#include <arpa/inet.h>
-#include <netinet/in.h>
 #include <openssl/err.h>
 #include <openssl/pem.h>
 #include <openssl/ssl.h>
 #include <openssl/sslerr.h>
 #include <openssl/x509.h>
 #include <openssl/x509v3.h>
-#include <poll.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -21,6 +18,7 @@
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/credential_files.h"
+#include "server/listener.h"
 
 namespace ballast::server {
 namespace {
@@ -82,7 +80,9 @@ bool Use(SSL_CTX* tls, const KeyPair& pair) {
   const Bytes chain = BytesOf(pair.certificate);
   const Bytes secret = BytesOf(pair.key);
   const Certificate own = NextIn(chain);
-  const auto no_passphrase = [](char*, int, int, void*) { return -1; };  // Nobody is asked for one.
+  const auto no_passphrase = [](char*, int, int, void*) {
+    return -1;
+  };  // There is no person to ask for one.
   const Key key(PEM_read_bio_PrivateKey(secret.get(), nullptr, no_passphrase, nullptr),
                 EVP_PKEY_free);
   if (own == nullptr || key == nullptr || SSL_CTX_use_certificate(tls, own.get()) != 1 ||
@@ -143,128 +143,110 @@ HttpConnection::~HttpConnection() { SSL_free(session_); }
 
 void HttpConnection::LimitReads() {
   BIO* const reads = SSL_get_rbio(session_);
-  BIO_set_callback_arg(reads, reinterpret_cast<char*>(&limit_));
+  BIO_set_callback_arg(reads, reinterpret_cast<char*>(&bytes_left_));
   BIO_set_callback_ex(
       reads,
       [](BIO* bio, int operation, const char*, size_t, int, long,  // NOLINT
          int result, size_t* bytes) -> long {                      // NOLINT
-        auto& limit = *reinterpret_cast<Limit*>(BIO_get_callback_arg(bio));
-        if (operation == BIO_CB_READ && limit.is_over()) return -1;
+        auto& left = *reinterpret_cast<size_t*>(BIO_get_callback_arg(bio));
+        if (operation == BIO_CB_READ && left == 0) return -1;
         if (operation == (BIO_CB_READ | BIO_CB_RETURN) && result > 0 && bytes != nullptr) {
-          limit.bytes_left -= std::min(limit.bytes_left, *bytes);
+          left -= std::min(left, *bytes);
         }
         return operation == BIO_CB_READ ? 1 : result;
       });
 }
 
-bool HttpConnection::Await(short events, Deadline deadline) const {  // NOLINT
-  while (true) {
-    const auto left =
-        std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
-    pollfd polled = {.fd = socket_.number(), .events = events, .revents = 0};
-    const int ready = poll(&polled, 1, static_cast<int>(std::max<int64_t>(left.count(), 0)));
-    if (ready > 0) return true;
-    if (ready == 0 && left.count() <= 0) return false;
-    if (ready < 0 && errno != EINTR) return false;
-  }
-}
-
-absl::Status HttpConnection::AwaitTls(int result, Deadline deadline) const {
+absl::StatusOr<HttpConnection::Needs> HttpConnection::NeedsOfTls(int result) const {
   const int why = SSL_get_error(session_, result);
-  if (limit_.is_over()) return absl::DeadlineExceededError("the peer is too slow, or has no end");
-  if (why == SSL_ERROR_WANT_READ || why == SSL_ERROR_WANT_WRITE) {
-    if (Await(why == SSL_ERROR_WANT_READ ? POLLIN : POLLOUT, deadline)) return absl::OkStatus();
-    return absl::DeadlineExceededError("the peer is too slow");
-  }
+  if (bytes_left_ == 0) return absl::ResourceExhaustedError("the peer sends too much");
+  if (why == SSL_ERROR_WANT_READ) return Needs::kRead;
+  if (why == SSL_ERROR_WANT_WRITE) return Needs::kWrite;
   if (why == SSL_ERROR_ZERO_RETURN) return absl::OutOfRangeError("the peer has ended");
   return absl::UnauthenticatedError(LastTlsError());
 }
 
-absl::Status HttpConnection::Open(Deadline deadline) {
-  if (tls_ == nullptr) return absl::OkStatus();
-  session_ = SSL_new(tls_.get());
-  if (session_ == nullptr || SSL_set_fd(session_, socket_.number()) != 1) {
-    return absl::ResourceExhaustedError(LastTlsError());
-  }
-  LimitReads();
-  limit_.deadline = deadline;
-  while (true) {
-    ERR_clear_error();
-    const int result = SSL_accept(session_);
-    if (result == 1) return absl::OkStatus();
-    if (ERR_GET_REASON(ERR_peek_last_error()) == SSL_R_HTTP_REQUEST) {
-      SSL_free(std::exchange(session_, nullptr));
-      ERR_clear_error();
-      return absl::FailedPreconditionError("the peer speaks HTTP without TLS");
+absl::StatusOr<HttpConnection::Needs> HttpConnection::Open() {
+  if (tls_ == nullptr) return Needs::kNothing;
+  if (session_ == nullptr) {
+    session_ = SSL_new(tls_.get());
+    if (session_ == nullptr || SSL_set_fd(session_, socket_.number()) != 1) {
+      return absl::ResourceExhaustedError(LastTlsError());
     }
-    BALLAST_RETURN_IF_ERROR(AwaitTls(result, deadline));
+    LimitReads();
   }
+  ERR_clear_error();
+  const int result = SSL_accept(session_);
+  if (result == 1) return Needs::kNothing;
+  if (ERR_GET_REASON(ERR_peek_last_error()) == SSL_R_HTTP_REQUEST) {
+    SSL_free(std::exchange(session_, nullptr));
+    ERR_clear_error();
+    return absl::FailedPreconditionError("the peer speaks HTTP without TLS");
+  }
+  return NeedsOfTls(result);
 }
 
-absl::StatusOr<size_t> HttpConnection::Read(char* buffer, size_t bytes, Deadline deadline) {
-  limit_.deadline = deadline;
-  while (session_ != nullptr) {
+absl::StatusOr<HttpConnection::Moved> HttpConnection::Read(char* buffer, size_t bytes) {
+  if (session_ != nullptr) {
     ERR_clear_error();
     size_t read = 0;
     const int result = SSL_read_ex(session_, buffer, bytes, &read);
-    if (result == 1) return read;
-    const absl::Status again = AwaitTls(result, deadline);
-    if (absl::IsOutOfRange(again)) return 0;
-    BALLAST_RETURN_IF_ERROR(again);
+    if (result == 1) return Moved{.bytes = read};
+    const absl::StatusOr<Needs> needs = NeedsOfTls(result);
+    if (absl::IsOutOfRange(needs.status())) return Moved{};
+    if (!needs.ok()) return needs.status();
+    return Moved{.needs = *needs};
   }
   while (true) {
-    if (!Await(POLLIN, deadline)) return absl::DeadlineExceededError("the peer is too slow");
     const ssize_t read = recv(socket_.number(), buffer, bytes, 0);
-    if (read >= 0) return static_cast<size_t>(read);
-    if (errno != EINTR && errno != EAGAIN) return absl::UnavailableError(std::strerror(errno));
+    if (read >= 0) return Moved{.bytes = static_cast<size_t>(read)};
+    if (errno == EAGAIN) return Moved{.needs = Needs::kRead};
+    if (errno != EINTR) return absl::UnavailableError(std::strerror(errno));
   }
 }
 
-absl::Status HttpConnection::Write(absl::string_view text, Deadline deadline) {
-  limit_.deadline = deadline;
-  while (!text.empty()) {
-    if (session_ != nullptr) {
-      ERR_clear_error();
-      size_t written = 0;
-      const int result = SSL_write_ex(session_, text.data(), text.size(), &written);
-      if (result != 1) BALLAST_RETURN_IF_ERROR(AwaitTls(result, deadline));
-      text.remove_prefix(written);
-      continue;
-    }
+absl::StatusOr<HttpConnection::Moved> HttpConnection::Write(absl::string_view text) {
+  if (session_ != nullptr) {
+    ERR_clear_error();
+    size_t written = 0;
+    const int result = SSL_write_ex(session_, text.data(), text.size(), &written);
+    if (result == 1) return Moved{.bytes = written};
+    BALLAST_ASSIGN_OR_RETURN(const Needs needs, NeedsOfTls(result));
+    return Moved{.needs = needs};
+  }
+  while (true) {
     const ssize_t written = send(socket_.number(), text.data(), text.size(), MSG_NOSIGNAL);
-    if (written >= 0) {
-      text.remove_prefix(static_cast<size_t>(written));
-    } else if (errno == EAGAIN) {
-      if (!Await(POLLOUT, deadline)) return absl::DeadlineExceededError("the peer is too slow");
-    } else if (errno != EINTR) {
-      return absl::UnavailableError(std::strerror(errno));
-    }
+    if (written >= 0) return Moved{.bytes = static_cast<size_t>(written)};
+    if (errno == EAGAIN) return Moved{.needs = Needs::kWrite};
+    if (errno != EINTR) return absl::UnavailableError(std::strerror(errno));
   }
-  return absl::OkStatus();
 }
 
-void HttpConnection::Close(Deadline deadline) {
+void HttpConnection::End() {
   // After an end without it the peer could not know whether something is missing. It is one small
   // record: what does not fit into the socket now belongs to a peer that does not read.
   if (session_ != nullptr && SSL_is_init_finished(session_) == 1) SSL_shutdown(session_);
   ERR_clear_error();
   shutdown(socket_.number(), SHUT_WR);
+}
+
+HttpConnection::Needs HttpConnection::Discard() {
   std::array<char, 4096> rest;
-  for (size_t discarded = 0; discarded < kMostDiscardedBytes;) {
-    if (!Await(POLLIN, deadline)) return;
+  while (discarded_ < kMostDiscardedBytes) {
     const ssize_t read = recv(socket_.number(), rest.data(), rest.size(), 0);
-    if (read <= 0) return;
-    discarded += static_cast<size_t>(read);
+    if (read < 0 && errno == EINTR) continue;
+    if (read < 0 && errno == EAGAIN) return Needs::kRead;
+    if (read <= 0) return Needs::kNothing;
+    discarded_ += static_cast<size_t>(read);
   }
+  return Needs::kNothing;
 }
 
 std::string HttpConnection::peer() const {
-  sockaddr_in name = {};
+  sockaddr_storage name = {};
   socklen_t bytes = sizeof(name);
-  std::array<char, INET_ADDRSTRLEN> text = {};
   if (getpeername(socket_.number(), reinterpret_cast<sockaddr*>(&name), &bytes) != 0) return "";
-  inet_ntop(AF_INET, &name.sin_addr, text.data(), text.size());
-  return text.data();
+  return PeerAt(name);
 }
 
 std::optional<std::string> HttpConnection::certificate_name() const {

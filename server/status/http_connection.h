@@ -1,12 +1,11 @@
-// A connection of HTTP's, plain or with TLS. All of it ends at a time that is given beforehand,
-// however slow the peer is.
+// A connection of HTTP's, plain or with TLS, none of whose operations waits.
 #ifndef BALLAST_SERVER_STATUS_HTTP_CONNECTION_H_
 #define BALLAST_SERVER_STATUS_HTTP_CONNECTION_H_
 
 #include <openssl/types.h>
 
-#include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
@@ -29,53 +28,53 @@ absl::StatusOr<HttpTls> ReadHttpTls(const AccessOptions& options);
 // Not thread-safe.
 class HttpConnection {
  public:
-  using Deadline = std::chrono::steady_clock::time_point;
-
-  // Of a socket that does not block. `tls` null: nothing is encrypted.
+  // The socket does not block. `tls` null: nothing is encrypted.
   HttpConnection(FileDescriptor socket, HttpTls tls);
   ~HttpConnection();
 
-  // Before anything else: TLS's handshake, if there is TLS. DEADLINE_EXCEEDED: the peer is too slow.
-  // FAILED_PRECONDITION: it speaks HTTP without TLS, and so does this connection now, so that it can
-  // be told. UNAUTHENTICATED: it has ended, or takes or shows no certificate that will do.
-  absl::Status Open(Deadline deadline);
+  // What an operation waits for before it can go on, if it is called again.
+  enum class Needs : uint8_t { kNothing, kRead, kWrite };
+  struct Moved {
+    Needs needs = Needs::kNothing;
+    size_t bytes = 0;  // With kNothing. 0 of Read: the peer has ended.
+  };
 
-  // Some bytes of the peer's; 0: it has ended.
-  absl::StatusOr<size_t> Read(char* buffer, size_t bytes, Deadline deadline);
-  absl::Status Write(absl::string_view text, Deadline deadline);
+  // Before anything else: TLS's handshake, if there is TLS. FAILED_PRECONDITION: the peer speaks HTTP
+  // without TLS, and so does this connection now, so that it can say so. UNAUTHENTICATED: it has
+  // ended, or takes or shows no certificate that will do. RESOURCE_EXHAUSTED: it sends too much.
+  absl::StatusOr<Needs> Open();
 
-  // Tells the peer that this is the end, and waits for its end, so that it reads all that was
-  // written.
-  void Close(Deadline deadline);
+  // Some bytes of the peer's, or to it. Errors: the connection is of no more use.
+  absl::StatusOr<Moved> Read(char* buffer, size_t bytes);
+  absl::StatusOr<Moved> Write(absl::string_view text);
 
-  std::string peer() const;  // Its address.
+  // Tells the peer that this is the end.
+  void End();
+  // Then: takes what it still sends, so that it reads all that was written. kRead: it has not ended.
+  Needs Discard();
+
+  std::string peer() const;  // As gRPC names it: "ipv4:127.0.0.1:50051".
   // The common name of the certificate that it has shown, or the first of its other names where it
   // has none, as for gRPC's connections; empty: that has none that fits into a line. nullopt: it has
   // shown none.
   std::optional<std::string> certificate_name() const;
 
+  int socket() const { return socket_.number(); }
+
  private:
-  // What a peer may send in all, its handshake included.
+  // What a peer may send in all, its handshake included. TLS goes on within one call for as long as
+  // records come that are not data, of which a peer may send any number.
   static constexpr size_t kMostBytes = size_t{256} << 10;
 
-  // How much longer TLS may read from the socket. It goes on within one call for as long as records
-  // come that are not data, of which a peer may send any number.
-  struct Limit {
-    Deadline deadline;
-    size_t bytes_left = kMostBytes;
-    bool is_over() const { return bytes_left == 0 || std::chrono::steady_clock::now() >= deadline; }
-  };
-
-  void LimitReads();  // Of the session's socket, by the limit.
-  // Whether the socket has become ready.
-  bool Await(short events, Deadline deadline) const;  // NOLINT: poll's type.
-  // After an operation of TLS that returned `result`: OK if it is to be tried again.
-  absl::Status AwaitTls(int result, Deadline deadline) const;
+  void LimitReads();  // Of the session's socket.
+  // After an operation of TLS that returned `result`: what it needs to be tried again.
+  absl::StatusOr<Needs> NeedsOfTls(int result) const;
 
   FileDescriptor socket_;
   HttpTls tls_;
   SSL* session_ = nullptr;
-  Limit limit_;
+  size_t bytes_left_ = kMostBytes;  // Of TLS.
+  size_t discarded_ = 0;
 };
 
 }  // namespace ballast::server

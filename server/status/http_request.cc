@@ -113,6 +113,9 @@ absl::StatusOr<HttpRequest> ParseHead(absl::string_view head) {
   for (size_t i = 1; i < lines.size(); ++i) {
     BALLAST_RETURN_IF_ERROR(ParseHeader(lines[i], request));
   }
+  if (words[2] == "HTTP/1.1" && !request.host.has_value()) {
+    return absl::InvalidArgumentError("there is no host, which HTTP/1.1 wants");
+  }
   return request;
 }
 

@@ -20,7 +20,7 @@ struct HttpRequest {
   std::map<std::string, std::string> query;  // Decoded; of a name that comes twice, the first.
   std::optional<std::string> host;           // The headers of these names, if there are any.
   std::string authorization;
-  std::string peer;  // Its address.
+  std::string peer;  // Its address, as gRPC names it.
   // In the certificate that the peer has shown, and that the service trusts; nullopt: there is none.
   std::optional<std::string> certificate_name;
 
@@ -32,7 +32,7 @@ struct HttpRequest {
 // come.
 size_t HeadBytes(absl::string_view text);
 
-// Of a head. INVALID_ARGUMENT: it is none of HTTP/1.0 or 1.1.
+// Parses a head. INVALID_ARGUMENT: it is none of HTTP/1.0 or 1.1, or one of 1.1 without a host.
 absl::StatusOr<HttpRequest> ParseHead(absl::string_view head);
 
 }  // namespace ballast::server

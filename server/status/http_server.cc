@@ -2,18 +2,15 @@
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
-#include <openssl/ssl.h>
-#include <poll.h>
 #include <spdlog/spdlog.h>
+#include <sys/epoll.h>
 #include <sys/eventfd.h>
-#include <sys/socket.h>
+#include <unistd.h>
 
-#include <array>
-#include <atomic>
 #include <cerrno>
 #include <chrono>
-#include <cstring>
 #include <exception>
+#include <map>
 #include <optional>
 #include <system_error>
 #include <thread>
@@ -27,34 +24,24 @@
 #include "cpu_optimizer_service/common/system/memory_guard.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
 #include "server/access/file_watch.h"
-#include "server/address.h"
+#include "server/listener.h"
 #include "server/status/http_connection.h"
 
 namespace ballast::server {
 namespace {
 
-using std::chrono::steady_clock;
+using Clock = HttpExchange::Clock;
+using Needs = HttpConnection::Needs;
 
-constexpr int kThreads = 24;
-constexpr int kWaiting = 64;  // Connections that no thread has yet; further ones are tried again.
-constexpr std::chrono::milliseconds kHandshake(2000);
-constexpr std::chrono::milliseconds kRequest(2000);  // For a whole request to come.
-// For each of the two while most threads are taken, so that a burst of silent peers is soon over.
-constexpr std::chrono::milliseconds kWhileBusy(300);
-constexpr int kBusyThreads = kThreads * 3 / 4;
-constexpr std::chrono::seconds kAnswer(20);  // For a whole answer to go.
-constexpr std::chrono::seconds kEnd(1);      // For the peer to end after it.
-constexpr std::chrono::milliseconds kPause(10);
-
-// The page loads nothing from anywhere else, and no other page may show it or read it.
-constexpr char kHeaders[] =
-    "Cache-Control: no-store\r\n"
-    "Content-Security-Policy: default-src 'none'; style-src 'self'; script-src 'self'; "
-    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'\r\n"
-    "X-Content-Type-Options: nosniff\r\n"
-    "Referrer-Policy: no-referrer\r\n"
-    "Cross-Origin-Resource-Policy: same-origin\r\n";
+// They work: an answer may read a large parameter. None waits for a peer.
+constexpr int kThreads = 8;
+// Peers that have begun to speak, each of which may have an answer in memory.
+constexpr size_t kMostExchanges = 64;
+// And those that have not.
+constexpr size_t kMostNewcomers = 1024;
+// How often exchanges are looked at that may be over.
+constexpr std::chrono::milliseconds kLookEvery(100);
+constexpr uint64_t kStop = 0;  // No exchange has this number.
 
 absl::Status CheckOpenness(const Address& address, const HttpOptions& options) {
   if (IsLocal(address)) return absl::OkStatus();
@@ -63,11 +50,11 @@ absl::Status CheckOpenness(const Address& address, const HttpOptions& options) {
   if (!tls && !access.tokens.empty()) {
     return absl::InvalidArgumentError(absl::StrCat(
         "refusing to listen on ", options.listen,
-        ": who sees the network could read the tokens of --tokens-file; give --tls-cert and "
+        ": others could read the tokens of --tokens-file on their way; give --tls-cert and "
         "--tls-key, or use a loopback address"));
   }
-  const bool everybody_is_known = !access.tokens.empty() || !access.tls_client_ca.empty();
-  if (options.allow_remote || (tls && everybody_is_known)) return absl::OkStatus();
+  const bool peers_are_known = !access.tokens.empty() || !access.tls_client_ca.empty();
+  if (options.allow_remote || (tls && peers_are_known)) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat(
       "refusing to listen on ", options.listen, ": other hosts could look at all jobs ",
       tls ? "without saying who they are; give --tls-client-ca or --tokens-file"
@@ -75,91 +62,8 @@ absl::Status CheckOpenness(const Address& address, const HttpOptions& options) {
       ", use a loopback address or --metrics-insecure"));
 }
 
-absl::StatusOr<Address> ParseListenAddress(const HttpOptions& options) {
-  const std::string& text = options.listen;
-  const bool only_port = !text.empty() && text.find_first_not_of("0123456789") == std::string::npos;
-  auto address = ParseAddress(only_port ? absl::StrCat("127.0.0.1:", text) : text);
-  in_addr v4;
-  if (address.ok() && address->host == "localhost") address->host = "127.0.0.1";
-  if (!address.ok() || inet_pton(AF_INET, address->host.c_str(), &v4) != 1) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("cannot listen on '", text,
-                     "': expected PORT, or HOST:PORT with localhost or an IPv4 address, such as "
-                     "127.0.0.1:7071"));
-  }
-  BALLAST_RETURN_IF_ERROR(CheckOpenness(*address, options));
-  return address;
-}
-
-// Sets the address's port to the one that is listened on.
-absl::StatusOr<FileDescriptor> Listen(Address& address) {
-  sockaddr_in name = {};
-  name.sin_family = AF_INET;
-  name.sin_port = htons(static_cast<uint16_t>(address.port));
-  inet_pton(AF_INET, address.host.c_str(), &name.sin_addr);
-  FileDescriptor socket(::socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-  const int on = 1;
-  // A port whose last connections are being forgotten is free; one that is listened on is not.
-  if (socket) setsockopt(socket.number(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
-  socklen_t bytes = sizeof(name);
-  auto* const generic = reinterpret_cast<sockaddr*>(&name);
-  if (!socket || bind(socket.number(), generic, bytes) != 0 ||
-      listen(socket.number(), kWaiting) != 0 ||
-      getsockname(socket.number(), generic, &bytes) != 0) {
-    return absl::UnavailableError(
-        absl::StrCat("cannot listen on ", address.host, ":", address.port, ": ",
-                     errno == EADDRINUSE ? "another process does; stop it or choose another port"
-                                         : std::strerror(errno)));
-  }
-  address.port = ntohs(name.sin_port);
-  return socket;
-}
-
-const char* TextOf(int code) {
-  switch (code) {
-    case 200:
-      return "OK";
-    case 400:
-      return "Bad Request";
-    case 401:
-      return "Unauthorized";
-    case 403:
-      return "Forbidden";
-    case 404:
-      return "Not Found";
-    case 405:
-      return "Method Not Allowed";
-    case 431:
-      return "Request Header Fields Too Large";
-    case 503:
-      return "Service Unavailable";
-    default:
-      return "Internal Server Error";
-  }
-}
-
-std::string ToText(const HttpAnswer& answer, bool with_body) {
-  return absl::StrCat("HTTP/1.1 ", answer.code, " ", TextOf(answer.code), "\r\n",
-                      "Content-Type: ", answer.content_type,
-                      "\r\nContent-Length: ", answer.body.size(), "\r\nConnection: close\r\n",
-                      answer.code == 405 ? "Allow: GET, HEAD\r\n" : "",
-                      answer.code == 401 ? "WWW-Authenticate: Bearer realm=\"ballast\"\r\n" : "",
-                      kHeaders, "\r\n", with_body ? answer.body : "");
-}
-
-// The head of a request; what the peer sends after it is left.
-absl::StatusOr<std::string> ReadHead(HttpConnection& connection,
-                                     HttpConnection::Deadline deadline) {
-  std::string text;
-  std::array<char, 4096> buffer;
-  while (true) {
-    BALLAST_ASSIGN_OR_RETURN(const size_t bytes,
-                             connection.Read(buffer.data(), buffer.size(), deadline));
-    if (bytes == 0) return absl::UnavailableError("the peer has ended");
-    text.append(buffer.data(), bytes);
-    if (const size_t head = HeadBytes(text); head > 0) return text.substr(0, head);
-    if (text.size() > kMostHeadBytes) return absl::OutOfRangeError("too large");
-  }
+uint32_t EventsFor(Needs needs) {
+  return (needs == Needs::kWrite ? EPOLLOUT : EPOLLIN) | EPOLLONESHOT;
 }
 
 }  // namespace
@@ -168,31 +72,46 @@ struct HttpServer::Impl {
   ~Impl();
 
   absl::Status StartThreads();
-  // A thread's whole life. One waits for a connection, the others answer or wait for their turn.
+  // A thread's whole life.
   void Run();
-  // Without a connection: the server ends.
-  FileDescriptor Accept();
-  void Serve(FileDescriptor socket);
-  HttpAnswer Answer(const absl::StatusOr<std::string>& head, HttpConnection& connection,
-                    bool& with_body) const;
-  HttpAnswer AnswerRequest(const HttpRequest& request) const;
+  // A connection whose client has begun to speak.
+  void Take(FileDescriptor connection);
+  // One that can go on, or is over.
+  void GoOn(uint64_t number);
+  // Gives up those whose time is over.
+  void DropLate(Clock::time_point now);
+
+  HttpAnswer Answer(const HttpRequest& request) const;
   // A browser sends the name that it was given. One that is neither this host's nor a number has
-  // been made to lead here by somebody else's page. With TLS that page lacks a certificate for it.
+  // been made to lead here by another site's page. With TLS that page lacks a certificate for it.
   bool IsOwnName(const std::optional<std::string>& host) const;
   absl::StatusOr<std::string> ReadTlsAgain();
+
+  // An exchange is a thread's while it goes on.
+  struct Visit {
+    std::unique_ptr<HttpExchange> exchange;  // Null: a thread has it.
+    std::string source;
+  };
+  using Visits = std::map<uint64_t, Visit>;  // From the oldest on.
+  // The oldest exchange, of those that no thread has, of the source that has most; the end: none.
+  Visits::iterator ChooseToDrop() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
+  // Until it needs no more. False: the system has no memory for that.
+  bool Await(uint64_t number, int socket, Needs needs, int operation) const;
 
   HttpOptions options;
   Handler handler;
   bool local = true;
   std::string address;
-  FileDescriptor socket;
+  FileDescriptor events;
   FileDescriptor stop;
-  Mutex accepting;  // Held by the thread that waits for a connection.
   Mutex mutex;
   HttpTls tls ABSL_GUARDED_BY(mutex);
+  Visits visits ABSL_GUARDED_BY(mutex);
+  uint64_t last_number ABSL_GUARDED_BY(mutex) = kStop;
+  Clock::time_point next_look ABSL_GUARDED_BY(mutex);
   std::optional<FileWatch> files;
-  std::atomic<int> serving = 0;  // Threads that have a connection.
   std::vector<std::thread> threads;
+  Listener listener;  // Ends first.
 };
 
 HttpServer::Impl::~Impl() {
@@ -203,8 +122,12 @@ HttpServer::Impl::~Impl() {
 }
 
 absl::Status HttpServer::Impl::StartThreads() {
+  events = FileDescriptor(epoll_create1(EPOLL_CLOEXEC));
   stop = FileDescriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  if (!stop) return absl::UnavailableError("no file descriptors are left; see to ulimit -n");
+  epoll_event event = {.events = EPOLLIN, .data = {.u64 = kStop}};
+  if (!events || !stop || epoll_ctl(events.number(), EPOLL_CTL_ADD, stop.number(), &event) != 0) {
+    return absl::UnavailableError("no file descriptors are left; see to ulimit -n");
+  }
   threads.reserve(kThreads);
   try {
     for (int i = 0; i < kThreads; ++i) threads.emplace_back([this] { Run(); });
@@ -216,70 +139,97 @@ absl::Status HttpServer::Impl::StartThreads() {
   return absl::OkStatus();
 }
 
-FileDescriptor HttpServer::Impl::Accept() {
-  MutexLock lock(accepting);
+void HttpServer::Impl::Run() {
   while (true) {
-    std::array<pollfd, 2> polled = {{{.fd = stop.number(), .events = POLLIN, .revents = 0},
-                                     {.fd = socket.number(), .events = POLLIN, .revents = 0}}};
-    const bool ready = poll(polled.data(), polled.size(), -1) > 0;
-    if (ready && polled[0].revents != 0) return FileDescriptor();
-    FileDescriptor taken(accept4(socket.number(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
-    if (taken) return taken;
-    // No descriptor or no memory is left, now.
-    if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED) {
-      std::this_thread::sleep_for(kPause);
+    bool waits_for_peers = false;
+    {
+      MutexLock lock(mutex);
+      waits_for_peers = !visits.empty();
+    }
+    epoll_event event = {};
+    const int wait = waits_for_peers ? static_cast<int>(kLookEvery.count()) : -1;
+    const int count = epoll_wait(events.number(), &event, 1, wait);
+    if (count > 0 && event.data.u64 == kStop) return;
+    if (count > 0) GoOn(event.data.u64);
+    DropLate(Clock::now());
+  }
+}
+
+HttpServer::Impl::Visits::iterator HttpServer::Impl::ChooseToDrop() {
+  std::map<std::string, size_t> counts;
+  for (const auto& [number, visit] : visits) ++counts[visit.source];
+  auto chosen = visits.end();
+  for (auto visit = visits.begin(); visit != visits.end(); ++visit) {
+    if (visit->second.exchange == nullptr) continue;
+    if (chosen == visits.end() || counts[visit->second.source] > counts[chosen->second.source]) {
+      chosen = visit;
     }
   }
+  return chosen;
 }
 
-void HttpServer::Impl::Run() {
-  while (FileDescriptor taken = Accept()) {
-    ++serving;
-    (void)RunsInMemory([&] { Serve(std::move(taken)); });  // Without it the peer gets no answer.
-    --serving;
+bool HttpServer::Impl::Await(uint64_t number, int socket, Needs needs, int operation) const {
+  epoll_event event = {.events = EventsFor(needs), .data = {.u64 = number}};
+  return epoll_ctl(events.number(), operation, socket, &event) == 0;
+}
+
+void HttpServer::Impl::Take(FileDescriptor connection) {
+  std::unique_ptr<HttpExchange> dropped;  // Destroyed without the lock.
+  MutexLock lock(mutex);
+  auto exchange = std::make_unique<HttpExchange>(std::move(connection), tls);
+  if (visits.size() >= kMostExchanges) {
+    const auto chosen = ChooseToDrop();
+    if (chosen == visits.end()) return;
+    dropped = std::move(chosen->second.exchange);
+    visits.erase(chosen);
   }
+  const uint64_t number = ++last_number;
+  const int socket = exchange->socket();
+  std::string source = SourceOf(exchange->peer());
+  visits.emplace(number, Visit{.exchange = std::move(exchange), .source = std::move(source)});
+  if (!Await(number, socket, Needs::kRead, EPOLL_CTL_ADD)) visits.erase(number);
 }
 
-void HttpServer::Impl::Serve(FileDescriptor taken) {
-  HttpTls now;
+void HttpServer::Impl::GoOn(uint64_t number) {
+  std::unique_ptr<HttpExchange> exchange;
   {
     MutexLock lock(mutex);
-    now = tls;
+    const auto visit = visits.find(number);
+    if (visit == visits.end()) return;  // It was dropped in between.
+    exchange = std::move(visit->second.exchange);
   }
-  HttpConnection connection(std::move(taken), std::move(now));
-  HttpAnswer answer;
-  bool with_body = true;
-  const auto patience = [this](std::chrono::milliseconds usual) {
-    return steady_clock::now() + (serving > kBusyThreads ? kWhileBusy : usual);
-  };
-  if (const absl::Status open = connection.Open(patience(kHandshake)); open.ok()) {
-    const absl::StatusOr<std::string> head = ReadHead(connection, patience(kRequest));
-    if (!head.ok() && !absl::IsOutOfRange(head.status())) return;
-    answer = Answer(head, connection, with_body);
+  Needs needs = Needs::kNothing;
+  // Without memory for it the peer gets no answer.
+  (void)RunsInMemory([&] {
+    needs = exchange->Proceed([this](const HttpRequest& request) { return Answer(request); });
+  });
+  MutexLock lock(mutex);
+  const auto visit = visits.find(number);
+  if (needs == Needs::kNothing || !Await(number, exchange->socket(), needs, EPOLL_CTL_MOD)) {
+    visits.erase(visit);
   } else {
-    spdlog::debug("status page: {}: {}", connection.peer(), std::string(open.message()));
-    if (!absl::IsFailedPrecondition(open)) return connection.Close(steady_clock::now() + kEnd);
-    answer = {.code = 400, .body = "this port speaks TLS: ask for https://\n"};
-  }
-  if (connection.Write(ToText(answer, with_body), steady_clock::now() + kAnswer).ok()) {
-    connection.Close(steady_clock::now() + kEnd);
+    visit->second.exchange = std::move(exchange);
   }
 }
 
-HttpAnswer HttpServer::Impl::Answer(const absl::StatusOr<std::string>& head,
-                                    HttpConnection& connection, bool& with_body) const {
-  if (!head.ok()) return {.code = 431, .body = "the request is too large\n"};
-  absl::StatusOr<HttpRequest> request = ParseHead(*head);
-  if (!request.ok()) {
-    return {.code = 400, .body = absl::StrCat("no request: ", request.status().message(), "\n")};
+void HttpServer::Impl::DropLate(Clock::time_point now) {
+  std::vector<std::unique_ptr<HttpExchange>> late;  // Destroyed without the lock.
+  MutexLock lock(mutex);
+  if (now < next_look) return;
+  next_look = now + kLookEvery;
+  for (auto visit = visits.begin(); visit != visits.end();) {
+    std::unique_ptr<HttpExchange>& exchange = visit->second.exchange;
+    if (exchange == nullptr || exchange->deadline() > now) {
+      ++visit;
+      continue;
+    }
+    // Without memory for that it is destroyed here.
+    (void)RunsInMemory([&] { late.push_back(std::move(exchange)); });
+    visit = visits.erase(visit);
   }
-  with_body = request->method != "HEAD";
-  request->peer = connection.peer();
-  request->certificate_name = connection.certificate_name();
-  return AnswerRequest(*request);
 }
 
-HttpAnswer HttpServer::Impl::AnswerRequest(const HttpRequest& request) const {
+HttpAnswer HttpServer::Impl::Answer(const HttpRequest& request) const {
   if (request.method != "GET" && request.method != "HEAD") {
     return {.code = 405, .body = "only GET and HEAD\n"};
   }
@@ -296,7 +246,7 @@ bool HttpServer::Impl::IsOwnName(const std::optional<std::string>& host) const {
   if (!local || !options.access.tls_certificate.empty() || !host.has_value()) return true;
   const std::string name = host->substr(0, host->find(':'));
   in_addr v4;
-  return name == "localhost" || inet_pton(AF_INET, name.c_str(), &v4) == 1 ||
+  return absl::EqualsIgnoreCase(name, "localhost") || inet_pton(AF_INET, name.c_str(), &v4) == 1 ||
          absl::StartsWith(*host, "[");
 }
 
@@ -307,17 +257,31 @@ absl::StatusOr<std::string> HttpServer::Impl::ReadTlsAgain() {
   return options.access.tls_certificate;
 }
 
+absl::StatusOr<Address> HttpServer::ParseListen(const HttpOptions& options) {
+  const std::string& text = options.listen;
+  const bool only_port = !text.empty() && text.find_first_not_of("0123456789") == std::string::npos;
+  absl::StatusOr<Address> address = ParseAddress(only_port ? "127.0.0.1:" + text : text);
+  if (!address.ok() || !address->unix_path.empty()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("cannot listen on '", text,
+                     "': expected PORT, or HOST:PORT, such as 127.0.0.1:7071 or [::1]:7071"));
+  }
+  BALLAST_RETURN_IF_ERROR(CheckOpenness(*address, options));
+  return address;
+}
+
 absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(const HttpOptions& options,
-                                                              Handler handler) {
-  BALLAST_ASSIGN_OR_RETURN(Address address, ParseListenAddress(options));
+                                                              Handler handler,
+                                                              NamedMemory* memory) {
+  BALLAST_ASSIGN_OR_RETURN(const Address address, ParseListen(options));
   BALLAST_ASSIGN_OR_RETURN(HttpTls tls, ReadHttpTls(options.access));
   auto impl = std::make_unique<Impl>();
   impl->options = options;
   impl->handler = std::move(handler);
   impl->local = IsLocal(address);
-  BALLAST_ASSIGN_OR_RETURN(impl->socket, Listen(address));
-  impl->address = absl::StrCat(address.host, ":", address.port);
-  if (tls != nullptr) {
+  BALLAST_ASSIGN_OR_RETURN(impl->address, impl->listener.Add(address, memory));
+  const bool speaks_tls = tls != nullptr;
+  if (speaks_tls) {
     const AccessOptions& access = options.access;
     impl->files.emplace(
         std::vector<WatchedFiles>{{absl::StrCat("the certificate of ", impl->address),
@@ -327,6 +291,10 @@ absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(const HttpOptions&
     impl->tls = std::move(tls);
   }
   BALLAST_RETURN_IF_ERROR(impl->StartThreads());
+  BALLAST_RETURN_IF_ERROR(impl->listener.Start(
+      [owner = impl.get()](int connection) { owner->Take(FileDescriptor(connection)); },
+      [](const std::string& line) { spdlog::warn("status page: {}", line); },
+      {.tls = speaks_tls, .held_until = nullptr, .most_newcomers = kMostNewcomers}));
   return std::unique_ptr<HttpServer>(new HttpServer(std::move(impl)));
 }
 

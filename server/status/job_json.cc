@@ -19,7 +19,7 @@ namespace {
 
 using nlohmann::json;
 
-// What the page shows of large jobs: those that somebody waits for come first.
+// What the page shows of large jobs: those that others wait for come first.
 constexpr size_t kMostRanks = 256;
 constexpr size_t kMostGroups = 256;
 constexpr size_t kMostAwaited = 16;

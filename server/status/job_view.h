@@ -13,7 +13,7 @@
 
 namespace ballast::server {
 
-// Who looks; nullopt: everybody may look at everything.
+// Who looks; nullopt: every peer may look at everything.
 using Viewer = std::optional<Caller>;
 inline bool MaySee(const Viewer& viewer, const Job& job) {
   return !viewer.has_value() || viewer->MayUse(job.spec().name);

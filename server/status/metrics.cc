@@ -8,6 +8,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -42,6 +43,7 @@ class Families {
     ClientMetric::Histogram& to = Add(name, help, MetricType::Histogram, labels).histogram;
     to.sample_sum = durations.sum_seconds;
     for (size_t i = 0; i < durations.counts.size(); ++i) {
+      // Ours are counts of each interval, and Prometheus' of all up to its bound.
       to.sample_count += durations.counts[i];
       if (i == DurationHistogram::kBounds.size()) break;  // The serializer adds +Inf.
       to.bucket.push_back(
@@ -50,6 +52,7 @@ class Families {
   }
 
   std::string Text() const {
+    // Named by its base: TextSerializer's own Serialize, which takes a stream, hides this one.
     return prometheus::TextSerializer().prometheus::Serializer::Serialize(
         {families_.begin(), families_.end()});
   }
@@ -58,6 +61,7 @@ class Families {
   ClientMetric& Add(const std::string& name, const char* help, MetricType type,
                     const Labels& labels) {
     const auto [found, is_new] = places_.try_emplace(name, families_.size());
+    // A family's help is that of its first sample; others may leave it empty.
     if (is_new) families_.push_back({.name = name, .help = help, .type = type, .metric = {}});
     ClientMetric& metric = families_[found->second].metric.emplace_back();
     for (const auto& [label, value] : labels) metric.label.push_back({label, value});
@@ -88,6 +92,7 @@ const char* NameOfCause(SkipCause cause) {
 
 void AddProcess(Families& to) {
   const ProcessFacts facts = ReadProcessFacts();
+  // Named as by Prometheus' own client libraries, where they have it, for ready-made dashboards.
   to.Counter("process_cpu_seconds_total", "User and system CPU time of the process.", {},
              facts.cpu_seconds);
   to.Gauge("process_start_time_seconds", "When the process started, since 1970.", {},
@@ -111,7 +116,7 @@ void AddHistory(const ServiceHistory& history, Families& to) {
            history.recovery_seconds);
 }
 
-void AddService(const Engine& engine, const Server& server, const Viewer& viewer, Families& to) {
+void AddService(const Engine& engine, const Server& server, Families& to) {
   to.Gauge("ballast_build_info", "1; which build this is.",
            {{"version", BallastVersion()}, {"kernel", KernelTarget()}}, 1);
   to.Gauge("ballast_ready", "1 while the service takes steps; 0 while it drains.", {},
@@ -133,17 +138,17 @@ void AddService(const Engine& engine, const Server& server, const Viewer& viewer
   to.Counter("ballast_update_busy_seconds_total", "Time that those threads were busy, together.",
              {}, use.busy_seconds);
   const auto errors = proto::ErrorCounts();
+  // All of them from the start, at zero: a rate needs the sample before the first error. Code 0
+  // is OK.
   for (size_t code = 1; code < errors.size(); ++code) {
     to.Counter("ballast_errors_total", "Calls and streams that the service ended with an error.",
                {{"code", absl::AsciiStrToLower(
                              absl::StatusCodeToString(static_cast<absl::StatusCode>(code)))}},
                static_cast<double>(errors[code]));
   }
-  if (engine.checkpoints() == nullptr) return;
-  for (const CheckpointFacts& facts : engine.checkpoints()->All()) {
-    if (viewer.has_value() && !viewer->MayUse(facts.job)) continue;
-    to.Gauge("ballast_checkpoint_step", "The step of the checkpoint in --checkpoint-dir.",
-             {{"job_name", facts.job}}, static_cast<double>(facts.step));
+  if (const int64_t expires = server.certificate_expires_unix_seconds(); expires != 0) {
+    to.Gauge("ballast_tls_certificate_expiry_timestamp_seconds",
+             "When the certificate in use expires, since 1970.", {}, static_cast<double>(expires));
   }
 }
 
@@ -183,7 +188,7 @@ void AddSteps(const std::string& job, const JobStatus& status, Families& to) {
   to.Histogram(kPart, kPartHelp, with("part", "updating"), statistics.updating);
   to.Gauge("ballast_committed_step", "The step that is committed.", of_job,
            static_cast<double>(status.committed_step));
-  to.Gauge("ballast_generation", "Rises whenever all ranks do a step anew.", of_job,
+  to.Gauge("ballast_generation", "Rises whenever all ranks do a step again.", of_job,
            static_cast<double>(status.generation.count));
   to.Gauge("ballast_generation_epoch", "Rises whenever the job's name gets another owner.", of_job,
            static_cast<double>(status.generation.epoch));
@@ -245,14 +250,33 @@ void AddRanks(const std::string& job, const JobStatus& status, Families& to) {
            static_cast<double>(std::count_if(status.ranks.begin(), status.ranks.end(), attached)));
   to.Gauge("ballast_ranks_awaited", "Ranks that others, which have sealed, wait for.", of_job,
            static_cast<double>(AwaitedRanks(status).size()));
-  to.Gauge("ballast_awaiting_seconds", "Since when they wait; 0: nobody waits.", of_job,
+  to.Gauge("ballast_awaiting_seconds", "Since when they wait; 0: none waits.", of_job,
            status.seconds_since_first_seal.value_or(0));
   to.Gauge("ballast_step_open_seconds", "Since when the step in progress is open; 0: none is.",
            of_job, status.seconds_open.value_or(0));
 }
 
-void AddSaves(const std::string& job, const JobStatus& status, Families& to) {
-  const Labels of_job = {{"job_name", job}};
+// A checkpoint of this job in --checkpoint-dir also says when it was saved, to a process that has
+// taken the job over.
+void AddSaves(const Job& job, const JobStatus& status, const CheckpointDirectory* checkpoints,
+              Families& to) {
+  const std::string& name = job.spec().name;
+  const Labels of_job = {{"job_name", name}};
+  int64_t saved_unix_ms = status.save_counts.last_saved_unix_ms;
+  if (const auto found = checkpoints == nullptr ? std::nullopt : checkpoints->Find(name)) {
+    to.Gauge("ballast_checkpoint_step", "The step of the checkpoint in --checkpoint-dir.", of_job,
+             static_cast<double>(found->step));
+    // Not of another job that had the name before.
+    if (found->uid == job.uid()) saved_unix_ms = std::max(saved_unix_ms, found->saved_unix_ms);
+  }
+  to.Counter("ballast_saves_total", "Saves that have ended, complete or not.",
+             {{"job_name", name}, {"outcome", "complete"}},
+             static_cast<double>(status.save_counts.complete));
+  to.Counter("ballast_saves_total", "", {{"job_name", name}, {"outcome", "failed"}},
+             static_cast<double>(status.save_counts.failed));
+  to.Gauge("ballast_last_save_timestamp_seconds",
+           "When the last complete checkpoint of the job was saved, since 1970; 0: there is none.",
+           of_job, static_cast<double>(saved_unix_ms) / 1000);
   double stalled = 0;
   double left_bytes = 0;
   bool holds_back = false;
@@ -261,7 +285,7 @@ void AddSaves(const std::string& job, const JobStatus& status, Families& to) {
     left_bytes += static_cast<double>(save.size_bytes - save.written_bytes);
     holds_back = holds_back || save.holds_back_decisions;
   }
-  to.Gauge("ballast_saves", "Saves that are under way.", of_job,
+  to.Gauge("ballast_saves_in_progress", "Saves that are under way.", of_job,
            static_cast<double>(status.saves.size()));
   to.Gauge("ballast_save_left_bytes", "What they have still to write.", of_job, left_bytes);
   to.Gauge("ballast_save_stalled_seconds", "The longest time that one of them wrote nothing.",
@@ -269,9 +293,10 @@ void AddSaves(const std::string& job, const JobStatus& status, Families& to) {
   to.Gauge("ballast_save_holds_back", "1: decisions wait for a save.", of_job, holds_back ? 1 : 0);
 }
 
-void AddJob(const Job& job, Families& to) {
+void AddJob(const Job& job, const CheckpointDirectory* checkpoints, Families& to) {
   const std::string& name = job.spec().name;
   const JobStatus status = job.Status();
+  // A series for each phase, so that an alert names a phase and knows no numbers.
   for (const JobPhase phase : kJobPhases) {
     to.Gauge("ballast_job_phase", "1 for the phase that the job is in, 0 for the others.",
              {{"job_name", name}, {"phase", NameOf(phase)}}, phase == status.phase ? 1 : 0);
@@ -283,7 +308,7 @@ void AddJob(const Job& job, Families& to) {
   AddRanks(name, status, to);
   AddMemory(name, status, to);
   AddSpeculation(name, status, to);
-  AddSaves(name, status, to);
+  AddSaves(job, status, checkpoints, to);
   const size_t groups = std::min(job.spec().groups.size(), kMostGroups);
   for (size_t group = 0; group < groups; ++group) {
     to.Gauge("ballast_learning_rate", "Of a group of parameters; the first 32 groups.",
@@ -297,13 +322,13 @@ void AddJob(const Job& job, Families& to) {
 std::string MetricsText(const Engine& engine, const Server& server, const ServiceHistory& history,
                         const Viewer& viewer) {
   Families families;
-  AddService(engine, server, viewer, families);
+  AddService(engine, server, families);
   AddHistory(history, families);
   AddProcess(families);
   std::vector<std::shared_ptr<Job>> jobs = engine.ListJobs();
   std::erase_if(jobs, [&](const auto& job) { return !MaySee(viewer, *job); });
   families.Gauge("ballast_jobs", "Jobs of the service.", {}, static_cast<double>(jobs.size()));
-  for (const std::shared_ptr<Job>& job : jobs) AddJob(*job, families);
+  for (const std::shared_ptr<Job>& job : jobs) AddJob(*job, engine.checkpoints(), families);
   return families.Text();
 }
 

@@ -4,16 +4,15 @@
 #include <unistd.h>
 
 #include <cstdlib>
-#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <string>
-#include <system_error>
 #include <vector>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
+#include "cpu_optimizer_service/common/system/visit_names.h"
 
 namespace ballast::server {
 namespace {
@@ -34,9 +33,9 @@ double BootTime() {
 }
 
 int64_t OpenDescriptors() {
-  std::error_code ignored;
-  const std::filesystem::directory_iterator entries("/proc/self/fd", ignored);
-  return std::distance(begin(entries), end(entries));
+  int64_t count = 0;
+  (void)VisitNames(AT_FDCWD, "/proc/self/fd", [&](const char*, int) { ++count; });
+  return count;
 }
 
 }  // namespace

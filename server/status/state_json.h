@@ -19,7 +19,7 @@ nlohmann::json ParametersJson(const Job& job, const std::string& match);
 absl::StatusOr<nlohmann::json> DistributionJson(Job& job, const std::string& parameter);
 
 // Of the next step that begins and is committed. UNAVAILABLE: none was within `patience_seconds`.
-// RESOURCE_EXHAUSTED: somebody else takes a timeline of the job. Blocks.
+// RESOURCE_EXHAUSTED: another caller takes a timeline of the job. Blocks.
 absl::StatusOr<nlohmann::json> TimelineJson(Job& job, int patience_seconds);
 
 }  // namespace ballast::server

@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <exception>
 #include <functional>
+#include <future>
 #include <map>
 #include <mutex>
 #include <nlohmann/json.hpp>
@@ -11,6 +13,7 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "server/status/job_json.h"
 #include "server/status/metrics.h"
@@ -37,6 +40,8 @@ HttpAnswer NotReady(absl::string_view why) {
 
 int CodeOf(const absl::Status& status) {
   switch (status.code()) {
+    case absl::StatusCode::kInvalidArgument:
+      return 400;
     case absl::StatusCode::kUnauthenticated:
       return 401;
     case absl::StatusCode::kPermissionDenied:
@@ -67,21 +72,38 @@ HttpAnswer ToAnswer(const absl::StatusOr<json>& value) {
 class AnswerCache {
  public:
   HttpAnswer Get(const std::string& key, const std::function<HttpAnswer()>& make) {
+    std::promise<HttpAnswer> promise;
+    Entry entry;
+    bool is_new = false;
+    {
+      const std::lock_guard lock(mutex_);
+      const auto now = Clock::now();
+      std::erase_if(answers_, [&](const auto& each) { return now > each.second.until; });
+      const auto placed = answers_.try_emplace(key);
+      is_new = placed.second;
+      if (is_new) placed.first->second.answer = promise.get_future().share();
+      entry = placed.first->second;
+    }
+    if (!is_new) return entry.answer.get();
+    try {
+      promise.set_value(make());
+    } catch (...) {
+      promise.set_exception(std::current_exception());
+    }
     const std::lock_guard lock(mutex_);
-    const auto now = Clock::now();
-    std::erase_if(answers_, [&](const auto& entry) { return now - entry.second.first > kFresh; });
-    const auto found = answers_.find(key);
-    if (found != answers_.end()) return found->second.second;
-    HttpAnswer answer = make();
-    answers_[key] = {Clock::now(), answer};
-    return answer;
+    answers_[key].until = Clock::now() + kFresh;
+    return entry.answer.get();
   }
 
  private:
   using Clock = std::chrono::steady_clock;
   static constexpr std::chrono::milliseconds kFresh{400};
+  struct Entry {
+    Clock::time_point until = Clock::time_point::max();  // While it is being made.
+    std::shared_future<HttpAnswer> answer;
+  };
   std::mutex mutex_;
-  std::map<std::string, std::pair<Clock::time_point, HttpAnswer>> answers_;
+  std::map<std::string, Entry> answers_;
 };
 
 }  // namespace
@@ -128,6 +150,7 @@ absl::StatusOr<Viewer> StatusServer::Shown::WhoLooks(const HttpRequest& request)
 absl::StatusOr<std::shared_ptr<Job>> StatusServer::Shown::JobOf(const HttpRequest& request,
                                                                 const Viewer& viewer) const {
   const std::string name = request.Get("job");
+  BALLAST_RETURN_IF_ERROR(CheckJobName(name));
   if (viewer.has_value()) BALLAST_RETURN_IF_ERROR(viewer->Check(name));
   return engine.FindJob(name);
 }
@@ -146,7 +169,7 @@ HttpAnswer StatusServer::Shown::AnswerAlone(std::mutex& kind,
 HttpAnswer StatusServer::Shown::AnswerApi(const HttpRequest& request, const Viewer& viewer) {
   if (request.path == "/api/service") {
     // No job's uid begins so.
-    const std::string key = viewer.has_value() ? absl::StrCat("/", viewer->principal()) : "";
+    const std::string key = absl::StrCat("/api/", viewer.has_value() ? viewer->principal() : "");
     return cache.Get(key, [&] { return ToAnswer(ServiceJson(engine, server, history, viewer)); });
   }
   const auto job = JobOf(request, viewer);
@@ -179,8 +202,11 @@ HttpAnswer StatusServer::Shown::Answer(const HttpRequest& request) {
   const absl::StatusOr<Viewer> viewer = WhoLooks(request);
   if (!viewer.ok()) return Failure(viewer.status());
   if (request.path == "/metrics") {
-    return {.content_type = "text/plain; version=0.0.4; charset=utf-8",
-            .body = MetricsText(engine, server, history, *viewer)};
+    return cache.Get(absl::StrCat("/metrics/", viewer->has_value() ? (*viewer)->principal() : ""),
+                     [&] {
+                       return HttpAnswer{.content_type = "text/plain; version=0.0.4; charset=utf-8",
+                                         .body = MetricsText(engine, server, history, *viewer)};
+                     });
   }
   return AnswerApi(request, *viewer);
 }
@@ -202,10 +228,12 @@ HttpAnswer StatusServer::Impl::Answer(const HttpRequest& request) {
   return request.path.starts_with("/api/") ? Failure(absl::UnavailableError(kWhy)) : NotReady(kWhy);
 }
 
-absl::StatusOr<std::unique_ptr<StatusServer>> StatusServer::Start(const HttpOptions& options) {
+absl::StatusOr<std::unique_ptr<StatusServer>> StatusServer::Start(const HttpOptions& options,
+                                                                  NamedMemory* memory) {
   auto impl = std::make_unique<Impl>();
   auto http = HttpServer::Start(
-      options, [impl = impl.get()](const HttpRequest& request) { return impl->Answer(request); });
+      options, [impl = impl.get()](const HttpRequest& request) { return impl->Answer(request); },
+      memory);
   if (!http.ok()) return http.status();
   impl->url = absl::StrCat(options.access.tls_certificate.empty() ? "http://" : "https://",
                            (*http)->address());

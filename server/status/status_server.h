@@ -11,7 +11,7 @@
 //
 // Where the service has tokens, metrics and /api take one, of a viewer, and show the jobs that it is
 // a viewer of; where it trusts clients' certificates, they take one of those. The page itself, /live
-// and /ready say nothing of jobs and answer everybody.
+// and /ready say nothing of jobs and answer every peer.
 #ifndef BALLAST_SERVER_STATUS_STATUS_SERVER_H_
 #define BALLAST_SERVER_STATUS_STATUS_SERVER_H_
 
@@ -29,7 +29,8 @@ namespace ballast::server {
 class StatusServer {
  public:
   // Until Show it lives and is not ready. Errors are those of HttpServer::Start.
-  static absl::StatusOr<std::unique_ptr<StatusServer>> Start(const HttpOptions& options);
+  static absl::StatusOr<std::unique_ptr<StatusServer>> Start(const HttpOptions& options,
+                                                             NamedMemory* memory = nullptr);
   ~StatusServer();
 
   // Once. Engine and server outlive it.

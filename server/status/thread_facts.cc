@@ -1,6 +1,5 @@
 #include "server/status/thread_facts.h"
 
-#include <dirent.h>
 #include <execinfo.h>
 #include <signal.h>
 #include <sys/syscall.h>
@@ -19,6 +18,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "cpu_optimizer_service/common/system/visit_names.h"
 
 namespace ballast::server {
 namespace {
@@ -105,15 +105,12 @@ std::vector<ThreadFacts> ReadThreads() {
   sigfillset(&action.sa_mask);
   sigaction(StackSignal(), &action, nullptr);
   std::vector<ThreadFacts> threads;
-  DIR* const folder = opendir("/proc/self/task");
-  if (folder == nullptr) return threads;
-  while (const dirent* entry = readdir(folder)) {
+  (void)VisitNames(AT_FDCWD, "/proc/self/task", [&](const char* name, int) {
     int thread = 0;
-    if (!absl::SimpleAtoi(entry->d_name, &thread)) continue;
+    if (!absl::SimpleAtoi(name, &thread)) return;
     ThreadFacts& facts = threads.emplace_back(FactsOf(thread));
     facts.stack = StackOf(thread);
-  }
-  closedir(folder);
+  });
   return threads;
 }
 

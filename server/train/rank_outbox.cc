@@ -127,7 +127,7 @@ void RankOutbox::WriteDone(bool ok) {
   if (ok) {
     Advance();
   } else {
-    EndWith(absl::CancelledError("the worker is gone"));
+    Cancelled();
   }
 }
 
@@ -145,7 +145,7 @@ void RankOutbox::RecordSent() {
   }
 }
 
-void RankOutbox::Cancelled() { EndWith(absl::CancelledError("the worker is gone")); }
+void RankOutbox::Cancelled() { EndWith(GoneError("worker")); }
 
 void RankOutbox::Close() {
   std::shared_ptr<Job> job;
@@ -250,11 +250,9 @@ void RankOutbox::OnDecision(const StepOutcome& outcome, absl::Span<const int> dr
   const size_t named = std::min(unused.size(), kRecordedNames);
   decision.mutable_unused_parameters()->Add(unused.begin(), unused.begin() + named);
   decision.set_more_unused_parameters(static_cast<int64_t>(unused.size() - named));
-  {
-    MutexLock lock(mutex_);
-    for (const int chunk : dropped_chunks) {
-      decision.add_dropped_chunks(static_cast<uint32_t>(chunk - first_on_wire_));
-    }
+  // As the job numbers them until the message is sent: this may come before Opened.
+  for (const int chunk : dropped_chunks) {
+    decision.add_dropped_chunks(static_cast<uint32_t>(chunk));
   }
   Push(std::move(message));
 }
@@ -354,18 +352,17 @@ void RankOutbox::TakeItem(Move& move) {
   }
 }
 
-RankOutbox::Move RankOutbox::NextMove() {
-  Move move;
-  if (wire_ == nullptr || writing_) return move;
+void RankOutbox::PlanMove(Move& move) {
+  if (wire_ == nullptr || writing_) return;
   const bool acknowledge = messages_acknowledged_ < messages_done_;
   const bool item = HasItem();
   const bool sending = job_ != nullptr && (!end_ || draining_) && (acknowledge || item);
   if (!sending) {
-    if (!end_ || messages_in_progress_ > 0) return move;
+    if (!end_ || messages_in_progress_ > 0) return;
     move.finish = true;
     move.status = *end_;
     move.wire = std::exchange(wire_, nullptr);
-    return move;
+    return;
   }
   writing_ = true;
   move.wire = wire_;
@@ -379,7 +376,7 @@ RankOutbox::Move RankOutbox::NextMove() {
     move.message = std::make_unique<v1::TrainResponse>();
     move.message->mutable_acknowledged()->set_messages(messages_done_);
     messages_acknowledged_ = messages_done_;
-    return move;
+    return;
   }
   opened_sent_ = true;
   acknowledged_last_ = false;
@@ -388,11 +385,17 @@ RankOutbox::Move RankOutbox::NextMove() {
     reading_paused_ = false;
     move.read = true;
   }
-  return move;
 }
 
 absl::StatusOr<grpc::ByteBuffer> RankOutbox::Serialize(Move& move) {
-  if (move.weights.empty()) return proto::SerializeControl(*move.message);
+  if (move.weights.empty()) {
+    if (move.message->has_decision()) {
+      for (uint32_t& chunk : *move.message->mutable_decision()->mutable_dropped_chunks()) {
+        chunk -= static_cast<uint32_t>(move.first_on_wire);
+      }
+    }
+    return proto::SerializeControl(*move.message);
+  }
   Weights& first = move.weights.front();
   sending_step_ = first.step;
   sending_chunks_.clear();
@@ -418,14 +421,14 @@ void RankOutbox::Advance() {
   Move move;
   const absl::Status planned = GuardedRun([&] {
     MutexLock lock(mutex_);
-    move = NextMove();
+    PlanMove(move);
   });
   if (!planned.ok()) {
-    {
+    if (move.wire != nullptr) {  // Otherwise the write, if there is one, is another thread's.
       MutexLock lock(mutex_);
-      writing_ = false;  // It is set before anything that needs memory.
+      writing_ = false;
     }
-    return EndWith(planned);  // Which needs none.
+    return EndWith(planned);  // Which needs no memory.
   }
   if (move.wire == nullptr) return;
   if (move.finish) return move.wire->Finish(move.status);

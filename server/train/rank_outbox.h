@@ -52,7 +52,7 @@ class RankWire {
 
 class RankOutbox final : public RankListener {
  public:
-  // The wire must live until its Finish is called. `watched`, which may be null, is told when the
+  // The wire must live until its Finish is called. `watched`, which may be null, is notified when the
   // stream only waits for its last write.
   explicit RankOutbox(RankWire& wire, std::shared_ptr<WatchedCall> watched = nullptr)
       : watched_(std::move(watched)), wire_(&wire) {}
@@ -124,7 +124,9 @@ class RankOutbox final : public RankListener {
     int first_on_wire = 0;
     absl::Status status;
   };
-  Move NextMove() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Sets the wire of `move` together with writing_, and before anything that needs memory: so
+  // where that is missing, the wire tells whether the caller has set writing_.
+  void PlanMove(Move& move) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // The number of entries at the queue's head, at most `most`, that one message can announce.
   size_t SharedRun(size_t most) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Whether the queue has something to send now.

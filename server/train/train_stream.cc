@@ -3,6 +3,7 @@
 #include <grpcpp/server_context.h>
 
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/status.h"
@@ -10,6 +11,7 @@
 #include "server/call_guard.h"
 #include "server/find_job.h"
 #include "server/train/step_message.h"
+#include "server/train/stream_errors.h"
 
 namespace ballast::server {
 namespace {
@@ -27,20 +29,27 @@ TrainStream::TrainStream(const Engine& engine, CallPools& pools,
       pools_(pools),
       caller_(caller),
       // As long as it is the rank's stream it may be slow.
-      watched_(pools.watch.Watch([&context] { context.TryCancel(); }, WatchedCall::kForEver)),
+      watched_(pools.watch.Watch([this, &context] { GiveUp(context); }, WatchedCall::kOpenSeconds)),
       outbox_(std::make_shared<RankOutbox>(static_cast<RankWire&>(*this), watched_)) {
-  absl::StatusOr<CallPool::Place> place =
-      caller.ok() ? pools.streams.Enter() : absl::StatusOr<CallPool::Place>(caller.status());
-  if (!place.ok()) {
+  if (!caller.ok()) {
+    has_begun_ = true;
     outbox_->MessageBegins();
-    outbox_->MessageFailed(place.status());
+    outbox_->MessageFailed(caller.status());
     return;
   }
-  place_ = *std::move(place);
+  watched_->PeerMustAct();
   Read();
 }
 
+void TrainStream::GiveUp(grpc::CallbackServerContext& context) {
+  if (has_begun_) return context.TryCancel();
+  const std::shared_ptr<RankOutbox> outbox = outbox_;  // The stream may be gone before this ends.
+  outbox->OnDetached(NoOpenError());
+}
+
 void TrainStream::OnReadDone(bool ok) {
+  has_begun_ = true;
+  watched_->PeerActed();
   outbox_->MessageBegins();
   if (!ok) return outbox_->NoMoreMessages();
   const absl::StatusOr<std::optional<uint64_t>> handled = Guarded([this] { return HandleRead(); });
@@ -50,17 +59,21 @@ void TrainStream::OnReadDone(bool ok) {
 
 // Frees the payload before the next one is read.
 absl::StatusOr<std::optional<uint64_t>> TrainStream::HandleRead() {
-  const absl::StatusOr<proto::Frame<v1::TrainRequest>> frame =
-      proto::ParseTrainRequest(read_buffer_);
+  absl::StatusOr<proto::Frame<v1::TrainRequest>> frame = proto::ParseTrainRequest(read_buffer_);
   read_buffer_.Clear();  // The frame keeps what it needs.
   BALLAST_RETURN_IF_ERROR(frame.status());
   const v1::TrainRequest& message = frame->message;
   if (message.has_open() && job_ == nullptr) {
+    BALLAST_ASSIGN_OR_RETURN(place_, pools_.streams.Enter());
     BALLAST_RETURN_IF_ERROR(Open(message.open()));
     return std::nullopt;
   }
   if (message.has_discard() && rank_stream_ != nullptr) {
     Discard(message.discard());
+    return std::nullopt;
+  }
+  if (MayMeetProvisional(message)) {
+    StopProvisionalAndHandle(*std::move(frame));
     return std::nullopt;
   }
   BALLAST_RETURN_IF_ERROR(Handle(*frame));
@@ -82,18 +95,20 @@ void TrainStream::OnDone() {
 
 void TrainStream::Finish(const absl::Status& status) { ServerBidiReactor::Finish(EndOf(status)); }
 
-void TrainStream::Answered(const absl::Status& status) {
-  status.ok() ? outbox_->MessageDone() : outbox_->MessageFailed(status);
+void TrainStream::Answered(const absl::Status& status, uint64_t messages) {
+  // On a thread of the engine's: once the outbox has counted the message, gRPC may end the stream
+  // and delete it meanwhile. The outbox is still used then.
+  const std::shared_ptr<RankOutbox> outbox = outbox_;
+  status.ok() ? outbox->MessageDone(messages) : outbox->MessageFailed(status);
 }
 
 absl::Status TrainStream::Handle(const proto::Frame<v1::TrainRequest>& frame) {
   const v1::TrainRequest& message = frame.message;
   if (message.kind_case() == v1::TrainRequest::KIND_NOT_SET) {
-    return absl::InvalidArgumentError(
-        "a message without kind, or of a kind that this service does not know");
+    return NoKindError();
   }
   if (message.has_open() || rank_stream_ == nullptr) {
-    return absl::InvalidArgumentError("open must be the first message of a stream, and only that");
+    return NotFirstError();
   }
   switch (message.kind_case()) {
     case v1::TrainRequest::kBeginStep:
@@ -144,7 +159,10 @@ absl::Status TrainStream::Opened(int rank, absl::StatusOr<std::unique_ptr<RankSt
   BALLAST_ASSIGN_OR_RETURN(rank_stream_, std::move(stream));
   rank_chunks_ = job_->layout().chunks_of_rank(rank).size();
   first_on_wire_ = job_->layout().first_on_wire(rank);
-  outbox_->Opened(job_, rank, rank_stream_->position());
+  const RankPosition& position = rank_stream_->position();
+  // An earlier stream may have brought them with may_guess.
+  if (!position.delivered.empty()) may_guess_at_ = {position.open_step, position.attempt};
+  outbox_->Opened(job_, rank, position);
   return absl::OkStatus();  // The next message is read.
 }
 
@@ -157,7 +175,7 @@ absl::Status TrainStream::Contribute(const v1::GradientHeader& header,
                                      const proto::Payload& payload) {
   Contribution contribution = FromMessage(header, payload.pieces());
   contribution.chunk += first_on_wire_;
-  return rank_stream_->Contribute(contribution).status();
+  return Contribute(contribution);
 }
 
 absl::Status TrainStream::Contribute(const v1::SharedGradients& request) {
@@ -175,9 +193,61 @@ absl::Status TrainStream::Contribute(const v1::SharedGradients& request) {
                                .in_place = true};
   for (const uint32_t chunk : request.chunks()) {
     contribution.chunk = int64_t{chunk} + first_on_wire_;
-    BALLAST_RETURN_IF_ERROR(rank_stream_->Contribute(contribution).status());
+    BALLAST_RETURN_IF_ERROR(Contribute(contribution));
   }
   return absl::OkStatus();
+}
+
+absl::Status TrainStream::Contribute(const Contribution& contribution) {
+  const StepAttempt at = {contribution.step, contribution.attempt};
+  // One of an attempt that has been discarded may come late.
+  if (contribution.may_guess && (!may_guess_at_.has_value() || *may_guess_at_ < at)) {
+    may_guess_at_ = at;
+  }
+  return rank_stream_->Contribute(contribution).status();
+}
+
+bool TrainStream::MayMeetProvisional(const v1::TrainRequest& message) const {
+  if (!may_guess_at_.has_value()) return false;
+  const auto may = [this](const auto& header) {
+    return header.micro_step_begin() > 0 &&
+           StepAttempt{header.step(), header.attempt()} == *may_guess_at_;
+  };
+  return message.has_gradient() ? may(message.gradient().header())
+                                : message.has_shared_gradients() && may(message.shared_gradients());
+}
+
+// As in Opened, the message counts as being handled until the end of the Done, which has it.
+void TrainStream::StopProvisionalAndHandle(proto::Frame<v1::TrainRequest> frame) {
+  const auto stop = [this](const auto& header, absl::Span<const uint32_t> on_wire,
+                           Done<bool> done) {
+    std::vector<int64_t> chunks;
+    for (const uint32_t chunk : on_wire) chunks.push_back(int64_t{chunk} + first_on_wire_);
+    return rank_stream_->StopProvisional({header.step(), header.attempt()},
+                                         header.micro_step_begin(), chunks, std::move(done));
+  };
+  auto kept = std::make_shared<const proto::Frame<v1::TrainRequest>>(std::move(frame));
+  const v1::TrainRequest& message = kept->message;
+  PendingCall::Start<bool>(
+      pending_,
+      [&](Done<bool> done) {
+        if (message.has_shared_gradients()) {
+          const v1::SharedGradients& gradients = message.shared_gradients();
+          return stop(gradients, gradients.chunks(), std::move(done));
+        }
+        const v1::GradientHeader& header = message.gradient().header();
+        const uint32_t chunk = header.chunk();
+        return stop(header, {&chunk, 1}, std::move(done));
+      },
+      [this, kept = std::move(kept)](absl::StatusOr<bool> stopped) mutable {
+        const uint64_t messages = MessagesIn(kept->message);
+        const absl::Status handled = Guarded([&]() -> absl::Status {
+          BALLAST_RETURN_IF_ERROR(stopped.status());
+          return Handle(*kept);
+        });
+        kept = nullptr;  // Frees the payload before the next one is read.
+        Answered(handled, messages);
+      });
 }
 
 absl::Status TrainStream::EndMicroStep(const v1::EndMicroStep& request) {

@@ -5,7 +5,10 @@
 #include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/server_callback.h>
 
+#include <atomic>
+#include <cstdint>
 #include <memory>
+#include <optional>
 
 #include "absl/status/statusor.h"
 #include "cpu_optimizer_service/engine.h"
@@ -18,8 +21,8 @@
 namespace ballast::server {
 
 // Owns itself: gRPC calls OnDone last, which deletes it. Messages are verified and added on the
-// thread that gRPC brings them on. Only opening and discarding may wait, in the engine and on no
-// thread; the next message is read after that.
+// thread that gRPC brings them on. Only opening, discarding, and gradients after one that may_guess
+// may wait, in the engine and on no thread; the next message is read after that.
 class TrainStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
                           private RankWire {
  public:
@@ -36,6 +39,8 @@ class TrainStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc:
   void Read() override { StartRead(&read_buffer_); }
   void Write(const grpc::ByteBuffer& bytes) override { StartWrite(&bytes); }
   void Finish(const absl::Status& status) override;
+  // For the watch: ends what has not begun, and cancels what ends too slowly.
+  void GiveUp(grpc::CallbackServerContext& context);
 
   // The message that has been read. How many messages it counts as; none: it is answered later, by
   // when the stream may be gone.
@@ -43,11 +48,16 @@ class TrainStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc:
   absl::Status Handle(const proto::Frame<v1::TrainRequest>& frame);
   absl::Status Open(const v1::OpenTrain& request);
   absl::Status Opened(int rank, absl::StatusOr<std::unique_ptr<RankStream>> stream);
-  // The end of a message that was answered later.
-  void Answered(const absl::Status& status);
+  // The end of a message that was answered later, and counts as `messages`.
+  void Answered(const absl::Status& status, uint64_t messages = 1);
   absl::Status BeginStep(const v1::BeginStep& request);
   absl::Status Contribute(const v1::GradientHeader& header, const proto::Payload& payload);
   absl::Status Contribute(const v1::SharedGradients& request);
+  absl::Status Contribute(const Contribution& contribution);
+  // Whether a provisional update may be running that the gradients of this message would meet.
+  bool MayMeetProvisional(const v1::TrainRequest& message) const;
+  // Handles such a message once none is. May wait in the engine, as opening.
+  void StopProvisionalAndHandle(proto::Frame<v1::TrainRequest> frame);
   absl::Status EndMicroStep(const v1::EndMicroStep& request);
   absl::Status Seal(const v1::Seal& request);
   absl::Status Vote(const v1::CastVote& request);
@@ -57,17 +67,20 @@ class TrainStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc:
   const Engine& engine_;
   CallPools& pools_;
   const absl::StatusOr<Caller> caller_;
-  CallPool::Place place_;
+  CallPool::Place place_;                // Once it is opened.
+  std::atomic<bool> has_begun_ = false;  // Its first message has come, or no more will.
   const std::shared_ptr<WatchedCall> watched_;
   const std::shared_ptr<RankOutbox> outbox_;
   grpc::ByteBuffer read_buffer_;
-  // Opening, or discarding.
+  // Opening, discarding, or stopping provisional updates.
   const std::shared_ptr<PendingCall> pending_ = std::make_shared<PendingCall>();
   // Touched only while a message is handled, and by OnDone.
   std::shared_ptr<Job> job_;  // Null before the first message.
   std::unique_ptr<RankStream> rank_stream_;
   size_t rank_chunks_ = 0;  // The number of chunks in the rank's partition.
   int first_on_wire_ = 0;   // Layout::first_on_wire of the rank.
+  // The last attempt of which a gradient may have come with may_guess.
+  std::optional<StepAttempt> may_guess_at_;
 };
 
 }  // namespace ballast::server

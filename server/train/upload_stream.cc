@@ -5,11 +5,11 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "cpu_optimizer_service/common/reason.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "proto/convert.h"
 #include "server/call_guard.h"
 #include "server/find_job.h"
+#include "server/train/stream_errors.h"
 
 namespace ballast::server {
 
@@ -20,15 +20,24 @@ UploadStream::UploadStream(const Engine& engine, CallPools& pools,
       pools_(pools),
       caller_(caller),
       response_(response),
-      watched_(pools.watch.Watch([&context] { context.TryCancel(); }, WatchedCall::kForEver)) {
-  absl::StatusOr<CallPool::Place> place =
-      caller.ok() ? pools.streams.Enter() : absl::StatusOr<CallPool::Place>(caller.status());
-  if (!place.ok()) {
-    Finish(EndOf(place.status()));
-    return;
+      watched_(
+          pools.watch.Watch([this, &context] { GiveUp(context); }, WatchedCall::kOpenSeconds)) {
+  if (!caller.ok()) {
+    End(caller.status());
+  } else {
+    watched_->PeerMustAct();
+    StartRead(&read_buffer_);
   }
-  place_ = *std::move(place);
-  StartRead(&read_buffer_);
+}
+
+void UploadStream::GiveUp(grpc::CallbackServerContext& context) {
+  has_begun_.exchange(true) ? context.TryCancel() : End(NoOpenError());
+}
+
+void UploadStream::End(const absl::Status& status) {
+  has_begun_ = true;
+  watched_->IsOver();  // Whoever does not take the answer is cancelled.
+  Finish(EndOf(status));
 }
 
 void UploadStream::OnDone() {
@@ -38,16 +47,16 @@ void UploadStream::OnDone() {
 }
 
 void UploadStream::OnReadDone(bool ok) {
+  if (job_ == nullptr && has_begun_.exchange(true)) return;  // The watch has ended it.
+  watched_->PeerActed();
   if (!ok) {  // The worker has closed its side.
-    if (job_ == nullptr) {
-      return Finish(EndOf(absl::InvalidArgumentError("no open message arrived")));
-    }
-    return Finish(EndOf(GuardedRun([this] {
+    if (job_ == nullptr) return End(NotFirstError());
+    return End(GuardedRun([this] {
       v1::UploadWeightsResponse response;
       response.set_chunks(static_cast<int64_t>(chunks_.size()));
-      response.set_job_ready(job_->Status().phase != JobPhase::kAwaitingWeights);
+      response.set_job_ready(!job_->Position().awaiting_weights);
       response_ = proto::SerializeControl(response);
-    })));
+    }));
   }
   const absl::Status handled = Guarded([this] {
     const absl::StatusOr<proto::Frame<v1::UploadWeightsRequest>> frame =
@@ -55,23 +64,23 @@ void UploadStream::OnReadDone(bool ok) {
     read_buffer_.Clear();
     return frame.ok() ? Handle(*frame) : frame.status();
   });
-  if (!handled.ok()) return Finish(EndOf(handled));
+  if (!handled.ok()) return End(handled);
   StartRead(&read_buffer_);
 }
 
 absl::Status UploadStream::Handle(const proto::Frame<v1::UploadWeightsRequest>& frame) {
   if (frame.message.kind_case() == v1::UploadWeightsRequest::KIND_NOT_SET) {
-    return absl::InvalidArgumentError(
-        "a message without kind, or of a kind that this service does not know");
+    return NoKindError();
   }
   if (frame.message.has_open() != (job_ == nullptr)) {
-    return absl::InvalidArgumentError("open must be the first message of a stream, and only that");
+    return NotFirstError();
   }
   if (frame.message.has_open()) return Open(frame.message.open());
   return Write(frame.message.weights().header(), frame.payload);
 }
 
 absl::Status UploadStream::Open(const v1::OpenTrain& request) {
+  BALLAST_ASSIGN_OR_RETURN(place_, pools_.streams.Enter());
   BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job,
                            FindJob(engine_, *caller_, request.name(), request.uid()));
   if (request.rank() < 0 || request.rank() >= job->layout().world_size()) {
@@ -79,29 +88,32 @@ absl::Status UploadStream::Open(const v1::OpenTrain& request) {
                                                    ", which has world size ",
                                                    job->layout().world_size()));
   }
-  const JobStatus status = job->Status();
-  const Generation generation = proto::FromProto(request.generation());
-  // A free rank has the empty process id, which no process may have.
-  if (request.process_id().empty() || generation != status.generation ||
-      request.process_id() != status.ranks[request.rank()].process_id) {
-    return WithReason(
-        absl::AbortedError(absl::StrCat(
-            "rank ", request.rank(), " of ", request.name(), " is not held by process '",
-            request.process_id(), "' in generation ", ToString(generation), " (generation is ",
-            ToString(status.generation), "); attach again")),
-        generation != status.generation ? reason::kOlderGeneration : reason::kRankNotHeld);
+  FirstState state;
+  if (request.has_first_state()) {
+    state.step = request.first_state().step();
+    const auto& counts = request.first_state().update_counts();
+    state.update_counts.assign(counts.begin(), counts.end());
+    if (state.step == 0) {
+      return absl::InvalidArgumentError(
+          "first_state has step 0; leave it out where there are no moments");
+    }
   }
   rank_ = request.rank();
-  uploader_ = {.generation = generation, .process_id = request.process_id()};
+  step_ = state.step;
+  BALLAST_ASSIGN_OR_RETURN(
+      uploader_, job->BeginFirstWeights({.rank = rank_,
+                                         .process_id = request.process_id(),
+                                         .generation = proto::FromProto(request.generation())},
+                                        std::move(state)));
   job_ = job;
   watched_->IsOverIf(IsGone(engine_, *caller_, *job));
   return absl::OkStatus();
 }
 
 absl::Status UploadStream::Write(const v1::WeightHeader& header, const proto::Payload& payload) {
-  if (header.step() != 0) {
+  if (header.step() != step_) {
     return absl::InvalidArgumentError(
-        absl::StrCat("first weights have step 0, not ", header.step()));
+        absl::StrCat("these first weights have step ", step_, ", not ", header.step()));
   }
   const absl::Span<const Chunk> chunks = job_->layout().chunks();
   const int64_t chunk = int64_t{header.chunk()} + job_->layout().first_on_wire(rank_);

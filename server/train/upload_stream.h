@@ -1,14 +1,15 @@
-// One UploadWeights call: a rank's first weights.
+// One UploadWeights call: a rank's first weights, with or without moments.
 #ifndef BALLAST_SERVER_TRAIN_UPLOAD_STREAM_H_
 #define BALLAST_SERVER_TRAIN_UPLOAD_STREAM_H_
 
 #include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/server_callback.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
+#include <unordered_set>
 
-#include "absl/container/flat_hash_set.h"
 #include "cpu_optimizer_service/engine.h"
 #include "proto/frame.h"
 #include "server/access/access.h"
@@ -27,6 +28,9 @@ class UploadStream final : public grpc::ServerReadReactor<grpc::ByteBuffer> {
   void OnDone() override;
 
  private:
+  // For the watch: ends what has not begun, and cancels what ends too slowly.
+  void GiveUp(grpc::CallbackServerContext& context);
+  void End(const absl::Status& status);
   absl::Status Handle(const proto::Frame<v1::UploadWeightsRequest>& frame);
   absl::Status Open(const v1::OpenTrain& request);
   absl::Status Write(const v1::WeightHeader& header, const proto::Payload& payload);
@@ -35,13 +39,15 @@ class UploadStream final : public grpc::ServerReadReactor<grpc::ByteBuffer> {
   CallPools& pools_;
   const absl::StatusOr<Caller> caller_;
   grpc::ByteBuffer& response_;
-  CallPool::Place place_;
+  CallPool::Place place_;                // Once it is opened.
+  std::atomic<bool> has_begun_ = false;  // Its first message has come, or no more will.
   const std::shared_ptr<WatchedCall> watched_;
   grpc::ByteBuffer read_buffer_;
   std::shared_ptr<Job> job_;  // Null before the first message.
   int rank_ = 0;
+  uint64_t step_ = 0;  // Of its weights.
   Job::Uploader uploader_;
-  absl::flat_hash_set<uint32_t> chunks_;  // That have arrived on this stream.
+  std::unordered_set<uint32_t> chunks_;  // That have arrived on this stream.
 };
 
 }  // namespace ballast::server

@@ -16,8 +16,8 @@ namespace ballast::server {
 
 namespace {
 
-// A reader that takes nothing for so long is cancelled.
-constexpr double kPatienceSeconds = 60;
+// A request may name 2^20 chunks.
+constexpr size_t kMostRequestBytes = size_t{5} << 20;
 
 }  // namespace
 
@@ -25,7 +25,8 @@ WeightsReader::WeightsReader(const Engine& engine, CallPools& pools,
                              grpc::CallbackServerContext& context,
                              const absl::StatusOr<Caller>& caller, const grpc::ByteBuffer& request)
     : pools_(pools),
-      watched_(pools.watch.Watch([&context] { context.TryCancel(); }, kPatienceSeconds)) {
+      watched_(
+          pools.watch.Watch([&context] { context.TryCancel(); }, WatchedCall::kAnswerSeconds)) {
   absl::StatusOr<grpc::ByteBuffer> first = Guarded([&]() -> absl::StatusOr<grpc::ByteBuffer> {
     BALLAST_RETURN_IF_ERROR(caller.status());
     BALLAST_RETURN_IF_ERROR(Open(engine, *caller, request));
@@ -42,14 +43,14 @@ WeightsReader::WeightsReader(const Engine& engine, CallPools& pools,
 
 void WeightsReader::Write(grpc::ByteBuffer bytes) {
   write_buffer_ = std::move(bytes);
-  watched_->WriteBegins();
+  watched_->PeerMustAct();
   StartWrite(&write_buffer_);
 }
 
 // The next chunk is converted when the last one has been taken, so a slow reader needs no memory.
 void WeightsReader::OnWriteDone(bool ok) {
-  watched_->WriteEnded();
-  if (!ok) return Finish(EndOf(absl::CancelledError("the reader is gone")));
+  watched_->PeerActed();
+  if (!ok) return Finish(EndOf(GoneError("reader")));
   if (next_ == chunks_.size()) return Finish(grpc::Status::OK);
   absl::StatusOr<grpc::ByteBuffer> bytes = Guarded([this] { return NextChunk(); });
   if (!bytes.ok()) return Finish(EndOf(bytes.status()));
@@ -66,16 +67,16 @@ absl::Status WeightsReader::Open(const Engine& engine, const Caller& caller,
                                  const grpc::ByteBuffer& bytes) {
   BALLAST_ASSIGN_OR_RETURN(place_, pools_.streams.Enter());
   BALLAST_ASSIGN_OR_RETURN(const v1::ReadWeightsRequest request,
-                           proto::ParseControl<v1::ReadWeightsRequest>(bytes));
+                           proto::ParseRequest<v1::ReadWeightsRequest>(bytes, kMostRequestBytes));
   BALLAST_ASSIGN_OR_RETURN(job_, FindJob(engine, caller, request.name(), request.uid()));
   watched_->IsOverIf(IsGone(engine, caller, *job_));
-  const JobStatus status = job_->Status();
-  if (status.phase == JobPhase::kAwaitingWeights) {
+  const Attachment position = job_->Position();
+  if (position.awaiting_weights) {
     return absl::FailedPreconditionError(
         absl::StrCat(request.name(), " has no weights yet; upload them first"));
   }
-  generation_ = status.generation;
-  step_ = status.committed_step;
+  generation_ = position.generation;
+  step_ = position.committed_step;
   if (request.has_step() && request.step() != step_) {
     return absl::FailedPreconditionError(absl::StrCat(
         request.name(), " is at step ", step_, ", not at ", request.step(), " as requested"));
@@ -104,7 +105,8 @@ absl::Status WeightsReader::ChooseChunks(const v1::ReadWeightsRequest& request) 
   for (const uint32_t chunk : request.chunks()) {
     if (chunk >= chunks) {
       return absl::InvalidArgumentError(
-          absl::StrCat("chunk ", chunk, " of ", request.name(), ", which has ", chunks));
+          absl::StrCat("chunk ", chunk, " of ", request.name(), ", which has ", chunks,
+                       ", from 0 on; ask for those, or for none to have all"));
     }
     if (chosen[chunk]) {
       return absl::InvalidArgumentError(absl::StrCat("chunk ", chunk, " of ", request.name(),

@@ -9,7 +9,7 @@
 #include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/common/hyper_parameters.h"
 #include "cpu_optimizer_service/common/status.h"
-#include "cpu_optimizer_service/job/chunk_update.h"
+#include "cpu_optimizer_service/job/step/chunk_update.h"
 #include "cpu_optimizer_service/kernels/kernels.h"
 #include "cpu_optimizer_service/kernels/roofline.h"
 

@@ -16,7 +16,8 @@ from report import Missing, Ratios
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "deploy"))
 
-from svg import INK, MUTED, Axes, Picture, nice_ticks, write_whole  # noqa: E402
+from svg import INK, MUTED, Axes, Picture, nice_ticks  # noqa: E402
+from whole_file import write_whole  # noqa: E402
 
 COLOURS = ("#1d5fbf", "#e07b1a")
 LINE_COLOURS = {"speculate": "#1d5fbf", "speculate, clipping on": "#2a9d6f", "wait": "#e07b1a",

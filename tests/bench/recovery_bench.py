@@ -10,7 +10,7 @@ kills the process of a ballastd with one job, between steps and in updates, in t
     listening   to the line that it listens
     streams     to the client's line that its stream is back
 
---svg draws them (recovery_picture.py); --json keeps them, for another picture later.
+The last lines say how much longer each terabyte makes it. --svg draws them (recovery_picture.py); --json keeps them, for another picture later.
 """
 
 import argparse
@@ -28,12 +28,13 @@ import threading
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests/support"), str(ROOT / "tests/bench"), str(ROOT / "client/python")]
+sys.path[:0] = [str(ROOT / "tests/support"), str(ROOT / "tests/bench"), str(ROOT / "client/python"),
+                str(ROOT / "deploy")]
 
 import processes  # noqa: E402
 import recovery_picture  # noqa: E402
-from recovery_picture import write_whole  # noqa: E402
 from processes import await_, read  # noqa: E402
+from whole_file import write_whole  # noqa: E402
 
 import ballast  # noqa: E402
 
@@ -153,6 +154,8 @@ def main():
                 figures[f"{gigabytes:g} GB, {kind}"] = median
                 print(f"{gigabytes:4g} GB  {kind:14}  {len(all_parts):6}  "
                       + "".join(f"{seconds:10.3f} s" for seconds in median.values()), flush=True)
+    for kind, rates in recovery_picture.seconds_per_terabyte(figures).items():
+        print(f"a TB more  {kind:14}        " + "".join(f"{seconds:10.0f} s" for seconds in rates.values()), flush=True)
     if flags.json:
         flags.json.write_text(json.dumps({"name": "recovery_bench", "machine": machine_line(), "figures": figures},
                                          indent=1))

@@ -14,7 +14,8 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "deploy"))
 
-from svg import GRID, INK, MUTED, Picture, nice_ticks, write_whole  # noqa: E402
+from svg import GRID, INK, MUTED, Picture, nice_ticks  # noqa: E402
+from whole_file import write_whole  # noqa: E402
 
 # In the order in which they follow each other, with what happens in each.
 PARTS = {"noticed": ("the death is noticed", "#1d5fbf"),
@@ -24,6 +25,23 @@ PARTS = {"noticed": ("the death is noticed", "#1d5fbf"),
 TOGETHER = "together"
 LEFT, RIGHT, TOP, BAR, GAP, BOTTOM, WIDTH = 190, 90, 128, 26, 16, 60, 960
 PIXELS_A_CHARACTER = 6.2  # Of text of size 12, about.
+
+
+def seconds_per_terabyte(figures):
+    """By kind of death and part, how much longer each terabyte makes it: the slope of the line that fits the figures
+    best, of two sizes at least. {"between steps": {part: seconds, ..., "together": seconds}}"""
+    by_kind = {}
+    for name, parts in figures.items():
+        size, kind = name.split(" GB, ")
+        by_kind.setdefault(kind, []).append((float(size) / 1000, parts))
+    rates = {}
+    for kind, sizes in by_kind.items():
+        mean = sum(size for size, _ in sizes) / len(sizes)
+        spread = sum((size - mean) ** 2 for size, _ in sizes)
+        if spread > 0:
+            rates[kind] = {part: sum((size - mean) * parts[part] for size, parts in sizes) / spread
+                           for part in (*PARTS, TOGETHER)}
+    return rates
 
 
 def seconds_text(seconds):

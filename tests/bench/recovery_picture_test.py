@@ -55,6 +55,17 @@ class RecoveryPictureTest(unittest.TestCase):
                 end = begin + width
             self.assertLess(end, recovery_picture.WIDTH - recovery_picture.RIGHT + 1)
 
+    def test_a_terabyte_takes_what_the_sizes_say_together(self):
+        def parts(*seconds):
+            return dict(zip((*PARTS, "together"), seconds))
+
+        figures = {f"{size:g} GB, in an update": parts(0.1, 0.02 * size + noise, 0, 0.05 * size, 0.1 + 0.07 * size)
+                   for size, noise in ((1, 0.01), (2, -0.02), (3, 0.01))}
+        rates = recovery_picture.seconds_per_terabyte({**figures, "1 GB, between steps": parts(1, 1, 1, 1, 4)})
+        self.assertEqual(list(rates), ["in an update"])  # Of one size alone there is none.
+        for part, expected in zip((*PARTS, "together"), (0, 20, 0, 50, 70)):
+            self.assertAlmostEqual(rates["in an update"][part], expected)
+
     def test_it_says_what_was_measured(self):
         picture = xml.etree.ElementTree.fromstring(draw(FIGURES, "Some CPU"))
         texts = [element.text for element in picture.iter(f"{SVG}text")]

@@ -53,6 +53,10 @@ import platform
 import statistics
 import sys
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "deploy"))
+
+from whole_file import write_whole  # noqa: E402
+
 RATIOS = ("kernel_to_roofline", "kernel_to_torch_best", "denormals", "tensors_3000",
           "step_shared_memory", "step_unix", "step_tcp", "exposed_flatness", "grpc_to_raw_tcp",
           "bytes_per_parameter")
@@ -334,12 +338,6 @@ def number(value: float) -> str:
     return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
 
 
-def write(path: pathlib.Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
-
-
 def report(out: pathlib.Path) -> None:
     raw = out / "raw"
     machine = read(raw / "machine.json")
@@ -354,11 +352,11 @@ def report(out: pathlib.Path) -> None:
         text = table(machine, ratios, values, reasons, compared)
     except (KeyError, TypeError, AttributeError) as error:
         raise Failed(f"{raw}: a file lacks {error}") from error
-    write(out / "bench.json", json.dumps(
+    write_whole(out / "bench.json", json.dumps(
         {"machine": machine, "ratios": values, "not_measured": reasons, "goals": GOALS,
          "bounds_of_raw_sockets": ratios.beside_raw_sockets(), "runs_with_equal_weights": compared, "rounds_not_used": ratios.rounds_not_used(),
          "raw": parts}, indent=1) + "\n")
-    write(out / "report.md", text)
+    write_whole(out / "report.md", text)
 
 
 def main() -> int:
@@ -369,7 +367,7 @@ def main() -> int:
     flags = parser.parse_args()
     try:
         if flags.machine:
-            write(flags.machine, json.dumps(describe_machine(), indent=1) + "\n")
+            write_whole(flags.machine, json.dumps(describe_machine(), indent=1) + "\n")
         else:
             report(flags.out)
     except (Failed, OSError) as error:

@@ -15,6 +15,8 @@ import xml.etree.ElementTree
 import sweeps
 
 HERE = pathlib.Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent / "support"))
+from processes import start, stop  # noqa: E402
 
 
 def figure(median: float, unit: str = "") -> dict:
@@ -272,18 +274,16 @@ class Run(unittest.TestCase):
         program = self.dir / "kernel_bench"
         program.write_text(f"#!/bin/sh\nexec 3>{alive}\necho begun >&3\nsleep 300\n")
         program.chmod(0o755)
-        script = subprocess.Popen([HERE / "run.sh", "--short", "--no-torch", "--out", self.dir / "out"],
-                                  stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                                  env=os.environ | {"BALLAST_BIN_DIR": str(self.dir)})
+        script = start([HERE / "run.sh", "--short", "--no-torch", "--out", self.dir / "out"], os.devnull,
+                       environment={"BALLAST_BIN_DIR": str(self.dir)})
         try:
             with open(alive) as file:
                 self.assertEqual(file.readline(), "begun\n")
                 script.terminate()
                 self.assertEqual(script.wait(timeout=30), 143)
-                self.assertEqual(file.read(), "")  # The end: whoever could write is gone.
+                self.assertEqual(file.read(), "")  # The end: every process that could write is gone.
         finally:
-            script.kill()
-            script.wait()
+            stop(script)
 
     def test_part_that_fails_is_named_and_nothing_old_is_left(self):
         program = self.dir / "kernel_bench"

@@ -99,8 +99,8 @@ started=$SECONDS
 $python "$here/report.py" --machine "$raw/machine.json"
 part kernel "$bin/kernel_bench" "${size[@]}" --json "$raw/kernel.json"
 if ((torch)); then
-  # What server/transport_settings.cc and client/connect.cc set, and huge pages, which our arenas have.
-  tunables=(MALLOC_MMAP_THRESHOLD_=$((32 << 20)) MALLOC_TRIM_THRESHOLD_=$((1 << 30))
+  # What cpu_optimizer_service/common/system/heap_settings.cc sets, and huge pages, which our arenas have.
+  tunables=(MALLOC_MMAP_THRESHOLD_=$((32 << 20)) MALLOC_TRIM_THRESHOLD_=$((512 << 20))
     GLIBC_TUNABLES=glibc.malloc.hugetlb=1)
   kernel=("$bin/kernel_bench" --only-kernel "${size[@]}" --json)
   adamw=($python "$here/torch_adamw.py" "${size[@]}" --json)

@@ -14,7 +14,6 @@ import json
 import os
 import pathlib
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -34,9 +33,10 @@ STREAMS = 6  # Of a save, where it has as many files.
 def steps(service, folder, arguments, saving):
     """The median seconds of a step, and what was saved meanwhile: (bytes, seconds)."""
     report = folder / "bench.json"
-    bench = subprocess.Popen([BIN / "ballast-bench", "worker", f"--service={service.address}", "--transport=unix",
-                              f"--parameters={arguments.parameters}", f"--steps={arguments.steps}", "--warmup=3",
-                              f"--json={report}"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    log = folder / "bench.log"
+    bench = processes.start([BIN / "ballast-bench", "worker", f"--service={service.address}", "--transport=unix",
+                             f"--parameters={arguments.parameters}", f"--steps={arguments.steps}", "--warmup=3",
+                             f"--json={report}"], log)
     saved = []
 
     def save():
@@ -54,7 +54,7 @@ def steps(service, folder, arguments, saving):
     if saver:
         saver.start()
     if bench.wait() != 0:
-        raise SystemExit("ballast-bench failed")
+        raise SystemExit(f"ballast-bench failed: {processes.last_line(processes.read(log))}")
     if saver:
         saver.join()
     figures = json.loads(report.read_text())["figures"]
@@ -65,8 +65,8 @@ def dd(folder, size, streams):
     """Seconds."""
     count = size // streams >> 20
     begin = time.monotonic()
-    writers = [subprocess.Popen(["dd", "if=/dev/zero", f"of={folder}/dd-{i}", "bs=1M", f"count={count}", "conv=fsync"],
-                                stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for i in range(streams)]
+    writers = [processes.start(["dd", "if=/dev/zero", f"of={folder}/dd-{i}", "bs=1M", f"count={count}", "conv=fsync"],
+                               os.devnull) for i in range(streams)]
     if any(writer.wait() for writer in writers):
         raise SystemExit("dd failed")
     seconds = time.monotonic() - begin

@@ -20,6 +20,10 @@ import subprocess
 import sys
 import tempfile
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "deploy"))
+
+from whole_file import write_whole  # noqa: E402
+
 TRANSPORTS = ("in-process", "shared-memory", "unix", "tcp")
 RUN_LIMIT_SECONDS = 300
 
@@ -407,10 +411,8 @@ def main() -> int:
     sweep = Sweep(flags)
     try:
         SWEEPS[flags.sweep](sweep)
-        temporary = flags.out + ".tmp"
-        with open(temporary, "w") as file:
-            json.dump({"name": flags.sweep, "figures": sweep.figures, "info": sweep.info}, file, indent=1)
-        os.replace(temporary, flags.out)
+        write_whole(flags.out,
+                    json.dumps({"name": flags.sweep, "figures": sweep.figures, "info": sweep.info}, indent=1))
     except (Failed, OSError, KeyError, ValueError) as error:
         what = error if isinstance(error, Failed) else f"{type(error).__name__}: {error}"
         print(f"sweeps.py: {flags.sweep}: {what}", file=sys.stderr)

@@ -12,9 +12,14 @@ comes and with the settings that the service has, and the best of both counts. W
 import argparse
 import json
 import os
+import pathlib
 import statistics
 import sys
 import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "deploy"))
+
+from whole_file import write_whole  # noqa: E402
 
 try:
     import torch
@@ -67,13 +72,6 @@ def figures_of(seconds, elements):
         figures[key + "_gparam_s"] = {"median": statistics.median(speeds), "min": min(speeds),
                                       "max": max(speeds), "unit": "Gparam/s"}
     return figures
-
-
-def write_whole(path, text):
-    partial = path + ".partial"
-    with open(partial, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(partial, path)
 
 
 def positive(text):

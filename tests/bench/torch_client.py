@@ -10,6 +10,8 @@ leaves the weights where they arrive; what it takes to copy both, by one thread,
 
 Hooks: backward of 150 small tensors whose gradients leave in it, and of the same tensors without an optimizer.
 
+Return: step() and the forward after it, with weights that come back in step() and in that forward.
+
 GPT: step() for the fp32 parameters of a GPT (by default GPT-2's 124M), ballast.torch with a service of its own
 against torch.optim.AdamW, foreach and fused. Memory: what the process grows by with the optimizer, without
 parameters and gradients. What is compared is measured in turns.
@@ -17,6 +19,7 @@ parameters and gradients. What is compared is measured in turns.
 
 import argparse
 import json
+import math
 import os
 import pathlib
 import statistics
@@ -28,11 +31,13 @@ import time
 import torch
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "client/python"), str(ROOT / "client/python/examples"), str(ROOT / "tests/bench")]
+sys.path[:0] = [str(ROOT / "client/python"), str(ROOT / "client/python/examples"), str(ROOT / "tests/bench"),
+                str(ROOT / "deploy")]
 
 import ballast.torch  # noqa: E402
 from gpt import GPT  # noqa: E402
-from torch_adamw import positive, write_whole  # noqa: E402
+from torch_adamw import positive  # noqa: E402
+from whole_file import write_whole  # noqa: E402
 
 TENSORS = 150
 
@@ -123,6 +128,36 @@ def hooks(steps, turns):
     return seconds
 
 
+def returns(parameters, steps, turns):
+    """The backward before step() is not timed."""
+    width = math.isqrt(parameters // 24)
+    batch = torch.randn(64, width)
+
+    def trainer_of(overlap_weights):
+        model = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(24)])
+        optimizer = ballast.torch.AdamW(model.named_parameters(), overlap_weights=overlap_weights, module=model)
+
+        def seconds():
+            model(batch).square().mean().backward()
+            begin = time.perf_counter()
+            optimizer.step()
+            model(batch)
+            return time.perf_counter() - begin
+
+        seconds()
+        return seconds, optimizer
+
+    trainers = {"step_and_forward_seconds": trainer_of(False),
+                "step_and_forward_with_overlap_weights_seconds": trainer_of(True)}
+    samples = {key: [] for key in trainers}
+    for _ in range(turns):
+        for key, (seconds, _) in trainers.items():
+            samples[key] += [seconds() for _ in range(steps)]
+    for _, optimizer in trainers.values():
+        optimizer.close()
+    return samples
+
+
 def gpt_steps(args, steps, turns):
     seconds, grown = {}, {}
 
@@ -163,6 +198,7 @@ def main():
 
     seconds, grown, elements = gpt_steps(args, steps, turns)
     seconds |= overhead(args.parameters, steps, turns) | hooks(steps, turns)
+    seconds |= returns(args.parameters // 4, steps, turns)
     figures = {key: {"median": statistics.median(samples), "min": min(samples), "max": max(samples), "unit": "s"}
                for key, samples in seconds.items()}
     hook = (figures["backward_with_hooks_seconds"]["median"] -
@@ -172,7 +208,7 @@ def main():
         figures[f"{name}_bytes_per_parameter"] = {
             "median": bytes_each, "min": bytes_each, "max": bytes_each, "unit": "bytes"}
     for key, figure in figures.items():
-        print(f"{key:36} {figure['median']:.4f} ({figure['min']:.4f} to {figure['max']:.4f}) {figure['unit']}")
+        print(f"{key:46} {figure['median']:.4f} ({figure['min']:.4f} to {figure['max']:.4f}) {figure['unit']}")
     median = {key: figure["median"] for key, figure in figures.items()}
     session = median["session_step_seconds"]
     ratios = {"client_to_session": median["client_step_seconds"] / session,
@@ -181,7 +217,7 @@ def main():
         theirs = median[f"gpt_torch_{kind}_step_seconds"]
         ratios[f"torch_{kind}_to_ballast"] = theirs / median["gpt_ballast_step_seconds"]
     for key, ratio in ratios.items():
-        print(f"{key:36} {ratio:.2f}")
+        print(f"{key:46} {ratio:.2f}")
     if args.json:
         write_whole(args.json, json.dumps({
             "name": "torch_client", "figures": figures,

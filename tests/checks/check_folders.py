@@ -2,8 +2,7 @@
 """Fails when a folder holds more files than one listing can show, or holds many and no README.md.
 
 What counts are the files in the folder itself, without README.md and CMakeLists.txt. tests/ mirrors the
-other folders and adds what their tests share, so its folders may hold some more, and one README is
-enough for all.
+other folders and adds what their tests share, so its folders may hold some more.
 """
 
 import collections
@@ -25,13 +24,12 @@ def folder_faults(root: pathlib.Path) -> list[str]:
         names[file.parent].add(file.name)
     findings = []
     for folder, here in sorted(names.items()):
-        in_tests = folder.parts[:1] == ("tests",)
-        most = MOST_FILES_IN_TESTS if in_tests else MOST_FILES
+        most = MOST_FILES_IN_TESTS if folder.parts[:1] == ("tests",) else MOST_FILES
         count = len(here - NOT_COUNTED)
         if count > most:
             findings.append(f"{folder}: holds {count} files, at most {most} are allowed; part it by subject")
         sources = sum(name.endswith(SOURCE_ENDINGS) for name in here)
-        if not in_tests and sources > MOST_SOURCES_WITHOUT_README and "README.md" not in here:
+        if sources > MOST_SOURCES_WITHOUT_README and "README.md" not in here:
             findings.append(f"{folder}: holds {sources} source files and no README.md; say there what each is for")
     return findings
 

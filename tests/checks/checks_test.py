@@ -8,6 +8,7 @@ import unittest
 from check_build_paths import binaries_with, main as check_build_paths
 from check_folders import MOST_FILES, MOST_FILES_IN_TESTS, MOST_SOURCES_WITHOUT_README, folder_faults
 from check_includes import wrong_includes
+from check_memory import fatal_without_memory
 from check_tests_registered import unregistered_tests
 from check_top_level import REQUIRED, top_level_faults
 
@@ -153,6 +154,26 @@ class Includes(Tree):
                 self.assertTrue(findings[0].startswith(f"{file}:2: "), findings[0])
 
 
+class Memory(Tree):
+    FATAL = ("absl::flat_hash_map<int, int> a;", "absl::node_hash_set<int> a;", "absl::StrFormat(a);",
+             '#include "absl/container/flat_hash_set.h"', '#include "absl/strings/str_format.h"',
+             "std::filesystem::directory_iterator a;", "std::filesystem::remove_all(a);")
+
+    def test_pass_on_what_lets_the_call_end_and_outside_the_service(self):
+        self.write("server/a.cc", "std::unordered_map<int, int> a;  // Not absl::flat_hash_map.\n")
+        self.write("cpu_optimizer_service/self_benchmark.cc", "absl::StrFormat(a);\n")
+        self.write("client/a.cc", "\n".join(self.FATAL))
+        self.assertEqual(fatal_without_memory(self.root), [])
+
+    def test_fail_on_each_that_ends_the_process(self):
+        for line in self.FATAL:
+            for file in ("server/train/a.h", "cpu_optimizer_service/common/a.cc"):
+                with self.subTest(f"{file} {line}"):
+                    self.write(file, f"// A file.\n{line}\n")
+                    self.assertRegex(fatal_without_memory(self.root)[0], f"^{file}:2: .* ends the process")
+                    (self.root / file).unlink()
+
+
 class TopLevel(Tree):
     def setUp(self):
         super().setUp()
@@ -182,6 +203,7 @@ class Folders(Tree):
         self.fill("server", MOST_FILES)
         self.fill("server/deep", MOST_SOURCES_WITHOUT_README)
         self.fill("tests/server", MOST_FILES_IN_TESTS)
+        self.write("tests/server/README.md")
         self.write("server/README.md")
         self.write("server/CMakeLists.txt")
         self.assertEqual(folder_faults(self.root), [])
@@ -199,6 +221,11 @@ class Folders(Tree):
         self.write("client/README.md")  # Its parent's is not enough.
         self.assertEqual(len(folder_faults(self.root)), 1)
         self.write("client/cli/README.md")
+        self.assertEqual(folder_faults(self.root), [])
+        self.fill("tests/client/cli", MOST_SOURCES_WITHOUT_README + 1, "_test.cc")
+        self.write("tests/README.md")
+        self.assertRegex(folder_faults(self.root)[0], "^tests/client/cli: .* no README.md")
+        self.write("tests/client/cli/README.md")
         self.assertEqual(folder_faults(self.root), [])
 
 

@@ -8,7 +8,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cassert>
 #include <deque>
 #include <memory>
 #include <string>
@@ -17,6 +16,7 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "cpu_optimizer_service/common/check.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
 
 namespace ballast::client {
@@ -35,13 +35,12 @@ class CuttingProxy {
   CuttingProxy(int port, std::deque<Budget> budgets) : port_(port), budgets_(std::move(budgets)) {
     listener_ = socket(AF_INET, SOCK_STREAM, 0);
     sockaddr_in address = Loopback(0);
-    [[maybe_unused]] int result =
-        bind(listener_, reinterpret_cast<sockaddr*>(&address), sizeof(address));
-    assert(result == 0);
-    result = listen(listener_, 16);
-    assert(result == 0);
+    Check(bind(listener_, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0,
+          "the proxy gets a port");
+    Check(listen(listener_, 16) == 0, "the proxy listens");
     socklen_t size = sizeof(address);
-    getsockname(listener_, reinterpret_cast<sockaddr*>(&address), &size);
+    Check(getsockname(listener_, reinterpret_cast<sockaddr*>(&address), &size) == 0,
+          "the proxy's port is known");
     target_ = "127.0.0.1:" + std::to_string(ntohs(address.sin_port));
     acceptor_ = std::thread([this] { Accept(); });
   }

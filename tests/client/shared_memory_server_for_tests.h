@@ -11,7 +11,6 @@
 
 #include <array>
 #include <atomic>
-#include <cassert>
 #include <cstddef>
 #include <cstring>
 #include <functional>
@@ -21,6 +20,7 @@
 #include <vector>
 
 #include "ballast/v1/ballast.pb.h"
+#include "cpu_optimizer_service/common/check.h"
 #include "cpu_optimizer_service/common/rank_memory_layout.h"
 
 namespace ballast::client {
@@ -34,13 +34,11 @@ class MemoryFile {
       : places_(std::move(places)),
         bytes_(static_cast<size_t>(bytes)),
         file_(memfd_create("ballast-test", MFD_CLOEXEC | MFD_ALLOW_SEALING)) {
-    [[maybe_unused]] int result = ftruncate(file_, bytes);
-    assert(result == 0);
-    result = fcntl(file_, F_ADD_SEALS, seals);
-    assert(result == 0);
+    Check(ftruncate(file_, bytes) == 0, "a memory file gets its size");
+    Check(fcntl(file_, F_ADD_SEALS, seals) == 0, "a memory file is sealed");
     memory_ = static_cast<std::byte*>(
         mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file_, 0));
-    assert(memory_ != MAP_FAILED);
+    Check(memory_ != MAP_FAILED, "a memory file is mapped");
   }
   ~MemoryFile() {
     munmap(memory_, bytes_);
@@ -56,7 +54,8 @@ class MemoryFile {
             static_cast<size_t>(place.bytes)};
   }
   void WriteWeights(int chunk, const std::string& bytes) {
-    assert(static_cast<int64_t>(bytes.size()) == places_.weights(chunk).bytes);
+    Check(static_cast<int64_t>(bytes.size()) == places_.weights(chunk).bytes,
+          "weights fill their place");
     std::memcpy(memory_ + places_.weights(chunk).offset_bytes, bytes.data(), bytes.size());
   }
 
@@ -83,8 +82,8 @@ inline void Hand(int connection, const std::string& text, const std::vector<int>
     rights->cmsg_len = CMSG_LEN(files.size() * sizeof(int));
     std::memcpy(CMSG_DATA(rights), files.data(), files.size() * sizeof(int));
   }
-  [[maybe_unused]] const ssize_t sent = sendmsg(connection, &message, MSG_NOSIGNAL);
-  assert(sent == static_cast<ssize_t>(text.size()));
+  Check(sendmsg(connection, &message, MSG_NOSIGNAL) == static_cast<ssize_t>(text.size()),
+        "the text is sent whole");
 }
 
 class SharedMemoryServerForTests {
@@ -102,11 +101,9 @@ class SharedMemoryServerForTests {
     std::memcpy(address.sun_path + 1, offer_.socket().data(), offer_.socket().size());
     const auto size =
         static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + offer_.socket().size());
-    [[maybe_unused]] int result =
-        bind(listener_, reinterpret_cast<const sockaddr*>(&address), size);
-    assert(result == 0);
-    result = listen(listener_, 4);
-    assert(result == 0);
+    Check(bind(listener_, reinterpret_cast<const sockaddr*>(&address), size) == 0,
+          "the socket's name is free");
+    Check(listen(listener_, 4) == 0, "the socket listens");
     thread_ = std::thread([this] { Run(); });
   }
   ~SharedMemoryServerForTests() {

@@ -90,6 +90,11 @@ class Bundle(unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertEqual(service.stop(signal.SIGTERM), 0)
 
+    def test_scripts_find_what_they_import(self):
+        for script in ("run_workers.py", "compare_runs.py"):
+            done = self.run_in_bundle(f"deploy/{script}", "--help", PATH=os.environ["PATH"])
+            self.assertEqual(done.returncode, 0, done.stderr)
+
     def test_proof_for_a_gpu_finds_all_its_parts(self):
         for part in ([], ["--torch"]):
             done = self.run_in_bundle("tests/gpu/run.sh", *part, "--help", PATH=os.environ["PATH"])

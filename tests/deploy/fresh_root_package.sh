@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# What fresh_root.sh --check package runs under the root's own systemd: the service started, trained with, stopped,
-# started again, upgraded, reloaded, killed, hung, misconfigured and removed. Ends at the first thing that is not as it should be.
+# What fresh_root.sh --check package runs under the root's own systemd: the blocks of deploy/README.md, "In production", as
+# they are written there; and between them the service stopped, started again, upgraded, reloaded, killed, hung,
+# misconfigured, and at the end removed. Ends at the first thing that is not as it should be.
 set -euo pipefail
 
 socket=unix:/run/ballast/ballastd.sock
@@ -25,43 +26,54 @@ as() {
   shift
   setpriv --reuid="$user" --regid="$user" --init-groups env HOME="/tmp/$user" "$@"
 }
+page() { # NUMBER USER FOLDER: a block of the page.
+  local number=$1 user=$2 shell=(bash -euo pipefail)
+  [[ $user == root ]] || shell=(as "$user" "${shell[@]}")
+  (cd "$3" && umask 022 && "${shell[@]}" "/packages/page/$number") >"/tmp/page.$number" 2>&1 ||
+    fault "block $number of the page: $(tail -n4 "/tmp/page.$number")"
+}
 train() { # STEPS OUT FLAGS...: two ranks, as a user who may reach the socket.
   local steps=$1 out=$2 rank pids=()
   shift 2
   for rank in 0 1; do
-    as trainer RANK=$rank WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 ballast-worker --steps="$steps" \
+    as alice RANK=$rank WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 ballast-worker --steps="$steps" \
       --decay-end=12 --layers=1 --width=64 --heads=2 --context=32 --batch=4 --out="$out" "$@" >"$out.$rank.log" 2>&1 &
     pids+=($!)
   done
   for rank in 0 1; do wait "${pids[rank]}" || fault "rank $rank: $(tail -n1 "$out.$rank.log")"; done
 }
 
-echo "1. systemd started it, as the user ballast, and knows that it is ready"
+[[ $(ls /packages/page) == "$(seq 8)" ]] || fault "the page has blocks that nothing here runs"
+
+echo "1. installed as the page says, systemd has started it, as the user ballast, on its socket alone"
+useradd --create-home alice
+page 2 root /packages
 await 30 "it is not active: $(property ActiveState)" systemctl is-active ballastd
+[[ $(property UnitFileState) == enabled ]] || fault "it does not start with the machine"
 status=$(property StatusText)
-[[ $status == "listening on 127.0.0.1:7070, $socket" ]] || fault "its status is '$status'"
+[[ $status == "listening on $socket" ]] || fault "its status is '$status'"
+if bash -c ': <>/dev/tcp/127.0.0.1/7070' 2>/dev/null; then fault "it listens on a port that every user reaches"; fi
 pid=$(property MainPID)
 [[ $(stat -c %U "/proc/$pid") == ballast ]] || fault "it runs as $(stat -c %U "/proc/$pid")"
 if bash -c 'echo -900 >/proc/self/oom_score_adj' 2>/dev/null; then
   [[ $(cat "/proc/$pid/oom_score_adj") == -900 ]] || fault "oom_score_adj is $(cat "/proc/$pid/oom_score_adj")"
   grep -q '^Max locked memory *unlimited' "/proc/$pid/limits" || fault "its locked memory is limited"
 else
-  echo "   this machine lets nobody protect a process from the OOM killer; what the unit asks for:"
+  echo "   no process of this machine can be protected from the OOM killer; what the unit asks for:"
   systemctl show --property=OOMScoreAdjust,LimitMEMLOCK ballastd | sed 's/^/   /'
 fi
 grep -q '^CapEff:\s*0*$' "/proc/$pid/status" || fault "it has capabilities"
 grep -q '^Seccomp:\s*2$' "/proc/$pid/status" || fault "its system calls are not filtered"
 
 echo "2. the group ballast reaches its socket, others do not"
-adduser --system --group --quiet trainer
-adduser --quiet trainer ballast >/dev/null
 adduser --system --group --quiet stranger
-as trainer ballast jobs --service "$socket" >/dev/null || fault "a member of the group cannot reach it"
+page 3 alice /home/alice
+grep -q '^step  *20 committed' /tmp/page.3 || fault "the page's training did not end: $(cat /tmp/page.3)"
 if as stranger ballast jobs --service "$socket" >/dev/null 2>&1; then fault "a stranger reaches its socket"; fi
 as stranger test ! -r "$state" || fault "a stranger reads the checkpoints"
 
 echo "3. two ranks train through it, to the same bits as with an optimizer of their own"
-train 8 /tmp/service --service="$socket" --job=gpt
+train 8 /tmp/service --service="$socket" --job=small
 train 8 /tmp/local --optimizer=local
 cmp /tmp/service/weights.bin /tmp/local/weights.bin || fault "the weights differ"
 grep -q 'shared memory' /tmp/service.0.log && echo "   over shared memory" || echo "   over the socket"
@@ -69,10 +81,10 @@ grep -q 'shared memory' /tmp/service.0.log && echo "   over shared memory" || ec
 echo "4. a stop saves the job, and a start goes on from it"
 systemctl stop ballastd
 [[ $(property Result) == success ]] || fault "the stop ended in $(property Result)"
-saved=("$state"/gpt/step-8.*/index.json)
-[[ -e ${saved[0]} && $(stat -c %U:%G "$state/gpt") == ballast:ballast ]] || fault "nothing was saved"
+saved=("$state"/small/step-8.*/index.json)
+[[ -e ${saved[0]} && $(stat -c %U:%G "$state/small") == ballast:ballast ]] || fault "nothing was saved"
 systemctl start ballastd
-train 12 /tmp/resumed --service="$socket" --job=gpt --resume=gpt
+train 12 /tmp/resumed --service="$socket" --job=small --resume=small
 train 12 /tmp/whole --optimizer=local
 cmp /tmp/resumed/weights.bin /tmp/whole/weights.bin || fault "the weights differ after the restart"
 
@@ -85,9 +97,9 @@ child() { # The process that serves.
 }
 job() { # Which job there is, at which step, and all bits of a parameter.
   local plane
-  as trainer ballast job gpt --service "$socket" | grep -E '^(uid|step) ' || return
+  as alice ballast job small --service "$socket" | grep -E '^(uid|step) ' || return
   for plane in master exp_avg exp_avg_sq; do
-    as trainer ballast state gpt h.0.attn.c_attn.weight --plane "$plane" --service "$socket" --out /tmp/plane.npy >/dev/null || return
+    as alice ballast state small h.0.attn.c_attn.weight --plane "$plane" --service "$socket" --out /tmp/plane.npy >/dev/null || return
     sha256sum /tmp/plane.npy && rm /tmp/plane.npy || return
   done
 }
@@ -102,7 +114,7 @@ is_kept() { # WHAT: after something has happened to the process that served.
   served=$(child)
 }
 dpkg -i /packages/ballastd_*.deb >/tmp/dpkg.log 2>&1 || fault "dpkg: $(tail -n1 /tmp/dpkg.log)"
-grep -q 'goes on as version' /tmp/dpkg.log || fault "dpkg did not say that it goes on"
+grep -q 'still runs version' /tmp/dpkg.log || fault "dpkg did not say that it still runs"
 [[ $(property MainPID) == "$pid" && $(child) == "$served" ]] || fault "the upgrade restarted it"
 [[ $(readlink "/proc/$served/exe") == *'(deleted)' ]] || fault "the upgrade replaced nothing"
 [[ $(job) == "$before" ]] || fault "the upgrade changed the job"
@@ -113,7 +125,7 @@ is_kept "a reload"
 echo "6. one that dies goes on with its job, which trains on; one that is stopped is ended and started again"
 kill -KILL "$served"
 is_kept "a death"
-train 16 /tmp/after --service="$socket" --job=gpt --resume=gpt
+train 16 /tmp/after --service="$socket" --job=small --resume=small
 train 16 /tmp/longer --optimizer=local
 cmp /tmp/after/weights.bin /tmp/longer/weights.bin || fault "the weights differ after the reload and the death"
 mkdir -p /etc/systemd/system/ballastd.service.d
@@ -128,7 +140,7 @@ await 30 "the watchdog did not end it" test "$(property NRestarts)" != 0 -o ! -e
 await 30 "it was not started again" systemctl is-active ballastd
 [[ $(property MainPID) != "$pid" ]] || fault "the one that hangs is still there"
 
-echo "7. a mistake in its flags is told once, and not tried again and again"
+echo "7. a mistake in its flags is one line, and not tried again and again"
 config=/etc/ballast/ballastd.conf
 echo 'memory-limit = lots' >>$config
 if ballastd --config=$config --check-config 2>/dev/null; then fault "--check-config takes it"; fi
@@ -147,43 +159,41 @@ ballastd --config=$config --check-config >/dev/null || fault "--check-config ref
 systemctl restart ballastd
 journalctl --unit=ballastd --output=cat | grep -q 'memory limit 1.0 GiB' || fault "the flag is not in force"
 
-echo "8. another host trains over TLS, and others do not"
-# As deploy/README.md says.
+echo "8. another host trains over TLS and Prometheus scrapes, as the page says; others do not"
 echo '127.0.0.1 gpu1.example' >>/etc/hosts
-cd /etc/ballast
-{
-  openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 3650 -subj "/CN=ballast authority" -keyout ca.key -out ca.pem
-  for name in gpu1.example trainer; do
-    openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj "/CN=$name" -keyout $name.key -out $name.csr
-    openssl x509 -req -in $name.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 365 -extfile <(echo "subjectAltName=DNS:$name") -out $name.pem
-  done
-} 2>/dev/null
-mv gpu1.example.pem service.pem && mv gpu1.example.key service.key
-printf '%s\n' 'operator * user:root' 'operator gpt cert:trainer' >roles
-chgrp ballast service.key roles && chmod 640 service.key roles
-sed -i -e '/^listen = /d' -e 's/^# \(listen\|tls-[a-z-]*\|roles-file\) =/\1 =/' $config
-ballastd --config=$config --check-config >/dev/null || fault "--check-config refuses TLS"
-systemctl restart ballastd
-mkdir /tmp/trainer && cp ca.pem trainer.pem trainer.key /tmp/trainer && chown -R trainer /tmp/trainer
-cd /tmp/trainer
-secure=(BALLAST_TLS_CA=/tmp/trainer/ca.pem BALLAST_TLS_CERT=/tmp/trainer/trainer.pem BALLAST_TLS_KEY=/tmp/trainer/trainer.key)
-train_over_tls() {
-  local rank pids=()
-  for rank in 0 1; do
-    as trainer "${secure[@]}" RANK=$rank WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29501 ballast-worker \
-      --steps=12 --decay-end=12 --layers=1 --width=64 --heads=2 --context=32 --batch=4 --out=/tmp/tls \
-      --service=gpu1.example:7070 --job=gpt --shared-memory=never "$@" >"/tmp/tls.$rank.log" 2>&1 &
-    pids+=($!)
-  done
-  wait "${pids[0]}" && wait "${pids[1]}"
+adduser --system --group --quiet trainer
+install -d -m 700 /tmp/authority /tmp/host /tmp/watch
+install -d -m 700 -o trainer /tmp/trainer
+page 4 root /tmp/authority
+cp /tmp/authority/{ca.pem,gpu1.example.pem,gpu1.example.key} /tmp/host/
+cp /tmp/authority/{ca.pem,trainer.pem,trainer.key} /tmp/trainer/
+cp -r /tmp/authority/{ca.pem,prometheus.pem,prometheus.key} /packages/monitoring /tmp/watch/
+chown trainer /tmp/trainer/*
+page 5 root /tmp/host
+[[ $(property StatusText) == "listening on 0.0.0.0:7070, $socket" ]] || fault "its status is '$(property StatusText)'"
+page 6 trainer /tmp/trainer
+grep -q '^step  *20 committed' /tmp/page.6 || fault "the page's training did not end: $(cat /tmp/page.6)"
+as alice RANK=0 WORLD_SIZE=1 ballast-worker --optimizer=local --steps=20 --out=/tmp/alone >/tmp/alone.log 2>&1 ||
+  fault "the local run: $(tail -n1 /tmp/alone.log)"
+cmp /tmp/trainer/gpt/weights.bin /tmp/alone/weights.bin || fault "the weights differ over TLS"
+page 7 root /tmp/watch
+scraped() { # The page's last block, which has an answer after some seconds.
+  bash -euo pipefail /packages/page/8 >/tmp/page.8 && grep -q '^ballast_committed_step{.*job_name="gpt".*} => 20 ' /tmp/page.8
 }
-train_over_tls || fault "$(tail -n1 /tmp/tls.0.log)"
-cmp /tmp/tls/weights.bin /tmp/whole/weights.bin || fault "the weights differ over TLS"
+await 30 "Prometheus does not know the job" scraped
+
+cd /tmp/trainer
 if as trainer ballast jobs --service=gpu1.example:7070 --timeout=5 >/dev/null 2>&1; then fault "it answers without TLS"; fi
-if as trainer BALLAST_TLS_CA=/tmp/trainer/ca.pem ballast job gpt --service=gpu1.example:7070 --timeout=5 >/dev/null 2>&1; then
+if as trainer BALLAST_TLS_CA=ca.pem ballast job gpt --service=gpu1.example:7070 --timeout=5 >/dev/null 2>&1; then
   fault "it answers without a certificate"
 fi
-as trainer "${secure[@]}" ballast job gpt --service=gpu1.example:7070 >/dev/null || fault "the trainer cannot see its job"
+answer() { # PATH: the first line, to who has no certificate.
+  printf 'GET %s HTTP/1.1\r\nHost: gpu1.example\r\nConnection: close\r\n\r\n' "$1" |
+    openssl s_client -quiet -CAfile ca.pem -verify_return_error -connect gpu1.example:7071 2>/dev/null | head -n1
+}
+[[ $(answer /metrics) == *' 401 '* ]] || fault "without a certificate /metrics answers '$(answer /metrics)'"
+[[ $(answer /ready) == *' 200 '* ]] || fault "without a certificate /ready answers '$(answer /ready)'"
+as alice ballast job gpt --service "$socket" >/dev/null || fault "alice, an operator by the roles, cannot see the job"
 systemctl stop ballastd
 
 echo "9. it leaves, and checkpoints stay"

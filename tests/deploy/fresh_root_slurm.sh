@@ -46,13 +46,19 @@ systemctl restart munge slurmctld slurmd
 await 60 "the node is not idle: $(sinfo 2>&1)" bash -c 'sinfo --noheader --format=%t | grep -q idle'
 
 adduser --system --group --quiet --shell /bin/bash trainer
+adduser --system --group --quiet stranger
+as() {
+  local user=$1
+  shift
+  setpriv --reuid="$user" --regid="$user" --init-groups "$@"
+}
 mkdir -p /tmp/runs && chown trainer /tmp/runs
 cd /tmp/runs
 model=(--layers=1 --width=64 --heads=2 --context=32 --batch=4 --decay-end=400)
 submit() { # NAME FLAGS...
   local name=$1
   shift
-  setpriv --reuid=trainer --regid=trainer --init-groups sbatch --parsable --job-name="$name" --ntasks=2 --overcommit \
+  as trainer sbatch --parsable --job-name="$name" --ntasks=2 --overcommit \
     --output="/tmp/runs/$name.out" /packages/train.sbatch ballast-worker "${model[@]}" "$@"
 }
 local_run() { # STEPS: the same with an optimizer in the ranks.
@@ -76,6 +82,12 @@ compgen -G "ballast-short/checkpoints/short/step-*/index.json" >/dev/null || fau
 echo "3. one that is stopped on its way is queued again, and goes on to the same bits"
 job=$(submit long --steps=400)
 await 120 "the training did not begin" grep -q '^step 20/' ballast-long/rank-0.log
+address=$(cat "ballast-long/service-$job")
+folder=$(dirname "${address#unix:}")
+[[ $address == unix:* && $(stat -c %U:%a "$folder") == trainer:700 ]] || fault "the service listens on $address"
+[[ -z $(ss --no-header --listening --tcp --processes | grep ballastd) ]] || fault "the service listens on a port, too"
+as trainer ballast job long --service="$address" >/dev/null || fault "its own user does not reach it"
+if as stranger ballast jobs --service="$address" >/dev/null 2>&1; then fault "another user of the node reaches it"; fi
 scancel --signal=TERM --batch "$job"
 await 60 "it was not stopped and saved" grep -q 'stopped and saved' long.out
 saved=$(grep -o 'saved job long at step [0-9]*' ballast-long/ballastd.log | grep -o '[0-9]*$')
@@ -83,6 +95,7 @@ saved=$(grep -o 'saved job long at step [0-9]*' ballast-long/ballastd.log | grep
 await 240 "job $job did not complete" over "$job" COMPLETED
 [[ $(scontrol show job "$job" | grep -o 'Restarts=[0-9]*') == Restarts=1 ]] || fault "it was not started again"
 grep -q "^step $((saved + 1))/" ballast-long/rank-0.log || fault "it did not go on after step $saved"
+[[ ! -e $folder && -z $(compgen -G '/tmp/ballast-*') ]] || fault "a folder of a socket is left"
 local_run 400
 cmp ballast-long/weights.bin /tmp/local-400/weights.bin || fault "the weights differ after the restart"
 echo "   stopped at step $saved of 400"

@@ -21,8 +21,12 @@ validate() { "$scratch/venv/bin/kubernetes-validate" --strict --kubernetes-versi
 
 for version in "${versions[@]}"; do
   validate "$version" ./*.yaml || fail "Kubernetes $version refuses what the lines above name"
+  # The other lines for huge pages, which are comments.
+  sed -E '/^ +# .*[Hh]uge[Pp]ages-2Mi/{s/# //;n;d}' ballast.yaml >"$scratch/huge.yaml"
+  [[ $(grep -ci '^[^#]*hugepages-2Mi' "$scratch/huge.yaml") == 2 ]] || fail "the lines for huge pages are not there"
+  validate "$version" "$scratch/huge.yaml" || fail "Kubernetes $version refuses the lines for huge pages"
   # It can tell: each of these is a mistake.
-  for mistake in 's/serviceName:/serviceNames:/' 's/replicas: 1/replicas: one/' 's/maxUnavailable: 0/maxUnavailable: {}/'; do
+  for mistake in 's/scheme: HTTPS/schema: HTTPS/' 's/namespaceSelector:/namespaces:/' 's/serviceName:/serviceNames:/' 's/replicas: 1/replicas: one/' 's/maxUnavailable: 0/maxUnavailable: {}/'; do
     sed "$mistake" ballast.yaml >"$scratch/mistake.yaml"
     if validate "$version" "$scratch/mistake.yaml" >/dev/null 2>&1; then fail "$mistake passed"; fi
   done

@@ -110,21 +110,28 @@ class Rank:
         return pb.OpenTrain(name=self.name, uid=self.uid, rank=self.rank, process_id=self.process_id,
                             generation=self.attached.generation)
 
-    def upload(self, weights):
-        """First weights: `weights(chunk)` is an fp32 array of the chunk's elements."""
+    def upload(self, weights, step=0, update_counts=()):
+        """First weights: `weights(chunk)` is an fp32 array of the chunk's elements. From a step on that others have
+        made: with its moments behind them."""
 
         def messages():
-            yield pb.UploadWeightsRequest(open=self._open_message())
+            message = self._open_message()
+            if step > 0:
+                message.first_state.step = step
+                message.first_state.update_counts.extend(update_counts)
+            yield pb.UploadWeightsRequest(open=message)
             for index in self.mine:
                 payload = weights(self.chunks[index]).astype("<f4").tobytes()
                 yield pb.UploadWeightsRequest(
-                    weights=pb.WeightChunk(header=pb.WeightHeader(chunk=index), payload=payload))
+                    weights=pb.WeightChunk(header=pb.WeightHeader(chunk=index, step=step), payload=payload))
 
         answer = self.train.UploadWeights(messages(), timeout=SECONDS)
         if answer.chunks != len(self.mine):
             raise RuntimeError(f"the service took {answer.chunks} of {len(self.mine)} chunks")
+        self.committed_step = step
 
-    def open(self):
+    def open(self, seconds=10 * SECONDS):
+        """Its stream ends after so long; with None when the channel is closed."""
         self.requests = queue.SimpleQueue()
         message = self._open_message()
         message.update_mode = self.mode
@@ -132,7 +139,7 @@ class Rank:
         self.sent = self.acknowledged = 0
         self.attempt = 0
         self._send(open=message)
-        self.responses = self.train.Train(iter(self.requests.get, None), timeout=10 * SECONDS)
+        self.responses = self.train.Train(iter(self.requests.get, None), timeout=seconds)
         self.weights = {}
         self.provisional = {}
         opened = self._next("opened")

@@ -10,10 +10,10 @@ protobuf-compiler and protobuf-compiler-grpc. (python3-grpc-tools of Debian 12 h
 import collections
 import math
 import pathlib
+import signal
 import subprocess
 import sys
 import tempfile
-import time
 
 try:
     import grpc
@@ -22,8 +22,9 @@ except ImportError as error:
     sys.exit(f"{error.name} is missing: install python3-grpcio and python3-numpy")
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path.append(str(HERE.parent / "cpu_optimizer_service/parity"))
+sys.path += [str(HERE.parent / "cpu_optimizer_service/parity"), str(HERE.parent / "support")]
 import numpy_adam  # noqa: E402
+import processes  # noqa: E402
 
 BLOCK = 256
 PLANES = ("MASTER", "EXP_AVG", "EXP_AVG_SQ", "MAX_EXP_AVG_SQ")
@@ -149,11 +150,30 @@ class Game:
             group.planes[0] = self.padded(group, lambda p, size: random_values(self.random, size, 1))
         for rank in self.ranks:
             rank.attach(self.speculate, self.shared)
+        begins_at = int(self.random.choice([0, 0, 1, 7, 100_000]))
+        if begins_at > 0:
+            self.go_on_from(begins_at)
+        counts = {name: count for group in self.groups for name, count in group.counts.items()}
+
+        def first(chunk):
+            group = self.groups[chunk.group]
+            planes = 1 if begins_at == 0 else 4 if group.h["amsgrad"] else 3
+            return np.concatenate([plane[chunk.begin:chunk.end] for plane in group.planes[:planes]])
+
         for rank in self.ranks:
-            rank.upload(lambda chunk: self.groups[chunk.group].planes[0][chunk.begin:chunk.end])
+            rank.upload(first, begins_at, [counts.get(p.name, 0) for p in self.job.parameters])
         for rank in self.ranks:
             rank.open()
             expect(not self.shared or rank.shared is not None or not rank.mine, "memory is shared")
+
+    def go_on_from(self, step):
+        """What another optimizer has made in so many steps."""
+        for group in self.groups:
+            group.planes[1] = self.padded(group, lambda p, size: random_values(self.random, size, 0.1))
+            for plane in (2, 3):
+                group.planes[plane] = self.padded(group, lambda p, size: random_values(self.random, size, 0.1) ** 2)
+            group.counts = {name: int(self.random.integers(step + 1)) for name in group.counts}
+        SEEN["moments"] += 1
 
     def send(self, micro_steps, spoil, divisor, overrides, expected=None):
         """Sends a step up to the seals; returns the gradients by group and the names of unused parameters."""
@@ -354,26 +374,20 @@ def main(ballastd, proto, jobs=200, seed=1):
         generate(pathlib.Path(proto), folder)
         import ballast_client as client
         pb, rpc = client.pb, client.rpc
-        socket, port_file = f"unix:{folder}/ballast.sock", pathlib.Path(folder, "port")
-        service = subprocess.Popen([ballastd, f"--listen={socket}", f"--port_file={port_file}", "--log_level=error",
-                                    "--memory_limit=1GiB", "--nostartup_benchmark", "--drain_seconds=1"])
+        service = processes.Service(ballastd, pathlib.Path(folder), "--log_level=error", "--memory_limit=1GiB",
+                                    "--drain_seconds=1", listen=f"unix:{folder}/ballast.sock")
         try:
-            deadline = time.monotonic() + 60
-            while not port_file.exists():
-                expect(service.poll() is None and time.monotonic() < deadline, "ballastd does not start")
-                time.sleep(0.01)
             # Descriptions of jobs and lists of them may have up to 32 MiB; the default is 4.
             options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
-            with grpc.insecure_channel(socket, options) as channel:
+            with grpc.insecure_channel(service.address, options) as channel:
                 for number in range(jobs):
                     try:
                         Game(channel, np.random.default_rng([seed, number]), number).play()
                     except Exception:
-                        print(f"job {number} of seed {seed}", file=sys.stderr)
+                        print(f"job {number} of seed {seed}; ballastd printed:{processes.tail(service.log)}", file=sys.stderr)
                         raise
         finally:
-            service.terminate()
-            service.wait(30)
+            service.stop(signal.SIGTERM)
     absent = [what for what, count in SEEN.items() if count == 0]
     expect(jobs < 100 or not absent, f"no job had {absent}")
     print(f"{jobs} jobs, every bit as in the model: {dict(SEEN)}")

@@ -175,6 +175,7 @@ class GpuMemory:
         with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError, IndexError):
             self.before = int(subprocess.run(
                 self.command, capture_output=True, text=True, timeout=10, check=True).stdout.split()[0])
+            # Its output is read as it comes, from a pipe.
             self.process = subprocess.Popen([*self.command, "--loop-ms=250"], stdout=subprocess.PIPE,
                                             stderr=subprocess.DEVNULL, text=True)
             self.thread = threading.Thread(target=self.watch)

@@ -15,7 +15,6 @@ import argparse
 import inspect
 import json
 import os
-import socket
 import sys
 import time
 
@@ -82,11 +81,7 @@ def loss_of(model, tokens):
 
 def one_rank(device):
     """FSDP2 wants a process group, also of one."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0,
-                            world_size=1)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def shard(model, blocks, device, offload=False):

@@ -15,9 +15,7 @@
 #include <utility>
 #include <vector>
 
-#ifndef __has_feature
-#define __has_feature(feature) 0
-#endif
+#include "tests/support/sanitizers.h"
 
 namespace ballast::worker {
 namespace {
@@ -479,7 +477,7 @@ TEST_F(FakeDeviceDeathTest, AbortsWhereTwoThreadsUseAStreamAtOnce) {
       "stream a is used by two threads at once");
 }
 
-#if __has_feature(address_sanitizer)
+#if BALLAST_ASAN
 TEST_F(FakeDeviceDeathTest, AddressSanitizerSeesTheHostReadDeviceMemory) {
   FakeDevice device;
   const auto memory = device.Allocate(8, "weights").value();

@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/common/check.h"
+#include "cpu_optimizer_service/common/float_format.h"
 #include "tests/gpu_emulator/fake_device.h"
 
 namespace ballast::worker {

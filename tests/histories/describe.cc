@@ -149,7 +149,7 @@ std::string Text(const Attempt& attempt) {
                   attempt.vote.trainer_state.has_value() ? ", a trainer's state" : "",
                   attempt.expects_clipping ? "" : ", not expected", "; ranks that look 0x",
                   absl::Hex(attempt.looks), ", and discard then ", attempt.spikes, " times",
-                  attempt.guesses ? "; guesses" : "", "\n");
+                  attempt.may_guess ? "; may guess" : "", "\n");
   for (const auto& [group, changes] : attempt.vote.overrides) {
     absl::StrAppend(&text, "  voted of group ", group, ": ", Text(changes), "\n");
   }

@@ -138,7 +138,7 @@ void AddVote(Random& random, const JobPlan& job, double& max_norm, Attempt& atte
     attempt.looks = random.OneIn(2) ? everyone : static_cast<uint32_t>(random.Next()) & everyone;
     attempt.spikes = random.OneIn(3) ? random.Between(1, 2) : 0;
   }
-  attempt.guesses = random.OneIn(4);
+  attempt.may_guess = random.OneIn(4);
 }
 
 EventKind AnyEventKind(Random& random, Layer layer) {

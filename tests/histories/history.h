@@ -138,8 +138,8 @@ struct Attempt {
   uint32_t looks = 0;
   // In how many tries the first rank that looks discards the attempt for what it sees.
   uint32_t spikes = 0;
-  // Gradients are never said to be final, and are guessed to be now and then, rightly or not.
-  bool guesses = false;
+  // Gradients are never said to be final, and may_guess it now and then, rightly or not.
+  bool may_guess = false;
   uint32_t micro_steps = 1;
   // By group: the ends of the ranges of micro-steps that its contributions cover. {1, 2, 3}: summed
   // in the service; {3}: summed on the workers.

@@ -43,13 +43,13 @@ std::pair<uint32_t, uint32_t> Script::Range(int chunk, int segment) const {
 }
 
 bool Script::IsFinal(int chunk, int segment) const {
-  return !attempt_.guesses && segment + 1 == SegmentCount(chunk);
+  return !attempt_.may_guess && segment + 1 == SegmentCount(chunk);
 }
 
 bool Script::MayGuess(int chunk, int segment) const {
   const bool last = segment + 1 == SegmentCount(chunk);
   const bool takes = Mix(attempt_.gradient_seed + 7 * chunk + segment) % (last ? 4 : 3) != 0;
-  return attempt_.guesses && takes;
+  return attempt_.may_guess && takes;
 }
 
 std::vector<Call> Script::CallsOf(int rank) const {

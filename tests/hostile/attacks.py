@@ -1,21 +1,19 @@
-"""The table of attacks, in families. Every attack is a name and a function of a Target; what it returns
-are the errors that it was answered with, as (code, message)."""
+"""Attacks in families. Every attack is a name and a function of a Target; what it returns are the errors that it
+was answered with, as (code, message). Here: messages that are none, at the wrong moment, or with values without an end,
+and streams that take and do not give."""
 
+import concurrent.futures
 import contextlib
 import itertools
 import queue
 import random
-import threading
-import time
+import struct
 
 import grpc
-from wire import (HYPER_PARAMETERS, JOBS, MEBI, STATE, TRAIN, RawConnection, channel, fields_of, frame, gradient,
-                  group, job, message, open_train, request_headers, train, unary, varint)
+from wire import (DIAGNOSTICS, HYPER_PARAMETERS, JOBS, MEBI, STATE, TRAIN, channel, fields_of, gradient, job, message,
+                  open_train, train, unary, varint)
 
 CALL_SECONDS = 20
-# More than a service needs that is given little of a processor; below the time after which a connection
-# that answers no ping is closed.
-RESETS_SECONDS = 30
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
 
@@ -75,6 +73,15 @@ class Target:
                 yield message((2, message((1, message((2, chunk))), (2, bytes(4 * size)))))
         self.connection.stream_unary(TRAIN + "UploadWeights")(requests(), timeout=60)
 
+    def read_all(self, method, request, seconds=CALL_SECONDS, connection=None):
+        """The errors of a call with a stream of answers, which are read to the end."""
+        try:
+            for _ in (connection or self.connection).unary_stream(method)(request, timeout=seconds):
+                pass
+        except grpc.RpcError as error:
+            return [(error.code().name, error.details())]
+        return []
+
     def stream(self, method, requests, seconds=CALL_SECONDS, connection=None):
         """Sends the messages and reads to the end."""
         call = (connection or self.connection).stream_stream(method)(iter(requests), timeout=seconds)
@@ -93,13 +100,31 @@ class Target:
         return call, sent
 
 
+def create(target, description, **options):
+    return target.errors(JOBS + "CreateJob", message((1, description)), seconds=60, **options)
+
+
+def at_once(count, action):
+    """What `count` threads return that do the same."""
+    with concurrent.futures.ThreadPoolExecutor(count) as threads:
+        return [each for done in [threads.submit(action) for _ in range(count)] for each in done.result()]
+
+
+def error_of(call, requests):
+    try:
+        call(iter(requests), timeout=CALL_SECONDS)
+    except grpc.RpcError as error:
+        return error
+    return None
+
+
 # ---------------------------------------------------------------- bytes that are no message
 
 METHODS = [JOBS + name for name in ("CreateJob", "GetJob", "ListJobs", "CloseJob", "AttachWorker", "AbortStep",
                                     "UndoStep", "UpdateGroup", "TraceJob")] \
     + [STATE + name for name in ("ReadState", "SummarizeState", "SaveJob", "LoadJob",
                                "ListCheckpoints", "VerifyCheckpoints")] \
-    + [TRAIN + "ReadWeights"]
+    + [TRAIN + "ReadWeights", DIAGNOSTICS + "DescribeService"]
 STREAMED = {JOBS + "TraceJob", STATE + "ReadState", TRAIN + "ReadWeights"}
 
 MALFORMED = {
@@ -128,16 +153,10 @@ MALFORMED = {
 }
 
 
-def malformed(target, method, request):
+def malformed(target, method, request, connection=None):
     if method in STREAMED:
-        call = target.connection.unary_stream(method)(request, timeout=CALL_SECONDS)
-        try:
-            for _ in call:
-                pass
-        except grpc.RpcError as error:
-            return [(error.code().name, error.details())]
-        return []
-    return target.errors(method, request)
+        return target.read_all(method, request, connection=connection)
+    return target.errors(method, request, connection=connection)
 
 
 def malformed_family():
@@ -229,84 +248,68 @@ def moments_family():
             yield f"{what}, {moment}", lambda target, moment=moment, what=what: wrong_moment(target, moment, what)
 
 
-# ---------------------------------------------------------------- descriptions
+# ---------------------------------------------------------------- numbers
+
+NAN, INFINITY, LARGE_BF16 = b"\x00\x00\xc0\x7f", b"\x00\x00\x80\x7f", b"\x61\x7f"  # The last is 2.99e38.
 
 
-def create(target, description, **options):
-    return target.errors(JOBS + "CreateJob", message((1, description)), seconds=60, **options)
-
-
-def described(*fields):
-    return lambda target: create(target, message((1, f"jobs/{target.name()}"), *fields))
-
-
-def at_once(count, action):
-    """What `count` threads return that do the same."""
-    results = []
-    threads = [threading.Thread(target=lambda: results.extend(action())) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
-
-
-MILLION_AND_A_HALF = b"\x22\x00" * 1_500_000
-MILLION = b"\x22\x00" * 1_000_000
-
-
-def raw_job(target, fields):
-    return create(target, message((1, f"jobs/{target.name()}")) + fields)
-
-
-def many_large_names(target):
-    """Jobs whose descriptions fill more than a message, and a list of them."""
-    names = [target.name() for _ in range(40)]
-    groups = [(3, group(f"{i:04d}" + "g" * 250)) for i in range(3500)]
-    errors = []
-    for name in names:
-        errors += create(target, message((1, f"jobs/{name}"), (2, 1), *groups))
-    listed, answer = target.ask(JOBS + "ListJobs", b"")
-    if listed or not answer:
-        raise AssertionError(f"nobody can list the jobs: {listed}")
-    for name in names:
-        target.close(name)
-    return errors
-
-
-def attach_with(fields):
+def spoiled_first_weights(value):
     def attack(target):
-        with target.job(weights=False) as (name, _, _):
-            return target.errors(JOBS + "AttachWorker", message(
-                (1, f"jobs/{name}"), (3, "evil"), (6, message((1, f"jobs/{name}")) + fields)))
+        with target.job(weights=False) as (name, uid, generation):
+            chunk = bytes(400) + value + bytes(620)
+            error = error_of(target.connection.stream_unary(TRAIN + "UploadWeights"), [
+                message((1, open_train(name, uid, "evil", generation))),
+                message((2, message((1, message((2, 0))), (2, chunk))))])
+            if error is None:
+                raise AssertionError("the job has taken them")
+            return [(error.code().name, error.details())]
     return attack
 
 
-def descriptions_family():
-    yield "1.5M empty parameters", lambda target: raw_job(target, MILLION_AND_A_HALF)
-    yield "1.5M empty parameters, 16 at once", lambda target: at_once(
-        16, lambda: raw_job(target, MILLION_AND_A_HALF))
-    yield "a million empty parameters, 8 at once", lambda target: at_once(8, lambda: raw_job(target, MILLION))
-    yield "10M empty ranges", lambda target: raw_job(target, b"\x2a\x00" * 10_000_000)
-    yield "100,000 groups", lambda target: raw_job(target, b"\x1a\x00" * 100_000)
-    yield "a shape of 10M dimensions", lambda target: raw_job(
-        target, message((2, 1), (4, message((1, "p"), (2, b"\x01" * 10_000_000), (4, 1)))))
-    yield "a parameter's name of 10 MB", lambda target: raw_job(
-        target, message((2, 1), (3, group()), (4, message((1, "p" * 10_000_000), (4, 1)))))
-    yield "a group's name of 10 MB", lambda target: raw_job(target, message((2, 1), (3, group("g" * 10_000_000))))
-    yield "a job's name of 10 MB", lambda target: create(target, message((1, "j" * 10_000_000), (2, 1)))
-    yield "a world of 2 billion", described((2, 2_000_000_000), (3, group()))
-    yield "a world of -1", described((2, -1), (3, group()))
-    yield "2^40 elements", lambda target: create(target, job(target.name(), 1 << 40))
-    yield "2^62 elements", lambda target: create(target, job(target.name(), 1 << 62))
-    yield "a job larger than the limit", lambda target: create(target, job(target.name(), 1 << 28))
-    yield "chunks of one block, 2^30 of them", lambda target: create(target, job(target.name(), 1 << 38, 256))
-    yield "40 jobs of 900 KB of groups' names", many_large_names
-    yield "attaching with a million parameters", attach_with(MILLION)
-    yield "attaching with 10M ranges", attach_with(b"\x2a\x00" * 10_000_000)
-    yield "attaching with 30 MB of an unknown field", attach_with(message((99, b"x" * 30_000_000)))
-    yield "a process of 10 MB", lambda target: target.errors(
-        JOBS + "AttachWorker", message((1, "jobs/honest"), (3, "p" * 10_000_000)))
+def step_of(target, name, uid, generation, gradients, *settings):
+    """(decision, its fields) of step 1 with these two chunks' gradients, voted for as they are."""
+    call, sent = target.open_stream(name, uid, generation, seconds=CALL_SECONDS)
+    try:
+        for request in (train("begin", (1, 1), *settings), gradient(1, 0, gradients), gradient(1, 1, gradients),
+                        train("end", (1, 1), (3, 1)), train("seal", (1, 1), (2, 1), (4, b""))):
+            sent.put(request)
+        for answer in call:
+            kinds = fields_of(answer)
+            if 5 in kinds:
+                return fields_of(kinds[5][0])
+        raise AssertionError("no decision came")
+    finally:
+        sent.put(None)
+        call.cancel()
+
+
+def values_without_an_end(gradients, *settings):
+    """A step that would leave what is not finite in the state: it is skipped, and says why."""
+    def attack(target):
+        with target.job() as (name, uid, generation):
+            decision = step_of(target, name, uid, generation, gradients * 256, *settings)
+            if decision.get(2, [0])[0]:
+                raise AssertionError("the step was applied")
+            for plane in (1, 2, 3):
+                for part in target.connection.unary_stream(STATE + "ReadState")(
+                        message((1, f"jobs/{name}/parameters/p0"), (2, plane)), timeout=CALL_SECONDS):
+                    data = fields_of(part).get(5, [b""])[0]
+                    if any(data):
+                        raise AssertionError(f"plane {plane} has moved")
+            return [("SKIPPED", decision[5][0].decode())]
+    return attack
+
+
+def numbers_family():
+    yield "first weights with a NaN", spoiled_first_weights(NAN)
+    yield "first weights with an infinity", spoiled_first_weights(INFINITY)
+    yield "a gradient of NaN", values_without_an_end(b"\xc0\x7f")
+    yield "a gradient of infinity", values_without_an_end(b"\x80\x7f")
+    yield "finite gradients that overflow", values_without_an_end(LARGE_BF16, (3, struct.pack("<d", 0.5)))
+    yield "finite gradients whose squares overflow", values_without_an_end(LARGE_BF16)
+
+
+# ---------------------------------------------------------------- streams that take and do not give
 
 
 def many_jobs(target):
@@ -319,69 +322,6 @@ def many_jobs(target):
     if not any(code == "RESOURCE_EXHAUSTED" for code, _ in errors):
         raise AssertionError("nobody counts the jobs")
     return errors[:3]
-
-
-# ---------------------------------------------------------------- size
-
-
-def large_message(target, size, method=JOBS + "GetJob"):
-    request = message((99, b"x" * size))
-    with contextlib.closing(channel(target.address)) as connection:
-        return target.errors(method, request, connection=connection)
-
-
-def unfinished_messages(target, connections, size):
-    """Each says that a message of 4 GiB comes and sends a part of it."""
-    block = frame(RawConnection.DATA, 0, 1, b"x" * 16000)
-    with contextlib.ExitStack() as stack:
-        opened = [stack.enter_context(RawConnection(target.address)) for _ in range(connections)]
-        for one in opened:
-            one.send(frame(1, 4, 1, request_headers(TRAIN + "Train")))
-            one.send(frame(0, 0, 1, b"\x00\xff\xff\xff\xff"))
-            one.socket.settimeout(0.5)
-            with contextlib.suppress(OSError):
-                for _ in range(size // 16000):
-                    one.send(block)
-    return []
-
-
-def gzip_bomb(target, method, size, count=1):
-    def send():
-        with contextlib.closing(channel(target.address)) as connection:
-            return target.errors(method, message((99, bytes(size))), connection=connection,
-                                 compression=grpc.Compression.Gzip)
-    return at_once(count, send)
-
-
-def gzip_stream(target):
-    with target.job() as (name, uid, generation), contextlib.closing(channel(target.address)) as connection:
-        requests = [message((1, open_train(name, uid, "evil", generation))), message((99, bytes(30 * MEBI)))]
-        call = connection.stream_stream(TRAIN + "Train")(
-            iter(requests), timeout=CALL_SECONDS, compression=grpc.Compression.Gzip)
-        try:
-            for _ in call:
-                pass
-        except grpc.RpcError as error:
-            return [(error.code().name, error.details())]
-        raise AssertionError("a compressed stream was taken")
-
-
-def size_family():
-    for mebi in (8, 31, 33, 64, 120):
-        yield f"a message of {mebi} MiB", lambda target, mebi=mebi: large_message(target, mebi * MEBI)
-    yield "a message of 64 MiB to create a job", lambda target: large_message(target, 64 * MEBI, JOBS + "CreateJob")
-    for connections in (1, 8):
-        yield f"a message of 4 GiB that goes on, {connections} of them", \
-            lambda target, connections=connections: unfinished_messages(target, connections, 100 * MEBI // connections)
-    for mebi in (1, 30, 60):
-        yield f"a gzip of {mebi} MiB of zeros", \
-            lambda target, mebi=mebi: gzip_bomb(target, JOBS + "GetJob", mebi * MEBI)
-    yield "a gzip bomb to create a job", lambda target: gzip_bomb(target, JOBS + "CreateJob", 30 * MEBI)
-    yield "8 gzip bombs at once", lambda target: gzip_bomb(target, JOBS + "GetJob", 10 * MEBI, 8)
-    yield "a stream that compresses", gzip_stream
-
-
-# ---------------------------------------------------------------- streams that take and do not give
 
 
 def micro_steps_without_end(target):
@@ -406,7 +346,7 @@ def seals_without_reading(target):
                 sent.put(train("seal", (1, 1), (2, 1)))
             sent.put(None)
             with contextlib.suppress(grpc.RpcError):
-                call.result(2)
+                call.result(CALL_SECONDS)
             call.cancel()
     return []
 
@@ -421,21 +361,16 @@ def discards_without_reading(target):
                 sent.put(train("discard", (1, 1), (2, attempt)))
             sent.put(None)
             with contextlib.suppress(grpc.RpcError):
-                call.result(2)
+                call.result(CALL_SECONDS)
             call.cancel()
     return []
 
 
 def chunks_again(target):
     with target.job(elements=MEBI, chunk_elements=262144) as (name, uid, _):
-        call = target.connection.unary_stream(TRAIN + "ReadWeights")(
-            message((1, f"jobs/{name}"), (2, uid), (4, bytes(1_000_000))), timeout=CALL_SECONDS)
-        try:
-            for _ in call:
-                pass
-        except grpc.RpcError as error:
-            return [(error.code().name, error.details())]
-    raise AssertionError("a chunk was sent a million times")
+        if errors := target.read_all(TRAIN + "ReadWeights", message((1, f"jobs/{name}"), (2, uid), (4, bytes(60_000)))):
+            return errors
+    raise AssertionError("a chunk was sent 60,000 times")
 
 
 def readers_that_do_not_read(target):
@@ -487,163 +422,15 @@ def taking_family():
     yield "2,000 micro-steps, each of which uses another parameter", micro_steps_without_end
     yield "3,000 refused seals and no reader", seals_without_reading
     yield "3,000 discards and no reader", discards_without_reading
-    yield "one chunk a million times", chunks_again
+    yield "one chunk 60,000 times", chunks_again
     yield "300 readers that do not read", readers_that_do_not_read
     yield "a job closed under readers that do not read", closed_under_readers
     yield "1,200 jobs", many_jobs
 
 
-# ---------------------------------------------------------------- connections
-
-
-def resets(target, method, count):
-    """Streams that are opened and reset at once: the service closes the connection."""
-    headers = request_headers(method)
-    end = time.monotonic() + RESETS_SECONDS
-    with RawConnection(target.address) as raw:
-        raw.socket.settimeout(RESETS_SECONDS)
-        with contextlib.suppress(ConnectionError):
-            for first in range(1, 2 * count, 200):
-                raw.send(b"".join(frame(1, 5, stream, headers) + frame(3, 0, stream, b"\x00\x00\x00\x08")
-                                  for stream in range(first, first + 200, 2)))
-            while raw.socket.recv(1 << 16):
-                if time.monotonic() > end:
-                    raise AssertionError("the connection is still there")
-    return []
-
-
-def honest_reconnecting(target, connections):
-    """A client that connects again and again, calls, and gives up what it has open; none is closed."""
-    for _ in range(connections):
-        with contextlib.closing(channel(target.address)) as connection:
-            given_up = [connection.unary_unary(JOBS + "ListJobs").future(b"", timeout=CALL_SECONDS)
-                        for _ in range(20)]
-            for call in given_up:
-                call.cancel()
-            if errors := target.errors(JOBS + "ListJobs", b"", connection=connection):
-                raise AssertionError(f"an honest client is refused: {errors}")
-    return []
-
-
-def honest_cancels(target, rounds, calls):
-    """As many calls as a connection may have, all given up, and then another."""
-    with contextlib.closing(channel(target.address)) as connection:
-        for _ in range(rounds):
-            given_up = [connection.unary_unary(JOBS + "ListJobs").future(b"", timeout=CALL_SECONDS)
-                        for _ in range(calls)]
-            for call in given_up:
-                call.cancel()
-            if errors := target.errors(JOBS + "ListJobs", b"", connection=connection):
-                raise AssertionError(f"an honest client is refused: {errors}")
-    return []
-
-
-def connections_again(target, count, rounds):
-    for _ in range(rounds):
-        with contextlib.ExitStack() as stack:
-            for _ in range(count):
-                stack.enter_context(RawConnection(target.address))
-    return []
-
-
-def idle_connections(target, count, data):
-    with contextlib.ExitStack() as stack:
-        for _ in range(count):
-            one = stack.enter_context(RawConnection(target.address, preface=False))
-            one.send(data)
-        return target.errors(JOBS + "ListJobs", b"")
-
-
-def many_streams(target, count, method):
-    """Opened on one connection, and nothing said on them."""
-    headers = request_headers(method)
-    with RawConnection(target.address) as raw:
-        with contextlib.suppress(OSError):
-            for stream in range(1, 2 * count, 2):
-                raw.send(frame(1, 4, stream, headers))
-        return target.errors(JOBS + "ListJobs", b"")
-
-
-def raw_frames(target, data):
-    with RawConnection(target.address) as raw:
-        raw.socket.settimeout(0.2)
-        with contextlib.suppress(OSError):
-            raw.send(data)
-            while raw.socket.recv(1 << 16):
-                pass
-    return []
-
-
-def reflection_streams(target, count):
-    """Streams of the reflection service, each of which has a thread: those that get none are told so."""
-    calls = []
-    try:
-        for _ in range(count):
-            calls.append(target.connection.stream_stream(REFLECTION)(iter(queue.SimpleQueue().get, None)))
-        end = time.monotonic() + CALL_SECONDS
-        while not any(call.done() for call in calls) and time.monotonic() < end:
-            time.sleep(0.01)
-        errors = [(call.code().name, call.details()) for call in calls if call.done()]
-        if not errors:
-            raise AssertionError(f"{count} streams of reflection have a thread each")
-        return errors[:3] + target.errors(JOBS + "ListJobs", b"")
-    finally:
-        for call in calls:
-            call.cancel()
-
-
-FRAMES = {
-    "a window update of 0": frame(8, 0, 0, b"\x00" * 4),
-    "a window that overflows": frame(8, 0, 0, b"\x7f\xff\xff\xff") * 3,
-    "data on no stream": frame(0, 0, 1, b"x" * 100),
-    "data on stream 0": frame(0, 0, 0, b"x" * 100),
-    "headers on stream 0": frame(1, 4, 0, request_headers(JOBS + "GetJob")),
-    "headers on an even stream": frame(1, 4, 2, request_headers(JOBS + "GetJob")),
-    "headers that are no HPACK": frame(1, 4, 1, b"\xff" * 200),
-    "headers of 16 MB in continuations": frame(1, 0, 1, b"\x00\x01a\x7f\xff\xff\x07" + b"v" * 16000)
-    + frame(9, 0, 1, b"v" * 16000) * 1000,
-    "continuations without an end": frame(1, 0, 1, request_headers(JOBS + "GetJob")) + frame(9, 0, 1) * 20000,
-    "10,000 settings": frame(4, 0, 0, b"\x00\x04\x00\x00\xff\xff") * 10000,
-    "10,000 pings": frame(6, 0, 0, b"12345678") * 10000,
-    "10,000 priorities": frame(2, 0, 1, b"\x00\x00\x00\x00\x10") * 10000,
-    "a settings frame of 7 bytes": frame(4, 0, 0, b"1234567"),
-    "an unknown frame": frame(200, 255, 1, b"x" * 1000),
-    "a frame of 16 MB": b"\xff\xff\xff\x00\x00\x00\x00\x00\x01" + b"x" * 100000,
-    "a push promise": frame(5, 4, 1, b"\x00\x00\x00\x02"),
-    "goaway and on": frame(7, 0, 0, b"\x00" * 8) + frame(1, 5, 1, request_headers(JOBS + "GetJob")),
-    "no such method": frame(1, 5, 1, request_headers("/ballast.v1.JobService/Nothing")),
-    "a path of 16 KB": frame(1, 0, 1, b"\x00\x05:path\x7f\x81\x7f" + b"/" * 16000),
-    "a message cut by its end":
-        frame(1, 4, 1, request_headers(JOBS + "GetJob")) + frame(0, 1, 1, b"\x00\x00\x00\x09ab"),
-    "a message with unknown flags":
-        frame(1, 4, 1, request_headers(JOBS + "GetJob")) + frame(0, 1, 1, b"\xfe\x00\x00\x00\x00"),
-    "a compressed message that says nothing of it":
-        frame(1, 4, 1, request_headers(JOBS + "GetJob")) + frame(0, 1, 1, b"\x01\x00\x00\x00\x02ab"),
-}
-
-
-def connections_family():
-    for what, data in FRAMES.items():
-        yield what, lambda target, data=data: raw_frames(target, data)
-    for method in (JOBS + "GetJob", TRAIN + "Train", TRAIN + "UploadWeights", STATE + "ReadState", "/no/method",
-                   "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"):
-        yield f"5,000 resets of {method}", lambda target, method=method: resets(target, method, 5000)
-    yield "an honest client that reconnects 100 times", lambda target: honest_reconnecting(target, 100)
-    yield "an honest client that gives up 900 calls", lambda target: honest_cancels(target, 3, 300)
-    yield "300 connections 10 times", lambda target: connections_again(target, 300, 10)
-    yield "500 silent connections", lambda target: idle_connections(target, 500, b"")
-    yield "500 connections of HTTP/1", lambda target: idle_connections(target, 500, b"GET / HTTP/1.1\r\n\r\n")
-    yield "200 connections of TLS", lambda target: idle_connections(target, 200, b"\x16\x03\x01\x02\x00\x01")
-    for method in (TRAIN + "Train", TRAIN + "UploadWeights"):
-        yield f"3,000 silent streams of {method}", lambda target, method=method: many_streams(target, 3000, method)
-    yield "40 streams of reflection", lambda target: reflection_streams(target, 40)
-
-
 FAMILIES = {
     "malformed": malformed_family,
     "moments": moments_family,
-    "descriptions": descriptions_family,
-    "size": size_family,
+    "numbers": numbers_family,
     "taking": taking_family,
-    "connections": connections_family,
 }

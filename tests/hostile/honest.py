@@ -1,6 +1,6 @@
 """The honest job beside the attacks: one rank that trains without an end, as a process of its own.
 
-    honest.py ADDRESS FILE [--steps N] [--pause SECONDS]
+    honest.py ADDRESS FILE [--steps N] [--pause SECONDS] [--chunks N] [--chunk ELEMENTS]
 
 It writes a line for each step to FILE: its number, the CRC of the weights that came back, and the time.
 When its stream breaks it attaches again and goes on from what is committed, as every client does, and
@@ -17,24 +17,30 @@ import zlib
 import grpc
 from wire import JOBS, TRAIN, channel, fields_of, gradient, job, message, open_train, train, unary
 
-CHUNKS, CHUNK_ELEMENTS = 8, 16384
 PATIENCE = 30  # Seconds for what takes milliseconds.
 
 
-def payloads():
+def payloads(elements):
     """Finite bf16 numbers of one size and either sign."""
     draw = random.Random(1)
-    return [b"".join(bytes([draw.randrange(256), draw.choice((0x3c, 0xbc))])
-                     for _ in range(CHUNK_ELEMENTS)) for _ in range(CHUNKS + 3)]
+    signs = bytes(0xbc if byte & 1 else 0x3c for byte in range(256))
+    found = []
+    for _ in range(11):
+        payload = bytearray(2 * elements)
+        payload[0::2] = draw.randbytes(elements)
+        payload[1::2] = draw.randbytes(elements).translate(signs)
+        found.append(bytes(payload))
+    return found
 
 
 class Honest:
-    def __init__(self, address, name):
+    def __init__(self, address, name, chunks, chunk_elements):
         self.address, self.name, self.process = address, name, f"{name}:1"
-        self.payloads = payloads()
+        self.chunks, self.chunk_elements = chunks, chunk_elements
+        self.payloads = payloads(chunk_elements)
         self.connection = channel(address)
         created = fields_of(unary(self.connection, JOBS + "CreateJob", message(
-            (1, job(name, CHUNKS * CHUNK_ELEMENTS, CHUNK_ELEMENTS))), PATIENCE))
+            (1, job(name, chunks * chunk_elements, chunk_elements))), PATIENCE))
         self.uid = created[10][0].decode()
         self.committed = 0
         self.attach()
@@ -50,9 +56,9 @@ class Honest:
         return open_train(self.name, self.uid, self.process, self.generation)
 
     def upload(self):
-        zeros = bytes(4 * CHUNK_ELEMENTS)
+        zeros = bytes(4 * self.chunk_elements)
         requests = [message((1, self.opening()))] + [
-            message((2, message((1, message((2, chunk))), (2, zeros)))) for chunk in range(CHUNKS)]
+            message((2, message((1, message((2, chunk))), (2, zeros)))) for chunk in range(self.chunks)]
         self.connection.stream_unary(TRAIN + "UploadWeights")(iter(requests), timeout=PATIENCE)
 
     def steps(self, most, pause):
@@ -89,7 +95,7 @@ class Honest:
             while self.committed < most:
                 step = self.committed + 1
                 sent.put(train("begin", (1, step)))
-                for chunk in range(CHUNKS):
+                for chunk in range(self.chunks):
                     sent.put(gradient(step, chunk, self.payloads[(step + chunk) % len(self.payloads)]))
                 sent.put(train("end", (1, step), (3, 1)))
                 sent.put(train("seal", (1, step), (2, 1), (4, b"")))
@@ -111,9 +117,9 @@ class Honest:
                 raise AssertionError(f"seal of step {step} refused: {fields_of(kinds[3][0])[2][0].decode()}")
             if 7 in kinds:
                 break
-        if len(weights) != CHUNKS:
-            raise AssertionError(f"{len(weights)} of {CHUNKS} chunks came back of step {step}")
-        return zlib.crc32(b"".join(weights[chunk] for chunk in range(CHUNKS)))
+        if len(weights) != self.chunks:
+            raise AssertionError(f"{len(weights)} of {self.chunks} chunks came back of step {step}")
+        return zlib.crc32(b"".join(weights[chunk] for chunk in range(self.chunks)))
 
 
 def main():
@@ -122,9 +128,11 @@ def main():
     parser.add_argument("file")
     parser.add_argument("--steps", type=int, default=1 << 30)
     parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--chunks", type=int, default=8)
+    parser.add_argument("--chunk", type=int, default=16384)
     words = parser.parse_args()
     with open(words.file, "w", encoding="ascii", buffering=1) as out:
-        for done in Honest(words.address, "honest").steps(words.steps, words.pause):
+        for done in Honest(words.address, "honest", words.chunks, words.chunk).steps(words.steps, words.pause):
             out.write("broken\n" if done is None else f"{done[0]} {done[1]} {time.monotonic()}\n")
 
 

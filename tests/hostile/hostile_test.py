@@ -1,19 +1,19 @@
 """Attacks on one ballastd, with an honest job beside them. After each family of attacks, the same questions:
-does the honest job go on, and with the bits that it has without them; does memory return to within 64 MiB of
-where it was; is every error one line that a person can act on?
+does the honest job go on, and with the bits that it has without them; did memory stay below what the family may cost,
+and does it return to within 64 MiB of where it was; is every error one line that a person can act on?
 
-    hostile_test.py [FAMILY...] [--pace [--yield-cores]] [--only TEXT] [--sanitized]
+    hostile_test.py [FAMILY...] [--only TEXT] [--sanitized]
+    hostile_test.py [FAMILY...] --pace [--flat-out]
 
---pace also prints how fast the honest job was, beside itself alone. Speed decides nothing here. On a machine whose
-cores all of them share, the attackers take the honest job's: with --yield-cores they have only what it and the service
-leave, as far as nice 19 goes, like attackers with a machine of their own. A service that is built --sanitized keeps
-freed memory on purpose, and is not asked for it.
+--pace measures instead (pace.py). A service that is built --sanitized has memory of another size, and keeps freed memory
+on purpose: it is not asked for it.
 """
 
 import argparse
 import contextlib
 import os
 import pathlib
+import re
 import sys
 import tempfile
 import time
@@ -22,31 +22,81 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 sys.path.insert(0, str(HERE.parent / "support"))
 
+try:
+    import grpc  # noqa: F401
+except ModuleNotFoundError:
+    sys.exit(f"{sys.executable} has no grpc: install python3-grpcio (deploy/install_packages.sh does)")
+
 import attacks  # noqa: E402
+import connection_attacks  # noqa: E402
+import disk_attacks  # noqa: E402
+import host_attacks  # noqa: E402
+import pace  # noqa: E402
+import http_attacks  # noqa: E402
 import processes  # noqa: E402
+import size_attacks  # noqa: E402
 import tls_attacks  # noqa: E402
 from certificates import Guarded  # noqa: E402
 from processes import ROOT, await_, read, start, stop, tail  # noqa: E402
 
 BIN = pathlib.Path(os.environ.get("BALLAST_BIN_DIR", ROOT / "build/release/bin"))
 MEBI = 1 << 20
-TLS = "tls"
-FAMILIES = attacks.FAMILIES | {TLS: tls_attacks.family}
+GUARDED = {"tls": tls_attacks.family, "http-tls": http_attacks.tls_family}  # On a service that asks who calls.
+PAGES = re.compile(r"status page at (https?)://127\.0\.0\.1:(\d+)/")
 RETURNS_WITHIN = 64 * MEBI
+SETTLES_WITHIN = 0.5  # Seconds in which what an attack has left is still counted as its own.
 PATIENCE = 60  # Seconds until a service that still does not answer, or has not freed memory, is broken.
+
+# What the service may have at once while a family attacks, in MiB beyond what it had before: what server/README.md
+# says that a peer can cost. Messages that have not been handled: 512 MiB, at this memory limit of 1 GiB. Descriptions
+# are read within that limit. A stream or connection: some 10 KB, and gRPC takes some ten thousand of a client that has
+# too many before that is noticed, and twice as much to end them. The rest is room for the heap, 64 MiB.
+BUFFERED, LIMIT, HEAP = 512, 1024, 64
+PEAKS = {
+    "malformed": HEAP,
+    "moments": HEAP,
+    "numbers": HEAP,
+    "descriptions": LIMIT + HEAP,
+    "fields": BUFFERED + HEAP,
+    "size": BUFFERED + HEAP,
+    "taking": BUFFERED,  # Its jobs have 200 MB.
+    "disk": BUFFERED + HEAP,
+    "host": BUFFERED + HEAP,
+    "connections": 2 * BUFFERED,
+    "silence": HEAP,
+    "http": 2 * HEAP,
+    "tls": 2 * HEAP,
+    "http-tls": 2 * HEAP,
+}
+FAMILIES = tuple(PEAKS)
+
 # What a library would say, or what blames nobody.
-UNUSABLE = ("threadpool", "exception", "std::", "assert", "unknown error", "stack", "0x", "traceback")
+UNUSABLE = ("threadpool", "exception", "std::", "assert", "unknown error", "stack", "0x", "traceback", "protobuf",
+            "http", "socket closed", "larger than max", "compression", "deadline exceeded", "cannot find field", "errno",
+            "absl", "status_", "internal error", "syntax error", "zlib")
+# What gRPC itself answers before a call reaches the service. Ballast's clients put it into words of theirs
+# (proto/status.cc), and who does not speak HTTP/2 is no client.
+OF_GRPC = (("RESOURCE_EXHAUSTED", r"Received message larger than max \(\d+ vs\. \d+\)"),
+           ("UNIMPLEMENTED", r"Compression algorithm '\w+' is disabled\."),
+           ("UNAVAILABLE", r"Failed parsing HTTP/2"), ("UNKNOWN", r"Missing :method header"))
 
 
-def resident_bytes(pid):
+def memory_of(pid, what):
+    """VmRSS or VmHWM, in bytes."""
     for line in read(pathlib.Path("/proc", str(pid), "status")).splitlines():
-        if line.startswith("VmRSS:"):
+        if line.startswith(what + ":"):
             return int(line.split()[1]) * 1024
     return 0
 
 
+def forget_peak(pid):
+    pathlib.Path("/proc", str(pid), "clear_refs").write_text("5", encoding="ascii")
+
+
 def complaint(code, message):
     """What is wrong with an error; empty if nothing is."""
+    if any(code == of_code and re.fullmatch(pattern, message or "") for of_code, pattern in OF_GRPC):
+        return ""
     if not message:
         return f"{code} without a message"
     if "\n" in message or "\x1b" in message or not message.isprintable():
@@ -56,7 +106,8 @@ def complaint(code, message):
     if len(message.split()) < 3:
         return f"{code} in fewer words than a person needs: {message!r}"
     for word in UNUSABLE:
-        if word in message.lower():
+        # Only answers over HTTP have a number for a code; those may say what HTTP wants.
+        if word in message.lower() and not (word == "http" and code.isdigit()):
             return f"{code} in a library's words: {message!r}"
     return ""
 
@@ -102,59 +153,73 @@ class Suite:
         more = Guarded(folder) if guarded else None
         if guarded:
             os.environ.update(more.environment)
-        self.service = processes.Service(BIN / "ballastd", folder, "--holder=none", "--memory-limit=1GiB", "--threads=2",
-                                         *(more.flags if guarded else []))
+        checkpoints, unix = folder / "checkpoints", f"unix:{folder}/socket"
+        self.service = processes.Service(
+            BIN / "ballastd", folder, "--holder=none", "--memory-limit=1GiB", "--threads=2",
+            "--metrics-listen=127.0.0.1:0",
+            *(more.flags if guarded else [f"--checkpoint-dir={checkpoints}"]),
+            listen="127.0.0.1:0" if guarded else f"127.0.0.1:0,{unix}")
         self.target = attacks.Target(self.service.address)
+        url = await_("the status page's address", lambda: PAGES.search(read(self.service.log)), self.service.process)
+        self.target.pages, self.target.pages_speak_tls = ("127.0.0.1", int(url[2])), url[1] == "https"
         self.target.kept = []
-        self.honest = Honest(self.service.address, folder, *([] if words.pace else ["--pause=0.1"]))
+        self.silence = None
+        self.honest = Honest(self.service.address, folder, *(pace.HONEST if words.pace else ["--pause=0.1"]))
         self.honest.await_progress("before all attacks", 10)
-        self.before = resident_bytes(self.service.process.pid)
+        if guarded:
+            self.families = GUARDED
+        else:
+            self.silence = connection_attacks.Silence(self.target)
+            self.families = {**attacks.FAMILIES, **size_attacks.FAMILIES, "disk": disk_attacks.Disk(checkpoints).family,
+                             "host": host_attacks.Host(unix).family,
+                             "connections": connection_attacks.connections_family, "silence": self.silence.family,
+                             "http": http_attacks.common_family}
+        self.before = memory_of(self.service.process.pid, "VmRSS")
         self.attacked = 0
 
     def stop(self):
+        if self.silence is not None:
+            self.silence.stop()
         stop(self.honest.process)
         self.service.stop()
         for name in ("BALLAST_TLS_CA", "BALLAST_TOKEN_FILE"):
             os.environ.pop(name, None)
 
-    def set_niceness(self, niceness):
-        """Of the attackers, which are this process's threads."""
-        if self.words.yield_cores:
-            for thread in pathlib.Path("/proc/self/task").iterdir():
-                with contextlib.suppress(ProcessLookupError):
-                    os.setpriority(os.PRIO_PROCESS, int(thread.name), niceness)
+    def attacks_of(self, name):
+        for what, attack in self.families[name]():
+            if self.words.only in what:
+                yield what, attack
 
-    def pace(self, begin, end):
-        """Steps a second."""
-        times = self.honest.steps()[1]
-        return sum(begin <= at < end for at in times) / max(end - begin, 1e-9)
-
-    def run_family(self, name, family):
-        if self.words.pace:
-            time.sleep(3)
+    def run_family(self, name):
         begin = time.monotonic()
-        alone = self.pace(begin - 3, begin)
-        self.set_niceness(19)
-        most = 0
-        count = 0
-        for what, attack in family():
-            if self.words.only and self.words.only not in what:
-                continue
+        pid = self.service.process.pid
+        count, peak, worst = 0, 0, ""
+        attack_before = "the other families"
+        for what, attack in self.attacks_of(name):
             count += 1
             if self.words.verbose:
                 print(f"  {what}", flush=True)
+            forget_peak(pid)
+            begin_bytes = memory_of(pid, "VmRSS")
             self.attack(name, what, attack)
-            most = max(most, resident_bytes(self.service.process.pid))
+            self.settle()
+            most = memory_of(pid, "VmHWM")
+            if self.words.verbose:
+                print(f"      memory {begin_bytes // MEBI} to {most // MEBI} MiB", flush=True)
+            if most > peak:
+                # A call that its attacker has given up may still be worked on.
+                peak, worst = most, f'{what} (it began at {begin_bytes // MEBI} MiB, after "{attack_before}")'
+            attack_before = what
+        if peak > self.before + PEAKS[name] * MEBI and not self.words.sanitized:
+            self.failures.append(f"{name}: {worst}: the service had {peak // MEBI} MiB, of which it had "
+                                 f"{self.before // MEBI} before, and {PEAKS[name]} more are what it may cost")
         end = time.monotonic()
-        self.set_niceness(0)
         self.attacked += count
         self.honest.await_progress(f"after {name}")
         returned = self.await_memory(name)
-        label = " with attackers that yield their cores" if self.words.yield_cores else ""
-        pace = f", pace{label} {self.pace(begin, end):.1f} of {alone:.1f} steps/s" if self.words.pace else ""
-        print(f"{name}: {count} attacks in {end - begin:.1f} s, memory {self.before // MEBI} to {most // MEBI} and "
+        print(f"{name}: {count} attacks in {end - begin:.1f} s, memory {self.before // MEBI} to {peak // MEBI} and "
               f"back to {returned // MEBI} MiB in {time.monotonic() - end:.1f} s, honest stream broken "
-              f"{self.honest.broken()} times{pace}", flush=True)
+              f"{self.honest.broken()} times", flush=True)
 
     def attack(self, family, what, attack):
         try:
@@ -169,14 +234,20 @@ class Suite:
                 self.failures.append(f"{family}: {what}: {found}")
         if self.service.process.poll() is not None:
             raise AssertionError(f"the service ended with {self.service.process.returncode} under {family}: {what}; "
-                                 f"it said:{tail(self.service.log)}")
+                                 f"it printed:{tail(self.service.log)}")
+
+    def settle(self):
+        """What an attack costs, or leaves, after its end would otherwise be taken for the next one's."""
+        pid, end = self.service.process.pid, time.monotonic() + (0 if self.words.sanitized else SETTLES_WITHIN)
+        while memory_of(pid, "VmRSS") > self.before + RETURNS_WITHIN and time.monotonic() < end:
+            time.sleep(0.05)
 
     def await_memory(self, name):
         pid = self.service.process.pid
         most = self.before + RETURNS_WITHIN
         with contextlib.suppress(processes.Hangs):
-            await_("memory", lambda: resident_bytes(pid) <= most, seconds=0 if self.words.sanitized else PATIENCE)
-        after = resident_bytes(pid)
+            await_("memory", lambda: memory_of(pid, "VmRSS") <= most, seconds=0 if self.words.sanitized else PATIENCE)
+        after = memory_of(pid, "VmRSS")
         if after > most and not self.words.sanitized:
             self.failures.append(f"{name}: memory went from {self.before // MEBI} to {after // MEBI} MiB and stayed")
         return after
@@ -213,7 +284,7 @@ def check_descriptors(folder):
     try:
         target = attacks.Target(service.address)
         for _ in range(2):
-            attacks.idle_connections(target, 80, b"")
+            connection_attacks.idle_connections(target, 80, b"")
         def answers():
             return not attacks.Target(service.address).errors(attacks.JOBS + "ListJobs", b"", seconds=2)
         await_("an answer after 80 connections with 64 descriptors", answers, service.process, PATIENCE)
@@ -228,24 +299,35 @@ def check_descriptors(folder):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("families", nargs="*", default=list(FAMILIES))
+    parser.add_argument("families", nargs="*", default=FAMILIES, metavar="FAMILY", help=", ".join(FAMILIES))
     parser.add_argument("--pace", action="store_true")
-    parser.add_argument("--yield-cores", action="store_true")
+    parser.add_argument("--flat-out", action="store_true")
     parser.add_argument("--only", default="")
     parser.add_argument("--sanitized", action="store_true")
     parser.add_argument("--verbose", action="store_true")
     words = parser.parse_args()
+    if unknown := set(words.families) - set(FAMILIES):
+        parser.error(f"there is no family {unknown.pop()}; there are {', '.join(FAMILIES)}")
     with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
         folder = pathlib.Path(folder)
-        attacked, failures = 0, check_descriptors(folder / "descriptors")
+        attacked, failures = 0, [] if words.pace else check_descriptors(folder / "descriptors")
+        if words.pace:
+            pace.print_header()
         for guarded in (False, True):
-            families = [name for name in words.families if (name == TLS) == guarded]
+            families = [name for name in words.families if (name in GUARDED) == guarded]
             if families:
                 suite = Suite(folder / ("guarded" if guarded else "plain"), words, guarded)
                 try:
                     for name in families:
-                        suite.run_family(name, FAMILIES[name])
-                    suite.check_bits()
+                        if not words.pace:
+                            suite.run_family(name)
+                        elif name != "silence":  # Which does nothing.
+                            pace.measure(suite, name, words.flat_out)
+                    if not words.pace:
+                        suite.check_bits()
+                except AssertionError as error:  # What failed before it is said as well.
+                    print(f"{name}: {error}", flush=True)
+                    suite.failures.append(f"{name}: {error}")
                 finally:
                     suite.stop()
                 attacked, failures = attacked + suite.attacked, failures + suite.failures

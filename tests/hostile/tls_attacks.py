@@ -7,8 +7,11 @@ import ssl
 import time
 
 import grpc
-from wire import JOBS, TRAIN, RawConnection, frame, gradient, message, request_headers
+import size_attacks
+from processes import PATIENCE, await_
+from wire import JOBS, MEBI, TRAIN, RawConnection, frame, gradient, message, request_headers
 
+MOST_CALLS = 10_000  # Of a flood. Some thousand are enough.
 CLIENT_HELLO_START = bytes.fromhex("16030100c8010000c40303") + bytes(32)
 
 
@@ -49,8 +52,8 @@ def no_tls(target):
     return []
 
 
-def one_after_the_other(target):
-    for _ in range(2000):
+def one_after_another(target, count):
+    for _ in range(count):
         connect(target).close()
     return []
 
@@ -105,21 +108,34 @@ def anonymous(target, metadata=None):
     return grpc.secure_channel(target.address, credentials, options=[("grpc.use_local_subchannel_pool", 1)])
 
 
-def refused(target, connection, method, request):
-    error, _ = target.ask(method, request, connection=connection)
-    if error is None or error[0] != "UNAUTHENTICATED":
-        raise AssertionError(f"{method} without a token of the service ended with {error}")
-    return [error]
-
-
 def flood(target, metadata=None):
+    """More calls than a connection may have refused: it is closed, and after a while another one is let in."""
     with anonymous(target, metadata) as connection:
-        errors = []
-        for number in range(3000):
+        def ask(number):
             method, request = ((JOBS + "ListJobs", b""), (JOBS + "CloseJob", message((1, "jobs/honest"))),
                                (JOBS + "CreateJob", bytes(1 << 16)))[number % 3]
-            errors = refused(target, connection, method, request)
-        return errors
+            error, _ = target.ask(method, request, connection=connection)
+            if error is None or error[0] not in ("UNAUTHENTICATED", "UNAVAILABLE"):
+                raise AssertionError(f"{method} without a token of the service ended with {error}")
+            return error
+
+        def let_in():
+            grpc.channel_ready_future(connection).result(PATIENCE)
+            return ask(0)[0] == "UNAUTHENTICATED"
+
+        # They are counted for a minute, which may end in between.
+        if all(ask(number)[0] == "UNAUTHENTICATED" for number in range(MOST_CALLS)):
+            raise AssertionError("nobody counts the calls that are refused")
+        await_("another connection", let_in)
+        errors = [ask(number) for number in range(100)]
+        if any(code != "UNAUTHENTICATED" for code, _ in errors):
+            raise AssertionError(f"another connection has {errors}")
+        return errors[:3]
+
+
+def gzip_without_a_token(target):
+    with anonymous(target) as connection:
+        return target.errors(JOBS + "CreateJob", bytes(30 * MEBI), connection=connection, compression=grpc.Compression.Gzip)
 
 
 def streams(target):
@@ -138,10 +154,13 @@ def family():
     yield "half-open handshakes", half_open
     yield "handshakes byte by byte", slow_bytes
     yield "no TLS", no_tls
-    yield "connections one after the other", one_after_the_other
+    yield "10,000 connections one after another", lambda target: one_after_another(target, 10_000)
     yield "handshakes and nothing more", handshakes
     yield "older versions", old_versions
     yield "huge announced lengths", huge_lengths
     yield "a flood of calls without a token", flood
     yield "a flood of calls with a wrong token", lambda target: flood(target, "wrong")
     yield "streams without a token", streams
+    yield "a gzip bomb", lambda target: size_attacks.gzip_bomb(target, JOBS + "GetJob", 30 * MEBI)
+    yield "a gzip bomb without a token", gzip_without_a_token
+    yield "a stream that compresses", size_attacks.gzip_stream

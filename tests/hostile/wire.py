@@ -3,14 +3,16 @@
 Messages are built from (field number, value) pairs and taken apart into {field number: [values]}.
 """
 
+import contextlib
 import os
 import pathlib
 import socket
 import struct
+from urllib.parse import unquote
 
 import grpc
 
-JOBS, TRAIN, STATE = (f"/ballast.v1.{name}Service/" for name in ("Job", "Train", "State"))
+JOBS, TRAIN, STATE, DIAGNOSTICS = (f"/ballast.v1.{name}Service/" for name in ("Job", "Train", "State", "Diagnostics"))
 MEBI = 1 << 20
 
 
@@ -134,20 +136,135 @@ def request_headers(path, authority="x"):
     return bytes(out)
 
 
+def request(path, stream, payload=b""):
+    """The frames of a whole call."""
+    data = b"\x00" + struct.pack(">I", len(payload)) + payload
+    return frame(1, 4, stream, request_headers(path)) + frame(0, 1, stream, data)
+
+
+class Headers:
+    """Takes headers of a gRPC service apart: HPACK without Huffman's code, which gRPC's core does not use for text."""
+
+    STATIC = 61
+
+    def __init__(self):
+        self.table = []  # The newest first.
+
+    def _number(self, data, at, bits):
+        value = data[at] & ((1 << bits) - 1)
+        at += 1
+        if value == (1 << bits) - 1:
+            more, at = _read_varint(data, at)
+            value += more
+        return value, at
+
+    def _text(self, data, at):
+        is_huffman = data[at] & 0x80
+        size, at = self._number(data, at, 7)
+        return ("?" if is_huffman else data[at:at + size].decode("latin-1")), at + size
+
+    def _name(self, index):
+        return f"static {index}" if index <= self.STATIC else self.table[index - self.STATIC - 1][0]
+
+    def read(self, data):
+        """{name: value}; of a name of the static table, its number."""
+        found, at = {}, 0
+        while at < len(data):
+            byte = data[at]
+            if byte & 0x80:
+                index, at = self._number(data, at, 7)
+                if index > self.STATIC:
+                    name, value = self.table[index - self.STATIC - 1]
+                    found[name] = value
+                continue
+            if byte & 0xe0 == 0x20:  # The table's size.
+                _, at = self._number(data, at, 5)
+                continue
+            is_kept = byte & 0x40
+            index, at = self._number(data, at, 6 if is_kept else 4)
+            if index:
+                name = self._name(index)
+            else:
+                name, at = self._text(data, at)
+            value, at = self._text(data, at)
+            found[name] = value
+            if is_kept:
+                self.table.insert(0, (name, value))
+        return found
+
+
+CODES = {code.value[0]: code.name for code in grpc.StatusCode}
+
+
 class RawConnection:
     """A connection on which frames are written as they are given."""
 
-    HEADERS, RESET, SETTINGS, WINDOW, CONTINUATION, DATA = 1, 3, 4, 8, 9, 0
+    HEADERS, RESET, SETTINGS, PING, GOAWAY, WINDOW, CONTINUATION, DATA = 1, 3, 4, 6, 7, 8, 9, 0
     END_STREAM, END_HEADERS = 1, 4
 
-    def __init__(self, address, preface=True):
-        host, port = address.rsplit(":", 1)
-        self.socket = socket.create_connection((host, int(port)), timeout=60)
+    def __init__(self, address, preface=True, source="", settings=b""):
+        """address: also unix:PATH. source: of the loopback, for a peer that passes for another host."""
+        if address.startswith("unix:"):
+            self.socket = socket.socket(socket.AF_UNIX)
+            self.socket.settimeout(60)
+            self.socket.connect(address.removeprefix("unix:"))
+        else:
+            host, port = address.rsplit(":", 1)
+            self.socket = socket.create_connection((host, int(port)), timeout=60, source_address=(source, 0))
+        self.headers, self.unread = Headers(), b""
         if preface:
-            self.send(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(self.SETTINGS, 0, 0))
+            self.send(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(self.SETTINGS, 0, 0, settings))
 
     def send(self, data):
         self.socket.sendall(data)
+
+    def frames(self, seconds):
+        """(kind, flags, stream, payload) of each frame that comes, until nothing has come for so long, or the end."""
+        self.socket.settimeout(seconds)
+        while True:
+            while len(self.unread) >= 9 and len(self.unread) >= 9 + int.from_bytes(self.unread[:3], "big"):
+                size = int.from_bytes(self.unread[:3], "big")
+                kind, flags, stream = self.unread[3], self.unread[4], int.from_bytes(self.unread[5:9], "big")
+                payload, self.unread = self.unread[9:9 + size], self.unread[9 + size:]
+                yield kind, flags, stream, payload
+            try:
+                data = self.socket.recv(1 << 16)
+            except OSError:
+                return
+            if not data:
+                return
+            self.unread += data
+
+    def await_service(self, seconds=10):
+        """The service's settings, {number: value}, which are acknowledged. It takes calls from then on."""
+        for kind, flags, _, payload in self.frames(seconds):
+            if kind == self.SETTINGS and not flags:
+                self.send(frame(self.SETTINGS, 1, 0))
+                return {int.from_bytes(payload[at:at + 2], "big"): int.from_bytes(payload[at + 2:at + 6], "big")
+                        for at in range(0, len(payload), 6)}
+        raise AssertionError("the service says nothing on a connection")
+
+    def errors(self, seconds):
+        """What calls were answered with, as (code, message), without those that went well."""
+        found = []
+        for kind, _, _, payload in self.frames(seconds):
+            if kind != self.HEADERS:
+                continue
+            headers = self.headers.read(payload)
+            if headers.get("grpc-status", "0") != "0":
+                found.append((CODES[int(headers["grpc-status"])], unquote(headers.get("grpc-message", ""))))
+        return found
+
+    def is_open(self):
+        self.socket.settimeout(1)
+        with contextlib.suppress(TimeoutError):
+            try:
+                while self.socket.recv(1 << 16):
+                    pass
+            except ConnectionError:
+                pass
+            return False
+        return True
 
     def close(self):
         self.socket.close()

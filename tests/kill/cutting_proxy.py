@@ -1,5 +1,5 @@
-"""A TCP proxy that delays what passes through it and cuts connections after a random number of bytes or
-a random time: with a reset or in order, on both sides at once or on one first.
+"""A TCP proxy that delays what passes through it, holds back what clients send, and cuts connections after a random
+number of bytes or a random time: with a reset or in order, on both sides at once or on one first.
 
 tests/client/cutting_proxy.h is not this: there a test in C++ says at which byte of which connection each
 cut comes, in its own process."""
@@ -38,6 +38,8 @@ class CuttingProxy:
         self.longest_delay = longest_delay
         self.done = collections.Counter()  # Cuts by kind.
         self.enabled = False
+        self.passes = asyncio.Event()  # What clients send.
+        self.passes.set()
         self.connections = set()
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="proxy")
@@ -53,6 +55,17 @@ class CuttingProxy:
             self.enabled = True
             for connection in self.connections:
                 self.plan(connection)
+        self.call(run())
+
+    def hold(self):
+        """What clients send waits here until `release`."""
+        async def run():
+            self.passes.clear()
+        self.call(run())
+
+    def release(self):
+        async def run():
+            self.passes.set()
         self.call(run())
 
     def stop(self):
@@ -104,6 +117,8 @@ class CuttingProxy:
             while data := await reader.read(READ_BYTES):
                 if self.enabled and self.random.random() < 0.1:
                     await asyncio.sleep(self.random.uniform(0, self.longest_delay))
+                if to == "service":
+                    await self.passes.wait()
                 if connection.ended:
                     return
                 if connection.bytes_left is None:

@@ -2,13 +2,15 @@
 """A disk that is really full: a small tmpfs under --checkpoint-dir, on which a service saves each step until nothing
 more fits. What was complete stays and loads with its bits, each save that fails says so in one line that names the
 disk, training goes on, also when the service's process dies and the next takes over, or when all of it is started again
-with --state-dir, and once there is room the next save is complete and takes what was left half written away. And an export to an empty mount point is refused at once.
+with --state-dir or upgraded, and once there is room the next save is complete and takes what was left half written
+away. And an export to an empty mount point is refused at once.
 
 The tmpfs is mounted in a mount namespace of the test's own. Exits with 77, saying why, where the machine allows none.
 """
 
 import contextlib
 import functools
+import json
 import os
 import pathlib
 import shutil
@@ -19,7 +21,7 @@ import tempfile
 
 import save_test
 from save_test import BIN, KEEP, Service, Trainer, complete, leftovers
-from processes import PATIENCE, Ended, await_, read, tail
+from processes import PATIENCE, Ended, await_, children_of, read, tail
 
 STATE_BYTES = 3 * 4 * save_test.ELEMENTS  # Of a checkpoint: three planes in fp32.
 ROOM = KEEP * STATE_BYTES + STATE_BYTES // 2  # For all that are kept, and not for one more.
@@ -34,6 +36,11 @@ def mount(directory, size_bytes, again=False):
 
 def has_step(saved, step):
     return any(name.startswith(f"step-{step}.") for name in complete(saved))
+
+
+def has_saved(service, saved, step):
+    """And has ended that save: while one is under way, a step that is decided begins no other."""
+    return has_step(saved, step) and not json.loads(service.ask("job", "gpt", "--json").stdout)["saves"]
 
 
 def failures(service):
@@ -62,7 +69,7 @@ def fill(service, saved):
     trainer.begin(load=False)
     for step in range(1, KEEP + 1):
         trainer.step(step)
-        await_(f"the checkpoint of step {step}", functools.partial(has_step, saved, step), service.process)
+        await_(f"the checkpoint of step {step}", functools.partial(has_saved, service, saved, step), service.process)
     for step in range(KEEP + 1, KEEP + 4):
         trainer.step(step)
         await_("a save that fails", functools.partial(has_failed, service, step), service.process)
@@ -80,18 +87,21 @@ def expect_older_stand(service, saved):
         raise AssertionError(f"on the full disk: {verified.stderr}")
 
 
-def child_of(parent):
-    children = read(pathlib.Path(f"/proc/{parent}/task/{parent}/children")).split()
-    return int(children[0]) if children else 0
-
-
 def kill_process_of(service):
     """Of the service's parent the child; another takes over, on the full disk."""
-    child = child_of(service.process.pid)
+    [child] = children_of(service.process.pid)
     os.kill(child, signal.SIGKILL)
-    await_("the next process", lambda: child_of(service.process.pid) not in (0, child), service.process)
+    await_("the next process", lambda: children_of(service.process.pid) not in ([], [child]), service.process)
     await_("its jobs", lambda: "after a death: job gpt" in read(service.log), service.process)
     expect_told_once(service)
+
+
+def upgrade_process_of(service):
+    """By the same program, on the full disk."""
+    done = subprocess.run([BIN / "ballastd", f"--upgrade={service.process.pid}"], text=True, capture_output=True,
+                          timeout=PATIENCE, check=False)
+    if done.returncode != 0:
+        raise AssertionError(f"an upgrade on a full disk: {done.stderr}")
 
 
 def expect_told_once(service):
@@ -114,6 +124,9 @@ def play_on_full_disk(service, saved):
     leave_half_written(saved)
     kill_process_of(service)
     trainer.step(step + 2)
+    leave_half_written(saved)
+    upgrade_process_of(service)
+    trainer.step(step + 3)
     expect_older_stand(service, saved)
     trainer.session.close()
     trainer = Trainer(service.address)
@@ -225,6 +238,9 @@ def play(folder):
     expect_no_start(lives[1], saved)
     mount(saved, 4 * ROOM, again=True)
     with service_on(lives[2], saved) as service:
+        leave_half_written(saved)
+        upgrade_process_of(service)  # Without a job.
+        mount(saved, 8 * ROOM, again=True)
         play_with_room_again(service, saved)
     kept_saved, state = folder / "kept-saved", folder / "state"
     for new, room in ((kept_saved, ROOM), (state, 64 * STATE_BYTES)):

@@ -5,7 +5,7 @@ weights of every step and the state of a life that nothing befell, and every com
 
     instants_test.py [--rounds N] [--seed S]
 
-prints one line a round. There are more than N, up to five times as many, until each kind of instant was hit.
+prints one line a round. There are more than N, up to twenty times as many, until each kind of instant was hit.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 
-from runs import BIN, PATIENCE, ROOT, Service, child_of, read, recoveries, served, tail
+from runs import BIN, PATIENCE, ROOT, Service, await_, child_of, read, recoveries, served, tail
 
 sys.path.insert(0, str(ROOT / "client/python"))
 
@@ -55,11 +55,13 @@ class Killer:
     def __init__(self, service, folder, source):
         self.service, self.folder, self.random = service, folder, source
         self.kills = collections.Counter()
+        self.left = set()  # By saves that were killed before.
         self.thread = None
         self.doing = ""
 
     def partial(self):
-        return any(self.folder.glob("*/*.partial-*"))
+        """What a save has half written by now."""
+        return set(self.folder.glob("*/*.partial-*")) - self.left
 
     def reads_checkpoint(self):
         with contextlib.suppress(OSError):  # It, or a descriptor of it, is gone.
@@ -77,7 +79,9 @@ class Killer:
         count, pid = served(self.service), child_of(self.service)
         if not self.kill(pid):
             return
-        self.kills["save" if self.partial() else self.doing] += 1
+        partial = self.partial()
+        self.kills["save" if partial else self.doing] += 1
+        self.left |= partial
         if not again:
             return
         time.sleep(again)
@@ -201,7 +205,9 @@ class Life:
                 for file in sorted(pathlib.Path(saved["directory"]).glob("*.safetensors"))}
 
     def check_checkpoints(self):
-        """All that have their names are whole; returns how many there are."""
+        """All that have their names are whole; returns how many there are. A save that is still under way may remove
+        one between its being listed and read."""
+        await_("the end of saves", lambda: not json.loads(self.ask("job", self.job.name, "--json").stdout)["saves"])
         verified = self.ask("verify", self.job.name, "--json")
         if not verified.stdout:
             raise WrongBits(verified.stderr)
@@ -278,7 +284,7 @@ def main():
         folder = pathlib.Path(name)
         undisturbed = Undisturbed(folder)
         number = 0
-        while number < flags.rounds or (missed(totals) and number < 5 * flags.rounds):
+        while number < flags.rounds or (missed(totals) and number < 20 * flags.rounds):
             print(f"round {number}: {one_round(folder, undisturbed, f'{flags.seed}/{number}', totals)}", flush=True)
             number += 1
     for line in lines_of(totals):

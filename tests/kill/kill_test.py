@@ -54,13 +54,16 @@ def disturb(run, kills):
     return hit
 
 
-def one_run(folder, service, undisturbed, name, seed):
-    """Drawn anew until somebody was there to be killed."""
-    for draw in range(20):
-        story = one_draw(folder, service, undisturbed, f"{name}-{draw}", f"{seed}/{draw}")
-        if story:
-            return story
-    raise AssertionError("20 runs were over before anybody could be killed")
+def drawn_anew(one_draw):
+    """The run of which it is a draw: with others where it returns None, because the run was over before anything
+    befell it."""
+    def one_run(folder, service, undisturbed, name, seed):
+        for draw in range(20):
+            story = one_draw(folder, service, undisturbed, f"{name}-{draw}", f"{seed}/{draw}")
+            if story:
+                return story
+        raise AssertionError("20 runs were over before anything could befall them")
+    return one_run
 
 
 def one_draw(folder, service, undisturbed, name, seed):
@@ -117,9 +120,9 @@ def run_all(what, one, runs):
             if problem:
                 print(f"FAILED: two undisturbed runs differ: {problem}")
                 return 1
-            guesses = service.job("undisturbed")["speculation"]
-            if guesses["published_chunks"] == 0 or guesses["redone_chunks"] == 0:
-                print(f"FAILED: the undisturbed run is to make guesses that hold and some that do not: {guesses}")
+            counts = service.job("undisturbed")["speculation"]
+            if counts["published_chunks"] == 0 or counts["redone_chunks"] == 0:
+                print(f"FAILED: the undisturbed run is to make provisional updates that hold and some that do not: {counts}")
                 return 1
             with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
                 started = [pool.submit(one, folder, service, undisturbed, f"run-{i}", f"{flags.seed}/{i}")
@@ -138,7 +141,7 @@ def run_all(what, one, runs):
 
 
 def main():
-    code = run_all(__doc__, one_run, runs=50)
+    code = run_all(__doc__, drawn_anew(one_draw), runs=50)
     # Bits alone do not tell: a step that is done again has the gradients that it had before.
     kills, raised = sum(kills_done), sum(generations) - len(generations)
     print(f"{kills} workers were killed; {raised} kills raised the generation: they came in mid-step")

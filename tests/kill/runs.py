@@ -22,16 +22,17 @@ import tempfile
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "support"))
 
 import processes  # noqa: E402
-from processes import PATIENCE, ROOT, Hangs, await_, read, start, state_of, stop, tail  # noqa: E402
+from processes import PATIENCE, ROOT, Hangs, await_, children_of, read, start, state_of, stop, tail  # noqa: E402
 
 BIN = pathlib.Path(os.environ.get("BALLAST_BIN_DIR", ROOT / "build/release/bin"))
 TEXT = ROOT / "LICENSE"
 RANKS = 2
 
-# Writes its process id where the test finds it, then becomes the worker.
+# Writes its process id where the test finds it, then becomes the worker; rank 1 perhaps with an address of its own.
 TELLS_ITS_PID = 'echo $$ >"$0/pid-$TORCHELASTIC_RESTART_COUNT-$RANK.new"; ' \
                 'mv "$0/pid-$TORCHELASTIC_RESTART_COUNT-$RANK.new" "$0/pid-$TORCHELASTIC_RESTART_COUNT-$RANK"; ' \
-                'exec "$@"'
+                'if [ "$RANK" = 1 ] && [ -n "$SERVICE_OF_RANK_1" ]; then ' \
+                'set -- "$@" --service "$SERVICE_OF_RANK_1"; fi; exec "$@"'
 
 
 # How gradients and weights travel, by --shared-memory.
@@ -66,9 +67,7 @@ class Service(processes.Service):
 
 def child_of(service):
     """The service's process, whose parent holds its memory; 0 while there is none."""
-    parent = service.process.pid
-    children = read(pathlib.Path(f"/proc/{parent}/task/{parent}/children")).split()
-    return int(children[0]) if children else 0
+    return next(iter(children_of(service.process.pid)), 0)
 
 
 def served(service):
@@ -78,7 +77,8 @@ def served(service):
 
 # What a service's log says of what a process had died in; the first that fits.
 RECOVERIES = {"update": "carried out to its end", "gradients": "had been given", "load": ", and loads ",
-              "first weights": "awaits first weights", "done again": "is done again by its ranks", "idle": ""}
+              "first weights": "awaits first weights", "done again": "is done again by its ranks",
+              "skipped": " is skipped: ", "idle": ""}
 
 
 def recoveries(log):
@@ -100,13 +100,13 @@ class Training:
         return [f"--steps={self.steps}", f"--micro-steps={self.micro_steps}", "--text", str(TEXT),
                 "--layers=1", "--width=32", "--heads=2", "--context=16", "--batch=4",
                 "--bucket-elements=8192", "--chunk-elements=1024",
-                "--max-norm=1.8"]  # Clips some steps, so that some guesses fail and others come true.
+                "--max-norm=1.8"]  # Clips some steps, so that some provisional updates fail and others hold.
 
 
 class Run:
     """The workers of one job under deploy/run_workers.py."""
 
-    def __init__(self, folder, service_address, job, training, *, max_restarts=0, out=None, flags=()):
+    def __init__(self, folder, service_address, job, training, *, max_restarts=0, out=None, flags=(), of_rank_1=""):
         self.training = training
         self.job = job
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix=f"run-{job}-", dir=folder))
@@ -117,7 +117,8 @@ class Run:
             [processes.RUN_WORKERS, f"--max-restarts={max_restarts}", RANKS, self.folder,
              "sh", "-c", TELLS_ITS_PID, self.folder, BIN / "ballast-worker", "--service",
              service_address, "--job", job, "--out", self.out, *training.words(), *flags],
-            self.progress_file, self.errors, {"OMP_NUM_THREADS": "1", "MASTER_PORT": ""},
+            self.progress_file, self.errors,
+            {"OMP_NUM_THREADS": "1", "MASTER_PORT": "", "SERVICE_OF_RANK_1": of_rank_1},
             at_parents_death=signal.SIGTERM)
 
     def step(self):

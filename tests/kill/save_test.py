@@ -60,7 +60,7 @@ class Trainer:
 
     def open(self):
         return ballast.Session(self.address, JOB, [ctypes.addressof(w) for w in self.weights], share_memory=False,
-                               reconnect_timeout=0.2, join_timeout=PATIENCE)
+                               reconnect_timeout=PATIENCE, join_timeout=PATIENCE)
 
     def begin(self, load):
         """Returns the step that the job begins with."""

@@ -18,21 +18,16 @@ import unittest
 
 from runs import (BIN, PATIENCE, Run, Service, Training, await_, child_of, difference, read, result_of, served, tail,
                   undisturbed_result)
-from save_test import ELEMENTS, JOB, TENSORS, Trainer
+from save_test import Trainer
 
 import ballast
+import processes
+from processes import end_group, start
 
 UPGRADES = 5
 TRAINING = Training(steps=300)  # Many more than there are between the upgrades.
-PROTOCOL, FORMAT = 1, 3  # Of this version (server/holder/holder_table.h, kept_job.h).
-
-
-class PatientTrainer(Trainer):
-    known = {}
-
-    def open(self):
-        return ballast.Session(self.address, JOB, [ctypes.addressof(w) for w in self.weights], share_memory=False,
-                               reconnect_timeout=PATIENCE, join_timeout=PATIENCE)
+# Of this version (server/holder/holder_table.h, kept_job.h).
+PROTOCOL, FORMAT, FORMAT_WITH_MOMENTS = 2, 3, 4
 
 
 def upgrade(process, program=BIN / "ballastd"):
@@ -106,13 +101,32 @@ class Upgrades(unittest.TestCase):
         self.addCleanup(quiet.stop)
         undisturbed = undisturbed_result(self.folder, quiet, "undisturbed", TRAINING)
         service = self.serve("--log-level=debug")
-        # Copied before the run, which ends by itself: a copy may take as long as many steps.
-        programs = [self.copy_program(f"ballastd.{i}") for i in range(UPGRADES)]
-        run = Run(self.folder, service.address, "upgraded", TRAINING)
-        self.addCleanup(run.stop)
+        upgrades, runs = 0, 0
+        while upgrades < UPGRADES:
+            runs += 1
+            self.assertLessEqual(runs, 2 * UPGRADES, f"{upgrades} upgrades fell into runs; seed {self.seed}")
+            # Copied before the run, which ends by itself: a copy may take as long as many steps.
+            programs = [self.copy_program(f"ballastd.{i}") for i in range(UPGRADES - upgrades)]
+            run = Run(self.folder, service.address, f"upgraded-{runs}", TRAINING)
+            self.addCleanup(run.stop)
+            fell = self.upgrade_during(run, service, programs)
+            upgrades += fell
+            self.assertEqual(run.wait(), 0, run.story())
+            # The last one may have come when the run was over, and its job still there.
+            self.assertIn(read(service.log).count(f"after an upgrade: job {run.job} is back at step"), (fell, fell + 1))
+            self.assertEqual(run.restarts(), 0)
+            self.assertEqual(difference(result_of(run, service), undisturbed), "", run.story() + tail(service.log, 40))
+        self.assertNotIn("cannot be taken over", read(service.log))
+        self.assertNotIn("the service ended", read(service.log))
+
+    def upgrade_during(self, run, service, programs):
+        """To each of these programs while the run lasts. Returns how many of them it has outlasted: on a busy machine
+        an upgrade may take longer than all of its steps."""
         for i, program in enumerate(programs):
-            run.await_step(run.step() + self.random.randrange(1, 6))
-            self.assertIsNone(run.process.poll(), f"the run was over; seed {self.seed}")
+            try:
+                run.await_step(run.step() + self.random.randrange(1, 6))
+            except processes.Ended:
+                return i
             program.replace(self.program)
             if i % 2 == 0:
                 self.hang_up(service)
@@ -120,18 +134,30 @@ class Upgrades(unittest.TestCase):
                 self.assert_upgraded(service)
             on_disk = os.stat(self.program)
             self.assertEqual(self.program_of(service), (on_disk.st_dev, on_disk.st_ino))
-        self.assertEqual(run.wait(), 0, run.story())
-        self.assertEqual(run.restarts(), 0)
-        self.assertEqual(difference(result_of(run, service), undisturbed), "", run.story() + tail(service.log, 40))
-        self.assertEqual(read(service.log).count("after an upgrade: job upgraded is back at step"), UPGRADES)
-        self.assertNotIn("the service ended", read(service.log))
+            if run.process.poll() is not None:
+                return i
+        return len(programs)
+
+    def test_who_asks_while_another_upgrade_is_under_way_gets_the_program_that_is_there_then(self):
+        service = self.serve()
+        for _ in range(UPGRADES):
+            before = child_of(service)
+            later = self.copy_program("ballastd.later")
+            self.replace_program()
+            service.process.send_signal(signal.SIGHUP)
+            await_("the next process", lambda: child_of(service) not in (0, before), service.process)
+            later.replace(self.program)
+            code, said = upgrade(service.process.pid)
+            self.assertEqual(code, 0, said + tail(service.log))
+            on_disk = os.stat(self.program)
+            self.assertEqual(self.program_of(service), (on_disk.st_dev, on_disk.st_ino), said)
 
     def test_a_session_of_python_trains_on_with_the_same_bits(self):
         quiet = Service(self.folder)
         self.addCleanup(quiet.stop)
         service = self.serve()
         for address, upgrades in ((quiet.address, 0), (service.address, UPGRADES)):
-            trainer = PatientTrainer(address)
+            trainer = Trainer(address)
             self.assertEqual(trainer.begin(load=False), 0)
             for step in range(1, 31):
                 trainer.step(step)  # Compares with the other one's.
@@ -142,7 +168,7 @@ class Upgrades(unittest.TestCase):
 
     def test_a_program_that_would_not_do_changes_nothing(self):
         service = self.serve()
-        trainer = PatientTrainer(service.address)
+        trainer = Trainer(service.address)
         trainer.begin(load=False)
         trainer.step(1)
         programs = {
@@ -177,7 +203,7 @@ class Upgrades(unittest.TestCase):
         config, certificate = self.folder / "config", self.folder / "certificate"
         config.write_text("seal-deadline-seconds = 30\n")
         service = self.serve(f"--config={config}")
-        trainer = PatientTrainer(service.address)
+        trainer = Trainer(service.address)
         trainer.begin(load=False)
         trainer.step(1)
         certificate.write_text("none\n")
@@ -195,22 +221,25 @@ class Upgrades(unittest.TestCase):
         trainer.step(2)
         trainer.session.close()
 
-    def test_listens_on_the_addresses_that_its_configuration_has_by_now(self):
+    def serve_as_configured(self, text):
+        """Its process, its configuration and its log."""
         config = self.folder / "config"
+        config.write_text(text)
+        service = self.serve_alone(self.program, f"--config={config}", listen=None)
+        return service.process, config, service.log
+
+    def serve_alone(self, program, *flags, **options):
+        """With no flags that the tests of this folder share."""
+        service = processes.Service(program, self.folder, *flags, group=True, **options)
+        self.addCleanup(service.stop)
+        return service
+
+    def test_listens_on_the_addresses_that_its_configuration_has_by_now(self):
         taken = socket.create_server(("127.0.0.1", 0))
         self.addCleanup(taken.close)
         one, two = (f"unix:{self.folder}/{name}" for name in ("one", "two"))
-        config.write_text(f"listen = {one}\nmemory-limit = 256MiB\n")
-        port_file = self.folder / "ports"
-        log = self.folder / "log"
-        with open(log, "wb") as output:
-            process = subprocess.Popen(
-                [self.program, f"--config={config}", f"--port-file={port_file}", "--nostartup-benchmark"],
-                stderr=output, start_new_session=True)
-        self.addCleanup(process.wait)
-        self.addCleanup(process.kill)
-        await_("its address", lambda: read(port_file), process)
-        trainer = PatientTrainer(one)
+        process, config, log = self.serve_as_configured(f"listen = {one}\nmemory-limit = 256MiB\n")
+        trainer = Trainer(one)
         trainer.begin(load=False)
         trainer.step(1)
         trainer.session.close()
@@ -228,38 +257,96 @@ class Upgrades(unittest.TestCase):
         self.assertRegex(listed, r"(?m)^gpt\b")
         self.assertIn("after an upgrade: job gpt is back at step 1", read(log))
 
+    def test_goes_on_in_its_directory_of_state_and_in_no_other(self):
+        folder = tempfile.TemporaryDirectory(prefix="ballast-upgrade-", dir="/dev/shm")
+        self.addCleanup(folder.cleanup)
+        one, two, listen = f"{folder.name}/one", f"{folder.name}/two", f"listen = unix:{self.folder}/socket\n"
+        process, config, log = self.serve_as_configured(f"{listen}state-dir = {one}\n")
+        trainer = Trainer(f"unix:{self.folder}/socket")
+        trainer.begin(load=False)
+        trainer.step(1)
+        for other, words in ((f"state-dir = {two}\n", f", and not in {two}"), ("", "")):
+            config.write_text(listen + other)
+            code, said = upgrade(process.pid)
+            self.assertEqual(code, 1)
+            self.assertIn(f"flag --state-dir: the service's jobs lie in {one}{words}; an upgrade moves no job: leave "
+                          "--state-dir as it was", said)
+            self.assertFalse(pathlib.Path(two).exists())
+        config.write_text(f"{listen}state-dir = {one}\n")
+        code, said = upgrade(process.pid)
+        self.assertEqual(code, 0, said + tail(log))
+        trainer.step(2)
+        trainer.session.close()
+
+    def test_moves_no_job_from_its_parent_to_a_directory_of_state(self):
+        folder = tempfile.TemporaryDirectory(prefix="ballast-upgrade-", dir="/dev/shm")
+        self.addCleanup(folder.cleanup)
+        state, listen = f"{folder.name}/state", f"listen = unix:{self.folder}/socket\n"
+        process, config, log = self.serve_as_configured(listen)
+        trainer = Trainer(f"unix:{self.folder}/socket")
+        trainer.begin(load=False)
+        trainer.step(1)
+        config.write_text(f"{listen}state-dir = {state}\n")
+        code, said = upgrade(process.pid)
+        self.assertEqual(code, 1)
+        self.assertIn(f"the service's jobs lie in its parent's memory, and not in {state}; an upgrade moves no job", said)
+        trainer.step(2)
+        trainer.session.close()
+        subprocess.run([BIN / "ballast", "close", "gpt", f"--service=unix:{self.folder}/socket"], check=True,
+                       timeout=PATIENCE)
+        code, said = upgrade(process.pid)
+        self.assertEqual(code, 0, said + tail(log))
+
+    def test_addresses_that_overlap_take_each_others_place(self):
+        taken = socket.create_server(("127.0.0.2", 0))
+        self.addCleanup(taken.close)
+        port = taken.getsockname()[1]
+        process, config, log = self.serve_as_configured(f"listen = 127.0.0.1:{port}\n")
+        trainer = Trainer(f"127.0.0.1:{port}")
+        trainer.begin(load=False)
+        trainer.step(1)
+        config.write_text(f"listen = 0.0.0.0:{port}\ninsecure = true\n")
+        code, said = upgrade(process.pid)
+        self.assertEqual(code, 1)
+        self.assertIn(f"cannot listen on 0.0.0.0:{port}: it is taken", said)
+        trainer.step(2)
+        taken.close()
+        for step, host in ((3, "0.0.0.0"), (4, "127.0.0.1")):
+            config.write_text(f"listen = {host}:{port}\ninsecure = true\n")
+            code, said = upgrade(process.pid)
+            self.assertEqual(code, 0, said + tail(log))
+            trainer.step(step)
+            elsewhere = socket.socket()
+            self.addCleanup(elsewhere.close)
+            self.assertEqual(elsewhere.connect_ex(("127.0.0.2", port)) == 0, host == "0.0.0.0")
+        trainer.session.close()
+
     def test_a_terminal_that_closes_ends_it_and_who_asks_still_upgrades(self):
         master, slave = pty.openpty()
         self.addCleanup(os.close, master)
-        log = self.folder / "log"
-        port_file = self.folder / "ports"
-        with open(log, "wb") as output:
-            process = subprocess.Popen(
-                ["sh", "-c", 'exec "$0" "$@" <"$TERMINAL"', self.program, "--listen=127.0.0.1:0",
-                 f"--port-file={port_file}", "--nostartup-benchmark"],
-                stderr=output, start_new_session=True, env=os.environ | {"TERMINAL": os.ttyname(slave)})
-        self.addCleanup(process.wait)
-        self.addCleanup(process.kill)
+        on_terminal = self.folder / "on_terminal"
+        on_terminal.write_text(f'#!/bin/sh\nexec {self.program} "$@" <{os.ttyname(slave)}\n')
+        on_terminal.chmod(0o755)
+        service = self.serve_alone(on_terminal)
+        process = service.process
         os.close(slave)
-        await_("its address", lambda: read(port_file), process)
         code, said = upgrade(process.pid)
         self.assertEqual(code, 0, said)
         process.send_signal(signal.SIGHUP)
         self.assertEqual(process.wait(PATIENCE), 0)
-        self.assertIn(f"signal {int(signal.SIGHUP)}: refusing new steps", read(log))
+        self.assertIn(f"signal {int(signal.SIGHUP)}: refusing new steps", read(service.log))
 
     def test_does_not_end_with_who_reads_what_it_says(self):
-        reader, writer = os.pipe()
-        port_file = self.folder / "ports"
-        process = subprocess.Popen([self.program, "--listen=127.0.0.1:0", f"--port-file={port_file}",
-                                    "--nostartup-benchmark"], stderr=writer, start_new_session=True)
-        self.addCleanup(process.wait)
-        self.addCleanup(process.kill)
-        os.close(writer)
+        fifo, port_file = self.folder / "errors", self.folder / "ports"
+        os.mkfifo(fifo)
+        reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+        process = start([self.program, "--listen=127.0.0.1:0", f"--port-file={port_file}", "--nostartup-benchmark"],
+                        self.folder / "output", fifo, group=True)
+        self.addCleanup(end_group, process)
         await_("its address", lambda: read(port_file), process)
         os.close(reader)
         self.replace_program("#!/bin/sh\nexit 1\n")
-        self.assertEqual(upgrade(process.pid)[0], 1)  # The holder has said so to nobody.
+        self.assertEqual(upgrade(process.pid)[0], 1)  # The holder has written that where no process reads.
         self.replace_program()
         self.assertEqual(upgrade(process.pid)[0], 0)
 
@@ -267,7 +354,7 @@ class Upgrades(unittest.TestCase):
         alone = Service(self.folder, "--holder=none", group=True)
         self.addCleanup(alone.stop)
         service = self.serve()
-        gone = subprocess.Popen(["true"])
+        gone = start(["true"], os.devnull)
         gone.wait()
         for process, words in {
                 alone.process.pid: r"process \d+ is no ballastd that holds a service's memory: .*--holder=none.*",
@@ -280,7 +367,7 @@ class Upgrades(unittest.TestCase):
         code, said = upgrade("it")
         self.assertEqual((code, said), (2, "ballastd: flag --upgrade: 'it' is no process id; give that of the "
                                            "service's parent\n"))
-        alone.process.send_signal(signal.SIGHUP)  # Nobody would hold what it has.
+        alone.process.send_signal(signal.SIGHUP)  # No process would hold what it has.
         self.assertEqual(alone.process.wait(PATIENCE), 0)
 
     def check_state(self, process):
@@ -298,8 +385,9 @@ class Upgrades(unittest.TestCase):
         self.addCleanup(os.close, table)
         os.ftruncate(table, 4 << 20)
         for protocol, format_, words in (
-                (PROTOCOL, FORMAT + 1, f"process {os.getpid()} keeps its jobs in format {FORMAT + 1}, and this ballastd "
-                                       f"reads format {FORMAT}: stop the service, which saves its jobs, .*"),
+                (PROTOCOL, FORMAT_WITH_MOMENTS + 1,
+                 f"process {os.getpid()} keeps its jobs in format {FORMAT_WITH_MOMENTS + 1}, and this ballastd reads "
+                 f"format {FORMAT_WITH_MOMENTS}: stop the service, which saves its jobs, .*"),
                 (PROTOCOL + 1, FORMAT, rf"process {os.getpid()} is a ballastd of another version \(it speaks "
                                        rf"{PROTOCOL + 1}, here {PROTOCOL}\) .*"),
                 (PROTOCOL, 0, f"the service of process {os.getpid()} has not served yet; try again"),
@@ -308,6 +396,38 @@ class Upgrades(unittest.TestCase):
             code, said = self.check_state(os.getpid())
             self.assertEqual(code, 2, said)
             self.assertRegex(said, f"^ballastd: {words}\n$")
+
+    def test_a_job_that_awaits_moments_is_left_to_who_reads_them(self):
+        """One that reads format 3 alone would go on without them."""
+        service = self.serve()
+
+        def await_format(number):
+            words = f"keeps its jobs in format {number}, which this ballastd reads"
+            await_(f"format {number}", lambda: words in self.check_state(service.process.pid)[1], service.process)
+
+        weights = (ctypes.c_float * 512)()  # A block for each rank.
+        job = ballast.Job("moments", [ballast.Group("all", ballast.HyperParameters())],
+                          [ballast.Parameter("w", (512,))], world_size=2)
+        ranks = []
+        for rank in (0, 1):
+            ranks.append(ballast.Session(service.address, job, [ctypes.addressof(weights)], rank=rank,
+                                         share_memory=False, reconnect_timeout=PATIENCE, join_timeout=PATIENCE))
+            self.addCleanup(ranks[-1].close)
+
+        def upload(session):
+            session.upload_state(3, [3], {plane: [ctypes.addressof(weights)]
+                                          for plane in ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")})
+
+        await_format(FORMAT)
+        upload(ranks[0])
+        await_format(FORMAT_WITH_MOMENTS)
+        self.assertEqual(upgrade(service.process.pid)[0], 0)
+        await_format(FORMAT_WITH_MOMENTS)
+        upload(ranks[1])
+        await_format(FORMAT)
+        for session in ranks:
+            session.read_weights()
+            self.assertEqual(session.committed_step, 3)
 
 
 if __name__ == "__main__":

@@ -335,6 +335,38 @@ TEST(Frame, HeaderBeyondItsBoundIsInvalid) {
   EXPECT_EQ(ParseTrainRequest(OneSlice(bytes)).status().code(), absl::StatusCode::kInvalidArgument);
 }
 
+// What two bytes say takes a hundred when it is parsed.
+TEST(Frame, OfManyFieldsIsInvalidBeforeTheyAreParsed) {
+  std::string unknown;
+  while (unknown.size() < (size_t{256} << 10)) unknown += Field(15, "");
+  std::string headers;
+  while (headers.size() < (size_t{256} << 10))
+    headers += Field(1, Field(15, std::string(1000, 'x')));
+  std::string chunks;
+  while (chunks.size() < (size_t{256} << 10)) chunks += Field(3, "");
+  for (const std::string& bytes :
+       {unknown, Field(2, unknown), Field(2, Field(4, unknown)), Field(3, headers), chunks}) {
+    EXPECT_EQ(ParseTrainRequest(OneSlice(bytes)).status().code(),
+              absl::StatusCode::kInvalidArgument);
+  }
+  EXPECT_EQ(ParseUploadWeightsRequest(OneSlice(unknown)).status().code(),
+            absl::StatusCode::kInvalidArgument);
+  // What comes from the service is as it says.
+  EXPECT_TRUE(ParseTrainResponse(OneSlice(unknown)).ok());
+}
+
+TEST(Frame, OfManyBytesBesideItsPayloadIsInvalid) {
+  v1::UploadWeightsRequest message;
+  v1::FirstState& state = *message.mutable_open()->mutable_first_state();
+  state.mutable_update_counts()->Resize(1 << 20, 1);
+  EXPECT_TRUE(ParseUploadWeightsRequest(OneSlice(message.SerializeAsString())).ok());
+  state.mutable_update_counts()->Resize(3 << 19, 1);
+  EXPECT_THAT(
+      std::string(
+          ParseUploadWeightsRequest(OneSlice(message.SerializeAsString())).status().message()),
+      HasSubstr("bytes without its payload"));
+}
+
 TEST(Frame, OfNoBytesIsAnEmptyMessage) {
   const absl::StatusOr<Frame<v1::TrainRequest>> frame = ParseTrainRequest(OneSlice(""));
   ASSERT_TRUE(frame.ok()) << frame.status();
@@ -353,6 +385,29 @@ TEST(ControlMessage, RoundTripsAndRefusesOtherBytes) {
   EXPECT_TRUE(MessageDifferencer::Equals(*read, request));
   EXPECT_EQ(ParseControl<v1::ReadWeightsRequest>(OneSlice("\x0a\x7f")).status().code(),
             absl::StatusCode::kInvalidArgument);
+}
+
+TEST(ControlMessage, OfAnyCallerIsBoundedAndHasOnlyTheFieldsThatThereAre) {
+  v1::GetJobRequest request;
+  request.set_name("jobs/a");
+  const std::string bytes = request.SerializeAsString() + Field(15, "x");
+  const absl::StatusOr<v1::GetJobRequest> read = ParseRequest<v1::GetJobRequest>(OneSlice(bytes));
+  ASSERT_TRUE(read.ok()) << read.status();
+  EXPECT_EQ(read->SerializeAsString(), request.SerializeAsString());
+  const auto refusal = [](const std::string& refused, size_t most_bytes) {
+    const absl::Status status =
+        ParseRequest<v1::GetJobRequest>(OneSlice(refused), most_bytes).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+    return std::string(status.message());
+  };
+  const std::string large = Field(15, std::string(kMaxRequestBytes, 'x'));
+  EXPECT_THAT(refusal(large, kMaxRequestBytes),
+              HasSubstr("too large for a ballast.v1.GetJobRequest: it has 65540 bytes"));
+  std::string many;
+  for (int i = 0; i < 70000; ++i) many += Field(15, "");
+  EXPECT_THAT(refusal(many, size_t{1} << 20), HasSubstr("more than 65536 fields"));
+  EXPECT_THAT(refusal("\x0a\x7f", kMaxRequestBytes),
+              HasSubstr("not a ballast.v1.GetJobRequest; send one as in ballast.proto"));
 }
 
 }  // namespace

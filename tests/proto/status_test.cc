@@ -1,10 +1,12 @@
 #include "proto/status.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <iterator>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -41,7 +43,7 @@ TEST(Status, MessageIsOneLineOfText) {
   EXPECT_EQ(ToGrpc(absl::NotFoundError(std::string("no job 'a\n\0\x1b[31m'", 16))).error_message(),
             "no job 'a\\x0a\\x00\\x1b[31m");
   EXPECT_EQ(ToGrpc(absl::NotFoundError("\xff is no UTF-8, \u00e4")).error_message(),
-            "\\xff is no UTF-8, \\xc3\\xa4");
+            "\\xff is no UTF-8, \u00e4");
   EXPECT_EQ(ToGrpc(absl::NotFoundError("it's \"\u00e4\"")).error_message(), "it's \"\u00e4\"");
 }
 
@@ -112,6 +114,25 @@ TEST(Status, AServiceThatCannotBeReachedIsNamedWithWhatToDo) {
   // What the service says stays as it says it.
   EXPECT_EQ(FromGrpc(ToGrpc(absl::UnavailableError("Connection refused, it timed out"))).message(),
             "Connection refused, it timed out");
+}
+
+TEST(Status, WhatGrpcSaysOfACallItselfIsSaidWithWhatToDo) {
+  using Code = grpc::StatusCode;
+  for (const auto& [code, said, expected] :
+       {std::tuple{Code::DEADLINE_EXCEEDED, "Deadline Exceeded", "did not answer in the time"},
+        std::tuple{Code::RESOURCE_EXHAUSTED,
+                   "Received message larger than max (33603586 vs. 33554432)", "send less at once"},
+        std::tuple{Code::RESOURCE_EXHAUSTED, "Sent message larger than max (4 vs. 3)",
+                   "ask for less"},
+        std::tuple{Code::UNIMPLEMENTED, "Compression algorithm 'gzip' is disabled.",
+                   "send messages as they are"}}) {
+    const absl::Status status = FromGrpc(grpc::Status(code, said));
+    EXPECT_EQ(static_cast<int>(status.code()), static_cast<int>(code));
+    EXPECT_THAT(std::string(status.message()), testing::HasSubstr(expected));
+  }
+  // Of the service itself.
+  EXPECT_EQ(FromGrpc(ToGrpc(absl::DeadlineExceededError("Deadline Exceeded"))).message(),
+            "Deadline Exceeded");
 }
 
 TEST(Status, OkHasNoDetails) {

@@ -13,7 +13,8 @@ namespace {
 using testing::HasSubstr;
 
 TEST(CallPool, AdmitsSoManyCallsAndNamesTheBoundToTheOthers) {
-  CallPool pool("calls that test", /*threads=*/1, /*most_calls=*/2);
+  CallWatch watch;
+  CallPool pool("calls that test", /*threads=*/1, /*most_calls=*/2, watch);
   std::vector<CallPool::Place> places;
   for (int i = 0; i < 2; ++i) places.push_back(pool.Enter().value());
   const absl::StatusOr<CallPool::Place> refused = pool.Enter();
@@ -33,6 +34,17 @@ TEST(CallPools, BusyPoolsDoNotDelayTheOthers) {
   pools.control.Run([&] { done.count_down(); });
   done.wait();
   release.count_down();
+}
+
+TEST(CallPool, AnswersThatWaitNeedNoPlaceUntilThereAreManyBytesOfThem) {
+  CallWatch watch;
+  CallPool pool("calls that test", /*threads=*/1, /*most_calls=*/1, watch);
+  ASSERT_TRUE(pool.AnswerWaits(kMaxUnreadBytes - 1));
+  EXPECT_FALSE(pool.AnswerWaits(2));
+  EXPECT_TRUE(pool.AnswerWaits(1));
+  EXPECT_TRUE(pool.AnswerWaits(0));
+  pool.AnswerIsOver(kMaxUnreadBytes - 1);
+  EXPECT_TRUE(pool.AnswerWaits(2));
 }
 
 }  // namespace

@@ -14,8 +14,12 @@ using std::chrono::seconds;
 // Looks at one call at the times that the test says.
 class WatchedCallTest : public testing::Test {
  protected:
+  // At least so long after what the call has been told so far.
   void Look(int after_seconds) { call_.Look(WatchedCall::Clock::now() + seconds(after_seconds)); }
+  // At most so long after anything that it has been told, however long the test has taken.
+  void LookEarly(int after_seconds) { call_.Look(begin_ + seconds(after_seconds)); }
 
+  const WatchedCall::Clock::time_point begin_ = WatchedCall::Clock::now();
   int cancelled_ = 0;
   WatchedCall call_{[this] { ++cancelled_; }, /*patience_seconds=*/60};
 };
@@ -23,20 +27,20 @@ class WatchedCallTest : public testing::Test {
 TEST_F(WatchedCallTest, IsCancelledOnceWhenAWriteTakesTooLong) {
   Look(1000);
   EXPECT_EQ(cancelled_, 0) << "it does not write";
-  call_.WriteBegins();
-  Look(59);
+  call_.PeerMustAct();
+  LookEarly(60);
   EXPECT_EQ(cancelled_, 0);
-  call_.WriteEnded();
-  call_.WriteBegins();
+  call_.PeerActed();
+  call_.PeerMustAct();
   Look(61);
   Look(1000);
   EXPECT_EQ(cancelled_, 1);
 }
 
 TEST_F(WatchedCallTest, HasLittleTimeForItsLastWriteWhenItIsOver) {
-  call_.WriteBegins();
+  call_.PeerMustAct();
   call_.IsOver();
-  Look(1);
+  LookEarly(1);
   EXPECT_EQ(cancelled_, 0);
   Look(10);
   EXPECT_EQ(cancelled_, 1);
@@ -50,6 +54,17 @@ TEST_F(WatchedCallTest, IsOverOnceItsJobIs) {
   Look(5);
   EXPECT_EQ(cancelled_, 0);
   Look(15);
+  EXPECT_EQ(cancelled_, 1);
+}
+
+// It may ask the engine, which has locks of its own.
+TEST_F(WatchedCallTest, IsAskedWithoutALock) {
+  call_.IsOverIf([this] {
+    call_.PeerActed();
+    return true;
+  });
+  Look(0);
+  Look(10);
   EXPECT_EQ(cancelled_, 1);
 }
 
@@ -95,7 +110,7 @@ TEST(CallWatch, CancelsTheCallsThatItWatches) {
   std::latch cancelled(1);
   CallWatch watch;
   const auto call = watch.Watch([&] { cancelled.count_down(); }, /*patience_seconds=*/0);
-  call->WriteBegins();
+  call->PeerMustAct();
   cancelled.wait();
   call->Ended();
 }

@@ -6,9 +6,11 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "client/connect.h"
 #include "proto/convert.h"
@@ -159,6 +161,66 @@ TEST_F(CheckpointPathsTest, WhoeverCreatesAJobIsToldOfACheckpointOfItsName) {
   };
   EXPECT_EQ(close(job->uid()), grpc::StatusCode::NOT_FOUND);
   EXPECT_EQ(close(again.uid()), grpc::StatusCode::OK);
+}
+
+TEST_F(CheckpointPathsTest, CheckpointsAreListedInPages) {
+  // Of nothing that can be loaded, which is listed too. One folder alone is more than a page.
+  const std::string large(100, 'a');
+  std::vector<std::string> expected;
+  const auto make = [&](const std::string& folder, int count) {
+    for (int i = 0; i < count; ++i) {
+      expected.push_back(folder + "/step-" + std::to_string(i) + ".1");
+      fs::create_directories(names_->PathOf(expected.back()));
+    }
+  };
+  make(large, 8000);
+  make("b", 1);
+  make("c", 4096);
+  make("d", 1);
+  std::sort(expected.begin(), expected.end());
+  const auto server = Server::Start(engine_, {.listen = {"127.0.0.1:0"}}).value();
+  const auto state =
+      v1::StateService::NewStub(client::Connect(server->addresses().front()).value());
+  const auto page = [&](const v1::ListCheckpointsRequest& request,
+                        v1::ListCheckpointsResponse& response) {
+    grpc::ClientContext context;
+    return state->ListCheckpoints(&context, request, &response);
+  };
+  const auto list = [&](const std::string& directory) {
+    v1::ListCheckpointsRequest request;
+    request.set_directory(directory);
+    std::vector<std::string> names;
+    std::vector<int> pages;
+    do {
+      v1::ListCheckpointsResponse response;
+      const grpc::Status status = page(request, response);
+      EXPECT_TRUE(status.ok()) << status.error_message();
+      EXPECT_LT(response.ByteSizeLong(), size_t{4} << 20);
+      for (const v1::Checkpoint& each : response.checkpoints()) names.push_back(each.name());
+      pages.push_back(response.checkpoints_size());
+      request.set_page_token(response.next_page_token());
+    } while (!request.page_token().empty() && pages.size() < 100);
+    EXPECT_GE(pages.size(), 2);
+    std::sort(names.begin(), names.end());
+    return names;
+  };
+  EXPECT_EQ(list(""), expected);
+  expected.resize(8000);
+  EXPECT_EQ(list(large), expected);
+
+  v1::ListCheckpointsRequest request;
+  request.set_page_token(large + "/step-8000.1");
+  v1::ListCheckpointsResponse response;
+  const grpc::Status gone = page(request, response);
+  EXPECT_EQ(gone.error_code(), grpc::StatusCode::ABORTED);
+  EXPECT_THAT(gone.error_message(), HasSubstr("is gone; list them again"));
+
+  grpc::ClientContext context;
+  v1::VerifyCheckpointsRequest verify;
+  verify.set_directory(large);
+  const grpc::Status many = state->VerifyCheckpoints(&context, verify, &response);
+  EXPECT_EQ(many.error_code(), grpc::StatusCode::FAILED_PRECONDITION);
+  EXPECT_THAT(many.error_message(), HasSubstr("8000 checkpoints, of which 4096"));
 }
 
 }  // namespace

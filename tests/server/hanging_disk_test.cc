@@ -6,6 +6,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <future>
@@ -17,6 +18,7 @@
 
 #include "absl/types/span.h"
 #include "proto/convert.h"
+#include "server/call_guard.h"
 #include "tests/cpu_optimizer_service/job/slow_disk.h"
 #include "tests/server/tiny_job.h"
 
@@ -27,29 +29,6 @@ using testing::AnyOf;
 
 constexpr int kRanks = 32;
 constexpr int kStepsMeanwhile = 20;
-
-// A chunk for each of 32 ranks; the last one's is of the second group.
-v1::Job WideJob(const std::string& name) {
-  v1::Job job = TinyJob(name, kRanks);
-  job.clear_parameters();
-  job.clear_partitions();
-  for (int group = 0; group < 2; ++group) {
-    v1::Parameter& parameter = *job.add_parameters();
-    parameter.set_name(group == 0 ? "w" : "scale");
-    parameter.add_shape(group == 0 ? 256 * (kRanks - 1) : 256);
-    parameter.set_group(group);
-    parameter.set_trainable(true);
-  }
-  for (int rank = 0; rank < kRanks; ++rank) {
-    v1::PartitionRange& range = *job.add_partitions();
-    const bool last = rank == kRanks - 1;
-    range.set_rank(rank);
-    range.set_group(last ? 1 : 0);
-    range.set_begin(last ? 0 : 256 * rank);
-    range.set_end(range.begin() + 256);
-  }
-  return job;
-}
 
 // A call that is under way on a thread of its own.
 using Call = std::future<grpc::Status>;
@@ -69,7 +48,7 @@ void ExpectAllOk(absl::Span<Call> calls) {
 int64_t LittleMemory() {
   constexpr int64_t kVersionBytes = 3 * 256 * sizeof(float);
   Engine engine({.memory_limit_bytes = kTestMemoryBytes, .threads = 1});
-  for (const v1::Job& job : {WideJob("slow"), TinyJob("other")}) {
+  for (const v1::Job& job : {WideJob("slow", kRanks), TinyJob("other")}) {
     EXPECT_TRUE(engine.CreateJob(proto::FromProto(job).value()).ok());
   }
   return engine.memory().used_bytes() + (kRanks - 1) * kVersionBytes;
@@ -80,7 +59,7 @@ class HangingDiskTest : public testing::Test {
   explicit HangingDiskTest(int64_t memory_bytes = LittleMemory())
       : service_({.listen = {"127.0.0.1:0"}}, &disk_, memory_bytes) {}
   void SetUp() override {
-    CreateTinyJob(service_, "slow", WideJob("slow"));
+    CreateTinyJob(service_, "slow", WideJob("slow", kRanks));
     CreateTinyJob(service_, "other");
     for (TestWorker* worker : {&first_, &second_}) {
       ASSERT_TRUE(worker->Attach().ok());
@@ -122,6 +101,18 @@ class HangingDiskTest : public testing::Test {
     while (slow_->Status().phase != phase) std::this_thread::yield();
   }
 
+  // Returns when the service has so many calls like SaveJob and AttachWorker in hand.
+  void AwaitControlCalls(size_t count) {
+    const auto in_hand = [&] {
+      for (const CallUse& use : service_.server().calls()) {
+        if (use.kind == "control") return use.in_progress;
+      }
+      ADD_FAILURE() << "it does not count them";
+      return count;
+    };
+    while (in_hand() != count) std::this_thread::yield();
+  }
+
   Call Save() {
     return std::async(std::launch::async, [this] {
       grpc::ClientContext context;
@@ -131,6 +122,22 @@ class HangingDiskTest : public testing::Test {
       v1::SaveJobResponse response;
       return service_.state().SaveJob(&context, request, &response);
     });
+  }
+  // Until the disk is released.
+  Call SaveThatHangs() {
+    disk_.HoldUp();
+    Call save = Save();
+    disk_.AwaitHeldUp();
+    return save;
+  }
+  // The first step, which a hanging save leaves sealed, of all ranks; their streams to the end.
+  std::vector<Call> SealAndReadToTheEnd() {
+    std::vector<Call> streams = ForEachRank([](TestWorker& worker) {
+      SendStep({&worker}, 1);
+      return worker.ReadUntilEnd();
+    });
+    AwaitPhase(JobPhase::kSealed);
+    return streams;
   }
   Call Load() {
     return std::async(std::launch::async, [this] {
@@ -215,9 +222,7 @@ class HangingDiskWithMemoryTest : public HangingDiskTest {
 
 TEST_F(HangingDiskWithMemoryTest, ASaveThatHangsHoldsUpNothingAndIsShown) {
   AttachAndOpenAll();
-  disk_.HoldUp();
-  Call save = Save();
-  disk_.AwaitHeldUp();
+  Call save = SaveThatHangs();
   for (const uint64_t step : {1, 2}) {
     std::vector<Call> steps = Train(step);
     ExpectAllOk(absl::MakeSpan(steps));
@@ -242,9 +247,7 @@ TEST_F(HangingDiskWithMemoryTest, ASaveThatHangsHoldsUpNothingAndIsShown) {
 
 TEST_F(HangingDiskTest, ASaveThatHangsHoldsUpItsStepOnly) {
   AttachAndOpenAll();
-  disk_.HoldUp();
-  Call save = Save();
-  disk_.AwaitHeldUp();
+  Call save = SaveThatHangs();
   std::vector<Call> steps = Train(1);
   AwaitPhase(JobPhase::kSealed);  // By all ranks; the save holds back the decision.
   std::vector<Call> summaries = ForEachRank([this](TestWorker&) { return Summarize(); });
@@ -260,9 +263,7 @@ TEST_F(HangingDiskTest, ASaveThatHangsHoldsUpItsStepOnly) {
 }
 
 TEST_F(HangingDiskTest, AJobIsClosedWhileItsSaveHangs) {
-  disk_.HoldUp();
-  Call save = Save();
-  disk_.AwaitHeldUp();
+  Call save = SaveThatHangs();
   Call close = Close();
   ASSERT_NO_FATAL_FAILURE(TrainOther(kStepsMeanwhile));
   EXPECT_FALSE(HasEnded(save));
@@ -275,14 +276,8 @@ TEST_F(HangingDiskTest, AJobIsClosedWhileItsSaveHangs) {
 
 TEST_F(HangingDiskTest, CallsThatWaitForTheStepOfAHangingSaveAreAnsweredAfterIt) {
   AttachAndOpenAll();
-  disk_.HoldUp();
-  Call save = Save();
-  disk_.AwaitHeldUp();
-  std::vector<Call> streams = ForEachRank([](TestWorker& worker) {
-    SendStep({&worker}, 1);
-    return worker.ReadUntilEnd();
-  });
-  AwaitPhase(JobPhase::kSealed);
+  Call save = SaveThatHangs();
+  std::vector<Call> streams = SealAndReadToTheEnd();
   const Generation generation = slow().Status().generation;
   // Attaching waits for the decision. Callers that give up meanwhile take no rank.
   std::vector<std::unique_ptr<grpc::ClientContext>> given_up;
@@ -302,9 +297,11 @@ TEST_F(HangingDiskTest, CallsThatWaitForTheStepOfAHangingSaveAreAnsweredAfterIt)
   std::vector<Call> opens =
       ForEachRank([this](TestWorker& worker) { return OpenAndClose(worker); });
   ASSERT_NO_FATAL_FAILURE(TrainOther(1));
+  AwaitControlCalls(1 + 2 * kRanks);
   for (const Call& call : lost) EXPECT_FALSE(HasEnded(call));
   for (const auto& context : given_up) context->TryCancel();
   for (Call& call : lost) EXPECT_EQ(call.get().error_code(), grpc::StatusCode::CANCELLED);
+  AwaitControlCalls(1 + kRanks);  // The service knows it, too.
   ASSERT_NO_FATAL_FAILURE(TrainOther(kStepsMeanwhile));
   EXPECT_FALSE(HasEnded(save));
   for (const Call& attach : attaches) EXPECT_FALSE(HasEnded(attach));
@@ -324,6 +321,28 @@ TEST_F(HangingDiskTest, CallsThatWaitForTheStepOfAHangingSaveAreAnsweredAfterIt)
   AttachAndOpenAll();
   std::vector<Call> steps = Train(2);
   ExpectAllOk(absl::MakeSpan(steps));
+}
+
+// Some parts of calls are slow, so that others overtake them.
+void PauseNowAndThen() {
+  static std::atomic<int> parts = 0;
+  if (++parts % 7 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+}
+
+// What is used after its end is for a sanitizer to see.
+TEST_F(HangingDiskTest, AStreamMayEndBeforeTheEngineHasReturnedFromOpeningIt) {
+  AttachAndOpenAll();
+  Call save = SaveThatHangs();
+  std::vector<Call> streams = SealAndReadToTheEnd();
+  std::vector<Call> opens =
+      ForEachRank([this](TestWorker& worker) { return OpenAndClose(worker); });
+  ASSERT_NO_FATAL_FAILURE(TrainOther(1));
+  before_guarded = PauseNowAndThen;
+  disk_.Release();
+  ExpectAllOk({&save, 1});
+  ExpectAllOk(absl::MakeSpan(opens));
+  before_guarded = nullptr;
+  for (Call& stream : streams) EXPECT_EQ(stream.get().error_code(), grpc::StatusCode::ABORTED);
 }
 
 TEST_F(HangingDiskTest, ALoadThatHangsHoldsUpItsJobOnly) {
@@ -357,6 +376,46 @@ TEST_F(HangingDiskTest, ALoadThatHangsHoldsUpItsJobOnly) {
   steps = Train(2);
   ExpectAllOk(absl::MakeSpan(steps));
   EXPECT_EQ(slow().Status().committed_step, 2);
+}
+
+// Otherwise a service that is told to stop would wait for the disk.
+TEST_F(HangingDiskTest, ALookForCheckpointsThatHangsEndsWithItsCaller) {
+  ASSERT_TRUE(Save().get().ok());
+  disk_.HoldUp();
+  constexpr int kLooks = 4;  // So many at once.
+  std::vector<std::unique_ptr<grpc::ClientContext>> contexts;
+  std::vector<Call> looks;
+  for (int i = 0; i < kLooks; ++i) {
+    contexts.push_back(std::make_unique<grpc::ClientContext>());
+    looks.push_back(std::async(std::launch::async, [this, i, context = contexts[i].get()] {
+      v1::ListCheckpointsResponse response;
+      if (i == 0) {
+        v1::VerifyCheckpointsRequest request;
+        request.set_directory("/checkpoint");
+        return service_.state().VerifyCheckpoints(context, request, &response);
+      }
+      v1::ListCheckpointsRequest request;
+      request.set_directory("/checkpoint");
+      return service_.state().ListCheckpoints(context, request, &response);
+    }));
+  }
+  disk_.AwaitHeldUp(kLooks);
+  AwaitControlCalls(kLooks);
+  for (const auto& context : contexts) context->TryCancel();
+  AwaitControlCalls(0);
+  for (Call& look : looks) EXPECT_EQ(look.get().error_code(), grpc::StatusCode::CANCELLED);
+
+  const auto list = [this] {
+    grpc::ClientContext context;
+    v1::ListCheckpointsRequest request;
+    request.set_directory("/checkpoint");
+    v1::ListCheckpointsResponse response;
+    return service_.state().ListCheckpoints(&context, request, &response).error_code();
+  };
+  // Their threads are still there.
+  EXPECT_EQ(list(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+  disk_.Release();
+  while (list() != grpc::StatusCode::OK) std::this_thread::yield();
 }
 
 }  // namespace

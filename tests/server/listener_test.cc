@@ -8,7 +8,9 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <filesystem>
+#include <fstream>
 #include <latch>
 #include <mutex>
 #include <string>
@@ -18,23 +20,29 @@ namespace ballast::server {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::AnyOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-FileDescriptor Connect(const std::string& address) {
+constexpr char kPreface[] = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+
+// Says what a client of HTTP/2 says first.
+FileDescriptor Connect(const std::string& address, const std::string& words = kPreface) {
   FileDescriptor socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   sockaddr_in name = {};
   name.sin_family = AF_INET;
   name.sin_port = htons(static_cast<uint16_t>(std::stoi(address.substr(address.rfind(':') + 1))));
   name.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
   EXPECT_EQ(connect(socket.number(), reinterpret_cast<sockaddr*>(&name), sizeof(name)), 0);
+  EXPECT_EQ(send(socket.number(), words.data(), words.size(), 0),
+            static_cast<ssize_t>(words.size()));
   return socket;
 }
 
 // Whether the other end closes it, within a time in which nothing else would.
 bool IsRefused(const FileDescriptor& socket) {
   pollfd polled = {.fd = socket.number(), .events = POLLIN, .revents = 0};
-  if (poll(&polled, 1, 20'000) != 1) return false;
+  if (poll(&polled, 1, 120'000) != 1) return false;
   char byte = 0;
   return recv(socket.number(), &byte, 1, 0) <= 0;
 }
@@ -42,7 +50,7 @@ bool IsRefused(const FileDescriptor& socket) {
 // Gets the connections, and keeps them.
 class ListenerTest : public testing::Test {
  protected:
-  void Start() {
+  void Start(ListenerOptions options = {}) {
     address_ = listener_.Add(ParseAddress("127.0.0.1:0").value()).value();
     ASSERT_TRUE(listener_
                     .Start(
@@ -53,7 +61,8 @@ class ListenerTest : public testing::Test {
                         [this](const std::string& line) {
                           const std::lock_guard lock(mutex_);
                           warnings_.push_back(line);
-                        })
+                        },
+                        std::move(options))
                     .ok());
   }
   size_t Connections() {
@@ -78,6 +87,63 @@ TEST_F(ListenerTest, HandsConnectionsOn) {
   AwaitConnections(1);
   const std::lock_guard lock(mutex_);
   EXPECT_EQ(send(connections_[0].number(), "x", 1, 0), 1);
+}
+
+TEST_F(ListenerTest, OfAFloodThatSaysTooLittleOrHasGoneNothingIsHandedOnAndWhoSpeaksIs) {
+  Start();
+  std::vector<FileDescriptor> flood;
+  for (int i = 0; i < 100; ++i) {
+    flood.push_back(Connect(address_, ""));
+    flood.push_back(Connect(address_, "PRI"));
+    Connect(address_, "PRI");  // And goes.
+  }
+  const FileDescriptor honest = Connect(address_);
+  AwaitConnections(1);
+  const FileDescriptor late = Connect(address_, "PR");
+  EXPECT_EQ(send(late.number(), kPreface + 2, sizeof(kPreface) - 3, 0),
+            static_cast<ssize_t>(sizeof(kPreface) - 3));
+  AwaitConnections(2);
+  const std::lock_guard lock(mutex_);
+  EXPECT_EQ(connections_.size(), 2U);
+  // It has read nothing of what they said.
+  std::string said(sizeof(kPreface), 'x');
+  EXPECT_EQ(recv(connections_[0].number(), said.data(), said.size(), 0),
+            static_cast<ssize_t>(sizeof(kPreface) - 1));
+}
+
+TEST_F(ListenerTest, KeepsSoManyThatSayNothing) {
+  Start({.most_newcomers = 3});
+  std::vector<FileDescriptor> silent;
+  for (int i = 0; i < 5; ++i) silent.push_back(Connect(address_, ""));
+  EXPECT_TRUE(IsRefused(silent[0]));
+  EXPECT_TRUE(IsRefused(silent[1]));
+  const FileDescriptor honest = Connect(address_);
+  AwaitConnections(1);
+  char byte = 0;
+  EXPECT_EQ(recv(silent[4].number(), &byte, 1, MSG_DONTWAIT), -1);
+}
+
+TEST(SourceOf, IsTheHostAndOfIpv6TheNetwork) {
+  EXPECT_EQ(SourceOf("ipv4:10.0.0.1:50051"), "ipv4:10.0.0.1");
+  EXPECT_EQ(SourceOf("ipv6:%5B2001:db8:1:2:3:4:5:6%5D:50051"), "ipv6:2001:db8:1:2::");
+  EXPECT_EQ(SourceOf("ipv6:%5B2001:db8:1:2::1%5D:1"), "ipv6:2001:db8:1:2::");
+  EXPECT_EQ(SourceOf("ipv6:%5Bfe80::1%254%5D:50051"), "ipv6:fe80::");
+  for (const char* none : {"", "unix:", "inproc", "ipv6:%5B%5D:1", "ipv6:%5B%254%5D:1"})
+    EXPECT_EQ(SourceOf(none), "");
+}
+
+TEST(PeerAt, IsAsGrpcNamesIt) {
+  sockaddr_storage name = {};
+  EXPECT_EQ(PeerAt(name), "");
+  auto& six = reinterpret_cast<sockaddr_in6&>(name);
+  six.sin6_family = AF_INET6;
+  six.sin6_port = htons(50051);
+  ASSERT_EQ(inet_pton(AF_INET6, "fe80::1", &six.sin6_addr), 1);
+  EXPECT_EQ(PeerAt(name), "ipv6:%5Bfe80::1%5D:50051");
+  six.sin6_scope_id = 4;
+  EXPECT_EQ(PeerAt(name), "ipv6:%5Bfe80::1%254%5D:50051");
+  ASSERT_EQ(inet_pton(AF_INET6, "::ffff:10.0.0.1", &six.sin6_addr), 1);
+  EXPECT_EQ(PeerAt(name), "ipv4:10.0.0.1:50051");
 }
 
 TEST_F(ListenerTest, RefusesATakenPortAndAnUnknownHost) {
@@ -145,6 +211,46 @@ class FewDescriptors {
  private:
   rlimit before_ = {};
 };
+
+TEST(RaiseDescriptorLimit, RaisesItAsFarAsTheSystemLets) {
+  const FewDescriptors few(64);
+  rlimit limit = {};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &limit), 0);
+  ASSERT_EQ(limit.rlim_cur, 64);
+  const rlim_t most = std::min<rlim_t>(limit.rlim_max, rlim_t{1} << 20);
+  EXPECT_EQ(RaiseDescriptorLimit(), static_cast<int64_t>(most));
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &limit), 0);
+  EXPECT_EQ(limit.rlim_cur, most);
+}
+
+// What is said of an address that cannot be listened on.
+std::string WhyNot(const std::string& address) {
+  Listener listener;
+  const absl::Status status = listener.Add(ParseAddress(address).value()).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+  return std::string(status.message());
+}
+
+TEST(Listener, SaysWhyAnAddressCannotBeListenedOn) {
+  Listener first;
+  const std::string taken = first.Add(ParseAddress("127.0.0.1:0").value()).value();
+  EXPECT_EQ(WhyNot(taken), "cannot listen on " + taken +
+                               ": it is taken; stop the other process or choose another");
+  // Of a network for documentation.
+  EXPECT_THAT(WhyNot("203.0.113.1:7070"), HasSubstr("it is not an address of this host"));
+  EXPECT_THAT(WhyNot("unix:/no/such/folder/socket"),
+              HasSubstr("there is no directory /no/such/folder; make it or choose another"));
+  const std::string file = testing::TempDir() + "ballast_listener_" + std::to_string(getpid());
+  std::ofstream(file).put('x');
+  EXPECT_THAT(WhyNot("unix:" + file + "/socket"), HasSubstr("there is no directory " + file));
+  std::filesystem::remove(file);
+  // Even root may not make a file there.
+  EXPECT_THAT(WhyNot("unix:/proc/self/socket"),
+              AnyOf(HasSubstr("this user may not write to /proc/self"),
+                    HasSubstr("there is no directory /proc/self")));
+  const FewDescriptors none(3);
+  EXPECT_THAT(WhyNot("127.0.0.1:0"), HasSubstr("no file descriptors are left"));
+}
 
 TEST_F(ListenerTest, AcceptsAgainAfterDescriptorsRanOut) {
   Start();

@@ -40,6 +40,19 @@ TEST_F(ResetWatchTest, ClosesTheConnectionThatGivesUpTooManyCallsAndSaysSo) {
   EXPECT_THAT(warnings_[0], AllOf(HasSubstr("closed 1 connections"), HasSubstr(kPeer)));
 }
 
+TEST_F(ResetWatchTest, HoldsOthersOfTheHostForAWhile) {
+  GiveUp(kPeer, ResetWatch::kMost - 1);
+  EXPECT_LE(watch_.HeldUntil("ipv4:10.0.0.1"), now_);
+  GiveUp(kPeer, 100);
+  EXPECT_EQ(watch_.HeldUntil("ipv4:10.0.0.1"), now_ + ResetWatch::kHold);
+  EXPECT_LE(watch_.HeldUntil("ipv4:10.0.0.2"), now_);
+  for (int i = 0; i < 5; ++i) GiveUp("ipv4:10.0.0.1:" + std::to_string(i), ResetWatch::kMost);
+  EXPECT_EQ(watch_.HeldUntil("ipv4:10.0.0.1"), now_ + ResetWatch::kLongestHold);
+  now_ += ResetWatch::kWithin;
+  GiveUp(kPeer, ResetWatch::kMost);
+  EXPECT_EQ(watch_.HeldUntil("ipv4:10.0.0.1"), now_ + ResetWatch::kHold);
+}
+
 TEST_F(ResetWatchTest, AsManyCallsInMoreTimeAreHonest) {
   for (int i = 0; i < 50; ++i) {
     GiveUp(kPeer, ResetWatch::kMost / 2 - 1);
@@ -52,7 +65,7 @@ TEST_F(ResetWatchTest, WarnsOfManyInALineNowAndThen) {
   for (int i = 0; i < 5; ++i) GiveUp("ipv6:%5B::1%5D:" + std::to_string(i), ResetWatch::kMost);
   EXPECT_THAT(closed_, SizeIs(5));
   EXPECT_THAT(warnings_, SizeIs(1));
-  now_ += ResetWatch::kWarnEvery;
+  now_ += RareWarning::kEvery;
   GiveUp(kPeer, ResetWatch::kMost);
   ASSERT_THAT(warnings_, SizeIs(2));
   EXPECT_THAT(warnings_[1], HasSubstr("closed 5 connections"));

@@ -3,12 +3,17 @@
 
 #include <gmock/gmock.h>
 #include <grpcpp/generic/generic_stub.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <cstring>
 #include <filesystem>
 
+#include "cpu_optimizer_service/common/system/file_descriptor.h"
 #include "server/call_pool.h"
+#include "server/stream_watch.h"
 #include "tests/server/tiny_job.h"
 
 namespace ballast::server {
@@ -62,7 +67,8 @@ TEST(Server, ListensBeyondThisHostOnlyIfToldThatThisIsInsecure) {
 }
 
 // Calls a standard service, whose messages the distribution does not install.
-std::string Call(ServiceForTests& service, const std::string& method, const std::string& request) {
+grpc::Status CallStatus(ServiceForTests& service, const std::string& method,
+                        const std::string& request, std::string* answer = nullptr) {
   grpc::ClientContext context;
   grpc::CompletionQueue queue;
   const grpc::Slice slice(request);
@@ -75,10 +81,18 @@ std::string Call(ServiceForTests& service, const std::string& method, const std:
   void* tag;
   bool ok;
   EXPECT_TRUE(queue.Next(&tag, &ok));
+  if (answer != nullptr && status.ok()) {
+    grpc::Slice bytes;
+    EXPECT_TRUE(response.DumpToSingleSlice(&bytes).ok());
+    answer->assign(reinterpret_cast<const char*>(bytes.begin()), bytes.size());
+  }
+  return status;
+}
+std::string Call(ServiceForTests& service, const std::string& method, const std::string& request) {
+  std::string answer;
+  const grpc::Status status = CallStatus(service, method, request, &answer);
   EXPECT_TRUE(status.ok()) << status.error_message();
-  grpc::Slice bytes;
-  EXPECT_TRUE(response.DumpToSingleSlice(&bytes).ok());
-  return std::string(reinterpret_cast<const char*>(bytes.begin()), bytes.size());
+  return answer;
 }
 
 // HealthCheckResponse.status is field 1, SERVING 1, NOT_SERVING 2.
@@ -103,6 +117,84 @@ TEST(Server, ListsItsServicesByReflection) {
        {"ballast.v1.JobService", "ballast.v1.StateService", "ballast.v1.TrainService"}) {
     EXPECT_THAT(services, HasSubstr(name));
   }
+}
+
+TEST(Server, ShowsItsMessagesByReflection) {
+  ServiceForTests service;
+  const std::string path = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo";
+  // file_containing_symbol is field 4, file_by_filename field 3.
+  for (const std::string& request : {std::string("\x22\x15") + "ballast.v1.JobService",
+                                     std::string("\x1a\x18") + "ballast/v1/ballast.proto"}) {
+    const std::string file = Call(service, path, request);
+    EXPECT_THAT(file, HasSubstr("ballast/v1/ballast.proto"));
+    EXPECT_THAT(file, HasSubstr("max_micro_steps"));
+  }
+  EXPECT_THAT(Call(service, path, std::string("\x22\x01x")), HasSubstr("ask for list_services"));
+  EXPECT_THAT(Call(service, path, ""), HasSubstr("ask for list_services"));
+}
+
+TEST(Server, SaysOfAMethodThatItDoesNotHaveThatThereIsNone) {
+  ServiceForTests service;
+  for (const std::string& path : {std::string("/ballast.v1.JobService/Nothing"),
+                                  std::string("/x.Y/Z"), "/" + std::string(5000, 'm')}) {
+    const grpc::Status status = CallStatus(service, path, "");
+    EXPECT_EQ(status.error_code(), grpc::StatusCode::UNIMPLEMENTED);
+    EXPECT_THAT(status.error_message(),
+                AllOf(HasSubstr("has no method " + path.substr(0, 128)), HasSubstr("release")));
+    EXPECT_LT(status.error_message().size(), 300);
+    EXPECT_FALSE(status.error_details().empty()) << "it is the service that says so";
+  }
+}
+
+// A client that does not acknowledge the settings that say how many streams it may have.
+TEST(Server, ClosesAConnectionWithMoreStreamsThanItMayHave) {
+  ServiceForTests service;
+  const std::string& address = service.server().addresses().front();
+  sockaddr_in name = {};
+  name.sin_family = AF_INET;
+  name.sin_port = htons(static_cast<uint16_t>(std::stoi(address.substr(address.rfind(':') + 1))));
+  name.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  const FileDescriptor client(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  ASSERT_EQ(connect(client.number(), reinterpret_cast<sockaddr*>(&name), sizeof(name)), 0);
+  std::string frames = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+  const auto add = [&frames](uint8_t kind, uint8_t flags, uint32_t stream,
+                             const std::string& payload) {
+    for (const int shift : {16, 8, 0}) frames.push_back(static_cast<char>(payload.size() >> shift));
+    frames.push_back(static_cast<char>(kind));
+    frames.push_back(static_cast<char>(flags));
+    for (const int shift : {24, 16, 8, 0}) frames.push_back(static_cast<char>(stream >> shift));
+    frames += payload;
+  };
+  std::string headers;
+  for (const auto& [key, value] : {std::pair<std::string, std::string>{":method", "POST"},
+                                   {":scheme", "http"},
+                                   {":path", "/ballast.v1.JobService/GetJob"},
+                                   {":authority", "x"},
+                                   {"content-type", "application/grpc"},
+                                   {"te", "trailers"}}) {
+    headers.push_back('\0');
+    for (const std::string& text : {key, value}) {
+      headers.push_back(static_cast<char>(text.size()));
+      headers += text;
+    }
+  }
+  constexpr uint8_t kHeaders = 1, kSettings = 4, kEndHeaders = 4;
+  add(kSettings, 0, 0, "");
+  for (int64_t i = 0; i <= StreamWatch::kMost; ++i) {
+    add(kHeaders, kEndHeaders, static_cast<uint32_t>(2 * i + 1), headers);
+  }
+  ASSERT_EQ(send(client.number(), frames.data(), frames.size(), MSG_NOSIGNAL),
+            static_cast<ssize_t>(frames.size()));
+  pollfd polled = {.fd = client.number(), .events = POLLIN, .revents = 0};
+  std::string said(1 << 16, '\0');
+  ssize_t bytes = 0;
+  do {
+    ASSERT_EQ(poll(&polled, 1, 120'000), 1) << "it is not closed";
+    bytes = recv(client.number(), said.data(), said.size(), 0);
+  } while (bytes > 0);
+  grpc::ClientContext context;
+  v1::ListJobsResponse list;
+  EXPECT_TRUE(service.jobs().ListJobs(&context, {}, &list).ok());
 }
 
 TEST(Server, BoundsReadersThatDoNotReadAndAnswersOtherCallsMeanwhile) {
@@ -131,10 +223,16 @@ TEST(Server, BoundsReadersThatDoNotReadAndAnswersOtherCallsMeanwhile) {
   v1::ReadStateRequest request;
   request.set_name("jobs/large/parameters/b");
   request.set_plane(v1::MASTER);
+  // Most of the places: a reader is stuck for a minute only, and so many calls may take longer.
+  constexpr size_t kStuck = 64, kMore = 4;
+  std::vector<CallPool::Place> taken;
+  while (taken.size() < kMaxReaders - kStuck) {
+    taken.push_back(service.server().pools().readers.Enter().value());
+  }
   std::vector<std::unique_ptr<grpc::ClientContext>> contexts;
   std::vector<std::unique_ptr<grpc::ClientReader<v1::ReadStateResponse>>> stuck;
-  int refused = 0;
-  for (size_t i = 0; i < kMaxReaders + 20; ++i) {
+  size_t refused = 0;
+  for (size_t i = 0; i < kStuck + kMore; ++i) {
     contexts.push_back(std::make_unique<grpc::ClientContext>());
     auto reader = service.state().ReadState(contexts.back().get(), request);
     v1::ReadStateResponse first;
@@ -147,8 +245,8 @@ TEST(Server, BoundsReadersThatDoNotReadAndAnswersOtherCallsMeanwhile) {
       ++refused;
     }
   }
-  EXPECT_EQ(stuck.size(), kMaxReaders);
-  EXPECT_EQ(refused, 20);
+  EXPECT_EQ(stuck.size(), kStuck);
+  EXPECT_EQ(refused, kMore);
   grpc::ClientContext list_context;
   v1::ListJobsResponse list;
   EXPECT_TRUE(service.jobs().ListJobs(&list_context, {}, &list).ok());

@@ -145,6 +145,19 @@ v1::Job TinyJob(const std::string& name, int world_size) {
   return job;
 }
 
+v1::Job WideJob(const std::string& name, int world_size) {
+  v1::Job job = TinyJob(name, world_size);
+  job.clear_parameters();
+  job.clear_partitions();
+  AddParameter(job, "w", 256 * (world_size - 1), 0, true);
+  AddParameter(job, "scale", 256, 1, true);
+  for (int rank = 0; rank + 1 < world_size; ++rank) {
+    AddRange(job, rank, 0, 256 * rank, 256 * (rank + 1));
+  }
+  AddRange(job, world_size - 1, 1, 0, 256);
+  return job;
+}
+
 TestWorker::TestWorker(ServiceForTests& service, const std::string& job, int rank, Codec codec,
                        std::string process_id)
     : service_(service),

@@ -21,6 +21,8 @@ namespace ballast::server {
 //   no_decay  scale[10],    256 elements: chunk 2 of rank 1
 // and a frozen parameter, "fixed". With a world size of 1, rank 0 has all three chunks.
 v1::Job TinyJob(const std::string& name, int world_size = 2);
+// A chunk of one block for each rank; the last one's is of the second group.
+v1::Job WideJob(const std::string& name, int world_size);
 
 // A Train stream as messages, whatever makes bytes of them.
 class TrainTransport {

@@ -22,14 +22,15 @@ ROOT = HERE.parents[1]
 MONITORING = ROOT / "deploy/monitoring"
 sys.path[:0] = [str(HERE), str(HERE.parent / "support")]
 
-from played_jobs import HANGS_AFTER, played  # noqa: E402
+from played_jobs import HANGS_AFTER, PACE_SECONDS, played  # noqa: E402
 from processes import PATIENCE, HeldPort, Service, await_, read, start, stop  # noqa: E402
 from status_pages import get, status_address  # noqa: E402
 
 SKIPPED = 77
 NAME = re.compile(r"\b(?:ballast|process)_[a-z_]+\b")
-# No chunk is speculated, saved or refused in these jobs' first seconds, so of these there is nothing to see.
-MAY_BE_EMPTY = ("ballast_checkpoint_step",)
+# Nothing is saved in these jobs' first seconds, and the service speaks no TLS, so of these there is nothing to see.
+MAY_BE_EMPTY = ("ballast_checkpoint_step", "ballast_last_save_timestamp_seconds",
+                "ballast_tls_certificate_expiry_timestamp_seconds")
 
 
 def queries():
@@ -110,8 +111,8 @@ class Metrics(unittest.TestCase):
         self.assertEqual(self.value('ballast_job_phase{job_name="stuck"} == 1'), 1)
         for part in ("gathering", "awaiting", "deciding", "updating"):
             self.assertEqual(self.value(f'ballast_step_part_seconds_count{{job_name="stuck", part="{part}"}}'), HANGS_AFTER)
-        # A backward pass of the slowest rank takes twice that of the fastest (played_jobs.PACE_SECONDS).
-        self.assertGreater(self.value(f"sum(ballast_step_part_seconds_sum{of_stuck})") / HANGS_AFTER, 0.25)
+        # A backward pass of the slowest rank takes twice that of the fastest.
+        self.assertGreater(self.value(f"sum(ballast_step_part_seconds_sum{of_stuck})") / HANGS_AFTER, 1.99 * PACE_SECONDS)
         # Every step brings a gradient and takes a weight of each of 39,936 elements, in bf16, padding included.
         for name in ("gradient", "weight"):
             sent = self.value(f'ballast_{name}_bytes_total{{job_name="stuck", path="stream"}}')
@@ -144,7 +145,7 @@ class Metrics(unittest.TestCase):
         expressions = re.findall(r"expr: (?:>-\n)?((?:.+\n)+?)(?= +(?:for|labels):)", rules)
         self.assertEqual(len(expressions), rules.count("- alert:"))
         for expression in expressions:
-            self.assertEqual(set(NAME.findall(expression)) - exist, set(), expression)
+            self.assertEqual(set(NAME.findall(expression)) - set(MAY_BE_EMPTY) - exist, set(), expression)
         tested = (HERE / "ballast_rules_test.yml").read_text()
         for alert in re.findall(r"- alert: (\w+)", rules):
             self.assertRegex(tested, rf"alertname: {alert}\n[^{{]*exp_alerts:\n", f"{alert} fires in no test")

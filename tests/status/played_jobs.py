@@ -84,11 +84,12 @@ class PlayedJob:
 
         rank.upload(lambda chunk: unpadded(chunk, random.normal(0, 0.02, chunk.elements).astype(np.float32)))
         self.barrier.wait(30)
-        rank.open()
+        rank.open(seconds=None)  # For as long as the tests look at it.
         while not self.stopped.is_set():
             step = rank.committed_step + 1
             size = 0.006 * (1 + 1.5 * math.exp(-step / 12)) * (1 + 0.2 * math.sin(step / 3))
             rank.begin()
+            rank.await_acknowledgement()  # So that the service counts all of the pass.
             for place, index in enumerate(rank.mine):
                 if self.hangs and number == HANGING_RANK and step > HANGS_AFTER and place >= len(rank.mine) // 2:
                     self.stuck.set()

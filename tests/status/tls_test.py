@@ -21,7 +21,7 @@ MONITORING = HERE.parents[1] / "deploy/monitoring"
 sys.path[:0] = [str(HERE), str(HERE.parent / "support")]
 
 from certificates import Authority, Guarded  # noqa: E402
-from processes import Service, await_, read, start, stop  # noqa: E402
+from processes import HeldPort, Service, await_, read, start, stop  # noqa: E402
 from status_pages import get, status_address, trusting  # noqa: E402
 
 SECONDS = 60
@@ -106,6 +106,16 @@ class Encrypted(unittest.TestCase):
         self.assertEqual(code, 200)
         self.assertIn("\nballast_jobs 0\n", text)
 
+    def expiry(self):
+        """As the metrics have it."""
+        text = self.get("/metrics", headers=self.bearer)[1]
+        return float(re.search(r"(?m)^ballast_tls_certificate_expiry_timestamp_seconds (\S+)$", text)[1])
+
+    def test_the_metrics_say_when_the_certificate_expires(self):
+        done = subprocess.run(["openssl", "x509", "-enddate", "-noout", "-in", self.folder / "service.pem"],
+                              capture_output=True, text=True, check=True)
+        self.assertEqual(self.expiry(), ssl.cert_time_to_seconds(done.stdout.strip().removeprefix("notAfter=")))
+
     def test_a_certificate_says_who_looks_too(self):
         known, unknown = (trusting(self.authority.certificate, self.authority.issue(name))
                           for name in ("grafana", "mallory"))
@@ -129,7 +139,7 @@ class Encrypted(unittest.TestCase):
             self.assertEqual(self.get("/live", seconds=SECONDS)[0], 200)
 
     def test_z_a_new_certificate_is_taken_and_a_wrong_one_is_not(self):
-        before = self.served_certificate()
+        before, expiry = self.served_certificate(), self.expiry()
         key = self.folder / "service.key"
         good = key.read_text()
         key.write_text("no key\n")
@@ -140,35 +150,45 @@ class Encrypted(unittest.TestCase):
         self.authority.issue("service")
         await_("the new certificate", lambda: self.served_certificate() != before, self.service.process, SECONDS)
         self.assertEqual(self.get("/live")[0], 200)
+        # gRPC's is read by a watch of its own.
+        await_("its expiry in the metrics", lambda: self.expiry() > expiry, self.service.process, SECONDS)
+
+    def test_prometheus_scrapes_it_with_its_token(self):
+        self.assert_scraped("scheme", "tls_config", "ca_file", "authorization", "credentials_file")
+
+    def test_prometheus_scrapes_it_with_its_certificate(self):
+        self.assert_scraped("scheme", "tls_config", "ca_file", "cert_file", "key_file")
 
     @unittest.skipUnless(shutil.which("prometheus"), "there is no prometheus here")
-    def test_prometheus_scrapes_it_with_the_lines_of_its_configuration(self):
+    def assert_scraped(self, *names):
+        """With these lines of the configuration, which are comments otherwise."""
         config = (MONITORING / "prometheus.yml").read_text()
-        names = "scheme|tls_config|ca_file|authorization|credentials_file"
-        config, lines = re.subn(rf"(?m)^(\s+)# ((?:  )?(?:{names}):.*)$", r"\1\2", config)
-        self.assertEqual(lines, 5)
+        config, lines = re.subn(rf"(?m)^(\s+)# ((?:  )?(?:{'|'.join(names)}):.*)$", r"\1\2", config)
+        self.assertEqual(lines, len(names))
+        certificate, key = self.authority.issue("grafana")
         for old, new in {"127.0.0.1:7071": self.base.removeprefix("https://"), "5s": "500ms",
                          "ballast_rules.yml": MONITORING / "ballast_rules.yml",
                          "/etc/prometheus/ballast-ca.pem": self.authority.certificate,
+                         "/etc/prometheus/ballast.pem": certificate, "/etc/prometheus/ballast.key": key,
                          "/etc/prometheus/ballast.token": self.guarded.token}.items():
             self.assertIn(old, config)
             config = config.replace(old, str(new))
-        path = self.folder / "prometheus.yml"
+        folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+        path = folder / "prometheus.yml"
         path.write_text(config)
         checked = subprocess.run(["promtool", "check", "config", path], capture_output=True, text=True, timeout=SECONDS)
         self.assertEqual(checked.returncode, 0, checked.stderr)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = HeldPort()
+        self.addCleanup(port.close)
         process = start(["prometheus", f"--config.file={path}", "--log.level=warn",
-                         f"--storage.tsdb.path={self.folder / 'data'}", f"--web.listen-address=127.0.0.1:{port}"],
-                        self.folder / "prometheus.log")
+                         f"--storage.tsdb.path={folder / 'data'}", f"--web.listen-address={port.address}"],
+                        folder / "prometheus.log")
         self.addCleanup(stop, process)
-        await_("Prometheus' scrapes", lambda: self.is_up(port), process, SECONDS)
+        await_("Prometheus' scrapes", lambda: self.is_up(port.address), process, SECONDS)
 
-    def is_up(self, port):
+    def is_up(self, address):
         try:
-            query = f"http://127.0.0.1:{port}/api/v1/query?query=ballast_ready"
+            query = f"http://{address}/api/v1/query?query=ballast_ready"
             with urllib.request.urlopen(query, timeout=30) as answer:
                 found = json.load(answer)["data"]["result"]
         except (OSError, json.JSONDecodeError):  # It has not started.
@@ -201,7 +221,7 @@ class Starts(unittest.TestCase):
         folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
         guarded = Guarded(folder)
         tls, tokens = guarded.flags[:2], guarded.flags[3:]
-        readable = "who sees the network could read the tokens of --tokens-file; give --tls-cert and --tls-key"
+        readable = "others could read the tokens of --tokens-file on their way; give --tls-cert and --tls-key"
         for flags, why in ((tokens, readable), ([*tokens, "--metrics-insecure"], readable),
                            (tls, "without saying who they are; give --tls-client-ca or --tokens-file"),
                            ([], "without encryption; give --tls-cert, --tls-key")):

@@ -25,6 +25,7 @@ def missing():
 class Browser:
     def __init__(self, folder):
         self.log = open(pathlib.Path(folder, "chromedriver.log"), "wb")
+        # Its output is read as it comes, from a pipe.
         self.driver = subprocess.Popen([DRIVER, "--port=0"], stdout=subprocess.PIPE, stderr=self.log, text=True)
         for line in self.driver.stdout:
             if "started successfully on port" in line:

@@ -1,5 +1,6 @@
 // Preloaded into a process (LD_PRELOAD), makes its reads of checkpoints fail as those of a disk that breaks: once
-// the number in the file that BALLAST_TEST_READS_LEFT names, an int64_t, has been counted down to 0.
+// the number in the file that BALLAST_TEST_READS_LEFT names, an int64_t, has been counted down to 0. And its renames with
+// flags fail as those of NFS, Lustre, CephFS and some FUSE file systems.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -49,4 +50,9 @@ extern "C" ssize_t pread(int descriptor, void* to, size_t bytes, off_t offset) {
     return -1;
   }
   return next(descriptor, to, bytes, offset);
+}
+
+extern "C" int renameat2(int, const char*, int, const char*, unsigned int) {
+  errno = EINVAL;
+  return -1;
 }

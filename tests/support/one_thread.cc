@@ -5,6 +5,7 @@
 #include <stdlib.h>
 
 extern "C" int pthread_create(pthread_t*, const pthread_attr_t*, void* (*)(void*), void*) {
-  fputs("This test is ONE_THREAD in its CMakeLists.txt and starts a thread: take that word away.\n", stderr);
+  fputs("This test is ONE_THREAD in its CMakeLists.txt and starts a thread: take that word away.\n",
+        stderr);
   abort();
 }

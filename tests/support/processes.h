@@ -1,4 +1,4 @@
-// The project's programs as processes of a test, and what they say.
+// Programs as processes of a test, and what they write.
 #ifndef BALLAST_TESTS_SUPPORT_PROCESSES_H_
 #define BALLAST_TESTS_SUPPORT_PROCESSES_H_
 
@@ -72,30 +72,56 @@ inline ProcessResult RunProcess(const std::vector<std::string>& words,
   return result;
 }
 
-// A ballastd, killed with the object.
-class Ballastd {
+// A process whose output and errors are in a folder of its own. It is killed with the object.
+class Process {
  public:
-  Ballastd(const std::string& program, std::vector<std::string> flags)
-      : directory_(testing::TempDir() + "ballastd_" + std::to_string(getpid()) + "_" +
-                   std::to_string(++started_)) {
-    std::filesystem::create_directories(directory_);
-    flags.insert(flags.begin(), program);
-    flags.push_back("--port-file=" + PortFile());
-    // Its time and its memory are not the test's, unless that is what is tested.
-    if (std::count(flags.begin(), flags.end(), "--startup-benchmark=true") == 0) {
-      flags.push_back("--startup-benchmark=false");
-    }
-    pid_ = StartProcess(flags, directory_ + "/stdout", directory_ + "/stderr");
-  }
-  ~Ballastd() {
-    if (pid_ > 0) {
-      kill(pid_, SIGKILL);
-      AwaitProcess(pid_);
-    }
+  explicit Process(std::vector<std::string> words) : Process(NewDirectory(), std::move(words)) {}
+  ~Process() {
+    Kill();
     std::filesystem::remove_all(directory_);
   }
-  Ballastd(const Ballastd&) = delete;
-  Ballastd& operator=(const Ballastd&) = delete;
+  Process(const Process&) = delete;
+  Process& operator=(const Process&) = delete;
+
+  pid_t pid() const { return pid_; }
+  bool IsRunning() const {
+    siginfo_t info = {};
+    return waitid(P_PID, pid_, &info, WEXITED | WNOHANG | WNOWAIT) == 0 && info.si_pid == 0;
+  }
+  void Signal(int signal) { kill(pid_, signal); }
+  // Returns when it has ended.
+  void Kill() {
+    if (pid_ <= 0) return;
+    Signal(SIGKILL);
+    ExitCode();
+  }
+  // Waits for its end, and returns what AwaitProcess does. There is no process then.
+  int ExitCode() { return AwaitProcess(std::exchange(pid_, -1)); }
+  std::string Output() const { return ReadFile(directory_ + "/stdout"); }
+  std::string Errors() const { return ReadFile(directory_ + "/stderr"); }
+
+ protected:
+  Process(std::string directory, std::vector<std::string> words)
+      : directory_(std::move(directory)),
+        pid_(StartProcess(words, directory_ + "/stdout", directory_ + "/stderr")) {}
+  static std::string NewDirectory() {
+    static int made = 0;
+    std::string path =
+        testing::TempDir() + "process_" + std::to_string(getpid()) + "_" + std::to_string(++made);
+    std::filesystem::create_directories(path);
+    return path;
+  }
+
+  const std::string directory_;
+
+ private:
+  pid_t pid_;
+};
+
+class Ballastd : public Process {
+ public:
+  Ballastd(const std::string& program, std::vector<std::string> flags)
+      : Ballastd(NewDirectory(), program, std::move(flags)) {}
 
   // Where it listens. Waits until it does; empty if it ends instead.
   std::string Address() const {
@@ -106,21 +132,21 @@ class Ballastd {
     const std::string address = ReadFile(PortFile());
     return address.substr(0, address.find('\n'));
   }
-  pid_t pid() const { return pid_; }
-  bool IsRunning() const {
-    siginfo_t info = {};
-    return waitid(P_PID, pid_, &info, WEXITED | WNOHANG | WNOWAIT) == 0 && info.si_pid == 0;
-  }
-  void Signal(int signal) { kill(pid_, signal); }
-  // As AwaitProcess; the process is gone then.
-  int ExitCode() { return AwaitProcess(std::exchange(pid_, -1)); }
-  std::string Errors() const { return ReadFile(directory_ + "/stderr"); }
   std::string PortFile() const { return directory_ + "/ports"; }
 
  private:
-  static inline int started_ = 0;
-  const std::string directory_;
-  pid_t pid_ = -1;
+  Ballastd(const std::string& directory, const std::string& program, std::vector<std::string> flags)
+      : Process(directory, Words(directory, program, std::move(flags))) {}
+  static std::vector<std::string> Words(const std::string& directory, const std::string& program,
+                                        std::vector<std::string> words) {
+    words.insert(words.begin(), program);
+    words.push_back("--port-file=" + directory + "/ports");
+    // Its time and its memory are not the test's, unless that is what is tested.
+    if (std::count(words.begin(), words.end(), "--startup-benchmark=true") == 0) {
+      words.push_back("--startup-benchmark=false");
+    }
+    return words;
+  }
 };
 
 }  // namespace ballast

@@ -94,12 +94,24 @@ def state_of(pid):
     return stat.rpartition(")")[2].split()[0] if stat else ""
 
 
+def children_of(pid):
+    return [int(child) for child in read(pathlib.Path(f"/proc/{pid}/task/{pid}/children")).split()]
+
+
+def has_ended(pid):
+    """All its threads have, and with them its files are closed; whether or not its parent has asked for its code."""
+    try:
+        return len(os.listdir(f"/proc/{pid}/task")) <= 1 and state_of(pid) in ("Z", "X", "")
+    except FileNotFoundError:
+        return True
+
+
 class HeldPort:
     """A port of the loopback that no other test is given, also while the process that listens there is started again."""
 
     def __init__(self):
         self.socket = socket.socket()
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # As whoever is to listen there.
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # As the process that is to listen there.
         self.socket.bind(("127.0.0.1", 0))
         self.address = "127.0.0.1:%d" % self.socket.getsockname()[1]
 
@@ -123,15 +135,24 @@ class Service:
                                   seconds).split()[0]
         except AssertionError as error:
             self.stop()
-            raise type(error)(f"{error}; it said:{tail(self.log)}") from error
+            raise type(error)(f"{error}; it printed:{tail(self.log)}") from error
 
     def start(self, listen):
-        """Also again, after its end, where it listened. Returns before it listens."""
-        self.process = start([*self.words, f"--listen={listen}"], self.log, environment=self.environment,
-                             group=self.group)
+        """Also again, after its end, where it listened. Returns before it listens. listen: None where its
+        configuration says it."""
+        listens = [] if listen is None else [f"--listen={listen}"]
+        self.process = start([*self.words, *listens], self.log, environment=self.environment, group=self.group)
 
     def stop(self, number=signal.SIGKILL):
-        return stop(self.process, number)
+        """Returns when the process that serves behind it has ended, too, which is a little later."""
+        behind = []
+        if self.process.poll() is None and number == signal.SIGKILL:
+            self.process.send_signal(signal.SIGSTOP)  # So that it starts no other.
+            await_("its stop", lambda: state_of(self.process.pid) in ("T", "Z"))
+            behind = children_of(self.process.pid)
+        code = stop(self.process, number)
+        await_(f"the end of {behind}", lambda: all(map(has_ended, behind)))
+        return code
 
 
 @contextlib.contextmanager

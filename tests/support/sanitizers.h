@@ -1,19 +1,27 @@
+// With what this program was compiled: BALLAST_ASAN, BALLAST_TSAN (0 or 1), kSanitized.
 #ifndef BALLAST_TESTS_SUPPORT_SANITIZERS_H_
 #define BALLAST_TESTS_SUPPORT_SANITIZERS_H_
 
+// Clang answers by a feature, GCC by a macro.
 #ifndef __has_feature
 #define __has_feature(feature) 0
 #endif
 
+#if __has_feature(address_sanitizer) || defined(__SANITIZE_ADDRESS__)
+#define BALLAST_ASAN 1
+#else
+#define BALLAST_ASAN 0
+#endif
+#if __has_feature(thread_sanitizer) || defined(__SANITIZE_THREAD__)
+#define BALLAST_TSAN 1
+#else
+#define BALLAST_TSAN 0
+#endif
+
 namespace ballast {
 
-// Whether this program was compiled with AddressSanitizer or ThreadSanitizer, several times slower.
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer) || \
-    defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-inline constexpr bool kSanitized = true;
-#else
-inline constexpr bool kSanitized = false;
-#endif
+// Either makes a program several times slower, and has a heap of its own.
+inline constexpr bool kSanitized = BALLAST_ASAN || BALLAST_TSAN;
 
 }  // namespace ballast
 

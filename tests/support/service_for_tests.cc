@@ -47,15 +47,15 @@ ServiceForTests::ServiceForTests(Way way, server::ServerOptions options)
     : ServiceForTests(ListenIn(way, std::move(options))) {}
 
 ServiceForTests::ServiceForTests(const server::ServerOptions& options, FileSystem* file_system,
-                                 int64_t memory_bytes)
-    : engine_({.memory_limit_bytes = memory_bytes, .threads = 2, .file_system = file_system}),
+                                 int64_t memory_bytes, int threads)
+    : engine_({.memory_limit_bytes = memory_bytes, .threads = threads, .file_system = file_system}),
       server_(server::Server::Start(engine_, WithPaths(options)).value()) {
   Use(NewChannel());
 }
 
 std::shared_ptr<grpc::Channel> ServiceForTests::NewChannel() {
   if (server_->addresses().empty()) return server_->InProcessChannel();
-  return client::Connect(server_->addresses().front()).value();
+  return client::Connect(server_->addresses().front(), absl::Minutes(4)).value();
 }
 
 void ServiceForTests::Use(std::shared_ptr<grpc::Channel> channel) {

@@ -25,10 +25,10 @@ std::string Name(Way way);
 
 class ServiceForTests {
  public:
-  // `file_system` outlives it; null: the system's files.
+  // `file_system` outlives it; null: the system's files. `threads`: the engine's.
   explicit ServiceForTests(const server::ServerOptions& options = {.listen = {"127.0.0.1:0"}},
                            FileSystem* file_system = nullptr,
-                           int64_t memory_bytes = kTestMemoryBytes);
+                           int64_t memory_bytes = kTestMemoryBytes, int threads = 2);
   // Reachable in this way; `options.listen` is not used.
   explicit ServiceForTests(Way way, server::ServerOptions options = {});
 

@@ -180,7 +180,7 @@ class ClientRun : public OffloadedRun {
       client::SessionOptions options;
       options.job = spec_;
       options.rank = rank;
-      options.seal_timeout = absl::Seconds(30);  // A test that goes wrong ends, and says why.
+      options.seal_timeout = absl::Minutes(4);  // A test that goes wrong ends, and says why.
       options.weights = [this](int chunk) { return absl::MakeSpan(memory_.at(chunk)); };
       sessions_.push_back(client::Session::Open(service_.NewChannel(), std::move(options)).value());
     }

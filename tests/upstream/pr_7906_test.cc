@@ -350,7 +350,7 @@ class Pr7906SpeculationTest : public testing::TestWithParam<Through> {
     return run;
   }
 
-  const JobSpec spec_ = Spec("guesses", UpdateMode::kSpeculate);
+  const JobSpec spec_ = Spec("speculates", UpdateMode::kSpeculate);
   const StepSettings settings_ = {.scale = {.divisors = std::vector<double>(5, 1024.0)}};
   const std::unique_ptr<OffloadedRun> run_ = Start(spec_);
   const std::unique_ptr<OffloadedRun> waiting_ = Start(Spec("waits", UpdateMode::kWait));
@@ -378,7 +378,7 @@ TEST_P(Pr7906SpeculationTest, WithClippingOnAndNormsBelowItEveryChunkIsUpdatedAh
   EXPECT_EQ(run_->job().Status().speculation.redone, 0);
 }
 
-// Upstream, the rollback after a wrong guess inverts Adam and loses bits, and happens only with
+// Upstream, the rollback after a wrong speculation inverts Adam and loses bits, and happens only with
 // clipping off.
 TEST_P(Pr7906SpeculationTest, ForcedClippingAndOverflowLeaveTheBitsOfARunThatWaits) {
   for (uint64_t step = 1; step <= 40; ++step) {

@@ -64,7 +64,8 @@ absl::StatusOr<std::string> Archive::Compressed() const {
   constexpr int kGzip = 16;  // Added to the size of the window: gzip's header, not zlib's.
   if (deflateInit2(&stream, Z_BEST_COMPRESSION, Z_DEFLATED, MAX_WBITS + kGzip, 8,
                    Z_DEFAULT_STRATEGY) != Z_OK) {
-    return absl::InternalError("zlib could not begin");
+    return absl::ResourceExhaustedError(
+        "there is no memory to compress the archive with; free some and try again");
   }
   std::string out(deflateBound(&stream, tar.size()), '\0');
   stream.next_in = reinterpret_cast<Bytef*>(const_cast<char*>(tar.data()));
@@ -74,7 +75,10 @@ absl::StatusOr<std::string> Archive::Compressed() const {
   const int result = deflate(&stream, Z_FINISH);
   out.resize(stream.total_out);
   deflateEnd(&stream);
-  if (result != Z_STREAM_END) return absl::InternalError("zlib did not end");
+  if (result != Z_STREAM_END) {
+    return absl::InternalError(
+        absl::StrCat("the archive could not be compressed (code ", result, "); please report it"));
+  }
   return out;
 }
 

@@ -10,9 +10,11 @@
 #include <utility>
 
 #include "absl/strings/ascii.h"
+#include "absl/strings/escaping.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "client/cli/cli_text.h"
@@ -79,6 +81,24 @@ absl::StatusOr<std::optional<JobSpec>> FromSize(const std::string& text) {
   return spec;
 }
 
+// `said` is Protobuf's: "(PLACE) FIELD: why", where the text is JSON.
+absl::Status NoJobError(const std::string& path, const std::string& text, const std::string& said) {
+  try {
+    (void)nlohmann::json::parse(text);
+  } catch (const nlohmann::json::parse_error& error) {
+    const auto end = text.begin() + static_cast<std::ptrdiff_t>(std::min(error.byte, text.size()));
+    return absl::InvalidArgumentError(absl::StrCat(path, " is not JSON from line ",
+                                                   1 + std::count(text.begin(), end, '\n'),
+                                                   " on; correct it there"));
+  }
+  const std::string place =
+      absl::StrReplaceAll(said.substr(0, said.find(':')), {{"(", ""}, {") ", "."}, {")", ""}});
+  return absl::InvalidArgumentError(absl::StrCat(
+      path, " is no job as CreateJob takes it (ballast.v1.Job in JSON): at ",
+      absl::Utf8SafeCEscape(place),
+      " there is a field that it does not have, or a value of another type; see ballast.proto"));
+}
+
 absl::StatusOr<JobSpec> FromFile(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   if (!file) {
@@ -93,11 +113,7 @@ absl::StatusOr<JobSpec> FromFile(const std::string& path) {
   }
   v1::Job message;
   const auto parsed = google::protobuf::util::JsonStringToMessage(text, &message);
-  if (!parsed.ok()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(path, " is no job as CreateJob takes it (ballast.v1.Job in JSON): ",
-                     std::string(parsed.message())));
-  }
+  if (!parsed.ok()) return NoJobError(path, text, std::string(parsed.message()));
   if (message.name().empty()) message.set_name("jobs/plan");
   if (message.world_size() == 0) message.set_world_size(1);
   if (message.groups().empty()) message.add_groups()->set_name("all");

@@ -38,8 +38,8 @@ struct Plan {
   int64_t chunks = 0;
   int world_size = 0;
   int64_t checkpoint_bytes = 0;  // About, on the disk.
-  int64_t largest_rank_weights_bytes =
-      0;  // What a rank that speculates needs without shared memory.
+  // What a rank that speculates needs without shared memory.
+  int64_t largest_rank_weights_bytes = 0;
   int64_t limit_bytes = 0;
   int64_t previous_bytes = 0;   // What keep_previous takes,
   bool keeps_previous = false;  // which the rows have if the description says so.

@@ -8,7 +8,7 @@ import functools
 from . import _files
 from .errors import BallastError, error_of
 
-API_VERSION = 4
+API_VERSION = 6
 OK = 0
 DEADLINE_EXCEEDED = 4
 
@@ -97,6 +97,12 @@ class Summary(c.Structure):
                 ("magnitudes", c.c_int64 * 16)]
 
 
+class FirstState(c.Structure):
+    _fields_ = [("size", c.c_size_t), ("step", c.c_uint64), ("update_counts", c.POINTER(c.c_int64)),
+                ("weights", c.POINTER(c.c_void_p)), ("exp_avg", c.POINTER(c.c_void_p)),
+                ("exp_avg_sq", c.POINTER(c.c_void_p)), ("max_exp_avg_sq", c.POINTER(c.c_void_p))]
+
+
 class GradientPlace(c.Structure):
     _fields_ = [("data", c.c_void_p), ("offset", c.c_int64), ("elements", c.c_int64)]
 
@@ -105,6 +111,8 @@ class GradientTicket(c.Structure):
     _fields_ = [("session", c.c_void_p), ("parameter", c.c_size_t), ("attempt", c.c_uint64), ("final", c.c_int32)]
 
 
+# ballast_values: context, parameter, plane, offset, elements, out.
+VALUES = c.CFUNCTYPE(c.c_int32, c.c_void_p, c.c_size_t, c.c_int32, c.c_int64, c.c_int64, c.c_void_p)
 _POINTERS = c.POINTER(c.c_void_p)
 _FUNCTIONS = {
     "ballast_open": [c.POINTER(Options), _POINTERS],
@@ -114,6 +122,8 @@ _FUNCTIONS = {
     "ballast_pieces": [c.c_void_p, c.c_int32, c.POINTER(Piece), c.c_size_t, c.POINTER(c.c_size_t)],
     "ballast_place": [c.c_void_p, c.c_size_t, c.POINTER(c.c_int64), c.POINTER(c.c_int64)],
     "ballast_upload_weights": [c.c_void_p, _POINTERS, c.c_size_t],
+    "ballast_upload_state": [c.c_void_p, c.POINTER(FirstState), c.c_size_t],
+    "ballast_upload_by": [c.c_void_p, c.c_uint64, c.POINTER(c.c_int64), c.c_size_t, VALUES, c.c_void_p],
     "ballast_read_weights": [c.c_void_p],
     "ballast_gradient_memory": [c.c_void_p, c.c_int32, _POINTERS, c.POINTER(c.c_size_t)],
     "ballast_begin_step": [c.c_void_p, c.POINTER(Step)],
@@ -128,6 +138,7 @@ _FUNCTIONS = {
     "ballast_seal_and_vote": [c.c_void_p, c.c_uint32, c.POINTER(Ballot), c.POINTER(Decision)],
     "ballast_discard": [c.c_void_p],
     "ballast_receive_weights": [c.c_void_p],
+    "ballast_await_weights": [c.c_void_p, c.POINTER(c.c_size_t), c.c_size_t],
     "ballast_read_state": [c.c_void_p, c.c_size_t, c.c_int32, c.c_void_p, c.c_int64, c.POINTER(c.c_uint64),
                            c.POINTER(c.c_int64)],
     "ballast_summarise": [c.c_void_p, c.c_size_t, c.POINTER(Summary), c.c_size_t, c.POINTER(c.c_size_t),

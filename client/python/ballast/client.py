@@ -22,8 +22,8 @@ _CHANGE = ("save", "load", "import")  # Commands.
 # The tool has no number for a status: what these are known by in its line.
 _SAID = {
     UnavailableError: ("no service answers at ", "the connection to the service at "),
-    PermissionDeniedError: (" has no role of ", " takes a role of ", "the service takes calls of those only who ",
-                            "the service knows no such token", "tokens are taken over TLS"),
+    PermissionDeniedError: (" has no role of ", " takes a role of ", "the service does not know who calls",
+                            "the service knows no such token", "tokens are taken over TLS", " has no token: "),
     NotFoundError: ("there is no job ", "there is no checkpoint "),
 }
 
@@ -41,7 +41,7 @@ class Client:
 
     def jobs(self) -> list[dict[str, Any]]:
         """Each with its name, uid, phase, committed_step, world_size and memory. One whose phase is "broken" does
-        no more, and its problem says why and what to do."""
+        no more, and its problem is why and what to do."""
         return self._json("jobs")["jobs"]
 
     def job(self, name: str) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class Client:
         return self._json("load", job, *([name] if name else []))
 
     def import_weights(self, job: str, path: str) -> dict[str, Any]:
-        """Begins the job anew with the weights of Hugging Face's safetensors, in a folder or file on the service's
+        """Begins the job again with the weights of Hugging Face's safetensors, in a folder or file on the service's
         host: moments are zeros, the step is 0. The sessions of all ranks end."""
         return self._json("import", job, path)
 
@@ -101,7 +101,7 @@ class Client:
             return self._run_once(*words)
         except UnavailableError as error:
             # One that changes something was done, perhaps: it is for the caller to look.
-            if self.wait <= 0 or words[0] in _CHANGE or " that can be trusted: " in str(error):
+            if self.wait <= 0 or words[0] in _CHANGE:
                 raise
             logging.getLogger("ballast").warning("%s; this is tried again for up to %g seconds", error, self.wait)
         return self._run_once(*words, f"--wait={self.wait:g}")

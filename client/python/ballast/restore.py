@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from .client import Client
-from .errors import BallastError, FailedPreconditionError, NotFoundError, PermissionDeniedError
+from .errors import BallastError, FailedPreconditionError, NotFoundError
 from .session import Job, Session
 
 
@@ -16,9 +16,9 @@ def restore(client: Client, job: Job, addresses: list[int], uid: str, step: int,
     service has neither a job of that name with weights nor a checkpoint of that step.
 
     The job may be past that step, because the trainer died after its last checkpoint; or the service may have
-    begun anew, and know only what was saved. Then it loads its own checkpoint of that step of that job, which it
-    made when the state was taken (`Binding.save`). A job that has nothing to do with the state is left alone: the
-    session of that uid then says so."""
+    been started again, and know only what was saved. Then it loads its own checkpoint of that step of that job, which
+    it made when the state was taken (`Binding.save`). A job that has nothing to do with the state is left alone: the
+    session of that uid then fails."""
     now = next((other for other in client.jobs() if other["name"] == job.name), None)
     if now is not None and (now["uid"], now["committed_step"]) == (uid, step) and now["phase"] != "awaiting_weights":
         return uid
@@ -39,7 +39,7 @@ def restore(client: Client, job: Job, addresses: list[int], uid: str, step: int,
     if now is not None and now["phase"] != "awaiting_weights":
         client.load(job.name, of_step["name"])
         return now["uid"]
-    # A new job, which is nobody's loss if this fails.
+    # A new job, which is no loss if this fails.
     with Session(client.service, job, addresses, join_timeout=min(60.0, timeout), timeout=timeout,
                  takes_steps=False, **credentials) as session:
         made = session.job_uid
@@ -70,7 +70,7 @@ def begin_from(client: Client, job: Job, addresses: list[int], name: str, timeou
                 "there")
         return
     if not found:
-        print(f"job {job.name} begins anew: the service has no checkpoint of the name {name}", file=sys.stderr)
+        print(f"job {job.name} begins at step 0: the service has no checkpoint of the name {name}", file=sys.stderr)
         return
     with Session(client.service, job, addresses, join_timeout=min(60.0, timeout), timeout=timeout,
                  takes_steps=False, **credentials) as session:
@@ -120,19 +120,10 @@ def may_begin(client: Client, job: str, or_go_on: bool) -> bool:
         "are for a new job: give another job=, or create the optimizer again and attach() without a state")
 
 
-def begin_with(client: Client, job: Job, addresses: list[int], checkpoint: str, timeout: float,
-               credentials: dict[str, str | None]) -> None:
-    """Called by one rank before any has a session: a job that has no weights yet begins with the checkpoint at this
-    path of this host."""
-    with Session(client.service, job, addresses, join_timeout=min(60.0, timeout), timeout=timeout,
-                 takes_steps=False, **credentials) as session:
-        try:
-            session.load(checkpoint)
-        except (NotFoundError, PermissionDeniedError) as error:
-            raise type(error)(
-                f"the service does not take the moments of the state that was loaded: {error}. It must run on this "
-                "host and let this user name paths (ballastd --allow-paths); or make a checkpoint under its "
-                "--checkpoint-dir with ballast.torch.to_checkpoint and attach(resume=True)") from None
+def awaits_weights(client: Client, job: str) -> bool:
+    """Whether the job has no weights yet, or is not there."""
+    now = next((other for other in client.jobs() if other["name"] == job), None)
+    return now is None or now["phase"] == "awaiting_weights"
 
 
 def _checkpoints(client: Client, job: str) -> list[dict[str, Any]]:

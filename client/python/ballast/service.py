@@ -72,7 +72,7 @@ class Service:
             if written.endswith("\n"):
                 break
             if ended or time.monotonic() > deadline:
-                lines = self._log.read_text(errors="replace").splitlines() or ["it said nothing"]
+                lines = self._log.read_text(errors="replace").splitlines() or ["it printed nothing"]
                 self.stop()
                 raise UnavailableError(f"ballastd did not start: {lines[-1]}")
             time.sleep(0.005)
@@ -102,7 +102,7 @@ class Service:
             raise BallastError(f"the service was stopped, and its jobs were not saved: {failed}")
 
     def _wait(self, seconds: float) -> bool:
-        """Whether it has ended, or, before that, said that it does not."""
+        """Whether it has ended, or, before that, printed that it does not."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and (not self._saves or self._not_saved() is None):
             try:

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import math
 import os
+import re
 import threading
 import time
 import weakref
@@ -24,6 +25,7 @@ PLANES = {"master": 1, "exp_avg": 2, "exp_avg_sq": 3, "max_exp_avg_sq": 4}
 _REPLICATE = -1
 # A wait in the library lasts no longer, so that Python can handle signals.
 _SLICE_SECONDS = 0.1
+_SLICE_IN_WORDS = re.compile(r"\b(within|for) 100ms\b")  # As the library then says.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +135,7 @@ class Summary:
 class Session:
     """A rank of a job on the service at `service` ("host:port" or "unix:/path"). `weights` are the addresses
     at which each parameter's weights are written, its elements row-major in the group's return dtype; the
-    memory must stay until `close`. Only what this rank owns is written.
+    memory must stay until `close`, for which the session keeps `memory`. Only what this rank owns is written.
 
     while_waiting is called about every 0.1 s while a call waits for other ranks or for the service; what it raises
     ends the wait, and the session with it.
@@ -147,12 +149,12 @@ class Session:
     def __init__(self, service: str, job: Job, weights: Sequence[int | None], *, rank: int = 0,
                  job_uid: str | None = None, rejoin: bool = False, share_memory: bool = True,
                  join_timeout: float = 60.0, reconnect_timeout: float = 60.0, timeout: float = 600.0,
-                 while_waiting: Callable[[], None] | None = None, takes_steps: bool = True,
+                 while_waiting: Callable[[], None] | None = None, takes_steps: bool = True, memory: object = None,
                  tls_ca: str | None = None, tls_cert: str | None = None, tls_key: str | None = None,
                  token_file: str | None = None):
         if len(weights) != len(job.parameters):
             raise ValueError(f"{len(weights)} addresses were given for {len(job.parameters)} parameters")
-        self.job, self.rank, self.timeout = job, rank, timeout
+        self.job, self.rank, self.timeout, self._memory = job, rank, timeout, memory
         self._handle = ctypes.c_void_p()
         self._give = _native.library().ballast_give_gradient
         self._lock = threading.Lock()
@@ -201,7 +203,7 @@ class Session:
         atexit.unregister(self._at_exit)
         if running is None or not running.is_alive():
             _native.library().ballast_close(handle)
-        else:  # After Ctrl-C: nobody waits for it any more, and no call may run when a session is closed.
+        else:  # After Ctrl-C: no caller waits for it any more, and no call may run when a session is closed.
             threading.Thread(target=lambda: (running.join(), _native.library().ballast_close(handle))).start()
 
     def __enter__(self) -> Session:
@@ -219,6 +221,12 @@ class Session:
     @property
     def committed_step(self) -> int:
         return self._info().committed_step
+
+    @property
+    def generation(self) -> tuple[int, int]:
+        """Of the job, when this session was opened: (epoch, count). Once the job has a higher one the session is over."""
+        info = self._info()
+        return info.generation_epoch, info.generation
 
     @property
     def awaiting_weights(self) -> bool:
@@ -259,9 +267,48 @@ class Session:
 
     # ------------------------------------------------------------ what it does
 
-    def upload_weights(self, addresses: Sequence[int | None]) -> None:
-        """The first weights of what this rank owns, from fp32 at these addresses."""
-        self._patiently("ballast_upload_weights", self._open(), _native.pointers(list(addresses)), len(addresses))
+    def upload_weights(self, addresses: Sequence[int | None], *, memory: object = None) -> None:
+        """The first weights of what this rank owns, from fp32 at these addresses. memory: what must live as long as it
+        is read, also where this call is interrupted."""
+        self._patiently("ballast_upload_weights", self._open(), _native.pointers(list(addresses)), len(addresses),
+                        keep=memory)
+
+    def upload_state(self, step: int, update_counts: Sequence[int],
+                     planes: dict[str, Sequence[int | None]], *, memory: object = None) -> None:
+        """The same with moments: the job begins at `step`, as another optimizer left it. update_counts: of each
+        parameter, 0 of a frozen one. planes: by PLANES the addresses as for `upload_weights`; None: zeros. All ranks
+        give the same state."""
+        of = {plane: _native.pointers(list(planes[plane])) for plane in PLANES}
+        state = _native.sized(_native.FirstState, step=step,
+                              update_counts=(ctypes.c_int64 * len(update_counts))(*update_counts),
+                              weights=of["master"], exp_avg=of["exp_avg"], exp_avg_sq=of["exp_avg_sq"],
+                              max_exp_avg_sq=of["max_exp_avg_sq"])
+        self._patiently("ballast_upload_state", self._open(), ctypes.byref(state), len(update_counts), keep=memory)
+
+    def upload_by(self, write: Callable[[int, str, int, int, int], None], *, step: int = 0,
+                  update_counts: Sequence[int] = ()) -> None:
+        """The first weights of what this rank owns, or with a step the first state, of values that are not all in
+        memory at once. write(parameter, plane, offset, elements, address) puts elements [offset, offset + elements) of
+        what this rank has of the parameter, row-major in fp32, to the address; it is called by another thread, in the
+        order of declaration, and again for what a broken connection has lost. What it raises ends the upload, and is
+        raised."""
+        planes = {number: name for name, number in PLANES.items()}
+        raised: list[BaseException] = []
+
+        def values(_, parameter: int, plane: int, offset: int, elements: int, address: int) -> int:
+            try:
+                write(parameter, planes[plane], offset, elements, address)
+            except BaseException as error:
+                raised.append(error)
+            return len(raised)
+
+        counts = (ctypes.c_int64 * len(update_counts))(*update_counts)
+        try:
+            self._patiently("ballast_upload_by", self._open(), step, counts, len(counts), _native.VALUES(values), None)
+        except BallastError:
+            if raised:
+                raise raised[0] from None
+            raise
 
     def read_weights(self) -> None:
         """The committed weights, to the addresses given at the start."""
@@ -396,6 +443,11 @@ class Session:
         """Returns when this rank's weights of the decided step are in place."""
         self._wait("ballast_receive_weights")
 
+    def await_weights(self, parameters: Sequence[int]) -> None:
+        """Returns when the weights of these parameters of the decided step are in place, while others may still come;
+        `receive_weights` ends the step all the same."""
+        self._wait("ballast_await_weights", (ctypes.c_size_t * len(parameters))(*parameters), len(parameters))
+
     def save(self, directory: str) -> None:
         """Between steps, to a directory on the service's host."""
         self._patiently("ballast_save", self._open(), directory.encode())
@@ -453,13 +505,13 @@ class Session:
         finally:
             self._calling = False
 
-    def _patiently(self, name: str, *arguments) -> None:
+    def _patiently(self, name: str, *arguments, keep: object = None) -> None:
         """A call that may wait long, and not in slices: in a thread, beside which Python sees signals. The
         interpreter does not end before the call, which its own time limit ends: the library must not be left
-        in the middle of a call."""
+        in the middle of a call. Until then the thread has what is to be kept."""
         errors = []
 
-        def run():
+        def run(_kept=keep):
             try:
                 _native.call(name, *arguments)
             except BallastError as error:
@@ -482,9 +534,9 @@ class Session:
         while True:
             try:
                 return self._call(name, *arguments)
-            except DeadlineError:
+            except DeadlineError as error:
                 if time.monotonic() >= deadline:
-                    raise
+                    raise DeadlineError(_SLICE_IN_WORDS.sub(rf"\1 {self.timeout:g} s", str(error))) from None
                 self._while_waiting()
 
     def _list(self, kind, name: str, which: int):

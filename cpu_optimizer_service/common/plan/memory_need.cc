@@ -39,11 +39,11 @@ int64_t SlotBytes(int64_t elements, int planes) {
   return (bytes + (bytes >= kLargePlaneBytes ? kPlaneGapBytes : 0)) * planes;
 }
 
+int PlanesOf(const GroupSpec& group) { return group.hyper_parameters.amsgrad ? 4 : 3; }
+
 std::vector<int> PlanesByGroup(const JobSpec& spec) {
   std::vector<int> planes;
-  for (const GroupSpec& group : spec.groups) {
-    planes.push_back(group.hyper_parameters.amsgrad ? 4 : 3);
-  }
+  for (const GroupSpec& group : spec.groups) planes.push_back(PlanesOf(group));
   return planes;
 }
 
@@ -98,8 +98,8 @@ MemoryNeed NeedOf(const JobSpec& spec, const Layout& layout) {
   need.gradient_bytes = GradientBytes(spec, layout);
   need.accumulator_bytes = AccumulatorBytes(spec, layout);
   if (spec.update_mode == UpdateMode::kSpeculate) {
-    constexpr int64_t kTableBytesOfChunk =
-        384;  // The provisional update, its task, its second version.
+    // The provisional update, its task, its second version.
+    constexpr int64_t kTableBytesOfChunk = 384;
     need.speculation_bytes =
         need.state_bytes + kTableBytesOfChunk * static_cast<int64_t>(layout.chunks().size());
   }

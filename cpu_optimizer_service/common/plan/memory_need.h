@@ -1,4 +1,4 @@
-// What a job takes of a service's memory. The engine allocates by these, and whoever plans a job
+// What a job takes of a service's memory. The engine allocates by these, and a user who plans a job
 // asks the same.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_PLAN_MEMORY_NEED_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_PLAN_MEMORY_NEED_H_
@@ -32,8 +32,9 @@ inline constexpr int64_t kArenaAlignment = 64;
 inline constexpr int64_t AlignUp(int64_t bytes) {
   return (bytes + kArenaAlignment - 1) / kArenaAlignment * kArenaAlignment;
 }
-int64_t SlotBytes(int64_t elements, int planes);                         // One version of a chunk.
-std::vector<int> PlanesByGroup(const JobSpec& spec);                     // 3, or 4 with amsgrad.
+int64_t SlotBytes(int64_t elements, int planes);  // One version of a chunk.
+int PlanesOf(const GroupSpec& group);             // 3, or 4 with amsgrad.
+std::vector<int> PlanesByGroup(const JobSpec& spec);
 int64_t StateBytes(const Layout& layout, absl::Span<const int> planes);  // All chunks.
 int64_t GradientBytes(const JobSpec& spec, const Layout& layout);
 int64_t AccumulatorBytes(const JobSpec& spec, const Layout& layout);

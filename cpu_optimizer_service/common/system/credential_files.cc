@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <ctime>
 #include <memory>
 #include <vector>
 
@@ -65,6 +66,13 @@ absl::Status CheckTimes(const Certificate& certificate, const std::string& path)
   return Wrong(path, absl::StrCat("is a certificate that expired at ", Text(end), "; renew it"));
 }
 
+// 0: it says nothing that can be read.
+int64_t ExpiryOf(const Certificate& certificate) {
+  tm time = {};
+  if (ASN1_TIME_to_tm(X509_get0_notAfter(certificate.get()), &time) != 1) return 0;
+  return timegm(&time);
+}
+
 std::vector<Certificate> CertificatesIn(const std::string& contents) {
   const Bytes bytes = BytesOf(contents);
   std::vector<Certificate> found;
@@ -75,7 +83,7 @@ std::vector<Certificate> CertificatesIn(const std::string& contents) {
   return found;
 }
 
-// A key with a passphrase is none here: nobody is there to type it.
+// A key with a passphrase is none here: no person is there to type it.
 int NoPassphrase(char*, int, int, void*) { return 0; }
 
 }  // namespace
@@ -87,6 +95,12 @@ absl::StatusOr<std::string> ReadCredentialFile(const std::string& path, Others o
     return Wrong(path, absl::StrCat("cannot be read: ", std::strerror(errno)));
   }
   if (!S_ISREG(status.st_mode)) return Wrong(path, "is no file");
+  // The owner may read and replace it, whatever its mode. Kubernetes' are root's.
+  if (others == Others::kMayDoNothing && status.st_uid != 0 && status.st_uid != geteuid()) {
+    return Wrong(path,
+                 absl::StrCat("belongs to user ", status.st_uid,
+                              ", and must belong to this user or to root: chown ", geteuid()));
+  }
   if (others == Others::kMayDoNothing && (status.st_mode & S_IRWXO) != 0) {
     return Wrong(path,
                  "can be read by other users; take that from them: chmod o= (in Kubernetes: "
@@ -126,7 +140,11 @@ absl::StatusOr<KeyPair> ReadKeyPair(const std::string& certificate, const std::s
   }
   const bool match = X509_check_private_key(certificates.front().get(), private_key.get()) == 1;
   ERR_clear_error();
-  if (match) return KeyPair{.certificate = chain, .key = secret};
+  if (match) {
+    return KeyPair{.certificate = chain,
+                   .key = secret,
+                   .expires_unix_seconds = ExpiryOf(certificates.front())};
+  }
   return Wrong(key, absl::StrCat("is not the key of the certificate in ", certificate,
                                  "; give the two that were made together"));
 }

@@ -14,7 +14,7 @@ namespace ballast {
 
 enum class Others : uint8_t {
   kMayRead,       // And may not write.
-  kMayDoNothing,  // The file's group may read it, others may not.
+  kMayDoNothing,  // The file's group may read it, others may not. Its owner is this user or root.
 };
 
 // The contents of a regular file of at most 1 MiB, which nobody but its owner may write.
@@ -23,6 +23,7 @@ absl::StatusOr<std::string> ReadCredentialFile(const std::string& path, Others o
 struct KeyPair {
   std::string certificate;  // A chain.
   std::string key;
+  int64_t expires_unix_seconds = 0;  // The first certificate.
 };
 // The contents of a file that begins with a certificate that is valid now, and of one that others
 // may not read, with the key of that certificate.

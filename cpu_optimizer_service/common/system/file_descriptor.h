@@ -21,7 +21,7 @@ class FileDescriptor {
     if (number_ >= 0) close(number_);
   }
   int number() const { return number_; }
-  // Whoever gets the number closes it.
+  // The caller gets the number, and closes it.
   int Release() { return std::exchange(number_, -1); }
   explicit operator bool() const { return number_ >= 0; }
 

@@ -1,7 +1,7 @@
 // A few threads for work that would hold up the thread that has it to do. They are started when
 // there is work, and stay.
 //
-// Those of Priority::kLowest leave the processors to whoever else wants them. Where those are wanted
+// Those of Priority::kLowest leave the processors to other threads. Where those are wanted
 // without a pause, each still has 1.4% of one (nice 19 against nice 0: weights 15 and 1024), so that
 // its work ends. What they run must hold no lock that others wait for: it might hold it long.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_HELPER_THREADS_H_

@@ -36,8 +36,8 @@ int PopulatePages(std::byte* memory, size_t bytes, size_t piece_bytes) {
     }
   };
   const size_t pieces = (bytes + piece_bytes - 1) / piece_bytes;
-  const size_t threads = std::min<size_t>(
-      {pieces, kMostThreads, std::max(1u, std::thread::hardware_concurrency())});
+  const size_t threads =
+      std::min<size_t>({pieces, kMostThreads, std::max(1u, std::thread::hardware_concurrency())});
   std::vector<std::thread> others;
   for (size_t i = 1; i < threads; ++i) others.emplace_back(work);
   work();

@@ -1,4 +1,4 @@
-// The time by which waits are measured: nobody sets it, unlike the time of day.
+// The time by which waits are measured: it is never set, unlike the time of day.
 #ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_STEADY_TIME_H_
 #define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_SYSTEM_STEADY_TIME_H_
 

@@ -1,4 +1,4 @@
-// The status page: asks the service once a second while somebody looks, and shows what it says.
+// The status page: asks the service once a second while the page is visible, and shows what it says.
 // "/" lists the jobs, "/?job=NAME" shows one.
 import { JobView } from "./job.js";
 import { spark } from "./charts.js";

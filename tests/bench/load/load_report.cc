@@ -135,7 +135,7 @@ void AddMemory(const LoadOptions& options, const LoadResult& result, Json& info)
   info["admitted_bytes_per_parameter"] = static_cast<double>(total) / parameters;
 }
 
-void AddGuesses(const LoadResult& result, Json& info) {
+void AddSpeculation(const LoadResult& result, Json& info) {
   int64_t speculated = 0, published = 0, redone = 0;
   std::string unavailable;
   for (const v1::Job& job : result.jobs) {
@@ -164,7 +164,7 @@ Figures FiguresOf(const LoadOptions& options, const LoadResult& result) {
   info["clip_coefficient"] = last.clip_coefficient;
   AddUsage(options, result, info);
   AddMemory(options, result, info);
-  AddGuesses(result, info);
+  AddSpeculation(result, info);
   return figures;
 }
 

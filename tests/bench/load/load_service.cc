@@ -85,7 +85,7 @@ class OwnProcess final : public LoadService {
 
   ~OwnProcess() override {
     if (pid_ > 0) {
-      kill(pid_, SIGKILL);  // It holds nothing that anybody wants.
+      kill(pid_, SIGKILL);  // It holds nothing that is kept.
       waitpid(pid_, nullptr, 0);
     }
     std::error_code ignored;
@@ -125,7 +125,8 @@ class OwnProcess final : public LoadService {
     pid_ = fork();
     if (pid_ < 0) return absl::ErrnoToStatus(errno, "cannot start ballastd");
     if (pid_ > 0) return absl::OkStatus();
-    // The child: it ends with its parent, however that ends.
+    // The child: it ends with its parent, however that ends. tests/support/processes.h needs
+    // GoogleTest, which no benchmark has.
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (getppid() != parent) _exit(127);
     const int fd = open(log.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
@@ -151,7 +152,7 @@ class OwnProcess final : public LoadService {
 
   std::string LastLine() const {
     std::ifstream file(folder_ + "/log");
-    std::string last = "it said nothing";
+    std::string last = "it printed nothing";
     for (std::string line; std::getline(file, line);) {
       if (!line.empty()) last = line;
     }

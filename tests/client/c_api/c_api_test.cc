@@ -411,6 +411,129 @@ TEST_F(CApi, AParameterWithoutGradientFollowsThePolicy) {
   EXPECT_NE(torch.weights()[0][0], FirstWeight(0, 0));
 }
 
+TEST_F(CApi, AJobGoesOnFromTheStateOfAnotherOptimizer) {
+  CRank rank("goes-on", service());
+  const_cast<ballast_group*>(rank.job().groups)[1].hyper_parameters.amsgrad = 1;
+  ASSERT_EQ(rank.Open(), BALLAST_OK) << ballast_message();
+  std::vector<std::vector<float>> planes;
+  for (const float value : {0.5f, 0.25f, 0.125f, 2.0f}) planes.emplace_back(600, value);
+  std::vector<const float*> of[4];
+  for (size_t plane = 0; plane < 4; ++plane) {
+    for (int p = 0; p < kParameters; ++p) {
+      of[plane].push_back(p == kFrozen ? nullptr : planes[plane].data());
+    }
+  }
+  of[1][1] = of[2][1] = nullptr;  // Has had no update.
+  const int64_t counts[kParameters] = {9, 0, 0, 8};
+  ballast_first_state state = {.size = sizeof(state),
+                               .step = 9,
+                               .update_counts = counts,
+                               .weights = of[0].data(),
+                               .exp_avg = of[1].data(),
+                               .exp_avg_sq = of[2].data(),
+                               .max_exp_avg_sq = nullptr};
+  EXPECT_EQ(ballast_upload_state(rank.session(), &state, kParameters), BALLAST_INVALID_ARGUMENT);
+  EXPECT_THAT(ballast_message(), HasSubstr("max_exp_avg_sq is null"));
+  state.max_exp_avg_sq = of[3].data();
+  EXPECT_EQ(ballast_upload_state(rank.session(), &state, 3), BALLAST_INVALID_ARGUMENT);
+  state.step = 8;
+  EXPECT_EQ(ballast_upload_state(rank.session(), &state, kParameters), BALLAST_INVALID_ARGUMENT);
+  EXPECT_THAT(ballast_message(), HasSubstr("has 9 updates of p0; it may have 0 to 8"));
+  state.step = 9;
+  ASSERT_EQ(ballast_upload_state(rank.session(), &state, kParameters), BALLAST_OK)
+      << ballast_message();
+  ASSERT_EQ(ballast_read_weights(rank.session()), BALLAST_OK) << ballast_message();
+  EXPECT_EQ(rank.Info().committed_step, 9u);
+  EXPECT_EQ(rank.weights()[3], std::vector<float>(300, 0.5f));
+  const auto expect = [&](size_t parameter, int32_t plane, float value, int64_t updates) {
+    std::vector<float> read(Elements(static_cast<int>(parameter)));
+    uint64_t step = 0;
+    int64_t count = -1;
+    ASSERT_EQ(ballast_read_state(rank.session(), parameter, plane, read.data(),
+                                 static_cast<int64_t>(read.size()), &step, &count),
+              BALLAST_OK)
+        << ballast_message();
+    EXPECT_EQ(read, std::vector<float>(read.size(), value)) << parameter << " plane " << plane;
+    EXPECT_EQ(step, 9u);
+    EXPECT_EQ(count, updates);
+  };
+  expect(0, BALLAST_MASTER, 0.5f, 9);
+  expect(0, BALLAST_EXP_AVG, 0.25f, 9);
+  expect(0, BALLAST_EXP_AVG_SQ, 0.125f, 9);
+  expect(1, BALLAST_EXP_AVG, 0, 0);
+  expect(1, BALLAST_EXP_AVG_SQ, 0, 0);
+  expect(3, BALLAST_EXP_AVG_SQ, 0.125f, 8);
+  expect(3, BALLAST_MAX_EXP_AVG_SQ, 2.0f, 8);
+  EXPECT_EQ(ballast_upload_state(rank.session(), &state, kParameters), BALLAST_FAILED_PRECONDITION);
+  rank.Step(10);
+}
+
+// What a caller of ballast_upload_by has, and where it gives up.
+struct Written {
+  int calls = 0;
+  int ends_at = -1;
+  std::vector<std::string> out_of_order = {};
+  size_t parameter = 0;
+};
+
+int32_t Write(void* context, size_t parameter, int32_t plane, int64_t offset, int64_t elements,
+              float* out) {
+  auto& written = *static_cast<Written*>(context);
+  if (written.calls++ == written.ends_at) return 7;
+  if (parameter < written.parameter) written.out_of_order.push_back(absl::StrCat("p", parameter));
+  written.parameter = parameter;
+  for (int64_t e = 0; e < elements; ++e) {
+    out[e] = plane == BALLAST_MASTER ? FirstWeight(static_cast<int>(parameter), offset + e)
+                                     : 0.25f * static_cast<float>(plane);
+  }
+  return 0;
+}
+
+TEST_F(CApi, UploadsWhatAFunctionWrites) {
+  CRank rank("by-function", service());
+  ASSERT_EQ(rank.Open(), BALLAST_OK) << ballast_message();
+  EXPECT_EQ(ballast_upload_by(rank.session(), 0, nullptr, 0, nullptr, nullptr),
+            BALLAST_INVALID_ARGUMENT);
+  EXPECT_THAT(ballast_message(), HasSubstr("values is null"));
+  Written ended = {.ends_at = 2};
+  EXPECT_EQ(ballast_upload_by(rank.session(), 0, nullptr, 0, Write, &ended), BALLAST_CANCELLED);
+  EXPECT_THAT(ballast_message(), HasSubstr("returned 7"));
+  EXPECT_EQ(ended.calls, 3);
+  Written written;
+  ASSERT_EQ(ballast_upload_by(rank.session(), 0, nullptr, 0, Write, &written), BALLAST_OK)
+      << ballast_message();
+  EXPECT_GE(written.calls, 4);  // Chunks are smaller than the parameters.
+  EXPECT_THAT(written.out_of_order, testing::IsEmpty());
+  ASSERT_EQ(ballast_read_weights(rank.session()), BALLAST_OK) << ballast_message();
+  for (const int p : {0, 1, 3}) {
+    for (int64_t e = 0; e < Elements(p); ++e) ASSERT_EQ(rank.weights()[p][e], FirstWeight(p, e));
+  }
+}
+
+TEST_F(CApi, UploadsMomentsThatAFunctionWrites) {
+  CRank rank("moments-by-function", service());
+  ASSERT_EQ(rank.Open(), BALLAST_OK) << ballast_message();
+  Written written;
+  const int64_t counts[kParameters] = {9, 0, 0, 8};
+  EXPECT_EQ(ballast_upload_by(rank.session(), 9, nullptr, kParameters, Write, &written),
+            BALLAST_INVALID_ARGUMENT);
+  EXPECT_EQ(ballast_upload_by(rank.session(), 9, counts, 3, Write, &written),
+            BALLAST_INVALID_ARGUMENT);
+  ASSERT_EQ(ballast_upload_by(rank.session(), 9, counts, kParameters, Write, &written), BALLAST_OK)
+      << ballast_message();
+  ASSERT_EQ(ballast_read_weights(rank.session()), BALLAST_OK) << ballast_message();
+  EXPECT_EQ(rank.Info().committed_step, 9u);
+  std::vector<float> read(Elements(3));
+  uint64_t step = 0;
+  int64_t updates = 0;
+  ASSERT_EQ(ballast_read_state(rank.session(), 3, BALLAST_EXP_AVG_SQ, read.data(),
+                               static_cast<int64_t>(read.size()), &step, &updates),
+            BALLAST_OK)
+      << ballast_message();
+  EXPECT_EQ(read, std::vector<float>(300, 0.75f));
+  EXPECT_EQ(updates, 8);
+}
+
 TEST_F(CApi, AParameterOfNoElementsNeedsNoMemory) {
   CRank rank("empty", service());
   const int64_t empty[] = {0, 4};
@@ -662,6 +785,30 @@ TEST_F(CApi, RefusesWhatCannotBe) {
           "group no_decay has dtype 7");
   refused([](CRank& r) { const_cast<void**>(r.options().weights)[1] = nullptr; },
           "no place for parameter p1");
+}
+
+TEST_F(CApi, WeightsAreAwaitedByParameter) {
+  CRank rank("layers", service()), reference("whole", service());
+  rank.OpenWithWeights();
+  reference.OpenWithWeights();
+  const size_t all[] = {3, 0, kFrozen, 1}, none = kParameters;
+  for (uint64_t step = 1; step <= 3; ++step) {
+    reference.Step(step);
+    ASSERT_EQ(rank.Begin(), BALLAST_OK) << ballast_message();
+    EXPECT_EQ(ballast_await_weights(rank.session(), all, 1), BALLAST_FAILED_PRECONDITION);
+    ASSERT_EQ(rank.PushAll(step), BALLAST_OK) << ballast_message();
+    ASSERT_EQ(ballast_seal_and_vote(rank.session(), 1, nullptr, &rank.decision), BALLAST_OK);
+    for (const size_t& p : all) {
+      ASSERT_EQ(ballast_await_weights(rank.session(), &p, 1), BALLAST_OK) << ballast_message();
+      if (p != kFrozen) EXPECT_EQ(rank.weights()[p], reference.weights()[p]);
+    }
+    EXPECT_EQ(ballast_await_weights(rank.session(), all, kParameters), BALLAST_OK);
+    EXPECT_EQ(ballast_await_weights(rank.session(), &none, 1), BALLAST_INVALID_ARGUMENT);
+    EXPECT_THAT(ballast_message(), HasSubstr("there is no parameter 4 of 4"));
+    EXPECT_EQ(rank.Begin(), BALLAST_FAILED_PRECONDITION);  // The step has not ended.
+    ASSERT_EQ(ballast_receive_weights(rank.session()), BALLAST_OK) << ballast_message();
+  }
+  EXPECT_EQ(ballast_await_weights(rank.session(), nullptr, 0), BALLAST_INVALID_ARGUMENT);
 }
 
 TEST_F(CApi, RefusesCallsOutOfTurnAndGoesOn) {

@@ -2,11 +2,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
@@ -17,6 +20,7 @@
 #include "client/ballast.h"
 #include "tests/support/processes.h"
 #include "tests/support/service_for_tests.h"
+#include "tests/support/threads.h"
 
 namespace ballast::client {
 namespace {
@@ -31,6 +35,13 @@ constexpr int kFrozen = 2;
 float Value(uint64_t step, uint32_t micro_step, int parameter, int64_t element) {
   return 0.03f *
          static_cast<float>((step * 13 + micro_step * 7 + parameter * 17 + element * 5) % 89 - 44);
+}
+
+template <typename Call>
+void UntilDone(const Call& call) {
+  int32_t status = BALLAST_DEADLINE_EXCEEDED;
+  while (status == BALLAST_DEADLINE_EXCEEDED) status = call();
+  EXPECT_EQ(status, BALLAST_OK) << ballast_message();
 }
 
 class Rank {
@@ -101,12 +112,12 @@ class Rank {
     }
     return gradients_[parameter].data();
   }
+  // However long it takes: a test's wait_seconds may be short.
   void Decide(uint32_t micro_steps) {
     ballast_decision decision = {.size = sizeof(decision)};
-    ASSERT_EQ(ballast_seal_and_vote(session_, micro_steps, nullptr, &decision), BALLAST_OK)
-        << ballast_message();
+    UntilDone([&] { return ballast_seal_and_vote(session_, micro_steps, nullptr, &decision); });
     ASSERT_TRUE(decision.applied) << ballast_message();
-    ASSERT_EQ(ballast_receive_weights(session_), BALLAST_OK) << ballast_message();
+    UntilDone([&] { return ballast_receive_weights(session_); });
   }
   // The reference: the gradients of `given` at once.
   void StepAtOnce(uint64_t step, const std::vector<std::vector<int>>& given) {
@@ -251,9 +262,7 @@ TEST_F(CGradients, ATicketOfAnEarlierAttemptDoesNothing) {
     std::memcpy(places[i].data, gradient + places[i].offset, places[i].elements * sizeof(float));
   }
   ballast_gradient_written(&now);
-  int32_t ended = BALLAST_DEADLINE_EXCEEDED;
-  while (ended == BALLAST_DEADLINE_EXCEEDED) ended = ballast_end_gradients(rank.session(), 0, 0);
-  ASSERT_EQ(ended, BALLAST_OK) << ballast_message();
+  UntilDone([&] { return ballast_end_gradients(rank.session(), 0, 0); });
   rank.Decide(1);
   at_once.StepAtOnce(1, {{0}});
   ExpectSameBits(rank, at_once);
@@ -342,9 +351,7 @@ TEST_F(CGradients, AllAtOnceGoOnAfterATimeout) {
     std::memcpy(places[i].data, gradient + places[i].offset, places[i].elements * sizeof(float));
   }
   ballast_gradient_written(&ticket);
-  int32_t pushed = BALLAST_DEADLINE_EXCEEDED;
-  while (pushed == BALLAST_DEADLINE_EXCEEDED) pushed = push();
-  ASSERT_EQ(pushed, BALLAST_OK) << ballast_message();
+  UntilDone(push);
   EXPECT_EQ(push(), BALLAST_INVALID_ARGUMENT);
   EXPECT_THAT(ballast_message(), HasSubstr("micro-step 0 was ended already"));
   rank.Decide(1);
@@ -388,13 +395,109 @@ TEST(CGradientsHalfGiven, GoOnWithTheSameCallOnly) {
   EXPECT_EQ(ballast_gradient_places(rank.session(), 0, 1, places.data(), 8, &count, &attempt),
             BALLAST_INVALID_ARGUMENT);
   ballastd.Signal(SIGCONT);
-  int32_t pushed = BALLAST_DEADLINE_EXCEEDED;
-  while (pushed == BALLAST_DEADLINE_EXCEEDED) pushed = push();
-  ASSERT_EQ(pushed, BALLAST_OK) << ballast_message();
+  UntilDone(push);
   rank.Decide(1);
   at_once.StepAtOnce(0, {{0, 2, 3}});
   ExpectSameBits(rank, at_once);
 }
+
+// A call on a thread of its own, which waits, or has ended, when this is constructed.
+class WaitingCall {
+ public:
+  explicit WaitingCall(std::function<int32_t()> call)
+      : thread_([this, call = std::move(call)] {
+          thread_id_ = gettid();
+          status_ = call();
+          ended_ = true;
+        }) {
+    while (!ended_ && !ThreadSleeps(thread_id_)) std::this_thread::yield();
+  }
+  ~WaitingCall() {
+    if (thread_.joinable()) thread_.join();
+  }
+  int32_t Result() {
+    thread_.join();
+    return status_;
+  }
+
+ private:
+  std::atomic<pid_t> thread_id_ = 0;
+  std::atomic<bool> ended_ = false;
+  int32_t status_ = 0;
+  std::thread thread_;
+};
+
+// An end that did not see them would wait for an hour.
+TEST_F(CGradients, AnEndSeesWhatAnotherThreadGivesOrDiscardsMeanwhile) {
+  Rank rank("meanwhile", service(), true, 0, 1, /*wait_seconds=*/3600);
+  const auto end = [&] { return ballast_end_gradients(rank.session(), 0, 0); };
+  const auto take_places = [&] {
+    size_t count = 0;
+    uint64_t attempt = 0;
+    ASSERT_EQ(ballast_gradient_places(rank.session(), 0, 0, nullptr, 0, &count, &attempt),
+              BALLAST_OK)
+        << ballast_message();
+  };
+  rank.Begin();
+  take_places();
+  WaitingCall discarded(end);
+  ASSERT_EQ(ballast_discard(rank.session()), BALLAST_OK) << ballast_message();
+  EXPECT_EQ(discarded.Result(), BALLAST_FAILED_PRECONDITION);
+  rank.Begin();
+  take_places();
+  WaitingCall ended(end);
+  ASSERT_EQ(ballast_give_gradient(rank.session(), 0, 0, nullptr, 0), BALLAST_OK)
+      << ballast_message();
+  EXPECT_EQ(ended.Result(), BALLAST_OK);
+  rank.Decide(1);
+}
+
+// While one thread waits for a service that takes nothing, and another for the first one's lock: a
+// callback of CUDA must not wait for them.
+TEST(CGradientsWritten, AreToldWithoutAWait) {
+  Ballastd ballastd(BALLASTD_PATH, {"--listen=127.0.0.1:0", "--holder=none"});
+  const std::string service = ballastd.Address();
+  ASSERT_NE(service, "") << ballastd.Errors();
+  const int64_t more_than_the_window = 24'000'000;
+  Rank rank("written", service, /*shares=*/false, 0, 1, /*wait_seconds=*/3600,
+            {1000, more_than_the_window});
+  rank.Begin();
+  ballast_gradient_ticket ticket = {.session = rank.session(), .parameter = 0};
+  size_t count = 0;
+  ASSERT_EQ(ballast_gradient_places(rank.session(), 0, 0, nullptr, 0, &count, &ticket.attempt),
+            BALLAST_OK)
+      << ballast_message();
+  const void* const large = rank.Gradient(0, 0, 1);
+  ballastd.Signal(SIGSTOP);
+  WaitingCall give([&] { return ballast_give_gradient(rank.session(), 0, 1, large, 0); });
+  WaitingCall end([&] { return ballast_end_gradients(rank.session(), 0, 0); });
+  ballast_gradient_written(&ticket);
+  ballastd.Signal(SIGCONT);
+  EXPECT_EQ(give.Result(), BALLAST_OK);
+  EXPECT_EQ(end.Result(), BALLAST_OK);
+  rank.Decide(1);
+}
+
+// The thread behind ballast_gradient_written waits for a service that is silent, and longer than
+// this test may take.
+TEST(CGradientsWritten, AreNotWaitedForByAClose) {
+  Ballastd ballastd(BALLASTD_PATH, {"--listen=127.0.0.1:0", "--holder=none"});
+  const std::string service = ballastd.Address();
+  ASSERT_NE(service, "") << ballastd.Errors();
+  const int64_t more_than_the_window = 24'000'000;
+  Rank rank("close", service, /*shares=*/false, 0, 1, /*wait_seconds=*/3600,
+            {more_than_the_window});
+  rank.Begin();
+  ballast_gradient_ticket ticket = {.session = rank.session(), .parameter = 0};
+  size_t count = 0;
+  ASSERT_EQ(ballast_gradient_places(rank.session(), 0, 0, nullptr, 0, &count, &ticket.attempt),
+            BALLAST_OK)
+      << ballast_message();
+  ballastd.Signal(SIGSTOP);
+  ballast_gradient_written(&ticket);
+  // Nothing shows that it waits. Were this too short, the test would find less, and not fail.
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));
+}  // Closes the session.
 
 // A step of chunks that are copied here.
 void PushChunks(Rank& rank, const std::vector<std::vector<float>>& gradients) {

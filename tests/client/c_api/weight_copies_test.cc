@@ -56,6 +56,38 @@ TEST(WeightCopies, FinishWhenWhatIsUnderWayHasEnded) {
   EXPECT_TRUE(ended);
 }
 
+TEST(WeightCopies, FinishWhatIsAskedForAndLeaveTheRest) {
+  std::vector<int> copied;
+  CopyThreads threads(1);
+  WeightCopies copies(threads, 4, 0, [&](int chunk) { copied.push_back(chunk); });
+  for (const int chunk : {0, 1, 2, 3}) copies.Add(chunk);
+  copies.Finish({2, 1});
+  EXPECT_EQ(copied, std::vector<int>({2, 1}));
+  copies.Finish({2});
+  copies.Finish();
+  EXPECT_EQ(copied, std::vector<int>({2, 1, 3, 0}));
+}
+
+TEST(WeightCopies, WaitForWhatIsAskedForAndForNothingElse) {
+  std::latch begun(2), may_end(1);
+  std::atomic<bool> ended = false;
+  CopyThreads threads(2);
+  WeightCopies copies(threads, 2, kLarge, [&](int chunk) {
+    begun.count_down();
+    if (chunk == 0) return may_end.wait();
+    begun.wait();
+    for (int i = 0; i < 1000; ++i) std::this_thread::yield();
+    ended = true;
+  });
+  copies.Add(0);
+  copies.Add(1);
+  begun.wait();
+  copies.Finish({1});
+  EXPECT_TRUE(ended);
+  may_end.count_down();
+  copies.Finish();
+}
+
 TEST(WeightCopies, StoppedCopyNothingAnyMore) {
   std::atomic<int> begun = 0, ended = 0;
   std::latch copying(1), stopping(1);

@@ -1,20 +1,29 @@
 // The `ballast` binary with the `ballastd` binary, as a user runs them.
 #include <gmock/gmock.h>
+#include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cstring>
 #include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
+#include "ballast/v1/ballast.grpc.pb.h"
 #include "client/connect.h"
 #include "tests/client/job_for_tests.h"
 #include "tests/client/session/rank_for_tests.h"
+#include "tests/support/eventually.h"
 #include "tests/support/processes.h"
 
 namespace ballast::client {
@@ -23,6 +32,7 @@ namespace {
 using json = nlohmann::ordered_json;  // As printed.
 using testing::AllOf;
 using testing::HasSubstr;
+using testing::Not;
 
 const std::string kBin = BALLAST_BIN_DIR;
 
@@ -215,6 +225,7 @@ TEST_F(CliTest, CloseOfAJobInTrainingIsRefusedInOneLine) {
   EXPECT_EQ(Json({"job", "gpt"})["committed_step"], 1);
   EXPECT_THAT(Failure({"close", "gtp"}), HasSubstr("did you mean gpt?"));
   rank_.reset();  // It leaves.
+  ASSERT_TRUE(Eventually([&] { return Json({"job", "gpt"})["ranks"][0]["attached"] == false; }));
   EXPECT_EQ(Json({"close", "gpt"})["closed"], true);
 }
 
@@ -260,6 +271,23 @@ TEST_F(CliTest, UndoGoesBackAStepOfAJobThatKeepsIt) {
   ASSERT_TRUE((*rank)->Step(1, {}).ok());
   EXPECT_THAT(Text({"undo", "kept"}),
               HasSubstr("step 2 of job kept undone; the job is at step 1; the workers' streams"));
+}
+
+TEST_F(CliTest, PlanSaysWhereAFileIsNoJob) {
+  const std::string file = directory_ + "/job.json";
+  const auto plan = [&](const std::string& text) {
+    std::ofstream(file) << text;
+    const ProcessResult result = Ballast({"plan", file, "--memory=1GiB"});
+    EXPECT_EQ(result.exit_code, 2);
+    return result.error;
+  };
+  EXPECT_THAT(plan("{\n\"name\": \"jobs/a\",\n!\n}"),
+              HasSubstr("job.json is not JSON from line 3 on; correct it there"));
+  EXPECT_THAT(plan(R"({"parameters": [{"name": "w", "shpae": [3]}]})"),
+              AllOf(HasSubstr("at parameters[0].shpae there is a field that it does not have"),
+                    Not(HasSubstr("Cannot find field"))));
+  EXPECT_THAT(plan(R"({"parameters": [{"name": "w", "shape": ["x"]}]})"),
+              AllOf(HasSubstr("at parameters[0].shape"), Not(HasSubstr("invalid value"))));
 }
 
 TEST_F(CliTest, PlanSaysWhatThePreviousVersionTakes) {
@@ -444,6 +472,53 @@ TEST_F(CliTest, WithWaitAReadIsMadeAgainUntilAServiceAnswers) {
   EXPECT_EQ(waited.exit_code, 0) << waited.error;
   EXPECT_EQ(json::parse(waited.output)["jobs"].size(), 0u);
   EXPECT_THAT(Ballast({"jobs", "--wait=-1"}).error, HasSubstr("--wait must not be negative"));
+}
+
+// Goes away in the middle of its first answer, with other values than it has later.
+class GoesAwayOnce : public v1::StateService::Service {
+ public:
+  grpc::Status ReadState(grpc::ServerContext*, const v1::ReadStateRequest*,
+                         grpc::ServerWriter<v1::ReadStateResponse>* answer) override {
+    const bool is_first = ++calls_ == 1;
+    const std::vector<float> values(4, is_first ? 1 : 2);
+    v1::ReadStateResponse part;
+    part.set_step(calls_);
+    part.add_shape(8);
+    for (int64_t offset = 0; offset < 8; offset += 4) {
+      part.set_offset(offset);
+      part.set_data(std::string(reinterpret_cast<const char*>(values.data()), 16));
+      answer->Write(part);
+      if (is_first) return {grpc::StatusCode::UNAVAILABLE, "it has gone"};
+    }
+    return grpc::Status::OK;
+  }
+  int calls() const { return calls_; }
+
+ private:
+  std::atomic<int> calls_ = 0;
+};
+
+TEST_F(CliTest, WithWaitAPlaneThatWasCutOffIsReadFromItsBeginning) {
+  GoesAwayOnce service;
+  const std::string address = "unix:" + directory_ + "/goes-away";
+  grpc::ServerBuilder builder;
+  builder.AddListeningPort(address, grpc::InsecureServerCredentials());
+  builder.RegisterService(&service);
+  const std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
+  ASSERT_NE(server, nullptr);
+  const std::string file = directory_ + "/w.npy";
+  const ProcessResult read = RunProcess({kBin + "/ballast", "state", "gpt", "w", "--out=" + file,
+                                         "--service=" + address, "--wait=120", "--json"},
+                                        directory_);
+  ASSERT_EQ(read.exit_code, 0) << read.error;
+  EXPECT_EQ(service.calls(), 2);
+  EXPECT_EQ(json::parse(read.output)["step"], 2);
+  std::ifstream written(file, std::ios::binary);
+  const std::string bytes{std::istreambuf_iterator<char>(written), {}};
+  ASSERT_GE(bytes.size(), 32u);
+  std::vector<float> values(8);
+  std::memcpy(values.data(), bytes.data() + bytes.size() - 32, 32);
+  EXPECT_EQ(values, std::vector<float>(8, 2));
 }
 
 TEST_F(CliTest, WrongUsageExitsWithTwo) {

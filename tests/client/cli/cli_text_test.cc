@@ -17,18 +17,7 @@ TEST(Table, AlignsColumnsAndLeavesNoSpacesAtLineEnds) {
             "x          12,345\n");
 }
 
-TEST(Printable, EscapesWhatATerminalWouldObey) {
-  EXPECT_EQ(Printable("gpt/w \u00e4\u4e2d\U0001f600"), "gpt/w \u00e4\u4e2d\U0001f600");
-  EXPECT_EQ(Printable("\x1b[2J\x1b]0;x\x07"), "\\x1b[2J\\x1b]0;x\\x07");
-  EXPECT_EQ(Printable("a\rb\tc\x7f"), "a\\x0db\\x09c\\x7f");
-  EXPECT_EQ(Printable("\u009b31m"), "\\xc2\\x9b31m");       // CSI in one character.
-  EXPECT_EQ(Printable("\u202exyz"), "\\xe2\\x80\\xaexyz");  // Turns text around.
-  EXPECT_EQ(Printable("\x9b\xff\xe4"), "\\x9b\\xff\\xe4");  // No UTF-8.
-  EXPECT_EQ(Printable("a\nb"), "a\\x0ab");
-  EXPECT_EQ(Printable("a\nb", Newlines::kKeep), "a\nb");
-}
-
-TEST(Printable, IsWhatTablesFieldsAndListsShow) {
+TEST(Format, TablesFieldsAndListsArePrintable) {
   Table table({{"job"}});
   table.Add({"\x1b[1m\nx"});
   EXPECT_EQ(table.ToString(), "job\n\\x1b[1m\\x0ax\n");

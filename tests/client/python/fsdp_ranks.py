@@ -5,8 +5,15 @@ import hashlib
 import torch
 import torch._dynamo  # Which torch otherwise imports when the ranks are separate.
 import torch.distributed as dist
+from ranks_for_tests import LONGEST
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
@@ -273,7 +280,7 @@ def refusals(rank, world_size, service, job):
             said.append("nothing")
 
     def optimizer(parameters, **options):
-        return ballast.torch.AdamW(parameters, service=service, job=f"{job}-{len(said)}", timeout=20.0, **options)
+        return ballast.torch.AdamW(parameters, service=service, job=f"{job}-{len(said)}", timeout=LONGEST, **options)
 
     def parameter(mesh, placements, shape=(8, 4)):
         p = torch.nn.Parameter(distribute_tensor(torch.ones(shape), mesh, placements))
@@ -290,6 +297,9 @@ def refusals(rank, world_size, service, job):
     pair = dist.new_group([0, 1])
     refused(ValueError, lambda: optimizer([("a", p)], process_group=pair) if rank < 2 else optimizer(
         [("a", p)], process_group=dist.new_group([2, 3], use_local_synchronization=True)))
+    for original in (True, False):
+        flat = FullyShardedDataParallel(torch.nn.Linear(8, 4), use_orig_params=original, device_id=torch.device("cpu"))
+        refused(ValueError, lambda: optimizer(flat.named_parameters()))
     q = parameter(half, [Shard(1), Shard(0)])  # Fine, and unlike what fully_shard makes.
     good = optimizer([("a", q)], lr=0.5)
     good.step()

@@ -25,9 +25,10 @@ class FsdpTest(RanksTest):
 
     def test_what_cannot_be_is_refused_on_every_rank(self):
         for said in self.ranks(4, ("refusals", {}))[0]:
-            self.assertEqual(len(said), 4)
+            self.assertEqual(len(said), 6)
             for text, expected in zip(said, ("give each mesh an optimizer", "not supported; shard it with Shard",
-                                             "redistribute it", "give process_group= the ranks of the mesh")):
+                                             "redistribute it", "give process_group= the ranks of the mesh",
+                                             "call torch.distributed.fsdp.fully_shard", "fully_shard")):
                 self.assertIn(expected, text)
                 self.assertNotIn("\n", text)
 

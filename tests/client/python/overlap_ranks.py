@@ -1,12 +1,17 @@
 """What the ranks of overlap_test.py do."""
 
+import gc
 import hashlib
+import os
+import signal
+import weakref
 
 import torch
 import torch.distributed as dist
 from fsdp_ranks import Model, batch, loss_of, mesh_of, shard, used_seldom
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import ballast
 import ballast.torch
@@ -20,7 +25,7 @@ def digest(model):
     return sha.hexdigest()
 
 
-def train(model, optimizer, rank, accumulation, syncs):
+def train(model, optimizer, rank, accumulation, syncs, evaluates=False):
     """syncs: called with whether the gradients of the next backward are reduced. Returns how many steps' gradients
     had left before step()."""
     left = 0
@@ -31,62 +36,164 @@ def train(model, optimizer, rank, accumulation, syncs):
             loss_of(model, batch(10 * step + micro_step, rank), used_seldom(step)).backward()
         left += all(p.grad is None for p in model.parameters())
         optimizer.step()
+        if evaluates:
+            with torch.no_grad():
+                loss_of(model, batch(step, rank), False)
     return left
 
 
-def fsdp(rank, world_size, service, job, overlap, accumulation=1, no_sync=False, replicas=1, **options):
+def fsdp(rank, world_size, service, job, overlap, accumulation=1, no_sync=False, replicas=1, evaluates=False,
+         **options):
     model = shard(Model(), mesh_of(world_size, replicas))
     optimizer = ballast.torch.AdamW(model.named_parameters(), lr=0.02, weight_decay=0.1, service=service, job=job,
-                                    overlap=overlap, **options)
+                                    overlap=overlap, module=model, **options)
     left = train(model, optimizer, rank, accumulation,
-                 model.set_requires_gradient_sync if no_sync else lambda _: None)
+                 model.set_requires_gradient_sync if no_sync else lambda _: None, evaluates)
+    optimizer.wait_for_weights()
     optimizer.close()
     return [digest(model), left]
 
 
-def ddp(rank, world_size, service, job, overlap, accumulation=1, no_sync=False, beside=False, **options):
-    """beside: with a parameter that is not the module's, whose gradient the trainer averages itself."""
+def fsdp_with_deaths(rank, world_size, service, job, steps, holder=0):
+    """FSDP2 with all that overlaps. In each step rank 0 kills the process that serves, the child of `holder`: before
+    the gradients, between them, when all have left, or while weights come. Returns the digest and how many it killed."""
+    from processes import await_, children_of
+
+    model = shard(Model(), mesh_of(world_size, 1))
+    optimizer = ballast.torch.AdamW(model.named_parameters(), lr=0.02, weight_decay=0.1, service=service, job=job,
+                                    overlap=True, overlap_weights=True, module=model)
+    killed = []
+
+    def may_kill(step, instant):
+        if rank == 0 and holder and step % 4 == instant:
+            killed.append(await_("the next process", lambda: set(children_of(holder)) - set(killed[-1:])).pop())
+            os.kill(killed[-1], signal.SIGKILL)
+
+    for step in range(steps):
+        may_kill(step, 0)
+        for micro_step in range(2):
+            loss_of(model, batch(10 * step + micro_step, rank), used_seldom(step)).backward()
+            may_kill(step, 1 + micro_step)
+        optimizer.step()
+        may_kill(step, 3)
+        optimizer.zero_grad()
+    optimizer.wait_for_weights()
+    optimizer.close()
+    return [digest(model), len(killed)]
+
+
+def loss_of_ddp(model, tokens, scale=1):
+    return torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1) * scale, tokens.flatten())
+
+
+class Checkpointed(torch.nn.Linear):
+    def forward(self, x):
+        return checkpoint(lambda y: torch.tanh(super(Checkpointed, self).forward(y)), x, use_reentrant=True)
+
+
+def ddp(rank, world_size, service, job, overlap, accumulation=1, no_sync=False, beside=False, overlap_weights=False,
+        checkpoints=False, accumulation_steps=None, optimizers=1, **options):
+    """beside: with a parameter that is not the module's, whose gradient the trainer averages itself. checkpoints: with
+    reentrant ones, in whose backwards, inside the backward, some buckets are complete. optimizers: how many share the
+    module."""
     torch.manual_seed(1)
-    module = torch.nn.Sequential(torch.nn.Embedding(7, 5), torch.nn.Linear(5, 300), torch.nn.Tanh(),
+    module = torch.nn.Sequential(torch.nn.Embedding(7, 5), torch.nn.Linear(5, 300),
+                                 *[Checkpointed(300, 300) for _ in range(3 * checkpoints)], torch.nn.Tanh(),
                                  torch.nn.Linear(300, 7))
     # Small buckets, so that there are several.
     model = torch.nn.parallel.DistributedDataParallel(module, bucket_cap_mb=0.001, **options)
     scale = torch.nn.Parameter(torch.ones(()))
     named = [*module.named_parameters(), *([("scale", scale)] if beside else [])]
-    optimizer = ballast.torch.AdamW(named, lr=0.02, service=service, job=job, overlap=overlap,
-                                    module=model if overlap else None)
+    made = [ballast.torch.AdamW(named[number::optimizers], lr=0.02, service=service, job=f"{job}-{number}",
+                                overlap=overlap, overlap_weights=overlap_weights, accumulation_steps=accumulation_steps,
+                                module=module if overlap_weights else None) for number in range(optimizers)]
 
     def syncs(reduced):
         model.require_backward_grad_sync = reduced or not no_sync  # As no_sync() sets it.
 
     left = 0
     for step in range(5):
-        optimizer.zero_grad()
+        for optimizer in made:
+            optimizer.zero_grad()
         for micro_step in range(accumulation):
             syncs(micro_step + 1 == accumulation)
             tokens = batch(10 * step + micro_step, rank)
-            torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1) * scale, tokens.flatten()).backward()
+            loss_of_ddp(model, tokens, scale).backward()
         if beside:
             dist.all_reduce(scale.grad.div_(world_size))
         left += all(p.grad is None for p in module.parameters())
-        optimizer.step()
-    optimizer.close()
+        for optimizer in made:
+            optimizer.step()
+    for optimizer in made:
+        optimizer.wait_for_weights()
+        optimizer.close()
     return [digest(module) + str(scale.item()) * beside, left]
+
+
+def optimizers_of_one_module(rank, world_size, service, job):
+    """One that is forgotten, torch's own, and one that has to attach again. Returns the steps of the last one, whether
+    the first one is gone, and how often each had gradients in .grad before step()."""
+    torch.manual_seed(1)
+    module = torch.nn.Sequential(torch.nn.Embedding(7, 5), torch.nn.Linear(5, 7))
+    model = torch.nn.parallel.DistributedDataParallel(module)
+
+    def step(optimizer, number, interferes=lambda: None):
+        optimizer.zero_grad()
+        loss_of_ddp(model, batch(number, rank)).backward()
+        interferes()
+        seen = all(p.grad is not None for p in module.parameters())
+        optimizer.step()
+        return seen
+
+    def overlapping(name):
+        return ballast.torch.AdamW(module.named_parameters(), lr=0.02, service=service, job=f"{job}-{name}",
+                                   overlap=True, module=model)
+
+    optimizer = overlapping("first")
+    seen = [sum(step(optimizer, number) for number in range(3))]
+    stream = weakref.ref(optimizer._binding.stream)
+    del optimizer
+    gc.collect()
+    gone = stream() is None
+    dist.barrier()
+    theirs = torch.optim.SGD(module.parameters(), lr=0.1)
+    seen.append(sum(step(theirs, number) for number in range(3)))
+    optimizer = overlapping("second")
+    seen.append(sum(step(optimizer, number) for number in range(3)))
+
+    def abort():
+        from processes import await_
+
+        dist.barrier()
+        if rank == 0:
+            client, name = ballast.connect(service), f"{job}-second"
+            await_("the begins of the step", lambda: all(each["begun"] for each in client.job(name)["ranks"]))
+            client._run("abort-step", name)
+
+    try:
+        step(optimizer, 3, abort)
+    except ballast.AbortedError:
+        seen.append(optimizer.attach())
+    seen.append(sum(step(optimizer, number) for number in range(3, 6)))
+    steps = optimizer.param_groups[0]["job_step"]
+    optimizer.close()
+    return [gone, seen, steps]
 
 
 def _clips(model, optimizer, loss_at):
     """Steps that are clipped, and one that is left out for its norm."""
-    norms = []
+    norms, types = [], set()
     for step in (0, 1, 77, 2, 3):
         (loss_at(step) * (1000 if step == 77 else 1)).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        types.add(type(norm).__name__)
         norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
         if norms[-1] < 10:
             optimizer.step()
         optimizer.zero_grad()
     optimizer.close()
     values = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
-    return [torch.cat([value.detach().flatten() for value in values]).tolist(), norms]
+    return [torch.cat([value.detach().flatten() for value in values]).tolist(), norms, sorted(types)]
 
 
 def fsdp_clips(rank, world_size, overlap, service, job):
@@ -102,8 +209,7 @@ def ddp_clips(rank, world_size, overlap, service, job):
     model = torch.nn.parallel.DistributedDataParallel(module)
     optimizer = ballast.torch.AdamW(module.named_parameters(), lr=0.02, service=service, job=job, overlap=overlap,
                                     module=model if overlap else None)
-    return _clips(model, optimizer, lambda step: torch.nn.functional.cross_entropy(
-        model(batch(step, rank)).flatten(0, 1), batch(step, rank).flatten()))
+    return _clips(model, optimizer, lambda step: loss_of_ddp(model, batch(step, rank)))
 
 
 def clip_differently(rank, world_size, service, job):
@@ -126,18 +232,90 @@ def clip_differently(rank, world_size, service, job):
 
 def refusals(rank, world_size, service, job):
     """Of an optimizer that cannot see how the ranks reduce their gradients."""
-    module = torch.nn.Linear(3, 2)
     wrap = torch.nn.parallel.DistributedDataParallel
-    hooked = wrap(module)
+    modules = [torch.nn.Linear(3, 2, bias=False) for _ in range(6)]
+    hooked = wrap(modules[4])
     hooked.register_comm_hook(None, default_hooks.allreduce_hook)
+    wraps = [None, None, wrap(modules[2], find_unused_parameters=True), wrap(modules[3], static_graph=True), hooked,
+             [wrap(modules[5]) for _ in range(2)]]
     said = []
-    for number, given in enumerate((None, module, wrap(module, find_unused_parameters=True),
-                                    wrap(module, static_graph=True), hooked)):
-        try:
-            ballast.torch.AdamW(module.named_parameters(), service=service, job=f"{job}{number}", overlap=True,
-                                module=given)
-            said.append("nothing")
-        except ValueError as error:
-            said.append(str(error))
+    for number, (module, wrapped) in enumerate(zip(modules, wraps)):
+        for given in (None, module if isinstance(wrapped, list) else wrapped or module):
+            torch.nn.init.ones_(module.weight)
+            module(torch.ones(3)).sum().backward()
+            try:
+                optimizer = ballast.torch.AdamW(module.named_parameters(), service=service, job=f"{job}{len(said)}",
+                                                overlap=True, module=given)
+                optimizer.step()
+                said.append("nothing")
+            except ValueError as error:
+                said.append(str(error))
     dist.barrier()
+    optimizer.module = wraps[5][0]
+    optimizer.attach(create=True)
+    try:
+        optimizer.module = None
+    except RuntimeError as error:
+        said.append(str(error))
+    optimizer.close()
+    return said
+
+
+def _two_steps(model, optimizer, rank, loss):
+    """Whose weights are coming."""
+    for step in range(2):
+        loss(model, step, rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer._binding._returning.coming
+
+
+def reads_shards_alone(rank, world_size, service, job):
+    """How many weights are awaited still after each way to read them on one rank alone."""
+    model = shard(Model(), mesh_of(world_size, 1))
+    optimizer = ballast.torch.AdamW(model.named_parameters(), service=service, job=job, overlap=True,
+                                    overlap_weights=True, module=model)
+    left = []
+    for of, read in ((model, "state_dict"), (optimizer, "wait_for_weights"), (model.layers[0], "state_dict"),
+                     (model, "unshard")):
+        _two_steps(model, optimizer, rank, lambda model, step, rank: loss_of(model, batch(step, rank), False))
+        if rank == 0 or read == "unshard":  # Which gathers.
+            getattr(of, read)()
+            left.append(len(optimizer._binding._returning.coming))
+        model.reshard()
+        dist.barrier()
+        optimizer.wait_for_weights()
+    optimizer.close()
+    return left
+
+
+def reads_replicas_alone(rank, world_size, service, job):
+    """What is said, on rank 0 alone, of what only all ranks can do."""
+    torch.manual_seed(1)
+    module = torch.nn.Sequential(torch.nn.Embedding(7, 5), torch.nn.Linear(5, 7))
+    model = torch.nn.parallel.DistributedDataParallel(module)
+    optimizer = ballast.torch.AdamW(module.named_parameters(), service=service, job=job, overlap_weights=True,
+                                    module=model)
+    _two_steps(model, optimizer, rank, lambda model, step, rank: model(batch(step, rank)).square().mean())
+
+    def evaluate():
+        with torch.no_grad():
+            model(batch(0, rank))
+
+    said = []
+    for read in (module.state_dict, evaluate, lambda: module(batch(0, rank))):
+        try:
+            if rank == 0:
+                read()
+            said.append("wait_for_weights() on all ranks" if rank else "nothing")
+        except ballast.FailedPreconditionError as error:
+            said.append(str(error))
+    state = optimizer.state_dict() if rank == 0 else {"param_groups": [{"job_step": 2}]}
+    said.append(f"the state of step {state['param_groups'][0]['job_step']}")
+    dist.barrier()
+    optimizer.wait_for_weights()
+    module.state_dict()
+    evaluate()
+    said.append(len(optimizer._binding._returning.coming))
+    optimizer.close()
     return said

@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 from ranks_for_tests import kill_service, run_ranks
+from processes import await_  # Found by the line before.
 from torch.utils.checkpoint import checkpoint
 from torch_test import Model, batch, furthest, loss_of, names
 
@@ -103,7 +104,9 @@ class OverlapTest(unittest.TestCase):
                 for micro_step in range(2):
                     loss_of(model, batch(10 * step + micro_step)).backward()
                     if step == 2 and micro_step == 0:
-                        client._run("abort-step", optimizer._settings["job"])
+                        name = optimizer._settings["job"]
+                        await_("the step's begin", lambda: client.job(name)["ranks"][0]["begun"])
+                        client._run("abort-step", name)
                 if clips:
                     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
                 before = weights(model)
@@ -576,7 +579,7 @@ try:
 except UserWarning as warning:
     print(warning)
 """ % sys.path
-        said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
+        said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300,
                               check=True).stdout
         self.assertIn("__main__.clip_grad_norm_ was imported", said)
 
@@ -624,6 +627,10 @@ except UserWarning as warning:
         optimizer.step()
         with self.assertRaisesRegex(RuntimeError, "embedding.weight is sparse"):
             dense(embedding(torch.tensor([1, 2]))).sum().backward()
+        optimizer.zero_grad()
+        dense(torch.ones(3)).sum().backward()
+        optimizer.step()
+        self.assertEqual(optimizer.param_groups[0]["job_step"], 2)
 
     def test_more_backwards_than_were_promised(self):
         model, optimizer = self.begun(accumulation_steps=1)
@@ -646,9 +653,10 @@ except UserWarning as warning:
     def test_a_service_that_dies_is_one_line(self):
         service = ballast.Service(memory_limit="1GiB")
         model = Model()
-        optimizer = self.optimizer(model, True, service=service.address, timeout=5.0)
+        optimizer = self.optimizer(model, True, service=service.address)
         loss_of(model, batch(0)).backward()
         optimizer.step()
+        optimizer._binding.session.timeout = 5.0
         kill_service(service.pid)
         begun = time.monotonic()
         with self.assertRaises(ballast.BallastError) as raised:
@@ -675,7 +683,8 @@ except UserWarning as warning:
     def test_two_ranks(self):
         self.assert_ranks_same(
             2, ("fsdp", {}), ("fsdp", {"accumulation": 2}), ("fsdp", {"accumulation": 2, "no_sync": True}),
-            ("ddp", {}), ("ddp", {"accumulation": 2, "no_sync": True}), ("ddp", {"beside": True}))
+            ("ddp", {}), ("ddp", {"accumulation": 2, "no_sync": True}), ("ddp", {"beside": True}),
+            ("ddp", {"optimizers": 2}), ("ddp", {"checkpoints": True}), ("ddp", {"checkpoints": True, "accumulation_steps": 1}))
 
     def test_more_ranks(self):
         self.assert_ranks_same(3, ("fsdp", {"update": "speculate"}), ("ddp", {"gradient_as_bucket_view": True}))
@@ -686,24 +695,25 @@ except UserWarning as warning:
                  for function in ("fsdp_clips", "ddp_clips") for overlap in (True, False)]
         results = run_ranks("overlap_ranks", 2, cases)
         for ours, theirs in (results[:2], results[2:]):
-            for (weights, norms), (their_weights, their_norms) in zip(ours, theirs):
+            for (weights, norms, types), (their_weights, their_norms, their_types) in zip(ours, theirs):
+                self.assertEqual((types, len(types)), (their_types, 1))
                 self.assertGreater(max(norms), 10)
                 for one, other in zip(weights + norms, their_weights + their_norms):
                     self.assertAlmostEqual(one, other, delta=1e-4 * max(1, abs(other)))
 
-    def test_ranks_that_clip_by_different_norms(self):
-        for said in run_ranks("overlap_ranks", 2, [("clip_differently", dict(
-                service=self.service.address, job="differently"))])[0]:
+    def test_ranks_that_differ_or_begin_again(self):
+        differently, come_and_go, refused = run_ranks("overlap_ranks", 2, [
+            (function, dict(service=self.service.address, job=function))
+            for function in ("clip_differently", "optimizers_of_one_module", "refusals")])
+        for said in differently:
             self.assertRegex(said, "max_norm 0.[12] where others have 0.[12]")
-
-    def test_ranks_whose_reduction_is_not_seen(self):
-        options = dict(service=self.service.address, job="refusals")
-        for said in run_ranks("overlap_ranks", 2, [("refusals", options)])[0]:
-            self.assertIn("module=", said[0])
-            self.assertIn("DistributedDataParallel", said[1])
-            self.assertIn("find_unused_parameters", said[2])
-            self.assertIn("static_graph", said[3])
-            self.assertIn("communication hook", said[4])
+        self.assertEqual(come_and_go, 2 * [[True, [1, 3, 1, 3, 1], 6]])
+        for said in refused:
+            for text, expected in zip(said, [
+                    each for each in ("and 0 have these parameters", "and 0 have", "find_unused_parameters=False",
+                                      "static_graph", "communication hook", "and 2 have") for _ in range(2)]
+                    + ["before the first step"], strict=True):
+                self.assertIn(expected, text)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """The package `ballast` without PyTorch: a service as a child, sessions on arrays, state as arrays."""
 
+import importlib
 import os
 import pathlib
 import re
@@ -10,7 +11,9 @@ import sys
 import tempfile
 import threading
 import time
+import types
 import unittest
+from unittest import mock
 
 import numpy as np
 
@@ -73,6 +76,12 @@ class Package(unittest.TestCase):
         cls.service = ballast.Service(memory_limit="1GiB")
         cls.addClassCleanup(cls.service.stop)
 
+    def test_without_a_torch_that_it_can_use_it_says_what_to_install(self):
+        for torch, said in ((None, "needs PyTorch 2.6 or newer: pip install torch"),
+                            (types.SimpleNamespace(__version__="2.5.1+cpu"), "and this is 2.5.1+cpu: pip install")):
+            with mock.patch.dict(sys.modules, torch=torch), self.assertRaisesRegex(ImportError, re.escape(said)):
+                importlib.import_module("ballast.torch")
+
     def rank(self, name, **more):
         rank = Rank(self.service.address, name, **more)
         self.addCleanup(rank.session.close)
@@ -122,6 +131,7 @@ class Package(unittest.TestCase):
         rank.step()
         client = ballast.connect(self.service.address)
         rank.session.begin_step()
+        processes.await_("the step's begin", lambda: client.job("lost")["ranks"][0]["begun"])
         client._run("abort-step", "lost")
         rank.session.push_gradients([array.ctypes.data for array in rank.arrays])
         self.assertIn("could not be kept", rank.session.seal_and_vote().skip_reason)
@@ -207,6 +217,40 @@ class Package(unittest.TestCase):
         moved = [np.concatenate([array.ravel() != 0.5 for array in results[number]]) for number in range(2)]
         self.assertTrue((moved[0] ^ moved[1]).all())
 
+    def test_a_rank_that_owns_nothing_begins_at_the_step_of_the_others(self):
+        tiny = ballast.Job("tiny", [ballast.Group("all", ballast.HyperParameters(lr=0.01))],
+                           [ballast.Parameter("w", (7,))], world_size=2)
+        arrays = [np.full(7, 0.5, np.float32) for _ in range(2)]
+        ranks = []
+        for rank, array in enumerate(arrays):
+            ranks.append(ballast.Session(self.service.address, tiny, [array.ctypes.data], rank=rank))
+            self.addCleanup(ranks[-1].close)
+        self.assertEqual([session.owned_elements() for session in ranks], [[7], [0]])
+        client = ballast.connect(self.service.address)
+        given = {plane: [arrays[0].ctypes.data] for plane in ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")}
+        for step, session in ((3, ranks[1]), (5, ranks[0])):  # That of the first of them goes with its weights.
+            self.assertEqual((client.job("tiny")["phase"], client.job("tiny")["committed_step"]),
+                             ("awaiting_weights", 0))
+            session.upload_state(step, [step], given)
+        self.assertEqual(client.job("tiny")["committed_step"], 5)
+        for session in reversed(ranks):
+            session.read_weights()
+            self.assertEqual(session.committed_step, 5)
+        gradient = np.ones(7, np.float32)
+
+        def step(session):
+            session.begin_step()
+            session.push_gradients([gradient.ctypes.data])
+            decided.append(session.seal_and_vote().step)
+            session.receive_weights()
+
+        decided = []
+        other = threading.Thread(target=step, args=[ranks[1]])
+        other.start()
+        step(ranks[0])
+        other.join()
+        self.assertEqual(decided, [6, 6])
+
     def test_errors_are_pythons_kinds_with_one_line(self):
         rank = self.rank("errors")
         rank.start()
@@ -248,7 +292,7 @@ class Package(unittest.TestCase):
             self.assertTrue(rank.step().applied)
             client = ballast.connect(service.address, **given)
             self.assertEqual([job["committed_step"] for job in client.jobs()], [1])
-            with self.assertRaisesRegex(PermissionError, "token:test is nobody of job other"):
+            with self.assertRaisesRegex(PermissionError, "token:test has no role for job other"):
                 Rank(service.address, "other", options=given)
             with self.assertRaisesRegex(PermissionError, "token:test has no role of operator"):
                 client.load("mine-1")
@@ -262,12 +306,12 @@ class Package(unittest.TestCase):
                 begin = time.monotonic()
                 with processes.written_to_stderr() as said, self.assertRaisesRegex(ConnectionError, why):
                     Rank(service.address, "mine-1", options=wrong | dict(timeout=600.0, join_timeout=600.0))
-                self.assertLess(time.monotonic() - begin, 20)  # It was 30.
+                self.assertLess(time.monotonic() - begin, 300)  # Not by these limits.
                 self.assertEqual(said(), "")
             with self.assertRaisesRegex(ballast.BallastError, "over TLS or a unix socket only"):
                 ballast.connect(service.address, token_file=str(guarded.token))
             with self.assertRaisesRegex(ballast.BallastError, "wants TLS"):
-                ballast.connect(service.address, timeout=5)
+                ballast.connect(service.address)
             guarded.know()
             with self.assertRaisesRegex(PermissionError, "knows no such token"):
                 for _ in range(3000):
@@ -277,22 +321,26 @@ class Package(unittest.TestCase):
                 ballast.connect(service.address, **given)
 
     def test_a_wait_ends_by_its_timeout_and_by_ctrl_c(self):
-        def first_of_two(name, **options):
-            rank = self.rank(name, world_size=2, options=options)
+        def first_of_two(name):
+            rank = self.rank(name, world_size=2)
             # The other rank uploads what it owns, and then makes no step.
             with ballast.Session(self.service.address, job(name, 2), rank.addresses(), rank=1) as other:
                 other.upload_weights(rank.addresses())
                 rank.start()
             return rank
 
-        rank = first_of_two("timeout", timeout=0.3)
+        rank = first_of_two("timeout")
+        rank.session.timeout = 0.3
         with self.assertRaises(TimeoutError) as raised:
             rank.step()
-        self.assertIn("rank", str(raised.exception))
+        self.assertRegex(str(raised.exception), "rank 0 step 1: the decision did not arrive within 0.3 s;")
+        full = ballast.DeadlineError("the service left 8 payload bytes unacknowledged for 100ms")
+        with mock.patch.object(ballast._native, "call", side_effect=full), \
+                self.assertRaisesRegex(ballast.DeadlineError, "unacknowledged for 0.3 s$"):
+            rank.session.end_gradients(0)
         rank = first_of_two("interrupt")
+        rank.session._while_waiting = lambda: os.kill(os.getpid(), signal.SIGINT)
         begun = time.monotonic()
-        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
         with self.assertRaises(KeyboardInterrupt):
             rank.step()
         self.assertLess(time.monotonic() - begun, processes.PATIENCE)  # Its own limit is ten minutes.
@@ -355,9 +403,9 @@ class Package(unittest.TestCase):
         before = used()
         for _ in range(20):
             once()
-        after = used()
-        self.assertLessEqual(after[0], before[0] + 2)
-        self.assertLessEqual(after[2], before[2] + 2)
+        # The transport's threads end when they can.
+        processes.await_(f"an end of what there is beyond {before}", lambda: all(
+            now <= then + 2 for now, then in zip(used(), before)))
 
 
 if __name__ == "__main__":

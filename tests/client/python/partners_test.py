@@ -80,13 +80,14 @@ class HuggingFaceTrainer(Partner):
             if state.global_step == self.step:
                 control.should_save = control.should_training_stop = True
 
-    def trainer(self, folder, optimizer, *callbacks):
+    @staticmethod
+    def trainer(folder, optimizer, *callbacks, **more):
         """optimizer: from a model, class and arguments for the optimizer."""
         model = gpt2()
         arguments = transformers.TrainingArguments(
-            output_dir=folder, max_steps=self.STEPS, per_device_train_batch_size=4, gradient_accumulation_steps=3,
+            output_dir=folder, max_steps=HuggingFaceTrainer.STEPS, per_device_train_batch_size=4, gradient_accumulation_steps=3,
             max_grad_norm=0.7, lr_scheduler_type="cosine", warmup_steps=2, logging_steps=1, save_strategy="no",
-            report_to=[], use_cpu=True, seed=3, disable_tqdm=True, dataloader_pin_memory=False)
+            report_to=[], use_cpu=True, seed=3, disable_tqdm=True, dataloader_pin_memory=False, **more)
         trainer = transformers.Trainer(model, arguments, train_dataset=text(40), callbacks=list(callbacks),
                                        optimizer_cls_and_kwargs=optimizer(model))
         trainer.remove_callback(transformers.PrinterCallback)
@@ -95,10 +96,12 @@ class HuggingFaceTrainer(Partner):
     def ours(self, model, **more):
         return ballast.torch.AdamW, self.theirs(model)[1] | self.job() | more
 
-    def theirs(self, model):
+    @staticmethod
+    def theirs(model):
         return torch.optim.AdamW, {"params": ballast.torch.groups(model, weight_decay=0.1), "lr": 3e-3}
 
-    def losses(self, trainer, what="loss"):
+    @staticmethod
+    def losses(trainer, what="loss"):
         return [entry[what] for entry in trainer.state.log_history if what in entry]
 
     def test_clipping_accumulation_and_a_schedule(self):
@@ -196,12 +199,23 @@ class Accelerate(Partner):
         self.setUp()
         self.assert_same_losses(losses, self.train(*self.prepare(self.theirs)), self.STEPS)
 
-
-    def test_fsdp2(self):
+    def test_ranks(self):
+        """FSDP2, DistributedDataParallel, and Hugging Face's Trainer with it, each wrapped after the optimizer is
+        made."""
         from ranks_for_tests import run_ranks
-        [ranks] = run_ranks("accelerate_ranks", 2, [("losses", self.job())])
-        for theirs, ours in ranks:
-            self.assert_same_losses(ours, theirs, 6)
+        job = self.job()
+        *of_accelerate, of_trainer = run_ranks("accelerate_ranks", 2, [
+            ("accelerate", job | {"sharded": True, "job": "fsdp2"}),
+            ("accelerate", job | {"sharded": False, "job": "ddp"}), ("trainer", job)])
+        for ranks in of_accelerate:
+            for (theirs, _), *ours in ranks:
+                for losses, _ in ours:
+                    self.assert_same_losses(losses, theirs, 6)
+                self.assertEqual([overlaps for _, overlaps in ours], [False, True, True])
+        for theirs, ours, overlaps, refused in of_trainer:
+            self.assert_same_losses(ours, theirs, HuggingFaceTrainer.STEPS)
+            self.assertTrue(overlaps)
+            self.assertIn("ddp_find_unused_parameters=False", refused)
 
 
 class Lightning(Partner):

@@ -14,10 +14,11 @@ import traceback
 import unittest
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
-for _folder in (ROOT / "client/python", pathlib.Path(__file__).resolve().parent):
+for _folder in (ROOT / "client/python", ROOT / "tests/support", pathlib.Path(__file__).resolve().parent):
     if str(_folder) not in sys.path:
         sys.path.insert(0, str(_folder))
 _SECONDS = 300
+LONGEST = 1000.0  # Seconds, as time limit of a wait that should not be: the test ends it long before.
 
 
 def kill_service(pid):

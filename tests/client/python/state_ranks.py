@@ -19,10 +19,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import ballast
 import ballast.torch
 from ballast.torch.binding import Binding
+from ballast.torch.moments import _part
 from fsdp_ranks import TOLERANCE, Model, assert_near, batch, loss_of, mesh_of, named, shard, used_seldom, whole
 
 
@@ -143,16 +145,45 @@ def torch_goes_on_with_the_full_state(rank, world_size, service, job):
     return True
 
 
-def goes_on_with_the_moments_of_torch(rank, world_size, service, job, sharded=True):
+def a_state_is_placed_as_the_parameters(rank, world_size, service, job):
+    """Whole or sharded, it comes as each rank has of whole and of sharded parameters."""
+    mesh, values = mesh_of(world_size, 1), torch.arange(35.0).reshape(5, 7)
+    placed = [values, *(distribute_tensor(values.clone(), mesh, [placement])
+                        for placement in (Shard(0), Shard(1), Replicate()))]
+    for value in placed:
+        for parameter in placed:
+            part = _part(value.clone(), parameter)
+            expected = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            assert torch.equal(part, expected), (value, parameter, part)
+    return True
+
+
+def goes_on_with_the_moments_of_torch(rank, world_size, service, job, sharded=True, joins_again=False):
     """Three steps of torch's, then two of a new job of ours that was given its moments, beside torch's. Without
-    shards each rank has all, and the same gradients, as with DDP."""
+    shards each rank has all, and the same gradients, as with DDP. joins_again: rank 1 alone, of a state that the ranks
+    have to place otherwise."""
     model = shard(Model(), mesh_of(world_size, 1)) if sharded else Model()
     data = rank if sharded else 0
     theirs = torch.optim.AdamW(named(model), lr=0.02, amsgrad=True, weight_decay=0.1)
     train(model, theirs, data, 3)
     continued, ours = new(job, service, world_size if sharded else 0, seed=7, lr=0.5)
-    ours.load_state_dict(theirs.state_dict())
+    state = theirs.state_dict()
+    uploads = []
+    if joins_again:
+        state["state"] = {index: {plane: value.redistribute(placements=[Shard(1)]) if value.dim() == 2 else value
+                                  for plane, value in values.items()} for index, values in state["state"].items()}
+
+        def upload_by(session, *arguments, upload=ballast.Session.upload_by, **options):
+            uploads.append(session)
+            if (rank, len(uploads)) == (1, 1):
+                raise ballast.AbortedError("another rank was taken")
+            upload(session, *arguments, **options)
+
+    ours.load_state_dict(state)
     continued.load_state_dict(model.state_dict())
+    with mock.patch.object(ballast.Session, "upload_by", upload_by) if joins_again else contextlib.nullcontext():
+        ours.attach(create=True)
+    assert len(uploads) == (1 + rank if joins_again else 0), uploads
     for step in (3, 4):
         ours.zero_grad()
         loss_of(continued, batch(step, data), used_seldom(step)).backward()
@@ -168,6 +199,20 @@ def goes_on_with_the_moments_of_torch(rank, world_size, service, job, sharded=Tr
     assert updates == {"layers.0.bias": 5, "seldom.bias": 2, "never.bias": 0}, updates
     ours.close()
     return True
+
+
+def moments_of_each_rank_are_refused(rank, world_size, service, job):
+    """Without shards each rank would upload a part of its own."""
+    model = Model()
+    theirs = torch.optim.AdamW(named(model), lr=0.02)
+    train(model, theirs, rank, 1)
+    _, ours = new(job, service, 0)
+    ours.load_state_dict(theirs.state_dict())
+    try:
+        ours.attach()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "attached"
 
 
 def assert_near_each(name, theirs, ours, step):
@@ -237,7 +282,14 @@ def takes_ranks_from_the_dead(rank, world_size, service, job):
         with mock.patch.object(Binding, "_address", lambda *given: until(service, job, 0, "attached") or here(*given)):
             begin = optimizer.attach()
     else:
-        begin = optimizer.attach()
+        read = ballast.Session.read_weights
+
+        def reads_before_it_is_told(session):
+            with contextlib.suppress(ballast.AbortedError):
+                read(session)
+
+        with mock.patch.object(ballast.Session, "read_weights", reads_before_it_is_told):
+            begin = optimizer.attach()
     train(model, optimizer, rank, 1, begin=begin)
     optimizer.close()
     return begin

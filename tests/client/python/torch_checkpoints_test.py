@@ -3,13 +3,21 @@
 
 import contextlib
 import copy
+import gc
+import hashlib
 import io
+import json
 import os
 import pathlib
+import signal
 import sys
 import tempfile
+import threading
 import unittest
 import warnings
+import weakref
+import zlib
+from unittest import mock
 
 from ranks_for_tests import ROOT, run_ranks  # Which also lets ballast be found.
 
@@ -17,9 +25,11 @@ import safetensors.torch
 import torch
 
 import ballast.torch
+from ballast import _native
+from ballast.torch import checkpoints
 
 sys.path.insert(0, str(ROOT / "tests/support"))
-from processes import written_to_stderr  # noqa: E402
+from processes import PATIENCE, Service, await_, written_to_stderr  # noqa: E402
 
 
 def new_model():
@@ -39,8 +49,7 @@ def train(model, optimizer, steps):
 
 def await_checkpoint(service, job, step):
     client = ballast.connect(service.address)
-    while step not in [found["step"] for found in _saved(client, job)]:
-        pass
+    await_(f"the checkpoint of step {step}", lambda: step in [found["step"] for found in _saved(client, job)])
 
 
 def _saved(client, job):
@@ -100,7 +109,8 @@ class CheckpointsTest(unittest.TestCase):
         train(model, optimizer, range(3, 5))  # The trainer dies after these.
         optimizer.close()
         await_checkpoint(service, "gpt", 3)
-        self.assertEqual(len(os.listdir(self.saved / "gpt")), 2)  # And the hint.
+        await_("the hint", (self.saved / "gpt/latest").exists)  # Which comes after what it names.
+        self.assertEqual(len(os.listdir(self.saved / "gpt")), 2)
 
         def goes_on(service, steps):
             model = new_model()
@@ -142,8 +152,8 @@ class CheckpointsTest(unittest.TestCase):
         train(model, optimizer, range(1, 3))
         optimizer.state_dict()
         await_checkpoint(service, "gpt", 3)
-        while len(os.listdir(self.saved / "gpt")) > 2:  # The older one goes after the newer one has come.
-            pass
+        # The older one goes after the newer one has come.
+        await_("its end", lambda: len(os.listdir(self.saved / "gpt")) == 2)
         train(model, optimizer, range(3, 4))
         optimizer.close()
         with self.assertRaisesRegex(RuntimeError, r"at step 4.* loaded at step 1, .*it has: 3\)"):
@@ -166,7 +176,7 @@ class CheckpointsTest(unittest.TestCase):
         optimizer = self.optimizer(model, service)
         with contextlib.redirect_stderr(io.StringIO()) as said:
             self.assertEqual(optimizer.attach(resume=True), 0)
-        self.assertIn("job gpt begins anew: the service has no checkpoint of the name gpt", said.getvalue())
+        self.assertIn("job gpt begins at step 0: the service has no checkpoint of the name gpt", said.getvalue())
         train(model, optimizer, range(3))
         optimizer.close()
         service.stop()
@@ -175,7 +185,7 @@ class CheckpointsTest(unittest.TestCase):
         optimizer = self.optimizer(model, second)
         with written_to_stderr() as said:
             self.assertEqual(optimizer.attach(resume=True), 3)
-        self.assertNotIn("begins anew", said())  # It loads what it would be told of.
+        self.assertNotIn("begins at step 0", said())  # It loads what that line would be about.
         train(model, optimizer, range(3, 6))
         self.assertEqual(self.weights(model), expected)
         optimizer.close()
@@ -254,6 +264,33 @@ class CheckpointsTest(unittest.TestCase):
         for name, tensor in ours.state_dict().items():
             torch.testing.assert_close(tensor, again.state_dict()[name], rtol=1e-5, atol=1e-7)
 
+    def test_what_is_being_converted_is_left_alone_by_a_service_that_saves_there(self):
+        service = self.service()
+        model = new_model()
+        optimizer = self.optimizer(model, service)
+        train(model, optimizer, range(1))
+        other = ballast.torch.AdamW(new_model().named_parameters(), lr=1e-3, service=service.address, job="other")
+
+        def saves_meanwhile(*arguments):
+            optimizer.state_dict()  # Saved by the service, which removes what killed saves left.
+            return write_safetensors(*arguments)
+
+        write_safetensors = checkpoints._write_safetensors
+        with mock.patch.object(checkpoints, "_write_safetensors", saves_meanwhile):
+            written = ballast.torch.to_checkpoint(self.saved / "gpt", other, model.state_dict())
+        self.assertTrue((written / "master.safetensors").is_file())
+        self.assertEqual(sorted(os.listdir(written)), sorted(
+            ["exp_avg.safetensors", "exp_avg_sq.safetensors", "index.json", "master.safetensors"]))
+        # It is the newest whatever the clock says.
+        with mock.patch("time.time_ns", return_value=1_000_000_000):
+            again = ballast.torch.to_checkpoint(self.saved / "gpt", other, model.state_dict())
+        await_checkpoint(service, "gpt", 1)
+        saved = {path.parent: json.loads(path.read_text())["saved_unix_ms"]
+                 for path in (self.saved / "gpt").glob("*/index.json")}
+        self.assertIn(written, saved)
+        self.assertEqual(saved.pop(again), max(saved.values()) + 1)
+        optimizer.close()
+
     def test_moments_of_torch_begin_a_new_job(self):
         service = ballast.Service(memory_limit="256MiB", threads=1)  # No --checkpoint-dir.
         self.addCleanup(service.stop)
@@ -327,6 +364,60 @@ class CheckpointsTest(unittest.TestCase):
                                            for name, p in model.named_parameters()}, (dtype, where))
                 optimizer.close()
 
+    def test_moments_of_what_is_frozen_by_now(self):
+        service = ballast.Service(memory_limit="256MiB", threads=1)
+        self.addCleanup(service.stop)
+        theirs = new_model()
+        theirs[2].weight.requires_grad_(False)
+        adam = torch.optim.AdamW(theirs.parameters())
+        train(theirs, adam, range(2))
+        ours = new_model()
+        optimizer = self.optimizer(ours, service)
+        optimizer.load_state_dict(adam.state_dict())
+        for parameter in ours[0].parameters():
+            parameter.requires_grad_(False)
+        train(ours, optimizer, range(1))
+        self.assertEqual(optimizer.param_groups[0]["job_step"], 1)
+
+    def test_an_upload_that_is_interrupted_reads_memory_that_is_still_there(self):
+        theirs = new_model()
+        adam = torch.optim.AdamW(theirs.named_parameters())
+        train(theirs, adam, range(1))
+        for state in (adam.state_dict(), None):
+            service = ballast.Service(memory_limit="256MiB", threads=1)
+            self.addCleanup(service.stop)
+            goes_on, uploads = threading.Event(), []
+            self.addCleanup(goes_on.set)
+
+            def call(function, *arguments, call=_native.call, goes_on=goes_on, uploads=uploads):
+                if function == "ballast_upload_by":
+                    uploads.append(threading.current_thread())
+                    os.kill(os.getpid(), signal.SIGINT)
+                    goes_on.wait()
+                return call(function, *arguments)
+
+            model = new_model().bfloat16()
+            given = {parameter.data_ptr() for parameter in model.parameters()}
+            expected = {name: parameter.detach().float().clone() for name, parameter in model.named_parameters()}
+            optimizer = ballast.torch.AdamW(model.named_parameters(), service=service.address, job="gpt")
+            if state is not None:
+                optimizer.load_state_dict(state)
+            with mock.patch.object(_native, "call", call):
+                with self.assertRaises(KeyboardInterrupt):
+                    optimizer.attach(create=True)
+                del optimizer, model
+                gc.collect()
+                there = [weakref.ref(of) for of in gc.get_objects() if type(of) is torch.Tensor
+                         and of.data_ptr() in given]
+                self.assertEqual(len(there), len(given))
+                goes_on.set()
+                uploads[0].join(PATIENCE)
+            client = ballast.connect(service.address)
+            for name, values in expected.items():
+                self.assertTrue(torch.equal(torch.from_numpy(client.state("gpt", name)), values), name)
+            gc.collect()
+            self.assertEqual([of() for of in there], [None] * len(there))
+
     def test_moments_that_cannot_be_given_are_refused(self):
         service = ballast.Service(memory_limit="256MiB", threads=1)
         self.addCleanup(service.stop)
@@ -362,12 +453,63 @@ class CheckpointsTest(unittest.TestCase):
             train(model, late, range(1))
         self.assertEqual(late.attach(resume=True), 2)  # Which goes on where there is something.
         late.close()
-        # A service that takes no paths.
-        os.chmod(service.address.removeprefix("unix:"), 0o666)
+        # What the service finds; a good state then begins the job.
+        optimizer = self.optimizer(model, service, job="other")
+        optimizer.load_state_dict(changed(lambda state: state["state"][2]["exp_avg_sq"][1, 2].fill_(-1)))
+        with self.assertRaisesRegex(ValueError, "the first exp_avg_sq of 2.weight is -1 at element 10; .*not below zero"):
+            train(model, optimizer, range(1))
+        optimizer.close()
+        self.assertEqual(ballast.connect(service.address).job("other")["phase"], "awaiting_weights")
         optimizer = self.optimizer(model, service, job="other")
         optimizer.load_state_dict(adam.state_dict())
-        with self.assertRaisesRegex(PermissionError, "does not take the moments.*to_checkpoint"):
-            train(model, optimizer, range(1))
+        self.assertEqual(optimizer.attach(), 1)
+
+    def test_moments_go_to_a_service_on_another_host(self):
+        """Over TCP, to one that takes no paths: with the bits of a checkpoint that is loaded."""
+        there = Service(ballast._files.program("ballastd"), self.folder, "--memory-limit=256MiB", "--threads=1")
+        self.addCleanup(there.stop)
+        self.assertNotIn("unix:", there.address)
+        here = self.service()
+        theirs = new_model()
+        groups = [{"params": list(theirs[0].named_parameters())},
+                  {"params": [("last", theirs[2].weight)], "amsgrad": True, "lr": 0.01}]
+        adam = torch.optim.AdamW(groups, lr=0.02)
+        train(theirs, adam, range(2))
+        theirs[2].weight.requires_grad_(False)
+        train(theirs, adam, range(2, 4))  # Of which one parameter has not had all.
+        theirs[2].weight.requires_grad_(True)
+
+        def begun(service, job):
+            model = new_model()
+            named = [{"params": list(model[0].named_parameters())},
+                     {"params": [("last", model[2].weight)], "amsgrad": True, "lr": 0.01}]
+            optimizer = ballast.torch.AdamW(named, lr=0.02, service=service.address, job=job)
+            self.addCleanup(optimizer.close)
+            return model, optimizer
+
+        def state_of(service, job):
+            client = ballast.connect(service.address)
+            planes = {(name, plane): client.state(job, name, plane).tobytes()
+                      for name in ("weight", "bias", "last")
+                      for plane in ("master", "exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if name == "last" else []))}
+            return planes, {name: client.summary(job, name)["update_count"] for name in ("weight", "bias", "last")}
+
+        first, loads = begun(here, "gpt")
+        weights = {name.replace("0.", "").replace("2.weight", "last"): tensor
+                   for name, tensor in theirs.state_dict().items()}
+        ballast.torch.to_checkpoint(self.saved / "gpt", loads, weights, adam.state_dict())
+        self.assertEqual(loads.attach(resume=True), 4)
+        second, uploads = begun(there, "gpt")
+        second.load_state_dict(copy.deepcopy(theirs.state_dict()))
+        uploads.load_state_dict(adam.state_dict())
+        self.assertEqual(uploads.attach(), 4)
+        self.assertEqual(state_of(there, "gpt"), state_of(here, "gpt"))
+        self.assertEqual(state_of(there, "gpt")[1], {"weight": 4, "bias": 4, "last": 2})
+        for model, optimizer in ((first, loads), (second, uploads), (theirs, adam)):
+            train(model, optimizer, range(4, 7))
+        self.assertEqual(state_of(there, "gpt"), state_of(here, "gpt"))
+        for ours, tensor in zip(second.parameters(), theirs.parameters()):
+            torch.testing.assert_close(ours, tensor, rtol=1e-5, atol=1e-7)
 
     def test_hugging_faces_files_are_imported_and_made(self):
         service = self.service()
@@ -422,6 +564,25 @@ class CheckpointsTest(unittest.TestCase):
                 ballast.torch.to_checkpoint(self.saved / "gpt", optimizer, state, moments)
         self.assertFalse((self.saved / "gpt").exists())
         path = ballast.torch.to_checkpoint(self.saved / "gpt", optimizer, weights, adam.state_dict())
+        master = path / "master.safetensors"
+        master.write_bytes(master.read_bytes()[:-1] + b"\x7f")
+        with self.assertRaisesRegex(ballast.BallastError, "does not match the checksum"):
+            ballast.torch.from_checkpoint(path)
+
+    def test_checkpoints_of_format_two_are_read_and_their_checksums_too(self):
+        weights = new_model().state_dict()
+        path = ballast.torch.to_checkpoint(self.folder / "gpt", self.optimizer(new_model(), self.service()), weights)
+        index = json.loads((path / "index.json").read_text())
+        self.assertEqual((index["version"], index["files"][0].pop("crc32")),
+                         (3, f"{zlib.crc32((path / 'master.safetensors').read_bytes()):08x}"))
+        index["version"] = 2
+        for file in index["files"]:
+            file.pop("crc32", None)
+            file["sha256"] = hashlib.sha256((path / file["name"]).read_bytes()).hexdigest()
+        index["sha256"] = checkpoints._sign(index)
+        (path / "index.json").write_text(json.dumps(index))
+        read, _ = ballast.torch.from_checkpoint(path)
+        self.assertTrue(torch.equal(read["0.weight"], weights["0.weight"]))
         master = path / "master.safetensors"
         master.write_bytes(master.read_bytes()[:-1] + b"\x7f")
         with self.assertRaisesRegex(ballast.BallastError, "does not match the checksum"):

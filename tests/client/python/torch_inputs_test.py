@@ -99,6 +99,39 @@ class InputsTest(unittest.TestCase):
             with self.assertRaisesRegex(ValueError, "differentiable"):
                 getattr(ballast.torch, kind)(list(parameters().items()), differentiable=True)
 
+            with self.assertRaises(RuntimeError) as theirs:
+                getattr(torch.optim, kind)(parameters().values(), foreach=True, fused=True)
+            with self.assertRaises(RuntimeError) as ours:
+                getattr(ballast.torch, kind)(list(parameters().items()), foreach=True, fused=True)
+            self.assertEqual(str(ours.exception), str(theirs.exception))
+
+    def test_decoupled_weight_decay(self):
+        self.compare("Adam", {"decoupled_weight_decay": True, "weight_decay": 0.3, "lr": 0.1}, "decoupled")
+
+    def test_states_of_older_torch(self):
+        """Whose param groups lack what came later."""
+        for kind in ("AdamW", "Adam"):
+            ours, theirs = parameters(), parameters()
+            reference = getattr(torch.optim, kind)(theirs.values(), lr=0.1, weight_decay=0.3)
+            mine = self.make(kind, list(ours.items()), {}, f"old-{kind}")
+            for step in range(2):
+                for name, parameter in theirs.items():
+                    parameter.grad = torch.full_like(parameter, 0.5)
+                reference.step()
+            state = reference.state_dict()
+            for name in ("maximize", "foreach", "capturable", "differentiable", "fused", "amsgrad",
+                         "decoupled_weight_decay"):
+                del state["param_groups"][0][name]
+            mine.load_state_dict(state)
+            for side, optimizer in ((ours, mine), (theirs, reference)):
+                for name, parameter in side.items():
+                    parameter.data = theirs[name].data.clone()
+                    parameter.grad = torch.full_like(parameter, 0.25)
+                optimizer.step()
+            for name in ours:
+                if ours[name].numel():
+                    self.assertLess((ours[name] - theirs[name]).abs().max().item(), 1e-6, name)
+
     def test_options_of_a_group(self):
         def groups(named):
             return [dict(params=named[:2], lr=0.1, betas=(0.5, 0.8)),

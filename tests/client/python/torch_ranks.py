@@ -4,14 +4,16 @@ import hashlib
 import os
 import signal
 import time
+from unittest import mock
 
 import torch
 import torch._dynamo  # Which torch otherwise imports when the ranks are separate.
 import torch.distributed as dist
-from ranks_for_tests import kill_service
+from ranks_for_tests import LONGEST, kill_service
 
 import ballast
 import ballast.torch
+from ballast.torch import binding
 
 
 def model_of(width=3):
@@ -60,18 +62,21 @@ def disagree(rank, world_size, service, job, about):
             parameters.pop()
         if about == "frozen":
             parameters[0][1].requires_grad_(False)
+        if about == "weights":  # As a shard that is no DTensor has.
+            with torch.no_grad():
+                model[1].bias.add_(1)
         if about == "groups":
             parameters = [dict(params=parameters[:1]), dict(params=parameters[1:])]
-    optimizer = ballast.torch.AdamW(parameters, service=service, job=job, timeout=60.0, **options)
+    optimizer = ballast.torch.AdamW(parameters, service=service, job=job, timeout=LONGEST, **options)
     backward(model, 0, rank)
     return error_of(optimizer.attach if other and about == "call" else optimizer.step)
 
 
 def disagree_later(rank, world_size, service, job, about, culprit):
-    """After two steps that went well, one rank cannot make the third."""
+    """After two steps that went well, one rank cannot make the third, and all attach again."""
     model = model_of()
     parallel = ddp(model)
-    optimizer = ballast.torch.AdamW(model.named_parameters(), service=service, job=job, timeout=60.0)
+    optimizer = ballast.torch.AdamW(model.named_parameters(), service=service, job=job, timeout=LONGEST)
     train(parallel, optimizer, rank, 2)
     backward(parallel, 2, rank)
     if rank == culprit:
@@ -83,8 +88,12 @@ def disagree_later(rank, world_size, service, job, about, culprit):
             with torch.no_grad():
                 for p in model.parameters():
                     p.add_(1)
-    first = error_of(optimizer.step)
-    return [first, error_of(optimizer.step)]
+    errors = [error_of(optimizer.step), error_of(optimizer.step)]
+    optimizer.zero_grad()
+    optimizer.param_groups[0]["lr"] = 0.001
+    optimizer.attach()
+    train(parallel, optimizer, rank, 1)
+    return [*errors, optimizer.param_groups[0]["job_step"]]
 
 
 def comes_alone(rank, world_size, service, job):
@@ -99,7 +108,7 @@ def agrees_at_last(rank, world_size, service, job):
     """What was said in an earlier binding is not heard in the next, though rank 1 could: it asks first."""
     first = disagree(rank, world_size, service, job, "max_norm")
     model = model_of()
-    optimizer = ballast.torch.AdamW(model.named_parameters(), service=service, job=job, timeout=20.0)
+    optimizer = ballast.torch.AdamW(model.named_parameters(), service=service, job=job, timeout=LONGEST)
     if rank == 0:
         store = dist.PrefixStore(f"ballast/{job}/0", dist.distributed_c10d._get_default_store())
         earlier, deadline = store.get("hello/1"), time.monotonic() + 20
@@ -114,11 +123,27 @@ def agrees_at_last(rank, world_size, service, job):
     return [first[0], optimizer.param_groups[0]["job_step"]]
 
 
+def begins_alike(rank, world_size, service, job):
+    """What a job begins with is the same on all ranks; what they take from it need not be."""
+    def attach(seed):
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(3, 3)
+        optimizer = ballast.torch.AdamW(model.named_parameters(), service=service, job=job)
+        try:
+            optimizer.attach(create=True)
+            return model.weight.sum().item()
+        finally:
+            optimizer.close()
+
+    return [error_of(lambda: attach(rank)), attach(7), attach(rank)]
+
+
 def service_goes_away(rank, world_size, service, job, pid):
     model = model_of()
     parallel = ddp(model)
-    optimizer = ballast.torch.AdamW(model.named_parameters(), service=service, job=job, timeout=3.0)
+    optimizer = ballast.torch.AdamW(model.named_parameters(), service=service, job=job)
     train(parallel, optimizer, rank, 2)
+    optimizer._binding.session.timeout = 3.0
     dist.barrier()
     if rank == 0:
         kill_service(pid)
@@ -140,7 +165,8 @@ def leaves_early(rank, world_size):
     dist.barrier()
     if rank == 0:
         service = optimizer._binding.owned_service
-        optimizer.close()
+        with mock.patch.object(binding, "_LEAVE_SECONDS", LONGEST):  # It leaves when the others have.
+            optimizer.close()
         return service._process.poll() is not None
     deadline = time.monotonic() + 1
     while time.monotonic() < deadline:
@@ -150,19 +176,20 @@ def leaves_early(rank, world_size):
 
 
 def trains_as_one_process(rank, world_size, service, job):
+    from ballast.torch import places
     from torch_test import Model, batch, loss_of, names
-    from torch.nn import functional
 
     model = Model()
-    parallel = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
-    optimizer = ballast.torch.AdamW(names(model), lr=0.01, service=service, job=job)
-    for step in range(5):
-        optimizer.zero_grad()
-        tokens = batch(step, rank)
-        logits = parallel(tokens[:, :-1])
-        functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-        optimizer.step()
-    optimizer.close()
+    model.inner.weight.data = model.inner.weight.data.t().contiguous().t()
+    gathered = []
+
+    def gather(everything, own, gather=dist.all_gather_into_tensor, **options):
+        gathered.append(everything.nbytes)
+        gather(everything, own, **options)
+
+    with mock.patch.object(places, "_PIECE_BYTES", 1000), mock.patch.object(dist, "all_gather_into_tensor", gather):
+        _train_in_parallel(rank, model, service, job)
+    assert max(gathered) <= 1000 and len(gathered) > 5, gathered
     alone = Model()
     reference = torch.optim.AdamW(names(alone), lr=0.01)
     for step in range(5):
@@ -176,6 +203,21 @@ def trains_as_one_process(rank, world_size, service, job):
     return digest.hexdigest()
 
 
+def _train_in_parallel(rank, model, service, job):
+    from torch_test import batch, names
+    from torch.nn import functional
+
+    parallel = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = ballast.torch.AdamW(names(model), lr=0.01, service=service, job=job)
+    for step in range(5):
+        optimizer.zero_grad()
+        tokens = batch(step, rank)
+        logits = parallel(tokens[:, :-1])
+        functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+    optimizer.close()
+
+
 def is_interrupted(rank, world_size, service, job):
     """Ctrl-C in a wait for other ranks."""
     model = model_of()
@@ -184,8 +226,7 @@ def is_interrupted(rank, world_size, service, job):
     if rank == 1:
         return "did no step"
     backward(model, 0, rank)
-    signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
-    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    optimizer._binding.session._while_waiting = lambda: os.kill(os.getpid(), signal.SIGINT)
     try:
         optimizer.step()
     except KeyboardInterrupt:

@@ -12,12 +12,11 @@ import ballast
 class TorchRanksTest(RanksTest):
     MODULE = "torch_ranks"
 
-    def assert_one_line_on_every_rank(self, errors, text, limit=30.0):
-        for kind, said, seconds in errors:
+    def assert_one_line_on_every_rank(self, errors, text):
+        for kind, said, _ in errors:
             self.assertNotEqual(kind, "none", errors)
             self.assertNotIn("\n", said)
             self.assertIn(text, said)
-            self.assertLess(seconds, limit)  # The time limit was 60 s.
 
     def test_ddp_trains_as_one_process(self):
         for world_size, options in ((2, {"service": None}), (3, {})):
@@ -34,9 +33,13 @@ class TorchRanksTest(RanksTest):
                  "missing": "things, and rank 0",
                  "frozen": "parameter 0.weight is (3, 4) group 0 frozen",
                  "groups": "this rank has group 1.float32 where rank 0 has parameter 0.weight",
+                 "weights": "the sum of the bits of parameter 1.bias is",
                  "call": "the call is attach(), and on rank 0 step()"}
-        later, *results = self.ranks(2, ("agrees_at_last", {}), *[("disagree", {"about": about}) for about in texts])
+        later, begun, *results = self.ranks(2, ("agrees_at_last", {}), ("begins_alike", {}),
+                                            *[("disagree", {"about": about}) for about in texts])
         self.assertEqual(later, [["FailedPreconditionError", 2], ["ValueError", 2]])
+        self.assert_one_line_on_every_rank([refused for refused, _, _ in begun], "wrap the model in Distributed")
+        self.assertEqual(len({weight for _, *weights in begun for weight in weights}), 1)
         for (about, text), errors in zip(texts.items(), results):
             with self.subTest(about=about):
                 self.assert_one_line_on_every_rank(errors, text)
@@ -48,27 +51,27 @@ class TorchRanksTest(RanksTest):
         results = self.ranks(3, *[("disagree_later", {"about": about, "culprit": culprit}) for about, culprit in texts])
         for ((about, culprit), text), of_case in zip(texts.items(), results):
             with self.subTest(about=about):
-                self.assert_one_line_on_every_rank([first for first, _ in of_case], text)
-                for rank, (first, again) in enumerate(of_case):
+                self.assert_one_line_on_every_rank([first for first, _, _ in of_case], text)
+                for rank, (first, again, steps) in enumerate(of_case):
+                    self.assertEqual(steps, 3)
+                    self.assertIn("attach()", again[1])
                     if about != "lr":  # There the first that begins is right.
                         self.assertEqual(first[1].startswith(f"rank {culprit}: "), rank != culprit, first)
                     self.assertNotEqual(again[0], "none")  # Nor does anybody hang in the next step.
-                    self.assertLess(again[2], 30)
 
     def test_waits_end(self):
         alone, interrupted = self.ranks(2, ("comes_alone", {}), ("is_interrupted", {}))
         self.assertEqual(alone[0][0], "DeadlineError")
         self.assertIn("only 1 of 2 ranks came to bind the optimizer within 1 s", alone[0][1])
-        self.assertLess(alone[0][2], 30)
         self.assertEqual(interrupted, ["KeyboardInterrupt", "did no step"])
 
     def test_a_service_that_goes_away(self):
         with ballast.Service(memory_limit="1GiB") as service:
             (errors,) = self.ranks(2, ("service_goes_away", {"service": service.address, "pid": service.pid}))
         for kind, said, seconds in errors:
+            self.assertLess(seconds, 60)  # After three.
             self.assertNotIn("\n", said)
             self.assertIn(kind, ("UnavailableError", "DeadlineError", "FailedPreconditionError"), said)
-            self.assertLess(seconds, 60)
 
     def test_the_first_ranks_service_stays_for_those_behind(self):
         self.assertEqual(run_ranks("torch_ranks", 3, [("leaves_early", {})]), [[True] * 3])

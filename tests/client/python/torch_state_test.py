@@ -32,7 +32,13 @@ class StateTest(StatesTest):
 
     def test_torch_goes_on_with_the_full_state(self):
         self.ranks(2, ("torch_goes_on_with_the_full_state", {}), ("goes_on_with_the_moments_of_torch", {}),
-                   ("goes_on_with_the_moments_of_torch", {"sharded": False}))
+                   ("goes_on_with_the_moments_of_torch", {"sharded": False}),
+                   ("goes_on_with_the_moments_of_torch", {"joins_again": True}),
+                   ("a_state_is_placed_as_the_parameters", {}))
+
+    def test_moments_that_differ_by_rank(self):
+        for text in self.ranks(2, ("moments_of_each_rank_are_refused", {}))[0]:
+            self.assertIn("its moments", text)
 
     def test_weights_that_were_written_meanwhile(self):
         for text in self.ranks(2, ("written_weights_are_found", {}))[0]:
@@ -69,7 +75,8 @@ class LongTest(StatesTest):
         for of_rank in self.ranks(2, ("many_steps", {"steps": 2000}))[0]:
             memory, descriptors, threads = of_rank
             self.assertLess(memory, 8 << 20)
-            self.assertEqual((descriptors, threads), (0, 0))
+            self.assertEqual(descriptors, 0)
+            self.assertLess(threads, 16)  # gRPC has some, and more when it has much to do.
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import threading
 import time
 import unittest
 import warnings
+import weakref
 from unittest import mock
 
 import torch
@@ -80,7 +81,7 @@ class TorchTest(unittest.TestCase):
         options = {"service": self.service.address, "job": self.id().rpartition(".")[2]} | options
         parameters = options.pop("params", None) or names(model)
         optimizer = getattr(ballast.torch, kind)(parameters, **options)
-        self.addCleanup(optimizer.close)
+        self.addCleanup(lambda living: living() is None or living().close(), weakref.ref(optimizer))
         return optimizer
 
     def train(self, model, optimizer, steps, begin=0, **more):
@@ -185,6 +186,23 @@ class TorchTest(unittest.TestCase):
         self.assertEqual([group["name"] for group in groups["groups"]],
                          ["0.float32", "0.bfloat16", "1.float32", "1.bfloat16"])
 
+    def test_frozen_parameters_of_dtypes_that_no_job_has(self):
+        """As quantised weights are, below adapters that are trained."""
+        models = Model(), Model()
+        for model in models:
+            model.quantised = torch.nn.Parameter(torch.arange(5, dtype=torch.int8), requires_grad=False)
+            model.exact = torch.nn.Parameter(torch.ones(3, dtype=torch.float64), requires_grad=False)
+            model.phase = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64), requires_grad=False)
+        mine = self.optimizer(models[0], params=list(models[0].named_parameters()))
+        reference = torch.optim.AdamW([p for p in models[1].parameters() if p.requires_grad])
+        self.train_both(models[0], mine, models[1], reference, 3)
+        for (name, p), q in zip(models[0].named_parameters(), models[1].parameters()):
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6, msg=name)
+        self.assertEqual(mine.state_dict()["param_groups"][0]["job_step"], 3)
+        models[0].exact.requires_grad_(True).grad = torch.ones(3, dtype=torch.float64)
+        with self.assertRaisesRegex(RuntimeError, "exact was frozen when the job was made"):
+            mine.step()
+
     def test_accumulation_and_gradients_that_are_missing_now_and_then(self):
         ours, theirs = Model(), Model()
         mine = self.optimizer(ours, weight_decay=0.1)
@@ -273,22 +291,28 @@ class TorchTest(unittest.TestCase):
         self.train(model, optimizer, 1)
         self.assertIsNone(optimizer.skipped)
 
-    def test_grad_scaler_hands_over_its_scale(self):
-        ours, theirs = Model(), Model()
-        mine, reference = self.optimizer(ours), torch.optim.AdamW(names(theirs))
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
-        for step in range(8):
-            mine.zero_grad()
-            scaler.scale(loss_of(ours, batch(step))).backward()
-            if step == 4:
-                ours.scalar.grad.fill_(torch.inf)
-            scaler.step(mine)
-            scaler.update()
-            self.assertEqual(mine.skipped is None, step != 4)
-            if step != 4:
-                self.train(theirs, reference, 1, step)
-        self.assertEqual(scaler.get_scale(), 1024.0 * 2 / 2 * 2)  # Grown, halved, grown.
-        self.assertLess(furthest(ours, theirs), TOLERANCE)
+    def test_grad_scaler(self):
+        """It hands over its scale, or has unscaled before; a step that it skips is no news."""
+        for unscales in (False, True):
+            ours, theirs = Model(), Model()
+            mine, reference = self.optimizer(ours, job=f"scaler{unscales}"), torch.optim.AdamW(names(theirs))
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+            for step in range(8):
+                mine.zero_grad()
+                scaler.scale(loss_of(ours, batch(step))).backward()
+                if step == 4:
+                    ours.scalar.grad.fill_(torch.inf)
+                if unscales:
+                    scaler.unscale_(mine)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")
+                    scaler.step(mine)
+                scaler.update()
+                self.assertEqual(mine.skipped is None, step != 4)
+                if step != 4:
+                    self.train(theirs, reference, 1, step)
+            self.assertEqual(scaler.get_scale(), 1024.0 * 2 / 2 * 2)  # Grown, halved, grown.
+            self.assertLess(furthest(ours, theirs), TOLERANCE)
 
     # ------------------------------------------------------------ state
 
@@ -354,7 +378,7 @@ class TorchTest(unittest.TestCase):
         loser.close()
         self.assertEqual(taker.attach(), 4)  # Its own step is no state that was loaded.
         self.assertEqual(furthest(first, second), 0)
-        with mock.patch.object(taker._binding.session, "push_gradients",
+        with mock.patch.object(taker._binding.session, "end_gradients",
                                side_effect=ballast.AbortedError("a new process has taken rank 0 of job x")):
             with self.assertRaisesRegex(ballast.AbortedError, "of job x; .*give each training a job= of its own"):
                 self.train(second, taker, 1, begin=4)
@@ -433,17 +457,6 @@ class TorchTest(unittest.TestCase):
             model.scalar.mul_(2)
         with self.assertRaisesRegex(RuntimeError, "parameter scalar was changed"):
             self.train(model, optimizer, 1)
-        model, optimizer = trained("frozen-later")
-        model.scalar.grad = torch.ones(())
-        model.scalar.requires_grad_(False)
-        with self.assertRaisesRegex(RuntimeError, "scalar was trainable"):
-            optimizer.step()
-        model = Model()
-        optimizer = self.optimizer(model, params=list(model.named_parameters()), job="thawed")
-        self.train(model, optimizer, 1)
-        model.frozen.requires_grad_(True).grad = torch.ones(7)
-        with self.assertRaisesRegex(RuntimeError, "frozen was frozen when the job was made.*another optimizer"):
-            optimizer.step()
         model, optimizer = trained("added")
         with self.assertRaisesRegex(RuntimeError, "cannot be added after the first step"):
             optimizer.add_param_group(dict(params=[("new", torch.nn.Parameter(torch.zeros(3)))]))
@@ -451,20 +464,100 @@ class TorchTest(unittest.TestCase):
         model.scalar.data = model.scalar.data * 3  # Autograd is not told of this one.
         with self.assertRaisesRegex(RuntimeError, "parameter scalar was changed"):
             self.train(model, optimizer, 1)
+        for number, write in enumerate((lambda p: p.data.clamp_(-0.01, 0.01), lambda p: p.data.zero_(),
+                                        lambda p: p.data.fill_(torch.nan))):  # Nor of these.
+            model, optimizer = trained(f"data{number}")
+            before = model.inner.weight.detach().clone()
+            write(model.inner.weight)
+            with self.assertRaisesRegex(RuntimeError, "parameter inner.weight was changed"):
+                self.train(model, optimizer, 1)
+            model.inner.weight.data.copy_(before)
+            self.train(model, optimizer, 1)
+        model, optimizer = trained("replaced")
+        reference, other = trained("not-replaced")
+        another = Model()
+        optimizer.param_groups[0]["params"] = [parameter for _, parameter in names(another)]  # As accelerate does it.
+        with self.assertRaisesRegex(RuntimeError, r"have other parameters than .*call attach\(\) after"):
+            self.train(another, optimizer, 1, begin=2)
+        self.assertEqual(optimizer.attach(), 2)
+        self.train(another, optimizer, 1, begin=2)
+        self.train(reference, other, 1, begin=2)
+        self.assertEqual(furthest(another, reference), 0)
+        for name in ("amsgrad", "decoupled_weight_decay"):
+            then = optimizer.param_groups[0][name]
+            optimizer.param_groups[0][name] = not then
+            with self.assertRaisesRegex(RuntimeError, f"{name} of param group 0 was {then} when the job was made"):
+                self.train(another, optimizer, 1)
+            optimizer.param_groups[0][name] = then
+        self.train(another, optimizer, 1)
         model, optimizer = trained("captured")
         with mock.patch("torch.cuda.is_available", return_value=True), \
                 mock.patch("torch.cuda.is_current_stream_capturing", return_value=True):
             with self.assertRaisesRegex(RuntimeError, "which a CUDA graph cannot record"):
                 optimizer.step()
         self.train(model, optimizer, 1, begin=2)
-        model, optimizer = trained("sparse")
-        model.seldom.grad = torch.sparse_coo_tensor([[0]], [1.0], (5,))
-        with self.assertRaisesRegex(RuntimeError, "seldom is sparse"):
-            optimizer.step()
+
+    def test_weights_that_the_trainer_writes_begin_another_job_with_the_same_moments(self):
+        ours, theirs = Model(), Model()
+        first = self.optimizer(ours, job="before", full_state=True)
+        reference = torch.optim.AdamW(names(theirs))
+        self.train(ours, first, 3)
+        self.train(theirs, reference, 3)
+        state = first.state_dict()
+        first.close()
+        for model in (ours, theirs):
+            model.inner.weight.data.clamp_(-0.1, 0.1)
+        second = self.optimizer(ours, job="after", full_state=True)
+        second.load_state_dict(state)
+        self.train(ours, second, 3, begin=3)
+        self.train(theirs, reference, 3, begin=3)
+        self.assertLess(furthest(ours, theirs), 1e-4)
+        self.assertEqual(second.param_groups[0]["job_step"], 6)
+
+    def test_a_gradient_that_cannot_be_sent_is_told_and_the_next_step_goes_on(self):
+        for overlap in (False, True):
+            model, reference = Model(), Model()
+            optimizer = self.optimizer(model, params=list(model.named_parameters()), job=f"cannot{overlap}",
+                                       overlap=overlap)
+            other = self.optimizer(reference, params=list(reference.named_parameters()), job=f"could{overlap}")
+
+            def thawed():
+                model.frozen.requires_grad_(True).grad = torch.ones(7)
+
+            def frozen():
+                model.scalar.grad = torch.ones(())
+                model.scalar.requires_grad_(False)
+
+            def sparse():
+                model.seldom.grad = torch.sparse_coo_tensor([[0]], [1.0], (5,), check_invariants=True)
+
+            def other_dtype():  # As p.grad_dtype allows.
+                model.seldom.data = model.seldom.data.bfloat16()
+                model.seldom.grad = torch.ones(5, dtype=torch.bfloat16)
+                model.seldom.data = weights
+
+            for step, (spoil, message) in enumerate((
+                    (None, ""), (thawed, "frozen was frozen when the job was made.*another optimizer"),
+                    (frozen, "scalar was trainable"), (sparse, "seldom is sparse"),
+                    (other_dtype, "seldom is torch.bfloat16, the parameter torch.float32"))):
+                weights = model.seldom.data
+                if spoil is not None:
+                    with self.subTest(overlap=overlap, spoiled=spoil.__name__):
+                        for twice in range(2):
+                            spoil()
+                            with self.assertRaisesRegex(RuntimeError, message):
+                                optimizer.step()
+                        optimizer.zero_grad()
+                        model.frozen.requires_grad_(False).grad = model.seldom.grad = None
+                        model.scalar.requires_grad_(True)
+                for each, theirs in ((model, optimizer), (reference, other)):
+                    self.train(each, theirs, 1, begin=step)
+            self.assertEqual(furthest(model, reference), 0)
+            self.assertEqual(optimizer.state[model.scalar]["step"], 5)
 
     def test_no_service_is_one_line_and_no_hang(self):
         model = Model()
-        optimizer = self.optimizer(model, service="127.0.0.1:1", job="x")
+        optimizer = self.optimizer(model, service="127.0.0.1:1", job="x", timeout=5.0)
         loss_of(model, batch(0)).backward()
         begun = time.monotonic()
         with self.assertRaises(ConnectionError) as raised:
@@ -489,6 +582,27 @@ class TorchTest(unittest.TestCase):
         self.assertFalse(pathlib.Path("/proc", str(pid)).exists())
         with self.assertRaisesRegex(LookupError, r"of step 3 .*ended with its run \(service=None\): give service="):
             self.optimizer(Model(), service=None, job=None).load_state_dict(state)
+
+    def test_a_service_of_its_own_outlives_a_step_that_was_interrupted(self):
+        ours, theirs = Model(), Model()
+        optimizer = self.optimizer(ours, service=None, job=None)
+        self.train(ours, optimizer, 2)
+        pid = optimizer._binding.owned_service.pid
+        with mock.patch.object(optimizer._binding.session, "seal_and_vote", side_effect=KeyboardInterrupt):
+            with self.assertRaises(KeyboardInterrupt):
+                self.train(ours, optimizer, 1)
+        with mock.patch.object(ballast.Session, "read_weights", side_effect=KeyboardInterrupt):
+            with self.assertRaises(KeyboardInterrupt):
+                optimizer.attach()
+        self.assertEqual(optimizer.attach(), 2)
+        self.assertEqual(optimizer._binding.owned_service.pid, pid)
+        self.train(ours, optimizer, 2, begin=2)
+        self.train(theirs, torch.optim.AdamW(names(theirs)), 4)
+        self.assertLess(furthest(ours, theirs), TOLERANCE)
+        # It ends with the optimizer, also with one that nobody closes.
+        del optimizer
+        gc.collect()
+        self.assertFalse(pathlib.Path("/proc", str(pid)).exists())
 
     def test_two_optimizers_beside_each_other_and_data_loaders(self):
         models = [Model(), Model()]
@@ -528,7 +642,7 @@ class TorchTest(unittest.TestCase):
             said = ""
             try:
                 other = Model()
-                optimizer = ballast.torch.AdamW(names(other), service=self.service.address, job="child", timeout=5.0)
+                optimizer = ballast.torch.AdamW(names(other), service=self.service.address, job="child")
                 self.train(other, optimizer, 1)
             except RuntimeError as error:
                 said = str(error)

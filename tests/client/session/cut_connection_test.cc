@@ -42,7 +42,7 @@ class CutConnection : public testing::TestWithParam<std::tuple<UpdateMode, Traff
   }
   void TrainRank(std::shared_ptr<grpc::Channel> channel, const JobSpec& job, int rank) {
     SessionOptions options;
-    options.seal_timeout = absl::Seconds(30);  // In case the other rank fails.
+    options.seal_timeout = absl::Minutes(4);  // In case the other rank fails.
     auto self = RankForTests::Join(std::move(channel), job, rank, options, traffic());
     ASSERT_TRUE(self.ok()) << self.status();
     ReferenceRun reference(job);

@@ -160,6 +160,7 @@ class FakeTransport final : public Transport {
   v1::AttachWorkerRequest last_attach;
   std::vector<v1::ReadWeightsRequest> reads;
   std::vector<std::pair<int, std::vector<float>>> uploaded;
+  v1::FirstState uploaded_state;
 
   // Sends a message on the latest stream and waits until the session has handled it.
   void Deliver(const v1::TrainResponse& message, std::vector<std::string> pieces = {}) {
@@ -178,6 +179,8 @@ class FakeTransport final : public Transport {
     wire->thread.Post([wire, status] { wire->listener.OnClosed(status); });
     wire->thread.Drain();
   }
+  // Returns when the session has been told what the latest stream has answered so far.
+  void AwaitAnswers() { Latest()->thread.Drain(); }
   // The transport no longer uses the payloads sent so far.
   void LetGo() {
     std::vector<std::function<void()>> borrowed;
@@ -287,6 +290,7 @@ class FakeTransport final : public Transport {
   absl::StatusOr<v1::UploadWeightsResponse> UploadWeights(
       const v1::OpenTrain& open, absl::Span<const int> chunks,
       const std::function<std::vector<float>(int chunk)>& fill) override {
+    uploaded_state = open.first_state();
     if (absl::Status status = Take(upload_results); !status.ok()) return status;
     for (int chunk : chunks) uploaded.emplace_back(chunk, fill(chunk));
     v1::UploadWeightsResponse response;

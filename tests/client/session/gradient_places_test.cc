@@ -8,8 +8,8 @@
 #include <cstring>
 #include <thread>
 
-#include "tests/client/eventually.h"
 #include "tests/client/session/shared_session.h"
+#include "tests/support/eventually.h"
 
 namespace ballast::client {
 namespace {

@@ -129,7 +129,7 @@ TEST_F(JoinTest, FirstWeightsThatDoNotComeNameTheRanksThatAreAbsent) {
   waiting.add_ranks()->set_rank(1);
   fake_.jobs = {waiting};
   const absl::Status status =
-      AwaitFirstWeights([this] { return GetJob(fake_, "gpt", ""); }, clock_, options_);
+      AwaitFirstWeights([this] { return GetJob(fake_, "gpt", ""); }, clock_, options_).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
   EXPECT_THAT(std::string(status.message()), HasSubstr("not attached: rank 1"));
 }

@@ -2,10 +2,16 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <atomic>
+#include <fstream>
+#include <iterator>
 #include <map>
+#include <string>
 #include <thread>
 
+#include "absl/strings/str_cat.h"
 #include "tests/client/session/scripted_session.h"
 
 namespace ballast::client {
@@ -251,6 +257,51 @@ TEST_F(SessionImplTest, AStepThatWasCommittedBeforeTheStreamEndedIsReceived) {
   EXPECT_THAT(session_->BeginStep({}), IsError(absl::StatusCode::kUnavailable, HasSubstr("gone")));
 }
 
+TEST_F(SessionImplTest, WeightsThatHaveComeNeedNotWaitForTheOthers) {
+  options_.seal_timeout = absl::ZeroDuration();
+  std::vector<int> told;
+  options_.on_weights = [&](int chunk) { told.push_back(chunk); };
+  OpenAndBegin();
+  EXPECT_THAT(session_->AwaitWeights({0}),
+              IsError(absl::StatusCode::kFailedPrecondition, HasSubstr("no step is decided")));
+  Decide(5, true);
+  for (const int chunk : {3, 1}) SendWeights(5, chunk, {WeightsOf(chunk)});
+  EXPECT_THAT(told, testing::ElementsAre(3, 1));
+  EXPECT_TRUE(session_->AwaitWeights({1, 3}).ok());
+  EXPECT_EQ(memory_[1], WeightsOf(1));
+  EXPECT_TRUE(session_->AwaitWeights({}).ok());
+  EXPECT_THAT(session_->AwaitWeights({1, 2}),
+              IsError(absl::StatusCode::kDeadlineExceeded, testing::_));
+  EXPECT_THAT(session_->BeginStep({}), IsError(absl::StatusCode::kFailedPrecondition, testing::_));
+  for (const int chunk : {0, 2, 4}) SendWeights(5, chunk, {WeightsOf(chunk)});
+  EXPECT_TRUE(session_->AwaitWeights({0, 1, 2, 3, 4}).ok());
+  Commit(5);
+  ASSERT_TRUE(session_->ReceiveWeights().ok());
+  EXPECT_FALSE(session_->AwaitWeights({0}).ok());  // They were of the step that is over.
+  ASSERT_TRUE(session_->BeginStep({}).ok());
+  Decide(6, true);
+  EXPECT_THAT(session_->AwaitWeights({1}),
+              IsError(absl::StatusCode::kDeadlineExceeded, testing::_));
+}
+
+TEST_F(SessionImplTest, WhoAwaitsWeightsIsWokenByThemAndByAnError) {
+  OpenAndBegin();
+  Decide(5, true);
+  std::thread service([&] { SendWeights(5, 2, {WeightsOf(2)}); });
+  EXPECT_TRUE(session_->AwaitWeights({2}).ok());
+  service.join();
+  std::thread breaker([&] { fake_->Break(absl::UnavailableError("gone")); });
+  EXPECT_THAT(session_->AwaitWeights({1}),
+              IsError(absl::StatusCode::kUnavailable, HasSubstr("gone")));
+  breaker.join();
+}
+
+TEST_F(SessionImplTest, NobodyAwaitsWeightsOfASkippedStep) {
+  OpenAndBegin();
+  Decide(5, false);
+  EXPECT_TRUE(session_->AwaitWeights({0, 4}).ok());
+}
+
 TEST_F(SessionImplTest, AStepThatWasDecidedButNotCommittedIsNotReceived) {
   OpenAndBegin();
   Decide(5, false);
@@ -394,6 +445,73 @@ TEST_F(SessionImplTest, UploadsEveryChunkOfTheRank) {
   EXPECT_EQ(fake_->uploaded[3].second, std::vector<float>(256, 3.0f));
 }
 
+TEST_F(SessionImplTest, UploadsMomentsBehindTheWeights) {
+  fake_->attachment.set_awaiting_weights(true);
+  fake_->attachment.set_committed_step(0);
+  options_.job.groups[0].hyper_parameters.amsgrad = true;
+  ASSERT_TRUE(Open().ok());
+  const size_t parameters = options_.job.layout.parameters.size();
+  FirstState state = {.step = 7, .update_counts = std::vector<int64_t>(parameters, 6)};
+  const auto upload = [&] {
+    return session_->UploadState(state, [](int chunk, absl::Span<float> out) {
+      std::fill(out.begin(), out.end(), static_cast<float>(chunk));
+    });
+  };
+  // Of a service that does not read the state.
+  fake_->upload_results = {absl::InvalidArgumentError("first weights have step 0, not 7")};
+  EXPECT_THAT(upload(), IsError(absl::StatusCode::kUnimplemented,
+                                HasSubstr("gpt rank 0: the service is older than this library")));
+  ASSERT_TRUE(upload().ok());
+  ASSERT_EQ(fake_->uploaded.size(), 5u);
+  for (const auto& [chunk, values] : fake_->uploaded) {
+    const Chunk& of = session_->layout().chunks()[chunk];
+    EXPECT_EQ(values,
+              std::vector<float>((of.group == 0 ? 4 : 3) * of.elements, static_cast<float>(chunk)));
+  }
+  EXPECT_EQ(fake_->uploaded_state.step(), 7u);
+  EXPECT_EQ(fake_->uploaded_state.update_counts_size(), static_cast<int>(parameters));
+  EXPECT_EQ(fake_->uploaded_state.update_counts(0), 6);
+  EXPECT_EQ(session_->committed_step(), 7u);
+  ASSERT_TRUE(session_->BeginStep({}).ok());
+  ASSERT_TRUE(fake_->AwaitSent(2));
+  EXPECT_EQ(fake_->sent().at(1).begin_step().step(), 8u);
+}
+
+// It gets no weights, which would tell it.
+TEST_F(SessionImplTest, ARankWithoutChunksIsAtTheStepThatTheOthersGave) {
+  options_.job.layout.world_size = 2;
+  options_.rank = 1;
+  fake_->attachment.set_awaiting_weights(true);
+  fake_->attachment.set_committed_step(0);
+  v1::Job job;
+  job.set_phase(v1::READY);
+  job.set_committed_step(7);
+  fake_->jobs = {job};
+  ASSERT_TRUE(Open().ok());
+  ASSERT_TRUE(session_->layout().chunks_of_rank(1).empty());
+  ASSERT_TRUE(session_->UploadWeights([](int, absl::Span<float>) {}).ok());
+  ASSERT_TRUE(session_->ReadWeights().ok());
+  EXPECT_EQ(session_->committed_step(), 7u);
+  ASSERT_TRUE(session_->BeginStep({}).ok());
+  ASSERT_TRUE(fake_->AwaitSent(2));
+  EXPECT_EQ(fake_->sent().at(1).begin_step().step(), 8u);
+}
+
+TEST_F(SessionImplTest, AStateThatNoRunLeavesIsNotSent) {
+  fake_->attachment.set_awaiting_weights(true);
+  ASSERT_TRUE(Open().ok());
+  const size_t parameters = options_.job.layout.parameters.size();
+  const auto upload = [&](const FirstState& state) {
+    return session_->UploadState(state, [](int, absl::Span<float>) {});
+  };
+  EXPECT_THAT(upload({}), IsError(absl::StatusCode::kInvalidArgument, HasSubstr("weights alone")));
+  EXPECT_THAT(upload({.step = 2, .update_counts = {2}}),
+              IsError(absl::StatusCode::kInvalidArgument, HasSubstr("1 update counts, expected")));
+  EXPECT_THAT(upload({.step = 2, .update_counts = std::vector<int64_t>(parameters, 3)}),
+              IsError(absl::StatusCode::kInvalidArgument, HasSubstr("3 updates of")));
+  EXPECT_TRUE(fake_->uploaded.empty());
+}
+
 TEST_F(SessionImplTest, UploadIsRepeatedUntilTheServiceHasTheWeights) {
   options_.reconnect_timeout = absl::Seconds(5);
   fake_->attachment.set_awaiting_weights(true);
@@ -468,26 +586,49 @@ TEST_F(SessionImplTest, ASessionThatEndedAsksNothing) {
               IsError(absl::StatusCode::kAborted, HasSubstr("generation 4")));
 }
 
+// Whether the thread waits for something: the system has it asleep.
+bool IsAsleep(pid_t thread) {
+  const std::string stat = absl::StrCat("/proc/self/task/", thread, "/stat");
+  std::ifstream file(stat);
+  std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  return text.find(") S ") != std::string::npos;
+}
+
 TEST_F(SessionImplTest, DestructionWaitsForAPushThatItWakes) {
   OpenAndBegin();
   ASSERT_TRUE(PushChunk(0).ok());
   ASSERT_TRUE(PushChunk(1).ok());
-  std::atomic<bool> begun = false;
+  std::atomic<pid_t> begun = 0;
+  std::atomic<bool> returned = false;
   std::thread pusher([&, session = session_.get()] {
     GradientPush push;
     push.chunk = 2;
     push.payload = absl::MakeConstSpan(gradient_).subspan(0, 512);
-    begun = true;
-    EXPECT_THAT(session->Push(push),
-                IsError(absl::StatusCode::kCancelled, HasSubstr("the session was closed")));
+    begun = gettid();
+    const absl::Status status = session->Push(push);
+    returned = true;
+    EXPECT_THAT(status, IsError(absl::StatusCode::kCancelled, HasSubstr("the session was closed")));
   });
-  while (!begun) std::this_thread::yield();
-  // Only its silence shows that a push waits. The error that this test finds, a push that returns
+  // The full window is all that it waits for. The error that this test finds, a push that returns
   // into a destroyed session, needs a sanitizer to be seen.
-  EXPECT_FALSE(fake_->AwaitSent(5, std::chrono::milliseconds(300)));
+  while (!returned && (begun == 0 || !IsAsleep(begun))) std::this_thread::yield();
   fake_->LetGo();
   session_.reset();
   pusher.join();
+}
+
+TEST_F(SessionImplTest, APushThatWaitsCanBeEnded) {
+  OpenAndBegin();
+  ASSERT_TRUE(PushChunk(0).ok());
+  ASSERT_TRUE(PushChunk(1).ok());
+  const auto cancelled = IsError(absl::StatusCode::kCancelled, HasSubstr("the session was closed"));
+  std::thread pusher([&] { EXPECT_THAT(PushChunk(2), cancelled); });
+  EXPECT_FALSE(fake_->AwaitSent(5, std::chrono::milliseconds(300)));
+  session_->EndPushes();
+  pusher.join();
+  EXPECT_THAT(PushChunk(2), cancelled);
+  EXPECT_THAT(session_->Seal(1).status(), cancelled);
+  fake_->LetGo();
 }
 
 TEST_F(SessionImplTest, OpeningGoesOnWhenAStreamBreaksOrTheRankIsSetFree) {

@@ -7,10 +7,10 @@
 #include <algorithm>
 #include <filesystem>
 
-#include "tests/client/eventually.h"
 #include "tests/client/job_for_tests.h"
 #include "tests/client/session/scripted_session.h"
 #include "tests/client/shared_memory_server_for_tests.h"
+#include "tests/support/eventually.h"
 
 namespace ballast::client {
 namespace {

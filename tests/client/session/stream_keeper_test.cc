@@ -185,6 +185,31 @@ TEST_F(StreamKeeperTest, ReopensBetweenStepsToo) {
   EXPECT_THAT(fake_->names(4), ElementsAre("open", "begin 5"));
 }
 
+// The step is that of whichever state ranks are about to give.
+TEST_F(StreamKeeperTest, ReopensWhileFirstWeightsAreAwaitedAtWhicheverStep) {
+  fake_->attachment.set_awaiting_weights(true);
+  fake_->attachment.set_committed_step(0);
+  ASSERT_TRUE(Open().ok());
+  fake_->AwaitAnswers();
+  fake_->attachment.set_committed_step(3);  // Another rank's.
+  BreakIt();
+  ASSERT_TRUE(fake_->AwaitStream(2, 1));
+  const std::vector<int64_t> counts(options_.job.layout.parameters.size(), 7);
+  ASSERT_TRUE(
+      session_->UploadState({.step = 7, .update_counts = counts}, [](int, absl::Span<float>) {})
+          .ok());
+  BreakIt();
+  ASSERT_TRUE(fake_->AwaitStream(3, 1));
+  fake_->AwaitAnswers();
+  fake_->attachment.set_awaiting_weights(false);
+  fake_->attachment.set_committed_step(7);
+  BreakIt();
+  ASSERT_TRUE(fake_->AwaitStream(4, 1));
+  ASSERT_TRUE(session_->BeginStep({}).ok());
+  ASSERT_TRUE(fake_->AwaitStream(4, 2));
+  EXPECT_THAT(fake_->names(4), ElementsAre("open", "begin 8"));
+}
+
 TEST_F(StreamKeeperTest, APushIntoAFullWindowWaitsForTheStreamToBeBack) {
   options_.window_bytes = 512;
   OpenAndBegin();

@@ -3,13 +3,11 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <sys/resource.h>
-
-#include <fstream>
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/buckets.h"
 #include "tests/client/session/scripted_session.h"
+#include "tests/support/address_limit.h"
 #include "tests/support/sanitizers.h"
 
 namespace ballast::client {
@@ -282,17 +280,10 @@ class TightMemoryTest : public ProvisionalWeightsTest {
     options_.job.layout.chunk_elements = kMaxChunkElements;
     options_.job.layout.partitions = PartitionsOf(
         MakeBuckets(FlatElements(options_.job.layout.parameters, 2), 1, kMaxChunkElements), 1);
-    int64_t pages = 0;
-    std::ifstream("/proc/self/statm") >> pages;
-    rlimit before{};
-    EXPECT_EQ(getrlimit(RLIMIT_AS, &before), 0);
-    rlimit tight = before;
-    tight.rlim_cur = static_cast<rlim_t>(pages * getpagesize() + (int64_t{1} << 30));
-    EXPECT_EQ(setrlimit(RLIMIT_AS, &tight), 0);
+    const ScopedAddressLimit tight(int64_t{1} << 30);
     testing::internal::CaptureStderr();
     const absl::Status opened = Open();
     log_ = testing::internal::GetCapturedStderr();
-    EXPECT_EQ(setrlimit(RLIMIT_AS, &before), 0);
     return opened;
   }
 

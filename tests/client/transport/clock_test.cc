@@ -1,14 +1,12 @@
-// Waits do not follow a host's clock that somebody sets, and time in which this process did not run
+// Waits do not follow a host's clock that is set, and time in which this process did not run
 // does not use up a limit. The wall clock of this process is the test's: it moves it.
 #include "client/transport/clock.h"
 
 #include <grpcpp/server.h>
 #include <grpcpp/server_builder.h>
 #include <gtest/gtest.h>
-#include <spawn.h>
 #include <sys/syscall.h>
 #include <sys/time.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -16,6 +14,7 @@
 #include <csignal>
 #include <cstdlib>
 #include <ctime>
+#include <filesystem>
 #include <memory>
 #include <string>
 
@@ -24,6 +23,7 @@
 #include "client/connect.h"
 #include "client/session/retry.h"
 #include "proto/deadline.h"
+#include "tests/support/processes.h"
 
 namespace {
 
@@ -72,7 +72,7 @@ TEST_F(ClockTest, SettingTheWallClockMovesNoDeadline) {
 }
 
 constexpr char kAddress[] = "BALLAST_CLOCK_TEST_ADDRESS";
-constexpr absl::Duration kLimit = absl::Seconds(4);
+constexpr absl::Duration kLimit = absl::Seconds(15);
 
 // Run by the next test, in a process that it pauses.
 TEST(PausedProcess, DISABLED_Connects) {
@@ -85,24 +85,16 @@ TEST(PausedProcess, DISABLED_Connects) {
 
 TEST(PausedProcess, APauseDoesNotUseUpTheLimitOfConnecting) {
   const std::string path = "/tmp/ballast_clock_test_" + std::to_string(getpid());
-  int output[2];
-  ASSERT_EQ(pipe(output), 0);
-  posix_spawn_file_actions_t actions;
-  posix_spawn_file_actions_init(&actions);
-  posix_spawn_file_actions_adddup2(&actions, output[1], STDOUT_FILENO);
-  std::string name = "clock_test", filter = "--gtest_filter=PausedProcess.DISABLED_Connects",
-              disabled = "--gtest_also_run_disabled_tests",
-              address = std::string(kAddress) + "=unix:" + path;
-  char* arguments[] = {name.data(), filter.data(), disabled.data(), nullptr};
-  char* environment[] = {address.data(), nullptr};
-  pid_t child = 0;
-  ASSERT_EQ(posix_spawn(&child, "/proc/self/exe", &actions, nullptr, arguments, environment), 0);
-  posix_spawn_file_actions_destroy(&actions);
-  close(output[1]);
-  char byte = 0;
-  while (byte != '!') ASSERT_EQ(read(output[0], &byte, 1), 1);
+  Process child({"/usr/bin/env", "-i", std::string(kAddress) + "=unix:" + path,
+                 std::filesystem::read_symlink("/proc/self/exe").string(),
+                 "--gtest_filter=PausedProcess.DISABLED_Connects",
+                 "--gtest_also_run_disabled_tests"});
+  while (child.Output().find('!') == std::string::npos) {
+    ASSERT_TRUE(child.IsRunning()) << child.Errors();
+    absl::SleepFor(absl::Milliseconds(1));
+  }
   absl::SleepFor(absl::Milliseconds(100));  // It waits by now, or soon.
-  ASSERT_EQ(kill(child, SIGSTOP), 0);
+  child.Signal(SIGSTOP);
   absl::SleepFor(kLimit + absl::Milliseconds(100));
   grpc::ServerBuilder builder;
   builder.AddListeningPort("unix:" + path, grpc::InsecureServerCredentials());
@@ -110,13 +102,8 @@ TEST(PausedProcess, APauseDoesNotUseUpTheLimitOfConnecting) {
   builder.RegisterService(&service);
   const std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
   EXPECT_NE(server, nullptr);
-  ASSERT_EQ(kill(child, SIGCONT), 0);
-  while (read(output[0], &byte, 1) == 1) {  // What gtest prints, to the end.
-  }
-  close(output[0]);
-  int status = 0;
-  ASSERT_EQ(waitpid(child, &status, 0), child);
-  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  child.Signal(SIGCONT);
+  EXPECT_EQ(child.ExitCode(), 0) << child.Output();
   server->Shutdown();
   unlink(path.c_str());
 }

@@ -24,12 +24,11 @@ namespace {
 
 using ::testing::HasSubstr;
 
-// What gRPC says when a service has closed a connection.
-grpc::Status Closed() {
-  return {
-      grpc::StatusCode::UNAVAILABLE,
-      "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.0.0.1:7070: Socket "
-      "closed"};
+// What gRPC says when a service at `address` has closed a connection.
+grpc::Status Closed(const std::string& address) {
+  return {grpc::StatusCode::UNAVAILABLE,
+          absl::StrCat("failed to connect to all addresses; last error: UNAVAILABLE: ipv4:",
+                       address, ": Socket closed")};
 }
 
 struct Manner {
@@ -137,7 +136,7 @@ class HandshakeTest : public testing::Test {
   }
   std::string Why(const std::string& name, const Manner& manner) const {
     const Service service(folder_, manner);
-    return WhyHandshakeFailed(Closed(), service.target(), Of(name));
+    return WhyHandshakeFailed(Closed(service.target()), service.target(), Of(name));
   }
 
   const std::string folder_;
@@ -191,7 +190,7 @@ TEST_F(HandshakeTest, WithATokenNoCertificateIsMissing) {
   const Service service(folder_, {.verifies = false});
   Credentials credentials = Of("");
   credentials.token_file = File("token");
-  EXPECT_EQ(WhyHandshakeFailed(Closed(), service.target(), credentials), "");
+  EXPECT_EQ(WhyHandshakeFailed(Closed(service.target()), service.target(), credentials), "");
 }
 
 TEST_F(HandshakeTest, OnlyAClosedConnectionIsTriedAgain) {
@@ -204,9 +203,19 @@ TEST_F(HandshakeTest, OnlyAClosedConnectionIsTriedAgain) {
   EXPECT_EQ(
       why({grpc::StatusCode::UNAVAILABLE, "Socket closed", "details of ours"}, service.target()),
       "");
-  EXPECT_EQ(why(Closed(), "unix:" + File("socket")), "");
-  EXPECT_EQ(WhyHandshakeFailed(Closed(), service.target(), {}), "");
-  EXPECT_THAT(why(Closed(), service.target()), HasSubstr("does not know"));
+  const grpc::Status closed = Closed(service.target());
+  EXPECT_EQ(why(closed, "unix:" + File("socket")), "");
+  EXPECT_EQ(WhyHandshakeFailed(closed, service.target(), {}), "");
+  EXPECT_THAT(why(closed, service.target()), HasSubstr("does not know"));
+}
+
+TEST_F(HandshakeTest, NoNameIsResolvedAgain) {
+  const Service service(folder_, {});
+  EXPECT_THAT(WhyHandshakeFailed(Closed(service.target()), "no.such.host.invalid:1", Of("mallory")),
+              HasSubstr("does not know"));
+  EXPECT_EQ(WhyHandshakeFailed({grpc::StatusCode::UNAVAILABLE, "Socket closed"}, service.target(),
+                               Of("mallory")),
+            "");
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/inotify.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -13,6 +14,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/system/file_descriptor.h"
 
 namespace ballast {
 namespace {
@@ -83,6 +85,25 @@ TEST_P(FileSystemTest, AFileThatMayNotGrowSaysSoAndHasWhatFitted) {
   EXPECT_FALSE(status.ok());
   EXPECT_NE(status.message().find(path_), absl::string_view::npos) << status;
   EXPECT_TRUE(Read() == contents.substr(0, kMiB + 12345));
+}
+
+// Each of them is a name in another one, which is lost with the host where that is not flushed.
+TEST_P(FileSystemTest, ADirectoryIsMadeWithItsParentsAndEachIsFlushed) {
+  std::filesystem::create_directory(path_);
+  // To flush a directory it has to be opened, and nothing else here opens one.
+  const FileDescriptor events(inotify_init1(IN_CLOEXEC | IN_NONBLOCK));
+  ASSERT_GE(inotify_add_watch(events.number(), path_.c_str(), IN_OPEN), 0);
+  ASSERT_TRUE(PosixFileSystem().CreateDirectory(path_ + "/a/b/c").ok());
+  EXPECT_TRUE(std::filesystem::is_directory(path_ + "/a/b/c"));
+  const auto opened = [&] {
+    alignas(inotify_event) char event[4096];
+    return read(events.number(), event, sizeof(event)) > 0;
+  };
+  EXPECT_TRUE(opened()) << "the directory that a was made in has not been flushed";
+  ASSERT_GE(inotify_add_watch(events.number(), (path_ + "/a").c_str(), IN_OPEN), 0);
+  ASSERT_TRUE(PosixFileSystem().CreateDirectory(path_ + "/a/b/c").ok());
+  EXPECT_FALSE(opened()) << "nothing has been made";
+  std::filesystem::remove_all(path_);
 }
 
 INSTANTIATE_TEST_SUITE_P(OnADiskAndInMemory, FileSystemTest, testing::Values("", "/dev/shm"));

@@ -2,6 +2,9 @@
 
 #include <gmock/gmock.h>
 
+#include <filesystem>
+#include <fstream>
+
 namespace ballast {
 namespace {
 
@@ -33,6 +36,28 @@ TEST(HugePages, ShareIsUnknownWhereNothingIsPresentOrSaid) {
   EXPECT_EQ(HugePageShare("", 0, 1), std::nullopt);
   EXPECT_EQ(HugePageShare("junk\n-\nRss: x kB\n7f-80 rw\nRss: 12\nRss: x kB\n", 0, 0xff),
             std::nullopt);
+}
+
+TEST(HugePages, APoolGivesWhatIsFreeAndNotPromisedAndWhatItMayAdd) {
+  const std::string pools = testing::TempDir() + "/pools";
+  const std::string pool = pools + "/hugepages-2048kB/";
+  std::filesystem::create_directories(pool);
+  const auto write = [&](const char* name, int pages) {
+    std::ofstream(pool + name) << pages << "\n";
+  };
+  EXPECT_EQ(HugePagePoolBytes(2 << 20, pools), std::nullopt);
+  write("free_hugepages", 10);
+  EXPECT_EQ(HugePagePoolBytes(2 << 20, pools), 20 << 20);
+  write("resv_hugepages", 3);
+  EXPECT_EQ(HugePagePoolBytes(2 << 20, pools), 14 << 20);
+  write("nr_overcommit_hugepages", 8);
+  write("surplus_hugepages", 6);
+  EXPECT_EQ(HugePagePoolBytes(2 << 20, pools), 18 << 20);
+  EXPECT_EQ(HugePagePoolBytes(1 << 30, pools), std::nullopt);
+  write("nr_overcommit_hugepages", 0);
+  write("resv_hugepages", 11);
+  EXPECT_EQ(HugePagePoolBytes(2 << 20, pools), 0);
+  std::filesystem::remove_all(pools);
 }
 
 TEST(HugePages, WarningNamesTheMemoryAndTheSetting) {

@@ -10,20 +10,25 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <limits>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "cpu_optimizer_service/host/kept_record.h"
 #include "cpu_optimizer_service/host/named_memory.h"
 #include "tests/cpu_optimizer_service/host/directory_in_memory.h"
+#include "tests/cpu_optimizer_service/host/keeper_for_two.h"
 
 namespace ballast {
 namespace {
@@ -69,6 +74,23 @@ void ExpectRefused(const std::string& path, const testing::Matcher<const std::st
   const std::string line(opened.status().message());
   EXPECT_THAT(line, AllOf(words, HasSubstr(path), Not(HasSubstr("\n"))));
   EXPECT_EQ(AllOfIt(path), before);
+}
+
+// Of the mapping there, as /proc says them; "dd" is one that is left out of core dumps.
+std::set<std::string> FlagsAt(const void* address) {
+  std::ifstream maps("/proc/self/smaps");
+  bool is_it = false;
+  for (std::string line; std::getline(maps, line);) {
+    unsigned long begin = 0;
+    unsigned long end = 0;
+    if (std::sscanf(line.c_str(), "%lx-%lx ", &begin, &end) == 2) {
+      const auto at = reinterpret_cast<unsigned long>(address);
+      is_it = begin <= at && at < end;
+    } else if (is_it && absl::StartsWith(line, "VmFlags:")) {
+      return absl::StrSplit(line, ' ');
+    }
+  }
+  return {};
 }
 
 class StateDirectoryTest : public testing::Test {
@@ -229,27 +251,8 @@ TEST_F(StateDirectoryTest, IsRefusedWhileAnotherProcessHasIt) {
   end.join();
 }
 
-// As ballastd's parent.
-class OtherKeeper final : public FileKeeper {
- public:
-  absl::Status Keep(const std::string& name, int descriptor) override {
-    kept_[name] = FileDescriptor(dup(descriptor));
-    return absl::OkStatus();
-  }
-  void Drop(const std::string& name) override { kept_.erase(name); }
-  std::map<std::string, FileDescriptor> TakeKept() override {
-    std::map<std::string, FileDescriptor> taken;
-    for (const auto& [name, file] : kept_) taken.emplace(name, FileDescriptor(dup(file.number())));
-    return taken;
-  }
-  const std::map<std::string, FileDescriptor>& kept() const { return kept_; }
-
- private:
-  std::map<std::string, FileDescriptor> kept_;
-};
-
 TEST_F(StateDirectoryTest, LeavesTheLockAndSealedMemoryToTheParent) {
-  OtherKeeper parent;
+  KeeperForTwo parent;  // As ballastd's parent.
   {
     const auto directory = StateDirectory::Open({.path = path_, .others = &parent}).value();
     NamedMemory memory(*directory);
@@ -306,6 +309,42 @@ TEST_F(StateDirectoryTest, AdmitsNoMoreThanTheMachineHas) {
             absl::StatusCode::kResourceExhausted);
 }
 
+// As a directory on hugetlbfs, whose pages are of a pool of their own.
+TEST(NamedMemoryTest, AdmitsWhatAPoolApartHasLeft) {
+  class Pool final : public KeeperForTwo {
+    std::optional<Room> room() const override {
+      return Room{.bytes = 50'000, .is_apart = true, .where = "/huge (hugetlbfs)"};
+    }
+  } pool;
+  NamedMemory memory(pool, [] { return 10'000; });
+  EXPECT_TRUE(memory.Admit(50'000, "job gpt").ok());
+  EXPECT_EQ(
+      memory.Admit(50'001, "job gpt").message(),
+      "job gpt wants 50001 bytes of memory, and /huge (hugetlbfs) has 50000 left; enlarge it, "
+      "or close a job");
+  // Sealed memory is the machine's.
+  EXPECT_EQ(memory.CreateShared(kUid + "/rank 0 1", 10'001).status().code(),
+            absl::StatusCode::kResourceExhausted);
+}
+
+// A core dump of a service would be all of its state.
+TEST_F(StateDirectoryTest, IsLeftOutOfCoreDumpsWithAllNamedMemory) {
+  const auto directory = Open(path_).value();
+  KeeperForTwo parent;
+  for (FileKeeper* keeper : std::vector<FileKeeper*>{directory.get(), &parent}) {
+    NamedMemory memory(*keeper);
+    const auto state = memory.Create(kUid + "/state", 4 << 20, kNow).value();
+    const auto shared = memory.CreateShared(kUid + "/rank 0 1", 10'000).value();
+    for (NamedArena* arena : {state.get(), shared.get()}) {
+      for (const std::byte* at : {arena->data(), arena->data() + arena->size_bytes() - 1}) {
+        EXPECT_THAT(FlagsAt(at), testing::Contains("dd")) << arena->name();
+      }
+    }
+    const std::string outside(5 << 20, 'x');
+    EXPECT_THAT(FlagsAt(outside.data() + outside.size() / 2), Not(testing::Contains("dd")));
+  }
+}
+
 TEST_F(StateDirectoryTest, ShowsEveryFlippedByteOfARecord) {
   const std::string contents = "what a job is";
   {
@@ -330,7 +369,7 @@ TEST_F(StateDirectoryTest, ShowsEveryFlippedByteOfARecord) {
     if (!found.ok()) {
       ++seen;
       EXPECT_THAT(std::string(found.status().message()),
-                  HasSubstr(kUid + "/record 1 is not as it was stored"));
+                  HasSubstr(kUid + ".record_1.4096 is not as it was stored"));
     }
     // What is not read may change: it is never another one, or none.
     EXPECT_TRUE(found.ok() ? *found == contents : absl::IsDataLoss(found.status()))

@@ -1,17 +1,29 @@
 #include "cpu_optimizer_service/host/task_pool.h"
 
 #include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <latch>
 #include <memory>
+#include <optional>
 #include <thread>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
+#include "cpu_optimizer_service/common/system/memory_guard.h"
 #include "cpu_optimizer_service/common/system/mutex.h"
 #include "cpu_optimizer_service/host/task_queue.h"
 #include "tests/cpu_optimizer_service/host/topology_for_tests.h"
+#include "tests/support/address_limit.h"
+#include "tests/support/sanitizers.h"
 
 namespace ballast {
 namespace {
@@ -67,6 +79,56 @@ TEST(TaskPool, WhatATaskOwnsIsGoneBeforeThePoolIs) {
       owned.reset();
     }
     ASSERT_EQ(alive, 0);
+  }
+}
+
+constexpr uid_t kNobody = 65534;
+
+// Root may, but where its user namespace has no other user.
+bool MayBecomeNobody() {
+  const pid_t child = fork();
+  if (child == 0) _exit(setuid(kNobody) == 0 ? 0 : 1);
+  int status = 1;
+  return child > 0 && waitpid(child, &status, 0) == child && status == 0;
+}
+
+// In a process of its own: this one has threads already.
+TEST(TaskPoolDeathTest, WithoutThreadsTheProcessEndsWithOneLine) {
+  if (geteuid() == 0 && !MayBecomeNobody()) {
+    GTEST_SKIP() << "root has no limit of threads, and can be no other user here";
+  }
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto start = [] {
+    const rlimit none = {.rlim_cur = 0, .rlim_max = 0};
+    if (setrlimit(RLIMIT_NPROC, &none) != 0) std::abort();
+    if (geteuid() == 0 && setuid(kNobody) != 0) std::abort();  // Root has no such limit.
+    TaskPool pool(2);
+    pool.Start([] {});
+  };
+  EXPECT_EXIT(start(), testing::ExitedWithCode(1), "^the engine cannot start its threads .*\n$");
+}
+
+TEST(TaskPoolDeathTest, HoweverLittleMemoryThereIsItWorksOrFails) {
+  if (kSanitized) GTEST_SKIP() << "a sanitizer maps terabytes";
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto work = [](int64_t bytes) {
+    alarm(120);  // What waits without an end ends with this signal.
+    const ScopedAddressLimit limit(bytes);
+    std::optional<TaskPool> pool;
+    std::atomic<bool> ran = false;
+    const bool begun = RunsInMemory([&] {
+      pool.emplace(2);
+      pool->Start([&ran] { ran = true; });
+    });
+    while (begun && !ran) usleep(1000);
+    std::fputs(begun ? "it ran" : "no memory", stderr);
+    _exit(0);
+  };
+  for (int64_t bytes = 0; bytes < int64_t{64} << 20; bytes += bytes / 4 + (64 << 10)) {
+    SCOPED_TRACE(bytes);
+    EXPECT_EXIT(
+        work(bytes), [](int status) { return WIFEXITED(status); },
+        "^(it ran|no memory|the engine cannot start its threads .*\n)$");
   }
 }
 
@@ -159,29 +221,51 @@ TEST(TaskPool, ALoopThatNobodyWaitsForEndsWithItsLastWord) {
   }
 }
 
+// A turn for which what comes later waits, but not for ever.
+class Turn {
+ public:
+  void Come() {
+    MutexLock lock(mutex_);
+    come_ = true;
+    changed_.NotifyAll();
+  }
+  bool Await() {
+    MutexLock lock(mutex_);
+    while (!come_ && changed_.WaitUntil(mutex_, limit_)) continue;
+    return come_;
+  }
+
+ private:
+  const std::chrono::steady_clock::time_point limit_ =
+      std::chrono::steady_clock::now() + std::chrono::minutes(1);
+  Mutex mutex_;
+  CondVar changed_;
+  bool come_ ABSL_GUARDED_BY(mutex_) = false;
+};
+
 // As when one job touches 100 GB, or updates 100,000 chunks, and another has a step to decide.
 TEST(TaskPool, ATaskThatComesLaterHasItsTurnInTheMiddleOfALongLoop) {
   TaskPool pool(2);
   constexpr int64_t kIndices = 100;
-  std::atomic<int64_t> ran = 0;
-  std::atomic<int64_t> ran_at_turn = kIndices;
+  Turn turn;
+  std::atomic<bool> came = true;
   std::latch over(2);
   pool.ForEach(
       kIndices,
       [&](int64_t i) {
         if (i == 0) {
           pool.Start([&] {
-            ran_at_turn = ran.load();
+            turn.Come();
             over.count_down();
           });
         }
         // As long as a slice: a turn is due after each.
         std::this_thread::sleep_for(TaskPool::kSlice);
-        ++ran;
+        if (i >= kIndices / 2 && !turn.Await()) came = false;
       },
       [&] { over.count_down(); });
   over.wait();
-  EXPECT_LT(ran_at_turn, kIndices / 2);
+  EXPECT_TRUE(came);
 }
 
 TEST(TaskQueue, ManyTasksOfOneDoNotHoldUpThoseOfAnother) {
@@ -189,24 +273,24 @@ TEST(TaskQueue, ManyTasksOfOneDoNotHoldUpThoseOfAnother) {
   TaskQueue many(pool);
   TaskQueue few(pool);
   constexpr int64_t kTasks = 100;
-  std::atomic<int64_t> ran = 0;
-  std::atomic<int64_t> ran_at_turn = kTasks;
+  Turn turn;
+  std::atomic<bool> came = true;
   std::latch over(kTasks + 1);
   for (int64_t i = 0; i < kTasks; ++i) {
     many.Start([&, i] {
       if (i == 10) {  // All threads are at work for the one queue.
         few.Start([&] {
-          ran_at_turn = ran.load();
+          turn.Come();
           over.count_down();
         });
       }
       std::this_thread::sleep_for(TaskPool::kSlice);
-      ++ran;
+      if (i >= kTasks / 2 && !turn.Await()) came = false;
       over.count_down();
     });
   }
   over.wait();
-  EXPECT_LT(ran_at_turn, kTasks / 2);
+  EXPECT_TRUE(came);
 }
 
 TEST(TaskQueue, RunsItsTasksInOrderAndOnTheirNodeAlsoWhenItIsGone) {

@@ -112,12 +112,14 @@ TEST(TraceRecorder, LosesAndMixesUpNothingAmongThreads) {
   constexpr int64_t kRoom = 5000;
   TraceRecorder recorder;
   std::atomic<uint64_t> step = 0;
+  std::atomic<int64_t> spans = 0;
   std::atomic<bool> done = false;
   std::vector<std::thread> threads;
   for (int t = 0; t < kThreads; ++t) {
     threads.emplace_back([&, t] {
       while (!done.load()) {
-        const TraceSpan span(recorder, kKind, step.load(), t);
+        { const TraceSpan span(recorder, kKind, step.load(), t); }
+        ++spans;
       }
     });
   }
@@ -126,9 +128,12 @@ TEST(TraceRecorder, LosesAndMixesUpNothingAmongThreads) {
     step = round;
     ASSERT_TRUE(recorder.Start(round, 1, kRoom).ok());
     const int64_t start_ns = TraceNow();
-    while (TraceNow() < start_ns + 200'000) std::this_thread::yield();
+    // Until one thread at least has begun and ended a span after the start.
+    const int64_t enough = spans + kThreads + 1;
+    while (TraceNow() < start_ns + 200'000 || spans < enough) std::this_thread::yield();
     const Trace trace = recorder.Stop();
     const int64_t stop_ns = TraceNow();
+    EXPECT_GE(trace.events.size(), 1U);
     EXPECT_LE(trace.events.size(), static_cast<size_t>(kRoom));
     if (trace.dropped_events > 0) EXPECT_EQ(trace.events.size(), static_cast<size_t>(kRoom));
     EXPECT_TRUE(std::is_sorted(
@@ -144,7 +149,6 @@ TEST(TraceRecorder, LosesAndMixesUpNothingAmongThreads) {
   done = true;
   for (std::thread& thread : threads) thread.join();
   EXPECT_LE(numbers.size(), static_cast<size_t>(kThreads));
-  EXPECT_GE(numbers.size(), 1u);
 
   // Whatever each thread records arrives.
   ASSERT_TRUE(recorder.Start(1, 1, 4 * kThreads * 1000).ok());

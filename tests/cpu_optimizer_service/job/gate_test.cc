@@ -16,10 +16,12 @@ using testing::ElementsAre;
 using testing::IsEmpty;
 
 constexpr Admission kAllAdmissions[] = {
-    Admission::kAttach,   Admission::kOpenStream,   Admission::kQuietRank, Admission::kRankMemory,
-    Admission::kSnapshot, Admission::kRead,         Admission::kReadNow,   Admission::kDiscard,
-    Admission::kAbort,    Admission::kDecide,       Admission::kUpdate,    Admission::kFinishClear,
-    Admission::kLoad,     Admission::kReplaceState, Admission::kClose,     Admission::kUndo};
+    Admission::kAttach,      Admission::kOpenStream, Admission::kQuietRank,
+    Admission::kRankMemory,  Admission::kSnapshot,   Admission::kRead,
+    Admission::kReadNow,     Admission::kDiscard,    Admission::kSupersede,
+    Admission::kAbort,       Admission::kDecide,     Admission::kUpdate,
+    Admission::kFinishClear, Admission::kLoad,       Admission::kReplaceState,
+    Admission::kClose,       Admission::kUndo};
 constexpr Phase kAllPhases[] = {Phase::kIdle,     Phase::kOpen,     Phase::kVoting,
                                 Phase::kSealed,   Phase::kDeciding, Phase::kUpdating,
                                 Phase::kClearing, Phase::kLoading,  Phase::kClosed};
@@ -64,6 +66,9 @@ Answer Expected(Admission admission, const GateState& state, const RankUnderWay&
         return wait_if(rank.adding + rank.computing > 0);
       return wait_if(phase == Phase::kSealed || phase == Phase::kDeciding ||
                      phase == Phase::kClearing);
+    case Admission::kSupersede:
+      if (phase == Phase::kLoading) return Answer::kLoading;
+      return wait_if(phase == Phase::kClearing || rank.superseded > 0);
     case Admission::kAbort:
       if (phase == Phase::kLoading) return Answer::kLoading;
       if (phase == Phase::kUpdating) return Answer::kDecided;
@@ -106,18 +111,21 @@ TEST(Gate, AnswersEveryAdmissionInEveryState) {
                                  .computing = (bits & 16) != 0 ? 4 : 0};
         for (const int64_t adding : {int64_t{0}, state.adding}) {
           for (const int64_t computing : {int64_t{0}, state.computing}) {
-            const RankUnderWay rank = {.adding = adding, .computing = computing};
-            const Answer answer = Ask(admission, state, rank);
-            ASSERT_EQ(answer, Expected(admission, state, rank))
-                << Name(admission) << " while " << Name(phase) << ", bits " << bits;
-            ++answers[answer];
-            ++cases;
+            for (const int64_t superseded : {0, 1}) {
+              const RankUnderWay rank = {
+                  .adding = adding, .computing = computing, .superseded = superseded};
+              const Answer answer = Ask(admission, state, rank);
+              ASSERT_EQ(answer, Expected(admission, state, rank))
+                  << Name(admission) << " while " << Name(phase) << ", bits " << bits;
+              ++answers[answer];
+              ++cases;
+            }
           }
         }
       }
     }
   }
-  EXPECT_EQ(cases, kAdmissions * kPhases * 256);
+  EXPECT_EQ(cases, kAdmissions * kPhases * 512);
   EXPECT_EQ(answers.size(), 11u) << "each answer is given somewhere";
 }
 
@@ -218,6 +226,34 @@ TEST_F(GateTurns, OfADiscardWaitForWhatIsComputedFromItsOwnRankOnly) {
   EXPECT_THAT(Turns(), ElementsAre("rank 0"));
 }
 
+// Of what else is computed from its rank, no other updates are waited for.
+TEST_F(GateTurns, OfARankThatHasMoreWaitForTheUpdatesThatItSupersedes) {
+  gate_.BeginStep();
+  for (int i = 0; i < 3; ++i) gate_.StartComputing(0);
+  gate_.Supersede(0);
+  gate_.Supersede(0);
+  Enter("rank 0", Admission::kSupersede, 0);
+  Enter("rank 1", Admission::kSupersede, 1);
+  EXPECT_THAT(Turns(), ElementsAre("rank 1"));
+  gate_.StopSuperseded(0);
+  EXPECT_THAT(Turns(), IsEmpty());
+  gate_.StopSuperseded(0);
+  EXPECT_THAT(Turns(), ElementsAre("rank 0"));
+}
+
+TEST_F(GateTurns, OfARankThatHasMoreWaitForAClearing) {
+  gate_.BeginStep();
+  gate_.StartComputing(0);
+  gate_.Supersede(0);
+  Enter("more", Admission::kSupersede, 0);
+  gate_.StartClearing();
+  gate_.StopSuperseded(0);
+  gate_.StopComputing(0);
+  EXPECT_THAT(Turns(), IsEmpty());
+  gate_.FinishClearing();
+  EXPECT_THAT(Turns(), ElementsAre("more"));
+}
+
 TEST_F(GateTurns, OfAClearingWaitForAllThatIsUnderWay) {
   gate_.BeginStep();
   gate_.StartAdding(1);
@@ -295,6 +331,7 @@ TEST_F(GateDeathTest, AMoveFromTheWrongPhaseEndsTheProcess) {
       [](Gate& gate) { gate.StopReading(); },
       [](Gate& gate) { gate.StopAdding(0); },
       [](Gate& gate) { gate.StopComputing(); },
+      [](Gate& gate) { gate.StopSuperseded(0); },
       [](Gate& gate) { gate.FinishLoading(false); },
       [](Gate& gate) {
         gate.StartComputing();

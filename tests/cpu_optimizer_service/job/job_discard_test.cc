@@ -15,6 +15,7 @@
 
 #include "cpu_optimizer_service/common/reason.h"
 #include "tests/cpu_optimizer_service/job/job_driver.h"
+#include "tests/support/eventually.h"
 
 namespace ballast {
 namespace {
@@ -126,8 +127,8 @@ TEST_F(JobDiscardTest, AStepHasSoManyAttempts) {
   EXPECT_EQ(driver.job().Status().committed_step, 1);
 }
 
-TEST_F(JobDiscardTest, WhatWasGuessedFromADiscardedAttemptIsNobodys) {
-  JobDriver driver = Make(Spec("guesses"));
+TEST_F(JobDiscardTest, ProvisionalUpdatesOfADiscardedAttemptAreNobodys) {
+  JobDriver driver = Make(Spec("speculates"));
   JobDriver twin = Make(Spec("waits", UpdateMode::kWait));
   const std::string before = driver.job().StateHash();
   for (int rank = 0; rank < kRanks; ++rank) {
@@ -140,7 +141,7 @@ TEST_F(JobDiscardTest, WhatWasGuessedFromADiscardedAttemptIsNobodys) {
   driver.SealAll(1);
   twin.Step(5);
   EXPECT_EQ(driver.job().StateHash(), twin.job().StateHash());
-  // The second attempt is guessed, too, and none of the first's guesses was taken for it.
+  // The second attempt has provisional updates, too, and none of the first's was taken for one.
   const SpeculationCounts counts = driver.job().Status().recent_steps.back().speculation;
   EXPECT_EQ(counts.speculated, counts.published + counts.redone);
   EXPECT_EQ(counts.redone, 0);
@@ -340,7 +341,7 @@ TEST_F(JobDiscardTest, MemoryThatOnlyTheAttemptReadIsLetGoOf) {
   driver.job().DropRankMemory(0, memory.lock().get());
   EXPECT_FALSE(memory.expired()) << "its gradients are read there";
   ASSERT_TRUE(driver.Discard(0));
-  EXPECT_TRUE(memory.expired());
+  EXPECT_TRUE(Eventually([&] { return memory.expired(); }));
 }
 
 TEST_F(JobDiscardTest, AReopenedStreamIsToldTheAttempt) {
@@ -404,9 +405,9 @@ class HoldingListener : public RecordingListener {
   bool released_ ABSL_GUARDED_BY(mutex_) = false;
 };
 
-class DiscardDuringAGuess : public JobDiscardTest {
+class DiscardDuringAProvisionalUpdate : public JobDiscardTest {
  protected:
-  DiscardDuringAGuess() {
+  DiscardDuringAProvisionalUpdate() {
     driver_.Attach(0, "", UpdateMode::kSpeculate, holding_);
     chunk_ = driver_.layout().chunks_of_rank(0)[0];
     driver_.Begin(0);
@@ -419,9 +420,9 @@ class DiscardDuringAGuess : public JobDiscardTest {
       changed_.NotifyAll();
     });
     MutexLock lock(mutex_);
-    EXPECT_FALSE(done_.has_value()) << "the guess reads the gradient";
+    EXPECT_FALSE(done_.has_value()) << "the update reads the gradient";
   }
-  ~DiscardDuringAGuess() override { holding_->Release(); }
+  ~DiscardDuringAProvisionalUpdate() override { holding_->Release(); }
   absl::StatusOr<bool> AwaitDone() {
     MutexLock lock(mutex_);
     while (!done_.has_value()) changed_.Wait(mutex_);
@@ -443,7 +444,7 @@ class DiscardDuringAGuess : public JobDiscardTest {
   absl::Status detached_first_;  // What the listener had been told when the Done came.
 };
 
-TEST_F(DiscardDuringAGuess, WaitsForItsEnd) {
+TEST_F(DiscardDuringAProvisionalUpdate, WaitsForItsEnd) {
   ExpectNothingDiscarded();
   ASSERT_TRUE(driver_.Discard(1)) << "and no other rank does";
   holding_->Release();
@@ -452,7 +453,7 @@ TEST_F(DiscardDuringAGuess, WaitsForItsEnd) {
   EXPECT_EQ(Progress(driver_, 0).furthest_micro_step, 0u);
 }
 
-TEST_F(DiscardDuringAGuess, IsNothingIfItsStreamBreaksBefore) {
+TEST_F(DiscardDuringAProvisionalUpdate, IsNothingIfItsStreamBreaksBefore) {
   driver_.Reopen(0);
   EXPECT_EQ(driver_.stream(0).position().attempt, 0u);
   EXPECT_EQ(driver_.stream(0).position().delivered.size(), 1u);
@@ -471,13 +472,13 @@ TEST_F(DiscardDuringAGuess, IsNothingIfItsStreamBreaksBefore) {
   EXPECT_EQ(driver_.job().StateHash(), twin.job().StateHash());
 }
 
-TEST_F(DiscardDuringAGuess, IsNothingIfItsCallerGivesUpBefore) {
+TEST_F(DiscardDuringAProvisionalUpdate, IsNothingIfItsCallerGivesUpBefore) {
   pending_.Cancel();
   EXPECT_EQ(AwaitDone().status().code(), absl::StatusCode::kCancelled);
   ExpectNothingDiscarded();
 }
 
-TEST_F(DiscardDuringAGuess, EndsWithTheGenerationIfThatRises) {
+TEST_F(DiscardDuringAProvisionalUpdate, EndsWithTheGenerationIfThatRises) {
   const Generation generation = driver_.job().Status().generation;
   std::thread abort([&] { EXPECT_TRUE(driver_.job().AbortStep().ok()); });
   while (driver_.job().Status().generation == generation) std::this_thread::yield();

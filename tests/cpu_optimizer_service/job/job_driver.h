@@ -144,6 +144,11 @@ class RecordingListener : public RankListener {
     MutexLock lock(mutex_);
     while (provisional_.size() < chunks) changed_.Wait(mutex_);
   }
+  // Whose provisional weights have come in the step in progress.
+  size_t provisional_chunks() const {
+    MutexLock lock(mutex_);
+    return provisional_.size();
+  }
   void WaitForCommitOrDetach(uint64_t step) {
     MutexLock lock(mutex_);
     while (committed_ < step && detached_.ok()) changed_.Wait(mutex_);
@@ -224,6 +229,39 @@ class JobDriver {
     }
   }
 
+  // Of a rank that process<rank> has, or `process`: weights and moments from TestValue.
+  absl::Status UploadState(const FirstState& state, int rank, const std::string& process = "") {
+    const absl::StatusOr<Job::Uploader> uploader = job_->BeginFirstWeights(
+        {.rank = rank,
+         .process_id = process.empty() ? "process" + std::to_string(rank) : process,
+         .generation = job_->Status().generation},
+        state);
+    if (!uploader.ok()) return uploader.status();
+    for (const int chunk : layout().chunks_of_rank(rank)) {
+      if (job_->Status().phase != JobPhase::kAwaitingWeights) break;
+      const std::vector<float> values = StateOf(chunk, uploader->moments);
+      if (absl::Status wrote = Write(chunk, values, *uploader); !wrote.ok()) return wrote;
+    }
+    return absl::OkStatus();
+  }
+  // The planes of a chunk one behind the other; no square is below 0.
+  std::vector<float> StateOf(int chunk, bool moments) const {
+    std::vector<float> values = Values(chunk, 1);
+    const int group = layout().chunks()[chunk].group;
+    const bool amsgrad = job_->spec().groups[group].hyper_parameters.amsgrad;
+    for (int plane = 1; moments && plane < (amsgrad ? 4 : 3); ++plane) {
+      for (const float value : Values(chunk, 100 + plane)) {
+        values.push_back(plane == 1 ? value : value * value);
+      }
+    }
+    return values;
+  }
+  absl::Status Write(int chunk, const std::vector<float>& values,
+                     const std::optional<Job::Uploader>& uploader) {
+    const auto piece = AsPiece(values);
+    return job_->WriteInitialWeights(chunk, {piece}, uploader).status();
+  }
+
   void AttachAll() {
     for (int rank = 0; rank < layout().world_size(); ++rank) Attach(rank);
   }
@@ -257,6 +295,7 @@ class JobDriver {
     if (sending_ != Sending::kPayload && !generation.has_value()) {
       Check(GiveMemory(rank, process_id, attachment.generation));
     }
+    attempts_.try_emplace(rank, 0);
     if (!generation.has_value()) attempts_.insert_or_assign(rank, 0);
     listeners_[rank] = std::move(listener);
     streams_[rank] = job_->OpenStream({.uid = job_->uid(),

@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 
-#include <future>
 #include <memory>
 #include <optional>
 #include <set>
@@ -14,30 +13,13 @@
 
 #include "absl/strings/str_cat.h"
 #include "tests/cpu_optimizer_service/job/job_driver.h"
+#include "tests/cpu_optimizer_service/job/outcome.h"
 #include "tests/cpu_optimizer_service/job/slow_disk.h"
 
 namespace ballast {
 namespace {
 
 using testing::HasSubstr;
-
-// The result of a call, once its Done has been called. Outlives the call.
-template <typename T>
-class Outcome {
- public:
-  Done<T> done() {
-    return [this](absl::StatusOr<T> result) { promise_.set_value(std::move(result)); };
-  }
-  bool ready() const {
-    return future_.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
-  }
-  // Waits for it.
-  absl::StatusOr<T> Get() { return future_.get(); }
-
- private:
-  std::promise<absl::StatusOr<T>> promise_;
-  std::future<absl::StatusOr<T>> future_ = promise_.get_future();
-};
 
 class SlowDiskTest : public testing::Test {
  protected:
@@ -164,6 +146,7 @@ TEST_F(JobSaveTest, FewSavesOfAJobAtOnceAlsoToTheSameFolder) {
 
 TEST_F(JobSaveTest, InTheBackgroundItAnswersWhenItHasBegun) {
   const std::string hash = driver_.job().StateHash();
+  disk_.HoldUp();
   Outcome<CheckpointInfo> saved;
   driver_.job().Save({.folder = "/checkpoint", .background = true}, saved.done());
   ASSERT_TRUE(saved.ready());  // Though the disk hangs.
@@ -192,7 +175,11 @@ TEST_F(JobSaveTest, CallersThatGiveUpBeforeTheDiskHasTimeForThemFreeWhatTheyHave
     JobDriver& driver = i % 2 == 0 ? driver_ : third;
     driver.job().Save({.folder = absl::StrCat("/", i), .asked_for = i % 4 < 2}, others[i].done());
   }
-  disk_.AwaitHeldUp(kDiskThreads);  // All.
+  disk_.AwaitHeldUp(kDiskThreads);  // All that save.
+  disk_.HoldUp();
+  std::vector<Outcome<CheckpointInfo>> loads(kDiskThreads);
+  for (Outcome<CheckpointInfo>& each : loads) third.job().Load({.path = "/loadable"}, each.done());
+  disk_.AwaitHeldUp(2 * kDiskThreads);  // And all that load.
   const int64_t used_bytes = engine_.memory().used_bytes();
   const size_t under_way = other_.job().Status().saves.size();
 
@@ -212,7 +199,48 @@ TEST_F(JobSaveTest, CallersThatGiveUpBeforeTheDiskHasTimeForThemFreeWhatTheyHave
   EXPECT_EQ(engine_.memory().used_bytes(), used_bytes);
   disk_.Release();
   for (Outcome<CheckpointInfo>& other : others) EXPECT_TRUE(other.Get().ok());
+  for (Outcome<CheckpointInfo>& each : loads) EXPECT_TRUE(each.Get().ok()) << each.Get().status();
   EXPECT_EQ(other_.job().Status().generation, 1u);
+}
+
+TEST_F(JobSaveTest, WhatHoldsUpItsDiskHoldsUpNoLoad) {
+  ASSERT_TRUE(other_.job().Save("/loadable").ok());
+  disk_.HoldUpDirectories();
+  std::vector<Outcome<CheckpointInfo>> saves(2 * kMostSaves);
+  for (size_t i = 0; i < saves.size(); ++i) {
+    driver_.job().Save({.folder = absl::StrCat("/", i), .asked_for = i < kMostSaves},
+                       saves[i].done());
+  }
+  JobDriver third(engine_, Spec("third"));
+  third.UploadWeights();
+  std::vector<Outcome<CheckpointInfo>> others(2 * kMostSaves);
+  for (size_t i = 0; i < others.size(); ++i) {
+    third.job().Save({.folder = absl::StrCat("/third", i), .asked_for = i < kMostSaves},
+                     others[i].done());
+  }
+  disk_.AwaitHeldUp(4 * kMostSaves);
+  EXPECT_EQ(other_.job().Load("/loadable")->step, 1u);
+  disk_.Release();
+  for (Outcome<CheckpointInfo>& save : saves) EXPECT_TRUE(save.Get().ok());
+  for (Outcome<CheckpointInfo>& save : others) EXPECT_TRUE(save.Get().ok());
+}
+
+// More than the threads beside steps can write at once.
+TEST_F(JobSaveTest, TheEndOfTheServiceHurriesThoseThatAreUnderWay) {
+  constexpr int kWritingThreads = 16;
+  std::vector<Outcome<CheckpointInfo>> saves(kWritingThreads / kPlanes + 1);
+  disk_.HoldUp();
+  for (size_t i = 0; i < saves.size(); ++i) {
+    JobDriver& driver = i % 2 == 0 ? driver_ : other_;
+    driver.job().Save({.folder = absl::StrCat("/", i)}, saves[i].done());
+  }
+  disk_.AwaitHeldUp(kWritingThreads);
+  EXPECT_EQ(disk_.TakeNices(), std::set<int>{19});
+  ASSERT_TRUE(engine_.Drain(/*seconds=*/0));
+  disk_.AwaitHeldUp(kWritingThreads + 1);
+  EXPECT_EQ(disk_.TakeNices(), std::set<int>{getpriority(PRIO_PROCESS, 0)});
+  disk_.Release();
+  for (Outcome<CheckpointInfo>& save : saves) EXPECT_TRUE(save.Get().ok());
 }
 
 TEST_F(JobGateTest, ASaveWithoutMemoryForSecondVersionsSaysThatItHoldsBackDecisions) {

@@ -1,13 +1,10 @@
 // Memory that runs out in the middle of a job's work: that job is broken, with a status that says so;
 // the process lives, and a job beside it keeps its bits.
 //
-// Every allocation of a step is made to fail once, one after another, by the operator new of this
-// binary.
+// Every allocation of a step is made to fail once, one after another.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <atomic>
-#include <cstdlib>
 #include <memory>
 #include <new>
 #include <string>
@@ -15,45 +12,12 @@
 #include <vector>
 
 #include "cpu_optimizer_service/common/reason.h"
+#include "cpu_optimizer_service/host/named_memory.h"
+#include "tests/cpu_optimizer_service/host/keeper_for_two.h"
+#include "tests/cpu_optimizer_service/job/held_updates.h"
 #include "tests/cpu_optimizer_service/job/job_driver.h"
-
-namespace {
-
-// Of all threads together: allocations until one fails; below 0: none does.
-std::atomic<int64_t> left_until_failure = -1;
-std::atomic<int64_t> failures = 0;
-
-void* Allocate(std::size_t bytes, std::size_t alignment) {
-  if (left_until_failure.load() >= 0 && left_until_failure.fetch_sub(1) == 0) {
-    ++failures;
-    throw std::bad_alloc();
-  }
-  void* const memory =
-      alignment <= alignof(std::max_align_t)
-          ? std::malloc(bytes == 0 ? 1 : bytes)
-          : std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
-  if (memory == nullptr) throw std::bad_alloc();
-  return memory;
-}
-
-}  // namespace
-
-void* operator new(std::size_t bytes) { return Allocate(bytes, 1); }
-void* operator new[](std::size_t bytes) { return Allocate(bytes, 1); }
-void* operator new(std::size_t bytes, std::align_val_t alignment) {
-  return Allocate(bytes, static_cast<std::size_t>(alignment));
-}
-void* operator new[](std::size_t bytes, std::align_val_t alignment) {
-  return Allocate(bytes, static_cast<std::size_t>(alignment));
-}
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete[](void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
-void operator delete[](void* memory, std::size_t) noexcept { std::free(memory); }
-void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
-void operator delete[](void* memory, std::align_val_t) noexcept { std::free(memory); }
-void operator delete(void* memory, std::size_t, std::align_val_t) noexcept { std::free(memory); }
-void operator delete[](void* memory, std::size_t, std::align_val_t) noexcept { std::free(memory); }
+#include "tests/cpu_optimizer_service/job/outcome.h"
+#include "tests/support/failing_memory.h"
 
 namespace ballast {
 namespace {
@@ -157,13 +121,16 @@ class Victim {
       for (size_t chunk = 0; chunk < payloads_.size(); ++chunk) {
         const int rank = job_->layout().chunks()[chunk].rank;
         const absl::Span<const std::byte> piece(payloads_[chunk]);
+        const auto index = static_cast<int64_t>(chunk);
+        ends[rank].Update(streams_[rank]->StopProvisional({1, 1}, micro_step, {index}).status());
         ends[rank].Update(streams_[rank]
                               ->Contribute({.step = 1,
                                             .attempt = 1,
-                                            .chunk = static_cast<int64_t>(chunk),
+                                            .chunk = index,
                                             .micro_step_begin = micro_step,
                                             .micro_step_end = micro_step + 1,
                                             .final = micro_step == 1,
+                                            .may_guess = micro_step == 0,
                                             .payload = {&piece, 1}})
                               .status());
       }
@@ -262,6 +229,76 @@ TEST_P(JobMemoryTest, EveryAllocationOfAStepMayFailAndEndsThatJobAlone) {
   EXPECT_EQ(honest.job().Status().committed_step, alone.job().Status().committed_step);
   // The memory of broken jobs is free again, once what still ran of them has ended.
   while (engine.memory().used_bytes() > used_before) std::this_thread::yield();
+}
+
+TEST(RunningUpdateMemoryTest, ACallThatWaitsForOneIsAnsweredWhenItsJobBreaks) {
+  HeldUpdates held;
+  Engine engine({.memory_limit_bytes = int64_t{256} << 20, .threads = 2});
+  JobDriver driver(engine, SpecOf(UpdateMode::kSpeculate, "held"));
+  driver.UploadWeights();
+  driver.AttachAll();
+  driver.BeginAll();
+  const int64_t chunk = driver.layout().chunks_of_rank(0).front();
+  const std::vector<std::byte> bytes = driver.Encode(0, driver.Values(0, 1));
+  const absl::Span<const std::byte> piece(bytes);
+  ASSERT_TRUE(
+      driver.stream(0)
+          .Contribute({.step = 1, .chunk = chunk, .may_guess = true, .payload = {&piece, 1}})
+          .ok());
+  held.AwaitHeld(1);
+  Outcome<bool> stopped;
+  driver.stream(0).StopProvisional(1, 1, {chunk}, stopped.done());
+  ASSERT_FALSE(stopped.ready());
+  failures = 0;
+  left_until_failure = 0;
+  const absl::Status broken = driver.stream(1).Seal(1, 1).status();
+  left_until_failure = -1;
+  EXPECT_EQ(failures, 1);
+  EXPECT_EQ(ReasonOf(broken), reason::kJobBroken);
+  ASSERT_TRUE(stopped.ready());
+  EXPECT_EQ(ReasonOf(stopped.Get().status()), reason::kJobBroken);
+  held.Release();
+}
+
+TEST(FirstStateMemoryTest, ABeginThatCannotBeKeptIsUndoneAndMayBeTriedAgain) {
+  KeeperForTwo keeper;
+  NamedMemory memory(keeper);
+  Engine engine({.memory_limit_bytes = int64_t{64} << 20, .threads = 1, .named_memory = &memory});
+  JobDriver driver(engine, MakeJobSpec({.group_sizes = {{700}}, .chunk_elements = 256}));
+  driver.AttachAll();
+  const FirstState state = {.step = 5, .update_counts = {5}};
+  const auto begin = [&state](Job& job) {
+    return job.BeginFirstWeights(
+        {.rank = 0, .process_id = "process0", .generation = job.Status().generation}, state);
+  };
+  int tried = 0;
+  absl::StatusOr<Job::Uploader> uploader = absl::UnknownError("");
+  for (failures = 1; failures > 0; ++tried) {
+    failures = 0;
+    left_until_failure = tried;
+    try {
+      uploader = begin(driver.job());
+    } catch (const std::bad_alloc&) {
+    }
+    left_until_failure = -1;
+  }
+  EXPECT_GT(tried, 5);
+  ASSERT_TRUE(uploader.ok()) << uploader.status();
+  ASSERT_TRUE(driver.Write(0, driver.StateOf(0, true), *uploader).ok());
+
+  // The next process knows of the state that the first chunk is of.
+  NamedMemory left(keeper);
+  Engine next({.memory_limit_bytes = int64_t{64} << 20, .threads = 1, .named_memory = &left});
+  ASSERT_EQ(next.TakeOverJobs().back.size(), 1u);
+  JobDriver again(next.FindJob("job").value());
+  again.Reopen(0);
+  uploader = begin(again.job());
+  ASSERT_TRUE(uploader.ok()) << uploader.status();
+  for (const int chunk : {1, 2}) {
+    ASSERT_TRUE(again.Write(chunk, again.StateOf(chunk, true), *uploader).ok());
+  }
+  EXPECT_EQ(again.job().Status().phase, JobPhase::kReady);
+  EXPECT_EQ(again.job().Status().committed_step, 5u);
 }
 
 INSTANTIATE_TEST_SUITE_P(BothModes, JobMemoryTest,

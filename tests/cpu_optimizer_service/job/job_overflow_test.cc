@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "tests/cpu_optimizer_service/job/job_driver.h"
+#include "tests/histories/memory_file_system.h"
 
 namespace ballast {
 namespace {
@@ -116,6 +117,30 @@ TEST_P(JobOverflowTest, AStepThatStaysFiniteIsAppliedHoweverLargeItsGradient) {
   JobDriver clipping = Make();
   clipping.SetMaxNorm(1e6);
   EXPECT_TRUE(StepWith(clipping, kHuge, 2500, {.scale = {.divisors = {0.5, 0.5}}}).decision.apply);
+}
+
+// What was known of the state before says nothing of the loaded one.
+TEST_P(JobOverflowTest, AfterALoadOfLargerWeights) {
+  histories::MemoryFileSystem files;
+  Engine engine({.memory_limit_bytes = int64_t{256} << 20, .threads = 2, .file_system = &files});
+  JobSpec spec = MakeJobSpec({.group_sizes = {{1000}, {3000}}, .chunk_elements = 512}, "large");
+  spec.update_mode = GetParam();
+  JobDriver large(engine, spec);
+  for (int chunk = 0; chunk < static_cast<int>(large.layout().chunks().size()); ++chunk) {
+    std::vector<float> weights = large.Values(chunk, 1);
+    for (float& weight : weights) weight = weight == 0 ? 0 : 2e38f;
+    ASSERT_TRUE(large.Write(chunk, weights, std::nullopt).ok());
+  }
+  ASSERT_TRUE(large.job().Save("/large").ok());
+  spec.name = "small";
+  JobDriver driver(engine, spec);
+  driver.UploadWeights();
+  driver.AttachAll();
+  driver.Step(3);
+  ASSERT_TRUE(driver.job().Load("/large").ok());
+  driver.AttachAll();
+  // Decay alone: weights go to -3 times what they were.
+  ExpectSkipped(driver, 1.0f, {.overrides = {{1, {.lr = 2, .weight_decay = 2}}}}, "master of p1 ");
 }
 
 // torch writes NaN where both moments are zero and eps is; here such a step is a skip.

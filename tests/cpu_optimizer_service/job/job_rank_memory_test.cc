@@ -11,20 +11,12 @@
 #include <vector>
 
 #include "tests/cpu_optimizer_service/job/job_driver.h"
+#include "tests/support/eventually.h"
 
 namespace ballast {
 namespace {
 
 using ::testing::HasSubstr;
-
-bool Eventually(const std::function<bool()>& condition) {
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(30);
-  while (!condition()) {
-    if (std::chrono::steady_clock::now() > deadline) return false;
-    std::this_thread::yield();
-  }
-  return true;
-}
 
 class RankMemoryTest : public JobDriverTest {
  protected:
@@ -222,7 +214,7 @@ TEST_F(RankMemoryTest, OnlyTheHolderIsGivenMemoryAndNotInMidStep) {
   const auto before = driver_.TakeMemory(0);
   EXPECT_FALSE(before.expired());
   EXPECT_TRUE(driver_.GiveMemory(0, "process0", 1).ok());
-  EXPECT_TRUE(before.expired());
+  EXPECT_TRUE(Eventually([&] { return before.expired(); }));
   driver_.Step(2);
   plain_.Step(2);
   EXPECT_EQ(driver_.job().StateHash(), plain_.job().StateHash());

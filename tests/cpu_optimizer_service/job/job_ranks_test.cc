@@ -270,9 +270,13 @@ TEST_F(JobRanksTest, AStreamNeedsAnAttachedProcessAndUploadsTheRightGeneration) 
   const std::vector<float> weights(256, 1.0f);
   const auto piece = absl::MakeConstSpan(reinterpret_cast<const std::byte*>(weights.data()), 1024);
   ASSERT_TRUE(driver.job().Attach({.rank = 0, .process_id = "p"}).ok());
+  const Job::Uploader begun =
+      driver.job().BeginFirstWeights({.rank = 0, .process_id = "p", .generation = 1}, {}).value();
   const auto write = [&](Generation generation, const std::string& process_id) {
-    return driver.job().WriteInitialWeights(
-        0, {piece}, Job::Uploader{.generation = generation, .process_id = process_id});
+    Job::Uploader uploader = begun;
+    uploader.generation = generation;
+    uploader.process_id = process_id;
+    return driver.job().WriteInitialWeights(0, {piece}, uploader);
   };
   EXPECT_EQ(write(2, "p").status().code(), absl::StatusCode::kAborted);
   EXPECT_EQ(write(1, "older").status().code(), absl::StatusCode::kAborted);

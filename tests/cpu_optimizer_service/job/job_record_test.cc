@@ -26,6 +26,38 @@ TEST(JobUid, IsNewEachTime) {
   EXPECT_NE(uid, MakeJobUid());
 }
 
+TEST(FirstWeights, AreCompleteOnceEachChunkHasArrived) {
+  FirstWeights weights(/*chunks=*/3, /*ranks=*/2);
+  EXPECT_TRUE(weights.none());
+  for (const int64_t chunk : {2, 0, 2}) weights.Arrive(chunk);
+  EXPECT_EQ(weights.missing(), 1);
+  EXPECT_FALSE(weights.none() || weights.complete());
+  weights.Arrive(1);
+  EXPECT_TRUE(weights.complete());
+}
+
+TEST(FirstWeights, OfARankAreForgottenWhileSomeAreMissing) {
+  FirstWeights weights(/*chunks=*/3, /*ranks=*/2);
+  weights.Arrive(0);
+  weights.Arrive(2);
+  weights.Forget(/*rank=*/1, {1, 2});
+  EXPECT_EQ(weights.missing(), 2);
+  EXPECT_EQ(weights.forgotten(0), 0u);
+  EXPECT_EQ(weights.forgotten(1), 1u);
+  weights.CompleteAll();
+  weights.Forget(/*rank=*/1, {1, 2});
+  EXPECT_TRUE(weights.complete());
+  EXPECT_EQ(weights.forgotten(1), 1u);
+}
+
+TEST(FirstWeights, CountTheStatesThatRanksBeganWith) {
+  FirstWeights weights(/*chunks=*/1, /*ranks=*/1);
+  EXPECT_EQ(weights.state(), 0u);
+  weights.BeginOtherState();
+  weights.BeginOtherState();
+  EXPECT_EQ(weights.state(), 2u);
+}
+
 TEST(StepHistory, CountsAllStepsAndRemembersTheLatest) {
   StepHistory history;
   for (uint64_t step = 1; step <= kRecentSteps + 10; ++step) {
@@ -125,7 +157,8 @@ TEST(KeptFormat, WhatTheOneBeforeDoesNotHaveStaysAsItIsByItself) {
   EXPECT_TRUE(reader.at_end());
   EXPECT_EQ(std::tuple(again.number, again.text, again.appended), std::tuple(7u, "seven", 5u));
   EXPECT_TRUE(ReadsKeptFormat(kKeptFormat - 1));
-  EXPECT_FALSE(ReadsKeptFormat(kKeptFormat + 1));
+  EXPECT_TRUE(ReadsKeptFormat(kKeptFormatWithMoments));
+  EXPECT_FALSE(ReadsKeptFormat(kKeptFormatWithMoments + 1));
 }
 
 }  // namespace

@@ -56,7 +56,7 @@ class JobTraceTest : public JobDriverTest, public testing::WithParamInterface<Up
     return spec;
   }
 
-  // A step of two micro-steps. In speculate mode every chunk is guessed before the decision.
+  // A step of two micro-steps. In speculate mode every chunk has a provisional update.
   void Step(JobDriver& driver) {
     driver.BeginAll();
     for (uint32_t m = 0; m < 2; ++m) {

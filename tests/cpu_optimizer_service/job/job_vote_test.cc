@@ -1,4 +1,4 @@
-// Sealing without deciding, the norm, votes; steps that cannot be kept; guesses that were only that.
+// Sealing without deciding, the norm, votes; steps that cannot be kept.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -215,8 +215,9 @@ TEST_F(JobVoteTest, AReaderOfManyHoldsBackTheDecisionAndNotTheNorm) {
   driver.Step(1);
 }
 
-// Guesses are made with what the step began with; a vote for other things is a redo, bit for bit.
-TEST_F(JobVoteTest, AGuessThatDiffersFromTheVoteIsComputedAgain) {
+// Provisional updates are made with what the step began with; a vote for other things is a redo,
+// bit for bit.
+TEST_F(JobVoteTest, AProvisionalUpdateThatDiffersFromTheVoteIsComputedAgain) {
   const std::vector<std::pair<StepSettings, StepVote>> cases = {
       {{}, {.clipping = {.multipliers = {0.5, 1}}}},
       {{}, {.overrides = {{1, {.lr = 0.5}}}}},
@@ -225,121 +226,42 @@ TEST_F(JobVoteTest, AGuessThatDiffersFromTheVoteIsComputedAgain) {
   };
   int number = 0;
   for (const auto& [settings, vote] : cases) {
-    const std::string name = "guess" + std::to_string(number++);
-    JobDriver guesses = Make(Spec(name, UpdateMode::kSpeculate));
+    const std::string name = "speculates" + std::to_string(number++);
+    JobDriver speculates = Make(Spec(name, UpdateMode::kSpeculate));
     JobDriver waits = Make(Spec(name + "-waits"));
-    Give(guesses, 1, settings);
+    Give(speculates, 1, settings);
     for (const int rank : {0, 1}) {
-      guesses.listener(rank).WaitForProvisional(guesses.layout().chunks_of_rank(rank).size());
+      speculates.listener(rank).WaitForProvisional(speculates.layout().chunks_of_rank(rank).size());
     }
-    guesses.SealToLook(1);
-    guesses.VoteAll(vote);
+    speculates.SealToLook(1);
+    speculates.VoteAll(vote);
     Give(waits, 1, settings);
     waits.SealToLook(1);
     waits.VoteAll(vote);
-    EXPECT_EQ(guesses.job().StateHash(), waits.job().StateHash());
-    EXPECT_GT(guesses.job().Status().speculation.redone, 0) << name;
+    EXPECT_EQ(speculates.job().StateHash(), waits.job().StateHash());
+    EXPECT_GT(speculates.job().Status().speculation.redone, 0) << name;
   }
 }
 
-TEST_F(JobVoteTest, AGuessWithWhatIsVotedIsPublished) {
+TEST_F(JobVoteTest, AProvisionalUpdateWithWhatIsVotedIsPublished) {
   const StepVote vote = {.clipping = {.multipliers = {0.5, 2}}};
-  JobDriver guesses = Make(Spec("right", UpdateMode::kSpeculate));
+  JobDriver speculates = Make(Spec("right", UpdateMode::kSpeculate));
   JobDriver waits = Make(Spec("right-waits"));
-  for (JobDriver* driver : {&guesses, &waits}) {
+  for (JobDriver* driver : {&speculates, &waits}) {
     driver->SetVote(vote);  // Which it expects, too.
     Give(*driver, 1);
-    if (driver == &guesses) {
+    if (driver == &speculates) {
       for (const int rank : {0, 1}) {
-        guesses.listener(rank).WaitForProvisional(guesses.layout().chunks_of_rank(rank).size());
+        speculates.listener(rank).WaitForProvisional(
+            speculates.layout().chunks_of_rank(rank).size());
       }
     }
     driver->SealAll(1);
   }
-  EXPECT_EQ(guesses.job().StateHash(), waits.job().StateHash());
-  const SpeculationCounts counts = guesses.job().Status().speculation;
-  EXPECT_EQ(counts.published, static_cast<int64_t>(guesses.layout().chunks().size()));
+  EXPECT_EQ(speculates.job().StateHash(), waits.job().StateHash());
+  const SpeculationCounts counts = speculates.job().Status().speculation;
+  EXPECT_EQ(counts.published, static_cast<int64_t>(speculates.layout().chunks().size()));
   EXPECT_EQ(counts.redone, 0);
-}
-
-// ---------------------------------------------------------------- may_guess
-
-class MayGuessTest : public JobVoteTest {
- protected:
-  // Every chunk of a micro-step, said to be perhaps the last one.
-  static void Guess(JobDriver& driver, uint64_t seed, uint32_t micro_step) {
-    for (int c = 0; c < static_cast<int>(driver.layout().chunks().size()); ++c) {
-      const int rank = driver.layout().chunks()[c].rank;
-      const std::vector<std::byte> bytes = driver.Encode(c, driver.Values(c, seed));
-      const absl::Span<const std::byte> piece(bytes);
-      ASSERT_TRUE(driver.stream(rank)
-                      .Contribute({.step = driver.at(rank).step,
-                                   .chunk = c,
-                                   .micro_step_begin = micro_step,
-                                   .micro_step_end = micro_step + 1,
-                                   .may_guess = true,
-                                   .payload = {&piece, 1}})
-                      .ok());
-    }
-  }
-};
-
-TEST_F(MayGuessTest, IsAsGoodAsFinalWhereItIsRightAndPromisesNothing) {
-  JobDriver guesses = Make(Spec("guesses", UpdateMode::kSpeculate));
-  JobDriver waits = Make(Spec("waits"));
-  const int64_t chunks = static_cast<int64_t>(guesses.layout().chunks().size());
-  const auto await = [&] {
-    for (const int rank : {0, 1}) {
-      guesses.listener(rank).WaitForProvisional(guesses.layout().chunks_of_rank(rank).size());
-    }
-  };
-  guesses.BeginAll();
-  Guess(guesses, 1, 0);
-  guesses.EndMicroStepAll(0);
-  await();
-  guesses.SealAll(1);
-  waits.Step(1);
-  EXPECT_EQ(guesses.job().StateHash(), waits.job().StateHash());
-  EXPECT_EQ(guesses.job().Status().speculation.published, chunks);
-  // A second micro-step, which drops what was guessed after the first.
-  guesses.BeginAll();
-  Guess(guesses, 2, 0);
-  guesses.EndMicroStepAll(0);
-  await();
-  Guess(guesses, 3, 1);
-  guesses.EndMicroStepAll(1);
-  guesses.SealAll(2);
-  waits.Step(2, 2);
-  EXPECT_EQ(guesses.job().StateHash(), waits.job().StateHash());
-  EXPECT_EQ(guesses.job().Status().speculation.redone, chunks);
-  for (const int rank : {0, 1}) {
-    const auto shards = guesses.listener(rank).shards();
-    const JobStatus status = guesses.job().Status();
-    for (const int chunk : guesses.layout().chunks_of_rank(rank)) {
-      ASSERT_TRUE(shards.contains(chunk));
-      if (!shards.at(chunk).has_value()) continue;
-      std::vector<std::byte> committed(shards.at(chunk)->size());
-      ASSERT_TRUE(
-          guesses.job().ReadShard(status.generation, 2, chunk, absl::MakeSpan(committed)).ok());
-      EXPECT_EQ(*shards.at(chunk), committed);
-    }
-  }
-}
-
-TEST_F(MayGuessTest, AFurtherGradientMeetsAGuessAtAnyInstant) {
-  JobDriver guesses = Make(Spec("races", UpdateMode::kSpeculate));
-  JobDriver waits = Make(Spec("waits"));
-  for (uint64_t step = 1; step <= 30; ++step) {
-    guesses.BeginAll();
-    for (uint32_t m = 0; m < 3; ++m) {
-      Guess(guesses, 10 * step + m, m);  // The one before is queued, runs, is sent, or ready.
-      guesses.EndMicroStepAll(m);
-      if (step % 3 == m) std::this_thread::yield();
-    }
-    guesses.SealAll(3);
-    waits.Step(10 * step, 3);
-    ASSERT_EQ(guesses.job().StateHash(), waits.job().StateHash()) << "step " << step;
-  }
 }
 
 // ---------------------------------------------------------------- steps that cannot be kept
@@ -448,10 +370,10 @@ TEST_F(OnAbortTest, AStepThatARankHasNotBegunIsRedone) {
   driver.Step(1);
 }
 
-TEST_F(OnAbortTest, AGuessUnderWayIsWaitedFor) {
-  JobDriver driver = Make(Skipping("guessing"));
+TEST_F(OnAbortTest, AProvisionalUpdateUnderWayIsWaitedFor) {
+  JobDriver driver = Make(Skipping("speculating"));
   for (uint64_t step = 1; step <= 20; ++step) {
-    Give(driver, step);  // Guesses are queued, or run.
+    Give(driver, step);  // Provisional updates are queued, or run.
     ASSERT_TRUE(driver.job().AbortStep().ok());
     ExpectSkipped(driver, {0, 1}, "was aborted");
   }

@@ -1,5 +1,5 @@
-// A file system in memory that can be held up: while it is, writing and reading files, and making
-// directories where that is asked for, too, block their threads.
+// A file system in memory that can be held up: while it is, writing and reading files, or making
+// directories, block their threads.
 #ifndef BALLAST_TESTS_CPU_OPTIMIZER_SERVICE_JOB_SLOW_DISK_H_
 #define BALLAST_TESTS_CPU_OPTIMIZER_SERVICE_JOB_SLOW_DISK_H_
 
@@ -26,7 +26,7 @@ class SlowDisk final : public FileSystem {
   }
   void HoldUpDirectories() {
     MutexLock lock(mutex_);
-    held_up_ = holds_up_directories_ = true;
+    holds_up_directories_ = true;
   }
   void Release() {
     MutexLock lock(mutex_);
@@ -49,16 +49,16 @@ class SlowDisk final : public FileSystem {
       MutexLock lock(mutex_);
       nices_.insert(getpriority(PRIO_PROCESS, 0));
     }
-    Pass();
+    Pass(&SlowDisk::held_up_);
     return memory_.Create(path);
   }
   absl::StatusOr<std::unique_ptr<ReadableFile>> Open(const std::string& path) override {
-    Pass();
+    Pass(&SlowDisk::held_up_);
     return memory_.Open(path);
   }
   bool Exists(const std::string& path) override { return memory_.Exists(path); }
   absl::Status CreateDirectory(const std::string& path) override {
-    if (HoldsUpDirectories()) Pass();
+    Pass(&SlowDisk::holds_up_directories_);
     return memory_.CreateDirectory(path);
   }
   absl::Status Rename(const std::string& from, const std::string& to) override {
@@ -73,15 +73,11 @@ class SlowDisk final : public FileSystem {
   }
 
  private:
-  bool HoldsUpDirectories() {
-    MutexLock lock(mutex_);
-    return holds_up_directories_;
-  }
-  void Pass() {
+  void Pass(bool SlowDisk::*held_up) {
     MutexLock lock(mutex_);
     ++waiting_;
     changed_.NotifyAll();
-    while (held_up_) changed_.Wait(mutex_);
+    while (this->*held_up) changed_.Wait(mutex_);
     --waiting_;
   }
 

@@ -284,15 +284,17 @@ TEST_P(KernelTest, UpdateMayLeaveTheShardWhereTheGradientWas) {
 
 // --- What an update leaves behind for a process that finishes it ---
 
-// The planes of a chunk in pages of their own, of which a store may be made to fail.
+// The planes of a chunk in pages of their own, of which a store may be made to fail; behind them the
+// gradient, whose place the new weights may take.
 class PagedPlanes {
  public:
   static constexpr int64_t kElements = 2048;
   static constexpr int64_t kPageElements = 1024;
 
-  explicit PagedPlanes(bool amsgrad) : planes_(amsgrad ? 4 : 3) {
-    void* const memory = mmap(nullptr, planes_ * kElements * sizeof(float), PROT_READ | PROT_WRITE,
-                              MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  explicit PagedPlanes(bool amsgrad, bool has_shard = false)
+      : planes_(amsgrad ? 4 : 3), has_shard_(has_shard) {
+    void* const memory = mmap(nullptr, (planes_ + 1) * kElements * sizeof(float),
+                              PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) abort();
     memory_ = static_cast<float*>(memory);
     Values values(5);
@@ -300,21 +302,24 @@ class PagedPlanes {
       const float value = values.Next();
       memory_[i] = i < 2 * kElements ? value : std::fabs(value);
     }
-    for (float& value : gradient_) value = values.Next();
+    for (int64_t i = 0; i < kElements; ++i) gradient()[i] = values.Next();
   }
-  ~PagedPlanes() { munmap(memory_, planes_ * kElements * sizeof(float)); }
+  ~PagedPlanes() { munmap(memory_, (planes_ + 1) * kElements * sizeof(float)); }
 
   int planes() const { return planes_; }
   float* plane(int plane) { return plane < planes_ ? memory_ + plane * kElements : nullptr; }
+  float* gradient() { return memory_ + planes_ * kElements; }
+  // Of the planes, or of the gradient behind them.
   void Protect(int which, int protection) {
-    mprotect(plane(which) + kPageElements, kPageElements * sizeof(float), protection);
+    mprotect(memory_ + which * kElements + kPageElements, kPageElements * sizeof(float),
+             protection);
   }
   void Update(int64_t begin, int64_t end, AdamRedo* redo) {
     const auto at = [&](int which) {
       return plane(which) == nullptr ? nullptr : plane(which) + begin;
     };
     UpdateAdam({.elements = end - begin,
-                .gradient = gradient_.data() + begin,
+                .gradient = gradient() + begin,
                 .gradient_dtype = DType::kFloat32,
                 .master = at(0),
                 .exp_avg = at(1),
@@ -324,7 +329,7 @@ class PagedPlanes {
                 .new_exp_avg = at(1),
                 .new_exp_avg_sq = at(2),
                 .new_max_exp_avg_sq = at(3),
-                .shard = nullptr,
+                .shard = has_shard_ ? gradient() + begin : nullptr,
                 .shard_dtype = DType::kFloat32,
                 .scalars = MakeAdamScalars(HyperParameters(), 3, 0.5f)},
                redo);
@@ -352,8 +357,8 @@ class PagedPlanes {
 
  private:
   const int planes_;
+  const bool has_shard_;
   float* memory_ = nullptr;
-  std::array<float, kElements> gradient_;
 };
 
 TEST_P(KernelTest, AnUpdateThatIsCutOffBehindAnyTurnIsFinishedFromItsRecord) {
@@ -380,32 +385,50 @@ TEST_P(KernelTest, AnUpdateThatIsCutOffBehindAnyTurnIsFinishedFromItsRecord) {
 
 sigjmp_buf store_failed;
 
-// The order of stores: at the first store of a turn to any plane its record is whole.
+// The order of stores: at the first store of a turn to any plane, or to the gradient's place, its
+// record is whole. The page whose stores fail begins with a turn, or in the middle of one.
 TEST_P(KernelTest, AnUpdateThatEndsAtAStoreToAnyPlaneIsFinishedFromItsRecord) {
   struct sigaction fails = {};
   fails.sa_handler = [](int) { siglongjmp(store_failed, 1); };
   struct sigaction before = {};
   std::fenv_t mode;
   ASSERT_EQ(std::fegetenv(&mode), 0);
-  for (const bool amsgrad : {false, true}) {
-    PagedPlanes whole(amsgrad);
-    whole.Update(0, PagedPlanes::kElements, nullptr);
-    for (int which = 0; which < whole.planes(); ++which) {
-      PagedPlanes cut(amsgrad);
+  for (const auto& [amsgrad, has_shard, begin] :
+       std::vector<std::tuple<bool, bool, int64_t>>{{false, false, 0},
+                                                    {true, false, 0},
+                                                    {false, true, 0},
+                                                    {true, true, 0},
+                                                    {false, false, 16},
+                                                    {false, true, 16},
+                                                    {true, true, 16},
+                                                    {true, true, 7}}) {
+    PagedPlanes whole(amsgrad, has_shard);
+    whole.Update(begin, PagedPlanes::kElements, nullptr);
+    for (int which = 0; which < whole.planes() + (has_shard ? 1 : 0); ++which) {
+      SCOPED_TRACE(absl::StrCat("plane ", which, ", amsgrad ", amsgrad, ", shard ", has_shard,
+                                ", from ", begin));
+      PagedPlanes cut(amsgrad, has_shard);
       RedoLane lane;
       cut.Protect(which, PROT_READ);
       sigaction(SIGSEGV, &fails, &before);
       if (sigsetjmp(store_failed, 1) == 0) {
-        AdamRedo redo(lane, 7, 0);
-        cut.Update(0, PagedPlanes::kElements, &redo);
+        AdamRedo redo(lane, 7, begin);
+        cut.Update(begin, PagedPlanes::kElements, &redo);
         sigaction(SIGSEGV, &before, nullptr);
         FAIL() << "the store did not fail";
       }
       sigaction(SIGSEGV, &before, nullptr);
       std::fesetenv(&mode);
       cut.Protect(which, PROT_READ | PROT_WRITE);
+      const int64_t done = RedoWord::Unpack(lane.word).done;
       cut.Finish(lane);
-      EXPECT_TRUE(cut.Equals(whole)) << "plane " << which << ", amsgrad " << amsgrad;
+      EXPECT_TRUE(cut.Equals(whole));
+      // Those before are read from the master weights again.
+      if (has_shard) {
+        EXPECT_EQ(std::memcmp(cut.gradient() + done, cut.plane(0) + done,
+                              (PagedPlanes::kElements - done) * sizeof(float)),
+                  0);
+      }
     }
   }
 }

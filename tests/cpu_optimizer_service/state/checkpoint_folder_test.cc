@@ -14,7 +14,7 @@
 #include <thread>
 #include <vector>
 
-#include "cpu_optimizer_service/common/system/checkpoint_name.h"
+#include "cpu_optimizer_service/common/text/checkpoint_name.h"
 #include "cpu_optimizer_service/state/checkpoint.h"
 #include "cpu_optimizer_service/state/checkpoint_directory.h"
 #include "cpu_optimizer_service/state/checkpoint_writer.h"
@@ -235,11 +235,11 @@ TEST_F(CheckpointFolderTest, OneOfANewerFormatAndALinkAreNotPassedOver) {
   ASSERT_TRUE(driver->job().Save(Path("gpt")).ok());
   const std::string hash = driver->job().StateHash();
   nlohmann::json index = ReadJson(Path("gpt/step-2.1/index.json"));
-  index["version"] = 3;
+  index["version"] = 4;
   Sign(index);
   std::ofstream(Path("gpt/step-2.1/index.json")) << index;
   EXPECT_THAT(Said(driver->job().Load(Path("gpt"))),
-              AllOf(HasSubstr("step-2.1/index.json has format version 3"),
+              AllOf(HasSubstr("step-2.1/index.json has format version 4"),
                     HasSubstr("load it with a newer ballastd")));
   EXPECT_EQ(driver->job().Load(Path("gpt/step-1.1"))->step, 1u);
   fs::rename(Path("gpt/step-2.1"), Path("elsewhere"));
@@ -259,8 +259,10 @@ TEST_F(CheckpointFolderTest, OneOfBeforeThereWereVersionsStillLoadsAndIsTheOldes
   nlohmann::json index = ReadJson(Path("gpt/index.json"));
   nlohmann::json files;
   for (const nlohmann::json& file : index["files"]) {
-    files[file["plane"].get<std::string>()] = {{"size_bytes", file["size_bytes"]},
-                                               {"sha256", file["sha256"]}};
+    files[file["plane"].get<std::string>()] = {
+        {"size_bytes", file["size_bytes"]},
+        {"sha256",
+         ChecksumOf(Path("gpt/") + file["name"].get<std::string>(), ChecksumKind::kSha256)}};
   }
   index["files"] = files;
   index["version"] = 1;
@@ -282,6 +284,34 @@ TEST_F(CheckpointFolderTest, OneOfBeforeThereWereVersionsStillLoadsAndIsTheOldes
   }
   EXPECT_EQ(NameOf(driver->job().Load(Path("gpt"))), "step-6.2");
   EXPECT_TRUE(fs::exists(Path("gpt/master.safetensors")));  // Nobody deletes it.
+}
+
+TEST_F(CheckpointFolderTest, OneWhoseFilesHaveTheChecksumsOfFormatTwoStillLoadsAndIsChecked) {
+  const auto driver = NewJob(engine_, 1);
+  ASSERT_TRUE(driver->job().Save(Path("gpt")).ok());
+  const std::string hash = driver->job().StateHash();
+  const std::string saved = Path("gpt/step-1.1/");
+  nlohmann::json index = ReadJson(saved + "index.json");
+  EXPECT_EQ(index["version"], 3);
+  for (nlohmann::json& file : index["files"]) {
+    const std::string path = saved + file["name"].get<std::string>();
+    EXPECT_EQ(file["crc32"], ChecksumOf(path, ChecksumKind::kCrc32));
+    file.erase("crc32");
+    file["sha256"] = ChecksumOf(path, ChecksumKind::kSha256);
+  }
+  index["version"] = 2;
+  Sign(index);
+  std::ofstream(saved + "index.json") << index;
+  driver->Step(2);
+  ASSERT_TRUE(driver->job().Load(Path("gpt")).ok());
+  EXPECT_EQ(driver->job().StateHash(), hash);
+
+  std::fstream damaged(saved + "master.safetensors",
+                       std::ios::binary | std::ios::in | std::ios::out);
+  damaged.seekp(-1, std::ios::end).put('\x3f');
+  damaged.close();
+  EXPECT_THAT(Said(driver->job().Load(Path("gpt"))),
+              HasSubstr("master.safetensors does not match the checksum in index.json"));
 }
 
 TEST_F(CheckpointFolderTest, AFullDiskLeavesNothingAndTheOlderOnesStand) {

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "cpu_optimizer_service/common/system/sha256.h"
+#include "cpu_optimizer_service/state/file_checksum.h"
 #include "tests/cpu_optimizer_service/job/job_driver.h"
 
 namespace ballast {
@@ -124,6 +125,14 @@ inline void Sign(nlohmann::json& index) {
   Sha256 sha256;
   sha256.Add(index.dump());
   index["sha256"] = sha256.Hex();
+}
+
+inline std::string ChecksumOf(const std::string& path, ChecksumKind kind) {
+  std::ifstream in(path, std::ios::binary);
+  const std::string bytes((std::istreambuf_iterator<char>(in)), std::istreambuf_iterator<char>());
+  FileChecksum checksum(kind);
+  checksum.Add(absl::MakeConstSpan(reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()));
+  return checksum.Result().hex;
 }
 
 inline nlohmann::json ReadJson(const std::string& path) {

@@ -233,6 +233,7 @@ TEST_F(ChunkStoreTest, TheNextProcessFindsVersionsBeyondBothOfEachChunk) {
     CopiedKeeper left(keeper);
     NamedMemory later(left);
     NamedArenas later_arenas(later, "uid", "test");
+    later_arenas.MustBeLeft(true);
     const auto taken_over = create(later_arenas);
     for (int chunk = 0; chunk < 4; ++chunk) {
       EXPECT_EQ(taken_over->step(chunk), step);
@@ -265,13 +266,13 @@ class PreviousVersions : public ChunkStoreTest {
     step_ = 0;
     has_previous_ = false;
     StopProcess();
-    StartProcess(std::make_unique<CopiedKeeper>());
+    StartProcess(std::make_unique<CopiedKeeper>(), /*takes_over=*/false);
   }
   // Without a chance to do anything.
   void Die() {
     auto left = std::make_unique<CopiedKeeper>(*keeper_);
     StopProcess();
-    StartProcess(std::move(left));
+    StartProcess(std::move(left), /*takes_over=*/true);
   }
   // Some chunks by a provisional write, where there is a place for one; all others by decided ones.
   void Update(std::mt19937& random) {
@@ -334,10 +335,11 @@ class PreviousVersions : public ChunkStoreTest {
       EXPECT_EQ(std::count(plane, end, value), end - plane) << "chunk " << chunk;
     }
   }
-  void StartProcess(std::unique_ptr<CopiedKeeper> keeper) {
+  void StartProcess(std::unique_ptr<CopiedKeeper> keeper, bool takes_over) {
     keeper_ = std::move(keeper);
     memory_.emplace(*keeper_);
     arenas_in_.emplace(*memory_, "uid", "test");
+    arenas_in_->MustBeLeft(takes_over);
     budget_in_.emplace(budget_bytes_);
     store_ = ChunkStore::Create(*layout_,
                                 {.planes = {3, 4},
@@ -348,6 +350,7 @@ class PreviousVersions : public ChunkStoreTest {
                                  .named = &*arenas_in_},
                                 *arenas_in_)
                  .value();
+    arenas_in_->MustBeLeft(false);
   }
   void StopProcess() {
     held_.clear();

@@ -108,6 +108,18 @@ TEST_F(WeightsExportTest, NothingIsOverwrittenAndAnEmptyDirectoryIsFilled) {
   EXPECT_EQ(Export({}).status().code(), absl::StatusCode::kFailedPrecondition);
 }
 
+TEST_F(WeightsExportTest, ADirectoryThatNoRenameReplacesIsRefusedBeforeAnythingIsRead) {
+  fs::create_directories(Path("out/in"));
+  for (const char* name : {".", "..", "out/.", "out/in/../"}) {
+    const absl::Status status =
+        ExportWeights(PosixFileSystem(),
+                      {.checkpoint = "none", .directory = *name == '.' ? name : Path(name)})
+            .status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+    EXPECT_THAT(status.message(), HasSubstr("name a directory in it that does not exist yet"));
+  }
+}
+
 TEST_F(WeightsExportTest, AFullDiskAtAnyByteLeavesNothing) {
   const std::set<std::string> before = NamesBeside();
   bool done = false;

@@ -1,5 +1,5 @@
 // Runs the threads of a kernel on the CPU, each as a fiber: the blocks of a grid one after another,
-// the threads of a block in an order that a seed chooses anew after each barrier, so that a missing
+// the threads of a block in an order that a seed chooses again after each barrier, so that a missing
 // barrier shows as wrong values. The names that kernels use are in cuda_on_cpu.h.
 //
 // Ends the process, saying where, at what a GPU would leave undefined: threads of a block or lanes

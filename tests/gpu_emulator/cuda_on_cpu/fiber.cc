@@ -8,19 +8,13 @@
 #include <cstdlib>
 #include <utility>
 
-#if defined(__has_feature)
-#define BALLAST_SANITIZER(name) __has_feature(name)
-#else
-#define BALLAST_SANITIZER(name) 0
-#endif
+#include "tests/support/sanitizers.h"
 
-#if BALLAST_SANITIZER(address_sanitizer) || defined(__SANITIZE_ADDRESS__)
-#define BALLAST_ASAN 1
+#if BALLAST_ASAN
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #endif
-#if BALLAST_SANITIZER(thread_sanitizer) || defined(__SANITIZE_THREAD__)
-#define BALLAST_TSAN 1
+#if BALLAST_TSAN
 #include <sanitizer/tsan_interface.h>
 #endif
 
@@ -145,7 +139,7 @@ void* FirstFrame(std::byte* top, void (*entry)(Fiber*), Fiber* self) {
 }  // namespace
 
 Fiber::Fiber() {
-#if defined(BALLAST_TSAN)
+#if BALLAST_TSAN
   tsan_fiber_ = __tsan_get_current_fiber();
 #endif
 }
@@ -162,17 +156,17 @@ Fiber::Fiber(size_t stack_bytes, std::function<void()> body) : body_(std::move(b
   stack_bottom_ = mapping_ + kGuardBytes;
   stack_bytes_ = stack_bytes;
   stack_pointer_ = FirstFrame(mapping_ + mapping_bytes_ - NextStackOffset(), &Fiber::Enter, this);
-#if defined(BALLAST_TSAN)
+#if BALLAST_TSAN
   tsan_fiber_ = __tsan_create_fiber(0);
 #endif
 }
 
 Fiber::~Fiber() {
   if (mapping_ == nullptr) return;
-#if defined(BALLAST_TSAN)
+#if BALLAST_TSAN
   __tsan_destroy_fiber(tsan_fiber_);
 #endif
-#if defined(BALLAST_ASAN)
+#if BALLAST_ASAN
   ASAN_UNPOISON_MEMORY_REGION(mapping_, mapping_bytes_);  // For the next user of these pages.
 #endif
   munmap(mapping_, mapping_bytes_);
@@ -180,10 +174,10 @@ Fiber::~Fiber() {
 
 void Fiber::SwitchTo(Fiber& next) {
   next.came_from_ = this;
-#if defined(BALLAST_ASAN)
+#if BALLAST_ASAN
   __sanitizer_start_switch_fiber(&fake_stack_, next.stack_bottom_, next.stack_bytes_);
 #endif
-#if defined(BALLAST_TSAN)
+#if BALLAST_TSAN
   __tsan_switch_to_fiber(next.tsan_fiber_, 0);
 #endif
   ballast_switch_stack(&stack_pointer_, next.stack_pointer_);
@@ -191,7 +185,7 @@ void Fiber::SwitchTo(Fiber& next) {
 }
 
 void Fiber::AfterSwitch() {
-#if defined(BALLAST_ASAN)
+#if BALLAST_ASAN
   // Only the sanitizer knows the OS thread's own stack; it returns it here.
   const void* bottom = nullptr;
   size_t bytes = 0;

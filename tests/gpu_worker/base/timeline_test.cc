@@ -15,16 +15,13 @@
 
 #include "absl/strings/str_format.h"
 #include "tests/gpu_worker/temp_path.h"
-
-#ifndef __has_feature
-#define __has_feature(feature) 0
-#endif
+#include "tests/support/sanitizers.h"
 
 // Allocations of this thread, by any operator new of this program. ThreadSanitizer has operators of
 // its own, which cannot be replaced; nothing is counted there.
 static thread_local uint64_t allocations = 0;
 
-#if !__has_feature(thread_sanitizer)
+#if !BALLAST_TSAN
 void* operator new(size_t size_bytes) {
   ++allocations;
   if (void* memory = std::malloc(size_bytes)) return memory;

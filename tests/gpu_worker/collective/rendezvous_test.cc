@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <chrono>
 #include <thread>
 
 #include "tests/gpu_worker/held_port.h"
@@ -155,13 +156,21 @@ TEST(Rendezvous, ARankThatEndsEndsTheWaitOfTheOthers) {
 }
 
 TEST(Rendezvous, TheEndOfRankZeroEndsTheWaitOfTheOthers) {
-  auto rank_0 = Serve(2);
-  const auto rank_1 = Join(*rank_0, 1, 2).value();
-  std::thread waiting([&] {
-    EXPECT_EQ(rank_1->Exchange("1").status().message(), "rank 1: from rank 0: rank 0 ended");
-  });
-  rank_0.reset();
-  waiting.join();
+  constexpr char kEnded[] = "rank 1: from rank 0: rank 0 ended";
+  for (int turn = 0;; ++turn) {
+    auto rank_0 = Serve(2);
+    const auto rank_1 = Join(*rank_0, 1, 2).value();
+    absl::Status status;
+    std::thread waiting([&] { status = rank_1->Exchange("1").status(); });
+    const auto begun = std::chrono::steady_clock::now();
+    rank_0.reset();
+    waiting.join();
+    // After a second gRPC cuts off what came too late to be answered.
+    const bool in_time = std::chrono::steady_clock::now() - begun < std::chrono::seconds(1);
+    if (status.message() != kEnded && !in_time && turn < 10) continue;
+    EXPECT_EQ(status.message(), kEnded);
+    return;
+  }
 }
 
 }  // namespace

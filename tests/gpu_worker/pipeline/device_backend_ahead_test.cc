@@ -6,12 +6,15 @@
 
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <thread>
+#include <utility>
 
 #include "gpu_worker/pipeline/device_backend.h"
 #include "tests/gpu_worker/collective/ranks.h"
 #include "tests/gpu_worker/pipeline/one_shot_event.h"
 #include "tests/gpu_worker/pipeline/pipeline_rank.h"
+#include "tests/support/eventually.h"
 
 namespace ballast::worker {
 namespace {
@@ -298,58 +301,75 @@ TEST(DeviceBackendAhead, TakesWeightsFromSeveralThreadsAtOnce) {
 
 // ---------------------------------------------------------------- times
 
-constexpr std::chrono::milliseconds kSlow(100);
+// The device's clock, `later` seconds ahead of the host's.
+std::function<std::chrono::nanoseconds()> ClockAhead(const std::atomic<int64_t>& later) {
+  return [&later] {
+    return std::chrono::steady_clock::now().time_since_epoch() + std::chrono::seconds(later);
+  };
+}
 
-// Work of the device that takes its time.
-void Spend(std::chrono::milliseconds time) {
-  const auto end = std::chrono::steady_clock::now() + time;
-  while (std::chrono::steady_clock::now() < end) {
-  }
+// A busy machine adds to the host's waits, which longer pauses outweigh: tests of them double the
+// pause up to this.
+constexpr std::chrono::seconds kLongestPause(10);
+
+// Of a step in each of whose four passes the device computes for so long.
+FinishedStep TimesOfSlowPasses(std::chrono::milliseconds pause) {
+  RankOptions options{.micro_steps = 4, .device = {.seed = kPromptSeed}};
+  options.script.other = [&](const PassPosition&, int group, int64_t offset) {
+    if (group == 0 && offset == 0) std::this_thread::sleep_for(pause);
+    return std::nullopt;
+  };
+  PipelineRank rank(options);
+  EXPECT_TRUE(rank.Create().ok());
+  EXPECT_TRUE(rank.GiveWeights(0, 1).ok());
+  return rank.Passes(1).value();
 }
 
 // The thread that gives the passes is far ahead, and waits for buckets while the device computes.
 TEST(DeviceBackendTimes, OfPassesAreTheDevicesAndNotThoseOfTheThreadThatGivesThem) {
-  RankOptions options{.micro_steps = 4, .device = {.seed = kPromptSeed}};
-  options.script.other = [](const PassPosition&, int group, int64_t offset) {
-    if (group == 0 && offset == 0) Spend(kSlow);
-    return std::nullopt;
-  };
-  PipelineRank rank(options);
-  ASSERT_TRUE(rank.Create().ok());
-  ASSERT_TRUE(rank.GiveWeights(0, 1).ok());
-  const FinishedStep times = rank.Passes(1).value();
-  EXPECT_GE(times.compute_seconds, 4 * absl::ToDoubleSeconds(absl::FromChrono(kSlow)));
-  EXPECT_LT(times.reduce_seconds + times.send_seconds + times.weights_seconds,
-            times.compute_seconds / 2);
+  for (std::chrono::milliseconds pause(100);; pause *= 2) {
+    const FinishedStep times = TimesOfSlowPasses(pause);
+    EXPECT_GE(times.compute_seconds, 4 * absl::ToDoubleSeconds(absl::FromChrono(pause)));
+    const double waits = times.reduce_seconds + times.send_seconds + times.weights_seconds;
+    if (waits < times.compute_seconds / 2) break;
+    ASSERT_LT(pause, kLongestPause)
+        << waits << " s of waits, " << times.compute_seconds << " s of passes";
+  }
 }
 
-TEST(DeviceBackendTimes, AnOptimizerThatTakesNothingForAWhileIsTimeOfSending) {
+// Of a step whose first gradient the optimizer takes only after a pause.
+FinishedStep TimesWithAPause(std::chrono::milliseconds pause) {
   PipelineRank* self = nullptr;
   bool first = true;
   RankOptions options{.micro_steps = 3, .device = {.seed = kPromptSeed}};
   options.backend.staging_slots = 1;
   options.push = [&](client::GradientPush push) {
-    if (std::exchange(first, false)) Spend(kSlow);
+    if (std::exchange(first, false)) std::this_thread::sleep_for(pause);
     self->Note(push);
     push.released();
     return absl::OkStatus();
   };
   PipelineRank rank(options);
   self = &rank;
-  ASSERT_TRUE(rank.Create().ok());
-  ASSERT_TRUE(rank.GiveWeights(0, 1).ok());
-  const FinishedStep times = rank.Passes(1).value();
-  EXPECT_GE(times.send_seconds, absl::ToDoubleSeconds(absl::FromChrono(kSlow)) / 2);
-  EXPECT_LT(times.reduce_seconds, times.send_seconds);
+  EXPECT_TRUE(rank.Create().ok());
+  EXPECT_TRUE(rank.GiveWeights(0, 1).ok());
+  return rank.Passes(1).value();
+}
+
+TEST(DeviceBackendTimes, AnOptimizerThatTakesNothingForAWhileIsTimeOfSending) {
+  for (std::chrono::milliseconds pause(100);; pause *= 2) {
+    const FinishedStep times = TimesWithAPause(pause);
+    const double least = absl::ToDoubleSeconds(absl::FromChrono(pause)) / 2;
+    if (times.send_seconds >= least && times.reduce_seconds < times.send_seconds) break;
+    ASSERT_LT(pause, kLongestPause)
+        << times.send_seconds << " s of sending, " << times.reduce_seconds << " s of reducing";
+  }
 }
 
 TEST(DeviceBackendTimes, TimeBeforeAStepsFirstKernelIsIdle) {
-  std::atomic<int64_t> later = 0;  // Seconds that the device's clock is ahead.
+  std::atomic<int64_t> later = 0;
   PipelineRank rank(
-      {.micro_steps = 2, .device = {.seed = kPromptSeed, .clock = [&] {
-                                      return std::chrono::steady_clock::now().time_since_epoch() +
-                                             std::chrono::seconds(later);
-                                    }}});
+      {.micro_steps = 2, .device = {.seed = kPromptSeed, .clock = ClockAhead(later)}});
   ASSERT_TRUE(rank.Create().ok());
   ASSERT_TRUE(rank.GiveWeights(0, 1).ok());
   later += 5000;  // Nothing was before.
@@ -364,21 +384,33 @@ TEST(DeviceBackendTimes, TimeBeforeAStepsFirstKernelIsIdle) {
 }
 
 TEST(DeviceBackendTimes, WeightsThatAPassWaitsForAreTimeOfTheStepThatReadsThem) {
-  PipelineRank rank({.device = {.seed = kPromptSeed}});
+  std::atomic<int64_t> later = 0;
+  std::atomic<int> readings = 0;
+  PipelineRank rank({.device = {.seed = kPromptSeed, .clock = [&, clock = ClockAhead(later)] {
+                                  const std::chrono::nanoseconds now = clock();
+                                  ++readings;
+                                  return now;
+                                }}});
   ASSERT_TRUE(rank.Create().ok());
   ASSERT_TRUE(rank.GiveWeights(0, 1).ok());
   ASSERT_TRUE(rank.Passes(1).ok());
+  rank.device().Allocate(1, "a wait for all work").value().reset();
+  // The end of the idle time, the beginning of the pass, and that of its wait.
+  const int waits = readings + 3;
   ASSERT_TRUE(rank.GiveWeightsUnderForward(1,
                                            [&] {
-                                             Spend(kSlow);
+                                             EXPECT_TRUE(
+                                                 Eventually([&] { return readings >= waits; }));
+                                             later += 1000;
                                              for (const int chunk : rank.Shuffled(1))
                                                rank.TellWeights(1, chunk);
                                            })
                   .ok());
   // What lies between the forward pass and the rest is a wait for the step before, too.
-  Spend(kSlow);
+  rank.device().Allocate(1, "a wait for all work").value().reset();
+  later += 1000;
   const FinishedStep times = rank.Passes(2).value();
-  EXPECT_GE(times.weights_seconds, 1.5 * absl::ToDoubleSeconds(absl::FromChrono(kSlow)));
+  EXPECT_GT(times.weights_seconds, 1900);
   EXPECT_LT(times.compute_seconds, times.weights_seconds);
   // And none where they were there in time.
   ASSERT_TRUE(rank.GiveWeights(2, 1).ok());

@@ -32,10 +32,11 @@ TEST(DeviceBackendErrors, AnErrorOfTheSinkEndsTheStepOnOneRankAndNoCollectiveOfT
         RankOptions options{.micro_steps = 3, .device = {.seed = seed + host.rank()}};
         options.backend.accumulation = accumulation;
         options.push = [&](client::GradientPush push) {
+          // The place takes another payload as soon as it is released.
+          const bool refused = failing && ++calls == 3;
+          if (!refused) self->Note(push);
           push.released();
-          if (failing && ++calls == 3) return absl::AbortedError("an operator's abort");
-          self->Note(push);
-          return absl::OkStatus();
+          return refused ? absl::AbortedError("an operator's abort") : absl::OkStatus();
         };
         PipelineRank rank(options, &host);
         self = &rank;

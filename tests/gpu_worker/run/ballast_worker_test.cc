@@ -1,25 +1,22 @@
 // The binary: its one-line errors, and a short run of one and of two workers.
-#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <signal.h>
-#include <sys/resource.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
 #include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "client/connect.h"
-#include "client/session.h"
+#include "cpu_optimizer_service/common/system/sha256.h"
 #include "gpu_worker/run/loss_log.h"
 #include "tests/gpu_worker/held_port.h"
 #include "tests/gpu_worker/temp_path.h"
+#include "tests/support/certificates.h"
+#include "tests/support/processes.h"
 
 namespace ballast::worker {
 namespace {
@@ -38,83 +35,43 @@ const std::vector<std::string> kTiny = {"--text=LICENSE", "--layers=1",       "-
 struct Settings {
   std::vector<std::string> flags = {};  // After those of kTiny.
   std::map<std::string, std::string> environment = {};
-  rlim_t file_bytes = RLIM_INFINITY;
+  // A command that becomes the worker.
+  std::vector<std::string> through = {};
 };
 
-// A process of this project, killed at the latest when this is destroyed.
-class Process {
- public:
-  Process(std::vector<std::string> words, const Settings& settings)
-      : errors_("process_" + std::to_string(++started_) + ".err") {
-    words.insert(words.end(), settings.flags.begin(), settings.flags.end());
-    std::vector<char*> arguments;
-    for (std::string& word : words) arguments.push_back(word.data());
-    arguments.push_back(nullptr);
-    pid_ = fork();
-    if (pid_ == 0) {
-      dup2(open(errors_.str().c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600), STDERR_FILENO);
-      dup2(open("/dev/null", O_WRONLY), STDOUT_FILENO);
-      for (const char* name : {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}) unsetenv(name);
-      for (const auto& [name, value] : settings.environment) setenv(name.c_str(), value.c_str(), 1);
-      if (settings.file_bytes != RLIM_INFINITY) {
-        const rlimit limit{.rlim_cur = settings.file_bytes, .rlim_max = settings.file_bytes};
-        setrlimit(RLIMIT_FSIZE, &limit);
-      }
-      execv(arguments[0], arguments.data());
-      _exit(127);
-    }
-  }
-  ~Process() { Kill(); }
-  Process(const Process&) = delete;
-  Process& operator=(const Process&) = delete;
-
-  void Kill() {
-    if (pid_ <= 0) return;
-    kill(pid_, SIGKILL);
-    waitpid(pid_, nullptr, 0);
-    pid_ = -1;
-  }
-
-  // Its exit code, or minus the signal that ended it.
-  int Wait() {
-    int status = 0;
-    waitpid(pid_, &status, 0);
-    pid_ = -1;
-    return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
-  }
-  std::string Errors() const {
-    std::ifstream file(errors_.str());
-    return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-  }
-
- private:
-  inline static int started_ = 0;
-  const TempPath errors_;
-  pid_t pid_ = -1;
-};
-
-std::vector<std::string> WorkerWords() {
-  std::vector<std::string> words = {BALLAST_WORKER_PATH};
+std::vector<std::string> WorkerWords(const Settings& settings) {
+  std::vector<std::string> words = settings.through;
+  words.insert(words.end(),
+               {"/usr/bin/env", "-uRANK", "-uWORLD_SIZE", "-uMASTER_ADDR", "-uMASTER_PORT"});
+  for (const auto& [name, value] : settings.environment) words.push_back(name + "=" + value);
+  words.push_back(BALLAST_WORKER_PATH);
   words.insert(words.end(), kTiny.begin(), kTiny.end());
+  words.insert(words.end(), settings.flags.begin(), settings.flags.end());
   return words;
 }
 
 struct Worker : Process {
-  explicit Worker(const Settings& settings) : Process(WorkerWords(), settings) {}
+  explicit Worker(const Settings& settings) : Process(WorkerWords(settings)) {}
 };
 
-// A ballastd that serves when the constructor returns.
-struct Daemon : Process {
-  explicit Daemon(const std::string& address)
-      : Process({BALLASTD_PATH}, {.flags = {"--listen=" + address, "--log-level=error"}}) {
-    EXPECT_TRUE(client::Connect(address, absl::Seconds(30)).ok());
+// Serves when the constructor returns.
+struct Service : Ballastd {
+  explicit Service(const std::string& address, std::vector<std::string> flags = {})
+      : Ballastd(BALLASTD_PATH, With(std::move(flags), address)) {
+    EXPECT_EQ(Address(), address) << Errors();
+  }
+
+ private:
+  static std::vector<std::string> With(std::vector<std::string> flags, const std::string& address) {
+    flags.insert(flags.end(), {"--listen=" + address, "--log-level=error"});
+    return flags;
   }
 };
 
 // Runs a worker that must fail; expects one line and returns it.
 std::string FailureOf(const Settings& settings) {
   Worker worker(settings);
-  EXPECT_EQ(worker.Wait(), 1);
+  EXPECT_EQ(worker.ExitCode(), 1);
   const std::string errors = worker.Errors();
   EXPECT_EQ(std::count(errors.begin(), errors.end(), '\n'), 1) << errors;
   EXPECT_THAT(errors, StartsWith("ballast-worker: "));
@@ -194,8 +151,9 @@ TEST(BallastWorker, NamesATakenMasterPortInOneLine) {
 
 TEST(BallastWorker, AFullFileSystemLeavesNothing) {
   const TempPath out("worker_out");
-  EXPECT_THAT(FailureOf({.flags = {"--out=" + out.str()}, .file_bytes = 4096}),
-              AllOf(HasSubstr("cannot write"), HasSubstr("File too large")));
+  EXPECT_THAT(
+      FailureOf({.flags = {"--out=" + out.str()}, .through = {"/usr/bin/prlimit", "--fsize=4096"}}),
+      AllOf(HasSubstr("cannot write"), HasSubstr("File too large")));
   // The steps that were done are recorded; no file marks the run as over, and none is torn.
   EXPECT_TRUE(std::filesystem::exists(out.str() + "/losses.csv"));
   for (const char* name : {"weights.bin", "worker.json"}) {
@@ -208,17 +166,60 @@ TEST(BallastWorker, TrainsWithAServiceOfItsOwn) {
   const TempPath out("worker_out");
   Worker worker({.flags = {"--optimizer=service", "--service=in-process", "--threads=2",
                            "--out=" + out.str()}});
-  EXPECT_EQ(worker.Wait(), 0);
+  EXPECT_EQ(worker.ExitCode(), 0);
   EXPECT_THAT(worker.Errors(), Not(HasSubstr("TBB")));
   EXPECT_TRUE(std::filesystem::exists(out.str() + "/worker.json"));
+}
+
+TEST(BallastWorker, TrainsOverTlsWithATokenOrACertificate) {
+  const TempPath folder("credentials");
+  std::filesystem::create_directories(folder.str());
+  const auto file = [&](const std::string& name) { return folder.str() + "/" + name; };
+  const TestAuthority authority(folder.str(), "ca");
+  for (const char* name : {"service", "worker"}) authority.Issue(name, {.common_name = name});
+  WritePrivateFile(file("token"), "a-token\n");
+  WritePrivateFile(file("wrong"), "another-token\n");
+  Sha256 digest;
+  digest.Add("a-token");
+  WritePrivateFile(file("tokens"), "ci " + digest.Hex() + "\n");
+  WritePrivateFile(file("roles"), "trainer * token:ci\ntrainer * cert:worker\n");
+  const HeldPort held;
+  const std::string address = "127.0.0.1:" + std::to_string(held.port());
+  const Service service(
+      address, {"--tls-cert=" + file("service.pem"), "--tls-key=" + file("service.key"),
+                "--tls-client-ca=" + authority.certificate(), "--roles-file=" + file("roles"),
+                "--tokens-file=" + file("tokens")});
+  int job = 0;
+  const auto settings = [&](std::vector<std::string> flags) {
+    flags.insert(flags.end(), {"--optimizer=service", "--service=" + address,
+                               "--job=job-" + std::to_string(++job)});
+    return Settings{.flags = std::move(flags)};
+  };
+  const std::string ca = "--tls-ca=" + authority.certificate();
+  const std::string token = "--token-file=" + file("token");
+  for (const std::vector<std::string>& flags :
+       {std::vector<std::string>{ca, token},
+        {ca, "--tls-cert=" + file("worker.pem"), "--tls-key=" + file("worker.key")}}) {
+    Worker worker(settings(flags));
+    EXPECT_EQ(worker.ExitCode(), 0) << worker.Errors();
+  }
+  Settings of_environment = settings({});
+  of_environment.environment = {{"BALLAST_TLS_CA", authority.certificate()},
+                                {"BALLAST_TOKEN_FILE", file("token")}};
+  Worker worker(of_environment);
+  EXPECT_EQ(worker.ExitCode(), 0) << worker.Errors();
+  EXPECT_THAT(FailureOf(settings({ca, "--token-file=" + file("wrong")})),
+              HasSubstr("the service knows no such token"));
+  EXPECT_THAT(FailureOf(settings({ca})), HasSubstr("give --token-file, or --tls-cert"));
+  EXPECT_THAT(FailureOf(settings({token})), HasSubstr("over TLS or a unix socket"));
 }
 
 TEST(BallastWorker, TwoOfOneJobTrainTogether) {
   const HeldPort held;
   const std::vector<Settings> world = World(held.port(), {});
   Worker rank_0(world[0]), rank_1(world[1]);
-  EXPECT_EQ(rank_0.Wait(), 0) << rank_0.Errors();
-  EXPECT_EQ(rank_1.Wait(), 0) << rank_1.Errors();
+  EXPECT_EQ(rank_0.ExitCode(), 0) << rank_0.Errors();
+  EXPECT_EQ(rank_1.ExitCode(), 0) << rank_1.Errors();
 }
 
 TEST(BallastWorker, OneThatWasStartedOtherwiseIsNamedByAll) {
@@ -235,7 +236,7 @@ TEST(BallastWorker, OneThatWasStartedOtherwiseIsNamedByAll) {
     const std::vector<Settings> world = World(held.port(), {flag});
     Worker rank_0(world[0]), rank_1(world[1]);
     for (Worker* worker : {&rank_0, &rank_1}) {
-      EXPECT_EQ(worker->Wait(), 1);
+      EXPECT_EQ(worker->ExitCode(), 1);
       EXPECT_THAT(worker->Errors(), HasSubstr("rank 1 and rank 0 were started differently: they "
                                               "differ in " +
                                               name + ";"));
@@ -253,7 +254,7 @@ TEST(BallastWorker, TrainsInEveryWayWithAServiceOfItsOwn) {
     Settings settings{.flags = {"--optimizer=service", "--service=in-process"}};
     settings.flags.insert(settings.flags.end(), flags.begin(), flags.end());
     Worker worker(settings);
-    EXPECT_EQ(worker.Wait(), 0) << worker.Errors();
+    EXPECT_EQ(worker.ExitCode(), 0) << worker.Errors();
   }
 }
 
@@ -261,33 +262,27 @@ TEST(BallastWorker, ALostPeerIsNamedInOneLine) {
   const HeldPort held;
   std::vector<Settings> world = World(held.port(), {});
   const TempPath out("worker_out");
-  world[0].flags.insert(world[0].flags.end(),
-                        {"--steps=1000000", "--peer-timeout=10s", "--out=" + out.str()});
+  world[0].flags.insert(world[0].flags.end(), {"--steps=1000000", "--out=" + out.str()});
   world[1].flags.push_back("--steps=1000000");
   Worker rank_0(world[0]);
   {
     Worker rank_1(world[1]);
     // Rank 0 makes the directory when all ranks have met.
-    while (!std::filesystem::exists(out.str())) usleep(10000);
+    while (!std::filesystem::exists(out.str()) && rank_0.IsRunning()) usleep(10000);
   }  // Kills it.
-  EXPECT_EQ(rank_0.Wait(), 1);
+  EXPECT_EQ(rank_0.ExitCode(), 1);
   EXPECT_THAT(rank_0.Errors(), HasSubstr("lost rank 1"));
 }
 
-std::string ReadAll(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-}
-
 int LinesOf(const std::string& path) {
-  const std::string contents = ReadAll(path);
+  const std::string contents = ReadFile(path);
   return static_cast<int>(std::count(contents.begin(), contents.end(), '\n'));
 }
 
 // What a supervisor does: one is killed, the rest end by themselves, all are started again with the
 // flags that they had.
 TEST(BallastWorker, KilledWorkersGoOnWhereTheServiceStands) {
-  constexpr int kSteps = 60;
+  constexpr int kSteps = 200;  // Far more than are done while one is being killed.
   const TempPath undisturbed("undisturbed"), out("out"), socket("service");
   const HeldPort held;
   const int port = held.port();
@@ -302,13 +297,13 @@ TEST(BallastWorker, KilledWorkersGoOnWhereTheServiceStands) {
   {
     const std::vector<Settings> settings = world({"--out=" + undisturbed.str()});
     Worker rank_0(settings[0]), rank_1(settings[1]);
-    ASSERT_EQ(rank_0.Wait(), 0) << rank_0.Errors();
-    ASSERT_EQ(rank_1.Wait(), 0) << rank_1.Errors();
+    ASSERT_EQ(rank_0.ExitCode(), 0) << rank_0.Errors();
+    ASSERT_EQ(rank_1.ExitCode(), 0) << rank_1.Errors();
   }
-  const Daemon service("unix:" + socket.str());
+  const Service service("unix:" + socket.str());
   const std::vector<Settings> settings =
       world({"--out=" + out.str(), "--optimizer=service", "--service=unix:" + socket.str(),
-             "--seal-timeout=5s", "--peer-timeout=5s"});
+             "--seal-timeout=30s", "--peer-timeout=30s"});
   const std::string losses = out.str() + "/losses.csv";
   int lines = 0;
   for (const int victim : {0, 1, 1, 0}) {
@@ -317,27 +312,27 @@ TEST(BallastWorker, KilledWorkersGoOnWhereTheServiceStands) {
     while (LinesOf(losses) < lines) usleep(1000);
     (victim == 0 ? rank_0 : rank_1).Kill();
     Worker& other = victim == 0 ? rank_1 : rank_0;
-    EXPECT_EQ(other.Wait(), 1);
+    EXPECT_EQ(other.ExitCode(), 1);
     // In a collective, or, should the other have died just before its seal, there.
     const std::string name = "rank " + std::to_string(victim);
     EXPECT_THAT(other.Errors(), AnyOf(HasSubstr("lost " + name), HasSubstr("not sealed: " + name)));
   }
   {
     Worker rank_0(settings[0]), rank_1(settings[1]);
-    EXPECT_EQ(rank_0.Wait(), 0) << rank_0.Errors();
-    EXPECT_EQ(rank_1.Wait(), 0) << rank_1.Errors();
+    EXPECT_EQ(rank_0.ExitCode(), 0) << rank_0.Errors();
+    EXPECT_EQ(rank_1.ExitCode(), 0) << rank_1.Errors();
   }
-  EXPECT_TRUE(ReadAll(out.str() + "/weights.bin") == ReadAll(undisturbed.str() + "/weights.bin"));
+  EXPECT_TRUE(ReadFile(out.str() + "/weights.bin") == ReadFile(undisturbed.str() + "/weights.bin"));
   const std::vector<StepReport> expected =
-      ParseLossesCsv(ReadAll(undisturbed.str() + "/losses.csv"));
-  const std::vector<StepReport> reports = ParseLossesCsv(ReadAll(losses));
+      ParseLossesCsv(ReadFile(undisturbed.str() + "/losses.csv"));
+  const std::vector<StepReport> reports = ParseLossesCsv(ReadFile(losses));
   ASSERT_EQ(reports.size(), kSteps);
   ASSERT_EQ(LinesOf(losses), kSteps + 1);
   for (int i = 0; i < kSteps; ++i) {
     EXPECT_EQ(reports[i].step, i + 1);
     EXPECT_EQ(reports[i].loss, expected[i].loss) << "step " << i + 1;
   }
-  EXPECT_THAT(ReadAll(out.str() + "/worker.json"),
+  EXPECT_THAT(ReadFile(out.str() + "/worker.json"),
               HasSubstr("\"coverage_complete_steps\": " + std::to_string(kSteps)));
 }
 

@@ -12,22 +12,11 @@
 #include "cpu_optimizer_service/common/check.h"
 #include "cpu_optimizer_service/host/kept_record.h"
 #include "tests/histories/engine/frozen_threads.h"
+#include "tests/support/sanitizers.h"
 
 namespace ballast::histories {
 
-bool CanDie() {
-#if defined(__SANITIZE_THREAD__)
-  return false;
-#elif defined(__has_feature)
-#if __has_feature(thread_sanitizer)
-  return false;
-#else
-  return true;
-#endif
-#else
-  return true;
-#endif
-}
+bool CanDie() { return !BALLAST_TSAN; }
 
 // One process's. Thread-safe.
 class Deaths::Keeper final : public FileKeeper {

@@ -76,9 +76,17 @@ absl::Status EnginePlayer::Contribute(const Call& call) {
       was_taken = true;
     }
   };
-  BALLAST_ASSIGN_OR_RETURN(const ContributionResult result, Survive({call.rank, adopt}, [&] {
-                             return ranks_[call.rank].stream->Contribute(contribution);
-                           }));
+  const auto contribute = [&]() -> absl::StatusOr<ContributionResult> {
+    RankStream& stream = *ranks_[call.rank].stream;
+    if (call.segment > 0 && ScriptOf(call).MayGuess(call.chunk, call.segment - 1)) {
+      BALLAST_RETURN_IF_ERROR(
+          stream.StopProvisional(At(call.rank), contribution.micro_step_begin, {contribution.chunk})
+              .status());
+    }
+    return stream.Contribute(contribution);
+  };
+  BALLAST_ASSIGN_OR_RETURN(const ContributionResult result,
+                           Survive({call.rank, adopt}, contribute));
   if ((result == ContributionResult::kAdded) == was_taken) {
     return Wrong("chunk ", call.chunk, " [", contribution.micro_step_begin, ", ",
                  contribution.micro_step_end, ") was taken as ", was_taken ? "new" : "a repeat");
@@ -90,7 +98,7 @@ absl::Status EnginePlayer::Contribute(const Call& call) {
     memory->WriteGradient(call.chunk, std::vector<std::byte>(payload.size(), std::byte{0xff}));
   }
   next_micro_step_[call.chunk] = contribution.micro_step_end;
-  stage_.tally().guesses +=
+  stage_.tally().not_last +=
       contribution.may_guess && contribution.micro_step_end < attempt_->micro_steps;
   payloads_[call.chunk] += !contribution.empty;
   return absl::OkStatus();

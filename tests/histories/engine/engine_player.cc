@@ -55,7 +55,7 @@ absl::Status EnginePlayer::Open(int rank, bool over, const UnderWay& under_way) 
       history_.job.update_mode == UpdateMode::kSpeculate && (history_.seed + rank) % 5 != 0;
   auto ear =
       std::make_shared<RecordingListener>(speculates, may_die_ ? stage_.deaths().flag() : nullptr);
-  ear->Guesses(attempt_ != nullptr && attempt_->guesses);
+  ear->MayGuess(attempt_ != nullptr && attempt_->may_guess);
   BALLAST_ASSIGN_OR_RETURN(
       std::unique_ptr<RankStream> stream,
       stage_.job().OpenStream(
@@ -95,7 +95,7 @@ absl::Status EnginePlayer::PlayAttempt(const Attempt& attempt) {
     if (differs) votes_otherwise_ = event.rank;
   }
   for (Rank& rank : ranks_) {
-    rank.ear->Guesses(attempt.guesses);
+    rank.ear->MayGuess(attempt.may_guess);
     rank.vote_refusals = rank.ear->vote_refusals();  // One that was aborted at its votes told some.
     rank.try_number = 0;
     rank.begun = rank.sealed = false;

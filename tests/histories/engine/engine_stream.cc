@@ -210,6 +210,13 @@ absl::Status EngineStream::Contribute(const Message& message) {
   Contribution contribution =
       server::FromMessage(message.message.gradient().header(), {&message.payload, 1});
   contribution.chunk += first_on_wire_;
+  if (contribution.micro_step_begin > 0) {  // One before it may have come with may_guess.
+    BALLAST_RETURN_IF_ERROR(rank_stream_
+                                ->StopProvisional({contribution.step, contribution.attempt},
+                                                  contribution.micro_step_begin,
+                                                  {contribution.chunk})
+                                .status());
+  }
   return rank_stream_->Contribute(contribution).status();
 }
 

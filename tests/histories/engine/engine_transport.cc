@@ -75,16 +75,18 @@ absl::StatusOr<v1::UploadWeightsResponse> EngineTransport::UploadWeights(
     const v1::OpenTrain& open, absl::Span<const int> chunks,
     const std::function<std::vector<float>(int chunk)>& fill) {
   BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, Find(open.name()));
+  BALLAST_ASSIGN_OR_RETURN(
+      const Job::Uploader uploader,
+      job->BeginFirstWeights({.rank = open.rank(),
+                              .process_id = open.process_id(),
+                              .generation = proto::FromProto(open.generation())},
+                             /*state=*/{}));
   for (const int chunk : chunks) {
     const std::vector<float> values = fill(chunk);
     const absl::Span<const std::byte> piece(reinterpret_cast<const std::byte*>(values.data()),
                                             values.size() * sizeof(float));
     const int64_t in_job = int64_t{chunk} + job->layout().first_on_wire(open.rank());
-    BALLAST_RETURN_IF_ERROR(
-        job->WriteInitialWeights(in_job, {piece},
-                                 Job::Uploader{.generation = proto::FromProto(open.generation()),
-                                               .process_id = open.process_id()})
-            .status());
+    BALLAST_RETURN_IF_ERROR(job->WriteInitialWeights(in_job, {piece}, uploader).status());
   }
   v1::UploadWeightsResponse response;
   response.set_chunks(static_cast<int64_t>(chunks.size()));

@@ -27,9 +27,9 @@ std::string Describe(const Tally& tally) {
       ", streams cut ", tally.cuts, ", tries discarded ", tally.discarded, ", calls refused ",
       tally.refused_calls, ", norms looked at ", tally.norms, ", discarded for them ", tally.spikes,
       ", abandoned ", tally.abandoned, ", votes refused ", tally.refused_votes, ", given up ",
-      tally.given_up, ", wrong guesses ", tally.guesses, "; aborted ", tally.aborted,
-      " and at the decision ", tally.aborted_at_decision, ", undone ", tally.undone, ", replaced ",
-      tally.replaced, ", loaded ", tally.loaded, ", snapshots ", tally.snapshots,
+      tally.given_up, ", further gradients after may_guess ", tally.not_last, "; aborted ",
+      tally.aborted, " and at the decision ", tally.aborted_at_decision, ", undone ", tally.undone,
+      ", replaced ", tally.replaced, ", loaded ", tally.loaded, ", snapshots ", tally.snapshots,
       "; chunks speculated ", tally.speculated, ", published ", tally.published, ", redone ",
       tally.redone, "; in place ", tally.in_place, ", borrowed ", tally.borrowed, "; deaths ",
       tally.deaths, ", decided steps carried out after one ", tally.carried_out, "; died at ",
@@ -249,18 +249,18 @@ absl::Status JobUnderTest::CheckSpeculation(const JobStatus& status, const Attem
   const int64_t chunks = static_cast<int64_t>(layout().chunks().size());
   const bool whole = expected.decision.apply ? counts.published + counts.redone == counts.speculated
                                              : counts.published + counts.redone == 0;
-  // Guessed right: nothing is done again.
+  // Speculated right: nothing is done again.
   const bool as_begun = (attempt.expects_clipping || attempt.vote.clipping.multipliers.empty()) &&
                         attempt.vote.overrides.empty();
-  const bool guessed =
+  const bool right =
       expected.decision.apply && expected.decision.clip_coefficient == 1 && as_begun &&
       (expected.unused_parameters.empty() || plan_.unused_policy == UnusedPolicy::kZero);
   const bool waits = plan_.update_mode == UpdateMode::kWait;
-  if (!whole || counts.speculated > chunks || (guessed && counts.redone > 0) ||
+  if (!whole || counts.speculated > chunks || (right && counts.redone > 0) ||
       (waits && counts.speculated > 0)) {
     return Wrong("speculated ", counts.speculated, " of ", chunks, " chunks, published ",
                  counts.published, ", redid ", counts.redone, " in a step ",
-                 guessed ? "guessed right" : "guessed wrong");
+                 right ? "speculated right" : "speculated wrong");
   }
   return absl::OkStatus();
 }

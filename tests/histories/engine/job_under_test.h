@@ -38,7 +38,7 @@ struct Tally {
   int64_t abandoned = 0;  // or voted to abandon the step for.
   int64_t refused_votes = 0;
   int64_t given_up = 0;  // Steps that could not be kept, and were skipped.
-  int64_t guesses = 0;   // Contributions that were said to be the last, and were not.
+  int64_t not_last = 0;  // Contributions that may_guess to be the last, and were not.
   int64_t aborted = 0;
   int64_t aborted_at_decision = 0;
   int64_t undone = 0;

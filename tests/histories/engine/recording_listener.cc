@@ -45,9 +45,9 @@ void RecordingListener::OnVoteRefused(StepAttempt at, const absl::Status& why) {
   ++vote_refusals_;
 }
 
-void RecordingListener::Guesses(bool guesses) {
+void RecordingListener::MayGuess(bool may_guess) {
   MutexLock lock(mutex_);
-  guesses_ = guesses;
+  may_guess_ = may_guess;
 }
 
 std::optional<StepNorm> RecordingListener::AwaitNorm(StepAttempt at) {
@@ -74,7 +74,7 @@ void RecordingListener::OnProvisionalWeights(uint64_t step, int chunk, WeightBuf
   if (!shard) return Complain(absl::StrCat("provisional weights of chunk ", chunk, " are null"));
   const bool is_first = !provisional_.contains(chunk);
   provisional_[chunk].assign(shard.bytes().begin(), shard.bytes().end());
-  if (!is_first && !guesses_)
+  if (!is_first && !may_guess_)
     Complain(absl::StrCat("provisional weights of chunk ", chunk, " came twice"));
 }
 

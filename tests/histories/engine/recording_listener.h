@@ -26,9 +26,9 @@ class RecordingListener final : public RankListener {
   explicit RecordingListener(bool speculates, DeathFlag dead = nullptr)
       : speculates_(speculates), dead_(std::move(dead)) {}
 
-  // Of what is sent from now on it may only be guessed that nothing more comes, so provisional
-  // weights may be followed by others.
-  void Guesses(bool guesses);
+  // Whether what is sent from now on may_guess that nothing more comes, so that provisional weights
+  // may be followed by others.
+  void MayGuess(bool may_guess);
 
   void OnWaiting(uint64_t step, const std::vector<int>& ranks) override;
   void OnSealRefused(uint64_t step, const SealRefusal& refusal) override;
@@ -74,7 +74,7 @@ class RecordingListener final : public RankListener {
   uint64_t committed_step_ ABSL_GUARDED_BY(mutex_) = 0;
   int64_t refusals_ ABSL_GUARDED_BY(mutex_) = 0;
   int64_t vote_refusals_ ABSL_GUARDED_BY(mutex_) = 0;
-  bool guesses_ ABSL_GUARDED_BY(mutex_) = false;
+  bool may_guess_ ABSL_GUARDED_BY(mutex_) = false;
   std::optional<StepNorm> norm_ ABSL_GUARDED_BY(mutex_);
   std::vector<int> waiting_ ABSL_GUARDED_BY(mutex_);
   absl::Status detached_ ABSL_GUARDED_BY(mutex_);

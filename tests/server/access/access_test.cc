@@ -1,4 +1,4 @@
-// Every method and every message of a stream, as every role and as nobody.
+// Every method and every message of a stream, as every role and without one.
 #include "server/access/access.h"
 
 #include <gmock/gmock.h>
@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -16,15 +17,16 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
+#include "client/cli/cli_service.h"
 #include "client/connect.h"
 #include "client/transport/blocking_call.h"
+#include "client/transport/handshake.h"
 #include "proto/convert.h"
 #include "proto/frame.h"
 #include "server/access/method_rules.h"
 #include "server/access/tls.h"
 #include "server/server.h"
-#include "tests/server/tiny_job.h"
-#include "tests/support/certificates.h"
+#include "tests/server/access/access_service.h"
 
 namespace ballast::server {
 namespace {
@@ -36,98 +38,7 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::UnorderedElementsAre;
 
-// For what takes milliseconds; a busy machine may take long.
-constexpr absl::Duration kPatience = absl::Minutes(2);
-
-constexpr char kRoles[] =
-    "# Who may do what with the jobs that this test has made.\n"
-    "viewer    mine-*  token:viewer\n"
-    "trainer   mine-*  token:trainer\n"
-    "operator  mine-*  token:operator\n"
-    "trainer   mine-*  cert:alice\n"
-    "\n"
-    "viewer    public  *\n"
-    "operator  *       token:admin\n";
-
-std::string TokenOf(const std::string& name) { return "the-token-of-" + name; }
-
-std::string TokenLine(const std::string& name) {
-  const TokenDigest digest = DigestOf(TokenOf(name));
-  return absl::StrCat(name, " ",
-                      absl::BytesToHexString(absl::string_view(
-                          reinterpret_cast<const char*>(digest.data()), digest.size())),
-                      "\n");
-}
-
-// Reached over a unix socket and over TLS, by people with tokens, a certificate, or nothing.
-class AccessTest : public testing::Test {
- protected:
-  AccessTest()
-      : folder_(absl::StrCat("/tmp/ballast_access.", getpid(), ".", ++made_)),
-        engine_({.memory_limit_bytes = kTestMemoryBytes, .threads = 2}) {
-    std::filesystem::create_directories(folder_);
-    authority_.emplace(folder_, "ca");
-    authority_->Issue("server", {.common_name = "server"});
-    authority_->Issue("alice", {.common_name = "alice"});
-    authority_->Issue("mallory", {.common_name = "mallory"});
-    for (const char* name : {"viewer", "trainer", "operator", "admin", "unknown"}) {
-      WritePrivateFile(File(name), TokenOf(name) + "\n");
-    }
-    WritePrivateFile(File("roles"), kRoles);
-    WriteTokens({"viewer", "trainer", "operator", "admin"});
-    server_ = Server::Start(engine_, {.listen = {"unix:" + File("socket"), "127.0.0.1:0"},
-                                      .access = {.tls_certificate = File("server.pem"),
-                                                 .tls_key = File("server.key"),
-                                                 .tls_client_ca = authority_->certificate(),
-                                                 .roles = File("roles"),
-                                                 .tokens = File("tokens")}})
-                  .value();
-    for (const char* job : {"mine-1", "public", "other"}) {
-      v1::CreateJobRequest request;
-      *request.mutable_job() = TinyJob(job);
-      v1::Job created;
-      grpc::ClientContext context;
-      const auto jobs = v1::JobService::NewStub(OverUnix("admin"));
-      const grpc::Status status = jobs->CreateJob(&context, request, &created);
-      EXPECT_TRUE(status.ok()) << status.error_message();
-    }
-  }
-  ~AccessTest() override {
-    server_.reset();
-    std::filesystem::remove_all(folder_);
-  }
-
-  std::string File(const std::string& name) const { return folder_ + "/" + name; }
-  void WriteTokens(const std::vector<std::string>& names) {
-    std::string lines;
-    for (const std::string& name : names) lines += TokenLine(name);
-    WritePrivateFile(File("tokens"), lines);
-  }
-
-  std::shared_ptr<grpc::Channel> OverUnix(const std::string& token) const {
-    return Connect(0, {.token_file = token.empty() ? "" : File(token)});
-  }
-  std::shared_ptr<grpc::Channel> OverTls(const std::string& token,
-                                         const std::string& certificate = "") const {
-    return Connect(1, {.tls_ca = authority_->certificate(),
-                       .tls_cert = certificate.empty() ? "" : File(certificate + ".pem"),
-                       .tls_key = certificate.empty() ? "" : File(certificate + ".key"),
-                       .token_file = token.empty() ? "" : File(token)});
-  }
-
-  std::string folder_;
-  std::optional<TestAuthority> authority_;
-  Engine engine_;
-  std::unique_ptr<Server> server_;
-
- private:
-  std::shared_ptr<grpc::Channel> Connect(int address, const client::Credentials& given) const {
-    return client::Connect(server_->addresses()[address], kPatience, given).value();
-  }
-  static inline int made_ = 0;
-};
-
-// Somebody who calls, and what they are for jobs of the names mine-*.
+// A caller, and what they are for jobs of the names mine-*.
 struct Person {
   std::string name;
   std::shared_ptr<grpc::Channel> channel;
@@ -216,20 +127,26 @@ class AccessOfMethodsTest : public AccessTest {
                                          ->GetPrototype(method.input_type())
                                          ->New());
     const bool named = SetJob(job, *message);
-    EXPECT_TRUE(named || method.name() == "ListJobs")
+    EXPECT_TRUE(named || method.name() == "ListJobs" || IsOfAllJobs(method))
         << method.full_name() << " names no job; say in the test where it does";
     return message;
   }
 
   static std::vector<const MethodDescriptor*> Methods() {
     std::vector<const MethodDescriptor*> methods;
-    const auto& file = *v1::Job::descriptor()->file();
-    for (int s = 0; s < file.service_count(); ++s) {
-      for (int m = 0; m < file.service(s)->method_count(); ++m) {
-        methods.push_back(file.service(s)->method(m));
+    for (const auto* file :
+         {v1::Job::descriptor()->file(), v1::DescribeServiceRequest::descriptor()->file()}) {
+      for (int s = 0; s < file->service_count(); ++s) {
+        for (int m = 0; m < file->service(s)->method_count(); ++m) {
+          methods.push_back(file->service(s)->method(m));
+        }
       }
     }
     return methods;
+  }
+  // It names no job, and takes a role for all that there may be.
+  static bool IsOfAllJobs(const MethodDescriptor& method) {
+    return method.name() == "DescribeService";
   }
   // A method that has no rule takes an operator, and fails a test of its own.
   static Role NeededFor(const MethodDescriptor& method) {
@@ -263,12 +180,12 @@ TEST_F(AccessOfMethodsTest, EveryMethodTakesItsRoleForTheJobThatItNames) {
   for (const Person& person : People()) {
     for (const MethodDescriptor* method : Methods()) {
       const absl::Status mine = Call(person, *method, {Naming(*method, "mine-1").get()});
-      EXPECT_EQ(IsDenied(mine), person.role < NeededFor(*method) && method->name() != "ListJobs" ||
-                                    !person.is_known)
+      const bool lacks_role = IsOfAllJobs(*method) || person.role < NeededFor(*method);
+      EXPECT_EQ(IsDenied(mine), (lacks_role && method->name() != "ListJobs") || !person.is_known)
           << person.name << " calls " << method->full_name() << ": " << mine;
       EXPECT_EQ(absl::IsUnauthenticated(mine), !person.is_known)
           << person.name << " calls " << method->full_name() << ": " << mine;
-      if (method->name() == "ListJobs") continue;
+      if (method->name() == "ListJobs" || IsOfAllJobs(*method)) continue;
       const absl::Status other = Call(person, *method, {Naming(*method, "other").get()});
       EXPECT_TRUE(IsDenied(other))
           << person.name << " calls " << method->full_name() << " of another's job: " << other;
@@ -278,6 +195,28 @@ TEST_F(AccessOfMethodsTest, EveryMethodTakesItsRoleForTheJobThatItNames) {
                                   << " of no job: " << none;
     }
   }
+}
+
+// An operator of a pattern of jobs is none of the service, also while it has no others.
+TEST_F(AccessOfMethodsTest, TheServiceAsAWholeTakesARoleForAllJobs) {
+  for (const char* job : {"public", "other"}) {
+    v1::CloseJobRequest request;
+    request.set_name(absl::StrCat("jobs/", job));
+    v1::CloseJobResponse closed;
+    grpc::ClientContext context;
+    EXPECT_TRUE(
+        v1::JobService::NewStub(OverUnix("admin"))->CloseJob(&context, request, &closed).ok());
+  }
+  const auto describe = [](const std::shared_ptr<grpc::Channel>& channel) {
+    v1::ServiceDescription description;
+    grpc::ClientContext context;
+    return v1::DiagnosticsService::NewStub(channel)->DescribeService(
+        &context, v1::DescribeServiceRequest(), &description);
+  };
+  const grpc::Status refused = describe(OverTls("operator"));
+  EXPECT_EQ(refused.error_code(), grpc::StatusCode::PERMISSION_DENIED);
+  EXPECT_THAT(refused.error_message(), HasSubstr("has no role for all jobs (*)"));
+  EXPECT_EQ(describe(OverTls("admin")).error_code(), grpc::StatusCode::OK);
 }
 
 TEST_F(AccessOfMethodsTest, EveryMessageOfAStreamTakesItsRole) {
@@ -325,16 +264,6 @@ TEST_F(AccessTest, ListsTheJobsThatTheCallerMaySee) {
               UnorderedElementsAre("jobs/mine-1", "jobs/public", "jobs/other"));
 }
 
-grpc::Status GetJobOver(const std::shared_ptr<grpc::Channel>& channel,
-                        const std::string& token = "") {
-  grpc::ClientContext context;
-  if (!token.empty()) context.AddMetadata("authorization", "Bearer " + token);
-  v1::GetJobRequest request;
-  request.set_name("jobs/mine-1");
-  v1::Job job;
-  return v1::JobService::NewStub(channel)->GetJob(&context, request, &job);
-}
-
 TEST_F(AccessTest, ATokenComesBeforeACertificateAndAUser) {
   EXPECT_EQ(GetJobOver(OverTls("viewer", "mallory")).error_code(), grpc::StatusCode::OK);
   EXPECT_EQ(GetJobOver(OverTls("unknown", "alice")).error_code(),
@@ -353,45 +282,17 @@ TEST_F(AccessTest, ATokenComesBeforeACertificateAndAUser) {
   }
 }
 
-// The end of what has been begun: waits for it.
-absl::Status EndOf(client::BlockingCall& call) {
-  grpc::ByteBuffer answer;
-  while (call.Read(&answer)) continue;
-  return call.Finish();
-}
-
-TEST_F(AccessTest, AStreamEndsWhenItsTokenIsRevokedAndOthersGoOn) {
-  client::CallsUnderWay calls;
-  v1::GetJobRequest get;
-  get.set_name("jobs/mine-1");
-  v1::Job job;
-  grpc::ClientContext get_context;
-  const auto jobs = v1::JobService::NewStub(OverTls("trainer"));
-  ASSERT_TRUE(jobs->GetJob(&get_context, get, &job).ok());
-  v1::AttachWorkerRequest attach;
-  attach.set_name("jobs/mine-1");
-  attach.set_process_id("p");
-  v1::AttachWorkerResponse attached;
-  grpc::ClientContext attach_context;
-  ASSERT_TRUE(jobs->AttachWorker(&attach_context, attach, &attached).ok());
-
-  v1::UploadWeightsRequest open;
-  open.mutable_open()->set_name("jobs/mine-1");
-  open.mutable_open()->set_uid(job.uid());
-  open.mutable_open()->set_process_id("p");
-  *open.mutable_open()->mutable_generation() = attached.generation();
-  client::BlockingCall revoked(OverTls("trainer"), "/ballast.v1.TrainService/UploadWeights",
-                               kPatience, calls);
-  ASSERT_TRUE(revoked.Write(proto::SerializeControl(open)));
-  client::BlockingCall kept(OverTls("", "alice"), "/ballast.v1.TrainService/UploadWeights",
-                            kPatience, calls);
-  ASSERT_TRUE(kept.Write(proto::SerializeControl(open)));
-
-  WriteTokens({"viewer", "operator"});
-  EXPECT_EQ(EndOf(revoked).code(), absl::StatusCode::kCancelled);
-  EXPECT_EQ(GetJobOver(OverTls("trainer")).error_code(), grpc::StatusCode::UNAUTHENTICATED);
-  ASSERT_TRUE(kept.WritesDone());
-  EXPECT_EQ(EndOf(kept), absl::OkStatus());
+// However the file of tokens comes to have the digest of nothing: no header stands for a token.
+TEST_F(AccessTest, AHeaderWithoutATokenIsNoToken) {
+  for (const char* header : {"Bearer ", "Bearer", "", "Basic dXNlcjo=", "the-token-of-viewer"}) {
+    grpc::ClientContext context;
+    context.AddMetadata("authorization", header);
+    v1::ListJobsResponse jobs;
+    const grpc::Status status =
+        v1::JobService::NewStub(OverUnix(""))->ListJobs(&context, v1::ListJobsRequest(), &jobs);
+    EXPECT_EQ(status.error_code(), grpc::StatusCode::UNAUTHENTICATED) << header;
+    EXPECT_THAT(status.error_message(), HasSubstr("send Bearer TOKEN")) << header;
+  }
 }
 
 TEST_F(AccessTest, AClientSendsTheTokenThatItsFileHasNow) {
@@ -409,7 +310,7 @@ TEST_F(AccessTest, AClientRefusesACertificateOfAnotherHost) {
                                               .access = {.tls_certificate = File("server.pem"),
                                                          .tls_key = File("server.key")}})
                           .value();
-  EXPECT_THAT(std::string(client::Connect(server->addresses()[0], absl::Seconds(1),
+  EXPECT_THAT(std::string(client::Connect(server->addresses()[0], kPatience,
                                           {.tls_ca = authority_->certificate()})
                               .status()
                               .message()),
@@ -462,6 +363,8 @@ TEST_F(AccessTest, FilesThatBecomeWrongChangeNothing) {
   grpc::ServerBuilder builder;
   int port = 0;
   builder.AddListeningPort("127.0.0.1:0", tls->credentials(), &port);
+  v1::JobService::CallbackService service;
+  builder.RegisterService(&service);
   const auto server = builder.BuildAndStart();
   EXPECT_EQ(client::Connect(absl::StrCat("127.0.0.1:", port), kPatience,
                             {.tls_ca = authority_->certificate()})
@@ -488,6 +391,48 @@ TEST_F(AccessTest, AClientThatTrustsAnotherAuthorityIsToldSoAtOnce) {
                               .status()
                               .message()),
               HasSubstr("within 1s: nothing listens there"));
+}
+
+// Time that goes on in sleeps alone, or never.
+class SleepClock final : public client::Clock {
+ public:
+  explicit SleepClock(std::function<void()> on_sleep = nullptr) : on_sleep_(std::move(on_sleep)) {}
+  absl::Time Now() override { return now_; }
+  void SleepFor(absl::Duration duration) override {
+    absl::SleepFor(duration);
+    on_sleep_ == nullptr ? void(now_ += duration) : on_sleep_();
+  }
+  void WaitFor(Mutex&, CondVar&, absl::Duration) override {}
+
+ private:
+  const std::function<void()> on_sleep_;
+  absl::Time now_ = absl::UnixEpoch();
+};
+
+TEST_F(AccessTest, AToolThatWaitsDoesSoWhileCertificatesAreChanged) {
+  const TestAuthority other(folder_, "other-ca");
+  const client::Credentials files = {.tls_ca = File("trusted"), .token_file = File("viewer")};
+  const auto list = [&](client::Clock& clock) {
+    std::filesystem::copy_file(other.certificate(), files.tls_ca,
+                               std::filesystem::copy_options::overwrite_existing);
+    const std::string& target = server_->addresses()[1];
+    return client::cli::Service(target, client::NewChannel(target, files).value(), files, kPatience,
+                                absl::Hours(1), clock)
+        .ListJobs()
+        .status();
+  };
+  SleepClock goes_on;
+  const absl::Status refused = list(goes_on);
+  EXPECT_TRUE(absl::IsFailedPrecondition(refused)) << refused;
+  EXPECT_THAT(std::string(refused.message()),
+              HasSubstr("that can be trusted: its certificate is not of the authority in "));
+  EXPECT_GE(goes_on.Now(), absl::UnixEpoch() + client::kRotation);
+
+  SleepClock stands([&] {
+    std::filesystem::copy_file(authority_->certificate(), files.tls_ca,
+                               std::filesystem::copy_options::overwrite_existing);
+  });
+  EXPECT_EQ(list(stands), absl::OkStatus());
 }
 
 TEST_F(AccessTest, AClientThatTheServiceDoesNotKnowIsToldSoAtOnce) {
@@ -538,7 +483,7 @@ TEST_F(AccessTest, NewConnectionsUseTheCertificatesThatTheFilesHaveNow) {
   EXPECT_EQ(connected, absl::OkStatus());
   EXPECT_EQ(GetJobOver(before).error_code(), grpc::StatusCode::OK);
   const absl::Status old =
-      client::Connect(server_->addresses()[1], absl::Seconds(1),
+      client::Connect(server_->addresses()[1], kPatience,
                       {.tls_ca = authority_->certificate(), .token_file = File("viewer")})
           .status();
   EXPECT_THAT(std::string(old.message()), HasSubstr("its certificate is not of the authority"));

@@ -14,6 +14,9 @@ using ::testing::HasSubstr;
 // The SHA-256 of "abc", from FIPS 180-2.
 constexpr char kAbc[] = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
 
+// And of nothing.
+constexpr char kEmpty[] = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855";
+
 absl::StatusOr<Policy> PolicyOf(absl::string_view roles, absl::string_view tokens = "") {
   return Policy::Parse(roles, "roles", tokens, "tokens");
 }
@@ -31,6 +34,13 @@ TEST(Policy, TheHighestRoleOfTheLinesThatFitCounts) {
   EXPECT_EQ(policy.RoleOf("", "gpt-2"), Role::kNobody);
   EXPECT_EQ(policy.HighestRoleOf("cert:Alice of the lab"), Role::kOperator);
   EXPECT_EQ(policy.HighestRoleOf(""), Role::kNobody);
+}
+
+TEST(Policy, ARoleForAllJobsIsThatOfLinesForAll) {
+  const Policy policy = PolicyOf("operator gpt-* cert:a\nviewer * *\noperator * token:b").value();
+  EXPECT_EQ(policy.RoleOfAll("cert:a"), Role::kViewer);
+  EXPECT_EQ(policy.RoleOfAll("token:b"), Role::kOperator);
+  EXPECT_EQ(policy.RoleOfAll(""), Role::kNobody);
 }
 
 TEST(Policy, NobodyIsEverybodyWhereTheFileDoesNotSaySo) {
@@ -72,12 +82,17 @@ TEST(Policy, SaysInOneLineWhichLineIsWrong) {
   EXPECT_THAT(error("nobody * *"), HasSubstr("there is no role"));
   EXPECT_THAT(error("viewer gpt[0-9] *"), HasSubstr("no pattern of job names"));
   EXPECT_THAT(error("viewer *"), HasSubstr("write cert:NAME, user:NAME, token:NAME or *"));
-  EXPECT_THAT(error("viewer * cert:"), HasSubstr("is nobody"));
-  EXPECT_THAT(error("viewer * alice"), HasSubstr("is nobody"));
+  EXPECT_THAT(error("viewer * cert:"), HasSubstr("is no principal"));
+  EXPECT_THAT(error("viewer * alice"), HasSubstr("is no principal"));
   EXPECT_THAT(error("viewer * user:no-such-user"), HasSubstr("this host has no user"));
   const std::string token = error("", "ci my-secret-token");
   EXPECT_THAT(token, HasSubstr("tokens, line 1: token 'ci' has no SHA-256"));
   EXPECT_THAT(token, testing::Not(HasSubstr("secret")));
+  // What the recipe makes of a variable that is not set would let in every header without a token.
+  EXPECT_THAT(
+      error("", absl::StrCat("ci ", kEmpty)),
+      testing::AllOf(HasSubstr("tokens, line 1: token 'ci' is the SHA-256 of an empty token"),
+                     HasSubstr("printf %s \"$TOKEN\" | sha256sum")));
 }
 
 }  // namespace

@@ -78,8 +78,10 @@ TEST(ServiceManager, LeavesAServiceThatKeepsAlive) {
 TEST(ServiceManager, WithoutAManagerNothingHappens) {
   const auto service = ServiceManager::FromEnvironment().value();
   service->Ready("listening");
-  service->Stopping("saving");
+  service->Saving("saving");
   service->KeepAlive();
+  service->StopRefused("not stopped");
+  service->Stopping("stopped");
 }
 
 }  // namespace

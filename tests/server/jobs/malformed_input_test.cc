@@ -216,6 +216,99 @@ TEST_F(MalformedInput, UnaryCallsNameWhatIsWrong) {
   refuse(Code::ABORTED, "a generation to come", reattach(99));
 }
 
+// A reply repeats names: those of a job in each of its parameters, those of parameters in each rank
+// and in each step. So they are looked at before a reply is measured.
+TEST_F(MalformedInput, ALongNameIsRefusedBeforeItIsRepeated) {
+  const std::string long_name(1 << 20, 'n');
+  const auto refuse = [&](const std::string& whose, const std::function<void(v1::Job&)>& spoil) {
+    v1::Job job = TinyJob("long");
+    spoil(job);
+    const std::string why = whose + " has 10485";
+    const grpc::Status created = Create(job);
+    ExpectRefused(created, grpc::StatusCode::INVALID_ARGUMENT, whose);
+    EXPECT_THAT(created.error_message(), HasSubstr("the name of " + why));
+    EXPECT_THAT(created.error_message(), HasSubstr("give it a shorter one"));
+  };
+  refuse("the job", [&](v1::Job& job) {
+    job.set_name(long_name);
+    for (int i = 0; i < 50; ++i) job.add_parameters()->set_name(std::to_string(i));
+  });
+  refuse("group 1", [&](v1::Job& job) { job.mutable_groups(1)->set_name(long_name); });
+  refuse("parameter 2", [&](v1::Job& job) { job.mutable_parameters(2)->set_name(long_name); });
+  refuse("dimension of the mesh 0", [&](v1::Job& job) { job.add_mesh()->set_name(long_name); });
+}
+
+TEST_F(MalformedInput, AnEntryOfManyDimensionsIsRefusedBeforeItIsParsed) {
+  v1::Job job = TinyJob("long");
+  for (int i = 0; i < (1 << 20); ++i) job.mutable_parameters(1)->add_shape(1);
+  const grpc::Status status = Create(job);
+  ExpectRefused(status, grpc::StatusCode::INVALID_ARGUMENT, "a million dimensions");
+  EXPECT_THAT(status.error_message(), HasSubstr("parameter 1 has more than 64 dimensions"));
+}
+
+TEST_F(MalformedInput, NamesAsLongAsTheyMayBeAreTakenInFull) {
+  const std::string name = "jobs/" + std::string(kMaxJobNameBytes, 'j');
+  v1::Job job = TinyJob("long");
+  job.set_name(name);
+  for (v1::ParamGroup& group : *job.mutable_groups()) {
+    const std::string bare =
+        group.name() + std::string(kMaxGroupNameBytes - group.name().size(), 'g');
+    group.set_name(name + "/groups/" + bare);
+  }
+  for (v1::Parameter& parameter : *job.mutable_parameters()) {
+    const std::string bare =
+        parameter.name() + std::string(kMaxParameterNameBytes - parameter.name().size(), 'p');
+    parameter.set_name(name + "/parameters/" + bare);
+  }
+  const grpc::Status created = Create(job);
+  EXPECT_TRUE(created.ok()) << created.error_message();
+}
+
+TEST_F(MalformedInput, AWorkerWithALongNameIsRefusedBeforeItsRequestIsParsed) {
+  CreateTinyJob(service_, "tiny");
+  v1::AttachWorkerRequest request;
+  request.set_name("jobs/tiny");
+  request.set_process_id(std::string(1 << 20, 'p'));
+  v1::AttachWorkerResponse response;
+  grpc::ClientContext beside;
+  grpc::Status status = service_.jobs().AttachWorker(&beside, request, &response);
+  ExpectRefused(status, grpc::StatusCode::INVALID_ARGUMENT, "a process of a MiB");
+  EXPECT_THAT(status.error_message(), HasSubstr("bytes without its description, of 65536 at most"));
+
+  request.set_process_id("p");
+  *request.mutable_job() = TinyJob("tiny");
+  request.mutable_job()->set_name(std::string(2000, 'j'));
+  grpc::ClientContext described;
+  status = service_.jobs().AttachWorker(&described, request, &response);
+  ExpectRefused(status, grpc::StatusCode::INVALID_ARGUMENT, "a long name in a description");
+  EXPECT_THAT(status.error_message(), HasSubstr("the name of the job has 2000 bytes"));
+}
+
+// Sends one message, and expects no answer.
+grpc::Status Ask(grpc::GenericStub& stub, const std::string& path, const std::string& bytes) {
+  grpc::ClientContext context;
+  grpc::CompletionQueue queue;
+  const grpc::Slice slice(bytes);
+  const auto call = stub.PrepareCall(&context, path, &queue);
+  const auto next = [&] {
+    void* tag = nullptr;
+    bool ok = false;
+    queue.Next(&tag, &ok);
+    return ok;
+  };
+  call->StartCall(nullptr);
+  next();
+  call->WriteLast(grpc::ByteBuffer(&slice, 1), grpc::WriteOptions(), nullptr);
+  next();
+  grpc::ByteBuffer answer;
+  call->Read(&answer, nullptr);
+  EXPECT_FALSE(next()) << path;
+  grpc::Status status;
+  call->Finish(&status, nullptr);
+  next();
+  return status;
+}
+
 // Each method that takes one request, of each service, gets bytes that are no message.
 TEST_F(MalformedInput, BytesThatAreNoMessageAreRefusedByTheNameOfTheMessage) {
   grpc::GenericStub stub(service_.channel());
@@ -228,26 +321,7 @@ TEST_F(MalformedInput, BytesThatAreNoMessageAreRefusedByTheNameOfTheMessage) {
       ++methods;
       const std::string path = "/" + method.service()->full_name() + "/" + method.name();
       for (const std::string& bytes : {std::string("\xff\xff\xff"), std::string("\x0a\x7fx")}) {
-        grpc::ClientContext context;
-        grpc::CompletionQueue queue;
-        const grpc::Slice slice(bytes);
-        const auto call = stub.PrepareCall(&context, path, &queue);
-        const auto next = [&] {
-          void* tag = nullptr;
-          bool ok = false;
-          queue.Next(&tag, &ok);
-          return ok;
-        };
-        call->StartCall(nullptr);
-        next();
-        call->WriteLast(grpc::ByteBuffer(&slice, 1), grpc::WriteOptions(), nullptr);
-        next();
-        grpc::ByteBuffer answer;
-        call->Read(&answer, nullptr);
-        EXPECT_FALSE(next()) << path;
-        grpc::Status status;
-        call->Finish(&status, nullptr);
-        next();
+        const grpc::Status status = Ask(stub, path, bytes);
         ExpectRefused(status, grpc::StatusCode::INVALID_ARGUMENT, path);
         EXPECT_THAT(status.error_message(),
                     testing::HasSubstr("not a " + method.input_type()->full_name()));
@@ -256,6 +330,47 @@ TEST_F(MalformedInput, BytesThatAreNoMessageAreRefusedByTheNameOfTheMessage) {
     }
   }
   EXPECT_GE(methods, 13);
+}
+
+// Parsed, they would take a gigabyte of each 32 MiB.
+TEST_F(MalformedInput, RequestsOfManyFieldsAreRefusedBeforeTheyAreParsed) {
+  CreateTinyJob(service_, "tiny");
+  std::string fields;
+  for (int i = 0; i < (1 << 20); ++i) fields.append("\x7a\x00", 2);  // Of number 15, empty.
+  const std::string name("\x0a\x09jobs/tiny");
+  grpc::GenericStub stub(service_.channel());
+  const google::protobuf::FileDescriptor& file = *v1::Job::descriptor()->file();
+  for (int s = 0; s < file.service_count(); ++s) {
+    for (int m = 0; m < file.service(s)->method_count(); ++m) {
+      const google::protobuf::MethodDescriptor& method = *file.service(s)->method(m);
+      // A description that is large has its room first.
+      if (method.name() == "CreateJob") continue;
+      const std::string path = "/" + method.service()->full_name() + "/" + method.name();
+      const grpc::Status status =
+          Ask(stub, path, method.client_streaming() ? fields : name + fields);
+      ExpectRefused(status, grpc::StatusCode::INVALID_ARGUMENT, path);
+      EXPECT_THAT(status.error_message(),
+                  testing::AnyOf(HasSubstr("too large for a " + method.input_type()->full_name()),
+                                 HasSubstr("more than 65536 fields"),
+                                 HasSubstr("bytes without its description")))
+          << path;
+    }
+  }
+}
+
+// Unknown fields of a description are counted with the rest of it.
+TEST_F(MalformedInput, ADescriptionOfManyFieldsIsReadWhereThereIsRoomForThem) {
+  grpc::GenericStub stub(service_.channel());
+  v1::Job job = TinyJob("many");
+  google::protobuf::UnknownFieldSet& unknown = *job.GetReflection()->MutableUnknownFields(&job);
+  for (int i = 0; i < (1 << 21); ++i) unknown.AddLengthDelimited(15);
+  v1::CreateJobRequest request;
+  request.mutable_job()->Swap(&job);
+  const grpc::Status status =
+      Ask(stub, "/ballast.v1.JobService/CreateJob", request.SerializeAsString());
+  ExpectRefused(status, grpc::StatusCode::RESOURCE_EXHAUSTED, "two million fields");
+  EXPECT_THAT(status.error_message(), HasSubstr("reading the description of a job does not fit"));
+  EXPECT_EQ(service_.engine().memory().used_bytes(), 0);
 }
 
 TEST_F(MalformedInput, StateCallsNameWhatIsWrong) {

@@ -70,5 +70,26 @@ TEST_F(SharedMemoryOffersTest, AreForgottenInTimeAndWithTheirJob) {
   EXPECT_TRUE(offers_.Take(later, now_ + seconds(11)).has_value());
 }
 
+TEST_F(SharedMemoryOffersTest, OfAJobLeaveRoomForThoseOfOthers) {
+  const std::shared_ptr<Job> other = engine_.CreateJob(OneRank("other")).value();
+  SharedMemoryOffers offers(4, seconds(10));
+  std::vector<std::string> tokens;
+  for (int rank = 0; rank < 4; ++rank) {
+    tokens.push_back(offers.Add(job_, {.rank = 3 - rank}, now_ + seconds(rank)).value());
+  }
+  const std::optional<std::string> first = offers.Add(other, {.rank = 0}, now_ + seconds(4));
+  const std::optional<std::string> second = offers.Add(other, {.rank = 1}, now_ + seconds(4));
+  ASSERT_TRUE(first.has_value() && second.has_value());
+  EXPECT_EQ(offers.Add(other, {.rank = 2}, now_ + seconds(4)), std::nullopt) << "half is its share";
+  EXPECT_EQ(offers.Add(job_, {.rank = 9}, now_ + seconds(4)), std::nullopt);
+  // The oldest were lost.
+  EXPECT_FALSE(offers.Take(tokens[0], now_ + seconds(4)).has_value());
+  EXPECT_FALSE(offers.Take(tokens[1], now_ + seconds(4)).has_value());
+  EXPECT_TRUE(offers.Take(tokens[2], now_ + seconds(4)).has_value());
+  EXPECT_TRUE(offers.Take(tokens[3], now_ + seconds(4)).has_value());
+  EXPECT_TRUE(offers.Take(*first, now_ + seconds(4)).has_value());
+  EXPECT_TRUE(offers.Take(*second, now_ + seconds(4)).has_value());
+}
+
 }  // namespace
 }  // namespace ballast::server

@@ -32,6 +32,7 @@ TEST(HttpRequest, HasAMethodAPathAQueryAndTwoHeaders) {
 TEST(HttpRequest, MayNameTheWholeUrlAndNoHost) {
   EXPECT_EQ(ParseHead("HEAD http://here:7071/a?b HTTP/1.0\r\n\r\n")->path, "/a");
   EXPECT_EQ(ParseHead("GET / HTTP/1.0\r\n\r\n")->host, std::nullopt);
+  EXPECT_FALSE(ParseHead("GET / HTTP/1.1\r\n\r\n").ok());  // RFC 9112, 3.2.
   EXPECT_EQ(ParseHead("GET / HTTP/1.1\r\nHost:\r\n\r\n")->host, "");
 }
 

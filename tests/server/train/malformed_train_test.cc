@@ -233,6 +233,79 @@ TEST_F(MalformedTrain, UploadsThatDoNotFitAreRefused) {
   ExpectRefused(again, Code::FAILED_PRECONDITION, "weights for a job that has some");
 }
 
+// First weights with moments. What is cut or refused leaves a job that awaits them.
+TEST_F(MalformedTrain, StatesThatDoNotFitAreRefused) {
+  grpc::ClientContext create_context;
+  v1::CreateJobRequest create;
+  *create.mutable_job() = TinyJob("goes-on", /*world_size=*/1);
+  v1::Job job;
+  ASSERT_TRUE(service_.jobs().CreateJob(&create_context, create, &job).ok());
+  TestWorker worker(service_, "goes-on", 0, Codec::kGenerated);
+  ASSERT_TRUE(worker.Attach().ok());
+  const auto upload = [&](const std::vector<int64_t>& counts, uint64_t state_step, uint64_t step,
+                          const std::vector<std::string>& chunks, bool cut = false) {
+    grpc::ClientContext context;
+    v1::UploadWeightsResponse response;
+    const auto stream = service_.train().UploadWeights(&context, &response);
+    v1::UploadWeightsRequest request;
+    *request.mutable_open() = worker.OpenMessage();
+    v1::FirstState& state = *request.mutable_open()->mutable_first_state();
+    state.set_step(state_step);
+    state.mutable_update_counts()->Add(counts.begin(), counts.end());
+    stream->Write(request);
+    for (size_t chunk = 0; chunk < chunks.size(); ++chunk) {
+      request.mutable_weights()->mutable_header()->set_step(step);
+      request.mutable_weights()->mutable_header()->set_chunk(static_cast<uint32_t>(chunk));
+      request.mutable_weights()->set_payload(chunks[chunk]);
+      stream->Write(request);
+    }
+    if (cut) {
+      context.TryCancel();
+    } else {
+      stream->WritesDone();
+    }
+    return stream->Finish();
+  };
+  const auto now = [&] {
+    grpc::ClientContext context;
+    v1::GetJobRequest request;
+    request.set_name(job.name());
+    v1::Job response;
+    EXPECT_TRUE(service_.jobs().GetJob(&context, request, &response).ok());
+    return response;
+  };
+  const std::vector<int64_t> counts = {4, 4, 2, 0};
+  const std::string zeros(3 * 1024, '\0');
+  const auto with = [&](size_t element, float value) {
+    std::string chunk = zeros;
+    std::memcpy(chunk.data() + element * sizeof(float), &value, sizeof(value));
+    return chunk;
+  };
+  using Code = grpc::StatusCode;
+  ExpectRefused(upload({4, 4, 2}, 4, 4, {}), Code::INVALID_ARGUMENT, "a count less");
+  ExpectRefused(upload({4, 4, 5, 0}, 4, 4, {}), Code::INVALID_ARGUMENT, "more updates than steps");
+  ExpectRefused(upload({4, 4, 2, 1}, 4, 4, {}), Code::INVALID_ARGUMENT, "updates of a frozen one");
+  ExpectRefused(upload({}, 0, 0, {}), Code::INVALID_ARGUMENT, "a state of step 0");
+  ExpectRefused(upload(std::vector<int64_t>(3 << 20, 1), 4, 4, {}), Code::INVALID_ARGUMENT,
+                "three million counts");
+  ExpectRefused(upload(counts, 4, 0, {zeros}), Code::INVALID_ARGUMENT, "weights of step 0");
+  ExpectRefused(upload(counts, 4, 4, {zeros.substr(4)}), Code::INVALID_ARGUMENT, "a value less");
+  ExpectRefused(upload(counts, 4, 4, {zeros.substr(0, 1024)}), Code::INVALID_ARGUMENT, "a plane");
+  ExpectRefused(upload(counts, 4, 4, {with(256, NAN)}), Code::INVALID_ARGUMENT, "NaN in exp_avg");
+  ExpectRefused(upload(counts, 4, 4, {with(512, -1)}), Code::INVALID_ARGUMENT, "a square below 0");
+  EXPECT_TRUE(upload(counts, 4, 4, {zeros}).ok());
+  upload(counts, 4, 4, {zeros, zeros}, /*cut=*/true);
+  EXPECT_EQ(now().phase(), v1::AWAITING_WEIGHTS);
+  ExpectRefused(worker.Upload(), Code::FAILED_PRECONDITION, "weights alone beside others");
+  ExpectRefused(upload({4, 4, 3, 0}, 4, 4, {}), Code::FAILED_PRECONDITION, "other counts");
+  ExpectRefused(upload(counts, 4, 4, {zeros, zeros, zeros, zeros}), Code::INVALID_ARGUMENT,
+                "a chunk that the job has not");
+  // All three came before that one.
+  EXPECT_EQ(now().phase(), v1::READY);
+  EXPECT_EQ(now().committed_step(), 4u);
+  ExpectRefused(upload(counts, 4, 4, {zeros}), Code::FAILED_PRECONDITION, "once more");
+}
+
 TEST_F(MalformedTrain, ReadsOfWeightsThatAreNotThereAreRefused) {
   const auto read = [&](const std::function<void(v1::ReadWeightsRequest&)>& spoil) {
     grpc::ClientContext context;

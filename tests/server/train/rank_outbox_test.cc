@@ -5,10 +5,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <new>
 #include <thread>
 
 #include "cpu_optimizer_service/engine.h"
 #include "proto/frame.h"
+#include "server/call_guard.h"
 
 namespace ballast::server {
 namespace {
@@ -39,6 +41,11 @@ class FakeWire : public RankWire {
   proto::Frame<v1::TrainResponse> last;
   std::optional<absl::Status> finished;
 };
+
+void FailOnce() {
+  before_guarded = nullptr;
+  throw std::bad_alloc();
+}
 
 JobSpec OneRank(const std::string& name, int chunks) {
   JobSpec spec;
@@ -131,6 +138,28 @@ TEST_F(RankOutboxTest, SendsOpenedBeforeWhatTheEngineSaidEarlier) {
   EXPECT_EQ(wire_.last.message.acknowledged().messages(), 1);
   WriteDone();
   EXPECT_EQ(wire_.last.message.decision().step(), 4);
+}
+
+TEST_F(RankOutboxTest, NamesChunksOfADecisionBeforeOpenedAsTheRankDoes) {
+  JobSpec spec;
+  spec.name = "mesh";
+  spec.groups = {{.name = "g", .hyper_parameters = {}}};
+  spec.layout.world_size = 2;
+  spec.layout.mesh = {{.name = "dp", .size = 2}};
+  spec.layout.parameters = {
+      {.name = "w", .shape = {4 * kBlockElements}, .placements = {{.shard_dim = 0}}}};
+  spec.layout.chunk_elements = kBlockElements;
+  const std::shared_ptr<Job> job = engine_.CreateJob(spec).value();
+  const std::vector<int> dropped = {job->layout().first_on_wire(1)};
+  ASSERT_EQ(dropped, std::vector<int>{2});
+  outbox_.MessageBegins();
+  outbox_.OnDecision(StepOutcome{.step = 4}, dropped);
+  outbox_.Opened(job, 1, RankPosition{.committed_step = 3});
+  outbox_.MessageDone();
+  WriteDone();
+  WriteDone();
+  ASSERT_EQ(wire_.last.message.decision().step(), 4);
+  EXPECT_EQ(wire_.last.message.decision().dropped_chunks(0), 0);
 }
 
 TEST_F(RankOutboxTest, AcknowledgesAllThatIsDueWithOneMessage) {
@@ -502,6 +531,26 @@ TEST_F(RankOutboxTest, EndsWithTheErrorOfAMessage) {
   outbox_.MessageFailed(absl::InvalidArgumentError("no"));
   EXPECT_EQ(wire_.finished, absl::InvalidArgumentError("no"));
   EXPECT_EQ(wire_.writes, 0);
+}
+
+TEST_F(RankOutboxTest, EndsForWantOfMemoryOnlyWhenTheWriteInHandIsDone) {
+  Open();
+  Decide(4);
+  ASSERT_TRUE(wire_.writing);
+  before_guarded = FailOnce;
+  Decide(5);
+  EXPECT_FALSE(wire_.finished);
+  WriteDone();
+  ASSERT_TRUE(wire_.finished);
+  EXPECT_EQ(wire_.finished->code(), absl::StatusCode::kResourceExhausted);
+}
+
+TEST_F(RankOutboxTest, EndsAtOnceForWantOfMemoryWhileNothingIsWritten) {
+  Open();
+  before_guarded = FailOnce;
+  Decide(4);
+  ASSERT_TRUE(wire_.finished);
+  EXPECT_EQ(wire_.finished->code(), absl::StatusCode::kResourceExhausted);
 }
 
 TEST_F(RankOutboxTest, RecordsWhenWeightsHaveGoneForATrace) {

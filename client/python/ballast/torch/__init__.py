@@ -6,8 +6,18 @@ AdamW and Adam take torch's arguments with torch's defaults, and serve one proce
 both moments are kept in fp32 on the service, whatever dtype the parameters have.
 """
 
-from .checkpoints import from_checkpoint, to_checkpoint
-from .groups import groups
-from .optimizers import Adam, AdamW
+try:
+    import torch as _torch
+except ModuleNotFoundError as _error:
+    if _error.name != "torch":
+        raise
+    raise ImportError("ballast.torch needs PyTorch 2.6 or newer: pip install torch") from None
+if tuple(int(_number) for _number in _torch.__version__.split(".")[:2]) < (2, 6):
+    raise ImportError(f"ballast.torch needs PyTorch 2.6 or newer, whose optimizers know their parameters' names, and this "
+                      f"is {_torch.__version__}: pip install --upgrade torch")
+
+from .checkpoints import from_checkpoint, to_checkpoint  # noqa: E402
+from .groups import groups  # noqa: E402
+from .optimizers import Adam, AdamW  # noqa: E402
 
 __all__ = ["Adam", "AdamW", "from_checkpoint", "groups", "to_checkpoint"]

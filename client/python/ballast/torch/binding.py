@@ -13,10 +13,9 @@ import dataclasses
 import functools
 import os
 import socket
-import tempfile
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -26,8 +25,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ..client import Client
 from ..errors import AbortedError, BallastError, FailedPreconditionError, PermissionDeniedError, error_of
 from ..restore import (
+    awaits_weights,
     begin_from,
-    begin_with,
     begun_already,
     may_begin,
     refuse_a_begun_one,
@@ -35,18 +34,22 @@ from ..restore import (
     restore,
 )
 from ..service import Service
-from ..session import Decision, Group, HyperParameters, Job, Parameter, Session
+from ..session import Decision, HyperParameters, Job, Session
 from . import patches, streaming
 from .clipping import Sealed
-from .ddp import hook_ddp
-from .moments import Moments, write
+from .ddp import check_reduction, ddp_of, hook_ddp, whole_on_several_ranks
+from .description import Described, check_group, lines, weights_in_lines
+from .moments import Moments, digest, gather, upload
 from .peers import Peers
-from .places import Flats, Shards, local, mesh_of, placements_of, seen
+from .places import Flats, Shards, local, mesh_of, placements_of
+from .returning import ReturningWeights, check_overlap_weights
 from .streaming import GradientStream
+from .watch import Watch
 
-# Sessions that end while others take their ranks from processes that are no more.
-_JOIN_ATTEMPTS = 5
+# Of one binding: each but the last ends because another rank is taken from a process that has ended.
+_MOST_SESSIONS = 6
 _INTERRUPTED = "the last step() was interrupted; attach() takes the job's weights, and goes on from its step"
+_THAWED = ("parameter {name} was {then} when the job was made, and is not now; create another optimizer and another job")
 # How long rank 0 keeps a service of its own for ranks that are behind.
 _LEAVE_SECONDS = 10.0
 
@@ -60,40 +63,58 @@ class Binding:
     attach: the job may be past its first step, and its weights are put into the parameters. resume: the uid and
     step that `state_dict` said, which the job must have. checkpoint: what a job without weights begins with. moments:
     by parameter of the param groups, what else a job without weights begins with, beside the weights of the parameters;
-    with resume NothingToResume if the service has nothing of that job."""
+    with resume NothingToResume if the service has nothing of that job. owned_service: that an earlier binding has
+    started, which then is no other binding's; it outlives this call if that fails."""
+
+    # Of one whose constructor has failed early.
+    owned_service: Service | None = None
+    session: Session | None = None
+    peers: Peers | None = None
+    stream: GradientStream | None = None
+    _returning: ReturningWeights | None = None
+    _process = 0
 
     def __init__(self, param_groups: list[dict[str, Any]], hyper_parameters: Callable[[], list[HyperParameters]], *,
                  service: str | None, job: str, max_norm: float, update: str, process_group, timeout: float,
-                 overlap: bool, accumulation_steps: int | None, module: torch.nn.Module | None,
-                 credentials: dict[str, str | None], resume: tuple[str, int] | None, new: bool, attach: bool,
+                 overlap: bool, overlap_weights: bool, accumulation_steps: int | None,
+                 module: torch.nn.Module | None, credentials: dict[str, str | None],
+                 resume: tuple[str, int] | None, new: bool, attach: bool,
                  checkpoint: str | None = None, moments: list[Moments | None] | None = None,
-                 keep_previous: bool = False, on_abort: str = "redo"):
+                 keep_previous: bool = False, on_abort: str = "redo", owned_service: Service | None = None):
         self._keep_previous, self._on_abort = keep_previous, on_abort
         self._moments = moments and dict(zip((id(p) for group in param_groups for p in group["params"]), moments))
         self._credentials = credentials
-        self.owned_service: Service | None = None
-        self.session: Session | None = None
-        self.peers: Peers | None = None
-        self.parameters: list[torch.Tensor] = []
-        self.names: list[str] = []
-        self.source: list[int] = []  # By group of the job: the param group that it is of.
-        self.stream: GradientStream | None = None
+        self._in_step = False  # It is decided, and has not ended on the session.
         self._hyper_parameters = hyper_parameters  # Of the param groups, as they are now.
         self._begun_with: list[HyperParameters] = []
         self._saved_step = 0
         self._undos = 0  # That were asked for.
-        self._overlap, self._module = overlap, module
+        self._overlap = overlap
         self._process = os.getpid()
         self._broken: str | None = None
+        self._watch: Watch | None = None
         self._max_norm = max_norm  # Goes with the votes.
         self._expected: dict[str, Any] = {"expected_max_norm": max_norm}  # What the vote will say: as the last one.
-        groups, parameters = self._collect(param_groups, hyper_parameters())
+        for group in param_groups:
+            check_group(group)  # Its parameters may be others than when the optimizer was made.
+        self._made_with = hyper_parameters()
+        described = Described(param_groups, self._made_with)
+        self.parameters, self.names, self.source = described.tensors, described.names, described.source
+        self._left_out = described.left_out
+        self._bound_to = _identities(param_groups)
         for name, parameter in zip(self.names, self.parameters):
             if patches.stream_of(parameter) is not None:
                 raise FailedPreconditionError(f"parameter {name} still gives its gradients to another optimizer; "
                                               "close() that first")
-        if overlap:
-            check_overlap(self.parameters, process_group, module)
+        # An accelerator, or a trainer, may have wrapped the module since the optimizer was made.
+        if (overlap or overlap_weights) and whole_on_several_ranks(self.parameters, process_group):
+            module = ddp_of(self.parameters, module)
+            if overlap:
+                check_reduction(module)
+        self._module = module
+        trained = {index: parameter for index, parameter in enumerate(self.parameters) if parameter.requires_grad}
+        if overlap_weights:
+            check_overlap_weights({self.names[index]: parameter for index, parameter in trained.items()}, module)
         self.mesh = mesh_of(self.names, self.parameters)
         ranks = self._ranks(process_group)
         self.world_size = len(ranks)
@@ -101,51 +122,47 @@ class Binding:
         if self.world_size > 1:
             self.peers = Peers(job, ranks, timeout)
         _close_at_exit(self)
+        self.owned_service = owned_service
         try:
-            with self._telling():
-                described = self._describe(job, groups, parameters, update,
-                                           (accumulation_steps or 0) if overlap else 1)
-                self._open(described, process_group, service, timeout, resume, new, attach, checkpoint)
+            with self._notifying():
+                self._open(self._job_of(job, described, update, (accumulation_steps or 0) if overlap else 1), process_group, service, timeout, resume, new, attach, checkpoint)
                 self._moments = None
+            if overlap_weights:
+                self._returning = ReturningWeights(module, trained, {index: self.names[index] for index in trained},
+                                                   self.places.together)
         except BaseException:
+            if owned_service is not None:
+                self.owned_service = None
             self.close()
             raise
 
+    def __del__(self):
+        self.close()
+
+    def hand_over(self) -> Service | None:
+        """The service that it has started, for another binding. Then it is closed."""
+        service, self.owned_service = self.owned_service, None
+        self.close()
+        return service
+
     def close(self) -> None:
-        if os.getpid() != self._process:  # A fork, which has nothing of this.
+        if os.getpid() != self._process:  # It is closed, or this is a fork, which has nothing of it.
             return
+        self._process = 0
         if self.stream is not None:
             self.stream.close()
+        if self._returning is not None:
+            self._returning.close()
         if self.session is not None:
             self.session.close()
         peers, self.peers = self.peers, None
         if peers is not None:
             peers.leave(0.0 if self.owned_service is None or self._broken is not None else _LEAVE_SECONDS)
-        if self.owned_service is not None:
-            self.owned_service.stop()
+        service, self.owned_service = self.owned_service, None
+        if service is not None:
+            service.stop()
 
     # ------------------------------------------------------------ binding
-
-    def _collect(self, param_groups, hyper_parameters) -> tuple[list[Group], list[Parameter]]:
-        """A param group becomes a group of the job for each dtype in it, a parameter with several names one of
-        the job."""
-        groups, parameters, seen = [], [], set()
-        for index, (group, values) in enumerate(zip(param_groups, hyper_parameters)):
-            numbers: dict[torch.dtype, int] = {}
-            for name, parameter in zip(group["param_names"], group["params"]):
-                if id(parameter) in seen:
-                    continue
-                seen.add(id(parameter))
-                dtype = str(parameter.dtype).removeprefix("torch.")
-                if parameter.dtype not in numbers:
-                    numbers[parameter.dtype] = len(groups)
-                    groups.append(Group(f"{index}.{dtype}", values, dtype, dtype))
-                    self.source.append(index)
-                parameters.append(Parameter(name, tuple(parameter.shape), numbers[parameter.dtype],
-                                            frozen=not parameter.requires_grad))
-                self.parameters.append(parameter)
-                self.names.append(name)
-        return groups, parameters
 
     def _ranks(self, process_group) -> list[int]:
         """The ranks of the job in its order, as torch numbers them in the world."""
@@ -161,23 +178,23 @@ class Binding:
                              "own")
         return of_mesh
 
-    def _describe(self, job: str, groups: list[Group], parameters: list[Parameter], update: str,
-                  max_micro_steps: int) -> Job:
-        mesh = []
+    def _job_of(self, name: str, described: Described, update: str, max_micro_steps: int) -> Job:
+        mesh, parameters = [], described.parameters
         if self.mesh is not None:
             names = self.mesh.mesh_dim_names or [f"dim{d}" for d in range(self.mesh.ndim)]
             mesh = list(zip(names, self.mesh.mesh.shape))
             parameters = [dataclasses.replace(parameter, placements=placements_of(parameter.name, tensor, self.mesh))
                           for parameter, tensor in zip(parameters, self.parameters)]
-        return Job(job, groups, parameters, world_size=self.world_size, unused_policy="skip",
+        return Job(name, described.groups, parameters, world_size=self.world_size, unused_policy="skip",
                    update_mode=update, max_micro_steps=max_micro_steps, mesh=mesh,
                    keep_previous=self._keep_previous, on_abort=self._on_abort)
 
     def _open(self, job: Job, process_group, service, timeout, resume, new, attach, checkpoint):
         if self.peers is not None:
             self.peers.agree([("the call", "attach()" if attach else "step()"), ("the loaded state", str(resume)),
-                              ("its moments", "none" if self._moments is None else "there"),
-                              ("max_norm", str(self._max_norm)), *_lines(job)])
+                              ("its moments", "none" if self._moments is None else
+                               digest(self.parameters, self._moments) if self.mesh is None else "there"),
+                              ("max_norm", str(self._max_norm)), *lines(job)])
         if self.mesh is None and self.world_size > 1:
             members = [[i for i, p in enumerate(job.parameters) if p.group == number and not p.frozen]
                        for number in range(len(job.groups))]
@@ -201,7 +218,7 @@ class Binding:
             if self.peers is not None:
                 self.peers.from_first("begun from", checkpoint)
         elif not attach and self._moments is None:
-            # Before the rank is taken: whoever trains this job now goes on.
+            # Before the rank is taken: any process that trains this job now goes on.
             if self.rank == 0 and self.owned_service is None:
                 refuse_a_begun_one(self._client, job.name)
             if self.peers is not None:
@@ -211,52 +228,66 @@ class Binding:
                 refuse_an_unknown_one(self._client, job.name)
             if self.peers is not None:
                 self.peers.from_first("known", "")
-        begun = resume is None and self._moments is not None and \
-            self._begin_with_moments(job, places, timeout, or_go_on=checkpoint is not None)
+        if resume is None and self._moments is not None:
+            begins = self.rank == 0 and may_begin(self._client, job.name, or_go_on=checkpoint is not None)
+            if self.peers is not None:
+                begins = self.peers.from_first("begins with moments", "yes" if begins else None) == "yes"
+            if not begins:
+                self._moments = None
 
-        # Of the binding it has nothing: else that would live on.
-        open_session = self._open_session = functools.partial(
+        if resume is None and new:
+            self._check_alike(unbegun=not attach)
+
+        # It has no reference to the binding, which would keep it alive.
+        self._open_session = functools.partial(
             Session, address, job, places, rank=self.rank, job_uid=uid, join_timeout=min(60.0, timeout),
-            timeout=timeout, while_waiting=self.peers and self.peers.listen, **self._credentials)
-        self.session = open_session()
-        if self.peers is not None:
-            self.peers.meet("joined")
-        self._check_owned()
-        for attempt in range(_JOIN_ATTEMPTS):
-            try:
-                # What this run itself has uploaded is no reason not to go on.
-                self._join(job.name, resume, new, attach or begun or attempt > 0)
-                break
-            except AbortedError:  # A rank has been taken from a process that has ended, which ends all sessions.
-                self.session.close()
-                if attempt + 1 == _JOIN_ATTEMPTS:
-                    raise
-                self.session = open_session()
+            timeout=timeout, while_waiting=self.peers and self.peers.listen, memory=self.places.places,
+            **self._credentials)
+        first = None
+        if resume is None and self._moments is not None:
+            first = gather(job, self.parameters, [self._moments[id(parameter)] for parameter in self.parameters])
+        self._join(job.name, resume, new, attach, first)
         self._take_weights()
 
-    def _begin_with_moments(self, job: Job, places: list[int], timeout: float, or_go_on: bool) -> bool:
-        begins = self.rank == 0 and may_begin(self._client, job.name, or_go_on)
-        if self.peers is not None:
-            begins = self.peers.from_first("begins with moments", "yes" if begins else None) == "yes"
-        if not begins:
-            return False
-        with tempfile.TemporaryDirectory(prefix="ballast-") as folder:
-            path = write(folder if self.rank == 0 else None, job, self.parameters,
-                         [self._moments[id(parameter)] for parameter in self.parameters])
-            if path is not None:
-                begin_with(self._client, job, places, str(path), timeout, self._credentials)
-        if self.peers is not None:
-            self.peers.from_first("has moments", None)
-        return True
+    def _check_alike(self, unbegun: bool) -> None:
+        """Where ranks that have the same parameters are about to upload a part each, that they have the same weights.
+        unbegun: it is known that the job has none."""
+        ours = [] if self.peers is None else weights_in_lines(self.names, self.parameters)
+        if not ours:
+            return
+        uploads = self.rank == 0 and (unbegun or awaits_weights(self._client, self._job))
+        if self.peers.from_first("uploads weights", "yes" if uploads else None) == "yes":
+            self.peers.agree(ours, "weights", "a parameter that is no DTensor is whole and the same on every rank: "
+                             "wrap the model in DistributedDataParallel first, or give the same seed; shard it with "
+                             "fully_shard or parallelize_module, which say what its shards are")
 
-    def _join(self, job: str, resume, new, attach) -> None:
-        """Gives the first weights, or gets those of the job."""
+    def _join(self, job: str, resume, new, attach, first) -> None:
+        """Opens the session and begins; again where another rank is taken from a process that was in a step or has
+        ended, which raises the job's generation and ends the sessions before it."""
+        for attempt in range(_MOST_SESSIONS):
+            self.session = self._open_session()
+            # Asked when every rank has its first session: an ended one may still get weights before it is notified.
+            ended = attempt == 0 and self.peers is not None and (
+                self.peers.highest("joined", self.session.generation) > self.session.generation)
+            if not ended:
+                try:
+                    self._begin_session(job, resume, new, attach, first)
+                    return
+                except AbortedError:
+                    if attempt + 1 == _MOST_SESSIONS:
+                        self.session.close()
+                        raise
+                attach = True  # What this run itself has uploaded is no reason not to go on.
+            self.session.close()
+
+    def _begin_session(self, job: str, resume, new, attach, first) -> None:
+        """Gives the first weights, `first` if there are moments, or gets those of the job. A rank may do it again while
+        others do not, so it is no collective."""
+        self._check_owned()
         if self.session.awaiting_weights:
             if not new:
                 raise FailedPreconditionError(f"job {job} has no weights yet; the first step() uploads them")
-            masters = [local(parameter).to(device="cpu", dtype=torch.float32).contiguous()
-                       for parameter in self.parameters]
-            self.session.upload_weights([master.data_ptr() for master in masters])
+            upload(self.session, *(first or ([], {"master": [local(parameter) for parameter in self.parameters]})))
         elif not attach:  # Since it was asked for, another run has begun it.
             raise FailedPreconditionError(begun_already(job, self.session.committed_step))
         self.session.read_weights()
@@ -281,7 +312,7 @@ class Binding:
         """Of the service; without one rank 0 starts it, for the ranks of its host."""
         if service is not None:
             return service
-        if self.rank == 0:
+        if self.rank == 0 and self.owned_service is None:
             self.owned_service = Service()
         if self.peers is None:
             return self.owned_service.address
@@ -292,6 +323,10 @@ class Binding:
             raise FailedPreconditionError(f"rank 0 started a service on {host}, which this rank on {here} does not "
                                           "reach; start ballastd and give service=")
         return address
+
+    def has(self, param_groups: list[dict[str, Any]]) -> bool:
+        """Whether their parameters are those that it is bound to."""
+        return _identities(param_groups) == self._bound_to
 
     @property
     def failed(self) -> bool:
@@ -331,20 +366,37 @@ class Binding:
 
     # ------------------------------------------------------------ a step
 
-    def step(self, loss_scale: float) -> Decision:
+    def step(self, loss_scale: float, param_groups: list[dict[str, Any]]) -> Decision:
+        """param_groups: as they are now; their parameters must be those that it is bound to."""
         if self._broken is not None:
             raise FailedPreconditionError(self._broken)
+        if not self.has(param_groups):
+            raise FailedPreconditionError(
+                "the param groups have other parameters than when the optimizer was bound to its job, by attach(), "
+                "load_state_dict() or the first step(): call attach() after what replaces parameters, such as "
+                "accelerator.prepare or fully_shard; it puts the job's weights into them")
+        for number, (then, now) in enumerate(zip(self._made_with, self._hyper_parameters())):
+            for name in ("amsgrad", "decoupled_weight_decay"):
+                if getattr(then, name) != getattr(now, name):
+                    raise RuntimeError(f"{name} of param group {number} was {getattr(then, name)} when the job was "
+                                       f"made, and is {getattr(now, name)} now, which no job does: set it back, or "
+                                       "create another optimizer and another job")
         streamed = self.stream is not None and self.stream.begun
         if streamed:
             self._check_begun()
-        with self._telling():
+        with self._notifying():
             if streamed and (self.stream.sealed is not None or loss_scale != 1.0):
                 decision = self._vote(self.stream.seal(), loss_scale)
             else:
                 decision = self._seal_and_vote(loss_scale)
-            self.session.receive_weights()
+            comes_later = self._returning is not None and decision.applied
+            if not comes_later:
+                self.session.receive_weights()
             self.step_count = decision.step
-            if decision.applied:
+            if comes_later:
+                self._in_step = True
+                self._returning.begin(self._take_coming)
+            elif decision.applied:
                 self._take_weights()
             if self.stream is not None:
                 self.stream.finish()
@@ -353,11 +405,52 @@ class Binding:
         self._broken = None
         return decision
 
+    def wait_for_weights(self, together: bool = True) -> None:
+        """Returns when the weights of the last step are in the parameters. together: all ranks call it."""
+        if self._returning is not None:
+            self._returning.wait(together=together)
+            self.end_step()
+
+    def end_step(self) -> None:
+        """Returns when the service has ended the step, whose weights may not be in the parameters yet."""
+        if self._in_step:
+            with self._waiting():
+                self._broken = _INTERRUPTED
+                self.session.receive_weights()
+                self._broken, self._in_step = None, False
+
+    def _take_coming(self, indices: list[int], at_end: bool) -> None:
+        """See ReturningWeights."""
+        if at_end:
+            self.end_step()
+        with self._waiting():
+            if not at_end:
+                self.session.await_weights(indices)
+            changed = self._watch.changed(indices)
+            if changed:
+                raise RuntimeError(f"parameter {self.names[changed[0]]} was changed, or moved, while its weights were "
+                                   "coming back: call the optimizer's wait_for_weights() after step() and before that")
+            self.places.deliver(None if self.places.together else indices)
+            self._watch.remember(indices)
+
+    @contextlib.contextmanager
+    def _waiting(self):
+        """Around a wait for weights, which after Ctrl-C may be done again."""
+        if self._broken is not None:
+            raise FailedPreconditionError(self._broken)
+        with self._notifying():
+            try:
+                yield
+            except Exception as error:
+                self._broken = self._broken or (_INTERRUPTED if isinstance(error, BallastError) else str(error))
+                raise
+
     def undo(self) -> None:
         """Of all ranks: undoes the last step, and puts the weights of the one before into the parameters."""
         if self._broken is not None:
             raise FailedPreconditionError(self._broken)
-        with self._telling():
+        self.wait_for_weights()
+        with self._notifying():
             self._undos += 1
             if self.peers is not None:  # One may still receive the weights of the step.
                 self.peers.meet(f"undo {self._undos} begun")
@@ -366,7 +459,7 @@ class Binding:
                 refused = self.peers.from_first(f"undo {self._undos}", refused)
             if not refused:
                 self._broken = _INTERRUPTED
-                self._open_anew()
+                self._open_again()
                 self._broken = None
         if refused:
             status, _, why = refused.partition(" ")
@@ -380,7 +473,7 @@ class Binding:
             return f"{error.status} {error}"
         return ""
 
-    def _open_anew(self) -> None:
+    def _open_again(self) -> None:
         """The session of every rank has ended."""
         if self.stream is not None:
             self.stream.leave_session()
@@ -397,17 +490,16 @@ class Binding:
         self._take_weights()
 
     def _seal_and_vote(self, loss_scale: float) -> Decision:
+        gradients = self._gradients()  # What cannot be sent is found before the step begins.
         if self.stream is None or not self.stream.begun:
-            self._begin(loss_scale)
+            self._begin(loss_scale, in_step=True)
             if self.stream is not None:
                 self.stream.begun = True
+        self._broken = _INTERRUPTED
         if self.stream is None:
-            gradients = [self._gradient(i) for i in range(len(self.parameters))]
-            self._broken, micro_steps = _INTERRUPTED, 1
-            self.session.push_gradients([None if g is None else g.data_ptr() for g in gradients], final=True)
+            micro_steps = self._push(gradients)
         else:
-            self._broken = _INTERRUPTED
-            micro_steps = self._give_rest()
+            micro_steps = self._give_rest(gradients)
         self._expected = {"expected_max_norm": self._max_norm}
         return self.session.seal_and_vote(micro_steps, max_norm=self._max_norm, hyper_parameters=self._overrides())
 
@@ -416,9 +508,10 @@ class Binding:
         if self._broken is not None:
             raise FailedPreconditionError(self._broken)
         self.stream.check_ended()
-        with self._telling():
+        with self._notifying():
+            gradients = self._gradients()
             self._broken = _INTERRUPTED
-            norm = self.session.seal(self._give_rest())
+            norm = self.session.seal(self._give_rest(gradients))
         self._broken = None
         return Sealed(norm, [parameter.grad for parameter in self.parameters])
 
@@ -446,21 +539,52 @@ class Binding:
         if self.stream is not None and self._broken is None:
             self.stream.discard()
 
-    def _give_rest(self) -> int:
-        """What did not leave during backward, and the end of the last micro-step. Returns how many there were."""
+    def _gradients(self) -> dict[int, torch.Tensor]:
+        """What this rank has in .grad, by index in the job. RuntimeError if some of it cannot be sent."""
+        found = {}
+        for name, parameter in self._left_out.items():
+            if parameter.grad is not None and parameter.requires_grad:
+                raise RuntimeError(_THAWED.format(name=name, then="frozen"))
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is None:
                 continue
             self._check_as_made(index)
             if parameter.requires_grad:
-                self.stream.give(index, parameter.grad.detach())
+                self._check_gradient(index, parameter.grad)
+                found[index] = parameter.grad.detach()
+        return found
+
+    def _push(self, gradients: dict[int, torch.Tensor]) -> int:
+        """All of them, in one micro-step, of which one at a time is copied where it is not in host memory."""
+        for index, gradient in gradients.items():
+            part = self._part(index, gradient)
+            begin, end = self.places.own_range(index)
+            if begin == end:
+                continue  # Those who own elements of it tell that it was used.
+            own = part.reshape(-1)[begin:end].to("cpu").contiguous()
+            # Where the first element of all would be. No other than the own ones are read.
+            self.session.give_gradient(index, own.data_ptr() - begin * own.element_size(), final=True)
+        self.session.end_gradients(final=True)
+        return 1
+
+    def _give_rest(self, gradients: dict[int, torch.Tensor]) -> int:
+        """What did not leave during backward, and the end of the last micro-step. Returns how many there were."""
+        for index, gradient in gradients.items():
+            self.stream.give(index, gradient)
         self.stream.end_micro_step()
         if self.stream.micro_steps == 0:  # No gradient at all, which the service must know, too.
             self.session.end_gradients(0)
         return max(self.stream.micro_steps, 1)
 
-    def _begin(self, loss_scale: float = 1.0) -> None:
-        self._check_untouched()
+    def _begin(self, loss_scale: float = 1.0, in_step: bool = False) -> None:
+        if self._returning is not None:
+            if in_step and self._returning.none_read() and any(p.grad is not None for p in self.parameters):
+                raise RuntimeError("step() has gradients, and no forward of module= was seen since the last one, so "
+                                   "they may be of old weights: call the optimizer's wait_for_weights() before such a "
+                                   "forward, or create the optimizer with overlap_weights=False")
+            self._returning.wait(together=in_step, read=False)
+            self.end_step()
+        self._check_untouched(all_of_it=in_step)
         self._begun_with = self._hyper_parameters()
         self.session.begin_step([self._begun_with[index] for index in self.source], loss_scale=loss_scale,
                                 **self._expected)
@@ -474,9 +598,9 @@ class Binding:
             raise RuntimeError(f"the gradient of parameter {self.names[edited]} was changed after clip_grad_norm_ or "
                                "unscale_, which had all ranks end the step; call zero_grad() and do the step's "
                                "backward passes again")
-        changed = self._changed()
-        if changed:
-            raise RuntimeError(f"parameter {self.names[changed[0]]} was changed during the step, and the service does "
+        changed = next(iter(self._watch.changed()), self._watch.first_written())
+        if changed is not None:
+            raise RuntimeError(f"parameter {self.names[changed]} was changed during the step, and the service does "
                                "not know; call zero_grad(), and change weights before the first step only")
 
     def _start_stream(self) -> GradientStream:
@@ -488,7 +612,7 @@ class Binding:
                   for parameter in self.parameters]
         stream = GradientStream(self.session, hooked, self._part, self._begin, self._seal, on_gpu)
         if isinstance(self.places, Flats):
-            hook_ddp(self._module, stream, self.parameters)
+            hook_ddp(self._module)
         patches.register(stream, {index: parameter for index, parameter in enumerate(self.parameters)
                                   if parameter.requires_grad})
         return stream
@@ -499,8 +623,8 @@ class Binding:
         return here.detach() if here.requires_grad else here  # It does with create_graph.
 
     @contextlib.contextmanager
-    def _telling(self):
-        """What this rank cannot go on for, the others are told: they would wait for it."""
+    def _notifying(self):
+        """Notifies the other ranks of an error that this one cannot go on from: they would wait for it."""
         try:
             yield
         except NothingToResume:  # On all ranks.
@@ -512,18 +636,14 @@ class Binding:
                 self._broken = self._broken or _INTERRUPTED
             if self.peers is not None:
                 self.peers.fail(error)
-                self._broken = self._broken or f"this optimizer ended with: {error}"
+                self._broken = self._broken or (f"this optimizer ended with: {error}; attach(), on all ranks, goes on "
+                                                "from the job's weights")
             raise
 
-    def _changed(self) -> list[int]:
-        return [i for i, parameter in enumerate(self.parameters)
-                if parameter.requires_grad and seen(parameter) != self._seen[i]]
-
-    def _check_untouched(self) -> None:
-        """The service has the weights: what somebody else has written since would be lost."""
-        changed = self._changed()
-        if not changed:
-            return
+    def _check_untouched(self, all_of_it: bool) -> None:
+        """The service has the weights: what other code has written since would be lost. all_of_it: what autograd
+        does not count, too, where that can be seen."""
+        changed = self._watch.changed()
         same = {i: self.places.same(i) for i in changed}
         # Written in place: what was there is with the service.
         unknown = {i: local(self.parameters[i]).clone() for i in changed if same[i] is None}
@@ -532,31 +652,18 @@ class Binding:
             for i, written in unknown.items():
                 same[i] = torch.equal(local(self.parameters[i]), written)
                 local(self.parameters[i]).data.copy_(written)  # Autograd may have saved it.
-        for i in changed:
-            if not same[i]:
-                raise RuntimeError(
-                    f"parameter {self.names[i]} was changed since the last step, and the service does not know: it "
-                    "keeps the weights. Change weights before the first step, or through a new job")
-        self._remember()
-
-    def _gradient(self, index: int) -> torch.Tensor | None:
-        parameter = self.parameters[index]
-        gradient = parameter.grad
-        if gradient is None:
-            return None
-        self._check_as_made(index)
-        if not parameter.requires_grad:
-            return None
-        part = self._part(index, gradient)
-        if not self.places.owned[index] or part.numel() == 0:
-            return None  # Those who own elements of it tell that it was used.
-        return part.to("cpu").contiguous()
+        written = next((i for i in changed if not same[i]), self._watch.first_written() if all_of_it else None)
+        if written is not None:
+            raise RuntimeError(
+                f"parameter {self.names[written]} was changed since the last step, and the service does not know: it "
+                "keeps the weights. Change weights before the first step, or through a new job")
+        if changed:
+            self._watch.remember()
 
     def _check_as_made(self, index: int) -> None:
         parameter, name = self.parameters[index], self.names[index]
         if self.session.job.parameters[index].frozen == parameter.requires_grad:
-            raise RuntimeError(f"parameter {name} was {'frozen' if parameter.requires_grad else 'trainable'} when the "
-                               "job was made, and is not now; create another optimizer and another job")
+            raise RuntimeError(_THAWED.format(name=name, then="frozen" if parameter.requires_grad else "trainable"))
 
     def _check_gradient(self, index: int, gradient: torch.Tensor) -> None:
         parameter = self.parameters[index]
@@ -572,41 +679,14 @@ class Binding:
 
     def _take_weights(self) -> None:
         self.places.deliver()
-        self._remember()
-
-    def _remember(self) -> None:
-        self._seen = [seen(parameter) for parameter in self.parameters]
-
-
-def check_overlap(parameters: list[torch.Tensor], process_group, module) -> None:
-    """ValueError if nothing tells when gradients that several ranks have are reduced."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(process_group) == 1:
-        return
-    if any(isinstance(parameter, DTensor) for parameter in parameters):
-        return
-    if module is None:
-        raise ValueError("overlap with several processes needs to see how gradients are reduced: give module= the "
-                         "DistributedDataParallel, or shard the parameters with fully_shard first")
-    if not isinstance(module, torch.nn.parallel.DistributedDataParallel):
-        raise ValueError(f"module is {type(module).__name__}; expected the DistributedDataParallel")
-    if module.find_unused_parameters or module.static_graph:
-        raise ValueError("overlap needs a DistributedDataParallel without find_unused_parameters and static_graph: "
-                         "with these it says only after backward which parameters were unused")
-    if getattr(module, "_comm_hooks", None):
-        raise ValueError("the DistributedDataParallel has a communication hook, and takes no second one; wrap the "
-                         "model anew, or create the optimizer with overlap=False")
+        if self._watch is None:
+            self._watch = Watch(self.parameters)
+        else:
+            self._watch.remember()
 
 
-def _lines(job: Job) -> list[tuple[str, str]]:
-    """A job's description, entry by entry."""
-    lines = [(name, str(getattr(job, name)))
-             for name in ("world_size", "update_mode", "max_micro_steps", "mesh", "keep_previous", "on_abort")]
-    for group in job.groups:
-        lines.append((f"group {group.name}", f"{group.hyper_parameters} {group.wire_dtype}"))
-    for parameter in job.parameters:
-        lines.append((f"parameter {parameter.name}", f"{parameter.shape} group {parameter.group} "
-                      f"{'frozen' if parameter.frozen else 'trainable'} {parameter.placements}"))
-    return lines
+def _identities(param_groups: list[dict[str, Any]]) -> list[int]:
+    return [id(parameter) for group in param_groups for parameter in group["params"]]
 
 
 def _close_at_exit(binding: Binding) -> None:

@@ -3,6 +3,9 @@ torch.load(weights_only=True), or as safetensors."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import hashlib
 import json
 import math
@@ -13,17 +16,20 @@ import secrets
 import shutil
 import struct
 import time
+import zlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
+from .description import of_job
 
 if TYPE_CHECKING:
     from .optimizers import AdamW
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_LOCK = "lock"  # In a checkpoint that is being written.
 PLANES = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 State = "dict[str, Any] | str | os.PathLike"
 
@@ -42,16 +48,16 @@ def to_checkpoint(folder: str | os.PathLike, optimizer: AdamW, model_state: Stat
     groups, parameters, planes, step = [], [], {plane: {} for plane in PLANES}, 0
     seen: set[int] = set()
     for index, group in enumerate(optimizer.param_groups):
-        told = None if moments is None else _group_of(moments, index, len(optimizer.param_groups))
-        values = optimizer._hyper_parameters(group if told is None else {**group, **_kept(told)})
-        if told is not None and told.get("decoupled_weight_decay", values.decoupled_weight_decay) != \
+        loaded = None if moments is None else _group_of(moments, index, len(optimizer.param_groups))
+        values = optimizer._hyper_parameters(group if loaded is None else {**group, **_kept(loaded)})
+        if loaded is not None and loaded.get("decoupled_weight_decay", values.decoupled_weight_decay) != \
                 values.decoupled_weight_decay:
             raise InvalidArgumentError(f"param group {index} is of the other of Adam and AdamW: their weight decay "
                                        "differs")
-        if told is not None and len(told["params"]) != len(group["params"]):
-            raise FailedPreconditionError(f"param group {index} has {len(told['params'])} parameters in the "
+        if loaded is not None and len(loaded["params"]) != len(group["params"]):
+            raise FailedPreconditionError(f"param group {index} has {len(loaded['params'])} parameters in the "
                                           f"optimizer's state and {len(group['params'])} in the optimizer")
-        order = (told or {}).get("param_names") or group["param_names"]
+        order = (loaded or {}).get("param_names") or group["param_names"]
         if sorted(order) != sorted(group["param_names"]):
             raise FailedPreconditionError(f"param group {index} has other parameters in the optimizer's state than in "
                                           "the optimizer")
@@ -60,6 +66,8 @@ def to_checkpoint(folder: str | os.PathLike, optimizer: AdamW, model_state: Stat
             if id(parameter) in seen:  # Tied: of the names the first counts.
                 continue
             seen.add(id(parameter))
+            if not of_job(parameter):
+                continue
             kind = f"{index}.{str(parameter.dtype).removeprefix('torch.')}"
             if kind not in named:
                 named.add(kind)
@@ -69,7 +77,7 @@ def to_checkpoint(folder: str | os.PathLike, optimizer: AdamW, model_state: Stat
             if name not in weights:
                 raise FailedPreconditionError(f"the model's state has no parameter {name}")
             _put(planes["master"], name, weights[name], parameter)
-            of_torch = {} if told is None else moments["state"].get(told["params"][order.index(name)], {})
+            of_torch = {} if loaded is None else moments["state"].get(loaded["params"][order.index(name)], {})
             count = int(of_torch["step"]) if "step" in of_torch else 0
             step = max(step, count)
             for plane in PLANES[1:] if values.amsgrad else PLANES[1:3]:
@@ -94,7 +102,7 @@ def from_checkpoint(checkpoint: str | os.PathLike, optimizer: torch.optim.Optimi
     planes: dict[str, dict[str, torch.Tensor]] = {}
     for file in index["files"]:
         path = folder / file["name"]
-        if not path.is_file() or _digest(path) != file["sha256"]:
+        if not path.is_file() or _checksum(path, _kind_of(file)) != file[_kind_of(file)]:
             raise FailedPreconditionError(f"{path} does not match the checksum in index.json; use another checkpoint")
         planes.setdefault(file["plane"], {}).update(_read_safetensors(path))
     if optimizer is None:
@@ -199,7 +207,7 @@ def _read_safetensors(path: pathlib.Path) -> dict[str, torch.Tensor]:
 
 def index_of(job: str, step: int, groups: list[dict[str, Any]], parameters: list[dict[str, Any]]) -> dict[str, Any]:
     """Of a new checkpoint, whose files `write` adds."""
-    return {"format": "ballast-checkpoint", "version": 2, "job": job, "uid": secrets.token_hex(16), "step": step,
+    return {"format": "ballast-checkpoint", "version": 3, "job": job, "uid": secrets.token_hex(16), "step": step,
             "generation": 0, "saved_unix_ms": time.time_ns() // 1_000_000, "asked_for": True, "trainer_state": "",
             "last_step": None, "groups": groups, "parameters": parameters}
 
@@ -210,12 +218,20 @@ def json_of(values) -> dict[str, Any]:
             "bias_correction": values.bias_correction, "amsgrad": values.amsgrad, "maximize": values.maximize}
 
 
-def _digest(path: pathlib.Path) -> str:
-    sha256 = hashlib.sha256()
+def _kind_of(file: dict[str, Any]) -> str:
+    """Of a file's entry in the index: which checksum it has. Format 2 had SHA-256."""
+    return "crc32" if "crc32" in file else "sha256"
+
+
+def _checksum(path: pathlib.Path, kind: str = "crc32") -> str:
+    sha256, crc32 = hashlib.sha256(), 0
     with open(path, "rb") as file:
         while piece := file.read(1 << 20):
-            sha256.update(piece)
-    return sha256.hexdigest()
+            if kind == "crc32":
+                crc32 = zlib.crc32(piece, crc32)
+            else:
+                sha256.update(piece)
+    return f"{crc32:08x}" if kind == "crc32" else sha256.hexdigest()
 
 
 def _sign(index: dict[str, Any]) -> str:
@@ -244,8 +260,8 @@ def _read_index(folder: pathlib.Path) -> dict[str, Any]:
         version = index["version"] if index["format"] == "ballast-checkpoint" else None
     except (ValueError, KeyError, TypeError):
         raise FailedPreconditionError(f"{path} is not the index of a Ballast checkpoint") from None
-    if version != 2:
-        raise FailedPreconditionError(f"{path} has format version {version}, this package reads 2")
+    if version not in (2, 3):
+        raise FailedPreconditionError(f"{path} has format version {version}, this package reads 2 and 3")
     if index.get("sha256") != _sign(index):
         raise FailedPreconditionError(f"{path} does not match its own checksum; use another checkpoint")
     return index
@@ -267,21 +283,61 @@ def _write_safetensors(path: pathlib.Path, tensors: dict[str, torch.Tensor]) -> 
         os.fsync(file.fileno())
 
 
+def _make_partial(path: pathlib.Path) -> tuple[pathlib.Path, int]:
+    """PATH.partial-RANDOM, and its lock: a service that saves in the same folder removes what no process has locked."""
+    while True:
+        partial = path.with_name(f"{path.name}.partial-{secrets.token_hex(8)}")
+        partial.mkdir()
+        try:
+            lock = os.open(partial / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:  # The service was faster.
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if (partial / _LOCK).exists():
+                return partial, lock
+        except BlockingIOError:  # It is about to remove it.
+            pass
+        except OSError:  # Nothing can be locked there, and nothing is removed.
+            return partial, lock
+        os.close(lock)
+
+
+def _last_saved(folder: pathlib.Path) -> int:
+    """The highest saved_unix_ms there: the clock may have gone back since."""
+    last = 0
+    for path in folder.glob("step-*/index.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            last = max(last, int(json.loads(path.read_text())["saved_unix_ms"]))
+    return min(last, 2**63 - 2)
+
+
+def _flush(directory: pathlib.Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # Some file systems flush no directories.
+            raise
+    finally:
+        os.close(descriptor)
+
+
 def write(folder: pathlib.Path, index: dict[str, Any],
           planes: Iterable[tuple[str, dict[str, torch.Tensor]]]) -> pathlib.Path:
     """Whole or not at all, and nothing is replaced."""
     folder.mkdir(exist_ok=True)
     name = f"step-{index['step']}.0"
-    partial = folder / f"{name}.partial-{secrets.token_hex(8)}"
-    partial.mkdir()
+    partial, lock = _make_partial(folder / name)
     try:
         index["files"] = []
         for plane, tensors in planes:
             path = partial / f"{plane}.safetensors"
             _write_safetensors(path, tensors)
             index["files"].append({"plane": plane, "name": path.name, "size_bytes": path.stat().st_size,
-                                   "sha256": _digest(path)})
+                                   "crc32": _checksum(path)})
         index["size_bytes"] = sum(file["size_bytes"] for file in index["files"])
+        index["saved_unix_ms"] = max(index["saved_unix_ms"], _last_saved(folder) + 1)
         index["sha256"] = _sign(index)
         with open(partial / "index.json", "x", encoding="utf-8") as file:
             json.dump(index, file, indent=1, ensure_ascii=False)
@@ -291,9 +347,14 @@ def write(folder: pathlib.Path, index: dict[str, Any],
             checkpoint = folder / (name if number == 1 else f"{name}.{number}")
             if checkpoint.exists():
                 continue
+            _flush(partial)
             partial.rename(checkpoint)
+            _flush(folder)
+            (checkpoint / _LOCK).unlink(missing_ok=True)
             return checkpoint
         raise FailedPreconditionError(f"{folder} has too many checkpoints of step {index['step']}; delete some")
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+    finally:
+        os.close(lock)

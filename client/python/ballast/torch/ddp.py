@@ -2,42 +2,102 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from .streaming import GradientStream
+from . import patches
+from .streaming import GradientStream, at_end_of_backward
+
+_hooked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
-def hook_ddp(module: torch.nn.parallel.DistributedDataParallel, stream: GradientStream,
-             parameters: Sequence[torch.Tensor]) -> None:
-    """Averages as DDP itself does, and gives each average to the stream. Hooks of parameters would see what one rank
-    has. parameters: by their index in the job. A module takes one hook in its life; a stream that is closed is given
-    nothing."""
-    index_of = {id(parameter): index for index, parameter in enumerate(parameters) if parameter.requires_grad}
-    given: set[int] = set()  # In the backward that is under way.
+def whole_on_several_ranks(parameters: Sequence[torch.Tensor], process_group: dist.ProcessGroup | None) -> bool:
+    """Whether several ranks train these, and none is sharded."""
+    return (dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1 and
+            not any(isinstance(parameter, DTensor) for parameter in parameters))
 
-    def forget() -> None:
-        for index in given:
-            parameters[index].grad = None
+
+def ddp_of(parameters: Sequence[torch.Tensor], module: torch.nn.Module | None) -> DistributedDataParallel:
+    """The module, if it is a DistributedDataParallel, or else the living one that has some of these parameters: trainers
+    wrap a model after its optimizer is made. ValueError if that is not just one."""
+    if isinstance(module, DistributedDataParallel):
+        return module
+    ours = {id(parameter) for parameter in parameters}
+    found = [other for other in gc.get_objects() if issubclass(type(other), DistributedDataParallel) and
+             any(id(parameter) in ours for parameter in other.parameters())]
+    if len(found) != 1:
+        raise ValueError(f"overlap with several processes goes with a DistributedDataParallel, and {len(found)} have "
+                         "these parameters: wrap the model in one, or shard it with fully_shard, before the first "
+                         "step(), attach() or load_state_dict(); or set optimizer.module to the one that is trained")
+    return found[0]
+
+
+def check_reduction(module: DistributedDataParallel) -> None:
+    """ValueError if it does not tell when gradients are reduced."""
+    if module.find_unused_parameters or module.static_graph:
+        raise ValueError("overlap needs a DistributedDataParallel without find_unused_parameters and static_graph: "
+                         "with these it says only after backward which parameters were unused. Hugging Face's "
+                         "TrainingArguments take ddp_find_unused_parameters=False")
+    if getattr(module, "_comm_hooks", None) and module not in _hooked:
+        raise ValueError("the DistributedDataParallel has a communication hook, and takes no second one; wrap the "
+                         "model again, or create the optimizer with overlap=False")
+
+
+def hook_ddp(module: DistributedDataParallel) -> None:
+    """Averages as DDP itself does, and gives each average to the stream that takes the parameter's gradients then, if
+    one does. Hooks of parameters would see what one rank has. A module takes one hook in its life, which serves all
+    optimizers that it has one after the other, or beside each other; it keeps none of them."""
+    if module in _hooked:
+        return
+    module.register_comm_hook(None, _averaging(module.process_group))
+    _hooked.add(module)
+
+
+def _averaging(group: dist.ProcessGroup):
+    # Of the backward that is under way, which may be several for autograd, one inside the other: reentrant checkpoints.
+    given: list[torch.Tensor] = []
+    streams: weakref.WeakSet[GradientStream] = weakref.WeakSet()
+    backward = id(given)
+
+    def end() -> None:
+        """DDP has put into .grad what has left."""
+        for parameter in given:
+            parameter.grad = None
         given.clear()
+        for stream in streams:
+            stream.end_micro_step()
+            stream.leave_backward(backward)
 
     def average(_, bucket):  # torch looks at annotations, which must not be strings.
-        taken = [] if stream.closed else [
-            (index_of[id(parameter)], gradient)
-            for parameter, gradient in zip(bucket.parameters(), bucket.gradients()) if id(parameter) in index_of]
-        if taken:
-            stream.enter_backward(ended=forget)
-            given.update(index for index, _ in taken)
-        buffer = bucket.buffer().mul_(1 / module.process_group.size())  # In these bits, DDP's own.
-        reduced = dist.all_reduce(buffer, group=module.process_group, async_op=True).get_future()
+        if bucket.index() == 0:  # Buckets come in order.
+            given.clear()
+            streams.clear()
+        taken = []
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients()):
+            stream, index = patches.taker_of(parameter) or (None, -1)
+            if stream is not None and index not in stream.hooked:
+                stream.enter_backward(backward)
+                streams.add(stream)
+                given.append(parameter)
+                taken.append((stream, index, gradient))
+        if bucket.is_last():
+            # In the backward, of those that it may be, at whose end DDP writes .grad.
+            at_end_of_backward(end)
+        buffer = bucket.buffer().mul_(1 / group.size())  # In these bits, DDP's own.
+        reduced = dist.all_reduce(buffer, group=group, async_op=True).get_future()
 
         def give(future: torch.futures.Future) -> torch.Tensor:
-            for index, gradient in taken:
+            while taken:  # DDP may keep this longer than an optimizer lives.
+                stream, index, gradient = taken.pop()
                 stream.give(index, gradient)
             return future.value()[0]
 
         return reduced.then(give)
 
-    module.register_comm_hook(None, average)
+    return average

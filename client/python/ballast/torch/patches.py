@@ -17,10 +17,10 @@ import math
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .clipping import coefficient_of
@@ -42,10 +42,17 @@ def register(stream: GradientStream, parameters: Mapping[int, torch.nn.Parameter
         _wrap()
 
 
+def taker_of(parameter: torch.Tensor) -> tuple[GradientStream, int] | None:
+    """The stream that takes its gradients, and its index there."""
+    found = _streams.get(parameter)
+    stream = None if found is None else found[0]()
+    return None if stream is None or stream.closed else (stream, found[1])
+
+
 def stream_of(parameter: torch.Tensor) -> GradientStream | None:
     """The one that takes its gradients."""
-    stream = _streams[parameter][0]() if parameter in _streams else None
-    return None if stream is None or stream.closed else stream
+    taker = taker_of(parameter)
+    return None if taker is None else taker[0]
 
 
 def _begun_streams(parameters) -> dict[GradientStream, collections.Counter[int]]:
@@ -107,7 +114,7 @@ def _clip_by_norm(original):
             raise RuntimeError(f"the norm of the gradients is {norm}, so it cannot be clipped; call zero_grad(), or "
                                "give error_if_nonfinite=False, and step() skips the step on all ranks")
         _clip(groups, others, max_norm, None if len(groups) == 1 and not others else norm)
-        return torch.tensor(norm, dtype=torch.float32, device=parameters[0].device)
+        return _as_torch_returns_it(norm, parameters)
 
     return clip_grad_norm_
 
@@ -181,6 +188,13 @@ def _gradients_of_others(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def _whole(norm: torch.Tensor) -> torch.Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _as_torch_returns_it(norm: float, parameters: list[torch.Tensor]) -> torch.Tensor:
+    """A DTensor, where there are parameters of that kind."""
+    mesh = next((parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)), None)
+    value = torch.tensor(norm, dtype=torch.float32, device=parameters[0].device)
+    return value if mesh is None else DTensor.from_local(value, mesh, mesh.ndim * [Replicate()], run_check=False)
 
 
 def _clip(groups: dict[GradientStream, list[int]], others: list[torch.Tensor], max_norm: float,

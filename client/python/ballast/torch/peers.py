@@ -17,7 +17,7 @@ _LISTEN_SECONDS = 1.0
 
 class Peers:
     """Through the store by which torch.distributed has found its ranks: a rank that waits needs no collective,
-    in which nothing could be told to it. ranks: their numbers in the world. DeadlineError if not all make theirs
+    in which no error could reach it. ranks: their numbers in the world. DeadlineError if not all make theirs
     within the time limit."""
 
     def __init__(self, job: str, ranks: list[int], timeout: float):
@@ -62,11 +62,11 @@ class Peers:
             time.sleep(_POLL_SECONDS)
 
     def fail(self, error: BaseException) -> None:
-        """Tells the others why this rank does not go on. What the first rank says is what all get."""
+        """Notifies the others why this rank does not go on. What the first rank says is what all get."""
         line = f"rank {self.rank}: {' '.join(str(error).split()) or type(error).__name__}"
         try:
             self._store.compare_set("error", "", line)
-        except RuntimeError:  # Nobody is there any more.
+        except RuntimeError:  # No other is there any more.
             pass
 
     def listen(self) -> None:
@@ -84,6 +84,14 @@ class Peers:
             if self._store.add(where, 0) == self.world_size:
                 return
 
+    def highest(self, where: str, values: tuple[int, ...]) -> tuple[int, ...]:
+        """Of what the ranks give, all that many. Waits until all are there."""
+        ours, before = " ".join(f"{value:020d}" for value in values), ""
+        while (found := self._store.compare_set(f"{where}, highest", before, ours).decode()) < ours:
+            before = found
+        self.meet(where)
+        return tuple(int(value) for value in self._store.get(f"{where}, highest").decode().split())
+
     def from_first(self, what: str, value: str | None) -> str:
         """The value that rank 0 gives."""
         if self.rank == 0:
@@ -94,16 +102,18 @@ class Peers:
             if self._store.check([what]):
                 return self._store.get(what).decode()
 
-    def agree(self, description: list[tuple[str, str]]) -> None:
-        """ValueError, on all ranks, that names the first entry in which a rank differs from rank 0."""
+    def agree(self, description: list[tuple[str, str]], of: str = "job",
+              advice: str = "all ranks must train with the same job") -> None:
+        """ValueError, on all ranks, that names the first entry in which a rank differs from rank 0, and ends with the
+        advice. of: what is described, each time another thing."""
         text = json.dumps(description)
         digest = hashlib.sha256(text.encode()).hexdigest()
         if self.rank == 0:
-            self._store.set("whole description", text)
-        if self.from_first("description", digest) != digest:
-            theirs = [tuple(entry) for entry in json.loads(self._store.get("whole description"))]
-            raise ValueError(_first_difference(description, theirs))
-        self.meet("agreed")
+            self._store.set(f"{of}, whole", text)
+        if self.from_first(f"{of}, digest", digest) != digest:
+            theirs = [tuple(entry) for entry in json.loads(self._store.get(f"{of}, whole"))]
+            raise ValueError(f"{_first_difference(description, theirs)}; {advice}")
+        self.meet(f"{of} agreed")
 
     def leave(self, wait_seconds: float = 0.0) -> None:
         """Says that this rank needs nothing more, and waits until no other does, or for the time given."""
@@ -112,22 +122,22 @@ class Peers:
             deadline = time.monotonic() + wait_seconds
             while time.monotonic() < deadline and self._store.add("left", 0) < self.world_size:
                 time.sleep(_POLL_SECONDS)
-        except RuntimeError:  # Nobody is there any more.
+        except RuntimeError:  # No other is there any more.
             pass
 
     def _raise_error(self) -> None:
         try:
-            told = self._store.get("error").decode() if self._store.check(["error"]) else ""
+            error = self._store.get("error").decode() if self._store.check(["error"]) else ""
         except RuntimeError:  # The store has gone: other waits have an end of their own.
             return
-        if told and not told.startswith(f"rank {self.rank}: "):
-            raise FailedPreconditionError(told)
+        if error and not error.startswith(f"rank {self.rank}: "):
+            raise FailedPreconditionError(error)
 
 
 def _first_difference(ours: list[tuple[str, str]], theirs: list[tuple[str, str]]) -> str:
     for (name, value), (their_name, their_value) in zip(ours, theirs):
         if name != their_name:
-            return f"this rank has {name} where rank 0 has {their_name}; all ranks must train with the same job"
+            return f"this rank has {name} where rank 0 has {their_name}"
         if value != their_value:
-            return f"{name} is {value}, and on rank 0 {their_value}; all ranks must train with the same job"
-    return f"this rank describes {len(ours)} things, and rank 0 {len(theirs)}; all ranks must train with the same job"
+            return f"{name} is {value}, and on rank 0 {their_value}"
+    return f"this rank describes {len(ours)} things, and rank 0 {len(theirs)}"

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Iterable, Iterator
+
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+_PIECE_BYTES = 64 << 20  # Of weights that ranks gather from each other at once.
 _BLOCK_ELEMENTS = 256  # Of the service's layout without a mesh: a rank owns whole blocks.
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank has of it."""
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def seen(parameter: torch.Tensor) -> tuple[int, int]:
-    """Changes when somebody writes the parameter in a way that autograd sees, or puts other memory in its place."""
-    if isinstance(parameter, DTensor):
-        return parameter._version + parameter._local_tensor._version, parameter._local_tensor.data_ptr()
-    return parameter._version, parameter.data_ptr()
 
 
 class Shards:
@@ -31,6 +28,8 @@ class Shards:
     def __init__(self, parameters: list[torch.Tensor], mesh, placements: list[tuple[int | None, ...] | None]):
         self.parameters, self.mesh = parameters, mesh
         self.owned = [_is_owner(mesh, of) for of in placements]
+        # As the job has it: a trainer may freeze a parameter while others are trained.
+        self._written = [p.requires_grad and owned for p, owned in zip(parameters, self.owned)]
         self.places = [local(p) if _is_plain(local(p)) else torch.empty(local(p).shape, dtype=p.dtype)
                        for p in parameters]
         self._addresses = [place.data_ptr() for place in self.places]
@@ -43,12 +42,23 @@ class Shards:
                 key = (dims, parameters[index].dtype, local(parameters[index]).device)
                 self._replicas.setdefault(key, []).append(index)
 
-    def deliver(self) -> None:
-        """The weights that the session has written, to the parameters, which autograd is told."""
+    @property
+    def together(self) -> bool:
+        """Whether all ranks must deliver at once."""
+        return bool(self._replicas)
+
+    def own_range(self, index: int) -> tuple[int, int]:
+        """Which elements this rank owns, of what it has of the parameter: [begin, end), empty where it owns none."""
+        return 0, local(self.parameters[index]).numel() if self.owned[index] else 0
+
+    def deliver(self, indices: Iterable[int] | None = None) -> None:
+        """The weights that the session has written, to the parameters, by default all of them; autograd is notified.
+        Some only if the ranks do it each when it likes."""
         written = []
-        for parameter, place, address, owned in zip(self.parameters, self.places, self._addresses, self.owned):
-            if not parameter.requires_grad or not owned:
+        for index in range(len(self.parameters)) if indices is None else indices:
+            if not self._written[index]:
                 continue
+            parameter, place, address = self.parameters[index], self.places[index], self._addresses[index]
             here = parameter
             if isinstance(parameter, DTensor):
                 written.append(parameter)
@@ -94,36 +104,53 @@ class Flats:
         self.owned = [True] * len(parameters)
         self.places = [parameter.detach() for parameter in parameters]  # The frozen ones stay there.
         self._flats = []
-        self._rank = dist.get_rank(group_of_ranks)
+        self._rank, self._ranks = dist.get_rank(group_of_ranks), dist.get_world_size(group_of_ranks)
         for of_group in members:
             if not of_group:
                 continue
-            flat = _Flat(of_group, parameters, dist.get_world_size(group_of_ranks))
+            flat = _Flat(of_group, parameters, self._ranks)
             self._flats.append(flat)
             for index in of_group:
                 self.places[index] = flat.view(index)
 
-    def deliver(self) -> None:
-        for flat in self._flats:
-            if flat.shard_elements == 0:
-                continue
-            device = self.parameters[flat.members[0]].device
-            own = flat.shard(self._rank).to(device, copy=True)
-            everything = torch.empty(flat.memory.shape, dtype=flat.memory.dtype, device=device)
-            dist.all_gather_into_tensor(everything, own, group=self._group)
-            for index in flat.members:
-                begin, elements = flat.begins[index], self.parameters[index].numel()
-                self.parameters[index].detach().copy_(
-                    everything[begin:begin + elements].view(self.parameters[index].shape))
+    together = True
 
-    def same(self, index: int) -> bool:
-        """As Shards.same, of what this rank got from the service: other ranks look at the rest."""
+    def deliver(self, indices: None = None) -> None:
+        for flat in self._flats:
+            self._gather(flat, self.parameters[flat.members[0]].device)
+
+    def _gather(self, flat: _Flat, device: torch.device) -> None:
+        """The ranks' parts of the flat space, piece by piece: no rank has another copy of all."""
+        elsewhere = set()
+        most = min(max(_PIECE_BYTES // flat.memory.element_size() // self._ranks, 1), flat.shard_elements)
+        everything = torch.empty(self._ranks * most, dtype=flat.memory.dtype, device=device)
+        for begin in range(0, flat.shard_elements, most or 1):
+            elements = min(most, flat.shard_elements - begin)
+            own = flat.shard(self._rank)[begin:begin + elements].to(device)
+            of_all = everything[:self._ranks * elements]
+            dist.all_gather_into_tensor(of_all, own, group=self._group)
+            for rank in range(self._ranks):
+                here = of_all[rank * elements:(rank + 1) * elements]
+                for index, at, piece in flat.parts(rank * flat.shard_elements + begin, here):
+                    to = self.parameters[index].detach()
+                    if not to.is_contiguous():
+                        elsewhere.add(index)
+                        to = flat.view(index)
+                    to.view(-1)[at:at + piece.numel()].copy_(piece)
+        for index in elsewhere:
+            self.parameters[index].detach().copy_(flat.view(index))
+
+    def own_range(self, index: int) -> tuple[int, int]:
+        """As Shards.own_range."""
         flat = next(flat for flat in self._flats if index in flat.begins)
         first = self._rank * flat.shard_elements
         begin = max(first - flat.begins[index], 0)
         end = min(first + flat.shard_elements - flat.begins[index], self.parameters[index].numel())
-        if begin >= end:
-            return True
+        return (begin, end) if begin < end else (0, 0)
+
+    def same(self, index: int) -> bool:
+        """As Shards.same, of what this rank got from the service: other ranks look at the rest."""
+        begin, end = self.own_range(index)
         here = self.parameters[index].detach().reshape(-1)[begin:end].cpu()
         return torch.equal(here, self.places[index].reshape(-1)[begin:end])
 
@@ -137,6 +164,7 @@ class _Flat:
         for index in members:
             self.begins[index] = elements
             elements += parameters[index].numel()
+        self._starts = list(self.begins.values())
         row = world_size * _BLOCK_ELEMENTS
         self.shard_elements = -(-elements // row) * _BLOCK_ELEMENTS
         self.memory = torch.zeros(world_size * self.shard_elements, dtype=parameters[members[0]].dtype)
@@ -144,6 +172,18 @@ class _Flat:
     def view(self, index: int) -> torch.Tensor:
         shape = self._shapes[index]
         return self.memory[self.begins[index]:self.begins[index] + shape.numel()].view(shape)
+
+    def parts(self, begin: int, values: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Of values that begin there, what each parameter has: its index, where in it, and the values."""
+        first = bisect.bisect_right(self._starts, begin) - 1
+        for index in self.members[max(first, 0):]:
+            start = self.begins[index]
+            if start >= begin + values.numel():
+                return
+            low = max(start, begin)
+            high = min(start + self._shapes[index].numel(), begin + values.numel())
+            if low < high:
+                yield index, low - start, values[low - begin:high - begin]
 
     def shard(self, rank: int) -> torch.Tensor:
         return self.memory[rank * self.shard_elements:(rank + 1) * self.shard_elements]

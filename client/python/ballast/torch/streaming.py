@@ -5,8 +5,8 @@ what comes in micro-steps, in fp32. A micro-step is closed when a parameter come
 step: so backward passes are micro-steps, and where a hook fires again in one backward, because layers are shared or
 checkpoints are reentrant, the sum is the same.
 
-On a GPU a stream of its own copies the gradient to pinned host memory; the copy's end is told to the
-library by the stream itself, without a Python thread.
+On a GPU a stream of its own copies the gradient to pinned host memory; the stream itself notifies the
+library of the copy's end, without a Python thread.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ class GradientStream:
         self._lock = threading.RLock()  # A backward has a thread for each device.
         self._given: set[int] = set()  # In the open micro-step.
         self._backwards: set[int] = set()  # Those that have given something and have not ended.
+        self.hooked = frozenset(index for index, parameter in enumerate(hooked) if parameter is not None)
         self._on_gpu = on_gpu
         self.move_to(session)
-        # Parameters outlive an optimizer that nobody has closed: it must not go on taking what they get.
+        # Parameters outlive an optimizer that was not closed: it must not go on taking what they get.
         self._hooks = [parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), index))
                        for index, parameter in enumerate(hooked) if parameter is not None]
 
@@ -81,7 +82,7 @@ class GradientStream:
     def move_to(self, session: Session) -> None:
         self._session = session
         self._copies = _Copies(session) if self._on_gpu else None
-        self._last_micro_step = session.job.max_micro_steps - 1  # -1: nobody knows.
+        self._last_micro_step = session.job.max_micro_steps - 1  # -1: it is not known.
 
     def group_of(self, index: int) -> int:
         return self._session.job.parameters[index].group
@@ -92,25 +93,22 @@ class GradientStream:
             self.sealed = self._seal()
         return self.sealed
 
-    def enter_backward(self, ended: Callable[[], None] | None = None) -> None:
-        """Inside a backward, before its first gradient is given. ended: closes the micro-step with the backward, and
-        is called then, once all that autograd itself does at the end is done."""
-        backward = _current_backward()
+    def enter_backward(self, backward: int) -> None:
+        """Before the first gradient of a backward is given. Until `leave_backward` the step cannot be sealed."""
         with self._lock:
-            if backward not in self._backwards:
-                self._enter(backward, ended)
+            if backward in self._backwards:
+                return
+            if self._cuda and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("gradients cannot leave from a CUDA graph that is captured: create the optimizer "
+                                   "with overlap=False")
+            if self.sealed is not None:
+                raise FailedPreconditionError("a backward after clip_grad_norm_, which had all ranks end the step; "
+                                              "call step() or zero_grad() first")
+            self._backwards.add(backward)
 
-    def _enter(self, backward: int, ended: Callable[[], None] | None) -> None:
-        if self._cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("gradients cannot leave from a CUDA graph that is captured: create the optimizer with "
-                               "overlap=False")
-        if self.sealed is not None:
-            raise FailedPreconditionError("a backward after clip_grad_norm_, which had all ranks end the step; call "
-                                          "step() or zero_grad() first")
-        self._backwards.add(backward)
-        end = functools.partial(self._end_backward, backward, ended)
-        # A callback that is queued by a callback comes last.
-        _engine.queue_callback(functools.partial(_engine.queue_callback, end))
+    def leave_backward(self, backward: int) -> None:
+        with self._lock:
+            self._backwards.discard(backward)
 
     def give(self, index: int, gradient: torch.Tensor) -> None:
         """What this process has of a parameter's gradient goes to the service."""
@@ -176,17 +174,17 @@ class GradientStream:
         backward = _current_backward()
         with self._lock:
             if backward not in self._backwards:
-                self._enter(backward, None)
+                self.enter_backward(backward)
+                at_end_of_backward(functools.partial(self.leave_backward, backward))
             self._give(index, gradient)
         parameter.grad = None
 
-    def _end_backward(self, backward: int, ended: Callable[[], None] | None) -> None:
-        with self._lock:
-            if ended is not None and self._backwards <= {backward}:  # Else this one ran inside another.
-                self.end_micro_step()
-            self._backwards.discard(backward)
-        if ended is not None:
-            ended()
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Inside a backward, of which a reentrant checkpoint's is one of its own: calls this once all that autograd and DDP
+    do at its end is done, if it does not fail."""
+    # A callback that is queued by a callback comes last.
+    _engine.queue_callback(functools.partial(_engine.queue_callback, call))
 
 
 def _hook(stream: weakref.ref[GradientStream], index: int) -> Callable[[torch.nn.Parameter], None]:

@@ -1,11 +1,12 @@
 #include "cpu_optimizer_service/common/system/available_memory.h"
 
 #include <gtest/gtest.h>
-#include <sys/resource.h>
 
 #include <filesystem>
 #include <fstream>
 #include <limits>
+
+#include "tests/support/address_limit.h"
 
 namespace ballast {
 namespace {
@@ -95,17 +96,11 @@ TEST_F(AvailableMemoryTest, OfAContainerIsThatOfTheMount) {
 }
 
 TEST_F(AvailableMemoryTest, IsWhatTheAddressSpaceHasLeft) {
-  rlimit before = {};
-  ASSERT_EQ(getrlimit(RLIMIT_AS, &before), 0);
-  rlim_t used_pages = 0;
-  std::ifstream("/proc/self/statm") >> used_pages;
-  constexpr rlim_t kMore = rlim_t{1} << 40;
-  const rlimit limited = {.rlim_cur = used_pages * 4096 + kMore, .rlim_max = before.rlim_max};
-  ASSERT_EQ(setrlimit(RLIMIT_AS, &limited), 0);
+  constexpr int64_t kMore = int64_t{1} << 40;
+  const ScopedAddressLimit limit(kMore);
   const int64_t available_bytes = Available();
-  ASSERT_EQ(setrlimit(RLIMIT_AS, &before), 0);
-  EXPECT_LE(available_bytes, int64_t{kMore} + (1 << 20));
-  EXPECT_GE(available_bytes, int64_t{kMore} / 2);
+  EXPECT_LE(available_bytes, kMore + (1 << 20));
+  EXPECT_GE(available_bytes, kMore / 2);
 }
 
 TEST(AvailableMemory, OfThisMachineIsSomething) { EXPECT_GT(AvailableMemoryBytes(), 0); }

@@ -58,6 +58,29 @@ TEST_F(CredentialFilesTest, SaysInOneLineWhatIsWrong) {
   EXPECT_THAT(PairError("good.pem", "good.key"), HasSubstr("can be written by other users"));
 }
 
+TEST_F(CredentialFilesTest, ASecretBelongsToThisUserOrToRoot) {
+  if (geteuid() != 0) GTEST_SKIP() << "only root can give a file to another user";
+  WritePrivateFile(File("token"), "a");
+  for (const char* secret : {"token", "good.key"}) {
+    ASSERT_EQ(chown(File(secret).c_str(), 4242, 0), 0);
+  }
+  ASSERT_EQ(chown(File("good.pem").c_str(), 4242, 0), 0);  // Is public.
+  EXPECT_THAT(std::string(ReadTokenFile(File("token")).status().message()),
+              HasSubstr("belongs to user 4242, and must belong to this user or to root: chown 0"));
+  EXPECT_THAT(PairError("good.pem", "good.key"), HasSubstr("good.key belongs to user 4242"));
+  ASSERT_EQ(seteuid(4242), 0);
+  EXPECT_EQ(ReadTokenFile(File("token")).status(), absl::OkStatus());
+  ASSERT_EQ(seteuid(0), 0);
+  // As Kubernetes has them: root's, and readable by the group.
+  ASSERT_EQ(chown(File("token").c_str(), 0, 4242), 0);
+  ASSERT_EQ(chmod(File("token").c_str(), 0440), 0);
+  ASSERT_EQ(setegid(4242), 0);
+  ASSERT_EQ(seteuid(4242), 0);
+  EXPECT_EQ(ReadTokenFile(File("token")).status(), absl::OkStatus());
+  ASSERT_EQ(seteuid(0), 0);
+  ASSERT_EQ(setegid(0), 0);
+}
+
 TEST_F(CredentialFilesTest, ATokenIsOneWordOfAPrivateFile) {
   const auto read = [&](const std::string& contents) {
     WritePrivateFile(File("token"), contents);

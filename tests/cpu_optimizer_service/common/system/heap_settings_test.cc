@@ -8,11 +8,13 @@
 #include <memory>
 #include <vector>
 
+#include "tests/support/sanitizers.h"
+
 namespace ballast {
 namespace {
 
 // Sanitizers bring heaps of their own.
-#if !__has_feature(address_sanitizer) && !__has_feature(thread_sanitizer)
+#if !BALLAST_ASAN && !BALLAST_TSAN
 constexpr size_t kMessageBytes = size_t{31} << 20;
 
 std::unique_ptr<char[]> Message() {

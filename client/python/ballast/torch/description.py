@@ -1,0 +1,100 @@
+"""What a job is: its description by param groups, and what all ranks must have alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ..session import Group, HyperParameters, Job, Parameter
+from .places import local
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def of_job(parameter: torch.Tensor) -> bool:
+    """Whether a job has it. What is frozen and of another dtype, such as quantised weights, no service knows."""
+    return parameter.requires_grad or parameter.dtype in _DTYPES
+
+
+def check_group(group: dict[str, Any]) -> None:
+    """What a job can have. ValueError that names what it cannot."""
+    if "param_names" not in group:
+        raise ValueError("the service keeps state by name: give model.named_parameters(), or "
+                         "ballast.torch.groups(model)")
+    for name in ("capturable", "differentiable"):
+        if group[name]:
+            raise ValueError(f"{name} is not possible: the update is made on the service")
+    for name, parameter in zip(group["param_names"], group["params"]):
+        if getattr(parameter, "_fsdp_flattened", False):  # As FSDP1 marks what it has flattened.
+            raise ValueError(f"parameter {name} is a part of what FullyShardedDataParallel (FSDP1) has flattened, "
+                             "and whose shards cannot be read from it: call torch.distributed.fsdp.fully_shard (FSDP2)")
+        if not of_job(parameter):
+            continue
+        if parameter.is_complex():
+            raise ValueError(f"parameter {name} is complex, which is not supported")
+        if parameter.dtype not in _DTYPES:
+            raise ValueError(f"parameter {name} is {parameter.dtype}; expected float32, bfloat16 or float16")
+
+
+class Described:
+    """Param groups as a job has them: a param group becomes a group of the job for each dtype in it, a parameter with
+    several names one of the job. `tensors` and `names`: by index in the job. `source`: by group of the job, the param
+    group that it is of."""
+
+    def __init__(self, param_groups: list[dict[str, Any]], hyper_parameters: list[HyperParameters]):
+        self.groups: list[Group] = []
+        self.parameters: list[Parameter] = []
+        self.tensors: list[torch.Tensor] = []
+        self.names: list[str] = []
+        self.source: list[int] = []
+        self.left_out: dict[str, torch.Tensor] = {}
+        seen = set()
+        for index, (group, values) in enumerate(zip(param_groups, hyper_parameters)):
+            numbers: dict[torch.dtype, int] = {}
+            for name, parameter in zip(group["param_names"], group["params"]):
+                if id(parameter) in seen:
+                    continue
+                seen.add(id(parameter))
+                if not of_job(parameter):
+                    self.left_out[name] = parameter
+                    continue
+                dtype = str(parameter.dtype).removeprefix("torch.")
+                if parameter.dtype not in numbers:
+                    numbers[parameter.dtype] = len(self.groups)
+                    self.groups.append(Group(f"{index}.{dtype}", values, dtype, dtype))
+                    self.source.append(index)
+                self.parameters.append(Parameter(name, tuple(parameter.shape), numbers[parameter.dtype],
+                                                 frozen=not parameter.requires_grad))
+                self.tensors.append(parameter)
+                self.names.append(name)
+
+
+def lines(job: Job) -> list[tuple[str, str]]:
+    """A job's description, entry by entry."""
+    lines = [(name, str(getattr(job, name)))
+             for name in ("world_size", "update_mode", "max_micro_steps", "mesh", "keep_previous", "on_abort")]
+    for group in job.groups:
+        lines.append((f"group {group.name}", f"{group.hyper_parameters} {group.wire_dtype}"))
+    for parameter in job.parameters:
+        lines.append((f"parameter {parameter.name}", f"{parameter.shape} group {parameter.group} "
+                      f"{'frozen' if parameter.frozen else 'trainable'} {parameter.placements}"))
+    return lines
+
+
+def weights_in_lines(names: list[str], parameters: list[torch.Tensor]) -> list[tuple[str, str]]:
+    """Of the weights that all ranks must have alike, since each uploads a part of them: a sum of their bits."""
+    return [(f"the sum of the bits of parameter {name}", str(_sum_of_bits(local(parameter))))
+            for name, parameter in zip(names, parameters) if parameter.requires_grad and
+            (not isinstance(parameter, DTensor) or all(placement.is_replicate() for placement in parameter.placements))]
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> int:
+    flat = tensor.contiguous().reshape(-1)
+    if flat.data_ptr() % 8 != 0:
+        flat = flat.clone()
+    whole = flat.numel() * flat.element_size() // 8 * 8 // flat.element_size()
+    # By eight bytes, which goes as fast as memory.
+    return flat[:whole].view(torch.int64).sum().item() + flat[whole:].view(torch.uint8).sum().item()

@@ -1,0 +1,341 @@
+"""What is the same of all optimizers whose state is on a service."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+
+from ..errors import FailedPreconditionError, NotFoundError
+from ..service import Service
+from ..session import HyperParameters
+from .binding import Binding, NothingToResume
+from .ddp import check_reduction
+from .description import check_group
+from .moments import Moments, moments_of
+from .returning import check_overlap_weights
+
+# A warning says the first skipped step, and from then on each of so many.
+_SKIPS_A_WARNING = 100
+
+
+class Remote(torch.optim.Optimizer):
+    """AdamW and Adam are of this class. The hyper-parameters of a param group may change between steps, as LR
+    schedulers do it; the parameters may not, once the first step has been made."""
+
+    # GradScaler hands over its scale and does not unscale: the service divides, and skips the step where
+    # a gradient is not finite.
+    _step_supports_amp_scaling = True
+
+    _binding: Binding | None = None
+    _moments: list[Moments | None] | None = None  # By parameter: of a state that was loaded, until a job has them.
+    _settings: dict[str, Any] | None = None  # While it is made.
+    _full_state = False
+    _kept_service: Service | None = None  # Of a binding that has failed, for the next one.
+    _own_step: tuple[str, int] | None = None  # Of which the param groups are, unless a state was loaded.
+
+    def __init__(self, params, defaults: dict[str, Any], *, service: str | None, job: str | None,
+                 max_norm: float | None, update: str, process_group, timeout: float, full_state: bool,
+                 overlap: bool, overlap_weights: bool, accumulation_steps: int | None,
+                 module: torch.nn.Module | None, keep_previous: bool, on_abort: str,
+                 credentials: dict[str, str | None]):
+        self._forget_steps()
+        if max_norm is not None and not (math.isfinite(max_norm) and max_norm > 0):
+            raise ValueError(f"Invalid max_norm value: {max_norm}")
+        if update not in ("wait", "speculate"):
+            raise ValueError(f"Invalid update value: {update!r}; expected 'wait' or 'speculate'")
+        if on_abort not in ("redo", "skip"):
+            raise ValueError(f"Invalid on_abort value: {on_abort!r}; expected 'redo' or 'skip'")
+        if accumulation_steps is not None and accumulation_steps < 1:
+            raise ValueError(f"Invalid accumulation_steps value: {accumulation_steps}")
+        if service is not None and job is None:
+            raise ValueError("a job of a service has a name: give job=")
+        # Of the job that a state is of, and its step. In the param groups, so that torch.distributed.checkpoint
+        # takes them along.
+        super().__init__(params, defaults | dict(job_uid="", job_step=0))
+        for group in self.param_groups:
+            check_group(group)
+        self._full_state = full_state
+        self._settings = dict(service=service, job=job or "trainer", max_norm=max_norm or 0.0, update=update,
+                              process_group=process_group, timeout=timeout, overlap=overlap,
+                              overlap_weights=overlap_weights, accumulation_steps=accumulation_steps, module=module,
+                              keep_previous=keep_previous, on_abort=on_abort, credentials=credentials)
+        # The rest is known when it is bound to its job.
+        if overlap and isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            check_reduction(module)
+        if overlap_weights:
+            check_overlap_weights({name: parameter for group in self.param_groups
+                                   for name, parameter in zip(group["param_names"], group["params"])
+                                   if parameter.requires_grad}, module)
+
+    def _forget_steps(self) -> None:
+        # Of the last step. No attributes of the class: Lightning's wrappers of optimizers would show those.
+        self.grad_norm: float | None = None
+        self.clip_coefficient: float | None = None
+        self.skipped: str | None = None
+        self._skips = 0
+
+    # ------------------------------------------------------------ a step
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One step of all ranks. Afterwards `grad_norm` has the norm of the whole gradient, before clipping by the
+        service; `clip_coefficient` what it was multiplied with, the smallest of all groups; `skipped` why nothing was
+        changed, or None. With overlap_weights the weights are then still coming: see `wait_for_weights`.
+
+        closure: evaluates the model again and returns the loss, which is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("step() talks with the service, which a CUDA graph cannot record; capture forward and "
+                               "backward only, and call step() after the replay")
+        binding = self._bound(new=True)
+        decision = binding.step(self._loss_scale(), self.param_groups)
+        self.grad_norm = decision.norm
+        self.clip_coefficient = decision.clip_coefficient
+        self.skipped = None if decision.applied else decision.skip_reason
+        # A GradScaler tries scales until none is skipped, and needs no warning.
+        if self.skipped is not None and not hasattr(self, "found_inf"):  # Which it sets around step().
+            if self._skips % _SKIPS_A_WARNING == 0 and binding.rank == 0:
+                warnings.warn(f"step {decision.step} changed nothing: {self.skipped} ({self._skips} skipped before; "
+                              "optimizer.skipped is the reason of each step)", stacklevel=3)
+            self._skips += 1
+        self._tell_step()
+        return loss
+
+    @torch.no_grad()
+    def undo_step(self) -> int:
+        """With keep_previous: undoes the last step, exactly, for a loss that has just exploded. The service's state and
+        the parameters are what they were before it, and so is the job's step, which is returned. All ranks call it,
+        before the next step() and, with overlap, before its first backward. What torch has beside the optimizer (an LR
+        scheduler, a GradScaler, the place in the data) is the trainer's to move. FailedPreconditionError, and nothing
+        is changed: there is nothing to undo, since one step alone can be, or the next step has begun."""
+        if self._binding is None:
+            raise FailedPreconditionError("this optimizer has made no step that could be undone")
+        self._binding.undo()
+        self._tell_step()
+        return self._binding.step_count
+
+    @property
+    def overlap(self) -> bool:
+        """Whether gradients leave during backward: from the second step on, if that was asked for."""
+        return self._binding is not None and self._binding.stream is not None
+
+    @property
+    def module(self) -> torch.nn.Module | None:
+        """What was given as module=. It may be set before the first step(), attach() or load_state_dict(), after which
+        that is a RuntimeError."""
+        return (self._settings or {}).get("module")
+
+    @module.setter
+    def module(self, module: torch.nn.Module | None) -> None:
+        if self._binding is not None:
+            raise RuntimeError("module can be set before the first step(), attach() or load_state_dict() only: close() "
+                               "the optimizer first")
+        self._settings["module"] = module
+
+    @torch.no_grad()
+    def wait_for_weights(self) -> None:
+        """With overlap_weights: returns when the weights of the last step() are in the parameters, for what reads them
+        elsewhere than in a forward of module=: averages of weights, norms of them, a backup. On all ranks, or, where
+        they gather weights from each other (DDP, HSDP), by all ranks."""
+        if self._binding is not None:
+            self._binding.wait_for_weights()
+
+    @torch.no_grad()
+    def attach(self, create: bool = False, resume: bool | str = False) -> int:
+        """Binds to the job as it is on the service, and puts its weights into the parameters: for a run that
+        goes on, before the first forward, or after an AbortedError. Returns the job's step. It comes after whatever puts
+        other parameters into the param groups, such as accelerator.prepare.
+
+        create: if the job has no weights yet, it gets those of the parameters, and the step is 0; else that is a
+        NotFoundError or FailedPreconditionError. resume: the same, but first the service looks for a checkpoint of the
+        job's name (or of the one that is given: "gpt", "gpt/step-1000") and loads it. So it may stand there from the
+        first start on. "gpt/step-1000" must be there, and a job with weights have begun with it."""
+        checkpoint = resume if isinstance(resume, str) else self._settings["job"] if resume else None
+        return self._bound(new=create or bool(resume), attach=True, checkpoint=checkpoint).step_count
+
+    def close(self) -> None:
+        """Ends the session, and the service that was started for it. The weights stay in the parameters."""
+        if self._binding is not None:
+            try:
+                if not self._binding.failed:
+                    self._binding.wait_for_weights(together=False)
+            finally:
+                self._binding.close()
+                self._binding = None
+        if self._kept_service is not None:
+            self._kept_service.stop()
+            self._kept_service = None
+
+    def _bound(self, new: bool, attach: bool = False, checkpoint: str | None = None) -> Binding:
+        if attach and self._binding is not None and (self._binding.failed or not self._binding.has(self.param_groups)):
+            # With the service that was started for this run the job would end.
+            self._binding, self._kept_service = None, self._binding.hand_over()
+        if self._binding is None:
+            group = self.param_groups[0]
+            resume = (group["job_uid"], int(group["job_step"])) if group["job_uid"] else None
+            if attach and resume == self._own_step:  # Of this optimizer itself: nothing has been loaded.
+                resume = None
+            self._binding = Binding(
+                self.param_groups, self._current_hyper_parameters,
+                resume=resume, new=new or self._moments is not None, attach=attach or resume is not None,
+                checkpoint=checkpoint, moments=self._moments, owned_service=self._kept_service, **self._settings)
+            self._moments = self._kept_service = None
+            self._fill_state()
+            self._tell_step()
+        return self._binding
+
+    def _tell_step(self) -> None:
+        for parameter in self._binding.parameters:
+            self.state[parameter]["step"].fill_(self._binding.step_count)
+        for group in self.param_groups:
+            group["job_uid"], group["job_step"] = self._binding.job_uid, self._binding.step_count
+        self._own_step = (self._binding.job_uid, self._binding.step_count)
+
+    def _loss_scale(self) -> float:
+        scale = getattr(self, "grad_scale", None)  # Set by GradScaler around step.
+        return 1.0 if scale is None else float(scale)
+
+    def _current_hyper_parameters(self) -> list[HyperParameters]:
+        return [self._hyper_parameters(group) for group in self.param_groups]
+
+    def _hyper_parameters(self, group: dict[str, Any]) -> HyperParameters:
+        return HyperParameters(
+            lr=float(group["lr"]), betas=tuple(float(beta) for beta in group["betas"]), eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            decoupled_weight_decay=bool(group["decoupled_weight_decay"]), amsgrad=bool(group["amsgrad"]), maximize=bool(group["maximize"]))
+
+    # ------------------------------------------------------------ what torch asks of an optimizer
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Also takes back what has left during backward passes since the last step."""
+        super().zero_grad(set_to_none)
+        if self._binding is not None:
+            self._binding.discard()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, which is bound at its own first step."""
+        return super().__getstate__() | {"_settings": self._settings, "_full_state": self._full_state,
+                                         "_moments": self._moments}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # What was saved by an older torch lacks some.
+            for name, value in {"amsgrad": False, "maximize": False, "foreach": None, "capturable": False,
+                                "differentiable": False, "fused": None, "decoupled_weight_decay": False}.items():
+                group.setdefault(name, value)
+        if "_settings" in state:  # load_state_dict comes here without.
+            self._forget_steps()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._binding is not None:
+            raise RuntimeError("parameters cannot be added after the first step: the job on the service has the "
+                               "parameters that it was created with. Close it and create another optimizer")
+        super().add_param_group(param_group)
+        if self._settings is not None:
+            check_group(self.param_groups[-1])
+        self._fill_state()
+
+    def _fill_state(self) -> None:
+        """A state for each parameter from the start: where there is none, torch.distributed.checkpoint calls
+        step() to get one."""
+        parameters = {parameter for group in self.param_groups for parameter in group["params"]}
+        for parameter in list(self.state):
+            if parameter not in parameters:  # Other code, such as accelerate, has put others in its place.
+                del self.state[parameter]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("step", torch.tensor(0.0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Small: hyper-parameters, and which step of which job they belong to. The weights and moments are on
+        the service, which saves that step, too, if it has a --checkpoint-dir: in the background, while training
+        goes on. So the trainer can go on from this state also when the job has gone on, or the service was started
+        again, as long as that is one of the job's newest --checkpoint-keep.
+
+        With full_state also the moments, and the masters of parameters that are not fp32, in fp32, sharded as the
+        parameters: torch.optim goes on with them, and so does a new job (`load_state_dict`). Every rank reads them from
+        the service, one parameter at a time."""
+        self._fill_state()
+        if self._binding is not None:
+            self._binding.end_step()  # Else the state is of a step that may never be.
+        if self._binding is not None and not (self._full_state and self._settings["service"] is None):
+            self._binding.save()
+        state = super().state_dict()
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        if self._moments is not None:  # No service has them yet.
+            for index, moments in enumerate(self._moments):
+                if index in state["state"]:  # A parameter that is there twice counts where it is first.
+                    state["state"][index] = state["state"][index] | (moments or {})
+        elif self._full_state:
+            amsgrad = [group["amsgrad"] for group in self.param_groups for _ in group["params"]]
+            for index, values in state["state"].items():
+                if parameters[index].requires_grad:
+                    state["state"][index] = values | self._planes(parameters[index], amsgrad[index])
+        return state
+
+    def _planes(self, parameter: torch.Tensor, amsgrad: bool) -> dict[str, torch.Tensor]:
+        planes = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else []),
+                  *(["master"] if parameter.dtype != torch.float32 else [])]
+        if self._binding is None:  # As torch.distributed.checkpoint wants it: places to load to.
+            return {plane: torch.zeros_like(parameter, dtype=torch.float32) for plane in planes}
+        read, updates = {}, 0
+        for plane in planes:
+            read[plane], updates = self._binding.read_state(parameter, plane)
+        return read | {"step": torch.tensor(float(updates))}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """A state of ours: then attaches to the job that it is of, whose weights come into the parameters. Where the
+        job is past the state's step, or the service was started again, it loads its checkpoint of that step. An error
+        if it has none, or another job of that name.
+
+        A state of torch.optim with moments; or one of ours with full_state, if the service has nothing of that job:
+        the moments are kept until the first step(), or attach(), with which a new job begins with them and with the
+        weights that the parameters have then. A group's names say which parameter is which, or else, as in torch, the
+        order. Until then the moments take 8 bytes a parameter on each rank (with FSDP2, of its shards). Each rank
+        uploads its part, with the weights. At that step(): FailedPreconditionError if the job has weights already,
+        BallastError if the service is older and takes no moments; then there is `ballast.torch.to_checkpoint`."""
+        moments = moments_of(state_dict, self.param_groups)
+        uid, step = (state_dict["param_groups"][0].get(name) for name in ("job_uid", "job_step"))
+        bound = self._binding
+        if bound is not None and (uid, step) != (bound.job_uid, bound.step_count) and (uid or moments is not None):
+            raise FailedPreconditionError("this optimizer has already made steps; load the state into a new one")
+        if bound is None and uid and self._settings["service"] is None and moments is None:
+            raise NotFoundError(f"this state is of step {step} of a job of another service, or of one that ended with "
+                                "its run (service=None): give service= the address of a "
+                                "ballast.Service(checkpoint_dir=...) or of a ballastd with a --checkpoint-dir. With "
+                                "full_state=True a state has the moments, and a new job begins with them")
+        names = [group["param_names"] for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            group.setdefault("job_uid", "")
+            group.setdefault("job_step", 0)
+        for parameter, values in self.state.items():
+            self.state[parameter] = {name: value for name, value in values.items() if name == "step"}
+        self._fill_state()
+        self._own_step = None
+        self._moments = None
+        if bound is not None:
+            return self._tell_step()
+        self._moments = moments
+        if uid:
+            try:
+                self.attach()
+                return
+            except NothingToResume:
+                pass
+        if moments is not None:
+            self._begin_again(names, moments)
+
+    def _begin_again(self, names: list[list[str]], moments: list[Moments | None]) -> None:
+        """The job that is made later has these moments, and is no other one's continuation."""
+        for group, of_group in zip(self.param_groups, names):
+            group.update(job_uid="", job_step=0, param_names=of_group)
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for parameter, values in zip(parameters, moments):
+            self.state[parameter]["step"] = torch.tensor(0.0) if values is None else values["step"].clone()

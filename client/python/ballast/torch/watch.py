@@ -1,0 +1,102 @@
+"""Finds out who else writes the weights, which the service would not know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .places import local
+
+_SAMPLES = 16  # Elements of a parameter, or some more, that are compared.
+
+
+class Watch:
+    """Of parameters whose weights the service has. Autograd counts writes to a parameter, and the address shows other
+    memory in its place; nothing shows a write to its `.data`, so some elements are compared."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]):
+        self._parameters = parameters
+        self._seen: list[tuple[int, int] | None] = [None] * len(parameters)
+        self._samples: dict[tuple[torch.device, torch.dtype], _Samples] = {}
+        self._kept: dict[int, _Samples] = {}
+        self.remember()
+
+    def remember(self, indices: Sequence[int] | None = None) -> None:
+        """The weights of these, by default of all, are as they are to be."""
+        moved = False
+        for index in range(len(self._parameters)) if indices is None else indices:
+            now = _seen(self._parameters[index])
+            moved = moved or self._seen[index] is None or now[1] != self._seen[index][1]
+            self._seen[index] = now
+        if moved:
+            self._sample()
+        elif indices is None:
+            for samples in self._samples.values():
+                samples.keep()
+        else:
+            for index in indices:
+                if index in self._kept:
+                    self._kept[index].keep_one(index)
+
+    def changed(self, indices: Sequence[int] | None = None) -> list[int]:
+        """Which of these autograd knows to have been written since, or to have other memory."""
+        return [index for index in (range(len(self._parameters)) if indices is None else indices)
+                if self._parameters[index].requires_grad and _seen(self._parameters[index]) != self._seen[index]]
+
+    def first_written(self) -> int | None:
+        """One whose elements have changed, by any write. On a GPU this waits for it."""
+        for samples in self._samples.values():
+            for index in samples.changed():
+                if self._parameters[index].requires_grad:
+                    return index
+        return None
+
+    def _sample(self) -> None:
+        kinds: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = {}
+        for index, parameter in enumerate(self._parameters):
+            here = local(parameter)
+            if parameter.requires_grad and here.is_contiguous() and here.numel() > 0:
+                few = here.view(-1)[::max(here.numel() // _SAMPLES, 1)]
+                kinds.setdefault((here.device, here.dtype), {})[index] = few
+        self._samples = {kind: _Samples(views) for kind, views in kinds.items()}
+        self._kept = {index: samples for samples in self._samples.values() for index in samples.places}
+
+
+class _Samples:
+    """Of parameters of one kind, as one tensor. views: of their memory, by index."""
+
+    def __init__(self, views: dict[int, torch.Tensor]):
+        self._views = views
+        self.places: dict[int, slice] = {}
+        end = 0
+        for index, view in views.items():
+            self.places[index] = slice(end, end + view.numel())
+            end += view.numel()
+        self._values = torch.cat(list(views.values()))
+
+    def keep(self) -> None:
+        torch.cat(list(self._views.values()), out=self._values)
+
+    def keep_one(self, index: int) -> None:
+        self._values[self.places[index]] = self._views[index]
+
+    def changed(self) -> list[int]:
+        now = _bits(torch.cat(list(self._views.values())))
+        then = _bits(self._values)
+        if torch.equal(now, then):
+            return []
+        return [index for index, place in self.places.items() if not torch.equal(now[place], then[place])]
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """Which, unlike values that are no numbers, are equal to themselves."""
+    return values.view(torch.int16 if values.element_size() == 2 else torch.int32)
+
+
+def _seen(parameter: torch.Tensor) -> tuple[int, int]:
+    """Changes when the parameter is written in a way that autograd sees, or gets other memory; that last."""
+    if isinstance(parameter, DTensor):
+        return parameter._version + parameter._local_tensor._version, parameter._local_tensor.data_ptr()
+    return parameter._version, parameter.data_ptr()

@@ -1,0 +1,53 @@
+#include "cpu_optimizer_service/common/text/checkpoint_name.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
+#include "cpu_optimizer_service/common/job_spec.h"
+
+namespace ballast {
+namespace {
+
+constexpr size_t kMostDigits = 20;
+
+}  // namespace
+
+std::string VersionName(uint64_t step, uint64_t generation, int number) {
+  std::string name = absl::StrCat("step-", step, ".", generation);
+  if (number > 1) absl::StrAppend(&name, ".", number);
+  return name;
+}
+
+bool IsVersionName(absl::string_view name) {
+  if (!absl::ConsumePrefix(&name, "step-")) return false;
+  const std::vector<absl::string_view> numbers = absl::StrSplit(name, '.');
+  return (numbers.size() == 2 || numbers.size() == 3) &&
+         std::all_of(numbers.begin(), numbers.end(), [](absl::string_view number) {
+           return !number.empty() && number.size() <= kMostDigits &&
+                  std::all_of(number.begin(), number.end(), absl::ascii_isdigit);
+         });
+}
+
+std::optional<uint64_t> StepNamed(absl::string_view name) {
+  uint64_t step = 0;
+  if (!absl::ConsumePrefix(&name, "step-") || name.empty() ||
+      !std::all_of(name.begin(), name.end(), absl::ascii_isdigit) ||
+      !absl::SimpleAtoi(name, &step)) {
+    return std::nullopt;
+  }
+  return step;
+}
+
+bool IsCheckpointName(absl::string_view name) {
+  const size_t slash = name.find('/');
+  return IsJobName(name.substr(0, slash)) &&
+         (slash == name.npos || IsVersionName(name.substr(slash + 1)) ||
+          StepNamed(name.substr(slash + 1)).has_value());
+}
+
+}  // namespace ballast

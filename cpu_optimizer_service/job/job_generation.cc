@@ -1,0 +1,140 @@
+// Steps that are given up: by a new generation, which frees all ranks, or as a skip.
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/reason.h"
+#include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/job/job_impl.h"
+
+namespace ballast {
+
+void JobImpl::Detach(Detached detached, absl::Status why) {
+  if (detached.listeners.empty() && detached.memories.empty()) return;
+  RunAfter([detached = std::move(detached), why = std::move(why)]() mutable {
+    for (const auto& listener : detached.listeners) listener->OnDetached(why);
+    detached.memories.clear();
+  });
+}
+
+void JobImpl::ForgetFirstWeights(int rank) {
+  if (first_weights_.complete()) return;
+  const absl::Span<const int> chunks = layout_.chunks_of_rank(rank);
+  for (const int chunk : chunks) store_->SetArrived(chunk, false);
+  first_weights_.Forget(rank, chunks);
+}
+
+void JobImpl::RaiseGeneration(std::string why, absl::AnyInvocable<void() &&> then) {
+  record_.generation = record_.generation.Next();
+  given_up_step_ = 0;  // Streams that could still speak of it end.
+  bounds_.clear();     // The state may become another one: a load's, or the step's before.
+  Detached detached = ranks_.FreeAll();
+  for (int rank = 0; rank < ranks_.size(); ++rank) {
+    ForgetFirstWeights(rank);
+  }
+  ++record_.epoch;
+  Keep();
+  step_ = std::monostate();  // Nothing new can be added from here on.
+  VoidAllTickets();
+  speculation_.Stop();
+  gate_.StartClearing();
+  EnterHere(
+      Admission::kFinishClear, -1,
+      [this, self = shared_from_this(), detached = std::move(detached), why = std::move(why),
+       then = std::move(then)](absl::Status cleared) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
+        if (!cleared.ok()) return;  // Broken; streams have been told.
+        FinishClearing();
+        // A process of the old generation may go on writing there: from here on nothing
+        // reads it.
+        for (auto& lender : ranks_.TakeLenders()) {
+          detached.memories.push_back(std::move(lender));
+        }
+        Detach(std::move(detached), WithReason(absl::AbortedError(why), reason::kOlderGeneration));
+        std::move(then)();
+      });
+}
+
+bool JobImpl::MaySkipStep() const {
+  const OpenStep* given = Undecided();
+  if (given == nullptr || given->lacks_terms() || spec().on_abort != OnAbort::kSkip) return false;
+  return std::all_of(given->ranks().begin(), given->ranks().end(),
+                     [](const RankInStep& rank) { return rank.begun; });
+}
+
+bool JobImpl::WasGivenUp(uint64_t step, int rank) const {
+  if (step == 0 || step != given_up_step_ || step < record_.committed_step) return false;
+  const OpenStep* next = Undecided();
+  return next == nullptr || !next->ranks()[rank].begun;
+}
+
+void JobImpl::GiveUpStep(const std::string& why, absl::AnyInvocable<void() &&> then) {
+  if (MaySkipStep()) return SkipStep(why, std::move(then));
+  RaiseGeneration(absl::StrCat(why, "; the generation is now ", ToString(record_.generation.Next()),
+                               "; attach again"),
+                  std::move(then));
+}
+
+KeptDecision JobImpl::SkipOf(const OpenStep& given, absl::string_view why) {
+  KeptDecision skip = {
+      .outcome = {.step = given.terms().step,
+                  .decision = {},
+                  .skip_reason = absl::StrCat("it could not be kept: ", why),
+                  .skip_cause = SkipCause::kNotKept,
+                  .unused_parameters = {}},
+      .terms = given.terms(),
+      .hyper_parameters = given.terms().hyper_parameters,
+  };
+  for (const RankInStep& rank : given.ranks()) {
+    skip.micro_steps = std::max(skip.micro_steps, rank.micro_steps_ended);
+  }
+  return skip;
+}
+
+// The step's number is used up, so what is still on its way can meet no other attempt, and streams
+// go on in the same generation.
+void JobImpl::SkipStep(const std::string& why, absl::AnyInvocable<void() &&> then) {
+  KeptDecision skip = SkipOf(*Undecided(), why);
+  given_up_step_ = skip.outcome.step;
+  step_ = std::monostate();
+  VoidAllTickets();
+  speculation_.Stop();
+  gate_.StartClearing();
+  EnterHere(Admission::kFinishClear, -1,
+            [this, self = shared_from_this(), skip = std::move(skip), then = std::move(then)](
+                absl::Status cleared) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) mutable {
+              if (!cleared.ok()) return;  // Broken; streams have been told.
+              StepOutcome outcome = skip.outcome;
+              ClearStep();
+              trace_.Mark(TraceEventKind::kCommitted, outcome.step);
+              RecordStep(std::move(skip), /*times=*/{});
+              store_->SetStep(outcome.step);
+              RunAfter([listeners = ranks_.ByRank(), lenders = ranks_.TakeLenders(),
+                        outcome = std::move(outcome)]() mutable {
+                for (const auto& listener : listeners) {
+                  if (listener == nullptr) continue;
+                  listener->OnDecision(outcome, {});
+                  listener->OnCommitted(outcome.step, /*update_seconds=*/0);
+                }
+              });
+              ranks_.FreeLeft();
+              step_over_.NotifyAll();
+              std::move(then)();
+            });
+}
+
+void JobImpl::FinishClearing() {
+  // The next attempt begins after an operator's changes, so its overrides come last again.
+  record_.later_changes.assign(record_.later_changes.size(), {});
+  ClearStep();
+}
+
+void JobImpl::ClearStep() {
+  speculation_.DropAll(*store_);
+  ledger_.Clear();
+  sums_.Clear();
+  gradients_->ClearAll();
+  if (kept_ != nullptr) kept_->FreeLeftSumLanes();
+  gate_.FinishClearing();
+}
+
+}  // namespace ballast

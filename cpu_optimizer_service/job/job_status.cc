@@ -1,0 +1,105 @@
+// The picture of a job that others are shown.
+#include <algorithm>
+#include <optional>
+#include <vector>
+
+#include "cpu_optimizer_service/job/job_impl.h"
+
+namespace ballast {
+
+Attachment JobImpl::Position() const {
+  MutexLock lock(mutex_);
+  return PositionNow();
+}
+
+Attachment JobImpl::PositionNow() const {
+  return {.generation = record_.generation,
+          .committed_step = committed_step(),
+          .awaiting_weights = !first_weights_.complete()};
+}
+
+JobStatus JobImpl::Status() const {
+  MutexLock lock(mutex_);
+  JobStatus status;
+  status.generation = record_.generation;
+  status.committed_step = committed_step();
+  if (record_.previous.has_value()) status.undoable_step = record_.committed_step;
+  status.applied_steps = record_.history.applied_steps;
+  status.skipped_steps = record_.history.skipped_steps;
+  status.coverage_complete_steps = record_.history.coverage_complete_steps;
+  status.speculation = record_.history.speculation;
+  status.statistics = record_.history.statistics;
+  status.traffic = traffic_.total();
+  status.gate = gate_.ToString();
+  status.recent_steps.assign(record_.history.recent_steps.begin(),
+                             record_.history.recent_steps.end());
+  status.trainer_state = record_.trainer_state;
+  status.resumed_uid = record_.resumed_uid;
+  status.hyper_parameters = record_.hyper_parameters;
+  status.update_counts.resize(record_.update_counts.size());
+  if (first_weights_.complete()) status.update_counts = record_.update_counts;
+  status.memory = need_;
+  status.speculation_refused = speculation_refused_;
+  status.speculation_paused = CanSpeculate() ? speculation_.paused() : 0;
+  status.accumulators_in_use = std::holds_alternative<std::monostate>(step_)
+                                   ? last_accumulators_in_use_
+                                   : gradients_->accumulators_in_use();
+  const std::vector<RankInStep>* in_step = nullptr;
+  status.phase = JobPhase::kReady;
+  if (const auto* open = std::get_if<OpenStep>(&step_)) {
+    status.phase = JobPhase::kOpen;
+    status.seconds_open = open->SecondsSinceOpened();
+    status.seconds_since_first_seal = open->SecondsSinceFirstSeal();
+    in_step = &open->ranks();
+  } else if (const auto* sealed = std::get_if<SealedStep>(&step_)) {
+    status.phase = gate_.phase() == Phase::kVoting ? JobPhase::kVoting : JobPhase::kSealed;
+    in_step = &sealed->ranks();
+  } else if (const auto* decided = std::get_if<DecidedStep>(&step_)) {
+    status.phase = JobPhase::kUpdating;
+    in_step = &decided->ranks();
+  }
+  if (!first_weights_.complete()) status.phase = JobPhase::kAwaitingWeights;
+  if (gate_.state().torn || broken()) {
+    status.phase = JobPhase::kBroken;
+    status.problem = std::string((broken() ? broken_ : StatusOf(Answer::kTorn)).message());
+  }
+  if (gate_.phase() == Phase::kClosed) status.phase = JobPhase::kClosed;
+  for (int rank = 0; rank < ranks_.size(); ++rank) {
+    if (ranks_[rank].memory != nullptr) status.rank_memory_bytes += ranks_[rank].memory_bytes;
+    status.ranks.push_back(ProgressOf(rank, in_step == nullptr ? nullptr : &(*in_step)[rank]));
+  }
+  status.saves = SavesUnderWay();
+  status.save_counts = save_counts_;
+  return status;
+}
+
+RankProgress JobImpl::ProgressOf(int rank, const RankInStep* state) const {
+  const absl::Span<const int> chunks = layout_.chunks_of_rank(rank);
+  RankProgress progress;
+  progress.attached = !ranks_[rank].process_id.empty();
+  progress.process_id = ranks_[rank].process_id;
+  progress.shared_memory = ranks_[rank].memory != nullptr;
+  progress.chunks = static_cast<int64_t>(chunks.size());
+  if (state == nullptr) return progress;
+  progress.attempt = state->attempt;
+  progress.begun = state->begun;
+  progress.micro_steps_ended = state->micro_steps_ended;
+  progress.sealed = state->sealed.has_value();
+  progress.voted = state->vote.has_value();
+  progress.furthest_micro_step = state->sealed.value_or(0);
+  for (const int chunk : chunks) {
+    progress.furthest_micro_step =
+        std::max(progress.furthest_micro_step, ledger_.next_micro_step(chunk));
+  }
+  if (progress.furthest_micro_step == 0)
+    return progress;  // Nothing has arrived, so nothing is behind.
+  progress.chunks_complete = std::count_if(
+      chunks.begin(), chunks.end(), [&](int chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+        return ledger_.next_micro_step(chunk) == progress.furthest_micro_step;
+      });
+  progress.missing_parameters =
+      NamesBehind(spec(), layout_, ledger_, rank, progress.furthest_micro_step);
+  return progress;
+}
+
+}  // namespace ballast

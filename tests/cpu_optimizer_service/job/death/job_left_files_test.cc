@@ -1,0 +1,322 @@
+// What a process leaves in a state directory, with a file taken away or a word of it changed: the
+// next process says so and touches nothing, or does without it and has the same bits.
+#include <algorithm>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <iterator>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "cpu_optimizer_service/gradients/sum_lane.h"
+#include "cpu_optimizer_service/kernels/adam_redo.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "tests/cpu_optimizer_service/host/directory_in_memory.h"
+#include "tests/cpu_optimizer_service/job/death/dying_jobs.h"
+
+namespace ballast {
+namespace {
+
+using testing::AllOf;
+using testing::HasSubstr;
+using testing::Not;
+using testing::StartsWith;
+
+using Files = std::map<std::string, std::string>;  // Contents by name.
+
+Files ReadAll(const std::string& directory) {
+  Files files;
+  for (const auto& entry : std::filesystem::directory_iterator(directory)) {
+    // What the process was making when it died is nothing yet, and is removed in any case.
+    if (entry.path().extension() == ".new") continue;
+    std::ifstream file(entry.path(), std::ios::binary);
+    files[entry.path().filename()] = std::string(std::istreambuf_iterator<char>(file), {});
+  }
+  // Which process has it is written there.
+  files.erase("superblock");
+  return files;
+}
+
+// "4f6c....second_versions.4096" is "second_versions", "4f6c....versions_12.4096" is "versions".
+std::string KindOf(const std::string& file) {
+  const std::string label = std::vector<std::string>(absl::StrSplit(file, '.'))[1];
+  return label.substr(0, label.find_first_of("0123456789") - 1);
+}
+
+class LeftFiles : public JobDeathTest {
+ protected:
+  // As it was left, in a directory of its own.
+  struct Copy {
+    Copy() { kept.directory = directory.path(); }
+    explicit Copy(const std::string& left) : Copy() {
+      std::filesystem::copy(left, kept.directory);
+      std::filesystem::permissions(kept.directory, std::filesystem::perms::owner_all);
+    }
+    std::string PathOf(const std::string& file) const {
+      return absl::StrCat(kept.directory, "/", file);
+    }
+    DirectoryInMemory directory;
+    Kept kept;
+  };
+
+  // The first instant of which `is_meant`, as the directory shows it.
+  std::string Leave(const Training& training, const DirectoryInMemory& directory,
+                    const std::function<bool(const Files&)>& is_meant) {
+    for (uint64_t at = 1;; at += 2) {
+      std::filesystem::remove_all(directory.path());
+      Kept kept;
+      kept.directory = directory.path();
+      if (!Live(training, kept, {.at_store = at}).died) break;
+      if (is_meant(ReadAll(directory.path()))) return directory.path();
+    }
+    ADD_FAILURE() << "no process died in such an instant";
+    return directory.path();
+  }
+
+  // A process with these files takes the job over and goes on to the end with the same bits, or
+  // refuses it with such a line and leaves them as they are. True: it has refused.
+  bool IsRefused(const Training& training, Copy& copy, const std::string& expected,
+                 const testing::Matcher<const std::string&>& line) {
+    const Files before = ReadAll(copy.kept.directory);
+    const Life life = Live(training, copy.kept, {});
+    EXPECT_FALSE(life.died) << life.last;
+    if (!absl::StartsWith(life.result, "lost: ")) {
+      // A step may have been done again.
+      EXPECT_EQ(life.result.substr(0, 64), expected.substr(0, 64));
+      return false;
+    }
+    EXPECT_THAT(life.result, AllOf(line, Not(HasSubstr("\n"))));
+    EXPECT_EQ(ReadAll(copy.kept.directory), before);
+    return true;
+  }
+  bool IsRefused(const Training& training, Copy& copy, const std::string& expected,
+                 const std::string& file) {
+    const std::string named = copy.PathOf(file.substr(0, file.rfind('.')));
+    return IsRefused(
+        training, copy, expected,
+        AnyOf(HasSubstr(absl::StrCat("the file ", named)),
+              HasSubstr(absl::StrCat("the file ", named.substr(0, named.rfind('_'))))));
+  }
+};
+
+TEST_F(LeftFiles, AreAllThereOrTheJobIsRefusedUntilTheyAre) {
+  Training training = Small();
+  training.steps = 3;
+  training.micro_steps = 4;
+  training.pins = true;
+  std::set<std::string> refused;
+  std::set<std::string> not_needed;
+  for (const bool keeps_previous : {false, true}) {
+    training.spec.keep_previous = keeps_previous;
+    training.spec.update_mode = keeps_previous ? UpdateMode::kWait : UpdateMode::kSpeculate;
+    const std::string expected = Undisturbed(training);
+    for (uint64_t at = 90;; at += 73) {
+      const DirectoryInMemory directory;
+      Kept left;
+      left.directory = directory.path();
+      if (!Live(training, left, {.at_store = at}).died) break;
+      for (const auto& [file, contents] : ReadAll(directory.path())) {
+        SCOPED_TRACE(absl::StrCat(file, " after store ", at));
+        Copy copy(directory.path());
+        const std::string away = copy.directory.outside() + "/away";
+        std::filesystem::rename(copy.PathOf(file), away);
+        const bool is_refused = IsRefused(training, copy, expected, file);
+        (is_refused ? refused : not_needed).insert(KindOf(file));
+        if (!is_refused) continue;
+        std::filesystem::rename(away, copy.PathOf(file));
+        EXPECT_EQ(Live(training, copy.kept, {}).result, expected);
+        if (HasFailure()) return;
+      }
+    }
+  }
+  EXPECT_THAT(refused, testing::IsSupersetOf({"identity", "record", "table", "state", "ledger",
+                                              "redo", "sums", "gradients", "accumulators",
+                                              "previous_versions", "versions"}));
+  // Free slots; and what ranks said of a step that is done again.
+  EXPECT_THAT(not_needed, testing::IsSubsetOf({"versions", "second_versions", "log"}));
+}
+
+// What ranks were told that it had been taken, they need not have any more.
+TEST_F(LeftFiles, WithoutWhatRanksSaidHaveTheStepDoneAgain) {
+  const Training training = Small();
+  const std::string expected = Undisturbed(training);
+  Copy copy;
+  ASSERT_TRUE(Live(training, copy.kept, {.at_store = 1, .kind = "a ledger's word"}).died);
+  for (const auto& [file, contents] : ReadAll(copy.kept.directory)) {
+    if (KindOf(file) == "log") std::filesystem::remove(copy.PathOf(file));
+  }
+  const Life life = Live(copy.kept, {}, [&](Engine& engine) {
+    return absl::StrCat(Worker(engine, training).Train().substr(0, 64), told_at_the_start.at(0));
+  });
+  EXPECT_EQ(life.result.substr(0, 64), expected.substr(0, 64));
+  EXPECT_THAT(life.result, testing::ContainsRegex("its step 1 is done again by its ranks: the file "
+                                                  "/.*\\.log\\* is missing, or not as it was"));
+}
+
+// In a word there may be any chunk, and any number of its elements.
+TEST_F(LeftFiles, HaveNoLaneOfAnUpdateThatIsNone) {
+  const Training training = Small();
+  const std::string expected = Undisturbed(training);
+  const auto lane_of = [](const std::string& redo) {
+    for (size_t at = 0; at + sizeof(RedoLane) <= redo.size(); at += sizeof(RedoLane)) {
+      uint64_t word = 0;
+      std::memcpy(&word, redo.data() + at, sizeof(word));
+      if (word != 0 && RedoWord::Unpack(word).done > 0) return at;
+    }
+    return redo.npos;
+  };
+  std::string file;
+  const DirectoryInMemory directory;
+  const std::string left = Leave(training, directory, [&](const Files& files) {
+    for (const auto& [name, contents] : files) {
+      if (KindOf(name) != "redo" || lane_of(contents) == contents.npos) continue;
+      file = name;
+      return true;
+    }
+    return false;
+  });
+  ASSERT_FALSE(HasFailure());
+  const std::string redo = ReadAll(left)[file];
+  const size_t at = lane_of(redo);
+  RedoLane lane;
+  std::memcpy(&lane, redo.data() + at, sizeof(lane));
+  const RedoWord word = RedoWord::Unpack(lane.word);
+  const auto with = [&](const RedoWord& changed, uint64_t step) {
+    RedoLane other = lane;
+    other.word = changed.Pack();
+    other.step = step;
+    return other;
+  };
+  RedoWord no_chunk = word, too_far = word, too_much = word, before_the_begin = word;
+  no_chunk.chunk ^= uint32_t{1} << 20;
+  too_far.done ^= int64_t{1} << 19;
+  too_much.count = 63;
+  before_the_begin.done = word.count - 1;
+  for (const RedoLane& changed :
+       {with(no_chunk, lane.step), with(too_far, lane.step), with(too_much, lane.step),
+        with(before_the_begin, lane.step), with(word, lane.step ^ 4)}) {
+    Copy copy(left);
+    std::fstream out(copy.PathOf(file), std::ios::in | std::ios::out | std::ios::binary);
+    out.seekp(static_cast<std::streamoff>(at));
+    out.write(reinterpret_cast<const char*>(&changed), sizeof(changed.word) + sizeof(changed.step));
+    out.close();
+    EXPECT_TRUE(IsRefused(training, copy, expected, file));
+  }
+}
+
+// Nothing is decided of it, so the step is done again.
+TEST_F(LeftFiles, HaveNoLaneOfASumThatIsNone) {
+  Training training = Small();
+  training.micro_steps = 3;
+  const std::string expected = Undisturbed(training);
+  const DirectoryInMemory directory;
+  Kept kept;
+  kept.directory = directory.path();
+  ASSERT_TRUE(Live(training, kept, {.at_store = 1, .kind = "a turn of a sum"}).died);
+  std::string file;
+  const Files files = ReadAll(directory.path());
+  for (const auto& [name, contents] : files) {
+    if (KindOf(name) == "sums") file = name;
+  }
+  std::vector<SumLane> lanes(files.at(file).size() / sizeof(SumLane));
+  std::memcpy(lanes.data(), files.at(file).data(), lanes.size() * sizeof(SumLane));
+  const auto in_use =
+      std::find_if(lanes.begin(), lanes.end(), [](const SumLane& lane) { return lane.word != 0; });
+  ASSERT_NE(in_use, lanes.end());
+  const SumWord word = SumWord::Unpack(in_use->word);
+  SumWord no_chunk = word, too_far = word, too_much = word;
+  no_chunk.chunk ^= uint32_t{1} << 20;
+  too_far.done ^= int64_t{1} << 19;
+  too_much.count = 511;
+  for (const SumWord& changed : {no_chunk, too_far, too_much}) {
+    Copy copy(directory.path());
+    std::fstream out(copy.PathOf(file), std::ios::in | std::ios::out | std::ios::binary);
+    out.seekp((in_use - lanes.begin()) * static_cast<std::streamoff>(sizeof(SumLane)));
+    const uint64_t packed = changed.Pack();
+    out.write(reinterpret_cast<const char*>(&packed), sizeof(packed));
+    out.close();
+    const Life life = Live(copy.kept, {}, [&](Engine& engine) {
+      return absl::StrCat(Worker(engine, training).Train().substr(0, 64), told_at_the_start.at(0));
+    });
+    EXPECT_EQ(life.result.substr(0, 64), expected.substr(0, 64)) << life.last;
+    EXPECT_THAT(life.result,
+                AllOf(HasSubstr("its step 1 is done again by its ranks: the file "),
+                      HasSubstr(copy.PathOf(file)), HasSubstr("is not as it was stored")));
+  }
+}
+
+TEST_F(LeftFiles, HaveNoSlotsBesidesThoseOfABatch) {
+  Training training = Small();
+  training.steps = 3;
+  training.pins = true;
+  const std::string expected = Undisturbed(training);
+  std::string file;
+  const DirectoryInMemory directory;
+  // One of its slots is a chunk's.
+  const std::string left = Leave(training, directory, [&](const Files& files) {
+    bool is_used = false;
+    for (const auto& [name, contents] : files) {
+      if (KindOf(name) == "versions") file = name;
+      if (KindOf(name) != "table") continue;
+      std::vector<uint64_t> words(contents.size() / sizeof(uint64_t));
+      std::memcpy(words.data(), contents.data(), contents.size());
+      std::erase(words, uint64_t{0});
+      is_used = std::any_of(words.begin(), words.end(),
+                            [&](uint64_t word) { return (word & 0xfffffff) >= 3 * words.size(); });
+    }
+    return is_used;
+  });
+  ASSERT_FALSE(HasFailure());
+  const std::string whole = ReadAll(left)[file];
+  uint32_t slots = 0;
+  std::memcpy(&slots, whole.data() + sizeof(uint64_t), sizeof(slots));
+  ASSERT_GT(slots, 0u);
+  int refused = 0;
+  const size_t bytes = 2 * sizeof(uint64_t) + slots * sizeof(uint32_t);
+  for (size_t bit = 0; bit < 8 * bytes; bit += 11) {
+    Copy copy(left);
+    std::fstream out(copy.PathOf(file), std::ios::in | std::ios::out | std::ios::binary);
+    out.seekp(static_cast<std::streamoff>(bit / 8));
+    out.put(static_cast<char>(whole[bit / 8] ^ (1 << bit % 8)));
+    out.close();
+    SCOPED_TRACE(absl::StrCat("bit ", bit));
+    refused += IsRefused(training, copy, expected, file) ? 1 : 0;
+    if (HasFailure()) return;
+  }
+  EXPECT_GE(refused, static_cast<int>(8 * bytes / 11) - 2);
+}
+
+// The record says so; then it goes, the last of all.
+TEST_F(LeftFiles, OfAJobThatWasClosedAreNotMissed) {
+  const Training training = Small();
+  int closed = 0;
+  for (uint64_t at = 1;; ++at) {
+    const DirectoryInMemory directory;
+    Kept kept;
+    kept.directory = directory.path();
+    const auto close = [&](Engine& engine) {
+      if (!engine.FindJob(training.spec.name).ok()) (void)Worker(engine, training).Train();
+      (void)engine.CloseJob(training.spec.name);
+      return std::string("closed");
+    };
+    const Life life = Live(kept, {.at_store = at}, close);
+    const Life next = Live(kept, {}, [&](Engine& engine) {
+      return std::string(engine.FindJob(training.spec.name).ok() ? "there" : "not there");
+    });
+    EXPECT_THAT(next.result, testing::AnyOf("there", "not there")) << "after store " << at;
+    if (!life.died) break;
+    ++closed;
+  }
+  EXPECT_GE(closed, 80);
+}
+
+}  // namespace
+}  // namespace ballast

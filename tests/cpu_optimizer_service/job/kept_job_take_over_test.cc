@@ -1,0 +1,128 @@
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/host/kept_record.h"
+#include "cpu_optimizer_service/host/named_memory.h"
+#include "cpu_optimizer_service/job/kept_job.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "tests/cpu_optimizer_service/host/keeper_for_two.h"
+#include "tests/cpu_optimizer_service/job/job_driver.h"
+
+namespace ballast {
+namespace {
+
+using testing::HasSubstr;
+
+// As of processes that die: nothing is given up.
+class KeeperOfAll final : public KeeperForTwo {
+ public:
+  void Drop(const std::string& name) override {}
+};
+
+class KeptJobTakeOverTest : public testing::Test {
+ protected:
+  KeptJobTakeOverTest() {
+    NamedMemory memory(keeper_);
+    KeptJob kept(memory, {.uid = uid_, .spec = MakeJobSpec({})});
+    EXPECT_TRUE(kept.Allocate(/*chunks=*/4, /*lanes=*/2).ok());
+    EXPECT_TRUE(kept.StoreIdentity().ok());
+    record_.committed_step = 7;
+    record_.trainer_state = "after 7";
+    record_.undone = {.step = 8, .generation = 3};
+    EXPECT_TRUE(kept.Store(record_, /*weights_complete=*/true, /*ranks=*/{}).ok());
+  }
+
+  // As if a process of another version had stored it.
+  void Change(const std::string& label, const std::function<void(std::string&)>& change) {
+    NamedMemory memory(keeper_);
+    NamedArenas arenas(memory, uid_, "");
+    KeptRecord record(arenas, label, 0);
+    std::string contents = record.TakeOver().value();
+    change(contents);
+    ASSERT_TRUE(record.Store(contents).ok());
+  }
+  static void SetFormat(std::string& contents, uint32_t format) {
+    std::memcpy(contents.data(), &format, sizeof(format));
+  }
+  absl::StatusOr<std::unique_ptr<KeptJob>> TakeOver(NamedMemory& memory) {
+    return KeptJob::TakeOver(memory, uid_);
+  }
+  absl::Status Refusal() {
+    NamedMemory memory(keeper_);
+    return TakeOver(memory).status();
+  }
+
+  KeeperOfAll keeper_;
+  const std::string uid_ = std::string(kJobUidCharacters, 'a');
+  JobRecord record_;
+};
+
+TEST_F(KeptJobTakeOverTest, OfThePredecessorsFormatIsTakenOverAndKeptInThisOne) {
+  Change("record", [](std::string& contents) {
+    SetFormat(contents, 2);
+    // Which it had not: the step that was undone last, with its generation.
+    contents.resize(contents.size() - 3 * sizeof(uint64_t));
+  });
+  for (const bool by_this : {false, true}) {
+    NamedMemory memory(keeper_);
+    const auto kept = TakeOver(memory);
+    ASSERT_TRUE(kept.ok()) << kept.status();
+    JobRecord record = (*kept)->TakeRecord();
+    EXPECT_EQ((*kept)->identity().spec, MakeJobSpec({}));
+    EXPECT_EQ(record.committed_step, 7u);
+    EXPECT_EQ(record.trainer_state, "after 7");
+    EXPECT_TRUE((*kept)->weights_complete());
+    EXPECT_EQ(record.undone.step, by_this ? 8u : 0u);
+    record.undone = record_.undone;
+    EXPECT_TRUE((*kept)->Store(record, /*weights_complete=*/true, /*ranks=*/{}).ok());
+  }
+  Change("record", [](std::string& contents) {
+    uint32_t format = 0;
+    std::memcpy(&format, contents.data(), sizeof(format));
+    EXPECT_EQ(format, kKeptFormat);
+  });
+}
+
+TEST_F(KeptJobTakeOverTest, OfAnotherFormatOrOfNoneIsRefused) {
+  for (const std::string label : {"record", "identity"}) {
+    std::string before;
+    for (const uint32_t format : {uint32_t{0}, uint32_t{1}, kKeptFormatWithMoments + 1}) {
+      Change(label, [&](std::string& contents) {
+        before = contents;
+        SetFormat(contents, format);
+      });
+      const absl::Status refusal = Refusal();
+      EXPECT_EQ(refusal.code(), absl::StatusCode::kFailedPrecondition);
+      EXPECT_THAT(std::string(refusal.message()),
+                  HasSubstr(absl::StrCat("of the job with uid ", uid_, " was left by a service of ",
+                                         "another version (format ", format, ", here ",
+                                         kKeptFormatWithMoments, "); start that version again")));
+      Change(label, [&](std::string& contents) {
+        contents = before;
+        contents.pop_back();
+      });
+      EXPECT_EQ(Refusal().code(), absl::StatusCode::kDataLoss);
+      Change(label, [&](std::string& contents) { contents = before; });
+      EXPECT_TRUE(Refusal().ok());
+    }
+  }
+}
+
+TEST_F(KeptJobTakeOverTest, ThatWasGivenUpIsNone) {
+  {
+    NamedMemory memory(keeper_);
+    const auto kept = TakeOver(memory);
+    ASSERT_TRUE(kept.ok()) << kept.status();
+    (*kept)->GiveUp();
+  }
+  EXPECT_EQ(Refusal().code(), absl::StatusCode::kNotFound);
+}
+
+}  // namespace
+}  // namespace ballast
