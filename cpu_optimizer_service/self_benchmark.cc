@@ -14,6 +14,7 @@
 #include "cpu_optimizer_service/common/float_format.h"
 #include "cpu_optimizer_service/common/layout.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/steady_time.h"
 #include "cpu_optimizer_service/host/arena.h"
 #include "cpu_optimizer_service/host/huge_pages.h"
 #include "cpu_optimizer_service/host/task_pool.h"
@@ -28,10 +29,6 @@ constexpr int64_t kBytesPerElement = 2 + 4 + 4 + 4 + 2;
 constexpr int kMaxRounds = 100;
 
 using Clock = std::chrono::steady_clock;
-
-double SecondsSince(Clock::time_point begin) {
-  return std::chrono::duration<double>(Clock::now() - begin).count();
-}
 
 double Seconds(absl::FunctionRef<void()> body) {
   const Clock::time_point begin = Clock::now();

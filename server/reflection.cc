@@ -21,7 +21,6 @@ namespace {
 
 namespace v1alpha = grpc::reflection::v1alpha;
 using ::google::protobuf::DescriptorPool;
-using ::google::protobuf::FileDescriptor;
 
 // What this program may serve.
 constexpr const char* kFiles[] = {"ballast/v1/ballast.proto", "ballast/v1/diagnostics.proto",
@@ -30,7 +29,8 @@ constexpr char kHealth[] = "grpc.health.v1.Health";  // gRPC's, without a file.
 
 void AddServices(v1alpha::ListServiceResponse& response) {
   for (const char* name : kFiles) {
-    const FileDescriptor* const file = DescriptorPool::generated_pool()->FindFileByName(name);
+    const google::protobuf::FileDescriptor* const file =
+        DescriptorPool::generated_pool()->FindFileByName(name);
     for (int i = 0; file != nullptr && i < file->service_count(); ++i) {
       response.add_service()->set_name(file->service(i)->full_name());
     }
@@ -39,7 +39,7 @@ void AddServices(v1alpha::ListServiceResponse& response) {
 }
 
 // With those that it imports.
-void AddFile(const FileDescriptor& file, std::set<std::string>& added,
+void AddFile(const google::protobuf::FileDescriptor& file, std::set<std::string>& added,
              v1alpha::FileDescriptorResponse& response) {
   if (!added.insert(file.name()).second) return;
   google::protobuf::FileDescriptorProto message;
@@ -57,7 +57,7 @@ v1alpha::ServerReflectionResponse Answer(const v1alpha::ServerReflectionRequest&
     return response;
   }
   const DescriptorPool& pool = *DescriptorPool::generated_pool();
-  const FileDescriptor* const file =
+  const google::protobuf::FileDescriptor* const file =
       request.message_request_case() == v1alpha::ServerReflectionRequest::kFileByFilename
           ? pool.FindFileByName(request.file_by_filename())
           : pool.FindFileContainingSymbol(request.file_containing_symbol());

@@ -126,7 +126,7 @@ absl::StatusOr<Action> PrepareImport(const Arguments& arguments) {
   };
 }
 
-json ToJson(const v1::Checkpoint& checkpoint) {
+json CheckpointToJson(const v1::Checkpoint& checkpoint) {
   return {{"name", checkpoint.name()},
           {"directory", checkpoint.directory()},
           {"job", checkpoint.job()},
@@ -140,12 +140,11 @@ json ToJson(const v1::Checkpoint& checkpoint) {
 }
 
 std::string ToTable(const v1::ListCheckpointsResponse& response, bool verified) {
-  using Align = Table::Align;
   Table table({{"checkpoint"},
-               {"step", Align::kRight},
-               {"generation", Align::kRight},
+               {"step", kRight},
+               {"generation", kRight},
                {"uid"},
-               {"size", Align::kRight},
+               {"size", kRight},
                {"saved (UTC)"},
                {"by"},
                {verified ? "verified" : "complete"}});
@@ -171,7 +170,7 @@ std::string ToText(const v1::ListCheckpointsResponse& response, bool verified, b
   if (as_json) {
     json all = json::array();
     for (const v1::Checkpoint& checkpoint : response.checkpoints())
-      all.push_back(ToJson(checkpoint));
+      all.push_back(CheckpointToJson(checkpoint));
     return Dump({{"checkpoints", all}});
   }
   return response.checkpoints().empty() ? "no checkpoints\n" : ToTable(response, verified);

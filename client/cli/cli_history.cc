@@ -29,12 +29,8 @@ std::string StepsOf(const HyperParameterRun& run) {
 }
 
 std::string RunsText(const std::vector<HyperParameterRun>& runs) {
-  Table table({{"used in"},
-               {"lr", Table::Align::kRight},
-               {"betas"},
-               {"eps", Table::Align::kRight},
-               {"weight decay"},
-               {"options"}});
+  Table table(
+      {{"used in"}, {"lr", kRight}, {"betas"}, {"eps", kRight}, {"weight decay"}, {"options"}});
   for (const HyperParameterRun& run : runs) {
     std::vector<std::string> cells = HyperParameterCells(run.values);
     cells.insert(cells.begin(), StepsOf(run));

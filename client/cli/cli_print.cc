@@ -11,11 +11,7 @@
 #include "proto/convert.h"
 
 namespace ballast::client::cli {
-namespace {
-
-constexpr Table::Align kRight = Table::Align::kRight;
-
-}  // namespace
+namespace {}  // namespace
 
 std::string JobsText(const v1::ListJobsResponse& response) {
   const std::string memory =

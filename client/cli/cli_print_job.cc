@@ -17,7 +17,6 @@
 namespace ballast::client::cli {
 namespace {
 
-constexpr Table::Align kRight = Table::Align::kRight;
 constexpr int kDecisionsShown = 16;
 constexpr size_t kRanksNamed = 8;
 

@@ -59,9 +59,9 @@ absl::StatusOr<std::string> Summarize(Service& service, const StateRequest& requ
 }
 
 // Writes one plane to a file as its parts arrive.
-class Download {
+class PlaneDownload {
  public:
-  explicit Download(const std::string& path) : path_(path) {}
+  explicit PlaneDownload(const std::string& path) : path_(path) {}
 
   // What has arrived before is dropped.
   void Begin() {
@@ -103,7 +103,7 @@ absl::StatusOr<std::string> WriteFile(Service& service, const StateRequest& requ
   v1::ReadStateRequest message;
   message.set_name(proto::ParameterName(request.job, request.parameter));
   message.set_plane(request.plane == v1::PLANE_UNSPECIFIED ? v1::MASTER : request.plane);
-  Download download(request.out);
+  PlaneDownload download(request.out);
   const absl::Status read = service.ReadState(
       message, [&] { download.Begin(); },
       [&](const v1::ReadStateResponse& part) { return download.Receive(part); });

@@ -29,6 +29,7 @@ class Table {
   const std::vector<Column> columns_;
   std::vector<std::vector<std::string>> rows_;
 };
+inline constexpr Table::Align kRight = Table::Align::kRight;
 
 std::string FormatField(const std::string& name, const std::string& value);  // "name     value\n"
 std::string FormatBytes(int64_t bytes);                                      // "17 B", "1.50 GiB"

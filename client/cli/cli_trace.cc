@@ -33,11 +33,11 @@ struct TraceRequest {
 };
 
 // Writes a trace to a file as its events arrive.
-class Download {
+class TraceDownload {
  public:
   // All arguments outlive it.
-  Download(const JobSpec& spec, const Layout& layout, std::vector<bool> shares_memory,
-           AtomicFile& file)
+  TraceDownload(const JobSpec& spec, const Layout& layout, std::vector<bool> shares_memory,
+                AtomicFile& file)
       : layout_(layout),
         chrome_(spec.name, layout),
         summary_(spec, layout, std::move(shares_memory)),
@@ -94,7 +94,7 @@ absl::Status NothingBegun(Service& service, const TraceRequest& request, absl::D
                    "; nothing was written; give it longer with --timeout"));
 }
 
-std::string Describe(const TraceRequest& request, const Download& trace) {
+std::string Describe(const TraceRequest& request, const TraceDownload& trace) {
   const TraceSummary& summary = trace.summary();
   std::string text =
       absl::StrCat("wrote ", FormatCount(summary.events()), " events of job ", request.job, " to ",
@@ -127,7 +127,7 @@ absl::StatusOr<std::string> Trace(Service& service, const TraceRequest& request,
   std::vector<bool> shares_memory;
   for (const v1::RankProgress& rank : job.ranks()) shares_memory.push_back(rank.shared_memory());
   BALLAST_ASSIGN_OR_RETURN(const std::unique_ptr<AtomicFile> file, CreateOutputFile(request.out));
-  Download download(spec, layout, std::move(shares_memory), *file);
+  TraceDownload download(spec, layout, std::move(shares_memory), *file);
   v1::TraceJobRequest message;
   message.set_name(proto::JobName(request.job));
   message.set_steps(request.steps);

@@ -96,7 +96,6 @@ int64_t TraceSummary::committed() const {
 }
 
 std::string TraceSummary::Text() const {
-  constexpr Table::Align kRight = Table::Align::kRight;
   std::vector<Table::Column> columns = {
       {"step", kRight}, {"decided", kRight}, {"committed", kRight}};
   for (const BusyKind& busy : kBusyKinds) columns.push_back({busy.title, kRight});

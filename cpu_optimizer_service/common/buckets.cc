@@ -2,17 +2,19 @@
 
 #include <algorithm>
 
+#include "cpu_optimizer_service/common/rounding.h"
+
 namespace ballast {
 
 std::vector<Bucket> MakeBuckets(absl::Span<const int64_t> flat_elements, int world_size,
                                 int64_t bucket_elements) {
   const int64_t row = world_size * kBlockElements;  // One block for each rank.
-  const int64_t step = std::max<int64_t>(1, (bucket_elements + row - 1) / row) * row;
+  const int64_t step = std::max(row, RoundUp(bucket_elements, row));
   std::vector<Bucket> buckets;
   for (int group = 0; group < static_cast<int>(flat_elements.size()); ++group) {
     for (int64_t begin = 0; begin < flat_elements[group]; begin += step) {
       const int64_t end = std::min(begin + step, flat_elements[group]);
-      const int64_t rows = (end - begin + row - 1) / row;
+      const int64_t rows = DivideUp(end - begin, row);
       buckets.push_back(
           {.group = group, .begin = begin, .end = end, .shard_elements = rows * kBlockElements});
     }

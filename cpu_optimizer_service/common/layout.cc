@@ -5,16 +5,11 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "cpu_optimizer_service/common/rounding.h"
 #include "cpu_optimizer_service/common/status.h"
 
 namespace ballast {
 namespace {
-
-int64_t RoundUp(int64_t elements, int64_t unit) { return (elements + unit - 1) / unit * unit; }
-
-int64_t ChunksOf(int64_t elements, int64_t chunk_elements) {
-  return (elements + chunk_elements - 1) / chunk_elements;
-}
 
 absl::Status CheckChunkCount(int64_t chunks) {
   if (chunks <= kMaxChunks) return absl::OkStatus();
@@ -262,7 +257,7 @@ absl::Status Layout::CutFlatSpaces() {
   // Counted before any chunk is made: a few bytes can describe more than there is memory for.
   int64_t chunk_count = 0;
   for (const PartitionRange& range : ranges) {
-    chunk_count += ChunksOf(range.end - range.begin, spec_.chunk_elements);
+    chunk_count += DivideUp(range.end - range.begin, spec_.chunk_elements);
   }
   BALLAST_RETURN_IF_ERROR(CheckChunkCount(chunk_count));
   chunks_.reserve(chunk_count);
@@ -310,7 +305,7 @@ absl::Status Layout::CutShards() {
       }
       // The count fits an int here: it was checked at the end of the last turn.
       space.first_chunk = static_cast<int>(chunk_count);
-      chunk_count += ChunksOf(space.elements, spec_.chunk_elements);
+      chunk_count += DivideUp(space.elements, spec_.chunk_elements);
       flat_elements_[group] += space.elements;
       BALLAST_RETURN_IF_ERROR(CheckChunkCount(chunk_count));
     }

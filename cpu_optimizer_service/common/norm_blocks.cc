@@ -2,10 +2,10 @@
 
 #include <limits>
 
+#include "cpu_optimizer_service/common/rounding.h"
+
 namespace ballast {
 namespace {
-
-int64_t RoundUp(int64_t value, int64_t unit) { return (value + unit - 1) / unit; }
 
 // The parameter to which `number` belongs, by the first number of each.
 int OwnerOf(absl::Span<const int64_t> first, int64_t number) {
@@ -14,8 +14,8 @@ int OwnerOf(absl::Span<const int64_t> first, int64_t number) {
 
 // Units of `size` elements that lie whole in elements [begin, end) of a parameter of `elements`.
 NormBlocks::Range WholeUnits(int64_t begin, int64_t end, int64_t elements, int64_t size) {
-  const int64_t first = RoundUp(begin, size);
-  const int64_t last = end == elements ? RoundUp(end, size) : end / size;
+  const int64_t first = DivideUp(begin, size);
+  const int64_t last = end == elements ? DivideUp(end, size) : end / size;
   return {first, std::max(first, last)};
 }
 
@@ -36,7 +36,7 @@ int64_t NormBlocks::CountOf(const Layout& layout, int64_t unit_elements) {
   int64_t count = 0;
   for (int group = 0; group < layout.group_count(); ++group) {
     for (const int parameter : layout.parameters_of_group(group)) {
-      count += RoundUp(layout.place(parameter).elements, unit_elements);
+      count += DivideUp(layout.place(parameter).elements, unit_elements);
     }
   }
   return count;
@@ -62,8 +62,8 @@ NormBlocks::NormBlocks(const Layout& layout) : layout_(layout) {
   for (int p = 0; p < parameters; ++p) {
     const int64_t elements =
         layout.spec().parameters[p].trainable ? layout.place(p).elements : int64_t{0};
-    first_block_.push_back(first_block_.back() + RoundUp(elements, kBlockElements));
-    first_span_.push_back(first_span_.back() + RoundUp(elements, kSpanElements));
+    first_block_.push_back(first_block_.back() + DivideUp(elements, kBlockElements));
+    first_span_.push_back(first_span_.back() + DivideUp(elements, kSpanElements));
   }
   // What is cut has a piece that ends within it.
   for (int chunk = 0; chunk < static_cast<int>(layout.chunks().size()); ++chunk) {

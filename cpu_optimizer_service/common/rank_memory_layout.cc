@@ -1,12 +1,12 @@
 #include "cpu_optimizer_service/common/rank_memory_layout.h"
 
+#include "cpu_optimizer_service/common/rounding.h"
+
 namespace ballast {
 namespace {
 
 constexpr int64_t kPlaceAlignment = 64;
 constexpr int64_t kPageBytes = 4096;
-
-int64_t RoundUp(int64_t bytes, int64_t unit) { return (bytes + unit - 1) / unit * unit; }
 
 }  // namespace
 

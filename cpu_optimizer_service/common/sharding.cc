@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
+#include "cpu_optimizer_service/common/rounding.h"
 
 namespace ballast {
 namespace {
@@ -19,7 +20,7 @@ struct Part {
   int64_t size = 0;
 };
 
-int64_t ShareOf(const Part& part, int ranks) { return (part.size + ranks - 1) / ranks; }
+int64_t ShareOf(const Part& part, int ranks) { return DivideUp(part.size, ranks); }
 
 Part CutFor(const Part& part, int ranks, int coordinate) {
   const int64_t share = ShareOf(part, ranks);

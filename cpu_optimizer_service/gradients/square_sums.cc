@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "absl/types/span.h"
+#include "cpu_optimizer_service/common/rounding.h"
 #include "cpu_optimizer_service/kernels/kernels.h"
 
 namespace ballast {
@@ -33,7 +34,7 @@ double SumShortBlock(const std::byte* gradient, DType dtype, int64_t elements) {
 void ForEachShare(int64_t count, int64_t share, SquareSums::ForEach for_each,
                   absl::FunctionRef<void(int64_t begin, int64_t end)> body) {
   if (count <= share) return body(0, count);
-  for_each((count + share - 1) / share,
+  for_each(DivideUp(count, share),
            [&](int64_t task) { body(task * share, std::min((task + 1) * share, count)); });
 }
 

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "cpu_optimizer_service/common/rounding.h"
 #include "cpu_optimizer_service/host/huge_pages.h"
 
 namespace ballast {
@@ -72,7 +73,7 @@ class AnonymousArenaFactory : public ArenaFactory {
 
  private:
   void TouchAll(std::byte* data, int64_t bytes) const {
-    const int64_t pieces = (bytes + kTouchBytes - 1) / kTouchBytes;
+    const int64_t pieces = DivideUp(bytes, kTouchBytes);
     const auto touch_piece = [&](int64_t piece) {
       TouchRange(data, piece * kTouchBytes, std::min(bytes, (piece + 1) * kTouchBytes));
     };

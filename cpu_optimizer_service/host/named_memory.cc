@@ -1,6 +1,7 @@
 #include "cpu_optimizer_service/host/named_memory.h"
 
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/vfs.h>
@@ -14,6 +15,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
+#include "cpu_optimizer_service/common/rounding.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/populate_pages.h"
 #include "cpu_optimizer_service/host/huge_pages.h"
@@ -29,8 +31,6 @@ namespace {
 
 // What one task makes huge: a few milliseconds of the system's work. Less is not worth the calls.
 constexpr int64_t kCollapseBytes = 8 * kHugePageBytes;
-// Of hugetlbfs.
-constexpr auto kHugeFileSystem = 0x958458f6;
 
 int64_t SizeOf(int file) {
   struct stat facts = {};
@@ -124,9 +124,9 @@ absl::Status NamedMemory::Back(const NamedArena& arena) {
 // process maps them in no time.
 bool NamedMemory::MakeHuge(NamedArena& arena) {
   struct statfs facts = {};
-  if (fstatfs(arena.file_descriptor(), &facts) == 0 && facts.f_type == kHugeFileSystem) return true;
+  if (fstatfs(arena.file_descriptor(), &facts) == 0 && facts.f_type == HUGETLBFS_MAGIC) return true;
   const int64_t bytes = arena.size_bytes() / kHugePageBytes * kHugePageBytes;
-  const int64_t pieces = (bytes + kCollapseBytes - 1) / kCollapseBytes;
+  const int64_t pieces = DivideUp(bytes, kCollapseBytes);
   std::atomic<bool> huge = pieces > 0;
   const auto collapse = [&](int64_t piece) {
     if (!huge.load()) return;

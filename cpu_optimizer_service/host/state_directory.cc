@@ -1,6 +1,7 @@
 #include "cpu_optimizer_service/host/state_directory.h"
 
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -22,6 +23,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/strip.h"
+#include "cpu_optimizer_service/common/rounding.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "cpu_optimizer_service/common/system/visit_names.h"
 #include "cpu_optimizer_service/host/huge_pages.h"
@@ -53,17 +55,14 @@ constexpr char kUse[] =
     "; give a directory on a tmpfs, such as /dev/shm/ballast, or in Kubernetes one on a volume of "
     "emptyDir with medium: Memory";
 
-constexpr uint32_t kHugeFileSystem = 0x958458f6;
-
 // Empty: not in memory.
 std::string FileSystemInMemory(const struct statfs& facts) {
   switch (static_cast<uint32_t>(facts.f_type)) {
-    // TMPFS_MAGIC, HUGETLBFS_MAGIC and RAMFS_MAGIC of linux/magic.h.
-    case 0x01021994:
+    case TMPFS_MAGIC:
       return "tmpfs";
-    case kHugeFileSystem:
+    case HUGETLBFS_MAGIC:
       return "hugetlbfs";
-    case 0x858458f6:
+    case RAMFS_MAGIC:
       return "ramfs";
     default:
       return "";
@@ -413,7 +412,7 @@ absl::Status StateDirectory::OpenFiles(const std::map<std::string, int64_t>& fil
 // ---------------------------------------------------------------- a keeper's
 
 absl::StatusOr<FileDescriptor> StateDirectory::MakeFile(const std::string& name, int64_t bytes) {
-  const int64_t size = (bytes + page_bytes_ - 1) / page_bytes_ * page_bytes_;
+  const int64_t size = RoundUp(bytes, page_bytes_);
   const std::string file = FileOf(name, size);
   if (file.empty() || name.size() > kMaxKeptName) {
     return absl::InvalidArgumentError(absl::StrCat("named memory cannot be called ", name));
@@ -487,7 +486,7 @@ std::optional<FileKeeper::Room> StateDirectory::room() const {
   if (fstatfs(directory_.number(), &facts) != 0) return room;
   // One without a size of its own says 0.
   if (facts.f_blocks > 0) room.bytes = static_cast<int64_t>(facts.f_bavail) * facts.f_bsize;
-  if (static_cast<uint32_t>(facts.f_type) == kHugeFileSystem) {
+  if (static_cast<uint32_t>(facts.f_type) == HUGETLBFS_MAGIC) {
     room.is_apart = true;
     room.bytes = std::min(room.bytes, HugePagePoolBytes(facts.f_bsize).value_or(room.bytes));
   }

@@ -12,7 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/check.h"
 #include "cpu_optimizer_service/common/float_format.h"
-#include "cpu_optimizer_service/common/overflow.h"
+#include "cpu_optimizer_service/common/text/overflow.h"
 #include "cpu_optimizer_service/host/kept_record.h"
 #include "cpu_optimizer_service/job/job_impl.h"
 #include "cpu_optimizer_service/job/step/chunk_update.h"

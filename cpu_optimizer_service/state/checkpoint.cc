@@ -15,7 +15,7 @@ namespace ballast {
 namespace {
 
 // Saves that delete what is being read leave newer ones to be read.
-constexpr int kMostAttempts = 3;
+constexpr int kMostReads = 3;
 // Files that are read at once, for their checksums.
 constexpr int kThreads = 4;
 
@@ -131,7 +131,7 @@ absl::Status Checkpoint::Read(const std::string& parameter, Plane plane, int64_t
 
 absl::StatusOr<OpenedCheckpoint> OpenNewest(FileSystem& file_system, const std::string& path,
                                             int64_t most_bytes) {
-  for (int attempt = 0; attempt < kMostAttempts; ++attempt) {
+  for (int attempt = 0; attempt < kMostReads; ++attempt) {
     BALLAST_ASSIGN_OR_RETURN(const std::vector<FoundCheckpoint> all,
                              FindCheckpoints(file_system, path));
     std::vector<std::string> passed_over;
@@ -164,7 +164,7 @@ absl::StatusOr<OpenedCheckpoint> OpenNewest(FileSystem& file_system, const std::
     }
   }
   return absl::UnavailableError(
-      absl::StrCat(path, ": saves deleted each checkpoint while it was read, ", kMostAttempts,
+      absl::StrCat(path, ": saves deleted each checkpoint while it was read, ", kMostReads,
                    " times; load it again when no save is under way"));
 }
 

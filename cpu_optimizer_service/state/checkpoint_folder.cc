@@ -21,7 +21,7 @@ namespace ballast {
 namespace {
 
 // At a directory of one's own.
-constexpr int kMostAttempts = 4;
+constexpr int kMostFolders = 4;
 
 std::string In(const std::string& folder, absl::string_view name) {
   return absl::StrCat(folder, "/", name);
@@ -82,7 +82,7 @@ std::string PartialPath(const std::string& path) {
 
 absl::StatusOr<Partial> MakePartial(FileSystem& file_system, const std::string& path) {
   Partial made;
-  for (int attempt = 1; attempt <= kMostAttempts; ++attempt) {
+  for (int attempt = 1; attempt <= kMostFolders; ++attempt) {
     made.path = PartialPath(path);
     BALLAST_RETURN_IF_ERROR(file_system.CreateDirectory(made.path));
     made.lock = file_system.TryLock(made.path);
@@ -90,7 +90,7 @@ absl::StatusOr<Partial> MakePartial(FileSystem& file_system, const std::string& 
     // here, and then it removes nothing either.
     if (made.lock != nullptr && file_system.Exists(LockPath(made.path))) break;
     // The other one may be removing it, too; what is left goes with a later one.
-    if (attempt < kMostAttempts) file_system.RemoveAll(made.path).IgnoreError();
+    if (attempt < kMostFolders) file_system.RemoveAll(made.path).IgnoreError();
   }
   return made;
 }

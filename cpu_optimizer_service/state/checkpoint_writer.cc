@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/system/steady_time.h"
 #include "cpu_optimizer_service/common/text/checkpoint_name.h"
 #include "cpu_optimizer_service/state/checkpoint_folder.h"
 
@@ -35,9 +36,7 @@ CheckpointWriter::CheckpointWriter(FileSystem& file_system, Target target, Check
   for (const CheckpointPart& part : parts_) size_bytes_ += part.bytes;
 }
 
-double CheckpointWriter::SecondsSinceProgress() const {
-  return std::chrono::duration<double>(Clock::now() - progress_.load()).count();
-}
+double CheckpointWriter::SecondsSinceProgress() const { return SecondsSince(progress_.load()); }
 
 void CheckpointWriter::Progress(int64_t bytes) {
   written_bytes_ += bytes;

@@ -10,8 +10,6 @@
 namespace ballast::worker::cpu {
 namespace {
 
-constexpr int kTileRows = 64;
-
 template <typename T>
 double RowLoss(int classes, int target, T* row) {
   const T largest = *std::max_element(row, row + classes);

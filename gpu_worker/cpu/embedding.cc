@@ -6,13 +6,6 @@
 #include "gpu_worker/cpu/parallel.h"
 
 namespace ballast::worker::cpu {
-namespace {
-
-constexpr int kTileRows = 64;
-constexpr int kTileColumns = 64;
-
-}  // namespace
-
 template <typename T>
 void EmbeddingForward(const EmbeddingShape& shape, const int32_t* inputs, const T* tokens,
                       const T* positions, T* out) {

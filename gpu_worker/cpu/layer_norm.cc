@@ -7,13 +7,6 @@
 #include "gpu_worker/cpu/parallel.h"
 
 namespace ballast::worker::cpu {
-namespace {
-
-constexpr int kTileRows = 64;
-constexpr int kTileColumns = 64;
-
-}  // namespace
-
 template <typename T>
 void LayerNormForward(const LayerNormShape& shape, const T* in, const T* weight, const T* bias,
                       T* out, T* mean, T* rstd) {

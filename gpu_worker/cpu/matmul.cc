@@ -9,13 +9,13 @@
 namespace ballast::worker::cpu {
 namespace {
 
-constexpr int kTileRows = 128;  // Large enough for BLAS to reach its speed.
+constexpr int kMatmulRows = 128;  // Large enough for BLAS to reach its speed.
 
 }  // namespace
 
 template <typename T>
 void MatmulForward(const MatmulShape& shape, const T* in, const T* weight, const T* bias, T* out) {
-  ForEachTile(shape.rows, kTileRows, [&](int begin, int end) {
+  ForEachTile(shape.rows, kMatmulRows, [&](int begin, int end) {
     T* tile = out + static_cast<int64_t>(begin) * shape.out;
     if (bias != nullptr) {
       for (int row = 0; row < end - begin; ++row) {
@@ -35,12 +35,12 @@ void MatmulForward(const MatmulShape& shape, const T* in, const T* weight, const
 template <typename T>
 void MatmulBackward(const MatmulShape& shape, const T* d_out, const T* in, const T* weight, T* d_in,
                     T* d_weight, T* d_bias) {
-  ForEachTile(shape.rows, kTileRows, [&](int begin, int end) {
+  ForEachTile(shape.rows, kMatmulRows, [&](int begin, int end) {
     Gemm(Product<T>{.rows = end - begin, .columns = shape.in, .inner = shape.out},
          {d_out + static_cast<int64_t>(begin) * shape.out, shape.out}, {weight, shape.in},
          {d_in + static_cast<int64_t>(begin) * shape.in, shape.in});
   });
-  ForEachTile(shape.out, kTileRows, [&](int begin, int end) {
+  ForEachTile(shape.out, kMatmulRows, [&](int begin, int end) {
     Gemm(Product<T>{.rows = end - begin,
                     .columns = shape.in,
                     .inner = shape.rows,

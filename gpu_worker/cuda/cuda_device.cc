@@ -19,7 +19,6 @@
 namespace ballast::worker {
 namespace {
 
-constexpr size_t kPageBytes = 4096;
 constexpr int kLeastCapability = 80;  // The least of CMAKE_CUDA_ARCHITECTURES: bf16 tensor cores.
 constexpr char kComputeStream[] = "compute";
 

@@ -51,7 +51,10 @@ class DeviceMemory {
   }
 };
 
-// Memory of the host, for copies from and to the device. 4096-byte aligned.
+// Of the host.
+inline constexpr size_t kPageBytes = 4096;
+
+// Memory of the host, for copies from and to the device, from the beginning of a page.
 class HostMemory {
  public:
   virtual ~HostMemory() = default;

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "cpu_optimizer_service/common/rounding.h"
 #include "cpu_optimizer_service/common/system/parallel_for.h"
 #include "gpu_worker/base/random.h"
 
@@ -159,7 +160,7 @@ void GptInitialValues(const GptConfig& config, uint64_t seed, int parameter, int
     case FirstValues::kRandom: {
       constexpr int64_t kTogether = 1 << 13;
       const auto size = static_cast<int64_t>(values.size());
-      ParallelFor((size + kTogether - 1) / kTogether, [&](int64_t task) {
+      ParallelFor(DivideUp(size, kTogether), [&](int64_t task) {
         const int64_t end = std::min(size, (task + 1) * kTogether);
         for (int64_t i = task * kTogether; i < end; ++i) {
           values[i] = kind.deviation * RandomNormal(seed, parameter, offset + i);

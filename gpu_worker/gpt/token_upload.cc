@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "cpu_optimizer_service/common/check.h"
+#include "cpu_optimizer_service/common/rounding.h"
 #include "cpu_optimizer_service/common/status.h"
 
 namespace ballast::worker {
@@ -12,9 +13,7 @@ namespace {
 // Arrays begin at multiples of so many elements, as memory of their own would.
 constexpr int64_t kAlignElements = 256 / sizeof(int32_t);
 
-int64_t Aligned(int64_t elements) {
-  return (elements + kAlignElements - 1) / kAlignElements * kAlignElements;
-}
+int64_t Aligned(int64_t elements) { return RoundUp(elements, kAlignElements); }
 
 // Inputs, targets, and the three arrays of cuda::TokenRows, which are longest where no token occurs
 // twice.

@@ -10,8 +10,6 @@
 namespace ballast::worker {
 namespace {
 
-constexpr uintptr_t kPageBytes = 4096;
-
 uintptr_t PageOf(const std::byte* byte) { return reinterpret_cast<uintptr_t>(byte) / kPageBytes; }
 
 // Joins what shares a page or touches, and so everything where the memory is one mapping.

@@ -7,17 +7,14 @@
 
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/check.h"
+#include "cpu_optimizer_service/common/rounding.h"
 #include "cpu_optimizer_service/common/status.h"
 
 namespace ballast::worker {
 namespace {
 
-constexpr size_t kPageBytes = 4096;
-
 // From the beginning of one slot to the next.
-size_t StrideBytes(size_t slot_bytes) {
-  return (slot_bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
-}
+size_t StrideBytes(size_t slot_bytes) { return RoundUp(slot_bytes, kPageBytes); }
 
 }  // namespace
 

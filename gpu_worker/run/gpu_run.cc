@@ -3,6 +3,7 @@
 #include <string>
 #include <utility>
 
+#include "cpu_optimizer_service/common/rounding.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/base/log.h"
 #include "gpu_worker/cuda/cublaslt_matmul.h"
@@ -49,7 +50,7 @@ class OpenedGpuRun final : public GpuRun {
     BALLAST_RETURN_IF_ERROR(Connect(host));
     const int world_size = host.world_size();
     return MakeDeviceBackend({.model = options.model,
-                              .sequences = (options.trainer.batch + world_size - 1) / world_size,
+                              .sequences = DivideUp(options.trainer.batch, world_size),
                               .accumulation = options.accumulation,
                               .check_gradients = options.check_gradients,
                               .on_device = options_.optimizer == OptimizerKind::kLocal,

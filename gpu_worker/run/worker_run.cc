@@ -10,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "cpu_optimizer_service/common/rounding.h"
 #include "cpu_optimizer_service/common/status.h"
 #include "gpu_worker/collective/agreement.h"
 #include "gpu_worker/collective/share.h"
@@ -34,7 +35,7 @@ absl::Status Validate(const TrainerOptions& options) {
 }
 
 int64_t TokensOfARank(const WorkerOptions& options, int world_size) {
-  const int64_t sequences = (int64_t{options.trainer.batch} + world_size - 1) / world_size;
+  const int64_t sequences = DivideUp(int64_t{options.trainer.batch}, world_size);
   return sequences * options.model.context;
 }
 

@@ -20,6 +20,7 @@
 #include "cpu_optimizer_service/common/adam.h"
 #include "cpu_optimizer_service/common/dtype.h"
 #include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/common/rounding.h"
 
 namespace ballast::worker {
 
@@ -30,7 +31,7 @@ struct BlocksInChunks {
   int64_t begin = 0;
   int64_t elements = 0;
 
-  int64_t blocks() const { return (elements + kBlockElements - 1) / kBlockElements; }
+  int64_t blocks() const { return DivideUp(elements, kBlockElements); }
 };
 
 class LocalArithmetic {

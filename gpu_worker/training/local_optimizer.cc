@@ -9,8 +9,8 @@
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/adam.h"
 #include "cpu_optimizer_service/common/check.h"
-#include "cpu_optimizer_service/common/overflow.h"
 #include "cpu_optimizer_service/common/status.h"
+#include "cpu_optimizer_service/common/text/overflow.h"
 #include "gpu_worker/base/stopwatch.h"
 
 namespace ballast::worker {

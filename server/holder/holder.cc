@@ -19,9 +19,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <ctime>
 #include <vector>
 
+#include "cpu_optimizer_service/common/system/steady_time.h"
 #include "server/holder/child_start.h"
 #include "server/holder/holder_table.h"
 #include "server/holder/trial.h"
@@ -34,12 +34,6 @@ constexpr double kServedSeconds = 5;
 // Before the second start in a row, doubled from then on.
 constexpr int kPauseMs = 50;
 constexpr int kLongestPauseMs = 5000;
-
-double Now() {
-  timespec now = {};
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
-}
 
 // What a SIGHUP means that does not say it itself.
 enum class Hangup { kDrain, kUpgrade, kIgnored };
@@ -250,7 +244,7 @@ void Holder::ReadMessages() {
 }
 
 void Holder::Ready(const HolderMessage& message) {
-  if (ready_at_ == 0) ready_at_ = Now();  // It says it again when the format changes.
+  if (ready_at_ == 0) ready_at_ = SteadySeconds();  // It says it again when the format changes.
   table_->state_format = message.state_format;
   if (upgrade_ == Upgrade::kStarting) EndUpgrade(nullptr);
 }
@@ -361,11 +355,11 @@ void Holder::PauseAfter(int deaths) {
 }
 
 void Holder::Pause(int milliseconds) {
-  const double until = Now() + 1e-3 * milliseconds;
+  const double until = SteadySeconds() + 1e-3 * milliseconds;
   // A signal ends it: the child that is started then gets it.
-  while (stopping_ == 0 && Now() < until) {
+  while (stopping_ == 0 && SteadySeconds() < until) {
     pollfd wait = {.fd = signals_, .events = POLLIN, .revents = 0};
-    poll(&wait, 1, std::max(1, static_cast<int>(1e3 * (until - Now()))));
+    poll(&wait, 1, std::max(1, static_cast<int>(1e3 * (until - SteadySeconds()))));
     ReadSignals();
   }
 }
@@ -401,7 +395,7 @@ int Holder::Run() {
       continue;
     }
     failures = 0;
-    const bool served = ready_at_ > 0 && Now() - ready_at_ >= kServedSeconds;
+    const bool served = ready_at_ > 0 && SteadySeconds() - ready_at_ >= kServedSeconds;
     deaths = served ? 1 : deaths + 1;
     ++table_->deaths;
     const char* const how = by_itself ? "with code" : "by signal";

@@ -10,19 +10,14 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
-#include <ctime>
+
+#include "cpu_optimizer_service/common/system/steady_time.h"
 
 namespace ballast::server {
 namespace {
 
 // It reads a few files. A disk of the network may take its time.
 constexpr double kLongestSeconds = 60;
-
-double Now() {
-  timespec now = {};
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
-}
 
 void Close(int& descriptor) {
   if (descriptor >= 0) close(descriptor);
@@ -54,7 +49,7 @@ bool Trial::Start(const char* path, ChildStart start) {
   socket_ = ends[0];
   output_ = pipe_ends[0];
   if (made && pid_ > 0) {
-    deadline_ = Now() + kLongestSeconds;
+    deadline_ = SteadySeconds() + kLongestSeconds;
     return true;
   }
   pid_ = 0;
@@ -64,7 +59,7 @@ bool Trial::Start(const char* path, ChildStart start) {
 }
 
 int Trial::milliseconds_left() const {
-  return std::max(0, static_cast<int>(1e3 * (deadline_ - Now())) + 1);
+  return std::max(0, static_cast<int>(1e3 * (deadline_ - SteadySeconds())) + 1);
 }
 
 void Trial::Read() {
@@ -95,7 +90,7 @@ bool Trial::Ended() {
   if (!running()) return false;
   if (output_ >= 0) Read();
   int status = 0;
-  const bool is_late = Now() >= deadline_;
+  const bool is_late = SteadySeconds() >= deadline_;
   if (is_late) kill(pid_, SIGKILL);
   if (waitpid(pid_, &status, is_late ? 0 : WNOHANG) != pid_) return false;
   pid_ = 0;

@@ -9,7 +9,7 @@
 namespace ballast::server {
 namespace {
 
-v1::JobPhase ToMessage(JobPhase phase) {
+v1::JobPhase PhaseMessage(JobPhase phase) {
   switch (phase) {
     case JobPhase::kAwaitingWeights:
       return v1::AWAITING_WEIGHTS;
@@ -31,7 +31,7 @@ v1::JobPhase ToMessage(JobPhase phase) {
   return v1::JOB_PHASE_UNSPECIFIED;
 }
 
-v1::StepRecord ToMessage(const StepRecord& record) {
+v1::StepRecord StepMessage(const StepRecord& record) {
   v1::StepRecord message;
   message.set_step(record.outcome.step);
   message.set_applied(record.outcome.decision.apply);
@@ -245,7 +245,7 @@ v1::Job ToMessage(const Engine& engine, const Job& job, bool with_parameters) {
   *message.mutable_generation() = proto::ToProto(status.generation);
   message.set_committed_step(status.committed_step);
   message.set_undoable_step(status.undoable_step);
-  message.set_phase(ToMessage(status.phase));
+  message.set_phase(PhaseMessage(status.phase));
   message.set_problem(status.problem);
   message.set_applied_steps(status.applied_steps);
   message.set_skipped_steps(status.skipped_steps);
@@ -260,7 +260,7 @@ v1::Job ToMessage(const Engine& engine, const Job& job, bool with_parameters) {
   if (status.phase == JobPhase::kBroken) AddFoundCheckpoint(engine, job, message);
   AddGroups(job, status, message);
   for (const StepRecord& record : status.recent_steps) {
-    *message.add_recent_steps() = ToMessage(record);
+    *message.add_recent_steps() = StepMessage(record);
   }
   for (int p = 0; p < message.parameters_size(); ++p) {
     message.mutable_parameters(p)->set_offset(job.layout().place(p).offset);

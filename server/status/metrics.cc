@@ -27,7 +27,7 @@ using prometheus::MetricType;
 using Labels = std::vector<std::pair<std::string, std::string>>;
 
 // A job may have thousands of groups, each of which would be series of its own.
-constexpr size_t kMostGroups = 32;
+constexpr size_t kMostLabelledGroups = 32;
 
 // Families in the order of their first sample.
 class Families {
@@ -309,7 +309,7 @@ void AddJob(const Job& job, const CheckpointDirectory* checkpoints, Families& to
   AddMemory(name, status, to);
   AddSpeculation(name, status, to);
   AddSaves(job, status, checkpoints, to);
-  const size_t groups = std::min(job.spec().groups.size(), kMostGroups);
+  const size_t groups = std::min(job.spec().groups.size(), kMostLabelledGroups);
   for (size_t group = 0; group < groups; ++group) {
     to.Gauge("ballast_learning_rate", "Of a group of parameters; the first 32 groups.",
              {{"job_name", name}, {"group", job.spec().groups[group].name}},

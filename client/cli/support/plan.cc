@@ -213,12 +213,11 @@ std::string PlanText(const Plan& plan) {
                   FormatField("chunks", FormatCount(plan.chunks)),
                   FormatField("ranks", FormatCount(plan.world_size)),
                   FormatField("limit", FormatBytes(plan.limit_bytes)), "\n");
-  using Align = Table::Align;
   Table table({{"update"},
                {"micro-steps"},
                {"shared memory"},
-               {"needs", Align::kRight},
-               {"bytes/element", Align::kRight},
+               {"needs", kRight},
+               {"bytes/element", kRight},
                {"fits"}});
   bool any = false;
   bool all = true;

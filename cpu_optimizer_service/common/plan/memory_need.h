@@ -9,6 +9,7 @@
 #include "absl/types/span.h"
 #include "cpu_optimizer_service/common/job_spec.h"
 #include "cpu_optimizer_service/common/layout.h"
+#include "cpu_optimizer_service/common/rounding.h"
 
 namespace ballast {
 
@@ -29,9 +30,7 @@ MemoryNeed NeedOf(const JobSpec& spec, const Layout& layout);
 
 // The parts of it, in bytes.
 inline constexpr int64_t kArenaAlignment = 64;
-inline constexpr int64_t AlignUp(int64_t bytes) {
-  return (bytes + kArenaAlignment - 1) / kArenaAlignment * kArenaAlignment;
-}
+inline constexpr int64_t AlignUp(int64_t bytes) { return RoundUp(bytes, kArenaAlignment); }
 int64_t SlotBytes(int64_t elements, int planes);  // One version of a chunk.
 int PlanesOf(const GroupSpec& group);             // 3, or 4 with amsgrad.
 std::vector<int> PlanesByGroup(const JobSpec& spec);

@@ -21,7 +21,7 @@ class TsanEdge {
   void Acquire();
 
  private:
-  char address_ = 0;
+  [[maybe_unused]] char address_ = 0;
 };
 
 }  // namespace ballast

@@ -8,6 +8,8 @@
 #include <thread>
 #include <vector>
 
+#include "cpu_optimizer_service/common/rounding.h"
+
 // Linux 5.14; older headers do not have it.
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
@@ -35,7 +37,7 @@ int PopulatePages(std::byte* memory, size_t bytes, size_t piece_bytes) {
       if (result != 0) failed = errno;
     }
   };
-  const size_t pieces = (bytes + piece_bytes - 1) / piece_bytes;
+  const size_t pieces = DivideUp(bytes, piece_bytes);
   const size_t threads =
       std::min<size_t>({pieces, kMostThreads, std::max(1u, std::thread::hardware_concurrency())});
   std::vector<std::thread> others;

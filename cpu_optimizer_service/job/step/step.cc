@@ -6,16 +6,10 @@
 #include "absl/strings/str_cat.h"
 #include "cpu_optimizer_service/common/check.h"
 #include "cpu_optimizer_service/common/reason.h"
+#include "cpu_optimizer_service/common/system/steady_time.h"
 #include "cpu_optimizer_service/job/step/step_decision.h"
 
 namespace ballast {
-namespace {
-
-double SecondsSince(std::chrono::steady_clock::time_point start) {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
-
-}  // namespace
 
 OpenStep::OpenStep(StepTerms terms, int world_size, int64_t parameters)
     : terms_(std::move(terms)), ranks_(world_size), used_(parameters, false) {}

@@ -42,7 +42,7 @@ class Examples(unittest.TestCase):
     def test_pretrain_is_the_same_with_ddp_and_fsdp2_and_in_two_parts(self):
         # While the learning rate rises, it does not depend on --steps.
         common = (*SMALL, f"--warmup={STEPS}")
-        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+        launcher = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2")
         ranks = [self.run_example("pretrain.py", *common, *way, launcher=launcher, out="".join(("ranks", *way)))
                  for way in ((), ("--shard",))]
         with ballast.Service(memory_limit="1GiB") as service:

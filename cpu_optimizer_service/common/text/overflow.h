@@ -1,7 +1,7 @@
 // Why a step is skipped that would leave state that is not finite: the service and a worker's own
 // optimizer say it in the same words.
-#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_OVERFLOW_H_
-#define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_OVERFLOW_H_
+#ifndef BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_TEXT_OVERFLOW_H_
+#define BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_TEXT_OVERFLOW_H_
 
 #include <cstdint>
 #include <string>
@@ -31,4 +31,4 @@ inline std::string ToString(const Overflow& overflow) {
 
 }  // namespace ballast
 
-#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_OVERFLOW_H_
+#endif  // BALLAST_CPU_OPTIMIZER_SERVICE_COMMON_TEXT_OVERFLOW_H_
